@@ -503,7 +503,7 @@ def tiles_of(where: str, kernel: Kernel, case: Case) -> Iterator[Any]:
 
 
 def _of_decoding(kernel: Kernel, case: Case) -> Iterator[MmaLinearTile]:
-    """Tiles of decode_tiles.cu with clusters of blocks."""
+    """Tiles of mma_tiles.cu with clusters of blocks."""
     yield ODD
     dtype = kernel.weights
     clusters = (1, 2, 3, 6, 8) if int(cupy.cuda.Device().compute_capability) >= 90 else (1,)

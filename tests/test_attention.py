@@ -89,7 +89,7 @@ def test_tiles_for_little_shared_memory(
 def test_a_missing_barrier_shows(n: int) -> None:
     """Two of the block, two of the warp: without any of them some thread order gives other bits."""
     shipped = loader.Source.shipped(OPERATION.variant("online").file)
-    header = "attention/online.cuh"
+    header = "lib/attention/online.cuh"
     parts = [(kernels.SOURCE_DIR / header).read_text("ascii")]
     for barrier in ("__syncthreads();", "__syncwarp();"):
         parts = [piece for part in parts for piece in part.split(barrier)]

@@ -390,7 +390,7 @@ def test_widening_before_the_barrier_is_needed() -> None:
     geometry = tiles_geometry(1, 130, 2, 2, 16, 2, H200)
     for barrier in ("  // K is complete;", "  // V is complete;"):
         edit = f"        __syncthreads();{barrier}"
-        racing = shipped.edited(edit, f"        {barrier}", header="attention/online.cuh")
+        racing = shipped.edited(edit, f"        {barrier}", header="lib/attention/online.cuh")
         different = False
         for order in loader.ORDERS:
             out = np.full((130, 32), np.nan, np.float32)

@@ -1,7 +1,7 @@
 """What is special to attention on tensor cores: tiles, copies, grids, and K and V for a cache.
 
 mma.cu runs on the CPU, where the PTX instructions are imitated (gpt2block/emulator/mma_ptx.h), and
-on a GPU; hopper.cu on a GPU. What every kernel must do is in tests/test_attention_laws.py.
+on a GPU; wgmma.cu on a GPU. What every kernel must do is in tests/test_attention_laws.py.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def test_the_times_are_those_of_the_measurements() -> None:
     told = f"{four} TB/s (Q4_K_M), {eight} (Q8_0), {fp8} (E5M2) and {half} (float16)"
     for each in (told, f"{4.08 * 8 / 6.74:.2f} bits a weight", f"{4.08 / (13.48 / 4.7):.2f} ms"):
         assert each in FLAT
-    header = (SOURCE_DIR / "matmul" / "decode_gguf.cuh").read_text(encoding="utf-8")
+    header = (SOURCE_DIR / "lib" / "decode" / "mma_gguf.cuh").read_text(encoding="utf-8")
     for words in (
         "Measured: 192",
         "12.4 us by itself",

@@ -222,7 +222,7 @@ def test_a_terminal_shows_a_source_with_colours_and_line_numbers(
     cli_mine.print_source(out, operation, operation.variant("5"))
     printed = capsys.readouterr().out
     assert "\x1b[" in printed
-    assert "kernels_cu/layernorm/ladder.cu" in printed
+    assert "kernels_cu/learn/layernorm/ladder.cu" in printed
     assert "⋮" in printed
 
 

@@ -367,8 +367,8 @@ def test_impossible_text_is_null_in_json(command: Command, tmp_path: Path) -> No
 def test_info_as_json() -> None:
     found = gpt2block("info", "--json").json
     assert list(found) == [
-        "name", "file", "config", "generation_config", "end_tokens", "parameters", "dtypes", "nbytes",
-        "memory", "default_dtype", "tensors",
+        "name", "file", "config", "generation_config", "end_tokens", "parameters", "dtypes",
+        "nbytes", "memory", "default_dtype", "tensors",
     ]  # fmt: skip
     assert found["parameters"] == 4_870_144
     assert found["dtypes"] == ["float16"]

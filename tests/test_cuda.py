@@ -534,7 +534,7 @@ def test_more_than_two_to_the_31_elements(cp: ModuleType) -> None:
 
 def test_shared_memory_is_left_as_the_kernel_needs_it(cp: ModuleType) -> None:
     """A reduction called twice in a kernel: without its last barrier the second could race."""
-    file = "elementwise/residual.cu"
+    file = "learn/elementwise/residual.cu"
     code = kernels.program(file) + (
         '\n#include "lib/common.cuh"\n'
         'extern "C" __global__ void reduce(const float* x, float* sums, float* maxima) {\n'

@@ -90,12 +90,12 @@ def add(source: Source, order: loader.Order) -> Floats:
 
 Launch = Callable[[Source, loader.Order], Floats]
 SHIPPED: list[tuple[str, Launch]] = [
-    ("layernorm/skeleton.cu", layernorm768),
-    ("layernorm/skeleton.cu", layernorm),
-    ("matmul/skeleton.cu", matmul),
-    ("attention/skeleton.cu", attention),
-    ("elementwise/gelu.cu", gelu),
-    ("elementwise/residual.cu", add),
+    ("learn/layernorm/skeleton.cu", layernorm768),
+    ("learn/layernorm/skeleton.cu", layernorm),
+    ("learn/matmul/skeleton.cu", matmul),
+    ("learn/attention/skeleton.cu", attention),
+    ("learn/elementwise/gelu.cu", gelu),
+    ("learn/elementwise/residual.cu", add),
 ]
 
 
@@ -109,7 +109,7 @@ def test_a_shipped_kernel_gives_the_same_bits_in_every_order(file: str, launch: 
 def test_a_shipped_kernel_computes_its_formula() -> None:
     product = random(17, 50).astype(float) @ random(50, 35) + random(35)
     np.testing.assert_allclose(
-        matmul(Source.shipped("matmul/skeleton.cu"), "forward"), product, rtol=1e-4
+        matmul(Source.shipped("learn/matmul/skeleton.cu"), "forward"), product, rtol=1e-4
     )
 
 
@@ -137,11 +137,16 @@ def outcome(source: Source, launch: Launch, order: loader.Order) -> bytes:
 
 
 BARRIERS: list[tuple[str, Launch, str, tuple[int, ...]]] = [  # the last: which of the text's
-    ("matmul/skeleton.cu", matmul, "", (0, 1)),
-    ("attention/skeleton.cu", attention, "", (0, 1)),
-    ("attention/skeleton.cu", attention, "lib/common.cuh", (0, 2, 3)),  # few keys: not high ones
-    ("layernorm/skeleton.cu", layernorm768, "lib/common.cuh", (0, 1, 2, 3)),
-    ("layernorm/skeleton.cu", layernorm, "lib/common.cuh", (0, 1, 2, 3)),
+    ("learn/matmul/skeleton.cu", matmul, "", (0, 1)),
+    ("learn/attention/skeleton.cu", attention, "", (0, 1)),
+    (
+        "learn/attention/skeleton.cu",
+        attention,
+        "lib/common.cuh",
+        (0, 2, 3),
+    ),  # few keys: not high ones
+    ("learn/layernorm/skeleton.cu", layernorm768, "lib/common.cuh", (0, 1, 2, 3)),
+    ("learn/layernorm/skeleton.cu", layernorm, "lib/common.cuh", (0, 1, 2, 3)),
 ]
 
 
@@ -171,49 +176,49 @@ def test_every_barrier_is_planted() -> None:
 
 OUT_OF_BOUNDS: dict[str, tuple[str, Launch, str, str, str]] = {  # name → text, in its place, report
     "global-read": (
-        "matmul/skeleton.cu",
+        "learn/matmul/skeleton.cu",
         matmul,
         "a_next = row_inside && k0",
         "a_next = k0",
         r"READ out of bounds: byte 3\d\d\d of A, which has 3400 bytes(.|\n)*skeleton\.cu:\d+",
     ),
     "global-read-by-one": (
-        "elementwise/residual.cu",
+        "learn/elementwise/residual.cu",
         add,
         "i < n",
         "i <= n",
         r"READ out of bounds: byte 1200 of \w, which has 1200 bytes(.|\n)*residual\.cu:\d+",
     ),
     "global-write": (
-        "matmul/skeleton.cu",
+        "learn/matmul/skeleton.cu",
         matmul,
         "if (row_inside && col_inside) C",
         "if (col_inside) C",
         r"WRITE out of bounds: byte 2[34]\d\d of C, which has 2380 bytes",
     ),
     "global-write-before": (
-        "attention/skeleton.cu",
+        "learn/attention/skeleton.cu",
         attention,
         "attn_out[(first_row + t) * C + head * HS + tid] =",
         "attn_out[(first_row + t) * C + head * HS + tid - 1] =",
         "WRITE out of bounds: byte -4 of attn_out",
     ),
     "static-shared-index": (
-        "attention/skeleton.cu",
+        "learn/attention/skeleton.cu",
         attention,
         "if (tid < HS) q[tid] =",
         "if (tid <= HS) q[tid] =",
         r"attention/skeleton\.cu:\d+.*index 16 out of bounds for type 'float \[16\]'",
     ),
     "static-shared-inner-index": (  # still inside the array as a whole
-        "matmul/skeleton.cu",
+        "learn/matmul/skeleton.cu",
         matmul,
         "k < TILE;",
         "k <= TILE;",
         r"matmul/skeleton\.cu:\d+.*index 16 out of bounds",
     ),
     "dynamic-shared": (
-        "attention/skeleton.cu",
+        "learn/attention/skeleton.cu",
         attention,
         "j < n_keys; j += GROUPS",
         "j <= n_keys; j += GROUPS",
@@ -231,7 +236,7 @@ def test_an_access_out_of_bounds_shows(name: str) -> None:
 
 
 def test_static_shared_memory_is_guarded_behind_a_pointer() -> None:
-    source = Source.shipped("layernorm/skeleton.cu")
+    source = Source.shipped("learn/layernorm/skeleton.cu")
     source = source.edited("threadIdx.x < stride", "threadIdx.x <= stride", header="lib/common.cuh")
     report = (
         r"global-buffer-overflow lib/common\.cuh:\d+(.|\n)*"
@@ -579,10 +584,16 @@ def test_a_shuffle_from_a_lane_that_is_not_there_gives_nan() -> None:
 def test_the_same_array_may_be_given_twice() -> None:
     x = random(300)
     expected = x + x
-    run("elementwise/residual.cu", "add_kernel", (2,), (256,), [x, x, x, 300])
+    run("learn/elementwise/residual.cu", "add_kernel", (2,), (256,), [x, x, x, 300])
     np.testing.assert_array_equal(x, expected)
     with fails("overlaps an earlier argument"):
-        run("elementwise/residual.cu", "add_kernel", (1,), (256,), [x[:200], x[100:], x[:200], 200])
+        run(
+            "learn/elementwise/residual.cu",
+            "add_kernel",
+            (1,),
+            (256,),
+            [x[:200], x[100:], x[:200], 200],
+        )
 
 
 def test_wrong_launches_are_refused() -> None:
@@ -601,20 +612,22 @@ def test_wrong_launches_are_refused() -> None:
 def test_a_source_that_does_not_compile_is_told_by_line() -> None:
     with fails(r"residual\.cu:\d+:\d+: error: .*wrong"):
         add(
-            Source.shipped("elementwise/residual.cu").edited("y[i] = a[i]", "y[i] = wrong[i]"),
+            Source.shipped("learn/elementwise/residual.cu").edited(
+                "y[i] = a[i]", "y[i] = wrong[i]"
+            ),
             "forward",
         )
 
 
 def test_an_edit_that_changes_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match=r"residual\.cu has 'gone' 0 times"):
-        Source.shipped("elementwise/residual.cu").edited("gone", "")
+        Source.shipped("learn/elementwise/residual.cu").edited("gone", "")
 
 
 def test_a_source_is_compiled_once_for_its_constants() -> None:
-    once = compile_kernel_file("matmul/skeleton.cu")
-    assert compile_kernel_file(Source.shipped("matmul/skeleton.cu")) == once
-    assert compile_kernel_file("matmul/skeleton.cu", (("TILE", 8),)) != once
+    once = compile_kernel_file("learn/matmul/skeleton.cu")
+    assert compile_kernel_file(Source.shipped("learn/matmul/skeleton.cu")) == once
+    assert compile_kernel_file("learn/matmul/skeleton.cu", (("TILE", 8),)) != once
 
 
 @pytest.mark.parametrize("races", [False, True])

@@ -121,9 +121,9 @@ def test_steps_have_their_kernels_and_what_the_fused_plan_joins() -> None:
         ["ln2"], ["ff1", "gelu"], ["ff1", "gelu"], ["ff2", "output"], ["ff2", "output"],
     ]  # fmt: skip
     assert [(k["plan"], k["file"], k["names"]) for k in steps["ff1"]["kernels"]] == [
-        ("step by step", "matmul/skeleton.cu", ["matmul_bias_tiled"]),
-        ("fused plan", "matmul/mma.cu", ["gemm_mma"]),
-        ("fused plan", "matmul/hopper.cu", ["gemm_hopper"]),
+        ("step by step", "learn/matmul/skeleton.cu", ["matmul_bias_tiled"]),
+        ("fused plan", "matmul/prompt/mma.cu", ["gemm_mma"]),
+        ("fused plan", "matmul/prompt/wgmma.cu", ["gemm_hopper"]),
     ]
     assert steps["ln1"]["kernels"][0]["names"] == ["layernorm_kernel"]  # rows of 64, not 768
     for step in steps.values():
@@ -287,9 +287,9 @@ def test_kernels_of_attention_are_those_for_grouped_queries(n_kv_head: int) -> N
     found = {k["file"]: k["constants"] for k in data["steps"]["attn"]["kernels"]}
     on_tensor_cores = {"ATT_SIZE": 64, "ATT_SERVES": 4 // n_kv_head}
     assert found == {
-        "attention/skeleton.cu": {"NH": 4, "NKV": n_kv_head, "HS": 64},
-        "attention/mma.cu": on_tensor_cores,
-        "attention/hopper.cu": on_tensor_cores,
+        "learn/attention/skeleton.cu": {"NH": 4, "NKV": n_kv_head, "HS": 64},
+        "attention/prompt/mma.cu": on_tensor_cores,
+        "attention/prompt/wgmma.cu": on_tensor_cores,
     }
     assert data["steps"]["qkv"]["kernels"][0]["constants"] == {}
 

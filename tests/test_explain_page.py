@@ -133,7 +133,7 @@ def test_step_seven_shows_the_source_of_ff1(page: Any) -> None:
     assert "computes ff1 and gelu in one kernel, and never stores ff1" in find(page, "#detail").text
     assert find(page, '[role="tab"][aria-selected="true"]').text.endswith("matmul_bias_tiled")
     shown = [row.get_property("textContent") for row in page.find_elements("css selector", ".row")]
-    assert shown == kernels.read_source("matmul/skeleton.cu").splitlines()
+    assert shown == kernels.read_source("learn/matmul/skeleton.cu").splitlines()
     assert "void matmul_bias_tiled(" in find(page, ".row.here").text
     comment = find(page, ".t-comment")
     assert comment.text.startswith("// Matrix product with bias")

@@ -407,7 +407,7 @@ def test_clusters_of_16_blocks_are_allowed() -> None:
     allowed: list[Any] = []
     with recording("9.0"), pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda.cupy.cuda.driver, "funcSetAttribute", lambda *args: allowed.append(args))
-        assert kernels.load("elementwise/gelu.cu", "gelu_kernel").found
+        assert kernels.load("learn/elementwise/gelu.cu", "gelu_kernel").found
         assert allowed == []
         function = kernels.load(gated_sums.FILE, "ffn_decode").found
         assert allowed == [(function.kernel.ptr, 14, 1)]
@@ -449,7 +449,7 @@ def test_the_chosen_kernels_compile_without_spills() -> None:
                 cut = product_geometry("", M, N, C, dtype, norm=norm)
                 assert cut is not None
                 constants = (*stored_as(*stored), *cut.defines, *more)
-                jobs.append(("matmul/decode_mma.cu", "sm_90a", constants))
+                jobs.append(("matmul/decode/mma.cu", "sm_90a", constants))
                 only.append(kernel)
     for M, (name, (C, H)) in product((1, 4), (("Q4_1", SIZES[2]), ("Q4_K", SIZES[3]))):
         of_blocks = blocks_geometry(M, C, H, (name, DOWN.get(name, name)), 1, 132)

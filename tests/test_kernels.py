@@ -24,77 +24,77 @@ from tests.devices import running_on
 WITH_CUDA_12 = ("sm_70", "sm_120", "sm_90")
 WITH_CUDA_13 = ("sm_75", "sm_100", "sm_90")
 ODD_CONSTANTS = {
-    "attention/skeleton.cu": "NH=6 NKV=2 HS=16",
-    "attention/ladder.cu": "NH=3 NKV=1 HS=7",
-    "attention/cached.cu": "STORAGE_BF16=1 NH=3 NKV=1 HS=36 AO_KEYS=32",
-    "attention/decode.cu": "STORAGE_BF16=1 NH=5 NKV=1 HS=22 AS_WIDTH=2 AS_QUERIES=3",
+    "learn/attention/skeleton.cu": "NH=6 NKV=2 HS=16",
+    "learn/attention/ladder.cu": "NH=3 NKV=1 HS=7",
+    "attention/prompt/cores.cu": "STORAGE_BF16=1 NH=3 NKV=1 HS=36 AO_KEYS=32",
+    "attention/decode/split.cu": "STORAGE_BF16=1 NH=5 NKV=1 HS=22 AS_WIDTH=2 AS_QUERIES=3",
     "embedding/encoder_rows.cu": "WEIGHT_E4M3=1 ER_WIDTH=2",
-    "attention/kv_cache.cu": "STORAGE_FP16=1 KV_WIDTH=8",
-    "attention/online.cu": "NH=4 NKV=2 HS=33 AO_WARPS=2 AO_KEYS=32",
-    "matmul/decode.cu": (
+    "attention/cache/kv_cache.cu": "STORAGE_FP16=1 KV_WIDTH=8",
+    "learn/attention/online.cu": "NH=4 NKV=2 HS=33 AO_WARPS=2 AO_KEYS=32",
+    "matmul/decode/cores.cu": (
         "STORAGE_BF16=1 WEIGHT_E4M3=1 LM_K=264 LM_ROWS=4 LM_WIDTH=8 LM_SPLIT=2 LM_STEPS=1 "
         "LM_LOOP=1 LM_X=2 LM_HEAD=22"
     ),
-    "matmul/decode_tiles.cu": (
+    "matmul/decode/mma_tiles.cu": (
         "STORAGE_BF16=1 DT_ROWS=48 DT_COLUMNS=64 DT_WARPS_M=1 DT_WARPS_N=4 DT_CHUNKS=2"
     ),
-    "layernorm/decode.cu": "LN_C=1602 LN_X=2 LN_ROWS=4",
-    "matmul/decode_mma.cu": "STORAGE_BF16=1 LM_K=1160 LM_ROWS=16 LM_COLUMNS=11 LM_FLIGHT=2",
-    "matmul/tiles.cu": (
+    "norms/layernorm_decode.cu": "LN_C=1602 LN_X=2 LN_ROWS=4",
+    "matmul/decode/mma.cu": "STORAGE_BF16=1 LM_K=1160 LM_ROWS=16 LM_COLUMNS=11 LM_FLIGHT=2",
+    "matmul/prompt/cores.cu": (
         "STORAGE_FP16=1 LT_ROWS=32 LT_COLUMNS=96 LT_SIDE=4 LT_SPAN=6 LT_DEPTH=32 LT_LOAD=1 "
         "LT_STORE=1 LT_GELU=1"
     ),
-    "matmul/skeleton.cu": "TILE=32",
-    "matmul/ladder.cu": "COARSENING=4",
-    "matmul/registers.cu": (
+    "learn/matmul/skeleton.cu": "TILE=32",
+    "learn/matmul/ladder.cu": "COARSENING=4",
+    "learn/matmul/registers.cu": (
         "MM_ROWS=64 MM_COLUMNS=96 MM_DEPTH=32 MM_GROUPS=4 MM_BLOCKS=1 MM_WIDTH=1"
     ),
     "fp8/convert.cu": "STORAGE_FP16=1 WEIGHT_E4M3=1 FP8_WIDTH=8 FP8_SCALE=1",
-    "layernorm/rows.cu": "STORAGE_BF16=1 LN_WIDTH=8 LN_VECTORS=3",
-    "layernorm/narrow.cu": (
+    "norms/layernorm_rows.cu": "STORAGE_BF16=1 LN_WIDTH=8 LN_VECTORS=3",
+    "norms/layernorm_narrow.cu": (
         "STORAGE_BF16=1 LN_WIDTH=8 LN_THREADS=64 LN_VECTORS=3 LN_ROWS=1 LN_EACH=2"
     ),
-    "layernorm/gelu.cu": "LG_HIDDEN=33 LG_WIDTH=1 LG_THREADS=64",
-    "llama/rmsnorm.cu": (
+    "learn/layernorm/gelu.cu": "LG_HIDDEN=33 LG_WIDTH=1 LG_THREADS=64",
+    "norms/rmsnorm.cu": (
         "STORAGE_FP16=1 RMS_C=96 RMS_THREADS=32 RMS_VECTORS=1 RMS_ROWS=4 RMS_RESIDUAL=1"
     ),
-    "llama/rmsnorm_stream.cu": "STORAGE_BF16=1 RS_C=4100 RS_THREADS=32",
-    "llama/silu_mul.cu": "STORAGE_FP16=1 SM_WIDTH=8",
-    "llama/rope.cu": "STORAGE_FP16=1 ROPE_D=6 ROPE_HALF_SPLIT=1 ROPE_WIDTH=1",
-    "llama/rope_qkv.cu": "STORAGE_BF16=1 ROPE_D=34 ROPE_WIDTH=2",
-    "llama/rope_append.cu": "STORAGE_BF16=1 ROPE_D=6 ROPE_HALF_SPLIT=1 ROPE_WIDTH=1 ROPE_OWN=1",
-    "llama/qk_norm.cu": "STORAGE_FP16=1 QN_D=254 QN_WIDTH=1 QN_LANES=32 QN_HEADS=4",
+    "norms/rmsnorm_stream.cu": "STORAGE_BF16=1 RS_C=4100 RS_THREADS=32",
+    "elementwise/silu_mul.cu": "STORAGE_FP16=1 SM_WIDTH=8",
+    "learn/positions/rope.cu": "STORAGE_FP16=1 ROPE_D=6 ROPE_HALF_SPLIT=1 ROPE_WIDTH=1",
+    "positions/rope_qkv.cu": "STORAGE_BF16=1 ROPE_D=34 ROPE_WIDTH=2",
+    "positions/rope_append.cu": "STORAGE_BF16=1 ROPE_D=6 ROPE_HALF_SPLIT=1 ROPE_WIDTH=1 ROPE_OWN=1",
+    "positions/qk_norm.cu": "STORAGE_FP16=1 QN_D=254 QN_WIDTH=1 QN_LANES=32 QN_HEADS=4",
     "tokens/log_likelihood.cu": "LL_THREADS=1024 LL_LOADS=3",
     "tokens/top.cu": "TOP_THREADS=1024 TOP_KEPT=1 TOP_LOADS=3",
-    "matmul/mma.cu": (
+    "matmul/prompt/mma.cu": (
         "STORAGE_BF16=1 GEMM_M=64 GEMM_N=144 GEMM_SLICE=128 GEMM_GELU=1 GEMM_RESIDUAL=1 "
         "GEMM_FLOAT_OUT=1"
     ),
-    "attention/mma.cu": (
+    "attention/prompt/mma.cu": (
         "STORAGE_BF16=1 ATT_CAUSAL=0 ATT_SIZE=128 ATT_SERVES=3 ATT_WARPS=2 ATT_FRAGS=1 "
         "ATT_STAGES=2 ATT_BLOCKS=4"
     ),
-    "matmul/mma_two_part.cu": (
+    "matmul/prompt/mma_two_part.cu": (
         "GEMM_M=64 GEMM_N=80 GEMM_WARPS_M=2 GEMM_GELU=1 GEMM_RESIDUAL=1 GEMM_SPLIT_OUT=1"
     ),
-    "attention/mma_two_part.cu": "ATT_CAUSAL=0 ATT_WARPS=2 ATT_STAGES=2",
-    "llama/rmsnorm_matmul_mma.cu": (
+    "attention/prompt/mma_two_part.cu": "ATT_CAUSAL=0 ATT_WARPS=2 ATT_STAGES=2",
+    "matmul/prompt/rmsnorm_mma.cu": (
         "STORAGE_BF16=1 WEIGHT_E4M3=1 MMA_W_NK=1 MMA_ROWS=96 MMA_RESIDUAL=1"
     ),
-    "llama/rmsnorm_matmul_hopper.cu": (
+    "matmul/prompt/rmsnorm_wgmma.cu": (
         "STORAGE_BF16=1 GEMM_A_ROWS=48 GEMM_N=224 GEMM_GROUP_M=64 GEMM_GROUP_N=224 "
         "GEMM_CHUNK=16 GEMM_SHARES=2 NORM_W_NK=1 NORM_TURNS=0"
     ),
-    "attention/hopper_two_part.cu": (
+    "attention/prompt/wgmma_two_part.cu": (
         "ATT_CAUSAL=0 ATT_SERVES=2 ATT_ONE_SCALE=1 ATT_SHARES=1 ATT_TURNS=0 ATT_SLOTS=4"
     ),
-    "attention/hopper.cu": "STORAGE_FP16=1 ATT_CAUSAL=0 ATT_TURNS=0 ATT_SLOTS=4",
+    "attention/prompt/wgmma.cu": "STORAGE_FP16=1 ATT_CAUSAL=0 ATT_TURNS=0 ATT_SLOTS=4",
     "tokens/sample.cu": "SAMPLE_THREADS=512 SAMPLE_LOADS=7 SAMPLE_LIST=100 SAMPLE_CHANGES=1",
-    "matmul/two_part.cu": "SPLIT_WIDTH=1 SPLIT_ROWS=8",
-    "softmax/ladder.cu": "SOFTMAX_CAUSAL=1 SOFTMAX_WIDTH=1",
-    "trimat/ladder.cu": "NH=3 HS=20",
-    "trimat/pipelined.cu": "NH=3 HS=20",
-    "trimat/mma.cu": "NH=3 HS=76 TRI_TILE=64 TRI_BLOCKS=3",
+    "elementwise/two_part.cu": "SPLIT_WIDTH=1 SPLIT_ROWS=8",
+    "learn/softmax/ladder.cu": "SOFTMAX_CAUSAL=1 SOFTMAX_WIDTH=1",
+    "learn/trimat/ladder.cu": "NH=3 HS=20",
+    "learn/trimat/pipelined.cu": "NH=3 HS=20",
+    "learn/trimat/mma.cu": "NH=3 HS=76 TRI_TILE=64 TRI_BLOCKS=3",
 }
 
 
@@ -107,8 +107,8 @@ def test_every_kernel_stands_in_the_table() -> None:
 
 
 def test_signatures_are_the_prototypes() -> None:
-    assert kernels.signatures("matmul/skeleton.cu")["matmul_bias_tiled"] == Signature(
-        "matmul/skeleton.cu",
+    assert kernels.signatures("learn/matmul/skeleton.cu")["matmul_bias_tiled"] == Signature(
+        "learn/matmul/skeleton.cu",
         "matmul_bias_tiled",
         (
             Parameter("float*", "A", const=True, restrict=True),
@@ -121,7 +121,8 @@ def test_signatures_are_the_prototypes() -> None:
         ),
     )
     assert (
-        kernels.signatures("elementwise/gelu.cu")["gelu_kernel"].parameters[1].ctype == "long long"
+        kernels.signatures("learn/elementwise/gelu.cu")["gelu_kernel"].parameters[1].ctype
+        == "long long"
     )
 
 
@@ -261,7 +262,7 @@ def test_a_grid_beyond_cudas_limits_is_refused(grid: tuple[int, ...]) -> None:
         args = (device.zeros(1, "float32"), 1)
         with pytest.raises(KernelError, match="exceeds CUDA's limits"):
             kernels.launch_at(
-                "elementwise/gelu.cu", kernels.Geometry("gelu_kernel", grid, (32,)), args
+                "learn/elementwise/gelu.cu", kernels.Geometry("gelu_kernel", grid, (32,)), args
             )
 
 
@@ -284,20 +285,20 @@ def test_a_changed_header_changes_the_program(
         (tmp_path / name / "lib/common.cuh").write_text(header)
         with monkeypatch.context() as patch:
             patch.setattr(kernels, "SOURCE_DIR", tmp_path / name)
-            programs.append(kernels.program("elementwise/gelu.cu", (("N", 3),)))
+            programs.append(kernels.program("learn/elementwise/gelu.cu", (("N", 3),)))
     assert programs[0] != programs[1]
     assert programs[0] == programs[2]
     assert programs[0].splitlines()[1] == "#define N 3"
 
 
 def test_a_file_states_the_architecture_that_it_needs() -> None:
-    file = "elementwise/gelu.cu"
+    file = "learn/elementwise/gelu.cu"
     assert kernels.architecture(file) is None
     assert kernels.options(file, "90") == kernels.options(file, "75")
-    assert kernels.architecture("matmul/hopper.cu") == "sm_90a"
-    assert "-arch=sm_90a" in kernels.options("matmul/hopper.cu", "90")
+    assert kernels.architecture("matmul/prompt/wgmma.cu") == "sm_90a"
+    assert "-arch=sm_90a" in kernels.options("matmul/prompt/wgmma.cu", "90")
     with pytest.raises(KernelError, match=r"expected .* 9\.0, Hopper\), got 12\.0"):
-        kernels.options("matmul/hopper.cu", "120")
+        kernels.options("matmul/prompt/wgmma.cu", "120")
 
 
 def test_compile_message_without_a_reason() -> None:
@@ -341,7 +342,7 @@ def test_compiles_without_spills_and_warnings(nvrtc: tuple[int, int], file: str)
 @pytest.mark.usefixtures("nvrtc")
 def test_a_kernel_by_itself_is_compiled_as_with_the_others() -> None:
     """With the same registers and shared memory."""
-    file, arch = "matmul/decode_mma.cu", "sm_80"
+    file, arch = "matmul/decode/mma.cu", "sm_80"
     resources = re.compile(r"Function properties for (\w+)\n(.*\n.*)")
     together = dict(resources.findall(kernels.compile_for(file, arch).log))
     assert together.keys() >= kernels.signatures(file).keys()
@@ -353,8 +354,8 @@ def test_a_kernel_by_itself_is_compiled_as_with_the_others() -> None:
 
 @pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """elementwise/gelu.cu with a mistake in line 9 and a header that is nowhere."""
-    text = kernels.read_source("elementwise/gelu.cu").splitlines()
+    """learn/elementwise/gelu.cu with a mistake in line 9 and a header that is nowhere."""
+    text = kernels.read_source("learn/elementwise/gelu.cu").splitlines()
     text[8] = "    undeclared = 3;"
     monkeypatch.setattr(kernels, "read_source", lambda file: "\n".join(text))
 
@@ -362,17 +363,17 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("broken", "nvrtc")
 def test_a_compile_error_names_file_and_line() -> None:
     with pytest.raises(KernelError) as caught:
-        kernels.compile_for("elementwise/gelu.cu", "sm_80", (("N", 3), ("M", 4)))
+        kernels.compile_for("learn/elementwise/gelu.cu", "sm_80", (("N", 3), ("M", 4)))
     lines = str(caught.value).splitlines()
-    assert lines[0] == "elementwise/gelu.cu does not compile:"
-    assert lines[1] == 'elementwise/gelu.cu:9: identifier "undeclared" is undefined'
+    assert lines[0] == "learn/elementwise/gelu.cu does not compile:"
+    assert lines[1] == 'learn/elementwise/gelu.cu:9: identifier "undeclared" is undefined'
     assert "fix it there" in lines[-1]
 
 
 @pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize(
     ("file", "constant", "message"),
-    [("attention/skeleton.cu", ("HS", 257), "HS <= 256")],
+    [("learn/attention/skeleton.cu", ("HS", 257), "HS <= 256")],
 )
 def test_constants_that_make_no_sense_do_not_compile(
     file: str, constant: tuple[str, int], message: str

@@ -177,7 +177,10 @@ def test_products_for_two_formats_compile_without_spills() -> None:
     gpu = {"capability": 90, "sms": 132, "most_shared": gpus.H200["most_shared"]}
     tile = _linear_mma_tiles.choose(*product, **gpu)
     made = _linear_mma_tiles.geometry("qkv_decode_tiles", *product, tile)
-    jobs: Any = [("matmul/decode.cu", "sm_75", mixed), ("matmul/decode_mma.cu", "sm_80", mixed)]
+    jobs: Any = [
+        ("matmul/decode/cores.cu", "sm_75", mixed),
+        ("matmul/decode/mma.cu", "sm_80", mixed),
+    ]
     jobs += [(_linear_mma_tiles.FILE, "sm_90", (*mixed, *made.defines))]
     assert_clean(jobs)
 

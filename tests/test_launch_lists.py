@@ -95,16 +95,16 @@ def test_a_kernel_runs_in_a_list_or_has_a_reason() -> None:
 @pytest.mark.parametrize(
     ("kernel", "field", "expected"),
     [
-        ("attention/decode.cu attention_split", "capability", CAPABILITIES),
-        ("attention/decode.cu attention_split", "model", tuple(CONFIGS)),
+        ("attention/decode/split.cu attention_split", "capability", CAPABILITIES),
+        ("attention/decode/split.cu attention_split", "model", tuple(CONFIGS)),
         (
-            "attention/decode.cu attention_split",
+            "attention/decode/split.cu attention_split",
             "part",
             (*map(str, ROWS), "guesses", "draft", "trace"),
         ),
-        ("matmul/decode_hopper_gguf.cu qkv_hopper_gguf", "capability", ("9.0",)),
+        ("matmul/decode/wgmma_gguf.cu qkv_hopper_gguf", "capability", ("9.0",)),
         ("elementwise/relu_squared.cu relu_squared", "model", ("nanochat",)),
-        ("elementwise/residual.cu add_kernel", "part", ("skeleton",)),
+        ("learn/elementwise/residual.cu add_kernel", "part", ("skeleton",)),
         ("tokens/top.cu top_logprobs_kernel", "part", ("alternatives",)),
     ],
 )

@@ -28,7 +28,7 @@ from tests.launches import geometry_of, stub
 from tests.norms import DTYPES, EPS
 
 MANY = 10**6  # rows
-ROWS, NARROW, RMS = "layernorm/rows.cu", "layernorm/narrow.cu", "llama/rmsnorm.cu"
+ROWS, NARROW, RMS = "norms/layernorm_rows.cu", "norms/layernorm_narrow.cu", "norms/rmsnorm.cu"
 
 
 class Shared(NamedTuple):

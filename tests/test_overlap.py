@@ -236,7 +236,7 @@ def test_the_emulator_reports_an_early_access(
 ) -> None:
     if problem := emulator.missing():
         pytest.skip(problem)
-    headers = emulator.Source.shipped("matmul/two_part.cu").headers
+    headers = emulator.Source.shipped("elementwise/two_part.cu").headers
     source = emulator.Source("scaled.cu", SOURCE.replace("BEFORE", before), headers)
     x, w, out = np.arange(7, dtype=np.float32), np.full(7, 2, np.float32), np.zeros(7, np.float32)
 

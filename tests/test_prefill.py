@@ -281,7 +281,12 @@ def test_the_kernels_of_a_prompt_wait_for_the_one_before() -> None:
         "encoder_rows", "layernorm_narrow_float", "gemm_mma", "attention_mma", "linear_decode_mma",
     }  # fmt: skip
     files = [path for path in kernels.sources() if set(kernels.signatures(path)) & names]
-    for file in (*files, "attention/cached.cu", "attention/kv_cache.cu", "matmul/hopper.cu"):
+    for file in (
+        *files,
+        "attention/prompt/cores.cu",
+        "attention/cache/kv_cache.cu",
+        "matmul/prompt/wgmma.cu",
+    ):
         text = kernels.read_source(file)
         headers = [kernels.SOURCE_DIR / h for h in text.split('"') if h.endswith(".cuh")]
         every = text + "".join(h.read_text("ascii") for h in headers if h.is_file())

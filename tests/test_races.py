@@ -143,6 +143,6 @@ def test_a_kernel_that_does_not_end_says_where(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(kernels, "read_source", lambda file: text)
     with emulated(checks=Checks(limit_s=0.5)) as cupy:
         array = cupy.zeros(1, "float32")
-        kernel = cupy.RawModule(kernels.program("elementwise/gelu.cu")).get_function("k")
+        kernel = cupy.RawModule(kernels.program("learn/elementwise/gelu.cu")).get_function("k")
         with pytest.raises(ShimError, match=r"still running after 0.5 s(.|\n)*gelu\.cu:[23]"):
             kernel((1,), (1,), (np.uintp(array.data.ptr), np.int32(0)))

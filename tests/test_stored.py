@@ -1,4 +1,4 @@
-"""Weights in the dtype and the layout of products: kernels_cu/matmul/store.cu."""
+"""Weights in the dtype and the layout of products: kernels_cu/elementwise/store_weights.cu."""
 
 from __future__ import annotations
 

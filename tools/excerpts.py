@@ -3,7 +3,7 @@
 A page names an excerpt and links to its file:
 
     <!-- source: layernorm_forward_kernel1( -->
-    [`layernorm/ladder.cu`](../../kernels_cu/layernorm/ladder.cu)
+    [`learn/layernorm/ladder.cu`](../../kernels_cu/learn/layernorm/ladder.cu)
 
 The tool writes the code between the two lines, and links to its first line. `<!-- source -->` alone
 stands for the whole file. `tests/test_site.py` compares the pages with the files.

@@ -37,18 +37,19 @@ ORDER = (  # of the words of a line's fields
 OF = {each: {model for model, other in MODELS if other == each} for each in ORDER[0]}
 NOT_RUN: Mapping[str, str] = {  # files, or a kernel of a file that has others
     **dict.fromkeys(
-        ("attention/ladder.cu", "attention/online.cu", "gguf/ladder.cu", "layernorm/ladder.cu",
-         "layernorm/warp.cu", "matmul/ladder.cu", "matmul/registers.cu", "softmax/ladder.cu"),
+        ("learn/attention/ladder.cu", "learn/attention/online.cu", "learn/gguf/ladder.cu",
+         "learn/layernorm/ladder.cu", "learn/layernorm/warp.cu", "learn/matmul/ladder.cu",
+         "learn/matmul/registers.cu", "learn/softmax/ladder.cu"),
         "a step of a ladder, which the course and `gpt2block kernels` show",
     ),
     **dict.fromkeys(
-        ("embedding/encoder.cu", "layernorm/gelu.cu", "trimat/ladder.cu", "trimat/mma.cu",
-         "trimat/pipelined.cu"),
+        ("learn/embedding/encoder.cu", "learn/layernorm/gelu.cu", "learn/trimat/ladder.cu",
+         "learn/trimat/mma.cu", "learn/trimat/pipelined.cu"),
         "an operation of a source document that no model has",
     ),
-    "llama/qk_norm.cu qk_norm": "the norm alone, which models launch together with RoPE",
-    "llama/rope.cu": "RoPE alone, which models launch for q and k together",
-    "llama/rmsnorm_matmul_hopper.cu rmsnorm_matmul_hopper": "the operation alone, from 2^28 "
+    "positions/qk_norm.cu qk_norm": "the norm alone, which models launch together with RoPE",
+    "learn/positions/rope.cu": "RoPE alone, which models launch for q and k together",
+    "matmul/prompt/rmsnorm_wgmma.cu rmsnorm_matmul_hopper": "the operation alone, from 2^28 "
     "multiplications on: models and blocks launch the norm and the product apart",
     "fp8/absmax.cu absmax_kn_kernel": "for matrices (K, N) that a caller gives to "
     "`WeightMatrix.quantize`: models store (N, K)",
@@ -64,7 +65,9 @@ class Use(NamedTuple):
     part: str
 
 
-Uses = Mapping[str, set[Use]]  # by file and name of a kernel: "attention/decode.cu attention_split"
+Uses = Mapping[
+    str, set[Use]
+]  # by file and name of a kernel: "attention/decode/split.cu attention_split"
 
 
 def uses_of(programs: Iterable[tuple[str, list[str]]]) -> Uses:

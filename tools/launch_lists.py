@@ -191,7 +191,8 @@ def programs() -> Iterator[tuple[str, Program]]:
 
 
 def lists(capability: str, wanted: Callable[[str], bool]) -> Iterator[tuple[str, list[str]]]:
-    """Yield name, with the capability, and lines of each selected program that launches anything."""
+    """Yield name, with the capability, and lines of each selected program that launches
+    anything."""
     for name, run in programs():
         if wanted(f"{capability} {name}"):
             with recording(capability) as recorder:

@@ -10,13 +10,13 @@ from gpt2block.cuda.kernels import Defines, Geometry
 from gpt2block.ops._gemm_mma import epilogue
 from gpt2block.weights.gguf import OCTET
 
-FILE = "matmul/hopper.cu"
+FILE = "matmul/prompt/wgmma.cu"
 KERNEL = "gemm_hopper"
-FP8_FILE = "matmul/hopper_fp8.cu"
+FP8_FILE = "matmul/prompt/wgmma_fp8.cu"
 FP8_KERNEL = "gemm_fp8_hopper"
-GGUF_FILE = "matmul/hopper_gguf.cu"
+GGUF_FILE = "matmul/prompt/wgmma_gguf.cu"
 GGUF_KERNEL = "gemm_gguf_hopper"
-TWO_PART_FILE = "matmul/hopper_two_part.cu"
+TWO_PART_FILE = "matmul/prompt/wgmma_two_part.cu"
 TWO_PART_KERNEL = "gemm_split_hopper"
 SLICE = 64  # values along K in a slice
 CONSUMERS = 2  # warpgroups that multiply
@@ -28,7 +28,8 @@ MOST_GGUF_STAGES = 3  # stages of the ring of GGUF blocks
 
 
 class HopperGemmTile(NamedTuple):
-    """Constants of matmul/hopper.cuh for a tile, and estimated times of such tiles on an H200."""
+    """Constants of lib/matmul/wgmma.cuh for a tile, and estimated times of such tiles on an
+    H200."""
 
     rows: int
     columns: int
@@ -183,7 +184,7 @@ def geometry(
 def launched(
     kernel: str, tile: HopperGemmTile, M: int, N: int, sms: int, shared: int, ends: Defines
 ) -> Geometry:
-    """Return the geometry of a kernel that includes matmul/hopper.cuh, for a result (M, N).
+    """Return the geometry of a kernel that includes lib/matmul/wgmma.cuh, for a result (M, N).
 
     ends: constants of this kernel alone.
     """

@@ -1,4 +1,5 @@
-"""Tiles and launch geometry of matmul/mma.cu and matmul/mma_two_part.cu, products by mma.sync."""
+"""Tiles and launch geometry of matmul/prompt/mma.cu and matmul/prompt/mma_two_part.cu, products by
+mma.sync."""
 
 from __future__ import annotations
 
@@ -9,9 +10,9 @@ from typing import NamedTuple
 from gpt2block.cuda.kernels import Defines, Geometry
 from gpt2block.ops._products import count_tiles, room
 
-FILE = "matmul/mma.cu"
+FILE = "matmul/prompt/mma.cu"
 KERNEL = "gemm_mma"
-TWO_PART_FILE = "matmul/mma_two_part.cu"
+TWO_PART_FILE = "matmul/prompt/mma_two_part.cu"
 TWO_PART_KERNEL = "gemm_split_mma"
 
 # Approximate rates of an SM, per clock.
@@ -24,7 +25,7 @@ FEWEST_STAGES = 3
 
 
 class MmaGemmTile(NamedTuple):
-    """A block's tile and its division among warps: constants of kernels_cu/matmul/mma.cuh."""
+    """A block's tile and its division among warps: constants of kernels_cu/lib/matmul/mma.cuh."""
 
     rows: int
     columns: int

@@ -1,4 +1,4 @@
-"""The linear layer of decoding with weights in blocks of GGUF: launches of decode_gguf.cu."""
+"""The linear layer of decoding with weights in blocks of GGUF: launches of mma_gguf.cu."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from gpt2block.ops.gguf import range_defines
 from gpt2block.ops.operation import UnsupportedCall
 from gpt2block.weights.gguf import BORDER, OCTET, TYPES
 
-FILE = "matmul/decode_gguf.cu"
+FILE = "matmul/decode/mma_gguf.cu"
 COLUMNS = BORDER  # of a warp
 WARPS = range(12, 0, -1)  # of a block with one split
 FEW_ROWS, MOST_ROWS = 8, 64  # of a block with all splits, and with one
@@ -178,7 +178,7 @@ def normalizes(M: int, K: int) -> bool:
 def launch(
     c: Call, kernel: str, args: tuple[Any, ...], cache: str | None = None, rope: int = 0
 ) -> Launch:
-    """A kernel of decode_gguf.cu; args: its arguments. cache: the FP8 format of the kv_cache.
+    """A kernel of mma_gguf.cu; args: its arguments. cache: the FP8 format of the kv_cache.
 
     rope: channels of a head.
     """

@@ -1,7 +1,7 @@
 """The linear layer for decoding by wgmma: its geometry and launches.
 
-Kernels: matmul/decode_hopper.cu and, with RoPE, matmul/decode_hopper_rope.cu; for weights in blocks
-of GGUF matmul/decode_hopper_gguf.cu and decode_hopper_gguf_rope.cu.
+Kernels: matmul/decode/wgmma.cu and, with RoPE, matmul/decode/wgmma_rope.cu; for weights in blocks
+of GGUF matmul/decode/wgmma_gguf.cu and decode_hopper_gguf_rope.cu.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from gpt2block.ops.operation import UnsupportedCall
 from gpt2block.weights.gguf import BORDER, OCTET, TYPES, GgufMatrix
 from gpt2block.weights.matrix import WeightMatrix
 
-FILE = "matmul/decode_hopper.cu"
-ROPE_FILE = "matmul/decode_hopper_rope.cu"
-GGUF_FILE = "matmul/decode_hopper_gguf.cu"
-GGUF_ROPE_FILE = "matmul/decode_hopper_gguf_rope.cu"
+FILE = "matmul/decode/wgmma.cu"
+ROPE_FILE = "matmul/decode/wgmma_rope.cu"
+GGUF_FILE = "matmul/decode/wgmma_gguf.cu"
+GGUF_ROPE_FILE = "matmul/decode/wgmma_gguf_rope.cu"
 TERM_ROWS = 64  # of a tile of terms, and the most that a block has
 FEWEST_ROWS = 4
 FEWEST_COLUMNS = 8  # of x as an operand, each a term of a row

@@ -1,4 +1,4 @@
-"""The linear layer for few rows, matmul/decode.cu: its layouts and its geometry."""
+"""The linear layer for few rows, matmul/decode/cores.cu: its layouts and its geometry."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 from gpt2block.cuda.kernels import Geometry
 from gpt2block.ops._rows import WARP, power_of_two
 
-FILE = "matmul/decode.cu"
+FILE = "matmul/decode/cores.cu"
 MANY_COLUMNS = 16384  # from here on a block goes through several groups of columns
 PART = 256  # of K, a warp's
 MOST_STEPS = 3  # loads of a column in flight
@@ -136,7 +136,7 @@ def geometry(
 
 
 def shared_floats(cut: MatvecLayout, K: int, norm: bool) -> int:
-    """Bytes of shared memory of matmul/decode.cu: rows of x, gamma and beta, warps' sums."""
+    """Bytes of shared memory of matmul/decode/cores.cu: rows of x, gamma and beta, warps' sums."""
     chunk = WARP * cut.width * cut.split * cut.steps
     padded = chunk * ceil(K / chunk)
     held = cut.rows == 1 and padded <= HELD * WARP * cut.split

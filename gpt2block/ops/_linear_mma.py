@@ -1,4 +1,4 @@
-"""The linear layer for few rows on tensor cores, matmul/decode_mma.cu: its geometry."""
+"""The linear layer for few rows on tensor cores, matmul/decode/mma.cu: its geometry."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 from gpt2block.cuda.kernels import FP8, TWO_PART, Geometry
 from gpt2block.ops._rows import WARP, power_of_two
 
-FILE = "matmul/decode_mma.cu"
+FILE = "matmul/decode/mma.cu"
 UNIT = 128  # of K: splits have whole units
 MOST_SPLITS = 8
 HALF_SPLITS = 4  # with blocks of GGUF, whose sums are added to each other before the others are
@@ -175,7 +175,7 @@ def geometry(
 
 
 def shared_bytes(cut: MmaLayout, K: int, dtype: str, norm: int) -> int:
-    """Bytes of shared memory of matmul/decode_mma.cu: rows of x, their statistics, splits' sums."""
+    """Bytes of shared memory of matmul/decode/mma.cu: rows of x, their statistics, splits' sums."""
     parts, each = splits(K)
     padding = 16 if dtype in FP8 else 64
     term = 2 * each * UNIT + padding

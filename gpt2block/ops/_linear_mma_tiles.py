@@ -1,4 +1,4 @@
-"""The linear layer for many rows of decoding, matmul/decode_tiles.cu: its geometry."""
+"""The linear layer for many rows of decoding, matmul/decode/mma_tiles.cu: its geometry."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gpt2block.ops._linear_mma import BYTES, FLOAT, UNIT, splits
 from gpt2block.ops._products import count_tiles, room
 from gpt2block.ops._rows import WARP
 
-FILE = "matmul/decode_tiles.cu"
+FILE = "matmul/decode/mma_tiles.cu"
 CLUSTER_CAPABILITY = 90
 PAD = 16  # floats after a row of sums
 LONG_K = 2048  # from here on a block has much of x to read

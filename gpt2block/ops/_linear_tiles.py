@@ -1,4 +1,4 @@
-"""The linear layer for many rows, matmul/tiles.cu: its tiles and its geometry."""
+"""The linear layer for many rows, matmul/prompt/cores.cu: its tiles and its geometry."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gpt2block.cuda.kernels import Geometry
 from gpt2block.ops._products import count_tiles, fastest
 from gpt2block.ops._rows import WARP
 
-FILE = "matmul/tiles.cu"
+FILE = "matmul/prompt/cores.cu"
 KERNEL = "linear_tiles"
 MOST_LOADED = 8  # narrow weights in a copy
 MAX_SIZE = 2**31 - 1024  # of M and N: what an int holds, and a tile more

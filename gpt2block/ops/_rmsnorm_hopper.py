@@ -1,4 +1,4 @@
-"""Tiles and launches of llama/rmsnorm_matmul_hopper.cu, products by wgmma."""
+"""Tiles and launches of matmul/prompt/rmsnorm_wgmma.cu, products by wgmma."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gpt2block.ops._gemm_hopper import (
 )
 from gpt2block.ops._products import gate_define
 
-FILE = "llama/rmsnorm_matmul_hopper.cu"
+FILE = "matmul/prompt/rmsnorm_wgmma.cu"
 
 # The times are fitted to Llama's sizes in float16. K is always 4,096, so that all time is counted
 # as time of slices. With few rows, tiles wait for the weights, and the best size gives nearly every

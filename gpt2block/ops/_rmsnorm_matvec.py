@@ -1,4 +1,4 @@
-"""Launch geometry of llama/rmsnorm_matmul.cu, for few rows: each weight is read once."""
+"""Launch geometry of matmul/decode/rmsnorm_cores.cu, for few rows: each weight is read once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 from gpt2block.cuda.kernels import Geometry
 from gpt2block.ops._rows import WARP, power_of_two
 
-FILE = "llama/rmsnorm_matmul.cu"
+FILE = "matmul/decode/rmsnorm_cores.cu"
 MOST_ROWS = 4  # rows of x per block
 MOST_SUMS = 64  # sums that a thread keeps in registers
 Pairing = Literal["neighbours", "halves", "two matrices"]

@@ -1,4 +1,4 @@
-"""Tiles and launch geometry of llama/rmsnorm_matmul_mma.cu, products by mma.sync."""
+"""Tiles and launch geometry of matmul/prompt/rmsnorm_mma.cu, products by mma.sync."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 from gpt2block.cuda.kernels import Geometry
 from gpt2block.ops._products import count_tiles, room
 
-FILE = "llama/rmsnorm_matmul_mma.cu"
+FILE = "matmul/prompt/rmsnorm_mma.cu"
 
 # Approximate rates of an SM, per clock.
 MULTIPLY_ADDS = 1000  # multiply-adds of mma.sync
@@ -18,7 +18,8 @@ FEW_STAGES = 4  # stages at least, if an SM holds several blocks
 
 
 class RmsnormTile(NamedTuple):
-    """A block's tile and its division among warps: constants of llama/mma_tile.cuh."""
+    """A block's tile and its division among warps: constants of
+    matmul/prompt/rmsnorm_mma_tile.cuh."""
 
     rows: int
     columns: int

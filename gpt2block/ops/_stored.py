@@ -1,4 +1,5 @@
-"""Convert weights to the dtype and layout that products read. Kernel: matmul/store.cu."""
+"""Convert weights to the dtype and layout that products read. Kernel:
+elementwise/store_weights.cu."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Self-attention of sequences: softmax(Q Kᵀ / sqrt(HS)) V, with or without a causal mask.
 
-Variants `mha` (attention/skeleton.cu), `naive` (ladder.cu) and `online` (online.cu) compute in
-float32; `mma` (mma.cu) and `hopper` (hopper.cu) use tensor cores with float16 or bfloat16. `mma`
-and `hopper` also take two-part matrices, with the accuracy of float32 (mma_two_part.cu,
-hopper_two_part.cu).
+Variants `mha` (skeleton.cu), `naive` (ladder.cu) and `online` (online.cu) in learn/attention
+compute in float32. Variants `mma` (mma.cu) and `hopper` (wgmma.cu) in attention/prompt use tensor
+cores with float16 or bfloat16. They also take two-part matrices, with the accuracy of float32
+(mma_two_part.cu, wgmma_two_part.cu).
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ from gpt2block.ops.operation import REQUIRED, Operation, UnsupportedCall, varian
 from gpt2block.ops.warm import call
 from gpt2block.weights.two_part import TwoPartMatrix
 
-FILE = "attention/skeleton.cu"
-NAIVE = "attention/ladder.cu"
-ONLINE = "attention/online.cu"
-MMA = "attention/mma.cu"
-MMA_TWO_PART = "attention/mma_two_part.cu"
-HOPPER = "attention/hopper.cu"
-HOPPER_ALTERNATE = "attention/hopper_alternate.cu"
-HOPPER_TWO_PART = "attention/hopper_two_part.cu"
+FILE = "learn/attention/skeleton.cu"
+NAIVE = "learn/attention/ladder.cu"
+ONLINE = "learn/attention/online.cu"
+MMA = "attention/prompt/mma.cu"
+MMA_TWO_PART = "attention/prompt/mma_two_part.cu"
+HOPPER = "attention/prompt/wgmma.cu"
+HOPPER_ALTERNATE = "attention/prompt/wgmma_alternate.cu"
+HOPPER_TWO_PART = "attention/prompt/wgmma_two_part.cu"
 
 SIXTEEN_BITS = ("float16", "bfloat16")
 TENSOR_CORES = ("hopper", "mma")  # variants for 16 bits, in order of preference

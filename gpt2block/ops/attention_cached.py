@@ -1,11 +1,11 @@
 """Attention over a kv_cache, and the kernels that fill the cache.
 
-Variants `tiles` (attention/cached.cu) and, on tensor cores, `mma` (attention/mma.cu) and `hopper`
-(attention/hopper.cu) take several queries of each sequence, in packed rows. `split`
-(attention/decode.cu) is for decoding: one query per sequence, with the keys divided into splits of
-32. attention/kv_cache.cu has `append`, which writes new keys and values to the cache; `round`,
-which rounds keys and values of a prompt that tensor cores read from qkv instead of the cache; and
-`copy`, which copies the keys and values of a common prefix to another sequence.
+Variants `tiles` (attention/prompt/cores.cu) and, on tensor cores, `mma` (attention/prompt/mma.cu)
+and `hopper` (attention/prompt/wgmma.cu) take several queries of each sequence, in packed rows.
+`split` (attention/decode/split.cu) is for decoding: one query per sequence, with the keys divided
+into splits of 32. attention/cache/kv_cache.cu has `append`, which writes new keys and values to the
+cache; `round`, which rounds keys and values of a prompt that tensor cores read from qkv instead of
+the cache; and `copy`, which copies the keys and values of a common prefix to another sequence.
 
 kv_dtype is the FP8 format of k and v of uint8, or None if k and v have a float dtype.
 """
@@ -52,10 +52,10 @@ from gpt2block.ops.call import TWO_PART, Call, UncheckedCall, check_format, stor
 from gpt2block.ops.operation import REQUIRED, Operation, Sizes, UnsupportedCall, variant
 from gpt2block.ops.warm import call
 
-TILES = "attention/cached.cu"
-SPLIT = "attention/decode.cu"
-APPEND = "attention/kv_cache.cu"
-APPEND_TWO_PART = "attention/kv_cache_two_part.cu"
+TILES = "attention/prompt/cores.cu"
+SPLIT = "attention/decode/split.cu"
+APPEND = "attention/cache/kv_cache.cu"
+APPEND_TWO_PART = "attention/cache/kv_cache_two_part.cu"
 TILE_SIZES = ((4, 64), (2, 64), (4, 32), (1, 64), (2, 32), (1, 32))  # (warps, keys), best first
 SPLIT_KEYS = 32  # keys per split, which one warp of `split` processes
 SPAN_SPLITS = 32  # splits that are combined at a time

@@ -1,7 +1,7 @@
 """Product with weights in 4-bit blocks, as in GGUF files: a ladder of kernels to learn from.
 
-Models store the same blocks in another order (`linear` with a `GgufMatrix`). gguf/ladder.cu has one
-kernel for each variant.
+Models store the same blocks in another order (`linear` with a `GgufMatrix`). learn/gguf/ladder.cu
+has one kernel for each variant.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gpt2block.ops.operation import Inputs, Operation, Sizes, UnsupportedCall, v
 from gpt2block.ops.warm import call
 from gpt2block.weights.gguf import TYPES, random_blocks
 
-FILE = "gguf/ladder.cu"
+FILE = "learn/gguf/ladder.cu"
 TYPE = TYPES["Q4_K"]
 OUTPUTS, ROWS = 64, 8  # outputs and rows per thread block of blocks_matmul_mma
 

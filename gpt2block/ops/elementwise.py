@@ -1,6 +1,6 @@
 """Elementwise operations: residual addition, GELU, Llama's gate, ReLU squared, capped logits.
 
-Addition and GELU are steps of LeetGPU's ten-step GPT-2 block. Kernels: llama/silu_mul.cu, and
+Addition and GELU are steps of LeetGPU's ten-step GPT-2 block. Kernels: elementwise/silu_mul.cu, and
 residual.cu, gelu.cu, relu_squared.cu and cap.cu in elementwise/.
 """
 
@@ -18,20 +18,20 @@ from gpt2block.ops.operation import REQUIRED, Operation, Sizes, variant
 from gpt2block.ops.warm import call
 
 CHALLENGE = "LeetGPU's GPT-2 block challenge"
-SILU_MUL_FILE = "llama/silu_mul.cu"
+SILU_MUL_FILE = "elementwise/silu_mul.cu"
 BLOCK = 256
 
 
-@variant("add", "elementwise/residual.cu", "add_kernel")
+@variant("add", "learn/elementwise/residual.cu", "add_kernel")
 def _add(c: Call) -> Launch:
     grid, args = (ceil(c.a.size / BLOCK),), (c.a, c.b, c.out, c.a.size)
-    return launch_at("elementwise/residual.cu", Geometry("add_kernel", grid, (BLOCK,)), args)
+    return launch_at("learn/elementwise/residual.cu", Geometry("add_kernel", grid, (BLOCK,)), args)
 
 
-@variant("gelu", "elementwise/gelu.cu", "gelu_kernel")
+@variant("gelu", "learn/elementwise/gelu.cu", "gelu_kernel")
 def _gelu(c: Call) -> Launch:
     grid, args = (ceil(c.x.size / BLOCK),), (c.x, c.x.size)
-    return launch_at("elementwise/gelu.cu", Geometry("gelu_kernel", grid, (BLOCK,)), args)
+    return launch_at("learn/elementwise/gelu.cu", Geometry("gelu_kernel", grid, (BLOCK,)), args)
 
 
 def _elements(s: Sizes) -> int:

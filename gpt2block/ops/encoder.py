@@ -1,6 +1,6 @@
 """Token plus position embedding: out[b, t] = wte[ids[b, t]] + wpe[t].
 
-`encoder` (embedding/encoder.cu) has a kernel for each variant. `encoder_rows`
+`encoder` (learn/embedding/encoder.cu) has a kernel for each variant. `encoder_rows`
 (embedding/encoder_rows.cu) takes a position for each row: out = wte[ids] + wpe[positions]. Without
 wpe, out = wte[ids], for models that encode positions in attention.
 """
@@ -25,7 +25,7 @@ from gpt2block.ops.warm import call
 from gpt2block.weights.gguf import GgufMatrix
 from gpt2block.weights.matrix import WeightMatrix
 
-FILE = "embedding/encoder.cu"
+FILE = "learn/embedding/encoder.cu"
 ROWS = "embedding/encoder_rows.cu"
 BLOCKS = (32, 64, 128, 256, 512, 1024)
 MOST_THREADS = 256  # threads per row of encoder_rows at most

@@ -1,7 +1,7 @@
 """The feed-forward part of a Llama layer for up to four rows in one kernel, and what reads it.
 
-The kernels, matmul/decode_ffn.cu and, for weights in blocks of GGUF, decode_ffn_gguf.cu, leave the
-sum of each split of their last product, because a split is what one cluster computes.
+The kernels, matmul/decode/ffn_mma.cu and, for weights in blocks of GGUF, decode_ffn_gguf.cu, leave
+the sum of each split of their last product, because a split is what one cluster computes.
 `linear_sums`, `rope_sums` and, in `gpt2block.ops.rmsnorm`, `rmsnorm_sums` add them to the residual
 stream as they load it. A row has the bits that `rmsnorm` (variant stream), `linear` (variant mma,
 or gguf), `rope_append` and `silu_mul` give it. x_dtype rounds the operands of products, as in
@@ -43,7 +43,7 @@ from gpt2block.ops.operation import REQUIRED, Operation, UnsupportedCall, Varian
 from gpt2block.weights.gguf import TYPES
 from gpt2block.weights.matrix import WeightMatrix
 
-FILE, BLOCKS_FILE = "matmul/decode_ffn.cu", "matmul/decode_ffn_gguf.cu"
+FILE, BLOCKS_FILE = "matmul/decode/ffn_mma.cu", "matmul/decode/ffn_mma_gguf.cu"
 MOST_ROWS = 4  # with more, the kernels that it replaces are faster
 MOST_CHANNELS = mma.UNIT * mma.MOST_SPLITS  # of an RMSNorm in a product: a split is one unit
 MULTIPLE = 16  # of channels: rows of FP8 weights have whole loads, and blocks as many outputs
@@ -97,7 +97,7 @@ def geometry_of(rows: int, C: int, H: int, cluster: Cluster, shared: int) -> Geo
 
 
 def shared_bytes(rows: int, C: int, H: int, dtype: str, cluster: Cluster) -> int:
-    """BYTES of matmul/decode_ffn.cu: x, then h from all blocks and of this one, sums, weights."""
+    """Return BYTES of matmul/decode/ffn_mma.cu: x, h (all, own), sums, weights."""
     parts, own, length = mma.splits(C)[0], *_split(H, cluster)
     padding, weight = (64, 2) if dtype in mma.BYTES else (16, 1)
     x = mma.shared_bytes(mma.MmaLayout(0, 1, True, parts, 1, rows), C, dtype, 2)
@@ -161,7 +161,7 @@ def blocks_geometry(
 def blocks_shared_bytes(
     rows: int, C: int, H: int, types: tuple[str, str], terms: int, cluster: int
 ) -> int:
-    """BYTES of matmul/decode_ffn_gguf.cu: x, then h as it arrives and as terms, sums, weights."""
+    """Return BYTES of matmul/decode/ffn_mma_gguf.cu: x, h (received, terms), sums, weights."""
     parts, (_, units) = mma.splits(C)[0], mma.splits(H)
     length = mma.UNIT * units
     own, tiles = length // cluster, ceil(C / blocks.COLUMNS)
@@ -294,7 +294,7 @@ def _check_sums_of_blocks(c: Call) -> None:
 
 
 def _product(c: Call, kernel: str, rope: int = 0, columns: Sequence[int] = mma.COLUMNS) -> Geometry:
-    """The launch of a kernel of matmul/decode_mma.cu, with an RMSNorm where heads have channels.
+    """The launch of a kernel of matmul/decode/mma.cu, with an RMSNorm where heads have channels.
 
     columns: of a block, those that are possible.
     """

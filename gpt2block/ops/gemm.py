@@ -3,9 +3,10 @@
 Use it for many rows of 16-bit activations and weights (N, K), of float16 activations and FP8
 weights, or for float32 accuracy from two-part matrices. `linear` takes float32 activations with
 weights of any dtype and size; `matmul_bias` takes plain float32 matrices (K, N). Kernels:
-matmul/mma.cu, matmul/hopper.cu, for FP8 weights and blocks of GGUF matmul/hopper_fp8.cu,
-matmul/hopper_gguf.cu, fp8/widen.cu and gguf/rows.cu, and for two-part matrices
-matmul/mma_two_part.cu, matmul/hopper_two_part.cu, matmul/two_part.cu.
+matmul/prompt/mma.cu, matmul/prompt/wgmma.cu, for FP8 weights and blocks of GGUF
+matmul/prompt/wgmma_fp8.cu, matmul/prompt/wgmma_gguf.cu, fp8/widen.cu and gguf/rows.cu, and for
+two-part matrices matmul/prompt/mma_two_part.cu, matmul/prompt/wgmma_two_part.cu,
+elementwise/two_part.cu.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ WARPS = 8  # warps per block of gguf_widen
 
 
 def range_defines(w: GgufMatrix) -> Defines:
-    """Constants of matmul/decode_gguf.cuh for the types of w and their first rows."""
+    """Constants of lib/decode/mma_gguf.cuh for the types of w and their first rows."""
     types = [(f"GGUF_TYPE_{i}", TYPES[name].number) for i, (name, _) in enumerate(w.ranges)]
     begins = [(f"GGUF_FROM_{i}", begin) for i, begin in enumerate(w.begins) if i]
     return (("GGUF_RANGES", len(w.ranges)), *types, *begins)

@@ -1,8 +1,8 @@
 """LayerNorm: (x - mean) · rstd · γ + β over each row.
 
-Kernels: layernorm/skeleton.cu (LeetGPU's GPT-2 block challenge: the default for float32);
-layernorm/ladder.cu and warp.cu (llm.c's kernels, 1 to 5); layernorm/rows.cu (6), narrow.cu and
-decode.cu.
+Kernels: learn/layernorm/skeleton.cu (LeetGPU's GPT-2 block challenge: the default for float32);
+learn/layernorm/ladder.cu and warp.cu (llm.c's kernels, 1 to 5); norms/layernorm_rows.cu (6),
+layernorm_narrow.cu and layernorm_decode.cu.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def _options(c: Call) -> bool:
 
 @variant(
     "skeleton",
-    "layernorm/skeleton.cu",
+    "learn/layernorm/skeleton.cu",
     "layernorm768_kernel",
     "layernorm_kernel",
     source="LeetGPU's GPT-2 block challenge",
@@ -155,25 +155,30 @@ def _skeleton(c: Call) -> Launch:
     name, width = ("layernorm768_kernel", ()) if c.C == 768 else ("layernorm_kernel", (c.C,))
     args = (c.x, c.out, c.gamma, c.beta, c.rows, *width)
     defines = (("LN_EPS", f"{c.eps!r}f"),)
-    file, block = "layernorm/skeleton.cu", (SKELETON_BLOCK,)
+    file, block = "learn/layernorm/skeleton.cu", (SKELETON_BLOCK,)
     return launch_at(file, Geometry(name, (c.rows,), block, defines=defines), args)
 
 
 def _ladder(c: Call, kernel: str, grid: tuple[int, ...], args: tuple[Any, ...]) -> Launch:
     defines = (("LN_BLOCK", c.block),)
     return launch_at(
-        "layernorm/ladder.cu", Geometry(kernel, grid, (c.block,), defines=defines), args
+        "learn/layernorm/ladder.cu", Geometry(kernel, grid, (c.block,), defines=defines), args
     )
 
 
-@variant("1", "layernorm/ladder.cu", "layernorm_forward_kernel1", blocks=BLOCKS, block=64)
+@variant("1", "learn/layernorm/ladder.cu", "layernorm_forward_kernel1", blocks=BLOCKS, block=64)
 def _threads(c: Call) -> Launch:
     _fit(c)
     return _ladder(c, "layernorm_forward_kernel1", (ceil(c.rows / c.block),), _every(c))
 
 
 @variant(
-    "2", "layernorm/ladder.cu", "mean_kernel", "rstd_kernel", "normalization_kernel", blocks=BLOCKS
+    "2",
+    "learn/layernorm/ladder.cu",
+    "mean_kernel",
+    "rstd_kernel",
+    "normalization_kernel",
+    blocks=BLOCKS,
 )
 def _three(c: Call) -> tuple[Launch, ...]:
     _fit(c)
@@ -190,20 +195,20 @@ def _warps(c: Call, kernel: str) -> Launch:
     """Launch a kernel of warp.cu, which reads the block size at run time."""
     _fit(c)
     grid = (ceil(c.rows / (c.block // 32)),)
-    return launch_at("layernorm/warp.cu", Geometry(kernel, grid, (c.block,)), _every(c))
+    return launch_at("learn/layernorm/warp.cu", Geometry(kernel, grid, (c.block,)), _every(c))
 
 
-@variant("3", "layernorm/warp.cu", "layernorm_forward_kernel3", blocks=BLOCKS, block=512)
+@variant("3", "learn/layernorm/warp.cu", "layernorm_forward_kernel3", blocks=BLOCKS, block=512)
 def _one_warp(c: Call) -> Launch:
     return _warps(c, "layernorm_forward_kernel3")
 
 
-@variant("4", "layernorm/warp.cu", "layernorm_forward_kernel4", blocks=BLOCKS, block=512)
+@variant("4", "learn/layernorm/warp.cu", "layernorm_forward_kernel4", blocks=BLOCKS, block=512)
 def _one_pass(c: Call) -> Launch:
     return _warps(c, "layernorm_forward_kernel4")
 
 
-@variant("5", "layernorm/ladder.cu", "layernorm_forward_kernel5", blocks=BLOCKS, block=128)
+@variant("5", "learn/layernorm/ladder.cu", "layernorm_forward_kernel5", blocks=BLOCKS, block=128)
 def _blocks(c: Call) -> Launch:
     _fit(c)
     return _ladder(c, "layernorm_forward_kernel5", (c.rows,), (*_every(c)[:7], c.C))
@@ -211,7 +216,7 @@ def _blocks(c: Call) -> Launch:
 
 @variant(
     "6",
-    "layernorm/rows.cu",
+    "norms/layernorm_rows.cu",
     "layernorm_forward_kernel6",
     blocks=BLOCKS,
     block=64,
@@ -233,13 +238,17 @@ def _rows(c: Call) -> Launch:
     rows = block // shape.threads
     names = ("LN_WIDTH", "LN_THREADS", "LN_VECTORS", "LN_ROWS")
     defines = tuple(zip(names, (*shape, rows), strict=True))
-    file, kernel, grid = "layernorm/rows.cu", "layernorm_forward_kernel6", (ceil(c.rows / rows),)
+    file, kernel, grid = (
+        "norms/layernorm_rows.cu",
+        "layernorm_forward_kernel6",
+        (ceil(c.rows / rows),),
+    )
     return launch_at(file, Geometry(kernel, grid, (block,), defines=defines), _every(c), c.storage)
 
 
 @variant(
     NARROW,
-    "layernorm/narrow.cu",
+    "norms/layernorm_narrow.cu",
     "layernorm_narrow",
     "layernorm_narrow_float",
     "layernorm_narrow_split",
@@ -254,10 +263,12 @@ def _narrow(c: Call) -> Launch:
     sms = device_attribute("MultiProcessorCount")
     geometry = narrow_geometry(c.storage == "float32", c.rows, c.C, width, sms, c.two_part)
     args = (c.x, c.gamma, c.beta, written, *scale, c.eps, c.rows, c.C)
-    return launch_at("layernorm/narrow.cu", geometry, args, storage=written.dtype.name)
+    return launch_at("norms/layernorm_narrow.cu", geometry, args, storage=written.dtype.name)
 
 
-@variant(DECODE, "layernorm/decode.cu", "layernorm_decode", source="gpt2block", dtypes=("float32",))
+@variant(
+    DECODE, "norms/layernorm_decode.cu", "layernorm_decode", source="gpt2block", dtypes=("float32",)
+)
 def _decode(c: Call) -> Launch:
     """Launch decode: one warp per row, in as many blocks as possible."""
     if _options(c):
@@ -271,7 +282,7 @@ def _decode(c: Call) -> Launch:
     defines = (*sizes, *stored_defines("LN_TERMS", c.to_terms))
     geometry = Geometry("layernorm_decode", (ceil(c.rows / rows),), (32 * rows,), defines=defines)
     args = (c.x, c.gamma, c.beta, c.out, stored_scale(c.to_terms), c.eps, c.rows)
-    return launch_at("layernorm/decode.cu", geometry, args)
+    return launch_at("norms/layernorm_decode.cu", geometry, args)
 
 
 def _prepare(unchecked: UncheckedCall) -> Call:

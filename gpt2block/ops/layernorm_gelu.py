@@ -1,6 +1,6 @@
 """LayerNorm and GELU in one kernel: y = GELU((x - mean) · rstd · γ + β).
 
-Kernels: layernorm/gelu.cu, one for each variant.
+Kernels: learn/layernorm/gelu.cu, one for each variant.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gpt2block.ops.call import Call
 from gpt2block.ops.operation import Operation, UnsupportedCall, variant
 from gpt2block.ops.warm import call
 
-FILE = "layernorm/gelu.cu"
+FILE = "learn/layernorm/gelu.cu"
 BLOCKS = (32, 64, 128, 256, 512, 1024)
 
 

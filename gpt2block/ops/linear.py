@@ -3,10 +3,10 @@
 And of q, k and v in decoding, into the kv_cache; with RoPE too, by wgmma, for large matrices.
 
 Use it for float32 activations and weights (N, K) of any dtype, or where a GPU has no tensor cores:
-matmul/decode_mma.cu for few rows, as in decoding, and with the same bits matmul/decode_tiles.cu for
-more of them and matmul/decode_hopper.cu for large matrices or more rows; matmul/decode.cu where
-these do not apply; matmul/tiles.cu for many rows. `gemm` is faster for many rows of 16-bit
-activations; `matmul_bias` takes plain float32 matrices (K, N).
+matmul/decode/mma.cu for few rows, as in decoding, and with the same bits matmul/decode/mma_tiles.cu
+for more of them and matmul/decode/wgmma.cu for large matrices or more rows; matmul/decode/cores.cu
+where these do not apply; matmul/prompt/cores.cu for many rows. `gemm` is faster for many rows of
+16-bit activations; `matmul_bias` takes plain float32 matrices (K, N).
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def _most_shared() -> int:
 
 
 def _few_rows(module: Any, c: Call, kernel: str, args: tuple[Any, ...]) -> Launch:
-    """A kernel of matmul/decode.cu or matmul/decode_mma.cu, by module: matvec or mma.
+    """A kernel of matmul/decode/cores.cu or matmul/decode/mma.cu, by module: matvec or mma.
 
     args: its last arguments.
     """
@@ -218,7 +218,7 @@ def _check_sizes(c: Call) -> None:
 
 
 def _more_rows(c: Call, kernel: str, args: tuple[Any, ...]) -> Launch:
-    """A kernel of matmul/decode_tiles.cu; args: its last arguments."""
+    """A kernel of matmul/decode/mma_tiles.cu; args: its last arguments."""
     if c.w.dtype == GGUF:
         raise UnsupportedCall("takes no GgufMatrix: use variant tiles")
     if c.gamma is not None:

@@ -2,7 +2,7 @@
 
 Use it for plain float32 matrices (K, N), as in LeetGPU's GPT-2 block challenge. `linear` takes
 weights of any dtype and fuses LayerNorm or GELU; `gemm` uses tensor cores. Kernels:
-matmul/skeleton.cu, matmul/ladder.cu, matmul/registers.cu.
+learn/matmul/skeleton.cu, learn/matmul/ladder.cu, learn/matmul/registers.cu.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from gpt2block.ops.call import Call
 from gpt2block.ops.operation import Inputs, Operation, Sizes, UnsupportedCall, variant
 from gpt2block.ops.warm import call
 
-SKELETON = "matmul/skeleton.cu"
-LADDER = "matmul/ladder.cu"
-REGISTERS = "matmul/registers.cu"
+SKELETON = "learn/matmul/skeleton.cu"
+LADDER = "learn/matmul/ladder.cu"
+REGISTERS = "learn/matmul/registers.cu"
 TILE = 16  # side of the thread block and tile of matmul_bias_tiled
 MAX_ROWS = 65535 * TILE  # rows at most in variant tiled: limit of the grid's second axis
 TOO_MANY_ROWS = f"{{:,}} rows (B · T): matmul_bias_tiled takes at most {MAX_ROWS:,}"

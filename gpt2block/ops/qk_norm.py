@@ -3,7 +3,7 @@
 `qk_norm` returns the rows with the heads of Q and K normalized, in place if requested.
 `qk_norm_rope` also applies RoPE. `qk_norm_append`, for decoding, returns Q and writes K and V to a
 kv_cache. If gamma has a weight for each channel of Q or K instead of one head, the norm is computed
-over all heads together. Kernels: llama/qk_norm.cu.
+over all heads together. Kernels: positions/qk_norm.cu.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from gpt2block.ops.rope import FILLED, MAX_BATCH
 from gpt2block.ops.rope_qkv import CHANNELS, HEADS
 from gpt2block.ops.warm import call
 
-FILE = "llama/qk_norm.cu"
+FILE = "positions/qk_norm.cu"
 WIDTH = 4  # elements per load at most
 THREADS = 256  # threads per block at most
 MOST_TOGETHER = 4  # heads per team of threads at most

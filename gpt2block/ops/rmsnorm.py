@@ -1,6 +1,6 @@
 """RMSNorm: x / sqrt(mean(x²) + eps) · weight over each row.
 
-Kernels: llama/rmsnorm.cu (rows) and, for forward passes, llama/rmsnorm_stream.cu. In the latter,
+Kernels: norms/rmsnorm.cu (rows) and, for forward passes, norms/rmsnorm_stream.cu. In the latter,
 `rmsnorm_add` adds the norm of x to the residual stream, and `operand` converts rows of the stream
 without a norm.
 """
@@ -33,8 +33,8 @@ from gpt2block.ops.call import Call, UncheckedCall, storage
 from gpt2block.ops.operation import Operation, UnsupportedCall, variant
 from gpt2block.ops.warm import call
 
-FILE = "llama/rmsnorm.cu"
-STREAM = "llama/rmsnorm_stream.cu"
+FILE = "norms/rmsnorm.cu"
+STREAM = "norms/rmsnorm_stream.cu"
 MOST_STREAM_THREADS = 256
 BLOCKS = (32, 64, 128, 256, 512)
 MOST_THREADS = 1024  # threads per row that does not fit in registers

@@ -2,8 +2,8 @@
 
 `rmsnorm_matmul` is (x rms γ) W, optionally with RoPE on the heads of the result. `rmsnorm_ffn` is
 silu(n W1) (n W3), or gelu(n W1) (n W3), for n = (x + residual) rms γ. Kernels:
-llama/rmsnorm_matmul.cu (matvec), llama/rmsnorm_matmul_mma.cu (mma, unfused),
-llama/rmsnorm_matmul_hopper.cu (hopper).
+matmul/decode/rmsnorm_cores.cu (matvec), matmul/prompt/rmsnorm_mma.cu (mma, unfused),
+matmul/prompt/rmsnorm_wgmma.cu (hopper).
 """
 
 from __future__ import annotations

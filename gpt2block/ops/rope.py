@@ -1,7 +1,7 @@
 """RoPE: each pair of channels is rotated by an angle proportional to its row's position.
 
 (r, i) → (r cos a - i sin a, r sin a + i cos a), a = position / theta^(2k / D) for pair k. Kernel:
-llama/rope.cu.
+learn/positions/rope.cu.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from gpt2block.ops.call import Call, UncheckedCall
 from gpt2block.ops.operation import Operation, variant
 from gpt2block.ops.warm import call
 
-FILE = "llama/rope.cu"
+FILE = "learn/positions/rope.cu"
 BLOCK = 256
 BLOCKS = (32, 64, 128, 256, 512)
 FILLED = 256  # threads per SM from which a thread may process several heads
-MOST_POSITIONS = 2**20  # larger positions exceed the range of polynomials in llama/rotation.cuh
+MOST_POSITIONS = 2**20  # larger positions exceed the range of polynomials in lib/rotation.cuh
 MAX_BATCH = 65535  # sequences at most: limit of an axis of the grid
 MAX_STRIDE = 2**31 - 1
 _HELD = 8  # loads in flight per thread

@@ -1,7 +1,7 @@
 """RoPE of packed rows [Q | K | V], with a position for each row.
 
-`rope_qkv` (llama/rope_qkv.cu) returns the rows with Q and K rotated, in place if requested.
-`rope_append` (llama/rope_append.cu), for decoding, returns Q and writes K and V to a kv_cache.
+`rope_qkv` (positions/rope_qkv.cu) returns the rows with Q and K rotated, in place if requested.
+`rope_append` (positions/rope_append.cu), for decoding, returns Q and writes K and V to a kv_cache.
 `rope_packed` is `rope_qkv` with separate frequencies (B, P) for each sequence; its argument row has
 the sequence number of each row. `rope_append` and `rotations` take such frequencies, too.
 """
@@ -23,9 +23,9 @@ from gpt2block.ops.operation import REQUIRED, Inputs, Operation, Sizes, variant
 from gpt2block.ops.rope import MAX_BATCH, choose_geometry
 from gpt2block.ops.warm import call
 
-FILE = "llama/rope_qkv.cu"
-APPEND = "llama/rope_append.cu"
-ROTATIONS = "llama/rotations.cu"
+FILE = "positions/rope_qkv.cu"
+APPEND = "positions/rope_append.cu"
+ROTATIONS = "positions/rotations.cu"
 ROTATION_THREADS = 128
 HEADS = {"n_head": 32, "n_kv_head": 8}  # heads in the documented case
 CHANNELS = 48  # heads of Q, K and V per row in the documented case

@@ -1,6 +1,6 @@
 """Softmax over rows, optionally causal: y = exp(x - max) / Σ exp(x - max).
 
-Kernels: softmax/ladder.cu, one for each variant.
+Kernels: learn/softmax/ladder.cu, one for each variant.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gpt2block.ops.call import Call, UncheckedCall
 from gpt2block.ops.operation import Operation, Sizes, UnsupportedCall, variant
 from gpt2block.ops.warm import call
 
-FILE = "softmax/ladder.cu"
+FILE = "learn/softmax/ladder.cu"
 BLOCKS = (32, 64, 128, 256, 512, 1024)
 
 

@@ -1,7 +1,7 @@
 """The causal half of attention's scores: out[i, j] = Q_i · K_j / sqrt(HS) for j ≤ i.
 
-A ladder of variants: naive, registers, tri3 and tri4 (trimat/ladder.cu), tri5 (trimat/pipelined.cu)
-and tri6 on tensor cores (trimat/mma.cu).
+A ladder of variants: naive, registers, tri3 and tri4 (learn/trimat/ladder.cu), tri5
+(learn/trimat/pipelined.cu) and tri6 on tensor cores (learn/trimat/mma.cu).
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from gpt2block.ops.call import Call, UncheckedCall
 from gpt2block.ops.operation import Operation, Sizes, UnsupportedCall, Variant, variant
 from gpt2block.ops.warm import call
 
-FILE = "trimat/ladder.cu"
-PIPELINED = "trimat/pipelined.cu"
-MMA = "trimat/mma.cu"
+FILE = "learn/trimat/ladder.cu"
+PIPELINED = "learn/trimat/pipelined.cu"
+MMA = "learn/trimat/mma.cu"
 FILL = "trimat_fill"  # kernel that runs after each variant if `fill` is not None
 BLOCKS = (32, 64, 128, 256)
 THREADS = 256  # threads per block: the default, and always in tri4 and tri5

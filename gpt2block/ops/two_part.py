@@ -1,7 +1,7 @@
 """Split float32 rows into two-part matrices: high and low float16 parts, and a scale per row.
 
 `gemm`, `attention` and `layernorm` take or return such matrices. Operation `take` selects rows of
-them or of an array. Kernels: matmul/two_part.cu and elementwise/take_rows.cu.
+them or of an array. Kernels: elementwise/two_part.cu and elementwise/take_rows.cu.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Launch the kernels that convert matrices on a GPU; the arrays must be checked already.
 
 `WeightMatrix.quantize` and `TwoPartMatrix.from_float32` run these launches, and `gpt2block.ops`
-describes them as operations. Kernels: fp8/absmax.cu, fp8/convert.cu, matmul/store.cu and
-matmul/two_part.cu.
+describes them as operations. Kernels: fp8/absmax.cu, fp8/convert.cu, elementwise/store_weights.cu
+and elementwise/two_part.cu.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FP8_FILE = "fp8/convert.cu"
 FP8_BLOCK = 256
 ELEMENTS = 16  # elements per thread of to_fp8_kernel, whose loads are in flight at once
 
-STORE_FILE = "matmul/store.cu"
+STORE_FILE = "elementwise/store_weights.cu"
 TILE = 32  # rows and columns per block of store_weights
 STORED_FROM: dict[str, Defines] = {
     "float32": (),
@@ -34,7 +34,7 @@ STORED_FROM: dict[str, Defines] = {
     "bfloat16": (("FROM_BF16", 1),),
 }
 
-TWO_PART_FILE = "matmul/two_part.cu"
+TWO_PART_FILE = "elementwise/two_part.cu"
 TWO_PART_WARPS = 4  # warps per block of split_rows; each warp converts a row
 
 

@@ -5,9 +5,9 @@
 //   encoder_rows: one block per row, one thread per ER_WIDTH channels; ids and positions in device memory, wte in any
 //       weight dtype
 //
-// embedding/encoder.cu embeds whole sequences from position 0 on. Here each token has its own position, and a CUDA
-// graph can begin with this kernel. For an id or a position outside its table, no table is read, and the row of out
-// becomes NaN.
+// learn/embedding/encoder.cu embeds whole sequences from position 0 on. Here each token has its own position, and a
+// CUDA graph can begin with this kernel. For an id or a position outside its table, no table is read, and the row of
+// out becomes NaN.
 //
 // Grid (N), block (any).
 #include "lib/overlap.cuh"

@@ -1,7 +1,7 @@
 // Sums of x over chunks of 32 along K, for the minimums of GGUF blocks in decoding by wgmma
-// (matmul/decode_hopper_gguf.cuh). Needed if the kernel that stored x has not stored these sums (lib/chunk_sums.cuh).
+// (lib/decode/wgmma_gguf.cuh). Needed if the kernel that stored x has not stored these sums (lib/chunk_sums.cuh).
 //
-//   gguf_chunk_sums: one thread per chunk; sums of rows of x in the order of additions of matmul/decode_mma.cuh
+//   gguf_chunk_sums: one thread per chunk; sums of rows of x in the order of additions of lib/decode/mma.cuh
 //
 // grid (ceil(M K / 32 / threads)), block (any)
 #define TERM_WIDTH 2

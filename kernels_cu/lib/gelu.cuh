@@ -1,4 +1,5 @@
-// GELU for the epilogues of other kernels: 0.5 v (1 + tanh(sqrt(2/pi) (v + 0.044715 v^3))), as in elementwise/gelu.cu.
+// GELU for the epilogues of other kernels: 0.5 v (1 + tanh(sqrt(2/pi) (v + 0.044715 v^3))), as in
+//     learn/elementwise/gelu.cu.
 //
 // Every rounding is explicit, so that all kernels produce the same bits. Otherwise the compiler would fuse the last
 // product with a following addition in some kernels and not in others.

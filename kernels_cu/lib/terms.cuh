@@ -58,7 +58,7 @@ __device__ __forceinline__ float term_of(float value, float inverse = 1.0f) {
 constexpr unsigned TERM_ROWS = 64;  // rows in a tile of terms
 
 // Returns the index of the 32-bit word for value k of row m of x (M, K). WIDTH 0: row-major order, as for floats. WIDTH
-// 2, 8 or 16: the order in which matmul/decode_hopper.cu reads shared memory: tiles of TERM_ROWS rows; in a tile,
+// 2, 8 or 16: the order in which matmul/decode/wgmma.cu reads shared memory: tiles of TERM_ROWS rows; in a tile,
 // slices of 64 values along K; in a slice, for each row a line of 128 bytes with high terms, then with TERM_COUNT 2 a
 // line with low terms. In a line, the 16-byte units are swizzled for wgmma. WIDTH is the number of values that a lane
 // loads at once from a row of weights: of every 4 WIDTH values along K, a unit holds two neighbouring values from each

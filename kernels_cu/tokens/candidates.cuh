@@ -15,7 +15,7 @@
 // which delays the first token.
 #pragma once
 #include "lib/cluster.cuh"
-#include "tokens/logits.cuh"
+#include "lib/logits.cuh"
 
 #ifndef SAMPLE_THREADS  // threads per block: a power of two, at least 32
 #define SAMPLE_THREADS 1024

@@ -23,7 +23,7 @@
 // NVIDIA H200, us per launch of take_guesses in a graph: 3.0 with a history of 500 or 2,000 tokens, 4.7 with 8,000;
 // with 8 rows per slot 4.3, 4.4 and 6.4
 #include "lib/overlap.cuh"
-#include "tokens/guesses.cuh"
+#include "lib/guesses.cuh"
 
 constexpr int MATCH = 3;   // tokens compared
 constexpr int PLACE = 29;  // bits of a place in a history; the length of a match is above

@@ -6,7 +6,7 @@
 //
 // The result is NaN for a row with NaN or +inf or with only -inf, and for a target outside 0..V-1. For a target whose
 // logit is -inf, the result is -inf.
-#include "tokens/logits.cuh"
+#include "lib/logits.cuh"
 #include "lib/overlap.cuh"
 
 #ifndef LL_THREADS  // threads per block: a power of two, at least 32

@@ -4,7 +4,7 @@
 //   place_rows: sets token and position of a step's rows to the last ones of their slots
 //
 // grid (ceil(N / blockDim.x)) for N sequences or rows; block (any)
-#include "tokens/guesses.cuh"
+#include "lib/guesses.cuh"
 
 // The numbers of N sequences in one array: N numbers of 64 bits, then N numbers of 32 bits for each further argument,
 // in order.

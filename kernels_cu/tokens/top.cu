@@ -8,7 +8,7 @@
 //       ones are among the K best of its warp. There is no barrier before the lists
 //
 // A row with NaN gives NaN for all log-probabilities.
-#include "tokens/logits.cuh"
+#include "lib/logits.cuh"
 
 #ifndef TOP_THREADS  // threads per block: a multiple of 32
 #define TOP_THREADS 512

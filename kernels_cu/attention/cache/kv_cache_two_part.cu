@@ -1,0 +1,30 @@
+// Appends new keys and values from two-part rows to a kv_cache of float.
+//
+//   kv_append_split: kv_append from two-part rows. See attention/cache/kv_cache.cu and lib/two_part.cuh
+//
+//   qkv (N, W), rows [Q | K | V], whose last 2 C columns are K and V: with grouped queries W > 3C
+//   k[row, position] = columns W-2C..W-C-1 of qkv, v[row, position] = columns W-C..W-1   k, v (B, n_ctx, C)
+#ifndef STORAGE_FP16
+#define STORAGE_FP16
+#endif
+#include "lib/fresh.cuh"
+#include "lib/overlap.cuh"
+#include "lib/attention/kv_cache.cuh"
+#include "lib/two_part.cuh"
+
+extern "C" __global__ void kv_append_split(
+    const T* parts,       // (2, N, W)
+    const float* scale,   // (N)
+    const int* row,       // (N)
+    const int* position,  // (N)
+    float* k,             // (B, n_ctx, C)
+    float* v,             // (B, n_ctx, C)
+    int C, int W, int B, int n_ctx) {
+    append(row, position, k, v, C, W, B, n_ctx, [&](long long from, float* to) {
+        float high[KV_WIDTH], low[KV_WIDTH];
+        load_fresh<T, KV_WIDTH>(parts + from).unpack(high);
+        load_fresh<T, KV_WIDTH>(parts + (long long)gridDim.x * W + from).unpack(low);
+        join(high, low, __ldcg(scale + blockIdx.x));
+        Vec<float, KV_WIDTH>::store(to, high);
+    });
+}

@@ -1,0 +1,400 @@
+// Attention of one query per row of a batch (decoding), over a kv_cache that already contains the query's own key.
+//
+//   q, out (M, C), C = NH HS     k, v (B, n_ctx, NKV HS) of KV    row, position (M): query m belongs to sequence row[m]
+//   of the cache, and sees its keys 0..position[m]
+//
+// A head of K and V serves NH / NKV neighbouring heads of q. A team of warps computes AS_QUERIES of these, which share
+// its loads; fewer, if the GPU has room for more warps (H100, one row at position 500: a step of Gemma 3 1B 1.33 ->
+// 1.16 ms, of Qwen3 4B 3.23 -> 3.12). Below, one head of q is described; its bits are the same in any team.
+//
+//   attention_split: decoding: one warp per 32 keys of a head, the next keys in flight; splits are combined in shared
+//       memory, which with few rows is shared by a cluster
+//
+// For its split, which is 32 neighbouring keys, a warp computes
+//
+//   m = max s_j        s_j = q k_j log2(e) / sqrt(HS)
+//   l = sum 2^(s_j - m),   part = sum 2^(s_j - m) v_j
+//
+// The splits of a span (1,024 keys) are combined in shared memory, one lane per split. With M the largest m and w =
+// 2^(m - M), a span has L = sum w l and the sum of w part. A later span is added to the earlier ones in the same way.
+// The output is the sum of parts divided by L. For a row outside 0..B - 1 or a position < 0, nothing is written.
+//
+//   a head's keys    | split 0 | split 1 | ...      split s belongs to warp s % WORKERS of the team
+//   a warp's keys    GROUPS at a time; LANES neighbouring lanes read a key, 16 bytes each, in PIECES loads
+//
+// A team has AS_WARPS warps in each of AS_CLUSTER blocks of a cluster. They write to the shared memory of the cluster's
+// first block. With few queries, clusters let more of the GPU take part, and a warp has one split. The order of
+// additions depends only on HS, KV, AS_WIDTH and AS_VECTORS.
+//
+// A thread keeps HELD pieces of keys and of values in flight. Once the keys are multiplied, the next keys are loaded
+// into their registers; values likewise. The first loads precede the end of the previous kernel, which can write only
+// keys from the first row's position on (`together` rows per sequence). Until then this position is a hint. If it was
+// wrong, the loads are repeated. Split 0 has a window's first key. The grid fits all positions.
+//
+// Grid (AS_CLUSTER, teams / AS_HEADS, M), block (32 AS_HEADS AS_WARPS). With AS_QUERIES > 1, sizeof(Shared) dynamic
+// shared memory. Positions beyond the cache count as its last. Source of the idea: Dao et al., "Flash-Decoding" (2023).
+#include "lib/attention/unit.cuh"
+#include "lib/attention/window.cuh"
+#include "lib/cluster.cuh"
+#include "lib/common.cuh"
+#include "lib/fresh.cuh"
+#include "lib/overlap.cuh"
+#include "lib/sm80.cuh"
+#include "lib/chunk_sums.cuh"  // includes lib/terms.cuh
+
+#ifndef NH
+#define NH 12
+#endif
+#ifndef NKV  // heads of K; V has as many
+#define NKV NH
+#endif
+#ifndef HS
+#define HS 64
+#endif
+#ifndef AS_WIDTH  // elements per load of K and V: a power of two that divides HS, at most 16 bytes; k, v aligned to it
+#define AS_WIDTH 4
+#endif
+#ifndef AS_QUERIES  // heads of q per team
+#define AS_QUERIES 1
+#endif
+#ifndef AS_HEADS  // teams per block
+#define AS_HEADS 1
+#endif
+#ifndef AS_WARPS  // warps of a team per block
+#define AS_WARPS 4
+#endif
+#ifndef AS_CLUSTER  // blocks that share the keys of a head
+#define AS_CLUSTER 1
+#endif
+#if AS_CLUSTER == 1  // one block is launched without a cluster
+#undef __cluster_dims__
+#define __cluster_dims__(...)
+#endif
+#ifndef AS_BLOCKS  // minimum blocks per multiprocessor: limits the registers
+#define AS_BLOCKS 1
+#endif
+#ifndef AS_TERMS  // kind of terms (lib/terms.cuh) in out, for a product; 0: out holds floats
+#define AS_TERMS 0
+#endif
+#ifndef AS_VECTORS  // vectors of K, and of V, in flight per thread
+#define AS_VECTORS 8
+#endif
+#ifndef AS_GUESSES  // 1: each sequence has `together` rows
+#define AS_GUESSES 0
+#endif
+__device__ constexpr int least(int a, int b) { return a < b ? a : b; }
+constexpr int ROW = NH * HS, KV_ROW = NKV * HS, SERVES = NH / NKV;  // SERVES: heads of q per head of K
+constexpr int TEAMS = (SERVES + AS_QUERIES - 1) / AS_QUERIES;   // teams per head of K; the last may have fewer queries
+constexpr int SLOTS = AS_HEADS * AS_QUERIES;                  // heads of q per block
+constexpr int KEYS = 32, SPAN = 32;                           // keys of a split; splits of a span
+constexpr int VECTORS = HS / AS_WIDTH;                        // vectors of a key
+constexpr int LANES = least(next_power(VECTORS), 32);         // lanes that share a key
+constexpr int PIECES = (VECTORS + LANES - 1) / LANES;         // vectors of a key per lane
+constexpr int GROUPS = 32 / LANES;                            // keys per warp at a time
+constexpr int SHARE = KEYS / GROUPS;                          // keys of a split per thread
+constexpr int HELD = least(SHARE, AS_VECTORS < PIECES ? 1 : AS_VECTORS / next_power(PIECES));  // keys of these at once
+constexpr int ROUNDS = SHARE / HELD;
+constexpr int ROUND = HELD * GROUPS;                          // keys of a round per warp
+constexpr int WARPS = AS_HEADS * AS_WARPS, WORKERS = AS_WARPS * AS_CLUSTER;
+constexpr int CHUNKS = (HS + 31) / 32;                        // groups of 32 channels in a head
+constexpr int ITEMS = (SLOTS * CHUNKS + WARPS - 1) / WARPS;   // chunks that a warp combines
+static_assert(NH > 0 && HS > 0 && HS <= 256, "HS: 1 to 256");
+static_assert(HS % AS_WIDTH == 0, "a head is whole vectors");
+static_assert(NH % NKV == 0, "every head of K serves as many heads of q");
+static_assert(!AS_TERMS || HS % (TERM_SUMS ? 32 : 2) == 0, "a pair of channels, or a chunk, is of one head");
+static_assert(NKV * TEAMS % AS_HEADS == 0, "a block takes whole teams");
+static_assert(HELD * ROUNDS == SHARE, "a thread's keys make whole rounds");
+
+typedef Vec<KV, AS_WIDTH> Vector;
+
+struct Shared {
+    alignas(16) float parts[SLOTS][SPAN][HS];
+    float m[SLOTS][SPAN], l[SLOTS][SPAN];
+};
+
+// head_of: a team's first head of q. queries_of: the team's number of heads of q.
+__device__ __forceinline__ int head_of(int team) { return team / TEAMS * SERVES + team % TEAMS * AS_QUERIES; }
+__device__ __forceinline__ int queries_of(int team) { return least(AS_QUERIES, SERVES - team % TEAMS * AS_QUERIES); }
+
+template <typename Op>
+__device__ __forceinline__ float across_groups(float value) {  // over a warp; lanes of a group differ
+#pragma unroll
+    for (int distance = 16; distance >= LANES; distance /= 2) {
+        value = Op::combine(value, __shfl_xor_sync(0xffffffffu, value, distance));
+    }
+    return value;
+}
+
+// Calls use(i, p) for each of a thread's vectors in a round: piece p of the thread's key i.
+template <typename Use>
+__device__ __forceinline__ void each(Use use) {
+    const int vector = threadIdx.x % LANES;
+#pragma unroll
+    for (int i = 0; i < HELD; ++i) {
+#pragma unroll
+        for (int p = 0; p < PIECES; ++p) {
+            if (VECTORS % LANES && vector + p * LANES >= VECTORS) continue;
+            use(i, p);
+        }
+    }
+}
+
+// A thread's vectors of K or V in a round.
+struct Held {
+    Vector vectors[HELD][PIECES] = {};  // zeros where a lane has no vector
+
+    // Loads keys from..to of the round that begins with key `first`. own: this thread's vector of key 0.
+    __device__ __forceinline__ void add(const KV* own, int first, int from, int to) {
+        const int group = threadIdx.x % 32 / LANES;
+        const KV* const here = own + (long long)first * KV_ROW;
+        each([&](int i, int p) {
+            const int key = first + i * GROUPS + group;
+            if (from <= key && key <= to) vectors[i][p] = of(here, i, p);
+        });
+    }
+
+    // Loads keys lowest..last of the round, and zeros for its other keys.
+    __device__ __forceinline__ void load(const KV* own, int first, int lowest, int last) {
+        if (first + ROUND - 1 <= last && (!WINDOW || first >= lowest)) {
+            const KV* const here = own + (long long)first * KV_ROW;
+            each([&](int i, int p) { vectors[i][p] = of(here, i, p); });
+        } else {
+            each([&](int i, int p) { vectors[i][p] = {}; });
+            if (first <= last) add(own, first, lowest, last);
+        }
+    }
+
+    static __device__ __forceinline__ Vector of(const KV* here, int i, int p) {
+        return load_fresh<KV, AS_WIDTH>(here + i * GROUPS * KV_ROW + p * LANES * AS_WIDTH);
+    }
+};
+
+// Computes a lane's share of the products of x with its keys.
+__device__ __forceinline__ void multiply(const float (&x)[PIECES][AS_WIDTH], const Held& keys, float (&s)[HELD]) {
+#pragma unroll
+    for (int i = 0; i < HELD; ++i) {
+        s[i] = 0.0f;
+#pragma unroll
+        for (int p = 0; p < PIECES; ++p) {
+            float key[AS_WIDTH];
+            keys.vectors[i][p].unpack(key);
+#pragma unroll
+            for (int e = 0; e < AS_WIDTH; ++e) s[i] = fmaf(x[p][e], key[e], s[i]);
+        }
+    }
+}
+
+// Combines the shares into the scores of a round from key `first` on, in all lanes of a key; -inf for keys not seen.
+__device__ __forceinline__ void score(int first, int last, float (&s)[HELD]) {
+    const float unit = score_unit(HS);  // a compile-time constant
+#pragma unroll
+    for (int i = 0; i < HELD; ++i) {
+        const int key = first + i * GROUPS + (int)threadIdx.x % 32 / LANES;
+        const bool seen = key <= last && !is_past(key, last);
+        s[i] = __fmul_rn(lanes_sum<LANES>(s[i]), unit);
+        if (!seen) s[i] = -INFINITY;
+    }
+}
+
+// The softmax of a warp over a split, or over the rounds of the split so far.
+struct Softmax {
+    float m = -INFINITY, l = 0.0f;  // m: maximum of the warp; l, o: sums over the thread's keys
+    float o[PIECES][AS_WIDTH] = {};
+
+    // Adds keys with the scores s and the values v.
+    __device__ __forceinline__ void add(float (&s)[HELD], const Held& v) {
+        float max = s[0];
+#pragma unroll
+        for (int i = 1; i < HELD; ++i) max = fmaxf(max, s[i]);
+        max = fmaxf(m, across_groups<reduction::Max>(max));
+        const float point = max == -INFINITY ? 0.0f : max;  // exp2(-inf - 0) is 0, exp2(-inf + inf) is NaN
+        if (ROUNDS > 1) {
+            const float scale = exp2f(m - point);
+            l = __fmul_rn(l, scale);  // explicit rounding: every variant of the kernel has the same bits
+#pragma unroll
+            for (int p = 0; p < PIECES; ++p) {
+#pragma unroll
+                for (int e = 0; e < AS_WIDTH; ++e) o[p][e] = __fmul_rn(o[p][e], scale);
+            }
+        }
+        m = max;
+#pragma unroll
+        for (int i = 0; i < HELD; ++i) {
+            const float weight = exp2f(s[i] - point);
+            l += weight;
+#pragma unroll
+            for (int p = 0; p < PIECES; ++p) {
+                float values[AS_WIDTH];
+                v.vectors[i][p].unpack(values);
+#pragma unroll
+                for (int e = 0; e < AS_WIDTH; ++e) o[p][e] = fmaf(weight, values[e], o[p][e]);
+            }
+        }
+    }
+
+    // Writes the split's results to the shared memory of the cluster's first block.
+    __device__ __forceinline__ void store(Shared& shared, int slot, int place) {
+        const int lane = threadIdx.x % 32;
+        Shared& to = AS_CLUSTER > 1 ? *in_first_block(&shared) : shared;
+        l = across_groups<reduction::Sum>(l);
+#pragma unroll
+        for (int p = 0; p < PIECES; ++p) {
+            const int vector = lane % LANES + p * LANES;
+#pragma unroll
+            for (int e = 0; e < AS_WIDTH; ++e) o[p][e] = across_groups<reduction::Sum>(o[p][e]);
+            if (lane >= LANES || vector >= VECTORS) continue;
+            float* const here = to.parts[slot][place] + vector * AS_WIDTH;
+            constexpr int STORE = least(AS_WIDTH, 4);
+#pragma unroll
+            for (int e = 0; e < AS_WIDTH; e += STORE) {
+                Vec<float, STORE>::store(here + e, *reinterpret_cast<const float(*)[STORE]>(o[p] + e));
+            }
+        }
+        if (lane == 0) to.m[slot][place] = m, to.l[slot][place] = l;
+    }
+};
+
+// The sums over all spans so far, for 32 channels of a head, one per lane. m and l are the same in all lanes.
+struct Whole {
+    float m, l, o;
+
+    // Adds the first `count` splits of a span.
+    __device__ __forceinline__ void add(const Shared& shared, int slot, int channel, int count, bool later) {
+        const int lane = threadIdx.x % 32;
+        const float own = lane < count ? shared.m[slot][lane] : -INFINITY;
+        const float max = lanes_max<32>(own), point = max == -INFINITY ? 0.0f : max;
+        const float weight = exp2f(own - point);
+        const float total = lanes_sum<32>(lane < count ? __fmul_rn(weight, shared.l[slot][lane]) : 0.0f);
+        float sum = 0.0f;
+#pragma unroll 8
+        for (int s = 0; s < count; ++s) {
+            sum = fmaf(__shfl_sync(0xffffffffu, weight, s), shared.parts[slot][s][min(channel, HS - 1)], sum);
+        }
+        if (later) {
+            const float both = fmaxf(m, max), from = both == -INFINITY ? 0.0f : both;
+            const float before = exp2f(m - from), now = exp2f(max - from);
+            m = both;
+            l = fmaf(now, total, before * l);
+            o = fmaf(now, sum, before * o);
+        } else {
+            m = max, l = total, o = sum;
+        }
+    }
+};
+
+// A barrier for all warps of a team. Writes to shared memory before the barrier are visible after it.
+__device__ __forceinline__ void sync_team() {
+    if (AS_CLUSTER > 1) {
+        release_to_cluster();
+        acquire_from_cluster();
+    } else {
+        __syncthreads();
+    }
+}
+
+extern "C" __global__ void __cluster_dims__(AS_CLUSTER, 1, 1) __launch_bounds__(32 * WARPS, AS_BLOCKS) attention_split(
+    const float* q,       // (M, C)
+    const KV* k,          // (B, n_ctx, NKV HS)
+    const KV* v,          // (B, n_ctx, NKV HS)
+    const int* row,       // (M): not written by kernels that can overlap with this one
+    const int* position,  // (M)
+    int B, int n_ctx, int together,  // rows of a sequence, neighbours: a power of two
+    float out_scale,      // scale of two-part terms
+    float* out) {         // (M, C)
+#if AS_QUERIES > 1  // Shared may exceed the static limit
+    extern __shared__ __align__(16) char memory[];
+    Shared& shared = *reinterpret_cast<Shared*>(memory);
+#else
+    __shared__ Shared shared;
+#endif
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = AS_CLUSTER > 1 ? rank_in_cluster() : 0;
+    const long long query = blockIdx.z;
+    const int mine = AS_GUESSES ? blockIdx.z & (together - 1) : 0;
+    const int before = load_racing(position + query - mine), b = __ldcg(row + query);
+    const int worker = warp % AS_WARPS * AS_CLUSTER + rank;
+    const int own_slot = warp / AS_WARPS * AS_QUERIES, team = blockIdx.y * AS_HEADS + warp / AS_WARPS;
+    const int head = head_of(team), column = head * HS + lane % LANES * AS_WIDTH;
+    const bool cached = b >= 0 && b < B;
+    const int hint = cached && (!AS_GUESSES || before >= 0) ? min(before + mine, n_ctx - 1) : -1;
+    if (AS_CLUSTER > 1) arrive_in_cluster();
+
+    const long long from = ((long long)b * n_ctx + lane / LANES) * KV_ROW + column - (head - team / TEAMS) * HS;
+    const KV *const own_k = k + from, *const own_v = v + from;
+    int lowest = first_seen(hint), origin = lowest / KEYS * KEYS;  // first key of split 0
+    int first = origin + worker * KEYS;                            // first key of the round
+    Held keys, values;
+    keys.load(own_k, first, lowest, hint - mine - 1);
+    values.load(own_v, first, lowest, hint - mine - 1);
+    let_next_start();
+    wait_for_previous();
+    if (!cached) return;
+
+    float x[AS_QUERIES][PIECES][AS_WIDTH] = {};
+#pragma unroll
+    for (int i = 0; i < AS_QUERIES; ++i) {
+        const int of = min(i, queries_of(team) - 1) * HS;  // a team with fewer queries repeats the last one
+#pragma unroll
+        for (int p = 0; p < PIECES; ++p) {
+            if (VECTORS % LANES && lane % LANES + p * LANES >= VECTORS) continue;
+            load_fresh_floats<AS_WIDTH>(q + query * ROW + column + of + p * LANES * AS_WIDTH, x[i][p]);
+        }
+    }
+    if (first <= hint && hint - mine < first + ROUND) {
+        keys.add(own_k, first, AS_GUESSES ? max(hint - mine, lowest) : hint, hint);
+        values.add(own_v, first, AS_GUESSES ? max(hint - mine, lowest) : hint, hint);
+    }
+    const int last = min(__ldcg(position + query), n_ctx - 1);
+    if (last < 0) return;
+    if (last != hint) {  // the hint was wrong: repeat the loads
+        lowest = first_seen(last), origin = lowest / KEYS * KEYS, first = origin + worker * KEYS;
+        keys.load(own_k, first, lowest, last);
+        values.load(own_v, first, lowest, last);
+    }
+    if (AS_CLUSTER > 1) wait_for_cluster();  // the first block has started: its shared memory can be written
+
+    const int splits = (last - origin) / KEYS + 1;
+    int split = worker;
+    Whole whole[ITEMS];
+    for (int begin = 0;; begin += SPAN) {
+        const int count = min(splits - begin, SPAN);
+#pragma unroll 1
+        for (; split < begin + count; split += WORKERS) {
+            Softmax softmax[AS_QUERIES];
+#pragma unroll 1
+            for (int round = 0; round < ROUNDS; ++round) {
+                const int next = round + 1 < ROUNDS ? first + ROUND : origin + (split + WORKERS) * KEYS;
+                float s[AS_QUERIES][HELD];
+#pragma unroll
+                for (int i = 0; i < AS_QUERIES; ++i) multiply(x[i], keys, s[i]);
+                if (next <= last) keys.load(own_k, next, lowest, last);
+#pragma unroll
+                for (int i = 0; i < AS_QUERIES; ++i) {
+                    score(first, last, s[i]);
+                    softmax[i].add(s[i], values);
+                }
+                if (next <= last) values.load(own_v, next, lowest, last);
+                first = next;
+            }
+#pragma unroll
+            for (int i = 0; i < AS_QUERIES; ++i) softmax[i].store(shared, own_slot + i, split % SPAN);
+        }
+        const bool more = begin + SPAN < splits;
+        if (rank > 0 && !more) return release_to_cluster();  // arrives without waiting
+        sync_team();
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i) {
+            const int item = warp + i * WARPS, channel = item % CHUNKS * 32 + lane;
+            if (rank > 0 || item >= SLOTS * CHUNKS) continue;
+            const int slot = item / CHUNKS, own = slot % AS_QUERIES, of = blockIdx.y * AS_HEADS + slot / AS_QUERIES;
+            whole[i].add(shared, slot, channel, count, begin > 0);
+            if (more || own >= queries_of(of)) continue;
+            float result = whole[i].o / whole[i].l;
+            if constexpr (AS_TERMS) result = term_of<AS_TERMS>(result, inverse_of(out_scale));
+            const int at = (head_of(of) + own) * HS + channel, m = query, M = gridDim.z;
+            if constexpr (TERM_SUMS) store_sum_of_pairs(out, (unsigned)__float_as_int(result), m, at, M, ROW);
+            if (channel < HS && (has_low() || channel % 2 == 0)) out[term_place(m, at, M, ROW)] = result;
+        }
+        if (!more) return;
+        sync_team();  // the next span overwrites the splits
+    }
+}

@@ -1,0 +1,44 @@
+// Products with infinite and NaN values of 16 keys that only some of 16 queries see. Part of attention/prompt/mma.cu,
+// which describes the purpose and defines PART, the number of fragments of V that are loaded at once.
+#pragma once
+
+__device__ __forceinline__ bool any_not_finite(const unsigned (&b)[PART][2]) {
+    unsigned found = 0;
+#pragma unroll
+    for (int n = 0; n < PART; ++n) found |= not_finite(b[n][0]) | not_finite(b[n][1]);
+    return __any_sync(0xffffffffu, found != 0);
+}
+
+// Multiplies 16 queries by 16 keys, with infinite or NaN values among them. Query i sees keys 0 .. ahead + i, or only
+// the last WINDOW of these. Removes the finite values from b.
+__device__ __forceinline__ void multiply_apart(float (*out)[4], const unsigned (&p)[4], unsigned (&b)[PART][2],
+                                               int ahead) {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+    for (int n = 0; n < PART; ++n) {
+        unsigned finite[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            finite[i] = b[n][i] & ~((not_finite(b[n][i]) >> 15) * 0xffffu);
+            b[n][i] ^= finite[i];
+        }
+        mma(out[n], p, finite);
+    }
+#pragma unroll 1
+    for (int key = 0; key < 16; ++key) {
+        const unsigned pair = key / 2 % 4 == t ? (key % 2 ? 0xffff0000u : 0xffffu) : 0u;
+        const unsigned first = key < 8 ? pair : 0u, second = key < 8 ? 0u : pair;
+        const unsigned a[4] = {p[0] & first, p[1] & first, p[2] & second, p[3] & second};
+#pragma unroll
+        for (int n = 0; n < PART; ++n) {
+            const unsigned of_key[2] = {b[n][0] & first, b[n][1] & second};
+            float then[4] = {out[n][0], out[n][1], out[n][2], out[n][3]};
+            mma(then, a, of_key);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const int last = ahead + g + 8 * (e / 2);
+                if (last >= key && !is_past(key, last) && !is_finite(then[e])) out[n][e] = then[e];
+            }
+        }
+    }
+}

@@ -1,0 +1,369 @@
+// Attention of two-part matrices by mma.sync of fp16 (sm_80 and newer), for heads of 64 or 128 channels:
+//
+//   out[i] = sum over j of softmax_j(q[i] . k[j] / sqrt(SIZE)) v[j]     j <= i with ATT_CAUSAL, else of all rows
+//
+//   attention_fp32_mma: float32 accuracy on tensor cores: each float32 matrix as two in float16, three products instead
+//       of one
+//
+// x = (hi + lo / 2048) scale[row], where scale is a power of two (lib/two_part.cuh). The products are hi hi + (hi lo +
+// lo hi) / 2048, the last two in a separate accumulator.
+//
+//   parts (2, rows, W)       hi, then lo; rows [Q | K | V] as in attention/prompt/mma.cu; scale (rows): one for all three
+//   out_parts (2, rows, C)   the rows of all sequences, one sequence after the other: lib/attention/mma_work.cuh
+//   out_scale (rows)         the largest scale of the rows that row i sees, which bounds their weighted average
+//
+// A warp has 16 queries. The head of attention/prompt/mma.cu applies to this file as well, with these differences:
+//
+//   keys      two warps share 16 queries: each processes one half of every tile of keys. The last queries of a
+//             sequence, which have most keys, then take half as long. At the end the second warp passes its sums to
+//             the first
+//   scores    the scales of query and key are applied separately: (hi hi + ...) scale[j], then scale[i] UNIT in the
+//             argument of exp2
+//   weights   P[i, j] scale[j] / top[i], which is at most P, is converted to two parts for the second product. top[i]
+//             is the largest scale so far, and the unit of O. The denominator is the sum of P alone
+//   one scale with ATT_ONE_SCALE, all rows have the same scale. The bits are the same, with fewer registers. With a
+//             causal mask, a multiprocessor therefore holds two blocks
+//   sums      tensor cores truncate their sums. Therefore the product of each tile is added to O in float32
+//
+// If hi is infinite or NaN, lo is 0. Every result that depends on such a value is infinite or NaN, but not always the
+// same as in float32: infinity can become NaN.
+//
+// Block (THREADS), grid ceil(seq_len / QUERIES) n_head B, dynamic shared memory: ATT_STAGES STAGE bytes, then the
+// queries in 2 QUERIES PITCH bytes. Arrays are aligned to 16 bytes; the second parts are as well, because C is a
+// multiple of 64.
+#if !defined(STORAGE_FP16)
+#define STORAGE_FP16
+#endif
+#include "lib/common.cuh"
+#include "lib/fast.cuh"
+#include "lib/overlap.cuh"
+#include "lib/two_part.cuh"
+#include "lib/attention/mma_work.cuh"
+#include "lib/sm80.cuh"
+
+#ifndef ATT_CAUSAL
+#define ATT_CAUSAL 1
+#endif
+#ifndef ATT_ONE_SCALE
+#define ATT_ONE_SCALE 0
+#endif
+#ifndef ATT_WARPS  // warps for each half of the keys
+#define ATT_WARPS 4
+#endif
+#ifndef ATT_STAGES
+#define ATT_STAGES 3
+#endif
+#ifndef ATT_BLOCKS  // minimum blocks per SM (__launch_bounds__)
+#define ATT_BLOCKS 1
+#endif
+
+constexpr int HALF = 32 * ATT_WARPS, THREADS = 2 * HALF, QUERIES = 16 * ATT_WARPS;
+#include "lib/attention/mma_tile.cuh"
+#include "lib/attention/two_part_rows.cuh"
+constexpr int STAGE = 4 * TILE, OWN = KEYS / 2;  // stage: K hi, K lo, V hi, V lo; keys of a tile per warp
+constexpr int SUMS = 4 * COLUMNS;  // sums per thread
+static_assert(ATT_STAGES >= 2 && QUERIES > 0, "one tile travels while another is multiplied");
+static_assert(4 * (SUMS + 6) * HALF <= STAGE, "the sums of half of the warps fit in a stage");
+
+// A warp's state for its queries. Lane 4 g + t holds rows g and g + 8.
+struct Queries {
+#if ATT_BLOCKS > 1 || ATT_SIZE > 64 || (defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000)
+    static constexpr bool ALL_MASKED = true;  // the unmasked variant does not fit into registers
+#else
+    static constexpr bool ALL_MASKED = false;
+#endif
+    float out[COLUMNS][4];
+    float unit[2];               // the row's scale (its square with ATT_ONE_SCALE), times UNIT
+    float sum[2], reference[2];  // sum: over the lane's keys
+    float top[2];                // largest scale so far
+
+    __device__ __forceinline__ Queries(const float* scale, int left) {
+        const int g = threadIdx.x % 32 / 4;
+#pragma unroll
+        for (int n = 0; n < COLUMNS; ++n) out[n][0] = out[n][1] = out[n][2] = out[n][3] = 0.0f;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const float own = __ldcg(scale + (ATT_ONE_SCALE || 8 * r + g >= left ? 0 : 8 * r + g));
+            unit[r] = ATT_ONE_SCALE ? own * UNIT * own : own * UNIT;
+            sum[r] = top[r] = 0.0f;
+            reference[r] = -INFINITY;
+        }
+    }
+
+    // Returns whether none of the warp's queries sees any of HELD keys, starting at key 8 n.
+    template <bool MASKED, int HELD>
+    static __device__ __forceinline__ bool hidden(int n, int seen) {
+        return MASKED && (8 * n > (ATT_CAUSAL ? seen + 15 : seen) || is_past(8 * n + HELD - 1, seen));
+    }
+
+    // Processes the warp's keys of a tile, of which `there` exist. With MASKED, not all queries see all of these keys.
+    // If causal, row i of the warp sees keys 0 .. seen + i, or only the last WINDOW of these; otherwise all rows see
+    // keys 0 .. seen. rows: the high parts of the queries, followed after QUERIES rows by the low parts.
+    template <bool MASKED>
+    __device__ __forceinline__ void take(const char* rows, const char* stage, const float* scale, int there, int seen) {
+        const int lane = threadIdx.x % 32, t = lane % 4;
+        const int sees = seen + (ATT_CAUSAL ? lane / 4 : 0) - 2 * t;  // for key 2 t and row g
+        float of_key[OWN / 8][2], s[OWN / 8][4];
+#pragma unroll
+        for (int n = 0; n < OWN / 8; ++n) {
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const int key = 8 * n + 2 * t + e;
+                of_key[n][e] = ATT_ONE_SCALE ? 1.0f : __ldcg(scale + (MASKED ? min(key, there - 1) : key));
+            }
+        }
+        multiply_keys<MASKED>(s, rows, stage, seen);
+        float largest[2] = {-INFINITY, -INFINITY}, highest[2] = {top[0], top[1]};
+#pragma unroll
+        for (int n = 0; n < OWN / 8; ++n) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const int ahead = 8 * n + e % 2 - (ATT_CAUSAL ? 8 * (e / 2) : 0);
+                const bool visible = !MASKED || (ahead <= sees && !is_past(ahead, sees));
+                s[n][e] = visible ? s[n][e] * of_key[n][e % 2] : -INFINITY;
+                largest[e / 2] = fmaxf(largest[e / 2], s[n][e]);
+                if (!ATT_ONE_SCALE) highest[e / 2] = fmaxf(highest[e / 2], visible ? of_key[n][e % 2] : 0.0f);
+            }
+        }
+        float base[2], factor[2], down[2] = {1.0f, 1.0f};
+        bool moves = false;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const float old = reference[r], next = fmaf(lanes_max<4>(largest[r]), unit[r], -BELOW);
+            const bool passes = next > old + (AT_MOST - BELOW);
+            factor[r] = passes ? exp2_fast(old - next) : 1.0f;
+            sum[r] *= factor[r];
+            reference[r] = passes ? next : old;
+            base[r] = reference[r] == -INFINITY ? 0.0f : -reference[r];
+            moves |= passes;
+            if (ATT_ONE_SCALE) continue;
+            const float higher = lanes_max<4>(highest[r]);
+            down[r] = WINDOW && higher == 0.0f ? 0.0f : inverse_of(higher);  // 0: no key so far is visible
+            factor[r] *= top[r] * down[r];  // times 1 in most cases
+            moves |= higher > top[r];
+            top[r] = higher;
+        }
+        if (__any_sync(0xffffffffu, moves)) {
+#pragma unroll
+            for (int n = 0; n < COLUMNS; ++n) {
+#pragma unroll
+                for (int e = 0; e < 4; ++e) out[n][e] *= factor[e / 2];
+            }
+        }
+        unsigned p[OWN / 16][4], q[OWN / 16][4];  // hi and lo of P
+#pragma unroll
+        for (int k = 0; k < OWN / 16; ++k) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {  // i % 2: the row; i / 2: the half of the 16 keys
+                const int n = 2 * k + i / 2, r = i % 2;
+                const float a = exp2_fast(fmaf(s[n][2 * r], unit[r], base[r]));
+                const float b = exp2_fast(fmaf(s[n][2 * r + 1], unit[r], base[r]));
+                sum[r] += a;
+                sum[r] += b;
+                const Split both(a * (of_key[n][0] * down[r]), b * (of_key[n][1] * down[r]));
+                p[k][i] = both.hi;
+                q[k][i] = both.lo;
+            }
+        }
+        multiply_values<MASKED>(p, q, stage + 2 * TILE, seen);
+    }
+
+    template <bool MASKED>
+    static __device__ __forceinline__ void multiply_keys(float (&s)[OWN / 8][4], const char* rows, const char* keys,
+                                                         int seen) {
+        const int lane = threadIdx.x % 32;
+        rows += lane % 16 * PITCH + lane / 16 * 16;
+        keys += lane % 8 * PITCH + lane / 8 % 2 * 16 + lane / 16 * TILE;  // the upper 16 lanes load low parts
+        float cross[OWN / 8][4] = {};
+#pragma unroll
+        for (int n = 0; n < OWN / 8; ++n) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.0f;
+#pragma unroll
+        for (int k = 0; k < SIZE / 16; ++k) {
+            unsigned hi[4], lo[4];
+            load_matrices<false>(hi[0], hi[1], hi[2], hi[3], rows + 32 * k);
+            load_matrices<false>(lo[0], lo[1], lo[2], lo[3], rows + QUERIES * PITCH + 32 * k);
+#pragma unroll
+            for (int n = 0; n < OWN / 8; ++n) {
+                if (hidden<MASKED, 8>(n, seen)) continue;
+                unsigned b[2], c[2];
+                load_matrices<false>(b[0], b[1], c[0], c[1], keys + 8 * n * PITCH + 32 * k);
+                mma(s[n], hi, b);
+                mma(cross[n], hi, c);
+                mma(cross[n], lo, b);
+            }
+        }
+#pragma unroll
+        for (int n = 0; n < OWN / 8; ++n) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) s[n][e] = fmaf(cross[n][e], CROSS, s[n][e]);
+        }
+    }
+
+    template <bool MASKED>
+    __device__ __forceinline__ void multiply_values(const unsigned (&p)[OWN / 16][4], const unsigned (&q)[OWN / 16][4],
+                                                    const char* values, int seen) {
+        const int lane = threadIdx.x % 32;
+        values += lane % 16 * PITCH + lane / 16 * TILE;
+#pragma unroll
+        for (int n = 0; n < COLUMNS; ++n) {
+            float sums[4] = {}, cross[4] = {};
+#pragma unroll
+            for (int k = 0; k < OWN / 16; ++k) {  // steps of 16 keys
+                if (hidden<MASKED, 16>(2 * k, seen)) continue;
+                unsigned b[2], c[2];
+                load_matrices<true>(b[0], b[1], c[0], c[1], values + 16 * k * PITCH + 16 * n);
+                const bool in_part = 16 * k == seen || is_past(16 * k, seen + 15);
+                if (MASKED && ATT_CAUSAL && in_part) take_apart(out[n], p[k], b, c, WINDOW ? seen - 16 * k : 0);
+                mma(sums, p[k], b);
+                mma(cross, p[k], c);
+                mma(cross, q[k], b);
+            }
+#pragma unroll
+            for (int e = 0; e < 4; ++e) out[n][e] += fmaf(cross[e], CROSS, sums[e]);
+        }
+    }
+
+    // Treats 16 keys, of which query i sees keys 0 .. ahead + i, or only the last WINDOW of these. Removes infinite and
+    // NaN values from b and c, and adds them, key by key, to the queries that see them.
+    static __device__ __forceinline__ void take_apart(float (&out)[4], const unsigned (&p)[4], unsigned (&b)[2],
+                                                      unsigned (&c)[2], int ahead) {
+        const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+        const unsigned found = not_finite(b[0]) | not_finite(b[1]) | not_finite(c[0]) | not_finite(c[1]);
+        if (!__any_sync(0xffffffffu, found != 0)) return;
+        unsigned wild[2];
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            wild[j] = b[j] & (not_finite(b[j]) >> 15) * 0xffffu;
+            b[j] ^= wild[j];
+            c[j] &= ~((not_finite(c[j]) >> 15) * 0xffffu);
+        }
+#pragma unroll 1
+        for (int key = 0; key < 16; ++key) {
+            const unsigned pair = key / 2 % 4 == t ? (key % 2 ? 0xffff0000u : 0xffffu) : 0u;
+            const unsigned first = key < 8 ? pair : 0u, second = key < 8 ? 0u : pair;
+            const unsigned a[4] = {p[0] & first, p[1] & first, p[2] & second, p[3] & second};
+            const unsigned of_key[2] = {wild[0] & first, wild[1] & second};
+            float then[4] = {out[0], out[1], out[2], out[3]};
+            mma(then, a, of_key);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const int last = ahead + g + 8 * (e / 2);
+                if (last >= key && !is_past(key, last) && !is_finite(then[e])) out[e] = then[e];
+            }
+        }
+    }
+
+    // Passes the state to the warp with the same queries. to, and `from` in add(): a thread's values, HALF floats
+    // apart.
+    __device__ __forceinline__ void give(float* to) const {
+#pragma unroll
+        for (int i = 0; i < SUMS; ++i) to[i * HALF] = out[i / 4][i % 4];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            to[(SUMS + r) * HALF] = sum[r];
+            to[(SUMS + 2 + r) * HALF] = reference[r];
+            to[(SUMS + 4 + r) * HALF] = top[r];
+        }
+    }
+
+    __device__ __forceinline__ void add(const float* from) {
+        float own[2], others[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const float other = from[(SUMS + 2 + r) * HALF], both = fmaxf(reference[r], other);
+            const float point = both == -INFINITY ? 0.0f : both;  // exp2(-inf) is 0, exp2(-inf + inf) is NaN
+            own[r] = exp2_fast(reference[r] - point);
+            others[r] = exp2_fast(other - point);
+            sum[r] = fmaf(sum[r], own[r], from[(SUMS + r) * HALF] * others[r]);
+            if (ATT_ONE_SCALE) continue;
+            const float theirs = from[(SUMS + 4 + r) * HALF], higher = fmaxf(top[r], theirs), down = inverse_of(higher);
+            own[r] *= top[r] * down;
+            others[r] *= theirs * down;
+            top[r] = higher;
+        }
+#pragma unroll
+        for (int i = 0; i < SUMS; ++i) {
+            float& o = out[i / 4][i % 4];
+            o = fmaf(o, own[i % 4 / 2], from[i * HALF] * others[i % 4 / 2]);
+        }
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, ATT_BLOCKS) attention_fp32_mma(
+    const T* parts,         // (2, rows, W)
+    const float* scale,     // (rows), powers of two from 2^-126 to 2^126
+    const int* cu_seqlens,  // (B + 1), not decreasing; null: B sequences of seq_len rows
+    T* out_parts,           // (2, rows, C)
+    float* out_scale,       // (rows)
+    long long rows, int B,
+    int seq_len,            // length of the longest sequence
+    int n_head,
+    int together) {         // heads whose blocks run at the same time
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+    extern __shared__ __align__(16) char ring[];
+    let_next_start();
+    wait_for_previous();
+    const Job job = choose_job(cu_seqlens, B, seq_len, n_head, together, QUERIES);
+    if (job.first >= job.length) return;
+    const int C = SIZE * n_head, KV = C / ATT_SERVES, left = job.length - job.first;
+    const int keys = ATT_CAUSAL ? min(job.length, job.first + QUERIES) : job.length;  // keys seen: 0 .. keys - 1
+    const long long stride = C + 2LL * KV, part = rows * stride;
+    const T* head = parts + job.row * stride + SIZE * job.head;
+    scale += job.row;
+    char* const asking = ring + ATT_STAGES * STAGE;  // the queries
+    for (int i = 0; i < 2; ++i) {
+        copy_rows<QUERIES>(asking + i * QUERIES * PITCH, head + i * part + job.first * stride, stride, left);
+    }
+    const int to_keys = C - SIZE * (job.head - job.head / ATT_SERVES);  // from a row's Q of this head to its K
+    const int first_key = first_seen(job.first) / KEYS * KEYS;
+    int arriving = first_key;  // first key of the next tile to be copied
+    const auto ask = [&](char* stage) {
+        if (arriving < keys) {
+            const T* from = head + arriving * stride + to_keys;
+#pragma unroll 1  // 16 addresses at a time would need too many registers
+            for (int i = 0; i < 4; ++i) {
+                copy_rows<KEYS>(stage + i * TILE, from + i % 2 * part + i / 2 * KV, stride, job.length - arriving);
+            }
+        }
+        end_group();
+        arriving += KEYS;
+    };
+#pragma unroll 1
+    for (int i = 0; i < ATT_STAGES - 1; ++i) ask(ring + i * STAGE);
+
+    const int warp = threadIdx.x % HALF / 32 * 16;      // the warp's first query in the block's tile
+    const int own = __shfl_sync(0xffffffffu, threadIdx.x / HALF, 0) * OWN;  // the warp's first key in a tile
+    const int first = job.first + warp;
+    Queries queries(first < job.length ? scale + first : scale, job.length - first);
+    int stage = 0, empty = (ATT_STAGES - 1) * STAGE;
+#pragma unroll 1
+    for (int key = first_key; key < keys; key += KEYS) {
+        wait_for_groups<ATT_STAGES - 2>();
+        __syncthreads();  // the tile and the queries are complete; no thread still reads the previous tile
+        ask(ring + empty);
+        const char *const asked = asking + warp * PITCH, *const tile = ring + stage + own * PITCH;
+        const int from = key + own, seen = (ATT_CAUSAL ? first : job.length - 1) - from;
+        if (first < job.length && seen >= 0 && !is_past(OWN - 1, seen)) {
+            if (seen >= OWN - 1 && !is_past(0, seen + 15) && !Queries::ALL_MASKED) {
+                queries.take<false>(asked, tile, scale + from, job.length - from, seen);
+            } else {
+                queries.take<true>(asked, tile, scale + from, job.length - from, seen);
+            }
+        }
+        empty = stage;
+        stage = stage == (ATT_STAGES - 1) * STAGE ? 0 : stage + STAGE;
+    }
+    __syncthreads();  // no thread still reads the ring
+    float* const passed = reinterpret_cast<float*>(ring) + threadIdx.x % HALF;
+    if (own > 0) queries.give(passed);
+    __syncthreads();
+    if (own > 0) return;
+    queries.add(passed);
+    const long long row = job.row + first;
+    float* top = job.head == 0 ? out_scale + row : nullptr;
+    store_scales(queries.top, top, __ldcg(scale), job.length - first);
+    store_rows(queries.out, queries.sum, out_parts + row * C + SIZE * job.head, rows * C, C, job.length - first);
+#else
+    asm("trap;");
+#endif
+}

@@ -1,0 +1,217 @@
+// Attention on Hopper, for heads of 64 and 128 channels.
+//
+//   out[i] = sum over j of softmax_j(q[i] . k[j] / sqrt(SIZE)) v[j]    j <= i with ATT_CAUSAL, else the whole sequence
+//
+//   qkv (rows, W)    a row is [Q | K | V], each with its heads next to each other: Q of C = SIZE n_head channels, K and
+//                    V of C / ATT_SERVES; a head of K and V serves ATT_SERVES neighbouring heads of Q
+//   out (rows, C)    the rows of all sequences, one sequence after the other
+//
+//   attention_hopper: tensor cores (wgmma), 64 queries per warpgroup: one warp copies K and V (TMA), the softmax
+//       overlaps the products, each block processes many tiles; ragged batches
+//   attention_cached_hopper: attention_hopper with ATT_CACHED: queries from position start[b] of sequence b on, with K
+//       and V from a kv_cache that already contains the queries' keys; the bits of a row are those of attention_hopper
+//       over its whole sequence
+//
+// A tile is 128 queries of a head, for two warpgroups. The queries are loaded first. Then keys and values are loaded
+// into a ring in shared memory, 128 keys at a time, from the last keys that are seen to the first:
+//
+//   wgmma     S = Q K^T                       (64, 128) in registers: scores are never stored in memory
+//   softmax   P = exp2(S UNIT - reference)    lib/attention/scores.cuh; the sum of a row's P is combined at the end
+//   wgmma     O = O + P V                     the registers of S have the layout of operand P
+//
+//   tensor cores   S0            S1 P0 V0      S2 P1 V1     ...   P V of the last keys, S0 of the next tile
+//   threads           softmax0      softmax1      softmax2  ...                        out
+//
+// The bits of a row depend only on its sequence: keys are counted from the start of the sequence, in steps of 128. For
+// heads of 64 channels, even and odd steps have separate sums (lib/attention/wgmma_rows.cuh).
+// attention/prompt/wgmma_alternate.cu, in which two warpgroups share the keys of a query, therefore computes the same
+// bits. Only the step processed first can include keys after a query or after the end, and with a window
+// (lib/attention/window.cuh) only the last steps include keys before the window. In V of these steps, infinite and NaN
+// values are replaced by 0, and added at the end to the rows that see them.
+//
+// Otherwise idle warps write K and V to a kv_cache, if there is one (lib/attention/wgmma_append.cuh).
+// lib/attention/wgmma_work.cuh describes which tiles a block processes.
+//
+// On an NVIDIA H200, B = 8, T = 1024, 12 heads, bfloat16: 65.7 us, causal 43.0 (cuDNN 63.1 and 47.3 in another run);
+// with a single sum for even and odd steps 63.6 and 42.5. 512 tokens with 32 heads of 128, causal, float16: 14.1 us
+// (attention/prompt/mma.cu 26.3). On an NVIDIA H100, float16, keys from a kv_cache of float16 / E5M2, us
+// (attention/prompt/mma.cu in parentheses): 32 heads of 128, 50 rows after 2,000 keys: 31.2 / 40.2 (47.3); 2,048 rows
+// after 2,048 keys: 180 / 241 (389); 9 heads of 64, 3 of K, 2,048 rows after 6,144 keys: 102 / 161 (182), where
+// attention/prompt/mma.cu has 288 tiles of 64 rows, 2.2 per multiprocessor.
+//
+// Source of the idea: Shah et al., "FlashAttention-3: Fast and Accurate Attention with Asynchrony and Low-precision"
+// (2024).
+//
+// map: qkv as (B, T, W) or (1, rows, W), boxes (1, 128, 64). 128 rows of a head are one box, or two consecutive boxes.
+// Block (THREADS), grid: one block per multiprocessor, or per tile if there are fewer tiles, dynamic shared memory
+// sizeof(Shared) + 1024. Arrays are aligned to 16 bytes. The sums need so many registers that the copying warps release
+// most of theirs to the consumers.
+//
+// architecture: sm_90a
+#if !defined(STORAGE_FP16) && !defined(STORAGE_BF16)
+#define STORAGE_BF16
+#endif
+#include "lib/attention/scores.cuh"
+
+#ifndef ATT_CAUSAL
+#define ATT_CAUSAL 1
+#endif
+
+constexpr int QUERIES = 128, RINGS = 1, SERIES = SIZE == 64 ? 2 : 1;
+#include "lib/attention/wgmma_work.cuh"
+#include "lib/attention/wgmma_rows.cuh"
+#include "lib/attention/wgmma_append.cuh"
+constexpr int MANY = WIDENS ? 216 : 232, FEW = WIDENS ? 72 : 40;  // registers per thread: consumers, copiers
+static_assert(GROUPS * MANY + FEW <= (GROUPS + 1) * 168, "a block would wait forever for more than it starts with");
+static_assert(QUERIES == GROUPS * GROUP_QUERIES && QUERIES == KEYS,
+              "one kind of box, of which one has keys that are later than some of a tile's queries");
+
+__device__ __forceinline__ void produce(Shared& shared, const Source& from, Work work) {
+    unsigned count = 0;
+    for (int tile = 0; work.next(); ++tile) {
+        const auto load = [&](int part, int step) {
+            load_slot(from, work, shared, 0, count, part, step);
+            ++count;
+        };
+        wait(shared.answered[tile % 2], tile / 2 + 1 & 1, "answered");
+        load_rows(from, work, shared.queries[tile % 2], shared.asked[tile % 2], 0, work.first);
+        const int last = steps_of(work) - 1;
+        for (int step = last; step >= 0; --step) {
+            load(1, step);
+            if (step < last) load(2, step + 1);
+        }
+        load(2, 0);
+    }
+}
+
+__device__ __forceinline__ void consume(Shared& shared, Work work, const KV* v, T* out, bool ragged) {
+    if (!work.next()) return;
+    Consumer own(shared);
+    Sums sums[SERIES], &even = sums[0], &odd = sums[SERIES - 1];  // sums of steps 0, 2, .. and 1, 3, ..
+    if (own.group == 1) own.pass_turn();
+    const int C = SIZE * work.n_head;
+    bool more = true;
+    const auto ask_for_first = [&](int tile) {  // a tile's first scores, or unused ones if no tile is left
+        if (more) wait(shared.asked[tile % 2], tile / 2 & 1, "asked");
+        own.ask_for_scores(tile, more ? own.arrived(own.count) : own.first_slot);
+    };
+    own.take_turn();
+    fence_sums();
+    ask_for_first(0);
+    own.pass_turn();
+#pragma unroll 1
+    for (int tile = 0; more; ++tile) {
+        const int last = steps_of(work) - 1, from = (first_step(work) + last) * KEYS;  // last keys first
+        const int row = work.first + own.row;                     // the warp's first row
+        bool finite = true;
+        if (ATT_CAUSAL || (ragged && work.length - from < KEYS)) {
+            finite = own.make_finite(own.count + (last > 0 ? 2 : 1));
+        }
+        even.clear(), odd.clear();
+        wait_for_products<0>();
+        pin(own.s);
+        own.release_next();
+        own.begin(even, from, work.first, work.length);
+        if (SERIES > 1 && last % 2) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r) odd.sum[r] = even.sum[r], odd.reference[r] = even.reference[r];
+            even.clear();
+        }
+#pragma unroll 1
+        for (int step = last; step > 0; step = SERIES > 1 ? step - 1 & ~1 : step - 1) {
+            const int next = step - 1 & ~1;
+            if (SERIES == 1 || step % 2 == 0) {
+                finite &= own.advance(even, odd, work, tile, step + SERIES <= last, step - 1, step > 1);
+            }
+            if (SERIES > 1) finite &= own.advance(odd, even, work, tile, step < last, next, next > 0);
+        }
+        own.release(shared.answered[tile % 2]);
+        T* const to = out + (work.row + row) * C + SIZE * work.head;
+        const Values values(work, v);
+        const int before = work.begin - row, left = work.length - row, end = min(work.length, from + KEYS);
+        const int seen_from = WINDOW ? first_step(work) * KEYS : from;
+        more = work.next();
+        const unsigned number = own.count++;
+        const Matrix last_values = own.arrived(number);
+        own.take_turn();
+        fence_sums();
+        own.ask_for_out(even, last_values, SERIES <= last);
+        ask_for_first(tile + 1);
+        own.pass_turn();
+        wait_for_products<1>();
+        pin(even.out);
+        own.release(shared.empty[0][number % SLOTS]);
+        if (SERIES > 1 && last > 0) {
+            even.divide_with(odd);
+        } else {
+            even.divide();
+        }
+        if (!finite) even.add_not_finite(values, seen_from, end, row + own.lane / 4);
+        own.store(even, to, C, before, left);
+    }
+    wait_for_products<0>();
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_cached_hopper(
+    const __grid_constant__ TensorMap map,    // tensor map of qkv, of which only Q is read
+    const __grid_constant__ TensorMap k_map,  // maps of k and v, not used for FP8
+    const __grid_constant__ TensorMap v_map,
+    const KV* k,            // (B, n_ctx, C / ATT_SERVES)
+    const KV* v,            // (B, n_ctx, C / ATT_SERVES)
+    const int* cu_seqlens,  // (B + 1), not decreasing
+    const int* start,       // (B)
+    T* out,                 // (N, C)
+    int n_ctx, int N, int B,
+    int seq_len,            // length of the longest sequence
+    int n_head,  // length of the longest sequence
+    int together) {         // heads per band
+    Shared& shared = start_block<Shared>(map);
+    Work work{cu_seqlens, B, seq_len, n_head, together, (int)blockIdx.x, (int)gridDim.x, start, N, n_ctx};
+    const int warp = uniform(threadIdx.x / 32);
+    if (warp < COPIER) {
+        take_registers<MANY>();
+        consume(shared, work, v, out, true);
+        return;
+    }
+    give_registers<FEW>();
+    const Source from{map, k_map, v_map, k, v};
+    if (WIDENS) {
+        produce(shared, from, work);
+    } else if (warp == COPIER) {
+        if (elect_one()) produce(shared, from, work);
+        __syncwarp();
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_hopper(
+    const __grid_constant__ TensorMap map,  // tensor map of qkv
+    const T* qkv,                           // (rows, W)
+    const int* cu_seqlens,                  // (B + 1), not decreasing; null: B sequences of seq_len rows
+    T* out,                                 // (rows, C)
+    int B,
+    int seq_len,          // length of the longest sequence
+    int n_head,
+    int together,         // heads per band
+    const int* row,       // (rows): sequence in the kv_cache; this and the next five can be null
+    const int* position,  // (rows)
+    T* k,                 // (cache_B, n_ctx, C / ATT_SERVES)
+    T* v,                 // (cache_B, n_ctx, C / ATT_SERVES)
+    int cache_B, int n_ctx) {
+    Shared& shared = start_block<Shared>(map);
+    const KV* const rows = reinterpret_cast<const KV*>(qkv);  // KV is T if not ATT_CACHED
+    Work work{cu_seqlens, B, seq_len, n_head, together, (int)blockIdx.x, (int)gridDim.x};
+    const int warp = uniform(threadIdx.x / 32);
+    if (warp < COPIER) {
+        take_registers<MANY>();
+        consume(shared, work, rows, out, cu_seqlens != nullptr);
+        return;
+    }
+    give_registers<FEW>();
+    if (warp == COPIER) {
+        if (elect_one()) produce(shared, {map, map, map, rows, rows}, work);
+        __syncwarp();
+    } else if (k) {
+        const KvCache cache{row, position, k, v, cache_B, n_ctx};
+        while (work.next()) append(work, qkv, cache, warp - COPIER - 1, GROUP / 32 - 1);
+    }
+}

@@ -1,0 +1,399 @@
+// Attention of two-part matrices on Hopper, for heads of 64 channels.
+//
+//   out[i] = sum over j of softmax_j(q[i] . k[j] / sqrt(SIZE)) v[j]     j <= i with ATT_CAUSAL, else of all rows
+//
+// Matrices, scales, weights, ATT_ONE_SCALE and the treatment of infinite and NaN values are described in
+// attention/prompt/mma_two_part.cu. The copies are as in attention/prompt/wgmma.cu:
+//
+//   parts (2, rows, W)       hi, then lo; rows [Q | K | V]; scale (rows) applies to all three
+//   out_parts (2, rows, C)   the rows of all sequences, one sequence after the other
+//   out_scale (rows)         the largest scale of the rows that row i sees
+//
+//   attention_fp32_hopper: float32 accuracy by wgmma: two warpgroups take alternate keys of 64 queries, copied by TMA
+//
+// Tiles are 64 keys, from the last keys that are seen to the first. With two warpgroups, the last queries of a
+// sequence, which have most keys, take half as long. At the end the second warpgroup passes its sums to the first.
+//
+//   wgmma     S = Q K^T    hi hi in one accumulator, hi lo + lo hi in a second accumulator; Q hi is in registers
+//   softmax   P = exp2(S UNIT - reference), divided into two parts in the registers of operand P
+//   wgmma     O = P V      of one tile, also in two accumulators
+//   threads   sums += O    in float, because tensor cores truncate their sums
+//
+// A warpgroup issues the products P V of one tile and Q K^T of its next tile together, then the other warpgroup does.
+// While the products of one warpgroup run, the other warpgroup computes its softmax:
+//
+//   tensor cores   S0   S0'  V0 S1   V0' S1'   V1 S2   V1' S2'  ...    S0': S0 of the second warpgroup
+//   first               softmax0     +     softmax1    +     softmax2
+//   second                   softmax0'     +     softmax1'   +     softmax2'
+//
+// The bits of a row depend only on the rows that it sees. Keys are counted from the start of the sequence, and
+// alternate tiles form two series; it makes no difference which warpgroup computes which series. Only a warpgroup's
+// first tile can include keys after a query or after the end, and with a window (lib/attention/window.cuh) only its
+// last tiles include keys before the window. In V of these tiles, infinite and NaN values are replaced by 0, and added
+// at the end to the rows that see them.
+//
+// map: parts, boxes (1, 64, 64). Block (THREADS), grid: one block per multiprocessor, or per tile of QUERIES if there
+// are fewer tiles (lib/attention/wgmma_work.cuh); dynamic shared memory sizeof(Shared) + 1024. Arrays are aligned to 16
+// bytes.
+//
+// architecture: sm_90a
+#if !defined(STORAGE_FP16)
+#define STORAGE_FP16
+#endif
+#include "lib/common.cuh"
+#include "lib/fast.cuh"
+#include "lib/two_part.cuh"
+#include "lib/sm80.cuh"
+#include "lib/sm90_wgmma.cuh"
+
+#ifndef ATT_CAUSAL
+#define ATT_CAUSAL 1
+#endif
+#ifndef ATT_ONE_SCALE
+#define ATT_ONE_SCALE 0
+#endif
+#ifndef ATT_TURNS  // 1: the warpgroups issue their products in turn
+#define ATT_TURNS 1
+#endif
+#include "lib/attention/scores.cuh"
+#include "lib/attention/two_part_rows.cuh"
+#include "attention/prompt/wgmma_two_part_copies.cuh"
+
+constexpr int SUMS = 4 * COLUMNS;  // sums per thread
+
+struct Consumer {
+    Shared& shared;
+    const int group, thread, warp, lane;  // indices in the block, the group, the group, the warp
+    const Matrix first_slot;
+    unsigned count = 0;  // slots of the group's ring used so far
+
+    float s[KEYS / 2], s_cross[KEYS / 2];  // scores
+    float o[SIZE / 2], o_cross[SIZE / 2];  // P V of a tile
+    unsigned asked[SIZE / 16][4];          // hi of the queries
+    unsigned p[KEYS / 16][4], q[KEYS / 16][4];  // hi and lo of P
+    float of_key[KEYS / 8][2];                  // scales of the keys
+    float out[COLUMNS][4];
+    float unit[2];               // the row's scale (its square with ATT_ONE_SCALE), times UNIT
+    float sum[2], reference[2];  // sum: over the lane's keys
+    float top[2];                // largest scale so far
+
+    __device__ __forceinline__ Consumer(Shared& shared)
+        : shared(shared), group(uniform(threadIdx.x / GROUP)), thread(threadIdx.x % GROUP), warp(uniform(thread / 32)),
+          lane(threadIdx.x % 32), first_slot(matrix_at(shared.rings[group].slots[0], PART)) {}
+
+    __device__ __forceinline__ void take_turn() const {
+        if (ATT_TURNS) sync_threads(TURN + group, CONSUMERS);
+    }
+    __device__ __forceinline__ void pass_turn() const {
+        if (ATT_TURNS) pass_threads(TURN + (group ^ 1), CONSUMERS);
+    }
+
+    __device__ __forceinline__ Matrix arrived(unsigned number) const {
+        const unsigned slot = number % ATT_SLOTS;
+        wait(shared.full[group][slot], number / ATT_SLOTS & 1, "full");
+        return further(first_slot, slot * SLOT);
+    }
+
+    __device__ __forceinline__ void release(unsigned number) const {
+        if (lane == 0) arrive(shared.empty[group][number % ATT_SLOTS]);
+    }
+
+    // Starts a tile of queries in a buffer. left: number of existing rows from the warp's first row on.
+    __device__ __forceinline__ void start(const char* queries, const float* scale, int left) {
+        const int place = shared_address(queries), row = 16 * warp + lane % 16;
+#pragma unroll
+        for (int k = 0; k < SIZE / 16; ++k) {
+            const int at = place + swizzled(row * LINE + 32 * k + lane / 16 * 16);
+            load_matrices(asked[k][0], asked[k][1], asked[k][2], asked[k][3], at);
+        }
+#pragma unroll
+        for (int i = 0; i < SUMS; ++i) out[i / 4][i % 4] = 0.0f;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int row = 8 * r + lane / 4;
+            const float own = __ldcg(scale + (ATT_ONE_SCALE || row >= left ? 0 : row));
+            unit[r] = ATT_ONE_SCALE ? own * UNIT * own : own * UNIT;
+            sum[r] = top[r] = 0.0f;
+            reference[r] = -INFINITY;
+        }
+    }
+
+    __device__ __forceinline__ void ask_for_scores(Matrix queries, Matrix keys) {
+#pragma unroll
+        for (int k = 0; k < SIZE / 16; ++k) {
+            multiply(s_cross, asked[k], further(keys, PART + 32 * k), k > 0);
+            multiply(s, asked[k], further(keys, 32 * k), k > 0);
+            multiply(s_cross, further(queries, PART + 32 * k), further(keys, 32 * k), true);
+        }
+        end_products();
+    }
+
+    __device__ __forceinline__ void ask_for_out(Matrix values) {
+#pragma unroll
+        for (int k = 0; k < KEYS / 16; ++k) {
+            const Matrix high = further(values, 16 * LINE * k), low = further(values, PART + 16 * LINE * k);
+            multiply<true>(o_cross, p[k], low, k > 0);
+            multiply<true>(o, p[k], high, k > 0);
+            multiply<true>(o_cross, q[k], high, true);
+        }
+        end_products();
+    }
+
+    __device__ __forceinline__ void add_out() {
+#pragma unroll
+        for (int i = 0; i < SUMS; ++i) out[i / 4][i % 4] += fmaf(o_cross[i], CROSS, o[i]);
+    }
+
+    // Loads the scales of a tile's keys, of which `there` exist.
+    __device__ __forceinline__ void load_scales(const float* scale, int there) {
+#pragma unroll
+        for (int n = 0; n < KEYS / 8; ++n) {
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const int key = 8 * n + 2 * (lane % 4) + e;
+                of_key[n][e] = ATT_ONE_SCALE ? 1.0f : __ldcg(scale + min(key, there - 1));
+            }
+        }
+    }
+
+    // Replaces the scores of a tile by P in two parts. With MASKED, not all queries see all of the tile's keys. If
+    // causal, row i of the warp sees keys 0 .. seen + i, or only the last WINDOW of these; otherwise all rows see keys
+    // 0 .. seen.
+    template <bool MASKED>
+    __device__ __forceinline__ void soften(int seen) {
+        const int sees = seen + (ATT_CAUSAL ? lane / 4 : 0) - 2 * (lane % 4);  // for the lane's first key and row g
+        float largest[2] = {-INFINITY, -INFINITY}, highest[2] = {top[0], top[1]};
+#pragma unroll
+        for (int n = 0; n < KEYS / 8; ++n) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                float& score = s[4 * n + e];
+                const int ahead = 8 * n + e % 2 - (ATT_CAUSAL ? 8 * (e / 2) : 0);
+                const bool visible = !MASKED || (ahead <= sees && !is_past(ahead, sees));
+                score = visible ? fmaf(s_cross[4 * n + e], CROSS, score) * of_key[n][e % 2] : -INFINITY;
+                largest[e / 2] = fmaxf(largest[e / 2], score);
+                if (!ATT_ONE_SCALE) highest[e / 2] = fmaxf(highest[e / 2], visible ? of_key[n][e % 2] : 0.0f);
+            }
+        }
+        float base[2], factor[2], down[2] = {1.0f, 1.0f};
+        bool moves = false;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const float old = reference[r], next = fmaf(lanes_max<4>(largest[r]), unit[r], -BELOW);
+            const bool passes = next > old + (AT_MOST - BELOW);  // false if all scores are -inf
+            factor[r] = passes ? exp2_fast(old - next) : 1.0f;
+            sum[r] = __fmul_rn(sum[r], factor[r]);  // explicit: never fused with the next addition
+            reference[r] = passes ? next : old;
+            base[r] = reference[r] == -INFINITY ? 0.0f : -reference[r];  // -inf + inf would be NaN
+            moves |= passes;
+            if (ATT_ONE_SCALE) continue;
+            const float higher = lanes_max<4>(highest[r]);
+            down[r] = higher > 0.0f ? inverse_of(higher) : 0.0f;  // 0: no key so far is visible
+            factor[r] *= top[r] * down[r];                        // times 1 in most cases
+            moves |= higher > top[r];
+            top[r] = higher;
+        }
+        if (__any_sync(0xffffffffu, moves)) {
+#pragma unroll
+            for (int i = 0; i < SUMS; ++i) out[i / 4][i % 4] *= factor[i % 4 / 2];
+        }
+#pragma unroll
+        for (int k = 0; k < KEYS / 16; ++k) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {  // i % 2: the row; i / 2: the half of the 16 keys
+                const int n = 2 * k + i / 2, r = i % 2;
+                const float a = exp2_fast(fmaf(s[4 * n + 2 * r], unit[r], base[r]));
+                const float b = exp2_fast(fmaf(s[4 * n + 2 * r + 1], unit[r], base[r]));
+                sum[r] += a;
+                sum[r] += b;
+                const Split both(a * (of_key[n][0] * down[r]), b * (of_key[n][1] * down[r]));
+                p[k][i] = both.hi;
+                q[k][i] = both.lo;
+            }
+        }
+    }
+
+    // Adds the values that make_finite() has removed from keys `from` to `to`, for the rows that see these keys. row:
+    // the lane's first row.
+    __device__ __forceinline__ void add_not_finite(const T* values, long long stride, int from, int to, int row) {
+#pragma unroll 1
+        for (int key = from; key < to; ++key) {
+#pragma unroll
+            for (int i = 0; i < SIZE / 4; ++i) {
+                const float v = widen(values[key * stride + i / 2 * 8 + lane % 4 * 2 + i % 2]);
+                if (!is_finite(v)) {
+                    if (!ATT_CAUSAL || (key <= row && !is_past(key, row))) out[i / 2][i % 2] += v;
+                    if (!ATT_CAUSAL || (key <= row + 8 && !is_past(key, row + 8))) out[i / 2][2 + i % 2] += v;
+                }
+            }
+        }
+    }
+
+    // Passes the sums of the second group to the first.
+    __device__ __forceinline__ void give() const {
+        sync_threads(TAKEN, CONSUMERS);  // the previous sums have been taken
+#pragma unroll
+        for (int i = 0; i < SUMS; ++i) shared.passed[i][thread] = out[i / 4][i % 4];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            shared.passed[SUMS + r][thread] = sum[r];
+            shared.passed[SUMS + 2 + r][thread] = reference[r];
+            shared.passed[SUMS + 4 + r][thread] = top[r];
+        }
+        pass_threads(PASS, CONSUMERS);
+    }
+
+    // Adds the passed sums to this group's. The result does not depend on the order of the two groups.
+    __device__ __forceinline__ void add_given() {
+        if (WINDOW) sync_threads(CHECK, GROUP);  // orders nothing, as in wgmma_alternate.cu
+        sync_threads(PASS, CONSUMERS);
+        float own[2], others[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const float other = shared.passed[SUMS + 2 + r][thread], both = fmaxf(reference[r], other);
+            const float point = both == -INFINITY ? 0.0f : both;  // exp2(-inf) is 0, exp2(-inf + inf) is NaN
+            own[r] = exp2_fast(reference[r] - point);
+            others[r] = exp2_fast(other - point);
+            sum[r] = __fmul_rn(sum[r], own[r]) + __fmul_rn(shared.passed[SUMS + r][thread], others[r]);
+            if (ATT_ONE_SCALE) continue;
+            const float theirs = shared.passed[SUMS + 4 + r][thread], higher = fmaxf(top[r], theirs);
+            const float down = inverse_of(higher);
+            own[r] *= top[r] * down;
+            others[r] *= theirs * down;
+            top[r] = higher;
+        }
+#pragma unroll
+        for (int i = 0; i < SUMS; ++i) {
+            float& o = out[i / 4][i % 4];
+            o = __fmul_rn(o, own[i % 4 / 2]) + __fmul_rn(shared.passed[i][thread], others[i % 4 / 2]);
+        }
+        pass_threads(TAKEN, CONSUMERS);
+    }
+};
+
+// Replaces infinite and NaN values of a slot by 0. Returns true if all values were finite.
+__device__ __forceinline__ bool make_finite(Consumer& own, unsigned number) {
+    char* const values = own.shared.rings[own.group].slots[number % ATT_SLOTS];
+    own.arrived(number);
+    if (all_finite(values, CHECK + own.group)) return true;
+    make_finite(values, CHECK + own.group);
+    return false;
+}
+
+// Computes the group's part for a tile of queries: every second one of `tiles` tiles of keys. key: first key of the
+// group's first tile, of which `there` exist; first: the block's first query; scale: scale of the sequence's first row.
+// Returns whether the values that only some of the queries see are finite.
+__device__ __forceinline__ bool attend(Consumer& own, const char* queries, const float* scale, int there, int first,
+                                       int tiles, int key) {
+    const int steps = (tiles + 1 - own.group) / 2;
+    const Matrix asked = matrix_at(queries, PART);
+    const int end = first + QUERIES - 1;  // the last query
+    bool finite = true;
+    fence_sums();
+    own.ask_for_scores(asked, own.arrived(own.count));
+    own.load_scales(scale + key, there);
+    wait_for_products<0>();
+    pin(own.s), pin(own.s_cross);
+    own.release(own.count++);
+    if ((ATT_CAUSAL ? key + KEYS > first : there < KEYS) || is_past(key, end)) {
+        finite = make_finite(own, own.count + (steps > 1));
+    }
+    own.soften<true>(ATT_CAUSAL ? first + 16 * own.warp - key : there - 1);
+#pragma unroll 1
+    for (int step = 1; step < steps; ++step) {
+        const unsigned number = own.count;
+        own.count += 2;
+        const Matrix keys = own.arrived(number), values = own.arrived(number + 1);
+        own.take_turn();
+        fence_sums();
+        own.ask_for_out(values);
+        own.ask_for_scores(asked, keys);
+        own.pass_turn();
+        wait_for_products<1>();
+        pin(own.o), pin(own.o_cross);
+        own.release(number + 1);
+        own.add_out();
+        key -= 2 * KEYS;
+        own.load_scales(scale + key, KEYS);
+        wait_for_products<0>();
+        pin(own.s), pin(own.s_cross);
+        own.release(number);
+        own.soften<(WINDOW > 0)>(first + 16 * own.warp - key);
+        if (is_past(key, end)) finite = make_finite(own, own.count + (step + 1 < steps)) && finite;
+    }
+    const bool one_more = own.group > 0 && tiles % 2 > 0;  // an extra turn, as the first group takes
+    const Matrix last = own.arrived(own.count);
+    if (one_more) own.take_turn();
+    fence_sums();
+    own.ask_for_out(last);
+    if (one_more) own.pass_turn();
+    wait_for_products<0>();
+    pin(own.o), pin(own.o_cross);
+    own.release(own.count++);
+    own.add_out();
+    return finite;
+}
+
+__device__ __forceinline__ void consume(Shared& shared, Work work, const T* parts, const float* scale, T* out_parts,
+                                        float* out_scale, long long rows) {
+    Consumer own(shared);
+    pass_threads(own.group == 0 ? TAKEN : TURN, CONSUMERS);  // `passed` is empty at first; the first group begins
+    const int C = SIZE * work.n_head, KV = C / ATT_SERVES;
+    const long long stride = C + 2 * KV;
+    for (int tile = 0; work.next(); ++tile) {
+        const int tiles = tiles_of(work);
+        const int first = work.first, row = first + 16 * own.warp, left = work.length - row;
+        wait(shared.asked[tile % 2], tile / 2 & 1, "asked");
+        if (tiles > own.group) {
+            const char* const queries = shared.queries[tile % 2];
+            const float* const scales = scale + work.row;
+            const int key = (first_tile(work) + tiles - 1 - own.group) * KEYS, there = work.length - key;
+            own.start(queries, left > 0 ? scales + row : scales, left);
+            if (!attend(own, queries, scales, there, first, tiles, key)) {
+                const T* const values = parts + work.row * stride + C + KV + SIZE * (work.head / ATT_SERVES);
+                const int from = WINDOW ? first_tile(work) * KEYS : key;
+                own.add_not_finite(values, stride, from, key + min(there, KEYS), row + own.lane / 4);
+            }
+        }
+        if (own.lane == 0) arrive(shared.answered[tile % 2]);
+        if (own.group > 0) {
+            if (tiles > 1) own.give();
+            continue;
+        }
+        if (tiles > 1) own.add_given();
+        const long long to = work.row + row;
+        store_scales(own.top, work.head == 0 ? out_scale + to : nullptr, __ldcg(scale), left);
+        store_rows(own.out, own.sum, out_parts + to * C + SIZE * work.head, rows * C, C, left);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_fp32_hopper(
+    const __grid_constant__ TensorMap map,  // tensor map of parts
+    const T* parts,                         // (2, rows, W)
+    const float* scale,                     // (rows), powers of two from 2^-126 to 2^126
+    const int* cu_seqlens,                  // (B + 1), not decreasing; null: B sequences of seq_len rows
+    T* out_parts,                           // (2, rows, C)
+    float* out_scale,                       // (rows)
+    long long rows, int B,
+    int seq_len,     // length of the longest sequence
+    int n_head,
+    int together) {  // heads per band
+    extern __shared__ char unaligned[];
+    Shared& shared = *reinterpret_cast<Shared*>(unaligned + (1024 - shared_address(unaligned) % 1024) % 1024);
+    let_next_start();
+    if (threadIdx.x == 0) {
+        prefetch(map);
+        shared.start();
+    }
+    __syncthreads();
+    wait_before_copies();
+    const Work work{cu_seqlens, B, seq_len, n_head, together, (int)blockIdx.x, (int)gridDim.x};
+    if (uniform(threadIdx.x / GROUP) == 2) {
+        give_registers<24>();
+        if (uniform(threadIdx.x / 32) == CONSUMERS / 32 && elect_one()) produce(shared, map, work);
+        __syncwarp();
+    } else {
+        take_registers<240>();
+        consume(shared, work, parts, scale, out_parts, out_scale, rows);
+    }
+}

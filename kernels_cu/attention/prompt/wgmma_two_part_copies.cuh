@@ -1,0 +1,99 @@
+// Constants, shared memory and copies of attention/prompt/wgmma_two_part.cu, which describes them, and the search for
+// infinite and NaN values. The including file defines ATT_CAUSAL and includes lib/attention/two_part_rows.cuh.
+#pragma once
+
+#include "lib/sm90.cuh"
+
+#ifndef ATT_SLOTS  // slots per ring; each warpgroup has a ring
+#define ATT_SLOTS 4
+#endif
+
+constexpr int KEYS = 64, QUERIES = 64;  // keys per tile; queries per block
+#include "lib/attention/wgmma_work.cuh"
+
+constexpr int GROUP = 128, CONSUMERS = 2 * GROUP, THREADS = CONSUMERS + GROUP, WARPS = GROUP / 32;
+constexpr int LINE = 2 * SIZE, PART = KEYS * LINE, SLOT = 2 * PART;  // bytes of a row; of hi or lo of a tile; of both
+constexpr int PASSED = 4 * COLUMNS + 6;  // floats per thread
+static_assert(SIZE == 64, "a row of a head is a line of a box, and the sums fit into registers");
+static_assert(ATT_SLOTS >= 4, "K and V of one tile are multiplied while those of the next one travel");
+
+// The ring of a warpgroup. A slot holds K or V of a tile of keys: K first, then K and V alternately, V last.
+struct Ring {
+    char slots[ATT_SLOTS][SLOT];
+};
+
+struct Shared {
+    Ring rings[2];
+    char queries[2][SLOT];
+    float passed[PASSED][GROUP];
+    Barrier full[2][ATT_SLOTS], empty[2][ATT_SLOTS];
+    Barrier asked[2], answered[2];  // asked: queries have arrived; answered: they are no longer needed
+
+    __device__ __forceinline__ void start() {  // called by one thread
+        for (int i = 0; i < 2; ++i) {
+            for (int j = 0; j < ATT_SLOTS; ++j) init(full[i][j], 1), init(empty[i][j], WARPS);
+            init(asked[i], 1), init(answered[i], CONSUMERS / 32);
+        }
+        fence_inits();
+    }
+};
+
+// Named barriers of some of the block's threads.
+enum { CHECK = 1, TURN = CHECK + 2, PASS = TURN + 2, TAKEN };
+
+// first_tile: the first tile of keys that a block's queries see. tiles_of: the number of these tiles.
+__device__ __forceinline__ int first_tile(const Work& work) { return first_seen(work.first) / KEYS; }
+__device__ __forceinline__ int tiles_of(const Work& work) {
+    return ((ATT_CAUSAL ? min(work.length, work.first + QUERIES) : work.length) - 1) / KEYS + 1 - first_tile(work);
+}
+
+__device__ __forceinline__ void produce(Shared& shared, const TensorMap& map, Work work) {
+    const auto load = [&](int group, unsigned number, int column, int row) {
+        wait(shared.empty[group][number % ATT_SLOTS], number / ATT_SLOTS + 1 & 1, "empty");  // unused slots are empty
+        char* const to = shared.rings[group].slots[number % ATT_SLOTS];
+        Barrier& full = shared.full[group][number % ATT_SLOTS];
+        arrive_and_expect(full, SLOT);
+        for (int part = 0; part < 2; ++part) load_box(to + part * PART, map, full, column, row, part);
+    };
+    unsigned slots = 0, others = 0;  // slots filled so far in the first and the second ring
+    for (int tile = 0; work.next(); ++tile) {
+        int heads = work.n_head;
+        asm volatile("" : "+r"(heads));  // hides the value: derived values would need registers
+        const int tiles = tiles_of(work), row = (int)work.row, column = SIZE * (heads + work.head / ATT_SERVES);
+        const int values = column + SIZE * (heads / ATT_SERVES);
+        wait(shared.answered[tile % 2], tile / 2 + 1 & 1, "answered");
+        arrive_and_expect(shared.asked[tile % 2], SLOT);
+        for (int part = 0; part < 2; ++part) {
+            char* const to = shared.queries[tile % 2] + part * PART;
+            load_box(to, map, shared.asked[tile % 2], SIZE * work.head, row + work.first, part);
+        }
+#pragma unroll 1
+        for (int i = 0; i < tiles + 2; ++i) {  // tiles counted from the end: keys of tile i, values of tile i - 2
+            const unsigned own = (i % 2 > 0 ? others : slots) + i / 2 * 2;
+            const int first = row + (first_tile(work) + tiles - 1 - i) * KEYS;
+            if (i < tiles) load(i % 2, own - (i >= 2), column, first);
+            if (i >= 2) load(i % 2, own - (i >= tiles), values, first + 2 * KEYS);
+        }
+        slots += (tiles + 1) / 2 * 2, others += tiles / 2 * 2;
+    }
+}
+
+// Returns whether all values in a slot are finite. All threads of a warpgroup must call this, with the same barrier.
+__device__ __forceinline__ bool all_finite(const char* slot, int barrier) {
+    unsigned found = 0;
+    const uint4* units = reinterpret_cast<const uint4*>(slot) + threadIdx.x % GROUP;
+#pragma unroll
+    for (int i = 0; i < SLOT / 16; i += GROUP) {
+        const uint4 unit = units[i];
+        found |= not_finite(unit.x) | not_finite(unit.y) | not_finite(unit.z) | not_finite(unit.w);
+    }
+    return !any_of_threads(barrier, GROUP, found != 0);
+}
+
+// Replaces infinite and NaN values in a slot by 0.
+__device__ __forceinline__ void make_finite(char* slot, int barrier) {
+    unsigned* pairs = reinterpret_cast<unsigned*>(slot);
+    for (int i = threadIdx.x % GROUP; i < SLOT / 4; i += GROUP) pairs[i] &= ~((not_finite(pairs[i]) >> 15) * 0xffffu);
+    show_writes();
+    sync_threads(barrier, GROUP);
+}

@@ -1,0 +1,36 @@
+// The gate of Llama's feed-forward: out = gate * up / (1 + exp(-gate)), element by element.
+//
+//   gate, up, out   (n) elements of T: float, __half or __nv_bfloat16; arithmetic is float
+//
+// A separate step for the products of a whole model, whose order of additions must not depend on the number of rows.
+// For a block, matmul/decode/rmsnorm_cores.cu and its variants fuse this step into the product. With GATE_GELU, the
+// step is GELU(gate) up (lib/gate.cuh) in all these kernels.
+//
+//   silu_mul: one thread per vector; launches may overlap. Vectors have SM_WIDTH elements
+//
+// Grid (ceil(n / (SM_WIDTH * block))), block (any).
+#include "lib/fresh.cuh"
+#include "lib/gate.cuh"
+#include "lib/overlap.cuh"
+
+#ifndef SM_WIDTH  // elements per vector, a divisor of n; arrays are aligned to a vector of at most 16 bytes
+#define SM_WIDTH 4
+#endif
+
+typedef Vec<T, SM_WIDTH> Vector;
+
+extern "C" __global__ void silu_mul(const T* gate,  // (n)
+                                    const T* up,    // (n)
+                                    T* out,         // (n); may be gate or up
+                                    long long n) {
+    let_next_start();
+    wait_for_previous();
+    const long long i = ((long long)blockIdx.x * blockDim.x + threadIdx.x) * SM_WIDTH;
+    if (i >= n) return;
+    float g[SM_WIDTH], u[SM_WIDTH];
+    load_fresh<T, SM_WIDTH>(gate + i).unpack(g);
+    load_fresh<T, SM_WIDTH>(up + i).unpack(u);
+#pragma unroll
+    for (int k = 0; k < SM_WIDTH; ++k) g[k] = gate_of(g[k]) * u[k];
+    Vector::store(out + i, g);
+}

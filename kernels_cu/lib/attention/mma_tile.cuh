@@ -1,0 +1,24 @@
+// A tile of a head's rows in shared memory, for attention/prompt/mma.cu and attention/prompt/mma_two_part.cu. The
+// including file defines THREADS.
+//
+// The pitch is an odd number of 16-byte chunks: ldmatrix has no bank conflicts, and all its offsets are constants.
+#pragma once
+
+#include "lib/attention/scores.cuh"
+#include "lib/attention/transpose.cuh"
+
+constexpr int KEYS = SIZE > 128 ? 32 : 64;                   // keys per tile
+constexpr int CHUNKS = SIZE / 8, PITCH = 16 * (CHUNKS + 1);  // chunks and bytes of a row in shared memory
+constexpr int TILE = KEYS * PITCH;
+
+// Copies ROWS rows of a head to shared memory. Rows from `there` on are not read; their copies are zeros.
+template <int ROWS>
+__device__ __forceinline__ void copy_rows(char* to, const T* from, long long stride, int there) {
+    constexpr int STEP = THREADS / CHUNKS;
+    static_assert(ROWS % STEP == 0, "all threads copy alike");
+    const int row = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS;
+    from += row * stride + 8 * chunk;
+    to += row * PITCH + 16 * chunk;
+#pragma unroll
+    for (int i = 0; i < ROWS; i += STEP) copy16(to + i * PITCH, from + i * stride, row + i < there);
+}

@@ -1,0 +1,46 @@
+// Softmax of scores in the tensor-core attention kernels (attention/mma*.cu, attention/hopper*.cu). The including file
+// selects T, a 16-bit type (lib/storage.cuh).
+//
+//   P = exp2(S UNIT - reference)     S = q . k, not yet divided by sqrt(SIZE)
+//
+// A row's reference is its largest score at the time the reference was set, minus 8. The largest P of a row, rounded to
+// T, is therefore between 2^8 and 2^15, and values down to 2^-32 of it are not yet zero in fp16. Only if a score would
+// make P exceed 2^15, which is rare after the first keys, is the reference updated and O rescaled.
+//
+// A key that a query does not see has P = 0, but 0 times NaN or infinity is NaN. So if some queries do not see all of
+// the keys that are multiplied at once, infinite and NaN values are removed from V and added separately to the queries
+// that see them.
+#pragma once
+
+#include "lib/attention/unit.cuh"
+#include "lib/attention/window.cuh"
+#include "lib/common.cuh"
+
+#ifndef ATT_SIZE  // channels of a head: 64, 128 or 256
+#define ATT_SIZE 64
+#endif
+#ifndef ATT_SERVES  // heads of Q served by a head of K and V
+#define ATT_SERVES 1
+#endif
+
+constexpr int SIZE = ATT_SIZE;
+static_assert(SIZE == 64 || SIZE == 128 || SIZE == 256, "a head has 64, 128 or 256 channels");
+#ifdef ATT_SCALE
+constexpr float UNIT = LOG2_E * ATT_SCALE;
+#else
+// exp(s / sqrt(SIZE)) is exp2(s UNIT)
+constexpr float UNIT = LOG2_E / (SIZE == 64 ? 8 : SIZE == 128 ? 11.3137085f : 16);
+#endif
+constexpr float BELOW = 8, AT_MOST = 15;         // log2 of the largest P: at a new reference; limit
+
+// Sets the sign bit of each of two values of T that is infinite or NaN. (The result, shifted right by 15 and multiplied
+// by 0xffff, is a mask of all bits of these values.)
+__device__ __forceinline__ unsigned not_finite(unsigned pair) {
+#if defined(STORAGE_BF16)
+    return ((pair & 0x7f807f80u) + 0x00800080u) & 0x80008000u;
+#else
+    return ((pair & 0x7c007c00u) + 0x04000400u) & 0x80008000u;
+#endif
+}
+
+__device__ __forceinline__ bool is_finite(float v) { return fabsf(v) < INFINITY; }

@@ -1,0 +1,65 @@
+// The treatment of two-part numbers (lib/two_part.cuh) that attention/prompt/mma_two_part.cu and
+// attention/prompt/wgmma_two_part.cu
+// share: splitting floats into two parts in the operand registers of a product, and storing a warp's rows. The
+// including file defines ATT_ONE_SCALE and includes lib/attention/scores.cuh and lib/sm80.cuh.
+//
+// Of a warp's 16 rows, lane 4 g + t holds columns 8 n + 2t and 8 n + 2t + 1 of rows g and g + 8.
+#pragma once
+
+#include "lib/attention/transpose.cuh"
+
+constexpr float CROSS = 1.0f / 2048;  // 1 in lo is CROSS in hi
+constexpr int COLUMNS = SIZE / 8;
+
+// Two floats, each as hi + lo / 2048.
+struct Split {
+    unsigned hi, lo;
+
+    __device__ __forceinline__ Split(float a, float b) {
+        float near[2];
+        hi = pack2(a, b);
+        Vec<T, 2>{hi}.unpack(near);
+        lo = pack2((a - near[0]) * LOW, (b - near[1]) * LOW);
+    }
+};
+
+// Stores the scales of the warp's rows less than `left`, unless `to` is null. The scale of a row is the largest that
+// the row has seen, or with ATT_ONE_SCALE `one`.
+__device__ __forceinline__ void store_scales(const float (&top)[2], float* to, float one, int left) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const int row = 8 * r + lane / 4;
+        if (to && lane % 4 == 0 && row < left) to[row] = ATT_ONE_SCALE ? one : top[r];
+    }
+}
+
+// Divides the warp's rows by their sums (each lane holds a part of a sum), and stores rows less than `left` at `to`. lo
+// is stored `part` elements after hi.
+__device__ __forceinline__ void store_rows(const float (&out)[COLUMNS][4], const float (&sum)[2], T* to, long long part,
+                                           long long stride, int left) {
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const float factor = 1.0f / lanes_sum<4>(sum[r]);
+        const int row = 8 * r + g;
+#pragma unroll
+        for (int piece = 0; piece < SIZE / 32; ++piece) {
+            unsigned v[4], w[4];
+#pragma unroll
+            for (int n = 0; n < 4; ++n) {
+                const float(&c)[4] = out[4 * piece + n];
+                const Split both(c[2 * r] * factor, c[2 * r + 1] * factor);
+                v[n] = both.hi;
+                w[n] = both.lo;
+            }
+            turn(v, t);
+            turn(w, t);
+            T* at = to + row * stride + 32 * piece + 8 * t;
+            if (row < left) {
+                *reinterpret_cast<uint4*>(at) = {v[0], v[1], v[2], v[3]};
+                *reinterpret_cast<uint4*>(at + part) = {w[0], w[1], w[2], w[3]};
+            }
+        }
+    }
+}

@@ -1,0 +1,104 @@
+// Loads of Q, K and V into the shared memory of attention/prompt/wgmma.cu and attention/prompt/wgmma_alternate.cu. The
+// copy engine (TMA) loads them; K and V from an FP8 kv_cache are loaded and widened by the threads of the copying
+// warps. Included by lib/attention/wgmma_rows.cuh.
+#pragma once
+
+// Sources of rows. With ATT_CACHED, k and v are in the kv_cache: read through their maps, or by threads if they are
+// FP8.
+struct Source {
+    const TensorMap &map, &k_map, &v_map;
+    const KV *k, *v;
+};
+
+// The address of V at position 0 for the tile's head, and the distance between positions.
+struct Values {
+    const KV* first;
+    long long stride;
+
+    // from: qkv, or with ATT_CACHED the array v of the kv_cache.
+    __device__ __forceinline__ Values(const Work& work, const KV* from) {
+        const int C = SIZE * work.n_head, own = C / ATT_SERVES;
+        const long long row = CACHED ? (long long)work.map_z * work.n_ctx : work.row;
+        stride = CACHED ? own : C + 2 * own;
+        first = from + row * stride + (CACHED ? 0 : C + own) + SIZE * (work.head / ATT_SERVES);
+    }
+};
+
+// Converts eight FP8 numbers to T.
+__device__ __forceinline__ uint4 widen_eight(unsigned low, unsigned high) {
+    uint4 found{0, 0, 0, 0};
+#if ATT_CACHED && (defined(CACHE_E5M2) || defined(CACHE_E4M3))
+    unsigned pairs[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        pairs[i] = KV::halves(i < 2 ? low : high, i % 2 * 2);
+#if defined(STORAGE_BF16)
+        pairs[i] = pack2(widen_half(pairs[i]), widen_half(pairs[i] >> 16));
+#endif
+    }
+    found = {pairs[0], pairs[1], pairs[2], pairs[3]};
+#endif
+    return found;
+}
+
+// 128 rows of FP8, of which `there` exist, in registers of all threads of the copying warps.
+struct Narrow {
+    static constexpr int UNITS = SIZE / 16, ROWS = GROUP / UNITS;  // 16-byte units of a row; rows loaded at once
+    uint4 bytes[KEYS / ROWS];
+
+    __device__ __forceinline__ Narrow(const KV* from, long long stride, int there) {
+        from += threadIdx.x % UNITS * 16;
+#pragma unroll
+        for (int i = 0; i < KEYS / ROWS; ++i) {
+            const int row = threadIdx.x % GROUP / UNITS + i * ROWS;
+            bytes[i] = row < there ? __ldcg(reinterpret_cast<const uint4*>(from + row * stride)) : uint4{0, 0, 0, 0};
+        }
+    }
+
+    // Stores the rows as T.
+    __device__ __forceinline__ void widen_to(char* to, Barrier& barrier) const {
+        const int unit = threadIdx.x % UNITS, row = threadIdx.x % GROUP / UNITS;
+        to += unit / 4 * BOX;
+#pragma unroll
+        for (int i = 0; i < KEYS / ROWS; ++i) {
+            const int at = swizzled((row + i * ROWS) * LINE + unit % 4 * 32);
+            *reinterpret_cast<uint4*>(to + at) = widen_eight(bytes[i].x, bytes[i].y);
+            *reinterpret_cast<uint4*>(to + (at ^ 16)) = widen_eight(bytes[i].z, bytes[i].w);
+        }
+        show_writes();
+        arrive(barrier);
+    }
+};
+
+// Loads 128 rows of the tile's head, starting at position `first` of its sequence. part: 0 for Q, 1 for K, 2 for V.
+__device__ __forceinline__ void load_rows(const Source& from, const Work& work, char* to, Barrier& barrier, int part,
+                                          int first) {
+    if (WIDENS && threadIdx.x % GROUP) return;
+    const bool cached = CACHED && part;
+    const int C = SIZE * work.n_head, start = part && !cached ? C + (part - 1) * C / ATT_SERVES : 0;
+    const int column = start + SIZE * (part ? work.head / ATT_SERVES : work.head);
+    const int row = cached ? first : work.map_row + first, z = CACHED && !part ? 0 : work.map_z;
+    const TensorMap& map = !cached ? from.map : part == 1 ? from.k_map : from.v_map;
+    arrive_and_expect(barrier, SLOT);
+#pragma unroll
+    for (int box = 0; box < BOXES; ++box) load_box(to + box * BOX, map, barrier, column + 64 * box, row, z);
+}
+
+// Loads a step's 128 rows of K or V into a slot of a ring, once the slot is empty (unused slots are empty). FP8 rows
+// are read before this wait.
+__device__ __forceinline__ void load_slot(const Source& from, const Work& work, Shared& shared, int ring,
+                                          unsigned number, int part, int step) {
+    const int slot = number % SLOTS;
+    char* const to = shared.slots[ring][slot];
+    Barrier &full = shared.full[ring][slot], &empty = shared.empty[ring][slot];
+    if constexpr (WIDENS) {
+        const Values rows(work, part == 1 ? from.k : from.v);
+        const int first = (first_step(work) + step) * KEYS;
+        const Narrow bytes(rows.first + first * rows.stride, rows.stride, work.n_ctx - first);
+        wait(empty, number / SLOTS + 1 & 1, "empty");
+        bytes.widen_to(to, full);
+    } else {
+        wait(empty, number / SLOTS + 1 & 1, "empty");
+        load_rows(from, work, to, full, part, (first_step(work) + step) * KEYS);
+    }
+}

@@ -1,0 +1,339 @@
+// The part that attention/prompt/wgmma.cu and attention/prompt/wgmma_alternate.cu share: a warpgroup's queries,
+// products and softmax. The including file defines QUERIES (queries per tile) and RINGS, and includes
+// lib/attention/scores.cuh and lib/attention/wgmma_work.cuh.
+//
+// A warpgroup has 64 queries. The keys that they see are divided into steps of 128, counted from the start of the
+// sequence. Even and odd steps form two series, each with its own sums and reference. The result of a row is the sum of
+// both series. Its bits are therefore the same whether one warpgroup computes both series (one ring) or each of two
+// warpgroups computes one (two rings). With 128 channels there is one series, because the sums of two do not fit into
+// registers.
+#pragma once
+
+#include "lib/fast.cuh"
+#include "lib/storage.cuh"
+#include "lib/sm80.cuh"
+#include "lib/sm90_wgmma.cuh"
+
+#ifndef ATT_SLOTS  // slots of all rings together
+#define ATT_SLOTS (SIZE == 64 ? 8 : 4)
+#endif
+#ifndef ATT_TURNS  // 1: the warpgroups issue their products in turn
+#define ATT_TURNS (RINGS == 1)
+#endif
+
+constexpr int KEYS = 128, GROUP_QUERIES = 64, GROUPS = 2, GROUP = 128, CONSUMERS = GROUPS * GROUP;
+constexpr int THREADS = CONSUMERS + GROUP, COPIER = CONSUMERS / 32;  // the copying warp
+constexpr int ROW_BYTES = 2 * SIZE, SLOT = KEYS * ROW_BYTES;
+constexpr int LINE = 128, BOX = KEYS * LINE, BOXES = SIZE / 64;  // bytes of a row in a box; of a box
+constexpr int SLOTS = ATT_SLOTS / RINGS;                         // slots per ring
+constexpr int SHARERS = RINGS == 1 ? CONSUMERS : GROUP;          // threads that read a ring
+constexpr bool WIDENS = sizeof(KV) < sizeof(T);                  // true: all copying warps load K and V, which are FP8
+static_assert((SLOTS & (SLOTS - 1)) == 0, "slots are counted without a division");
+
+struct Shared {
+    char slots[RINGS][SLOTS][SLOT];  // K first, then K and V alternately, V last
+    char queries[2][SLOT];
+    char out[CONSUMERS / 32][16 * ROW_BYTES];
+    Barrier full[RINGS][SLOTS], empty[RINGS][SLOTS];
+    Barrier asked[2], answered[2];  // asked: queries have arrived; answered: they are no longer needed
+
+    __device__ __forceinline__ void start() {  // called by one thread
+        for (int i = 0; i < RINGS; ++i) {
+            for (int j = 0; j < SLOTS; ++j) init(full[i][j], WIDENS ? GROUP : 1), init(empty[i][j], SHARERS / 32);
+        }
+        for (int i = 0; i < 2; ++i) init(asked[i], 1), init(answered[i], CONSUMERS / 32);
+        fence_inits();
+    }
+};
+
+// first_step: the first step of 128 keys that a tile sees (an even step if there are two series). steps_of: the number
+// of steps from there on.
+__device__ __forceinline__ int first_step(const Work& work) {
+    return first_seen(work.first) / KEYS & (SIZE == 64 ? ~1 : ~0);
+}
+__device__ __forceinline__ int steps_of(const Work& work) {
+    return ((ATT_CAUSAL ? min(work.length, work.first + QUERIES) : work.length) - 1) / KEYS + 1 - first_step(work);
+}
+
+// Initialises the barriers and returns the block's shared memory.
+template <typename Memory>
+__device__ __forceinline__ Memory& start_block(const TensorMap& map) {
+    extern __shared__ char unaligned[];
+    Memory& shared = *reinterpret_cast<Memory*>(unaligned + (1024 - shared_address(unaligned) % 1024) % 1024);
+    let_next_start();
+    if (threadIdx.x == 0) {
+        prefetch(map);
+        shared.start();
+    }
+    __syncthreads();
+    wait_before_copies();
+    return shared;
+}
+
+#include "lib/attention/wgmma_copies.cuh"
+
+// The sums over a row's keys of one series. A lane holds rows g and g + 8.
+struct Sums {
+    float out[SIZE / 2];         // undefined before the first product
+    float sum[2], reference[2];  // sum: over the lane's keys
+
+    __device__ __forceinline__ void clear() {
+        sum[0] = sum[1] = 0.0f;
+        reference[0] = reference[1] = -INFINITY;
+    }
+
+    __device__ __forceinline__ void scale(const float (&factor)[2]) {
+#pragma unroll
+        for (int i = 0; i < SIZE / 2; ++i) out[i] *= factor[i / 2 % 2];
+    }
+
+    // Replaces the first COUNT scores by P, as floats; no query sees the keys of the other scores. Returns whether the
+    // reference of any of the warp's rows has changed. If so, the caller must multiply `out` by `factor`.
+    template <int COUNT>
+    __device__ __forceinline__ bool soften(float (&s)[KEYS / 2], float (&factor)[2]) {
+        float base[2];
+        bool moves = false;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            float largest[2] = {s[2 * r], s[2 * r + 1]};
+#pragma unroll
+            for (int i = 4; i < COUNT; i += 4) {
+                largest[0] = fmaxf(largest[0], s[i + 2 * r]), largest[1] = fmaxf(largest[1], s[i + 2 * r + 1]);
+            }
+            const float old = reference[r];
+            const float next = fmaf(lanes_max<4>(fmaxf(largest[0], largest[1])), UNIT, -BELOW);
+            const bool passes = next > old + (AT_MOST - BELOW);  // false if all scores are -inf
+            factor[r] = passes ? exp2_fast(old - next) : 1.0f;
+            reference[r] = passes ? next : old;
+            base[r] = reference[r] == -INFINITY ? 0.0f : -reference[r];  // -inf + inf would be NaN
+            moves |= passes;
+        }
+        moves = __any_sync(0xffffffffu, moves);
+        if (moves) sum[0] = __fmul_rn(sum[0], factor[0]), sum[1] = __fmul_rn(sum[1], factor[1]);
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) {
+            s[i] = exp2_fast(fmaf(s[i], UNIT, base[i / 2 % 2]));
+            sum[i / 2 % 2] += s[i];
+        }
+        return moves;
+    }
+
+    // Divides `out` by the sums of its rows.
+    __device__ __forceinline__ void divide() {
+        scale({__fdividef(1.0f, lanes_sum<4>(sum[0])), __fdividef(1.0f, lanes_sum<4>(sum[1]))});
+    }
+
+    // Adds the other series, and divides `out` by the sums of its rows. The order of the two series does not matter.
+    __device__ __forceinline__ void divide_with(const Sums& other) {
+        float own[2], others[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const float both = fmaxf(reference[r], other.reference[r]);
+            const float point = both == -INFINITY ? 0.0f : both;  // exp2(-inf) is 0, exp2(-inf + inf) is NaN
+            own[r] = exp2_fast(reference[r] - point);
+            others[r] = exp2_fast(other.reference[r] - point);
+            const float all = lanes_sum<4>(__fmul_rn(sum[r], own[r]) + __fmul_rn(other.sum[r], others[r]));
+            const float factor = __fdividef(1.0f, all);
+            own[r] *= factor, others[r] *= factor;
+        }
+#pragma unroll
+        for (int i = 0; i < SIZE / 2; ++i) {
+            out[i] = __fmul_rn(out[i], own[i / 2 % 2]) + __fmul_rn(other.out[i], others[i / 2 % 2]);
+        }
+    }
+
+    // Adds the values that make_finite() has removed from keys `from` to `to`, for the rows that see these keys. row:
+    // the lane's first row.
+    __device__ __forceinline__ void add_not_finite(const Values& values, int from, int to, int row) {
+#pragma unroll 1
+        for (int key = from; key < to; ++key) {
+#pragma unroll
+            for (int i = 0; i < SIZE / 4; ++i) {
+                const float v = widen(values.first[key * values.stride + i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2]);
+                if (!is_finite(v)) {
+                    if (!ATT_CAUSAL || (key <= row && !is_past(key, row))) out[i / 2 * 4 + i % 2] += v;
+                    if (!ATT_CAUSAL || (key <= row + 8 && !is_past(key, row + 8))) out[i / 2 * 4 + 2 + i % 2] += v;
+                }
+            }
+        }
+    }
+};
+
+struct Consumer {
+    Shared& shared;
+    const int group, warp, lane;           // index of the group, of its warp in the block, of the lane in the warp
+    const int ring, row;                   // the group's ring; the warp's first row of the tile
+    const Matrix first_slot, first_query;  // first slot and queries of the group
+    unsigned count = 0;                    // slots of the ring used so far
+
+    float s[KEYS / 2];  // scores
+    unsigned p[KEYS / 16][4];
+
+    __device__ __forceinline__ Consumer(Shared& shared)
+        : shared(shared), group(uniform(threadIdx.x / GROUP)), warp(uniform(threadIdx.x / 32)), lane(threadIdx.x % 32),
+          ring(RINGS == 1 ? 0 : group), row(16 * (RINGS == 1 ? warp : warp % 4)),
+          first_slot(matrix_at(shared.slots[ring][0], BOXES > 1 ? BOX : 16)),
+          first_query(matrix_at(shared.queries[0] + row / GROUP_QUERIES * GROUP_QUERIES * LINE)) {}
+
+    __device__ __forceinline__ void take_turn() const {
+        if (ATT_TURNS) sync_threads(4 + group, CONSUMERS);
+    }
+    __device__ __forceinline__ void pass_turn() const {
+        if (ATT_TURNS) pass_threads(4 + (group ^ 1), CONSUMERS);
+    }
+
+    __device__ __forceinline__ Matrix arrived(unsigned number) const {
+        wait(shared.full[ring][number % SLOTS], number / SLOTS & 1, "full");
+        return further(first_slot, number % SLOTS * SLOT);
+    }
+
+    __device__ __forceinline__ void release(Barrier& barrier) const {
+        if (lane == 0) arrive(barrier);
+    }
+    __device__ __forceinline__ void release_next() { release(shared.empty[ring][count++ % SLOTS]); }
+
+    // A conditional store that never happens. The compiler keeps it between the softmax and the code that follows.
+    // Otherwise the wait for P V would move before the softmax, and the two would not overlap.
+    __device__ __forceinline__ void hold(const Sums& to) const {
+        asm volatile("{\n.reg .pred p;\nsetp.lt.f32 p, %0, 0f00000000;\n@p st.shared.f32 [%1], %0;\n}" ::"f"(
+                         to.sum[0] + to.sum[1]),
+                     "r"(shared_address(shared.out[0]))
+                     : "memory");
+    }
+
+    __device__ __forceinline__ void ask_for_scores(int tile, Matrix keys) {
+        const Matrix queries = further(first_query, tile % 2 * SLOT);
+#pragma unroll
+        for (int i = 0; i < SIZE / 16; ++i) {
+            const int at = i / 4 * BOX + i % 4 * 32;
+            multiply(s, further(queries, at), further(keys, at), i > 0);
+        }
+        end_products();
+    }
+
+    // Issues P V. adds: add to the products of earlier steps.
+    __device__ __forceinline__ void ask_for_out(Sums& to, Matrix values, bool adds) const {
+#pragma unroll
+        for (int i = 0; i < KEYS / 16; ++i) multiply<true>(to.out, p[i], further(values, 16 * LINE * i), adds || i > 0);
+        end_products();
+    }
+
+    // Processes one step: issues P V for the scores of `pending`, and computes the tile's scores of `step` for `next`.
+    // adds: as in ask_for_out; more: whether further steps follow. Returns whether the values that a window hides from
+    // some queries are finite.
+    __device__ __forceinline__ bool advance(Sums& pending, Sums& next, const Work& work, int tile, bool adds, int step,
+                                            bool more) {
+        const int from = (first_step(work) + step) * KEYS;
+        float factor[2];
+        const Matrix keys = arrived(count);
+        take_turn();
+        fence_sums();
+        ask_for_scores(tile, keys);
+        ask_for_out(pending, arrived(count + 1), adds);
+        pass_turn();
+        wait_for_products<1>();
+        pin(s);
+        release_next();
+        hide_past(from, work.first);
+        const bool moves = next.soften<KEYS / 2>(s, factor);
+        hold(next);
+        wait_for_products<0>();
+        pin(pending.out);
+        release_next();
+        if (moves) next.scale(factor);
+        pack<KEYS / 2>();
+        return !is_past(from, work.first + QUERIES - 1) || make_finite(count + more);
+    }
+
+    // Computes the softmax of a tile's first scores: 128 keys starting at `from`, some of which can come after some
+    // queries. first: the tile's first query.
+    __device__ __forceinline__ void begin(Sums& sums, int from, int first, int length) {
+        float factor[2];
+        const int seen = first + row + lane / 4 - from - 2 * (lane % 4), left = length - from;
+        hide_past(from, first);
+        if (ATT_CAUSAL && first + row / GROUP_QUERIES * GROUP_QUERIES == from) {
+            mask<0, KEYS / 4>(seen, 8);
+            sums.soften<KEYS / 4>(s, factor);
+            pack<KEYS / 4>();
+        } else {
+            if (ATT_CAUSAL) {
+                mask<KEYS / 4, KEYS / 2>(seen - GROUP_QUERIES, 8);
+            } else if (left < KEYS) {
+                mask<0, KEYS / 2>(left - 1 - 2 * (lane % 4), 0);
+            }
+            sums.soften<KEYS / 2>(s, factor);
+            pack<KEYS / 2>();
+        }
+    }
+
+    // Masks scores of the 128 keys starting at `from` that precede the window of the lane's rows.
+    __device__ __forceinline__ void hide_past(int from, int first) {
+        if (!is_past(from, first + row / GROUP_QUERIES * GROUP_QUERIES + GROUP_QUERIES - 1)) return;
+        const int seen = first + row + lane / 4 - from - 2 * (lane % 4);
+#pragma unroll
+        for (int i = 0; i < KEYS / 2; ++i) {
+            if (is_past(i / 4 * 8 + i % 2, seen + (i & 2 ? 8 : 0))) s[i] = -INFINITY;
+        }
+    }
+
+    // Masks scores FROM to TO whose keys come after key `seen`; row g + 8 sees `later` more keys. Keys are counted from
+    // the lane's first key in this range.
+    template <int FROM, int TO>
+    __device__ __forceinline__ void mask(int seen, int later) {
+#pragma unroll
+        for (int i = FROM; i < TO; ++i) {
+            if ((i - FROM) / 4 * 8 + i % 2 > seen + (i & 2 ? later : 0)) s[i] = -INFINITY;
+        }
+    }
+
+    template <int COUNT>
+    __device__ __forceinline__ void pack() {
+#pragma unroll
+        for (int i = 0; i < KEYS / 4; ++i) p[i / 4][i % 4] = 2 * i < COUNT ? pack2(s[2 * i], s[2 * i + 1]) : 0;
+    }
+
+    // Replaces infinite and NaN values of a slot by 0. Returns true if all values were finite. Each group that reads
+    // the slot checks all of it before any value is changed.
+    __device__ __forceinline__ bool make_finite(unsigned number) {
+        arrived(number);
+        char* const values = shared.slots[ring][number % SLOTS];
+        unsigned found = 0;
+        const uint4* units = reinterpret_cast<const uint4*>(values) + threadIdx.x % GROUP;
+#pragma unroll
+        for (int i = 0; i < SLOT / 16; i += GROUP) {
+            const uint4 unit = units[i];
+            found |= not_finite(unit.x) | not_finite(unit.y) | not_finite(unit.z) | not_finite(unit.w);
+        }
+        if (!any_of_threads(1 + group, GROUP, found != 0)) return true;
+        sync_threads(3 + ring, SHARERS);
+        unsigned* pairs = reinterpret_cast<unsigned*>(values);
+        for (int i = threadIdx.x % SHARERS; i < SLOT / 4; i += SHARERS) {
+            pairs[i] &= ~((not_finite(pairs[i]) >> 15) * 0xffffu);
+        }
+        show_writes();
+        sync_threads(3 + ring, SHARERS);
+        return false;
+    }
+
+    // Stores the warp's 16 rows at `to`, except rows that do not exist (`left` do) and with ATT_CACHED rows less than
+    // `before`.
+    __device__ __forceinline__ void store(const Sums& sums, T* to, long long stride, int before, int left) {
+        const int place = shared_address(shared.out[warp]);
+        __syncwarp();  // the previous rows have been read
+#pragma unroll
+        for (int i = 0; i < SIZE / 2; i += 8) {  // 16 columns
+            unsigned y[4];                       // y[j]: j % 2: the lower rows; j / 2: the right columns
+#pragma unroll
+            for (int j = 0; j < 4; ++j) y[j] = pack2(sums.out[i + 2 * j], sums.out[i + 2 * j + 1]);
+            store_matrices(swizzled(place + lane % 16 * ROW_BYTES + lane / 16 * 16 + 4 * i), y[0], y[1], y[2], y[3]);
+        }
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < 16 * ROW_BYTES; i += 32 * 16) {
+            const int at = i + 16 * lane, row = at / ROW_BYTES;
+            const uint4 unit = *reinterpret_cast<const uint4*>(shared.out[warp] + swizzled(at));
+            if (CACHED && row < before) continue;
+            if (row < left) *reinterpret_cast<uint4*>(to + row * stride + at % ROW_BYTES / 2) = unit;
+        }
+    }
+};

@@ -1,0 +1,61 @@
+// What the blocks of a cluster have of h, the channels between the products of matmul/decode/ffn_mma.cu and
+// matmul/decode/ffn_mma_gguf.cu, and how they exchange them.
+#pragma once
+#include "lib/cluster.cuh"
+#include "lib/decode/mma.cuh"
+#if defined(__CUDA_ARCH__)
+#include "lib/sm90.cuh"
+#endif
+
+#ifndef FF_H  // of x: LM_K
+#define FF_H 2048
+#endif
+#ifndef FF_CLUSTER  // blocks of a split of H
+#define FF_CLUSTER 16
+#endif
+
+constexpr int H_LENGTH = order::split_length(FF_H);
+constexpr int OWN = H_LENGTH / FF_CLUSTER;  // columns of h of a block
+constexpr int SENT = 4 * OWN / 16;          // vectors of 16 bytes: a row of them, as floats or two terms
+static_assert(FF_H % H_LENGTH == 0, "blocks are alike");
+static_assert(H_LENGTH % FF_CLUSTER == 0 && OWN % 8 == 0, "blocks have whole eights");
+
+__device__ constexpr int aligned16(int bytes) { return (bytes + 15) / 16 * 16; }
+
+// arrived: 8 bytes of shared memory for a Barrier.
+__device__ __forceinline__ void open_cluster(char* arrived) {
+#if defined(__CUDA_ARCH__)
+    if (threadIdx.x == 0) {
+        Barrier& barrier = *reinterpret_cast<Barrier*>(arrived);
+        init(barrier, 1);
+        arrive_and_expect(barrier, LM_ROWS * FF_CLUSTER * SENT * 16);
+        fence_inits();
+    }
+    __syncwarp();
+    arrive_in_cluster();
+#endif
+}
+
+// A warp sends the block's part of a row to all blocks of the cluster: vector i of those from `from` on to place(i).
+template <typename Place>
+__device__ __forceinline__ void send_row(const char* from, char* arrived, Place place) {
+#pragma unroll
+    for (int i = threadIdx.x % 32; i < SENT * FF_CLUSTER; i += 32) {
+        const float4 v = reinterpret_cast<const float4*>(from)[i % SENT];
+        char* const to = place(i % SENT);
+#if defined(__CUDA_ARCH__)
+        store_at(i / SENT, to, *reinterpret_cast<Barrier*>(arrived), v.x, v.y, v.z, v.w);
+#else
+        *reinterpret_cast<float4*>(to) = v;
+#endif
+    }
+}
+
+// All blocks' columns of h are there.
+__device__ __forceinline__ void wait_for_hidden(char* arrived) {
+#if defined(__CUDA_ARCH__)
+    wait<true>(*reinterpret_cast<Barrier*>(arrived), 0, "hidden");
+#else
+    __syncthreads();
+#endif
+}

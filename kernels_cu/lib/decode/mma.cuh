@@ -1,0 +1,365 @@
+// The rows of matmul/decode/mma.cu in shared memory, as two terms, and its constants.
+#pragma once
+#include "lib/chunk_sums.cuh"
+#include "lib/common.cuh"
+#include "lib/fresh.cuh"
+#include "lib/decode/layernorm.cuh"
+#include "lib/decode/order.cuh"
+#include "lib/decode/split_sums.cuh"
+
+#ifndef LM_K
+#define LM_K 768
+#endif
+#ifndef LM_NORM  // of x: 0 none, 1 LayerNorm, 2 RMSNorm with the bits of norms/rmsnorm_stream.cu
+#define LM_NORM 1
+#endif
+#ifndef LM_SUMS  // splits of which sums are added to x, or without LM_NORM to the residual; 0: these are complete
+#define LM_SUMS 0
+#endif
+#ifndef LM_ROPE  // channels of a head, of which columns c and c + LM_ROPE / 2 are in one block; 0: columns in order
+#define LM_ROPE 0
+#endif
+#ifndef LM_QK_NORM  // whether heads of q and k have a norm; a head is then of LM_CLUSTER blocks
+#define LM_QK_NORM 0
+#endif
+#ifndef LM_CLUSTER
+#define LM_CLUSTER 1
+#endif
+#ifndef LM_ROWS  // a power of two, up to 16
+#define LM_ROWS 1
+#endif
+#ifndef LM_COLUMNS  // of a block; with LM_LOOP of a warp
+#define LM_COLUMNS 18
+#endif
+#ifndef LM_FLIGHT  // units of K in flight
+#define LM_FLIGHT 1
+#endif
+#ifndef LM_LOOP
+#define LM_LOOP 0
+#endif
+#ifndef LM_WARPS  // of a block, with LM_LOOP and LM_ALONE; else one for each split
+#define LM_WARPS 8
+#endif
+#ifndef LM_TERMS  // whether x has terms in the place of floats (lib/terms.cuh); not with LM_NORM
+#define LM_TERMS 0
+#endif
+#ifndef LM_BLOCKS  // that an SM has room for
+#define LM_BLOCKS 1
+#endif
+#ifndef LM_ALONE  // whether shared memory has one split at a time
+#define LM_ALONE 0
+#endif
+
+constexpr int SPLITS = order::splits(LM_K), UNITS = order::split_units(LM_K);  // UNITS: of a split
+constexpr int LENGTH = order::split_length(LM_K);                              // of a split
+constexpr int WARPS = LM_LOOP || LM_ALONE ? LM_WARPS : SPLITS, THREADS = 32 * WARPS;
+constexpr int UNIT_CHUNKS = order::UNIT / order::CHUNK;
+constexpr int OCTETS = (LM_COLUMNS + 7) / 8, TILES = (OCTETS + order::TILE_OCTETS - 1) / order::TILE_OCTETS;
+constexpr int VECTORS = TILES * order::TILE_VECTORS;  // of a chunk that a lane loads
+constexpr int HALF = (LM_COLUMNS + 1) / 2;  // with LM_ROPE a block has second channels of pairs from here on
+constexpr int ROW_TILES = (LM_ROWS + order::TILE_ROWS - 1) / order::TILE_ROWS;
+// Bytes of the values of a split in a term, of all terms, and of a row. The padding gives neighbouring terms and rows
+// different banks, of which a lane reads 16 bytes, or 32 with FP8.
+constexpr int PADDING = order::WIDTH == 16 ? 16 : 64, TERM = 2 * LENGTH + PADDING;
+constexpr int TERMS_BYTES = order::FLOATS || (LM_NORM == 1 && order::TERMS == 1) ? 4 * LENGTH : order::TERMS * TERM;
+constexpr int CHUNK_SUMS = order::BLOCKS ? 16 * UNITS : 0;  // bytes of a term, for the minimums of blocks of GGUF
+constexpr int SPLIT_BYTES = TERMS_BYTES + order::TERMS * CHUNK_SUMS;
+constexpr int KEPT = LM_ALONE ? 1 : SPLITS;  // splits in shared memory
+constexpr int PITCH = (KEPT * SPLIT_BYTES + 127) / 128 * 128 + PADDING;
+constexpr int LOADS = (LM_K + 127) / 128;       // of 4 values, by each lane of a warp that has a row
+constexpr bool IN_REGISTERS = LM_K <= 2048;     // the row of such a warp
+// Rows that a warp loads at a time, for their statistics and for their terms: their latency is that of one.
+constexpr int MOST_MEASURED = order::FLOATS || LM_ROWS <= 2 * WARPS ? 2 : 3;
+constexpr int MEASURED = IN_REGISTERS && LOADS <= 8 && LM_ROWS > WARPS ? MOST_MEASURED : 1;
+constexpr int IN_FLIGHT = (order::TILE_OCTETS == 1 ? 12 : 24) / UNITS;
+constexpr int BROUGHT = IN_FLIGHT < 1 ? 1 : IN_FLIGHT < LM_ROWS ? IN_FLIGHT : LM_ROWS;
+constexpr bool EARLY = !LM_LOOP && UNITS <= 2;  // gamma and beta are loaded before the wait
+typedef Vec<float, 4> Four;
+static_assert(!LM_TERMS || !(LM_NORM || order::FLOATS), "terms have 16 bits, and x has no LayerNorm");
+static_assert(LM_K * sizeof(W) % 16 == 0, "the rows of w are aligned to 16 bytes");
+static_assert(LM_NORM != 2 || (UNITS == 1 && !LM_LOOP), "a thread of an RMSNorm has one load of a row");
+static_assert(!LM_ROPE || (!LM_LOOP && LM_COLUMNS % 2 == 0), "a block has pairs");
+static_assert(!LM_QK_NORM || LM_ROPE == LM_COLUMNS * LM_CLUSTER, "the blocks of a cluster have one head");
+static_assert(!LM_QK_NORM || ((HALF & (HALF - 1)) == 0 && LM_CLUSTER <= 8), "a block has 8, 16 or 32 columns");
+static_assert(!LM_SUMS || LM_NORM != 1, "x of a LayerNorm is complete");
+
+__device__ __forceinline__ unsigned bits(float v) { return (unsigned)__float_as_int(v); }
+
+// The terms of a split of a row, of COUNT units, for blocks of GGUF: in a chunk the pairs at 2 t, 2 t + 8, 2 t + 16 and
+// 2 t + 24, which lane t reads, are neighbours. SUMS_AT: bytes before the sums of chunks.
+template <int COUNT, int SUMS_AT>
+struct BlockTerms {
+    char* values;
+
+    // Stores a term of four values of each lane, of a unit, and sums of chunks, over eight lanes.
+    __device__ __forceinline__ void store(uint2 four, int unit, int term) const {
+        constexpr int TERM_BYTES = 2 * COUNT * order::UNIT + PADDING;
+        const int lane = threadIdx.x % 32, chunk = lane / 8, t = lane % 2 * 2, of_lane = lane % 8 / 2;
+        char* to = values + term * TERM_BYTES + 2 * (unit * order::UNIT + chunk * order::CHUNK) + 16 * t;
+        *reinterpret_cast<unsigned*>(to + 4 * of_lane) = four.x;
+        *reinterpret_cast<unsigned*>(to + 16 + 4 * of_lane) = four.y;
+        const float sum = lanes_sum<8>(sum_of(four.x) + sum_of(four.y));
+        if (lane % 8 == 0) *chunk_sum(unit, term, lane / 8) = split_sum(sum);
+    }
+
+    __device__ __forceinline__ unsigned* chunk_sum(int unit, int term, int chunk) const {
+        char* const sums = values + SUMS_AT + term * 16 * COUNT + unit * 16;
+        return reinterpret_cast<unsigned*>(sums) + chunk;
+    }
+
+    // That of chunk t, of the term of lane g.
+    __device__ __forceinline__ unsigned own_sum(int unit) const {
+        return *chunk_sum(unit, threadIdx.x % 32 / 4 % order::TERMS, threadIdx.x % 4);
+    }
+};
+
+// The terms of four values, as pairs.
+__device__ __forceinline__ void split_four(const float (&v)[4], float inverse, uint2& high, uint2& low) {
+    split_pair<order::KIND>(v[0], v[1], inverse, high.x, low.x);
+    split_pair<order::KIND>(v[2], v[3], inverse, high.y, low.y);
+}
+
+// A block's rows of x (M, K), or with LM_NORM their norm. Shared memory has PITCH bytes a row, SPLIT_BYTES for
+// each split: with LM_NORM first the values as floats; then in their place all high terms, followed by the low ones
+// (with float weights the values themselves).
+struct Input {
+    const float* x;
+    const float* gamma;
+    const float* beta;
+    float eps;
+    int M, first;
+    char* shared;            // LM_ROWS rows, then their statistics
+    float inverse;           // of the scale of x, with two-part weights
+    const float* sums;       // (LM_SUMS, M, K), added to x by an RMSNorm
+    const float* sum_scale;  // (K) or null
+    Four early[2][EARLY ? UNITS : 1];
+
+    // Of statistics a row has two floats, of an RMSNorm a sum for each split.
+    static constexpr int BYTES = LM_ROWS * (PITCH + (LM_NORM == 2 ? 4 * SPLITS : LM_NORM ? 8 : 0));
+
+    __device__ __forceinline__ const float* row(int r) const { return x + (long long)min(first + r, M - 1) * LM_K; }
+    __device__ __forceinline__ char* values(int r, int split) const {
+        return shared + r * PITCH + (LM_ALONE ? 0 : split) * SPLIT_BYTES;
+    }
+    __device__ __forceinline__ float4* floats(int r, int k) const {
+        return reinterpret_cast<float4*>(values(r, k / LENGTH)) + k % LENGTH / 4;
+    }
+    __device__ __forceinline__ float2* statistics(int r) const {
+        return reinterpret_cast<float2*>(shared + LM_ROWS * PITCH) + r;
+    }
+
+    // The position of lane's value of a unit of a split.
+    __device__ __forceinline__ static int at(int split, int unit) {
+        return split * LENGTH + unit * order::UNIT + threadIdx.x % 32 * 4;
+    }
+
+    // Loads gamma and beta, which no kernel writes.
+    __device__ __forceinline__ void prefetch() {
+        if constexpr (LM_NORM && EARLY) {
+#pragma unroll
+            for (int unit = 0; unit < UNITS; ++unit) {
+                const int k = min(at(threadIdx.x / 32, unit), LM_K - 4);
+                early[0][unit] = Four::load(gamma + k);
+                if (LM_NORM == 1) early[1][unit] = Four::load(beta + k);
+            }
+        }
+    }
+
+    // Each warp brings the splits that it multiplies; with LM_LOOP these are all, and a barrier must follow.
+    __device__ __forceinline__ void bring() {
+        const int warp = threadIdx.x / 32;
+        if constexpr (LM_NORM == 2) return bring_rms();
+        if constexpr (LM_NORM) {
+#pragma unroll 1
+            for (int r = warp; r < LM_ROWS; r += WARPS * MEASURED) measure(r);
+            __syncthreads();
+        }
+#pragma unroll 1
+        for (int split = warp; split < SPLITS; split += WARPS) {
+#pragma unroll BROUGHT
+            for (int r = 0; r < LM_ROWS; ++r) put(r, split);
+        }
+        __syncwarp();
+    }
+
+    // The warps of a block bring a split together; barriers must precede and follow.
+    __device__ __forceinline__ void bring_split(int split) const {
+#pragma unroll 1
+        for (int first = threadIdx.x / 32; first < LM_ROWS; first += WARPS * BROUGHT) {
+#pragma unroll
+            for (int i = 0; i < BROUGHT; ++i) {
+                if (first + i * WARPS < LM_ROWS) put(first + i * WARPS, split);
+            }
+        }
+    }
+
+    // Four values of a row, with the sums that are added to them.
+    __device__ __forceinline__ float4 complete(int r, int k) const {
+        float v[4];
+        load_fresh<float, 4>(row(r) + k).unpack(v);
+        if constexpr (LM_SUMS) {
+            SplitSums<LM_SUMS, 4> added;
+            added.load(sums + (row(r) - x) + k, (long long)M * LM_K, sum_scale ? sum_scale + k : nullptr);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) v[e] = added.added_to(v[e], e);
+        }
+        return {v[0], v[1], v[2], v[3]};
+    }
+
+    // The RMSNorm of all rows. As in norms/rmsnorm_stream.cu with as many threads as values / 4, in whole warps: a
+    // thread adds up its squares, then the lanes of its warp, then the warps. Here warps are splits.
+    __device__ __forceinline__ void bring_rms() const {
+        constexpr int SUMS = SPLITS > 4 ? 8 : SPLITS > 2 ? 4 : 2;
+        const int split = threadIdx.x / 32, lane = threadIdx.x % 32, k = at(split, 0);
+        const bool there = k < LM_K;
+        float* squares = reinterpret_cast<float*>(shared + LM_ROWS * PITCH);  // (LM_ROWS, SPLITS)
+        float4 v[LM_ROWS];
+#pragma unroll
+        for (int r = 0; r < LM_ROWS; ++r) v[r] = there ? complete(r, k) : float4{};
+#pragma unroll
+        for (int r = 0; r < LM_ROWS; ++r) {
+            float square = 0.0f;
+            square += v[r].x * v[r].x, square += v[r].y * v[r].y;
+            square += v[r].z * v[r].z, square += v[r].w * v[r].w;
+            square = lanes_sum<32>(square);
+            if (lane == 0) squares[r * SPLITS + split] = square;
+        }
+        __syncthreads();
+        float g[4] = {};
+        if (there) early[0][0].unpack(g);
+#pragma unroll
+        for (int r = 0; r < LM_ROWS; ++r) {
+            const int part = lane % SUMS;
+            const float sum = lanes_sum<SUMS>(part < SPLITS ? squares[r * SPLITS + part] : 0.0f);
+            const float factor = rsqrtf(sum * (1.0f / LM_K) + eps);
+            float n[UNITS][4] = {{v[r].x, v[r].y, v[r].z, v[r].w}};
+#pragma unroll
+            for (int e = 0; e < 4; ++e) n[0][e] *= factor * g[e];
+            store(n, r, split);
+        }
+        __syncwarp();
+    }
+
+    // Loads row `first` and every WARPS-th after it, MEASURED at a time, into shared memory, and computes their
+    // statistics.
+    __device__ __forceinline__ void measure(int first) const {
+        float v[MEASURED][IN_REGISTERS ? LOADS : 1][4];
+#pragma unroll
+        for (int i = 0; i < MEASURED; ++i) {
+            const float* from = row(first + i * WARPS);
+            each_of_lane<LM_K, 4>([&](int load, int k) {
+                float (&to)[4] = v[i][IN_REGISTERS ? load : 0];
+                load_fresh<float, 4>(from + k).unpack(to);
+                if (!IN_REGISTERS) *floats(first, k) = {to[0], to[1], to[2], to[3]};
+            });
+        }
+#pragma unroll
+        for (int i = 0; i < MEASURED; ++i) {
+            const int r = first + i * WARPS;
+            if (r >= LM_ROWS) break;
+            const Statistics<LM_K, 4> of(eps, [&](int load, int k, float (&to)[4]) {
+                const float4 kept = IN_REGISTERS ? float4{} : *floats(r, k);
+                to[0] = IN_REGISTERS ? v[i][load][0] : kept.x, to[1] = IN_REGISTERS ? v[i][load][1] : kept.y;
+                to[2] = IN_REGISTERS ? v[i][load][2] : kept.z, to[3] = IN_REGISTERS ? v[i][load][3] : kept.w;
+            });
+            if (threadIdx.x % 32 == 0) *statistics(r) = {of.mean, of.rstd};
+            if (IN_REGISTERS) {
+                each_of_lane<LM_K, 4>([&](int load, int k) {
+                    const float (&from)[4] = v[i][load];
+                    *floats(r, k) = {from[0], from[1], from[2], from[3]};
+                });
+            }
+        }
+    }
+
+    // Writes the terms of a split of a row.
+    __device__ __forceinline__ void put(int r, int split) const {
+        float v[UNITS][4];
+#pragma unroll
+        for (int unit = 0; unit < UNITS; ++unit) {
+            const int k = at(split, unit);
+            float (&to)[4] = v[unit];
+            to[0] = to[1] = to[2] = to[3] = 0.0f;
+            if (SPLITS * LENGTH > LM_K && k >= LM_K) continue;
+            if constexpr (LM_NORM) {
+                const float4 kept = *floats(r, k);
+                to[0] = kept.x, to[1] = kept.y, to[2] = kept.z, to[3] = kept.w;
+            } else {
+                load_fresh<float, 4>(row(r) + k).unpack(to);
+            }
+        }
+        if constexpr (LM_NORM) {
+            normalise(v, r, split);
+            __syncwarp();  // all lanes have read the values
+        }
+        store(v, r, split);
+    }
+
+    // The terms of these values.
+    __device__ __forceinline__ void store(const float (&v)[UNITS][4], int r, int split) const {
+#pragma unroll
+        for (int unit = 0; unit < UNITS; ++unit) {
+            const float (&from)[4] = v[unit];
+            if constexpr (order::FLOATS) {
+                *floats(r, at(split, unit)) = {from[0], from[1], from[2], from[3]};
+            } else {
+                uint2 high, low;
+                if constexpr (LM_TERMS) {
+                    high = {bits(from[0]), bits(from[2])}, low = {bits(from[1]), bits(from[3])};
+                } else {
+                    split_four(from, inverse, high, low);
+                }
+                if constexpr (order::BLOCKS) {
+                    blocks(r, split).store(high, unit, 0);
+                    if (order::TERMS == 2) blocks(r, split).store(low, unit, 1);
+                } else {
+                    char* to = values(r, split) + 2 * (at(split, unit) - split * LENGTH);
+                    *reinterpret_cast<uint2*>(to) = high;
+                    if (order::TERMS == 2) *reinterpret_cast<uint2*>(to + TERM) = low;
+                }
+            }
+        }
+    }
+
+    __device__ __forceinline__ void normalise(float (&v)[UNITS][4], int r, int split) const {
+        const Statistics<LM_K, 4> of(statistics(r)->x, statistics(r)->y);
+#pragma unroll
+        for (int unit = 0; unit < UNITS; ++unit) {
+            const int k = at(split, unit);
+            if (SPLITS * LENGTH > LM_K && k >= LM_K) continue;
+            float g[4], b[4];
+            (EARLY ? early[0][EARLY ? unit : 0] : Four::load(gamma + k)).unpack(g);
+            (EARLY ? early[1][EARLY ? unit : 0] : Four::load(beta + k)).unpack(b);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) v[unit][e] = of.of(v[unit][e], g[e], b[e]);
+        }
+    }
+
+    // The row of lane g of tile i, or a copy of another one after the last.
+    __device__ __forceinline__ static int row_of(int i) {
+        const int of_tile = threadIdx.x % 32 / 4 / order::TERMS;
+        return LM_ROWS % order::TILE_ROWS ? (order::TILE_ROWS * i + of_tile) % LM_ROWS : order::TILE_ROWS * i + of_tile;
+    }
+
+    // A lane's part of a chunk of tile i of rows. unit: of the split.
+    __device__ __forceinline__ void get(order::Rows& to, int i, int split, int unit, int chunk) const {
+        const int k = unit * order::UNIT + chunk * order::CHUNK + threadIdx.x % 4 * order::WIDTH;
+        const char* from = values(row_of(i), split);
+        if constexpr (order::FLOATS) to.load(reinterpret_cast<const float*>(from) + k);
+        else to.load(from + 2 * k, TERM);
+    }
+
+    // The same with a unit of all of K.
+    __device__ __forceinline__ void get(order::Rows& to, int i, int unit, int chunk) const {
+        get(to, i, unit / UNITS, unit % UNITS, chunk);
+    }
+
+    __device__ __forceinline__ BlockTerms<UNITS, TERMS_BYTES> blocks(int r, int split) const {
+        return {values(r, split)};
+    }
+
+    // The sums of the lane's chunk, t, of the row and term of lane g.
+    __device__ __forceinline__ unsigned chunk_sums(int i, int split, int unit) const {
+        return blocks(row_of(i), split).own_sum(unit);
+    }
+};

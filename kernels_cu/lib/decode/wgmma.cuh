@@ -1,0 +1,291 @@
+// The loop of matmul/decode/wgmma.cu over K: its constants, the ring of slices, the warp that requests them and those
+// that multiply. The including file includes lib/sm80.cuh.
+#pragma once
+#include "lib/sm90_wgmma.cuh"
+#include "lib/decode/order.cuh"
+#if defined(WEIGHT_GGUF)
+#include "lib/gguf_ranges.cuh"
+#endif
+
+#ifndef DH_ROWS  // 4, 8, 16, 32 or 64, at least min(M, 64)
+#define DH_ROWS 8
+#endif
+#ifndef DH_GROUPS
+#define DH_GROUPS 1
+#endif
+#ifndef DH_SPLITS  // blocks that share K
+#define DH_SPLITS 1
+#endif
+#ifndef DH_SHARES  // blocks that share x
+#define DH_SHARES 1
+#endif
+#ifndef DH_STAGES
+#define DH_STAGES 12
+#endif
+#ifndef DH_GATED
+#define DH_GATED 0
+#endif
+#ifndef DH_ROPE  // channels of a head, whose pairs RoPE turns: a multiple of 64
+#define DH_ROPE 0
+#endif
+#ifndef DH_DEPTH  // 2: a block has two sets of warps, each with rings of its own, that share its half of all splits
+#define DH_DEPTH 1
+#endif
+#ifndef DH_BLOCKS  // on a multiprocessor
+#define DH_BLOCKS 2
+#endif
+
+constexpr int CLUSTER = DH_SHARES * DH_SPLITS;
+constexpr int WARPS = 4 * DH_GROUPS;         // that multiply, of a set
+constexpr int CONSUMERS = DH_DEPTH * WARPS;  // of all sets
+// Three warpgroups need more registers than a block of 13 warps can have: a fourth one gives them its own.
+constexpr bool MOVES_REGISTERS = DH_GROUPS == 3;
+constexpr int FEW_REGISTERS = 32, MANY_REGISTERS = 160;  // 128 on average
+constexpr int THREADS = 32 * CONSUMERS + (MOVES_REGISTERS ? 128 : 32 * DH_DEPTH);
+constexpr int TERMS = DH_ROWS > 4 ? TERM_COUNT * DH_ROWS : 8;  // columns of B; with 4 of one term, half are of no row
+constexpr int TILES = DH_ROWS / 4;                           // of 4 rows, of a warp
+constexpr bool TWO = DH_GATED || DH_ROPE;                    // an output is of two rows of A: of W and U, or a pair
+constexpr int OUTPUTS = TWO ? 1 : 2;                         // columns of a lane
+constexpr int COLUMNS = 32 * OUTPUTS * DH_GROUPS;            // of a block
+constexpr int SLICE = 128 / sizeof(W), CHUNKS = SLICE / order::CHUNK;
+constexpr int W_BYTES = 64 * DH_GROUPS * 128, X_BYTES = 2 * SLICE * TERMS;
+constexpr int BOX = 64, BOX_BYTES = 2 * BOX * TERMS;  // of x: K, and bytes in shared memory
+#if defined(WEIGHT_GGUF)
+constexpr int STAGE = (X_BYTES + 16 * TERMS + 1023) / 1024 * 1024;  // of x; blocks have a ring of their own
+#else
+constexpr int STAGE = W_BYTES + X_BYTES;
+#endif
+constexpr int HALF_HEAD = DH_ROPE ? DH_ROPE / 2 : 1, ROPE_BOX = 32;  // pairs of a head, rows of a box of W
+static_assert(!order::FLOATS, "terms are of 16 bits");
+static_assert(DH_DEPTH == 1 || (order::BLOCKS && DH_SPLITS == 2 && DH_SHARES == 1), "sets share a half of the splits");
+static_assert(HALF_HEAD % ROPE_BOX == 0 || !DH_ROPE, "a box is of one half of a head");
+
+// The first row of W of column n; of a pair, the second one is HALF_HEAD further.
+__device__ __forceinline__ int first_row(int n) { return DH_ROPE ? n / HALF_HEAD * DH_ROPE + n % HALF_HEAD : n; }
+
+// Of a warp that multiplies: its set, and which one it is in that.
+__device__ __forceinline__ int own_set() { return DH_DEPTH > 1 ? threadIdx.x / 32 / WARPS : 0; }
+__device__ __forceinline__ int own_warp() { return threadIdx.x / 32 - WARPS * own_set(); }
+
+struct Ring {
+    char* stages;
+    Barrier* full;
+    Barrier* empty;
+#if defined(WEIGHT_GGUF)
+    char* tiles;
+    Barrier* tile_full;
+    Barrier* tile_empty;
+
+    __device__ __forceinline__ char* tile(int i) const { return tiles + i * 8 * DH_GROUPS * gguf::largest_tile(); }
+#endif
+
+    __device__ __forceinline__ char* stage(int i) const { return stages + i * STAGE; }
+};
+
+// What a block multiplies: its tile, and its share of K.
+struct Share {
+    int row, rows, column;  // first row, their number, first column
+    int limit;              // columns end here: those of the matrix, or of a type of blocks of GGUF
+    int rank, part;         // of the blocks that share K, and that share x
+    int first;              // split
+    int k, slices;
+
+    __device__ __forceinline__ Share(int M, int N, int K, int set) {
+        const int tile = blockIdx.x / CLUSTER, tiles_m = (M - 1) / (int)TERM_ROWS + 1;
+        const int splits = order::splits(K);
+        const int each = order::BLOCKS && DH_SPLITS == 2 ? order::HALF_SPLITS : (splits + DH_SPLITS - 1) / DH_SPLITS;
+        part = blockIdx.x % DH_SHARES, rank = blockIdx.x % CLUSTER / DH_SHARES;
+        row = tile % tiles_m * (int)TERM_ROWS;
+        rows = min((int)TERM_ROWS, M - row);
+        const int group = tile / tiles_m * DH_SHARES + part;
+#if defined(WEIGHT_GGUF)
+        place(group, N);
+#else
+        column = group * COLUMNS, limit = N;
+#endif
+        first = min(rank * each, splits);
+        int last = min(first + each, splits);
+        if (DH_DEPTH > 1) (set ? first : last) = min(first + order::HALF_SPLITS / 2, last);
+        k = first * order::split_length(K);
+        slices = (min(last * order::split_length(K), K) - k) / SLICE;
+    }
+
+#if defined(WEIGHT_GGUF)
+   private:
+    // A block has columns of one type: groups of COLUMNS are counted from the first one of each.
+    template <int RANGE = 0>
+    __device__ __forceinline__ void place(int group, int N) {
+        typedef gguf::OfRange<RANGE> OfRange;
+        constexpr int ROWS = DH_ROPE ? 2 : 1, FROM = OfRange::FROM / ROWS, NEXT = OfRange::NEXT / ROWS;
+        if constexpr (!OfRange::LAST) {
+            constexpr int GROUPS = (NEXT - FROM + COLUMNS - 1) / COLUMNS;
+            if (group >= GROUPS) return place<RANGE + 1>(group - GROUPS, N);
+        }
+        column = FROM + group * COLUMNS, limit = OfRange::LAST ? N : NEXT;
+    }
+#endif
+};
+
+#if defined(WEIGHT_GGUF)
+#include "lib/decode/wgmma_gguf.cuh"
+#else
+// What a block multiplies with x.
+struct Sources {
+    const TensorMap& w;
+    const TensorMap& up;
+};
+
+// Requests all slices; called by one warp.
+__device__ __forceinline__ void produce(const Ring& ring, const Share& share, const Sources& from, const float* x, int,
+                                        int K) {
+    const int of_rows = 2 * TERM_COUNT * share.rows;  // bytes of a value of all rows of x
+    const auto load_w = [&](int slice, int stage) {
+        char* to = ring.stage(stage);
+        const auto load = [&](const TensorMap& map, int at, int row) {
+            load_box(to + at, map, ring.full[stage], share.k + slice * SLICE, row, 0);
+        };
+        arrive_and_expect(ring.full[stage], W_BYTES + SLICE * of_rows);
+        if (!DH_ROPE) load(from.w, 0, share.column);
+        if (DH_GATED) load(from.up, W_BYTES / 2, share.column);
+#pragma unroll
+        for (int box = 0; DH_ROPE && box < DH_GROUPS; ++box) {
+            const int row = first_row(share.column + ROPE_BOX * box), at = 128 * ROPE_BOX * box;
+            load(from.w, at, row), load(from.w, W_BYTES / 2 + at, row + HALF_HEAD);
+        }
+    };
+    const long long first = (long long)share.row * K + (long long)share.k * share.rows;  // value
+    const char* of_tile = reinterpret_cast<const char*>(x) + 2 * TERM_COUNT * first;
+    const auto load_x = [&](int slice, int stage) {
+        const int box = BOX * of_rows, own = box / DH_SHARES, at = share.part * own;
+        const unsigned short all = ((1 << DH_SHARES) - 1) << share.rank * DH_SHARES;
+        char* to = ring.stage(stage) + W_BYTES + at;
+        const char* of_x = of_tile + (long long)slice * SLICE * of_rows + at;
+#pragma unroll
+        for (int i = 0; i < SLICE / BOX; ++i) {
+            if (DH_SHARES > 1) load_bytes_for(all, to + i * BOX_BYTES, of_x + i * box, own, ring.full[stage]);
+            else load_bytes(to + i * BOX_BYTES, of_x + i * box, own, ring.full[stage]);
+        }
+    };
+    const bool one = threadIdx.x % 32 == 0;
+    const int early = min(DH_STAGES, share.slices);
+    for (int i = 0; one && i < early; ++i) load_w(i, i);
+    __syncwarp();
+    if (CLUSTER > 1) wait_for_cluster();  // the barriers of the other blocks are initialised
+    if (!one) return;
+    wait_before_copies();
+    for (int i = 0; i < early; ++i) load_x(i, i);
+    int stage = 0;
+    unsigned phase = 0;
+    const auto next = [&] {
+        if (++stage == DH_STAGES) stage = 0, phase ^= 1;
+    };
+    for (int slice = early; slice < share.slices; ++slice, next()) {
+        wait(ring.empty[stage], phase, "empty");
+        load_w(slice, stage), load_x(slice, stage);
+    }
+    // Other blocks arrive at these barriers: the block must not exit before the last arrivals.
+    for (int i = 0; DH_SHARES > 1 && i < early; ++i, next()) wait(ring.empty[stage], phase, "empty at the end");
+}
+
+// 64 of K: what a lane has of W, as A, and where x is. A slice of 16-bit weights has one, of FP8 two.
+constexpr int PIECE_STEPS = 4, PIECES = CHUNKS * order::STEPS / PIECE_STEPS;
+
+struct Piece {
+    unsigned w[PIECE_STEPS][4];
+    Matrix x;
+};
+
+// The row of W that lane 4 g + t has as row g of A. Row g + 8 is the next one, or that of the second matrix, or with
+// RoPE half a head further. Eight lanes load at a time, of rows that are 4 apart: their swizzled units are in different
+// banks.
+__device__ __forceinline__ int own_row() {
+    const int lane = threadIdx.x % 32, pair = lane / 8;
+    return TWO ? lane % 8 / 4 * 4 + pair : pair % 2 * 2 + lane % 8 / 4 * 4 + pair / 2 * 8;
+}
+constexpr int NEXT_ROW = 8;  // lanes from an even row of W to the next one, with TWO
+
+// A warp's position in the ring, and its rows of W in a stage. Pieces are in pairs, of which HALF is 0 or 1: a unit of
+// the order of additions has one pair.
+struct Consumer {
+    const Ring& ring;
+    const int rank;
+    int stage = 0;  // the next one
+    unsigned phase = 0;
+    int own[2];  // where a stage has the lane's first 16 bytes of rows g and g + 8 of the warp's part of A
+
+    __device__ __forceinline__ Consumer(const Ring& ring, const Share& share) : ring(ring), rank(share.rank) {
+        const int of_warp = (TWO ? 1024 : 2048) * (threadIdx.x / 32);
+        const int first = 128 * own_row() + threadIdx.x % 4 * 16;
+        own[0] = of_warp + swizzled(first);
+        own[1] = TWO ? own[0] + W_BYTES / 2 : of_warp + swizzled(first + 128);
+    }
+
+    template <int HALF>
+    __device__ __forceinline__ Piece load() {
+        if (HALF == 0 || PIECES == 1) wait<(DH_SHARES > 1)>(ring.full[stage], phase, "full");
+        const char* w = ring.stage(stage);
+        constexpr int EACH = CHUNKS / PIECES, FIRST = PIECES > 1 ? HALF * EACH : 0;  // chunks
+        Piece piece;
+#pragma unroll
+        for (int chunk = 0; chunk < EACH; ++chunk) {
+            const auto vector = [&](int row) {
+                return *reinterpret_cast<const uint4*>(w + (own[row] ^ 64 * (FIRST + chunk)));
+            };
+            const order::Columns columns(vector(0), vector(1));
+#pragma unroll
+            for (int s = 0; s < order::STEPS; ++s) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) piece.w[chunk * order::STEPS + s][i] = columns.value[s][i];
+            }
+        }
+        piece.x = matrix_at(w + W_BYTES + (PIECES > 1 ? HALF * BOX_BYTES : 0));
+        if ((HALF == 1 || PIECES == 1) && ++stage == DH_STAGES) stage = 0, phase ^= 1;
+        return piece;
+    }
+
+    // Starts the products of a piece; `adds`: to the sums before, else in their place.
+    __device__ __forceinline__ void start(float (&sums)[TERMS / 2], const Piece& piece, bool adds) const {
+        fence_sums();
+#pragma unroll
+        for (int s = 0; s < PIECE_STEPS; ++s) multiply(sums, piece.w[s], further(piece.x, 32 * s), s > 0 || adds);
+        end_products();
+    }
+
+    // Frees the stage of a piece whose products are complete. LATER: whether the piece after it is loaded.
+    template <int HALF, bool LATER = true>
+    __device__ __forceinline__ void release() {
+        if (HALF == 0 && PIECES > 1) return;
+        const int lane = threadIdx.x % 32;
+        int freed = stage - (LATER && PIECES == 1 ? 2 : 1);
+        if (freed < 0) freed += DH_STAGES;
+        __syncwarp();
+        if (DH_SHARES > 1 && lane < DH_SHARES) arrive_at(ring.empty[freed], rank * DH_SHARES + lane);
+        if (DH_SHARES == 1 && lane == 0) arrive(ring.empty[freed]);
+    }
+
+    // The sums of a split of so many units, which are pairs of pieces. While one piece is multiplied, the next one is
+    // loaded into registers.
+    __device__ __forceinline__ void multiply_split(float (&sums)[TERMS / 2], int, int pairs, int) {
+        Piece a = load<0>(), b;
+        start(sums, a, false);
+#pragma unroll 1
+        for (int i = 1; i < pairs; ++i) {
+            b = load<1>();
+            start(sums, b, true);
+            wait_for_products<1>();
+            release<0>();
+            a = load<0>();
+            start(sums, a, true);
+            wait_for_products<1>();
+            release<1>();
+        }
+        b = load<1>();
+        start(sums, b, true);
+        wait_for_products<1>();
+        release<0>();
+        wait_for_products<0>();
+        release<1, false>();
+        pin(sums);
+    }
+};
+#endif

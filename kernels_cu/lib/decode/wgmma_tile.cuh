@@ -1,0 +1,227 @@
+// A tile of the products of decoding by wgmma: its splits, whose sums lib/decode/wgmma_sums.cuh adds up, and the
+// call of an epilogue (lib/decode/two_outputs.cuh) with each output. The including file selects T and W
+// (lib/storage.cuh).
+#pragma once
+#include "lib/storage.cuh"
+#include "lib/gate.cuh"
+#include "lib/sm80.cuh"
+#include "lib/decode/wgmma_sums.cuh"
+#include "lib/decode/two_outputs.cuh"
+
+#ifndef DH_OUT_TERMS  // whether out has terms, for another of these products
+#define DH_OUT_TERMS 0
+#endif
+
+constexpr int ROW_SETS = DH_ROWS > 32 ? 2 : 1;  // of 32 rows
+
+// Of the rows of W; `up`: of those that are second in an output, which have no bias where they are of U.
+struct Scales {
+    const float* w;
+    const float* up;
+    const float* bias;
+};
+
+// What a lane's sums are finished with, loaded before the previous kernel has ended: scale and bias of row g, then of
+// row g + 8 of A. Four lanes share them; they are in shared memory while the registers are needed for products.
+__device__ __forceinline__ void load_constants(float4* of_warp, int n, int N, const Scales& scales) {
+    const int row = first_row(n);
+    const float* const second_scale = TWO ? scales.up : scales.w ? scales.w + 1 : nullptr;
+    const bool first = n < N, second = TWO ? first : n + 1 < N, has_bias = scales.bias && (DH_ROPE || !TWO);
+    float4 found = {1.0f, 0.0f, 1.0f, 0.0f};
+    if (first && scales.w) found.x = constant(scales.w + row);
+    if (first && scales.bias) found.y = constant(scales.bias + row);
+    if (second && second_scale) found.z = constant(second_scale + row);
+    if (second && has_bias) found.w = constant(scales.bias + row + (TWO ? HALF_HEAD : 1));
+    if (threadIdx.x % 4 == 0) of_warp[threadIdx.x % 32 / 4] = found;
+    __syncwarp();
+}
+
+// The output of a lane's two rows of A, or the first one of its two outputs.
+struct Outputs {
+    int n;
+    float4 by;  // scales and biases
+
+    // Stores those of some rows, from m on and 4 DH_SPLITS apart, where they are `here`; all lanes of a warp call this.
+    template <typename End, typename Late>
+    __device__ __forceinline__ void store(const End& end, int m, const bool (&here)[AHEAD],
+                                          const float2 (&total)[AHEAD], const Late (&late)[AHEAD]) const {
+        float v[2 * AHEAD];
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i) {
+            v[2 * i] = fmaf(total[i].x, by.x, by.y);
+            v[2 * i + 1] = DH_GATED ? total[i].y * by.z : fmaf(total[i].y, by.z, by.w);
+        }
+        if constexpr (!TWO) end.activate(v);
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i, m += 4 * DH_SPLITS) {
+            const float first = v[2 * i], second = v[2 * i + 1];
+            if constexpr (DH_GATED) {
+                float one = end.added(gate_of(first) * second, late[i]);
+                if (DH_OUT_TERMS) one = term_of<order::KIND, NEXT_ROW>(one);
+                if (here[i]) end.store(m, n, one, late[i]);
+            } else if (here[i]) {
+                if constexpr (DH_ROPE) end.store_pair(m, n, first, second, late[i]);
+                else end.store_two(m, n, end.added_two(first, second, late[i]), late[i]);
+            }
+        }
+    }
+};
+
+template <typename End>
+__device__ __forceinline__ auto late_of(const End& end, int m, int n) {
+    if constexpr (TWO) return end.late(m, n);
+    else return end.late_two(m, n);
+}
+
+// The first row and column of a block. They are in shared memory while the registers are needed for products.
+struct Corner {
+    int row, column;
+
+    __device__ __forceinline__ int rows(int M) const { return min((int)TERM_ROWS, M - row); }
+    __device__ __forceinline__ int own_column() const { return column + (TWO ? 8 : 16) * own_warp() + own_row(); }
+};
+
+// What the epilogue needs of the rows of a tile, a row for each lane, where it is the same for all columns.
+template <typename End, bool BY_ROW = End::BY_ROW>
+struct Rows {
+    __device__ __forceinline__ void load(const End&, const Corner&, int) {}
+    __device__ __forceinline__ auto late(const End& end, int m, int n, int, bool here) const {
+        return here ? late_of(end, m, n) : decltype(late_of(end, m, n)){};
+    }
+};
+
+template <typename End>
+struct Rows<End, true> {
+    typename End::Late of_lane[ROW_SETS];
+
+    __device__ __forceinline__ void load(const End& end, const Corner& corner, int M) {
+#pragma unroll
+        for (int i = 0; i < ROW_SETS; ++i) {
+            const int row = threadIdx.x % 32 + 32 * i;
+            of_lane[i] = row < corner.rows(M) ? end.late(corner.row + row, 0) : typename End::Late{};
+        }
+    }
+
+    // row: in the tile. All lanes of a warp call this.
+    __device__ __forceinline__ typename End::Late late(const End&, int, int, int row, bool) const {
+        return __shfl_sync(0xffffffffu, row < 32 ? of_lane[0] : of_lane[ROW_SETS - 1], row % 32);
+    }
+};
+
+template <typename End>
+__device__ __forceinline__ void consume(const Ring& ring, const Share& share, const Corner& corner, const Totals& all,
+                                        const Scales& scales, const End& end, int M, int N, int K) {
+    const int warp = own_warp(), set = own_set(), t = threadIdx.x % 4, splits = order::splits(K);
+    const int each = order::split_length(K) / SLICE;
+    __shared__ float4 constants[8 * WARPS];
+    if (set == 0) load_constants(constants + 8 * warp, corner.own_column(), N, scales);
+    [[maybe_unused]] float totals[FOUND] = {};
+    Consumer consumer(ring, share);
+    if (CLUSTER > 1) wait_for_cluster();  // the other blocks run, so that their barriers can be arrived at
+    wait_for_previous();
+    Rows<End> rows;
+    if (DH_GROUPS == 1) rows.load(end, corner, M);  // else there are no registers to hold it in
+    int split = share.first;
+#pragma unroll 1
+    for (int left = share.slices; left > 0; left -= each, ++split) {
+        float sums[TERMS / 2];
+        const int units = min(each, left) * SLICE / order::UNIT;
+        consumer.multiply_split(sums, split * order::split_units(K), units, first_row(share.column));
+        if constexpr (IN_HALVES) {
+            const int place = set ? 1 + split - share.first : DH_SPLITS > 1 ? 0 : split / order::HALF_SPLITS;
+            all.add(sums, place, set || split % order::HALF_SPLITS == 0);
+            continue;
+        }
+        float found[FOUND];
+        by_tile(sums, found);
+        if constexpr (DH_SPLITS > 1) {
+            all.send(split, found);
+        } else {
+#pragma unroll
+            for (int i = 0; i < FOUND; ++i) totals[i] += found[i];
+        }
+    }
+    if constexpr (DH_SPLITS == 1 && !IN_HALVES) all.keep(totals);
+    if constexpr (IN_HALVES) {
+        float sums[TERMS / 2];
+        int count = DH_SPLITS > 1 || splits <= order::HALF_SPLITS ? 1 : 2;
+        if constexpr (DH_DEPTH > 1) {
+            sync_threads(1, 32 * CONSUMERS);
+            if (set > 0) return;
+            count = min(order::HALF_SPLITS, splits - share.rank * order::HALF_SPLITS) - order::HALF_SPLITS / 2 + 1;
+        }
+        all.get_halves(sums, count);
+        by_tile(sums, totals);
+        all.keep(totals);
+        if constexpr (OF_HALVES) all.send(share.rank, totals);
+    }
+
+    if (DH_GROUPS > 1) rows.load(end, corner, M);
+    const int top = corner.row, count = corner.rows(M), n = corner.own_column();
+    const Outputs outputs{n, constants[8 * warp + threadIdx.x % 32 / 4]};
+    // One loop over tiles: a block runs each of its instructions several times, which it has to fetch.
+    const int begin = DH_SPLITS > 1 ? (share.rank + DH_SPLITS - warp * TILES % DH_SPLITS) % DH_SPLITS : 0;
+#pragma unroll 1
+    for (int first = begin; first < TILES; first += AHEAD * DH_SPLITS) {
+        decltype(rows.late(end, 0, 0, 0, true)) late[AHEAD];
+        bool here[AHEAD];
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i) {
+            const int row = (first + i * DH_SPLITS) * 4 + t;
+            here[i] = row < count && n < N;
+            late[i] = rows.late(end, top + row, n, row % DH_ROWS, here[i]);
+        }
+        if (DH_SPLITS > 1 && first == begin) wait<true>(all.arrived, 0, "sums");
+        float2 total[AHEAD];
+        all.get(total, first, splits);
+        outputs.store(end, top + first * 4 + t, here, total, late);
+    }
+}
+
+template <typename End>
+__device__ __forceinline__ void run(const float* x, const Sources& from, const Scales& scales, const End& end, int M,
+                                    int N, int K) {
+    extern __shared__ char unaligned[];
+    __shared__ Barrier full[DH_DEPTH * DH_STAGES], empty[DH_DEPTH * DH_STAGES], arrived;
+    const int warp = threadIdx.x / 32, set = warp < CONSUMERS ? own_set() : (warp - CONSUMERS) % DH_DEPTH;
+    char* const stages = unaligned + (1024 - shared_address(unaligned) % 1024) % 1024;
+#if defined(WEIGHT_GGUF)
+    __shared__ Barrier tile_full[DH_DEPTH * DH_TILES], tile_empty[DH_DEPTH * DH_TILES];
+    const Ring all{stages, full, empty, stages + DH_DEPTH * DH_STAGES * STAGE, tile_full, tile_empty};
+    const int stage = set * DH_STAGES, tile = set * DH_TILES;  // the first ones of a set
+    const Ring ring{all.stage(stage), full + stage, empty + stage, all.tile(tile), tile_full + tile, tile_empty + tile};
+    char* const after = all.tile(DH_DEPTH * DH_TILES);
+#else
+    const Ring ring{stages, full, empty};
+    char* const after = stages + DH_STAGES * STAGE;
+#endif
+    const Share share(M, N, K, set);
+    float2* const pairs = reinterpret_cast<float2*>(after);
+    float2* const halves = pairs + (OF_HALVES ? OWN * 32 : 0);
+    const Totals totals{ring, pairs, arrived, share.part, own_warp(), halves};
+    __shared__ Corner corner;
+    if (threadIdx.x == 32 * CONSUMERS) {
+        corner = {share.row, share.column};
+#if defined(WEIGHT_GGUF)
+        for (int i = 0; i < DH_DEPTH * DH_TILES; ++i) init(tile_full[i], 1), init(tile_empty[i], 32 * WARPS);
+#else
+        prefetch(from.w);
+#endif
+        constexpr int EACH = order::BLOCKS ? 32 : 1;  // arrivals of a warp
+        for (int i = 0; i < DH_DEPTH * DH_STAGES; ++i) init(full[i], 1), init(empty[i], EACH * DH_SHARES * WARPS);
+        init(arrived, 1);
+        fence_inits();
+        const int tiles = (WARPS * TILES - share.rank + DH_SPLITS - 1) / DH_SPLITS;
+        if (DH_SPLITS > 1) arrive_and_expect(arrived, tiles * messages(order::splits(K)) * 32 * (int)sizeof(float2));
+    }
+    __syncthreads();
+    let_next_start();
+    if (CLUSTER > 1) arrive_in_cluster();
+    if (threadIdx.x >= 32 * CONSUMERS) {
+        if constexpr (MOVES_REGISTERS) give_registers<FEW_REGISTERS>();
+        if (DH_DEPTH > 1 || warp == WARPS) produce(ring, share, from, x, share.limit, K);
+        return;
+    }
+    if constexpr (MOVES_REGISTERS) take_registers<MANY_REGISTERS>();
+    consume(ring, share, corner, totals, scales, end, M, share.limit, K);
+}

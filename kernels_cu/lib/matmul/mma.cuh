@@ -1,0 +1,293 @@
+// Tiles of a product on tensor cores (mma.sync; sm_80 and newer): the copies of slices along K into shared memory, a
+// warp's loads, and the loop over copies and products. Shared by matmul/prompt/mma.cu and
+// matmul/prompt/mma_two_part.cu. The including file selects T (lib/storage.cuh) and may set these constants:
+//
+//   GEMM_M, GEMM_N                size of a block's tile
+//   GEMM_WARPS_M, GEMM_WARPS_N    warps along the rows and columns of a tile; their product is a power of two
+//   GEMM_SLICE, GEMM_STAGES       length of a slice along K, and the number of slices that shared memory holds
+//   GEMM_EARLY                    slices of w that are copied before the previous kernel has ended
+//   GEMM_BLOCKS                   minimum blocks per SM (__launch_bounds__)
+//   GEMM_PARTS                    1, or 2: each operand has 2 consecutive matrices: (2, M, K) and (2, N, K)
+//   GEMM_FLOAT_OUT                1: out and residual are float
+//   GEMM_GELU, GEMM_RESIDUAL      1: applied to the sums
+//
+// The grid is persistent: a block processes several tiles, and the ring of slices continues from one tile to the next.
+// The next tile's first slices therefore arrive while a tile's results are stored:
+//
+//   slices     0 1 2 3 | 0 1 2 3 | ...         copied STAGES - 1 slices before they are multiplied
+//   multiply   0 1 2 3 store 0 1 2 3 store
+//
+// The copies of a slice are distributed over the steps (16 along K) of the slice that is being multiplied. The
+// fragments of a step are loaded into registers before the step begins (fragments of a second part before the first
+// product that needs them). At the last step of a slice, its stage is therefore already free.
+//
+// Rows in shared memory have no padding. The 16-byte chunk c of row r is stored at position c ^ swizzle(r). The eight
+// rows of a fragment are r, r + 1, r + s, r + s + 1, ... r + 3 s + 1, where s is 2, 4 or 8, depending on GROUP. Their
+// chunks are in eight different groups of four banks, so ldmatrix has no bank conflicts.
+//
+// In a fragment of the product, a lane holds two neighbouring columns. The rows of w are assigned to columns of
+// fragments so that a lane's values of GROUP fragments are 16 contiguous bytes of the output.
+//
+// For every tile, K is added in order, 16 at a time, in one chain. Zeros after its end do not change the sums.
+#pragma once
+
+#ifndef GEMM_M
+#define GEMM_M 128
+#endif
+#ifndef GEMM_N
+#define GEMM_N 128
+#endif
+#ifndef GEMM_WARPS_M
+#define GEMM_WARPS_M 2
+#endif
+#ifndef GEMM_WARPS_N
+#define GEMM_WARPS_N 2
+#endif
+#ifndef GEMM_SLICE
+#define GEMM_SLICE 64
+#endif
+#ifndef GEMM_STAGES
+#define GEMM_STAGES 3
+#endif
+#ifndef GEMM_EARLY
+#define GEMM_EARLY 1
+#endif
+#ifndef GEMM_BLOCKS
+#define GEMM_BLOCKS 1
+#endif
+#ifndef GEMM_PARTS
+#define GEMM_PARTS 1
+#endif
+#ifndef GEMM_FLOAT_OUT  // 1: out and residual are float
+#define GEMM_FLOAT_OUT 0
+#endif
+#ifndef GEMM_GELU
+#define GEMM_GELU 0
+#endif
+#ifndef GEMM_RESIDUAL
+#define GEMM_RESIDUAL 0
+#endif
+
+constexpr int THREADS = 32 * GEMM_WARPS_M * GEMM_WARPS_N;
+constexpr int WARP_ROWS = GEMM_M / GEMM_WARPS_M, WARP_COLUMNS = GEMM_N / GEMM_WARPS_N;
+constexpr int FRAGS_M = WARP_ROWS / 16, FRAGS_N = WARP_COLUMNS / 8;
+constexpr int STEPS = GEMM_SLICE / 16;
+constexpr int CHUNKS = GEMM_SLICE / 8, PITCH = 2 * GEMM_SLICE;  // 16-byte chunks and bytes per row
+constexpr int COPIED = THREADS / CHUNKS;                        // rows copied by the block at a time
+constexpr int A_EACH = (GEMM_M + COPIED - 1) / COPIED, W_EACH = (GEMM_N + COPIED - 1) / COPIED;
+constexpr int A_COPIES = GEMM_PARTS * A_EACH, COPIES = A_COPIES + GEMM_PARTS * W_EACH;  // per thread and slice
+constexpr int A_BYTES = GEMM_M * PITCH, W_BYTES = GEMM_N * PITCH;                       // bytes in shared memory
+constexpr int W_AT = GEMM_PARTS * A_BYTES, STAGE = W_AT + GEMM_PARTS * W_BYTES;         // parts of a, then parts of w
+constexpr int GROUP = GEMM_FLOAT_OUT ? 2 : 4;                           // fragments: 16 bytes of a row per lane
+constexpr int WHOLE = FRAGS_N / GROUP * GROUP, EVEN = FRAGS_N / 2 * 2;  // the rest: a group of 2, and a single one
+static_assert(FRAGS_M * 16 * GEMM_WARPS_M == GEMM_M && FRAGS_N * 8 * GEMM_WARPS_N == GEMM_N, "whole fragments");
+static_assert((THREADS & (THREADS - 1)) == 0 && THREADS % CHUNKS == 0, "rows are dealt to a power of two of threads");
+static_assert(GEMM_SLICE % 64 == 0 && STEPS % 2 == 0, "a row is 128 bytes or a multiple");
+static_assert(GEMM_STAGES >= 2 && GEMM_EARLY < GEMM_STAGES, "one slice travels while another is multiplied");
+
+__device__ constexpr int swizzle(int row) { return (row & 7) ^ (row >> 2 & 6); }
+
+__device__ __forceinline__ int place(int row, int chunk) { return row * PITCH + 16 * (chunk ^ swizzle(row)); }
+
+struct Sizes {
+    int M, N, K;
+
+    __device__ __forceinline__ int tiles_n() const { return (N - 1) / GEMM_N + 1; }
+    __device__ __forceinline__ int tiles() const { return ((M - 1) / GEMM_M + 1) * tiles_n(); }
+};
+
+struct Tile {
+    int row, column;
+};
+
+// Returns tile number `index`. Tiles are ordered in bands of 8 rows of tiles, so that concurrent blocks share rows of a
+// and w.
+__device__ __forceinline__ Tile tile_at(int index, const Sizes& sizes) {
+    constexpr int BAND = 8;
+    const int tiles_n = sizes.tiles_n(), first = index / (BAND * tiles_n) * BAND;
+    const int height = min(BAND, (sizes.M - 1) / GEMM_M + 1 - first), rest = index - first * tiles_n;
+    return {(first + rest % height) * GEMM_M, rest / height * GEMM_N};
+}
+
+// Copies slices of the block's tiles into shared memory, one after the other. A thread copies chunk `part` of every
+// COPIED-th row.
+struct Copies {
+    const T *const a, *const w;
+    const Sizes sizes;
+    const int row, part, offset;  // row, chunk and offset of the thread's first row in a slice
+    int index, k;                 // the tile; start of the next slice
+    int rows, columns;            // remaining rows and columns, from the thread's first; 0 after the last tile
+    const T *from_a, *from_w;     // addresses in the next slice
+
+    __device__ __forceinline__ Copies(const T* a, const T* w, const Sizes& sizes)
+        : a(a), w(w), sizes(sizes), row(threadIdx.x / CHUNKS), part(threadIdx.x % CHUNKS), offset(place(row, part)),
+          index(blockIdx.x), rows(0), columns(0), from_a(a), from_w(w) {
+        start();
+    }
+
+    __device__ __forceinline__ void start() {
+        k = 0;
+        rows = columns = 0;
+        if (index >= sizes.tiles()) return;
+        const Tile tile = tile_at(index, sizes);
+        rows = sizes.M - tile.row - row;
+        columns = sizes.N - tile.column - row;
+        from_a = a + (long long)(tile.row + row) * sizes.K + 8 * part;
+        from_w = w + (long long)(tile.column + row) * sizes.K + 8 * part;
+    }
+
+    __device__ __forceinline__ void advance() {
+        from_a += GEMM_SLICE, from_w += GEMM_SLICE, k += GEMM_SLICE;
+        if (k >= sizes.K) {
+            index += gridDim.x;
+            start();
+        }
+    }
+
+    // Issues copies first .. last - 1 of the next slice's COPIES, with zeros for elements outside the matrices.
+    __device__ __forceinline__ void copy(char* stage, int first, int last) const {
+        const bool inside = k + 8 * part < sizes.K;
+#pragma unroll
+        for (int i = first; i < last; ++i) {
+            if (i < A_COPIES) {
+                copy_rows<GEMM_M>(stage, from_a, i / A_EACH, i % A_EACH, sizes.M, inside ? rows : 0);
+            } else {
+                const int part = (i - A_COPIES) / W_EACH, j = (i - A_COPIES) % W_EACH;
+                copy_rows<GEMM_N>(stage + W_AT, from_w, part, j, sizes.N, inside ? columns : 0);
+            }
+        }
+    }
+
+    template <int ROWS>
+    __device__ __forceinline__ void copy_rows(char* to, const T* from, int part, int i, int all, int there) const {
+        const int below = i * COPIED;
+        if (below + COPIED > ROWS && row + below >= ROWS) return;
+        to += (part * ROWS + below) * PITCH + (offset ^ 16 * swizzle(below));
+        copy16(to, from + (part * (long long)all + below) * sizes.K, below < there);
+    }
+};
+
+struct Warp {  // a warp's position in the tile; the lane number is 4 g + t
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int row = threadIdx.x / 32 / GEMM_WARPS_N * WARP_ROWS;
+    const int column = threadIdx.x / 32 % GEMM_WARPS_N * WARP_COLUMNS;
+};
+
+// A warp's operands in a step: fragments of one part of a and one part of w.
+struct Fragments {
+    unsigned a[FRAGS_M][4], w[FRAGS_N][2];
+};
+
+// Returns the column within the warp's part that is column j of its fragment n.
+__device__ __forceinline__ int column_of(int n, int j) {
+    const int size = n < WHOLE ? GROUP : n < EVEN ? 2 : 1, at = n % size;
+    return 8 * (n - at) + 2 * size * (j / 2) + 2 * at + j % 2;
+}
+
+// Offsets of a lane's fragments, in bytes from the start of a stage.
+struct Places {
+    int a, w, w_pair, w_last;  // offsets in w: first two fragments; fragments of the group of 2; single fragment
+
+    __device__ __forceinline__ explicit Places(const Warp& warp) {
+        const int lane = warp.lane;
+        const auto of_w = [&](int n) { return W_AT + place(warp.column + column_of(n, lane % 8), lane / 8 % 2); };
+        a = place(warp.row + lane % 16, lane / 16);
+        w = of_w(lane / 16), w_pair = of_w(WHOLE + lane / 16), w_last = of_w(EVEN);
+    }
+
+    __device__ __forceinline__ void load(Fragments& to, int part, const char* stage, int step) const {
+        const char *from_a = stage + part * A_BYTES, *from_w = stage + part * W_BYTES;
+#pragma unroll
+        for (int m = 0; m < FRAGS_M; ++m) {
+            unsigned(&f)[4] = to.a[m];
+            load_matrices<false>(f[0], f[1], f[2], f[3], from_a + below(a, 16 * m, step));
+        }
+        unsigned(&f)[FRAGS_N][2] = to.w;
+#pragma unroll
+        for (int n = 0; n < EVEN; n += 2) {
+            const char* from = from_w + (n < WHOLE ? below(w, column_of(n, 0), step) : below(w_pair, 0, step));
+            load_matrices<false>(f[n][0], f[n][1], f[n + 1][0], f[n + 1][1], from);
+        }
+        if (EVEN < FRAGS_N) {
+            load_matrices<false>(f[FRAGS_N - 1][0], f[FRAGS_N - 1][1], from_w + below(w_last, 0, step));
+        }
+    }
+
+    // Returns the offset for `rows` rows and `step` steps later. These rows cause no carry in swizzle().
+    static __device__ __forceinline__ int below(int place, int rows, int step) {
+        return (place ^ 32 * step ^ 16 * swizzle(rows)) + rows * PITCH;
+    }
+};
+
+typedef float Sums[FRAGS_M][FRAGS_N][4];
+
+// sums += a w
+__device__ __forceinline__ void multiply(Sums& sums, const unsigned (&a)[FRAGS_M][4], const unsigned (&w)[FRAGS_N][2]) {
+#pragma unroll
+    for (int m = 0; m < FRAGS_M; ++m) {
+#pragma unroll
+        for (int i = 0; i < FRAGS_N; ++i) {
+            const int n = m % 2 ? FRAGS_N - 1 - i : i;  // alternating direction: consecutive products share an operand
+            mma(sums[m][n], a[m], w[n]);
+        }
+    }
+}
+
+// Computes all of the block's tiles and calls finish(tile, warp, total) for each. total starts with zeros.
+// total.add(first, second) is called for every step of 16 along K, with the fragments of the parts; total.slice(k) is
+// called after the steps of the slice that ends before k.
+template <typename Total, typename Finish>
+__device__ __forceinline__ void multiply_tiles(const T* a, const T* w, const Sizes& sizes, char* shared,
+                                               Finish finish) {
+    Copies copies(a, w, sizes);
+    Copies early = copies;
+#pragma unroll 1
+    for (int s = 0; s < GEMM_EARLY; ++s, early.advance()) early.copy(shared + s * STAGE, A_COPIES, COPIES);
+    wait_for_previous();
+#pragma unroll 1
+    for (int s = 0; s < GEMM_STAGES - 1; ++s, copies.advance()) {
+        copies.copy(shared + s * STAGE, 0, A_COPIES);
+        if (s >= GEMM_EARLY) copies.copy(shared + s * STAGE, A_COPIES, COPIES);
+        end_group();
+    }
+    char *stage = shared, *next_copied = shared + (GEMM_STAGES - 1) * STAGE;
+    copies.copy(next_copied, 0, COPIES / STEPS);
+    const Warp warp;
+    const Places places(warp);
+    wait_for_groups<GEMM_STAGES - 2>();
+    __syncthreads();
+    Fragments now, next;
+    places.load(now, 0, stage, 0);
+#pragma unroll 1
+    for (int index = blockIdx.x; index < sizes.tiles(); index += gridDim.x) {
+        Total total = {};
+#pragma unroll 1
+        for (int k = 0; k < sizes.K; k += GEMM_SLICE) {
+#pragma unroll
+            for (int step = 0; step < STEPS; ++step) {
+                const int then = (step + 1) % STEPS;
+                Fragments second;
+                if (GEMM_PARTS > 1) places.load(second, 1, stage, step);
+                if (then == 0) {
+                    next_copied = stage;
+                    stage = stage == shared + (GEMM_STAGES - 1) * STAGE ? shared : stage + STAGE;
+                    wait_for_groups<GEMM_STAGES - 2>();
+                    __syncthreads();  // the next slice is complete; this one is in registers
+                }
+                places.load(next, 0, stage, then);
+                copies.copy(next_copied, COPIES * then / STEPS, COPIES * (then + 1) / STEPS);
+                if (then == STEPS - 1) {
+                    end_group();
+                    copies.advance();
+                }
+                total.add(now, second);
+                now = next;
+            }
+            total.slice(k + GEMM_SLICE);
+        }
+        finish(tile_at(index, sizes), warp, total);
+        __syncwarp();  // lanes with rows after the end have skipped the stores
+    }
+    end_group();
+    wait_for_groups<0>();  // copies of zeros for slices after the last
+}

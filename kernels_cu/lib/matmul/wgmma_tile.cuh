@@ -1,0 +1,170 @@
+// A tile of 16-bit numbers: its products, the sum over several splits of K, and a group's stores. Included by
+// matmul/prompt/wgmma.cu and matmul/prompt/rmsnorm_wgmma.cu; based on lib/matmul/wgmma.cuh.
+#pragma once
+
+#include "lib/storage.cuh"
+#include "lib/matmul/wgmma.cuh"
+
+constexpr int BOX_BYTES = SLICE * ROW_BYTES;  // a box of 64 columns of w (K, N)
+
+static_assert(GEMM_SPLITS == 1 || GROUPS == CONSUMERS, "a split tile is for both groups");
+
+typedef float Sums[BLOCKS_M][GEMM_GROUP_N / 2];  // per thread
+typedef float Finals[BLOCKS_M][PART_N / 2];      // per thread, for the columns that its group finishes
+
+// Computes the sums of a tile from the ring's slices, starting with slice `count`. ACROSS: w is (K, N).
+template <bool ACROSS = false>
+__device__ __forceinline__ void multiply_tile(Sums& sums, const char* ring, Barriers& barriers, const Group& group,
+                                              unsigned count, int slices) {
+    for (int k = 0; k < slices; ++k, ++count) {
+        const char* from = arrived(ring, barriers, count);
+        if (k == slices - 1) give_turn(barriers, group);
+        const Matrix a = matrix_at(from + group.row * ROW_BYTES);
+        const int first = ACROSS ? group.column / 64 * BOX_BYTES + group.column % 64 * 2 : group.column * ROW_BYTES;
+        const Matrix w = matrix_at(from + A_BYTES + first, ACROSS ? BOX_BYTES : 16);
+#pragma unroll
+        for (int m = 0; m < BLOCKS_M; ++m) pin(sums[m]);
+        fence_sums();
+#pragma unroll
+        for (int step = 0; step < SLICE / 16; ++step) {
+#pragma unroll
+            for (int m = 0; m < BLOCKS_M; ++m) {
+                multiply<ACROSS>(sums[m], further(a, m * 64 * ROW_BYTES + 32 * step),
+                                 further(w, (ACROSS ? 16 * ROW_BYTES : 32) * step), k > 0 || step > 0);
+            }
+        }
+        end_products();
+#pragma unroll
+        for (int m = 0; m < BLOCKS_M; ++m) pin(sums[m]);
+        if (k > 0) {
+            wait_for_products<1>();
+            release(barriers, group, count - 1);
+        }
+    }
+    wait_for_products<0>();
+#pragma unroll
+    for (int m = 0; m < BLOCKS_M; ++m) pin(sums[m]);
+    release(barriers, group, count - 1);
+}
+
+// Adds the sums of all splits, in order, for this block's columns. received: memory for the sums of the other splits.
+__device__ __forceinline__ void combine(const Sums& sums, Finals& finals, char* received, Barrier& arrived,
+                                        const Group& group, int rank) {
+    constexpr int FOURS = PART_N / 8;  // vectors of four sums per thread, for each m
+    const auto place = [&](int from, int to, int m, int i) {
+        const int other = from - (from > to), four = ((other * CONSUMERS + group.index) * BLOCKS_M + m) * FOURS + i;
+        return reinterpret_cast<float*>(received) + 4 * (four * GROUP + group.thread);
+    };
+    if (group.thread == 0) arrive_and_expect(arrived, (GEMM_SPLITS - 1) * FOURS * BLOCKS_M * GROUP * 16);
+    __syncwarp();
+    wait_for_cluster();  // the other blocks have initialised their barriers
+#pragma unroll
+    for (int owner = 0; owner < GEMM_SPLITS; ++owner) {
+        if (owner == rank) continue;
+#pragma unroll
+        for (int i = 0; i < FOURS * BLOCKS_M; ++i) {
+            const float* v = sums[i / FOURS] + owner * PART_N / 2 + i % FOURS * 4;
+            store_at(owner, place(rank, owner, i / FOURS, i % FOURS), arrived, v[0], v[1], v[2], v[3]);
+        }
+    }
+    wait<true>(arrived, 0, "sums");
+#pragma unroll
+    for (int split = 0; split < GEMM_SPLITS; ++split) {
+#pragma unroll
+        for (int i = 0; i < FOURS * BLOCKS_M; ++i) {
+            float v[4];
+            if (split == rank) {
+#pragma unroll
+                for (int owner = 0; owner < GEMM_SPLITS; ++owner) {
+                    if (owner != split) continue;
+#pragma unroll
+                    for (int k = 0; k < 4; ++k) v[k] = sums[i / FOURS][owner * PART_N / 2 + i % FOURS * 4 + k];
+                }
+            } else {
+                const float* from = place(split, rank, i / FOURS, i % FOURS);
+                *reinterpret_cast<float4*>(v) = *reinterpret_cast<const float4*>(from);
+            }
+            float* to = finals[i / FOURS] + i % FOURS * 4;
+#pragma unroll
+            for (int k = 0; k < 4; ++k) to[k] = split == 0 ? v[k] : to[k] + v[k];
+        }
+    }
+}
+
+// Stores 16-bit outputs: chunks of 64 rows pass through shared memory and the copy engine, which also loads the
+// residual into the chunk's buffer.
+struct Chunks {
+    char* const buffers;  // two buffers
+    Barrier* const arrived;
+    const Group& group;
+    unsigned count = 0;  // chunks so far; they alternate between the buffers
+
+    __device__ char* buffer(unsigned chunk) const { return buffers + chunk % BUFFERS * CHUNK_BYTES; }
+
+    // Requests the residual for chunks `from` .. `to` - 1 of the tile. Waits until their buffers have been read.
+    __device__ void ask(const TensorMap& residual, int from, int to, int row, int column) const {
+        if (group.thread != 0) return;
+        wait_for_reads<0>();
+        for (int c = from; c < to && c < CHUNKS * BLOCKS_M; ++c) {
+            Barrier& barrier = arrived[(count + c - from) % BUFFERS];
+            arrive_and_expect(barrier, CHUNK_BYTES);
+            load_box(buffer(count + c - from), residual, barrier, column + c % CHUNKS * GEMM_CHUNK,
+                     row + c / CHUNKS * 64, 0);
+        }
+    }
+
+    // Stores the group's part. values(m, block, half, v) computes the lane's two values v: in 64-row block m, its
+    // 8-column block `block`, and row half `half`.
+    template <int COLUMNS, typename Values>
+    __device__ void store(const Values& values, const TensorMap& residual, const TensorMap& out, int row, int column) {
+        constexpr int ACROSS = COLUMNS / GEMM_CHUNK;
+        const int lane = group.lane;
+        const int place = (group.warp * 16 + lane % 16) * GEMM_CHUNK * 2 + lane / 16 * 16;  // offset of the 8 values
+#pragma unroll
+        for (int c = 0; c < ACROSS * BLOCKS_M; ++c, ++count) {
+            int to = shared_address(buffer(count)) + place;
+            asm volatile("" : "+r"(to));  // keeps the addresses of other chunks out of registers
+            unsigned y[GEMM_CHUNK / 16][4];  // for 16 columns: y[i]: i % 2: the lower rows; i / 2: the right columns
+            if (GEMM_RESIDUAL) {
+                wait(arrived[count % BUFFERS], count / BUFFERS & 1, "residual");
+#pragma unroll
+                for (int j = 0; j < GEMM_CHUNK / 16; ++j) {
+                    load_matrices(y[j][0], y[j][1], y[j][2], y[j][3], swizzled<SWIZZLE>(to + 32 * j));
+                }
+            }
+#pragma unroll
+            for (int k = 0; k < GEMM_CHUNK / 4; ++k) {
+                const int j = k / 4, i = k % 4;
+                float v[2];
+                values(c / ACROSS, c % ACROSS * (GEMM_CHUNK / 8) + 2 * j + i / 2, i % 2, v);
+                if (GEMM_RESIDUAL) {
+                    float old[2];
+                    Vec<T, 2>{y[j][i]}.unpack(old);
+                    v[0] += old[0], v[1] += old[1];
+                }
+                y[j][i] = Vec<T, 2>::pack(v).raw;
+            }
+            if (GEMM_RESIDUAL) {
+                __syncwarp();
+            } else {
+                if (group.thread == 0) wait_for_reads<BUFFERS - 1>();
+                group.sync();
+            }
+#pragma unroll
+            for (int j = 0; j < GEMM_CHUNK / 16; ++j) {
+                store_matrices(swizzled<SWIZZLE>(to + 32 * j), y[j][0], y[j][1], y[j][2], y[j][3]);
+            }
+            show_writes();
+            group.sync();
+            if (group.thread == 0) {
+                store_box(out, buffer(count), column + c % ACROSS * GEMM_CHUNK, row + c / ACROSS * 64, 0);
+                end_stores();
+            }
+            if (GEMM_RESIDUAL && c + BUFFERS < ACROSS * BLOCKS_M) {  // into the same buffer, once it has been read
+                count += BUFFERS;
+                ask(residual, c + BUFFERS, c + BUFFERS + 1, row, column);
+                count -= BUFFERS;
+            }
+        }
+    }
+};

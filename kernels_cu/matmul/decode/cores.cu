@@ -1,0 +1,250 @@
+// The products of a GPT-2 layer, and lm_head, for decoding, where every weight is read for one token:
+//
+//   linear_matvec: few rows: all weights requested before x; LayerNorm of x in each block.
+//       out = [residual +] [gelu] (x W^T * scale + bias), with x or, with LM_NORM, its LayerNorm
+//   qkv_matvec: linear_matvec, with k and v into the KV cache. q goes to an array; without residual and GELU
+//
+// W is (N, K), one row per output. Reading W takes only a few microseconds, about two memory latencies. Therefore as
+// little work as possible is left for the time after the weights arrive:
+//
+//   all threads   [ load weights | wait for x | x, its LayerNorm | products | sums, epilogue ]
+//
+//   block   COLUMNS neighbouring outputs, LM_COLUMNS of them per group
+//   group   LM_SPLIT warps, which share K: warp p takes p, p + LM_SPLIT, ... of the units of 32 * LM_WIDTH weights
+//   thread  a chunk of LM_STEPS vectors of each column of its group in flight, multiplied with LM_TOGETHER rows of x at
+//           a time. The code is short on purpose: a kernel of a few microseconds also waits for its instructions
+//           (8 rows at once, 1400 instructions, took 10 us where 2 at a time take 4.8)
+//
+// For each chunk of K, an output is summed up in each lane and then over the lanes; these sums are added over the
+// chunks, then over the warps. Its bits depend only on LM_WIDTH, LM_SPLIT and LM_STEPS, not on the number of rows or
+// columns that are computed together. Blocks for rows beyond LM_ROWS read W again, at best from the L2 cache. With
+// lib/overlap.cuh, weights are loaded while the previous kernel is still running.
+//
+// With LM_LOOP, a block continues with other columns until all are done, and prefetches the next weights as soon as a
+// register is free: for products with more columns than one grid can hold, such as lm_head.
+//
+// grid (ceil(N / COLUMNS) or fewer with LM_LOOP, ceil(M / LM_ROWS)), block (32 * LM_GROUPS * LM_SPLIT). `shared_floats`
+// of the Python operation `linear` computes the dynamic shared memory. Any M, N, K; LM_WIDTH and LM_X divide K.
+#include "matmul/decode/cores.cuh"
+#include "lib/decode/epilogues.cuh"
+#include "lib/overlap.cuh"
+#include "lib/stream.cuh"
+
+// The weights of a thread: LM_STEPS vectors of each column of its group.
+struct Stream {
+    Weights raw[LM_STEPS][LM_COLUMNS];
+    const W* w;
+    const int N, k;  // k: position of the thread's first vector
+
+    __device__ Stream(const W* w, int N, int k) : w(w), N(N), k(k) {}
+
+    // Loads step s of a chunk for the columns from n on. Beyond N it loads the last column again, whose sums are
+    // discarded; beyond K, weights are zero.
+    __device__ __forceinline__ void fetch(int s, int n, int chunk) {
+        const int at = chunk * CHUNK + s * STEP + k;
+#pragma unroll
+        for (int c = 0; c < LM_COLUMNS; ++c) {
+            raw[s][c] = {};
+            if (PADDED == LM_K || at < LM_K) {
+                raw[s][c] = stream_in<Weights>(w + (long long)min(n + c, N - 1) * LM_K + at);
+            }
+        }
+    }
+
+    // Adds step s of column c, multiplied with the same part of row r, to the sum of (r, c).
+    __device__ __forceinline__ void use(int s, const float (&x)[LM_TOGETHER][LM_WIDTH], float (&sum)[VALUES]) const {
+#pragma unroll
+        for (int c = 0; c < LM_COLUMNS; ++c) {
+            float v[LM_WIDTH];
+            raw[s][c].unpack(v);
+#pragma unroll
+            for (int r = 0; r < LM_TOGETHER; ++r) {
+#pragma unroll
+                for (int e = 0; e < LM_WIDTH; ++e) {
+                    sum[r * LM_COLUMNS + c] = fmaf(v[e], x[r][e], sum[r * LM_COLUMNS + c]);
+                }
+            }
+        }
+    }
+};
+
+// Sums over the lanes, in which each step halves the number of values per lane: lanes with the bit set keep the upper
+// half. At the end a lane holds the sums of `count` values from `first` on. The additions are those of lanes_sum.
+struct Folded {
+    int first = 0, count = VALUES;
+
+    __device__ explicit Folded(int lane) {
+        int n = VALUES;
+#pragma unroll
+        for (int distance = 16; distance > 0; distance /= 2) {
+            const int half = (n + 1) / 2;
+            if (lane & distance) first += half, count = max(count - half, 0);
+            else count = min(count, half);
+            n = half;
+        }
+    }
+
+    __device__ static void fold(int lane, float (&v)[VALUES]) {
+        int n = VALUES;
+#pragma unroll
+        for (int distance = 16; distance > 0; distance /= 2) {
+            const int half = (n + 1) / 2;
+#pragma unroll
+            for (int i = 0; i < half; ++i) {
+                const float low = v[i], high = i + half < n ? v[i + half] : 0.0f;
+                const bool upper = lane & distance;
+                v[i] = (upper ? high : low) + __shfl_xor_sync(0xffffffffu, upper ? low : high, distance);
+            }
+            n = half;
+        }
+    }
+};
+
+// A sum that this thread completes: row m and column n, or none.
+template <typename Late>
+struct Last {
+    int r, column;  // relative to the team
+    bool there;
+    float scale, bias;
+    Late late;
+};
+
+template <typename End>
+__device__ __forceinline__ void multiply(const W* w, const float* scale, const float* bias, Rows& input,
+                                         const End& end, int M, int N) {
+    // A team completes sums together: the threads of a block or, if one warp has all of K, those of a warp.
+    constexpr bool ALONE = LM_SPLIT == 1;
+    constexpr int TEAM = ALONE ? 32 : THREADS, ACROSS = ALONE ? LM_COLUMNS : COLUMNS;  // columns of a team
+    constexpr int ENDS = (LM_ROWS * ACROSS + TEAM - 1) / TEAM;
+    extern __shared__ float4 shared[];
+    float* x_s = reinterpret_cast<float*>(shared);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = warp / LM_SPLIT, part = warp % LM_SPLIT;
+    const int before = group * LM_COLUMNS, apart = ALONE ? before : 0;  // columns before the group's and the team's
+    float* sums = x_s + Rows::FLOATS + LM_ROWS * apart;                // (LM_SPLIT, LM_ROWS, ACROSS)
+    int start = blockIdx.x * COLUMNS;                                   // the block's first column
+
+    Last<typename End::Late> last[ENDS];
+    const Folded own(lane);
+#pragma unroll
+    for (int i = 0; i < ENDS; ++i) {
+        const int flat = i * TEAM + (ALONE ? lane : (int)threadIdx.x);
+        last[i].r = flat / ACROSS;
+        last[i].column = flat % ACROSS;
+        last[i].there = flat < LM_ROWS * ACROSS && input.first + last[i].r < M;
+    }
+    const auto meet = [] {
+        if (ALONE) __syncwarp();
+        else __syncthreads();
+    };
+    const auto constants = [&] {
+#pragma unroll
+        for (int i = 0; i < ENDS; ++i) {
+            const int n = min(start + apart + last[i].column, N - 1);
+            last[i].scale = scale ? constant(scale + n) : 1.0f;
+            last[i].bias = bias ? constant(bias + n) : 0.0f;
+        }
+    };
+    const auto late = [&] {
+#pragma unroll
+        for (int i = 0; i < ENDS; ++i) {
+            const int n = min(start + apart + last[i].column, N - 1), m = min(input.first + last[i].r, M - 1);
+            last[i].late = end.late(m, n);
+        }
+    };
+
+    Stream stream(w, N, (part * 32 + lane) * LM_WIDTH);
+#pragma unroll
+    for (int s = 0; s < LM_STEPS; ++s) stream.fetch(s, start + before, 0);
+    if (!LM_LOOP) constants();
+    input.prefetch();
+    let_next_start();
+    wait_for_previous();
+    float held[OWN][LM_WIDTH];
+    input.bring(x_s, held);
+    if (!LM_LOOP) late();
+
+    for (;;) {
+        const int next = start + (int)gridDim.x * COLUMNS;
+        const bool more = LM_LOOP && next < N;
+        if (LM_LOOP) constants(), late();
+#pragma unroll Rows::HELD ? CHUNKS : 1
+        for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+            const bool done = chunk + 1 == CHUNKS;
+#pragma unroll 1
+            for (int r = 0; r < LM_ROWS; r += LM_TOGETHER) {
+                float sum[VALUES] = {};
+#pragma unroll
+                for (int s = 0; s < LM_STEPS; ++s) {
+                    float x[LM_TOGETHER][LM_WIDTH];
+#pragma unroll
+                    for (int t = 0; t < LM_TOGETHER; ++t) {
+                        if constexpr (Rows::HELD) {
+#pragma unroll
+                            for (int e = 0; e < LM_WIDTH; ++e) x[t][e] = held[chunk * LM_STEPS + s][e];
+                        } else {
+                            read_own(x[t], chunk * LM_STEPS + s, x_s + (r + t) * PADDED);
+                        }
+                    }
+                    stream.use(s, x, sum);
+                    if (r + LM_TOGETHER == LM_ROWS && (!done || more)) {
+                        stream.fetch(s, (done ? next : start) + before, done ? 0 : chunk + 1);
+                    }
+                }
+                Folded::fold(lane, sum);
+#pragma unroll
+                for (int i = 0; i < (VALUES + 31) / 32; ++i) {
+                    const int flat = own.first + i, column = before - apart + flat % LM_COLUMNS;
+                    float* to = sums + (part * LM_ROWS + r + flat / LM_COLUMNS) * ACROSS + column;
+                    if (i < own.count) *to = chunk == 0 ? sum[i] : *to + sum[i];
+                }
+            }
+        }
+        meet();
+#pragma unroll
+        for (int i = 0; i < ENDS; ++i) {
+            const int n = start + apart + last[i].column;
+            if (!last[i].there || n >= N) continue;
+            const float* from = sums + last[i].r * ACROSS + last[i].column;
+            float total = 0.0f;
+#pragma unroll
+            for (int p = 0; p < LM_SPLIT; ++p) total += from[p * LM_ROWS * ACROSS];
+            const float v = end.value(fmaf(total, last[i].scale, last[i].bias), last[i].late);
+            end.store(input.first + last[i].r, n, v, last[i].late);
+        }
+        if (!more) break;
+        start = next;
+        meet();  // the sums have been read
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(32 * LM_GROUPS * LM_SPLIT, LM_BLOCKS) linear_matvec(
+    const float* x,                   // (M, K)
+    const float* __restrict__ gamma,  // (K), with LM_NORM
+    const float* __restrict__ beta,   // (K), with LM_NORM
+    const W* __restrict__ w,          // (N, K)
+    const float* __restrict__ scale,  // (N) or null
+    const float* __restrict__ bias,   // (N) or null
+    const float* residual,            // (M, N) or null; may be out
+    float* out,                       // (M, N)
+    float eps, int M, int N, int gelu) {
+    Rows rows{x, gamma, beta, eps, M, (int)blockIdx.y * LM_ROWS, {}};
+    multiply(w, scale, bias, rows, Add{residual, out, N, gelu}, M, N);
+}
+
+// Row m is the next token of sequence row[m], at position[m] of its cache. Tokens outside the cache are not stored.
+extern "C" __global__ void __launch_bounds__(32 * LM_GROUPS * LM_SPLIT, LM_BLOCKS) qkv_matvec(
+    const float* x,                   // (M, K)
+    const float* __restrict__ gamma,  // (K), with LM_NORM
+    const float* __restrict__ beta,   // (K), with LM_NORM
+    const W* __restrict__ w,          // (3C, K)
+    const float* __restrict__ scale,  // (3C) or null
+    const float* __restrict__ bias,   // (3C) or null
+    const int* row,                   // (M)
+    const int* position,              // (M)
+    float* q,                         // (M, C)
+    KV* k_cache,                      // (B, n_ctx, C)
+    KV* v_cache,                      // (B, n_ctx, C)
+    float eps, int M, int C, int B, int n_ctx) {
+    Rows rows{x, gamma, beta, eps, M, (int)blockIdx.y * LM_ROWS, {}};
+    multiply(w, scale, bias, rows, Append{q, k_cache, v_cache, row, position, C, B, n_ctx}, M, 3 * C);
+}

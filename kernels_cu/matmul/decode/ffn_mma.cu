@@ -1,0 +1,251 @@
+// architecture: sm_90a
+// The feed-forward part of a Llama layer in decoding:
+//
+//   h = silu(RMSNorm(x) W^T * scale) (RMSNorm(x) U^T * up_scale)           W, U (H, C), V (C, H)
+//   sums[s] = split s of h V^T
+//
+//   ffn_decode: RMSNorm and a gated feed-forward of up to 4 rows in clusters, which exchange h. This is one kernel
+//       instead of five: a step of one row is a chain of kernels, each of which waits for the one before
+//
+// The order of additions is that of lib/decode/order.cuh, so a row has the bits that it has in any batch. A split of
+// H is what one cluster computes: its columns of h, which the blocks send to each other, and its sums of all C outputs.
+// The next kernels add the sums to x in their order, as they load x anyway (lib/decode/split_sums.cuh).
+//
+//   cluster s     h[s]     block 0 | block 1 | ...     LENGTH / FF_CLUSTER columns each, from all of x
+//                          each block sends its columns to all blocks: their terms (lib/terms.cuh), by st.async
+//                 sums[s]   block 0 | block 1 | ...     C / FF_CLUSTER outputs each, from all of h[s]
+//
+//   a warp        first a split of C, of a block's columns of h; then some outputs
+//
+// All matrices are requested before the wait for the previous kernel. W and U wait in registers, V with FF_COPIED in
+// shared memory, where each lane has what it will multiply itself, so that other kernels have registers at the same
+// time.
+//
+// Grid (FF_CLUSTER * splits of H), block (THREADS), dynamic shared memory BYTES. A cluster of more than 8 blocks must
+// be allowed by cuFuncSetAttribute (non-portable cluster size).
+#if !defined(STORAGE_FP16) && !defined(STORAGE_BF16) && !defined(WEIGHT_E5M2) && !defined(WEIGHT_E4M3)
+#define STORAGE_FP16
+#endif
+#define LM_NORM 2
+#include "lib/storage.cuh"
+#include "lib/gate.cuh"
+#include "lib/sm80.cuh"
+#include "lib/decode/mma.cuh"
+#include "lib/decode/epilogues.cuh"
+#include "lib/decode/ffn.cuh"
+#include "lib/overlap.cuh"
+#include "lib/stream.cuh"
+
+#ifndef FF_COPIED  // whether V waits in shared memory instead of registers
+#define FF_COPIED 1
+#endif
+
+constexpr int OWN_OUT = LM_K / FF_CLUSTER;  // outputs of a block
+constexpr int MATRICES = 2;  // W and U
+constexpr int OF_WARP = OWN / 8, OUT_OF_WARP = ((OWN_OUT + 7) / 8 + WARPS - 1) / WARPS;  // eights of columns
+constexpr int H_CHUNKS = H_LENGTH / order::CHUNK;
+constexpr int H_TERM = 2 * H_LENGTH + PADDING, H_PITCH = (2 * H_TERM + 127) / 128 * 128 + PADDING;
+static_assert(!order::FLOATS, "of 16 bits or FP8");
+static_assert(LM_K % FF_CLUSTER == 0, "blocks have as many outputs");
+
+// The layout of shared memory.
+constexpr int HIDDEN = aligned16(Input::BYTES);      // LM_ROWS rows of H_PITCH: h[s] as terms, from all blocks
+constexpr int STAGED = HIDDEN + LM_ROWS * H_PITCH;   // (LM_ROWS, 2, OWN) terms, of this block
+constexpr int TOTALS = STAGED + LM_ROWS * 4 * OWN;   // (SPLITS, LM_ROWS, MATRICES, OWN) floats
+constexpr int ARRIVED = TOTALS + SPLITS * LM_ROWS * MATRICES * OWN * 4;  // 8 bytes for a Barrier
+constexpr int COPIED = aligned16(ARRIVED + 8);  // with FF_COPIED, OUT_OF_WARP * H_CHUNKS vectors of 16 bytes a thread
+constexpr int BYTES = COPIED + FF_COPIED * OUT_OF_WARP * H_CHUNKS * THREADS * 16;
+static_assert(BYTES <= 227 * 1024, "a block has room");
+static_assert(ARRIVED % 8 == 0 && HIDDEN % 16 == 0 && STAGED % 16 == 0, "alignment");
+
+// Some of a matrix, (N, K), of a lane: from one value of K on, CHUNKS chunks of OCTETS times eight columns. In
+// registers, or IN_SHARED memory.
+template <int K, int CHUNKS, int OCTETS, bool IN_SHARED>
+struct Panel {
+    static constexpr int TILES = (OCTETS + 1) / 2;
+    uint4* own;  // IN_SHARED: the thread's first vector; the next ones are THREADS vectors apart
+    uint4 raw[IN_SHARED ? 1 : CHUNKS][2 * TILES];
+    float sums[TILES][ROW_TILES][4];
+
+    // column: the first value of a lane's column of an eight; zeros unless it is `there`, and from `left` on.
+    __device__ __forceinline__ void fetch(int octet, const W* column, bool there, int left) {
+        const int t = threadIdx.x % 4 * order::WIDTH;
+#pragma unroll
+        for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+            const bool needed = there && (K % order::UNIT == 0 || chunk * order::CHUNK + t < left);
+            const W* from = column + chunk * order::CHUNK + t;
+            if constexpr (IN_SHARED) {
+                copy16(own + (chunk * OCTETS + octet) * THREADS, from, needed);
+            } else {
+                raw[chunk][octet] = {};
+                typedef Vec<W, order::WIDTH> Vector;
+                if (needed) raw[chunk][octet] = stream_in<Vector>(from).raw;
+            }
+        }
+    }
+
+    __device__ __forceinline__ uint4 get(int chunk, int octet) const {
+        if (octet >= OCTETS) return {};
+        return IN_SHARED ? own[(chunk * OCTETS + octet) * THREADS] : raw[IN_SHARED ? 0 : chunk][octet];
+    }
+
+    // rows(x, i, chunk) gives a lane's part of tile i of rows.
+    template <typename Get>
+    __device__ __forceinline__ void multiply(Get rows) {
+#pragma unroll
+        for (int tile = 0; tile < TILES; ++tile) {
+#pragma unroll
+            for (int r = 0; r < ROW_TILES; ++r) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) sums[tile][r][i] = 0.0f;
+            }
+        }
+        if (IN_SHARED) wait_for_groups<0>();  // of what this thread has copied, and no other reads
+#pragma unroll
+        for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+            order::Rows x[ROW_TILES];
+#pragma unroll
+            for (int r = 0; r < ROW_TILES; ++r) rows(x[r], r, chunk);
+#pragma unroll
+            for (int tile = 0; tile < TILES; ++tile) {
+                const order::Columns columns(get(chunk, 2 * tile), get(chunk, 2 * tile + 1));
+#pragma unroll
+                for (int r = 0; r < ROW_TILES; ++r) order::add_chunk(sums[tile][r], columns, x[r]);
+            }
+        }
+    }
+
+    // Calls use(octet, row, sum) for each of a lane's sums: of its column of the eight, high terms and low ones.
+    template <typename Use>
+    __device__ __forceinline__ void each(Use use) const {
+#pragma unroll
+        for (int octet = 0; octet < OCTETS; ++octet) {
+#pragma unroll
+            for (int r = 0; r < ROW_TILES; ++r) {
+                const int row = order::TILE_ROWS * r + threadIdx.x % 4, i = octet % 2 * 2;
+                const float(&of)[4] = sums[octet / 2][r];
+                if (row < LM_ROWS) use(octet, row, order::joined(of[i], of[i + 1]));
+            }
+        }
+    }
+};
+
+typedef Panel<LM_K, UNITS * UNIT_CHUNKS, MATRICES * OF_WARP, false> First;
+typedef Panel<FF_H, H_CHUNKS, OUT_OF_WARP, FF_COPIED> Second;
+constexpr int LANES_OWN = (OWN + 31) / 32;  // columns of h that a lane completes, of a row
+
+struct Ends {
+    float scale[MATRICES][LANES_OWN];
+};
+
+// The block's columns of h of a row, by a warp: sums the splits of C, and stores terms.
+__device__ __forceinline__ void complete_row(char* shared, int r, const Ends& ends) {
+    const int lane = threadIdx.x % 32;
+    const float* totals = reinterpret_cast<const float*>(shared + TOTALS);
+#pragma unroll
+    for (int i = 0; i < LANES_OWN; ++i) {
+        const int column = i * 32 + lane;
+        float v[MATRICES];
+#pragma unroll
+        for (int m = 0; m < MATRICES; ++m) {
+            float total = 0.0f;
+#pragma unroll
+            for (int split = 0; split < SPLITS; ++split) {
+                total += totals[((split * LM_ROWS + r) * MATRICES + m) * OWN + min(column, OWN - 1)];
+            }
+            v[m] = fmaf(total, ends.scale[m][i], 0.0f);
+        }
+        const float h = gate_of(v[0]) * v[1];
+        const float term = term_of<order::KIND>(h);
+        if (column < OWN) {
+            char* to = shared + STAGED + r * 4 * OWN + column % 2 * 2 * OWN + column / 2 * 4;
+            *reinterpret_cast<float*>(to) = term;
+        }
+    }
+    __syncwarp();
+}
+
+extern "C" __global__ void __cluster_dims__(FF_CLUSTER, 1, 1) __launch_bounds__(THREADS, LM_BLOCKS) ffn_decode(
+    const float* x,                       // (M, C), M up to LM_ROWS
+    const float* __restrict__ gamma,      // (C)
+    const W* __restrict__ w,              // (H, C)
+    const float* __restrict__ scale,      // (H) or null
+    const W* __restrict__ up,             // (H, C)
+    const float* __restrict__ up_scale,   // (H) or null
+    const W* __restrict__ v,              // (C, H)
+    float* sums,                          // (splits of H, M, C)
+    float eps, int M) {
+    extern __shared__ float4 memory[];
+    char* shared = reinterpret_cast<char*>(memory);
+    open_cluster(shared + ARRIVED);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4;
+    const int rank = blockIdx.x % FF_CLUSTER, h_split = blockIdx.x / FF_CLUSTER;
+    const int own = h_split * H_LENGTH + rank * OWN;  // the block's first column of h
+
+    First first = {};
+#pragma unroll
+    for (int m = 0; m < MATRICES; ++m) {
+#pragma unroll
+        for (int octet = 0; octet < OF_WARP; ++octet) {
+            const long long n = own + 8 * octet + g;
+            const W* column = (m ? up : w) + n * LM_K + warp * LENGTH;
+            first.fetch(m * OF_WARP + octet, column, true, LM_K - warp * LENGTH);
+        }
+    }
+    Second second = {};
+    second.own = reinterpret_cast<uint4*>(shared + COPIED) + threadIdx.x;
+#pragma unroll
+    for (int octet = 0; octet < OUT_OF_WARP; ++octet) {
+        const int column = 8 * (warp * OUT_OF_WARP + octet) + g;
+        const W* from = v + (long long)(rank * OWN_OUT + column) * FF_H + h_split * H_LENGTH;
+        second.fetch(octet, from, column < OWN_OUT, H_LENGTH);
+    }
+    if (FF_COPIED) end_group();
+    Ends ends;
+    if (warp < LM_ROWS) {
+#pragma unroll
+        for (int i = 0; i < LANES_OWN; ++i) {
+            const int n = own + min(i * 32 + lane, OWN - 1);
+            ends.scale[0][i] = scale ? constant(scale + n) : 1.0f;
+            ends.scale[1][i] = up_scale ? constant(up_scale + n) : 1.0f;
+        }
+    }
+    Input input{x, gamma, nullptr, eps, M, 0, shared, 1.0f, nullptr, nullptr, {}};
+    input.prefetch();
+    let_next_start();
+    wait_for_previous();
+    input.bring();
+
+    first.multiply([&](order::Rows& to, int i, int chunk) {
+        input.get(to, i, warp * UNITS + chunk / UNIT_CHUNKS, chunk % UNIT_CHUNKS);
+    });
+    float* totals = reinterpret_cast<float*>(shared + TOTALS);
+    first.each([&](int octet, int row, float sum) {
+        const int m = octet / OF_WARP, column = 8 * (octet % OF_WARP) + g;
+        totals[((warp * LM_ROWS + row) * MATRICES + m) * OWN + column] = sum;
+    });
+    __syncthreads();
+#if defined(__CUDA_ARCH__)
+    wait_for_cluster();  // all blocks run, and expect bytes
+#endif
+#pragma unroll 1
+    for (int r = warp; r < LM_ROWS; r += WARPS) {
+        complete_row(shared, r, ends);
+        char* const row = shared + HIDDEN + r * H_PITCH + 2 * OWN * rank;  // high terms, then low ones
+        send_row(shared + STAGED + r * 4 * OWN, shared + ARRIVED, [&](int i) {
+            return row + (i < OWN / 8 ? 16 * i : H_TERM + 16 * i - 2 * OWN);
+        });
+    }
+    wait_for_hidden(shared + ARRIVED);
+
+    second.multiply([&](order::Rows& to, int i, int chunk) {
+        const int r = (order::TILE_ROWS * i + lane / 8) % LM_ROWS;
+        const int k = chunk * order::CHUNK + lane % 4 * order::WIDTH;
+        to.load(shared + HIDDEN + r * H_PITCH + 2 * k, H_TERM);
+    });
+    second.each([&](int octet, int row, float sum) {
+        const int column = 8 * (warp * OUT_OF_WARP + octet) + g;
+        if (column >= OWN_OUT || row >= M) return;
+        sums[((long long)h_split * M + row) * LM_K + rank * OWN_OUT + column] = sum;
+    });
+}

@@ -1,0 +1,216 @@
+// architecture: sm_90a
+// matmul/decode/ffn_mma.cu with weights in blocks of GGUF:
+//
+//   h = silu(RMSNorm(x) W^T) (RMSNorm(x) U^T)           W, U (H, C), V (C, H)
+//   sums[s] = split s of h V^T
+//
+//   ffn_decode_gguf: RMSNorm and a gated feed-forward of up to 4 rows in clusters, with weights in blocks
+//
+// The bits are those of linear_decode_gguf with both matrices, then with V, whose units of weights and sums these are
+// (lib/decode/mma_gguf.cuh): the next kernels add the sums of splits (lib/decode/split_sums.cuh).
+//
+//   cluster s     h[s]     block 0 | block 1 | ...     OWN columns each, from all of x; sent to all blocks as floats
+//                 sums[s]  tiles of 16 outputs: warp 0 of block 0, of block 1, ..., warp 1 of block 0, ...
+//
+//   a warp        a split of C, of the block's columns of h, eight of W and of U in a tile; then tiles of outputs
+//
+// All of W, U and V that a block needs is requested before the wait for the kernel before, and waits in shared memory.
+// The next kernel may start only once x is there, and a block is alone on its multiprocessor, or with one row with one
+// other: clusters of 16 blocks need room at one place. A step of SmolLM2 in Q4_1, 1, 2 and 4 rows, NVIDIA H100, ms:
+//
+//   five kernels a layer              0.36  0.40  0.47
+//   four                              0.35  0.44  0.50        predicted for one row: 0.32
+//   ... with that memory              0.33  0.39  0.45
+//   ... and the next kernel later     0.32  0.37  0.44
+//
+// Grid (FF_CLUSTER * splits of H), block (THREADS), dynamic shared memory BYTES. A cluster of more than 8 blocks must
+// be allowed by cuFuncSetAttribute (non-portable cluster size).
+#ifndef WEIGHT_GGUF
+#define WEIGHT_GGUF
+#endif
+#define LM_NORM 2
+#define LM_UP 1
+#define LM_COLUMNS 16
+#define LM_FLIGHT 2
+#include "lib/storage.cuh"
+#include "lib/gate.cuh"
+#include "lib/sm80.cuh"
+#include "lib/overlap.cuh"
+#include "lib/decode/ffn.cuh"
+#include "lib/decode/mma_gguf.cuh"
+
+#ifndef FF_TYPE  // of V; of W and U: GGUF_TYPE_0
+#define FF_TYPE GGUF_TYPE_0
+#endif
+
+constexpr int H_UNITS = order::split_units(FF_H);
+constexpr int OF_H = OWN / 8;                // tiles of W and U
+constexpr int OUT_TILES = (LM_K + 15) / 16;  // of V
+constexpr int OUT_OF_WARP = (OUT_TILES + WARPS * FF_CLUSTER - 1) / (WARPS * FF_CLUSTER);
+static_assert(UNITS == 1, "a warp has a unit of C");
+
+// The second product: of h, with V.
+struct Hidden {
+    static constexpr int TERMS_OF_SPLIT = order::TERMS * (2 * H_LENGTH + PADDING);
+    static constexpr int PITCH = (TERMS_OF_SPLIT + order::TERMS * 16 * H_UNITS + 127) / 128 * 128 + PADDING;
+    char* rows;
+
+    __device__ __forceinline__ BlockTerms<H_UNITS, TERMS_OF_SPLIT> blocks(int r) const { return {rows + r * PITCH}; }
+
+    __device__ __forceinline__ void get(order::Rows& to, int i, int, int unit, int chunk) const {
+        const int k = unit * order::UNIT + chunk * order::CHUNK + threadIdx.x % 4 * order::WIDTH;
+        to.load(rows + Input::row_of(i) * PITCH + 2 * k, 2 * H_LENGTH + PADDING);
+    }
+
+    __device__ __forceinline__ unsigned chunk_sums(int i, int, int unit) const {
+        return blocks(Input::row_of(i)).own_sum(unit);
+    }
+};
+
+struct OfHidden {
+    static constexpr int K = FF_H, UNITS = H_UNITS;
+    static constexpr bool UP = false;
+    typedef Hidden Rows;
+
+    __device__ __forceinline__ static int row(int column, int N) { return min(column, N - 1); }
+};
+
+struct OfV {
+    typedef gguf::Part<FF_TYPE> Of;
+    static constexpr int FROM = 0;
+
+    __device__ __forceinline__ static int begin(int) { return 0; }
+};
+
+typedef Blocks<gguf::OfRange<0>> First;
+typedef Blocks<OfV, OfHidden> Second;
+
+// The layout of shared memory.
+constexpr int RECEIVED = aligned16(Input::BYTES);            // (LM_ROWS, H_LENGTH) floats: h[s], from all blocks
+constexpr int HIDDEN = RECEIVED + LM_ROWS * 4 * H_LENGTH;    // the same as terms
+constexpr int STAGED = HIDDEN + LM_ROWS * Hidden::PITCH;     // (LM_ROWS, OWN) floats, of this block
+constexpr int TOTALS = STAGED + LM_ROWS * 4 * OWN;           // (SPLITS, LM_ROWS, OF_H, 16) floats
+constexpr int ARRIVED = TOTALS + SPLITS * LM_ROWS * OWN * 8; // 8 bytes for a Barrier
+constexpr int WEIGHTS = aligned16(ARRIVED + 8);              // of each warp
+constexpr int OF_WARP = OF_H * First::SLOT + OUT_OF_WARP * H_UNITS * Second::SLOT;
+constexpr int BYTES = WEIGHTS + WARPS * OF_WARP;
+static_assert(BYTES <= 227 * 1024, "a block has room");
+static_assert(HIDDEN % 16 == 0 && STAGED % 16 == 0 && ARRIVED % 8 == 0 && OF_WARP % 16 == 0, "alignment");
+
+// The block's columns of h of a row, by a warp: adds the splits of C.
+__device__ __forceinline__ void complete_row(char* shared, int r) {
+    const float* const totals = reinterpret_cast<const float*>(shared + TOTALS) + r * 2 * OWN;
+#pragma unroll
+    for (int column = threadIdx.x % 32; column < OWN; column += 32) {
+        float v[2];
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+            float halves[2] = {};
+#pragma unroll
+            for (int s = 0; s < SPLITS; ++s) {
+                halves[s / order::HALF_SPLITS] += totals[s * LM_ROWS * 2 * OWN + column / 8 * 16 + 8 * m + column % 8];
+            }
+            v[m] = halves[0] + halves[1];
+        }
+        const float gate = order::finished(v[0], 1.0f, 1.0f, 0.0f);
+        reinterpret_cast<float*>(shared + STAGED)[r * OWN + column] = gate_of(gate) * v[1];
+    }
+    __syncwarp();
+}
+
+extern "C" __global__ void __cluster_dims__(FF_CLUSTER, 1, 1) __launch_bounds__(THREADS, LM_BLOCKS) ffn_decode_gguf(
+    const float* x,                   // (M, C), M up to LM_ROWS
+    const float* __restrict__ gamma,  // (C)
+    const W* __restrict__ w,          // (H, C) in blocks
+    const W* __restrict__ up,         // (H, C) in blocks
+    const W* __restrict__ v,          // (C, H) in blocks
+    float* sums,                      // (splits of H, M, C)
+    float eps, int M) {
+    extern __shared__ float4 memory[];
+    char* const shared = reinterpret_cast<char*>(memory);
+    open_cluster(shared + ARRIVED);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int rank = blockIdx.x % FF_CLUSTER, h_split = blockIdx.x / FF_CLUSTER;
+    const int own = h_split * H_LENGTH + rank * OWN;  // the block's first column of h
+
+    char* const of_warp = shared + WEIGHTS + warp * OF_WARP;
+    const First first(w, up, of_warp, FF_H);
+#pragma unroll
+    for (int tile = 0; tile < OF_H; ++tile) {
+        typename First::Cursor from = first.cursor(2 * own + 16 * tile, warp);
+        first.fetch(tile * First::SLOT, warp, First::unit_of_tile(warp, 0), from);
+    }
+    end_group();
+    const Second second(v, nullptr, of_warp + OF_H * First::SLOT, LM_K);
+    const auto column = [&](int i) { return 16 * ((i * WARPS + warp) * FF_CLUSTER + rank); };
+#pragma unroll
+    for (int i = 0; i < OUT_OF_WARP; ++i) {
+        typename Second::Cursor from = second.cursor(column(i), h_split * H_UNITS);
+#pragma unroll
+        for (int unit = 0; column(i) < LM_K && unit < H_UNITS; ++unit) {
+            const int number = h_split * H_UNITS + unit;
+            const int half = Second::unit_of_tile(number - unit, unit);
+            second.fetch((i * H_UNITS + unit) * Second::SLOT, number, half, from);
+        }
+    }
+    end_group();
+    Input input{x, gamma, nullptr, eps, M, 0, shared, 1.0f, nullptr, nullptr, {}};
+    input.prefetch();
+    wait_for_previous();
+    input.bring();
+    let_next_start();
+
+    wait_for_groups<1>();
+    __syncwarp();
+    float* const totals = reinterpret_cast<float*>(shared + TOTALS) + warp * LM_ROWS * 2 * OWN;
+#pragma unroll 1
+    for (int tile = 0; tile < OF_H; ++tile) {
+        Sums of_split = {};
+        typename First::Found found = {};
+        first.use(tile * First::SLOT, warp, 0, input, of_split, found);
+        Totals total = {};
+        of_split.add_to(total);
+        each(total, [&](int c, int row, float sum) { totals[row * 2 * OWN + tile * 16 + c] = sum; });
+    }
+    __syncthreads();
+#if defined(__CUDA_ARCH__)
+    wait_for_cluster();  // all blocks run, and expect bytes
+#endif
+#pragma unroll 1
+    for (int r = warp; r < LM_ROWS; r += WARPS) {
+        complete_row(shared, r);
+        char* const row = shared + RECEIVED + 4 * (r * H_LENGTH + rank * OWN);
+        send_row(shared + STAGED + 4 * r * OWN, shared + ARRIVED, [&](int i) { return row + 16 * i; });
+    }
+    wait_for_hidden(shared + ARRIVED);
+    const Hidden hidden{shared + HIDDEN};
+#pragma unroll 1
+    for (int i = warp; i < LM_ROWS * H_UNITS; i += WARPS) {
+        const int r = i / H_UNITS, unit = i % H_UNITS;
+        const float4 four = reinterpret_cast<const float4*>(shared + RECEIVED)[(r * H_UNITS + unit) * 32 + lane];
+        const float values[4] = {four.x, four.y, four.z, four.w};
+        uint2 high, low;
+        split_four(values, 1.0f, high, low);
+        hidden.blocks(r).store(high, unit, 0);
+        if (order::TERMS == 2) hidden.blocks(r).store(low, unit, 1);
+    }
+    __syncthreads();
+
+    wait_for_groups<0>();
+    __syncwarp();
+#pragma unroll 1
+    for (int i = 0; i < OUT_OF_WARP; ++i) {
+        if (column(i) >= LM_K) break;
+        Sums of_split = {};
+        typename Second::Found found = {};
+#pragma unroll
+        for (int unit = 0; unit < H_UNITS; ++unit) {
+            second.use((i * H_UNITS + unit) * Second::SLOT, h_split, unit, hidden, of_split, found);
+        }
+        Totals total = {};
+        of_split.add_to(total);
+        each(total, [&](int c, int row, float sum) {
+            if (row < M && column(i) + c < LM_K) sums[((long long)h_split * M + row) * LM_K + column(i) + c] = sum;
+        });
+    }
+}

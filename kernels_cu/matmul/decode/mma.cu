@@ -1,0 +1,317 @@
+// The products of a GPT-2 layer, and lm_head, for decoding on sm_80 and newer.
+//
+//   linear_decode_mma: few rows on tensor cores, x in one or two terms: the same bits in any batch.
+//       out = [residual +] [gelu] (x W^T * scale + bias), with x or, with LM_NORM, its LayerNorm
+//   qkv_decode_mma: linear_decode_mma, with k and v into the KV cache. q goes to an array; without residual and GELU
+//   linear_decode_sums: linear_decode_mma, with split sums of gated_sums added to the residual. Those are of
+//       matmul/decode/ffn_mma.cu
+//   rope_decode_sums: linear_decode_mma, with RMSNorm of x and split sums of gated_sums, RoPE, k and v into the KV
+//       cache. The sums belong to x. With LM_QK_NORM, heads of q and k have a norm (positions/qk_norm.cu), whose
+//       squares the blocks of a cluster add up
+//
+// lib/decode/order.cuh has the order of the additions. W is (N, K). As in matmul/decode/cores.cu, all loads of weights
+// are issued before the wait for the previous kernel, and little work is left for the time after it:
+//
+//   all warps   [ load weights | wait for x | x, its LayerNorm, as two terms | mma | sums of splits, epilogue ]
+//
+//   block   LM_COLUMNS neighbouring outputs of LM_ROWS rows
+//   warp    a split of K, of all columns: its weights, its part of x. Only a LayerNorm and the last sums need a barrier
+//   lane    LM_FLIGHT units of 128 of K in flight: of each eight columns UNIT_CHUNKS vectors of 16 bytes a unit
+//
+// A tile of an mma is 16 columns by 4 rows of both terms, or 8 columns if weights have two terms. Any number of columns
+// is possible: a last eight without a partner, and lanes without a column, multiply zeros. Whole eights are faster: an
+// mma of fewer takes as long.
+//
+// With LM_LOOP, a warp has all splits, one after the other, of LM_COLUMNS columns at a time, and continues with others
+// until all are done: for products with more columns than one grid can hold, such as lm_head. There is no barrier in
+// this loop.
+//
+// grid (ceil(N / LM_COLUMNS), or any with LM_LOOP, ceil(M / LM_ROWS)), block (32 * WARPS). `geometry` of the Python
+// module `_linear_mma` computes the dynamic shared memory. Any M and N; rows of W have a multiple of 16 bytes.
+#include "lib/storage.cuh"
+#include "lib/sm80.cuh"
+#include "lib/decode/mma.cuh"
+#include "lib/decode/mma_columns.cuh"
+#include "lib/decode/epilogues.cuh"
+#include "lib/decode/rope_epilogue.cuh"
+#include "lib/overlap.cuh"
+#include "lib/stream.cuh"
+
+// The weights of a lane: LM_FLIGHT units of its columns.
+struct Weights {
+    uint4 raw[LM_FLIGHT][UNIT_CHUNKS][VECTORS];
+    const W* w;
+    const int N;
+
+    __device__ __forceinline__ Weights(const W* w, int N) : w(w), N(N) {}
+
+    // Loads a unit of the columns from n on; beyond the columns of a warp, and beyond K, weights are zero.
+    __device__ __forceinline__ void fetch(int slot, int unit, int n) {
+        const int g = threadIdx.x % 32 / 4, k = unit * order::UNIT + threadIdx.x % 4 * order::WIDTH;
+#pragma unroll
+        for (int i = 0; i < VECTORS; ++i) {
+            const int octet = i / order::PARTS, part = i % order::PARTS;
+            const W* from = w + ((long long)part * N + Column(n + 8 * octet + g, N).n) * LM_K + k;
+#pragma unroll
+            for (int chunk = 0; chunk < UNIT_CHUNKS; ++chunk) {
+                raw[slot][chunk][i] = {};
+                if (octet >= OCTETS) continue;
+                if (8 * octet + 7 >= LM_COLUMNS && 8 * octet + g >= LM_COLUMNS) continue;
+                if (LM_K % order::UNIT && k + chunk * order::CHUNK >= LM_K) continue;
+                if (SPLITS * LENGTH > LM_K && unit * order::UNIT >= LM_K) continue;
+                typedef Vec<W, order::WIDTH> Vector;
+                raw[slot][chunk][i] = stream_in<Vector>(from + chunk * order::CHUNK).raw;
+            }
+        }
+    }
+
+    // Adds a unit to the sums of its split.
+    __device__ __forceinline__ void use(int slot, int unit, const Input& input, Sums& sums) const {
+#pragma unroll
+        for (int chunk = 0; chunk < UNIT_CHUNKS; ++chunk) {
+            order::Rows x[ROW_TILES];
+#pragma unroll
+            for (int r = 0; r < ROW_TILES; ++r) input.get(x[r], r, unit, chunk);
+#pragma unroll
+            for (int tile = 0; tile < TILES; ++tile) {
+                const uint4* const first = raw[slot][chunk] + tile * order::TILE_VECTORS;
+                const order::Columns columns(first[0], first[order::TILE_VECTORS - 1]);
+#pragma unroll
+                for (int r = 0; r < ROW_TILES; ++r) order::add_chunk(sums.of[tile][r], columns, x[r]);
+            }
+        }
+    }
+};
+
+// A block of which each warp has a split. totals: shared memory for (SPLITS, LM_ROWS, LM_COLUMNS) floats.
+template <typename End>
+__device__ __forceinline__ void multiply(const W* w, const float* scale, const float* bias, float x_scale, Input& input,
+                                         const End& end, float* totals, int N) {
+    constexpr int OUTPUTS = LM_ROWS * LM_COLUMNS, ENDS = (OUTPUTS + THREADS - 1) / THREADS;
+    const int split = threadIdx.x / 32, start = blockIdx.x * LM_COLUMNS;
+    Weights weights(w, N);
+#pragma unroll
+    for (int i = 0; i < LM_FLIGHT; ++i) weights.fetch(i, split * UNITS + i, start);
+
+    struct {
+        int m, n;
+        bool there;
+        float scale, bias, partner_scale, gamma, partner_gamma;
+        typename End::Late late;
+    } last[ENDS];
+#pragma unroll
+    for (int i = 0; i < ENDS; ++i) {
+        const int flat = i * THREADS + threadIdx.x, m = input.first + flat / LM_COLUMNS;
+        const Column column(start + flat % LM_COLUMNS, N);
+        last[i].there = flat < OUTPUTS && m < input.M && column.there;
+        last[i].m = min(m, input.M - 1), last[i].n = column.n;
+        last[i].scale = scale ? constant(scale + last[i].n) : 1.0f;
+        last[i].bias = bias ? constant(bias + last[i].n) : 0.0f;
+        if constexpr (End::TURNED) {
+            const int partner = end.partner(last[i].n);
+            last[i].partner_scale = scale ? constant(scale + partner) : 1.0f;
+            if (LM_QK_NORM) last[i].gamma = constant(end.gamma(last[i].n));
+            if (LM_QK_NORM) last[i].partner_gamma = constant(end.gamma(partner));
+        }
+    }
+    input.prefetch();
+    if (End::TURNED && LM_CLUSTER > 1) arrive_in_cluster();
+    let_next_start();
+    wait_for_previous();
+    input.bring();
+#pragma unroll
+    for (int i = 0; i < ENDS; ++i) last[i].late = end.late(last[i].m, last[i].n);
+
+    Sums sums = {};
+#pragma unroll 1
+    for (int first = 0; first < UNITS; first += LM_FLIGHT) {
+#pragma unroll
+        for (int i = 0; i < LM_FLIGHT; ++i) {
+            const int unit = first + i;
+            if (UNITS % LM_FLIGHT && unit >= UNITS) break;
+            weights.use(i, split * UNITS + unit, input, sums);
+            if (unit + LM_FLIGHT < UNITS) weights.fetch(i, split * UNITS + unit + LM_FLIGHT, start);
+        }
+    }
+    Totals of_split = {};
+    sums.add_to(of_split);
+    each(of_split, [&](int column, int row, float sum) {
+        totals[split * OUTPUTS + row * LM_COLUMNS + column] = sum;
+    });
+    __syncthreads();
+    const auto total = [&](int flat) {
+        float total = 0.0f;
+#pragma unroll
+        for (int p = 0; p < SPLITS; ++p) total += totals[p * OUTPUTS + flat];
+        return total;
+    };
+    const auto finished = [&](int flat, float scale, float bias) {
+        return order::finished(total(flat), scale, x_scale, bias);
+    };
+    if constexpr (End::TURNED) {
+        __shared__ float squares[LM_CLUSTER][LM_ROWS];
+        const HeadSums<HALF, LM_CLUSTER, LM_ROWS> heads{squares};
+        float own[ENDS], other[ENDS];
+        if (LM_CLUSTER > 1) wait_for_cluster();  // the other blocks run, so that their shared memory can be written
+#pragma unroll
+        for (int i = 0; i < ENDS; ++i) {
+            const int at = i * THREADS + threadIdx.x, flat = min(at, OUTPUTS - 1), column = flat % LM_COLUMNS;
+            const bool first = column < HALF;
+            own[i] = finished(flat, last[i].scale, last[i].bias);
+            other[i] = finished(first ? flat + HALF : flat - HALF, last[i].partner_scale, 0.0f);
+            if constexpr (LM_QK_NORM) {
+                const float real = first ? own[i] : other[i], imaginary = first ? other[i] : own[i];
+                heads.give(real, imaginary, column, flat / LM_COLUMNS, at < OUTPUTS);
+            }
+        }
+        if (LM_QK_NORM) heads.exchange();
+#pragma unroll
+        for (int i = 0; i < ENDS; ++i) {
+            if (!last[i].there) continue;
+            if (LM_QK_NORM && end.has_norm(last[i].n)) {
+                const float factor = heads.factor((i * THREADS + threadIdx.x) / LM_COLUMNS, end.eps);
+                own[i] = head_normed(own[i], factor, last[i].gamma);
+                other[i] = head_normed(other[i], factor, last[i].partner_gamma);
+            }
+            const float v = end.turned(last[i].n, own[i], other[i], last[i].late);
+            end.store(last[i].m, last[i].n, v, last[i].late);
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < ENDS; ++i) {
+            if (!last[i].there) continue;
+            const float v = finished(i * THREADS + threadIdx.x, last[i].scale, last[i].bias);
+            end.store(last[i].m, last[i].n, end.value(v, last[i].late), last[i].late);
+        }
+    }
+}
+
+// Warps that take LM_COLUMNS columns after the other, with all splits.
+template <typename End>
+__device__ __forceinline__ void multiply_all(const W* w, const float* scale, const float* bias, float x_scale,
+                                             Input& input, const End& end, int N) {
+    constexpr int ALL = order::units(LM_K);
+    static_assert(!LM_LOOP || ALL % LM_FLIGHT == 0, "the units in flight are the next ones, also of the next columns");
+    int start = ((int)blockIdx.x * WARPS + (int)threadIdx.x / 32) * LM_COLUMNS;
+    Weights weights(w, N);
+#pragma unroll
+    for (int i = 0; i < LM_FLIGHT; ++i) weights.fetch(i, i, start);
+    let_next_start();
+    wait_for_previous();
+    input.bring();
+    __syncthreads();
+
+    while (start < N) {
+        const int next = start + (int)gridDim.x * WARPS * LM_COLUMNS;
+        Totals totals = {};
+        Sums sums = {};
+#pragma unroll 1
+        for (int first = 0; first < ALL; first += LM_FLIGHT) {
+#pragma unroll
+            for (int i = 0; i < LM_FLIGHT; ++i) {
+                const int unit = first + i, later = unit + LM_FLIGHT;
+                weights.use(i, unit, input, sums);
+                if (later < ALL) weights.fetch(i, later, start);
+                else if (next < N) weights.fetch(i, later - ALL, next);
+                if (UNITS == 1 || unit + 1 == ALL || (unit + 1) % UNITS == 0) {
+                    sums.add_to(totals);
+                    sums = {};
+                }
+            }
+        }
+        each(totals, [&](int column, int row, float sum) {
+            const int n = start + column, m = input.first + row;
+            if (n >= N || m >= input.M) return;
+            const float v = order::finished(sum, scale ? scale[n] : 1.0f, x_scale, bias ? bias[n] : 0.0f);
+            const typename End::Late late = end.late(m, n);
+            end.store(m, n, end.value(v, late), late);
+        });
+        start = next;
+    }
+}
+
+template <typename End>
+__device__ __forceinline__ void run(const float* x, const float* gamma, const float* beta, float eps, int M, const W* w,
+                                    const float* scale, const float* bias, float x_scale, const End& end, int N,
+                                    const float* sums = nullptr, const float* sum_scale = nullptr) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+    extern __shared__ float4 shared[];
+    char* const rows = reinterpret_cast<char*>(shared);
+    Input input{x, gamma, beta, eps, M, (int)blockIdx.y * LM_ROWS, rows, inverse_of(x_scale), sums, sum_scale, {}};
+    float* totals = reinterpret_cast<float*>(input.shared + Input::BYTES);
+    if constexpr (LM_LOOP) multiply_all(w, scale, bias, x_scale, input, end, N);
+    else multiply(w, scale, bias, x_scale, input, end, totals, N);
+#else
+    asm("trap;");
+#endif
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, LM_BLOCKS) linear_decode_mma(
+    const float* x,                   // (M, K)
+    const float* __restrict__ gamma,  // (K), with LM_NORM
+    const float* __restrict__ beta,   // (K), with LM_NORM
+    const W* __restrict__ w,          // (N, K), or both parts
+    const float* __restrict__ scale,  // (N) or null
+    const float* __restrict__ bias,   // (N) or null
+    float x_scale,                    // of x, with two-part weights
+    const float* residual,            // (M, N) or null; may be out
+    float* out,                       // (M, N)
+    float eps, int M, int N, int gelu) {
+    run(x, gamma, beta, eps, M, w, scale, bias, x_scale, Add{residual, out, N, gelu}, N);
+}
+
+// The residual, to which LM_SUMS of splits belong, + x W^T * scale.
+extern "C" __global__ void __launch_bounds__(THREADS, LM_BLOCKS) linear_decode_sums(
+    const float* x,                       // (M, K)
+    const W* __restrict__ w,              // (N, K)
+    const float* __restrict__ scale,      // (N) or null
+    const float* sums,                    // (LM_SUMS, M, N)
+    const float* __restrict__ sum_scale,  // (N) or null
+    const float* residual,                // (M, N); may be out
+    float* out,                           // (M, N)
+    int M, int N) {
+    const AddSums<LM_SUMS> end{residual, sums, sum_scale, out, M, N};
+    run(x, nullptr, nullptr, 0.0f, M, w, scale, nullptr, 1.0f, end, N);
+}
+
+// RMSNorm(x) W^T * scale, with LM_NORM 2, where LM_SUMS of splits belong to x. RoPE turns q and k, with LM_ROPE. Row m
+// is the next token of sequence row[m], at position[m] of its cache. Tokens outside the cache are not stored.
+extern "C" __global__ void __cluster_dims__(LM_CLUSTER, 1, 1) __launch_bounds__(THREADS, LM_BLOCKS) rope_decode_sums(
+    const float* x,                       // (M, K)
+    const float* __restrict__ gamma,      // (K)
+    const W* __restrict__ w,              // (N, K), N = (n_head + 2 n_kv_head) LM_ROPE
+    const float* __restrict__ scale,      // (N) or null
+    const float* sums,                    // (LM_SUMS, M, K)
+    const float* __restrict__ sum_scale,  // (K) or null
+    const float* rotations,               // (M, LM_ROPE / 2, 2)
+    const int* row,                       // (M)
+    const int* position,                  // (M)
+    float* q,                             // (M, n_head LM_ROPE)
+    KV* k_cache,                          // (B, n_ctx, n_kv_head LM_ROPE)
+    KV* v_cache,                          // (B, n_ctx, n_kv_head LM_ROPE)
+    const float* __restrict__ gamma_q,    // (LM_ROPE), with LM_QK_NORM
+    const float* __restrict__ gamma_k,    // (LM_ROPE), with LM_QK_NORM
+    float eps, int M, int N, int n_head, int n_kv_head, int B, int n_ctx) {
+    const AppendTurned<LM_ROPE> end{rotations, q, k_cache, v_cache, row, position,
+                                    n_head, n_kv_head, B, n_ctx, gamma_q, gamma_k, eps};
+    run(x, gamma, nullptr, eps, M, w, scale, nullptr, 1.0f, end, N, sums, sum_scale);
+}
+
+// Row m is the next token of sequence row[m], at position[m] of its cache. Tokens outside the cache are not stored.
+extern "C" __global__ void __launch_bounds__(THREADS, LM_BLOCKS) qkv_decode_mma(
+    const float* x,                   // (M, K)
+    const float* __restrict__ gamma,  // (K), with LM_NORM
+    const float* __restrict__ beta,   // (K), with LM_NORM
+    const W* __restrict__ w,          // (3C, K), or both parts
+    const float* __restrict__ scale,  // (3C) or null
+    const float* __restrict__ bias,   // (3C) or null
+    float x_scale,                    // of x, with two-part weights
+    const int* row,                   // (M)
+    const int* position,              // (M)
+    float* q,                         // (M, C)
+    KV* k_cache,                      // (B, n_ctx, C)
+    KV* v_cache,                      // (B, n_ctx, C)
+    float eps, int M, int C, int B, int n_ctx) {
+    const Append end{q, k_cache, v_cache, row, position, C, B, n_ctx};
+    run(x, gamma, beta, eps, M, w, scale, bias, x_scale, end, 3 * C);
+}

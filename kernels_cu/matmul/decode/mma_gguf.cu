@@ -1,0 +1,376 @@
+// The products of decoding with weights in blocks of GGUF. The bits are those of lib/decode/order.cuh for any rows.
+//
+//   linear_decode_gguf: weights in blocks, read while the columns before are multiplied. out = [residual +] [gelu]
+//       (x W^T + bias), with x, its LayerNorm or RMSNorm; with LM_UP silu(x W^T) (x up^T) of two matrices
+//   qkv_decode_gguf: linear_decode_gguf, with k and v into the KV cache. q goes to an array; without residual and GELU
+//   linear_gguf_sums: linear_decode_gguf, with a residual to which split sums belong (lib/decode/split_sums.cuh)
+//   rope_decode_gguf: qkv_decode_gguf of a Llama, of whose heads RoPE turns those of q and k. x can have split sums
+//
+// Blocks stay, and go from columns to columns: x is brought once, and weights arrive in a ring of shared memory all the
+// time (lib/decode/mma_gguf.cuh). Two ways to divide the work have the same bits:
+//
+//   together   a block has all splits of K, of 16 columns at a time; a warp one split. For few rows, whose x fits
+//   apart      a block has one split of K, of up to 64 rows; a warp 16 columns. The blocks of a cluster have the same
+//              columns and a split each, whose sums they read from each other, after those of the next columns: block
+//              r reads rows r, r + GGUF_CLUSTER, ... Without clusters (GGUF_CLUSTER 1) a block has all splits in turn
+//
+// Where blocks of 8 rows with all splits find free multiprocessors, 9 to 64 rows have several of them, and up to 32 the
+// norm in them: SmolLM2 in Q4_1 takes 0.70 ms for 16 rows in place of 1.13, 0.79 for 32 in place of 1.51 (H200).
+//
+// A block of 64 rows has as many registers and as much shared memory as an SM, so that few warps wait for each other;
+// clusters of eight fit on 112 of the 132 multiprocessors of an H100. NVIDIA H200, us in a graph, Q4_K, 12,288 x 4,096
+// and 4,096 x 11,008 (before, with sums of 64 of K):
+//
+//   rows    1                       8
+//           10.9 (13.0)  12.1       15.2 (17.7)  16.9
+//
+// What outputs need beside their sums is loaded while these are computed: Llama 7B in Q4_K_M takes 1.90 ms for one row
+// in place of 1.94, 2.48 for 4 in place of 2.56, Llama 1B 0.50 in place of 0.55 (H100).
+//
+// On Hopper matmul/decode/wgmma_gguf.cu is for more than 8 rows, where x is rounded.
+//
+// grid (any; apart GGUF_CLUSTER times any, ceil(M / LM_ROWS)), block (32 * WARPS). `geometry` of the Python module
+// `_linear_gguf` computes the dynamic shared memory. Types begin at multiples of the columns of a block, and with
+// LM_ROPE of a head.
+#ifndef WEIGHT_GGUF
+#define WEIGHT_GGUF
+#endif
+#ifndef GGUF_TOGETHER
+#define GGUF_TOGETHER 1
+#endif
+#if GGUF_TOGETHER
+#define LM_ALONE 0
+#else
+#define LM_ALONE 1
+#endif
+#define LM_LOOP 0
+#define LM_COLUMNS 16
+#ifndef LM_FLIGHT
+#define LM_FLIGHT 4
+#endif
+#ifndef LM_NORM
+#define LM_NORM 0
+#endif
+#ifndef GGUF_CLUSTER
+#define GGUF_CLUSTER 1
+#endif
+#include "lib/storage.cuh"
+#include "lib/sm80.cuh"
+#include "lib/cluster.cuh"
+#include "lib/gate.cuh"
+#include "lib/overlap.cuh"
+#include "lib/decode/mma_gguf.cuh"
+#include "lib/decode/epilogues.cuh"
+#include "lib/decode/rope_epilogue.cuh"
+
+constexpr int ACROSS = GGUF_TOGETHER ? LM_COLUMNS : LM_COLUMNS * LM_WARPS;  // columns of a block
+constexpr int PLANE_PITCH = GGUF_TOGETHER ? ACROSS : ACROSS + 8;
+constexpr int PLANES = GGUF_TOGETHER ? 2 * SPLITS : 2;  // of sums in shared memory
+constexpr int EACH = LM_UP ? 2 : 1;  // columns of an output
+static_assert(GGUF_CLUSTER == 1 || GGUF_CLUSTER == SPLITS, "a block has a split or all of them");
+static_assert(EACH * GGUF_FROM_1 % ACROSS == 0 && EACH * GGUF_FROM_2 % ACROSS == 0, "a block has columns of one type");
+static_assert(!LM_QK_NORM && !(LM_ALONE && LM_NORM), "other kernels have these");
+
+struct Weighted {  // the matrices of a product
+    const W* w;
+    const W* up;
+    const float* bias;  // (N) or null
+    int N;
+};
+
+// The columns of a range, of which a block has every `step` groups of ACROSS.
+template <int RANGE>
+struct Range {
+    typedef gguf::OfRange<RANGE> OfRange;
+    static constexpr int FROM = OfRange::FROM;
+    static constexpr bool LAST = OfRange::LAST;
+    int first, end, step;
+
+    __device__ __forceinline__ Range(int block, int blocks, int N) {
+        constexpr int BEGIN = EACH * FROM / ACROSS;
+        first = (BEGIN + (block + blocks - BEGIN % blocks) % blocks) * ACROSS;
+        end = EACH * (LAST ? N : OfRange::NEXT), step = blocks * ACROSS;
+    }
+};
+
+// An output: a column `at` places after the first one of a block. total() gives the sum of a place.
+template <typename End>
+struct Output {
+    typename End::Late late;
+    float bias, partner_bias;
+    int m, n, at;
+    bool there;
+
+    // Loads what is needed beside the sum.
+    __device__ __forceinline__ void load(const Weighted& of, const End& end, int m_, int M, int start, int at_) {
+        const Column column(start + at_, of.N);
+        m = min(m_, M - 1), n = column.n, at = at_;
+        there = m_ < M && column.there && !(LM_UP && at % PAIRED >= PAIRED / 2);
+        late = end.late(m, n);
+        bias = of.bias ? constant(of.bias + n) : 0.0f;
+        if constexpr (End::TURNED) partner_bias = of.bias ? constant(of.bias + end.partner(n)) : 0.0f;
+    }
+
+    template <typename Total>
+    __device__ __forceinline__ void finish(const End& end, Total total) const {
+        if (!there) return;
+        const int partner = at % PAIRED < PAIRED / 2 ? at + PAIRED / 2 : at - PAIRED / 2;
+        const float v = order::finished(total(at), 1.0f, 1.0f, bias);
+        if constexpr (End::TURNED) {
+            const float other = order::finished(total(partner), 1.0f, 1.0f, partner_bias);
+            end.store(m, n, end.turned(n, v, other, late), late);
+        } else if constexpr (LM_UP) {
+            end.store(m, n, gate_of(v) * total(partner), late);
+        } else {
+            end.store(m, n, end.value(v, late), late);
+        }
+    }
+};
+
+// Shared memory after the rows of x: sums of two turns, and the rings of the warps.
+struct Shared {
+    static constexpr int PLANE = PLANES / 2 * LM_ROWS * PLANE_PITCH;
+    template <int RANGE>
+    static constexpr int SLOT_OF = Blocks<gguf::OfRange<RANGE>>::SLOT;
+    static constexpr int FIRST = SLOT_OF<0>, SECOND = SLOT_OF<1>, THIRD = SLOT_OF<2>;
+    static constexpr int MOST = FIRST > SECOND ? FIRST : SECOND, SLOT = MOST > THIRD ? MOST : THIRD;
+
+    __device__ __forceinline__ static float* plane(const Input& input, int turn) {
+        return reinterpret_cast<float*>(input.shared + Input::BYTES) + turn % 2 * PLANE;
+    }
+
+    __device__ __forceinline__ static char* ring(const Input& input, int warp) {
+        return input.shared + (Input::BYTES + 2 * 4 * PLANE + 15) / 16 * 16 + warp * LM_FLIGHT * SLOT;
+    }
+};
+
+struct Turn {  // of columns: how many a block had, and the first ones of the last
+    int count, start;
+};
+
+#if GGUF_TOGETHER
+template <int RANGE, typename End>
+__device__ __forceinline__ void multiply(const Weighted& of, Input& input, const End& end, Turn last) {
+    constexpr int OUTPUTS = LM_ROWS * ACROSS;
+    constexpr bool AT_ONCE = OUTPUTS <= THREADS;
+    const Range<RANGE> range(blockIdx.x, gridDim.x, of.N);
+    const int warp = threadIdx.x / 32;  // its split
+    typedef Blocks<gguf::OfRange<RANGE>> Of;
+    const Of blocks(of.w, of.up, Shared::ring(input, warp), of.N);
+    Stream<Of, UNITS> stream(blocks, warp * UNITS, range.first, range.step, range.end);
+    if (RANGE == 0) {
+        input.prefetch();
+        let_next_start();
+        wait_for_previous();
+        input.bring();
+    }
+#pragma unroll 1
+    for (int start = range.first; start < range.end; start += range.step) {
+        const auto load = [&](Output<End>& to, int i) {
+            to.load(of, end, input.first + i / ACROSS, input.M, start, i % ACROSS);
+        };
+        Output<End> output;
+        if (AT_ONCE && threadIdx.x < OUTPUTS) load(output, threadIdx.x);  // while the sums are computed
+        Sums sums = {};
+#pragma unroll UNROLLED
+        for (int unit = 0; unit < UNITS; ++unit) stream.use(warp, unit, input, sums);
+        Totals of_split = {};
+        sums.add_to(of_split);
+        // The others may still read the sums of the columns before, but not those before them.
+        float* const totals = Shared::plane(input, last.count);
+        last.count += 1;
+        each(of_split, [&](int column, int row, float sum) {
+            totals[warp * OUTPUTS + row * LM_COLUMNS + column] = sum;
+        });
+        __syncthreads();
+#pragma unroll 1
+        for (int i = threadIdx.x; i < OUTPUTS; i += THREADS) {
+            const int row = i / ACROSS;
+            if (!AT_ONCE) load(output, i);
+            output.finish(end, [&](int at) {
+                float halves[2] = {};
+#pragma unroll
+                for (int s = 0; s < SPLITS; ++s) {
+                    halves[s / order::HALF_SPLITS] += totals[s * OUTPUTS + row * ACROSS + at];
+                }
+                return halves[0] + halves[1];
+            });
+        }
+    }
+    if constexpr (!Range<RANGE>::LAST) multiply<RANGE + 1>(of, input, end, last);
+}
+#else
+// The sums of all blocks of a cluster, each with a split, for the rows of this block. A thread has four neighbouring
+// columns of one eight and of the next.
+template <typename End>
+__device__ __forceinline__ void add_splits(const Weighted& of, float* plane, const Input& input, const End& end,
+                                           int start) {
+    constexpr int FOURS = ACROSS / 8, OWN = (LM_ROWS + GGUF_CLUSTER - 1) / GGUF_CLUSTER * FOURS;
+    const int rank = blockIdx.x % GGUF_CLUSTER;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < OWN; i += THREADS) {
+        const int row = i / FOURS * GGUF_CLUSTER + rank, at = i % FOURS / 2 * 16 + i % 2 * 4;
+        if (row >= LM_ROWS) continue;
+        float4 each[2][GGUF_CLUSTER];
+#pragma unroll
+        for (int s = 0; s < GGUF_CLUSTER; ++s) {
+            const float* of_split = GGUF_CLUSTER > 1 ? in_block_of_cluster(plane, s) : plane;
+            const float* from = of_split + row * PLANE_PITCH + at;
+            each[0][s] = *reinterpret_cast<const float4*>(from);
+            each[1][s] = *reinterpret_cast<const float4*>(from + 8);
+        }
+        Output<End> outputs[2][4];
+        float total[2][4] = {};
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                outputs[half][e].load(of, end, input.first + row, input.M, start, at + 8 * half + e);
+            }
+            float of_splits[2][4] = {};
+#pragma unroll
+            for (int s = 0; s < GGUF_CLUSTER; ++s) {
+                const float4 v = each[half][s];
+                float (&to)[4] = of_splits[s / order::HALF_SPLITS];
+                to[0] += v.x, to[1] += v.y, to[2] += v.z, to[3] += v.w;
+            }
+#pragma unroll
+            for (int e = 0; e < 4; ++e) total[half][e] = of_splits[0][e] + of_splits[1][e];
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                outputs[half][e].finish(end, [&](int of) { return total[of - at < 8 ? 0 : 1][e]; });
+            }
+        }
+    }
+}
+
+// Waits until the sums that all blocks of the cluster had released are visible, and adds them up.
+template <typename End>
+__device__ __forceinline__ void add_last(const Weighted& of, const Input& input, const End& end, const Turn& last) {
+    if (last.count == 0) return;
+    if (GGUF_CLUSTER > 1) acquire_from_cluster();
+    else __syncthreads();
+    add_splits(of, Shared::plane(input, last.count - 1), input, end, last.start);
+}
+
+template <int RANGE, typename End>
+__device__ __forceinline__ void multiply(const Weighted& of, Input& input, const End& end, Turn last) {
+    constexpr int OF_BLOCK = GGUF_CLUSTER == 1 ? SPLITS : 1;
+    const Range<RANGE> range(blockIdx.x / GGUF_CLUSTER, gridDim.x / GGUF_CLUSTER, of.N);
+    const int warp = threadIdx.x / 32, own = warp * LM_COLUMNS, rank = blockIdx.x % GGUF_CLUSTER;
+    typedef Blocks<gguf::OfRange<RANGE>> Of;
+    const Of blocks(of.w, of.up, Shared::ring(input, warp), of.N);
+    Stream<Of, OF_BLOCK * UNITS> stream(blocks, rank * UNITS, range.first + own, range.step, range.end);
+    if (RANGE == 0) {
+        let_next_start();
+        wait_for_previous();
+        if (OF_BLOCK == 1) input.bring_split(rank), __syncthreads();
+    }
+#pragma unroll 1
+    for (int start = range.first; start < range.end; start += range.step) {
+        Totals totals = {};
+        const auto add_split = [&](Totals& to, int split) {
+            if (OF_BLOCK > 1) __syncthreads(), input.bring_split(split), __syncthreads();
+            Sums sums = {};
+#pragma unroll 1
+            for (int unit = 0; start + own < range.end && unit < UNITS; ++unit) stream.use(split, unit, input, sums);
+            sums.add_to(to);
+        };
+        if (OF_BLOCK == 1) add_split(totals, rank);
+#pragma unroll 1
+        for (int split = 0; OF_BLOCK > 1 && split < OF_BLOCK;) {
+            Totals of_half = {};
+#pragma unroll 1
+            do add_split(of_half, split);
+            while (++split < OF_BLOCK && split % order::HALF_SPLITS > 0);
+            add(totals, of_half);
+        }
+        add_last(of, input, end, last);
+        float* const plane = Shared::plane(input, last.count);
+        each(totals, [&](int column, int row, float sum) { plane[row * PLANE_PITCH + own + column] = sum; });
+        if (GGUF_CLUSTER > 1) release_to_cluster();
+        last.count += 1, last.start = start;
+    }
+    if constexpr (Range<RANGE>::LAST) {
+        add_last(of, input, end, last);
+        if (GGUF_CLUSTER > 1) sync_cluster();  // the others have read this block's sums
+    } else {
+        multiply<RANGE + 1>(of, input, end, last);
+    }
+}
+#endif
+
+template <typename End>
+__device__ __forceinline__ void run(const float* x, const float* gamma, const float* beta, float eps, int M,
+                                    const Weighted& of, const End& end, const float* sums = nullptr) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+    extern __shared__ float4 shared[];
+    char* const rows = reinterpret_cast<char*>(shared);
+    Input input{x, gamma, beta, eps, M, (int)blockIdx.y * LM_ROWS, rows, 1.0f, sums, nullptr, {}};
+    multiply<0>(of, input, end, Turn{0, 0});
+#else
+    asm("trap;");
+#endif
+}
+
+extern "C" __global__ void __cluster_dims__(GGUF_CLUSTER) __launch_bounds__(THREADS, LM_BLOCKS) linear_decode_gguf(
+    const float* x,                   // (M, K)
+    const float* __restrict__ gamma,  // (K), with LM_NORM
+    const float* __restrict__ beta,   // (K), with LM_NORM 1
+    const W* __restrict__ w,          // (N, K) in blocks
+    const W* __restrict__ up,         // (N, K) in blocks, with LM_UP
+    const float* __restrict__ bias,   // (N) or null
+    const float* residual,            // (M, N) or null; may be out
+    float* out,                       // (M, N)
+    float eps, int M, int N, int gelu) {
+    run(x, gamma, beta, eps, M, {w, up, bias, N}, Add{residual, out, N, gelu});
+}
+
+// The residual, to which LM_SUMS of splits belong, + x W^T.
+extern "C" __global__ void __cluster_dims__(GGUF_CLUSTER) __launch_bounds__(THREADS, LM_BLOCKS) linear_gguf_sums(
+    const float* x,            // (M, K)
+    const W* __restrict__ w,   // (N, K) in blocks
+    const float* sums,         // (LM_SUMS, M, N)
+    const float* residual,     // (M, N); may be out
+    float* out,                // (M, N)
+    int M, int N) {
+    const AddSums<LM_SUMS> end{residual, sums, nullptr, out, M, N};
+    run(x, nullptr, nullptr, 0.0f, M, {w, nullptr, nullptr, N}, end);
+}
+
+// Row m is the next token of sequence row[m], at position[m] of its cache. Tokens outside the cache are not stored.
+extern "C" __global__ void __cluster_dims__(GGUF_CLUSTER) __launch_bounds__(THREADS, LM_BLOCKS) qkv_decode_gguf(
+    const float* x,                   // (M, K)
+    const float* __restrict__ gamma,  // (K), with LM_NORM
+    const float* __restrict__ beta,   // (K), with LM_NORM
+    const W* __restrict__ w,          // (3C, K) in blocks
+    const float* __restrict__ bias,   // (3C) or null
+    const int* row,                   // (M)
+    const int* position,              // (M)
+    float* q,                         // (M, C)
+    KV* k_cache,                      // (B, n_ctx, C)
+    KV* v_cache,                      // (B, n_ctx, C)
+    float eps, int M, int C, int B, int n_ctx) {
+    run(x, gamma, beta, eps, M, {w, nullptr, bias, 3 * C}, Append{q, k_cache, v_cache, row, position, C, B, n_ctx});
+}
+
+extern "C" __global__ void __cluster_dims__(GGUF_CLUSTER) __launch_bounds__(THREADS, LM_BLOCKS) rope_decode_gguf(
+    const float* x,                   // (M, K)
+    const float* __restrict__ gamma,  // (K), with LM_NORM
+    const W* __restrict__ w,          // (N, K) in blocks, N = (n_head + 2 n_kv_head) LM_ROPE
+    const float* __restrict__ bias,   // (N) or null
+    const float* sums,                // (LM_SUMS, M, K), which belong to x
+    const float* rotations,           // (M, LM_ROPE / 2, 2)
+    const int* row,                   // (M)
+    const int* position,              // (M)
+    float* q,                         // (M, n_head LM_ROPE)
+    KV* k_cache,                      // (B, n_ctx, n_kv_head LM_ROPE)
+    KV* v_cache,                      // (B, n_ctx, n_kv_head LM_ROPE)
+    float eps, int M, int N, int n_head, int n_kv_head, int B, int n_ctx) {
+    const AppendTurned<LM_ROPE> end{rotations, q, k_cache, v_cache, row, position,
+                                    n_head, n_kv_head, B, n_ctx, nullptr, nullptr, 0.0f};
+    run(x, gamma, nullptr, eps, M, {w, nullptr, bias, N}, end, sums);
+}

@@ -1,0 +1,268 @@
+// The products of decoding, with the order of additions of lib/decode/order.cuh:
+//
+//   linear_decode_tiles: more rows on tensor cores, with the bits of linear_decode_mma: tiles, K split over a cluster.
+//       out = [residual +] [gelu] (x W^T * scale + bias)
+//   qkv_decode_tiles: linear_decode_tiles, with k and v into the KV cache. q goes to an array; without residual and
+//       GELU
+//
+// x (M, K) is float, W (N, K) of any type. A block computes DT_ROWS rows by DT_COLUMNS columns of the output, or with
+// DT_CLUSTER the share of K of such a tile that belongs to its place in a cluster: at 64 rows a product of GPT-2 has so
+// few tiles that a third of the GPU would do all the work, and each block would load three times as much.
+//
+//   all threads   [ weights of the first slices | wait | x of the first slices | slices ... | sums | epilogue ]
+//
+// A slice is DT_CHUNKS chunks of the order of additions. DT_STAGES slices are in shared memory; while one is multiplied
+// the later ones are being copied. Of an mma, A has 8 rows of x, each with both of its terms, and B 8 columns of w.
+//
+//   x   The thread that has copied 4 values of a row replaces them by their terms (lib/terms.cuh), which a lane loads
+//       at once; with DT_TERMS x has them already. With float weights, a warp computes the terms in registers
+//   w   a lane's vector of a column is its registers for two steps; FP8 is converted in registers. Of two-part weights
+//       the parts of a column are neighbours in shared memory
+//
+// At the end of each split its sums go to shared memory in the order of rows; from there the epilogue stores rows:
+//
+//   DT_CLUSTER 1   added to the sums of the splits before
+//   otherwise      row r to the block r % DT_CLUSTER of the cluster, which waits for the sums of all splits and adds
+//                  them in order. They arrive at a barrier: no block waits for another one except for its data
+//
+// In a group of 16 columns, those of w are at the positions for which a lane's sums of a row are of 4 neighbouring
+// columns.
+//
+// Any M and N; 16 bytes divide a row of W; arrays are aligned to 16 bytes.
+//
+// grid (DT_CLUSTER * ceil(M / DT_ROWS) * ceil(N / DT_COLUMNS)), block (32 * DT_WARPS_M * DT_WARPS_N). `shared_bytes` of
+// gpt2block/ops/_linear_mma_tiles.py computes the dynamic shared memory.
+#include "lib/storage.cuh"
+#include "lib/sm80.cuh"
+#include "lib/overlap.cuh"
+
+#ifndef DT_CLUSTER  // blocks that share the K of a tile; more than 1: sm_90 and newer
+#define DT_CLUSTER 1
+#endif
+
+#if DT_CLUSTER > 1
+#include "lib/sm90.cuh"
+#else  // older GPUs do not know clusters
+#undef __cluster_dims__
+#define __cluster_dims__(size)
+#endif
+
+#include "lib/decode/epilogues.cuh"
+#include "matmul/decode/mma_tiles.cuh"
+
+// The sums of all splits, in shared memory: a plane for each split, or with DT_CLUSTER 1 a single one.
+struct Total {
+    float* planes;
+
+    static __device__ __forceinline__ int bytes(int splits) {  // of shared memory: whole lines of the banks
+        const int planes = DT_CLUSTER > 1 ? splits : 1;
+        return (planes * OWN_ROWS * PITCH * (int)sizeof(float) + 127) / 128 * 128;
+    }
+
+#if DT_CLUSTER > 1
+    static constexpr int PLANE = OWN_ROWS * PITCH;
+    Barrier& arrived;
+
+    // Called by all threads. The barrier ends when the sums of `rows` rows of all splits have arrived.
+    __device__ __forceinline__ Total(float* planes, Barrier& arrived, int rows, int splits)
+        : planes(planes), arrived(arrived) {
+        if (threadIdx.x == 0) {
+            init(arrived, 1);
+            fence_inits();
+            arrive_and_expect(arrived, rows * splits * DT_COLUMNS * (int)sizeof(float));
+        }
+        __syncthreads();
+        arrive_in_cluster();
+    }
+
+    __device__ __forceinline__ void open() const { wait_for_cluster(); }  // before the first add
+
+    __device__ __forceinline__ void add4(int split, int row, int column, float a, float b, float c, float d) const {
+        store_at(row % DT_CLUSTER, planes + split * PLANE + row / DT_CLUSTER * PITCH + column, arrived, a, b, c, d);
+    }
+
+    __device__ __forceinline__ void close() const { wait<true>(arrived, 0, "sums"); }
+
+    template <int COUNT>
+    __device__ __forceinline__ void get(float (&totals)[COUNT], const int (&at)[COUNT], int splits) const {
+        const float* plane = planes;
+#pragma unroll 1  // short code: most blocks run it once
+        for (int split = 0; split < splits; ++split, plane += PLANE) {
+#pragma unroll
+            for (int i = 0; i < COUNT; ++i) totals[i] = split ? totals[i] + plane[at[i]] : plane[at[i]];
+        }
+    }
+#else
+    __device__ __forceinline__ void open() const {}
+
+    __device__ __forceinline__ void add4(int split, int row, int column, float a, float b, float c, float d) const {
+        float4* to = reinterpret_cast<float4*>(planes + row * PITCH + column);
+        const float4 before = split ? *to : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        *to = split ? make_float4(before.x + a, before.y + b, before.z + c, before.w + d) : make_float4(a, b, c, d);
+    }
+
+    __device__ __forceinline__ void close() const { __syncthreads(); }
+
+    template <int COUNT>
+    __device__ __forceinline__ void get(float (&totals)[COUNT], const int (&at)[COUNT], int) const {
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) totals[i] = planes[at[i]];
+    }
+#endif
+
+    __device__ __forceinline__ void add(int split, const Sums& sums, const Warp& warp, int rows) const {
+#pragma unroll
+        for (int m = 0; m < TILES_M; ++m) {
+            const int row = warp.row + 8 * m + warp.g;
+            if (row >= rows) continue;
+#pragma unroll
+            for (int n = 0; n < TILES_N; n += 2) {
+                const float(&left)[4] = sums[m][n], (&right)[4] = sums[m][n + 1];
+                add4(split, row, warp.column + 8 * n + 4 * warp.t, order::joined(left[0], left[2]),
+                     order::joined(left[1], left[3]), order::joined(right[0], right[2]),
+                     order::joined(right[1], right[3]));
+            }
+        }
+    }
+};
+
+// Stores the outputs, a row by each warp at a time. What the epilogue needs next to the first sums is loaded before
+// these have arrived.
+template <typename End>
+__device__ __forceinline__ void store(const Total& total, const Share& share, const float* scale, const float* bias,
+                                      float x_scale, float out_scale, const End& end, int own, int splits, int N) {
+    constexpr int OF_WARP = (OWN_ROWS + WARPS - 1) / WARPS, MOST = ACROSS < 8 ? 8 / ACROSS : 1;
+    constexpr int AHEAD = OF_WARP < MOST ? OF_WARP : MOST;  // rows of a warp at a time
+    const int lane = threadIdx.x % 32, left = N - share.column - lane;  // columns from the lane's first one on
+    float scales[ACROSS], biases[ACROSS];
+#pragma unroll
+    for (int j = 0; j < ACROSS; ++j) {
+        const int n = share.column + lane + 32 * j;
+        scales[j] = scale && 32 * j < left ? constant(scale + n) : 1.0f;
+        biases[j] = bias && 32 * j < left ? constant(bias + n) : 0.0f;
+    }
+#pragma unroll 1
+    for (int first = threadIdx.x / 32; first < OWN_ROWS; first += AHEAD * WARPS) {
+        typename End::Late late[AHEAD][ACROSS] = {};
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i) {
+            const int slot = first + i * WARPS, m = share.row + share.rank + slot * DT_CLUSTER;
+#pragma unroll
+            for (int j = 0; j < ACROSS; ++j) {
+                if (slot < own && 32 * j < left) late[i][j] = end.late(m, share.column + lane + 32 * j);
+            }
+        }
+        if (first < WARPS) total.close();
+        float v[AHEAD * ACROSS];
+        int at[AHEAD * ACROSS];
+#pragma unroll
+        for (int i = 0; i < AHEAD * ACROSS; ++i) {
+            at[i] = min(first + i / ACROSS * WARPS, OWN_ROWS - 1) * PITCH + lane + 32 * (i % ACROSS);
+        }
+        total.get(v, at, splits);
+#pragma unroll
+        for (int i = 0; i < AHEAD * ACROSS; ++i) {
+            v[i] = order::finished(v[i], scales[i % ACROSS], x_scale, biases[i % ACROSS]);
+        }
+        end.activate(v);
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i) {
+            const int slot = first + i * WARPS, m = share.row + share.rank + slot * DT_CLUSTER;
+#pragma unroll
+            for (int j = 0; j < ACROSS; ++j) {
+                if (slot >= own) continue;
+                float value = end.added(v[i * ACROSS + j], late[i][j]);
+                if constexpr (DT_OUT_TERMS) value = term_of<order::KIND>(value, inverse_of(out_scale));
+                if (32 * j < left) end.store(m, share.column + lane + 32 * j, value, late[i][j]);
+            }
+        }
+    }
+    if (threadIdx.x / 32 >= OWN_ROWS) total.close();
+}
+
+template <typename End>
+__device__ __forceinline__ void multiply_all(const float* x, const W* w, const float* scale, const float* bias,
+                                             float x_scale, float out_scale, const End& end, int M, int N, int K) {
+    extern __shared__ __align__(128) char shared[];
+    const Share share(M, N, K);
+    CopiesOfX copies_of_x(x, share, M, K);
+    CopiesOfW copies_of_w(w, share, N, K);
+    const Warp warp;
+    const int slices = share.slices(), rows = min(DT_ROWS, M - share.row), splits = order::splits(K);
+
+    char* stages = shared + Total::bytes(splits);
+    const int early = min(DT_STAGES - 1, slices);
+    for (int slice = 0; slice < early; ++slice) copies_of_w.next(stages + slice * STAGE);
+    let_next_start();
+#if DT_CLUSTER > 1
+    __shared__ Barrier arrived;
+    const int own = (rows - share.rank + DT_CLUSTER - 1) / DT_CLUSTER;  // rows that this block stores
+    const Total total(reinterpret_cast<float*>(shared), arrived, own, splits);
+#else
+    const int own = rows;
+    const Total total{reinterpret_cast<float*>(shared)};
+#endif
+    wait_for_previous();
+    for (int slice = 0; slice < DT_STAGES - 1; ++slice) {
+        if (slice < early) copies_of_x.next(stages + slice * STAGE);
+        end_group();
+    }
+    total.open();
+
+    const int each = order::split_length(K) / SLICE;  // slices of a split
+    char *stage = stages, *free = stages + (DT_STAGES - 1) * STAGE;
+    for (int split = share.first, slice = 0; split < share.last; ++split) {
+        Sums sums = {};
+        for (const int end = min(slice + each, slices); slice < end; ++slice) {
+            wait_for_groups<DT_STAGES - 2>();
+            copies_of_x.convert(stage, inverse_of(x_scale));
+            __syncthreads();
+            if (slice + DT_STAGES - 1 < slices) copies_of_w.next(free), copies_of_x.next(free);
+            end_group();
+            multiply(sums, stage, warp);
+            free = stage;
+            stage = stage == stages + (DT_STAGES - 1) * STAGE ? stages : stage + STAGE;
+        }
+        total.add(split, sums, warp, rows);
+    }
+
+    store(total, share, scale, bias, x_scale, out_scale, end, own, splits, N);
+}
+
+extern "C" __global__ void __cluster_dims__(DT_CLUSTER) __launch_bounds__(THREADS, DT_BLOCKS) linear_decode_tiles(
+    const float* x,                   // (M, K)
+    const W* __restrict__ w,          // (N, K), or both parts
+    const float* __restrict__ scale,  // (N) or null
+    const float* __restrict__ bias,   // (N) or null
+    float x_scale,                    // of x, with two-part weights
+    float out_scale,                  // of out's terms, with two-part weights
+    const float* residual,            // (M, N) or null; may be out
+    float* out,                       // (M, N), with DT_OUT_TERMS terms
+    int M, int N, int K, int gelu) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+    multiply_all(x, w, scale, bias, x_scale, out_scale, Add{residual, out, N, gelu}, M, N, K);
+#else
+    asm("trap;");
+#endif
+}
+
+// Row m is the next token of sequence row[m], at position[m] of its cache. Tokens outside the cache are not stored.
+extern "C" __global__ void __cluster_dims__(DT_CLUSTER) __launch_bounds__(THREADS, DT_BLOCKS) qkv_decode_tiles(
+    const float* x,                   // (M, K)
+    const W* __restrict__ w,          // (3C, K), or both parts
+    const float* __restrict__ scale,  // (3C) or null
+    const float* __restrict__ bias,   // (3C) or null
+    float x_scale,                    // of x, with two-part weights
+    const int* row,                   // (M)
+    const int* position,              // (M)
+    float* q,                         // (M, C)
+    KV* k_cache,                      // (B, n_ctx, C)
+    KV* v_cache,                      // (B, n_ctx, C)
+    int M, int K, int C, int B, int n_ctx) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+    const Append end{q, k_cache, v_cache, row, position, C, B, n_ctx};
+    multiply_all(x, w, scale, bias, x_scale, 1.0f, end, M, 3 * C, K);
+#else
+    asm("trap;");
+#endif
+}

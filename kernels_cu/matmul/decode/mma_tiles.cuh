@@ -1,0 +1,277 @@
+// The loop of matmul/decode/mma_tiles.cu over K: its constants, copies of slices to shared memory, and their products.
+// The including file defines DT_CLUSTER and includes lib/sm80.cuh.
+#pragma once
+#include "lib/storage.cuh"
+#include "lib/decode/order.cuh"
+
+#ifndef DT_ROWS  // size of a tile
+#define DT_ROWS 64
+#endif
+#ifndef DT_COLUMNS
+#define DT_COLUMNS 32
+#endif
+#ifndef DT_WARPS_M  // warps along its rows and columns
+#define DT_WARPS_M 4
+#endif
+#ifndef DT_WARPS_N
+#define DT_WARPS_N 1
+#endif
+#ifndef DT_CHUNKS  // in a slice of K: 64 bytes of a row of w
+#define DT_CHUNKS 1
+#endif
+#ifndef DT_STAGES
+#define DT_STAGES 3
+#endif
+#ifndef DT_TERMS  // whether x has terms in the place of floats (lib/terms.cuh)
+#define DT_TERMS 0
+#endif
+#ifndef DT_OUT_TERMS  // whether out has
+#define DT_OUT_TERMS 0
+#endif
+#ifndef DT_BLOCKS  // that an SM has registers for
+#define DT_BLOCKS 1
+#endif
+
+constexpr int THREADS = 32 * DT_WARPS_M * DT_WARPS_N;
+constexpr int WARP_ROWS = DT_ROWS / DT_WARPS_M, WARP_COLUMNS = DT_COLUMNS / DT_WARPS_N;
+constexpr int TILES_M = WARP_ROWS / 8, TILES_N = WARP_COLUMNS / 8;  // of a warp: rows and columns of x and w
+constexpr int SLICE = DT_CHUNKS * order::CHUNK;                      // of K
+constexpr int X_UNITS = SLICE / 4;                                     // of 16 bytes, in a row of a slice
+constexpr int PART_UNITS = SLICE * sizeof(W) / 16, W_UNITS = order::PARTS * PART_UNITS;
+constexpr int X_EACH = order::WIDTH / 4;                               // units of x that a lane has in a chunk
+constexpr int X_PITCH = 16 * X_UNITS, W_PITCH = 16 * W_UNITS;          // bytes
+constexpr int X_BYTES = DT_ROWS * X_PITCH, STAGE = X_BYTES + DT_COLUMNS * W_PITCH;
+constexpr int OWN_ROWS = (DT_ROWS + DT_CLUSTER - 1) / DT_CLUSTER;      // that a block stores
+constexpr int PITCH = DT_COLUMNS + 16;                                 // of the sums: no bank conflicts
+constexpr int WARPS = THREADS / 32, ACROSS = DT_COLUMNS / 32;          // outputs of a lane in a row
+static_assert(TILES_M * 8 * DT_WARPS_M == DT_ROWS, "a warp has whole tiles of 8 rows");
+static_assert(TILES_N % 2 == 0 && TILES_N * 8 * DT_WARPS_N == DT_COLUMNS, "a warp has whole groups of 16 columns");
+static_assert(THREADS % (2 * X_UNITS) == 0 && THREADS % (16 * W_UNITS) == 0, "the threads copy whole groups of rows");
+static_assert(WARPS <= 32 && STAGE % 128 == 0, "a block has up to 1024 threads; a stage begins with the first bank");
+static_assert(DT_COLUMNS == 32 * ACROSS, "a warp stores a row");
+static_assert(!(DT_TERMS || DT_OUT_TERMS) || !order::FLOATS, "terms have 16 bits");
+static_assert(DT_STAGES >= 2, "one slice is copied while another one is multiplied");
+
+// The byte at which a unit is in a row of shared memory: the units that 8 lanes load at a time, 4 of a row and 4 of the
+// next one, are in different banks. Rows of 64 bytes need no permutation.
+__device__ __forceinline__ int x_unit(int row, int unit) {
+    const int odd = row & 1;
+    if (X_UNITS == 4) return 16 * unit;
+    return 16 * (X_EACH == 1 ? unit ^ odd << 2 : X_EACH == 2 ? unit ^ odd : unit ^ odd ^ (unit >> 2 & 2));
+}
+
+__device__ __forceinline__ int w_unit(int row, int unit) { return 16 * (W_UNITS == 4 ? unit : unit ^ (row & 1) << 2); }
+
+// The column, in its group of 16, at position q.
+__device__ __forceinline__ int column_at(int q) { return (q & 6) * 2 + (q >> 2 & 2) + (q & 1); }
+
+// What a block multiplies: its tile, and its share of K.
+struct Share {
+    int row, column, rank;  // first row and column; place in the cluster
+    int first, last;        // splits
+    int k, K;               // start and end of the splits
+
+    __device__ __forceinline__ Share(int M, int N, int K) {
+        constexpr int SIZE = DT_CLUSTER;
+        const int tile = blockIdx.x / SIZE, tiles_m = (M - 1) / DT_ROWS + 1;
+        const int splits = order::splits(K), each = (splits + SIZE - 1) / SIZE;
+        row = tile % tiles_m * DT_ROWS;
+        column = tile / tiles_m * DT_COLUMNS;
+        rank = blockIdx.x % SIZE;
+        first = min(rank * each, splits), last = min(first + each, splits);
+        k = first * order::split_length(K);
+        this->K = min(last * order::split_length(K), K);
+    }
+
+    __device__ __forceinline__ int slices() const { return (K - k + SLICE - 1) / SLICE; }
+};
+
+// A thread's share of the slices of x: a unit of several rows.
+struct CopiesOfX {
+    static constexpr int STEP = THREADS / X_UNITS, PASSES = (DT_ROWS + STEP - 1) / STEP;  // rows
+    static constexpr int AT_ONCE = order::TWO_PART ? 2 : PASSES;  // more need too many registers
+    const float* from;  // of the next slice
+    int k, K, row, left, at, stride;  // left: rows of x from `row` on; at: bytes in a stage; stride: of the rows
+
+    __device__ __forceinline__ CopiesOfX(const float* x, const Share& share, int M, int K_) {
+        const int unit = threadIdx.x % X_UNITS;
+        row = threadIdx.x / X_UNITS;
+        k = share.k + 4 * unit, K = share.K, left = M - share.row - row;
+        at = row * X_PITCH + x_unit(row, unit);
+        from = x + (long long)(share.row + row) * K_ + k;
+        stride = K_;
+    }
+
+    __device__ __forceinline__ bool has(int pass) const { return DT_ROWS % STEP == 0 || row + pass * STEP < DT_ROWS; }
+
+    __device__ __forceinline__ void next(char* stage) {
+        const int rows = k < K ? left : 0;
+        const float* x = from;
+#pragma unroll AT_ONCE
+        for (int pass = 0; pass < PASSES; ++pass) {
+            if (has(pass)) copy16(stage + at + pass * STEP * X_PITCH, x, pass * STEP < rows);
+            x += (long long)STEP * stride;
+        }
+        from += SLICE, k += SLICE;
+    }
+
+    // Replaces the values, when they have arrived, by their terms: a lane then loads what it has of a step at once.
+    __device__ __forceinline__ void convert(char* stage, float inverse) const {
+        if constexpr (!DT_TERMS && !order::FLOATS) {
+#pragma unroll AT_ONCE
+            for (int pass = 0; pass < PASSES; ++pass) {
+                if (!has(pass)) continue;
+                char* unit = stage + at + pass * STEP * X_PITCH;
+                const float4 v = *reinterpret_cast<float4*>(unit);
+                uint4 terms;
+                split_pair<order::KIND>(v.x, v.y, inverse, terms.x, terms.y);
+                split_pair<order::KIND>(v.z, v.w, inverse, terms.z, terms.w);
+                *reinterpret_cast<uint4*>(unit) = terms;
+            }
+        }
+    }
+};
+
+// A thread's share of the slices of w: a unit of several rows of w. High parts are before the low ones of a row.
+struct CopiesOfW {
+    static constexpr int STEP = THREADS / W_UNITS, PASSES = (DT_COLUMNS + STEP - 1) / STEP, WIDE = 16 / sizeof(W);
+    const W* from;  // of the next slice
+    int k, K, row, left, at, stride;
+
+    __device__ __forceinline__ CopiesOfW(const W* w, const Share& share, int N, int K_) {
+        const int unit = threadIdx.x % W_UNITS;
+        row = threadIdx.x / W_UNITS;
+        const int n = share.column + row / 16 * 16 + column_at(row % 16);
+        k = share.k + WIDE * (unit % PART_UNITS), K = share.K, left = N - n;
+        at = X_BYTES + row * W_PITCH + w_unit(row, unit);
+        from = w + ((long long)(unit / PART_UNITS) * N + n) * K_ + k;
+        stride = K_;
+    }
+
+    __device__ __forceinline__ void next(char* stage) {
+        const int rows = k < K ? left : 0;
+        const W* w = from;
+#pragma unroll
+        for (int pass = 0; pass < PASSES; ++pass) {
+            if (DT_COLUMNS % STEP == 0 || row + pass * STEP < DT_COLUMNS) {
+                copy16(stage + at + pass * STEP * W_PITCH, w, pass * STEP < rows);
+            }
+            w += (long long)STEP * stride;
+        }
+        from += SLICE, k += SLICE;
+    }
+};
+
+struct Warp {
+    int row, column, g, t;  // first ones in the tile; the lane is 4 g + t
+
+    __device__ __forceinline__ Warp()
+        : row(threadIdx.x / 32 / DT_WARPS_N * WARP_ROWS), column(threadIdx.x / 32 % DT_WARPS_N * WARP_COLUMNS),
+          g(threadIdx.x % 32 / 4), t(threadIdx.x % 4) {}
+};
+
+// Of row g and columns 2t, 2t + 1 of each tile: the sums of the high terms, then those of the low ones.
+typedef float Sums[TILES_M][TILES_N][4];
+
+// A lane's part of a step of 8 rows of x, as A: both terms. With weights of two terms, of all steps of a chunk.
+struct RowTile {
+    static constexpr int STEPS = order::TILE_OCTETS == 1 ? order::STEPS : 1;
+    unsigned value[STEPS][4];
+
+    // row: of a stage; unit: the lane's first one. Two steps of floats are one unit.
+    __device__ __forceinline__ RowTile(const char* row, int unit, int g) {
+        if constexpr (order::FLOATS) {
+            const uint4 v = *reinterpret_cast<const uint4*>(row + x_unit(g, unit));
+            const unsigned words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                unsigned* const to = value[i / 2] + i % 2 * 2;
+                order::split_tf32(__int_as_float((int)words[i]), to[0], to[1]);
+            }
+        } else {
+#pragma unroll
+            for (int s = 0; s < STEPS; ++s) {
+                const uint4 v = *reinterpret_cast<const uint4*>(row + x_unit(g, unit + s));
+                value[s][0] = v.x, value[s][1] = v.y, value[s][2] = v.z, value[s][3] = v.w;
+            }
+        }
+    }
+};
+
+// A lane's part of a chunk of 8 columns of w.
+struct ColumnTile {
+    unsigned high[order::STEPS][2], low[order::STEPS][2];  // low: of float and two-part weights
+
+    // unit: the lane's; of two-part weights, that of the high parts.
+    __device__ __forceinline__ void take(const char* row, int unit, int g) {
+        const uint4 v = *reinterpret_cast<const uint4*>(row + w_unit(g, unit));
+        const unsigned words[4] = {v.x, v.y, v.z, v.w};
+        if constexpr (order::TWO_PART) {
+            const uint4 second = *reinterpret_cast<const uint4*>(row + w_unit(g, unit + PART_UNITS));
+            low[0][0] = second.x, low[0][1] = second.y, low[1][0] = second.z, low[1][1] = second.w;
+        }
+#pragma unroll
+        for (int s = 0; s < order::STEPS; ++s) {
+            if constexpr (order::FLOATS) {
+                order::split_tf32(__int_as_float((int)words[2 * s]), high[s][0], low[s][0]);
+                order::split_tf32(__int_as_float((int)words[2 * s + 1]), high[s][1], low[s][1]);
+            } else if constexpr (sizeof(W) == 1) {
+                order::convert_fp8(words[s], high[s][0], high[s][1]);
+            } else {
+                high[s][0] = words[2 * s], high[s][1] = words[2 * s + 1];
+            }
+        }
+    }
+};
+
+__device__ __forceinline__ void multiply(float (&c)[4], const unsigned (&x)[4], const unsigned (&w)[2]) {
+    if constexpr (order::FLOATS) mma_tf32(c, x, w);
+    else if constexpr (order::BRAIN) mma_bf16(c, x, w);
+    else mma_fp16(c, x, w);
+}
+
+// Adds a chunk of 8 rows: in the tensor cores to the sums of the split, or with weights of two terms to a part of them.
+// The mma of a step follow each other: none waits for the one before it.
+__device__ __forceinline__ void add_chunk(float (&sums)[TILES_N][4], const char* x, int unit, int g,
+                                          const ColumnTile* columns) {
+    if constexpr (order::TILE_OCTETS == 1) {
+        const RowTile rows(x, unit, g);
+#pragma unroll
+        for (int n = 0; n < TILES_N; ++n) {
+            float low[4] = {}, high[4] = {};
+#pragma unroll
+            for (int s = 0; s < order::STEPS; ++s) {
+                multiply(low, rows.value[s], columns[n].low[s]);
+                multiply(high, rows.value[s], columns[n].high[s]);
+            }
+#pragma unroll
+            for (int e = 0; e < 4; ++e) sums[n][e] += order::joined(high[e], low[e]);
+        }
+    } else {
+#pragma unroll
+        for (int s = 0; s < order::STEPS; ++s) {
+            const RowTile rows(x, unit + s, g);
+#pragma unroll
+            for (int n = 0; n < TILES_N; ++n) multiply(sums[n], rows.value[0], columns[n].high[s]);
+        }
+    }
+}
+
+// Adds the products of a slice.
+__device__ __forceinline__ void multiply(Sums& sums, const char* stage, const Warp& warp) {
+    const char* x = stage + (warp.row + warp.g) * X_PITCH;
+    const char* w = stage + X_BYTES + (warp.column + warp.g) * W_PITCH;
+#pragma unroll 1  // two at once need too many registers
+    for (int chunk = 0; chunk < DT_CHUNKS; ++chunk) {
+        const int unit = 4 * chunk + warp.t;
+        ColumnTile columns[TILES_N];
+#pragma unroll
+        for (int n = 0; n < TILES_N; ++n) {
+            columns[n].take(w + 8 * n * W_PITCH, unit, warp.g);
+        }
+#pragma unroll
+        for (int m = 0; m < TILES_M; ++m) {
+            add_chunk(sums[m], x + 8 * m * X_PITCH, unit * X_EACH, warp.g, columns);
+        }
+    }
+}

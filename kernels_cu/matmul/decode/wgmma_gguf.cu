@@ -1,0 +1,54 @@
+// The products of matmul/decode/wgmma.cu with weights in blocks of GGUF, for many rows of decoding on Hopper.
+//
+//   linear_hopper_gguf: blocks of GGUF by wgmma, with the bits of linear_decode_gguf, x as rounded terms.
+//       out = [residual +] [gelu] (x W^T + bias), or with DH_GATED, of two matrices, out = silu(x W^T) (x U^T)
+//   qkv_hopper_gguf: linear_hopper_gguf, with k and v into the KV cache. q goes to an array; without residual and GELU
+//
+// matmul/decode/wgmma_gguf_rope.cu has the latter with RoPE, lib/decode/wgmma_gguf.cuh how blocks are multiplied.
+//
+// Any M and N; K is a multiple of 128; a block's columns are of one type.
+//
+// architecture: sm_90a
+#ifndef WEIGHT_GGUF
+#define WEIGHT_GGUF
+#endif
+#ifndef TERM_COUNT
+#define TERM_COUNT 1
+#endif
+#include "lib/decode/wgmma_tile.cuh"
+#include "lib/decode/wgmma_epilogues.cuh"
+
+static_assert(TERM_COUNT == 1, "x is rounded");
+
+extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, DH_BLOCKS) linear_hopper_gguf(
+    const float* x,                  // (M, K), terms
+    const W* w,                      // (N, K) in blocks
+    const W* up,                     // (N, K) in blocks, with DH_GATED
+    const float* sums,               // (M, K / 32), of lib/chunk_sums.cuh, or null
+    const float* __restrict__ bias,  // (N) or null
+    const float* residual,           // (M, N) or null; may be out
+    float* out,                      // (M, N), with DH_OUT_TERMS terms
+    int M, int N, int K, int gelu) {
+    const Scales scales{nullptr, nullptr, bias};
+#if DH_OUT_TERMS
+    run(x, {w, up, sums}, scales, AddTerms{{{residual, out, N, gelu}}, M}, M, N, K);
+#else
+    run(x, {w, up, sums}, scales, AddTwo{{residual, out, N, gelu}}, M, N, K);
+#endif
+}
+
+// Row m is the next token of sequence row[m], at position[m] of its cache. Tokens outside the cache are not stored.
+extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, DH_BLOCKS) qkv_hopper_gguf(
+    const float* x,                  // (M, K), terms
+    const W* w,                      // (3C, K) in blocks
+    const float* sums,               // (M, K / 32), of lib/chunk_sums.cuh, or null
+    const float* __restrict__ bias,  // (3C) or null
+    const int* row,                  // (M)
+    const int* position,             // (M)
+    float* q,                        // (M, C)
+    KV* k_cache,                     // (B, n_ctx, C)
+    KV* v_cache,                     // (B, n_ctx, C)
+    int M, int K, int C, int B, int n_ctx) {
+    const AppendTwo end{{q, k_cache, v_cache, row, position, C, B, n_ctx}};
+    run(x, {w, nullptr, sums}, Scales{nullptr, nullptr, bias}, end, M, 3 * C, K);
+}

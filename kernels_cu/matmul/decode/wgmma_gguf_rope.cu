@@ -1,0 +1,34 @@
+// The product of q, k and v of matmul/decode/wgmma_gguf.cu with RoPE, as in matmul/decode/wgmma_rope.cu.
+//
+//   rope_hopper_gguf: qkv_hopper_gguf of a Llama, of whose heads RoPE turns those of q and k
+//
+// architecture: sm_90a
+#ifndef WEIGHT_GGUF
+#define WEIGHT_GGUF
+#endif
+#ifndef TERM_COUNT
+#define TERM_COUNT 1
+#endif
+#ifndef DH_ROPE  // D
+#define DH_ROPE 128
+#endif
+#include "lib/decode/wgmma_tile.cuh"
+#include "lib/decode/wgmma_epilogues.cuh"
+
+// Row m is the next token of sequence row[m], at position[m] of its cache. Tokens outside the cache are not stored.
+extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, DH_BLOCKS) rope_hopper_gguf(
+    const float* x,                  // (M, K), terms
+    const W* w,                      // (heads D, K) in blocks, heads = n_head + 2 n_kv_head
+    const float* sums,               // (M, K / 32), of lib/chunk_sums.cuh, or null
+    const float* __restrict__ bias,  // (heads D) or null
+    const float* rotations,          // (M, D / 2, 2)
+    const int* row,                  // (M)
+    const int* position,             // (M)
+    float* q,                        // (M, n_head D)
+    KV* k_cache,                     // (B, n_ctx, n_kv_head D)
+    KV* v_cache,                     // (B, n_ctx, n_kv_head D)
+    int M, int K, int n_head, int n_kv_head, int B, int n_ctx) {
+    const RopeAppend end{rotations, q, k_cache, v_cache, row, position, n_head, n_kv_head, B, n_ctx};
+    const Scales scales{nullptr, nullptr, bias};
+    run(x, {w, nullptr, sums}, scales, end, M, (n_head + 2 * n_kv_head) * HALF_HEAD, K);
+}

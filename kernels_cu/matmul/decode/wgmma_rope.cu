@@ -1,0 +1,38 @@
+// The product of q, k and v of a step of decoding: q goes to an array, k and v to the KV cache.
+//
+//   rope_decode_hopper: qkv_decode_hopper with RoPE of q and k
+//
+//   (r, i) -> (r cos a - i sin a, r sin a + i cos a)   for pair k of a head of q or k; cos a, sin a:
+//   positions/rotations.cu
+//
+// A pair is channels k and k + D / 2 of a head. The product is that of matmul/decode/wgmma.cu, which describes tiles
+// and launches: a warp has 8 rows of W and those half a head further, so that a lane has both sums of a pair. The
+// result has the bits of that product followed by positions/rope_append.cu.
+//
+// architecture: sm_90a
+#if !defined(STORAGE_BF16) && !defined(STORAGE_FP16) && !defined(WEIGHT_E5M2) && !defined(WEIGHT_E4M3)
+#define STORAGE_BF16
+#endif
+#ifndef DH_ROPE  // D
+#define DH_ROPE 128
+#endif
+#include "lib/decode/wgmma_tile.cuh"
+#include "lib/decode/wgmma_epilogues.cuh"
+
+// Row m is the next token of sequence row[m], at position[m] of its cache. Tokens outside the cache are not stored.
+extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, DH_BLOCKS) rope_decode_hopper(
+    const float* x,                       // (M, K), terms
+    const __grid_constant__ TensorMap w,  // (1, heads D, K), heads = n_head + 2 n_kv_head
+    const float* __restrict__ scale,      // (heads D) or null
+    const float* __restrict__ bias,       // (heads D) or null
+    const float* rotations,               // (M, D / 2, 2)
+    const int* row,                       // (M)
+    const int* position,                  // (M)
+    float* q,                             // (M, n_head D)
+    KV* k_cache,                          // (B, n_ctx, n_kv_head D)
+    KV* v_cache,                          // (B, n_ctx, n_kv_head D)
+    int M, int K, int n_head, int n_kv_head, int B, int n_ctx) {
+    const RopeAppend end{rotations, q, k_cache, v_cache, row, position, n_head, n_kv_head, B, n_ctx};
+    const Scales scales{scale, scale ? scale + HALF_HEAD : nullptr, bias};
+    run(x, {w, w}, scales, end, M, (n_head + 2 * n_kv_head) * HALF_HEAD, K);
+}

@@ -1,0 +1,153 @@
+// GEMM of two-part matrices on tensor cores, for sm_80 and newer:
+//
+//   out = [residual +] [gelu](a w^T + bias)     a (M, K), w (N, K), out and residual (M, N), bias (N)
+//
+//   gemm_split_mma: float32 accuracy: three products of float16 parts, sums promoted every 128 of K
+//
+// A value of a or w is (hi + lo / 2048) scale, with one scale per row, a power of two (lib/two_part.cuh). This keeps 22
+// bits of the value. The product lo lo is omitted:
+//
+//   out[m, n] = (sum hi hi + sum (hi lo + lo hi) / 2048) scale_a[m] scale_w[n]
+//
+// A tensor core truncates its sums instead of rounding them. Therefore the sum of hi hi is promoted regularly: it is
+// added to a separate float, with rounding. The second sum is 2048 times smaller and has its own accumulator.
+//
+// Infinity and NaN in a or w give the same output as in float. One exception: infinity times a number whose high part
+// is 0 (below 2^-39 of the largest in its row) gives NaN.
+//
+// out is float, or with GEMM_SPLIT_OUT 1 two-part with one scale for all rows. The caller guarantees that this scale is
+// large enough. Values more than twice too large for the scale become infinite.
+//
+// lib/matmul/mma.cuh has the tiles and the loop over K. Any M; N and K are multiples of 8; all arrays are aligned to 16
+// bytes. residual may be out.
+// Block (THREADS), grid and shared memory as in matmul/prompt/mma.cu.
+#ifndef STORAGE_FP16
+#define STORAGE_FP16
+#endif
+#define GEMM_PARTS 2
+#undef GEMM_FLOAT_OUT
+#define GEMM_FLOAT_OUT 1
+#ifndef GEMM_N
+#define GEMM_N 96
+#endif
+#ifndef GEMM_WARPS_M
+#define GEMM_WARPS_M 4
+#endif
+#include "lib/storage.cuh"
+#include "lib/fresh.cuh"
+#include "lib/fast.cuh"
+#include "lib/overlap.cuh"
+#include "lib/two_part.cuh"
+#include "lib/sm80.cuh"
+#include "lib/matmul/mma.cuh"
+
+#ifndef GEMM_SPLIT_OUT
+#define GEMM_SPLIT_OUT 0
+#endif
+
+constexpr int PROMOTED = 128;  // values along K between promotions
+static_assert(PROMOTED % GEMM_SLICE == 0, "sums are promoted between slices");
+
+struct Total {
+    Sums high, sums, cross;  // high: since the last promotion
+
+    __device__ __forceinline__ void add(const Fragments& hi, const Fragments& lo) {
+        multiply(high, hi.a, hi.w);
+        multiply(cross, hi.a, lo.w);
+        multiply(cross, lo.a, hi.w);
+    }
+
+    __device__ __forceinline__ void slice(int k) {
+        if (k % PROMOTED) return;
+#pragma unroll
+        for (int m = 0; m < FRAGS_M; ++m) {
+#pragma unroll
+            for (int n = 0; n < FRAGS_N; ++n) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) sums[m][n][i] += high[m][n][i], high[m][n][i] = 0.0f;
+            }
+        }
+    }
+
+    __device__ __forceinline__ float get(int m, int n, int i) const {
+        return sum_of(sums[m][n][i] + high[m][n][i], cross[m][n][i]);
+    }
+};
+
+struct Output {
+    const float *w_scale, *bias, *residual;
+    float* out;
+    T* parts;
+    float per_scale;  // 1 / scale of the parts
+    Sizes sizes;
+};
+
+// Stores groups of SIZE fragments; a lane stores 2 SIZE contiguous columns.
+template <int SIZE>
+__device__ __forceinline__ void store_groups(const Total& total, int first, int last, const Tile& tile,
+                                             const Warp& warp, const float (&a_scale)[FRAGS_M * 2], const Output& to) {
+    constexpr int WIDTH = 2 * SIZE;
+#pragma unroll
+    for (int f = first; f < last; f += SIZE) {
+        const int column = tile.column + warp.column + 8 * f + WIDTH * warp.t;
+        if (column >= to.sizes.N) continue;
+        const int row = tile.row + warp.row + warp.g, rows = to.sizes.M - row;
+        float scale[WIDTH], b[WIDTH] = {};
+        Vec<float, WIDTH>::load(to.w_scale + column).unpack(scale);
+        if (to.bias) Vec<float, WIDTH>::load(to.bias + column).unpack(b);
+#pragma unroll
+        for (int i = 0; i < FRAGS_M * 2; ++i) {
+            if (8 * i >= rows) continue;
+            const long long at = (long long)(row + 8 * i) * to.sizes.N + column;
+            float v[WIDTH], r[WIDTH];
+            if (GEMM_RESIDUAL) load_fresh<float, WIDTH>(to.residual + at).unpack(r);
+#pragma unroll
+            for (int e = 0; e < WIDTH; ++e) {
+                const float product = total.get(i / 2, f + e / 2, i % 2 * 2 + e % 2);
+                const float sum = scaled(product, a_scale[i], scale[e]) + b[e];
+                v[e] = GEMM_GELU ? gelu_fast(sum) : sum;
+                if (GEMM_RESIDUAL) v[e] += r[e];
+            }
+            if constexpr (GEMM_SPLIT_OUT) {
+                float low[WIDTH];
+#pragma unroll
+                for (int e = 0; e < WIDTH; ++e) v[e] *= to.per_scale;
+                low_parts(v, low);
+                Vec<T, WIDTH>::store(to.parts + at, v);
+                Vec<T, WIDTH>::store(to.parts + (long long)to.sizes.M * to.sizes.N + at, low);
+            } else {
+                Vec<float, WIDTH>::store(to.out + at, v);
+            }
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, GEMM_BLOCKS) gemm_split_mma(
+    const T* a,                         // (2, M, K): hi, lo
+    const float* a_scale,               // (M)
+    const T* __restrict__ w,            // (2, N, K)
+    const float* __restrict__ w_scale,  // (N)
+    const float* __restrict__ bias,     // (N) or null
+    const float* residual,              // (M, N), with GEMM_RESIDUAL 1
+    float* out,                         // (M, N)
+    T* out_parts,                       // (2, M, N), used instead of out with GEMM_SPLIT_OUT 1
+    float per_scale,                    // 1 / scale of the rows of out_parts
+    int M, int N, int K) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+    extern __shared__ __align__(128) char shared[];
+    let_next_start();
+    const Output to = {w_scale, bias, residual, out, out_parts, per_scale, {M, N, K}};
+    multiply_tiles<Total>(a, w, to.sizes, shared, [&](const Tile& tile, const Warp& warp, const Total& total) {
+        float scales[FRAGS_M * 2];
+#pragma unroll
+        for (int i = 0; i < FRAGS_M * 2; ++i) {
+            const int row = tile.row + warp.row + warp.g + 8 * i;
+            scales[i] = row < M ? __ldcg(a_scale + row) : 0.0f;
+        }
+        store_groups<2>(total, 0, EVEN, tile, warp, scales, to);
+        store_groups<1>(total, EVEN, FRAGS_N, tile, warp, scales, to);
+    });
+#else
+    asm("trap;");
+#endif
+}

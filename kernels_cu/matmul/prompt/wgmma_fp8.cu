@@ -1,0 +1,121 @@
+// GEMM for Hopper with FP8 weights. lib/matmul/wgmma_registers.cuh has the formula.
+//
+//   gemm_fp8_hopper: FP8 weights go through registers, which widen them, into wgmma's first operand
+//
+// Such products are bound by shared memory, which delivers 128 bytes per cycle. A slice of 64 along K for 128 x 128
+// outputs, which the tensor cores multiply in 512 cycles, moves these amounts of data in shared memory, in KB:
+//
+//                              copies   read by lanes   read by wgmma
+//   two matrices of 16 bits    32                       48
+//   FP8, widened in memory     24       8 + 16 written  48
+//   FP8, widened in registers  24       8 (as 16)       32
+//
+// wgmma needs two neighbouring values of every 8 along K in a lane. A lane therefore loads 2 bytes at a time, which
+// takes twice as long as wide loads. Exchanging parts of wide loads between lanes would take as long as the wide loads
+// save.
+//
+// NVIDIA H200, E4M3 with scales, us per launch in a graph (with weights of 16 bits; FP8 widened in memory first):
+//
+//   M       N 2304 K 768       N 3072 K 768       N 4096 K 4096        N 11008 K 4096        N 4096 K 11008
+//   512     6.4 (5.7, 12.4)    7.1 (6.3, 14.8)    25.6 (25.0, 46.2)    71.3 (65.6, 121.2)    65.9 (63.3, 116.1)
+//   1024    9.1 (8.3, 16.1)    10.8 (8.9, 17.6)   44.8 (47.0, 68.2)    137.8 (129.6, 189.5)  116.0 (123.3, 181.0)
+//
+// NVIDIA H100, 512 rows of E5M2, before and after GEMM_STREAM, which gives clusters equal parts of all slices: N 12288
+// K 4096 81.6 -> 74.8, N 11008 K 4096 75.5 -> 67.9, a prompt of 512 tokens of Llama 7B 12.89 -> 12.09 ms.
+//
+// K is a multiple of 16. The boxes of the tensor map of w are (1, GEMM_M, 64).
+//
+// architecture: sm_90a
+#if !defined(WEIGHT_E5M2) && !defined(WEIGHT_E4M3)
+#define WEIGHT_E5M2
+#endif
+#define GEMM_A_ITEM 1
+#include "lib/matmul/wgmma_registers.cuh"
+
+constexpr int STEPS = SLICE / 16;
+constexpr int UNIT_BYTES = 16;  // bytes of a row of w per step
+// Register sets for w, one per step: while one set is loaded, the products of the other sets are running.
+constexpr int AHEAD = BLOCKS_M * GEMM_GROUP_N > 320 ? 2 : 4;  // limited by free registers
+
+static_assert(STEPS % AHEAD == 0, "each step of a slice has its set of registers");
+
+// Loads and widens a lane's part of 16 values along K. from: the lane's two values of the first row. Rows that are 8
+// apart have the same swizzle.
+__device__ __forceinline__ void load_step(unsigned (&w)[BLOCKS_M][4], const char* from) {
+    unsigned two[BLOCKS_M][4];
+#pragma unroll
+    for (int i = 0; i < 4 * BLOCKS_M; ++i) {
+        const char* at = from + (i / 4 * 64 + i % 2 * 8) * A_ROW_BYTES + i % 4 / 2 * (UNIT_BYTES / 2);
+        two[i / 4][i % 4] = *reinterpret_cast<const unsigned short*>(at);
+    }
+#pragma unroll
+    for (int i = 0; i < 4 * BLOCKS_M; ++i) w[i / 4][i % 4] = W::halves(two[i / 4][i % 4], 0);
+}
+
+struct Fp8 {
+    static constexpr int BYTES = 0, FEW_REGISTERS = 24, MANY_REGISTERS = 240;
+    const TensorMap& map;
+
+    __device__ __forceinline__ void place(char*) {}
+    __device__ __forceinline__ void start() const { prefetch(map); }
+    __device__ __forceinline__ void skip(int, int) const {}
+
+    __device__ __forceinline__ void produce(const Product& p, char* ring, Barriers& barriers, const Work& at) const {
+        if (threadIdx.x / 32 != 0 || !elect_one()) return;
+        const auto load_fp8 = [&](int slice, int row, int, int stage) {
+            load_box(ring + stage * STAGE_BYTES, map, barriers.full[stage], slice * SLICE, row, 0);
+        };
+        produce_slices(barriers, at, load_fp8, [&](int slice, int, int column, int stage) {
+            p.load(ring, barriers, at.rank, slice, column, stage);
+        });
+    }
+
+    // Computes the sums of a tile. While products are running, the values of w for the next products are loaded into
+    // other registers. The lanes of a warp read 8 bytes of each of 8 rows at a time; swizzling puts these into
+    // different banks.
+    __device__ __forceinline__ void multiply(Sums& sums, const char* ring, Barriers& barriers, const Group& group,
+                                             unsigned count, const Work& at) const {
+        const int slices = at.last - at.first;
+        const int row = group.warp * 16 + group.lane / 4;
+        const int own = (group.row + row) * A_ROW_BYTES + row / 2 % 4 * UNIT_BYTES + group.lane % 4 * 2;
+        unsigned w[AHEAD][BLOCKS_M][4];
+#pragma unroll 1
+        for (int k = 0; k < slices; ++k, ++count) {
+            const char* from = arrived(ring, barriers, count);
+            if (k == slices - 1) give_turn(barriers, group);
+            const Matrix a = matrix_at(from + A_BYTES + group.column * ROW_BYTES);
+#pragma unroll
+            for (int step = 0; step < STEPS; ++step) {
+                wait_for_products<AHEAD - 1>();  // except products of the other register sets
+                load_step(w[step % AHEAD], from + (own ^ step * UNIT_BYTES));
+                fence_sums();
+#pragma unroll
+                for (int m = 0; m < BLOCKS_M; ++m) {
+                    ::multiply(sums[m], w[step % AHEAD][m], further(a, 32 * step), at.continues() || k > 0 || step > 0);
+                }
+                end_products();
+            }
+            // The products of the previous slice have ended. This code is not between two steps, because there the
+            // compiler would wait for each product.
+            if (k > 0) release(barriers, group, count - 1);
+        }
+        wait_for_products<0>();
+#pragma unroll
+        for (int m = 0; m < BLOCKS_M; ++m) pin(sums[m]);
+        release(barriers, group, count - 1);
+    }
+};
+
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1) gemm_fp8_hopper(
+    const __grid_constant__ TensorMap a,         // (1, M, K)
+    const __grid_constant__ TensorMap w,         // (1, N, K)
+    const __grid_constant__ TensorMap residual,  // (1, M, N), with GEMM_RESIDUAL
+    const __grid_constant__ TensorMap out,       // (1, M, N)
+    const float* __restrict__ w_scale,           // (N), with GEMM_SCALED
+    const float* __restrict__ bias,              // (N) or null
+    const float* residual_float,                 // (M, N); with GEMM_FLOAT_OUT, used instead of the map
+    float* out_float,                            // (M, N)
+    float* handed,                               // GEMM_STREAM: (1024 + blocks GEMM_M GEMM_N), initially zeros
+    int M, int N, int K) {
+    run(Product{a, residual, out, w_scale, bias, residual_float, out_float, handed, M, N, K}, Fp8{w});
+}

@@ -1,0 +1,205 @@
+// GEMM for Hopper with weights in GGUF blocks (lib/gguf.cuh). lib/matmul/wgmma_registers.cuh has the formula.
+//
+//   gemm_gguf_hopper: weights in blocks of GGUF become float16 in registers, rounded once, for wgmma's first operand
+//
+// A second ring, in addition to the ring of slices of a, holds blocks. For each eight rows of w, a warp of the loading
+// warpgroup copies a tile of 128 or 256 along K, whose bytes are contiguous. A lane unpacks 32 values along K of two
+// rows while the products of the previous 32 are running:
+//
+//   copies     | a 64 | a 64 | a 64 | a 64 |   blocks 256   |
+//   unpack     32 | 32 | 32 | ...
+//   multiply        32 | 32 | 32 | ...
+//
+// Prediction for 32 values along K in Q4_K, with weights computed as floats: 72 instructions per lane for its 16
+// weights. The result was 120 instructions. A warp, which waits for its own results, issued one in 4.2 cycles: 505
+// cycles for the two warpgroups of a block with 128 rows of a, of which the tensor cores need 256. With weights
+// computed as pairs of float16 there are 92 instructions, 53 of them for the weights.
+//
+// NVIDIA H100, 512 rows, us per launch in a graph (with weights of 16 bits, E5M2; for the prompt also widened in memory
+// first):
+//
+//           N 12288 K 4096     N 4096 K 4096    N 11008 K 4096    N 4096 K 11008    prompt of Llama 7B, Q4_K_M, ms
+//   Q4_K    92   (87, 80)      34  (28, 27)     79  (80, 73)      83  (68, 66)      13.2 (11.5, 12.1; 19.2)
+//   Q6_K    110                38               86                94
+//   Q8_0    104                35               78                87
+// GEMM_STREAM gives the clusters equal parts of all slices. Predicted: 74 us for N 12288 instead of 92, 67 for N 11008
+// instead of 78, because two waves of tiles had 132 multiprocessors for 1.45 and 1.3 waves of work. Before and after,
+// in one run: Q4_K 92.9 -> 76.3, 78.1 -> 69.4, Q6_K 96.4 -> 82.8, 86.5 -> 75.1, the prompt 14.02 -> 12.80 ms.
+//
+// K is a multiple of 32. The output ranges of the types begin at multiples of GEMM_M.
+//
+// architecture: sm_90a
+#ifndef WEIGHT_GGUF
+#define WEIGHT_GGUF
+#endif
+#define GEMM_A_ITEM 0  // blocks have their own ring
+#ifndef GEMM_GROUP_M
+#define GEMM_GROUP_M 64
+#endif
+#include "lib/matmul/wgmma_registers.cuh"
+#include "lib/sm80.cuh"
+#include "lib/gguf_ranges.cuh"
+
+static_assert(BLOCKS_M == 1, "a lane has two rows");
+
+constexpr int TILE_OCTETS = GEMM_M / gguf::OCTET;
+constexpr int BLOCK_BYTES = TILE_OCTETS * gguf::largest_tile();  // bytes per stage
+constexpr int GGUF_STAGES = gguf::OfRange<0>::Of::WIDE ? 2 : 3;
+
+struct Blocks {
+    struct Ring {
+        Barrier full[GGUF_STAGES], empty[GGUF_STAGES];
+        char tiles[GGUF_STAGES][BLOCK_BYTES];
+    };
+    static constexpr int BYTES = (sizeof(Ring) + 15) / 16 * 16, FEW_REGISTERS = 40, MANY_REGISTERS = 232;
+
+    const W* w;
+    Ring* ring = nullptr;
+    unsigned count = 0;  // stages used so far
+
+    __device__ __forceinline__ void place(char* own) { ring = reinterpret_cast<Ring*>(own); }
+
+    __device__ __forceinline__ void start() {
+        for (int i = 0; i < GGUF_STAGES; ++i) {
+            init(ring->full[i], 1);
+            init(ring->empty[i], GROUPS * GROUP);
+        }
+    }
+
+    // Requests the slices of a in one warp, and the blocks of w in another warp.
+    __device__ __forceinline__ void produce(const Product& p, char* slices, Barriers& barriers, const Work& at) {
+        const int warp = uniform(threadIdx.x / 32);
+        if (warp == 0 && elect_one()) {
+            const auto nothing = [](int, int, int, int) {};
+            produce_slices(barriers, at, nothing, [&](int slice, int, int column, int stage) {
+                p.load(slices, barriers, at.rank, slice, column, stage);
+            });
+        } else if (warp == 1) {
+            for (Work work = at; work.left(); work.next()) request<0>(p, work);
+        }
+    }
+
+    // Requests the blocks of a tile; each lane requests the blocks of eight rows.
+    template <int RANGE>
+    __device__ __forceinline__ void request(const Product& p, const Work& work) {
+        typedef gguf::OfRange<RANGE> OfRange;
+        typedef typename OfRange::Of Part;
+        if constexpr (!OfRange::LAST) {
+            if (work.row() >= OfRange::NEXT) return request<RANGE + 1>(p, work);
+        }
+        constexpr int SLICES = 2 * Part::UNITS;  // slices per tile of blocks
+        const int row = work.row(), begin = work.first / SLICES, end = (work.last + SLICES - 1) / SLICES;
+        const int left = max(0, (OfRange::LAST ? p.N : OfRange::NEXT) - row);  // 0: in a cluster, after the last tile
+        const int octets = min(TILE_OCTETS, (left + 7) / gguf::OCTET);
+        const int lane = threadIdx.x % 32, of_row = Part::row_bytes(p.K);
+        const W* from = w + OfRange::begin(p.K) + (long long)((row - OfRange::FROM) / gguf::OCTET + lane) * of_row;
+        for (int at = begin * Part::BYTES; at < end * Part::BYTES; at += Part::BYTES, ++count) {
+            const int stage = count % GGUF_STAGES;
+            if (count >= GGUF_STAGES) wait(ring->empty[stage], (count / GGUF_STAGES - 1) & 1, "empty of blocks");
+            if (lane == 0) arrive_and_expect(ring->full[stage], octets * Part::BYTES);
+            __syncwarp();
+            char* const to = ring->tiles[stage] + lane * Part::BYTES;
+            if (lane < octets) load_bytes(to, from + at, Part::BYTES, ring->full[stage]);
+        }
+    }
+
+    // Skips the blocks of a tile that the other group processes.
+    template <int RANGE = 0>
+    __device__ __forceinline__ void skip(int K, int row) {
+        typedef gguf::OfRange<RANGE> OfRange;
+        if constexpr (!OfRange::LAST) {
+            if (row >= OfRange::NEXT) return skip<RANGE + 1>(K, row);
+        }
+        count += OfRange::Of::row_bytes(K) / OfRange::Of::BYTES;
+    }
+
+    __device__ __forceinline__ void multiply(Sums& sums, const char* slices, Barriers& barriers, const Group& group,
+                                             unsigned slice, const Work& at) {
+        multiply_range<0>(sums, slices, barriers, group, slice, at);
+    }
+
+    template <int RANGE>
+    __device__ __forceinline__ void multiply_range(Sums& sums, const char* slices, Barriers& barriers,
+                                                   const Group& group, unsigned slice, const Work& at) {
+        typedef gguf::OfRange<RANGE> OfRange;
+        typedef typename OfRange::Of Part;
+        if constexpr (!OfRange::LAST) {
+            if (at.row() >= OfRange::NEXT) {
+                return multiply_range<RANGE + 1>(sums, slices, barriers, group, slice, at);
+            }
+        }
+        const int octet = (group.row + 16 * group.warp) / gguf::OCTET, length = at.last;
+        unsigned halves[2][2][4];  // two chunks, which alternate
+#pragma unroll 1
+        for (int unit = at.first / 2; 2 * unit < length; ++unit) {
+            const int stage = count % GGUF_STAGES, of_stage = unit % Part::UNITS;
+            if (of_stage == 0) wait(ring->full[stage], count / GGUF_STAGES & 1, "blocks");
+            const W* from = reinterpret_cast<const W*>(ring->tiles[stage]) + octet * Part::BYTES;
+            Part parts[2];
+            typename Part::Factors own[2];
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const W* tile = from + i * Part::BYTES;
+                parts[i].load(tile + Part::low_at(of_stage), tile + Part::high_at(of_stage), tile + Part::scales_at(0),
+                              of_stage, group.lane / 4);
+                own[i] = parts[i].factors(of_stage);
+            }
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int k = 2 * unit + half;
+                if (k == length) break;
+                const char* const a_at = arrived(slices, barriers, slice);
+                if (k == length - 1) give_turn(barriers, group);
+                const Matrix a = matrix_at(a_at + group.column * ROW_BYTES);
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    wait_for_products<1>();  // except products that use the other chunk's registers
+                    unpack(parts, own, 2 * half + i, halves[i]);
+                    fence_sums();
+#pragma unroll
+                    for (int s = 0; s < 2; ++s) {
+                        ::multiply(sums[0], halves[i][s], further(a, 64 * i + 32 * s), k > 0 || i > 0 || s > 0);
+                    }
+                    end_products();
+                }
+                if (k > at.first) release(barriers, group, slice - 1);  // these products have ended
+                ++slice;
+            }
+            // Releases the stage only after all loaded values have been used: right after the loads, a copy into the
+            // stage overtook some of them. Each lane arrives for its own loads, as in lib/decode/wgmma_gguf.cuh.
+            if (of_stage + 1 == Part::UNITS || 2 * unit + 2 >= length) {
+                arrive(ring->empty[stage]);
+                ++count;
+            }
+        }
+        wait_for_products<0>();
+        pin(sums[0]);
+        release(barriers, group, slice - 1);
+    }
+
+    // Unpacks a lane's part of a chunk of rows g and g + 8, for two steps.
+    template <typename Part>
+    __device__ __forceinline__ static void unpack(const Part (&parts)[2], const typename Part::Factors (&own)[2],
+                                                  int chunk, unsigned (&to)[2][4]) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            unsigned pairs[4];
+            parts[i].halves(chunk, own[i], pairs);
+            gguf::place(pairs, i, to);
+        }
+    }
+};
+
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1) gemm_gguf_hopper(
+    const __grid_constant__ TensorMap a,         // (1, M, K)
+    const W* w,                                  // (N, K) in blocks
+    const __grid_constant__ TensorMap residual,  // (1, M, N), with GEMM_RESIDUAL
+    const __grid_constant__ TensorMap out,       // (1, M, N)
+    const float* __restrict__ w_scale,           // (N), with GEMM_SCALED
+    const float* __restrict__ bias,              // (N) or null
+    const float* residual_float,                 // (M, N); with GEMM_FLOAT_OUT, used instead of the map
+    float* out_float,                            // (M, N)
+    float* handed,                               // GEMM_STREAM: (1024 + blocks GEMM_M GEMM_N), initially zeros
+    int M, int N, int K) {
+    run(Product{a, residual, out, w_scale, bias, residual_float, out_float, handed, M, N, K}, Blocks{w});
+}

@@ -1,0 +1,172 @@
+// RMSNorm of the residual stream of a model: out = x * r * weight, r = 1 / sqrt(mean(x^2) + eps), over each row.
+//
+//   x (M, C) float, weight (C) float, out (M, C) of T: float for decoding, 16 bits as operand of tensor cores; with
+//   RS_TERMS, out holds the terms of its values (lib/terms.cuh), for the products of decoding
+//
+//   rmsnorm_stream: the float32 rows of a model: bits that do not depend on the batch, out in any dtype, overlapping
+//       launches
+//   rmsnorm_sums: rmsnorm_stream of x plus the split sums of a feed-forward (gated_sums). matmul/decode/ffn_mma.cu has
+//       stored these sums
+//   rmsnorm_add: the norm of a result added to the residual stream, in place: out = residual + x * r * weight
+//   operand_rows: x itself without a norm, in the formats of rmsnorm_stream, for products that read the residual stream
+//
+// Differences from norms/rmsnorm.cu: the order of additions depends only on C; x is float for every dtype of out; and
+// the weights are loaded before the previous kernel has ended (lib/overlap.cuh).
+//
+// One block per row. Each thread keeps its part of the row in registers, up to RS_HELD loads; the parts of longer rows
+// are read again from the L2 cache. x and weight are aligned to RS_WIDTH floats, out to RS_WIDTH elements. Grid (M),
+// block (RS_THREADS).
+#include "lib/common.cuh"
+#include "lib/fresh.cuh"
+#include "lib/overlap.cuh"
+#include "lib/rows.cuh"
+#include "lib/sm80.cuh"
+#include "lib/chunk_sums.cuh"  // includes lib/terms.cuh
+#include "lib/decode/split_sums.cuh"
+
+#ifndef RS_C
+#define RS_C 4096
+#endif
+#ifndef RS_WIDTH  // values per load: gcd(4, RS_C)
+#define RS_WIDTH 4
+#endif
+#ifndef RS_THREADS  // a multiple of 32
+#define RS_THREADS 256
+#endif
+#ifndef RS_TERMS  // kind of terms in out, which is float; 0: no terms
+#define RS_TERMS 0
+#endif
+#ifndef RS_SUMS  // rmsnorm_sums: splits of the product
+#define RS_SUMS 1
+#endif
+#ifndef RS_HELD  // maximum loads of a row that a thread keeps in registers
+#define RS_HELD 8
+#endif
+
+constexpr int STEP = RS_THREADS * RS_WIDTH;
+constexpr int LOADS = (RS_C + STEP - 1) / STEP;  // loads per thread
+constexpr bool HELD = LOADS <= RS_HELD;
+typedef Vec<float, RS_WIDTH> Values;
+constexpr int LAST_PAIR = (RS_WIDTH - 1) / 2;
+static_assert(!RS_TERMS || RS_WIDTH % 2 == 0, "a thread has whole pairs");
+static_assert(!TERM_SUMS || RS_C % 128 == 0, "a warp has whole chunks");
+
+// Calls use(i, c) for each of the thread's loads: i: index of the load, c: its first channel.
+template <typename Use>
+__device__ __forceinline__ void each_load(Use use) {
+#pragma unroll(HELD ? LOADS : 1)
+    for (int i = 0; i < LOADS; ++i) {
+        const int c = i * STEP + threadIdx.x * RS_WIDTH;
+        if (c < RS_C) use(HELD ? i : 0, c);
+    }
+}
+
+// Stores values of the block's row, starting at channel c, or their terms. out_scale: scale of two-part terms.
+__device__ __forceinline__ void store(T* out, float out_scale, int c, const float (&v)[RS_WIDTH]) {
+    if constexpr (RS_TERMS) {
+        const long long first = term_place(blockIdx.x, c, gridDim.x, RS_C);
+        unsigned high[(RS_WIDTH + 1) / 2], low;
+#pragma unroll
+        for (int e = 0; e + 1 < RS_WIDTH; e += 2) {
+            split_pair<RS_TERMS>(v[e], v[e + 1], inverse_of(out_scale), high[e / 2], low);
+            const long long place = further_place(first, e);
+            narrow_to(out[place], __int_as_float((int)high[e / 2]));
+            if (has_low()) narrow_to(out[low_place(place)], __int_as_float((int)low));
+        }
+        if constexpr (TERM_SUMS) store_sum_of_fours(out, high[0], high[LAST_PAIR], blockIdx.x, c, gridDim.x, RS_C);
+    } else {
+        Vec<T, RS_WIDTH>::store(out + (long long)blockIdx.x * RS_C + c, v);
+    }
+}
+
+// Normalises the block's row. read(c) returns values starting at channel c; write(c, v) receives the normalised values.
+template <typename Read, typename Write>
+__device__ __forceinline__ void normalize(const float* weight, float eps, Read read, Write write) {
+    __shared__ float scratch[RS_THREADS / 32];
+    Values rows[HELD ? LOADS : 1], weights[HELD ? LOADS : 1];
+    if (HELD) each_load([&](int i, int c) { weights[i] = load_parameters<RS_WIDTH>(weight + c); });
+    let_next_start();
+    wait_for_previous();
+    if (HELD) each_load([&](int i, int c) { rows[i] = read(c); });
+
+    float square = 0.0f;
+    each_load([&](int i, int c) {
+        float v[RS_WIDTH];
+        (HELD ? rows[i] : read(c)).unpack(v);
+#pragma unroll
+        for (int e = 0; e < RS_WIDTH; ++e) square += v[e] * v[e];
+    });
+    const float r = rsqrtf(Team<RS_THREADS, 1>::sum(square, scratch) * (1.0f / RS_C) + eps);
+
+    each_load([&](int i, int c) {
+        float v[RS_WIDTH], w[RS_WIDTH];
+        (HELD ? rows[i] : read(c)).unpack(v);
+        (HELD ? weights[i] : Values::load(weight + c)).unpack(w);
+#pragma unroll
+        for (int e = 0; e < RS_WIDTH; ++e) v[e] *= r * w[e];
+        write(c, v);
+    });
+}
+
+extern "C" __global__ void __launch_bounds__(RS_THREADS) rmsnorm_stream(
+    const float* x,                    // (M, C)
+    const float* __restrict__ weight,  // (C)
+    T* out,                            // (M, C)
+    float out_scale,                   // scale of two-part terms
+    float eps) {
+    const float* from = x + (long long)blockIdx.x * RS_C;
+    normalize(weight, eps, [&](int c) { return load_fresh<float, RS_WIDTH>(from + c); },
+              [&](int c, const float (&v)[RS_WIDTH]) { store(out, out_scale, c, v); });
+}
+
+extern "C" __global__ void __launch_bounds__(RS_THREADS) rmsnorm_add(
+    const float* x,                    // (M, C)
+    const float* __restrict__ weight,  // (C)
+    const float* residual,             // (M, C)
+    float* out,                        // (M, C); may be residual
+    float eps) {
+    const long long row = (long long)blockIdx.x * RS_C;
+    normalize(weight, eps, [&](int c) { return load_fresh<float, RS_WIDTH>(x + row + c); },
+              [&](int c, float (&v)[RS_WIDTH]) {
+                  float old[RS_WIDTH];
+                  load_fresh<float, RS_WIDTH>(residual + row + c).unpack(old);
+#pragma unroll
+                  for (int e = 0; e < RS_WIDTH; ++e) v[e] += old[e];
+                  Values::store(out + row + c, v);
+              });
+}
+
+extern "C" __global__ void __launch_bounds__(RS_THREADS) operand_rows(
+    const float* x,   // (M, C)
+    T* out,           // (M, C)
+    float out_scale)  // scale of two-part terms
+{
+    let_next_start();
+    wait_for_previous();
+    const float* from = x + (long long)blockIdx.x * RS_C;
+    each_load([&](int, int c) {
+        float v[RS_WIDTH];
+        load_fresh<float, RS_WIDTH>(from + c).unpack(v);
+        store(out, out_scale, c, v);
+    });
+}
+
+extern "C" __global__ void __launch_bounds__(RS_THREADS) rmsnorm_sums(
+    const float* x,                       // (M, C)
+    const float* __restrict__ weight,     // (C)
+    const float* sums,                    // (RS_SUMS, M, C)
+    const float* __restrict__ sum_scale,  // (C) or null
+    T* out,                               // (M, C)
+    float eps) {
+    const long long row = (long long)blockIdx.x * RS_C, values = (long long)gridDim.x * RS_C;
+    const auto read = [&](int c) {
+        SplitSums<RS_SUMS, RS_WIDTH> added;
+        float v[RS_WIDTH];
+        load_fresh<float, RS_WIDTH>(x + row + c).unpack(v);
+        added.load(sums + row + c, values, sum_scale ? sum_scale + c : nullptr);
+#pragma unroll
+        for (int e = 0; e < RS_WIDTH; ++e) v[e] = added.added_to(v[e], e);
+        return Values::pack(v);
+    };
+    normalize(weight, eps, read, [&](int c, const float (&v)[RS_WIDTH]) { store(out, 1.0f, c, v); });
+}
