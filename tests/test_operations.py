@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import kernel_index
 import numpy as np
 import pytest
 from rich.console import Console
@@ -20,7 +21,7 @@ from gpt2block.cli.kernels import draw_sweep, print_series
 from gpt2block.cuda import kernels, timing
 from gpt2block.cuda.arrays import Bound
 from gpt2block.ops.call import UncheckedCall
-from gpt2block.ops.registry import OPERATIONS, Operation, all_sizes, find, markdown, parse_sizes
+from gpt2block.ops.registry import OPERATIONS, Operation, all_sizes, find, parse_sizes
 from tests.benches import drawn
 from tests.command_line import gpt2block, printed
 
@@ -79,8 +80,11 @@ def test_an_operation_has_a_numpy_meaning_and_counts(operation: Operation) -> No
 
 
 def test_the_table_of_the_kernels_is_the_registry() -> None:
-    text = (kernels.SOURCE_DIR / "README.md").read_text(encoding="utf-8")
-    assert markdown() in text
+    text = kernel_index.INDEX.read_text(encoding="utf-8")
+    assert kernel_index.written(text) == text, "run python tools/kernel_index.py"
+    models = [row for row in kernel_index.table().splitlines() if "decoding" in row]
+    assert models
+    assert not any("[`learn/" in row for row in models)
 
 
 def test_an_unknown_operation_or_variant_lists_the_known_ones() -> None:

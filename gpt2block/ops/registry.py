@@ -81,7 +81,6 @@ __all__ = [
     "all_sizes",
     "bind",
     "find",
-    "markdown",
     "parse_sizes",
 ]
 
@@ -126,20 +125,6 @@ def stated_sizes(operation: Operation, text: str | None) -> dict[str, int]:
             continue
         raise InputError(Argument("shape"), f" {part.strip()!r}: {problem}")
     return sizes
-
-
-def markdown() -> str:
-    """Return the table of kernels for kernels_cu/README.md, with one row per variant."""
-    figures = "../docs/performance.md"
-    rows = ["| operation | variant | file | kernels | idea |", "|---|---|---|---|---|"]
-    for operation in OPERATIONS.values():
-        for variant in operation.table:
-            names = ", ".join(f"`{name}`" for name in variant.kernels)
-            rows.append(
-                f"| [{operation.name}]({figures}#{operation.name}) | {variant.name} "
-                f"| [`{variant.file}`]({variant.file}) | {names} | {variant.idea} |"
-            )
-    return "\n".join(rows)
 
 
 def all_sizes(operation: Operation) -> list[dict[str, int]]:

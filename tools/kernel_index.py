@@ -1,0 +1,63 @@
+"""The table of kernels_cu/README.md: each kernel, its idea, and the parts of models that run it.
+
+    python tools/kernel_index.py
+
+writes the table anew, from the registry of operations and tests/golden/kernels.txt.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from kernel_uses import GOLDEN, PROMPTS, Use, read
+
+from gpt2block.ops.registry import OPERATIONS
+
+INDEX = Path(__file__).parents[1] / "kernels_cu" / "README.md"
+HEAD = "| operation | variant | file | kernels | runs in | idea |\n|---|---|---|---|---|---|\n"
+TABLE = re.compile(re.escape(HEAD) + r"(\|.*\n)+")
+FIGURES = "../docs/performance.md"
+
+
+def parts_of(uses: set[Use]) -> str:
+    """Return the parts of models and blocks in which kernels run, in the order of their time."""
+    parts, found = {use.part for use in uses}, []
+    if "load" in parts:
+        found.append("loading")
+    if parts & {*PROMPTS} - {"load"}:
+        found.append("prompts")
+    if any(part.isdigit() or part in ("guesses", "draft") for part in parts):
+        found.append("decoding")
+    if {use.model for use in uses if use.part in ("skeleton", "fused")}:
+        found.append("blocks")
+    oldest = min((use.capability for use in uses), default="7.5", key=float)
+    newest = max((use.capability for use in uses), default="9.0", key=float)
+    gpus = {("7.5", "9.0"): "", ("8.0", "9.0"): ", sm_80 on", ("9.0", "9.0"): ", sm_90"}
+    return ", ".join(found) + gpus.get((oldest, newest), f", sm_{oldest.replace('.', '')} alone")
+
+
+def table() -> str:
+    """Return the table, with one row per variant. A kernel of no model has a dash."""
+    uses, rows = read(GOLDEN.read_text(encoding="utf-8")), []
+    for operation in OPERATIONS.values():
+        for variant in operation.table:
+            ran = [uses.get(f"{variant.file} {name}", set()) for name in variant.kernels]
+            runs_in = parts_of(set().union(*ran)) if any(ran) else "–"
+            names = ", ".join(f"`{name}`" for name in variant.kernels)
+            rows.append(
+                f"| [{operation.name}]({FIGURES}#{operation.name}) | {variant.name} "
+                f"| [`{variant.file}`]({variant.file}) | {names} | {runs_in} | {variant.idea} |\n"
+            )
+    return HEAD + "".join(rows)
+
+
+def written(text: str) -> str:
+    """Return the text of the index with a new table."""
+    found = TABLE.search(text)
+    assert found is not None
+    return text[: found.start()] + table() + text[found.end() :]
+
+
+if __name__ == "__main__":
+    INDEX.write_text(written(INDEX.read_text(encoding="utf-8")), encoding="utf-8")
