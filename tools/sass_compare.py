@@ -147,7 +147,8 @@ def main() -> None:
     args = parser.parse_args()
     trees = [tree.resolve() for tree in args.trees]
     names = dict(line.split() for line in args.names.read_text().splitlines()) if args.names else {}
-    pairs = pairs_of(*(launches(tree, args.programs) for tree in trees), names)
+    old, new = (launches(tree, args.programs) for tree in trees)
+    pairs = pairs_of(old, new, names)
     chosen = [pair for pair in pairs if args.only in str(pair)]
     both = [(a, b) for a, b in chosen if a and b]
     both = both[:: -(-len(both) // args.limit)] if args.limit else both
