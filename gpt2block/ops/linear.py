@@ -254,7 +254,7 @@ def _by_wgmma(
     args: tuple[Any, ...],
     launch: Callable[..., Launch] = hopper.launch,
 ) -> Launch:
-    """A kernel of matmul/decode_hopper*.cu; args: the arguments after the matrices."""
+    """A kernel of matmul/decode/wgmma*.cu; args: the arguments after the matrices."""
     if compute_capability() != HOPPER_CAPABILITY:
         raise UnsupportedCall(
             "needs a GPU of compute capability 9.0 (Hopper): use variant mma_tiles"
