@@ -24,7 +24,7 @@ from gpt2block.ops.registry import OPERATIONS, Operation
 def list_operations(out: Console) -> None:
     """Print a line for every operation: its name, the number of its variants and its formula."""
     table = new_table(("operation",), ("variants",))
-    table.add_column("", overflow="fold")
+    table.add_column("")
     for operation in OPERATIONS.values():
         table.add_row(operation.name, str(len(operation.table)), escape(operation.idea))
     print_table(out, table)
