@@ -460,7 +460,7 @@ def test_what_has_no_terms(device: Any) -> None:
     in_order = Terms("float16", 2, rounded=True, summed=True)
     for C, kind_of in ((64, in_order), (128, in_order._replace(rounded=False))):
         wide = cupy.asarray(plain.normal(0, 2, C)), cupy.asarray(plain.normal(1, C))
-        with pytest.raises(InputError, match=f"of {C} of {C} channels: expected terms in order, 3"):
+        with pytest.raises(InputError, match=f"of {C} of {C} channels: expected rounded "):
             RMSNORM.bind(wide, variant="stream", to_terms=kind_of)
     k, at = cupy.asarray(plain.normal(1, 1, 4, 64)), cupy.asarray(np.zeros(2, np.int32))
     with pytest.raises(

@@ -64,7 +64,7 @@ def check_terms(terms: Terms | None, channels: int, together: int = 1) -> None:
     multiple = LINE if terms.width else 2
     if channels % multiple:
         raise InputError(
-            f"terms of {terms}: expected a multiple of {multiple} channels, got {channels:,}"
+            f"terms of {terms}: expected channels in multiples of {multiple}, got {channels:,}"
         )
 
 

@@ -60,7 +60,7 @@ def _take(c: Call) -> Launch:
     """Launch take_guesses; `Guesses.begin` launches begin_guesses."""
     if not 0 < c.together <= c.K + 1 or c.M % c.together:
         raise InputError(
-            f"together: expected a divisor of {c.M} rows from 1 to {c.K + 1}, got {c.together}"
+            f"together: expected 1 to {c.K + 1}, a divisor of {c.M} rows, got {c.together}"
         )
     rows = (c.drawn, c.likely, c.slot_row, c.slot_token, c.slot_position, c.slot_turn)
     kept = (c.history, c.guess, c.left, c.position, c.step, c.token, c.logprob, c.seen, c.counts)
