@@ -208,21 +208,21 @@ OUT_OF_BOUNDS: dict[str, tuple[str, Launch, str, str, str]] = {  # name → text
         attention,
         "if (tid < HS) q[tid] =",
         "if (tid <= HS) q[tid] =",
-        r"attention/skeleton\.cu:\d+.*index 16 out of bounds for type 'float \[16\]'",
+        r"learn/attention/skeleton\.cu:\d+.*index 16 out of bounds for type 'float \[16\]'",
     ),
     "static-shared-inner-index": (  # still inside the array as a whole
         "learn/matmul/skeleton.cu",
         matmul,
         "k < TILE;",
         "k <= TILE;",
-        r"matmul/skeleton\.cu:\d+.*index 16 out of bounds",
+        r"learn/matmul/skeleton\.cu:\d+.*index 16 out of bounds",
     ),
     "dynamic-shared": (
         "learn/attention/skeleton.cu",
         attention,
         "j < n_keys; j += GROUPS",
         "j <= n_keys; j += GROUPS",
-        r"heap-buffer-overflow attention/skeleton\.cu:\d+ in attend<true>(.|\n)*READ of size 4"
+        r"heap-buffer-overflow learn/attention/skeleton\.cu:\d+ in attend<true>(.|\n)*READ of size 4"
         r"(.|\n)* 0 bytes (?:to the right of|after) 132-byte region",
     ),
 }

@@ -199,7 +199,7 @@ def test_a_users_file_is_compiled_whole(tmp_path: Path) -> None:
 
 def test_an_unknown_file_lists_the_known_ones() -> None:
     with pytest.raises(
-        KernelError, match=r"expected one of attention/cached\.cu, .*elementwise/gelu\.cu, "
+        KernelError, match=r"expected one of attention/cache/kv_cache\.cu, .*elementwise/cap\.cu, "
     ):
         kernels.read_source("flash.cu")
 

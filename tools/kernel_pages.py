@@ -24,7 +24,7 @@ _INCLUDE = re.compile(r'^\s*#\s*include "([^"]+)"', re.MULTILINE)
 _FUNCTION = re.compile(
     r"__device__[^;{}()=]*?(?:\([^)]*\)[^;{}()=]*?)?\b(?!operator)(\w*[a-z]\w*)\("
 )
-_CODE = re.compile(r"`[^`]+`|\b\w+/\w+\.cuh?\b|\b[A-Za-z]\w*_\w+\b")  # code in a comment
+_CODE = re.compile(r"`[^`]+`|\b(?:\w+/)+\w+\.cuh?\b|\b[A-Za-z]\w*_\w+\b")  # code in a comment
 _SPECIAL = re.compile(r"[\\*_{}\[\]()#+!|-]")  # characters with a meaning in Markdown
 
 

@@ -46,7 +46,7 @@ SEARCH = {
 }
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s:#]+)((?:#[^)\s]*)?)\)")
 CODE = re.compile(r"^( *)```.*?^\1```$", re.DOTALL | re.MULTILINE)
-KERNEL = re.compile(rf"{LINK.pattern}|`(\w+/\w+\.cuh?)`")
+KERNEL = re.compile(rf"{LINK.pattern}|`((?:\w+/)+\w+\.cuh?)`")
 LINE = re.compile(r'<a id="__codelineno-\d+-(\d+)" name="[^"]*"></a><a href="[^"]*">')
 
 

@@ -84,7 +84,7 @@ def _shown(
     line: line of the first kernel. constants: values of the macros for the model's heads that a
     file of attention kernels defines.
     """
-    known = _constants(file) if file.startswith("attention/") else set()
+    known = _constants(file) if "attention/" in file else set()
     return {
         "plan": plan,
         "file": file,
@@ -100,7 +100,7 @@ def _constants(file: str) -> set[str]:
     """Return macros that can be set for a file and for the attention headers that it includes."""
     text = kernels.read_source(file)
     found = set(re.findall(r"^#ifndef (\w+)", text, re.MULTILINE))
-    headers = re.findall(r'^#include "(attention/[^"]+)"', text, re.MULTILINE)
+    headers = re.findall(r'^#include "(.*attention/[^"]+)"', text, re.MULTILINE)
     return found.union(*map(_constants, headers))
 
 

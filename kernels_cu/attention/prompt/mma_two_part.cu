@@ -8,7 +8,7 @@
 // x = (hi + lo / 2048) scale[row], where scale is a power of two (lib/two_part.cuh). The products are hi hi + (hi lo +
 // lo hi) / 2048, the last two in a separate accumulator.
 //
-//   parts (2, rows, W)       hi, then lo; rows [Q | K | V] as in attention/prompt/mma.cu; scale (rows): one for all three
+//   parts (2, rows, W)       hi, then lo; rows [Q | K | V] as in attention/prompt/mma.cu; scale (rows): of all three
 //   out_parts (2, rows, C)   the rows of all sequences, one sequence after the other: lib/attention/mma_work.cuh
 //   out_scale (rows)         the largest scale of the rows that row i sees, which bounds their weighted average
 //
