@@ -222,8 +222,8 @@ OUT_OF_BOUNDS: dict[str, tuple[str, Launch, str, str, str]] = {  # name → text
         attention,
         "j < n_keys; j += GROUPS",
         "j <= n_keys; j += GROUPS",
-        r"heap-buffer-overflow learn/attention/skeleton\.cu:\d+ in attend<true>(.|\n)*READ of size 4"
-        r"(.|\n)* 0 bytes (?:to the right of|after) 132-byte region",
+        r"heap-buffer-overflow learn/attention/skeleton\.cu:\d+ in attend<true>(.|\n)*READ of "
+        r"size 4(.|\n)* 0 bytes (?:to the right of|after) 132-byte region",
     ),
 }
 
