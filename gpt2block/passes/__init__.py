@@ -1,10 +1,10 @@
 """Forward passes: an architecture is three functions, for every pass and every machine.
 
-forward       the order of the halves of the blocks, and what a pass ends with
-blocks        a step for each operation, and the fused block
-prefill       the new tokens of all sequences as rows of one matrix
-decoding      a token for each row of a kv_cache
-machine       what runs steps; others are in `gpt2block.run`
+forward       the order of the halves of the blocks, and the outputs of a pass
+blocks        a pass with one step per operation, and the fused block
+prefill       passes over the new tokens of all sequences as rows of one matrix
+decoding      passes over one token for each row of a kv_cache
+machine       the interface that runs steps; implementations are in `gpt2block.run`
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from gpt2block.passes import forward as _forward
 from gpt2block.passes.blocks import BlockPass, ModelStepPass, PassSettings, StepPass
 from gpt2block.passes.machine import Outline, Step, two_part_of
 
-# The int32 arrays that describe a batch of packed sequences: tokens (N,), their positions (N,) and
-# sequences (N,); the start of each sequence in the rows (B + 1,) and in the kv_cache (B,); the row
-# of its last token (ends,); the token after each one (N,).
+# Names of the int32 arrays that describe a batch of packed sequences. For each token: its id,
+# position, sequence and target, the next token's id (N,). For each sequence: its first row
+# (B + 1,), its first position (B,) and the row of its last token (ends,).
 BATCH = ("tokens", "positions", "row", "cu_seqlens", "start", "last", "targets")
 
 
 def names_of(config: ModelConfig) -> set[str]:
-    """The names of the tensors of a model's passes."""
+    """Return the names of all tensors that a model's passes can read."""
     shapes = model_shapes(config)
     constants = architecture_of(config).constants(config, dict.fromkeys(shapes, 1.0))
     caches = (f"h.{n}.{half}" for n in range(config.n_layer) for half in "kv")
@@ -33,7 +33,7 @@ def names_of(config: ModelConfig) -> set[str]:
 
 
 def model_steps(config: ModelConfig) -> list[Step]:
-    """The steps from tokens to logits, one for each operation, without arrays."""
+    """Return the steps from tokens to logits, one for each operation, without running them."""
     do = Outline(names_of(config))
     _forward.forward(
         ModelStepPass(do, PassSettings.of(config), 1), architecture_of(config), config, "logits"
@@ -42,13 +42,13 @@ def model_steps(config: ModelConfig) -> list[Step]:
 
 
 def check_read(config: ModelConfig, steps: Iterable[Step]) -> None:
-    """Raise RuntimeError if no step of a pass to logits reads a tensor of the model.
+    """Raise RuntimeError if a tensor of the model is not read by any step of a pass to logits.
 
-    A two-part matrix stands for the matrix that it was made of. A vector from which the
+    A matrix counts as read if its two-part form is read. A vector from which the
     architecture computes a constant counts as read, but the constant itself must be read.
     """
     of = architecture_of(config)
-    sources: dict[str, float] = defaultdict(lambda: 1.0)  # gets a key for each vector that is read
+    sources: dict[str, float] = defaultdict(lambda: 1.0)  # reading a vector adds its key
     needed = [*model_shapes(config), *of.constants(config, sources)]
     read = {name for step in steps for name in step.inputs} | {*sources}
     unread = [n for n in needed if n not in read and two_part_of(n) not in read]
@@ -63,14 +63,14 @@ def check_read(config: ModelConfig, steps: Iterable[Step]) -> None:
 
 
 def fused_steps(config: ModelConfig, h: str, x: str) -> list[Step]:
-    """The steps of a fused block; h: the prefix of its names, x: the name of its input."""
+    """Return the steps of a fused block. h: the prefix of its names; x: the name of its input."""
     do = Outline(names_of(config) | {x})
     _forward.block(BlockPass(do, PassSettings.of(config)), architecture_of(config), x, h)
     return do.steps
 
 
 def final_step(config: ModelConfig) -> Step:
-    """The norm before the logits."""
+    """Return the step of the norm before the logits."""
     do = Outline(names_of(config) | {"x"})
     architecture_of(config).final(StepPass(do, PassSettings.of(config)), "x", ("lm_head",))
     return do.steps[0]

@@ -1,4 +1,4 @@
-"""Blocks, and models with NumPy: a step for each operation, or fewer steps on tensor cores."""
+"""Passes of a block, and of a model with NumPy: one step per operation, or fused steps."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from gpt2block.passes.machine import TWO_PART, Machine
 
 
 class PassSettings(NamedTuple):
-    """What the verbs of all passes need to know of a model or block.
+    """Settings of a model or block that the operations of every pass use.
 
-    causal: of a block alone. rope: the names of the frequencies by which RoPE turns q and k of each
-    layer, or (); half_split: which channels it pairs; own: whether each sequence has frequencies of
-    its own. qk_norm, embedding_norm, windows: as in ModelConfig, () for no windows. embedding,
-    softmax_scale, turned, cap: as in `Scales`, where the second and third are attention and rope.
-    gelu: whether the gate of the feed-forward is GELU.
+    causal: whether attention is causal, for a pass over a single block. rope: the name of the RoPE
+    frequencies of each layer, or (). half_split: which channels RoPE pairs. own: whether each
+    sequence has its own frequencies. qk_norm, embedding_norm, windows: as in ModelConfig, () for no
+    windows. embedding, softmax_scale, turned, cap: the fields embedding, attention, rope and cap of
+    `Scales`. gelu: whether the gate of the feed-forward is GELU.
     """
 
     n_head: int
@@ -40,7 +40,7 @@ class PassSettings(NamedTuple):
 
     @classmethod
     def of(cls, config: ModelConfig) -> PassSettings:
-        """Those of a model."""
+        """Return the PassSettings of a model with this config."""
         n_kv_head = config.kv_width // config.head_size
         scales = config.scales
         sizes = (config.n_head, n_kv_head, scales.eps, config.head_size)
@@ -59,7 +59,7 @@ class PassSettings(NamedTuple):
         )
 
     def frequencies_of(self, h: str) -> str:
-        """The name of those of a layer; h: the prefix of its names."""
+        """Return the name of a layer's RoPE frequencies. h: the prefix of the layer's names."""
         return self.rope[_layer(h)]
 
     @property
@@ -67,28 +67,28 @@ class PassSettings(NamedTuple):
         return {"n_head": self.n_head, "n_kv_head": self.n_kv_head}
 
     def scores(self, h: str) -> dict[str, Any]:
-        """What attention of a layer is told: the scale of its scores, and its window."""
+        """Return the options of a layer's attention step: softmax_scale and window, if set."""
         window = self.windows[_layer(h)] if self.windows else None
         options = {"softmax_scale": self.softmax_scale, "window": window}
         return {name: value for name, value in options.items() if value is not None}
 
     @property
     def gate(self) -> dict[str, Any]:
-        """What a gated product is told of its gate, unless it is SiLU."""
+        """The options that select the gate of a gated feed-forward; empty for SiLU."""
         return {"gelu": True} if self.gelu else {}
 
     @property
     def multiplied(self) -> dict[str, Any]:
-        """What RoPE is told of the pairs that it turns, if they have a factor."""
+        """The option `factor`, by which RoPE multiplies rotated pairs; empty for a factor of 1."""
         return {} if self.turned == 1 else {"factor": self.turned}
 
     @property
     def turn(self) -> dict[str, Any]:
-        """What RoPE is told."""
+        """The options of a RoPE step: numbers of heads, half_split and factor."""
         return {**self.heads, "half_split": self.half_split, **self.multiplied}
 
     def step_of_rope(self, qkv: Value, rope: str) -> tuple[str, tuple[Value, ...]]:
-        """The step that turns rows [Q | K | V] by these frequencies, and its inputs."""
+        """Return the operation that applies RoPE to rows [Q | K | V], and its inputs."""
         if self.own:
             return "rope_packed", (qkv, "positions", rope, "row")
         return "rope_qkv", (qkv, "positions", rope)
@@ -99,7 +99,7 @@ def _layer(h: str) -> int:
 
 
 class StepPass(Pass):
-    """A kernel, or a NumPy function, for each step: ten for a block of GPT-2, twelve of Llama."""
+    """A pass with one step per operation: ten steps in a GPT-2 block, twelve in a Llama block."""
 
     def __init__(self, do: Machine, settings: PassSettings) -> None:
         self.do, self.c = do, settings
@@ -135,7 +135,7 @@ class StepPass(Pass):
 
 
 class ModelStepPass(StepPass):
-    """The same for packed rows, with attention over a kv_cache.
+    """A StepPass over the packed rows of a batch, with attention over a kv_cache.
 
     longest: the number of tokens of the longest sequence.
     """
@@ -157,13 +157,13 @@ class ModelStepPass(StepPass):
         return self.do(f"{h}attn", "attention_packed", inputs, **options)
 
     def last_rows(self, x: Value, y: Value) -> tuple[ModelStepPass, Value, Value]:
-        """All rows: with fewer, NumPy's products round otherwise. The norm takes the last ones."""
+        """Keep all rows until the final norm: NumPy's products round differently for fewer rows."""
         self._last = True
         return self, x, y
 
 
 class Normed(NamedTuple):
-    """Rows that the products which read them normalize, unless they cannot."""
+    """Rows whose RMSNorm is deferred to the products that read them, which fuse it if possible."""
 
     name: str
     x: Value
@@ -173,8 +173,8 @@ class Normed(NamedTuple):
 class BlockPass(StepPass):
     """A block whose products fuse residual, GELU and RMSNorm: GPT-2 has seven steps, Llama six.
 
-    bounds: of float32 on tensor cores, where operands are two-part: the largest magnitude of
-    each result, by name. split_k: whether projections may sum over K in parts.
+    bounds: the largest magnitude of each result by name, for float32 on tensor cores, where
+    operands are two-part; else None. split_k: whether projections may split the sum over K.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ class BlockPass(StepPass):
         self.bounds, self.split_k = bounds, split_k
 
     def _operand(self, name: str) -> dict[str, Any]:
-        """The format of a result that a product reads."""
+        """Return the options for the format of a result that a product reads."""
         if self.bounds is None:
             return {}
         return {"dtype": TWO_PART, "bound": self.bounds.get(name)}
@@ -200,7 +200,7 @@ class BlockPass(StepPass):
         return self.do(name, "layernorm", (x, gamma, beta), **options)
 
     def _made(self, x: Value) -> Value:
-        """Rows that have been normalized."""
+        """Return x, with its deferred norm computed if x is Normed."""
         return super().norm(*x) if isinstance(x, Normed) else x
 
     def _product(self, p: Product) -> Value:

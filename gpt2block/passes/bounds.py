@@ -1,4 +1,4 @@
-"""The largest magnitudes that the results of a pass can have, whatever its input is."""
+"""Upper bounds of the magnitudes of a pass's results, which hold for every input."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from gpt2block.architectures.architecture import Value
 from gpt2block.ops.layernorm import layernorm_bound
 from gpt2block.passes.machine import Machine, Step
 
-Bound = float | None  # None: unknown
+Bound = float | None  # None if the bound is unknown
 
 
 class Bounds(Machine):
-    """Follows upper bounds of magnitudes; `found` has those that are known, by name.
+    """A machine that computes an upper bound of each result; `found` has the known ones by name.
 
-    tensors: NumPy arrays, matrices (K, N). Weights with NaN or infinity give no usable bound.
+    tensors: NumPy arrays by name, matrices (K, N). NaN or infinite weights give no usable bound.
     """
 
     def __init__(self, tensors: Mapping[str, NDArray[Any]]) -> None:
@@ -35,7 +35,7 @@ class Bounds(Machine):
         if op == "layernorm":
             gamma, beta = (self.tensors[name] for name in others)
             return layernorm_bound(gamma, beta)
-        if op in ("gelu", "attention"):  # attention: a weighted mean of rows of V
+        if op in ("gelu", "attention"):  # attention is a weighted mean of rows of V
             bounded: Bound = x
             return bounded
         if op in ("gemm", "matmul_bias") and len(others) < 3:
@@ -43,7 +43,7 @@ class Bounds(Machine):
         return None
 
     def _product(self, a: Bound, w: str, bias: str) -> Bound:
-        """Of a product without a residual; GELU increases no magnitude."""
+        """Return the bound of a product without a residual. A fused GELU does not increase it."""
         if a is None:
             return None
         sums = np.abs(self.tensors[w]).sum(axis=0, dtype=np.float64)

@@ -1,4 +1,4 @@
-"""Decoding: a token for each row of a kv_cache, in the kernels for few rows."""
+"""Decoding: passes that compute a token for each row of a kv_cache, with kernels for few rows."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from gpt2block.weights.two_part import scale_for
 
 
 class Rows(NamedTuple):
-    """What a product multiplies: rows that it has to normalize, or that have terms for floats."""
+    """The left operand of a product: rows to normalize first (with gamma), or stored as `terms`."""
 
     x: Value
     gamma: str = ""
     beta: str = ""
     terms: Terms | None = None
-    narrow: bool = False  # of 16 bits, or two-part: rows of a prompt's attention
-    bound: float | None = None  # their largest magnitude, normalized, where it is known
+    narrow: bool = False  # True for a prompt's attention in 16 bits or two-part format
+    bound: float | None = None  # upper bound of the (normalized) rows' magnitudes, if known
 
 
 class DecodePass(Pass):
-    """A GPT-2 has five kernels a layer; K and V are appended to the cache by that of q.
+    """Decoding with five kernels per layer of GPT-2; the QKV product appends K and V to the cache.
 
-    norms: whether products normalize their rows (LayerNorm), as is fastest for few rows; else it
-    has steps of its own, with the same bits. known: the terms that the x of a product can have, the
-    preferred ones first, by the last part of the name of its weights; empty where they take floats.
-    Two-part terms are for operands with a bound alone, which gives them their scale.
-    kv_dtype: the FP8 format of the kv_cache, or None. bounds: of the magnitudes of operands, by
-    name: where there is one, products read two-part weights in the place of float32 ones. x_dtype:
-    what the x of products is rounded to, where it has no terms, or None. together: neighbouring
-    rows that are of one sequence. in_blocks: whether the matrices of layers are in blocks of a GGUF
-    file, whose products gate and turn.
+    norms: whether products fuse LayerNorm, which is fastest for few rows; else LayerNorm has its
+    own steps, with bitwise equal results. known: the `Terms` in which x of a product can be stored,
+    preferred ones first, by the last part of the weights' name; empty if products read floats.
+    Two-part terms need an operand with a bound, from which their scale is computed.
+    kv_dtype: the FP8 format of the kv_cache, or None. bounds: upper bounds of the magnitudes of
+    operands, by name; products of bounded operands read two-part weights instead of float32 ones.
+    x_dtype: the dtype to which x of a product without terms is rounded, or None. together: the
+    number of neighbouring rows that belong to one sequence. in_blocks: whether the matrices of
+    layers are in blocks of a GGUF file; their products fuse the gate and RoPE.
     """
 
     of_stream: Mapping[str, Any] = {"variant": "stream"}
@@ -61,10 +61,10 @@ class DecodePass(Pass):
         self.rounding: dict[str, Any] = {} if x_dtype is None else {"x_dtype": x_dtype}
         self._bounds = bounds or {}
         self.kv: dict[str, Any] = {} if kv_dtype is None else {"kv_dtype": kv_dtype}
-        self.rotations: dict[str, Value] = {}  # by the names of their frequencies
+        self.rotations: dict[str, Value] = {}  # by name of the RoPE frequencies
 
     def embed(self) -> Value:
-        if self.c.rope and self._turns(self._terms(("w_qkv",))):  # the same in several layers
+        if self.c.rope and self._turns(self._terms(("w_qkv",))):  # layers share rotations
             for rope in dict.fromkeys(self.c.rope):
                 name = rope.replace("frequencies", "rotations")
                 inputs = ("positions", rope, *(("row",) if self.c.own else ()))
@@ -77,7 +77,7 @@ class DecodePass(Pass):
         biased = any(self.do.has(w.replace("w_", "b_")) for w in to)
         if (beta and self.norms) or (to and fused and not beta and not biased):
             return Rows(x, gamma, beta, bound=bound)
-        terms = self._terms(to, bound, together=1 if beta else UNIT)  # RMSNorm adds chunks
+        terms = self._terms(to, bound, together=1 if beta else UNIT)  # RMSNorm can add UNIT
         if beta:
             how: dict[str, Any] = {"variant": "decode", "stats": False, **_to(terms)}
             y = self.do(name, "layernorm", (x, gamma, beta), eps=self.c.eps, **how)
@@ -104,7 +104,7 @@ class DecodePass(Pass):
         return Rows(y, terms=terms, bound=bound) if p.to else y
 
     def qkv(self, h: str, x: Rows, rope: str = "", norms: To = ()) -> Value:
-        """Queries; keys and values are in the kv_cache."""
+        """Return the queries, and append keys and values to the kv_cache."""
         name, w, bias, cache = f"{h}q", f"{h}w_qkv", f"{h}b_qkv", self._cache(h)
         if not rope:
             w, how = self._weights(w, x)
@@ -125,7 +125,7 @@ class DecodePass(Pass):
         return self.do(name, "rope_append", inputs, half_split=True, **options)
 
     def attend(self, h: str, qkv: Value, to: To = ()) -> Rows:
-        means_of = f"{h}rope" if self.c.rope else f"{h}qkv"  # rows of v among them
+        means_of = f"{h}rope" if self.c.rope else f"{h}qkv"  # result that contains V
         bound = self._bounds.get(means_of)
         terms = self._terms(to, bound, together=self.c.head_size)
         options = {"n_head": self.c.n_head, **self.c.scores(h), **_to(terms), **self.kv}
@@ -150,7 +150,7 @@ class DecodePass(Pass):
         return f"{h}k", f"{h}v", "row", "positions"
 
     def _weights(self, w: str, a: Rows) -> tuple[str, dict[str, Any]]:
-        """The weights that a product of such rows reads, and what it is told of them."""
+        """Return the name of the weights that a product of rows `a` reads, and its options."""
         if a.terms:
             return (two_part_of(w) if a.terms.dtype == TWO_PART else w), {}
         if a.bound is None or not self.do.has(two_part_of(w)):
@@ -158,12 +158,12 @@ class DecodePass(Pass):
         return two_part_of(w), {"x_bound": _power_from(a.bound)}
 
     def _given(self, a: Rows) -> dict[str, Any]:
-        """What a product is told of its rows."""
+        """Return the options of a product that follow from its rows: eps, and terms or x_dtype."""
         normed = {"eps": self.c.eps} if a.gamma else {}
         return normed | ({"terms": a.terms} if a.terms else self.rounding)
 
     def _turns(self, terms: Terms | None) -> bool:
-        """Whether the product of q, k and v applies RoPE, and appends to the kv_cache."""
+        """Return whether the QKV product fuses RoPE and appends to the kv_cache."""
         multiple = 16 if terms is None else 64
         possible = self.in_blocks or (terms is not None and terms.width > 0)
         return possible and not self.c.qk_norm and self.c.head_size % multiple == 0
@@ -171,10 +171,10 @@ class DecodePass(Pass):
     def _terms(
         self, to: To, bound: float | None = None, width: int | None = None, together: int = 1
     ) -> Terms | None:
-        """The first terms that all products with these weights take.
+        """Return the first `Terms` that the products with all weights `to` can read, or None.
 
-        bound: of the magnitudes of what they multiply; width: that of a product; together: as
-        `Terms.with_sums` takes it, channels that the kernel which stores them has.
+        bound: upper bound of the operand's magnitudes. width: the required width of the terms.
+        together: neighbouring channels computed together by the kernel that stores the terms.
         """
         first, *others = [self.known.get(_matrix_of(w), ()) for w in to] or [()]
         for terms in first:
@@ -188,9 +188,9 @@ class DecodePass(Pass):
 
 
 class Sums(NamedTuple):
-    """The residual stream after a feed-forward: x, and what is left to add to it.
+    """The residual stream after a feed-forward: x, and partial sums that must be added to x.
 
-    sums: of the splits of a product with w_down, a result of `gated_sums`.
+    sums: partial sums of the product with w_down, one per split; a result of `gated_sums`.
     """
 
     x: Value
@@ -199,7 +199,7 @@ class Sums(NamedTuple):
 
 
 class Gated(NamedTuple):
-    """What `gated_sums` takes, but the last weights."""
+    """The inputs of a `gated_sums` step, except the last: the weights w_down."""
 
     x: Value
     gamma: str
@@ -208,11 +208,11 @@ class Gated(NamedTuple):
 
 
 class SumsPass(DecodePass):
-    """Llama without biases for a few rows: four kernels a layer in the place of ten.
+    """Decoding of Llama without biases for a few rows: four kernels per layer instead of ten.
 
-    Products normalize their rows, that of q, k and v applies RoPE, and the feed-forward is one
-    kernel, whose result the next kernels complete. splits: those of `gated_sums`. All rows have
-    floats.
+    Products fuse RMSNorm, and the QKV product also fuses RoPE. The feed-forward is one kernel; the
+    next kernels add up its partial sums. All rows are floats. splits: the number of partial sums
+    of `gated_sums`.
     """
 
     def __init__(
@@ -261,17 +261,17 @@ class SumsPass(DecodePass):
 
 
 def _completed(x: Value) -> Sums:
-    """A residual stream with what is left to add, which may be nothing."""
+    """Return a residual stream as Sums; `sums` and `w_down` are "" if nothing remains to add."""
     return x if isinstance(x, Sums) else Sums(x, "", "")
 
 
 def _power_from(bound: float) -> float:
-    """The power of two that takes the place of a bound: launches of more layers are alike."""
+    """Round a bound up to a power of two, so that more layers have equal launch parameters."""
     return 2.0 ** math.ceil(math.log2(bound)) if bound else 0.0
 
 
 def _matrix_of(w: str) -> str:
-    """The last part of the name of weights, as `known` has it."""
+    """Return the last part of a weight's name, which is the key of `DecodePass.known`."""
     return w.rpartition(".")[2]
 
 

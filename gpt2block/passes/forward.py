@@ -1,7 +1,7 @@
-"""Forward passes: which verbs a pass has, and the order in which an architecture uses them.
+"""Forward passes: the operations of a pass, and the order in which an architecture calls them.
 
-An architecture is three functions, which read as its block does (`gpt2block.architectures.gpt2`,
-`gpt2block.architectures.llama`); a pass decides which verbs share a kernel, and in which kernels.
+An architecture is three functions that are written like the formulas of its block, for example
+`gpt2block.architectures.gpt2`. A pass decides which kernels run, and which operations they fuse.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ Want = Literal["last", "logits", "rows", "hidden", "stream", "log_likelihood"]
 
 
 class Product(NamedTuple):
-    """A product, a w + bias, with what a kernel fuses.
+    """A product a w + bias, and the GELU or addition of a residual that a kernel can fuse with it.
 
-    add: the name of its sum with a residual, or "". gelu: the name of its GELU, or "". result: the
-    name of what is computed in the end. options: what a kernel that fuses GELU is told.
+    add: the name of the sum with the residual, or "". gelu: the name of the GELU, or "". result:
+    the name of the final result. options: options of a kernel that fuses GELU. to: as in `Pass`.
     """
 
     name: str
@@ -37,22 +37,22 @@ class Product(NamedTuple):
 
 
 class Pass(ABC):
-    """The operations of a pass, and the machine that runs its steps.
+    """The operations of a forward pass, and the machine that runs its steps.
 
-    A verb names its result and the weights that it takes. `to` has the names of the weights of the
-    products that read the result, or of the step that does, such as "rope"; they decide its
-    format: floats, 16 bits, two-part or terms. Without any, it is float32. h is the prefix of a
-    layer's names.
+    Arguments of an operation are the names of its result and weights. `to` has the names of the
+    weights of the products that read the result, or of the step that reads it, such as "rope"; they
+    determine its format: floats, 16 bits, two-part or terms. With an empty `to`, the result is
+    float32. h is the prefix of a layer's names.
     """
 
     do: Machine
     c: Any  # PassSettings of gpt2block.passes.blocks
-    of_stream: Mapping[str, Any] = {}  # what RMSNorm of rows of the stream is told
+    of_stream: Mapping[str, Any] = {}  # options for RMSNorm of the residual stream
 
     def embed(self) -> Value:
-        """The rows of the tokens: token embedding, plus position embedding if there is one.
+        """Return a row per token: token embedding, plus position embedding if there is one.
 
-        Or the norm of these, if the architecture has it.
+        If the architecture has an embedding norm, it is applied to the rows.
         """
         inputs, factor = ("tokens", "positions", "wte", "wpe"), self.c.embedding
         scaled = {} if factor == 1 else {"factor": factor}
@@ -63,7 +63,7 @@ class Pass(ABC):
 
     @abstractmethod
     def norm(self, name: str, x: Value, gamma: str, beta: str = "", to: To = ()) -> Value:
-        """LayerNorm, or RMSNorm without beta."""
+        """Compute LayerNorm, or RMSNorm if beta is ""."""
 
     def product(
         self,
@@ -75,32 +75,32 @@ class Pass(ABC):
         gelu: str = "",
         to: To = (),
     ) -> Value:
-        """a w + bias; then its GELU, or its sum with a residual: add has the names of both."""
+        """Compute a w + bias, then GELU, or the sum with a residual; add: (name, residual)."""
         result, options = add[0] or gelu or name, {"gelu": True} if gelu else {}
         return self._product(Product(name, a, w, bias, *add, gelu, to, result, options))
 
     @abstractmethod
     def _product(self, p: Product) -> Value:
-        """Compute a product in the kernels of this pass."""
+        """Compute a product with the kernels of this pass."""
 
     def operand(self, name: str, x: Value, to: To) -> Value:
-        """The residual stream as products without a norm before them read it."""
+        """Return the residual stream in the format of products that read it without a norm."""
         return x
 
     def add_norm(self, name: str, x: Value, y: Value, gamma: str) -> Value:
-        """x + RMSNorm of y, the result of a product."""
+        """Compute x + RMSNorm(y), where y is the result of a product."""
         return self.do(name, "rmsnorm_add", (y, gamma, x), into=x, eps=self.c.eps)
 
     @abstractmethod
     def qkv(self, h: str, x: Value, rope: str = "", norms: To = ()) -> Value:
-        """Queries, keys and values, turned by RoPE if the architecture has it.
+        """Compute queries, keys and values, with RoPE applied if the architecture has it.
 
-        rope: the name of its frequencies in this layer. norms: the weights of the norms of heads of
-        q and of k, before RoPE, if it has these.
+        rope: the name of this layer's RoPE frequencies, or "". norms: the weights of the norms of
+        the heads of q and of k, which precede RoPE; () if the architecture has no such norms.
         """
 
     def turned(self, h: str, qkv: Value, rope: str, norms: To = ()) -> Value:
-        """RoPE of rows [Q | K | V] in place, and before it the norms of heads, as in `qkv`."""
+        """Apply the norms of heads, if any, then RoPE to rows [Q | K | V] in place; see `qkv`."""
         inputs = (qkv, "positions", rope, *norms)
         if norms:
             options = {**self.c.heads, "eps": self.c.eps}
@@ -110,43 +110,43 @@ class Pass(ABC):
 
     @abstractmethod
     def attend(self, h: str, qkv: Value, to: To = ()) -> Value:
-        """Attention over the keys so far."""
+        """Compute attention of each query over the keys up to its position."""
 
     @abstractmethod
     def gated(self, h: str, x: Value, to: To = ()) -> Value:
-        """silu(gate) up, or gelu(gate) up (`PassSettings.gelu`)."""
+        """Compute silu(gate) up, or gelu(gate) up if `PassSettings.gelu` is set."""
 
     def relu_squared(self, name: str, x: Value) -> Value:
-        """max(x, 0)², of the result of a product."""
+        """Compute max(x, 0)² in place, where x is the result of a product."""
         return self.do(name, "relu_squared", (x,), into=x)
 
     def last_rows(self, x: Value, y: Value) -> tuple[Pass, Value, Value]:
-        """The pass that goes on, with the last row of each sequence of the stream and attention."""
+        """Return the pass for the remaining steps, and the last row of each sequence of x and y."""
         raise NotImplementedError
 
     def logits(self, x: Value) -> Value:
-        """The product with lm_head, capped if the architecture does so."""
+        """Compute the product with lm_head, and cap the logits if the architecture does so."""
         if self.c.cap is None:
             return self.product("logits", x, "lm_head")
         y = self.product("uncapped", x, "lm_head")
         return self.do("logits", "cap", (y,), limit=self.c.cap)
 
     def scores(self, x: Value) -> Value:
-        """The log-likelihood of the target of each row."""
+        """Compute the log-likelihood of each row's target, the next token."""
         raise NotImplementedError
 
 
 def block(o: Any, of: Architecture, x: Value, h: str = "") -> Value:
-    """A block of an architecture."""
+    """Run one block of an architecture on pass `o`, and return its output."""
     return of.feed_forward(o, h, x, of.attention(o, h, x))
 
 
 def forward(o: Any, of: Architecture, config: ModelConfig, want: Want | None) -> Value:
-    """Tokens to what is wanted; None: to the last layer's keys and values.
+    """Run a model from tokens to the output `want`; None: stop after the last layer's K and V.
 
-    "last": logits of the last row of each sequence; "logits": of all rows; "rows": the final norm
-    of which logits are computed later; "hidden": the same as floats; "stream": the residual stream
-    before it; "log_likelihood": of the target of each row.
+    "last": logits of the last row of each sequence. "logits": logits of all rows. "rows": the final
+    norm, as input of a later product with lm_head. "hidden": the final norm as floats. "stream":
+    the residual stream before the final norm. "log_likelihood": as computed by `Pass.scores`.
     """
     *front, end = (f"h.{n}." for n in range(config.n_layer))
     x = o.embed()

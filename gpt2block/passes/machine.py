@@ -1,7 +1,7 @@
-"""What runs the steps of a forward pass: the interface of a machine, and steps without arrays.
+"""Machines run the steps of a forward pass: their interface, and one that only lists the steps.
 
-A pass is a function that calls a machine once for each step (`gpt2block.passes.forward`). Machines
-compute with NumPy, record kernels, follow bounds of magnitudes, or list the steps.
+A pass calls a machine once for each step (`gpt2block.passes.forward`). Machines compute with NumPy,
+record kernel launches, compute bounds of magnitudes, or list the steps.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from typing import Any, NamedTuple
 
 from gpt2block.architectures.architecture import Value
 
-TWO_PART = "two_part"  # in place of a dtype: a TwoPartMatrix
+TWO_PART = "two_part"  # dtype name that stands for a TwoPartMatrix
 
 
 def two_part_of(matrix: str) -> str:
-    """The name of a two-part matrix."""
+    """Return the name under which the two-part form of a matrix is stored."""
     return f"{matrix}.parts"
 
 
 class Step(NamedTuple):
-    """A step: `name` is that of its result, `op` its function in the reference.
+    """A step of a pass. name: the name of its result. op: the name of its reference function.
 
     inputs: results, or names of tensors, in the order of the function's arrays; "" for an omitted
-    one. An Outline lists names alone. dtype: of the result, where it does not follow from the
-    inputs. bound: the largest magnitude that a two-part result can have, which gives all its rows
-    one scale.
+    array. In an Outline, all inputs are names. dtype: the result's dtype, if the inputs do not
+    determine it. bound: upper bound of the magnitudes of a two-part result, from which the scale of
+    all its rows is computed.
     """
 
     name: str
@@ -38,13 +38,16 @@ class Step(NamedTuple):
 
 
 class Machine(ABC):
-    """Runs steps. tensors: weights, constants, a batch and a kv_cache by name; None if absent."""
+    """Runs the steps of a pass.
+
+    tensors: weights, constants, arrays of a batch and of a kv_cache by name; None if absent.
+    """
 
     def __init__(self, tensors: Mapping[str, Any]) -> None:
         self.tensors = tensors
 
     def has(self, name: str) -> bool:
-        """Whether there is a tensor of this name."""
+        """Return whether there is a tensor of this name."""
         return self.tensors.get(name) is not None
 
     def __call__(
@@ -59,23 +62,23 @@ class Machine(ABC):
     ) -> Value:
         """Run a step and return its result; absent inputs are omitted.
 
-        into: a result that this one overwrites, which no later step may read.
+        into: an earlier result that the new result overwrites, and that no later step may read.
         """
         return self.do(Step(name, op, inputs, attrs, dtype, bound), into)
 
     @abstractmethod
     def do(self, step: Step, into: Value) -> Value:
-        """`__call__` with the arguments as a Step."""
+        """Run a step and return its result; see `__call__`."""
 
 
 class Name(str):
-    """A result in an Outline."""
+    """The name of a result in an Outline, which has no arrays."""
 
 
 class Outline(Machine):
-    """Lists the steps of a pass: what the docs and the page of a forward pass show.
+    """A machine that lists the steps of a pass, for the docs and the page of a forward pass.
 
-    names: of the tensors that there are.
+    names: the names of the existing tensors.
     """
 
     def __init__(self, names: Collection[str]) -> None:

@@ -1,11 +1,11 @@
-"""Prefill: the new tokens of all sequences as rows of one matrix, in four kinds of products.
+"""Prefill: passes over the new tokens of all sequences as rows of one matrix.
 
-    PrefillPass      float32, by `linear`
-    TensorCorePass   16 bits, also of FP8 weights, by `gemm`
-    TwoPartPass      float32 in two float16 parts, by `gemm`
-    LastRows         what follows the last attention for the last rows, by kernels of decoding
+    PrefillPass      float32 products, by `linear`
+    TensorCorePass   16-bit products, also with FP8 weights, by `gemm`
+    TwoPartPass      products of float32 in two float16 parts, by `gemm`
+    LastRows         steps after the last attention, for the last rows, by kernels of decoding
 
-After the last attention, a pass for "last" goes on with one row of each sequence.
+After the last attention, a pass whose output is "last" continues with one row per sequence.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ Products = Literal["float32", "16_bits", "fp8", "two_part"]
 class Prefill:
     """The parameters that determine the steps of a prefill on a GPU.
 
-    products: "float32" is `linear`, the others are `gemm` on tensor cores, with activations of 16
-    bits or two-part. With "fp8", a product that does not widen FP8 weights itself converts them
-    into the tensor "wide" first, and others exchange partial sums in "stream_k_workspace". rows:
-    new tokens of all sequences; longest: an upper bound for one sequence. cached: whether there is
-    a kv_cache; with tensor cores, attention over the new tokens only does not need one. continued:
-    whether the sequences continue tokens in the kv_cache; only tensor cores need to know.
-    ends: the number of rows of the output "last"; None: one for each row of the kv_cache. kv_dtype:
-    the FP8 format of the kv_cache, or None; attention over the new tokens only then reads keys and
-    values that have been rounded to it, too. gated: whether products of 16 bits can have two
-    matrices, so that a gated feed-forward has one product in place of gate, up and ff. appends:
-    whether attention of 16 bits over new tokens also writes to the kv_cache, which has its dtype.
+    products: "float32" for `linear`; otherwise `gemm` on tensor cores, with activations of 16 bits
+    or two-part. With "fp8", a product whose kernel cannot read FP8 weights first converts them
+    into the tensor "wide"; other products exchange partial sums in "stream_k_workspace". rows: the
+    number of new tokens of all sequences. longest: an upper bound for one sequence. cached: whether
+    there is a kv_cache, which tensor-core attention over new tokens only does not need. continued:
+    whether the sequences continue tokens in the kv_cache; used with tensor cores only. ends: the
+    number of rows of the output "last"; None for one per row of the kv_cache. kv_dtype: the FP8
+    format of the kv_cache, or None; attention over new tokens only rounds K and V to it as well.
+    gated: whether 16-bit products can have two matrices, so that a gated feed-forward is one
+    product instead of gate, up and ff. appends: whether 16-bit attention over new tokens also
+    writes K and V to the kv_cache, whose dtype equals that of the activations.
     """
 
     products: Products
@@ -58,14 +58,20 @@ class Prefill:
 
     @property
     def sequences(self) -> int:
-        """How many attention has: `ends`, or `batch` if it reads the kv_cache or ends is None."""
+        """Number of sequences in attention: `batch` if it reads the kv_cache, else `ends`.
+
+        If `ends` is None, the number is `batch`.
+        """
         reads_cache = self.continued or not self.tensor_cores
         return self.batch if reads_cache or self.ends is None else self.ends
 
     def over(
         self, do: Machine, settings: PassSettings, dtype: str, bounds: Mapping[str, float]
     ) -> PrefillPass:
-        """The pass of this shape. dtype: of the weights; bounds: as for TwoPartPass."""
+        """Return the pass with these parameters.
+
+        dtype: the weights' dtype. bounds: as for TwoPartPass.
+        """
         if self.products == "float32":
             return PrefillPass(do, settings, self)
         if self.products == "two_part":
@@ -74,7 +80,7 @@ class Prefill:
 
 
 class PrefillPass(Pass):
-    """float32 activations and the kernels for many rows; also the parts that all kinds share."""
+    """Prefill in float32, with kernels for many rows; base class of the other prefill passes."""
 
     bounds: Mapping[str, float] = {}
     of_stream: Mapping[str, Any] = {"variant": "stream"}
@@ -118,18 +124,18 @@ class PrefillPass(Pass):
         return self.do(f"{h}ff", "silu_mul", (gate, up), into=up, **self.c.gate)
 
     def scores(self, x: Value) -> Value:
-        """The log-likelihood of the target of each row, ROWS_AT_ONCE rows at a time."""
+        """Compute the log-likelihood of each row's target, ROWS_AT_ONCE rows at a time."""
         for first in range(0, self.shape.rows, ROWS_AT_ONCE):
             self._scores(x, first, min(self.shape.rows, first + ROWS_AT_ONCE))
 
     def _scores(self, x: Value, first: int, end: int) -> None:
-        """Those of some rows; a function, so that its logits are dropped before the next ones."""
+        """Compute the scores of rows first to end - 1, and free their logits on return."""
         logits = self.logits_of(x, first, end)
         targets = self.do(f"targets.{first}", "rows", ("targets",), first=first, end=end)
         self.do(f"scores.{first}", "log_likelihood", (logits, targets))
 
     def logits_of(self, x: Value, first: int, end: int) -> Value:
-        """Logits of rows of the final norm; head: lm_head, padded for tensor cores."""
+        """Compute the logits of rows first to end - 1 of the final norm."""
         hidden = self.do(f"hidden.{first}", "rows", (x,), first=first, end=end)
         if self.c.cap is None:
             return self.head(f"logits.{first}", hidden)
@@ -140,18 +146,18 @@ class PrefillPass(Pass):
         return self.do(name, "linear", (hidden, "head"), variant="tiles")
 
     def last_rows(self, x: Value, y: Value) -> tuple[DecodePass, Value, Rows]:
-        """The pass that goes on with the last row of each sequence, those rows, and attention."""
+        """Return the pass for the remaining steps, and the last row of each sequence of x and y."""
         return TilesOfLastRows(self), self._last("last.x", x), Rows(self._last("last.attn", y))
 
     def _last(self, name: str, x: Value, joined: bool = False) -> Value:
-        """joined: of two-part rows, which become float32."""
+        """Return the last row of each sequence; joined: x is two-part and becomes float32."""
         if self.shape.ends is not None or self.shape.batch > 1 or joined:
             return self.do(name, "take", (x, "last"), dtype="float32" if joined else None)
         return self.do(name, "rows", (x,), first=self.shape.rows - 1, end=self.shape.rows)
 
 
 class TensorCorePass(PrefillPass):
-    """Operands of `dtype`, float16 or bfloat16; FP8 weights are converted to it."""
+    """Prefill whose operands are float16 or bfloat16 (`dtype`); FP8 weights are converted to it."""
 
     def __init__(self, do: Machine, settings: PassSettings, shape: Prefill, dtype: str) -> None:
         super().__init__(do, settings, shape)
@@ -169,7 +175,7 @@ class TensorCorePass(PrefillPass):
         return self.do(name, "operand", (x,), dtype=self.dtype)
 
     def _operand(self, name: str, to: To) -> dict[str, Any]:
-        """The format that the products `to` read; float32 where there are none."""
+        """Return the options for a result's format: as products `to` read it, or else float32."""
         return {"dtype": self.dtype if to else "float32"}
 
     def _product(self, p: Product) -> Value:
@@ -189,7 +195,10 @@ class TensorCorePass(PrefillPass):
         return self._over_new(h, qkv)
 
     def _over_new(self, h: str, qkv: Value, *cache: Value) -> Value:
-        """cache: the kv_cache that K and V also go to, and their rows and positions."""
+        """Compute attention over the new tokens only.
+
+        cache: the kv_cache arrays to which K and V are also written, their rows and positions.
+        """
         options = {**self.c.heads, **self.c.scores(h), "causal": True}
         return self.do(
             f"{h}attn",
@@ -218,7 +227,10 @@ class TensorCorePass(PrefillPass):
 
 
 class TwoPartPass(TensorCorePass):
-    """Two-part operands. bounds: of the magnitudes of those that have one scale, by name."""
+    """Prefill with two-part operands.
+
+    bounds: upper bounds of the magnitudes of the operands that have a single scale, by name.
+    """
 
     def __init__(
         self, do: Machine, settings: PassSettings, shape: Prefill, bounds: Mapping[str, float]
@@ -239,7 +251,10 @@ class TwoPartPass(TensorCorePass):
         return self._converted(name, x, to)
 
     def _reads_two_part(self, to: To) -> bool:
-        """Whether products with these weights read two-part operands; the head converts its own."""
+        """Return whether products with these weights read two-part operands.
+
+        lm_head does not count, because `head` converts its operand itself.
+        """
         kept = [w for w in to if w != "lm_head"]
         return any(w == "attention" or self.do.has(two_part_of(w)) for w in kept)
 
@@ -275,7 +290,10 @@ class TwoPartPass(TensorCorePass):
 
 
 class LastRows(DecodePass):
-    """Kernels of decoding, which are faster for few rows; attention may have 16 bits."""
+    """Last steps of a prefill, with decoding kernels, which are faster for few rows.
+
+    Products read attention in the prefill's format, such as 16 bits, with the prefill's kernels.
+    """
 
     def __init__(self, prefill: PrefillPass) -> None:
         super().__init__(prefill.do, prefill.c, bounds=prefill.bounds)
@@ -288,7 +306,7 @@ class LastRows(DecodePass):
 
 
 class TilesOfLastRows(DecodePass):
-    """Of float32: the kernels of prefill up to the last block, those of decoding for the logits."""
+    """Last steps of a float32 prefill: prefill kernels for the last block, decoding for logits."""
 
     def __init__(self, prefill: PrefillPass) -> None:
         super().__init__(prefill.do, prefill.c)
