@@ -453,9 +453,7 @@ def test_what_has_no_terms(device: Any) -> None:
         LAYERNORM.bind((x, gamma, gamma), eps=1e-5, variant=6, to_terms=Terms("float16"))
     for C, width, multiple in ((70, 8, 64), (7, 0, 2)):
         wide = cupy.asarray(plain.normal(0, 2, C)), cupy.asarray(plain.normal(1, C))
-        with pytest.raises(
-            InputError, match=f"channels in multiples of {multiple}, got {C}"
-        ):
+        with pytest.raises(InputError, match=f"channels in multiples of {multiple}, got {C}"):
             RMSNORM.bind(wide, variant="stream", to_terms=Terms("float16", width))
     in_order = Terms("float16", 2, rounded=True, summed=True)
     for C, kind_of in ((64, in_order), (128, in_order._replace(rounded=False))):
