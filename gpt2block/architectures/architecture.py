@@ -1,4 +1,4 @@
-"""What an architecture is: a module of this package with these functions and constants."""
+"""The interface of an architecture: the functions and constants that its module must have."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from numpy.typing import NDArray
 
 from gpt2block.config import ModelConfig
 
-Value = Any  # a result of a step: whatever its machine makes
+Value = Any  # the result of a step; each kind of engine has its own type
 To = tuple[str, ...]
 RowNorms = Callable[[str, str], NDArray[Any]]
 
 
 class CheckpointLayout(NamedTuple):
-    """How the files of `transformers` have an architecture's tensors.
+    """The names and the matrix layout of an architecture's tensors in files of `transformers`.
 
-    prefix: before all names except lm_head's. block: what stands for "h.", followed by the number
-    of the layer. matrices: the layout of a block's matrices, "KN" or "NK". ignored: a pattern of
-    the names of buffers that are no weights.
+    prefix: text before all names except lm_head's. block: text in the place of "h.", before the
+    number of the layer. matrices: the layout of a block's matrices, "KN" or "NK". ignored: a
+    pattern that matches the names of buffers that are not weights.
     """
 
     prefix: str
@@ -29,46 +29,46 @@ class CheckpointLayout(NamedTuple):
 
 
 class Architecture(Protocol):
-    """An architecture: three functions of a pass `o`, the two halves of a block and the end.
+    """An architecture: a pass `o` calls its three functions, for each block's halves and the end.
 
     NAMES: gpt2block's names of a weight and its bias → the module's name in `transformers` and in
-    GGUF; {} stands for q, k and v, whose rows one of our tensors has. FILES: of `transformers`. The
-    rest is what an engine needs to know in addition to the shapes in its config.
+    GGUF; {} stands for q, k and v, whose rows gpt2block has in one tensor. FILES: the layout in
+    `transformers`. An engine needs the other fields in addition to the shapes in its config.
     """
 
     CONFIG: type[ModelConfig]
     NAMES: Mapping[str, tuple[str, str]]
     FILES: CheckpointLayout
-    GGUF: str  # general.architecture of its GGUF files; "" if there are none
-    GGUF_ROPE_INTERLEAVED: bool  # whether these have rows of q and k in the order of Meta's RoPE
+    GGUF: str  # general.architecture in its GGUF files; "" if there are none
+    GGUF_ROPE_INTERLEAVED: bool  # whether GGUF files order the rows of q and k for Meta's RoPE
 
-    NORM: str  # the name of its norms, for messages
-    QKV: str  # the step whose rows are [Q | K | V] as attention reads them
-    TENSOR_HEADS: tuple[int, ...]  # channels of a head of a prefill on tensor cores
-    DIVIDED: tuple[str, ...]  # a product, the activation it is a factor of, its product; or ()
+    NORM: str  # the name of its norms in messages
+    QKV: str  # the step whose result is the rows [Q | K | V] that attention reads
+    TENSOR_HEADS: tuple[int, ...]  # head sizes for which a prefill can use tensor cores
+    DIVIDED: tuple[str, ...]  # a product, the activation it scales, a later product; or ()
 
     def constants(self, config: Any, vectors: Mapping[str, Any]) -> dict[str, Any]:
-        """Tensors of the passes that the config and the model's vectors determine, by name."""
+        """Return the tensors that the config and the model's vectors determine, by name."""
 
     def operand_bounds(
         self, config: Any, largest: Mapping[str, float], norms: RowNorms
     ) -> dict[str, float]:
-        """Upper bounds of the operands of products, two-part or with FP8 weights, by name.
+        """Return upper bounds of the operands of two-part or FP8-weight products, by name.
 
-        They hold for any tokens: those of the layers, what these follow from, and the final norm.
+        Bounds cover the layers' operands and intermediates and the final norm, for all tokens.
 
         largest: the largest magnitude of every tensor. norms(w, gamma): upper bounds of the
-        Euclidean norms of w's rows (N, K), with each column multiplied by its gamma; "": by 1.
+        Euclidean norms of w's rows (N, K), each column multiplied by its gamma, or by 1 for "".
         """
 
     def stream_bounds(self, config: Any, largest: Mapping[str, float]) -> Iterator[float]:
-        """Upper bounds of the magnitudes after the embedding and after each block."""
+        """Yield upper bounds of the magnitudes after the embedding and after each block."""
 
     def attention(self, o: Any, h: str, x: Value) -> Value:
-        """Rows of attention."""
+        """Return the rows of attention, before the output projection."""
 
     def feed_forward(self, o: Any, h: str, x: Value, y: Value) -> Value:
-        """x + attention, and the feed-forward of its norm added to it. y: rows of attention."""
+        """Return x + projected attention + the feed-forward's result. y: rows of attention."""
 
     def final(self, o: Any, x: Value, to: To = ()) -> Value:
-        """The norm before the logits."""
+        """Return the final norm of x, which the logits are computed from."""

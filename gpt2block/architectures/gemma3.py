@@ -1,9 +1,9 @@
-"""Gemma 3, its models of text: Llama's block with four norms and windows in five of six layers.
+"""Gemma 3's text models: Llama's block with four norms, and windows in five of six layers.
 
-Norms follow both halves of a block, too, before these are added; heads of q and of k have norms.
-The weights of norms are w in files of `transformers` and stand for 1 + w, which GGUF files have.
-Layers with a window turn by other frequencies than those that see all. The gate of the feed-forward
-is GELU, rows of wte are multiplied by the root of their channels, and logits may be capped.
+Norms also follow both halves of a block, before the residual additions, and each head of q and k
+has a norm. Files of `transformers` store norm weights as w, GGUF files as the factors 1 + w. RoPE
+rotates by other frequencies in layers with a window than in layers without. The feed-forward's gate
+is GELU, rows of wte are multiplied by sqrt(n_embd), and logits may be capped.
 
 Source: Gemma Team, "Gemma 3 Technical Report" (2025), and Gemma3 in `transformers`.
 """
@@ -25,25 +25,25 @@ from gpt2block.config.llama import LlamaConfig, WindowedConfig, all_but_every, c
 from gpt2block.errors import CheckpointError, shown
 
 LAYERS_27B = 62
-EVERY = 6  # layers, of which the last sees all tokens
+EVERY = 6  # period in layers: every 6th layer has no window
 LOCAL = "local_frequencies"
 KINDS = ("full_attention", "sliding_attention")
-EMBEDDING_DTYPE = "embedding_dtype"  # a key of config.json and GGUF that others ignore
+EMBEDDING_DTYPE = "embedding_dtype"  # a key of config.json and GGUF that other software ignores
 CAP, SCALE, THETA = "final_logit_softcapping", "query_pre_attn_scalar", "rope_local_base_freq"
 NORMS = ("gamma1", "gamma_q", "gamma_k", "gamma_attn", "gamma2", "gamma_ff")
 
 
 @dataclass(frozen=True)
 class Gemma3Config(WindowedConfig):
-    """Sizes of a Gemma 3, as in WindowedConfig; attention_bias is of all its four products.
+    """Sizes of a Gemma 3 model. attention_bias: whether the products of attention have biases.
 
-    sliding_layers: whether each layer has the window; () for all but every sixth. local_theta: of
-    RoPE in these; theta and scaling are of the others. scalar: the square root of its inverse
-    multiplies scores; 0 for that of the model of this size, which GGUF files do not have: the head
-    size, but n_embd / n_head of 62 layers (27B). logits_cap: as in NanoChatConfig. embedding_dtype:
-    the dtype to which the factor of embeddings, sqrt(n_embd), is rounded. `transformers` rounds it
-    to the dtype of the weights as loaded, llama.cpp to float32. Here it is part of the model: a
-    checkpoint converted to another dtype or format keeps it.
+    sliding_layers: whether each layer has the window; () means all but every sixth. local_theta:
+    RoPE's theta in layers with the window; theta and scaling apply to the others. scalar: scores
+    are multiplied by 1 / sqrt(scalar); 0 stands for this model size's value, which GGUF files lack:
+    the head size, or n_embd / n_head with 62 layers (27B). logits_cap: the limit of the magnitudes
+    of logits, or None. embedding_dtype: the dtype that the embedding factor sqrt(n_embd) is rounded
+    to. `transformers` rounds to the dtype of the loaded weights, llama.cpp to float32. Here the
+    dtype is part of the model: a checkpoint converted to another dtype or format keeps it.
     """
 
     NAME: ClassVar[str] = "Gemma3"
@@ -94,30 +94,30 @@ class Gemma3Config(WindowedConfig):
 
     @property
     def scales(self) -> Scales:
-        """As in ModelConfig."""
+        """Return the scalars of a forward pass."""
         root = float(np.asarray(math.sqrt(self.n_embd)).astype(FLOATS[self.embedding_dtype]))
         return Scales(self.eps, root, self.scalar**-0.5, cap=self.logits_cap)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """As in ModelConfig."""
+        """Return the attention window of each layer in tokens; None where a layer sees all."""
         pairs = zip(super().windows, self.sliding_layers, strict=True)
         return tuple(window if sliding else None for window, sliding in pairs)
 
     @property
     def frequencies_of_layers(self) -> tuple[str, ...]:
-        """As in ModelConfig."""
+        """Return the name of the RoPE frequencies of each layer."""
         return tuple(LOCAL if sliding else "frequencies" for sliding in self.sliding_layers)
 
     def block_shapes(self) -> Shapes:
-        """As in LlamaConfig, and the weights of the other norms."""
+        """Return the shapes of Llama's block and of the weights of Gemma's additional norms."""
         C, D = (self.n_embd,), (self.head_size,)
         own = {"gamma_q": D, "gamma_k": D, "gamma_attn": C, "gamma_ff": C}
         return {**super().block_shapes(), **own}
 
     @classmethod
     def _fields_in(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """As in ModelConfig."""
+        """Return the fields of a config.json by their names here."""
         objects = config.get("rope_parameters") or {}
         if {*objects} & {*KINDS}:
             local = objects.get(KINDS[1]) or {}
@@ -143,11 +143,11 @@ class Gemma3Config(WindowedConfig):
         else:
             raise CheckpointError(f"config.json: layer_types: expected a list of "
                                   f"{' and '.join(KINDS)}, got {shown(types)}")  # fmt: skip
-        dtype = "float32" if dtype == "float64" else dtype  # as which float64 is read
+        dtype = "float32" if dtype == "float64" else dtype  # float64 weights are read as float32
         return fields | {"sliding_layers": layers, EMBEDDING_DTYPE: dtype}
 
     def to_hugging_face(self) -> dict[str, Any]:
-        """As in ModelConfig."""
+        """Return the content of a `config.json` with which `transformers` loads this model."""
         content = super().to_hugging_face()
         del content["hidden_act"]
         kinds = [KINDS[sliding] for sliding in self.sliding_layers]
@@ -173,7 +173,7 @@ NORM, QKV, TENSOR_HEADS, DIVIDED = llama.NORM, llama.QKV, llama.TENSOR_HEADS, ll
 
 
 def constants(config: Gemma3Config, vectors: Mapping[str, Any]) -> dict[str, Any]:
-    """Tensors of the passes that the config and the weights of norms determine, by name."""
+    """Return the RoPE frequencies and the factors 1 + w of all norms, by name."""
     local = config.local_theta ** (-2 * np.arange(config.head_size // 2) / config.head_size)
     known = {"frequencies": config.frequencies(), LOCAL: local}
     used = {name: known[name] for name in dict.fromkeys(config.frequencies_of_layers)}
@@ -182,12 +182,12 @@ def constants(config: Gemma3Config, vectors: Mapping[str, Any]) -> dict[str, Any
 
 
 def _of(gamma: str) -> str:
-    """The name of 1 + w."""
+    """Return the name of the tensor 1 + w for a norm's weight w."""
     return f"{gamma}_and_1"
 
 
 def attention(o: Any, h: str, x: Value) -> Value:
-    """The first half of a block: rows of attention, whose q and k have norms before RoPE."""
+    """Compute rows of attention, a block's first half; q and k have norms before RoPE."""
     y = o.norm(f"{h}rms1", x, _of(f"{h}gamma1"), to=(f"{h}w_qkv",))
     norms = _of(f"{h}gamma_q"), _of(f"{h}gamma_k")
     y = o.qkv(h, y, rope=o.c.frequencies_of(h), norms=norms)
@@ -195,7 +195,7 @@ def attention(o: Any, h: str, x: Value) -> Value:
 
 
 def feed_forward(o: Any, h: str, x: Value, y: Value) -> Value:
-    """The second half: x + the norm of attention, and that of the feed-forward added to it."""
+    """Return x + the norm of projected attention + the norm of the feed-forward's result."""
     y = o.product(f"{h}proj", y, f"{h}w_o", f"{h}b_o")
     x = o.add_norm(f"{h}x1", x, y, _of(f"{h}gamma_attn"))
     y = o.norm(f"{h}rms2", x, _of(f"{h}gamma2"), to=(f"{h}w_gate", f"{h}w_up"))
@@ -205,14 +205,14 @@ def feed_forward(o: Any, h: str, x: Value, y: Value) -> Value:
 
 
 def final(o: Any, x: Value, to: To = ()) -> Value:
-    """The norm before the logits."""
+    """Return the final norm of x, which the logits are computed from."""
     return o.norm("rms_f", x, _of("gamma_f"), to=to)
 
 
 def stream_bounds(config: Gemma3Config, largest: Mapping[str, float]) -> Iterator[float]:
-    """Upper bounds of the magnitudes after the embedding and after each block, for any input.
+    """Yield upper bounds of magnitudes after the embedding and after each block, for any input.
 
-    An RMSNorm's values are at most the root of their number times the largest weight.
+    The C values of an RMSNorm are at most sqrt(C) times its largest weight.
     """
     stream = largest["wte"] * config.scales.embedding
     yield stream
@@ -225,7 +225,7 @@ def stream_bounds(config: Gemma3Config, largest: Mapping[str, float]) -> Iterato
 def operand_bounds(
     config: Gemma3Config, largest: Mapping[str, float], norms: RowNorms
 ) -> dict[str, float]:
-    """As for Qwen3. Rows of weights times 1 + w are at most as long as without, and with, w."""
+    """Bound operands as for Qwen3. The norm of W(1 + w) is at most the sum of W's and Ww's."""
     wide = {
         name: value + name.rpartition(".")[2].startswith("gamma") for name, value in largest.items()
     }
@@ -233,4 +233,4 @@ def operand_bounds(
     def both(w: str, gamma: str) -> Any:
         return norms(w, "") + norms(w, gamma)
 
-    return qwen3.operand_bounds(config, wide, both)  # type: ignore[arg-type]  # has what it reads
+    return qwen3.operand_bounds(config, wide, both)  # type: ignore[arg-type]  # both: an ndarray

@@ -1,4 +1,4 @@
-"""GPT-2 as a forward pass, with its names and the magnitudes that its tensors can have.
+"""GPT-2 as a forward pass, with its tensors' names and upper bounds of its magnitudes.
 
 Rows of several sequences are packed into one matrix (N, C); only attention, the embedding and the
 kv_cache distinguish sequences. Names of layers begin with "h.0.", "h.1." and so on.
@@ -27,50 +27,50 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "gamma_f beta_f": ("ln_f", "output_norm"),
     "lm_head": ("lm_head", "output"),
 }
-# Older files have masks.
+# Files of older versions of `transformers` also contain the buffers of attention masks.
 FILES = CheckpointLayout("transformer.", "h.", "KN", r"h\.\d+\.attn\.(bias|masked_bias)")
 GGUF, GGUF_ROPE_INTERLEAVED = "gpt2", False
 NORM = "LayerNorm"
-QKV = "qkv"  # the step whose rows are [Q | K | V] as attention reads them
-TENSOR_HEADS: tuple[int, ...] = (64,)  # channels of a head of a prefill on tensor cores
-DIVIDED: tuple[str, ...] = ()  # GELU is not linear
+QKV = "qkv"  # the step whose result is the rows [Q | K | V] that attention reads
+TENSOR_HEADS: tuple[int, ...] = (64,)  # head sizes for which a prefill can use tensor cores
+DIVIDED: tuple[str, ...] = ()  # empty because GELU is not linear
 
 
 def attention(o: Any, h: str, x: Value) -> Value:
-    """The first half of a Pre-LN block: rows of attention. h: the prefix of its names."""
+    """Compute rows of attention, a Pre-LN block's first half. h: the prefix of its names."""
     y = o.norm(f"{h}ln1", x, f"{h}gamma1", f"{h}beta1", to=(f"{h}w_qkv",))
     y = o.qkv(h, y)
     return o.attend(h, y, to=(f"{h}w_attn",))
 
 
 def feed_forward(o: Any, h: str, x: Value, y: Value) -> Value:
-    """The second half: x + attention, and the feed-forward of its norm added to it."""
+    """Return x + projected attention + the feed-forward's result, a block's second half."""
     x = o.product(f"{h}proj", y, f"{h}w_attn", f"{h}b_attn", add=(f"{h}x1", x))
-    del y  # its memory is that of the norm
+    del y  # frees its memory for the norm
     y = o.norm(f"{h}ln2", x, f"{h}gamma2", f"{h}beta2", to=(f"{h}w_fc",))
     y = o.product(f"{h}ff1", y, f"{h}w_fc", f"{h}b_fc", gelu=f"{h}gelu", to=(f"{h}w_proj",))
     return o.product(f"{h}ff2", y, f"{h}w_proj", f"{h}b_proj", add=(f"{h}output", x))
 
 
 def final(o: Any, x: Value, to: tuple[str, ...] = ()) -> Value:
-    """The norm before the logits."""
+    """Return the final norm of x, which the logits are computed from."""
     return o.norm("ln_f", x, "gamma_f", "beta_f", to=to)
 
 
 def constants(config: GPT2Config, vectors: Mapping[str, Any]) -> dict[str, Any]:
-    """Tensors of the passes that the config determines, by name: none."""
+    """Return no tensors: GPT-2's config determines none."""
     return {}
 
 
 def operand_bounds(
     config: GPT2Config, largest: Mapping[str, float], norms: RowNorms
 ) -> dict[str, float]:
-    """The largest magnitude that the operands of each layer's products can have, by name.
+    """Return the largest magnitude that operands of each layer's products can have, by name.
 
-    `largest` may have infinity and NaN, and so have the bounds then. The C values of a LayerNorm
-    before γ and β have variance 1, so that each is at most sqrt(C), and so is their Euclidean norm.
-    Their product with a row of weights, times γ, is at most sqrt(C) times the norm of that row, and
-    so is that of C ones, times β. GELU increases no magnitude.
+    If `largest` has infinity or NaN, so have the bounds. The C values of a LayerNorm
+    before γ and β have variance 1, so each is at most sqrt(C), and so is their Euclidean norm.
+    Their product with a row of weights, times γ, is at most sqrt(C) times the row's norm. The same
+    limit holds for the product of C ones with the row, times β. GELU increases no magnitude.
     """
     root = math.sqrt(config.n_embd)
     bounds = {"ln_f": root * largest["gamma_f"] + largest["beta_f"]}
@@ -85,11 +85,11 @@ def operand_bounds(
 
 
 def stream_bounds(config: GPT2Config, largest: Mapping[str, float]) -> Iterator[float]:
-    """Upper bounds of the magnitudes after the embedding and after each block, for any input.
+    """Yield upper bounds of magnitudes after the embedding and after each block, for any input.
 
     A LayerNorm's C values of variance 1 are at most sqrt(C), attention computes weighted means of
     rows of v, GELU increases no magnitude, and a product of K inputs is at most K times the largest
-    input times the largest weight. The bundled model's bound is 6e6, where the limit is 6e17.
+    input times the largest weight. The bundled model's bound is 6e6; the limit is 6e17.
     """
     C = config.n_embd
 

@@ -1,9 +1,9 @@
-"""Granite 3: Llama's block with four scalars, which need no step of their own.
+"""Granite 3: Llama's block with four scalars, which need no additional steps.
 
 The model multiplies the results of attention and of the feed-forward by residual_multiplier m
-before it adds them to the residual stream x. A pass has x / m in the place of x, so that the sums
+before it adds them to the residual stream x. A pass computes x / m instead of x, so that the sums
 need no factor: the rows of wte are multiplied by embedding_multiplier / m, and the norms, which do
-not depend on the size of their rows, have eps / m^2. Scores have attention_multiplier in the place
+do not depend on the size of their rows, have eps / m^2. Scores have attention_multiplier instead
 of 1 / sqrt(head_size), and the norm before the logits has gamma / logits_scaling.
 
 Source: Granite Team, "Granite 3.0 Language Models" (2024), and Granite in `transformers`.
@@ -28,7 +28,7 @@ MULTIPLIERS = (
 
 @dataclass(frozen=True)
 class GraniteConfig(LlamaConfig):
-    """Sizes of a Granite 3, as in LlamaConfig, and its four scalars by their names there."""
+    """Sizes of a Granite 3 model and its four scalars, named as in `transformers`."""
 
     NAME: ClassVar[str] = "Granite"
     MODEL_TYPE: ClassVar[str] = "granite"
@@ -54,7 +54,7 @@ class GraniteConfig(LlamaConfig):
 
     @property
     def scales(self) -> Scales:
-        """As in ModelConfig."""
+        """Return the scalars of a forward pass."""
         m = self.residual_multiplier
         embedding = self.embedding_multiplier / m
         return Scales(self.eps / m**2, embedding, self.attention_multiplier, m)
@@ -70,25 +70,25 @@ NORM, QKV, TENSOR_HEADS, DIVIDED = llama.NORM, llama.QKV, llama.TENSOR_HEADS, ll
 
 
 def constants(config: GraniteConfig, vectors: Mapping[str, Any]) -> dict[str, Any]:
-    """As for Llama, and the weight of the norm before the logits."""
+    """Return Llama's tensors and the weight of the norm before the logits."""
     gamma = vectors["gamma_f"] / config.logits_scaling
     return {**llama.constants(config, vectors), "gamma_logits": gamma}
 
 
 def final(o: Any, x: Value, to: To = ()) -> Value:
-    """The norm before the logits, which divides them too, or before nothing."""
+    """Return the final norm of x; before logits, its weight also divides by logits_scaling."""
     return o.norm("rms_f", x, "gamma_logits" if to else "gamma_f", to=to)
 
 
 def operand_bounds(
     config: GraniteConfig, largest: Mapping[str, float], norms: RowNorms
 ) -> dict[str, float]:
-    """As for Llama, with the weight of either last norm."""
+    """Bound operands as for Llama, with the larger of the two weights of the final norm."""
     bounds = llama.operand_bounds(config, largest, norms)
     return bounds | {"rms_f": bounds["rms_f"] * max(1.0, 1 / config.logits_scaling)}
 
 
 def stream_bounds(config: GraniteConfig, largest: Mapping[str, float]) -> Iterator[float]:
-    """As for Llama, of the stream of a pass."""
+    """Bound a pass's residual stream as for Llama, from wte times the embedding factor."""
     rows = largest["wte"] * config.scales.embedding
     return llama.stream_bounds(config, {**largest, "wte": rows})

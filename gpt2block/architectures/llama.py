@@ -1,8 +1,8 @@
-"""Llama as a forward pass, with its names and the magnitudes that its tensors can have.
+"""Llama as a forward pass, with its tensors' names and upper bounds of its magnitudes.
 
-Q, K and V of a token are one row [Q | K | V], with fewer heads of K and V than of Q where queries
-are grouped. "frequencies": the radians per position by which RoPE turns each pair of channels,
-`LlamaConfig.frequencies`. Names of layers begin with "h.0.", "h.1." and so on.
+Q, K and V of a token are one row [Q | K | V]; with grouped queries, K and V have fewer heads than
+Q. The tensor "frequencies" has the radians per position by which RoPE rotates each pair of
+channels, `LlamaConfig.frequencies`. Names of layers begin with "h.0.", "h.1." and so on.
 Source: Touvron et al., "LLaMA: Open and Efficient Foundation Language Models" (2023).
 """
 
@@ -32,48 +32,48 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "gamma_f": ("norm", "output_norm"),
     "lm_head": ("lm_head", "output"),
 }
-# Older files have frequencies, of the model or of each layer.
+# Files of older versions of `transformers` also contain RoPE frequencies, one set or one per layer.
 FILES = CheckpointLayout("model.", "layers.", "NK", r"(.+\.)?rotary_emb\w*\..+")
 GGUF, GGUF_ROPE_INTERLEAVED = "llama", True
 NORM = "RMSNorm"
-QKV = "rope"  # the step whose rows are [Q | K | V] as attention reads them
-TENSOR_HEADS: tuple[int, ...] = (64, 128, 256)  # channels of a head of a prefill on tensor cores
-# FP8 prompts may divide up, and so ff, by what the product of ff is then multiplied by.
+QKV = "rope"  # the step whose result is the rows [Q | K | V] that attention reads
+TENSOR_HEADS: tuple[int, ...] = (64, 128, 256)  # head sizes for a prefill on tensor cores
+# For FP8 prompts, "up" and so "ff" may be divided by a factor that multiplies "down"'s result.
 DIVIDED: tuple[str, ...] = ("up", "ff", "down")
 
 
 def attention(o: Any, h: str, x: Value) -> Value:
-    """The first half of a block: rows of attention, whose q and k RoPE has turned."""
+    """Compute rows of attention, a block's first half, with RoPE applied to q and k."""
     y = o.norm(f"{h}rms1", x, f"{h}gamma1", to=(f"{h}w_qkv",))
     y = o.qkv(h, y, rope="frequencies")
     return o.attend(h, y, to=(f"{h}w_o",))
 
 
 def feed_forward(o: Any, h: str, x: Value, y: Value) -> Value:
-    """The second half: x + attention, and the gated feed-forward of its norm added to it."""
+    """Return x + projected attention + the gated feed-forward's result, a block's second half."""
     x = o.product(f"{h}proj", y, f"{h}w_o", f"{h}b_o", add=(f"{h}x1", x))
-    del y  # its memory is that of the norm
+    del y  # frees its memory for the norm
     y = o.norm(f"{h}rms2", x, f"{h}gamma2", to=(f"{h}w_gate", f"{h}w_up"))
     y = o.gated(h, y, to=(f"{h}w_down",))
     return o.product(f"{h}down", y, f"{h}w_down", f"{h}b_down", add=(f"{h}output", x))
 
 
 def final(o: Any, x: Value, to: tuple[str, ...] = ()) -> Value:
-    """The norm before the logits."""
+    """Return the final norm of x, which the logits are computed from."""
     return o.norm("rms_f", x, "gamma_f", to=to)
 
 
 def constants(config: LlamaConfig, vectors: Mapping[str, Any]) -> dict[str, Any]:
-    """Tensors of the passes that the config determines, by name."""
+    """Return the tensors that the config determines, by name: the RoPE frequencies."""
     return {"frequencies": config.frequencies()}
 
 
 def stream_bounds(config: LlamaConfig, largest: Mapping[str, float]) -> Iterator[float]:
-    """Upper bounds of the magnitudes after the embedding and after each block, for any input.
+    """Yield upper bounds of magnitudes after the embedding and after each block, for any input.
 
-    A row of an RMSNorm has a Euclidean norm of at most sqrt(C) times the largest weight, so its
-    product with K = C weights is at most C times that times the largest weight of the matrix.
-    Attention computes weighted means of rows of v, RoPE turns pairs of q and k only, and SiLU
+    A row of an RMSNorm has a Euclidean norm of at most sqrt(C) times the largest γ, so its product
+    with K = C weights is at most C times the largest γ times the largest weight of the matrix.
+    Attention computes weighted means of rows of v, RoPE rotates pairs of q and k only, and SiLU
     increases no magnitude.
     """
     C = config.n_embd
@@ -94,12 +94,12 @@ def stream_bounds(config: LlamaConfig, largest: Mapping[str, float]) -> Iterator
 def operand_bounds(
     config: LlamaConfig, largest: Mapping[str, float], norms: RowNorms
 ) -> dict[str, float]:
-    """The largest magnitude that each layer's operands and what they follow from can have, by name.
+    """Return the largest magnitude of each layer's operands and of their intermediates, by name.
 
     A row of an RMSNorm before γ has a Euclidean norm of at most sqrt(C), so its product with a row
-    of weights, times γ, is at most sqrt(C) times the norm of that row. RoPE turns pairs, attention
+    of weights, times γ, is at most sqrt(C) times the row's norm. RoPE rotates pairs, attention
     computes weighted means, and SiLU increases no magnitude: the sums of gate and up are multiplied
-    channel by channel, which is why `norms` has a number for each.
+    channel by channel, which is why `norms` returns a number for each channel.
     """
     root, turned = math.sqrt(config.n_embd), math.sqrt(2) * max(1.0, config.scales.rope)
     bounds = {"rms_f": root * largest["gamma_f"]}

@@ -1,8 +1,8 @@
 """nanochat: a Llama whose norms have no weights, with ReLU squared in the feed-forward.
 
-A norm also follows the embedding, and heads of q and k have norms after RoPE: these are those
-before it, as turning pairs of channels changes no sum of squares. RoPE turns by negative angles.
-Logits are capped. Norms have weights of one in the place of none.
+A norm also follows the embedding. Heads of q and k have norms after RoPE; norms before RoPE are
+equal, as rotating pairs of channels changes no sum of squares. RoPE rotates by negative angles.
+Logits are capped. Kernels of norms read weights of one, because nanochat has none.
 Source: Karpathy, nanochat (2025), and NanoChat in `transformers`.
 """
 
@@ -27,7 +27,7 @@ ONES, HEAD_ONES = "ones", "head_ones"
 
 @dataclass(frozen=True)
 class NanoChatConfig(LlamaConfig):
-    """Sizes of a nanochat, as in LlamaConfig; attention_bias is of all its four products.
+    """Sizes of a nanochat model. attention_bias: whether the products of attention have biases.
 
     logits_cap: the limit of the magnitudes of logits, or None.
     """
@@ -54,35 +54,35 @@ class NanoChatConfig(LlamaConfig):
 
     @property
     def scales(self) -> Scales:
-        """As in ModelConfig."""
+        """Return the scalars of a forward pass."""
         return Scales(self.eps, cap=self.logits_cap)
 
     @property
     def embedding_norm(self) -> str:
-        """As in ModelConfig."""
+        """Return the name of the weight of the RMSNorm that follows the embedding."""
         return ONES
 
     @property
     def qk_norm(self) -> bool:
-        """As in ModelConfig."""
+        """Whether queries and keys have norms."""
         return True
 
     def frequencies(self) -> NDArray[np.float64]:
-        """As in LlamaConfig, negative."""
+        """Return Llama's frequencies with negative signs, in radians per position."""
         return -super().frequencies()
 
     def block_shapes(self) -> Shapes:
-        """As in LlamaConfig, without weights of norms and with two matrices in the feed-forward."""
+        """Return the shapes of a block: no norm weights, and two matrices in the feed-forward."""
         shapes, C, FF = super().block_shapes(), self.n_embd, self.n_ff
         kept = {name: shapes[name] for name in ("w_qkv", "w_o", "b_qkv", "b_o") if name in shapes}
         return {**kept, "w_fc": (C, FF), "w_proj": (FF, C)}
 
     def outer_shapes(self) -> tuple[Shapes, Shapes]:
-        """As in ModelConfig."""
+        """Return the shapes of the tensors before and after the blocks."""
         return super().outer_shapes()[0], {}
 
     def to_hugging_face(self) -> dict[str, Any]:
-        """As in ModelConfig."""
+        """Return the content of a `config.json` with which `transformers` loads this model."""
         return super().to_hugging_face() | {"hidden_act": "relu2"}
 
 
@@ -96,27 +96,27 @@ NAMES: Mapping[str, tuple[str, str]] = {
 FILES: CheckpointLayout = llama.FILES
 GGUF, GGUF_ROPE_INTERLEAVED = "", False
 NORM, QKV, TENSOR_HEADS = llama.NORM, llama.QKV, llama.TENSOR_HEADS
-DIVIDED: tuple[str, ...] = ()  # a square is not linear
+DIVIDED: tuple[str, ...] = ()  # empty because the square is not linear
 
 
 def constants(config: NanoChatConfig, vectors: Mapping[str, Any]) -> dict[str, Any]:
-    """As for Llama, and the weights of norms."""
+    """Return Llama's tensors, and vectors of ones as the weights of norms."""
     sizes = {ONES: config.n_embd, HEAD_ONES: config.head_size}
     ones = {name: np.ones(size, np.float32) for name, size in sizes.items()}
     return {**llama.constants(config, vectors), **ones}
 
 
 def attention(o: Any, h: str, x: Value) -> Value:
-    """The first half of a block: rows of attention, whose q and k have norms and are turned."""
+    """Compute rows of attention, a block's first half; q and k have norms and RoPE."""
     y = o.norm(f"{h}rms1", x, ONES, to=(f"{h}w_qkv",))
     y = o.qkv(h, y, rope="frequencies", norms=(HEAD_ONES, HEAD_ONES))
     return o.attend(h, y, to=(f"{h}w_o",))
 
 
 def feed_forward(o: Any, h: str, x: Value, y: Value) -> Value:
-    """The second half: x + attention, and the feed-forward of its norm added to it."""
+    """Return x + projected attention + the feed-forward's result, a block's second half."""
     x = o.product(f"{h}proj", y, f"{h}w_o", f"{h}b_o", add=(f"{h}x1", x))
-    del y  # its memory is that of the norm
+    del y  # frees its memory for the norm
     y = o.norm(f"{h}rms2", x, ONES, to=(f"{h}w_fc",))
     y = o.product(f"{h}fc", y, f"{h}w_fc")
     y = o.operand(f"{h}ff2_in", o.relu_squared(f"{h}relu2", y), to=(f"{h}w_proj",))
@@ -124,14 +124,14 @@ def feed_forward(o: Any, h: str, x: Value, y: Value) -> Value:
 
 
 def final(o: Any, x: Value, to: To = ()) -> Value:
-    """The norm before the logits."""
+    """Return the final norm of x, which the logits are computed from."""
     return o.norm("rms_f", x, ONES, to=to)
 
 
 def stream_bounds(config: NanoChatConfig, largest: Mapping[str, float]) -> Iterator[float]:
-    """As for Llama, with norms without weights, the first of which is that of the embedding."""
+    """Yield upper bounds of the magnitudes after the embedding and each block, for any input."""
     C, stream = config.n_embd, math.sqrt(config.n_embd)
-    yield max(stream, largest["wte"])  # which the first norm reads
+    yield max(stream, largest["wte"])  # wte's rows are the input of the norm of embeddings
     for h in (f"h.{layer}." for layer in range(config.n_layer)):
         v = C * largest[f"{h}w_qkv"] + largest.get(f"{h}b_qkv", 0.0)
         ff = (C * largest[f"{h}w_fc"]) ** 2
@@ -143,7 +143,7 @@ def stream_bounds(config: NanoChatConfig, largest: Mapping[str, float]) -> Itera
 def operand_bounds(
     config: NanoChatConfig, largest: Mapping[str, float], norms: RowNorms
 ) -> dict[str, float]:
-    """As for Qwen3, with norms without weights."""
+    """Bound operands as for Qwen3, with norms whose weights are one."""
     root, bounds = math.sqrt(config.n_embd), {"rms_f": math.sqrt(config.n_embd)}
     for h in (f"h.{layer}." for layer in range(config.n_layer)):
         qkv = root * norms(f"{h}w_qkv", "") + largest.get(f"{h}b_qkv", 0.0)

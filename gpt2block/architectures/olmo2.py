@@ -1,6 +1,6 @@
-"""OLMo 2: Llama's block with norms after its halves, of what they add, and none before them.
+"""OLMo 2: Llama's block with norms after its halves, before the additions, and none before them.
 
-Products read the residual stream itself. All heads of q have one norm before RoPE, and all of k.
+Products read the residual stream itself. All heads of q share one norm before RoPE; so do k's.
 Source: OLMo Team, "2 OLMo 2 Furious" (2024), and Olmo2 in `transformers`.
 """
 
@@ -22,7 +22,7 @@ from gpt2block.config.llama import LlamaConfig
 
 @dataclass(frozen=True)
 class Olmo2Config(LlamaConfig):
-    """Sizes of an OLMo 2, as in LlamaConfig; attention_bias is of all its four products."""
+    """Sizes of an OLMo 2 model. attention_bias: whether the products of attention have biases."""
 
     NAME: ClassVar[str] = "Olmo2"
     MODEL_TYPE: ClassVar[str] = "olmo2"
@@ -30,7 +30,7 @@ class Olmo2Config(LlamaConfig):
     ABSENT: ClassVar[Mapping[str, Any]] = {"n_ctx": 2048, "eps": 1e-5}
 
     def block_shapes(self) -> Shapes:
-        """As in LlamaConfig, with the weights of other norms."""
+        """Return the shapes of Llama's tensors of a block, with the weights of OLMo 2's norms."""
         shapes, C = dict(super().block_shapes()), (self.n_embd,)
         del shapes["gamma1"], shapes["gamma2"]
         heads = {"gamma_q": (self.q_width,), "gamma_k": (self.kv_width,)}
@@ -50,14 +50,14 @@ GGUF, GGUF_ROPE_INTERLEAVED = "olmo2", False
 
 
 def attention(o: Any, h: str, x: Value) -> Value:
-    """The first half of a block: rows of attention, whose q and k have norms before RoPE."""
+    """Compute rows of attention, a block's first half; q and k have norms before RoPE."""
     y = o.operand(f"{h}attn_in", x, to=(f"{h}w_qkv",))
     y = o.qkv(h, y, rope="frequencies", norms=(f"{h}gamma_q", f"{h}gamma_k"))
     return o.attend(h, y, to=(f"{h}w_o",))
 
 
 def feed_forward(o: Any, h: str, x: Value, y: Value) -> Value:
-    """The second half: x + the norm of attention, and that of the feed-forward added to it."""
+    """Return x + the norm of projected attention + the norm of the feed-forward's result."""
     y = o.product(f"{h}proj", y, f"{h}w_o", f"{h}b_o")
     x = o.add_norm(f"{h}x1", x, y, f"{h}gamma_attn")
     y = o.operand(f"{h}ff_in", x, to=(f"{h}w_gate", f"{h}w_up"))
@@ -71,7 +71,7 @@ NORM, QKV, TENSOR_HEADS, DIVIDED = llama.NORM, llama.QKV, llama.TENSOR_HEADS, ll
 
 
 def _halves(config: Olmo2Config, largest: Mapping[str, float]) -> Iterator[float]:
-    """Upper bounds of the stream at each half of each block, and at the end.
+    """Yield upper bounds of the residual stream before each half of each block, and at the end.
 
     An RMSNorm's C values are at most sqrt(C) before γ, and so is their Euclidean norm.
     """
@@ -84,7 +84,7 @@ def _halves(config: Olmo2Config, largest: Mapping[str, float]) -> Iterator[float
 
 
 def stream_bounds(config: Olmo2Config, largest: Mapping[str, float]) -> Iterator[float]:
-    """Upper bounds of the magnitudes after the embedding and after each block, for any input."""
+    """Yield upper bounds of magnitudes after the embedding and after each block, for any input."""
     for n, bound in enumerate(_halves(config, largest)):
         if n % 2 == 0:
             yield bound
@@ -93,14 +93,14 @@ def stream_bounds(config: Olmo2Config, largest: Mapping[str, float]) -> Iterator
 def operand_bounds(
     config: Olmo2Config, largest: Mapping[str, float], norms: RowNorms
 ) -> dict[str, float]:
-    """The largest magnitude that operands and what they follow from can have, by name.
+    """Return the largest magnitude of each layer's operands and of their intermediates, by name.
 
-    The rows of products are those of the stream, whose Euclidean norm is that of a row of wte and
-    what norms have added. Rows of v have no norm; those of q and k are before they have one, and a
-    pair that RoPE turns then has one of at most the largest γ times the root of their channels.
+    Products read rows of the residual stream; their Euclidean norm is at most the norm of wte's row
+    plus the norms of all rows added. Rows of v have no norm. Rows of q and k are bounded before
+    their norm, too; a pair after norm and RoPE is at most sqrt(channels) times the largest γ.
     """
     C, widths = config.n_embd, {"q": config.q_width, "k": config.kv_width}
-    spread = (math.sqrt(C) - 1) * largest["wte"]  # from a row's largest value to its Euclidean norm
+    spread = (math.sqrt(C) - 1) * largest["wte"]  # Euclidean norm minus largest value of a row
     bounds = {"rms_f": math.sqrt(C) * largest["gamma_f"]}
     stream = list(_halves(config, largest))
     for layer in range(config.n_layer):

@@ -1,16 +1,16 @@
-"""Phi-3 and Phi-4-mini: Llama's block, where RoPE may turn a part of each head only.
+"""Phi-3 and Phi-4-mini: Llama's block, where RoPE may rotate only a part of each head.
 
-Files have gate and up in one matrix, and q, k and v in another. RoPE turns the first `rotary`
-channels of a head, in pairs of their two halves, and passes the rest. Here the channels of heads of
-q and k have another order, which changes no score: the turned pairs are the first of those of whole
-heads, and the others have frequency zero, so that every kernel of RoPE is Llama's.
+Files have gate and up in one matrix, and q, k and v in another. RoPE rotates the first `rotary`
+channels of a head, as pairs from their two halves, and leaves the rest. Here the channels of heads
+of q and k are reordered, which changes no score: the rotated pairs become the first pairs of the
+whole head, and the others have frequency zero, so that Llama's RoPE kernels can be used.
 
-With longrope, RoPE has a factor for each frequency and multiplies the pairs that it turns. There
-are two sets of factors. A sequence has one of them at all positions, chosen when it begins: the
-short ones if it may have at most original_context tokens, else the long ones. So each row of a
-kv_cache has frequencies of its own (`RowFrequencies`), and the kernels of RoPE are those that take
-them. Source: Microsoft, "Phi-3 Technical Report" (2024), and Phi3 in `transformers`, which changes
-to the long ones when a text grows above original_context.
+With longrope, RoPE has a factor for each frequency and multiplies the pairs that it rotates. There
+are two sets of factors. A sequence has one set at all positions, chosen when it begins: the
+short set if it may have at most original_context tokens, else the long set. So each row of a
+kv_cache has its own frequencies (`RowFrequencies`), and the RoPE kernels are the variants that
+read them. Source: Microsoft, "Phi-3 Technical Report" (2024), and Phi3 in `transformers`, which
+changes to the long set when a text grows above original_context.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ ORIGINAL, PARTIAL = "original_max_position_embeddings", "partial_rotary_factor"
 
 @dataclass(frozen=True)
 class Phi3Config(WindowedConfig):
-    """Sizes of a Phi-3, as in WindowedConfig; without biases.
+    """Sizes of a Phi-3 model, which may have a window and has no biases.
 
-    rotary: channels of a head that RoPE turns; 0 for all. An odd number has a pair more.
+    rotary: channels of a head that RoPE rotates; 0 means all. An odd number is rounded up to pairs.
     """
 
     NAME: ClassVar[str] = "Phi3"
@@ -55,22 +55,22 @@ class Phi3Config(WindowedConfig):
 
     @property
     def rotary_size(self) -> int:
-        """As in LlamaConfig."""
+        """Channels of a head that RoPE rotates."""
         return self.rotary or self.head_size
 
     @property
     def head_order(self) -> tuple[int, ...]:
-        """As in ModelConfig."""
+        """Return the channel in files for each channel of a head of q and k; () if the same."""
         turned, D = 2 * -(-self.rotary // 2), self.head_size
         if turned == D:
             return ()
         pairs, rest = turned // 2, (D - turned) // 2
-        halves = ((0, turned), (pairs, turned + rest))  # of the turned pairs, and of the others
+        halves = ((0, turned), (pairs, turned + rest))  # starts: rotated pairs, other pairs
         return tuple(c for a, b in halves for c in (*range(a, a + pairs), *range(b, b + rest)))
 
     @classmethod
     def _fields_in(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """As in ModelConfig."""
+        """Return the fields of a config.json by their names here."""
         fields = super()._fields_in({ORIGINAL: 4096, **config})
         places = {"": config} | {f"{name}: ": each for name, each in rope_objects(config).items()}
         given = {f"{place}{PARTIAL}": each.get(PARTIAL) for place, each in places.items()}
@@ -81,11 +81,11 @@ class Phi3Config(WindowedConfig):
         return fields | {"rotary": rotary}
 
     def to_hugging_face(self) -> dict[str, Any]:
-        """As in ModelConfig."""
+        """Return the content of a `config.json` with which `transformers` loads this model."""
         fractions = (self.rotary / self.head_size, (self.rotary + 0.5) / self.head_size)
         exact = next(each for each in fractions if int(self.head_size * each) == self.rotary)
         original = {} if self.scaling is None else {ORIGINAL: self.scaling.original_context}
-        # transformers' default of the padding is beyond a smaller vocabulary
+        # The default pad_token_id of transformers is outside a smaller vocabulary.
         return super().to_hugging_face() | original | {PARTIAL: exact, "pad_token_id": None}
 
 
@@ -94,7 +94,7 @@ NAMES: Mapping[str, tuple[str, str]] = {
     **llama.NAMES,
     "w_qkv b_qkv": ("self_attn.qkv_proj", "attn_qkv"),
     "w_gate b_gate": ("mlp.gate_up_proj", "ffn_up"),
-    "w_up b_up": ("mlp.gate_up_proj", "ffn_up"),  # its rows follow those of gate
+    "w_up b_up": ("mlp.gate_up_proj", "ffn_up"),  # its rows follow the rows of gate
 }
 FILES: CheckpointLayout = llama.FILES
 GGUF, GGUF_ROPE_INTERLEAVED = "phi3", False

@@ -1,7 +1,7 @@
-"""Qwen2.5: Llama's block with biases of q, k and v, of which its config.json says nothing.
+"""Qwen2.5: Llama's block with biases of q, k and v, which its config.json does not mention.
 
-Its `sliding_window` is a number without effect where `use_sliding_window` is false, as it is in all
-of its models of up to 72B. Source: Qwen Team, "Qwen2.5 Technical Report" (2024), and Qwen2 in
+`sliding_window` has no effect where `use_sliding_window` is false, which holds for all Qwen2.5
+models of up to 72B. Source: Qwen Team, "Qwen2.5 Technical Report" (2024), and Qwen2 in
 `transformers`.
 """
 
@@ -18,18 +18,18 @@ from gpt2block.config.llama import LlamaConfig
 
 
 class QwenConfig(LlamaConfig):
-    """What Qwen2.5 and Qwen3 have in common: a window that one key of config.json turns off."""
+    """Common sizes of Qwen2.5 and Qwen3, whose config.json has a key that disables the window."""
 
     HONOURED: ClassVar[tuple[str, ...]] = ("sliding_window",)
 
     def to_hugging_face(self) -> dict[str, Any]:
-        """As in ModelConfig."""
+        """Return the content of a `config.json` with which `transformers` loads this model."""
         return super().to_hugging_face() | {"use_sliding_window": False}
 
 
 @dataclass(frozen=True)
 class Qwen2Config(QwenConfig):
-    """Sizes of a Qwen2.5, as in LlamaConfig; the product of q, k and v has biases, no other has."""
+    """Sizes of a Qwen2.5 model; only the product that computes q, k and v has biases."""
 
     NAME: ClassVar[str] = "Qwen2"
     MODEL_TYPE: ClassVar[str] = "qwen2"
@@ -37,7 +37,7 @@ class Qwen2Config(QwenConfig):
     ABSENT: ClassVar[Mapping[str, Any]] = {"n_ctx": 32768, "eps": 1e-6, "n_kv_head": 32}
 
     def block_shapes(self) -> Shapes:
-        """As in LlamaConfig, and b_qkv."""
+        """Return the shapes of the tensors of Llama's block and of b_qkv."""
         shapes = super().block_shapes()
         return {**shapes, "b_qkv": shapes["w_qkv"][1:]}
 
@@ -47,7 +47,7 @@ NAMES: Mapping[str, tuple[str, str]] = llama.NAMES
 FILES: CheckpointLayout = llama.FILES
 GGUF, GGUF_ROPE_INTERLEAVED = "qwen2", False
 
-# The block is Llama's: where a matrix has biases, its product adds them.
+# The block is Llama's, whose products add a bias wherever a matrix has one.
 attention, feed_forward, final = llama.attention, llama.feed_forward, llama.final
 constants = llama.constants
 stream_bounds, operand_bounds = llama.stream_bounds, llama.operand_bounds

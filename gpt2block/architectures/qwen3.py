@@ -1,6 +1,6 @@
-"""Qwen3: Llama's block with a norm of each head of q and of k, before RoPE turns them.
+"""Qwen3: Llama's block with a norm of each head of q and of k, before RoPE rotates them.
 
-The dense models, of 0.6B to 32B. Heads have a size of their own. Source: Qwen Team, "Qwen3
+The dense models, 0.6B to 32B, have a separate head size. Source: Qwen Team, "Qwen3
 Technical Report" (2025), and Qwen3 in `transformers`.
 """
 
@@ -19,7 +19,7 @@ from gpt2block.config import ModelConfig, Shapes
 
 @dataclass(frozen=True)
 class Qwen3Config(QwenConfig):
-    """Sizes of a Qwen3, as in LlamaConfig; attention_bias is of all its four products."""
+    """Sizes of a Qwen3 model. attention_bias: whether the products of attention have biases."""
 
     NAME: ClassVar[str] = "Qwen3"
     MODEL_TYPE: ClassVar[str] = "qwen3"
@@ -29,7 +29,7 @@ class Qwen3Config(QwenConfig):
     }  # fmt: skip
 
     def block_shapes(self) -> Shapes:
-        """As in LlamaConfig, and the weights of the norms of heads."""
+        """Return the shapes of Llama's block and of the weights of the norms of heads."""
         D = (self.head_size,)
         return {**super().block_shapes(), "gamma_q": D, "gamma_k": D}
 
@@ -45,7 +45,7 @@ GGUF, GGUF_ROPE_INTERLEAVED = "qwen3", False
 
 
 def attention(o: Any, h: str, x: Value) -> Value:
-    """The first half of a block: rows of attention, whose q and k have norms before RoPE."""
+    """Compute rows of attention, a block's first half; q and k have norms before RoPE."""
     y = o.norm(f"{h}rms1", x, f"{h}gamma1", to=(f"{h}w_qkv",))
     y = o.qkv(h, y, rope="frequencies", norms=(f"{h}gamma_q", f"{h}gamma_k"))
     return o.attend(h, y, to=(f"{h}w_o",))
@@ -59,10 +59,10 @@ NORM, QKV, TENSOR_HEADS, DIVIDED = llama.NORM, llama.QKV, llama.TENSOR_HEADS, ll
 def operand_bounds(
     config: Qwen3Config, largest: Mapping[str, float], norms: RowNorms
 ) -> dict[str, float]:
-    """As for Llama. Rows of v are not normalized, those of q and k are before they are.
+    """Bound operands as for Llama. Bounds of q and k also hold before their norms.
 
-    A head before γ has a Euclidean norm of at most sqrt(D), and a pair that RoPE turns has one of
-    at most that times the larger γ.
+    A head before γ has a Euclidean norm of at most sqrt(D), so a pair that RoPE rotates has a norm
+    of at most sqrt(D) times the largest γ.
     """
     bounds, root = llama.operand_bounds(config, largest, norms), math.sqrt(config.head_size)
     for h in (f"h.{layer}." for layer in range(config.n_layer)):

@@ -1,7 +1,7 @@
-"""SmolLM3: Llama's block, of which every fourth has no position: RoPE turns its q and k by nothing.
+"""SmolLM3: Llama's block; in every fourth layer RoPE has no effect, so positions are not encoded.
 
-Frequencies of zero give angles of zero at every position, and so leave q and k as they are: those
-layers need no kernel of their own. Source: SmolLM3 in `transformers`; Yang et al., "RoPE to NoPE
+Such layers have frequencies of zero, so that RoPE's angles are zero at every position and no other
+kernel is needed. Source: SmolLM3 in `transformers`; Yang et al., "RoPE to NoPE
 and Back Again: A New Hybrid Attention Strategy" (2025).
 """
 
@@ -20,15 +20,15 @@ from gpt2block.config import ModelConfig
 from gpt2block.config.llama import LlamaConfig, all_but_every, check_layers
 from gpt2block.errors import CheckpointError, shown
 
-EVERY = 4  # layers, of which the last has no position
+EVERY = 4  # period in layers: every 4th layer has no position
 STILL = "still_frequencies"
 
 
 @dataclass(frozen=True)
 class SmolLM3Config(LlamaConfig):
-    """Sizes of a SmolLM3, as in LlamaConfig.
+    """Sizes of a SmolLM3 model, whose layers may each have RoPE or not.
 
-    rope_layers: whether RoPE turns each layer; () for all but every fourth.
+    rope_layers: whether RoPE rotates q and k of each layer; () means all but every fourth.
     """
 
     NAME: ClassVar[str] = "SmolLM3"
@@ -50,12 +50,12 @@ class SmolLM3Config(LlamaConfig):
 
     @property
     def frequencies_of_layers(self) -> tuple[str, ...]:
-        """As in ModelConfig."""
+        """Return the name of the RoPE frequencies of each layer."""
         return tuple("frequencies" if turned else STILL for turned in self.rope_layers)
 
     @classmethod
     def _fields_in(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """As in ModelConfig. The key no_rope_layers has a 1 where RoPE is applied."""
+        """Return the fields of a config.json; its no_rope_layers has a 1 where RoPE is applied."""
         fields, given = super()._fields_in(config), config.get("no_rope_layers")
         if given is None:
             key = "no_rope_layer_interval"
@@ -67,27 +67,27 @@ class SmolLM3Config(LlamaConfig):
         return fields | {"rope_layers": tuple(map(bool, given[: fields["n_layer"]]))}
 
     def to_hugging_face(self) -> dict[str, Any]:
-        """As in ModelConfig."""
+        """Return the content of a `config.json` with which `transformers` loads this model."""
         layers = {"no_rope_layers": list(map(int, self.rope_layers)), "use_sliding_window": False}
-        padding = {"pad_token_id": None}  # transformers' default is beyond a smaller vocabulary
+        padding = {"pad_token_id": None}  # the default ID is outside a smaller vocabulary
         return super().to_hugging_face() | layers | padding
 
 
 CONFIG: type[ModelConfig] = SmolLM3Config
 NAMES: Mapping[str, tuple[str, str]] = llama.NAMES
 FILES: CheckpointLayout = llama.FILES
-GGUF, GGUF_ROPE_INTERLEAVED = "smollm3", True  # files of which have no key for the layers
+GGUF, GGUF_ROPE_INTERLEAVED = "smollm3", True  # GGUF files have no key for the layers
 
 
 def attention(o: Any, h: str, x: Value) -> Value:
-    """The first half of a block: rows of attention, turned by the frequencies of the layer."""
+    """Compute rows of attention, a block's first half, rotated by the layer's frequencies."""
     y = o.norm(f"{h}rms1", x, f"{h}gamma1", to=(f"{h}w_qkv",))
     y = o.qkv(h, y, rope=o.c.frequencies_of(h))
     return o.attend(h, y, to=(f"{h}w_o",))
 
 
 def constants(config: SmolLM3Config, vectors: Mapping[str, Any]) -> dict[str, Any]:
-    """Tensors of the passes that the config determines, by name."""
+    """Return the tensors that the config determines, by name: the RoPE frequencies."""
     known = {"frequencies": config.frequencies(), STILL: np.zeros(config.head_size // 2)}
     return {name: known[name] for name in dict.fromkeys(config.frequencies_of_layers)}
 

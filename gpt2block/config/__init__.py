@@ -1,4 +1,4 @@
-"""The sizes of a model and the shapes of its tensors: what all architectures share, and GPT-2."""
+"""The sizes of models and the shapes of their tensors: the part that all share, and GPT-2's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 from gpt2block.checks import check_count, check_eps, check_token, meant, several
 from gpt2block.errors import Argument, CheckpointError, InputError, shown
 
-# Far above the sizes of every model: they limit the memory that a small, damaged file can request.
+# The limits are far above the sizes of every model: they bound the memory a damaged file requests.
 LIMITS: Mapping[str, int] = {
     "n_layer": 10_000,
     "n_head": 2**16,
@@ -18,13 +18,13 @@ LIMITS: Mapping[str, int] = {
     "n_ctx": 2**20,
     "vocab_size": 2**24,
 }
-# Likewise of sizes that only some architectures have
+# Limits of sizes that only some architectures have.
 ALL_LIMITS: Mapping[str, int] = {**LIMITS, "n_kv_head": 2**16, "n_ff": 2**20, "head_size": 2**16}
 Config = TypeVar("Config", bound="ModelConfig")
 Shapes = Mapping[str, tuple[int, ...]]
 Settings = Iterable[tuple[str, tuple[Any, ...], str]]
-# Keys of config.json with which other architectures change the result: the values that change
-# nothing, and what is computed here. A list has a value for each layer.
+# Keys of config.json with which other architectures change the result: each has the values that
+# change nothing and a description of the computation here. Lists have a value for each layer.
 _ALL_SEEN, _PLAIN_NORMS = "attention sees all earlier tokens", "queries and keys have no norm"
 _UNSCALED = "embeddings, residuals and logits are not scaled"
 OF_OTHERS: Settings = (
@@ -62,10 +62,10 @@ GPT2_VOCABULARY, GPT2_END = 50257, 50256  # the size of OpenAI's vocabulary, the
 class Scales(NamedTuple):
     """Scalars of a forward pass; the defaults change nothing.
 
-    eps: of the norms of the residual stream. embedding: what rows of wte are multiplied by.
-    attention: what scores are multiplied by; None for 1 / sqrt(head_size). stream: what the
-    residual stream of a pass is multiplied by to be the model's. rope: what pairs of channels that
-    RoPE turns are multiplied by. cap: the limit of the magnitudes of logits.
+    eps: added to the variance by norms of the residual stream. embedding: factor of rows of wte.
+    attention: factor of scores; None for 1 / sqrt(head_size). stream: factor that converts the
+    residual stream of a pass to the model's residual stream. rope: factor of the pairs of channels
+    that RoPE rotates. cap: the limit of the magnitudes of logits.
     """
 
     eps: float
@@ -137,7 +137,7 @@ class ModelConfig(ABC):
 
     @property
     def head_order(self) -> tuple[int, ...]:
-        """The channels in files of those of a head of q and of k; () where these are the same."""
+        """The channel in files for each channel of a head of q and k; () if the order is equal."""
         return ()
 
     @property
@@ -147,18 +147,18 @@ class ModelConfig(ABC):
 
     @property
     def eos_token_id(self) -> int | list[int] | None:
-        """`eos_token_ids` as config.json has them."""
+        """Return `eos_token_ids` in the form of config.json: a number, a list or None."""
         ends = list(self.eos_token_ids)
         return ends[0] if len(ends) == 1 else ends or None
 
     @property
     def scales(self) -> Scales:
-        """The scalars of a pass."""
+        """The scalars of a forward pass."""
         return Scales(self.eps)
 
     @property
     def embedding_norm(self) -> str:
-        """The name of the weight of an RMSNorm of embeddings; "" without one."""
+        """The name of the weight of the RMSNorm that follows the embedding; "" if there is none."""
         return ""
 
     @property
@@ -168,22 +168,22 @@ class ModelConfig(ABC):
 
     @property
     def frequencies_of_layers(self) -> tuple[str, ...]:
-        """The name of the frequencies by which RoPE turns each layer; () without RoPE."""
+        """The name of the RoPE frequencies of each layer; () without RoPE."""
         return ()
 
     @property
     def short_context(self) -> int:
-        """The most tokens of a sequence that RoPE turns otherwise than longer ones; 0: none."""
+        """The longest sequence for which RoPE uses its short-context frequencies; 0: not used."""
         return 0
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The number of tokens that attention of each layer sees, its own and earlier ones."""
+        """The attention window of each layer in tokens, the current one included; None: all."""
         return (None,) * self.n_layer
 
     @abstractmethod
     def block_shapes(self) -> Shapes:
-        """Name → shape of the tensors of a block, in packed order; matrices are (in, out)."""
+        """Return name → shape of tensors of a block, in packed order; matrices are (in, out)."""
 
     @classmethod
     def from_hugging_face(cls: type[Config], config: Any) -> Config:
@@ -202,7 +202,7 @@ class ModelConfig(ABC):
         return made
 
     def _neutral_for_sizes(self, config: Mapping[str, Any]) -> Settings:
-        """Keys of other architectures whose neutral values follow from the sizes."""
+        """Return keys of other architectures whose neutral values depend on this model's sizes."""
         scale = "attention divides by the square root of the head size"
         window = config.get("sliding_window")
         wide = (window,) if sees_all(window, self.n_ctx) else ()
@@ -216,7 +216,7 @@ class ModelConfig(ABC):
 
     @classmethod
     def _fields_in(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields of a config.json by their names here, except eos_token_ids."""
+        """Return the fields of a config.json by their names here, except eos_token_ids."""
         fields = dict(cls.ABSENT)
         for ours, keys in cls.SIZES.items():
             limit = ALL_LIMITS[ours]
@@ -232,14 +232,14 @@ class ModelConfig(ABC):
         return {**cls.OTHERS, **{name: name for name in cls.FLAGS}}
 
     def to_hugging_face(self) -> dict[str, Any]:
-        """The content of a `config.json` with which `transformers` loads this model."""
+        """Return the content of a `config.json` with which `transformers` loads this model."""
         named = {ours: theirs for ours, (theirs, *_) in self.SIZES.items()} | self._others()
         fields = {theirs: getattr(self, ours) for ours, theirs in named.items()}
         return {"model_type": self.MODEL_TYPE, **fields, "eos_token_id": self.eos_token_id}
 
     @abstractmethod
     def outer_shapes(self) -> tuple[Shapes, Shapes]:
-        """Name → shape of the tensors before the blocks and of those after them, without lm_head.
+        """Return name → shape of the tensors before and after the blocks, without lm_head.
 
         The embedding of tokens is wte, (vocab_size, C).
         """
@@ -247,7 +247,7 @@ class ModelConfig(ABC):
 
 @dataclass(frozen=True)
 class GPT2Config(ModelConfig):
-    """Sizes of a GPT-2 model, as in ModelConfig; the defaults are GPT-2 small (124M parameters).
+    """Sizes of a GPT-2 model; the defaults are GPT-2 small (124M parameters).
 
     Source: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), table 2.
     """
@@ -290,18 +290,18 @@ class GPT2Config(ModelConfig):
         return self.n_embd // self.n_head
 
     def block_shapes(self) -> Shapes:
-        """As in ModelConfig: twelve tensors."""
+        """Return name → shape of the twelve tensors of a block, in packed order."""
         return block_shapes(self.n_embd)
 
     def outer_shapes(self) -> tuple[Shapes, Shapes]:
-        """As in ModelConfig."""
+        """Return name → shape of the tensors before and after the blocks, without lm_head."""
         C = self.n_embd
         first = {"wte": (self.vocab_size, C), "wpe": (self.n_ctx, C)}
         return first, {"gamma_f": (C,), "beta_f": (C,)}
 
     @classmethod
     def _fields_in(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """As in ModelConfig; absent fields have GPT-2 small's value.
+        """Return the fields of a config.json; absent fields have GPT-2 small's value.
 
         A size may have its GPT-2 name or its general name (n_head, num_attention_heads). As in
         `transformers`, n_positions is the context length, and n_ctx is used only without it.
@@ -315,7 +315,7 @@ class GPT2Config(ModelConfig):
         return fields
 
     def to_hugging_face(self) -> dict[str, Any]:
-        """As in ModelConfig."""
+        """Return the content of a `config.json` with which `transformers` loads this model."""
         content = super().to_hugging_face() | {
             "architectures": ["GPT2LMHeadModel"],
             "n_inner": None,
@@ -331,20 +331,20 @@ class GPT2Config(ModelConfig):
 
 
 def model_type(config: Any) -> Any:
-    """The model_type of the content of a config.json; CheckpointError unless it is an object."""
+    """Return the model_type of a config.json's content; raise CheckpointError unless an object."""
     if not isinstance(config, dict):
         raise CheckpointError(f"config.json: expected an object, got {shown(config)}")
     return config.get("model_type", "gpt2")
 
 
 def end_tokens_in(config: Mapping[str, Any]) -> Any:
-    """`eos_token_id` of a config.json or a generation_config.json, unchecked; () without it."""
+    """Return `eos_token_id` of a config.json or generation_config.json, unchecked; () if absent."""
     ends = config.get("eos_token_id")
     return () if ends is None else ends
 
 
 def agreed(given: Mapping[str, Any]) -> Any:
-    """The one value of these keys of a config.json. Raises CheckpointError if they differ."""
+    """Return the common value of these config.json keys; raise CheckpointError if they differ."""
     (first, value), *others = given.items()
     for name, other in others:
         if other != value:
@@ -372,12 +372,12 @@ def check_settings(config: Mapping[str, Any], settings: Settings, prefix: str = 
 
 
 def sees_all(window: Any, n_ctx: Any) -> bool:
-    """Whether attention over this many tokens sees all of a context."""
+    """Whether attention over the last `window` tokens sees a whole context of n_ctx tokens."""
     return isinstance(window, int) and isinstance(n_ctx, int) and window >= n_ctx
 
 
 def _as_json(value: Any) -> str:
-    """A value of a config.json as JSON, shortened if it is long."""
+    """Return a value of a config.json as JSON, shortened if it is long."""
     names = {None: "null", True: "true", False: "false"}
     return names[value] if value is None or isinstance(value, bool) else shown(value)
 
@@ -389,12 +389,12 @@ SIZES: Mapping[str, GPT2Config] = {
     "gpt2-xl": GPT2Config(n_layer=48, n_head=25, n_embd=1600),
 }
 
-# Number of parameters → size
+# Maps a number of parameters to the name of a size.
 ALIASES: Mapping[str, str] = dict(zip(("124M", "355M", "774M", "1558M"), SIZES, strict=True))
 
 
 def size(name: str) -> GPT2Config:
-    """The config of a GPT-2 size, such as "gpt2" or "124M"; InputError lists the known names."""
+    """Return the config of a GPT-2 size, such as "gpt2" or "124M"; InputError lists the names."""
     known = (*SIZES, *ALIASES)
     if not isinstance(name, str) or name not in known:
         raise InputError(
@@ -406,7 +406,7 @@ def size(name: str) -> GPT2Config:
 
 
 def block_shapes(n_embd: int) -> dict[str, tuple[int, ...]]:
-    """Name → shape of the twelve tensors of a block, in packed order; matrices are (in, out)."""
+    """Return name → shape of a block's twelve tensors, in packed order; matrices are (in, out)."""
     C = n_embd
     return {
         "gamma1": (C,), "beta1": (C,),
@@ -419,11 +419,11 @@ def block_shapes(n_embd: int) -> dict[str, tuple[int, ...]]:
 
 
 def model_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name → shape of all tensors of a model, in the order used throughout the package.
+    """Return name → shape of all tensors of a model, in the order used throughout the package.
 
-    Those before the blocks, those of the blocks as `h.N.` and a name of `config.block_shapes()`,
-    those after the blocks, and lm_head unless it is tied to wte. Matrices of blocks are (in, out);
-    wte and lm_head are (vocab_size, C).
+    The order is: tensors before the blocks; tensors of blocks, named `h.N.` and a name of
+    `config.block_shapes()`; tensors after the blocks; lm_head unless it is tied to wte. Matrices of
+    blocks are (in, out); wte and lm_head are (vocab_size, C).
     """
     first, last = config.outer_shapes()
     block = config.block_shapes()

@@ -1,4 +1,4 @@
-"""How the numbers of a model are stored: `Formats`, made once of what a user says."""
+"""How the numbers of a model are stored: `Formats`, derived from the user's `FormatOptions`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from gpt2block.errors import Argument, InputError, UnknownOption, shown
 
 FP8 = ("float8_e5m2", "float8_e4m3fn")
 DTYPES = (*FLOATS, *FP8)
-FILE = "file"  # in place of a dtype of weights: that of each matrix in its GGUF file
-GGUF = "gguf"  # in place of the dtype of such a matrix
+FILE = "file"  # instead of a dtype of weights: the dtype of each matrix in its GGUF file
+GGUF = "gguf"  # the dtype of a matrix that keeps a GGUF file's blocks
 CACHE_WITH_FP8 = "float16"  # dtype of a KV cache, and of a prompt's activations, with FP8 weights
-REMOVED = {  # name of an option that there was → why there is none
+REMOVED = {  # name of a removed option → explanation for the user
     "activations": "activations is no option any more: decoding rounds what it multiplies to "
     "float16 where the weights are float16 or FP8 and the GPU is a Hopper, and keeps 22 bits "
     "elsewhere: leave it out"
@@ -24,20 +24,20 @@ REMOVED = {  # name of an option that there was → why there is none
 
 
 def own_cache_dtype(dtype: str) -> str:
-    """The dtype of a KV cache that has none of its own, for weights of this dtype."""
+    """Return the default dtype of the KV cache for weights of this dtype."""
     return CACHE_WITH_FP8 if dtype in (*FP8, FILE, GGUF) else dtype
 
 
 def dtype_option(default: Any, text: str, values: tuple[str, ...] = DTYPES) -> Any:
-    """A field that is an option of the command line, too, with this help; its values are dtypes."""
+    """Return a dataclass field with a dtype value that is also a command-line option with help."""
     return field(default=default, metadata={"help": text, "values": values})
 
 
 @dataclass(frozen=True)
 class FormatOptions:
-    """What a user says of `Formats`, which follow when a checkpoint and a device are known.
+    """A user's storage options; `Formats` follows once the checkpoint and the device are known.
 
-    dtype: of the matrices of the weights, or "file": those of a GGUF file stay in its blocks of 4
+    dtype: of the weights' matrices, or "file": matrices of a GGUF file stay in its blocks of 4
     to 8 bits where kernels read them, and others become float16; None: as `resolved` says.
     kv_dtype: of keys and values, or None for what follows from dtype. allow_nonfinite: whether
     weights may be infinite or NaN. Raises InputError.
@@ -64,7 +64,7 @@ class FormatOptions:
             check_choice("kv_dtype", self.kv_dtype, DTYPES)
 
     def resolved(self, in_blocks: bool) -> Formats:
-        """Those of a model. InputError where they do not fit each other.
+        """Return the formats of a model. Raise InputError where the options do not fit each other.
 
         in_blocks: whether its checkpoint has matrices in blocks that its device reads. Where no
         dtype is given, it is "file" then, and float32 otherwise.
@@ -74,9 +74,9 @@ class FormatOptions:
         return Formats(dtype, self.kv_dtype, self.allow_nonfinite)
 
     def identity(self) -> dict[str, Any]:
-        """What the manifest of a job has of them; what came later only where it was chosen."""
+        """Return the options as a job's manifest stores them; newer options only if set."""
         found: dict[str, Any] = {"dtype": self.dtype, "kv_dtype": self.kv_dtype}
-        found["activations"] = None  # which there was
+        found["activations"] = None  # a former option that manifests keep
         for each in fields(self):
             value = getattr(self, each.name)
             if each.init and each.name not in found and value != each.default:
@@ -120,7 +120,7 @@ class Formats(FormatOptions):
             )
 
     def __str__(self) -> str:
-        """The dtype of the weights, and of another KV cache than usual."""
+        """Return the dtype of the weights, and the KV cache's dtype where it is not the default."""
         usual = self.cache_dtype == own_cache_dtype(self.dtype)
         return self.dtype if usual else f"{self.dtype}, kv_cache {self.cache_dtype}"
 
@@ -130,7 +130,7 @@ class Formats(FormatOptions):
         return CACHE_WITH_FP8 if self.dtype == FILE else self.dtype
 
     def facts(self) -> dict[str, str]:
-        """What --json prints of them."""
+        """Return the facts about these formats that --json prints."""
         return {"dtype": self.dtype, "kv_dtype": self.cache_dtype}
 
 
@@ -139,7 +139,7 @@ BY_DEFAULT = FormatOptions()
 
 
 def with_cache(kv_dtype: str | None) -> Iterator[Formats]:
-    """Those with a kv_dtype, for each dtype of weights that it fits. InputError if it fits none."""
+    """Yield formats with kv_dtype for every weight dtype that fits; InputError if none fits."""
     found = []
     for dtype in DTYPES:
         try:
@@ -152,12 +152,12 @@ def with_cache(kv_dtype: str | None) -> Iterator[Formats]:
 
 
 def itemsize(dtype: str) -> int:
-    """Bytes of a number in `dtype`."""
+    """Return the bytes of a number in `dtype`."""
     return 1 if dtype in FP8 else int(np.dtype(FLOATS[dtype]).itemsize)
 
 
 def refuse_removed(names: Iterable[str], callee: str = "") -> None:
-    """Raise UnknownOption where an option that there was is among these names."""
+    """Raise UnknownOption if one of these names is an option that was removed."""
     for name in names:
         if name in REMOVED:
             raise UnknownOption(f"{callee}{REMOVED[name]}")

@@ -49,7 +49,7 @@ _WITH_YARN = ("llama", "qwen2", "qwen3", "mistral", "olmo2")  # values of model_
 
 
 def yarn_attention(factor: float, mscale: float = 1.0) -> float:
-    """The factor by which YaRN multiplies queries and keys: 1 + mscale ln(factor) / 10."""
+    """Return the factor by which YaRN multiplies queries and keys: 1 + mscale ln(factor) / 10."""
     return 0.1 * mscale * math.log(max(1.0, factor)) + 1.0
 
 
@@ -123,7 +123,7 @@ class RopeScaling:
     def scaled(
         self, frequencies: NDArray[np.float64], theta: float, n_ctx: int
     ) -> NDArray[np.float64]:
-        """The frequencies to use instead of these of θ in this context, in radians per position."""
+        """Return the scaled RoPE frequencies for θ and this context, in radians per position."""
         if self.kind == "linear":
             return frequencies / self.factor
         if self.kind == "longrope":
@@ -136,12 +136,12 @@ class RopeScaling:
             turns = self.original_context * frequencies / (2 * math.pi)  # in the original context
             low, high = self.low_freq_factor, self.high_freq_factor
             kept = np.clip((turns - low) / (high - low), 0, 1)
-        # kept is 0 where frequencies are divided by factor, and 1 where they stay.
+        # kept is 0 where frequencies are divided by factor, and 1 where they do not change.
         scaled: NDArray[np.float64] = frequencies * (kept + (1 - kept) / self.factor)
         return scaled
 
     def _interpolated(self, pairs: int, theta: float) -> tuple[float, float]:
-        """The ends of the range of pairs that "yarn" interpolates, limited as in `transformers`."""
+        """Return the ends of the range of pairs that "yarn" interpolates, as in `transformers`."""
         context, step = self.original_context / (2 * math.pi), math.log(theta) / pairs
         first, last = (math.log(context / beta) / step for beta in (self.beta_fast, self.beta_slow))
         if self.truncate:
@@ -152,7 +152,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class LlamaConfig(ModelConfig):
-    """Sizes of a Llama model; the defaults are those of Llama 2 7B.
+    """Sizes of a Llama model; the defaults are the sizes of Llama 2 7B.
 
     n_kv_head heads of keys and values are shared by n_head heads of queries, in groups of
     n_head / n_kv_head neighbours. n_ff: channels of the gated feed-forward. theta, scaling: of
@@ -233,7 +233,7 @@ class LlamaConfig(ModelConfig):
             object.__setattr__(self, "bos_token_id", check_token("bos_token_id", self.bos_token_id))
 
     def _check_scaling(self, scaling: RopeScaling) -> None:
-        """Raise InputError for a scaling that this model cannot have."""
+        """Raise InputError for a RoPE scaling that this model cannot have."""
         if scaling.kind == "longrope":
             pairs = -(-self.rotary_size // 2)
             for factors in (scaling.factors, scaling.long_factors or None):
@@ -256,7 +256,7 @@ class LlamaConfig(ModelConfig):
 
     @property
     def frequencies_of_layers(self) -> tuple[str, ...]:
-        """As in ModelConfig."""
+        """The name of the RoPE frequencies of each layer."""
         return ("frequencies",) * self.n_layer
 
     @property
@@ -265,14 +265,14 @@ class LlamaConfig(ModelConfig):
 
     @property
     def rotary_size(self) -> int:
-        """Channels of a head that RoPE turns."""
+        """Channels of a head that RoPE rotates."""
         return self.head_size
 
     @property
     def scales(self) -> Scales:
-        """As in ModelConfig.
+        """The scalars of a forward pass.
 
-        YaRN multiplies all channels of q and k by one factor, therefore scores by its square.
+        YaRN multiplies all channels of q and k by one factor; this multiplies scores by its square.
         """
         if self.scaling is None:
             return Scales(self.eps)
@@ -283,14 +283,14 @@ class LlamaConfig(ModelConfig):
 
     @property
     def short_context(self) -> int:
-        """As in ModelConfig."""
+        """The longest sequence for which RoPE uses its short-context frequencies; 0: not used."""
         scaling = self.scaling
         if scaling is None or not scaling.long_factors or self.n_ctx <= scaling.original_context:
             return 0
         return scaling.original_context
 
     def frequencies(self) -> NDArray[np.float64]:
-        """Radians per position by which RoPE turns each pair of channels: (head_size / 2,)."""
+        """Return the radians per position by which RoPE rotates each pair: (head_size / 2,)."""
         k = np.arange(-(-self.rotary_size // 2))
         frequencies: NDArray[np.float64] = self.theta ** (-2 * k / self.rotary_size)
         if self.scaling is not None:
@@ -298,7 +298,7 @@ class LlamaConfig(ModelConfig):
         return np.pad(frequencies, (0, self.head_size // 2 - len(k)))
 
     def block_shapes(self) -> Shapes:
-        """As in ModelConfig: seven tensors, of which w_qkv is [Wq | Wk | Wv], then the biases."""
+        """Return shapes of seven tensors, with w_qkv = [Wq | Wk | Wv], and of the biases."""
         C, Q, KV, FF = self.n_embd, self.q_width, self.kv_width, self.n_ff
         shapes: dict[str, tuple[int, ...]] = {
             "gamma1": (C,),
@@ -314,12 +314,12 @@ class LlamaConfig(ModelConfig):
         return shapes | {f"b{name[1:]}": shapes[name][1:] for name in with_bias}
 
     def outer_shapes(self) -> tuple[Shapes, Shapes]:
-        """As in ModelConfig."""
+        """Return name → shape of the tensors before and after the blocks, without lm_head."""
         return {"wte": (self.vocab_size, self.n_embd)}, {"gamma_f": (self.n_embd,)}
 
     @classmethod
     def _fields_in(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """As in ModelConfig."""
+        """Return the fields of a config.json by their names here."""
         given = {k: value for k, value in config.items() if value is not None or k not in _OPTIONAL}
         missing = [key for (key,) in cls.SIZES.values() if key not in (*given, *_OPTIONAL)]
         if missing:
@@ -331,7 +331,7 @@ class LlamaConfig(ModelConfig):
         return fields
 
     def to_hugging_face(self) -> dict[str, Any]:
-        """As in ModelConfig."""
+        """Return the content of a `config.json` with which `transformers` loads this model."""
         return super().to_hugging_face() | {
             "architectures": [f"{self.NAME}ForCausalLM"],
             "hidden_act": "silu",
@@ -342,7 +342,7 @@ class LlamaConfig(ModelConfig):
 
 @dataclass(frozen=True)
 class WindowedConfig(LlamaConfig):
-    """Sizes of a model that attends to the last `window` tokens; None or 0: to all."""
+    """Sizes of a model that attends to the last `window` tokens; None or 0: to all tokens."""
 
     HONOURED: ClassVar[tuple[str, ...]] = ("sliding_window",)
     OTHERS: ClassVar[Mapping[str, str]] = {**LlamaConfig.OTHERS, "window": "sliding_window"}
@@ -356,18 +356,18 @@ class WindowedConfig(LlamaConfig):
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """As in ModelConfig."""
+        """The attention window of each layer in tokens; None where a layer sees all."""
         sees_all = self.window is None or self.window >= self.n_ctx
         return (None if sees_all else self.window,) * self.n_layer
 
 
 def all_but_every(every: int, n_layer: int) -> tuple[bool, ...]:
-    """A flag for each layer: false for the last of every so many."""
+    """Return a flag for each layer: false for every `every`-th layer, true for the others."""
     return tuple((layer + 1) % every > 0 for layer in range(n_layer))
 
 
 def check_layers(name: str, flags: Any, n_layer: int) -> tuple[bool, ...]:
-    """The flags as a tuple; InputError unless each layer has one."""
+    """Return the flags as a tuple; raise InputError unless each layer has one flag."""
     if len(flags) != n_layer or not all(type(each) is bool for each in flags):
         expected = f"true or false for each of {n_layer} layers"
         raise InputError(f"{name}: expected {expected}, got {shown(flags)}")
@@ -375,7 +375,7 @@ def check_layers(name: str, flags: Any, n_layer: int) -> tuple[bool, ...]:
 
 
 def rope_objects(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The settings of RoPE in objects of their own, by the names of these: those that have any."""
+    """Return the nonempty objects of RoPE settings in a config.json, by the objects' keys."""
     found = {}
     for name in ("rope_scaling", "rope_parameters"):
         fields = config.get(name)
@@ -389,7 +389,7 @@ def rope_objects(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def _rope_of(
     config: Mapping[str, Any], absent: Mapping[str, Any], honoured: Container[str]
 ) -> tuple[float, RopeScaling | None]:
-    """θ and the scaling of RoPE: rope_theta and rope_scaling, or rope_parameters with both.
+    """Return RoPE's θ and scaling, read from rope_theta and rope_scaling, or rope_parameters.
 
     absent, honoured: as in ModelConfig.
     Raises CheckpointError for contradictions, of which programs would use one value or the other.
@@ -409,7 +409,7 @@ def _rope_of(
 
 
 def _scaling(name: str, fields: Mapping[str, Any], sizes: Mapping[str, Any]) -> RopeScaling | None:
-    """The scaling of `fields`, the value of the key `name`. A type of null is "default"."""
+    """Return the RoPE scaling in `fields`, the value of key `name`; a null type means "default"."""
     types = [(key, fields[key]) for key in ("rope_type", "type") if key in fields]
     kinds = {f"{name}: {key}": "default" if kind is None else kind for key, kind in types}
     kind = agreed(kinds or {"rope_type": "default"})
@@ -431,7 +431,7 @@ def _scaling(name: str, fields: Mapping[str, Any], sizes: Mapping[str, Any]) -> 
 
 
 def _longrope(name: str, fields: Mapping[str, Any], sizes: Mapping[str, Any]) -> RopeScaling:
-    """As in `transformers`, attention_factor follows from the contexts unless it is given."""
+    """Return longrope's scaling; as in `transformers`, attention_factor has a computed default."""
     n_ctx, original = _contexts(name, fields, sizes)
     attention = fields.get("attention_factor")
     if attention is None:
@@ -445,7 +445,7 @@ def _longrope(name: str, fields: Mapping[str, Any], sizes: Mapping[str, Any]) ->
 
 
 def _yarn(name: str, fields: Mapping[str, Any], sizes: Mapping[str, Any]) -> RopeScaling:
-    """As in `transformers`, where absent fields, and some that are 0 or null, have defaults."""
+    """Return YaRN's scaling with the defaults of `transformers` for absent, 0 or null fields."""
     n_ctx, original = _contexts(name, fields, sizes)
     factor = n_ctx / original if fields["factor"] is None else fields["factor"]
     attention: Any = fields.get("attention_factor")
@@ -460,7 +460,7 @@ def _yarn(name: str, fields: Mapping[str, Any], sizes: Mapping[str, Any]) -> Rop
 
 
 def _contexts(name: str, fields: Mapping[str, Any], sizes: Mapping[str, Any]) -> tuple[int, int]:
-    """The context of a model, and its original context, which is the same unless it is given."""
+    """Return the model's context and its original context, which is the same unless specified."""
     n_ctx = check_count("max_position_embeddings", sizes["max_position_embeddings"])
     originals = {f"{name}: {_ORIGINAL}": fields.get(_ORIGINAL), _ORIGINAL: sizes.get(_ORIGINAL)}
     given = {key: value for key, value in originals.items() if value is not None}

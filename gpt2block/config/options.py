@@ -10,8 +10,8 @@
 
         top_k: int = option(0, "Keep the k most likely tokens; 0: off.", Range(0, 99, "0 to 99"))
 
-Docstrings get the meanings in the place of {options}; the command line's help, its defaults and the
-server's fields are made of the same fields.
+Docstrings contain the options' descriptions in the place of {options}; the command line's help and
+defaults and the server's fields are generated from the same fields.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WIDTH = 100
 
 
 class Range(NamedTuple):
-    """The numbers that an option may have, and what an error says of them."""
+    """The numbers that an option may have, and their description in an error."""
 
     least: float
     most: float
@@ -35,7 +35,7 @@ class Range(NamedTuple):
 
 
 class Meaning(NamedTuple):
-    """What an option does: a sentence, and what Python's documentation says in addition."""
+    """The effect of an option: a sentence, and further text for Python's documentation."""
 
     text: str
     more: str = ""
@@ -43,17 +43,17 @@ class Meaning(NamedTuple):
 
     @property
     def full(self) -> str:
-        """As it follows the option's name in a docstring."""
+        """Return the text that follows the option's name in a docstring."""
         return f"{self.text[0].lower()}{self.text[1:]} {self.more}".rstrip()
 
 
 def option(default: Any, text: str, range: Range | None = None, more: str = "") -> Any:
-    """A field of a dataclass that is an option; see Meaning."""
+    """Return a dataclass field that is an option with this description, default and range."""
     return field(default=default, metadata={"meaning": Meaning(text, more, range)})
 
 
 def options_of(kind: Any) -> dict[str, Field[Any]]:
-    """The options that a dataclass has, by name."""
+    """Return the options of a dataclass, by name."""
     return {each.name: each for each in fields(kind) if "meaning" in each.metadata}
 
 
@@ -63,7 +63,7 @@ def meaning_of(option: Field[Any]) -> Meaning:
 
 
 def document(target: Any, options: Mapping[str, Field[Any]]) -> None:
-    """Write what these options do into the docstring of a function or class, if it has a place."""
+    """Insert the descriptions of these options into a docstring, if it has a place for them."""
     text = target.__doc__ or ""  # none with python -OO
     indent = next((line.removesuffix(PLACE) for line in text.splitlines() if PLACE in line), "")
     lines = [
@@ -81,6 +81,6 @@ def document(target: Any, options: Mapping[str, Field[Any]]) -> None:
 
 
 def documented(kind: Documented) -> Documented:
-    """Class decorator: the docstring says what the dataclass's options do."""
+    """Class decorator: insert the descriptions of the dataclass's options into its docstring."""
     document(kind, options_of(kind))
     return kind

@@ -1,4 +1,4 @@
-"""What all requests pass first: checks of their head, an id, and a line in the log for each."""
+"""First handling of every request: checks of its head, an id, and a line in the log."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ REQUEST_ID = re.compile("[!-~]{1,128}")
 HOST = re.compile(r"(\[[^]]*\]|[^:]*)(:[0-9]*)?")
 HEADERS = {
     401: {"www-authenticate": "Bearer"},
-    503: {"retry-after": "1"},  # seconds
+    503: {"retry-after": "1"},  # header value in seconds
 }
 
 
 def error_response(error: ApiError, **headers: str) -> JSONResponse:
-    """The answer for an error."""
+    """Return the HTTP response for an error."""
     return JSONResponse(error.body, error.status, {**HEADERS.get(error.status, {}), **headers})
 
 
 def request_id(given: str = "") -> str:
-    """The id that a client gave its request if this is short and printable, else a new one."""
+    """Return the client's id for its request if it is short and printable, else a new id."""
     return given if REQUEST_ID.fullmatch(given) else f"req-{token_hex(16)}"
 
 
@@ -88,7 +88,7 @@ class Access:
 
 
 def _line(scope: Scope, ended: str) -> str:
-    """A request in the log. Parts of its path that are parameters may be secret."""
+    """Return a request's line in the log, without path parameters, which may be secret."""
     path, state = scope["path"], scope["state"]
     for value in filter(None, scope.get("path_params", {}).values()):
         path = path.replace(value, "…")

@@ -25,15 +25,15 @@ from gpt2block.serve.service import EngineFailed, Full, Piece, Service
 from gpt2block.tokenizers.encoding import Encoding, bytes_of_ids
 
 REASONS = {"length": "length", "context": "length", "stop": "stop"}
-LEAST = -9999.0  # as a log-probability
+LEAST = -9999.0  # the log-probability written in place of -inf
 MOST_TOGETHER = 3  # tokens of an event; more show that events take longer than tokens
 
 
 @dataclass
 class Scored:
-    """Tokens, their log-probabilities, and the most likely ones in the place of each.
+    """Tokens, their log-probabilities, and the most likely alternatives at each position.
 
-    None for the first token of a text, which has no log-probability.
+    The first token of a text has None, because it has no log-probability.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -48,7 +48,7 @@ class Scored:
 
 @dataclass
 class AnswerChoice:
-    """One answer, as far as it came, or a part of it."""
+    """A complete answer, the current state of an answer, or a part of it."""
 
     text: str = ""
     scored: Scored = field(default_factory=Scored)
@@ -61,33 +61,33 @@ class AnswerChoice:
 
 
 class TextOffsets:
-    """Where the tokens of an answer begin in its text, in characters, one after the other."""
+    """Computes where each token of an answer begins in its text, in characters, in order."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._characters = 0
 
     def next(self, data: bytes) -> int:
-        """Of the token with these bytes: that of the character which its first byte belongs to."""
+        """Return the offset of the character that contains the first byte of the next token."""
         found = self._characters
         self._characters += len(self._decoder.decode(data))
         return found
 
 
 def _failure(piece: Piece) -> ApiError | None:
-    """What a client is told about a row that failed."""
+    """Return the error that a client gets for a row that failed, or None."""
     if piece.finish_reason == "error":
         return ApiError(500, piece.error or "an error")
     return late() if piece.finish_reason == "deadline" else None
 
 
 def late() -> ApiError:
-    """What a client is told whose request took too long."""
+    """Return the error that a client gets if its request took too long."""
     problem = "the server did not finish it in time: try again later, or ask for less"
     return ApiError(504, problem, code="timeout")
 
 
-UsageOf = Callable[[int], dict[str, Any]]  # of the number of new tokens
+UsageOf = Callable[[int], dict[str, Any]]  # argument: the number of new tokens
 
 
 class Answer:
@@ -100,7 +100,7 @@ class Answer:
         self, service: Service, rows: Sequence[Row], client: str = "", seconds: float = math.inf
     ) -> None:
         self.rows, self._service = rows, service
-        self._pieces: list[tuple[int, Piece]] = []  # that are not sent yet
+        self._pieces: list[tuple[int, Piece]] = []  # pieces that are not sent yet
         self._some = asyncio.Event()
         deliver = [partial(self._put, index) for index in range(len(rows))]
         try:
@@ -117,9 +117,9 @@ class Answer:
         self._some.set()
 
     async def pieces(self) -> AsyncGenerator[list[tuple[int, Piece]], None]:
-        """The pieces of all rows, with their indices, until all have ended.
+        """Yield the pieces of all rows, with their indices, until all rows have ended.
 
-        Together come those that have come since the last ones, up to a failure if there is one.
+        Each list has the pieces delivered since the previous list, up to a failure if there is one.
         """
         left = len(self.rows)
         while left:
@@ -134,17 +134,17 @@ class Answer:
             left -= sum(piece.finish_reason is not None for _, piece in new)
 
     def go_on(self, pieces: Sequence[tuple[int, Piece]]) -> None:
-        """Let the rows of these pieces, which are being sent, give their next ones."""
+        """Allow the rows of these pieces, which are being sent, to deliver their next pieces."""
         for index, _ in pieces:
             self.rows[index].held = False
 
     def close(self) -> None:
-        """End rows that run or wait."""
+        """End the rows of this request that run or wait."""
         self._service.cancel(self.rows)
 
 
 class Form(ABC):
-    """How the objects of an endpoint look. encoding: None for a model without a tokenizer."""
+    """The format of an endpoint's objects. encoding: None for a model without a tokenizer."""
 
     prefix, whole, chunk = "", "", ""
 
@@ -158,29 +158,29 @@ class Form(ABC):
 
     @abstractmethod
     def choice(self, index: int, choice: AnswerChoice, logprobs: bool) -> dict[str, Any]:
-        """A whole answer. logprobs: whether those of its tokens are wanted."""
+        """Return a whole answer. logprobs: whether log-probabilities of tokens are included."""
 
     @abstractmethod
     def delta(
         self, index: int, part: AnswerChoice, logprobs: bool, offsets: TextOffsets
     ) -> dict[str, Any]:
-        """A part of an answer. offsets: after the parts before it."""
+        """Return a part of an answer. offsets: the state after the previous parts."""
 
     def first(self, index: int) -> dict[str, Any] | None:
-        """What comes before the first part."""
+        """Return the object that precedes the first part of an answer, or None."""
         return None
 
     def with_prompts(self, found: dict[str, Any], prompts: Mapping[int, list[int]]) -> None:
         """Add the token ids of prompts, by the index of their choice, to an object, as vLLM does.
 
-        Each choice of /v1/completions has those of its prompt.
+        Each choice of /v1/completions has the token ids of its own prompt.
         """
         for choice in found["choices"]:
             if choice["index"] in prompts:
                 choice["prompt_token_ids"] = prompts[choice["index"]]
 
     def token(self, token: int) -> str:
-        """Its text; of one that is no whole characters its bytes, as OpenAI writes them."""
+        """Return a token's text, or as OpenAI its bytes if they are not whole characters."""
         data = self.bytes_of(token)
         try:
             return data.decode()
@@ -192,7 +192,7 @@ class Form(ABC):
 
 
 class TextForm(Form):
-    """/v1/completions."""
+    """The format of /v1/completions."""
 
     prefix, whole, chunk = "cmpl", "text_completion", "text_completion"
 
@@ -207,7 +207,7 @@ class TextForm(Form):
         return {"index": index, "text": text, "logprobs": found, "finish_reason": reason}
 
     def _logprobs(self, scored: Scored, offsets: TextOffsets) -> dict[str, Any]:
-        """The token itself is always among its alternatives, where there are any."""
+        """Return log-probabilities; a token is always among its alternatives, if there are any."""
         texts = [self.token(token) for token in scored.tokens]
         found: list[dict[str, float] | None] = []
         for token, logprob, top in zip(scored.tokens, scored.logprobs, scored.tops, strict=True):
@@ -224,7 +224,7 @@ class TextForm(Form):
 
 
 class ChatForm(Form):
-    """/v1/chat/completions."""
+    """The format of /v1/chat/completions."""
 
     prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
@@ -247,7 +247,7 @@ class ChatForm(Form):
         return {**said, "logprobs": found, "finish_reason": choice.reason}
 
     def with_prompts(self, found: dict[str, Any], prompts: Mapping[int, list[int]]) -> None:
-        """All choices have the same prompt, whose ids are a field of the object."""
+        """Add the prompt's token ids as a field of the object: all choices have the same prompt."""
         if 0 in prompts:
             found["prompt_token_ids"] = prompts[0]
 
@@ -265,12 +265,12 @@ class ChatForm(Form):
 
 
 def finite(logprob: float) -> float:
-    """JSON has no infinity: OpenAI writes LEAST in place of -inf."""
+    """Return the log-probability, or LEAST for -inf as OpenAI does, as JSON has no infinity."""
     return max(logprob, LEAST)
 
 
 async def whole(answer: Answer, choices: Sequence[AnswerChoice]) -> None:
-    """Wait for all rows, each of which becomes a choice."""
+    """Wait for all rows, and collect the result of each row in its choice."""
     async with aclosing(answer.pieces()) as pieces:
         async for new in pieces:
             for index, piece in new:
@@ -288,7 +288,7 @@ async def streamed(
     observe: Callable[[float], None] = lambda seconds: None,
     failed: Callable[[Exception], ApiError] = lambda error: ApiError(500, repr(error)),
 ) -> AsyncIterator[bytes]:
-    """Server-sent events; those of pieces that have come together are sent together.
+    """Yield server-sent events; events of pieces that arrived together are sent together.
 
     echoes: what the answers begin with. usage_of: None without a chunk of usage at the end.
     prompts: token ids of the prompt of each choice, for the first event that has the choice; None
@@ -353,19 +353,19 @@ async def streamed(
 
 
 def _event(data: str) -> bytes:
-    """data: a line; JSON has no other ones."""
+    """Return a server-sent event with this data, which as JSON is a single line."""
     return f"data: {data}\n\n".encode()
 
 
 def _part(piece: Piece) -> AnswerChoice:
-    """What a piece adds to an answer."""
+    """Return the part that a piece adds to an answer."""
     part = AnswerChoice()
     part.add(piece)
     return part
 
 
 def usage(prompt: int, completion: int, cached: int | None = None) -> dict[str, Any]:
-    """cached: tokens of the prompt that were not computed again; None: none ever are."""
+    """Return the usage object. cached: prompt tokens not computed again; None: unsupported."""
     total = prompt + completion
     told = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": total}
     return told if cached is None else {**told, "prompt_tokens_details": {"cached_tokens": cached}}

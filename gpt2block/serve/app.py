@@ -1,4 +1,4 @@
-"""The addresses of the server, and its limits."""
+"""The HTTP endpoints of the server, and its limits."""
 
 from __future__ import annotations
 
@@ -75,12 +75,12 @@ from gpt2block.tokenizers.encoding import Encoding, bytes_of_ids
 MOST_BODY = 4 * 2**20  # bytes
 MOST_DROPPED = 64 * 2**20  # bytes of a larger body that are read, so that its sender reads why not
 SMALL_BODY = 4096  # bytes of a body that is read sooner than a thread begins
-BODY_SECONDS = 30.0  # in which a body has to arrive
+BODY_SECONDS = 30.0  # time in which a body has to arrive
 GRACE = 30  # seconds that running requests have to end when the server does
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 Value = TypeVar("Value")
-AT_ONCE = 4  # texts that are encoded at a time, and passes next to the batch
-TEMPLATE_SECONDS = 2.0  # for which the chat template may render a conversation
+AT_ONCE = 4  # texts encoded at a time, and passes next to the batch
+TEMPLATE_SECONDS = 2.0  # time limit for rendering a conversation by the chat template
 MANY_TOKENS = 1024  # tokens, or other values, of an answer that takes long to write
 EMBEDDED = 1024  # tokens of inputs that are embedded together, if these are several
 
@@ -119,18 +119,18 @@ class ServerSettings:
 
 @dataclass(frozen=True)
 class Asked:
-    """A request that is ready to run."""
+    """A validated request that is ready to run."""
 
     given: SampledRequest
     rows: Sequence[Row]
     prompts: Sequence[Ids]
-    echoes: Sequence[AnswerChoice]  # of the rows: what their answers begin with
+    echoes: Sequence[AnswerChoice]  # the texts that each row's answer begins with
     form: Form
     logprobs: bool
 
     @property
     def prompt_ids(self) -> dict[int, list[int]] | None:
-        """Those of each choice, where token ids are wanted."""
+        """The prompt's token ids for each choice, where token ids are requested; else None."""
         if not self.given.return_token_ids:
             return None
         samples = len(self.echoes) // len(self.prompts)
@@ -148,7 +148,7 @@ class Server:
         self.keys = settings.keys  # may be replaced, but not by none
         self.metrics = Metrics()
         self._token_count_bound = tokenizer.token_count_bound(encoding)
-        self._templates: list[ChatTemplate] = []  # that no thread uses
+        self._templates: list[ChatTemplate] = []  # templates that no thread uses
         self._batch = batch_of(
             model.engine, settings.rows, settings.reuse_prefixes, settings.speculate
         )
@@ -192,7 +192,7 @@ class Server:
     @asynccontextmanager
     async def _life(self, app: Starlette) -> AsyncIterator[None]:
         self._threads, self._passes = Workers(AT_ONCE), Workers(AT_ONCE)
-        self._caches = Places(AT_ONCE)  # of prompts that are scored
+        self._caches = Places(AT_ONCE)  # for prompts that are scored
         loop = asyncio.get_running_loop()
         self.service = Service(self._batch, self.settings.queue, loop, self.on_failure)
         self.metrics.watch(self.service)
@@ -239,13 +239,13 @@ class Server:
         return Route(path, handled, methods=["GET" if kind is None else "POST"])
 
     def _fault(self, request: Request, path: str, error: Exception) -> ApiError:
-        """The answer to a request that found a mistake in the server, which goes to the log."""
+        """Log an unexpected exception of a request, and return the error for its client."""
         log.error("%s, %s: %s", path, request.state.id, traceback_of(error))
         self.metrics.fault(path)
         return ApiError(500, "the server has made an error")
 
     def _client_of(self, request: Request) -> str:
-        """The name of the key that a request has, or where it comes from if none is needed."""
+        """Return the name of the request's key, or its client address if no key is needed."""
         if not self.keys:
             return request.client.host if request.client else ""
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
@@ -257,7 +257,7 @@ class Server:
         return names[0]
 
     async def _parsed(self, request: Request, kind: type[Any]) -> Any:
-        """The body of a request."""
+        """Return the parsed body of a request."""
         media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if media != "application/json":
             raise ApiError(415, f"Content-Type: expected application/json, got {media!r}")
@@ -334,7 +334,7 @@ class Server:
         return found
 
     def _ids(self, prompt: Any, field: str) -> Ids:
-        """A prompt's token ids: at least one."""
+        """Return a prompt's token ids: at least one."""
         encoding, V = self.encoding, self.model.config.vocab_size
         if isinstance(prompt, str) and prompt:
             self._check_text(field, prompt)
@@ -351,7 +351,7 @@ class Server:
 
     @contextmanager
     def _template(self, check: Callable[[str], None]) -> Iterator[ChatTemplate]:
-        """A copy of the model's chat template for one thread. check: as for ChatTemplate."""
+        """Lend a copy of the model's chat template to one thread. check: as for ChatTemplate."""
         try:
             template = self._templates.pop()
         except IndexError:
@@ -377,7 +377,7 @@ class Server:
         check_length(count, self.model.config.n_ctx, field, least)
 
     def _rows(self, prompts: list[Ids], given: SampledRequest, most: int, top: int) -> list[Row]:
-        """The rows of a request. top: alternatives of each token."""
+        """Return the rows of a request. top: the number of alternatives at each token."""
         count, most_rows = len(prompts) * (given.n or 1), self._batch.slots + self.settings.queue
         if count > most_rows:
             problem = f"n: {count} continuations: this server takes {most_rows} at most"
@@ -392,7 +392,7 @@ class Server:
         return rows
 
     def _stop_ids(self, given: SampledRequest) -> list[int] | None:
-        """The tokens that end the answers to a request; None: the model's end tokens."""
+        """Return the tokens that end a request's answers; None: the model's end tokens."""
         if not given.stop_token_ids and not given.ignore_eos:
             return None
         config, V = self.model.config, self.model.config.vocab_size
@@ -432,7 +432,7 @@ class Server:
     def _whole(
         self, asked: Asked, choices: Sequence[AnswerChoice], new: int, kind: type[JSONResponse]
     ) -> Response:
-        """The answer to a request with so many new tokens."""
+        """Return the complete response to a request whose answers have `new` tokens."""
         form, logprobs = asked.form, asked.logprobs
         written = [form.choice(index, each, logprobs) for index, each in enumerate(choices)]
         for each, row in zip(written, asked.rows, strict=False):
@@ -447,7 +447,7 @@ class Server:
         return kind(found)
 
     def _usage(self, asked: Asked, new: int) -> dict[str, Any]:
-        """That of a request with so many new tokens."""
+        """Return the usage object of a request whose answers have `new` tokens."""
         cached = None
         if self._batch.reuses:  # a prompt's tokens count as such where all its rows do
             samples = len(asked.rows) // len(asked.prompts)
@@ -456,7 +456,7 @@ class Server:
         return usage(sum(map(len, asked.prompts)), new, cached)
 
     async def _written(self, request: Request, found: Any, values: int) -> Response:
-        """An answer as JSON, which is written in a thread if it has many values."""
+        """Return an answer as JSON, which is written in a thread if it has many values."""
         if values > MANY_TOKENS:
             return await self._in_thread(request, _PatientResponse, found)
         return JSONResponse(found)
@@ -529,7 +529,7 @@ class Server:
         return JSONResponse({"version": gpt2block.__version__})
 
     async def health(self, request: Request) -> Response:
-        """Whether requests are answered."""
+        """Return whether requests are answered."""
         service = self.service
         if service is None or service.failure is not None:
             problem = service.failure if service else "the server ends"
@@ -541,7 +541,7 @@ class Server:
                              "waiting": service.waiting})  # fmt: skip
 
     async def live(self, request: Request) -> Response:
-        """Whether the process answers."""
+        """Return a success: the process is able to answer."""
         return JSONResponse({"status": "live"})
 
     async def show_metrics(self, request: Request) -> Response:
@@ -549,7 +549,7 @@ class Server:
 
 
 class _PatientResponse(JSONResponse):
-    """JSON of many values, written in Python, so that other threads run meanwhile."""
+    """A JSON response with many values, written in Python, so that other threads can run."""
 
     def render(self, content: Any) -> bytes:
         texts = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).iterencode(content)
@@ -557,7 +557,7 @@ class _PatientResponse(JSONResponse):
 
 
 class _Streamed(EventSourceResponse):
-    """Events of an answer, whose rows end with the connection."""
+    """A stream of an answer's events, whose rows end with the connection."""
 
     def __init__(self, events: AsyncIterator[bytes], answer: Answer) -> None:
         super().__init__(events, ping=15, sep="\n", shutdown_grace_period=GRACE)
@@ -571,7 +571,7 @@ class _Streamed(EventSourceResponse):
 
 
 async def _body(request: Request) -> bytes:
-    """The body, of limited size and duration."""
+    """Return the body of a request, within limits of size and time."""
     found, size = bytearray(), 0
     try:
         with anyio.fail_after(BODY_SECONDS):
@@ -591,7 +591,7 @@ async def _body(request: Request) -> bytes:
 
 
 async def _while_there(request: Request, work: Awaitable[Response]) -> Response:
-    """The answer to a request, whose work is cancelled when the client goes."""
+    """Return the response to a request; cancel its work if the client disconnects."""
 
     async def watch() -> None:
         while (await request.receive())["type"] != "http.disconnect":

@@ -1,4 +1,4 @@
-"""How uvicorn serves: the port, signals, and connections, of which silent ones are closed."""
+"""uvicorn's configuration: port, signals, and connections, which are closed if silent."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from gpt2block.serve.app import GRACE, Server
 from gpt2block.serve.log import log
 from gpt2block.serve.protocol import ApiError
 
-OTHER_FILES = 64  # that are open besides connections
-MOST_BEHIND = 2**16  # bytes that a client may send behind a request that is being answered
-HEAD_SECONDS = 20  # in which a connection has to send the head of its next request
+OTHER_FILES = 64  # open files other than connections
+MOST_BEHIND = 2**16  # bytes that a client may send after a request that is being answered
+HEAD_SECONDS = 20  # seconds that a connection has to send the head of its next request
 # How long the thread that steps the rows may wait for Python's lock; Python's default is 5 ms, more
 # than a step takes.
 SWITCH_SECONDS = 5e-4
@@ -35,7 +35,7 @@ YOUNG_OBJECTS = 20_000
 
 
 class Protocol(H11Protocol):
-    """HTTP on a connection, which is closed if no request comes.
+    """An HTTP connection, which is closed if no request comes.
 
     It is read also while a request is answered, to see the client go. uvicorn stops reading as soon
     as the next request has begun to come.
@@ -67,7 +67,7 @@ class Protocol(H11Protocol):
                 self.transport.abort()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer an error of h11, which is being handled, as an error of the protocol."""
+        """Answer the current exception of h11 as an error in OpenAI's format."""
         error = sys.exc_info()[1]
         status = error.error_status_hint if isinstance(error, h11.RemoteProtocolError) else 400
         problem = f"the request: expected HTTP/1.1: {printable(str(error or msg))}"
@@ -90,7 +90,7 @@ class Protocol(H11Protocol):
         self._expect_request()
 
     def _expect_request(self) -> None:
-        """uvicorn's own limit ends with the first byte of a head, however late the last one is."""
+        """Limit the time for a whole head: uvicorn's own limit ends with the head's first byte."""
         self._waiting = self.loop.call_later(HEAD_SECONDS, self._close_if_silent)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -118,7 +118,7 @@ class Listening(uvicorn.Server):
     ) -> None:
         super().__init__(config)
         self._told, self._reload = started, reload
-        self.failed = False  # whether the engine has
+        self.failed = False  # whether the engine has failed
         server.on_failure = self._fail
         for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn takes the same handler later
             signal.signal(number, self.handle_exit)
@@ -139,7 +139,7 @@ def allow_files(connections: int) -> None:
     """Raise the limit of open files, as each connection is one; warn where the system refuses."""
     if sys.platform == "win32":
         return
-    import resource  # noqa: PLC0415  (Windows has none)
+    import resource  # noqa: PLC0415  (the module is missing on Windows)
 
     needed, unlimited = connections + OTHER_FILES, resource.RLIM_INFINITY
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -152,9 +152,9 @@ def allow_files(connections: int) -> None:
 
 
 def settle() -> None:
-    """Set up the interpreter of a process that serves, once its model is loaded.
+    """Set up the interpreter of a server process, once its model is loaded.
 
-    No collection of garbage looks again at the objects that exist now.
+    Later garbage collections skip all objects that exist now.
     """
     sys.setswitchinterval(SWITCH_SECONDS)
     gc.collect()

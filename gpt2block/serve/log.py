@@ -11,13 +11,13 @@ log = logging.getLogger("gpt2block.serve")
 
 
 def set_up_log(level: str) -> None:
-    """Log from this level on; of asyncio, which warns of clients that have gone, errors."""
+    """Log messages from this level on; from asyncio, which warns of closed clients, only errors."""
     log.setLevel(level.upper())
     logging.getLogger("asyncio").setLevel(logging.ERROR)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
 
 
 def traceback_of(error: BaseException) -> str:
-    """The traceback of an exception, whose lines have no control characters."""
+    """Return the traceback of an exception, without control characters in its lines."""
     lines = "".join(traceback.format_exception(error)).splitlines()
     return "\n".join(map(printable, lines))

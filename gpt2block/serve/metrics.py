@@ -1,4 +1,4 @@
-"""What /metrics tells, for Prometheus."""
+"""The metrics that /metrics shows to Prometheus."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from prometheus_client.registry import Collector
 from gpt2block.generation.rows import Row
 from gpt2block.serve.service import Service
 
-TO_FIRST = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)  # seconds
-AT_ONCE = 1024  # values that are noted before they are added
+TO_FIRST = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)  # bucket bounds in seconds
+AT_ONCE = 1024  # values that are collected before they are added
 BETWEEN = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1)
 
 
@@ -28,7 +28,7 @@ class Intervals(Collector):
         self._noted: list[float] = []
 
     def note(self, seconds: float) -> None:
-        """Add a value together with later ones. In the thread that collects."""
+        """Add a value together with later values. Call only from the collecting thread."""
         self._noted.append(seconds)
         if len(self._noted) == AT_ONCE:
             self._add_noted()
@@ -61,7 +61,7 @@ class Total(Collector):
 
 
 class Metrics:
-    """Counters of a server."""
+    """The counters of a server."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
@@ -90,7 +90,7 @@ class Metrics:
         self.between_pieces = pieces.note
 
     def watch(self, service: Service) -> None:
-        """Show what the service is doing."""
+        """Show the state of the service in the metrics."""
         gauges: dict[str, tuple[str, Callable[[], float]]] = {
             "slots": ("Continuations that can run together.", lambda: service.slots),
             "rows_running": ("Continuations in slots.", lambda: service.open - service.waiting),
@@ -112,7 +112,7 @@ class Metrics:
         service.observe_first, service.observe_between = first.observe, between.add
 
     def request(self, path: str) -> Callable[[int], None]:
-        """A function that counts a request, which begins now, with its status."""
+        """Return a function that counts a request, which begins now, by its status."""
         begun = perf_counter()
 
         def counted(status: int) -> None:

@@ -1,4 +1,4 @@
-"""The page at /, and what only this page asks for.
+"""The page at /, and the endpoints that only this page uses.
 
 The page writes texts with /v1/completions and /v1/chat/completions, as any client does. Its own
 addresses give the tokens of a text, the distribution of the next token, and the page of `explain`
@@ -35,41 +35,41 @@ from gpt2block.serve.protocol import ApiError, Body, Drawn, Tokens
 from gpt2block.serve.workers import Workers
 from gpt2block.tokenizers.encoding import Encoding
 
-SHOWN = 40  # tokens of a distribution
+SHOWN = 40  # tokens shown of a distribution
 KEPT_LOGITS = 16  # texts per client whose next token's logits are kept, for the sliders
-MOST_EXPLAINED = 256  # tokens of a forward pass that is explained
+MOST_EXPLAINED = 256  # most tokens of an explained forward pass
 MOST_PARAMETERS = 2**29  # of a model that is explained, which needs its weights in float64: 4 GiB
 MOST_EXPLAINING = 8  # forward passes per client that are explained, one at a time, or wait
 KEPT_PAGES = 8  # pages of `explain` per client, each of a few MB
 KEPT_CLIENTS = 16  # latest clients for which logits and pages are kept
 
 Value = TypeVar("Value")
-Kept = OrderedDict[Any, Value]  # the latest last
+Kept = OrderedDict[Any, Value]  # values by key, the latest one last
 IdsOf = Callable[[Any, str], Ids]  # of a text or of token ids, and the name of its field
 MakeRoute = Callable[..., Route]
 
 
 class TokensRequest(Body):
-    """Of /play/tokens."""
+    """The body of a request to /play/tokens."""
 
     prompt: str | Tokens
 
 
 class NextRequest(Drawn):
-    """Of /play/next. token: one that is told in any case."""
+    """The body of a request to /play/next. token: an id whose entry is always included."""
 
     ids: Tokens = Field(min_length=1)
     token: int | None = Field(None, ge=0)
 
 
 class ExplainRequest(Body):
-    """Of /play/explain."""
+    """The body of a request to /play/explain."""
 
     ids: Tokens = Field(min_length=1)
 
 
 class Play:
-    """The page of a server, and its addresses.
+    """The page of a server, and the page's own endpoints.
 
     encoding, name: the server's. ids_of: raises ApiError for anything else than a prompt.
     in_thread(request, function, ...): runs a function in a worker thread while the steps of the
@@ -90,7 +90,7 @@ class Play:
         self._form = TextForm(name, encoding)
         self._html = files("gpt2block.serve").joinpath("page.html").read_text(encoding="utf-8")
         self._headers = _headers(_policy(self._html))
-        # By client, so that no client learns by time what another one has asked for.
+        # Results are stored by client, so that response times reveal no other client's requests.
         self._logits: Kept[Kept[asyncio.Future[Floats]]] = OrderedDict()
         self._pages: Kept[Kept[str]] = OrderedDict()
         self._explaining: Counter[str] = Counter()
@@ -111,7 +111,7 @@ class Play:
         return HTMLResponse(self._html, headers=self._headers)
 
     async def about(self, request: Request) -> Response:
-        """What the page has to know of the model."""
+        """Return the information about the model that the page needs."""
         config, engine = self._model.config, self._model.engine
         chat = await self._in_thread(request, self._has_template)
         found = {
@@ -127,7 +127,7 @@ class Play:
         return JSONResponse(found)
 
     async def tokens(self, request: Request, given: TokensRequest) -> Response:
-        """The tokens of a text, or the texts of token ids."""
+        """Return the tokens of a text, or the texts of token ids."""
 
         def found() -> list[dict[str, Any]]:
             return [self._token(id) for id in self._ids_of(given.prompt, "prompt").tolist()]
@@ -135,7 +135,7 @@ class Play:
         return JSONResponse({"tokens": await self._in_thread(request, found)})
 
     async def next(self, request: Request, given: NextRequest) -> Response:
-        """The distribution of the token after these ids, before and after the sampling options."""
+        """Return the next token's distribution after these ids, before and after sampling."""
         token, V = given.token, self._model.config.vocab_size
         if token is not None and token >= V:
             raise ApiError(400, f"token: expected an id from 0 to {V - 1}, got {token}", "token")
@@ -143,7 +143,7 @@ class Play:
         return JSONResponse(await self._in_thread(request, self._distribution, logits, given))
 
     async def explain(self, request: Request, given: ExplainRequest) -> Response:
-        """Make the page of `explain` for a forward pass, one at a time. Tells its address."""
+        """Generate the `explain` page of a forward pass, one at a time. Return its address."""
         ids, most = self._ids_of(given.ids, "ids"), self._most_explained()
         if not most:
             parameters = f"models of at most {MOST_PARAMETERS:,} parameters"
@@ -167,7 +167,7 @@ class Play:
         return JSONResponse({"path": f"play/explain/{ticket}"})
 
     async def explained(self, request: Request) -> Response:
-        """A page that was made; a frame and a new tab cannot send a key."""
+        """Return a generated page, without a key: a frame and a new tab cannot send one."""
         ticket = request.path_params["ticket"]
         html = next((each[ticket] for each in self._pages.values() if ticket in each), None)
         if html is None:
@@ -184,7 +184,7 @@ class Play:
             return False
 
     def _most_explained(self) -> int:
-        """Tokens; 0 for a model that is too large."""
+        """The most tokens that can be explained; 0 for a model that is too large."""
         config = self._model.config
         parameters = sum(map(math.prod, model_shapes(config).values()))
         return min(MOST_EXPLAINED, config.n_ctx) if parameters <= MOST_PARAMETERS else 0
@@ -193,7 +193,7 @@ class Play:
         return {"id": id, "token": self._form.token(id)}
 
     async def _kept_logits(self, request: Request, ids: Ids) -> Floats:
-        """The logits after ids, (V,). A client's requests for the same ids wait for one pass."""
+        """Return the logits after ids, (V,). A client's equal requests wait for a single pass."""
         kept, key = _of_client(self._logits, request.state.client), ids.tobytes()
         if key not in kept:
             computed = asyncio.ensure_future(self._in_pass(request, self._last_logits, ids))
@@ -240,7 +240,7 @@ EXPLAINED = (
 
 
 def _policy(html: str) -> str:
-    """A Content-Security-Policy that allows this page's own script and style, and no others."""
+    """Return a Content-Security-Policy that allows only this page's own script and style."""
     hashes = {tag: _hash(html, tag) for tag in ("script", "style")}
     return (
         f"default-src 'none'; script-src {hashes['script']}; style-src {hashes['style']}; "
@@ -250,7 +250,7 @@ def _policy(html: str) -> str:
 
 
 def _hash(html: str, tag: str) -> str:
-    """The source expression of the page's only element of this kind."""
+    """Return the source expression of the page's only element of this kind."""
     (content,) = re.findall(f"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
     return f"'sha256-{b64encode(sha256(content.encode()).digest()).decode()}'"
 
@@ -265,7 +265,7 @@ def _headers(policy: str) -> dict[str, str]:
 
 
 def _of_client(kept: Kept[Kept[Value]], client: str) -> Kept[Value]:
-    """The values that are kept for a client, which is the latest one from now on."""
+    """Return the stored values of a client, and mark it as the most recent client."""
     if client not in kept:
         _keep(kept, client, OrderedDict(), KEPT_CLIENTS)
     kept.move_to_end(client)
@@ -273,7 +273,7 @@ def _of_client(kept: Kept[Kept[Value]], client: str) -> Kept[Value]:
 
 
 def _keep(kept: Kept[Value], key: Any, value: Value, most: int) -> None:
-    """Add a value, and forget the oldest one beyond `most`."""
+    """Add a value, and remove the oldest one if there are more than `most`."""
     kept[key] = value
     if len(kept) > most:
         kept.popitem(last=False)

@@ -1,4 +1,4 @@
-"""The tokens of a prompt, with the most likely ones in the place of each."""
+"""The tokens of a prompt, with the most likely alternatives at each position."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from gpt2block import reference
 from gpt2block.run.model import Ids, ModelEngine
 from gpt2block.serve.answers import Scored
 
-POSITIONS = 64  # whose logits are in memory together
+POSITIONS = 64  # positions whose logits are in memory together
 
 
 def scored_prompt(engine: ModelEngine, ids: Ids, alternatives: int) -> Iterator[Scored]:
-    """Yield all tokens of a prompt in parts, each by a pass.
+    """Yield all tokens of a prompt in parts, each computed by one pass.
 
-    The first one has neither a log-probability nor alternatives.
+    The first token has neither a log-probability nor alternatives.
     """
     yield Scored(ids[:1].tolist(), [None], [()])
     cache = engine.new_cache(1, len(ids))

@@ -1,4 +1,4 @@
-"""Requests of OpenAI's protocol: their fields, checked, and errors as its clients expect them.
+"""Requests in OpenAI's protocol: validated fields, and errors in the format clients expect.
 
 Source: OpenAI, "API reference" (Completions, Chat Completions, Embeddings, Errors).
 """
@@ -27,17 +27,17 @@ from gpt2block.errors import printable, shown
 from gpt2block.generation.options import KEYWORDS, Options
 from gpt2block.sampling import MOST_ALTERNATIVES, NUMBERS, LogitBias
 
-MOST_PROMPTS = 256  # of a request
+MOST_PROMPTS = 256  # most prompts of a request
 MOST_SAMPLES = 128
 MOST_STOPS = 16
 MOST_STOP = 256  # characters of each
 MOST_VALUES = 2**14  # biases; messages, parts and fields; values of a body that is read in C
 MOST_MESSAGES = 2**12
-MOST_TEXT = 2**20  # bytes of the texts of messages
-MOST_NEW = 2**31 - 1  # tokens of an answer
-PART = 2**13  # entries of a list that are looked at, or written, at a time
-LONGEST_KEY = 100  # characters of a key in an error
-TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")  # as a text
+MOST_TEXT = 2**20  # bytes of all texts of messages
+MOST_NEW = 2**31 - 1  # most new tokens of an answer
+PART = 2**13  # entries of a list that are checked, or written, at a time
+LONGEST_KEY = 100  # most characters of a key shown in an error
+TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")  # an id written as text
 KEYWORD_OF = {"min_tokens": "min_new_tokens"}  # of `generate`, whose name is not that of the field
 ANYTHING = object()  # in place of values: any is accepted, and changes nothing
 
@@ -95,7 +95,7 @@ Request = TypeVar("Request", bound="Body")
 
 
 def _token_ids(given: Any) -> Any:
-    """Token ids as they are: pydantic would keep Python's lock over all of them."""
+    """Check and return token ids; pydantic would hold Python's lock over all of them."""
     for first in range(0, len(given) if isinstance(given, list) else 0, PART):
         part = given[first : first + PART]
         if set(map(type, part)) != {int} or min(part) < 0:
@@ -127,7 +127,7 @@ def _values(given: Any, info: ValidationInfo) -> Any:
 
 
 def _too_many(info: ValidationInfo, most: int, what: str, status: int = 400) -> ApiError:
-    """An error that does not show the values: even to sort them takes long."""
+    """Return an error that does not show the values, as even sorting them takes long."""
     problem = f"{info.field_name}: expected at most {most:,} {what}"
     return ApiError(status, problem, info.field_name)
 
@@ -145,7 +145,7 @@ Tokens = Annotated[list[Any], BeforeValidator(_token_ids)]
 
 
 def _texts(given: Any, info: ValidationInfo) -> list[Any]:
-    """A text, token ids, or a list of either, as a list. Their lengths are checked first."""
+    """Return a text, token ids, or a list of either, as a list. Their lengths are checked first."""
     of_ids = isinstance(given, list) and [*map(type, given[:1])] == [int]
     found = [given] if isinstance(given, str) or of_ids else given
     if isinstance(found, list):
@@ -159,7 +159,7 @@ def _texts(given: Any, info: ValidationInfo) -> list[Any]:
 
 
 def _is_text(given: Any) -> bool:
-    """Whether it is a text or token ids, of which the model's tokenizer decides."""
+    """Whether the value is a text or token ids, which the model's tokenizer then checks."""
     return isinstance(given, str) or (isinstance(given, list) and set(map(type, given)) <= {int})
 
 
@@ -167,7 +167,7 @@ Texts = Annotated[list[Any], BeforeValidator(_texts)]
 
 
 class ApiError(Exception):
-    """An error as OpenAI's clients expect it. param: the field that is wrong."""
+    """An error as OpenAI's clients expect it. param: the field that has the error."""
 
     def __init__(
         self, status: int, message: str, param: str | None = None, code: str | None = None
@@ -183,20 +183,20 @@ class ApiError(Exception):
 
 
 def named(field: str, given: list[Any]) -> list[tuple[Any, str]]:
-    """Entries of a field, each with its name in errors: that of the field for a single one."""
+    """Return a field's entries with their names in errors: the field's own name if only one."""
     names = [field] if len(given) == 1 else [f"{field}.{index}" for index in range(len(given))]
     return [*zip(given, names, strict=True)]
 
 
 def check_length(count: int, n_ctx: int, field: str, least: str = "") -> None:
-    """Refuse more tokens than the model's context."""
+    """Raise ApiError for more tokens than the model's context has."""
     if count > n_ctx:
         problem = f"{field}: {least}{count} tokens, the model's context is {n_ctx}"
         raise ApiError(400, problem, field.partition(".")[0], "context_length_exceeded")
 
 
 def _or_all(given: Any, info: ValidationInfo) -> Any:
-    """A number of new tokens; -1 stands for as many as the context has room for."""
+    """Return a number of new tokens; -1 means as many as the context has room for."""
     return info.context if type(given) is int and given == -1 else given
 
 
@@ -204,7 +204,7 @@ NewTokens = Annotated[int | None, BeforeValidator(_or_all)]
 
 
 def check_only(field: str, given: int | None, only: int, whose: str) -> None:
-    """Refuse another number than the only one that is supported."""
+    """Raise ApiError for any number except the only supported number."""
     if given not in (None, only):
         problem = f"{field}: {given} is not supported: expected {only}, {whose}, or none"
         raise ApiError(400, problem, field, "unsupported_parameter")
@@ -237,7 +237,7 @@ class StreamFields(BaseModel):
 
 
 def _with_further_numbers(kind: type[Request]) -> type[Request]:
-    """Class decorator: numbers of a Sampling that no field gives become fields."""
+    """Class decorator: add a field for each number of Sampling that has no field yet."""
     given = {KEYWORD_OF.get(name, name) for name in kind.model_fields}
     found: dict[str, Any] = {}
     for name in NUMBERS:
@@ -252,7 +252,7 @@ def _with_further_numbers(kind: type[Request]) -> type[Request]:
 
 
 class Drawn(Body):
-    """How the next token is drawn. top_k and min_p are additions to OpenAI's fields."""
+    """Fields that choose the next token. top_k and min_p are additions to OpenAI's fields."""
 
     temperature: float | None = Field(1.0, ge=0, le=2)
     top_p: float | None = Field(1.0, ge=0, le=1)
@@ -260,7 +260,7 @@ class Drawn(Body):
     min_p: float | None = Field(0.0, ge=0, le=1)
 
     def drawing(self) -> dict[str, Any]:
-        """The numbers of a Sampling but the seed, as keywords; null stands for a default."""
+        """Return the numbers of a Sampling without the seed, as keywords; null means a default."""
         found: dict[str, Any] = {}
         for name, field in type(self).model_fields.items():
             if (keyword := KEYWORD_OF.get(name, name)) in NUMBERS and keyword != "seed":
@@ -271,7 +271,7 @@ class Drawn(Body):
 
 @_with_further_numbers
 class SampledRequest(Drawn):
-    """What both kinds of completions have.
+    """Fields that both kinds of completions have.
 
     repetition_penalty, and what follows return_token_ids, are additions. Source of these but the
     first: vLLM, "OpenAI-Compatible Server".
@@ -297,7 +297,7 @@ class SampledRequest(Drawn):
     min_tokens: int | None = Field(0, ge=0)
 
     def options(self, **more: Any) -> Options:
-        """The options of a generation for these. more: further keywords of `GPT2.generate`."""
+        """Return this request's generation options. more: further keywords of `GPT2.generate`."""
         found: dict[str, Any] = {
             **self.drawing(),
             "samples": self.n or 1,
@@ -315,7 +315,7 @@ class SampledRequest(Drawn):
         return stop
 
     def _biases(self) -> LogitBias:
-        """By token; JSON has their ids as texts."""
+        """Return the biases by token; JSON has the token ids as texts."""
         given = self.logit_bias
         if not given:
             return ()
@@ -331,7 +331,7 @@ class SampledRequest(Drawn):
 
 
 class CompletionRequest(SampledRequest):
-    """Of /v1/completions. logprobs: alternatives at each token, besides the token itself."""
+    """The body of /v1/completions. logprobs: alternatives at each token, besides the token."""
 
     prompt: Texts = [""]
     max_tokens: NewTokens = Field(16, ge=0, le=MOST_NEW)
@@ -352,7 +352,7 @@ class TemplateFields(Body):
 
 
 class ChatRequest(SampledRequest, TemplateFields):
-    """Of /v1/chat/completions."""
+    """The body of a request to /v1/chat/completions."""
 
     messages: Messages = Field(min_length=1)
     max_completion_tokens: NewTokens = Field(None, ge=1, le=MOST_NEW)
@@ -361,22 +361,22 @@ class ChatRequest(SampledRequest, TemplateFields):
 
 
 class EmbeddingRequest(Body):
-    """Of /v1/embeddings."""
+    """The body of a request to /v1/embeddings."""
 
     input: Texts
     encoding_format: Literal["float", "base64"] | None = "float"
-    dimensions: int | None = None  # the model's only
+    dimensions: int | None = None  # only the model's own size is accepted
 
 
 class TokenizeRequest(TemplateFields):
-    """Of /tokenize."""
+    """The body of a request to /tokenize."""
 
     prompt: str | None = None
     messages: Messages | None = Field(None, min_length=1)
 
 
 class DetokenizeRequest(Body):
-    """Of /detokenize."""
+    """The body of a request to /detokenize."""
 
     tokens: Tokens
 
@@ -390,7 +390,7 @@ class _PatientDecoder(json.JSONDecoder):
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON. Other readers may take the first of two values, Python the last."""
+    """Return a JSON object; refuse repeated keys, as JSON readers differ in which they use."""
     found = dict(pairs)
     if len(found) < len(pairs):
         ((key, count),) = Counter(key for key, _ in pairs).most_common(1)
@@ -399,7 +399,7 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def parsed(kind: type[Request], data: bytes, names: Collection[str], n_ctx: int) -> Request:
-    """A request from its body. names: of the model, any other one is refused. n_ctx: the model's.
+    """Return the parsed request. names: accepted model names. n_ctx: the model's context length.
 
     Raises ApiError, which names the first field that is wrong.
     """
@@ -435,7 +435,7 @@ def _check_neutral(name: str, value: Any) -> None:
 
 
 def _of_field(error: ValidationError, given: Any) -> ApiError:
-    """The first problem of a body, by the place of the value that is wrong.
+    """Return the first problem of a body as an error that names the place of the wrong value.
 
     Of a value that may have several types, pydantic tells the problem with each of these. The one
     that is about the innermost value has come closest.
@@ -456,7 +456,7 @@ def _of_field(error: ValidationError, given: Any) -> ApiError:
 
 
 def _place(problem: Any, given: Any) -> list[Any]:
-    """The keys that lead to a value in a body, without pydantic's names of types among them."""
+    """Return the keys that lead to a value in a body, without pydantic's names of types."""
     found = []
     for key in problem["loc"]:
         inside = isinstance(given, dict) and key in given
@@ -467,6 +467,6 @@ def _place(problem: Any, given: Any) -> list[Any]:
 
 
 def refused(error: Exception, fields: Collection[str]) -> ApiError:
-    """An error of the library, with the field that it names, if it is one of these."""
+    """Return the library's error as ApiError, with its field if that is one of these fields."""
     argument = re.split("[:. ]", str(error), maxsplit=1)[0]
     return ApiError(400, str(error), argument if argument in fields else None)

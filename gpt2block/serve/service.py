@@ -22,11 +22,11 @@ from gpt2block.generation.rows import Row, Tops
 from gpt2block.run.model import ModelEngine
 from gpt2block.serve.log import log, traceback_of
 
-TOKENS_AT_ONCE = 2048  # of prompts, before a step of the rows that run takes no further piece
+TOKENS_AT_ONCE = 2048  # prompt tokens in a step before running rows take no further piece
 
 
 class Piece(NamedTuple):
-    """What a row gained in a step, or in several while it was held.
+    """The tokens that a row gained in a step, or in several steps while it was held.
 
     finish_reason: that of Row once it has ended, else None.
     """
@@ -44,17 +44,17 @@ Deliver = Callable[[Piece], None]  # called in the event loop
 
 
 class Full(Exception):  # noqa: N818  (a reason, not a fault)
-    """As many rows wait as may."""
+    """The queue has no room for a further row."""
 
 
 class EngineFailed(Exception):  # noqa: N818
-    """The engine raised an exception: no row can be computed any more."""
+    """The engine raised an exception, so no row can be computed any more."""
 
 
 def batch_of(
     engine: ModelEngine, slots: int, reuse: bool = False, speculate: bool = False
 ) -> Batch:
-    """A batch for a service of so many slots; the engine may give fewer. Raises MemoryError.
+    """Return a batch for this number of slots; the engine may give fewer. Raises MemoryError.
 
     reuse, speculate: as for Batch.
     """
@@ -63,7 +63,7 @@ def batch_of(
 
 
 class Service:
-    """Rows of requests in one batch, stepped by a thread of its own.
+    """A thread that steps the rows of all requests in one batch.
 
     A row is held from when a piece of it is delivered until that piece is being sent. Its next one
     has all tokens until then: one where little is to be sent, several where much is.
@@ -87,20 +87,20 @@ class Service:
         self._batch, self._on_failure = batch, on_failure
         self._loop, self._most_waiting = loop, most_waiting
         self._changed = threading.Condition()
-        self._new: deque[tuple[Row, Deliver, float | None]] = deque()  # and its deadline
+        self._new: deque[tuple[Row, Deliver, float | None]] = deque()  # a row and its deadline
         self._cancelled: deque[Row] = deque()
         self._open_of: Counter[str] = Counter()  # rows that run or wait, by client
-        self._deliver: dict[int, Deliver] = {}  # of running and waiting rows, by their id
-        self._since: dict[int, float] = {}  # when those without a token were submitted
+        self._deliver: dict[int, Deliver] = {}  # callbacks of running and waiting rows, by row id
+        self._since: dict[int, float] = {}  # when rows without a token were submitted
         self._last = np.zeros(batch.slots)  # when each slot had its last token
-        self._pieces: deque[tuple[Deliver, Piece]] = deque()  # that the loop has not delivered
-        self._called = False  # whether the loop will deliver them
+        self._pieces: deque[tuple[Deliver, Piece]] = deque()  # pieces not yet delivered by the loop
+        self._called = False  # whether the loop will deliver the pieces
         self.observe_first: Callable[[float], None] = lambda seconds: None
         self.observe_between: Callable[[NDArray[np.float64]], None] = lambda seconds: None
         self.tokens = 0
         self._ends = False
         self.failure: str | None = None
-        self.starting: tuple[int, int] | None = (0, 1)  # parts done, and all; None: it is ready
+        self.starting: tuple[int, int] | None = (0, 1)  # parts done, all parts; None: ready
         self.slots = self._batch.slots
         self._thread = threading.Thread(target=self._run, name="service", daemon=True)
         self._thread.start()
@@ -122,7 +122,7 @@ class Service:
         client: str = "",
         deadline: float | None = None,
     ) -> None:
-        """Let a client's rows run when slots are free. Raises Full, or Failed, and runs none.
+        """Run a client's rows once slots are free. Raises Full or EngineFailed, and then runs none.
 
         deadline: as for Batch.
         """
@@ -141,13 +141,13 @@ class Service:
             self._changed.notify()
 
     def cancel(self, rows: Iterable[Row]) -> None:
-        """End rows whose tokens nobody wants; nothing more is delivered for them."""
+        """End rows whose tokens are not needed; nothing more is delivered for them."""
         with self._changed:
             self._cancelled.extend(rows)
             self._changed.notify()
 
     def close(self) -> None:
-        """End the thread; rows that run are not finished."""
+        """End the thread without finishing the running rows."""
         with self._changed:
             self._ends = True
             self._changed.notify()
@@ -162,7 +162,7 @@ class Service:
             self._fail(error)
 
     def _start_up(self) -> None:
-        """Let the engine compile and record what rows will need; rows that come now wait."""
+        """Let the engine compile and record programs for rows; rows submitted meanwhile wait."""
         for done in self._batch.start_up():
             self.starting = done
             if self._ends:
@@ -182,7 +182,7 @@ class Service:
                 self._forget(row)
 
     def _take_changes(self) -> bool:
-        """Submit and cancel what was asked for; wait where nothing is to do. False: it ends."""
+        """Apply requested submissions and cancellations; wait if idle. Return False at the end."""
         with self._changed:
             while not (self._ends or self._new or self._cancelled or self._batch.busy):
                 self._changed.wait()
@@ -220,7 +220,7 @@ class Service:
                 self.observe_first(now - since)
 
     def _send(self, pieces: Iterable[tuple[Deliver, Piece]]) -> None:
-        """Let the loop deliver pieces, together with those that it has not come to yet."""
+        """Let the loop deliver these pieces, together with pieces it has not delivered yet."""
         self._pieces.extend(pieces)
         if self._pieces and not self._called:
             self._called = True
@@ -233,7 +233,7 @@ class Service:
             deliver(piece)
 
     def _fail(self, error: BaseException) -> None:
-        """Log what happened, and tell all requests that there will be no more tokens."""
+        """Log the error, and tell all requests that there will be no more tokens."""
         log.critical("the engine failed\n%s", traceback_of(error))
         with self._changed:
             self.failure = f"the engine failed: {error!r}"
@@ -245,6 +245,6 @@ class Service:
 
 
 def piece_of(row: Row) -> Piece:
-    """What a row gained since its last piece."""
+    """Return the tokens that a row gained since its last piece."""
     error = str(row.error) if row.error is not None else None
     return Piece(row.take(), *row.take_tokens(), row.finish_reason, error)

@@ -95,5 +95,5 @@ class Workers(Places):
         return await asyncio.wrap_future(future)
 
     def close(self) -> None:
-        """Begin no further calls. Calls that run go on."""
+        """Start no further calls. Running calls continue."""
         self._threads.shutdown(wait=False, cancel_futures=True)
