@@ -28,11 +28,11 @@ NOTHING: Given = {}
 
 @dataclass(frozen=True)
 class BlockSpec:
-    """A block as its engines run it: the architecture, its settings, and which kernels.
+    """A block as its engines run it: its architecture, settings and kind of kernels.
 
-    width: channels of x. weights: the names of the weights. kernels: "skeleton", a step for each
-    operation, or "fused". bounds: of float32 on tensor cores, whose operands are two-part; the
-    largest magnitude of each result, by name.
+    width: channels of x. weights: the names of the weights. kernels: "skeleton" for one step per
+    operation, or "fused". bounds: the largest magnitude of each result by name, for float32 on
+    tensor cores, where operands are two-part; else None.
     """
 
     of: Architecture
@@ -44,7 +44,7 @@ class BlockSpec:
     bounds: Mapping[str, float] | None = None
 
     def run(self, do: Machine) -> Any:
-        """The block of the tensor "x"."""
+        """Run the block on the tensor "x" of a machine, and return its result."""
         if self.kernels == "skeleton":
             return block(StepPass(do, self.settings), self.of, "x")
         fused = BlockPass(do, self.settings, self.bounds, self.split_k)
@@ -52,7 +52,7 @@ class BlockSpec:
 
     @cached_property
     def steps(self) -> tuple[Step, ...]:
-        """The steps, without arrays."""
+        """The steps of the block, without arrays."""
         do = Outline({*self.weights, "x", "positions", "frequencies"})
         self.run(do)
         return tuple(do.steps)
@@ -64,7 +64,7 @@ class BlockSpec:
 
     @cached_property
     def matrices(self) -> frozenset[str]:
-        """The weights that products on tensor cores take as matrices (N, K)."""
+        """The names of the weights that products on tensor cores read as matrices (N, K)."""
         inputs = (zip(reference.CONTRACTS[s.op].inputs, s.inputs, strict=False) for s in self.steps)
         return frozenset(
             name for each in inputs for entry, name in each if entry.kind in MATRICES and name
@@ -72,7 +72,7 @@ class BlockSpec:
 
     @property
     def two_part(self) -> frozenset[str]:
-        """The steps whose result is two-part."""
+        """The names of the steps whose result is two-part."""
         if self.bounds is None:
             return frozenset()
         made = (s.name for s in self.steps if s.dtype == TWO_PART or s.op == "attention")
@@ -80,10 +80,10 @@ class BlockSpec:
 
 
 class BlockEngine(ABC):
-    """A block on one backend. It checks its arguments; NumPy in, NumPy out.
+    """A block on one backend. It checks its arguments; NumPy inputs give NumPy results.
 
-    given: tensors of the pass that differ from call to call, besides x: NumPy arrays of integers by
-    name, such as positions. Their shapes follow from that of x.
+    given: tensors other than x that can differ in each call: NumPy arrays of integers by name, such
+    as positions. The shape of x determines their shapes.
     """
 
     def __init__(self, spec: BlockSpec, weights: Mapping[str, Any]) -> None:
@@ -96,23 +96,23 @@ class BlockEngine(ABC):
 
     @abstractmethod
     def forward(self, x: Any, out: Any | None, given: Given = NOTHING) -> Any:
-        """The block's output for `x`, written to `out`, or to a new array if `out` is None."""
+        """Return the block's output for `x` in `out`, or in a new array if `out` is None."""
 
     @abstractmethod
     def trace(self, x: Any, given: Given = NOTHING) -> dict[str, Any]:
-        """Step name → a copy of its result."""
+        """Run the block, and return a copy of every step's result by step name."""
 
     @abstractmethod
     def step(self, step: Step, tensors: Mapping[str, NDArray[Any]]) -> StepResult:
-        """One step on NumPy inputs (activations by name), timed."""
+        """Run and time one step on NumPy inputs. tensors: activations by name."""
 
     @abstractmethod
     def timed(self, call: Call) -> list[Timeline]:
-        """The timelines of a call, as in `TracedEngine.timed`."""
+        """Return the timelines of the passes that `call` runs; see `TracedEngine.timed`."""
 
     @abstractmethod
     def describe(self) -> str:
-        """A description of the device."""
+        """Return a description of the device."""
 
 
 def check_array(name: str, array: Any, n_embd: int, dtype: str = "float32") -> None:

@@ -32,17 +32,18 @@ from gpt2block.weights.matrix import WeightMatrix
 from gpt2block.weights.two_part import TwoPartMatrix
 
 CudaArray = Any  # cupy.ndarray, which has no type stubs
-MAX_SHAPES = 8  # kept, with the steps that their calls share
-OUTPUT = "output"  # the last step
-MAX_CALLS = 16  # (shape, x pointer, out pointer) kept, each with its launches and graph
+MAX_SHAPES = 8  # most input shapes whose workspaces are kept
+OUTPUT = "output"  # name of the last step
+MAX_CALLS = 16  # most (shape, x pointer, out pointer) whose launches and graph are kept
 
 
 @dataclass
 class _Workspace:
-    """What calls of one input shape share.
+    """Device arrays and bound steps that all calls with one input shape share.
 
-    given: int32 arrays that every call can change, in device memory, so that its graph remains the
-    same. known: the steps of the last recording, most of which do not use x and the output.
+    given: int32 device arrays whose values each call can change, while graphs keep their addresses.
+    known: the steps of the last recording; most of them use neither x nor the output. sent: copies
+    of the values in `given`.
     """
 
     given: dict[str, CudaArray]
@@ -50,7 +51,7 @@ class _Workspace:
     sent: dict[str, NDArray[Any]] = field(default_factory=dict)
 
     def send(self, given: Given) -> None:
-        """Copy to the device what differs from the last call, on the current stream."""
+        """Copy the arrays that differ from the last call to the device, on the current stream."""
         for name, array in given.items():
             if name not in self.sent or not np.array_equal(self.sent[name], array):
                 self.given[name].set(np.ascontiguousarray(array, np.int32))
@@ -85,7 +86,7 @@ class CudaEngine(BlockEngine):
             self._done = cupy.cuda.Event(disable_timing=True)
             self._done.record()  # the copies of the weights may still be in flight
             self._private = cupy.cuda.Stream(non_blocking=True)
-        # Memory returns to the pool of the stream that allocated it, not of those that use it.
+        # CuPy reuses freed memory in order of the allocating stream only; other streams may use it.
         weakref.finalize(self, self._done.synchronize).atexit = False
         self._recordings = Recordings()
         self._workspaces: OrderedDict[Shape, _Workspace] = OrderedDict()
@@ -93,9 +94,9 @@ class CudaEngine(BlockEngine):
         self._lock = threading.RLock()
 
     def _stored(self, name: str, w: NDArray[Any]) -> Any:
-        """A weight in the format of its kernels: a float32 array, or a matrix (N, K).
+        """Return a weight in the format of its kernels: a float32 array, or a matrix (N, K).
 
-        RMSNorm's have the dtype of x; float64 arrays, such as frequencies, keep theirs.
+        RMSNorm weights get the dtype of x; float64 arrays, such as frequencies, remain float64.
         """
         if w.dtype == np.float64:
             return cupy.asarray(w)
@@ -151,7 +152,7 @@ class CudaEngine(BlockEngine):
             return timed(self._recordings, call)
 
     def _accept(self, x: Any, order: InOrder) -> tuple[CudaArray, bool]:
-        """`x` as a checked, C-contiguous CuPy array on this device, and whether it was on the host.
+        """Return `x` as a checked, C-contiguous array on this GPU, and whether it was on the host.
 
         For products on tensor cores the array is also aligned to 16 bytes.
         """
@@ -165,7 +166,7 @@ class CudaEngine(BlockEngine):
         return (on_16_bytes("x", array) if self.spec.matrices else contiguous(array)[0]), False
 
     def _adopt(self, array: Any, order: InOrder) -> CudaArray:
-        """A CUDA array of any library as a CuPy array, without a copy; it must be on this GPU."""
+        """Return a CuPy view of any library's CUDA array; raise InputError if on another GPU."""
         view = as_cupy(array)
         if view.device.id != self.device:
             raise InputError(
@@ -181,21 +182,21 @@ class CudaEngine(BlockEngine):
         recording = self._calls.get(key)
         repeated = recording is not None
         if recording is None:
-            # Kept alive here, x and out would hold their memory, and no later call could have it.
+            # A kept recording must not hold references to x and out, which would keep their memory.
             recording = self._recorded(x, out, given, borrowed=("x", OUTPUT))
         self._workspace(x.shape, given).send(given)
         if repeated and self._use_graph:
             recording.replay(stream, self._private)
         else:
             recording.run()
-        self._calls[key] = recording  # which has run: its kernels are loaded
+        self._calls[key] = recording  # kept after a run, which loads its kernels
         self._calls.move_to_end(key)
         if len(self._calls) > MAX_CALLS:
             self._calls.popitem(last=False)
 
     @contextmanager
     def _in_order(self) -> Iterator[InOrder]:
-        """Hold the lock; order the call after the last one, which may use another stream."""
+        """Hold the lock, and order the call after the previous call, maybe on another stream."""
         with self._lock, cupy.cuda.Device(self.device):
             order = InOrder()
             order.stream.wait_event(self._done)
@@ -208,7 +209,7 @@ class CudaEngine(BlockEngine):
     def _recorded(
         self, x: CudaArray, out: CudaArray, given: Given = NOTHING, borrowed: Collection[str] = ()
     ) -> Recording:
-        """The block bound to x and out."""
+        """Return a recording of the block that reads x and writes out."""
         self._check_limits(x.shape)
         workspace = self._workspace(x.shape, given)
         recording = self._recordings.make(
@@ -223,7 +224,7 @@ class CudaEngine(BlockEngine):
         return recording
 
     def _check_limits(self, shape: Shape) -> None:
-        """Raise InputError, before anything is allocated, for sizes that float32 does not have."""
+        """Raise InputError, before allocating, for sizes that float32 kernels do not support."""
         if self._dtype == "float32" and self.spec.bounds is None:
             s = self.spec.settings
             width = (s.n_head + 2 * s.n_kv_head) * s.head_size

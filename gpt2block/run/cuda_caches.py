@@ -1,4 +1,4 @@
-"""The kv_caches of a model on a GPU, and the number of slots that device memory has room for."""
+"""The kv_caches of a model on a GPU, and the number of slots that fit in device memory."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from gpt2block.ops.attention_cached import KV_COPY
 from gpt2block.run.model import RowFrequencies, cache_kind, describe_cache
 from gpt2block.run.recorder import rounded_up
 
-KEPT_SHAPES = 4  # prefill shapes kept, with launches, results and scratch cache
-KEPT_STARTS = 160  # prefill shapes kept for a decoding
-KEPT_CACHES = 2  # caches of ended decodings, kept with their graphs
-MOST_SLOTS = 512  # of a decoding, unless more are requested
-LEAST_CONTEXT = 64  # positions of a decoding's cache
-ALIGNED = 16  # bytes, as kernels load
+KEPT_SHAPES = 4  # prefill shapes whose launches, results and scratch cache are kept
+KEPT_STARTS = 160  # prefill shapes kept for the cache of a decoding
+KEPT_CACHES = 2  # caches of ended decodings that are kept with their graphs
+MOST_SLOTS = 512  # slots of a decoding at most, if it may have fewer than requested
+LEAST_CONTEXT = 64  # positions of a decoding's cache at least
+ALIGNED = 16  # bytes per vector load of the kernels
 
 
 def free_bytes() -> int:
-    """Bytes of the current device's memory that are free, or that CuPy's pool can give."""
+    """Return the bytes of the current device that are free, including those in CuPy's pool."""
     free = int(cupy.cuda.Device().mem_info[0])
     return free + int(cupy.get_default_memory_pool().free_bytes())
 
 
 def forget_oldest(kept: OrderedDict[Any, Any], most: int, stream: Any) -> None:
-    """Drop the oldest of more than `most` entries, which the stream may still use."""
+    """Drop the oldest entry if there are more than `most`, after work on the stream has ended."""
     if len(kept) > most:
         stream.synchronize()
         kept.popitem(last=False)
@@ -42,8 +42,8 @@ def forget_oldest(kept: OrderedDict[Any, Any], most: int, stream: Any) -> None:
 class CudaCache:
     """Keys and values, (2 layers, slots, n_ctx, KV): K and V of the first layer, of the second, ...
 
-    Each of them begins at a multiple of ALIGNED bytes, for which slots can be more than the batch.
-    prefills, steps: what a model has bound to them, prefills by their shapes.
+    Each layer's K and V begin at a multiple of ALIGNED bytes, so slots can be more than the batch.
+    prefills, steps: a model's recordings for this cache; keys of prefills are their shapes.
     """
 
     def __init__(
@@ -61,13 +61,13 @@ class CudaCache:
         count = config.n_layer if layers is None else layers
         stored = "uint8" if formats.fp8_cache else FLOATS[formats.cache_dtype]
         multiple = ALIGNED // gcd(ALIGNED, n_ctx * config.kv_width * np.dtype(stored).itemsize)
-        slots = ceil(batch / multiple) * multiple  # of which the last ones are not used
+        slots = ceil(batch / multiple) * multiple  # slots from `batch` on are unused
         self.data = cupy.zeros((2 * count, slots, n_ctx, config.kv_width), stored)
         used = self.data[:, :batch]
         self.layers = list(zip(used[::2], used[1::2], strict=True))
         self.frequencies = RowFrequencies(config, batch, n_ctx, cupy)
         self.prefills: OrderedDict[Hashable, Any] = OrderedDict()
-        self.steps: dict[bool, Any] = {}  # with guesses and without
+        self.steps: dict[bool, Any] = {}  # key: whether steps can verify guesses
 
     def __getstate__(self) -> Any:
         raise InputError(
@@ -84,14 +84,14 @@ class CudaCache:
 
 
 def copy_slots(cache: CudaCache, copies: Sequence[tuple[int, int, int]]) -> None:
-    """Copy keys and values as `Decoding.copy` does."""
+    """Copy keys and values between slots of a cache; see `Decoding.copy`."""
     for group in apart(copies):
         numbers = cupy.asarray(np.array(group, np.int32).T, order="C")
         KV_COPY.bind_on_device((cache.data, *numbers), kv_dtype=cache.fp8).run()
 
 
 def apart(copies: Sequence[tuple[int, int, int]]) -> Iterator[list[tuple[int, int, int]]]:
-    """Copies, in order, of which those in a group can run at the same time."""
+    """Split copies, in order, into groups whose copies can run at the same time."""
     group: list[tuple[int, int, int]] = []
     for source, target, count in copies:
         if any(target in each[:2] or source == each[1] for each in group):
@@ -103,7 +103,7 @@ def apart(copies: Sequence[tuple[int, int, int]]) -> Iterator[list[tuple[int, in
 
 
 class DecodingCaches:
-    """The caches of a model's decodings; those of ended ones are kept for the next."""
+    """The caches of a model's decodings; caches of ended decodings are kept for later ones."""
 
     def __init__(self, config: ModelConfig, formats: Formats) -> None:
         self._config, self._formats = config, formats
@@ -115,7 +115,7 @@ class DecodingCaches:
         self._ended.append(cache)
 
     def take(self, slots: int, n_ctx: int, fewer: bool) -> CudaCache:
-        """A cache of at least this size; fewer: of at most MOST_SLOTS, and as memory allows."""
+        """Return a cache of this size or more; fewer: at most MOST_SLOTS, and as memory allows."""
         n_ctx = min(max(LEAST_CONTEXT, rounded_up(n_ctx, 4)), self._config.n_ctx)
         slots = rounded_up(slots, 2)
         if fewer:
@@ -137,7 +137,7 @@ class DecodingCaches:
         return kept
 
     def new(self, batch: int, n_ctx: int) -> CudaCache:
-        """A new cache; those of ended decodings make room for it. Raises MemoryError."""
+        """Return a new cache; free caches of ended decodings if needed. Raises MemoryError."""
         try:
             try:
                 return CudaCache(self._config, batch, n_ctx, self._formats)
@@ -156,7 +156,7 @@ class DecodingCaches:
             ) from error
 
     def _kept(self, slots: int, n_ctx: int) -> CudaCache | None:
-        """The cache of an ended decoding with this size, or None.
+        """Return the kept cache of an ended decoding with this size, or None.
 
         Decodings may end, and give back their caches, while this runs.
         """
@@ -171,21 +171,21 @@ class DecodingCaches:
         return None
 
     def _forget(self, kept: int) -> None:
-        """Free the oldest caches of ended decodings, except for this number."""
+        """Free the oldest caches of ended decodings until at most `kept` remain."""
         if len(self._ended) > kept:
             cupy.cuda.get_current_stream().synchronize()  # they may still be in use
         while len(self._ended) > kept:
             self._ended.popleft()
 
     def _free(self) -> int:
-        """Bytes of device memory that are free, or that kept caches or CuPy's pool can give."""
+        """Return the bytes of free device memory, including CuPy's pool and kept caches."""
         return free_bytes() + sum(cache.nbytes for cache in tuple(self._ended))
 
     def _row_bytes(self, n_ctx: int) -> int:
-        """Bytes of a slot: keys and values, logits, seen tokens, and the activations of steps.
+        """Return the bytes of a slot: keys and values, logits, seen tokens, and activations.
 
-        All layers of a step share its activations, and all steps do; a larger arena may keep the
-        one before it.
+        All steps and layers share memory for activations, counted twice because a smaller arena
+        can remain in use after a larger one is allocated.
         """
         c = self._config
         keys: int = 2 * c.n_layer * n_ctx * c.kv_width * self._itemsize

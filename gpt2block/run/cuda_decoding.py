@@ -16,16 +16,16 @@ from gpt2block.run.cuda_steps import MOST_GUESSING, InFlight, steps_of
 from gpt2block.run.guessing import ROWS, SpeculationPolicy
 from gpt2block.run.model import Ids, Sampled, Start, in_groups, without
 
-PREFILL_TOKENS = 8192  # of prompts that start together
-IN_FLIGHT = 2  # results that are computed ahead of the host
+PREFILL_TOKENS = 8192  # tokens of prompts that start together, at most
+IN_FLIGHT = 2  # results that the GPU computes before the host has read them
 
 
 class CudaDecoding:
     """Decoding on a GPU, one step ahead of the host.
 
-    A sequence that is stopped is computed for at most one step more. speculate: a step computes
-    guesses of the next tokens, too, where that promises to be faster. draft: what guesses them, in
-    every step then; else they are copied from the text.
+    A stopped sequence is computed for at most one more step. speculate: a step also verifies
+    guesses of the next tokens if that is expected to be faster. draft: the draft model, which
+    guesses tokens in every step; None: guesses are copied from the sequence's earlier tokens.
     """
 
     def __init__(
@@ -41,11 +41,11 @@ class CudaDecoding:
         self._steps = steps_of(model, cache, speculate)
         self._pace = SpeculationPolicy(cache.batch) if speculate else None
         self._steps.restart()
-        # Tokens of each slot that are not launched yet: every step in flight counts as one.
+        # Tokens of each slot that are not launched yet; a step in flight counts as one token.
         self._left = np.zeros(slots, np.int32)
         self._alternatives = np.zeros(slots, np.int32)
         self._in_flight: deque[InFlight] = deque()
-        self._found: deque[Sampled] = deque()  # that were read and not returned
+        self._found: deque[Sampled] = deque()  # results read but not returned
 
     def start_up(self, continued: bool) -> Iterator[tuple[int, int]]:
         speculate = self._pace is not None
@@ -108,7 +108,7 @@ class CudaDecoding:
                         return found
 
     def _take(self, result: InFlight, pace: SpeculationPolicy) -> None:
-        """Read the result of a step that may have taken several tokens of a slot."""
+        """Read the result of a step that may have accepted several tokens per slot."""
         found = result.taken()
         self._found.extend(found)
         for more in found[1:]:
@@ -117,7 +117,7 @@ class CudaDecoding:
         pace.add(result.slots, result.flags)
 
     def _launch(self) -> bool:
-        """Launch a step of the slots that have tokens left to sample; False if none has."""
+        """Launch a step of the slots with tokens left to sample; return False if there are none."""
         slots = np.flatnonzero(self._left).astype(np.int32)
         if not len(slots):
             return False
@@ -135,12 +135,12 @@ class CudaDecoding:
 
 
 def _groups(starts: Sequence[Start]) -> Iterator[list[Start]]:
-    """Starts that are computed together: a row's kernels depend on it, not on other rows."""
+    """Yield groups of starts that one prefill computes: all new or all continued sequences."""
     for continued in (False, True):
         chosen = sorted(start for start in starts if (start.cached > 0) == continued)
         yield from in_groups(chosen, PREFILL_TOKENS, _tokens_of)
 
 
 def _tokens_of(start: Start) -> int:
-    """The tokens that the start of a sequence computes."""
+    """Return the number of tokens that the start of a sequence computes."""
     return len(start.ids) - start.cached

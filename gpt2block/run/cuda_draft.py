@@ -1,8 +1,8 @@
-"""Guesses of a smaller model: a draft of the next tokens, which a decoding verifies.
+"""Speculative decoding with a smaller draft model, whose guesses a decoding step verifies.
 
-The smaller model has a kv_cache and a sampler of its own. Before each step of the decoding it draws
-the next tokens of each slot, with the random numbers that the larger one will use, so that sampled
-texts agree as well. What it computes changes no token: it only decides how many a step gives.
+The draft model has its own kv_cache and sampler. Before each step of the decoding it samples the
+next tokens of each slot with the random numbers that the larger model will use, so that sampled
+guesses can be right, too. Guesses change no token, only how many tokens a step yields.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gpt2block.run.model import Ids, Start
 
 
 class Draft:
-    """The smaller model's part of a decoding; its slots are those of the decoding."""
+    """A draft model that guesses the next tokens of a decoding, with a cache of the same slots."""
 
     def __init__(self, model: CudaPasses, cache: CudaCache) -> None:
         self._model, self._cache = model, cache
@@ -32,7 +32,10 @@ class Draft:
 
     @contextmanager
     def _between(self, stream: Any) -> Iterator[None]:
-        """Run after what another stream has been given, and let it wait for this."""
+        """Order the body's work on the draft's stream after earlier and before later `stream` work.
+
+        The streams are ordered with events; the host does not wait.
+        """
         given, done = (cupy.cuda.Event(disable_timing=True) for _ in range(2))
         given.record(stream)
         with self._model.running():
@@ -42,26 +45,29 @@ class Draft:
         stream.wait_event(done)
 
     def copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
-        """As `Decoding.copy`."""
+        """Copy keys and values between slots; see `Decoding.copy`."""
         with self._model.running():
             copy_slots(self._cache, copies)
 
     def extend(self, group: Sequence[Start]) -> None:
-        """Compute the new tokens of prompts, all of which begin, or all continue."""
+        """Compute new tokens of incomplete prompts; all are new, or all continue cached tokens."""
         with self._model.running():
             prefill_starts(self._model, self._cache, group, last=False)
 
     def start(self, group: Sequence[Start]) -> None:
-        """The same of prompts that are complete then."""
+        """Compute the last new tokens of prompts, and start their sequences in the draft's slots.
+
+        All prompts are new, or all continue cached tokens.
+        """
         slots = np.array([start.slot for start in group], np.int32)
         with self._model.running():
             logits = prefill_starts(self._model, self._cache, group, last=True)
             self._steps.begin(self._model, group, slots, logits)
 
     def guess(self, slots: Ids, count: int, steps: DecodingSteps, stream: Any) -> None:
-        """Let slots of a decoding have so many guesses; steps, stream: those of the decoding.
+        """Write `count` guesses for each slot. steps, stream: the decoding's steps and stream.
 
-        The last guess is computed as well: it may be right, and the next one follows it.
+        K and V of the last guess are also computed, as the next step continues it if it is right.
         """
         assert steps.guesses is not None
         own = self._steps

@@ -176,7 +176,7 @@ class CudaModel(StoredModel):
         return WeightMatrix.quantize(rows, given.matrix_dtype, "NK", name, given.allow_nonfinite)
 
     def _choose_products(self, largest: Mapping[str, float]) -> tuple[Products, dict[str, float]]:
-        """Those of prefill, and bounds of their operands; see `choose_products`."""
+        """Return the kind of prefill products and their operands' bounds; see `choose_products`."""
         return choose_products(self.config, self._matrices, self._vectors, largest)
 
     @property
@@ -204,7 +204,7 @@ class CudaModel(StoredModel):
 
     @property
     def _x_dtype(self) -> str | None:
-        """What the x of decoding's products is rounded to."""
+        """The dtype to which decoding's products round their input x, or None."""
         inputs = (s[0] for s in self.config.block_shapes().values() if len(s) == 2)
         return ROUNDED if can_round(self.formats.dtype, inputs) else None
 
@@ -336,7 +336,7 @@ class CudaModel(StoredModel):
         return np.split(np.stack([*states, hidden]), ends, axis=1)
 
     def log_likelihood(self, sequences: Sequence[Ids]) -> list[Floats]:
-        """As in ModelEngine; all groups are launched before the first result is copied."""
+        """Compute log-likelihoods as ModelEngine does; launch all groups before copying results."""
         found: list[Floats] = []
         computed: list[tuple[CudaArray, list[int]]] = []
         with self.running():
@@ -417,7 +417,7 @@ class CudaModel(StoredModel):
             return decoding
 
     def drafting(self, slots: int, n_ctx: int) -> tuple[Draft, CudaCache]:
-        """What guesses the tokens of another model's slots, and its cache, to be given back."""
+        """Return a Draft that guesses tokens for another model's slots, and the Draft's cache."""
         with self.running():
             cache = self._caches.take(slots, n_ctx, fewer=False)
             return Draft(self, cache), cache
@@ -427,7 +427,7 @@ class CudaModel(StoredModel):
     ) -> PrefillPrograms:
         """Compute the sequences through all blocks, each appended to its row of the cache.
 
-        Those that are not empty all begin, or all continue their row of the cache.
+        Nonempty sequences must either all be new, or all continue their row of the cache.
         """
         lengths = [len(ids) for ids in sequences]
         rows, longest = sum(lengths), max(lengths)

@@ -1,4 +1,4 @@
-"""What recordings of a model on a GPU are made from: its weights and its passes."""
+"""The interface through which recordings get the weights and passes of a model on a GPU."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ def programs_of(
     continued: bool,
     ends: int | None = None,
 ) -> PrefillPrograms:
-    """Those of such a batch over a cache; the arguments are fields of its Prefill."""
+    """Return the PrefillPrograms of a batch over a cache; arguments are fields of its Prefill."""
     kind = rows, longest, continued, ends  # the other fields follow from the cache
     if kind not in cache.prefills:
         shape = model.prefill_shape(cache.batch, bool(cache.layers), *kind)

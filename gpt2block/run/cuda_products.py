@@ -51,7 +51,7 @@ def request_kernels(config: ModelConfig, formats: Formats) -> None:
 
 
 def possible_products(config: ModelConfig, dtype: str) -> Products:
-    """Those of weights in the dtype that permit it: on tensor cores if GPU and head size do."""
+    """Return the kind of prefill products for a dtype: on tensor cores if GPU and sizes permit."""
     sizes = (n for shape in config.block_shapes().values() for n in shape)
     known = config.head_size in architecture_of(config).TENSOR_HEADS
     if compute_capability() < MMA_CAPABILITY or not known or any(n % MULTIPLE for n in sizes):

@@ -1,4 +1,4 @@
-"""What a decoding on a GPU compiles and records before its first sequence needs it.
+"""Compile and record the kernels of a decoding on a GPU before its first sequence starts.
 
 The kernels of a decoding depend on the sizes of its steps and of the prompts that start together,
 which are rounded up, so that there are few. All steps and the usual starts are also recorded as

@@ -166,7 +166,7 @@ class DecodingSteps:
 
 
 def steps_of(model: CudaPasses, cache: CudaCache, speculate: bool = False) -> DecodingSteps:
-    """Those of a cache, made on first use."""
+    """Return the DecodingSteps of a cache, which are created on first use."""
     if speculate not in cache.steps:
         cache.steps[speculate] = DecodingSteps(model, cache, speculate=speculate)
     found: DecodingSteps = cache.steps[speculate]
@@ -311,7 +311,7 @@ class InFlight:
 
     @property
     def flags(self) -> Ids:
-        """Of each row of each slot, (N, together), where the step has guesses."""
+        """Flags of each row of each slot, (N, together), for a step with guesses."""
         self.read()
         flags: Ids = self._sampled[2].reshape(-1, self.together)
         return flags
@@ -324,9 +324,9 @@ class InFlight:
         return without(found, np.concatenate(self._stopped)) if self._stopped else found
 
     def taken(self) -> list[Sampled]:
-        """The first tokens of slots, then the second ones and so on, as many as were taken.
+        """Return the accepted tokens: the first token of every slot, then the second, and so on.
 
-        Those of slots that were stopped are left out.
+        Tokens of stopped slots are left out.
         """
         self.read()
         tokens, logprobs, flags = (a.reshape(-1, self.together).T for a in self._sampled)

@@ -135,7 +135,7 @@ def assembled(
 
 
 def _graph(launches: Sequence[Any], overlapping: bool) -> Callable[[], None]:
-    """What launches a graph of these on the current stream."""
+    """Capture a graph of launches; return a function that launches it on the current stream."""
     graph = capture(launches, cupy.cuda.Stream(non_blocking=True), overlapping)
     return partial(graph.launch, cupy.cuda.get_current_stream())
 

@@ -12,8 +12,8 @@ from gpt2block.run.model import Ids
 from gpt2block.run.recorder import rounded_up
 
 ROWS = (4, 1 + MOST_GUESSES)  # rows of a sequence, in the place of one
-# What a step of them takes, of one of a row each, until it is known: for up to FEW sequences, and
-# for more, where products are bound by operations.
+# Assumed time of a step with each of ROWS, relative to a step with one row per sequence, until it
+# is measured: for up to FEW sequences, and for more, where products are bound by operations.
 UNKNOWN = ((1.3, 1.6), (2.0, 3.2))
 FEW = 4
 RIGHT_FIRST = 0.0, 0.25  # the shares of a sequence that begins
@@ -36,7 +36,7 @@ class SpeculationPolicy:
         # The shares of guesses that were right after a wrong one, and after a right one.
         self._shares = np.tile(RIGHT_FIRST, (slots, 1))
         self._state = np.zeros(slots, np.int64)  # whether the last one was right
-        # Of a step, by its slots, rounded up to a power of two, and rows of each.
+        # Seconds of a step, by number of slots, rounded up to a power of two, and rows per slot.
         self._times: dict[tuple[int, int], float] = {}
         self._last: float | None = None
 

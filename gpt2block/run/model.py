@@ -36,7 +36,7 @@ FLOAT16 = float(np.finfo(np.float16).max)
 def weight_bytes(config: ModelConfig, formats: Formats) -> int:
     """Bytes of a model's weights: matrices in their dtype, with scales for E4M3; others float32.
 
-    Of dtype "file" the least, that of Q4_0 and Q4_K.
+    For dtype "file", a lower bound: the bytes that the types Q4_0 and Q4_K would need.
     """
     total = 0
     least = 4.5 / 8 if formats.dtype == FILE else itemsize(formats.dtype)
@@ -67,7 +67,7 @@ def stored_tensors(
 
 
 class StoredModel(ABC):
-    """What engines of a model share: its weights, as they are stored."""
+    """Base class of model engines: stores the weights in their formats."""
 
     divides_prompts, continues_exactly = True, False
 
@@ -313,12 +313,12 @@ class Sampled(NamedTuple):
 
 
 def without(sampled: Sampled, slots: Ids) -> Sampled:
-    """The tokens of the other slots."""
+    """Return the sampled tokens of all slots except these."""
     return chosen(sampled, ~np.isin(sampled.slots, slots))
 
 
 def chosen(sampled: Sampled, kept: NDArray[np.bool_]) -> Sampled:
-    """Those of the tokens that a mask, (N,), says."""
+    """Select tokens by a boolean mask (N,)."""
     slots, tokens, logprobs, top, guessed = sampled
     top = top and Alternatives(top.ids[kept], top.logprobs[kept])
     guessed = guessed if guessed is None else guessed[kept]

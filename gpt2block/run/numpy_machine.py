@@ -58,7 +58,7 @@ class NumpyMachine(Machine):
 
 
 class NumpySteps:
-    """What the engines with NumPy share: their steps run in a pass, or alone.
+    """Base class of the NumPy engines: runs steps in a pass, or alone.
 
     known: weights and constants by name, matrices (K, N).
     """

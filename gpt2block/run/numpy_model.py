@@ -116,7 +116,7 @@ class NumpyModel(NumpySteps, StoredModel):
         want: Output | Literal["rows"],
         cache: NumpyCache | None = None,
     ) -> list[Floats]:
-        """As in Model; "rows": the final norm before the product with lm_head."""
+        """Compute outputs as `ModelEngine.forward`; want "rows": the final norm before lm_head."""
         if cache is None:  # no later call continues: all layers share one layer's memory
             longest = max(map(len, sequences))
             cache = NumpyCache(self.config, len(sequences), longest, self.formats, layers=1)
@@ -202,7 +202,7 @@ class NumpyModel(NumpySteps, StoredModel):
     def decode(
         self, slots: int, n_ctx: int, fewer: bool = False, speculate: bool = False
     ) -> NumpyDecoding:
-        """As in ModelEngine. There are no guesses: last bits depend on how many rows BLAS has."""
+        """Return a decoding without guesses: BLAS results depend on the number of rows."""
         return NumpyDecoding(self, min(slots, SLOTS) if fewer else slots, n_ctx)
 
     def apply(self, op: str, inputs: tuple[Any, ...], **attrs: Any) -> Any:

@@ -117,7 +117,7 @@ class Arena:
         return known[:rows]
 
     def view(self, array: CudaArray) -> CudaArray:
-        """The same elements, without keeping their part; an array of other memory itself."""
+        """Return a view that does not keep its part of the arena in use; else `array` itself."""
         offset = array.data.ptr - self._memory.data.ptr
         if not 0 <= offset < self._memory.nbytes:
             return array
@@ -134,7 +134,7 @@ class TensorSpec(NamedTuple):
 
     @classmethod
     def of(cls, array: Any) -> TensorSpec:
-        """That of an array, a matrix or a TensorSpec."""
+        """Return the TensorSpec of an array, a matrix or a TensorSpec."""
         return cls(*described(array), int(array.nbytes))
 
 
@@ -173,7 +173,7 @@ class Recorded(NamedTuple):
 
 
 class Recorder(Machine):
-    """What recordings have in common with the measurement of their memory: results and names.
+    """Base class of Binder and Measure: finds the shapes, dtypes and memory of a pass's results.
 
     outs: arrays for some of the results, by name.
     """

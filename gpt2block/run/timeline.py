@@ -1,4 +1,4 @@
-"""What ran in a forward pass, when, and the bytes that it has to move (docs/profile.md)."""
+"""The kernels of a forward pass, their times, and the bytes they must move (docs/profile.md)."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Timeline(NamedTuple):
 
 
 def moved(op: str, names: Sequence[str], inputs: Sequence[Any], out: TensorSpec) -> BytesMoved:
-    """What a step of an operation moves.
+    """Return the least bytes that a step of an operation moves.
 
     names: of the tensors among the inputs, "" for results. inputs: arrays, None for absent ones;
     those of floats can be TensorSpec. out: the result.
