@@ -36,7 +36,7 @@ _OF_LLAMA = {
     "attention.key_length": ("head_size", 0), "attention.layer_norm_rms_epsilon": ("eps", 1e-6),
     "rope.freq_base": ("theta", 10000.0),
 }  # fmt: skip
-YARN_KEYS: Mapping[str, str] = {  # of a RopeScaling
+YARN_KEYS: Mapping[str, str] = {  # key → field of RopeScaling
     "rope.scaling.factor": "factor",
     "rope.scaling.original_context_length": "original_context",
     "rope.scaling.yarn_attn_factor": "attention_factor",

@@ -24,7 +24,7 @@ from gpt2block.checkpoints.gguf_types import Encoded, dtype_of, library
 from gpt2block.errors import CheckpointError, printable
 
 MAGIC = b"GGUF"
-PREFIX = "tokenizer.ggml."  # of the keys of a tokenizer
+PREFIX = "tokenizer.ggml."  # keys of a tokenizer begin with it
 TOKEN_ID = "_token_id"  # the end of keys whose value is a token id
 _VERSIONS = (2, 3)  # version 1 has lengths of 32 bits
 _LONGEST = 2**28  # bytes of a header, of which a vocabulary of a million tokens takes a tenth

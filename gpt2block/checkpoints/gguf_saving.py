@@ -209,7 +209,7 @@ def _scaling(config: ModelConfig) -> tuple[dict[str, Any], dict[str, NDArray[np.
         return {"rope.scaling.type": "linear", "rope.scaling.factor": scaling.factor}, {}
     if scaling.kind == "yarn":
         keys = {key: getattr(scaling, field) for key, field in gguf.YARN_KEYS.items()}
-        del keys["rope.scaling.yarn_attn_factor"]  # which llama.cpp reads of few architectures
+        del keys["rope.scaling.yarn_attn_factor"]  # few architectures of llama.cpp read it
         factor = scaling.attention_factor / yarn_attention(scaling.factor)
         return {**keys, "rope.scaling.type": "yarn", "rope.scaling.attn_factor": factor}, {}
     if "long_factor" in config.HONOURED and scaling.kind == "longrope":

@@ -47,7 +47,7 @@ def is_weights(file: Path) -> bool:
     """Return whether the file is read here, by its suffix or its first bytes."""
     if file.suffix == ".json" or pytorch.is_pickle(file):
         return True
-    header = read_start(file, 9)[8:]  # of safetensors, after its length
+    header = read_start(file, 9)[8:]  # a header of safetensors follows its length
     return header == b"{" or (not header and file.suffix == ".safetensors")
 
 

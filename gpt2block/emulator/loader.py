@@ -109,7 +109,7 @@ _TELLING = re.compile(
 
 
 _PLACE = re.compile(r"\{(variable )?(0x[0-9a-f]+)\}")  # an address in a report of races.cpp
-_FOLDER = r"(?<![\w.])/\S*/(?=[\w.-]+:\d)"  # of an absolute path
+_FOLDER = r"(?<![\w.])/\S*/(?=[\w.-]+:\d)"  # folder of an absolute path
 _NOTE = re.compile(r"^cuda_on_cpu: note: (.*)$\n?", re.MULTILINE)
 
 _KEPT = "GPT2BLOCK_CPU_CUDA_CACHE"

@@ -117,7 +117,7 @@ class Operation:
     draw: Callable[[Sizes, np.random.Generator], Inputs] | None = None
     traffic: Count = lambda sizes: 0
     flops: Count = lambda sizes: 0
-    bound: str = "memory"  # what limits the speed: "memory", "compute", or "either" by the sizes
+    bound: str = "memory"  # limit of the speed: "memory", "compute" or, by sizes, "either"
     attrs: Mapping[str, Any] = field(default_factory=dict)
     dtypes: tuple[str, ...] = ("float32",)  # supported dtypes of the arrays; the first by default
     matrices: tuple[int, ...] = ()  # indices of inputs that are weights (K, N), and can be FP8

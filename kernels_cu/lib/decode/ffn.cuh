@@ -1,5 +1,5 @@
-// What the blocks of a cluster have of h, the channels between the products of matmul/decode/ffn_mma.cu and
-// matmul/decode/ffn_mma_gguf.cu, and how they exchange them.
+// The parts of h that the blocks of a cluster compute, and their exchange. h are the channels between the products of
+// matmul/decode/ffn_mma.cu and matmul/decode/ffn_mma_gguf.cu.
 #pragma once
 #include "lib/cluster.cuh"
 #include "lib/decode/mma.cuh"
