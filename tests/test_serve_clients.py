@@ -53,6 +53,9 @@ class Held:
     def __init__(self) -> None:
         self.go, self.begun = threading.Event(), []  # type: threading.Event, list[Any]
 
+    def arguments(self, *given: Any) -> dict[str, Any]:
+        return {}
+
     def placed(self, messages: Any, *more: Any) -> Any:
         self.begun.append(messages)
         assert self.go.wait(20)

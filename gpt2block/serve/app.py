@@ -315,8 +315,8 @@ class Server:
         top, logprobs = given.top_logprobs or 0, bool(given.logprobs)
         if top and not logprobs:
             raise ApiError(400, "top_logprobs: expected logprobs with it", "top_logprobs")
-        arguments = self._template_arguments(given)
         with self._template(partial(self._check_text, "messages")) as template:
+            arguments = self._template_arguments(template, given)
             text, places = template.placed(given.messages, **arguments)
         found = tokenizer.encode_chat(self.encoding, text, places)
         self._check_length(len(found), "messages")
@@ -326,12 +326,11 @@ class Server:
         form = ChatForm(self.settings.name, self.encoding)
         return Asked(given, rows, [ids], [AnswerChoice()] * len(rows), form, logprobs)
 
-    def _template_arguments(self, given: TemplateFields) -> dict[str, Any]:
+    def _template_arguments(self, template: ChatTemplate, given: TemplateFields) -> dict[str, Any]:
         """Keywords of `ChatTemplate.ids` for a request."""
         own = (given.add_generation_prompt, bool(given.continue_final_message))
         variables = {**self.settings.chat_template_kwargs, **(given.chat_template_kwargs or {})}
-        found: dict[str, Any] = self.model.chat_template.arguments(*own, variables)
-        return found
+        return template.arguments(*own, variables)
 
     def _ids(self, prompt: Any, field: str) -> Ids:
         """Return a prompt's token ids: at least one."""
@@ -490,8 +489,8 @@ class Server:
 
         def ids() -> list[int]:
             if given.messages is not None:
-                arguments = self._template_arguments(given)
                 with self._template(lambda text: None) as template:
+                    arguments = self._template_arguments(template, given)
                     return list(template.ids(encoding, given.messages, **arguments))
             if not given.prompt:
                 return tokenizer.prefix_of(encoding)
