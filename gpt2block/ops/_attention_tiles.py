@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from gpt2block.cuda.kernels import Defines, Geometry, float_define
 from gpt2block.errors import InputError
-from gpt2block.ops._products import room
 from gpt2block.ops.call import Call
+from gpt2block.ops.products import room
 
 MOST_BLOCKS = 2**31 - 1, 65535  # blocks of a grid at most: along x; along y or z
 WARPS = (4, 2, 1)  # warps per block of `online`, the best number first

@@ -8,7 +8,7 @@ from math import ceil
 from typing import NamedTuple
 
 from gpt2block.cuda.kernels import Defines, Geometry
-from gpt2block.ops._products import count_tiles, room
+from gpt2block.ops.products import count_tiles, room
 
 FILE = "matmul/prompt/mma.cu"
 KERNEL = "gemm_mma"

@@ -17,7 +17,7 @@ from gpt2block.ops._gemm_hopper import (
     launched,
     shared_bytes,
 )
-from gpt2block.ops._products import gate_define
+from gpt2block.ops.products import gate_define
 
 FILE = "matmul/prompt/rmsnorm_wgmma.cu"
 

@@ -7,7 +7,7 @@ from math import ceil
 from typing import NamedTuple
 
 from gpt2block.cuda.kernels import Geometry
-from gpt2block.ops._products import count_tiles, room
+from gpt2block.ops.products import count_tiles, room
 
 FILE = "matmul/prompt/rmsnorm_mma.cu"
 

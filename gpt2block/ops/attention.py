@@ -50,9 +50,9 @@ from gpt2block.ops._attention_tiles import (
     tensor_heads_defines,
     two_part_geometry,
 )
-from gpt2block.ops._products import HOPPER_CAPABILITY, MMA_CAPABILITY
 from gpt2block.ops.call import TWO_PART, Call, UncheckedCall
 from gpt2block.ops.operation import REQUIRED, Operation, UnsupportedCall, variant
+from gpt2block.ops.products import HOPPER_CAPABILITY, MMA_CAPABILITY
 from gpt2block.ops.warm import call
 from gpt2block.weights.two_part import TwoPartMatrix
 

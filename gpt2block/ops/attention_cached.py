@@ -44,12 +44,12 @@ from gpt2block.ops._attention_tiles import (
     shared_bytes,
     warp_queries,
 )
-from gpt2block.ops._products import HOPPER_CAPABILITY, MMA_CAPABILITY
 from gpt2block.ops._rows import power_of_two
-from gpt2block.ops._terms import check_terms, stored_defines, stored_scale
 from gpt2block.ops.attention import HOPPER, HOPPER_ALTERNATE, LARGEST_HEAD, MMA, SIXTEEN_BITS
 from gpt2block.ops.call import TWO_PART, Call, UncheckedCall, check_format, storage
 from gpt2block.ops.operation import REQUIRED, Operation, Sizes, UnsupportedCall, variant
+from gpt2block.ops.products import HOPPER_CAPABILITY, MMA_CAPABILITY
+from gpt2block.ops.terms import check_terms, stored_defines, stored_scale
 from gpt2block.ops.warm import call
 
 TILES = "attention/prompt/cores.cu"

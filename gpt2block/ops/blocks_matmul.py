@@ -14,10 +14,10 @@ from gpt2block.checks import check_blocks
 from gpt2block.cuda.arrays import CudaArray, check_address, compute_capability, on_16_bytes
 from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch
-from gpt2block.ops._products import MMA_CAPABILITY
 from gpt2block.ops._rows import WARP
 from gpt2block.ops.call import Call, UncheckedCall
 from gpt2block.ops.operation import Inputs, Operation, Sizes, UnsupportedCall, variant
+from gpt2block.ops.products import MMA_CAPABILITY
 from gpt2block.ops.warm import call
 from gpt2block.weights.gguf import TYPES, random_blocks
 

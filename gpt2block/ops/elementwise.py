@@ -12,9 +12,9 @@ from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import CudaArray, alignment, check_alignment, contiguous
 from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch
-from gpt2block.ops._products import gate_define
 from gpt2block.ops.call import Call
 from gpt2block.ops.operation import REQUIRED, Operation, Sizes, variant
+from gpt2block.ops.products import gate_define
 from gpt2block.ops.warm import call
 
 CHALLENGE = "LeetGPU's GPT-2 block challenge"

@@ -36,10 +36,10 @@ from gpt2block.ops import _gemm_hopper as hopper
 from gpt2block.ops import _gemm_mma as mma
 from gpt2block.ops import _rmsnorm_hopper as two_matrices
 from gpt2block.ops import gguf
-from gpt2block.ops._products import HOPPER_CAPABILITY, MMA_CAPABILITY, MULTIPLE
-from gpt2block.ops._stored import OPERATION as STORE
 from gpt2block.ops.call import TWO_PART, Call, UncheckedCall, storage
 from gpt2block.ops.operation import Inputs, Operation, Sizes, UnsupportedCall, variant
+from gpt2block.ops.products import HOPPER_CAPABILITY, MMA_CAPABILITY, MULTIPLE
+from gpt2block.ops.stored import OPERATION as STORE
 from gpt2block.ops.two_part import OPERATION as TO_TWO_PART
 from gpt2block.ops.two_part import TAKE, check_one_scale
 from gpt2block.ops.warm import call

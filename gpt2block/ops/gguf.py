@@ -14,9 +14,9 @@ from gpt2block.config.formats import GGUF
 from gpt2block.cuda.kernels import Defines, Geometry, float_define, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.ops._rows import WARP
-from gpt2block.ops._terms import CHUNK
 from gpt2block.ops.call import Call
 from gpt2block.ops.operation import UnsupportedCall, variant
+from gpt2block.ops.terms import CHUNK
 from gpt2block.weights import gguf_packing
 from gpt2block.weights.gguf import OCTET, TYPES, UNIT, GgufMatrix
 

@@ -28,9 +28,9 @@ from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops._rows import check_rows, share
-from gpt2block.ops._terms import check_terms, stored_defines, stored_scale
 from gpt2block.ops.call import TWO_PART, Call, UncheckedCall, storage
 from gpt2block.ops.operation import REQUIRED, Inputs, Operation, Sizes, UnsupportedCall, variant
+from gpt2block.ops.terms import check_terms, stored_defines, stored_scale
 from gpt2block.ops.two_part import check_one_scale
 from gpt2block.ops.warm import call
 from gpt2block.reference import layernorm_stats

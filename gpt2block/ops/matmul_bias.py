@@ -16,10 +16,10 @@ import numpy as np
 from gpt2block.cuda.arrays import CudaArray, contiguous, device_attribute, row_alignment
 from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch
-from gpt2block.ops._products import count_tiles, fastest
 from gpt2block.ops._rows import WARP
 from gpt2block.ops.call import Call
 from gpt2block.ops.operation import Inputs, Operation, Sizes, UnsupportedCall, variant
+from gpt2block.ops.products import count_tiles, fastest
 from gpt2block.ops.warm import call
 
 SKELETON = "learn/matmul/skeleton.cu"

@@ -28,9 +28,9 @@ from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops._linear_mma import HALF_SPLITS
 from gpt2block.ops._rows import LONGEST_IN_REGISTERS, check_rows, share
-from gpt2block.ops._terms import check_terms, stored_defines, stored_scale
 from gpt2block.ops.call import Call, UncheckedCall, storage
 from gpt2block.ops.operation import Operation, UnsupportedCall, variant
+from gpt2block.ops.terms import check_terms, stored_defines, stored_scale
 from gpt2block.ops.warm import call
 
 FILE = "norms/rmsnorm.cu"

@@ -31,13 +31,6 @@ from gpt2block.errors import InputError
 from gpt2block.ops import _rmsnorm_hopper as hopper
 from gpt2block.ops import _rmsnorm_matvec as matvec
 from gpt2block.ops import _rmsnorm_mma as mma
-from gpt2block.ops._products import (
-    HOPPER_CAPABILITY,
-    MMA_CAPABILITY,
-    MULTIPLE,
-    gate_define,
-    storage_of,
-)
 from gpt2block.ops.call import Call, UncheckedCall, storage
 from gpt2block.ops.operation import (
     Inputs,
@@ -46,6 +39,13 @@ from gpt2block.ops.operation import (
     UnsupportedCall,
     Variant,
     variant,
+)
+from gpt2block.ops.products import (
+    HOPPER_CAPABILITY,
+    MMA_CAPABILITY,
+    MULTIPLE,
+    gate_define,
+    storage_of,
 )
 from gpt2block.ops.rmsnorm import OPERATION as RMSNORM
 from gpt2block.ops.rope import OPERATION as ROPE

@@ -22,9 +22,9 @@ from gpt2block.cuda.arrays import (
 from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
-from gpt2block.ops._products import MMA_CAPABILITY, RESERVED
 from gpt2block.ops.call import Call, UncheckedCall
 from gpt2block.ops.operation import Operation, Sizes, UnsupportedCall, Variant, variant
+from gpt2block.ops.products import MMA_CAPABILITY, RESERVED
 from gpt2block.ops.warm import call
 
 FILE = "learn/trimat/ladder.cu"

@@ -301,7 +301,7 @@ class LastRows(DecodePass):
 
     def _product(self, p: Product) -> Value:
         if p.a.narrow:
-            return self.prefill._product(p._replace(a=p.a.x))
+            return self.prefill._product(p._replace(a=p.a.value))
         return super()._product(p)
 
 
@@ -320,5 +320,5 @@ class TilesOfLastRows(DecodePass):
     def _product(self, p: Product) -> Value:
         if p.w == "lm_head":
             return super()._product(p)
-        y = self.prefill._product(p._replace(a=p.a.x))
+        y = self.prefill._product(p._replace(a=p.a.value))
         return Rows(y) if p.to else y

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import ceil
 from typing import Any, NamedTuple
@@ -150,6 +150,11 @@ class GgufMatrix(WeightMatrix):
     def shape(self) -> tuple[int, int]:
         """(K, N), the shape of an array of the weights."""
         return self.K, self.N
+
+    def padded(self, outputs: int) -> tuple[WeightMatrix, WeightMatrix]:
+        """Count up to seven more outputs of the last octet, which are zeros in memory."""
+        *others, (name, n) = self.ranges
+        return replace(self, ranges=(*others, (name, n + outputs))), self
 
     def pieces(self) -> Iterator[tuple[int, NDArray[np.float32]]]:
         """Yield (first output, weights (n, K)) for groups of outputs."""

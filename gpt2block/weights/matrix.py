@@ -124,6 +124,19 @@ class WeightMatrix(Composite):
             scale *= on_host(self.scale)
         return replace(self, scale=cupy.asarray(scale) if is_array(self.data) else scale)
 
+    def padded(self, outputs: int) -> tuple[WeightMatrix, WeightMatrix]:
+        """Append outputs of zeros to a matrix on the GPU, layout "NK".
+
+        Return the padded matrix, and this one as a view of the same memory.
+        """
+        rows = cupy.zeros((self.N + outputs, self.K), self.data.dtype)
+        rows[: self.N] = self.data
+        scale = None
+        if self.scale is not None:
+            scale = cupy.asarray(np.ones(len(rows), np.float32))
+            scale[: self.N] = self.scale
+        return replace(self, data=rows, scale=scale), replace(self, data=rows[: self.N])
+
     @property
     def stored_shape(self) -> tuple[int, int]:
         """Shape of the array in memory, (K, N) or (N, K)."""
