@@ -34,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(32 * SPLIT_ROWS) split_rows(
     let_next_start();
     wait_for_previous();
     const long long row = (long long)blockIdx.x * SPLIT_ROWS + threadIdx.x / 32;
-    if (row >= rows) return;  // true for a whole warp
+    if (row >= rows) return;  // the same for all lanes of a warp
     const int first = threadIdx.x % 32 * SPLIT_WIDTH;
     x += row * K;
     parts += row * K;
@@ -65,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(32 * SPLIT_ROWS) split_rows(
 extern "C" __global__ void join_rows(
     const T* parts,      // (2, rows, K)
     const float* scale,  // (rows)
-    const int* index,    // (gridDim.x): rows
+    const int* index,    // (gridDim.x): indices of rows of the matrix
     float* out,          // (gridDim.x, K)
     int rows, int K) {
     let_next_start();

@@ -129,7 +129,7 @@ struct Share {
 #pragma unroll
             for (int i = 0; i < BATCH; ++i) {
                 char* at = buffer + place(i * COPIED) * PITCH;
-                const int exponent = max(__float_as_int(most[i]) >> 23, 19);  // up <= 2^122: smaller values stay below 2^14
+                const int exponent = max(__float_as_int(most[i]) >> 23, 19);  // rows of smaller values stay below 2^14
                 const float up = __int_as_float((268 - exponent) << 23), scale = __int_as_float((exponent - 14) << 23);
                 unsigned hi[4], lo[4];
 #pragma unroll
