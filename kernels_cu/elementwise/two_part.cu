@@ -34,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(32 * SPLIT_ROWS) split_rows(
     let_next_start();
     wait_for_previous();
     const long long row = (long long)blockIdx.x * SPLIT_ROWS + threadIdx.x / 32;
-    if (row >= rows) return;  // the same for all lanes of a warp
+    if (row >= rows) return;  // all lanes of a warp have the same row
     const int first = threadIdx.x % 32 * SPLIT_WIDTH;
     x += row * K;
     parts += row * K;

@@ -220,7 +220,7 @@ extern "C" __global__ void qk_norm(
     const T* qkv,                   // (N, heads D)
     const T* __restrict__ gamma_q,  // (D), or (n_head D) with QN_TEAMS
     const T* __restrict__ gamma_k,  // (D), or (n_kv_head D) with QN_TEAMS
-    T* out,                         // (N, heads D), or qkv: then V is left in place, and moved excludes it
+    T* out,                         // (N, heads D), or qkv: then V stays in place, and `moved` excludes V
     int n_head,
     int normed,                     // heads of Q and K together
     int moved,                      // heads that are written: all heads, or only the normed ones
@@ -238,7 +238,7 @@ extern "C" __global__ void qk_norm_rope(
     const double* frequencies,          // (D / 2): radians per position
     const float* __restrict__ gamma_q,  // (D), or (n_head D) with QN_TEAMS
     const float* __restrict__ gamma_k,  // (D), or (n_kv_head D) with QN_TEAMS
-    T* out,                             // (B, N, heads D), or qkv: then V is left in place, and moved excludes it
+    T* out,                             // (B, N, heads D), or qkv: then V stays in place, and `moved` excludes V
     int n_head, int normed, int moved, int heads, float eps) {
     Team<float> team(gamma_q, gamma_k, n_head, normed);
     const double position = __ldcg(positions + blockIdx.x);

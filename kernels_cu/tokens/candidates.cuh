@@ -50,7 +50,7 @@ constexpr bool COUNTED = SAMPLE_CHANGES > 1, GUESSES = SAMPLE_GUESSES > 0;
 constexpr int PLACES = 128;           // entries of `changes` (tokens/sample.cu), two floats each
 constexpr int CHANGES = 2 * PLACES + 2;  // floats of `changes`: the entries and two penalties
 constexpr int PASS = 1024;            // threads of the largest block; all blocks add in its order in the first pass
-constexpr int SHARE = PASS / RANKS;   // how many of these threads' sums one block computes
+constexpr int SHARE = PASS / RANKS;   // number of these threads whose sums one block computes
 constexpr int FIRST = SAMPLE_LOADS, LATER = SAMPLE_LATER, LIST = SAMPLE_LIST;
 constexpr int BINS = 2048;            // bins of a histogram: 11 bits
 constexpr float REACH = 28.0f;        // a token's mass is 0 if (max - l) / temperature is at least 27.73

@@ -12,7 +12,7 @@
 //           1 / repetition_penalty if positive, else times repetition_penalty; for a drawn token, minus
 //           frequency_penalty count, minus presence_penalty
 //   mass  = floor(2^40 exp((l - max l) / temperature)), an integer
-//   top-k   keeps the k largest l. top-p keeps as few of the largest of these as reach a fraction p of their total mass.
+//   top-k   keeps the k largest l. top-p keeps as few of the largest of these as reach the fraction p of their mass.
 //           Ties with the last token kept are kept as well. min-p keeps tokens with a mass of at least min_p 2^40.
 //           top_k 0, top_p 1 and min_p 0 keep all tokens.
 //   draw    r = floor(u (sum of masses kept)), with u in [0, 1) of 64 bits: the first token at which the running sum of

@@ -91,7 +91,7 @@ __device__ __forceinline__ void consume(Shared& shared, Work work, const KV* v, 
     if (own.group == 1) own.pass_turn();
     const int C = SIZE * work.n_head;
     bool more = true;
-    const auto ask_for_first = [&](int tile) {  // issues a tile's first scores; unused ones after the last tile
+    const auto ask_for_first = [&](int tile) {  // issues a tile's first scores (unused after the last tile)
         if (more) wait(shared.asked[tile % 2], tile / 2 & 1, "asked");
         own.ask_for_scores(tile, more ? own.arrived(own.count) : own.first_slot);
     };
@@ -101,7 +101,7 @@ __device__ __forceinline__ void consume(Shared& shared, Work work, const KV* v, 
     own.pass_turn();
 #pragma unroll 1
     for (int tile = 0; more; ++tile) {
-        const int last = steps_of(work) - 1, from = (first_step(work) + last) * KEYS;  // last step; its first key
+        const int last = steps_of(work) - 1, from = (first_step(work) + last) * KEYS;  // the last step; its first key
         const int row = work.first + own.row;                     // the warp's first row
         bool finite = true;
         if (ATT_CAUSAL || (ragged && work.length - from < KEYS)) {

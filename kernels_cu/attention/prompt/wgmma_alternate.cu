@@ -2,8 +2,8 @@
 //
 //   out[i] = sum over j of softmax_j(q[i] . k[j] / sqrt(SIZE)) v[j]    j <= i with ATT_CAUSAL, else the whole sequence
 //
-//   attention_hopper_alternate: attention_hopper's bits for few sequences: two warpgroups process alternate keys for 64
-//       queries, so that the last queries take half as long
+//   attention_hopper_alternate: for few sequences, the same bits as attention_hopper: two warpgroups process alternate
+//       keys for 64 queries, so that the last queries take half as long
 //   attention_cached_hopper_alternate: attention_hopper_alternate with ATT_CACHED; the bits of attention_cached_hopper
 //
 // Arguments, products and softmax are those of attention/prompt/wgmma.cu. In that file a tile is 128 queries: one
@@ -63,7 +63,7 @@ __device__ __forceinline__ void produce(Shared& shared, const Source& from, Work
         load_rows(from, work, shared.queries[tile % 2], shared.asked[tile % 2], 0, work.first);
         const int steps = steps_of(work);
 #pragma unroll 1
-        for (int i = 0; i < steps + 2; ++i) {  // step i from the end: its keys, and the values of step i - 2
+        for (int i = 0; i < steps + 2; ++i) {  // loads keys of step i from the end and values of step i - 2
             const int ring = i % 2;
             const unsigned number = (ring ? count[1] : count[0]) + i / 2 * 2;
             if (i < steps) load(ring, number - (i >= 2), 1, steps - 1 - i);
@@ -135,7 +135,7 @@ __device__ __forceinline__ bool attend(Consumer& own, Sums& sums, const Work& wo
 
 __device__ __forceinline__ void consume(Block& shared, Work work, const KV* v, T* out, bool ragged) {
     Consumer own(shared);
-    if (own.group == 0) pass_threads(TAKEN, CONSUMERS);  // at first, `passed` is free
+    if (own.group == 0) pass_threads(TAKEN, CONSUMERS);  // signals that `passed` is free
     const int C = SIZE * work.n_head;
     for (int tile = 0; work.next(); ++tile) {
         const int last = steps_of(work) - 1, from = (first_step(work) + last) * KEYS, row = work.first + own.row;

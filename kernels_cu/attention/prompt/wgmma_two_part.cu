@@ -71,7 +71,7 @@ struct Consumer {
     unsigned count = 0;  // slots of the group's ring used so far
 
     float s[KEYS / 2], s_cross[KEYS / 2];  // scores: hi hi; hi lo + lo hi
-    float o[SIZE / 2], o_cross[SIZE / 2];  // P V of a tile, likewise
+    float o[SIZE / 2], o_cross[SIZE / 2];  // P V of a tile: hi hi; hi lo + lo hi
     unsigned asked[SIZE / 16][4];          // high parts of the queries
     unsigned p[KEYS / 16][4], q[KEYS / 16][4];  // p: hi of P; q: lo of P
     float of_key[KEYS / 8][2];                  // scales of the keys
@@ -148,7 +148,7 @@ struct Consumer {
         for (int i = 0; i < SUMS; ++i) out[i / 4][i % 4] += fmaf(o_cross[i], CROSS, o[i]);
     }
 
-    // Loads the scales of a tile's keys, of which `there` exist.
+    // Loads the scales of a tile's keys, of which the first `there` exist.
     __device__ __forceinline__ void load_scales(const float* scale, int there) {
 #pragma unroll
         for (int n = 0; n < KEYS / 8; ++n) {
@@ -327,7 +327,7 @@ __device__ __forceinline__ bool attend(Consumer& own, const char* queries, const
         own.soften<(WINDOW > 0)>(first + 16 * own.warp - key);
         if (is_past(key, end)) finite = make_finite(own, own.count + (step + 1 < steps)) && finite;
     }
-    const bool one_more = own.group > 0 && tiles % 2 > 0;  // one turn more, as the first group takes
+    const bool one_more = own.group > 0 && tiles % 2 > 0;  // the first group takes one more turn: so does this group
     const Matrix last = own.arrived(own.count);
     if (one_more) own.take_turn();
     fence_sums();
@@ -343,7 +343,7 @@ __device__ __forceinline__ bool attend(Consumer& own, const char* queries, const
 __device__ __forceinline__ void consume(Shared& shared, Work work, const T* parts, const float* scale, T* out_parts,
                                         float* out_scale, long long rows) {
     Consumer own(shared);
-    pass_threads(own.group == 0 ? TAKEN : TURN, CONSUMERS);  // `passed` is free; the first group has the first turn
+    pass_threads(own.group == 0 ? TAKEN : TURN, CONSUMERS);  // signals: `passed` is free, the first group has the turn
     const int C = SIZE * work.n_head, KV = C / ATT_SERVES;
     const long long stride = C + 2 * KV;
     for (int tile = 0; work.next(); ++tile) {

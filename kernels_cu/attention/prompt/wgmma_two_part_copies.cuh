@@ -59,7 +59,7 @@ __device__ __forceinline__ void produce(Shared& shared, const TensorMap& map, Wo
     unsigned slots = 0, others = 0;  // slots filled so far in the first ring; in the second
     for (int tile = 0; work.next(); ++tile) {
         int heads = work.n_head;
-        asm volatile("" : "+r"(heads));  // so that the compiler holds no values derived from `heads` in registers
+        asm volatile("" : "+r"(heads));  // the compiler must not hold values derived from `heads` in registers
         const int tiles = tiles_of(work), row = (int)work.row, column = SIZE * (heads + work.head / ATT_SERVES);
         const int values = column + SIZE * (heads / ATT_SERVES);
         wait(shared.answered[tile % 2], tile / 2 + 1 & 1, "answered");
@@ -69,7 +69,7 @@ __device__ __forceinline__ void produce(Shared& shared, const TensorMap& map, Wo
             load_box(to, map, shared.asked[tile % 2], SIZE * work.head, row + work.first, part);
         }
 #pragma unroll 1
-        for (int i = 0; i < tiles + 2; ++i) {  // tile i from the end: its keys, and the values of tile i - 2
+        for (int i = 0; i < tiles + 2; ++i) {  // loads keys of tile i from the end and values of tile i - 2
             const unsigned own = (i % 2 > 0 ? others : slots) + i / 2 * 2;
             const int first = row + (first_tile(work) + tiles - 1 - i) * KEYS;
             if (i < tiles) load(i % 2, own - (i >= 2), column, first);

@@ -43,7 +43,7 @@ extern "C" __global__ void layernorm_forward_kernel3(
     float eps, int N, int C) {
     const Warp warp = cg::tiled_partition<LANES>(cg::this_thread_block());
     const long long row = row_of(warp);
-    if (row >= N) return;  // the same for all lanes of a warp
+    if (row >= N) return;  // all lanes of a warp have the same row
     const float* x_row = x + row * C;
 
     float sum = 0.0f;
@@ -73,7 +73,7 @@ extern "C" __global__ void layernorm_forward_kernel4(
     float eps, int N, int C) {
     const Warp warp = cg::tiled_partition<LANES>(cg::this_thread_block());
     const long long row = row_of(warp);
-    if (row >= N) return;  // the same for all lanes of a warp
+    if (row >= N) return;  // all lanes of a warp have the same row
     const float* x_row = x + row * C;
 
     float sum = 0.0f, square = 0.0f;

@@ -3,7 +3,7 @@
 //   out[b,h,i,j] = Q_i . K_j / sqrt(HS) for j <= i
 //
 //   qkv (B, T, 3, NH, HS)   Q and K are used; consecutive rows of a head (HS values each) are 3 NH HS values apart
-//   out (B, NH, T, T)       above the diagonal: up to 3 values to its right in each row are computed, others untouched
+//   out (B, NH, T, T)       above the diagonal, up to 3 values next to it in a row are computed, others not written
 //
 //   matmul_tri6: tensor cores with float32 accuracy: each row as two in float16, converted on load
 //
