@@ -5,7 +5,7 @@
 //       the second time mostly from the cache. Shuffles find the largest finite magnitude. Infinity and NaN stay in hi
 //       and do not affect the scale.
 //       x (rows, K) -> parts (2, rows, K), hi and then lo, and scale (rows)
-//   join_rows: the inverse, for some rows of a matrix. out[i] = row index[i], as float
+//   join_rows: the inverse of split_rows, for some rows of a matrix. out[i] = row index[i], as float
 //
 // split_rows: block (32 * SPLIT_ROWS), grid (ceil(rows / SPLIT_ROWS)). join_rows: any block, grid (rows of out).
 // SPLIT_WIDTH divides K; x and out are aligned to SPLIT_WIDTH floats, parts to SPLIT_WIDTH halves.

@@ -9,7 +9,7 @@
 // of q do not depend on AS_QUERIES. The text below describes one head of q.
 //
 //   attention_split: decoding: one warp per 32 keys of a head, the next keys in flight; the results of warps are
-//       combined in shared memory, with few rows over the blocks of a cluster
+//       combined in shared memory; with few rows, the warps of a head are in all blocks of a cluster
 //
 // For each of its splits (a split is 32 consecutive keys), a warp computes
 //

@@ -7,8 +7,8 @@
 //   out (N, C)
 //   k, v (B, n_ctx, NKV HS) of type KV: each head of k and v serves NH / NKV neighbouring heads of q
 //
-//   attention_cached: attention_forward_online over packed rows of several sequences; a query's bits depend on its own
-//       sequence only. q and out are float for every KV
+//   attention_cached: attention_forward_online (learn/attention/online.cu) over packed rows of several sequences; a
+//       query's bits depend on its own sequence only. q and out are float for every KV
 //   attention_cached_narrow: attention_cached with q and out in 16 bits. Their type is T, the input type of
 //       tensor-core products; arithmetic is float
 //

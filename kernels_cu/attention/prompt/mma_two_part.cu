@@ -61,7 +61,7 @@
 constexpr int HALF = 32 * ATT_WARPS, THREADS = 2 * HALF, QUERIES = 16 * ATT_WARPS;
 #include "lib/attention/mma_tile.cuh"
 #include "lib/attention/two_part_rows.cuh"
-constexpr int STAGE = 4 * TILE, OWN = KEYS / 2;  // STAGE: bytes of K hi, K lo, V hi, V lo
+constexpr int STAGE = 4 * TILE, OWN = KEYS / 2;  // STAGE: bytes of K hi, K lo, V hi, V lo; OWN: keys of a tile per warp
 constexpr int SUMS = 4 * COLUMNS;  // output sums per thread
 static_assert(ATT_STAGES >= 2 && QUERIES > 0, "one tile travels while another is multiplied");
 static_assert(4 * (SUMS + 6) * HALF <= STAGE, "the sums of half of the warps fit in a stage");

@@ -4,7 +4,8 @@
 //
 //   attention_hopper_alternate: for few sequences, the same bits as attention_hopper: two warpgroups process alternate
 //       keys for 64 queries, so that the last queries take half as long
-//   attention_cached_hopper_alternate: attention_hopper_alternate with ATT_CACHED; the bits of attention_cached_hopper
+//   attention_cached_hopper_alternate: attention_hopper_alternate with ATT_CACHED, with the bits of
+//       attention_cached_hopper
 //
 // Arguments, products and softmax are those of attention/prompt/wgmma.cu. In that file a tile is 128 queries: one
 // prompt of 1,024 tokens with 12 heads has 96 tiles, and the last tile of a head takes 8 steps of 128 keys, which is

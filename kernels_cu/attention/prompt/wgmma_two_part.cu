@@ -286,7 +286,7 @@ __device__ __forceinline__ bool make_finite(Consumer& own, unsigned number) {
 }
 
 // Computes the group's part for a tile of queries: every second one of `tiles` tiles of keys. key: first key of the
-// group's first tile; there: number of keys from there to the end of the sequence; first: the block's first query;
+// group's first tile; there: number of keys from `key` to the end of the sequence; first: the block's first query;
 // scale: address of the scale of the sequence's first row. Returns false if a value that only some of the queries see
 // is infinite or NaN.
 __device__ __forceinline__ bool attend(Consumer& own, const char* queries, const float* scale, int there, int first,

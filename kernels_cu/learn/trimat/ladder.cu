@@ -22,7 +22,7 @@
 //   matmul_tri4: 16x16 threads per 128x128 tile, slices of 32 through shared memory. Each value is loaded from global
 //       memory once per block, not once per thread
 //   (matmul_tri5 in learn/trimat/pipelined.cu is the next variant)
-//   trimat_fill: one value, `fill`, above the diagonal. It runs after one of the kernels above if `fill` is given
+//   trimat_fill: stores the value `fill` above the diagonal. It runs after one of the kernels above if `fill` is given
 //
 // The first three kernels: block (8, any), grid (ceil(T / 64), ceil(T / (8 blockDim.y)), B NH). A warp covers 8 tiles
 // in width and 4 in height. Such a nearly square shape needs few different rows: a warp's loads from Q and K touch 4 +
