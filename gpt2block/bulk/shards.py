@@ -195,7 +195,7 @@ class Manifest:
         self.done = {entry.shard: entry for entry in entries}
 
     def check(self, lines: Sequence[int]) -> None:
-        """Raise InputError if an entry counts more records than `lines[shard]`, its shard's lines."""
+        """Raise InputError if an entry counts more records than its shard has lines."""
         for entry in self.done.values():
             if entry.shard >= len(lines) or entry.records + entry.errors > lines[entry.shard]:
                 raise InputError(

@@ -110,7 +110,7 @@ def cases(kernel: Kernel, layout: str, stated: Sizes | None = None) -> tuple[Cas
     further = () if stated else replace(operation, small=FURTHER.get(operation.name, ())).cases
     found = [case(kernel, *each, layout) for each in usual]
     found += [replace(case(kernel, *each, layout), hint=OTHER_SIZES) for each in further]
-    several = usual[min(1, len(usual) - 1)]  # several rows whose length is not a multiple of 4
+    several = usual[min(1, len(usual) - 1)]  # several rows that vectors do not divide
     for at in (several, *further[-1:]):
         for special in SPECIAL.get(operation.name, ()):
             found.append(case(kernel, *at, layout, special))

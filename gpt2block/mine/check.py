@@ -107,7 +107,7 @@ def finding(found: Checked, given: Case) -> Finding:
 
 
 def of_second_launch(found: Finding) -> Finding:
-    """Return the Finding for a kernel that is right in its first launch and wrong in a later one."""
+    """Return the Finding for a kernel that is right in a first launch and wrong in a later one."""
     what = (
         "right in the first launch of a process, wrong in a later one: variables of the file "
         "(__device__) keep their values between launches: set them back in the kernel"

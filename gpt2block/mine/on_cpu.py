@@ -279,7 +279,7 @@ def _variant(
         try:
             for run in sorted(RUNS, key=lambda run: run.races):  # races last
                 with emulated(run.order, checks=Checks(run.races)):
-                    arrays = tuple(map(measure.uploaded, host))  # keep references: a launch has none
+                    arrays = tuple(map(measure.uploaded, host))  # keep arrays alive
                     bound = _bound(operation, variant, arrays)
                     measure.poison(bound.out, arrays)
                     found = measure.errors(np.asarray(bound.run()), truth)

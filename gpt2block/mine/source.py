@@ -92,7 +92,7 @@ class UserSource:
 
     @property
     def _named(self) -> tuple[int, int]:
-        """Offsets in the file: the start of the kernel's prototype, the end of the kernel's name."""
+        """Offsets in the file: start of the kernel's prototype, and end of the kernel's name."""
         plain = kernels.without_comments(self.text)
         found = re.search(rf"__global__[^;{{]*?\b{self.name}\s*(?=\()", plain)
         return found.span() if found else (0, 0)
