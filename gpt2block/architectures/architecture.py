@@ -29,7 +29,7 @@ class CheckpointLayout(NamedTuple):
 
 
 class Architecture(Protocol):
-    """An architecture's module, whose functions attention, feed_forward, final a pass `o` calls.
+    """An architecture's module: a pass `o` calls its functions attention, feed_forward, final.
 
     NAMES: gpt2block's names of a weight and its bias → the module's name in `transformers` and in
     GGUF; {} stands for q, k and v, whose rows gpt2block has in one tensor. FILES: the layout in
@@ -45,7 +45,7 @@ class Architecture(Protocol):
     NORM: str  # the name of the architecture's norms in messages
     QKV: str  # the step whose result is the rows [Q | K | V] that attention reads
     TENSOR_HEADS: tuple[int, ...]  # head sizes for which a prefill can use tensor cores
-    DIVIDED: tuple[str, ...]  # (divided product, activation scaled with it, multiplied product) or ()
+    DIVIDED: tuple[str, ...]  # (divided product, scaled activation, multiplied product), or ()
 
     def constants(self, config: Any, vectors: Mapping[str, Any]) -> dict[str, Any]:
         """Return {name: tensor} of tensors computed from the config and the model's vectors."""
@@ -63,7 +63,7 @@ class Architecture(Protocol):
         """
 
     def stream_bounds(self, config: Any, largest: Mapping[str, float]) -> Iterator[float]:
-        """Yield upper bounds of the residual stream after the embedding and after each block."""
+        """Yield upper bounds, for any input, of x after the embedding and after each block."""
 
     def attention(self, o: Any, h: str, x: Value) -> Value:
         """Compute the first half of a block: attention, before the output projection."""

@@ -210,7 +210,7 @@ def final(o: Any, x: Value, to: To = ()) -> Value:
 
 
 def stream_bounds(config: Gemma3Config, largest: Mapping[str, float]) -> Iterator[float]:
-    """Yield upper bounds of the residual stream after the embedding and after each block.
+    """Yield upper bounds, for any input, of the residual stream after the embedding and each block.
 
     The C values of an RMSNorm are at most sqrt(C) times its largest weight.
     """

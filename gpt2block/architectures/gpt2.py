@@ -85,7 +85,7 @@ def operand_bounds(
 
 
 def stream_bounds(config: GPT2Config, largest: Mapping[str, float]) -> Iterator[float]:
-    """Yield upper bounds of the residual stream after the embedding and after each block.
+    """Yield upper bounds, for any input, of the residual stream after the embedding and each block.
 
     A LayerNorm's C values of variance 1 are at most sqrt(C), attention computes weighted means of
     rows of v, GELU increases no magnitude, and a product of K inputs is at most K times the largest

@@ -69,7 +69,7 @@ def constants(config: LlamaConfig, vectors: Mapping[str, Any]) -> dict[str, Any]
 
 
 def stream_bounds(config: LlamaConfig, largest: Mapping[str, float]) -> Iterator[float]:
-    """Yield upper bounds of the residual stream after the embedding and after each block.
+    """Yield upper bounds, for any input, of the residual stream after the embedding and each block.
 
     A row of an RMSNorm has a Euclidean norm of at most sqrt(C) times the largest γ, so its product
     with K = C weights is at most C times the largest γ times the largest weight of the matrix.

@@ -129,7 +129,7 @@ def final(o: Any, x: Value, to: To = ()) -> Value:
 
 
 def stream_bounds(config: NanoChatConfig, largest: Mapping[str, float]) -> Iterator[float]:
-    """Yield upper bounds of the residual stream after the embedding and after each block."""
+    """Yield upper bounds of the residual stream, for any input, after embedding and each block."""
     C, stream = config.n_embd, math.sqrt(config.n_embd)
     yield max(stream, largest["wte"])  # the embedding norm's input has values up to largest["wte"]
     for h in (f"h.{layer}." for layer in range(config.n_layer)):

@@ -84,7 +84,7 @@ def _halves(config: Olmo2Config, largest: Mapping[str, float]) -> Iterator[float
 
 
 def stream_bounds(config: Olmo2Config, largest: Mapping[str, float]) -> Iterator[float]:
-    """Yield upper bounds of the residual stream after the embedding and after each block."""
+    """Yield upper bounds of the residual stream, for any input, after embedding and each block."""
     for n, bound in enumerate(_halves(config, largest)):
         if n % 2 == 0:
             yield bound
@@ -100,7 +100,7 @@ def operand_bounds(
     their norm, too; a pair after norm and RoPE is at most sqrt(channels) times the largest γ.
     """
     C, widths = config.n_embd, {"q": config.q_width, "k": config.kv_width}
-    # The Euclidean norm of a row of wte is at most sqrt(C) largest; stream counts one largest.
+    # `stream` includes largest["wte"]; a row of wte has a Euclidean norm of up to sqrt(C) times it.
     spread = (math.sqrt(C) - 1) * largest["wte"]
     bounds = {"rms_f": math.sqrt(C) * largest["gamma_f"]}
     stream = list(_halves(config, largest))

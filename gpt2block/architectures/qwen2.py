@@ -18,7 +18,7 @@ from gpt2block.config.llama import LlamaConfig
 
 
 class QwenConfig(LlamaConfig):
-    """Base class of Qwen2.5's and Qwen3's sizes; their config.json disables attention windows."""
+    """Base class of Qwen2.5's and Qwen3's sizes; a key of config.json disables their window."""
 
     HONOURED: ClassVar[tuple[str, ...]] = ("sliding_window",)
 

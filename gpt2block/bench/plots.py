@@ -276,7 +276,7 @@ def floor(rows: Sequence[BenchRow]) -> Points:
 
 
 def _ratios(ax: Any, theirs: Points, ours: dict[int, float], color: str) -> None:
-    """Label points with gpt2block's rate / the peer's rate, on the side opposite gpt2block's."""
+    """Label a peer's points with gpt2block's rate / the peer's rate, away from gpt2block's line."""
     for n, rate in theirs:
         if n in ours:
             below = ours[n] > rate

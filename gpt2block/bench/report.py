@@ -142,7 +142,7 @@ def tolerance(work: Work, arithmetic: str) -> float:
 
 
 def with_peers(rows: list[BenchRow]) -> list[BenchRow]:
-    """Return the rows, where gpt2block's correct rows get `peers`: the ratios of correct peers."""
+    """Return the rows; gpt2block's correct rows get {correct peer: its time / the row's time}."""
     peers = {row.contender: row.us for row in rows if row.peer and row.right}
     return [
         row

@@ -381,7 +381,7 @@ def _variants(
 def _blocks(
     weights: BlockWeights, causal: bool, dtype: str, sets: Sets, device: int
 ) -> Iterator[Contender]:
-    """Yield the fused and the skeleton block, each also by `mma` if it uses Hopper kernels.
+    """Yield the fused and the skeleton block, each also with variant `mma` if Hopper's kernels run.
 
     sets: copies of x and the weights; each call reads the weights of its copy.
     """

@@ -216,7 +216,7 @@ async def _prepare(given: Job, files: Sequence[tuple[str, int]], token: str) -> 
     return await asyncio.to_thread(job.prepare, given, files, token)
 
 
-_computed: Counter[str] = Counter()  # "token-shard" → records computed by this worker
+_computed: Counter[str] = Counter()  # "TOKEN-SHARD" → number of records computed by this worker
 
 
 def run_shard(given: Job, shard: Shard, token: str) -> shards.ShardEntry | Failed | str:

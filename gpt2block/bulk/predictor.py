@@ -145,7 +145,7 @@ class Predictor:
     _has_text = False  # whether the tokenizer has been loaded for text
 
     def load_tokenizer(self) -> None:
-        """Load the tokenizer, and download it if necessary. The first batch of texts calls this."""
+        """Use the tokenizer from now on, downloaded if necessary, as a batch of texts does."""
         if not self._has_text:
             self._has_text = True
             vars(self).pop("_task", None)

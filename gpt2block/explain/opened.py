@@ -81,7 +81,7 @@ def _product(
     first: columns in the order of preference; None: evenly spaced columns.
     """
     (T, K), N = x.shape, w.shape[1]
-    # A row of x counts twice, as it is float32. A column is K float16 values of w, n_rows of y.
+    # A float32 value of x or y counts as two, a float16 value of w as one. A line is K values.
     n_rows = min(T, max(1, lines // 4))
     n_columns = min(N, max(1, (lines - 2 * n_rows) * K // (K + 2 * n_rows)))
     rows = grids.ends(T, n_rows)

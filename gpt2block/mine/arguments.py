@@ -46,7 +46,7 @@ def check_known(operation: Operation) -> None:
 
 
 def values(operation: Operation, inputs: tuple[Any, ...], attrs: Attrs) -> Values:
-    """Return the kernel arguments for `inputs`, as `Operation.make` returns them."""
+    """Return the kernel arguments for inputs that `Operation.make` returns. Raises InputError."""
     check_known(operation)
     contract = operation.contract
     given = tuple(zip(contract.inputs, inputs, strict=False))

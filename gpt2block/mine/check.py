@@ -116,7 +116,7 @@ def of_second_launch(found: Finding) -> Finding:
 
 
 def of_old_values(found: Finding) -> Finding:
-    """Return the Finding for a kernel that is right only if its outputs hold NaN before."""
+    """Return the Finding for a kernel that is right only if its outputs held NaN at the launch."""
     what = (
         "right if the output holds NaN before the launch, wrong if it holds other numbers: the "
         "kernel reads elements of the output that it has not written, as in "

@@ -94,7 +94,7 @@ def check_kernel(
         yield needs
         return
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # g++ would warn only if a program is not cached
+        warnings.simplefilter("ignore")  # g++ does not repeat warnings for a cached program
         _compile_ahead(kernel, cases[0])
         for case in cases:
             found = _checked(kernel, case, needs, limit_s)
@@ -277,7 +277,7 @@ def _variant(
     off, why = (0.0, 0.0), ""
     for operation, sizes, host, truth in prepared:
         try:
-            for run in sorted(RUNS, key=lambda run: run.races):  # races last
+            for run in sorted(RUNS, key=lambda run: run.races):  # search for races last
                 with emulated(run.order, checks=Checks(run.races)):
                     arrays = tuple(map(measure.uploaded, host))  # keep arrays alive
                     bound = _bound(operation, variant, arrays)

@@ -106,7 +106,7 @@ def _compiled(send: Send, job: ChildJob) -> bool:
 
 
 def _right(send: Send, job: ChildJob) -> bool:
-    """Check each case and send its result; return whether all ordinary inputs' cases are right."""
+    """Check each case and send its result; return whether all cases but special ones are right."""
     for case in job.cases:
         send(Stage(f"the check at {case.label}", job.check_s))
         try:
@@ -124,7 +124,7 @@ def _right(send: Send, job: ChildJob) -> bool:
 
 
 def _launched(kernel: Kernel, case: Case) -> Checked | Finding:
-    """Launch a kernel three times, at last on outputs with another fill byte; return the result."""
+    """Launch a kernel three times, the third with another fill byte; return the result."""
     first, second = (check.compare(kernel, case, guarded=True) for _ in range(2))
     if first.problem:
         return check.finding(first, case)

@@ -13,7 +13,7 @@ from gpt2block.mine.on_gpu import BenchmarkResult
 
 CPU, GPU = "on the CPU, by an emulator of CUDA", "on the GPU"
 FOUND_NONE = "Found no access out of bounds, no race and no divergent barrier."
-RIGHT = f"Right in forward, reverse and shuffled thread order. {FOUND_NONE}"  # verdict
+RIGHT = f"Right in forward, reverse and shuffled thread order. {FOUND_NONE}"
 
 
 COLUMNS = ("sizes", "grid", "block", "shared", "max abs", "max rel")  # columns of the checks' table

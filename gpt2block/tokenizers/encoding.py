@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Spans = Iterable[tuple[int, int]]  # ranges of characters: first index, index after the last
 _UNUSED = "\ue000"  # a character that no decoder changes
 UTF_8 = frozenset(range(0xF5)) - {0xC0, 0xC1}  # the bytes that occur in UTF-8
-# Normalizers and pre-tokenizers with which no token stands for more bytes of text than it has.
+# Normalizers and pre-tokenizers with which a token never stands for more text bytes than it has.
 _KEEPS = {"ByteLevel", "Digits", "Split", "Metaspace", "Prepend", "Replace"}
 _SEQUENCES = {"pre_tokenizer": "pretokenizers", "normalizer": "normalizers", "decoder": "decoders"}
 _SPACES = ({"String": " "}, "▁")
@@ -312,7 +312,7 @@ def marks_of(text: str, spans: Spans) -> bytearray:
 
 
 def without_names(text: str, names: Iterable[str], marks: bytearray) -> str:
-    """Return the text, with a character replaced in each occurrence of a name with a mark.
+    """Return the text, with one character replaced in each name that has a marked character.
 
     The length stays the same. The replacement is a private-use character; it replaces a marked
     character, if possible one that is not white space.
@@ -408,7 +408,7 @@ def as_array(given: Any, name: str) -> NDArray[Any]:
 
 
 def row_of_ids(given: Any, name: str, text: str = "") -> NDArray[Any]:
-    """Return token ids as an array (T,). Raises InputError: "expected {text}token ids"."""
+    """Return `given` as an array (T,) of integers. text: other inputs that an error names."""
     try:
         ids = as_array(given, name)
     except InputError:

@@ -291,7 +291,7 @@ def encode(encoding: Encoding, text: str, special: bool = False, name: str = "te
 
 
 def _encode(encoding: Encoding, text: str, special: bool, name: str) -> list[int]:
-    """Encode a text, which may be empty; add the ids of `prefix_of` unless it begins with them."""
+    """Encode a text, which may be empty. The ids of `prefix_of` come first, and never twice."""
     prefix, ids = prefix_of(encoding), _encode_text(encoding, text, special, name)
     return ids if special and ids[: len(prefix)] == prefix else prefix + ids
 
@@ -450,7 +450,7 @@ def end_tokens(config: ModelConfig, encoding: Encoding | None) -> frozenset[int]
 
 
 def sources_of_end_tokens(checkpoint: Checkpoint) -> dict[int, str]:
-    """Return {id of a token that ends a text: file that names the token, such as "config.json"}.
+    """Return {id of a token that ends a text: source of this id, such as "config.json"}.
 
     No request is sent. A tokenizer that cannot be read names no token. Raises CheckpointError where
     other files have changed.
