@@ -187,7 +187,7 @@ def two_part_geometry(
     HS: int = TENSOR_HEADS[0],
     serves: int = 1,
 ) -> tuple[Geometry, int]:
-    """Return launch geometry and result of `together`, as `mma_geometry`, for a TwoPartMatrix.
+    """Return the same two values as `mma_geometry`, for a qkv that is a TwoPartMatrix.
 
     Two groups of 4 warps process the 64 queries of a tile. one_scale: whether all rows have the
     same scale.
@@ -240,7 +240,7 @@ def hopper_geometry(
 def alternate_geometry(
     B: int, T: int, NH: int, causal: bool, *, sms: int, serves: int = 1
 ) -> tuple[Geometry, int]:
-    """Return the same as `hopper_geometry`, for the kernel whose warpgroups take alternate keys."""
+    """Return the same two values as `hopper_geometry`, for warpgroups with alternate keys."""
     head, tiles = ALTERNATE_HEAD, _hopper_tiles(B, T, NH, ALTERNATE_TILE)
     grid, block = (min(tiles, sms),), (HOPPER_THREADS,)
     defines = (("ATT_CAUSAL", int(causal)), *tensor_heads_defines(head, serves))
@@ -258,7 +258,7 @@ class Rate(NamedTuple):
     more: float  # us per tile of a block, except its first tile
 
     def time(self, B: int, T: int, NH: int, causal: bool, sms: int, rows: int) -> float:
-        """Estimated us of B sequences that have at most T rows each and `rows` rows in total."""
+        """Estimated us for B sequences with at most T rows each and `rows` rows in total."""
         tiles = NH * min(B * ceil(T / self.queries), rows // self.queries + B)
         longest = ceil(T / (128 * self.warpgroups))
         rounds = ceil(tiles / sms)
@@ -280,7 +280,7 @@ WHOLE_KEYS, ALTERNATE_KEYS = Rate(HOPPER_TILE, 1, 3.5, 1.2, 1.4), Rate(64, 2, 2.
 
 @lru_cache(maxsize=1024)
 def alternates(B: int, T: int, NH: int, causal: bool, sms: int, rows: int) -> bool:
-    """Whether the kernel that divides a query's keys between two warpgroups is the faster one."""
+    """Whether the kernel that divides a query's keys between two warpgroups is faster."""
     sizes = (B, T, NH, causal, sms, rows)
     return ALTERNATE_KEYS.time(*sizes) < WHOLE_KEYS.time(*sizes)
 
@@ -317,7 +317,7 @@ def hopper_two_part_geometry(
     sms: int,
     serves: int = 1,
 ) -> tuple[Geometry, int]:
-    """Return launch geometry and result of `together`, as `hopper_geometry`, for TwoPartMatrix."""
+    """Return the same two values as `hopper_geometry`, for a qkv that is a TwoPartMatrix."""
     head, tiles = HOPPER_TWO_PART_HEAD, _hopper_tiles(B, T, NH, HOPPER_TWO_PART_TILE)
     defines = (
         ("ATT_CAUSAL", int(causal)),
@@ -335,7 +335,7 @@ def hopper_two_part_geometry(
 
 
 def _hopper_tiles(B: int, T: int, NH: int, queries: int) -> int:
-    """Return the number of tiles. Raises InputError if it exceeds the range of the counters."""
+    """Return the number of tiles. Raises InputError if it exceeds the limit of the kernels."""
     tiles = B * NH * ceil(T / queries)
     if tiles > HOPPER_MOST_TILES:
         raise InputError(
@@ -346,7 +346,7 @@ def _hopper_tiles(B: int, T: int, NH: int, queries: int) -> int:
 
 
 def mma_stage(HS: int) -> int:
-    """Bytes of a stage: K and V of 64 keys, or of 32 keys with 256 channels per head."""
+    """Bytes of shared memory per stage: K and V of 64 keys, or of 32 if heads have 256 channels."""
     return 2 * (64 if HS in TENSOR_HEADS else 32) * _row_bytes(HS)
 
 

@@ -28,7 +28,7 @@ MOST_GGUF_STAGES = 3  # maximum slices of K in the ring of GGUF blocks
 
 
 class HopperGemmTile(NamedTuple):
-    """Sizes of a tile, which are constants of lib/matmul/wgmma.cuh, and its times on an H200."""
+    """Sizes of a tile (constants of lib/matmul/wgmma.cuh) and its estimated times on an H200."""
 
     rows: int
     columns: int
@@ -145,7 +145,7 @@ def geometry(
     sms: int,
     tile: HopperGemmTile | None = None,
 ) -> tuple[Geometry, HopperGemmTile]:
-    """Return the launch geometry of a gemm_*hopper kernel, and its tile, for the tensor maps.
+    """Return the launch geometry of a gemm_*hopper kernel, and its tile, which sizes tensor maps.
 
     a is (M, K), w (N, K). other_out, scaled, early, tile: as in `geometry` of `_gemm_mma`. Unless K
     is split, the result has the same bits for any tile. fp8: whether w is FP8, for gemm_fp8_hopper.
@@ -208,7 +208,7 @@ def launched(
 
 
 def workspace_floats(sms: int) -> int:
-    """Number of floats in the memory for flags and sums that clusters pass on; initially all 0."""
+    """Number of floats, initially 0, for the flags and sums that one cluster passes to the next."""
     return FLAGS + sms * max(tile.rows * tile.columns for tile in STREAMED)
 
 

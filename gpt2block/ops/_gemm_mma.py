@@ -140,7 +140,7 @@ def _clocks(tile: MmaGemmTile, M: int, N: int, K: int, sms: int, parts: int) -> 
 
 
 def _fit(tile: MmaGemmTile, memory: tuple[int, ...], parts: int) -> MmaGemmTile | None:
-    """Return the tile with as many blocks and stages as fit in shared memory, or None.
+    """Return the tile with as many blocks and slices as fit in shared memory, or None.
 
     memory: bytes of shared memory per block with 1, 2, … blocks on a multiprocessor.
     """

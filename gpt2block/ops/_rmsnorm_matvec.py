@@ -28,7 +28,7 @@ def geometry(
     alignment: int,
     most_shared: int,
 ) -> Geometry | None:
-    """Return the geometry of a matvec kernel; None if a row exceeds `most_shared` shared bytes.
+    """Return the geometry of a matvec kernel, or None if a row does not fit in shared memory.
 
     x_width: values of x per load. weight: bytes of a weight. pairing: the two columns that a thread
     combines: neighbours, columns half a head apart, or columns of two matrices. alignment:

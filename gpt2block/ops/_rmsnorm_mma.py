@@ -108,7 +108,7 @@ def geometry(
 
 
 def _cost(tile: RmsnormTile, matrices: int, M: int, N: int, weight: int, sms: int) -> float:
-    """Estimated clocks per value along K of the SM with the most tiles."""
+    """Estimated clocks, per value along K, of the SM with the most tiles."""
     multiply = tile.rows * tile.columns / MULTIPLY_ADDS
     load = (2 * tile.rows + weight * tile.columns) / BYTES
     return ceil(count_tiles(tile, M, N * matrices) / sms) * max(multiply, load)

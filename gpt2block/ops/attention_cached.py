@@ -56,7 +56,7 @@ TILES = "attention/prompt/cores.cu"
 SPLIT = "attention/decode/split.cu"
 APPEND = "attention/cache/kv_cache.cu"
 APPEND_TWO_PART = "attention/cache/kv_cache_two_part.cu"
-TILE_SIZES = ((4, 64), (2, 64), (4, 32), (1, 64), (2, 32), (1, 32))  # (warps, keys), best first
+TILE_SIZES = ((4, 64), (2, 64), (4, 32), (1, 64), (2, 32), (1, 32))  # (warps, keys), largest first
 SPLIT_KEYS = 32  # keys per split; one warp of kernel `split` processes a split
 SPAN_SPLITS = 32  # splits whose results are combined at a time
 SPLIT_WARPS = 4  # warps per block with clusters; minimum warps per block without
@@ -169,7 +169,7 @@ def split_geometry(
 
 
 def _queries_of_team(serves: int, HS: int, shared_limit: int) -> list[int]:
-    """Return possible numbers of heads of q per team, which share loads of K and V, ascending.
+    """Return possible numbers of heads of q that share loads of K and V, in ascending order.
 
     serves: heads of q with the same head of K, which are divided into teams of about equal size.
     Registers and shared memory limit the largest number.
@@ -179,7 +179,7 @@ def _queries_of_team(serves: int, HS: int, shared_limit: int) -> list[int]:
 
 
 def _split_shared(queries: int, HS: int) -> int:
-    """Bytes of shared memory for a span's splits: per split and query, HS sums, maximum and sum."""
+    """Bytes of shared memory for the results of SPAN_SPLITS splits: HS + 2 floats per query each."""
     return 4 * queries * SPAN_SPLITS * (HS + 2)
 
 
@@ -263,7 +263,7 @@ def _tiles(c: Call) -> Launch:
 
 @variant("mma", MMA, "attention_cached_mma")
 def _mma(c: Call) -> Launch:
-    """Launch `mma`. Results equal bitwise those of attention's mma over the whole sequence."""
+    """Launch variant `mma`: bitwise equal to attention's variant mma over the whole sequence."""
     n_head, n_kv_head, HS = _heads("qkv", c.Q, c.n_head, c.C)
     if compute_capability() < MMA_CAPABILITY:
         raise UnsupportedCall("needs a GPU of compute capability 8.0 or newer: use variant tiles")
@@ -325,7 +325,7 @@ def _hopper_launch(c: Call, file: str) -> Launch:
 
 
 def continues_exactly(head_size: int, kv_dtype: str | None) -> bool:
-    """Whether `attention_packed` and `attention_varlen` give bitwise equal 16-bit results here.
+    """Whether `attention_packed` and `attention_varlen` agree bitwise in 16 bits on this device.
 
     kv_dtype: FP8 format of the kv_cache, or None.
     """
@@ -620,7 +620,7 @@ def kv_append(
     position: CudaArray,
     kv_dtype: str | None = None,
 ) -> None:
-    """Write K and V of the rows [Q | K | V] of qkv to the kv_cache k, v (B, n_ctx, C), in its dtype.
+    """Write K and V of rows [Q | K | V] of qkv to the kv_cache k, v (B, n_ctx, C), in its dtype.
 
     qkv: float32, or in the dtype of k and v, or for a cache of FP8 in a 16-bit dtype. kv_dtype: as
     in `attention_cached`. Row n is written to sequence row[n] at position[n], both int32 on the
