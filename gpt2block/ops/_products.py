@@ -17,7 +17,7 @@ Tile = TypeVar("Tile")
 
 
 class Parts(NamedTuple):
-    """A TwoPartMatrix (N, K) with the attribute names of a WeightMatrix, for code that takes both."""
+    """A TwoPartMatrix (N, K) with a WeightMatrix's attribute names, for code that takes both."""
 
     data: Any  # both float16 parts
     scale: Any

@@ -179,7 +179,7 @@ def _queries_of_team(serves: int, HS: int, shared_limit: int) -> list[int]:
 
 
 def _split_shared(queries: int, HS: int) -> int:
-    """Bytes of shared memory for the results of SPAN_SPLITS splits: HS + 2 floats per query each."""
+    """Bytes of shared memory for SPAN_SPLITS splits, with HS + 2 floats per split and query."""
     return 4 * queries * SPAN_SPLITS * (HS + 2)
 
 

@@ -155,7 +155,7 @@ def _mma(c: Call) -> Any:
 
 
 def _hopper_geometry(c: Call, **of_weights: Any) -> tuple[Geometry, Boxes]:
-    """Return geometry and tensor-map boxes. of_weights: fp8 or octet, if tile rows are rows of w."""
+    """Return geometry and boxes of tensor maps. of_weights: option fp8 or octet of `geometry`."""
     geometry, tile = hopper.geometry(*c.sizes, **_constants(c), split_k=c.split_k, **of_weights)
     a, w = (1, tile.rows, hopper.SLICE), (1, tile.columns // tile.shares, hopper.SLICE)
     return geometry, (w, a, (1, tile.chunk, 64)) if of_weights else (a, w, (1, 64, tile.chunk))

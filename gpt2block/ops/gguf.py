@@ -89,7 +89,7 @@ def pack(c: Call) -> Launch:
 
 @variant("gguf sums", SUMS_FILE, "gguf_chunk_sums")
 def chunk_sums(c: Call) -> Launch:
-    """Write the sum of each 32 channels of x to `sums`, which products multiply by GGUF minimums."""
+    """Write sums of 32 channels of x each to `sums`, which products multiply by GGUF minimums."""
     grid = (ceil(c.M * c.K / (CHUNK * SUMS_BLOCK)),)
     geometry = Geometry("gguf_chunk_sums", grid, (SUMS_BLOCK,))
     return launch_at(SUMS_FILE, geometry, (c.x, c.sums, c.M, c.K), "float16", GGUF)
