@@ -207,7 +207,7 @@ def row_stride(name: str, x: CudaArray) -> int | None:
     strides = element_strides(x)
     if strides is None:
         return None
-    distance, rows = 0, 1  # distance between rows, number of rows: of the axes processed so far
+    distance, rows = 0, 1  # distance between rows and number of rows, for the axes so far
     for n, stride in zip(reversed(x.shape[:-1]), reversed(strides), strict=True):
         if n == 1:
             continue
@@ -371,7 +371,7 @@ def contiguous(*arrays: Any) -> tuple[Any, ...]:
 
 
 def on_16_bytes(name: str, array: Any) -> Any:
-    """Return the array, or a C-contiguous, aligned copy of a CuPy array that is not both."""
+    """Return the array. Copy a CuPy array unless it is C-contiguous and aligned to 16 bytes."""
     (array,) = contiguous(array)
     if isinstance(array, cupy.ndarray) and array.data.ptr % 16:
         check_alignment(name, array)

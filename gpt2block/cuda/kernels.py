@@ -42,7 +42,7 @@ _LITERAL = r'"(?:[^"\\\n]|\\.)*"|(?<!\w)\'(?:[^\'\\\n]|\\.)+\''
 _COMMENT = re.compile(rf"({_LITERAL})|//[^\n]*|/\*.*?\*/", re.DOTALL)
 _DIRECTIVE = r"^[ \t]*#(?:[^\\\n]|\\.)*"  # a preprocessor directive with its continuation lines
 _CLOSING = re.compile(rf"{_LITERAL}|{_DIRECTIVE}|[{{}};]", re.DOTALL | re.MULTILINE)
-# Includes of host headers are removed: prelude.cuh declares their contents, or nothing needs them.
+# Headers whose #include is removed: prelude.cuh has the declarations, or no compiler needs them.
 _HOST_HEADER = re.compile(
     r"^[ \t]*#[ \t]*include[ \t]*<(?:(?:assert|float|limits|math|stddef|stdint|stdio|stdlib|string|"
     r"cuda|cuda_runtime_api|device_launch_parameters)\.h|c(?:assert|float|limits|math|stddef|stdint|"
@@ -375,7 +375,7 @@ def load(file: str, name: str, defines: Defines = ()) -> Any:
 
 @cache
 def _function(device: int, file: str, name: str, defines: Defines) -> Any:
-    options(file, cupy.cuda.Device(device).compute_capability)  # raises KernelError if unsuitable
+    options(file, cupy.cuda.Device(device).compute_capability)  # raises for a wrong device
     return Function(_compiled, (device, file, name, defines))
 
 

@@ -59,7 +59,7 @@ def _launch_kernel() -> Any:
 
 
 def possible() -> bool:
-    """Return whether the current device and driver support overlapped launches and their graphs."""
+    """Return whether the current device and driver support overlapped launches, in graphs too."""
     capability, driver = OVERLAPS_FROM
     new = cupy.cuda.runtime.driverGetVersion() >= driver
     return new and compute_capability() >= capability

@@ -65,7 +65,7 @@ def interleaved_ms(
     count: int = REPLAYS,
     lead: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """Return {name: median ms of `count` runs}. Runs are interleaved: clock changes affect all.
+    """Return {name: median ms}, from interleaved replays, so that clock changes affect all names.
 
     lead: launches work before each replay, so that the GPU does not wait for the host's launch.
     """

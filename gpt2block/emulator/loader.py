@@ -59,7 +59,7 @@ _FLAGS = (
 )
 _SANITIZERS = (
     "-fsanitize=address,undefined",
-    # The next two options leave out checks, with which compilation would take 50 % longer.
+    # The next two options leave out checks that would lengthen compilation by 50 %.
     # AddressSanitizer reports invalid accesses anyway, with the array's name.
     "-fno-sanitize=object-size,pointer-overflow",
     "-fno-sanitize-address-use-after-scope",
@@ -258,7 +258,7 @@ def run(
 def _check_array(
     kernel: str, parameter: kernels.Parameter, array: Any, storage: str, cache: str | None
 ) -> str:
-    """Raise ShimError unless an array fits a pointer parameter; describe the parameter."""
+    """Return a description of a pointer parameter. Raises ShimError if the array does not fit it."""
     try:
         expected, label = kernels.element(kernel, parameter, storage, None, cache)
     except KernelError as error:
@@ -356,7 +356,7 @@ def _late(
     args: Sequence[DevicePointer | np.generic],
     early: Collection[str],
 ) -> str:
-    """Return ",name,name," of pointer parameters that must not be accessed before the wait.
+    """Return names of pointer parameters that must not be accessed before the wait, as ",a,b,".
 
     Memory that a const __restrict__ parameter shares with another parameter may be accessed early.
     """
@@ -394,7 +394,7 @@ def _execute(
         return variable(address) if found[1] else places.line(program, address)
 
     limit_s = TIMEOUT_S if checks.limit_s is None else checks.limit_s
-    own = {**extra, "TIME_LIMIT": str(limit_s)}  # the program reports its line then
+    own = {**extra, "TIME_LIMIT": str(limit_s)}  # limit at which the program reports its line
     if checks.rehearsed:
         own["REHEARSAL"] = "1"
     late, timeout_s = f"still running after {limit_s:g} s", limit_s + GRACE_S
@@ -485,7 +485,7 @@ def compile_ahead(
     build: Build = "usual",
 ) -> None:
     """Start compiling a file in another thread, for a later launch."""
-    _cache_dir(), _runtime()  # created once, before several threads use both
+    _cache_dir(), _runtime()  # create both before several threads need them
     known = Source.shipped(source) if isinstance(source, str) else source
     key = known, defines, races, build
     if key not in _ahead:

@@ -20,7 +20,7 @@ Ended = subprocess.CompletedProcess[bytes]
 
 
 def _environment(own: Mapping[str, str]) -> dict[str, str]:
-    names = set(os.environ) - {"ASAN_OPTIONS", "UBSAN_OPTIONS"}  # set by the program
+    names = set(os.environ) - {"ASAN_OPTIONS", "UBSAN_OPTIONS"}  # the program sets both itself
     return {name: os.environ[name] for name in names} | dict(own)
 
 

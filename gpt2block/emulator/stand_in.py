@@ -49,7 +49,7 @@ class MemoryPointer:
 
 
 class _Pointer:
-    """The address of an array."""
+    """The address of an array's data."""
 
     device_id = -1
 
@@ -366,7 +366,7 @@ class Device:
         pass
 
 
-BOTH = (loader.USUAL, loader.Checks(races=True))  # checks of shipped kernels: accesses, races
+BOTH = (loader.USUAL, loader.Checks(races=True))  # for out-of-bounds accesses; for races
 
 _state = SimpleNamespace(stream=Stream(), order="forward", early=None, checks=loader.USUAL)
 

@@ -120,7 +120,7 @@ class GgufMatrix(WeightMatrix):
 
     @classmethod
     def random(cls, ranges: Sequence[tuple[str, int]], K: int, seed: int = 0) -> GgufMatrix:
-        """Create a matrix of random blocks, from (type, number of outputs) of each range."""
+        """Create a matrix of random blocks from pairs (type, number of outputs) for each range."""
         return cls.pack([(name, random_blocks(name, n, K, seed)) for name, n in ranges], K)
 
     @property
@@ -133,17 +133,17 @@ class GgufMatrix(WeightMatrix):
 
     @property
     def tile(self) -> int:
-        """The largest `BlockType.tile` among the types of the ranges."""
+        """The largest `BlockType.tile` among the block types of the matrix."""
         return max(TYPES[name].tile for name, _ in self.ranges)
 
     @property
     def units(self) -> int:
-        """The largest `BlockType.units` among the types of the ranges."""
+        """The largest `BlockType.units` among the block types of the matrix."""
         return max(TYPES[name].units for name, _ in self.ranges)
 
     @property
     def begins(self) -> tuple[int, ...]:
-        """Index of the first output of each range."""
+        """Index of the first output of each range (consecutive outputs of one block type)."""
         return (0, *accumulate(n for _, n in self.ranges[:-1]))
 
     @property
@@ -165,7 +165,7 @@ class GgufMatrix(WeightMatrix):
                 yield n + begin, piece
 
     def of_ranges(self) -> Iterator[tuple[str, int, int, Any]]:
-        """Yield (type, first output, number of outputs, bytes) of each range."""
+        """Yield (type, first output, number of outputs, bytes) of each range of outputs."""
         at = 0
         sizes = range_bytes(self.ranges, self.K)
         for (name, count), begin, size in zip(self.ranges, self.begins, sizes, strict=True):
@@ -279,7 +279,7 @@ def _packed(raw: NDArray[np.uint8], name: str, K: int) -> NDArray[np.uint8]:
 
 
 def _codes_and_scales(b: Any, name: str) -> tuple[Any, Any]:
-    """Return codes (N, blocks, size) and bytes of scales from blocks (N, blocks, bytes)."""
+    """Return codes (N, blocks, codes per block) and scale bytes from blocks (N, blocks, bytes)."""
     kind = TYPES[name]
     if name == "Q8_0":
         return b[..., 2:] ^ 128, b[..., :2]
@@ -313,7 +313,7 @@ def _codes_and_scales(b: Any, name: str) -> tuple[Any, Any]:
 
 
 def _planes(codes: Any, kind: BlockType) -> Iterator[Any]:
-    """Yield bytes of codes (O, G, units, 8, chunk, lane, 8): all low bits, then all high bits.
+    """Yield bytes of codes (octet, group, unit, row, chunk, lane, 8): low bits, then high bits.
 
     In a 32-bit word, the low bits of code 2j begin at bit 4j, and of code 2j + 1 at bit 4j + 16.
     """
@@ -355,7 +355,7 @@ def unpack(data: NDArray[np.uint8], name: str, K: int) -> NDArray[np.float32]:
 
 
 def _codes(tiles: NDArray[np.uint8], kind: BlockType, low: int) -> Any:
-    """Return codes (O, G, row, inputs), uint8. low: number of bytes of the codes' low bits."""
+    """Return uint8 codes (octet, group of tiles, row, input). low: bytes of the codes' low bits."""
     O, G = tiles.shape[:2]  # noqa: E741
     shape = O, G, kind.units, OCTET, LANES
     if kind.bits == 8:
@@ -379,7 +379,7 @@ def _codes(tiles: NDArray[np.uint8], kind: BlockType, low: int) -> Any:
 
 
 def _scales(tiles: NDArray[np.uint8], kind: BlockType) -> tuple[Any, Any]:
-    """Return scales and minimums (O, G, row, sub-blocks) in float32."""
+    """Return float32 scales and minimums (octet, group of tiles, row, sub-block)."""
     O, G = tiles.shape[:2]  # noqa: E741
     rest = np.ascontiguousarray(tiles[..., kind.tile - OCTET * kind.of_scales :])
     if kind.bits == 6:
