@@ -115,7 +115,7 @@ def _request(compile: Compile, key: tuple[Hashable, ...]) -> Future[Any]:
         known = _kernels.get(key)
         if known is None or (known.done() and (known.cancelled() or known.exception())):
             known = Future()
-            # The emulator replaces CuPy only temporarily, so that this thread must compile the kernel now.
+            # The emulator replaces CuPy only temporarily: this thread must compile the kernel now.
             if replaced() or not _main_thread_runs():
                 _run(known, compile, key)
             else:

@@ -258,7 +258,7 @@ def run(
 def _check_array(
     kernel: str, parameter: kernels.Parameter, array: Any, storage: str, cache: str | None
 ) -> str:
-    """Return a description of a pointer parameter. Raises ShimError if the array does not fit it."""
+    """Return a pointer parameter's description. Raises ShimError if the array does not fit it."""
     try:
         expected, label = kernels.element(kernel, parameter, storage, None, cache)
     except KernelError as error:

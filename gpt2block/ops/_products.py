@@ -19,7 +19,7 @@ Tile = TypeVar("Tile")
 class Parts(NamedTuple):
     """A TwoPartMatrix (N, K) with a WeightMatrix's attribute names, for code that takes both."""
 
-    data: Any  # both float16 parts
+    data: Any  # float16 parts, (2, N, K)
     scale: Any
     dtype: str = TWO_PART
 

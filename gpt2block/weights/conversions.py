@@ -112,7 +112,7 @@ def _width(itemsize: int, row: int, alignment: int) -> int:
 
 
 def store(w: CudaArray, out: CudaArray, transposed: bool = False) -> Launch:
-    """Return a launch that rounds w (R, C) to the float dtype of out (R, C), or (C, R) transposed."""
+    """Return a launch that rounds w (R, C) to the dtype of out (R, C), or (C, R) if transposed."""
     R, C = w.shape
     defines = (*STORED_FROM[w.dtype.name], ("STORE_TRANSPOSED", int(transposed)))
     grid = (ceil(R / TILE) * ceil(C / TILE),)
