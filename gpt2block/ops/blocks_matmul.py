@@ -1,4 +1,4 @@
-"""Matrix product with weights in 4-bit blocks, as in GGUF files: ever faster kernels to learn from.
+"""Matrix product with weights in 4-bit blocks, as in GGUF files: one naive and two faster kernels.
 
 Models store the same blocks in another order (`linear` with a `GgufMatrix`). learn/gguf/ladder.cu
 has one kernel for each variant.

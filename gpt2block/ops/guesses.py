@@ -92,8 +92,8 @@ def bind_take(
 
     drawn: tokens and log-probabilities of M rows, `together` rows per slot. The tokens that are
     taken update guesses, state and counts of their sequences, and `slots` gets the rows of the next
-    step. report (2, 3, M) int32 gets tokens, bits of the log-probabilities, and flags; even and odd
-    turns of a slot use its two halves alternately.
+    step. report (2, 3, M) int32 gets tokens, bits of the log-probabilities, and flags: report[0] if
+    the slot's `turn` (number of launches) is even, else report[1].
     """
     arrays = (*drawn, *slots, *guesses, state.position, state.step, state.token, state.logprob)
     arrays += (state.seen, counts, report)

@@ -206,10 +206,10 @@ def bind_state(
 
     A run writes token and logprob, marks the token in seen, and adds one to position and step;
     position stays below n_ctx. out is `state.token`. slots: rows of the state, all different; None:
-    M rows in order. report (2, 2, M) int32 gets a copy of token and of the bits of logprob: its
-    first half in even steps (with slots, in even turns), its second half in odd ones. It may be
-    host memory. changes (B, 258), together with state.seen: the `changes` of each row. counts
-    (B, V) int32, needed for penalties: how often each token was drawn. A run increments counts.
+    M rows in order. report (2, 2, M) int32 gets a copy of token and of the bits of logprob, in
+    report[0] if the step (with slots, their `turn`) is even, else in report[1]. report may be host
+    memory. changes (B, 258), together with state.seen: the `changes` of each row. counts (B, V)
+    int32, needed for penalties: how often each token was drawn. A run increments counts.
     """
     slot_arrays = slots or (None,) * len(Slots._fields)
     inputs = (logits, *state, *slot_arrays, changes, counts, report)
