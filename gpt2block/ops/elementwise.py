@@ -53,7 +53,7 @@ ADD = Operation(
 
 
 def add(a: CudaArray, b: CudaArray) -> CudaArray:
-    """`reference.add` on float32 CuPy arrays of one shape; raises InputError."""
+    """Compute `reference.add` on float32 CuPy arrays of one shape. Raises InputError."""
     return call(ADD, contiguous(a, b)).out
 
 
@@ -71,7 +71,7 @@ GELU = Operation(
 
 
 def gelu(x: CudaArray) -> CudaArray:
-    """`reference.gelu` on a float32 CuPy array; returns a new array. Raises InputError."""
+    """Compute `reference.gelu` of a float32 CuPy array, in a new array. Raises InputError."""
     if isinstance(x, cupy.ndarray):
         check_alignment("x", x)
         x = x.copy(order="C")  # the kernel works in place
@@ -120,7 +120,7 @@ SILU_MUL = Operation(
 
 
 def silu_mul(gate: CudaArray, up: CudaArray, gelu: bool = False) -> CudaArray:
-    """`reference.silu_mul` on CuPy arrays of one shape and dtype, float32 or 16 bits.
+    """Compute `reference.silu_mul` on CuPy arrays of one shape and dtype, float32 or 16 bits.
 
     Raises InputError.
     """
