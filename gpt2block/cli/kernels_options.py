@@ -44,7 +44,7 @@ class KernelsOptions:
 
 @dataclass(frozen=True)
 class OwnOptions:
-    """A user's kernel; the help shows these options in a panel of their own."""
+    """Options for a user's own kernel, which the help shows in a separate panel."""
 
     mine: Path | None = path_option(
         "Check a kernel of your own; on a GPU, time it together with the variants. Host code of "

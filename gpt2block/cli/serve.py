@@ -1,4 +1,4 @@
-"""`gpt2block serve`: an HTTP server that speaks OpenAI's protocol."""
+"""`gpt2block serve`: run an HTTP server that speaks OpenAI's protocol."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 
 NEEDED = ("jinja2", "starlette", "uvicorn", "sse_starlette", "pydantic", "prometheus_client")
 HOST, PORT = "127.0.0.1", 8000
-MOST_KEYS = 2**20  # bytes of the file of keys
-LEAST_KEY = 16  # characters
-ONLY_KEY = "default"  # the name of one without a name
+MOST_KEYS = 2**20  # maximum bytes of the file of API keys
+LEAST_KEY = 16  # minimum characters of an API key
+ONLY_KEY = "default"  # name of the only key in a file, if the file gives no name
 
 
 @dataclass(frozen=True)
@@ -172,10 +172,10 @@ def serve(
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """A socket that holds the port while the model is loaded, and does not listen yet.
+    """Bind a socket, which reserves the port while the model is loaded. It does not listen yet.
 
-    On Linux, two sockets with SO_REUSEADDR can have the same port until one listens. So it is
-    without, unless closed connections of an earlier server are left, which need it.
+    On Linux, two sockets with SO_REUSEADDR can have the same port until one listens. Therefore this
+    option is set only if binding without it fails, as after closed connections of another server.
     """
     held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
@@ -196,7 +196,7 @@ def _bound(host: str, port: int) -> socket.socket:
 
 
 def _bound_file(path: Path) -> socket.socket:
-    """A Unix socket at a path, in the place of one at which no server listens."""
+    """Bind a Unix socket at a path; replace an existing socket to which no server listens."""
     if not hasattr(socket, "AF_UNIX"):
         raise InputError("--uds: this system has no Unix sockets: use --port")
     held = socket.socket(socket.AF_UNIX)
@@ -216,7 +216,7 @@ def _bound_file(path: Path) -> socket.socket:
 
 
 def _reload(server: Server, file: Path | None) -> None:
-    """Read the keys again. The keys of before stay if there are none to read."""
+    """Read the file of API keys again. The server's keys stay if the file cannot be read."""
     if file is None or str(file) == "-":
         log.warning("SIGHUP: ignored, as no --api-key-file can be read again")
         return
@@ -237,13 +237,13 @@ def _host(given: str) -> str:
 
 
 def _name(model: str) -> str:
-    """The name of a hub id itself, of a path its last part."""
+    """Return the model's default name for clients: a path's last part, or the hub id itself."""
     path = Path(model)
     return path.resolve().name or model if path.exists() else model
 
 
 def _keys(file: Path) -> dict[str, str]:
-    """Keys by their names. No error shows a key."""
+    """Read API keys: name → key. No error message contains a key."""
     lines = [line.split() for line in read_text(str(file), MOST_KEYS).splitlines()]
     lines = [line for line in lines if line and not line[0].startswith("#")]
     if len(lines) == 1 and len(lines[0]) == 1:
@@ -272,7 +272,7 @@ def _network(proxy: str) -> str:
 
 
 def _origin(given: str) -> str:
-    """As browsers send it: in lower case, without a path."""
+    """Return an origin as browsers send it: in lower case. Raises InputError for a path."""
     if given != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#@*\s]+", given.lower()):
         raise InputError(
             "--cors-origin: expected an origin without a path, such as https://example.com, or "
