@@ -190,7 +190,7 @@ class Conversation:
     def _fitting(
         self, messages: Sequence[Message], template: dict[str, Any], new: int
     ) -> list[int]:
-        """Return the prompt's token ids, without the oldest turns if `new` tokens do not fit.
+        """Return the prompt's token ids; leave out the oldest turns if `new` tokens do not fit.
 
         template: arguments of `ChatTemplate.ids`.
         """
@@ -222,7 +222,7 @@ def _turns(messages: Sequence[Message]) -> list[int]:
 
 
 def read_messages(value: Any) -> list[Message]:
-    """Return a list of messages from JSON: a text, a message or a list. Raises InputError."""
+    """Convert parsed JSON (a text, a message or a list) to a list of messages, and check them."""
     if isinstance(value, str):
         value = {"role": "user", "content": value}
     messages = [value] if isinstance(value, dict) else value

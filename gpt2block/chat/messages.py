@@ -14,7 +14,7 @@ from gpt2block.errors import InputError, shown
 
 Message = Mapping[str, Any]  # "role", "content", and other fields that the template reads
 EXPECTED = "expected a list of messages such as {'role': 'user', 'content': 'Hello'}"
-USUAL_ROLES = ("user", "assistant")  # a template may handle them in an "else" without their names
+USUAL_ROLES = ("user", "assistant")  # roles that a template may handle in an "else" only
 # Fields that clients send back with every answer. Empty ones are treated as absent.
 ABSENT_IF_EMPTY = (
     "tool_calls", "refusal", "audio", "annotations", "function_call", "reasoning_content"
@@ -34,7 +34,7 @@ class TemplateNames(NamedTuple):
 
 
 def checked(messages: Any) -> None:
-    """Raise InputError unless `messages` are valid messages, whatever the chat template."""
+    """Raise InputError unless `messages` have a valid form; the template is not considered."""
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         raise InputError(f"messages: {EXPECTED}, got {shown(messages)}")
     if not messages:
@@ -48,7 +48,7 @@ def checked(messages: Any) -> None:
 def normalized(
     messages: Any, names: TemplateNames, arguments_as_objects: bool = True
 ) -> list[dict[str, Any]]:
-    """Return the messages in the form that a template with these names reads.
+    """Return `messages` in the form that a chat template with the names `names` reads.
 
     Null fields, and empty fields in ABSENT_IF_EMPTY, are removed. The content becomes one text,
     joined from its parts; a missing content of the assistant becomes "". Arguments of tool calls

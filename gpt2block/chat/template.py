@@ -21,7 +21,7 @@ from gpt2block.tokenizers.encoding import Encoding, Spans
 
 # Names of arguments of `render` and `ids`, which cannot be variables of a template.
 ARGUMENTS = ("add_generation_prompt", "continue_final_message", "messages", "encoding", "self")
-SECONDS = 10.0  # time limit of a rendering
+SECONDS = 10.0  # time limit of a rendering, in seconds
 WORKER = Path(__file__).with_name("worker.py")
 
 
@@ -103,7 +103,7 @@ class ChatTemplate:
     def placed(
         self, messages: Sequence[Message], *more: Any, **variables: Any
     ) -> tuple[str, Spans]:
-        """Return the text of `render`, and the ranges in it that come from its arguments."""
+        """Return the text of `render`, and the ranges that come from messages and variables."""
         found = self._rendered(True, messages, *more, **variables)
         return found["text"], found["places"]
 
@@ -267,7 +267,7 @@ class ChatTemplate:
 
 
 def _ended_at(found: dict[str, Any], content: str, mark: str) -> dict[str, Any]:
-    """Cut a rendering after the last message's content, which `mark` follows, like transformers."""
+    """Cut a rendering after the last message's content, where `mark` is, as transformers does."""
     text = found["text"]
     if text.count(mark) != 1 or content.strip() not in text:
         raise InputError(

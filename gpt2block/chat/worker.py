@@ -115,7 +115,7 @@ class MarkedText(str):
         return MarkedText(str.join(new, self._pieces(pieces, len(old))))
 
     def _pieces(self, found: Any, gap: int) -> Any:
-        """Locate strings in the text, in order, `gap` or more apart; return slices with marks."""
+        """Locate strings in order, at least `gap` characters apart; return slices with marks."""
         whole, at, pieces = plain(self), 0, []
         for piece in [found] if isinstance(found, str) else found:
             start = whole.find(piece, at)
@@ -143,7 +143,8 @@ def _method(name: str) -> Callable[..., Any]:
     return method
 
 
-_KEEPING = ("__add__", "__mul__", "__rmul__", "__mod__", "__getitem__", "join")  # methods keep marks
+# Methods whose results keep the marks of the text
+_KEEPING = ("__add__", "__mul__", "__rmul__", "__mod__", "__getitem__", "join")
 _COMPARING = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__contains__")
 _OTHERS = {name for name in dir(str) if not name.startswith(("_", "format", "make", "replace"))}
 for _name in {*_KEEPING, *_COMPARING, *_OTHERS, "__hash__", "__repr__"}:

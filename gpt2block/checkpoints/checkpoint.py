@@ -94,7 +94,7 @@ class Checkpoint:
         return self.directory
 
     def has_tokenizer(self) -> bool:
-        """Return whether a complete tokenizer is stored locally, next to the weights or in GGUF.
+        """Return whether a complete tokenizer is stored locally, with the weights or in GGUF.
 
         False for a hub model if the cache does not record whether all of its tokenizer files exist.
         No request is sent. Raises CheckpointError if files cannot be read.
@@ -151,7 +151,7 @@ class Checkpoint:
 
     @property
     def nbytes_in_blocks(self) -> int:
-        """Bytes of the weights if matrices stay in the GGUF file's blocks; 0 if no matrix can."""
+        """Bytes of the weights if matrices keep GGUF's quantized blocks; 0 if no matrix can."""
         return gguf_types.bytes_in_blocks(self.stored.values())
 
     def tensors(self, in_blocks: bool = False) -> Iterator[tuple[str, Any, str | None]]:

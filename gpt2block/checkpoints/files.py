@@ -78,7 +78,7 @@ def file_size(file: Path) -> int:
 
 
 def read_start(file: Path, length: int = -1) -> bytes:
-    """Return at most the first `length` bytes of a file; -1: all bytes. Raises CheckpointError."""
+    """Return up to `length` first bytes of a file, or with -1 all bytes. Raises CheckpointError."""
     is_file(file)  # refuses a named pipe: opening it would wait for a writer
     with about(file), file.open("rb") as stream:
         return stream.read(length)
@@ -111,7 +111,7 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def first_names(names: Iterable[str]) -> str:
-    """Join the first names for a message, and append … if there are more."""
+    """Join the first names for a message; "…" stands for further names."""
     listed = list(names)
     rest = ", …" if len(listed) > _NAMED_AT_MOST else ""
     return ", ".join(listed[:_NAMED_AT_MOST]) + rest

@@ -50,7 +50,7 @@ _READ = {
     "rope.scaling.attn_factor", "tensor_data_layout",
 }  # fmt: skip
 _NEEDED = ("block_count", "embedding_length", "attention.head_count", "feed_forward_length")
-# Keys that are accepted only with the value here, which has no effect
+# GGUF key → the only value that is accepted, because it has no effect
 _NEUTRAL: Mapping[str, Any] = {
     "attention.causal": True, "attention.sliding_window": 0, "attention.scale": 0.0,
     "expert_count": 0, "expert_used_count": 0, "logit_scale": 1.0, "embedding_scale": 1.0,
@@ -83,7 +83,7 @@ def read_model(file: Path) -> tuple[ModelConfig, dict[str, Stored]]:
 
 
 def differences(config: ModelConfig, name: str) -> tuple[int, float]:
-    """Return how a tensor in a file differs from the model's: `heads` and `added` of `Encoded`."""
+    """Return fields `heads` and `added` of `Encoded`, which convert a file's tensor to ours."""
     heads = 0
     if architecture_of(config).GGUF_ROPE_INTERLEAVED:
         n_kv_head = config.kv_width // config.head_size
@@ -92,12 +92,12 @@ def differences(config: ModelConfig, name: str) -> tuple[int, float]:
 
 
 def fields_of(kind: type[ModelConfig]) -> Mapping[str, tuple[str, Any]]:
-    """Return GGUF key → (field of the config, value in a file without the key)."""
+    """Return a mapping of GGUF key → (field of the config, value in a file without the key)."""
     return _OF_LLAMA if issubclass(kind, LlamaConfig) else _OF_GPT2
 
 
 def following(config: ModelConfig) -> dict[str, tuple[str, int]]:
-    """Return the GGUF keys that the config determines: key → (value in words, value)."""
+    """Return the GGUF keys that follow from the config's sizes: key → (value in words, value)."""
     if isinstance(config, LlamaConfig):
         return {
             "attention.value_length": ("the head size", config.head_size),
@@ -197,7 +197,7 @@ def _llama_config(
     flags = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_gate.bias"}
     fields |= {flag: name in header.tensors for flag, name in flags.items() if flag in kind.FLAGS}
     config = kind(**fields, bos_token_id=header.metadata.get("tokenizer.ggml.bos_token_id"))
-    # Values that replace an absent or zero key. All other keys are replaced by 1.
+    # Values that replace absent or zero values of keys. All other keys have the default 1.
     neutral = {
         "attention.scale": config.head_size**-0.5, "attention.sliding_window": 0,
         "rope.dimension_count": 0, "rope.freq_base_swa": 10000.0, "embedding_dtype": "float32",
@@ -208,7 +208,7 @@ def _llama_config(
 
 
 def _scaling(prefix: str, settings: Mapping[str, Any], header: Header) -> RopeScaling | None:
-    """Return the RoPE scaling: linear, YaRN, or factors in one or two tensors; None without one."""
+    """Return the RoPE scaling: linear, YaRN, or factors in one or two tensors; None if absent."""
     kind = settings.get("rope.scaling.type", "linear")  # llama.cpp has the same default
     present = {name for name in (ROPE_FACTORS, *LONGROPE_FACTORS) if name in header.tensors}
     long = present == {*LONGROPE_FACTORS}

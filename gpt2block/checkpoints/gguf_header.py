@@ -42,7 +42,7 @@ class _TruncatedError(ValueError):
 
 
 class _UnusableError(ValueError):
-    """Raised after a complete value of a kind that no supported key has."""
+    """Raised after reading a complete value of a kind that no supported key has."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Header:
         return {key.removeprefix(prefix): self.metadata[key] for key in keys}
 
     def check_usable(self, *prefixes: str) -> None:
-        """Raise CheckpointError if a key with one of these prefixes has an unusable value."""
+        """Raise CheckpointError if a key with one of `prefixes` has an unusable value."""
         for key, reason in self.unusable.items():
             if key.startswith(prefixes):
                 raise CheckpointError(f"{printable(key, 100)}: {reason} is not supported")
@@ -100,7 +100,7 @@ class _Bytes:
         return data
 
     def count(self, least: int = 1) -> int:
-        """Read a number of entries, as uint64. Entries of `least` bytes each must fit in `left`."""
+        """Read a uint64 number of entries, which must fit in the file at `least` bytes each."""
         number = int.from_bytes(self.take(8), "little")
         if number * least > self.left:
             raise _TruncatedError(
@@ -138,7 +138,7 @@ def _read(file: Path, data: _Bytes, size: int) -> Header:
                                   "gguf-convert-endian of the package gguf writes")  # fmt: skip
         raise ValueError(f"expected version 2 or 3, got {version}: write it again with a current "
                          "llama.cpp")  # fmt: skip
-    n_tensors, n_keys = data.count(24), data.count(13)  # minimum bytes of a tensor, of a key
+    n_tensors, n_keys = data.count(24), data.count(13)  # arguments: minimum bytes of an entry
     metadata: dict[str, Any] = {}
     unusable: dict[str, str] = {}
     for _ in range(n_keys):
@@ -192,7 +192,7 @@ def _decoded(strings: Iterable[bytes]) -> list[str]:
 
 
 def _skip_arrays(data: _Bytes, count: int) -> None:
-    """Skip `count` arrays and the arrays nested in them. Each begins with a type and a length."""
+    """Skip `count` arrays and the arrays nested in them. An array begins with type and length."""
     while count:
         count -= 1
         of = data.integer()

@@ -96,7 +96,7 @@ def save_gguf(
 
 
 def metadata_of(config: ModelConfig) -> dict[str, Any]:
-    """Return the GGUF keys that describe a config, which `gguf.read_model` reads."""
+    """Return the GGUF metadata that describe a config, in the form that `gguf.read_model` reads."""
     named = architecture_of(config).GGUF
     keys = {key: getattr(config, field) for key, (field, _) in gguf.fields_of(type(config)).items()}
     keys |= {key: value for key, (_, value) in gguf.following(config).items()}
@@ -289,7 +289,7 @@ def _described(
     tokens = range(config.vocab_size)  # config.json may name end tokens outside the vocabulary
     ends = [*dict.fromkeys(id_ for id_ in (*named, *config.eos_token_ids) if id_ in tokens)]
     by_text = end_tokens(found, config.vocab_size)
-    ends[1:] = sorted(ends[1:], key=by_text.__contains__)  # ids that need a key come first
+    ends[1:] = sorted(ends[1:], key=by_text.__contains__)  # ids that need a GGUF key come first
     found |= zip(_ENDS, ends, strict=False)
     lost = [id_ for id_ in ends[len(_ENDS) :] if id_ not in by_text]
     if lost:

@@ -36,7 +36,7 @@ _READ = {
     "model", "pre", "tokens", "scores", "token_type", "merges", "add_bos_token", "add_space_prefix",
     "token_type_count",
 }  # fmt: skip
-# Keys that are accepted only with the value here, which has no effect
+# GGUF key → the only value that is accepted, because it has no effect
 _NEUTRAL: Mapping[str, Any] = {"add_eos_token": False, "add_sep_token": False,
                                "remove_extra_whitespaces": False}  # fmt: skip
 
@@ -57,7 +57,7 @@ _PUNCTUATION = {"type": "Punctuation", "behavior": "Contiguous"}
 
 
 def _splits(*expressions: str) -> list[Mapping[str, Any]]:
-    """Return pre-tokenizer steps: a split by each regular expression in turn, then bytes."""
+    """Return pre-tokenizer steps: a split by each expression in turn, then conversion to bytes."""
     flags = {"behavior": "Isolated", "invert": False}
     return [
         *({"type": "Split", "pattern": {"Regex": each}, **flags} for each in expressions),
@@ -279,7 +279,7 @@ def _is_run(token: str) -> bool:
 def _merges(
     tokens: Sequence[str], kinds: Sequence[int], scores: Sequence[float]
 ) -> list[tuple[str, str]]:
-    """Return every pair of tokens that form a third token, best score of the third token first.
+    """Return all pairs of tokens that form a third token, by the third token's score, best first.
 
     The left part of user-defined runs of spaces is as long as possible.
     """

@@ -132,7 +132,7 @@ def _meaning(spec: Any) -> dict[str, Any]:
         users = {each["content"] for each in spec["added_tokens"] if not each.get("special", True)}
         runs = {user for user in users if not user.strip("▁")}
         applied = [pair for pair in merges if "".join(pair) not in users - runs]
-        n = sum("".join(pair) in runs for pair in applied)  # merges of runs come first
+        n = sum("".join(pair) in runs for pair in applied)  # merges of runs, which come first
         same = groupby(applied[n:], "".join)
         merges = sorted(applied[:n]) + [pair for _, each in same for pair in sorted(each)]
     return {
@@ -170,7 +170,7 @@ def _before(spec: Any) -> list[Any]:
 
 
 def _steps(spec: Any, part: str) -> list[dict[str, Any]]:
-    """Return the steps of a part of the pipeline; steps of equal effect have the same form."""
+    """Return the steps of a tokenizer's part, normalized so that equivalent steps are equal."""
     step = spec.get(part)
     if not step:
         return []

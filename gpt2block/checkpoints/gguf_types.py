@@ -1,4 +1,4 @@
-"""Read tensors of GGUF files: dequantize them with the package `gguf`, or keep their blocks."""
+"""Read tensors of GGUF files: dequantize them with the package `gguf`, or keep them quantized."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gpt2block.weights.gguf import BORDER, TYPES, GgufMatrix, range_bytes
 from gpt2block.weights.gguf_packing import BlockRows, packed_on_device
 
 _DECODED_AT_ONCE = 2**20  # values that are dequantized at once
-FLOAT, NARROW = 4, 2  # bytes per value of tensors that are not in blocks: vectors, matrices
+FLOAT, NARROW = 4, 2  # bytes per value outside quantized blocks: in vectors, in matrices
 _NATIVE: Mapping[str, str] = {"F32": "float32", "F16": "float16", "F64": "float64",
                               "BF16": "bfloat16"}  # fmt: skip
 
@@ -122,7 +122,7 @@ class Encoded(Stored):
 
 
 def kept(tensor: Stored) -> list[tuple[str, Encoded]]:
-    """Return (type, part) for each part of a matrix that can stay in GGUF blocks, else []."""
+    """Return (type, part) for each part of a matrix; [] if it cannot keep its quantized blocks."""
     pieces = [piece for piece in tensor.pieces if isinstance(piece, Encoded)]
     if len(pieces) != len(tensor.pieces) or tensor.layout != "NK" or tensor.head_order:
         return []
@@ -136,7 +136,7 @@ def kept(tensor: Stored) -> list[tuple[str, Encoded]]:
 
 @dataclass(frozen=True)
 class InBlocks:
-    """A matrix in the blocks of a GGUF file, which `on_host` and `on_device` read."""
+    """A matrix in quantized blocks of a GGUF file, which `on_host` and `on_device` read."""
 
     parts: list[tuple[str, Encoded]]
     K: int
@@ -152,13 +152,13 @@ class InBlocks:
 
 
 def in_blocks(tensor: Stored) -> InBlocks | None:
-    """Return the tensor as a matrix in GGUF blocks; None if kernels cannot read its blocks."""
+    """Return the tensor as a matrix in quantized blocks; None if kernels cannot read its blocks."""
     parts = kept(tensor)
     return InBlocks(parts, tensor.shape[1]) if parts else None
 
 
 def bytes_in_blocks(stored: Iterable[Stored]) -> int:
-    """Return the bytes of a model whose matrices stay in GGUF blocks; 0 if no matrix can."""
+    """Return the bytes of a model whose matrices keep quantized blocks; 0 if no matrix can."""
     total, found = 0, False
     for tensor in stored:
         parts = kept(tensor)

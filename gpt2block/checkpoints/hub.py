@@ -41,7 +41,7 @@ def check_revision(revision: str) -> None:
 
 
 def fetch(repo: str, revision: str | None = None) -> Path:
-    """Return a repository's weights file, or the index of its shards, after downloading it.
+    """Return a repository's weights file, or the index of its shards, downloaded if necessary.
 
     config.json is in the same folder. Cached files need no network. A name similar to that of a
     bundled model is refused without network, as the hub has few repositories without an owner. All
@@ -140,7 +140,7 @@ def _weights(repo: str, revision: str | None, cached: bool) -> Path:
         raise _MissingError(CONFIG)
     commit = config.parent.name
     found = (_get(repo, name, commit, cached) for name in MODEL_FILES)
-    file = next(filter(None, found), None)  # requests no further names once a file exists
+    file = next(filter(None, found), None)  # lazy: requests no further names once a file exists
     if file is None:
         raise _MissingError(f"any of {', '.join(MODEL_FILES)}")
     for shard in shards_of(file) if file.suffix == ".json" else ():

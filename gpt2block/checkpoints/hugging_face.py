@@ -213,7 +213,7 @@ def parse_config(config: Any) -> ModelConfig:
 
 
 def _gpt2_config(file: Path, found: Mapping[str, Stored]) -> GPT2Config:
-    """Return the GPT-2 config of the tensors' width, with their layers, vocabulary and context."""
+    """Return the GPT-2 size with the tensors' width, adapted to their layers, tokens and n_ctx."""
     n_embd, vocab_size, n_ctx = (
         next(iter(found[name].shape), 0) if name in found else 0
         for name in ("h.0.ln_1.weight", "wte.weight", "wpe.weight")

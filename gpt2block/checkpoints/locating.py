@@ -49,7 +49,7 @@ def nearest(name: str) -> str | None:
 
 
 def locate(name: str) -> Path:
-    """Return the local weights file, or the index of several, for a bundled model or a path.
+    """Return the weights file, or the index of several files, for a bundled model or a path.
 
     A path is a folder or a file. Raises CheckpointError.
     """
@@ -59,7 +59,7 @@ def locate(name: str) -> Path:
         return find_smollm2()
     if not name:
         raise CheckpointError("weights: expected a name or a path, got an empty string")
-    with about(name, (RuntimeError, ValueError), "cannot be read: {}"):  # an unknown user in ~user
+    with about(name, (RuntimeError, ValueError), "cannot be read: {}"):  # such as an unknown ~user
         path = Path(name).expanduser()
     with about(path, (ValueError,), "cannot be read: {}"):  # a null character in the name
         if path.is_dir():

@@ -54,7 +54,7 @@ class Naming:
         return name if name == "lm_head.weight" else self.prefix + name
 
     def layers(self, names: Mapping[str, object]) -> int:
-        """Return the number of blocks that have tensors. names: the tensors', without prefixes."""
+        """Return the number of blocks with tensors. names: names of tensors without prefixes."""
         pattern = re.compile(re.escape(self.block) + r"(\d+)\.")
         return len({found[1] for name in names if (found := pattern.match(name))})
 
@@ -69,7 +69,7 @@ class Naming:
         return shape[::-1] if turned else shape
 
     def parts(self, config: ModelConfig) -> dict[str, dict[str, Shape]]:
-        """Return gpt2block's name → {name in a file without prefixes: shape} of all tensors.
+        """Return a mapping: gpt2block's tensor name → {name in a file without prefixes: shape}.
 
         A tensor in the file that joins the rows of several of gpt2block's tensors is listed under
         the name of the first.
@@ -117,7 +117,7 @@ class Naming:
         return self._ours(config, whole)
 
     def _ours(self, config: ModelConfig, whole: Mapping[str, Stored]) -> dict[str, Stored]:
-        """Return the tensors by gpt2block's names; split tensors that join the rows of several."""
+        """Return tensors by gpt2block's names. Tensors that join the rows of several are split."""
         stored, ends = {}, dict.fromkeys(whole, 0)
         sharing = Counter(map(self.first_of, model_shapes(config)))
         for ours, shape in model_shapes(config).items():
@@ -181,7 +181,7 @@ def _check(
 
 
 def _names(architecture: Mapping[str, tuple[str, str]], column: int) -> dict[str, tuple[str, ...]]:
-    """Return gpt2block's name → names in a file. column: 0 for Hugging Face, 1 for GGUF."""
+    """Map gpt2block's names to names in a file. column: 0 for Hugging Face, 1 for GGUF."""
     found = {}
     for pair, modules in architecture.items():
         module = modules[column]
@@ -191,7 +191,7 @@ def _names(architecture: Mapping[str, tuple[str, str]], column: int) -> dict[str
     return found
 
 
-ROPE_FACTORS = "rope_freqs.weight"  # tensor in GGUF files
+ROPE_FACTORS = "rope_freqs.weight"  # name of a tensor in GGUF files
 LONGROPE_FACTORS = ("rope_factors_short.weight", "rope_factors_long.weight")
 
 

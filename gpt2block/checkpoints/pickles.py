@@ -89,7 +89,7 @@ class Unpickler:
         raise CheckpointError(f"expected a pickle of at most {MAX_OPCODES:,} opcodes, got more")
 
     def _read(self, length: int) -> bytes:
-        """Return exactly `length` bytes; a length beyond the limit raises before an allocation."""
+        """Return exactly `length` bytes. Beyond the limit, raise before memory is allocated."""
         if length > self._left:
             if self._complete:
                 raise CheckpointError("truncated: its pickle goes beyond the end")
@@ -164,7 +164,7 @@ class Unpickler:
         self._push(function(arguments))
 
     def _build(self) -> None:
-        """Drop an OrderedDict's attributes (`_metadata`); refuse attributes of other objects."""
+        """Drop attributes of an OrderedDict (`_metadata`); refuse attributes of other objects."""
         state, target = self._stack.pop(), self._stack[-1]
         if not isinstance(target, OrderedDict) or not isinstance(state, dict):
             raise CheckpointError(f"its pickle sets attributes of {describe(target)}: refused")

@@ -177,7 +177,7 @@ class Storages:
     def __call__(self, identity: Any) -> Storage:
         """Return the storage of ("storage", type, key, device, number of elements[, None])."""
         parts = identity if type(identity) is tuple else ()
-        if len(parts) == 6 and parts[5] is None:  # legacy layout (a view only in PyTorch 0.3)
+        if len(parts) == 6 and parts[5] is None:  # legacy layout; PyTorch 0.3: parts[5] is a view
             parts = parts[:5]
         if (
             len(parts) != 5

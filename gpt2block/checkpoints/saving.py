@@ -90,7 +90,7 @@ def save_pretrained(
         warn_of_factor(directory, weights.config, "transformers", stored)
         config = weights.config.to_hugging_face() | {"torch_dtype": stored}
         if config.get("embedding_dtype") == stored:
-            # torch_dtype implies this key. `transformers` would copy it into a cast model's config.
+            # torch_dtype implies embedding_dtype, which `transformers` would copy to a cast model.
             del config["embedding_dtype"]
         (new / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         for name, content in copied.items():
@@ -286,7 +286,7 @@ def _converted(
 def _header(
     naming: Naming, parts: Mapping[str, Mapping[str, Shape]], dtypes: Mapping[str, str]
 ) -> bytes:
-    """Return the JSON header of a .safetensors file whose tensors are stored in the given order.
+    """Return the JSON header of a .safetensors file with the tensors in the order of `parts`.
 
     parts: gpt2block's name → {name in the file: shape}. dtypes: gpt2block's name → dtype.
     """

@@ -108,7 +108,7 @@ class Stored:
         return replace(self, offset=offset, shape=(end - begin,)).read()
 
     def read_into(self, array: NDArray[Any]) -> None:
-        """Read into a C-contiguous array of equal shape and dtype. Raises CheckpointError."""
+        """Fill a C-contiguous array of the tensor's shape and dtype. Raises CheckpointError."""
         if self.offset is None:
             array[...] = 0
             return
@@ -130,7 +130,7 @@ def reorder(rows: NDArray[Any], head_order: Sequence[int]) -> None:
 
 
 def joined(parts: Sequence[Stored]) -> Stored:
-    """Join tensors (rows, …) of one layout by their rows; a single tensor is returned unchanged.
+    """Join tensors (rows, …) of one layout along the rows; a single tensor is returned unchanged.
 
     Parts of several dtypes are read as float32, such as Q and K of type Q4_K and V of F16.
     """

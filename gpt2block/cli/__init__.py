@@ -135,7 +135,7 @@ def _open_null_if_closed(descriptor: int, mode: int) -> None:
         if null != descriptor:
             os.dup2(null, descriptor)
             os.close(null)
-        os.set_inheritable(descriptor, True)  # like other standard streams, for child processes
+        os.set_inheritable(descriptor, True)  # child processes inherit standard streams
 
 
 def _checked(stream: TextIO | None, descriptor: int) -> TextIO:

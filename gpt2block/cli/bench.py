@@ -44,7 +44,7 @@ def race(
     plot: Path | None,
     as_json: bool,
 ) -> bool:
-    """Time gpt2block's kernels and their peers, print and plot; False if a result is wrong."""
+    """Time kernels and peers, print and plot. Return False if a result of gpt2block is wrong."""
     checks = [] if plot is None else [partial(check_file, plot)]
     check_all(partial(check_peer, peer), *checks, later=partial(measure.gpu_index, device))
     report = bench.run(works, device, peer, lambda each: tracked(each, "bench"))
@@ -111,7 +111,7 @@ _KERNELS = (
 
 
 def _decoding(row: BenchRow) -> tuple[str, ...]:
-    """Return lines on the method of benchmarks of a whole model. row: a result of this model."""
+    """Return lines that explain how whole models are timed. row: a result of the timed model."""
     sizes = row.sizes
     if "n_kv_head" in sizes:
         name, of, exact, steps = "Llama", "", "float32", ""

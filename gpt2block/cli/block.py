@@ -122,7 +122,7 @@ def _of_trained_weights(options: BlockOptions) -> BlockReport:
             f"{length} tokens: {options.weights} has positions for n_ctx = {config.n_ctx}: "
             "give --seq-len or a shorter text"
         )
-    checkpoint.check_layer(options.layer)  # before the first block is computed
+    checkpoint.check_layer(options.layer)  # raises before the first block is computed
     check_choice("dtype", options.dtype, FLOATS)
     x = reference.encoder(ids, ends.wte, ends.wpe).astype(FLOATS[options.dtype])
     truth: NDArray[np.floating[Any]] = x.astype(np.float64)

@@ -107,7 +107,7 @@ def chat(
     from gpt2block.chat.conversation import Conversation, read_messages  # noqa: PLC0415
 
     if isinstance(sys.stdin, TextIOWrapper):
-        sys.stdin.reconfigure(errors="surrogateescape")  # only invalid messages are refused
+        sys.stdin.reconfigure(errors="surrogateescape")  # invalid UTF-8 fails its message only
     messages = [] if file is None else _read(file, read_messages)
     if system is not None:
         messages = [_system(system), *(m for m in messages if m["role"] != "system")]
@@ -143,7 +143,7 @@ def _read(file: Path, read: Callable[[Any], list[Any]]) -> list[Any]:
 
 
 def _answer_lines(conversation: Conversation, options: ChatOptions) -> None:
-    """Answer each user message on stdin; only append messages of other roles."""
+    """Answer each user message from stdin; append messages of other roles without an answer."""
     from gpt2block.chat.conversation import read_messages  # noqa: PLC0415
 
     for line in filter(str.strip, sys.stdin):
@@ -223,7 +223,7 @@ class Session:
                 while not lines[-1].rstrip().endswith(QUOTES):
                     lines.append(self._line(". "))
                 lines[-1] = lines[-1].rstrip().removesuffix(QUOTES)
-                return " " + "\n".join(lines)  # the space prevents a command
+                return " " + "\n".join(lines)  # the leading space marks a text, not a command
             except EOFError:
                 if self._typed:
                     self._stderr.print()

@@ -39,7 +39,7 @@ def variants(context: typer.Context, incomplete: str) -> list[str]:
 
 
 def solutions(context: typer.Context, incomplete: str) -> list[str]:
-    """Complete an exercise's number; the exercise has a solution for the operation in the line."""
+    """Complete the number of an exercise with a solution for the operation on the command line."""
     from gpt2block.mine.solutions import names  # noqa: PLC0415  (needed here alone)
 
     found = _operation(context)

@@ -29,7 +29,7 @@ _UNNOTICED = 0.3  # seconds of compilation without a message
 
 
 def console() -> Console:
-    """Return a console on stdout. Its width is COLUMNS, else the terminal's; 120 in a pipe."""
+    """Return a console on stdout, as wide as COLUMNS, else the terminal; 120 columns in a pipe."""
     stated = os.environ.get("COLUMNS", "")
     piped = None if sys.stdout.isatty() else WIDTH_WHEN_PIPED
     return Console(width=int(stated) if _COLUMNS.fullmatch(stated) else piped, highlight=False)

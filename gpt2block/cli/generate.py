@@ -147,7 +147,7 @@ class Stopwatch:
 
 
 def _follow(run: Run, clock: Stopwatch, writer: Writer | None) -> bool:
-    """Generate all tokens. Ctrl-C ends the generation and closes the rows: return True then.
+    """Generate all tokens. Return True if Ctrl-C ended the generation, after closing the rows.
 
     A second Ctrl-C raises KeyboardInterrupt.
     """
@@ -180,7 +180,7 @@ def _summary(loaded: Model[Any], seed: int, run: Run, clock: Stopwatch) -> str:
 
 
 def _sample(row: Row, has_text: bool) -> dict[str, Any]:
-    """Return a row for JSON: finish_reason is None after Ctrl-C, text without a tokenizer."""
+    """Return a row for JSON. finish_reason is None after Ctrl-C, text is None with no tokenizer."""
     return {
         "text": row.text if has_text else None,
         "tokens": row.tokens,

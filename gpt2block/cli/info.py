@@ -119,7 +119,7 @@ def _print_info(checkpoint: Checkpoint, facts: dict[str, Any]) -> None:
 def _generation_facts(
     ends: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]
 ) -> dict[str, str]:
-    """Return lines on the end tokens, and on generation_config.json's settings without tokens."""
+    """Return lines on end tokens and on generation_config.json's settings except token ids."""
     named = [
         f"{', '.join(str(end['id']) for end in same)} ({source})"
         for source, same in groupby(ends, key=itemgetter("source"))

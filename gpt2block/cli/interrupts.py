@@ -31,7 +31,7 @@ def raise_on_interrupt() -> None:
 
 
 def receive_on_a_thread() -> None:
-    """Block SIGINT in this thread and the threads it starts; a new thread passes it to Python.
+    """Block SIGINT in this and later threads; a separate thread passes SIGINT to Python's handler.
 
     The main thread must call this function before it imports libraries that start threads. Does
     nothing if the caller ignores SIGINT or has set a handler.

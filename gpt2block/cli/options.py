@@ -103,7 +103,7 @@ def add_command(app: typer.Typer, function: Callable[..., None], example: str) -
         except PrintableError as error:
             raise type(error)(error.message(_spelling(infos, given))) from error
 
-    run.__annotations__ = types  # Typer reads them together with the signature
+    run.__annotations__ = types  # Typer reads the annotations with the signature
     run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [
             inspect.Parameter(

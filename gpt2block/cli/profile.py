@@ -155,7 +155,7 @@ def _facts(found: Profile, output: Path) -> dict[str, Any]:
 
 
 def _with_bytes(row: PassTimes | TimedOperation) -> dict[str, Any]:
-    """Return a row for JSON. moved: bytes of weights, of activations and of the cache."""
+    """Return a row for JSON; `moved` has the bytes of weights, of activations and of the cache."""
     return {**asdict(row), "moved": row.moved._asdict()}
 
 
@@ -210,7 +210,7 @@ def _own_us(row: TimedOperation) -> str:
 
 
 def _print_times(out: Console, times: PassTimes) -> None:
-    """Print the parts of a pass's time: kernels that run alone, gaps and overlap."""
+    """Print the parts of a pass's time: the kernels' times alone, the gaps and the overlap."""
     moved = times.moved
     gaps = times.apart_us - times.own_us
     line = f"alone {times.own_us:,.1f} us + gaps {gaps:,.1f} us"

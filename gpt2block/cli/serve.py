@@ -196,7 +196,7 @@ def _bound(host: str, port: int) -> socket.socket:
 
 
 def _bound_file(path: Path) -> socket.socket:
-    """Bind a Unix socket at a path; replace an existing socket to which no server listens."""
+    """Bind a Unix socket at a path; replace an existing socket on which no server listens."""
     if not hasattr(socket, "AF_UNIX"):
         raise InputError("--uds: this system has no Unix sockets: use --port")
     held = socket.socket(socket.AF_UNIX)
@@ -272,7 +272,7 @@ def _network(proxy: str) -> str:
 
 
 def _origin(given: str) -> str:
-    """Return an origin as browsers send it: in lower case. Raises InputError for a path."""
+    """Return an origin in lower case, as browsers send it. Raises InputError if it has a path."""
     if given != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#@*\s]+", given.lower()):
         raise InputError(
             "--cors-origin: expected an origin without a path, such as https://example.com, or "
