@@ -35,8 +35,8 @@ class BenchOptions:
         "default), 1b or small."
     )
     dtype: str | None = option(
-        "Only bfloat16, float16 or float32; with --decode that of the weights, by default "
-        "bfloat16, also float8_e5m2 or float8_e4m3fn; with --llama by default float16 (1b: "
+        "Run only bfloat16, float16 or float32. With --decode: dtype of the weights, by default "
+        "bfloat16; also float8_e5m2 or float8_e4m3fn. With --llama: by default float16 (1b: "
         "bfloat16), then float8_e5m2.",
         complete=complete.dtypes,
     )

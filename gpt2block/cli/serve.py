@@ -55,38 +55,40 @@ def serve(
     *,
     model: ServedOptions,
     host: str = option(
-        "Address to listen at. Without a key only one of this machine, such as 127.0.0.1.", HOST
+        "Address to listen at. Without a key only an address of this machine, such as 127.0.0.1.",
+        HOST,
     ),
     port: int = option("Port to listen at; 0 for any that is free.", PORT),
     uds: Path | None = path_option(
-        "Unix socket to listen at, in place of --host and --port. Whoever may write to it may ask."
+        "Unix socket to listen at, in place of --host and --port. Whoever may write to the socket "
+        "may send requests."
     ),
     name: list[str] | None = option(
-        "Name of the model for clients, by default that of --model; repeat for more. Answers have "
-        "the first one."
+        "Name of the model for clients, by default the name of --model; repeat for more. Answers "
+        "contain the first name."
     ),
     api_key_file: Path | None = path_option(
-        "File with the keys of which clients must give one: lines NAME KEY, or one key alone. "
-        "SIGHUP reads it again."
+        "File with API keys, of which clients must send one: lines NAME KEY, or one key alone. "
+        "SIGHUP reads the file again."
     ),
     allowed_host: list[str] | None = option(
-        "Further name of this server that requests may have as their host, such as a proxy's; "
-        "repeat for more. With a key: others are refused then."
+        "Further host name that requests may use for this server, such as a proxy's; repeat for "
+        "more. With a key, this option refuses all other hosts."
     ),
     trusted_proxy: list[str] | None = option(
         "Address or network of a proxy whose X-Forwarded-For tells clients apart; repeat for more."
     ),
     cors_origin: list[str] | None = option(
-        "Origin of web pages that may ask, such as https://example.com; repeat for more. *, with a "
-        "key: any."
+        "Origin of web pages that may send requests, such as https://example.com; repeat for more. "
+        "With a key, * allows any origin."
     ),
     rows: int = option("Continuations computed together.", 64),
     queue: int = option("Continuations that may wait; further ones are refused.", 512),
     timeout: float | None = option("Seconds in which a request has to end; by default no limit."),
     connections: int = option("Connections that may be open.", 1024),
     reuse_prefixes: bool = option(
-        "Also reuse what was computed for drawn tokens of an earlier request, or by other kernels; "
-        "the last bits of results then depend on earlier requests.",
+        "Also reuse keys and values of tokens that an earlier request sampled, or that other "
+        "kernels computed; the last bits of results then depend on earlier requests.",
         False,
         "--reuse-prefixes",
     ),
@@ -94,7 +96,7 @@ def serve(
     draft_model: str | None = draft_option(),
     chat_template_kwargs: Mapping[str, Any] | None = chat_template_option(),
     log_level: Literal["error", "warning", "info"] = option(
-        "What standard error shows; info: also a line for each request.", "warning"
+        "Messages on standard error; info: also a line for each request.", "warning"
     ),
 ) -> None:
     """Serve a model over HTTP: for clients of OpenAI's protocol, and as a page for a browser.
