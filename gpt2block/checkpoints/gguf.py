@@ -83,7 +83,7 @@ def read_model(file: Path) -> tuple[ModelConfig, dict[str, Stored]]:
 
 
 def differences(config: ModelConfig, name: str) -> tuple[int, float]:
-    """Return fields `heads` and `added` of `Encoded`, which convert a file's tensor to ours."""
+    """Return `Encoded`'s `heads` and `added`: how a file's tensor differs from the model's."""
     heads = 0
     if architecture_of(config).GGUF_ROPE_INTERLEAVED:
         n_kv_head = config.kv_width // config.head_size
@@ -97,7 +97,7 @@ def fields_of(kind: type[ModelConfig]) -> Mapping[str, tuple[str, Any]]:
 
 
 def following(config: ModelConfig) -> dict[str, tuple[str, int]]:
-    """Return the GGUF keys that follow from the config's sizes: key → (value in words, value)."""
+    """Return GGUF keys whose values follow from the config: key → (value in words, value)."""
     if isinstance(config, LlamaConfig):
         return {
             "attention.value_length": ("the head size", config.head_size),

@@ -108,7 +108,10 @@ class Stored:
         return replace(self, offset=offset, shape=(end - begin,)).read()
 
     def read_into(self, array: NDArray[Any]) -> None:
-        """Fill a C-contiguous array of the tensor's shape and dtype. Raises CheckpointError."""
+        """Read the tensor into a C-contiguous array of the tensor's shape and dtype.
+
+        Raises CheckpointError if the file has become shorter.
+        """
         if self.offset is None:
             array[...] = 0
             return

@@ -57,7 +57,7 @@ def _in_settings(settings: Mapping[str, Any]) -> dict[str, tuple[int, Any]]:
 
 
 def _special_tokens(found: Mapping[str, tuple[int, Any]]) -> list[dict[str, Any]]:
-    """Return special tokens in tokenizer.json's format, by id. Raises ValueError for others."""
+    """Return special tokens as in tokenizer.json, by id. Raises ValueError for other tokens."""
     for token, (_, special) in found.items():
         if not special:
             raise ValueError(f"{token!r} is an added token that is not special, and not in "

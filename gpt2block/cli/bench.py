@@ -44,7 +44,7 @@ def race(
     plot: Path | None,
     as_json: bool,
 ) -> bool:
-    """Time kernels and peers, print and plot. Return False if a result of gpt2block is wrong."""
+    """Time kernels and peers, print and plot times. Return False if gpt2block's result is wrong."""
     checks = [] if plot is None else [partial(check_file, plot)]
     check_all(partial(check_peer, peer), *checks, later=partial(measure.gpu_index, device))
     report = bench.run(works, device, peer, lambda each: tracked(each, "bench"))

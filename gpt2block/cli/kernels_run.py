@@ -143,7 +143,7 @@ def _list(request: Request) -> None:
 
 
 def _small(request: Request) -> list[tuple[Sizes, Attrs]]:
-    """Return the last reduced sizes; with --shape, only the very last, with --shape's sizes."""
+    """Return the last reduced sizes; with --shape, the very last sizes, overridden by --shape."""
     known, shape = request.operation.cases, request.options.shape
     if shape is None:
         return list(known[-SIZES_OF_A_VARIANT:])
