@@ -14,9 +14,9 @@ from gpt2block.run.recording import Recordings
 
 
 class CudaPasses(Protocol):
-    """The part of `CudaModel` that the launches of its kv_caches need.
+    """The methods of `CudaModel` that recordings for its kv_caches need.
 
-    They get it with each call: a cache that kept its model would keep its memory, too.
+    Each call gets the model: a cache with a reference to it would keep the weights' memory, too.
     """
 
     config: ModelConfig
@@ -24,33 +24,33 @@ class CudaPasses(Protocol):
     recordings: Recordings
 
     def running(self) -> AbstractContextManager[None]:
-        """Hold the model's lock, with its device and stream current."""
+        """Hold the model's lock in a with block, and make its device and stream current."""
         ...
 
     def given(self) -> dict[str, Any]:
-        """Weights by their names in a plan, as decoding uses them."""
+        """Return name → weight for the steps of decoding."""
         ...
 
     def prompt_weights(self, head: bool) -> dict[str, Any]:
-        """Weights as prefill uses them; head: with lm_head for logits of all tokens."""
+        """Return name → weight for a prefill; head: with lm_head for the logits of all tokens."""
         ...
 
     def terms(self, rows: int) -> Mapping[str, Any]:
-        """The terms that x can have in decoding's products of so many rows."""
+        """Return weight → formats (`Terms`) that x may have in decoding's products, for `rows`."""
         ...
 
     def prefill_shape(
         self, batch: int, cached: bool, rows: int, longest: int, continued: bool, ends: int | None
     ) -> Prefill:
-        """The prefill of so many rows over a cache of `batch` rows; cached: it keeps layers."""
+        """Return the Prefill of `rows` tokens. batch: rows of the cache; cached: it has layers."""
         ...
 
     def forward_pass(self, shape: Prefill, do: Machine, want: Want | None) -> Any:
-        """A prefill of this shape, to what is wanted."""
+        """Run the steps of a prefill of this shape by a Machine, up to the output `want`."""
         ...
 
     def decode_pass(
         self, do: Machine, rows: int, terms: Mapping[str, Any] | None, together: int = 1
     ) -> Any:
-        """A step of decoding of so many rows, `together` of a sequence, to logits."""
+        """Run a decoding step up to logits. rows: rows in total; together: rows per sequence."""
         ...
