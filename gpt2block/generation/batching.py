@@ -67,7 +67,7 @@ class Batch:
         choose = self._prefixes.slot_for if self._prefixes is not None else None
         self._scheduler: RowScheduler[Row] = RowScheduler(slots, choose)
         self._vocab_size = engine.config.vocab_size
-        self._following: dict[int, Row] = {}  # by slot: rows that wait for another row's prompt
+        self._following: dict[int, Row] = {}  # slot → row that waits for another prompt
         self._copies: list[tuple[int, int, int]] = []  # pending copies: source, target, tokens
         self._started: dict[int, Start] = {}  # Start of each slot's row, if its tokens are reused
         self.begun: list[Row] = []  # rows whose first token was computed in the last step

@@ -72,7 +72,7 @@ class CudaDecoding:
 
     def _start(self, group: Sequence[Start]) -> None:
         slots = np.array([start.slot for start in group], np.int32)
-        self._steps.of(self._model, slots)  # its kernels compile while the prompts run
+        self._steps.of(self._model, slots)  # kernels of the step compile while the prompts run
         logits = prefill_starts(self._model, self._cache, group, last=True)
         if self._draft:
             self._draft.start(group)

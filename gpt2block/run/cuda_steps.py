@@ -200,7 +200,7 @@ class DecodingStep:
             self.placing = bind_place(of.state, slots)
             after = (bind_state(logits, of.state, of.n_ctx, report, slots, tables, counts),)
         else:
-            self._sampled, report = _on_host((2, 3, rows))  # the same, then flags
+            self._sampled, report = _on_host((2, 3, rows))  # the flags of rows as well
             self.placing = bind_place(of.state, slots, *of.guesses[1:], together)
             self._drawn = cupy.zeros(rows, "int32"), cupy.zeros(rows, "float32")
             state = of.state._replace(token=self._drawn[0], logprob=self._drawn[1])

@@ -164,7 +164,7 @@ def _kernels(recording: Recording) -> Iterator[KernelTiming]:
         for each in launches:
             nbytes = moved(step.op, names, inputs, out) if each is launches[-1] else BytesMoved()
             yield KernelTiming(name, step.op, each.name, each.grid, each.block, *dtypes, nbytes)
-    for bound in recording.after:  # these launches read the result of the pass
+    for bound in recording.after:  # launches that read the result of the pass
         nbytes = BytesMoved(activations=recording.out.nbytes + bound.out.nbytes)
         for each in bound.launches:
             dtype = str(bound.out.dtype.name)
