@@ -140,7 +140,7 @@ if not TYPE_CHECKING:  # __getattr__ would hide unknown names from type checkers
 
 
 def _no_attribute(name: str) -> Exception:
-    """Return the AttributeError for an unknown name. If it is an operation, suggest its modules."""
+    """Return the AttributeError for an unknown name; for an operation's name, suggest modules."""
     instead = None
     if not name.startswith("_") and name in import_module("gpt2block.reference").CONTRACTS:
         on_gpu = name in import_module("gpt2block.ops").__all__

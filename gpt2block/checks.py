@@ -228,7 +228,7 @@ def host_array(x: Any) -> NDArray[Any] | None:
 
 
 def require_host(x: Any, use: str, dtype: Any, on_gpu: str) -> NDArray[Any]:
-    """Return `host_array(x)`. Raises InputError if it is None.
+    """Return `host_array(x)`. Raises InputError if the result is None.
 
     on_gpu: advice in the message for a CUDA array.
     """
@@ -245,7 +245,7 @@ def require_host(x: Any, use: str, dtype: Any, on_gpu: str) -> NDArray[Any]:
 
 
 def imported(from_library: Callable[[Any], Any], x: Any) -> Any:
-    """Return from_library(x) for a foreign array. Raises InputError if it cannot be shared."""
+    """Return from_library(x) for a foreign array. Raises InputError if x cannot be shared."""
     try:
         return from_library(x)
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
@@ -263,7 +263,7 @@ def check_count(name: str, value: Any, most: int = LARGEST_COUNT) -> int:
 def normed_together(
     gamma_q: tuple[int, ...], gamma_k: tuple[int, ...], n_head: int, n_kv_head: int, D: int
 ) -> bool:
-    """Return whether gammas of these shapes belong to a norm over all heads, not of each head.
+    """Return whether gammas of these shapes normalize all heads together, not each head alone.
 
     D: channels per head. Raises InputError for other shapes.
     """

@@ -60,7 +60,7 @@ _IN_NUMPY: Mapping[str, tuple[str, str]] = {
 
 
 class Entry(NamedTuple):
-    """An array in a contract."""
+    """An entry of a contract: name, kind of dtype and axes of an array."""
 
     name: str
     kind: str
@@ -144,7 +144,7 @@ def _entries(text: str) -> tuple[Entry, ...]:
 
 
 def size_of(axis: str, sizes: Mapping[str, Any]) -> int:
-    """Return the size of an axis that is a letter, a number, or an expression of these sizes."""
+    """Return the size of an axis that is a letter, a number, or an expression of `sizes`."""
     return int(sizes[axis] if axis.isalpha() else eval(_compiled(axis), {}, dict(sizes)))
 
 
@@ -209,7 +209,7 @@ def unchecked(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _widened(kind: str, value: Any, dtypes: set[Any]) -> Any:
-    """Convert to native byte order, and 16-bit floats to float32; add the old dtype to `dtypes`."""
+    """Convert an array to native byte order, 16-bit ones to float32; add its dtype to `dtypes`."""
     if kind == "kv" or not isinstance(value, np.ndarray):
         return value
     native = value.dtype.newbyteorder("=")

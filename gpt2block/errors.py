@@ -99,7 +99,7 @@ class DeviceError(PrintableError, RuntimeError):
     """The requested device cannot be used."""
 
 
-# Suggested code → attributes that users of other libraries try. "": attributes of the package.
+# Class, or "" for the package → suggested code → attributes that users of other libraries try.
 _ANSWERS = {
     "": {
         "gpt2block.from_pretrained(name)": "AutoModel AutoModelForCausalLM load load_model",

@@ -1,4 +1,4 @@
-"""Whole models: `from_pretrained("gpt2").generate("…")`. Each architecture has a class or Model."""
+"""Whole models: `from_pretrained("gpt2").generate("…")`. Classes are GPT2, Llama, else Model."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ class Model(Generic[Weights]):
 
     @cached_property
     def lookup(self) -> Lookup:
-        """The Lookup, which loads the tokenizer when a text first needs it."""
+        """The tokenizer's Lookup, which loads the tokenizer when a text first needs it."""
         return Lookup(self._checkpoint, self.config.vocab_size)
 
     @property
@@ -375,7 +375,7 @@ class Model(Generic[Weights]):
     @overload
     def hidden_states(self, ids: Sequence[Row]) -> Floats | list[Floats]: ...
     def hidden_states(self, ids: Row | Sequence[Row]) -> Floats | list[Floats]:
-        """Return the float32 residual stream after the embedding and each block, and final norm.
+        """Return the float32 residual stream after the embedding and each block, then normalized.
 
         The shape is (n_layer + 2, T, C) or (n_layer + 2, B, T, C), or a list of the former.
         """

@@ -41,7 +41,7 @@ Array = NDArray[np.floating[Any]]
 # queries. Products of 16 queries (16 x 256 x 64) are too small for BLAS to use several threads;
 # waking threads on a busy machine may take longer than the product.
 QUERIES = 16
-MATCH = 3  # most last tokens whose earlier occurrence guess_tokens searches for
+MATCH = 3  # guess_tokens searches for an earlier occurrence of up to 3 last tokens
 SMALLEST_SCALE = 2.0**-126  # smallest scale in `two_part`; its inverse is also a float32
 
 
@@ -436,7 +436,7 @@ def linear(
     gelu: bool = False,
     eps: float = 1e-5,
 ) -> Array:
-    """Compute [residual +] f(n · w [+ bias]) for an activation f, where n is x or its norm.
+    """Compute [residual +] f(n · w [+ bias]) for an activation f, where n is x or x normalized.
 
     n = LayerNorm(x) with gamma and beta, RMSNorm(x) with gamma alone, else x. f is GELU if `gelu`,
     else the identity. With `up` (K, N), f(a) = silu(a) (n · up), or gelu(a) (n · up) if `gelu`.
@@ -766,7 +766,7 @@ def qk_norm_rope(
     n_kv_head: int,
     eps: float = 1e-6,
 ) -> Array:
-    """Apply `qk_norm`, then `rope_qkv` with half_split=True. The arguments are those of both."""
+    """Apply `qk_norm`, then `rope_qkv` with half_split=True; arguments as in both functions."""
     normed = qk_norm(qkv, gamma_q, gamma_k, n_head, n_kv_head, eps)
     return rope_qkv(normed, positions, frequencies, n_head, n_kv_head, True)
 
@@ -787,7 +787,7 @@ def qk_norm_append(
     n_head: int,
     eps: float = 1e-6,
 ) -> Array:
-    """Apply `qk_norm`, then `rope_append` with half_split=True. The arguments are those of both."""
+    """Apply `qk_norm`, then `rope_append` with half_split=True; arguments as in both functions."""
     n_kv_head = k.shape[-1] // (2 * len(frequencies))
     normed = qk_norm(qkv, gamma_q, gamma_k, n_head, n_kv_head, eps)
     return rope_append(normed, frequencies, k, v, row, position, n_head, True)
@@ -808,7 +808,7 @@ def linear_rope(
     position: NDArray[np.integer[Any]],
     n_head: int,
 ) -> Array:
-    """Compute `rope_append` of x · w + bias, with half-split pairs and the rotations `by`.
+    """Compute `rope_append` of x · w + bias, with cosines and sines `by` for half-split pairs.
 
     x (M, C), w (C, Q + 2 KV), bias (Q + 2 KV,), by (M, D / 2, 2), a result of `rotations`, k, v
     (B, n_ctx, KV), row, position (M,) → q (M, Q).
@@ -871,7 +871,7 @@ def _rotations(
 
 
 def _rotated(x: Array, cos: Array, sin: Array, half_split: bool) -> Array:
-    """Rotate pairs of channels of x (..., T, H, D). cos, sin (T, 1, D / 2): of the angles."""
+    """Rotate channel pairs of x (..., T, H, D) by angles with these cos and sin (T, 1, D / 2)."""
     D = x.shape[-1]
     cos, sin = cos.astype(x.dtype), sin.astype(x.dtype)
     first, second = (np.s_[: D // 2], np.s_[D // 2 :]) if half_split else (np.s_[::2], np.s_[1::2])
@@ -945,7 +945,7 @@ def gated_sums(
     eps: float = 1e-6,
     gelu: bool = False,
 ) -> Array:
-    """Split h = silu(n · w_gate) (n · w_up), n = rmsnorm(x); multiply parts by rows of w_down.
+    """Split h = silu(n w_gate) (n w_up), n = rmsnorm(x); multiply each part by rows of w_down.
 
     x (M, C), gamma (C,), w_gate, w_up (C, H), w_down (H, C) → (splits, M, C). gelu: use GELU
     instead of SiLU. Scales of FP8 weights w_down are not applied here, but to the sum of the

@@ -137,7 +137,7 @@ class ModelConfig(ABC):
 
     @property
     def head_order(self) -> tuple[int, ...]:
-        """For each channel of a head of q and k, its index in files; () if the orders are equal."""
+        """For each channel of a head of q and k, its index in files; () if no index differs."""
         return ()
 
     @property
@@ -178,7 +178,7 @@ class ModelConfig(ABC):
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Attention window of each layer, in tokens with the current token; None: no limit."""
+        """Attention window of each layer, in tokens, including the current one; None: no limit."""
         return (None,) * self.n_layer
 
     @abstractmethod
@@ -202,7 +202,7 @@ class ModelConfig(ABC):
         return made
 
     def _neutral_for_sizes(self, config: Mapping[str, Any]) -> Settings:
-        """Return further entries for OF_OTHERS, whose values depend on this model's sizes."""
+        """Return further keys for OF_OTHERS, whose values without effect depend on the sizes."""
         scale = "attention divides by the square root of the head size"
         window = config.get("sliding_window")
         wide = (window,) if sees_all(window, self.n_ctx) else ()
@@ -216,7 +216,7 @@ class ModelConfig(ABC):
 
     @classmethod
     def _fields_in(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the class's arguments from a config.json, except eos_token_ids."""
+        """Return keyword arguments of this class, read from a config.json, except eos_token_ids."""
         fields = dict(cls.ABSENT)
         for ours, keys in cls.SIZES.items():
             limit = ALL_LIMITS[ours]
@@ -301,7 +301,7 @@ class GPT2Config(ModelConfig):
 
     @classmethod
     def _fields_in(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the class's arguments from a config.json; GPT-2 small's values are the defaults.
+        """Return keyword arguments of this class from a config.json; defaults are GPT-2 small's.
 
         A size may have its GPT-2 name or its general name (n_head, num_attention_heads). As in
         `transformers`, n_positions is the context length, and n_ctx is used only without it.

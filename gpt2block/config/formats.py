@@ -13,7 +13,7 @@ from gpt2block.errors import Argument, InputError, UnknownOption, shown
 
 FP8 = ("float8_e5m2", "float8_e4m3fn")
 DTYPES = (*FLOATS, *FP8)
-FILE = "file"  # value of dtype: matrices keep their types of the GGUF file
+FILE = "file"  # value of the option dtype: matrices keep their types in the GGUF file
 GGUF = "gguf"  # dtype of a matrix that is stored in blocks of a GGUF file
 CACHE_WITH_FP8 = "float16"  # dtype of KV cache and prompts' activations with FP8 weights
 REMOVED = {  # name of a removed option → explanation for the user
@@ -74,7 +74,7 @@ class FormatOptions:
         return Formats(dtype, self.kv_dtype, self.allow_nonfinite)
 
     def identity(self) -> dict[str, Any]:
-        """Return the options for a job's manifest; options of later versions only if changed."""
+        """Return the options for a job's manifest; those of later versions only if not default."""
         found: dict[str, Any] = {"dtype": self.dtype, "kv_dtype": self.kv_dtype}
         found["activations"] = None  # a removed option, still present in manifests
         for each in fields(self):

@@ -35,7 +35,7 @@ _ORIGINAL = "original_max_position_embeddings"
 _OPTIONAL = ("num_key_value_heads", "head_dim", "max_position_embeddings")
 _ROPE_SETTINGS: Settings = (
     ("partial_rotary_factor", (None, 1), "RoPE turns all channels of a head"),
-    ("full_attention", (None,), "RoPE turns all layers alike"),  # parameters of some layers
+    ("full_attention", (None,), "RoPE turns all layers alike"),  # RoPE parameters by layer type
     ("sliding_attention", (None,), "RoPE turns all layers alike"),
     *(each for each in OF_OTHERS if each[0] == "llama_4_scaling_beta"),
 )
@@ -319,14 +319,14 @@ class LlamaConfig(ModelConfig):
 
     @classmethod
     def _fields_in(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the class's arguments from a config.json, except eos_token_ids."""
+        """Return keyword arguments of this class, read from a config.json, except eos_token_ids."""
         given = {k: value for k, value in config.items() if value is not None or k not in _OPTIONAL}
         missing = [key for (key,) in cls.SIZES.values() if key not in (*given, *_OPTIONAL)]
         if missing:
             raise CheckpointError(f"config.json: expected {', '.join(missing)}: missing")
         theta, scaling = _rope_of(given, cls.ABSENT, cls.HONOURED)
         fields = super()._fields_in(given) | {"theta": theta, "scaling": scaling}
-        if config.get("num_key_value_heads", 0) is None:  # null means n_head, without ABSENT
+        if config.get("num_key_value_heads", 0) is None:  # null: n_head, not a default
             fields["n_kv_head"] = 0
         return fields
 

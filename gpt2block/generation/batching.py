@@ -21,7 +21,7 @@ from gpt2block.tokenizers.encoding import bytes_of_ids
 
 NO_SLOTS = np.empty(0, np.int32)
 FIRST_TOKENS = 4  # tokens that `start_up` generates for each of its rows
-TURN = 16  # steps between transfers of a slot's tokens to its row, without each_token
+TURN = 16  # steps between transfers of a slot's tokens to its row, unless step(each_token=True)
 
 
 class Batch:
@@ -61,15 +61,15 @@ class Batch:
         self._least_shared = least_shared(engine.config.n_layer, engine.nbytes)
         self._continues = self._prefixes is not None or 0 < piece < n_ctx
         self._pieces: PieceScheduler[Row] = PieceScheduler(tokens_at_once, piece)
-        self._starts: dict[int, Start] = {}  # starts of rows with incomplete prompts, by slot
+        self._starts: dict[int, Start] = {}  # slot → Start of a row with an incomplete prompt
         self._decoding = engine.decode(slots, n_ctx, fewer, speculate)
         self.slots = slots = self._decoding.slots
         choose = self._prefixes.slot_for if self._prefixes is not None else None
         self._scheduler: RowScheduler[Row] = RowScheduler(slots, choose)
         self._vocab_size = engine.config.vocab_size
-        self._following: dict[int, Row] = {}  # slot → row that waits for another prompt
-        self._copies: list[tuple[int, int, int]] = []  # pending copies: source, target, tokens
-        self._started: dict[int, Start] = {}  # Start of each slot's row, if its tokens are reused
+        self._following: dict[int, Row] = {}  # slot → row that waits for another row's prompt
+        self._copies: list[tuple[int, int, int]] = []  # pending: source slot, target slot, tokens
+        self._started: dict[int, Start] = {}  # slot → Start of its row, if rows reuse new tokens
         self.begun: list[Row] = []  # rows whose first token was computed in the last step
         self._deadlines: list[tuple[float, int, Row]] = []  # heap of (deadline, unique number, row)
         self._numbers, self._steps = count(), count()
@@ -327,16 +327,16 @@ class _NewTokens:
     def __init__(self, slots: int, n_ctx: int, vocab_size: int) -> None:
         self.left = np.zeros(slots, np.int64)  # tokens that each slot may still sample
         self._vocab_size = vocab_size
-        self._alternatives = np.zeros(slots, np.int64)  # most likely tokens to report, by slot
+        self._alternatives = np.zeros(slots, np.int64)  # number of alternatives to report, by slot
         self._top: dict[int, list[Tops]] = {}  # slot → most likely tokens for each token
-        self._endings: dict[Any, _Endings] = {}  # end conditions of rows → their endings
+        self._endings: dict[Any, _Endings] = {}  # end conditions → tokens that may end rows
         self._of_slot: list[Any] = [None] * slots  # key of each slot in _endings
         self._begun = np.zeros(slots, bool)
         self._count = np.zeros(slots, np.int64)  # buffered tokens of each slot
         self._tokens = np.empty((slots, n_ctx), np.int32)
         self._logprobs = np.empty((slots, n_ctx), np.float32)
         self._guessed = np.zeros((slots, n_ctx), bool)
-        self._guesses = False  # whether the engine guesses tokens
+        self._guesses = False  # whether the engine reports guessed tokens
         self.latest, self.firsts = NO_SLOTS, np.empty(0, bool)
         self.ending = np.empty(0, bool)  # whether each of the latest tokens may end its row
 

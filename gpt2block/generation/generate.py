@@ -97,7 +97,7 @@ class Run:
         config, V = engine.config, engine.config.vocab_size
         ends = _ends(options, config, encoding)
         sampling, samples = options.sampling, options.samples
-        if sampling.min_new_tokens:  # first tokens: no stop tokens
+        if sampling.min_new_tokens:  # end tokens are not sampled at first
             sampling = replace(sampling, end_ids=ends.stop_ids)
         check_biased(sampling, V)
         self._engine, self._rows_at_once = engine, options.rows_at_once
@@ -106,7 +106,7 @@ class Run:
         self.single, self.prompts = tokenizer.as_list(prompts, "prompt")
         _check_rows(len(self.prompts), samples)
         if samples > 1:
-            replace(sampling, sample=sampling.sample + samples - 1)  # checks the largest index
+            replace(sampling, sample=sampling.sample + samples - 1)  # checks the last sample index
         starts, end = [], tokenizer.end_of_text(encoding, V)
         for index, prompt in enumerate(self.prompts):
             name = "prompt" if self.single else f"prompt {index}"

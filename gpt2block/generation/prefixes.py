@@ -9,7 +9,7 @@ from gpt2block.generation.rows import Row
 from gpt2block.run.model import Ids
 
 LEAST_COPIED = 64  # fewest tokens for which a copy of another slot's keys and values saves time
-LEAST_SHARED = 200  # a pass of up to this many tokens takes as long as of one: it reads all weights
+LEAST_SHARED = 200  # passes of up to 200 tokens take as long as of 1 token: all read all weights
 # Times with 16-bit weights on an NVIDIA H100: seconds per layer of a pass with few tokens, and
 # seconds per token and byte of weights.
 LAYER_S, BYTE_S = 60e-6, 2.5e-15

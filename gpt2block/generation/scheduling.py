@@ -160,7 +160,7 @@ class RowScheduler(Generic[Item]):
 
 
 class PromptPiece(NamedTuple):
-    """Tokens first to end - 1 of the prompt of a row. last: whether they complete the prompt."""
+    """A piece of a row's prompt: tokens first to end - 1. last: whether it ends the prompt."""
 
     slot: int
     row: Any

@@ -1,4 +1,4 @@
-"""The CUDA engine of a block. Launches are recorded per shape; repeated calls are CUDA graphs."""
+"""The CUDA engine of a block: records launches per shape; repeated calls replay CUDA graphs."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class CudaEngine(BlockEngine):
         """
         if w.dtype == np.float64:
             return cupy.asarray(w)
-        if name not in self.spec.matrices:  # order="C": Llama's packed matrices are views
+        if name not in self.spec.matrices:  # order="C": packed Llama matrices are transposed views
             array = cupy.asarray(w, dtype="float32", order="C")
             return array.astype(self._dtype, copy=False) if name in self._scales_of_rms else array
         array = cupy.asarray(w, dtype="float32")
@@ -166,7 +166,7 @@ class CudaEngine(BlockEngine):
         return (on_16_bytes("x", array) if self.spec.matrices else contiguous(array)[0]), False
 
     def _adopt(self, array: Any, order: InOrder) -> CudaArray:
-        """Return a CuPy view of any library's CUDA array. Raises InputError for another GPU."""
+        """Return a CuPy view of a library's CUDA array. Raises InputError if on another GPU."""
         view = as_cupy(array)
         if view.device.id != self.device:
             raise InputError(

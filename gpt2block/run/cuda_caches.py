@@ -115,7 +115,7 @@ class DecodingCaches:
         self._ended.append(cache)
 
     def take(self, slots: int, n_ctx: int, fewer: bool) -> CudaCache:
-        """Return a cache of this size or more; with `fewer`, MOST_SLOTS and memory limit slots."""
+        """Return a cache of this size or more; if `fewer`, memory and MOST_SLOTS limit slots."""
         n_ctx = min(max(LEAST_CONTEXT, rounded_up(n_ctx, 4)), self._config.n_ctx)
         slots = rounded_up(slots, 2)
         if fewer:

@@ -36,13 +36,13 @@ class CudaPasses(Protocol):
         ...
 
     def terms(self, rows: int) -> Mapping[str, Any]:
-        """Return weight → formats (`Terms`) that x may have in decoding's products, for `rows`."""
+        """Return weight → supported formats (`Terms`) of x, in decoding products of `rows` rows."""
         ...
 
     def prefill_shape(
         self, batch: int, cached: bool, rows: int, longest: int, continued: bool, ends: int | None
     ) -> Prefill:
-        """Return the Prefill of `rows` tokens. batch: rows of the cache; cached: it has layers."""
+        """Return the Prefill of `rows` tokens over a cache. cached: whether the cache has layers."""
         ...
 
     def forward_pass(self, shape: Prefill, do: Machine, want: Want | None) -> Any:

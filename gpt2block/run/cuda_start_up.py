@@ -70,7 +70,7 @@ def start_up(
 
 
 class _Parts:
-    """The parts of `start_up`. Binding a step requests kernels; a run waits until they compiled."""
+    """The parts of `start_up`. Binding a step requests kernels; running a step waits for them."""
 
     def __init__(self, model: CudaPasses, cache: CudaCache, speculate: bool) -> None:
         self._model, self._cache = model, cache
@@ -124,7 +124,7 @@ def _usual(cache: CudaCache, counts: list[int]) -> Iterator[Kind]:
 
 
 def _all_sizes(cache: CudaCache, counts: list[int], most: int) -> Iterator[Kind]:
-    """Yield prefill sizes that need all kernels: of one prompt, and of as many as possible."""
+    """Yield prefill sizes that need all kernels: for one prompt, and for the most prompts."""
     for count in {1, counts[-1]}:
         totals = range(count, min(most, count * cache.n_ctx) + 1)
         yield from {start_kind(cache, n, -(-n // count), False, count) for n in totals}

@@ -41,7 +41,7 @@ from gpt2block.run.model import (
 from gpt2block.run.recorder import rounded_up
 from gpt2block.sampling import CHANGES, MOST_ALTERNATIVES, Sampling, changes
 
-CHANGED, COUNTED = 1, 2  # logit changes besides repetition_penalty; with token counts
+CHANGED, COUNTED = 1, 2  # logit changes other than repetition_penalty: without, with token counts
 MOST_GUESSING = 64  # most rows of a step that also computes guessed tokens
 
 
@@ -119,7 +119,7 @@ class DecodingSteps:
         return step
 
     def logits_of(self, model: CudaPasses, slots: Ids, tokens: Ids, positions: Ids) -> Floats:
-        """Return the logits (N, V) after one token in each of N slots."""
+        """Return the logits (N, V) after these tokens, one in each of N slots."""
         self.next_token(model, slots, tokens, positions).recording.run_steps()
         logits: Floats = self.logits[: len(slots)].get()
         return logits
@@ -127,7 +127,7 @@ class DecodingSteps:
     def begin(
         self, model: CudaPasses, starts: Sequence[Start], slots: Ids, logits: CudaArray
     ) -> DecodingStep:
-        """Start sequences whose last prompt token has these logits; return the step to sample."""
+        """Start sequences whose last prompt token has these logits; return the sampling step."""
         ids = [start.ids if start.seen is None else start.seen for start in starts]
         positions = np.array([len(start.ids) - 1 for start in starts], np.int32)
         drawn = np.array([start.drawn for start in starts], np.int32)
@@ -147,7 +147,7 @@ class DecodingSteps:
         return step
 
     def _set_changes(self, starts: Sequence[Start], seen: Sequence[Ids]) -> None:
-        """Store the logit changes of new sequences; clear old changes in other starting slots."""
+        """Store new sequences' logit changes, in place of those of the slots' last sequences."""
         V = self.logits.shape[1]
         for start, ids in zip(starts, seen, strict=True):
             changed = _kind_of(start.sampling)
@@ -196,11 +196,11 @@ class DecodingStep:
         counts = of.counts if changed == COUNTED else None
         after: tuple[Bound, ...]
         if of.guesses is None:
-            self._sampled, report = _on_host((2, 2, rows))  # even, odd launch: token, logprob
+            self._sampled, report = _on_host((2, 2, rows))  # even and odd launches: token, logprob
             self.placing = bind_place(of.state, slots)
             after = (bind_state(logits, of.state, of.n_ctx, report, slots, tables, counts),)
         else:
-            self._sampled, report = _on_host((2, 3, rows))  # the flags of rows as well
+            self._sampled, report = _on_host((2, 3, rows))  # even and odd launches: also flags
             self.placing = bind_place(of.state, slots, *of.guesses[1:], together)
             self._drawn = cupy.zeros(rows, "int32"), cupy.zeros(rows, "float32")
             state = of.state._replace(token=self._drawn[0], logprob=self._drawn[1])
@@ -224,7 +224,7 @@ class DecodingStep:
         """Treat the next launch as the first launch, and drop earlier results."""
         self._first = True
         self._launched = 0
-        self._results: list[InFlight | None] = [None, None]  # unread, by parity of the launch
+        self._results: list[InFlight | None] = [None, None]  # unread results of even, odd launches
 
     def run(self, slots: Ids, alternatives: bool) -> InFlight:
         """Compute and sample the placed rows of `slots`, by a CUDA graph from the second run on.
@@ -273,7 +273,7 @@ class DecodingStep:
 
 
 class _Top:
-    """A launch that writes the most likely tokens of rows to host memory, and this memory."""
+    """A launch that writes rows' most likely tokens to host memory, with arrays of this memory."""
 
     def __init__(self, logits: CudaArray) -> None:
         shape = len(logits), MOST_ALTERNATIVES
@@ -284,7 +284,7 @@ class _Top:
 
 
 class InFlight:
-    """The tokens of a launch, copied from host memory when tokens or memory are needed.
+    """The tokens of a launch, copied from pinned memory when the tokens or the memory are needed.
 
     together: rows per slot.
     """

@@ -146,7 +146,7 @@ def _nothing() -> Launch:
 
 
 def _in_memory(array: Any, terms: Terms | None) -> TensorSpec:
-    """Return the size of an array in `Terms` format: half, if rounded to one 16-bit number each."""
+    """Return the size of an array stored as `Terms`: half the bytes, if values have one term."""
     stored = TensorSpec.of(array)
     half = terms is not None and terms.rounded and terms.width > 0
     return stored._replace(nbytes=stored.nbytes // 2) if half else stored

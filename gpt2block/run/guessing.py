@@ -20,11 +20,11 @@ RIGHT_FIRST = 0.0, 0.25  # initial shares of right guesses, see `_shares`
 LEAST = 0.1  # smallest share of right guesses at which guesses can be faster
 WEIGHT = 1 / 6  # weight of the newest guess in a share
 GAIN = 1.03  # least expected speedup for which guesses are computed
-OLDER = 1.01  # factor of a stored time per step, so that old times are replaced
+OLDER = 1.01  # stored times grow by this factor per step, so that new times replace them
 
 
 class SpeculationPolicy:
-    """Choose the rows per sequence from recent shares of right guesses and recent step times.
+    """Chooses the rows per sequence from recent shares of right guesses and recent step times.
 
     Guesses are counted in steps with one row, too: to compare the sampled token with the guess
     costs nothing. Right guesses come in runs. Therefore guesses after a right guess and guesses
@@ -35,7 +35,7 @@ class SpeculationPolicy:
     def __init__(self, slots: int) -> None:
         # For each slot: share of right guesses after a wrong guess, and after a right guess.
         self._shares = np.tile(RIGHT_FIRST, (slots, 1))
-        self._state = np.zeros(slots, np.int64)  # whether the last guess was right
+        self._state = np.zeros(slots, np.int64)  # by slot: whether the last guess was right
         # (number of slots rounded up to a power of two, rows per slot) → seconds of a step.
         self._times: dict[tuple[int, int], float] = {}
         self._last: float | None = None
@@ -58,7 +58,7 @@ class SpeculationPolicy:
             self._state[at] = right
 
     def result(self, slots: int, together: int) -> None:
-        """Time a step whose result was just read. together: rows per slot of the step."""
+        """Record the time of a step whose result was just read. together: rows per slot."""
         now, before = perf_counter(), self._last
         self._last = now
         if before is not None:

@@ -38,7 +38,7 @@ def sequences(
 
 
 def one_sequence(engine: ModelEngine, ids: Any, cached: bool = False) -> Ids:
-    """Return one checked sequence of ids, which has at least two ids if `cached`."""
+    """Return one checked sequence of ids, with at least two ids if `cached`."""
     check_flag("cached", cached)
     found, _ = sequences(engine, ids)
     least = 2 if cached else 1
@@ -71,7 +71,7 @@ def as_sequences(ids: Any, vocab_size: int) -> tuple[list[Ids], tuple[int, ...] 
         rows = [as_array(row, "ids") for row in (ids if ragged else [ids])]
     except InputError:
         raise
-    except (TypeError, ValueError, OverflowError) as error:  # different depths; CuPy arrays
+    except (TypeError, ValueError, OverflowError) as error:  # lists of uneven depth; CuPy arrays
         raise InputError(f"ids: expected rows of integers: {error}") from error
     shape: tuple[int, ...] | None = None
     if ragged and len({row.shape for row in rows}) == 1:

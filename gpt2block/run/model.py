@@ -285,7 +285,7 @@ class Start(NamedTuple):
 
     @property
     def n_tokens(self) -> int:
-        """The most tokens of the sequence; RoPE may have separate frequencies for long ones."""
+        """The most tokens of the sequence; RoPE may have other frequencies for long sequences."""
         return self.limit or len(self.ids) + self.steps
 
     def counts(self, V: int) -> Ids:
@@ -307,8 +307,8 @@ class Sampled(NamedTuple):
     slots: Ids
     tokens: Ids  # -1: the logits were NaN
     logprobs: Floats  # log-probabilities under the unmodified logits
-    top: Alternatives | None = None  # for all slots, if a slot requested some
-    # Whether each token was guessed, so that its step yields a further token. None: no guesses.
+    top: Alternatives | None = None  # of all slots, if any slot requests them
+    # Whether each token had been guessed, so that its step also yields the next token, or None.
     guessed: NDArray[np.bool_] | None = None
 
 
@@ -356,7 +356,7 @@ class Decoding(Protocol):
         """
 
     def next(self) -> Sampled:
-        """Return the next token of some of the sequences, for each sequence in order.
+        """Return the next token of some sequences. Each sequence gets its tokens in order.
 
         Raises RuntimeError when no slot holds a sequence.
         """
@@ -409,7 +409,7 @@ class ModelEngine(Protocol):
         """
 
     def log_likelihood(self, sequences: Sequence[Ids]) -> list[Floats]:
-        """Return log-probabilities of each sequence, (T - 1,): of every token after the first."""
+        """Return, for each sequence, log-probabilities (T - 1,) of the tokens after the first."""
 
     def decode(
         self, slots: int, n_ctx: int, fewer: bool = False, speculate: bool = False
@@ -459,7 +459,7 @@ class TracedEngine(ModelEngine, Protocol):
 def start_all(
     engine: ModelEngine, prompts: Sequence[Ids], sampling: Sequence[Sampling], steps: int
 ) -> Decoding:
-    """Start all prompts in a new Decoding, with a slot for each, which samples `steps` tokens."""
+    """Return a Decoding with all prompts started, each in a slot that samples `steps` tokens."""
     n_ctx = max(map(len, prompts)) + steps - 1
     decoding = engine.decode(len(prompts), n_ctx)
     rows = zip(prompts, sampling, strict=True)

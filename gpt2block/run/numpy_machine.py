@@ -76,7 +76,7 @@ class NumpySteps:
     def machine(
         self, tensors: Mapping[str, NDArray[Any]], keep: Collection[str] | None = ()
     ) -> NumpyMachine:
-        """Return a NumpyMachine for these tensors, weights and constants; keep: as there."""
+        """Return a NumpyMachine with `known` and these tensors; keep: as in NumpyMachine."""
         return NumpyMachine({**self.known, **tensors}, keep, self.apply, self._note)
 
     def timed(self, call: Call) -> list[Timeline]:

@@ -117,7 +117,7 @@ class Arena:
         return known[:rows]
 
     def view(self, array: CudaArray) -> CudaArray:
-        """Return a view that does not keep an array's part of the arena; other arrays unchanged."""
+        """Return a view of an arena's array that does not keep its part; other arrays unchanged."""
         offset = array.data.ptr - self._memory.data.ptr
         if not 0 <= offset < self._memory.nbytes:
             return array
@@ -150,7 +150,7 @@ def described(array: Any) -> tuple[Shape, str]:
 
 
 class Result:
-    """The result of a step until its pass drops it. array: CuPy array or TwoPartMatrix."""
+    """The result of a step, until the pass drops it. array: a CuPy array or TwoPartMatrix."""
 
     __slots__ = ("array", "dtype", "name", "overwritten", "shape")
 
@@ -160,7 +160,7 @@ class Result:
 
 
 class Recorded(NamedTuple):
-    """A step bound to arrays. key: values that determine its launches. result: None if borrowed.
+    """A step bound to arrays. key: determines the launches. result: None if the caller keeps it.
 
     extra: other arrays that the launches use.
     """

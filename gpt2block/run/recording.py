@@ -94,7 +94,7 @@ class Recording:
                 cupy.cuda.nvtx.RangePop()
 
     def replay(self, stream: Any, private: Any) -> None:
-        """Replay the launches as a CUDA graph on `stream`. The first call captures on `private`.
+        """Replay the launches as a CUDA graph on `stream`; the first call captures it on `private`.
 
         Every kernel must be loaded already, by a run of this recording or of another one.
         """
@@ -210,7 +210,7 @@ class Recordings:
         overlapping: bool = False,
         borrowed: Collection[str] = (),
     ) -> Recording:
-        """Return a recording of the pass that `run` runs; others: as for Binder and Recording."""
+        """Return a recording of the pass that `run` runs; others: see Binder and Recording."""
 
         def recorded(arena: Arena) -> Recording:
             binder = Binder(tensors, arena, outs, known, borrowed)

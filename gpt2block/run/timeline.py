@@ -120,11 +120,11 @@ def moved(op: str, names: Sequence[str], inputs: Sequence[Any], out: TensorSpec)
 
 
 def _read(op: str, name: str, given: Mapping[str, Any], out: TensorSpec) -> int:
-    """Return the number of bytes that an operation reads of an input: of all or some rows."""
+    """Return how many bytes of an input an operation reads: all, or some rows or columns."""
     stored = TensorSpec.of(given[name])
     if name in GATHERED.get(op, ()):
         return stored.nbytes // stored.shape[0] * out.shape[0]
-    if name == "qkv" and op in ("kv_append", "attention_packed"):  # reads K, V; or Q
+    if name == "qkv" and op in ("kv_append", "attention_packed"):  # reads only K and V, or only Q
         row, cached = stored.shape[-1], 2 * given["k"].shape[-1]
         return int(stored.nbytes * (cached if op == "kv_append" else row - cached) // row)
     if name == "w_down" and "sums" in given:  # to add `sums`, only scales are read

@@ -26,7 +26,7 @@ from gpt2block.tokenizers.encoding import Encoding, bytes_of_ids
 
 REASONS = {"length": "length", "context": "length", "stop": "stop"}
 LEAST = -9999.0  # the log-probability written in place of -inf
-MOST_TOGETHER = 3  # tokens per event; more: events take longer to send than tokens to compute
+MOST_TOGETHER = 3  # with more tokens per event, sending is slower than generating
 
 
 @dataclass

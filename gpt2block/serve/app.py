@@ -179,7 +179,7 @@ class Server:
         allowed = self.settings.allowed_hosts
         hosts = (*self.settings.hosts, *allowed) if allowed or not self.keys else ()
         middleware = [Middleware(Access, [*dict.fromkeys(map(str.lower, hosts))])]
-        if self.settings.origins:  # after Access, which refuses DNS rebinding
+        if self.settings.origins:  # runs after Access, which prevents DNS rebinding
             middleware += [Middleware(
                 CORSMiddleware, allow_origins=self.settings.origins, allow_headers=("*",),
                 allow_methods=("GET", "POST"), expose_headers=("Retry-After", "X-Request-Id"),

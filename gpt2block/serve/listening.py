@@ -56,7 +56,7 @@ class Protocol(H11Protocol):
         if self.conn.their_state is h11.DONE:
             self._behind += data
         else:
-            # Each request gets a copy of this state. Access, not uvicorn, refuses requests.
+            # Each request gets a copy of this state. Access, not uvicorn, refuses such requests.
             self.app_state["overloaded"] = len(self.connections) >= (self._most or math.inf)
             super().data_received(data)
         self._read_on()
@@ -166,7 +166,7 @@ def settle() -> None:
 def config(
     server: Server, connections: int, grace: int = GRACE, proxies: Sequence[str] = ()
 ) -> uvicorn.Config:
-    """Return uvicorn's settings. connections: most open ones; grace: seconds to finish requests.
+    """Return uvicorn's settings. connections: maximum number; grace: seconds to finish requests.
 
     proxies: addresses and networks; for their requests, the client's address is the last one in
     X-Forwarded-For that is not a proxy's.

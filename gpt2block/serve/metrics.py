@@ -43,7 +43,7 @@ class Intervals(Collector):
         self._total += float(seconds.sum())
 
     def collect(self) -> Iterator[Metric]:
-        if self._noted:  # empty: another thread may call `add`
+        if self._noted:  # always empty if another thread calls `add`
             self._add_noted()
         names = [*map(repr, self._bounds[:-1].tolist()), "+Inf"]
         buckets = list(zip(names, self._counts.cumsum().tolist(), strict=True))

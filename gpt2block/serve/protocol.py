@@ -89,7 +89,7 @@ NEUTRAL: Mapping[str, Any] = {
     "grammar": ("",),
     "json_schema": ({},),
 }
-TOOLS = {"tools": "tool_choice", "functions": "function_call"}  # second field "none": no tools
+TOOLS = {"tools": "tool_choice", "functions": "function_call"}  # "none" disables the first field
 
 Request = TypeVar("Request", bound="Body")
 
@@ -183,7 +183,7 @@ class ApiError(Exception):
 
 
 def named(field: str, given: list[Any]) -> list[tuple[Any, str]]:
-    """Return a field's entries with names for errors: the field's name, indexed if several."""
+    """Return a field's entries with names for errors: the field's name, and an index if several."""
     names = [field] if len(given) == 1 else [f"{field}.{index}" for index in range(len(given))]
     return [*zip(given, names, strict=True)]
 
@@ -390,7 +390,7 @@ class _PatientDecoder(json.JSONDecoder):
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object. Raises ApiError for a repeated key: readers differ in its value."""
+    """Return a JSON object. Raises ApiError for a repeated key, whose value would be ambiguous."""
     found = dict(pairs)
     if len(found) < len(pairs):
         ((key, count),) = Counter(key for key, _ in pairs).most_common(1)
@@ -467,6 +467,6 @@ def _place(problem: Any, given: Any) -> list[Any]:
 
 
 def refused(error: Exception, fields: Collection[str]) -> ApiError:
-    """Return the library's error as an ApiError; its param is the argument, if in `fields`."""
+    """Convert the library's error to an ApiError; param: the argument at fault, if in `fields`."""
     argument = re.split("[:. ]", str(error), maxsplit=1)[0]
     return ApiError(400, str(error), argument if argument in fields else None)

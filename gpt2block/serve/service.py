@@ -87,7 +87,7 @@ class Service:
         self._batch, self._on_failure = batch, on_failure
         self._loop, self._most_waiting = loop, most_waiting
         self._changed = threading.Condition()
-        self._new: deque[tuple[Row, Deliver, float | None]] = deque()  # to submit; deadlines
+        self._new: deque[tuple[Row, Deliver, float | None]] = deque()  # rows to submit, deadlines
         self._cancelled: deque[Row] = deque()
         self._open_of: Counter[str] = Counter()  # rows that run or wait, by client
         self._deliver: dict[int, Deliver] = {}  # callbacks of running and waiting rows, by row id
