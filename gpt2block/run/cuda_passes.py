@@ -42,7 +42,7 @@ class CudaPasses(Protocol):
     def prefill_shape(
         self, batch: int, cached: bool, rows: int, longest: int, continued: bool, ends: int | None
     ) -> Prefill:
-        """Return the Prefill of `rows` tokens over a cache. cached: whether the cache has layers."""
+        """Return the Prefill of `rows` tokens over a cache. cached: if the cache has layers."""
         ...
 
     def forward_pass(self, shape: Prefill, do: Machine, want: Want | None) -> Any:

@@ -35,7 +35,7 @@ class SpeculationPolicy:
     def __init__(self, slots: int) -> None:
         # For each slot: share of right guesses after a wrong guess, and after a right guess.
         self._shares = np.tile(RIGHT_FIRST, (slots, 1))
-        self._state = np.zeros(slots, np.int64)  # by slot: whether the last guess was right
+        self._state = np.zeros(slots, np.int64)  # whether the last guess in a slot was right
         # (number of slots rounded up to a power of two, rows per slot) → seconds of a step.
         self._times: dict[tuple[int, int], float] = {}
         self._last: float | None = None

@@ -307,7 +307,7 @@ class Sampled(NamedTuple):
     slots: Ids
     tokens: Ids  # -1: the logits were NaN
     logprobs: Floats  # log-probabilities under the unmodified logits
-    top: Alternatives | None = None  # of all slots, if any slot requests them
+    top: Alternatives | None = None  # alternatives, if any slot requests them
     # Whether each token had been guessed, so that its step also yields the next token, or None.
     guessed: NDArray[np.bool_] | None = None
 
