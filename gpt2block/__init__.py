@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
-TYPE_CHECKING = False  # type checkers take it as True; importing typing is slow
+TYPE_CHECKING = False  # True for type checkers; importing typing would be slow
 if TYPE_CHECKING:
     from typing import Any
 
@@ -95,7 +95,7 @@ __all__ = [
     "solve",
 ]
 
-_NAMES = {  # module → its names here
+_NAMES = {  # module → names that the package exports from the module
     "parameters.gpt2": "BlockWeights GPT2Weights random_input",
     "parameters.llama": "LlamaBlockWeights LlamaWeights",
     "block": "Block solve",
@@ -118,13 +118,13 @@ _NAMES = {  # module → its names here
     "weights.two_part": "TwoPartMatrix",
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
-_MODULES = (  # submodules that need no import of their own
+_MODULES = (  # submodules that are imported on attribute access
     *("block", "checkpoints", "config", "cuda", "doctor", "emulator", "errors", "model"),
     *("ops", "reference", "run", "weights"),
 )
 
 
-if not TYPE_CHECKING:  # for type checkers an unknown name is an error
+if not TYPE_CHECKING:  # __getattr__ would hide unknown names from type checkers
 
     def __getattr__(name: str) -> Any:
         if name == "__version__":
@@ -132,7 +132,7 @@ if not TYPE_CHECKING:  # for type checkers an unknown name is an error
         elif name in _MODULE_OF:
             value = getattr(import_module(f"gpt2block.{_MODULE_OF[name]}"), name)
         elif name in _MODULES:
-            return import_module(f"gpt2block.{name}")  # which sets the attribute
+            return import_module(f"gpt2block.{name}")  # import_module sets the attribute
         else:
             raise _no_attribute(name)
         globals()[name] = value
@@ -140,7 +140,7 @@ if not TYPE_CHECKING:  # for type checkers an unknown name is an error
 
 
 def _no_attribute(name: str) -> Exception:
-    """The error for an unknown name; for an operation it says where the operation is."""
+    """Return the AttributeError for an unknown name; for an operation's name, suggest modules."""
     instead = None
     if not name.startswith("_") and name in import_module("gpt2block.reference").CONTRACTS:
         on_gpu = name in import_module("gpt2block.ops").__all__

@@ -29,13 +29,13 @@ from gpt2block.weights.matrix import WeightMatrix
 from gpt2block.weights.two_part import LARGEST_BOUND
 
 KERNELS = ("auto", "skeleton", "fused")
-FUSED_WIDTH = 16384  # channels of a row that layernorm_narrow can hold
+FUSED_WIDTH = 16384  # most channels per row in the kernel layernorm_narrow
 
 
 class BaseBlock:
-    """What blocks share: their weights, and an engine that computes with them.
+    """Base class of blocks: the weights, and an engine that computes the block on one device.
 
-    A copied or unpickled block is made again from its arguments.
+    Copying or unpickling a block constructs a new block from the same arguments.
     """
 
     causal: bool
@@ -46,7 +46,7 @@ class BaseBlock:
 
     @staticmethod
     def _checked(weights: Any, kind: type, dtype: Any, kernels: Any) -> None:
-        """Raise InputError for arguments that no block of this kind of weights accepts."""
+        """Raise InputError unless `weights` is a `kind`, and dtype and kernels are known names."""
         if not isinstance(weights, kind):
             raise InputError(
                 f"weights: expected a {kind.__name__}, got {type(weights).__name__}: see "
@@ -56,7 +56,7 @@ class BaseBlock:
         check_choice("kernels", kernels, KERNELS)
 
     def _start(self, spec: BlockSpec, device: str | None, index: int | None, graph: bool) -> None:
-        """Make the engine. index: of the GPU; None for the CPU."""
+        """Create the engine. index: CUDA device index; None for the CPU."""
         self.spec, self._device, self._graph = spec, device, graph
         tensors = self._tensors(self.weights)
         if index is None:
@@ -71,13 +71,13 @@ class BaseBlock:
         return type(self), (self.weights, *options)
 
     def _tensors(self, weights: Any) -> dict[str, Any]:
-        """Weights and constants by name."""
+        """Return name → array of the weights and constants."""
         found: dict[str, Any] = weights.tensors()
         return found
 
     @property
     def kernels(self) -> str:
-        """The kernels in use, "skeleton" or "fused", also where "auto" was requested."""
+        """The kernels in use, "skeleton" or "fused"; with kernels="auto", the selected kind."""
         return self.spec.kernels
 
     @property
@@ -96,17 +96,17 @@ class BaseBlock:
         return self._engine.weight_bytes
 
     def _timed(self, call: Call) -> list[Timeline]:
-        """The timelines of a call of this block, as in `TracedEngine.timed`."""
+        """Return the timelines of the passes that `call` runs, as `TracedEngine.timed` does."""
         return self._engine.timed(call)
 
     def _compare(self, x: Any, given: Given = NOTHING) -> Comparisons:
-        """Compare every step with the same block in float64, of the same rounded weights."""
+        """Compare every step's result with a float64 run that uses the same rounded weights."""
         exact = NumpyEngine(self.spec, self._tensors(self.weights.astype(np.float64)))
         return compare_steps(self._engine, exact, x, self.dtype, given)
 
 
 class Block(BaseBlock):
-    """A Pre-LN transformer block on a GPU, or with NumPy where there is none.
+    """A Pre-LN transformer block, computed on a GPU or with NumPy.
 
     weights: a BlockWeights. causal: whether row i sees keys 0…i only (GPT-2), or all of them
     (LeetGPU's GPT-2 block challenge). device: "cuda", "cuda:1", "cpu", or None for the GPU where
@@ -140,7 +140,7 @@ class Block(BaseBlock):
         index = resolve_device(device)
         kernels = _choose(kernels, dtype, weights, index)
         self.dtype = dtype
-        self.weights = rounded(weights, dtype)  # float32 arrays of what the steps compute with
+        self.weights = rounded(weights, dtype)  # float32 arrays, matrices rounded to dtype
         bounds = None
         if index is not None and kernels == "fused" and dtype == "float32":
             bounds = largest(weights)
@@ -154,7 +154,7 @@ class Block(BaseBlock):
         )
 
     def __call__(self, x: Any, out: Any | None = None) -> Any:
-        """The block's output. x (T, C) or (B, T, C) of the block's dtype → the same.
+        """Compute the block. x (T, C) or (B, T, C) of the block's dtype → shape and dtype of x.
 
         NumPy in, NumPy out; a CUDA array (CuPy, DLPack, `__cuda_array_interface__`) in, a CuPy
         array out, on CuPy's current stream. That stream and the current stream of the library of x
@@ -165,11 +165,11 @@ class Block(BaseBlock):
         return self._engine.forward(x, out)
 
     def trace(self, x: Any) -> dict[str, Any]:
-        """Step name → a copy of its result, for every step, ln1 … output."""
+        """Return step name → copy of the step's result, for all steps from "ln1" to "output"."""
         return self._engine.trace(x)
 
     def compare(self, x: Any) -> Comparisons:
-        """Compare every step with float64 NumPy, in order. x: a NumPy array, as for a call.
+        """Compare every step's result, in order, with float64 NumPy. x: NumPy input of the block.
 
         The float64 run starts from the same x and weights, rounded to the block's dtype.
         """
@@ -177,10 +177,10 @@ class Block(BaseBlock):
 
 
 def resolve_device(device: str | None) -> int | None:
-    """The CUDA device index of a name such as "cuda:1"; None for the CPU.
+    """Return the CUDA device index of a name such as "cuda:1"; None for the CPU.
 
-    device None: the GPU where CUDA works, else the CPU. Raises DeviceError that says what CUDA
-    lacks, InputError for an unknown name.
+    device None: the GPU if CUDA works, else the CPU. Raises DeviceError with the reason if CUDA
+    cannot be used, InputError for an unknown name.
     """
     if device is not None and not isinstance(device, str):
         raise InputError(f"device: expected a string such as 'cuda:0', got {shown(device)}")
@@ -202,7 +202,7 @@ def resolve_device(device: str | None) -> int | None:
 
 
 def reads_blocks(device: str | None) -> bool:
-    """Whether it is a GPU that multiplies the blocks of GGUF files. Raises as `resolve_device`."""
+    """Return whether `device` is a GPU that supports GGUF blocks. Raises as `resolve_device`."""
     index = resolve_device(device)
     return index is not None and _capability(index) >= MMA_CAPABILITY
 
@@ -211,7 +211,7 @@ Weights = TypeVar("Weights", bound=BlockArrays)
 
 
 def rounded(weights: Weights, dtype: str) -> Weights:
-    """The weights as float32 arrays, with matrices rounded to `dtype`.
+    """Return the weights as float32 arrays, with matrices rounded to `dtype`.
 
     For 16 bits, raises InputError for infinity, NaN and numbers beyond the range of the dtype.
     """
@@ -227,7 +227,7 @@ def rounded(weights: Weights, dtype: str) -> Weights:
 
 
 def _choose(kernels: str, dtype: str, weights: BlockWeights, device: int | None) -> str:
-    """The kernels to use, "skeleton" or "fused". Raises InputError that names an alternative."""
+    """Return "skeleton" or "fused", the kernels to use. An InputError suggests an alternative."""
     if kernels == "skeleton" and dtype in SIXTEEN_BITS:
         raise InputError(
             Argument("kernels"),
@@ -262,7 +262,7 @@ def _choose(kernels: str, dtype: str, weights: BlockWeights, device: int | None)
 
 
 def fused_problem(weights: BlockWeights, capability: int) -> str | None:
-    """Why the fused kernels cannot run with these weights and capability; None when they can."""
+    """Return the reason why fused kernels cannot run these weights on this GPU, or None."""
     if capability < MMA_CAPABILITY:
         return f"tensor cores: expected compute capability 8.0 or newer, got {capability / 10:.1f}"
     head = weights.n_embd // weights.n_head
@@ -274,9 +274,10 @@ def fused_problem(weights: BlockWeights, capability: int) -> str | None:
 
 
 def two_part_problem(weights: BlockWeights) -> str | None:
-    """Why the scales of two-part tensors cannot be derived from the weights.
+    """Return the reason why activations cannot be stored in two float16 parts, or None.
 
-    None when they can: then no x makes a tensor too large for its scale.
+    The weights determine bounds, from which the scales of a TwoPartMatrix follow. None: no x makes
+    a tensor too large for its scale.
     """
     tensors = weights.astype(np.float32).tensors()
     for name, w in tensors.items():
@@ -291,7 +292,7 @@ def two_part_problem(weights: BlockWeights) -> str | None:
 def spec_of(
     weights: BlockWeights, causal: bool, kernels: str, bounds: Mapping[str, float] | None = None
 ) -> BlockSpec:
-    """The block of these weights. Projections of fused kernels may sum over K in parts."""
+    """Return the BlockSpec for these weights. Projections of fused kernels may use split-K."""
     heads = weights.n_head, weights.n_head, weights.eps, weights.n_embd // weights.n_head
     names = weights.tensors()
     fused = kernels == "fused"
@@ -301,7 +302,7 @@ def spec_of(
 
 
 def largest(weights: BlockWeights) -> dict[str, float]:
-    """Step of the fused block → the largest magnitude of its result, where there is a bound."""
+    """Return name → largest possible magnitude of the result, for fused steps that have a bound."""
     do = Bounds(weights.astype(np.float32).tensors())
     spec_of(weights, True, "fused").run(do)
     return do.found
@@ -312,7 +313,7 @@ def _capability(device: int) -> int:
 
 
 def solve(x: Any, output: Any, weights: Any, seq_len: int) -> None:
-    """The entry point of LeetGPU's challenge: the block without a mask, written to `output`.
+    """Entry point of LeetGPU's challenge: compute the block without a mask, write it to `output`.
 
     x, output: CuPy float32, seq_len · 768 elements in any shape; weights: CuPy float32, the packed
     7,087,872 elements. Intermediate tensors are allocated for the call. Runs on the current stream;

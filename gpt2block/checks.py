@@ -112,7 +112,7 @@ def check_callable(name: str, value: object) -> None:
 
 
 def check_encodable(name: str, text: str) -> None:
-    """Raise InputError for a lone surrogate, which UTF-8 cannot encode."""
+    """Raise InputError if `text` contains a lone surrogate, which UTF-8 cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -132,7 +132,7 @@ def several(given: Any) -> list[Any]:
 
 
 def is_plain(array: object) -> TypeGuard[NDArray[Any]]:
-    """Whether `array` is a NumPy array with the usual operators.
+    """Return whether `array` is a NumPy array, but neither a masked array nor an np.matrix.
 
     The mask of a masked array would be ignored, and * of an np.matrix is the matrix product.
     """
@@ -150,9 +150,9 @@ def plain_array(name: str, given: Any) -> NDArray[Any]:
 
 
 def as_numpy(name: str, given: Any) -> NDArray[Any]:
-    """Call `np.asarray`. Raises InputError if an object, such as a torch tensor, fails to convert.
+    """Call `np.asarray`. Raises InputError in place of RuntimeError, which torch tensors may raise.
 
-    Raises TypeError, ValueError or OverflowError for objects that NumPy cannot convert.
+    Raises TypeError, ValueError or OverflowError as `np.asarray` does.
     """
     try:
         return np.asarray(given)
@@ -161,7 +161,7 @@ def as_numpy(name: str, given: Any) -> NDArray[Any]:
 
 
 def of_bfloat16(array: Any) -> str:
-    """Return the end of an error message for torch tensors of bfloat16, else "".
+    """Return advice for the end of an error message about a torch bfloat16 tensor, else "".
 
     NumPy cannot read tensors of bfloat16.
     """
@@ -196,7 +196,7 @@ def named_options(**rejected: str) -> Callable[[Callable[P, R]], Callable[P, R]]
 
 
 def _name_of(function: Callable[..., Any], args: tuple[Any, ...]) -> str:
-    """Return the name of a function as the caller knows it; of a method with the object's class."""
+    """Return a function's name for messages; a method's name begins with its object's class."""
     owner, dot, name = function.__qualname__.rpartition(".")
     if dot and args:
         owner = (args[0] if isinstance(args[0], type) else type(args[0])).__name__
@@ -228,7 +228,7 @@ def host_array(x: Any) -> NDArray[Any] | None:
 
 
 def require_host(x: Any, use: str, dtype: Any, on_gpu: str) -> NDArray[Any]:
-    """Return `host_array(x)`. Raises InputError if it is None.
+    """Return `host_array(x)`. Raises InputError if the result is None.
 
     on_gpu: advice in the message for a CUDA array.
     """
@@ -245,7 +245,7 @@ def require_host(x: Any, use: str, dtype: Any, on_gpu: str) -> NDArray[Any]:
 
 
 def imported(from_library: Callable[[Any], Any], x: Any) -> Any:
-    """Return from_library(x) for a foreign array. Raises InputError if it cannot be shared."""
+    """Return from_library(x) for a foreign array. Raises InputError if x cannot be shared."""
     try:
         return from_library(x)
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
@@ -263,7 +263,7 @@ def check_count(name: str, value: Any, most: int = LARGEST_COUNT) -> int:
 def normed_together(
     gamma_q: tuple[int, ...], gamma_k: tuple[int, ...], n_head: int, n_kv_head: int, D: int
 ) -> bool:
-    """Whether gammas of these shapes normalize all heads of Q and of K together, not each head.
+    """Return whether gammas of these shapes normalize all heads together, not each head alone.
 
     D: channels per head. Raises InputError for other shapes.
     """
@@ -277,7 +277,7 @@ def normed_together(
 
 
 def check_blocks(K: int) -> None:
-    """Raise InputError unless K weights are a whole number of Q4_K blocks."""
+    """Raise InputError unless K, the length of a row, is a multiple of 256, a Q4_K block."""
     if K % 256:
         raise InputError(f"x: expected rows of a multiple of 256 numbers, got {K:,}")
 

@@ -44,13 +44,13 @@ from gpt2block.errors import InputError, shown
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Sizes = dict[str, Any]  # letter → size; "..." → the sizes of all leading axes
+Sizes = dict[str, Any]  # axis letter → size; "..." → sizes of all leading axes
 
-MATRICES = ("matrix", "rows")  # kinds with axes (K, N)
+MATRICES = ("matrix", "rows")  # kinds of weight matrices with axes (K, N)
 _LETTERS = re.compile(r"[A-Za-z_]+")
-_FLOAT = ("efdE", "float16, bfloat16, float32 or float64")  # E is bfloat16 of ml_dtypes
+_FLOAT = ("efdE", "float16, bfloat16, float32 or float64")  # "E" is ml_dtypes' bfloat16
 _MATRIX = ("efdE", "a float dtype, or a WeightMatrix")
-# Kind → dtype characters that NumPy functions accept, and a description; default: _FLOAT.
+# Kind of array → dtype characters that NumPy functions accept, description; default: _FLOAT.
 _IN_NUMPY: Mapping[str, tuple[str, str]] = {
     "i32": ("bBhHiIlLqQ", "integers"),
     "u8": ("B", "uint8"),
@@ -60,21 +60,21 @@ _IN_NUMPY: Mapping[str, tuple[str, str]] = {
 
 
 class Entry(NamedTuple):
-    """The entry of an array in a contract."""
+    """An entry of a contract: name, kind of dtype and axes of an array."""
 
     name: str
     kind: str
     axes: tuple[str, ...]
     optional: bool
-    itself: tuple[str, ...]  # inputs that this output may be
+    itself: tuple[str, ...]  # names of inputs whose array may also be this output
 
     def shape(self, sizes: Mapping[str, Any]) -> tuple[int, ...]:
-        """Return the shape for sizes and options by name."""
+        """Return the shape. sizes: values of axis letters and options, by name."""
         leading = sizes["..."] if self.axes[0] == "..." else ()
         return (*leading, *[size_of(axis, sizes) for axis in self.axes if axis != "..."])
 
     def fits(self, shape: tuple[int, ...], sizes: Sizes) -> bool:
-        """Return whether a shape agrees with `sizes`; add the sizes of new letters to `sizes`."""
+        """Return whether a shape agrees with `sizes`; add sizes of new axis letters to `sizes`."""
         axes = self.axes[1:] if self.axes[0] == "..." else self.axes
         first = len(shape) - len(axes)
         if first < 0 or (first and len(axes) == len(self.axes)):
@@ -87,7 +87,7 @@ class Entry(NamedTuple):
         return True
 
     def expected(self, sizes: Mapping[str, Any]) -> str:
-        """Return the shape for a message, with numbers for known sizes and letters for others."""
+        """Return the shape as text for a message: numbers for known sizes, else axis letters."""
         parts: list[str] = []
         for axis in self.axes:
             if axis == "...":
@@ -99,7 +99,7 @@ class Entry(NamedTuple):
 
 
 class Contract(NamedTuple):
-    """The arrays of an operation.
+    """The inputs and outputs of an operation.
 
     changed: index of the input that is also the first output, or None.
     """
@@ -110,7 +110,7 @@ class Contract(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Contract:
-        """Parse the line of a contract."""
+        """Parse a contract from its line of text."""
         before, _, after = text.partition("->")
         inputs, outputs = _entries(before), _entries(after)
         names = [entry.name for entry in inputs]
@@ -124,7 +124,7 @@ class Contract(NamedTuple):
 
 
 def check_shapes(given: Iterable[tuple[Entry, tuple[int, ...]]], sizes: Sizes) -> None:
-    """Raise InputError unless all shapes fit; add the sizes of new letters to `sizes`."""
+    """Raise InputError unless shapes fit the entries; add sizes of new axis letters to `sizes`."""
     for entry, shape in given:
         if not entry.fits(shape, sizes):
             raise InputError(f"{entry.name}: expected shape {entry.expected(sizes)}, got {shape}")
@@ -144,17 +144,17 @@ def _entries(text: str) -> tuple[Entry, ...]:
 
 
 def size_of(axis: str, sizes: Mapping[str, Any]) -> int:
-    """Return the size of an axis: a letter, a number or an expression of sizes and options."""
+    """Return the size of an axis that is a letter, a number, or an expression of `sizes`."""
     return int(sizes[axis] if axis.isalpha() else eval(_compiled(axis), {}, dict(sizes)))
 
 
 @cache
 def _compiled(axis: str) -> CodeType:
-    return compile(axis, f"<axis {axis}>", "eval")  # safe: contracts are text of this package
+    return compile(axis, f"<axis {axis}>", "eval")  # safe: contracts are constants of this package
 
 
 def takes(line: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorate a NumPy function: check its arguments by a contract with the same argument names.
+    """Decorate a NumPy function to check its arguments by a contract with the same argument names.
 
     An array may be None if None is its default, or if the contract allows it. Scalars are checked
     by name (`checks.SCALARS`). The decorated function raises InputError, and its attribute
@@ -187,7 +187,7 @@ def takes(line: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             dtypes: set[Any] = set()
             values: Any = [fitting(*pair, sizes, dtypes) for pair in zip(names, args, strict=False)]
             named: Any = {name: fitting(name, v, sizes, dtypes) for name, v in kwargs.items()}
-            values += args[len(values) :]  # the function raises TypeError for these
+            values += args[len(values) :]  # surplus arguments: the function raises TypeError
             made: Any = function(*values, **named)
             if len(dtypes) != 1 or (dtype := dtypes.pop()).itemsize != 2:
                 return cast(R, made)
@@ -209,7 +209,7 @@ def unchecked(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _widened(kind: str, value: Any, dtypes: set[Any]) -> Any:
-    """Convert an array to native byte order, and 16 bits to float32; add its dtype to `dtypes`."""
+    """Convert an array to native byte order, 16-bit ones to float32; add its dtype to `dtypes`."""
     if kind == "kv" or not isinstance(value, np.ndarray):
         return value
     native = value.dtype.newbyteorder("=")
@@ -225,7 +225,7 @@ def _rounded(made: Any, dtype: Any, given: list[Any]) -> Any:
 
 
 def _check(entry: Entry, value: Any, sizes: Sizes) -> None:
-    """Raise InputError unless a NumPy array or matrix fits; add sizes of new letters to `sizes`."""
+    """Raise InputError unless an array fits its entry; add sizes of new axis letters to `sizes`."""
     chars, words = _IN_NUMPY.get(entry.kind, _FLOAT)
     if words is _MATRIX[1] and hasattr(value, "dequantized"):
         shape = (value.N, value.K) if entry.kind == "table" else (value.K, value.N)

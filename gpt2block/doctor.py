@@ -173,7 +173,7 @@ def _probe_device(cuda: Any, index: int) -> VisibleDevice:
     _call(cuda, "cuDeviceGet", ctypes.byref(device), index)
     _call(cuda, "cuDeviceGetName", name, len(name), device)
     _call(cuda, "cuDeviceTotalMem_v2", ctypes.byref(memory), device)
-    # The numbers are CUdevice_attribute values in cuda.h.
+    # 75, 76 and 16 are values of the enum CUdevice_attribute in cuda.h.
     for value, attribute in ((major, 75), (minor, 76), (multiprocessors, 16)):
         _call(cuda, "cuDeviceGetAttribute", ctypes.byref(value), attribute, device)
     text, capability = name.value.decode(errors="replace"), (major.value, minor.value)
@@ -186,7 +186,7 @@ def compiler_options(module: Any) -> tuple[str, ...]:
 
 
 def compile_log(module: Any, options: tuple[str, ...]) -> str:
-    """Return NVRTC's errors for a program that includes HEADER, or "" if it compiles."""
+    """Return NVRTC's errors for a program that includes cuda_fp16.h, or "" if it compiles."""
     nvrtc = module.cuda.nvrtc
     program = nvrtc.createProgram(PROGRAM, "probe.cu", (), ())
     try:
@@ -442,7 +442,7 @@ def _not_examined(name: str, prerequisite: str) -> Check:
 
 
 def _downgrade_fix(driver: Driver, cupy: CuPy | None) -> str:
-    """Return the fix for an older driver or device: CuPy for CUDA 12, if the driver supports it.
+    """Return the fix for an old driver or GPU: install CuPy for CUDA 12, if the driver supports it.
 
     The fix also uninstalls NVRTC and headers of CUDA 13, as CuPy prefers them to CUDA 12's.
     """
@@ -462,6 +462,6 @@ def _major(version: str) -> int:
 
 
 def _line(error: BaseException) -> str:
-    """Return the first line of an exception, or of its cause, which CuPy's ImportError wraps."""
+    """Return type and first line of an exception's cause, or of an exception without a cause."""
     error = error.__cause__ or error
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"

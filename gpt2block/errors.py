@@ -46,7 +46,7 @@ def shown(value: object) -> str:
 
 
 class Argument(NamedTuple):
-    """An argument in a message, which the command line replaces by its option.
+    """An argument named in a message; the command line prints its option instead.
 
     value: value that the message suggests, as in "dtype='float32'".
     """
@@ -59,7 +59,7 @@ class Argument(NamedTuple):
 
 
 class PrintableError(Exception):
-    """Base class of errors that makes the message printable: it may hold names from files.
+    """Base class of errors. It makes messages printable, because they may contain names from files.
 
     parts: texts and Arguments, which are joined to the message. If a message begins with the name
     of an argument and a colon, as in "stride: expected …", this name becomes an Argument.
@@ -99,7 +99,7 @@ class DeviceError(PrintableError, RuntimeError):
     """The requested device cannot be used."""
 
 
-# What to write → names that users of other libraries try, of the package and of a model.
+# Class, or "" for the package → suggested code → attributes that users of other libraries try.
 _ANSWERS = {
     "": {
         "gpt2block.from_pretrained(name)": "AutoModel AutoModelForCausalLM load load_model",
@@ -124,7 +124,7 @@ INSTEAD = {
 
 
 def no_attribute(table: str, owner: object, name: str, instead: str | None = None) -> Exception:
-    """An AttributeError for a name that an object does not have, and the name to use.
+    """Return an AttributeError for a name that an object does not have; suggest the name to use.
 
     table: a key of INSTEAD. owner: the object, a module or an instance. instead: code to suggest
     for a name that the table does not have.
@@ -140,9 +140,9 @@ class KernelError(RuntimeError):
 
 
 def check_all(*checks: Callable[[], object], later: Callable[[], object]) -> None:
-    """Make all checks. Raise the first error, to which the messages of the others are added.
+    """Run all checks. Raise the first error, with the messages of the other errors appended.
 
-    later: a check that the caller makes later, and that is made here if another one fails.
+    later: a check that the caller runs later, and that runs here only if another check fails.
     """
     errors: list[PrintableError] = []
     for check in (*checks, later):
@@ -159,7 +159,7 @@ def check_all(*checks: Callable[[], object], later: Callable[[], object]) -> Non
 def require(
     purpose: str, extra: str, *modules: str, kind: type[PrintableError] = InputError
 ) -> None:
-    """Raise an error of this kind unless these modules of an optional extra are installed.
+    """Raise an error of class `kind` unless these modules of an optional extra are installed.
 
     purpose: subject of the message, which needs the modules.
     """

@@ -50,7 +50,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         with suppress(OSError):
             new.unlink(missing_ok=True)
         raise
-    with suppress(OSError):  # makes the new name permanent; not every file system supports this
+    with suppress(OSError):  # make the rename durable; not every file system supports this
         _sync_folder(target.parent)
 
 
@@ -66,7 +66,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def check_file(path: Path) -> None:
-    """Raise InputError unless a file can have this path. Call it before a long computation."""
+    """Raise InputError unless `path` can be a file: call this check before a long computation."""
     if path.is_dir():
         raise InputError(f"{path}: expected a file, got a directory")
     if not path.parent.is_dir():
@@ -92,7 +92,7 @@ def _sync_folder(path: Path) -> None:
 
 @contextmanager
 def temporary_folder(directory: Path, name: str) -> Iterator[Path]:
-    """Yield a new folder `.name-…` in `directory`, which is removed after the with block.
+    """Create a folder `.name-…` in `directory`, yield its path, and remove it afterwards.
 
     The folder is locked until then. Folders of this name without a lock, which killed processes
     have left behind, are removed first. If folders cannot be locked, as on Windows and NFS, the new

@@ -19,13 +19,13 @@ class _Fp8(NamedTuple):
 
     fraction: int
     bias: int  # bias of the exponent
-    largest: int  # byte of the largest number; the next byte represents numbers beyond the range
+    largest: int  # byte of the largest finite number; the next byte is infinity or NaN
     nan: int  # byte of NaN
 
 
 FP8_FORMATS: Mapping[str, _Fp8] = {
-    "float8_e5m2": _Fp8(2, 15, 0x7B, 0x7E),  # 57344; 0x7c is infinity
-    "float8_e4m3fn": _Fp8(3, 7, 0x7E, 0x7F),  # 448; 0x7f, also for larger numbers, is the only NaN
+    "float8_e5m2": _Fp8(2, 15, 0x7B, 0x7E),  # largest: 57344; 0x7c: infinity
+    "float8_e4m3fn": _Fp8(3, 7, 0x7E, 0x7F),  # largest: 448; 0x7f: the only NaN, no infinity
 }
 
 
@@ -63,13 +63,13 @@ def to_fp8(
                 f"got {scale.shape} for {x.shape}"
             )
         wide = wide / (scale if layout == "KN" else scale[:, None])
-    lowest = 1 - fp8.bias  # exponent of the smallest normal number; steps below it are constant
+    lowest = 1 - fp8.bias  # exponent of the smallest normal number; below, the spacing is constant
     beyond = 2 * _fp8_magnitudes(format)[fp8.largest]
     magnitude = np.fmin(np.abs(wide), beyond)
     e = np.frexp(np.maximum(magnitude, 2.0**lowest))[1] - 1  # 2^e <= magnitude < 2^(e+1)
     # With F fraction bits, FP8 numbers from 2^e to 2^(e+1) are multiples of 2^(e-F). Division by a
-    # power of two is exact, and rint rounds ties to even. The leading bit, 2^F steps, adds one to
-    # the exponent in the byte, and so does a carry.
+    # power of two is exact, and rint rounds ties to even. `steps` contains the leading bit 2^F,
+    # which adds one to the exponent field of the byte, as a carry from rounding does.
     steps = np.rint(np.ldexp(magnitude, fp8.fraction - e)).astype(np.int32)
     code = (e - lowest << fp8.fraction) + steps
     code = np.minimum(code, fp8.largest if saturate else fp8.largest + 1)

@@ -20,7 +20,7 @@ from gpt2block.run.block import BlockSpec, Given
 
 
 class LlamaBlock(BaseBlock):
-    """A Llama transformer block on a GPU, or with NumPy where there is none.
+    """A Llama transformer block, computed on a GPU or with NumPy.
 
     weights: a LlamaBlockWeights. causal: whether row i sees keys 0…i only. device: "cuda",
     "cuda:1", "cpu", or None for the GPU where there is one. graph: replay a CUDA graph for repeated
@@ -56,7 +56,7 @@ class LlamaBlock(BaseBlock):
         kernels = fused if kernels == "auto" else kernels
         if index is not None:
             self._check_kernels(weights.config, kernels, fused, index)
-        self.weights = rounded(weights, dtype)  # float32 arrays of what the steps compute with
+        self.weights = rounded(weights, dtype)  # float32 arrays, matrices rounded to dtype
         c = weights.config
         heads = c.n_head, c.n_kv_head, c.eps, c.head_size
         turned = weights.half_split, ("frequencies",)
@@ -65,7 +65,7 @@ class LlamaBlock(BaseBlock):
         self._start(spec, device, index, graph)
 
     def _check_kernels(self, config: LlamaConfig, kernels: str, supported: str, index: int) -> None:
-        """Raise InputError unless the device computes these kernels and heads in this dtype."""
+        """Raise InputError unless the GPU supports these kernels and heads in the block's dtype."""
         if kernels != supported:
             raise InputError(
                 f"kernels {kernels!r}: expected {supported!r} for {self.dtype} on a GPU: use "
@@ -90,7 +90,7 @@ class LlamaBlock(BaseBlock):
         )
 
     def __call__(self, x: Any, positions: Any = None, out: Any | None = None) -> Any:
-        """The block's output. x (T, C) or (B, T, C) of the block's dtype → the same.
+        """Compute the block. x (T, C) or (B, T, C) of the block's dtype → shape and dtype of x.
 
         positions: T integers on the host, from 0 to 2^31 - 1; None: 0 … T - 1. NumPy in, NumPy out;
         a CUDA array in, a CuPy array out, as for Block. The result is a new array, or `out`. NaN
@@ -99,11 +99,11 @@ class LlamaBlock(BaseBlock):
         return self._engine.forward(x, out, _given(positions, x))
 
     def trace(self, x: Any, positions: Any = None) -> dict[str, Any]:
-        """Step name → its result, for every step, rms1 … output."""
+        """Return step name → result of the step, for all steps from "rms1" to "output"."""
         return self._engine.trace(x, _given(positions, x))
 
     def compare(self, x: Any, positions: Any = None) -> Comparisons:
-        """Compare every step with float64 NumPy, in order. x, positions: as for a call.
+        """Compare every step's result, in order, with float64 NumPy; arguments as in `__call__`.
 
         The float64 run starts from the same x and weights, rounded to the block's dtype.
         """
@@ -111,9 +111,9 @@ class LlamaBlock(BaseBlock):
 
 
 def _given(positions: Any, x: Any) -> Given:
-    """The tensors that each call determines: positions of the rows of x, (T,).
+    """Return the input tensor "positions" of a call: the positions of the rows of x, (T,).
 
-    Raises InputError; a wrong x is left to the engine.
+    Raises InputError for wrong positions. The engine checks x.
     """
     shape: tuple[int, ...] = getattr(x, "shape", ())
     T = shape[-2] if len(shape) > 1 else 1

@@ -1,4 +1,4 @@
-"""Whole models: `from_pretrained("gpt2").generate("…")`. The class follows the architecture."""
+"""Whole models: `from_pretrained("gpt2").generate("…")`. Classes are GPT2, Llama, else Model."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ if TYPE_CHECKING:
     from gpt2block.generation.rows import Generation
     from gpt2block.generation.scoring import Score
 
-Row = Sequence[int] | NDArray[np.integer[Any]]  # token ids (T,); an array also (B, T)
+Row = Sequence[int] | NDArray[np.integer[Any]]  # token ids (T,); an array may also be (B, T)
 Progress = Callable[[Iterable[Any]], Iterable[Any]]
 Weights = TypeVar("Weights", bound=ModelArrays[Any])
 Loaded = TypeVar("Loaded", bound="Model[Any]")
 
 
 class Model(Generic[Weights]):
-    """A model. `from_pretrained` loads a GPT2 or Llama, and others as this class.
+    """A language model. `from_pretrained` returns a GPT2, a Llama, or for other models a Model.
 
     Token ids are a sequence (T,), a batch (B, T), or a list of sequences of different lengths.
     Raises InputError for wrong arguments, DeviceError when the device cannot be used.
@@ -144,7 +144,7 @@ class Model(Generic[Weights]):
         dtype: str,
         kv_dtype: str | None = None,
     ) -> Loaded:
-        """A model of tensors as `Checkpoint.tensors` yields them.
+        """Create a model from tensors in the form that `Checkpoint.tensors` yields.
 
         Matrices of layout "NK" that are already in the memory of the GPU, and in the dtype, are not
         copied. Raises InputError.
@@ -178,7 +178,7 @@ class Model(Generic[Weights]):
 
             self.engine = CudaModel(config, tensors, formats, index)
 
-    if not TYPE_CHECKING:  # else any name would be an attribute
+    if not TYPE_CHECKING:  # __getattr__ would hide unknown names from type checkers
 
         def __getattr__(self, name: str) -> Any:
             raise no_attribute("Model", self, name)
@@ -203,7 +203,7 @@ class Model(Generic[Weights]):
 
     @property
     def dtypes(self) -> str:
-        """The dtype of the weights, and of another kv_cache than usual."""
+        """The dtype of the weights, and the kv_cache's dtype if it is not the default."""
         return str(self.formats)
 
     @property
@@ -218,28 +218,28 @@ class Model(Generic[Weights]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the weights as stored; docs/dtypes.md has what prompts need in addition."""
+        """Bytes of the weights as stored; docs/dtypes.md lists further memory that prompts need."""
         return self.engine.nbytes
 
     @cached_property
     def lookup(self) -> Lookup:
-        """Loads the tokenizer when text needs it."""
+        """The tokenizer's Lookup, which loads the tokenizer when a text first needs it."""
         return Lookup(self._checkpoint, self.config.vocab_size)
 
     @property
     def tokenizer(self) -> Encoding:
-        """The checkpoint's own, or GPT-2's BPE. Raises CheckpointError if it cannot be loaded."""
+        """The checkpoint's tokenizer, or GPT-2's BPE. Raises CheckpointError if loading fails."""
         return self.lookup.encoding
 
     @property
     def draft_model(self) -> Model[Any] | None:
-        """A smaller model that guesses the next tokens, where an option `speculate` is set.
+        """A smaller draft model that guesses the next tokens if the option `speculate` is set.
 
-        The texts stay the same, and take fewer steps the more of its guesses are right. It is on
-        the same GPU, and has the same tokens and at least the same context; at most 16 rows are
-        computed together then. None: guesses are copied from the text. Setting it raises
-        InputError. Source: Leviathan et al., "Fast Inference from Transformers via Speculative
-        Decoding" (2023).
+        The texts stay the same. The more guesses are right, the fewer steps a text takes. The draft
+        model must be on the same GPU, and have the same tokens and at least the same context. At
+        most 16 rows are then computed together. None: guesses are copied from the text. Setting
+        another model raises InputError. Source: Leviathan et al., "Fast Inference from Transformers
+        via Speculative Decoding" (2023).
         """
         return self._draft_model
 
@@ -248,14 +248,14 @@ class Model(Generic[Weights]):
         if model is not None:
             self._check_draft(model)
         self._draft_model = model
-        own: Any = self.engine  # a CudaModel, of which NumPy has no counterpart
+        own: Any = self.engine  # a CudaModel; a NumpyModel has no draft
         if model is not None or hasattr(own, "draft"):
             own.draft = None if model is None else model.engine
 
     _draft_model: Model[Any] | None = None
 
     def _check_draft(self, model: Model[Any]) -> None:
-        """Raise InputError unless a model can guess this one's tokens."""
+        """Raise InputError unless `model` can be the draft model of this model."""
         if not isinstance(model, Model) or model is self:
             got = "the model itself" if model is self else type(model).__name__
             raise InputError(f"draft_model: expected another Model, got {got}")
@@ -272,7 +272,7 @@ class Model(Generic[Weights]):
                 f"{sizes[0][1]:,}, got {sizes[1][0]:,} and {sizes[1][1]:,}"
             )
         if not self._checkpoint or not model._checkpoint:
-            return  # without a tokenizer
+            return  # a model without a tokenizer: tokens cannot be compared
         for token in range(self.config.vocab_size):
             own, other = (bytes_of_ids(each.tokenizer, [token]) for each in (self, model))
             if own != other:
@@ -283,7 +283,7 @@ class Model(Generic[Weights]):
 
     @cached_property
     def chat_template(self) -> ChatTemplate:
-        """How the model writes a conversation. Raises CheckpointError if it has no template."""
+        """The template of the model's conversations. Raises CheckpointError if there is none."""
         from gpt2block.chat.template import ChatTemplate  # noqa: PLC0415
         from gpt2block.checkpoints.chat_files import chat_template  # noqa: PLC0415
 
@@ -298,9 +298,9 @@ class Model(Generic[Weights]):
 
     @cached_property
     def chat_sampling(self) -> dict[str, float]:
-        """The options of sampling that answers have by default, as keywords of `generate`.
+        """The default sampling options of chat answers, as keywords of `generate`.
 
-        Those of the model's generation_config.json, or a temperature of 0.2 and a top_p of 0.9.
+        Read from the model's generation_config.json, else a temperature of 0.2 and a top_p of 0.9.
         Raises CheckpointError for values out of range.
         """
         from gpt2block.checkpoints.chat_files import chat_sampling  # noqa: PLC0415
@@ -327,14 +327,14 @@ class Model(Generic[Weights]):
     def save_gguf(self, path: str | Path, type: str, overwrite: bool = False) -> Path:
         """Write a GGUF file, with the tokenizer of the checkpoint.
 
-        type: of matrices, such as "q8_0" or "f16". See `checkpoints.save_gguf`.
+        type: GGUF type of the matrices, such as "q8_0" or "f16". See `checkpoints.save_gguf`.
         """
         return save_gguf(path, self, type, self._checkpoint, overwrite)
 
     def new_cache(self, batch: int = 1, n_ctx: int | None = None) -> KVCache:
-        """An empty kv_cache for `batch` sequences of up to n_ctx tokens (None: the model's).
+        """Return an empty kv_cache for `batch` sequences of up to n_ctx tokens (None: the model's).
 
-        With longrope, n_ctx chooses the factors of all of them.
+        With longrope, n_ctx selects the short or long factors for all sequences.
         """
         batch = check_count("batch", batch)
         n_ctx = check_count("n_ctx", self.config.n_ctx if n_ctx is None else n_ctx)
@@ -357,10 +357,10 @@ class Model(Generic[Weights]):
     def __call__(
         self, ids: Row | Sequence[Row], cache: KVCache | None = None, last: bool = False
     ) -> Floats | list[Floats]:
-        """Logits, float32: (T, V), (B, T, V), or a list of (T, V) for sequences of many lengths.
+        """Return float32 logits: (T, V), (B, T, V), or a list of (T, V) if the lengths differ.
 
-        last: return those of the last position only, (V,) or (B, V). cache: row b of the ids
-        continues row b of the cache, and its keys and values are appended to it.
+        last: return the logits of the last position only, (V,) or (B, V). cache: row b of the ids
+        continues row b of the cache, to which its keys and values are appended.
         """
         check_flag("last", last)
         sequences, shape = inputs.sequences(self.engine, ids, cache)
@@ -375,9 +375,9 @@ class Model(Generic[Weights]):
     @overload
     def hidden_states(self, ids: Sequence[Row]) -> Floats | list[Floats]: ...
     def hidden_states(self, ids: Row | Sequence[Row]) -> Floats | list[Floats]:
-        """The residual stream, float32: after the embedding and each block, and the final norm's.
+        """Return the float32 residual stream after the embedding and each block, then normalized.
 
-        (n_layer + 2, T, C), (n_layer + 2, B, T, C), or a list of the former.
+        The shape is (n_layer + 2, T, C) or (n_layer + 2, B, T, C), or a list of the former.
         """
         sequences, shape = inputs.sequences(self.engine, ids)
         states = self.engine.forward(sequences, "states")
@@ -389,7 +389,7 @@ class Model(Generic[Weights]):
         return np.stack(states, axis=1).reshape(len(states[0]), *shape, -1)
 
     def trace(self, ids: Prompt, cached: bool = False) -> dict[str, NDArray[Any]]:
-        """Step name → its result, (T, channels), for every step of a forward pass.
+        """Return step name → result, (T, channels), for every step of a forward pass.
 
         ids: a text or token ids (T,).
 
@@ -399,24 +399,25 @@ class Model(Generic[Weights]):
         return self.engine.trace(inputs.tokens(self.engine, self.lookup, ids, cached), cached)
 
     def compare(self, ids: Prompt, cached: bool = False) -> Comparisons:
-        """Every step of every layer compared with float64, in order, for a text or token ids (T,).
+        """Compare all steps, in order, with a float64 forward pass of a text or token ids (T,).
 
         cached: for the last token only, as decoding computes it. The float64 pass uses the weights
-        as they are stored. A row's name is the step's, such as "h.3.gelu".
+        as they are stored. Rows are named after their steps, such as "h.3.gelu".
         """
         return compare(self.engine, inputs.tokens(self.engine, self.lookup, ids, cached), cached)
 
     @named_options()
     def attention(self, text: Prompt) -> Floats:
-        """The attention weights for a text or token ids (T,): (n_layer, n_head, T, T), float32.
+        """Return the attention weights of a text or token ids (T,), (n_layer, n_head, T, T).
 
-        weights[l, h, i, j] is the weight of token j for token i in head h of layer l; 0 for j > i.
+        weights[l, h, i, j], float32, is the weight of token j for token i in head h of layer l; 0
+        for j > i.
         """
         return lens.attention_weights(self.engine, inputs.tokens(self.engine, self.lookup, text))
 
     @named_options()
     def logit_lens(self, text: Prompt, top: int = 5) -> LogitLens:
-        """The `top` most likely next tokens after the embedding and after each block.
+        """Return the `top` most likely next tokens after the embedding and after each block.
 
         Returns a LogitLens: ids and probabilities, (n_layer + 1, T, top) each. Raises InputError.
         """
@@ -428,10 +429,10 @@ class Model(Generic[Weights]):
 
     @named_options()
     def explain(self, text: Prompt, layer: int = 0) -> Page:
-        """One forward pass of a text or token ids (T,) as an HTML page, shown in a notebook.
+        """Return an HTML page about one forward pass of a text or token ids (T,), for notebooks.
 
-        `save(path)` writes it: tokens and their surprisal, every step with its tensor, formula,
-        kernel, time and error against float64, attention, logit lens and the next token's
+        `save(path)` writes the page: tokens and their surprisal, every step with its tensor,
+        formula, kernel, time and error against float64, attention, logit lens and the next token's
         distribution. layer: the block that the page opens, with finer heatmaps. T is at most 1024.
         Raises InputError.
         """
@@ -463,7 +464,7 @@ class Model(Generic[Weights]):
     def generate(
         self, prompts: Prompt | Prompts, **options: Any
     ) -> Generation | list[Generation] | list[list[Generation]]:
-        """Continue a prompt (text or token ids), or each of a list.
+        """Continue a prompt (text or token ids), or each prompt of a list.
 
         A Generation (text, tokens, logprobs, finish_reason, seed) for one prompt, a list for a list
         of prompts; with `samples` above 1 a list for each prompt.
@@ -513,8 +514,8 @@ class Model(Generic[Weights]):
         add_generation_prompt: whether the template writes the beginning of an answer; by default
         True, unless the last message is continued. continue_final_message: the answer continues the
         last message. chat_template_kwargs: variables that the template reads, such as
-        {"enable_thinking": False}. The other keywords are those of `generate`; options of sampling
-        that are not given are those of `chat_sampling`.
+        {"enable_thinking": False}. The other keywords are those of `generate`; sampling options
+        that are not passed have the values of `chat_sampling`.
 
         Raises as `generate` does; InputError for messages that the template refuses and for
         variables that it does not read, and CheckpointError for a model without a template.
@@ -534,7 +535,7 @@ class Model(Generic[Weights]):
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **options: Unpack[StreamOptions],
     ) -> Generator[str, None, Generation]:
-        """Yield the answer of `chat` in pieces, as `stream` does."""
+        """Yield the answer to a conversation in pieces as `stream` does; arguments as in `chat`."""
         own = (add_generation_prompt, continue_final_message, chat_template_kwargs)
         arguments = self.chat_template.arguments(*own)
         prompt = self.chat_template.ids(self.tokenizer, messages, **arguments)
@@ -545,7 +546,7 @@ class Model(Generic[Weights]):
         messages: Iterable[Message] = (),
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Conversation:
-        """Begin a conversation with these messages, whose kv_cache stays.
+        """Begin a Conversation with these messages; its kv_cache is kept between answers.
 
         chat_template_kwargs: as in `chat`, for all answers. Raises InputError for messages of
         another form and variables that the template does not read, and CheckpointError as `chat`
@@ -589,7 +590,7 @@ class Model(Generic[Weights]):
         tokens_at_once: int = 8192,
         progress: Callable[[int, int], None] | None = None,
     ) -> Score | list[Score]:
-        """Score a text or token ids: log_likelihood, perplexity, bits_per_byte, tokens.
+        """Return the Score of a text or ids: log_likelihood, perplexity, bits_per_byte, tokens.
 
         Returns a Score, whose `tokens` hold the log-probability and surprisal of every token; for a
         list of texts or of rows of ids, a list of Scores.
@@ -617,7 +618,7 @@ class Model(Generic[Weights]):
         pooling: Literal["mean", "last"] = "mean",
         overflow: Overflow = "error",
     ) -> Floats:
-        """Embed a text or token ids as a vector (C,), a list as (B, C): mean or last hidden state.
+        """Return embeddings, the mean or last hidden states: (C,) of one input, (B, C) of a list.
 
         overflow: for inputs longer than n_ctx: "truncate" keeps the last n_ctx tokens, "error"
         raises InputError.
@@ -628,7 +629,7 @@ class Model(Generic[Weights]):
 
 
 class GPT2(Model[GPT2Weights]):
-    """A GPT-2 on a GPU, or with NumPy where there is none.
+    """A GPT-2 model, computed on a GPU or with NumPy.
 
     weights: a GPT2Weights; see `from_pretrained` for checkpoints. device: "cuda", "cuda:1", "cpu",
     or None for the GPU where there is one. dtype: of the stored matrices, "float32", "bfloat16",
@@ -650,7 +651,7 @@ class GPT2(Model[GPT2Weights]):
 
 
 class Llama(Model[LlamaWeights]):
-    """A Llama on a GPU, or with NumPy where there is none.
+    """A Llama model, computed on a GPU or with NumPy.
 
     weights: a LlamaWeights; see `from_pretrained` for checkpoints. device, dtype, allow_nonfinite,
     kv_dtype, token ids: as in GPT2. Raises InputError for wrong arguments, DeviceError when the
@@ -688,6 +689,6 @@ def load(
     progress: Progress = iter,
     revision: str | None = None,
 ) -> Model[Any]:
-    """`from_pretrained`, in these formats."""
+    """Load a checkpoint as `from_pretrained` does, with these format options."""
     model: Model[Any] = Model._loaded(name, device, given, progress, revision)
     return model

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 HIGHEST_BITS = 16.0  # surprisal shown in the strongest color
-MOST_ROWS = 24  # of a table as text; of a longer one the first and the last
-MOST_CHARACTERS = 40  # of a cell of a table as text
+MOST_ROWS = 24  # most rows of a text table; of a longer table, the first and last rows
+MOST_CHARACTERS = 40  # most characters per cell of a text table
 
 
 def text_table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A table for a terminal, of texts and numbers; numbers are aligned to the right."""
+    """Return a table of texts and numbers for a terminal; numbers are aligned to the right."""
     half = MOST_ROWS // 2
     cut = len(rows) > MOST_ROWS
     shown = [*rows[:half], *rows[-half:]] if cut else list(rows)
@@ -42,7 +42,7 @@ def _text(value: object) -> str:
 
 
 def table(headers: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
-    """A table of texts and numbers; numbers are aligned to the right."""
+    """Return a table of texts and numbers as HTML; numbers are aligned to the right."""
     head = "".join(f"<th>{escape(name)}</th>" for name in headers)
     body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
@@ -54,12 +54,12 @@ def _cell(value: object) -> str:
 
 
 def paragraph(text: str) -> str:
-    """Text with its line breaks."""
+    """Return a text as HTML that keeps the text's line breaks."""
     return f'<div style="white-space: pre-wrap">{escape(text)}</div>'
 
 
 def surprisals(start: str, pieces: Iterable[tuple[str, float]]) -> str:
-    """A text whose pieces are colored by their surprisal in bits, which is also their tooltip."""
+    """Return a text as HTML: pieces are colored by surprisal, which tooltips show in bits."""
     spans = "".join(
         f'<span title="{bits:.2f} bits" style="background: rgba(220, 50, 32, '
         f'{min(max(bits, 0.0) / HIGHEST_BITS, 1.0) * 0.8:.2f})">{escape(piece)}</span>'

@@ -1,4 +1,4 @@
-"""The NumPy reference of every operation, written to be compared with its formula.
+"""The NumPy reference of every operation, written to be easily compared with the formula.
 
 A function computes in its input's dtype, float32 or float64, and returns this dtype. For 16-bit
 inputs, `takes` converts arguments to float32 and results back. Kernels are compared with the
@@ -37,12 +37,12 @@ if TYPE_CHECKING:
 
 Array = NDArray[np.floating[Any]]
 
-# Number of queries that attention_cached processes together. It skips keys that come after all of
-# them. Products of so few queries (16 x 256 x 64) are too small for BLAS to use several threads;
+# Number of queries that attention_cached processes together, to skip keys after the last of these
+# queries. Products of 16 queries (16 x 256 x 64) are too small for BLAS to use several threads;
 # waking threads on a busy machine may take longer than the product.
 QUERIES = 16
-MATCH = 3  # maximum number of last tokens whose earlier occurrence guess_tokens searches
-SMALLEST_SCALE = 2.0**-126  # smallest scale of a two-part row; float32 represents its inverse, too
+MATCH = 3  # guess_tokens searches for an earlier occurrence of up to 3 last tokens
+SMALLEST_SCALE = 2.0**-126  # smallest scale in `two_part`; its inverse is also a float32
 
 
 @takes("ids i32 ... T; wte f32 V C; wpe f32 P C -> out f32 ... T C")
@@ -184,7 +184,7 @@ def attention_cached(
             for t in firsts
         ]
         return np.concatenate(parts)
-    past = 0 if window is None else max(0, start - window + 1)  # keys that no query sees
+    past = 0 if window is None else max(0, start - window + 1)  # number of keys no query sees
     k, v, start = k[past:], v[past:], start - past
     seen = _seen_keys(T, start + T, start, window)
     # G heads of q share a head of k: q (KV heads, G, T, HS), k (KV heads, 1, start + T, HS).
@@ -227,7 +227,7 @@ def kv_append(
 
 @takes("qkv any N W -> qkv any N W")
 def kv_round(qkv: Array, n_head: int, n_kv_head: int, kv_dtype: str) -> Array:
-    """Round K and V of packed rows to FP8 numbers, as a kv_cache of this dtype stores them.
+    """Round K and V of packed rows to the FP8 numbers that a kv_cache of kv_dtype would store.
 
     qkv (N, W), rows [Q | K | V] → (N, W); Q is unchanged. kv_dtype: "float8_e5m2" or
     "float8_e4m3fn". Magnitudes above the largest FP8 number become this number.
@@ -252,7 +252,7 @@ def attention_packed(
     softmax_scale: float | None = None,
     window: int | None = None,
 ) -> Array:
-    """Compute `attention_cached` of several sequences with packed rows of qkv.
+    """Compute `attention_cached` for several sequences, whose rows of qkv follow each other.
 
     qkv (N, Q + 2C), rows [Q | K | V]; k, v (B, n_ctx, C), which already contain the new keys and
     values → (N, Q). Rows cu_seqlens[b] to cu_seqlens[b + 1] - 1 belong to sequence b, at positions
@@ -298,7 +298,7 @@ def attention_varlen(
     softmax_scale: float | None = None,
     window: int | None = None,
 ) -> Array:
-    """Compute `attention` of several sequences, each over itself; rows as in `attention_packed`.
+    """Compute `attention` within each of several sequences, packed as in `attention_packed`.
 
     With k, v, row and position, K and V of the sequences are also appended to the kv_cache, as by
     `kv_append`.
@@ -436,7 +436,7 @@ def linear(
     gelu: bool = False,
     eps: float = 1e-5,
 ) -> Array:
-    """Compute [residual +] f(n · w [+ bias]), where n is x, optionally normalized.
+    """Compute [residual +] f(n · w [+ bias]) for an activation f, where n is x or x normalized.
 
     n = LayerNorm(x) with gamma and beta, RMSNorm(x) with gamma alone, else x. f is GELU if `gelu`,
     else the identity. With `up` (K, N), f(a) = silu(a) (n · up), or gelu(a) (n · up) if `gelu`.
@@ -492,7 +492,7 @@ def gemm(
     gelu: bool = False,
     split_k: bool = False,
 ) -> Array:
-    """Compute [residual +] f(a · w [+ bias]), the product of the tensor-core kernels.
+    """Compute [residual +] f(a · w [+ bias]) for an activation f, as tensor-core kernels do.
 
     f is GELU if `gelu`, else the identity. With `up` (K, N), f(c) = silu(c) (a · up), or
     gelu(c) (a · up) if `gelu`. a (..., K), w (K, N), bias (N,), residual (..., N) → (..., N).
@@ -531,7 +531,7 @@ def joined(parts: Array, scale: Array) -> Array:
         ("parts", parts, "float16", 3),
         ("scale", scale, "float32", 1),
     ):
-        # NumPy and CuPy arrays both have these attributes.
+        # NumPy and CuPy arrays both have the attributes shape and dtype.
         shape, found = getattr(array, "shape", ()), getattr(array, "dtype", None)
         masked = isinstance(array, np.ma.MaskedArray)
         if masked or found != dtype or len(shape) != ndim:
@@ -576,7 +576,7 @@ def gelu(x: Array) -> Array:
     return 0.5 * x * (1 + tanh)
 
 
-_gelu = gelu  # alias for functions with an argument `gelu`
+_gelu = gelu  # alias for functions whose argument `gelu` hides the function
 
 
 @takes("x f32 ... -> out~x f32 ...")
@@ -631,9 +631,9 @@ def rmsnorm_add(x: Array, weight: Array, residual: Array, eps: float = 1e-6) -> 
 
 @takes("x f32 ... C -> out out_dtype ... C")
 def operand(x: Array) -> Array:
-    """Convert x (..., C) to the form that products read: unchanged in NumPy.
+    """Convert x (..., C) to the format that matrix products read. NumPy returns x unchanged.
 
-    On a GPU: 16 bits, or the terms of decoding.
+    On a GPU: 16-bit numbers, or the `Terms` of decoding.
     """
     return x
 
@@ -766,7 +766,7 @@ def qk_norm_rope(
     n_kv_head: int,
     eps: float = 1e-6,
 ) -> Array:
-    """Apply `qk_norm`, then `rope_qkv` with half-split pairs; arrays as in these functions."""
+    """Apply `qk_norm`, then `rope_qkv` with half_split=True; arguments as in both functions."""
     normed = qk_norm(qkv, gamma_q, gamma_k, n_head, n_kv_head, eps)
     return rope_qkv(normed, positions, frequencies, n_head, n_kv_head, True)
 
@@ -787,7 +787,7 @@ def qk_norm_append(
     n_head: int,
     eps: float = 1e-6,
 ) -> Array:
-    """Apply `qk_norm`, then `rope_append` with half-split pairs; arrays as in these functions."""
+    """Apply `qk_norm`, then `rope_append` with half_split=True; arguments as in both functions."""
     n_kv_head = k.shape[-1] // (2 * len(frequencies))
     normed = qk_norm(qkv, gamma_q, gamma_k, n_head, n_kv_head, eps)
     return rope_append(normed, frequencies, k, v, row, position, n_head, True)
@@ -808,7 +808,7 @@ def linear_rope(
     position: NDArray[np.integer[Any]],
     n_head: int,
 ) -> Array:
-    """Compute `rope_append` of x w + bias; half-split pairs are rotated by `by`.
+    """Compute `rope_append` of x · w + bias, with cosines and sines `by` for half-split pairs.
 
     x (M, C), w (C, Q + 2 KV), bias (Q + 2 KV,), by (M, D / 2, 2), a result of `rotations`, k, v
     (B, n_ctx, KV), row, position (M,) → q (M, Q).
@@ -830,7 +830,7 @@ def _append_rotated(
     position: NDArray[np.integer[Any]],
     n_head: int,
 ) -> Array:
-    """Rotate the heads of q and k of rows; return q, and append K and V to the kv_cache."""
+    """Rotate the heads of Q and K in rows [Q | K | V]; append K and V to a kv_cache, return Q."""
     D = 2 * by.shape[1]
     rotating = n_head + k.shape[-1] // D
     if k.shape[-1] % D or qkv.shape[1] != n_head * D + 2 * k.shape[-1]:
@@ -871,7 +871,7 @@ def _rotations(
 
 
 def _rotated(x: Array, cos: Array, sin: Array, half_split: bool) -> Array:
-    """Rotate pairs of channels of x (..., T, H, D) by angles with cos and sin (T, 1, D / 2)."""
+    """Rotate channel pairs of x (..., T, H, D) by angles with these cos and sin (T, 1, D / 2)."""
     D = x.shape[-1]
     cos, sin = cos.astype(x.dtype), sin.astype(x.dtype)
     first, second = (np.s_[: D // 2], np.s_[D // 2 :]) if half_split else (np.s_[::2], np.s_[1::2])
@@ -921,7 +921,7 @@ def rmsnorm_ffn(
     residual: Array | None = None,
     gelu: bool = False,
 ) -> Array | tuple[Array, Array]:
-    """The gated feed-forward before its last product: silu(n w1) · (n w3), n = rmsnorm(h).
+    """Compute silu(n w1) · (n w3), n = rmsnorm(h): a gated feed-forward without its last product.
 
     x, residual (..., K), gamma (K,), w1, w3 (K, N) → (..., N). With a residual, h = x + residual
     and the result is a pair: (..., N) and h. Without residual, h = x. gelu: use GELU instead of
@@ -945,7 +945,7 @@ def gated_sums(
     eps: float = 1e-6,
     gelu: bool = False,
 ) -> Array:
-    """Split h = silu(n · w_gate) (n · w_up), n = rmsnorm(x), and multiply each part by w_down.
+    """Split h = silu(n w_gate) (n w_up), n = rmsnorm(x); multiply each part by rows of w_down.
 
     x (M, C), gamma (C,), w_gate, w_up (C, H), w_down (H, C) → (splits, M, C). gelu: use GELU
     instead of SiLU. Scales of FP8 weights w_down are not applied here, but to the sum of the
@@ -971,7 +971,7 @@ def linear_sums(
     sums: Array | None = None,
     w_down: Array | WeightMatrix | None = None,
 ) -> Array:
-    """Return residual + x · w; the results of `gated_sums` for w_down are added to the residual.
+    """Return residual + x · w, plus the sum of `sums`, a result of `gated_sums` for w_down.
 
     x (M, K), w (K, N), residual (M, N), sums (splits, M, N), w_down (H, N) → (M, N).
     """
@@ -1000,7 +1000,7 @@ def rope_sums(
     n_head: int,
     eps: float = 1e-6,
 ) -> Array:
-    """Compute `linear_rope` of rmsnorm(x); the results of `gated_sums` for w_down are added to x.
+    """Add the sum of `sums`, a result of `gated_sums`, to x; compute `linear_rope` of rmsnorm(x).
 
     x (M, K), gamma (K,), w (K, Q + 2 KV), sums (splits, M, K), w_down (H, K); gamma_q, gamma_k
     (D,): for norms of heads as in `qk_norm`, or both None; other arguments as in `linear_rope`.
@@ -1016,12 +1016,12 @@ def rope_sums(
 def rmsnorm_sums(
     x: Array, weight: Array, sums: Array, w_down: Array | WeightMatrix, eps: float = 1e-6
 ) -> Array:
-    """Return `rmsnorm` of x plus the sums of `gated_sums`: sums (splits, M, C), w_down (H, C)."""
+    """Return `rmsnorm` of x + Σ sums, with sums (splits, M, C) of `gated_sums`, w_down (H, C)."""
     return rmsnorm(_completed(x, sums, w_down), weight, eps)
 
 
 def _completed(x: Any, sums: Array | None, w_down: Array | WeightMatrix | None) -> Any:
-    """Return x plus the results of `gated_sums`, or x if sums is None."""
+    """Return x plus the sum of `sums`, a result of `gated_sums`; x itself if sums is None."""
     if (sums is None) != (w_down is None):
         raise InputError("expected sums and w_down, or neither")
     if sums is None or w_down is None:
@@ -1030,7 +1030,7 @@ def _completed(x: Any, sums: Array | None, w_down: Array | WeightMatrix | None) 
 
 
 def _scales(w: Array | WeightMatrix, like: Array) -> Any:
-    """Return the scales of the outputs of FP8 weights, or 1."""
+    """Return the scales of FP8 weights, one per output; 1 for weights without scales."""
     scale = None if isinstance(w, np.ndarray) else w.scale
     return 1 if scale is None else np.asarray(scale, like.dtype)
 
@@ -1046,7 +1046,7 @@ def silu_mul(gate: Array, up: Array, gelu: bool = False) -> Array:
 
 
 def _spans(cu_seqlens: NDArray[np.integer[Any]], N: int) -> list[tuple[int, int]]:
-    """Return (first row, last row + 1) of each sequence. Raises InputError unless all rows fit."""
+    """Return (first row, last row + 1) of each sequence. Raises InputError for wrong cu_seqlens."""
     ends = cu_seqlens.tolist()
     if ends != sorted(ends) or ends[0] < 0 or ends[-1] > N:
         raise InputError(f"cu_seqlens: expected numbers that rise from 0 to {N}, got {ends[:9]}")
@@ -1104,7 +1104,7 @@ def top_logprobs(logits: Array, K: int = MOST_ALTERNATIVES) -> tuple[NDArray[np.
 
 @takes("tokens i32 T -> guess i32 K")
 def guess_tokens(tokens: NDArray[np.int32], K: int = 7) -> NDArray[np.int32]:
-    """Guess the K tokens after a sequence (T,) from tokens after an earlier occurrence of its end.
+    """Guess the next K tokens of a sequence (T,): the tokens after an earlier copy of its end.
 
     The latest earlier occurrence of the last three tokens is used, or of the last two or one if
     there is none. If the sequence ends before the K-th guess, the guesses repeat from the first.
@@ -1147,7 +1147,7 @@ def sample_token(
 
 @takes("x any ... K; w u8 N K//256 144 -> out f32 ... N")
 def blocks_matmul(x: Array, w: NDArray[np.uint8]) -> Array:
-    """Return x · Wᵀ for W (N, K) in blocks of type Q4_K, with the bytes of a GGUF file.
+    """Return x · Wᵀ for W (N, K) in blocks of type Q4_K, stored as in a GGUF file.
 
     x (..., K), w (N, K / 256, 144) → (..., N). A block has 256 weights: float16 d and dmin; 12
     bytes with s and m of 6 bits for each of 8 sub-blocks; 4-bit codes q, 32 bytes for each two

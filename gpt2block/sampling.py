@@ -24,8 +24,8 @@ SMALLEST = 2.0**-126  # smallest normal float32
 LARGEST = 2.0**126  # largest power of two whose reciprocal is a normal float32
 UNIT = np.float32(2**40)  # mass of the most likely token
 ROUNDS = 10  # rounds of Philox
-PLACES = 128  # entries of a row's table: a bias before min_new_tokens, and a bias after it
-CHANGES = 2 * PLACES + 2  # numbers of the table and the two penalties; entry 0 is for no token
+PLACES = 128  # entries of a row's table; an entry has a bias before min_new_tokens and one after
+CHANGES = 2 * PLACES + 2  # numbers per row: the table, two penalties; no token uses entry 0
 MOST_BIAS = 2.0**64  # largest bias: a finite logit plus a bias stays finite
 MOST_ALTERNATIVES = 20  # most likely tokens per position that can be reported at most
 
@@ -177,13 +177,13 @@ class Sampling:
 
 
 def _ranges(kind: str) -> dict[str, Range]:
-    """Return the ranges of Sampling's fields of this type."""
+    """Return name → range of valid values, for Sampling's fields of this type."""
     ranges = {each.name: meaning_of(each).range for each in fields(Sampling) if each.type == kind}
     return {name: limits for name, limits in ranges.items() if limits}
 
 
 _FLOATS, _INTEGERS = _ranges("float"), _ranges("int")
-# Keywords of `generate` that are numbers, in the order of `generate`.
+# Names of the numeric keywords of sampling, in the order of `generate`'s signature.
 NUMBERS = tuple(name for name in SAMPLING_OPTIONS if name in {**_FLOATS, **_INTEGERS})
 
 
@@ -272,7 +272,7 @@ def check_biased(sampling: Sampling, V: int) -> None:
 
 
 def changes(sampling: Sampling, V: int) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
-    """Return a row's changes of logits for the kernel: a table (CHANGES,), and entries (V,).
+    """Return a row's logit changes for the kernel: a table (CHANGES,), and indices into it (V,).
 
     Entry 0 of the table holds 1 if anything changes, and the bits of min_new_tokens. The second
     array holds twice the index of each token's entry in the table.
@@ -283,7 +283,7 @@ def changes(sampling: Sampling, V: int) -> tuple[NDArray[np.float32], NDArray[np
         biases, late = dict(sampling.biases), set(sampling.late)
         tokens = sorted(biases.keys() | late)
         changed = [(-math.inf if t in late else biases[t], biases.get(t, 0.0)) for t in tokens]
-        pairs = np.array(changed, np.float32).reshape(-1, 2) + np.float32(0)  # + 0 turns -0.0 to 0
+        pairs = np.array(changed, np.float32).reshape(-1, 2) + np.float32(0)  # -0.0 + 0 is 0.0
         different, place = np.unique(pairs.view(np.uint64), return_inverse=True)
         values[0], values[-2:] = 1, (sampling.frequency_penalty, sampling.presence_penalty)
         values[1:2].view(np.int32)[:] = sampling.min_new_tokens
@@ -347,7 +347,7 @@ def masses(l: Floats, sampling: Sampling) -> Masses:  # noqa: E741
 
 
 def probabilities(logits: Floats, sampling: Sampling) -> NDArray[np.float64]:
-    """Return the probability that `choose` draws each token first, (V,): 0 for filtered tokens.
+    """Return the probability of each token in the first step of `choose`, (V,); 0 if filtered.
 
     All probabilities are 0 if a logit is NaN or all logits are -inf.
     """
@@ -380,7 +380,7 @@ def draw(mass: Masses, random: int) -> int:
 
 def random_bits(seed: int, step: int, sample: int) -> int:
     """Return 64 random bits, determined by the arguments."""
-    # Convert to Python integers: NumPy integers overflow.
+    # `step` may be a NumPy integer, whose products would overflow.
     words = philox((int(step), sample, 0, 0), (seed & 0xFFFFFFFF, seed >> 32))
     return words[0] | words[1] << 32
 
@@ -401,12 +401,12 @@ def philox(counter: Sequence[int], key: Sequence[int]) -> tuple[int, int, int, i
 
 
 def check_step(step: object) -> int:
-    """Return the step as an int. Raises InputError unless it is a valid number of drawn tokens."""
+    """Return a number of drawn tokens as an int. Raises InputError unless it is 0 to 2^31 - 1."""
     return check_integer("step", step, 0, 2**31 - 1, "an integer from 0 to 2^31 - 1")
 
 
 def check_alternatives(name: str, value: object, least: int = 0) -> int:
-    """Return the value as an int. Raises InputError unless so many alternatives can be reported."""
+    """Return a number of alternatives as an int. Raises InputError unless it is `least` to 20."""
     most = MOST_ALTERNATIVES
     return check_integer(name, value, least, most, f"an integer from {least} to {most}")
 
@@ -427,7 +427,7 @@ def rows_of(sampling: Sampling | Sequence[Sampling] | None, B: int) -> list[Samp
 
 
 def parameters(rows: Sequence[Sampling]) -> dict[str, NDArray[Any]]:
-    """Return arguments of the kernel: an array (B,) for each field, with the seed as int64 bits."""
+    """Return the kernel's arguments: field name → array (B,), with the seed as int64 bits."""
     dtypes = {
         "temperature": np.float32,
         "top_p": np.float32,

@@ -1,4 +1,4 @@
-"""The sizes of models and the shapes of their tensors: the part that all share, and GPT-2's."""
+"""Sizes of models and shapes of their tensors: a base class for all architectures, and GPT-2's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 from gpt2block.checks import check_count, check_eps, check_token, meant, several
 from gpt2block.errors import Argument, CheckpointError, InputError, shown
 
-# The limits are far above the sizes of every model: they bound the memory a damaged file requests.
+# The limits are far above all models' sizes. They bound the memory that a damaged file can request.
 LIMITS: Mapping[str, int] = {
     "n_layer": 10_000,
     "n_head": 2**16,
@@ -23,8 +23,8 @@ ALL_LIMITS: Mapping[str, int] = {**LIMITS, "n_kv_head": 2**16, "n_ff": 2**20, "h
 Config = TypeVar("Config", bound="ModelConfig")
 Shapes = Mapping[str, tuple[int, ...]]
 Settings = Iterable[tuple[str, tuple[Any, ...], str]]
-# Keys of config.json with which other architectures change the result: each has the values that
-# change nothing and a description of the computation here. Lists have a value for each layer.
+# Keys of config.json with which other architectures change the result. Each entry has a key, the
+# values that change nothing, and the computation in this package. A list has a value per layer.
 _ALL_SEEN, _PLAIN_NORMS = "attention sees all earlier tokens", "queries and keys have no norm"
 _UNSCALED = "embeddings, residuals and logits are not scaled"
 OF_OTHERS: Settings = (
@@ -56,11 +56,11 @@ OF_OTHERS: Settings = (
     ("parallel_attn", (None, False), "the feed-forward follows attention"),
 )
 _PER_LAYER = ("layer_types", "no_rope_layers")
-GPT2_VOCABULARY, GPT2_END = 50257, 50256  # the size of OpenAI's vocabulary, the id of <|endoftext|>
+GPT2_VOCABULARY, GPT2_END = 50257, 50256  # vocabulary size, id of <|endoftext|>
 
 
 class Scales(NamedTuple):
-    """Scalars of a forward pass; the defaults change nothing.
+    """Scalar parameters of a forward pass; the default values have no effect.
 
     eps: added to the variance by norms of the residual stream. embedding: factor of rows of wte.
     attention: factor of scores; None for 1 / sqrt(head_size). stream: factor that converts the
@@ -78,19 +78,19 @@ class Scales(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelConfig(ABC):
-    """The sizes that every architecture has. A subclass for each adds its own.
+    """Base class of configs, with the sizes that all architectures have. Subclasses add sizes.
 
-    Sizes are positive integers up to `LIMITS`. eos_token_ids: the tokens each of which ends a
-    generation, in addition to the tokenizer's. Raises InputError for anything else.
+    Sizes are positive integers up to `LIMITS`. eos_token_ids: tokens that end a generation, in
+    addition to the tokenizer's end tokens. Raises InputError for other values.
 
-    NAME: of the architecture. MODEL_TYPE: of config.json. SIZES: our names of the sizes → those
-    there, the first of which is written; OTHERS: likewise of other fields; FLAGS: the fields that
-    are true or false, which have the same names there; ABSENT: fields without a value there that
-    differ from the default. SETTINGS: names there, supported values, the default first, and why no
-    others. HONOURED: keys of other architectures that this one has as well. GGUF_KEYS: those of
-    GGUF files, which have them without this architecture's name → fields. GATE: of a gated
-    feed-forward; "gelu" is the tanh approximation. ADDED_TO_NORMS: what is added to the weights of
-    norms, as GGUF files have them.
+    NAME: name of the architecture. MODEL_TYPE: model_type in config.json. SIZES: field → keys of
+    config.json, of which the first key is written. OTHERS: field → key of config.json, for fields
+    that are not sizes. FLAGS: boolean fields, which have the same names in config.json. ABSENT:
+    values of fields that config.json omits, if they differ from the class's defaults. SETTINGS:
+    keys of config.json, supported values (the default first), and the reason for no others.
+    HONOURED: keys of OF_OTHERS that this architecture supports. GGUF_KEYS: key of GGUF files,
+    without the architecture's name → field. GATE: activation of a gated feed-forward; "gelu" is the
+    tanh approximation. ADDED_TO_NORMS: number that GGUF files add to the weights of norms.
     """
 
     NAME: ClassVar[str]
@@ -137,7 +137,7 @@ class ModelConfig(ABC):
 
     @property
     def head_order(self) -> tuple[int, ...]:
-        """The channel in files for each channel of a head of q and k; () if the order is equal."""
+        """For each channel of a head of q and k, its index in files; () if no index differs."""
         return ()
 
     @property
@@ -153,7 +153,7 @@ class ModelConfig(ABC):
 
     @property
     def scales(self) -> Scales:
-        """The scalars of a forward pass."""
+        """The scalar parameters of a forward pass."""
         return Scales(self.eps)
 
     @property
@@ -168,22 +168,22 @@ class ModelConfig(ABC):
 
     @property
     def frequencies_of_layers(self) -> tuple[str, ...]:
-        """The name of the RoPE frequencies of each layer; () without RoPE."""
+        """For each layer, the name of the tensor of its RoPE frequencies; () without RoPE."""
         return ()
 
     @property
     def short_context(self) -> int:
-        """The longest sequence for which RoPE uses its short-context frequencies; 0: not used."""
+        """Longest sequence, in tokens, with RoPE's short-context frequencies; 0: there are none."""
         return 0
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The attention window of each layer in tokens, the current one included; None: all."""
+        """Attention window of each layer, in tokens, including the current one; None: no limit."""
         return (None,) * self.n_layer
 
     @abstractmethod
     def block_shapes(self) -> Shapes:
-        """Return name → shape of tensors of a block, in packed order; matrices are (in, out)."""
+        """Return name → shape of a block's tensors, in packed order; matrices are (in, out)."""
 
     @classmethod
     def from_hugging_face(cls: type[Config], config: Any) -> Config:
@@ -202,7 +202,7 @@ class ModelConfig(ABC):
         return made
 
     def _neutral_for_sizes(self, config: Mapping[str, Any]) -> Settings:
-        """Return keys of other architectures whose neutral values depend on this model's sizes."""
+        """Return further keys for OF_OTHERS, whose values without effect depend on the sizes."""
         scale = "attention divides by the square root of the head size"
         window = config.get("sliding_window")
         wide = (window,) if sees_all(window, self.n_ctx) else ()
@@ -216,7 +216,7 @@ class ModelConfig(ABC):
 
     @classmethod
     def _fields_in(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the fields of a config.json by their names here, except eos_token_ids."""
+        """Return keyword arguments of this class, read from a config.json, except eos_token_ids."""
         fields = dict(cls.ABSENT)
         for ours, keys in cls.SIZES.items():
             limit = ALL_LIMITS[ours]
@@ -301,7 +301,7 @@ class GPT2Config(ModelConfig):
 
     @classmethod
     def _fields_in(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the fields of a config.json; absent fields have GPT-2 small's value.
+        """Return keyword arguments of this class from a config.json; defaults are GPT-2 small's.
 
         A size may have its GPT-2 name or its general name (n_head, num_attention_heads). As in
         `transformers`, n_positions is the context length, and n_ctx is used only without it.
@@ -326,12 +326,12 @@ class GPT2Config(ModelConfig):
             "bos_token_id": GPT2_END if self.vocab_size == GPT2_VOCABULARY else None,
         }
         if self.vocab_size == GPT2_VOCABULARY and not self.eos_token_ids:
-            del content["eos_token_id"]  # its default in transformers is GPT-2's
+            del content["eos_token_id"]  # transformers' default is <|endoftext|>
         return content
 
 
 def model_type(config: Any) -> Any:
-    """Return the model_type of a config.json's content; raise CheckpointError unless an object."""
+    """Return model_type from a config.json's content. Raises CheckpointError for a non-object."""
     if not isinstance(config, dict):
         raise CheckpointError(f"config.json: expected an object, got {shown(config)}")
     return config.get("model_type", "gpt2")
@@ -356,9 +356,9 @@ def agreed(given: Mapping[str, Any]) -> Any:
 
 
 def check_settings(config: Mapping[str, Any], settings: Settings, prefix: str = "") -> None:
-    """Raise CheckpointError for a setting of a config.json with a value that is not supported.
+    """Raise CheckpointError if a setting of a config.json has an unsupported value.
 
-    prefix: of the names in the message.
+    prefix: text before the names of settings in the message.
     """
     for name, supported, why in settings:
         value = config.get(name, supported[0])
@@ -372,7 +372,7 @@ def check_settings(config: Mapping[str, Any], settings: Settings, prefix: str = 
 
 
 def sees_all(window: Any, n_ctx: Any) -> bool:
-    """Whether attention over the last `window` tokens sees a whole context of n_ctx tokens."""
+    """Return whether a window of the last `window` tokens covers a context of n_ctx tokens."""
     return isinstance(window, int) and isinstance(n_ctx, int) and window >= n_ctx
 
 
@@ -389,7 +389,7 @@ SIZES: Mapping[str, GPT2Config] = {
     "gpt2-xl": GPT2Config(n_layer=48, n_head=25, n_embd=1600),
 }
 
-# Maps a number of parameters to the name of a size.
+# Number of parameters, such as "124M" → name of a size.
 ALIASES: Mapping[str, str] = dict(zip(("124M", "355M", "774M", "1558M"), SIZES, strict=True))
 
 

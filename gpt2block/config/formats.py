@@ -1,4 +1,4 @@
-"""How the numbers of a model are stored: `Formats`, derived from the user's `FormatOptions`."""
+"""Storage formats of a model's numbers: `Formats`, derived from the user's `FormatOptions`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from gpt2block.errors import Argument, InputError, UnknownOption, shown
 
 FP8 = ("float8_e5m2", "float8_e4m3fn")
 DTYPES = (*FLOATS, *FP8)
-FILE = "file"  # instead of a dtype of weights: the dtype of each matrix in its GGUF file
-GGUF = "gguf"  # the dtype of a matrix that keeps a GGUF file's blocks
-CACHE_WITH_FP8 = "float16"  # dtype of a KV cache, and of a prompt's activations, with FP8 weights
+FILE = "file"  # value of the option dtype: matrices keep their types in the GGUF file
+GGUF = "gguf"  # dtype of a matrix that is stored in blocks of a GGUF file
+CACHE_WITH_FP8 = "float16"  # dtype of KV cache and prompts' activations with FP8 weights
 REMOVED = {  # name of a removed option → explanation for the user
     "activations": "activations is no option any more: decoding rounds what it multiplies to "
     "float16 where the weights are float16 or FP8 and the GPU is a Hopper, and keeps 22 bits "
@@ -35,11 +35,11 @@ def dtype_option(default: Any, text: str, values: tuple[str, ...] = DTYPES) -> A
 
 @dataclass(frozen=True)
 class FormatOptions:
-    """A user's storage options; `Formats` follows once the checkpoint and the device are known.
+    """A user's storage options; `resolved` returns the `Formats` for a checkpoint and a device.
 
-    dtype: of the weights' matrices, or "file": matrices of a GGUF file stay in its blocks of 4
-    to 8 bits where kernels read them, and others become float16; None: as `resolved` says.
-    kv_dtype: of keys and values, or None for what follows from dtype. allow_nonfinite: whether
+    dtype: dtype of the weights' matrices, or "file": matrices of a GGUF file stay in blocks of 4
+    to 8 bits if kernels read the blocks, and other matrices become float16; None: see `resolved`.
+    kv_dtype: dtype of keys and values, or None for the default of dtype. allow_nonfinite: whether
     weights may be infinite or NaN. Raises InputError.
     """
 
@@ -60,23 +60,23 @@ class FormatOptions:
     def __post_init__(self) -> None:
         if self.dtype is not None or self.kv_dtype is None:
             self.resolved(in_blocks=False)
-        else:  # whether it fits the dtype shows when that is known
+        else:  # the dtype that kv_dtype must fit is not known yet
             check_choice("kv_dtype", self.kv_dtype, DTYPES)
 
     def resolved(self, in_blocks: bool) -> Formats:
-        """Return the formats of a model. Raise InputError where the options do not fit each other.
+        """Return the Formats of a model. Raises InputError if dtype and kv_dtype do not match.
 
-        in_blocks: whether its checkpoint has matrices in blocks that its device reads. Where no
-        dtype is given, it is "file" then, and float32 otherwise.
+        in_blocks: whether the checkpoint has matrices in blocks that the device's kernels read. If
+        so, dtype None becomes "file", else float32.
         """
         usual = FILE if in_blocks else "float32"
         dtype = usual if self.dtype is None else self.dtype
         return Formats(dtype, self.kv_dtype, self.allow_nonfinite)
 
     def identity(self) -> dict[str, Any]:
-        """Return the options as a job's manifest stores them; newer options only if set."""
+        """Return the options for a job's manifest; those of later versions only if not default."""
         found: dict[str, Any] = {"dtype": self.dtype, "kv_dtype": self.kv_dtype}
-        found["activations"] = None  # a former option that manifests keep
+        found["activations"] = None  # a removed option, still present in manifests
         for each in fields(self):
             value = getattr(self, each.name)
             if each.init and each.name not in found and value != each.default:
@@ -86,9 +86,9 @@ class FormatOptions:
 
 @dataclass(frozen=True)
 class Formats(FormatOptions):
-    """How the numbers of a model are stored.
+    """Storage formats of a model's numbers.
 
-    cache_dtype: of keys and values. fp8_cache: the same where it is FP8, else None.
+    cache_dtype: dtype of keys and values. fp8_cache: cache_dtype if it is FP8, else None.
     """
 
     dtype: str = "float32"
@@ -120,7 +120,7 @@ class Formats(FormatOptions):
             )
 
     def __str__(self) -> str:
-        """Return the dtype of the weights, and the KV cache's dtype where it is not the default."""
+        """Return the dtype of the weights, and the KV cache's dtype if it is not the default."""
         usual = self.cache_dtype == own_cache_dtype(self.dtype)
         return self.dtype if usual else f"{self.dtype}, kv_cache {self.cache_dtype}"
 
@@ -130,7 +130,7 @@ class Formats(FormatOptions):
         return CACHE_WITH_FP8 if self.dtype == FILE else self.dtype
 
     def facts(self) -> dict[str, str]:
-        """Return the facts about these formats that --json prints."""
+        """Return the dtypes for the output of commands with --json."""
         return {"dtype": self.dtype, "kv_dtype": self.cache_dtype}
 
 
@@ -139,7 +139,7 @@ BY_DEFAULT = FormatOptions()
 
 
 def with_cache(kv_dtype: str | None) -> Iterator[Formats]:
-    """Yield formats with kv_dtype for every weight dtype that fits; InputError if none fits."""
+    """Yield Formats with kv_dtype for all weight dtypes that support it; InputError if none do."""
     found = []
     for dtype in DTYPES:
         try:

@@ -1,4 +1,4 @@
-"""The sizes and settings of a Llama model, as `config.json` of Hugging Face names them."""
+"""The sizes and settings of Llama models, and their conversion from Hugging Face's config.json."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _ORIGINAL = "original_max_position_embeddings"
 _OPTIONAL = ("num_key_value_heads", "head_dim", "max_position_embeddings")
 _ROPE_SETTINGS: Settings = (
     ("partial_rotary_factor", (None, 1), "RoPE turns all channels of a head"),
-    ("full_attention", (None,), "RoPE turns all layers alike"),  # with parameters of its own
+    ("full_attention", (None,), "RoPE turns all layers alike"),  # RoPE parameters by layer type
     ("sliding_attention", (None,), "RoPE turns all layers alike"),
     *(each for each in OF_OTHERS if each[0] == "llama_4_scaling_beta"),
 )
@@ -45,7 +45,7 @@ _SCALING_FIELDS: Mapping[str, tuple[str, ...]] = {
     "longrope": ("short_factor", "long_factor"),
     "yarn": ("factor",),
 }
-_WITH_YARN = ("llama", "qwen2", "qwen3", "mistral", "olmo2")  # values of model_type
+_WITH_YARN = ("llama", "qwen2", "qwen3", "mistral", "olmo2")  # model_type values with YaRN support
 
 
 def yarn_attention(factor: float, mscale: float = 1.0) -> float:
@@ -65,18 +65,18 @@ _NUMBERS = (
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How the frequencies of RoPE are changed for a longer context than that of the training.
+    """Scaling of RoPE's frequencies for a longer context than that of the training.
 
-    kind "linear": all are divided by `factor`. "llama3": those with a wavelength above
-    original_context / low_freq_factor are divided by `factor`, those with one below
-    original_context / high_freq_factor stay, and those between are interpolated. "longrope": each
-    is divided by its own of `factors`, as in GGUF files, or of `long_factors`, if there are any,
-    for a sequence that may have more tokens than original_context. "yarn": those of pairs that turn
-    more than beta_fast times in the original context stay, those that turn less than beta_slow
-    times are divided by `factor`, and those between are interpolated by the index of the pair;
-    truncate: whether the ends of this range are rounded to whole pairs. attention_factor, of
-    "longrope" and "yarn", multiplies the queries and keys that RoPE turns; by default it is
-    1 + ln(factor) / 10 with "yarn", at least 1, and 1 with the others.
+    kind "linear": divides all frequencies by `factor`. "llama3": divides frequencies with a
+    wavelength above original_context / low_freq_factor by `factor`, keeps frequencies with a
+    wavelength below original_context / high_freq_factor, and interpolates between. "longrope":
+    divides each frequency by its entry of `factors`, as in GGUF files, or of `long_factors`, if
+    there are any, for a sequence that may have more tokens than original_context. "yarn": keeps
+    frequencies of pairs that rotate more than beta_fast times in the original context, divides
+    frequencies of pairs that rotate less than beta_slow times by `factor`, and interpolates between
+    by the index of the pair; truncate: whether the ends of this range are rounded to whole pairs.
+    attention_factor, of "longrope" and "yarn", multiplies the queries and keys that RoPE rotates;
+    by default it is 1 + ln(factor) / 10, at least 1, with "yarn", and 1 with the other kinds.
 
     Raises InputError. Sources: the configuration of Llama 3.1 in Hugging Face `transformers`; Ding
     et al., "LongRoPE: Extending LLM Context Window Beyond 2 Million Tokens" (2024); Peng et al.,
@@ -90,7 +90,7 @@ class RopeScaling:
     original_context: int = 8192
     factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
-    attention_factor: float = None  # type: ignore[assignment]  # a number once it is made
+    attention_factor: float = None  # type: ignore[assignment]  # a number after __post_init__
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
@@ -133,7 +133,7 @@ class RopeScaling:
             first, last = self._interpolated(len(frequencies), theta)
             kept = 1 - np.clip((np.arange(len(frequencies)) - first) / (last - first), 0, 1)
         else:
-            turns = self.original_context * frequencies / (2 * math.pi)  # in the original context
+            turns = self.original_context * frequencies / (2 * math.pi)  # rotations of each pair
             low, high = self.low_freq_factor, self.high_freq_factor
             kept = np.clip((turns - low) / (high - low), 0, 1)
         # kept is 0 where frequencies are divided by factor, and 1 where they do not change.
@@ -155,10 +155,10 @@ class LlamaConfig(ModelConfig):
     """Sizes of a Llama model; the defaults are the sizes of Llama 2 7B.
 
     n_kv_head heads of keys and values are shared by n_head heads of queries, in groups of
-    n_head / n_kv_head neighbours. n_ff: channels of the gated feed-forward. theta, scaling: of
-    RoPE. attention_bias: whether the products of attention have biases; mlp_bias: those of the
-    feed-forward. n_kv_head and head_size 0 stand for n_head and n_embd / n_head. bos_token_id:
-    the token that begins a text. eos_token_ids: as in GPT2Config.
+    n_head / n_kv_head neighbours. n_ff: channels of the gated feed-forward. theta, scaling:
+    parameters of RoPE. attention_bias, mlp_bias: whether the projections of attention, or of the
+    feed-forward, have biases. n_kv_head and head_size 0 stand for n_head and n_embd / n_head.
+    bos_token_id: the token that begins a text. eos_token_ids: as in GPT2Config.
 
     Raises InputError. Source: Touvron et al., "Llama 2: Open Foundation and Fine-Tuned Chat Models"
     (2023).
@@ -233,7 +233,7 @@ class LlamaConfig(ModelConfig):
             object.__setattr__(self, "bos_token_id", check_token("bos_token_id", self.bos_token_id))
 
     def _check_scaling(self, scaling: RopeScaling) -> None:
-        """Raise InputError for a RoPE scaling that this model cannot have."""
+        """Raise InputError if this architecture does not support the RoPE scaling."""
         if scaling.kind == "longrope":
             pairs = -(-self.rotary_size // 2)
             for factors in (scaling.factors, scaling.long_factors or None):
@@ -256,7 +256,7 @@ class LlamaConfig(ModelConfig):
 
     @property
     def frequencies_of_layers(self) -> tuple[str, ...]:
-        """The name of the RoPE frequencies of each layer."""
+        """For each layer, the name of the tensor of its RoPE frequencies."""
         return ("frequencies",) * self.n_layer
 
     @property
@@ -270,9 +270,9 @@ class LlamaConfig(ModelConfig):
 
     @property
     def scales(self) -> Scales:
-        """The scalars of a forward pass.
+        """The scalar parameters of a forward pass.
 
-        YaRN multiplies all channels of q and k by one factor; this multiplies scores by its square.
+        YaRN multiplies all channels of q and k by one factor, and scores therefore by its square.
         """
         if self.scaling is None:
             return Scales(self.eps)
@@ -283,7 +283,7 @@ class LlamaConfig(ModelConfig):
 
     @property
     def short_context(self) -> int:
-        """The longest sequence for which RoPE uses its short-context frequencies; 0: not used."""
+        """Longest sequence, in tokens, with RoPE's short-context frequencies; 0: there are none."""
         scaling = self.scaling
         if scaling is None or not scaling.long_factors or self.n_ctx <= scaling.original_context:
             return 0
@@ -298,7 +298,7 @@ class LlamaConfig(ModelConfig):
         return np.pad(frequencies, (0, self.head_size // 2 - len(k)))
 
     def block_shapes(self) -> Shapes:
-        """Return shapes of seven tensors, with w_qkv = [Wq | Wk | Wv], and of the biases."""
+        """Return name → shape of a block's seven tensors and biases; w_qkv is [Wq | Wk | Wv]."""
         C, Q, KV, FF = self.n_embd, self.q_width, self.kv_width, self.n_ff
         shapes: dict[str, tuple[int, ...]] = {
             "gamma1": (C,),
@@ -319,14 +319,14 @@ class LlamaConfig(ModelConfig):
 
     @classmethod
     def _fields_in(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the fields of a config.json by their names here."""
+        """Return keyword arguments of this class, read from a config.json, except eos_token_ids."""
         given = {k: value for k, value in config.items() if value is not None or k not in _OPTIONAL}
         missing = [key for (key,) in cls.SIZES.values() if key not in (*given, *_OPTIONAL)]
         if missing:
             raise CheckpointError(f"config.json: expected {', '.join(missing)}: missing")
         theta, scaling = _rope_of(given, cls.ABSENT, cls.HONOURED)
         fields = super()._fields_in(given) | {"theta": theta, "scaling": scaling}
-        if config.get("num_key_value_heads", 0) is None:  # as many as queries, whatever is absent
+        if config.get("num_key_value_heads", 0) is None:  # null: n_head, not a default
             fields["n_kv_head"] = 0
         return fields
 
@@ -356,7 +356,7 @@ class WindowedConfig(LlamaConfig):
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The attention window of each layer in tokens; None where a layer sees all."""
+        """Attention window of each layer, in tokens; None for a layer that sees all tokens."""
         sees_all = self.window is None or self.window >= self.n_ctx
         return (None if sees_all else self.window,) * self.n_layer
 
@@ -375,7 +375,7 @@ def check_layers(name: str, flags: Any, n_layer: int) -> tuple[bool, ...]:
 
 
 def rope_objects(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the nonempty objects of RoPE settings in a config.json, by the objects' keys."""
+    """Return key → value of rope_scaling and rope_parameters in a config.json, if not empty."""
     found = {}
     for name in ("rope_scaling", "rope_parameters"):
         fields = config.get(name)
@@ -392,7 +392,7 @@ def _rope_of(
     """Return RoPE's θ and scaling, read from rope_theta and rope_scaling, or rope_parameters.
 
     absent, honoured: as in ModelConfig.
-    Raises CheckpointError for contradictions, of which programs would use one value or the other.
+    Raises CheckpointError if values contradict each other.
     """
     neutral = [each for each in _ROPE_SETTINGS if each[0] not in honoured]
     check_settings(config, neutral)

@@ -22,12 +22,12 @@ from dataclasses import Field, field, fields
 from typing import Any, NamedTuple, TypeVar
 
 Documented = TypeVar("Documented", bound=Any)
-PLACE = "{options}"  # in a docstring, a paragraph of its own
+PLACE = "{options}"  # placeholder: a separate paragraph of a docstring
 WIDTH = 100
 
 
 class Range(NamedTuple):
-    """The numbers that an option may have, and their description in an error."""
+    """The range of an option's values, and its description in an error."""
 
     least: float
     most: float
@@ -64,7 +64,7 @@ def meaning_of(option: Field[Any]) -> Meaning:
 
 def document(target: Any, options: Mapping[str, Field[Any]]) -> None:
     """Insert the descriptions of these options into a docstring, if it has a place for them."""
-    text = target.__doc__ or ""  # none with python -OO
+    text = target.__doc__ or ""  # python -OO removes docstrings
     indent = next((line.removesuffix(PLACE) for line in text.splitlines() if PLACE in line), "")
     lines = [
         textwrap.fill(

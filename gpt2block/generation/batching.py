@@ -20,12 +20,12 @@ from gpt2block.sampling import Sampling
 from gpt2block.tokenizers.encoding import bytes_of_ids
 
 NO_SLOTS = np.empty(0, np.int32)
-FIRST_TOKENS = 4  # tokens of each row that `start_up` runs
-TURN = 16  # steps between two transfers of a slot's tokens, unless each token is read
+FIRST_TOKENS = 4  # tokens that `start_up` generates for each of its rows
+TURN = 16  # steps between transfers of a slot's tokens to its row, unless step(each_token=True)
 
 
 class Batch:
-    """Generate tokens of rows, each with its own prompt, sampling parameters and end conditions.
+    """Generate tokens of rows, with a prompt, sampling parameters and end conditions for each row.
 
     `step` computes the next tokens of all running rows; `submit` adds rows at any time, and
     `cancel` ends them. The tokens of a row do not depend on other rows. After an exception in the
@@ -61,15 +61,15 @@ class Batch:
         self._least_shared = least_shared(engine.config.n_layer, engine.nbytes)
         self._continues = self._prefixes is not None or 0 < piece < n_ctx
         self._pieces: PieceScheduler[Row] = PieceScheduler(tokens_at_once, piece)
-        self._starts: dict[int, Start] = {}  # starts of rows with incomplete prompts, by slot
+        self._starts: dict[int, Start] = {}  # slot → Start of a row with an incomplete prompt
         self._decoding = engine.decode(slots, n_ctx, fewer, speculate)
         self.slots = slots = self._decoding.slots
         choose = self._prefixes.slot_for if self._prefixes is not None else None
         self._scheduler: RowScheduler[Row] = RowScheduler(slots, choose)
         self._vocab_size = engine.config.vocab_size
-        self._following: dict[int, Row] = {}  # rows by slot that wait for another row's prompt
-        self._copies: list[tuple[int, int, int]] = []  # pending copies: source, target, tokens
-        self._started: dict[int, Start] = {}  # starts by slot, if sampled tokens are reused
+        self._following: dict[int, Row] = {}  # slot → row that waits for another row's prompt
+        self._copies: list[tuple[int, int, int]] = []  # pending: source slot, target slot, tokens
+        self._started: dict[int, Start] = {}  # slot → Start of its row, if rows reuse new tokens
         self.begun: list[Row] = []  # rows whose first token was computed in the last step
         self._deadlines: list[tuple[float, int, Row]] = []  # heap of (deadline, unique number, row)
         self._numbers, self._steps = count(), count()
@@ -101,11 +101,11 @@ class Batch:
 
     @property
     def firsts(self) -> NDArray[np.bool_]:
-        """Mask of the tokens in `latest` that are the first token of their slot's row."""
+        """Mask of the slots in `latest` whose new token is the first token of their row."""
         return self._new.firsts
 
     def start_up(self) -> Iterator[tuple[int, int]]:
-        """Run `Decoding.start_up` and a few rows. Call it before the first row is submitted."""
+        """Run `Decoding.start_up`, then a few short rows. Call this before submitting rows."""
         total = 0
         for done, total in self._decoding.start_up(self._continues):
             yield done, total
@@ -231,7 +231,7 @@ class Batch:
             self._decoding.extend(more)
         if complete:
             self._decoding.start(complete)
-        for start in complete:  # overlaps the computation of the engine
+        for start in complete:  # this loop overlaps the engine's computation
             row = self._scheduler.row_of(start.slot)
             self._new.begin(start, row)
             if self._prefixes is not None:
@@ -244,7 +244,7 @@ class Batch:
 
         Rows wait while another row computes a prefix that they can reuse, if it is long enough.
         """
-        gains: dict[int, int] = {}  # tokens that waiting saves in total, by the computing slot
+        gains: dict[int, int] = {}  # slot → tokens that rows save by waiting for its prompt
         following: list[tuple[int, int, Row]] = []
         for slot, row in (*self._following.items(), *self._scheduler.place()):
             leader, gain = self._leader(slot, row)
@@ -264,9 +264,9 @@ class Batch:
             self._copies.clear()
 
     def _leader(self, slot: int, row: Row) -> tuple[int, int]:
-        """Return the slot that will hold the longest prefix of a prompt, and its missing tokens.
+        """Return the slot that will hold the longest prefix of a prompt, and the gain of waiting.
 
-        The number counts tokens of the prefix that no slot has computed yet.
+        The gain is the number of tokens of the prefix that no slot has computed yet.
         """
         if self._prefixes is None:
             return NOTHING
@@ -322,21 +322,21 @@ class _Endings:
 
 
 class _NewTokens:
-    """Buffers of sampled tokens of each slot that rows have not received yet."""
+    """Buffers for the tokens sampled in each slot that the slot's row has not received yet."""
 
     def __init__(self, slots: int, n_ctx: int, vocab_size: int) -> None:
         self.left = np.zeros(slots, np.int64)  # tokens that each slot may still sample
         self._vocab_size = vocab_size
-        self._alternatives = np.zeros(slots, np.int64)  # alternatives that each slot reports
-        self._top: dict[int, list[Tops]] = {}  # alternatives of each token, by slot
-        self._endings: dict[Any, _Endings] = {}  # endings of the rows, by their end conditions
-        self._of_slot: list[Any] = [None] * slots  # key in _endings of each slot
+        self._alternatives = np.zeros(slots, np.int64)  # number of alternatives to report, by slot
+        self._top: dict[int, list[Tops]] = {}  # slot → most likely tokens for each token
+        self._endings: dict[Any, _Endings] = {}  # end conditions → tokens that may end rows
+        self._of_slot: list[Any] = [None] * slots  # key of each slot in _endings
         self._begun = np.zeros(slots, bool)
         self._count = np.zeros(slots, np.int64)  # buffered tokens of each slot
         self._tokens = np.empty((slots, n_ctx), np.int32)
         self._logprobs = np.empty((slots, n_ctx), np.float32)
         self._guessed = np.zeros((slots, n_ctx), bool)
-        self._guesses = False  # whether the engine guesses tokens
+        self._guesses = False  # whether the engine reports guessed tokens
         self.latest, self.firsts = NO_SLOTS, np.empty(0, bool)
         self.ending = np.empty(0, bool)  # whether each of the latest tokens may end its row
 

@@ -25,11 +25,11 @@ from gpt2block.tokenizers.lookup import Tokenizer, of_inputs, of_outputs
 
 Prompt = str | Sequence[int] | np.ndarray[tuple[int], np.dtype[np.integer[Any]]]
 Prompts = Sequence[Prompt] | np.ndarray[tuple[int, int], np.dtype[np.integer[Any]]]
-MOST_ROWS = 2**20  # prompts times samples per call at most
+MOST_ROWS = 2**20  # largest product of prompts and samples per call
 
 
 def generate(engine: ModelEngine, encoding: Tokenizer, prompts: Any, options: Options) -> Any:
-    """Continue a prompt (text or token ids), or each of a list of prompts.
+    """Continue a prompt (text or token ids), or each prompt of a list.
 
     Returns a Generation for one prompt and a list for a list; with `samples` above 1, a list of
     Generations for each prompt. If prompts are ids, the encoding may be None; the text is then
@@ -97,7 +97,7 @@ class Run:
         config, V = engine.config, engine.config.vocab_size
         ends = _ends(options, config, encoding)
         sampling, samples = options.sampling, options.samples
-        if sampling.min_new_tokens:  # exclude stop tokens from sampling until then
+        if sampling.min_new_tokens:  # end tokens are not sampled at first
             sampling = replace(sampling, end_ids=ends.stop_ids)
         check_biased(sampling, V)
         self._engine, self._rows_at_once = engine, options.rows_at_once
@@ -106,7 +106,7 @@ class Run:
         self.single, self.prompts = tokenizer.as_list(prompts, "prompt")
         _check_rows(len(self.prompts), samples)
         if samples > 1:
-            replace(sampling, sample=sampling.sample + samples - 1)  # raises for a too large sample
+            replace(sampling, sample=sampling.sample + samples - 1)  # checks the last sample index
         starts, end = [], tokenizer.end_of_text(encoding, V)
         for index, prompt in enumerate(self.prompts):
             name = "prompt" if self.single else f"prompt {index}"
@@ -135,9 +135,9 @@ class Run:
             pass
 
     def _generate(self, each_token: bool) -> Generator[Row, None, None]:
-        """Generate all tokens. Yield a row whenever it has taken new tokens.
+        """Generate all tokens. Yield a row each time that the row has received new tokens.
 
-        each_token: whether rows take each token at once, instead of several at a time.
+        each_token: whether rows receive each token at once, instead of several at a time.
         """
         batch = self._own_batch() if self.batch is None else self.batch
         batch.submit(self.rows)
@@ -207,7 +207,7 @@ def _ends(options: Options, config: ModelConfig, encoding: Encoding | None) -> E
 
 
 def _fitting(ids: Ids, name: str, end: int | None, ends: Ends) -> Ids:
-    """Return the last n_ctx of `ids`, or <|endoftext|> for an empty prompt. Raises InputError."""
+    """Return the last n_ctx ids, or <|endoftext|> for an empty prompt. Raises InputError."""
     if not len(ids):
         if end is None:
             raise InputError(

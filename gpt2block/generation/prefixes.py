@@ -8,20 +8,20 @@ from typing import NamedTuple
 from gpt2block.generation.rows import Row
 from gpt2block.run.model import Ids
 
-LEAST_COPIED = 64  # tokens from which a copy of another slot's keys and values saves time
-LEAST_SHARED = 200  # tokens up to which a pass takes as long as with one: it reads all weights
+LEAST_COPIED = 64  # fewest tokens for which a copy of another slot's keys and values saves time
+LEAST_SHARED = 200  # passes of up to 200 tokens take as long as of 1 token: all read all weights
 # Times with 16-bit weights on an NVIDIA H100: seconds per layer of a pass with few tokens, and
 # seconds per token and byte of weights.
 LAYER_S, BYTE_S = 60e-6, 2.5e-15
-MOST_COMPARED = 4  # latest slots with equal first tokens that are compared with a prompt
+MOST_COMPARED = 4  # most slots with equal first tokens compared with a prompt, latest slots first
 Key = tuple[str, bool, bytes]
 
 
 def least_shared(n_layer: int, nbytes: int) -> int:
-    """Number of shared tokens from which rows wait until another row has computed these tokens.
+    """Return the fewest shared tokens for which rows wait while another row computes the tokens.
 
-    Computing so many tokens takes about as long as another pass of a model with n_layer layers and
-    nbytes bytes of weights.
+    Computing this many tokens takes about as long as another pass of a model with n_layer layers
+    and nbytes bytes of weights.
     """
     return max(LEAST_SHARED, int(n_layer * LAYER_S / (nbytes * BYTE_S + 1e-12)))
 
@@ -45,7 +45,7 @@ NOTHING = HeldPrefix(-1, 0)
 
 
 class Prefixes:
-    """Index of the tokens that each slot holds. A client finds only its own tokens.
+    """Index of the tokens that each slot holds. Lookups find only tokens of the same client.
 
     Slots are looked up by their first `least` tokens, twice as many, four times as many, and so on.
 
@@ -56,10 +56,10 @@ class Prefixes:
     def __init__(self, least: int, short: int = 0) -> None:
         self._least, self._short = least, short
         self._of_slot: dict[int, _Held] = {}
-        self._alike: dict[Key, dict[int, None]] = {}  # slots with equal first tokens, latest last
+        self._alike: dict[Key, dict[int, None]] = {}  # first tokens → slots, latest last
 
     def hold(self, slot: int, row: Row, ids: Ids, done: int) -> None:
-        """Record the tokens that a slot holds, instead of its earlier tokens."""
+        """Record the tokens that a slot holds, in place of the slot's earlier tokens."""
         self.drop(slot)
         keys = tuple(self._key(row, ids[:n]) for n in self._sizes(len(ids)))
         self._of_slot[slot] = _Held(ids, done, keys)
@@ -79,7 +79,7 @@ class Prefixes:
         self._alike.clear()
 
     def longest(self, row: Row, ids: Ids) -> tuple[HeldPrefix, HeldPrefix]:
-        """Return the slots that hold the most first tokens of a prompt; ties: the latest slots.
+        """Return the slots that hold the most first tokens of a prompt; of equal slots, the latest.
 
         The first result counts tokens whose keys and values have been computed, the second also
         tokens that are being computed. The last token of the prompt never counts. If more than
@@ -114,7 +114,7 @@ class Prefixes:
         return row.client, row.most > self._short, ids.tobytes()
 
     def _sizes(self, most: int) -> list[int]:
-        """Return the numbers of first tokens by which slots are looked up, up to `most`."""
+        """Return prefix lengths for lookups of slots: least, 2 least, 4 least … up to `most`."""
         return [self._least << n for n in range((most // self._least).bit_length())]
 
 

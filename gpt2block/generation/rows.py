@@ -19,7 +19,7 @@ from gpt2block.tokenizers.encoding import Encoding, bytes_of_ids
 from gpt2block.tokenizers.lookup import ReadLater, Tokenizer, of_outputs
 
 FinishReason = Literal["length", "stop", "context"]
-SHOWN_TEXT = 200  # characters of a text in `repr` at most
+SHOWN_TEXT = 200  # most characters of a text in `repr`
 Tops = tuple[tuple[int, float], ...]  # (id, log-probability) of a position's most likely tokens
 BAD_WEIGHTS = (
     "the weights hold infinity or NaN, or numbers too large for their dtype: try ",
@@ -29,7 +29,7 @@ BAD_WEIGHTS = (
 
 @dataclass(frozen=True)
 class Generation(ReadLater):
-    """One continuation of a prompt.
+    """The result of one continuation of a prompt.
 
     text: the text before the stop string or stop token; decoded when it is read, "" without a
         tokenizer.
@@ -77,7 +77,7 @@ class Ends:
 
 
 class Row:
-    """One continuation during its generation.
+    """A continuation of a prompt that is being generated.
 
     Tokens are decoded when the text is read, or immediately if there are stop strings.
     finish_reason: None until the row ends; a FinishReason; "error" if its logits were NaN or
@@ -95,11 +95,11 @@ class Row:
         """alternatives: number of most likely tokens in `tops` for each token."""
         self.prompt, self.sampling, self.ends = prompt, sampling, ends
         self.alternatives = alternatives
-        self.most = len(prompt) + ends.max_new_tokens  # tokens of the row at most
+        self.most = len(prompt) + ends.max_new_tokens  # most tokens of the row
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.tops: list[Tops] = []
-        self.guessed: list[bool] = []  # whether each token had been guessed
+        self.guessed: list[bool] = []  # whether speculation guessed each token
         self.finish_reason: FinishReason | Literal["error", "cancelled", "deadline"] | None = None
         self.error: InputError | None = None
         self.reused = 0  # first tokens of the prompt whose keys and values were reused
@@ -117,7 +117,7 @@ class Row:
         return Text(self.ends.stop)
 
     def start(self, slot: int) -> Start:
-        """Return the Start of the row in a slot; if its context is full, with the newer half."""
+        """Return the Start for a slot: with the prompt, or the newer half of a full context."""
         ids, drawn, seen = self.prompt, len(self.tokens), None
         if drawn:
             seen = np.concatenate([self.prompt, np.array(self.tokens, np.int32)])
@@ -132,7 +132,7 @@ class Row:
         tops: Sequence[Tops],
         guessed: Sequence[bool],
     ) -> None:
-        """Add tokens, of which only the last one may end the row.
+        """Add sampled tokens to the row. Only the last of these tokens may end the row.
 
         If the last token is invalid because of NaN or infinite logits, the other tokens are added,
         and the row ends with an error. tops: alternatives of each token; empty without any.
@@ -265,7 +265,7 @@ class Text:
         return text
 
     def _possible_stop(self) -> int:
-        """Length of the longest suffix of the held text that is a prefix of a stop string.
+        """Return the length of the held text's longest suffix that begins a stop string.
 
         The longest suffix is tried first: if all of the held text stays held, one comparison shows
         this.

@@ -12,16 +12,16 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 Item = TypeVar("Item")
 
-PIECE = 4096  # tokens of a piece: pieces end at multiples of it from the start of the prompt
-START_COST = 2  # starting rows takes about 1 / START_COST of the time of a step of all slots
-MOST_REMOVED = 64  # removed rows that stay in the queues at most, unless more rows wait
+PIECE = 4096  # most tokens of a piece; pieces end at multiples of PIECE tokens of a prompt
+START_COST = 2  # starting rows takes about 1 / START_COST of the time of a decoding step
+MOST_REMOVED = 64  # most removed rows that stay in the queues, unless more rows wait
 
 
 class Turns(Generic[Item]):
     """Waiting items. Clients take turns; the items of one client are taken in order."""
 
     def __init__(self) -> None:
-        self._of: dict[str, deque[Iterator[Item]]] = {}  # by client, in the order of their turns
+        self._of: dict[str, deque[Iterator[Item]]] = {}  # client → items; next client first
 
     def add(self, items: Iterable[Item], client: str) -> None:
         """Queue items after other items of the client. An item is read only at its turn."""
@@ -76,7 +76,7 @@ class RowScheduler(Generic[Item]):
         self._free, self._choose = list(range(slots)), choose
         self._row_of: list[Item | None] = [None] * slots
         self._running = 0
-        self._missed = 0  # steps since the last start, times rows that waited
+        self._missed = 0  # rows that could start, summed over steps since the last start
 
     @property
     def busy(self) -> bool:
@@ -102,7 +102,7 @@ class RowScheduler(Generic[Item]):
         self._removed.clear()
 
     def place(self) -> list[tuple[int, Item]]:
-        """Return the slots and rows that start before the next step."""
+        """Assign waiting rows to free slots. Return pairs (slot, row) to start before a step."""
         count = min(len(self._free), self.waiting)
         self._missed += count
         if not count or START_COST * self._missed < self._running:
@@ -121,7 +121,7 @@ class RowScheduler(Generic[Item]):
         return placed
 
     def _take(self) -> Item:
-        """Remove and return the next waiting row. There must be one."""
+        """Remove and return the next waiting row. At least one row must be waiting."""
         self.waiting -= 1
         while self._again:
             if self._wanted(row := self._again.popleft()):
@@ -131,7 +131,7 @@ class RowScheduler(Generic[Item]):
         return found
 
     def _wanted(self, row: Item) -> bool:
-        """Return whether a row was not removed. A removed row is forgotten."""
+        """Return false for a removed row, and delete its entry in `_removed`; else return true."""
         return self._removed.pop(id(row), None) is None
 
     def slot_of(self, row: Item) -> int | None:
@@ -150,7 +150,7 @@ class RowScheduler(Generic[Item]):
         return rows
 
     def release(self, slot: int, again: bool = False) -> None:
-        """Free a slot. again: whether its row has not ended and starts again, before new rows."""
+        """Free a slot. again: whether the slot's row has to start again, before new rows."""
         if again:
             self._again.append(self.row_of(slot))
             self.waiting += 1
@@ -160,7 +160,7 @@ class RowScheduler(Generic[Item]):
 
 
 class PromptPiece(NamedTuple):
-    """Tokens first to end - 1 of the prompt of a row. last: whether they complete the prompt."""
+    """A piece of a row's prompt: tokens first to end - 1. last: whether it ends the prompt."""
 
     slot: int
     row: Any

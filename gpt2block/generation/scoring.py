@@ -42,7 +42,7 @@ class ScoredToken(NamedTuple):
 
     @property
     def surprisal(self) -> float:
-        """-log2 of the token's probability, in bits."""
+        """The token's surprisal, -log2 of its probability, in bits."""
         return -self.logprob / math.log(2)
 
 
@@ -126,7 +126,7 @@ class Score(ReadLater):
 
     @property
     def perplexity(self) -> float:
-        """exp(nats_per_token)."""
+        """The perplexity, exp(nats_per_token)."""
         nats = self.nats_per_token
         return math.exp(nats) if nats < 700 else math.inf
 
@@ -296,7 +296,7 @@ def _from_bin(path: Path) -> Tokens:
 
 
 def is_list(text: Any) -> bool:
-    """Whether `text` is a list or tuple of texts or of rows of ids."""
+    """Return whether `text` is a list or tuple of texts or of rows of ids."""
     return isinstance(text, (list, tuple)) and any(
         isinstance(entry, str) or np.ndim(entry) for entry in text
     )
@@ -334,8 +334,8 @@ class Window(NamedTuple):
 
     text: int  # index of the text
     tokens: Ids
-    first: int  # index of the window's first score; score 0 is of the text's second token
-    end: int  # index after its last score
+    first: int  # index of the window's first score; score 0 belongs to the text's second token
+    end: int  # index after the window's last score
 
     @property
     def scored(self) -> int:

@@ -28,7 +28,7 @@ from gpt2block.errors import CheckpointError, InputError, shown
 Array = NDArray[np.floating[Any]]
 Block = TypeVar("Block", bound="BlockArrays")
 Model = TypeVar("Model", bound="ModelArrays[Any]")
-MOST_NUMBERS = 2**40  # random numbers per call at most: 4 TiB of float32
+MOST_NUMBERS = 2**40  # most random numbers per call: 4 TiB of float32
 
 
 class BlockArrays(ABC):
@@ -65,7 +65,7 @@ class BlockArrays(ABC):
                 raise InputError(f"{name}: expected {expected}, got {array.dtype}")
 
     def _check_settings(self) -> None:  # noqa: B027  (some classes have nothing to check)
-        """Raise InputError for settings that contradict each other or the width."""
+        """Raise InputError for settings that contradict each other or the number of channels."""
 
     @property
     def n_embd(self) -> int:
@@ -178,7 +178,7 @@ class ModelArrays(Generic[Block]):
         opened = Checkpoint.open(checkpoint, revision)
         check_architecture(opened, cls.CONFIG)
         wanted = range(opened.config.n_layer) if layers is None else several(layers)
-        for layer in wanted:  # check all numbers before large tensors are read
+        for layer in wanted:  # check all indices before large tensors are read
             opened.check_layer(layer)
         return cls._of(
             opened.config,
@@ -241,7 +241,7 @@ def described(weights: object, settings: object, names: str, *rest: object) -> s
 
 
 def offsets(shapes: Shapes) -> dict[str, int]:
-    """Return name → offset of tensors that follow each other in one buffer, and "end"."""
+    """Return name → offset, in elements, of tensors in one buffer, and "end" → its total size."""
     begins, end = {}, 0
     for name, shape in shapes.items():
         begins[name] = end
@@ -268,7 +268,7 @@ def views(packed: Any, shapes: Shapes, what: str) -> dict[str, Any]:
 
 
 def packed_array(packed: Any) -> Array:
-    """Return packed weights as a NumPy array. Raises InputError."""
+    """Return packed weights as a NumPy array. Raises InputError if NumPy cannot convert them."""
     try:
         return plain_array("packed weights", packed)
     except InputError:
@@ -292,7 +292,7 @@ def checked(name: str, array: Any, shape: tuple[int, ...]) -> Array:
 
 
 def generator(seed: Any, numbers: int) -> np.random.Generator:
-    """Return a random generator. Raises InputError for a wrong seed, or too large `numbers`."""
+    """Return a random generator. Raises InputError for a wrong seed, or too many `numbers`."""
     seed = check_integer("seed", seed, 0, math.inf, "an integer of at least 0")
     if numbers > MOST_NUMBERS:
         raise InputError(f"expected sizes of at most {MOST_NUMBERS:,} numbers, got {numbers:,}")

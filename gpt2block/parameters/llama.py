@@ -64,7 +64,7 @@ class LlamaBlockWeights(BlockArrays):
 
     def _check_settings(self) -> None:
         object.__setattr__(self, "half_split", check_flag("half_split", self.half_split))
-        config = self.config  # raises for inconsistent sizes
+        config = self.config  # raises InputError for inconsistent sizes
         object.__setattr__(self, "n_kv_head", config.n_kv_head)
         object.__setattr__(self, "theta", config.theta)
         present = tuple(name for name in _BIASES if getattr(self, name) is not None)

@@ -1,1 +1,1 @@
-"""Engines, which run passes: with NumPy on the CPU, with CUDA kernels on a GPU."""
+"""Engines that run forward passes, with NumPy on the CPU or with CUDA kernels on a GPU."""

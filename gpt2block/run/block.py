@@ -28,11 +28,11 @@ NOTHING: Given = {}
 
 @dataclass(frozen=True)
 class BlockSpec:
-    """A block as its engines run it: its architecture, settings and kind of kernels.
+    """Specification of a block for its engines: architecture, settings and kind of kernels.
 
     width: channels of x. weights: the names of the weights. kernels: "skeleton" for one step per
     operation, or "fused". bounds: the largest magnitude of each result by name, for float32 on
-    tensor cores, where operands are two-part; else None.
+    tensor cores, where operands are stored in two float16 parts; else None.
     """
 
     of: Architecture
@@ -44,7 +44,7 @@ class BlockSpec:
     bounds: Mapping[str, float] | None = None
 
     def run(self, do: Machine) -> Any:
-        """Run the block on the tensor "x" of a machine, and return its result."""
+        """Run the block's steps by a Machine, starting from its tensor "x"; return the result."""
         if self.kernels == "skeleton":
             return block(StepPass(do, self.settings), self.of, "x")
         fused = BlockPass(do, self.settings, self.bounds, self.split_k)
@@ -59,8 +59,8 @@ class BlockSpec:
 
     @property
     def overlapping(self) -> bool:
-        """Whether every kernel itself waits for the previous one (kernels_cu/lib/overlap.cuh)."""
-        return self.split_k  # the kernels of a fused GPT-2
+        """Whether kernels themselves wait for the previous kernel, so that launches may overlap."""
+        return self.split_k  # true for a fused GPT-2 block
 
     @cached_property
     def matrices(self) -> frozenset[str]:
@@ -72,7 +72,7 @@ class BlockSpec:
 
     @property
     def two_part(self) -> frozenset[str]:
-        """The names of the steps whose result is two-part."""
+        """The names of the steps whose result is stored in two float16 parts."""
         if self.bounds is None:
             return frozenset()
         made = (s.name for s in self.steps if s.dtype == TWO_PART or s.op == "attention")
@@ -80,7 +80,7 @@ class BlockSpec:
 
 
 class BlockEngine(ABC):
-    """A block on one backend. It checks its arguments; NumPy inputs give NumPy results.
+    """Base class of block engines. An engine checks its arguments; NumPy inputs give NumPy results.
 
     given: tensors other than x that can differ in each call: NumPy arrays of integers by name, such
     as positions. The shape of x determines their shapes.
@@ -116,7 +116,7 @@ class BlockEngine(ABC):
 
 
 def check_array(name: str, array: Any, n_embd: int, dtype: str = "float32") -> None:
-    """Raise InputError unless `array` is of `dtype`, (T, C) or (B, T, C), and not empty."""
+    """Raise InputError unless `array` has `dtype` and a nonempty shape (T, C) or (B, T, C)."""
     if array.ndim not in (2, 3) or array.shape[-1] != n_embd:
         raise InputError(
             f"{name}: expected shape (T, {n_embd}) or (B, T, {n_embd}), got {array.shape}"

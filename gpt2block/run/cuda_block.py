@@ -1,4 +1,4 @@
-"""The CUDA engine of a block: a recording per shape; a repeated call replays a graph."""
+"""The CUDA engine of a block: records launches per shape; repeated calls replay CUDA graphs."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class _Workspace:
 
 
 class CudaEngine(BlockEngine):
-    """Runs a block with the kernels of `gpt2block.ops`, on the caller's current stream.
+    """An engine that runs a block by kernels of `gpt2block.ops`, on the caller's current stream.
 
     dtype: of x, of every step's result and of the matrices of fused products, which are already
     rounded to it; all other weights are float32. With `BlockSpec.bounds`, those matrices
@@ -84,9 +84,9 @@ class CudaEngine(BlockEngine):
         with cupy.cuda.Device(device):
             self._weights = {name: self._stored(name, w) for name, w in weights.items()}
             self._done = cupy.cuda.Event(disable_timing=True)
-            self._done.record()  # the copies of the weights may still be in flight
+            self._done.record()  # calls wait until the weights are copied
             self._private = cupy.cuda.Stream(non_blocking=True)
-        # CuPy reuses freed memory in order of the allocating stream only; other streams may use it.
+        # CuPy reuses freed memory without waiting for other streams that still use this memory.
         weakref.finalize(self, self._done.synchronize).atexit = False
         self._recordings = Recordings()
         self._workspaces: OrderedDict[Shape, _Workspace] = OrderedDict()
@@ -100,7 +100,7 @@ class CudaEngine(BlockEngine):
         """
         if w.dtype == np.float64:
             return cupy.asarray(w)
-        if name not in self.spec.matrices:  # packed matrices of Llama are transposed views
+        if name not in self.spec.matrices:  # order="C": packed Llama matrices are transposed views
             array = cupy.asarray(w, dtype="float32", order="C")
             return array.astype(self._dtype, copy=False) if name in self._scales_of_rms else array
         array = cupy.asarray(w, dtype="float32")
@@ -143,7 +143,7 @@ class CudaEngine(BlockEngine):
             known |= {name: TwoPartMatrix.from_float32(known[name]) for name in two_part}
             recording = Recordings().make(lambda do: do.do(step, None), known)
             recording.run()
-            out = recording.out.get()  # before timing, which runs in-place kernels again and again
+            out = recording.out.get()  # copy before timing, which repeats in-place kernels
             names = ", ".join(launch.name for launch in recording.launches)
             return StepResult(step.name, names, out, timing.gpu_ms(recording.launches))
 
@@ -166,7 +166,7 @@ class CudaEngine(BlockEngine):
         return (on_16_bytes("x", array) if self.spec.matrices else contiguous(array)[0]), False
 
     def _adopt(self, array: Any, order: InOrder) -> CudaArray:
-        """Return a CuPy view of any library's CUDA array; raise InputError if on another GPU."""
+        """Return a CuPy view of a library's CUDA array. Raises InputError if on another GPU."""
         view = as_cupy(array)
         if view.device.id != self.device:
             raise InputError(
@@ -189,14 +189,14 @@ class CudaEngine(BlockEngine):
             recording.replay(stream, self._private)
         else:
             recording.run()
-        self._calls[key] = recording  # kept after a run, which loads its kernels
+        self._calls[key] = recording  # after a run, which loads the kernels for a capture
         self._calls.move_to_end(key)
         if len(self._calls) > MAX_CALLS:
             self._calls.popitem(last=False)
 
     @contextmanager
     def _in_order(self) -> Iterator[InOrder]:
-        """Hold the lock, and order the call after the previous call, maybe on another stream."""
+        """Hold the lock, and order the call on the GPU after the previous call on any stream."""
         with self._lock, cupy.cuda.Device(self.device):
             order = InOrder()
             order.stream.wait_event(self._done)
@@ -235,7 +235,7 @@ class CudaEngine(BlockEngine):
             self._workspaces.move_to_end(shape)
             return self._workspaces[shape]
         if len(self._workspaces) == MAX_SHAPES:
-            self._done.synchronize()  # the oldest may still be in use
+            self._done.synchronize()  # the GPU may still use the oldest workspace
             oldest, _ = self._workspaces.popitem(last=False)
             for key in [key for key in self._calls if key[0] == oldest]:
                 del self._calls[key]
@@ -244,7 +244,7 @@ class CudaEngine(BlockEngine):
 
 
 def _sendable(array: NDArray[Any]) -> CudaArray:
-    """A C-contiguous copy on the device; integers as int32."""
+    """Return a C-contiguous copy on the device; integers become int32."""
     return cupy.asarray(array.astype(np.int32) if array.dtype.kind in "iu" else array, order="C")
 
 

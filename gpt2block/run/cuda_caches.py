@@ -18,29 +18,29 @@ from gpt2block.ops.attention_cached import KV_COPY
 from gpt2block.run.model import RowFrequencies, cache_kind, describe_cache
 from gpt2block.run.recorder import rounded_up
 
-KEPT_SHAPES = 4  # prefill shapes whose launches, results and scratch cache are kept
-KEPT_STARTS = 160  # prefill shapes kept for the cache of a decoding
-KEPT_CACHES = 2  # caches of ended decodings that are kept with their graphs
-MOST_SLOTS = 512  # slots of a decoding at most, if it may have fewer than requested
-LEAST_CONTEXT = 64  # positions of a decoding's cache at least
+KEPT_SHAPES = 4  # most prefill shapes per cache, and most scratch caches, that are kept
+KEPT_STARTS = 160  # most prefill shapes kept for the cache of a decoding
+KEPT_CACHES = 2  # most caches of ended decodings that are kept, with their graphs
+MOST_SLOTS = 512  # most slots of a decoding that may have fewer than requested
+LEAST_CONTEXT = 64  # fewest positions per slot of a decoding's cache
 ALIGNED = 16  # bytes per vector load of the kernels
 
 
 def free_bytes() -> int:
-    """Return the bytes of the current device that are free, including those in CuPy's pool."""
+    """Return the free bytes of the current device, including free bytes in CuPy's pool."""
     free = int(cupy.cuda.Device().mem_info[0])
     return free + int(cupy.get_default_memory_pool().free_bytes())
 
 
 def forget_oldest(kept: OrderedDict[Any, Any], most: int, stream: Any) -> None:
-    """Drop the oldest entry if there are more than `most`, after work on the stream has ended."""
+    """If there are more than `most` entries, wait for the stream, and drop the oldest entry."""
     if len(kept) > most:
         stream.synchronize()
         kept.popitem(last=False)
 
 
 class CudaCache:
-    """Keys and values, (2 layers, slots, n_ctx, KV): K and V of the first layer, of the second, ...
+    """Keys and values, (2 layers, slots, n_ctx, KV): K and V of layer 0, K and V of layer 1, …
 
     Each layer's K and V begin at a multiple of ALIGNED bytes, so slots can be more than the batch.
     prefills, steps: a model's recordings for this cache; keys of prefills are their shapes.
@@ -61,7 +61,7 @@ class CudaCache:
         count = config.n_layer if layers is None else layers
         stored = "uint8" if formats.fp8_cache else FLOATS[formats.cache_dtype]
         multiple = ALIGNED // gcd(ALIGNED, n_ctx * config.kv_width * np.dtype(stored).itemsize)
-        slots = ceil(batch / multiple) * multiple  # slots from `batch` on are unused
+        slots = ceil(batch / multiple) * multiple  # slots from index `batch` on are unused
         self.data = cupy.zeros((2 * count, slots, n_ctx, config.kv_width), stored)
         used = self.data[:, :batch]
         self.layers = list(zip(used[::2], used[1::2], strict=True))
@@ -115,7 +115,7 @@ class DecodingCaches:
         self._ended.append(cache)
 
     def take(self, slots: int, n_ctx: int, fewer: bool) -> CudaCache:
-        """Return a cache of this size or more; fewer: at most MOST_SLOTS, and as memory allows."""
+        """Return a cache of this size or more; if `fewer`, memory and MOST_SLOTS limit slots."""
         n_ctx = min(max(LEAST_CONTEXT, rounded_up(n_ctx, 4)), self._config.n_ctx)
         slots = rounded_up(slots, 2)
         if fewer:
@@ -173,7 +173,7 @@ class DecodingCaches:
     def _forget(self, kept: int) -> None:
         """Free the oldest caches of ended decodings until at most `kept` remain."""
         if len(self._ended) > kept:
-            cupy.cuda.get_current_stream().synchronize()  # they may still be in use
+            cupy.cuda.get_current_stream().synchronize()  # the GPU may still use these caches
         while len(self._ended) > kept:
             self._ended.popleft()
 

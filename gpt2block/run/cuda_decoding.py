@@ -1,4 +1,4 @@
-"""Decoding on a GPU, one step ahead of the host."""
+"""Decoding on a GPU, which runs one step ahead of the host."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from gpt2block.run.cuda_steps import MOST_GUESSING, InFlight, steps_of
 from gpt2block.run.guessing import ROWS, SpeculationPolicy
 from gpt2block.run.model import Ids, Sampled, Start, in_groups, without
 
-PREFILL_TOKENS = 8192  # tokens of prompts that start together, at most
-IN_FLIGHT = 2  # results that the GPU computes before the host has read them
+PREFILL_TOKENS = 8192  # most tokens of prompts that start together
+IN_FLIGHT = 2  # most results that the GPU computes before the host reads the first one
 
 
 class CudaDecoding:
-    """Decoding on a GPU, one step ahead of the host.
+    """Decoding on a GPU, which runs one step ahead of the host.
 
     A stopped sequence is computed for at most one more step. speculate: a step also verifies
     guesses of the next tokens if that is expected to be faster. draft: the draft model, which
@@ -41,7 +41,7 @@ class CudaDecoding:
         self._steps = steps_of(model, cache, speculate)
         self._pace = SpeculationPolicy(cache.batch) if speculate else None
         self._steps.restart()
-        # Tokens of each slot that are not launched yet; a step in flight counts as one token.
+        # Number of tokens left to launch in each slot; a launched step counts as one token.
         self._left = np.zeros(slots, np.int32)
         self._alternatives = np.zeros(slots, np.int32)
         self._in_flight: deque[InFlight] = deque()
@@ -72,7 +72,7 @@ class CudaDecoding:
 
     def _start(self, group: Sequence[Start]) -> None:
         slots = np.array([start.slot for start in group], np.int32)
-        self._steps.of(self._model, slots)  # compiles while the prompts run
+        self._steps.of(self._model, slots)  # kernels of the step compile while the prompts run
         logits = prefill_starts(self._model, self._cache, group, last=True)
         if self._draft:
             self._draft.start(group)
@@ -104,7 +104,7 @@ class CudaDecoding:
                         self._take(result, self._pace)
                 while self._found:
                     found = self._found.popleft()
-                    if len(found.slots):  # else all of its sequences were stopped
+                    if len(found.slots):  # without slots: all sequences were stopped
                         return found
 
     def _take(self, result: InFlight, pace: SpeculationPolicy) -> None:
@@ -135,12 +135,12 @@ class CudaDecoding:
 
 
 def _groups(starts: Sequence[Start]) -> Iterator[list[Start]]:
-    """Yield groups of starts that one prefill computes: all new or all continued sequences."""
+    """Yield groups of starts, one for each prefill: only new or only continued sequences."""
     for continued in (False, True):
         chosen = sorted(start for start in starts if (start.cached > 0) == continued)
         yield from in_groups(chosen, PREFILL_TOKENS, _tokens_of)
 
 
 def _tokens_of(start: Start) -> int:
-    """Return the number of tokens that the start of a sequence computes."""
+    """Return the number of prompt tokens that a prefill computes to start the sequence."""
     return len(start.ids) - start.cached

@@ -23,7 +23,7 @@ from gpt2block.run.model import Ids, Start
 
 
 class Draft:
-    """A draft model that guesses the next tokens of a decoding, with a cache of the same slots."""
+    """A draft model that guesses the next tokens of a decoding; its cache has the same slots."""
 
     def __init__(self, model: CudaPasses, cache: CudaCache) -> None:
         self._model, self._cache = model, cache
@@ -32,7 +32,7 @@ class Draft:
 
     @contextmanager
     def _between(self, stream: Any) -> Iterator[None]:
-        """Order the body's work on the draft's stream after earlier and before later `stream` work.
+        """Run the with block's work on the draft's stream between earlier and later `stream` work.
 
         The streams are ordered with events; the host does not wait.
         """
@@ -50,7 +50,7 @@ class Draft:
             copy_slots(self._cache, copies)
 
     def extend(self, group: Sequence[Start]) -> None:
-        """Compute new tokens of incomplete prompts; all are new, or all continue cached tokens."""
+        """Compute tokens of incomplete prompts. All prompts are new, or all continue a cache."""
         with self._model.running():
             prefill_starts(self._model, self._cache, group, last=False)
 

@@ -28,7 +28,7 @@ Requested = Want | Literal["states"]
 
 
 class PrefillPrograms:
-    """The recordings of one shape and cache, over the model's arena.
+    """The recordings of prefills with one shape and one cache, in the model's arena.
 
     Rows beyond the given tokens are padding: they belong to no sequence, and attention skips them.
 
@@ -52,10 +52,10 @@ class PrefillPrograms:
         batch = dict(zip(self._sizes, cupy.split(self._numbers, ends), strict=True))
         self._tensors = {**batch, **cache_tensors(cache, model.config.n_layer)}
         self._recordings: dict[Want | None, Recording] = {}
-        self._known: Mapping[str, Recorded] = {}  # the steps of the first one: most are in all
+        self._known: Mapping[str, Recorded] = {}  # the first recording's steps, for reuse
 
     def recording(self, model: CudaPasses, want: Want | None) -> Recording:
-        """The recording for an output, made on first use."""
+        """Return the recording for an output, which is created on first use."""
         if want not in self._recordings:
             N, outs = self.shape.rows, {}
             tensors = model.prompt_weights(head=want == "log_likelihood")
@@ -84,10 +84,10 @@ class PrefillPrograms:
         starts: Sequence[int],
         want: Requested | None,
     ) -> None:
-        """Compute the sequences; `want` None: only their keys and values.
+        """Prefill the sequences. want None: compute only their keys and values.
 
-        rows: of the cache, one for each sequence, in ascending order. starts: tokens in each of
-        these rows.
+        rows: row of the cache for each sequence, in ascending order. starts: number of tokens that
+        each of these rows already has.
         """
         self._send(sequences, rows, starts, targets=want == "log_likelihood")
         recording = self.recording(model, "hidden" if want == "states" else want)
@@ -105,9 +105,9 @@ class PrefillPrograms:
         starts: Sequence[int],
         targets: bool,
     ) -> None:
-        """Copy through pinned memory, after the previous call's copy from it has finished.
+        """Send the batch to the device by pinned memory, once the previous copy has finished.
 
-        targets: whether the token after each one is needed.
+        targets: whether to send the next token of each token, too.
         """
         self._sent.synchronize()
         tokens, after, positions, row_of, seams, start, last = self._on_host
@@ -136,7 +136,7 @@ class PrefillPrograms:
 
     @cached_property
     def _counted(self) -> Ids:
-        """The positions of a cache."""
+        """The positions 0 to n_ctx - 1 of a cache, as an array."""
         return np.arange(self._n_ctx, dtype=np.int32)
 
     @cached_property
@@ -145,7 +145,7 @@ class PrefillPrograms:
 
     @cached_property
     def _on_host(self) -> list[Ids]:
-        """The parts of the pinned memory, in the order of `_sizes`."""
+        """Views of the pinned memory for the arrays of `_sizes`, in their order."""
         return np.split(self._pinned, np.cumsum(list(self._sizes.values()))[:-1])
 
     @cached_property
@@ -162,7 +162,7 @@ def programs_of(
     ends: int | None = None,
 ) -> PrefillPrograms:
     """Return the PrefillPrograms of a batch over a cache; arguments are fields of its Prefill."""
-    kind = rows, longest, continued, ends  # the other fields follow from the cache
+    kind = rows, longest, continued, ends  # the cache determines the other fields
     if kind not in cache.prefills:
         shape = model.prefill_shape(cache.batch, bool(cache.layers), *kind)
         cache.prefills[kind] = PrefillPrograms(model, cache, shape)
@@ -180,11 +180,11 @@ def prefill_slots(
     cache: CudaCache,
     last: bool,
 ) -> CudaArray:
-    """Compute sequences after the first `cached` tokens of these rows of the cache.
+    """Prefill sequences in slots of a cache that already hold `cached` tokens of each sequence.
 
-    Rows in ascending order; all begin, or all continue. Returns their last logits (N or more,
-    V) until the next prefill; without `last` only their keys and values are computed, and the
-    result is None. Numbers are rounded up, so that other sequences can use the same launches.
+    Slots are in ascending order. All sequences are new, or all continue. Returns their last logits
+    (N or more, V), valid until the next prefill. Without `last`, only keys and values are computed,
+    and the result is None. Sizes are rounded up, so that other sequences use the same launches.
     """
     lengths = [len(ids) for ids in sequences]
     kind = start_kind(cache, sum(lengths), max(lengths), any(cached), len(slots))
@@ -194,7 +194,7 @@ def prefill_slots(
 
 
 def prefill_starts(model: CudaPasses, cache: CudaCache, group: Sequence[Start], last: bool) -> Any:
-    """`prefill_slots` of beginnings of sequences, all new, or all continued."""
+    """Run `prefill_slots` for the starts of sequences, which are all new or all continued."""
     for start in group if cache.frequencies.tensors else ():
         cache.frequencies.begin(start.slot, start.n_tokens)
     slots, cached = [start.slot for start in group], [start.cached for start in group]
@@ -205,9 +205,9 @@ def prefill_starts(model: CudaPasses, cache: CudaCache, group: Sequence[Start], 
 def start_kind(
     cache: CudaCache, total: int, longest: int, continued: bool, count: int
 ) -> tuple[int, int, bool, int]:
-    """The arguments of `programs_of` for a start of `count` sequences.
+    """Return the arguments of `programs_of` for a prefill that starts `count` sequences.
 
-    total, longest: tokens of all of them, and of the longest.
+    total, longest: number of tokens of all sequences, and of the longest sequence.
     """
     ends = rounded_up(count, 2)
     rows = max(rounded_up(total, 16 if cache.batch == 1 else 4), ends)

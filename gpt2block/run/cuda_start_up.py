@@ -24,10 +24,10 @@ from gpt2block.run.guessing import ROWS
 from gpt2block.run.model import Ids
 from gpt2block.run.recorder import rounded_up
 
-PROMPTS = 16, 256  # tokens of prompts whose starts are recorded
-TOGETHER = 4  # prompts whose common start is recorded
+PROMPTS = 16, 256  # least and most tokens of a prompt in recorded prefills
+TOGETHER = 4  # most prompts of a recorded prefill
 NOBODY: Ids = np.empty(0, np.int32)
-Kind = tuple[int, int, bool, int]  # of a prefill: rows, the longest prompt, continued, prompts
+Kind = tuple[int, int, bool, int]  # prefill: rows, longest prompt, continued, prompts
 
 
 def start_up(
@@ -38,11 +38,11 @@ def start_up(
     continued: bool,
     speculate: bool = False,
 ) -> Iterator[tuple[int, int]]:
-    """Compile and record, in parts; yields before each one the number of parts done, and of all.
+    """Compile and record kernels in parts; before each part, yield (parts done, total parts).
 
-    slots: of a decoding in which no sequence runs; their kv_cache is overwritten. most: tokens of
-    prompts that start together. continued: whether prompts may continue others. speculate: whether
-    steps compute guesses, too.
+    slots: slots of a decoding in which no sequence runs; their kv_cache is overwritten. most: most
+    tokens of prompts that start together. continued: whether prompts may continue cached tokens.
+    speculate: whether steps compute guesses, too.
     """
     start = _Parts(model, cache, speculate)
     counts = sorted({rounded_up(n, 2) for n in range(1, slots + 1)})
@@ -54,7 +54,7 @@ def start_up(
         pairs = product(sorted({min(rounded_up(n, 1), cache.batch) for n in counts}), ROWS)
         steps += [(count, rows) for count, rows in pairs if count * rows <= MOST_GUESSING]
     parts: list[Callable[[], None]] = [
-        # The largest first, whose memory all others share.
+        # The largest prefill comes first: the others share its memory.
         *(partial(start.bind, kind) for kind in sorted(bound, reverse=True)),
         *(partial(start.bind_step, *kind) for kind in steps),
         *(partial(start.bind, kind) for kind in recorded),
@@ -64,13 +64,13 @@ def start_up(
     ]
     for done, part in enumerate(parts):
         yield done, len(parts)
-        # A start that does not fit into the memory is left to the prompts that need it.
+        # Skip a prefill that does not fit into memory; a prompt that needs it will record it.
         with model.running(), suppress(cupy.cuda.memory.OutOfMemoryError):
             part()
 
 
 class _Parts:
-    """The parts of `start_up`. Binding requests kernels, which threads compile; running waits."""
+    """The parts of `start_up`. Binding a step requests kernels; running a step waits for them."""
 
     def __init__(self, model: CudaPasses, cache: CudaCache, speculate: bool) -> None:
         self._model, self._cache = model, cache
@@ -91,20 +91,20 @@ class _Parts:
         self._functions.update(launch.function for launch in launches)
 
     def record_step(self, count: int, together: int) -> None:
-        """Run a step of no sequence, twice: the second time is captured as a graph."""
+        """Run a step without sequences twice; the second run is captured as a CUDA graph."""
         step = self._step(count, together)
         self._steps.place(NOBODY, step)
         for _ in range(2):
             step.recording.repeat(self._model.stream)
 
     def record(self, kind: Kind) -> None:
-        """Run the start of one token, twice; the other rows are padding."""
+        """Run a prefill of one token and padding rows twice; the second run is a CUDA graph."""
         programs = programs_of(self._model, self._cache, *kind)
         for _ in range(2):
             programs.run(self._model, [np.zeros(1, np.int32)], [0], [0], "last")
 
     def finish(self) -> None:
-        """Wait for all kernels, also for those that did not run."""
+        """Wait until all requested kernels are compiled, including kernels that did not run."""
         for function in self._functions:
             _ = function.found
         self._model.stream.synchronize()
@@ -112,7 +112,7 @@ class _Parts:
 
 
 def _usual(cache: CudaCache, counts: list[int]) -> Iterator[Kind]:
-    """The sizes of up to TOGETHER prompts of PROMPTS tokens that start together."""
+    """Yield the sizes of prefills of 1 to TOGETHER prompts, with 16 to 256 tokens each."""
     least, most = (min(n, cache.n_ctx) for n in PROMPTS)
     found: set[Kind] = set()
     for count in (n for n in counts if n <= TOGETHER):
@@ -124,7 +124,7 @@ def _usual(cache: CudaCache, counts: list[int]) -> Iterator[Kind]:
 
 
 def _all_sizes(cache: CudaCache, counts: list[int], most: int) -> Iterator[Kind]:
-    """Sizes that together need the kernels of all: one prompt of each length, and many."""
+    """Yield prefill sizes that need all kernels: for one prompt, and for the most prompts."""
     for count in {1, counts[-1]}:
         totals = range(count, min(most, count * cache.n_ctx) + 1)
         yield from {start_kind(cache, n, -(-n // count), False, count) for n in totals}

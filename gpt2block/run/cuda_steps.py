@@ -1,8 +1,8 @@
-"""The steps of a decoding on a GPU: rows of a kv_cache's slots, sampled on the device.
+"""Decoding steps on a GPU: compute rows for slots of a kv_cache, and sample on the device.
 
-A step computes the rows of a few numbers, such as 48 or 64, each with a CUDA graph of its own; a
-device array maps them to slots, so that empty slots cost nothing. A step reads its tokens and
-positions from device memory, where the sampler has written them.
+Steps exist for a few numbers of rows, such as 48 or 64, each with a CUDA graph. A device array maps
+rows to slots, so that empty slots cost nothing. A step reads its tokens and positions from device
+memory, where the sampler has written them.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from gpt2block.run.model import (
 from gpt2block.run.recorder import rounded_up
 from gpt2block.sampling import CHANGES, MOST_ALTERNATIVES, Sampling, changes
 
-CHANGED, COUNTED = 1, 2  # logits change otherwise than by repetition_penalty; by drawn tokens
-MOST_GUESSING = 64  # rows of a step that computes guesses
+CHANGED, COUNTED = 1, 2  # logit changes other than repetition_penalty: without, with token counts
+MOST_GUESSING = 64  # most rows of a step that also computes guessed tokens
 
 
 class DecodingSteps:
-    """The buffers of a cache's decoding steps, and a step for each number of rows in use."""
+    """The buffers of a cache's decoding steps, and a DecodingStep for each number of rows."""
 
     def __init__(
         self, model: CudaPasses, cache: CudaCache, floats: bool = False, speculate: bool = False
     ) -> None:
-        """floats: no step has terms in their place, so that all can be read; with the same bits.
+        """floats: whether activations stay readable floats, not `Terms`, with the same results.
 
         speculate: steps can compute guesses, too.
         """
@@ -64,23 +64,23 @@ class DecodingSteps:
         self.logits = cupy.zeros((rows, config.vocab_size), "float32")
         self.row, self.tokens, self.positions = (cupy.zeros(rows, "int32") for _ in range(3))
         self.cache_tensors = cache_tensors(cache, config.n_layer)
-        # By slots, the most any changes, and rows of each.
+        # Key: number of slots, kind of logit changes, rows per slot.
         self._steps: dict[tuple[int, int, int], DecodingStep] = {}
-        self.changes: CudaArray = None  # of logits in the slots, once one has any
-        self.counts: CudaArray = None  # of drawn tokens, once they matter for a slot
-        self._changed = np.zeros(B, np.int8)  # by slot, as `_kind_of` says
-        self._placed: tuple[int, int, Ids] | None = None  # rows of the step, and of a slot; slots
+        self.changes: CudaArray = None  # logit changes by slot, created on first use
+        self.counts: CudaArray = None  # drawn tokens by slot, created on first use
+        self._changed = np.zeros(B, np.int8)  # result of `_kind_of` for each slot
+        self._placed: tuple[int, int, Ids] | None = None  # rows, rows per slot, slots
 
     def restart(self) -> None:
-        """Begin another decoding, whatever the previous one has left in flight or unfinished."""
+        """Reset the steps for another decoding; results of the previous decoding are dropped."""
         self._placed = None
         for step in self._steps.values():
             step.restart()
 
     def of(self, model: CudaPasses, slots: Ids, together: int = 1) -> DecodingStep:
-        """The step of these slots, or of a few more, with so many rows of each."""
+        """Return the step for at least this number of slots. together: rows per slot."""
         changed = int(self._changed[slots].max(initial=0))
-        # With guesses a power of two of slots, so that few steps are recorded.
+        # With guesses, the number of slots is a power of two, so that few steps are recorded.
         count = min(rounded_up(len(slots), 2 if together == 1 else 1), self.batch)
         kind = count, changed, together
         if kind not in self._steps:
@@ -88,9 +88,9 @@ class DecodingSteps:
         return self._steps[kind]
 
     def place(self, slots: Ids, step: DecodingStep, again: bool = False) -> None:
-        """Let the first rows of a step be those of these slots, the others of none.
+        """Assign the first rows of a step to these slots, and the other rows to no slot.
 
-        again: also if they are, as guesses have changed.
+        again: copy tokens even if the rows are assigned already, because guesses have changed.
         """
         rows, together = step.rows, step.together
         placed = self._placed
@@ -111,7 +111,7 @@ class DecodingSteps:
     def next_token(
         self, model: CudaPasses, slots: Ids, tokens: Ids, positions: Ids
     ) -> DecodingStep:
-        """A step that computes a given token of each of these slots at this position."""
+        """Return a step that computes one token of each slot, with these ids and positions."""
         step = self.of(model, slots)
         self._set_rows(slots, step.rows)
         self.tokens[: len(slots)].set(tokens)
@@ -119,7 +119,7 @@ class DecodingSteps:
         return step
 
     def logits_of(self, model: CudaPasses, slots: Ids, tokens: Ids, positions: Ids) -> Floats:
-        """The logits (N, V) after a token for each of these slots."""
+        """Return the logits (N, V) after these tokens, one in each of N slots."""
         self.next_token(model, slots, tokens, positions).recording.run_steps()
         logits: Floats = self.logits[: len(slots)].get()
         return logits
@@ -127,7 +127,7 @@ class DecodingSteps:
     def begin(
         self, model: CudaPasses, starts: Sequence[Start], slots: Ids, logits: CudaArray
     ) -> DecodingStep:
-        """Place sequences with these logits after their last token; the step then samples."""
+        """Start sequences whose last prompt token has these logits; return the sampling step."""
         ids = [start.ids if start.seen is None else start.seen for start in starts]
         positions = np.array([len(start.ids) - 1 for start in starts], np.int32)
         drawn = np.array([start.drawn for start in starts], np.int32)
@@ -139,7 +139,7 @@ class DecodingSteps:
         if self.guesses is not None:
             left = [start.steps for start in starts]
             self.guesses.begin(slots.tolist(), [start.ids for start in starts], left)
-            self._placed = None  # rows of these slots may have ended
+            self._placed = None  # rows of ended sequences need new positions
         self._set_changes(starts, ids)
         step = self.of(model, slots)
         cupy.copyto(self.logits[: len(slots)], logits[: len(slots)])
@@ -147,7 +147,7 @@ class DecodingSteps:
         return step
 
     def _set_changes(self, starts: Sequence[Start], seen: Sequence[Ids]) -> None:
-        """The changes of sequences that begin, and none where the last one in a slot had some."""
+        """Store new sequences' logit changes, in place of those of the slots' last sequences."""
         V = self.logits.shape[1]
         for start, ids in zip(starts, seen, strict=True):
             changed = _kind_of(start.sampling)
@@ -174,17 +174,17 @@ def steps_of(model: CudaPasses, cache: CudaCache, speculate: bool = False) -> De
 
 
 def _kind_of(sampling: Sampling) -> int:
-    """0, CHANGED or COUNTED."""
+    """Return how sampling changes logits: 0, CHANGED or COUNTED."""
     return COUNTED if sampling.counts else CHANGED if sampling.changes else 0
 
 
 class DecodingStep:
-    """A decoding step of a number of rows: launches, their graph, and the results on the host."""
+    """A decoding step for one number of rows: launches, CUDA graph, and results on the host."""
 
     def __init__(
         self, model: CudaPasses, of: DecodingSteps, count: int, changed: int, together: int
     ) -> None:
-        """count: of slots. changed: what changes their logits. together: rows of each."""
+        """count: number of slots. changed: kind of logit changes. together: rows per slot."""
         self.rows = rows = count * together
         self.together, self._stream = together, model.stream
         self._done = [cupy.cuda.Event(disable_timing=True) for _ in range(2)]
@@ -196,11 +196,11 @@ class DecodingStep:
         counts = of.counts if changed == COUNTED else None
         after: tuple[Bound, ...]
         if of.guesses is None:
-            self._sampled, report = _on_host((2, 2, rows))  # token, logprob of even, odd launches
+            self._sampled, report = _on_host((2, 2, rows))  # even and odd launches: token, logprob
             self.placing = bind_place(of.state, slots)
             after = (bind_state(logits, of.state, of.n_ctx, report, slots, tables, counts),)
         else:
-            self._sampled, report = _on_host((2, 3, rows))  # and flags
+            self._sampled, report = _on_host((2, 3, rows))  # even and odd launches: also flags
             self.placing = bind_place(of.state, slots, *of.guesses[1:], together)
             self._drawn = cupy.zeros(rows, "int32"), cupy.zeros(rows, "float32")
             state = of.state._replace(token=self._drawn[0], logprob=self._drawn[1])
@@ -221,13 +221,13 @@ class DecodingStep:
         self.restart()
 
     def restart(self) -> None:
-        """Let the next launch be the first one."""
+        """Treat the next launch as the first launch, and drop earlier results."""
         self._first = True
         self._launched = 0
-        self._results: list[InFlight | None] = [None, None]  # that may not have been read yet
+        self._results: list[InFlight | None] = [None, None]  # unread results of even, odd launches
 
     def run(self, slots: Ids, alternatives: bool) -> InFlight:
-        """Compute the placed rows, of these slots, and sample; a graph from the second run on.
+        """Compute and sample the placed rows of `slots`, by a CUDA graph from the second run on.
 
         alternatives: whether the result has the most likely tokens, too.
         """
@@ -236,16 +236,16 @@ class DecodingStep:
         return self._result(half, slots, alternatives)
 
     def sample(self, slots: Ids, alternatives: bool) -> InFlight:
-        """Sample from `logits` alone."""
+        """Sample from the current `logits`, without a forward pass."""
         half = self._free_half()
         for bound in self.recording.after:
             bound.run()
         return self._result(half, slots, alternatives)
 
     def _free_half(self) -> int:
-        """The half of the results' memory that the next launch writes, once it has been read.
+        """Return the half of the results' memory for the next launch, after reading its content.
 
-        The launches before the first one have ended when the device counts from 0 again.
+        Before the first launch, the device's launch count is set to 0, after earlier launches.
         """
         if self._first:
             self.turn.fill(0)
@@ -268,12 +268,12 @@ class DecodingStep:
 
     @cached_property
     def _top(self) -> tuple[_Top, _Top]:
-        """For even and odd launches."""
+        """The launches that report the most likely tokens, for even and for odd steps."""
         return _Top(self._logits), _Top(self._logits)
 
 
 class _Top:
-    """The launch that writes the most likely tokens of rows to the host, and where it does."""
+    """A launch that writes rows' most likely tokens to host memory, with arrays of this memory."""
 
     def __init__(self, logits: CudaArray) -> None:
         shape = len(logits), MOST_ALTERNATIVES
@@ -284,9 +284,9 @@ class _Top:
 
 
 class InFlight:
-    """The tokens of a launch, read when they are needed or their memory is.
+    """The tokens of a launch, copied from pinned memory when the tokens or the memory are needed.
 
-    together: rows of each slot.
+    together: rows per slot.
     """
 
     def __init__(
@@ -311,13 +311,13 @@ class InFlight:
 
     @property
     def flags(self) -> Ids:
-        """Flags of each row of each slot, (N, together), for a step with guesses."""
+        """Flags of the rows of N slots, (N, together), from a step with guesses."""
         self.read()
         flags: Ids = self._sampled[2].reshape(-1, self.together)
         return flags
 
     def get(self) -> Sampled:
-        """The result, of a row a slot, without slots that were stopped."""
+        """Return the result of a step with one row per slot, without stopped slots."""
         self.read()
         tokens, logprobs = self._sampled
         found = Sampled(self.slots, tokens, logprobs.view(np.float32), self._top)
@@ -344,7 +344,7 @@ class InFlight:
 
 
 def _on_host(shape: tuple[int, ...]) -> tuple[Ids, CudaArray]:
-    """int32 zeros in pinned host memory that kernels can write, as a NumPy and a CuPy array."""
+    """Return int32 zeros in pinned host memory as a NumPy array, and a CuPy array for kernels."""
     seen = pinned(shape)
     seen[...] = 0
     owner = cupy.cuda.UnownedMemory(seen.ctypes.data, seen.nbytes, seen, cupy.cuda.Device().id)

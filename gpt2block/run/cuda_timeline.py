@@ -1,10 +1,10 @@
-"""When each kernel of a recording runs, measured with events around graphs of its kernels.
+"""Measure when each kernel of a recording ends, by events around CUDA graphs of its kernels.
 
-A graph that ends with kernel n ends when kernel n has ended, as it does in the whole graph: with
-every launch that overlaps the previous one, and without a node between kernels, which would end the
-overlap. What each kernel adds is the difference to the graph that ends one kernel earlier. Such a
-graph begins a few kernels before it, as the time of a long graph varies by more than a short kernel
-takes.
+A graph whose last kernel is n ends when kernel n has ended, as in the graph of the whole pass: with
+all launches that overlap the previous launch, and without a node between kernels, which would
+prevent the overlap. The time that kernel n adds is the difference to the graph that ends one kernel
+earlier. Both graphs begin only a few kernels before n, because the time of a long graph varies by
+more than a short kernel takes.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from gpt2block.run.recorder import TensorSpec
 from gpt2block.run.recording import Recording, Recordings, capture
 from gpt2block.run.timeline import BytesMoved, Call, KernelTiming, Timeline, moved, weights_dtype
 
-EMPTY = 100  # kernels that do nothing, for the time between two kernels
-SAMPLE = "sample"  # the step of what launches after a pass
-LEAD_US = 200.0  # of kernels before each replay, in which the host launches it
-TOGETHER = 8  # kernels that are timed by turns, in graphs that begin with the same kernel
-EARLIER = 8  # kernels of such a graph before the timed ones: more than run at a time
+EMPTY = 100  # empty kernels in a graph that measures the time between kernels
+SAMPLE = "sample"  # step name of the launches after a pass
+LEAD_US = 200.0  # µs of kernels before a replay, during which the host launches it
+TOGETHER = 8  # kernels timed in turn, by graphs that begin with the same kernel
+EARLIER = 8  # kernels in these graphs before the timed kernels: more than can overlap
 
 
 def timed(recordings: Recordings, call: Call) -> list[Timeline]:
-    """The timelines of the recordings that a call runs, each measured before it runs."""
+    """Return the timelines of the recordings that a call runs, each measured before it runs."""
     found: list[Timeline] = []
     recordings.watch = lambda recording: found.append(measured(recording))
     try:
@@ -44,9 +44,9 @@ def timed(recordings: Recordings, call: Call) -> list[Timeline]:
 
 
 def measured(recording: Recording) -> Timeline:
-    """The timeline of a recording on the current stream, whose inputs are on the device.
+    """Measure the timeline of a recording on the current stream; its inputs are on the device.
 
-    Its steps have the same results each time; what launches after them change is restored.
+    Its steps have the same results each time. Arrays that later launches change are restored.
     """
     kernels = list(_kernels(recording))
     changed = [array for bound in recording.after for array in (bound.out, *bound.extra)]
@@ -57,7 +57,7 @@ def measured(recording: Recording) -> Timeline:
             array[...] = value
 
     launches = recording.launches
-    for each in launches:  # loads the kernels, which a capture cannot do
+    for each in launches:  # load the kernels, which is impossible in a capture
         each.run()
     restore()
     steps = [each for recorded in recording.steps.values() for each in recorded.launches]
@@ -80,11 +80,11 @@ def measured(recording: Recording) -> Timeline:
 
 
 def ends_us(launches: Sequence[Any], overlapping: bool, lead: Callable[..., None]) -> list[float]:
-    """For each launch of a pass, µs from the start of the pass to its end; ascending.
+    """Return the end of each launch of a pass, in µs from the start of the pass; ascending.
 
-    lead: launches what the GPU runs before the pass, for so many µs, by default LEAD_US. Graphs
-    that begin later follow the kernels before them, and `lead` where those take less time. The sum
-    of all differences is scaled to the time of the pass.
+    lead: function that launches work before the pass, for a number of µs, by default LEAD_US. A
+    graph that begins later in the pass follows the kernels before it, and `lead` if these kernels
+    take less time. The sum of all differences is scaled to the time of the pass.
     """
     ends: list[float] = []
     for first in range(0, len(launches), TOGETHER):
@@ -109,7 +109,7 @@ def _led(lead: Callable[[], None], before: Callable[[], None]) -> None:
 def _us(
     replays: Sequence[Callable[[], None]], lead: Callable[[], None] = lambda: None
 ) -> list[float]:
-    """The µs of replays, by turns, each after `lead`."""
+    """Return the median µs of each replay. Replays are timed in turn, each after `lead`."""
     named = {str(n): replay for n, replay in enumerate(replays)}
     return [1e3 * ms for ms in interleaved_ms(named, lead=lead).values()]
 
@@ -121,10 +121,10 @@ def assembled(
     start: float,
     between: float,
 ) -> Timeline:
-    """A timeline of kernels that have no times yet.
+    """Return a Timeline of kernels without times, and the measured end of each kernel in µs.
 
-    start: µs of a graph of one kernel that does nothing; between: what another one adds. So much
-    of the time of a kernel that waits for the previous one is not its own.
+    ends, apart: ends with and without overlap. start: µs of a graph of one empty kernel. between:
+    µs that another empty kernel adds, which are subtracted from a kernel's time.
     """
     own = [apart[0] - start, *(end - last - between for last, end in pairwise(apart))]
     ran = (
@@ -141,19 +141,19 @@ def _graph(launches: Sequence[Any], overlapping: bool) -> Callable[[], None]:
 
 
 def _nothing() -> Launch:
-    """A kernel whose threads return at once: `mark_seen` of no tokens."""
+    """Return the launch of a kernel whose threads return at once: `mark_seen` without tokens."""
     return launch_at(FILE, Geometry("mark_seen", (1,), (32,)), (None, None, None, 0, 0, 0))
 
 
 def _in_memory(array: Any, terms: Terms | None) -> TensorSpec:
-    """The size of an array with these terms: rounded ones take half of it in the order of wgmma."""
+    """Return the size of an array stored as `Terms`: half the bytes, if values have one term."""
     stored = TensorSpec.of(array)
     half = terms is not None and terms.rounded and terms.width > 0
     return stored._replace(nbytes=stored.nbytes // 2) if half else stored
 
 
 def _kernels(recording: Recording) -> Iterator[KernelTiming]:
-    """The kernels of a recording, without times."""
+    """Yield the kernels of a recording, without times."""
     for name, (step, launches, *_) in recording.steps.items():
         inputs = [recording.known(each) if each else None for each in step.inputs]
         if terms := step.attrs.get("terms"):
@@ -164,7 +164,7 @@ def _kernels(recording: Recording) -> Iterator[KernelTiming]:
         for each in launches:
             nbytes = moved(step.op, names, inputs, out) if each is launches[-1] else BytesMoved()
             yield KernelTiming(name, step.op, each.name, each.grid, each.block, *dtypes, nbytes)
-    for bound in recording.after:  # reads the result of the pass
+    for bound in recording.after:  # launches that read the result of the pass
         nbytes = BytesMoved(activations=recording.out.nbytes + bound.out.nbytes)
         for each in bound.launches:
             dtype = str(bound.out.dtype.name)

@@ -1,4 +1,4 @@
-"""How many rows of each sequence a step of decoding computes: its last token, and guesses."""
+"""Choose how many rows per sequence a decoding step computes: the last token, and guesses."""
 
 from __future__ import annotations
 
@@ -11,43 +11,43 @@ from gpt2block.ops.guesses import MOST_GUESSES, RIGHT, TAKEN
 from gpt2block.run.model import Ids
 from gpt2block.run.recorder import rounded_up
 
-ROWS = (4, 1 + MOST_GUESSES)  # rows of a sequence, in the place of one
+ROWS = (4, 1 + MOST_GUESSES)  # rows per sequence in a step with guesses; without guesses 1
 # Assumed time of a step with each of ROWS, relative to a step with one row per sequence, until it
-# is measured: for up to FEW sequences, and for more, where products are bound by operations.
+# is measured: for up to FEW sequences, and for more sequences, where products are compute-bound.
 UNKNOWN = ((1.3, 1.6), (2.0, 3.2))
 FEW = 4
-RIGHT_FIRST = 0.0, 0.25  # the shares of a sequence that begins
-LEAST = 0.1  # the smallest share at which guesses can be faster
-WEIGHT = 1 / 6  # of the newest token in a share
-GAIN = 1.03  # that guesses have to promise
-OLDER = 1.01  # by which a time grows with each step, so that it is measured again
+RIGHT_FIRST = 0.0, 0.25  # initial shares of right guesses, see `_shares`
+LEAST = 0.1  # smallest share of right guesses at which guesses can be faster
+WEIGHT = 1 / 6  # weight of the newest guess in a share
+GAIN = 1.03  # least expected speedup for which guesses are computed
+OLDER = 1.01  # stored times grow by this factor per step, so that new times replace them
 
 
 class SpeculationPolicy:
-    """Chooses rows by how often guesses were right lately, and by what steps have taken.
+    """Chooses the rows per sequence from recent shares of right guesses and recent step times.
 
-    A guess is counted in steps of one row, too: there it costs nothing to see whether the token
-    that was drawn is the guessed one. Guesses are right in runs, so that one after a right one
-    counts apart from one after a wrong one. Times are those between results, with all that the host
-    does. Nothing of this changes a token.
+    Guesses are counted in steps with one row, too: to compare the sampled token with the guess
+    costs nothing. Right guesses come in runs. Therefore guesses after a right guess and guesses
+    after a wrong guess have separate shares. Times are intervals between results, including the
+    host's work. The choice changes no token.
     """
 
     def __init__(self, slots: int) -> None:
-        # The shares of guesses that were right after a wrong one, and after a right one.
+        # For each slot: share of right guesses after a wrong guess, and after a right guess.
         self._shares = np.tile(RIGHT_FIRST, (slots, 1))
-        self._state = np.zeros(slots, np.int64)  # whether the last one was right
-        # Seconds of a step, by number of slots, rounded up to a power of two, and rows per slot.
+        self._state = np.zeros(slots, np.int64)  # whether the last guess in a slot was right
+        # (number of slots rounded up to a power of two, rows per slot) → seconds of a step.
         self._times: dict[tuple[int, int], float] = {}
         self._last: float | None = None
 
     def begin(self, slots: Ids) -> None:
-        """Sequences begin in these slots."""
+        """Reset the shares of slots in which sequences begin."""
         self._shares[slots] = RIGHT_FIRST
         self._state[slots] = 0
-        self._last = None  # the next result waits for their prompts
+        self._last = None  # the next interval includes prompts: do not time it
 
     def add(self, slots: Ids, flags: Ids) -> None:
-        """Count the rows of a step, (N, together), of these slots."""
+        """Update the shares of N slots from the flags of a step's rows, (N, together)."""
         for row in flags.T:
             counted = row & TAKEN > 0
             at, right = slots[counted], (row[counted] & RIGHT) // RIGHT
@@ -58,7 +58,7 @@ class SpeculationPolicy:
             self._state[at] = right
 
     def result(self, slots: int, together: int) -> None:
-        """A step of so many slots has ended, and its result was read."""
+        """Record the time of a step whose result was just read. together: rows per slot."""
         now, before = perf_counter(), self._last
         self._last = now
         if before is not None:
@@ -66,7 +66,7 @@ class SpeculationPolicy:
             self._times[kind] = min(self._times.get(kind, np.inf) * OLDER, now - before)
 
     def together(self, slots: Ids, most: int) -> int:
-        """How many rows of each of these slots the next step computes, `most` in all."""
+        """Return the rows per slot for the next step of these slots; `most` limits all rows."""
         count = rounded_up(len(slots), 1)
         first = self._shares[slots, self._state[slots]]
         if first.max() < LEAST:
@@ -86,6 +86,6 @@ class SpeculationPolicy:
 def _expected(
     first: NDArray[np.float64], later: NDArray[np.float64], rows: int
 ) -> NDArray[np.float64]:
-    """The tokens that rows of a sequence give on average, by the shares of right guesses."""
+    """Return the mean number of tokens of a step per sequence, from the shares of right guesses."""
     powers: NDArray[np.float64] = np.sum([later**n for n in range(rows - 1)], axis=0)
     return 1 + first * powers

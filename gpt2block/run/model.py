@@ -26,7 +26,7 @@ from gpt2block.weights.matrix import SCALED, WeightMatrix, check_finite, on_host
 
 Ids = NDArray[np.int32]  # (T,), the tokens of one sequence
 Floats = NDArray[np.float32]
-Tensors = Iterable[tuple[str, NDArray[Any], str | None]]  # name, array, layout of a matrix
+Tensors = Iterable[tuple[str, NDArray[Any], str | None]]  # name, array, layout (None for a vector)
 Output = Literal["logits", "last", "hidden", "states"]
 
 Item = TypeVar("Item")
@@ -34,7 +34,7 @@ FLOAT16 = float(np.finfo(np.float16).max)
 
 
 def weight_bytes(config: ModelConfig, formats: Formats) -> int:
-    """Bytes of a model's weights: matrices in their dtype, with scales for E4M3; others float32.
+    """Return the bytes of a model's weights: matrices in their dtype, E4M3 scales, float32 vectors.
 
     For dtype "file", a lower bound: the bytes that the types Q4_0 and Q4_K would need.
     """
@@ -45,7 +45,7 @@ def weight_bytes(config: ModelConfig, formats: Formats) -> int:
             total += 4 * math.prod(shape)
             continue
         total += int(math.prod(shape) * least)
-        if formats.dtype == SCALED:  # a number for each output; wte and lm_head are (outputs, C)
+        if formats.dtype == SCALED:  # a scale per output; wte and lm_head are (outputs, C)
             total += 4 * shape[0 if name in ("wte", "lm_head") else 1]
     return total
 
@@ -53,7 +53,7 @@ def weight_bytes(config: ModelConfig, formats: Formats) -> int:
 def stored_tensors(
     config: ModelConfig, vectors: Mapping[str, Any], matrices: Mapping[str, WeightMatrix]
 ) -> Tensors:
-    """The tensors of a model in the order of `model_shapes`, on the host, one at a time."""
+    """Yield the tensors of a model in the order of `model_shapes`, copied to the host in turn."""
     for name in model_shapes(config):
         matrix = matrices.get(name)
         if matrix is None:
@@ -72,7 +72,7 @@ class StoredModel(ABC):
     divides_prompts, continues_exactly = True, False
 
     def __init__(self, config: ModelConfig, formats: Formats, device: str) -> None:
-        check_read(config, model_steps(config))  # the same functions make all recordings
+        check_read(config, model_steps(config))  # recordings use the same functions
         self.config, self.formats = config, formats
         self.cache_kind = cache_kind(config, formats, device)
         self._vectors: dict[str, Any] = {}
@@ -84,7 +84,7 @@ class StoredModel(ABC):
         return sum(matrices.values()) + sum(int(a.nbytes) for a in self._vectors.values())
 
     def _store(self, tensors: Tensors) -> dict[str, float]:
-        """Store the tensors. Returns the largest magnitude of each; InputError if one does not fit.
+        """Store the tensors; return name → largest magnitude. Raises InputError for wrong values.
 
         Vectors are biases, γ, β and wpe.
         """
@@ -101,7 +101,7 @@ class StoredModel(ABC):
                     self._check_blocks(name, matrix.largest or 0.0)
                 largest[name] = matrix.largest or 0.0
                 self._matrices[name] = matrix
-            del array  # before the next one is read
+            del array  # free memory before the next array is read
         if self.formats.dtype == FILE and all(m.dtype != GGUF for m in self._matrices.values()):
             raise InputError(
                 Argument("dtype"),
@@ -115,7 +115,7 @@ class StoredModel(ABC):
         return largest
 
     def _check_blocks(self, name: str, largest: float) -> None:
-        """Raise InputError for blocks that float16 cannot hold, as infinity and NaN in scales."""
+        """Raise InputError if values of GGUF blocks are not finite or exceed float16's range."""
         if not largest <= FLOAT16 and not self.formats.allow_nonfinite:
             raise InputError(
                 f"{name}: blocks of magnitudes up to {largest:.1e}: expected at most "
@@ -127,11 +127,11 @@ class StoredModel(ABC):
 
     @abstractmethod
     def _vector(self, array: NDArray[Any]) -> Any:
-        """A vector in float32."""
+        """Return a vector in float32."""
 
     @abstractmethod
     def _matrix(self, name: str, array: NDArray[Any], layout: str) -> WeightMatrix:
-        """A matrix in the dtype of the model."""
+        """Return a matrix in the dtype of the model."""
 
 
 def check_stream(config: ModelConfig, largest: Mapping[str, float]) -> None:
@@ -179,10 +179,10 @@ def in_groups(
 
 
 def padded(group: list[Ids]) -> list[Ids]:
-    """The sequences, followed by padding sequences of token 0, or empty ones.
+    """Return the sequences, followed by padding: sequences of token 0, or empty sequences.
 
-    They add at most a sixteenth of the tokens and about a quarter of the sequences. Many batches
-    then have the same shape and reuse each other's launches and graphs on a GPU.
+    Padding adds at most a sixteenth of the tokens and about a quarter of the sequences. Many
+    batches then have the same shape and reuse each other's launches and graphs on a GPU.
     """
     tokens, count = sum(map(len, group)), len(group)
     longest = max(map(len, group))
@@ -191,19 +191,19 @@ def padded(group: list[Ids]) -> list[Ids]:
     return [*group, *np.array_split(np.zeros(missing, np.int32), more)] if more else group
 
 
-# n_layer, channels of keys, dtype, device, what RowFrequencies are made of
+# n_layer, channels of keys, dtype, device, checksum of the sets of RoPE frequencies or ""
 CacheKind = tuple[int, int, str, str, str]
 
 
 def cache_kind(config: ModelConfig, formats: Formats, device: str) -> CacheKind:
-    """The properties that a cache and its model must share."""
+    """Return the properties that must be equal for a cache and its model."""
     sets = short_and_long(config)
     rope = f"longrope {crc32(sets.tobytes()):x}" if len(sets) else ""
     return config.n_layer, config.kv_width, formats.cache_dtype, device, rope
 
 
 def short_and_long(config: ModelConfig) -> NDArray[np.float64]:
-    """The frequencies of short sequences and of long ones, (2, head_size / 2); (0,) if equal."""
+    """Return RoPE's frequencies for short and for long sequences, (2, D / 2); (0,) if equal."""
     short = config.short_context
     both: list[Any] = [replace(config, n_ctx=short), config] if short else []
     return np.array([each.frequencies() for each in both])
@@ -223,16 +223,16 @@ class KVCache(Protocol):
 
 
 class RowFrequencies:
-    """The frequencies of RoPE of each row of a kv_cache, where they depend on its sequence.
+    """RoPE's frequencies for each row of a kv_cache, if they depend on the sequence's length.
 
-    tensors: those of all rows, (batch, head_size / 2) float64, by their name in a pass; none where
-    all sequences have the same.
+    tensors: name in a pass → frequencies of all rows, (batch, head_size / 2) float64; empty if all
+    sequences have the same frequencies.
     """
 
     def __init__(self, config: ModelConfig, batch: int, n_ctx: int, library: Any) -> None:
-        """A row has those of a sequence of up to n_ctx tokens until another one begins.
+        """Set all rows to the frequencies of sequences of n_ctx tokens, until `begin` is called.
 
-        library: NumPy or CuPy, of whose arrays the cache is.
+        library: module of the cache's arrays, NumPy or CuPy.
         """
         self.tensors: dict[str, Any] = {}
         self._short, self._copy = config.short_context, library.copyto
@@ -242,7 +242,7 @@ class RowFrequencies:
             self.tensors["frequencies"] = library.asarray(sets[np.array(self._long, int)])
 
     def begin(self, row: int, n_tokens: int) -> None:
-        """A sequence of up to n_tokens tokens begins in a row."""
+        """Set the frequencies of a row for a new sequence of up to n_tokens tokens."""
         long = n_tokens > self._short
         if self._short and long != self._long[row]:
             self._copy(self.tensors["frequencies"][row], self._sets[int(long)])
@@ -250,9 +250,9 @@ class RowFrequencies:
 
 
 def cache_tensors(cache: Any, n_layer: int) -> dict[str, Any]:
-    """Keys, values and frequencies of a cache by their names in a plan of n_layer layers.
+    """Return name → keys, values and frequencies of a cache, for a pass over n_layer layers.
 
-    Its layers are pairs (k, v); a single one is that of all layers, none gives no keys and values.
+    cache.layers holds pairs (k, v): one per layer, a single pair for all layers, or no pairs.
     """
     named, layers = dict(cache.frequencies.tensors), cache.layers
     for n in range(n_layer if len(layers) else 0):
@@ -261,7 +261,7 @@ def cache_tensors(cache: Any, n_layer: int) -> dict[str, Any]:
 
 
 def describe_cache(cache: KVCache) -> str:
-    """One line for a cache's `repr`."""
+    """Return one line for a cache's `repr`."""
     n_layer, width, dtype, device, _ = cache.kind
     filled = ", ".join(map(str, cache.lengths[:4])) + (", …" if cache.batch > 4 else "")
     return (
@@ -271,25 +271,25 @@ def describe_cache(cache: KVCache) -> str:
 
 
 class Start(NamedTuple):
-    """A sequence that a slot of a Decoding starts with."""
+    """The start of a sequence in a slot of a Decoding."""
 
     slot: int
-    ids: Ids  # (T,) with T of at least 1
+    ids: Ids  # (T,), T at least 1
     sampling: Sampling
-    steps: int  # the most tokens to sample, at least 1; T + steps - 1 is at most n_ctx
+    steps: int  # most tokens to sample, at least 1; T + steps - 1 is at most n_ctx
     drawn: int = 0  # tokens that the sequence has drawn before
     seen: Ids | None = None  # tokens for the repetition penalty; None: ids
-    cached: int = 0  # tokens of ids, fewer than all, whose keys and values the slot has
-    alternatives: int = 0  # most likely tokens to report with each sampled one
-    limit: int = 0  # tokens that the whole sequence may have; 0: those of ids and steps
+    cached: int = 0  # number of first ids, less than T, with keys and values in the slot
+    alternatives: int = 0  # number of most likely tokens to report with each sampled token
+    limit: int = 0  # most tokens of the whole sequence; 0: T + steps
 
     @property
     def n_tokens(self) -> int:
-        """The most tokens of the sequence, by which RoPE may choose its frequencies."""
+        """The most tokens of the sequence; RoPE may have other frequencies for long sequences."""
         return self.limit or len(self.ids) + self.steps
 
     def counts(self, V: int) -> Ids:
-        """How often the sequence has drawn each token, (V,)."""
+        """Return how often the sequence has drawn each token, (V,)."""
         drawn = self.seen[len(self.seen) - self.drawn :] if self.seen is not None else self.ids[:0]
         return np.bincount(drawn, minlength=V).astype(np.int32)
 
@@ -297,18 +297,18 @@ class Start(NamedTuple):
 class Alternatives(NamedTuple):
     """The most likely tokens at N positions, and their log-probabilities, in descending order."""
 
-    ids: Ids  # (N, K); -1 where there are fewer
+    ids: Ids  # (N, K); -1 if there are fewer than K tokens
     logprobs: Floats  # (N, K)
 
 
 class Sampled(NamedTuple):
-    """The next tokens of some slots, (N,) each."""
+    """The next tokens of N slots, as arrays (N,)."""
 
     slots: Ids
     tokens: Ids  # -1: the logits were NaN
-    logprobs: Floats  # under the raw logits
-    top: Alternatives | None = None  # where a slot wants any: of all slots, as many as are possible
-    # Whether each was a right guess, with which its step took the next token too. None: of none.
+    logprobs: Floats  # log-probabilities under the unmodified logits
+    top: Alternatives | None = None  # alternatives, if any slot requests them
+    # Whether each token had been guessed, so that its step also yields the next token, or None.
     guessed: NDArray[np.bool_] | None = None
 
 
@@ -328,34 +328,35 @@ def chosen(sampled: Sampled, kept: NDArray[np.bool_]) -> Sampled:
 class Decoding(Protocol):
     """Slots for sequences that grow by one token per step; their state stays on the device.
 
-    A sequence leaves its slot when it has sampled its number of steps, or by `stop`. The slot can
-    then start with another one. The tokens of a sequence depend neither on its slot nor on others.
+    A sequence leaves its slot when it has sampled its number of steps, or by `stop`. Another
+    sequence can then start in the slot. The tokens of a sequence depend neither on its slot nor on
+    other sequences.
     """
 
     slots: int
-    n_ctx: int  # positions of each slot
+    n_ctx: int  # number of positions per slot
 
     def start_up(self, continued: bool) -> Iterator[tuple[int, int]]:
-        """Compile and record what sequences will need, while none runs.
+        """Compile and record the kernels that sequences need, before any sequence runs.
 
-        continued: whether they may begin with cached tokens. Yields, before each part of this, the
-        number of parts that are done, and that of all; nothing where there is nothing to do.
+        continued: whether sequences may begin with cached tokens. Yields (parts done, total parts)
+        before each part; yields nothing if there is nothing to do.
         """
 
     def start(self, starts: Sequence[Start]) -> None:
         """Start sequences in free slots; the next results include their first tokens."""
 
     def extend(self, starts: Sequence[Start]) -> None:
-        """Compute ids[cached:] of beginnings of prompts, in free slots that `start` takes later."""
+        """Compute ids[cached:] of incomplete prompts, in free slots for a later call of `start`."""
 
     def copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
-        """Copy keys and values of first tokens to free slots, one after the other.
+        """Copy keys and values of first tokens to free slots, one copy after the other.
 
-        Each from a slot, to another one, and of how many tokens.
+        copies: (source slot, target slot, number of tokens) of each copy.
         """
 
     def next(self) -> Sampled:
-        """The next token of some of the sequences; each gets its tokens in order.
+        """Return the next token of some sequences. Each sequence gets its tokens in order.
 
         Raises RuntimeError when no slot holds a sequence.
         """
@@ -365,17 +366,17 @@ class Decoding(Protocol):
 
 
 class ModelEngine(Protocol):
-    """A model on one backend. The caller checks sequences: ids in range, not too long."""
+    """A model on one backend. The caller checks that ids are in range and sequences fit n_ctx."""
 
     formats: Formats
 
     @property
     def divides_prompts(self) -> bool:
-        """Whether long prompts are computed in pieces; else that would take much longer."""
+        """Whether long prompts may be divided into pieces; false if pieces take much longer."""
 
     @property
     def continues_exactly(self) -> bool:
-        """Whether a prompt has the same bits if a part of it was computed before."""
+        """Whether results have the same bits if a part of the prompt was computed earlier."""
 
     @property
     def config(self) -> ModelConfig:
@@ -390,16 +391,16 @@ class ModelEngine(Protocol):
         """The kind of cache that the model accepts."""
 
     def describe(self) -> str:
-        """A description of the device."""
+        """Return a description of the device."""
 
     def tensors(self) -> Tensors:
-        """Name, array and layout of every tensor as it is stored; FP8 converted to float32."""
+        """Yield name, array and layout of every tensor as stored; FP8 is converted to float32."""
 
     def new_cache(self, batch: int, n_ctx: int) -> KVCache:
-        """An empty cache for `batch` rows of up to `n_ctx` tokens."""
+        """Return an empty cache for `batch` rows of up to `n_ctx` tokens."""
 
     def forward(self, sequences: Sequence[Ids], want: Output, cache: Any = None) -> list[Floats]:
-        """The requested output of each sequence.
+        """Return the requested output of each sequence.
 
         want: "logits" (T, V); "last", the logits of the last token (V,); "hidden" (T, C), after the
         final norm; "states" (n_layer + 2, T, C), the residual stream before, between and after
@@ -408,15 +409,15 @@ class ModelEngine(Protocol):
         """
 
     def log_likelihood(self, sequences: Sequence[Ids]) -> list[Floats]:
-        """For each sequence (T - 1,): the log-probability of every token after the first."""
+        """Return, for each sequence, log-probabilities (T - 1,) of the tokens after the first."""
 
     def decode(
         self, slots: int, n_ctx: int, fewer: bool = False, speculate: bool = False
     ) -> Decoding:
-        """Free slots for sequences of up to n_ctx tokens.
+        """Return a Decoding with free slots for sequences of up to n_ctx tokens.
 
-        fewer: return fewer slots than these where memory has no room for them, or where more would
-        not be faster. speculate: a step may compute guesses of the next tokens as well, where the
+        fewer: whether there may be fewer slots, if memory has no room for more, or more would not
+        be faster. speculate: whether a step may compute guesses of the next tokens, too, if the
         tokens stay the same to the last bit. Raises MemoryError.
         """
 
@@ -425,7 +426,7 @@ class StepResult(NamedTuple):
     """The result of one step of a forward pass, and the time that it took."""
 
     name: str
-    kernel: str  # or the reference function
+    kernel: str  # names of kernels, or of the reference function
     out: NDArray[Any]  # (rows, channels)
     ms: float
 
@@ -437,7 +438,7 @@ class TracedEngine(ModelEngine, Protocol):
     """
 
     def trace(self, ids: Ids, cached: bool) -> dict[str, NDArray[Any]]:
-        """Step name → its result, (rows, channels), in order."""
+        """Return step name → result, (rows, channels), in the order of the steps."""
 
     def run_alone(
         self, ids: Ids, cached: bool, exact: Mapping[str, NDArray[Any]]
@@ -450,15 +451,15 @@ class TracedEngine(ModelEngine, Protocol):
     def timed(self, call: Call) -> list[Timeline]:
         """Call a function that uses this engine; return the timelines of the passes that it runs.
 
-        On a GPU each pass is measured before it runs, one with several groups of sequences as
-        several; with NumPy the call is one timeline. None of what ran outside of passes.
+        On a GPU each pass is measured before it runs; each group of sequences is a pass. With
+        NumPy the call is one timeline. Work outside of passes is not measured.
         """
 
 
 def start_all(
     engine: ModelEngine, prompts: Sequence[Ids], sampling: Sequence[Sampling], steps: int
 ) -> Decoding:
-    """A Decoding with a slot for each prompt, started, in which each samples `steps` tokens."""
+    """Return a Decoding with all prompts started, each in a slot that samples `steps` tokens."""
     n_ctx = max(map(len, prompts)) + steps - 1
     decoding = engine.decode(len(prompts), n_ctx)
     rows = zip(prompts, sampling, strict=True)

@@ -14,9 +14,9 @@ from gpt2block.run.numpy_machine import NumpySteps, apply
 
 
 class NumpyEngine(NumpySteps, BlockEngine):
-    """Runs a block with NumPy, in the dtype of the weights: float32, or float64 as exact values.
+    """An engine that runs a block with NumPy, in float32 or float64, the dtype of the weights.
 
-    dtype: of x; every step's result is rounded to it. None: the dtype of the weights.
+    dtype: dtype of x, to which every step's result is rounded. None: the dtype of the weights.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class NumpyEngine(NumpySteps, BlockEngine):
         return np.ascontiguousarray(host)
 
     def apply(self, op: str, inputs: tuple[Any, ...], **attrs: Any) -> NDArray[Any]:
-        """Compute in the dtype of the weights, then round to that of the block.
+        """Compute a step in the dtype of the weights, then round the result to the block's dtype.
 
         Inputs of other dtypes, such as positions, stay as they are.
         """

@@ -18,17 +18,17 @@ from gpt2block.run.model import StepResult
 from gpt2block.run.timeline import Call, Clock, Timeline
 
 Apply = Callable[..., Any]  # (op, arrays, **attrs) → the result
-Note = Callable[[Step, tuple[Any, ...], Any, float, float], None]  # as `Clock.note`
-RUNS = 3  # of a step that is timed
+Note = Callable[[Step, tuple[Any, ...], Any, float, float], None]  # the signature of `Clock.note`
+RUNS = 3  # runs of a step that is timed
 
 
 def apply(op: str, inputs: tuple[Any, ...], **attrs: Any) -> Any:
-    """The step's function without its argument checks, which take a quarter of a token's time."""
+    """Run a step's function without argument checks, which take a quarter of a token's time."""
     return unchecked(getattr(reference, op))(*inputs, **attrs)
 
 
 class NumpyMachine(Machine):
-    """Computes steps at once. Results are freed when the pass no longer needs them.
+    """A Machine that computes steps immediately. Results are freed when no later step needs them.
 
     keep: names of results that `kept` holds; None for all. apply: computes a step. note: called
     after each step with its arrays, its result, and when it began and ended, by perf_counter.
@@ -70,17 +70,17 @@ class NumpySteps:
         return f"CPU ({platform.machine()}), NumPy {np.__version__}"
 
     def apply(self, op: str, inputs: tuple[Any, ...], **attrs: Any) -> Any:
-        """Compute a step."""
+        """Compute a step and return its result."""
         return apply(op, inputs, **attrs)
 
     def machine(
         self, tensors: Mapping[str, NDArray[Any]], keep: Collection[str] | None = ()
     ) -> NumpyMachine:
-        """A machine over these tensors, weights and constants. keep: as for NumpyMachine."""
+        """Return a NumpyMachine with `known` and these tensors; keep: as in NumpyMachine."""
         return NumpyMachine({**self.known, **tensors}, keep, self.apply, self._note)
 
     def timed(self, call: Call) -> list[Timeline]:
-        """The timeline of a call; none if no step ran."""
+        """Return a list with the timeline of a call, or an empty list if no step ran."""
         clock = Clock()
         self._note = clock.note
         try:
@@ -91,7 +91,7 @@ class NumpySteps:
         return [made] if made.ran else []
 
     def step(self, step: Step, tensors: Mapping[str, NDArray[Any]]) -> StepResult:
-        """The result of one step, and the shortest of its wall times."""
+        """Run one step RUNS times; return its result and the shortest wall time."""
         do, times = self.machine(tensors), []
         for _ in range(RUNS):
             start = perf_counter()

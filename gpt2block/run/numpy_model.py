@@ -39,14 +39,14 @@ from gpt2block.sampling import Sampling, choose
 from gpt2block.weights.gguf import GgufMatrix
 from gpt2block.weights.matrix import WeightMatrix
 
-ROWS_AT_ONCE = 1024  # of logits computed together for likelihoods
-SLOTS = 16  # of a decoding, unless more are requested
+ROWS_AT_ONCE = 1024  # rows of logits computed together for likelihoods
+SLOTS = 16  # most slots of a decoding that may have fewer than requested
 
 
 class NumpyCache:
-    """Keys and values, (layers, 2, batch, n_ctx, KV), in the cache's dtype, stored as float32.
+    """Keys and values, (layers, 2, batch, n_ctx, KV), rounded to the cache's dtype, as float32.
 
-    layers: of the config, unless they share the memory of one.
+    layers: number of layers to store; None for all. With 1, all layers share its memory.
     """
 
     def __init__(
@@ -102,9 +102,9 @@ class NumpyModel(NumpySteps, StoredModel):
         for name, array, layout in stored_tensors(self.config, self._vectors, self._matrices):
             of_blocks = isinstance(self._matrices.get(name), GgufMatrix)
             dtype = self.formats.matrix_dtype if layout and not of_blocks else "float32"
-            stored = FLOATS.get(dtype, np.float32)  # of FP8 and of blocks the values
+            stored = FLOATS.get(dtype, np.float32)  # FP8 and GGUF blocks become float32
             read = array.astype(stored, copy=False).view()
-            read.flags.writeable = False  # the model computes with these
+            read.flags.writeable = False  # the model computes with this array
             yield name, read, layout
 
     def new_cache(self, batch: int, n_ctx: int) -> NumpyCache:
@@ -116,8 +116,8 @@ class NumpyModel(NumpySteps, StoredModel):
         want: Output | Literal["rows"],
         cache: NumpyCache | None = None,
     ) -> list[Floats]:
-        """Compute outputs as `ModelEngine.forward`; want "rows": the final norm before lm_head."""
-        if cache is None:  # no later call continues: all layers share one layer's memory
+        """Return outputs as `ModelEngine.forward`; want "rows": the final norm before lm_head."""
+        if cache is None:  # no later call continues these sequences: layers share memory
             longest = max(map(len, sequences))
             cache = NumpyCache(self.config, len(sequences), longest, self.formats, layers=1)
             for row, ids in enumerate(sequences):
@@ -138,7 +138,7 @@ class NumpyModel(NumpySteps, StoredModel):
         return np.split(found, ends[:-1], axis=-2)
 
     def _tensors(self, sequences: Sequence[Ids], cache: NumpyCache) -> dict[str, NDArray[Any]]:
-        """The inputs of a pass for these new tokens besides `known`, by name."""
+        """Return name → array of a pass's inputs for these new tokens, without `known`."""
         lengths = np.array([len(ids) for ids in sequences])
         ends = np.cumsum(lengths)
         batch = {
@@ -152,7 +152,7 @@ class NumpyModel(NumpySteps, StoredModel):
         return {**cache_tensors(cache, self.config.n_layer), **batch}
 
     def _run(self, do: NumpyMachine, want: Any, longest: int) -> Any:
-        """The result of a pass. longest: the number of tokens of the longest sequence."""
+        """Run a pass and return its result. longest: number of tokens of the longest sequence."""
         step = ModelStepPass(do, PassSettings.of(self.config), longest)
         return forward(step, architecture_of(self.config), self.config, want)
 
@@ -172,7 +172,7 @@ class NumpyModel(NumpySteps, StoredModel):
                 yield found
 
     def _pass(self, ids: Ids, cached: bool) -> dict[str, NDArray[Any]]:
-        """The inputs of a forward pass of one sequence, by name."""
+        """Return name → array of the inputs of one sequence's forward pass."""
         cache = self.new_cache(1, len(ids))
         if cached:
             self.forward([ids[:-1]], "last", cache)
@@ -193,7 +193,7 @@ class NumpyModel(NumpySteps, StoredModel):
         return found
 
     def _scores(self, hidden: Floats, targets: Ids) -> Floats:
-        """The log-likelihood of the target of each row of the final norm."""
+        """Return the log-likelihood of each row's target. hidden: rows of the final norm."""
         do = self.machine({"hidden": hidden, "targets": targets})
         logits = StepPass(do, PassSettings.of(self.config)).logits("hidden")
         scores: Floats = do("scores", "log_likelihood", (logits, "targets"))
@@ -202,7 +202,7 @@ class NumpyModel(NumpySteps, StoredModel):
     def decode(
         self, slots: int, n_ctx: int, fewer: bool = False, speculate: bool = False
     ) -> NumpyDecoding:
-        """Return a decoding without guesses: BLAS results depend on the number of rows."""
+        """Return a NumpyDecoding, without guesses: BLAS results depend on the number of rows."""
         return NumpyDecoding(self, min(slots, SLOTS) if fewer else slots, n_ctx)
 
     def apply(self, op: str, inputs: tuple[Any, ...], **attrs: Any) -> Any:
@@ -213,7 +213,7 @@ class NumpyModel(NumpySteps, StoredModel):
         return apply(op, inputs, **attrs)
 
     def _rounded(self, qkv: Floats) -> Floats:
-        """Rows [Q | K | V] with K and V rounded to the dtype of the cache; Q may be rounded."""
+        """Return rows [Q | K | V], K and V rounded to the dtype of the cache; Q may be rounded."""
         fp8, dtype = self.formats.fp8_cache, self.formats.cache_dtype
         if fp8:
             heads = self.config.n_head, self.config.kv_width // self.config.head_size
@@ -222,14 +222,14 @@ class NumpyModel(NumpySteps, StoredModel):
 
 
 class NumpyDecoding:
-    """Decoding on the CPU: every result has a token of each sequence."""
+    """Decoding on the CPU. Each call of `next` returns a token of every sequence."""
 
     def __init__(self, model: NumpyModel, slots: int, n_ctx: int) -> None:
         self.slots, self.n_ctx = slots, n_ctx
         self._model = model
         self._cache = model.new_cache(slots, n_ctx)
         self._sampling = [Sampling()] * slots
-        self._left = np.zeros(slots, np.int32)  # tokens to sample
+        self._left = np.zeros(slots, np.int32)  # tokens left to sample
         self._drawn = np.zeros(slots, np.int32)
         self._alternatives = np.zeros(slots, np.int32)
         self._seen = np.zeros((slots, model.config.vocab_size), np.uint8)

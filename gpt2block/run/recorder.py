@@ -1,8 +1,8 @@
-"""Binding the steps of a forward pass to arrays, and the memory of their results.
+"""Binding of a forward pass's steps to arrays, and memory for their results.
 
-A step's result is a part of an arena, which is free again when Python drops it: a pass drops what
-no later step reads, and steps are bound in the order in which they will run. Recordings that never
-run at the same time can share an arena.
+A step's result is a part of an arena, which is freed when Python drops the result. A pass drops
+results that no later step reads, and steps are bound in the order in which they will run.
+Recordings that never run at the same time can share an arena.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from gpt2block.weights.matrix import WeightMatrix
 from gpt2block.weights.two_part import TwoPartMatrix, scale_for
 
 VIEW = "rows"  # the operation whose result is a view of its input
-ALIGNMENT = 512  # of each part of an arena, in bytes
-_scale_for = lru_cache(maxsize=4096)(scale_for)  # layers have the same bounds
-OPEN = ("any", "strided", "mixed")  # kinds of arrays that share their dtype
+ALIGNMENT = 512  # alignment of each part of an arena, in bytes
+_scale_for = lru_cache(maxsize=4096)(scale_for)  # all layers have the same bounds
+OPEN = ("any", "strided", "mixed")  # kinds (see `contract`) of arrays that share a dtype
 
 
 def bytes_of(shape: Shape, dtype: Any) -> int:
@@ -41,13 +41,13 @@ def bytes_of(shape: Shape, dtype: Any) -> int:
 
 
 class ArenaFull(Exception):  # noqa: N818  (the caller takes a larger one)
-    """An array does not fit."""
+    """An arena has no room for an array."""
 
 
 class Offsets:
-    """Parts of one piece of memory: each gets the lowest place where it fits.
+    """Allocator of parts of one buffer: a part begins at the lowest offset with enough room.
 
-    limit: bytes; None: as many as are needed. `peak` is the end of the highest part so far.
+    limit: bytes of the buffer; None: unlimited. `peak` is the end of the highest part so far.
     """
 
     def __init__(self, limit: int | None = None) -> None:
@@ -55,7 +55,7 @@ class Offsets:
         self._taken: list[tuple[int, int]] = []  # first byte and end of each part, sorted
 
     def take(self, nbytes: int) -> int:
-        """The first byte of a new part. Raises ArenaFull."""
+        """Allocate a part, and return its first byte. Raises ArenaFull."""
         size = -(-max(1, nbytes) // ALIGNMENT) * ALIGNMENT
         at = 0
         for first, end in self._taken:
@@ -69,25 +69,25 @@ class Offsets:
         return at
 
     def give_back(self, at: int) -> None:
-        """Free the part that begins there."""
+        """Free the part that begins at byte `at`."""
         del self._taken[bisect_left(self._taken, (at, 0))]
 
 
 class Lease:
-    """A part of an arena, which is free again when nothing refers to the lease."""
+    """A part of an arena, which is freed when nothing refers to the lease any more."""
 
     def __init__(self, offsets: Offsets, nbytes: int) -> None:
-        """Raises ArenaFull."""
+        """Allocate `nbytes` bytes. Raises ArenaFull."""
         self.at = offsets.take(nbytes)
         self._offsets = offsets
 
     def __del__(self) -> None:
-        if hasattr(self, "_offsets"):  # else there was no room
+        if hasattr(self, "_offsets"):  # false if __init__ raised ArenaFull
             self._offsets.give_back(self.at)
 
 
 class Arena:
-    """Device memory of `nbytes`, zeros at first, on the current device."""
+    """A buffer of `nbytes` zero bytes on the current device, in which arrays are allocated."""
 
     def __init__(self, nbytes: int) -> None:
         self._memory = cupy.zeros(max(ALIGNMENT, nbytes), "uint8")
@@ -99,7 +99,7 @@ class Arena:
         return int(self._memory.nbytes)
 
     def empty(self, shape: Shape, dtype: Any) -> CudaArray:
-        """An array whose part is free when Python drops it and its views. Raises ArenaFull."""
+        """Return a new array, freed when Python drops it and its views. Raises ArenaFull."""
         nbytes = bytes_of(shape, dtype)
         lease = Lease(self._offsets, nbytes)
         base = self._memory.data
@@ -107,7 +107,7 @@ class Arena:
         return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(owner, 0))
 
     def filled(self, name: str, rows: int, value: float) -> CudaArray:
-        """A float32 array (rows,) of one value, apart from the arena: no kernel writes it.
+        """Return a float32 array (rows,) of one value, outside the arena: no kernel writes it.
 
         Arrays of the same name are shared by all layers.
         """
@@ -117,7 +117,7 @@ class Arena:
         return known[:rows]
 
     def view(self, array: CudaArray) -> CudaArray:
-        """Return a view that does not keep its part of the arena in use; else `array` itself."""
+        """Return a view of an arena's array that does not keep its part; other arrays unchanged."""
         offset = array.data.ptr - self._memory.data.ptr
         if not 0 <= offset < self._memory.nbytes:
             return array
@@ -126,7 +126,7 @@ class Arena:
 
 
 class TensorSpec(NamedTuple):
-    """The size of an array or matrix in memory."""
+    """Shape, dtype and bytes of an array or matrix in memory."""
 
     shape: Shape
     dtype: str
@@ -139,7 +139,7 @@ class TensorSpec(NamedTuple):
 
 
 def described(array: Any) -> tuple[Shape, str]:
-    """Shape and dtype of a tensor; of matrices those in memory."""
+    """Return shape and dtype of a tensor; for matrices, as stored in memory."""
     if isinstance(array, TwoPartMatrix):
         return array.shape, TWO_PART
     if isinstance(array, WeightMatrix):
@@ -150,17 +150,17 @@ def described(array: Any) -> tuple[Shape, str]:
 
 
 class Result:
-    """The result of a step while its pass needs it. array: CuPy, or a TwoPartMatrix."""
+    """The result of a step, until the pass drops it. array: a CuPy array or TwoPartMatrix."""
 
     __slots__ = ("array", "dtype", "name", "overwritten", "shape")
 
     def __init__(self, name: str, shape: Shape, dtype: str, array: Any) -> None:
         self.name, self.shape, self.dtype, self.array = name, shape, dtype, array
-        self.overwritten = ""  # by the step of this name
+        self.overwritten = ""  # name of the step that overwrote the result
 
 
 class Recorded(NamedTuple):
-    """A step bound to arrays. key: what determines its launches; result: None if borrowed.
+    """A step bound to arrays. key: determines the launches. result: None if the caller keeps it.
 
     extra: other arrays that the launches use.
     """
@@ -210,7 +210,7 @@ class Recorder(Machine):
         return made
 
     def _given(self, name: str, value: Any) -> Result | None:
-        """An input: a result, or a tensor by its name."""
+        """Return an input as a Result: a step's result, or the tensor of this name, or None."""
         if isinstance(value, Result):
             if value.overwritten:
                 raise RuntimeError(f"{name}: reads {value.name}: {value.overwritten} overwrote it")
@@ -229,11 +229,11 @@ class Recorder(Machine):
 
     @abstractmethod
     def _allocated(self, name: str, shape: Shape, dtype: str, bound: float | None) -> Any:
-        """Memory for a result."""
+        """Return memory for a result."""
 
     @abstractmethod
     def _bind(self, step: Step, inputs: tuple[Any, ...], out: Any, made: Result) -> None:
-        """Bind a step to its arrays. out: None if it changes an input; made: its result."""
+        """Bind a step to its arrays. out: output array, None if an input is changed."""
 
 
 @lru_cache(maxsize=4096)  # layers have the same shapes
@@ -243,10 +243,10 @@ def result_of(
     attrs: tuple[tuple[str, int], ...],
     dtype: str | None,
 ) -> tuple[Shape, str]:
-    """Shape and dtype of an operation's first output.
+    """Return shape and dtype of an operation's first output.
 
-    given: those of the inputs. attrs: the sizes among the attributes. dtype: where the contract
-    leaves it open.
+    given: shape and dtype of each input. attrs: the attributes that are sizes. dtype: the output's
+    dtype, if the contract does not determine it.
     """
     contract = reference.CONTRACTS[op]
     sizes: Sizes = dict(attrs)
@@ -254,7 +254,7 @@ def result_of(
     for entry, value in zip(contract.inputs, given, strict=False):
         if value is not None:
             shape, of_input = value
-            in_rows = entry.kind in MATRICES  # axes (K, N), rows in memory
+            in_rows = entry.kind in MATRICES  # axes (K, N), stored as (N, K)
             entry.fits(shape[::-1] if in_rows else shape, sizes)
             storage = storage or (of_input if entry.kind in OPEN else None)
     out = contract.outputs[0]
@@ -264,7 +264,7 @@ def result_of(
 
 
 class _Leased:
-    """An array without memory."""
+    """A placeholder for an array: leases of an arena's parts, without memory."""
 
     def __init__(self, *leases: Lease) -> None:
         self._leases = leases
@@ -274,7 +274,7 @@ class _Leased:
 
 
 class Measure(Recorder):
-    """Finds the bytes that an arena needs for a pass, `peak`; nothing is allocated or bound."""
+    """Computes `peak`, the bytes that an arena needs for a pass, without allocating or binding."""
 
     def __init__(self, tensors: Mapping[str, Any], outs: Mapping[str, Any] | None = None) -> None:
         super().__init__(tensors, outs)
@@ -298,8 +298,8 @@ class Measure(Recorder):
 class Binder(Recorder):
     """Binds steps to arrays on the current device.
 
-    known: earlier recorded steps by name, used again where they have the same arrays and options.
-    borrowed: names of results that the caller keeps alive during a run, which are not kept here.
+    known: earlier recorded steps by name, reused if arrays and options are the same. borrowed:
+    names of results that the caller keeps alive during a run; the Binder does not.
     """
 
     def __init__(
@@ -343,7 +343,7 @@ class Binder(Recorder):
     def _launches(
         self, step: Step, inputs: tuple[Any, ...], out: Any, kind: Hashable, places: tuple[int, ...]
     ) -> tuple[tuple[Launch, ...], tuple[Any, ...]]:
-        """The launches of a step and their further arrays: most steps are alike in all layers."""
+        """Return a step's launches and their other arrays; equal steps of layers share a Recipe."""
         alike = step.op, out is None, kind, tuple(step.attrs)
         recipe, extra, further = self._recipes.get(alike, (None, (), ()))
         if recipe is not None:
@@ -354,7 +354,7 @@ class Binder(Recorder):
         return launches, extra
 
     def kept(self, value: Any) -> Any:
-        """An array or matrix, without keeping its part of the arena."""
+        """Return an array or matrix as a view that does not keep its part of the arena."""
         view = self._arena.view
         if not isinstance(value, TwoPartMatrix):
             return view(value)
@@ -363,6 +363,6 @@ class Binder(Recorder):
 
 
 def rounded_up(n: int, steps: int) -> int:
-    """n rounded up to a power of two, or to one of `steps` even steps up to the next."""
+    """Round n up to a power of two, or to one of `steps` equal steps between powers of two."""
     step = max(1, (1 << max(0, n.bit_length() - 1)) // steps)
     return -(-n // step) * step

@@ -1,4 +1,4 @@
-"""A forward pass as kernels: it runs at once or as a CUDA graph, is traced, and times each step."""
+"""Recorded launches of a forward pass: run, replayed as a CUDA graph, traced, or timed by step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from gpt2block.run.recorder import (
 )
 from gpt2block.weights.two_part import TwoPartMatrix
 
-RUNS = 5  # of a step that is timed alone
+RUNS = 5  # runs of a step that is timed alone
 STEPS_OF_SIZE = 4  # sizes of an arena between two powers of two
 
 
@@ -54,7 +54,7 @@ class Recording:
         self.out: Any = None
         if out is not None and out.name not in borrowed:
             self.out = binder.kept(out.array)
-        self.after: tuple[Bound, ...] = ()  # launches after the last step, such as a sampler's
+        self.after: tuple[Bound, ...] = ()  # launches after the last step, such as the sampler
         self.tensors = {n: a for n, a in binder.tensors.items() if n not in borrowed}
         given = {**binder.tensors, **binder.outs}
         self._sizes = {n: TensorSpec.of(given[n]) for n in borrowed if n in given}
@@ -63,12 +63,12 @@ class Recording:
         self._graph: Any = None
 
     def value(self, name: str) -> Any:
-        """A result, or a tensor, by name."""
+        """Return the result of the step, or else the tensor, of this name."""
         recorded = self.steps.get(name)
         return self.tensors[name] if recorded is None else recorded.result
 
     def known(self, name: str) -> Any:
-        """`value`, or the size of what is borrowed."""
+        """Return `value(name)`, or the TensorSpec of a borrowed tensor or result."""
         return self._sizes[name] if name in self._sizes else self.value(name)
 
     @property
@@ -77,14 +77,14 @@ class Recording:
         return (*(launch for each in self.steps.values() for launch in each.launches), *after)
 
     def run(self) -> None:
-        """Launch everything on the current stream."""
+        """Launch all steps, and the launches after them, on the current stream."""
         self._watched()
         self.run_steps()
         for bound in self.after:
             bound.run()
 
     def run_steps(self, *names: str) -> None:
-        """Launch steps, by default all, each in an NVTX range of its name for profilers."""
+        """Launch the named steps, or all, each in an NVTX range of its name for profilers."""
         for name in names or self.steps:
             cupy.cuda.nvtx.RangePush(name)
             try:
@@ -94,7 +94,7 @@ class Recording:
                 cupy.cuda.nvtx.RangePop()
 
     def replay(self, stream: Any, private: Any) -> None:
-        """Run as a CUDA graph on `stream`. The first call captures it on the stream `private`.
+        """Replay the launches as a CUDA graph on `stream`; the first call captures it on `private`.
 
         Every kernel must be loaded already, by a run of this recording or of another one.
         """
@@ -104,7 +104,7 @@ class Recording:
         self._graph.launch(stream)
 
     def repeat(self, stream: Any) -> None:
-        """Run on `stream`, the current one; from the second call on as a CUDA graph."""
+        """Run on `stream`, which must be current; from the second call on, as a CUDA graph."""
         if self._ran:
             self.replay(stream, stream)
         else:
@@ -112,7 +112,7 @@ class Recording:
         self._ran = True
 
     def _watched(self) -> None:
-        """Show the recording to the one who watches, before it runs."""
+        """Call the owner's `watch`, if it is set, with this recording before it runs."""
         if self._owner is not None and self._owner.watch is not None:
             self._owner.watch(self)
 
@@ -142,13 +142,13 @@ class Recording:
             ms = event_ms(run)
             if name in exact:
                 names = ", ".join(launch.name for launch in launches)
-                out = result.get()  # before further runs, which change what is computed in place
+                out = result.get()  # copy before further runs, which change in-place results
                 ms = min(ms, *(event_ms(run) for _ in range(RUNS - 1)))
                 yield StepResult(name, names, out, ms)
 
 
 def fill(array: CudaArray, exact: NDArray[Any], kv_dtype: str | None = None) -> None:
-    """Copy `exact` to the leading part of an array, rounded to its dtype, or in two-part form.
+    """Copy `exact` to the first rows of an array, rounded to its dtype or as two float16 parts.
 
     kv_dtype: the FP8 format of arrays of uint8.
     """
@@ -167,7 +167,7 @@ def fill(array: CudaArray, exact: NDArray[Any], kv_dtype: str | None = None) -> 
 
 
 def _with_scale(x: NDArray[Any], scale: float) -> tuple[NDArray[Any], NDArray[Any]]:
-    """`reference.two_part` with a given scale for all rows."""
+    """Return `reference.two_part` of x, but with one scale for all rows."""
     scaled = (x / scale).astype(np.float32)
     high = scaled.astype(np.float16)
     low = ((scaled - high) * np.float32(2048)).astype(np.float16)
@@ -175,7 +175,7 @@ def _with_scale(x: NDArray[Any], scale: float) -> tuple[NDArray[Any], NDArray[An
 
 
 def capture(launches: Iterable[Any], stream: Any, overlapping: bool) -> Any:
-    """A CUDA graph of launches; overlapping: each may start before the previous one has ended."""
+    """Return a CUDA graph of launches; overlapping: a launch may start before the previous ends."""
     early = overlapping and overlap.possible()
     with stream:
         stream.begin_capture()
@@ -191,10 +191,10 @@ def capture(launches: Iterable[Any], stream: Any, overlapping: bool) -> Any:
 
 
 class Recordings:
-    """Makes the recordings of an engine, in an arena that they share.
+    """Creates the recordings of an engine, which share an arena.
 
-    A larger pass gets a larger arena; earlier recordings keep theirs. watch: called with each
-    recording before it runs, its inputs being on the device.
+    A larger pass gets a larger arena; earlier recordings keep the old arena. watch: called with
+    each recording before it runs, when its inputs are on the device.
     """
 
     def __init__(self) -> None:
@@ -210,7 +210,7 @@ class Recordings:
         overlapping: bool = False,
         borrowed: Collection[str] = (),
     ) -> Recording:
-        """The recording of a pass. run: calls its verbs; the rest: as for Binder and Recording."""
+        """Return a recording of the pass that `run` runs; others: see Binder and Recording."""
 
         def recorded(arena: Arena) -> Recording:
             binder = Binder(tensors, arena, outs, known, borrowed)
@@ -224,6 +224,6 @@ class Recordings:
         if self._arena is None or self._arena.nbytes < measured.peak:
             self._arena = Arena(rounded_up(measured.peak, STEPS_OF_SIZE))
         while True:
-            with suppress(ArenaFull):  # something kept results for longer than the pass needs them
+            with suppress(ArenaFull):  # results were kept longer than the pass needs them
                 return recorded(self._arena)
             self._arena = Arena(2 * self._arena.nbytes)

@@ -18,8 +18,8 @@ from gpt2block.passes import BATCH
 from gpt2block.passes.machine import Step
 from gpt2block.run.recorder import VIEW, TensorSpec, described
 
-GATHERED = {"encoder_rows": ("wte", "wpe"), "take": ("x",)}  # inputs of which some rows are read
-ACTIVATIONS = frozenset({*BATCH, "x", "hidden"})  # tensors of a pass that are no weights
+GATHERED = {"encoder_rows": ("wte", "wpe"), "take": ("x",)}  # inputs with only some rows read
+ACTIVATIONS = frozenset({*BATCH, "x", "hidden"})  # tensors of a pass other than weights
 SCRATCH = "memory", "stream_k_workspace"  # buffers for converted weights and for partial sums
 Call = Callable[[], Any]
 
@@ -27,7 +27,7 @@ Call = Callable[[], Any]
 class BytesMoved(NamedTuple):
     """The least bytes that a step moves: its inputs are read once, its result is written once.
 
-    cache: keys and values, those that attention sees, or the new ones.
+    cache: bytes of the keys and values that attention sees, or of the new keys and values.
     """
 
     weights: int = 0
@@ -40,15 +40,15 @@ class BytesMoved(NamedTuple):
 
 
 class KernelTiming(NamedTuple):
-    """A kernel of a pass, or with NumPy a step.
+    """The times of a kernel of a pass on a GPU, or of a step with NumPy.
 
-    step: its name, such as "h.3.q". kernel: with NumPy the function of the reference, which has no
-    grid and block. dtype: of the result; weights: of the matrix, "" without one. moved: where a
-    step has several kernels, it is that of the last one.
+    step: name of the step, such as "h.3.q". kernel: with NumPy the reference function, which has no
+    grid and block. dtype: dtype of the result. weights: dtype of the matrix, "" without a matrix.
+    moved: bytes of the step, in the last of its kernels; 0 in the others.
 
-    end: µs from the start of the pass until it has ended, as the pass runs. own: µs that it takes
+    end: µs from the start of the pass until the kernel has ended. own: µs that the kernel takes
     while nothing else runs. apart: the end in a run in which each kernel waits until the previous
-    one has ended; without such a wait, `end`.
+    kernel has ended; equal to `end` if kernels always wait.
     """
 
     step: str
@@ -65,9 +65,9 @@ class KernelTiming(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """A pass as it ran. us: its time, until everything after the last step has ended.
+    """The timed kernels of a pass. us: µs until all launches after the last step have ended.
 
-    between: µs from a kernel to the next one where that waits for it; 0 with NumPy.
+    between: µs between the end of a kernel and a kernel that waits for this end; 0 with NumPy.
     """
 
     ran: tuple[KernelTiming, ...]
@@ -76,25 +76,25 @@ class Timeline(NamedTuple):
 
     @property
     def added(self) -> list[float]:
-        """µs by which each kernel lengthens the pass: with gaps, without what overlaps."""
+        """µs by which each kernel lengthens the pass, with gaps and without overlapped time."""
         return [end - start for start, end in pairwise([0.0, *(each.end for each in self.ran)])]
 
     @property
     def own(self) -> float:
-        """The sum of the times of kernels that run alone, in µs."""
+        """Sum of the kernels' `own` times, in µs: the time of each kernel without overlap."""
         return sum(each.own for each in self.ran)
 
     @property
     def apart(self) -> float:
-        """µs of the pass in which each kernel waits until the previous one has ended."""
+        """µs of the pass if each kernel waits until the previous kernel has ended."""
         return self.ran[-1].apart + (self.us - self.ran[-1].end)
 
 
 def moved(op: str, names: Sequence[str], inputs: Sequence[Any], out: TensorSpec) -> BytesMoved:
     """Return the least bytes that a step of an operation moves.
 
-    names: of the tensors among the inputs, "" for results. inputs: arrays, None for absent ones;
-    those of floats can be TensorSpec. out: the result.
+    names: name of each input that is a tensor, "" for results. inputs: arrays, None for absent
+    inputs; float arrays may be a TensorSpec. out: the result.
     """
     contract = reference.CONTRACTS[op]
     given = {entry.name: x for entry, x in zip(contract.inputs, inputs, strict=False)}
@@ -120,21 +120,21 @@ def moved(op: str, names: Sequence[str], inputs: Sequence[Any], out: TensorSpec)
 
 
 def _read(op: str, name: str, given: Mapping[str, Any], out: TensorSpec) -> int:
-    """The bytes of an input that an operation reads, of some only a part."""
+    """Return how many bytes of an input an operation reads: all, or some rows or columns."""
     stored = TensorSpec.of(given[name])
     if name in GATHERED.get(op, ()):
         return stored.nbytes // stored.shape[0] * out.shape[0]
-    if name == "qkv" and op in ("kv_append", "attention_packed"):  # [Q | K | V]; the cache has K, V
+    if name == "qkv" and op in ("kv_append", "attention_packed"):  # reads only K and V, or only Q
         row, cached = stored.shape[-1], 2 * given["k"].shape[-1]
         return int(stored.nbytes * (cached if op == "kv_append" else row - cached) // row)
-    if name == "w_down" and "sums" in given:  # of products with it, which need its scales
+    if name == "w_down" and "sums" in given:  # to add `sums`, only scales are read
         scale = getattr(given[name], "scale", None)
         return 0 if scale is None else int(scale.nbytes)
     return stored.nbytes
 
 
 def _tokens(given: Mapping[str, Any]) -> tuple[int, int]:
-    """The tokens of a step that reads or writes a kv_cache, and the keys that they see."""
+    """Return the number of a step's new tokens in a kv_cache, and of the keys they see."""
     if "position" in given:
         row, position = on_host(given["row"]), on_host(given["position"])
         present = row >= 0
@@ -145,23 +145,23 @@ def _tokens(given: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def on_host(array: Any) -> NDArray[Any]:
-    """An array of integers in host memory, int64."""
+    """Return an integer array as int64 in host memory."""
     host = array.get() if hasattr(array, "get") else array
     return np.asarray(host, np.int64)
 
 
 def weights_dtype(op: str, inputs: Sequence[Any]) -> str:
-    """The dtype of the first matrix that a step reads, "" without one."""
+    """Return the dtype of the first matrix that a step reads, "" if it reads none."""
     entries = reference.CONTRACTS[op].inputs
     for entry, value in zip(entries, inputs, strict=False):
-        matrix = entry.kind in (*MATRICES, "table") or entry.name == "w"  # matmul_bias takes arrays
+        matrix = entry.kind in (*MATRICES, "table") or entry.name == "w"  # matmul_bias has an f32 w
         if matrix and value is not None:
             return described(value)[1]
     return ""
 
 
 class Clock:
-    """Notes the steps of a pass with NumPy; the time that this takes is left out."""
+    """Records the times of a NumPy pass's steps, without the time of the recording itself."""
 
     def __init__(self) -> None:
         self.ran: list[KernelTiming] = []
@@ -169,7 +169,7 @@ class Clock:
         self._start = perf_counter()
 
     def note(self, step: Step, inputs: Sequence[Any], out: Any, began: float, ended: float) -> None:
-        """A step that ran between two values of perf_counter. inputs: its arrays."""
+        """Record a step. inputs: its arrays; began, ended: values of perf_counter in seconds."""
         if step.op != VIEW:
             end, own = 1e6 * (ended - self._start - self._noting), 1e6 * (ended - began)
             names = [x if isinstance(x, str) else "" for x in step.inputs]
@@ -182,5 +182,5 @@ class Clock:
         self._noting += perf_counter() - ended
 
     def timeline(self) -> Timeline:
-        """Everything up to now."""
+        """Return the Timeline of all steps recorded so far."""
         return Timeline(tuple(self.ran), 1e6 * (perf_counter() - self._start - self._noting))

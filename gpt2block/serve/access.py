@@ -1,4 +1,4 @@
-"""First handling of every request: checks of its head, an id, and a line in the log."""
+"""Middleware for every request: checks of its headers, a request id, and a line in the log."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def request_id(given: str = "") -> str:
 
 
 class Access:
-    """Gives requests an id, refuses ambiguous and foreign ones, and logs all at the level INFO.
+    """Gives each request an id, refuses ambiguous lengths and unknown hosts, logs at level INFO.
 
-    hosts: names of the server in lower case, of which requests must have one; none: any.
+    hosts: names of the server in lower case, one of which must be a request's host; none: any host.
 
-    A proxy may take the end of a request with both Content-Length and Transfer-Encoding for
-    another one than this server does. Its connection is closed (RFC 9112, section 6.1).
+    A proxy and this server may disagree where a request with both Content-Length and
+    Transfer-Encoding ends. The connection is closed (RFC 9112, section 6.1).
     """
 
     def __init__(self, app: ASGIApp, hosts: Collection[str]) -> None:
@@ -88,7 +88,7 @@ class Access:
 
 
 def _line(scope: Scope, ended: str) -> str:
-    """Return a request's line in the log, without path parameters, which may be secret."""
+    """Return the log line of a request, without path parameters, which may be secret."""
     path, state = scope["path"], scope["state"]
     for value in filter(None, scope.get("path_params", {}).values()):
         path = path.replace(value, "…")

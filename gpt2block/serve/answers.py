@@ -1,4 +1,4 @@
-"""Completions as OpenAI's clients expect them: whole, and as streams of chunks.
+"""Completions in OpenAI's format: complete responses, and streams of chunks.
 
 Source: OpenAI, "API reference" (The completion object, The chat completion chunk object).
 """
@@ -26,7 +26,7 @@ from gpt2block.tokenizers.encoding import Encoding, bytes_of_ids
 
 REASONS = {"length": "length", "context": "length", "stop": "stop"}
 LEAST = -9999.0  # the log-probability written in place of -inf
-MOST_TOGETHER = 3  # tokens of an event; more show that events take longer than tokens
+MOST_TOGETHER = 3  # with more tokens per event, sending is slower than generating
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Scored:
 
 @dataclass
 class AnswerChoice:
-    """A complete answer, the current state of an answer, or a part of it."""
+    """A complete answer, the current state of an answer, or a part of an answer."""
 
     text: str = ""
     scored: Scored = field(default_factory=Scored)
@@ -61,7 +61,7 @@ class AnswerChoice:
 
 
 class TextOffsets:
-    """Computes where each token of an answer begins in its text, in characters, in order."""
+    """Computes the text offset, in characters, of each token of an answer, token by token."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -75,7 +75,7 @@ class TextOffsets:
 
 
 def _failure(piece: Piece) -> ApiError | None:
-    """Return the error that a client gets for a row that failed, or None."""
+    """Return the error for the client of a row that failed or ran out of time, else None."""
     if piece.finish_reason == "error":
         return ApiError(500, piece.error or "an error")
     return late() if piece.finish_reason == "deadline" else None
@@ -87,20 +87,20 @@ def late() -> ApiError:
     return ApiError(504, problem, code="timeout")
 
 
-UsageOf = Callable[[int], dict[str, Any]]  # argument: the number of new tokens
+UsageOf = Callable[[int], dict[str, Any]]  # returns a usage object; argument: number of new tokens
 
 
 class Answer:
-    """The rows of a client's request in the service. Raises ApiError if it takes no more rows.
+    """The rows of a client's request. Raises ApiError if the service takes no more rows.
 
-    seconds: in which they have to end; infinity: no limit.
+    seconds: time limit of the rows; infinity: no limit.
     """
 
     def __init__(
         self, service: Service, rows: Sequence[Row], client: str = "", seconds: float = math.inf
     ) -> None:
         self.rows, self._service = rows, service
-        self._pieces: list[tuple[int, Piece]] = []  # pieces that are not sent yet
+        self._pieces: list[tuple[int, Piece]] = []  # (row, piece) not sent yet
         self._some = asyncio.Event()
         deliver = [partial(self._put, index) for index in range(len(rows))]
         try:
@@ -134,7 +134,7 @@ class Answer:
             left -= sum(piece.finish_reason is not None for _, piece in new)
 
     def go_on(self, pieces: Sequence[tuple[int, Piece]]) -> None:
-        """Allow the rows of these pieces, which are being sent, to deliver their next pieces."""
+        """Let rows deliver their next pieces, because these pieces are being sent."""
         for index, _ in pieces:
             self.rows[index].held = False
 
@@ -144,7 +144,7 @@ class Answer:
 
 
 class Form(ABC):
-    """The format of an endpoint's objects. encoding: None for a model without a tokenizer."""
+    """Base class of response formats. encoding: tokenizer; None for a model without tokenizer."""
 
     prefix, whole, chunk = "", "", ""
 
@@ -171,7 +171,7 @@ class Form(ABC):
         return None
 
     def with_prompts(self, found: dict[str, Any], prompts: Mapping[int, list[int]]) -> None:
-        """Add the token ids of prompts, by the index of their choice, to an object, as vLLM does.
+        """Add prompts' token ids to a response, as vLLM does. prompts: choice index → token ids.
 
         Each choice of /v1/completions has the token ids of its own prompt.
         """
@@ -180,7 +180,7 @@ class Form(ABC):
                 choice["prompt_token_ids"] = prompts[choice["index"]]
 
     def token(self, token: int) -> str:
-        """Return a token's text, or as OpenAI its bytes if they are not whole characters."""
+        """Return a token's text, or OpenAI's notation of its bytes if a character is incomplete."""
         data = self.bytes_of(token)
         try:
             return data.decode()
@@ -290,11 +290,11 @@ async def streamed(
 ) -> AsyncIterator[bytes]:
     """Yield server-sent events; events of pieces that arrived together are sent together.
 
-    echoes: what the answers begin with. usage_of: None without a chunk of usage at the end.
-    prompts: token ids of the prompt of each choice, for the first event that has the choice; None
-    without any token ids. guesses: whether events with token ids tell which were guessed. observe:
-    called with the seconds from one time that events are sent to the next. failed: what a client is
-    told about another exception than ApiError.
+    echoes: beginnings of the answers. usage_of: computes the usage for a last chunk; None: no such
+    chunk. prompts: token ids of the prompt of each choice, for the first event of the choice; None:
+    no token ids. guesses: whether events with token ids tell which were guessed. observe: called
+    with the seconds between two times at which events are sent. failed: converts an exception other
+    than ApiError to the error for the client.
     """
     more: dict[str, Any] = {} if usage_of is None else {"usage": None}
     untold = dict(prompts or {})
@@ -318,7 +318,7 @@ async def streamed(
         return found
 
     offsets, count, last = [TextOffsets() for _ in echoes], 0, 0.0
-    detailed = logprobs or prompts is not None  # whether tokens without a text are sent
+    detailed = logprobs or prompts is not None  # whether to send tokens that add no text
     try:
         for index, echo in enumerate(echoes):
             if beginning := form.first(index):
@@ -342,7 +342,7 @@ async def streamed(
                         observe(now - last)
                     last = now
                     if max(tokens) > MOST_TOGETHER:
-                        sleep(0)  # offers Python's lock: steps add tokens to events that wait
+                        sleep(0)  # releases the GIL, so that the next events have more tokens
         if usage_of is not None:
             yield event(usage=usage_of(count))
         yield _event("[DONE]")
@@ -358,7 +358,7 @@ def _event(data: str) -> bytes:
 
 
 def _part(piece: Piece) -> AnswerChoice:
-    """Return the part that a piece adds to an answer."""
+    """Return a piece of a row as a part of an answer."""
     part = AnswerChoice()
     part.add(piece)
     return part

@@ -72,32 +72,34 @@ from gpt2block.serve.workers import Places, Workers
 from gpt2block.tokenizers import tokenizer
 from gpt2block.tokenizers.encoding import Encoding, bytes_of_ids
 
-MOST_BODY = 4 * 2**20  # bytes
-MOST_DROPPED = 64 * 2**20  # bytes of a larger body that are read, so that its sender reads why not
-SMALL_BODY = 4096  # bytes of a body that is read sooner than a thread begins
-BODY_SECONDS = 30.0  # time in which a body has to arrive
-GRACE = 30  # seconds that running requests have to end when the server does
+MOST_BODY = 4 * 2**20  # most bytes of a request's body
+MOST_DROPPED = 64 * 2**20  # most bytes read of a larger body, so that its sender reads the error
+SMALL_BODY = 4096  # most bytes of a body that is parsed without a thread
+BODY_SECONDS = 30.0  # time limit for the arrival of a body
+GRACE = 30  # seconds for running requests to end after the server is stopped
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 Value = TypeVar("Value")
-AT_ONCE = 4  # texts encoded at a time, and passes next to the batch
+AT_ONCE = 4  # threads for texts, and threads for forward passes outside the batch
 TEMPLATE_SECONDS = 2.0  # time limit for rendering a conversation by the chat template
-MANY_TOKENS = 1024  # tokens, or other values, of an answer that takes long to write
-EMBEDDED = 1024  # tokens of inputs that are embedded together, if these are several
+MANY_TOKENS = 1024  # most values of an answer whose JSON is written without a thread
+EMBEDDED = 1024  # most tokens of several inputs that are embedded together
 
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """names: of the model, for clients; answers have the first. keys: of which clients must give
-    one, by their names; none: clients are on this machine, or those of a proxy there, and told
-    apart by their addresses.
+    """Settings of a server: names, keys and hosts, limits, and defaults of requests.
 
-    hosts: names of this server, of which a request must have one as its host where there are no
-    keys; allowed_hosts: further names. With keys and without these, any host is accepted.
+    names: names of the model for clients; answers have the first name. keys: name → API key;
+    clients must send one of the keys. Without keys, clients are on this machine or use a proxy on
+    this machine, and are distinguished by their addresses.
 
-    rows: continuations computed together; queue: that may wait for these. reuse_prefixes: as
-    `reuse` of Batch. seconds: in which a request has to end, from its arrival; None: no limit.
-    origins: of web pages that may ask and read answers; "*": all. speculate: as in
-    `GPT2.generate`, for all requests. chat_template_kwargs: of requests that do not give them.
+    hosts: names of this server; without keys, a request's host must be one of these names.
+    allowed_hosts: further names. With keys and without allowed_hosts, any host is accepted.
+
+    rows: continuations computed together. queue: continuations that may wait. reuse_prefixes:
+    `reuse` of Batch. seconds: time limit of a request from its arrival; None: no limit. origins:
+    origins of web pages that may send requests and read answers; "*": all. speculate: as in
+    `GPT2.generate`, for all requests. chat_template_kwargs: defaults of a request's variables.
     """
 
     names: tuple[str, ...]
@@ -124,13 +126,13 @@ class Asked:
     given: SampledRequest
     rows: Sequence[Row]
     prompts: Sequence[Ids]
-    echoes: Sequence[AnswerChoice]  # the texts that each row's answer begins with
+    echoes: Sequence[AnswerChoice]  # for each row, the beginning of its answer
     form: Form
     logprobs: bool
 
     @property
     def prompt_ids(self) -> dict[int, list[int]] | None:
-        """The prompt's token ids for each choice, where token ids are requested; else None."""
+        """Choice index → token ids of its prompt, if the request asks for them; else None."""
         if not self.given.return_token_ids:
             return None
         samples = len(self.echoes) // len(self.prompts)
@@ -138,14 +140,14 @@ class Asked:
 
 
 class Server:
-    """The endpoints of a model. encoding: its tokenizer, or another one for its vocabulary.
+    """The endpoints of a model. encoding: the model's tokenizer, or another for its vocabulary.
 
-    on_failure: called in the event loop when the engine has failed and all requests are told so.
+    on_failure: called in the event loop when the engine has failed and all requests got an error.
     """
 
     def __init__(self, model: Any, encoding: Encoding, settings: ServerSettings) -> None:
         self.model, self.encoding, self.settings = model, encoding, settings
-        self.keys = settings.keys  # may be replaced, but not by none
+        self.keys = settings.keys  # may be replaced by other keys, but not by no keys
         self.metrics = Metrics()
         self._token_count_bound = tokenizer.token_count_bound(encoding)
         self._templates: list[ChatTemplate] = []  # templates that no thread uses
@@ -160,7 +162,7 @@ class Server:
         play = Play(
             self.model, self.encoding, self.settings.name, self._ids, self._in_thread, self._in_pass
         )
-        routes = [  # in the order in which they are compared with a request's
+        routes = [  # in the order in which a request's path is compared
             self._route("/v1/completions", self.completions, CompletionRequest),
             self._route("/v1/chat/completions", self.chat, ChatRequest),
             *play.routes(self._route),
@@ -177,7 +179,7 @@ class Server:
         allowed = self.settings.allowed_hosts
         hosts = (*self.settings.hosts, *allowed) if allowed or not self.keys else ()
         middleware = [Middleware(Access, [*dict.fromkeys(map(str.lower, hosts))])]
-        if self.settings.origins:  # within: a page whose name was changed to this address is none
+        if self.settings.origins:  # runs after Access, which prevents DNS rebinding
             middleware += [Middleware(
                 CORSMiddleware, allow_origins=self.settings.origins, allow_headers=("*",),
                 allow_methods=("GET", "POST"), expose_headers=("Retry-After", "X-Request-Id"),
@@ -192,7 +194,7 @@ class Server:
     @asynccontextmanager
     async def _life(self, app: Starlette) -> AsyncIterator[None]:
         self._threads, self._passes = Workers(AT_ONCE), Workers(AT_ONCE)
-        self._caches = Places(AT_ONCE)  # for prompts that are scored
+        self._caches = Places(AT_ONCE)  # limits the kv_caches of prompts that are scored
         loop = asyncio.get_running_loop()
         self.service = Service(self._batch, self.settings.queue, loop, self.on_failure)
         self.metrics.watch(self.service)
@@ -209,10 +211,10 @@ class Server:
     def _route(
         self, path: str, handler: Callable[..., Awaitable[Response]], kind: type[Any] | None = None
     ) -> Route:
-        """An address behind the key. kind: of the body of a POST, which the handler gets parsed.
+        """Return a route that requires a key. kind: class of the parsed body of a POST, or None.
 
-        ApiErrors of the handler become answers. It is cancelled after the seconds that a request
-        has, and when the client goes.
+        ApiErrors of the handler become responses. The handler is cancelled at the time limit of a
+        request, and when the client disconnects.
         """
 
         async def handled(request: Request) -> Response:
@@ -274,11 +276,11 @@ class Server:
     async def _in_thread(
         self, request: Request, call: Callable[..., Value], *arguments: Any
     ) -> Value:
-        """Return call(*arguments), computed in a thread at the turn of the request's client."""
+        """Return call(*arguments), computed in a thread when the request's client has its turn."""
         return await self._threads.run(request.state.client, call, *arguments)
 
     async def _in_pass(self, request: Request, call: Callable[..., Any], *arguments: Any) -> Any:
-        """Compute a pass as `_in_thread` does, in other threads: no text waits for a pass."""
+        """Return call(*arguments), a forward pass, computed in threads that run only passes."""
         return await self._passes.run(request.state.client, call, *arguments)
 
     # --- completions ------------------------------------------------------------------------------
@@ -327,13 +329,13 @@ class Server:
         return Asked(given, rows, [ids], [AnswerChoice()] * len(rows), form, logprobs)
 
     def _template_arguments(self, template: ChatTemplate, given: TemplateFields) -> dict[str, Any]:
-        """Keywords of `ChatTemplate.ids` for a request."""
+        """Return the keywords of `ChatTemplate.ids` for a request."""
         own = (given.add_generation_prompt, bool(given.continue_final_message))
         variables = {**self.settings.chat_template_kwargs, **(given.chat_template_kwargs or {})}
         return template.arguments(*own, variables)
 
     def _ids(self, prompt: Any, field: str) -> Ids:
-        """Return a prompt's token ids: at least one."""
+        """Return a prompt's token ids, or the id of the end of a text for an empty prompt."""
         encoding, V = self.encoding, self.model.config.vocab_size
         if isinstance(prompt, str) and prompt:
             self._check_text(field, prompt)
@@ -350,7 +352,7 @@ class Server:
 
     @contextmanager
     def _template(self, check: Callable[[str], None]) -> Iterator[ChatTemplate]:
-        """Lend a copy of the model's chat template to one thread. check: as for ChatTemplate."""
+        """Yield a copy of the model's chat template for one thread. check: as for ChatTemplate."""
         try:
             template = self._templates.pop()
         except IndexError:
@@ -369,7 +371,7 @@ class Server:
             self._templates.append(template)
 
     def _check_text(self, field: str, text: str) -> None:
-        """Refuse a text that has more tokens than the context, without encoding it."""
+        """Raise ApiError if a text has more tokens than the context, without encoding the text."""
         self._check_length(self._token_count_bound(text), field, "at least ")
 
     def _check_length(self, count: int, field: str, least: str = "") -> None:
@@ -448,7 +450,7 @@ class Server:
     def _usage(self, asked: Asked, new: int) -> dict[str, Any]:
         """Return the usage object of a request whose answers have `new` tokens."""
         cached = None
-        if self._batch.reuses:  # a prompt's tokens count as such where all its rows do
+        if self._batch.reuses:  # tokens count as cached if all rows of a prompt reuse them
             samples = len(asked.rows) // len(asked.prompts)
             groups = zip(*[iter(row.reused for row in asked.rows)] * samples, strict=True)
             cached = sum(map(min, groups))
@@ -528,7 +530,7 @@ class Server:
         return JSONResponse({"version": gpt2block.__version__})
 
     async def health(self, request: Request) -> Response:
-        """Return whether requests are answered."""
+        """Respond with the server's state: ready, starting (503) or failed (503)."""
         service = self.service
         if service is None or service.failure is not None:
             problem = service.failure if service else "the server ends"
@@ -540,7 +542,7 @@ class Server:
                              "waiting": service.waiting})  # fmt: skip
 
     async def live(self, request: Request) -> Response:
-        """Return a success: the process is able to answer."""
+        """Respond with success: the process is alive."""
         return JSONResponse({"status": "live"})
 
     async def show_metrics(self, request: Request) -> Response:
@@ -548,7 +550,7 @@ class Server:
 
 
 class _PatientResponse(JSONResponse):
-    """A JSON response with many values, written in Python, so that other threads can run."""
+    """A JSON response with many values, encoded in Python code, so that other threads can run."""
 
     def render(self, content: Any) -> bytes:
         texts = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).iterencode(content)
@@ -556,7 +558,7 @@ class _PatientResponse(JSONResponse):
 
 
 class _Streamed(EventSourceResponse):
-    """A stream of an answer's events, whose rows end with the connection."""
+    """A stream of an answer's events. The answer's rows end when the connection ends."""
 
     def __init__(self, events: AsyncIterator[bytes], answer: Answer) -> None:
         super().__init__(events, ping=15, sep="\n", shutdown_grace_period=GRACE)

@@ -1,4 +1,4 @@
-"""uvicorn's configuration: port, signals, and connections, which are closed if silent."""
+"""uvicorn's configuration: port, signals, and connections, which are closed without requests."""
 
 from __future__ import annotations
 
@@ -25,28 +25,29 @@ from gpt2block.serve.log import log
 from gpt2block.serve.protocol import ApiError
 
 OTHER_FILES = 64  # open files other than connections
-MOST_BEHIND = 2**16  # bytes that a client may send after a request that is being answered
-HEAD_SECONDS = 20  # seconds that a connection has to send the head of its next request
-# How long the thread that steps the rows may wait for Python's lock; Python's default is 5 ms, more
-# than a step takes.
+MOST_BEHIND = 2**16  # most bytes after a request whose response is not complete
+HEAD_SECONDS = 20  # time limit for the headers of a connection's next request
+# Longest wait of the thread that runs decoding steps for the GIL (sys.setswitchinterval). Python's
+# default of 5 ms is longer than a step.
 SWITCH_SECONDS = 5e-4
-# Objects that a collection of garbage waits for; Python's default is 700 or 2,000, a few requests.
+# New objects before a garbage collection; a few requests create Python's default, 700 or 2,000.
 YOUNG_OBJECTS = 20_000
 
 
 class Protocol(H11Protocol):
-    """An HTTP connection, which is closed if no request comes.
+    """An HTTP connection that is closed if no request arrives within HEAD_SECONDS.
 
-    It is read also while a request is answered, to see the client go. uvicorn stops reading as soon
-    as the next request has begun to come.
+    The connection is also read while a request is answered, to detect a disconnect. uvicorn stops
+    reading as soon as the next request has begun to arrive.
     """
 
     def connection_made(self, transport: Any) -> None:
         self._behind = b""
         super().connection_made(transport)
-        self._most, self.limit_concurrency = self.limit_concurrency, None  # checked below
-        # asyncio sets it for sockets that name their protocol, which accepted ones do not. Without
-        # it a piece of a stream waits for the client to acknowledge the one before it, up to 40 ms.
+        self._most, self.limit_concurrency = self.limit_concurrency, None  # data_received checks it
+        # asyncio sets TCP_NODELAY only for sockets that name their protocol; accepted sockets do
+        # not. Without it, a piece of a stream waits up to 40 ms until the client acknowledges the
+        # previous piece.
         with suppress(OSError):  # a Unix socket has no such option
             transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._expect_request()
@@ -55,7 +56,7 @@ class Protocol(H11Protocol):
         if self.conn.their_state is h11.DONE:
             self._behind += data
         else:
-            # Requests get a copy of this state. Access refuses them, in place of uvicorn.
+            # Each request gets a copy of this state. Access, not uvicorn, refuses such requests.
             self.app_state["overloaded"] = len(self.connections) >= (self._most or math.inf)
             super().data_received(data)
         self._read_on()
@@ -67,7 +68,7 @@ class Protocol(H11Protocol):
                 self.transport.abort()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer the current exception of h11 as an error in OpenAI's format."""
+        """Send the current exception of h11 to the client as an error in OpenAI's format."""
         error = sys.exc_info()[1]
         status = error.error_status_hint if isinstance(error, h11.RemoteProtocolError) else 400
         problem = f"the request: expected HTTP/1.1: {printable(str(error or msg))}"
@@ -82,7 +83,7 @@ class Protocol(H11Protocol):
 
     def on_response_complete(self) -> None:
         behind, self._behind = self._behind, b""
-        if behind:  # no bytes would be the client's end
+        if behind:  # h11 takes b"" as the client's end
             self.conn.receive_data(behind)
         super().on_response_complete()
         self._read_on()
@@ -90,7 +91,7 @@ class Protocol(H11Protocol):
         self._expect_request()
 
     def _expect_request(self) -> None:
-        """Limit the time for a whole head: uvicorn's own limit ends with the head's first byte."""
+        """Limit the time for a request's complete headers; uvicorn limits only the first byte."""
         self._waiting = self.loop.call_later(HEAD_SECONDS, self._close_if_silent)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -104,7 +105,7 @@ class Protocol(H11Protocol):
 
 
 class Listening(uvicorn.Server):
-    """A server that ends on SIGTERM and SIGINT, from now on, and when its engine has failed.
+    """A uvicorn server that ends on SIGTERM or SIGINT, even before startup, or if its engine fails.
 
     started: called as soon as connections are accepted. reload: called on SIGHUP.
     """
@@ -120,14 +121,14 @@ class Listening(uvicorn.Server):
         self._told, self._reload = started, reload
         self.failed = False  # whether the engine has failed
         server.on_failure = self._fail
-        for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn takes the same handler later
+        for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn sets the same handler later
             signal.signal(number, self.handle_exit)
 
     def _fail(self) -> None:
         self.failed = self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        for each in sockets or ():  # the next server has this port while connections linger
+        for each in sockets or ():  # a new server may bind this port at once
             each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, os.name != "nt")
         if sys.platform != "win32":
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._reload)
@@ -136,7 +137,7 @@ class Listening(uvicorn.Server):
 
 
 def allow_files(connections: int) -> None:
-    """Raise the limit of open files, as each connection is one; warn where the system refuses."""
+    """Raise the limit of open files for these connections; warn if the hard limit is too low."""
     if sys.platform == "win32":
         return
     import resource  # noqa: PLC0415  (the module is missing on Windows)
@@ -165,7 +166,7 @@ def settle() -> None:
 def config(
     server: Server, connections: int, grace: int = GRACE, proxies: Sequence[str] = ()
 ) -> uvicorn.Config:
-    """The settings of uvicorn. connections: that may be open; grace: seconds to end in.
+    """Return uvicorn's settings. connections: maximum number; grace: seconds to finish requests.
 
     proxies: addresses and networks; for their requests, the client's address is the last one in
     X-Forwarded-For that is not a proxy's.
@@ -173,11 +174,11 @@ def config(
     return uvicorn.Config(
         server.app(),
         http=Protocol,
-        limit_concurrency=connections + 1,  # uvicorn counts the one that asks as well
-        # Longer than clients keep a connection: one that closes first loses the request under way.
+        limit_concurrency=connections + 1,  # uvicorn also counts the new connection
+        # Longer than clients keep a connection: if the server closes first, a request may be lost.
         timeout_keep_alive=HEAD_SECONDS,
         timeout_graceful_shutdown=grace + 1,
-        log_level="critical",  # the server has its own log; clients that go are no news
+        log_level="critical",  # the server has its own log; disconnects need no entry
         access_log=False,
         proxy_headers=bool(proxies),
         forwarded_allow_ips=list(proxies),

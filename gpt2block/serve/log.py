@@ -1,4 +1,4 @@
-"""The log of the server, on standard error: printable lines, also of what clients send."""
+"""The log of the server on standard error. Text from clients is made printable."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ log = logging.getLogger("gpt2block.serve")
 
 
 def set_up_log(level: str) -> None:
-    """Log messages from this level on; from asyncio, which warns of closed clients, only errors."""
+    """Log messages from this level on; of asyncio, which warns of disconnects, only errors."""
     log.setLevel(level.upper())
     logging.getLogger("asyncio").setLevel(logging.ERROR)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")

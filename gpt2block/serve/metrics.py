@@ -15,7 +15,7 @@ from gpt2block.generation.rows import Row
 from gpt2block.serve.service import Service
 
 TO_FIRST = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)  # bucket bounds in seconds
-AT_ONCE = 1024  # values that are collected before they are added
+AT_ONCE = 1024  # values that are collected before all are added to the histogram
 BETWEEN = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1)
 
 
@@ -28,7 +28,7 @@ class Intervals(Collector):
         self._noted: list[float] = []
 
     def note(self, seconds: float) -> None:
-        """Add a value together with later values. Call only from the collecting thread."""
+        """Store a value, to add it together with later values. Call it only from one thread."""
         self._noted.append(seconds)
         if len(self._noted) == AT_ONCE:
             self._add_noted()
@@ -43,7 +43,7 @@ class Intervals(Collector):
         self._total += float(seconds.sum())
 
     def collect(self) -> Iterator[Metric]:
-        if self._noted:  # else another thread may be adding
+        if self._noted:  # always empty if another thread calls `add`
             self._add_noted()
         names = [*map(repr, self._bounds[:-1].tolist()), "+Inf"]
         buckets = list(zip(names, self._counts.cumsum().tolist(), strict=True))
@@ -61,7 +61,7 @@ class Total(Collector):
 
 
 class Metrics:
-    """The counters of a server."""
+    """The metrics of a server."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
@@ -90,7 +90,7 @@ class Metrics:
         self.between_pieces = pieces.note
 
     def watch(self, service: Service) -> None:
-        """Show the state of the service in the metrics."""
+        """Register metrics that read the state of the service."""
         gauges: dict[str, tuple[str, Callable[[], float]]] = {
             "slots": ("Continuations that can run together.", lambda: service.slots),
             "rows_running": ("Continuations in slots.", lambda: service.open - service.waiting),
@@ -112,7 +112,7 @@ class Metrics:
         service.observe_first, service.observe_between = first.observe, between.add
 
     def request(self, path: str) -> Callable[[int], None]:
-        """Return a function that counts a request, which begins now, by its status."""
+        """Return a function that counts a request by status, and its seconds since this call."""
         begun = perf_counter()
 
         def counted(status: int) -> None:

@@ -38,14 +38,14 @@ from gpt2block.tokenizers.encoding import Encoding
 SHOWN = 40  # tokens shown of a distribution
 KEPT_LOGITS = 16  # texts per client whose next token's logits are kept, for the sliders
 MOST_EXPLAINED = 256  # most tokens of an explained forward pass
-MOST_PARAMETERS = 2**29  # of a model that is explained, which needs its weights in float64: 4 GiB
+MOST_PARAMETERS = 2**29  # most parameters of an explained model; in float64: 4 GiB
 MOST_EXPLAINING = 8  # forward passes per client that are explained, one at a time, or wait
 KEPT_PAGES = 8  # pages of `explain` per client, each of a few MB
 KEPT_CLIENTS = 16  # latest clients for which logits and pages are kept
 
 Value = TypeVar("Value")
 Kept = OrderedDict[Any, Value]  # values by key, the latest one last
-IdsOf = Callable[[Any, str], Ids]  # of a text or of token ids, and the name of its field
+IdsOf = Callable[[Any, str], Ids]  # arguments: text or token ids, name of the field
 MakeRoute = Callable[..., Route]
 
 
@@ -71,7 +71,7 @@ class ExplainRequest(Body):
 class Play:
     """The page of a server, and the page's own endpoints.
 
-    encoding, name: the server's. ids_of: raises ApiError for anything else than a prompt.
+    encoding, name: tokenizer and model name of the server. ids_of: returns the ids of a prompt.
     in_thread(request, function, ...): runs a function in a worker thread while the steps of the
     running rows go on. in_pass: runs a function that computes a pass.
     """
@@ -97,7 +97,7 @@ class Play:
         self._one = Workers(1)
 
     def routes(self, behind_key: MakeRoute) -> list[Route]:
-        """The page itself needs no key; a page of `explain` has an address that none can guess."""
+        """Return the routes. The page and `explain` pages with secret addresses need no key."""
         return [
             Route("/", self.page),
             behind_key("/play/model", self.about),
@@ -143,7 +143,7 @@ class Play:
         return JSONResponse(await self._in_thread(request, self._distribution, logits, given))
 
     async def explain(self, request: Request, given: ExplainRequest) -> Response:
-        """Generate the `explain` page of a forward pass, one at a time. Return its address."""
+        """Generate the `explain` page of a forward pass, one at a time; return the page's path."""
         ids, most = self._ids_of(given.ids, "ids"), self._most_explained()
         if not most:
             parameters = f"models of at most {MOST_PARAMETERS:,} parameters"
@@ -167,7 +167,7 @@ class Play:
         return JSONResponse({"path": f"play/explain/{ticket}"})
 
     async def explained(self, request: Request) -> Response:
-        """Return a generated page, without a key: a frame and a new tab cannot send one."""
+        """Return a generated page. It needs no key: a frame and a new tab cannot send a key."""
         ticket = request.path_params["ticket"]
         html = next((each[ticket] for each in self._pages.values() if ticket in each), None)
         if html is None:
@@ -175,7 +175,7 @@ class Play:
             return PlainTextResponse(problem, 404, _headers("default-src 'none'"))
         return HTMLResponse(html, headers=_headers(EXPLAINED))
 
-    # --- what the answers have --------------------------------------------------------------------
+    # --- contents of the answers ------------------------------------------------------------------
 
     def _has_template(self) -> bool:
         try:
@@ -184,7 +184,7 @@ class Play:
             return False
 
     def _most_explained(self) -> int:
-        """The most tokens that can be explained; 0 for a model that is too large."""
+        """Return the most tokens of an explained pass; 0 for a model that is too large."""
         config = self._model.config
         parameters = sum(map(math.prod, model_shapes(config).values()))
         return min(MOST_EXPLAINED, config.n_ctx) if parameters <= MOST_PARAMETERS else 0
@@ -232,7 +232,7 @@ class Play:
         return Page(collect(self._model.engine, self._encoding, self._name, ids, 0)).html
 
 
-# Scripts of the page of `explain` run without this origin, so that they cannot read the key.
+# Policy of `explain` pages. Their scripts run without this origin, so that none can read the key.
 EXPLAINED = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'self'; sandbox allow-scripts"
@@ -250,7 +250,7 @@ def _policy(html: str) -> str:
 
 
 def _hash(html: str, tag: str) -> str:
-    """Return the source expression of the page's only element of this kind."""
+    """Return the CSP source expression, a hash, of the page's only element with this tag."""
     (content,) = re.findall(f"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
     return f"'sha256-{b64encode(sha256(content.encode()).digest()).decode()}'"
 

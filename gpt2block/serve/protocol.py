@@ -30,20 +30,20 @@ from gpt2block.sampling import MOST_ALTERNATIVES, NUMBERS, LogitBias
 MOST_PROMPTS = 256  # most prompts of a request
 MOST_SAMPLES = 128
 MOST_STOPS = 16
-MOST_STOP = 256  # characters of each
-MOST_VALUES = 2**14  # biases; messages, parts and fields; values of a body that is read in C
+MOST_STOP = 256  # most characters of a stop text
+MOST_VALUES = 2**14  # most biases, values in messages, and values of a body decoded in C
 MOST_MESSAGES = 2**12
-MOST_TEXT = 2**20  # bytes of all texts of messages
+MOST_TEXT = 2**20  # most bytes of all texts of messages
 MOST_NEW = 2**31 - 1  # most new tokens of an answer
 PART = 2**13  # entries of a list that are checked, or written, at a time
 LONGEST_KEY = 100  # most characters of a key shown in an error
 TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")  # an id written as text
-KEYWORD_OF = {"min_tokens": "min_new_tokens"}  # of `generate`, whose name is not that of the field
-ANYTHING = object()  # in place of values: any is accepted, and changes nothing
+KEYWORD_OF = {"min_tokens": "min_new_tokens"}  # field → keyword of `generate`, if they differ
+ANYTHING = object()  # replaces a list of values: any value is accepted and ignored
 
-# Fields that are not supported, with the values at which they would not change the result. Null is
-# one of these for each field. Sources: OpenAI, "API reference"; vLLM, "OpenAI-Compatible Server";
-# llama.cpp, "LLaMA.cpp HTTP Server". docs/serve.md has the same table.
+# Unsupported fields of requests, with their values that do not change the result and are accepted.
+# Null is accepted for all of them. Sources: OpenAI, "API reference"; vLLM, "OpenAI-Compatible
+# Server"; llama.cpp, "LLaMA.cpp HTTP Server". docs/serve.md has the same table.
 NEUTRAL: Mapping[str, Any] = {
     **dict.fromkeys(("user", "metadata", "store", "safety_identifier"), ANYTHING),
     **dict.fromkeys(("prompt_cache_key", "prompt_cache_retention", "service_tier"), ANYTHING),
@@ -89,13 +89,13 @@ NEUTRAL: Mapping[str, Any] = {
     "grammar": ("",),
     "json_schema": ({},),
 }
-TOOLS = {"tools": "tool_choice", "functions": "function_call"}  # "none" there: not called
+TOOLS = {"tools": "tool_choice", "functions": "function_call"}  # "none" disables the first field
 
 Request = TypeVar("Request", bound="Body")
 
 
 def _token_ids(given: Any) -> Any:
-    """Check and return token ids; pydantic would hold Python's lock over all of them."""
+    """Check token ids in parts, and return them; pydantic would hold the GIL for a whole list."""
     for first in range(0, len(given) if isinstance(given, list) else 0, PART):
         part = given[first : first + PART]
         if set(map(type, part)) != {int} or min(part) < 0:
@@ -104,9 +104,9 @@ def _token_ids(given: Any) -> Any:
 
 
 def _values(given: Any, info: ValidationInfo) -> Any:
-    """Return messages unchanged, if they are few and short enough to be read and rendered.
+    """Return messages unchanged. Raises ApiError for too many values or too much text.
 
-    The length of the text is not known before: a template may leave messages out.
+    The length of the rendered text is not known yet: a template may leave messages out.
     """
     if isinstance(given, list) and len(given) > MOST_MESSAGES:
         raise _too_many(info, MOST_MESSAGES, "messages", 413)
@@ -127,7 +127,7 @@ def _values(given: Any, info: ValidationInfo) -> Any:
 
 
 def _too_many(info: ValidationInfo, most: int, what: str, status: int = 400) -> ApiError:
-    """Return an error that does not show the values, as even sorting them takes long."""
+    """Return an error for too many values, without the values: even sorting them takes long."""
     problem = f"{info.field_name}: expected at most {most:,} {what}"
     return ApiError(status, problem, info.field_name)
 
@@ -145,7 +145,7 @@ Tokens = Annotated[list[Any], BeforeValidator(_token_ids)]
 
 
 def _texts(given: Any, info: ValidationInfo) -> list[Any]:
-    """Return a text, token ids, or a list of either, as a list. Their lengths are checked first."""
+    """Return a text, token ids, or a list of either, as a list, after a check of the lengths."""
     of_ids = isinstance(given, list) and [*map(type, given[:1])] == [int]
     found = [given] if isinstance(given, str) or of_ids else given
     if isinstance(found, list):
@@ -159,7 +159,7 @@ def _texts(given: Any, info: ValidationInfo) -> list[Any]:
 
 
 def _is_text(given: Any) -> bool:
-    """Whether the value is a text or token ids, which the model's tokenizer then checks."""
+    """Return whether a value is a text or token ids; the model's tokenizer checks the ids later."""
     return isinstance(given, str) or (isinstance(given, list) and set(map(type, given)) <= {int})
 
 
@@ -183,13 +183,13 @@ class ApiError(Exception):
 
 
 def named(field: str, given: list[Any]) -> list[tuple[Any, str]]:
-    """Return a field's entries with their names in errors: the field's own name if only one."""
+    """Return a field's entries with names for errors: the field's name, and an index if several."""
     names = [field] if len(given) == 1 else [f"{field}.{index}" for index in range(len(given))]
     return [*zip(given, names, strict=True)]
 
 
 def check_length(count: int, n_ctx: int, field: str, least: str = "") -> None:
-    """Raise ApiError for more tokens than the model's context has."""
+    """Raise ApiError if there are more tokens than the model's context has positions."""
     if count > n_ctx:
         problem = f"{field}: {least}{count} tokens, the model's context is {n_ctx}"
         raise ApiError(400, problem, field.partition(".")[0], "context_length_exceeded")
@@ -204,14 +204,14 @@ NewTokens = Annotated[int | None, BeforeValidator(_or_all)]
 
 
 def check_only(field: str, given: int | None, only: int, whose: str) -> None:
-    """Raise ApiError for any number except the only supported number."""
+    """Raise ApiError unless the number is None or `only`, the only supported number."""
     if given not in (None, only):
         problem = f"{field}: {given} is not supported: expected {only}, {whose}, or none"
         raise ApiError(400, problem, field, "unsupported_parameter")
 
 
 class Body(BaseModel):
-    """The body of a request. Numbers are not read from texts."""
+    """Base class of request bodies. A text is not accepted as a number."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -237,7 +237,7 @@ class StreamFields(BaseModel):
 
 
 def _with_further_numbers(kind: type[Request]) -> type[Request]:
-    """Class decorator: add a field for each number of Sampling that has no field yet."""
+    """Class decorator: add fields for the numeric options of Sampling that have no field yet."""
     given = {KEYWORD_OF.get(name, name) for name in kind.model_fields}
     found: dict[str, Any] = {}
     for name in NUMBERS:
@@ -260,7 +260,7 @@ class Drawn(Body):
     min_p: float | None = Field(0.0, ge=0, le=1)
 
     def drawing(self) -> dict[str, Any]:
-        """Return the numbers of a Sampling without the seed, as keywords; null means a default."""
+        """Return the numeric Sampling options without the seed; null becomes the default."""
         found: dict[str, Any] = {}
         for name, field in type(self).model_fields.items():
             if (keyword := KEYWORD_OF.get(name, name)) in NUMBERS and keyword != "seed":
@@ -273,13 +273,13 @@ class Drawn(Body):
 class SampledRequest(Drawn):
     """Fields that both kinds of completions have.
 
-    repetition_penalty, and what follows return_token_ids, are additions. Source of these but the
-    first: vLLM, "OpenAI-Compatible Server".
+    repetition_penalty, return_token_ids and the fields after it are additions. Source, except for
+    repetition_penalty: vLLM, "OpenAI-Compatible Server".
     """
 
     max_tokens: NewTokens = Field(None, ge=1, le=MOST_NEW)
     n: int | None = Field(1, ge=1, le=MOST_SAMPLES)
-    best_of: Annotated[int | None, AfterValidator(_as_n)] = None  # all are returned
+    best_of: Annotated[int | None, AfterValidator(_as_n)] = None  # must equal n: all are returned
     stop: Annotated[str | list[str] | None, _at_most(MOST_STOPS, "texts")] = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stream: bool | None = False
@@ -315,12 +315,12 @@ class SampledRequest(Drawn):
         return stop
 
     def _biases(self) -> LogitBias:
-        """Return the biases by token; JSON has the token ids as texts."""
+        """Return token id → bias; the ids are texts in JSON."""
         given = self.logit_bias
         if not given:
             return ()
         for name in given:
-            if not TOKEN_ID.fullmatch(name):  # one way to write each, so that none is given twice
+            if not TOKEN_ID.fullmatch(name):  # one spelling per id, so that no id occurs twice
                 problem = f"logit_bias: expected token ids, got {shown(name)}"
                 raise ApiError(400, problem, "logit_bias")
         return {int(name): bias for name, bias in given.items()}
@@ -331,7 +331,7 @@ class SampledRequest(Drawn):
 
 
 class CompletionRequest(SampledRequest):
-    """The body of /v1/completions. logprobs: alternatives at each token, besides the token."""
+    """The body of a request to /v1/completions. logprobs: alternatives to report at each token."""
 
     prompt: Texts = [""]
     max_tokens: NewTokens = Field(16, ge=0, le=MOST_NEW)
@@ -339,7 +339,7 @@ class CompletionRequest(SampledRequest):
     echo: bool | None = False
 
 
-Messages = Annotated[list[Any], BeforeValidator(_values)]  # the chat template checks them
+Messages = Annotated[list[Any], BeforeValidator(_values)]  # the chat template checks messages
 Variables = Annotated[dict[str, Any], BeforeValidator(_values)]
 
 
@@ -382,7 +382,7 @@ class DetokenizeRequest(Body):
 
 
 class _PatientDecoder(json.JSONDecoder):
-    """Reads JSON in Python, except for its texts, so that other threads run meanwhile."""
+    """A JSON decoder in Python code, with strings read in C, so that other threads can run."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -390,7 +390,7 @@ class _PatientDecoder(json.JSONDecoder):
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object; refuse repeated keys, as JSON readers differ in which they use."""
+    """Return a JSON object. Raises ApiError for a repeated key, whose value would be ambiguous."""
     found = dict(pairs)
     if len(found) < len(pairs):
         ((key, count),) = Counter(key for key, _ in pairs).most_common(1)
@@ -437,8 +437,8 @@ def _check_neutral(name: str, value: Any) -> None:
 def _of_field(error: ValidationError, given: Any) -> ApiError:
     """Return the first problem of a body as an error that names the place of the wrong value.
 
-    Of a value that may have several types, pydantic tells the problem with each of these. The one
-    that is about the innermost value has come closest.
+    For a value that may have several types, pydantic reports a problem with each type. The problem
+    with the innermost value belongs to the type that fits best.
     """
     every = [(_place(each, given), each) for each in error.errors(include_context=False)]
     about = [each for each in every if each[0][: len(every[0][0])] == every[0][0]]
@@ -467,6 +467,6 @@ def _place(problem: Any, given: Any) -> list[Any]:
 
 
 def refused(error: Exception, fields: Collection[str]) -> ApiError:
-    """Return the library's error as ApiError, with its field if that is one of these fields."""
+    """Convert the library's error to an ApiError; param: the argument at fault, if in `fields`."""
     argument = re.split("[:. ]", str(error), maxsplit=1)[0]
     return ApiError(400, str(error), argument if argument in fields else None)

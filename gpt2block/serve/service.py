@@ -1,7 +1,7 @@
 """The thread that runs the rows of all requests in one batch.
 
-Requests come from an event loop, and their tokens go back to it; everything about rows happens in
-the thread.
+Requests come from an event loop, and their tokens go back to the event loop. Rows are changed only
+in the thread.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from gpt2block.generation.rows import Row, Tops
 from gpt2block.run.model import ModelEngine
 from gpt2block.serve.log import log, traceback_of
 
-TOKENS_AT_ONCE = 2048  # prompt tokens in a step before running rows take no further piece
+TOKENS_AT_ONCE = 2048  # prompt tokens from which a step gets no further piece
 
 
 class Piece(NamedTuple):
     """The tokens that a row gained in a step, or in several steps while it was held.
 
-    finish_reason: that of Row once it has ended, else None.
+    finish_reason: finish_reason of the Row once the row has ended, else None.
     """
 
     text: str
@@ -44,7 +44,7 @@ Deliver = Callable[[Piece], None]  # called in the event loop
 
 
 class Full(Exception):  # noqa: N818  (a reason, not a fault)
-    """The queue has no room for a further row."""
+    """The queue is full: no further row may wait."""
 
 
 class EngineFailed(Exception):  # noqa: N818
@@ -54,7 +54,7 @@ class EngineFailed(Exception):  # noqa: N818
 def batch_of(
     engine: ModelEngine, slots: int, reuse: bool = False, speculate: bool = False
 ) -> Batch:
-    """Return a batch for this number of slots; the engine may give fewer. Raises MemoryError.
+    """Return a Batch with this number of slots, or fewer if memory is short. Raises MemoryError.
 
     reuse, speculate: as for Batch.
     """
@@ -65,16 +65,16 @@ def batch_of(
 class Service:
     """A thread that steps the rows of all requests in one batch.
 
-    A row is held from when a piece of it is delivered until that piece is being sent. Its next one
-    has all tokens until then: one where little is to be sent, several where much is.
+    A row is held from the delivery of a piece until this piece is being sent. The row's next piece
+    has all tokens sampled meanwhile: one token if sending is fast, several if it is slow.
 
-    Clients take turns. One with less than its share of the slots and the queue is not refused where
-    others have filled them, until there are twice as many rows.
+    Clients take turns. A client with less than its share of the slots and the queue is not refused
+    when other clients have filled them, until there are twice as many rows.
 
-    batch: an empty one, of `batch_of`. most_waiting: rows that wait for a slot of it. loop: where
-    pieces are delivered. on_failure: called there after the last pieces of an engine that has
-    failed. observe_first, observe_between: called in the thread with the seconds to the first token
-    of a row, and with those before each further token of a step. tokens: generated so far.
+    batch: an empty result of `batch_of`. most_waiting: most rows that wait for a slot. loop: event
+    loop in which pieces are delivered. on_failure: called in the loop after the last pieces if the
+    engine has failed. observe_first, observe_between: called in the thread with the seconds to the
+    first token of a row, and before each further token of a step. tokens: tokens generated so far.
     """
 
     def __init__(
@@ -87,14 +87,14 @@ class Service:
         self._batch, self._on_failure = batch, on_failure
         self._loop, self._most_waiting = loop, most_waiting
         self._changed = threading.Condition()
-        self._new: deque[tuple[Row, Deliver, float | None]] = deque()  # a row and its deadline
+        self._new: deque[tuple[Row, Deliver, float | None]] = deque()  # rows to submit, deadlines
         self._cancelled: deque[Row] = deque()
         self._open_of: Counter[str] = Counter()  # rows that run or wait, by client
         self._deliver: dict[int, Deliver] = {}  # callbacks of running and waiting rows, by row id
         self._since: dict[int, float] = {}  # when rows without a token were submitted
         self._last = np.zeros(batch.slots)  # when each slot had its last token
         self._pieces: deque[tuple[Deliver, Piece]] = deque()  # pieces not yet delivered by the loop
-        self._called = False  # whether the loop will deliver the pieces
+        self._called = False  # whether a delivery by the loop is pending
         self.observe_first: Callable[[float], None] = lambda seconds: None
         self.observe_between: Callable[[NDArray[np.float64]], None] = lambda seconds: None
         self.tokens = 0
@@ -122,7 +122,7 @@ class Service:
         client: str = "",
         deadline: float | None = None,
     ) -> None:
-        """Run a client's rows once slots are free. Raises Full or EngineFailed, and then runs none.
+        """Queue a client's rows. Raises Full or EngineFailed, and then queues none of the rows.
 
         deadline: as for Batch.
         """
@@ -182,7 +182,7 @@ class Service:
                 self._forget(row)
 
     def _take_changes(self) -> bool:
-        """Apply requested submissions and cancellations; wait if idle. Return False at the end."""
+        """Apply submissions and cancellations; wait if idle. Return False if the thread ends."""
         with self._changed:
             while not (self._ends or self._new or self._cancelled or self._batch.busy):
                 self._changed.wait()
@@ -227,13 +227,13 @@ class Service:
             self._loop.call_soon_threadsafe(self._deliver_all)
 
     def _deliver_all(self) -> None:
-        self._called = False  # first: what is added from now on is delivered here or by a next call
+        self._called = False  # before the loop: later pieces are delivered here or by a new call
         while self._pieces:
             deliver, piece = self._pieces.popleft()
             deliver(piece)
 
     def _fail(self, error: BaseException) -> None:
-        """Log the error, and tell all requests that there will be no more tokens."""
+        """Log the error, and end all requests with it: there will be no more tokens."""
         log.critical("the engine failed\n%s", traceback_of(error))
         with self._changed:
             self.failure = f"the engine failed: {error!r}"

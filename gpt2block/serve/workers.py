@@ -15,16 +15,16 @@ Value = TypeVar("Value")
 
 
 class Places:
-    """A number of places, which requests take in an event loop and give back.
+    """A limited number of places, which requests in an event loop take and give back.
 
-    Clients take turns, and a client takes a place only while more places are free than it has.
-    One client therefore leaves half of them to others, whose small requests do not wait for its
-    large ones.
+    Clients take turns, and a client takes a place only while more places are free than the client
+    has. One client therefore leaves half of the places to others, whose small requests do not wait
+    for its large requests.
     """
 
     def __init__(self, places: int) -> None:
         self._free = places
-        self._taken: Counter[str] = Counter()  # places by client
+        self._taken: Counter[str] = Counter()  # number of taken places by client
         self._waiting: Turns[tuple[str, asyncio.Future[None]]] = Turns()
 
     @asynccontextmanager
@@ -44,13 +44,13 @@ class Places:
         try:
             await turn
         except asyncio.CancelledError:
-            if not turn.cancelled():  # its turn came in the same step of the loop
+            if not turn.cancelled():  # the place was assigned before the cancellation
                 self.give_back(client)
             raise
 
     def give_back(self, client: str) -> None:
         self._free += 1
-        self._taken -= Counter([client])  # drops a client without any
+        self._taken -= Counter([client])  # also removes a client without places
         self._assign()
 
     def _assign(self) -> None:
@@ -61,7 +61,7 @@ class Places:
         return self._free > self._taken[client]
 
     def _begin(self, waiting: tuple[str, asyncio.Future[None]]) -> bool:
-        """Give a place to a request; False if it was cancelled."""
+        """Assign a place to a waiting request. Return False if the request was cancelled."""
         client, turn = waiting
         if turn.done():
             return False
@@ -72,7 +72,7 @@ class Places:
 
 
 class Workers(Places):
-    """Threads that run calls for requests."""
+    """A pool of threads that run calls for requests."""
 
     def __init__(self, threads: int) -> None:
         super().__init__(threads)
