@@ -81,7 +81,7 @@ __device__ __forceinline__ void produce(const Ring& ring, const Share& share, co
         char* const to = ring.stage(stage);
         arrive_and_expect(ring.full[stage], 2 * box + (Part::MINIMUM ? 16 * share.rows : 0));
         const char* const of_x = of_tile + (long long)(unit - begin) * 2 * box + at;
-        const bool whole = DH_SHARES == 1 && box == BOX_BYTES;  // both boxes are contiguous in both memories
+        const bool whole = DH_SHARES == 1 && box == BOX_BYTES;  // whether two boxes are contiguous in both memories
         for (int i = 0; i < 2; ++i) {
             if (DH_SHARES > 1) load_bytes_for(all, to + i * BOX_BYTES + at, of_x + i * box, part, ring.full[stage]);
             else if (!whole || i == 0) {
