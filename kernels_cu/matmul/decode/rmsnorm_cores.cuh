@@ -52,7 +52,7 @@ constexpr int PAIRS = WARPS;            // pairs per block
 #else
 constexpr int STREAMS = MV_STRIPS;
 constexpr int STEP = MV_THREADS / MV_LANES;  // values along K per step of a block
-constexpr int STRIP = MV_LANES * MV_WIDTH;   // columns
+constexpr int STRIP = MV_LANES * MV_WIDTH;   // columns of a strip
 constexpr int PAIRS = MV_STRIPS == 2 ? STRIP : STRIP / 2;
 static_assert(MV_STRIPS == 2 || STRIP % 2 == 0, "the pairs of one strip are neighbouring columns");
 #endif
@@ -85,7 +85,7 @@ struct Stream {
     Weights raw[STREAMS][MV_UNROLL];
     const W* from[STREAMS];
     const int K, k;
-    const long long row;  // distance from one k to the next
+    const long long row;  // distance in W from one k to the next
 
     __device__ Stream(const W* first, const W* second, int K, int k, long long row) : K(K), k(k), row(row) {
         from[0] = first;
@@ -117,8 +117,8 @@ struct Stream {
     }
 };
 
-// Writes MV_X values of x, starting with x[k], to their positions. k is a multiple of MV_X. Each group of 4 stays
-// contiguous.
+// Writes MV_X values of x, starting with x[k], to their positions in shared memory. k is a multiple of MV_X. Each group
+// of 4 stays contiguous.
 __device__ __forceinline__ void write(const float (&v)[MV_X], int k, float* x_s) {
     if constexpr (MV_X < 4) {
 #pragma unroll
@@ -133,7 +133,7 @@ __device__ __forceinline__ void write(const float (&v)[MV_X], int k, float* x_s)
 
 __device__ __forceinline__ int padded(int K) { return (K + STEP - 1) / STEP * STEP; }  // row length in shared memory
 
-struct Rows {  // the rows of the block
+struct Rows {  // rows of x that a block multiplies
     const T* x;         // (M, K), rows x_stride apart
     const T* residual;  // (M, K) or null
     const T* gamma;     // (K), or null: no norm
