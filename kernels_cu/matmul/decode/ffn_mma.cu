@@ -1,4 +1,5 @@
-// architecture: sm_90a The feed-forward part of a Llama layer in decoding:
+// architecture: sm_90a
+// The feed-forward part of a Llama layer in decoding:
 //
 //   h = silu(RMSNorm(x) W^T * scale) (RMSNorm(x) U^T * up_scale)           W, U (H, C), V (C, H)
 //   sums[s] = split s of h V^T

@@ -1,4 +1,5 @@
-// architecture: sm_90a matmul/decode/ffn_mma.cu for GGUF weights:
+// architecture: sm_90a
+// matmul/decode/ffn_mma.cu for GGUF weights:
 //
 //   h = silu(RMSNorm(x) W^T) (RMSNorm(x) U^T)           W, U (H, C), V (C, H)
 //   sums[s] = split s of h V^T
@@ -22,7 +23,7 @@
 //
 //   five kernels per layer                        0.36  0.40  0.47
 //   four kernels per layer                        0.35  0.44  0.50    predicted for one row: 0.32
-//   ... with this limit of blocks                0.33  0.39  0.45
+//   ... with this limit of blocks                 0.33  0.39  0.45
 //   ... and a later start of the next kernel      0.32  0.37  0.44
 //
 // Grid (FF_CLUSTER * splits of H), block (THREADS), dynamic shared memory BYTES. A cluster of more than 8 blocks must

@@ -30,8 +30,8 @@
 // computes the dynamic shared memory.
 //
 // On an NVIDIA H200, float16 weights of Llama 7B, in us for 1, 16 and 64 rows, before the epilogue was a loop. In
-// brackets: the time to read the weights at the rate of a memory copy; then matmul/decode/mma.cu and mma_tiles.cu for 1, 16
-// and 64 rows:
+// brackets: the time to read the weights at the rate of a memory copy; then matmul/decode/mma.cu and mma_tiles.cu for
+// 1, 16 and 64 rows:
 //
 //   4096 -> 12288         24.0   26.3   31.1   (23.8; 27.5, 65.3, 79.3)
 //   4096 -> 2 x 11008     42.7   44.7   51.4   (42.7; 53.5, 120, 162, with silu_mul)
