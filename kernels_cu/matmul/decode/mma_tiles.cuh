@@ -203,7 +203,7 @@ struct RowTile {
     }
 };
 
-// A lane's part of a chunk of 8 columns of w.
+// A lane's part of a chunk of 8 columns of w as operand B.
 struct ColumnTile {
     unsigned high[order::STEPS][2], low[order::STEPS][2];  // low: only for float and two-part weights
 

@@ -57,8 +57,9 @@ constexpr int PAIRS = MV_STRIPS == 2 ? STRIP : STRIP / 2;
 static_assert(MV_STRIPS == 2 || STRIP % 2 == 0, "the pairs of one strip are neighbouring columns");
 #endif
 
-// Returns the position of x[k] in shared memory. With NK, a lane reads its MV_WIDTH consecutive values as float4. The
-// first float4 of all lanes are stored next to each other, then the second ones, which avoids bank conflicts.
+// Returns the position of x[k] in shared memory. With W as (N, K), a lane reads its MV_WIDTH consecutive values as
+// float4. The first float4 of all lanes are stored next to each other, then the second ones, which avoids bank
+// conflicts.
 __device__ __forceinline__ int place(int k) {
     if (!MV_NK || MV_WIDTH <= 4) return k;
     const int within = k % STEP, lane = within / MV_WIDTH, e = within % MV_WIDTH;
@@ -79,8 +80,8 @@ __device__ __forceinline__ void read(const float* x_s, float (&x)[MV_WIDTH]) {
     }
 }
 
-// A thread's weights, prefetched MV_UNROLL steps ahead. k: the thread's first row of W (KN) or first position in a row
-// (NK).
+// A thread's weights, prefetched MV_UNROLL steps ahead. k: the thread's first row of W (K, N), or its first position in
+// a row of W (N, K).
 struct Stream {
     Weights raw[STREAMS][MV_UNROLL];
     const W* from[STREAMS];
@@ -210,9 +211,9 @@ __device__ __forceinline__ void put_rows(const Rows& rows, Part& part, float* x_
     __syncthreads();
 }
 
-// Computes both products of every pair and row of the block, without the row's factor. columns(pair) returns the
-// columns of a pair: x in `first`, y in `second`. prepare(columns, row) creates an End while weights are in flight. The
-// End is later called with the two products.
+// Computes both products of every pair of columns and every row of the block, without the row's RMSNorm factor.
+// columns(pair) returns the columns of a pair: x in `first`, y in `second`. prepare(columns, row) creates an End while
+// weights are in flight. The End is later called with the two products.
 template <typename End, typename Columns, typename Prepare>
 __device__ __forceinline__ void multiply(const W* first, const W* second, const Rows& rows, int N, int pairs,
                                          float4* shared, float (*squares)[WARPS], Columns columns, Prepare prepare) {

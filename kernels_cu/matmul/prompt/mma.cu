@@ -116,8 +116,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, GEMM_BLOCKS) gemm_mma(
     const float* __restrict__ bias,     // (N) or null
     const T* residual,                  // (M, N), with GEMM_RESIDUAL 1
     T* out,                             // (M, N)
-    const float* residual_float,        // (M, N); with GEMM_FLOAT_OUT 1, this and the next replace the two above
-    float* out_float,                   // (M, N)
+    const float* residual_float,        // (M, N); replaces residual with GEMM_FLOAT_OUT 1
+    float* out_float,                   // (M, N); replaces out with GEMM_FLOAT_OUT 1
     int M, int N, int K) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
 #if GEMM_FLOAT_OUT
