@@ -27,8 +27,6 @@
 // K is a multiple of 16. The boxes of the tensor map of w are (1, GEMM_M, 64).
 //
 // architecture: sm_90a
-//
-// architecture: sm_90a
 #if !defined(WEIGHT_E5M2) && !defined(WEIGHT_E4M3)
 #define WEIGHT_E5M2
 #endif
