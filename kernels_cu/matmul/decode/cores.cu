@@ -52,8 +52,7 @@ struct Stream {
         }
     }
 
-    // Adds the products of step s to all sums: each column's weights times the values of each row at the same
-    // positions.
+    // Adds the products of step s to all sums: each column's weights times each row's values at the same positions.
     __device__ __forceinline__ void use(int s, const float (&x)[LM_TOGETHER][LM_WIDTH], float (&sum)[VALUES]) const {
 #pragma unroll
         for (int c = 0; c < LM_COLUMNS; ++c) {

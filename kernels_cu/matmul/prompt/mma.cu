@@ -2,7 +2,7 @@
 //
 //   out = [residual +] [gelu](a w^T w_scale + bias)     a (M, K), w (N, K), out and residual (M, N), w_scale, bias (N)
 //
-//   gemm_mma: tiles on tensor cores (mma.sync), one ring of slices through all tiles of a block
+//   gemm_mma: tiles on tensor cores (mma.sync), one ring buffer of slices for all tiles of a block
 //
 // a and w are __half or __nv_bfloat16, sums are float, out and residual have the type of a or are float. w_scale is
 // used with GEMM_SCALED 1. lib/matmul/mma.cuh has the tiles and the loop over K. Registers are stored directly to
