@@ -1,8 +1,8 @@
 // Sums of x over chunks of 32 values along K. Products with GGUF weights multiply the minimums of blocks by these sums.
 //
-//   x (M, K), each value as one float16 term in wgmma order (lib/terms.cuh, TERM_COUNT 1, TERM_WIDTH 2)
-//   -> for each row and chunk, the sum of its 32 terms in the form of split_sum. Groups of four terms are added as
-//      (a + b) + (c + d), the eight sums of these groups as in lanes_sum<8>
+//   x (M, K), each value rounded to one float16 term, in wgmma order (lib/terms.cuh, TERM_COUNT 1, TERM_WIDTH 2)
+//   -> for each row and chunk, the sum of its 32 terms as two float16 numbers (split_sum). Groups of four terms are
+//      added as (a + b) + (c + d), the eight sums of these groups as in lanes_sum<8>
 //
 // With TERM_SUMS, a kernel that stores the terms stores the sums after the terms; otherwise gguf/chunk_sums.cu stores
 // them. K is a multiple of 128. For every TERM_ROWS rows and every 128 values along K, the four sums of a row are four
@@ -33,7 +33,7 @@ __device__ __forceinline__ float sum_of(unsigned pair) {
     return v[0] + v[1];
 }
 
-// Stores the sum of the chunk of row m that contains value k.
+// Stores `sum`, the sum over the chunk of 32 values along K that contains value k of row m.
 template <typename T>
 __device__ __forceinline__ void store_sum(T* sums, float sum, int m, int k, int M, int K) {
     const int first = m / (int)TERM_ROWS * (int)TERM_ROWS, rows = min((int)TERM_ROWS, M - first);
@@ -41,16 +41,16 @@ __device__ __forceinline__ void store_sum(T* sums, float sum, int m, int k, int 
     narrow_to(sums[unit * 4 + k / 32 % 4], __int_as_float((int)split_sum(sum)));
 }
 
-// Computes and stores the sum of a chunk, after the terms x. Each of eight neighbouring lanes passes four values of the
-// chunk, as two pairs of terms. All lanes of a warp must call this function.
+// Computes the sum over a chunk of 32 values and stores it after the terms x. Each of eight neighbouring lanes passes
+// four float16 values of the chunk, as two pairs. All lanes of a warp must call this function.
 template <typename T>
 __device__ __forceinline__ void store_sum_of_fours(T* x, unsigned first, unsigned last, int m, int k, int M, int K) {
     const float sum = lanes_sum<8>(sum_of(first) + sum_of(last));
     if (threadIdx.x % 8 == 0) store_sum(x + (long long)M * K / 2, sum, m, k, M, K);
 }
 
-// Computes and stores the sum of a chunk that a whole warp holds: each even lane passes a pair of terms, odd lanes pass
-// 0.
+// Computes the sum over a chunk of 32 values that a whole warp holds, and stores it after the terms x: each even lane
+// passes a pair of float16 values, each odd lane 0.
 template <typename T>
 __device__ __forceinline__ void store_sum_of_pairs(T* x, unsigned pair, int m, int k, int M, int K) {
     float sum = sum_of(pair);

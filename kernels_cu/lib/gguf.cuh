@@ -50,27 +50,28 @@ __device__ __forceinline__ float2 floats_of(unsigned halves) {
 template <typename Value>
 __device__ __forceinline__ Value of_lane(Value value, int from) { return __shfl_sync(0xffffffffu, value, from, 4); }
 
-// Puts the pairs of a chunk of row g (i = 0) or g + 8 (i = 1) into the registers of operand A for two steps of mma.
+// Puts a lane's four pairs of weights, from a chunk of 32 values of row g (i = 0) or g + 8 (i = 1), into the registers
+// of operand A of two mma instructions.
 __device__ __forceinline__ void place(const unsigned (&pairs)[4], int i, unsigned (&steps)[2][4]) {
     steps[0][i] = pairs[0], steps[0][i + 2] = pairs[1], steps[1][i] = pairs[2], steps[1][i + 2] = pairs[3];
 }
 
-// A lane's part of a tile: 32 weights of one row.
+// A lane's part of a GGUF tile (8 rows by 128 values along K): 32 weights of one row.
 template <int TYPE>
 struct Part {
-    static constexpr bool WIDE = TYPE >= Q4_K, HALVES = TYPE == Q6_K;  // blocks of 256; sub-blocks of 16
-    static constexpr bool INTEGERS = WIDE && !HALVES;  // s is an integer so small that q s is exact in float16
+    static constexpr bool WIDE = TYPE >= Q4_K, HALVES = TYPE == Q6_K;  // blocks of 256 weights; sub-blocks of 16
+    static constexpr bool INTEGERS = WIDE && !HALVES;  // the scale s is an integer, and q s is exact in float16
     static constexpr bool MINIMUM = TYPE == Q4_1 || TYPE == Q5_1 || TYPE == Q4_K || TYPE == Q5_K;
     static constexpr bool FIVE = TYPE == Q5_0 || TYPE == Q5_1 || TYPE == Q5_K;
     static constexpr int BITS = TYPE == Q8_0 ? 8 : TYPE == Q6_K ? 6 : FIVE ? 5 : 4;
     static constexpr int OFFSET = TYPE == Q4_0 ? 8 : TYPE == Q5_0 ? 16 : TYPE == Q8_0 ? 128 : TYPE == Q6_K ? 32 : 0;
     static constexpr int VECTORS = BITS == 8 ? 2 : 1;
-    static constexpr int HIGH = BITS == 5 ? 4 : BITS == 6 ? 8 : 1;  // bytes per lane
+    static constexpr int HIGH = BITS == 5 ? 4 : BITS == 6 ? 8 : 1;  // bytes of high bits per lane
     static constexpr int LOW_BYTES = 512 * VECTORS, HIGH_BYTES = BITS == 5 || BITS == 6 ? 32 * HIGH : 0;
     static constexpr int UNITS = WIDE ? 2 : 1, ROW_SCALES = TYPE == Q6_K ? 18 : WIDE || MINIMUM ? 16 : 8;
     static constexpr int SCALE_BYTES = OCTET * ROW_SCALES;
     static constexpr int BYTES = UNITS * (LOW_BYTES + HIGH_BYTES) + SCALE_BYTES;
-    static constexpr int SCALE = INTEGERS ? 16 : MINIMUM ? 4 : 2;  // bytes per lane
+    static constexpr int SCALE = INTEGERS ? 16 : MINIMUM ? 4 : 2;  // bytes of scales that a lane loads
     static constexpr float FINE = INTEGERS ? 32768.0f : 1.0f;      // codes() returns codes divided by FINE
 
     Vec<W, 16> low[VECTORS];
@@ -82,7 +83,7 @@ struct Part {
         return (K + UNITS * UNIT - 1) / (UNITS * UNIT) * BYTES;
     }
 
-    // Offsets of 128 values along K within eight rows of w: of their low bits, of their high bits and of their scales.
+    // Byte offsets of unit `unit` (128 values along K) within eight rows of w: of its low bits, high bits and scales.
     __device__ __forceinline__ static int low_at(int unit) { return unit / UNITS * BYTES + unit % UNITS * LOW_BYTES; }
     __device__ __forceinline__ static int high_at(int unit) {
         return unit / UNITS * BYTES + UNITS * LOW_BYTES + unit % UNITS * HIGH_BYTES;
@@ -91,7 +92,7 @@ struct Part {
         return unit / UNITS * BYTES + UNITS * (LOW_BYTES + HIGH_BYTES);
     }
 
-    // Loads the part of row g of a tile, from global or shared memory.
+    // Loads this lane's 32 weights of row g of a tile, from global or shared memory.
     __device__ __forceinline__ void load(const W* lows, const W* highs, const W* scales, int unit, int g) {
         const int t = threadIdx.x % 4, lane = 4 * g + t, half = unit % 2;
 #pragma unroll
@@ -102,14 +103,15 @@ struct Part {
         if (HALVES) d = read<2>(scales + 128 + g * 2);
     }
 
-    // Loads the part of row `row` in unit `unit` of K. w: all rows of this type.
+    // Loads this lane's 32 weights of row `row` and of unit `unit` (128 values) along K. w: all rows of this type.
     __device__ __forceinline__ void load(const W* w, int K, int row, int unit) {
         const W* octet = w + (long long)(row / OCTET) * row_bytes(K);
         load(octet + low_at(unit), octet + high_at(unit), octet + scales_at(unit), unit, row % OCTET);
     }
 
-    // The lane's scales of a unit: the scales of chunk t. by: with INTEGERS, s 2^9 and s 2^5 as float16. first, second:
-    // d s of the chunk; for Q6_K, of the two halves of the chunk.
+    // Scales that a lane computes for a unit of 128 values: the scales of chunk t (32 values) of its row. by: with
+    // INTEGERS, s 2^9 and s 2^5 as float16. first: factor d of the chunk; for Q6_K, first and second are d s of its two
+    // halves.
     struct Own {
         float first, second;
         unsigned by;
@@ -129,9 +131,9 @@ struct Part {
         }
     }
 
-    // Factors for the sums of a tile. d: factor of the sums with codes(). minimum: factor of the sums with `least`.
-    // least: m of chunk t of each unit as float16, in both halves of a word; with INTEGERS, m 2^-22 as a subnormal
-    // number.
+    // Factors for the sums of products in a tile. d: factor of the sums with codes(). minimum: factor of the sums with
+    // `least`. least: m of chunk t of each unit as float16, in both halves of a word; with INTEGERS, m 2^-22 as a
+    // subnormal number.
     struct End {
         float d, minimum;
         unsigned least[UNITS];
@@ -149,8 +151,8 @@ struct Part {
         }
     }
 
-    // Computes the codes of a chunk minus OFFSET, as pairs of float16 in order; with INTEGERS times s / FINE, which is
-    // exact. by: Own::by of the lane that holds the chunk's scales.
+    // Computes the codes of a chunk (32 values) minus OFFSET, as pairs of float16 in order; with INTEGERS times s /
+    // FINE, which is exact. by: Own::by of the lane that holds the chunk's scales.
     __device__ __forceinline__ void codes(int chunk, unsigned by, unsigned (&pairs)[4]) const {
         constexpr unsigned NEAR = 0xe400e400u + OFFSET * 0x10001u, FAR = 0xd400d400u + OFFSET * 0x100010u;
         if constexpr (BITS == 8) {
@@ -163,7 +165,7 @@ struct Part {
             return;
         }
         const unsigned first = word(low[0], chunk), second = first >> 8;
-        unsigned up = 0, down = 0;  // high bits, placed above the low bits: up: of pairs 0 and 1, down: of 2 and 3
+        unsigned up = 0, down = 0;  // bits to place above the low bits: up: of pairs 0 and 1, down: of pairs 2 and 3
         constexpr unsigned ONES = BITS == 6 ? 0x300030u : 0x100010u;
         if constexpr (BITS == 5) up = (unsigned)high.raw << (4 - chunk), down = (unsigned)high.raw >> (4 + chunk);
         if constexpr (BITS == 6) {
@@ -253,7 +255,7 @@ struct Part {
         }
     }
 
-    // Computes the four pairs of weights of a chunk as floats.
+    // Computes the four pairs of weights of a chunk (32 values along K) as floats.
     __device__ __forceinline__ void weights(int unit, int chunk, float2 (&v)[4]) const {
         const Own own = this->own(unit);
         const End end = this->end();
@@ -271,7 +273,8 @@ struct Part {
     }
 
    private:
-    // Returns byte t of a word in both halves of the result, each below a byte of `above`.
+    // Returns, in both halves of the result, byte t of `word` (t: lane number modulo 4) below the lowest byte of
+    // `above`.
     __device__ __forceinline__ static unsigned own_byte(unsigned word, unsigned above = 0u) {
         return __byte_perm(word, above, 0x4040 + threadIdx.x % 4 * 0x101);
     }

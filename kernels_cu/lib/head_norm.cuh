@@ -38,7 +38,7 @@ __device__ __forceinline__ float neighbours_sum(float (&values)[COUNT]) {
     return values[0];
 }
 
-// Returns r, given the sum of the squares of D channels.
+// Returns the RMSNorm factor r = 1 / sqrt(mean + eps) of a head, given the sum of the squares of its D channels.
 template <int D>
 __device__ __forceinline__ float head_factor(float square, float eps) { return rsqrtf(fmaf(square, 1.0f / D, eps)); }
 

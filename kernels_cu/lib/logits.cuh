@@ -13,8 +13,8 @@
 // exp(-inf + inf) is NaN.
 __device__ __forceinline__ float reference_point(float max) { return max == -INFINITY ? 0.0f : max; }
 
-// The maximum and sum of a row. `sum` becomes NaN if any value is NaN, even if all other values are -inf, and if the
-// maximum is +inf.
+// The maximum of a row and the sum of exp(x - max). `sum` becomes NaN if any value is NaN, even if all other values are
+// -inf, and if the maximum is +inf.
 struct Online {
     float max, sum;
 
@@ -24,7 +24,7 @@ struct Online {
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) larger = fmaxf(larger, x[i]);
         const float point = reference_point(larger);
-        float total = sum * __expf(max - point);  // one __expf for COUNT values
+        float total = sum * __expf(max - point);  // a single __expf rescales the sum for COUNT values
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) total += __expf(x[i] - point);
         max = larger;
@@ -39,7 +39,7 @@ struct Online {
 
 struct Best {
     float l;
-    int id;  // the lowest id with this l
+    int id;  // lowest token id with the logit l
 
     __device__ __forceinline__ bool before(const Best& other) const {
         return l > other.l || (l == other.l && id < other.id);
@@ -61,8 +61,8 @@ struct Best {
     }
 };
 
-// Loads x[0], x[step] ... of the `left` values starting at x, and `other` after their end. Plain loads, so that a row
-// may stay in the L1 cache.
+// Loads x[0], x[step], ... of the `left` values from x on into v; positions after the last value receive `other`. Plain
+// loads, so that a row may stay in the L1 cache.
 template <int COUNT, typename E>
 __device__ __forceinline__ void load_columns(const E* x, int left, int step, E other, E (&v)[COUNT]) {
     if ((COUNT - 1) * step < left) {

@@ -23,8 +23,8 @@
 #define ROPE_HEADS 4
 #endif
 
-constexpr bool TOGETHER = !ROPE_HALF_SPLIT && ROPE_WIDTH > 1;  // a load holds whole pairs
-constexpr int PAIRS = TOGETHER ? ROPE_WIDTH / 2 : ROPE_WIDTH;  // per thread
+constexpr bool TOGETHER = !ROPE_HALF_SPLIT && ROPE_WIDTH > 1;  // each load holds whole pairs of channels
+constexpr int PAIRS = TOGETHER ? ROPE_WIDTH / 2 : ROPE_WIDTH;  // pairs per thread and head
 constexpr int LOADS = TOGETHER ? 1 : 2;
 constexpr int APART = ROPE_HALF_SPLIT ? ROPE_D / 2 : 1;  // distance between the two channels of a pair
 static_assert(ROPE_D % 2 == 0, "a head is whole pairs: ROPE_D must be even");

@@ -29,7 +29,7 @@ __device__ __forceinline__ Pair times(float a, Pair b) {
 
 __device__ __forceinline__ Pair frequency(int k, float step, float step_low) {
     const Pair exponent = times((float)k, {step, step_low});
-    const float whole = rintf(exponent.high), f = whole - exponent.high;  // 2^(f - low) / 2^whole, |f| <= 1/2
+    const float whole = rintf(exponent.high), f = whole - exponent.high;  // result: 2^(f - low) / 2^whole, |f| <= 1/2
     const Pair ln2 = {0.69314718f, -1.9046542e-9f};
     Pair z = times(f, ln2);  // 2^f = 1 + z + f^2 (...)
     z.low = fmaf(-exponent.low, ln2.high, z.low);
@@ -49,7 +49,7 @@ __device__ __forceinline__ Pair half_turns(int position) {
     return times((float)position, {0.31830987f, 1.2841276e-8f});
 }
 
-// Returns the rotation by q quarter turns plus r half turns, |r| <= 1/4 and slightly more.
+// Returns the rotation by q quarter turns plus r half turns; |r| is at most slightly above 1/4.
 __device__ __forceinline__ Rotation rotation(int q, float r) {
     const float z = r * r;
     const float s = fmaf(r * z, fmaf(z, fmaf(z, -0.58819857f, 2.5497116f), -5.16770751f), 3.14159265f * r);
@@ -84,8 +84,8 @@ __device__ __forceinline__ Rotation rotation_at(double position, double frequenc
     return by;
 }
 
-// Returns the frequencies of sequence b; each of the B sequences has `pairs` of its own. Padding (b = -1) uses sequence
-// 0.
+// Returns the frequencies of sequence b; each of the B sequences has its own `pairs` frequencies. Padding (b = -1) uses
+// those of sequence 0.
 __device__ __forceinline__ const double* frequencies_of(int b, const double* frequencies, int B, int pairs) {
     return frequencies + (long long)(b >= 0 && b < B ? b : 0) * pairs;
 }

@@ -165,10 +165,12 @@ __device__ __forceinline__ void store_box(const TensorMap& map, const void* from
                  : "memory");
 }
 
-// Closes a group of stores: all stores that this thread has issued since its last call of end_stores().
+// Closes a group of stores by the copy engine: all stores that this thread has issued since its last call of
+// end_stores().
 __device__ __forceinline__ void end_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Waits until the stores of this thread have read shared memory, except the LATER most recent groups.
+// Waits until the copy engine has read shared memory for this thread's stores, except the LATER most recent groups of
+// stores.
 template <int LATER>
 __device__ __forceinline__ void wait_for_reads() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(LATER) : "memory");

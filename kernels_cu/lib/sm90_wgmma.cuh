@@ -23,11 +23,12 @@
 
 typedef unsigned long long Matrix;  // descriptor of a matrix in shared memory
 
-// Returns a descriptor. columns: with ACROSS, the bytes from a box of B to the box of the next 64 columns.
+// Returns the wgmma descriptor of a matrix in shared memory. columns: with ACROSS, the bytes from a box of B to the box
+// of the next 64 columns.
 __device__ __forceinline__ Matrix matrix_at(const void* shared, int columns = 16) {
     const unsigned swizzle_128 = 1u << 30, eight_rows = 1024 >> 4;  // bytes between groups of 8 rows, in units of 16
     unsigned place = shared_address(shared) >> 4;
-    if (columns != 16) place &= 0x3fff;  // in a cluster, the bits of `columns` would contain the block's rank
+    if (columns != 16) place &= 0x3fff;  // in a cluster, higher bits hold the block's rank and would change `columns`
     return (Matrix)(swizzle_128 | eight_rows) << 32 | ((unsigned)columns >> 4 << 16 | place);
 }
 
@@ -133,7 +134,7 @@ PRODUCT(256, 128, 128, 129, 130, 131)
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)adds), "n"((int)ACROSS));        \
     }
 
-// Names and constraints for 4 and 8 sums.
+// Names and constraints of the register operands for 4 and 8 sums per thread.
 #define FIRST4 "%0, %1, %2, %3"
 #define FIRST8 NAMES8(0, 1, 2, 3, 4, 5, 6, 7)
 #define SUMS4 "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])

@@ -59,7 +59,7 @@ typedef E4M3 KV;
 typedef T KV;
 #endif
 
-// E is T, W or KV.
+// Rounds a float to the storage type E, which is T, W or KV.
 template <typename E>
 __device__ __forceinline__ E narrowed(float value) {
     if constexpr (sizeof(E) == 1) return E::narrow(value);
@@ -103,7 +103,7 @@ struct Vec {
         *reinterpret_cast<Raw*>(to) = pack(v).raw;
     }
 
-    static __device__ __forceinline__ void store_once(E* to, const float (&v)[WIDTH]) {  // not read again soon
+    static __device__ __forceinline__ void store_once(E* to, const float (&v)[WIDTH]) {  // data not read again soon
         __stcs(reinterpret_cast<Raw*>(to), pack(v).raw);
     }
 

@@ -12,7 +12,7 @@
 #pragma once
 #include "lib/storage.cuh"
 
-constexpr float LOW = 2048.0f;  // 1 in hi is LOW in lo
+constexpr float LOW = 2048.0f;  // factor by which low parts are scaled
 
 // Returns the scale of a row whose largest magnitude is `largest` (finite): at least 2^-126, so that its inverse is
 // finite.
@@ -25,7 +25,7 @@ __device__ __forceinline__ float inverse_of(float power) {  // inverse of a powe
     return __int_as_float(0x7f000000 - __float_as_int(power));
 }
 
-// Computes the low parts of values that are already divided by their scale; the high parts are narrow(v).
+// Computes the low parts of values v that are already divided by their scale; their high parts are narrow(v).
 template <int WIDTH>
 __device__ __forceinline__ void low_parts(const float (&v)[WIDTH], float (&low)[WIDTH]) {
 #pragma unroll
@@ -42,14 +42,15 @@ __device__ __forceinline__ void join(float (&high)[WIDTH], const float (&low)[WI
     for (int e = 0; e < WIDTH; ++e) high[e] = fmaf(low[e], 1.0f / LOW, high[e]) * scale;
 }
 
-// Returns a sum of products. high: the sum of products of two high parts. cross: the sum of products with a low part.
-// If `high` is infinite or NaN, `cross` is ignored: it could have the opposite sign or be NaN (infinity times a low
-// part of 0).
+// Returns a sum of products of two-part numbers. high: the sum of products of two high parts. cross: the sum of
+// products with a low part. If `high` is infinite or NaN, `cross` is ignored: it could have the opposite sign or be NaN
+// (infinity times a low part of 0).
 __device__ __forceinline__ float sum_of(float high, float cross) {
     return fabsf(high) < 1e30f ? fmaf(cross, 1.0f / LOW, high) : high;
 }
 
-// Multiplies a sum by both scales, the smaller scale first: an intermediate product overflows only if the result does.
+// Multiplies a sum by the scales of both operands, the smaller scale first: an intermediate product overflows only if
+// the result does.
 __device__ __forceinline__ float scaled(float sum, float a_scale, float w_scale) {
     return sum * fminf(a_scale, w_scale) * fmaxf(a_scale, w_scale);
 }

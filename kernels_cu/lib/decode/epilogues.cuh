@@ -1,9 +1,9 @@
-// The epilogues of the products of decoding. late(m, n) loads what an output needs before its sum is complete; value()
-// then receives the sum, scaled and with its bias, and store() what that returns. TURNED: of pairs of channels, see
-// lib/decode/rope_epilogue.cuh.
+// Epilogues of matrix products for decoding. late(m, n) loads the data that output (m, n) needs besides its sum, before
+// the sum is complete. value() then receives the scaled sum plus its bias, and store() receives the return value of
+// value(). TURNED: the epilogue processes pairs of channels, see lib/decode/rope_epilogue.cuh.
 //
-// value() is added() after activate(), which takes several sums at once: their instructions then alternate, while those
-// of one wait for each other. BY_ROW: late(m, n) is the same for all n.
+// value() consists of activate() and added(). activate() processes several sums at once, so that their instructions
+// overlap; the instructions for a single sum wait for each other. BY_ROW: late(m, n) is the same for all n.
 #pragma once
 #include "lib/gelu.cuh"
 #include "lib/storage.cuh"
@@ -48,7 +48,7 @@ struct Add {
     __device__ void store(int m, int n, float v, Late) const { out[(long long)m * N + n] = v; }
 };
 
-// As Add, with a residual to which the sums of COUNT splits belong.
+// Version of Add whose residual lacks the sums of COUNT splits of an earlier product: adds these sums, too.
 template <int COUNT>
 struct AddSums {
     static constexpr bool TURNED = false;
@@ -79,7 +79,7 @@ struct AddSums {
 
 struct Append {
     static constexpr bool TURNED = false, BY_ROW = true;
-    typedef long long Late;  // the token's row in the cache seen as (B n_ctx, C), or -1
+    typedef long long Late;  // index of the token's row in the cache seen as (B n_ctx, C), or -1: not cached
     float* q;     // (M, C)
     KV* k_cache;  // (B, n_ctx, C)
     KV* v_cache;

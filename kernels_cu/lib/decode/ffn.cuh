@@ -1,5 +1,5 @@
-// The parts of h that the blocks of a cluster compute, and their exchange. h are the channels between the products of
-// matmul/decode/ffn_mma.cu and matmul/decode/ffn_mma_gguf.cu.
+// The hidden channels h between the two products of matmul/decode/ffn_mma.cu and matmul/decode/ffn_mma_gguf.cu: each
+// block of a cluster computes a part of h and sends it to the other blocks.
 #pragma once
 #include "lib/cluster.cuh"
 #include "lib/decode/mma.cuh"
@@ -7,22 +7,23 @@
 #include "lib/sm90.cuh"
 #endif
 
-#ifndef FF_H  // of x: LM_K
+#ifndef FF_H  // H, the number of hidden channels; x has LM_K channels
 #define FF_H 2048
 #endif
-#ifndef FF_CLUSTER  // blocks of a split of H
+#ifndef FF_CLUSTER  // blocks of the cluster that computes one split of H
 #define FF_CLUSTER 16
 #endif
 
 constexpr int H_LENGTH = order::split_length(FF_H);
-constexpr int OWN = H_LENGTH / FF_CLUSTER;  // columns of h of a block
-constexpr int SENT = 4 * OWN / 16;          // vectors of 16 bytes: a row of them, as floats or two terms
+constexpr int OWN = H_LENGTH / FF_CLUSTER;  // columns of h per block
+constexpr int SENT = 4 * OWN / 16;          // 16-byte vectors of h that a block sends per row, as floats or terms
 static_assert(FF_H % H_LENGTH == 0, "blocks are alike");
 static_assert(H_LENGTH % FF_CLUSTER == 0 && OWN % 8 == 0, "blocks have whole eights");
 
 __device__ constexpr int aligned16(int bytes) { return (bytes + 15) / 16 * 16; }
 
-// arrived: 8 bytes of shared memory for a Barrier.
+// Initialises the barrier for the arrival of h, and arrives at the cluster's barrier. arrived: 8 bytes of shared memory
+// for the Barrier.
 __device__ __forceinline__ void open_cluster(char* arrived) {
 #if defined(__CUDA_ARCH__)
     if (threadIdx.x == 0) {
@@ -36,7 +37,8 @@ __device__ __forceinline__ void open_cluster(char* arrived) {
 #endif
 }
 
-// A warp sends the block's part of a row to all blocks of the cluster: vector i of those from `from` on to place(i).
+// Sends the block's part of a row of h to all blocks of the cluster; called by one warp. The 16-byte vector i after
+// `from` is stored at place(i) in each block.
 template <typename Place>
 __device__ __forceinline__ void send_row(const char* from, char* arrived, Place place) {
 #pragma unroll
@@ -51,7 +53,7 @@ __device__ __forceinline__ void send_row(const char* from, char* arrived, Place 
     }
 }
 
-// All blocks' columns of h are there.
+// Waits until the columns of h of all blocks have arrived in this block.
 __device__ __forceinline__ void wait_for_hidden(char* arrived) {
 #if defined(__CUDA_ARCH__)
     wait<true>(*reinterpret_cast<Barrier*>(arrived), 0, "hidden");

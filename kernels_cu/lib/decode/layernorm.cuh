@@ -1,11 +1,13 @@
-// The LayerNorm of a row by one warp, with the same bits in every kernel of decoding: the mean, then the variance
-// around it, each summed per position in a load, then over the positions, then over the lanes.
+// LayerNorm of a row by one warp, with the same bits in every kernel of decoding: first the mean, then the variance
+// around the mean. For both, a lane adds the values at each position of its loads separately, then the positions are
+// added, then the lanes.
 //
-// Lane l has the values k = (32 i + l) X, ... + X - 1 of the row for i = 0, 1, ..., in loads of X = gcd(4, K) values.
+// In loads of X = gcd(4, K) values, load i = 0, 1, ... of lane l covers the values k = (32 i + l) X, ... + X - 1 of the
+// row.
 #pragma once
 #include "lib/common.cuh"
 
-// Calls use(i, k) for each load i of this lane, of the values from k on.
+// Calls use(i, k) for each load i of this lane; k is the position in the row of the load's first value.
 template <int K, int X, typename Use>
 __device__ __forceinline__ void each_of_lane(Use use) {
 #pragma unroll 6
@@ -17,12 +19,13 @@ __device__ __forceinline__ void each_of_lane(Use use) {
 }
 
 template <int K, int X>
-struct Statistics {  // of a row: the same bits in every lane
+struct Statistics {  // mean and rstd of a row, with the same bits in every lane
     float mean, rstd;
 
     __device__ __forceinline__ Statistics(float mean, float rstd) : mean(mean), rstd(rstd) {}
 
-    // read(i, k, v) gives the X values v of load i. It is called twice for each load.
+    // Computes the statistics of a row. read(i, k, v) stores the X values of load i, from position k on, in v. It is
+    // called twice for each load.
     template <typename Read>
     __device__ __forceinline__ Statistics(float eps, Read read) {
         const auto average = [&](float around, bool squares) {

@@ -1,4 +1,4 @@
-// The rows of matmul/decode/mma.cu in shared memory, as two terms, and its constants.
+// The constants of matmul/decode/mma.cu, and its rows of x in shared memory, each value split into two terms.
 #pragma once
 #include "lib/chunk_sums.cuh"
 #include "lib/common.cuh"
@@ -10,70 +10,70 @@
 #ifndef LM_K
 #define LM_K 768
 #endif
-#ifndef LM_NORM  // of x: 0 none, 1 LayerNorm, 2 RMSNorm with the bits of norms/rmsnorm_stream.cu
+#ifndef LM_NORM  // norm of x: 0: none, 1: LayerNorm, 2: RMSNorm with the bits of norms/rmsnorm_stream.cu
 #define LM_NORM 1
 #endif
-#ifndef LM_SUMS  // splits of which sums are added to x, or without LM_NORM to the residual; 0: these are complete
+#ifndef LM_SUMS  // number of split sums to add to x (without LM_NORM: to the residual); 0: x is complete
 #define LM_SUMS 0
 #endif
-#ifndef LM_ROPE  // channels of a head, of which columns c and c + LM_ROPE / 2 are in one block; 0: columns in order
+#ifndef LM_ROPE  // channels of a head; a block computes columns c and c + LM_ROPE / 2 of it; 0: consecutive columns
 #define LM_ROPE 0
 #endif
-#ifndef LM_QK_NORM  // whether heads of q and k have a norm; a head is then of LM_CLUSTER blocks
+#ifndef LM_QK_NORM  // whether heads of q and k are normalised; LM_CLUSTER blocks then compute one head
 #define LM_QK_NORM 0
 #endif
 #ifndef LM_CLUSTER
 #define LM_CLUSTER 1
 #endif
-#ifndef LM_ROWS  // a power of two, up to 16
+#ifndef LM_ROWS  // rows of x per block: a power of two, up to 16
 #define LM_ROWS 1
 #endif
-#ifndef LM_COLUMNS  // of a block; with LM_LOOP of a warp
+#ifndef LM_COLUMNS  // columns of w per block; with LM_LOOP per warp
 #define LM_COLUMNS 18
 #endif
-#ifndef LM_FLIGHT  // units of K in flight
+#ifndef LM_FLIGHT  // units of 128 values of K whose loads are in flight
 #define LM_FLIGHT 1
 #endif
 #ifndef LM_LOOP
 #define LM_LOOP 0
 #endif
-#ifndef LM_WARPS  // of a block, with LM_LOOP and LM_ALONE; else one for each split
+#ifndef LM_WARPS  // warps per block, with LM_LOOP or LM_ALONE; otherwise a block has one warp per split
 #define LM_WARPS 8
 #endif
-#ifndef LM_TERMS  // whether x has terms in the place of floats (lib/terms.cuh); not with LM_NORM
+#ifndef LM_TERMS  // whether x is stored as 16-bit terms (lib/terms.cuh), not floats; not with LM_NORM
 #define LM_TERMS 0
 #endif
-#ifndef LM_BLOCKS  // that an SM has room for
+#ifndef LM_BLOCKS  // minimum blocks per SM (__launch_bounds__)
 #define LM_BLOCKS 1
 #endif
-#ifndef LM_ALONE  // whether shared memory has one split at a time
+#ifndef LM_ALONE  // whether shared memory holds only one split of K at a time
 #define LM_ALONE 0
 #endif
 
-constexpr int SPLITS = order::splits(LM_K), UNITS = order::split_units(LM_K);  // UNITS: of a split
-constexpr int LENGTH = order::split_length(LM_K);                              // of a split
+constexpr int SPLITS = order::splits(LM_K), UNITS = order::split_units(LM_K);  // UNITS: units per split
+constexpr int LENGTH = order::split_length(LM_K);                              // values of K per split
 constexpr int WARPS = LM_LOOP || LM_ALONE ? LM_WARPS : SPLITS, THREADS = 32 * WARPS;
 constexpr int UNIT_CHUNKS = order::UNIT / order::CHUNK;
 constexpr int OCTETS = (LM_COLUMNS + 7) / 8, TILES = (OCTETS + order::TILE_OCTETS - 1) / order::TILE_OCTETS;
-constexpr int VECTORS = TILES * order::TILE_VECTORS;  // of a chunk that a lane loads
-constexpr int HALF = (LM_COLUMNS + 1) / 2;  // with LM_ROPE a block has second channels of pairs from here on
+constexpr int VECTORS = TILES * order::TILE_VECTORS;  // 16-byte vectors of w that a lane loads per chunk
+constexpr int HALF = (LM_COLUMNS + 1) / 2;  // with LM_ROPE, columns from HALF on are second channels of pairs
 constexpr int ROW_TILES = (LM_ROWS + order::TILE_ROWS - 1) / order::TILE_ROWS;
-// Bytes of the values of a split in a term, of all terms, and of a row. The padding gives neighbouring terms and rows
-// different banks, of which a lane reads 16 bytes, or 32 with FP8.
+// Bytes in shared memory: TERM for one term of a split's values, TERMS_BYTES for all terms. PADDING puts neighbouring
+// terms and rows into different banks; a lane reads 16 bytes of them at a time, or 32 with FP8.
 constexpr int PADDING = order::WIDTH == 16 ? 16 : 64, TERM = 2 * LENGTH + PADDING;
 constexpr int TERMS_BYTES = order::FLOATS || (LM_NORM == 1 && order::TERMS == 1) ? 4 * LENGTH : order::TERMS * TERM;
-constexpr int CHUNK_SUMS = order::BLOCKS ? 16 * UNITS : 0;  // bytes of a term, for the minimums of blocks of GGUF
+constexpr int CHUNK_SUMS = order::BLOCKS ? 16 * UNITS : 0;  // bytes of chunk sums per split and term (GGUF weights)
 constexpr int SPLIT_BYTES = TERMS_BYTES + order::TERMS * CHUNK_SUMS;
-constexpr int KEPT = LM_ALONE ? 1 : SPLITS;  // splits in shared memory
+constexpr int KEPT = LM_ALONE ? 1 : SPLITS;  // splits of K in shared memory at a time
 constexpr int PITCH = (KEPT * SPLIT_BYTES + 127) / 128 * 128 + PADDING;
-constexpr int LOADS = (LM_K + 127) / 128;       // of 4 values, by each lane of a warp that has a row
-constexpr bool IN_REGISTERS = LM_K <= 2048;     // the row of such a warp
-// Rows that a warp loads at a time, for their statistics and for their terms: their latency is that of one.
+constexpr int LOADS = (LM_K + 127) / 128;       // loads of 4 values per lane if a warp loads a whole row
+constexpr bool IN_REGISTERS = LM_K <= 2048;     // whether a warp keeps a whole row
+// Number of rows that a warp loads at once, so that their latencies overlap: MEASURED for LayerNorm, BROUGHT for terms.
 constexpr int MOST_MEASURED = order::FLOATS || LM_ROWS <= 2 * WARPS ? 2 : 3;
 constexpr int MEASURED = IN_REGISTERS && LOADS <= 8 && LM_ROWS > WARPS ? MOST_MEASURED : 1;
 constexpr int IN_FLIGHT = (order::TILE_OCTETS == 1 ? 12 : 24) / UNITS;
 constexpr int BROUGHT = IN_FLIGHT < 1 ? 1 : IN_FLIGHT < LM_ROWS ? IN_FLIGHT : LM_ROWS;
-constexpr bool EARLY = !LM_LOOP && UNITS <= 2;  // gamma and beta are loaded before the wait
+constexpr bool EARLY = !LM_LOOP && UNITS <= 2;  // gamma and beta are loaded before the wait for the previous kernel
 typedef Vec<float, 4> Four;
 static_assert(!LM_TERMS || !(LM_NORM || order::FLOATS), "terms have 16 bits, and x has no LayerNorm");
 static_assert(LM_K * sizeof(W) % 16 == 0, "the rows of w are aligned to 16 bytes");
@@ -85,13 +85,15 @@ static_assert(!LM_SUMS || LM_NORM != 1, "x of a LayerNorm is complete");
 
 __device__ __forceinline__ unsigned bits(float v) { return (unsigned)__float_as_int(v); }
 
-// The terms of a split of a row, of COUNT units, for blocks of GGUF: in a chunk the pairs at 2 t, 2 t + 8, 2 t + 16 and
-// 2 t + 24, which lane t reads, are neighbours. SUMS_AT: bytes before the sums of chunks.
+// The terms of one row in a split of COUNT units (128 values of K each), for GGUF weights. In each chunk, the pairs of
+// values at 2 t, 2 t + 8, 2 t + 16 and 2 t + 24, which lane t reads, are neighbours. SUMS_AT: offset of the chunk sums,
+// in bytes.
 template <int COUNT, int SUMS_AT>
 struct BlockTerms {
     char* values;
 
-    // Stores a term of four values of each lane, of a unit, and sums of chunks, over eight lanes.
+    // Stores one term of the four values per lane of a unit, and the sum of each chunk, over the eight lanes that hold
+    // it.
     __device__ __forceinline__ void store(uint2 four, int unit, int term) const {
         constexpr int TERM_BYTES = 2 * COUNT * order::UNIT + PADDING;
         const int lane = threadIdx.x % 32, chunk = lane / 8, t = lane % 2 * 2, of_lane = lane % 8 / 2;
@@ -107,34 +109,35 @@ struct BlockTerms {
         return reinterpret_cast<unsigned*>(sums) + chunk;
     }
 
-    // That of chunk t, of the term of lane g.
+    // Returns the sum of x over chunk t, for the term that lane 4 g + t multiplies: term g modulo the number of terms.
     __device__ __forceinline__ unsigned own_sum(int unit) const {
         return *chunk_sum(unit, threadIdx.x % 32 / 4 % order::TERMS, threadIdx.x % 4);
     }
 };
 
-// The terms of four values, as pairs.
+// Splits four values into terms: two pairs of high terms and two pairs of low terms.
 __device__ __forceinline__ void split_four(const float (&v)[4], float inverse, uint2& high, uint2& low) {
     split_pair<order::KIND>(v[0], v[1], inverse, high.x, low.x);
     split_pair<order::KIND>(v[2], v[3], inverse, high.y, low.y);
 }
 
-// A block's rows of x (M, K), or with LM_NORM their norm. Shared memory has PITCH bytes a row, SPLIT_BYTES for
-// each split: with LM_NORM first the values as floats; then in their place all high terms, followed by the low ones
-// (with float weights the values themselves).
+// A block's rows of x (M, K), normalised with LM_NORM. A row has PITCH bytes of shared memory, SPLIT_BYTES for each
+// split of K. With LM_NORM these first hold the values as floats. Then they hold all high terms of the split, followed
+// by the low terms; with float weights they hold the values themselves.
 struct Input {
     const float* x;
     const float* gamma;
     const float* beta;
     float eps;
     int M, first;
-    char* shared;            // LM_ROWS rows, then their statistics
-    float inverse;           // of the scale of x, with two-part weights
-    const float* sums;       // (LM_SUMS, M, K), added to x by an RMSNorm
-    const float* sum_scale;  // (K) or null
+    char* shared;            // LM_ROWS rows, then the statistics of each row
+    float inverse;           // 1 / scale of x, with two-part weights
+    const float* sums;       // (LM_SUMS, M, K): split sums to add to x for RMSNorm
+    const float* sum_scale;  // (K) or null: scales of these sums
     Four early[2][EARLY ? UNITS : 1];
 
-    // Of statistics a row has two floats, of an RMSNorm a sum for each split.
+    // Bytes of shared memory: the rows, then for each row two floats (LayerNorm) or a sum of squares per split
+    // (RMSNorm).
     static constexpr int BYTES = LM_ROWS * (PITCH + (LM_NORM == 2 ? 4 * SPLITS : LM_NORM ? 8 : 0));
 
     __device__ __forceinline__ const float* row(int r) const { return x + (long long)min(first + r, M - 1) * LM_K; }
@@ -148,12 +151,12 @@ struct Input {
         return reinterpret_cast<float2*>(shared + LM_ROWS * PITCH) + r;
     }
 
-    // The position of lane's value of a unit of a split.
+    // Returns the position in a row of the first of this lane's four values in a unit of a split.
     __device__ __forceinline__ static int at(int split, int unit) {
         return split * LENGTH + unit * order::UNIT + threadIdx.x % 32 * 4;
     }
 
-    // Loads gamma and beta, which no kernel writes.
+    // Loads gamma and beta. This may precede the wait for the previous kernel, because no kernel writes them.
     __device__ __forceinline__ void prefetch() {
         if constexpr (LM_NORM && EARLY) {
 #pragma unroll
@@ -165,7 +168,8 @@ struct Input {
         }
     }
 
-    // Each warp brings the splits that it multiplies; with LM_LOOP these are all, and a barrier must follow.
+    // Loads the rows into shared memory. Each warp loads the splits that it multiplies; with LM_LOOP each warp
+    // multiplies all splits, so a barrier must follow.
     __device__ __forceinline__ void bring() {
         const int warp = threadIdx.x / 32;
         if constexpr (LM_NORM == 2) return bring_rms();
@@ -182,7 +186,7 @@ struct Input {
         __syncwarp();
     }
 
-    // The warps of a block bring a split together; barriers must precede and follow.
+    // Loads one split of the block's rows, with all warps of the block. Barriers must precede and follow this call.
     __device__ __forceinline__ void bring_split(int split) const {
 #pragma unroll 1
         for (int first = threadIdx.x / 32; first < LM_ROWS; first += WARPS * BROUGHT) {
@@ -193,7 +197,7 @@ struct Input {
         }
     }
 
-    // Four values of a row, with the sums that are added to them.
+    // Returns four values of a row of x, after adding the split sums of an earlier product to them.
     __device__ __forceinline__ float4 complete(int r, int k) const {
         float v[4];
         load_fresh<float, 4>(row(r) + k).unpack(v);
@@ -206,8 +210,9 @@ struct Input {
         return {v[0], v[1], v[2], v[3]};
     }
 
-    // The RMSNorm of all rows. As in norms/rmsnorm_stream.cu with as many threads as values / 4, in whole warps: a
-    // thread adds up its squares, then the lanes of its warp, then the warps. Here warps are splits.
+    // Loads all rows and stores their RMSNorm. Squares are added in the order of norms/rmsnorm_stream.cu with one
+    // thread per four values, in whole warps: within each thread, over the lanes of its warp, then over the warps. Each
+    // warp has one split.
     __device__ __forceinline__ void bring_rms() const {
         constexpr int SUMS = SPLITS > 4 ? 8 : SPLITS > 2 ? 4 : 2;
         const int split = threadIdx.x / 32, lane = threadIdx.x % 32, k = at(split, 0);
@@ -240,8 +245,8 @@ struct Input {
         __syncwarp();
     }
 
-    // Loads row `first` and every WARPS-th after it, MEASURED at a time, into shared memory, and computes their
-    // statistics.
+    // Loads row `first` and every WARPS-th row after it, MEASURED rows in total, into shared memory, and computes their
+    // LayerNorm statistics.
     __device__ __forceinline__ void measure(int first) const {
         float v[MEASURED][IN_REGISTERS ? LOADS : 1][4];
 #pragma unroll
@@ -272,7 +277,7 @@ struct Input {
         }
     }
 
-    // Writes the terms of a split of a row.
+    // Writes the terms of one split of a row to shared memory, after LayerNorm if LM_NORM is set.
     __device__ __forceinline__ void put(int r, int split) const {
         float v[UNITS][4];
 #pragma unroll
@@ -290,12 +295,12 @@ struct Input {
         }
         if constexpr (LM_NORM) {
             normalise(v, r, split);
-            __syncwarp();  // all lanes have read the values
+            __syncwarp();  // all lanes have read the floats that the terms overwrite
         }
         store(v, r, split);
     }
 
-    // The terms of these values.
+    // Stores values of one split of a row as terms (with float weights as floats) in shared memory.
     __device__ __forceinline__ void store(const float (&v)[UNITS][4], int r, int split) const {
 #pragma unroll
         for (int unit = 0; unit < UNITS; ++unit) {
@@ -335,13 +340,14 @@ struct Input {
         }
     }
 
-    // The row of lane g of tile i, or a copy of another one after the last.
+    // Returns the row, of the block's rows, that lane 4 g + t holds in tile i. In a tile that extends beyond the last
+    // row, lanes repeat other rows.
     __device__ __forceinline__ static int row_of(int i) {
         const int of_tile = threadIdx.x % 32 / 4 / order::TERMS;
         return LM_ROWS % order::TILE_ROWS ? (order::TILE_ROWS * i + of_tile) % LM_ROWS : order::TILE_ROWS * i + of_tile;
     }
 
-    // A lane's part of a chunk of tile i of rows. unit: of the split.
+    // Loads a lane's part of a chunk of x, for the rows of tile i. unit: index in the split.
     __device__ __forceinline__ void get(order::Rows& to, int i, int split, int unit, int chunk) const {
         const int k = unit * order::UNIT + chunk * order::CHUNK + threadIdx.x % 4 * order::WIDTH;
         const char* from = values(row_of(i), split);
@@ -349,7 +355,7 @@ struct Input {
         else to.load(from + 2 * k, TERM);
     }
 
-    // The same with a unit of all of K.
+    // Loads a lane's part of a chunk of x, for the rows of tile i. unit: index in all of K.
     __device__ __forceinline__ void get(order::Rows& to, int i, int unit, int chunk) const {
         get(to, i, unit / UNITS, unit % UNITS, chunk);
     }
@@ -358,7 +364,7 @@ struct Input {
         return {values(r, split)};
     }
 
-    // The sums of the lane's chunk, t, of the row and term of lane g.
+    // Returns the sum of x over chunk t of a unit, for the row and term that lane 4 g + t holds in tile i.
     __device__ __forceinline__ unsigned chunk_sums(int i, int split, int unit) const {
         return blocks(row_of(i), split).own_sum(unit);
     }

@@ -1,14 +1,15 @@
-// The columns of a warp of matmul/decode/mma.cu and matmul/decode/mma_gguf.cu, and their sums.
+// The columns of out that a warp computes in matmul/decode/mma.cu and matmul/decode/mma_gguf.cu, and their sums.
 #pragma once
 #include "lib/decode/mma.cuh"
 
-#ifndef LM_UP  // whether each eight of columns of w is next to one of another matrix: silu(x w) (x up), of blocks
+#ifndef LM_UP  // whether 8 columns of w alternate with 8 of matrix `up`: silu(x w) (x up), with GGUF weights
 #define LM_UP 0
 #endif
 
-constexpr int PAIRED = order::BLOCKS ? 16 : LM_COLUMNS;  // columns of which halves belong together, with LM_ROPE, LM_UP
+constexpr int PAIRED = order::BLOCKS ? 16 : LM_COLUMNS;  // with LM_ROPE, LM_UP: columns c, c + PAIRED / 2 are a pair
 
-// A column by its number among those of all blocks: its row of w, of N, and whether there is one.
+// A column of out by its number `at` among the columns of all blocks. n: its row of w (N rows). there: whether it
+// exists.
 struct Column {
     int n;
     bool there;
@@ -25,15 +26,15 @@ struct Column {
     }
 };
 
-constexpr int LANE_ROWS = 2 / order::TERMS;  // rows of a tile of which a lane has sums: LANE_ROWS * t and the next ones
+constexpr int LANE_ROWS = 2 / order::TERMS;  // rows per tile whose sums a lane has, from row LANE_ROWS * t on
 
-typedef float Totals[TILES][ROW_TILES][order::TILE_OCTETS * LANE_ROWS];  // of column g of each eight
+typedef float Totals[TILES][ROW_TILES][order::TILE_OCTETS * LANE_ROWS];  // sums of column g of each 8 columns
 
-// The sums of a split of a lane: of both terms of these rows.
+// A lane's sums in one split of K, separate for the terms of x, of the rows and columns of `Totals`.
 struct Sums {
     float of[TILES][ROW_TILES][2 * order::TILE_OCTETS];
 
-    // Adds the split to the totals.
+    // Adds the sums of this split of K to the totals over all splits.
     __device__ __forceinline__ void add_to(Totals& totals) const {
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) {
@@ -59,7 +60,7 @@ __device__ __forceinline__ void add(Totals& to, const Totals& from) {
     }
 }
 
-// Calls use(column, row, total) for each of a lane; the columns are those of the warp.
+// Calls use(column, row, total) for each of this lane's totals. column: index among the columns of the warp.
 template <typename Use>
 __device__ __forceinline__ void each(const Totals& totals, Use use) {
 #pragma unroll

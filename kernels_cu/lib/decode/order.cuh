@@ -1,40 +1,42 @@
-// The order of additions of a product for decoding on tensor cores (mma.sync; sm_80 and newer), shared by the kernels
-// for few and for many rows: an output has the same bits alone and in any batch.
+// The order of additions in matrix products for decoding on tensor cores (mma.sync; sm_80 and newer). The kernels for
+// few and for many rows share this order: an output has the same bits alone and in any batch.
 //
 //   out[m, n] = sum over k of x[m, k] w[n, k]       x (M, K) float, w (N, K) of type W, K contiguous
 //
-//   terms   x is the sum of two numbers of the mma's type (lib/terms.cuh): with bfloat16 weights of bfloat16, 16 bits;
-//           with float16 and FP8 weights of float16, 22 bits; with float weights of tf32, 22 bits. With two-part
-//           weights x is two-part, too (lib/two_part.cuh), with one scale for all rows. In an mma the terms are two
-//           rows of x, whose products with w have separate sums. With TERM_COUNT 1, x is rounded to the first one
-//   step    8 of K (float weights) or 16, in one mma
-//   split   `split_units(K)` units of 128 of K. Its steps are added in the tensor cores, in order. These truncate sums
-//           instead of rounding them, which is far less than weights of 16 bits are rounded by. Float and two-part
-//           weights, which also have two terms: a chunk of K is added there, from 0 on, of w_low and of w_high by
-//           themselves, and such sums, high + low, outside of them. The split is the sum of x_high plus that of x_low
-//   total   ((split 0 + split 1) + split 2) + ..., of at most 8 splits
+//   terms   each x is the sum of two numbers of the mma's input type (lib/terms.cuh): for bfloat16 weights bfloat16,
+//           which keeps 16 bits; for float16 and FP8 weights float16, 22 bits; for float weights tf32, 22 bits. For
+//           two-part weights x is two-part, too (lib/two_part.cuh), with one scale for all rows. In an mma the terms
+//           are two rows of x, and their products with w have separate sums. TERM_COUNT 1: x is rounded to one term
+//   step    the values along K of one mma: 8 for float weights, otherwise 16
+//   split   a range of K: `split_units(K)` units of 128 values. The tensor cores add its steps in order. They truncate
+//           sums instead of rounding them; this error is far smaller than the rounding of 16-bit weights. Float and
+//           two-part weights have two terms, too. For them the tensor cores add only one chunk of K, starting from 0,
+//           with separate sums for w_low and w_high; float additions then add high + low to the split's sum. The
+//           result of a split is its sum for x_high plus its sum for x_low
+//   total   ((split 0 + split 1) + split 2) + ..., with at most 8 splits
 //
-// Weights in blocks of GGUF (lib/decode/mma_gguf.cuh): what a split has of a block of 256 codes times their scales of 6
-// bits, or a sub-block of codes, is added in the tensor cores, from 0 on; that sum times the scale of float16 is added
-// to the split outside of them, and so, before that of 256 codes and after that of a unit of others, is that of the
-// minimums of a block or a unit, of both terms by themselves. The total is that of the first half of the splits, 0 to
-// 3, plus that of the others, so that two blocks of threads can have a half each and exchange one sum.
+// GGUF weights (lib/decode/mma_gguf.cuh): the tensor cores add either the split's part of a 256-value block (codes
+// times their 6-bit scales) or the codes of one sub-block, each time starting from 0. This sum is multiplied by its
+// remaining scale and added to the split's sum outside of the tensor cores. The minimums of a 256-value block are added
+// before its codes, those of a unit of other types after the unit's codes. The sums of both terms of x stay separate.
+// The total is the sum of splits 0 to 3 plus the sum of the other splits. Two thread blocks can therefore compute one
+// half each and exchange a single sum.
 //
-// FP8 weights are converted to float16, which represents all of them. Infinity in x gives NaN. Zeros after K do not
-// change a sum.
+// FP8 weights are converted to float16, which represents all of them exactly. Infinity in x makes the sum NaN. Zero
+// padding after the end of K does not change a sum.
 //
-// Either operand can be the A of an mma, with 16 rows, and the other one B, with 8 columns. As A, w has 16 columns in a
-// tile, or 8 with both of their terms; x has 8 rows with both of theirs. As B, w has 8 columns, and x 4 rows with both
-// terms, or with blocks of GGUF and x in one term 8. Neither that nor the place of an output in its tile changes its
-// bits. Lane 4 g + t has the values at t of rows
-// g and g + 8 of A and of column g of B, and the sums
+// Either w or x can be operand A of an mma, with 16 rows; the other one is operand B, with 8 columns. As A, a tile has
+// 16 columns of w, or 8 columns with two terms each; or it has 8 rows of x with two terms each. As B, a tile has 8
+// columns of w; or 4 rows of x with two terms each; or, for GGUF weights and one term, 8 rows of x. Neither this choice
+// nor the position of an output in its tile changes the output's bits. Lane 4 g + t holds the values at position t of
+// rows g and g + 8 of A and of column g of B, and the sums
 //
 //   c[0], c[1] = row g, columns 2t, 2t + 1        c[2], c[3] = row g + 8
 //
-// A chunk is 64 bytes of each column of w, or of each part of it. A lane loads 16 of them, at 16 t, and x at the same
-// k. The values of a step are neighbours in these vectors: along K an mma may take values in any order, provided that A
-// and B use the same one. Neither operand needs ldmatrix. Blocks of GGUF are packed in the order of an mma, and x is
-// stored so.
+// A chunk is 64 bytes along K of each column of w, or of each part of a two-part column. Lane 4 g + t loads 16 of these
+// bytes, at offset 16 t, and x at the same positions along K. The values of a step are neighbours in these 16 bytes: an
+// mma may take values along K in any order, provided that A and B use the same order. Neither operand needs ldmatrix.
+// GGUF blocks are packed in the order of an mma, and x is stored in the matching order.
 //
 // The including file selects T and W (lib/storage.cuh) and includes lib/sm80.cuh.
 #pragma once
@@ -46,7 +48,7 @@ namespace order {
 
 constexpr bool FLOATS = sizeof(W) == 4;
 #if defined(STORAGE_BF16) && !defined(WEIGHT_E5M2) && !defined(WEIGHT_E4M3)
-constexpr bool BRAIN = true;                // of the mma
+constexpr bool BRAIN = true;                // whether the mma multiplies bfloat16
 #else
 constexpr bool BRAIN = false;
 #endif
@@ -55,34 +57,35 @@ constexpr bool TWO_PART = true;
 #else
 constexpr bool TWO_PART = false;
 #endif
-constexpr int KIND = TWO_PART ? TWO_PART_TERMS : BRAIN ? BF16_TERMS : FP16_TERMS;  // of the terms of x, if not tf32
-constexpr int PARTS = TWO_PART ? 2 : 1;     // of w in memory
+constexpr int KIND = TWO_PART ? TWO_PART_TERMS : BRAIN ? BF16_TERMS : FP16_TERMS;  // format of x's terms, unless tf32
+constexpr int PARTS = TWO_PART ? 2 : 1;     // stored parts per weight
 #if defined(WEIGHT_GGUF)
-constexpr bool BLOCKS = true;               // of GGUF (lib/decode/mma_gguf.cuh)
+constexpr bool BLOCKS = true;               // whether weights are GGUF blocks (lib/decode/mma_gguf.cuh)
 #else
 constexpr bool BLOCKS = false;
 #endif
-constexpr int WIDTH = BLOCKS ? 8 : 16 / sizeof(W);  // values of a column that a lane has of a chunk
-constexpr int CHUNK = 4 * WIDTH;            // of K: 16, 32, or 64 with FP8
-constexpr int STEP = FLOATS ? 8 : 16;       // of K
-constexpr int STEPS = CHUNK / STEP;         // of a chunk
-constexpr int TERMS = BLOCKS ? TERM_COUNT : 2;      // of x, in an mma; the second one can be zero
+constexpr int WIDTH = BLOCKS ? 8 : 16 / sizeof(W);  // values that a lane loads from a column of w per chunk
+constexpr int CHUNK = 4 * WIDTH;            // values of K per chunk: 16, 32, or 64 with FP8
+constexpr int STEP = FLOATS ? 8 : 16;       // values of K per mma
+constexpr int STEPS = CHUNK / STEP;         // mma instructions per chunk
+constexpr int TERMS = BLOCKS ? TERM_COUNT : 2;      // terms per value of x in an mma; the second can be zero
 static_assert(TERM_COUNT == 2 || !(FLOATS || TWO_PART), "x is rounded for weights of one term");
-constexpr int UNIT = 128, MOST_SPLITS = 8;  // of K
-constexpr int HALF_SPLITS = BLOCKS ? MOST_SPLITS / 2 : MOST_SPLITS;  // whose sums are added to each other first
+constexpr int UNIT = 128, MOST_SPLITS = 8;  // values of K per unit; maximum number of splits of K
+constexpr int HALF_SPLITS = BLOCKS ? MOST_SPLITS / 2 : MOST_SPLITS;  // splits per half, which are added first
 
 __host__ __device__ constexpr int units(int K) { return (K + UNIT - 1) / UNIT; }
 __host__ __device__ constexpr int split_units(int K) { return (units(K) + MOST_SPLITS - 1) / MOST_SPLITS; }
 __host__ __device__ constexpr int splits(int K) { return (units(K) + split_units(K) - 1) / split_units(K); }
-__host__ __device__ constexpr int split_length(int K) { return UNIT * split_units(K); }  // the last one may be shorter
+__host__ __device__ constexpr int split_length(int K) { return UNIT * split_units(K); }  // values of K
 
-// The terms of a value for tf32, of which tensor cores read the upper 19 bits: the nearest number, then the rest.
+// Splits a float into two tf32 terms: `high`, the nearest tf32 number, and `low`, the remainder. Tensor cores read only
+// the upper 19 bits of a term.
 __device__ __forceinline__ void split_tf32(float value, unsigned& high, unsigned& low) {
     high = ((unsigned)__float_as_int(value) + 0x1000u) & 0xffffe000u;
     low = (unsigned)__float_as_int(value - __int_as_float((int)high));
 }
 
-// Four FP8 bytes, lowest first, as two pairs of float16.
+// Converts four FP8 bytes, the lowest byte first, to two pairs of float16.
 __device__ __forceinline__ void convert_fp8(unsigned bytes, unsigned& first, unsigned& second) {
 #if defined(WEIGHT_E4M3) && __CUDA_ARCH__ >= 890
     asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(first) : "h"((unsigned short)bytes));
@@ -96,30 +99,33 @@ __device__ __forceinline__ void convert_fp8(unsigned bytes, unsigned& first, uns
 #endif
 }
 
-// The sum of what was computed with a high and with a low term.
+// Returns the sum for a value that is split into two terms. high, low: the sums of products with its high and low term.
 __device__ __forceinline__ float joined(float high, float low) {
     if constexpr (TERM_COUNT == 1) return high;
     return TWO_PART ? fmaf(low, 1.0f / LOW, high) : high + low;
 }
 
-// A sum with the scale of its column, its bias, and with two-part weights the scale of x.
+// Returns an output: the sum times the scale of its column, plus its bias. With two-part weights, the sum is also
+// multiplied by the scale of x.
 __device__ __forceinline__ float finished(float sum, float scale, float x_scale, float bias) {
-    if constexpr (TWO_PART) {  // the smaller one first, as in lib/two_part.cuh
+    if constexpr (TWO_PART) {  // smaller scale first, as in lib/two_part.cuh
         sum *= fminf(scale, x_scale), scale = fmaxf(scale, x_scale);
     }
     return fmaf(sum, scale, bias);
 }
 
-constexpr int TILE_OCTETS = FLOATS || TWO_PART ? 1 : 2;  // eights of columns in a tile in which w is A
-constexpr int TILE_VECTORS = FLOATS ? 1 : 2;             // of a lane, of a chunk of such a tile
+constexpr int TILE_OCTETS = FLOATS || TWO_PART ? 1 : 2;  // groups of 8 columns in a tile whose operand A is w
+constexpr int TILE_VECTORS = FLOATS ? 1 : 2;             // 16-byte vectors of w per lane and chunk in this tile
 
-// A lane's part of a chunk of a tile of w, as A: rows g and g + 8 are two columns, or the terms of column g.
+// The part of lane 4 g + t of a chunk of w as operand A of an mma: rows g and g + 8 of A are two columns of w, or the
+// two terms of column g.
 struct Columns {
     unsigned value[STEPS][4];
 
     Columns() = default;
 
-    // From the vectors of columns g and g + 8, or of the parts of column g. Of float weights, `first` is column g.
+    // Converts the 16-byte vectors of columns g and g + 8 that lane 4 g + t has loaded, or of both parts of column g.
+    // With float weights, only `first` (column g) is used.
     __device__ __forceinline__ Columns(const uint4& first, const uint4& last) {
         const unsigned words[2][4] = {{first.x, first.y, first.z, first.w}, {last.x, last.y, last.z, last.w}};
 #pragma unroll
@@ -139,24 +145,26 @@ struct Columns {
     }
 };
 
-constexpr int TILE_ROWS = 8 / TERMS;  // of x, where it is B
+constexpr int TILE_ROWS = 8 / TERMS;  // rows of x in a tile whose operand B is x
 
-// A lane's part of a chunk of TILE_ROWS rows of x as B: a term of row g / 2, the high one for even g.
+// The part of lane 4 g + t of a chunk of TILE_ROWS rows of x as operand B. With two terms, lanes with even g hold the
+// high term of row g / 2, those with odd g its low term; with one term, the lane holds row g.
 struct Rows {
     unsigned value[STEPS][2];
 
-    // From the terms, at the lane's first value of the chunk: WIDTH values of 16 bits each, aligned to 16 bytes;
-    // `distance` bytes from the high to the low ones.
+    // Loads the lane's WIDTH values of a chunk, already split into 16-bit terms. high: address of the high terms,
+    // aligned to 16 bytes; the low terms follow `distance` bytes later.
     __device__ __forceinline__ void load(const char* high, int distance) {
         const uint4* from = reinterpret_cast<const uint4*>(high + threadIdx.x / 4 % TERMS * distance);
 #pragma unroll
-        for (int s = 0; s < STEPS; s += 2) {  // 16 bytes are two steps
+        for (int s = 0; s < STEPS; s += 2) {  // one 16-byte load covers two steps
             const uint4 v = from[s / 2];
             value[s][0] = v.x, value[s][1] = v.y, value[s + 1][0] = v.z, value[s + 1][1] = v.w;
         }
     }
 
-    // For float weights, from four floats, aligned to 16 bytes.
+    // Loads the lane's four floats of a chunk, aligned to 16 bytes, and splits them into tf32 terms (for float
+    // weights).
     __device__ __forceinline__ void load(const float* x) {
         const float4 v = *reinterpret_cast<const float4*>(x);
         const float floats[4] = {v.x, v.y, v.z, v.w};
@@ -169,7 +177,7 @@ struct Rows {
     }
 };
 
-// The steps of a chunk.
+// Adds the products of a chunk to c, one mma per step.
 __device__ __forceinline__ void multiply(float (&c)[4], const Columns& w, const Rows& x) {
 #pragma unroll
     for (int s = 0; s < STEPS; ++s) {
@@ -179,10 +187,12 @@ __device__ __forceinline__ void multiply(float (&c)[4], const Columns& w, const 
     }
 }
 
-// Adds a chunk to the sums of its split, of a tile in which x is B: of both terms of row t, for columns g and g + 8.
+// Adds the products of a chunk to the sums of its split, in a tile whose operand B is x: lane 4 g + t has the sums for
+// both terms of row t of x and for columns g and g + 8 of w.
 __device__ __forceinline__ void add_chunk(float (&sum)[4], const Columns& w, const Rows& x) { multiply(sum, w, x); }
 
-// The same for column g, of weights with two terms.
+// Adds the products of a chunk to the sums of its split, for weights with two terms: lane 4 g + t has the sums for both
+// terms of row t of x and for column g of w.
 __device__ __forceinline__ void add_chunk(float (&sum)[2], const Columns& w, const Rows& x) {
     float part[4] = {};
     multiply(part, w, x);

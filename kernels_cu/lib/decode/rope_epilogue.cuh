@@ -1,21 +1,22 @@
-// The epilogue of the product of q, k and v in decoding with RoPE, as lib/decode/epilogues.cuh describes: of heads of D
-// channels, of which c and c + D / 2 are a pair. turned() receives the sums of a channel and of its partner. The bits
-// are those of positions/rope_append.cu or, where q and k have a norm, of positions/qk_norm.cu.
+// Epilogue of the product of q, k and v in decoding with RoPE (interface: lib/decode/epilogues.cuh). Channels c and c +
+// D / 2 of a head of D channels are a pair. turned() receives the sums of a channel and of its partner. Results have
+// the bits of positions/rope_append.cu or, if q and k are normalised, of positions/qk_norm.cu.
 #pragma once
 #include "lib/cluster.cuh"
 #include "lib/storage.cuh"
 #include "lib/head_norm.cuh"
 #include "lib/rotation.cuh"
 
-// The factors of the norms of heads, each of BLOCKS blocks of a cluster with HALF pairs of channels and ROWS rows.
-// squares: shared memory of a block, for a sum of each of them.
+// Computes the RMSNorm factors of heads. BLOCKS blocks of a cluster compute one head, each of them HALF pairs of
+// channels of ROWS rows. squares: shared memory of a block, for one sum of squares per block and row.
 template <int HALF, int BLOCKS, int ROWS>
 struct HeadSums {
     static constexpr int PADDED = BLOCKS > 4 ? 8 : BLOCKS > 2 ? 4 : BLOCKS;
     float (&squares)[BLOCKS][ROWS];
 
-    // Gives the sum of the pairs of a row in this block to all blocks. column, row: of the lane's output, where it is
-    // `there`; HALF neighbouring lanes have the pairs. All lanes of a warp call this.
+    // Adds the squares of a row's pairs in this block and stores the sum in all blocks of the cluster. HALF
+    // neighbouring lanes pass the pairs. column, row: position of the lane's output in the block's tile, if `there`.
+    // All lanes of a warp must call this function.
     __device__ __forceinline__ void give(float first, float second, int column, int row, bool there) const {
         const float sum = neighbours_sum<HALF>(head_square(first, second));
         if (!there || column >= BLOCKS) return;
@@ -23,7 +24,7 @@ struct HeadSums {
         *(BLOCKS > 1 ? in_block_of_cluster(here, column) : here) = sum;
     }
 
-    // All threads call this once after give().
+    // Makes the sums of all blocks visible. All threads call this function once after give().
     __device__ __forceinline__ void exchange() const {
         if constexpr (BLOCKS > 1) release_to_cluster(), acquire_from_cluster();
         else __syncthreads();
@@ -43,7 +44,7 @@ struct AppendTurned {
     static constexpr int D = CHANNELS ? CHANNELS : 2;  // 0: never called
     struct Late {
         Rotation by;
-        long long place;  // of the token's first head in the cache seen as (B n_ctx n_kv_head, D), or -1
+        long long place;  // index of the token's first head in the cache seen as (B n_ctx n_kv_head, D), or -1
     };
     const float* rotations;  // (M, D / 2, 2)
     float* q;                // (M, n_head D)
@@ -54,7 +55,7 @@ struct AppendTurned {
     int n_head, n_kv_head, B, n_ctx;
     const float* gamma_q;  // (D) or null
     const float* gamma_k;  // (D) or null
-    float eps;             // of the norms of heads
+    float eps;             // added to the mean square in the RMSNorm of heads
 
     __device__ bool has_norm(int n) const { return n / D < n_head + n_kv_head; }
     __device__ const float* gamma(int n) const { return (n / D < n_head ? gamma_q : gamma_k) + n % D; }
@@ -67,7 +68,7 @@ struct AppendTurned {
         return {{by.x, by.y}, cached ? ((long long)b * n_ctx + at) * n_kv_head : -1};
     }
 
-    __device__ float value(float v, const Late&) const { return v; }  // of columns in order: not of heads
+    __device__ float value(float v, const Late&) const { return v; }  // for columns in order, without pairs
 
     __device__ float turned(int n, float v, float other, const Late& late) const {
         if (n / D >= n_head + n_kv_head) return v;

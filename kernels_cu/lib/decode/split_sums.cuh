@@ -1,10 +1,11 @@
-// What matmul/decode/ffn_mma.cu and decode_ffn_gguf.cu leave of a product: the sum of each split of K, of every output.
-// The next kernels add them to x as they load it, in the order and with the bits of lib/decode/epilogues.cuh.
+// Split sums, an incomplete product: matmul/decode/ffn_mma.cu and matmul/decode/ffn_mma_gguf.cu store the sum of each
+// split of K for every output. The next kernels add these sums to x as they load x, in the order and with the bits of
+// lib/decode/epilogues.cuh.
 #pragma once
 #include "lib/common.cuh"
 #include "lib/fresh.cuh"
 
-#ifndef SUMS_HALF  // splits that are added to each other first (order::HALF_SPLITS)
+#ifndef SUMS_HALF  // splits per half; the splits of a half are added first (order::HALF_SPLITS)
 #if defined(WEIGHT_GGUF)
 #define SUMS_HALF 4
 #else
@@ -13,10 +14,11 @@
 #endif
 
 template <int COUNT, int X>
-struct SplitSums {  // of X neighbouring outputs
+struct SplitSums {  // split sums of X neighbouring outputs, and their scales
     float of[COUNT ? COUNT : 1][X], scale[X];
 
-    // from: the first of these outputs, of the first split, of (COUNT, values); scale: null, or its first one.
+    // Loads the sums of X outputs. from: address of the first output in the first split of sums (COUNT, values).
+    // scales: address of the first output's scale, or null.
     __device__ __forceinline__ void load(const float* from, long long values, const float* scales) {
 #pragma unroll
         for (int p = 0; p < COUNT; ++p) load_fresh<float, X>(from + p * values).unpack(of[p]);

@@ -1,6 +1,6 @@
-// The epilogues of lib/decode/epilogues.cuh for a kernel in which a lane has two neighbouring outputs, n and n + 1,
-// with n even, which are one access of memory where their addresses permit it. The second one may be outside of the
-// row.
+// Versions of the epilogues in lib/decode/epilogues.cuh for kernels in which a lane has two neighbouring outputs, n and
+// n + 1, with n even. If the addresses are aligned, one memory access covers both outputs. Output n + 1 can lie outside
+// the row.
 #pragma once
 #include "lib/decode/epilogues.cuh"
 
@@ -52,7 +52,7 @@ struct AppendTwo : Append {
         }
     }
 
-    __device__ bool together() const {  // of the same array, too
+    __device__ bool together() const {  // whether one access covers both outputs, which are then in one array
         const size_t caches = reinterpret_cast<size_t>(k_cache) | reinterpret_cast<size_t>(v_cache);
         return C % 2 == 0 && reinterpret_cast<size_t>(q) % 8 == 0 && caches % sizeof(Two) == 0;
     }

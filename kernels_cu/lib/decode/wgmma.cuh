@@ -1,5 +1,5 @@
-// The loop of matmul/decode/wgmma.cu over K: its constants, the ring of slices, the warp that requests them and those
-// that multiply. The including file includes lib/sm80.cuh.
+// The loop over K of matmul/decode/wgmma.cu: constants, the ring buffer of slices, the warp that requests slices, and
+// the warps that multiply them (consumers). The including file includes lib/sm80.cuh.
 #pragma once
 #include "lib/sm90_wgmma.cuh"
 #include "lib/decode/order.cuh"
@@ -7,16 +7,16 @@
 #include "lib/gguf_ranges.cuh"
 #endif
 
-#ifndef DH_ROWS  // 4, 8, 16, 32 or 64, at least min(M, 64)
+#ifndef DH_ROWS  // rows of x per block: 4, 8, 16, 32 or 64, at least min(M, 64)
 #define DH_ROWS 8
 #endif
 #ifndef DH_GROUPS
 #define DH_GROUPS 1
 #endif
-#ifndef DH_SPLITS  // blocks that share K
+#ifndef DH_SPLITS  // blocks of a cluster that divide the splits of K among them
 #define DH_SPLITS 1
 #endif
-#ifndef DH_SHARES  // blocks that share x
+#ifndef DH_SHARES  // blocks of a cluster that share the loads of x
 #define DH_SHARES 1
 #endif
 #ifndef DH_STAGES
@@ -25,45 +25,47 @@
 #ifndef DH_GATED
 #define DH_GATED 0
 #endif
-#ifndef DH_ROPE  // channels of a head, whose pairs RoPE turns: a multiple of 64
+#ifndef DH_ROPE  // channels of a head that RoPE rotates: a multiple of 64; 0: no RoPE
 #define DH_ROPE 0
 #endif
-#ifndef DH_DEPTH  // 2: a block has two sets of warps, each with rings of its own, that share its half of all splits
+#ifndef DH_DEPTH  // 2: a block has two sets of warps, with separate rings, which divide the block's half of the splits
 #define DH_DEPTH 1
 #endif
-#ifndef DH_BLOCKS  // on a multiprocessor
+#ifndef DH_BLOCKS  // minimum blocks per SM (__launch_bounds__)
 #define DH_BLOCKS 2
 #endif
 
 constexpr int CLUSTER = DH_SHARES * DH_SPLITS;
-constexpr int WARPS = 4 * DH_GROUPS;         // that multiply, of a set
-constexpr int CONSUMERS = DH_DEPTH * WARPS;  // of all sets
-// Three warpgroups need more registers than a block of 13 warps can have: a fourth one gives them its own.
+constexpr int WARPS = 4 * DH_GROUPS;         // consumer warps per set
+constexpr int CONSUMERS = DH_DEPTH * WARPS;  // consumer warps per block
+// Three consumer warpgroups need more registers than a block of 13 warps can have. Therefore a fourth warpgroup, the
+// producer's, gives most of its registers to them.
 constexpr bool MOVES_REGISTERS = DH_GROUPS == 3;
-constexpr int FEW_REGISTERS = 32, MANY_REGISTERS = 160;  // 128 on average
+constexpr int FEW_REGISTERS = 32, MANY_REGISTERS = 160;  // registers per thread: 128 on average
 constexpr int THREADS = 32 * CONSUMERS + (MOVES_REGISTERS ? 128 : 32 * DH_DEPTH);
-constexpr int TERMS = DH_ROWS > 4 ? TERM_COUNT * DH_ROWS : 8;  // columns of B; with 4 of one term, half are of no row
-constexpr int TILES = DH_ROWS / 4;                           // of 4 rows, of a warp
-constexpr bool TWO = DH_GATED || DH_ROPE;                    // an output is of two rows of A: of W and U, or a pair
-constexpr int OUTPUTS = TWO ? 1 : 2;                         // columns of a lane
-constexpr int COLUMNS = 32 * OUTPUTS * DH_GROUPS;            // of a block
+constexpr int TERMS = DH_ROWS > 4 ? TERM_COUNT * DH_ROWS : 8;  // columns of B; for 4 rows of one term, half are unused
+constexpr int TILES = DH_ROWS / 4;                           // tiles of 4 rows of x, per warp
+constexpr bool TWO = DH_GATED || DH_ROPE;                    // an output combines two rows of A: of W and U, or a pair
+constexpr int OUTPUTS = TWO ? 1 : 2;                         // output columns per lane
+constexpr int COLUMNS = 32 * OUTPUTS * DH_GROUPS;            // output columns per block
 constexpr int SLICE = 128 / sizeof(W), CHUNKS = SLICE / order::CHUNK;
 constexpr int W_BYTES = 64 * DH_GROUPS * 128, X_BYTES = 2 * SLICE * TERMS;
-constexpr int BOX = 64, BOX_BYTES = 2 * BOX * TERMS;  // of x: K, and bytes in shared memory
+constexpr int BOX = 64, BOX_BYTES = 2 * BOX * TERMS;  // a box of x: values of K, bytes in shared memory
 #if defined(WEIGHT_GGUF)
-constexpr int STAGE = (X_BYTES + 16 * TERMS + 1023) / 1024 * 1024;  // of x; blocks have a ring of their own
+constexpr int STAGE = (X_BYTES + 16 * TERMS + 1023) / 1024 * 1024;  // bytes of x per stage; W has a separate ring
 #else
 constexpr int STAGE = W_BYTES + X_BYTES;
 #endif
-constexpr int HALF_HEAD = DH_ROPE ? DH_ROPE / 2 : 1, ROPE_BOX = 32;  // pairs of a head, rows of a box of W
+constexpr int HALF_HEAD = DH_ROPE ? DH_ROPE / 2 : 1, ROPE_BOX = 32;  // pairs of channels in a head; rows of W in a box
 static_assert(!order::FLOATS, "terms are of 16 bits");
 static_assert(DH_DEPTH == 1 || (order::BLOCKS && DH_SPLITS == 2 && DH_SHARES == 1), "sets share a half of the splits");
 static_assert(HALF_HEAD % ROPE_BOX == 0 || !DH_ROPE, "a box is of one half of a head");
 
-// The first row of W of column n; of a pair, the second one is HALF_HEAD further.
+// Returns the row of W for output column n, with RoPE the first row of a pair; the second row is HALF_HEAD rows
+// further.
 __device__ __forceinline__ int first_row(int n) { return DH_ROPE ? n / HALF_HEAD * DH_ROPE + n % HALF_HEAD : n; }
 
-// Of a warp that multiplies: its set, and which one it is in that.
+// own_set() returns the set of a consumer warp, own_warp() the warp's index in its set.
 __device__ __forceinline__ int own_set() { return DH_DEPTH > 1 ? threadIdx.x / 32 / WARPS : 0; }
 __device__ __forceinline__ int own_warp() { return threadIdx.x / 32 - WARPS * own_set(); }
 
@@ -82,12 +84,12 @@ struct Ring {
     __device__ __forceinline__ char* stage(int i) const { return stages + i * STAGE; }
 };
 
-// What a block multiplies: its tile, and its share of K.
+// A block's share of the product: its tile of outputs and its range of K.
 struct Share {
-    int row, rows, column;  // first row, their number, first column
-    int limit;              // columns end here: those of the matrix, or of a type of blocks of GGUF
-    int rank, part;         // of the blocks that share K, and that share x
-    int first;              // split
+    int row, rows, column;  // first row and number of rows of x; first output column
+    int limit;              // end of the columns: of the matrix, or of the range with one GGUF type
+    int rank, part;         // index among the blocks that divide K; among those that share x
+    int first;              // first split of K
     int k, slices;
 
     __device__ __forceinline__ Share(int M, int N, int K, int set) {
@@ -112,7 +114,8 @@ struct Share {
 
 #if defined(WEIGHT_GGUF)
    private:
-    // A block has columns of one type: groups of COLUMNS are counted from the first one of each.
+    // Sets the block's columns. They have one GGUF type: groups of COLUMNS columns are counted from the first column of
+    // each type's range.
     template <int RANGE = 0>
     __device__ __forceinline__ void place(int group, int N) {
         typedef gguf::OfRange<RANGE> OfRange;
@@ -129,16 +132,16 @@ struct Share {
 #if defined(WEIGHT_GGUF)
 #include "lib/decode/wgmma_gguf.cuh"
 #else
-// What a block multiplies with x.
+// The weights of a product: tensor maps of W and, with DH_GATED, of the second matrix U.
 struct Sources {
     const TensorMap& w;
     const TensorMap& up;
 };
 
-// Requests all slices; called by one warp.
+// Requests all slices of W and x that the block multiplies; called by one warp.
 __device__ __forceinline__ void produce(const Ring& ring, const Share& share, const Sources& from, const float* x, int,
                                         int K) {
-    const int of_rows = 2 * TERM_COUNT * share.rows;  // bytes of a value of all rows of x
+    const int of_rows = 2 * TERM_COUNT * share.rows;  // bytes per position of K, for all rows of x
     const auto load_w = [&](int slice, int stage) {
         char* to = ring.stage(stage);
         const auto load = [&](const TensorMap& map, int at, int row) {
@@ -153,7 +156,7 @@ __device__ __forceinline__ void produce(const Ring& ring, const Share& share, co
             load(from.w, at, row), load(from.w, W_BYTES / 2 + at, row + HALF_HEAD);
         }
     };
-    const long long first = (long long)share.row * K + (long long)share.k * share.rows;  // value
+    const long long first = (long long)share.row * K + (long long)share.k * share.rows;  // index of the first value
     const char* of_tile = reinterpret_cast<const char*>(x) + 2 * TERM_COUNT * first;
     const auto load_x = [&](int slice, int stage) {
         const int box = BOX * of_rows, own = box / DH_SHARES, at = share.part * own;
@@ -187,7 +190,8 @@ __device__ __forceinline__ void produce(const Ring& ring, const Share& share, co
     for (int i = 0; DH_SHARES > 1 && i < early; ++i, next()) wait(ring.empty[stage], phase, "empty at the end");
 }
 
-// 64 of K: what a lane has of W, as A, and where x is. A slice of 16-bit weights has one, of FP8 two.
+// 64 values along K: a lane's values of W, as operand A, and the descriptor of x in shared memory. A slice has one such
+// piece with 16-bit weights, two with FP8.
 constexpr int PIECE_STEPS = 4, PIECES = CHUNKS * order::STEPS / PIECE_STEPS;
 
 struct Piece {
@@ -195,23 +199,23 @@ struct Piece {
     Matrix x;
 };
 
-// The row of W that lane 4 g + t has as row g of A. Row g + 8 is the next one, or that of the second matrix, or with
-// RoPE half a head further. Eight lanes load at a time, of rows that are 4 apart: their swizzled units are in different
-// banks.
+// Returns the row of W, among the rows of this warp, that lane 4 g + t has as row g of A. Row g + 8 of A is the next
+// row of W, or this row of the second matrix, or with RoPE the row half a head further. Eight lanes load at a time,
+// from rows that are 4 apart, so that their swizzled units are in different banks.
 __device__ __forceinline__ int own_row() {
     const int lane = threadIdx.x % 32, pair = lane / 8;
     return TWO ? lane % 8 / 4 * 4 + pair : pair % 2 * 2 + lane % 8 / 4 * 4 + pair / 2 * 8;
 }
-constexpr int NEXT_ROW = 8;  // lanes from an even row of W to the next one, with TWO
+constexpr int NEXT_ROW = 8;  // with TWO: difference of lanes that hold an even row of W and the next row
 
-// A warp's position in the ring, and its rows of W in a stage. Pieces are in pairs, of which HALF is 0 or 1: a unit of
-// the order of additions has one pair.
+// A consumer warp's position in the ring, and its rows of W in a stage. Each unit of 128 values of K is a pair of
+// pieces, the first with HALF 0 and the second with HALF 1.
 struct Consumer {
     const Ring& ring;
     const int rank;
-    int stage = 0;  // the next one
+    int stage = 0;  // index of the next stage
     unsigned phase = 0;
-    int own[2];  // where a stage has the lane's first 16 bytes of rows g and g + 8 of the warp's part of A
+    int own[2];  // offset in a stage of the lane's first 16 bytes of row g of A, and of row g + 8
 
     __device__ __forceinline__ Consumer(const Ring& ring, const Share& share) : ring(ring), rank(share.rank) {
         const int of_warp = (TWO ? 1024 : 2048) * (threadIdx.x / 32);
@@ -224,7 +228,7 @@ struct Consumer {
     __device__ __forceinline__ Piece load() {
         if (HALF == 0 || PIECES == 1) wait<(DH_SHARES > 1)>(ring.full[stage], phase, "full");
         const char* w = ring.stage(stage);
-        constexpr int EACH = CHUNKS / PIECES, FIRST = PIECES > 1 ? HALF * EACH : 0;  // chunks
+        constexpr int EACH = CHUNKS / PIECES, FIRST = PIECES > 1 ? HALF * EACH : 0;  // chunks per piece, first chunk
         Piece piece;
 #pragma unroll
         for (int chunk = 0; chunk < EACH; ++chunk) {
@@ -243,7 +247,8 @@ struct Consumer {
         return piece;
     }
 
-    // Starts the products of a piece; `adds`: to the sums before, else in their place.
+    // Starts the products of a piece. adds: whether they are added to the existing sums; otherwise they replace the
+    // sums.
     __device__ __forceinline__ void start(float (&sums)[TERMS / 2], const Piece& piece, bool adds) const {
         fence_sums();
 #pragma unroll
@@ -251,7 +256,8 @@ struct Consumer {
         end_products();
     }
 
-    // Frees the stage of a piece whose products are complete. LATER: whether the piece after it is loaded.
+    // Frees the stage of a piece whose products are complete. LATER: whether the following piece has already been
+    // loaded.
     template <int HALF, bool LATER = true>
     __device__ __forceinline__ void release() {
         if (HALF == 0 && PIECES > 1) return;
@@ -263,8 +269,8 @@ struct Consumer {
         if (DH_SHARES == 1 && lane == 0) arrive(ring.empty[freed]);
     }
 
-    // The sums of a split of so many units, which are pairs of pieces. While one piece is multiplied, the next one is
-    // loaded into registers.
+    // Computes the sums of a split with `pairs` units of K, each a pair of pieces. While one piece is multiplied, the
+    // next piece is loaded into registers.
     __device__ __forceinline__ void multiply_split(float (&sums)[TERMS / 2], int, int pairs, int) {
         Piece a = load<0>(), b;
         start(sums, a, false);

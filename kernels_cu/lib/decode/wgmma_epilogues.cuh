@@ -1,11 +1,11 @@
-// Epilogues of matmul/decode/wgmma.cu, decode_hopper_rope.cu and decode_hopper_gguf.cu.
+// Epilogues of matmul/decode/wgmma.cu, wgmma_rope.cu, wgmma_gguf.cu and wgmma_gguf_rope.cu.
 #pragma once
 #include "lib/rotation.cuh"
 #include "lib/decode/two_outputs.cuh"
 
-constexpr int ORDERED = order::BLOCKS ? 2 : order::WIDTH;  // the order of terms (lib/terms.cuh)
+constexpr int ORDERED = order::BLOCKS ? 2 : order::WIDTH;  // layout of terms (TERM_WIDTH in lib/terms.cuh)
 
-// As `AddTwo`, with the terms of out in the order of the next product.
+// Version of AddTwo that stores out as terms, in the layout that the next product reads.
 struct AddTerms : AddTwo {
     int M;
 
@@ -22,14 +22,15 @@ struct AddTerms : AddTwo {
     }
 };
 
-// Heads of D channels, first those of q, then of k, then of v. Pair n is channels n % (D / 2) and D / 2 further, of
-// head n / (D / 2). late(m, n) loads what it needs before its sums are complete.
+// Applies RoPE to q and k, stores q, and appends k and v to the cache. Column n is a pair of channels: channels n % (D
+// / 2) and n % (D / 2) + D / 2 of head n / (D / 2). Heads have D channels; those of q come first, then those of k, then
+// those of v. late(m, n) loads the rotation and the position in the cache before the sums are complete.
 struct RopeAppend {
     static constexpr int D = DH_ROPE ? DH_ROPE : 2;
     static constexpr bool BY_ROW = false;
     struct Late {
         Rotation by;
-        long long place;  // of the token's first head in the cache seen as (B n_ctx n_kv_head, D), or -1
+        long long place;  // index of the token's first head in the cache seen as (B n_ctx n_kv_head, D), or -1
     };
     const float* rotations;  // (M, D / 2, 2)
     float* q;                // (M, n_head D)

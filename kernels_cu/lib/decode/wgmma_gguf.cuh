@@ -1,48 +1,54 @@
-// The loop of lib/decode/wgmma.cuh over K where W is in blocks of GGUF: its rings, the warp that requests
-// stages, and the warps that multiply.
+// The loop over K of lib/decode/wgmma.cuh for GGUF weights W: two ring buffers, the warp that requests stages, and the
+// warps that multiply (consumers).
 //
-// A stage of x is a unit of 128 of K: two boxes, and the sums of its chunks (lib/chunk_sums.cuh). W has a ring of its
-// own, of tiles of 128 or 256 of K: one copy for each eight rows. With three copies for each unit, of low bits, high
-// bits and scales, the copy engine was the bound: 12,288 x 4,096 with 16 rows took 23.4 us.
+// A stage of x is a unit of 128 values of K: two boxes, and the sums of x over its chunks (lib/chunk_sums.cuh). W has a
+// separate ring of GGUF tiles of 128 or 256 values of K, with one copy for each eight rows. With three copies per unit,
+// for low bits, high bits and scales, the copy engine was the bottleneck: 12,288 x 4,096 with 16 rows took 23.4 us.
 //
-// A lane unpacks codes of two rows, as A, while the products of the chunk before are under way: of Q4_K and Q5_K with
-// s, for one sum of a block of 256, of others for one of a sub-block. Sums begin at 0 and are added to those of the
-// split with a scale, so that they have the bits of lib/decode/mma_gguf.cuh. For minimums a warp has an mma of eight
-// rows of x, with the sums.
+// A lane unpacks the codes of two rows of W, as operand A, while the products of the previous chunk are running. In
+// Q4_K and Q5_K, codes are multiplied by s, and a sum covers a block of 256; in other types, it covers a sub-block.
+// Each of these sums begins at 0 and is added to the sum of the split with a scale, so that outputs have the bits of
+// lib/decode/mma_gguf.cuh. For minimums, a warp executes one mma per eight rows of x, with the chunk sums.
 //
-// NVIDIA H100, Q4_K, us in a graph with gguf_chunk_sums, which takes 1.7 to 4.1 of them (before, with sums of 64 of K,
-// and blocks of one warpgroup; now three for 64 rows where an output has many columns):
+// NVIDIA H100, Q4_K, us in a CUDA graph with gguf_chunk_sums, which takes 1.7 to 4.1 us of each time. In brackets: an
+// earlier version, with sums over 64 values of K and blocks of one warpgroup. Blocks now have three warpgroups for 64
+// rows if the matrix has many columns:
 //
 //   rows   12,288 x 4,096    4,096 x 4,096    4,096 x 11,008    2 x 11,008 x 4,096
 //   16     18.9  (20.2)      11.8  (12.6)     21.5  (23.7)      31.4  (37.3)
 //   64     27.9  (36.2)      15.4  (18.0)     30.0  (37.3)      42.9  (62.3)
 //
-// Predicted: 200 instructions of a warp for a unit of 64 rows in place of 492, and half of the time. There are 257,
-// with 16 rows 230 in place of 365. Of 27.9 us, 12.8 are the same for any K: chunk sums, the start, the first copies,
-// the exchange and the epilogue. In the loop three warps of a scheduler issue 0.4 a cycle: a quarter of their time they
-// wait for copies, an eighth for a unit of arithmetic. Hence the ring of W is as deep as that of x where there is room,
-// and where a multiprocessor needs one block, it has room for no other, not even for one of the next kernel: a step of
-// 64 rows of Llama 7B in Q4_K_M takes 9.13 ms in place of 9.62, one of 9 rows 3.42 in place of 3.60.
-// Nothing hides the latencies of such a block's four warps. With two sets of warps, each with rings of its own, which
-// share its half of K (DH_DEPTH 2), 4,096 x 11,008 takes 26.0 us for 64 rows in place of 29.9, 4,096 x 4,096 14.2 in
-// place of 15.4, and that step 9.03 ms; with a cache of E5M2 6.53 in place of 6.70 (predicted: 6.27).
+// For a unit of 64 rows, a warp now executes 257 instructions instead of 492; predicted were 200 instructions and half
+// of the time. For 16 rows it executes 230 instead of 365. Of 27.9 us, 12.8 us do not depend on K: chunk sums, start,
+// first copies, exchange and epilogue. In the loop, the three warps of a scheduler issue 0.4 instructions per cycle.
+// They wait a quarter of their time for copies and an eighth for an arithmetic unit. Therefore the ring of W is as deep
+// as the ring of x if shared memory permits. If a multiprocessor needs only one block, this block leaves no room for
+// another one, not even of the next kernel: a step of 64 rows of Llama 7B in Q4_K_M takes 9.13 ms instead of 9.62, a
+// step of 9 rows 3.42 ms instead of 3.60.
+//
+// Nothing hides the latencies of the four warps of such a block. With DH_DEPTH 2, two sets of warps with their own
+// rings divide the block's half of K: for 64 rows, 4,096 x 11,008 takes 26.0 us instead of 29.9, 4,096 x 4,096 14.2 us
+// instead of 15.4, and the step of Llama 7B 9.03 ms. With an E5M2 cache, this step takes 6.53 ms instead of 6.70
+// (predicted: 6.27).
 #pragma once
 
-#ifndef DH_TILES  // places in the ring of W
+#ifndef DH_TILES  // number of GGUF tiles that the ring of W holds
 #define DH_TILES 2
 #endif
 
-constexpr int ROW_OCTETS = 8 * DH_GROUPS;  // of a block; where an output has two rows, the second half are second ones
-constexpr int SUMS_AT = X_BYTES;           // in a stage
+constexpr int ROW_OCTETS = 8 * DH_GROUPS;  // 8-row groups of W per block; with TWO, half are second rows of outputs
+constexpr int SUMS_AT = X_BYTES;           // offset of the chunk sums in a stage
 
-// What a block multiplies with x. sums: of the chunks of x; none where no type has minimums.
+// Operands of a product besides x. w, up: GGUF weights. sums: sums of x over its chunks; not read if no type has
+// minimums.
 struct Sources {
     const W* w;
     const W* up;
     const float* sums;
 };
 
-// Requests all stages and tiles; called by one warp. A lane requests eight rows of W, the last one x.
+// Requests all stages of x and all tiles of W that the block multiplies; called by one warp. Each lane requests the
+// tiles of eight rows of W, the last lane x.
 template <int RANGE = 0>
 __device__ __forceinline__ void produce(const Ring& ring, const Share& share, const Sources& from, const float* x,
                                         int N, int K) {
@@ -59,7 +65,7 @@ __device__ __forceinline__ void produce(const Ring& ring, const Share& share, co
     const W* const octet = (DH_GATED && lane >= each ? from.up : from.w) + OfRange::begin(K) +
                            (long long)((row - OfRange::FROM) / gguf::OCTET) * Part::row_bytes(K);
     const int first_tile = begin / Part::UNITS, tiles = (end - 1) / Part::UNITS + 1 - first_tile;
-    const auto load_w = [&](int count) {  // in any order: a phase ends with the bytes that lane 0 expects
+    const auto load_w = [&](int count) {  // lanes need no order: a phase ends with the bytes that lane 0 expects
         const int stage = count % DH_TILES;
         if (lane == 0) arrive_and_expect(ring.tile_full[stage], (TWO ? 2 : 1) * there * Part::BYTES);
         char* const to = ring.tile(stage) + lane * Part::BYTES;
@@ -75,7 +81,7 @@ __device__ __forceinline__ void produce(const Ring& ring, const Share& share, co
         char* const to = ring.stage(stage);
         arrive_and_expect(ring.full[stage], 2 * box + (Part::MINIMUM ? 16 * share.rows : 0));
         const char* const of_x = of_tile + (long long)(unit - begin) * 2 * box + at;
-        const bool whole = DH_SHARES == 1 && box == BOX_BYTES;  // the boxes are neighbours there, too
+        const bool whole = DH_SHARES == 1 && box == BOX_BYTES;  // whether two boxes are contiguous in both memories
         for (int i = 0; i < 2; ++i) {
             if (DH_SHARES > 1) load_bytes_for(all, to + i * BOX_BYTES + at, of_x + i * box, part, ring.full[stage]);
             else if (!whole || i == 0) {
@@ -91,12 +97,12 @@ __device__ __forceinline__ void produce(const Ring& ring, const Share& share, co
     if (CLUSTER > 1) wait_for_cluster();  // the barriers of the other blocks are initialised
     wait_before_copies();
     for (int unit = begin; unit < min(begin + DH_STAGES, end); ++unit) load_x(unit);
-    // Places in the order in which they become free. One path for all lanes: where those of x and of W were two, each
-    // waited for what the other one waited for.
+    // Stages and tiles are requested again in the order in which they become free. All lanes take one path: with
+    // separate paths for x and W, each path waited for the barriers of the other path as well.
     int tile = 0;
     for (int unit = begin; unit < end; ++unit) {
         const int count = unit - begin, stage = count % DH_STAGES;
-        if (unit + DH_STAGES < end || DH_SHARES > 1) {  // with shares also the last: others arrive until then
+        if (unit + DH_STAGES < end || DH_SHARES > 1) {  // with shares, other blocks arrive at the last stages, too
             wait(ring.empty[stage], count / DH_STAGES & 1, "empty");
             if (unit + DH_STAGES < end) load_x(unit + DH_STAGES);
         }
@@ -106,24 +112,24 @@ __device__ __forceinline__ void produce(const Ring& ring, const Share& share, co
     }
 }
 
-// The row of W, of those of a warp, that lane 4 g + t has as row g of A. Row g + 8 is the next one, or that of the
-// second matrix, or with RoPE half a head further.
+// Returns the row of W, among the rows of this warp, that lane 4 g + t has as row g of A. Row g + 8 of A is the next
+// row of W, or this row of the second matrix, or with RoPE the row half a head further.
 __device__ __forceinline__ int own_row() { return threadIdx.x % 32 / 4 * (TWO ? 1 : 2); }
-constexpr int NEXT_ROW = 4;  // lanes from an even row of W to the next one, with TWO
+constexpr int NEXT_ROW = 4;  // with TWO: difference of lanes that hold an even row of W and the next row
 
 struct Consumer {
     typedef float Products[TERMS / 2];
 
     const Ring& ring;
     const int rank;
-    int stage = 0, tile = 0;  // the next ones
+    int stage = 0, tile = 0;  // index of the next stage and of the next tile
     unsigned phase = 0, tile_phase = 0;
-    const int begin, end;  // units of the block
+    const int begin, end;  // first unit of K of the block, and the end
 
     __device__ __forceinline__ Consumer(const Ring& ring, const Share& share)
         : ring(ring), rank(share.rank), begin(share.k / order::UNIT), end(begin + share.slices) {}
 
-    // The sums of a split of so many units, from unit `first` of K on. row: the first one of the block.
+    // Computes the sums of a split with `units` units of K, from unit `first` on. row: first row of W of the block.
     template <int RANGE = 0>
     __device__ __forceinline__ void multiply_split(Products& sums, int first, int units, int row) {
         typedef gguf::OfRange<RANGE> OfRange;
@@ -145,16 +151,16 @@ struct Consumer {
     }
 
    private:
-    // All that was loaded has been used, so that no copy into this place can overtake a load. Each lane says so for its
-    // own loads: with an arrival of lane 0 after __syncwarp() the time is the same, and racecheck, which does not see
-    // that the warp is together, reports the loads of the others.
+    // Frees a stage whose data has been used, not only loaded: otherwise a copy into this stage could overtake a load.
+    // Each lane arrives for its own loads. An arrival of lane 0 after __syncwarp() takes the same time, but racecheck
+    // does not see this synchronisation of the warp and reports the loads of the other lanes.
     __device__ __forceinline__ void release(int used) const {
         if (DH_SHARES == 1) arrive(ring.empty[used]);
 #pragma unroll
         for (int i = 0; DH_SHARES > 1 && i < DH_SHARES; ++i) arrive_at(ring.empty[used], rank * DH_SHARES + i);
     }
 
-    // Waits for x of the next unit, whose stage it gives.
+    // Waits for x of the next unit of K, and returns the index of its stage.
     __device__ __forceinline__ int next() {
         const int full = stage;
         wait<(DH_SHARES > 1)>(ring.full[full], phase, "full");
@@ -167,7 +173,7 @@ struct Consumer {
         if (++tile == DH_TILES) tile = 0, tile_phase ^= 1;
     }
 
-    // A lane's rows of a unit.
+    // Loads a lane's weights of its two rows of W, for one unit of K.
     template <typename Part>
     __device__ __forceinline__ void load(Part (&parts)[2], int unit) const {
         const int warp = own_warp(), row = own_row(), half = unit % Part::UNITS;
@@ -180,15 +186,16 @@ struct Consumer {
         }
     }
 
-    // Of INTEGERS: units of a tile, which have one sum. While a chunk is unpacked, the one before is multiplied.
+    // With INTEGERS: adds COUNT units of a GGUF tile, which have one sum. While a chunk is unpacked, the previous chunk
+    // is multiplied.
     template <int RANGE, int COUNT>
     __device__ __forceinline__ void add_tile(Products& sums, int first) {
         typedef typename gguf::OfRange<RANGE>::Of Part;
         Part parts[COUNT][2];
         typename Part::Own own[COUNT][2];
         Products found;
-        unsigned codes[2][2][4];           // of chunks, which alternate, two steps each
-        unsigned of_x[TERMS / 8][2] = {};  // sums
+        unsigned codes[2][2][4];           // codes of two chunks, which alternate, for two steps each
+        unsigned of_x[TERMS / 8][2] = {};  // sums of x over chunks
         int used;
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) {
@@ -202,7 +209,7 @@ struct Consumer {
             const Matrix x = matrix_at(ring.stage(used));
 #pragma unroll
             for (int chunk = 0; chunk < 4; ++chunk) {
-                wait_for_products<1>();  // all but those of the chunk before
+                wait_for_products<1>();  // the products before those of the previous chunk are complete
                 if (i > 0 && chunk == 1) load_sums<Part, 0>(of_x, before), release(before);
                 unpack(parts[i], own[i], chunk, codes[chunk % 2]);
                 fence_sums();
@@ -214,7 +221,7 @@ struct Consumer {
                 end_products();
             }
         }
-        load(parts[0], first);  // the scales again: they were not kept
+        load(parts[0], first);  // load the scales again: no registers were free to keep them
         const typename Part::End ends[2] = {parts[0][0].end(), parts[0][1].end()};
         if (COUNT == 2 || first % 2 == 1) load_sums<Part, 1>(of_x, used);
         else load_sums<Part, 0>(of_x, used);
@@ -226,18 +233,18 @@ struct Consumer {
         release(used);
     }
 
-    // Of others: a unit, whose sub-blocks have sums of their own.
+    // Without INTEGERS: adds a unit of K, whose sub-blocks have separate sums.
     template <int RANGE>
     __device__ __forceinline__ void add_unit(Products& sums, int unit) {
         typedef typename gguf::OfRange<RANGE>::Of Part;
-        constexpr int PIECES = Part::HALVES ? 8 : 4, EACH = 8 / PIECES;  // EACH: steps of one
+        constexpr int PIECES = Part::HALVES ? 8 : 4, EACH = 8 / PIECES;  // EACH: wgmma steps per sub-block
         Part parts[2];
         load(parts, unit);
         const typename Part::Own own[2] = {parts[0].own(unit), parts[1].own(unit)};
         const int used = next();
         const Matrix x = matrix_at(ring.stage(used));
         Products found[2];
-        unsigned codes[2][2][4];  // of chunks, two steps each
+        unsigned codes[2][2][4];  // codes of two chunks, two steps each
 #pragma unroll
         for (int piece = 0; piece < PIECES; ++piece) {
             const int step = piece * EACH;
@@ -276,7 +283,7 @@ struct Consumer {
         }
     }
 
-    // Adds the products of a sub-block times its scales.
+    // Adds the products of a sub-block, multiplied by its scales, to the sums.
     template <typename Part>
     __device__ __forceinline__ static void add(Products& sums, Products& found, const typename Part::Own (&own)[2],
                                                int piece) {
@@ -291,7 +298,7 @@ struct Consumer {
         for (int i = 0; i < TERMS / 2; ++i) sums[i] = fmaf(by[i % 4 / 2], found[i], sums[i]);
     }
 
-    // The sums of x of chunk t of unit AT of a tile.
+    // Loads the sums of x over chunk t of a unit, for all rows of x; AT: index of the unit in its tile.
     template <typename Part, int AT>
     __device__ __forceinline__ void load_sums(unsigned (&of_x)[TERMS / 8][2], int used) const {
         const unsigned* const from = reinterpret_cast<const unsigned*>(ring.stage(used) + SUMS_AT);
@@ -299,7 +306,7 @@ struct Consumer {
         for (int j = 0; Part::MINIMUM && j < TERMS / 8; ++j) of_x[j][AT] = from[32 * j + threadIdx.x % 32];
     }
 
-    // Lane t has m and the sums of x of chunk t of each unit of a tile.
+    // Adds minimums times sums of x. Lane 4 g + t has m and the sums of x for chunk t of each unit of a tile.
     template <typename End>
     __device__ __forceinline__ static void add_minimums(Products& sums, const End (&ends)[2],
                                                         const unsigned (&of_x)[TERMS / 8][2]) {

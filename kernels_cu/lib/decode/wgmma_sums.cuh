@@ -1,40 +1,44 @@
-// The sums of a tile of the products of decoding by wgmma, of its splits: from one block, or exchanged in a cluster.
-// Included by lib/decode/wgmma_tile.cuh.
+// The sums of a tile of outputs over all splits of K, for products of decoding by wgmma: computed in one block, or
+// exchanged within a cluster. Included by lib/decode/wgmma_tile.cuh.
 #pragma once
 #include "lib/decode/wgmma.cuh"
 
 constexpr int OWN = (WARPS * TILES + DH_SPLITS - 1) / DH_SPLITS;  // tiles that a block finishes
-constexpr int OF_WARP = (TILES + DH_SPLITS - 1) / DH_SPLITS;      // and a warp of it, at most
-constexpr int AHEAD = OF_WARP < 4 ? OF_WARP : 4;                  // at a time
-// With TERM_COUNT 1, columns of B are rows, and a lane has sums of rows 2t and 2t + 1 of each eight. It writes them to
-// the places of two lanes, 16 bytes, unless these are in tiles for different blocks.
+constexpr int OF_WARP = (TILES + DH_SPLITS - 1) / DH_SPLITS;      // most tiles that one of its warps finishes
+constexpr int AHEAD = OF_WARP < 4 ? OF_WARP : 4;                  // tiles that a warp finishes at a time
+// With TERM_COUNT 1, columns of B are rows of x, and a lane has the sums of rows 2t and 2t + 1 of each eight rows.
+// IN_PAIRS: it writes them as 16 bytes to the places of two lanes, unless these rows are in tiles that different blocks
+// finish.
 constexpr bool IN_PAIRS = TERM_COUNT == 1 && (DH_SPLITS == 1 || TILES == 1);
 constexpr int FOUND = IN_PAIRS ? TERMS / 2 : 2 * TILES;  // sums of a lane, in the order in which it writes them
-// Blocks of GGUF: whether a block has one half of the splits, or both, and keeps sums of halves in shared memory.
+// For GGUF weights: whether a block has one or both halves of the splits, and keeps the sums of each half in shared
+// memory.
 constexpr bool IN_HALVES = order::BLOCKS && DH_SPLITS <= 2;
-constexpr bool OF_HALVES = IN_HALVES && DH_SPLITS == 2;  // whether those are exchanged, instead of sums of splits
+constexpr bool OF_HALVES = IN_HALVES && DH_SPLITS == 2;  // whether blocks exchange sums of halves, not of splits
 
-// Sums of a tile that a block receives. Its own one of a half stays where it was added up.
+// Returns the number of sums that a block receives for each tile. With OF_HALVES it receives one: the sum of its own
+// half stays in its shared memory.
 __device__ __forceinline__ int messages(int splits) { return OF_HALVES ? 1 : splits; }
 
 static_assert(order::BLOCKS || DH_SPLITS > 1 || TILES <= 8 * DH_STAGES, "W of a warp has room for its sums");
 static_assert(WARPS * TILES >= DH_SPLITS, "every block finishes a tile");
 
-// The sums of a lane's two rows of A, for all tiles of 4 rows of its warp. Those of the splits of a cluster's blocks
-// are exchanged: (messages, OWN, 32) pairs in shared memory. Tile i is for block i % DH_SPLITS, which adds them. Those
-// of a block alone are kept where the warp's rows of W were, once it has multiplied all of them. Of blocks of GGUF, one
-// or two blocks keep the sums of a half of the splits while they add it up: they have no registers for that. What two
-// blocks then exchange is what the other one finishes.
+// The sums of a lane's two rows of A over all splits, for all tiles of 4 rows of x that its warp has. The blocks of a
+// cluster exchange the sums of their splits through shared memory, as pairs of floats (messages(), OWN tiles, 32
+// lanes): block i % DH_SPLITS receives the sums of tile i and adds them. A block without a cluster keeps its sums in
+// the memory of the warp's rows of W, once the warp has multiplied all of them. With GGUF weights and one or two blocks
+// per tile (IN_HALVES), blocks lack registers: they add the splits of each half in shared memory. Two blocks then
+// exchange the sums of the tiles that the other block finishes.
 struct Totals {
     const Ring& ring;
     float2* pairs;
     Barrier& arrived;
     int part, warp;
-    float2* halves;  // with IN_HALVES
+    float2* halves;  // sums of halves of the splits, with IN_HALVES
 
-    static constexpr int PLACES = DH_DEPTH > 1 ? 1 + order::HALF_SPLITS / 2 : 2;  // of halves, or of parts of one
-    static constexpr int HALF = TWO ? 1024 : 2048, BYTES = 32 * sizeof(float2);  // of the warp in W, and of a tile
-    static constexpr int IN_STAGE = 2048 / BYTES;                                // tiles
+    static constexpr int PLACES = DH_DEPTH > 1 ? 1 + order::HALF_SPLITS / 2 : 2;  // halves, or parts of one half
+    static constexpr int HALF = TWO ? 1024 : 2048, BYTES = 32 * sizeof(float2);  // bytes: W of a warp in a row; a tile
+    static constexpr int IN_STAGE = 2048 / BYTES;                                // tiles per stage
 
     __device__ __forceinline__ float2* kept(int tile, int lane) const {
         if (IN_HALVES) return halves + (warp * (TERMS / 4) + tile) * 32 + lane;
@@ -43,7 +47,7 @@ struct Totals {
         return reinterpret_cast<float2*>(of_warp + (at < HALF ? at : W_BYTES / 2 + at - HALF)) + lane;
     }
 
-    // Keeps the sums of all splits.
+    // Keeps the lane's sums over all splits in shared memory.
     __device__ __forceinline__ void keep(const float (&found)[FOUND]) const {
         const int lane = threadIdx.x % 32, t = lane % 4;
         if constexpr (IN_PAIRS) {
@@ -60,12 +64,12 @@ struct Totals {
         }
     }
 
-    // With IN_HALVES: a lane's own place for four sums of a half.
+    // Returns the lane's place in shared memory for sums i to i + 3 of half `half` of the splits, with IN_HALVES.
     __device__ __forceinline__ float4& of_half(int half, int i) const {
         return reinterpret_cast<float4*>(halves)[((half * WARPS + warp) * (TERMS / 8) + i / 4) * 32 + threadIdx.x % 32];
     }
 
-    // Adds the sums of a split to those of its half. first: of the half.
+    // Adds the sums of a split to the sums of its half. first: whether this is the first split of the half.
     __device__ __forceinline__ void add(const float (&sums)[TERMS / 2], int half, bool first) const {
 #pragma unroll
         for (int i = 0; i < TERMS / 2; i += 4) {
@@ -75,7 +79,7 @@ struct Totals {
         }
     }
 
-    // The sums of the halves that the block has, or of `count` parts of one, whose places can be used again.
+    // Adds up the block's halves, or the `count` parts of one half. Afterwards their places can be used again.
     __device__ __forceinline__ void get_halves(float (&sums)[TERMS / 2], int count) const {
 #pragma unroll
         for (int i = 0; i < TERMS / 2; i += 4) {
@@ -91,7 +95,7 @@ struct Totals {
         __syncwarp();
     }
 
-    // Sends those of a split, or of a half of them.
+    // Sends the sums of one split, or of a half of the splits, to the blocks that finish the tiles.
     __device__ __forceinline__ void send(int split, const float (&found)[FOUND]) const {
         const int lane = threadIdx.x % 32, t = lane % 4;
 #pragma unroll
@@ -104,7 +108,7 @@ struct Totals {
         }
     }
 
-    // Those of tiles first, first + DH_SPLITS, ...
+    // Loads the sums of tiles first, first + DH_SPLITS, ..., added over all splits.
     __device__ __forceinline__ void get(float2 (&totals)[AHEAD], int first, int splits) const {
         const int own = (warp * TILES + first) / DH_SPLITS, lane = threadIdx.x % 32;
         if (DH_SPLITS == 1 || OF_HALVES) {
@@ -117,7 +121,7 @@ struct Totals {
             }
             return;
         }
-        constexpr int AT_ONCE = order::HALF_SPLITS;  // messages that are added to each other first
+        constexpr int AT_ONCE = order::HALF_SPLITS;  // received sums of a half, which are added first
         const int count = messages(splits);
 #pragma unroll 1
         for (int message = 0; message < count;) {
@@ -141,7 +145,7 @@ struct Totals {
     }
 };
 
-// Of two values, the second one of a lane and the first one of the lane DISTANCE further change places.
+// Exchanges the second value of a lane with the first value of the lane DISTANCE further.
 template <int DISTANCE>
 __device__ __forceinline__ void swap(float& first, float& second) {
     const bool further = threadIdx.x & DISTANCE;
@@ -149,9 +153,10 @@ __device__ __forceinline__ void swap(float& first, float& second) {
     (further ? first : second) = received;
 }
 
-// A lane's sums of rows g and g + 8 of A: of row t of x of each tile of 4 or, IN_PAIRS, of two neighbouring rows. With
-// TERM_COUNT 1 and tiles for different blocks, lanes exchange them: were one to send what it has, 8 bytes of a lane to
-// one of two blocks would be 32 messages for a warp, and qkv of GPT-2 small take 12.3 us with 64 rows, not 5.4.
+// Regroups a lane's sums of rows g and g + 8 of A by tiles of 4 rows of x: found has row t of each tile or, with
+// IN_PAIRS, two neighbouring rows. With TERM_COUNT 1 and tiles that different blocks finish, lanes first exchange sums.
+// Without this exchange a warp would send 32 messages, of 8 bytes per lane to one of two blocks: qkv of GPT-2 small
+// with 64 rows would take 12.3 us, not 5.4.
 __device__ __forceinline__ void by_tile(const float (&sums)[TERMS / 2], float (&found)[FOUND]) {
     if constexpr (TERM_COUNT == 2) {
 #pragma unroll
@@ -161,7 +166,7 @@ __device__ __forceinline__ void by_tile(const float (&sums)[TERMS / 2], float (&
         for (int i = 0; i < FOUND; ++i) found[i] = sums[i / 4 * 4 + i % 2 * 2 + i % 4 / 2];
     } else {
 #pragma unroll
-        for (int i = 0; i < TILES; ++i) {  // of rows g of two tiles, then of rows g + 8
+        for (int i = 0; i < TILES; ++i) {  // sums of rows g of two tiles, then of rows g + 8
             float first = sums[2 * i], second = sums[2 * i + 1];
             swap<1>(first, second);
             swap<2>(first, second);

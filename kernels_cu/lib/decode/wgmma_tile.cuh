@@ -1,5 +1,5 @@
-// A tile of the products of decoding by wgmma: its splits, whose sums lib/decode/wgmma_sums.cuh adds up, and the
-// call of an epilogue (lib/decode/two_outputs.cuh) with each output. The including file selects T and W
+// A tile of outputs of a product of decoding by wgmma: multiplies the splits of K, whose sums lib/decode/wgmma_sums.cuh
+// adds up, and calls an epilogue (lib/decode/two_outputs.cuh) with each output. The including file selects T and W
 // (lib/storage.cuh).
 #pragma once
 #include "lib/storage.cuh"
@@ -8,21 +8,21 @@
 #include "lib/decode/wgmma_sums.cuh"
 #include "lib/decode/two_outputs.cuh"
 
-#ifndef DH_OUT_TERMS  // whether out has terms, for another of these products
+#ifndef DH_OUT_TERMS  // whether out is stored as 16-bit terms, for a following product
 #define DH_OUT_TERMS 0
 #endif
 
-constexpr int ROW_SETS = DH_ROWS > 32 ? 2 : 1;  // of 32 rows
+constexpr int ROW_SETS = DH_ROWS > 32 ? 2 : 1;  // sets of 32 rows of x per tile
 
-// Of the rows of W; `up`: of those that are second in an output, which have no bias where they are of U.
+// Scales and bias of the rows of W. up: scales of the rows that are second in an output; such rows of U have no bias.
 struct Scales {
     const float* w;
     const float* up;
     const float* bias;
 };
 
-// What a lane's sums are finished with, loaded before the previous kernel has ended: scale and bias of row g, then of
-// row g + 8 of A. Four lanes share them; they are in shared memory while the registers are needed for products.
+// Loads the constants for a lane's sums before the previous kernel has ended: scale and bias of row g of A, then of row
+// g + 8. Four lanes share them. Shared memory holds them while products need the registers.
 __device__ __forceinline__ void load_constants(float4* of_warp, int n, int N, const Scales& scales) {
     const int row = first_row(n);
     const float* const second_scale = TWO ? scales.up : scales.w ? scales.w + 1 : nullptr;
@@ -36,12 +36,13 @@ __device__ __forceinline__ void load_constants(float4* of_warp, int n, int N, co
     __syncwarp();
 }
 
-// The output of a lane's two rows of A, or the first one of its two outputs.
+// The outputs of a lane for a row of x: either one output n from its two rows of A, or two, n and n + 1.
 struct Outputs {
     int n;
-    float4 by;  // scales and biases
+    float4 by;  // scale and bias of the first row of A, then of the second
 
-    // Stores those of some rows, from m on and 4 DH_SPLITS apart, where they are `here`; all lanes of a warp call this.
+    // Stores the outputs of AHEAD rows, from m on and 4 DH_SPLITS apart, where `here` is true; all lanes of a warp call
+    // this function.
     template <typename End, typename Late>
     __device__ __forceinline__ void store(const End& end, int m, const bool (&here)[AHEAD],
                                           const float2 (&total)[AHEAD], const Late (&late)[AHEAD]) const {
@@ -73,7 +74,7 @@ __device__ __forceinline__ auto late_of(const End& end, int m, int n) {
     else return end.late_two(m, n);
 }
 
-// The first row and column of a block. They are in shared memory while the registers are needed for products.
+// The first row and column of a block's tile. Shared memory holds them while products need the registers.
 struct Corner {
     int row, column;
 
@@ -81,7 +82,7 @@ struct Corner {
     __device__ __forceinline__ int own_column() const { return column + (TWO ? 8 : 16) * own_warp() + own_row(); }
 };
 
-// What the epilogue needs of the rows of a tile, a row for each lane, where it is the same for all columns.
+// Data that the epilogue needs for the rows of a tile. If it is the same for all columns, each lane loads one row.
 template <typename End, bool BY_ROW = End::BY_ROW>
 struct Rows {
     __device__ __forceinline__ void load(const End&, const Corner&, int) {}
@@ -102,7 +103,7 @@ struct Rows<End, true> {
         }
     }
 
-    // row: in the tile. All lanes of a warp call this.
+    // Returns the epilogue's data for row `row` of the tile. All lanes of a warp must call this function.
     __device__ __forceinline__ typename End::Late late(const End&, int, int, int row, bool) const {
         return __shfl_sync(0xffffffffu, row < 32 ? of_lane[0] : of_lane[ROW_SETS - 1], row % 32);
     }
@@ -117,10 +118,10 @@ __device__ __forceinline__ void consume(const Ring& ring, const Share& share, co
     if (set == 0) load_constants(constants + 8 * warp, corner.own_column(), N, scales);
     [[maybe_unused]] float totals[FOUND] = {};
     Consumer consumer(ring, share);
-    if (CLUSTER > 1) wait_for_cluster();  // the other blocks run, so that their barriers can be arrived at
+    if (CLUSTER > 1) wait_for_cluster();  // the other blocks have initialised their barriers
     wait_for_previous();
     Rows<End> rows;
-    if (DH_GROUPS == 1) rows.load(end, corner, M);  // else there are no registers to hold it in
+    if (DH_GROUPS == 1) rows.load(end, corner, M);  // otherwise no registers are free during the products
     int split = share.first;
 #pragma unroll 1
     for (int left = share.slices; left > 0; left -= each, ++split) {
@@ -159,7 +160,7 @@ __device__ __forceinline__ void consume(const Ring& ring, const Share& share, co
     if (DH_GROUPS > 1) rows.load(end, corner, M);
     const int top = corner.row, count = corner.rows(M), n = corner.own_column();
     const Outputs outputs{n, constants[8 * warp + threadIdx.x % 32 / 4]};
-    // One loop over tiles: a block runs each of its instructions several times, which it has to fetch.
+    // This loop over tiles is not unrolled: its instructions are fetched once and executed several times.
     const int begin = DH_SPLITS > 1 ? (share.rank + DH_SPLITS - warp * TILES % DH_SPLITS) % DH_SPLITS : 0;
 #pragma unroll 1
     for (int first = begin; first < TILES; first += AHEAD * DH_SPLITS) {
@@ -188,7 +189,7 @@ __device__ __forceinline__ void run(const float* x, const Sources& from, const S
 #if defined(WEIGHT_GGUF)
     __shared__ Barrier tile_full[DH_DEPTH * DH_TILES], tile_empty[DH_DEPTH * DH_TILES];
     const Ring all{stages, full, empty, stages + DH_DEPTH * DH_STAGES * STAGE, tile_full, tile_empty};
-    const int stage = set * DH_STAGES, tile = set * DH_TILES;  // the first ones of a set
+    const int stage = set * DH_STAGES, tile = set * DH_TILES;  // first stage and first tile of the set
     const Ring ring{all.stage(stage), full + stage, empty + stage, all.tile(tile), tile_full + tile, tile_empty + tile};
     char* const after = all.tile(DH_DEPTH * DH_TILES);
 #else
@@ -207,7 +208,7 @@ __device__ __forceinline__ void run(const float* x, const Sources& from, const S
 #else
         prefetch(from.w);
 #endif
-        constexpr int EACH = order::BLOCKS ? 32 : 1;  // arrivals of a warp
+        constexpr int EACH = order::BLOCKS ? 32 : 1;  // arrivals per warp
         for (int i = 0; i < DH_DEPTH * DH_STAGES; ++i) init(full[i], 1), init(empty[i], EACH * DH_SHARES * WARPS);
         init(arrived, 1);
         fence_inits();

@@ -1,8 +1,9 @@
-// The products of a GPT-2 layer, and lm_head, for decoding, where every weight is read for one token:
+// Matrix products of a GPT-2 layer, and lm_head, in decoding, where every weight is read for one token:
 //
 //   linear_matvec: few rows: all weights requested before x; LayerNorm of x in each block.
-//       out = [residual +] [gelu] (x W^T * scale + bias), with x or, with LM_NORM, its LayerNorm
-//   qkv_matvec: linear_matvec, with k and v into the KV cache. q goes to an array; without residual and GELU
+//       out = [residual +] [gelu] (x W^T * scale + bias); with LM_NORM, x is replaced by its LayerNorm
+//   qkv_matvec: linear_matvec for q, k and v: stores q in an array, k and v in the KV cache. It has no residual and
+//       no GELU
 //
 // W is (N, K), one row per output. Reading W takes only a few microseconds, about two memory latencies. Therefore as
 // little work as possible is left for the time after the weights arrive:
@@ -10,15 +11,15 @@
 //   all threads   [ load weights | wait for x | x, its LayerNorm | products | sums, epilogue ]
 //
 //   block   COLUMNS neighbouring outputs, LM_COLUMNS of them per group
-//   group   LM_SPLIT warps, which share K: warp p takes p, p + LM_SPLIT, ... of the units of 32 * LM_WIDTH weights
-//   thread  a chunk of LM_STEPS vectors of each column of its group in flight, multiplied with LM_TOGETHER rows of x at
-//           a time. The code is short on purpose: a kernel of a few microseconds also waits for its instructions
-//           (8 rows at once, 1400 instructions, took 10 us where 2 at a time take 4.8)
+//   group   LM_SPLIT warps, which divide K: warp p takes the units p, p + LM_SPLIT, ... of 32 * LM_WIDTH weights
+//   thread  keeps a chunk of weights in flight: LM_STEPS vectors of each column of its group. It multiplies them with
+//           LM_TOGETHER rows of x at a time. The code is short on purpose: a kernel of a few microseconds also waits
+//           for its instructions (8 rows at a time, 1400 instructions, took 10 us; 2 at a time take 4.8 us)
 //
-// For each chunk of K, an output is summed up in each lane and then over the lanes; these sums are added over the
-// chunks, then over the warps. Its bits depend only on LM_WIDTH, LM_SPLIT and LM_STEPS, not on the number of rows or
-// columns that are computed together. Blocks for rows beyond LM_ROWS read W again, at best from the L2 cache. With
-// lib/overlap.cuh, weights are loaded while the previous kernel is still running.
+// For each chunk of K, the products of an output are added within each lane and then over the lanes; these sums are
+// added over the chunks, then over the warps. The bits of an output depend only on LM_WIDTH, LM_SPLIT and LM_STEPS, not
+// on the number of rows or columns that are computed together. Blocks for rows beyond LM_ROWS read W again, at best
+// from the L2 cache. With lib/overlap.cuh, weights are loaded while the previous kernel is still running.
 //
 // With LM_LOOP, a block continues with other columns until all are done, and prefetches the next weights as soon as a
 // register is free: for products with more columns than one grid can hold, such as lm_head.
@@ -30,7 +31,7 @@
 #include "lib/overlap.cuh"
 #include "lib/stream.cuh"
 
-// The weights of a thread: LM_STEPS vectors of each column of its group.
+// The weights that a thread has in flight: LM_STEPS vectors of each column of its group.
 struct Stream {
     Weights raw[LM_STEPS][LM_COLUMNS];
     const W* w;
@@ -38,8 +39,8 @@ struct Stream {
 
     __device__ Stream(const W* w, int N, int k) : w(w), N(N), k(k) {}
 
-    // Loads step s of a chunk for the columns from n on. Beyond N it loads the last column again, whose sums are
-    // discarded; beyond K, weights are zero.
+    // Loads step s of a chunk for the columns from n on. For columns after the last, it loads the last column again,
+    // whose sums are discarded. For positions after the end of K, weights are zero.
     __device__ __forceinline__ void fetch(int s, int n, int chunk) {
         const int at = chunk * CHUNK + s * STEP + k;
 #pragma unroll
@@ -51,7 +52,7 @@ struct Stream {
         }
     }
 
-    // Adds step s of column c, multiplied with the same part of row r, to the sum of (r, c).
+    // Adds the products of step s to all sums: each column's weights times each row's values at the same positions.
     __device__ __forceinline__ void use(int s, const float (&x)[LM_TOGETHER][LM_WIDTH], float (&sum)[VALUES]) const {
 #pragma unroll
         for (int c = 0; c < LM_COLUMNS; ++c) {
@@ -68,8 +69,9 @@ struct Stream {
     }
 };
 
-// Sums over the lanes, in which each step halves the number of values per lane: lanes with the bit set keep the upper
-// half. At the end a lane holds the sums of `count` values from `first` on. The additions are those of lanes_sum.
+// Adds VALUES values over the lanes of a warp. Each step halves the number of values per lane: lanes with the bit set
+// keep the upper half. At the end a lane holds the sums of `count` values from index `first` on. The additions are
+// those of lanes_sum.
 struct Folded {
     int first = 0, count = VALUES;
 
@@ -100,10 +102,10 @@ struct Folded {
     }
 };
 
-// A sum that this thread completes: row m and column n, or none.
+// An output that this thread completes, if `there`.
 template <typename Late>
 struct Last {
-    int r, column;  // relative to the team
+    int r, column;  // row; column relative to the team's first column
     bool there;
     float scale, bias;
     Late late;
@@ -112,15 +114,16 @@ struct Last {
 template <typename End>
 __device__ __forceinline__ void multiply(const W* w, const float* scale, const float* bias, Rows& input,
                                          const End& end, int M, int N) {
-    // A team completes sums together: the threads of a block or, if one warp has all of K, those of a warp.
+    // A team adds up and completes sums together. It consists of the threads of the block or, if one warp multiplies
+    // all of K, of the threads of that warp.
     constexpr bool ALONE = LM_SPLIT == 1;
-    constexpr int TEAM = ALONE ? 32 : THREADS, ACROSS = ALONE ? LM_COLUMNS : COLUMNS;  // columns of a team
+    constexpr int TEAM = ALONE ? 32 : THREADS, ACROSS = ALONE ? LM_COLUMNS : COLUMNS;  // ACROSS: columns per team
     constexpr int ENDS = (LM_ROWS * ACROSS + TEAM - 1) / TEAM;
     extern __shared__ float4 shared[];
     float* x_s = reinterpret_cast<float*>(shared);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = warp / LM_SPLIT, part = warp % LM_SPLIT;
     const int before = group * LM_COLUMNS, apart = ALONE ? before : 0;  // columns before the group's and the team's
-    float* sums = x_s + Rows::FLOATS + LM_ROWS * apart;                // (LM_SPLIT, LM_ROWS, ACROSS)
+    float* sums = x_s + Rows::FLOATS + LM_ROWS * apart;                // split sums: (LM_SPLIT, LM_ROWS, ACROSS)
     int start = blockIdx.x * COLUMNS;                                   // the block's first column
 
     Last<typename End::Late> last[ENDS];
@@ -213,7 +216,7 @@ __device__ __forceinline__ void multiply(const W* w, const float* scale, const f
         }
         if (!more) break;
         start = next;
-        meet();  // the sums have been read
+        meet();  // all threads have read the sums
     }
 }
 

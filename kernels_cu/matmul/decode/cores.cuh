@@ -1,5 +1,5 @@
-// The constants of matmul/decode/cores.cu, and its loads of x, or with LM_NORM of its LayerNorm: mean, then variance
-// around it.
+// The constants of matmul/decode/cores.cu, and its loads of x. With LM_NORM, x is replaced by its LayerNorm: first the
+// mean, then the variance around the mean.
 //
 // Rows are kept in shared memory. Only a single row without LayerNorm is loaded directly into registers: each thread
 // loads its part.
@@ -18,7 +18,7 @@
 #ifndef LM_ROWS
 #define LM_ROWS 1
 #endif
-#ifndef LM_TOGETHER  // rows multiplied at a time: shorter code, and weights are widened half as often
+#ifndef LM_TOGETHER  // rows of x multiplied at a time: 2 convert weights half as often as 1, in less code than more
 #define LM_TOGETHER (LM_ROWS > 1 ? 2 : 1)
 #endif
 #ifndef LM_WIDTH  // weights per load
@@ -39,7 +39,7 @@
 #ifndef LM_LOOP
 #define LM_LOOP 0
 #endif
-#ifndef LM_BLOCKS  // that an SM has room for, including those of the next kernel
+#ifndef LM_BLOCKS  // minimum blocks per SM (__launch_bounds__), including those of the next kernel
 #define LM_BLOCKS 1
 #endif
 #ifndef LM_X  // values per load of x, gamma and beta
@@ -49,22 +49,22 @@ constexpr int WARPS = LM_GROUPS * LM_SPLIT;
 constexpr int THREADS = 32 * WARPS;
 constexpr int UNIT = 32 * LM_WIDTH;
 constexpr int STEP = UNIT * LM_SPLIT;
-constexpr int CHUNK = STEP * LM_STEPS;           // of K, in flight at once
+constexpr int CHUNK = STEP * LM_STEPS;           // values of K in flight at once
 constexpr int CHUNKS = (LM_K + CHUNK - 1) / CHUNK;
 constexpr int PADDED = CHUNKS * CHUNK;           // floats of a row in shared memory, with zeros after K
 constexpr int OWN = CHUNKS * LM_STEPS;           // vectors of a row that a thread multiplies
-constexpr int COLUMNS = LM_GROUPS * LM_COLUMNS;  // of a block
-constexpr int VALUES = LM_TOGETHER * LM_COLUMNS; // sums of a thread at a time
+constexpr int COLUMNS = LM_GROUPS * LM_COLUMNS;  // output columns per block
+constexpr int VALUES = LM_TOGETHER * LM_COLUMNS; // sums per thread at a time
 constexpr int SHARES = (LM_K + THREADS * LM_X - 1) / (THREADS * LM_X);  // vectors of a row that a thread loads
 constexpr bool FITS = LM_ROWS == 1 && OWN * LM_WIDTH <= 32;             // the row fits in the threads' registers
-constexpr int PIECE = LM_WIDTH < 4 ? LM_WIDTH : 4;                      // contiguous values of a lane
+constexpr int PIECE = LM_WIDTH < 4 ? LM_WIDTH : 4;                      // contiguous values that a lane reads
 typedef Vec<W, LM_WIDTH> Weights;
 typedef Vec<float, LM_X> Values;
 static_assert(LM_K % LM_WIDTH == 0 && LM_K % LM_X == 0, "vectors do not cross the end of a row");
 static_assert(LM_ROWS % LM_TOGETHER == 0, "rows go together");
 
-// The position of a row's element k in shared memory. A lane reads LM_WIDTH values as float4. The float4 of all lanes
-// are stored side by side, so that there are no bank conflicts. Each group of 4 stays contiguous.
+// Returns the position of a row's element k in shared memory. A lane reads LM_WIDTH values as float4. The float4 of all
+// lanes are stored next to each other, which avoids bank conflicts. Each group of 4 stays contiguous.
 __device__ __forceinline__ int place(int k) {
     if (LM_WIDTH <= 4) return k;
     const int within = k % UNIT, lane = within / LM_WIDTH, e = within % LM_WIDTH;
@@ -92,9 +92,10 @@ __device__ __forceinline__ void read(float (&v)[N], const float* from) {
     }
 }
 
-__device__ __forceinline__ int share(int i) { return (i * THREADS + threadIdx.x) * LM_X; }  // its position in the row
+__device__ __forceinline__ int share(int i) { return (i * THREADS + threadIdx.x) * LM_X; }  // position of load i
 
-// The position of vector i of a thread's part of a row: in the row, and in shared memory.
+// own_at() and own_place() return the position of vector i of a thread's part of a row: in the row, and in shared
+// memory.
 __device__ __forceinline__ int own_at(int i) {
     return i * STEP + threadIdx.x / 32 % LM_SPLIT * UNIT + threadIdx.x % 32 * LM_WIDTH;
 }
@@ -112,17 +113,17 @@ __device__ __forceinline__ void read_own(float (&v)[LM_WIDTH], int i, const floa
     }
 }
 
-__device__ __forceinline__ void zeros_behind(float* row) {  // by any number of threads: all write the same value
+__device__ __forceinline__ void zeros_behind(float* row) {  // any threads may call it: all write the same
     if constexpr (PADDED > LM_K) {
         for (int k = LM_K + threadIdx.x; k < PADDED; k += THREADS) row[place(k)] = 0.0f;
     }
 }
 
-// A block's rows of x (M, K), or with LM_NORM their LayerNorm.
+// A block's rows of x (M, K), with LM_NORM replaced by their LayerNorm.
 struct Rows {
     static constexpr bool HELD = FITS && !LM_NORM;
-    static constexpr int FLOATS = HELD ? 0 : (LM_ROWS + 2 * LM_NORM) * PADDED;  // of shared memory
-    static constexpr int EARLY = LM_NORM ? (SHARES < 2 ? SHARES : 2) : 1;  // of gamma and beta, loaded before the wait
+    static constexpr int FLOATS = HELD ? 0 : (LM_ROWS + 2 * LM_NORM) * PADDED;  // floats of shared memory
+    static constexpr int EARLY = LM_NORM ? (SHARES < 2 ? SHARES : 2) : 1;  // vectors of gamma and beta loaded early
     const float* x;
     const float* gamma;
     const float* beta;
@@ -130,7 +131,7 @@ struct Rows {
     int M, first;
     Values early[2][EARLY];
 
-    // Issues loads of data that no kernel writes; nothing waits for them here.
+    // Issues loads of gamma and beta, which no kernel writes, before the wait for the previous kernel.
     __device__ __forceinline__ void prefetch() {
 #pragma unroll
         for (int i = 0; i < (LM_NORM ? EARLY : 0); ++i) {
@@ -214,7 +215,8 @@ struct Rows {
         for (int r = 0; r < LM_ROWS; ++r) zeros_behind(x_s + r * PADDED);
     }
 
-    // Each warp loads a row and computes its LayerNorm. A lane accesses only its own values: no barrier.
+    // Each warp loads a row and computes its LayerNorm. A lane accesses only its own values of the row: no barrier is
+    // needed.
     __device__ __forceinline__ void normalised(float* x_s) const {
         const float *gamma_s = x_s + LM_ROWS * PADDED, *beta_s = gamma_s + PADDED;
 #pragma unroll 1

@@ -5,21 +5,21 @@
 //   sums[s] = split s of h V^T
 //
 //   ffn_decode: RMSNorm and a gated feed-forward of up to 4 rows in clusters, which exchange h. This is one kernel
-//       instead of five: a step of one row is a chain of kernels, each of which waits for the one before
+//       instead of five: a step of one row is a chain of kernels, each of which waits for the previous one
 //
-// The order of additions is that of lib/decode/order.cuh, so a row has the bits that it has in any batch. A split of
-// H is what one cluster computes: its columns of h, which the blocks send to each other, and its sums of all C outputs.
-// The next kernels add the sums to x in their order, as they load x anyway (lib/decode/split_sums.cuh).
+// The additions are in the order of lib/decode/order.cuh, so a row has the same bits in any batch. A cluster computes
+// one split of H: its columns of h, which the blocks send to each other, and the split's sums for all C outputs. The
+// next kernels add these sums to x in order, when they load x (lib/decode/split_sums.cuh).
 //
 //   cluster s     h[s]     block 0 | block 1 | ...     LENGTH / FF_CLUSTER columns each, from all of x
 //                          each block sends its columns to all blocks: their terms (lib/terms.cuh), by st.async
 //                 sums[s]   block 0 | block 1 | ...     C / FF_CLUSTER outputs each, from all of h[s]
 //
-//   a warp        first a split of C, of a block's columns of h; then some outputs
+//   a warp        first product: a split of C, for all of the block's columns of h; second product: some outputs
 //
-// All matrices are requested before the wait for the previous kernel. W and U wait in registers, V with FF_COPIED in
-// shared memory, where each lane has what it will multiply itself, so that other kernels have registers at the same
-// time.
+// All weights are requested before the wait for the previous kernel. W and U are kept in registers. With FF_COPIED, V
+// is kept in shared memory, which leaves registers for other kernels; each lane copies the weights that it will
+// multiply.
 //
 // Grid (FF_CLUSTER * splits of H), block (THREADS), dynamic shared memory BYTES. A cluster of more than 8 blocks must
 // be allowed by cuFuncSetAttribute (non-portable cluster size).
@@ -36,30 +36,30 @@
 #include "lib/overlap.cuh"
 #include "lib/stream.cuh"
 
-#ifndef FF_COPIED  // whether V waits in shared memory instead of registers
+#ifndef FF_COPIED  // whether V is loaded into shared memory instead of registers
 #define FF_COPIED 1
 #endif
 
-constexpr int OWN_OUT = LM_K / FF_CLUSTER;  // outputs of a block
-constexpr int MATRICES = 2;  // W and U
-constexpr int OF_WARP = OWN / 8, OUT_OF_WARP = ((OWN_OUT + 7) / 8 + WARPS - 1) / WARPS;  // eights of columns
+constexpr int OWN_OUT = LM_K / FF_CLUSTER;  // outputs per block
+constexpr int MATRICES = 2;  // matrices of the first product: W and U
+constexpr int OF_WARP = OWN / 8, OUT_OF_WARP = ((OWN_OUT + 7) / 8 + WARPS - 1) / WARPS;  // 8-column groups per warp
 constexpr int H_CHUNKS = H_LENGTH / order::CHUNK;
 constexpr int H_TERM = 2 * H_LENGTH + PADDING, H_PITCH = (2 * H_TERM + 127) / 128 * 128 + PADDING;
 static_assert(!order::FLOATS, "of 16 bits or FP8");
 static_assert(LM_K % FF_CLUSTER == 0, "blocks have as many outputs");
 
 // The layout of shared memory.
-constexpr int HIDDEN = aligned16(Input::BYTES);      // LM_ROWS rows of H_PITCH: h[s] as terms, from all blocks
-constexpr int STAGED = HIDDEN + LM_ROWS * H_PITCH;   // (LM_ROWS, 2, OWN) terms, of this block
-constexpr int TOTALS = STAGED + LM_ROWS * 4 * OWN;   // (SPLITS, LM_ROWS, MATRICES, OWN) floats
+constexpr int HIDDEN = aligned16(Input::BYTES);      // LM_ROWS rows of H_PITCH bytes: h[s] as terms, from all blocks
+constexpr int STAGED = HIDDEN + LM_ROWS * H_PITCH;   // (LM_ROWS, 2, OWN): terms of this block's columns of h
+constexpr int TOTALS = STAGED + LM_ROWS * 4 * OWN;   // (SPLITS, LM_ROWS, MATRICES, OWN) floats: split sums
 constexpr int ARRIVED = TOTALS + SPLITS * LM_ROWS * MATRICES * OWN * 4;  // 8 bytes for a Barrier
-constexpr int COPIED = aligned16(ARRIVED + 8);  // with FF_COPIED, OUT_OF_WARP * H_CHUNKS vectors of 16 bytes a thread
+constexpr int COPIED = aligned16(ARRIVED + 8);  // with FF_COPIED, OUT_OF_WARP * H_CHUNKS 16-byte vectors per thread
 constexpr int BYTES = COPIED + FF_COPIED * OUT_OF_WARP * H_CHUNKS * THREADS * 16;
 static_assert(BYTES <= 227 * 1024, "a block has room");
 static_assert(ARRIVED % 8 == 0 && HIDDEN % 16 == 0 && STAGED % 16 == 0, "alignment");
 
-// Some of a matrix, (N, K), of a lane: from one value of K on, CHUNKS chunks of OCTETS times eight columns. In
-// registers, or IN_SHARED memory.
+// A lane's part of a matrix (N, K): CHUNKS chunks along K of OCTETS groups of eight columns; in registers, or with
+// IN_SHARED in shared memory.
 template <int K, int CHUNKS, int OCTETS, bool IN_SHARED>
 struct Panel {
     static constexpr int TILES = (OCTETS + 1) / 2;
@@ -67,7 +67,8 @@ struct Panel {
     uint4 raw[IN_SHARED ? 1 : CHUNKS][2 * TILES];
     float sums[TILES][ROW_TILES][4];
 
-    // column: the first value of a lane's column of an eight; zeros unless it is `there`, and from `left` on.
+    // Loads a lane's column of group `octet`. column: address of the column's first value for this lane's warp. Weights
+    // are zero if the column is not `there`, and from `left` values on.
     __device__ __forceinline__ void fetch(int octet, const W* column, bool there, int left) {
         const int t = threadIdx.x % 4 * order::WIDTH;
 #pragma unroll
@@ -89,7 +90,7 @@ struct Panel {
         return IN_SHARED ? own[(chunk * OCTETS + octet) * THREADS] : raw[IN_SHARED ? 0 : chunk][octet];
     }
 
-    // rows(x, i, chunk) gives a lane's part of tile i of rows.
+    // Multiplies these weights with rows of x. rows(x, i, chunk) stores the lane's part of row tile i in x.
     template <typename Get>
     __device__ __forceinline__ void multiply(Get rows) {
 #pragma unroll
@@ -100,7 +101,7 @@ struct Panel {
                 for (int i = 0; i < 4; ++i) sums[tile][r][i] = 0.0f;
             }
         }
-        if (IN_SHARED) wait_for_groups<0>();  // of what this thread has copied, and no other reads
+        if (IN_SHARED) wait_for_groups<0>();  // wait for this thread's copies; no other thread reads them
 #pragma unroll
         for (int chunk = 0; chunk < CHUNKS; ++chunk) {
             order::Rows x[ROW_TILES];
@@ -115,7 +116,8 @@ struct Panel {
         }
     }
 
-    // Calls use(octet, row, sum) for each of a lane's sums: of its column of the eight, high terms and low ones.
+    // Calls use(octet, row, sum) for each sum of a lane: for the lane's column of a group of eight, over both terms of
+    // x.
     template <typename Use>
     __device__ __forceinline__ void each(Use use) const {
 #pragma unroll
@@ -132,13 +134,13 @@ struct Panel {
 
 typedef Panel<LM_K, UNITS * UNIT_CHUNKS, MATRICES * OF_WARP, false> First;
 typedef Panel<FF_H, H_CHUNKS, OUT_OF_WARP, FF_COPIED> Second;
-constexpr int LANES_OWN = (OWN + 31) / 32;  // columns of h that a lane completes, of a row
+constexpr int LANES_OWN = (OWN + 31) / 32;  // columns of h that a lane completes per row
 
 struct Ends {
     float scale[MATRICES][LANES_OWN];
 };
 
-// The block's columns of h of a row, by a warp: sums the splits of C, and stores terms.
+// Completes the block's columns of h for row r: one warp adds the splits of C, applies the gate, and stores terms.
 __device__ __forceinline__ void complete_row(char* shared, int r, const Ends& ends) {
     const int lane = threadIdx.x % 32;
     const float* totals = reinterpret_cast<const float*>(shared + TOTALS);
@@ -226,12 +228,12 @@ extern "C" __global__ void __cluster_dims__(FF_CLUSTER, 1, 1) __launch_bounds__(
     });
     __syncthreads();
 #if defined(__CUDA_ARCH__)
-    wait_for_cluster();  // all blocks run, and expect bytes
+    wait_for_cluster();  // all blocks have started, and their barriers expect the data
 #endif
 #pragma unroll 1
     for (int r = warp; r < LM_ROWS; r += WARPS) {
         complete_row(shared, r, ends);
-        char* const row = shared + HIDDEN + r * H_PITCH + 2 * OWN * rank;  // high terms, then low ones
+        char* const row = shared + HIDDEN + r * H_PITCH + 2 * OWN * rank;  // high terms; the low terms follow
         send_row(shared + STAGED + r * 4 * OWN, shared + ARRIVED, [&](int i) {
             return row + (i < OWN / 8 ? 16 * i : H_TERM + 16 * i - 2 * OWN);
         });

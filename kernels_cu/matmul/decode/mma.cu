@@ -1,30 +1,30 @@
-// The products of a GPT-2 layer, and lm_head, for decoding on sm_80 and newer.
+// Matrix products of a GPT-2 layer, and lm_head, in decoding on sm_80 and newer:
 //
-//   linear_decode_mma: few rows on tensor cores, x in one or two terms: the same bits in any batch.
-//       out = [residual +] [gelu] (x W^T * scale + bias), with x or, with LM_NORM, its LayerNorm
-//   qkv_decode_mma: linear_decode_mma, with k and v into the KV cache. q goes to an array; without residual and GELU
-//   linear_decode_sums: linear_decode_mma, with split sums of gated_sums added to the residual. Those are of
-//       matmul/decode/ffn_mma.cu
-//   rope_decode_sums: linear_decode_mma, with RMSNorm of x and split sums of gated_sums, RoPE, k and v into the KV
-//       cache. The sums belong to x. With LM_QK_NORM, heads of q and k have a norm (positions/qk_norm.cu), whose
-//       squares the blocks of a cluster add up
+//   linear_decode_mma: few rows on tensor cores, x rounded to one or two terms of the tensor cores' type: the same bits
+//       in any batch. out = [residual +] [gelu] (x W^T * scale + bias); with LM_NORM, x is replaced by its LayerNorm
+//   qkv_decode_mma: linear_decode_mma for q, k and v: stores q in an array, k and v in the KV cache. It has no residual
+//       and no GELU
+//   linear_decode_sums: linear_decode_mma that also adds the split sums of gated_sums to the residual.
+//       matmul/decode/ffn_mma.cu computes these sums
+//   rope_decode_sums: qkv_decode_mma for x plus the split sums of gated_sums, with RMSNorm and RoPE. With LM_QK_NORM,
+//       heads of q and k are normalised (positions/qk_norm.cu); the blocks of a cluster add up their squares
 //
-// lib/decode/order.cuh has the order of the additions. W is (N, K). As in matmul/decode/cores.cu, all loads of weights
-// are issued before the wait for the previous kernel, and little work is left for the time after it:
+// lib/decode/order.cuh defines the order of the additions. W is (N, K). As in matmul/decode/cores.cu, all loads of
+// weights are issued before the wait for the previous kernel, and little work is left for the time after the wait:
 //
 //   all warps   [ load weights | wait for x | x, its LayerNorm, as two terms | mma | sums of splits, epilogue ]
 //
 //   block   LM_COLUMNS neighbouring outputs of LM_ROWS rows
-//   warp    a split of K, of all columns: its weights, its part of x. Only a LayerNorm and the last sums need a barrier
-//   lane    LM_FLIGHT units of 128 of K in flight: of each eight columns UNIT_CHUNKS vectors of 16 bytes a unit
+//   warp    one split of K for all columns: its weights, its part of x. Only LayerNorm and final sums need barriers
+//   lane    LM_FLIGHT units of 128 values of K in flight: UNIT_CHUNKS 16-byte vectors per unit and eight columns
 //
-// A tile of an mma is 16 columns by 4 rows of both terms, or 8 columns if weights have two terms. Any number of columns
-// is possible: a last eight without a partner, and lanes without a column, multiply zeros. Whole eights are faster: an
-// mma of fewer takes as long.
+// An mma computes 4 rows with two terms each by 16 columns, or by 8 columns if weights have two terms. Any number of
+// columns is possible: lanes without a column multiply zeros. Multiples of eight columns are faster, because an mma
+// with fewer columns takes as long.
 //
-// With LM_LOOP, a warp has all splits, one after the other, of LM_COLUMNS columns at a time, and continues with others
-// until all are done: for products with more columns than one grid can hold, such as lm_head. There is no barrier in
-// this loop.
+// With LM_LOOP, a warp multiplies all splits of LM_COLUMNS columns, one split after the other, and continues with other
+// columns until all are done: for products with more columns than one grid can hold, such as lm_head. This loop has no
+// barrier.
 //
 // grid (ceil(N / LM_COLUMNS), or any with LM_LOOP, ceil(M / LM_ROWS)), block (32 * WARPS). `geometry` of the Python
 // module `_linear_mma` computes the dynamic shared memory. Any M and N; rows of W have a multiple of 16 bytes.
@@ -37,7 +37,7 @@
 #include "lib/overlap.cuh"
 #include "lib/stream.cuh"
 
-// The weights of a lane: LM_FLIGHT units of its columns.
+// The weights that a lane has in flight: LM_FLIGHT units (128 values of K each) of its columns.
 struct Weights {
     uint4 raw[LM_FLIGHT][UNIT_CHUNKS][VECTORS];
     const W* w;
@@ -45,7 +45,7 @@ struct Weights {
 
     __device__ __forceinline__ Weights(const W* w, int N) : w(w), N(N) {}
 
-    // Loads a unit of the columns from n on; beyond the columns of a warp, and beyond K, weights are zero.
+    // Loads a unit of the columns from n on; after the columns of the warp, and after the end of K, weights are zero.
     __device__ __forceinline__ void fetch(int slot, int unit, int n) {
         const int g = threadIdx.x % 32 / 4, k = unit * order::UNIT + threadIdx.x % 4 * order::WIDTH;
 #pragma unroll
@@ -65,7 +65,7 @@ struct Weights {
         }
     }
 
-    // Adds a unit to the sums of its split.
+    // Adds the products of a unit to the sums of its split.
     __device__ __forceinline__ void use(int slot, int unit, const Input& input, Sums& sums) const {
 #pragma unroll
         for (int chunk = 0; chunk < UNIT_CHUNKS; ++chunk) {
@@ -83,7 +83,8 @@ struct Weights {
     }
 };
 
-// A block of which each warp has a split. totals: shared memory for (SPLITS, LM_ROWS, LM_COLUMNS) floats.
+// Computes a block's outputs; each warp multiplies one split of K. totals: shared memory for (SPLITS, LM_ROWS,
+// LM_COLUMNS) floats.
 template <typename End>
 __device__ __forceinline__ void multiply(const W* w, const float* scale, const float* bias, float x_scale, Input& input,
                                          const End& end, float* totals, int N) {
@@ -152,7 +153,7 @@ __device__ __forceinline__ void multiply(const W* w, const float* scale, const f
         __shared__ float squares[LM_CLUSTER][LM_ROWS];
         const HeadSums<HALF, LM_CLUSTER, LM_ROWS> heads{squares};
         float own[ENDS], other[ENDS];
-        if (LM_CLUSTER > 1) wait_for_cluster();  // the other blocks run, so that their shared memory can be written
+        if (LM_CLUSTER > 1) wait_for_cluster();  // the other blocks have started: their shared memory can be written
 #pragma unroll
         for (int i = 0; i < ENDS; ++i) {
             const int at = i * THREADS + threadIdx.x, flat = min(at, OUTPUTS - 1), column = flat % LM_COLUMNS;
@@ -186,7 +187,7 @@ __device__ __forceinline__ void multiply(const W* w, const float* scale, const f
     }
 }
 
-// Warps that take LM_COLUMNS columns after the other, with all splits.
+// Computes outputs with LM_LOOP: a warp multiplies all splits of LM_COLUMNS columns, then those of other columns.
 template <typename End>
 __device__ __forceinline__ void multiply_all(const W* w, const float* scale, const float* bias, float x_scale,
                                              Input& input, const End& end, int N) {
@@ -250,17 +251,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, LM_BLOCKS) linear_decode_m
     const float* x,                   // (M, K)
     const float* __restrict__ gamma,  // (K), with LM_NORM
     const float* __restrict__ beta,   // (K), with LM_NORM
-    const W* __restrict__ w,          // (N, K), or both parts
+    const W* __restrict__ w,          // (N, K); two-part weights: (2, N, K)
     const float* __restrict__ scale,  // (N) or null
     const float* __restrict__ bias,   // (N) or null
-    float x_scale,                    // of x, with two-part weights
+    float x_scale,                    // scale of x, with two-part weights
     const float* residual,            // (M, N) or null; may be out
     float* out,                       // (M, N)
     float eps, int M, int N, int gelu) {
     run(x, gamma, beta, eps, M, w, scale, bias, x_scale, Add{residual, out, N, gelu}, N);
 }
 
-// The residual, to which LM_SUMS of splits belong, + x W^T * scale.
+// Computes out = residual + the LM_SUMS split sums * sum_scale + x W^T * scale.
 extern "C" __global__ void __launch_bounds__(THREADS, LM_BLOCKS) linear_decode_sums(
     const float* x,                       // (M, K)
     const W* __restrict__ w,              // (N, K)
@@ -274,8 +275,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, LM_BLOCKS) linear_decode_s
     run(x, nullptr, nullptr, 0.0f, M, w, scale, nullptr, 1.0f, end, N);
 }
 
-// RMSNorm(x) W^T * scale, with LM_NORM 2, where LM_SUMS of splits belong to x. RoPE turns q and k, with LM_ROPE. Row m
-// is the next token of sequence row[m], at position[m] of its cache. Tokens outside the cache are not stored.
+// Computes RMSNorm(x + the LM_SUMS split sums * sum_scale) W^T * scale, with LM_NORM 2. With LM_ROPE, RoPE rotates q
+// and k. Row m is the next token of sequence row[m], at position[m] of its cache. Tokens outside the cache are not
+// stored.
 extern "C" __global__ void __cluster_dims__(LM_CLUSTER, 1, 1) __launch_bounds__(THREADS, LM_BLOCKS) rope_decode_sums(
     const float* x,                       // (M, K)
     const float* __restrict__ gamma,      // (K)
@@ -302,10 +304,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, LM_BLOCKS) qkv_decode_mma(
     const float* x,                   // (M, K)
     const float* __restrict__ gamma,  // (K), with LM_NORM
     const float* __restrict__ beta,   // (K), with LM_NORM
-    const W* __restrict__ w,          // (3C, K), or both parts
+    const W* __restrict__ w,          // (3C, K); two-part weights: (2, 3C, K)
     const float* __restrict__ scale,  // (3C) or null
     const float* __restrict__ bias,   // (3C) or null
-    float x_scale,                    // of x, with two-part weights
+    float x_scale,                    // scale of x, with two-part weights
     const int* row,                   // (M)
     const int* position,              // (M)
     float* q,                         // (M, C)

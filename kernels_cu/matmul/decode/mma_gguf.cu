@@ -1,37 +1,42 @@
-// The products of decoding with weights in blocks of GGUF. The bits are those of lib/decode/order.cuh for any rows.
+// Matrix products of decoding with GGUF weights, in the order of lib/decode/order.cuh, with the same bits for any rows:
 //
-//   linear_decode_gguf: weights in blocks, read while the columns before are multiplied. out = [residual +] [gelu]
-//       (x W^T + bias), with x, its LayerNorm or RMSNorm; with LM_UP silu(x W^T) (x up^T) of two matrices
-//   qkv_decode_gguf: linear_decode_gguf, with k and v into the KV cache. q goes to an array; without residual and GELU
-//   linear_gguf_sums: linear_decode_gguf, with a residual to which split sums belong (lib/decode/split_sums.cuh)
-//   rope_decode_gguf: qkv_decode_gguf of a Llama, of whose heads RoPE turns those of q and k. x can have split sums
+//   linear_decode_gguf: GGUF weights, copied to shared memory while the previous columns are multiplied.
+//       out = [residual +] [gelu] (x W^T + bias), where x can be replaced by its LayerNorm or RMSNorm; with LM_UP, for
+//       two matrices, out = silu(x W^T) (x up^T)
+//   qkv_decode_gguf: linear_decode_gguf for q, k and v: stores q in an array, k and v in the KV cache. It has no
+//       residual and no GELU
+//   linear_gguf_sums: linear_decode_gguf that also adds split sums to the residual (lib/decode/split_sums.cuh)
+//   rope_decode_gguf: qkv_decode_gguf for Llama models, with RoPE of q and k. Split sums can be added to x
 //
-// Blocks stay, and go from columns to columns: x is brought once, and weights arrive in a ring of shared memory all the
-// time (lib/decode/mma_gguf.cuh). Two ways to divide the work have the same bits:
+// The grid is persistent: a block continues with other columns. It loads x once, and weights arrive continuously in a
+// ring buffer in shared memory (lib/decode/mma_gguf.cuh). There are two ways to divide the work, with the same bits:
 //
-//   together   a block has all splits of K, of 16 columns at a time; a warp one split. For few rows, whose x fits
-//   apart      a block has one split of K, of up to 64 rows; a warp 16 columns. The blocks of a cluster have the same
-//              columns and a split each, whose sums they read from each other, after those of the next columns: block
-//              r reads rows r, r + GGUF_CLUSTER, ... Without clusters (GGUF_CLUSTER 1) a block has all splits in turn
+//   together   a block multiplies all splits of K, of 16 columns at a time; each warp one split. For few rows, whose x
+//              fits in shared memory
+//   apart      a block multiplies one split of K, of up to 64 rows; each warp 16 columns. The blocks of a cluster have
+//              the same columns and one split each. They read each other's sums after multiplying the next columns:
+//              block r reads rows r, r + GGUF_CLUSTER, ... Without clusters (GGUF_CLUSTER 1) a block multiplies all
+//              splits in turn
 //
-// Where blocks of 8 rows with all splits find free multiprocessors, 9 to 64 rows have several of them, and up to 32 the
-// norm in them: SmolLM2 in Q4_1 takes 0.70 ms for 16 rows in place of 1.13, 0.79 for 32 in place of 1.51 (H200).
+// If enough multiprocessors are free, 9 to 64 rows are divided among several blocks of 8 rows with all splits, which
+// also compute the norm for up to 32 rows: SmolLM2 in Q4_1 takes 0.70 ms for 16 rows instead of 1.13, 0.79 ms for 32
+// rows instead of 1.51 (H200).
 //
-// A block of 64 rows has as many registers and as much shared memory as an SM, so that few warps wait for each other;
-// clusters of eight fit on 112 of the 132 multiprocessors of an H100. NVIDIA H200, us in a graph, Q4_K, 12,288 x 4,096
-// and 4,096 x 11,008 (before, with sums of 64 of K):
+// A block of 64 rows takes all registers and shared memory of a multiprocessor, so only its few warps can hide
+// latencies. Clusters of eight blocks fit on 112 of the 132 multiprocessors of an H100. NVIDIA H200, Q4_K, us in a CUDA
+// graph, for 12,288 x 4,096 and 4,096 x 11,008 (in brackets: an earlier version, with sums over 64 values of K):
 //
 //   rows    1                       8
 //           10.9 (13.0)  12.1       15.2 (17.7)  16.9
 //
-// What outputs need beside their sums is loaded while these are computed: Llama 7B in Q4_K_M takes 1.90 ms for one row
-// in place of 1.94, 2.48 for 4 in place of 2.56, Llama 1B 0.50 in place of 0.55 (H100).
+// Data that the epilogue needs besides the sums is loaded while the sums are computed: Llama 7B in Q4_K_M takes 1.90 ms
+// for one row instead of 1.94, 2.48 ms for 4 rows instead of 2.56, Llama 1B 0.50 ms instead of 0.55 (H100).
 //
-// On Hopper matmul/decode/wgmma_gguf.cu is for more than 8 rows, where x is rounded.
+// On Hopper, matmul/decode/wgmma_gguf.cu is used for more than 8 rows if x is rounded to one term.
 //
-// grid (any; apart GGUF_CLUSTER times any, ceil(M / LM_ROWS)), block (32 * WARPS). `geometry` of the Python module
-// `_linear_gguf` computes the dynamic shared memory. Types begin at multiples of the columns of a block, and with
-// LM_ROPE of a head.
+// grid (any number; with `apart` a multiple of GGUF_CLUSTER; ceil(M / LM_ROWS)), block (32 * WARPS). `geometry` of the
+// Python module `_linear_gguf` computes the dynamic shared memory. The outputs of a GGUF type begin at a multiple of
+// the columns of a block, and with LM_ROPE of a head.
 #ifndef WEIGHT_GGUF
 #define WEIGHT_GGUF
 #endif
@@ -63,22 +68,23 @@
 #include "lib/decode/epilogues.cuh"
 #include "lib/decode/rope_epilogue.cuh"
 
-constexpr int ACROSS = GGUF_TOGETHER ? LM_COLUMNS : LM_COLUMNS * LM_WARPS;  // columns of a block
+constexpr int ACROSS = GGUF_TOGETHER ? LM_COLUMNS : LM_COLUMNS * LM_WARPS;  // columns per block
 constexpr int PLANE_PITCH = GGUF_TOGETHER ? ACROSS : ACROSS + 8;
-constexpr int PLANES = GGUF_TOGETHER ? 2 * SPLITS : 2;  // of sums in shared memory
-constexpr int EACH = LM_UP ? 2 : 1;  // columns of an output
+constexpr int PLANES = GGUF_TOGETHER ? 2 * SPLITS : 2;  // planes of sums in shared memory
+constexpr int EACH = LM_UP ? 2 : 1;  // columns of w per output
 static_assert(GGUF_CLUSTER == 1 || GGUF_CLUSTER == SPLITS, "a block has a split or all of them");
 static_assert(EACH * GGUF_FROM_1 % ACROSS == 0 && EACH * GGUF_FROM_2 % ACROSS == 0, "a block has columns of one type");
 static_assert(!LM_QK_NORM && !(LM_ALONE && LM_NORM), "other kernels have these");
 
-struct Weighted {  // the matrices of a product
+struct Weighted {  // weights and bias of a product
     const W* w;
     const W* up;
     const float* bias;  // (N) or null
     int N;
 };
 
-// The columns of a range, of which a block has every `step` groups of ACROSS.
+// The columns of a range of outputs with one GGUF type. A block computes ACROSS columns from `first`, `first` + `step`,
+// ... on.
 template <int RANGE>
 struct Range {
     typedef gguf::OfRange<RANGE> OfRange;
@@ -93,7 +99,7 @@ struct Range {
     }
 };
 
-// An output: a column `at` places after the first one of a block. total() gives the sum of a place.
+// An output of a block, in the block's column `at`. total(at) returns the sum of a column.
 template <typename End>
 struct Output {
     typename End::Late late;
@@ -101,7 +107,7 @@ struct Output {
     int m, n, at;
     bool there;
 
-    // Loads what is needed beside the sum.
+    // Loads the data that the output needs besides its sum.
     __device__ __forceinline__ void load(const Weighted& of, const End& end, int m_, int M, int start, int at_) {
         const Column column(start + at_, of.N);
         m = min(m_, M - 1), n = column.n, at = at_;
@@ -127,7 +133,7 @@ struct Output {
     }
 };
 
-// Shared memory after the rows of x: sums of two turns, and the rings of the warps.
+// Shared memory after the rows of x: the sums of two groups of columns (turns), and the warps' ring buffers.
 struct Shared {
     static constexpr int PLANE = PLANES / 2 * LM_ROWS * PLANE_PITCH;
     template <int RANGE>
@@ -144,7 +150,7 @@ struct Shared {
     }
 };
 
-struct Turn {  // of columns: how many a block had, and the first ones of the last
+struct Turn {  // number of column groups done, first column of the last group
     int count, start;
 };
 
@@ -154,7 +160,7 @@ __device__ __forceinline__ void multiply(const Weighted& of, Input& input, const
     constexpr int OUTPUTS = LM_ROWS * ACROSS;
     constexpr bool AT_ONCE = OUTPUTS <= THREADS;
     const Range<RANGE> range(blockIdx.x, gridDim.x, of.N);
-    const int warp = threadIdx.x / 32;  // its split
+    const int warp = threadIdx.x / 32;  // also the index of its split of K
     typedef Blocks<gguf::OfRange<RANGE>> Of;
     const Of blocks(of.w, of.up, Shared::ring(input, warp), of.N);
     Stream<Of, UNITS> stream(blocks, warp * UNITS, range.first, range.step, range.end);
@@ -170,13 +176,14 @@ __device__ __forceinline__ void multiply(const Weighted& of, Input& input, const
             to.load(of, end, input.first + i / ACROSS, input.M, start, i % ACROSS);
         };
         Output<End> output;
-        if (AT_ONCE && threadIdx.x < OUTPUTS) load(output, threadIdx.x);  // while the sums are computed
+        if (AT_ONCE && threadIdx.x < OUTPUTS) load(output, threadIdx.x);  // loads overlap with the sums
         Sums sums = {};
 #pragma unroll UNROLLED
         for (int unit = 0; unit < UNITS; ++unit) stream.use(warp, unit, input, sums);
         Totals of_split = {};
         sums.add_to(of_split);
-        // The others may still read the sums of the columns before, but not those before them.
+        // Other warps may still read the sums of the previous columns, but no longer the sums before those, whose
+        // memory is reused here.
         float* const totals = Shared::plane(input, last.count);
         last.count += 1;
         each(of_split, [&](int column, int row, float sum) {
@@ -200,8 +207,8 @@ __device__ __forceinline__ void multiply(const Weighted& of, Input& input, const
     if constexpr (!Range<RANGE>::LAST) multiply<RANGE + 1>(of, input, end, last);
 }
 #else
-// The sums of all blocks of a cluster, each with a split, for the rows of this block. A thread has four neighbouring
-// columns of one eight and of the next.
+// Adds the sums of all blocks of a cluster, each for one split of K, for the rows that this block finishes. A thread
+// adds four neighbouring columns of one group of eight and of the next group.
 template <typename End>
 __device__ __forceinline__ void add_splits(const Weighted& of, float* plane, const Input& input, const End& end,
                                            int start) {
@@ -247,7 +254,7 @@ __device__ __forceinline__ void add_splits(const Weighted& of, float* plane, con
     }
 }
 
-// Waits until the sums that all blocks of the cluster had released are visible, and adds them up.
+// Waits until all blocks of the cluster have released their sums of the last columns, and adds these sums.
 template <typename End>
 __device__ __forceinline__ void add_last(const Weighted& of, const Input& input, const End& end, const Turn& last) {
     if (last.count == 0) return;
@@ -296,7 +303,7 @@ __device__ __forceinline__ void multiply(const Weighted& of, Input& input, const
     }
     if constexpr (Range<RANGE>::LAST) {
         add_last(of, input, end, last);
-        if (GGUF_CLUSTER > 1) sync_cluster();  // the others have read this block's sums
+        if (GGUF_CLUSTER > 1) sync_cluster();  // the other blocks have read this block's sums
     } else {
         multiply<RANGE + 1>(of, input, end, last);
     }
@@ -320,8 +327,8 @@ extern "C" __global__ void __cluster_dims__(GGUF_CLUSTER) __launch_bounds__(THRE
     const float* x,                   // (M, K)
     const float* __restrict__ gamma,  // (K), with LM_NORM
     const float* __restrict__ beta,   // (K), with LM_NORM 1
-    const W* __restrict__ w,          // (N, K) in blocks
-    const W* __restrict__ up,         // (N, K) in blocks, with LM_UP
+    const W* __restrict__ w,          // (N, K), GGUF blocks
+    const W* __restrict__ up,         // (N, K), GGUF blocks, with LM_UP
     const float* __restrict__ bias,   // (N) or null
     const float* residual,            // (M, N) or null; may be out
     float* out,                       // (M, N)
@@ -329,10 +336,10 @@ extern "C" __global__ void __cluster_dims__(GGUF_CLUSTER) __launch_bounds__(THRE
     run(x, gamma, beta, eps, M, {w, up, bias, N}, Add{residual, out, N, gelu});
 }
 
-// The residual, to which LM_SUMS of splits belong, + x W^T.
+// Computes out = residual + the LM_SUMS split sums + x W^T.
 extern "C" __global__ void __cluster_dims__(GGUF_CLUSTER) __launch_bounds__(THREADS, LM_BLOCKS) linear_gguf_sums(
     const float* x,            // (M, K)
-    const W* __restrict__ w,   // (N, K) in blocks
+    const W* __restrict__ w,   // (N, K), GGUF blocks
     const float* sums,         // (LM_SUMS, M, N)
     const float* residual,     // (M, N); may be out
     float* out,                // (M, N)
@@ -346,7 +353,7 @@ extern "C" __global__ void __cluster_dims__(GGUF_CLUSTER) __launch_bounds__(THRE
     const float* x,                   // (M, K)
     const float* __restrict__ gamma,  // (K), with LM_NORM
     const float* __restrict__ beta,   // (K), with LM_NORM
-    const W* __restrict__ w,          // (3C, K) in blocks
+    const W* __restrict__ w,          // (3C, K), GGUF blocks
     const float* __restrict__ bias,   // (3C) or null
     const int* row,                   // (M)
     const int* position,              // (M)
@@ -360,9 +367,9 @@ extern "C" __global__ void __cluster_dims__(GGUF_CLUSTER) __launch_bounds__(THRE
 extern "C" __global__ void __cluster_dims__(GGUF_CLUSTER) __launch_bounds__(THREADS, LM_BLOCKS) rope_decode_gguf(
     const float* x,                   // (M, K)
     const float* __restrict__ gamma,  // (K), with LM_NORM
-    const W* __restrict__ w,          // (N, K) in blocks, N = (n_head + 2 n_kv_head) LM_ROPE
+    const W* __restrict__ w,          // (N, K), GGUF blocks, N = (n_head + 2 n_kv_head) LM_ROPE
     const float* __restrict__ bias,   // (N) or null
-    const float* sums,                // (LM_SUMS, M, K), which belong to x
+    const float* sums,                // (LM_SUMS, M, K): split sums to add to x
     const float* rotations,           // (M, LM_ROPE / 2, 2)
     const int* row,                   // (M)
     const int* position,              // (M)

@@ -1,31 +1,33 @@
-// The products of decoding, with the order of additions of lib/decode/order.cuh:
+// Matrix products of decoding on tensor cores, in the order of additions of lib/decode/order.cuh:
 //
-//   linear_decode_tiles: more rows on tensor cores, with the bits of linear_decode_mma: tiles, K split over a cluster.
+//   linear_decode_tiles: more rows on tensor cores, with the bits of linear_decode_mma: tiles, K divided in a cluster.
 //       out = [residual +] [gelu] (x W^T * scale + bias)
-//   qkv_decode_tiles: linear_decode_tiles, with k and v into the KV cache. q goes to an array; without residual and
-//       GELU
+//   qkv_decode_tiles: linear_decode_tiles for q, k and v: stores q in an array, k and v in the KV cache. It has no
+//       residual and no GELU
 //
-// x (M, K) is float, W (N, K) of any type. A block computes DT_ROWS rows by DT_COLUMNS columns of the output, or with
-// DT_CLUSTER the share of K of such a tile that belongs to its place in a cluster: at 64 rows a product of GPT-2 has so
-// few tiles that a third of the GPU would do all the work, and each block would load three times as much.
+// x (M, K) is float, W (N, K) has any type. A block computes a tile of DT_ROWS rows by DT_COLUMNS columns of the
+// output. With DT_CLUSTER > 1, the blocks of a cluster divide the K of one tile: at 64 rows, a product of GPT-2 has so
+// few tiles that otherwise a third of the GPU would do all the work, and each block would load three times as much.
 //
 //   all threads   [ weights of the first slices | wait | x of the first slices | slices ... | sums | epilogue ]
 //
-// A slice is DT_CHUNKS chunks of the order of additions. DT_STAGES slices are in shared memory; while one is multiplied
-// the later ones are being copied. Of an mma, A has 8 rows of x, each with both of its terms, and B 8 columns of w.
+// A slice is DT_CHUNKS chunks along K (lib/decode/order.cuh). Shared memory holds DT_STAGES slices; while one slice is
+// multiplied, the later ones are copied. Operand A of an mma is 8 rows of x with two terms each, operand B 8 columns of
+// w.
 //
 //   x   The thread that has copied 4 values of a row replaces them by their terms (lib/terms.cuh), which a lane loads
-//       at once; with DT_TERMS x has them already. With float weights, a warp computes the terms in registers
-//   w   a lane's vector of a column is its registers for two steps; FP8 is converted in registers. Of two-part weights
-//       the parts of a column are neighbours in shared memory
+//       at once; with DT_TERMS, x is stored as terms. With float weights, a warp computes the terms in registers
+//   w   a lane's vector of a column fills its registers for two steps; FP8 is converted in registers. The two parts of
+//       a column of two-part weights are neighbours in shared memory
 //
-// At the end of each split its sums go to shared memory in the order of rows; from there the epilogue stores rows:
+// At the end of each split, its sums are written to shared memory in the order of rows; from there the epilogue stores
+// rows:
 //
-//   DT_CLUSTER 1   added to the sums of the splits before
-//   otherwise      row r to the block r % DT_CLUSTER of the cluster, which waits for the sums of all splits and adds
-//                  them in order. They arrive at a barrier: no block waits for another one except for its data
+//   DT_CLUSTER 1   the sums are added to the sums of the previous splits
+//   otherwise      row r is sent to block r % DT_CLUSTER of the cluster, which waits for the sums of all splits and
+//                  adds them in order. They arrive at an mbarrier: a block waits only for the data of other blocks
 //
-// In a group of 16 columns, those of w are at the positions for which a lane's sums of a row are of 4 neighbouring
+// Each group of 16 columns of w is permuted in shared memory, so that a lane's sums of a row are 4 neighbouring
 // columns.
 //
 // Any M and N; 16 bytes divide a row of W; arrays are aligned to 16 bytes.
@@ -36,13 +38,13 @@
 #include "lib/sm80.cuh"
 #include "lib/overlap.cuh"
 
-#ifndef DT_CLUSTER  // blocks that share the K of a tile; more than 1: sm_90 and newer
+#ifndef DT_CLUSTER  // blocks of a cluster that divide the K of a tile; more than 1 needs sm_90 or newer
 #define DT_CLUSTER 1
 #endif
 
 #if DT_CLUSTER > 1
 #include "lib/sm90.cuh"
-#else  // older GPUs do not know clusters
+#else  // GPUs before sm_90 have no clusters
 #undef __cluster_dims__
 #define __cluster_dims__(size)
 #endif
@@ -50,11 +52,11 @@
 #include "lib/decode/epilogues.cuh"
 #include "matmul/decode/mma_tiles.cuh"
 
-// The sums of all splits, in shared memory: a plane for each split, or with DT_CLUSTER 1 a single one.
+// The sums of all splits, in shared memory: one plane for each split, or with DT_CLUSTER 1 a single plane.
 struct Total {
     float* planes;
 
-    static __device__ __forceinline__ int bytes(int splits) {  // of shared memory: whole lines of the banks
+    static __device__ __forceinline__ int bytes(int splits) {  // bytes of shared memory, a multiple of 128
         const int planes = DT_CLUSTER > 1 ? splits : 1;
         return (planes * OWN_ROWS * PITCH * (int)sizeof(float) + 127) / 128 * 128;
     }
@@ -75,7 +77,7 @@ struct Total {
         arrive_in_cluster();
     }
 
-    __device__ __forceinline__ void open() const { wait_for_cluster(); }  // before the first add
+    __device__ __forceinline__ void open() const { wait_for_cluster(); }  // before the first add4()
 
     __device__ __forceinline__ void add4(int split, int row, int column, float a, float b, float c, float d) const {
         store_at(row % DT_CLUSTER, planes + split * PLANE + row / DT_CLUSTER * PITCH + column, arrived, a, b, c, d);
@@ -86,7 +88,7 @@ struct Total {
     template <int COUNT>
     __device__ __forceinline__ void get(float (&totals)[COUNT], const int (&at)[COUNT], int splits) const {
         const float* plane = planes;
-#pragma unroll 1  // short code: most blocks run it once
+#pragma unroll 1  // not unrolled: most blocks run this code only once
         for (int split = 0; split < splits; ++split, plane += PLANE) {
 #pragma unroll
             for (int i = 0; i < COUNT; ++i) totals[i] = split ? totals[i] + plane[at[i]] : plane[at[i]];
@@ -126,13 +128,13 @@ struct Total {
     }
 };
 
-// Stores the outputs, a row by each warp at a time. What the epilogue needs next to the first sums is loaded before
-// these have arrived.
+// Stores the outputs. A warp stores whole rows. The epilogue's other data for the first rows is loaded before their
+// sums have arrived.
 template <typename End>
 __device__ __forceinline__ void store(const Total& total, const Share& share, const float* scale, const float* bias,
                                       float x_scale, float out_scale, const End& end, int own, int splits, int N) {
     constexpr int OF_WARP = (OWN_ROWS + WARPS - 1) / WARPS, MOST = ACROSS < 8 ? 8 / ACROSS : 1;
-    constexpr int AHEAD = OF_WARP < MOST ? OF_WARP : MOST;  // rows of a warp at a time
+    constexpr int AHEAD = OF_WARP < MOST ? OF_WARP : MOST;  // rows that a warp stores at a time
     const int lane = threadIdx.x % 32, left = N - share.column - lane;  // columns from the lane's first one on
     float scales[ACROSS], biases[ACROSS];
 #pragma unroll
@@ -209,7 +211,7 @@ __device__ __forceinline__ void multiply_all(const float* x, const W* w, const f
     }
     total.open();
 
-    const int each = order::split_length(K) / SLICE;  // slices of a split
+    const int each = order::split_length(K) / SLICE;  // slices per split
     char *stage = stages, *free = stages + (DT_STAGES - 1) * STAGE;
     for (int split = share.first, slice = 0; split < share.last; ++split) {
         Sums sums = {};
@@ -231,13 +233,13 @@ __device__ __forceinline__ void multiply_all(const float* x, const W* w, const f
 
 extern "C" __global__ void __cluster_dims__(DT_CLUSTER) __launch_bounds__(THREADS, DT_BLOCKS) linear_decode_tiles(
     const float* x,                   // (M, K)
-    const W* __restrict__ w,          // (N, K), or both parts
+    const W* __restrict__ w,          // (N, K); two-part weights: (2, N, K)
     const float* __restrict__ scale,  // (N) or null
     const float* __restrict__ bias,   // (N) or null
-    float x_scale,                    // of x, with two-part weights
-    float out_scale,                  // of out's terms, with two-part weights
+    float x_scale,                    // scale of x, with two-part weights
+    float out_scale,                  // scale of out's terms, with two-part weights
     const float* residual,            // (M, N) or null; may be out
-    float* out,                       // (M, N), with DT_OUT_TERMS terms
+    float* out,                       // (M, N); with DT_OUT_TERMS stored as terms
     int M, int N, int K, int gelu) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
     multiply_all(x, w, scale, bias, x_scale, out_scale, Add{residual, out, N, gelu}, M, N, K);
@@ -249,10 +251,10 @@ extern "C" __global__ void __cluster_dims__(DT_CLUSTER) __launch_bounds__(THREAD
 // Row m is the next token of sequence row[m], at position[m] of its cache. Tokens outside the cache are not stored.
 extern "C" __global__ void __cluster_dims__(DT_CLUSTER) __launch_bounds__(THREADS, DT_BLOCKS) qkv_decode_tiles(
     const float* x,                   // (M, K)
-    const W* __restrict__ w,          // (3C, K), or both parts
+    const W* __restrict__ w,          // (3C, K); two-part weights: (2, 3C, K)
     const float* __restrict__ scale,  // (3C) or null
     const float* __restrict__ bias,   // (3C) or null
-    float x_scale,                    // of x, with two-part weights
+    float x_scale,                    // scale of x, with two-part weights
     const int* row,                   // (M)
     const int* position,              // (M)
     float* q,                         // (M, C)

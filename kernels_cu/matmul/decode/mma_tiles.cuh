@@ -1,49 +1,49 @@
-// The loop of matmul/decode/mma_tiles.cu over K: its constants, copies of slices to shared memory, and their products.
-// The including file defines DT_CLUSTER and includes lib/sm80.cuh.
+// The loop over K of matmul/decode/mma_tiles.cu: its constants, copies of slices to shared memory, and products of
+// slices. The including file defines DT_CLUSTER and includes lib/sm80.cuh.
 #pragma once
 #include "lib/storage.cuh"
 #include "lib/decode/order.cuh"
 
-#ifndef DT_ROWS  // size of a tile
+#ifndef DT_ROWS  // rows of x per tile
 #define DT_ROWS 64
 #endif
 #ifndef DT_COLUMNS
 #define DT_COLUMNS 32
 #endif
-#ifndef DT_WARPS_M  // warps along its rows and columns
+#ifndef DT_WARPS_M  // warps along the rows of a tile
 #define DT_WARPS_M 4
 #endif
 #ifndef DT_WARPS_N
 #define DT_WARPS_N 1
 #endif
-#ifndef DT_CHUNKS  // in a slice of K: 64 bytes of a row of w
+#ifndef DT_CHUNKS  // chunks of K per slice; a chunk is 64 bytes of a row of w
 #define DT_CHUNKS 1
 #endif
 #ifndef DT_STAGES
 #define DT_STAGES 3
 #endif
-#ifndef DT_TERMS  // whether x has terms in the place of floats (lib/terms.cuh)
+#ifndef DT_TERMS  // whether x is stored as terms instead of floats (lib/terms.cuh)
 #define DT_TERMS 0
 #endif
-#ifndef DT_OUT_TERMS  // whether out has
+#ifndef DT_OUT_TERMS  // whether out is stored as terms instead of floats
 #define DT_OUT_TERMS 0
 #endif
-#ifndef DT_BLOCKS  // that an SM has registers for
+#ifndef DT_BLOCKS  // minimum blocks per SM (__launch_bounds__)
 #define DT_BLOCKS 1
 #endif
 
 constexpr int THREADS = 32 * DT_WARPS_M * DT_WARPS_N;
 constexpr int WARP_ROWS = DT_ROWS / DT_WARPS_M, WARP_COLUMNS = DT_COLUMNS / DT_WARPS_N;
-constexpr int TILES_M = WARP_ROWS / 8, TILES_N = WARP_COLUMNS / 8;  // of a warp: rows and columns of x and w
-constexpr int SLICE = DT_CHUNKS * order::CHUNK;                      // of K
-constexpr int X_UNITS = SLICE / 4;                                     // of 16 bytes, in a row of a slice
+constexpr int TILES_M = WARP_ROWS / 8, TILES_N = WARP_COLUMNS / 8;  // 8-row and 8-column tiles per warp
+constexpr int SLICE = DT_CHUNKS * order::CHUNK;                      // values of K
+constexpr int X_UNITS = SLICE / 4;                                     // 16-byte units of x per row of a slice
 constexpr int PART_UNITS = SLICE * sizeof(W) / 16, W_UNITS = order::PARTS * PART_UNITS;
-constexpr int X_EACH = order::WIDTH / 4;                               // units of x that a lane has in a chunk
-constexpr int X_PITCH = 16 * X_UNITS, W_PITCH = 16 * W_UNITS;          // bytes
+constexpr int X_EACH = order::WIDTH / 4;                               // units of x per lane and chunk
+constexpr int X_PITCH = 16 * X_UNITS, W_PITCH = 16 * W_UNITS;          // bytes per row of a slice
 constexpr int X_BYTES = DT_ROWS * X_PITCH, STAGE = X_BYTES + DT_COLUMNS * W_PITCH;
-constexpr int OWN_ROWS = (DT_ROWS + DT_CLUSTER - 1) / DT_CLUSTER;      // that a block stores
-constexpr int PITCH = DT_COLUMNS + 16;                                 // of the sums: no bank conflicts
-constexpr int WARPS = THREADS / 32, ACROSS = DT_COLUMNS / 32;          // outputs of a lane in a row
+constexpr int OWN_ROWS = (DT_ROWS + DT_CLUSTER - 1) / DT_CLUSTER;      // rows that a block stores
+constexpr int PITCH = DT_COLUMNS + 16;                                 // floats per row of sums: no bank conflicts
+constexpr int WARPS = THREADS / 32, ACROSS = DT_COLUMNS / 32;          // outputs per lane and row
 static_assert(TILES_M * 8 * DT_WARPS_M == DT_ROWS, "a warp has whole tiles of 8 rows");
 static_assert(TILES_N % 2 == 0 && TILES_N * 8 * DT_WARPS_N == DT_COLUMNS, "a warp has whole groups of 16 columns");
 static_assert(THREADS % (2 * X_UNITS) == 0 && THREADS % (16 * W_UNITS) == 0, "the threads copy whole groups of rows");
@@ -52,8 +52,8 @@ static_assert(DT_COLUMNS == 32 * ACROSS, "a warp stores a row");
 static_assert(!(DT_TERMS || DT_OUT_TERMS) || !order::FLOATS, "terms have 16 bits");
 static_assert(DT_STAGES >= 2, "one slice is copied while another one is multiplied");
 
-// The byte at which a unit is in a row of shared memory: the units that 8 lanes load at a time, 4 of a row and 4 of the
-// next one, are in different banks. Rows of 64 bytes need no permutation.
+// Returns the offset, in bytes, of a 16-byte unit in a row of x in shared memory. The units that 8 lanes load at a
+// time, 4 of one row and 4 of the next row, are in different banks. Rows of 64 bytes need no permutation.
 __device__ __forceinline__ int x_unit(int row, int unit) {
     const int odd = row & 1;
     if (X_UNITS == 4) return 16 * unit;
@@ -62,14 +62,14 @@ __device__ __forceinline__ int x_unit(int row, int unit) {
 
 __device__ __forceinline__ int w_unit(int row, int unit) { return 16 * (W_UNITS == 4 ? unit : unit ^ (row & 1) << 2); }
 
-// The column, in its group of 16, at position q.
+// Returns the column, within its group of 16 columns, that is stored at position q of the group.
 __device__ __forceinline__ int column_at(int q) { return (q & 6) * 2 + (q >> 2 & 2) + (q & 1); }
 
-// What a block multiplies: its tile, and its share of K.
+// A block's share of the product: its tile of outputs and its range of K.
 struct Share {
-    int row, column, rank;  // first row and column; place in the cluster
-    int first, last;        // splits
-    int k, K;               // start and end of the splits
+    int row, column, rank;  // first row and column; rank in the cluster
+    int first, last;        // splits first .. last - 1
+    int k, K;               // first value of K of these splits, and end
 
     __device__ __forceinline__ Share(int M, int N, int K) {
         constexpr int SIZE = DT_CLUSTER;
@@ -86,12 +86,12 @@ struct Share {
     __device__ __forceinline__ int slices() const { return (K - k + SLICE - 1) / SLICE; }
 };
 
-// A thread's share of the slices of x: a unit of several rows.
+// A thread's copies of the slices of x: one 16-byte unit of several rows.
 struct CopiesOfX {
-    static constexpr int STEP = THREADS / X_UNITS, PASSES = (DT_ROWS + STEP - 1) / STEP;  // rows
-    static constexpr int AT_ONCE = order::TWO_PART ? 2 : PASSES;  // more need too many registers
-    const float* from;  // of the next slice
-    int k, K, row, left, at, stride;  // left: rows of x from `row` on; at: bytes in a stage; stride: of the rows
+    static constexpr int STEP = THREADS / X_UNITS, PASSES = (DT_ROWS + STEP - 1) / STEP;  // rows per pass; passes
+    static constexpr int AT_ONCE = order::TWO_PART ? 2 : PASSES;  // unrolled passes, limited by registers
+    const float* from;  // address in the next slice
+    int k, K, row, left, at, stride;  // left: rows from `row` on; at: offset in a stage; stride: of the rows
 
     __device__ __forceinline__ CopiesOfX(const float* x, const Share& share, int M, int K_) {
         const int unit = threadIdx.x % X_UNITS;
@@ -115,7 +115,8 @@ struct CopiesOfX {
         from += SLICE, k += SLICE;
     }
 
-    // Replaces the values, when they have arrived, by their terms: a lane then loads what it has of a step at once.
+    // Replaces the values that this thread has copied by their terms, so that a lane can load its values of a step at
+    // once.
     __device__ __forceinline__ void convert(char* stage, float inverse) const {
         if constexpr (!DT_TERMS && !order::FLOATS) {
 #pragma unroll AT_ONCE
@@ -132,10 +133,11 @@ struct CopiesOfX {
     }
 };
 
-// A thread's share of the slices of w: a unit of several rows of w. High parts are before the low ones of a row.
+// A thread's copies of the slices of w: one 16-byte unit of several rows of w. The high parts of a row precede its low
+// parts.
 struct CopiesOfW {
     static constexpr int STEP = THREADS / W_UNITS, PASSES = (DT_COLUMNS + STEP - 1) / STEP, WIDE = 16 / sizeof(W);
-    const W* from;  // of the next slice
+    const W* from;  // address in the next slice
     int k, K, row, left, at, stride;
 
     __device__ __forceinline__ CopiesOfW(const W* w, const Share& share, int N, int K_) {
@@ -163,22 +165,25 @@ struct CopiesOfW {
 };
 
 struct Warp {
-    int row, column, g, t;  // first ones in the tile; the lane is 4 g + t
+    int row, column, g, t;  // first row and column in the tile; lane number: 4 g + t
 
     __device__ __forceinline__ Warp()
         : row(threadIdx.x / 32 / DT_WARPS_N * WARP_ROWS), column(threadIdx.x / 32 % DT_WARPS_N * WARP_COLUMNS),
           g(threadIdx.x % 32 / 4), t(threadIdx.x % 4) {}
 };
 
-// Of row g and columns 2t, 2t + 1 of each tile: the sums of the high terms, then those of the low ones.
+// The sums of lane 4 g + t: in each tile, for row g and columns 2t and 2t + 1, those of the high terms of x, then those
+// of the low terms.
 typedef float Sums[TILES_M][TILES_N][4];
 
-// A lane's part of a step of 8 rows of x, as A: both terms. With weights of two terms, of all steps of a chunk.
+// A lane's part of 8 rows of x as operand A, with both terms: one step or, for weights with two terms, all steps of a
+// chunk.
 struct RowTile {
     static constexpr int STEPS = order::TILE_OCTETS == 1 ? order::STEPS : 1;
     unsigned value[STEPS][4];
 
-    // row: of a stage; unit: the lane's first one. Two steps of floats are one unit.
+    // row: address of the lane's row in a stage; unit: index of the lane's first unit. Two steps of floats are one
+    // unit.
     __device__ __forceinline__ RowTile(const char* row, int unit, int g) {
         if constexpr (order::FLOATS) {
             const uint4 v = *reinterpret_cast<const uint4*>(row + x_unit(g, unit));
@@ -198,11 +203,11 @@ struct RowTile {
     }
 };
 
-// A lane's part of a chunk of 8 columns of w.
+// A lane's part of a chunk of 8 columns of w as operand B.
 struct ColumnTile {
-    unsigned high[order::STEPS][2], low[order::STEPS][2];  // low: of float and two-part weights
+    unsigned high[order::STEPS][2], low[order::STEPS][2];  // low: only for float and two-part weights
 
-    // unit: the lane's; of two-part weights, that of the high parts.
+    // unit: index of the lane's unit in a row; for two-part weights, index of the unit with its high parts.
     __device__ __forceinline__ void take(const char* row, int unit, int g) {
         const uint4 v = *reinterpret_cast<const uint4*>(row + w_unit(g, unit));
         const unsigned words[4] = {v.x, v.y, v.z, v.w};
@@ -230,8 +235,8 @@ __device__ __forceinline__ void multiply(float (&c)[4], const unsigned (&x)[4], 
     else mma_fp16(c, x, w);
 }
 
-// Adds a chunk of 8 rows: in the tensor cores to the sums of the split, or with weights of two terms to a part of them.
-// The mma of a step follow each other: none waits for the one before it.
+// Adds the products of a chunk for 8 rows of x: directly to the sums of the split or, for weights with two terms, to
+// new sums, which are then added to those of the split. The mma instructions of a step do not depend on each other.
 __device__ __forceinline__ void add_chunk(float (&sums)[TILES_N][4], const char* x, int unit, int g,
                                           const ColumnTile* columns) {
     if constexpr (order::TILE_OCTETS == 1) {
@@ -257,7 +262,7 @@ __device__ __forceinline__ void add_chunk(float (&sums)[TILES_N][4], const char*
     }
 }
 
-// Adds the products of a slice.
+// Adds the products of a slice to the sums of its split.
 __device__ __forceinline__ void multiply(Sums& sums, const char* stage, const Warp& warp) {
     const char* x = stage + (warp.row + warp.g) * X_PITCH;
     const char* w = stage + X_BYTES + (warp.column + warp.g) * W_PITCH;

@@ -24,7 +24,8 @@
 #define MV_HALF_SPLIT 0
 #endif
 
-// The last step for a pair of products.
+// Base of the functors that finish a pair of products: they apply the row's factor and the scales, and store the
+// results.
 struct End {
     T* out;        // address of the first column; null if the row does not exist
     int distance;  // distance to the second column; 0 if it does not exist
@@ -91,7 +92,7 @@ extern "C" __global__ void __launch_bounds__(MV_THREADS) rmsnorm_matvec(
     });
 }
 
-// grid (ceil(N / PAIRS), ceil(M / MV_ROWS)); KN: MV_STRIPS 2
+// grid (ceil(N / PAIRS), ceil(M / MV_ROWS)). With weights (K, N), MV_STRIPS must be 2.
 extern "C" __global__ void __launch_bounds__(MV_THREADS) rmsnorm_ffn_matvec(
     const T* __restrict__ x,           // (M, K), rows x_stride apart
     const T* __restrict__ residual,    // (M, K) or null
@@ -99,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(MV_THREADS) rmsnorm_ffn_matvec(
     const T* __restrict__ gamma,       // (K)
     const W* __restrict__ w1,          // (N, K) or (K, N)
     const float* __restrict__ scale1,  // (N) or null
-    const W* __restrict__ w3,          // as w1
+    const W* __restrict__ w3,          // same shape as w1
     const float* __restrict__ scale3,  // (N) or null
     T* __restrict__ out,               // (M, N)
     float eps, long long x_stride, int M, int N, int K) {

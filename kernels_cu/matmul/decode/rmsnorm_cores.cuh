@@ -52,13 +52,14 @@ constexpr int PAIRS = WARPS;            // pairs per block
 #else
 constexpr int STREAMS = MV_STRIPS;
 constexpr int STEP = MV_THREADS / MV_LANES;  // values along K per step of a block
-constexpr int STRIP = MV_LANES * MV_WIDTH;   // columns
+constexpr int STRIP = MV_LANES * MV_WIDTH;   // columns of a strip
 constexpr int PAIRS = MV_STRIPS == 2 ? STRIP : STRIP / 2;
 static_assert(MV_STRIPS == 2 || STRIP % 2 == 0, "the pairs of one strip are neighbouring columns");
 #endif
 
-// Returns the position of x[k] in shared memory. With NK, a lane reads its MV_WIDTH consecutive values as float4. The
-// first float4 of all lanes are stored next to each other, then the second ones, which avoids bank conflicts.
+// Returns the position of x[k] in shared memory. With W as (N, K), a lane reads its MV_WIDTH consecutive values as
+// float4. The first float4 of all lanes are stored next to each other, then the second ones, which avoids bank
+// conflicts.
 __device__ __forceinline__ int place(int k) {
     if (!MV_NK || MV_WIDTH <= 4) return k;
     const int within = k % STEP, lane = within / MV_WIDTH, e = within % MV_WIDTH;
@@ -79,13 +80,13 @@ __device__ __forceinline__ void read(const float* x_s, float (&x)[MV_WIDTH]) {
     }
 }
 
-// A thread's weights, prefetched MV_UNROLL steps ahead. k: the thread's first row of W (KN) or first position in a row
-// (NK).
+// A thread's weights, prefetched MV_UNROLL steps ahead. k: the thread's first row of W (K, N), or its first position in
+// a row of W (N, K).
 struct Stream {
     Weights raw[STREAMS][MV_UNROLL];
     const W* from[STREAMS];
     const int K, k;
-    const long long row;  // distance from one k to the next
+    const long long row;  // distance in W from one k to the next
 
     __device__ Stream(const W* first, const W* second, int K, int k, long long row) : K(K), k(k), row(row) {
         from[0] = first;
@@ -117,8 +118,8 @@ struct Stream {
     }
 };
 
-// Writes MV_X values of x, starting with x[k], to their positions. k is a multiple of MV_X. Each group of 4 stays
-// contiguous.
+// Writes MV_X values of x, starting with x[k], to their positions in shared memory. k is a multiple of MV_X. Each group
+// of 4 stays contiguous.
 __device__ __forceinline__ void write(const float (&v)[MV_X], int k, float* x_s) {
     if constexpr (MV_X < 4) {
 #pragma unroll
@@ -133,7 +134,7 @@ __device__ __forceinline__ void write(const float (&v)[MV_X], int k, float* x_s)
 
 __device__ __forceinline__ int padded(int K) { return (K + STEP - 1) / STEP * STEP; }  // row length in shared memory
 
-struct Rows {  // the rows of the block
+struct Rows {  // rows of x that a block multiplies
     const T* x;         // (M, K), rows x_stride apart
     const T* residual;  // (M, K) or null
     const T* gamma;     // (K), or null: no norm
@@ -210,9 +211,9 @@ __device__ __forceinline__ void put_rows(const Rows& rows, Part& part, float* x_
     __syncthreads();
 }
 
-// Computes both products of every pair and row of the block, without the row's factor. columns(pair) returns the
-// columns of a pair: x in `first`, y in `second`. prepare(columns, row) creates an End while weights are in flight. The
-// End is later called with the two products.
+// Computes both products of every pair of columns and every row of the block, without the row's RMSNorm factor.
+// columns(pair) returns the columns of a pair: x in `first`, y in `second`. prepare(columns, row) creates an End while
+// weights are in flight. The End is later called with the two products.
 template <typename End, typename Columns, typename Prepare>
 __device__ __forceinline__ void multiply(const W* first, const W* second, const Rows& rows, int N, int pairs,
                                          float4* shared, float (*squares)[WARPS], Columns columns, Prepare prepare) {

@@ -1,12 +1,13 @@
-// The products of matmul/decode/wgmma.cu with weights in blocks of GGUF, for many rows of decoding on Hopper.
+// The products of matmul/decode/wgmma.cu with GGUF weights, for many rows of decoding on Hopper:
 //
-//   linear_hopper_gguf: blocks of GGUF by wgmma, with the bits of linear_decode_gguf, x as rounded terms.
-//       out = [residual +] [gelu] (x W^T + bias), or with DH_GATED, of two matrices, out = silu(x W^T) (x U^T)
-//   qkv_hopper_gguf: linear_hopper_gguf, with k and v into the KV cache. q goes to an array; without residual and GELU
+//   linear_hopper_gguf: GGUF weights by wgmma, with the bits of linear_decode_gguf, x rounded to one float16 term.
+//       out = [residual +] [gelu] (x W^T + bias), or with DH_GATED, for two matrices, out = silu(x W^T) (x U^T)
+//   qkv_hopper_gguf: linear_hopper_gguf for q, k and v: stores q in an array, k and v in the KV cache. It has no
+//       residual and no GELU
 //
-// matmul/decode/wgmma_gguf_rope.cu has the latter with RoPE, lib/decode/wgmma_gguf.cuh how blocks are multiplied.
+// matmul/decode/wgmma_gguf_rope.cu has qkv_hopper_gguf with RoPE. lib/decode/wgmma_gguf.cuh multiplies the blocks.
 //
-// Any M and N; K is a multiple of 128; a block's columns are of one type.
+// Any M and N; K is a multiple of 128; the columns of a thread block have one GGUF type.
 //
 // architecture: sm_90a
 #ifndef WEIGHT_GGUF
@@ -21,13 +22,13 @@
 static_assert(TERM_COUNT == 1, "x is rounded");
 
 extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, DH_BLOCKS) linear_hopper_gguf(
-    const float* x,                  // (M, K), terms
-    const W* w,                      // (N, K) in blocks
-    const W* up,                     // (N, K) in blocks, with DH_GATED
-    const float* sums,               // (M, K / 32), of lib/chunk_sums.cuh, or null
+    const float* x,                  // (M, K), stored as terms
+    const W* w,                      // (N, K), GGUF blocks
+    const W* up,                     // (N, K), GGUF blocks, with DH_GATED
+    const float* sums,               // (M, K / 32): sums of x (lib/chunk_sums.cuh), or null
     const float* __restrict__ bias,  // (N) or null
     const float* residual,           // (M, N) or null; may be out
-    float* out,                      // (M, N), with DH_OUT_TERMS terms
+    float* out,                      // (M, N); with DH_OUT_TERMS stored as terms
     int M, int N, int K, int gelu) {
     const Scales scales{nullptr, nullptr, bias};
 #if DH_OUT_TERMS
@@ -39,9 +40,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
 
 // Row m is the next token of sequence row[m], at position[m] of its cache. Tokens outside the cache are not stored.
 extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, DH_BLOCKS) qkv_hopper_gguf(
-    const float* x,                  // (M, K), terms
-    const W* w,                      // (3C, K) in blocks
-    const float* sums,               // (M, K / 32), of lib/chunk_sums.cuh, or null
+    const float* x,                  // (M, K), stored as terms
+    const W* w,                      // (3C, K), GGUF blocks
+    const float* sums,               // (M, K / 32): sums of x (lib/chunk_sums.cuh), or null
     const float* __restrict__ bias,  // (3C) or null
     const int* row,                  // (M)
     const int* position,             // (M)

@@ -1,6 +1,6 @@
 // The product of q, k and v of matmul/decode/wgmma_gguf.cu with RoPE, as in matmul/decode/wgmma_rope.cu.
 //
-//   rope_hopper_gguf: qkv_hopper_gguf of a Llama, of whose heads RoPE turns those of q and k
+//   rope_hopper_gguf: qkv_hopper_gguf for Llama models, with RoPE of q and k
 //
 // architecture: sm_90a
 #ifndef WEIGHT_GGUF
@@ -9,7 +9,7 @@
 #ifndef TERM_COUNT
 #define TERM_COUNT 1
 #endif
-#ifndef DH_ROPE  // D
+#ifndef DH_ROPE  // D, channels per head
 #define DH_ROPE 128
 #endif
 #include "lib/decode/wgmma_tile.cuh"
@@ -17,9 +17,9 @@
 
 // Row m is the next token of sequence row[m], at position[m] of its cache. Tokens outside the cache are not stored.
 extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, DH_BLOCKS) rope_hopper_gguf(
-    const float* x,                  // (M, K), terms
-    const W* w,                      // (heads D, K) in blocks, heads = n_head + 2 n_kv_head
-    const float* sums,               // (M, K / 32), of lib/chunk_sums.cuh, or null
+    const float* x,                  // (M, K), stored as terms
+    const W* w,                      // (heads D, K), GGUF blocks, heads = n_head + 2 n_kv_head
+    const float* sums,               // (M, K / 32): sums of x (lib/chunk_sums.cuh), or null
     const float* __restrict__ bias,  // (heads D) or null
     const float* rotations,          // (M, D / 2, 2)
     const int* row,                  // (M)

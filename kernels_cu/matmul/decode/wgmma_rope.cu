@@ -1,19 +1,19 @@
-// The product of q, k and v of a step of decoding: q goes to an array, k and v to the KV cache.
+// The product of q, k and v in a step of decoding: q is stored in an array, k and v in the KV cache.
 //
 //   rope_decode_hopper: qkv_decode_hopper with RoPE of q and k
 //
-//   (r, i) -> (r cos a - i sin a, r sin a + i cos a)   for pair k of a head of q or k; cos a, sin a:
-//   positions/rotations.cu
+//   (r, i) -> (r cos a - i sin a, r sin a + i cos a)   for pair k of a head of q or k; positions/rotations.cu computes
+//   cos a and sin a
 //
-// A pair is channels k and k + D / 2 of a head. The product is that of matmul/decode/wgmma.cu, which describes tiles
-// and launches: a warp has 8 rows of W and those half a head further, so that a lane has both sums of a pair. The
-// result has the bits of that product followed by positions/rope_append.cu.
+// A pair is channels k and k + D / 2 of a head. matmul/decode/wgmma.cu describes the product, its tiles and launches.
+// Here, a warp has 8 rows of W and the 8 rows half a head further, so that a lane has both sums of a pair. The result
+// has the bits of the product without RoPE followed by positions/rope_append.cu.
 //
 // architecture: sm_90a
 #if !defined(STORAGE_BF16) && !defined(STORAGE_FP16) && !defined(WEIGHT_E5M2) && !defined(WEIGHT_E4M3)
 #define STORAGE_BF16
 #endif
-#ifndef DH_ROPE  // D
+#ifndef DH_ROPE  // D, channels per head
 #define DH_ROPE 128
 #endif
 #include "lib/decode/wgmma_tile.cuh"
@@ -21,7 +21,7 @@
 
 // Row m is the next token of sequence row[m], at position[m] of its cache. Tokens outside the cache are not stored.
 extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, DH_BLOCKS) rope_decode_hopper(
-    const float* x,                       // (M, K), terms
+    const float* x,                       // (M, K), stored as terms
     const __grid_constant__ TensorMap w,  // (1, heads D, K), heads = n_head + 2 n_kv_head
     const float* __restrict__ scale,      // (heads D) or null
     const float* __restrict__ bias,       // (heads D) or null

@@ -3,10 +3,10 @@
 //
 //   x (M, K)   w (N, K)   scale (N), bias (N), residual (M, N) or null, residual may be out   out (M, N)   any M, N, K
 //
-//   linear_tiles: many rows: register tiles in the order of k, narrow weights widened in shared memory
+//   linear_tiles: many rows: register tiles in the order of k; weights narrower than fp32 are widened in shared memory
 //
 // A block computes a ROWS x COLUMNS tile of out, a thread SIDE x SPAN outputs of the tile (lib/matmul/registers.cuh).
-// Differences from matmul_forward_kernel3:
+// Differences from matmul_forward_kernel3 in learn/matmul/registers.cu:
 //
 //   - Every tile adds the products of an output in the order of k, one after the other. A row therefore has the same
 //     bits for any number of rows, any position among them and any tile. So no groups of warps share a tile along k.
@@ -14,9 +14,9 @@
 //     warp.
 //   - k is the inner dimension of both x and w. Both are transposed while they are copied to shared memory, float by
 //     float.
-//   - Narrow weights are copied unconverted, 8 at a time, to a separate buffer in shared memory. The thread that copied
-//     them widens them into the next slice before it multiplies the current slice. This takes no registers of the loop,
-//     and no barrier.
+//   - Narrow weights (fp16, bf16, FP8) are copied unconverted, 8 at a time, to a separate buffer in shared memory. The
+//     thread that copied them widens them into the next slice before it multiplies the current slice. This needs no
+//     registers during the loop, and no barrier.
 //   - scale, bias, GELU and residual are applied to the sums in registers.
 //
 // Concurrent blocks process neighbouring tiles, in bands of BAND rows of tiles. Threads after the last row or column of
@@ -71,10 +71,10 @@ constexpr int ROWS = LT_ROWS, COLUMNS = LT_COLUMNS, SIDE = LT_SIDE, SPAN = LT_SP
 constexpr int STAGES = LT_STAGES, STORE = LT_STORE;
 constexpr bool NARROW = sizeof(W) < 4;
 constexpr int LOAD = NARROW ? LT_LOAD : 1;
-constexpr int BAND = 16;  // rows of tiles
+constexpr int BAND = 16;  // rows of tiles per band
 constexpr int WARP_ROWS = 8 * SIDE, WARP_COLUMNS = 4 * SPAN, WARPS_ACROSS = COLUMNS / WARP_COLUMNS;
 constexpr int THREADS = 32 * (ROWS / WARP_ROWS) * WARPS_ACROSS;
-constexpr int FOURS = SPAN / 4;                                    // groups of four columns of a thread
+constexpr int FOURS = SPAN / 4;                                    // groups of four columns per thread
 constexpr int X_STRIDE = ROWS + 4, W_STRIDE = COLUMNS + 4;         // distance between successive k in shared memory
 constexpr int RAW = NARROW ? DEPTH * COLUMNS * sizeof(W) / 4 : 0;  // narrow weights of a slice, in floats
 constexpr int RAW_AT = DEPTH * (X_STRIDE + W_STRIDE);

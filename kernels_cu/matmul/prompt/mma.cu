@@ -2,7 +2,7 @@
 //
 //   out = [residual +] [gelu](a w^T w_scale + bias)     a (M, K), w (N, K), out and residual (M, N), w_scale, bias (N)
 //
-//   gemm_mma: tiles on tensor cores (mma.sync), one ring of slices through all tiles of a block
+//   gemm_mma: tiles on tensor cores (mma.sync), one ring buffer of slices for all tiles of a block
 //
 // a and w are __half or __nv_bfloat16, sums are float, out and residual have the type of a or are float. w_scale is
 // used with GEMM_SCALED 1. lib/matmul/mma.cuh has the tiles and the loop over K. Registers are stored directly to
@@ -116,8 +116,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, GEMM_BLOCKS) gemm_mma(
     const float* __restrict__ bias,     // (N) or null
     const T* residual,                  // (M, N), with GEMM_RESIDUAL 1
     T* out,                             // (M, N)
-    const float* residual_float,        // (M, N); with GEMM_FLOAT_OUT 1, this and the next replace the two above
-    float* out_float,                   // (M, N)
+    const float* residual_float,        // (M, N); replaces residual with GEMM_FLOAT_OUT 1
+    float* out_float,                   // (M, N); replaces out with GEMM_FLOAT_OUT 1
     int M, int N, int K) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
 #if GEMM_FLOAT_OUT

@@ -2,25 +2,25 @@
 //
 //   out = [residual +] [gelu](a w^T + bias)     a (M, K), w (N, K), out and residual (M, N), bias (N)
 //
-//   gemm_split_mma: float32 accuracy: three products of float16 parts, sums promoted every 128 of K
+//   gemm_split_mma: float32 accuracy: three products of float16 parts, sums added to floats every 128 values of K
 //
 // A value of a or w is (hi + lo / 2048) scale, with one scale per row, a power of two (lib/two_part.cuh). This keeps 22
 // bits of the value. The product lo lo is omitted:
 //
 //   out[m, n] = (sum hi hi + sum (hi lo + lo hi) / 2048) scale_a[m] scale_w[n]
 //
-// A tensor core truncates its sums instead of rounding them. Therefore the sum of hi hi is promoted regularly: it is
-// added to a separate float, with rounding. The second sum is 2048 times smaller and has its own accumulator.
+// A tensor core truncates its sums instead of rounding them. Therefore the sum of hi hi is promoted every 128 values of
+// K: it is added to a separate float, with rounding, and starts again from 0. The second sum is 2048 times smaller and
+// has its own accumulator.
 //
 // Infinity and NaN in a or w give the same output as in float. One exception: infinity times a number whose high part
 // is 0 (below 2^-39 of the largest in its row) gives NaN.
 //
 // out is float, or with GEMM_SPLIT_OUT 1 two-part with one scale for all rows. The caller guarantees that this scale is
-// large enough. Values more than twice too large for the scale become infinite.
+// large enough. Values become infinite if they are more than twice too large for the scale.
 //
 // lib/matmul/mma.cuh has the tiles and the loop over K. Any M; N and K are multiples of 8; all arrays are aligned to 16
-// bytes. residual may be out.
-// Block (THREADS), grid and shared memory as in matmul/prompt/mma.cu.
+// bytes. residual may be out. Block (THREADS), grid and shared memory as in matmul/prompt/mma.cu.
 #ifndef STORAGE_FP16
 #define STORAGE_FP16
 #endif
@@ -45,11 +45,11 @@
 #define GEMM_SPLIT_OUT 0
 #endif
 
-constexpr int PROMOTED = 128;  // values along K between promotions
+constexpr int PROMOTED = 128;  // values along K after which the sums of hi hi are added to floats
 static_assert(PROMOTED % GEMM_SLICE == 0, "sums are promoted between slices");
 
 struct Total {
-    Sums high, sums, cross;  // high: since the last promotion
+    Sums high, sums, cross;  // high: sums of hi hi that have not been added to `sums` yet
 
     __device__ __forceinline__ void add(const Fragments& hi, const Fragments& lo) {
         multiply(high, hi.a, hi.w);
@@ -78,7 +78,7 @@ struct Output {
     const float *w_scale, *bias, *residual;
     float* out;
     T* parts;
-    float per_scale;  // 1 / scale of the parts
+    float per_scale;  // 1 / scale of out_parts
     Sizes sizes;
 };
 

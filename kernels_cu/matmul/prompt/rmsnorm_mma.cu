@@ -89,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MMA_BLOCKS) rmsnorm_ffn_mm
     const T* __restrict__ gamma,       // (K)
     const W* __restrict__ w1,          // (K, N), or (N, K) with MMA_W_NK 1
     const float* __restrict__ scale1,  // (N) or null
-    const W* __restrict__ w3,          // as w1
+    const W* __restrict__ w3,          // same shape as w1
     const float* __restrict__ scale3,  // (N) or null
     T* __restrict__ out,               // (M, N)
     float eps, long long x_stride, int M, int N, int K) {

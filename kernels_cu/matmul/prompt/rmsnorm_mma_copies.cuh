@@ -23,7 +23,7 @@ struct Inputs {
     T* sum;             // (M, K) or null
     const T* gamma;     // (K)
     const W* w;         // (K, N) or (N, K)
-    const W* w3;        // as w, if there are two weight matrices
+    const W* w3;        // same shape as w; only with two weight matrices
     long long x_stride;
     int M, N, K;
 };
@@ -42,7 +42,7 @@ struct Copies {
     const Share<B_CHUNKS, B_ROWS> b;
     const T *x, *residual;
     const W* w;
-    long long to_w3;  // (N, K): added to the address of a row after the last one of w, gives the row of w3
+    long long to_w3;  // (N, K): offset to the rows of w3 from the rows after the tile's rows of w
     int k, rows, columns;  // start of the slice; remaining rows of x and columns of w, from the thread's first
     int turn;              // start of the next slice for which this block stores x + residual
 

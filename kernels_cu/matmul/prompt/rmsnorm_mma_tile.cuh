@@ -78,7 +78,7 @@ constexpr int SUMS_PITCH = MMA_COLUMNS + 8;  // 8 avoids bank conflicts
 constexpr int SUMS = MMA_WARPS_K * MMA_ROWS * SUMS_PITCH, PARTS = MMA_WARPS_K * MMA_WARPS_N;
 
 struct Tile {
-    int row, column, index_n, tiles_n;  // first row and column; index and number of the tiles in its rows
+    int row, column, index_n, tiles_n;  // first row and column; index along N; number of tiles along N
 };
 
 // Returns the block's tile. Tiles are ordered in bands of 8 rows of tiles, so that concurrent blocks share rows of x
@@ -94,7 +94,8 @@ __device__ __forceinline__ Tile choose_tile(int M, int N, int columns) {
 #include "matmul/prompt/rmsnorm_mma_copies.cuh"
 #include "matmul/prompt/rmsnorm_mma_fragments.cuh"
 
-// Computes the tile's sums over K and its rows' partial sums of squares. Calls meanwhile() while the first slices load.
+// Computes the tile's sums over K and partial sums of squares of its rows. Calls meanwhile() while the first slices
+// load.
 template <int MATRICES, typename Meanwhile>
 __device__ __forceinline__ void multiply_tile(const Inputs& in, const Tile& tile, char* shared, const Warp& warp,
                                               Meanwhile meanwhile, float (&sums)[FRAGS_M][FRAGS_N][4],

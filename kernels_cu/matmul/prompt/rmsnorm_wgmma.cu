@@ -17,8 +17,8 @@
 // The weights that are fetched early (lib/overlap.cuh) are the first slices. A block processes tiles down the rows
 // first, so that w is read once from memory.
 //
-// On an NVIDIA H200, float16, K = 4096, both launches, 16 and 500 rows: N = 4096 with RoPE, w (K, N), 12.7 and 32.5 us;
-// silu(n w1) (n w3), N = 11008, w1 and w3 (N, K), 48.0 and 134 us.
+// On an NVIDIA H200, float16, K = 4096, both launches (norm and product), for 16 and 500 rows: N = 4096 with RoPE, w
+// (K, N), 12.7 and 32.5 us; silu(n w1) (n w3), N = 11008, w1 and w3 (N, K), 48.0 and 134 us.
 //
 // Any M; N and K are multiples of 8; all arrays are aligned to 16 bytes. Positions are start + m % seq_len.
 //
@@ -44,7 +44,7 @@
 #ifndef NORM_W_NK
 #define NORM_W_NK 0
 #endif
-#ifndef NORM_TURNS  // 1: with RoPE
+#ifndef NORM_TURNS  // 1: the kernel applies RoPE
 #define NORM_TURNS 1
 #endif
 
@@ -53,7 +53,8 @@ struct Rest {  // shared memory after the ring, the chunks and the received sums
     Barriers barriers;
 };
 
-// Number of neighbouring columns from one w in a slice (BESIDE), and whether tiles can be built from such pieces.
+// BESIDE: number of neighbouring columns from one weight matrix in a slice. POSSIBLE: whether a tile of this shape can
+// be loaded and stored in whole boxes.
 template <int MATRICES>
 struct Columns {
     static constexpr int BESIDE = MATRICES == 1 ? GEMM_N : GEMM_GROUP_N / 2;
@@ -83,7 +84,7 @@ __device__ __forceinline__ void load_columns(const Work& at, int slice, int colu
     }
 }
 
-struct Turn {  // RoPE: position of a row, exponent of theta (lib/rotation.cuh)
+struct Turn {  // for RoPE: positions of rows, and exponent of theta (lib/rotation.cuh)
     int seq_len, head_dim, start;
     float step, step_low;
 };
@@ -193,7 +194,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1) rmsnorm_ffn_hopper(
     const __grid_constant__ TensorMap n,    // (1, M, K)
     const __grid_constant__ TensorMap w1,   // (1, K, N), or (1, N, K) with NORM_W_NK 1
-    const __grid_constant__ TensorMap w3,   // as w1
+    const __grid_constant__ TensorMap w3,   // same shape as w1
     const __grid_constant__ TensorMap out,  // (1, M, N)
     int M, int N, int K) {
     if constexpr (Columns<2>::POSSIBLE) {

@@ -34,7 +34,7 @@
 #define GEMM_SCALED 0
 #endif
 
-struct Rest {  // shared memory after the ring, the chunks and the received sums
+struct Rest {  // shared memory after the ring, the chunks of output and the received sums
     float bias[CONSUMERS][(1 + GEMM_SCALED) * PART_N];  // followed by w_scale
     Barriers barriers;
 };

@@ -1,6 +1,6 @@
 // GEMM for Hopper with FP8 weights. lib/matmul/wgmma_registers.cuh has the formula.
 //
-//   gemm_fp8_hopper: FP8 weights go through registers, which widen them, into wgmma's first operand
+//   gemm_fp8_hopper: FP8 weights are widened in registers, as wgmma's first operand
 //
 // Such products are bound by shared memory, which delivers 128 bytes per cycle. A slice of 64 along K for 128 x 128
 // outputs, which the tensor cores multiply in 512 cycles, moves these amounts of data in shared memory, in KB:
@@ -14,14 +14,15 @@
 // takes twice as long as wide loads. Exchanging parts of wide loads between lanes would take as long as the wide loads
 // save.
 //
-// NVIDIA H200, E4M3 with scales, us per launch in a graph (with weights of 16 bits; FP8 widened in memory first):
+// NVIDIA H200, E4M3 with scales, us per launch in a CUDA graph. In brackets: the times with 16-bit weights, and with
+// FP8 weights that another kernel widens in memory first:
 //
 //   M       N 2304 K 768       N 3072 K 768       N 4096 K 4096        N 11008 K 4096        N 4096 K 11008
 //   512     6.4 (5.7, 12.4)    7.1 (6.3, 14.8)    25.6 (25.0, 46.2)    71.3 (65.6, 121.2)    65.9 (63.3, 116.1)
 //   1024    9.1 (8.3, 16.1)    10.8 (8.9, 17.6)   44.8 (47.0, 68.2)    137.8 (129.6, 189.5)  116.0 (123.3, 181.0)
 //
 // NVIDIA H100, 512 rows of E5M2, before and after GEMM_STREAM, which gives clusters equal parts of all slices: N 12288
-// K 4096 81.6 -> 74.8, N 11008 K 4096 75.5 -> 67.9, a prompt of 512 tokens of Llama 7B 12.89 -> 12.09 ms.
+// K 4096 81.6 -> 74.8 us, N 11008 K 4096 75.5 -> 67.9 us, a prompt of 512 tokens of Llama 7B 12.89 -> 12.09 ms.
 //
 // K is a multiple of 16. The boxes of the tensor map of w are (1, GEMM_M, 64).
 //
@@ -86,7 +87,7 @@ struct Fp8 {
             const Matrix a = matrix_at(from + A_BYTES + group.column * ROW_BYTES);
 #pragma unroll
             for (int step = 0; step < STEPS; ++step) {
-                wait_for_products<AHEAD - 1>();  // except products of the other register sets
+                wait_for_products<AHEAD - 1>();  // all but products of the other register sets
                 load_step(w[step % AHEAD], from + (own ^ step * UNIT_BYTES));
                 fence_sums();
 #pragma unroll
@@ -115,7 +116,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     const float* __restrict__ bias,              // (N) or null
     const float* residual_float,                 // (M, N); with GEMM_FLOAT_OUT, used instead of the map
     float* out_float,                            // (M, N)
-    float* handed,                               // GEMM_STREAM: (1024 + blocks GEMM_M GEMM_N), initially zeros
+    float* handed,                               // GEMM_STREAM: (1024 + blocks GEMM_M GEMM_N) floats, initially zeros
     int M, int N, int K) {
     run(Product{a, residual, out, w_scale, bias, residual_float, out_float, handed, M, N, K}, Fp8{w});
 }

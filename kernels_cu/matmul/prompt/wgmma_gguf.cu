@@ -1,30 +1,32 @@
 // GEMM for Hopper with weights in GGUF blocks (lib/gguf.cuh). lib/matmul/wgmma_registers.cuh has the formula.
 //
-//   gemm_gguf_hopper: weights in blocks of GGUF become float16 in registers, rounded once, for wgmma's first operand
+//   gemm_gguf_hopper: GGUF weights become float16 in registers, each rounded once, as wgmma's first operand
 //
-// A second ring, in addition to the ring of slices of a, holds blocks. For each eight rows of w, a warp of the loading
-// warpgroup copies a tile of 128 or 256 along K, whose bytes are contiguous. A lane unpacks 32 values along K of two
-// rows while the products of the previous 32 are running:
+// A second ring buffer, in addition to the ring of slices of a, holds GGUF blocks. For each eight rows of w, a warp of
+// the loading warpgroup copies a tile of 128 or 256 values along K, whose bytes are contiguous. A lane unpacks 32
+// values along K of two rows while the products of the previous 32 values are running:
 //
 //   copies     | a 64 | a 64 | a 64 | a 64 |   blocks 256   |
 //   unpack     32 | 32 | 32 | ...
 //   multiply        32 | 32 | 32 | ...
 //
-// Prediction for 32 values along K in Q4_K, with weights computed as floats: 72 instructions per lane for its 16
-// weights. The result was 120 instructions. A warp, which waits for its own results, issued one in 4.2 cycles: 505
-// cycles for the two warpgroups of a block with 128 rows of a, of which the tensor cores need 256. With weights
-// computed as pairs of float16 there are 92 instructions, 53 of them for the weights.
+// An earlier version computed weights as floats. For 32 values along K in Q4_K it executed 120 instructions per lane
+// for the lane's 16 weights; predicted were 72. A warp, which waits for its own results, issued one instruction in 4.2
+// cycles: the two warpgroups of a block with 128 rows of a took 505 cycles, of which the tensor cores need 256. With
+// weights computed as pairs of float16 there are 92 instructions, 53 of them for the weights.
 //
-// NVIDIA H100, 512 rows, us per launch in a graph (with weights of 16 bits, E5M2; for the prompt also widened in memory
-// first):
+// NVIDIA H100, 512 rows, us per launch in a CUDA graph. In brackets: the times with 16-bit weights and with E5M2
+// weights; for the prompt also the time with GGUF weights that are widened in memory first:
 //
 //           N 12288 K 4096     N 4096 K 4096    N 11008 K 4096    N 4096 K 11008    prompt of Llama 7B, Q4_K_M, ms
 //   Q4_K    92   (87, 80)      34  (28, 27)     79  (80, 73)      83  (68, 66)      13.2 (11.5, 12.1; 19.2)
 //   Q6_K    110                38               86                94
 //   Q8_0    104                35               78                87
+//
 // GEMM_STREAM gives the clusters equal parts of all slices. Predicted: 74 us for N 12288 instead of 92, 67 for N 11008
-// instead of 78, because two waves of tiles had 132 multiprocessors for 1.45 and 1.3 waves of work. Before and after,
-// in one run: Q4_K 92.9 -> 76.3, 78.1 -> 69.4, Q6_K 96.4 -> 82.8, 86.5 -> 75.1, the prompt 14.02 -> 12.80 ms.
+// instead of 78, because without it 132 multiprocessors execute two waves of tiles for 1.45 and 1.3 waves of work.
+// Measured without and with GEMM_STREAM, in one run, for N 12288 and N 11008: Q4_K 92.9 -> 76.3 and 78.1 -> 69.4 us,
+// Q6_K 96.4 -> 82.8 and 86.5 -> 75.1 us; the prompt 14.02 -> 12.80 ms.
 //
 // K is a multiple of 32. The output ranges of the types begin at multiples of GEMM_M.
 //
@@ -32,7 +34,7 @@
 #ifndef WEIGHT_GGUF
 #define WEIGHT_GGUF
 #endif
-#define GEMM_A_ITEM 0  // blocks have their own ring
+#define GEMM_A_ITEM 0  // GGUF blocks of w have a separate ring
 #ifndef GEMM_GROUP_M
 #define GEMM_GROUP_M 64
 #endif
@@ -43,7 +45,7 @@
 static_assert(BLOCKS_M == 1, "a lane has two rows");
 
 constexpr int TILE_OCTETS = GEMM_M / gguf::OCTET;
-constexpr int BLOCK_BYTES = TILE_OCTETS * gguf::largest_tile();  // bytes per stage
+constexpr int BLOCK_BYTES = TILE_OCTETS * gguf::largest_tile();  // bytes of GGUF blocks per stage
 constexpr int GGUF_STAGES = gguf::OfRange<0>::Of::WIDE ? 2 : 3;
 
 struct Blocks {
@@ -87,7 +89,7 @@ struct Blocks {
         if constexpr (!OfRange::LAST) {
             if (work.row() >= OfRange::NEXT) return request<RANGE + 1>(p, work);
         }
-        constexpr int SLICES = 2 * Part::UNITS;  // slices per tile of blocks
+        constexpr int SLICES = 2 * Part::UNITS;  // slices of a per tile of GGUF blocks
         const int row = work.row(), begin = work.first / SLICES, end = (work.last + SLICES - 1) / SLICES;
         const int left = max(0, (OfRange::LAST ? p.N : OfRange::NEXT) - row);  // 0: in a cluster, after the last tile
         const int octets = min(TILE_OCTETS, (left + 7) / gguf::OCTET);
@@ -129,7 +131,7 @@ struct Blocks {
             }
         }
         const int octet = (group.row + 16 * group.warp) / gguf::OCTET, length = at.last;
-        unsigned halves[2][2][4];  // two chunks, which alternate
+        unsigned halves[2][2][4];  // weights of two chunks, which alternate
 #pragma unroll 1
         for (int unit = at.first / 2; 2 * unit < length; ++unit) {
             const int stage = count % GGUF_STAGES, of_stage = unit % Part::UNITS;
@@ -153,7 +155,7 @@ struct Blocks {
                 const Matrix a = matrix_at(a_at + group.column * ROW_BYTES);
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
-                    wait_for_products<1>();  // except products that use the other chunk's registers
+                    wait_for_products<1>();  // all but the products that use the other chunk's registers
                     unpack(parts, own, 2 * half + i, halves[i]);
                     fence_sums();
 #pragma unroll
@@ -162,7 +164,7 @@ struct Blocks {
                     }
                     end_products();
                 }
-                if (k > at.first) release(barriers, group, slice - 1);  // these products have ended
+                if (k > at.first) release(barriers, group, slice - 1);  // products of slice - 1 are complete
                 ++slice;
             }
             // Releases the stage only after all loaded values have been used: right after the loads, a copy into the
@@ -177,7 +179,7 @@ struct Blocks {
         release(barriers, group, slice - 1);
     }
 
-    // Unpacks a lane's part of a chunk of rows g and g + 8, for two steps.
+    // Unpacks a lane's part of a chunk (32 values along K) of rows g and g + 8 of w, for two wgmma steps.
     template <typename Part>
     __device__ __forceinline__ static void unpack(const Part (&parts)[2], const typename Part::Factors (&own)[2],
                                                   int chunk, unsigned (&to)[2][4]) {
@@ -192,14 +194,14 @@ struct Blocks {
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1) gemm_gguf_hopper(
     const __grid_constant__ TensorMap a,         // (1, M, K)
-    const W* w,                                  // (N, K) in blocks
+    const W* w,                                  // (N, K), GGUF blocks
     const __grid_constant__ TensorMap residual,  // (1, M, N), with GEMM_RESIDUAL
     const __grid_constant__ TensorMap out,       // (1, M, N)
     const float* __restrict__ w_scale,           // (N), with GEMM_SCALED
     const float* __restrict__ bias,              // (N) or null
     const float* residual_float,                 // (M, N); with GEMM_FLOAT_OUT, used instead of the map
     float* out_float,                            // (M, N)
-    float* handed,                               // GEMM_STREAM: (1024 + blocks GEMM_M GEMM_N), initially zeros
+    float* handed,                               // GEMM_STREAM: (1024 + blocks GEMM_M GEMM_N) floats, initially zeros
     int M, int N, int K) {
     run(Product{a, residual, out, w_scale, bias, residual_float, out_float, handed, M, N, K}, Blocks{w});
 }

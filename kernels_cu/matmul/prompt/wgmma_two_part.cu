@@ -2,18 +2,19 @@
 //
 //   out = [residual +] [gelu](a w^T + bias)     a (M, K), w (N, K), out and residual (M, N), bias (N)
 //
-//   gemm_split_hopper: float32 accuracy by TMA and wgmma: sums are promoted while the cross terms are multiplied
+//   gemm_split_hopper: float32 accuracy by TMA and wgmma: sums of high parts are added to floats during other products
 //
 // The parts of a and w (lib/two_part.cuh) are multiplied as follows:
 //
 //   (a w^T)[m, n] = (sum hi hi + sum (hi lo + lo hi) / 2048) scale_a[m] scale_w[n]
 //
-// matmul/prompt/mma_two_part.cu describes the reason for promotion, the output with GEMM_SPLIT_OUT, and the effects of
-// infinity and NaN. The sum of hi hi is promoted every 128 values along K. The sums need three registers per output, so
-// tiles are smaller than in matmul/prompt/wgmma.cu.
+// matmul/prompt/mma_two_part.cu describes the promotion of sums (the addition to separate floats, with rounding), the
+// output with GEMM_SPLIT_OUT, and the effects of infinity and NaN. The sum of hi hi is promoted every 128 values along
+// K, while the products of hi lo and lo hi are running. The sums need three registers per output, so tiles are smaller
+// than in matmul/prompt/wgmma.cu.
 //
-// On an NVIDIA H200, M = 8192, K = 768, N = 3072: 161 us, 240 TFLOP/s of the product, 720 TFLOP/s on the tensor cores
-// (cuBLAS in float32 794 us, in TF32 119).
+// On an NVIDIA H200, M = 8192, K = 768, N = 3072: 161 us, which is 240 TFLOP/s of the product and 720 TFLOP/s of the
+// three products on the tensor cores (cuBLAS: 794 us in float32, 119 us in TF32).
 //
 // Any M; N and K are multiples of 8; all arrays are aligned to 16 bytes. residual may be out.
 //
@@ -53,13 +54,13 @@
 static_assert(BLOCKS_M == 1 && GEMM_SPLITS == 1, "there are registers for one wgmma's outputs");
 static_assert(!GEMM_SPLIT_OUT || !GEMM_RESIDUAL, "a residual goes into an out of float");
 
-struct Rest {  // shared memory after the ring and the chunks
+struct Rest {  // shared memory after the ring and the chunks of output
     float bias[CONSUMERS][PART_N], scale[CONSUMERS][PART_N];
     Barriers barriers;
 };
 
 struct Total {  // sums of a thread's outputs
-    float high[PART_N / 2], sums[PART_N / 2], cross[PART_N / 2];  // high: since the last promotion
+    float high[PART_N / 2], sums[PART_N / 2], cross[PART_N / 2];  // high: not yet added to sums
 
     __device__ __forceinline__ float get(int i) const { return sum_of(sums[i], cross[i]); }
 };
@@ -74,7 +75,7 @@ __device__ __forceinline__ void multiply_high(Total& total, const char* from, co
     }
 }
 
-// Issues a slice's products with one low part.
+// Issues a slice's products of a high part with a low part.
 __device__ __forceinline__ void multiply_cross(Total& total, const char* from, const Group& group) {
     const Matrix a = matrix_at(from + group.row * ROW_BYTES);
     const Matrix w = matrix_at(from + 2 * A_BYTES + group.column * ROW_BYTES);
@@ -124,7 +125,7 @@ struct Output {
     const float *w_scale, *bias;  // for the group's columns, in shared memory
     const float* residual;
     float* out;
-    float per_scale;  // 1 / scale of the parts
+    float per_scale;  // 1 / scale of out_parts
     int M, N;
 };
 
@@ -178,10 +179,10 @@ __device__ __forceinline__ void store_parts(const Total& total, const Group& gro
         if (group.thread == 0) wait_for_reads<0>();
         group.sync();
 #pragma unroll
-        for (int j = 0; j < GEMM_CHUNK / 8; j += 2) {  // 16 columns
+        for (int j = 0; j < GEMM_CHUNK / 8; j += 2) {  // 16 columns per step
             unsigned hi[4], lo[4];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {  // i % 2: the lower rows; i / 2: the right columns
+            for (int i = 0; i < 4; ++i) {  // i % 2: lower 8 rows; i / 2: right 8 columns
                 const int at = c * GEMM_CHUNK + 8 * (j + i / 2) + 2 * (lane % 4);
                 const float2 scale = pair_at(to.w_scale, at), bias = pair_at(to.bias, at);
                 const int first = c * GEMM_CHUNK / 2 + 4 * (j + i / 2) + i % 2 * 2;
