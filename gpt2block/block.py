@@ -15,8 +15,8 @@ from gpt2block.config import block_shapes
 from gpt2block.cuda import cupy
 from gpt2block.errors import Argument, DeviceError, InputError, shown
 from gpt2block.inspect.compare import Comparisons, compare_steps
-from gpt2block.ops._products import MMA_CAPABILITY
 from gpt2block.ops.attention import SIXTEEN_BITS, TENSOR_HEAD
+from gpt2block.ops.products import MMA_CAPABILITY
 from gpt2block.parameters.arrays import BlockArrays
 from gpt2block.parameters.gpt2 import BlockWeights, unpack
 from gpt2block.passes.blocks import PassSettings

@@ -22,10 +22,10 @@ from gpt2block import reference
 from gpt2block.cuda import replaced
 from gpt2block.ops import _attention_tiles
 from gpt2block.ops._attention_tiles import WHOLE_KEYS, AttentionTile, mma_geometry
-from gpt2block.ops._products import HOPPER_CAPABILITY, MMA_CAPABILITY
 from gpt2block.ops.attention import OPERATION as ATTENTION
 from gpt2block.ops.attention import VARLEN
 from gpt2block.ops.attention_cached import ATTENTION_PACKED, ATTENTION_SPLIT
+from gpt2block.ops.products import HOPPER_CAPABILITY, MMA_CAPABILITY
 from gpt2block.reference import joined, two_part
 from gpt2block.weights.two_part import TwoPartMatrix
 from tests import plain

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from gpt2block.cuda import cupy
-from gpt2block.ops._products import HOPPER_CAPABILITY, MMA_CAPABILITY
+from gpt2block.ops.products import HOPPER_CAPABILITY, MMA_CAPABILITY
 
 
 class Gpu(TypedDict):

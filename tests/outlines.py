@@ -8,7 +8,7 @@ from typing import Any
 
 from gpt2block.architectures import architecture_of
 from gpt2block.config import ModelConfig
-from gpt2block.ops._terms import Terms
+from gpt2block.ops.terms import Terms
 from gpt2block.passes import names_of
 from gpt2block.passes.blocks import PassSettings
 from gpt2block.passes.decoding import DecodePass, SumsPass

@@ -38,13 +38,13 @@ from gpt2block.ops import (
 )
 from gpt2block.ops._gemm_mma import MmaGemmTile
 from gpt2block.ops._linear_mma_tiles import MmaLinearTile
-from gpt2block.ops._products import HOPPER_CAPABILITY, MMA_CAPABILITY
 from gpt2block.ops._rmsnorm_mma import RmsnormTile
 from gpt2block.ops._rows import power_of_two
-from gpt2block.ops._terms import Terms
 from gpt2block.ops.gemm import OPERATION as GEMM
 from gpt2block.ops.operation import Operation
+from gpt2block.ops.products import HOPPER_CAPABILITY, MMA_CAPABILITY
 from gpt2block.ops.registry import OPERATIONS
+from gpt2block.ops.terms import Terms
 from gpt2block.weights.matrix import WeightMatrix
 from gpt2block.weights.two_part import TwoPartMatrix
 from tests import plain

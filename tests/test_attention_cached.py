@@ -21,7 +21,6 @@ from gpt2block.cuda import kernels, replaced
 from gpt2block.cuda.arrays import compute_capability
 from gpt2block.cuda.kernels import Geometry
 from gpt2block.emulator import loader
-from gpt2block.ops._terms import Terms
 from gpt2block.ops.attention_cached import (
     APPEND,
     ATTENTION_PACKED,
@@ -35,6 +34,7 @@ from gpt2block.ops.attention_cached import (
     tiles_geometry,
 )
 from gpt2block.ops.rope_qkv import APPEND as ROPE_APPEND
+from gpt2block.ops.terms import Terms
 from gpt2block.weights.two_part import TwoPartMatrix
 from tests import gpus
 from tests.attentions import KERNELS, Rows, held_by

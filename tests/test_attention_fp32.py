@@ -21,8 +21,8 @@ from gpt2block.ops._attention_tiles import (
     hopper_two_part_geometry,
     two_part_geometry,
 )
-from gpt2block.ops._products import HOPPER_CAPABILITY, MMA_CAPABILITY
 from gpt2block.ops.attention import HOPPER_TWO_PART, MMA_TWO_PART
+from gpt2block.ops.products import HOPPER_CAPABILITY, MMA_CAPABILITY
 from gpt2block.weights.two_part import TwoPartMatrix, scale_for
 from tests import plain
 from tests.attentions import KERNELS, Kernel, assert_right, both_masks, expanded, in_two_parts

@@ -32,9 +32,9 @@ from gpt2block.ops._attention_tiles import (
     mma_stage,
     together,
 )
-from gpt2block.ops._products import HOPPER_CAPABILITY, MMA_CAPABILITY
 from gpt2block.ops.attention import HOPPER, HOPPER_ALTERNATE, MMA, VARLEN
 from gpt2block.ops.attention import OPERATION as ATTENTION
+from gpt2block.ops.products import HOPPER_CAPABILITY, MMA_CAPABILITY
 from tests import plain
 from tests.attentions import (
     DTYPES,

@@ -71,6 +71,5 @@ def test_the_times_are_those_of_the_measurements() -> None:
     ):
         assert words in re.sub(r"\s+(//\s+)?", " ", header)
     assert "48 instructions of a warp" in FLAT
-    assert (
-        f"{12288 * 4096 * 4.5 / 8e6:.1f} MB, takes 12.4 µs by itself. It reads them at 48 %" in FLAT
-    )
+    size = f"{12288 * 4096 * 4.5 / 8e6:.1f} MB"
+    assert f"{size}, takes 12.4 µs by itself. The kernel reads these weights at 48 %" in FLAT

@@ -24,7 +24,7 @@ from gpt2block.ops._linear_mma import splits
 from gpt2block.ops.gated_sums import Cluster, blocks_geometry, geometry, splits_of
 from gpt2block.ops.registry import STEPS, bind
 from gpt2block.ops.rmsnorm import STREAM, stream_geometry
-from gpt2block.run import cuda_model
+from gpt2block.run import cuda_choice
 from gpt2block.weights.gguf import TYPES, GgufMatrix
 from tests import devices, gpus, outlines, plain
 from tests.compiling import assert_clean
@@ -176,7 +176,7 @@ def model_steps(model: Llama) -> list[Any]:
     """Those of the plan for one row."""
     engine: Any = model.engine
     do = outlines.outline(model.config)
-    engine.decode_pass(do, 1, engine.terms(1))
+    engine.decode_pass(do, 1, engine.decoding.terms(1))
     return do.steps
 
 
@@ -386,7 +386,7 @@ def test_a_model_has_the_bits_of_the_other_plan(
     for fused in (True, False):
         with monkeypatch.context() as patch:
             if not fused:
-                patch.setattr(cuda_model, "splits_of", lambda *_: 0)
+                patch.setattr(cuda_choice, "splits_of", lambda *_: 0)
             model = Llama(weights, device="cuda:0", dtype=dtype)
             for rows in (1, 2, 3, 4, 5) if tokens > 3 else (1, 3, 5) if fused else ():
                 found.append(model.generate(prompts[:rows], **options))

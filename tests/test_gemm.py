@@ -19,9 +19,9 @@ from gpt2block.cuda import cupy
 from gpt2block.cuda.kernels import FP8
 from gpt2block.ops import _gemm_hopper
 from gpt2block.ops._gemm_hopper import FLAGS, MOST_ROWS, OF_REGISTERS, STREAMED
-from gpt2block.ops._products import HOPPER_CAPABILITY
 from gpt2block.ops.gemm import OPERATION as GEMM
 from gpt2block.ops.gemm import WIDEN, allocate_stream_k_workspace
+from gpt2block.ops.products import HOPPER_CAPABILITY
 from gpt2block.weights.gguf import TYPES, GgufMatrix
 from gpt2block.weights.matrix import WeightMatrix
 from tests import devices, plain

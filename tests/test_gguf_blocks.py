@@ -30,10 +30,10 @@ from gpt2block.config.formats import GGUF
 from gpt2block.cuda import cupy
 from gpt2block.emulator import Checks, emulated
 from gpt2block.ops import _linear_hopper
-from gpt2block.ops._products import HOPPER_CAPABILITY
 from gpt2block.ops.gemm import WIDEN
 from gpt2block.ops.linear import LINEAR_QKV, LINEAR_ROPE
 from gpt2block.ops.linear import OPERATION as LINEAR
+from gpt2block.ops.products import HOPPER_CAPABILITY
 from gpt2block.ops.to_fp8 import ROW_NORMS
 from gpt2block.weights.gguf import TYPES, GgufMatrix, random_blocks
 from gpt2block.weights.gguf_packing import BlockRows, packed_on_device

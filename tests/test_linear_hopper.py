@@ -17,9 +17,9 @@ from gpt2block import GPT2, GPT2Config, GPT2Weights, Llama, LlamaConfig, LlamaWe
 from gpt2block.cuda import cupy
 from gpt2block.cuda.kernels import FP8, cache_dtype
 from gpt2block.errors import InputError
-from gpt2block.ops._terms import Terms
 from gpt2block.ops.linear import OPERATION as LINEAR
 from gpt2block.ops.registry import STEPS
+from gpt2block.ops.terms import Terms
 from tests import devices, gpus, plain
 from tests.devices import assert_same_bits, on_gpu
 from tests.products import DTYPES, KERNELS, Case, Kernel

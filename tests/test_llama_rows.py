@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from gpt2block import InputError, WeightMatrix, ops, reference
 from gpt2block.checks import FLOATS
 from gpt2block.cuda import cupy
-from gpt2block.ops._terms import Terms
 from gpt2block.ops.elementwise import CAP, RELU_SQUARED, SILU_MUL
 from gpt2block.ops.rmsnorm import OPERAND, RMSNORM_ADD
 from gpt2block.ops.rmsnorm import OPERATION as RMSNORM
+from gpt2block.ops.terms import Terms
 from tests import devices, plain
 from tests.devices import assert_same_bits, every_device, moved, one_order
 

@@ -34,10 +34,10 @@ from gpt2block.cuda import cupy, overlap, replaced, requests
 from gpt2block.cuda.arrays import compute_capability
 from gpt2block.emulator import stand_in
 from gpt2block.ops import registry
-from gpt2block.ops._products import HOPPER_CAPABILITY
 from gpt2block.ops.gemm import OPERATION as GEMM
 from gpt2block.ops.guesses import Guesses, bind_take
 from gpt2block.ops.linear import MORE_ROWS
+from gpt2block.ops.products import HOPPER_CAPABILITY
 from gpt2block.ops.rmsnorm_matmul import RMSNORM_MATMUL
 from gpt2block.ops.sample_token import SampleState, Slots, bind_drawn, bind_state
 from gpt2block.parameters.arrays import random_model

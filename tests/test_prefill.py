@@ -32,8 +32,8 @@ from gpt2block.config import block_shapes
 from gpt2block.config.formats import Formats
 from gpt2block.cuda import kernels, overlap, requests
 from gpt2block.emulator import stand_in
-from gpt2block.ops._products import HOPPER_CAPABILITY, MMA_CAPABILITY
 from gpt2block.ops.gemm import OPERATION as GEMM
+from gpt2block.ops.products import HOPPER_CAPABILITY, MMA_CAPABILITY
 from gpt2block.parameters.gpt2 import BlockWeights, GPT2Weights
 from gpt2block.run import cuda_model
 from gpt2block.run.cuda_model import CudaModel

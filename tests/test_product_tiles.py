@@ -26,9 +26,9 @@ from gpt2block.ops import (
 from gpt2block.ops import _linear_matvec as matvec
 from gpt2block.ops import _linear_mma as mma
 from gpt2block.ops._gemm_hopper import HopperGemmTile, choose_tile
-from gpt2block.ops._products import fastest
 from gpt2block.ops._rmsnorm_matvec import geometry as rmsnorm_matvec
 from gpt2block.ops.gguf import range_defines
+from gpt2block.ops.products import fastest
 from gpt2block.weights.gguf import TYPES, GgufMatrix
 from tests.compiling import Job, assert_clean
 from tests.gpus import A100, GPUS, H200, RTX, Gpu

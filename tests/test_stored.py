@@ -9,7 +9,7 @@ import pytest
 
 from gpt2block import InputError
 from gpt2block.checks import FLOATS
-from gpt2block.ops._stored import stored
+from gpt2block.ops.stored import stored
 from tests.devices import combinations, one_order
 
 SHAPES = ((1, 1), (5, 70), (70, 5), (64, 96), (33, 31))

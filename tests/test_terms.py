@@ -25,7 +25,6 @@ from gpt2block.config.formats import FormatOptions
 from gpt2block.config.llama import LlamaConfig
 from gpt2block.cuda import cupy
 from gpt2block.cuda.kernels import TWO_PART
-from gpt2block.ops._terms import Terms
 from gpt2block.ops.attention_cached import ATTENTION_SPLIT
 from gpt2block.ops.layernorm import OPERATION as LAYERNORM
 from gpt2block.ops.linear import OPERATION as LINEAR
@@ -33,7 +32,8 @@ from gpt2block.ops.linear import terms_of
 from gpt2block.ops.registry import STEPS
 from gpt2block.ops.rmsnorm import OPERAND
 from gpt2block.ops.rmsnorm import OPERATION as RMSNORM
-from gpt2block.run import cuda_model
+from gpt2block.ops.terms import Terms
+from gpt2block.run import cuda_choice
 from gpt2block.run.cuda_model import CudaModel
 from gpt2block.run.cuda_steps import DecodingSteps
 from gpt2block.weights.matrix import WeightMatrix
@@ -335,9 +335,9 @@ def test_a_product_without_terms_gives_none(device: Any) -> None:
 )
 def test_rounded_activations(device: Any, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other bits than with two terms, the same ones alone, in any batch and of floats."""
-    monkeypatch.setattr(cuda_model, "can_round", lambda dtype, inputs: False)
+    monkeypatch.setattr(cuda_choice, "can_round", lambda dtype, inputs: False)
     _, exact = step_of(GPT2(WEIGHTS, "cuda", dtype), 17)
-    monkeypatch.setattr(cuda_model, "can_round", lambda dtype, inputs: True)
+    monkeypatch.setattr(cuda_choice, "can_round", lambda dtype, inputs: True)
     model = GPT2(WEIGHTS, "cuda", dtype)
     (with_terms, got), (without, of_floats) = step_of(model, 17), step_of(model, 17, floats=True)
     assert (with_terms, without) == (5, 0)

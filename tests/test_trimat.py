@@ -19,8 +19,8 @@ from gpt2block.cuda import replaced
 from gpt2block.cuda.kernels import Geometry, signatures
 from gpt2block.emulator import loader
 from gpt2block.errors import InputError
-from gpt2block.ops._products import MMA_CAPABILITY
 from gpt2block.ops.call import Call
+from gpt2block.ops.products import MMA_CAPABILITY
 from gpt2block.ops.trimat import (
     MMA,
     OPERATION,

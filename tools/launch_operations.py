@@ -14,9 +14,9 @@ from gpt2block import TwoPartMatrix, WeightMatrix
 from gpt2block.checks import FLOATS
 from gpt2block.cuda import cupy
 from gpt2block.cuda.kernels import FP8
-from gpt2block.ops._terms import Terms
 from gpt2block.ops.operation import Operation
 from gpt2block.ops.registry import OPERATIONS, STEPS
+from gpt2block.ops.terms import Terms
 
 HEADS = (2, 2, 64), (3, 3, 64), (4, 1, 64), (2, 1, 128), (4, 2, 32), (3, 3, 20), (12, 12, 64)
 ROWS = 1, 3, 16, 17, 64, 512

@@ -47,10 +47,10 @@ from gpt2block.config.formats import DTYPES, GGUF
 from gpt2block.cuda import arrays as _arrays
 from gpt2block.cuda.kernels import FP8
 from gpt2block.ops import _linear_hopper, _linear_mma, registry
-from gpt2block.ops._products import HOPPER_CAPABILITY
 from gpt2block.ops.attention_cached import KV_COPY
 from gpt2block.ops.gemm import allocate_stream_k_workspace
 from gpt2block.ops.linear import LINEAR_ROPE, MORE_ROWS
+from gpt2block.ops.products import HOPPER_CAPABILITY
 from gpt2block.ops.registry import OPERATIONS, STEPS, Operation
 from gpt2block.parameters.arrays import random_model
 from gpt2block.run.guessing import SpeculationPolicy

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from gpt2block.config import ModelConfig
 
-Value = Any  # the result of a step; each kind of engine has its own type
+Value = Any  # the result of a step, whose type depends on the engine
 To = tuple[str, ...]
 RowNorms = Callable[[str, str], NDArray[Any]]
 
@@ -29,7 +29,7 @@ class CheckpointLayout(NamedTuple):
 
 
 class Architecture(Protocol):
-    """An architecture: a pass `o` calls its three functions, for each block's halves and the end.
+    """An architecture's module: a pass `o` calls its functions attention, feed_forward, final.
 
     NAMES: gpt2block's names of a weight and its bias → the module's name in `transformers` and in
     GGUF; {} stands for q, k and v, whose rows gpt2block has in one tensor. FILES: the layout in
@@ -39,36 +39,37 @@ class Architecture(Protocol):
     CONFIG: type[ModelConfig]
     NAMES: Mapping[str, tuple[str, str]]
     FILES: CheckpointLayout
-    GGUF: str  # general.architecture in its GGUF files; "" if there are none
+    GGUF: str  # general.architecture in GGUF files; "" if there are no such files
     GGUF_ROPE_INTERLEAVED: bool  # whether GGUF files order the rows of q and k for Meta's RoPE
 
-    NORM: str  # the name of its norms in messages
+    NORM: str  # the name of the architecture's norms in messages
     QKV: str  # the step whose result is the rows [Q | K | V] that attention reads
     TENSOR_HEADS: tuple[int, ...]  # head sizes for which a prefill can use tensor cores
-    DIVIDED: tuple[str, ...]  # a product, the activation it scales, a later product; or ()
+    DIVIDED: tuple[str, ...]  # (divided product, scaled activation, multiplied product), or ()
 
     def constants(self, config: Any, vectors: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the tensors that the config and the model's vectors determine, by name."""
+        """Return {name: tensor} of tensors computed from the config and the model's vectors."""
 
     def operand_bounds(
         self, config: Any, largest: Mapping[str, float], norms: RowNorms
     ) -> dict[str, float]:
-        """Return upper bounds of the operands of two-part or FP8-weight products, by name.
+        """Return {name: upper bound of the magnitudes} of matrix products' operands.
 
-        Bounds cover the layers' operands and intermediates and the final norm, for all tokens.
+        Products with two-part or FP8 weights need the bounds, which cover the layers' operands and
+        intermediates and the final norm, for all tokens.
 
         largest: the largest magnitude of every tensor. norms(w, gamma): upper bounds of the
         Euclidean norms of w's rows (N, K), each column multiplied by its gamma, or by 1 for "".
         """
 
     def stream_bounds(self, config: Any, largest: Mapping[str, float]) -> Iterator[float]:
-        """Yield upper bounds of the magnitudes after the embedding and after each block."""
+        """Yield upper bounds, for any input, of x after the embedding and after each block."""
 
     def attention(self, o: Any, h: str, x: Value) -> Value:
-        """Return the rows of attention, before the output projection."""
+        """Compute the first half of a block: attention, before the output projection."""
 
     def feed_forward(self, o: Any, h: str, x: Value, y: Value) -> Value:
-        """Return x + projected attention + the feed-forward's result. y: rows of attention."""
+        """Return x + projected attention + the feed-forward's result. y: result of `attention`."""
 
     def final(self, o: Any, x: Value, to: To = ()) -> Value:
-        """Return the final norm of x, which the logits are computed from."""
+        """Return the final norm of x, from which the logits are computed."""

@@ -1,4 +1,4 @@
-"""Gemma 3's text models: Llama's block with four norms, and windows in five of six layers.
+"""Gemma 3's text models: Llama's block with four norms; five of six layers have a window.
 
 Norms also follow both halves of a block, before the residual additions, and each head of q and k
 has a norm. Files of `transformers` store norm weights as w, GGUF files as the factors 1 + w. RoPE
@@ -100,24 +100,24 @@ class Gemma3Config(WindowedConfig):
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Return the attention window of each layer in tokens; None where a layer sees all."""
+        """Return the attention window of each layer in tokens; None for a layer without one."""
         pairs = zip(super().windows, self.sliding_layers, strict=True)
         return tuple(window if sliding else None for window, sliding in pairs)
 
     @property
     def frequencies_of_layers(self) -> tuple[str, ...]:
-        """Return the name of the RoPE frequencies of each layer."""
+        """Return, for each layer, the name of the tensor of RoPE frequencies."""
         return tuple(LOCAL if sliding else "frequencies" for sliding in self.sliding_layers)
 
     def block_shapes(self) -> Shapes:
-        """Return the shapes of Llama's block and of the weights of Gemma's additional norms."""
+        """Return {name: shape} of a block's tensors: Llama's, and weights of additional norms."""
         C, D = (self.n_embd,), (self.head_size,)
         own = {"gamma_q": D, "gamma_k": D, "gamma_attn": C, "gamma_ff": C}
         return {**super().block_shapes(), **own}
 
     @classmethod
     def _fields_in(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the fields of a config.json by their names here."""
+        """Convert the content of a config.json to {field of this class: value}."""
         objects = config.get("rope_parameters") or {}
         if {*objects} & {*KINDS}:
             local = objects.get(KINDS[1]) or {}
@@ -173,7 +173,7 @@ NORM, QKV, TENSOR_HEADS, DIVIDED = llama.NORM, llama.QKV, llama.TENSOR_HEADS, ll
 
 
 def constants(config: Gemma3Config, vectors: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the RoPE frequencies and the factors 1 + w of all norms, by name."""
+    """Return {name: tensor} of the RoPE frequencies and of 1 + w for the weights w of all norms."""
     local = config.local_theta ** (-2 * np.arange(config.head_size // 2) / config.head_size)
     known = {"frequencies": config.frequencies(), LOCAL: local}
     used = {name: known[name] for name in dict.fromkeys(config.frequencies_of_layers)}
@@ -187,7 +187,7 @@ def _of(gamma: str) -> str:
 
 
 def attention(o: Any, h: str, x: Value) -> Value:
-    """Compute rows of attention, a block's first half; q and k have norms before RoPE."""
+    """Compute a block's first half, attention, with norms of q and k before RoPE."""
     y = o.norm(f"{h}rms1", x, _of(f"{h}gamma1"), to=(f"{h}w_qkv",))
     norms = _of(f"{h}gamma_q"), _of(f"{h}gamma_k")
     y = o.qkv(h, y, rope=o.c.frequencies_of(h), norms=norms)
@@ -195,7 +195,7 @@ def attention(o: Any, h: str, x: Value) -> Value:
 
 
 def feed_forward(o: Any, h: str, x: Value, y: Value) -> Value:
-    """Return x + the norm of projected attention + the norm of the feed-forward's result."""
+    """Return x + norm(projected attention) + norm(feed-forward), a block's second half."""
     y = o.product(f"{h}proj", y, f"{h}w_o", f"{h}b_o")
     x = o.add_norm(f"{h}x1", x, y, _of(f"{h}gamma_attn"))
     y = o.norm(f"{h}rms2", x, _of(f"{h}gamma2"), to=(f"{h}w_gate", f"{h}w_up"))
@@ -205,12 +205,12 @@ def feed_forward(o: Any, h: str, x: Value, y: Value) -> Value:
 
 
 def final(o: Any, x: Value, to: To = ()) -> Value:
-    """Return the final norm of x, which the logits are computed from."""
+    """Return the final norm of x, from which the logits are computed."""
     return o.norm("rms_f", x, _of("gamma_f"), to=to)
 
 
 def stream_bounds(config: Gemma3Config, largest: Mapping[str, float]) -> Iterator[float]:
-    """Yield upper bounds of magnitudes after the embedding and after each block, for any input.
+    """Yield upper bounds, for any input, of the residual stream after the embedding and each block.
 
     The C values of an RMSNorm are at most sqrt(C) times its largest weight.
     """
@@ -225,7 +225,7 @@ def stream_bounds(config: Gemma3Config, largest: Mapping[str, float]) -> Iterato
 def operand_bounds(
     config: Gemma3Config, largest: Mapping[str, float], norms: RowNorms
 ) -> dict[str, float]:
-    """Bound operands as for Qwen3. The norm of W(1 + w) is at most the sum of W's and Ww's."""
+    """Bound operands as Qwen3 does: row norms of W(1 + w) are at most the sum of W's and Ww's."""
     wide = {
         name: value + name.rpartition(".")[2].startswith("gamma") for name, value in largest.items()
     }

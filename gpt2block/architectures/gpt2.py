@@ -1,4 +1,4 @@
-"""GPT-2 as a forward pass, with its tensors' names and upper bounds of its magnitudes.
+"""GPT-2: its forward pass, names of its tensors, and upper bounds of its activations.
 
 Rows of several sequences are packed into one matrix (N, C); only attention, the embedding and the
 kv_cache distinguish sequences. Names of layers begin with "h.0.", "h.1." and so on.
@@ -27,45 +27,45 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "gamma_f beta_f": ("ln_f", "output_norm"),
     "lm_head": ("lm_head", "output"),
 }
-# Files of older versions of `transformers` also contain the buffers of attention masks.
+# Checkpoints of older versions of `transformers` also contain the buffers of attention masks.
 FILES = CheckpointLayout("transformer.", "h.", "KN", r"h\.\d+\.attn\.(bias|masked_bias)")
 GGUF, GGUF_ROPE_INTERLEAVED = "gpt2", False
 NORM = "LayerNorm"
 QKV = "qkv"  # the step whose result is the rows [Q | K | V] that attention reads
 TENSOR_HEADS: tuple[int, ...] = (64,)  # head sizes for which a prefill can use tensor cores
-DIVIDED: tuple[str, ...] = ()  # empty because GELU is not linear
+DIVIDED: tuple[str, ...] = ()  # no scaled activation, as GELU is not linear
 
 
 def attention(o: Any, h: str, x: Value) -> Value:
-    """Compute rows of attention, a Pre-LN block's first half. h: the prefix of its names."""
+    """Compute a Pre-LN block's first half, attention. h: the prefix of the block's names."""
     y = o.norm(f"{h}ln1", x, f"{h}gamma1", f"{h}beta1", to=(f"{h}w_qkv",))
     y = o.qkv(h, y)
     return o.attend(h, y, to=(f"{h}w_attn",))
 
 
 def feed_forward(o: Any, h: str, x: Value, y: Value) -> Value:
-    """Return x + projected attention + the feed-forward's result, a block's second half."""
+    """Return x + projected attention + the result of the feed-forward, a block's second half."""
     x = o.product(f"{h}proj", y, f"{h}w_attn", f"{h}b_attn", add=(f"{h}x1", x))
-    del y  # frees its memory for the norm
+    del y  # free y's memory for the result of the norm
     y = o.norm(f"{h}ln2", x, f"{h}gamma2", f"{h}beta2", to=(f"{h}w_fc",))
     y = o.product(f"{h}ff1", y, f"{h}w_fc", f"{h}b_fc", gelu=f"{h}gelu", to=(f"{h}w_proj",))
     return o.product(f"{h}ff2", y, f"{h}w_proj", f"{h}b_proj", add=(f"{h}output", x))
 
 
 def final(o: Any, x: Value, to: tuple[str, ...] = ()) -> Value:
-    """Return the final norm of x, which the logits are computed from."""
+    """Return the final norm of x, from which the logits are computed."""
     return o.norm("ln_f", x, "gamma_f", "beta_f", to=to)
 
 
 def constants(config: GPT2Config, vectors: Mapping[str, Any]) -> dict[str, Any]:
-    """Return no tensors: GPT-2's config determines none."""
+    """Return {}: no tensor of GPT-2 is computed from the config."""
     return {}
 
 
 def operand_bounds(
     config: GPT2Config, largest: Mapping[str, float], norms: RowNorms
 ) -> dict[str, float]:
-    """Return the largest magnitude that operands of each layer's products can have, by name.
+    """Return {name: upper bound of the magnitudes} of the operands of each layer's products.
 
     If `largest` has infinity or NaN, so have the bounds. The C values of a LayerNorm
     before γ and β have variance 1, so each is at most sqrt(C), and so is their Euclidean norm.
@@ -85,7 +85,7 @@ def operand_bounds(
 
 
 def stream_bounds(config: GPT2Config, largest: Mapping[str, float]) -> Iterator[float]:
-    """Yield upper bounds of magnitudes after the embedding and after each block, for any input.
+    """Yield upper bounds, for any input, of the residual stream after the embedding and each block.
 
     A LayerNorm's C values of variance 1 are at most sqrt(C), attention computes weighted means of
     rows of v, GELU increases no magnitude, and a product of K inputs is at most K times the largest

@@ -1,8 +1,8 @@
-"""Granite 3: Llama's block with four scalars, which need no additional steps.
+"""Granite 3: Llama's block with four scalar multipliers, for which no steps are added.
 
 The model multiplies the results of attention and of the feed-forward by residual_multiplier m
 before it adds them to the residual stream x. A pass computes x / m instead of x, so that the sums
-need no factor: the rows of wte are multiplied by embedding_multiplier / m, and the norms, which do
+need no factor: the rows of wte are multiplied by embedding_multiplier / m, and the norms, which
 do not depend on the size of their rows, have eps / m^2. Scores have attention_multiplier instead
 of 1 / sqrt(head_size), and the norm before the logits has gamma / logits_scaling.
 
@@ -70,25 +70,25 @@ NORM, QKV, TENSOR_HEADS, DIVIDED = llama.NORM, llama.QKV, llama.TENSOR_HEADS, ll
 
 
 def constants(config: GraniteConfig, vectors: Mapping[str, Any]) -> dict[str, Any]:
-    """Return Llama's tensors and the weight of the norm before the logits."""
+    """Return {name: tensor}: Llama's constants, and the final norm's weight / logits_scaling."""
     gamma = vectors["gamma_f"] / config.logits_scaling
     return {**llama.constants(config, vectors), "gamma_logits": gamma}
 
 
 def final(o: Any, x: Value, to: To = ()) -> Value:
-    """Return the final norm of x; before logits, its weight also divides by logits_scaling."""
+    """Return the final norm of x, divided by logits_scaling if the products `to` read it."""
     return o.norm("rms_f", x, "gamma_logits" if to else "gamma_f", to=to)
 
 
 def operand_bounds(
     config: GraniteConfig, largest: Mapping[str, float], norms: RowNorms
 ) -> dict[str, float]:
-    """Bound operands as for Llama, with the larger of the two weights of the final norm."""
+    """Bound operands as Llama does, with the larger of gamma_f and gamma_logits."""
     bounds = llama.operand_bounds(config, largest, norms)
     return bounds | {"rms_f": bounds["rms_f"] * max(1.0, 1 / config.logits_scaling)}
 
 
 def stream_bounds(config: GraniteConfig, largest: Mapping[str, float]) -> Iterator[float]:
-    """Bound a pass's residual stream as for Llama, from wte times the embedding factor."""
+    """Bound the residual stream as Llama does, with wte multiplied by the embedding factor."""
     rows = largest["wte"] * config.scales.embedding
     return llama.stream_bounds(config, {**largest, "wte": rows})

@@ -1,4 +1,4 @@
-"""Llama as a forward pass, with its tensors' names and upper bounds of its magnitudes.
+"""Llama: its forward pass, names of its tensors, and upper bounds of its activations.
 
 Q, K and V of a token are one row [Q | K | V]; with grouped queries, K and V have fewer heads than
 Q. The tensor "frequencies" has the radians per position by which RoPE rotates each pair of
@@ -32,44 +32,44 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "gamma_f": ("norm", "output_norm"),
     "lm_head": ("lm_head", "output"),
 }
-# Files of older versions of `transformers` also contain RoPE frequencies, one set or one per layer.
+# Checkpoints of older versions of `transformers` also contain RoPE frequencies, which are ignored.
 FILES = CheckpointLayout("model.", "layers.", "NK", r"(.+\.)?rotary_emb\w*\..+")
 GGUF, GGUF_ROPE_INTERLEAVED = "llama", True
 NORM = "RMSNorm"
 QKV = "rope"  # the step whose result is the rows [Q | K | V] that attention reads
 TENSOR_HEADS: tuple[int, ...] = (64, 128, 256)  # head sizes for a prefill on tensor cores
-# For FP8 prompts, "up" and so "ff" may be divided by a factor that multiplies "down"'s result.
+# Prompts with FP8 weights may use w_up / s and w_down · s with a factor s: "ff" becomes ff / s.
 DIVIDED: tuple[str, ...] = ("up", "ff", "down")
 
 
 def attention(o: Any, h: str, x: Value) -> Value:
-    """Compute rows of attention, a block's first half, with RoPE applied to q and k."""
+    """Compute a block's first half, attention, with RoPE applied to q and k."""
     y = o.norm(f"{h}rms1", x, f"{h}gamma1", to=(f"{h}w_qkv",))
     y = o.qkv(h, y, rope="frequencies")
     return o.attend(h, y, to=(f"{h}w_o",))
 
 
 def feed_forward(o: Any, h: str, x: Value, y: Value) -> Value:
-    """Return x + projected attention + the gated feed-forward's result, a block's second half."""
+    """Return x + projected attention + the gated feed-forward, a block's second half."""
     x = o.product(f"{h}proj", y, f"{h}w_o", f"{h}b_o", add=(f"{h}x1", x))
-    del y  # frees its memory for the norm
+    del y  # free y's memory for the result of the norm
     y = o.norm(f"{h}rms2", x, f"{h}gamma2", to=(f"{h}w_gate", f"{h}w_up"))
     y = o.gated(h, y, to=(f"{h}w_down",))
     return o.product(f"{h}down", y, f"{h}w_down", f"{h}b_down", add=(f"{h}output", x))
 
 
 def final(o: Any, x: Value, to: tuple[str, ...] = ()) -> Value:
-    """Return the final norm of x, which the logits are computed from."""
+    """Return the final norm of x, from which the logits are computed."""
     return o.norm("rms_f", x, "gamma_f", to=to)
 
 
 def constants(config: LlamaConfig, vectors: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tensors that the config determines, by name: the RoPE frequencies."""
+    """Return {name: tensor} of tensors computed from the config: the RoPE frequencies."""
     return {"frequencies": config.frequencies()}
 
 
 def stream_bounds(config: LlamaConfig, largest: Mapping[str, float]) -> Iterator[float]:
-    """Yield upper bounds of magnitudes after the embedding and after each block, for any input.
+    """Yield upper bounds, for any input, of the residual stream after the embedding and each block.
 
     A row of an RMSNorm has a Euclidean norm of at most sqrt(C) times the largest γ, so its product
     with K = C weights is at most C times the largest γ times the largest weight of the matrix.
@@ -94,7 +94,7 @@ def stream_bounds(config: LlamaConfig, largest: Mapping[str, float]) -> Iterator
 def operand_bounds(
     config: LlamaConfig, largest: Mapping[str, float], norms: RowNorms
 ) -> dict[str, float]:
-    """Return the largest magnitude of each layer's operands and of their intermediates, by name.
+    """Return {name: upper bound of the magnitudes} of each layer's operands and intermediates.
 
     A row of an RMSNorm before γ has a Euclidean norm of at most sqrt(C), so its product with a row
     of weights, times γ, is at most sqrt(C) times the row's norm. RoPE rotates pairs, attention

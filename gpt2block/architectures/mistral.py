@@ -1,4 +1,4 @@
-"""Mistral: Llama's block, with a window in Mistral 7B and a separate head size in Mistral Nemo.
+"""Mistral: Llama's block, with windowed attention in Mistral 7B, and another head size in Nemo.
 
 Mistral 7B v0.1 attends to the last 4,096 tokens only; later models and Mistral Nemo see all. GGUF
 files of these models say "llama". Source: Jiang et al., "Mistral 7B" (2023), and
@@ -16,12 +16,12 @@ from gpt2block.architectures.architecture import CheckpointLayout
 from gpt2block.config import ModelConfig
 from gpt2block.config.llama import WindowedConfig
 
-WINDOW = 4096  # default where config.json has no sliding_window
+WINDOW = 4096  # attention window in tokens if config.json has no sliding_window
 
 
 @dataclass(frozen=True)
 class MistralConfig(WindowedConfig):
-    """Sizes of a Mistral model, which may have a window and has no biases."""
+    """Sizes of a Mistral model, which may have an attention window and has no biases."""
 
     NAME: ClassVar[str] = "Mistral"
     MODEL_TYPE: ClassVar[str] = "mistral"

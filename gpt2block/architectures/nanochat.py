@@ -72,13 +72,13 @@ class NanoChatConfig(LlamaConfig):
         return -super().frequencies()
 
     def block_shapes(self) -> Shapes:
-        """Return the shapes of a block: no norm weights, and two matrices in the feed-forward."""
+        """Return {name: shape} of a block's tensors: no norm weights, two feed-forward matrices."""
         shapes, C, FF = super().block_shapes(), self.n_embd, self.n_ff
         kept = {name: shapes[name] for name in ("w_qkv", "w_o", "b_qkv", "b_o") if name in shapes}
         return {**kept, "w_fc": (C, FF), "w_proj": (FF, C)}
 
     def outer_shapes(self) -> tuple[Shapes, Shapes]:
-        """Return the shapes of the tensors before and after the blocks."""
+        """Return {name: shape} of the tensors before the blocks, and of the tensors after."""
         return super().outer_shapes()[0], {}
 
     def to_hugging_face(self) -> dict[str, Any]:
@@ -96,27 +96,27 @@ NAMES: Mapping[str, tuple[str, str]] = {
 FILES: CheckpointLayout = llama.FILES
 GGUF, GGUF_ROPE_INTERLEAVED = "", False
 NORM, QKV, TENSOR_HEADS = llama.NORM, llama.QKV, llama.TENSOR_HEADS
-DIVIDED: tuple[str, ...] = ()  # empty because the square is not linear
+DIVIDED: tuple[str, ...] = ()  # no scaled activation, as ReLU squared is not linear
 
 
 def constants(config: NanoChatConfig, vectors: Mapping[str, Any]) -> dict[str, Any]:
-    """Return Llama's tensors, and vectors of ones as the weights of norms."""
+    """Return {name: tensor}: Llama's constants, and vectors of ones as the weights of norms."""
     sizes = {ONES: config.n_embd, HEAD_ONES: config.head_size}
     ones = {name: np.ones(size, np.float32) for name, size in sizes.items()}
     return {**llama.constants(config, vectors), **ones}
 
 
 def attention(o: Any, h: str, x: Value) -> Value:
-    """Compute rows of attention, a block's first half; q and k have norms and RoPE."""
+    """Compute a block's first half, attention, with norms and RoPE of q and k."""
     y = o.norm(f"{h}rms1", x, ONES, to=(f"{h}w_qkv",))
     y = o.qkv(h, y, rope="frequencies", norms=(HEAD_ONES, HEAD_ONES))
     return o.attend(h, y, to=(f"{h}w_o",))
 
 
 def feed_forward(o: Any, h: str, x: Value, y: Value) -> Value:
-    """Return x + projected attention + the feed-forward's result, a block's second half."""
+    """Return x + projected attention + the result of the feed-forward, a block's second half."""
     x = o.product(f"{h}proj", y, f"{h}w_o", f"{h}b_o", add=(f"{h}x1", x))
-    del y  # frees its memory for the norm
+    del y  # free y's memory for the result of the norm
     y = o.norm(f"{h}rms2", x, ONES, to=(f"{h}w_fc",))
     y = o.product(f"{h}fc", y, f"{h}w_fc")
     y = o.operand(f"{h}ff2_in", o.relu_squared(f"{h}relu2", y), to=(f"{h}w_proj",))
@@ -124,14 +124,14 @@ def feed_forward(o: Any, h: str, x: Value, y: Value) -> Value:
 
 
 def final(o: Any, x: Value, to: To = ()) -> Value:
-    """Return the final norm of x, which the logits are computed from."""
+    """Return the final norm of x, from which the logits are computed."""
     return o.norm("rms_f", x, ONES, to=to)
 
 
 def stream_bounds(config: NanoChatConfig, largest: Mapping[str, float]) -> Iterator[float]:
-    """Yield upper bounds of the magnitudes after the embedding and each block, for any input."""
+    """Yield upper bounds of the residual stream, for any input, after embedding and each block."""
     C, stream = config.n_embd, math.sqrt(config.n_embd)
-    yield max(stream, largest["wte"])  # wte's rows are the input of the norm of embeddings
+    yield max(stream, largest["wte"])  # the embedding norm's input has values up to largest["wte"]
     for h in (f"h.{layer}." for layer in range(config.n_layer)):
         v = C * largest[f"{h}w_qkv"] + largest.get(f"{h}b_qkv", 0.0)
         ff = (C * largest[f"{h}w_fc"]) ** 2
@@ -143,7 +143,7 @@ def stream_bounds(config: NanoChatConfig, largest: Mapping[str, float]) -> Itera
 def operand_bounds(
     config: NanoChatConfig, largest: Mapping[str, float], norms: RowNorms
 ) -> dict[str, float]:
-    """Bound operands as for Qwen3, with norms whose weights are one."""
+    """Bound operands as Qwen3 does, with norm weights of one."""
     root, bounds = math.sqrt(config.n_embd), {"rms_f": math.sqrt(config.n_embd)}
     for h in (f"h.{layer}." for layer in range(config.n_layer)):
         qkv = root * norms(f"{h}w_qkv", "") + largest.get(f"{h}b_qkv", 0.0)

@@ -1,4 +1,4 @@
-"""OLMo 2: Llama's block with norms after its halves, before the additions, and none before them.
+"""OLMo 2: Llama's block with norms on the outputs of its halves, and none on their inputs.
 
 Products read the residual stream itself. All heads of q share one norm before RoPE; so do k's.
 Source: OLMo Team, "2 OLMo 2 Furious" (2024), and Olmo2 in `transformers`.
@@ -30,7 +30,7 @@ class Olmo2Config(LlamaConfig):
     ABSENT: ClassVar[Mapping[str, Any]] = {"n_ctx": 2048, "eps": 1e-5}
 
     def block_shapes(self) -> Shapes:
-        """Return the shapes of Llama's tensors of a block, with the weights of OLMo 2's norms."""
+        """Return {name: shape} of a block's tensors: Llama's, with weights of OLMo 2's norms."""
         shapes, C = dict(super().block_shapes()), (self.n_embd,)
         del shapes["gamma1"], shapes["gamma2"]
         heads = {"gamma_q": (self.q_width,), "gamma_k": (self.kv_width,)}
@@ -50,14 +50,14 @@ GGUF, GGUF_ROPE_INTERLEAVED = "olmo2", False
 
 
 def attention(o: Any, h: str, x: Value) -> Value:
-    """Compute rows of attention, a block's first half; q and k have norms before RoPE."""
+    """Compute a block's first half, attention, with norms of q and k before RoPE."""
     y = o.operand(f"{h}attn_in", x, to=(f"{h}w_qkv",))
     y = o.qkv(h, y, rope="frequencies", norms=(f"{h}gamma_q", f"{h}gamma_k"))
     return o.attend(h, y, to=(f"{h}w_o",))
 
 
 def feed_forward(o: Any, h: str, x: Value, y: Value) -> Value:
-    """Return x + the norm of projected attention + the norm of the feed-forward's result."""
+    """Return x + norm(projected attention) + norm(feed-forward), a block's second half."""
     y = o.product(f"{h}proj", y, f"{h}w_o", f"{h}b_o")
     x = o.add_norm(f"{h}x1", x, y, f"{h}gamma_attn")
     y = o.operand(f"{h}ff_in", x, to=(f"{h}w_gate", f"{h}w_up"))
@@ -84,7 +84,7 @@ def _halves(config: Olmo2Config, largest: Mapping[str, float]) -> Iterator[float
 
 
 def stream_bounds(config: Olmo2Config, largest: Mapping[str, float]) -> Iterator[float]:
-    """Yield upper bounds of magnitudes after the embedding and after each block, for any input."""
+    """Yield upper bounds of the residual stream, for any input, after embedding and each block."""
     for n, bound in enumerate(_halves(config, largest)):
         if n % 2 == 0:
             yield bound
@@ -93,14 +93,15 @@ def stream_bounds(config: Olmo2Config, largest: Mapping[str, float]) -> Iterator
 def operand_bounds(
     config: Olmo2Config, largest: Mapping[str, float], norms: RowNorms
 ) -> dict[str, float]:
-    """Return the largest magnitude of each layer's operands and of their intermediates, by name.
+    """Return {name: upper bound of the magnitudes} of each layer's operands and intermediates.
 
     Products read rows of the residual stream; their Euclidean norm is at most the norm of wte's row
     plus the norms of all rows added. Rows of v have no norm. Rows of q and k are bounded before
     their norm, too; a pair after norm and RoPE is at most sqrt(channels) times the largest γ.
     """
     C, widths = config.n_embd, {"q": config.q_width, "k": config.kv_width}
-    spread = (math.sqrt(C) - 1) * largest["wte"]  # Euclidean norm minus largest value of a row
+    # `stream` includes largest["wte"]; a row of wte has a Euclidean norm of up to sqrt(C) times it.
+    spread = (math.sqrt(C) - 1) * largest["wte"]
     bounds = {"rms_f": math.sqrt(C) * largest["gamma_f"]}
     stream = list(_halves(config, largest))
     for layer in range(config.n_layer):

@@ -30,7 +30,7 @@ ORIGINAL, PARTIAL = "original_max_position_embeddings", "partial_rotary_factor"
 
 @dataclass(frozen=True)
 class Phi3Config(WindowedConfig):
-    """Sizes of a Phi-3 model, which may have a window and has no biases.
+    """Sizes of a Phi-3 model, which may have an attention window and has no biases.
 
     rotary: channels of a head that RoPE rotates; 0 means all. An odd number is rounded up to pairs.
     """
@@ -55,22 +55,22 @@ class Phi3Config(WindowedConfig):
 
     @property
     def rotary_size(self) -> int:
-        """Channels of a head that RoPE rotates."""
+        """Number of channels of each head that RoPE rotates."""
         return self.rotary or self.head_size
 
     @property
     def head_order(self) -> tuple[int, ...]:
-        """Return the channel in files for each channel of a head of q and k; () if the same."""
+        """Return the index in files of each channel of a q or k head; () if the order is equal."""
         turned, D = 2 * -(-self.rotary // 2), self.head_size
         if turned == D:
             return ()
         pairs, rest = turned // 2, (D - turned) // 2
-        halves = ((0, turned), (pairs, turned + rest))  # starts: rotated pairs, other pairs
+        halves = ((0, turned), (pairs, turned + rest))  # first index of rotated channels, of others
         return tuple(c for a, b in halves for c in (*range(a, a + pairs), *range(b, b + rest)))
 
     @classmethod
     def _fields_in(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the fields of a config.json by their names here."""
+        """Convert the content of a config.json to {field of this class: value}."""
         fields = super()._fields_in({ORIGINAL: 4096, **config})
         places = {"": config} | {f"{name}: ": each for name, each in rope_objects(config).items()}
         given = {f"{place}{PARTIAL}": each.get(PARTIAL) for place, each in places.items()}
@@ -85,7 +85,7 @@ class Phi3Config(WindowedConfig):
         fractions = (self.rotary / self.head_size, (self.rotary + 0.5) / self.head_size)
         exact = next(each for each in fractions if int(self.head_size * each) == self.rotary)
         original = {} if self.scaling is None else {ORIGINAL: self.scaling.original_context}
-        # The default pad_token_id of transformers is outside a smaller vocabulary.
+        # The default pad_token_id of transformers is not a valid id in a smaller vocabulary.
         return super().to_hugging_face() | original | {PARTIAL: exact, "pad_token_id": None}
 
 
@@ -94,7 +94,7 @@ NAMES: Mapping[str, tuple[str, str]] = {
     **llama.NAMES,
     "w_qkv b_qkv": ("self_attn.qkv_proj", "attn_qkv"),
     "w_gate b_gate": ("mlp.gate_up_proj", "ffn_up"),
-    "w_up b_up": ("mlp.gate_up_proj", "ffn_up"),  # its rows follow the rows of gate
+    "w_up b_up": ("mlp.gate_up_proj", "ffn_up"),  # up's rows follow gate's rows
 }
 FILES: CheckpointLayout = llama.FILES
 GGUF, GGUF_ROPE_INTERLEAVED = "phi3", False

@@ -1,4 +1,4 @@
-"""Qwen2.5: Llama's block with biases of q, k and v, which its config.json does not mention.
+"""Qwen2.5: Llama's block with biases of q, k and v, although config.json mentions no biases.
 
 `sliding_window` has no effect where `use_sliding_window` is false, which holds for all Qwen2.5
 models of up to 72B. Source: Qwen Team, "Qwen2.5 Technical Report" (2024), and Qwen2 in
@@ -18,7 +18,7 @@ from gpt2block.config.llama import LlamaConfig
 
 
 class QwenConfig(LlamaConfig):
-    """Common sizes of Qwen2.5 and Qwen3, whose config.json has a key that disables the window."""
+    """Base class of Qwen2.5's and Qwen3's sizes; a key of config.json disables their window."""
 
     HONOURED: ClassVar[tuple[str, ...]] = ("sliding_window",)
 
@@ -37,7 +37,7 @@ class Qwen2Config(QwenConfig):
     ABSENT: ClassVar[Mapping[str, Any]] = {"n_ctx": 32768, "eps": 1e-6, "n_kv_head": 32}
 
     def block_shapes(self) -> Shapes:
-        """Return the shapes of the tensors of Llama's block and of b_qkv."""
+        """Return {name: shape} of a block's tensors: Llama's tensors and b_qkv."""
         shapes = super().block_shapes()
         return {**shapes, "b_qkv": shapes["w_qkv"][1:]}
 
@@ -47,7 +47,7 @@ NAMES: Mapping[str, tuple[str, str]] = llama.NAMES
 FILES: CheckpointLayout = llama.FILES
 GGUF, GGUF_ROPE_INTERLEAVED = "qwen2", False
 
-# The block is Llama's, whose products add a bias wherever a matrix has one.
+# Llama's functions compute Qwen2.5's block: a product adds a bias if its matrix has a bias.
 attention, feed_forward, final = llama.attention, llama.feed_forward, llama.final
 constants = llama.constants
 stream_bounds, operand_bounds = llama.stream_bounds, llama.operand_bounds

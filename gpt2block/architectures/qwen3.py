@@ -1,4 +1,4 @@
-"""Qwen3: Llama's block with a norm of each head of q and of k, before RoPE rotates them.
+"""Qwen3: Llama's block with a norm of each head of q and of k before RoPE.
 
 The dense models, 0.6B to 32B, have a separate head size. Source: Qwen Team, "Qwen3
 Technical Report" (2025), and Qwen3 in `transformers`.
@@ -29,7 +29,7 @@ class Qwen3Config(QwenConfig):
     }  # fmt: skip
 
     def block_shapes(self) -> Shapes:
-        """Return the shapes of Llama's block and of the weights of the norms of heads."""
+        """Return {name: shape} of a block's tensors: Llama's, and weights of the norms of heads."""
         D = (self.head_size,)
         return {**super().block_shapes(), "gamma_q": D, "gamma_k": D}
 
@@ -45,7 +45,7 @@ GGUF, GGUF_ROPE_INTERLEAVED = "qwen3", False
 
 
 def attention(o: Any, h: str, x: Value) -> Value:
-    """Compute rows of attention, a block's first half; q and k have norms before RoPE."""
+    """Compute a block's first half, attention, with norms of q and k before RoPE."""
     y = o.norm(f"{h}rms1", x, f"{h}gamma1", to=(f"{h}w_qkv",))
     y = o.qkv(h, y, rope="frequencies", norms=(f"{h}gamma_q", f"{h}gamma_k"))
     return o.attend(h, y, to=(f"{h}w_o",))
@@ -59,7 +59,7 @@ NORM, QKV, TENSOR_HEADS, DIVIDED = llama.NORM, llama.QKV, llama.TENSOR_HEADS, ll
 def operand_bounds(
     config: Qwen3Config, largest: Mapping[str, float], norms: RowNorms
 ) -> dict[str, float]:
-    """Bound operands as for Llama. Bounds of q and k also hold before their norms.
+    """Bound operands as Llama does. Bounds of q and k hold before and after their norms.
 
     A head before γ has a Euclidean norm of at most sqrt(D), so a pair that RoPE rotates has a norm
     of at most sqrt(D) times the largest γ.

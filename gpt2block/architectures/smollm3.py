@@ -20,13 +20,13 @@ from gpt2block.config import ModelConfig
 from gpt2block.config.llama import LlamaConfig, all_but_every, check_layers
 from gpt2block.errors import CheckpointError, shown
 
-EVERY = 4  # period in layers: every 4th layer has no position
+EVERY = 4  # period in layers: every 4th layer has no RoPE
 STILL = "still_frequencies"
 
 
 @dataclass(frozen=True)
 class SmolLM3Config(LlamaConfig):
-    """Sizes of a SmolLM3 model, whose layers may each have RoPE or not.
+    """Sizes of a SmolLM3 model, in which some layers have no RoPE.
 
     rope_layers: whether RoPE rotates q and k of each layer; () means all but every fourth.
     """
@@ -50,12 +50,12 @@ class SmolLM3Config(LlamaConfig):
 
     @property
     def frequencies_of_layers(self) -> tuple[str, ...]:
-        """Return the name of the RoPE frequencies of each layer."""
+        """Return, for each layer, the name of the tensor of RoPE frequencies."""
         return tuple("frequencies" if turned else STILL for turned in self.rope_layers)
 
     @classmethod
     def _fields_in(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the fields of a config.json; its no_rope_layers has a 1 where RoPE is applied."""
+        """Convert a config.json, whose no_rope_layers is 1 for layers with RoPE, to fields."""
         fields, given = super()._fields_in(config), config.get("no_rope_layers")
         if given is None:
             key = "no_rope_layer_interval"
@@ -69,25 +69,25 @@ class SmolLM3Config(LlamaConfig):
     def to_hugging_face(self) -> dict[str, Any]:
         """Return the content of a `config.json` with which `transformers` loads this model."""
         layers = {"no_rope_layers": list(map(int, self.rope_layers)), "use_sliding_window": False}
-        padding = {"pad_token_id": None}  # the default ID is outside a smaller vocabulary
+        padding = {"pad_token_id": None}  # the default id is invalid in a smaller vocabulary
         return super().to_hugging_face() | layers | padding
 
 
 CONFIG: type[ModelConfig] = SmolLM3Config
 NAMES: Mapping[str, tuple[str, str]] = llama.NAMES
 FILES: CheckpointLayout = llama.FILES
-GGUF, GGUF_ROPE_INTERLEAVED = "smollm3", True  # GGUF files have no key for the layers
+GGUF, GGUF_ROPE_INTERLEAVED = "smollm3", True  # GGUF files omit rope_layers
 
 
 def attention(o: Any, h: str, x: Value) -> Value:
-    """Compute rows of attention, a block's first half, rotated by the layer's frequencies."""
+    """Compute a block's first half, attention, with RoPE by the layer's frequencies."""
     y = o.norm(f"{h}rms1", x, f"{h}gamma1", to=(f"{h}w_qkv",))
     y = o.qkv(h, y, rope=o.c.frequencies_of(h))
     return o.attend(h, y, to=(f"{h}w_o",))
 
 
 def constants(config: SmolLM3Config, vectors: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tensors that the config determines, by name: the RoPE frequencies."""
+    """Return {name: tensor} of tensors computed from the config: the RoPE frequencies."""
     known = {"frequencies": config.frequencies(), STILL: np.zeros(config.head_size // 2)}
     return {name: known[name] for name in dict.fromkeys(config.frequencies_of_layers)}
 

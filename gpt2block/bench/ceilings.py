@@ -1,4 +1,4 @@
-"""Measure upper bounds of rates on the current GPU, to compare measured rates with."""
+"""Measure the GB/s of a copy and the TFLOP/s of cuBLAS, as upper bounds of other rates."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ARITHMETICS = ("float32", TF32, "float16", "bfloat16")
 
 @dataclass(frozen=True)
 class Ceilings:
-    """GB/s of a copy within device memory, and TFLOP/s of cuBLAS by arithmetic.
+    """GB/s of a copy within device memory, and TFLOP/s of cuBLAS for each dtype and for TF32.
 
     The copy's rate counts bytes read and bytes written. cuBLAS multiplies square matrices;
     arithmetic "float32" does not use TF32. A cuBLAS rate is NaN if CuPy finds no cuBLAS.
@@ -30,7 +30,7 @@ class Ceilings:
 
 
 def measured(arithmetics: Iterable[str] = ARITHMETICS) -> Ceilings:
-    """Measure the Ceilings of the current device, within a few seconds."""
+    """Measure the copy and cuBLAS rates of the current device, which takes a few seconds."""
     return Ceilings(copy_gb_s(), {name: _cublas_tflop_s(name) for name in arithmetics})
 
 
@@ -49,7 +49,7 @@ def host_copy_gb_s() -> float:
 
 
 def _cublas_tflop_s(arithmetic: str) -> float:
-    """Measure cuBLAS. Return NaN if CuPy finds no cuBLAS or cuBLAS does not support the dtype."""
+    """Return cuBLAS's TFLOP/s; NaN if CuPy finds no cuBLAS or cuBLAS does not support the dtype."""
     host = np.random.default_rng(0).standard_normal((SIZE, SIZE), dtype=np.float32)
     matrix = cupy.asarray(host.astype("float32" if arithmetic == TF32 else arithmetic))
     out = cupy.empty_like(matrix)

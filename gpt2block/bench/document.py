@@ -1,4 +1,4 @@
-"""Compare times of the block with times of LeetGPU's GPT-2 block challenge."""
+"""Compare times of gpt2block's GPT-2 block with times of LeetGPU's GPT-2 block challenge."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from gpt2block.cuda import cupy
 from gpt2block.cuda.timing import call_times
 from gpt2block.parameters.gpt2 import BlockWeights, random_input
 
-# T → ms of the challenge's `solve` on an H200; every call of `solve` allocates device memory.
+# Tokens T → ms of the challenge's `solve` on an H200; each call of `solve` allocates device memory.
 DOCUMENT_MS = {128: 0.545, 1024: 6.30, 4096: 67.8}
 
 
 @dataclass(frozen=True)
 class BlockTime:
-    """Times of GPT-2 small's block for B = 1: GPU time of its graph, host times of repeated calls.
+    """Times of a GPT-2 small block for B = 1: GPU time of its CUDA graph, and host time per call.
 
     A host time is the time until one call returns; the call does not wait for the GPU.
     """
@@ -36,7 +36,10 @@ class BlockTime:
 
 
 def block_against_document(device: str | None = None) -> list[BlockTime]:
-    """Time the skeleton block at the challenge's lengths and at T = 1, with and without a mask."""
+    """Time the block with `kernels="skeleton"` at each T, with and without a causal mask.
+
+    The lengths T are 1 and the lengths of DOCUMENT_MS.
+    """
     index = gpu_index(device)
     rows = []
     weights = BlockWeights.random(0)

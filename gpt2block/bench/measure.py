@@ -1,4 +1,4 @@
-"""Functions of every measurement: inputs, exact results, copies of inputs on the GPU, errors."""
+"""Helpers of all benchmarks: create inputs, exact results and copies on the GPU; compute errors."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from gpt2block.weights.matrix import WeightMatrix
 CACHES = 4  # a round over all copies of the inputs moves this many times the size of the L2 cache
 MOST_SETS = 256  # maximum number of copies of the inputs
 
-Host = Mapping[str, Any]  # name → array or WeightMatrix
-Truth = NDArray[Any]  # float64, or integers
+Host = Mapping[str, Any]  # name of an input → array or WeightMatrix
+Truth = NDArray[Any]  # exact results: float64, or integers
 
 
 def gpu_index(device: str | None) -> int:
-    """Return the index of the GPU to time. Raises InputError for "cpu", else DeviceError."""
+    """Return the GPU's index. Raises InputError for device "cpu", DeviceError without a GPU."""
     if device == "cpu":
         raise InputError(
             "--device cpu: bench measures the speed of a GPU: use `gpt2block kernels OPERATION "
@@ -61,26 +61,26 @@ def inputs_and_truth(
 
 
 def _stored(array: NDArray[Any], dtype: str) -> NDArray[Any]:
-    """Convert activations to `dtype`, or to float16 for FP8 weights; integers are unchanged."""
+    """Convert a float32 array to `dtype`, or to float16 if `dtype` is FP8; leave integers as is."""
     storage = "float16" if dtype in FP8 else dtype
     return array.astype(np.dtype(storage)) if array.dtype == np.float32 else array
 
 
 def matrix(array: NDArray[Any], dtype: str, layout: str) -> WeightMatrix:
-    """Return weights (K, N) as a WeightMatrix in a dtype and layout."""
+    """Convert weights (K, N) to a WeightMatrix of this dtype and layout."""
     in_memory = np.ascontiguousarray(array if layout == "KN" else array.T)
     return WeightMatrix.quantize(in_memory, dtype, layout)
 
 
 def widened(array: NDArray[Any]) -> NDArray[Any]:
-    """Return the array in float64; integers are unchanged."""
+    """Return the array in float64, or unchanged if it holds integers."""
     return array if array.dtype.kind in "iu" else array.astype(np.float64)
 
 
 def check_storage(
     operation: Operation, dtype: str | None = None, layout: str | None = None
 ) -> tuple[str, str]:
-    """Return the dtype of the arrays and the layout of the weights; None means the default.
+    """Check a dtype and a weight layout; return both, with None replaced by the default.
 
     dtype: FP8 applies to the weights only, with activations in float16. layout: "KN" or "NK".
     Raises InputError, which lists the dtypes or layouts that the operation supports.
@@ -100,7 +100,7 @@ def check_storage(
 
 
 def counted_sizes(sizes: Mapping[str, int], dtype: str) -> dict[str, int]:
-    """Return `sizes` with "itemsize", bytes per activation, and "weight", bytes per weight."""
+    """Return `sizes` plus "itemsize" (bytes per activation) and "weight" (bytes per weight)."""
     item = 4 if dtype == "float32" else 2
     return {**sizes, "itemsize": item, "weight": 1 if dtype in FP8 else item}
 
@@ -146,7 +146,7 @@ def poison(out: Any, inputs: Iterable[Any] = ()) -> None:
 
 
 def errors(out: Any, truth: Truth) -> tuple[float, float]:
-    """Return the largest absolute error of `out` and its ratio to the largest absolute `truth`.
+    """Return the largest absolute error of `out`, and this error divided by the largest |truth|.
 
     out: an array in device or host memory; the comparison runs on that device. truth: n rows in
     host memory; row i of `out` is compared with row i mod n. Elements whose truth is NaN or
@@ -159,7 +159,7 @@ def errors(out: Any, truth: Truth) -> tuple[float, float]:
         return 255 * wrong, wrong
     truth = truth.reshape(-1, truth.shape[-1])
     n, columns = truth.shape
-    narrow = out.dtype.name == "bfloat16"  # widened by a shift: not every CuPy converts bfloat16
+    narrow = out.dtype.name == "bfloat16"  # convert bits: not every CuPy converts bfloat16
     rows = (out.view("uint16") if narrow else out).reshape(-1, columns)
     truth = truth[: len(rows)]
     exact = xp.asarray(truth)
@@ -182,7 +182,7 @@ def errors(out: Any, truth: Truth) -> tuple[float, float]:
 
 
 def tolerance(dtype: str) -> float:
-    """Return the largest relative error that rounding explains.
+    """Return the largest relative error that rounding can cause, for activations in `dtype`.
 
     The sum of 1e-5 for sums in float32 and of two roundings to the dtype of the activations.
     """

@@ -57,7 +57,7 @@ Config = TypeVar("Config", bound=ModelConfig)
 
 
 class RandomModel(ABC, Generic[Config]):
-    """A model with random weights in one dtype, shared by several works."""
+    """A model with random weights in one dtype, shared by several benchmarks."""
 
     def __init__(
         self,
@@ -67,12 +67,12 @@ class RandomModel(ABC, Generic[Config]):
     ) -> None:
         self.config, self.formats = config, Formats(dtype, kv_dtype)
         self.dtype, self.kv_dtype = dtype, self.formats.cache_dtype
-        self.device = 0  # device of the last call of `on`
+        self.device = 0  # index of the GPU in the last call of `on`
         self._on: dict[int, Model[Any]] = {}
         self._logits: dict[bytes, NDArray[np.float64]] = {}
 
     def on(self, device: int) -> Model[Any]:
-        """Return the model on a GPU, created at the first call."""
+        """Return the model on this GPU; the first call creates it."""
         self.device = device
         if device not in self._on:
             self._on[device] = self._made(f"cuda:{device}")
@@ -84,15 +84,15 @@ class RandomModel(ABC, Generic[Config]):
 
     @abstractmethod
     def _exact_logits(self, ids: Ids) -> NDArray[np.float32]:
-        """Compute the logits (V,) after a sequence, with which results are compared."""
+        """Compute the reference logits (V,) at a sequence's last token."""
 
     @property
     def checks_prompts(self) -> bool:
-        """Whether `_exact_logits` computes differently from a prompt of the model."""
+        """Whether `_exact_logits` runs other kernels than a prompt does, and can thus check it."""
         return True
 
     def last_logits(self, ids: Ids) -> NDArray[np.float64]:
-        """Return the cached logits (V,) after a sequence, with which results are compared."""
+        """Return the reference logits (V,) at a sequence's last token, cached for later calls."""
         key = ids.tobytes()
         if key not in self._logits:
             self._logits[key] = self._exact_logits(ids).astype(np.float64)
@@ -113,14 +113,14 @@ class RandomModel(ABC, Generic[Config]):
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of weights that a step reads: matrices in the dtype, vectors in float32."""
+        """Bytes of weights that a decoding step reads: matrices in `dtype`, vectors in float32."""
         shapes = model_shapes(self.config).values()
         vectors = sum(shape[0] for shape in shapes if len(shape) == 1)
         return itemsize(self.dtype) * self.matrix_elements + 4 * vectors
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a token's keys and values in all layers."""
+        """Bytes of one token's keys and values in the kv_caches of all layers."""
         return 2 * self.config.n_layer * self.config.kv_width * itemsize(self.kv_dtype)
 
     def prompt_flops(self, T: int) -> int:
@@ -130,12 +130,12 @@ class RandomModel(ABC, Generic[Config]):
         return products + self.attention_flops(T * (T + 1) // 2)
 
     def attention_flops(self, keys: int) -> int:
-        """Return the FLOPs of attention in all layers for `keys` pairs of a query and a key."""
+        """Return the FLOPs of all layers' attention, where a head scores `keys` query-key pairs."""
         return 4 * self.config.n_layer * self.config.q_width * keys
 
 
 class RandomGPT2(RandomModel[GPT2Config]):
-    """GPT-2 with weights also in host memory; its results are compared with NumPy's."""
+    """GPT-2 with random weights, kept in host memory too: NumPy computes the reference logits."""
 
     @cached_property
     def weights(self) -> GPT2Weights:
@@ -155,7 +155,7 @@ class RandomGPT2(RandomModel[GPT2Config]):
 
 
 class RandomLlama(RandomModel[LlamaConfig]):
-    """A Llama or similar architecture, with weights generated in device memory in their dtype.
+    """A Llama or similar architecture, with random weights generated in device memory.
 
     Results are compared with the logits of a prompt that runs other kernels: they multiply 16-bit
     weights with float32 activations.
@@ -174,7 +174,7 @@ class RandomLlama(RandomModel[LlamaConfig]):
             return Model.from_tensors(self.config, tensors, device, *stored)
 
     def stored(self) -> Tensors:
-        """Yield the tensors in the GPU's memory; matrices have layout "NK"."""
+        """Yield (name, array in device memory, layout) of each tensor; a matrix has layout "NK"."""
         tensors = self.on(self.device).engine.given()  # type: ignore[attr-defined]  # a CudaModel
         for name in model_shapes(self.config):
             value = tensors[name]
@@ -186,7 +186,7 @@ class RandomLlama(RandomModel[LlamaConfig]):
     def _exact_logits(self, ids: Ids) -> NDArray[np.float32]:
         if self._exact is None:
             engine: Any = self.on(self.device).engine
-            if engine.on_tensor_cores:  # FP8 weights, which have scales, are generated again
+            if engine.on_tensor_cores:  # FP8 weights are generated anew: `stored` omits scales
                 fp8 = self.dtype in FP8
                 tensors = random_tensors(self.config, self.dtype) if fp8 else self.stored()
                 engine = _Float32Activations(self.config, tensors, self.formats, self.device)
@@ -202,7 +202,7 @@ class _Float32Activations(CudaModel):
 
 
 def random_tensors(config: LlamaConfig, dtype: str) -> Tensors:
-    """Yield the name, the array in device memory and the layout of one tensor after another.
+    """Yield (name, array in device memory, layout) of each tensor of a random Llama.
 
     Matrices are drawn from N(0, 0.02²), in the dtype, or in float16 for FP8; the numbers repeat
     after NUMBERS weights. Gammas are drawn from U(0.8, 1.2), in float32.
@@ -223,7 +223,7 @@ def random_tensors(config: LlamaConfig, dtype: str) -> Tensors:
 
 def _fill(array: CudaArray, block: CudaArray, start: int) -> None:
     """Fill an array with repetitions of a block, beginning with the block's element `start`."""
-    bits = np.dtype(f"u{array.dtype.itemsize}")  # not every CuPy copies bfloat16 and FP8
+    bits = np.dtype(f"u{array.dtype.itemsize}")  # not every CuPy can copy bfloat16 and FP8
     to, of = array.reshape(-1).view(bits), block.view(bits)
     at, start = 0, start % of.size
     while at < to.size:

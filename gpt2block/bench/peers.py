@@ -14,7 +14,7 @@ OPERATIONS = (  # keys of `torch_functions.FUNCTIONS`
 
 
 def check_peer(name: str | None, operation: str | None = None) -> None:
-    """Raise InputError unless name is None, or "torch" with PyTorch installed.
+    """Raise InputError unless name is None, or name is "torch" and PyTorch is installed.
 
     operation: one of OPERATIONS, or None for a check without it.
     """

@@ -1,4 +1,4 @@
-"""Plot reports; also functions that the plot of `gpt2block kernels` uses."""
+"""Plot reports of `gpt2block bench`. `gpt2block kernels` uses some of these functions too."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COLORS = {"bfloat16": "#1f5fbf", "float16": "#7a3fb0", "float32": "#c0392b", "tf
 PEER_COLORS = ("#c0392b", "#e08e0b", "#7a3fb0")
 TITLES = {"block": "Blocks, B x T", "gemm": "Products with bias", "attention": "Attention, B x T"}
 SIZE, LABEL_SIZE = 9.0, 9.5
-LINE = 0.28  # height in inches of a work's line
+LINE = 0.28  # height in inches of one benchmark's line in the plot
 LEADER = {
     "arrowstyle": "-",
     "linewidth": 0.4,
@@ -30,7 +30,7 @@ LEADER = {
 }
 APART = 0.06  # minimum distance of labels, as a fraction of the plot's height
 
-Points = list[tuple[int, float]]  # (rows, tokens/s)
+Points = list[tuple[int, float]]  # (number of rows, tokens/s) of each point
 
 
 class End(NamedTuple):
@@ -51,14 +51,14 @@ def label_ends(ax: Any, ends: Sequence[End], size: float) -> None:
 
 
 def spread(heights: Sequence[float], apart: float = APART) -> list[float]:
-    """Return heights in 0…1, moved as little as possible until neighbours are `apart` or more.
+    """Return the heights in 0…1, moved as little as possible so that all are `apart` or more.
 
     The order of the heights is kept. If there are too many for this distance, they are spread
     evenly.
     """
     order = sorted(range(len(heights)), key=lambda i: heights[i])
     apart = min(apart, 1 / max(1, len(heights) - 1))
-    groups: list[tuple[list[int], float]] = []  # (members, height of the lowest member)
+    groups: list[tuple[list[int], float]] = []  # (indices of members, lowest height)
     for i in order:
         members, low = [i], min(max(heights[i], 0.0), 1.0)
         while groups and groups[-1][1] + len(groups[-1][0]) * apart > low:
@@ -83,7 +83,7 @@ def check_file(file: Path) -> None:
 
 
 def save(figure: Any, file: Path) -> None:
-    """Write a figure to a file in the format of its suffix, or PNG. Raises InputError."""
+    """Write a figure in the format of the file's suffix, by default PNG. Raises InputError."""
     try:
         with replacing(file) as stream:
             figure.savefig(stream, dpi=130, format=file.suffix[1:] or "png")
@@ -92,32 +92,32 @@ def save(figure: Any, file: Path) -> None:
 
 
 def measured_on(report: Report) -> str:
-    """Return the GPU and the versions of libraries, for the title of a plot."""
+    """Return the GPU's name and the versions of CuPy and PyTorch, for the title of a plot."""
     versions = report.versions
     known = [f"{name} {versions[name]}" for name in ("CuPy", "torch") if name in versions]
     return ", ".join([versions.get("GPU", "GPU"), *known])
 
 
 def _label_2_and_5(axis: Any, form: str) -> None:
-    """Label 1, 2 and 5 in each decade of a logarithmic axis."""
+    """Label the ticks 1, 2 and 5 of each decade of a logarithmic axis."""
     axis.set_major_formatter("{x:" + form + "}")
     axis.set_minor_formatter(lambda x, _: format(x, form) if f"{x:e}"[0] in "25" else "")
 
 
 @dataclass(frozen=True)
 class Mark:
-    """A work in the plot: TFLOP/s of the fastest correct result of gpt2block and of a peer."""
+    """One benchmark in the plot: TFLOP/s of the fastest correct run of gpt2block and of PyTorch."""
 
     work: str
     dtype: str
     intensity: float
     ours: float | None
-    peer: float | None  # TFLOP/s in the same arithmetic
-    tf32: float | None  # TFLOP/s of a peer that rounds float32 to TF32
+    peer: float | None  # TFLOP/s of PyTorch in the arithmetic of `dtype`
+    tf32: float | None  # TFLOP/s of PyTorch if it rounds float32 to TF32
 
     @property
     def rate(self) -> float:
-        """TFLOP/s that the label shows."""
+        """TFLOP/s in the label: gpt2block's rate or, if there is none, PyTorch's rate."""
         return self.ours or self.peer or self.tf32 or 0.0
 
     @property
@@ -130,7 +130,7 @@ class Mark:
 
 
 def marks(rows: Sequence[BenchRow], kind: str) -> list[Mark]:
-    """Return the marks in the order of the rows; a work without a correct result has no mark."""
+    """Return a Mark for each benchmark of this kind with a correct result, in the order of rows."""
     result = []
     for work, dtype in dict.fromkeys((row.work, row.dtype) for row in rows if row.what == kind):
         of_it = [row for row in rows if (row.what, row.work, row.dtype) == (kind, work, dtype)]
@@ -147,10 +147,10 @@ def _fastest(rows: Iterable[BenchRow]) -> float | None:
 
 
 def draw(report: Report, file: Path) -> None:
-    """Plot a panel for each kind of work. Raises InputError if there is nothing to draw.
+    """Plot blocks, products and attention in a panel each. Raises InputError without results.
 
-    Each work is a line of the panel: its name at the left; gpt2block's rate, the fastest peer and
-    the ceiling; its figures at the right.
+    Each benchmark is a line of its panel: the name at the left; marks for gpt2block's rate, the
+    fastest peer's rate and the ceiling; the figures at the right.
     """
     check_file(file)
     from matplotlib.figure import Figure  # noqa: PLC0415
@@ -224,7 +224,7 @@ def _legend(figure: Any, every: Sequence[Mark]) -> None:
 
 
 def draw_decoding(report: Report, file: Path) -> None:
-    """Plot tokens/s of decoding against rows, with the limit of bandwidth and the peers.
+    """Plot tokens/s of decoding against the number of rows, with the bandwidth limit and peers.
 
     Raises InputError if there is nothing to draw.
     """
@@ -263,20 +263,20 @@ def draw_decoding(report: Report, file: Path) -> None:
 
 
 def points(rows: Sequence[BenchRow], contender: str) -> Points:
-    """Return (rows, tokens/s) of a contender, sorted by rows."""
+    """Return one implementation's points (number of rows, tokens/s), sorted by number of rows."""
     pairs = [(r.sizes["rows"], r.tokens_s) for r in rows if r.contender == contender]
     return sorted((n, rate) for n, rate in pairs if rate)
 
 
 def floor(rows: Sequence[BenchRow]) -> Points:
-    """Return (rows, tokens/s) of a step that takes as long as reading weights, keys and values."""
+    """Return the points (number of rows, tokens/s) of steps that run at the memory bandwidth."""
     return sorted(
         {r.sizes["rows"]: 100 * r.tokens_s / r.percent_copy for r in rows if r.tokens_s}.items()
     )
 
 
 def _ratios(ax: Any, theirs: Points, ours: dict[int, float], color: str) -> None:
-    """Label a peer's points with the ratio of gpt2block's rate, on the side away from its line."""
+    """Label a peer's points with gpt2block's rate / the peer's rate, away from gpt2block's line."""
     for n, rate in theirs:
         if n in ours:
             below = ours[n] > rate

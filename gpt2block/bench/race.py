@@ -1,4 +1,4 @@
-"""Time contenders on the same buffers: each is a CUDA graph, and the replays are interleaved."""
+"""Time several implementations on the same buffers, with interleaved replays of CUDA graphs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gpt2block.cuda import timing
 from gpt2block.errors import InputError, KernelError
 
 REFUSALS = (InputError, KernelError, MemoryError)  # errors of a variant that cannot run
-REPLAY_MS = 3.0  # duration of a graph's replay, compared with which its launch is negligible
+REPLAY_MS = 3.0  # ms of a graph's replay: long enough to make the graph's launch time negligible
 MOST_CALLS = 2000  # maximum number of calls captured in one graph
 
 Replay = Callable[[], None]
@@ -19,11 +19,11 @@ Check = Callable[[Replay, tuple[Any, ...]], tuple[float, float]]
 
 
 class Captured(NamedTuple):
-    """A captured graph, its `replay`, and some of the outputs that it writes, `outs`."""
+    """A captured CUDA graph: `replay` launches it, and `outs` are some of the outputs it writes."""
 
     replay: Replay
     outs: tuple[Any, ...]
-    kept: Any = None  # owners of the memory to which the graph has pointers
+    kept: Any = None  # objects that own the memory to which the graph has pointers
 
 
 Capture = Callable[[int], Captured]
@@ -31,7 +31,7 @@ Capture = Callable[[int], Captured]
 
 @dataclass(frozen=True)
 class Contender:
-    """One implementation of a work.
+    """One implementation of a benchmark's computation.
 
     `capture(rounds)` returns a graph that computes all copies of the inputs `rounds` times.
     `arithmetic` is a dtype or "tf32", and determines the ceiling and the tolerance.
@@ -45,7 +45,7 @@ class Contender:
 
 
 class Timed(NamedTuple):
-    """A contender, the µs of one call, and the absolute and relative error of its outputs."""
+    """An implementation, the µs of one call, and (absolute, relative) errors of its outputs."""
 
     contender: Contender
     us: float
@@ -53,12 +53,12 @@ class Timed(NamedTuple):
 
 
 def refuse(why: str, rounds: int) -> Captured:
-    """Raise InputError with the reason `why`, as the `capture` of a contender that cannot run."""
+    """Raise InputError(why): the `capture` function of an implementation that cannot run."""
     raise InputError(why)
 
 
 def first_and_last(outs: Iterable[Any]) -> tuple[Any, ...]:
-    """Return the first and the last output, which are checked."""
+    """Return the first and, if there are several, the last output: only these are checked."""
     first, *others = outs
     return (first, *others[-1:])
 
@@ -70,7 +70,7 @@ def race(
     rounds: int | None = None,
     times: Callable[[Mapping[str, Replay]], Mapping[str, float]] | None = None,
 ) -> tuple[list[Timed], list[tuple[Contender, str]]]:
-    """Capture, check and time every contender; return timings, and refusals with their reasons.
+    """Capture, check and time every contender. Return the timings, and the errors of failed ones.
 
     copies: number of copies of the inputs; a call computes one copy. check: returns the errors of
     the outputs that a replay writes. A contender of gpt2block is refused if it raises one of
@@ -97,7 +97,7 @@ def race(
 
 
 def _captured(contender: Contender, copies: int, rounds: int | None) -> tuple[Captured, int]:
-    """Return a graph and its number of rounds; without `rounds`, one round is timed first."""
+    """Return a graph and its number of rounds; if `rounds` is None, a timed round determines it."""
     if rounds is not None:
         return contender.capture(rounds), rounds
     graph = contender.capture(1)
@@ -106,7 +106,7 @@ def _captured(contender: Contender, copies: int, rounds: int | None) -> tuple[Ca
 
 
 def rounds_for(once_ms: float, copies: int) -> int:
-    """Return the rounds over all copies for one graph, if a round takes `once_ms`."""
+    """Return how many rounds over all copies one graph has, if a round takes `once_ms` ms."""
     return max(1, min(ceil(REPLAY_MS / max(once_ms, 1e-3)), MOST_CALLS // copies))
 
 

@@ -1,4 +1,4 @@
-"""Time gpt2block and PyTorch at each work of `gpt2block bench`, and compare with the ceilings.
+"""Run benchmarks of gpt2block and PyTorch; compare rates with those of cuBLAS and a copy.
 
 Every contender reads the same buffers, and its result is compared with float64.
 """
@@ -26,7 +26,7 @@ from gpt2block.cuda import cupy
 
 @dataclass(frozen=True)
 class BenchRow:
-    """The measurement of one contender at one work."""
+    """The measurement of one implementation in one benchmark."""
 
     what: str
     work: str
@@ -39,11 +39,11 @@ class BenchRow:
     tflop_s: float
     gb_s: float
     percent_matmul: float  # TFLOP/s as % of cuBLAS on large matrices in the same arithmetic
-    percent_copy: float  # GB/s as % of a copy's; decoding: as % of the bandwidth limit
+    percent_copy: float  # gb_s as % of the GB/s of a copy in device memory
     intensity: float  # FLOPs per byte of the minimum traffic
     max_abs: float  # largest absolute difference from float64
     max_rel: float  # max_abs relative to the largest absolute value
-    right: bool  # whether rounding explains max_rel
+    right: bool  # whether max_rel is at most the tolerance for rounding
     copies: int  # number of copies of the inputs, used in turn
     tokens_s: float | None = None  # generated tokens per second; None without generation
     note: str = ""
@@ -56,7 +56,7 @@ class Report:
     versions: Mapping[str, str]
     ceilings: Ceilings
     rows: list[BenchRow]
-    skipped: list[str]  # one line per contender that did not run
+    skipped: list[str]  # one line of text per implementation that did not run, with the reason
 
     @property
     def right(self) -> bool:
@@ -73,13 +73,13 @@ def run(
     peer: str | None = None,
     progress: Callable[[list[Work]], Iterable[Work]] = iter,
 ) -> Report:
-    """Time every work. peer: "torch" or None. Raises InputError, DeviceError."""
+    """Run every benchmark. peer: "torch" or None. Raises InputError, DeviceError."""
     check_peer(peer)
     index = measure.gpu_index(device)
     rows: list[BenchRow] = []
     skipped: list[str] = []
     with cupy.cuda.Device(index):
-        # PyTorch comes first, so that its cuBLAS is loaded.
+        # Import PyTorch before CuPy uses cuBLAS, so that PyTorch's cuBLAS is loaded.
         torch = torch_peers().TorchPeers(index) if peer else None
         best = measured()
         for work in progress(list(works)):
@@ -103,7 +103,7 @@ def run(
 def rows_of(
     work: Work, entrants: Iterable[Contender], copies: int, best: Ceilings
 ) -> tuple[list[BenchRow], list[str]]:
-    """Return a row for each contender that ran, and a line of text for each other contender."""
+    """Time a benchmark; return a row per implementation that ran, and the errors of the others."""
     timed, refused = race(entrants, copies, work.check, work.rounds, times=work.times)
     rows = with_peers([row_of(work, each, copies, best) for each in timed])
     return rows, [f"{work.what} {work.dtype}: {each.name}: {why}" for each, why in refused]
@@ -128,7 +128,7 @@ def row_of(work: Work, timed: Timed, copies: int, best: Ceilings) -> BenchRow:
         intensity=work.flops / work.traffic,
         max_abs=max_abs,
         max_rel=max_rel,
-        right=max_rel <= tolerance(work, each.arithmetic),  # False for NaN
+        right=max_rel <= tolerance(work, each.arithmetic),  # False if max_rel is NaN
         copies=copies,
         tokens_s=1e6 * work.tokens / us if work.tokens else None,
         note=each.note(),
@@ -136,13 +136,13 @@ def row_of(work: Work, timed: Timed, copies: int, best: Ceilings) -> BenchRow:
 
 
 def tolerance(work: Work, arithmetic: str) -> float:
-    """Return the largest relative error that rounding explains."""
-    dtype = "float16" if arithmetic == TF32 else arithmetic  # both have 11 significant bits
+    """Return the largest relative error that rounding can cause in a benchmark's outputs."""
+    dtype = "float16" if arithmetic == TF32 else arithmetic  # TF32 is as precise as float16
     return work.roundings * measure.tolerance(work.rounding or dtype)
 
 
 def with_peers(rows: list[BenchRow]) -> list[BenchRow]:
-    """Fill in `peers` of gpt2block's rows; incorrect results are not compared."""
+    """Return the rows; gpt2block's correct rows get {correct peer: its time / the row's time}."""
     peers = {row.contender: row.us for row in rows if row.peer and row.right}
     return [
         row
@@ -177,7 +177,7 @@ def _dotted(number: int) -> str:
 
 
 def _driver(file: Path = Path("/proc/driver/nvidia/version")) -> str:
-    """Return the driver's version as its kernel module reports it, if it does."""
+    """Return the version of the NVIDIA driver from its file in /proc, or "unknown"."""
     try:
         match = re.search(r"\s(\d+\.\d+(\.\d+)?)\s", file.read_text(encoding="utf-8"))
     except OSError:

@@ -1,4 +1,4 @@
-"""Decoding steps of a Llama with one kernel for each operation, then with one fusion after another.
+"""Decoding steps of a Llama, first with one kernel per operation, then with more and more fusions.
 
 The stages follow the table of kernl's Llama optimisation.
 """
@@ -18,7 +18,7 @@ from gpt2block.passes.decoding import DecodePass, Rows
 from gpt2block.passes.forward import Product, forward
 from gpt2block.passes.machine import Machine
 
-UNFUSED = "unfused"  # name of the first stage
+UNFUSED = "unfused"  # name of the first stage, which has no fusions
 Stages = Mapping[str, Collection[str]]  # name of a stage → its fusions
 SIXTEEN_BIT_STAGES = {  # name of a stage → fusions that it adds to the preceding stage
     UNFUSED: "",
@@ -37,7 +37,7 @@ OTHER_STAGES = {
 
 
 def stages_of(dtype: str) -> Stages:
-    """Return the stages for weights of a dtype.
+    """Return the stages {name: set of fusions} for weights of this dtype.
 
     Residual additions are fused together with RMSNorm; RoPE together with the append of K and V to
     the kv_cache. Kernels with a fused RMSNorm support float32 activations only with float32 and FP8
@@ -75,7 +75,7 @@ class StagedPass(DecodePass):
 
     def _product(self, p: Product) -> Value:
         if p.a.gamma:
-            return self.do(p.name, "rmsnorm_matmul", (p.a.x, p.a.gamma, p.w), eps=self.c.eps)
+            return self.do(p.name, "rmsnorm_matmul", (p.a.value, p.a.gamma, p.w), eps=self.c.eps)
         if not p.add or self.adds:
             return super()._product(p)
         y = super()._product(p._replace(add="", residual=None, result=p.name, to=()))
@@ -99,5 +99,5 @@ class StagedPass(DecodePass):
     def gated(self, h: str, x: Rows, to: To = ()) -> Value:
         if not (self.gates and x.gamma):
             return super().gated(h, x, to)
-        inputs = (x.x, x.gamma, f"{h}w_gate", f"{h}w_up")
+        inputs = (x.value, x.gamma, f"{h}w_gate", f"{h}w_up")
         return Rows(self.do(f"{h}ff", "rmsnorm_ffn", inputs, eps=self.c.eps))

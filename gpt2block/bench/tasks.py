@@ -1,4 +1,4 @@
-"""Tasks of whole models (decoding, prompts, generation) and the results to check.
+"""Whole-model tasks to time (decoding, prompts, generation), and their results to check.
 
 Times are host times of Python calls that return with their results in host memory.
 """
@@ -22,14 +22,14 @@ from gpt2block.run.cuda_decoding import IN_FLIGHT
 from gpt2block.run.model import Floats, Ids, Sampled, cache_tensors, start_all
 from gpt2block.sampling import Sampling
 
-STEPS = 16  # decoding steps per timed turn
+STEPS = 16  # decoding steps in one timed turn
 TURNS = timing.REPLAYS
 DIFFERENT = 3  # number of different prompts; row b has prompt b mod DIFFERENT
 
 
 @dataclass(frozen=True)
 class Steps:
-    """Task: decoding steps for `rows` rows, with about `position` tokens before the next token."""
+    """Task: decode `rows` sequences step by step, when each has about `position` tokens."""
 
     model: RandomModel[Any]
     rows: int
@@ -37,12 +37,12 @@ class Steps:
 
     @property
     def start(self) -> int:
-        """Length of a prompt in tokens, so that `position` is the middle of the timed turns."""
+        """Length of each prompt in tokens; positions in timed turns are `position` on average."""
         return self.position - STEPS * (2 + TURNS) // 2
 
     @property
     def end(self) -> int:
-        """Length of a sequence in tokens after all turns."""
+        """Length of each sequence in tokens after all turns of STEPS decoding steps."""
         return self.start + STEPS * (1 + TURNS)
 
     def prompts(self) -> list[Ids]:
@@ -50,20 +50,20 @@ class Steps:
         return [different[row % DIFFERENT] for row in range(self.rows)]
 
     def decoded(self, device: int, sampling: Sampling, rounds: int) -> Captured:
-        """Capture steps of the model's own decoding, which has room for the steps of all turns."""
+        """Start the engine's decoding; return a Captured whose replay runs `rounds` steps of it."""
         engine, prompts = self.model.on(device).engine, self.prompts()
         end = min(self.model.config.n_ctx, self.end + IN_FLIGHT)
         decoding = start_all(engine, prompts, [sampling] * self.rows, end - self.start + 1)
         steps: list[Sampled] = []
         waiting = set(range(self.rows))
-        while waiting:  # groups of prompts that start separately have separate first steps
+        while waiting:  # run until every prompt, also of a later group, has a first token
             steps.append(decoding.next())
             waiting -= set(steps[-1].slots.tolist())
 
         def replay() -> None:
             for _ in range(rounds):
                 steps.append(decoding.next())
-            cupy.cuda.Device().synchronize()  # the next step, in flight, counts in this turn
+            cupy.cuda.Device().synchronize()  # include the next step, already launched, in the time
 
         def written() -> GeneratedSequences:
             tokens: list[list[int]] = [[] for _ in prompts]
@@ -80,9 +80,10 @@ class Steps:
     def staged(
         self, device: int, fusions: Collection[str], shared: list[Any], rounds: int
     ) -> Captured:
-        """Capture greedy decoding with these fusions, perhaps as a CUDA graph and with overlap.
+        """Return a Captured whose replay decodes `rounds` steps greedily, with these fusions.
 
-        shared: the large kv_cache of all stages; each stage rewrites it from the prompts.
+        fusions: may include "graph" (a CUDA graph) and "overlap" (of consecutive kernels). shared:
+        the large kv_cache of all stages; each stage rewrites it from the prompts.
         """
         prompts, M = self.prompts(), self.rows
         engine: Any = self.model.on(device).engine
@@ -128,9 +129,10 @@ class Steps:
     def written(
         self, tokens: Sequence[Sequence[int]] | NDArray[Any], logprob: Callable[[int, int], Any]
     ) -> GeneratedSequences:
-        """Return the sequences of the rows to check, from the new tokens of all rows.
+        """Return the sequences of the rows that are checked.
 
-        logprob: returns the log-probability of a row's last token, from the row and the token.
+        tokens: the new tokens of every row. logprob: returns the log-probability of a row's last
+        token, from the row and the token.
         """
         rows, prompts = sorted({*range(min(self.rows, DIFFERENT)), self.rows - 1}), self.prompts()
         sequences = [np.array([*prompts[row], *tokens[row]], np.int32) for row in rows]
@@ -140,7 +142,7 @@ class Steps:
 
 @dataclass(frozen=True)
 class Prompt:
-    """Task: one prompt of T tokens, up to the logits after its last token."""
+    """Task: compute the logits at the last token of one prompt of T tokens."""
 
     model: RandomModel[Any]
     T: int
@@ -150,7 +152,7 @@ class Prompt:
         return self.model.prompts([self.T])[0]
 
     def run(self, compute: Callable[[], Floats], rounds: int) -> Captured:
-        """Capture `compute`, which returns the logits (1, V) in host memory."""
+        """Return a Captured whose replay calls `compute`, which returns host logits (1, V)."""
         logits: list[Floats] = []
 
         def replay() -> None:
@@ -165,14 +167,14 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Continuations:
-    """Task: greedy continuations of many prompts by `new` tokens each."""
+    """Task: continue many prompts greedily by `new` tokens each."""
 
     model: RandomModel[Any]
     prompts: Sequence[Ids]
     new: int
 
     def run(self, generate: Callable[[], Any], rounds: int) -> Captured:
-        """Capture `generate`, which returns the new tokens of each prompt."""
+        """Return a Captured whose replay calls `generate`, which returns new tokens per prompt."""
         tokens: list[Any] = []
 
         def replay() -> None:
@@ -182,7 +184,7 @@ class Continuations:
         return Captured(replay, (lambda: self.written(tokens),))
 
     def written(self, new: Sequence[Sequence[int]]) -> GeneratedSequences:
-        """Return sequences to check. Raises InputError unless all have `new` new tokens."""
+        """Return the sequences to check. Raises InputError unless each has `new` new tokens."""
         lengths = sorted({len(tokens) for tokens in new})
         if lengths != [self.new]:
             raise InputError(f"expected {self.new} new tokens for each prompt, got {lengths}")

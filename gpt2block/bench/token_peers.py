@@ -1,4 +1,4 @@
-"""Contenders of PyTorch and `transformers` for works of whole models.
+"""PyTorch and `transformers` implementations for benchmarks of whole models.
 
 The PyTorch contender is a forward pass in this module: cuBLAS for linear layers, and
 scaled_dot_product_attention over a static kv_cache no longer than the sequences become. It is
@@ -51,7 +51,7 @@ Repeated = Callable[[Callable[..., Tensor], tuple[Any, ...]], Callable[[], Tenso
 
 
 def contenders(task: Steps | Prompt | Continuations, repeated: Repeated) -> Iterator[Contender]:
-    """Yield the contenders of PyTorch and `transformers`; with an FP8 kv_cache each is refused."""
+    """Yield implementations by PyTorch and `transformers`, which refuse an FP8 kv_cache."""
     model, captures = task.model, _captures(task, "cuda", repeated)
     if model.kv_dtype in FP8:
         why = f"no PyTorch operation here takes a kv_cache of {model.kv_dtype}"
@@ -64,7 +64,7 @@ def contenders(task: Steps | Prompt | Continuations, repeated: Repeated) -> Iter
 def _captures(
     task: Steps | Prompt | Continuations, device: str, repeated: Repeated
 ) -> Mapping[str, Capture]:
-    """Return the `capture` functions of a task by the contenders' names."""
+    """Return {name of an implementation: its function that captures a task}."""
     if isinstance(task, Continuations):
         return {
             "transformers": partial(generated, task, device),
@@ -84,7 +84,7 @@ def _captures(
 
 
 def steps(work: Steps, device: str, repeated: Repeated, rounds: int) -> Captured:
-    """Capture decoding steps of `forward`, each of which copies its tokens to the host."""
+    """Return a Captured whose replay runs `rounds` decoding steps and copies tokens to the host."""
     c, prompts = work.model.config, work.prompts()
     weights, forward = model_of(work.model, device)
     length = -(-work.end // CACHE_STEP) * CACHE_STEP
@@ -121,7 +121,7 @@ def steps(work: Steps, device: str, repeated: Repeated, rounds: int) -> Captured
 
 
 def _written(work: Steps, tokens: Sequence[Any], logits: Tensor) -> GeneratedSequences:
-    """Return the sequences to check, from the tokens of each step and the last step's logits."""
+    """Return the sequences to check. tokens: each step's tokens (rows,). logits: the last ones."""
     scores = logits.float().log_softmax(-1)
     return work.written(np.stack(tokens, axis=1), lambda row, token: scores[row, token])
 
@@ -139,7 +139,7 @@ def called(function: Callable[..., Tensor], arguments: tuple[Any, ...]) -> Calla
 def prefilled(
     forward: Forward, ids: Any, rows: Sequence[int], weights: Tensors, caches: Caches
 ) -> int:
-    """Return the token after a prompt; store the prompt's keys and values in rows of the caches."""
+    """Return the most likely token after a prompt; store its keys and values in rows of caches."""
     device = weights["wte"].device
     one = [tuple(torch.zeros_like(half[:1]) for half in pair) for pair in caches]
     positions = torch.arange(len(ids), device=device)
@@ -163,7 +163,7 @@ def model_of(model: Any, device: str) -> tuple[Tensors, Forward]:
 def forward(
     eps: float, tokens: Tensor, positions: Tensor, weights: Tensors, caches: Caches
 ) -> Tensor:
-    """Return the logits (B, V) after tokens (B, T) at positions (T,); append keys and values."""
+    """Return GPT-2's logits (B, V) after tokens (B, T) at positions (T,); extend the caches."""
 
     def norm(x: Tensor, name: str, number: str) -> Tensor:
         gamma, beta = weights[f"{name}gamma{number}"], weights[f"{name}beta{number}"]
@@ -188,7 +188,7 @@ def forward(
 
 
 def weights_of(model: RandomGPT2, device: str) -> Tensors:
-    """Return weights in the model's dtype; matrices are (out, in). Raises InputError for FP8."""
+    """Return GPT-2's weights as tensors; matrices are (out, in). Raises InputError for FP8."""
     check_weights(model.dtype)
     tensors = {}
     for name, array, layout in model.weights.tensors():
@@ -198,7 +198,7 @@ def weights_of(model: RandomGPT2, device: str) -> Tensors:
 
 
 def generated(work: Continuations, device: str, rounds: int) -> Captured:
-    """Capture the continuation of all prompts by `generate` of `transformers`."""
+    """Return a Captured whose replay continues all prompts by `generate` of `transformers`."""
     model, config = transformers_gpt2(work.model, device), _greedy(work)
     longest = max(map(len, work.prompts))
     padded = np.zeros((2, len(work.prompts), longest), np.int64)  # tokens and attention mask
@@ -215,7 +215,7 @@ def generated(work: Continuations, device: str, rounds: int) -> Captured:
 
 
 def generated_in_pages(work: Continuations, device: str, rounds: int) -> Captured:
-    """Capture the continuation of all prompts by `generate_batch` of `transformers`."""
+    """Return a Captured whose replay continues all prompts by `transformers`' `generate_batch`."""
     model, config = transformers_gpt2(work.model, device), _greedy(work, eos_token_id=-1)
 
     def generate() -> list[list[int]]:
@@ -247,7 +247,7 @@ def _transformers() -> Any:
 
 
 def transformers_gpt2(model: Any, device: str) -> Any:
-    """Return the same GPT-2 as a model of `transformers`. Raises InputError without it."""
+    """Return `model` as a GPT2LMHeadModel. Raises InputError if `transformers` is missing."""
     transformers = _transformers()
     check_weights(model.dtype)
     settings = {**model.config.to_hugging_face(), "bos_token_id": None, "eos_token_id": None}
@@ -259,14 +259,14 @@ def transformers_gpt2(model: Any, device: str) -> Any:
         )
         for name, array, _ in model.weights.tensors()
     }
-    theirs.load_state_dict(state, strict=False)  # not strict: lm_head.weight shares wte
+    theirs.load_state_dict(state, strict=False)  # not strict: wte is also lm_head.weight
     return theirs.to(getattr(torch, model.dtype)).eval()
 
 
 def llama_weights(model: RandomLlama) -> Tensors:
-    """Return the weights as tensors in the same memory, and RoPE's frequencies.
+    """Return a Llama's weights and RoPE frequencies as tensors. Raises InputError for FP8.
 
-    Matrices are (out, in); vectors are converted to the model's dtype. Raises InputError for FP8.
+    Matrices are (out, in) and share gpt2block's memory; vectors are converted to the model's dtype.
     """
     check_weights(model.dtype)
     dtype = getattr(torch, model.dtype)
@@ -282,7 +282,7 @@ def llama_forward(
     weights: Tensors,
     caches: Caches | None,
 ) -> Tensor:
-    """Return the logits (B, V) after tokens (B, T) at positions (T,).
+    """Return a Llama's logits (B, V) after the last of the tokens (B, T) at positions (T,).
 
     The tokens' keys and values are stored in the caches. Without caches, the tokens are a whole
     prompt.
@@ -329,7 +329,7 @@ def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _over_cache(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
-    """Compute attention over a cache; query heads that share keys are rows of one matrix."""
+    """Compute attention over a kv_cache; query heads that share keys are rows of one matrix."""
     B, NH, T, HS = q.shape
     group = NH // keys.shape[1]
     rows = q.reshape(B, keys.shape[1], group * T, HS)
@@ -340,7 +340,7 @@ def _over_cache(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> T
 
 
 def prompt(work: Prompt, device: str, repeated: Repeated, rounds: int) -> Captured:
-    """Capture the logits after a Llama's prompt, copied to the host."""
+    """Return a Captured whose replay computes the logits after a Llama's prompt by PyTorch."""
     model: Any = work.model
     tokens = torch.from_numpy(work.ids.astype(np.int64)).to(device)[None]
     positions = torch.arange(work.T, device=device)
@@ -353,7 +353,7 @@ def prompt(work: Prompt, device: str, repeated: Repeated, rounds: int) -> Captur
 
 
 def transformers_prompt(work: Prompt, device: str, rounds: int) -> Captured:
-    """Capture the logits after a Llama's prompt, computed by `transformers`."""
+    """Return a Captured whose replay computes a prompt's last logits by `transformers`."""
     theirs = transformers_llama(work.model)
     tokens = torch.from_numpy(work.ids.astype(np.int64)).to(device)[None]
 
@@ -366,7 +366,7 @@ def transformers_prompt(work: Prompt, device: str, rounds: int) -> Captured:
 
 
 def transformers_steps(work: Steps, device: str, rounds: int) -> Captured:
-    """Capture greedy decoding by `transformers` with its default kv_cache."""
+    """Return a Captured whose replay decodes greedily by `transformers`, with its default cache."""
     theirs = transformers_llama(work.model)
     tokens: list[Any] = []
     state: dict[str, Any] = {}
@@ -388,7 +388,7 @@ def transformers_steps(work: Steps, device: str, rounds: int) -> Captured:
 
 
 def transformers_llama(model: Any) -> Any:
-    """Return the same Llama as a model of `transformers`, on the same memory. Raises InputError."""
+    """Return `model` as a model of `transformers` that shares its matrices. Raises InputError."""
     transformers = _transformers()
     weights = llama_weights(model)
     config = transformers.AutoConfig.for_model(**model.config.to_hugging_face())
@@ -401,7 +401,7 @@ def transformers_llama(model: Any) -> Any:
 
 
 def _state(config: LlamaConfig, weights: Tensors) -> Tensors:
-    """Return tensors by Hugging Face's names, views of gpt2block's (Q, K, V are rows of w_qkv)."""
+    """Return {Hugging Face's name: view of gpt2block's tensor}; Q, K and V are rows of w_qkv."""
     naming = naming_of(config)
     state: Tensors = {}
     for ours, parts in naming.parts(config).items():

@@ -1,4 +1,4 @@
-"""Works of `gpt2block bench --decode` and `--llama`: whole models with random weights.
+"""Benchmarks of `gpt2block bench --decode` and `--llama`: whole models with random weights.
 
 The works are a decoding step for several numbers of rows, a prompt, and continuations of many
 prompts. A Llama's step is also timed in stages: one kernel for each operation, launched from
@@ -30,16 +30,16 @@ MOST_ROWS = 4096
 GREEDY = Sampling(temperature=0)
 SAMPLED = Sampling(temperature=0.8, top_k=50, top_p=0.9, seed=0)
 NAME = "gpt2block"
-FP8_CACHE = "+ FP8 kv_cache"  # contender: a step with all fusions and a kv_cache of FP8
+FP8_CACHE = "+ FP8 kv_cache"  # name of the decoding step with all fusions and an FP8 kv_cache
 NOTES = {UNFUSED: "a kernel for each operation, launched from Python; + adds to the line above"}
 NARROW = "float8_e5m2"
 FLOAT16 = ("7b", "small")  # sizes with float16 weights; other sizes have bfloat16 weights
 
-Captures = Mapping[str, Capture]  # name of a contender → its `capture`
+Captures = Mapping[str, Capture]  # name of an implementation → its `capture`
 
 
 class ModelWorks(NamedTuple):
-    """Parameters of an architecture's works.
+    """Parameters of the benchmarks of an architecture.
 
     size: returns the config for the name of a size. default: name of the default size. rows:
     numbers of rows of decoding steps. peer_rows: the numbers among them at which PyTorch is timed.
@@ -71,7 +71,7 @@ MODELS: Mapping[str, ModelWorks] = {
         size,
         "gpt2",
         rows=(1, 2, 4, 8, 16, 32, 64, 128, 256),
-        peer_rows=(1, 8, 64, 256),  # few, as compiling PyTorch's step takes seconds each
+        peer_rows=(1, 8, 64, 256),  # few: PyTorch takes seconds to compile each step
         further=(),
         prompt=1024,
         firsts=(480, 1000),
@@ -98,7 +98,7 @@ def model_works(
     name: str | None = None,
     kv_dtype: str | None = None,
 ) -> list[Work]:
-    """Return the works of an architecture in MODELS, in the order they are timed.
+    """Return the benchmarks of an architecture (a key of MODELS), in the order they are timed.
 
     dtype: dtype of the weights; by default the dtype of this size's checkpoints, then `further`.
     rows: a list that `parse_rows` accepts; PyTorch is timed at all of them. name: name of the size.
@@ -143,7 +143,7 @@ def model_work(
     ours: Callable[[int], Captures],
     **fields: Any,
 ) -> Work:
-    """Return a work of a whole model, timed by calls from Python rather than graphs.
+    """Return a benchmark of a whole model that times calls from Python instead of CUDA graphs.
 
     fields: other fields of Work. There are no copies of the inputs, as the weights exceed the L2
     cache. With an FP8 kv_cache the tolerance is bfloat16's, eight times float16's: keys and values
@@ -172,7 +172,7 @@ def model_work(
 
 
 def decode(model: RandomModel[Any], rows: int, position: int = 512, peers: bool = True) -> Work:
-    """Return the work of a decoding step, which reads all weights, keys and values once.
+    """Return the benchmark of a decoding step, which reads all weights, keys and values once.
 
     peers: whether PyTorch is timed.
     """
@@ -200,7 +200,7 @@ def _by_samplings(steps: Steps, device: int) -> Captures:
 
 
 def _by_stages(steps: Steps, device: int) -> Captures:
-    """Return captures of a step with all fusions, and without FP8 kv_cache also of the stages."""
+    """Return {name: capture} of a fully fused step and, unless kv_cache is FP8, of every stage."""
     model, step = steps.model, partial(steps.decoded, device, GREEDY)
     if model.kv_dtype in FP8:
         return {FP8_CACHE: step}
@@ -210,7 +210,7 @@ def _by_stages(steps: Steps, device: int) -> Captures:
 
 
 def prompt(model: RandomModel[Any], T: int) -> Work:
-    """Return the work of one prompt of T tokens, up to the logits after its last token."""
+    """Return the benchmark of the logits after one prompt of T tokens."""
     one = Prompt(model, T)
     return model_work(
         model,
@@ -228,7 +228,7 @@ def prompt(model: RandomModel[Any], T: int) -> Work:
 
 
 def first_token(model: RandomModel[Any], T: int) -> Work:
-    """Return the work of a prompt of T tokens and one new token, by a call of `generate`."""
+    """Return the benchmark of a call of `generate`: a prompt of T tokens and one new token."""
     one = Continuations(model, model.prompts([T]), 1)
     return model_work(
         model,
@@ -248,9 +248,9 @@ def first_token(model: RandomModel[Any], T: int) -> Work:
 def generate(
     model: RandomModel[Any], prompts: int = 512, new: int = 128, longest: int = 256
 ) -> Work:
-    """Return the work of one batch of prompts of 16 to `longest` tokens, with `new` tokens each."""
+    """Return the benchmark of one batch: prompts of 16 to `longest` tokens and `new` new tokens."""
     lengths = np.random.default_rng(1).integers(16, longest + 1, size=prompts).tolist()
-    seen = sum(n * new + new * (new - 1) // 2 for n in lengths)  # keys that each new token sees
+    seen = sum(n * new + new * (new - 1) // 2 for n in lengths)  # query-key pairs
     many = Continuations(model, model.prompts(lengths), new)
     tokens = sum(lengths) + prompts * new
     return model_work(

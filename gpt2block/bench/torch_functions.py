@@ -1,4 +1,4 @@
-"""PyTorch's functions for blocks, products, attention and other operations.
+"""PyTorch implementations of blocks, matrix products, attention and other operations.
 
 This module imports PyTorch; other modules import it only if a peer is requested.
 """
@@ -30,18 +30,18 @@ Function = Callable[..., Tensor]
 
 
 def check_weights(dtype: str, option: str = "") -> None:
-    """Raise InputError for FP8 weights."""
+    """Raise InputError if `dtype`, the dtype of weights, is FP8."""
     if dtype in FP8:
         raise InputError(f"{option}no PyTorch operation here takes {dtype} weights")
 
 
 def tensor(array: Any) -> Tensor:
-    """Return a tensor on the array's memory; a weight matrix of either layout becomes (K, N)."""
+    """Return a PyTorch tensor that shares the array's memory; a weight matrix becomes (K, N)."""
     if isinstance(array, WeightMatrix):
         check_weights(array.dtype, "--peer torch: ")
         stored = tensor(array.data)
         return stored if array.layout == "KN" else stored.T
-    if array.dtype.name == "bfloat16":  # DLPack cannot export NumPy's extension type
+    if array.dtype.name == "bfloat16":  # DLPack cannot export NumPy's bfloat16
         return torch.from_dlpack(array.view("int16")).view(torch.bfloat16)
     return torch.from_dlpack(array)
 
@@ -63,12 +63,12 @@ def _linear_gelu(a: Tensor, w: Tensor, bias: Tensor) -> Tensor:
 
 
 def _addmm_gelu(a: Tensor, w: Tensor, bias: Tensor) -> Tensor:
-    """Launch cuBLASLt once, with the tanh GELU in its epilogue."""
+    """Compute gelu(a w + bias) by one cuBLASLt call, with tanh GELU in its epilogue."""
     return torch.ops.aten._addmm_activation(bias, a, w, use_gelu=True)
 
 
 def products(gelu: bool, residual: bool) -> dict[str, Function]:
-    """Return functions of a product with bias, by name."""
+    """Return {name: PyTorch function} for a matrix product with bias."""
     if gelu:
         return {"torch": _linear_gelu, "torch, cuBLASLt's GELU": _addmm_gelu}
     if residual:
@@ -77,34 +77,34 @@ def products(gelu: bool, residual: bool) -> dict[str, Function]:
 
 
 def _heads_first(qkv: Tensor, causal: bool) -> Tensor:
-    """Compute attention of 12 heads on views of the packed rows; return (B, NH, T, HS)."""
+    """Compute attention of 12 heads on views of rows [Q | K | V]; return (B, NH, T, HS)."""
     heads = qkv.unflatten(-1, (3, NH, -1)).movedim(-3, 0).transpose(-2, -3)
     return functional.scaled_dot_product_attention(*heads, is_causal=causal)
 
 
 def _attention(qkv: Tensor, causal: bool = True) -> Tensor:
-    """Compute attention of 12 heads; return rows (B, T, C)."""
+    """Compute attention of 12 heads on rows [Q | K | V]; return (B, T, C)."""
     return _heads_first(qkv, causal).transpose(-2, -3).flatten(-2)
 
 
 def attention_by(backend: str, causal: bool, qkv: Tensor) -> Tensor:
-    """Compute attention; return (B, NH, T, HS), so that reordering to rows is not timed."""
+    """Compute attention as (B, NH, T, HS): the transposition to (B, T, C) is not timed."""
     with attention.sdpa_kernel(getattr(attention.SDPBackend, backend)):
         return _heads_first(qkv, causal)
 
 
 def attentions(causal: bool) -> dict[str, Function]:
-    """Return functions of attention, by name."""
+    """Return {name: PyTorch function} for attention, one function for each backend."""
     return {f"torch, {name}": partial(attention_by, b, causal) for name, b in BACKENDS.items()}
 
 
 def blocks(eps: float, causal: bool) -> dict[str, Function]:
-    """Return the function of the block, by name."""
+    """Return {name: PyTorch function} for the GPT-2 block."""
     return {"torch": partial(block, eps, causal)}
 
 
 def block(eps: float, causal: bool, x: Tensor, *weights: Tensor) -> Tensor:
-    """Compute the block of x; the weights are in the order of `BlockWeights`."""
+    """Compute a GPT-2 block of x; the weights are in the order of `BlockWeights`."""
     gamma1, beta1, w_qkv, b_qkv, w_attn, b_attn, gamma2, beta2, w_fc, b_fc, w_proj, b_proj = weights
     qkv = _linear(_layernorm(x, gamma1, beta1, eps), w_qkv, b_qkv)
     x1 = x + _linear(_attention(qkv, causal), w_attn, b_attn)
@@ -113,7 +113,7 @@ def block(eps: float, causal: bool, x: Tensor, *weights: Tensor) -> Tensor:
 
 
 def _trimat(qkv: Tensor) -> Tensor:
-    """Compute scores by cuBLAS, without use of the mask; Q is scaled, as it is smaller."""
+    """Compute scores by cuBLAS, also where masked; scale Q, which is smaller than the scores."""
     q, k = qkv[:, :, 0].transpose(1, 2), qkv[:, :, 1].transpose(1, 2)
     return (q / sqrt(q.shape[-1])) @ k.transpose(-1, -2)
 
@@ -123,7 +123,7 @@ def _rmsnorm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
 
 
 def _rope_cos_sin(x: Tensor, D: int = HEAD_DIM) -> tuple[Tensor, Tensor]:
-    """Return RoPE's cos and sin for the positions of x, (T, 1, D / 2) each."""
+    """Return RoPE's cos and sin for x's rows at positions 0 to T - 1, each (T, 1, D / 2)."""
     T = x.shape[0]
     frequency = 1e4 ** (-torch.arange(0, D, 2, device=x.device, dtype=torch.float64) / D)
     angle = torch.arange(T, device=x.device)[:, None] * frequency
@@ -131,7 +131,7 @@ def _rope_cos_sin(x: Tensor, D: int = HEAD_DIM) -> tuple[Tensor, Tensor]:
 
 
 def _rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply RoPE to x (T, H, D) in real arithmetic, which PyTorch's compiler can fuse."""
+    """Apply RoPE to x (T, H, D) without complex numbers, so that PyTorch's compiler can fuse it."""
     r, i = x.float().unflatten(-1, (-1, 2)).unbind(-1)
     return torch.stack((r * cos - i * sin, r * sin + i * cos), -1).flatten(-2).to(x.dtype)
 
@@ -163,8 +163,8 @@ FUNCTIONS: Mapping[str, Function] = {  # name of the operation → function
     "trimat": _trimat,
 }
 
-# Functions of the first input that compute further inputs of PyTorch's function before it is timed;
-# gpt2block's kernels compute these values themselves.
+# Name of an operation → function of its first input that computes RoPE's cos and sin, outside the
+# timing, as inputs of PyTorch's function. gpt2block's kernels compute cos and sin themselves.
 PREPARED: Mapping[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
     "rope": lambda x: _rope_cos_sin(x, x.shape[-1]),
     "rmsnorm_matmul": _rope_cos_sin,

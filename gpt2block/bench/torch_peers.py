@@ -1,4 +1,4 @@
-"""Contenders of PyTorch: eager, compiled, and functions of its libraries by name.
+"""PyTorch implementations to compare with: eager, compiled, and its libraries' functions.
 
 For a block in 16 bits the compiler searches for the fastest products (max-autotune), which takes up
 to a minute for each shape, until all searches together have taken SEARCH_S. Otherwise, as for
@@ -33,7 +33,7 @@ NO_SEARCH = {"max_autotune_pointwise": True}
 def operation_peers(
     operation: str, inputs: Sequence[tuple[Any, ...]], dtype: str
 ) -> list[Contender]:
-    """Return contenders of PyTorch's function of an operation, eager and compiled, without TF32.
+    """Return PyTorch's function of an operation as two contenders, eager and compiled, not in TF32.
 
     inputs: CuPy arrays, on whose memory the contenders run. Their results are not checked.
     """
@@ -53,21 +53,21 @@ def operation_peers(
 def captured(
     function: Function, sets: Sequence[tuple[Tensor, ...]], rounds: int, tf32: bool = False
 ) -> Captured:
-    """Capture a CUDA graph that calls `function` on all sets `rounds` times.
+    """Capture a CUDA graph that calls `function` on every copy of the inputs, `rounds` times.
 
     tf32: whether inputs of float32 products may be rounded to TensorFloat-32.
     """
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = tf32
     try:
-        with torch.no_grad():  # same mode as in the capture, which must not compile again
+        with torch.no_grad():  # no_grad as in the capture, where compilation would fail
             for arguments in sets:
                 function(*arguments)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # Threads of the compiler may still load kernels, which would end a global capture.
+        # The compiler's threads may still load kernels, which would invalidate a "global" capture.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"), torch.no_grad():
-            for _ in range(rounds):  # an output lives until the next round's output of its set
+            for _ in range(rounds):  # keep each output until the next round replaces it
                 outs = [function(*arguments) for arguments in sets]
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
@@ -75,7 +75,7 @@ def captured(
 
 
 class TorchPeers:
-    """Create PyTorch's contenders of works, and limit the total time of the compiler's search."""
+    """Create PyTorch's implementations of benchmarks; limit the time of the compiler's searches."""
 
     def __init__(self, device: int) -> None:
         torch.cuda.set_device(device)
@@ -87,7 +87,7 @@ class TorchPeers:
         return {"torch": torch.__version__, "torch's CUDA": torch.version.cuda, "cuDNN": str(cudnn)}
 
     def contenders_of(self, work: Work, sets: Sets) -> Iterator[Contender]:
-        """Yield the contenders of a work; they read the copies of its inputs, `sets`."""
+        """Yield PyTorch's implementations of a benchmark. sets: copies of its inputs."""
         for_peers, dtype = work.for_peers, work.dtype
         if for_peers is None:
             return
@@ -112,10 +112,11 @@ class TorchPeers:
         search: bool = False,
         tf32: bool = True,
     ) -> Iterator[Contender]:
-        """Yield contenders that call `functions`, by name, on each copy of the inputs in `sets`.
+        """Yield a Contender for each of `functions` {name: function}, called on each of `sets`.
 
-        compiled: also compile the first function. search: let the compiler search for the fastest
-        products while time is left. tf32: also compute float32 products in TF32.
+        sets: copies of the inputs. compiled: also compile the first function. search: let the
+        compiler search for the fastest products while time is left. tf32: also compute float32
+        products in TF32.
         """
         tensors = [arguments_of(each) for each in sets]
         for rounded in (False, True) if tf32 and dtype == "float32" else (False,):
@@ -131,7 +132,7 @@ class TorchPeers:
     def _compiling(
         self, function: Function, tensors: list[Any], tf32: bool, search: bool
     ) -> tuple[Capture, Callable[[], str]]:
-        """Return a function that compiles and captures, and a function that returns its note."""
+        """Return a `capture` that first compiles `function`, and a function that names the mode."""
         compiled: list[Function] = []
         note = ""
 
@@ -161,7 +162,7 @@ class TorchPeers:
         return compiled
 
     def repeated(self, function: Function, arguments: tuple[Any, ...]) -> Callable[[], Tensor]:
-        """Compile and capture a function; return a function that replays it for its output."""
+        """Compile and capture a call; return a function that replays it and returns its output."""
         run = captured(self.compiled(function), [arguments], rounds=1)
 
         def replay() -> Tensor:
@@ -171,7 +172,7 @@ class TorchPeers:
         return replay
 
     def tidy(self) -> None:
-        """Free the memory of a work and the functions compiled for its shapes."""
+        """Free PyTorch's unused memory and compiled functions after a benchmark."""
         torch.compiler.reset()
         torch.cuda.empty_cache()
 
@@ -182,7 +183,7 @@ def _capture(function: Function, tensors: list[Any], tf32: bool, rounds: int) ->
 
 
 def in_rows(out: Tensor) -> Tensor:
-    """Return an output in gpt2block's order; attention's (B, NH, T, HS) becomes (B, T, NH, HS)."""
+    """Transpose an attention output (B, NH, T, HS) to (B, T, NH, HS); return others unchanged."""
     return out.transpose(-2, -3) if out.ndim == 4 else out
 
 
@@ -193,7 +194,7 @@ def _array(out: Tensor) -> Any:
 
 
 def arguments_of(arrays: Host, convert: Callable[[Any], Tensor] = tensor) -> Any:
-    """Return tensors on the arrays' memory; PyTorch needs vectors in the first array's dtype."""
+    """Convert arrays to tensors; all but weight matrices get the first array's dtype."""
     tensors = [convert(array) for array in arrays.values()]
     matrices = [isinstance(array, WeightMatrix) for array in arrays.values()]
     dtype = tensors[0].dtype

@@ -17,7 +17,7 @@ from gpt2block.cuda import timing
 from gpt2block.errors import InputError
 from gpt2block.ops.registry import Operation, Variant
 
-REPLAY_BYTES = 8 << 30  # bytes that the calls in one graph move
+REPLAY_BYTES = 8 << 30  # total bytes that the calls in one graph move
 MOST_LAUNCHES = 4096  # maximum number of a variant's calls in one graph
 CEILINGS = ("float32", "float16")  # arithmetics of cuBLAS with which results are compared
 
@@ -28,13 +28,13 @@ class Measurement:
 
     operation: str
     variant: str
-    block: int | None  # threads per block; None: the variant has one block size, or chooses it
+    block: int | None  # threads per block; None: the variant sets the block size
     sizes: Mapping[str, int]
-    gpu_us: float  # GPU time per call; inputs and outputs exceed the L2 cache
-    call_us: float | None  # host time per call from Python, including allocation of the output
+    gpu_us: float  # GPU µs per call, with inputs and outputs that exceed the L2 cache
+    call_us: float | None  # host µs per call from Python, including allocation of the output
     rate: float  # GB/s or TFLOP/s
     unit: str
-    percent: float  # rate as % of the ceiling
+    percent: float  # rate as % of the rate of a copy or of cuBLAS
     max_abs: float  # largest absolute difference from float64
     max_rel: float  # max_abs relative to the largest absolute value
     peers: Mapping[str, float] = field(default_factory=dict)  # name of a peer → its GPU µs
@@ -42,7 +42,7 @@ class Measurement:
 
     @property
     def right(self) -> bool:
-        """Whether rounding explains the error; False for NaN."""
+        """Whether rounding can cause an error as large as max_rel; False for NaN."""
         return self.max_rel <= measure.tolerance(self.dtype)
 
 
@@ -55,7 +55,7 @@ def measure_variants(
     sweep: bool = False,
     peer: str | None = None,
 ) -> tuple[list[Measurement], list[str]]:
-    """Return the measurements of the variants, and a line for each variant that cannot run.
+    """Measure variants; return the measurements, and a line of text per variant that cannot run.
 
     stored: (dtype, layout), as `measure.check_storage` returns them. sweep: measure every block
     size. peer: "torch" or None. Raises InputError if no variant can run, or for invalid sizes or an
@@ -86,7 +86,7 @@ def measure_variants(
                 continue
             _restore(inputs[0], host, bound[0].out)
             measure.poison(bound[0].out, inputs[0])
-            # Check before the capture, which runs every launch: an operation may change a state.
+            # Check before the capture runs the launches: some operations change a state they read.
             off = measure.errors(bound[0].run(), truth)
             capture = partial(capture_bound, bound)
             entrants.append(Contender(f"{variant.name}/{block}", False, capture, dtype))
@@ -120,14 +120,14 @@ def measure_variants(
 
 
 def _restore(inputs: tuple[Any, ...], host: tuple[Any, ...], out: Any) -> None:
-    """Restore the input that an earlier variant, which works in place, has overwritten."""
+    """Copy `host` again to an input that is also the output and may have been overwritten."""
     for array, before in zip(inputs, host, strict=True):
         if array is out:
             array.set(before)
 
 
 def rounds_for(copies: int, traffic: int) -> int:
-    """Return the rounds over all copies for one graph, which then takes some milliseconds."""
+    """Return how many rounds over all copies a graph contains, to run for some milliseconds."""
     return max(1, min(REPLAY_BYTES // (copies * traffic), MOST_LAUNCHES // copies))
 
 
@@ -139,12 +139,12 @@ def ceiling_for(ceilings: Ceilings, dtype: str) -> float:
 def _rate(
     operation: Operation, sizes: Mapping[str, int], dtype: str, us: float, ceilings: Ceilings
 ) -> tuple[float, str, float]:
-    """Return (rate, unit, % of the ceiling), for bytes or FLOPs, whichever limits the operation."""
+    """Return (rate, unit, % of limit): GB/s and a copy's rate if memory-bound, else TFLOP/s."""
     moved = 1e-3 * operation.traffic(sizes) / us
     computed = 1e-6 * operation.flops(sizes) / us
     of_copy = 100 * moved / ceilings.copy_gb_s
     of_product = 100 * computed / ceiling_for(ceilings, dtype)
     memory = operation.bound == "memory"
     if operation.bound == "either":
-        memory = not of_product > of_copy  # NaN without cuBLAS
+        memory = not of_product > of_copy  # of_product is NaN without cuBLAS
     return (moved, "GB/s", of_copy) if memory else (computed, "TFLOP/s", of_product)

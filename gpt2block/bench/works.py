@@ -1,4 +1,4 @@
-"""Works of `gpt2block bench`: blocks, matrix products and attention of GPT-2 small.
+"""Benchmarks of `gpt2block bench`: blocks, matrix products and attention of GPT-2 small.
 
 The inputs are random but repeat: sequences after some thousand tokens, rows of a product after a
 prime number of rows. NumPy therefore computes the distinct results in float64 within seconds, and
@@ -45,7 +45,7 @@ from gpt2block.weights.matrix import WeightMatrix
 from gpt2block.weights.two_part import TwoPartMatrix
 
 C, NH = 768, 12
-TOKENS = 3072  # tokens of all different sequences together
+TOKENS = 3072  # total number of tokens of the different sequences
 ROWS = 509  # number of different rows of a product; a prime, so not a multiple of a tile's rows
 DTYPES = ("bfloat16", "float16", "float32")
 MATRICES = ("w_qkv", "w_attn", "w_fc", "w_proj")
@@ -94,12 +94,12 @@ class Work:
     tokens: int | None = None
 
     def sets(self) -> Sets:
-        """Return copies of the inputs in device memory, which calls use in turn."""
+        """Return copies of the inputs in device memory, which successive calls use in turn."""
         inputs = self.inputs()
         return measure.rotated(inputs, self.traffic) if inputs else [inputs]
 
     def check(self, replay: Replay, outs: tuple[Any, ...]) -> Errors:
-        """Return the largest errors of a replay's outputs.
+        """Replay, and return the (absolute, relative) error of the least accurate output.
 
         outs: arrays, which are filled with NaN before the replay, or functions, which return an
         output after the replay.
@@ -124,7 +124,7 @@ class Work:
 
 
 class GeneratedSequences(NamedTuple):
-    """Sequences that a contender has continued, for a check.
+    """Sequences that an implementation has generated, to be checked.
 
     logprobs: the log-probability of each sequence's last token, if the contender returns it.
     greedy: whether the last token was the most likely token.
@@ -149,17 +149,17 @@ class GeneratedSequences(NamedTuple):
                 exact = chosen - top - np.log(np.exp(logits - top).sum())
                 off.append(abs(self.logprobs[i] - exact))
             worst_of_each.append((np.max(off), np.max(off) / np.abs(logits).max()))
-        worst, relative = np.max(worst_of_each, axis=0)  # NaN if one of them is
+        worst, relative = np.max(worst_of_each, axis=0)  # NaN if any error is NaN
         return float(worst), float(relative)
 
 
 def block(dtype: str, B: int, T: int, causal: bool) -> Work:
-    """Return the work of a whole block of inputs (B, T, C)."""
+    """Return the benchmark of a whole GPT-2 block on inputs (B, T, C)."""
     item = np.dtype(dtype).itemsize
     weights = block_weights(dtype)
 
     def inputs() -> Host:
-        """Return x and weights; matrices are (K, N) in float32, else (N, K) in the dtype."""
+        """Return x and weights by name; matrices are (K, N) in float32, else (N, K)."""
         tensors: dict[str, Any] = weights.tensors()
         if dtype != "float32":
             tensors |= {name: matrix(tensors[name], dtype, "NK") for name in MATRICES}
@@ -181,7 +181,7 @@ def block(dtype: str, B: int, T: int, causal: bool) -> Work:
 
 
 def attention(dtype: str, B: int, T: int, causal: bool) -> Work:
-    """Return the work of attention with 12 heads of 64 on packed rows: (B, T, 3C) → (B, T, C)."""
+    """Return the benchmark of attention, 12 heads of 64: [Q | K | V] (B, T, 3C) → (B, T, C)."""
     return Work(
         "attention",
         _sequences_name(B, T, causal),
@@ -199,7 +199,7 @@ def attention(dtype: str, B: int, T: int, causal: bool) -> Work:
 def gemm(
     dtype: str, product: str, M: int, N: int, K: int, gelu: bool = False, residual: bool = False
 ) -> Work:
-    """Return the work of a product [residual +] [gelu](a w + bias) with a (M, K), w (K, N)."""
+    """Return the benchmark of [residual +] [gelu](a w + bias) with a (M, K) and w (K, N)."""
     elements = M * K + K * N + (1 + residual) * M * N
 
     def inputs() -> Host:
@@ -220,7 +220,7 @@ def gemm(
         flops=2 * M * N * K,
         traffic=np.dtype(dtype).itemsize * elements + 4 * N,
         truth=truth,
-        # Options as in a block.
+        # A GPT-2 block calls gemm with the same options.
         ours=partial(_variants, "gemm", {"gelu": gelu, "split_k": True}, dtype),
         for_peers={"gelu": gelu, "residual": residual},
         inputs=inputs,
@@ -232,12 +232,12 @@ def _sequences_name(B: int, T: int, causal: bool) -> str:
 
 
 def _attention_flops(B: int, T: int, causal: bool) -> int:
-    """Return the FLOPs of the scores and of their product with V."""
+    """Return the FLOPs of attention: the scores Q·K and their product with V."""
     return 4 * B * (T * (T + 1) // 2 if causal else T * T) * C
 
 
 BLOCKS = ((1, 128, False), (1, 1024, False), (1, 1024, True), (8, 1024, True), (64, 1024, True))
-PRODUCTS: Mapping[str, tuple[int, int, bool, bool]] = {  # name → N, K, gelu, residual
+PRODUCTS: Mapping[str, tuple[int, int, bool, bool]] = {  # name → (N, K, gelu, residual)
     "qkv": (3 * C, C, False, False),
     "o": (C, C, False, False),
     "fc": (4 * C, C, False, False),
@@ -264,9 +264,9 @@ KINDS = tuple(WORKS)
 def chosen_works(
     what: str = "all", dtype: str | None = None, only: str | None = None
 ) -> list[Work]:
-    """Return works in the order they are timed; with `only`, works whose name contains it.
+    """Return the benchmarks of a kind, in the order they are timed. Raises InputError.
 
-    Raises InputError.
+    only: a text that the benchmark's name must contain, or None.
     """
     check_choice("--what", what, (*KINDS, "all"))
     if dtype is not None:
@@ -285,7 +285,7 @@ def chosen_works(
 
 @lru_cache(maxsize=8)
 def _sequences(T: int, width: int, dtype: str) -> NDArray[Any]:
-    """Return different random sequences (n, T, width) in the dtype."""
+    """Generate n different random inputs of T rows each: an array (n, T, width) of `dtype`."""
     count = max(1, TOKENS // T)
     rng = np.random.default_rng(T)
     return rng.standard_normal((count, T, width), dtype=np.float32).astype(dtype)
@@ -293,7 +293,7 @@ def _sequences(T: int, width: int, dtype: str) -> NDArray[Any]:
 
 @lru_cache(maxsize=4)
 def block_weights(dtype: str) -> BlockWeights:
-    """Return random weights in float32 whose values `dtype` can represent."""
+    """Generate random float32 weights of a block, rounded to values that `dtype` can represent."""
     random = BlockWeights.random(0)
     tensors = {n: a.astype(dtype).astype(np.float32) for n, a in random.tensors().items()}
     return BlockWeights(**tensors, n_head=random.n_head, eps=random.eps)
@@ -303,7 +303,7 @@ def block_weights(dtype: str) -> BlockWeights:
 def _product_inputs(
     N: int, K: int, dtype: str
 ) -> tuple[NDArray[Any], WeightMatrix, NDArray[Any], NDArray[Any]]:
-    """Return random a, w, bias and residual; `dtype` can represent the values of the bias."""
+    """Generate a, w, bias and residual; bias is float32, rounded to values of `dtype`."""
     rng = np.random.default_rng(N + K)
     a = rng.standard_normal((ROWS, K), dtype=np.float32).astype(dtype)
     w = rng.standard_normal((K, N), dtype=np.float32) / np.float32(K**0.5)
@@ -343,9 +343,10 @@ def capture_bound(
     overlapping: bool = False,
     outs: Sequence[Any] = (),
 ) -> Captured:
-    """Capture a graph of all launches; it returns the first and last of `outs` or of all outputs.
+    """Capture a graph of all launches. Its checked outputs are the first and last of `outs`.
 
-    overlapping: every kernel waits for the previous kernel itself, so that launches may overlap.
+    outs: outputs of the graph; by default the outputs of `bound`. overlapping: every kernel waits
+    for the previous kernel itself, so that launches may overlap.
     """
     launches = [launch for each in bound for launch in each.launches]
     if overlapping:
@@ -357,14 +358,14 @@ def capture_bound(
 def _variants(
     name: str, options: Mapping[str, Any], dtype: str, sets: Sets, device: int
 ) -> Iterator[Contender]:
-    """Yield contenders for the variants of an operation, the default variant first."""
+    """Yield a Contender for each variant of an operation, the default variant first."""
     operation = OPERATIONS[name]
     inputs = [tuple(each.values()) for each in sets]
     outs: list[Any] = [None] * len(inputs)
 
     def capture(variant: str, rounds: int) -> Captured:
         bound = bind_copies(partial(operation.bind, **options, variant=variant), inputs, outs)
-        overlapping = dtype != "float32"  # kernels of float32 do not wait for the previous one
+        overlapping = dtype != "float32"  # float32 kernels do not wait for the previous kernel
         return capture_bound(bound, rounds, overlapping)
 
     try:
@@ -380,7 +381,7 @@ def _variants(
 def _blocks(
     weights: BlockWeights, causal: bool, dtype: str, sets: Sets, device: int
 ) -> Iterator[Contender]:
-    """Yield the fused block, the fused block with variant `mma`, and the skeleton block.
+    """Yield the fused and the skeleton block, each also with variant `mma` if Hopper's kernels run.
 
     sets: copies of x and the weights; each call reads the weights of its copy.
     """
@@ -402,7 +403,7 @@ def _older(spec: BlockSpec, sets: Sets, rounds: int) -> Captured:
 
 
 class _Variant(Machine):
-    """A Machine that runs matrix products and attention by one variant."""
+    """A Machine (runs a pass's steps) that uses one variant for matrix products and attention."""
 
     def __init__(self, do: Machine, variant: str) -> None:
         super().__init__(do.tensors)
@@ -417,7 +418,7 @@ class _Variant(Machine):
 def _bound_block(
     spec: BlockSpec, sets: Sets, variant: str | None = None
 ) -> tuple[list[Recording], Capture]:
-    """Return a recorded block for each copy of x and weights, and the function that captures them.
+    """Record the block for each copy of x and weights; return the recordings and their `capture`.
 
     The blocks share the memory of activations. variant: variant of matrix products and attention;
     None: the default variant.
@@ -441,6 +442,6 @@ def _bound_block(
 
 
 def _with_two_part(spec: BlockSpec, arrays: Host) -> Host:
-    """Replace the matrices by TwoPartMatrix, which float32 products on tensor cores read."""
+    """Convert the weight matrices to TwoPartMatrix, which float32 tensor-core products read."""
     matrices = {name: cupy.ascontiguousarray(arrays[name].T) for name in spec.matrices}
     return {**arrays, **{name: TwoPartMatrix.from_float32(w) for name, w in matrices.items()}}

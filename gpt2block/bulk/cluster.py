@@ -24,13 +24,13 @@ from gpt2block.bulk.job import Failed, Job
 from gpt2block.bulk.records import Shard
 from gpt2block.errors import DeviceError, InputError
 
-ALLOWED_FAILURES = 10  # workers that may die while they compute a shard before the shard fails
+ALLOWED_FAILURES = 10  # number of workers that may die while computing a shard before it fails
 CONNECT_SECONDS = 10
 # Dask's profiler samples the stacks of all threads every 10 ms. Python runs one thread at a time,
 # so the thread that launches kernels would wait for the profiler.
 NO_PROFILING = {"distributed.worker.profile.enabled": False}
 
-# By default Dask makes malloc return freed blocks of 64 KiB or more to the system at once. A model
+# Dask by default makes malloc return freed blocks of 64 KiB or more to the system at once. A model
 # allocates and frees arrays of some MB all the time, and mapping their pages again takes longer
 # than computing the arrays. Environment variables that the user has set take precedence.
 KEEP_MEMORY = {
@@ -44,7 +44,7 @@ _METRIC = "gpt2block"  # name of the worker metric that reports the counter `_co
 def local(
     workers: int | None, engine: str, threads: int = 1, most: int | None = None
 ) -> Iterator[Client]:
-    """Start a local cluster that ends with this process; yield its client.
+    """Start a local Dask cluster, which ends with this process, and yield its client.
 
     workers: the number of processes. Default: one for each visible GPU or, without a GPU, one for
     each CPU core. threads: the number of shards that each process works on at once. most: the
@@ -69,7 +69,7 @@ def local(
     try:
         with _uninterrupted():
             with warnings.catch_warnings(), dask.config.set({**NO_PROFILING, **KEEP_MEMORY}):
-                # If the dashboard's port is in use, Dask chooses another one.
+                # If the dashboard's port is in use, Dask chooses another port.
                 warnings.filterwarnings("ignore", "Port 8787 is already in use")
                 cluster = stack.enter_context(_started(
                     workers=specs, scheduler=scheduler, name="gpt2block",
@@ -107,7 +107,7 @@ def _uninterrupted() -> Iterator[None]:
     resource_tracker.ensure_running()
     held: list[int] = []
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    # Another thread, for example of a BLAS, may still receive SIGINT and thus run this handler.
+    # A thread of a BLAS library, for example, may still receive SIGINT and trigger this handler.
     signal.signal(signal.SIGINT, lambda number, frame: held.append(number))
     try:
         yield
@@ -149,7 +149,7 @@ def running(address: str) -> Iterator[Client]:
             client = Client(address, timeout=CONNECT_SECONDS)
     except (OSError, ValueError, TimeoutError, asyncio.TimeoutError) as error:
         raise InputError(f"--scheduler {address}: no Dask scheduler answers: {error}") from error
-    # The driver reports a lost connection itself.
+    # Silence Dask's report of a lost connection: gpt2block's `driver` reports the loss.
     logging.getLogger("distributed.client").setLevel(logging.CRITICAL)
     with client:
         try:
@@ -160,7 +160,7 @@ def running(address: str) -> Iterator[Client]:
 
 
 def check(client: Client, device: str | None) -> tuple[str, bool]:
-    """Return the workers' engine, "cuda" or "cpu", and whether all multiply GGUF blocks directly.
+    """Return the workers' engine ("cuda" or "cpu"), and whether all can multiply GGUF blocks.
 
     Raises InputError if the engines of workers differ, or if the version of gpt2block, Python or a
     library on a worker differs from this process; DeviceError if device is "cuda" and a worker has
@@ -212,15 +212,15 @@ def prepare(client: Client, given: Job, files: Sequence[tuple[str, int]], token:
 
 
 async def _prepare(given: Job, files: Sequence[tuple[str, int]], token: str) -> str:
-    """Call `job.prepare` in a thread, as the worker's event loop must keep answering."""
+    """Call `job.prepare` in a thread, so that the worker's event loop still answers messages."""
     return await asyncio.to_thread(job.prepare, given, files, token)
 
 
-_computed: Counter[str] = Counter()  # records computed by this worker, for each job and shard
+_computed: Counter[str] = Counter()  # "TOKEN-SHARD" → number of records computed by this worker
 
 
 def run_shard(given: Job, shard: Shard, token: str) -> shards.ShardEntry | Failed | str:
-    """Call `job.run_shard` in a worker, whose heartbeats report the number of computed records."""
+    """Call `job.run_shard`; this Dask worker's heartbeats report how many records are computed."""
     get_worker().metrics.setdefault(_METRIC, lambda worker: dict(_computed))
     key = f"{token}-{shard.number}"
 
@@ -234,9 +234,9 @@ def run_shard(given: Job, shard: Shard, token: str) -> shards.ShardEntry | Faile
 
 
 def progress(client: Client, token: str) -> dict[int, int]:
-    """Return {shard: computed records} for unfinished shards, as the workers last reported."""
+    """Return {shard number: count of computed records} of unfinished shards, as last reported."""
     counts: dict[int, int] = {}
-    # The caller checks whether the scheduler still runs.
+    # Ignore a lost connection: the caller checks whether the scheduler still runs.
     with suppress(OSError, TimeoutError, asyncio.TimeoutError, CancelledError):
         counts = client.run_on_scheduler(_reported, token)
     return counts

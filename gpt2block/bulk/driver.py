@@ -27,7 +27,7 @@ from gpt2block.config.formats import USUAL
 from gpt2block.errors import Argument, CheckpointError, InputError, PrintableError
 from gpt2block.run.model import weight_bytes
 
-RETRIES = 2  # retries of a shard after an error that a retry may avoid
+RETRIES = 2  # maximum number of retries of a shard after an error that a retry may avoid
 ANSWER_SECONDS = 60  # time limit for the scheduler to transfer a finished result
 AHEAD = 4  # shards submitted per thread: keeps workers busy and the scheduler's queue short
 RECOUNT_SECONDS = 5.0  # interval between two counts of the workers' threads
@@ -35,7 +35,7 @@ LOST = "the connection to the scheduler is lost"
 
 
 class JobError(PrintableError, RuntimeError):
-    """The job has stopped. Running the same command again continues the job."""
+    """Raised when a job stops. Running the same command again continues the job."""
 
 
 @dataclass
@@ -44,12 +44,12 @@ class Outcome:
 
     records: int = 0  # records with a result in the whole output
     errors: int = 0  # records with an error in the whole output
-    failed: dict[int, str] = field(default_factory=dict)  # shard that cannot be computed → reason
-    done_now: int = 0  # records computed by this run, including errors
+    failed: dict[int, str] = field(default_factory=dict)  # number of a failed shard → reason
+    done_now: int = 0  # records processed by this run, including records with an error
     tokens_now: int = 0  # tokens computed by this run
-    seconds: float = 0.0  # computing time of this run
+    seconds: float = 0.0  # computing time of this run in seconds
     start_up: float = 0.0  # seconds until the workers had loaded the model
-    first_error: str = ""  # error message of the first record that has one
+    first_error: str = ""  # file, line and message of the first record with an error
     lines: int = 0  # lines of the input
     lines_done: int = 0  # lines in finished shards, including shards of earlier runs
 
@@ -74,7 +74,7 @@ def run(
     workers: int | None = None,
     scheduler: str | None = None,
 ) -> Outcome:
-    """Compute the shards of a job that are missing in its output.
+    """Compute the shards (ranges of input lines) of a job that its output does not have yet.
 
     Raises InputError, CheckpointError, DeviceError before anything is computed, and JobError if
     the job cannot continue because the disk is full or the scheduler is lost.
@@ -109,7 +109,7 @@ def run(
                 engine, read = cluster.check(client, job.device)
                 formats = job.formats.resolved(read)
                 described |= {"engine": engine, "dtype": formats.dtype}
-                # Every worker uses this engine and these formats.
+                # Make every worker use the same engine and formats.
                 work.job = job = replace(job, device=engine, formats=formats)
                 _compare(manifest, described)
                 watcher.say(f"dashboard {client.dashboard_link}")
@@ -125,7 +125,7 @@ def run(
                     watcher.say(f"{finished:,} of {lines:,} lines are done already")
                 work.compute(client, todo)
         with _job_errors(f"{folder} cannot be written", OSError):
-            # Sort the entries by shard. An input without lines gets its manifest only here.
+            # Sort the manifest's entries by shard, or write the first manifest of an empty input.
             manifest.write(manifest.job or described)
         return work.finished()
 
@@ -133,7 +133,7 @@ def run(
 def _read_input(
     job: Job, inputs: Sequence[str], watcher: Watcher
 ) -> tuple[Job, list[tuple[Path, int]], list[Shard]]:
-    """Return the job completed by properties of the input; the files with their sizes; the shards.
+    """Return the job completed by properties of the input, (file, bytes) pairs, and the shards.
 
     Raises InputError, CheckpointError.
     """
@@ -148,7 +148,7 @@ def _read_input(
         try:
             job = job.checked(has_text=True)
         except CheckpointError:
-            if of_text:  # without text first, only records of text report this error
+            if of_text:  # in JSONL or Parquet, each record with a text reports this error
                 raise
     return job, sizes, cut
 
@@ -156,7 +156,7 @@ def _read_input(
 def _open_manifest(
     folder: Path, described: dict[str, Any], cut: Sequence[Shard], watcher: Watcher
 ) -> shards.Manifest:
-    """Return the folder's manifest without damaged shards. Raises InputError for another job's."""
+    """Return the output's manifest without damaged shards. Raises InputError for another job's."""
     manifest, form = shards.Manifest(folder), described["form"]
     _compare(manifest, described)
     manifest.check([shard.lines for shard in cut])
@@ -172,21 +172,21 @@ def _open_manifest(
 
 
 def _most(job: Job, todo: Sequence[Shard]) -> int:
-    """Return the maximum number of CPU workers: one per shard, as many as models fit in memory."""
+    """Return the maximum number of CPU workers: the shards, or fewer if memory is too small."""
     weights = weight_bytes(Checkpoint.open(job.model, job.revision).config, USUAL)
     return max(1, min(len(todo), int(MEMORY_LIMIT) // (2 * weights)))
 
 
 class _Work:
-    """Submits shards to the workers and collects the results."""
+    """Submit shards to the Dask workers, and collect the results."""
 
     def __init__(self, job: Job, token: str, manifest: shards.Manifest, watcher: Watcher) -> None:
         self.job, self._token, self._manifest, self._watcher = job, token, manifest, watcher
         self.outcome = Outcome()
         self._ended: queue.SimpleQueue[Future] = queue.SimpleQueue()
         self._submitted: dict[Future, Shard] = {}
-        # When a worker dies, Dask reports every shard that was assigned to it, not only the shard
-        # that it was computing. Suspects are therefore computed again, one at a time.
+        # Shards to compute again, one at a time, because a worker died: Dask reports every shard
+        # that was assigned to the worker, not only the shard that the worker was computing.
         self._suspects: deque[Shard] = deque()
         self._tried_alone: set[int] = set()
         self._threads, self._counted = 1, -RECOUNT_SECONDS
@@ -200,7 +200,7 @@ class _Work:
             while waiting or self._submitted or self._suspects:
                 while waiting and len(self._submitted) < self._capacity(client):
                     self._submit(client, waiting.popleft())
-                # A suspect is computed alone: if a worker dies now, this shard is the cause.
+                # Compute a suspected shard alone: if a worker dies now, this shard is the cause.
                 if not self._submitted:
                     self._submit(client, self._suspects.popleft())
                 self._collect(client)
@@ -212,7 +212,7 @@ class _Work:
         self.outcome.seconds = perf_counter() - begun
 
     def _capacity(self, client: Client) -> int:
-        """Return the number of shards to submit at once; count threads, as workers come and go."""
+        """Return how many shards may be submitted at once: AHEAD per thread of current workers."""
         if perf_counter() > self._counted + RECOUNT_SECONDS:
             self._counted = perf_counter()
             self._threads = max(1, sum(client.nthreads().values()))
@@ -224,7 +224,7 @@ class _Work:
             self.job,
             shard,
             self._token,
-            # The key differs from keys of other clients and of earlier attempts.
+            # This key differs from the keys of other clients and of earlier attempts.
             key=f"gpt2block-{self._token}-{shard.number}-{shard.number in self._tried_alone:d}",
             retries=RETRIES,
             priority=-shard.number,
@@ -245,7 +245,7 @@ class _Work:
                 raise self._stopped(LOST) from None
             return
         shard = self._submitted.pop(future)
-        if future.status == "error":  # a worker raised an error in all retries
+        if future.status == "error":  # every retry failed, or workers died
             error = future.exception()
             if isinstance(error, KilledWorker):
                 if shard.number not in self._tried_alone:
@@ -283,7 +283,7 @@ class _Work:
         return JobError(f"{reason}; {done:,} shards are done: the same command continues the job")
 
     def finished(self) -> Outcome:
-        """Complete the outcome by the counts of the whole output, and return it."""
+        """Add the counts of the whole output to the outcome, and return the outcome."""
         done = self._manifest.done
         self.outcome.records = sum(entry.records for entry in done.values())
         self.outcome.errors = sum(entry.errors for entry in done.values())
@@ -318,7 +318,7 @@ def _compare(manifest: shards.Manifest, ours: dict[str, Any]) -> None:
         if ours[name] is None:
             del now[name]
             was.pop(name, None)
-    # The version comes first: another version of gpt2block may have other arguments.
+    # Compare the version first: another version of gpt2block may have other arguments.
     for name in {"gpt2block": None, **now, **was}:
         if (name in now) != (name in was) or now[name] != was[name]:
             before, after = (

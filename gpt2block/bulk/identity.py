@@ -1,4 +1,4 @@
-"""Hash a model, a tokenizer and this program, to compare those of jobs and workers."""
+"""Hash a model, a tokenizer and gpt2block's sources, to compare the hashes of jobs and workers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def of_model(name: str, revision: str | None = None) -> str:
 
 
 def of_tokenizer(encoding: Encoding | None) -> str | None:
-    """Return the SHA-256 of a tokenizer's rules, tokens, ids and end token; None if it is None."""
+    """Return the SHA-256 of a tokenizer's rules, tokens, ids and end token; None without one."""
     if encoding is None:
         return None
     digest = hashlib.sha256(f"{rules(encoding)} {end_of_text(encoding)}".encode())
@@ -51,7 +51,7 @@ def of_program() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions, by name, that client, scheduler and workers must have in common."""
+    """Return {name: version} of software that must be equal on client, scheduler and workers."""
     by_name = {"python": ".".join(platform.python_version_tuple()[:2])}
     for name in ("numpy", "dask", "distributed"):
         by_name[name] = importlib.metadata.version(name)

@@ -1,4 +1,4 @@
-"""`Job`, a Predictor's arguments and an output, and `run_shard`, which computes one shard."""
+"""Define a job (a Predictor's arguments and an output), and compute one shard of a job."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from gpt2block.errors import DeviceError, InputError, printable
 from gpt2block.tokenizers.lookup import Lookup
 
 FORMAT = 2  # version of the manifest's format
-# Interval after which Python switches threads, so that the thread that launches kernels waits at
+# Seconds after which Python switches threads, so that the thread that launches kernels waits at
 # most this long for the interpreter lock; Python's default is 5 ms.
 SWITCH_SECONDS = 1e-4
-# Fields left out of the manifest's description, or replaced: hashes identify the model and the
+# Fields that the manifest's job description omits or replaces: hashes identify the model and the
 # tokenizer independently of their paths, and `formats.identity()` describes the formats.
 _APART = ("output", "model", "revision", "tokenizer", "device", "formats")
 
@@ -96,7 +96,7 @@ class Job(Arguments):
     def described(
         self, inputs: dict[str, Any], input_sha256: str, lines: int, engine: str | None
     ) -> dict[str, Any]:
-        """Return the manifest's description of the job; jobs with equal ones write equal bytes.
+        """Return the job's description for the manifest; equal descriptions mean equal outputs.
 
         inputs: the description of the input files that `records.described` returns.
         """
@@ -113,7 +113,7 @@ class Job(Arguments):
 
 
 def absolute(name: str | Path) -> str:
-    """Return the absolute path if `name` is an existing path, for workers in other directories.
+    """Return the absolute path of `name` if it exists, as workers run in other directories.
 
     Otherwise return `name` unchanged.
     """
@@ -122,17 +122,17 @@ def absolute(name: str | Path) -> str:
 
 
 def engine_of(device: str | None) -> str:
-    """Return the engine for a `device` option here, "cuda" or "cpu". Raises DeviceError."""
+    """Return the engine ("cuda" or "cpu") that option `device` selects here. Raises DeviceError."""
     return "cpu" if resolve_device(device) is None else "cuda"
 
 
 _predictors: dict[str, Predictor] = {}
 _loading = threading.Lock()
-_KEPT = 2  # models kept in memory: two clients can alternate without loading again
+_KEPT = 2  # number of models kept in memory: two clients can alternate without reloading
 
 
 def predictor(job: Job) -> Predictor:
-    """Return the job's Predictor, loaded once per process and shared by jobs with other outputs.
+    """Return the job's Predictor, loaded once per process for all jobs with the same arguments.
 
     Raises InputError if the hash of the model or of the tokenizer differs from the job's.
     """
@@ -200,7 +200,7 @@ def prepare(job: Job, files: Sequence[tuple[str, int]], token: str) -> str:
 
 @dataclass(frozen=True)
 class Failed:
-    """The result of a shard that fails in every attempt, with the reason."""
+    """The result of a shard that cannot be computed, with the reason."""
 
     reason: str
 
@@ -262,7 +262,7 @@ def _run_shard(
 def _computed(
     loaded: Predictor, inputs: Sequence[Record], seed: int, progress: Callable[[int], None]
 ) -> list[Row | Problem]:
-    """Return the rows of the records, or end this process after a CUDA error.
+    """Compute the result row of each record; end this process after a CUDA error.
 
     A CUDA error makes the process's CUDA context unusable. Dask then starts another process and
     assigns the shard to a free worker.
@@ -278,7 +278,7 @@ def _computed(
 
 
 def _add(part: shards.Part, record: Record, row: Row) -> int | Problem:
-    """Add a record to the part; return its number of tokens, or its Problem if that fails."""
+    """Add a record to a part file; return its number of tokens, or a Problem if adding fails."""
     try:
         part.add(record.index, record.kept, row)
     except BaseException as error:

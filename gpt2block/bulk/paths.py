@@ -13,7 +13,7 @@ _GONE = "the working directory was deleted: change to one that exists"
 
 
 def absolute(name: str, path: str | Path) -> Path:
-    """Return `path` as an absolute path with `~` expanded; no file need exist there.
+    """Return `path` as an absolute path with `~` expanded. The path need not exist.
 
     name: the argument's name for error messages. Raises InputError if `path` is not a valid path.
     """
@@ -49,7 +49,7 @@ def reason(error: Exception) -> str:
 
 
 def sha256(files: Iterable[Path], start: bytes = b"") -> bytes:
-    """Return the SHA-256 of `start` and the content of the files. Raises OSError."""
+    """Return the SHA-256 of `start` followed by the files' contents. Raises OSError."""
     digest = hashlib.sha256(start)
     for path in files:
         with path.open("rb") as file:

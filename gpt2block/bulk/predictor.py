@@ -28,7 +28,7 @@ from gpt2block.tokenizers.lookup import Lookup, of_outputs
 
 Batch = Mapping[str, Any]  # column name → one value per record
 INPUTS = ("text", "tokens")
-_COLUMNS: Mapping[Kind, tuple[Any, Any]] = {  # (dtype, value of a record without a result)
+_COLUMNS: Mapping[Kind, tuple[Any, Any]] = {  # kind → (dtype, value if there is no result)
     "float": (np.float64, np.nan), "int": (np.int64, 0), "text": (object, ""),
     "texts": (object, []), "floats": (object, np.empty(0, np.float32)),
     "ints": (object, np.empty(0, np.int32)), "vector": (np.float32, np.nan),
@@ -50,7 +50,7 @@ class Arguments:
     batch_tokens: int = 16384
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a pickle; an older pickle has `dtype` and `kv_dtype` instead of `formats`."""
+        """Restore a pickle, which in older versions has `dtype`, `kv_dtype` and no `formats`."""
         if "formats" not in state:
             refuse_removed(name for name in state if state[name] is not None)
             names = {"dtype", "kv_dtype", *REMOVED}
@@ -60,7 +60,7 @@ class Arguments:
         vars(self).update(state)
 
     def checked_task(self, config: ModelConfig, encoding: Encoding | None) -> Task:
-        """Return the task for a model. Raises InputError for an unknown task or wrong options."""
+        """Check the task and its options, and return the Task. Raises InputError."""
         check_choice("task", self.task, TASKS)
         check_count("batch_tokens", self.batch_tokens)
         try:
@@ -145,14 +145,14 @@ class Predictor:
     _has_text = False  # whether the tokenizer has been loaded for text
 
     def load_tokenizer(self) -> None:
-        """Find the tokenizer, or download it, as the first batch of texts does."""
+        """Use the tokenizer from now on, downloaded if necessary, as a batch of texts does."""
         if not self._has_text:
             self._has_text = True
             vars(self).pop("_task", None)
 
     @property
     def encoding(self) -> Encoding | None:
-        """The tokenizer, or None. Before `load_tokenizer`, None unless its files are local."""
+        """The tokenizer; None if none exists or, before `load_tokenizer`, if none is local."""
         return of_outputs(self._lookup) if self._has_text else self._lookup.at_hand
 
     @cached_property
@@ -161,7 +161,7 @@ class Predictor:
 
     @property
     def columns(self) -> Mapping[str, Kind]:
-        """The result columns and their kinds, in order."""
+        """Mapping of the results' column names to their kinds, in the order of the output."""
         return self._task.columns
 
     def __call__(self, batch: Batch) -> dict[str, Any]:
@@ -209,7 +209,7 @@ class Predictor:
         seeds: Sequence[Any] | None = None,
         progress: Callable[[int], None] = lambda records: None,
     ) -> list[Row | Problem]:
-        """Return the result columns of each record, or the Problem of a record that raises.
+        """Return for each record {column: result}, or a Problem if the record cannot be computed.
 
         values: texts, token ids or Problems; a Problem is returned unchanged. progress: called with
         the number of records computed since the last call.
@@ -268,7 +268,7 @@ class Predictor:
         return "the first record of the input has token ids: put texts into a separate job"
 
     def _batches(self, ids: Mapping[int, Ids]) -> Iterator[list[int]]:
-        """Yield batches of records of similar length; the longest, which need most memory, first.
+        """Yield batches of records of similar length, the longest first, which need most memory.
 
         The engine computes groups of GROUP tokens, and a partly filled group takes as long as a
         full group. A batch therefore starts another group only if the task allows enough tokens to
@@ -310,7 +310,7 @@ class Predictor:
         return [row for half in halves for row in self._run(half, ids, seeds)]
 
     def _column(self, kind: Kind, values: list[Any]) -> Any:
-        """Return an array of the values. A value of None is a record without a result."""
+        """Return an array of the values; None (no result) becomes NaN, 0 or an empty value."""
         dtype, blank = _COLUMNS[kind]
         entry = (self.model.config.n_embd,) if kind == "vector" else ()
         column = np.empty((len(values), *entry), dtype)
@@ -320,13 +320,13 @@ class Predictor:
 
 
 def _entries(name: str, column: Any) -> list[Any]:
-    """Return a column's entries, one per record. Raises InputError for other values."""
+    """Return the entries of `column`, one per record. Raises InputError if it is not a column."""
     if isinstance(column, np.ma.MaskedArray):
         raise InputError(
             f"{name}: expected an array without a mask, got a NumPy masked array: leave out the "
             "masked records, or use .filled()"
         )
-    if isinstance(column, Iterator):  # the result contains the batch's columns: a second reading
+    if isinstance(column, Iterator):  # a column is read twice: it is also part of the result
         raise InputError(
             f"{name}: expected a column that can be read twice, got {type(column).__name__}: use "
             "list(column)"

@@ -23,11 +23,11 @@ _KINDS = {
 }  # fmt: skip
 _EXPECTED = f"a file that ends in {', '.join(_KINDS)}"
 LONGEST = 2**24  # maximum bytes of a line; a longer line becomes an error
-_CHUNK = 2**24  # bytes read at once
+_CHUNK = 2**24  # bytes read from a file at once
 
 
 class ChangedError(RuntimeError):
-    """The input has changed since the job divided it into shards."""
+    """Raised when the input has changed since the job divided the input into shards."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Shard:
     first: int  # index of the first line in the whole input
     lines: int
     spans: tuple[Span, ...]
-    sha256: str  # hash of the bytes of the spans; for a Parquet file, of the file's hash
+    sha256: str  # hash of the bytes of the spans, or of the hashes of Parquet files
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def find_files(
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Convert the system's errors about a path to InputErrors."""
+    """Convert the operating system's errors about a path to InputErrors."""
     try:
         yield
     except FileNotFoundError as error:
@@ -222,7 +222,7 @@ def cut(files: Iterable[Path], size: int, columns: Sequence[str]) -> list[Shard]
 
 
 class _Cutter:
-    """Collect spans of files into shards of a fixed number of lines."""
+    """Collect spans (ranges of a file's lines) into shards of a fixed number of lines."""
 
     def __init__(self, size: int) -> None:
         self.shards: list[Shard] = []
@@ -248,12 +248,12 @@ class _Cutter:
             self._spans, self._hash = [], hashlib.sha256()
 
     def add_lines(self, path: Path) -> None:
-        start = at = line = lines = 0  # state of the current span; `at`: offset of the chunk
+        start = at = line = lines = 0  # current span: first byte, chunk's offset, first line, lines
         ended = True
         with path.open("rb") as file:
             while chunk := file.read(_CHUNK):
                 ends = np.flatnonzero(np.frombuffer(chunk, np.uint8) == ord("\n")) + 1
-                taken = used = 0  # line ends and bytes of the chunk that earlier spans contain
+                taken = used = 0  # the chunk's line ends and bytes in finished spans
                 while len(ends) - taken >= self._room - lines:
                     taken += self._room - lines
                     lines = self._room
@@ -323,7 +323,7 @@ def _lines(span: Span, found: Any) -> Iterator[bytes | None]:
             found.update(line)
             at += len(line)
             if not line:
-                return  # the file has become shorter: the comparison of hashes reports it
+                return  # the file has become shorter: `read` reports a wrong hash
             begins, whole = whole, line.endswith(b"\n") or at == span.end
             if whole:
                 yield line.removesuffix(b"\n").removesuffix(b"\r") if begins else None
@@ -336,7 +336,7 @@ def _record(
     keep: Sequence[str],
     as_json: bool,
 ) -> Record | None:
-    """Parse a line, a JSON object or a text for field `column`. Return None for a blank line."""
+    """Parse a line of JSONL or text into a Record. Return None for a blank line of JSONL."""
     if line is None:
         return Record(*place, Problem(f"a line of more than {LONGEST:,} bytes"))
     try:

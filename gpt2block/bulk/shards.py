@@ -37,7 +37,7 @@ class ShardEntry:
     errors: int
     tokens: int  # sum of the results' n_tokens
     sha256: str  # hash of the part file
-    errors_sha256: str | None  # hash of the errors file; None without errors, hence without a file
+    errors_sha256: str | None  # hash of the errors file; None without errors, when no file exists
 
 
 def part_name(shard: int, form: str) -> str:
@@ -78,7 +78,7 @@ def _plain(value: Any) -> Any:
         numbers = map(float, value.ravel().astype("S32").tolist())
         return [number if math.isfinite(number) else None for number in numbers]
     if isinstance(value, (list, tuple, np.ndarray)):
-        # A list of int and str alone, such as token ids, needs no conversion.
+        # A list that holds only int and str, such as token ids, needs no conversion.
         simple = type(value) is list and {*map(type, value)} <= {int, str}
         return value if simple else [_plain(entry) for entry in value]
     if isinstance(value, float):
@@ -87,7 +87,7 @@ def _plain(value: Any) -> Any:
 
 
 class JsonPart:
-    """A JSONL file of a shard. Each line is an object: index, kept fields, result columns."""
+    """A shard's JSONL file. Each line is an object with index, kept fields and result columns."""
 
     def __init__(self, columns: Iterable[str]) -> None:
         self._columns = tuple(columns)
@@ -99,12 +99,12 @@ class JsonPart:
         self._lines.append(json_lines([{"index": index, **kept, **results}]))
 
     def data(self) -> bytes:
-        """Return the content of the file."""
+        """Return the bytes of the JSONL file."""
         return b"".join(self._lines)
 
 
 class ParquetPart:
-    """A Parquet file with the columns of `JsonPart`.
+    """A shard's Parquet file, whose columns are the fields of a `JsonPart`'s objects.
 
     types: the Arrow types of kept fields whose values are Cells. A field without a type becomes
     text: a string is unchanged, another value is written as JSON.
@@ -119,7 +119,7 @@ class ParquetPart:
             "texts": pa.list_(pa.string()), "vector": pa.list_(pa.float32()),
             "floats": pa.list_(pa.float32()), "ints": pa.list_(pa.int32()),
         }  # fmt: skip
-        if "texts" in columns.values():  # several samples: lists have an entry for each sample
+        if "texts" in columns.values():  # several samples per record: lists of lists
             of_kind |= {kind: pa.list_(of_kind[kind]) for kind in ("floats", "ints")}
         self._kept = {name: types.get(name, pa.string()) for name in keep}
         self._typed = frozenset(types)
@@ -143,7 +143,7 @@ class ParquetPart:
         return text
 
     def data(self) -> bytes:
-        """Return the content of the file, as `JsonPart.data` does."""
+        """Return the bytes of the Parquet file."""
         pa = self._pa
         columns = []
         for name, kind in self._types.items():
@@ -195,7 +195,7 @@ class Manifest:
         self.done = {entry.shard: entry for entry in entries}
 
     def check(self, lines: Sequence[int]) -> None:
-        """Raise InputError unless each entry fits an input with `lines[shard]` lines per shard."""
+        """Raise InputError if an entry counts more records than its shard has lines."""
         for entry in self.done.values():
             if entry.shard >= len(lines) or entry.records + entry.errors > lines[entry.shard]:
                 raise InputError(
@@ -324,7 +324,7 @@ def _remove_empty(folder: Path) -> None:
 
 @contextmanager
 def output_errors(folder: Path) -> Iterator[None]:
-    """Convert system errors about the output folder, in checks before the job, to InputErrors."""
+    """Convert the operating system's errors about the output folder to InputErrors."""
     try:
         yield
     except InputError:
@@ -334,7 +334,7 @@ def output_errors(folder: Path) -> Iterator[None]:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove temporary files of workers that were killed while they wrote."""
+    """Remove the temporary files of workers that were killed while they wrote to the folder."""
     for pattern in (".part-*.tmp", f".{MANIFEST}.*.tmp", f"{ERRORS}/.part-*.tmp"):
         for path in folder.glob(pattern):
             path.unlink(missing_ok=True)

@@ -23,8 +23,8 @@ from gpt2block.tokenizers.encoding import Encoding, token_sizes
 
 TaskName = Literal["score", "generate", "embed"]
 Kind = Literal["float", "int", "text", "floats", "ints", "texts", "vector"]
-Row = dict[str, Any]  # results of a record by column name, perhaps with more than Task.columns
-# Interrupts, and errors of the model or the device: not caused by a record.
+Row = dict[str, Any]  # name of a column → result of a record; may exceed Task.columns
+# Interrupts, and errors that the model or the device causes, not a record.
 _NOT_FROM_RECORD = (
     KeyboardInterrupt, SystemExit, GeneratorExit, CheckpointError, DeviceError, KernelError
 )  # fmt: skip
@@ -38,7 +38,7 @@ class Problem(NamedTuple):
 
 
 def problem_of(error: BaseException) -> Problem:
-    """Return the Problem of a record that raised `error`; re-raise an error that no record causes.
+    """Convert an error to the Problem of a record; re-raise an error that no record can cause.
 
     error: a BaseException, as panics of a tokenizer written in Rust are BaseExceptions. The prefix
     "prompt 0: " and the like is removed: a task numbers its inputs, and the record is the only one.
@@ -56,7 +56,7 @@ def problem_of(error: BaseException) -> Problem:
 class Task(Protocol):
     """A task whose options have been checked."""
 
-    columns: dict[str, Kind]  # the result columns and their kinds, in order
+    columns: dict[str, Kind]  # name of a result column → kind, in the order of the output
     tokens_at_once: int  # maximum number of tokens in a batch of several records
 
     def problem(self, ids: Ids) -> str | None:
@@ -84,7 +84,7 @@ class Scoring(Task):
         most = config.n_ctx - 1
         stride = max(1, config.n_ctx // 2) if stride is None else stride
         self._stride = check_integer("stride", stride, 1, most, f"1 to {most}, less than n_ctx")
-        # Bytes of every token in the vocabulary, counted once rather than for each record.
+        # Number of bytes of each token in the vocabulary, computed once for all records.
         self._sizes = None if encoding is None else token_sizes(encoding, config.vocab_size)
         self.columns = {"log_likelihood": "float", "perplexity": "float", "n_tokens": "int"}
         if encoding is not None:
@@ -137,14 +137,14 @@ class Generating(Task):
         self._start([[0]])  # raises InputError for options that do not fit the model
         text: Kind = "texts" if samples > 1 else "text"
         self.columns = {"completion": text, "finish_reason": text, "n_tokens": "int"}
-        # With several samples these columns hold lists of lists.
+        # With several samples per record, columns of ints and floats hold lists of lists.
         if logprobs or encoding is None:
             self.columns["completion_tokens"] = "ints"
         if logprobs:
             self.columns["logprobs"] = "floats"
 
     def _start(self, prompts: Any, engine: ModelEngine | None = None) -> Run:
-        """Check the prompts and return their Run. Checks alone do not need an engine."""
+        """Check the prompts and return their Run, which needs an engine only to compute."""
         config: Any = SimpleNamespace(config=self._config)
         return Run(engine or config, self._encoding, prompts, self._options)
 
@@ -176,7 +176,7 @@ class Generating(Task):
 
 
 class Embedding(Task):
-    """Task `embed`: a vector per record, the mean or the last of its states after the final norm.
+    """Task `embed`: the mean or the last of each record's hidden states after the final norm.
 
     overflow: as in `scoring.embed`.
     """

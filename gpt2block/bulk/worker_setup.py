@@ -18,5 +18,5 @@ def dask_setup(worker: Any) -> None:
 
 
 def _not_about_scheduler(record: logging.LogRecord) -> bool:
-    """Drop messages about a lost scheduler, which ends with the client: the client reports why."""
+    """Return False for logs of a lost scheduler: the client, which has ended it, reports why."""
     return "Failed to communicate with scheduler" not in record.getMessage()

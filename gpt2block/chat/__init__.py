@@ -1,1 +1,1 @@
-"""Conversations: their template, and answers to them."""
+"""Conversations: chat templates, messages, and the model's answers."""

@@ -1,4 +1,4 @@
-"""A conversation whose kv_cache stays from answer to answer."""
+"""`Conversation`: messages, and answers that reuse the kv_cache of earlier answers."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from gpt2block.run.model import ModelEngine
 from gpt2block.sampling import with_defaults
 from gpt2block.tokenizers.encoding import Encoding
 
-LEAST = 1024  # tokens that a batch has room for
-SYSTEM = "system"  # the role of messages at the beginning that are never left out
+LEAST = 1024  # minimum number of tokens for which a batch allocates memory
+SYSTEM = "system"  # role of the first messages, which are never left out
 
 
 class Conversation:
-    """Messages, and the model's answers to them; `GPT2.conversation` makes one.
+    """Messages, and the model's answers to them. Created by `GPT2.conversation`.
 
     messages: a list of {"role": …, "content": …}, which may be changed between answers.
-    chat_template_kwargs: variables that the template reads, which may be changed too. The keys and
-    values of what the model has read stay in a kv_cache: an answer computes only what follows
-    the beginning that the messages share with those of the last answer. So its last bits, and where
-    two tokens are about as likely its text, can differ from those of `chat`; the same messages in
-    the same order give the same bits again.
+    chat_template_kwargs: variables that the template reads, which may be changed too. A kv_cache
+    keeps the keys and values of all tokens that the model has read: an answer computes only the
+    tokens after the prefix that its messages share with the messages of the last answer. Therefore
+    its last bits, and its text where two tokens are about equally likely, can differ from those of
+    `chat`; the same messages in the same order give the same bits again.
 
-    Where the context has no room for an answer, the oldest turns are left out, from a user's
-    message to the next one's, until at most half of it is used; `left_out` counts these messages,
-    and is 0 again after `clear`.
+    If the context has no room for an answer, the oldest turns are left out, until at most half of
+    the context is used; a turn lasts from a user's message to the next user's message. `left_out`
+    counts these messages; `clear` sets it to 0.
 
     answer: the Row of the last answer: its `tokens`, the tokens of its `prompt`, and how many of
-    those were `reused`. Not thread-safe. A copied or unpickled conversation on the CPU has the
-    messages, and computes its kv_cache again.
+    the prompt's tokens were `reused`. Not thread-safe. A copied or unpickled conversation on the
+    CPU has the messages, and computes its kv_cache again.
     """
 
     def __init__(
@@ -50,9 +50,9 @@ class Conversation:
         sampling: Mapping[str, float] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """sampling: options that answers have by default, as keywords of `GPT2.stream`."""
+        """sampling: default sampling options of answers, as keywords of `GPT2.stream`."""
         self.messages: list[Message] = list(messages)
-        template.arguments(None, False, chat_template_kwargs)  # checks them
+        template.arguments(None, False, chat_template_kwargs)  # checks chat_template_kwargs
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
         self.left_out, self._sampling = 0, dict(sampling or {})
         self.answer: Row | None = None
@@ -70,7 +70,7 @@ class Conversation:
 
     @property
     def n_ctx(self) -> int:
-        """The context of the model."""
+        """Context length of the model, in tokens."""
         return self._engine.config.n_ctx
 
     def stream(
@@ -87,11 +87,11 @@ class Conversation:
         are. add_generation_prompt, continue_final_message: as in `GPT2.chat`; an answer that
         continues the last message is added to its content. options: the keywords of `GPT2.stream`.
 
-        The message is added with the first piece, the answer when it ends, also when the caller
-        closes the generator before, as the next `stream`, `undo` and `clear` do. Where the messages
-        are changed meanwhile, the answer ends without being added, and the generator returns None.
-        An error takes the message back. Raises as `GPT2.chat` does; wrong arguments raise at the
-        call.
+        The message is added with the first piece. The answer is added when it ends, also if the
+        generator is closed early by the caller or by the next `stream`, `undo` or `clear`. If the
+        messages are changed meanwhile, the answer ends without being added, and the generator
+        returns None. An error removes the message again. Raises as `GPT2.chat` does; wrong
+        arguments raise at the call.
         """
         self._close()
         if isinstance(text, Mapping):
@@ -106,24 +106,24 @@ class Conversation:
         return pieces
 
     def append(self, message: Message) -> None:
-        """Add a message. Raises InputError unless the template reads it after the others."""
+        """Append a message. Raises InputError if the template does not accept all messages."""
         normalized([*self.messages, message], self._template.names)
         self.messages.append(message)
 
     def clear(self) -> None:
-        """Remove all messages except for the system's at the beginning."""
+        """Remove all messages except for the system messages at the beginning."""
         self._close()
         del self.messages[_turns(self.messages)[0] :]
         self.left_out = 0
 
     def undo(self) -> None:
-        """Remove the last user's message and all after it; none where there is none."""
+        """Remove the user's last message and all messages after it, if the user has sent any."""
         self._close()
         last = [at for at, message in enumerate(self.messages) if message["role"] == "user"][-1:]
         del self.messages[last[0] if last else len(self.messages) :]
 
     def _close(self) -> None:
-        """End the latest answer where it is."""
+        """Close the generator of the latest answer, which ends an unfinished answer."""
         pieces = self._latest() if self._latest else None
         if pieces is not None:
             pieces.close()
@@ -136,7 +136,7 @@ class Conversation:
         template: dict[str, Any],
         options: dict[str, Any],
     ) -> Generator[str, None, Generation | None]:
-        if self.messages != before:  # since the call
+        if self.messages != before:  # the messages have changed since `stream` was called
             run = self._run([*self.messages, *asked], template, options)
         self.messages += asked
         read = deepcopy(self.messages)
@@ -152,12 +152,12 @@ class Conversation:
         except GeneratorExit:
             raise
         except BaseException:
-            self._batch = None  # it may have been interrupted anywhere
+            self._batch = None  # an interrupted batch may be inconsistent
             if asked and self.messages == read:
                 del self.messages[-1]
             raise
         finally:
-            steps.close()  # which cancels the row: all of its text is known then
+            steps.close()  # cancels the row; its text is complete then
             if self._batch is not None and self.messages == read:
                 if template["continue_final_message"]:
                     self.messages[-1] = continued(self.messages[-1], row.text)
@@ -168,7 +168,7 @@ class Conversation:
     def _run(
         self, messages: Sequence[Message], template: dict[str, Any], options: dict[str, Any]
     ) -> Run:
-        """Return the run of an answer, in the batch of the last answer where that has room.
+        """Return the Run of an answer. The last answer's batch is reused if it has enough room.
 
         template: arguments of `ChatTemplate.ids`.
         """
@@ -181,7 +181,7 @@ class Conversation:
         needed = min(self.n_ctx, len(ids) + new - 1)
         speculate, batch = chosen.speculate, self._batch
         if batch is None or batch.n_ctx < needed or batch.speculate != speculate:
-            self._batch = None  # so that its memory is free
+            self._batch = None  # frees the old batch's memory first
             n_ctx = min(self.n_ctx, max(LEAST, 2 * needed))
             self._batch = Batch(self._engine, 1, n_ctx, reuse=True, speculate=speculate)
         run.batch = self._batch
@@ -190,7 +190,7 @@ class Conversation:
     def _fitting(
         self, messages: Sequence[Message], template: dict[str, Any], new: int
     ) -> list[int]:
-        """Return token ids of the messages that the model reads before an answer of `new` tokens.
+        """Return the prompt's token ids; leave out the oldest turns if `new` tokens do not fit.
 
         template: arguments of `ChatTemplate.ids`.
         """
@@ -204,7 +204,7 @@ class Conversation:
             if len(ids) <= most:
                 self.left_out = at - turns[0]
                 return ids
-            most = n_ctx // 2  # room for some turns more before all is computed again
+            most = n_ctx // 2  # room for further turns until turns must be left out again
         if len(ids) > n_ctx:
             raise InputError(
                 f"the message: {len(ids)} tokens with what the template adds, the model's context "
@@ -215,14 +215,14 @@ class Conversation:
 
 
 def _turns(messages: Sequence[Message]) -> list[int]:
-    """Where turns begin: after the system's messages, and with each later user's message."""
+    """Return the indices at which turns begin: after system messages, and at each user message."""
     roles = [message["role"] for message in messages]
     first = next((at for at, role in enumerate(roles) if role != SYSTEM), len(roles))
     return [first, *(at for at in range(first + 1, len(roles)) if roles[at] == "user")]
 
 
 def read_messages(value: Any) -> list[Message]:
-    """The messages of a file or a line of JSON: one, or a list. InputError for anything else."""
+    """Convert parsed JSON (a text, a message or a list) to a list of messages, and check them."""
     if isinstance(value, str):
         value = {"role": "user", "content": value}
     messages = [value] if isinstance(value, dict) else value

@@ -1,4 +1,4 @@
-"""Messages of a conversation in the forms that clients send, and as a chat template reads them.
+"""Check messages in the forms that clients send, and convert them for a chat template.
 
 Sources: OpenAI, "API reference" (Chat Completions); Hugging Face, "Chat templates".
 """
@@ -12,10 +12,10 @@ from typing import Any, NamedTuple, NoReturn
 from gpt2block.checks import check_encodable
 from gpt2block.errors import InputError, shown
 
-Message = Mapping[str, Any]  # "role" and "content", and what else the template reads
+Message = Mapping[str, Any]  # "role", "content", and other fields that the template reads
 EXPECTED = "expected a list of messages such as {'role': 'user', 'content': 'Hello'}"
-USUAL_ROLES = ("user", "assistant")  # may be the "else" of a template that does not name them
-# Fields that clients send back empty with every answer, and which are absent then.
+USUAL_ROLES = ("user", "assistant")  # roles that a template may handle in an "else" only
+# Fields that clients send back with every answer. Empty ones are treated as absent.
 ABSENT_IF_EMPTY = (
     "tool_calls", "refusal", "audio", "annotations", "function_call", "reasoning_content"
 )  # fmt: skip
@@ -24,8 +24,8 @@ ABSENT_IF_EMPTY = (
 class TemplateNames(NamedTuple):
     """Names in the source of a chat template.
 
-    fields: attributes, keys and strings. any_role: whether roles are used other than in
-    comparisons, or not at all. variables: all that the template does not set itself.
+    fields: attributes, keys and strings in the template. any_role: whether the template uses roles
+    outside comparisons, or never. variables: variables that the template does not set itself.
     """
 
     fields: Collection[str]
@@ -34,7 +34,7 @@ class TemplateNames(NamedTuple):
 
 
 def checked(messages: Any) -> None:
-    """Raise InputError unless these are messages of a conversation, for whatever template."""
+    """Raise InputError unless `messages` have a valid form; the template is not considered."""
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         raise InputError(f"messages: {EXPECTED}, got {shown(messages)}")
     if not messages:
@@ -48,16 +48,16 @@ def checked(messages: Any) -> None:
 def normalized(
     messages: Any, names: TemplateNames, arguments_as_objects: bool = True
 ) -> list[dict[str, Any]]:
-    """Return the messages as a template with these names reads them.
+    """Return `messages` in the form that a chat template with the names `names` reads.
 
-    Fields that are null, and empty ones of ABSENT_IF_EMPTY, are absent. The content is a text: that
-    of its parts, or empty where an assistant's message has none. Arguments of calls that are the
-    text of a JSON object become this object; other text stays. Raises InputError for messages of
-    another form, and for roles and fields that the template would leave out.
+    Null fields, and empty fields in ABSENT_IF_EMPTY, are removed. The content becomes one text,
+    joined from its parts; a missing content of the assistant becomes "". Arguments of tool calls
+    that are the text of a JSON object become the object; other arguments stay. Raises InputError
+    for messages of another form, and for roles and fields that the template would ignore.
     """
     checked(messages)
     read = {"role", "content", "tool_call_id", *names.fields}
-    found, calls = [], list[Any]()  # calls: ids that have no result yet
+    found, calls = [], list[Any]()  # calls: ids of tool calls without a result so far
     for index, message in enumerate(messages):
         fields = {name: value for name, value in message.items() if not _absent(name, value)}
         fields["content"] = _text(message, index)
@@ -74,7 +74,7 @@ def normalized(
             if arguments_as_objects:
                 fields["tool_calls"] = [*map(_with_object, given)]
         if "tool_call_id" in fields and "tool_call_id" not in names.fields:
-            # Such a template tells results by their order alone.
+            # A template that reads no tool_call_id knows results only by their order.
             if (id := fields.pop("tool_call_id")) not in calls[:1]:
                 _refuse(f"expected the results in the order of the calls, got {shown(id)}", index)
             del calls[0]
@@ -95,7 +95,7 @@ def _absent(name: str, value: Any) -> bool:
 
 
 def _text(message: Message, index: int) -> str:
-    """The content of a message as a text."""
+    """Return the content of a message as one text. Raises InputError for other content."""
     content = message.get("content")
     if content is None and message["role"] == "assistant":
         return ""
@@ -117,7 +117,7 @@ def _text_of_part(part: Any, place: str) -> str:
 
 
 def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
-    """A call of a tool whose arguments are an object instead of the JSON text of one."""
+    """Return a tool call with its arguments parsed from JSON text to an object."""
     function = call.get("function")
     if isinstance(function, Mapping):
         return {**call, "function": {**function, "arguments": _object(function.get("arguments"))}}
@@ -127,7 +127,7 @@ def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
 def _object(arguments: Any) -> Any:
     try:
         found = json.loads(arguments or "{}", object_pairs_hook=_unique)
-    except (ValueError, TypeError, RecursionError):  # also integers of more than 4,300 digits
+    except (ValueError, TypeError, RecursionError):  # also for integers of over 4,300 digits
         return arguments
     return found if isinstance(found, dict) else arguments
 
@@ -135,10 +135,10 @@ def _object(arguments: Any) -> Any:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise ValueError("a key comes twice")  # one of its values would be lost
+        raise ValueError("a key comes twice")  # the dict has lost one of the key's values
     return found
 
 
 def continued(message: Message, text: str) -> dict[str, Any]:
-    """A message whose content goes on with a text."""
+    """Return a message with `text` appended to its content."""
     return {**message, "content": _text(message, 0) + text}

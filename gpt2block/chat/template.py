@@ -1,4 +1,4 @@
-"""Chat templates: messages as the text and the token ids that a model was trained on."""
+"""Chat templates: render messages into the text and the token ids that a model was trained on."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from gpt2block.errors import CheckpointError, InputError, require, shown
 from gpt2block.tokenizers import tokenizer
 from gpt2block.tokenizers.encoding import Encoding, Spans
 
-# Arguments of `render` and `ids`, which are no variables.
+# Names of arguments of `render` and `ids`, which cannot be variables of a template.
 ARGUMENTS = ("add_generation_prompt", "continue_final_message", "messages", "encoding", "self")
-SECONDS = 10.0  # that a rendering may take
+SECONDS = 10.0  # time limit of a rendering, in seconds
 WORKER = Path(__file__).with_name("worker.py")
 
 
 class RenderingTimeoutError(CheckpointError):
-    """A rendering that took too long."""
+    """Raised if a rendering exceeds its time limit."""
 
 
 class ChatTemplate:
-    """The Jinja template of a model.
+    """The chat template of a model, in Jinja.
 
-    source: of the template. tokens: strings of special tokens by their names, such as "bos_token",
-    which it may use. Source: Hugging Face, "Chat templates".
+    source: text of the template. tokens: texts of special tokens, which the template may use, by
+    names such as "bos_token". Source: Hugging Face, "Chat templates".
 
-    The template runs in a process of its own, in jinja2's sandbox, for at most `seconds` at a time
+    The template runs in a separate process, in jinja2's sandbox, for at most `seconds` at a time
     and in 1 GiB of memory: it cannot reach files, the network or Python's objects. The process is
-    started for the first rendering, and ends with this object. Thread-safe. A copy has a process of
-    its own.
+    started for the first rendering, and ends with this object. Thread-safe. A copy starts another
+    process.
 
-    check: called with each text before the characters of messages are followed in it, which takes
-    several times as long as the rendering. Its exceptions are raised.
+    check: function that is called with each rendered text, before the characters of messages are
+    located in it, which takes several times as long as rendering. Its exceptions are raised.
     """
 
     def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
@@ -62,14 +62,14 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **variables: Any,
     ) -> str:
-        """Return the text of a conversation.
+        """Render messages, and return the text of the conversation.
 
         messages: "role" and "content" of each; docs/chat.md has the forms that are read.
         add_generation_prompt: whether the text ends with the beginning of an answer; by default, if
         the last message is not continued. continue_final_message: end with the content of the last
-        message, which the answer continues, as in transformers. variables: others that the
-        template reads, such as `tools` and `enable_thinking`. They and the messages consist of what
-        JSON has.
+        message, which the answer continues, as in transformers. variables: other variables that the
+        template reads, such as `tools` and `enable_thinking`. Messages and variables must be
+        serializable as JSON.
 
         Raises InputError for messages of another form, for roles, fields and variables that the
         template does not read or that it refuses, and CheckpointError for a template that fails, or
@@ -87,7 +87,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **variables: Any,
     ) -> list[int]:
-        """Return the token ids of `render`'s text.
+        """Return the token ids of the text that `render` returns.
 
         Names of special tokens, and of other added tokens that are not white space, are tokens only
         where the template writes all of their characters. Where a character of a name comes from
@@ -103,7 +103,7 @@ class ChatTemplate:
     def placed(
         self, messages: Sequence[Message], *more: Any, **variables: Any
     ) -> tuple[str, Spans]:
-        """Return the text of `render`, and its parts that do not come from the template."""
+        """Return the text of `render`, and the ranges that come from messages and variables."""
         found = self._rendered(True, messages, *more, **variables)
         return found["text"], found["places"]
 
@@ -113,7 +113,7 @@ class ChatTemplate:
         continue_final_message: bool,
         chat_template_kwargs: Mapping[str, Any] | None,
     ) -> dict[str, Any]:
-        """Return keywords of `render`. Raises InputError as `check_variables` does."""
+        """Return keyword arguments for `render`. Raises InputError as `check_variables` does."""
         if chat_template_kwargs:
             self.check_variables(chat_template_kwargs)
         return {
@@ -124,7 +124,7 @@ class ChatTemplate:
 
     @property
     def names(self) -> TemplateNames:
-        """The names that the template reads. Raises CheckpointError for a damaged template."""
+        """Names that the template reads. Raises CheckpointError for a damaged template."""
         if self._names is None:
             with self._lock:
                 if self._names is None:
@@ -133,7 +133,7 @@ class ChatTemplate:
         return self._names
 
     def check_variables(self, variables: Any) -> None:
-        """Raise InputError unless these are variables that the template reads.
+        """Raise InputError unless `variables` is a mapping of variables that the template reads.
 
         Messages, special tokens and the other arguments of `render` cannot be replaced.
         """
@@ -151,7 +151,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **variables: Any,
     ) -> dict[str, Any]:
-        """The text, and ranges of places whose characters do not come from the template."""
+        """Return a dict: the text and, with `places`, ranges that do not come from the template."""
         self.check_variables(variables)
         continues, prompt = continue_final_message, add_generation_prompt
         if check_flag("continue_final_message", continues) and prompt:
@@ -166,7 +166,7 @@ class ChatTemplate:
         found = normalized(messages, self.names)
         try:
             return self._answer(found, given, names, continues)
-        except InputError:  # some templates join arguments of calls to other text
+        except InputError:  # some templates join a call's arguments to other text
             texts = normalized(messages, self.names, arguments_as_objects=False)
             with suppress(InputError):
                 if texts != found:
@@ -176,9 +176,9 @@ class ChatTemplate:
     def _answer(
         self, messages: list[Any], given: dict[str, Any], names: list[str], continues: bool
     ) -> dict[str, Any]:
-        """Return the worker's answer for normalized messages. names: variables to follow."""
+        """Render normalized messages in the worker. names: variables whose text is located."""
         content, mark = messages[-1]["content"], token_hex(8)
-        if continues:  # with a space, which shows whether the template strips the content
+        if continues:  # the space after the mark shows whether the template strips the content
             messages = [*messages[:-1], {**messages[-1], "content": f"{content}{mark} "}]
         try:
             line = json.dumps({**given, "messages": messages})
@@ -217,7 +217,7 @@ class ChatTemplate:
     def _ask(
         self, line: str, about: str, until: float, kind: type[Exception] = InputError
     ) -> dict[str, Any]:
-        """The worker's answer to a line. until: the time, as of `monotonic`, when it is ended."""
+        """Send a line to the worker, return its answer. until: time-out, as of `monotonic()`."""
         worker = self._worker
         assert worker is not None
         assert worker.stdin is not None
@@ -267,7 +267,7 @@ class ChatTemplate:
 
 
 def _ended_at(found: dict[str, Any], content: str, mark: str) -> dict[str, Any]:
-    """A rendering that ends with a content, after which it has a mark. Source: transformers."""
+    """Cut a rendering after the last message's content, where `mark` is, as transformers does."""
     text = found["text"]
     if text.count(mark) != 1 or content.strip() not in text:
         raise InputError(

@@ -1,15 +1,15 @@
-"""Renders a chat template in a process of its own, which `gpt2block.chat.template` starts.
+"""Render a chat template in a separate process, which `gpt2block.chat.template` starts.
 
-A template comes from a checkpoint. It cannot reach Python objects (jinja2's sandbox), and this
-process has limits of memory and output; its parent ends it after a time. It reads and writes lines
-of JSON. The first line is the source of the template; the answer has the names that it reads. An
-object has the variables of a rendering, whose text is the answer. A list after it has the names of
-variables to follow in that rendering: the answer has the places in the text that come from their
-strings.
+A template comes from a checkpoint. It cannot reach Python objects (jinja2's sandbox). The process
+has limits of memory and output, and its parent ends it after a time limit. The process reads and
+writes lines of JSON. The first line is the source of the template; the answer contains the names
+that the template reads. A line with an object contains the variables of a rendering; the answer is
+its text. A list after it contains names of variables; the answer contains the ranges of the text
+that come from their strings.
 
-To follow strings, each of their characters is replaced by one of its own, a mark. The template sees
-them as `MarkedText`, which compares, searches and splits as the string without marks would, so that
-it does the same; pieces and joins keep the marks. Both renderings must have the same text.
+To locate strings, each of their characters is replaced by another character, its mark. The template
+sees `MarkedText`, which compares, searches and splits like the string without marks; pieces and
+joins keep the marks. Both renderings must have the same text.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import os
 import signal
 import sys
 
-# Without the folder of this file, whose modules are not those of the standard library.
+# Remove this file's folder from the path: its modules could hide those of the standard library.
 sys.path[:] = [each for each in sys.path if each != os.path.dirname(__file__)]
 
 import json  # noqa: E402
@@ -36,16 +36,16 @@ from jinja2.ext import Extension, loopcontrols  # noqa: E402
 from jinja2.parser import Parser  # noqa: E402
 from jinja2.sandbox import ImmutableSandboxedEnvironment  # noqa: E402
 
-MEMORY = 2**30  # bytes of address space, where the system has such a limit
-MOST = 2**22  # characters of a rendering
-MARKS = range(0xF0000, 0x10FFFE)  # code points for private use
-# Roles that may be part of a special token's name, as in "<|" + role + "|>".
+MEMORY = 2**30  # limit of the address space in bytes, except on Windows
+MOST = 2**22  # maximum characters of a rendering
+MARKS = range(0xF0000, 0x10FFFE)  # Unicode's private-use code points, which serve as marks
+# Roles from which a template may build a special token's name, as in "<|" + role + "|>".
 ROLES = {"system", "developer", "user", "assistant", "model", "tool", "function", "ipython",
          "observation", "environment", "context"}  # fmt: skip
 
 
 class GenerationTag(Extension):
-    """The tags `{% generation %}` and `{% endgeneration %}`, which leave their text as it is."""
+    """Accept `{% generation %}` … `{% endgeneration %}`, and leave the text between unchanged."""
 
     tags = {"generation"}  # noqa: RUF012  (as jinja2 declares it)
 
@@ -55,10 +55,10 @@ class GenerationTag(Extension):
 
 
 class Marks(dict[int, str]):
-    """From a character to its mark, for `str.translate`; `back` leads from marks to characters."""
+    """Map characters to marks, for `str.translate`; `back` maps marks to characters."""
 
     def __init__(self, used: set[str]) -> None:
-        """used: characters that are no marks."""
+        """used: characters of the texts, which cannot be marks."""
         self.back: dict[int, str] = {}
         self._free = (code for code in MARKS if chr(code) not in used)
 
@@ -69,7 +69,7 @@ class Marks(dict[int, str]):
         return self[code]
 
 
-marks, now = Marks(set()), datetime.now()  # of the rendering that runs
+marks, now = Marks(set()), datetime.now()  # state of the current rendering
 
 
 def marked(text: str) -> MarkedText:
@@ -77,7 +77,7 @@ def marked(text: str) -> MarkedText:
 
 
 def plain(value: Any) -> Any:
-    """A value without marks, whose lists and mappings are copied."""
+    """Return a copy of a value in which characters replace their marks."""
     if isinstance(value, str):
         return str.translate(value, marks.back)
     if isinstance(value, (list, tuple)):
@@ -86,7 +86,7 @@ def plain(value: Any) -> Any:
 
 
 def followed(value: Any, key: str = "") -> Any:
-    """A value of JSON with marks in its strings."""
+    """Return a copy of a JSON value in which marks replace the characters of strings."""
     if isinstance(value, str):
         return MarkedText(value) if key == "role" and value in ROLES else marked(value)
     if isinstance(value, list):
@@ -97,7 +97,7 @@ def followed(value: Any, key: str = "") -> Any:
 
 
 class MarkedText(str):
-    """A string, part of whose characters are marks, that behaves as the one without them."""
+    """A string that contains marks but behaves like the string without marks."""
 
     __slots__ = ()
 
@@ -115,7 +115,7 @@ class MarkedText(str):
         return MarkedText(str.join(new, self._pieces(pieces, len(old))))
 
     def _pieces(self, found: Any, gap: int) -> Any:
-        """Strings that follow one another in the text, `gap` characters apart or more."""
+        """Locate strings in order, at least `gap` characters apart; return slices with marks."""
         whole, at, pieces = plain(self), 0, []
         for piece in [found] if isinstance(found, str) else found:
             start = whole.find(piece, at)
@@ -128,7 +128,7 @@ class MarkedText(str):
 
 
 def _method(name: str) -> Callable[..., Any]:
-    """A method of `str` for `MarkedText`: its results are pieces of the text, or are marked."""
+    """Return a method of `str` for `MarkedText`; strings that it returns contain marks."""
     of_str = getattr(str, name)
 
     def method(self: MarkedText, *args: Any, **options: Any) -> Any:
@@ -143,7 +143,8 @@ def _method(name: str) -> Callable[..., Any]:
     return method
 
 
-_KEEPING = ("__add__", "__mul__", "__rmul__", "__mod__", "__getitem__", "join")  # keep the marks
+# Methods whose results keep the marks of the text
+_KEEPING = ("__add__", "__mul__", "__rmul__", "__mod__", "__getitem__", "join")
 _COMPARING = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__contains__")
 _OTHERS = {name for name in dir(str) if not name.startswith(("_", "format", "make", "replace"))}
 for _name in {*_KEEPING, *_COMPARING, *_OTHERS, "__hash__", "__repr__"}:
@@ -151,7 +152,7 @@ for _name in {*_KEEPING, *_COMPARING, *_OTHERS, "__hash__", "__repr__"}:
 
 
 class Following(CodeGenerator):
-    """Writes a template whose strings are all `MarkedText`."""
+    """Code generator of jinja2 that makes all strings of a template `MarkedText`."""
 
     def visit_Const(self, node: nodes.Const, frame: Frame) -> None:  # noqa: N802  (jinja2's name)
         if isinstance(node.value, str):
@@ -168,7 +169,7 @@ class Following(CodeGenerator):
 
 
 def _followed_filter(do: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter whose results are those of strings without marks; other ones are marked."""
+    """Wrap a filter of jinja2 so that its results equal those for strings without marks."""
 
     @wraps(do)
     def filtered(*args: Any, **options: Any) -> Any:
@@ -185,7 +186,7 @@ def _followed_filter(do: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def refuse(message: str) -> NoReturn:
-    """`raise_exception` of templates: what they say of messages that they do not take."""
+    """Raise a template's own error. Templates call this function as `raise_exception`."""
     raise jinja2.TemplateError(message)
 
 
@@ -196,14 +197,14 @@ def to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """`tojson` of templates, which escapes nothing for HTML."""
+    """Return JSON without HTML escapes. Templates call this function as the filter `tojson`."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 
 def environment(follows: bool = False) -> jinja2.Environment:
-    """That in which transformers renders chat templates. follows: the strings, as `MarkedText`."""
+    """Return a jinja2 environment like transformers'. follows: make all strings `MarkedText`."""
     made = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
     )
@@ -230,7 +231,7 @@ def rendered(template: jinja2.Template, variables: dict[str, Any]) -> str:
 def places(
     template: jinja2.Template, text: str, given: dict[str, Any], names: list[str]
 ) -> list[tuple[int, int]]:
-    """The ranges of a text whose characters come from the variables of these names."""
+    """Return the ranges of a text whose characters come from the variables `names`."""
     global marks  # noqa: PLW0603  (of this process)
     marks = Marks({*json.dumps(given, ensure_ascii=False), *text})
     following = rendered(template, {**given, **{name: followed(given[name]) for name in names}})
@@ -241,7 +242,7 @@ def places(
 
 
 def names_of(source: str) -> dict[str, Any]:
-    """The fields of a `TemplateNames` for a template."""
+    """Return the fields of `TemplateNames` for the source of a template."""
     tree = environment().parse(source)
     found = [*tree.find_all((nodes.Getattr, nodes.Getitem))]
     roles = [n for n in found if "role" in (getattr(n, "attr", None), key_of(n))]
@@ -250,7 +251,7 @@ def names_of(source: str) -> dict[str, Any]:
     fields = {each.attr for each in tree.find_all(nodes.Getattr)}
     fields |= {each.value for each in tree.find_all(nodes.Const) if isinstance(each.value, str)}
     own = {each.name for each in tree.find_all(nodes.Name) if each.ctx == "store"}
-    tests = tree.find_all((nodes.Test, nodes.Filter))  # such as "x is defined", before x is set
+    tests = tree.find_all((nodes.Test, nodes.Filter))  # "x is defined" may read x before it is set
     tested = {name.name for each in tests for name in each.find_all(nodes.Name)}
     return {
         "fields": sorted(fields),
@@ -260,17 +261,17 @@ def names_of(source: str) -> dict[str, Any]:
 
 
 def key_of(node: nodes.Node) -> Any:
-    """The key of x['key'], if it is written in the template."""
+    """Return the key of an expression x['key'] if it is a constant, else None."""
     return getattr(getattr(node, "arg", None), "value", None)
 
 
 def main() -> None:
     global now
-    with suppress(ImportError, ValueError):  # Windows has no such limits
+    with suppress(ImportError, ValueError):  # Windows has no module `resource`
         import resource  # noqa: PLC0415
 
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the parent process
     templates: list[jinja2.Template] = []
     text, variables = "", {}
     for line in sys.stdin:
@@ -280,7 +281,7 @@ def main() -> None:
                 templates = [environment(each).from_string(given) for each in (False, True)]
                 answer = names_of(given)
             elif isinstance(given, dict):
-                variables, now = given, datetime.now()  # the same time while these are followed
+                variables, now = given, datetime.now()  # `places` renders with the same time
                 answer = {"text": (text := rendered(templates[0], given))}
             else:
                 answer = {"places": places(templates[1], text, variables, given)}
@@ -288,7 +289,7 @@ def main() -> None:
             answer = {"error": f"it takes more than {MEMORY >> 20:,} MiB of memory"}
         except RecursionError:
             answer = {"error": "it calls itself too often"}
-        except Exception as error:  # whatever a template does wrong
+        except Exception as error:  # a template can raise any exception
             place = (
                 f"line {error.lineno}: " if isinstance(error, jinja2.TemplateSyntaxError) else ""
             )

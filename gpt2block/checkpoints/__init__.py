@@ -1,7 +1,7 @@
-"""Checkpoints of GPT-2 (Hugging Face, PyTorch, nanoGPT, llm.c) and of Llama (Hugging Face).
+"""Read checkpoints of Hugging Face, PyTorch, nanoGPT, llm.c and llama.cpp (GGUF), and write them.
 
-`Checkpoint.open` opens a checkpoint; `save_pretrained` writes one that `transformers` loads, and
-`save_gguf` one that llama.cpp loads.
+`Checkpoint.open` opens a checkpoint; `save_pretrained` writes a checkpoint that `transformers`
+loads, and `save_gguf` writes a file that llama.cpp loads.
 """
 
 from gpt2block.checkpoints.checkpoint import BUNDLED, BUNDLED_NAMES, Checkpoint

@@ -1,4 +1,4 @@
-"""The chat template of a checkpoint, and the special tokens that it may use."""
+"""Read the chat template of a checkpoint, and the special tokens that the template may use."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from gpt2block.checkpoints.tokenizer_files import CHAT_TEMPLATE, SETTINGS, SPECI
 from gpt2block.errors import CheckpointError, InputError, shown
 from gpt2block.sampling import Sampling
 
-DEFAULT = "default"  # the name of one among several templates
+DEFAULT = "default"  # name of the template to use if a file has several
 OPTIONS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-CHAT_SAMPLING = {"temperature": 0.2, "top_p": 0.9}  # measured: docs/chat.md
+CHAT_SAMPLING = {"temperature": 0.2, "top_p": 0.9}  # chosen by measurements in docs/chat.md
 TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
 def chat_template(checkpoint: Checkpoint) -> tuple[str, dict[str, str]] | None:
-    """The template's source, and special tokens by names such as "bos_token"; None without one.
+    """Return the chat template's source and a dict of special tokens; None without a template.
 
-    chat_template.jinja comes before tokenizer_config.json, of which a template called "default" is
-    taken; a GGUF file has its own. Raises CheckpointError for damaged files.
+    The dict's keys are names such as "bos_token". chat_template.jinja takes precedence over
+    tokenizer_config.json; of several templates there, the template named "default" is used. A GGUF
+    file contains its template. Raises CheckpointError for damaged files.
     """
     settings = _settings(checkpoint)
     source = settings.get("chat_template")
@@ -46,10 +47,10 @@ def chat_template(checkpoint: Checkpoint) -> tuple[str, dict[str, str]] | None:
 
 
 def chat_sampling(checkpoint: Checkpoint | None) -> dict[str, float]:
-    """The options of sampling by which a model answers by default, as keywords of `generate`.
+    """Return the default sampling options of a model's answers, as keywords of `generate`.
 
-    Those of its generation_config.json; without any there, CHAT_SAMPLING. Raises CheckpointError
-    for values out of range.
+    They come from generation_config.json; if it has no such options, CHAT_SAMPLING is returned.
+    Raises CheckpointError for values out of range.
     """
     given = checkpoint.generation_config() if checkpoint else {}
     found = {name: given[name] for name in OPTIONS if given.get(name) is not None}
@@ -76,7 +77,7 @@ def _settings(checkpoint: Checkpoint) -> Mapping[str, Any]:
 
 
 def default_template(templates: list[Any]) -> Any:
-    """The template called "default", or the only one."""
+    """Return the template named "default", else the list's only template, else None."""
     named = {each.get("name"): each.get("template") for each in templates if isinstance(each, dict)}
     return named.get(DEFAULT, next(iter(named.values()), None) if len(named) == 1 else None)
 

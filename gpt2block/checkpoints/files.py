@@ -1,4 +1,4 @@
-"""Files of checkpoints: checked before they are read, with errors that begin with their name."""
+"""Check and read the files of checkpoints; error messages begin with the name of the file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gpt2block.errors import CheckpointError, InputError, shown
 
 READ = "a Hugging Face directory, a .safetensors file, a file of PyTorch, llm.c or llama.cpp (GGUF)"
 _NAMED_AT_MOST = 4
-_LONGEST_JSON = 100_000_000  # bytes; the same limit as for the header of a .safetensors file
+_LONGEST_JSON = 100_000_000  # bytes, the limit that safetensors sets for a file's header
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
     (stat.S_ISFIFO, "a named pipe"),
@@ -27,11 +27,12 @@ _KINDS = (
 def about(
     subject: object, damage: tuple[type[Exception], ...] = (), words: str = "{}"
 ) -> Iterator[None]:
-    """Convert errors of the block to CheckpointErrors that begin with `subject`.
+    """Convert errors of the `with` block to CheckpointErrors whose text begins with `subject`.
 
-    They are gpt2block's own, OSError, and those of `damage`, which a parser raises for damaged
-    content. words: the message of the latter; {} stands for the parser's. Errors that already begin
-    with `subject`, or with a file in it, pass unchanged.
+    Errors of gpt2block, OSError, and the exceptions in `damage` are converted; a parser raises the
+    latter for damaged content. words: message for exceptions in `damage`; {} stands for the
+    parser's message. Errors of gpt2block that already begin with `subject`, or with a file in it,
+    pass unchanged.
     """
     try:
         yield
@@ -40,7 +41,8 @@ def about(
             raise
         raise CheckpointError(f"{subject}: {error}") from error
     except damage as error:
-        bare = isinstance(error, (KeyError, TypeError, AttributeError))  # such as 'merges'
+        # Without its type, the message of a KeyError is only a name such as 'merges'.
+        bare = isinstance(error, (KeyError, TypeError, AttributeError))
         reason = repr(error) if bare else str(error)
         raise CheckpointError(f"{subject}: {words.replace('{}', reason)}") from error
     except OSError as error:
@@ -48,10 +50,10 @@ def about(
 
 
 def is_file(path: Path) -> bool:
-    """Return whether a regular file, or a link to one, exists; False where nothing has this name.
+    """Return True for a regular file or a link to a regular file, False if the path is absent.
 
-    Raises CheckpointError where the name exists but is not a file: a folder, a named pipe, a broken
-    link, or a path without permission.
+    Raises CheckpointError for any other path: a folder, a named pipe, a broken link, or a path that
+    cannot be accessed.
     """
     with about(path):
         try:
@@ -60,7 +62,7 @@ def is_file(path: Path) -> bool:
             if not path.is_symlink():
                 return False
             raise CheckpointError(f"{path}: a link to a file that does not exist") from None
-        except ValueError:  # a null character or a lone surrogate: no file has such a name
+        except ValueError:  # no file name has a null character or a lone surrogate
             return False
     if not stat.S_ISREG(mode):
         kind = next((words for is_kind, words in _KINDS if is_kind(mode)), "something else")
@@ -69,21 +71,21 @@ def is_file(path: Path) -> bool:
 
 
 def file_size(file: Path) -> int:
-    """Return the size in bytes. Raises CheckpointError."""
-    is_file(file)  # raises for a name that is not a file
+    """Return the size of a regular file in bytes. Raises CheckpointError for any other path."""
+    is_file(file)  # raises CheckpointError for folders, pipes and broken links
     with about(file):
         return file.stat().st_size
 
 
 def read_start(file: Path, length: int = -1) -> bytes:
-    """Return the first bytes of a file, at most `length`, or all. Raises CheckpointError."""
-    is_file(file)  # to open a named pipe would wait for a writer
+    """Return up to `length` first bytes of a file, or with -1 all bytes. Raises CheckpointError."""
+    is_file(file)  # refuses a named pipe: opening it would wait for a writer
     with about(file), file.open("rb") as stream:
         return stream.read(length)
 
 
 def check_pointer(file: Path, start: bytes) -> None:
-    """Raise CheckpointError for a Git-LFS pointer. start: the file's first bytes."""
+    """Raise CheckpointError if the file is a Git-LFS pointer. start: the file's first bytes."""
     if start.startswith(b"version https://git-lfs"):
         raise CheckpointError(
             f"{file}: a Git-LFS pointer of {file_size(file)} bytes, not the weights: "
@@ -92,7 +94,7 @@ def check_pointer(file: Path, start: bytes) -> None:
 
 
 def read_json(file: Path) -> Any:
-    """Return the content of a JSON file. Raises CheckpointError when it cannot be read."""
+    """Return the content of a JSON file. Raises CheckpointError if the file cannot be read."""
     size = file_size(file)
     if size > _LONGEST_JSON:
         raise CheckpointError(f"{file}: expected at most {_LONGEST_JSON:,} bytes, got {size:,}")
@@ -101,7 +103,7 @@ def read_json(file: Path) -> Any:
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; {} where it does not exist. Raises CheckpointError."""
+    """Return the object in a JSON file; {} if the file does not exist. Raises CheckpointError."""
     content = read_json(file) if is_file(file) else {}
     if not isinstance(content, dict):
         raise CheckpointError(f"{file}: expected a JSON object, got {shown(content)}")
@@ -109,7 +111,7 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def first_names(names: Iterable[str]) -> str:
-    """Join the first few names for a message."""
+    """Join the first names for a message; "…" stands for further names."""
     listed = list(names)
     rest = ", …" if len(listed) > _NAMED_AT_MOST else ""
     return ", ".join(listed[:_NAMED_AT_MOST]) + rest

@@ -1,7 +1,7 @@
-"""GGUF, the format of llama.cpp, whose quantized tensors become floats.
+"""Read the config and the tensors of GGUF files, the format of llama.cpp.
 
-llama.cpp stores rows of Q and K of a Llama in the order of Meta's RoPE, which turns neighbouring
-channels; they are put back in Hugging Face's order.
+llama.cpp stores a Llama's rows of Q and K in the order of Meta's RoPE, which rotates adjacent
+channels; reading restores Hugging Face's order. Quantized tensors are read as floats.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gpt2block.config import GPT2Config, ModelConfig, sees_all
 from gpt2block.config.llama import LlamaConfig, RopeScaling
 from gpt2block.errors import CheckpointError, shown
 
-# Keys of an architecture → fields of its config, and their values in a file without the key
+# GGUF key without its architecture → (field of the config, value in a file without the key)
 _SIZES: Mapping[str, tuple[str, Any]] = {
     "block_count": ("n_layer", None), "attention.head_count": ("n_head", None),
     "embedding_length": ("n_embd", None), "context_length": ("n_ctx", 2048),
@@ -36,21 +36,21 @@ _OF_LLAMA = {
     "attention.key_length": ("head_size", 0), "attention.layer_norm_rms_epsilon": ("eps", 1e-6),
     "rope.freq_base": ("theta", 10000.0),
 }  # fmt: skip
-YARN_KEYS: Mapping[str, str] = {  # key → field of RopeScaling
+YARN_KEYS: Mapping[str, str] = {  # GGUF key → field of RopeScaling
     "rope.scaling.factor": "factor",
     "rope.scaling.original_context_length": "original_context",
     "rope.scaling.yarn_attn_factor": "attention_factor",
     "rope.scaling.yarn_beta_fast": "beta_fast",
     "rope.scaling.yarn_beta_slow": "beta_slow",
 }
-# Others that do not change the result, or that are read here
+# Keys that this module reads, and keys that do not change the result
 _READ = {
     *_OF_GPT2, *_OF_LLAMA, *YARN_KEYS, "vocab_size", "attention.value_length",
     "rope.dimension_count", "rope.scale_linear", "rope.scaling.type", "rope.scaling.finetuned",
     "rope.scaling.attn_factor", "tensor_data_layout",
 }  # fmt: skip
 _NEEDED = ("block_count", "embedding_length", "attention.head_count", "feed_forward_length")
-# Other keys are accepted only with the value for which they change nothing
+# GGUF key → the only value that is accepted, because it has no effect
 _NEUTRAL: Mapping[str, Any] = {
     "attention.causal": True, "attention.sliding_window": 0, "attention.scale": 0.0,
     "expert_count": 0, "expert_used_count": 0, "logit_scale": 1.0, "embedding_scale": 1.0,
@@ -60,12 +60,12 @@ _NEUTRAL: Mapping[str, Any] = {
 
 
 def is_gguf(file: Path) -> bool:
-    """Return whether the file is GGUF, by its content or its name. Raises CheckpointError."""
+    """Return whether a file is GGUF, by its suffix or its first bytes. Raises CheckpointError."""
     return file.suffix == ".gguf" or read_start(file, 4) == MAGIC
 
 
 def read_model(file: Path) -> tuple[ModelConfig, dict[str, Stored]]:
-    """Return the config and the stored tensors by gpt2block's names.
+    """Return a model's config, and its stored tensors by gpt2block's names.
 
     Raises CheckpointError for a damaged file, another architecture, and keys, tensors and types of
     tensors that are not supported, with their names.
@@ -83,7 +83,7 @@ def read_model(file: Path) -> tuple[ModelConfig, dict[str, Stored]]:
 
 
 def differences(config: ModelConfig, name: str) -> tuple[int, float]:
-    """In what a tensor of a file differs from the model's: `heads` and `added` of `Encoded`."""
+    """Return `Encoded`'s `heads` and `added`: how a file's tensor differs from the model's."""
     heads = 0
     if architecture_of(config).GGUF_ROPE_INTERLEAVED:
         n_kv_head = config.kv_width // config.head_size
@@ -92,12 +92,12 @@ def differences(config: ModelConfig, name: str) -> tuple[int, float]:
 
 
 def fields_of(kind: type[ModelConfig]) -> Mapping[str, tuple[str, Any]]:
-    """Keys of an architecture → fields of its config, and their values in a file without a key."""
+    """Return a mapping of GGUF key → (field of the config, value in a file without the key)."""
     return _OF_LLAMA if issubclass(kind, LlamaConfig) else _OF_GPT2
 
 
 def following(config: ModelConfig) -> dict[str, tuple[str, int]]:
-    """Keys whose values follow from the config: in words, and as numbers."""
+    """Return GGUF keys whose values follow from the config: key → (value in words, value)."""
     if isinstance(config, LlamaConfig):
         return {
             "attention.value_length": ("the head size", config.head_size),
@@ -109,20 +109,20 @@ def following(config: ModelConfig) -> dict[str, tuple[str, int]]:
     }
 
 
-@lru_cache(maxsize=1)  # that of the weights is also that of the tokenizer
+@lru_cache(maxsize=1)  # weights and tokenizer are read from the same header
 def _cached_header(file: Path, _stamp: tuple[int, int]) -> Header:
     return read_header(file)
 
 
 def header_of(file: Path) -> Header:
-    """The header of a GGUF file; that of the last file is kept. Raises CheckpointError."""
+    """Return the header of a GGUF file; the latest header is cached. Raises CheckpointError."""
     with about(file):
         status = file.stat()
     return _cached_header(file, (status.st_size, status.st_mtime_ns))
 
 
 def _config(header: Header) -> ModelConfig:
-    """The config of a file's metadata. Raises CheckpointError or InputError."""
+    """Return the config that a file's metadata describe. Raises CheckpointError or InputError."""
     metadata, tensors = header.metadata, header.tensors
     header.check_usable("general.architecture", "general.alignment", "split.count")
     architecture = metadata.get("general.architecture")
@@ -176,7 +176,7 @@ def _config(header: Header) -> ModelConfig:
 
 
 def _of_all_blocks(key: str, value: Any, blocks: Any) -> Any:
-    """Return the value that an array has for each block, or the value if it is no array.
+    """Return `value`; for an array with one entry per block, the value that all entries share.
 
     Raises CheckpointError for an array of another length, and for unequal values.
     """
@@ -197,7 +197,7 @@ def _llama_config(
     flags = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_gate.bias"}
     fields |= {flag: name in header.tensors for flag, name in flags.items() if flag in kind.FLAGS}
     config = kind(**fields, bos_token_id=header.metadata.get("tokenizer.ggml.bos_token_id"))
-    # Of others 1; 0 stands for it, too.
+    # Values that replace absent or zero values of keys. All other keys have the default 1.
     neutral = {
         "attention.scale": config.head_size**-0.5, "attention.sliding_window": 0,
         "rope.dimension_count": 0, "rope.freq_base_swa": 10000.0, "embedding_dtype": "float32",
@@ -208,8 +208,8 @@ def _llama_config(
 
 
 def _scaling(prefix: str, settings: Mapping[str, Any], header: Header) -> RopeScaling | None:
-    """The scaling of RoPE: linear, YaRN, or factors for each frequency in one or two tensors."""
-    kind = settings.get("rope.scaling.type", "linear")  # as in llama.cpp
+    """Return the RoPE scaling: linear, YaRN, or factors in one or two tensors; None if absent."""
+    kind = settings.get("rope.scaling.type", "linear")  # llama.cpp has the same default
     present = {name for name in (ROPE_FACTORS, *LONGROPE_FACTORS) if name in header.tensors}
     long = present == {*LONGROPE_FACTORS}
     if not long and not present <= {ROPE_FACTORS}:
@@ -246,10 +246,10 @@ def _scaling(prefix: str, settings: Mapping[str, Any], header: Header) -> RopeSc
 
 
 def _yarn(settings: Mapping[str, Any]) -> RopeScaling:
-    """YaRN by the keys that llama.cpp reads, and by keys that its converter writes in addition.
+    """Return YaRN's settings from keys that llama.cpp reads and keys that its converter adds.
 
-    llama.cpp multiplies queries and keys by attn_factor times `yarn_attention(factor)`. Where
-    yarn_attn_factor is given, the attention_factor of config.json, it stands for the latter.
+    llama.cpp multiplies queries and keys by attn_factor times `yarn_attention(factor)`. The key
+    yarn_attn_factor, the attention_factor of config.json, replaces the latter if present.
     """
     given = {field: settings[key] for key, field in YARN_KEYS.items() if key in settings}
     defaults = {"factor": 1.0, "original_context": settings.get("context_length", 2048)}

@@ -1,4 +1,4 @@
-"""The tokens of a GGUF file that end an answer, by keys and by the text of special tokens.
+"""Find the end tokens of a GGUF file: by its keys, and by the texts of its special tokens.
 
 Source: llama.cpp's src/llama-vocab.cpp, `special_eog_ids`.
 """
@@ -13,8 +13,8 @@ import numpy as np
 from gpt2block.checkpoints.gguf_header import PREFIX, TOKEN_ID
 from gpt2block.errors import CheckpointError, shown
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # types of tokens
-ADDED = (UNKNOWN, CONTROL, USER_DEFINED)  # tokens that are matched in a text before its merges
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # llama.cpp's token types
+ADDED = (UNKNOWN, CONTROL, USER_DEFINED)  # token types that are matched in a text before BPE merges
 _KEYS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 _TEXTS = frozenset({
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>",
@@ -26,7 +26,7 @@ _TEXTS = frozenset({
 
 
 def token_ids(metadata: Mapping[str, Any], vocab_size: int) -> dict[str, int]:
-    """Return the ids of the keys `tokenizer.ggml.NAME_token_id` by NAME, such as "eos".
+    """Return the token ids in keys `tokenizer.ggml.NAME_token_id`, by NAME such as "eos".
 
     Raises CheckpointError for a value that is no id of the vocabulary.
     """
@@ -42,7 +42,7 @@ def token_ids(metadata: Mapping[str, Any], vocab_size: int) -> dict[str, int]:
 
 
 def end_tokens(metadata: Mapping[str, Any], vocab_size: int) -> dict[int, str]:
-    """Return the ids that end an answer, each with the key or the special token that says so.
+    """Return the ids of the end tokens, each with its source: a GGUF key or a special token.
 
     Raises CheckpointError as `token_ids` does.
     """
@@ -57,20 +57,20 @@ def end_tokens(metadata: Mapping[str, Any], vocab_size: int) -> dict[int, str]:
 
 
 def _by_text(metadata: Mapping[str, Any]) -> dict[str, int]:
-    """Return the special tokens that llama.cpp knows as ends by their text, with their ids.
+    """Return the special tokens whose text marks an end token in llama.cpp: text → id.
 
-    llama.cpp also takes an ordinary token with such a text, and user-defined ones with </s>.
+    llama.cpp also accepts an ordinary token with such a text, and a user-defined </s>.
     """
     tokens, kinds = (metadata.get(f"{PREFIX}{name}") for name in ("tokens", "token_type"))
     if not isinstance(tokens, list) or not isinstance(kinds, np.ndarray):
         return {}
     found = {}
     for id_, (text, kind) in enumerate(zip(tokens, kinds.tolist(), strict=False)):
-        # Gemma's user-defined </s> is the end of HTML's <s>
+        # Gemma's user-defined </s> is an HTML tag, not an end token.
         if text in _TEXTS and kind in ADDED and (text != "</s>" or kind == CONTROL):
             found[text] = id_
     if found.keys() & {"<|call|>", "<|calls|>"} and found.keys() & {"<|return|>", "<|flush|>"}:
-        found.pop("<|end|>", None)  # the end of one of several messages of an answer
+        found.pop("<|end|>", None)  # ends one message; an answer may have several messages
     if "<|tool_response>" in found:
         found.pop("</s>", None)
     return found

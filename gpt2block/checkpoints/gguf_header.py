@@ -1,4 +1,4 @@
-"""The header of a GGUF file: its metadata and where its tensors are.
+"""Read the header of a GGUF file: its metadata, and types, shapes and offsets of its tensors.
 
 The package `gguf` reads a header without checking lengths, maps the file into memory and takes
 seconds for a vocabulary of 49,152 tokens. This reader checks each length against the file before it
@@ -24,12 +24,12 @@ from gpt2block.checkpoints.gguf_types import Encoded, dtype_of, library
 from gpt2block.errors import CheckpointError, printable
 
 MAGIC = b"GGUF"
-PREFIX = "tokenizer.ggml."  # keys of a tokenizer begin with it
-TOKEN_ID = "_token_id"  # the end of keys whose value is a token id
-_VERSIONS = (2, 3)  # version 1 has lengths of 32 bits
-_LONGEST = 2**28  # bytes of a header, of which a vocabulary of a million tokens takes a tenth
+PREFIX = "tokenizer.ggml."  # prefix of the tokenizer's keys
+TOKEN_ID = "_token_id"  # suffix of keys whose value is a token id
+_VERSIONS = (2, 3)  # version 1, with lengths of 32 bits, is not supported
+_LONGEST = 2**28  # maximum bytes of a header; a million tokens take a tenth of this limit
 _MOST_DIMS = 4
-# Type of a value → its NumPy dtype; strings and arrays have none
+# GGUF type of a number → NumPy dtype
 _NUMBERS: Mapping[int, str] = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4",
                                6: "<f4", 7: "|b1", 10: "<u8", 11: "<i8", 12: "<f8"}  # fmt: skip
 _STRING, _ARRAY = 8, 9
@@ -38,19 +38,19 @@ _NO_TOKEN = (-1, 2**32 - 1)  # llama.cpp's LLAMA_TOKEN_NULL, as int32 and as uin
 
 
 class _TruncatedError(ValueError):
-    """The file ends before the data that its header states."""
+    """Raised if the file ends before the data that its header declares."""
 
 
 class _UnusableError(ValueError):
-    """A complete value, but of a kind that no supported key has."""
+    """Raised after reading a complete value of a kind that no supported key has."""
 
 
 @dataclass(frozen=True)
 class Header:
-    """Metadata by key (numbers, bool, str, NumPy arrays, lists of str), and tensors by name.
+    """Header of a GGUF file: metadata by key, and tensors by name.
 
-    metadata has no token ids that stand for no token. unusable: keys with text that is not UTF-8,
-    and keys with arrays of arrays, each with the reason.
+    metadata: numbers, bool, str, NumPy arrays and lists of str, without token ids that mean "no
+    token". unusable: key → reason, for text that is not UTF-8 and for arrays of arrays.
     """
 
     metadata: Mapping[str, Any]
@@ -58,12 +58,12 @@ class Header:
     unusable: Mapping[str, str]
 
     def under(self, prefix: str) -> dict[str, Any]:
-        """The metadata whose keys begin with this prefix, by the rest of the key."""
+        """Return the metadata whose keys begin with `prefix`, by the rest of the key."""
         keys = (key for key in self.metadata if key.startswith(prefix))
         return {key.removeprefix(prefix): self.metadata[key] for key in keys}
 
     def check_usable(self, *prefixes: str) -> None:
-        """Raise CheckpointError if a key that begins with one of these has an unusable value."""
+        """Raise CheckpointError if a key with one of `prefixes` has an unusable value."""
         for key, reason in self.unusable.items():
             if key.startswith(prefixes):
                 raise CheckpointError(f"{printable(key, 100)}: {reason} is not supported")
@@ -84,13 +84,13 @@ def read_header(file: Path) -> Header:
 
 
 class _Bytes:
-    """A stream of which at most `left` bytes may still be read."""
+    """Reader of binary values from a stream, of which at most `left` more bytes may be read."""
 
     def __init__(self, stream: BinaryIO, left: int) -> None:
         self._stream, self.left = stream, left
 
     def take(self, count: int) -> bytes:
-        """Return the next bytes. Raises _TruncatedError, before it reads, if there are fewer."""
+        """Return the next `count` bytes. Raises _TruncatedError, before reading, if fewer exist."""
         if count > self.left:
             raise _TruncatedError(f"it states a length of {count:,} bytes, {self.left:,} are left")
         self.left -= count
@@ -100,7 +100,7 @@ class _Bytes:
         return data
 
     def count(self, least: int = 1) -> int:
-        """A number of things that take `least` bytes each."""
+        """Read a uint64 number of entries, which must fit in the file at `least` bytes each."""
         number = int.from_bytes(self.take(8), "little")
         if number * least > self.left:
             raise _TruncatedError(
@@ -110,20 +110,20 @@ class _Bytes:
         return number
 
     def integer(self) -> int:
-        """An unsigned integer of 32 bits."""
+        """Read an unsigned integer of 32 bits."""
         return int.from_bytes(self.take(4), "little")
 
     def text(self) -> str:
-        """Return a string. Raises UnicodeDecodeError, after it is read, if it is not UTF-8."""
+        """Read a string. Raises UnicodeDecodeError, after reading the bytes, if it is not UTF-8."""
         return self.raw().decode()
 
     def raw(self) -> bytes:
-        """Return the bytes of a string."""
+        """Read the bytes of a string, which follow their length."""
         return self.take(self.count())
 
     @property
     def position(self) -> int:
-        """Bytes from the start of the file."""
+        """Position in the file, in bytes from its start."""
         return self._stream.tell()
 
 
@@ -138,7 +138,7 @@ def _read(file: Path, data: _Bytes, size: int) -> Header:
                                   "gguf-convert-endian of the package gguf writes")  # fmt: skip
         raise ValueError(f"expected version 2 or 3, got {version}: write it again with a current "
                          "llama.cpp")  # fmt: skip
-    n_tensors, n_keys = data.count(24), data.count(13)  # the shortest tensor, the shortest key
+    n_tensors, n_keys = data.count(24), data.count(13)  # arguments: minimum bytes of an entry
     metadata: dict[str, Any] = {}
     unusable: dict[str, str] = {}
     for _ in range(n_keys):
@@ -164,7 +164,7 @@ def _read(file: Path, data: _Bytes, size: int) -> Header:
 
 
 def _value(data: _Bytes, kind: int) -> Any:
-    """Return a value of this type. Raises _UnusableError after the whole value is read."""
+    """Read a value of GGUF type `kind`. Raises _UnusableError after reading the whole value."""
     if kind == _STRING:
         return _decoded([data.raw()])[0]
     if kind != _ARRAY:
@@ -180,7 +180,7 @@ def _value(data: _Bytes, kind: int) -> Any:
 
 def as_python(number: Any) -> Any:
     """Return a NumPy scalar as a bool, an int, or the shortest float that rounds to it."""
-    # 1e-5, not 9.999999747378752e-06
+    # float32's 1e-5 becomes 1e-5, not 9.999999747378752e-06.
     return float(str(number)) if number.dtype == np.float32 else number.item()
 
 
@@ -192,7 +192,7 @@ def _decoded(strings: Iterable[bytes]) -> list[str]:
 
 
 def _skip_arrays(data: _Bytes, count: int) -> None:
-    """Read this many arrays, and the arrays in them, each of which begins with type and length."""
+    """Skip `count` arrays and the arrays nested in them. An array begins with type and length."""
     while count:
         count -= 1
         of = data.integer()
@@ -216,7 +216,7 @@ def _numbers(data: _Bytes, kind: int, count: int) -> Any:
 
 
 def _tensors(file: Path, data: _Bytes, count: int) -> Iterator[Encoded]:
-    """Yield the tensors, with offsets that are relative to the first one."""
+    """Read `count` tensor entries; offsets are relative to the start of the tensor data."""
     sizes = library().GGML_QUANT_SIZES
     for _ in range(count):
         name = data.text()
@@ -242,9 +242,9 @@ def _tensors(file: Path, data: _Bytes, count: int) -> Iterator[Encoded]:
 def _located(
     tensors: Iterable[Encoded], end: int, alignment: int, size: int
 ) -> Iterator[tuple[str, Encoded]]:
-    """Yield name and tensor with its offset in the file, where they follow each other without gaps.
+    """Yield each tensor's name, and the tensor with its offset from the start of the file.
 
-    end: of the header. size: of the file.
+    end: bytes of the header. size: bytes of the file. Raises ValueError for gaps but padding.
     """
     start = end = -(-end // alignment) * alignment
     for tensor in sorted(tensors, key=lambda tensor: tensor.offset or 0):
@@ -259,7 +259,7 @@ def _located(
 
 @contextmanager
 def _naming(name: str) -> Iterator[None]:
-    """Put the name of a key or a tensor before what is wrong with it."""
+    """Prefix the messages of ValueErrors with the name of a key or a tensor."""
     try:
         yield
     except (CheckpointError, _UnusableError):

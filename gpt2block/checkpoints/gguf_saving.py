@@ -1,4 +1,4 @@
-"""`save_gguf`: write a GGUF file, which llama.cpp and `Checkpoint.open` load."""
+"""`save_gguf`: write a GGUF file that llama.cpp and `Checkpoint.open` load."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from gpt2block.files import check_file, put_in_place, temporary_folder
 
 TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 _ENDS = tuple(f"{PREFIX}{name}{TOKEN_ID}" for name in ("eos", "eot", "eom"))
-# Fields that a file has in its tensors or in keys of the tokenizer
+# Fields of the config that a file stores in its tensors or in the tokenizer's keys
 _ELSEWHERE = {
     "vocab_size", "tie_word_embeddings", "attention_bias", "mlp_bias", "scaling", "bos_token_id",
     "eos_token_ids",
@@ -55,19 +55,20 @@ def save_gguf(
     tokenizer: str | Path | Checkpoint | None = None,
     overwrite: bool = False,
 ) -> Path:
-    """Write a GGUF file, which llama.cpp and `Checkpoint.open` load.
+    """Write a GGUF file that llama.cpp and `Checkpoint.open` load.
 
-    path: its folder exists. weights, tokenizer: as in `save_pretrained`. type: of matrices, one of
-    `TYPES`, as the package gguf quantizes; norms, biases and GPT-2's positions are float32. A
-    matrix whose rows are no whole blocks of the type is float16. A file that is there is replaced
-    only with `overwrite`, and by a complete one. Returns the path.
+    path: the file to write, in an existing folder. weights, tokenizer: as in `save_pretrained`.
+    type: GGUF type of the matrices, one of `TYPES`, quantized by the package gguf; norms, biases
+    and GPT-2's position embedding are float32. A matrix whose rows are not a multiple of the type's
+    blocks is float16. overwrite: replace an existing file, once the new file is complete. Returns
+    the path.
 
-    Warns (UserWarning) of matrices in float16, of a tokenizer that GGUF cannot describe, without
-    which the file is written, of more end tokens than it has keys for, and where llama.cpp
-    multiplies embeddings by another factor.
+    Warns (UserWarning) of matrices in float16, of a file without a tokenizer because GGUF cannot
+    describe it, of more end tokens than GGUF has keys for, and if llama.cpp multiplies embeddings
+    by a different factor.
 
     Raises InputError for wrong arguments, for a config that GGUF has no keys for, and for weights
-    out of the range of the type, CheckpointError where the file cannot be written, the tokenizer's
+    out of the range of the type, CheckpointError if the file cannot be written, the tokenizer's
     files cannot be read, or the package gguf is missing.
     """
     path = given_path("path", path)
@@ -95,7 +96,7 @@ def save_gguf(
 
 
 def metadata_of(config: ModelConfig) -> dict[str, Any]:
-    """The keys of an architecture, as `gguf.read_model` reads them."""
+    """Return the GGUF metadata that describe a config, in the form that `gguf.read_model` reads."""
     named = architecture_of(config).GGUF
     keys = {key: getattr(config, field) for key, (field, _) in gguf.fields_of(type(config)).items()}
     keys |= {key: value for key, (_, value) in gguf.following(config).items()}
@@ -105,11 +106,11 @@ def metadata_of(config: ModelConfig) -> dict[str, Any]:
 
 
 def tensors_of(weights: TensorSource) -> Iterator[tuple[str, NDArray[np.float32]]]:
-    """Yield the name and the numbers of every tensor of a file; matrices (outputs, inputs)."""
+    """Yield the name and the values of every tensor of a file; matrices are (outputs, inputs)."""
     config, naming = weights.config, naming_of(weights.config, gguf=True)
     parts = naming.parts(config)
     yield from _scaling(config)[1].items()
-    rows: list[NDArray[Any]] = []  # of a tensor that has those of several of ours
+    rows: list[NDArray[Any]] = []  # arrays to join into one tensor of the file
     for ours, array in as_in_files(weights, naming, "float32"):
         rows.append(array)
         names = parts[naming.first_of(ours)]
@@ -123,7 +124,7 @@ def tensors_of(weights: TensorSource) -> Iterator[tuple[str, NDArray[np.float32]
 
 
 def encoded(name: str, rows: NDArray[np.float32], kind: str) -> NDArray[Any]:
-    """The numbers in a type of `gguf`. Raises InputError for numbers out of its range."""
+    """Return rows converted to a GGUF type. Raises InputError for values out of its range."""
     package = library()
     with np.errstate(all="ignore"):
         if kind not in ("F32", "BF16"):
@@ -141,9 +142,10 @@ def write(
     kinds: Mapping[str, tuple[str, Shape]],
     data: Iterable[NDArray[Any]],
 ) -> None:
-    """Write a file of tensors of these types and shapes, whose data follow in this order.
+    """Write a GGUF file from its metadata, the types and shapes of its tensors, and their data.
 
-    metadata: numbers, bool, str, arrays and lists by key. data: read once, one at a time.
+    metadata: numbers, bool, str, arrays and lists by key. kinds: tensor name → (type, shape). data:
+    arrays in the order of `kinds`, read once, one at a time.
     """
     package = library()
     with closing(package.GGUFWriter(file, metadata["general.architecture"])) as writer:
@@ -163,7 +165,7 @@ def write(
 
 
 def _add(writer: Any, key: str, value: Any) -> None:
-    """Add a key, with the type that llama.cpp's converter gives such a value."""
+    """Add a key with the GGUF type that llama.cpp's converter uses for values of this kind."""
     if isinstance(value, bool):
         writer.add_bool(key, value)
     elif isinstance(value, int):
@@ -181,7 +183,7 @@ def _add(writer: Any, key: str, value: Any) -> None:
 
 
 def _check_config(config: ModelConfig) -> None:
-    """Raise InputError for an architecture or a setting that a file cannot have."""
+    """Raise InputError for an architecture or a setting that GGUF cannot describe."""
     if not architecture_of(config).GGUF:
         known = ", ".join(GGUF_ARCHITECTURES)
         raise InputError(f"{config.MODEL_TYPE}: GGUF has no such architecture, expected one of "
@@ -201,7 +203,7 @@ def _check_config(config: ModelConfig) -> None:
 
 
 def _scaling(config: ModelConfig) -> tuple[dict[str, Any], dict[str, NDArray[np.float32]]]:
-    """The keys and the tensors for the scaling of RoPE."""
+    """Return the GGUF keys and the tensors that describe the RoPE scaling."""
     scaling = config.scaling if isinstance(config, LlamaConfig) else None
     if not isinstance(config, LlamaConfig) or scaling is None:
         return {}, {}
@@ -209,7 +211,7 @@ def _scaling(config: ModelConfig) -> tuple[dict[str, Any], dict[str, NDArray[np.
         return {"rope.scaling.type": "linear", "rope.scaling.factor": scaling.factor}, {}
     if scaling.kind == "yarn":
         keys = {key: getattr(scaling, field) for key, field in gguf.YARN_KEYS.items()}
-        del keys["rope.scaling.yarn_attn_factor"]  # few architectures of llama.cpp read it
+        del keys["rope.scaling.yarn_attn_factor"]  # few of llama.cpp's architectures read this key
         factor = scaling.attention_factor / yarn_attention(scaling.factor)
         return {**keys, "rope.scaling.type": "yarn", "rope.scaling.attn_factor": factor}, {}
     if "long_factor" in config.HONOURED and scaling.kind == "longrope":
@@ -224,7 +226,7 @@ def _scaling(config: ModelConfig) -> tuple[dict[str, Any], dict[str, NDArray[np.
 
 
 def _as_in_file(config: ModelConfig, name: str, rows: NDArray[np.float32]) -> NDArray[np.float32]:
-    """The rows of a tensor with its `gguf.differences`."""
+    """Return a tensor's rows as the file stores them: with its `gguf.differences` applied."""
     heads, added = gguf.differences(config, name)
     if heads:
         halves = rows.reshape(heads, 2, len(rows) // heads // 2, *rows.shape[1:])
@@ -233,7 +235,7 @@ def _as_in_file(config: ModelConfig, name: str, rows: NDArray[np.float32]) -> ND
 
 
 def _kinds(path: Path, config: ModelConfig, kind: str) -> dict[str, tuple[str, Shape]]:
-    """The types and shapes of the tensors of a file, in order. Warns of matrices in float16."""
+    """Return tensor name → (type, shape), in the file's order. Warns of matrices in float16."""
     package, odd = library(), []
     block, _ = package.GGML_QUANT_SIZES[package.GGMLQuantizationType[kind]]
     found = {name: ("F32", array.shape) for name, array in _scaling(config)[1].items()}
@@ -258,7 +260,10 @@ def _kinds(path: Path, config: ModelConfig, kind: str) -> dict[str, tuple[str, S
 def _described(
     path: Path, weights: TensorSource, tokenizer: str | Path | Checkpoint | None
 ) -> dict[str, Any]:
-    """The keys `general.…` and `tokenizer.…`; those of a GGUF file stay. Warns."""
+    """Return the keys `general.…` and `tokenizer.…`, copied from a GGUF source if there is one.
+
+    Warns of a missing tokenizer and of end tokens without a key.
+    """
     config, given = weights.config, weights if tokenizer is None else tokenizer
     source = next((each for each in (weights, given) if isinstance(each, Checkpoint)), None)
     found: dict[str, Any] = {"general.type": "model"}
@@ -275,16 +280,16 @@ def _described(
         except CheckpointError as error:
             reason = str(error)
     if f"{PREFIX}tokens" not in found:
-        found[f"{PREFIX}model"] = "none"  # with which llama.cpp expects no tokens
+        found[f"{PREFIX}model"] = "none"  # llama.cpp then expects no tokens
         warnings.warn(
             f"{path} has no tokenizer: {reason}: give one with --tokenizer, or token ids",
             stacklevel=3,
         )
     named = (found.pop(key, None) for key in _ENDS)
-    tokens = range(config.vocab_size)  # config.json may name others, which no text has
+    tokens = range(config.vocab_size)  # config.json may name end tokens outside the vocabulary
     ends = [*dict.fromkeys(id_ for id_ in (*named, *config.eos_token_ids) if id_ in tokens)]
     by_text = end_tokens(found, config.vocab_size)
-    ends[1:] = sorted(ends[1:], key=by_text.__contains__)  # keys go to the others first
+    ends[1:] = sorted(ends[1:], key=by_text.__contains__)  # ids that need a GGUF key come first
     found |= zip(_ENDS, ends, strict=False)
     lost = [id_ for id_ in ends[len(_ENDS) :] if id_ not in by_text]
     if lost:

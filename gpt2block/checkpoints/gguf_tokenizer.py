@@ -1,8 +1,8 @@
-"""The tokenizer of a GGUF file, as the content of Hugging Face's tokenizer files.
+"""Convert the tokenizer of a GGUF file to the content of Hugging Face's tokenizer files.
 
-Two kinds: `gpt2`, a byte-level BPE with a list of merges, and `llama`, SentencePiece's BPE, whose
-merges follow from the scores of its tokens. Sources: llama.cpp's vocabulary, and the conversion of
-SentencePiece models in `transformers`.
+Two kinds are supported: `gpt2`, a byte-level BPE with a list of merges, and `llama`,
+SentencePiece's BPE, whose merges follow from the scores of its tokens. Sources: llama.cpp's
+vocabulary, and the conversion of SentencePiece models in `transformers`.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ _READ = {
     "model", "pre", "tokens", "scores", "token_type", "merges", "add_bos_token", "add_space_prefix",
     "token_type_count",
 }  # fmt: skip
-# Other keys, except ids of tokens, are accepted only with the value for which they change nothing
+# GGUF key → the only value that is accepted, because it has no effect
 _NEUTRAL: Mapping[str, Any] = {"add_eos_token": False, "add_sep_token": False,
                                "remove_extra_whitespaces": False}  # fmt: skip
 
 
 class _Pre(NamedTuple):
-    """What a byte-level BPE does to a text before its merges."""
+    """Steps that a byte-level BPE applies to a text before its merges."""
 
     steps: Sequence[Mapping[str, Any]]
-    nfc: bool = False  # whether the text is normalized
-    ignore_merges: bool = False  # whether a word that is a token is taken as it is
-    adds_bos: bool = False  # before every text, where the file does not say
+    nfc: bool = False  # whether the text is normalized to NFC first
+    ignore_merges: bool = False  # whether a word in the vocabulary becomes its token without merges
+    adds_bos: bool = False  # value of add_bos_token in a file without this key
 
 
 _BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-_WORDS = _BYTES | {"use_regex": True}  # with GPT-2's regular expression
+_WORDS = _BYTES | {"use_regex": True}  # splits words by GPT-2's regular expression
 _DIGITS = {"type": "Digits", "individual_digits": True}
 _PUNCTUATION = {"type": "Punctuation", "behavior": "Contiguous"}
 
 
 def _splits(*expressions: str) -> list[Mapping[str, Any]]:
-    """Words by regular expressions, one after the other, and their bytes."""
+    """Return pre-tokenizer steps: a split by each expression in turn, then conversion to bytes."""
     flags = {"behavior": "Isolated", "invert": False}
     return [
         *({"type": "Split", "pattern": {"Regex": each}, **flags} for each in expressions),
@@ -65,10 +65,10 @@ def _splits(*expressions: str) -> list[Mapping[str, Any]]:
     ]
 
 
-# By llama.cpp's names. Sources: the tokenizer.json of the models after which they are named; of
-# exaone, dbrx, deepseek-r1-qwen and megrez, llama.cpp. It differs from the models: it never
-# normalizes, its classes of letters for tekken and gpt-4o have no marks and only the cases of
-# ASCII, and falcon3 has Llama 3's words.
+# Pre-tokenizers by llama.cpp's names. Source: the tokenizer.json of the model that gives each name;
+# for exaone, dbrx, deepseek-r1-qwen and megrez, llama.cpp. llama.cpp differs from the models: it
+# never normalizes, its letter classes for tekken and gpt-4o lack marks and know only ASCII's cases,
+# and its falcon3 splits words as Llama 3 does.
 PRE: Mapping[str, _Pre] = {
     **dict.fromkeys(("gpt-2", "phi-2", "granite-docling"), _Pre([_WORDS])),
     "olmo": _Pre([_WORDS], nfc=True),
@@ -91,10 +91,10 @@ PRE: Mapping[str, _Pre] = {
 
 
 def files_of(file: Path) -> dict[str, Any]:
-    """The content of tokenizer.json and tokenizer_config.json, by these names.
+    """Return the content of tokenizer.json and tokenizer_config.json for a GGUF file, by file name.
 
-    The latter has the chat template. Raises CheckpointError for a file without a tokenizer, and for
-    one that is not supported, with the name of the key.
+    tokenizer_config.json contains the chat template. Raises CheckpointError for a file without a
+    tokenizer, and for an unsupported tokenizer, with the name of the key.
     """
     header = header_of(file)
     with about(file):
@@ -103,7 +103,7 @@ def files_of(file: Path) -> dict[str, Any]:
 
 
 def as_files(file: Path) -> dict[str, bytes]:
-    """The tokenizer's files for a Hugging Face folder; none for a file without a tokenizer.
+    """Return tokenizer files for a Hugging Face folder, as bytes by name; {} without a tokenizer.
 
     Raises CheckpointError as `files_of` does.
     """
@@ -116,7 +116,7 @@ def as_files(file: Path) -> dict[str, bytes]:
 
 
 def files_from(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """What `files_of` returns of a file with this metadata. Raises CheckpointError."""
+    """Return the result of `files_of` for a file with this metadata. Raises CheckpointError."""
     keys = (key for key in metadata if key.startswith(PREFIX))
     found = {key.removeprefix(PREFIX): metadata[key] for key in keys}
     for key, value in found.items():
@@ -190,7 +190,7 @@ def _numbers(
 
 
 def _added(tokens: Sequence[str], kinds: Iterable[int]) -> Iterable[dict[str, Any]]:
-    """The tokens that are matched in the text before the model is applied."""
+    """Yield entries of added_tokens: tokens that are matched in a text before BPE merges."""
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     for token_id, (token, kind) in enumerate(zip(tokens, kinds, strict=True)):
         if kind in ADDED and token:
@@ -200,7 +200,7 @@ def _added(tokens: Sequence[str], kinds: Iterable[int]) -> Iterable[dict[str, An
 def _bpe(
     tokens: Sequence[str], kinds: Iterable[int], merges: Sequence[Any], **changed: Any
 ) -> dict[str, Any]:
-    """The model of a tokenizer.json; its vocabulary is without tokens that only fill the file's."""
+    """Return the `model` of a tokenizer.json; its vocabulary omits the file's unused tokens."""
     pairs = enumerate(zip(tokens, kinds, strict=True))
     vocabulary = {token: id_ for id_, (token, kind) in pairs if kind != UNUSED}
     unset = dict.fromkeys(("dropout", "unk_token", "continuing_subword_prefix",
@@ -211,7 +211,7 @@ def _bpe(
 
 
 def words_of(pre: _Pre) -> dict[str, Any]:
-    """The parts of the pipeline of a byte-level BPE that make words of a text."""
+    """Return a byte-level BPE's normalizer and pre-tokenizer, which split a text into words."""
     several = {"type": "Sequence", "pretokenizers": pre.steps}
     return {
         "normalizer": {"type": "NFC"} if pre.nfc else None,
@@ -222,7 +222,7 @@ def words_of(pre: _Pre) -> dict[str, Any]:
 def _byte_level(
     found: Mapping[str, Any], tokens: Sequence[str], kinds: Iterable[int], architecture: Any
 ) -> tuple[dict[str, Any], bool]:
-    """The pipeline of a byte-level BPE, and whether texts begin with bos by default."""
+    """Return the pipeline of a byte-level BPE, and whether texts begin with bos by default."""
     pre = found.get("pre", "gpt-2" if architecture == "gpt2" else None)
     known = PRE.get(pre) if isinstance(pre, str) else None
     if known is None:
@@ -241,10 +241,10 @@ def _byte_level(
 def _sentence_piece(
     found: Mapping[str, Any], tokens: Sequence[str], kinds: list[int], unknown: str | None
 ) -> dict[str, Any]:
-    """The pipeline of SentencePiece's BPE with bytes.
+    """Return the pipeline of SentencePiece's BPE with byte fallback.
 
     As in llama.cpp, the text after a special or user-defined token begins with a space, too.
-    User-defined runs of spaces, as Gemma's, are merged first, as in Gemma's tokenizer.json.
+    Merges of user-defined runs of spaces, such as Gemma's, come first, as in its tokenizer.json.
     """
     scores = _numbers(found, "scores", tokens)
     if kinds.count(BYTE) != 256 or unknown is None:
@@ -253,7 +253,7 @@ def _sentence_piece(
         )
     added = (token for token, kind in zip(tokens, kinds, strict=True) if kind == USER_DEFINED)
     spaced = next((token for token in added if _SPACE in token and not _is_run(token)), None)
-    if spaced is not None:  # it is matched in the text, where spaces are not replaced yet
+    if spaced is not None:  # added tokens are matched before spaces become ▁
         raise _unsupported("token_type", spaced)
     prefix = _flag(found, "add_space_prefix", True)
     prepend = {"type": "Prepend", "prepend": _SPACE}
@@ -272,14 +272,14 @@ def _sentence_piece(
 
 
 def _is_run(token: str) -> bool:
-    """Whether a token is several spaces, which llama.cpp's converter writes as they are."""
+    """Return whether a token is several spaces, which llama.cpp's converter does not write as ▁."""
     return len(token) > 1 and not token.strip(f" {_SPACE}")
 
 
 def _merges(
     tokens: Sequence[str], kinds: Sequence[int], scores: Sequence[float]
 ) -> list[tuple[str, str]]:
-    """Every two tokens that form a third one, by the scores of the latter, best first.
+    """Return all pairs of tokens that form a third token, by the third token's score, best first.
 
     The left part of user-defined runs of spaces is as long as possible.
     """
@@ -298,7 +298,7 @@ def _merges(
 
 
 def _first(bos: str, token_id: int) -> dict[str, Any]:
-    """The post-processor that puts a token before every text."""
+    """Return a post-processor that puts the token `bos` before every text."""
     start, text = {"SpecialToken": {"id": bos, "type_id": 0}}, {"id": "A", "type_id": 0}
     single = [start, {"Sequence": text}]
     return {

@@ -1,4 +1,4 @@
-"""The keys of a GGUF file for a tokenizer of Hugging Face's files: what `gguf_tokenizer` reads."""
+"""Convert Hugging Face's tokenizer files to the keys of a GGUF file that `gguf_tokenizer` reads."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _DAMAGE = (ValueError, KeyError, TypeError, AttributeError, IndexError, Recursio
 _MODEL = ("type", "dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback",
           "ignore_merges")  # fmt: skip
 _INNER = ("normalizers", "pretokenizers", "decoders", "processors")
-# Gemma's words, of which there is one: the normalizer has left no spaces
+# Gemma's pre-tokenizer, which splits nothing: the normalizer has replaced all spaces
 _AT_SPACES = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious",
               "invert": False}  # fmt: skip
 
 
 def keys_of(files: Mapping[str, bytes], vocab_size: int) -> dict[str, Any]:
-    """The metadata for a tokenizer, given the content of its files by name.
+    """Return the GGUF metadata of a tokenizer. files: content of the tokenizer's files by name.
 
-    Ids without a token, up to vocab_size, are filled. Warns of added tokens that take the white
-    space next to them, which GGUF does not say. Raises CheckpointError for damaged files, and for a
-    tokenizer that would be another one when it is read back.
+    Ids below vocab_size without a token get padding tokens. Warns of added tokens that are whole
+    words or absorb adjacent white space, which GGUF cannot express. Raises CheckpointError for
+    damaged files, and for a tokenizer that GGUF's keys would change.
     """
     with about(tokenizer_files.TOKENIZER, _DAMAGE, "cannot be read: {}"):
         spec, settings = _read(files)
@@ -56,7 +56,7 @@ def keys_of(files: Mapping[str, bytes], vocab_size: int) -> dict[str, Any]:
 
 
 def _read(files: Mapping[str, bytes]) -> tuple[Any, dict[str, Any]]:
-    """The content of tokenizer.json, or what stands for it, and the settings."""
+    """Return the content of tokenizer.json, or an equivalent from other files, and the settings."""
     named = (tokenizer_files.SPECIAL, tokenizer_files.SETTINGS, tokenizer_files.ADDED)
     special, settings, added = (json.loads(files.get(name, b"{}")) for name in named)
     settings = special | settings
@@ -69,7 +69,10 @@ def _read(files: Mapping[str, bytes]) -> tuple[Any, dict[str, Any]]:
 
 
 def _keys(spec: Any, settings: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
-    """The keys without their prefix. A score of SentencePiece's is the rank of a token's merges."""
+    """Return the tokenizer's keys without their prefix.
+
+    SentencePiece's score of a token is minus the rank of the first merge that forms the token.
+    """
     model, added = spec["model"], {each["content"]: each for each in spec["added_tokens"]}
     ids, before, merges = _ids(spec), _before(spec), _merges(model)
     fallback = bool(model.get("byte_fallback"))
@@ -102,7 +105,7 @@ def _keys(spec: Any, settings: Mapping[str, Any], vocab_size: int) -> dict[str, 
 
 
 def _pre(spec: Any) -> str:
-    """llama.cpp's name for what a byte-level BPE does before its merges."""
+    """Return llama.cpp's name of a byte-level BPE's pre-tokenizer. Raises CheckpointError."""
 
     def words(spec: Any, ignores: bool | None) -> Any:
         return _steps(spec, "normalizer"), _steps(spec, "pre_tokenizer"), bool(ignores)
@@ -116,11 +119,11 @@ def _pre(spec: Any) -> str:
 
 
 def _meaning(spec: Any) -> dict[str, Any]:
-    """What decides the ids of texts, and texts of ids, by the name of the part.
+    """Return the parts of a tokenizer that determine its encoding and decoding, by name.
 
-    Of SentencePiece's merges, the order of neighbours that make one token does not: the first of
-    them in a text is merged. Nor do those of user-defined tokens, at which a text is split before,
-    except runs of spaces: their merges come first, in the order that `gguf_tokenizer` gives them.
+    SentencePiece's adjacent merges of one token are sorted, as their order has no effect: the
+    leftmost pair in a text is merged. Merges of user-defined tokens are left out, as a text is
+    split at these tokens first; except for runs of spaces, whose merges come first.
     """
     model, merges, words = spec["model"], _merges(spec["model"]), _steps(spec, "pre_tokenizer")
     fallback = bool(model.get("byte_fallback"))
@@ -129,7 +132,7 @@ def _meaning(spec: Any) -> dict[str, Any]:
         users = {each["content"] for each in spec["added_tokens"] if not each.get("special", True)}
         runs = {user for user in users if not user.strip("▁")}
         applied = [pair for pair in merges if "".join(pair) not in users - runs]
-        n = sum("".join(pair) in runs for pair in applied)  # which are the first
+        n = sum("".join(pair) in runs for pair in applied)  # merges of runs, which come first
         same = groupby(applied[n:], "".join)
         merges = sorted(applied[:n]) + [pair for _, each in same for pair in sorted(each)]
     return {
@@ -142,19 +145,19 @@ def _meaning(spec: Any) -> dict[str, Any]:
 
 
 def _ids(spec: Any) -> dict[str, int]:
-    """Token → id, of added tokens too."""
+    """Return token → id for the vocabulary and the added tokens."""
     added = {each["content"]: each["id"] for each in spec["added_tokens"]}
     return {**spec["model"]["vocab"], **added}
 
 
 def _merges(model: Any) -> list[tuple[str, ...]]:
-    """The two tokens of each merge; old files write a merge as "left right"."""
+    """Return the two tokens of each merge; old files write a merge as "left right"."""
     pairs = (each.split(" ") if isinstance(each, str) else each for each in model["merges"])
     return [tuple(pair) for pair in pairs]
 
 
 def _before(spec: Any) -> list[Any]:
-    """The ids that a post-processor adds before a text; a step that does anything else."""
+    """Return the ids that the post-processor puts before a text, and steps with other effects."""
     found: list[Any] = []
     for step in _steps(spec, "post_processor"):
         single = step.get("single", ())
@@ -167,7 +170,7 @@ def _before(spec: Any) -> list[Any]:
 
 
 def _steps(spec: Any, part: str) -> list[dict[str, Any]]:
-    """The steps of a part of the pipeline, equal where they do the same to a text."""
+    """Return the steps of a tokenizer's part, normalized so that equivalent steps are equal."""
     step = spec.get(part)
     if not step:
         return []
@@ -176,6 +179,6 @@ def _steps(spec: Any, part: str) -> list[dict[str, Any]]:
         return [each for one in inner for each in _steps({part: one}, part)]
     if step["type"] == "ByteLevel":
         step = {"use_regex": True, **step, "trim_offsets": True}
-    elif step.get("behavior") == "Removed" and step.get("invert"):  # what is between the matches
+    elif step.get("behavior") == "Removed" and step.get("invert"):  # removes text between matches
         step = {**step, "behavior": "Isolated", "invert": False}
     return [step]

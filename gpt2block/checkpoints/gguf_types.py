@@ -1,4 +1,4 @@
-"""Tensors of GGUF files, whose types are those of the package `gguf`, read as floats."""
+"""Read tensors of GGUF files: dequantize them with the package `gguf`, or keep them quantized."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from gpt2block.errors import CheckpointError, require
 from gpt2block.weights.gguf import BORDER, TYPES, GgufMatrix, range_bytes
 from gpt2block.weights.gguf_packing import BlockRows, packed_on_device
 
-_DECODED_AT_ONCE = 2**20  # numbers
-FLOAT, NARROW = 4, 2  # bytes of numbers next to blocks: of vectors, and of other matrices
+_DECODED_AT_ONCE = 2**20  # values that are dequantized at once
+FLOAT, NARROW = 4, 2  # bytes per value outside quantized blocks: in vectors, in matrices
 _NATIVE: Mapping[str, str] = {"F32": "float32", "F16": "float16", "F64": "float64",
                               "BF16": "bfloat16"}  # fmt: skip
 
 
 def library() -> Any:
-    """The package `gguf`. Raises CheckpointError where it is missing."""
+    """Return the package `gguf`. Raises CheckpointError if it is not installed."""
     require("a GGUF file", "gguf", "gguf", kind=CheckpointError)
     import gguf  # noqa: PLC0415  (slow to import)
 
@@ -33,7 +33,7 @@ def library() -> Any:
 
 
 def dtype_of(kind: int) -> str:
-    """The dtype as which a type is read: its own, or float32 for a quantized one."""
+    """Return the dtype as which a GGUF type is read; float32 for a quantized type."""
     return _NATIVE.get(library().GGMLQuantizationType(kind).name, "float32")
 
 
@@ -41,9 +41,9 @@ def dtype_of(kind: int) -> str:
 class Encoded(Stored):
     """A tensor of a GGUF file.
 
-    kind: the number of its type. length: its bytes. heads: of a part of Q and K, the number of
-    heads, whose rows change their order; 0 for other tensors. added: what its numbers contain in
-    addition to those of a model.
+    kind: number of the tensor's GGUF type. length: its size in bytes. heads: number of heads of a
+    tensor of Q or K, whose rows are reordered; 0 for other tensors. added: constant that the
+    file's values contain in addition to the model's.
     """
 
     kind: int = 0
@@ -64,7 +64,7 @@ class Encoded(Stored):
         return replace(self, **vars(super().rows(begin, end)) | {"length": length})
 
     def check_type(self) -> None:
-        """Raise CheckpointError for a type that cannot be read."""
+        """Raise CheckpointError if the package `gguf` cannot dequantize the tensor's type."""
         if not _is_supported(self.kind):
             raise CheckpointError(
                 f"{self.file}: {self.label}: type {self.types[0]} is not supported by the package "
@@ -72,9 +72,9 @@ class Encoded(Stored):
             )
 
     def read_into(self, array: NDArray[Any]) -> None:
-        """Read into a C-contiguous array of this shape and any float dtype.
+        """Read the tensor into a C-contiguous array of its shape and of any float dtype.
 
-        Whole heads, or single rows, are decoded at a time. Raises CheckpointError.
+        Decodes several whole heads, or rows without heads, at a time. Raises CheckpointError.
         """
         flat = array.reshape(self.shape[0], -1)
         unit = self.shape[0] // self.heads if self.heads else 1
@@ -89,19 +89,19 @@ class Encoded(Stored):
                 piece[...] = values - self.added if self.added else values
 
     def read_blocks(self) -> NDArray[np.uint8]:
-        """The bytes of the rows (N, bytes of a row), in the order of a model's. CheckpointError."""
+        """Return rows as bytes (N, bytes per row), in the model's order. Raises CheckpointError."""
         data = np.empty((self.shape[0], self.length // self.shape[0]), np.uint8)
         self.read_bytes(0, data.reshape(-1))
         return self._ordered(data)
 
     def read_bytes(self, begin: int, array: NDArray[np.uint8]) -> None:
-        """Read the bytes from `begin` on, of rows as the file has them. Raises CheckpointError."""
+        """Read the tensor's bytes from `begin` on, in the file's order. Raises CheckpointError."""
         with about(self.file), self.file.open("rb") as stream:
             stream.seek((self.offset or 0) + begin)
             self._check_length(stream.readinto(array.data), len(array))
 
     def _taken(self, stream: BinaryIO, length: int) -> bytes:
-        """The next bytes of the file. Raises CheckpointError if there are fewer."""
+        """Return the next `length` bytes of the file. Raises CheckpointError if fewer are left."""
         data = stream.read(length)
         self._check_length(len(data), length)
         return data
@@ -113,7 +113,7 @@ class Encoded(Stored):
             )
 
     def _ordered(self, rows: NDArray[Any]) -> NDArray[Any]:
-        """Rows of whole heads in the order of a model's; those of a part of Q and K change it."""
+        """Return the rows of whole heads in the model's order; only rows of Q and K are moved."""
         if not self.heads:
             return rows
         pairs = rows.reshape(-1, self.shape[0] // self.heads // 2, 2, rows.shape[1])
@@ -122,7 +122,7 @@ class Encoded(Stored):
 
 
 def kept(tensor: Stored) -> list[tuple[str, Encoded]]:
-    """The types and parts of a matrix that can stay in the blocks of its file, else none."""
+    """Return (type, part) for each part of a matrix; [] if it cannot keep its quantized blocks."""
     pieces = [piece for piece in tensor.pieces if isinstance(piece, Encoded)]
     if len(pieces) != len(tensor.pieces) or tensor.layout != "NK" or tensor.head_order:
         return []
@@ -136,7 +136,7 @@ def kept(tensor: Stored) -> list[tuple[str, Encoded]]:
 
 @dataclass(frozen=True)
 class InBlocks:
-    """A matrix in the blocks of its file, which are read when it is made in either memory."""
+    """A matrix in quantized blocks of a GGUF file, which `on_host` and `on_device` read."""
 
     parts: list[tuple[str, Encoded]]
     K: int
@@ -152,13 +152,13 @@ class InBlocks:
 
 
 def in_blocks(tensor: Stored) -> InBlocks | None:
-    """The matrix in the blocks of its file, or None where kernels do not read it."""
+    """Return the tensor as a matrix in quantized blocks; None if kernels cannot read its blocks."""
     parts = kept(tensor)
     return InBlocks(parts, tensor.shape[1]) if parts else None
 
 
 def bytes_in_blocks(stored: Iterable[Stored]) -> int:
-    """Bytes of the tensors of a model whose matrices stay in blocks; 0 where none can."""
+    """Return the bytes of a model whose matrices keep quantized blocks; 0 if no matrix can."""
     total, found = 0, False
     for tensor in stored:
         parts = kept(tensor)
@@ -170,12 +170,12 @@ def bytes_in_blocks(stored: Iterable[Stored]) -> int:
 
 
 def _decoded(data: bytes, kind: int) -> NDArray[Any]:
-    """The numbers of a tensor's bytes."""
+    """Decode the bytes of a tensor of GGUF type `kind` to a flat array of values."""
     types = library().GGMLQuantizationType
     if types(kind).name in _NATIVE:
         return np.frombuffer(data, DTYPES[dtype_of(kind)])
-    row = np.frombuffer(data, np.uint8)[None]  # dequantize loops over groups of 16 rows
-    with np.errstate(over="ignore", invalid="ignore"):  # a model refuses infinity and NaN
+    row = np.frombuffer(data, np.uint8)[None]  # one row, as dequantize loops over groups of 16 rows
+    with np.errstate(over="ignore", invalid="ignore"):  # the model refuses infinity and NaN later
         values: NDArray[Any] = library().dequantize(row, types(kind))
     return values
 

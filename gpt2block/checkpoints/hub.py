@@ -1,4 +1,4 @@
-"""Models on the Hugging Face hub: files from the local cache, or downloaded into it.
+"""Get files of Hugging Face hub models from the local cache, or download them into it.
 
 HF_HOME, HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE, HF_HUB_ETAG_TIMEOUT and HF_HUB_DOWNLOAD_TIMEOUT have
 the meaning that `huggingface_hub` gives them.
@@ -24,28 +24,28 @@ from gpt2block.checkpoints.locating import BUNDLED_NAMES, nearest
 from gpt2block.config import SIZES
 from gpt2block.errors import CheckpointError, InputError, shown
 
-# OpenAI's models, whose tokenizer needs no files
+# OpenAI's GPT-2 models, whose tokenizer needs no files
 OFFICIAL = {name for size in SIZES for name in (size, f"openai-community/{size}")}
-_FIRST_ANSWER = 5  # seconds, unless HF_HUB_ETAG_TIMEOUT is set
+_FIRST_ANSWER = 5  # seconds to wait for the hub's first answer, unless HF_HUB_ETAG_TIMEOUT is set
 _REVISION = re.compile(r"\w[\w.-]*(/[\w-][\w.-]*)*")
 
 
 class _MissingError(Exception):
-    """A file that the cache, or the repository, does not have."""
+    """Raised with the name of a file that the cache, or the repository, does not have."""
 
 
 def check_revision(revision: str) -> None:
-    """Raise InputError unless it can be a branch, a tag or a commit."""
+    """Raise InputError unless `revision` can be a branch, a tag or a commit."""
     if not isinstance(revision, str) or not _REVISION.fullmatch(revision):
         raise InputError(f"revision: expected a branch, tag or commit, got {shown(revision)}")
 
 
 def fetch(repo: str, revision: str | None = None) -> Path:
-    """Return the weights file, or the index of its shards, with config.json next to it.
+    """Return a repository's weights file, or the index of its shards, downloaded if necessary.
 
-    Cached files need no network, and neither does the refusal of a name that is close to that of a
-    bundled model: the hub has few repositories without an owner. All downloaded files come from one
-    commit and include the tokenizer's. Raises CheckpointError.
+    config.json is in the same folder. Cached files need no network. A name similar to that of a
+    bundled model is refused without network, as the hub has few repositories without an owner. All
+    downloaded files come from one commit and include the tokenizer's. Raises CheckpointError.
     """
     at = f"{repo} at revision {revision}" if revision else repo
     meant = nearest(repo)
@@ -70,7 +70,7 @@ def fetch(repo: str, revision: str | None = None) -> Path:
             f"{at}: the repository on the hub does not have {missing}: expected a GPT-2 or a Llama "
             "in Hugging Face's format"
         ) from None
-    except Exception as error:  # any error of the HTTP library, and of the cache's file system
+    except Exception as error:  # any error of the HTTP library or the cache's file system
         raise CheckpointError(
             f"{at}: not in the Hugging Face cache, and {_reason(error)}{hint}"
         ) from error
@@ -81,9 +81,9 @@ def fetch(repo: str, revision: str | None = None) -> Path:
 def fetch_tokenizer(repo: str, snapshot: Path, asked: bool = False) -> str | None:
     """Download the repository's tokenizer files into the folder of its weights.
 
-    snapshot: the folder of the cached weights, named by their commit. asked: whether the hub has
-    just answered. No request is sent when none of the files is unknown. Returns None, or the reason
-    why they are not known.
+    snapshot: folder of the cached weights, named by their commit. asked: whether the hub has just
+    answered a request. No request is sent if the cache records which of the files exist. Returns
+    None, or the reason why this stays unknown.
     """
     try:
         unknown = unknown_tokenizer_files(repo, snapshot)
@@ -95,15 +95,15 @@ def fetch_tokenizer(repo: str, snapshot: Path, asked: bool = False) -> str | Non
             _ask(repo, snapshot.name)
         for name in unknown:
             _get(repo, name, snapshot.name, cached=False)
-    except Exception as error:  # as in fetch
+    except Exception as error:  # any error of the HTTP library or the cache's file system
         return _reason(error)
     return None
 
 
 def unknown_tokenizer_files(repo: str, snapshot: Path) -> list[str]:
-    """Return the tokenizer files of which the cache does not record whether they exist.
+    """Return the names of tokenizer files for which the cache does not record whether they exist.
 
-    [] when the cache has tokenizer.json and records whether its settings exist.
+    [] if the cache has tokenizer.json and records whether tokenizer_config.json exists.
     """
     from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415
 
@@ -115,9 +115,9 @@ def unknown_tokenizer_files(repo: str, snapshot: Path) -> list[str]:
 
 
 def _ask(repo: str, revision: str | None) -> None:
-    """Say on stderr that the hub is asked, and raise the HTTP library's error if it cannot be.
+    """Print on stderr that the hub is queried; raise the HTTP library's error if this fails.
 
-    This is one request with a short time-out: `hf_hub_download` repeats one for minutes.
+    Sends one request with a short time-out, as `hf_hub_download` would retry for minutes.
     """
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url  # noqa: PLC0415
     from huggingface_hub.errors import HfHubHTTPError  # noqa: PLC0415
@@ -126,12 +126,12 @@ def _ask(repo: str, revision: str | None) -> None:
     print(f"asking the Hugging Face hub for {repo} …", file=sys.stderr, flush=True)
     own = os.environ.get("HF_HUB_ETAG_TIMEOUT")
     timeout = constants.HF_HUB_ETAG_TIMEOUT if own else _FIRST_ANSWER
-    with suppress(HfHubHTTPError):  # an answer: the download explains it, or tries again
+    with suppress(HfHubHTTPError):  # the hub answered: the download reports the error or retries
         get_hf_file_metadata(url, timeout=timeout)
 
 
 def _weights(repo: str, revision: str | None, cached: bool) -> Path:
-    """Return the weights file or index, next to which are the configs.
+    """Return the path of the weights file or index; the configs are in the same folder.
 
     Raises _MissingError, and errors of huggingface_hub.
     """
@@ -140,7 +140,7 @@ def _weights(repo: str, revision: str | None, cached: bool) -> Path:
         raise _MissingError(CONFIG)
     commit = config.parent.name
     found = (_get(repo, name, commit, cached) for name in MODEL_FILES)
-    file = next(filter(None, found), None)  # the first that exists
+    file = next(filter(None, found), None)  # lazy: requests no further names once a file exists
     if file is None:
         raise _MissingError(f"any of {', '.join(MODEL_FILES)}")
     for shard in shards_of(file) if file.suffix == ".json" else ():
@@ -151,7 +151,7 @@ def _weights(repo: str, revision: str | None, cached: bool) -> Path:
 
 
 def _get(repo: str, name: str, revision: str | None, cached: bool) -> Path | None:
-    """Return a file's path; None where the cache, or the repository, does not have it."""
+    """Return a file's path; None if the cache (with `cached`) or the repository lacks it."""
     from huggingface_hub import hf_hub_download, try_to_load_from_cache  # noqa: PLC0415
     from huggingface_hub.errors import (  # noqa: PLC0415
         EntryNotFoundError,
@@ -159,7 +159,7 @@ def _get(repo: str, name: str, revision: str | None, cached: bool) -> Path | Non
     )
 
     getLogger("huggingface_hub").setLevel(ERROR)  # do not log every retry
-    if cached:  # `hf_hub_download` may send a request, for a list of agents, for cached files, too
+    if cached:  # even for a cached file, `hf_hub_download` may request a list of agents
         found = try_to_load_from_cache(repo, name, revision=revision)
         return Path(found) if isinstance(found, str) else None
     try:
@@ -177,7 +177,7 @@ def _offline() -> bool:
 
 
 def _reason(error: Exception) -> str:
-    """Return why the hub did not deliver a file, and what to do."""
+    """Return a message: why the hub did not deliver a file, and how to fix it."""
     from huggingface_hub.errors import (  # noqa: PLC0415
         GatedRepoError,
         HFValidationError,

@@ -1,4 +1,4 @@
-"""Hugging Face's layout: config.json next to model.safetensors, or next to shards and an index.
+"""Read Hugging Face checkpoints: config.json next to model.safetensors, or to shards and an index.
 
 The weights may also be PyTorch's files, pytorch_model.bin or its shards. nanoGPT's checkpoints have
 the same tensor names but another layout.
@@ -38,23 +38,23 @@ INDEX = "model.safetensors.index.json"
 MODEL_FILES = (WEIGHTS, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
-# Messages of safetensors where bytes are missing
+# Endings of safetensors' error messages for truncated files
 _TRUNCATED = ("header too small", "invalid header length", "file not fully covered")
 DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def is_weights(file: Path) -> bool:
-    """Return whether the file is read here, by its suffix or its first bytes."""
+    """Return whether this module reads the file, judged by its suffix or its first bytes."""
     if file.suffix == ".json" or pytorch.is_pickle(file):
         return True
-    header = read_start(file, 9)[8:]  # a header of safetensors follows its length
+    header = read_start(file, 9)[8:]  # first byte of safetensors' header, after its length
     return header == b"{" or (not header and file.suffix == ".safetensors")
 
 
 def read_model(file: Path) -> tuple[ModelConfig, dict[str, Stored]]:
-    """Return the config and the stored tensors by gpt2block's names.
+    """Return a model's config, and its stored tensors by gpt2block's names.
 
-    file: .safetensors, a file written by `torch.save`, or an index of several. Raises
+    file: .safetensors, a file written by `torch.save`, or an index of several such files. Raises
     CheckpointError, which lists missing, unexpected and misshapen tensors.
 
     No tensor data is read, except to compare an lm_head that is stored although the config ties it.
@@ -79,8 +79,8 @@ def read_model(file: Path) -> tuple[ModelConfig, dict[str, Stored]]:
     if tied and "lm_head.weight" in found:
         config = replace(config, tie_word_embeddings=False)
     stored = naming_of(config).model_tensors(file, f"{source} has n_layer", config, found)
-    # `transformers` 5 ties only equal matrices: with a config that ties them, or by default, it
-    # uses a stored lm_head that differs from wte, because the config is then wrong.
+    # `transformers` 5 ties lm_head to wte only if they are equal. It uses a stored lm_head that
+    # differs from wte even if the config ties them, because the config is then wrong.
     if tied and "lm_head" in stored and equal(stored["lm_head"], stored["wte"]):
         del stored["lm_head"]
         config = replace(config, tie_word_embeddings=True)
@@ -88,7 +88,7 @@ def read_model(file: Path) -> tuple[ModelConfig, dict[str, Stored]]:
 
 
 def _bare(file: Path, tensors: Sequence[Stored], naming: Naming) -> dict[str, Stored]:
-    """Return the tensors, without buffers that are no weights, by their names without prefixes.
+    """Return the weights by their names without prefixes; buffers that are not weights are dropped.
 
     A tensor may be stored several times with the same numbers. Raises CheckpointError for a tensor
     that is stored with several values.
@@ -142,7 +142,7 @@ def _files(file: Path) -> list[Path]:
 
 
 def _read_header(file: Path) -> list[Stored]:
-    """Return the tensors of a .safetensors file by the names in it.
+    """Return the tensors of a .safetensors file, labelled with their names in the file.
 
     Source: the format's description in https://github.com/huggingface/safetensors. The library
     checks the file, but its interface does not return the tensors' offsets.
@@ -164,7 +164,7 @@ def _read_header(file: Path) -> list[Stored]:
 
 
 def _entries(file: Path, header: dict[str, Any], data: int, size: int) -> Iterator[Stored]:
-    """Yield the tensors of a header. data: offset of the tensor data; size: of the file."""
+    """Yield the tensors of a header. data: offset of the tensor data. size: bytes of the file."""
     for name, spec in header.items():
         if name == "__metadata__":
             continue
@@ -177,11 +177,11 @@ def _entries(file: Path, header: dict[str, Any], data: int, size: int) -> Iterat
 
 
 def _read_config(file: Path, tensors: Sequence[Stored]) -> tuple[ModelConfig, dict[str, Stored]]:
-    """Read config.json next to the file; without one, use the GPT-2 size of the tensors' width.
+    """Read config.json, or infer a GPT-2 size from the tensors' width; return config and tensors.
 
-    As in transformers, the end tokens of generation_config.json replace those of config.json, and a
-    config without a dtype has that of the first tensor. Returns the config, and the tensors by
-    their names without prefixes.
+    The tensors are returned by their names without prefixes. As in transformers, the end tokens of
+    generation_config.json replace those of config.json, and a config without a dtype gets the dtype
+    of the first tensor.
     """
     path = file.parent / CONFIG
     if not is_file(path):
@@ -203,7 +203,7 @@ def _read_config(file: Path, tensors: Sequence[Stored]) -> tuple[ModelConfig, di
 
 
 def parse_config(config: Any) -> ModelConfig:
-    """The config that a Hugging Face `config.json` describes. Raises CheckpointError."""
+    """Return the config that a Hugging Face `config.json` describes. Raises CheckpointError."""
     kind = model_type(config)
     known = ARCHITECTURES.get(kind) if isinstance(kind, str) else None
     if known is None:
@@ -213,7 +213,7 @@ def parse_config(config: Any) -> ModelConfig:
 
 
 def _gpt2_config(file: Path, found: Mapping[str, Stored]) -> GPT2Config:
-    """The GPT-2 size that has the width of the tensors; other sizes are those of the tensors."""
+    """Return the GPT-2 size with the tensors' width, adapted to their layers, tokens and n_ctx."""
     n_embd, vocab_size, n_ctx = (
         next(iter(found[name].shape), 0) if name in found else 0
         for name in ("h.0.ln_1.weight", "wte.weight", "wpe.weight")

@@ -23,7 +23,7 @@ from gpt2block.errors import CheckpointError
 
 _MAGIC = 20240326
 _HEADER = struct.Struct("<256i")
-_DTYPES = {3: "float32", 5: "bfloat16"}  # by version
+_DTYPES = {3: "float32", 5: "bfloat16"}  # version of the file → dtype
 _FIELDS = ("n_ctx", "vocab_size", "n_layer", "n_head", "n_embd", "padded vocab_size")
 _OTHER_MAGICS = {20240327: "a debugging state", 20240328: "a tokenizer", 20240520: "tokens"}
 _LABELS = {
@@ -51,7 +51,7 @@ def is_model(file: Path) -> bool:
 
 
 def read_model(file: Path) -> tuple[GPT2Config, dict[str, Stored]]:
-    """Return the config and the stored tensors by gpt2block's names. Raises CheckpointError."""
+    """Return a model's config, and its tensors by gpt2block's names. Raises CheckpointError."""
     start = read_start(file, _HEADER.size)
     if len(start) < _HEADER.size:
         raise CheckpointError(
@@ -76,7 +76,7 @@ def read_model(file: Path) -> tuple[GPT2Config, dict[str, Stored]]:
     block = sum(map(math.prod, block_shapes(C).values()))
     numbers = (padded + config.n_ctx + 2) * C + config.n_layer * block
     size, expected = file_size(file), _HEADER.size + width * numbers
-    if size != expected:  # checked before anything of the model's size is allocated
+    if size != expected:  # checked before memory of the model's size is allocated
         problem = "truncated" if size < expected else "too long"
         raise CheckpointError(
             f"{file}: {problem}: its header expects {expected:,} bytes, the file has {size:,}"
@@ -90,7 +90,7 @@ def read_model(file: Path) -> tuple[GPT2Config, dict[str, Stored]]:
 
 
 def _order(config: GPT2Config) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """Yield name, label and shape of the tensors as they follow each other."""
+    """Yield gpt2block's name, label and shape of each tensor, in the order of the file."""
     C = config.n_embd
     yield "wte", "wte", (config.vocab_size, C)
     yield "wpe", "wpe", (config.n_ctx, C)

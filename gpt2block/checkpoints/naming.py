@@ -1,4 +1,4 @@
-"""The names and layouts of an architecture's tensors in files, to read and to write them."""
+"""Map gpt2block's tensor names to the names and layouts of an architecture's tensors in files."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from gpt2block.config.llama import LlamaConfig
 from gpt2block.errors import CheckpointError
 
 Shape = tuple[int, ...]
-_OUTSIDE = ("wte", "lm_head")  # matrices (vocab_size, C) of every architecture
+_OUTSIDE = ("wte", "lm_head")  # matrices (vocab_size, C) outside the blocks
 
 
 @dataclass(frozen=True)
 class Naming:
-    """The names and layouts of an architecture's tensors in a kind of file.
+    """Names and layouts of an architecture's tensors in one kind of file, Hugging Face or GGUF.
 
-    names: gpt2block's name → the names in the file. Those of a block are relative to `block`, which
-    stands for `h.` and is followed by the number of the layer. matrices: the layout of a block's
-    matrices. prefix: before all names except lm_head's. ignored: a pattern of the names of buffers
-    that are no weights.
+    names: gpt2block's name → names in the file; names of a block's tensors follow `block`, which
+    replaces `h.`, and the number of the layer. matrices: layout of a block's matrices. prefix:
+    prefix of all names except lm_head's. ignored: regular expression for the names of buffers that
+    are not weights.
     """
 
     names: Mapping[str, tuple[str, ...]]
@@ -37,41 +37,42 @@ class Naming:
     ignored: str = "(?!)"
 
     def bare(self, name: str) -> str:
-        """The name of a tensor in a file without its prefixes.
+        """Return the name of a tensor in a file without its prefixes.
 
-        Before the usual one there may be those of torch's DistributedDataParallel and compile.
+        Prefixes of torch's DistributedDataParallel and compile may precede `self.prefix`.
         """
         pattern = rf"((module|_orig_mod)\.){{0,4}}({re.escape(self.prefix)})?"
         return re.sub(pattern, "", name, count=1)
 
     def in_file(self, ours: str) -> tuple[str, ...]:
-        """The names of a tensor in a file, without prefixes, by gpt2block's name."""
+        """Return the names in a file, without prefixes, of gpt2block's tensor `ours`."""
         h, dot, kind = ours.rpartition(".")
         return tuple(h.replace("h.", self.block, 1) + dot + name for name in self.names[kind])
 
     def with_prefix(self, name: str) -> str:
-        """The name as `transformers` writes it."""
+        """Return a tensor's name with the prefix that `transformers` writes."""
         return name if name == "lm_head.weight" else self.prefix + name
 
     def layers(self, names: Mapping[str, object]) -> int:
-        """The number of blocks that have tensors; names without prefixes."""
+        """Return the number of blocks with tensors. names: names of tensors without prefixes."""
         pattern = re.compile(re.escape(self.block) + r"(\d+)\.")
         return len({found[1] for name in names if (found := pattern.match(name))})
 
     def layout_of(self, ours: str) -> str | None:
-        """The layout of a matrix in the file, "KN" or "NK"; None for other tensors."""
+        """Return the layout of a matrix in the file, "KN" or "NK"; None for other tensors."""
         kind = ours.rpartition(".")[2]
         return "NK" if kind in _OUTSIDE else self.matrices if kind.startswith("w_") else None
 
     def shape_of(self, ours: str, shape: Shape) -> Shape:
-        """The shape in a file of a tensor of `config.model_shapes`."""
+        """Return a tensor's shape in a file. shape: its shape in `config.model_shapes`."""
         turned = ours.startswith("h.") and self.layout_of(ours) == "NK"
         return shape[::-1] if turned else shape
 
     def parts(self, config: ModelConfig) -> dict[str, dict[str, Shape]]:
-        """gpt2block's names → names without prefixes and shapes of a model's tensors in files.
+        """Return a mapping: gpt2block's tensor name → {name in a file without prefixes: shape}.
 
-        Where one of these has the rows of several of ours, it is at the name of the first.
+        A tensor in the file that joins the rows of several of gpt2block's tensors is listed under
+        the name of the first.
         """
         found: dict[str, dict[str, Shape]] = {}
         heads = (config.q_width, config.kv_width, config.kv_width)  # rows of Q, K and V
@@ -85,7 +86,7 @@ class Naming:
         return found
 
     def first_of(self, ours: str) -> str:
-        """Our name of the first rows of the tensor in the file that has this one's."""
+        """Return the first of gpt2block's tensors that share a tensor in the file with `ours`."""
         h, dot, kind = ours.rpartition(".")
         return h + dot + next(k for k, names in self.names.items() if names == self.names[kind])
 
@@ -98,12 +99,12 @@ class Naming:
     ) -> dict[str, Stored]:
         """Return the tensors of a model by gpt2block's names, in the order of `model_shapes`.
 
-        source: what states the number of blocks. found: the tensors by their names without
-        prefixes. Q, K and V of several dtypes are read as float32. Raises CheckpointError unless
-        the tensors found are exactly the model's.
+        source: words for the setting that states the number of blocks, for an error. found: the
+        file's tensors by their names without prefixes. Q, K and V of several dtypes are read as
+        float32. Raises CheckpointError unless the file's tensors are exactly the model's.
         """
         present = self.layers(found)
-        if present != config.n_layer:  # checked before anything of the config's size is allocated
+        if present != config.n_layer:  # checked before memory of the config's size is allocated
             raise CheckpointError(
                 f"{file}: {source} {config.n_layer}, the file has {present} blocks"
             )
@@ -116,7 +117,7 @@ class Naming:
         return self._ours(config, whole)
 
     def _ours(self, config: ModelConfig, whole: Mapping[str, Stored]) -> dict[str, Stored]:
-        """The tensors by gpt2block's names, of those with the rows of several as well."""
+        """Return tensors by gpt2block's names. Tensors that join the rows of several are split."""
         stored, ends = {}, dict.fromkeys(whole, 0)
         sharing = Counter(map(self.first_of, model_shapes(config)))
         for ours, shape in model_shapes(config).items():
@@ -133,7 +134,7 @@ class Naming:
 
 
 def _laid_out(tensor: Stored, layout: str | None) -> Stored:
-    """The tensor as it is in the file, where a matrix (inputs, outputs) may be transposed."""
+    """Return a tensor with its layout in the file; "NK" for a matrix that is stored transposed."""
     if tensor.order == "F":
         return replace(tensor.transposed(), layout="NK")
     return replace(tensor, layout=layout)
@@ -145,7 +146,7 @@ def _check(
     parts: Mapping[str, Mapping[str, Shape]],
     found: Mapping[str, Stored],
 ) -> None:
-    """Raise CheckpointError unless the tensors found are exactly those of the model."""
+    """Raise CheckpointError unless the file's tensors are exactly the model's."""
     missing, misshapen, foreign, scattered = [], [], [], []
     for ours, names in parts.items():
         orders = ("C", "F") if naming.layout_of(ours) == "KN" else ("C",)
@@ -180,7 +181,7 @@ def _check(
 
 
 def _names(architecture: Mapping[str, tuple[str, str]], column: int) -> dict[str, tuple[str, ...]]:
-    """gpt2block's name → the names in a file."""
+    """Map gpt2block's names to names in a file. column: 0 for Hugging Face, 1 for GGUF."""
     found = {}
     for pair, modules in architecture.items():
         module = modules[column]
@@ -190,7 +191,7 @@ def _names(architecture: Mapping[str, tuple[str, str]], column: int) -> dict[str
     return found
 
 
-ROPE_FACTORS = "rope_freqs.weight"  # of GGUF
+ROPE_FACTORS = "rope_freqs.weight"  # name of a tensor in GGUF files
 LONGROPE_FACTORS = ("rope_factors_short.weight", "rope_factors_long.weight")
 
 
@@ -206,7 +207,7 @@ def _naming(model_type: str, gguf: bool) -> Naming:
 
 
 def naming_of(config: ModelConfig, gguf: bool = False) -> Naming:
-    """The naming of the architecture of a config in Hugging Face's files, or in GGUF."""
+    """Return the Naming of a config's architecture in Hugging Face's files, or in GGUF."""
     return _naming(config.MODEL_TYPE, gguf)
 
 

@@ -1,4 +1,4 @@
-"""nanoGPT's checkpoints (https://github.com/karpathy/nanoGPT): a GPT-2 in PyTorch's own layers.
+"""Convert nanoGPT's checkpoints (https://github.com/karpathy/nanoGPT) to Hugging Face's layout.
 
 The file is a dictionary written by `torch.save`: `model`, a state dict with Hugging Face's names,
 and `model_args`, the sizes. Matrices are (outputs, inputs), as in `nn.Linear`. With `bias=False`
@@ -25,7 +25,7 @@ _SIZES = {
     "block_size": "n_ctx",
     "vocab_size": "vocab_size",
 }
-_OTHERS = ("bias", "dropout")  # files without the key `bias` are older and have biases
+_OTHERS = ("bias", "dropout")  # older files lack the key `bias`; their layers have biases
 _PADDED = 50304
 
 
@@ -34,9 +34,9 @@ def as_hugging_face(
 ) -> tuple[GPT2Config, dict[str, Stored]]:
     """Return the config, and the tensors in Hugging Face's layout.
 
-    Matrices are transposed, padding rows are dropped, and missing biases become zeros. found: by
-    Hugging Face's names. Raises CheckpointError or InputError for model_args that are not
-    nanoGPT's.
+    Matrices are transposed, padding rows are dropped, and missing biases become zeros. found:
+    tensors by Hugging Face's names. Raises CheckpointError or InputError for model_args that are
+    not nanoGPT's.
     """
     _check(model_args)
     config = GPT2Config(**{ours: model_args[theirs] for theirs, ours in _SIZES.items()})

@@ -1,4 +1,4 @@
-"""An interpreter for the pickles that `torch.save` writes, which executes no code in them.
+"""Interpreter for pickles of `torch.save` that executes no code in a pickle.
 
 A pickle is a program for a stack machine. Python's own `pickle.Unpickler` imports and calls the
 functions that the program names, and allocates the sizes that it declares. This interpreter knows
@@ -19,13 +19,13 @@ from typing import Any, BinaryIO
 
 from gpt2block.errors import CheckpointError
 
-MAX_BYTES = 1 << 24  # gpt2-xl with its optimizer takes about 0.3 MB
-MAX_OPCODES = 500_000  # gpt2-xl with its optimizer takes about 80,000
+MAX_BYTES = 1 << 24  # limit of a pickle's size; gpt2-xl with its optimizer takes about 0.3 MB
+MAX_OPCODES = 500_000  # limit of opcodes; gpt2-xl with its optimizer takes about 80,000
 _MAX_NAME = 256  # bytes of a module's or a class's name
-_MAX_INTEGER = 8  # bytes
+_MAX_INTEGER = 8  # bytes of an integer
 _OPCODE_NAMES = {code.code.encode("latin-1"): code.name for code in pickletools.opcodes}
 
-Function = Callable[[tuple[Any, ...]], Any]  # takes the arguments of a call in a pickle
+Function = Callable[[tuple[Any, ...]], Any]  # called with the arguments of a call in a pickle
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class GlobalName:
 
 
 class OrderedDict(dict[Any, Any]):
-    """Replaces `collections.OrderedDict`, without its attributes."""
+    """Stand-in for `collections.OrderedDict`; attributes that a pickle sets are dropped."""
 
 
 def describe(value: object) -> str:
@@ -47,7 +47,7 @@ def describe(value: object) -> str:
 
 
 class Unpickler:
-    """Reads one pickle from a stream, at most `limit` bytes of it.
+    """Reader of one pickle of at most `limit` bytes from a stream.
 
     functions: the names that a pickle may contain, each with a function that is called with the
     pickle's arguments, or None where calling is not allowed. persistent: converts a persistent id
@@ -63,15 +63,15 @@ class Unpickler:
     ) -> None:
         self._stream = stream
         self._left = min(limit, MAX_BYTES)
-        self._complete = limit <= MAX_BYTES  # whether `limit` is the end of the file
+        self._complete = limit <= MAX_BYTES  # whether `limit` is the end of the data
         self._functions = functions
         self._persistent = persistent
         self._stack: list[Any] = []
-        self._outer: list[list[Any]] = []  # the stacks below each MARK
+        self._outer: list[list[Any]] = []  # stack below each MARK opcode
         self._memo: dict[int, Any] = {}
 
     def load(self) -> Any:
-        """Return the pickled value and leave the stream after it. Raises CheckpointError."""
+        """Return the pickled value; the stream is then after the pickle. Raises CheckpointError."""
         try:
             for _ in range(MAX_OPCODES):
                 opcode = self._read(1)
@@ -89,7 +89,7 @@ class Unpickler:
         raise CheckpointError(f"expected a pickle of at most {MAX_OPCODES:,} opcodes, got more")
 
     def _read(self, length: int) -> bytes:
-        """Return exactly `length` bytes; a length beyond the end allocates nothing."""
+        """Return exactly `length` bytes. Beyond the limit, raise before memory is allocated."""
         if length > self._left:
             if self._complete:
                 raise CheckpointError("truncated: its pickle goes beyond the end")
@@ -164,7 +164,7 @@ class Unpickler:
         self._push(function(arguments))
 
     def _build(self) -> None:
-        """Accept only the attributes of an OrderedDict, which hold PyTorch's `_metadata`."""
+        """Drop attributes of an OrderedDict (`_metadata`); refuse attributes of other objects."""
         state, target = self._stack.pop(), self._stack[-1]
         if not isinstance(target, OrderedDict) or not isinstance(state, dict):
             raise CheckpointError(f"its pickle sets attributes of {describe(target)}: refused")

@@ -1,4 +1,4 @@
-"""Files written by `torch.save`, read without PyTorch: names, shapes and offsets of tensors.
+"""Read names, shapes and offsets of the tensors in files of `torch.save`, without PyTorch.
 
 Two containers are in use. The zip archive (PyTorch ≥ 1.6) has entries `NAME/data.pkl`, the pickle,
 `NAME/data/KEY`, the bytes of a storage, and `NAME/byteorder`. The legacy file is a sequence of
@@ -25,23 +25,23 @@ from gpt2block.errors import CheckpointError
 
 SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _ZIP = b"PK\x03\x04"
-_LEGACY = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # the magic number, pickled
-_MAX_READ = 1 << 22  # bytes at once; gpt2-xl with its optimizer has a zip directory of 0.2 MB
-_LOCAL_HEADER = struct.Struct("<4s22xHH")  # of a zip entry: signature, lengths of name and extra
-_ENCRYPTED = 1  # a zip entry's flag
-# What zipfile and the parsers raise for damaged files
+_LEGACY = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # pickled magic number of a legacy file
+_MAX_READ = 1 << 22  # bytes per read; gpt2-xl with its optimizer has a zip directory of 0.2 MB
+_LOCAL_HEADER = struct.Struct("<4s22xHH")  # zip entry: signature, lengths of name and extra field
+_ENCRYPTED = 1  # flag bit of an encrypted zip entry
+# Exceptions that zipfile and the parsers raise for damaged files
 _DAMAGE = (ArithmeticError, BadZipFile, RuntimeError, OSError, ValueError, struct.error)
 
 
 class Content(NamedTuple):
-    """The tensors of a file written by `torch.save`, and nanoGPT's model_args."""
+    """Tensors of a file written by `torch.save`, and model_args of a nanoGPT checkpoint."""
 
-    tensors: dict[str, Stored]  # by the names in the file
-    model_args: dict[str, Any] | None  # the model's sizes in a checkpoint of nanoGPT
+    tensors: dict[str, Stored]  # tensors by their names in the file
+    model_args: dict[str, Any] | None  # sizes of the model in a nanoGPT checkpoint, else None
 
 
 def is_pickle(file: Path) -> bool:
-    """Return whether `torch.save` wrote the file, by its first bytes or else by its suffix."""
+    """Return whether `torch.save` wrote a file, judged by its first bytes or its suffix."""
     return read_start(file, len(_LEGACY)).startswith((_ZIP, _LEGACY)) or file.suffix in SUFFIXES
 
 
@@ -69,7 +69,7 @@ def read(file: Path) -> Content:
 
 
 class _BoundedReader(io.BufferedReader):
-    """A file with a limit for one read: zipfile would read a zip directory of any size."""
+    """A file that limits the size of a read, as zipfile would read a zip directory of any size."""
 
     def read(self, size: int | None = -1, /) -> bytes:
         if size is None or size < 0:
@@ -81,7 +81,7 @@ class _BoundedReader(io.BufferedReader):
         return super().read(size)
 
 
-# The two containers: each function returns the pickled value and the storages' offsets
+# Readers of the two containers: each returns the pickled value and the storages' offsets
 
 
 def _read_zip(stream: BinaryIO) -> tuple[Any, dict[str, int]]:
@@ -117,9 +117,9 @@ def _read_zip(stream: BinaryIO) -> tuple[Any, dict[str, int]]:
 
 
 def _zip_offsets(stream: BinaryIO, entries: list[ZipInfo]) -> dict[str, int]:
-    """Return the offset of each entry's data.
+    """Return the byte offset of the data of each zip entry, by the entry's name.
 
-    Raises CheckpointError unless all are uncompressed, inside the file and without overlap.
+    Raises CheckpointError unless all entries are uncompressed, inside the file and without overlap.
     """
     size = stream.seek(0, io.SEEK_END)
     begins, free = {}, 0
@@ -182,11 +182,11 @@ def _read_legacy(stream: BinaryIO) -> tuple[Any, dict[str, int]]:
     return value, offsets
 
 
-# From the pickled value to tensors
+# Conversion of the pickled value to tensors
 
 
 def _content(file: Path, value: Any, offsets: Mapping[str, int]) -> Content:
-    """Return the tensors of a state dict, or of nanoGPT's dictionary."""
+    """Return the tensors of a pickled state dict, or of nanoGPT's dictionary."""
     state, model_args = value, None
     if isinstance(value, dict) and isinstance(value.get("model"), dict):
         state, model_args = value["model"], value.get("model_args")

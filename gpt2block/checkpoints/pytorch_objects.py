@@ -16,7 +16,7 @@ from gpt2block.errors import CheckpointError
 
 _MAX_DIMENSIONS = 8
 
-# Bytes of a number by the dtype's name in `torch`
+# Name of a dtype in `torch` → bytes of a number
 ITEMSIZES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
     "int64": 8, "int32": 4, "int16": 2, "int8": 1,
@@ -40,7 +40,7 @@ _STORAGES = {
 
 @dataclass(frozen=True)
 class Storage:
-    """Numbers stored outside the pickle: `numel` of a dtype."""
+    """A PyTorch storage: `numel` numbers of one dtype, stored outside the pickle."""
 
     key: str
     dtype: str
@@ -53,7 +53,7 @@ class Storage:
 
 @dataclass(frozen=True)
 class Tensor:
-    """A view of a storage; offset and strides count numbers."""
+    """A tensor as a view of a storage; offset and strides are in elements."""
 
     storage: Storage
     dtype: str
@@ -63,7 +63,7 @@ class Tensor:
 
     @property
     def order(self) -> str | None:
-        """ "C" for contiguous, "F" for a transposed matrix, else None."""
+        """Memory order: "C" for contiguous, "F" for a transposed contiguous matrix, else None."""
         if self._contiguous(self.shape, self.strides):
             return "C"
         transposed = len(self.shape) == 2 and self._contiguous(self.shape[::-1], self.strides[::-1])
@@ -104,10 +104,10 @@ def _parameter(arguments: tuple[Any, ...]) -> Tensor:
 
 
 def _rebuild(count: int) -> Function:
-    """A function that returns a tensor, from this many arguments and sometimes metadata.
+    """Return a function that builds a Tensor from `count` arguments and optional metadata.
 
-    Arguments: storage, offset, sizes, strides; then, from 6 on, requires_grad and hooks; with 7,
-    the dtype, for dtypes without a typed storage. Metadata: negated, conjugated, …
+    Arguments: storage, offset, sizes, strides; with a count of 6 or 7 also requires_grad and hooks;
+    with 7 also the dtype, for dtypes without a typed storage. Metadata: negated, conjugated, …
     """
 
     def call(arguments: tuple[Any, ...]) -> Tensor:
@@ -129,7 +129,7 @@ def _rebuild(count: int) -> Function:
 
 
 def _tensor(dtype: str | None, storage: Any, offset: Any, shape: Any, strides: Any) -> Tensor:
-    """Return a tensor inside its storage. dtype: None for that of the storage."""
+    """Return a Tensor, which must lie inside its storage. dtype: None for the storage's dtype."""
     if not isinstance(storage, Storage):
         raise CheckpointError(f"a tensor: expected a storage, got {describe(storage)}")
     shape, strides = _counts("a tensor's shape", shape), _counts("a tensor's strides", strides)
@@ -147,7 +147,7 @@ def _tensor(dtype: str | None, storage: Any, offset: Any, shape: Any, strides: A
 
 
 def _counts(name: str, values: Any) -> tuple[int, ...]:
-    """Return `values`. Raises CheckpointError unless it is a short tuple of integers ≥ 0."""
+    """Return `values`. Raises CheckpointError unless they are a short tuple of integers ≥ 0."""
     if type(values) is not tuple or len(values) > _MAX_DIMENSIONS:
         raise CheckpointError(f"{name}: expected up to {_MAX_DIMENSIONS} integers")
     for value in values:
@@ -169,7 +169,7 @@ FUNCTIONS: Mapping[str, Function | None] = {
 
 
 class Storages:
-    """The storages that a pickle names."""
+    """Callable that converts persistent ids of a pickle to storages, and collects the storages."""
 
     def __init__(self) -> None:
         self.by_key: dict[str, Storage] = {}
@@ -177,7 +177,7 @@ class Storages:
     def __call__(self, identity: Any) -> Storage:
         """Return the storage of ("storage", type, key, device, number of elements[, None])."""
         parts = identity if type(identity) is tuple else ()
-        if len(parts) == 6 and parts[5] is None:  # the legacy layout; not None: a view, PyTorch 0.3
+        if len(parts) == 6 and parts[5] is None:  # legacy layout; PyTorch 0.3: parts[5] is a view
             parts = parts[:5]
         if (
             len(parts) != 5

@@ -1,4 +1,4 @@
-"""`save_pretrained`: write config.json and model.safetensors, which `transformers` loads."""
+"""`save_pretrained`: write config.json and model.safetensors for `transformers`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _SAFETENSORS_NAMES = {ours: theirs for theirs, ours in DTYPE_NAMES.items()}
 
 
 class TensorSource(Protocol):
-    """A config and its tensors, such as GPT2Weights and Checkpoint."""
+    """An object with a config and its tensors, such as GPT2Weights or Checkpoint."""
 
     @property
     def config(self) -> ModelConfig: ...
@@ -54,24 +54,24 @@ def save_pretrained(
     tokenizer: str | Path | Checkpoint | None = None,
     overwrite: bool = False,
 ) -> Path:
-    """Write a Hugging Face directory, which `transformers` and `Checkpoint.open` load.
+    """Write a Hugging Face directory that `transformers` and `Checkpoint.open` load.
 
     directory: created if it does not exist. weights: GPT2Weights, a Checkpoint or another
     TensorSource, read once, one tensor at a time. dtype: "float32", "float16" or "bfloat16"; None
-    keeps each tensor's. tokenizer: a folder with tokenizer files, a tokenizer.json or a Checkpoint,
-    whose files are copied; by default those of `weights` if it is a Checkpoint. The
-    generation_config.json of a Checkpoint is copied, too.
+    keeps each tensor's dtype. tokenizer: a folder with tokenizer files, a tokenizer.json or a
+    Checkpoint, whose tokenizer files are copied; by default the files of `weights` if it is a
+    Checkpoint. The generation_config.json of a Checkpoint is copied, too.
 
     `overwrite` is required to replace a model in the directory. It removes the old model's configs,
-    weights (including PyTorch's), shards and tokenizer files even where the new one has no file of
-    that name; other files stay. An error before the new files are complete changes nothing. What a
-    killed process has left in the directory is removed (`files.temporary_folder`). Returns the
+    weights (including PyTorch's), shards and tokenizer files even if the new model has no file of
+    that name; other files stay. An error before the new files are complete changes nothing.
+    Temporary files of a killed process are removed (`files.temporary_folder`). Returns the
     directory.
 
-    Warns (UserWarning) where `transformers` multiplies the embeddings of a Gemma by another factor.
+    Warns (UserWarning) if `transformers` multiplies a Gemma's embeddings by a different factor.
 
     Raises InputError for wrong arguments and for weights outside the dtype's range, CheckpointError
-    where files cannot be written or a tokenizer cannot be read.
+    if files cannot be written or a tokenizer cannot be read.
     """
     directory = given_path("directory", directory)
     if dtype is not None:
@@ -90,7 +90,7 @@ def save_pretrained(
         warn_of_factor(directory, weights.config, "transformers", stored)
         config = weights.config.to_hugging_face() | {"torch_dtype": stored}
         if config.get("embedding_dtype") == stored:
-            # It follows from torch_dtype. `transformers` would copy the key into a cast model.
+            # torch_dtype implies embedding_dtype, which `transformers` would copy to a cast model.
             del config["embedding_dtype"]
         (new / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         for name, content in copied.items():
@@ -108,7 +108,7 @@ def check_source(weights: TensorSource) -> None:
 
 
 def warn_of_factor(path: Path, config: Any, program: str, dtype: str) -> None:
-    """Warn if a program that rounds the factor of embeddings to `dtype` computes another one."""
+    """Warn if a program that rounds the embedding factor to `dtype` gets a different factor."""
     if getattr(config, "embedding_dtype", dtype) == dtype:
         return
     cast = replace(config, embedding_dtype=dtype)
@@ -122,22 +122,22 @@ def warn_of_factor(path: Path, config: Any, program: str, dtype: str) -> None:
 
 
 def given_path(name: str, given: str | Path) -> Path:
-    """Return an argument as a path with `~` expanded. Raises InputError."""
+    """Return a path argument with `~` expanded. Raises InputError for an invalid path."""
     if not isinstance(given, (str, Path)) or given == "":
         raise InputError(f"{name}: expected a path, got {shown(given)}")
     try:
         if b"\0" in os.fsencode(given):
             raise ValueError("it has a null character")
         return Path(given).expanduser()
-    except (ValueError, RuntimeError) as error:  # a lone surrogate; no such user
+    except (ValueError, RuntimeError) as error:  # such as an unknown user in ~user
         raise InputError(f"{name}: expected a path, got {shown(str(given))}: {error}") from error
 
 
 def tokenizer_of(weights: TensorSource, given: str | Path | Checkpoint | None) -> dict[str, bytes]:
-    """Return the content of the argument's or the weights' tokenizer files, by the names to write.
+    """Return name → content of the tokenizer files to write, from `given` or else `weights`.
 
-    OpenAI's pair of files is also written with Hugging Face's names, as `transformers` reads no
-    others.
+    OpenAI's pair of files is also written under Hugging Face's names, the only names that
+    `transformers` reads.
     """
     if given is None and isinstance(weights, Checkpoint):
         given = weights
@@ -156,7 +156,7 @@ def tokenizer_of(weights: TensorSource, given: str | Path | Checkpoint | None) -
 
 
 def _generation_config_of(*given: Any) -> dict[str, bytes]:
-    """Return the generation_config.json of the first Checkpoint by its name; {} without one."""
+    """Return file name → content of the first Checkpoint's generation_config.json; {} if absent."""
     source = next((each for each in given if isinstance(each, Checkpoint)), None)
     if source is None or not source.generation_config():
         return {}
@@ -164,9 +164,9 @@ def _generation_config_of(*given: Any) -> dict[str, bytes]:
 
 
 def _model_files(directory: Path, with_tokenizer: bool) -> list[str]:
-    """Return the names of the files that a new model replaces.
+    """Return the names of the files in a directory that a new model replaces or removes.
 
-    In a folder without a model, tokenizer files are replaced only by a tokenizer.
+    Tokenizer files in a directory without a model are included only with `with_tokenizer`.
     """
     try:
         names = set(os.listdir(directory)) if directory.exists() else set()
@@ -188,7 +188,7 @@ def _model_files(directory: Path, with_tokenizer: bool) -> list[str]:
 
 @contextmanager
 def _replaced_together(directory: Path, old: Iterable[str]) -> Iterator[Path]:
-    """Yield a temporary folder whose files replace the `old` ones after the block succeeded."""
+    """Yield a temporary folder; if the `with` block succeeds, its files replace the files `old`."""
     new = not directory.exists()
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -196,7 +196,7 @@ def _replaced_together(directory: Path, old: Iterable[str]) -> Iterator[Path]:
             with temporary_folder(directory, "saving") as folder:
                 yield folder
                 files = sorted(folder.iterdir())
-                for file in files:  # a link is replaced: its target may be of other models, too
+                for file in files:  # replaces a link but not its target, which other models may use
                     put_in_place(file, directory / file.name)
                 for stale in {*old} - {file.name for file in files}:
                     (directory / stale).unlink(missing_ok=True)
@@ -212,7 +212,7 @@ def _replaced_together(directory: Path, old: Iterable[str]) -> Iterator[Path]:
 
 
 def _write_weights(file: Path, weights: TensorSource, dtype: str | None) -> str:
-    """Write a .safetensors file; return wte's dtype.
+    """Write a .safetensors file, and return the dtype of wte.
 
     The header precedes the tensors in the file and contains their dtypes, which are only known
     after the last tensor. Space for the longest possible header is reserved and padded with blanks.
@@ -220,7 +220,7 @@ def _write_weights(file: Path, weights: TensorSource, dtype: str | None) -> str:
     shapes, naming = model_shapes(weights.config), naming_of(weights.config)
     parts = naming.parts(weights.config)
     room = len(_header(naming, parts, dict.fromkeys(shapes, "float32")))
-    room += sum(map(len, parts.values()))  # "BF16" is longer than "F32"
+    room += sum(map(len, parts.values()))  # a byte per tensor: "BF16" is longer than "F32"
     room += -(8 + room) % 8
     dtypes: dict[str, str] = {}
     with file.open("wb") as stream:
@@ -241,9 +241,10 @@ def _write_weights(file: Path, weights: TensorSource, dtype: str | None) -> str:
 def as_in_files(
     weights: TensorSource, naming: Naming, dtype: str | None
 ) -> Iterator[tuple[str, NDArray[Any]]]:
-    """Yield gpt2block's name and the rows in a file of every tensor, in order, C-contiguous.
+    """Yield gpt2block's name and a C-contiguous array in the file's layout, for each tensor.
 
-    dtype: as in `save_pretrained`. Raises InputError unless they are all tensors of the model.
+    dtype: as in `save_pretrained`. Raises InputError unless `weights` has exactly the model's
+    tensors, in order.
     """
     config, shapes = weights.config, model_shapes(weights.config)
     expected = iter(shapes)
@@ -267,7 +268,7 @@ def as_in_files(
 def _converted(
     name: str, array: NDArray[Any], shape: tuple[int, ...], dtype: str | None
 ) -> NDArray[Any]:
-    """Return the tensor in `dtype`, C-contiguous."""
+    """Return a tensor as a C-contiguous array of `dtype`. Raises InputError."""
     if not is_plain(array) or array.dtype.name not in DTYPES:
         got = array.dtype if is_plain(array) else type(array).__name__
         raise InputError(f"{name}: expected a NumPy array of {' or '.join(DTYPES)}, got {got}")
@@ -285,11 +286,11 @@ def _converted(
 def _header(
     naming: Naming, parts: Mapping[str, Mapping[str, Shape]], dtypes: Mapping[str, str]
 ) -> bytes:
-    """Return JSON with name, dtype, shape and offsets of the tensors, which are stored in order.
+    """Return the JSON header of a .safetensors file with the tensors in the order of `parts`.
 
-    parts: gpt2block's names → names and shapes in the file.
+    parts: gpt2block's name → {name in the file: shape}. dtypes: gpt2block's name → dtype.
     """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # `transformers` requires it
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # entry that `transformers` needs
     end = 0
     for ours, names in parts.items():
         dtype = _SAFETENSORS_NAMES[dtypes[ours]]

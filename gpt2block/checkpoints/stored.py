@@ -21,32 +21,32 @@ DTYPES: Mapping[str, Any] = {
     "float16": np.float16,
     "bfloat16": ml_dtypes.bfloat16,
 }
-_COMPARED = 1 << 22  # numbers of each of two tensors that are in memory while they are compared
+_COMPARED = 1 << 22  # numbers of each tensor that are in memory while two tensors are compared
 
 
 def itemsize(dtype: str) -> int:
-    """Bytes of one number."""
+    """Return the bytes of one number of a dtype."""
     return int(np.dtype(DTYPES[dtype]).itemsize)
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a file, whose numbers are little-endian.
+    """A tensor in a file, stored as little-endian numbers.
 
-    In a Checkpoint it is C-contiguous, and `dtype` is one of `DTYPES`. layout: of a matrix, "KN"
-    for (inputs, outputs) or "NK" for (outputs, inputs).
+    The tensors of a Checkpoint are C-contiguous and have a dtype of `DTYPES`. layout: layout of a
+    matrix, "KN" for (inputs, outputs) or "NK" for (outputs, inputs).
     """
 
-    label: str  # its name in the file
+    label: str  # name of the tensor in the file
     file: Path
-    offset: int | None  # in bytes from the start of the file; None: not stored, all zeros
+    offset: int | None  # bytes from the start of the file; None for zeros that are not stored
     shape: tuple[int, ...]
-    dtype: str  # in a file that is being opened, also another one, by its name in the file
+    dtype: str  # one of `DTYPES`; until it is checked, possibly another dtype's name in the file
     layout: str | None = None
-    order: str | None = "C"  # "F": transposed in the file; None: not contiguous
-    parts: tuple[Stored, ...] = ()  # tensors in files whose rows follow each other in this one
-    head_order: tuple[int, ...] = ()  # see `reorder`
-    in_heads: int = 0  # rows of heads in this order, the first ones
+    order: str | None = "C"  # memory order; "F": transposed in the file; None: not contiguous
+    parts: tuple[Stored, ...] = ()  # tensors in files whose joined rows are this tensor
+    head_order: tuple[int, ...] = ()  # order of a head's rows, see `reorder`
+    in_heads: int = 0  # number of leading rows that `head_order` reorders
 
     def transposed(self) -> Stored:
         """Return the transposed matrix, which has the same bytes."""
@@ -55,24 +55,24 @@ class Stored:
 
     @property
     def nbytes(self) -> int:
-        """The size in bytes in the file; for a tensor of zeros that is not stored, the same."""
+        """Size in bytes; zeros that are not stored in the file count as if they were stored."""
         if self.parts:
             return sum(part.nbytes for part in self.parts)
         return math.prod(self.shape) * itemsize(self.dtype)
 
     @property
     def types(self) -> tuple[str, ...]:
-        """The types of its numbers in the file: its dtype, or quantized types of GGUF."""
+        """Types of the tensor's numbers in the file: its dtype, or GGUF's quantized types."""
         found = dict.fromkeys(name for part in self.parts for name in part.types)
         return tuple(found) or (self.dtype,)
 
     @property
     def pieces(self) -> tuple[Stored, ...]:
-        """The tensors in files that it consists of: itself, unless it has parts."""
+        """The tensor's parts, or only the tensor itself if it has no parts."""
         return self.parts or (self,)
 
     def read(self) -> NDArray[Any]:
-        """Return a new array in the stored dtype; float64 becomes float32.
+        """Read the tensor into a new array of the stored dtype; float64 becomes float32.
 
         Raises CheckpointError, also for a float64 number out of the range of float32.
         """
@@ -97,18 +97,21 @@ class Stored:
         return narrow
 
     def rows(self, begin: int, end: int) -> Stored:
-        """The rows begin…end - 1, as a tensor of the same name."""
+        """Return the rows begin…end - 1 as a stored tensor with the same label."""
         skipped = begin * (self.nbytes // self.shape[0])
         offset = None if self.offset is None else self.offset + skipped
         return replace(self, offset=offset, shape=(end - begin, *self.shape[1:]))
 
     def numbers(self, begin: int, end: int) -> NDArray[Any]:
-        """Return the numbers begin…end - 1 of the tensor, in order, as `read` does."""
+        """Read the numbers begin…end - 1 of the flattened tensor, in the dtype of `read`."""
         offset = None if self.offset is None else self.offset + begin * itemsize(self.dtype)
         return replace(self, offset=offset, shape=(end - begin,)).read()
 
     def read_into(self, array: NDArray[Any]) -> None:
-        """Read into a C-contiguous array of this shape and dtype. Raises CheckpointError."""
+        """Read the tensor into a C-contiguous array of the tensor's shape and dtype.
+
+        Raises CheckpointError if the file has become shorter.
+        """
         if self.offset is None:
             array[...] = 0
             return
@@ -123,14 +126,14 @@ class Stored:
 
 
 def reorder(rows: NDArray[Any], head_order: Sequence[int]) -> None:
-    """Give the rows of each head an order, in place: row n becomes that of head_order[n]."""
+    """Reorder the rows of each head in place: the new row n is the old row head_order[n]."""
     for first in range(0, len(rows), len(head_order) or 1):
         head = rows[first : first + len(head_order)]
         head[...] = head[list(head_order)]
 
 
 def joined(parts: Sequence[Stored]) -> Stored:
-    """Join tensors (rows, …) of one layout; one alone stays as it is.
+    """Join tensors (rows, …) of one layout along the rows; a single tensor is returned unchanged.
 
     Parts of several dtypes are read as float32, such as Q and K of type Q4_K and V of F16.
     """
@@ -145,18 +148,18 @@ def joined(parts: Sequence[Stored]) -> Stored:
 
 
 def same(a: Stored, b: Stored) -> bool:
-    """Return whether two tensors have the same shape, dtype and numbers, as in `equal`.
+    """Return whether two tensors have the same shape, dtype, memory order and numbers.
 
-    Tensors of a dtype or an order that cannot be read are not the same. Raises CheckpointError.
+    NaN equals NaN. False for tensors whose dtype or order cannot be read. Raises CheckpointError.
     """
     alike = (a.shape, a.dtype, a.order) == (b.shape, b.dtype, b.order)
     return alike and a.dtype in DTYPES and a.order is not None and equal(a, b)
 
 
 def equal(a: Stored, b: Stored) -> bool:
-    """Return whether two tensors of one shape have the same numbers; NaN equals NaN.
+    """Return whether two tensors of equal shape have the same numbers; NaN equals NaN.
 
-    They are read in pieces, unless they are one tensor in the file. Raises CheckpointError.
+    They are read in pieces, unless both are the same tensor in a file. Raises CheckpointError.
     """
     if (a.file, a.offset, a.dtype) == (b.file, b.offset, b.dtype):
         return True
@@ -166,7 +169,7 @@ def equal(a: Stored, b: Stored) -> bool:
 
 
 def converted(array: NDArray[Any], dtype: str) -> tuple[NDArray[Any], int]:
-    """Return the array in a dtype of `DTYPES`, C-contiguous, and its count of new infinities."""
+    """Return the array as `dtype`, C-contiguous, and how many finite numbers became infinite."""
     with np.errstate(over="ignore"):
         narrow = np.ascontiguousarray(array, DTYPES[dtype])
     if narrow.dtype == array.dtype:

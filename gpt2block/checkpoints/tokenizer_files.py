@@ -1,4 +1,4 @@
-"""The tokenizer's files next to the weights: find them, and check that they are complete."""
+"""Find the tokenizer's files next to the weights, and check that they are complete."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gpt2block.checkpoints.files import about, is_file
 from gpt2block.errors import CheckpointError
 
 TOKENIZER = "tokenizer.json"
-PAIRS = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))  # ids, merges
+PAIRS = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))  # files of ids and of merges
 LLM_C = "gpt2_tokenizer.bin"
 SETTINGS = "tokenizer_config.json"
 ADDED = "added_tokens.json"
@@ -22,24 +22,24 @@ EXPECTED = "tokenizer.json, or vocab.json with merges.txt"
 
 
 def present(directory: Path) -> dict[str, Path]:
-    """Return the tokenizer files in a folder, by name.
+    """Return the tokenizer files in a folder: name → path.
 
-    Raises CheckpointError where such a name exists but is not a file.
+    Raises CheckpointError if a tokenizer file's name exists but is not a file.
     """
     return {name: directory / name for name in NAMES if is_file(directory / name)}
 
 
 def readable(names: Collection[str]) -> bool:
-    """Return whether these files contain a complete tokenizer."""
+    """Return whether the files with these names make up a complete tokenizer."""
     single = any(name in names for name in (TOKENIZER, LLM_C))
     return single or any(vocab in names and merges in names for vocab, merges in PAIRS)
 
 
 def of_path(path: Path) -> dict[str, Path]:
-    """Return the tokenizer files of a folder or a file, by name.
+    """Return the tokenizer files at a path, which is a folder or a file: name → path.
 
     One file of a pair implies the other. A file of an unknown name is read as a tokenizer.json, or
-    with the suffix .bin as llm.c's. Raises CheckpointError where the files do not exist.
+    with the suffix .bin as llm.c's. Raises CheckpointError if the files do not exist.
     """
     with about(path):
         folder = path.is_dir()

@@ -1,4 +1,4 @@
-"""The content of a tokenizer.json: that of GPT-2's pair of files, and added tokens of settings."""
+"""Build a tokenizer.json from GPT-2's pair of files, and complete it from tokenizer_config.json."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from gpt2block.checkpoints.tokenizer_files import SETTINGS
 
 GPT2_CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast")
-_ANY_CLASS = ("PreTrainedTokenizerFast", "TokenizersBackend")  # of any kind of tokenizer
+_ANY_CLASS = ("PreTrainedTokenizerFast", "TokenizersBackend")  # names for any kind of tokenizer
 _SPECIAL = re.compile(r"<.+>|\[.+\]")
 BYTE_LEVEL: Mapping[str, Any] = {"type": "ByteLevel", "add_prefix_space": False,
                                  "trim_offsets": True, "use_regex": True}  # fmt: skip
@@ -18,9 +18,10 @@ BYTE_LEVEL: Mapping[str, Any] = {"type": "ByteLevel", "add_prefix_space": False,
 def spec_of_pair(
     ids: Mapping[str, int], merges: bytes, added: Mapping[str, int], settings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The spec of token → id, lines of merges, and the content of the files next to them.
+    """Return the content of a tokenizer.json, built from GPT-2's pair of files and their settings.
 
-    Raises ValueError for settings that are not supported.
+    ids: token → id. merges: content of the file of merges. added: content of added_tokens.json.
+    settings: content of tokenizer_config.json. Raises ValueError for unsupported settings.
     """
     kind = settings.get("tokenizer_class")
     if kind not in (None, *GPT2_CLASSES, *_ANY_CLASS):
@@ -42,7 +43,7 @@ def spec_of_pair(
 
 
 def with_settings(spec: Any, settings: Mapping[str, Any]) -> Any:
-    """A spec with the added tokens of tokenizer_config.json that it lacks. Raises ValueError."""
+    """Return `spec` plus the added tokens of `settings` that it lacks. Raises ValueError."""
     added = spec.get("added_tokens") or []
     known = {token["content"] for token in added}
     more = {token: of for token, of in _in_settings(settings).items() if token not in known}
@@ -50,13 +51,13 @@ def with_settings(spec: Any, settings: Mapping[str, Any]) -> Any:
 
 
 def _in_settings(settings: Mapping[str, Any]) -> dict[str, tuple[int, Any]]:
-    """Added tokens of tokenizer_config.json: content → (id, whether it is special)."""
+    """Return the added tokens of tokenizer_config.json: text → (id, whether it is special)."""
     entries = (settings.get("added_tokens_decoder") or {}).items()
     return {entry["content"]: (int(key), entry.get("special")) for key, entry in entries}
 
 
 def _special_tokens(found: Mapping[str, tuple[int, Any]]) -> list[dict[str, Any]]:
-    """Special tokens in the format of tokenizer.json, by id; ValueError for other tokens."""
+    """Return special tokens as in tokenizer.json, by id. Raises ValueError for other tokens."""
     for token, (_, special) in found.items():
         if not special:
             raise ValueError(f"{token!r} is an added token that is not special, and not in "

@@ -18,14 +18,14 @@ from gpt2block.cli.interrupts import (
     receive_on_a_thread,
 )
 
-TYPE_CHECKING = False  # type checkers take it as True; importing typing is slow
+TYPE_CHECKING = False  # type checkers assume True; importing typing is slow
 if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any, NoReturn, TextIO
 
 
 class OutputError(Exception):
-    """Writing to standard output failed.
+    """Raised if writing to standard output fails.
 
     Not a subclass of OSError: code that handles errors of files, and Rich, which handles a closed
     pipe itself, must let it pass to `main`.
@@ -60,8 +60,8 @@ class _Output(FileIO):
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run a command and exit with its exit code, or with 2 and one line on stderr for an error.
 
-    1 when standard output cannot be written. Ctrl-C exits with 130 and a closed pipe with 141,
-    without a message. arguments: those of the process by default.
+    Exits with 1 if standard output cannot be written. Ctrl-C exits with 130 and a closed pipe with
+    141, without a message. arguments: words of the command line; by default the process's.
     """
     end_at_once_on_interrupt()
     if arguments is None:
@@ -79,7 +79,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         code = PIPE_CLOSED if error.pipe_closed else FAILED
         if not error.pipe_closed:
             print(f"error: {error}", file=sys.stderr)
-    if arguments is None:  # only the shutdown of Python is left to interrupt
+    if arguments is None:  # Ctrl-C can now only interrupt Python's shutdown
         end_at_once_on_interrupt()
     sys.exit(code)
 
@@ -96,7 +96,7 @@ def _run(arguments: list[str]) -> int:
 
     try:
         return int(_import_commands().run(arguments))
-    except MemoryError as error:  # also the base class of CuPy's OutOfMemoryError
+    except MemoryError as error:  # CuPy's OutOfMemoryError is a subclass
         line = f"not enough memory: {error}"
     except (CheckpointError, DeviceError, InputError, KernelError, OSError) as error:
         line = str(error)
@@ -120,7 +120,7 @@ def _import_commands() -> ModuleType:
 def _set_up_streams() -> None:
     """Open closed standard streams, replace unencodable characters, check writes to stdout."""
     for descriptor, mode in ((0, os.O_RDONLY), (1, os.O_RDONLY), (2, os.O_WRONLY)):
-        _open_null_if_closed(descriptor, mode)  # 1 is read-only, so that a write fails
+        _open_null_if_closed(descriptor, mode)  # stdout is read-only, so that writes fail
     sys.stdin = sys.stdin or os.fdopen(0, closefd=False)
     sys.stdout = _checked(sys.stdout, 1)
     sys.stderr = _checked(sys.stderr, 2)
@@ -135,11 +135,11 @@ def _open_null_if_closed(descriptor: int, mode: int) -> None:
         if null != descriptor:
             os.dup2(null, descriptor)
             os.close(null)
-        os.set_inheritable(descriptor, True)  # child processes inherit it
+        os.set_inheritable(descriptor, True)  # child processes inherit standard streams
 
 
 def _checked(stream: TextIO | None, descriptor: int) -> TextIO:
-    """`stream` writing through `_Output`, with "?" for characters its encoding lacks.
+    """Return a stream that writes through `_Output`, with "?" for unencodable characters.
 
     None becomes a new stream on the descriptor. Streams that do not write to the descriptor
     themselves, such as a notebook's or a test's, are returned unchanged.

@@ -1,4 +1,4 @@
-"""The application: its commands in the order of the help, and errors in how they are used.
+"""The Typer application: its commands in the order of the help, and its usage errors.
 
 `gpt2block.cli.main` calls `run`.
 """
@@ -29,7 +29,7 @@ from gpt2block.cli.serve import serve
 from gpt2block.config.formats import refuse_removed
 from gpt2block.errors import InputError
 
-_UsageError: Any = typer.BadParameter.__base__  # Click's, or Typer's own copy of it
+_UsageError: Any = typer.BadParameter.__base__  # UsageError of Click, or of Typer's copy of Click
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -72,7 +72,7 @@ def _gpt2block(version: bool = VERSION) -> None:
 
 
 def run(arguments: list[str]) -> int:
-    """Run one command line and return its exit code; InputError for options it does not have."""
+    """Run one command line and return its exit code. Raises InputError for usage errors."""
     try:
         command = typer.main.get_command(app)
         return int(command.main(arguments, standalone_mode=False) or 0)
@@ -80,7 +80,7 @@ def run(arguments: list[str]) -> int:
         return INTERRUPTED
     except _UsageError as error:
         message, context = error.format_message(), error.ctx
-        if type(error).__name__ == "NoArgsIsHelpError":  # its message is the help, or empty
+        if type(error).__name__ == "NoArgsIsHelpError":  # the message is the help text, or empty
             print(message, end="")
             return WRONG
         refuse_removed([getattr(error, "option_name", "").lstrip("-")], "--")

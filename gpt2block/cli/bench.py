@@ -1,4 +1,4 @@
-"""What `gpt2block bench` runs and prints: races with peers and the ceilings, or LeetGPU's block."""
+"""Run and print `gpt2block bench`: comparisons with peers and ceilings, or GPT-2's block."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gpt2block.cli.display import console, new_table, print_json, print_table, s
 from gpt2block.cuda.timing import REPLAYS
 from gpt2block.errors import check_all
 
-TITLES = {  # with sizes of the work
+TITLES = {  # kind of work → title, with names of sizes in braces
     "block": "GPT-2 small's block, B x T",
     "gemm": "Products with bias, C = 768",
     "attention": "Attention, 12 heads of 64, B x T",
@@ -30,7 +30,7 @@ TITLES = {  # with sizes of the work
     "first": "A prompt and its first new token, by generate",
     "generate": "Prompts of 16 to 256 tokens, {new} new tokens for each",
 }
-COLUMNS = {  # of the figures of a kind of work; the others have RATES
+COLUMNS = {  # kind of work → columns of its figures; other kinds have RATES
     "decode": ("us", "tokens/s", "% floor"),
     "generate": ("s", "tokens/s", "% floor"),
 }
@@ -44,7 +44,7 @@ def race(
     plot: Path | None,
     as_json: bool,
 ) -> bool:
-    """Time our kernels and their peers, print and plot the results; False if ours are wrong."""
+    """Time kernels and peers, print and plot times. Return False if gpt2block's result is wrong."""
     checks = [] if plot is None else [partial(check_file, plot)]
     check_all(partial(check_peer, peer), *checks, later=partial(measure.gpu_index, device))
     report = bench.run(works, device, peer, lambda each: tracked(each, "bench"))
@@ -58,7 +58,7 @@ def race(
 
 
 def compare_with_document(device: str | None, as_json: bool) -> None:
-    """Time GPT-2's block, and print its times next to LeetGPU's."""
+    """Time GPT-2's block, and print its times next to those of LeetGPU's challenge."""
     times = bench.block_against_document(device)
     if as_json:
         print_json([asdict(row) for row in times])
@@ -111,7 +111,7 @@ _KERNELS = (
 
 
 def _decoding(row: BenchRow) -> tuple[str, ...]:
-    """The method for works from tokens to tokens, of a model that a row shows."""
+    """Return lines that explain how whole models are timed. row: a result of the timed model."""
     sizes = row.sizes
     if "n_kv_head" in sizes:
         name, of, exact, steps = "Llama", "", "float32", ""
@@ -161,7 +161,7 @@ def _print_kind(out: Console, kind: str, rows: list[BenchRow]) -> None:
 
 
 def _figures(row: BenchRow) -> tuple[str, ...]:
-    """The cells of a row's time and rates, under the columns of its kind."""
+    """Return the table cells of a row's time and rates, for the columns of its kind of work."""
     if row.what not in COLUMNS:
         star = "*" if row.arithmetic == TF32 else ""
         percent = f"{row.percent_matmul:.1f}{star}", f"{row.percent_copy:.1f}"
@@ -171,7 +171,7 @@ def _figures(row: BenchRow) -> tuple[str, ...]:
 
 
 def _times_ours(row: BenchRow, rows: list[BenchRow]) -> str:
-    """The time of a row divided by that of our first kernel; "" if one of the results is wrong."""
+    """Return the row's time divided by our first kernel's; "" if either result is wrong."""
     ours = [r for r in rows if (r.work, r.dtype) == (row.work, row.dtype) and not r.peer]
     if not ours or not ours[0].right or not row.right:
         return ""

@@ -35,8 +35,8 @@ class BenchOptions:
         "default), 1b or small."
     )
     dtype: str | None = option(
-        "Only bfloat16, float16 or float32; with --decode that of the weights, by default "
-        "bfloat16, also float8_e5m2 or float8_e4m3fn; with --llama by default float16 (1b: "
+        "Run only bfloat16, float16 or float32. With --decode: dtype of the weights, by default "
+        "bfloat16; also float8_e5m2 or float8_e4m3fn. With --llama: by default float16 (1b: "
         "bfloat16), then float8_e5m2.",
         complete=complete.dtypes,
     )
@@ -72,7 +72,7 @@ def bench(options: BenchOptions) -> None:
 
 
 def _works(options: BenchOptions) -> list[Work] | None:
-    """What the options choose; None for the block alone."""
+    """Return the benchmarks that the options select; None for GPT-2's block alone."""
     from gpt2block.bench import chosen_works, model_works  # noqa: PLC0415
 
     if options.decode or options.llama:

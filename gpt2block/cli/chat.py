@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from gpt2block.chat.conversation import Conversation
     from gpt2block.chat.messages import Message
 
-MOST_FILE = 2**24  # bytes: 16 MiB
-QUOTES = '"""'  # before and after a message of several lines
+MOST_FILE = 2**24  # maximum bytes of a conversation's file: 16 MiB
+QUOTES = '"""'  # begins and ends a message of several lines
 HELP = f"""\
 /reset               begin anew; the system message stays
 /undo                take back the last message and its answer
@@ -68,7 +68,7 @@ class ChatModelOptions(ModelOptions):
 @with_numbers(*OPTIONS, optional="{}; by default the model's setting")
 @dataclass(frozen=True)
 class ChatOptions(SamplingOptions):
-    """The keywords of `Conversation.stream`; None: as the model's settings have it."""
+    """Keywords of `Conversation.stream`; None stands for the model's setting."""
 
     max_new_tokens: int = option("Largest number of tokens of an answer.", 512)
     seed: int | None = option("The same seed gives the same answers; by default a new one each.")
@@ -107,7 +107,7 @@ def chat(
     from gpt2block.chat.conversation import Conversation, read_messages  # noqa: PLC0415
 
     if isinstance(sys.stdin, TextIOWrapper):
-        sys.stdin.reconfigure(errors="surrogateescape")  # such a message is refused, and no more
+        sys.stdin.reconfigure(errors="surrogateescape")  # invalid UTF-8 fails its message only
     messages = [] if file is None else _read(file, read_messages)
     if system is not None:
         messages = [_system(system), *(m for m in messages if m["role"] != "system")]
@@ -135,15 +135,15 @@ def _read(file: Path, read: Callable[[Any], list[Any]]) -> list[Any]:
     text = read_text(str(file), MOST_FILE)
     try:
         return read(json.loads(text))
-    except (ValueError, RecursionError) as error:  # also InputError
+    except (ValueError, RecursionError) as error:  # InputError is a ValueError
         raise InputError(f"{file}: expected the messages of a conversation: {error}") from error
 
 
-# --- for programs ---------------------------------------------------------------------------------
+# --- mode for programs: --json ------------------------------------------------------------------
 
 
 def _answer_lines(conversation: Conversation, options: ChatOptions) -> None:
-    """Answer the user's messages; others only become part of the conversation."""
+    """Answer each user message from stdin; append messages of other roles without an answer."""
     from gpt2block.chat.conversation import read_messages  # noqa: PLC0415
 
     for line in filter(str.strip, sys.stdin):
@@ -153,7 +153,7 @@ def _answer_lines(conversation: Conversation, options: ChatOptions) -> None:
                     print_json(_answered(conversation, message, options))
                 else:
                     conversation.append(message)
-        except (ValueError, RecursionError) as error:  # also InputError
+        except (ValueError, RecursionError) as error:  # InputError is a ValueError
             print_json({"error": str(error)})
         sys.stdout.flush()
 
@@ -176,17 +176,17 @@ def _answered(conversation: Conversation, message: Message, options: ChatOptions
     }
 
 
-# --- for people -----------------------------------------------------------------------------------
+# --- interactive mode for people ----------------------------------------------------------------
 
 
 class Session:
-    """A conversation by lines of stdin. file: to which /save writes by default."""
+    """An interactive conversation, read from stdin. file: default file of the command /save."""
 
     def __init__(self, conversation: Conversation, options: ChatOptions, file: Path | None) -> None:
         self.conversation, self.options, self.file = conversation, options, file
         self._typed = sys.stdin.isatty()
         self._stderr = Console(stderr=True, highlight=False)
-        self._written = {file}  # files that /save may replace
+        self._written = {file}  # files that /save may overwrite
         self._commands: dict[str, Callable[[str], None]] = {
             "reset": self._reset,
             "undo": self._undo,
@@ -198,9 +198,9 @@ class Session:
         }
 
     def run(self, name: str) -> None:
-        """Answer until the end of stdin or /quit. name: of the model."""
+        """Answer messages until the end of stdin or /quit. name: name of the model."""
         if self._typed:
-            with suppress(ImportError):  # there is none on Windows
+            with suppress(ImportError):  # Windows has no readline
                 import readline  # noqa: F401, PLC0415  (input() then edits, and has a history)
             self._say(f"{name}: /help lists commands")
         while (text := self._message()) is not None:
@@ -213,7 +213,7 @@ class Session:
                 self._refusable(lambda: self._answer(text.strip()))
 
     def _message(self) -> str | None:
-        """The next message or command; None at the end of stdin. Ctrl-C gives up a message."""
+        """Read a message or command; None at the end of stdin. Ctrl-C discards typed text."""
         while True:
             try:
                 text = self._line("> ")
@@ -223,7 +223,7 @@ class Session:
                 while not lines[-1].rstrip().endswith(QUOTES):
                     lines.append(self._line(". "))
                 lines[-1] = lines[-1].rstrip().removesuffix(QUOTES)
-                return " " + "\n".join(lines)  # no command
+                return " " + "\n".join(lines)  # the leading space marks a text, not a command
             except EOFError:
                 if self._typed:
                     self._stderr.print()
@@ -336,7 +336,7 @@ class Session:
             self._say(f"{name:20} {'-' if value is None else value}")
 
     def _set(self, name: str, text: str) -> None:
-        """Change an option; it is checked at once, as an answer would check it."""
+        """Change an option of later answers. Raises InputError for a wrong value."""
         kind = str(KEYWORDS[name].type) if name in KEYWORDS else "bool"
         whole = "int" in kind
         value: Any = None
@@ -355,7 +355,7 @@ class Session:
 
 @contextmanager
 def _noticed() -> Iterator[Callable[[], bool]]:
-    """Meanwhile the first Ctrl-C is only noticed, which the function says; a second one raises."""
+    """Yield a function that returns whether Ctrl-C was pressed once; a second Ctrl-C raises."""
     count = 0
 
     def handler(number: int, frame: Any) -> None:
@@ -365,7 +365,7 @@ def _noticed() -> Iterator[Callable[[], bool]]:
             before(number, frame)
 
     before = signal.getsignal(signal.SIGINT)
-    if before is not signal.default_int_handler:  # the caller has its own, or ignores it
+    if before is not signal.default_int_handler:  # the caller handles or ignores Ctrl-C
         yield lambda: False
         return
     signal.signal(signal.SIGINT, handler)

@@ -1,4 +1,4 @@
-"""`gpt2block check`: what runs on this machine."""
+"""`gpt2block check`: report which parts of gpt2block can run on this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`gpt2block compare`: every step of every layer of a model, compared with float64."""
+"""`gpt2block compare`: compare every step of every layer of a model with float64."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gpt2block.cli.options import argument, option
 from gpt2block.errors import InputError
 from gpt2block.inspect.compare import Comparison
 
-MOST_TOKENS = 1024  # every tensor is kept in float64
+MOST_TOKENS = 1024  # limit, because every tensor is kept in float64
 DEFAULT_TEXT = "To be, or not to be, that is the question"
 text_argument = partial(argument, "Input text; by default a short one.")
 
@@ -39,7 +39,7 @@ def compare(
     n_layer = loaded.config.n_layer
     if layer is not None and not 0 <= layer < n_layer:
         raise InputError(f"--layer: expected 0 to {n_layer - 1}, got {layer}")
-    assert encoding is not None  # load_model has raised otherwise
+    assert encoding is not None  # otherwise load_model has raised an error
     text = DEFAULT_TEXT if text is None else text
     ids = token_ids(encoding, text, loaded.config.vocab_size, "TEXT")
     most = min(MOST_TOKENS, loaded.config.n_ctx)
@@ -73,7 +73,7 @@ def _entry(row: Comparison) -> dict[str, Any]:
 
 
 def _parts(steps: Sequence[Comparison], n_layer: int) -> list[tuple[str, list[Comparison]]]:
-    """The steps before, in and after each layer, with a name for each part."""
+    """Group steps by part of the model: "input", each layer's number, "output"."""
     parts: dict[str, list[Comparison]] = {}
     for row in steps:
         h, _, rest = row.name.partition(".")
@@ -83,7 +83,7 @@ def _parts(steps: Sequence[Comparison], n_layer: int) -> list[tuple[str, list[Co
 
 
 def _worst(rows: Sequence[Comparison]) -> Comparison:
-    """The step with the largest error of its own; NaN is the largest."""
+    """Return the step with the largest error when it runs alone; NaN counts as the largest."""
     return max(rows, key=lambda row: (row.max_rel != row.max_rel, row.max_rel))
 
 

@@ -1,4 +1,4 @@
-"""Values that the shell completes, after `gpt2block --install-completion`."""
+"""Complete values of options in the shell, after `gpt2block --install-completion`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Completion = Callable[[str], list[str]]
 
 
 def one_of(*names: str) -> Completion:
-    """Complete one of these names."""
+    """Return a function that completes one of `names`."""
 
     def matching(incomplete: str) -> list[str]:
         return [name for name in names if name.startswith(incomplete)]
@@ -33,13 +33,13 @@ operations = one_of(*OPERATIONS)
 
 
 def variants(context: typer.Context, incomplete: str) -> list[str]:
-    """Complete a variant of the operation that is already on the line."""
+    """Complete the name of a variant of the operation on the command line."""
     found = _operation(context)
     return one_of(*(each.name for each in found.variants))(incomplete) if found else []
 
 
 def solutions(context: typer.Context, incomplete: str) -> list[str]:
-    """Complete an exercise with a solution for the operation that is already on the line."""
+    """Complete the number of an exercise with a solution for the operation on the command line."""
     from gpt2block.mine.solutions import names  # noqa: PLC0415  (needed here alone)
 
     found = _operation(context)
@@ -47,6 +47,6 @@ def solutions(context: typer.Context, incomplete: str) -> list[str]:
 
 
 def _operation(context: typer.Context) -> Operation | None:
-    # In `args` where the option that is completed lacks its value
+    # The operation is in `args` while the option that is completed has no value.
     words = (str(context.params.get("operation")), *context.args)
     return next((OPERATIONS[word] for word in words if word in OPERATIONS), None)

@@ -33,7 +33,7 @@ def convert(
         complete=complete.one_of(*SAVED_DTYPES),
     ),
     type: str | None = option(
-        f"Of the matrices of a .gguf: {', '.join(TYPES)}.", complete=complete.one_of(*TYPES)
+        f"Type of the matrices in a .gguf: {', '.join(TYPES)}.", complete=complete.one_of(*TYPES)
     ),
     overwrite: bool = option("Write into OUT although it exists.", False, "--overwrite"),
 ) -> None:

@@ -1,4 +1,4 @@
-"""Output shared by the commands: consoles, tables, progress bars and text from outside."""
+"""Output shared by the commands: consoles, tables, progress bars and escaped text."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ T = TypeVar("T")
 WIDTH_WHEN_PIPED = 120
 _ANY_WIDTH = 10_000
 _COLUMNS = re.compile("[1-9][0-9]{0,3}")
-_LONGEST_LINE = 4096  # characters of a name or path
-_UNNOTICED = 0.3  # seconds that kernels may take without a message
+_LONGEST_LINE = 4096  # maximum characters of a name or path
+_UNNOTICED = 0.3  # seconds of compilation without a message
 
 
 def console() -> Console:
-    """A console on stdout, as wide as COLUMNS says, else the terminal; piped 120 columns."""
+    """Return a console on stdout, as wide as COLUMNS, else the terminal; 120 columns in a pipe."""
     stated = os.environ.get("COLUMNS", "")
     piped = None if sys.stdout.isatty() else WIDTH_WHEN_PIPED
     return Console(width=int(stated) if _COLUMNS.fullmatch(stated) else piped, highlight=False)
 
 
 def shown(text: str) -> str:
-    """`text` as Rich markup for one line, with control characters escaped."""
+    """Return `text` as one line of Rich markup, with control characters escaped."""
     return escape(printable(text, _LONGEST_LINE))
 
 
 def for_json(value: Any) -> Any:
-    """`value` with None for NaN and infinity, which JSON does not have, at any depth."""
+    """Return `value` with NaN and infinity, which JSON does not have, replaced by None."""
     if isinstance(value, dict):
         return {key: for_json(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
@@ -55,12 +55,12 @@ def print_json(value: Any) -> None:
 
 
 def printable_lines(text: str) -> str:
-    """`text` with control characters escaped, except for newlines and tabs."""
+    """Return `text` with control characters escaped, except for newlines and tabs."""
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 
 def new_table(left: Iterable[str], right: Iterable[str] = (), title: str | None = None) -> Table:
-    """An empty table: columns of left-aligned text, then columns of right-aligned numbers."""
+    """Return an empty table: left-aligned columns `left`, then right-aligned columns `right`."""
     table = Table(box=None, padding=(0, 1), header_style="bold", title=title, title_justify="left")
     for name in left:
         table.add_column(name, overflow="fold")
@@ -93,7 +93,7 @@ def print_facts(facts: dict[str, str]) -> None:
 
 
 def progress_bar(label: str, hidden: bool = False) -> Progress:
-    """A progress bar on stderr, removed at the end; not shown unless stderr is a terminal."""
+    """Return a progress bar on stderr, removed at the end; hidden unless stderr is a terminal."""
     return Progress(
         TextColumn(label),
         BarColumn(),
@@ -113,9 +113,9 @@ def tracked(items: Collection[T], label: str, hidden: bool = False) -> Iterator[
 
 @contextmanager
 def compiling(hidden: bool = False) -> Iterator[None]:
-    """Meanwhile show on stderr how many kernels are compiled, if it is a terminal.
+    """Show how many kernels are compiled during the `with` block, if stderr is a terminal.
 
-    The line appears when they take longer than from CuPy's cache. It is removed at the end.
+    The line appears if kernels take longer than from CuPy's cache. It is removed at the end.
     """
     begun: list[float] = []
     shown_line = False

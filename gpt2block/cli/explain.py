@@ -1,4 +1,4 @@
-"""`gpt2block explain`: one forward pass of a model as an HTML page."""
+"""`gpt2block explain`: write one forward pass of a model as an HTML page."""
 
 from __future__ import annotations
 

@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from gpt2block.generation.rows import Row
     from gpt2block.model import Model
 
-DEFAULT_PROMPT = "JULIET:\nO Romeo,"  # of the bundled models
-MOST_PROMPT = 2**24  # bytes: 16 MiB
+DEFAULT_PROMPT = "JULIET:\nO Romeo,"  # default prompt of the bundled models
+MOST_PROMPT = 2**24  # maximum bytes of a prompt: 16 MiB
 
 
 @dataclass(frozen=True)
@@ -117,16 +117,16 @@ def generate(
 
 @dataclass
 class Stopwatch:
-    """Times of the start of the command and of its first and last token; number of tokens."""
+    """Times of the command's start and of its first and last token, and numbers of tokens."""
 
     begun: float
-    at_first: int = 0  # tokens of the first step, one per row
+    at_first: int = 0  # number of tokens of the first step, one per row
     first: float | None = None
     last: float = 0.0
     tokens: int = 0
 
     def tick(self, row: Row) -> None:
-        """Count a new token of this row."""
+        """Count a new token of `row`, and record its time."""
         self.last = perf_counter()
         self.first = self.first or self.last
         if self.at_first == self.tokens and len(row.tokens) == 1:
@@ -147,11 +147,11 @@ class Stopwatch:
 
 
 def _follow(run: Run, clock: Stopwatch, writer: Writer | None) -> bool:
-    """Generate all tokens; True if Ctrl-C ended it, after which the rows are closed.
+    """Generate all tokens. Return True if Ctrl-C ended the generation, after closing the rows.
 
     A second Ctrl-C raises KeyboardInterrupt.
     """
-    with ExitStack() as first:  # which ends with the first token
+    with ExitStack() as first:  # closed at the first token
         first.enter_context(compiling(hidden=writer is None))
         try:
             for row in run:
@@ -167,7 +167,7 @@ def _follow(run: Run, clock: Stopwatch, writer: Writer | None) -> bool:
 
 
 def _summary(loaded: Model[Any], seed: int, run: Run, clock: Stopwatch) -> str:
-    """One line: model, device, number of tokens, speed, seed and why the rows ended."""
+    """Return one line: model, device, number of tokens, speed, seed and why the rows ended."""
     rate = f", {clock.rate:,.1f} tokens/s" if clock.rate else ""
     first = f", first after {clock.to_first:.2f} s" if clock.to_first else ""
     ends = ", ".join(dict.fromkeys(row.finish_reason or "interrupted" for row in run.rows))
@@ -180,7 +180,7 @@ def _summary(loaded: Model[Any], seed: int, run: Run, clock: Stopwatch) -> str:
 
 
 def _sample(row: Row, has_text: bool) -> dict[str, Any]:
-    """A row as JSON: no finish_reason after Ctrl-C, and no text without a tokenizer."""
+    """Return a row for JSON. finish_reason is None after Ctrl-C, text is None with no tokenizer."""
     return {
         "text": row.text if has_text else None,
         "tokens": row.tokens,
@@ -190,7 +190,7 @@ def _sample(row: Row, has_text: bool) -> dict[str, Any]:
 
 
 def _prompt(given: str | None, default: str) -> str:
-    """The prompt argument; else stdin, unless it is a terminal or empty; else `default`."""
+    """Return the prompt argument, else stdin unless it is a terminal or empty, else `default`."""
     if given not in (None, "-"):
         return given or ""
     if given == "-" or not sys.stdin.isatty():

@@ -1,4 +1,4 @@
-"""`gpt2block info`: what the files of a model hold."""
+"""`gpt2block info`: show a model's sizes, end tokens, memory and tensors, from its files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def info(
     kv_dtype: str | None = option_of(FormatOptions, "kv_dtype"),
     as_json: bool = json_option(),
 ) -> None:
-    """Show the sizes, end tokens, memory and tensors of a model; no numbers of tensors are read."""
+    """Show the sizes, end tokens, memory and tensors of a model, without reading tensor data."""
     from gpt2block.run.model import weight_bytes  # noqa: PLC0415
     from gpt2block.tokenizers.tokenizer import sources_of_end_tokens  # noqa: PLC0415
 
@@ -47,7 +47,7 @@ def info(
         for formats in with_cache(kv_dtype)
     }
     in_blocks = checkpoint.nbytes_in_blocks
-    if in_blocks and CACHE_WITH_FP8 in memory:  # which fits the same kv_dtypes
+    if in_blocks and CACHE_WITH_FP8 in memory:  # FILE allows the same kv_dtypes as float16
         memory[FILE] = {**memory[CACHE_WITH_FP8], "weights": in_blocks}
     facts = {
         "name": checkpoint.name,
@@ -119,7 +119,7 @@ def _print_info(checkpoint: Checkpoint, facts: dict[str, Any]) -> None:
 def _generation_facts(
     ends: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]
 ) -> dict[str, str]:
-    """Return the end tokens, and the settings of generation_config.json apart from tokens."""
+    """Return lines on end tokens and on generation_config.json's settings except token ids."""
     named = [
         f"{', '.join(str(end['id']) for end in same)} ({source})"
         for source, same in groupby(ends, key=itemgetter("source"))
@@ -134,7 +134,7 @@ def _generation_facts(
 
 
 def _rope_facts(scaling: Any) -> dict[str, str]:
-    """The scaling of RoPE: its kind, and its numbers that differ from their defaults."""
+    """Return a line on the RoPE scaling: its kind, and its numbers that differ from defaults."""
     if scaling is None:
         return {}
     values = {each.name: getattr(scaling, each.name) for each in fields(scaling)
@@ -145,7 +145,7 @@ def _rope_facts(scaling: Any) -> dict[str, str]:
 
 
 def _without_repetition(tensors: list[dict[str, Any]], n_layer: int) -> Iterator[dict[str, Any]]:
-    """The tensors; if all blocks have the same ones, only those of h.0, named "h.0 … h.11"."""
+    """Yield the tensors; if all blocks are alike, only the tensors of h.0, as "h.0 … h.11"."""
     kinds: dict[str, set[tuple[Any, ...]]] = {}
     for tensor in tensors:
         kind = tensor["name"].rpartition(".")[2]

@@ -1,9 +1,9 @@
-"""Ctrl-C ends a command with KeyboardInterrupt or at once, also while NVRTC compiles kernels.
+"""Handle Ctrl-C: KeyboardInterrupt or an immediate exit, also while NVRTC compiles kernels.
 
-During a compile NVRTC replaces the process's handler of SIGINT. Its own calls exit(4) on the
-thread that gets the signal, in which the process may abort, or crash if it is another thread than
-the one that compiles. So SIGINT is blocked in all threads, where no handler can run; a thread of
-its own waits for it and passes it to the main thread as SIGUSR1.
+While it compiles, NVRTC replaces the process's handler of SIGINT. NVRTC's handler calls exit(4) on
+the thread that gets the signal. The process may then abort, or crash if another thread compiles.
+Therefore SIGINT is blocked in all threads, so that no handler can run; a separate thread waits for
+SIGINT and passes it to the main thread as SIGUSR1.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import sys
 
 from gpt2block.cli.codes import INTERRUPTED
 
-TYPE_CHECKING = False  # type checkers take it as True; importing typing is slow
+TYPE_CHECKING = False  # type checkers assume True; importing typing is slow
 if TYPE_CHECKING:
     from typing import Any, NoReturn
 
 
 def end_at_once_on_interrupt() -> None:
-    """Make Ctrl-C end the process, unless it is ignored or the caller has a handler of its own."""
+    """Make Ctrl-C exit at once, unless SIGINT is ignored or the caller has set a handler."""
     _replace_handler(signal.default_int_handler, _end_at_once)
 
 
@@ -31,10 +31,10 @@ def raise_on_interrupt() -> None:
 
 
 def receive_on_a_thread() -> None:
-    """Keep SIGINT from handlers other than Python's, in this thread and those it will start.
+    """Block SIGINT in this and later threads; a separate thread passes SIGINT to Python's handler.
 
-    For a process whose main thread calls it before it imports libraries that start threads.
-    Does nothing where the caller ignores SIGINT or has a handler of its own.
+    The main thread must call this function before it imports libraries that start threads. Does
+    nothing if the caller ignores SIGINT or has set a handler.
     """
     if sys.platform != "win32" and signal.getsignal(signal.SIGINT) is _end_at_once:
         signal.signal(signal.SIGUSR1, _call_handler)
@@ -46,7 +46,7 @@ def _replace_handler(old: Any, new: Any) -> None:
     if signal.getsignal(signal.SIGINT) is old:
         try:  # noqa: SIM105  (importing contextlib is slow)
             signal.signal(signal.SIGINT, new)
-        except ValueError:  # not the main thread, which alone sets and receives signals
+        except ValueError:  # only the main thread can set signal handlers
             pass
 
 

@@ -41,7 +41,7 @@ def list_variants(out: Console, operation: Operation) -> None:
 
 
 def operations_report() -> list[dict[str, Any]]:
-    """Every operation with its variants for JSON."""
+    """Return every operation with its variants, for JSON."""
     return [
         {
             "operation": operation.name,
@@ -59,7 +59,7 @@ def operations_report() -> list[dict[str, Any]]:
 def measured_report(
     measured: Sequence[list[Measurement]], skipped: list[str], ceiling: Ceilings
 ) -> dict[str, Any]:
-    """The measurements at each size for JSON."""
+    """Return the ceilings, the measurements at each size and what did not run, for JSON."""
     tflop_s = {f"fp{bits}_tflop_s": ceiling.tflop_s[f"float{bits}"] for bits in (32, 16)}
     return {
         "ceilings": {"copy_gb_s": ceiling.copy_gb_s, **tflop_s},
@@ -100,7 +100,7 @@ def print_measurements(
 
 
 def _print_method(out: Console, what: str, dtype: str, ceiling: Ceilings) -> None:
-    """Print what was measured and how, and the ceilings."""
+    """Print the measured operation, the method of measurement and the ceilings."""
     out.print(f"{what}, {dtype}; medians, inputs rotated over copies that")
     out.print(f"fill {CACHES} times the L2 cache, at most {MOST_SETS} copies")
     out.print(
@@ -154,7 +154,7 @@ def print_series(
 
 
 def draw_sweep(rows: list[Measurement], ceiling: Ceilings, device: str, file: Path) -> None:
-    """Plot the rate by block size, one line per variant, and the ceiling, each with its name.
+    """Plot rates by block size: a labelled line for each variant, and one for the ceiling.
 
     Raises InputError if matplotlib is missing or the file cannot be written.
     """
@@ -163,7 +163,7 @@ def draw_sweep(rows: list[Measurement], ceiling: Ceilings, device: str, file: Pa
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
-    lines: list[tuple[str, float, str]] = []  # label, rate at the right end, color
+    lines: list[tuple[str, float, str]] = []  # (label, rate at the right end, color)
     for index, name in enumerate(dict.fromkeys(row.variant for row in rows)):
         of_it = [row for row in rows if row.variant == name]
         best = max(of_it, key=lambda row: row.rate)
@@ -197,7 +197,7 @@ def draw_sweep(rows: list[Measurement], ceiling: Ceilings, device: str, file: Pa
 
 
 def _ceiling_of(row: Measurement, ceiling: Ceilings) -> tuple[float, str]:
-    """The best rate in the unit of a measurement, and what reaches it."""
+    """Return the ceiling in the measurement's unit, and its label: a copy or cuBLAS."""
     if row.unit == "GB/s":
         return ceiling.copy_gb_s, "copy"
     of_it = "float32" if row.dtype == "float32" else "float16"

@@ -10,7 +10,7 @@ from gpt2block.errors import InputError
 
 
 def kernels(options: KernelsOptions, own: OwnOptions) -> None:
-    """List the operations; list the variants of one, compare them with float64 and time them.
+    """List all operations, or list one operation's variants, compare them with float64, time them.
 
     Without a GPU, or with --device cpu, an emulator runs the kernels on the CPU and checks them.
     The exit code is 1 if a result is wrong or no kernel could run.
@@ -23,7 +23,7 @@ def kernels(options: KernelsOptions, own: OwnOptions) -> None:
 
 
 def _check_together(options: KernelsOptions, own: OwnOptions) -> None:
-    """Raise InputError for options that need each other, or exclude each other."""
+    """Raise InputError for options that exclude each other or lack a required option."""
     values = {
         "--mine": own.mine,
         "--source": options.source,

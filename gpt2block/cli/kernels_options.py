@@ -36,7 +36,7 @@ class KernelsOptions:
         complete=complete.devices,
     )
     source: str | None = option(
-        "Print the source of a variant, by its name or its place from 1.",
+        "Print the source of a variant, given by name or by position, starting at 1.",
         complete=complete.variants,
     )
     as_json: bool = json_option()
@@ -44,16 +44,16 @@ class KernelsOptions:
 
 @dataclass(frozen=True)
 class OwnOptions:
-    """A user's kernel; the help shows these options in a panel of their own."""
+    """Options for a user's own kernel, which the help shows in a separate panel."""
 
     mine: Path | None = path_option(
         "Check a kernel of your own; on a GPU, time it together with the variants. Host code of "
-        "the file runs with your rights: run what you have read.",
+        "the file runs with your rights: run only files that you have read.",
         metavar="FILE.cu",
         rich_help_panel=OWN,
     )
     template: bool = option(
-        "Print a file to begin with: slow, but right.", False, "--template", rich_help_panel=OWN
+        "Print a starter file: a slow but correct kernel.", False, "--template", rich_help_panel=OWN
     )
     solution: str | None = option(
         "Print the solution of an exercise in docs/learn: 2.1 for exercise 1 of chapter 2, 2 for "
@@ -73,6 +73,6 @@ class OwnOptions:
         "Bytes of extern __shared__ memory, such as '4 * C'.", rich_help_panel=OWN
     )
     args: str | None = option(
-        "The argument of each parameter, such as x,out,N,C; by default by their names.",
+        "The argument of each parameter, such as x,out,N,C; by default matched by name.",
         rich_help_panel=OWN,
     )

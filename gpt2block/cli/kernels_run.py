@@ -1,4 +1,4 @@
-"""What `gpt2block kernels` runs: built-in variants or a user's kernel, on a GPU or emulated."""
+"""Run `gpt2block kernels`: built-in variants or a user's kernel, on a GPU or the emulator."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ from gpt2block.ops.operation import Attrs, Operation, Sizes, Variant
 from gpt2block.ops.registry import all_sizes, find, parse_sizes, stated_sizes
 
 CPU, CUDA = "cpu", "cuda"
-SIZES_OF_A_VARIANT = 2  # on the emulator: many variants compile a program for each
+SIZES_OF_A_VARIANT = 2  # sizes on the emulator; many variants compile a program per size
 
 
 class Request(NamedTuple):
-    """What runs: some variants of an operation, or a user's kernel, and its options."""
+    """A request to run variants of an operation, or a user's kernel for it, with its options."""
 
     operation: Operation
     variants: tuple[Variant, ...]
@@ -55,17 +55,17 @@ class Request(NamedTuple):
 
     @property
     def sweep(self) -> bool:
-        """Whether every block size is timed."""
+        """Whether to time every block size."""
         return self.options.sweep or self.options.plot is not None
 
     @property
     def needed(self) -> str:
-        """The options that need a GPU, or ""."""
+        """Names of the requested options that need a GPU; "" without such options."""
         return "--peer" if self.options.peer else "--sweep and --plot" if self.sweep else ""
 
 
 def run(options: KernelsOptions, own: OwnOptions) -> bool:
-    """List, print or run kernels; False if a result is wrong or no kernel could run."""
+    """List, print or run kernels. Return False if a result is wrong or no kernel could run."""
     if options.operation is None:
         if options.as_json:
             print_json(operations_report())
@@ -94,7 +94,7 @@ def run(options: KernelsOptions, own: OwnOptions) -> bool:
 
 
 def _check_installed(operation: Operation, options: KernelsOptions) -> None:
-    """Raise InputError for all at once that --peer and --plot lack, also the GPU."""
+    """Raise one InputError for everything that --peer and --plot lack, including a GPU."""
     checks: list[Callable[[], object]] = [partial(check_peer, options.peer, operation.name)]
     if options.plot is not None:
         checks.append(partial(check_file, options.plot))
@@ -102,7 +102,7 @@ def _check_installed(operation: Operation, options: KernelsOptions) -> None:
 
 
 def _run(request: Request, user: Kernel | None, device: str | None) -> bool:
-    """Run on the GPU or on the emulator; False if a result is wrong or nothing could run."""
+    """Run on the GPU or the emulator. Return False if a result is wrong or nothing could run."""
     if device not in (None, CPU, CUDA):
         raise InputError(f"--device {device}: expected cuda or cpu")
     problem = None if device == CPU else doctor.cuda_problem()
@@ -126,7 +126,7 @@ def _run(request: Request, user: Kernel | None, device: str | None) -> bool:
 
 
 def _print_not_run(request: Request, problem: str) -> None:
-    """Print why no kernel was run and what to do, or a JSON object to stdout."""
+    """Print why no kernel was run: on stderr after the variants, or as JSON on stdout."""
     why = f"{request.operation.name}: no kernel was run: {problem}"
     if request.options.as_json:
         print_json({"run": False, "why": why})
@@ -136,14 +136,14 @@ def _print_not_run(request: Request, problem: str) -> None:
 
 
 def _list(request: Request) -> None:
-    """Print the variants, unless one of them or JSON was requested, or what only a GPU measures."""
+    """List all variants, unless one variant, JSON or an option that needs a GPU was requested."""
     every = request.variants == request.operation.variants
     if every and not request.needed and not request.options.as_json:
         list_variants(console(), request.operation)
 
 
 def _small(request: Request) -> list[tuple[Sizes, Attrs]]:
-    """The last reduced sizes, or the very last with those of --shape."""
+    """Return the last reduced sizes; with --shape, the very last sizes, overridden by --shape."""
     known, shape = request.operation.cases, request.options.shape
     if shape is None:
         return list(known[-SIZES_OF_A_VARIANT:])
@@ -152,7 +152,7 @@ def _small(request: Request) -> list[tuple[Sizes, Attrs]]:
 
 
 def _on_cpu(request: Request, problem: str | None) -> bool:
-    """Check the built-in variants on the emulator."""
+    """Check the built-in variants on the emulator. Return False if a result was wrong."""
     operation, as_json = request.operation, request.options.as_json
     small = _small(request)
     _list(request)
@@ -172,7 +172,7 @@ def _on_cpu(request: Request, problem: str | None) -> bool:
 
 
 def _on_gpu(request: Request) -> bool:
-    """Time the built-in variants; False if one was wrong."""
+    """Time the built-in variants on the GPU. Return False if a result was wrong."""
     operation, options = request.operation, request.options
     sizes = parse_sizes(operation, options.shape)
     single = options.shape is not None or request.sweep

@@ -1,4 +1,4 @@
-"""Output of `gpt2block kernels` about a user's kernel, about the emulator, and about sources."""
+"""Output of `gpt2block kernels`: results of a user's kernel and of the emulator, and sources."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from gpt2block.mine.outcome import COLUMNS, CPU, FOUND_NONE, RIGHT, CheckOutcome
 from gpt2block.mine.source import UserSource
 from gpt2block.ops.operation import Operation, Sizes, Variant
 
-MOST_LINES = 20  # of what a kernel prints
+MOST_LINES = 20  # maximum lines of a kernel's output to show
 NO_TIMES = "No times: those of an emulator say nothing about a GPU."
 
 
 def print_outcome(out: Console, kernel: Kernel, found: CheckOutcome, on_cpu: bool) -> None:
-    """Print the checks, then what is wrong or, if the kernel was timed, its place in the race."""
+    """Print a kernel's checks, then its error or, if it was timed, its rank among the variants."""
     source, operation = kernel.source, kernel.operation
     out.print(escape(titled(kernel, on_cpu)))
     if text := printed(found.checked, found.problem):
-        _print_text(out, source, text)  # the other sizes print much the same
+        _print_text(out, source, text)  # text of one size: others print similar text
     if found.checked:
         _print_checked(out, found.checked)
     if found.problem:
@@ -66,7 +66,7 @@ def _print_checked(out: Console, checked: Sequence[Checked]) -> None:
 
 
 def print_finding(out: Console, source: UserSource, found: Finding) -> None:
-    """Print what is wrong, the lines of the file and where it happened."""
+    """Print an error of a user's kernel, the lines of its file and the place of the error."""
     out.print(f"[bold red]{escape(headline(source, found))}[/]")
     for line in numbered(source, found):
         out.print(escape(line), no_wrap=True, overflow="ellipsis")
@@ -75,7 +75,7 @@ def print_finding(out: Console, source: UserSource, found: Finding) -> None:
 
 
 def placed(rows: Sequence[Measurement]) -> str:
-    """The place of the user's kernel among all rows, in words."""
+    """Describe the rank of the user's kernel among all measured kernels."""
     mine = next((row for row in rows if row.variant == MINE), None)
     others = [row for row in rows if row.variant != MINE]
     if mine is None or not others:
@@ -131,7 +131,7 @@ def print_rungs(
 def rungs_report(
     operation: Operation, rungs: Sequence[Rung], skipped: Sequence[str], note: str | None
 ) -> dict[str, Any]:
-    """The results on the emulator for JSON. note: why there is no GPU, if none was chosen."""
+    """Return the emulator's results for JSON. note: why no GPU is used; None for --device cpu."""
     return {
         "operation": operation.name,
         "device": "cpu",
@@ -142,7 +142,7 @@ def rungs_report(
 
 
 def print_source(out: Console, operation: Operation, variant: Variant) -> None:
-    """Print a variant's file without other kernels: coloured in a terminal, else plain text."""
+    """Print a variant's file without other kernels: in color on a terminal, else as plain text."""
     parts = listing(variant)
     if not sys.stdout.isatty():
         print("\n\n".join(text.strip("\n") for _, text in parts))

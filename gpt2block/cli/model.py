@@ -1,4 +1,4 @@
-"""Options of commands that load a model, and how they load it."""
+"""Options of commands that load a model, and functions that load the model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Group = TypeVar("Group")
 
-# Options that several commands have, each a function that returns one
+# Functions that each return an option which several commands have
 model_option = partial(
     option,
     "gpt2, gpt2-medium, gpt2-large or gpt2-xl, another hub id, a Hugging Face directory (GPT-2 or "
@@ -60,7 +60,7 @@ chat_template_option = partial(
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """Which model is loaded, in which dtypes and where, and its tokenizer."""
+    """Options that select the model, its revision, dtypes, device and tokenizer."""
 
     model: str = model_option(BUNDLED)
     revision: str | None = revision_option()
@@ -72,9 +72,10 @@ class ModelOptions:
 
 
 def keyword(name: str, sentence: str = "{}", names: tuple[str, ...] = (), **default: Any) -> Any:
-    """An option that is a keyword of `GPT2.generate`, with its meaning and, if not given, default.
+    """Return an option for a keyword of `GPT2.generate`, with the keyword's help and default.
 
-    sentence: in which {} stands for the meaning, without its full stop. names: as for `option`.
+    sentence: help text, in which {} stands for the keyword's help without its full stop. names: as
+    for `option`. default: default value instead of the keyword's.
     """
     known = KEYWORDS[name]
     text = sentence.format(meaning_of(known).text.removesuffix("."))
@@ -82,9 +83,9 @@ def keyword(name: str, sentence: str = "{}", names: tuple[str, ...] = (), **defa
 
 
 def with_numbers(*names: str, optional: str = "") -> Callable[[type[Group]], type[Group]]:
-    """Class decorator: a dataclass of options also has these keywords of `GPT2.generate`, numbers.
+    """Return a class decorator that adds numeric keywords of `GPT2.generate` to a dataclass.
 
-    optional: says, in the place of a default, what they are by default, as for `keyword`.
+    optional: a `sentence` for `keyword` that describes the default; the fields' default is None.
     """
 
     def decorated(kind: type[Group]) -> type[Group]:
@@ -100,16 +101,16 @@ def with_numbers(*names: str, optional: str = "") -> Callable[[type[Group]], typ
     return decorated
 
 
-# Of the numbers, min_new_tokens and the seed have their place after the others.
+# Subclasses add min_new_tokens and seed, which the help shows after the other numbers.
 @with_numbers("max_new_tokens", *(n for n in NUMBERS if n not in ("min_new_tokens", "seed")))
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How tokens are sampled, and how many."""
+    """Options for the sampling of tokens, and for their number."""
 
 
 @dataclass(frozen=True)
 class TextOptions(SamplingOptions):
-    """The keywords of `GPT2.generate` that `generate` and `map generate` have."""
+    """Keywords of `GPT2.generate` that are options of `generate` and `map generate`."""
 
     min_new_tokens: int = keyword("min_new_tokens")
     seed: int = option("The same seed gives the same text.", 0)
@@ -120,10 +121,10 @@ class TextOptions(SamplingOptions):
 
 
 def load_model(options: ModelOptions, hint: str | None) -> tuple[Model[Any], Encoding | None]:
-    """Read a model, with a progress bar on stderr, and before it its tokenizer.
+    """Load a model's tokenizer, then the model, with a progress bar on stderr.
 
-    hint: added to the error if the model has no tokenizer; None for token ids, for which only files
-    next to the weights are read.
+    hint: advice that is added to the error if the model has no tokenizer. None: the command works
+    with token ids, and only tokenizer files next to the weights are read.
     """
     from gpt2block.model import load  # noqa: PLC0415
     from gpt2block.tokenizers.lookup import Lookup  # noqa: PLC0415
@@ -136,7 +137,7 @@ def load_model(options: ModelOptions, hint: str | None) -> tuple[Model[Any], Enc
         if options.tokenizer is not None:
             raise
         raise CheckpointError(*error.parts, f"; {hint}") from error
-    hidden = options.model in BUNDLED_NAMES  # which load at once
+    hidden = options.model in BUNDLED_NAMES  # bundled models load at once
 
     def progress(tensors: Iterable[Any]) -> Iterable[Any]:
         with progress_bar("loading", hidden) as bar:
@@ -148,9 +149,10 @@ def load_model(options: ModelOptions, hint: str | None) -> tuple[Model[Any], Enc
 def load_draft(
     loaded: Model[Any], options: ModelOptions, name: str | None, speculate: bool
 ) -> None:
-    """Let a model of this name, if there is one, guess for a loaded one, with its options.
+    """Load the draft model `name`, if it is not None, which guesses tokens for a loaded model.
 
-    A note on stderr says if a loaded model on the CPU guesses nothing.
+    It has the loaded model's options. Prints a note on stderr if `speculate` has no effect on the
+    CPU.
     """
     if speculate and loaded.device.startswith("CPU"):
         note_on_cpu("--speculate")
@@ -163,12 +165,12 @@ def load_draft(
 
 
 def note_on_cpu(option: str) -> None:
-    """Say on stderr that an option has no effect on the CPU."""
+    """Print a note on stderr that an option has no effect on the CPU."""
     print(f"note: {option} has no effect on the CPU: NumPy computes all steps", file=sys.stderr)
 
 
 def model_facts(loaded: Model[Any]) -> dict[str, Any]:
-    """What --json prints about a loaded model."""
+    """Return the facts about a loaded model that --json prints."""
     return {
         "model": loaded.name,
         "device": loaded.device,

@@ -1,4 +1,4 @@
-"""Options declared in dataclasses and signatures, and the commands that have them.
+"""Declare options in dataclasses and signatures, and add commands with these options.
 
     @dataclass(frozen=True)
     class ModelOptions:
@@ -10,8 +10,9 @@
     add_command(app, score, "score hamlet.txt --device cpu")
 
 A parameter whose type is a dataclass stands for the options that are its fields, so that commands
-share them, and so does such a field; other parameters are options themselves. The help shows all in
-this order. Fields of dataclasses of the library, as of Formats, are options where they say a help.
+can share them; so does a field of this kind. Other parameters are options themselves. The help
+shows options in this order. A field of a library's dataclass, such as FormatOptions, is an option
+if its metadata contain a help.
 """
 
 from __future__ import annotations
@@ -28,34 +29,34 @@ import typer
 from gpt2block.cli.complete import one_of
 from gpt2block.errors import Argument, PrintableError
 
-OTHER_NAMES = {"weights": "model"}  # arguments of the library whose option has another name
+OTHER_NAMES = {"weights": "model"}  # argument of the library → its option's name, if different
 
 
 def option(
     text: str, default: Any = None, *names: str, complete: Any = None, **settings: Any
 ) -> Any:
-    """A field or parameter that is an option; `...` as the default makes it required.
+    """Declare a field or parameter as an option; `...` as the default makes it required.
 
-    text: the help. names: by default that of the field. complete: a function that completes values
-    in the shell. settings: other arguments of typer.Option.
+    text: the help. names: the option's names, by default the field's name. complete: a function
+    that completes values in the shell. settings: other arguments of typer.Option.
     """
     info = typer.Option(default, *names, help=text, autocompletion=complete, **settings)
     return field(default=default, metadata={"info": info})
 
 
 def argument(text: str, default: Any = None, complete: Any = None, **settings: Any) -> Any:
-    """A field or parameter that is a positional argument of the command; see `option`."""
+    """Declare a field or parameter as a positional argument of the command; see `option`."""
     info = typer.Argument(default, help=text, autocompletion=complete, **settings)
     return field(default=default, metadata={"info": info})
 
 
 def path_option(text: str, default: Any = None, *names: str, **settings: Any) -> Any:
-    """A field or parameter that is an option with a path, in which `~` is the home directory."""
+    """Declare a field or parameter as an option with a path; `~` is the home directory."""
     return option(text, default, *names, **{"parser": path_of, "metavar": "PATH"} | settings)
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """Parse an option that takes a JSON object."""
+    """Parse the value of an option that takes a JSON object."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
@@ -66,8 +67,8 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def path_of(text: str) -> Path:
-    """Parse an option that takes a path: `~` and `~user` become home directories."""
-    if not text:  # Path("") is the working directory
+    """Parse the value of a path option: `~` and `~user` become home directories."""
+    if not text:  # Path("") would be the working directory
         raise typer.BadParameter("expected a path, got an empty string")
     try:
         return Path(text).expanduser()
@@ -78,10 +79,10 @@ def path_of(text: str) -> Path:
 def add_command(app: typer.Typer, function: Callable[..., None], example: str) -> None:
     """Add a command to the application: a function, its docstring as the help, and an example.
 
-    Errors of the library name options instead of arguments.
+    Errors of the library then name the command's options instead of the library's arguments.
     """
-    groups: dict[str, Any] = {}  # parameters that are dataclasses
-    infos: dict[str, Any] = {}  # option or argument of the command → how Typer declares it
+    groups: dict[str, Any] = {}  # parameter → its dataclass of options
+    infos: dict[str, Any] = {}  # name of an option or argument → its Typer declaration
     types: dict[str, Any] = {}
     hints = get_type_hints(function)
     for name, parameter in inspect.signature(function).parameters.items():
@@ -102,7 +103,7 @@ def add_command(app: typer.Typer, function: Callable[..., None], example: str) -
         except PrintableError as error:
             raise type(error)(error.message(_spelling(infos, given))) from error
 
-    run.__annotations__ = types  # which Typer reads together with the signature
+    run.__annotations__ = types  # Typer reads the annotations with the signature
     run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [
             inspect.Parameter(
@@ -112,12 +113,12 @@ def add_command(app: typer.Typer, function: Callable[..., None], example: str) -
         ]
     )
     paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
-    text = "\n\n".join(" ".join(each.split()) for each in paragraphs)  # without its line breaks
+    text = "\n\n".join(" ".join(each.split()) for each in paragraphs)  # removes line breaks
     app.command(function.__name__, help=text, epilog=f"Example: gpt2block {example}")(run)
 
 
 def _options_of(kind: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Name, declaration and type of the options in a dataclass, and in those that it has."""
+    """Yield name, declaration and type of each option in a dataclass and its nested dataclasses."""
     types = get_type_hints(kind)
     for each in fields(kind):
         if is_dataclass(types[each.name]):
@@ -127,7 +128,7 @@ def _options_of(kind: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _made(kind: Any, values: dict[str, Any]) -> Any:
-    """A dataclass of its options, which are taken from the values."""
+    """Build a dataclass from the values of its options, and remove them from `values`."""
     types, given = get_type_hints(kind), {}
     for each in fields(kind):
         if is_dataclass(types[each.name]):
@@ -138,9 +139,9 @@ def _made(kind: Any, values: dict[str, Any]) -> Any:
 
 
 def _info_of(each: Field[Any]) -> Any:
-    """How Typer declares a field that is an option; None for one that is not.
+    """Return the Typer declaration of a field; None for a field that is not an option.
 
-    A field of the library says its help and its values.
+    The metadata of a library's field contain its help and its possible values.
     """
     told = each.metadata
     if "help" not in told:
@@ -150,15 +151,16 @@ def _info_of(each: Field[Any]) -> Any:
 
 
 def option_of(kind: Any, name: str) -> Any:
-    """A parameter that is the option of this name in a dataclass of the library."""
+    """Declare a parameter as the option `name` in a dataclass of the library."""
     (found,) = (each for each in fields(kind) if each.name == name)
     return field(default=found.default, metadata={"info": _info_of(found)})
 
 
 def _spelling(infos: Mapping[str, Any], given: Mapping[str, Any]) -> Callable[[Argument], str]:
-    """How a command spells an argument of the library: "--top-k" for "top_k".
+    """Return a function that spells a library's argument as an option: "--top-k" for "top_k".
 
-    given: the values of its options; a file may have the name of an option.
+    given: values of the command's options. An argument named like one of these values, such as a
+    file's name, is not changed.
     """
     names = {}
     for name, info in infos.items():

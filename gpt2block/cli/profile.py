@@ -1,4 +1,4 @@
-"""`gpt2block profile`: a trace of each kernel of a few passes, and the time of each operation."""
+"""`gpt2block profile`: trace the kernels of a few passes, and time each operation."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def profile(
 
 
 def _model(options: ProfileOptions) -> tuple[Model[Any], str, str]:
-    """The model, its name and its dtypes."""
+    """Load the model. Return the model, its name and its dtypes."""
     if options.size is None:
         chosen = options.model, options.revision, options.formats, options.device
         loaded, _ = load_model(ModelOptions(*chosen), None)
@@ -118,7 +118,7 @@ def _model(options: ProfileOptions) -> tuple[Model[Any], str, str]:
 
 
 def _block(options: ProfileOptions) -> tuple[Block | LlamaBlock, str, str]:
-    """The first block of the model, its name and its dtype."""
+    """Load the first block of the model. Return the block, its name and its dtype."""
     from gpt2block.block import Block  # noqa: PLC0415
     from gpt2block.config import size  # noqa: PLC0415
     from gpt2block.config.llama import LlamaConfig  # noqa: PLC0415
@@ -141,7 +141,7 @@ def _block(options: ProfileOptions) -> tuple[Block | LlamaBlock, str, str]:
 
 
 def _facts(found: Profile, output: Path) -> dict[str, Any]:
-    """What --json prints."""
+    """Return the object that --json prints."""
     from gpt2block import profiling  # noqa: PLC0415
 
     kinds = profiling.kinds(found)
@@ -155,7 +155,7 @@ def _facts(found: Profile, output: Path) -> dict[str, Any]:
 
 
 def _with_bytes(row: PassTimes | TimedOperation) -> dict[str, Any]:
-    """A row as JSON, its bytes by what they belong to."""
+    """Return a row for JSON; `moved` has the bytes of weights, of activations and of the cache."""
     return {**asdict(row), "moved": row.moved._asdict()}
 
 
@@ -182,7 +182,7 @@ def _print(found: Profile, output: Path) -> None:
 
 
 def _print_operations(out: Console, rows: Sequence[TimedOperation], times: PassTimes) -> None:
-    """The operations of the passes of a kind."""
+    """Print a table of the operations in the passes of one kind."""
     kind, count = times.kind, times.count
     title = f"{kind}, the mean of {count}" if count > 1 else kind
     figures = ("us alone", "us in pass", "share", "MB", "GB/s", "% floor")
@@ -210,7 +210,7 @@ def _own_us(row: TimedOperation) -> str:
 
 
 def _print_times(out: Console, times: PassTimes) -> None:
-    """What the time of a pass consists of."""
+    """Print the parts of a pass's time: the kernels' times alone, the gaps and the overlap."""
     moved = times.moved
     gaps = times.apart_us - times.own_us
     line = f"alone {times.own_us:,.1f} us + gaps {gaps:,.1f} us"

@@ -1,4 +1,4 @@
-"""`gpt2block score`: the log-likelihood and perplexity of a text."""
+"""`gpt2block score`: compute the log-likelihood and perplexity of a text."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from gpt2block.model import Model
     from gpt2block.tokenizers.encoding import Encoding
 
-MOST_TEXT = 2**28  # bytes: 256 MiB
+MOST_TEXT = 2**28  # maximum bytes of a text: 256 MiB
 
 
 def score(
@@ -93,9 +93,10 @@ def score(
 
 
 def _prepend_end_of_text(encoding: Encoding | None, ids: Any, vocab_size: int) -> Any:
-    """Prepend the token that begins a text to the ids, unless the tokenizer has added it.
+    """Prepend the tokenizer's prefix of texts to the ids, unless the ids begin with it.
 
-    <|endoftext|> for GPT-2. InputError if the tokenizer does not have it.
+    A tokenizer without a prefix, such as GPT-2's, prepends <|endoftext|>. Raises InputError if the
+    tokenizer has no such token.
     """
     from gpt2block.tokenizers.tokenizer import end_of_text, prefix_of  # noqa: PLC0415
 
@@ -131,12 +132,12 @@ def _print_json(
     print_json(report)
 
 
-SURPRISALS = ((1, "green"), (4, "default"), (8, "yellow"), (12, "red"))  # up to so many bits
+SURPRISALS = ((1, "green"), (4, "default"), (8, "yellow"), (12, "red"))  # (maximum bits, color)
 HIGHEST = "bold red"
 
 
 def _print_tokens(found: Score, encoding: Encoding | None) -> None:
-    """The text, colored by surprisal in a terminal; a line per token where it is piped."""
+    """Print the text, colored by surprisal, on a terminal; in a pipe print a line per token."""
     out = Console(highlight=False)
     if not out.is_terminal or encoding is None:
         for token in found.tokens:
@@ -154,7 +155,7 @@ def _print_tokens(found: Score, encoding: Encoding | None) -> None:
 
 
 def color_of(bits: float) -> str:
-    """The style of a token by its surprisal."""
+    """Return the Rich style of a token with a surprisal of `bits`."""
     return next((style for most, style in SURPRISALS if bits <= most), HIGHEST)
 
 

@@ -1,4 +1,4 @@
-"""`gpt2block serve`: an HTTP server that speaks OpenAI's protocol."""
+"""`gpt2block serve`: run an HTTP server that speaks OpenAI's protocol."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 
 NEEDED = ("jinja2", "starlette", "uvicorn", "sse_starlette", "pydantic", "prometheus_client")
 HOST, PORT = "127.0.0.1", 8000
-MOST_KEYS = 2**20  # bytes of the file of keys
-LEAST_KEY = 16  # characters
-ONLY_KEY = "default"  # the name of one without a name
+MOST_KEYS = 2**20  # maximum bytes of the file of API keys
+LEAST_KEY = 16  # minimum characters of an API key
+ONLY_KEY = "default"  # name of the only key in a file, if the file gives no name
 
 
 @dataclass(frozen=True)
@@ -55,38 +55,40 @@ def serve(
     *,
     model: ServedOptions,
     host: str = option(
-        "Address to listen at. Without a key only one of this machine, such as 127.0.0.1.", HOST
+        "Address to listen at. Without a key only an address of this machine, such as 127.0.0.1.",
+        HOST,
     ),
     port: int = option("Port to listen at; 0 for any that is free.", PORT),
     uds: Path | None = path_option(
-        "Unix socket to listen at, in place of --host and --port. Whoever may write to it may ask."
+        "Unix socket to listen at, in place of --host and --port. Whoever may write to the socket "
+        "may send requests."
     ),
     name: list[str] | None = option(
-        "Name of the model for clients, by default that of --model; repeat for more. Answers have "
-        "the first one."
+        "Name of the model for clients, by default the name of --model; repeat for more. Answers "
+        "contain the first name."
     ),
     api_key_file: Path | None = path_option(
-        "File with the keys of which clients must give one: lines NAME KEY, or one key alone. "
-        "SIGHUP reads it again."
+        "File with API keys, of which clients must send one: lines NAME KEY, or one key alone. "
+        "SIGHUP reads the file again."
     ),
     allowed_host: list[str] | None = option(
-        "Further name of this server that requests may have as their host, such as a proxy's; "
-        "repeat for more. With a key: others are refused then."
+        "Further host name that requests may use for this server, such as a proxy's; repeat for "
+        "more. With a key, this option refuses all other hosts."
     ),
     trusted_proxy: list[str] | None = option(
         "Address or network of a proxy whose X-Forwarded-For tells clients apart; repeat for more."
     ),
     cors_origin: list[str] | None = option(
-        "Origin of web pages that may ask, such as https://example.com; repeat for more. *, with a "
-        "key: any."
+        "Origin of web pages that may send requests, such as https://example.com; repeat for more. "
+        "With a key, * allows any origin."
     ),
     rows: int = option("Continuations computed together.", 64),
     queue: int = option("Continuations that may wait; further ones are refused.", 512),
     timeout: float | None = option("Seconds in which a request has to end; by default no limit."),
     connections: int = option("Connections that may be open.", 1024),
     reuse_prefixes: bool = option(
-        "Also reuse what was computed for drawn tokens of an earlier request, or by other kernels; "
-        "the last bits of results then depend on earlier requests.",
+        "Also reuse keys and values of tokens that an earlier request sampled, or that other "
+        "kernels computed; the last bits of results then depend on earlier requests.",
         False,
         "--reuse-prefixes",
     ),
@@ -94,7 +96,7 @@ def serve(
     draft_model: str | None = draft_option(),
     chat_template_kwargs: Mapping[str, Any] | None = chat_template_option(),
     log_level: Literal["error", "warning", "info"] = option(
-        "What standard error shows; info: also a line for each request.", "warning"
+        "Messages on standard error; info: also a line for each request.", "warning"
     ),
 ) -> None:
     """Serve a model over HTTP: for clients of OpenAI's protocol, and as a page for a browser.
@@ -172,10 +174,10 @@ def serve(
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """A socket that holds the port while the model is loaded, and does not listen yet.
+    """Bind a socket, which reserves the port while the model is loaded. It does not listen yet.
 
-    On Linux, two sockets with SO_REUSEADDR can have the same port until one listens. So it is
-    without, unless closed connections of an earlier server are left, which need it.
+    On Linux, two sockets with SO_REUSEADDR can have the same port until one listens. Therefore this
+    option is set only if binding without it fails, as after closed connections of another server.
     """
     held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
@@ -196,7 +198,7 @@ def _bound(host: str, port: int) -> socket.socket:
 
 
 def _bound_file(path: Path) -> socket.socket:
-    """A Unix socket at a path, in the place of one at which no server listens."""
+    """Bind a Unix socket at a path; replace an existing socket on which no server listens."""
     if not hasattr(socket, "AF_UNIX"):
         raise InputError("--uds: this system has no Unix sockets: use --port")
     held = socket.socket(socket.AF_UNIX)
@@ -216,7 +218,7 @@ def _bound_file(path: Path) -> socket.socket:
 
 
 def _reload(server: Server, file: Path | None) -> None:
-    """Read the keys again. The keys of before stay if there are none to read."""
+    """Read the file of API keys again. The server's keys stay if the file cannot be read."""
     if file is None or str(file) == "-":
         log.warning("SIGHUP: ignored, as no --api-key-file can be read again")
         return
@@ -237,13 +239,13 @@ def _host(given: str) -> str:
 
 
 def _name(model: str) -> str:
-    """The name of a hub id itself, of a path its last part."""
+    """Return the model's default name for clients: a path's last part, or the hub id itself."""
     path = Path(model)
     return path.resolve().name or model if path.exists() else model
 
 
 def _keys(file: Path) -> dict[str, str]:
-    """Keys by their names. No error shows a key."""
+    """Read API keys: name → key. No error message contains a key."""
     lines = [line.split() for line in read_text(str(file), MOST_KEYS).splitlines()]
     lines = [line for line in lines if line and not line[0].startswith("#")]
     if len(lines) == 1 and len(lines[0]) == 1:
@@ -272,7 +274,7 @@ def _network(proxy: str) -> str:
 
 
 def _origin(given: str) -> str:
-    """As browsers send it: in lower case, without a path."""
+    """Return an origin in lower case, as browsers send it. Raises InputError if it has a path."""
     if given != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#@*\s]+", given.lower()):
         raise InputError(
             "--cors-origin: expected an origin without a path, such as https://example.com, or "

@@ -1,4 +1,4 @@
-"""Text, and the files and streams that commands read it from."""
+"""Read the texts of commands from files and from standard input."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gpt2block.errors import InputError
 
 
 def read_text(file: str, most: int, or_tokens: bool = False) -> str:
-    """The text of a regular file, or of stdin for "-"; InputError for more than `most` bytes."""
+    """Return a file's text, or stdin's for "-". Raises InputError for more than `most` bytes."""
     if file == "-":
         return _decoded(sys.stdin.buffer, "stdin", most)
     with regular_file(file).open("rb") as opened:
@@ -20,7 +20,7 @@ def read_text(file: str, most: int, or_tokens: bool = False) -> str:
 
 
 def regular_file(file: str) -> Path:
-    """The path of a regular file: a pipe may block, and a device may have no end."""
+    """Return the path of a regular file. Refuses pipes, which may block, and endless devices."""
     path = path_of(file)
     try:
         regular = S_ISREG(path.stat().st_mode)

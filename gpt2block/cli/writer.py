@@ -1,4 +1,4 @@
-"""Writing the rows of `gpt2block generate` to stdout while they grow."""
+"""Write the rows of `gpt2block generate` to stdout while they grow."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Writer:
-    """Write rows to stdout in order: the current row while it grows, the next one when it ends.
+    """Write rows to stdout in order: the current row while it grows, then the next row.
 
     ids: write token ids instead of text.
     """
@@ -35,7 +35,7 @@ class Writer:
                 row = self._start_next()
 
     def rest(self, logprobs: bool) -> None:
-        """Write everything that is not yet written, after the last token."""
+        """Write all text that is not yet written, and with `logprobs` all log-probabilities."""
         if self._current >= 0:
             self._write(self._take(self._rows[self._current]))
         while self._current + 1 < len(self._rows):
@@ -63,7 +63,7 @@ class Writer:
         return row
 
     def _take(self, row: Row) -> str:
-        """The text, or ids, that the current row gained since the last call."""
+        """Return the text, or the token ids, that a row has gained since the last call."""
         if not self._ids:
             return row.take()
         tokens, *_ = row.take_tokens()
@@ -74,7 +74,7 @@ class Writer:
         return f"--- sample {number + 1} of {len(self._rows)}\n" if several else ""
 
     def _end_line(self, end: str) -> None:
-        """Write the newlines of `end` that the output does not end with yet."""
+        """Write as many newlines of `end` as are missing at the end of the output."""
         present = len(self._tail) - len(self._tail.rstrip("\n"))
         self._write(end[present:])
 

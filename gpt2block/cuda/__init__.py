@@ -18,7 +18,7 @@ from typing import Any
 
 from gpt2block.errors import DeviceError
 
-NOT_INITIALIZED = 3  # error code of all CUDA calls, even cuInit, in a process forked too late
+NOT_INITIALIZED = 3  # error code of CUDA calls, even cuInit, if CUDA was initialized before a fork
 FORKED = "this process was forked after CUDA had been initialized, and CUDA does not work in it"
 FORKED_FIX = "start processes with multiprocessing's method 'spawn' or 'forkserver'"
 
@@ -30,7 +30,7 @@ class _CuPy:
     """
 
     _module: Any = None  # replacement of CuPy while `replaced_by` is active
-    _forked = False  # whether this process was forked, so that CUDA may not work
+    _forked = False  # whether this process was forked; CUDA may then not work
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name != "__version__":  # inspection must not import CuPy
@@ -66,12 +66,12 @@ def initialized() -> int:
     """
     try:
         return int(ctypes.CDLL("libcuda.so.1").cuInit(0))
-    except OSError:  # no driver: the next call of CuPy reports it
+    except OSError:  # no driver: the next call of CuPy reports this
         return 0
 
 
 def begin(device: str | None) -> None:
-    """Start a thread that creates a GPU's context in 0.2 s while the caller imports CuPy.
+    """Start a thread that creates a GPU's context, which takes 0.2 s, during the import of CuPy.
 
     device: "cuda", "cuda:N", or None for the GPU if there is one; other names are ignored. Errors
     are ignored here, as they occur again, with a message, when the device is used.
@@ -104,7 +104,7 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 
 
 def is_array(x: Any) -> bool:
-    """Return whether x is a CuPy array, without an import of CuPy if it is not imported yet."""
+    """Return whether x is a CuPy array. Does not import CuPy."""
     if not replaced() and "cupy" not in sys.modules:
         return False
     return isinstance(x, cupy.ndarray)

@@ -1,4 +1,4 @@
-"""Check CUDA arrays for all operations; `Bound`, the result of binding an operation."""
+"""Checks of CUDA arrays for all operations, and `Bound`, the result of binding an operation."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 CudaArray = Any  # cupy.ndarray, which has no type stubs
 Shape = tuple[int, ...]
 Read = Callable[[int, NDArray[np.uint8]], None]
-PIECES, PIECE_BYTES = 2, 2**24  # pieces in flight to the host, bytes per piece
-READERS, READ_BYTES = 4, 2**22  # threads that read pieces for the GPU, bytes per piece
+PIECES, PIECE_BYTES = 2, 2**24  # maximum pieces in flight to the host; bytes per piece
+READERS, READ_BYTES = 4, 2**22  # threads that read pieces for the GPU; bytes per piece
 
 
 class Bound(NamedTuple):
@@ -39,7 +39,7 @@ class Bound(NamedTuple):
     extra: tuple[CudaArray, ...] = ()
 
     def run(self) -> CudaArray:
-        """Launch on the current stream; returns `out`."""
+        """Run all launches on the current stream and return `out`."""
         for each in self.launches:
             each.run()
         return self.out
@@ -62,7 +62,7 @@ class Composite:
         return matrix
 
     def arrays(self) -> dict[str, Any]:
-        """Return the arrays of the matrix by the suffixes of their names in messages."""
+        """Return {suffix of an array's name in messages: array} for the matrix."""
         return arrays_of("", self)
 
     def mapped(self, function: Callable[[Any], Any]) -> Self:
@@ -76,7 +76,7 @@ class Composite:
 
 
 def arrays_of(name: str, value: Any) -> dict[str, CudaArray]:
-    """Return the arrays of an argument by their names in messages."""
+    """Return {name in messages: array} for an argument, which can consist of several arrays."""
     if isinstance(value, Composite):
         found = ((name + suffix, getattr(value, part)) for suffix, part in value.PARTS)
         return {part: array for part, array in found if array is not None}
@@ -141,7 +141,7 @@ def check(
 
 
 def check_alignment(name: str, array: CudaArray) -> None:
-    """Raise InputError unless elements are aligned to their size."""
+    """Raise InputError unless the elements of the array are aligned to their size."""
     item = array.itemsize
     if array.data.ptr % item or (
         not array.flags.c_contiguous and any(s % item for s in array.strides)
@@ -207,7 +207,7 @@ def row_stride(name: str, x: CudaArray) -> int | None:
     strides = element_strides(x)
     if strides is None:
         return None
-    distance, rows = 0, 1  # distance and number of rows for the axes processed so far, last first
+    distance, rows = 0, 1  # distance between rows and number of rows, for the axes so far
     for n, stride in zip(reversed(x.shape[:-1]), reversed(strides), strict=True):
         if n == 1:
             continue
@@ -220,7 +220,7 @@ def row_stride(name: str, x: CudaArray) -> int | None:
 
 
 def checked_row_stride(name: str, x: CudaArray) -> int:
-    """Return `row_stride`. Raises InputError if it is None."""
+    """Return `row_stride` of x. Raises InputError if the stride is None."""
     stride = row_stride(name, x)
     if stride is None:
         raise InputError(
@@ -231,7 +231,7 @@ def checked_row_stride(name: str, x: CudaArray) -> int:
 
 
 def in_rows(x: Any) -> Any:
-    """Return x, or a contiguous copy if x is a CuPy array without a `row_stride`."""
+    """Return x, or a contiguous copy if x is a CuPy array whose `row_stride` is None."""
     if isinstance(x, cupy.ndarray) and x.size and row_stride("x", x) is None:
         return _copied(x)
     return x
@@ -293,13 +293,13 @@ def pinned(shape: Shape, dtype: str = "int32") -> NDArray[Any]:
 
 
 def to_host(parts: Iterable[CudaArray], rows: NDArray[Any]) -> None:
-    """Copy the rows of 2-D arrays, one array after another, to `rows`.
+    """Copy the rows of 2-D arrays, one array after another, to the host array `rows`.
 
     `rows` may have fewer columns. The rows pass through pinned memory in pieces: the GPU copies a
     piece while the host takes the previous piece. The next part, which may be in the same device
     memory, is requested after all copies of a part have been queued on the current stream.
     """
-    # (piece, event at the end of its copy, first row)
+    # waiting: copies in flight, each as (piece, event after the copy, first row of the piece)
     waiting: deque[tuple[NDArray[Any], Any, int]] = deque()
 
     def take() -> None:
@@ -325,14 +325,14 @@ def to_host(parts: Iterable[CudaArray], rows: NDArray[Any]) -> None:
 
 
 def read_into(out: CudaArray, parts: Iterable[tuple[Read, int]]) -> None:
-    """Fill `out`, an array of bytes, with parts.
+    """Fill `out`, an array of bytes on the GPU, with the bytes of consecutive parts.
 
     parts: pairs of a function and a number of bytes; read(begin, array) fills the array with the
     part's bytes from `begin` on. Threads read pieces into pinned memory while the GPU copies
     earlier pieces.
     """
     reading: deque[tuple[Future[None], NDArray[Any]]] = deque()
-    copying: deque[tuple[Any, NDArray[Any]]] = deque()  # (event at the end of a copy, its memory)
+    copying: deque[tuple[Any, NDArray[Any]]] = deque()  # (event after a copy, pinned memory)
     at = 0
 
     def copy() -> None:
@@ -371,7 +371,7 @@ def contiguous(*arrays: Any) -> tuple[Any, ...]:
 
 
 def on_16_bytes(name: str, array: Any) -> Any:
-    """Return the CuPy array if it is C-contiguous and aligned to 16 bytes, else such a copy."""
+    """Return the array. Copy a CuPy array unless it is C-contiguous and aligned to 16 bytes."""
     (array,) = contiguous(array)
     if isinstance(array, cupy.ndarray) and array.data.ptr % 16:
         check_alignment(name, array)

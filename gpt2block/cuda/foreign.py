@@ -15,7 +15,7 @@ from gpt2block.errors import InputError
 
 CudaArray = Any  # cupy.ndarray, which has no type stubs
 MOST_VIEWS = 64  # maximum number of cached views of torch tensors
-LEGACY = 1  # default stream in `__cuda_array_interface__`; CUDA's functions also accept 0 for it
+LEGACY = 1  # default stream in `__cuda_array_interface__`; CUDA's functions also accept 0
 
 
 class InOrder:
@@ -87,7 +87,7 @@ def _torch_stream(torch: Any, device: int) -> int:
 
 
 def on_torch_gpu(array: Any) -> bool:
-    """Return whether this is a torch tensor in device memory. Faster than a query by DLPack."""
+    """Return whether `array` is a torch tensor in device memory, without a slow DLPack query."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(array, torch.Tensor) and array.is_cuda
 
@@ -115,7 +115,7 @@ def as_cupy(array: Any) -> CudaArray:
 
 
 def _torch_view(array: Any) -> CudaArray | None:
-    """Return the view of a torch tensor that DLPack would give, in a fifth of the host time.
+    """Return a view of a torch tensor, as DLPack does, but in a fifth of the host time.
 
     Return None for other types, and for tensors that torch does not export.
     """
@@ -132,7 +132,7 @@ def _torch_view(array: Any) -> CudaArray | None:
 def _new_view(
     pointer: int, dtype: Any, shape: Sequence[int], strides: Sequence[int], device: int
 ) -> CudaArray | None:
-    """Return a view that does not keep the memory alive; None for empty arrays and other dtypes."""
+    """Return a view that does not own its memory; None for empty arrays and unsupported dtypes."""
     stored = FLOATS.get(str(dtype).removeprefix("torch."))
     if stored is None or 0 in shape:
         return None

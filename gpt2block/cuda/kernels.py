@@ -40,9 +40,9 @@ _IDEA = re.compile(
 )
 _LITERAL = r'"(?:[^"\\\n]|\\.)*"|(?<!\w)\'(?:[^\'\\\n]|\\.)+\''
 _COMMENT = re.compile(rf"({_LITERAL})|//[^\n]*|/\*.*?\*/", re.DOTALL)
-_DIRECTIVE = r"^[ \t]*#(?:[^\\\n]|\\.)*"  # a directive with its continuation lines
+_DIRECTIVE = r"^[ \t]*#(?:[^\\\n]|\\.)*"  # a preprocessor directive with its continuation lines
 _CLOSING = re.compile(rf"{_LITERAL}|{_DIRECTIVE}|[{{}};]", re.DOTALL | re.MULTILINE)
-# Headers to leave out: prelude.cuh has their declarations, or NVRTC and g++ do not need them.
+# Headers whose #include is removed: prelude.cuh has the declarations, or no compiler needs them.
 _HOST_HEADER = re.compile(
     r"^[ \t]*#[ \t]*include[ \t]*<(?:(?:assert|float|limits|math|stddef|stdint|stdio|stdlib|string|"
     r"cuda|cuda_runtime_api|device_launch_parameters)\.h|c(?:assert|float|limits|math|stddef|stdint|"
@@ -58,8 +58,8 @@ SCALARS: Mapping[str, type[np.generic]] = {
 }
 TENSOR_MAP = TensorMap.__name__  # type of parameters that are tensor maps, passed by value
 
-# dtype → macros that define the types `T`, `W` and `KV` of a source (kernels_cu/lib/storage.cuh).
-# FP8 is stored in arrays of uint8. W and KV are T unless they are FP8.
+# Macros by dtype, for the types `T`, `W` and `KV` of a source (kernels_cu/lib/storage.cuh). FP8
+# values are stored in arrays of uint8. `W` and `KV` are the same type as `T` unless they are FP8.
 STORAGE: Mapping[str, Defines] = {
     "float32": (),
     "float16": (("STORAGE_FP16", 1),),
@@ -74,9 +74,9 @@ FP8_CACHE: Mapping[str, Defines] = {
     "float8_e4m3fn": (("CACHE_E4M3", 1),),
 }
 _LARGE_CLUSTERS = 14  # CUfunction_attribute that allows clusters of more than 8 blocks
-TWO_PART = "two_part"  # weights in two float16 parts, multiplied with float32 activations
+TWO_PART = "two_part"  # weights in two float16 parts, for products with float32 activations
 IN_BYTES = (*FP8, GGUF)  # weight formats stored in arrays of uint8
-WEIGHTS: Mapping[str, Defines] = {  # format of weights `W` that differ from `T` → macros
+WEIGHTS: Mapping[str, Defines] = {  # format of weights, if type `W` differs from `T` → macros
     **FP8,
     TWO_PART: (("WEIGHT_TWO_PART", 1),),
     GGUF: (("WEIGHT_GGUF", 1),),
@@ -149,7 +149,7 @@ def parse(text: str, file: str) -> dict[str, Signature]:
 
 
 def _prototypes(plain: str) -> list[re.Match[str]]:
-    """Find the prototypes of kernels with C linkage, by `extern "C"` before them or their block."""
+    """Find prototypes of kernels with C linkage: `extern "C"` precedes the kernel or its block."""
     blocks = [
         range(each.start(), _end(plain, each, len(plain))) for each in _C_BLOCK.finditer(plain)
     ]
@@ -187,7 +187,7 @@ def ideas(file: str) -> dict[str, str]:
 
 
 def idea_of(file: str, kernel: str, variant: str) -> str:
-    """Return the idea of a kernel that a variant of an operation launches. Raises KernelError."""
+    """Return the idea (one sentence) of a kernel that a variant launches. Raises KernelError."""
     known = ideas(file)
     found = known.get(f"{kernel} ({variant})") or known.get(kernel)
     if not found:
@@ -204,7 +204,7 @@ def without_host_headers(text: str) -> str:
 
 
 def with_only(kernel: str, text: str) -> str:
-    """Return the text of a source without its other kernels, with the same number of lines.
+    """Return the text of a source with only one of its kernels, and the same number of lines.
 
     All other text stays, such as functions that kernels share.
     """
@@ -224,7 +224,7 @@ def extents(text: str) -> list[tuple[str, int, int]]:
 
 
 def _end(plain: str, start: re.Match[str], unclosed: int) -> int:
-    """Return the end of the function or block that begins at `start`.
+    """Return the offset at which the function or block that begins at `start` ends.
 
     Return `unclosed` if a brace is missing.
     """
@@ -256,7 +256,7 @@ def launch_at(
     weights: str | None = None,
     cache: str | None = None,
 ) -> Launch:
-    """Return a checked launch on the current device, and request its kernel.
+    """Return a checked launch on the current device, and request the compilation of its kernel.
 
     The first run of the launch waits for the kernel. args: CuPy arrays (or None for a null pointer)
     and Python numbers, in the prototype's order. storage: the dtype of the source's type `T`, a key
@@ -318,7 +318,7 @@ def _typed(
 
 @cache
 def dtype_name(dtype: np.dtype[Any]) -> str:
-    """Return the cached `dtype.name`, or a string such as ">f4" for a foreign byte order."""
+    """Return the cached `dtype.name`, or a string such as ">f4" for a non-native byte order."""
     return str(dtype.name if dtype.isnative else dtype.str)
 
 
@@ -330,7 +330,7 @@ def element(
     weights: str | None = None,
     cache: str | None = None,
 ) -> tuple[str, str]:
-    """Return the dtype name of a pointer's elements, and a description of it for messages."""
+    """Return the dtype name of a pointer's elements, and a description of them for messages."""
     types = {"T": None, "W": weights, "KV": cache}
     name = parameter.ctype.removesuffix("*")
     if name in types and name != parameter.ctype:
@@ -357,7 +357,7 @@ def typed_scalar(kernel: str, parameter: Parameter, arg: Any) -> Scalar:
 
 @cache
 def _dtype(kernel: str, parameter: Parameter) -> tuple[type[np.generic], str]:
-    """Return the NumPy type of a parameter or its elements, and a description for messages."""
+    """Return the NumPy type of a parameter or its elements, and its description in messages."""
     label = f"{kernel}: {parameter.ctype} {parameter.name}"
     dtype = SCALARS.get(parameter.ctype.removesuffix("*"))
     if dtype is None:
@@ -366,7 +366,7 @@ def _dtype(kernel: str, parameter: Parameter) -> tuple[type[np.generic], str]:
 
 
 def load(file: str, name: str, defines: Defines = ()) -> Any:
-    """Request a kernel for the current device; return a `Function`, whose first use waits for it.
+    """Request a kernel for the current device. Uses of the returned `Function` wait for the kernel.
 
     Raises KernelError if the file requires another architecture.
     """
@@ -375,7 +375,7 @@ def load(file: str, name: str, defines: Defines = ()) -> Any:
 
 @cache
 def _function(device: int, file: str, name: str, defines: Defines) -> Any:
-    options(file, cupy.cuda.Device(device).compute_capability)  # raises for another architecture
+    options(file, cupy.cuda.Device(device).compute_capability)  # raises for a wrong device
     return Function(_compiled, (device, file, name, defines))
 
 
@@ -490,7 +490,7 @@ def compile_for(file: str, arch: str, defines: Defines = (), kernel: str | None 
     handle = nvrtc.createProgram(program(file, defines, kernel), file, (), ())
     try:
         nvrtc.compileProgram(handle, flags)
-        # CuPy removes the last byte of a cubin, a zero.
+        # CuPy removes the last byte of a cubin, which is a zero.
         return Compiled(nvrtc.getCUBIN(handle) + b"\0", nvrtc.getProgramLog(handle))
     except nvrtc.NVRTCError as error:
         log = nvrtc.getProgramLog(handle) or str(error)
@@ -500,7 +500,7 @@ def compile_for(file: str, arch: str, defines: Defines = (), kernel: str | None 
 
 
 def compile_message(file: str, log: str) -> str:
-    """Return the errors of the compiler's log as "file:line: message", then advice."""
+    """Return the errors of the compiler's log as "file:line: message", followed by advice."""
     errors = re.findall(r"^(.+?)\((\d+)\): (?:catastrophic )?error: (.+)$", log, re.MULTILINE)
     if not errors:
         return f"{file} does not compile: {log.strip() or 'the compiler gave no reason'}"

@@ -17,12 +17,12 @@ from gpt2block.cuda.arrays import compute_capability
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import DeviceError
 
-OVERLAPS_FROM = 90, 12030  # minimum compute capability, driver version in graphs
-_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
+OVERLAPS_FROM = 90, 12030  # minimum compute capability; minimum driver version for graphs
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # value of CUlaunchAttributeID
 
 
 class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute, with only one of the values in its 64-byte union."""
+    """The struct CUlaunchAttribute, with a single member of its 64-byte union."""
 
     _fields_ = (
         ("id", ctypes.c_int),
@@ -59,7 +59,7 @@ def _launch_kernel() -> Any:
 
 
 def possible() -> bool:
-    """Return whether the current device and driver support overlapped launches, also in graphs."""
+    """Return whether the current device and driver support overlapped launches, in graphs too."""
     capability, driver = OVERLAPS_FROM
     new = cupy.cuda.runtime.driverGetVersion() >= driver
     return new and compute_capability() >= capability

@@ -1,4 +1,4 @@
-"""Compile kernels, or load them from CuPy's cache, in the background; launch them.
+"""Compile kernels or load them from CuPy's cache, in the background, and launch them.
 
 A kernel is requested when a launch is bound, and the first use of the kernel waits for it. A plan
 binds all its launches before the first one runs, so that their kernels are compiled in parallel.
@@ -23,8 +23,8 @@ from gpt2block.cuda.tensor_maps import TensorMap
 Scalar = Any  # a NumPy scalar: CuPy passes its bytes to the kernel
 Argument = Any  # a Scalar or a TensorMap
 Compile = Callable[..., Any]  # function of a key's arguments; returns a compiled `cupy.RawKernel`
-Watcher = Callable[[int, int], None]  # receives (ready, requested)
-MOST_THREADS = 16  # a model needs few more kernels at its start, and each compilation takes memory
+Watcher = Callable[[int, int], None]  # receives the numbers of ready and of requested kernels
+MOST_THREADS = 16  # maximum threads: a model starts with few more kernels; compiling takes memory
 
 _LIMITS, _REQUESTS = threading.Lock(), threading.Lock()
 _kernels: dict[Hashable, Future[Any]] = {}
@@ -94,7 +94,7 @@ class Launch:
 
     @cached_property
     def values(self) -> tuple[Scalar, ...]:
-        """The arguments in the form for CuPy's launch. Raises DeviceError."""
+        """The arguments in the form that CuPy's launch takes. Raises DeviceError."""
         return tuple([a.encoded() if type(a) is TensorMap else a for a in self.args])
 
     def run(self) -> None:
@@ -115,7 +115,7 @@ def _request(compile: Compile, key: tuple[Hashable, ...]) -> Future[Any]:
         known = _kernels.get(key)
         if known is None or (known.done() and (known.cancelled() or known.exception())):
             known = Future()
-            # The emulator replaces CuPy only for a time, so its kernels are not left to threads.
+            # The emulator replaces CuPy only temporarily: this thread must compile the kernel now.
             if replaced() or not _main_thread_runs():
                 _run(known, compile, key)
             else:

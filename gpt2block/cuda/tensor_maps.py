@@ -15,15 +15,15 @@ import numpy as np
 from gpt2block.cuda import cupy
 from gpt2block.errors import DeviceError
 
-BYTES = 128  # size of a map, which is aligned to 64 bytes
-_DTYPES = {"uint8": 0, "float16": 6, "float32": 7, "bfloat16": 9}  # CUtensorMapDataType
+BYTES = 128  # bytes of a tensor map, which must be aligned to 64 bytes
+_DTYPES = {"uint8": 0, "float16": 6, "float32": 7, "bfloat16": 9}  # values of CUtensorMapDataType
 _ITEM_BYTES = {"uint8": 1, "float16": 2, "float32": 4, "bfloat16": 2}
-_SWIZZLES = {32: 1, 64: 2, 128: 3}  # bytes of a box's row → CUtensorMapSwizzle
-_LONG_LINES = 3  # CUtensorMapL2promotion: promote L2 fetches to 256 bytes
+_SWIZZLES = {32: 1, 64: 2, 128: 3}  # bytes of a box's row → value of CUtensorMapSwizzle
+_LONG_LINES = 3  # value of CUtensorMapL2promotion: promote L2 fetches to 256 bytes
 
 
 def _encode() -> Any:
-    """Return the driver's function, after making a context current, as a new thread has none."""
+    """Return cuTensorMapEncodeTiled, with a current context, which a new thread does not have."""
     cupy.cuda.Device().use()
     return _driver_call()
 
@@ -47,7 +47,7 @@ def _driver_call() -> Any:
 
 
 class TensorMap(NamedTuple):
-    """The contents of a map; a kernel's parameter is `const __grid_constant__ TensorMap`, by value.
+    """The contents of a tensor map, which kernels take as `const __grid_constant__ TensorMap`.
 
     A map does not keep the array alive.
     """
@@ -59,7 +59,7 @@ class TensorMap(NamedTuple):
     box: tuple[int, ...]
 
     def encoded(self) -> np.void:
-        """Encode the map in the format of the copy engine. Raises DeviceError."""
+        """Encode the tensor map in the format of the copy engine. Raises DeviceError."""
         return _encoded(*self) if self.address else np.void(bytes(BYTES))
 
 
@@ -67,7 +67,7 @@ NO_MAP = TensorMap(0, "uint8", (), (), ())  # argument for a parameter that a ke
 
 
 def tensor_map(array: Any, box: tuple[int, ...]) -> TensorMap:
-    """Return the map of a CuPy array whose last axis is contiguous.
+    """Return the tensor map of a CuPy array whose last axis is contiguous.
 
     box: shape of the copied boxes, in the same axis order. Its last axis has 32, 64 or 128 bytes,
     which determines the swizzle; other axes have at most 256 elements. The array and its rows must

@@ -65,13 +65,13 @@ def interleaved_ms(
     count: int = REPLAYS,
     lead: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """Return {name: median ms of `count` replays}, interleaved, so that clock changes affect all.
+    """Return {name: median ms}, from interleaved replays, so that clock changes affect all names.
 
     lead: launches work before each replay, so that the GPU does not wait for the host's launch.
     """
     start, end = cupy.cuda.Event(), cupy.cuda.Event()
     times: dict[str, list[float]] = {name: [] for name in replays}
-    for _ in range(count + 1):  # the first turn warms up
+    for _ in range(count + 1):  # the first iteration warms up
         for name, replay in replays.items():
             lead()
             start.record()
@@ -85,7 +85,7 @@ def interleaved_ms(
 def interleaved_host_ms(
     replays: Mapping[str, Callable[[], None]], count: int = REPLAYS
 ) -> dict[str, float]:
-    """Return {name: median ms from the call of a replay to its return}, in `count` turns.
+    """Return {name: median ms from the call of a replay to its return} over `count` calls.
 
     For replays that return when their results are in host memory. Each must have run before.
     """
@@ -103,7 +103,7 @@ def call_times(call: Callable[[], Any]) -> tuple[float, float]:
     start, end = cupy.cuda.Event(), cupy.cuda.Event()
     gpu: list[float] = []
     host: list[float] = []
-    for _ in range(REPLAYS + 1):  # the first turn warms up: kernels are compiled, graphs captured
+    for _ in range(REPLAYS + 1):  # the first iteration compiles kernels and captures graphs
         start.record()
         began = perf_counter()
         for _ in range(CALLS):

@@ -63,7 +63,7 @@ def emulated(
 
 
 def adopted(array: Any) -> Any:
-    """Return an array on the emulated device, which shares memory with a C-contiguous array."""
+    """Return `array` on the emulated device, without a copy if it is C-contiguous."""
     from gpt2block.emulator import stand_in  # noqa: PLC0415
 
     return stand_in.adopt(array)

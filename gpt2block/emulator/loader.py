@@ -34,19 +34,19 @@ from gpt2block.errors import KernelError
 HERE = Path(__file__).parent
 Order = Literal["forward", "reverse", "shuffled"]
 # How a file is compiled. "patterned": uninitialized variables hold large negative numbers.
-# "unoptimised": they hold large positive numbers, no access is optimised away, and the barriers of
-# one source line are distinguished.
+# "unoptimised": uninitialized variables hold large positive numbers, no access is optimised away,
+# and the barriers of one source line are distinguished.
 Build = Literal["usual", "patterned", "unoptimised"]
 ORDERS: tuple[Order, ...] = ("forward", "reverse", "shuffled")
 TIMEOUT_S = 60.0
 END = "after the file"  # file name of g++'s errors after the last line, such as a missing brace
-GRACE_S = 5.0  # time after the limit in which a program can end itself before it is killed
+GRACE_S = 5.0  # seconds after the time limit in which a program can end before it is killed
 TIMED_OUT = 6  # exit status of a program that exceeded its time limit
 STAND_INS = {
     "lib/sm80.cuh": "mma_ptx.h",
     "lib/fast.cuh": "fast.h",
     "lib/overlap.cuh": "overlap.h",
-}  # header of kernels_cu → file in this folder that replaces it
+}  # header of kernels_cu → replacement in this folder
 
 _FLAGS = (
     "-std=c++17",
@@ -59,7 +59,7 @@ _FLAGS = (
 )
 _SANITIZERS = (
     "-fsanitize=address,undefined",
-    # The next two options leave out checks, with which compilation would take 50 % longer.
+    # The next two options leave out checks that would lengthen compilation by 50 %.
     # AddressSanitizer reports invalid accesses anyway, with the array's name.
     "-fno-sanitize=object-size,pointer-overflow",
     "-fno-sanitize-address-use-after-scope",
@@ -68,16 +68,16 @@ _SANITIZERS = (
     # compilation takes most of the time of an emulated kernel.
     "--param=asan-instrumentation-with-call-threshold=0",
 )
-# -fno-pie: addresses at run time equal those in the file. DWARF 4: some versions of addr2line
+# -fno-pie: addresses at run time equal addresses in the file. DWARF 4: some addr2line versions
 # confuse the file names of DWARF 5.
 _THREADS = ("-fsanitize=thread", "-fno-pie", "-gdwarf-4", "-g1")
-_VOLATILE = "--param=tsan-distinguish-volatile=1"  # since GCC 11
-_PATTERN = "-ftrivial-auto-var-init=pattern"  # since GCC 12
+_VOLATILE = "--param=tsan-distinguish-volatile=1"  # supported since GCC 11
+_PATTERN = "-ftrivial-auto-var-init=pattern"  # supported since GCC 12
 _TURNS = "-fsanitize-coverage=trace-pc"  # counts basic blocks, see cuda_on_cpu.cpp
 _WAITS = re.compile(r"\bvolatile\b|\batomic\w+|\b__ldcv\b|\b__nanosleep\b")
-# Byte that fills shared memory, and variables in an unoptimised program, before the first write.
-# As float it is NaN, a large positive or a large negative number. No maximum, minimum or sum starts
-# from such a number, so that a result computed from unwritten memory is wrong in some order.
+# Byte that fills shared memory, and variables of an unoptimised program, before the first write.
+# Floats of these bytes are NaN, a large positive or a large negative number. No maximum, minimum or
+# sum starts from such a number, so that results of unwritten memory are wrong in some order.
 _FILLS = {"forward": 0xFF, "reverse": 0x7B, "shuffled": 0xFB}
 _WARNINGS = (
     "-fno-strict-aliasing",  # a float array read as float4 is usual in CUDA
@@ -92,7 +92,7 @@ _DYNAMIC_SHARED = re.compile(
     rf"{_ALIGNED}extern\s+(volatile\s+)?{_ALIGNED}__shared__\s+{_ALIGNED}"
     rf"([\w:<>, ]+?)\s+{_ALIGNED}(\w+)\s*\[\s*\]\s*;"
 )
-# `static` is removed, as the emulator's __shared__ already means static.
+# `static` is removed, because the emulator's macro __shared__ already expands to `static`.
 _STATIC_SHARED = re.compile(r"\bstatic\s+(?=(?:volatile\s+)?__shared__)")
 _SHARED_ALIGNED = re.compile(
     r"\b__shared__\s+(alignas\s*\((?:[^()]|\([^()]*\))*\))"
@@ -134,10 +134,10 @@ class ShimError(Exception):
 class Checks(NamedTuple):
     """The checks and the time limit of a launch, and functions that receive its output."""
 
-    races: bool = False  # search for races instead of accesses out of bounds
-    limit_s: float | None = None  # time limit; None: TIMEOUT_S
+    races: bool = False  # whether to search for races instead of accesses out of bounds
+    limit_s: float | None = None  # time limit in seconds; None: TIMEOUT_S
     printed: Callable[[str], None] = lambda _: None  # receives the text that a kernel prints
-    rehearsed: bool = False  # precede the launch by two launches on other values, in its process
+    rehearsed: bool = False  # run two launches on other values first, in the same process
     within: tuple[str, ...] = ()  # command prefix that runs the program, such as prlimit
     build: Build = "usual"
     noted: Callable[[str], None] = lambda _: None  # receives possible causes of a wrong result
@@ -148,7 +148,7 @@ USUAL = Checks()
 
 @dataclass(frozen=True)
 class Source:
-    """The text of a kernel file, and of headers that replace the shipped ones."""
+    """The text of a kernel file, and the texts of headers that replace shipped headers."""
 
     name: str
     text: str
@@ -163,7 +163,7 @@ class Source:
         return cls(name, kernels.read_source(name), headers)
 
     def with_only(self, kernel: str) -> Source:
-        """Return a copy without other kernels, each of which takes as long to compile.
+        """Return a copy with only one kernel, because each kernel adds to the compile time.
 
         A file outside of kernels_cu is returned unchanged, as in `kernels.program`.
         """
@@ -258,7 +258,7 @@ def run(
 def _check_array(
     kernel: str, parameter: kernels.Parameter, array: Any, storage: str, cache: str | None
 ) -> str:
-    """Raise ShimError unless an array fits a pointer; return its description for messages."""
+    """Return a pointer parameter's description. Raises ShimError if the array does not fit it."""
     try:
         expected, label = kernels.element(kernel, parameter, storage, None, cache)
     except KernelError as error:
@@ -323,7 +323,7 @@ def run_spans(
 
     output = _execute(program, words, b"".join(message), launch, environment, checks, named)
     written = [arg.memory for i in first.values() if isinstance(arg := args[i], DevicePointer)]
-    # The output is the text that the kernel printed, then the arrays.
+    # The output consists of the text that the kernel printed, followed by the arrays.
     start = len(output) - sum(memory.nbytes for memory in written)
     if start < 0:
         ended = "ended before all threads have returned, as by exit()"
@@ -335,7 +335,7 @@ def run_spans(
 
 
 def _conditions(source: Source, shared: int, order: Order, build: Build) -> dict[str, str]:
-    """Return environment variables that tell the program about a launch's memory."""
+    """Return environment variables that configure the memory of a launch."""
     found = {"DYNAMIC_BYTES": str(shared)}
     if build != "usual":
         found["FILL"] = str(_FILLS[order])
@@ -356,7 +356,7 @@ def _late(
     args: Sequence[DevicePointer | np.generic],
     early: Collection[str],
 ) -> str:
-    """Encode for the program which array arguments must not be accessed before the wait.
+    """Return names of pointer parameters that must not be accessed before the wait, as ",a,b,".
 
     Memory that a const __restrict__ parameter shares with another parameter may be accessed early.
     """
@@ -387,14 +387,14 @@ def _execute(
     checks: Checks,
     variable: Callable[[int], str],
 ) -> bytes:
-    """Run a program and return its output. variable: returns a variable's name for an address."""
+    """Run a program and return its output. variable: function from an address to a name."""
 
     def place(found: re.Match[str]) -> str:
         address = int(found[2], 16)
         return variable(address) if found[1] else places.line(program, address)
 
     limit_s = TIMEOUT_S if checks.limit_s is None else checks.limit_s
-    own = {**extra, "TIME_LIMIT": str(limit_s)}  # at the limit the program reports its line
+    own = {**extra, "TIME_LIMIT": str(limit_s)}  # limit at which the program reports its line
     if checks.rehearsed:
         own["REHEARSAL"] = "1"
     late, timeout_s = f"still running after {limit_s:g} s", limit_s + GRACE_S
@@ -450,7 +450,7 @@ def check() -> Check:
 
 
 def missing() -> str | None:
-    """Describe the program or library that the emulator needs and that is missing, or None."""
+    """Return a description of a missing program or library that the emulator needs, or None."""
     if shutil.which("g++") is None:
         return "g++ is not installed"
     for library in ("libasan.so", "libubsan.so"):  # g++ prints no folder for an unknown library
@@ -465,7 +465,7 @@ def compile_kernel_file(
     races: bool = False,
     build: Build = "usual",
 ) -> Path:
-    """Compile the program that runs any kernel of a file, once for each text and macros.
+    """Compile the program that runs any kernel of a file, once per text and set of macros.
 
     races: build the program that finds races, instead of the program with AddressSanitizer. Issues
     warnings with the messages of g++, in the thread of the caller.
@@ -485,7 +485,7 @@ def compile_ahead(
     build: Build = "usual",
 ) -> None:
     """Start compiling a file in another thread, for a later launch."""
-    _cache_dir(), _runtime()  # create these once, before several threads need them
+    _cache_dir(), _runtime()  # create both before several threads need them
     known = Source.shipped(source) if isinstance(source, str) else source
     key = known, defines, races, build
     if key not in _ahead:
@@ -535,7 +535,7 @@ def _precompiled(header: str, flags: tuple[str, ...]) -> dict[str, Path]:
 
 
 def _first_header(source: Source) -> str:
-    """Return the header that a program begins with.
+    """Return the header that a program includes first.
 
     For a shipped file it includes the 16-bit types, so that it can be precompiled. A user's file
     must include them itself. For shipped files, NVRTC reports a missing include.
@@ -552,7 +552,7 @@ def _compile(
     build: Build = "usual",
     variables: bool = False,
 ) -> Path:
-    """Compile a program. variables: add debug information for variables; addresses are equal."""
+    """Compile a program. variables: add debug information for variables, with equal addresses."""
     headers = {str(p): p.read_text("ascii") for p in kernels.SOURCE_DIR.rglob("*.cuh")}
     files = {"unit.cpp": _translation_unit(source, defines), **dict(source.headers)}
     options = _options(source, races, build)
@@ -614,7 +614,7 @@ def _translation_unit(source: Source, defines: kernels.Defines) -> str:
 
 
 def _dynamic(found: re.Match[str]) -> str:
-    """Define a pointer to dynamic shared memory, in as many lines as the declaration has."""
+    """Define a pointer to dynamic shared memory, in the number of lines of the declaration."""
     element, name = (found[1] or "") + found[2], found[3]
     memory = f'cuda_on_cpu::dynamic_shared("{name}", sizeof({element}))'
     return f"{element}* {name} = static_cast<{element}*>({memory});" + "\n" * found[0].count("\n")

@@ -1,4 +1,4 @@
-"""Find lines and variables of a program by address, with GNU binutils."""
+"""Find the source line or variable at an address of a compiled program, with GNU binutils."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 HERE = Path(__file__).parent
 _ENTRY = re.compile(r"^ <(\d+)><([0-9a-f]+)>: Abbrev Number: \d+ \((DW_TAG_\w+)\)", re.MULTILINE)
-_NUMBERS = ("__half", "__nv_bfloat16")  # classes in the emulator that are shown as numbers
+_NUMBERS = ("__half", "__nv_bfloat16")  # classes of the emulator that reports show as numbers
 _FIELD = re.compile(r"^ +<[0-9a-f]+> +(DW_AT_\w+) *: (.*)$", re.MULTILINE)
 
 
@@ -27,7 +27,7 @@ def line(program: Path, address: int) -> str:
 
 
 def variable(program: Path, address: int) -> str | None:
-    """Return the variable's element at an address, such as tile[3][4], or None if there is none.
+    """Return the name of the element at an address, such as tile[3][4], or None without a variable.
 
     program: compiled with the locations of variables (-g).
     """
@@ -67,7 +67,7 @@ class _Array(NamedTuple):
 
 @cache
 def _entries(program: Path) -> dict[int, _Entry]:
-    """Return {offset: entry}; a definition also has the fields of its declaration."""
+    """Return {offset: entry}. An entry of a definition also has the fields of its declaration."""
     text = _output("readelf", "--debug-dump=info", str(program))
     found: dict[int, _Entry] = {}
     parents: list[_Entry] = []
@@ -93,7 +93,7 @@ def _parts(text: str) -> Iterator[tuple[int, int, str, str]]:
 
 
 def _plain(kind: _Entry) -> _Entry:
-    """Return the type behind typedef, const and volatile."""
+    """Return the type that remains without typedef, const and volatile."""
     while kind.tag in ("DW_TAG_typedef", "DW_TAG_const_type", "DW_TAG_volatile_type"):
         inner = kind.reference("DW_AT_type")
         if inner is None:

@@ -20,7 +20,7 @@ Ended = subprocess.CompletedProcess[bytes]
 
 
 def _environment(own: Mapping[str, str]) -> dict[str, str]:
-    names = set(os.environ) - {"ASAN_OPTIONS", "UBSAN_OPTIONS"}  # the program sets these itself
+    names = set(os.environ) - {"ASAN_OPTIONS", "UBSAN_OPTIONS"}  # the program sets both itself
     return {name: os.environ[name] for name in names} | dict(own)
 
 
@@ -67,7 +67,7 @@ class _Program:
 
 
 _Key = tuple[int, Path, tuple[tuple[str, str], ...]]
-_waiting: dict[_Key, _Program] = {}  # sorted by the last launch, the oldest first
+_waiting: dict[_Key, _Program] = {}  # in the order of their last launches, oldest first
 
 
 def launch(
@@ -78,7 +78,7 @@ def launch(
     timeout_s: float,
     within: Sequence[str] = (),
 ) -> Ended:
-    """Run a launch in a program, started if no instance of it waits.
+    """Run a launch in an instance of a program that waits, or else in a new instance.
 
     words: description of the launch. message: bytes of the arguments. own: additional environment
     variables of the program. within: command prefix that runs the program; it is then started for
@@ -105,7 +105,7 @@ def launch(
     if not process.waits:
         process.close()
         return ended
-    others = [_waiting.pop(key, None)]  # a process that another thread has put there
+    others = [_waiting.pop(key, None)]  # process that another thread has stored
     _waiting[key] = process
     others += [_waiting.pop(oldest, None) for oldest in list(_waiting)[:-MOST]]
     for other in others:

@@ -36,8 +36,8 @@ __version__ = "emulated"
 float32, float16, int32, uint8 = np.float32, np.float16, np.int32, np.uint8
 
 # (address, id of the array that owns the memory) → (weak reference to this array, bytes). Memory
-# can have several owners, if they are views of an object that is not an array. It counts as
-# allocated as long as one owner lives.
+# can have several owners, if they are views of an object that is not an array. Memory counts as
+# allocated as long as one of its owners lives.
 _memory: dict[tuple[int, int], tuple[weakref.ref[Any], int]] = {}
 
 
@@ -49,7 +49,7 @@ class MemoryPointer:
 
 
 class _Pointer:
-    """The address of an array."""
+    """The address of an array's data."""
 
     device_id = -1
 
@@ -154,7 +154,7 @@ def asarray(array: Any, dtype: Any = None, order: str | None = None) -> ndarray:
         and (order is None or array.flags.c_contiguous)
     ):
         return array
-    transposed = order is None and host.flags.f_contiguous  # CuPy keeps this order
+    transposed = order is None and host.flags.f_contiguous  # CuPy keeps Fortran order
     made: Any = empty(host.shape[::-1], dtype).T if transposed else empty(host.shape, dtype)
     made[...] = host
     return made  # type: ignore[no-any-return]
@@ -208,7 +208,7 @@ def split(array: ndarray, ends: Sequence[int]) -> list[ndarray]:
 
 
 class RawModule:
-    """A module of CuPy; its code is a text that `kernels.program` returns for a kernel file."""
+    """A replacement of cupy.RawModule, for code that `kernels.program` returns for a file."""
 
     def __init__(self, code: str, options: tuple[str, ...] = (), backend: str = "nvrtc") -> None:
         constants, _, text = code.replace(kernels.prelude(), "").partition("#line 1 ")
@@ -267,7 +267,7 @@ class EmulatedFunction:
 
 
 def _span(kernel: str, pointer: Any) -> loader.DevicePointer:
-    """Return the pointer to an address: its allocation and its offset in the allocation."""
+    """Return the allocation that contains an address, and the offset of the address in it."""
     address = int(pointer)
     found = _allocation(address)
     if found is None:
@@ -287,7 +287,7 @@ def _allocation(address: int) -> tuple[int, int] | None:
 
 
 class Stream:
-    """A stream, which runs calls immediately, or between begin_ and end_capture collects them."""
+    """A stream. Calls run immediately; between begin_capture and end_capture, calls are stored."""
 
     ptr = 0
 
@@ -366,7 +366,7 @@ class Device:
         pass
 
 
-BOTH = (loader.USUAL, loader.Checks(races=True))  # the two Checks with which shipped kernels run
+BOTH = (loader.USUAL, loader.Checks(races=True))  # for out-of-bounds accesses; for races
 
 _state = SimpleNamespace(stream=Stream(), order="forward", early=None, checks=loader.USUAL)
 
@@ -394,7 +394,7 @@ def run_early(launch: requests.Launch, early: Collection[str] = ()) -> None:
 def compile_ahead(
     launches: Iterable[requests.Launch], checks: Iterable[loader.Checks] = BOTH
 ) -> None:
-    """Start compiling the programs of each launch for these checks, in other threads."""
+    """Start compiling the programs that the launches need for `checks`, in other threads."""
     programs = tuple(dict.fromkeys((each.races, each.build) for each in checks))
     for each in launches:
         kernel = each.function.found
@@ -406,7 +406,7 @@ def compile_ahead(
 def device(
     order: loader.Order, multiprocessors: int, checks: loader.Checks = loader.USUAL
 ) -> Iterator[None]:
-    """Set the order of threads in launches, their checks, and the number of multiprocessors.
+    """Set the order of threads in launches, the checks of launches, and the multiprocessor count.
 
     The index of the device depends on the number of multiprocessors, so that caches per device stay
     valid.

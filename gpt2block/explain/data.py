@@ -1,4 +1,4 @@
-"""Collect the data of a page as numbers and strings for JSON: one forward pass of a text."""
+"""Collect the JSON data of an HTML page that shows one forward pass of a text."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from gpt2block.run.model import Floats, Ids, TracedEngine
 from gpt2block.tokenizers.encoding import Encoding, bytes_of_id
 
 MOST_TOKENS = 1024  # maximum tokens of a text, as every tensor is kept in float64
-DETAILED_CELLS = 16_384  # cells per tensor of the opened layer and of steps outside of blocks
-OTHER_CELLS = 400_000  # cells of the tensors of all other layers together
-LEAST_CELLS, MOST_CELLS = 256, 8_192  # cells per tensor of the other layers, at least and at most
-ATTENTION_WEIGHTS = 800_000  # attention weights of all heads of all layers together
-OPENED_VALUES = 450_000  # values of the opened layer: its attention and its products
-OPENED_AND_WEIGHTS = 1_090_000  # values of the opened layer plus attention weights of all layers
-LENS_ENTRIES = 60_000  # entries of the logit lens for all layers and positions together
+DETAILED_CELLS = 16_384  # maximum cells per tensor outside of blocks or in the layer with details
+OTHER_CELLS = 400_000  # maximum total of the cells of all tensors of the other layers
+LEAST_CELLS, MOST_CELLS = 256, 8_192  # minimum and maximum cells per tensor of the other layers
+ATTENTION_WEIGHTS = 800_000  # maximum total of the attention weights of all heads and layers
+OPENED_VALUES = 450_000  # maximum values of attention and products in the layer shown in detail
+OPENED_AND_WEIGHTS = 1_090_000  # maximum values of this layer plus all layers' attention weights
+LENS_ENTRIES = 60_000  # maximum total of logit-lens entries of all layers and positions
 LENS_TOP = 5
-NEXT_TOKENS = 24  # number of next tokens that the page lists; it holds the logits of all tokens
+NEXT_TOKENS = 24  # number of next tokens that the page lists, although it has all logits
 Shapes = Mapping[str, tuple[int, ...]]
 Traced = Mapping[str, NDArray[Any]]
 
@@ -95,7 +95,7 @@ def check(config: ModelConfig, tokens: int, layer: int) -> None:
 
 
 class _Plan:
-    """The steps of a forward pass; all blocks have the same steps."""
+    """The steps of a forward pass before, in and after the blocks; all blocks have equal steps."""
 
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
@@ -115,19 +115,19 @@ class _Plan:
 
 
 def _short(name: str) -> str:
-    """Return a tensor's name without the layer: "qkv" for "h.3.qkv"."""
+    """Return a tensor's name without the prefix of its layer: "qkv" for "h.3.qkv"."""
     return name.split(".", 2)[2] if name.startswith("h.") else name
 
 
 def _by_plan_names(traced: Traced) -> dict[str, NDArray[Any]]:
-    """Add plan names to a trace: a GPU computes logits in groups of rows, the first named ".0"."""
+    """Name tensors such as "logits.0", a GPU's first group of rows, also "logits" and so on."""
     return {name.removesuffix(".0"): tensor for name, tensor in traced.items()} | dict(traced)
 
 
 def _step(
     plan: _Plan, short: str, compared: Mapping[str, Comparison], files: dict[str, str]
 ) -> dict[str, Any]:
-    """Return a step's data, equal in all blocks, and add the sources of its kernels to `files`."""
+    """Return the data that a step has in every block; add its kernels' sources to `files`."""
     step = plan.steps[short]
     operation = sources.operation_of(step.op) or sources.operation_of(sources.function_of(step))
     found = []
@@ -185,7 +185,7 @@ def _tokens(
 
 
 def _bytes(encoding: Encoding | None, token: int) -> bytes:
-    """Return the bytes of a token, or "#" and its id without a tokenizer."""
+    """Return the bytes of a token or, if there is no tokenizer, "#" and the token's id."""
     return f"#{token}".encode() if encoding is None else bytes_of_id(encoding, token)
 
 
@@ -228,7 +228,7 @@ def _tensors(
 
 
 def _input_shapes(step: Step, shapes: Shapes) -> list[list[Any]]:
-    """Return name and shape of each input of a step, except inputs that describe a batch.
+    """Return [name, shape] of each input of a step, except inputs that describe the batch.
 
     Names from the step's layer are short; a name from the previous layer is not.
     """
@@ -255,10 +255,10 @@ def _compared(row: Comparison | None) -> dict[str, Any]:
 
 
 def _attention(weights: Floats) -> dict[str, Any]:
-    """Return each head's weights, row by row up to the diagonal, downsampled to fit on the page.
+    """Return each head's attention weights up to the diagonal, downsampled to fit on the page.
 
-    side: rows of the triangle. If there are fewer rows than tokens, a cell has the largest weight
-    of its area.
+    The weights are in row-major order. side: number of rows of the triangle. If there are fewer
+    rows than tokens, a cell has the largest weight of its area.
     """
     n_layer, n_head, T, _ = weights.shape
     side = min(T, max(8, math.isqrt(2 * ATTENTION_WEIGHTS // (n_layer * n_head))))

@@ -1,4 +1,4 @@
-"""Convert tensors to small grids of numbers for a page: downsampled and encoded as base64."""
+"""Convert tensors to small grids of numbers for an HTML page: downsample, encode as base64."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Array = NDArray[np.floating[Any]]
 
 
 def grid_shape(rows: int, columns: int, cells: int) -> tuple[int, int]:
-    """Return rows and columns of a grid of at most `cells` cells for a tensor (rows, columns).
+    """Return the shape of a grid that shows a tensor (rows, columns) in at most `cells` cells.
 
     A small tensor keeps its shape. A larger tensor gets twice as many columns as rows, or keeps all
     rows if they are few.
@@ -29,12 +29,12 @@ def starts(size: int, parts: int) -> NDArray[np.int64]:
 
 
 def ends(size: int, parts: int) -> NDArray[np.int64]:
-    """Divide `size` indices into `parts`; return each part's last index, including `size - 1`."""
+    """Divide `size` indices into `parts`; return each part's last index; the last is size - 1."""
     return (np.arange(parts) + 1) * size // parts - 1
 
 
 def downsampled(tensor: Array, rows: int, columns: int) -> Array:
-    """Return the value of largest magnitude, with its sign, in the area of each cell.
+    """Reduce a tensor to a grid: a cell is the signed value of largest magnitude in its area.
 
     tensor (R, C) → (rows, columns), with rows ≤ R and columns ≤ C. A cell is NaN if its area
     contains a NaN.

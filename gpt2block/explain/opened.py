@@ -1,4 +1,4 @@
-"""Collect numbers of the block that a page opens: Q, K, V, and rows and columns of products.
+"""Collect the data of a block that a page shows in detail: Q, K, V and parts of products.
 
 A page has no room for all numbers. It holds some whole rows of x and some whole columns of W, so
 that it can compute the complete sum for each pair of a row and a column.
@@ -17,13 +17,13 @@ from gpt2block.inspect.lens import rows_of_attention
 from gpt2block.passes import model_steps
 from gpt2block.run.model import TracedEngine
 
-ATTENTION_VALUES = 200_000  # maximum number of float16 values; a float32 value counts as two
+ATTENTION_VALUES = 200_000  # maximum float16 values of Q, K and V; a float32 value counts as two
 PRODUCT = "matmul_bias"
 Tensors = Mapping[str, NDArray[Any]]
 
 
 def opened(engine: TracedEngine, tensors: Tensors, layer: int, values: int) -> dict[str, Any]:
-    """Return numbers of a layer's attention and products, and of the product that gives the logits.
+    """Return data of a layer's attention and matrix products, and of the product for the logits.
 
     tensors: the result of the engine's `trace`, completed by the steps that it does not store.
     values: maximum number of float16 values, more than ATTENTION_VALUES; a float32 value counts as
@@ -75,14 +75,15 @@ def _product(
     lines: int,
     first: NDArray[np.int64] | None,
 ) -> dict[str, Any]:
-    """Return some rows of x (T, K) and columns of w (K, N), with b (N,) and y (T, N) at them.
+    """Return some rows of x (T, K), some columns of w (K, N), and b and y for these rows, columns.
 
     lines: maximum number of rows and columns, each of K float16 values; equal for all products.
     first: columns in the order of preference; None: evenly spaced columns.
     """
     (T, K), N = x.shape, w.shape[1]
-    n_rows = min(T, max(1, lines // 4))  # rows are float32, so that they take at most half
-    n_columns = min(N, max(1, (lines - 2 * n_rows) * K // (K + 2 * n_rows)))  # column of w and of y
+    # A float32 value of x or y counts as two, a float16 value of w as one. A line is K values.
+    n_rows = min(T, max(1, lines // 4))
+    n_columns = min(N, max(1, (lines - 2 * n_rows) * K // (K + 2 * n_rows)))
     rows = grids.ends(T, n_rows)
     columns = grids.ends(N, n_columns) if first is None else np.sort(first[:n_columns])
     return {

@@ -15,8 +15,8 @@ from gpt2block.errors import printable
 from gpt2block.files import write_file
 
 FRAME_HEIGHT = 900  # height of the frame in a notebook, in pixels
-# The files are joined to one script: a file uses definitions of the files before it, and start.js
-# draws the page.
+# JavaScript files that are joined to one script in this order: each file uses definitions of
+# earlier files, and start.js draws the page.
 SCRIPTS = (
     "base", "heatmap", "tokens", "forward", "walk", "step", "product", "code", "attention",
     "opened", "lens", "next", "start",
@@ -32,7 +32,7 @@ class _Template(Template):
 
 
 class Page:
-    """An HTML page in one file, which needs no network. A notebook displays it in a frame.
+    """An HTML page in one file, which needs no network. A notebook displays the page in a frame.
 
     data: the values that the page shows, as in its JSON.
     """
@@ -46,16 +46,16 @@ class Page:
 
     @property
     def title(self) -> str:
-        """The beginning of the text and the name of the model, in printable characters."""
+        """The title: beginning of the text and name of the model, in printable characters."""
         text = " ".join(self.data["text"].split())
         start = text if len(text) <= 60 else f"{text[:59]}…"
         return printable(f"{start} · {self.data['model']['name']}")
 
     @property
     def html(self) -> str:
-        """The page's HTML."""
+        """The HTML text of the whole page."""
         text = json.dumps(self.data, separators=(",", ":"), allow_nan=False)
-        for character, escaped in _ESCAPED.items():  # much faster than str.translate
+        for character, escaped in _ESCAPED.items():  # replace is much faster than translate
             text = text.replace(character, escaped)
         return _Template(_part("page.html")).substitute(
             title=escape(self.title),
@@ -66,7 +66,7 @@ class Page:
         )
 
     def save(self, path: str | Path) -> Path:
-        """Write the page to a file and return its path. Raises InputError if that fails."""
+        """Write the page to a file and return the file's path. Raises InputError."""
         path = Path(path)
         write_file(path, self.html.encode())
         return path
@@ -80,5 +80,5 @@ class Page:
 
 @cache
 def _part(name: str) -> str:
-    """Return the text of a file in template/."""
+    """Return the text of a file in the folder gpt2block/explain/template."""
     return (files("gpt2block.explain") / "template" / name).read_text(encoding="utf-8")

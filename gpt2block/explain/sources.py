@@ -1,4 +1,4 @@
-"""Find the code of a step: its NumPy function, its CUDA kernels, the fused step it is part of."""
+"""Find the code of a step: its NumPy function, its CUDA kernels, its fused step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gpt2block.ops.operation import Operation, Variant
 from gpt2block.ops.registry import OPERATIONS
 from gpt2block.passes.machine import Step
 
-TEN_STEPS, FUSED, HERE = "step by step", "fused plan", "ran here"  # plan that launches a kernel
+TEN_STEPS, FUSED, HERE = "step by step", "fused plan", "ran here"  # labels of kernels
 _FUSED_VARIANTS = ("narrow", "mma", "hopper")
 # Operation on packed rows of several sequences → its equivalent for one sequence, easier to read
 _OF_ONE_SEQUENCE = {"attention_packed": "attention", "rope_packed": "rope_qkv"}
@@ -50,7 +50,7 @@ def function_source(name: str) -> dict[str, Any]:
 
 
 def readable_kernel(operation: Operation) -> Variant:
-    """Return an operation's most readable variant: the skeleton, or else the first variant."""
+    """Return an operation's most readable variant: from skeleton.cu, or else the first one."""
     every = operation.table
     written = (variant for variant in every if variant.file.endswith("/skeleton.cu"))
     return next(written, every[0])
@@ -62,7 +62,7 @@ def _heads(config: ModelConfig) -> tuple[int, int, int]:
 
 
 def fused_kernels(operation: Operation, config: ModelConfig) -> list[Variant]:
-    """Return the variants of an operation that a fused plan of the model runs on some GPU."""
+    """Return the variants of an operation that the model's fused steps can run, on any GPU."""
     every = [variant for variant in operation.variants if variant.name in _FUSED_VARIANTS]
     if operation is not ATTENTION:
         return every
@@ -70,7 +70,7 @@ def fused_kernels(operation: Operation, config: ModelConfig) -> list[Variant]:
 
 
 def described(variant: Variant, plan: str, config: ModelConfig) -> dict[str, Any]:
-    """Return the page's description of a variant and of its kernels that support the model."""
+    """Return data that describe a variant, and its kernels that support the model, on a page."""
     C = config.n_embd
     names = [name for name in variant.kernels if _ROW_SIZES.get(name, C) == C]
     return _shown(plan, variant.file, names, variant.idea, config)
@@ -79,7 +79,7 @@ def described(variant: Variant, plan: str, config: ModelConfig) -> dict[str, Any
 def _shown(
     plan: str, file: str, names: list[str], idea: str, config: ModelConfig
 ) -> dict[str, Any]:
-    """Return the page's description of kernels in a file.
+    """Return the data that describe kernels of one file on a page.
 
     line: line of the first kernel. constants: values of the macros for the model's heads that a
     file of attention kernels defines.
@@ -112,7 +112,7 @@ def line_of(file: str, kernel: str) -> int:
 
 
 def kernels_run(names: Iterable[str], config: ModelConfig) -> list[dict[str, Any]]:
-    """Return the page's descriptions of the kernels with these names, except other libraries'."""
+    """Return data that describe these kernels on a page, except kernels of other libraries."""
     files = {name: file for file in kernels.sources() for name in kernels.signatures(file)}
     return [
         _shown(HERE, files[name], [name], "", config)
@@ -122,7 +122,7 @@ def kernels_run(names: Iterable[str], config: ModelConfig) -> list[dict[str, Any
 
 
 def joined_steps(steps: Sequence[Step], fused: Iterable[Step]) -> dict[str, tuple[Step, list[str]]]:
-    """Return {step name: (the fused step that computes it, names of the steps that this joins)}.
+    """Return {step's name: (the fused step that includes it, names of all steps fused there)}.
 
     A fused step joins the preceding steps whose results are not stored.
     """

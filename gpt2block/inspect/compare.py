@@ -129,7 +129,7 @@ def exact_tensors(engine: TracedEngine, ids: Ids) -> dict[str, Exact]:
 
 
 def compare(engine: TracedEngine, ids: Ids, cached: bool) -> Comparisons:
-    """Return the comparison of every step with float64, in order, as `Block.compare` does.
+    """Compare every step of a forward pass of ids with float64, as `Block.compare` does.
 
     cached: compare the decoding step of the last token of ids instead of the whole pass.
     """
@@ -144,7 +144,7 @@ def compare_tensors(
     exact: Mapping[str, Exact],
     traced: Mapping[str, NDArray[Any]],
 ) -> Comparisons:
-    """Do as `compare`, from the results of `exact_tensors` and of the engine's `trace`."""
+    """Compare as `compare` does. exact: from `exact_tensors`. traced: from the engine's `trace`."""
     exact = _by_engine_names(exact, engine.config, len(ids), cached)
     compared = Comparisons()
     for own in engine.run_alone(ids, cached, exact):
@@ -157,7 +157,7 @@ def compare_tensors(
 def _by_engine_names(
     exact: Mapping[str, Exact], config: ModelConfig, T: int, cached: bool
 ) -> dict[str, Exact]:
-    """Add the tensor names of GPU passes: q in decoding, logits and scores by groups of rows."""
+    """Add the names that tensors have in GPU passes: q, and logits and scores of row groups."""
     found, qkv = dict(exact), architecture_of(config).QKV
     for name, tensor in exact.items():
         if name.endswith(f".{qkv}"):

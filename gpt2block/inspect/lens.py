@@ -17,7 +17,7 @@ from gpt2block.run.numpy_machine import apply
 from gpt2block.tokenizers.encoding import Encoding, bytes_of_id
 from gpt2block.tokenizers.lookup import ReadLater
 
-POSITIONS = 6  # number of last positions in a table as text
+POSITIONS = 6  # number of last positions that a table in text form shows
 POSITIONS_HTML = 32
 
 
@@ -34,8 +34,8 @@ class LogitLens(ReadLater):
     ids: NDArray[np.int64]
     probabilities: Floats
     tokens: Ids | None = None
-    # The tokenizer for the texts of tokens, loaded when they are shown. The default is a factory,
-    # as a plain default would become a class attribute, and then ReadLater would not load.
+    # The tokenizer for the texts of tokens, loaded on first use. The default is a factory: a plain
+    # default would become a class attribute, and ReadLater would then not load the tokenizer.
     encoding: Encoding | None = field(default_factory=lambda: None)
 
     def __repr__(self) -> str:
@@ -51,7 +51,7 @@ class LogitLens(ReadLater):
         return f"LogitLens of {layers - 1} blocks, {which}, top {top}: the most likely next token"
 
     def _table(self, most: int) -> tuple[list[str], list[list[str]]]:
-        """Return the headers (tokens of the input), and a row for each layer."""
+        """Return a table: headers (the input's tokens), a row for the embedding and each block."""
         layers, T, _ = self.ids.shape
         first = max(0, T - most)
         tokens = range(first, T) if self.tokens is None else self.tokens[first:].tolist()
@@ -65,14 +65,14 @@ class LogitLens(ReadLater):
         return ["after", *given], rows
 
     def _text(self, token: int) -> str:
-        """Return the text of a token in quotes, or its id without a tokenizer."""
+        """Return the text of a token in quotes or, if there is no tokenizer, the token's id."""
         if self.encoding is None:
             return str(token)
         return repr(bytes_of_id(self.encoding, token).decode(errors="replace"))
 
 
 def attention_weights(engine: TracedEngine, ids: Ids) -> Floats:
-    """Return the attention weights of ids (T,): float32 (n_layer, n_head, T, T).
+    """Return the attention weights of tokens ids (T,): float32 (n_layer, n_head, T, T).
 
     weights[l, h, i, j] is the weight of token j for query token i, 0 for j > i. The sum of weights
     over j is 1.
@@ -81,12 +81,12 @@ def attention_weights(engine: TracedEngine, ids: Ids) -> Floats:
 
 
 def weights_of(engine: TracedEngine, traced: Mapping[str, NDArray[Any]]) -> Floats:
-    """Return `attention_weights`, computed from the result of the engine's `trace`."""
+    """Return the attention weights of all layers. traced: the result of the engine's `trace`."""
     config = engine.config
     T = len(traced["embedding"])
     Q, D = config.q_width, config.head_size
     n_kv_head = config.kv_width // D
-    shared = np.arange(config.n_head) * n_kv_head // config.n_head  # key head of each query head
+    shared = np.arange(config.n_head) * n_kv_head // config.n_head  # each query head's key head
     weights = np.empty((config.n_layer, config.n_head, T, T), np.float32)
     for layer in range(config.n_layer):
         rows = rows_of_attention(engine, traced, layer)
@@ -94,7 +94,7 @@ def weights_of(engine: TracedEngine, traced: Mapping[str, NDArray[Any]]) -> Floa
         k = rows[:, Q : Q + config.kv_width].reshape(T, -1, D).swapaxes(0, 1)
         scale, window = config.scales.attention, config.windows[layer]
         scores = q @ k[shared].swapaxes(-1, -2) * np.float32(D**-0.5 if scale is None else scale)
-        past = np.tri(T, k=-(window or T), dtype=bool)  # keys before the window
+        past = np.tri(T, k=-(window or T), dtype=bool)  # True for keys before the window
         weights[layer] = reference.softmax(np.where(past, -np.inf, scores), causal=True)
     return weights
 
@@ -127,7 +127,7 @@ def logit_lens(
 
 
 def lens_of(engine: TracedEngine, states: Floats, top: int) -> LogitLens:
-    """Return `logit_lens`, from the residual stream around each block, (n_layer + 1, T, C)."""
+    """Return the LogitLens of states (n_layer + 1, T, C): the embedding, each block's output."""
     norm = final_step(engine.config)
     parameters = norm.inputs[1:]
     weights: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""List the arguments that an operation's kernels can have, by the names of their parameters.
+"""List the arguments that a user's kernel for an operation may take, by parameter name.
 
 A user's kernel takes any of these arguments, in any order. Names, shapes and dtypes follow from the
 operation's contract; `Operation.arrays` and `Operation.aliases` add names of built-in kernels.
@@ -23,21 +23,21 @@ class Output(NamedTuple):
 
 
 class Values(NamedTuple):
-    """The arguments of one call. An output with the name of an input is computed in place."""
+    """The arguments of one launch. An output with the name of an input is computed in place."""
 
     inputs: Mapping[str, Any]  # name → array
     outputs: Mapping[str, Output]  # name → shape and dtype; the result comes first
     numbers: Mapping[str, int | float]
-    aliases: Mapping[str, str]  # alternative name of an array → its name
+    aliases: Mapping[str, str]  # alternative name of an array → name of the array
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The integers that expressions of a launch line can use, by name."""
+        """The integers that expressions for grid, block and shared memory can use, by name."""
         return {name: n for name, n in self.numbers.items() if isinstance(n, int)}
 
 
 def check_known(operation: Operation) -> None:
-    """Raise InputError for an operation whose kernels need more than arrays and numbers."""
+    """Raise InputError if the operation does not support users' kernels."""
     known = names()
     if operation.name not in known:
         raise InputError(
@@ -46,7 +46,7 @@ def check_known(operation: Operation) -> None:
 
 
 def values(operation: Operation, inputs: tuple[Any, ...], attrs: Attrs) -> Values:
-    """Return the arguments for inputs that `Operation.make` returns. Raises InputError."""
+    """Return the kernel arguments for inputs that `Operation.make` returns. Raises InputError."""
     check_known(operation)
     contract = operation.contract
     given = tuple(zip(contract.inputs, inputs, strict=False))
@@ -66,7 +66,7 @@ def values(operation: Operation, inputs: tuple[Any, ...], attrs: Attrs) -> Value
 
 
 def sizes_at(operation: Operation, sizes: Sizes) -> dict[str, int]:
-    """Compute `Values.sizes` from the documented sizes alone, without input arrays."""
+    """Return the integers of `Values.sizes` for documented sizes, without input arrays."""
     known = {**operation.attrs, **sizes}
     for axis, text in operation.axes.items():
         if axis != "...":
@@ -80,7 +80,7 @@ def sizes_at(operation: Operation, sizes: Sizes) -> dict[str, int]:
 def _numbers(
     operation: Operation, sizes: Sizes, attrs: Attrs, arrays: Collection[str]
 ) -> dict[str, int | float]:
-    """Return the numbers that kernels can take, by name. arrays: names of the array arguments."""
+    """Return {name: number} of the numbers kernels may take. arrays: names of array arguments."""
     numbers: dict[str, int | float] = {
         name: value if isinstance(value, float) else int(value)
         for name, value in attrs.items()
@@ -95,7 +95,7 @@ def _numbers(
 
 
 def _sizes(operation: Operation, given: Iterable[tuple[Entry, Any]], attrs: Attrs) -> Sizes:
-    """Return the sizes by name: axes of the contract, documented sizes and attributes."""
+    """Return {name: value} of the axes in the operation's contract, its sizes and attributes."""
     sizes: dict[str, Any] = {}
     for entry, value in given:
         entry.fits((value.K, value.N) if entry.kind in MATRICES else value.shape, sizes)
@@ -108,7 +108,7 @@ def _sizes(operation: Operation, given: Iterable[tuple[Entry, Any]], attrs: Attr
 
 
 def _documented(operation: Operation, sizes: Sizes) -> Sizes:
-    """Return the documented sizes, or {} for elementwise kernels, which take only a total count."""
+    """Return {name: documented size}; {} for elementwise kernels, which take only a count."""
     required = (entry for entry in operation.contract.inputs if not entry.optional)
     if all(entry.axes == ("...",) for entry in required):
         return {}

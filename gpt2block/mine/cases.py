@@ -21,7 +21,7 @@ from gpt2block.mine.arguments import values
 from gpt2block.mine.kernel import Kernel
 from gpt2block.ops.operation import Attrs, Inputs, Operation, Sizes
 
-ULP = 2.0**-24  # the relative rounding error of float32
+ULP = 2.0**-24  # largest relative rounding error of float32
 MEAN, SPREAD = 2048.0, 0.6  # mean and standard deviation of rows with a large mean
 SCORE = 1024.0  # large score: exp(SCORE) is infinite, and exp(-SCORE) is 0
 OTHER_SIZES = (
@@ -29,12 +29,12 @@ OTHER_SIZES = (
     "--shape (in Python shape=)"
 )
 
-# Sizes of products: an odd K of several iterations, a K for vectors with many columns, many rows.
+# Sizes of matrix products (M, K) x (K, N): odd K; K divisible by 4 and many columns N; many rows M.
 _WIDE = {"M": 2, "K": 1501, "N": 3}, {"M": 4, "K": 1036, "N": 76}, {"M": 65, "K": 1032, "N": 8}
-# Operation → sizes (and attributes) in addition to `Operation.small`. The last sizes have rows that
-# vectors divide and that take a block several iterations; one row has an odd number of vectors of
-# 4. Every operation has an array with more elements than 16 bits can count, and an elementwise
-# operation has more vectors than 16 bits can count.
+# Operation → sizes (and attributes) to check after `Operation.small`. Rows of the last sizes
+# consist of whole vectors and take a block several iterations; one row is an odd number of
+# 4-element vectors. Every operation has an array of more than 2^16 elements, and every elementwise
+# operation has an array of more than 2^16 vectors.
 FURTHER: Mapping[str, tuple[Mapping[str, int], ...]] = {
     "add": ({"N": 13, "C": 769}, {"N": 13, "C": 772}, {"N": 104, "C": 2568}),
     "attention": ({"B": 86, "T": 2, "C": 128, "n_head": 2},
@@ -76,7 +76,7 @@ class Case:
     inputs: tuple[Any, ...]
     truths: Mapping[str, NDArray[Any]]
     name: str = ""  # name of special inputs; "" for ordinary inputs
-    hint: str = ""  # advice for a kernel that is wrong here and was right in all earlier cases
+    hint: str = ""  # advice if a kernel fails this case after passing all earlier cases
     slack: float = 0.0  # relative error, in addition to rounding, that a stable formula may have
 
     @property
@@ -88,16 +88,16 @@ class Case:
 
 @dataclass(frozen=True)
 class Special:
-    """A kind of special inputs. change: returns them from random inputs, sizes and attributes."""
+    """A kind of special inputs. change: (random inputs, sizes and attributes) → special inputs."""
 
     name: str
-    why: str  # the reason why a formula fails, and a stable formula
+    why: str  # why a naive formula fails on these inputs, and a stable formula
     change: Callable[[Inputs, Mapping[str, Any]], Inputs]
     slack: float = 0.0
 
 
 def cases(kernel: Kernel, layout: str, stated: Sizes | None = None) -> tuple[Case, ...]:
-    """Return all cases in the order of the checks.
+    """Return the cases (sizes and inputs) on which a kernel is checked, in the order of the checks.
 
     stated: sizes that the user requests; the only case then has the last small case's other sizes.
     Raises InputError for inconsistent sizes.
@@ -110,7 +110,7 @@ def cases(kernel: Kernel, layout: str, stated: Sizes | None = None) -> tuple[Cas
     further = () if stated else replace(operation, small=FURTHER.get(operation.name, ())).cases
     found = [case(kernel, *each, layout) for each in usual]
     found += [replace(case(kernel, *each, layout), hint=OTHER_SIZES) for each in further]
-    several = usual[min(1, len(usual) - 1)]  # several rows whose length no vector divides
+    several = usual[min(1, len(usual) - 1)]  # several rows that vectors do not divide
     for at in (several, *further[-1:]):
         for special in SPECIAL.get(operation.name, ()):
             found.append(case(kernel, *at, layout, special))
@@ -120,7 +120,7 @@ def cases(kernel: Kernel, layout: str, stated: Sizes | None = None) -> tuple[Cas
 def case(
     kernel: Kernel, sizes: Sizes, attrs: Attrs, layout: str, special: Special | None = None
 ) -> Case:
-    """Return the case of these sizes. Raises InputError for inconsistent sizes."""
+    """Create inputs of these sizes and the exact outputs. Raises InputError for wrong sizes."""
     own = replace(kernel.operation, attrs={**kernel.operation.attrs, **attrs})
     drawn = replace(own, draw=_changed(own, special)) if special else own
     host, truth = measure.inputs_and_truth(drawn, sizes, kernel.dtype, layout)
@@ -163,7 +163,7 @@ def _equal(shape: tuple[int, ...]) -> NDArray[np.float32]:
 
 
 def _masked(given: Inputs, _: Mapping[str, Any]) -> Inputs:
-    """Mask scores with -inf at the start, the end or every other place, but not at a target."""
+    """Set a row's first two, its other or its even scores to -inf, except a score to keep."""
     scores, *targets = given
     rows = scores.reshape(-1, scores.shape[-1]).copy()
     columns = np.arange(rows.shape[1])
@@ -182,14 +182,14 @@ def _peaked(given: Inputs, _: Mapping[str, Any]) -> Inputs:
 
 
 def _unlikely(given: Inputs, _: Mapping[str, Any]) -> Inputs:
-    """Lower the logits of the targets by 200."""
+    """Lower the logit of each row's target token by 200."""
     logits, targets = given[0].copy(), given[1]
     logits[np.arange(len(targets)), targets] -= 200
     return logits, targets
 
 
 def _scored(sign: float) -> Callable[[Inputs, Mapping[str, Any]], Inputs]:
-    """Return a `change` after which all scores of attention are near sign * 4096 / sqrt(HS)."""
+    """Return a `change` of Q and K that makes attention scores about sign * 4096 / sqrt(HS)."""
 
     def change(given: Inputs, at: Mapping[str, Any]) -> Inputs:
         (qkv,) = given
@@ -201,7 +201,7 @@ def _scored(sign: float) -> Callable[[Inputs, Mapping[str, Any]], Inputs]:
 
 
 def _numbers_of_fp8(shape: tuple[int, ...]) -> NDArray[np.float64]:
-    """Return ties between two E5M2 numbers, subnormal numbers and the largest numbers."""
+    """Return numbers for E5M2 rounding: ties, subnormal numbers and the largest numbers."""
     ties = [(1 + f / 4 + 1 / 8) * 2.0**e for e in (-14, 0, 1) for f in range(4)]
     small = [n * 2.0**-17 for n in range(1, 9)]
     magnitudes = np.array([*ties, *small, 49152.0, 53248.0, 57344.0, 60000.0, 65504.0])
@@ -248,7 +248,7 @@ _NORM = (
         "equal values",
         f"the variance is 0, and 1 / sqrt(0) infinite: {_EPS}",
         _first(_equal),
-        16 * ULP * 3 / 1e-5**0.5,  # an error of the mean, divided by sqrt(eps)
+        16 * ULP * 3 / 1e-5**0.5,  # allows for an error of the mean, divided by sqrt(eps)
     ),
     Special(
         "variance near eps",

@@ -1,4 +1,4 @@
-"""Compare a user's kernel with float64 on the current device."""
+"""Compare the outputs of a user's kernel on the current device with float64 results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gpt2block.mine.finding import Finding
 from gpt2block.mine.kernel import Geometry, Kernel
 from gpt2block.ops.operation import Sizes
 
-GUARD = 4096  # bytes of a guard area before and after an output
+GUARD = 4096  # bytes of each guard area, before and after an output
 GUARD_BYTE = 0xA5
 # Bytes that fill an output before a launch: NaN, a large positive and a large negative number.
 # fmaxf and fminf ignore NaN, so that only the two numbers reveal a kernel that reads its output.
@@ -26,13 +26,13 @@ NAN_BYTE, POSITIVE_BYTE, NEGATIVE_BYTE = 0xFF, 0x7B, 0xFB
 
 @dataclass(frozen=True)
 class Checked:
-    """The result of a check at one size. problem: a description of the error; "" if correct."""
+    """The result of checking a kernel at one size. problem: description, or "" if correct."""
 
     sizes: Sizes
     geometry: Geometry
     max_abs: float
     max_rel: float
-    bound: float  # the largest relative error that rounding explains
+    bound: float  # largest relative error that rounding can cause
     problem: str = ""
     printed: str = ""  # text that the kernel printed in the first run
     inputs: str = ""  # name of special inputs; "" for ordinary inputs
@@ -51,7 +51,7 @@ class Checked:
 
 
 def compare(kernel: Kernel, given: Case, guarded: bool, fill: int = NAN_BYTE) -> Checked:
-    """Run the kernel once on poisoned outputs, and compare them with the exact values.
+    """Run the kernel once on outputs filled with a byte, and compare them with the exact values.
 
     guarded: put guard areas around each output, to detect writes outside of it. fill: the byte that
     fills the outputs before the launch.
@@ -85,7 +85,7 @@ def compare(kernel: Kernel, given: Case, guarded: bool, fill: int = NAN_BYTE) ->
 
 
 def finding(found: Checked, given: Case) -> Finding:
-    """Return the Finding that describes a result with a problem."""
+    """Return a Finding, which describes a check's problem to the user."""
     what = found.problem
     if given.name:
         what = f"fragile: right for ordinary inputs, wrong for these ({given.name}): {what}"
@@ -107,7 +107,7 @@ def finding(found: Checked, given: Case) -> Finding:
 
 
 def of_second_launch(found: Finding) -> Finding:
-    """Return the Finding for a launch that was correct as the first launch of a process."""
+    """Return the Finding for a kernel that is right in a first launch and wrong in a later one."""
     what = (
         "right in the first launch of a process, wrong in a later one: variables of the file "
         "(__device__) keep their values between launches: set them back in the kernel"
@@ -116,7 +116,7 @@ def of_second_launch(found: Finding) -> Finding:
 
 
 def of_old_values(found: Finding) -> Finding:
-    """Return the Finding for a launch that is correct only if NaN fills the outputs before it."""
+    """Return the Finding for a kernel that is right only if its outputs held NaN at the launch."""
     what = (
         "right if the output holds NaN before the launch, wrong if it holds other numbers: the "
         "kernel reads elements of the output that it has not written, as in "
@@ -126,7 +126,7 @@ def of_old_values(found: Finding) -> Finding:
 
 
 def wrong(name: str, out: NDArray[Any], truth: NDArray[Any], bound: float) -> str:
-    """Describe the wrong elements of an output and the first of them; return "" if there is none.
+    """Describe how many elements of an output are wrong, and the first; return "" if none is.
 
     bound: the largest error that rounding explains, relative to the largest value.
     """
@@ -166,7 +166,7 @@ def _poisoned(out: NDArray[Any]) -> NDArray[np.bool_]:
 
 
 def _guarded(output: Output, guard: int, fill: int) -> tuple[Any, Any]:
-    """Return an array filled with the byte `fill`, and the bytes of it with both guard areas."""
+    """Return an array filled with the byte `fill`, and the memory of the array and its guards."""
     dtype = np.dtype(output.dtype)
     nbytes = int(np.prod(output.shape)) * dtype.itemsize
     memory = cupy.full(guard + nbytes + guard, GUARD_BYTE, "uint8")

@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 
 
 class Stage(NamedTuple):
-    """A stage of the child's work: its name for messages, and its time limit in seconds."""
+    """A stage of a child process's work: its name for messages, and its time limit in seconds."""
 
     name: str
     limit_s: float
 
 
 class ProcessExited(NamedTuple):
-    """The child exited in this stage. exitcode: None if it was killed after its time limit."""
+    """Message that the child exited in this stage. exitcode: None if it was killed at its limit."""
 
     stage: Stage
     exitcode: int | None
@@ -26,7 +26,7 @@ Send = Callable[[Any], None]
 
 
 def supervised(target: Callable[..., None], args: tuple[Any, ...], first: Stage) -> Iterator[Any]:
-    """Run target(send, *args) in a child process; yield the objects that it sends except Stages.
+    """Run target(send, *args) in a child process; yield the objects, except Stages, that it sends.
 
     A child that exceeds the time limit of its stage is killed. If the child is killed or exits
     before the target returns, the last item is a `ProcessExited`. target: a function of a module
@@ -59,7 +59,7 @@ def supervised(target: Callable[..., None], args: tuple[Any, ...], first: Stage)
 
 
 class _Done(NamedTuple):
-    """Message that the target has returned."""
+    """Message that the child process's target function has returned."""
 
 
 def _main(sender: Connection, target: Callable[..., None], args: tuple[Any, ...]) -> None:

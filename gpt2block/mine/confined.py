@@ -13,14 +13,14 @@ from functools import cache
 
 MEMORY = 4 << 30  # bytes of memory
 PROCESSES = 64  # maximum number of processes in the program's user namespace
-_APART = (  # separate network and process namespaces; the program's processes end with it
+_APART = (  # separate network and process namespaces; the program is killed if unshare ends
     *("unshare", "--user", "--map-current-user", "--net", "--pid", "--fork"),
     "--kill-child",
 )
 
 
 def confined(races: bool) -> tuple[str, ...]:
-    """Return the command prefix that runs a program within the limits that work on this system.
+    """Return the command prefix that runs a program with all limits that this system supports.
 
     races: whether the program is built to find races, with limited memory. Otherwise it is built
     with AddressSanitizer, whose shadow memory would exceed the limit; it limits its own memory.

@@ -1,4 +1,4 @@
-"""Evaluate the integer expressions of launch lines, such as ceil(N / 256), exactly."""
+"""Evaluate the integer expressions of launch settings, such as grid=ceil(N / 256), exactly."""
 
 from __future__ import annotations
 

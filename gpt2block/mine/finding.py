@@ -1,4 +1,4 @@
-"""Describe a problem of a kernel, with the lines of its file."""
+"""Describe a problem of a user's kernel, with the lines of its source file."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _SUMMARIES = {
 
 @dataclass(frozen=True)
 class Finding:
-    """A problem of a kernel.
+    """A problem of a user's kernel, as it is described to the user.
 
     what: a description of one or a few lines. lines: line numbers in the file. at: when and where
     the problem occurs, with a preposition. printed: text that the kernel printed. max_abs, max_rel:
@@ -64,13 +64,13 @@ class Finding:
 
 
 def headline(source: UserSource, found: Finding) -> str:
-    """Return the description of a problem, with the file and the first line concerned."""
+    """Return a problem's description after the file's name and the first affected line number."""
     place = f"{source.file}:{found.lines[0]}: " if found.lines else f"{source.file}: "
     return found.what if found.what.startswith(source.file) else place + found.what
 
 
 def numbered(source: UserSource, found: Finding) -> list[str]:
-    """Return the source lines of a problem, with their numbers."""
+    """Return the source lines that a problem concerns, each after its line number."""
     return [
         f"{number:>5} | {source.line(number).expandtabs(4)}" for number in sorted({*found.lines})
     ]
@@ -129,7 +129,7 @@ def _said(source: UserSource, report: str) -> str:
 
 
 def _of_an_access(report: str) -> str:
-    """Describe an invalid access to an array in a report; return "" if there is none."""
+    """Describe the invalid array access in an emulator's report; return "" if there is none."""
     if outside := _OUTSIDE.search(report):
         return f"{_VERBS[outside[1]]} out of bounds: {outside[2]}"
     if early := _EARLY.search(report):
@@ -156,9 +156,9 @@ def _of_a_program(source: UserSource, report: str) -> str:
 
 
 def _lines(source: UserSource, report: str) -> tuple[int, ...]:
-    """Return the file's line numbers in a report, without repetitions.
+    """Return the distinct line numbers of the user's file in a report, at most two.
 
-    For an overrun, only the line of the access is returned.
+    A race or a divergent barrier has two lines, every other problem one.
     """
     numbers = re.findall(rf"{re.escape(source.file)}:(\d+)", report)
     distinct = tuple(dict.fromkeys(map(int, numbers)))

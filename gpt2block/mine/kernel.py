@@ -42,7 +42,7 @@ INTEGERS: dict[str, type[np.generic]] = {
     "unsigned": np.uint32,
     "unsigned int": np.uint32,
     "long": np.int64,
-    "unsigned long long": np.int64,  # same bytes as int64; np.uint64 marks a pointer
+    "unsigned long long": np.int64,  # np.int64 has the same bytes; np.uint64 marks pointers
     "long long int": np.int64,
     "size_t": np.int64,
     "bool": np.bool_,
@@ -59,7 +59,7 @@ class Kernel:
     source: UserSource
     operation_name: str  # name only, as an Operation holds functions that cannot be pickled
     dtype: str  # dtype of the activations
-    names: tuple[str, ...]  # argument of each parameter
+    names: tuple[str, ...]  # names of the arguments, in the order of the parameters
 
     @property
     def operation(self) -> Operation:
@@ -72,7 +72,7 @@ class Kernel:
         allocate: Allocate = lambda output: cupy.empty(output.shape, output.dtype),
         **attrs: Any,
     ) -> Bound:
-        """Bind arrays on the current device; `extra` has the outputs other than the result.
+        """Bind the kernel to arrays on the current device; `extra` has all outputs but the result.
 
         allocate: returns the array for an output; not called for the result if `out` is passed.
         Raises InputError if the launch exceeds the limits of the device.
@@ -102,12 +102,12 @@ class Kernel:
 
     @property
     def defines(self) -> kernels.Defines:
-        """Macros: the type T, and a hash of the text, as kernels are cached by file and macros."""
+        """Macros for NVRTC: the type T, and a hash of the source, so that edits are compiled."""
         hashed = hashlib.sha256(self.source.text.encode()).hexdigest()[:16]
         return *kernels.stored_as(self.dtype), (f"GPT2BLOCK_SOURCE_{hashed}", 1)
 
     def geometry(self, sizes: Mapping[str, int]) -> Geometry:
-        """Return the launch geometry for `Values.sizes`. Raises InputError if it is not valid."""
+        """Return grid, block and shared memory for these sizes. Raises InputError if invalid."""
         text = self.source.launch
         block = self._extents("block", text.block, sizes)
         if prod(block) > THREADS:
@@ -155,7 +155,7 @@ class Kernel:
             raise InputError(*self.source.setting(option), f": {error}") from None
 
     def as_operation(self) -> Operation:
-        """Return the operation with this kernel as an additional variant "mine", to time it."""
+        """Return the operation with this kernel as a further variant "mine", for benchmarks."""
         names, own = (self.source.name,), self.operation
         mine = Variant(MINE, self.source.file, names, self.bind, own=True)
 
@@ -173,7 +173,7 @@ class Kernel:
 def matched(
     source: UserSource, operation: Operation, stored: tuple[str, str], args: str | None = None
 ) -> Kernel:
-    """Find the argument of each parameter by the parameter's name, or from the list `args`.
+    """Match each parameter of a kernel with an argument of the operation, by name or by `args`.
 
     stored: (dtype, layout), as `measure.check_storage` returns them. args: names of arguments in
     the order of the parameters. Raises InputError for a parameter without a matching argument.
@@ -209,7 +209,7 @@ def matched(
 
 
 def _device() -> str:
-    """Describe the GPU whose limits apply, by its compute capability."""
+    """Return a phrase for messages: the compute capability whose limits apply."""
     major, minor = divmod(compute_capability(), 10)
     emulated = ", which the emulator has" if replaced() else ""
     return f" for a block of compute capability {major}.{minor}{emulated}"

@@ -1,4 +1,4 @@
-"""Check a user's kernel from Python: `check_kernel`, as `gpt2block kernels --mine` does."""
+"""`check_kernel` checks a user's kernel from Python, as `gpt2block kernels --mine` does."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RED = "color: #c62828; font-weight: bold"
 
 @dataclass(frozen=True, repr=False)
 class KernelCheck:
-    """The result of `check_kernel`, shown as a table and a verdict, as text and in a notebook.
+    """The result of `check_kernel`. Text and notebooks show it as a table and a verdict.
 
     `right`: whether every result is correct. `checks`: the results, one for each size and kind of
     inputs, up to the first problem, with `sizes`, `inputs` ("" for random numbers), `geometry`
@@ -57,7 +57,7 @@ class KernelCheck:
 
     @property
     def verdict(self) -> str:
-        """The end of the text: the problem with its lines, or a statement that there is none."""
+        """The last lines of the text: the problem with its source lines, or that there is none."""
         if self.problem is None:
             return RIGHT if self.device == "cpu" else "Right."
         source = self.kernel.source
@@ -157,7 +157,7 @@ def _file(source: str | Path) -> Path:
     if isinstance(source, Path) or not ("\n" in source or "__global__" in source):
         return Path(source)
     data = source.encode(errors="surrogatepass")
-    folder = _folder() / hashlib.sha256(data).hexdigest()[:16]  # same path, so compiled once
+    folder = _folder() / hashlib.sha256(data).hexdigest()[:16]  # equal texts compile once
     folder.mkdir(exist_ok=True)
     (folder / FILE).write_bytes(data)
     return folder / FILE
@@ -165,7 +165,7 @@ def _file(source: str | Path) -> Path:
 
 @cache
 def _folder() -> Path:
-    """Create a folder for sources passed as text, which is deleted when this process ends."""
+    """Create a temporary folder for sources passed as text; delete it when this process ends."""
     folder = tempfile.mkdtemp(prefix="gpt2block-kernels-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return Path(folder)

@@ -8,7 +8,7 @@ from gpt2block.ops.operation import Operation, Variant
 
 
 def rung(operation: Operation, which: str) -> Variant:
-    """Return a variant by name, or by position from 1. Raises InputError, which lists the names."""
+    """Return a variant by its name, or by its position counted from 1. Raises InputError."""
     named = {variant.name: variant for variant in operation.table}
     if which in named:
         return named[which]
@@ -21,7 +21,7 @@ def rung(operation: Operation, which: str) -> Variant:
 
 
 def listing(variant: Variant) -> list[tuple[int, str]]:
-    """Return (number of the first line, text) of each part of the variant's file.
+    """Return (number of the first line, text) of each part of a variant's file to show.
 
     The kernels of other variants, which lie between the parts, are left out. Functions that only
     they call are not left out.

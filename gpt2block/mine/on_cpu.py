@@ -29,12 +29,12 @@ from gpt2block.mine.refused import ResourceUsage, refused, too_many, without_lit
 from gpt2block.mine.source import UserSource
 from gpt2block.ops.operation import Attrs, Operation, Sizes, Variant
 
-LIMIT_S = 10.0  # time limit of one launch
+LIMIT_S = 10.0  # time limit of one launch in seconds
 OTHER = "--shape checks and times others"
 
 
 class EmulatedRun(NamedTuple):
-    """Settings of a launch: order of threads, search for races or invalid accesses, build of g++.
+    """Settings of an emulated launch: thread order, search for races or invalid accesses, build.
 
     A user's kernel is built "patterned": g++ fills uninitialized variables with a pattern, so that
     a kernel that reads them cannot be right by chance.
@@ -42,12 +42,12 @@ class EmulatedRun(NamedTuple):
 
     order: emulator.Order
     races: bool = False
-    rehearsed: bool = False  # whether two launches on other values precede it in the same process
+    rehearsed: bool = False  # whether two launches on other values come first in the same process
     build: Build = "patterned"
     fill: int = check.NAN_BYTE  # byte that fills the outputs before the launch
 
 
-# The first run is under AddressSanitizer, as its reports have the most details.
+# The first run uses AddressSanitizer, whose reports have the most details.
 RUNS = (
     EmulatedRun(ORDERS[0]),
     EmulatedRun(ORDERS[0], races=True),
@@ -80,7 +80,7 @@ def require_emulator() -> None:
 def check_kernel(
     kernel: Kernel, cases: Sequence[Case], limit_s: float = LIMIT_S, timed: Sizes | None = None
 ) -> Iterator[Checked | Finding]:
-    """Yield the result of each case; stop with a Finding at the first problem.
+    """Check a user's kernel on each case; yield the results, and stop with a Finding at a problem.
 
     First, NVRTC compiles the file. An ordinary case runs in forward order under AddressSanitizer,
     then with the search for races, then in the other orders. A case of special inputs runs only in
@@ -94,7 +94,7 @@ def check_kernel(
         yield needs
         return
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # warnings of g++ would be missing for a cached program
+        warnings.simplefilter("ignore")  # g++ does not repeat warnings for a cached program
         _compile_ahead(kernel, cases[0])
         for case in cases:
             found = _checked(kernel, case, needs, limit_s)
@@ -112,7 +112,7 @@ def check_kernel(
 
 
 def _unlaunchable(kernel: Kernel, sizes: Mapping[str, int], needs: ResourceUsage) -> Finding | None:
-    """Return the reason why a launch of these `Values.sizes` cannot run, or None.
+    """Return a Finding if no GPU can run the kernel's launch at these sizes, else None.
 
     Raises InputError for an invalid launch geometry.
     """
@@ -131,7 +131,7 @@ def _check_judged(source: UserSource) -> None:
 
 
 def _checked(kernel: Kernel, case: Case, needs: ResourceUsage, limit_s: float) -> Checked | Finding:
-    """Return the result of a case, or a Finding if it cannot be launched.
+    """Check a kernel on one case; return the result, or a Finding if there is a problem.
 
     Raises InputError for a case of usual sizes with an invalid launch geometry.
     """
@@ -147,7 +147,7 @@ def _checked(kernel: Kernel, case: Case, needs: ResourceUsage, limit_s: float) -
 
 
 def _in_every_order(kernel: Kernel, case: Case, limit_s: float) -> Checked | Finding:
-    """Return the worst result of the runs in three orders, or the first Finding of a run."""
+    """Run a case in three thread orders; return the worst result, or the first run's Finding."""
     done: list[Checked] = []
     notes: list[str] = []
     for run in RUNS[:1] if case.name else RUNS:
@@ -180,7 +180,7 @@ def _wrong(found: Checked | Finding) -> bool:
 def _run(
     kernel: Kernel, case: Case, run: EmulatedRun, limit_s: float, notes: list[str]
 ) -> Checked | Finding:
-    """Return the result of one launch, or the Finding that the emulator reports.
+    """Launch a kernel in the emulator; return the result, or a Finding if the emulator fails.
 
     notes: list to which the emulator's notes about possible causes are added.
     """
@@ -206,7 +206,7 @@ def _run(
 
 
 def _compile_ahead(kernel: Kernel, case: Case) -> None:
-    """Start compiling both programs, so that two CPU cores compile at the same time."""
+    """Start compiling the emulator's programs for a kernel, so that they compile in parallel."""
     from gpt2block.emulator import stand_in  # noqa: PLC0415  (replaces CuPy only if it is used)
 
     with emulated():
@@ -272,14 +272,14 @@ def _variant(
     prepared: Sequence[Prepared],
     dtype: str,
 ) -> Rung | str:
-    """Check a variant at each size that it supports, or return why it supports none."""
+    """Check a variant at each size that it supports; if it supports none, return the reason."""
     taken: list[Sizes] = []
     off, why = (0.0, 0.0), ""
     for operation, sizes, host, truth in prepared:
         try:
-            for run in sorted(RUNS, key=lambda run: run.races):  # errors before races
+            for run in sorted(RUNS, key=lambda run: run.races):  # search for races last
                 with emulated(run.order, checks=Checks(run.races)):
-                    arrays = tuple(map(measure.uploaded, host))  # a launch holds no references
+                    arrays = tuple(map(measure.uploaded, host))  # keep arrays alive
                     bound = _bound(operation, variant, arrays)
                     measure.poison(bound.out, arrays)
                     found = measure.errors(np.asarray(bound.run()), truth)
@@ -298,7 +298,7 @@ def _variant(
 
 
 def _compile_all(variants: Iterable[Variant], prepared: Sequence[Prepared]) -> None:
-    """Start compiling every program, so that programs compile while the first ones run."""
+    """Start compiling the programs of all variants, so that some compile while others run."""
     from gpt2block.emulator import stand_in  # noqa: PLC0415  (replaces CuPy only if it is used)
 
     with emulated():

@@ -27,7 +27,7 @@ CHECK_S, RACE_S = 20.0, 600.0
 
 @dataclass(frozen=True)
 class ChildJob:
-    """The work of the child process.
+    """The work of the child process: to check a kernel and, optionally, to time it.
 
     variants: names of the built-in variants in the benchmark. sizes: sizes of the benchmark; None
     for checks only.
@@ -45,7 +45,7 @@ class ChildJob:
 
 @dataclass(frozen=True)
 class BenchmarkResult:
-    """The result of the benchmark; `ceiling` was measured in the same process."""
+    """The result of the benchmark, with copy and cuBLAS rates, `ceiling`, of the same process."""
 
     rows: list[Measurement]
     skipped: list[str]
@@ -53,7 +53,7 @@ class BenchmarkResult:
 
 
 def run(job: ChildJob) -> Iterator[Checked | Finding | BenchmarkResult]:
-    """Yield the result of each case, then of the benchmark; stop at the first Finding.
+    """Run a job; yield the result of each case, then the benchmark's; stop at the first Finding.
 
     A kernel that is wrong only for special inputs is still timed. Raises InputError for sizes at
     which the kernel cannot be launched, and DeviceError.
@@ -92,7 +92,7 @@ def _race(send: Send, job: ChildJob, sizes: Sizes) -> None:
 
 
 def _compiled(send: Send, job: ChildJob) -> bool:
-    """Return whether NVRTC compiles the file; send its errors."""
+    """Compile the file with NVRTC; send its errors, and return whether there were none."""
     send(COMPILE)
     case = job.cases[0]
     arrays = tuple(map(measure.uploaded, case.inputs))
@@ -106,7 +106,7 @@ def _compiled(send: Send, job: ChildJob) -> bool:
 
 
 def _right(send: Send, job: ChildJob) -> bool:
-    """Return whether every case except special ones is correct; send the result of each case."""
+    """Check each case and send its result; return whether all cases but special ones are right."""
     for case in job.cases:
         send(Stage(f"the check at {case.label}", job.check_s))
         try:
@@ -124,7 +124,7 @@ def _right(send: Send, job: ChildJob) -> bool:
 
 
 def _launched(kernel: Kernel, case: Case) -> Checked | Finding:
-    """Return the result of three launches, the last with another fill of the outputs."""
+    """Launch a kernel three times, the third with another fill byte; return the result."""
     first, second = (check.compare(kernel, case, guarded=True) for _ in range(2))
     if first.problem:
         return check.finding(first, case)
@@ -152,7 +152,7 @@ def _failed(error: Exception, where: str) -> Finding:
 
 
 def _ended(kernel: Kernel, end: ProcessExited) -> Finding:
-    """Return the Finding for a child that was killed or that crashed."""
+    """Return the Finding for a child process that was killed at its time limit or crashed."""
     if end.exitcode is None:
         what = f"{kernel.source.name} still runs after {end.stage.limit_s:g} s, and was ended"
         return Finding(f"{what}: --device cpu shows the line", at=f"during {end.stage.name}")

@@ -13,7 +13,7 @@ from gpt2block.mine.on_gpu import BenchmarkResult
 
 CPU, GPU = "on the CPU, by an emulator of CUDA", "on the GPU"
 FOUND_NONE = "Found no access out of bounds, no race and no divergent barrier."
-RIGHT = f"Right in forward, reverse and shuffled thread order. {FOUND_NONE}"  # emulator's verdict
+RIGHT = f"Right in forward, reverse and shuffled thread order. {FOUND_NONE}"
 
 
 COLUMNS = ("sizes", "grid", "block", "shared", "max abs", "max rel")  # columns of the checks' table
@@ -33,7 +33,7 @@ def titled(kernel: Kernel, on_cpu: bool) -> str:
 
 @dataclass
 class CheckOutcome:
-    """The results in the order of the checks. problem: the Finding that ended them, or None."""
+    """Results of the checks, in order. problem: the Finding that ended the checks, or None."""
 
     checked: list[Checked] = field(default_factory=list)
     problem: Finding | None = None
@@ -57,7 +57,7 @@ class CheckOutcome:
         return self.problem is None and all(row.right for row in rows)
 
     def report(self, kernel: Kernel, device: str) -> dict[str, Any]:
-        """Return all results as a dict for JSON."""
+        """Return all results as a dict that can be written as JSON."""
         found: dict[str, Any] = {
             "operation": kernel.operation.name,
             "file": str(kernel.source.path),

@@ -89,7 +89,7 @@ def too_many(
 
 
 def _compiled(kernel: Kernel) -> Finding | ResourceUsage | None:
-    """Return NVRTC's result; None if NVRTC, or a header that it needs, is not installed."""
+    """Compile with NVRTC; return None if NVRTC or a header that it needs is not installed."""
     file = str(kernel.source.path)
     try:
         log = kernels.compile_for(file, ARCHITECTURE, kernels.stored_as(kernel.dtype)).log
@@ -113,7 +113,7 @@ def _host_function(source: UserSource, text: str) -> Finding | None:
 
 
 def _functions(text: str) -> Iterator[tuple[str, str, int]]:
-    """Yield (name, text before the body, start) of each function at namespace scope."""
+    """Yield (name, text before the body, offset) of each function at namespace scope."""
     begin, depth = 0, 0
     for found in re.finditer(r"^[ \t]*#(?:[^\\\n]|\\.)*|[{};]", text, re.MULTILINE | re.DOTALL):
         mark, header = found[0], text[begin : found.start()]
@@ -158,7 +158,7 @@ def _declared(kind: str, text: str, source: UserSource) -> Iterator[tuple[str, i
 
 
 def _stored_constant(source: UserSource, text: str) -> Finding | None:
-    """Find a store to a __constant__ variable: it compiles, but is ignored or an error on a GPU."""
+    """Find a store to a __constant__ variable, which compiles but fails or is ignored on a GPU."""
     for name, _ in _declared("__constant__", text, source):
         place = rf"\b{name}\s*(?:\[[^\]]*\]\s*)*(?:\.\w+\s*)?"
         stored = rf"{place}(?:[-+*/|&^]|<<|>>)?=(?!=)|{place}(?:\+\+|--)|(?:\+\+|--)\s*{name}\b"

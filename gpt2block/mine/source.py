@@ -1,4 +1,4 @@
-"""Read a user's `.cu` file: its kernels, their prototypes and launch lines."""
+"""Read a user's `.cu` file: its kernels, their parameters and their `// launch:` comments."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _KEYS = ("grid", "block", "shared")
 
 @dataclass(frozen=True)
 class LaunchText:
-    """Texts of a launch: one to three expressions for grid and block, bytes of shared memory."""
+    """Expressions of a launch: grid and block (one to three each), bytes of shared memory."""
 
     grid: str
     block: str = BLOCK
@@ -41,7 +41,10 @@ class LaunchText:
 
 @dataclass(frozen=True)
 class UserSource:
-    """A kernel of a file. launch_line: line number. stated: settings that the launch line has."""
+    """A kernel in a user's file.
+
+    launch_line: line number of the `// launch:` comment. stated: settings in this comment.
+    """
 
     path: Path
     text: str
@@ -65,7 +68,7 @@ class UserSource:
         return f"{self.file}:{plain.count(chr(10), 0, end) + 1}"
 
     def setting(self, key: str, value: str = "") -> tuple[object, ...]:
-        """Return the parts of a message that name a setting: the option, or its launch line."""
+        """Return message parts that name a setting: the option, or the `// launch:` comment."""
         if key not in self.stated:
             return Argument(key), f" {value}" if value else ""
         written = f"{key}={value}" if value else key
@@ -73,7 +76,7 @@ class UserSource:
 
     @property
     def number(self) -> int:
-        """Line number of the kernel's name."""
+        """Line number of the kernel's name in the file."""
         return self.text.count("\n", 0, self._named[1]) + 1
 
     @property
@@ -89,7 +92,7 @@ class UserSource:
 
     @property
     def _named(self) -> tuple[int, int]:
-        """Offset of the prototype's start and of the end of the kernel's name."""
+        """Offsets in the file: start of the kernel's prototype, and end of the kernel's name."""
         plain = kernels.without_comments(self.text)
         found = re.search(rf"__global__[^;{{]*?\b{self.name}\s*(?=\()", plain)
         return found.span() if found else (0, 0)
@@ -111,7 +114,7 @@ def read(
     block: str | None = None,
     shared: str | None = None,
 ) -> UserSource:
-    """Read a kernel of a file, with its launch line.
+    """Read a kernel from a user's file, with the settings in its `// launch:` comment.
 
     kernel: name of the kernel, if the file has several. grid, block, shared: expressions that
     replace the launch line's. Raises InputError, which says what to write in the file or on the
@@ -167,7 +170,7 @@ def _text(path: Path) -> str:
         if path.stat().st_size > LARGEST_FILE:
             raise InputError(OWN, f" {path}: more than {LARGEST_FILE:,} bytes: expected a .cu file")
         data = path.read_bytes()
-        if data.startswith((b"\xff\xfe", b"\xfe\xff")):  # written by > in Windows PowerShell
+        if data.startswith((b"\xff\xfe", b"\xfe\xff")):  # > in Windows PowerShell writes UTF-16
             raise InputError(OWN, f" {path}: expected UTF-8, got UTF-16: save the file as UTF-8")
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -183,7 +186,7 @@ def _text(path: Path) -> str:
 
 
 def _no_kernel(text: str) -> str:
-    """Describe the problem of a file without a readable prototype, as a suffix of the file name."""
+    """Return the reason why a file has no readable kernel, as text after the file's name."""
     plain = kernels.without_comments(text)
     found = _GLOBAL.search(plain)
     if found is None:
@@ -196,7 +199,7 @@ def _no_kernel(text: str) -> str:
 
 
 def _stated(source: UserSource) -> tuple[int, Mapping[str, str]]:
-    """Return (line number, settings) of the last launch line before the kernel; 0 for none."""
+    """Return (line number, settings) of the last `// launch:` comment before the kernel."""
     text = source.text
     at = re.search(rf"^[^/\n]*__global__[^;{{]*?\b{source.name}\s*\(", text, re.MULTILINE)
     above = [found for found in _LAUNCH.finditer(text) if at is None or found.start() < at.start()]

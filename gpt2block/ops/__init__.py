@@ -1,4 +1,4 @@
-"""Every operation on CUDA, with the names and signatures of `gpt2block.reference`.
+"""All operations on CUDA, with the names and signatures of the functions of `gpt2block.reference`.
 
 Each function checks CuPy arrays (float32 or, where documented, 16 bits), launches kernels on the
 current stream and returns a new array. Each module describes one operation completely; the

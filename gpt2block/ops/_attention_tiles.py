@@ -1,4 +1,4 @@
-"""Tiles of the attention kernels: queries and keys per block, grids, bytes of shared memory.
+"""Launch geometry of attention kernels: queries and keys per tile, grids, bytes of shared memory.
 
 Variant `online`, in float32, keeps tiles of Q, K and V in shared memory; `attention_cached` uses
 the same tiles. Tensor-core kernels keep a ring of tiles of K and V in shared memory, and the
@@ -13,54 +13,54 @@ from typing import NamedTuple
 
 from gpt2block.cuda.kernels import Defines, Geometry, float_define
 from gpt2block.errors import InputError
-from gpt2block.ops._products import room
 from gpt2block.ops.call import Call
+from gpt2block.ops.products import room
 
-MOST_BLOCKS = 2**31 - 1, 65535  # blocks of a grid at most: along x; along y or z
-WARPS = (4, 2, 1)  # warps per block of `online`, the best number first
-KEYS = (64, 32)  # keys per tile of `online`, the best number first
+MOST_BLOCKS = 2**31 - 1, 65535  # maximum blocks of a grid: along x; along y or z
+WARPS = (4, 2, 1)  # warps per block of variant `online`, fastest first
+KEYS = (64, 32)  # keys per tile of variant `online`, fastest first
 
-TENSOR_HEADS = (64, 128)  # channels per head that tensor-core kernels take
-MMA_HEADS = (*TENSOR_HEADS, 256)  # channels per head that variant mma takes in 16 bits
-HOPPER_TILE = 128  # queries per tile, and keys per tile
-HOPPER_THREADS = 384  # two consumer warpgroups, a warp that copies, three that write the kv_cache
-# Bytes of shared memory, by channels per head: tiles of K and V (eight with 64 channels, four with
-# 128), two tiles of queries, the output to be copied, barriers.
+TENSOR_HEADS = (64, 128)  # channels per head that all tensor-core kernels support
+MMA_HEADS = (*TENSOR_HEADS, 256)  # channels per head that variant mma supports in 16 bits
+HOPPER_TILE = 128  # queries per tile, and keys per tile, of variant hopper
+HOPPER_THREADS = 384  # two consumer warpgroups, 1 warp that copies, 3 warps that write the kv_cache
+# HOPPER_SHARED: bytes of shared memory per block, by channels per head. They hold tiles of K and V
+# (eight for 64 channels, four for 128), two tiles of queries, a tile of output, and barriers.
 HOPPER_SHARED = {64: 181408, 128: 230496}
-# Kernel in which two warpgroups take alternate keys: channels per head, queries per tile, and bytes
-# of shared memory, which include the sums that the second warpgroup passes to the first.
+# Constants of the kernel whose two warpgroups process alternate groups of 128 keys: channels per
+# head, queries per tile, and bytes of shared memory, including the second warpgroup's sums.
 ALTERNATE_HEAD, ALTERNATE_TILE, ALTERNATE_SHARED = 64, 64, 199840
-HOPPER_MOST_TILES = 2**30 - 1  # tiles at most: the range of the kernel's counters
-HOPPER_TWO_PART_HEAD = 64  # channels per head of two-part matrices
-HOPPER_TWO_PART_TILE = 64  # queries per tile, and keys per tile
-HOPPER_TWO_PART_THREADS = 384  # two consumer warpgroups, and one of which a single thread copies
-# Bytes of shared memory: eight tiles of K and V, two tiles of queries, the sums that the second
-# warpgroup passes to the first, barriers, padding for the alignment.
+HOPPER_MOST_TILES = 2**30 - 1  # maximum tiles per launch: range of the kernels' counters
+HOPPER_TWO_PART_HEAD = 64  # channels per head that hopper supports for a TwoPartMatrix
+HOPPER_TWO_PART_TILE = 64  # queries per tile, and keys per tile, for a TwoPartMatrix
+HOPPER_TWO_PART_THREADS = 384  # two consumer warpgroups, and a warpgroup with one copying thread
+# HOPPER_TWO_PART_SHARED: bytes of shared memory per block. They hold eight tiles of K and V, two
+# tiles of queries, the sums that the second warpgroup passes to the first, barriers and padding.
 HOPPER_TWO_PART_SHARED = 184480
-CACHED = 32 << 20  # bytes of K and V that the L2 cache keeps
+CACHED = 32 << 20  # bytes of K and V that the L2 cache is assumed to keep
 
 
 # --- float32
 
 
 def scored(geometry: Geometry, c: Call) -> Geometry:
-    """Return `geometry` with the constants for the call's scale of scores and its window."""
+    """Return `geometry` with compile-time constants for the call's softmax scale and window."""
     window: Defines = () if c.window is None else (("ATT_WINDOW", c.window),)
     return geometry.with_defines((*float_define("ATT_SCALE", c.softmax_scale), *window))
 
 
 def heads_defines(NH: int, NKV: int, HS: int) -> Defines:
-    """Constants of a float32 kernel: heads of Q, heads of K and of V, channels per head."""
+    """Compile-time constants of float32 kernels: heads of Q, heads of K and V, head size."""
     return ("NH", NH), ("NKV", NKV), ("HS", HS)
 
 
 def warp_queries(HS: int) -> int:
-    """Queries per warp of `online`: fewer for larger heads, so that sums stay in registers."""
+    """Queries per warp of variant `online`: fewer for larger heads, to keep sums in registers."""
     return 32 if HS <= 64 else 16 if HS <= 128 else 8
 
 
 def shared_bytes(HS: int, warps: int, keys: int) -> int:
-    """Bytes of shared memory for the tiles of `online`: Q, K, V, and 32 weights of each query."""
+    """Bytes of shared memory per block of variant `online`: Q, K, V, and 32 weights per query."""
     queries = warps * warp_queries(HS)
     stride = 4 * (ceil(HS / 4) | 1)
     return 4 * ((queries + keys) * stride + keys * 32 * ceil(HS / 32) + queries * 48)
@@ -70,10 +70,10 @@ def shared_bytes(HS: int, warps: int, keys: int) -> int:
 def online_geometry(
     B: int, T: int, NH: int, HS: int, *, NKV: int, block: int | None, most_shared: int
 ) -> Geometry:
-    """Return the launch geometry of `online` for B sequences of length T.
+    """Return the launch geometry of variant `online` for B sequences of length T.
 
     block: threads per block, or None for the best number. most_shared: bytes of shared memory that
-    a block can have. Raises InputError if no tile fits in shared memory or T exceeds the grid.
+    a block can have. Raises InputError if no tile fits in shared memory or the grid is too large.
     """
     warps, keys = _online_tile(HS, T, block, most_shared)
     queries = warps * warp_queries(HS)
@@ -88,8 +88,8 @@ def online_geometry(
 def _online_tile(HS: int, T: int, block: int | None, most_shared: int) -> tuple[int, int]:
     """Return warps per block and keys per tile of the largest tile that fits in shared memory.
 
-    No warp is idle for T queries. The largest tile has the largest product of queries and keys;
-    among equal products, the most keys.
+    Fewer than half of the warps are idle. The largest tile has the largest product of warps and
+    keys; among equal products, the most keys.
     """
     if block is None:
         useful = max(1, ceil(T / warp_queries(HS)))
@@ -109,25 +109,26 @@ def _online_tile(HS: int, T: int, block: int | None, most_shared: int) -> tuple[
     )
 
 
-# --- tensor cores
+# --- geometry of the tensor-core kernels
 
 
 class AttentionTile(NamedTuple):
-    """Sizes of a block of the mma kernel, and its estimated time."""
+    """Tile sizes of a block of variant `mma`, and its estimated time in clocks."""
 
     warps: int
-    frags: int  # fragments of 16 queries per warp
+    frags: int  # fragments per warp, each 16 queries
     blocks: int  # blocks that fit on a multiprocessor
-    alone: int  # clocks per 64 keys of the only block on a multiprocessor
-    together: int  # clocks per 64 keys and block on a multiprocessor with `blocks` blocks
+    alone: int  # clocks per 64 keys if the block is alone on a multiprocessor
+    together: int  # clocks per 64 keys and block if `blocks` blocks share a multiprocessor
 
     @property
     def queries(self) -> int:
         return 16 * self.warps * self.frags
 
 
-# Tiles by channels per head. A warp of 32 queries reads K and V from shared memory half as often
-# per query. Warps of 16 queries fill a GPU with fewer rows, and leave registers for larger heads.
+# MMA_TILES: candidate tiles, by channels per head. Compared with 16 queries per warp, 32 queries
+# halve the reads of K and V from shared memory per query. With 16 queries per warp, fewer rows fill
+# a GPU, and more registers remain for larger heads.
 MMA_TILES = {
     64: (AttentionTile(4, 2, 2, 1700, 950), AttentionTile(4, 1, 3, 850, 520)),
     128: (AttentionTile(4, 1, 2, 1700, 950),),
@@ -148,7 +149,7 @@ def mma_geometry(
     serves: int = 1,
     tile: AttentionTile | None = None,
 ) -> tuple[Geometry, int]:
-    """Return the launch geometry of `mma` for B sequences of at most T rows, and `together(...)`.
+    """Return geometry of variant `mma` for B sequences of up to T rows, and result of `together`.
 
     sms: multiprocessors of the GPU. most_shared: bytes of shared memory that a block can have.
     serves: heads of Q that share a head of K. tile: used instead of the fastest tile. Raises
@@ -158,7 +159,7 @@ def mma_geometry(
         tile = min(MMA_TILES[HS], key=lambda tile: _clocks(tile, B, T, NH, causal, sms))
     grid = _grid(B, T, NH, tile.queries)
     stage = mma_stage(HS)
-    # Bytes of queries in shared memory: smaller heads keep them in registers.
+    # queries: bytes of queries in shared memory. Smaller heads keep their queries in registers.
     queries = 0 if HS in TENSOR_HEADS else tile.queries * _row_bytes(HS)
     stages = 3 if room(most_shared, tile.blocks) >= 3 * stage + queries else 2
     defines = (
@@ -186,9 +187,10 @@ def two_part_geometry(
     HS: int = TENSOR_HEADS[0],
     serves: int = 1,
 ) -> tuple[Geometry, int]:
-    """Return the same as `mma_geometry`, for two-part matrices. A tile has 64 queries.
+    """Return the same two values as `mma_geometry`, for a qkv that is a TwoPartMatrix.
 
-    Two groups of 4 warps process these queries. one_scale: whether all rows have the same scale.
+    Two groups of 4 warps process the 64 queries of a tile. one_scale: whether all rows have the
+    same scale.
     Raises InputError if the grid is too large or the tile does not fit in shared memory.
     """
     warps, stage = 4, 2 * mma_stage(HS)
@@ -224,9 +226,9 @@ def hopper_geometry(
     HS: int = TENSOR_HEADS[0],
     serves: int = 1,
 ) -> tuple[Geometry, int]:
-    """Return the same as `mma_geometry`, for `hopper`, whose blocks process several tiles each.
+    """Return launch geometry of variant `hopper`, and the result of `together`.
 
-    Raises InputError if there are more tiles than the kernel can count.
+    A block processes several tiles. Raises InputError if there are more tiles than it can count.
     """
     tiles = _hopper_tiles(B, T, NH, HOPPER_TILE)
     grid, block = (min(tiles, sms),), (HOPPER_THREADS,)
@@ -238,7 +240,7 @@ def hopper_geometry(
 def alternate_geometry(
     B: int, T: int, NH: int, causal: bool, *, sms: int, serves: int = 1
 ) -> tuple[Geometry, int]:
-    """Return the same as `hopper_geometry`, for blocks whose two warpgroups take alternate keys."""
+    """Return the same two values as `hopper_geometry`, for warpgroups with alternate keys."""
     head, tiles = ALTERNATE_HEAD, _hopper_tiles(B, T, NH, ALTERNATE_TILE)
     grid, block = (min(tiles, sms),), (HOPPER_THREADS,)
     defines = (("ATT_CAUSAL", int(causal)), *tensor_heads_defines(head, serves))
@@ -247,20 +249,20 @@ def alternate_geometry(
 
 
 class Rate(NamedTuple):
-    """Times of a Hopper kernel for heads of 64 channels, in us on an NVIDIA H200."""
+    """Times of a Hopper attention kernel for heads of 64 channels, in us on an NVIDIA H200."""
 
     queries: int  # queries per tile
-    warpgroups: int  # warpgroups that share the keys of a query
+    warpgroups: int  # warpgroups among which the keys of a query are divided
     start: float  # us per launch
-    step: float  # us per 128 keys of a tile, for a warpgroup
-    more: float  # us for each further tile of a block
+    step: float  # us in which a warpgroup processes 128 keys for a tile
+    more: float  # us per tile of a block, except its first tile
 
     def time(self, B: int, T: int, NH: int, causal: bool, sms: int, rows: int) -> float:
-        """Estimated time of B sequences of at most T rows each and `rows` rows in total."""
+        """Estimated us for B sequences with at most T rows each and `rows` rows in total."""
         tiles = NH * min(B * ceil(T / self.queries), rows // self.queries + B)
         longest = ceil(T / (128 * self.warpgroups))
         rounds = ceil(tiles / sms)
-        if causal:  # a tile sees half of the keys on average; short tiles are spread over blocks
+        if causal:  # a tile sees half of the keys on average; tiles with few keys balance the load
             mean = (ceil(T / 128) + self.warpgroups) / (2 * self.warpgroups)
             steps = max(longest, rounds, tiles / sms * mean)
         else:
@@ -268,7 +270,7 @@ class Rate(NamedTuple):
         return self.start + self.step * steps + self.more * max(0.0, tiles / sms - 1)
 
     def after(self, sequences: int, T: int, NH: int, sms: int) -> float:
-        """Estimated time per 128 earlier keys, which all T rows of each sequence see."""
+        """Estimated us per 128 keys before the first row, which all T rows of each sequence see."""
         tiles = NH * sequences * ceil(T / self.queries)
         return ceil(tiles / sms) * self.step / self.warpgroups
 
@@ -278,7 +280,7 @@ WHOLE_KEYS, ALTERNATE_KEYS = Rate(HOPPER_TILE, 1, 3.5, 1.2, 1.4), Rate(64, 2, 2.
 
 @lru_cache(maxsize=1024)
 def alternates(B: int, T: int, NH: int, causal: bool, sms: int, rows: int) -> bool:
-    """Whether two warpgroups that share the keys of a query are faster than one with all keys."""
+    """Whether the kernel that divides a query's keys between two warpgroups is faster."""
     sizes = (B, T, NH, causal, sms, rows)
     return ALTERNATE_KEYS.time(*sizes) < WHOLE_KEYS.time(*sizes)
 
@@ -287,7 +289,7 @@ def alternates(B: int, T: int, NH: int, causal: bool, sms: int, rows: int) -> bo
 def cached_hopper_geometry(
     B: int, T: int, NH: int, N: int, P: int, *, sms: int, HS: int, serves: int
 ) -> tuple[Geometry, int]:
-    """Return `hopper_geometry`, or `alternate_geometry` if it is faster, for keys of a kv_cache.
+    """Return the faster of `hopper_geometry` and `alternate_geometry`, for keys in a kv_cache.
 
     N: rows of all B sequences together. A sequence has at most T rows, so about N / T sequences
     have any. P: maximum number of keys of a sequence. Only the device knows the actual numbers.
@@ -315,7 +317,7 @@ def hopper_two_part_geometry(
     sms: int,
     serves: int = 1,
 ) -> tuple[Geometry, int]:
-    """Return the same as `hopper_geometry`, for two-part matrices."""
+    """Return the same two values as `hopper_geometry`, for a qkv that is a TwoPartMatrix."""
     head, tiles = HOPPER_TWO_PART_HEAD, _hopper_tiles(B, T, NH, HOPPER_TWO_PART_TILE)
     defines = (
         ("ATT_CAUSAL", int(causal)),
@@ -333,7 +335,7 @@ def hopper_two_part_geometry(
 
 
 def _hopper_tiles(B: int, T: int, NH: int, queries: int) -> int:
-    """Return the number of tiles. Raises InputError if the kernels cannot count so many."""
+    """Return the number of tiles. Raises InputError if it exceeds the limit of the kernels."""
     tiles = B * NH * ceil(T / queries)
     if tiles > HOPPER_MOST_TILES:
         raise InputError(
@@ -344,7 +346,7 @@ def _hopper_tiles(B: int, T: int, NH: int, queries: int) -> int:
 
 
 def mma_stage(HS: int) -> int:
-    """Bytes of shared memory for K and V of 64 keys, or of 32 keys with 256 channels per head."""
+    """Bytes of shared memory per stage: K and V of 64 keys, or of 32 if heads have 256 channels."""
     return 2 * (64 if HS in TENSOR_HEADS else 32) * _row_bytes(HS)
 
 
@@ -354,12 +356,12 @@ def _row_bytes(HS: int) -> int:
 
 
 def tensor_heads_defines(HS: int, serves: int) -> Defines:
-    """Constants of a tensor-core kernel. serves: heads of Q that share a head of K."""
+    """Compile-time constants of a tensor-core kernel. serves: heads of Q that share a head of K."""
     return ("ATT_SIZE", HS), ("ATT_SERVES", serves)
 
 
 def _grid(B: int, T: int, NH: int, queries: int) -> tuple[int]:
-    """Return a grid of one block per `queries` rows of a head. Raises InputError if too large."""
+    """Return a grid of one block per `queries` rows and head. Raises InputError if too large."""
     blocks = B * NH * ceil(T / queries)
     if blocks > MOST_BLOCKS[0]:
         raise InputError(
@@ -372,7 +374,7 @@ def _grid(B: int, T: int, NH: int, queries: int) -> tuple[int]:
 def together(
     B: int, T: int, NH: int, causal: bool, HS: int = TENSOR_HEADS[0], serves: int = 1
 ) -> int:
-    """Number of heads whose tiles of queries are interleaved in the order of blocks.
+    """Number of heads whose query tiles are interleaved in the order of blocks.
 
     Without a mask all tiles take equally long, and the heads follow one another. With a causal mask
     the last tile of a head takes longest and comes first. As many heads are interleaved as have
@@ -380,12 +382,12 @@ def together(
     """
     if not causal:
         return 1
-    parts = ceil(B * NH // serves * T * 4 * HS / CACHED)  # 4 HS bytes of K and V per key
+    parts = ceil(B * NH // serves * T * 4 * HS / CACHED)  # 4 * HS bytes of K and V per key
     return ceil(B * NH / parts)
 
 
 def _clocks(tile: AttentionTile, B: int, T: int, NH: int, causal: bool, sms: int) -> float:
-    """Estimated clocks per 64 keys of the multiprocessor with the most blocks.
+    """Estimated clocks, per 64 keys, of the multiprocessor with the most blocks.
 
     With a causal mask a block processes about half of the keys.
     """

@@ -1,4 +1,4 @@
-"""Tiles and launch geometry of matmul/hopper*.cu, the products by wgmma."""
+"""Tiles and launch geometry of matmul/prompt/wgmma*.cu: matrix products with wgmma."""
 
 from __future__ import annotations
 
@@ -19,41 +19,40 @@ GGUF_KERNEL = "gemm_gguf_hopper"
 TWO_PART_FILE = "matmul/prompt/wgmma_two_part.cu"
 TWO_PART_KERNEL = "gemm_split_hopper"
 SLICE = 64  # values along K in a slice
-CONSUMERS = 2  # warpgroups that multiply
+CONSUMERS = 2  # warpgroups of a block that multiply
 THREADS = 128 * (1 + CONSUMERS)
-BUFFERS = 2  # chunks of output that a warpgroup has in flight
-ALIGNMENT = 1024  # bytes: alignment of the ring in shared memory
-MOST_SHARED = 227 * 1024  # bytes of shared memory per block
-MOST_GGUF_STAGES = 3  # stages of the ring of GGUF blocks
+BUFFERS = 2  # output chunks per warpgroup that can be in flight to device memory
+ALIGNMENT = 1024  # bytes to which the ring of slices in shared memory is aligned
+MOST_SHARED = 227 * 1024  # maximum bytes of shared memory per block
+MOST_GGUF_STAGES = 3  # maximum slices of K in the ring of GGUF blocks
 
 
 class HopperGemmTile(NamedTuple):
-    """Constants of lib/matmul/wgmma.cuh for a tile, and estimated times of such tiles on an
-    H200."""
+    """Sizes of a tile (constants of lib/matmul/wgmma.cuh) and its estimated times on an H200."""
 
     rows: int
     columns: int
     group: tuple[int, int]  # rows and columns of a warpgroup: the whole tile, or half of it
-    stages: int  # slices of K in the ring
-    chunk: int  # columns of a chunk of output
-    split_k: int  # parts of K, each of which one block of a cluster computes
-    shares: int  # blocks of a cluster that each load a part of w for all of them
+    stages: int  # slices of K in the ring in shared memory
+    chunk: int  # columns of an output chunk
+    split_k: int  # parts of K, one for each of `split_k` blocks of a cluster
+    shares: int  # blocks of a cluster among which loads of w are divided
     start_us: float  # us per launch
     slice_us: float  # us per slice of K
     wave_us: float  # us per tile, in addition to its slices
-    stream: bool = False  # whether clusters get equal parts of all slices instead of whole tiles
+    stream: bool = False  # whether clusters get equal numbers of slices instead of whole tiles
 
     @property
     def cluster(self) -> int:
         return self.split_k * self.shares
 
 
-# The times are fitted to products of GPT-2 (M from 128 to 8192) and of Llama 7B (M from 512 to
-# 2048), measured in sequences of overlapping launches. Such measurements separate the three times
-# only roughly. The time of a slice is mostly shared-memory traffic: writing the slice, and reading
-# its rows for wgmma. If each warpgroup has its own tile, epilogues cost little. The times of tiles
-# with 176 columns are estimated from the times with 192 columns. For N = 11008, 176 columns save
-# 4 % at 1,024 rows and nothing at 512 rows.
+# start_us, slice_us and wave_us are fitted to products of GPT-2 (M from 128 to 8192) and of Llama
+# 7B (M from 512 to 2048). They were measured in sequences of overlapping launches, which separate
+# the three times only roughly. slice_us is mostly shared-memory traffic: writing the slice, and
+# reading its rows for wgmma. Epilogues take little time if each warpgroup has its own tile. Times
+# of tiles with 176 columns are estimated from the times with 192 columns. For N = 11008, 176
+# columns save 4 % of the time at 1,024 rows and nothing at 512 rows.
 TILES = (
     HopperGemmTile(128, 192, (128, 192), 4, 64, 1, 2, 2.4, 0.437, 1.1),
     HopperGemmTile(128, 192, (64, 192), 4, 64, 1, 2, 0.8, 0.436, 2.5),
@@ -71,9 +70,9 @@ TILES = (
     HopperGemmTile(128, 64, (64, 64), 8, 16, 4, 1, 0.0, 0.228, 2.7),
 )
 
-# Tiles for weights in registers: rows of the tile are rows of w, columns are rows of a. The times
-# are fitted to products of GPT-2 and of Llama 7B with FP8 weights and M from 128 to 2048. Other
-# tiles, most of them with a single warpgroup, were never the fastest.
+# Tiles of kernels that keep weights in registers: rows of a tile are rows of w, and its columns are
+# rows of a. The times are fitted to products of GPT-2 and Llama 7B with FP8 weights and M from 128
+# to 2048. Other measured tiles, most of them with a single warpgroup, were never the fastest.
 OF_REGISTERS = (
     HopperGemmTile(128, 256, (64, 256), 5, 32, 1, 2, 0.4, 0.655, 2.2),
     HopperGemmTile(128, 192, (64, 192), 6, 32, 1, 2, 0.0, 0.500, 2.7),
@@ -82,16 +81,16 @@ OF_REGISTERS = (
     HopperGemmTile(64, 64, (64, 64), 8, 32, 1, 1, 1.9, 0.246, 0.0),
 )
 
-# Tiles for calls that provide memory for the sums that a cluster passes to the next cluster.
-# STREAM_K_US is the time of this transfer in us, estimated from products of 512 rows of Llama 7B on
-# an H100.
+# STREAMED: tiles for calls that provide memory for partial sums, which one cluster passes to the
+# next. STREAM_K_US: time of this transfer in us, estimated from products of Llama 7B with 512 rows
+# on an H100.
 STREAMED = tuple(tile._replace(stream=True) for tile in OF_REGISTERS if tile.shares > 1)
 STREAM_K_US = 4.0
-FLAGS = 1024  # floats before these sums: flags of the clusters whose sums are complete
+FLAGS = 1024  # floats before the partial sums: one flag per cluster whose sums are complete
 
 MOST_ROWS = max(tile.rows for tile in OF_REGISTERS)
 
-# Tiles for two-part matrices, whose kernel keeps three accumulators per output.
+# Tiles for TwoPartMatrix operands, whose kernel keeps three accumulators per output.
 TWO_PART_TILES = (
     HopperGemmTile(64, 128, (64, 128), 4, 32, 1, 2, 2.2, 0.471, 1.6),
     HopperGemmTile(64, 96, (64, 96), 5, 32, 1, 2, 2.0, 0.355, 1.5),
@@ -102,7 +101,7 @@ TWO_PART_TILES = (
 def choose_tile(
     tiles: tuple[HopperGemmTile, ...], M: int, N: int, K: int, split_k: bool, sms: int
 ) -> HopperGemmTile:
-    """Return the tile with the shortest estimated time. Only with `split_k` may K be divided."""
+    """Return the tile with the shortest estimated time. split_k: whether tiles may divide K."""
     slices = ceil(K / SLICE)
 
     def us(tile: HopperGemmTile) -> float:
@@ -118,7 +117,7 @@ def choose_tile(
 
 
 def _tiles(tile: HopperGemmTile, M: int, N: int) -> int:
-    """Number of tiles; of groups of tiles, if the blocks of a cluster share w."""
+    """Number of tiles of an output (M, N), or of groups of `shares` tiles that share rows of w."""
     return ceil(M / (tile.rows * tile.shares)) * ceil(N / tile.columns)
 
 
@@ -146,13 +145,13 @@ def geometry(
     sms: int,
     tile: HopperGemmTile | None = None,
 ) -> tuple[Geometry, HopperGemmTile]:
-    """Return the launch geometry of gemm_*hopper and its tile, which the tensor maps need.
+    """Return the launch geometry of a gemm_*hopper kernel, and its tile, which sizes tensor maps.
 
     a is (M, K), w (N, K). other_out, scaled, early, tile: as in `geometry` of `_gemm_mma`. Unless K
     is split, the result has the same bits for any tile. fp8: whether w is FP8, for gemm_fp8_hopper.
     octet: bytes of eight rows of w in GGUF blocks, for gemm_gguf_hopper; 0 for other weights. These
-    two kernels multiply w by a, in this order, and do not split K. streams: whether the call has
-    memory of `workspace_floats` for them.
+    two kernels multiply w by a, in this order, and do not split K. streams: whether the call
+    provides `workspace_floats` floats of memory to these two kernels.
     """
     turned = fp8 or octet > 0
     of_registers = OF_REGISTERS + STREAMED * streams
@@ -167,7 +166,7 @@ def geometry(
         chunks, floats = BUFFERS * (not other_out), (1 + scaled) * tile.group[0]
     else:
         kernel, chunks = KERNEL, BUFFERS * (not other_out)
-        floats = (1 + scaled) * tile.group[1] // tile.split_k  # floats of bias and scales
+        floats = (1 + scaled) * tile.group[1] // tile.split_k  # floats of bias, and of scales
     of_w = 0 if octet else 1 if fp8 else 2
     shared = shared_bytes(tile, 1 + two_part, chunks, floats, of_w)
     if octet:
@@ -184,7 +183,7 @@ def geometry(
 def launched(
     kernel: str, tile: HopperGemmTile, M: int, N: int, sms: int, shared: int, ends: Defines
 ) -> Geometry:
-    """Return the geometry of a kernel that includes lib/matmul/wgmma.cuh, for a result (M, N).
+    """Return the launch geometry of a kernel based on lib/matmul/wgmma.cuh, for a result (M, N).
 
     ends: constants of this kernel alone.
     """
@@ -201,7 +200,7 @@ def launched(
         *((("GEMM_STREAM", 1),) if tile.stream else ()),
         *ends,
     )
-    # A cluster processes several tiles, one after the other; if K is split, only one tile.
+    # A cluster processes several tiles, one after the other, or only one tile if K is split.
     clusters = _tiles(tile, M, N)
     if tile.split_k == 1:
         clusters = min(clusters, sms // tile.shares)
@@ -209,17 +208,17 @@ def launched(
 
 
 def workspace_floats(sms: int) -> int:
-    """Number of floats, initially 0, for flags and sums that clusters pass to one another."""
+    """Number of floats, initially 0, for the flags and sums that one cluster passes to the next."""
     return FLAGS + sms * max(tile.rows * tile.columns for tile in STREAMED)
 
 
 def shared_bytes(
     tile: HopperGemmTile, parts: int, chunks: int, floats: int, of_rows: int = 2
 ) -> int:
-    """Bytes of shared memory: ring, chunks of output, received sums, floats per column, barriers.
+    """Bytes of shared memory: slices, output chunks, received sums, floats per column, barriers.
 
-    chunks, floats: numbers of each warpgroup. of_rows: bytes of an element of the tile's rows in
-    the ring; elements of its columns have 2.
+    chunks, floats: numbers per warpgroup. of_rows: bytes per element of the tile's rows in the
+    ring of slices; an element of its columns has 2 bytes.
     """
     received = 4 * (tile.split_k - 1) * tile.rows * (tile.columns // tile.split_k)
     stage = SLICE * parts * (of_rows * tile.rows + 2 * tile.columns)

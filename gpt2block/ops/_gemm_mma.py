@@ -1,5 +1,5 @@
-"""Tiles and launch geometry of matmul/prompt/mma.cu and matmul/prompt/mma_two_part.cu, products by
-mma.sync."""
+"""Tiles and launch geometry of matmul/prompt/mma.cu and matmul/prompt/mma_two_part.cu, which
+multiply matrices with mma.sync."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from math import ceil
 from typing import NamedTuple
 
 from gpt2block.cuda.kernels import Defines, Geometry
-from gpt2block.ops._products import count_tiles, room
+from gpt2block.ops.products import count_tiles, room
 
 FILE = "matmul/prompt/mma.cu"
 KERNEL = "gemm_mma"
@@ -17,10 +17,10 @@ TWO_PART_KERNEL = "gemm_split_mma"
 
 # Approximate rates of an SM, per clock.
 MULTIPLY_ADDS = 1050
-L2_BYTES = 28  # bytes read from the L2 cache
-SHARED_BYTES = 112  # bytes read from or written to shared memory
-STORED_BYTES = 32  # bytes written to device memory
-STEP = 40  # clocks at least per step of 16 along K, for any tile
+L2_BYTES = 28  # bytes per clock that an SM reads from the L2 cache
+SHARED_BYTES = 112  # bytes per clock that an SM reads from or writes to shared memory
+STORED_BYTES = 32  # bytes per clock that an SM writes to device memory
+STEP = 40  # minimum clocks per step of 16 values along K, for any tile
 FEWEST_STAGES = 3
 
 
@@ -31,15 +31,15 @@ class MmaGemmTile(NamedTuple):
     columns: int
     warps: tuple[int, int]  # warps along rows and columns
     slice: int  # values along K in a slice
-    stages: int  # slices in shared memory at most
-    early: int  # slices of the weights requested before the previous kernel has ended
+    stages: int  # maximum slices in shared memory
+    early: int  # slices of weights that are requested before the previous kernel has ended
     blocks: int = 1  # blocks per SM
 
 
-# Tiles for few rows keep many bytes in flight. 64x96, 128x144 and 128x192 divide the products of
-# GPT-2 with 1,024 rows into 128 tiles each: one for nearly every SM of 132. For many rows, the
-# tiles are as large as the registers allow, which reduces traffic of the L2 cache; parts of warps
-# of 64x64 or similar reduce traffic of shared memory.
+# Tiles for few rows keep many bytes in flight. Tiles of 64x96, 128x144 and 128x192 divide each
+# product of GPT-2 with 1,024 rows into 128 tiles, one for nearly every SM of 132. For many rows,
+# tiles are as large as the registers allow, which reduces L2 traffic; about 64x64 outputs per warp
+# reduce shared-memory traffic.
 TILES = (
     MmaGemmTile(16, 32, (1, 4), 128, 8, 6),
     MmaGemmTile(32, 32, (2, 2), 128, 8, 4),
@@ -51,7 +51,7 @@ TILES = (
     MmaGemmTile(128, 256, (2, 4), 64, 4, 1),
 )
 
-# Tiles for two-part matrices, whose kernel keeps three sums per output.
+# Tiles for TwoPartMatrix operands, whose kernel keeps three sums per output.
 TWO_PART_TILES = (
     MmaGemmTile(16, 32, (1, 4), 64, 8, 6),
     MmaGemmTile(32, 32, (2, 2), 64, 8, 4),
@@ -78,7 +78,7 @@ def geometry(
     most_shared: int,
     tile: MmaGemmTile | None = None,
 ) -> Geometry:
-    """Return the geometry of gemm_mma (two_part: of gemm_split_mma) for a (M, K) and w (N, K).
+    """Return the geometry of gemm_mma, or with two_part of gemm_split_mma, for a (M, K), w (N, K).
 
     other_out: whether the result is float32; with two_part, whether it is a two-part matrix.
     scaled: whether w has scales. early: whether w may be loaded before the previous kernel has
@@ -109,7 +109,7 @@ def geometry(
 
 
 def epilogue(two_part: bool, gelu: bool, residual: bool, other_out: bool, scaled: bool) -> Defines:
-    """Constants that select the epilogue of a mma or Hopper kernel."""
+    """Compile-time constants that select the epilogue of an mma or wgmma kernel."""
     return (
         ("GEMM_GELU", int(gelu)),
         ("GEMM_RESIDUAL", int(residual)),
@@ -119,28 +119,28 @@ def epilogue(two_part: bool, gelu: bool, residual: bool, other_out: bool, scaled
 
 
 def _slice(tile: MmaGemmTile) -> int:
-    """Bytes of a slice in shared memory; of one of its parts with two-part operands."""
+    """Bytes of shared memory for a slice of a and w, or for one part of TwoPartMatrix operands."""
     return 2 * tile.slice * (tile.rows + tile.columns)
 
 
 def _clocks(tile: MmaGemmTile, M: int, N: int, K: int, sms: int, parts: int) -> float:
-    """Estimated clocks of the SM with the most tiles. Two-part operands need three products."""
+    """Estimated clocks of the SM with the most tiles. parts: 1, or 2 for TwoPartMatrix operands."""
     sides, size = tile.rows + tile.columns, tile.rows * tile.columns
     warps_m, warps_n = tile.warps
-    read = tile.rows * warps_n + tile.columns * warps_m  # rows that warps read from shared memory
+    read = tile.rows * warps_n + tile.columns * warps_m  # rows that warps load from shared memory
     step = max(
         STEP * parts,
         16 * size * (2 * parts - 1) / MULTIPLY_ADDS,
         32 * sides * parts / L2_BYTES,
         32 * (read + sides) * parts / SHARED_BYTES,
     )
-    store = 2 * parts * size / STORED_BYTES / tile.blocks  # clocks not hidden by other blocks
+    store = 2 * parts * size / STORED_BYTES / tile.blocks  # clocks that no other block hides
     tiles = ceil(M / tile.rows) * ceil(N / tile.columns)
     return ceil(tiles / sms) * (ceil(K / 16) * step + store)
 
 
 def _fit(tile: MmaGemmTile, memory: tuple[int, ...], parts: int) -> MmaGemmTile | None:
-    """Return the tile with as many blocks and stages as fit in shared memory, or None.
+    """Return the tile with as many blocks and slices as fit in shared memory, or None.
 
     memory: bytes of shared memory per block with 1, 2, … blocks on a multiprocessor.
     """

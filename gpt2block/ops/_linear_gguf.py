@@ -14,12 +14,12 @@ from gpt2block.cuda.kernels import Defines, Geometry, cache_dtype, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.ops._linear_mma import FLOAT, MOST_SPLITS, TERMS, UNIT, splits
 from gpt2block.ops._linear_mma_tiles import CLUSTER_CAPABILITY
-from gpt2block.ops._products import MMA_CAPABILITY, filled, gate_define, room, storage_of
 from gpt2block.ops._rows import WARP, power_of_two
-from gpt2block.ops._terms import count_define
 from gpt2block.ops.call import Call
 from gpt2block.ops.gguf import range_defines
 from gpt2block.ops.operation import UnsupportedCall
+from gpt2block.ops.products import MMA_CAPABILITY, filled, gate_define, room, storage_of
+from gpt2block.ops.terms import count_define
 from gpt2block.weights.gguf import BORDER, OCTET, TYPES
 
 FILE = "matmul/decode/mma_gguf.cu"

@@ -17,12 +17,12 @@ from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.cuda.tensor_maps import NO_MAP, tensor_map
 from gpt2block.ops._linear_mma import BYTES, HALF_SPLITS, LOADED, MOST_SPLITS, UNIT, splits
-from gpt2block.ops._products import filled, gate_define, room, storage_of
 from gpt2block.ops._rows import power_of_two
-from gpt2block.ops._terms import IN_ORDER, Terms, count_define
 from gpt2block.ops.call import Call
 from gpt2block.ops.gguf import chunk_sums, range_defines
 from gpt2block.ops.operation import UnsupportedCall
+from gpt2block.ops.products import filled, gate_define, room, storage_of
+from gpt2block.ops.terms import IN_ORDER, Terms, count_define
 from gpt2block.weights.gguf import BORDER, OCTET, TYPES, GgufMatrix
 from gpt2block.weights.matrix import WeightMatrix
 

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from gpt2block.cuda.kernels import TWO_PART, Geometry
 from gpt2block.ops._linear_mma import BYTES, FLOAT, UNIT, splits
-from gpt2block.ops._products import count_tiles, room
 from gpt2block.ops._rows import WARP
+from gpt2block.ops.products import count_tiles, room
 
 FILE = "matmul/decode/mma_tiles.cu"
 CLUSTER_CAPABILITY = 90

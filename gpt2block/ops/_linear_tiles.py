@@ -6,8 +6,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from gpt2block.cuda.kernels import Geometry
-from gpt2block.ops._products import count_tiles, fastest
 from gpt2block.ops._rows import WARP
+from gpt2block.ops.products import count_tiles, fastest
 
 FILE = "matmul/prompt/cores.cu"
 KERNEL = "linear_tiles"

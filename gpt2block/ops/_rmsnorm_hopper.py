@@ -1,4 +1,4 @@
-"""Tiles and launches of matmul/prompt/rmsnorm_wgmma.cu, products by wgmma."""
+"""Tiles and launches of matmul/prompt/rmsnorm_wgmma.cu: products of normalized rows with wgmma."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from gpt2block.ops._gemm_hopper import (
     launched,
     shared_bytes,
 )
-from gpt2block.ops._products import gate_define
+from gpt2block.ops.products import gate_define
 
 FILE = "matmul/prompt/rmsnorm_wgmma.cu"
 
-# The times are fitted to Llama's sizes in float16. K is always 4,096, so that all time is counted
-# as time of slices. With few rows, tiles wait for the weights, and the best size gives nearly every
-# SM a tile: 64x64 with K split in two makes 128 blocks of 4,096 columns, 64x192 makes 115 blocks of
-# the 2 · 11,008 columns of the feed-forward.
+# Times of the tiles are fitted to Llama's products in float16. K is always 4,096, so that slice_us
+# can include all time. With few rows, blocks wait for weights, and the best tile gives nearly every
+# SM one block: 64x64 with K split in two makes 128 blocks for 4,096 columns, and 64x192 makes 115
+# blocks for the 2 · 11,008 columns of the feed-forward.
 MATMUL_TILES = (
     HopperGemmTile(256, 128, (128, 128), 4, 32, 1, 1, 0.0, 0.673, 0.0),
     HopperGemmTile(128, 128, (64, 128), 6, 32, 1, 1, 0.0, 0.390, 0.0),
@@ -33,9 +33,9 @@ MATMUL_TILES = (
     HopperGemmTile(64, 64, (64, 32), 8, 16, 2, 1, 0.0, 0.327, 0.0),
 )
 
-# Tiles of the feed-forward, by the layout of the weights; columns count both matrices. With (N, K),
-# 128x224 makes 396 tiles for 500 rows of Llama's 11,008 columns: three per SM. With (K, N), columns
-# are loaded in boxes of 64.
+# Tiles of the feed-forward, by layout of the weights. Columns of a tile count both weight matrices.
+# In layout (N, K), 128x224 makes 396 tiles for 500 rows and Llama's 2 · 11,008 columns: three per
+# SM. In layout (K, N), weights are loaded in boxes of 64 columns.
 FFN_TILES = {
     "NK": (
         HopperGemmTile(128, 192, (128, 192), 4, 32, 1, 2, 0.0, 0.515, 0.0),
@@ -51,7 +51,7 @@ FFN_TILES = {
 
 
 def tiles(matrices: int, layout: str) -> tuple[HopperGemmTile, ...]:
-    """Candidate tiles for one or two matrices in a layout."""
+    """Return the candidate tiles for one or two weight matrices in a layout."""
     return MATMUL_TILES if matrices == 1 else FFN_TILES[layout]
 
 
@@ -63,7 +63,7 @@ def launch(
     *turn: float,
     gelu: bool = False,
 ) -> Launch:
-    """Return the launch that writes n w, or with two matrices silu(n w1) (n w3), to out (..., N).
+    """Return the launch that writes n w, or with two matrices silu(n w1) (n w3), into out (..., N).
 
     n is (..., K). gelu: whether GELU replaces SiLU. turn: arguments of RoPE with one matrix: rows
     per sequence, head_dim (0 for no RoPE), first position, and the step of the exponents in two
@@ -95,7 +95,7 @@ def geometry(
     sms: int,
     tile: HopperGemmTile | None = None,
 ) -> tuple[Geometry, HopperGemmTile]:
-    """Return the geometry for n (M, K) and one or two w of N columns, and the tile for its maps.
+    """Return the geometry for n (M, K) and one or two w of N columns, and the tile for tensor maps.
 
     layout: layout of w, "KN" or "NK". turns: whether the kernel computes RoPE. tile: used instead
     of the best of `tiles`.
@@ -113,12 +113,12 @@ def geometry(
 
 
 def rows_loaded(tile: HopperGemmTile, M: int) -> int:
-    """Rows of a tile that are copied: not all if M is small, because missing rows take time."""
+    """Rows that are copied per tile. If M is small, copies of rows beyond M would take time."""
     return min(tile.rows, ceil(M / 16) * 16)
 
 
 def weight_box(tile: HopperGemmTile, matrices: int, layout: str) -> tuple[int, int, int]:
-    """Box of w, an array (1, N, K) or (1, K, N), that a block loads at a time."""
+    """Shape of the box of w, an array (1, N, K) or (1, K, N), that a block loads at a time."""
     if layout == "KN":
         return 1, SLICE // tile.shares, SLICE
     columns = tile.columns if matrices == 1 else tile.group[1] // 2  # columns of one matrix

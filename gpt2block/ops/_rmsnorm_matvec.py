@@ -1,4 +1,4 @@
-"""Launch geometry of matmul/decode/rmsnorm_cores.cu, for few rows: each weight is read once."""
+"""Launch geometry of matmul/decode/rmsnorm_cores.cu, which reads a weight once per four rows."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from gpt2block.cuda.kernels import Geometry
 from gpt2block.ops._rows import WARP, power_of_two
 
 FILE = "matmul/decode/rmsnorm_cores.cu"
-MOST_ROWS = 4  # rows of x per block
-MOST_SUMS = 64  # sums that a thread keeps in registers
+MOST_ROWS = 4  # maximum rows of x per block
+MOST_SUMS = 64  # maximum sums that a thread keeps in registers
 Pairing = Literal["neighbours", "halves", "two matrices"]
 
 
@@ -28,7 +28,7 @@ def geometry(
     alignment: int,
     most_shared: int,
 ) -> Geometry | None:
-    """Return the geometry of a matvec kernel, or None if a row needs more than `most_shared` bytes.
+    """Return the geometry of a matvec kernel, or None if a row does not fit in shared memory.
 
     x_width: values of x per load. weight: bytes of a weight. pairing: the two columns that a thread
     combines: neighbours, columns half a head apart, or columns of two matrices. alignment:
@@ -39,7 +39,7 @@ def geometry(
     halves = pairing == "halves"
     rows = min(MOST_ROWS, power_of_two(M))
     strips = 2 if layout == "NK" or pairing != "neighbours" else 1
-    unit = K if layout == "NK" else head_dim // 2 if halves else N  # a multiple of `width`
+    unit = K if layout == "NK" else head_dim // 2 if halves else N  # must be divisible by `width`
     width = 16 // weight
     if layout == "KN":
         width = min(width, MOST_SUMS // (strips * rows))

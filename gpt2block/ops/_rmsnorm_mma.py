@@ -1,4 +1,4 @@
-"""Tiles and launch geometry of matmul/prompt/rmsnorm_mma.cu, products by mma.sync."""
+"""Tiles and launch geometry of matmul/prompt/rmsnorm_mma.cu: RMSNorm and products by mma.sync."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from math import ceil
 from typing import NamedTuple
 
 from gpt2block.cuda.kernels import Geometry
-from gpt2block.ops._products import count_tiles, room
+from gpt2block.ops.products import count_tiles, room
 
 FILE = "matmul/prompt/rmsnorm_mma.cu"
 
 # Approximate rates of an SM, per clock.
-MULTIPLY_ADDS = 1000  # multiply-adds of mma.sync
-BYTES = 28  # bytes read from the L2 cache
-FEW_STAGES = 4  # stages at least, if an SM holds several blocks
+MULTIPLY_ADDS = 1000  # multiply-adds of mma.sync per clock and SM
+BYTES = 28  # bytes per clock that an SM reads from the L2 cache
+FEW_STAGES = 4  # minimum slices in shared memory if an SM holds several blocks
 
 
 class RmsnormTile(NamedTuple):
@@ -25,14 +25,14 @@ class RmsnormTile(NamedTuple):
     columns: int
     warps: tuple[int, int, int]  # warps along rows, columns and K
     slice: int  # values along K in a slice
-    stages: int  # slices in shared memory at most
-    blocks: int  # blocks per SM at most
+    stages: int  # maximum slices in shared memory
+    blocks: int  # maximum blocks per SM
 
 
 # Products of few rows are memory-bound: many slices are in flight, and the warps divide K. Products
-# of many rows are bound by the tensor cores: a warp's part is close to 64x64, which reduces traffic
-# of shared memory. 16x192 and 128x224 divide the 2 · 11,008 columns of Llama's feed-forward evenly
-# among 132 SMs.
+# of many rows are bound by the tensor cores: a warp computes about 64x64 outputs, which reduces
+# shared-memory traffic. Tiles of 16x192 and 128x224 divide the 2 · 11,008 columns of Llama's
+# feed-forward evenly among 132 SMs.
 TILES = (
     RmsnormTile(16, 32, (1, 1, 8), 128, 8, 1),
     RmsnormTile(16, 64, (1, 1, 4), 64, 6, 3),
@@ -50,11 +50,11 @@ TILES = (
 
 
 def fits(N: int, K: int, x_stride: int, weight: int, layout: str) -> bool:
-    """Whether the kernels take these sizes: each row must start on a multiple of 16 bytes.
+    """Whether the kernels support these sizes: each row must start on a multiple of 16 bytes.
 
     weight: bytes of a weight. layout: "KN" or "NK". The arrays must be aligned to 16 bytes, too.
     """
-    row = N if layout == "KN" else K  # weights in a row of memory
+    row = N if layout == "KN" else K  # weights per row in memory
     return not (N % 8 or K % 8 or x_stride % 8 or row * weight % 16)
 
 
@@ -108,14 +108,14 @@ def geometry(
 
 
 def _cost(tile: RmsnormTile, matrices: int, M: int, N: int, weight: int, sms: int) -> float:
-    """Estimated clocks per value along K of the SM with the most tiles."""
+    """Estimated clocks, per value along K, of the SM with the most tiles."""
     multiply = tile.rows * tile.columns / MULTIPLY_ADDS
     load = (2 * tile.rows + weight * tile.columns) / BYTES
     return ceil(count_tiles(tile, M, N * matrices) / sms) * max(multiply, load)
 
 
 def _stage(tile: RmsnormTile, weight: int, layout: str, norm: bool, residual: bool) -> int:
-    """Bytes of a slice of all operands in shared memory."""
+    """Bytes of shared memory for a slice of all operands."""
     chunks = tile.slice // 8
     x = 16 * tile.rows * (chunks + (2 if weight == 1 and layout == "NK" else 1))
     lines, wide = (tile.slice, tile.columns) if layout == "KN" else (tile.columns, tile.slice)
@@ -124,7 +124,7 @@ def _stage(tile: RmsnormTile, weight: int, layout: str, norm: bool, residual: bo
 
 
 def _end(tile: RmsnormTile) -> int:
-    """Bytes of shared memory that the warps of a block exchange after the last slice."""
+    """Bytes of shared memory in which warps of a block exchange sums after the last slice."""
     _, warps_n, warps_k = tile.warps
     return 4 * tile.rows * warps_k * (tile.columns + 8 + warps_n)
 

@@ -9,15 +9,15 @@ from typing import NamedTuple
 from gpt2block.cuda.arrays import CudaArray
 from gpt2block.errors import InputError
 
-MAX_ROWS = 2**31 - 1  # rows at most, one block each
-MAX_VALUES = 2**30  # values per row at most
+MAX_ROWS = 2**31 - 1  # maximum rows per launch, with one block per row
+MAX_VALUES = 2**30  # maximum values per row
 WARP = 32
-VALUES = 32  # values of a row that a thread keeps in registers at most
-THREADS = 512  # threads that share a row at most
+VALUES = 32  # maximum values of a row that a thread keeps in registers
+THREADS = 512  # maximum threads per row
 LONGEST_IN_REGISTERS = VALUES * THREADS
-FEW_THREADS = 256  # threads that share a row at most, unless it does not fit in their registers
-FILLED = 1024  # threads per SM that keep its memory busy
-BLOCK = 128  # threads per block, if a row has at most one warp
+FEW_THREADS = 256  # maximum threads per row if their registers can hold the row
+FILLED = 1024  # threads per SM that suffice to saturate memory bandwidth
+BLOCK = 128  # threads per block if a row has at most one warp
 
 
 def power_of_two(n: int) -> int:
@@ -29,7 +29,7 @@ class RowShape(NamedTuple):
     """Launch sizes of a kernel that keeps its rows in registers."""
 
     threads: int  # threads per row
-    held: int  # loads whose values a thread keeps in registers
+    held: int  # loads per thread, whose values stay in registers
     rows: int  # rows per block
     grid: int
 

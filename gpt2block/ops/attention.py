@@ -50,9 +50,9 @@ from gpt2block.ops._attention_tiles import (
     tensor_heads_defines,
     two_part_geometry,
 )
-from gpt2block.ops._products import HOPPER_CAPABILITY, MMA_CAPABILITY
 from gpt2block.ops.call import TWO_PART, Call, UncheckedCall
 from gpt2block.ops.operation import REQUIRED, Operation, UnsupportedCall, variant
+from gpt2block.ops.products import HOPPER_CAPABILITY, MMA_CAPABILITY
 from gpt2block.ops.warm import call
 from gpt2block.weights.two_part import TwoPartMatrix
 
@@ -66,12 +66,12 @@ HOPPER_ALTERNATE = "attention/prompt/wgmma_alternate.cu"
 HOPPER_TWO_PART = "attention/prompt/wgmma_two_part.cu"
 
 SIXTEEN_BITS = ("float16", "bfloat16")
-TENSOR_CORES = ("hopper", "mma")  # variants for 16 bits, in order of preference
+TENSOR_CORES = ("hopper", "mma")  # variants for 16-bit dtypes, preferred first
 APPENDING = ("hopper",)  # variants that also write K and V to a kv_cache
-TENSOR_HEAD = TENSOR_HEADS[0]  # channels per head that all tensor-core variants take
-LARGEST_HEAD = 256  # channels per head at most in mha and online
-MAX_BATCH = MOST_BLOCKS[1]  # sequences at most in mha
-BLOCK = 256  # threads per block of mha; the default of naive
+TENSOR_HEAD = TENSOR_HEADS[0]  # channels per head that all tensor-core variants support
+LARGEST_HEAD = 256  # maximum channels per head of variants mha and online
+MAX_BATCH = MOST_BLOCKS[1]  # maximum sequences of variant mha
+BLOCK = 256  # threads per block of variant mha; default threads of variant naive
 BLOCKS = (32, 64, 128, 256, 512, 1024)
 ONLINE_BLOCKS = (32, 64, 128, 256)
 MMA_THREADS = 128  # threads per block with any tile of `MMA_TILES`
@@ -80,7 +80,7 @@ MMA_THREADS = 128  # threads per block with any tile of `MMA_TILES`
 def naive_geometry(
     B: int, T: int, NH: int, HS: int, threads: int, NKV: int
 ) -> tuple[Geometry, ...]:
-    """Geometry of three launches, with one thread per score, per row of scores and per output.
+    """Return the geometry of three launches: one thread per score, per row of scores, per output.
 
     Raises InputError if a grid is too large.
     """
@@ -102,7 +102,7 @@ def naive_geometry(
     )
 
 
-# --- float32: mha, naive, online
+# --- float32 variants: mha, naive, online
 
 
 def _fit_dtype(c: Call, *dtypes: str) -> None:
@@ -142,7 +142,7 @@ def _fit_online(c: Call) -> None:
 
 
 def _fit_mha(c: Call) -> Geometry:
-    """Return the geometry of mha: one block per query and head, one row of scores in shared memory.
+    """Return the geometry of variant mha: one block per query and head; scores in shared memory.
 
     Raises UnsupportedCall if there are too many sequences, or if this row does not fit.
     """
@@ -219,7 +219,7 @@ def _online(c: Call) -> Launch:
     return launch_at(ONLINE, geometry, (c.qkv, c.out, c.T, int(c.causal)))
 
 
-# --- tensor cores: mma, also for two-part matrices, and hopper
+# --- tensor-core variants: mma and hopper, for 16-bit dtypes and TwoPartMatrix
 
 
 def _fit_mma(c: Call) -> None:
@@ -350,11 +350,11 @@ def _hopper_launch(c: Call, file: str, geometry: Geometry, together: int) -> Lau
     return launch_at(file, geometry, (*args, *cache), c.storage)
 
 
-# --- every variant
+# --- checks of calls, for every variant
 
 
 def _prepare(unchecked: UncheckedCall) -> Call:
-    """Check a call. W is 3C, or less with n_kv_head < n_head. extra holds the scores of naive.
+    """Check a call of `attention`. The width W of qkv is 3C, or less if n_kv_head < n_head.
 
     The default is mha for float32, and the fastest variant of the GPU for other dtypes.
     """
@@ -367,7 +367,7 @@ def _prepare(unchecked: UncheckedCall) -> Call:
 
 
 def _prepare_varlen(unchecked: UncheckedCall) -> Bound:
-    """Bind a call with cu_seqlens to a variant of `attention`, which describes the arguments.
+    """Bind a call with cu_seqlens to a variant. The function `attention` describes the arguments.
 
     k, v, row and position are as in `kv_append`; only variant hopper takes them.
     """
@@ -412,7 +412,7 @@ def _completed(c: Call) -> Call:
 
 
 def _check_cache(c: Call) -> None:
-    """Raise InputError unless the arrays of a kv_cache are all None, or fit qkv and each other."""
+    """Raise InputError unless the kv_cache arrays are all None, or match qkv and each other."""
     arrays = {"k": c.k, "v": c.v, "row": c.row, "position": c.position}
     missing = [name for name, array in arrays.items() if array is None]
     if len(missing) == len(arrays):
@@ -430,7 +430,7 @@ def _check_cache(c: Call) -> None:
 
 
 def checked_heads(n_head: Any, n_kv_head: Any) -> tuple[int, int]:
-    """Return checked numbers of heads of Q and of heads of K and V; n_kv_head None: as many as Q.
+    """Return checked numbers of heads of Q and of K. n_kv_head None: K has as many heads as Q.
 
     Raises InputError.
     """
@@ -447,7 +447,7 @@ def checked_heads(n_head: Any, n_kv_head: Any) -> tuple[int, int]:
 def _check_fit(
     name: str, fit: Callable[[Call], Any], dtype: str, heads: tuple[int, int, int], **sizes: Any
 ) -> None:
-    """Raise InputError unless the check `fit` accepts calls with these sizes.
+    """Raise InputError unless the function `fit` accepts a call with these sizes.
 
     heads: number of heads of Q, of heads of K and V, and channels per head.
     """
@@ -468,7 +468,7 @@ def _check_fit(
 
 
 def check_limits(qkv: Shape, *, n_head: int, causal: bool, n_kv_head: int | None = None) -> None:
-    """Raise InputError for a shape of float32 qkv that mha does not support."""
+    """Raise InputError if variant mha does not support float32 qkv of this shape."""
     *batch, T, width = qkv
     NKV = n_head if n_kv_head is None else n_kv_head
     heads = n_head, NKV, width // (n_head + 2 * NKV)
@@ -477,19 +477,19 @@ def check_limits(qkv: Shape, *, n_head: int, causal: bool, n_kv_head: int | None
 
 
 def check_heads(dtype: str, n_head: int, n_kv_head: int, head_size: int, causal: bool) -> None:
-    """Raise InputError if there is no kernel for such heads on the current device."""
+    """Raise InputError if no attention kernel supports these heads on the current device."""
     fit = _fit_mha if dtype == "float32" else _fit_mma
     heads = n_head, n_kv_head, head_size
     _check_fit("attention", fit, dtype, heads, B=1, T=1, causal=causal)
 
 
 def tensor_cores_take(variant: str, head_size: int) -> bool:
-    """Whether variant "mma" or "hopper" takes heads of head_size channels."""
+    """Whether the variant, "mma" or "hopper", supports heads of head_size channels."""
     return head_size in {"hopper": TENSOR_HEADS, "mma": MMA_HEADS}.get(variant, ())
 
 
 def head_constants(n_head: int, n_kv_head: int, head_size: int) -> Defines:
-    """Constants that attention kernels are compiled with for these heads.
+    """Return the constants with which attention kernels are compiled for these heads.
 
     A kernel uses some of these constants: tensor-core kernels get the number of heads as an
     argument.
@@ -499,7 +499,7 @@ def head_constants(n_head: int, n_kv_head: int, head_size: int) -> Defines:
 
 
 def two_part_fits(head_size: int) -> bool:
-    """Whether the current device has enough shared memory for two-part heads of this size.
+    """Whether the current device can compute attention on a TwoPartMatrix with heads of this size.
 
     The smallest tile of `two_part_geometry` has 64 queries and two stages of K and V.
     """
@@ -564,7 +564,7 @@ def attention(
     softmax_scale: float | None = None,
     window: int | None = None,
 ) -> Any:
-    """`reference.attention` on a CuPy array (T, 3C) or (B, T, 3C); raises InputError.
+    """Compute `reference.attention` on a CuPy array (T, 3C) or (B, T, 3C). Raises InputError.
 
     With n_kv_head, a divisor of n_head, a row is [Q | K | V] of n_head, n_kv_head and n_kv_head
     heads: each head of K and V serves n_head / n_kv_head neighbouring heads of Q. softmax_scale:

@@ -44,31 +44,31 @@ from gpt2block.ops._attention_tiles import (
     shared_bytes,
     warp_queries,
 )
-from gpt2block.ops._products import HOPPER_CAPABILITY, MMA_CAPABILITY
 from gpt2block.ops._rows import power_of_two
-from gpt2block.ops._terms import check_terms, stored_defines, stored_scale
 from gpt2block.ops.attention import HOPPER, HOPPER_ALTERNATE, LARGEST_HEAD, MMA, SIXTEEN_BITS
 from gpt2block.ops.call import TWO_PART, Call, UncheckedCall, check_format, storage
 from gpt2block.ops.operation import REQUIRED, Operation, Sizes, UnsupportedCall, variant
+from gpt2block.ops.products import HOPPER_CAPABILITY, MMA_CAPABILITY
+from gpt2block.ops.terms import check_terms, stored_defines, stored_scale
 from gpt2block.ops.warm import call
 
 TILES = "attention/prompt/cores.cu"
 SPLIT = "attention/decode/split.cu"
 APPEND = "attention/cache/kv_cache.cu"
 APPEND_TWO_PART = "attention/cache/kv_cache_two_part.cu"
-TILE_SIZES = ((4, 64), (2, 64), (4, 32), (1, 64), (2, 32), (1, 32))  # (warps, keys), best first
-SPLIT_KEYS = 32  # keys per split, which one warp of `split` processes
-SPAN_SPLITS = 32  # splits that are combined at a time
-SPLIT_WARPS = 4  # warps per block with clusters; the minimum without clusters
-SPLIT_WARPS_OF_SM = {1: 16, 2: 16, 4: 12}  # warps per SM by itemsize of the cache: register limit
-SPLIT_WARPS_OF_SM_GROUPED = {1: 12, 2: 8, 4: 8}  # the same limit for warps with several heads of q
-FP8_GROUPED_WIDTH = 8  # elements per load of FP8 if a warp has several heads of q: register limit
-FP8_VECTORS = 4  # vectors of K, and of V, in flight per thread; with 8, registers spill
-MOST_QUERIES = 4  # heads of q per warp at most
-MOST_CLUSTER = 8  # blocks per cluster at most
-CLUSTERS_FROM = 90  # lowest compute capability that has clusters
-APPEND_MOST_THREADS = 256  # threads per block of append at most
-COPY_THREADS, COPY_BLOCKS = 256, 8  # threads per block; blocks per half and sequence at most
+TILE_SIZES = ((4, 64), (2, 64), (4, 32), (1, 64), (2, 32), (1, 32))  # (warps, keys), largest first
+SPLIT_KEYS = 32  # keys per split; one warp of kernel `split` processes a split
+SPAN_SPLITS = 32  # splits whose results are combined at a time
+SPLIT_WARPS = 4  # warps per block with clusters; minimum warps per block without
+SPLIT_WARPS_OF_SM = {1: 16, 2: 16, 4: 12}  # maximum warps per SM by itemsize of the cache
+SPLIT_WARPS_OF_SM_GROUPED = {1: 12, 2: 8, 4: 8}  # maximum if a warp has several heads of q
+FP8_GROUPED_WIDTH = 8  # FP8 elements per load that registers allow with several heads of q per warp
+FP8_VECTORS = 4  # vectors of K (and as many of V) in flight per thread; 8 would spill registers
+MOST_QUERIES = 4  # maximum heads of q per warp
+MOST_CLUSTER = 8  # maximum blocks per cluster
+CLUSTERS_FROM = 90  # lowest compute capability that supports clusters
+APPEND_MOST_THREADS = 256  # maximum threads per block of kernel `append`
+COPY_THREADS, COPY_BLOCKS = 256, 8  # threads per block; maximum blocks for K, and for V, of a slot
 START = 512  # position of the first query in the documented case
 
 
@@ -83,7 +83,7 @@ def tiles_geometry(
     shared_limit: int,
     narrow: bool = False,
 ) -> Geometry:
-    """Return the geometry of `tiles` for B sequences of at most `longest` queries.
+    """Return the geometry of variant `tiles` for B sequences of at most `longest` queries.
 
     narrow: whether queries have a 16-bit dtype instead of float32. shared_limit: bytes of shared
     memory that a block can have. The keys per tile, which alone determine the order of additions,
@@ -124,7 +124,7 @@ def split_geometry(
     shared_limit: int,
     clusters: bool,
 ) -> Geometry:
-    """Return the geometry of `split` for M queries, on a GPU with `sms` multiprocessors.
+    """Return the geometry of kernel `split` for M queries on a GPU with `sms` multiprocessors.
 
     clusters: whether the GPU has thread block clusters. shared_limit: bytes of shared memory that a
     block can have. The order of additions depends only on HS and itemsize, and with FP8 on whether
@@ -138,8 +138,8 @@ def split_geometry(
     if itemsize == 1 and possible[-1] > 1:
         width = gcd(FP8_GROUPED_WIDTH, HS)
         possible = [queries for queries in possible if queries > 1]
-    wanted = min(ceil(n_ctx / SPLIT_KEYS), SPAN_SPLITS)  # warps per team
-    for queries in possible:  # with few rows, the GPU has room for faster teams of fewer heads
+    wanted = min(ceil(n_ctx / SPLIT_KEYS), SPAN_SPLITS)  # desired warps per team of heads of q
+    for queries in possible:  # teams of fewer heads are faster if the GPU can run them at once
         teams = NKV * ceil(NH // NKV / queries)
         held = (SPLIT_WARPS_OF_SM if queries == 1 else SPLIT_WARPS_OF_SM_GROUPED)[itemsize]
         at_once = held * sms // (M * teams)
@@ -147,7 +147,7 @@ def split_geometry(
             break
     if clusters:
         most = max(at_once // SPLIT_WARPS, 1)
-        largest = 3 * most >= 4 * MOST_CLUSTER  # fewer of the largest clusters fit on a GPU at once
+        largest = 3 * most >= 4 * MOST_CLUSTER  # clusters of MOST_CLUSTER leave some SMs idle
         most = min(most, MOST_CLUSTER if largest else MOST_CLUSTER // 2)
         warps, cluster = SPLIT_WARPS, power_of_two(ceil(wanted / SPLIT_WARPS))
         while cluster > most:
@@ -179,19 +179,19 @@ def _queries_of_team(serves: int, HS: int, shared_limit: int) -> list[int]:
 
 
 def _split_shared(queries: int, HS: int) -> int:
-    """Bytes of shared memory for the splits of a span: per split, HS parts, maximum and sum."""
+    """Bytes of shared memory for SPAN_SPLITS splits, with HS + 2 floats per split and query."""
     return 4 * queries * SPAN_SPLITS * (HS + 2)
 
 
 def append_geometry(
     N: int, C: int, W: int, itemsize: int, of_rows: int, of_cache: int, narrow: bool = False
 ) -> Geometry:
-    """Return the geometry of `append` for N rows of W channels, of which the last 2C are K and V.
+    """Return the geometry of kernel `append` for N rows of W channels, the last 2C being K and V.
 
     of_rows, of_cache: alignment in bytes of the rows, and of the cache. narrow: whether the rows
     have a 16-bit dtype instead of float32.
     """
-    width = gcd(16 // max(itemsize, 2), C, W)  # elements per load; for an FP8 cache T has 16 bits
+    width = gcd(16 // max(itemsize, 2), C, W)  # elements per load; T has 2 bytes with an FP8 cache
     row_itemsize = max(itemsize, 2) if narrow else 4
     while min(16, row_itemsize * width) > of_rows or itemsize * width > of_cache:
         width //= 2
@@ -244,8 +244,9 @@ def _check_rows(c: Call) -> None:
 
 @variant("tiles", TILES, "attention_cached", "attention_cached_narrow")
 def _tiles(c: Call) -> Launch:
-    """Launch `tiles`. Queries are the first Q channels of `rows_of_q`, at most `longest` of each
-    of B sequences.
+    """Launch variant `tiles`. Queries are the first Q channels of the rows of `rows_of_q`.
+
+    Each of B sequences has at most `longest` queries.
     """
     q, first = c.rows_of_q, c.contract.inputs[0].name
     heads = _heads(first, c.Q, c.n_head, c.C)
@@ -262,7 +263,7 @@ def _tiles(c: Call) -> Launch:
 
 @variant("mma", MMA, "attention_cached_mma")
 def _mma(c: Call) -> Launch:
-    """Launch `mma`, with the same bits as attention's variant mma over the whole sequence."""
+    """Launch variant `mma`: bitwise equal to attention's variant mma over the whole sequence."""
     n_head, n_kv_head, HS = _heads("qkv", c.Q, c.n_head, c.C)
     if compute_capability() < MMA_CAPABILITY:
         raise UnsupportedCall("needs a GPU of compute capability 8.0 or newer: use variant tiles")
@@ -293,9 +294,9 @@ def _hopper_few(c: Call) -> Launch:
 
 @variant("hopper", HOPPER, "attention_cached_hopper")
 def _hopper(c: Call) -> Launch:
-    """Launch `hopper`, with the same bits as attention's variant hopper over the whole sequence.
+    """Launch variant `hopper`. k and v can also be FP8.
 
-    k and v can also be FP8.
+    Results are bitwise equal to those of attention's variant hopper over the whole sequence.
     """
     n_head, n_kv_head, HS = _heads("qkv", c.Q, c.n_head, c.C)
     if compute_capability() != HOPPER_CAPABILITY:
@@ -324,7 +325,7 @@ def _hopper_launch(c: Call, file: str) -> Launch:
 
 
 def continues_exactly(head_size: int, kv_dtype: str | None) -> bool:
-    """Whether `attention_packed` and `attention_varlen` give equal bits in 16 bits on this device.
+    """Whether `attention_packed` and `attention_varlen` agree bitwise in 16 bits on this device.
 
     kv_dtype: FP8 format of the kv_cache, or None.
     """
@@ -333,7 +334,7 @@ def continues_exactly(head_size: int, kv_dtype: str | None) -> bool:
 
 
 def _packed(unchecked: UncheckedCall) -> Call:
-    """Check a call. Rows cu_seqlens[b] to cu_seqlens[b + 1] - 1 of qkv belong to sequence b.
+    """Check an `attention_packed` call. Rows of sequence b: cu_seqlens[b] to cu_seqlens[b + 1] - 1.
 
     These are at most `longest` queries, at positions from start[b] on, whose keys and values k and
     v already hold. cu_seqlens and start are not read back to the host: the kernel skips rows beyond
@@ -356,7 +357,7 @@ def _one_sequence(unchecked: UncheckedCall) -> Call:
 
 @variant("split", SPLIT, "attention_split")
 def _split(c: Call) -> Launch:
-    """Launch `split`. Query m belongs to sequence row[m], and sees keys 0 to position[m].
+    """Launch kernel `split`. Query m belongs to sequence row[m] and sees keys 0 to position[m].
 
     The cache already holds these keys, including the query's own. A position beyond the cache
     counts as the last one; for a row outside the cache, or a position below 0, nothing is written.
@@ -396,7 +397,7 @@ def _split(c: Call) -> Launch:
 
 @variant("append", APPEND, "kv_append", "kv_append_narrow")
 def _append(c: Call) -> Launch:
-    """Launch `append`, which writes the last 2C columns of row n to k and v[row[n], position[n]].
+    """Launch `append`: write the last 2C columns of row n to k and v at [row[n], position[n]].
 
     row and position are not read back to the host: the kernel skips rows outside the cache.
     """
@@ -425,7 +426,7 @@ def _append_two_part(c: Call) -> Launch:
 
 @variant("round", APPEND, "kv_round")
 def _round(c: Call) -> Launch:
-    """Launch `round`. Both 16-bit dtypes can represent all values of both FP8 formats."""
+    """Launch kernel `round`. Both 16-bit dtypes can represent all values of both FP8 formats."""
     check_format(c.kv_dtype)
     if c.storage == "float32":
         check("qkv", c.qkv, dtype=CACHE_WITH_FP8)
@@ -442,7 +443,7 @@ def _round(c: Call) -> Launch:
 
 @variant("copy", APPEND, "kv_copy", block=COPY_THREADS)
 def _copy(c: Call) -> Launch:
-    """Launch `copy` of slots of kv. Pairs with a slot number out of range are skipped.
+    """Copy slots source[m] of kv to slots target[m]. Pairs with a slot out of range are skipped.
 
     A target must not be a source or a target of another pair.
     """
@@ -458,7 +459,7 @@ def _copy(c: Call) -> Launch:
 
 
 def _flops(sizes: Sizes) -> int:
-    """Floating-point operations: 4 C for each query and each key that it sees."""
+    """Floating-point operations: 4 C per pair of a query and a key that the query sees."""
     T = sizes["T"]
     return 4 * sizes["C"] * (T * START + T * (T + 1) // 2)
 
@@ -538,7 +539,7 @@ def attention_cached(
     softmax_scale: float | None = None,
     window: int | None = None,
 ) -> CudaArray:
-    """`reference.attention_cached` on CuPy arrays; raises InputError.
+    """Compute `reference.attention_cached` on CuPy arrays. Raises InputError.
 
     q (T, Q) float32, k and v (start + T, C) or longer, float32, float16, bfloat16 or, as uint8, the
     FP8 format kv_dtype → (T, Q). With grouped queries, k and v have fewer heads: Q is a multiple of
@@ -568,7 +569,7 @@ def attention_packed(
     softmax_scale: float | None = None,
     window: int | None = None,
 ) -> CudaArray:
-    """Causal attention of new tokens of several sequences over a kv_cache that already holds them.
+    """Causal attention of new tokens of several sequences. A kv_cache holds their keys and values.
 
     qkv (N, Q + 2C), float32 or in the dtype of k, holds the rows of one sequence after another. Q
     is C, or with grouped queries a multiple of C. k and v (B, n_ctx, C), cu_seqlens (B + 1,) and
@@ -631,7 +632,7 @@ def kv_append(
 
 
 def kv_round(qkv: CudaArray, n_head: int, n_kv_head: int, kv_dtype: str) -> CudaArray:
-    """Apply `reference.kv_round` in place to a C-contiguous CuPy array; return qkv.
+    """Apply `reference.kv_round` in place to qkv, a C-contiguous CuPy array, and return qkv.
 
     qkv (N, W), rows [Q | K | V] of float16 or bfloat16. Raises InputError.
     """

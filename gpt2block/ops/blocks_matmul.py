@@ -1,4 +1,4 @@
-"""Product with weights in 4-bit blocks, as in GGUF files: a ladder of kernels to learn from.
+"""Matrix product with weights in 4-bit blocks, as in GGUF files: one naive and two faster kernels.
 
 Models store the same blocks in another order (`linear` with a `GgufMatrix`). learn/gguf/ladder.cu
 has one kernel for each variant.
@@ -14,16 +14,16 @@ from gpt2block.checks import check_blocks
 from gpt2block.cuda.arrays import CudaArray, check_address, compute_capability, on_16_bytes
 from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch
-from gpt2block.ops._products import MMA_CAPABILITY
 from gpt2block.ops._rows import WARP
 from gpt2block.ops.call import Call, UncheckedCall
 from gpt2block.ops.operation import Inputs, Operation, Sizes, UnsupportedCall, variant
+from gpt2block.ops.products import MMA_CAPABILITY
 from gpt2block.ops.warm import call
 from gpt2block.weights.gguf import TYPES, random_blocks
 
 FILE = "learn/gguf/ladder.cu"
 TYPE = TYPES["Q4_K"]
-OUTPUTS, ROWS = 64, 8  # outputs and rows per thread block of blocks_matmul_mma
+OUTPUTS, ROWS = 64, 8  # columns and rows of out per thread block of blocks_matmul_mma
 
 
 def _launch(c: Call, kernel: str, grid: int, block: int) -> Launch:
@@ -85,7 +85,7 @@ OPERATION = Operation(
 
 
 def blocks_matmul(x: CudaArray, w: CudaArray, variant: str | None = None) -> CudaArray:
-    """`reference.blocks_matmul` on CuPy arrays, with x of float32 or 16 bits; raises InputError.
+    """Compute `reference.blocks_matmul` on CuPy arrays, x of float32 or 16 bits. Raises InputError.
 
     x (..., K), w (N, K / 256, 144) uint8 → (..., N) float32. The default variant is mma for x of
     float16 on GPUs of compute capability 8.0 or newer, else warp.

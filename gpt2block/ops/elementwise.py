@@ -12,9 +12,9 @@ from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import CudaArray, alignment, check_alignment, contiguous
 from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch
-from gpt2block.ops._products import gate_define
 from gpt2block.ops.call import Call
 from gpt2block.ops.operation import REQUIRED, Operation, Sizes, variant
+from gpt2block.ops.products import gate_define
 from gpt2block.ops.warm import call
 
 CHALLENGE = "LeetGPU's GPT-2 block challenge"
@@ -53,7 +53,7 @@ ADD = Operation(
 
 
 def add(a: CudaArray, b: CudaArray) -> CudaArray:
-    """`reference.add` on float32 CuPy arrays of one shape; raises InputError."""
+    """Compute `reference.add` on float32 CuPy arrays of one shape. Raises InputError."""
     return call(ADD, contiguous(a, b)).out
 
 
@@ -71,7 +71,7 @@ GELU = Operation(
 
 
 def gelu(x: CudaArray) -> CudaArray:
-    """`reference.gelu` on a float32 CuPy array; returns a new array. Raises InputError."""
+    """Compute `reference.gelu` of a float32 CuPy array, in a new array. Raises InputError."""
     if isinstance(x, cupy.ndarray):
         check_alignment("x", x)
         x = x.copy(order="C")  # the kernel works in place
@@ -120,7 +120,7 @@ SILU_MUL = Operation(
 
 
 def silu_mul(gate: CudaArray, up: CudaArray, gelu: bool = False) -> CudaArray:
-    """`reference.silu_mul` on CuPy arrays of one shape and dtype, float32 or 16 bits.
+    """Compute `reference.silu_mul` on CuPy arrays of one shape and dtype, float32 or 16 bits.
 
     Raises InputError.
     """

@@ -28,7 +28,7 @@ from gpt2block.weights.matrix import WeightMatrix
 FILE = "learn/embedding/encoder.cu"
 ROWS = "embedding/encoder_rows.cu"
 BLOCKS = (32, 64, 128, 256, 512, 1024)
-MOST_THREADS = 256  # threads per row of encoder_rows at most
+MOST_THREADS = 256  # maximum threads per row of kernel encoder_rows
 
 
 def _launch(c: Call, kernel: str, threads: int) -> Launch:
@@ -65,7 +65,7 @@ def _warps(c: Call) -> Launch:
 
 @variant("rows", ROWS, "encoder_rows")
 def _rows(c: Call) -> Any:
-    """Launch encoder_rows. ids and positions are not read back to the host.
+    """Launch encoder_rows. The host does not check the values of ids and positions.
 
     An id or position outside its table makes the row NaN.
     """
@@ -74,7 +74,7 @@ def _rows(c: Call) -> Any:
     is_matrix = isinstance(c.wte, WeightMatrix)
     wte = c.wte if is_matrix else WeightMatrix(c.wte, "float32", layout="NK")
     floats = [array.data.ptr for array in (c.wpe, c.out) if array is not None]
-    # Alignment in bytes, as if elements of wte had 4 bytes each.
+    # aligned: alignment of the arrays in bytes, scaled as if elements of wte had 4 bytes each.
     aligned = min(alignment(*floats), alignment(wte.data.data.ptr) * 4 // wte.data.itemsize)
     width = 4  # elements per load
     while c.C % width or 4 * width > aligned:
@@ -98,7 +98,7 @@ def _prepare(unchecked: UncheckedCall) -> Call:
 
 
 def _tables(sizes: Sizes, rng: np.random.Generator) -> Inputs:
-    """Return random wte and wpe."""
+    """Return random embedding tables wte and wpe."""
     return tuple(
         rng.standard_normal((sizes[rows], sizes["C"]), dtype=np.float32) + np.float32(0.5)
         for rows in ("V", "T")
@@ -157,7 +157,7 @@ def on_device(ids: Any, V: int) -> CudaArray:
     """Copy host ids to the device as int32. Raises InputError with the first id outside 0..V-1."""
     try:
         host = np.asarray(ids)
-    except ValueError as error:  # rows of different lengths
+    except ValueError as error:  # ids has rows of different lengths
         raise InputError(f"ids: expected an array of integers: {error}") from error
     if host.size and host.dtype.kind not in "iu":
         raise InputError(f"ids: expected integers, got {host.dtype}")
@@ -176,7 +176,7 @@ def encoder(
     variant: str | int | None = None,
     block: int | None = None,
 ) -> CudaArray:
-    """`reference.encoder` on CuPy arrays; raises InputError.
+    """Compute `reference.encoder` on CuPy arrays. Raises InputError.
 
     `ids` on the host (NumPy, a list) are checked and copied. `ids` on the device are not read back
     to the host: an id without a row in wte makes its output row NaN. The default is the fastest
@@ -196,7 +196,7 @@ def encoder_rows(
     wpe: CudaArray | None = None,
     factor: float = 1.0,
 ) -> CudaArray:
-    """`reference.encoder_rows` on CuPy arrays; raises InputError.
+    """Compute `reference.encoder_rows` on CuPy arrays. Raises InputError.
 
     wte: float32, or a WeightMatrix of layout "NK" in any dtype. ids and positions, int32, are not
     read back to the host: an id without a row in wte, or a position beyond wpe, makes its output

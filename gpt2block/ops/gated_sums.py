@@ -29,17 +29,17 @@ from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops import _linear_gguf as blocks
 from gpt2block.ops import _linear_mma as mma
-from gpt2block.ops._products import (
+from gpt2block.ops._rows import WARP, power_of_two
+from gpt2block.ops.call import Call, UncheckedCall
+from gpt2block.ops.operation import REQUIRED, Operation, UnsupportedCall, Variant, variant
+from gpt2block.ops.products import (
     HOPPER_CAPABILITY,
     MMA_CAPABILITY,
     filled,
     gate_define,
     storage_of,
 )
-from gpt2block.ops._rows import WARP, power_of_two
-from gpt2block.ops._terms import count_define, rounds
-from gpt2block.ops.call import Call, UncheckedCall
-from gpt2block.ops.operation import REQUIRED, Operation, UnsupportedCall, Variant, variant
+from gpt2block.ops.terms import count_define, rounds
 from gpt2block.weights.gguf import TYPES
 from gpt2block.weights.matrix import WeightMatrix
 

@@ -36,10 +36,10 @@ from gpt2block.ops import _gemm_hopper as hopper
 from gpt2block.ops import _gemm_mma as mma
 from gpt2block.ops import _rmsnorm_hopper as two_matrices
 from gpt2block.ops import gguf
-from gpt2block.ops._products import HOPPER_CAPABILITY, MMA_CAPABILITY, MULTIPLE
-from gpt2block.ops._stored import OPERATION as STORE
 from gpt2block.ops.call import TWO_PART, Call, UncheckedCall, storage
 from gpt2block.ops.operation import Inputs, Operation, Sizes, UnsupportedCall, variant
+from gpt2block.ops.products import HOPPER_CAPABILITY, MMA_CAPABILITY, MULTIPLE
+from gpt2block.ops.stored import OPERATION as STORE
 from gpt2block.ops.two_part import OPERATION as TO_TWO_PART
 from gpt2block.ops.two_part import TAKE, check_one_scale
 from gpt2block.ops.warm import call
@@ -56,7 +56,7 @@ WITH_TWO_PART = Contract.parse(
 )
 WIDEN_FILE = "fp8/widen.cu"
 WIDEN_WIDTH = 16  # weights per load of widen_fp8
-WIDEN_VECTORS = 2  # loads per thread
+WIDEN_VECTORS = 2  # loads per thread of widen_fp8
 WIDEN_BLOCK = 256
 
 
@@ -74,7 +74,7 @@ def _widen(c: Call) -> Any:
 
 
 def _prepare_widen(unchecked: UncheckedCall) -> Call:
-    """Check a call that converts w to float16: FP8 without its scales, GGUF blocks with scales.
+    """Check a call that converts w to float16, applying the scales of GGUF blocks but not of FP8.
 
     memory: array for out with at least as many elements, or None for a new array.
     """
@@ -90,7 +90,7 @@ def _prepare_widen(unchecked: UncheckedCall) -> Call:
 
 
 def _check_memory(c: Call) -> None:
-    """Raise InputError unless `memory` has room for w."""
+    """Raise InputError unless the array `memory` has room for all elements of w."""
     check_apart("memory", c.memory, {"w": c.w})
     if c.memory.size < c.N * c.K:
         raise InputError(f"memory: expected at least {c.N * c.K:,} elements, got {c.memory.size:,}")
@@ -105,7 +105,7 @@ WIDEN = Operation(
 
 
 def _constants(c: Call) -> dict[str, Any]:
-    """Keywords of both `geometry` functions that describe a call, except its sizes."""
+    """Return the keywords of a call, except its sizes, for `geometry` of variant mma or hopper."""
     return {
         "two_part": c.two_part,
         "gelu": c.gelu,
@@ -118,7 +118,7 @@ def _constants(c: Call) -> dict[str, Any]:
 
 
 def _outputs(c: Call) -> tuple[CudaArray | None, CudaArray | None, float]:
-    """Return (out, None, 1), or for a two-part result (None, its parts, 1 / its scale)."""
+    """Return (out, None, 1), or for a TwoPartMatrix out (None, out.parts, 1 / scale of out)."""
     if c.other_out:
         return None, c.out.parts, 1 / (c.out.one_scale or 1.0)
     return c.out, None, 1.0
@@ -155,7 +155,7 @@ def _mma(c: Call) -> Any:
 
 
 def _hopper_geometry(c: Call, **of_weights: Any) -> tuple[Geometry, Boxes]:
-    """Return the geometry and the boxes. of_weights: fp8 or octet, for tiles with rows of w."""
+    """Return geometry and boxes of tensor maps. of_weights: option fp8 or octet of `geometry`."""
     geometry, tile = hopper.geometry(*c.sizes, **_constants(c), split_k=c.split_k, **of_weights)
     a, w = (1, tile.rows, hopper.SLICE), (1, tile.columns // tile.shares, hopper.SLICE)
     return geometry, (w, a, (1, tile.chunk, 64)) if of_weights else (a, w, (1, 64, tile.chunk))
@@ -172,7 +172,7 @@ def _hopper_two_part(c: Call) -> Launch:
 
 
 def _hopper_launch(c: Call, **of_weights: Any) -> tuple[Geometry, tuple[Any, ...]]:
-    """Return geometry and arguments of a 16-bit product. GGUF blocks are passed without a map."""
+    """Return geometry and arguments of a 16-bit product. GGUF blocks have no tensor map."""
     M, N, K = c.sizes
     workspace: tuple[Any, ...] = ()
     if of_weights:
@@ -217,7 +217,7 @@ def _hopper(c: Call) -> Any:
 
 
 def _prepare(unchecked: UncheckedCall) -> Call:
-    """Check a call. Two-part outputs have one scale for all rows.
+    """Check a call of `gemm`. A TwoPartMatrix result has one scale for all rows.
 
     dtype: by default the dtype of out, else of a; float32 for two-part matrices. FP8 weights that
     the product kernel does not support are first converted to float16, exactly, by a separate
@@ -246,7 +246,7 @@ def _prepare(unchecked: UncheckedCall) -> Call:
 
 
 def _out_dtype(dtype: str | None, out: Any, own: str | None) -> str:
-    """Return the dtype of the result, or "two_part". own: dtype of a; None with a TwoPartMatrix."""
+    """Return the result's dtype or "two_part". own: dtype of a; None if a or w is TwoPartMatrix."""
     known = ("float32", TWO_PART) if own is None else (own, "float32")
     if dtype is None:
         out_dtype = getattr(getattr(out, "dtype", None), "name", "")
@@ -280,7 +280,7 @@ def _check(c: Call) -> None:
 
 
 def _check_two_part_result(c: Call) -> None:
-    """Raise InputError unless a two-part result has one scale, and a float32 result no bound."""
+    """Raise InputError if a TwoPartMatrix out has several scales, or a float32 out has a bound."""
     out = vars(c).get("out")
     if c.out_dtype != TWO_PART:
         if c.bound is not None:
@@ -353,7 +353,7 @@ def widens(w: WeightMatrix) -> bool:
 
 
 def allocate_stream_k_workspace() -> CudaArray:
-    """Allocate the workspace of products for which `widens` is true; each stream needs its own."""
+    """Allocate a CUDA stream's workspace for products with weights for which `widens` is true."""
     return cupy.zeros(_workspace_floats(), "float32")
 
 
@@ -362,7 +362,7 @@ def _workspace_floats() -> int:
 
 
 def _check_up(c: Call) -> None:
-    """Raise InputError unless the kernel for two matrices supports the call.
+    """Raise InputError unless the kernel for two matrices, w and up, supports the call.
 
     It loads both matrices before the previous kernel has ended, so no launch may convert w.
     """
@@ -430,7 +430,7 @@ def gemm(
     variant: str | None = None,
     bound: float | None = None,
 ) -> Any:
-    """`reference.gemm` on CuPy arrays, by tensor cores; raises InputError.
+    """Compute `reference.gemm` on CuPy arrays with tensor cores. Raises InputError.
 
     a (..., K): float16 or bfloat16. w: a `WeightMatrix` with layout "NK" in the dtype of a, or in
     FP8 if a is float16; the scales of FP8 weights are applied to the sums. bias (N,): float32.

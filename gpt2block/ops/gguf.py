@@ -1,4 +1,4 @@
-"""Kernels for GGUF blocks: dequantize rows of a `GgufMatrix` (gguf/rows.cu), and pack its bytes.
+"""Kernels that dequantize rows of a `GgufMatrix` (gguf/rows.cu), or pack raw blocks into one.
 
 Products of prompts and embeddings need dequantized rows. gguf/pack.cu creates a `GgufMatrix`.
 """
@@ -14,20 +14,20 @@ from gpt2block.config.formats import GGUF
 from gpt2block.cuda.kernels import Defines, Geometry, float_define, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.ops._rows import WARP
-from gpt2block.ops._terms import CHUNK
 from gpt2block.ops.call import Call
 from gpt2block.ops.operation import UnsupportedCall, variant
+from gpt2block.ops.terms import CHUNK
 from gpt2block.weights import gguf_packing
 from gpt2block.weights.gguf import OCTET, TYPES, UNIT, GgufMatrix
 
 FILE = "gguf/rows.cu"
 SUMS_FILE = "gguf/chunk_sums.cu"
-SUMS_BLOCK = 128  # threads per block, one per sum of a chunk
+SUMS_BLOCK = 128  # threads per block of gguf_chunk_sums, each of which sums a chunk
 WARPS = 8  # warps per block of gguf_widen
 
 
 def range_defines(w: GgufMatrix) -> Defines:
-    """Constants of lib/decode/mma_gguf.cuh for the types of w and their first rows."""
+    """Compile-time constants of lib/decode/mma_gguf.cuh for the types of w and their first rows."""
     types = [(f"GGUF_TYPE_{i}", TYPES[name].number) for i, (name, _) in enumerate(w.ranges)]
     begins = [(f"GGUF_FROM_{i}", begin) for i, begin in enumerate(w.begins) if i]
     return (("GGUF_RANGES", len(w.ranges)), *types, *begins)
@@ -36,7 +36,7 @@ def range_defines(w: GgufMatrix) -> Defines:
 def _of_ranges(
     w: GgufMatrix, launch: Callable[[Any, Defines, int, int], Launch]
 ) -> tuple[Launch, ...]:
-    """Call `launch` with the bytes, constants, first row and number of rows of each range of w."""
+    """Call `launch` with bytes, constants, first row and number of rows of each GGUF type in w."""
     return tuple(
         launch(data, (("GGUF_TYPE", TYPES[name].number),), begin, rows)
         for name, begin, rows, data in w.of_ranges()
@@ -57,7 +57,7 @@ def widen(c: Call) -> tuple[Launch, ...]:
 
 @variant("gguf", FILE, "gguf_row_norms")
 def row_norms(c: Call) -> tuple[Launch, ...]:
-    """Write the sums of squares of the rows of w times gamma to `squares`."""
+    """Write the sum of squares of each row of w · gamma to `squares`."""
 
     def of_range(data: Any, defines: Defines, begin: int, rows: int) -> Launch:
         geometry = Geometry("gguf_row_norms", (ceil(rows / OCTET),), (WARP,), defines=defines)
@@ -69,7 +69,7 @@ def row_norms(c: Call) -> tuple[Launch, ...]:
 
 @variant("gguf", FILE, "gguf_encoder_rows")
 def encoder_rows(c: Call) -> Launch:
-    """Write the rows `ids` of wte to `out`, as `encoder_rows` does. wte must have a single type."""
+    """Write the rows `ids` of wte to `out`, as `encoder_rows`. wte must have a single GGUF type."""
     if len(c.wte.ranges) != 1:
         raise UnsupportedCall(f"wte: expected a single GGUF type, got {c.wte.ranges}")
     defines: Defines = (("GGUF_TYPE", TYPES[c.wte.ranges[0][0]].number),)
@@ -83,13 +83,13 @@ def encoder_rows(c: Call) -> Launch:
 
 @variant("gguf pack", gguf_packing.FILE, "gguf_pack")
 def pack(c: Call) -> Launch:
-    """Reorder `raw`, rows of blocks as in a GGUF file, into `out`, as kernels read them."""
+    """Reorder `raw`, rows of blocks of a GGUF file, into `out`, in the order that kernels read."""
     return gguf_packing.pack(c.parts, c.raw, c.out, c.largest, c.K)
 
 
 @variant("gguf sums", SUMS_FILE, "gguf_chunk_sums")
 def chunk_sums(c: Call) -> Launch:
-    """Write the sums of chunks of the terms x to `sums`. Products multiply minimums by them."""
+    """Write sums of 32 channels of x each to `sums`, which products multiply by GGUF minimums."""
     grid = (ceil(c.M * c.K / (CHUNK * SUMS_BLOCK)),)
     geometry = Geometry("gguf_chunk_sums", grid, (SUMS_BLOCK,))
     return launch_at(SUMS_FILE, geometry, (c.x, c.sums, c.M, c.K), "float16", GGUF)

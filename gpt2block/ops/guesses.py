@@ -21,21 +21,21 @@ from gpt2block.ops.operation import Operation, variant
 
 FILE = "tokens/guesses.cu"
 THREADS = 512
-COPYING = 256  # threads that copy a prompt
-MOST_GUESSES = 7  # guesses per slot at most; the kernel uses one lane of a warp per row
-TAKEN, GUESSED, RIGHT = 1, 2, 4  # flags of a row in a report
+COPYING = 256  # threads per block of begin_guesses
+MOST_GUESSES = 7  # maximum guesses per slot; the kernel uses a lane of a warp per row of the slot
+TAKEN, GUESSED, RIGHT = 1, 2, 4  # flags of a row in a report; RIGHT: the guess was correct
 
 
 class Guesses(NamedTuple):
-    """State of B slots on the device from which their next tokens are guessed."""
+    """State of B slots on the device, from which a kernel guesses their next tokens."""
 
-    history: CudaArray  # (B, H): tokens of each slot; its last token is at its position
+    history: CudaArray  # (B, H): tokens of each slot; the last token is at index `position`
     guess: CudaArray  # (B, K): guesses of the tokens after the last one; -1 for no guess
-    left: CudaArray  # (B,): number of tokens that may still be drawn
+    left: CudaArray  # (B,): number of tokens that each slot may still draw
 
     @classmethod
     def allocate(cls, B: int, n_ctx: int) -> Guesses:
-        """Allocate arrays of B empty slots, for sequences whose last token is at n_ctx at most."""
+        """Allocate arrays of B empty slots, for sequences that end at position n_ctx at most."""
         shapes = (B, n_ctx + 1), (B, MOST_GUESSES), (B,)
         return cls(*(cupy.zeros(shape, "int32") for shape in shapes))
 
@@ -88,12 +88,12 @@ def bind_take(
     counts: CudaArray | None,
     report: CudaArray,
 ) -> Bound:
-    """Take drawn tokens up to the first that differs from its guess, and guess the next tokens.
+    """Bind a launch that takes drawn tokens up to the first wrong guess, and guesses the next ones.
 
     drawn: tokens and log-probabilities of M rows, `together` rows per slot. The tokens that are
     taken update guesses, state and counts of their sequences, and `slots` gets the rows of the next
-    step. report (2, 3, M) int32 gets tokens, bits of the log-probabilities, and flags; even and odd
-    turns of a slot use its two halves alternately.
+    step. report (2, 3, M) int32 gets tokens, bits of the log-probabilities, and flags: report[0] if
+    the slot's `turn` (number of launches) is even, else report[1].
     """
     arrays = (*drawn, *slots, *guesses, state.position, state.step, state.token, state.logprob)
     arrays += (state.seen, counts, report)

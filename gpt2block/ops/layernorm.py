@@ -28,9 +28,9 @@ from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops._rows import check_rows, share
-from gpt2block.ops._terms import check_terms, stored_defines, stored_scale
 from gpt2block.ops.call import TWO_PART, Call, UncheckedCall, storage
 from gpt2block.ops.operation import REQUIRED, Inputs, Operation, Sizes, UnsupportedCall, variant
+from gpt2block.ops.terms import check_terms, stored_defines, stored_scale
 from gpt2block.ops.two_part import check_one_scale
 from gpt2block.ops.warm import call
 from gpt2block.reference import layernorm_stats
@@ -39,24 +39,24 @@ from gpt2block.weights.two_part import TwoPartMatrix
 
 BLOCKS = (32, 64, 128, 256, 512, 1024)
 SKELETON_BLOCK = 256
-KEPT = 64  # bytes of a row that a thread of kernel 6 keeps in registers at most
-MAX_THREADS = 1024  # threads per block at most
-KEPT_BY_MOST = 32  # bytes kept per thread in a block of MAX_THREADS, with 64 registers per thread
+KEPT = 64  # maximum bytes of a row that a thread of kernel 6 keeps in registers
+MAX_THREADS = 1024  # maximum threads per block
+KEPT_BY_MOST = 32  # maximum bytes of a row per thread in a block of MAX_THREADS (64 registers)
 NARROW = "narrow"  # variant whose out has a narrower dtype than gamma and beta
-DECODE = "decode"  # variant with the same bits as the LayerNorm fused into `linear`
-MOST_DECODE_ROWS = 8  # rows per block of `decode` at most
-MANY = 2**31  # number of rows for which teams of `narrow` are sized, independent of the call
-TEAMS = 512  # threads per SM that hold rows of `narrow` at the same time
+DECODE = "decode"  # variant that is bitwise equal to the LayerNorm fused into `linear`
+MOST_DECODE_ROWS = 8  # maximum rows per block of variant `decode`
+MANY = 2**31  # fixed number of rows for which `narrow` chooses the threads per row
+TEAMS = 512  # threads per SM that can process rows of `narrow` at the same time
 HELD = 96  # registers per thread for gamma, beta and rows of x, in a block of 128 threads
-MOST_EACH = 2  # rows per team of threads at most
-STATS_VARIANT = 6  # default variant for options that the skeleton's kernels lack
+MOST_EACH = 2  # maximum rows per team of threads
+STATS_VARIANT = 6  # default variant for calls that variant skeleton does not support
 
 
 TO_TWO_PART = Contract.parse("x f32 ... C; gamma beta f32 C -> out? two_part ... C")
 
 
 class LayerNormRow(NamedTuple):
-    """Distribution of a row in kernel 6: constants LN_WIDTH, LN_THREADS and LN_VECTORS."""
+    """Distribution of a row among threads: kernel 6's LN_WIDTH, LN_THREADS and LN_VECTORS."""
 
     width: int  # elements per load
     threads: int  # threads per row
@@ -64,7 +64,7 @@ class LayerNormRow(NamedTuple):
 
 
 def row_shape(C: int, itemsize: int, alignment: int = 16) -> LayerNormRow:
-    """Return the distribution of a row of C channels in kernel 6.
+    """Return the distribution of a row of C channels among threads of kernel 6.
 
     Loads are as wide as C and the alignment of the arrays (in bytes) allow, up to 16 bytes. The row
     gets the fewest threads that can keep it in registers: a row of one warp needs no barrier.
@@ -86,7 +86,7 @@ def row_shape(C: int, itemsize: int, alignment: int = 16) -> LayerNormRow:
 def narrow_geometry(
     float_x: bool, rows: int, C: int, width: int, sms: int, two_part: bool = False
 ) -> Geometry:
-    """Return the geometry of `narrow` for `rows` rows of C channels, with vectors of `width`.
+    """Return the geometry of `narrow` for `rows` rows of C channels and loads of `width` elements.
 
     float_x: whether x is float32. two_part: whether x is float32 and out two-part. The division of
     a row among threads, and therefore its bits, depend only on C and width. A team of threads
@@ -120,7 +120,7 @@ def _every(c: Call) -> tuple[Any, ...]:
 
 
 def _fit(c: Call, dtype: str | None = "float32", stats: bool = True, parts: bool = False) -> None:
-    """Raise UnsupportedCall or InputError for calls that a kernel does not support.
+    """Raise UnsupportedCall or InputError if a kernel does not support the call.
 
     dtype: required dtype of x, gamma and beta; None: any dtype of x, and float32 gamma and beta.
     stats: whether to allocate mean and rstd, which the kernel writes. parts: whether the kernel can
@@ -137,7 +137,7 @@ def _fit(c: Call, dtype: str | None = "float32", stats: bool = True, parts: bool
 
 
 def _options(c: Call) -> bool:
-    """Whether the caller passes a block size or an array for statistics."""
+    """Whether the caller passes a block size, or an array for mean or rstd."""
     return bool(c.requested or c.mean is not None or c.rstd is not None)
 
 
@@ -270,7 +270,7 @@ def _narrow(c: Call) -> Launch:
     DECODE, "norms/layernorm_decode.cu", "layernorm_decode", source="gpt2block", dtypes=("float32",)
 )
 def _decode(c: Call) -> Launch:
-    """Launch decode: one warp per row, in as many blocks as possible."""
+    """Launch decode: one warp per row, with rows divided among as many blocks as possible."""
     if _options(c):
         raise UnsupportedCall("decode has no block, mean and rstd: use variant 6")
     _fit(c, stats=False)
@@ -286,7 +286,7 @@ def _decode(c: Call) -> Launch:
 
 
 def _prepare(unchecked: UncheckedCall) -> Call:
-    """Check a call. `extra` is (mean, rstd), each (...), unless the variant has no statistics.
+    """Check a call of `layernorm`. Bound.extra is (mean, rstd) if the variant computes them.
 
     Variants skeleton, narrow and decode have none; variant 6 only with stats. The default is
     skeleton for float32 and narrow for 16 bits. to_terms: Terms that out of decode holds instead of
@@ -323,7 +323,7 @@ def _prepare(unchecked: UncheckedCall) -> Call:
 
 
 def layernorm_bound(gamma: Any, beta: Any) -> float:
-    """Upper bound of LayerNorm's result: each of C values of variance 1 is at most sqrt(C)."""
+    """Upper bound of LayerNorm's magnitudes: each of C values of variance 1 is at most sqrt(C)."""
     return math.sqrt(len(gamma)) * float(np.abs(gamma).max()) + float(np.abs(beta).max())
 
 
@@ -405,7 +405,7 @@ def layernorm(
     stats: bool = False,
     dtype: str | None = None,
 ) -> CudaArray | tuple[CudaArray, CudaArray, CudaArray]:
-    """`reference.layernorm` on CuPy arrays; raises InputError.
+    """Compute `reference.layernorm` on CuPy arrays. Raises InputError.
 
     variant: 1 to 5 are llm.c's kernels, for float32. 6 is the fastest, also for float16 and
     bfloat16. "narrow" takes x of 16 bits with float32 gamma and beta, and C up to 16,384. "decode",

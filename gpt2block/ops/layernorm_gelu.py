@@ -26,7 +26,7 @@ BLOCKS = (32, 64, 128, 256, 512, 1024)
 
 
 def _documented(c: Call) -> tuple[CudaArray, CudaArray, int, int, float]:
-    """Return the arguments of variants baseline and optimized, which have no gamma and beta."""
+    """Return the arguments of variants baseline and optimized, which support no gamma and beta."""
     if c.gamma is not None or c.beta is not None:
         raise UnsupportedCall("has no gamma and beta: use variant 'rows'")
     if same_memory(c.x, c.out):
@@ -52,7 +52,7 @@ def _optimized(c: Call) -> Launch:
     "rows", FILE, "layernorm_gelu_rows", blocks=tuple(block for block in BLOCKS if block <= THREADS)
 )
 def _rows(c: Call) -> Launch:
-    """Launch rows. A requested block size is the number of threads per row. out may be x."""
+    """Launch variant rows. A requested block size sets the threads per row. out may be x."""
     width = 4 if row_alignment(c.C, c.x, c.gamma, c.beta, c.out) == 16 else 1
     sms = device_attribute("MultiProcessorCount")
     shape = share(c.rows, c.C, width, sms, c.block if c.requested else None)
@@ -91,7 +91,7 @@ def layernorm_gelu(
     variant: str | int = "rows",
     block: int | None = None,
 ) -> CudaArray:
-    """`reference.layernorm_gelu` on float32 CuPy arrays; raises InputError.
+    """Compute `reference.layernorm_gelu` on float32 CuPy arrays. Raises InputError.
 
     Variants "baseline" and "optimized" support neither gamma nor beta. "rows" takes rows of up to
     16,384 values. Few rows get more threads each, so the last bits of a row can depend on the

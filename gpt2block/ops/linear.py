@@ -39,13 +39,6 @@ from gpt2block.ops import _linear_matvec as matvec
 from gpt2block.ops import _linear_mma as mma
 from gpt2block.ops import _linear_mma_tiles as mma_tiles
 from gpt2block.ops import _linear_tiles as tiles
-from gpt2block.ops._products import (
-    HOPPER_CAPABILITY,
-    MMA_CAPABILITY,
-    Parts,
-    storage_of,
-)
-from gpt2block.ops._terms import Terms, check_terms, count_define, rounds, stored_scale
 from gpt2block.ops.call import Call, UncheckedCall
 from gpt2block.ops.gated_sums import GATED_SUMS, LINEAR_SUMS, ROPE_SUMS
 from gpt2block.ops.gguf import chunk_sums
@@ -58,6 +51,13 @@ from gpt2block.ops.operation import (
     Variant,
     variant,
 )
+from gpt2block.ops.products import (
+    HOPPER_CAPABILITY,
+    MMA_CAPABILITY,
+    Parts,
+    storage_of,
+)
+from gpt2block.ops.terms import Terms, check_terms, count_define, rounds, stored_scale
 from gpt2block.ops.warm import call
 from gpt2block.weights.matrix import WeightMatrix
 from gpt2block.weights.two_part import TwoPartMatrix, scale_for
@@ -81,6 +81,8 @@ TWO_PART_QKV = Contract.parse(
 )
 MAX_OUTPUTS = 2**31 - 2**16  # N of these: what an int holds, and a block more
 MAX_BLOCKS = 65535  # along the grid's second axis
+# Whether products with a GgufMatrix fuse RMSNorm of their rows, and whether wgmma computes them.
+normalizes, wgmma_takes = blocks.normalizes, hopper.takes_blocks
 
 
 def terms_of(

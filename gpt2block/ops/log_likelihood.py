@@ -28,7 +28,7 @@ def choose_geometry(rows: int, threads: int = THREADS) -> Geometry:
 
 @variant("block", FILE, "log_likelihood_kernel", block=THREADS)
 def _block(c: Call) -> Launch:
-    """Launch the kernel. Targets are not read back to the host: one outside 0..V-1 gives NaN."""
+    """Launch the kernel. The host does not check targets: a target outside 0..V-1 gives NaN."""
     check_rows("logits", c.logits)
     args = (c.logits, c.targets, c.out, c.V)
     return launch_at(FILE, choose_geometry(c.rows), args)
@@ -54,7 +54,7 @@ OPERATION = Operation(
 
 
 def log_likelihood(logits: CudaArray, targets: CudaArray) -> CudaArray:
-    """`reference.log_likelihood` on CuPy arrays, float32 and int32; raises InputError.
+    """Compute `reference.log_likelihood` on CuPy arrays, float32 and int32. Raises InputError.
 
     logits (..., V), targets (...) → (...). A target outside 0..V-1 gives NaN.
     """

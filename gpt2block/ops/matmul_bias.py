@@ -1,4 +1,4 @@
-"""Matrix product with bias in float32, a w + bias: a simple kernel and a ladder of faster ones.
+"""Matrix product with bias in float32, a w + bias: a simple kernel and several faster kernels.
 
 Use it for plain float32 matrices (K, N), as in LeetGPU's GPT-2 block challenge. `linear` takes
 weights of any dtype and fuses LayerNorm or GELU; `gemm` uses tensor cores. Kernels:
@@ -16,23 +16,23 @@ import numpy as np
 from gpt2block.cuda.arrays import CudaArray, contiguous, device_attribute, row_alignment
 from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch
-from gpt2block.ops._products import count_tiles, fastest
 from gpt2block.ops._rows import WARP
 from gpt2block.ops.call import Call
 from gpt2block.ops.operation import Inputs, Operation, Sizes, UnsupportedCall, variant
+from gpt2block.ops.products import count_tiles, fastest
 from gpt2block.ops.warm import call
 
 SKELETON = "learn/matmul/skeleton.cu"
 LADDER = "learn/matmul/ladder.cu"
 REGISTERS = "learn/matmul/registers.cu"
-TILE = 16  # side of the thread block and tile of matmul_bias_tiled
-MAX_ROWS = 65535 * TILE  # rows at most in variant tiled: limit of the grid's second axis
+TILE = 16  # side of the square thread block, and of the output tile, of matmul_bias_tiled
+MAX_ROWS = 65535 * TILE  # maximum rows of variant tiled: limit of the grid's second axis
 TOO_MANY_ROWS = f"{{:,}} rows (B · T): matmul_bias_tiled takes at most {MAX_ROWS:,}"
-MAX_SIZE = 2**31 - 1024  # M, K and N at most: one tile less than the range of an int
+MAX_SIZE = 2**31 - 1024  # maximum of M, K and N: range of an int, minus one tile
 
 
 def naive_geometry(M: int, N: int) -> Geometry:
-    """Geometry with one thread per output, and blocks of 8 rows."""
+    """Return a geometry with one thread per output and blocks of 8 rows and 32 columns."""
     return Geometry("matmul_forward_kernel1", (ceil(M / 8) * ceil(N / WARP),), (WARP, 8))
 
 
@@ -41,23 +41,23 @@ def tiled_geometry(M: int, N: int) -> Geometry:
 
 
 def coarsened_geometry(M: int, N: int) -> Geometry:
-    """Geometry with 8 outputs of a column per thread, and blocks of 64 rows."""
+    """Return a geometry in which a thread computes 8 outputs of a column; blocks have 64 rows."""
     return Geometry("matmul_forward_kernel2", (ceil(M / 64) * ceil(N / WARP),), (WARP, 8))
 
 
 class MatmulTile(NamedTuple):
-    """Constants of matmul_forward_kernel3 for a tile, and the speed of such tiles."""
+    """Sizes of a tile, which are constants of matmul_forward_kernel3, and its relative speed."""
 
     rows: int
     columns: int
-    side: int  # rows per thread; a thread has 8 columns
+    side: int  # output rows per thread, for 8 columns
     depth: int  # values along K in a slice
-    groups: int  # groups of warps that share a tile, if an SM has several tiles
+    groups: int  # groups of warps per tile; doubled if an SM has at most one tile
     stages: int
-    speed: float  # speed of an SM that is busy with such tiles, relative to the largest tile
+    speed: float  # speed of an SM that computes such tiles, relative to the largest tile
 
 
-# Larger tiles first: `fastest` returns the first of equally fast tiles. With these speeds, the
+# Larger tiles come first: `fastest` returns the first of equally fast tiles. With these speeds, the
 # estimate selects the fastest tile, or one within 3 %, for GPT-2's products with M 128, 1024 and
 # 8192 on an H200.
 TILES = (
@@ -70,7 +70,7 @@ TILES = (
 
 @lru_cache(maxsize=1024)
 def choose_tile(M: int, N: int, sms: int) -> tuple[MatmulTile, int]:
-    """Return the tile with the shortest estimated time on `sms` multiprocessors, and its groups.
+    """Return the fastest tile, by estimate, on `sms` multiprocessors, and its groups of warps.
 
     The groups are doubled if an SM has at most one tile, because one tile has too few warps.
     """
@@ -79,7 +79,7 @@ def choose_tile(M: int, N: int, sms: int) -> tuple[MatmulTile, int]:
 
 
 def registers_geometry(tile: MatmulTile, groups: int, M: int, N: int, width: int) -> Geometry:
-    """Geometry of `registers`. width: 4 if rows of w and out are aligned to 16 bytes, else 1."""
+    """Geometry of variant registers. width: 4 if rows of w and out align to 16 bytes, else 1."""
     warps = tile.rows // (8 * tile.side) * (tile.columns // WARP) * groups
     buffers = tile.stages * tile.depth * (tile.rows + 4 + tile.columns)
     sums = groups // 2 * tile.rows * tile.columns
@@ -160,7 +160,7 @@ OPERATION = Operation(
 def matmul_bias(
     a: CudaArray, w: CudaArray, bias: CudaArray | None = None, variant: str = "tiled"
 ) -> CudaArray:
-    """`reference.matmul_bias` on float32 CuPy arrays; raises InputError.
+    """Compute `reference.matmul_bias` on float32 CuPy arrays. Raises InputError.
 
     a (..., K), w (K, N), bias (N,) or None → (..., N). Variants: naive, tiled, coarsened,
     registers. Variant tiled takes at most 1,048,560 rows, because the second axis of its grid

@@ -34,14 +34,14 @@ from gpt2block.ops.rope_qkv import CHANNELS, HEADS
 from gpt2block.ops.warm import call
 
 FILE = "positions/qk_norm.cu"
-WIDTH = 4  # elements per load at most
-THREADS = 256  # threads per block at most
-MOST_TOGETHER = 4  # heads per team of threads at most
+WIDTH = 4  # maximum elements per load
+THREADS = 256  # maximum threads per block
+MOST_TOGETHER = 4  # maximum heads per team of threads
 
 
 @lru_cache(maxsize=1024)
 def choose_geometry(kernel: str, B: int, N: int, heads: int, D: int, sms: int) -> Geometry:
-    """Return the geometry for B sequences of N rows of `heads` heads of D channels.
+    """Return the geometry for B sequences of N rows, each of `heads` heads of D channels.
 
     sms: multiprocessors of the GPU. The order of additions depends only on D. If there are enough
     threads, each processes several heads.
@@ -49,7 +49,7 @@ def choose_geometry(kernel: str, B: int, N: int, heads: int, D: int, sms: int) -
     width = gcd(WIDTH, D // 2)
     lanes = min(power_of_two(D // 2 // width), WARP)
     together = MOST_TOGETHER if B * N * heads * lanes >= MOST_TOGETHER * FILLED * sms else 1
-    wanted, whole = ceil(heads / together), WARP // lanes  # teams per row, teams per warp
+    wanted, whole = ceil(heads / together), WARP // lanes  # teams of threads per row, per warp
     teams = min(ceil(wanted / whole) * whole, THREADS // lanes if together > 1 else whole)
     defines = (("QN_D", D), ("QN_WIDTH", width), ("QN_LANES", lanes), ("QN_HEADS", together))
     return Geometry(kernel, (N, ceil(wanted / teams), B), (lanes, teams), defines=defines)
@@ -70,7 +70,7 @@ def geometry_of_rows(kernel: str, B: int, N: int, normed: int, D: int) -> Geomet
 def _geometry(
     c: Call, kernel: str, B: int, N: int, moved: int, D: int, n_head: int, n_kv_head: int
 ) -> Geometry:
-    """Return the geometry of a call. Raises InputError for unaligned arrays or shapes of gamma."""
+    """Return a call's geometry. Raises InputError for unaligned arrays or wrong shapes of gamma."""
     if B > MAX_BATCH:
         raise InputError(f"qkv: expected at most {MAX_BATCH:,} sequences in a call, got {B:,}")
     if normed_together(c.gamma_q.shape, c.gamma_k.shape, n_head, n_kv_head, D):
@@ -101,7 +101,7 @@ def _over_rows(c: Call, kernel: str, B: int, N: int, D: int, *arrays: Any) -> La
 
 @variant("heads", FILE, "qk_norm")
 def _heads(c: Call) -> Launch:
-    """Launch qk_norm. W is (n_head + 2 n_kv_head) D."""
+    """Launch qk_norm for rows of W = (n_head + 2 n_kv_head) D channels."""
     n_head, n_kv_head = checked_heads(c.n_head, check_count("n_kv_head", c.n_kv_head))
     heads = n_head + 2 * n_kv_head
     D = c.W // heads
@@ -112,13 +112,13 @@ def _heads(c: Call) -> Launch:
 
 @variant("rope", FILE, "qk_norm_rope")
 def _rope(c: Call) -> Launch:
-    """Launch qk_norm_rope. W is (n_head + 2 n_kv_head) 2P; positions are not read back."""
+    """Launch qk_norm_rope. W is (n_head + 2 n_kv_head) 2P. The host does not check positions."""
     return _over_rows(c, "qk_norm_rope", c.rows, c.T, 2 * c.P, c.positions, c.frequencies)
 
 
 @variant("append", FILE, "qk_norm_append")
 def _append(c: Call) -> Launch:
-    """Launch qk_norm_append. C is n_kv_head 2P, W is n_head 2P + 2C.
+    """Launch qk_norm_append for C = n_kv_head 2P channels of K and W = n_head 2P + 2C of qkv.
 
     row and position are not read back to the host: the kernel skips K and V outside the cache.
     """
@@ -179,7 +179,7 @@ def qk_norm(
     eps: float = 1e-6,
     out: CudaArray | None = None,
 ) -> CudaArray:
-    """`reference.qk_norm` on CuPy arrays; raises InputError.
+    """Compute `reference.qk_norm` on CuPy arrays. Raises InputError.
 
     qkv (..., W), W = (n_head + 2 n_kv_head) D with D even, gamma_q, gamma_k (D,), or (n_head D,)
     and (n_kv_head D,), all float32, float16 or bfloat16 → as qkv. `out=qkv` overwrites qkv.

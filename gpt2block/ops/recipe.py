@@ -1,4 +1,4 @@
-"""Repeat the launches of a bound operation for arrays that differ only in their addresses.
+"""Repeat the launches of a bound operation for other arrays that differ only in addresses.
 
 Checks, grids and typed arguments depend on the arrays' shapes, dtypes, strides, devices and
 alignment, on which arrays are identical, and on the options. If all of these are equal, the
@@ -23,7 +23,7 @@ ALIGNED = 16  # bytes: the largest alignment that an operation distinguishes
 
 
 class Recipe(NamedTuple):
-    """Launches, each with the index pairs (argument, array) of its arguments that are addresses."""
+    """Launches, each with pairs (index of an argument that is an address, index of its array)."""
 
     launches: tuple[tuple[Launch, tuple[tuple[int, int], ...]], ...]
 
@@ -46,7 +46,7 @@ class Recipe(NamedTuple):
         return cls(tuple(recorded))
 
     def at(self, addresses: Sequence[int]) -> tuple[Launch, ...]:
-        """Return the launches for arrays at other addresses, given in the same order."""
+        """Return the launches for arrays at `addresses`, in the order that `of` received."""
         moved = []
         for launch, places in self.launches:
             args = list(launch.args)
@@ -74,7 +74,7 @@ def addresses_of(values: Iterable[Any]) -> tuple[int, ...]:
 
 
 def seen(values: Iterable[Any], options: Iterable[Any]) -> tuple[tuple[int, ...], Hashable]:
-    """Return the addresses of the arrays of all arguments, and a key of all else that matters.
+    """Return all arrays' addresses, and a key of all other properties that launches depend on.
 
     Launches of calls with equal keys differ only in addresses.
     """

@@ -64,7 +64,7 @@ OPERATIONS: Mapping[str, Operation] = {
     )
 }
 
-# Operations of forward passes and of weights that are not measured alone.
+# STEPS: operations for forward passes and weights that the bench does not measure alone.
 STEPS: Mapping[str, Operation] = {
     step.name: step for operation in OPERATIONS.values() for step in operation.steps
 }
@@ -91,7 +91,7 @@ def bind(name: str, inputs: tuple[Any, ...], out: Any = None, **options: Any) ->
 
 
 def find(name: str) -> Operation:
-    """Return an operation by name. Raises InputError, which suggests the nearest and lists all."""
+    """Return an operation by name. Raises InputError with the nearest name and all names."""
     if name not in OPERATIONS:
         from difflib import get_close_matches  # noqa: PLC0415
 
@@ -109,7 +109,7 @@ def parse_sizes(operation: Operation, text: str | None) -> dict[str, int]:
 
 
 def stated_sizes(operation: Operation, text: str | None) -> dict[str, int]:
-    """Parse the sizes in a text such as "B=1,T=128". Raises InputError with the wrong part."""
+    """Parse the sizes in a text such as "B=1,T=128". An InputError quotes the wrong part."""
     known, sizes = operation.sizes, {}
     for part in () if text is None else text.split(","):
         name, equals, value = map(str.strip, part.partition("="))
@@ -128,7 +128,7 @@ def stated_sizes(operation: Operation, text: str | None) -> dict[str, int]:
 
 
 def all_sizes(operation: Operation) -> list[dict[str, int]]:
-    """Return the sizes to measure: the documented sizes, or one case for each size of a series."""
+    """Return the sizes to measure: the documented sizes, or one case per size of a series."""
     if operation.series is None:
         return [dict(operation.sizes)]
     name, last = operation.series

@@ -28,16 +28,16 @@ from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops._linear_mma import HALF_SPLITS
 from gpt2block.ops._rows import LONGEST_IN_REGISTERS, check_rows, share
-from gpt2block.ops._terms import check_terms, stored_defines, stored_scale
 from gpt2block.ops.call import Call, UncheckedCall, storage
 from gpt2block.ops.operation import Operation, UnsupportedCall, variant
+from gpt2block.ops.terms import check_terms, stored_defines, stored_scale
 from gpt2block.ops.warm import call
 
 FILE = "norms/rmsnorm.cu"
 STREAM = "norms/rmsnorm_stream.cu"
 MOST_STREAM_THREADS = 256
 BLOCKS = (32, 64, 128, 256, 512)
-MOST_THREADS = 1024  # threads per row that does not fit in registers
+MOST_THREADS = 1024  # threads per row if the row does not fit in registers
 
 
 @lru_cache(maxsize=1024)
@@ -49,7 +49,7 @@ def choose_geometry(
     block: int | None = None,
     residual: bool = False,
 ) -> Geometry:
-    """Return the geometry of `rows` for `rows` rows of C channels on `sms` multiprocessors.
+    """Geometry of variant `rows` for `rows` rows of C channels on `sms` multiprocessors.
 
     width: elements per load. block: threads per row; None chooses. residual: whether a residual is
     added first. Raises InputError if a row does not fit in the registers of `block` threads.
@@ -87,7 +87,7 @@ def _rows(c: Call) -> Launch:
 
 
 def stream_geometry(rows: int, C: int) -> Geometry:
-    """Return the geometry for `rows` rows of C channels. Additions are in an order fixed by C."""
+    """Return the geometry for `rows` rows of C channels. C determines the order of additions."""
     width = gcd(4, C)
     threads = min(32 * ceil(C / (32 * width)), MOST_STREAM_THREADS)
     defines = (("RS_C", C), ("RS_WIDTH", width), ("RS_THREADS", threads))
@@ -137,7 +137,7 @@ def _sums(c: Call) -> Launch:
 
 
 def _prepare(unchecked: UncheckedCall) -> Call:
-    """Check a call. With a residual, x + residual replaces x, and `extra` holds the sum.
+    """Check a call of `rmsnorm`. With a residual, x + residual replaces x and is Bound.extra[0].
 
     The rows of x may be any constant distance apart. block: threads per row. Variant stream takes
     contiguous float32 rows, without residual and block, and writes `dtype`, by default the dtype of
@@ -156,7 +156,7 @@ def _prepare(unchecked: UncheckedCall) -> Call:
 
 
 def _stream_dtype(unchecked: UncheckedCall, name: str) -> str:
-    """Return the dtype of out, which may hold terms instead of floats. Raises InputError."""
+    """Return the dtype of out, checked. out may hold 16-bit `Terms` instead of floats."""
     dtype, to_terms, x = (
         unchecked.options["dtype"],
         unchecked.options["to_terms"],
@@ -173,7 +173,7 @@ def _stream_dtype(unchecked: UncheckedCall, name: str) -> str:
 
 
 def _prepare_operand(unchecked: UncheckedCall) -> Call:
-    """Check a call. dtype and to_terms are as in variant stream of rmsnorm."""
+    """Check a call of `operand`. dtype and to_terms are as in variant stream of `rmsnorm`."""
     c = unchecked.checked(out_dtype=_stream_dtype(unchecked, "operand"))
     check_rows("x", c.x)
     return c
@@ -220,7 +220,7 @@ def rmsnorm(
     out: CudaArray | None = None,
     variant: str | None = None,
 ) -> CudaArray:
-    """`reference.rmsnorm` on float16, bfloat16 or float32 CuPy arrays; raises InputError.
+    """Compute `reference.rmsnorm` on float16, bfloat16 or float32 CuPy arrays. Raises InputError.
 
     x (..., C), weight (C,) of the same dtype; sums are float32. A view whose rows are a constant
     distance apart, such as some columns of a matrix, is read in place; any other view is copied

@@ -1,4 +1,4 @@
-"""RMSNorm and the product that follows it in Llama: projections and the feed-forward.
+"""RMSNorm and the matrix products that follow it in Llama: projections and the feed-forward.
 
 `rmsnorm_matmul` is (x rms γ) W, optionally with RoPE on the heads of the result. `rmsnorm_ffn` is
 silu(n W1) (n W3), or gelu(n W1) (n W3), for n = (x + residual) rms γ. Kernels:
@@ -31,13 +31,6 @@ from gpt2block.errors import InputError
 from gpt2block.ops import _rmsnorm_hopper as hopper
 from gpt2block.ops import _rmsnorm_matvec as matvec
 from gpt2block.ops import _rmsnorm_mma as mma
-from gpt2block.ops._products import (
-    HOPPER_CAPABILITY,
-    MMA_CAPABILITY,
-    MULTIPLE,
-    gate_define,
-    storage_of,
-)
 from gpt2block.ops.call import Call, UncheckedCall, storage
 from gpt2block.ops.operation import (
     Inputs,
@@ -47,6 +40,13 @@ from gpt2block.ops.operation import (
     Variant,
     variant,
 )
+from gpt2block.ops.products import (
+    HOPPER_CAPABILITY,
+    MMA_CAPABILITY,
+    MULTIPLE,
+    gate_define,
+    storage_of,
+)
 from gpt2block.ops.rmsnorm import OPERATION as RMSNORM
 from gpt2block.ops.rope import OPERATION as ROPE
 from gpt2block.ops.rope import check_rotation, exponent_step
@@ -54,11 +54,11 @@ from gpt2block.ops.warm import call
 from gpt2block.weights.matrix import WeightMatrix
 
 DTYPES = ("float16", "bfloat16", "float32", *FP8)
-MAX_BLOCKS = 65535  # blocks along the grid's second axis at most
+MAX_BLOCKS = 65535  # maximum blocks along the grid's second axis
 LONGEST_FOR_FEW = 24_000  # values of a row that fit in any GPU's shared memory
-FEW_ROWS = 2  # number of rows up to which variant matvec is the fastest on an H200
-UNFUSED_FROM = 64  # number of rows from which unfused is the fastest for the feed-forward
-HOPPER_FROM = 2**28  # multiplications from which hopper is faster despite its additional launch
+FEW_ROWS = 2  # maximum rows for which variant matvec is the fastest on an H200
+UNFUSED_FROM = 64  # minimum rows for which variant unfused is the fastest feed-forward
+HOPPER_FROM = 2**28  # minimum multiplications for which hopper's additional launch pays off
 
 
 def _fused_head_dim(c: Call) -> int:
@@ -70,7 +70,7 @@ def _fused_head_dim(c: Call) -> int:
 
 
 def _turn(c: Call, head_dim: int) -> tuple[int | float, ...]:
-    """Return the arguments of RoPE for kernels of rmsnorm_matmul. head_dim 0 means no RoPE."""
+    """Return the RoPE arguments of rmsnorm_matmul's kernels. head_dim 0 means no RoPE."""
     if len(c.matrices) == 2:
         return ()
     return (c.x.shape[-2], head_dim, c.start, *exponent_step(c.theta, c.head_dim or 2))
@@ -79,7 +79,7 @@ def _turn(c: Call, head_dim: int) -> tuple[int | float, ...]:
 def _product(
     c: Call, file: str, geometry: Geometry, head_dim: int, normed: CudaArray | None = None
 ) -> Launch:
-    """Launch a kernel of matvec or mma. normed: x after residual and norm, if they are separate."""
+    """Launch a matvec or mma kernel. normed: x after residual and norm, if separately computed."""
     stride = c.stride
     x, residual, total, gamma = c.x, c.residual, c.h, c.gamma
     if normed is not None:
@@ -92,7 +92,7 @@ def _product(
 
 
 def _fused(c: Call, file: str, geometry: Geometry, head_dim: int) -> tuple[Launch, ...]:
-    """Return one launch, and a second one for RoPE if the kernel does not fuse it."""
+    """Return one launch, and a second launch for RoPE if the kernel does not fuse RoPE."""
     if c.residual is not None:
         c.make("h")
     return (_product(c, file, geometry, head_dim), *(() if head_dim else _rope(c)))
@@ -106,7 +106,7 @@ def _norm(c: Call) -> Bound:
 
 
 def _rope(c: Call) -> tuple[Launch, ...]:
-    """Return RoPE of the result as a separate launch; none without head_dim."""
+    """Return a separate launch that applies RoPE to the result; none if head_dim is 0."""
     if not c.head_dim:
         return ()
     heads = c.out.reshape(-1, c.out.shape[-2], c.N // c.head_dim, c.head_dim)
@@ -119,7 +119,7 @@ def _matvec(c: Call) -> tuple[Launch, ...]:
 
 
 def _matvec_geometry(c: Call, head_dim: int) -> Geometry:
-    """Return the geometry of matvec. head_dim: channels per head for fused RoPE, or 0.
+    """Return the geometry of variant matvec. head_dim: channels per head for fused RoPE, or 0.
 
     Raises UnsupportedCall if there are too many rows, or if they are too long.
     """
@@ -129,7 +129,7 @@ def _matvec_geometry(c: Call, head_dim: int) -> Geometry:
     while c.K % width or c.stride % width or alignment(*arrays) % (width * c.x.itemsize):
         width //= 2
     pairing: matvec.Pairing = "halves" if head_dim and c.half_split else "neighbours"
-    most_shared = device_attribute("MaxSharedMemoryPerBlockOptin") - 1024  # without static memory
+    most_shared = device_attribute("MaxSharedMemoryPerBlockOptin") - 1024  # minus static memory
     geometry = matvec.geometry(
         *c.sizes,
         width,
@@ -159,7 +159,7 @@ def _mma(c: Call) -> tuple[Launch, ...]:
 
 
 def _mma_geometry(c: Call, norm: bool = True) -> Geometry:
-    """Return the geometry of mma. norm: whether the kernel normalizes x."""
+    """Return the geometry of variant mma. norm: whether the kernel normalizes x."""
     first = c.matrices[0]
     return mma.geometry(
         len(c.matrices),
@@ -226,7 +226,7 @@ def _hopper(c: Call) -> tuple[Launch, ...]:
 
 
 def _preferred(c: Call) -> tuple[str, ...]:
-    """Return names of the variants to try, the fastest first. matvec is always the last resort."""
+    """Return names of the variants to try, fastest first. The last is always matvec."""
     if c.rows <= FEW_ROWS:
         return ("matvec",) if c.K <= LONGEST_FOR_FEW else ("mma", "matvec")
     count = len(c.matrices)
@@ -236,7 +236,7 @@ def _preferred(c: Call) -> tuple[str, ...]:
 
 
 def _checked(unchecked: UncheckedCall, **more: Any) -> Call:
-    """Check a call of either operation. Weights can be arrays (K, N)."""
+    """Check a call of rmsnorm_matmul or rmsnorm_ffn. Weights can be arrays (K, N)."""
     places, inputs = unchecked.contract.matrices, list(unchecked.inputs)
     names = tuple(unchecked.contract.inputs[place].name for place in places)
     for place, name in zip(places, names, strict=True):
@@ -259,7 +259,7 @@ def _checked(unchecked: UncheckedCall, **more: Any) -> Call:
 
 
 def _matrix(name: str, w: Any) -> WeightMatrix:
-    """Return w as a WeightMatrix. An array is (K, N)."""
+    """Return w as a WeightMatrix. w is a WeightMatrix or an array (K, N)."""
     if isinstance(w, WeightMatrix):
         return w
     check(name, w, dtype=storage(w))
@@ -283,7 +283,7 @@ def _prepare_matmul(unchecked: UncheckedCall) -> Call:
 
 
 def _prepare_ffn(unchecked: UncheckedCall) -> Call:
-    """Check a call. With a residual, the first array of `extra` is x + residual."""
+    """Check a call of rmsnorm_ffn. With a residual, Bound.extra[0] is x + residual."""
     c = _checked(unchecked)
     c.head_dim, c.half_split = 0, False
     c.order = _preferred(c)
@@ -387,7 +387,7 @@ def rmsnorm_matmul(
     half_split: bool = False,
     variant: str | None = None,
 ) -> CudaArray:
-    """`reference.rmsnorm_matmul` on CuPy arrays; raises InputError.
+    """Compute `reference.rmsnorm_matmul` on CuPy arrays. Raises InputError.
 
     x (..., T, K) and gamma in float16, bfloat16 or float32; rows of x may be a constant distance
     apart. w: an array (K, N) of the same dtype, or a `WeightMatrix` of this dtype or FP8, in either
@@ -445,7 +445,7 @@ def rmsnorm_ffn(
     variant: str | None = None,
     gelu: bool = False,
 ) -> CudaArray | tuple[CudaArray, CudaArray]:
-    """`reference.rmsnorm_ffn` on CuPy arrays; raises InputError.
+    """Compute `reference.rmsnorm_ffn` on CuPy arrays. Raises InputError.
 
     dtypes, weights and variants are as in `rmsnorm_matmul`. One default differs: for many rows
     without a residual, unfused replaces mma. With a residual the result is a pair: the output, and

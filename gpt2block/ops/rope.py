@@ -33,12 +33,12 @@ from gpt2block.ops.warm import call
 FILE = "learn/positions/rope.cu"
 BLOCK = 256
 BLOCKS = (32, 64, 128, 256, 512)
-FILLED = 256  # threads per SM from which a thread may process several heads
-MOST_POSITIONS = 2**20  # larger positions exceed the range of polynomials in lib/rotation.cuh
-MAX_BATCH = 65535  # sequences at most: limit of an axis of the grid
+FILLED = 256  # minimum threads per SM for threads to process several heads each
+MOST_POSITIONS = 2**20  # range of positions for the polynomials in lib/rotation.cuh
+MAX_BATCH = 65535  # maximum sequences: limit of an axis of the grid
 MAX_STRIDE = 2**31 - 1
 _HELD = 8  # loads in flight per thread
-_LAST_AXIS = 64  # threads of a block along its third axis at most: CUDA's limit
+_LAST_AXIS = 64  # maximum threads of a block along its third axis (CUDA's limit)
 
 
 def exponent_step(theta: float, D: int) -> tuple[float, float]:
@@ -71,7 +71,7 @@ def choose_geometry(
     block = block or BLOCK
 
     def across(width: int) -> int:
-        """Threads for one head of one position."""
+        """Return the threads that process one head at one position."""
         return ceil(D // 2 / (width if half_split else max(1, width // 2)))
 
     heads, smallest = B * T * H, 1 if half_split else 2
@@ -119,10 +119,10 @@ def _pairs(c: Call) -> Launch:
 
 
 def _prepare(unchecked: UncheckedCall) -> Call:
-    """Check a call. x, also as out=x, may have any strides if its last axis is contiguous."""
+    """Check a call of `rope`. x and out=x may have any strides if the last axis is contiguous."""
     x, out = unchecked.inputs[0], unchecked.out
     itself = all(isinstance(a, cupy.ndarray) for a in (x, out)) and same_memory(x, out)
-    rotation = unchecked.options["start"], unchecked.options["theta"]  # checked when T is known
+    rotation = unchecked.options["start"], unchecked.options["theta"]  # checked below
     c = unchecked._replace(out=None if itself else out).checked(start=None, theta=None)
     if len(c.leading) > 1:
         raise InputError(f"x: expected (T, H, D) or (B, T, H, D), got {x.shape}")
@@ -139,7 +139,7 @@ def _prepare(unchecked: UncheckedCall) -> Call:
 
 
 def check_rotation(start: Any, theta: Any, T: int) -> tuple[int, float]:
-    """Return checked start and theta for T positions. Raises InputError if angles are too large."""
+    """Return start and theta, checked for T positions. Raises InputError for too large angles."""
     most = MOST_POSITIONS - T
     expected = f"a whole number from 0 to {most:,} for {T:,} positions"
     start = check_integer("start", start, 0, most, expected)
@@ -156,7 +156,7 @@ def _strides(x: CudaArray) -> tuple[int, int, int] | None:
 
 
 def _distinct(x: CudaArray) -> bool:
-    """Whether no two elements share memory, judging by the strides."""
+    """Whether no two elements of x share memory, according to its strides."""
     reach = x.dtype.itemsize
     for stride, n in sorted((abs(s), n) for s, n in zip(x.strides, x.shape, strict=True) if n > 1):
         if stride < reach:
@@ -188,7 +188,7 @@ def rope(
     block: int | None = None,
     out: CudaArray | None = None,
 ) -> CudaArray:
-    """`reference.rope` on a float16, bfloat16 or float32 CuPy array; raises InputError.
+    """Compute `reference.rope` on a float16, bfloat16 or float32 CuPy array. Raises InputError.
 
     x (T, H, D) or (B, T, H, D), D even; row t has position start + t, at most 2²⁰ - 1. A view with
     a contiguous last axis, such as Q or K in rows of QKV, is read in place; any other view is

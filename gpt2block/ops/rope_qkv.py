@@ -32,7 +32,7 @@ CHANNELS = 48  # heads of Q, K and V per row in the documented case
 
 
 def _geometry(c: Call, kernel: str, B: int, T: int, heads: int, aligned: int) -> Geometry:
-    """Return the geometry. aligned: alignment of the start of every array, in elements."""
+    """Return a kernel's geometry. aligned: alignment of the start of every array, in elements."""
     D = 2 * c.P
     width = gcd(aligned, D // 2 if c.half_split else D)
     sms = device_attribute("MultiProcessorCount")
@@ -41,24 +41,24 @@ def _geometry(c: Call, kernel: str, B: int, T: int, heads: int, aligned: int) ->
 
 
 def _multiplied(c: Call) -> Defines:
-    """Constant for the factor of rotated pairs, if it is not 1."""
+    """Return the compile-time constant for the factor of rotated pairs; none if it is 1."""
     return float_define("ROPE_FACTOR", c.factor, 1.0)
 
 
 @variant("rows", FILE, "rope_qkv")
 def _rows(c: Call) -> Launch:
-    """Launch rope_qkv. W is (n_head + 2 n_kv_head) D; positions are not read back to the host."""
+    """Launch rope_qkv. W is (n_head + 2 n_kv_head) D. The host does not check positions."""
     return _over_rows(c, "rope_qkv", c.rows, c.T)
 
 
 @variant("packed", FILE, "rope_packed")
 def _packed(c: Call) -> Launch:
-    """Launch rope_packed. W is as in rope_qkv; row and positions are not read back to the host."""
+    """Launch rope_packed. The host does not check the values of row and positions."""
     return _over_rows(c, "rope_packed", 1, c.N, c.row)
 
 
 def _over_rows(c: Call, kernel: str, B: int, T: int, *row: CudaArray) -> Launch:
-    """Launch a kernel on rows of qkv. row: sequence of each row, with frequencies per sequence."""
+    """Launch a kernel on rows of qkv. row: sequence of each row, if frequencies are (B, P)."""
     n_head, n_kv_head = checked_heads(c.n_head, check_count("n_kv_head", c.n_kv_head))
     D, rotated, heads = 2 * c.P, n_head + n_kv_head, n_head + 2 * n_kv_head
     if c.qkv.ndim > 3 or heads * D != c.W:
@@ -78,7 +78,7 @@ def _over_rows(c: Call, kernel: str, B: int, T: int, *row: CudaArray) -> Launch:
 
 @variant("append", APPEND, "rope_append")
 def _append(c: Call) -> Launch:
-    """Launch rope_append. C is n_kv_head D, W is n_head D + 2C.
+    """Launch rope_append for C = n_kv_head D channels of K and W = n_head D + 2C of qkv.
 
     row and position are not read back to the host: the kernel skips K and V outside the cache.
     """
@@ -107,7 +107,7 @@ def _append(c: Call) -> Launch:
 
 @variant("rotations", ROTATIONS, "rope_rotations", "rope_rotations_packed")
 def _rotations(c: Call) -> Launch:
-    """Launch rotations. With row, frequencies are (B, P), one set per sequence."""
+    """Launch rope_rotations, or with row rope_rotations_packed, whose frequencies are (B, P)."""
     shared = c.row is None
     B = () if shared else c.leading[:1] or ("B",)
     _check_own(c, B)
@@ -166,7 +166,7 @@ def rope_qkv(
     out: CudaArray | None = None,
     factor: float = 1.0,
 ) -> CudaArray:
-    """`reference.rope_qkv` on CuPy arrays; raises InputError.
+    """Compute `reference.rope_qkv` on CuPy arrays. Raises InputError.
 
     qkv (T, W) or (B, T, W), W = (n_head + 2 n_kv_head) D, float32, float16 or bfloat16; positions
     (T,) int32; frequencies (D / 2,) float64 → as qkv. `out=qkv` overwrites qkv.
@@ -189,7 +189,7 @@ def rope_append(
     kv_dtype: str | None = None,
     factor: float = 1.0,
 ) -> CudaArray:
-    """`reference.rope_append` on CuPy arrays: return rotated Q, write K and V to the kv_cache.
+    """Compute `reference.rope_append` on CuPy arrays: return rotated Q, write K and V to the cache.
 
     qkv (N, W) float32, frequencies (D / 2,) or per sequence (B, D / 2) float64, k and v
     (B, n_ctx, C) float32, float16, bfloat16 or, as uint8, the FP8 format kv_dtype, row and position

@@ -20,11 +20,11 @@ from gpt2block.cuda.arrays import Bound, CudaArray, compute_capability, contiguo
 from gpt2block.cuda.kernels import Defines, Geometry, launch_at, load
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
-from gpt2block.ops._products import HOPPER_CAPABILITY
 from gpt2block.ops._rows import MAX_ROWS, check_rows
 from gpt2block.ops.call import FIXED, Call, UncheckedCall
 from gpt2block.ops.guesses import TAKE_GUESSES
 from gpt2block.ops.operation import Inputs, Operation, Sizes, variant
+from gpt2block.ops.products import HOPPER_CAPABILITY
 from gpt2block.sampling import CHANGES, Sampling, changes, check_step, parameters, rows_of
 
 FILE = "tokens/sample.cu"
@@ -32,8 +32,8 @@ SLOTS_FILE = "tokens/slots.cu"
 THREADS = PASS = 1024
 STATIC = 40 * 1024  # bytes of static shared memory per block, rounded up
 ROWS_BLOCK = 256  # threads per block of kernels with one thread per row
-MAX_V = 2**23  # vocabulary at most: the sum of all masses stays below 2^64
-ENDLESS = 2**31 - 1  # n_ctx that means no limit
+MAX_V = 2**23  # maximum vocabulary: the sum of all masses stays below 2^64
+ENDLESS = 2**31 - 1  # n_ctx if positions have no limit
 PARAMETERS = (
     "temperature top_p min_p repetition_penalty f32 B; top_k i32 B; seed i64 B; sample i32 B; "
     "seen u8 B V; position step i32 B"
@@ -51,7 +51,7 @@ class SampleState(NamedTuple):
     min_p: CudaArray
     repetition_penalty: CudaArray
     top_k: CudaArray
-    seed: CudaArray  # 64 bits, as int64
+    seed: CudaArray  # 64-bit seed, stored as int64
     sample: CudaArray
     seen: CudaArray  # (B, V): not 0 for tokens that have occurred
     position: CudaArray  # position of the next token
@@ -79,7 +79,7 @@ class SampleState(NamedTuple):
         position: NDArray[np.int32],
         step: NDArray[np.int32],
     ) -> None:
-        """Write parameters, position and step of the state's rows `at`. All arrays are (N,)."""
+        """Write parameters, position and step to rows `at` of the state. All arrays are (N,)."""
         values = {**parameters(rows), "position": position, "step": step}
         seed, N = values.pop("seed"), len(at)
         words = (each.view(np.int32) for each in values.values())
@@ -89,7 +89,7 @@ class SampleState(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """State rows for M rows of logits, and inputs of their next step. All arrays are int32 (M,)."""
+    """The state row of each of M rows of logits, and inputs of the next step. All arrays: int32."""
 
     row: CudaArray  # row of the state; nothing is sampled for numbers out of range
     token: CudaArray  # copy of the sampled token
@@ -111,7 +111,7 @@ def choose_geometry(
     threads: int | None = None,
     defines: Defines = (),
 ) -> Geometry:
-    """Return the geometry with the most blocks per row that run at once, in a cluster per row.
+    """Return a geometry of one cluster per row, as large as all clusters can run concurrently.
 
     room: bytes of shared memory that a block can have. A block of a cluster keeps its part of the
     row in shared memory, and the columns of its first pass if they fit, too. clusters: whether the
@@ -143,7 +143,7 @@ def _geometry(rows: int, V: int, changed: int = 0) -> Geometry:
 
 
 def request(V: int) -> None:
-    """Start to compile the kernels that sample a single row and begin a slot.
+    """Start compiling the kernels that sample a single row and that begin a slot.
 
     At the start of a program, the first of these takes the longest to compile.
     """
@@ -172,7 +172,7 @@ def _prepare_state(unchecked: UncheckedCall) -> Call:
     if c.changes is not None and c.W != CHANGES:
         raise InputError(f"changes: expected {CHANGES} numbers for each row, got {c.W}")
     c.state = inputs[1 : 1 + len(SampleState._fields)]
-    c.kept = tuple(array for array in inputs[1:-1] if array is not None)  # not the report
+    c.kept = tuple(array for array in inputs[1:-1] if array is not None)  # inputs[-1] is report
     return c
 
 
@@ -206,10 +206,10 @@ def bind_state(
 
     A run writes token and logprob, marks the token in seen, and adds one to position and step;
     position stays below n_ctx. out is `state.token`. slots: rows of the state, all different; None:
-    M rows in order. report (2, 2, M) int32 gets a copy of token and of the bits of logprob: its
-    first half in even steps (with slots, in even turns), its second half in odd ones. It may be
-    host memory. changes (B, 258), together with state.seen: the `changes` of each row. counts
-    (B, V) int32, needed for penalties: how often each token was drawn. A run increments counts.
+    M rows in order. report (2, 2, M) int32 gets a copy of token and of the bits of logprob, in
+    report[0] if the step (with slots, their `turn`) is even, else in report[1]. report may be host
+    memory. changes (B, 258), together with state.seen: the `changes` of each row. counts (B, V)
+    int32, needed for penalties: how often each token was drawn. A run increments counts.
     """
     slot_arrays = slots or (None,) * len(Slots._fields)
     inputs = (logits, *state, *slot_arrays, changes, counts, report)
@@ -284,9 +284,9 @@ MARK_SEEN = Operation(
 
 
 def _prepare(unchecked: UncheckedCall) -> Bound:
-    """Bind a call with a new state, whose arrays are in `extra`. Each run is a step.
+    """Bind a call of `sample_token` with a new state, whose arrays are in Bound.extra.
 
-    seen and counts (B, V) are copied; None means that no token was seen or drawn.
+    Each run is a step. seen and counts (B, V) are copied; None: no token was seen or drawn.
     """
     sampling, step, seen, counts = (
         unchecked.options[name] for name in ("sampling", "step", "seen", "counts")
@@ -341,7 +341,7 @@ def sample_token(
     seen: CudaArray | None = None,
     counts: CudaArray | None = None,
 ) -> CudaArray:
-    """`reference.sample_token` on CuPy arrays: logits float32, `seen` uint8, `counts` int32.
+    """Compute `reference.sample_token` on CuPy arrays: logits float32, seen uint8, counts int32.
 
     Each call copies the parameters to the device; `SampleState` and `bind_state` avoid these
     copies. Raises InputError.
@@ -360,7 +360,7 @@ def _integers(name: str, value: Any) -> CudaArray:
 
 
 def mark_seen(tokens: CudaArray, rows: CudaArray, seen: CudaArray) -> CudaArray:
-    """Set seen[rows[i], tokens[i]] for packed tokens (N,) of prompts; return `seen`.
+    """Set seen[rows[i], tokens[i]] to 1 for packed tokens (N,) of prompts; return `seen`.
 
     seen is (B, V) uint8, rows (N,). Raises InputError.
     """

@@ -27,7 +27,7 @@ def _launch(c: Call, kernel: str, grid: int, block: int, *defines: tuple[str, in
 
 
 def _width(c: Call) -> int:
-    """Scores per load."""
+    """Return the scores per load: 4 if rows start on multiples of 16 bytes, else 1."""
     return 4 if row_alignment(c.T, c.scores, c.out) == 16 else 1
 
 
@@ -53,7 +53,7 @@ def _online_block(c: Call) -> Launch:
     blocks=tuple(block for block in BLOCKS if block <= THREADS),
 )
 def _rows(c: Call) -> Launch:
-    """Launch rows. A requested block size is the number of threads per row."""
+    """Launch variant rows. A requested block size sets the threads per row."""
     if c.T > LONGEST_IN_REGISTERS:
         raise UnsupportedCall(
             f"rows of {c.T:,} values: expected at most {LONGEST_IN_REGISTERS:,}, which fit in "
@@ -74,7 +74,7 @@ def _rows(c: Call) -> Launch:
 
 
 def _prepare(unchecked: UncheckedCall) -> Call:
-    """Check a call. The default is "rows" if a row fits in registers, else "online_block"."""
+    """Check a call. The default variant is "rows" if rows fit in registers, else "online_block"."""
     c = unchecked.checked()
     if c.causal and c.leading[-1:] != (c.T,):
         raise InputError(f"scores: expected (..., T, T) with causal, got {c.scores.shape}")
@@ -111,11 +111,11 @@ def softmax(
     block: int | None = None,
     out: CudaArray | None = None,
 ) -> CudaArray:
-    """`reference.softmax` on a float32 CuPy array; in place with `out=scores`. Raises InputError.
+    """Compute `reference.softmax` on a float32 CuPy array, with `out=scores` in place.
 
     With `causal`, row t of each (T, T) sees columns 0..t: other columns become 0 and are never
     read. A row that sees only -inf becomes NaN, as in NumPy. The default is the fastest variant
-    that supports the call.
+    that supports the call. Raises InputError.
     """
     if out is not scores:
         (scores,) = contiguous(scores)

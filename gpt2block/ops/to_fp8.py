@@ -1,4 +1,4 @@
-"""Convert x, or x / scale, to FP8; and compute norms of rows of weights (`row_norms`).
+"""Convert x, or x / scale, to FP8, and compute squared norms of weight rows (`row_norms`).
 
 Kernels: fp8/convert.cu, fp8/row_norms.cu, and fp8/absmax.cu for scales (`WeightMatrix.quantize`).
 """
@@ -25,7 +25,7 @@ NORMS_BLOCK = 256
 NORMS_WIDTH = 4  # weights per load of row_norms
 BLOCKS = (64, 128, 256, 512, 1024)
 
-AXES = {layout: " ".join(layout) for layout in LAYOUTS}  # "K N" and "N K", axes in contracts
+AXES = {layout: " ".join(layout) for layout in LAYOUTS}  # axes in contracts: "K N" and "N K"
 WITH_SCALES = {
     layout: Contract.parse(f"x any {axes}; scale f32 N -> out u8 {axes}")
     for layout, axes in AXES.items()
@@ -44,7 +44,7 @@ def _vectors(c: Call) -> Launch:
 
 
 def _prepare(unchecked: UncheckedCall) -> Call:
-    """Check a call. With `scale` (N,), x is (K, N), or with layout "NK" (N, K)."""
+    """Check a call of `to_fp8`. With `scale` (N,), x is (K, N), or with layout "NK" (N, K)."""
     options = unchecked.options
     format, layout, scale = options["format"], options["layout"], options["scale"]
     if not isinstance(format, str) or format not in FP8:
@@ -114,7 +114,7 @@ def to_fp8(
     block: int | None = None,
     out: CudaArray | None = None,
 ) -> CudaArray:
-    """`reference.to_fp8` on a float32, float16 or bfloat16 CuPy array. Raises InputError.
+    """Compute `reference.to_fp8` on a float32, float16 or bfloat16 CuPy array. Raises InputError.
 
     format: "float8_e5m2" or "float8_e4m3fn"; the result is uint8, with the same bits as in NumPy.
     For the weights of a product, `WeightMatrix.quantize` chooses scales and rejects infinity and

@@ -44,6 +44,6 @@ TOP_LOGPROBS = Operation(
 
 
 def top_logprobs(logits: CudaArray, K: int = MOST_ALTERNATIVES) -> tuple[CudaArray, CudaArray]:
-    """`reference.top_logprobs` on a CuPy array (M, V) of float32; raises InputError."""
+    """Compute `reference.top_logprobs` on a CuPy array (M, V) of float32. Raises InputError."""
     done = call(TOP_LOGPROBS, contiguous(logits), K=K)
     return done.out, done.extra[0]

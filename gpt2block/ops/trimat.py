@@ -22,9 +22,9 @@ from gpt2block.cuda.arrays import (
 from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
-from gpt2block.ops._products import MMA_CAPABILITY, RESERVED
 from gpt2block.ops.call import Call, UncheckedCall
 from gpt2block.ops.operation import Operation, Sizes, UnsupportedCall, Variant, variant
+from gpt2block.ops.products import MMA_CAPABILITY, RESERVED
 from gpt2block.ops.warm import call
 
 FILE = "learn/trimat/ladder.cu"
@@ -32,18 +32,18 @@ PIPELINED = "learn/trimat/pipelined.cu"
 MMA = "learn/trimat/mma.cu"
 FILL = "trimat_fill"  # kernel that runs after each variant if `fill` is not None
 BLOCKS = (32, 64, 128, 256)
-THREADS = 256  # threads per block: the default, and always in tri4 and tri5
-SIDE = 8  # side of a thread's tile
-TILE = 128  # side of a block's tile, from tri4 on
+THREADS = 256  # threads per block: the default, and fixed in tri4 and tri5
+SIDE = 8  # side of the tile of outputs that a thread computes
+TILE = 128  # side of the tile of outputs that a block of tri4 or tri5 computes
 FILL_ROWS = 8  # rows per block of trimat_fill, one per warp
-MAX_HEADS = 65535  # heads of all sequences at most: limit of an axis of the grid
-MOST_BLOCKS = 2**31 - 1  # blocks of a grid at most
+MAX_HEADS = 65535  # maximum heads of all sequences: limit of an axis of the grid
+MOST_BLOCKS = 2**31 - 1  # maximum blocks of a grid
 
-# Constants of tri6, on tensor cores.
+# Constants of variant tri6, which runs on tensor cores.
 MMA_LARGEST_HEAD = 128
 MMA_THREADS = 128
-MMA_BLOCKS = 3  # blocks per multiprocessor at most: limit of registers and shared memory
-MOST_SPAN = 8  # tiles of K per tile of Q at most
+MMA_BLOCKS = 3  # maximum blocks per multiprocessor: limit of registers and shared memory
+MOST_SPAN = 8  # maximum tiles of K that a block multiplies by a tile of Q
 CACHED = 24 << 20  # bytes of Q and K that stay in the L2 cache while out passes through it
 
 
@@ -59,7 +59,7 @@ def mma_geometry(
     together: int | None = None,
     tile: int | None = None,
 ) -> tuple[Geometry, tuple[int, int, int]]:
-    """Return the geometry of tri6, and its arguments after T: heads, span and together.
+    """Return the geometry of variant tri6, and its arguments after T: heads, span and together.
 
     sms: multiprocessors of the GPU. most_shared: bytes of shared memory that a block can have.
     span, together, tile: used instead of the best values; the result has the same bits with any.
@@ -70,7 +70,7 @@ def mma_geometry(
     tiles = ceil(T / tile)
     shared = 2 * tile * (4 * 16 * ceil(HS / 16) + 16) + 12 * tile
     blocks = max(1, min(most_blocks, (most_shared + RESERVED) // (shared + RESERVED)))
-    if span is None:  # the longest span with which every block of a full GPU has work
+    if span is None:  # the longest span that still gives every block of a full GPU work
         span = max(1, min(MOST_SPAN, heads * tiles * (tiles + 1) // 2 // (blocks * sms)))
     if together is None:
         bands = ceil(8 * heads * T * HS / CACHED)
@@ -95,7 +95,7 @@ def _launch(
     block: tuple[int, ...],
     args: tuple[Any, ...] = (),
 ) -> Launch:
-    """Launch a kernel. args: its arguments, by default (qkv, out, T)."""
+    """Launch a kernel. args: arguments of the kernel, by default (qkv, out, T)."""
     geometry = Geometry(kernel, grid, block, defines=(("NH", c.NH), ("HS", c.HS)))
     return launch_at(file, geometry, args or (c.qkv, c.out, c.T))
 
@@ -104,7 +104,7 @@ def _thread_tiles(name: str, kernel: str) -> Variant:
     """Return variant naive, registers or tri3, whose threads each compute an 8×8 tile."""
 
     def launch(c: Call) -> Launch:
-        rows = c.block // SIDE  # rows of threads' tiles per block, 8 tiles per row
+        rows = c.block // SIDE  # rows of 8 tiles per block, a tile per thread
         grid = (ceil(c.T / SIDE**2), ceil(c.T / (SIDE * rows)), c.B * c.NH)
         return _launch(c, FILE, kernel, grid, (SIDE, rows))
 
@@ -118,7 +118,7 @@ _tri3 = _thread_tiles("tri3", "matmul_tri3")
 
 @variant("tri4", FILE, "matmul_tri4")
 def _tri4(c: Call) -> Launch:
-    """Launch one block per tile of the square; blocks above the diagonal exit immediately."""
+    """Launch one block per tile of each (T, T) output. Blocks above the diagonal exit at once."""
     tiles = ceil(c.T / TILE)
     return _launch(c, FILE, "matmul_tri4", (tiles, tiles, c.B * c.NH), (16, 16))
 
@@ -181,7 +181,7 @@ def _checked_fill(fill: Any) -> float | None:
 
 
 def _outputs(sizes: Sizes) -> int:
-    """Number of elements on and below the diagonal."""
+    """Number of elements of all outputs on and below the diagonal."""
     return sizes["B"] * sizes["NH"] * sizes["T"] * (sizes["T"] + 1) // 2
 
 
@@ -213,7 +213,7 @@ def trimat(
     variant: str | None = None,
     block: int | None = None,
 ) -> CudaArray:
-    """`reference.trimat` on a float32 CuPy array; raises InputError.
+    """Compute `reference.trimat` on a float32 CuPy array. Raises InputError.
 
     The default variant is tri6 on GPUs of compute capability 8.0 or newer for heads of at most 128
     channels, else tri5. tri6 runs on tensor cores and is at least as accurate as the other

@@ -24,7 +24,7 @@ from gpt2block.weights.conversions import (
 from gpt2block.weights.two_part import TwoPartMatrix
 
 TAKE_FILE = "elementwise/take_rows.cu"
-JOIN_THREADS = 256  # threads per block of join_rows or take_rows at most
+JOIN_THREADS = 256  # maximum threads per block of join_rows and take_rows
 
 
 @variant("split rows", TWO_PART_FILE, "split_rows")
@@ -55,7 +55,7 @@ def _take_rows(c: Call) -> Launch:
 
 
 def _prepare_take(unchecked: UncheckedCall) -> Call:
-    """Check a call. Rows of a TwoPartMatrix become float32. indices stay on the device."""
+    """Check a call of `take`. Rows of a TwoPartMatrix become float32. indices are not checked."""
     two_part = isinstance(unchecked.inputs[0], TwoPartMatrix)
     c = unchecked.checked(out_dtype="float32" if two_part else storage(unchecked.inputs[0]))
     c.order = (_join_rows if two_part else _take_rows,)
@@ -66,14 +66,14 @@ TAKE = Operation(name="take", variants=(_join_rows, _take_rows), prepare=_prepar
 
 
 def two_part(x: CudaArray) -> TwoPartMatrix:
-    """`reference.two_part` on a float32 CuPy array (..., K), with equal bits; raises InputError."""
-    inputs = contiguous(x)  # referenced until the launch: a launch does not keep arrays alive
+    """Convert a float32 CuPy array (..., K), bitwise as `reference.two_part`. Raises InputError."""
+    inputs = contiguous(x)  # keep a reference: a launch does not keep arrays alive
     matrix: TwoPartMatrix = OPERATION.bind_on_device(inputs).run()
     return matrix
 
 
 def check_one_scale(out: TwoPartMatrix, bound: float | None) -> None:
-    """Raise InputError unless out has one scale, like `TwoPartMatrix.empty(shape, bound)`.
+    """Raise InputError unless out has a single scale, as from `TwoPartMatrix.empty(shape, bound)`.
 
     A bound is an argument of `empty` and must not be passed in addition to its result.
     """

@@ -16,7 +16,7 @@ from gpt2block.ops.operation import Operation
 from gpt2block.ops.recipe import Recipe, addresses_of, seen
 from gpt2block.weights.two_part import TwoPartMatrix
 
-MOST = 4096  # cached calls at most; the oldest is dropped first
+MOST = 4096  # maximum number of cached calls; the oldest is dropped first
 
 
 class CachedCall(NamedTuple):
@@ -40,13 +40,13 @@ _inserting = threading.Lock()
 def call(
     operation: Operation, inputs: tuple[Any, ...], out: CudaArray | None = None, **options: Any
 ) -> Bound:
-    """Bind the operation and run it. The result has no launches."""
+    """Bind and run the operation. Callers use only `out` and `extra` of the returned Bound."""
     arrays = [array for value in inputs for array in arrays_of("", value).values()]
     plain = all(type(option) in _PLAIN for option in options.values())
     usual = plain and all(isinstance(array, cupy.ndarray) for array in arrays)
-    if out is not None or not usual:  # out may overlap an input; bind reports errors of arguments
+    if out is not None or not usual:  # out may overlap an input; bind reports wrong arguments
         return _bound_and_run(operation, inputs, out, options)
-    addresses, kind = seen(inputs, options.values())  # an operation always has the same options
+    addresses, kind = seen(inputs, options.values())  # names of options follow from the operation
     key = operation, cupy.cuda.runtime.getDevice(), kind
     known = _cached_calls.get(key)
     if known is not None:
@@ -73,9 +73,9 @@ def _bound_and_run(
 
 
 def _kept(addresses: tuple[int, ...], bound: Bound) -> CachedCall | None:
-    """Return the call for the cache. None for in-place operations and two-part results.
+    """Return the call for the cache, or None for an in-place operation or a TwoPartMatrix result.
 
-    bind may write the scale of a two-part result.
+    bind may write the scale of a TwoPartMatrix result, which a repeated launch would not.
     """
     if isinstance(bound.out, TwoPartMatrix):
         return None

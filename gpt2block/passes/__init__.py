@@ -1,4 +1,4 @@
-"""Forward passes: an architecture is three functions, for every pass and every machine.
+"""Forward passes of all architectures: prefill, decoding, and single blocks.
 
 forward       the order of the halves of the blocks, and the outputs of a pass
 blocks        a pass with one step per operation, and the fused block
@@ -48,7 +48,7 @@ def check_read(config: ModelConfig, steps: Iterable[Step]) -> None:
     architecture computes a constant counts as read, but the constant itself must be read.
     """
     of = architecture_of(config)
-    sources: dict[str, float] = defaultdict(lambda: 1.0)  # reading a vector adds its key
+    sources: dict[str, float] = defaultdict(lambda: 1.0)  # gets the key of each vector that is read
     needed = [*model_shapes(config), *of.constants(config, sources)]
     read = {name for step in steps for name in step.inputs} | {*sources}
     unread = [n for n in needed if n not in read and two_part_of(n) not in read]
@@ -63,14 +63,14 @@ def check_read(config: ModelConfig, steps: Iterable[Step]) -> None:
 
 
 def fused_steps(config: ModelConfig, h: str, x: str) -> list[Step]:
-    """Return the steps of a fused block. h: the prefix of its names; x: the name of its input."""
+    """Return the steps of a fused block. h: prefix of the block's names. x: name of the input."""
     do = Outline(names_of(config) | {x})
     _forward.block(BlockPass(do, PassSettings.of(config)), architecture_of(config), x, h)
     return do.steps
 
 
 def final_step(config: ModelConfig) -> Step:
-    """Return the step of the norm before the logits."""
+    """Return the step that computes the final norm, before lm_head."""
     do = Outline(names_of(config) | {"x"})
     architecture_of(config).final(StepPass(do, PassSettings.of(config)), "x", ("lm_head",))
     return do.steps[0]

@@ -74,7 +74,7 @@ class PassSettings(NamedTuple):
 
     @property
     def gate(self) -> dict[str, Any]:
-        """The options that select the gate of a gated feed-forward; empty for SiLU."""
+        """The options that select the gate's activation in a feed-forward; empty for SiLU."""
         return {"gelu": True} if self.gelu else {}
 
     @property
@@ -88,7 +88,7 @@ class PassSettings(NamedTuple):
         return {**self.heads, "half_split": self.half_split, **self.multiplied}
 
     def step_of_rope(self, qkv: Value, rope: str) -> tuple[str, tuple[Value, ...]]:
-        """Return the operation that applies RoPE to rows [Q | K | V], and its inputs."""
+        """Return the name and the inputs of the operation that rotates rows [Q | K | V]."""
         if self.own:
             return "rope_packed", (qkv, "positions", rope, "row")
         return "rope_qkv", (qkv, "positions", rope)
@@ -163,7 +163,7 @@ class ModelStepPass(StepPass):
 
 
 class Normed(NamedTuple):
-    """Rows whose RMSNorm is deferred to the products that read them, which fuse it if possible."""
+    """Rows whose RMSNorm is deferred: a product that reads the rows fuses the norm if it can."""
 
     name: str
     x: Value
@@ -171,7 +171,7 @@ class Normed(NamedTuple):
 
 
 class BlockPass(StepPass):
-    """A block whose products fuse residual, GELU and RMSNorm: GPT-2 has seven steps, Llama six.
+    """A pass over a block whose products fuse residual, GELU, RMSNorm: GPT-2 7 steps, Llama 6.
 
     bounds: the largest magnitude of each result by name, for float32 on tensor cores, where
     operands are two-part; else None. split_k: whether projections may split the sum over K.
@@ -188,7 +188,7 @@ class BlockPass(StepPass):
         self.bounds, self.split_k = bounds, split_k
 
     def _operand(self, name: str) -> dict[str, Any]:
-        """Return the options for the format of a result that a product reads."""
+        """Return the options that set the format of a result which a product reads."""
         if self.bounds is None:
             return {}
         return {"dtype": TWO_PART, "bound": self.bounds.get(name)}
@@ -200,7 +200,7 @@ class BlockPass(StepPass):
         return self.do(name, "layernorm", (x, gamma, beta), **options)
 
     def _made(self, x: Value) -> Value:
-        """Return x, with its deferred norm computed if x is Normed."""
+        """Return x or, if x is Normed (rows with a deferred norm), the norm of x."""
         return super().norm(*x) if isinstance(x, Normed) else x
 
     def _product(self, p: Product) -> Value:

@@ -1,4 +1,4 @@
-"""Upper bounds of the magnitudes of a pass's results, which hold for every input."""
+"""Compute upper bounds of the magnitudes of a pass's results, which hold for every input."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from gpt2block.architectures.architecture import Value
 from gpt2block.ops.layernorm import layernorm_bound
 from gpt2block.passes.machine import Machine, Step
 
-Bound = float | None  # None if the bound is unknown
+Bound = float | None  # an upper bound, or None if it is unknown
 
 
 class Bounds(Machine):
-    """A machine that computes an upper bound of each result; `found` has the known ones by name.
+    """A machine that computes upper bounds of a pass's results; `found` is {name: known bound}.
 
     tensors: NumPy arrays by name, matrices (K, N). NaN or infinite weights give no usable bound.
     """
@@ -43,7 +43,7 @@ class Bounds(Machine):
         return None
 
     def _product(self, a: Bound, w: str, bias: str) -> Bound:
-        """Return the bound of a product without a residual. A fused GELU does not increase it."""
+        """Return the bound of a product without a residual; a fused GELU increases no magnitude."""
         if a is None:
             return None
         sums = np.abs(self.tensors[w]).sum(axis=0, dtype=np.float64)

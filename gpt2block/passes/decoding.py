@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from gpt2block.architectures.architecture import To, Value
 from gpt2block.cuda.kernels import TWO_PART
-from gpt2block.ops._terms import Terms
+from gpt2block.ops.terms import Terms
 from gpt2block.passes.blocks import PassSettings
 from gpt2block.passes.forward import Pass, Product
 from gpt2block.passes.machine import Machine, two_part_of
@@ -19,7 +19,7 @@ from gpt2block.weights.two_part import scale_for
 class Rows(NamedTuple):
     """The left operand of a product: rows to normalize first (with gamma), or stored as `terms`."""
 
-    x: Value
+    value: Value
     gamma: str = ""
     beta: str = ""
     terms: Terms | None = None
@@ -64,7 +64,7 @@ class DecodePass(Pass):
         self.rotations: dict[str, Value] = {}  # by name of the RoPE frequencies
 
     def embed(self) -> Value:
-        if self.c.rope and self._turns(self._terms(("w_qkv",))):  # layers share rotations
+        if self.c.rope and self._fuses_rope(self._terms(("w_qkv",))):  # layers share rotations
             for rope in dict.fromkeys(self.c.rope):
                 name = rope.replace("frequencies", "rotations")
                 inputs = ("positions", rope, *(("row",) if self.c.own else ()))
@@ -99,7 +99,7 @@ class DecodePass(Pass):
         terms = self._terms(p.to, bound, a.terms.width if a.terms else 0) if stores else None
         w, how = self._weights(p.w, a)
         options = {**self._given(a), **_to(terms), **p.options, **how}
-        inputs = (a.x, w, p.bias, a.gamma, a.beta, p.residual)
+        inputs = (a.value, w, p.bias, a.gamma, a.beta, p.residual)
         y = self.do(p.result, "linear", inputs, into=p.residual, decoding=True, **options)
         return Rows(y, terms=terms, bound=bound) if p.to else y
 
@@ -108,14 +108,14 @@ class DecodePass(Pass):
         name, w, bias, cache = f"{h}q", f"{h}w_qkv", f"{h}b_qkv", self._cache(h)
         if not rope:
             w, how = self._weights(w, x)
-            inputs = (x.x, w, bias, x.gamma, x.beta, *cache)
+            inputs = (x.value, w, bias, x.gamma, x.beta, *cache)
             return self.do(name, "linear_qkv", inputs, **self._given(x), **self.kv, **how)
         heads: dict[str, Any] = {"n_head": self.c.n_head}
-        if x.gamma and self._turns(None):
-            inputs = (x.x, x.gamma, w, "", "", self.rotations[rope], *cache)
+        if x.gamma and self._fuses_rope(None):
+            inputs = (x.value, x.gamma, w, "", "", self.rotations[rope], *cache)
             return self.do(name, "rope_sums", inputs, **self._given(x), **heads, **self.kv)
-        if self._turns(x.terms):
-            inputs = (x.x, w, bias, self.rotations[rope], *cache)
+        if self._fuses_rope(x.terms):
+            inputs = (x.value, w, bias, self.rotations[rope], *cache)
             return self.do(name, "linear_rope", inputs, **self._given(x), **heads, **self.kv)
         y = self.product(f"{h}qkv", x, w, bias)
         inputs = (y, rope, *cache, *norms)
@@ -138,7 +138,7 @@ class DecodePass(Pass):
         ordered = x.terms is not None and x.terms.width > 0
         if (ordered or self.in_blocks) and not any(map(self.do.has, biases)):
             terms = self._terms(to, width=x.terms.width) if x.terms else None
-            inputs = (x.x, weights[0], "", x.gamma, "", "", weights[1])
+            inputs = (x.value, weights[0], "", x.gamma, "", "", weights[1])
             options = {**self._given(x), **_to(terms), **self.c.gate}
             return Rows(self.do(f"{h}ff", "linear", inputs, decoding=True, **options), terms=terms)
         gate = self.product(f"{h}gate", x, weights[0], biases[0])
@@ -162,7 +162,7 @@ class DecodePass(Pass):
         normed = {"eps": self.c.eps} if a.gamma else {}
         return normed | ({"terms": a.terms} if a.terms else self.rounding)
 
-    def _turns(self, terms: Terms | None) -> bool:
+    def _fuses_rope(self, terms: Terms | None) -> bool:
         """Return whether the QKV product fuses RoPE and appends to the kv_cache."""
         multiple = 16 if terms is None else 64
         possible = self.in_blocks or (terms is not None and terms.width > 0)
@@ -187,21 +187,22 @@ class DecodePass(Pass):
         return None
 
 
-class Sums(NamedTuple):
-    """The residual stream after a feed-forward: x, and partial sums that must be added to x.
+class PendingResidual(NamedTuple):
+    """The residual stream, and partial sums that the next kernel adds to it.
 
-    sums: partial sums of the product with w_down, one per split; a result of `gated_sums`.
+    sums: the partial sums of the product with w_down, one per split, as `gated_sums` returns them;
+    "", with w_down "", if nothing remains to add.
     """
 
-    x: Value
-    sums: Value
-    w_down: str
+    stream: Value
+    sums: Value = ""
+    w_down: str = ""
 
 
 class Gated(NamedTuple):
     """The inputs of a `gated_sums` step, except the last: the weights w_down."""
 
-    x: Value
+    stream: Value
     gamma: str
     gate: str
     up: str
@@ -229,13 +230,17 @@ class SumsPass(DecodePass):
         self.splits = splits
         self.eps: dict[str, Any] = {"eps": settings.eps}
 
-    def norm(self, name: str, x: Value, gamma: str, beta: str = "", to: To = ()) -> Rows:
+    def embed(self) -> PendingResidual:
+        return PendingResidual(super().embed())
+
+    def norm(self, name: str, x: PendingResidual, gamma: str, beta: str = "", to: To = ()) -> Rows:
         if to != ("lm_head",):
             return Rows(x, gamma)
-        return Rows(self.do(name, "rmsnorm_sums", (x.x, gamma, x.sums, x.w_down), **self.eps))
+        inputs = (x.stream, gamma, x.sums, x.w_down)
+        return Rows(self.do(name, "rmsnorm_sums", inputs, **self.eps))
 
     def qkv(self, h: str, x: Rows, rope: str = "", norms: To = ()) -> Value:
-        stream, *sums = _completed(x.x)
+        stream, *sums = x.value
         by = self.rotations[rope]
         inputs = (stream, x.gamma, f"{h}w_qkv", *sums, by, *self._cache(h), *norms)
         options = {"n_head": self.c.n_head, **self.eps, **self.kv, **self.rounding}
@@ -244,25 +249,20 @@ class SumsPass(DecodePass):
     def _product(self, p: Product) -> Value:
         if p.w == "lm_head":
             return super()._product(p)
+        stream, *sums = p.residual
         if isinstance(p.a, Gated):
-            inputs = (*p.a, p.w)
             options = {"splits": self.splits, **self.eps, **self.c.gate, **self.rounding}
-            made = self.do(p.name, "gated_sums", inputs, **options)
-            return Sums(p.residual, made, p.w)
-        x, *sums = _completed(p.residual)
-        inputs = (p.a.x, p.w, x, *sums)
-        return self.do(p.result, "linear_sums", inputs, into=x, **self.rounding)
+            made = self.do(p.name, "gated_sums", (*p.a, p.w), **options)
+            return PendingResidual(stream, made, p.w)
+        inputs = (p.a.value, p.w, stream, *sums)
+        y = self.do(p.result, "linear_sums", inputs, into=stream, **self.rounding)
+        return PendingResidual(y)
 
     def gated(self, h: str, x: Rows, to: To = ()) -> Value:
-        return Gated(x.x, x.gamma, f"{h}w_gate", f"{h}w_up")
+        return Gated(x.value.stream, x.gamma, f"{h}w_gate", f"{h}w_up")
 
-    def _turns(self, terms: Terms | None) -> bool:
+    def _fuses_rope(self, terms: Terms | None) -> bool:
         return True
-
-
-def _completed(x: Value) -> Sums:
-    """Return a residual stream as Sums; `sums` and `w_down` are "" if nothing remains to add."""
-    return x if isinstance(x, Sums) else Sums(x, "", "")
 
 
 def _power_from(bound: float) -> float:

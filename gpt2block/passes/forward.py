@@ -18,7 +18,7 @@ Want = Literal["last", "logits", "rows", "hidden", "stream", "log_likelihood"]
 
 
 class Product(NamedTuple):
-    """A product a w + bias, and the GELU or addition of a residual that a kernel can fuse with it.
+    """A product a w + bias, and the GELU or residual addition that its kernel can fuse.
 
     add: the name of the sum with the residual, or "". gelu: the name of the GELU, or "". result:
     the name of the final result. options: options of a kernel that fuses GELU. to: as in `Pass`.
@@ -46,7 +46,7 @@ class Pass(ABC):
     """
 
     do: Machine
-    c: Any  # PassSettings of gpt2block.passes.blocks
+    c: Any  # an instance of gpt2block.passes.blocks.PassSettings
     of_stream: Mapping[str, Any] = {}  # options for RMSNorm of the residual stream
 
     def embed(self) -> Value:
@@ -75,7 +75,7 @@ class Pass(ABC):
         gelu: str = "",
         to: To = (),
     ) -> Value:
-        """Compute a w + bias, then GELU, or the sum with a residual; add: (name, residual)."""
+        """Compute a w + bias, then GELU, or add a residual. add: (name of the sum, residual)."""
         result, options = add[0] or gelu or name, {"gelu": True} if gelu else {}
         return self._product(Product(name, a, w, bias, *add, gelu, to, result, options))
 
@@ -84,7 +84,7 @@ class Pass(ABC):
         """Compute a product with the kernels of this pass."""
 
     def operand(self, name: str, x: Value, to: To) -> Value:
-        """Return the residual stream in the format of products that read it without a norm."""
+        """Convert the residual stream x to the format of products that read x without a norm."""
         return x
 
     def add_norm(self, name: str, x: Value, y: Value, gamma: str) -> Value:
@@ -100,7 +100,7 @@ class Pass(ABC):
         """
 
     def turned(self, h: str, qkv: Value, rope: str, norms: To = ()) -> Value:
-        """Apply the norms of heads, if any, then RoPE to rows [Q | K | V] in place; see `qkv`."""
+        """Apply norms of q and k heads, if any, then RoPE, to rows [Q | K | V] in place."""
         inputs = (qkv, "positions", rope, *norms)
         if norms:
             options = {**self.c.heads, "eps": self.c.eps}
@@ -121,7 +121,7 @@ class Pass(ABC):
         return self.do(name, "relu_squared", (x,), into=x)
 
     def last_rows(self, x: Value, y: Value) -> tuple[Pass, Value, Value]:
-        """Return the pass for the remaining steps, and the last row of each sequence of x and y."""
+        """Return the pass for the remaining steps, and the last row of x and y of each sequence."""
         raise NotImplementedError
 
     def logits(self, x: Value) -> Value:
@@ -142,7 +142,7 @@ def block(o: Any, of: Architecture, x: Value, h: str = "") -> Value:
 
 
 def forward(o: Any, of: Architecture, config: ModelConfig, want: Want | None) -> Value:
-    """Run a model from tokens to the output `want`; None: stop after the last layer's K and V.
+    """Run a model up to the output `want`; if it is None, stop after the last layer's K and V.
 
     "last": logits of the last row of each sequence. "logits": logits of all rows. "rows": the final
     norm, as input of a later product with lm_head. "hidden": the final norm as floats. "stream":

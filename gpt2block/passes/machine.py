@@ -1,4 +1,4 @@
-"""Machines run the steps of a forward pass: their interface, and one that only lists the steps.
+"""Machines run the steps of a pass: the interface, and a machine that only lists the steps.
 
 A pass calls a machine once for each step (`gpt2block.passes.forward`). Machines compute with NumPy,
 record kernel launches, compute bounds of magnitudes, or list the steps.
@@ -16,7 +16,7 @@ TWO_PART = "two_part"  # dtype name that stands for a TwoPartMatrix
 
 
 def two_part_of(matrix: str) -> str:
-    """Return the name under which the two-part form of a matrix is stored."""
+    """Return the name of a matrix's two-part form (two float16 parts for each float32 number)."""
     return f"{matrix}.parts"
 
 
@@ -38,7 +38,7 @@ class Step(NamedTuple):
 
 
 class Machine(ABC):
-    """Runs the steps of a pass.
+    """Interface of an object that runs the steps of a pass.
 
     tensors: weights, constants, arrays of a batch and of a kv_cache by name; None if absent.
     """
@@ -68,7 +68,7 @@ class Machine(ABC):
 
     @abstractmethod
     def do(self, step: Step, into: Value) -> Value:
-        """Run a step and return its result; see `__call__`."""
+        """Run a step and return its result, which may overwrite `into` if `into` is not None."""
 
 
 class Name(str):
@@ -76,7 +76,7 @@ class Name(str):
 
 
 class Outline(Machine):
-    """A machine that lists the steps of a pass, for the docs and the page of a forward pass.
+    """A machine that only lists the steps of a pass, for the docs and for HTML pages.
 
     names: the names of the existing tensors.
     """

@@ -58,7 +58,7 @@ class Prefill:
 
     @property
     def sequences(self) -> int:
-        """Number of sequences in attention: `batch` if it reads the kv_cache, else `ends`.
+        """Number of sequences in attention: `ends`, or `batch` if attention reads the kv_cache.
 
         If `ends` is None, the number is `batch`.
         """
@@ -68,7 +68,7 @@ class Prefill:
     def over(
         self, do: Machine, settings: PassSettings, dtype: str, bounds: Mapping[str, float]
     ) -> PrefillPass:
-        """Return the pass with these parameters.
+        """Create the prefill pass with these parameters.
 
         dtype: the weights' dtype. bounds: as for TwoPartPass.
         """
@@ -146,18 +146,18 @@ class PrefillPass(Pass):
         return self.do(name, "linear", (hidden, "head"), variant="tiles")
 
     def last_rows(self, x: Value, y: Value) -> tuple[DecodePass, Value, Rows]:
-        """Return the pass for the remaining steps, and the last row of each sequence of x and y."""
+        """Return the pass for the remaining steps, and the last row of x and y of each sequence."""
         return TilesOfLastRows(self), self._last("last.x", x), Rows(self._last("last.attn", y))
 
     def _last(self, name: str, x: Value, joined: bool = False) -> Value:
-        """Return the last row of each sequence; joined: x is two-part and becomes float32."""
+        """Return each sequence's last row of x. joined: convert rows from two-part to float32."""
         if self.shape.ends is not None or self.shape.batch > 1 or joined:
             return self.do(name, "take", (x, "last"), dtype="float32" if joined else None)
         return self.do(name, "rows", (x,), first=self.shape.rows - 1, end=self.shape.rows)
 
 
 class TensorCorePass(PrefillPass):
-    """Prefill whose operands are float16 or bfloat16 (`dtype`); FP8 weights are converted to it."""
+    """Prefill with operands in float16 or bfloat16, to which FP8 weights are converted."""
 
     def __init__(self, do: Machine, settings: PassSettings, shape: Prefill, dtype: str) -> None:
         super().__init__(do, settings, shape)
@@ -175,7 +175,7 @@ class TensorCorePass(PrefillPass):
         return self.do(name, "operand", (x,), dtype=self.dtype)
 
     def _operand(self, name: str, to: To) -> dict[str, Any]:
-        """Return the options for a result's format: as products `to` read it, or else float32."""
+        """Return the option for a result's dtype: 16-bit if products `to` read it, else float32."""
         return {"dtype": self.dtype if to else "float32"}
 
     def _product(self, p: Product) -> Value:
@@ -227,7 +227,7 @@ class TensorCorePass(PrefillPass):
 
 
 class TwoPartPass(TensorCorePass):
-    """Prefill with two-part operands.
+    """Prefill whose operands are two-part: two float16 parts for each float32 number.
 
     bounds: upper bounds of the magnitudes of the operands that have a single scale, by name.
     """
@@ -263,13 +263,13 @@ class TwoPartPass(TensorCorePass):
 
     def _product(self, p: Product) -> Value:
         operand: dict[str, Any] = {}
-        if p.residual is None:  # q of a continued prompt is float32
+        if p.residual is None:  # [Q | K | V] of a continued prompt is float32
             operand = self._operand(p.result, () if self.shape.continued and not p.gelu else p.to)
         inputs = (p.a, two_part_of(p.w), p.bias, p.residual)
         return self.do(p.result, "gemm", inputs, into=p.residual, **p.options, **operand)
 
     def attend(self, h: str, qkv: Value, to: To = ()) -> Value:
-        if self.shape.continued:  # attention over the cache is float32
+        if self.shape.continued:  # attention over a kv_cache computes in float32
             self._append(h, qkv)
             y = self._over_cache(f"{h}attn_cached", h, qkv)
             return self.do(f"{h}attn", "two_part", (y,))
@@ -301,12 +301,12 @@ class LastRows(DecodePass):
 
     def _product(self, p: Product) -> Value:
         if p.a.narrow:
-            return self.prefill._product(p._replace(a=p.a.x))
+            return self.prefill._product(p._replace(a=p.a.value))
         return super()._product(p)
 
 
 class TilesOfLastRows(DecodePass):
-    """Last steps of a float32 prefill: prefill kernels for the last block, decoding for logits."""
+    """Last steps of a float32 prefill: the last block by prefill kernels, logits by decoding's."""
 
     def __init__(self, prefill: PrefillPass) -> None:
         super().__init__(prefill.do, prefill.c)
@@ -320,5 +320,5 @@ class TilesOfLastRows(DecodePass):
     def _product(self, p: Product) -> Value:
         if p.w == "lm_head":
             return super()._product(p)
-        y = self.prefill._product(p._replace(a=p.a.x))
+        y = self.prefill._product(p._replace(a=p.a.value))
         return Rows(y) if p.to else y

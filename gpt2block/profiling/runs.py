@@ -24,11 +24,11 @@ from gpt2block.sampling import Sampling
 
 MOST_ROWS, MOST_STEPS = 4096, 100
 MOST_TOKENS = 2**17  # maximum number of tokens of all rows together
-MOST_OF_FREE = 8  # arrays of the timed copy take at most 1/MOST_OF_FREE of the free memory each
+MOST_OF_FREE = 8  # each array of a timed copy takes at most 1/MOST_OF_FREE of the free memory
 
 
 class TimedPass(NamedTuple):
-    """A pass and its timeline. kind: "prompt", "token", "score" or "block"."""
+    """A pass and its kernels' times. kind: "prompt", "token", "score" or "block"."""
 
     kind: str
     timeline: Timeline
@@ -36,7 +36,7 @@ class TimedPass(NamedTuple):
 
 @dataclass(frozen=True)
 class Profile:
-    """Passes of one model or block, in the order in which they ran.
+    """Timed passes of one model or block, in the order in which the passes ran.
 
     tokens: number of tokens per row; with "generate", before the first new token. copy_gb_s: GB/s
     of a copy within the device's memory, from which the floor of a time follows.
@@ -52,7 +52,7 @@ class Profile:
     passes: Sequence[TimedPass]
 
     def floor_us(self, nbytes: int) -> float:
-        """Return the time in µs in which a copy moves `nbytes` bytes."""
+        """Return the µs in which a copy in the device's memory reads and writes `nbytes` bytes."""
         return 1e-3 * nbytes / self.copy_gb_s
 
 
@@ -103,7 +103,7 @@ def of_block(block: Block | LlamaBlock, rows: int, tokens: int, steps: int) -> l
 
 
 def check_sizes(rows: int, tokens: int, steps: int) -> None:
-    """Raise InputError unless these sizes can be profiled."""
+    """Raise InputError if a size, or the product of rows and tokens, is out of range."""
     for option, value, most in (
         ("--rows", rows, MOST_ROWS),
         ("--tokens", tokens, MOST_TOKENS),
@@ -124,7 +124,7 @@ def _random_ids(engine: ModelEngine, rows: int, tokens: int) -> list[Ids]:
 
 
 def copy_gb_s(device: int | None) -> float:
-    """Measure GB/s of a copy within the memory of GPU `device`, or of the host for None."""
+    """Measure GB/s of a copy within the memory of GPU `device`, or of the host if None."""
     if device is None:
         return ceilings.host_copy_gb_s()
     with cupy.cuda.Device(device):

@@ -1,4 +1,4 @@
-"""Summarize a profile: each operation's share of a pass, and its time relative to the floor."""
+"""Summarize a profile: each operation's share of a pass, and its speed relative to a copy."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from gpt2block.run.timeline import BytesMoved, KernelTiming, Timeline
 
 RESOLUTION_US = 0.5  # resolution of CUDA events, and so of a kernel's time, in µs
 _LAYER = re.compile(r"h\.(\d+)\.(.+)")
-_ROWS = re.compile(r"\.\d+\b")  # number of the first row, in the name of a step for a group of rows
+_ROWS = re.compile(r"\.\d+\b")  # ".512" in a step's name: the group of rows from row 512
 
 
 @dataclass(frozen=True)
 class TimedOperation:
-    """The kernels of a step in all layers of a pass; values are means over the passes of a kind.
+    """Times of a step's kernels in all layers of a pass; means over all passes of one kind.
 
     count: number of kernels in a pass. own_us: sum of the kernels' times, each run alone. added_us:
     time by which the kernels lengthen the pass; share: added_us as a fraction of the pass. moved:
@@ -39,7 +39,7 @@ class TimedOperation:
 
 @dataclass(frozen=True)
 class PassTimes:
-    """The mean times in µs of the passes of a kind.
+    """Mean times in µs of all passes of one kind: "prompt", "token", "score" or "block".
 
     us: time of the pass as it runs. apart_us: time of the pass if each kernel waits for the
     previous kernel. own_us: sum of the kernels' own times. between_us: time between kernels.
@@ -64,7 +64,7 @@ def layer_of(step: str) -> tuple[int | None, str]:
 
 
 def operations(profile: Profile, kind: str) -> list[TimedOperation]:
-    """Return the operations of the passes of a kind, in the order in which they first run."""
+    """Return the timed operations of all passes of one kind, in the order of their first runs."""
     timelines = of_kind(profile, kind)
     groups: dict[tuple[str, str], list[tuple[KernelTiming, float]]] = {}
     for timeline in timelines:
@@ -94,7 +94,7 @@ def operations(profile: Profile, kind: str) -> list[TimedOperation]:
 
 
 def pass_times(profile: Profile, kind: str) -> PassTimes:
-    """Return the mean times of the passes of a kind."""
+    """Return the mean times of all passes of one kind, such as "token"."""
     timelines = of_kind(profile, kind)
     count = len(timelines)
     nbytes = total(ran.moved for each in timelines for ran in each.ran)
@@ -112,7 +112,7 @@ def pass_times(profile: Profile, kind: str) -> PassTimes:
 
 
 def kinds(profile: Profile) -> list[str]:
-    """Return the kinds of passes in the order in which they first run."""
+    """Return the distinct kinds of a profile's passes, in the order of their first passes."""
     return list(dict.fromkeys(each.kind for each in profile.passes))
 
 

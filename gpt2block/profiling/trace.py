@@ -23,7 +23,7 @@ Event = dict[str, Any]
 
 
 class Slice(NamedTuple):
-    """A kernel in a view, from `start` to `end` in ns, on track number `track` of kernels."""
+    """A kernel in a trace, from `start` to `end` in ns; `track` is an index of kernels' tracks."""
 
     ran: KernelTiming
     added: float
@@ -33,7 +33,7 @@ class Slice(NamedTuple):
 
 
 def trace(profile: Profile) -> dict[str, Any]:
-    """Return the JSON object of a trace.
+    """Convert a profile to the JSON object of a trace.
 
     The trace has a process for each view. The first view has the passes as they run. If kernels
     overlap, a second view has passes in which each kernel waits for the previous kernel. The last
@@ -61,7 +61,7 @@ def trace(profile: Profile) -> dict[str, Any]:
 
 
 def _view(profile: Profile, pid: int, view: str, counter: bool) -> Iterator[Event]:
-    """Yield the events of a view, in which passes follow one another."""
+    """Yield the trace events of a view: all passes, one after another, as one process."""
     yield _named("process_name", f"{profile.device}: {view}", pid)
     yield _named("thread_name", "passes and layers", pid, PASSES)
     offset, tracks = 0, [0]  # ns: start of the pass; end of the last slice of each track of kernels
@@ -118,7 +118,7 @@ def _pass(
         if layer is not None:
             layers.setdefault(layer, []).append(each)
     for layer, members in layers.items():
-        start = max(start, members[0].start)  # overlapping kernels: after the previous layer
+        start = max(start, members[0].start)  # kernels of two layers may overlap, slices may not
         last = max(start, *(each.end for each in members))
         yield _slice(f"layer {layer}", "layer", pid, PASSES, start, last, {})
         start = last

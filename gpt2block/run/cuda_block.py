@@ -19,8 +19,8 @@ from gpt2block.cuda import cupy, timing
 from gpt2block.cuda.arrays import Shape, contiguous, on_16_bytes
 from gpt2block.cuda.foreign import InOrder, as_cupy, on_torch_gpu
 from gpt2block.errors import InputError
-from gpt2block.ops._stored import stored
 from gpt2block.ops.attention import check_limits
+from gpt2block.ops.stored import stored
 from gpt2block.passes.machine import Step
 from gpt2block.run.block import NOTHING, BlockEngine, BlockSpec, Given, check_array, check_out
 from gpt2block.run.cuda_timeline import timed

@@ -12,7 +12,6 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,42 +20,32 @@ from numpy.typing import NDArray
 
 from gpt2block import doctor
 from gpt2block.architectures import architecture_of
-from gpt2block.checkpoints.gguf_types import InBlocks
 from gpt2block.config import ModelConfig
-from gpt2block.config.formats import FILE, Formats
+from gpt2block.config.formats import Formats
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import CudaArray, compute_capability, to_host
-from gpt2block.cuda.kernels import IN_BYTES, TWO_PART
 from gpt2block.errors import Argument, InputError
-from gpt2block.ops._linear_gguf import normalizes
-from gpt2block.ops._linear_hopper import takes_blocks
-from gpt2block.ops._products import HOPPER_CAPABILITY, MMA_CAPABILITY, MULTIPLE
-from gpt2block.ops._stored import stored
-from gpt2block.ops._terms import ROUNDED, Terms
 from gpt2block.ops.attention import tensor_cores_take
 from gpt2block.ops.attention_cached import continues_exactly
-from gpt2block.ops.call import storage
-from gpt2block.ops.gated_sums import splits_of
-from gpt2block.ops.gemm import allocate_stream_k_workspace, widens
-from gpt2block.ops.linear import MORE_ROWS, can_round, terms_of
+from gpt2block.ops.products import HOPPER_CAPABILITY
 from gpt2block.passes.blocks import PassSettings
-from gpt2block.passes.decoding import DecodePass, SumsPass
 from gpt2block.passes.forward import Want, forward
-from gpt2block.passes.machine import Machine, two_part_of
+from gpt2block.passes.machine import Machine
 from gpt2block.passes.prefill import ROWS_AT_ONCE, Prefill, PrefillPass, Products
 from gpt2block.run.cuda_caches import (
     KEPT_SHAPES,
     CudaCache,
     DecodingCaches,
     forget_oldest,
-    free_bytes,
 )
+from gpt2block.run.cuda_choice import DecodingChoice
 from gpt2block.run.cuda_decoding import CudaDecoding
 from gpt2block.run.cuda_draft import Draft
 from gpt2block.run.cuda_prefill import PrefillPrograms, Requested, programs_of
-from gpt2block.run.cuda_products import choose_products, divided_weights, divisors, request_kernels
+from gpt2block.run.cuda_products import choose_products, divisors, request_kernels
 from gpt2block.run.cuda_steps import MOST_GUESSING, DecodingSteps, steps_of
 from gpt2block.run.cuda_timeline import timed
+from gpt2block.run.cuda_weights import PromptWeights, check_room, device_matrix
 from gpt2block.run.guessing import ROWS
 from gpt2block.run.model import (
     Floats,
@@ -68,16 +57,13 @@ from gpt2block.run.model import (
     in_groups,
     padded,
     stored_tensors,
-    weight_bytes,
 )
 from gpt2block.run.recorder import rounded_up
 from gpt2block.run.recording import Recording, Recordings
 from gpt2block.run.timeline import Call, Timeline
-from gpt2block.weights.gguf import GgufMatrix
-from gpt2block.weights.matrix import WeightMatrix, request
-from gpt2block.weights.two_part import TwoPartMatrix
+from gpt2block.weights.matrix import WeightMatrix
 
-TOKENS_AT_ONCE = 8192  # of a prefill, which has at least one sequence
+TOKENS_AT_ONCE = 8192  # tokens of a prefill of several sequences, at most
 KEPT_COUNTS = 32  # numbers of sequences in padded batches whose scratch caches are kept
 KEPT_OF_COUNT = 8  # prefill shapes kept for each of them
 
@@ -85,12 +71,12 @@ KEPT_OF_COUNT = 8  # prefill shapes kept for each of them
 class CudaModel(StoredModel):
     """A model on one GPU. Matrices are stored in their dtype, (N, K).
 
-    Activations are float32, except for what decoding's products multiply, where they round it, and
-    in prefill on a GPU with tensor cores, with heads of a size that the architecture names
-    (`on_tensor_cores`): there they have the dtype of 16-bit matrices, with FP8 matrices float16,
-    and with float32 matrices operands are two-part. FP8 matrices are widened by each product or
-    before it, and activations that float16 cannot hold are divided (`divisors`); of float32
-    matrices, the two-part ones are stored in addition, which decoding reads, too.
+    Decoding computes with float32 activations, which some products round (`DecodingChoice`).
+
+    Prefill computes on tensor cores (`on_tensor_cores`) if the GPU has them and the architecture
+    permits the head size. Its activations then have the dtype of 16-bit matrices. With FP8 matrices
+    they have float16, and activations beyond its range are divided by a power of two (`divisors`).
+    With float32 matrices operands are in two parts; decoding reads these two-part matrices, too.
 
     Thread-safe: calls run one after another on one stream.
     """
@@ -109,41 +95,29 @@ class CudaModel(StoredModel):
         self._padded_caches: OrderedDict[tuple[int, int], CudaCache] = OrderedDict()
         self.recordings = Recordings()
         self._caches = DecodingCaches(config, formats)
-        self.draft: CudaModel | None = None  # which guesses tokens, where steps compute guesses
+        self.draft: CudaModel | None = None  # the model that guesses tokens for this one
         self._lock = threading.RLock()
-        self._two_part: dict[str, TwoPartMatrix] = {}
-        self._divisors: dict[str, float] = {}
-        self._divided: dict[str, Any] = {}
-        self._wide: CudaArray | None = None
-        self._stream_k_workspace: CudaArray | None = None
         with cupy.cuda.Device(device):
-            _check_room(config, formats)
+            check_room(config, formats)
             self.stream = cupy.cuda.Stream(non_blocking=True)
-            made = cupy.cuda.Event(disable_timing=True)
-            made.record()  # the caller's stream may still compute tensors in device memory
-            self.stream.wait_event(made)
+            tensors_ready = cupy.cuda.Event(disable_timing=True)
+            tensors_ready.record()  # the caller's stream may still compute tensors in device memory
+            self.stream.wait_event(tensors_ready)
             with self.stream:
                 request_kernels(config, formats)
                 largest = self._store(tensors)
                 constants = self._architecture.constants(config, self._vectors)
                 self._constants = {name: cupy.asarray(a) for name, a in constants.items()}
+                weights = self._matrices, self._vectors
                 self.products, self._bounds = self._choose_products(largest)
-                self._head = self._whole_head() if self.on_tensor_cores else None
-                own = continues_exactly(config.head_size, self.formats.fp8_cache)
-                of_two_parts = self.products == "two_part"  # attention of a continued one is not
-                self.continues_exactly = not (self.on_tensor_cores and (of_two_parts or not own))
+                two_part, fp8 = self.products == "two_part", self.products == "fp8"
+                self._divisors = divisors(config, self._bounds) if fp8 else {}
+                self.prompts = PromptWeights(config, self.products, *weights, self._divisors)
+                bounds = self._bounds if two_part else {}
+                self.decoding = DecodingChoice(config, formats, self._matrices, bounds)
+                exact = continues_exactly(config.head_size, formats.fp8_cache) and not two_part
+                self.continues_exactly = exact or not self.on_tensor_cores
                 self.divides_prompts = self.continues_exactly
-                if self.products == "two_part":
-                    self._two_part = {
-                        two_part_of(name): TwoPartMatrix.from_float32(matrix.data)
-                        for name, matrix in self._matrices.items()
-                        if name.startswith("h.") or name == "lm_head"
-                    }
-                if self.products == "fp8":
-                    self._divisors = divisors(config, self._bounds)
-                    self._divided = divided_weights(
-                        config, self._divisors, self._matrices, self._vectors
-                    )
                 self.stream.synchronize()
 
     def __getstate__(self) -> Any:
@@ -156,24 +130,7 @@ class CudaModel(StoredModel):
         return cupy.asarray(array.astype(np.float32, copy=False), order="C")
 
     def _matrix(self, name: str, array: Any, layout: str) -> WeightMatrix:
-        in_blocks = compute_capability() >= MMA_CAPABILITY
-        if isinstance(array, InBlocks):
-            if in_blocks:
-                packed = array.on_device()
-                # The file's bytes: of their memory, a smaller matrix would keep all.
-                cupy.get_default_memory_pool().free_all_blocks()
-                return packed
-            array = array.on_host()
-        if isinstance(array, GgufMatrix):
-            if in_blocks:
-                return array.mapped(cupy.asarray)
-            array, layout = array.dequantized().T, "NK"
-        rows, given = cupy.asarray(array), self.formats
-        if not self._matrices:
-            request(storage(rows), given.matrix_dtype)
-        if layout == "KN":
-            rows = stored(rows, storage(rows), transposed=True)
-        return WeightMatrix.quantize(rows, given.matrix_dtype, "NK", name, given.allow_nonfinite)
+        return device_matrix(name, array, layout, self.formats, first=not self._matrices)
 
     def _choose_products(self, largest: Mapping[str, float]) -> tuple[Products, dict[str, float]]:
         """Return the kind of prefill products and their operands' bounds; see `choose_products`."""
@@ -183,55 +140,6 @@ class CudaModel(StoredModel):
     def on_tensor_cores(self) -> bool:
         """Whether prefill is computed on tensor cores."""
         return self.products != "float32"
-
-    def terms(self, rows: int) -> dict[str, tuple[Terms, ...]]:
-        """The terms that x can have in decoding's products of so many rows, by their weights.
-
-        None with few rows where LayerNorm is part of the products.
-        """
-        fused = rows <= MORE_ROWS and self._architecture.NORM == "LayerNorm"
-        if fused or self.config.head_size % 2:
-            return {}
-        matrices = {name: s for name, s in self.config.block_shapes().items() if len(s) == 2}
-        head = self.config.n_embd, self.config.vocab_size
-        shapes = {name: (K, N) for name, (K, N) in matrices.items()} | {"lm_head": head}
-        rounded = self._x_dtype is not None
-        if self.formats.dtype == FILE:
-            shapes = {name: shape for name, shape in shapes.items() if self._by_wgmma(name)}
-            if len(shapes) < len(matrices):
-                return {}
-        return terms_of(TWO_PART if self._two_part else self.formats.dtype, rows, shapes, rounded)
-
-    @property
-    def _x_dtype(self) -> str | None:
-        """The dtype to which decoding's products round their input x, or None."""
-        inputs = (s[0] for s in self.config.block_shapes().values() if len(s) == 2)
-        return ROUNDED if can_round(self.formats.dtype, inputs) else None
-
-    def _whole_head(self) -> tuple[WeightMatrix, CudaArray | None]:
-        """lm_head with rows padded to a multiple that tensor cores support, and a bias.
-
-        The padding has logits of -inf. lm_head itself becomes a view without the padding.
-        """
-        head = self._matrices["lm_head"]
-        added = -head.N % MULTIPLE
-        if not added:
-            return head, None
-        bias = cupy.asarray(np.where(np.arange(head.N + added) < head.N, 0, -np.inf), "float32")
-        if isinstance(head, GgufMatrix):  # which has whole octets of rows
-            (name, n), *others = reversed(head.ranges)
-            return replace(head, ranges=(*reversed(others), (name, n + added))), bias
-        rows = cupy.zeros((head.N + added, head.K), head.data.dtype)
-        rows[: head.N] = head.data
-        scale = None
-        if head.scale is not None:
-            scale = cupy.asarray(np.ones(len(rows), np.float32))
-            scale[: head.N] = head.scale
-        whole = replace(head, data=rows, scale=scale)
-        view = replace(head, data=rows[: head.N])
-        same = [name for name, matrix in self._matrices.items() if matrix is head]
-        self._matrices.update(dict.fromkeys(same, view))
-        return whole, bias
 
     def describe(self) -> str:
         return doctor.describe_device(self.device)
@@ -247,7 +155,7 @@ class CudaModel(StoredModel):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Hold the model's lock, with its device and stream current."""
+        """Hold the model's lock, and make its device and stream current."""
         with self._lock, cupy.cuda.Device(self.device), self.stream:
             yield
 
@@ -291,10 +199,10 @@ class CudaModel(StoredModel):
             return logits
 
     def _scratch(self, sequences: Sequence[Ids], repeats: bool = False) -> CudaCache:
-        """A cache for sequences that no later call continues; all layers share its memory.
+        """Return a cache for sequences that no later call continues; all layers share its memory.
 
-        Attention on tensor cores needs no keys and values in it. repeats: the batch was padded, so
-        its shapes will recur, and more of their programs are kept.
+        Attention on tensor cores needs no keys and values in the cache. repeats: whether the batch
+        was padded; its shapes will recur, so more of their programs are kept.
         """
         count, longest = len(sequences), max(map(len, sequences))
         kept, most = self._scratch_caches, KEPT_SHAPES
@@ -336,7 +244,7 @@ class CudaModel(StoredModel):
         return np.split(np.stack([*states, hidden]), ends, axis=1)
 
     def log_likelihood(self, sequences: Sequence[Ids]) -> list[Floats]:
-        """Compute log-likelihoods as ModelEngine does; launch all groups before copying results."""
+        """Compute log-likelihoods as `ModelEngine` does; copy none before all groups have run."""
         found: list[Floats] = []
         computed: list[tuple[CudaArray, list[int]]] = []
         with self.running():
@@ -375,12 +283,12 @@ class CudaModel(StoredModel):
             return timed(self.recordings, call)
 
     def _whole(self, name: str, result: NDArray[Any], cached: bool) -> NDArray[Any]:
-        """The result of a step of `_pass`, times its divisor if it is an activation with one."""
+        """Multiply the result of a step of `_pass` by its divisor, if the activation has one."""
         divided = name in self._divisors and not cached
         return result * np.float32(self._divisors[name]) if divided else result
 
     def _pass(self, ids: Ids, cached: bool) -> Recording:
-        """The recording of a forward pass of one sequence, with its tokens on the device."""
+        """Return the recording of a forward pass of one sequence, with its tokens on the device."""
         if not cached:
             prefill = self.prefill([ids], self._scratch([ids]), "log_likelihood")
             return prefill.recording(self, "log_likelihood")
@@ -458,47 +366,20 @@ class CudaModel(StoredModel):
         )
 
     def given(self) -> dict[str, Any]:
-        """Weights by their names in a plan, as decoding uses them."""
-        return {**self._vectors, **self._matrices, **self._constants, **self._two_part}
+        """Return the weights that decoding reads, by their names in a plan."""
+        return {**self._vectors, **self._matrices, **self._constants, **self.prompts.two_part}
 
     def prompt_weights(self, head: bool) -> dict[str, Any]:
-        """Weights as prefill uses them, with memory for converted ones.
+        """Return the weights that prefill reads, with memory for converted weights.
 
         head: with the padded lm_head for logits of all tokens as "head" and "head_bias".
         """
-        given: dict[str, Any] = {**self.given(), **self._divided}
-        if head:
-            given |= self._head_of_all()
-        if self.products == "fp8":
-            used = [m for name, m in self._matrices.items() if name.startswith("h.")]
-            used += [given["head"]] if head else []
-            before = (m for m in used if m.dtype in IN_BYTES and not widens(m))
-            size = max((m.N * m.K for m in before), default=0)
-            if size and (self._wide is None or self._wide.size < size):
-                self._wide = cupy.empty(size, "float16")
-            if size:
-                given["wide"] = self._wide
-            if any(widens(m) for m in used):
-                if self._stream_k_workspace is None:
-                    self._stream_k_workspace = allocate_stream_k_workspace()
-                given["stream_k_workspace"] = self._stream_k_workspace
-        return given
-
-    def _head_of_all(self) -> dict[str, Any]:
-        """lm_head for the logits of all tokens; padded parts of float32 are made on first use."""
-        matrix, bias = self._head or (self._matrices["lm_head"], None)
-        head: Any = matrix
-        if self.products == "two_part":
-            name = "lm_head" if bias is None else "head"
-            if two_part_of(name) not in self._two_part:
-                self._two_part[two_part_of(name)] = TwoPartMatrix.from_float32(matrix.data)
-            head = self._two_part[two_part_of(name)]
-        return {"head": head, "head_bias": bias}
+        return {**self.given(), **self.prompts.of(head)}
 
     def _logits(self, hidden: CudaArray) -> Iterator[CudaArray]:
-        """Yield the logits of ROWS_AT_ONCE rows at a time, in the same memory; padding is -inf.
+        """Yield logits of ROWS_AT_ONCE rows at a time, all in the same memory; padding is -inf.
 
-        hidden: apart from the memory of recordings.
+        hidden: the final norm of all rows, outside the memory of recordings.
         """
         shape = Prefill(self.products, len(hidden), 1, len(hidden), cached=False)
         tensors = {**self.prompt_weights(head=True), "normed": hidden}
@@ -516,74 +397,15 @@ class CudaModel(StoredModel):
         return shape.over(do, self._settings, self.formats.dtype, self._bounds)
 
     def forward_pass(self, shape: Prefill, do: Machine, want: Want | None) -> Any:
-        """A prefill of this shape, to what is wanted."""
+        """Run the steps of a prefill of this shape, up to the output `want`, on a machine."""
         return forward(self._prefill_pass(shape, do), self._architecture, self.config, want)
 
     def decode_pass(
         self, do: Machine, rows: int, terms: Mapping[str, Any] | None, together: int = 1
     ) -> Any:
-        """A step of decoding of so many rows, `together` of a sequence, to logits.
+        """Run the steps of decoding one token for each of `rows` rows, up to logits, on a machine.
 
-        terms: as `DecodePass` takes them. None: all results can be read, so no layer has fewer of
-        them either.
+        terms: as `DecodingChoice.step` takes them.
         """
-        norms, bounds = rows <= MORE_ROWS, self._bounds if self._two_part else {}
-        shapes, dtype = self.config.block_shapes(), self.formats.dtype
-        splits = 0
-        if terms == {}:
-            types = self._types_of_ffn() if dtype == FILE else ()
-            splits = splits_of(dtype, rows, shapes, types, self.config.head_size)
-        fp8_cache = self.formats.fp8_cache
-        step: DecodePass
-        if splits:
-            step = SumsPass(do, self._settings, splits, fp8_cache, self._x_dtype, together)
-        else:
-            in_blocks = terms is not None and self._in_blocks()
-            if in_blocks:
-                norms = normalizes(rows, self.config.n_embd) and not terms
-            given = norms, terms, fp8_cache, bounds, self._x_dtype, together, in_blocks
-            step = DecodePass(do, self._settings, *given)
+        step = self.decoding.step(do, rows, terms, together)
         return forward(step, self._architecture, self.config, "logits")
-
-    def _in_blocks(self) -> bool:
-        """Whether products with blocks of a GGUF file can gate, and turn whole heads."""
-        layers = [f"h.{n}." for n in range(self.config.n_layer)]
-        if f"{layers[0]}w_gate" not in self._matrices:
-            return False
-        for h in layers:
-            found = [self._matrices[f"{h}{name}"] for name in ("w_qkv", "w_gate", "w_up")]
-            blocks = [w for w in found if isinstance(w, GgufMatrix)]
-            if len(blocks) < len(found) or blocks[1].ranges != blocks[2].ranges:
-                return False
-            if any(begin % self.config.head_size for begin in blocks[0].begins):
-                return False
-        return True
-
-    def _types_of_ffn(self) -> set[tuple[str, str]]:
-        """Types of w_gate and w_down in the layers, where all are blocks, and each of one type."""
-        types: set[tuple[str, str]] = set()
-        for n in range(self.config.n_layer) if self._in_blocks() else ():
-            found = [self._matrices[f"h.{n}.{name}"] for name in ("w_gate", "w_down", "w_o")]
-            blocks = [w.ranges for w in found if isinstance(w, GgufMatrix)]
-            if len(blocks) < len(found) or any(len(ranges) > 1 for ranges in blocks[:2]):
-                return set()
-            types.add((blocks[0][0][0], blocks[1][0][0]))
-        return types
-
-    def _by_wgmma(self, name: str) -> bool:
-        """Whether all matrices of this name are blocks that products by wgmma take."""
-        head = self.config.head_size if name == "w_qkv" and self._settings.rope else 0
-        names = [n for n in self._matrices if n == name or n.endswith(f".{name}")]
-        found = [self._matrices[n] for n in names]
-        gates = name not in ("w_gate", "w_up") or self._in_blocks()
-        return gates and all(isinstance(w, GgufMatrix) and takes_blocks(w, head) for w in found)
-
-
-def _check_room(config: ModelConfig, formats: Formats) -> None:
-    """Raise MemoryError, before a tensor is read, if the weights do not fit on the device."""
-    needed, free = weight_bytes(config, formats), free_bytes()
-    if needed > free:
-        raise MemoryError(
-            f"Out of memory: the weights take {needed:,} bytes in {formats.dtype}, the GPU has "
-            f"{free:,} bytes free: expected a narrower dtype, or a GPU with more memory"
-        )

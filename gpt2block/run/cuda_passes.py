@@ -10,6 +10,7 @@ from gpt2block.config import ModelConfig
 from gpt2block.passes.forward import Want
 from gpt2block.passes.machine import Machine
 from gpt2block.passes.prefill import Prefill
+from gpt2block.run.cuda_choice import DecodingChoice
 from gpt2block.run.recording import Recordings
 
 
@@ -22,35 +23,35 @@ class CudaPasses(Protocol):
     config: ModelConfig
     stream: Any
     recordings: Recordings
+    decoding: DecodingChoice
 
     def running(self) -> AbstractContextManager[None]:
         """Hold the model's lock, with its device and stream current."""
         ...
 
     def given(self) -> dict[str, Any]:
-        """Weights by their names in a plan, as decoding uses them."""
+        """Return the weights that decoding reads, by their names in a plan."""
         ...
 
     def prompt_weights(self, head: bool) -> dict[str, Any]:
-        """Weights as prefill uses them; head: with lm_head for logits of all tokens."""
-        ...
-
-    def terms(self, rows: int) -> Mapping[str, Any]:
-        """The terms that x can have in decoding's products of so many rows."""
+        """Return the weights that prefill reads; head: with lm_head for logits of all tokens."""
         ...
 
     def prefill_shape(
         self, batch: int, cached: bool, rows: int, longest: int, continued: bool, ends: int | None
     ) -> Prefill:
-        """The prefill of so many rows over a cache of `batch` rows; cached: it keeps layers."""
+        """Return the Prefill of `rows` tokens; batch: rows of the cache; cached: it has layers."""
         ...
 
     def forward_pass(self, shape: Prefill, do: Machine, want: Want | None) -> Any:
-        """A prefill of this shape, to what is wanted."""
+        """Run the steps of a prefill of this shape, up to the output `want`, on a machine."""
         ...
 
     def decode_pass(
         self, do: Machine, rows: int, terms: Mapping[str, Any] | None, together: int = 1
     ) -> Any:
-        """A step of decoding of so many rows, `together` of a sequence, to logits."""
+        """Run the steps of decoding one token for each of `rows` rows, up to logits, on a machine.
+
+        terms: as `DecodingChoice.step` takes them. together: neighbouring rows of one sequence.
+        """
         ...

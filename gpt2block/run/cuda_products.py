@@ -1,4 +1,4 @@
-"""The kernels of prompts on a GPU, as the device, the head size and the weights permit."""
+"""Choose the kernels of prompts on a GPU, by device, head size and weights."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import CudaArray, compute_capability
 from gpt2block.cuda.kernels import IN_BYTES
 from gpt2block.ops import registry
-from gpt2block.ops._products import MMA_CAPABILITY, MULTIPLE
 from gpt2block.ops.attention import SIXTEEN_BITS, two_part_fits
+from gpt2block.ops.products import MMA_CAPABILITY, MULTIPLE
 from gpt2block.ops.sample_token import request as request_sampler
 from gpt2block.ops.to_fp8 import ROW_NORMS
 from gpt2block.passes.prefill import Products
@@ -27,13 +27,13 @@ from gpt2block.run.model import FLOAT16
 from gpt2block.weights.matrix import WeightMatrix, on_host
 from gpt2block.weights.two_part import LARGEST_BOUND, TwoPartMatrix
 
-MARGIN = 1.01  # for what float16 activations and float32 sums are rounded by
+MARGIN = 1.01  # factor that covers the rounding of float16 activations and float32 sums
 
 
 def request_kernels(config: ModelConfig, formats: Formats) -> None:
-    """Begin to compile the sampler and attention of one prompt, before the weights are read.
+    """Start compiling the sampler and attention of one prompt before the weights are read.
 
-    These two take longest.
+    These two kernels take longest to compile.
     """
     request_sampler(config.vocab_size)
     products, width = possible_products(config, formats.dtype), config.q_width + 2 * config.kv_width
@@ -69,36 +69,37 @@ def choose_products(
     vectors: Mapping[str, CudaArray],
     largest: Mapping[str, float],
 ) -> tuple[Products, dict[str, float]]:
-    """The possible products, if the weights permit them, and bounds of their operands.
+    """Return the `possible_products`, or "float32", and upper bounds of their operands by name.
 
-    No activation of a prompt may be infinite, or too large for a scale, for any tokens; `divisors`
-    counts. largest: the largest magnitude of every tensor.
+    The products are possible if no activation of a prompt, divided by its divisor if it has one
+    (`divisors`), can exceed the range of float16, or of a two-part scale, for any tokens. largest:
+    the largest magnitude of every tensor.
     """
     blocks = [matrix for name, matrix in matrices.items() if name.startswith("h.")]
     of_file = any(matrix.dtype == GGUF for matrix in matrices.values())
     dtype = FILE if of_file else blocks[0].dtype
-    found = possible_products(config, dtype)
-    if found in ("float32", "16_bits"):
-        return found, {}
+    products = possible_products(config, dtype)
+    if products in ("float32", "16_bits"):
+        return products, {}
     parts = sum(4 * matrix.K * matrix.N for matrix in (*blocks, matrices["lm_head"]))
-    if found == "two_part" and 2 * parts > free_bytes():
+    if products == "two_part" and 2 * parts > free_bytes():
         return "float32", {}
 
     def norms(w: str, gamma: str) -> NDArray[Any]:
-        if matrices[w].dtype in IN_BYTES:  # float16 activations need near bounds
+        if matrices[w].dtype in IN_BYTES:  # float16 activations need tight bounds
             ones = cupy.full((matrices[w].K,), 1, "float32")
             return row_norms(matrices[w], vectors[gamma] if gamma else ones)
         factor = largest[gamma] if gamma else 1.0
         return np.array([math.sqrt(matrices[w].K) * largest[w] * factor])
 
     bounds = architecture_of(config).operand_bounds(config, largest, norms)
-    limit, by = (FLOAT16, divisors(config, bounds)) if found == "fp8" else (LARGEST_BOUND, {})
-    fit = all(bound / by.get(name, 1) <= limit for name, bound in bounds.items())  # not of NaN
-    return (found, bounds) if fit else ("float32", {})
+    limit, by = (FLOAT16, divisors(config, bounds)) if products == "fp8" else (LARGEST_BOUND, {})
+    fit = all(bound / by.get(name, 1) <= limit for name, bound in bounds.items())  # False for NaN
+    return (products, bounds) if fit else ("float32", {})
 
 
 def divisors(config: ModelConfig, bounds: Mapping[str, float]) -> dict[str, float]:
-    """Powers of two, by the names of activations that float16 can hold only divided by them."""
+    """Return powers of two that divide activations so that float16 can hold them, by name."""
     found: dict[str, float] = {}
     for n in range(config.n_layer):
         names = [f"h.{n}.{name}" for name in architecture_of(config).DIVIDED[:2]]
@@ -114,10 +115,10 @@ def divided_weights(
     matrices: Mapping[str, WeightMatrix],
     vectors: Mapping[str, CudaArray],
 ) -> dict[str, Any]:
-    """Weights for prompts whose activations are divided by `by`, which `divisors` returns.
+    """Return the weights that prompts read if activations are divided by `by` (`divisors`).
 
-    They share the FP8 numbers; scales and biases are new. Powers of two are exact, so only what
-    float16 holds as subnormal numbers is rounded otherwise.
+    The weights share the FP8 numbers with the matrices; scales and biases are new. Division by
+    powers of two is exact, except for activations that become subnormal in float16.
     """
     made: dict[str, Any] = {}
     for h, divisor in {name.rpartition(".")[0]: divisor for name, divisor in by.items()}.items():
@@ -130,10 +131,10 @@ def divided_weights(
 
 
 def row_norms(w: WeightMatrix, gamma: CudaArray) -> NDArray[np.float64]:
-    """Upper bounds of the norms of w's rows (N, K), with each column multiplied by gamma (K,).
+    """Return upper bounds (N,) of the norms of w's rows, each row multiplied by gamma (K,).
 
-    w: FP8 or of GGUF on the GPU, layout "NK", K a multiple of 4. The stored numbers count, with
-    their scales.
+    w: FP8 or GGUF blocks on the GPU, layout "NK", K a multiple of 4. The norms are computed from
+    the stored numbers and their scales.
     """
     squares = ROW_NORMS.bind((w, gamma)).run()
     norms: NDArray[np.float64] = MARGIN * np.sqrt(on_host(squares).astype(np.float64))

@@ -209,7 +209,7 @@ class DecodingStep:
                 bind_take(self._drawn, slots, of.guesses, of.state, together, counts, report),
             )
         given = {"tokens": tokens, "row": row, "positions": positions}
-        terms = None if of.floats else model.terms(rows)
+        terms = None if of.floats else model.decoding.terms(rows)
         self.recording = model.recordings.make(
             lambda do: model.decode_pass(do, rows, terms, together),
             {**model.given(), **of.cache_tensors, **given},

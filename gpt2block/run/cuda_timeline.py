@@ -19,8 +19,8 @@ from gpt2block.cuda import cupy, overlap
 from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.cuda.timing import interleaved_ms
-from gpt2block.ops._terms import Terms
 from gpt2block.ops.sample_token import FILE
+from gpt2block.ops.terms import Terms
 from gpt2block.run.recorder import TensorSpec
 from gpt2block.run.recording import Recording, Recordings, capture
 from gpt2block.run.timeline import BytesMoved, Call, KernelTiming, Timeline, moved, weights_dtype

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Spans = Iterable[tuple[int, int]]  # ranges of characters: first index, index after the last
 _UNUSED = "\ue000"  # a character that no decoder changes
 UTF_8 = frozenset(range(0xF5)) - {0xC0, 0xC1}  # the bytes that occur in UTF-8
-# Normalizers and pre-tokenizers after which no token stands for more bytes of text than its own.
+# Normalizers and pre-tokenizers with which a token never stands for more text bytes than it has.
 _KEEPS = {"ByteLevel", "Digits", "Split", "Metaspace", "Prepend", "Replace"}
 _SEQUENCES = {"pre_tokenizer": "pretokenizers", "normalizer": "normalizers", "decoder": "decoders"}
 _SPACES = ({"String": " "}, "▁")
@@ -43,7 +43,7 @@ class Encoding(Protocol):
         """Return the token ids of a text, in which names of special tokens are ordinary text."""
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of ids. Raises InputError for ids without a token."""
+        """Return the text of token ids. Raises InputError for ids without a token."""
 
     def decode_single_token_bytes(self, token: int) -> bytes:
         """Return the bytes of one token. Raises KeyError for an id without a token."""
@@ -53,7 +53,7 @@ class Encoding(Protocol):
 
     @property
     def n_vocab(self) -> int:
-        """max_token_value + 1."""
+        """The largest token id plus one."""
 
     @property
     def special_tokens_set(self) -> set[str]:
@@ -86,7 +86,7 @@ class TokenizersEncoding:
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)
         self._tokens = {token_id: token for token, token_id in vocab.items()}
         for token_id, token in self._added.items():
-            # tokenizers >= 0.23 returns the normalized content.
+            # In tokenizers >= 0.23, id_to_token returns the normalized content.
             self._tokens[token_id] = self._tokenizer.id_to_token(token_id) or token.content
         self._bytes: dict[int, bytes] = {}  # cache of the bytes of tokens
         self.max_token_value: int = max(self._tokens)
@@ -102,17 +102,17 @@ class TokenizersEncoding:
 
     @cached_property
     def _with_special(self) -> tokenizers.Tokenizer:
-        """A second Tokenizer that recognizes special tokens: this setting is part of its state."""
+        """A second Tokenizer, which recognizes special tokens: a Tokenizer stores this setting."""
         return self._load(special=True)
 
     @property
     def rules(self) -> str:
-        """SHA-256 of the definition, which determines the ids of every text."""
+        """SHA-256 of the tokenizer.json's text, which determines the ids of every text."""
         return sha256(self._definition.encode()).hexdigest()
 
     @property
     def sizes(self) -> tuple[int, bytes] | None:
-        """A tuple: maximum bytes of text per token, bytes without a token; None if unknown.
+        """A tuple (maximum bytes of text per token, byte values without a token); None if unknown.
 
         None if a step, such as a normalizer, can remove other bytes. In a vocabulary with ▁ for a
         space, tokens with ▁ also stand for a text that contains ▁.
@@ -132,11 +132,11 @@ class TokenizersEncoding:
         return None if fallback and absent else (most, absent)
 
     def token_to_id(self, token: str) -> int | None:
-        """Return the id of a token by its content in the file, or None."""
+        """Return the id of the token with this content, or None if there is no such token."""
         return self._tokenizer.token_to_id(token)
 
     def added_before(self) -> tuple[int, ...] | None:
-        """Return the ids that the post-processor adds before a text; None if it adds more ids."""
+        """Return the ids that the post-processor adds before a text; None if it adds others too."""
         count = self._tokenizer.num_special_tokens_to_add(is_pair=False)
         plain, whole = (
             self._tokenizer.encode("a", add_special_tokens=added).ids for added in (False, True)
@@ -186,7 +186,7 @@ class TokenizersEncoding:
         parts, at = [], 0
         for id, (start, end) in zip(found.ids, found.offsets, strict=True):
             name, new = names.get(id, ("", ""))
-            taken = text[start:end]  # maybe with white space around it
+            taken = text[start:end]  # may include white space around the name
             content = name if name in taken else taken.strip()
             begin = start + taken.index(content)
             if name and 1 not in marks[begin : begin + len(content)]:
@@ -200,7 +200,7 @@ class TokenizersEncoding:
 
     @cached_property
     def _names(self) -> dict[str, int]:
-        """Ids of added tokens by name, except tokens of white space, which any text may contain."""
+        """Name → id of added tokens, except tokens of white space, which any text may contain."""
         added = self._added.items()
         return {each.content: id for id, each in added if each.content.strip(" \t\r\n▁")}
 
@@ -212,10 +212,10 @@ class TokenizersEncoding:
 
     @cached_property
     def _renamed(self) -> tuple[tokenizers.Tokenizer, dict[int, tuple[str, str]], list[str]]:
-        """A tuple: Tokenizer with new names of the added tokens, names by id, lost names.
+        """A tuple: a Tokenizer with renamed added tokens, {id: (old, new name)}, lost characters.
 
-        No text contains the new names, and the model never produces them. names by id: old and new
-        name. lost names: single characters for which the vocabulary then has no token.
+        No text contains the new names, and the model never produces them. Lost characters are old
+        names of one character, for which the vocabulary then has no token.
         """
         spec, prefix = json.loads(self._definition), f"\U000f0000{token_hex(8)}"
         model, names = spec["model"], self._names
@@ -225,7 +225,7 @@ class TokenizersEncoding:
         pairs = [each.split(" ") if isinstance(each, str) else each for each in model["merges"]]
         model["merges"] = [
             pair for pair in pairs if new.keys().isdisjoint((*pair, "".join(pair)))
-        ]  # the vocabulary keeps its size, so that other ids stay as they are
+        ]  # a vocabulary of the same size keeps the ids of other tokens
         only = [n for n in names if len(n) == 1 and n in model["vocab"] and not self._byte_fallback]
         model["vocab"] = {new.get(token, token): id for token, id in model["vocab"].items()}
         unknown = model.get("unk_token")
@@ -234,7 +234,7 @@ class TokenizersEncoding:
         return tokenizer, {id: (name, new[name]) for name, id in names.items()}, only
 
     def decode(self, tokens: Sequence[int]) -> str:
-        ids = ids_to_decode(tokens, self._tokens)  # the package omits ids without a token
+        ids = ids_to_decode(tokens, self._tokens)  # tokenizers would omit unknown ids
         text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
         return text
 
@@ -278,7 +278,7 @@ def _ids(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
 
 
 def steps_of(spec: Any, *parts: str) -> list[Any]:
-    """Return the steps in these parts of a tokenizer.json, with Sequences flattened."""
+    """Return the steps in these parts of a tokenizer.json ("normalizer", …); flatten Sequences."""
 
     def flat(step: Any, inner: str) -> Iterable[Any]:
         if step["type"] != "Sequence":
@@ -290,14 +290,14 @@ def steps_of(spec: Any, *parts: str) -> list[Any]:
 
 
 def rules(encoding: Encoding) -> str:
-    """Return a string for fingerprints: with the tokens, it determines the ids of any text."""
+    """Return a string that, together with the tokens, determines how text is encoded."""
     if isinstance(encoding, TokenizersEncoding):
         return f"{encoding.rules} {encoding.prefix}" if encoding.prefix else encoding.rules
     return str(getattr(encoding, "_pat_str", ""))
 
 
 def special_id(encoding: Encoding, name: str) -> int:
-    """Return the id of a special token. tiktoken would prefer an ordinary token of equal bytes."""
+    """Return the id of a special token, even if an ordinary token has the same bytes."""
     if isinstance(encoding, tiktoken.Encoding):
         return encoding._special_tokens[name]
     return encoding.encode_single_token(name)
@@ -312,7 +312,7 @@ def marks_of(text: str, spans: Spans) -> bytearray:
 
 
 def without_names(text: str, names: Iterable[str], marks: bytearray) -> str:
-    """Return the text with one character replaced in each name that has marked characters.
+    """Return the text, with one character replaced in each name that has a marked character.
 
     The length stays the same. The replacement is a private-use character; it replaces a marked
     character, if possible one that is not white space.
@@ -338,7 +338,7 @@ def tokens_of(encoding: Encoding) -> Iterator[tuple[int, bytes]]:
     special = {special_id(encoding, name) for name in encoding.special_tokens_set}
     for token in range(encoding.max_token_value + 1):
         if token not in special:
-            with suppress(KeyError):  # ids need not be contiguous
+            with suppress(KeyError):  # some ids may have no token
                 yield token, encoding.decode_single_token_bytes(token)
 
 
@@ -351,7 +351,7 @@ def token_sizes(encoding: Encoding, vocab_size: int) -> NDArray[np.int64]:
 
 
 def bytes_of_id(encoding: Encoding, token: int) -> bytes:
-    """Return the bytes of a token; of U+FFFD for an id without a token (padded vocabularies)."""
+    """Return a token's bytes, or U+FFFD's for an id without a token (padded vocabularies)."""
     try:
         return encoding.decode_single_token_bytes(token)
     except KeyError:
@@ -382,7 +382,7 @@ def _token_bytes(encoding: Encoding) -> _TokenBytes:
 
 
 def bytes_of_ids(encoding: Encoding, tokens: Sequence[int]) -> bytes:
-    """Return the bytes of several tokens, each as in `bytes_of_id`.
+    """Return the joined bytes of several tokens, each as `bytes_of_id` returns them.
 
     Unlike tiktoken's `decode_bytes`, this does not release Python's global lock, so that no other
     thread interrupts it.
@@ -408,12 +408,12 @@ def as_array(given: Any, name: str) -> NDArray[Any]:
 
 
 def row_of_ids(given: Any, name: str, text: str = "") -> NDArray[Any]:
-    """Integers, (T,). Raises InputError for anything else; text: what the message also allows."""
+    """Return `given` as an array (T,) of integers. text: other inputs that an error names."""
     try:
         ids = as_array(given, name)
     except InputError:
         raise
-    except (TypeError, ValueError, OverflowError) as error:  # ragged lists, CuPy arrays, 400 digits
+    except (TypeError, ValueError, OverflowError) as error:  # ragged list, CuPy, huge int
         raise InputError(f"{name}: expected {text}token ids: {error}") from error
     if ids.dtype.kind in "fO" and isinstance(given, list) and {*map(type, given)} == {int}:
         return np.array(given, object)  # integers of more than 63 bits: no vocabulary has them
@@ -426,7 +426,7 @@ def row_of_ids(given: Any, name: str, text: str = "") -> NDArray[Any]:
 
 
 def ids_to_decode(tokens: Any, known: Container[int]) -> list[int]:
-    """Token ids, (T,), as integers of Python. Raises InputError unless all of them are known."""
+    """Return token ids as a list of int. Raises InputError for an id that is not in `known`."""
     ids: list[int] = row_of_ids(tokens, "tokens").tolist()
     for at, token in enumerate(ids):
         if token not in known:
@@ -444,7 +444,7 @@ def is_rust_failure(error: BaseException) -> bool:
 
 @cache
 def byte_characters() -> dict[int, str]:
-    """Return byte → the printable character that represents it in vocabulary files of GPT-2."""
+    """Return {byte: printable character that represents the byte in GPT-2's vocabulary files}."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     shifted = {byte: chr(256 + i) for i, byte in enumerate(others)}
@@ -453,7 +453,7 @@ def byte_characters() -> dict[int, str]:
 
 @cache
 def _to_latin1() -> dict[int, str]:
-    """Return a table for str.translate: characters of `byte_characters` → their bytes as Latin-1.
+    """Return the inverse of `byte_characters` as a table for str.translate, bytes as Latin-1.
 
     Other characters below 256 become U+FFFF, which Latin-1 cannot encode.
     """
@@ -462,7 +462,7 @@ def _to_latin1() -> dict[int, str]:
 
 
 def bytes_of_all(tokens: Sequence[str]) -> list[bytes]:
-    """Return `bytes_of` of many tokens. Raises ValueError for characters outside GPT-2's table."""
+    """Return the bytes of many tokens. Raises ValueError for characters outside GPT-2's table."""
     try:
         text = "".join(tokens).translate(_to_latin1()).encode("latin-1")
     except UnicodeEncodeError:
@@ -472,7 +472,7 @@ def bytes_of_all(tokens: Sequence[str]) -> list[bytes]:
 
 
 def bytes_of(token: str) -> bytes:
-    """Return the bytes of a token in a vocabulary file.
+    """Return the bytes that a token in a vocabulary file stands for.
 
     A token with a character outside GPT-2's table is encoded as UTF-8, as the ByteLevel decoder of
     the package tokenizers does.

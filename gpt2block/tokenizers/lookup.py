@@ -18,7 +18,7 @@ Result = TypeVar("Result", bound="ReadLater")
 
 
 class Lookup:
-    """Load the tokenizer of a model when a text first needs it, and keep it, or the error.
+    """Load the tokenizer of a model on first use; keep the tokenizer, or the error of loading.
 
     checkpoint: None if the weights are arrays. path: path of a tokenizer that replaces the
     checkpoint's tokenizer, as in `tokenizer.from_path`.
@@ -67,7 +67,7 @@ Tokenizer = Encoding | Lookup | None
 
 
 def of_inputs(tokenizer: Tokenizer, inputs: Any) -> Encoding | None:
-    """Return the tokenizer for inputs: a text, token ids, or a list of texts or ids.
+    """Return the tokenizer with which to encode a text, token ids, or a list of texts or ids.
 
     Raises CheckpointError if there is a text but no tokenizer.
     """
@@ -92,13 +92,13 @@ class ReadLater:
     """Base of dataclasses with fields that are computed when they are first read."""
 
     def later(self: Result, **fields: Callable[[], Any]) -> Result:
-        """Replace fields by functions that compute their values; return the object itself."""
+        """Set functions that compute these fields when they are first read; return `self`."""
         for name in fields:
             del vars(self)[name]
         vars(self)["_later"] = fields
         return self
 
-    if not TYPE_CHECKING:  # type checkers would accept any attribute name
+    if not TYPE_CHECKING:  # hide __getattr__, with which type checkers accept any name
 
         def __getattr__(self, name: str) -> Any:
             fields = vars(self).get("_later", {})

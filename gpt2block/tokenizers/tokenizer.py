@@ -55,7 +55,7 @@ _LLM_C_MAGIC = 20240328
 _OTHER_FILES = (*chain.from_iterable(PAIRS), ADDED, *OTHER_FORMATS)
 _DAMAGE = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
 _UNREADABLE = "cannot be read as a byte-level BPE tokenizer: {}"
-# White space in Unicode and tiktoken's pattern. Python's \s matches four more characters.
+# White space as in Unicode and in tiktoken's patterns. Python's \s matches four more characters.
 _WHITE_SPACE = r"[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]"
 _IN_LINES = _WHITE_SPACE.replace(r"\t-\r", r"\t\v\f")
 
@@ -65,14 +65,14 @@ def _runs(shortest: int, space: str = _WHITE_SPACE) -> re.Pattern[str]:
     return re.compile(f"{space}(?<!{space}{{2}}){space}{{{shortest - 1},}}(?!{_WHITE_SPACE})")
 
 
-# GPT-2's pattern in tiktoken backtracks in long runs, and fails at a million characters.
+# GPT-2's pattern in tiktoken backtracks in long runs of white space, and fails at a million.
 _LONG_RUN = _runs(10_000)
-# Other patterns split a run after its last line break, and backtrack only after this line break.
+# Other patterns split white space after its last line break, and backtrack only after this break.
 _LONG_LINE = _runs(10_000, _IN_LINES)
 
 
 def load(source: Path | None, vocab_size: int) -> Encoding:
-    """Load the tokenizer of a checkpoint's folder or GGUF file; None: of weights without a folder.
+    """Load the tokenizer of `source`: a checkpoint's folder, a GGUF file, or None for arrays.
 
     Reads the first of these that exists: tokenizer.json; encoder.json with vocab.bpe, or vocab.json
     with merges.txt; llm.c's gpt2_tokenizer.bin. If the directory has no tokenizer and vocab_size is
@@ -94,7 +94,7 @@ def load(source: Path | None, vocab_size: int) -> Encoding:
 
 
 def from_path(path: str | Path, vocab_size: int) -> Encoding:
-    """Load the tokenizer at a path: a directory with the files of `load`, or one of these files.
+    """Load the tokenizer at a path: a directory that `load` can read, or a tokenizer file.
 
     Raises CheckpointError if there is no tokenizer, and in the cases of `load`.
     """
@@ -130,7 +130,7 @@ def _in_directory(directory: Path) -> Encoding | None:
 
     Raises CheckpointError for unsupported tokenizers.
     """
-    # Reading a dangling link or a FIFO raises an error.
+    # `lexists` includes a dangling link and a FIFO, for which reading raises an error.
     files = {name: directory / name for name in NAMES if os.path.lexists(directory / name)}
     encoding = _of_files(files)
     if encoding is not None:
@@ -176,7 +176,7 @@ def _fitting(encoding: Encoding, vocab_size: int, path: Path | str) -> Encoding:
 def _gpt2(directory: Path | None) -> Encoding:
     try:
         return tiktoken.get_encoding("gpt2")
-    except Exception as error:  # tiktoken lets exceptions of its HTTP library through
+    except Exception as error:  # tiktoken raises exceptions of its HTTP library
         raise CheckpointError(
             "GPT-2's tokenizer is neither next to the weights nor in tiktoken's cache, and cannot "
             f"be downloaded ({type(error).__name__}): put vocab.json and merges.txt from "
@@ -187,7 +187,7 @@ def _gpt2(directory: Path | None) -> Encoding:
 
 
 def from_bpe_files(vocab: Path, merges: Path) -> Encoding:
-    """Load GPT-2's pair of files: vocab (encoder.json or vocab.json), merges (vocab.bpe or .txt).
+    """Load GPT-2's two files: vocab (encoder.json, vocab.json), merges (vocab.bpe, merges.txt).
 
     Tokens in <> or [] that no merge produces, such as <|endoftext|>, and tokens of
     added_tokens.json are special tokens. tokenizer_config.json may set add_prefix_space. Raises
@@ -247,7 +247,7 @@ def from_gguf(path: Path) -> Encoding:
 
 
 def _of_spec(path: Path, spec: Any, settings: Mapping[str, Any]) -> Encoding:
-    """Create the tokenizer with this content of tokenizer.json and tokenizer_config.json.
+    """Create a tokenizer. spec: content of tokenizer.json. settings: of tokenizer_config.json.
 
     path: file to name in errors.
     """
@@ -274,12 +274,12 @@ def _of_spec(path: Path, spec: Any, settings: Mapping[str, Any]) -> Encoding:
 
 
 def prefix_of(encoding: Encoding) -> list[int]:
-    """Return the ids that the tokenizer adds before every text, such as <s>; [] for GPT-2's."""
+    """Return the ids that the tokenizer adds before every text, such as <s>; [] for GPT-2."""
     return list(encoding.prefix) if isinstance(encoding, TokenizersEncoding) else []
 
 
 def encode(encoding: Encoding, text: str, special: bool = False, name: str = "text") -> list[int]:
-    """Return the token ids of a non-empty text, after the prefix that the tokenizer always adds.
+    """Return the token ids of a non-empty text, preceded by the ids of `prefix_of`.
 
     special: whether names of special tokens, such as <|endoftext|>, are encoded as their ids; by
     default they are ordinary text. Raises InputError, with `name` in the message, for an empty
@@ -291,7 +291,7 @@ def encode(encoding: Encoding, text: str, special: bool = False, name: str = "te
 
 
 def _encode(encoding: Encoding, text: str, special: bool, name: str) -> list[int]:
-    """Return token ids of a text, which may be empty. A prefix in the text is not repeated."""
+    """Encode a text, which may be empty. The ids of `prefix_of` come first, and never twice."""
     prefix, ids = prefix_of(encoding), _encode_text(encoding, text, special, name)
     return ids if special and ids[: len(prefix)] == prefix else prefix + ids
 
@@ -308,7 +308,7 @@ def encode_chat(encoding: Encoding, text: str, given: Spans = ()) -> list[int]:
 def _encode_text(
     encoding: Encoding, text: str, special: bool, name: str, given: Spans = ()
 ) -> list[int]:
-    """Return token ids of the text without a prefix. given: as in `encode_chat`."""
+    """Encode a text without the ids of `prefix_of`. given: spans, as in `encode_chat`."""
     check_encodable(name, text)
     known = isinstance(encoding, (tiktoken.Encoding, TokenizersEncoding))
     names = set(filter(None, encoding.special_tokens_set)) if special and known else set()
@@ -332,7 +332,7 @@ def _encode_text(
 
 
 def _encode_ordinary(encoding: Encoding, text: str) -> list[int]:
-    """Call encode_ordinary. Encode long runs of white space separately: tiktoken panics on them.
+    """Call encode_ordinary, except for long runs of white space, on which tiktoken panics.
 
     GPT-2's pattern never joins white space to the text before it, and other patterns join only line
     breaks. A run is therefore one piece, without its last character if text follows, because this
@@ -351,7 +351,7 @@ def _encode_ordinary(encoding: Encoding, text: str) -> list[int]:
 
 
 def token_count_bound(encoding: Encoding) -> Callable[[str], int]:
-    """Return a fast function: text → a lower bound of its number of tokens; 0 if none is known.
+    """Return a fast function: text → lower bound of the number of tokens; 0 if none is known.
 
     The bound also holds if names of special tokens are encoded as their ids.
     """
@@ -443,14 +443,14 @@ def end_of_text(encoding: Encoding | None, vocab_size: int = 0) -> int | None:
 
 
 def end_tokens(config: ModelConfig, encoding: Encoding | None) -> frozenset[int]:
-    """Return the ids each of which ends a text: `eos_token_ids` of the config and `end_of_text`."""
+    """Return the ids of all tokens that end a text: config's `eos_token_ids`, `end_of_text`."""
     end = end_of_text(encoding, config.vocab_size)
     every = {*config.eos_token_ids, *(() if end is None else (end,))}
     return frozenset(token for token in every if token < config.vocab_size)
 
 
 def sources_of_end_tokens(checkpoint: Checkpoint) -> dict[int, str]:
-    """Return `end_tokens` of a checkpoint, each with what names it, such as "config.json".
+    """Return {id of a token that ends a text: source of this id, such as "config.json"}.
 
     No request is sent. A tokenizer that cannot be read names no token. Raises CheckpointError where
     other files have changed.

@@ -33,7 +33,7 @@ from gpt2block.tokenizers.encoding import (
     steps_of,
 )
 
-# GPT-2's pattern of words, and the pattern of tokenizers that do not split (use_regex false).
+# Regexes that split text: GPT-2's into words, and one that does not split (use_regex: false).
 SPLIT_WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 SPLIT_NOTHING = r"(?s:.+)"
 
@@ -44,12 +44,12 @@ _MODEL = {"type", "dropout", "unk_token", "continuing_subword_prefix", "end_of_w
 
 
 class TiktokenEncoding(tiktoken.Encoding):
-    """An `Encoding` of tiktoken. end_id: as in TokenizersEncoding."""
+    """An `Encoding` that encodes with tiktoken. end_id: id of the token that ends a text."""
 
     end_id: int | None = None
 
     def decode(self, tokens: Sequence[int], errors: str = "replace") -> str:
-        """The text; errors: as for bytes.decode. Raises InputError for ids without a token."""
+        """Return the ids' text. errors: as for bytes.decode. Raises InputError for unknown ids."""
         return super().decode(ids_to_decode(tokens, self._ids), errors)
 
     @cached_property
@@ -63,7 +63,7 @@ class _Added(NamedTuple):
     content: str
     token_id: int
     special: bool
-    plain: bool  # whether it matches anywhere, without the white space around it
+    plain: bool  # whether it matches anywhere in a text, without white space around it
 
 
 def read(name: str, spec: Any) -> TiktokenEncoding | TokenizersEncoding:
@@ -97,7 +97,7 @@ def read(name: str, spec: Any) -> TiktokenEncoding | TokenizersEncoding:
 
 
 def id_of(spec: Any, content: str | None) -> int | None:
-    """Return the id of an added token or a token of the vocabulary by its content, or None."""
+    """Return the id of the added or vocabulary token with this content; None if none has it."""
     added = {token["content"]: token["id"] for token in spec.get("added_tokens") or []}
     id: int | None = added.get(content, spec["model"]["vocab"].get(content))
     return id
@@ -130,12 +130,12 @@ def _added(token: Mapping[str, Any]) -> _Added:
     if not isinstance(token["content"], str) or not token["content"]:
         raise ValueError(f"added_tokens: expected text as content, got {token['content']!r}")
     plain = not any(token.get(flag) for flag in ("single_word", "lstrip", "rstrip"))
-    special = token.get("special", True)  # required by tokenizers
+    special = token.get("special", True)  # the package tokenizers requires this key
     return _Added(token["content"], token["id"], bool(special), plain)
 
 
 def _parts(merges: Sequence[Any]) -> list[str]:
-    """Return the two tokens of each merge, in one list. Old files write a merge as "left right"."""
+    """Return the two tokens of every merge in one flat list. Old files write "left right"."""
     if set(map(type, merges)) <= {str}:
         whole = {merge.count(" ") for merge in merges} <= {1}
         parts = " ".join(merges).split(" ") if merges else []
@@ -159,7 +159,7 @@ def _check_pipeline(spec: Any) -> None:
 
 
 def _is_sentence_piece(spec: Any) -> bool:
-    """Whether a tokenizer with byte_fallback has SentencePiece's decoder and no other steps.
+    """Whether a byte_fallback tokenizer has only SentencePiece's decoders, and no ByteLevel step.
 
     Tokens can then be decoded individually: ▁ becomes a space, and only the first space of a text
     is removed.
@@ -220,7 +220,7 @@ def _pipeline_problem(spec: Any) -> str | None:
 
 
 def _split_of(spec: Any) -> str | None:
-    """Return tiktoken's regular expression for the words of a pre_tokenizer, or None.
+    """Return a regular expression with which tiktoken splits like a pre_tokenizer, or None.
 
     Both packages have the same classes of characters. Behaviors Isolated and inverted Removed are
     equivalent for the patterns in SPLITS, whose matches cover every text completely.
@@ -261,7 +261,7 @@ def _added_problem(vocab: Mapping[str, int], added: Sequence[_Added]) -> str | N
 def _merges_problem(
     vocab: Mapping[str, int], parts: Sequence[str], special: set[str]
 ) -> str | None:
-    """Return why ids of tiktoken can differ from ids of the list of merges; None if they cannot.
+    """Return why tiktoken's ids can differ from ids by the list of merges; None if they cannot.
 
     parts: the two tokens of each merge, merge by merge.
 
@@ -317,7 +317,8 @@ def _unreachable(left: NDArray[np.int64], right: NDArray[np.int64], first: int) 
     keys = left * total + right
     by_key = np.argsort(keys)
     keys = keys[by_key]
-    # First merges with each token on the left or right: only pairs below `limit` are looked up.
+    # First merge with each token as its left or right part. A pair of tokens is looked up only if
+    # both have a merge before `limit`.
     as_left, as_right = np.full(total, total), np.full(total, total)
     np.minimum.at(as_left, left, merges)
     np.minimum.at(as_right, right, merges)
@@ -343,7 +344,7 @@ def _unreachable(left: NDArray[np.int64], right: NDArray[np.int64], first: int) 
 def _by_tokenizers(
     name: str, spec: Any, added: Iterable[_Added], problem: str, fallback: bool = False
 ) -> TokenizersEncoding:
-    """Create an encoding of the package tokenizers. Raises ValueError if it is missing or fails."""
+    """Create a TokenizersEncoding. Raises ValueError if package tokenizers is missing or fails."""
     require(f"it has {problem}, which", "tokenizers", "tokenizers")
     definition = json.dumps(
         spec

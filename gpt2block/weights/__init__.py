@@ -1,1 +1,1 @@
-"""Weight matrices as they are stored for products: dtypes, FP8, two-part, GGUF blocks."""
+"""Weight matrices in their stored formats: float dtypes, FP8, two float16 parts, GGUF blocks."""

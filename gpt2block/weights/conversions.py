@@ -1,4 +1,4 @@
-"""Launch the kernels that convert matrices on a GPU; the arrays must be checked already.
+"""Launch the kernels that convert matrices on a GPU. The callers have checked the arrays.
 
 `WeightMatrix.quantize` and `TwoPartMatrix.from_float32` run these launches, and `gpt2block.ops`
 describes them as operations. Kernels: fp8/absmax.cu, fp8/convert.cu, elementwise/store_weights.cu
@@ -15,8 +15,8 @@ from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 
 LAYOUTS = ("KN", "NK")  # order of the axes in memory: (K, N) or (N, K)
-LARGEST = 2**31 - 1  # largest size of an axis, as kernels count with int
-LARGEST_OPERAND = 2**31 - 2**16  # largest axis of gemm's operands: an int must hold a tile more
+LARGEST = 2**31 - 1  # largest size of an axis, which kernels count with int
+LARGEST_OPERAND = 2**31 - 2**16  # largest axis of gemm's operands: axis + tile must fit in an int
 
 ABSMAX_FILE = "fp8/absmax.cu"
 ABSMAX_BLOCK = 512
@@ -39,13 +39,13 @@ TWO_PART_WARPS = 4  # warps per block of split_rows; each warp converts a row
 
 
 def check_sizes(name: str, shape: tuple[int, ...], largest: int = LARGEST) -> None:
-    """Raise InputError if an axis is larger than `largest`, which kernels cannot count."""
+    """Raise InputError if an axis is larger than `largest`, the limit of a kernel's indices."""
     if max(shape) > largest:
         raise InputError(f"{name}: expected at most {largest:,} rows and columns, got {shape}")
 
 
 def vector_width(n: int, *arrays: CudaArray) -> int:
-    """Return the elements of a vector load: 16 bytes of the last array, or less.
+    """Return the elements per vector load, which has at most 16 bytes of the last array.
 
     Fewer bytes are loaded if n, the length of rows, or the address of an array requires it.
     """
@@ -56,7 +56,7 @@ def vector_width(n: int, *arrays: CudaArray) -> int:
 
 
 def absmax(w: CudaArray, most: CudaArray, layout: str) -> Launch:
-    """Launch: write to `most` (N,) the largest magnitude of each output channel of w.
+    """Return a launch that writes the largest magnitude of each output channel of w to `most` (N,).
 
     w: (K, N), or (N, K) for layout "NK".
     """
@@ -80,11 +80,11 @@ def to_fp8(
     block: int = FP8_BLOCK,
     elements: int = ELEMENTS,
 ) -> Launch:
-    """Launch: write x / scale, or x if scale is None, to `out` as FP8 bytes; shape as x.
+    """Return a launch that writes x / scale, or x if scale is None, to `out` as bytes of FP8.
 
-    elements: number of elements that a thread converts.
+    out has the shape of x. elements: number of elements that a thread converts.
     """
-    row = None if scale is None else x.shape[1]  # without scales, rows do not matter
+    row = None if scale is None else x.shape[1]  # row length, not needed without scales
     width = min(elements, _width(x.itemsize, row or 0, _alignment(x, scale, out)))
     defines = (
         ("FP8_WIDTH", width),
@@ -99,12 +99,12 @@ def to_fp8(
 
 
 def _alignment(*arrays: CudaArray | None) -> int:
-    """Return the power of two, in elements, to which all arrays are aligned."""
+    """Return the largest power of two, in elements, to which all arrays are aligned."""
     return min(int(a.data.ptr & -a.data.ptr) // int(a.itemsize) for a in arrays if a is not None)
 
 
 def _width(itemsize: int, row: int, alignment: int) -> int:
-    """Return the elements per load: the largest power of two, up to 16 bytes, that divides both."""
+    """Return elements per load: a power of two that divides row and alignment, up to 16 bytes."""
     width = 16 // itemsize
     while row % width or alignment % width:
         width //= 2
@@ -112,7 +112,7 @@ def _width(itemsize: int, row: int, alignment: int) -> int:
 
 
 def store(w: CudaArray, out: CudaArray, transposed: bool = False) -> Launch:
-    """Launch: round w (R, C) to the float dtype of `out` (R, C), or (C, R) if transposed."""
+    """Return a launch that rounds w (R, C) to the dtype of out (R, C), or (C, R) if transposed."""
     R, C = w.shape
     defines = (*STORED_FROM[w.dtype.name], ("STORE_TRANSPOSED", int(transposed)))
     grid = (ceil(R / TILE) * ceil(C / TILE),)
@@ -121,7 +121,7 @@ def store(w: CudaArray, out: CudaArray, transposed: bool = False) -> Launch:
 
 
 def two_part(x: CudaArray, parts: CudaArray, scale: CudaArray) -> Launch:
-    """Launch: write parts (2, rows, K) and scale (rows,) of a `TwoPartMatrix` for x (..., K)."""
+    """Return a launch that writes `parts` and `scale` of a `TwoPartMatrix` for x (..., K)."""
     _, rows, K = parts.shape
     width = vector_width(K, parts, x)
     defines = (("SPLIT_WIDTH", width), ("SPLIT_ROWS", TWO_PART_WARPS))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import ceil
 from typing import Any, NamedTuple
@@ -25,11 +25,11 @@ from gpt2block.config.formats import GGUF
 from gpt2block.errors import InputError
 from gpt2block.weights.matrix import WeightMatrix, on_host
 
-OCTET, UNIT = 8, 128  # rows per tile, inputs per tile
+OCTET, UNIT = 8, 128  # rows per tile, and inputs per tile
 LANES = 4  # lanes of a warp per row of a tile
-MOST_RANGES = 3  # maximum number of ranges of outputs with separate types: q, k and v
+MOST_RANGES = 3  # maximum ranges (consecutive outputs of one type): one each for q, k, v
 BORDER = 16  # a range begins at a multiple of BORDER outputs, as a warp multiplies one type
-AT_ONCE = 2**20  # weights that are decoded together
+AT_ONCE = 2**20  # number of weights that are decoded at a time
 SHIFTS = np.arange(8, dtype=np.uint8)
 QUIET: Any = {"over": "ignore", "invalid": "ignore"}  # scales of a file may be infinity or NaN
 
@@ -43,7 +43,7 @@ class BlockType(NamedTuple):
     bits: int  # bits per code
     offset: int
     minimum: bool
-    of_scales: int  # bytes of scales per row of a tile, or for two tiles if a block has 256 weights
+    of_scales: int  # bytes of scales per row of a tile, or of two tiles if a block has 256 weights
 
     @property
     def units(self) -> int:
@@ -102,7 +102,7 @@ class GgufMatrix(WeightMatrix):
 
     @classmethod
     def pack(cls, blocks: list[tuple[str, Any]], K: int) -> GgufMatrix:
-        """Create a matrix from (type, uint8 (N, bytes per row)) of consecutive outputs."""
+        """Create a matrix from pairs (type, uint8 (N, bytes per row)) for consecutive outputs."""
         merged: list[tuple[str, Any]] = []
         for name, raw in blocks:
             if merged and merged[-1][0] == name:
@@ -120,7 +120,7 @@ class GgufMatrix(WeightMatrix):
 
     @classmethod
     def random(cls, ranges: Sequence[tuple[str, int]], K: int, seed: int = 0) -> GgufMatrix:
-        """Create a matrix of random blocks, from (type, number of outputs) of each range."""
+        """Create a matrix of random blocks from pairs (type, number of outputs) for each range."""
         return cls.pack([(name, random_blocks(name, n, K, seed)) for name, n in ranges], K)
 
     @property
@@ -133,17 +133,17 @@ class GgufMatrix(WeightMatrix):
 
     @property
     def tile(self) -> int:
-        """The largest `BlockType.tile` among the types of the ranges."""
+        """The largest `BlockType.tile` among the block types of the matrix."""
         return max(TYPES[name].tile for name, _ in self.ranges)
 
     @property
     def units(self) -> int:
-        """The largest `BlockType.units` among the types of the ranges."""
+        """The largest `BlockType.units` among the block types of the matrix."""
         return max(TYPES[name].units for name, _ in self.ranges)
 
     @property
     def begins(self) -> tuple[int, ...]:
-        """Index of the first output of each range."""
+        """Index of the first output of each range (consecutive outputs of one block type)."""
         return (0, *accumulate(n for _, n in self.ranges[:-1]))
 
     @property
@@ -151,9 +151,14 @@ class GgufMatrix(WeightMatrix):
         """(K, N), the shape of an array of the weights."""
         return self.K, self.N
 
+    def padded(self, outputs: int) -> tuple[WeightMatrix, WeightMatrix]:
+        """Count up to seven more outputs of the last octet, which are zeros in memory."""
+        *others, (name, n) = self.ranges
+        return replace(self, ranges=(*others, (name, n + outputs))), self
+
     def pieces(self) -> Iterator[tuple[int, NDArray[np.float32]]]:
         """Yield (first output, weights (n, K)) for groups of outputs."""
-        at_once = max(1, AT_ONCE // (OCTET * self.K))  # octets of rows that are decoded together
+        at_once = max(1, AT_ONCE // (OCTET * self.K))  # octets (8 rows) decoded at a time
         for name, n, count, data in self.of_ranges():
             octets = data.reshape(-1, TYPES[name].row_bytes(self.K))
             for first in range(0, len(octets), at_once):
@@ -165,7 +170,7 @@ class GgufMatrix(WeightMatrix):
                 yield n + begin, piece
 
     def of_ranges(self) -> Iterator[tuple[str, int, int, Any]]:
-        """Yield (type, first output, number of outputs, bytes) of each range."""
+        """Yield (type, first output, number of outputs, bytes) of each range of outputs."""
         at = 0
         sizes = range_bytes(self.ranges, self.K)
         for (name, count), begin, size in zip(self.ranges, self.begins, sizes, strict=True):
@@ -202,7 +207,7 @@ class GgufMatrix(WeightMatrix):
         return self.N
 
     def __getitem__(self, ids: NDArray[Any]) -> NDArray[np.float32]:
-        """Return the weights of these outputs, ids.shape + (K,)."""
+        """Return the weights of the outputs `ids`, in shape ids.shape + (K,)."""
         flat = ids.ravel()
         out = np.empty((len(flat), self.K), np.float32)
         for name, n, count, data in self.of_ranges():
@@ -230,12 +235,12 @@ def random_blocks(name: str, N: int, K: int, seed: int = 0, size: float = 1.0) -
 
 
 def range_bytes(ranges: Sequence[tuple[str, int]], K: int) -> list[int]:
-    """Return the bytes of each range of outputs."""
+    """Return the number of bytes of each range of outputs."""
     return [ceil(n / OCTET) * TYPES[name].row_bytes(K) for name, n in ranges]
 
 
 def _largest(data: NDArray[np.uint8], name: str, K: int) -> float:
-    """Return an upper bound of the weights' magnitudes in octets of rows; NaN if a scale is NaN."""
+    """Return an upper bound of the magnitudes of packed weights, or NaN if a scale is NaN."""
     kind = TYPES[name]
     of_code = np.float32(max(kind.offset, 2**kind.bits - 1 - kind.offset))
     tiles = data.reshape(-1, kind.row_bytes(K) // kind.tile, kind.tile)
@@ -246,7 +251,7 @@ def _largest(data: NDArray[np.uint8], name: str, K: int) -> float:
 
 
 def pack(raw: NDArray[np.uint8], name: str, K: int) -> NDArray[np.uint8]:
-    """Convert rows of blocks, uint8 (N, bytes per row), from a file's order to the kernels'."""
+    """Convert rows of blocks, uint8 (N, bytes per row), from the file order to the kernel order."""
     rows, of_octet = max(1, AT_ONCE // (OCTET * K)) * OCTET, TYPES[name].row_bytes(K)
     packed = np.empty(ceil(len(raw) / OCTET) * of_octet, np.uint8)
 
@@ -268,7 +273,7 @@ def _packed(raw: NDArray[np.uint8], name: str, K: int) -> NDArray[np.uint8]:
     whole = np.zeros((O * OCTET, G * kind.units * UNIT // kind.size, kind.nbytes), np.uint8)
     whole[: len(raw), :blocks] = raw.reshape(len(raw), blocks, kind.nbytes)
     codes, scales = _codes_and_scales(whole, name)
-    codes = codes.reshape(O, OCTET, G, kind.units, 4, 4, LANES, 2)  # a lane has pairs in each chunk
+    codes = codes.reshape(O, OCTET, G, kind.units, 4, 4, LANES, 2)  # (..., chunk, pair, lane, code)
     codes = codes.swapaxes(-3, -2).reshape(O, OCTET, G, kind.units, 4, LANES, 8)
     codes = codes.transpose(0, 2, 3, 1, 4, 5, 6)
     scales = scales.reshape(O, OCTET, G, -1).swapaxes(1, 2)
@@ -279,7 +284,7 @@ def _packed(raw: NDArray[np.uint8], name: str, K: int) -> NDArray[np.uint8]:
 
 
 def _codes_and_scales(b: Any, name: str) -> tuple[Any, Any]:
-    """Return codes (N, blocks, size) and bytes of scales from blocks (N, blocks, bytes)."""
+    """Return codes (N, blocks, codes per block) and scale bytes from blocks (N, blocks, bytes)."""
     kind = TYPES[name]
     if name == "Q8_0":
         return b[..., 2:] ^ 128, b[..., :2]
@@ -313,7 +318,7 @@ def _codes_and_scales(b: Any, name: str) -> tuple[Any, Any]:
 
 
 def _planes(codes: Any, kind: BlockType) -> Iterator[Any]:
-    """Yield bytes of codes (O, G, units, 8, chunk, lane, 8): all low bits, then all high bits.
+    """Yield bytes of codes (octet, group, unit, row, chunk, lane, 8): low bits, then high bits.
 
     In a 32-bit word, the low bits of code 2j begin at bit 4j, and of code 2j + 1 at bit 4j + 16.
     """
@@ -336,7 +341,7 @@ def _planes(codes: Any, kind: BlockType) -> Iterator[Any]:
 
 
 def unpack(data: NDArray[np.uint8], name: str, K: int) -> NDArray[np.float32]:
-    """Return the weights (rows, K) of whole octets of rows, decoded from the kernels' order."""
+    """Decode groups of eight rows, packed in the kernels' order, to weights (rows, K)."""
     kind = TYPES[name]
     G = ceil(K / (kind.units * UNIT))
     tiles = data.reshape(-1, G, kind.tile)
@@ -355,7 +360,7 @@ def unpack(data: NDArray[np.uint8], name: str, K: int) -> NDArray[np.float32]:
 
 
 def _codes(tiles: NDArray[np.uint8], kind: BlockType, low: int) -> Any:
-    """Return codes (O, G, row, inputs), uint8. low: number of bytes of the codes' low bits."""
+    """Return uint8 codes (octet, group of tiles, row, input). low: bytes of the codes' low bits."""
     O, G = tiles.shape[:2]  # noqa: E741
     shape = O, G, kind.units, OCTET, LANES
     if kind.bits == 8:
@@ -379,7 +384,7 @@ def _codes(tiles: NDArray[np.uint8], kind: BlockType, low: int) -> Any:
 
 
 def _scales(tiles: NDArray[np.uint8], kind: BlockType) -> tuple[Any, Any]:
-    """Return scales and minimums (O, G, row, sub-blocks) in float32."""
+    """Return float32 scales and minimums (octet, group of tiles, row, sub-block)."""
     O, G = tiles.shape[:2]  # noqa: E741
     rest = np.ascontiguousarray(tiles[..., kind.tile - OCTET * kind.of_scales :])
     if kind.bits == 6:

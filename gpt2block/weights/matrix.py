@@ -18,10 +18,10 @@ from gpt2block.weights import conversions
 from gpt2block.weights.conversions import LAYOUTS
 
 SCALED = "float8_e4m3fn"  # the only dtype for which `quantize` computes scales
-# A channel whose weights are all below SMALLEST counts as zero. For larger weights, results do not
-# depend on subnormal float32 numbers, which the GPU flushes to zero.
+# An output channel whose magnitudes are all below SMALLEST counts as zero. Results for larger
+# weights do not depend on subnormal float32 numbers, which the GPU flushes to zero.
 SMALLEST = 2.0**-91
-AT_ONCE = 2**18  # weights in host memory that are processed together
+AT_ONCE = 2**18  # number of weights that the host processes at a time
 _LARGEST = {"float16": "±65504", "bfloat16": "±3.39e38"}
 
 
@@ -88,7 +88,7 @@ class WeightMatrix(Composite):
         name: str = "w",
         allow_nonfinite: bool = False,
     ) -> WeightMatrix:
-        """Round float weights in `layout` to `dtype`; on the GPU if `w` is a CuPy array.
+        """Round float weights in `layout` to `dtype`, on the GPU if `w` is a CuPy array.
 
         w: float32, float16 or bfloat16, (K, N) or (N, K). E4M3 has a scale for each output channel:
         its largest magnitude / 448, or 1 if all its weights are zero. E5M2 has no scales, and
@@ -118,11 +118,24 @@ class WeightMatrix(Composite):
         return cls(_to_fp8(w, dtype, scale, layout), dtype, scale, layout, largest)
 
     def times(self, factor: float) -> WeightMatrix:
-        """Multiply FP8 weights by a power of two: same numbers, scales times factor."""
+        """Return FP8 weights times a power of two: the same bytes, with scales times factor."""
         scale = np.full(self.N, factor, np.float32)
         if self.scale is not None:
             scale *= on_host(self.scale)
         return replace(self, scale=cupy.asarray(scale) if is_array(self.data) else scale)
+
+    def padded(self, outputs: int) -> tuple[WeightMatrix, WeightMatrix]:
+        """Append outputs of zeros to a matrix on the GPU, layout "NK".
+
+        Return the padded matrix, and this one as a view of the same memory.
+        """
+        rows = cupy.zeros((self.N + outputs, self.K), self.data.dtype)
+        rows[: self.N] = self.data
+        scale = None
+        if self.scale is not None:
+            scale = cupy.asarray(np.ones(len(rows), np.float32))
+            scale[: self.N] = self.scale
+        return replace(self, data=rows, scale=scale), replace(self, data=rows[: self.N])
 
     @property
     def stored_shape(self) -> tuple[int, int]:
@@ -261,7 +274,7 @@ def on_host(array: Any) -> NDArray[Any]:
 
 
 def _absmax(w: Any, layout: str) -> NDArray[np.float32]:
-    """Return output channels' largest magnitudes, on the host; not finite if a weight is not."""
+    """Return output channels' largest magnitudes, on the host: not finite if a weight is not."""
     if is_array(w):
         most = cupy.empty(w.shape[layout.index("N")], "float32")
         conversions.absmax(w, most, layout).run()

@@ -16,7 +16,7 @@ from gpt2block.errors import InputError, shown
 from gpt2block.weights import conversions
 from gpt2block.weights.matrix import check_device, check_kind, kind, on_host
 
-LARGEST_BOUND = 2.0**127  # largest magnitude that has a scale
+LARGEST_BOUND = 2.0**127  # largest magnitude for which `scale_for` has a scale
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +68,7 @@ class TwoPartMatrix(Composite):
 
     @classmethod
     def from_float32(cls, x: Any) -> TwoPartMatrix:
-        """Convert a float32 array (..., K), a NumPy array on the host, a CuPy array by a kernel.
+        """Convert a float32 array (..., K): a NumPy array on the host, a CuPy array by a kernel.
 
         The parts and scales are equal for both. Raises InputError.
         """

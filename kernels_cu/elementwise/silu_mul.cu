@@ -2,9 +2,9 @@
 //
 //   gate, up, out   (n) elements of T: float, __half or __nv_bfloat16; arithmetic is float
 //
-// A separate step for the products of a whole model, whose order of additions must not depend on the number of rows.
-// For a block, matmul/decode/rmsnorm_cores.cu and its variants fuse this step into the product. With GATE_GELU, the
-// step is GELU(gate) up (lib/gate.cuh) in all these kernels.
+// In a whole model this kernel follows the products, whose order of additions must not depend on the number of rows. In
+// a single block, matmul/decode/rmsnorm_cores.cu and its variants fuse the gate into the product. With GATE_GELU, all
+// these kernels compute GELU(gate) up instead (lib/gate.cuh).
 //
 //   silu_mul: one thread per vector; launches may overlap. Vectors have SM_WIDTH elements
 //

@@ -1,8 +1,8 @@
 // Conversion of weights into the dtype and layout that products read.
 //
-//   w (R, C) of From -> out = T(w), (R, C), or with STORE_TRANSPOSED the transpose of T(w), (C, R)
+//   w (R, C) of type From -> out = T(w), (R, C), or with STORE_TRANSPOSED the transpose of T(w), (C, R)
 //
-//   store_weights: weights of a checkpoint in another dtype, or transposed to (N, K)
+//   store_weights: converts weights of a checkpoint to another dtype, or transposes them to (N, K)
 //
 // From is float, with FROM_FP16 __half, with FROM_BF16 __nv_bfloat16. Numbers are rounded to nearest even.
 //

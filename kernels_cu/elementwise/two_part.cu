@@ -5,7 +5,7 @@
 //       the second time mostly from the cache. Shuffles find the largest finite magnitude. Infinity and NaN stay in hi
 //       and do not affect the scale.
 //       x (rows, K) -> parts (2, rows, K), hi and then lo, and scale (rows)
-//   join_rows: the inverse, for some rows of a matrix. out[i] = row index[i], as float
+//   join_rows: the inverse of split_rows, for some rows of a matrix. out[i] = row index[i], as float
 //
 // split_rows: block (32 * SPLIT_ROWS), grid (ceil(rows / SPLIT_ROWS)). join_rows: any block, grid (rows of out).
 // SPLIT_WIDTH divides K; x and out are aligned to SPLIT_WIDTH floats, parts to SPLIT_WIDTH halves.
@@ -34,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(32 * SPLIT_ROWS) split_rows(
     let_next_start();
     wait_for_previous();
     const long long row = (long long)blockIdx.x * SPLIT_ROWS + threadIdx.x / 32;
-    if (row >= rows) return;  // true for a whole warp
+    if (row >= rows) return;  // all lanes of a warp have the same row
     const int first = threadIdx.x % 32 * SPLIT_WIDTH;
     x += row * K;
     parts += row * K;
@@ -65,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(32 * SPLIT_ROWS) split_rows(
 extern "C" __global__ void join_rows(
     const T* parts,      // (2, rows, K)
     const float* scale,  // (rows)
-    const int* index,    // (gridDim.x): rows
+    const int* index,    // (gridDim.x): indices of rows of the matrix
     float* out,          // (gridDim.x, K)
     int rows, int K) {
     let_next_start();

@@ -1,13 +1,13 @@
 // Token plus position embedding of packed rows: out[n] = wte[ids[n]] * scale[ids[n]] * ER_FACTOR + wpe[position[n]].
 //
-//   ids, position (N), wte (V, C) of W, scale (V) or null (ones), wpe (n_ctx, C) or null (not added), out (N, C)
+//   ids, position (N), wte (V, C) of type W, scale (V) or null (ones), wpe (n_ctx, C) or null (not added), out (N, C)
 //
 //   encoder_rows: one block per row, one thread per ER_WIDTH channels; ids and positions in device memory, wte in any
 //       weight dtype
 //
-// learn/embedding/encoder.cu embeds whole sequences from position 0 on. Here each token has its own position, and a
-// CUDA graph can begin with this kernel. For an id or a position outside its table, no table is read, and the row of
-// out becomes NaN.
+// learn/embedding/encoder.cu embeds whole sequences from position 0 on. In this kernel each token has its own position,
+// and a CUDA graph can begin with the kernel. If an id or a position is outside its table, neither table is read, and
+// the row of out becomes NaN.
 //
 // Grid (N), block (any).
 #include "lib/overlap.cuh"

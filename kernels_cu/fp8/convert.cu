@@ -23,16 +23,16 @@
 #ifndef FP8_VECTORS  // loads per thread
 #define FP8_VECTORS 4
 #endif
-#ifndef FP8_SATURATE  // numbers beyond the largest become: 1: the largest; 0: infinity (E5M2) or NaN (E4M3)
+#ifndef FP8_SATURATE  // 1: larger numbers become the largest FP8 number; 0: infinity (E5M2) or NaN (E4M3)
 #define FP8_SATURATE 1
 #endif
-#ifndef FP8_SCALE  // 0: no scale; one scale per output channel: 1: of (K, N), 2: of (N, K)
+#ifndef FP8_SCALE  // 0: no scale; else a scale per output channel of x: 1: x is (K, N); 2: x is (N, K)
 #define FP8_SCALE 0
 #endif
 
 constexpr float MOST = FP8_SATURATE ? W::LARGEST : W::BEYOND;
 
-// Returns the byte without its sign, in the lowest 7 bits.
+// Returns the FP8 number for a magnitude, in the lowest 7 bits, without a sign.
 __device__ __forceinline__ unsigned encode(float magnitude) { return encode_fp8<W>(magnitude, MOST); }
 
 // Returns the lower two bytes of `first`, then those of `second`.
@@ -90,10 +90,10 @@ __device__ __forceinline__ void convert(
 }
 
 extern "C" __global__ void __launch_bounds__(1024, 1) to_fp8_kernel(
-    const T* __restrict__ x,          // (N), or null without FP8_SCALE
-    const float* __restrict__ scale,  // (N) or, without FP8_SCALE, null
+    const T* __restrict__ x,          // (size)
+    const float* __restrict__ scale,  // (N), or null without FP8_SCALE
     unsigned char* __restrict__ out,  // (size)
-    long long size, long long inner) {  // inner: N of (K, N), K of (N, K)
+    long long size, long long inner) {  // inner: elements per row of x: N or K
     const long long step = (long long)blockDim.x * FP8_WIDTH;
     const long long first = blockIdx.x * step * FP8_VECTORS + (long long)threadIdx.x * FP8_WIDTH;
     Vec<T, FP8_WIDTH> vector[FP8_VECTORS];
@@ -107,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(1024, 1) to_fp8_kernel(
         const long long at = first + i * step;
         if (at + FP8_WIDTH <= size) {
             convert<FP8_WIDTH>(vector[i], scale, out, at, inner);
-        } else {  // the rest at the end: less than a vector, or nothing
+        } else {  // at the end of x: less than a vector is left, or nothing
 #pragma unroll 1
             for (long long j = at; j < size; ++j) convert<1>(Vec<T, 1>::load(x + j), scale, out, j, inner);
         }

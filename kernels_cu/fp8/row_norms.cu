@@ -1,6 +1,6 @@
 // Squared norms of the rows of FP8 weights, which bound the activations of prompts.
 //
-//   w (N, K) of W, E5M2 or E4M3; gamma (K) -> squares[n] = sum over k of (w[n][k] gamma[k])^2. Scales are not applied.
+//   w (N, K) of type W, E5M2 or E4M3; gamma (K) -> squares[n] = sum over k of (w[n][k] gamma[k])^2, without scales
 //
 //   row_norms: squares of the norms of an FP8 matrix's rows, which bound its products
 //

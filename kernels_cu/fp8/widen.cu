@@ -1,6 +1,6 @@
 // Conversion of FP8 to __half: out = w, exactly. Scales are applied by the product.
 //
-//   w (size) of W, E5M2 or E4M3 -> out (size) of T, which is __half
+//   w (size) of type W, E5M2 or E4M3 -> out (size) of type T, which is __half
 //
 //   widen_fp8: FP8 weights as float16, before a product with float16 activations. A thread converts WIDEN_VECTORS
 //       vectors of 16 weights. The weights are loaded before the previous kernel has ended; out is stored after its

@@ -12,7 +12,7 @@
 #include "lib/chunk_sums.cuh"
 
 extern "C" __global__ void gguf_chunk_sums(
-    const float* x,  // (M, K): terms in wgmma order, a pair in place of a float
+    const float* x,  // (M, K): 16-bit terms in wgmma order, two in each float
     float* out,      // (M, K / 32): two float16 numbers each
     int M, int K) {
     let_next_start();

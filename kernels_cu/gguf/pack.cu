@@ -2,7 +2,7 @@
 //
 //   raw (rows, bytes of a row): rows of blocks as in the file -> out: tiles of 8 rows by 128 or 256 along K
 //
-//   gguf_pack: blocks of a file in the order of the kernels; a lane gathers the codes of 32 weights of a row byte by
+//   gguf_pack: reorders the blocks of a file for the kernels; a lane gathers the codes of 32 weights of a row byte by
 //       byte. A warp packs 8 rows by 128 along K. It also computes a bound of the weights' magnitude from the scales
 //
 // In a file, a block's bytes are scales, high bits and low bits. The size of a block is often no multiple of 4:
@@ -18,8 +18,8 @@
 //   Q6_K     low[128]        upper[64]      s[16] d[2]              per 128 codes: low[64]: codes i and i + 64;
 //                                                                   upper[32]: codes i, i + 32, i + 64 and i + 96
 //
-// A code takes one or two loads of a byte, whose cache lines stay in L1. These loads bound the kernel, not the memory
-// bandwidth. The copy of the bytes from the host takes several times as long.
+// A code takes one or two loads of a byte, whose cache lines stay in L1. The number of these loads bounds the kernel,
+// not the memory bandwidth. The copy of the bytes from the host takes several times as long as the kernel.
 //
 // grid (ceil(rows / 8), ceil(tiles of 128 / warps per block)), block (a multiple of 32)
 #ifndef WEIGHT_GGUF
@@ -40,7 +40,7 @@ typedef gguf::Part<GGUF_TYPE> Part;
 
 constexpr int SIZE = Part::WIDE ? 256 : 32;  // weights per block
 constexpr int BLOCK_BYTES = Part::BYTES / gguf::OCTET * SIZE / (Part::UNITS * gguf::UNIT);
-constexpr int SCALE = Part::WIDE || Part::MINIMUM ? 4 : 2;  // bytes of scales that a lane stores
+constexpr int SCALE = Part::WIDE || Part::MINIMUM ? 4 : 2;  // bytes of scales per lane
 constexpr int MOST_CODE = (1 << Part::BITS) - 1 - Part::OFFSET;
 constexpr int FARTHEST = MOST_CODE > Part::OFFSET ? MOST_CODE : Part::OFFSET;  // largest |code - OFFSET|
 
@@ -70,7 +70,7 @@ struct Block {
         }
     }
 
-    // Returns the 6 bits of s, or with `least` of m, of sub-block i of Q4_K and Q5_K.
+    // Returns the 6-bit number s, or with `least` m, of sub-block i of Q4_K and Q5_K.
     __device__ __forceinline__ unsigned six(int i, bool least) const {
         const unsigned own = (*this)[(least ? 8 : 4) + i % 4];
         if (i < 4) return own & 63;
@@ -78,7 +78,7 @@ struct Block {
     }
 };
 
-// Returns word t of the scales of a row of Q4_K and Q5_K.
+// Returns word t of the scales of a row of Q4_K and Q5_K, in the order of the kernels.
 __device__ __forceinline__ unsigned scale_word(const Block& b, int t) {
     if (t == 0) return b.four(0);
     unsigned word = 0;
@@ -91,13 +91,14 @@ __device__ __forceinline__ unsigned scale_word(const Block& b, int t) {
     return word;
 }
 
-// Returns the bits of |d s| FARTHEST + |dmin m|, rounded as in gpt2block.weights.gguf. The bits of NaN are the largest.
+// Returns a bound of a weight's magnitude, |d s| FARTHEST + |dmin m|, as the bits of a float, rounded as in
+// gpt2block.weights.gguf. As an integer, NaN is larger than any number.
 __device__ __forceinline__ int magnitude(float2 d, float s, float m) {
     const float sum = __fadd_rn(__fmul_rn(fabsf(__fmul_rn(d.x, s)), (float)FARTHEST), fabsf(__fmul_rn(d.y, m)));
     return __float_as_int(sum) & 0x7fffffff;
 }
 
-// Returns the largest magnitude of chunk t of a unit: the maximum over its one or two sub-blocks.
+// Returns the bound for chunk t (32 weights) of a unit: the maximum over its one or two sub-blocks.
 __device__ __forceinline__ int magnitude_of_chunk(const Block& b, int unit, int t) {
     const int i = unit % 2 * 4 + t;
     if constexpr (Part::HALVES) {
@@ -122,9 +123,9 @@ __device__ __forceinline__ int row_in_file(int row, int head, int in_heads) {
 extern "C" __global__ void gguf_pack(
     const W* __restrict__ raw,  // (rows, bytes of a row)
     W* out,                     // tiles of eight rows, padded with zeros
-    int* largest,               // bits of a float that is at least 0
+    int* largest,               // bits of the bound, a float >= 0
     int K, int rows,            // K: a multiple of the weights per block
-    int head, int in_heads) {   // head: rows per head; in_heads: rows of heads, which come first
+    int head, int in_heads) {   // head: rows per head; in_heads: rows in heads, the first rows
     const int lane = threadIdx.x % 32, t = lane % 4, row = blockIdx.x * gguf::OCTET + lane / 4;
     const int unit = blockIdx.y * (blockDim.x / 32) + threadIdx.x / 32, tile = unit / Part::UNITS;
     if (tile * Part::UNITS * gguf::UNIT >= K) return;

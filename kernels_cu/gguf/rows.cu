@@ -1,14 +1,14 @@
-// Rows of weights in GGUF blocks (lib/gguf.cuh) as numbers.
+// Converts rows of weights in GGUF blocks (lib/gguf.cuh) to numbers.
 //
-//   w (N, K) in blocks of one or more types, passed as one range of rows per type; K a multiple of 32
+//   w (N, K) in blocks of one or more types; one launch processes a range of rows of one type; K a multiple of 32
 //
 //   gguf_widen: weights as float16, rounded once, for products of prompts. A warp converts 8 rows by 128 along K
-//   gguf_row_norms: squares[n] = sum over k of (w[n, k] gamma[k])^2, from which a prompt's bounds follow
+//   gguf_row_norms: squares[n] = sum over k of (w[n, k] gamma[k])^2, which bound the activations of prompts
 //   gguf_encoder_rows: out[i] = wte[ids[i]] * GGUF_FACTOR, rows of an embedding. Four lanes read a row, from any tile,
 //       so a warp processes 8 tokens
 //
-// A range of rows has one type; begin and rows are its first row and its length. Lanes 4 g + t read row g. After the
-// last row, and after the end of K, they read blocks of zeros, which are not stored.
+// begin and rows are the first row of the range and its number of rows. Lanes 4 g + t read row g of 8 rows. After the
+// last row, and after the end of K, the tiles contain blocks of zeros, whose numbers are not stored.
 #ifndef WEIGHT_GGUF
 #define WEIGHT_GGUF
 #endif
@@ -46,7 +46,7 @@ __device__ __forceinline__ void each_pair(const W* w, int K, int row, int unit, 
     }
 }
 
-// grid (ceil(K / 128), ceil(rows / 8 / warps of a block)), block (a multiple of 32)
+// grid (ceil(K / 128), ceil(rows / 8 / warps per block)), block (a multiple of 32)
 extern "C" __global__ void gguf_widen(
     const W* __restrict__ w,  // the range's tiles
     T* out,                   // (N, K)
@@ -87,8 +87,8 @@ extern "C" __global__ void gguf_row_norms(
     if (threadIdx.x % 4 == 0 && row < rows) squares[begin + row] = sum;
 }
 
-// An id or a position outside its table makes the row NaN, because the host does not read it back to check it. grid
-// (ceil(count / 8), ceil(K / 128)), block (32)
+// An id or a position outside its table makes the row NaN, because the host does not read ids and positions back to
+// check them. grid (ceil(count / 8), ceil(K / 128)), block (32)
 extern "C" __global__ void gguf_encoder_rows(
     const int* ids,                 // (count)
     const int* position,            // (count)

@@ -4,12 +4,12 @@
 //
 //   layernorm_decode: decoding: one warp per row, with the same bits as the LayerNorm in `linear`; overlapping launches
 //
-// lib/decode/layernorm.cuh has the arithmetic. With few rows, the latency of one row matters. Therefore a lane issues
-// all its loads at once and keeps its part of the row in registers, up to LN_HELD loads. gamma and beta are loaded
-// before the previous kernel has ended (lib/overlap.cuh). Rows with more loads are read again from the L2 cache in each
-// pass.
+// lib/decode/layernorm.cuh contains the arithmetic. With few rows, the latency of one row matters. Therefore a lane
+// issues all its loads at once and keeps its part of the row in registers, if there are at most LN_HELD loads. Longer
+// rows are read again from the L2 cache in each pass. gamma and beta are loaded before the previous kernel has ended
+// (lib/overlap.cuh).
 //
-// All arrays are float. With LN_TERMS, out holds the terms of its values (lib/terms.cuh), for a product on tensor
+// All arrays are float. With LN_TERMS, out holds each value as 16-bit terms (lib/terms.cuh), for a product on tensor
 // cores. grid (ceil(N / LN_ROWS)), block (32 * LN_ROWS). The arrays are aligned to LN_X floats.
 #include "lib/fresh.cuh"
 #include "lib/overlap.cuh"
@@ -26,10 +26,10 @@
 #ifndef LN_ROWS  // rows per block
 #define LN_ROWS 1
 #endif
-#ifndef LN_TERMS  // kind of terms in out; 0: out holds floats
+#ifndef LN_TERMS  // format of out: a kind of terms (16-bit parts of floats, lib/terms.cuh); 0: floats
 #define LN_TERMS 0
 #endif
-#ifndef LN_HELD  // maximum loads of a row that a lane keeps in registers
+#ifndef LN_HELD  // maximum number of loads that a lane keeps in registers
 #define LN_HELD 6
 #endif
 
@@ -42,8 +42,8 @@ extern "C" __global__ void __launch_bounds__(32 * LN_ROWS) layernorm_decode(
     const float* x,                   // (N, C)
     const float* __restrict__ gamma,  // (C)
     const float* __restrict__ beta,   // (C)
-    float* out,                       // (N, C), floats or terms
-    float out_scale,                  // scale of two-part terms
+    float* out,                       // (N, C): floats or 16-bit terms
+    float out_scale,                  // scale of two-part terms in out
     float eps, int N) {
     const int row = blockIdx.x * LN_ROWS + threadIdx.x / 32;
     Values held[HELD ? LOADS : 1], gammas[HELD ? LOADS : 1], betas[HELD ? LOADS : 1];

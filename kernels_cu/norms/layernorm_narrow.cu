@@ -11,7 +11,7 @@
 // computes the variance around the mean (lib/rows.cuh). The differences:
 //
 //   - A team processes LN_EACH rows. The loads of all these rows are issued before the first value is used. gamma and
-//     beta (8 bytes per channel, x and out: 4 bytes) are loaded once for all of these rows.
+//     beta (8 bytes per channel; x and out together 4 bytes) are loaded once for all of these rows.
 //   - The launch may overlap the previous kernel (lib/overlap.cuh): gamma and beta are loaded before the wait.
 //   - out is stored with plain stores and stays in the L2 cache, from which the product reads it.
 //
@@ -36,7 +36,7 @@
 #ifndef LN_VECTORS  // vectors per thread: ceil(C / (LN_THREADS * LN_WIDTH))
 #define LN_VECTORS 6
 #endif
-#ifndef LN_ROWS  // teams per block
+#ifndef LN_ROWS  // teams of LN_THREADS threads per block
 #define LN_ROWS 4
 #endif
 #ifndef LN_EACH  // rows that a team processes one after the other
@@ -44,7 +44,7 @@
 #endif
 
 constexpr int STEP = LN_THREADS * LN_WIDTH;          // channels from a thread's vector to its next one
-constexpr int CHAINS = LN_WIDTH < 4 ? LN_WIDTH : 4;  // independent partial sums of a thread
+constexpr int CHAINS = LN_WIDTH < 4 ? LN_WIDTH : 4;  // independent partial sums per thread
 
 typedef Team<LN_THREADS, LN_ROWS> Row;
 
@@ -89,7 +89,7 @@ struct Kept {
     }
 };
 
-// Loads gammas or betas. Inline assembly keeps these loads before the wait; the compiler moves built-in loads after it.
+// Loads values of gamma or beta. Inline assembly keeps these loads before the wait; the compiler moves others after it.
 struct Parameter {
     typedef Vec<float, Kept<float>::LOAD> Vector;
 
@@ -145,7 +145,7 @@ __device__ __forceinline__ void normalize(const E* x, const float* gamma, const 
     betas.load(beta + first, left, Parameter());
     wait_for_previous();
 
-    Kept<E> rows[LN_EACH];  // teams without a row recompute the last one: all threads must reach the barriers
+    Kept<E> rows[LN_EACH];  // teams without a row recompute the last row: all threads must reach the barriers
 #pragma unroll
     for (int e = 0; e < LN_EACH; ++e) {
         const long long mine = row + e * LN_ROWS;

@@ -3,9 +3,9 @@
 //   out = (x - mean) * rstd * gamma + beta,   rstd = 1 / sqrt(var + eps)   over each row of C channels
 //
 //   layernorm_forward_kernel6: rows in registers, 16-byte loads, x read once; float32, float16 and bfloat16. LN_THREADS
-//       neighbouring threads share a row. Each thread issues all its loads before it uses the first value. Compared
-//       with kernel 5, x and out cross the bus once each. The variance is computed around the mean, which is accurate
-//       for any mean and costs a few shuffles instead of a second pass.
+//       neighbouring threads share a row. Each thread issues all its loads before it uses the first value. Unlike in
+//       kernel 5, x is read from memory only once. The variance is computed around the mean, which is accurate for any
+//       mean and costs a few shuffles instead of a second pass over memory.
 //
 // Sums, mean and rstd are float. N = B * T rows. lib/rows.cuh describes how threads share a row. The Python operation
 // chooses the constants from C. A row gets so many threads that each keeps at most 64 bytes of it. Rows that do not fit
@@ -13,7 +13,7 @@
 //
 // Two measures keep the memory busy. First, gamma and beta are loaded together with x, before any thread waits. Second,
 // out is written with streaming stores, so that it leaves the L2 cache early and in order while the next rows are read.
-// Each gives 2.5 % more bandwidth on an H200.
+// Each measure gives 2.5 % more bandwidth on an H200.
 //
 // grid (ceil(N / LN_ROWS)), block (LN_THREADS * LN_ROWS).
 #include "lib/rows.cuh"
@@ -36,7 +36,7 @@ constexpr int STEP = LN_THREADS * LN_WIDTH;  // channels from a thread's vector 
 typedef Vec<T, LN_WIDTH> Vector;
 typedef Team<LN_THREADS, LN_ROWS> Row;
 
-// A thread's gammas or betas: loaded in advance if x stays in registers, otherwise loaded when used.
+// A thread's values of gamma or beta: loaded in advance if x stays in registers, otherwise loaded when used.
 struct Channels {
     Vector held[LN_VECTORS ? LN_VECTORS : 1];
     const T* from;

@@ -40,7 +40,7 @@
 
 constexpr int STEP = RMS_THREADS * RMS_WIDTH;  // channels from a thread's vector to its next one
 constexpr bool WHOLE = RMS_C == STEP * RMS_VECTORS;
-constexpr int SUMS = RMS_WIDTH < 4 ? RMS_WIDTH : 4;  // independent partial sums of a thread
+constexpr int SUMS = RMS_WIDTH < 4 ? RMS_WIDTH : 4;  // independent partial sums per thread
 static_assert(RMS_C % RMS_WIDTH == 0, "a row is whole vectors");
 static_assert(RMS_VECTORS == 0 || ((RMS_VECTORS - 1) * STEP < RMS_C && RMS_C <= RMS_VECTORS * STEP),
               "a row fits in its threads' vectors, and needs all of them");
@@ -78,7 +78,7 @@ struct Weights {
 };
 
 template <>
-struct Weights<0> {  // loaded when used
+struct Weights<0> {  // weights are loaded when they are used
     const T* weight;
 
     __device__ Weights(const T* weight, int) : weight(weight) {}

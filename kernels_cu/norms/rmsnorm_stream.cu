@@ -1,19 +1,19 @@
 // RMSNorm of the residual stream of a model: out = x * r * weight, r = 1 / sqrt(mean(x^2) + eps), over each row.
 //
-//   x (M, C) float, weight (C) float, out (M, C) of T: float for decoding, 16 bits as operand of tensor cores; with
-//   RS_TERMS, out holds the terms of its values (lib/terms.cuh), for the products of decoding
+//   x (M, C) float, weight (C) float, out (M, C) of type T: float for decoding, 16 bits for products on tensor cores.
+//   With RS_TERMS, out holds each value as 16-bit terms (lib/terms.cuh), for the products of decoding
 //
 //   rmsnorm_stream: the float32 rows of a model: bits that do not depend on the batch, out in any dtype, overlapping
 //       launches
-//   rmsnorm_sums: rmsnorm_stream of x plus the split sums of a feed-forward (gated_sums). matmul/decode/ffn_mma.cu has
-//       stored these sums
-//   rmsnorm_add: the norm of a result added to the residual stream, in place: out = residual + x * r * weight
+//   rmsnorm_sums: rmsnorm_stream of x plus the output of a feed-forward in RS_SUMS partial sums. The kernels of
+//       gated_sums, such as matmul/decode/ffn_mma.cu, have stored these sums, one for each part of the inner dimension
+//   rmsnorm_add: adds the norm of x to the residual stream, in place: out = residual + x * r * weight
 //   operand_rows: x itself without a norm, in the formats of rmsnorm_stream, for products that read the residual stream
 //
 // Differences from norms/rmsnorm.cu: the order of additions depends only on C; x is float for every dtype of out; and
 // the weights are loaded before the previous kernel has ended (lib/overlap.cuh).
 //
-// One block per row. Each thread keeps its part of the row in registers, up to RS_HELD loads; the parts of longer rows
+// One block per row. Each thread keeps its part of the row in registers, if it takes at most RS_HELD loads; longer rows
 // are read again from the L2 cache. x and weight are aligned to RS_WIDTH floats, out to RS_WIDTH elements. Grid (M),
 // block (RS_THREADS).
 #include "lib/common.cuh"
@@ -30,16 +30,16 @@
 #ifndef RS_WIDTH  // values per load: gcd(4, RS_C)
 #define RS_WIDTH 4
 #endif
-#ifndef RS_THREADS  // a multiple of 32
+#ifndef RS_THREADS  // threads per block: a multiple of 32
 #define RS_THREADS 256
 #endif
-#ifndef RS_TERMS  // kind of terms in out, which is float; 0: no terms
+#ifndef RS_TERMS  // format of out: a kind of terms (16-bit parts of floats, lib/terms.cuh); 0: no terms
 #define RS_TERMS 0
 #endif
-#ifndef RS_SUMS  // rmsnorm_sums: splits of the product
+#ifndef RS_SUMS  // rmsnorm_sums: partial sums per output of the feed-forward
 #define RS_SUMS 1
 #endif
-#ifndef RS_HELD  // maximum loads of a row that a thread keeps in registers
+#ifndef RS_HELD  // maximum number of loads that a thread keeps in registers
 #define RS_HELD 8
 #endif
 
@@ -61,7 +61,7 @@ __device__ __forceinline__ void each_load(Use use) {
     }
 }
 
-// Stores values of the block's row, starting at channel c, or their terms. out_scale: scale of two-part terms.
+// Stores values of the block's row, starting at channel c, or their 16-bit terms. out_scale: scale of two-part terms.
 __device__ __forceinline__ void store(T* out, float out_scale, int c, const float (&v)[RS_WIDTH]) {
     if constexpr (RS_TERMS) {
         const long long first = term_place(blockIdx.x, c, gridDim.x, RS_C);
@@ -112,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(RS_THREADS) rmsnorm_stream(
     const float* x,                    // (M, C)
     const float* __restrict__ weight,  // (C)
     T* out,                            // (M, C)
-    float out_scale,                   // scale of two-part terms
+    float out_scale,                   // scale of two-part terms in out
     float eps) {
     const float* from = x + (long long)blockIdx.x * RS_C;
     normalize(weight, eps, [&](int c) { return load_fresh<float, RS_WIDTH>(from + c); },
@@ -139,7 +139,7 @@ extern "C" __global__ void __launch_bounds__(RS_THREADS) rmsnorm_add(
 extern "C" __global__ void __launch_bounds__(RS_THREADS) operand_rows(
     const float* x,   // (M, C)
     T* out,           // (M, C)
-    float out_scale)  // scale of two-part terms
+    float out_scale)  // scale of two-part terms in out
 {
     let_next_start();
     wait_for_previous();
@@ -155,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(RS_THREADS) rmsnorm_sums(
     const float* x,                       // (M, C)
     const float* __restrict__ weight,     // (C)
     const float* sums,                    // (RS_SUMS, M, C)
-    const float* __restrict__ sum_scale,  // (C) or null
+    const float* __restrict__ sum_scale,  // (C): factors of the sums, or null
     T* out,                               // (M, C)
     float eps) {
     const long long row = (long long)blockIdx.x * RS_C, values = (long long)gridDim.x * RS_C;

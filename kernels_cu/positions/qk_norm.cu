@@ -11,14 +11,14 @@
 //   qk_norm_append: decoding: qk_norm and rope_append in one kernel; K and V are written to the kv_cache in its dtype
 //
 // A team of QN_LANES neighbouring lanes processes a head of a row. A lane holds vectors of both halves of the head in
-// registers. Shuffles add the squares in the order of lib/head_norm.cuh. A team of prompts processes QN_HEADS heads
+// registers. Shuffles add the squares in the order of lib/head_norm.cuh. For prompts, a team processes QN_HEADS heads
 // of a row, which share rotations; the loads of all these heads are issued together. Row n belongs to sequence row[n],
 // at position[n]; K and V of rows outside the cache are not stored. Arithmetic is float; angles are computed as in
 // positions/rope_qkv.cu.
 //
-// With QN_TEAMS, a block processes a row, whose heads are distributed over its teams, in two passes. In the first pass,
-// each team adds the squares of its heads, and the block adds the sums of the teams. In the second pass, the teams read
-// the heads again, scale and rotate them.
+// With QN_TEAMS, a block processes a row in two passes. The heads of the row are distributed over the teams. In the
+// first pass, each team adds the squares of its heads, and the block adds the sums of the teams. In the second pass,
+// the teams read their heads again, and scale and rotate them.
 //
 // grid (N, ceil(moved / (blockDim.y QN_HEADS)), B), or (N, 1, B) with QN_TEAMS; block (QN_LANES, teams): whole warps.
 #include "lib/common.cuh"
@@ -33,7 +33,7 @@
 #ifndef QN_WIDTH  // elements per load: a power of two that divides D / 2; arrays are aligned to a load
 #define QN_WIDTH 4
 #endif
-#ifndef QN_LANES  // a power of two up to 32, at least half the number of vectors in half a head
+#ifndef QN_LANES  // lanes per team: a power of two up to 32, at least half the number of vectors in half a head
 #define QN_LANES 16
 #endif
 #ifndef QN_HEADS  // heads per team
@@ -44,7 +44,7 @@
 #endif
 
 constexpr int HALF = QN_D / 2, VECTORS = HALF / QN_WIDTH;
-constexpr int PIECES = next_power((VECTORS + QN_LANES - 1) / QN_LANES);  // vectors per lane, of half a head
+constexpr int PIECES = next_power((VECTORS + QN_LANES - 1) / QN_LANES);  // vectors of half a head per lane
 static_assert(QN_D % 2 == 0 && HALF % QN_WIDTH == 0, "half a head is whole vectors");
 
 // Calls use(piece, channel) for each of the lane's vectors of half a head.
@@ -57,7 +57,7 @@ __device__ __forceinline__ void each(Use use) {
     }
 }
 
-// A lane's channels of a head, in both halves.
+// The channels of a head that a lane holds, in both halves of the head.
 struct Head {
     float first[PIECES][QN_WIDTH] = {}, second[PIECES][QN_WIDTH] = {};
 
@@ -101,7 +101,7 @@ struct Head {
     }
 };
 
-// The rotations of a lane's pairs for a position.
+// The rotations of a lane's pairs of channels for a position.
 struct Turn {
     Rotation by[PIECES][QN_WIDTH];
 
@@ -124,7 +124,7 @@ struct NoTurn {
     __device__ __forceinline__ void operator()(Head&) const {}
 };
 
-// A team's first head and the gamma for it, which is loaded before the previous kernel has ended.
+// The first head of a team, and the gamma of this head, which is loaded before the previous kernel has ended.
 template <typename G>
 struct Team {
     const G* const gamma_q;
@@ -220,7 +220,7 @@ extern "C" __global__ void qk_norm(
     const T* qkv,                   // (N, heads D)
     const T* __restrict__ gamma_q,  // (D), or (n_head D) with QN_TEAMS
     const T* __restrict__ gamma_k,  // (D), or (n_kv_head D) with QN_TEAMS
-    T* out,                         // (N, heads D), or qkv: then V is left in place, and moved excludes it
+    T* out,                         // (N, heads D), or qkv: then V stays in place, and `moved` excludes V
     int n_head,
     int normed,                     // heads of Q and K together
     int moved,                      // heads that are written: all heads, or only the normed ones
@@ -236,9 +236,9 @@ extern "C" __global__ void qk_norm_rope(
     const T* qkv,                       // (B, N, heads D)
     const int* positions,               // (N)
     const double* frequencies,          // (D / 2): radians per position
-    const float* __restrict__ gamma_q,  // as in qk_norm
-    const float* __restrict__ gamma_k,  // as in qk_norm
-    T* out,                             // (B, N, heads D), or qkv, as in qk_norm
+    const float* __restrict__ gamma_q,  // (D), or (n_head D) with QN_TEAMS
+    const float* __restrict__ gamma_k,  // (D), or (n_kv_head D) with QN_TEAMS
+    T* out,                             // (B, N, heads D), or qkv: then V stays in place, and `moved` excludes V
     int n_head, int normed, int moved, int heads, float eps) {
     Team<float> team(gamma_q, gamma_k, n_head, normed);
     const double position = __ldcg(positions + blockIdx.x);
@@ -252,8 +252,8 @@ extern "C" __global__ void qk_norm_append(
     const int* row,                     // (N)
     const int* position,                // (N)
     const double* frequencies,          // (D / 2): radians per position
-    const float* __restrict__ gamma_q,  // as in qk_norm
-    const float* __restrict__ gamma_k,  // as in qk_norm
+    const float* __restrict__ gamma_q,  // (D), or (n_head D) with QN_TEAMS
+    const float* __restrict__ gamma_k,  // (D), or (n_kv_head D) with QN_TEAMS
     KV* k,                              // (B, n_ctx, n_kv_head D)
     KV* v,                              // (B, n_ctx, n_kv_head D)
     float* q,                           // (N, n_head D)

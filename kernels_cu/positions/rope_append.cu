@@ -2,7 +2,7 @@
 //
 //   (r, i) -> (r cos a - i sin a, r sin a + i cos a),   a = position[n] frequencies[k]   for pair k of D / 2 of row n
 //
-//   qkv (N, heads D), heads = n_head + 2 n_kv_head     q (N, n_head D)     k, v (B, n_ctx, n_kv_head D) of KV
+//   qkv (N, heads D), heads = n_head + 2 n_kv_head     q (N, n_head D)     k, v (B, n_ctx, n_kv_head D) of type KV
 //
 //   rope_append: decoding: rope_qkv, with K and V written to the kv_cache in its dtype
 //

@@ -2,7 +2,7 @@
 //
 //   (r, i) -> (r cos a - i sin a, r sin a + i cos a),   a = positions[n] frequencies[k]   for pair k of D / 2 of row n
 //
-//   qkv, out (B, N, heads D), in place if out is qkv: then V is left as it is, and `moved` excludes it
+//   qkv, out (B, N, heads D). If out is qkv, V stays in place, and `moved` (heads written) excludes the heads of V
 //
 //   rope_qkv: rope_pairs with positions and frequencies in device memory; overlapping launches. See
 //       learn/positions/rope.cu

@@ -1,18 +1,18 @@
-// The smallest logit kept by top-k and top-p. Part of tokens/sample.cu.
+// Finds the smallest logit that top-k and top-p keep. Included by tokens/sample.cu, which defines l and mass.
 //
-// The blocks of a cluster share a row; each block has a part of its columns. Candidates are found by histograms of (max
-// l - l) / temperature, which spreads tokens evenly over the bins:
+// The blocks of a cluster share a row of logits; each block has a part of its columns. Candidates for the smallest l
+// kept are found by histograms of (max l - l) / temperature, a quantity that spreads tokens evenly over the bins:
 //
-//   top-k   for k <= 64, tokens not less than the k-th largest of two maxima per warp; for larger k, tokens in or above
-//           the bin of the k-th largest of one maximum per thread
-//   top-p   tokens in the bin at which the running sum of masses reaches p
+//   top-k   for k <= 64, tokens whose l is at least the k-th largest of the two largest l of each warp; for larger k,
+//           tokens in or above the bin of the k-th largest of the threads' maxima
+//   top-p   tokens in the bin at which the running sum of masses reaches the fraction p of all masses
 //
 // If there is at most one candidate per thread, every block sorts all candidates. Otherwise the search continues digit
 // by digit of the bits of l, as in a radix sort that follows only the digit of the last token kept. Bins hold token
 // counts or masses as 64-bit integers, so that the order of additions does not matter.
 //
-// Functions with several callers are not inlined. Otherwise this file would take twice as long to compile as any other,
-// which delays the first token.
+// Functions with several callers are not inlined. Otherwise this file would take twice as long to compile as any other
+// file, which would delay the first token.
 #pragma once
 #include "lib/cluster.cuh"
 #include "lib/logits.cuh"
@@ -23,7 +23,7 @@
 #ifndef SAMPLE_CLUSTER  // blocks per row: 1, 2, 4 or 8; more than one needs sm_90
 #define SAMPLE_CLUSTER 1
 #endif
-#ifndef SAMPLE_STORED  // 1: a block keeps its part of the row in shared memory; 2: and its columns of the first pass
+#ifndef SAMPLE_STORED  // 1: a block keeps its part of the row in shared memory; 2: also its columns of the first pass
 #define SAMPLE_STORED 0
 #endif
 #ifndef SAMPLE_LOADS  // loads in flight per thread in the first pass
@@ -32,10 +32,10 @@
 #ifndef SAMPLE_LATER  // loads in flight in later passes, where more registers are in use
 #define SAMPLE_LATER 7
 #endif
-#ifndef SAMPLE_CHANGES  // 1: with biases, also for tokens that are not yet allowed; 2: and count penalties
+#ifndef SAMPLE_CHANGES  // 1: with biases, which also exclude tokens at first; 2: also with count penalties
 #define SAMPLE_CHANGES 0
 #endif
-#ifndef SAMPLE_GUESSES  // 1: consecutive rows of a sequence, unchanged state, token (M)
+#ifndef SAMPLE_GUESSES  // 1: several rows per sequence; the state is not changed, token is (M)
 #define SAMPLE_GUESSES 0
 #endif
 #ifndef SAMPLE_LIST  // maximum number of candidates that are sorted, at most one per thread
@@ -47,32 +47,32 @@ typedef unsigned long long u64;
 constexpr int THREADS = SAMPLE_THREADS, WARPS = THREADS / 32, RANKS = SAMPLE_CLUSTER;
 constexpr bool STORED = SAMPLE_STORED > 0, FIRST_STORED = SAMPLE_STORED > 1, CHANGED = SAMPLE_CHANGES > 0;
 constexpr bool COUNTED = SAMPLE_CHANGES > 1, GUESSES = SAMPLE_GUESSES > 0;
-constexpr int PLACES = 128;           // places of a sequence's tokens, two biases each; place 0: all other tokens
-constexpr int CHANGES = 2 * PLACES + 2;  // with frequency_penalty and presence_penalty at the end
-constexpr int PASS = 1024;            // threads of the largest block, whose order of additions the first pass has
-constexpr int SHARE = PASS / RANKS;   // threads of PASS whose sums a block computes
+constexpr int PLACES = 128;           // entries of `changes` (tokens/sample.cu), two floats each
+constexpr int CHANGES = 2 * PLACES + 2;  // floats of `changes`: the entries and two penalties
+constexpr int PASS = 1024;            // threads of the largest block; all blocks add in its order in the first pass
+constexpr int SHARE = PASS / RANKS;   // number of these threads whose sums one block computes
 constexpr int FIRST = SAMPLE_LOADS, LATER = SAMPLE_LATER, LIST = SAMPLE_LIST;
 constexpr int BINS = 2048;            // bins of a histogram: 11 bits
-constexpr float REACH = 28.0f;        // mass is 0 where (max - l) / temperature is at least 27.73
-constexpr float NEAR = 8.0f;          // most of the mass is less than NEAR from max: three quarters of the bins
+constexpr float REACH = 28.0f;        // a token's mass is 0 if (max - l) / temperature is at least 27.73
+constexpr float NEAR = 8.0f;          // (max - l) / temperature < NEAR: most of the mass, three quarters of the bins
 constexpr float FINE = BINS / 4 * 3, COARSE = (BINS - FINE) / FINE * NEAR / (REACH - NEAR);
-constexpr float ALIVE = BINS - 1;     // positions from ALIVE on have no mass
+constexpr float ALIVE = BINS - 1;     // tokens at bin positions from ALIVE on have no mass
 constexpr int PASS_WARPS = 32;        // warps of PASS threads
-constexpr float UNIT = 1099511627776.0f;  // 2^40
+constexpr float UNIT = 1099511627776.0f;  // 2^40: mass of the token with the largest l
 static_assert(THREADS >= 32 && THREADS <= 1024 && (THREADS & (THREADS - 1)) == 0, "a power of two");
 static_assert(LIST <= THREADS, "a thread sorts one candidate");
 
 struct Shared {
-    unsigned low[BINS], high[BINS];  // a 64-bit histogram in two halves: shared memory has no 64-bit atomics
+    unsigned low[BINS], high[BINS];  // a 64-bit histogram in two 32-bit halves: shared memory has no 64-bit atomics
     u64 parts[WARPS], rest;
-    u64 totals[RANKS];               // one per block
+    u64 totals[RANKS];               // the sum of each block of the row
     float list[LIST];                // candidates of the row
     float own[RANKS > 1 ? LIST : 1];  // candidates of this block
-    float l[PASS_WARPS];             // best l of each warp of a pass
+    float l[PASS_WARPS];             // largest l of each of the PASS_WARPS warps
     int id[PASS_WARPS];
-    float second[PASS_WARPS];        // top-k: each warp's next best l, in another lane
+    float second[PASS_WARPS];        // top-k: largest l of each warp in its other lanes
     Online online[PASS_WARPS];
-    int counts[RANKS];               // candidates of each block
+    int counts[RANKS];               // number of candidates in each block
     int count, digit, token, bad;
     float cut;
     u64 random;
@@ -80,19 +80,19 @@ struct Shared {
 
 struct Row {
     const float* x;             // (V)
-    const unsigned char* seen;  // (V), null if it changes no logit
+    const unsigned char* seen;  // (V), or null if it changes no logit
     int V;
     float penalty, less;        // repetition_penalty and its reciprocal
-    float frequency, presence;  // the other penalties
-    float max, inverse, scale;  // maximum of l; 1 / temperature; fine bins per unit of l
+    float frequency, presence;  // frequency_penalty, presence_penalty
+    float max, inverse, scale;  // maximum of l; 1 / temperature; bins near the maximum per unit of l
     int first, end;             // columns of this block
     float* stored;              // l of these columns
-    const float* changes;       // (CHANGES), shifted by one once min_new_tokens are drawn
+    const float* changes;       // (CHANGES), advanced by one float once min_new_tokens are drawn
     const int* counts;          // (V): how often each token was drawn; null if it changes no logit
     const int* guessed;         // (guesses): tokens that count as drawn
     int guesses;
 
-    __device__ __forceinline__ float below(float l) const { return l == max ? 0.0f : max - l; }  // also for inf
+    __device__ __forceinline__ float below(float l) const { return l == max ? 0.0f : max - l; }  // inf - inf is NaN
     __device__ __forceinline__ float position(float l) const {
         const float fine = below(l) * scale;
         return fine < FINE ? fine : FINE + (fine - FINE) * COARSE;
@@ -110,13 +110,13 @@ struct Row {
         const bool occurred = more || (CHANGED ? seen % 2 : seen);
         x *= occurred ? x > 0.0f ? less : penalty : 1.0f;
         if (!COUNTED || !counts || !occurred) return x;
-        const int count = counts[column] + more;  // 0 for a token that has not occurred
+        const int count = counts[column] + more;  // 0 for a token that occurs only in the prompt
         return count ? x - __fmul_rn(frequency, (float)count) - presence : x;
     }
 };
 
-// Calls f(l) with LATER columns at a time: first, first + step, ... less than `end`, in this block's part. l is -inf
-// for columns beyond `end`.
+// Calls f(l) with the l of LATER columns at a time, for columns first, first + step, ... less than `end` of this
+// block's part. For columns from `end` on, l is -inf.
 template <typename F>
 __device__ __forceinline__ void visit(const Row& row, int first, int end, int step, F f) {
     for (; first < end; first += LATER * step) {
@@ -141,7 +141,7 @@ __device__ __forceinline__ E* in_block(E* here, int rank) {
     return RANKS > 1 ? in_block_of_cluster(here, rank) : here;
 }
 
-// A barrier for all threads of the row, which makes their writes visible.
+// A barrier for the threads of all blocks of the row, which makes their writes visible.
 __device__ __forceinline__ void sync_row() {
     if (RANKS > 1) {
         release_to_cluster();
@@ -151,8 +151,8 @@ __device__ __forceinline__ void sync_row() {
     }
 }
 
-// Returns the sum of `total` over the blocks before this one. `total` is this block's; it becomes the sum over all
-// blocks.
+// Returns the sum of `total` over the blocks before this block. Replaces `total`, a value of this block, by its sum
+// over all blocks.
 __device__ __forceinline__ u64 before_block(u64& total, Shared& s) {
     if (RANKS == 1) return 0;
     const int rank = rank_in_row();
@@ -190,7 +190,7 @@ __device__ __noinline__ Scan scan_block(u64 value, Shared& s) {
     __syncthreads();
     const u64 part = lane < WARPS ? s.parts[lane] : 0, all = scan_warp(part);
     const u64 before = __shfl_sync(0xffffffffu, all - part, warp), total = __shfl_sync(0xffffffffu, all, 31);
-    __syncthreads();  // all have read parts, which the next call overwrites
+    __syncthreads();  // all threads have read parts, which the next call overwrites
     return {before + own - value, total};
 }
 
@@ -211,17 +211,18 @@ __device__ __forceinline__ void add(Shared& s, int bin, u64 value) {
     if (high) atomicAdd(&s.high[bin], high);
 }
 
-// A bin (-1 if no bin was found), and the amount of `need` that the earlier bins leave to it.
+// digit: a bin, or -1 if no bin was found. need: the requested sum minus the sum of the earlier bins.
 struct Found {
     int digit;
     u64 need;
 };
 
-// Finds the first bin at which the running sum over all blocks reaches `need`; none if the sum of all bins is less.
-// Each block adds a share of the bins. Clears the histogram. p: if not negative, `need` is this fraction of the sum of
-// all bins. Functions that are not inlined pass values, because a reference would put its object in local memory.
+// Finds the first bin at which the running sum of bins over all blocks reaches `need`; no bin if the sum of all bins is
+// less. Each block adds up a share of the bins. Clears the histogram. p: if not negative, `need` is this fraction of
+// the sum of all bins. Arguments and results of functions that are not inlined are values, because a reference would
+// put its object in local memory.
 __device__ __noinline__ Found find(float p, Shared& s, u64 need) {
-    constexpr int MINE = BINS / RANKS, OWN = MINE > THREADS ? MINE / THREADS : 1;  // bins per block, per thread
+    constexpr int MINE = BINS / RANKS, OWN = MINE > THREADS ? MINE / THREADS : 1;  // bins per block; bins per thread
     const int first = rank_in_row() * MINE + threadIdx.x * OWN;
     sync_row();
     u64 own[OWN], sum = 0;
@@ -254,7 +255,7 @@ __device__ __noinline__ Found find(float p, Shared& s, u64 need) {
     return reached ? Found{s.digit, s.rest} : Found{-1, need};
 }
 
-// Tokens with a position in [from, limit) and l >= cut.
+// The candidates: tokens with a bin position in [from, limit) and l >= cut.
 struct Candidates {
     float cut, from, limit;
 
@@ -288,7 +289,7 @@ __device__ __noinline__ int gather(Candidates among, const Row& row, Shared& s) 
         all += s.counts[other];
     }
     if (all <= LIST && threadIdx.x < all) s.list[threadIdx.x] = *in_block(&s.own[threadIdx.x - before], rank);
-    return all;  // no barrier: a thread reads only the candidate that it copied
+    return all;  // no barrier is needed: a thread reads only the candidate that it copied
 }
 
 // Sorts the listed candidates and returns the first one at which the running sum reaches `need`; `need` must not exceed
@@ -297,7 +298,7 @@ __device__ __noinline__ float select(bool masses, const Row& row, Shared& s, int
     const int i = threadIdx.x;
     float l = i < count ? s.list[i] : -INFINITY;
 #pragma unroll 1
-    for (int size = 2; size < 2 * count; size *= 2) {  // sorts runs of this length, largest l first
+    for (int size = 2; size < 2 * count; size *= 2) {  // sorts runs of `size` candidates, largest l first
 #pragma unroll 1
         for (int distance = size / 2; distance > 0; distance /= 2) {
             float other;
@@ -337,7 +338,7 @@ __device__ __noinline__ float least_kept(const Row& row, Shared& s, Candidates a
     const bool masses = p >= 0.0f;
     u64 rank = 0;
     for (int top = 43, shift = 32; top > 0; top = shift, shift = shift > 11 ? shift - 11 : 0) {
-        const bool first = shift == 32;  // the digit of the position comes before the bits of l
+        const bool first = shift == 32;  // the first digit is the bin position, later digits are bits of l
         visit(row, row.first + threadIdx.x, row.end, THREADS, [&](const float(&l)[LATER]) {
 #pragma unroll
             for (int i = 0; i < LATER; ++i) {

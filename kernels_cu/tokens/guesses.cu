@@ -2,22 +2,22 @@
 //
 // A decoding step computes `together` neighbouring rows of a slot, at successive positions: the row of the last token,
 // and rows of guesses of the tokens after it. The token of each row is drawn as if the guesses before it were correct
-// (tokens/sample.cu). Drawn tokens are taken up to and including the first one that differs from its guess. They are
-// the same tokens as with one row per step, in fewer steps.
+// (tokens/sample.cu). Drawn tokens are taken up to and including the first token that differs from its guess. These
+// tokens are the same as with one row per step, in fewer steps.
 //
 //   rows of a slot   last token   guess 0   guess 1   guess 2
 //   drawn                     a         b         c         d      a = guess 0, b = guess 1, c != guess 2: a, b, c
 //
-// history (B, H): the tokens of each slot; the last token is at its position. guess (B, K): -1 for no guess. left (B):
-// tokens that may still be drawn. row, row_token, row_position, turn, drawn, likely: for the M rows of N slots. A row
-// whose position is -1 is not computed.
+// history (B, H): the tokens of each slot; index position[b] holds the last token. guess (B, K): -1 for no guess. left
+// (B): tokens that may still be drawn. row, row_token, row_position, turn, drawn, likely (M): for the rows of N slots.
+// A row whose position is -1 is not computed.
 //
 //   begin_guesses: one block per new sequence copies its prompt to its history
-//   take_guesses: one block per slot takes tokens, and guesses those that followed the latest earlier place of its last
-//       three tokens
+//   take_guesses: one block per slot takes drawn tokens, and guesses the tokens that followed the latest earlier
+//       occurrence of its last three tokens
 //
-// If the last three tokens do not occur earlier, the last two tokens are searched, then the last one. If the guesses
-// reach the last token, they continue with the guesses themselves, which continues a text that repeats itself. The
+// If the last three tokens do not occur earlier, the last two tokens are searched, then the last token. If the copied
+// tokens reach the end of the history, the guesses repeat from the first guess, which continues a repeating text. The
 // history is loaded while the drawn tokens are compared.
 //
 // NVIDIA H200, us per launch of take_guesses in a graph: 3.0 with a history of 500 or 2,000 tokens, 4.7 with 8,000;
@@ -25,16 +25,16 @@
 #include "lib/overlap.cuh"
 #include "lib/guesses.cuh"
 
-constexpr int MATCH = 3;   // tokens compared
-constexpr int PLACE = 29;  // bits of a place in a history; the length of a match is above
-constexpr int HELD = 8;    // tokens of a history that a thread loads before the last tokens are known
+constexpr int MATCH = 3;   // most tokens compared
+constexpr int PLACE = 29;  // bits of an index in a history; the bits above hold the length of a match
+constexpr int HELD = 8;    // tokens of a history that a thread loads before the drawn tokens are known
 constexpr int TAKEN = 1, GUESSED = 2, RIGHT = 4;
 
-// The tokens that a slot takes, and the match of its new end.
+// The tokens that a slot takes, and the best match for its last tokens.
 struct Taken {
     int ids[32];        // tokens that are taken
-    int count, before;  // their number; the place of the last token before them
-    unsigned best;      // the longest match: its length and its place
+    int count, before;  // number of ids; index in the history of the token before them
+    unsigned best;      // the longest match: its length and its index in the history
 };
 
 // The tokens of a sequence, including the new ones.
@@ -46,8 +46,8 @@ struct Tokens {
         return at <= taken.before ? history[at] : taken.ids[at - taken.before - 1];
     }
 
-    // Returns the length of the match that ends at `at`, above the bits of `at`; 0 for no match. The maximum of these
-    // values is the latest of the longest matches.
+    // Compares the tokens up to `at` with the tokens up to `last`, backwards. Returns (number of equal tokens) << PLACE
+    // | at; 0 for no match. The maximum of these values is the latest of the longest matches.
     __device__ __forceinline__ unsigned match(int at, int last) const {
         int length = 0;
         while (length < MATCH && length <= at && (*this)[at - length] == (*this)[last - length]) ++length;
@@ -58,18 +58,18 @@ struct Tokens {
 // grid (N), block (any multiple of 32 from 32 on)
 extern "C" __global__ void take_guesses(
     const int* drawn,       // (M)
-    const float* likely,    // (M): their log-probabilities
-    const int* row,         // (M): slots; a row outside 0 ... B - 1 has none
+    const float* likely,    // (M): log-probabilities of drawn
+    const int* row,         // (M): slot of each row; outside 0 ... B - 1: no slot
     int* row_token,         // (M): tokens of the next step
     int* row_position,      // (M): positions of this step, then of the next one
     int* turn,              // (M): incremented for the first row of each slot
     int* history,           // (B, H)
     int* guess,             // (B, K)
     int* left,              // (B)
-    int* position,          // (B): of the last token
+    int* position,          // (B): position of the last token
     int* step,              // (B): tokens drawn so far
     int* token,             // (B): the last token
-    float* logprob,         // (B): of the last token
+    float* logprob,         // (B): log-probability of the last token
     unsigned char* seen,    // (B, V): the lowest bit is set for tokens taken
     int* counts,            // (B, V), or null: incremented for tokens taken
     int* report,            // (2, 3, M), for even and odd turns: drawn, bits of likely, flags
@@ -85,7 +85,7 @@ extern "C" __global__ void take_guesses(
         return;
     }
     int* const own = history + (long long)b * H;
-    int held[HELD];  // tokens at places `thread`, `thread` + blockDim.x ...
+    int held[HELD];  // tokens at indices thread, thread + blockDim.x ... of the history
 #pragma unroll
     for (int i = 0; i < HELD; ++i) held[i] = own[min(thread + i * (int)blockDim.x, H - 1)];
     const int before = position[b], now_left = left[b], at = row_position[m], one = drawn[m];
@@ -96,7 +96,7 @@ extern "C" __global__ void take_guesses(
         const int id = there ? one : -1, known = thread < K ? its_guess : -1;
         const bool right = there && known >= 0 && id == known;
         const bool next = __shfl_down_sync(0xffffffffu, there, 1) && thread + 1 < together;
-        const int goes_on = __ffs(~__ballot_sync(0xffffffffu, right && next));  // rows up to the first difference
+        const int goes_on = __ffs(~__ballot_sync(0xffffffffu, right && next));  // rows up to the first wrong guess
         const int count = __shfl_sync(0xffffffffu, there, 0) ? goes_on : 0;
         taken.ids[thread] = id;
         if (thread == 0) {
@@ -157,7 +157,7 @@ extern "C" __global__ void take_guesses(
 
 // grid (N new sequences), block (any)
 extern "C" __global__ void begin_guesses(
-    const int* numbers,  // (4 N, then tokens): slot, offset and number of its tokens, tokens left to draw
+    const int* numbers,  // (4 N, then tokens): slots, offsets of their tokens, numbers of their tokens, left
     int* history,        // (B, H)
     int* guess,          // (B, K)
     int* left,           // (B)

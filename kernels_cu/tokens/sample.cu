@@ -2,41 +2,43 @@
 //
 //   logits (M, V); per sequence: temperature, top_p, min_p, repetition_penalty, top_k, seed, sample (B);
 //   seen (B, V): 1 for tokens that have occurred; step (B): tokens drawn so far; position, token, logprob (B);
-//   row (M), the sequence of each row of logits. Without row, row m belongs to sequence m
-//   with SAMPLE_CHANGES: changes (B, 258): for each of 128 places, a bias until min_new_tokens are drawn and a bias
-//   afterwards; then frequency_penalty and presence_penalty. seen also holds twice the place of each token. Place 0
-//   holds 1 if anything changes, and min_new_tokens. With 2, counts (B, V): how often each token was drawn
+//   row (M): the sequence of each row of logits. Without `row`, row m belongs to sequence m
+//   with SAMPLE_CHANGES: changes (B, 258): 128 entries of two floats, then frequency_penalty and presence_penalty.
+//   Entry 0 holds 1 if any logit of the sequence changes, and min_new_tokens. Every other entry holds a bias until
+//   min_new_tokens are drawn, and a bias afterwards. seen[b, t] also holds twice the index of token t's entry; index 0:
+//   no bias. With SAMPLE_CHANGES 2, counts (B, V): how often each token was drawn
 //
-//   l     = logit + bias, where a bias of -inf hides an end token that is not yet allowed; for a seen token, multiplied
-//           by 1 / repetition_penalty if positive, else by repetition_penalty; for a drawn token, minus
-//           frequency_penalty count + presence_penalty
+//   l     = logit + bias, where a bias of -inf excludes an end token that is not yet allowed; for a seen token, times
+//           1 / repetition_penalty if positive, else times repetition_penalty; for a drawn token, minus
+//           frequency_penalty count, minus presence_penalty
 //   mass  = floor(2^40 exp((l - max l) / temperature)), an integer
-//   top-k   keeps the k largest l. top-p keeps the fewest largest of these whose masses reach a fraction p of all. Ties
-//           with the last token kept are kept as well. min-p keeps tokens with a mass of at least min_p 2^40. top_k 0,
-//           top_p 1 and min_p 0 keep all tokens.
+//   top-k   keeps the k largest l. top-p keeps as few of the largest of these as reach the fraction p of their mass.
+//           Ties with the last token kept are kept as well. min-p keeps tokens with a mass of at least min_p 2^40.
+//           top_k 0, top_p 1 and min_p 0 keep all tokens.
 //   draw    r = floor(u (sum of masses kept)), with u in [0, 1) of 64 bits: the first token at which the running sum of
 //           masses kept, in order of ids, exceeds r. u is Philox4x32-10 of the counter (step, sample), with key `seed`.
-//   temperature 0: the token with the largest l; of equal ones, the lowest id
+//   temperature 0: the token with the largest l; of several such tokens, the lowest id
 //
 // logprob is the token's log-probability under the unmodified logits. A row with NaN, or with only -inf, gives token
-// -1. With SAMPLE_GUESSES, row i of a sequence is drawn as step + i, as if the tokens of its rows 1 to i had been drawn
-// before. tokens/guesses.cu then decides which tokens are taken, and changes the state.
+// -1. With SAMPLE_GUESSES, row i (from 0) of a sequence is drawn as step + i, as if the guesses in its rows 1 to i had
+// been drawn. tokens/guesses.cu then decides which drawn tokens are taken, and changes the state.
 //
-//   sample_token: one to eight blocks per row; after exp all is integers: the same bits in any batch. The blocks of a
-//       row are a cluster, each with a contiguous part of the row. The first pass computes maximum and log-sum-exp,
-//       which suffices for temperature 0. For top-k and top-p, candidates.cuh finds the smallest l kept. The last pass
-//       adds the masses kept and draws
-//   mark_seen: tokens of prompts, for the repetition penalty. The kernel sets seen for them
+//   sample_token: one to eight blocks per row; after exp all arithmetic is integer: the same bits in any batch. The
+//       blocks of a row are a cluster, each with a contiguous part of the row. The first pass computes maximum and
+//       log-sum-exp, which suffices for temperature 0. For top-k and top-p, candidates.cuh finds the smallest l kept.
+//       The last pass adds the masses kept and draws
+//   mark_seen: sets `seen` for tokens of prompts, for the repetition penalty
 //
 // NVIDIA H200, V 50257, us per launch in a graph, for 1 row (eight blocks) and 64 rows (one block each): temperature 0:
-// 5.4 and 8.1, temperature 0.8: 9.8 and 17.1; then with top-k 50: 15.1 and 24.9, with top-p 0.9: 18.5 and 31.2, with
-// logit_bias: 16.3 and 28.7, with frequency_penalty: 23.7 and 36.6. NVIDIA H100, 64 rows, with Row in shared memory
-// (with Row in local memory): 7.5 (8.9), 18.1 (18.2), with top-k 25.0 (26.4), with top-p 37.4 (39.5); 1 row: equal
+// 5.4 and 8.1; temperature 0.8: 9.8 and 17.1; temperature 0.8 with top-k 50: 15.1 and 24.9, with top-p 0.9: 18.5 and
+// 31.2, with logit_bias: 16.3 and 28.7, with frequency_penalty: 23.7 and 36.6. NVIDIA H100, 64 rows, struct Row in
+// shared memory (in local memory): temperature 0: 7.5 (8.9); 0.8: 18.1 (18.2), with top-k 25.0 (26.4), with top-p 37.4
+// (39.5); for 1 row, both take equally long
 #include "tokens/candidates.cuh"
 #include "lib/copies.cuh"
 #include "lib/overlap.cuh"
 
-#if SAMPLE_CLUSTER == 1  // one block is launched without a cluster
+#if SAMPLE_CLUSTER == 1  // a single block is launched without a cluster
 #undef __cluster_dims__
 #define __cluster_dims__(...)
 #endif
@@ -57,8 +59,8 @@ __device__ u64 philox(unsigned step, unsigned sample, u64 seed) {
     return (u64)c[1] << 32 | c[0];
 }
 
-// Requests copies to shared memory: of this block's part of the row, unless `greedy`; with FIRST_STORED, also of the
-// columns of its first pass, stored after that part.
+// Starts copies to shared memory: unless `greedy`, this block's part of the row; with FIRST_STORED, also the columns of
+// the block's first pass, stored after that part.
 __device__ void request(const Row& row, bool greedy) {
     const int length = row.end - row.first, lines = (row.V + PASS - 1) / PASS;
     for (int i = threadIdx.x; i < length && !greedy; i += THREADS) copy_float(row.stored + i, row.x + row.first + i);
@@ -74,7 +76,7 @@ __device__ void request(const Row& row, bool greedy) {
 __device__ void receive(const Row& row, bool greedy) {
     wait_for_copies();
     if (row.seen && !greedy) {
-        for (int i = row.first + threadIdx.x; i < row.end; i += THREADS) {  // elements that this thread copied
+        for (int i = row.first + threadIdx.x; i < row.end; i += THREADS) {  // the elements that this thread copied
             float& l = row.stored[i - row.first];
             l = row.changed(l, row.seen[i], i);
         }
@@ -82,9 +84,10 @@ __device__ void receive(const Row& row, bool greedy) {
     __syncthreads();
 }
 
-// Finds the best l of a row, and the maximum and sum of its logits. The order of additions depends only on V: each warp
-// computes the sums of one warp of a block of PASS threads, or of several in turn, and every block receives all
-// results. Returns the largest l that this thread has seen, or -inf. top_k: whether s.second is needed.
+// Finds the best token of a row, and the maximum and the sum of exp of its logits. The order of additions depends only
+// on V: each warp computes the sums of one warp of a block of PASS threads, or of several such warps in turn, and every
+// block receives all results. Returns the largest l that this thread has read, or -inf. top_k: whether s.second is
+// needed.
 __device__ float first_pass(const Row& row, Shared& s, bool top_k, Best& best, Online& all) {
     const int lane = threadIdx.x % 32, start = rank_in_row() * SHARE;
     const float* columns = FIRST_STORED ? row.stored + (row.V + RANKS - 1) / RANKS : row.x + start;
@@ -136,8 +139,8 @@ __device__ float first_pass(const Row& row, Shared& s, bool top_k, Best& best, O
     return largest;
 }
 
-// Returns whether the row has no valid token. The sum is NaN also if the maximum is +inf; only then is the row searched
-// for NaN.
+// Returns whether the row has no valid token: a NaN, or only -inf. If the maximum is +inf, the sum is NaN in any case,
+// so the row is searched for NaN.
 __device__ bool hopeless(const Row& row, Shared& s, float largest, const Online& online) {
     if (largest == -INFINITY) return true;
     if (online.sum == online.sum) return false;
@@ -151,8 +154,8 @@ __device__ bool hopeless(const Row& row, Shared& s, float largest, const Online&
     return s.bad;
 }
 
-// Returns the k-th largest of the two maxima of each warp, which are different tokens. k is at most the number of
-// maxima.
+// Returns the k-th largest of the values s.l and s.second, which are l of two different tokens per warp. k is at most
+// the number of these values.
 __device__ float kth_of_warps(Shared& s, int k) {
     if (threadIdx.x < 32) {
         const float one = s.l[threadIdx.x], two = s.second[threadIdx.x];
@@ -171,9 +174,9 @@ __device__ float kth_of_warps(Shared& s, int k) {
     return s.cut;
 }
 
-// filter() and draw() are not inlined, because the kernel would then spill registers.
+// filter() and draw() are not inlined: with them inlined, the kernel would spill registers.
 
-// Returns the smallest l that top-k and top-p keep. largest: the largest l that this thread has seen, or -inf.
+// Returns the smallest l that top-k and top-p keep. largest: the largest l that this thread has read, or -inf.
 __device__ __noinline__ float filter(const Row& row, Shared& s, int k, float p, float largest) {
     Candidates among = {-INFINITY, 0.0f, ALIVE};
     if (0 < k && k < row.V) {
@@ -192,16 +195,16 @@ __device__ __noinline__ float filter(const Row& row, Shared& s, int k, float p, 
         }
         if (enough) listed = gather(largest_ones, row, s);
         among.cut = listed <= LIST ? select(false, row, s, listed, k) : least_kept(row, s, among, k, -1.0f);
-        // least_kept returns -inf if fewer than k tokens have a mass; then all of these are kept.
+        // least_kept returns -inf if fewer than k tokens have a mass; then all tokens with a mass are kept.
     }
     return p < 1.0f ? least_kept(row, s, among, 0, p) : among.cut;
 }
 
-// Draws a token with l >= cut and a mass of at least `least`. Returns the token in the block that owns it, -1 in
-// others.
+// Draws a token with l >= cut and a mass of at least `least`. Returns the token in the block whose part contains it, -1
+// in other blocks.
 __device__ __noinline__ int draw(const Row& row, Shared& s, float cut, u64 least) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int length = (row.end - row.first + WARPS - 1) / WARPS;  // columns per warp, contiguous
+    const int length = (row.end - row.first + WARPS - 1) / WARPS;  // consecutive columns per warp
     const int first = row.first + warp * length;
     const auto kept = [&](float l) {
         if (!(l >= cut)) return (u64)0;
@@ -252,15 +255,15 @@ extern "C" __global__ void __cluster_dims__(SAMPLE_CLUSTER, 1, 1) __launch_bound
     int* step,                        // (B): incremented
     int* token,                       // (B), with SAMPLE_GUESSES (M)
     float* logprob,                   // same shape as token
-    const int* row,                   // (M) or null: sequences; none outside 0 ... B - 1
-    int* next_token,                  // (M) or null, as the next two: a copy of token
+    const int* row,                   // (M) or null: sequence of each row; outside 0 ... B - 1: no sequence
+    int* next_token,                  // (M): a copy of token; next_token, next_position and turn: null if row is
     int* next_position,               // (M): a copy of position
-    int* turn,                        // (M): incremented for every row; not with SAMPLE_GUESSES
+    int* turn,                        // (M): incremented for every row, except with SAMPLE_GUESSES
     const float* changes,             // (B, 258) with SAMPLE_CHANGES
     int* counts,                      // (B, V) with SAMPLE_CHANGES 2: incremented for the token
     int* report,                      // (2, 2, M) or null: token, bits of logprob, for even and odd turns (or steps)
     int B, int V, int n_ctx,
-    int together) {                   // SAMPLE_GUESSES: consecutive rows of a sequence, at successive positions
+    int together) {                   // SAMPLE_GUESSES: consecutive rows per sequence, at successive positions
     __shared__ Shared s;
     extern __shared__ float stored[];
     const int m = blockIdx.x / RANKS, rank = rank_in_row(), thread = threadIdx.x;
@@ -278,9 +281,9 @@ extern "C" __global__ void __cluster_dims__(SAMPLE_CLUSTER, 1, 1) __launch_bound
     const float penalty = repetition_penalty[b];
     for (int bin = thread; bin < BINS; bin += THREADS) s.low[bin] = s.high[bin] = 0;
     wait_for_previous();
-    const int guesses = GUESSES ? m % together : 0;  // tokens of this sequence before this row's, drawn or not
+    const int guesses = GUESSES ? m % together : 0;  // number of guesses in earlier rows and this row
     const int at_position = GUESSES ? next_position[m] : 0;
-    __shared__ Row values;  // shared: a local one would be in each thread's local memory
+    __shared__ Row values;  // shared, because each thread would have a copy in local memory
     if (thread == 0) {
         s.bad = 0;
         values.x = logits + (long long)m * V;
@@ -346,7 +349,7 @@ extern "C" __global__ void __cluster_dims__(SAMPLE_CLUSTER, 1, 1) __launch_bound
     token[b] = chosen;
     logprob[b] = likely;
     if (row) next_token[m] = chosen, next_position[m] = at, turn[m] += 1;
-    if (report) {  // in host memory: the host needs no copy
+    if (report) {  // report is in host memory: the host needs no copy
         const int M = gridDim.x / RANKS;
         int* to = report + half * 2 * M + m;
         to[0] = chosen;
@@ -360,7 +363,7 @@ extern "C" __global__ void __cluster_dims__(SAMPLE_CLUSTER, 1, 1) __launch_bound
 // grid (ceil(N / blockDim.x)), block (any)
 extern "C" __global__ void mark_seen(
     const int* tokens,    // (N): tokens of all rows, concatenated
-    const int* rows,      // (N): the row of each token
+    const int* rows,      // (N): for each token, the row of `seen`
     unsigned char* seen,  // (B, V): set to 1 for these tokens; indices out of range are ignored
     int N, int B, int V) {
     const long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;

@@ -1,7 +1,8 @@
-// The state of decoding for each slot, (B), and for each row of a step, (M).
+// Sets the state of decoding: arrays (B) of slots, and arrays (M) of the rows of a step.
 //
-//   begin_slots: sampling parameters, position and step of sequences that begin
-//   place_rows: sets token and position of a step's rows to the last ones of their slots
+//   begin_slots: sets sampling parameters, position and step of slots whose sequences begin
+//   place_rows: sets token and position of a step's rows from the last token, the position and the guesses of their
+//       slots
 //
 // grid (ceil(N / blockDim.x)) for N sequences or rows; block (any)
 #include "lib/guesses.cuh"
@@ -20,8 +21,8 @@ struct Given {
 };
 
 extern "C" __global__ void begin_slots(
-    const int* numbers,         // (11 N): seeds as 64 bits; slots; then the arguments after seed
-    long long* seed,            // (B), as the following arrays
+    const int* numbers,         // (11 N): 64-bit seeds; slots; values for the arguments temperature to step
+    long long* seed,            // (B), as all arrays after it
     float* temperature,
     float* top_p,
     float* min_p,
@@ -48,13 +49,13 @@ extern "C" __global__ void begin_slots(
 }
 
 extern "C" __global__ void place_rows(
-    const int* row,       // (M): slot of each row; outside 0 ... B - 1, the row is left as it is
+    const int* row,       // (M): slot of each row; a row with a slot outside 0 ... B - 1 is not changed
     const int* token,     // (B)
     const int* position,  // (B)
-    const int* guess,     // (B, K), or null: no guesses, a row takes `token`
+    const int* guess,     // (B, K); or null for no guesses: each row is its slot's token
     const int* left,      // (B): tokens that may still be drawn
-    int* of_rows,         // (M): tokens
-    int* at,              // (M): positions
+    int* of_rows,         // (M): token of each row
+    int* at,              // (M): position of each row
     int together,         // rows per slot
     int M, int B, int K) {
     const int m = blockIdx.x * blockDim.x + threadIdx.x;

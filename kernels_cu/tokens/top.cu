@@ -3,9 +3,9 @@
 //   logits (M, V), ids (M, K), logprobs (M, K): logit - log(sum over j of exp(logits[j])). Of equal logits, the lower
 //   id comes first. With fewer than K tokens in a row, the remaining entries are id -1 and -inf
 //
-//   top_logprobs_kernel: a thread keeps the best few of its columns; each warp lists its K best, one merges. A row has
-//       one block. A thread keeps its best columns in registers, sorted. It reads its columns again only if all kept
-//       ones are among the K best of its warp. There is no barrier before the lists
+//   top_logprobs_kernel: a thread keeps the best few of its columns; each warp lists its K best, one warp merges the
+//       lists. A row has one block. A thread keeps its best columns in registers, sorted. It reads its columns again
+//       only if all kept columns are among the K best of its warp. There is no barrier before the lists are complete
 //
 // A row with NaN gives NaN for all log-probabilities.
 #include "lib/logits.cuh"
@@ -13,7 +13,7 @@
 #ifndef TOP_THREADS  // threads per block: a multiple of 32
 #define TOP_THREADS 512
 #endif
-#ifndef TOP_KEPT  // tokens that a thread keeps
+#ifndef TOP_KEPT  // tokens that a thread keeps at a time
 #define TOP_KEPT 3
 #endif
 #ifndef TOP_LOADS  // loads in flight per thread
@@ -24,7 +24,7 @@
 #endif
 
 constexpr int THREADS = TOP_THREADS, WARPS = THREADS / 32, KEPT = TOP_KEPT, LOADS = TOP_LOADS, MOST = TOP_MOST;
-constexpr int NONE = 0x7fffffff;  // replaces a missing id
+constexpr int NONE = 0x7fffffff;  // id of a missing token
 static_assert(THREADS % 32 == 0 && WARPS <= 32, "one lane of a warp for each list");
 
 // The best tokens of a thread's columns, sorted.
@@ -36,7 +36,7 @@ struct Kept {
         for (int i = 0; i < KEPT; ++i) best[i] = {-INFINITY, NONE};
     }
 
-    __device__ __forceinline__ void add(Best x) {  // the last one drops out
+    __device__ __forceinline__ void add(Best x) {  // the last token drops out
 #pragma unroll
         for (int i = 0; i < KEPT; ++i) {
             const Best other = best[i];
@@ -46,14 +46,15 @@ struct Kept {
         }
     }
 
-    __device__ __forceinline__ void pop() {  // drops the first one
+    __device__ __forceinline__ void pop() {  // drops the first token
 #pragma unroll
         for (int i = 0; i + 1 < KEPT; ++i) best[i] = best[i + 1];
         best[KEPT - 1] = {-INFINITY, NONE};
     }
 };
 
-// Keeps the best of a thread's columns that come after `last` in order. Adds all columns to `online`, if not null.
+// Keeps the best of this thread's columns among those that rank after `last`. Adds all columns to `online`, if not
+// null.
 __device__ void scan(const float* x, int V, const Best& last, Kept& kept, Online* online) {
     kept.clear();
     for (int first = threadIdx.x; first < V; first += THREADS * LOADS) {
@@ -97,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(TOP_THREADS) top_logprobs_kernel(
 
     const Online all = (lane < WARPS ? parts[lane] : Online{-INFINITY, 0.0f}).of_warp();
     const float log_sum = logf(all.sum);
-    int next = 0;  // next entry in this lane's list
+    int next = 0;  // next entry of the list that this lane merges
     for (int k = 0; k < K; ++k) {
         const Best mine = lane < WARPS && next < K ? lists[lane][next] : Best{-INFINITY, NONE};
         const Best best = mine.of_warp();

@@ -1,16 +1,16 @@
 // Appends new keys and values to a kv_cache: row n of qkv belongs to sequence row[n], at position[n].
 //
-//   qkv (N, W), rows [Q | K | V], whose last 2 C columns are K and V: with grouped queries W > 3C
+//   qkv (N, W): a row is [Q | K | V], and its last 2 C columns are K and V. With grouped queries, W > 3C
 //   k[row, position] = columns W-2C..W-C-1 of qkv, v[row, position] = columns W-C..W-1   k, v (B, n_ctx, C)
 //
 //   kv_append, kv_append_narrow: writes K and V of packed rows to the kv_cache, converted to its dtype where needed.
 //       kv_append reads qkv as float, kv_append_narrow as T, the output type of tensor-core products
-//   kv_round: rounds K and V of packed rows in place to what a kv_cache of FP8 can hold. qkv is of T
-//   kv_copy: copies the first positions of sequences to other sequences, in all layers at once. The K and V arrays of
-//       all layers are the halves of one array. Grid (any, M, halves)
+//   kv_round: rounds K and V of packed rows in place to values that an FP8 kv_cache can hold. qkv has type T
+//   kv_copy: copies the first positions of sequences to other sequences, in all layers at once. One array contains the
+//       K array and the V array of every layer; each of these is called a half. Grid (any, M, halves)
 //
-// k and v are of KV. A thread moves a vector by loads of at most 16 bytes each and one store:
-// lib/attention/kv_cache.cuh.
+// k and v have type KV. A thread copies a vector by loads of at most 16 bytes each and one store
+// (lib/attention/kv_cache.cuh).
 #include "lib/fresh.cuh"
 #include "lib/overlap.cuh"
 #include "lib/attention/kv_cache.cuh"
@@ -65,7 +65,7 @@ extern "C" __global__ void kv_round(
 extern "C" __global__ void kv_copy(
     KV* kv,             // (halves, B, n_ctx, C), aligned to a vector
     const int* source,  // (M): source sequences
-    const int* target,  // (M): target sequences; no sequence is the target of one pair and part of another
+    const int* target,  // (M): target sequences; the target of a pair must not occur in another pair
     const int* count,   // (M): positions to copy
     int C, int B, int n_ctx) {
     let_next_start();

@@ -2,7 +2,7 @@
 //
 //   kv_append_split: kv_append from two-part rows. See attention/cache/kv_cache.cu and lib/two_part.cuh
 //
-//   qkv (N, W), rows [Q | K | V], whose last 2 C columns are K and V: with grouped queries W > 3C
+//   qkv (N, W): a row is [Q | K | V], and its last 2 C columns are K and V. With grouped queries, W > 3C
 //   k[row, position] = columns W-2C..W-C-1 of qkv, v[row, position] = columns W-C..W-1   k, v (B, n_ctx, C)
 #ifndef STORAGE_FP16
 #define STORAGE_FP16

@@ -1,38 +1,43 @@
 // Attention of one query per row of a batch (decoding), over a kv_cache that already contains the query's own key.
 //
-//   q, out (M, C), C = NH HS     k, v (B, n_ctx, NKV HS) of KV    row, position (M): query m belongs to sequence row[m]
-//   of the cache, and sees its keys 0..position[m]
+//   q, out (M, C), C = NH HS     k, v (B, n_ctx, NKV HS) of type KV    row, position (M): query m belongs to sequence
+//   row[m] of the cache, and sees keys 0..position[m] of this sequence
 //
-// A head of K and V serves NH / NKV neighbouring heads of q. A team of warps computes AS_QUERIES of these, which share
-// its loads; fewer, if the GPU has room for more warps (H100, one row at position 500: a step of Gemma 3 1B 1.33 ->
-// 1.16 ms, of Qwen3 4B 3.23 -> 3.12). Below, one head of q is described; its bits are the same in any team.
+// A head of K and V serves NH / NKV neighbouring heads of q. A team of warps computes AS_QUERIES of these heads, which
+// share the team's loads. AS_QUERIES is smaller if the GPU has room for more warps (H100, one row at position 500: a
+// decoding step of Gemma 3 1B takes 1.16 ms instead of 1.33, of Qwen3 4B 3.12 ms instead of 3.23). The bits of a head
+// of q do not depend on AS_QUERIES. The text below describes one head of q.
 //
-//   attention_split: decoding: one warp per 32 keys of a head, the next keys in flight; splits are combined in shared
-//       memory, which with few rows is shared by a cluster
+//   attention_split: decoding: one warp per 32 keys of a head, the next keys in flight; the results of warps are
+//       combined in shared memory; with few rows, the warps of a head are in all blocks of a cluster
 //
-// For its split, which is 32 neighbouring keys, a warp computes
+// For each of its splits (a split is 32 consecutive keys), a warp computes
 //
 //   m = max s_j        s_j = q k_j log2(e) / sqrt(HS)
 //   l = sum 2^(s_j - m),   part = sum 2^(s_j - m) v_j
 //
-// The splits of a span (1,024 keys) are combined in shared memory, one lane per split. With M the largest m and w =
-// 2^(m - M), a span has L = sum w l and the sum of w part. A later span is added to the earlier ones in the same way.
-// The output is the sum of parts divided by L. For a row outside 0..B - 1 or a position < 0, nothing is written.
+// The results of the 32 splits of a span (1,024 keys) are combined in shared memory, one lane per split. With m' the
+// largest m of these splits and w = 2^(m - m'), the sums of a span are L = sum w l and O = sum w part. The sums of a
+// later span are combined with the sums of the earlier spans in the same way. The output is O / L. If row[m] is outside
+// 0..B - 1 or position[m] < 0, row m of out is not written.
 //
 //   a head's keys    | split 0 | split 1 | ...      split s belongs to warp s % WORKERS of the team
-//   a warp's keys    GROUPS at a time; LANES neighbouring lanes read a key, 16 bytes each, in PIECES loads
+//   a warp's keys    GROUPS keys at a time; LANES neighbouring lanes read a key, 16 bytes each, in PIECES loads
 //
-// A team has AS_WARPS warps in each of AS_CLUSTER blocks of a cluster. They write to the shared memory of the cluster's
-// first block. With few queries, clusters let more of the GPU take part, and a warp has one split. The order of
-// additions depends only on HS, KV, AS_WIDTH and AS_VECTORS.
+// A team has AS_WARPS warps in each of the AS_CLUSTER blocks of a cluster. All its warps write their results to the
+// shared memory of the cluster's first block. If there are few queries, a cluster spreads the keys of a head over more
+// multiprocessors, and each warp has one split. The order of additions depends only on HS, KV, AS_WIDTH and AS_VECTORS.
 //
-// A thread keeps HELD pieces of keys and of values in flight. Once the keys are multiplied, the next keys are loaded
-// into their registers; values likewise. The first loads precede the end of the previous kernel, which can write only
-// keys from the first row's position on (`together` rows per sequence). Until then this position is a hint. If it was
-// wrong, the loads are repeated. Split 0 has a window's first key. The grid fits all positions.
+// A thread holds its vectors of HELD keys and HELD values in registers. After these keys are multiplied, the next keys
+// are loaded into the same registers; the next values are loaded after the values are added. The first loads are issued
+// before the previous kernel has ended. That kernel can write only keys at or after the position of the sequence's
+// first row (of `together` rows per sequence). It can also write `position`, so the position read before its end is a
+// hint: if the hint was wrong, the loads are repeated. With a window, split 0 contains the window's first key. The grid
+// does not depend on positions.
 //
-// Grid (AS_CLUSTER, teams / AS_HEADS, M), block (32 AS_HEADS AS_WARPS). With AS_QUERIES > 1, sizeof(Shared) dynamic
-// shared memory. Positions beyond the cache count as its last. Source of the idea: Dao et al., "Flash-Decoding" (2023).
+// Grid (AS_CLUSTER, teams / AS_HEADS, M), block (32 AS_HEADS AS_WARPS). With AS_QUERIES > 1, the dynamic shared memory
+// is sizeof(Shared) bytes. A position beyond the cache counts as the last position of the cache. Source of the idea:
+// Dao et al., "Flash-Decoding" (2023).
 #include "lib/attention/unit.cuh"
 #include "lib/attention/window.cuh"
 #include "lib/cluster.cuh"
@@ -45,59 +50,59 @@
 #ifndef NH
 #define NH 12
 #endif
-#ifndef NKV  // heads of K; V has as many
+#ifndef NKV  // heads of K, and of V
 #define NKV NH
 #endif
 #ifndef HS
 #define HS 64
 #endif
-#ifndef AS_WIDTH  // elements per load of K and V: a power of two that divides HS, at most 16 bytes; k, v aligned to it
+#ifndef AS_WIDTH  // elements per load of k, v (aligned to a load): a power of two that divides HS, at most 16 bytes
 #define AS_WIDTH 4
 #endif
-#ifndef AS_QUERIES  // heads of q per team
+#ifndef AS_QUERIES  // heads of q per team of warps
 #define AS_QUERIES 1
 #endif
-#ifndef AS_HEADS  // teams per block
+#ifndef AS_HEADS  // teams of warps per block
 #define AS_HEADS 1
 #endif
-#ifndef AS_WARPS  // warps of a team per block
+#ifndef AS_WARPS  // warps of a team in each block
 #define AS_WARPS 4
 #endif
-#ifndef AS_CLUSTER  // blocks that share the keys of a head
+#ifndef AS_CLUSTER  // blocks of a cluster, which share the keys of a head
 #define AS_CLUSTER 1
 #endif
-#if AS_CLUSTER == 1  // one block is launched without a cluster
+#if AS_CLUSTER == 1  // a single block is launched without a cluster
 #undef __cluster_dims__
 #define __cluster_dims__(...)
 #endif
 #ifndef AS_BLOCKS  // minimum blocks per multiprocessor: limits the registers
 #define AS_BLOCKS 1
 #endif
-#ifndef AS_TERMS  // kind of terms (lib/terms.cuh) in out, for a product; 0: out holds floats
+#ifndef AS_TERMS  // format of out: a kind of terms (16-bit parts of floats, lib/terms.cuh); 0: floats
 #define AS_TERMS 0
 #endif
 #ifndef AS_VECTORS  // vectors of K, and of V, in flight per thread
 #define AS_VECTORS 8
 #endif
-#ifndef AS_GUESSES  // 1: each sequence has `together` rows
+#ifndef AS_GUESSES  // 1: each sequence has `together` consecutive rows, for guessed tokens
 #define AS_GUESSES 0
 #endif
 __device__ constexpr int least(int a, int b) { return a < b ? a : b; }
 constexpr int ROW = NH * HS, KV_ROW = NKV * HS, SERVES = NH / NKV;  // SERVES: heads of q per head of K
-constexpr int TEAMS = (SERVES + AS_QUERIES - 1) / AS_QUERIES;   // teams per head of K; the last may have fewer queries
+constexpr int TEAMS = (SERVES + AS_QUERIES - 1) / AS_QUERIES;  // number of teams for each head of K
 constexpr int SLOTS = AS_HEADS * AS_QUERIES;                  // heads of q per block
-constexpr int KEYS = 32, SPAN = 32;                           // keys of a split; splits of a span
-constexpr int VECTORS = HS / AS_WIDTH;                        // vectors of a key
+constexpr int KEYS = 32, SPAN = 32;                           // KEYS: keys per split; SPAN: splits per span
+constexpr int VECTORS = HS / AS_WIDTH;                        // vectors of AS_WIDTH elements per key
 constexpr int LANES = least(next_power(VECTORS), 32);         // lanes that share a key
-constexpr int PIECES = (VECTORS + LANES - 1) / LANES;         // vectors of a key per lane
-constexpr int GROUPS = 32 / LANES;                            // keys per warp at a time
-constexpr int SHARE = KEYS / GROUPS;                          // keys of a split per thread
-constexpr int HELD = least(SHARE, AS_VECTORS < PIECES ? 1 : AS_VECTORS / next_power(PIECES));  // keys of these at once
+constexpr int PIECES = (VECTORS + LANES - 1) / LANES;         // vectors that each lane loads of a key
+constexpr int GROUPS = 32 / LANES;                            // keys that a warp loads at a time
+constexpr int SHARE = KEYS / GROUPS;                          // keys of a split for each thread
+constexpr int HELD = least(SHARE, AS_VECTORS < PIECES ? 1 : AS_VECTORS / next_power(PIECES));  // keys held per thread
 constexpr int ROUNDS = SHARE / HELD;
-constexpr int ROUND = HELD * GROUPS;                          // keys of a round per warp
+constexpr int ROUND = HELD * GROUPS;                          // keys that a warp processes per round
 constexpr int WARPS = AS_HEADS * AS_WARPS, WORKERS = AS_WARPS * AS_CLUSTER;
-constexpr int CHUNKS = (HS + 31) / 32;                        // groups of 32 channels in a head
-constexpr int ITEMS = (SLOTS * CHUNKS + WARPS - 1) / WARPS;   // chunks that a warp combines
+constexpr int CHUNKS = (HS + 31) / 32;                        // groups of 32 channels per head
+constexpr int ITEMS = (SLOTS * CHUNKS + WARPS - 1) / WARPS;   // groups of 32 channels that a warp combines
 static_assert(NH > 0 && HS > 0 && HS <= 256, "HS: 1 to 256");
 static_assert(HS % AS_WIDTH == 0, "a head is whole vectors");
 static_assert(NH % NKV == 0, "every head of K serves as many heads of q");
@@ -112,12 +117,12 @@ struct Shared {
     float m[SLOTS][SPAN], l[SLOTS][SPAN];
 };
 
-// head_of: a team's first head of q. queries_of: the team's number of heads of q.
+// head_of: the first head of q that a team computes. queries_of: its number of heads of q, at most AS_QUERIES.
 __device__ __forceinline__ int head_of(int team) { return team / TEAMS * SERVES + team % TEAMS * AS_QUERIES; }
 __device__ __forceinline__ int queries_of(int team) { return least(AS_QUERIES, SERVES - team % TEAMS * AS_QUERIES); }
 
 template <typename Op>
-__device__ __forceinline__ float across_groups(float value) {  // over a warp; lanes of a group differ
+__device__ __forceinline__ float across_groups(float value) {  // combines lanes with equal lane % LANES
 #pragma unroll
     for (int distance = 16; distance >= LANES; distance /= 2) {
         value = Op::combine(value, __shfl_xor_sync(0xffffffffu, value, distance));
@@ -125,7 +130,7 @@ __device__ __forceinline__ float across_groups(float value) {  // over a warp; l
     return value;
 }
 
-// Calls use(i, p) for each of a thread's vectors in a round: piece p of the thread's key i.
+// Calls use(i, p) for each vector that a thread loads in a round: its vector p of its key i.
 template <typename Use>
 __device__ __forceinline__ void each(Use use) {
     const int vector = threadIdx.x % LANES;
@@ -139,11 +144,11 @@ __device__ __forceinline__ void each(Use use) {
     }
 }
 
-// A thread's vectors of K or V in a round.
+// The vectors of K or V that a thread holds in a round, for HELD keys.
 struct Held {
     Vector vectors[HELD][PIECES] = {};  // zeros where a lane has no vector
 
-    // Loads keys from..to of the round that begins with key `first`. own: this thread's vector of key 0.
+    // Loads keys from..to of the round that begins with key `first`. own: this thread's first vector of key 0.
     __device__ __forceinline__ void add(const KV* own, int first, int from, int to) {
         const int group = threadIdx.x % 32 / LANES;
         const KV* const here = own + (long long)first * KV_ROW;
@@ -153,7 +158,7 @@ struct Held {
         });
     }
 
-    // Loads keys lowest..last of the round, and zeros for its other keys.
+    // Loads those keys of the round that are in lowest..last. Sets the vectors of the round's other keys to 0.
     __device__ __forceinline__ void load(const KV* own, int first, int lowest, int last) {
         if (first + ROUND - 1 <= last && (!WINDOW || first >= lowest)) {
             const KV* const here = own + (long long)first * KV_ROW;
@@ -169,7 +174,7 @@ struct Held {
     }
 };
 
-// Computes a lane's share of the products of x with its keys.
+// Computes this lane's part of the dot product of x with each of its keys.
 __device__ __forceinline__ void multiply(const float (&x)[PIECES][AS_WIDTH], const Held& keys, float (&s)[HELD]) {
 #pragma unroll
     for (int i = 0; i < HELD; ++i) {
@@ -184,7 +189,8 @@ __device__ __forceinline__ void multiply(const float (&x)[PIECES][AS_WIDTH], con
     }
 }
 
-// Combines the shares into the scores of a round from key `first` on, in all lanes of a key; -inf for keys not seen.
+// Adds the parts of dot products over the lanes of each key, and scales the sums to scores. first: first key of the
+// round. The score of a key that the query at position `last` does not see is -inf.
 __device__ __forceinline__ void score(int first, int last, float (&s)[HELD]) {
     const float unit = score_unit(HS);  // a compile-time constant
 #pragma unroll
@@ -196,9 +202,9 @@ __device__ __forceinline__ void score(int first, int last, float (&s)[HELD]) {
     }
 }
 
-// The softmax of a warp over a split, or over the rounds of the split so far.
+// The softmax of a warp over the keys of a split that it has processed so far.
 struct Softmax {
-    float m = -INFINITY, l = 0.0f;  // m: maximum of the warp; l, o: sums over the thread's keys
+    float m = -INFINITY, l = 0.0f;  // m: the warp's maximum score; l, o: sums over the thread's keys
     float o[PIECES][AS_WIDTH] = {};
 
     // Adds keys with the scores s and the values v.
@@ -207,10 +213,10 @@ struct Softmax {
 #pragma unroll
         for (int i = 1; i < HELD; ++i) max = fmaxf(max, s[i]);
         max = fmaxf(m, across_groups<reduction::Max>(max));
-        const float point = max == -INFINITY ? 0.0f : max;  // exp2(-inf - 0) is 0, exp2(-inf + inf) is NaN
+        const float point = max == -INFINITY ? 0.0f : max;  // exp2(-inf - 0) is 0, but exp2(-inf + inf) is NaN
         if (ROUNDS > 1) {
             const float scale = exp2f(m - point);
-            l = __fmul_rn(l, scale);  // explicit rounding: every variant of the kernel has the same bits
+            l = __fmul_rn(l, scale);  // rounded, not fused: every variant of the kernel computes the same bits
 #pragma unroll
             for (int p = 0; p < PIECES; ++p) {
 #pragma unroll
@@ -254,11 +260,11 @@ struct Softmax {
     }
 };
 
-// The sums over all spans so far, for 32 channels of a head, one per lane. m and l are the same in all lanes.
+// The sums over all spans so far, for 32 channels of a head, one channel per lane. All lanes hold the same m and l.
 struct Whole {
     float m, l, o;
 
-    // Adds the first `count` splits of a span.
+    // Adds the first `count` splits of a span. later: whether an earlier span has been added.
     __device__ __forceinline__ void add(const Shared& shared, int slot, int channel, int count, bool later) {
         const int lane = threadIdx.x % 32;
         const float own = lane < count ? shared.m[slot][lane] : -INFINITY;
@@ -296,12 +302,12 @@ extern "C" __global__ void __cluster_dims__(AS_CLUSTER, 1, 1) __launch_bounds__(
     const float* q,       // (M, C)
     const KV* k,          // (B, n_ctx, NKV HS)
     const KV* v,          // (B, n_ctx, NKV HS)
-    const int* row,       // (M): not written by kernels that can overlap with this one
+    const int* row,       // (M); kernels that can overlap with this one do not write it
     const int* position,  // (M)
-    int B, int n_ctx, int together,  // rows of a sequence, neighbours: a power of two
-    float out_scale,      // scale of two-part terms
+    int B, int n_ctx, int together,  // together: consecutive rows per sequence, a power of two
+    float out_scale,      // scale of two-part terms in out
     float* out) {         // (M, C)
-#if AS_QUERIES > 1  // Shared may exceed the static limit
+#if AS_QUERIES > 1  // sizeof(Shared) can exceed the limit of static shared memory
     extern __shared__ __align__(16) char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
 #else
@@ -321,7 +327,7 @@ extern "C" __global__ void __cluster_dims__(AS_CLUSTER, 1, 1) __launch_bounds__(
     const long long from = ((long long)b * n_ctx + lane / LANES) * KV_ROW + column - (head - team / TEAMS) * HS;
     const KV *const own_k = k + from, *const own_v = v + from;
     int lowest = first_seen(hint), origin = lowest / KEYS * KEYS;  // first key of split 0
-    int first = origin + worker * KEYS;                            // first key of the round
+    int first = origin + worker * KEYS;                            // first key of the warp's round
     Held keys, values;
     keys.load(own_k, first, lowest, hint - mine - 1);
     values.load(own_v, first, lowest, hint - mine - 1);
@@ -332,7 +338,7 @@ extern "C" __global__ void __cluster_dims__(AS_CLUSTER, 1, 1) __launch_bounds__(
     float x[AS_QUERIES][PIECES][AS_WIDTH] = {};
 #pragma unroll
     for (int i = 0; i < AS_QUERIES; ++i) {
-        const int of = min(i, queries_of(team) - 1) * HS;  // a team with fewer queries repeats the last one
+        const int of = min(i, queries_of(team) - 1) * HS;  // a team with fewer heads of q repeats its last one
 #pragma unroll
         for (int p = 0; p < PIECES; ++p) {
             if (VECTORS % LANES && lane % LANES + p * LANES >= VECTORS) continue;
@@ -379,7 +385,7 @@ extern "C" __global__ void __cluster_dims__(AS_CLUSTER, 1, 1) __launch_bounds__(
             for (int i = 0; i < AS_QUERIES; ++i) softmax[i].store(shared, own_slot + i, split % SPAN);
         }
         const bool more = begin + SPAN < splits;
-        if (rank > 0 && !more) return release_to_cluster();  // arrives without waiting
+        if (rank > 0 && !more) return release_to_cluster();  // arrives at the barrier without waiting
         sync_team();
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
@@ -395,6 +401,6 @@ extern "C" __global__ void __cluster_dims__(AS_CLUSTER, 1, 1) __launch_bounds__(
             if (channel < HS && (has_low() || channel % 2 == 0)) out[term_place(m, at, M, ROW)] = result;
         }
         if (!more) return;
-        sync_team();  // the next span overwrites the splits
+        sync_team();  // the next span overwrites the splits in shared memory
     }
 }

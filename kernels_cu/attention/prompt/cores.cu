@@ -5,23 +5,23 @@
 //
 //   q   (N, C), rows q_distance apart, C = NH HS: the queries of all sequences, packed one sequence after the other
 //   out (N, C)
-//   k, v (B, n_ctx, NKV HS) of KV: each head of k and v serves NH / NKV neighbouring heads of q
+//   k, v (B, n_ctx, NKV HS) of type KV: each head of k and v serves NH / NKV neighbouring heads of q
 //
-//   attention_cached: attention_forward_online over packed rows of several sequences; a query's bits depend on its own
-//       sequence only. q and out are float for every KV
-//   attention_cached_narrow: attention_cached with q and out in 16 bits. They are of T, for use with tensor-core
-//       products; arithmetic is float
+//   attention_cached: attention_forward_online (learn/attention/online.cu) over packed rows of several sequences; a
+//       query's bits depend on its own sequence only. q and out are float for every KV
+//   attention_cached_narrow: attention_cached with q and out in 16 bits. Their type is T, the input type of
+//       tensor-core products; arithmetic is float
 //
-//   sequence b: queries cu_seqlens[b]..cu_seqlens[b + 1] - 1, at positions start[b], start[b] + 1, ...; or none
+//   sequence b: queries cu_seqlens[b]..cu_seqlens[b + 1] - 1, at positions start[b], start[b] + 1, ...; or no queries
 //
-// lib/attention/online.cuh has the algorithm; this file supplies the addresses of rows. A query's bits depend neither
-// on later rows of its sequence nor on how the sequence was divided into calls.
+// lib/attention/online.cuh contains the algorithm; this file supplies the addresses of rows. A query's bits depend
+// neither on later rows of its sequence nor on how the sequence was divided into calls.
 //
-// Sequences and starts that exceed N or n_ctx are truncated: nothing outside the arrays is read or written.
+// A sequence that would exceed row N or position n_ctx is truncated: nothing outside the arrays is read or written.
 //
-// Block (32 AO_WARPS), grid (B NH, ceil(longest / QUERIES)), dynamic shared memory: the arrays at the start of
-// `attend`. If HS is a multiple of 4 (for float), 8 (16 bits) or 16 (FP8), q, k, v and out are aligned to 16 bytes, and
-// q_distance is a multiple of the elements of a 16-byte copy: 4 floats, or 8 of 16 bits.
+// Block (32 AO_WARPS), grid (B NH, ceil(longest / QUERIES)), dynamic shared memory: the arrays at the start of `attend`
+// in lib/attention/online.cuh. If HS is a multiple of 4 (for float), 8 (16 bits) or 16 (FP8), q, k, v and out must be
+// aligned to 16 bytes, and q_distance must be a multiple of the elements in 16 bytes: 4 floats, or 8 of 16 bits.
 #include "lib/attention/online.cuh"
 #include "lib/overlap.cuh"
 

@@ -1,31 +1,31 @@
 // Attention on tensor cores (mma.sync; sm_80 and newer), for heads of 64, 128 or 256 channels:
 //
-//   out[i] = sum over j of softmax_j(q[i] . k[j] / sqrt(SIZE)) v[j]     j <= i with ATT_CAUSAL, else of all rows
+//   out[i] = sum over j of softmax_j(q[i] . k[j] / sqrt(SIZE)) v[j]     j <= i with ATT_CAUSAL, else all rows
 //
-//   qkv (rows, W)    a row is [Q | K | V], each with its heads next to each other: n_head heads of Q, C channels, and
+//   qkv (rows, W)    a row is [Q | K | V], each with its heads next to each other: n_head heads of Q (C channels), and
 //                    C / ATT_SERVES channels of K and of V; each head of K and V serves ATT_SERVES heads of Q
 //   out (rows, C)    the rows of all sequences, one sequence after the other: lib/attention/mma_work.cuh
 //
-//   attention_mma: tensor cores (mma.sync), 16 or 32 queries per warp: scores stay in registers, a ring of tiles of K
-//       and V by cp.async; ragged batches
-//   attention_cached_mma: attention_mma with K and V from the cache, for packed rows in its 16-bit dtype. The kernel is
-//       compiled with ATT_CACHED. The cache already contains the keys and values of the rows. Row i of a sequence is at
-//       position start + i and sees all keys up to this position
+//   attention_mma: tensor cores (mma.sync), 16 or 32 queries per warp: scores stay in registers, cp.async copies tiles
+//       of K and V into a ring in shared memory; ragged batches
+//   attention_cached_mma: attention_mma with K and V from the cache, for packed rows in the cache's 16-bit dtype. The
+//       kernel is compiled with ATT_CACHED. The cache already contains the keys and values of the rows. Row i of a
+//       sequence is at position start + i and sees all keys up to this position
 //
 // A warp holds its 16 ATT_FRAGS queries in registers (with 256 channels in shared memory). It processes tiles of 64
 // keys (with 256 channels 32 keys), which the block's warps share:
 //
 //   cp.async   [K V of tile j+1, j+2 ...]     ATT_STAGES tiles in shared memory; one barrier per tile
 //   mma        S = Q K^T                      (queries, 64)
-//   softmax    P = exp2(S UNIT - reference)   lib/attention/scores.cuh; the sum of a row's P is combined at the end
+//   softmax    P = exp2(S UNIT - reference)   see lib/attention/scores.cuh; lanes add their sums of P at the end
 //   mma        O = O + P V                    the accumulator of S has the layout of operand P of the next product
 //
-// The bits of a row depend only on its sequence: tiles start where the sequence starts, and no tile is divided. Keys
-// are processed in steps of 16. A group of 16 queries skips each step of which it sees no key. In a step of which it
-// sees some keys (one step, or two with a cache), infinite and NaN values are multiplied key by key, for the queries
-// that see them. Keys after the end of a sequence are not read and count as zeros. With a window
-// (lib/attention/window.cuh), steps at the start of the window are treated in the same way. With a cache, a query has
-// the same bits as in attention_mma, for any start.
+// The bits of a row depend only on its sequence: tiles are counted from the start of the sequence, and a warp always
+// processes a whole tile. Keys are processed in steps of 16. A group of 16 queries skips a step if none of its queries
+// sees any of the 16 keys. If some of its queries do not see all 16 keys (in one step, or with a cache in two),
+// infinite and NaN values of V are multiplied key by key, for the queries that see the key. Steps at the start of a
+// window (lib/attention/window.cuh) are processed in the same way. Keys after the end of a sequence are not read and
+// count as zeros. With a cache, a query has the same bits as in attention_mma, for any start.
 //
 // On an NVIDIA H200, B = 8, T = 1024, 12 heads, bfloat16: 88.0 us, causal 62.5 (attention/prompt/wgmma.cu: 65.7 and
 // 43.0). With a cache, B = 1, 12 heads, 512 rows after 512 keys: 18.4 us (attention/prompt/cores.cu: 133).
@@ -47,7 +47,7 @@
 #ifndef ATT_CAUSAL
 #define ATT_CAUSAL 1
 #endif
-#ifndef ATT_CACHED  // requires ATT_CAUSAL
+#ifndef ATT_CACHED  // 1: K and V are read from a kv_cache; requires ATT_CAUSAL
 #define ATT_CACHED 0
 #endif
 #ifndef ATT_WARPS
@@ -66,11 +66,11 @@
 constexpr int FRAGS = ATT_FRAGS, THREADS = 32 * ATT_WARPS;
 constexpr int WARP_QUERIES = 16 * FRAGS, QUERIES = ATT_WARPS * WARP_QUERIES;
 #include "lib/attention/mma_tile.cuh"
-constexpr int STAGE = 2 * TILE;  // K, then V
-constexpr int DEPTH = SIZE / 16, COLUMNS = SIZE / 8;  // fragments of a head, as operand and as result
-constexpr int NEAR = KEYS / 8;                        // fragments of a tile's keys, as result
+constexpr int STAGE = 2 * TILE;  // bytes of a tile of K and a tile of V
+constexpr int DEPTH = SIZE / 16, COLUMNS = SIZE / 8;  // mma fragments per head, as operand and as result
+constexpr int NEAR = KEYS / 8;                        // result fragments for the keys of a tile
 constexpr int PART = COLUMNS > 16 ? 16 : COLUMNS;     // fragments of columns of V that are loaded at once
-constexpr bool KEPT = SIZE <= 128;                    // the queries stay in registers
+constexpr bool KEPT = SIZE <= 128;                    // true: the queries stay in registers
 static_assert(!KEPT || QUERIES * PITCH <= STAGE, "queries arrive in one stage of the ring");
 static_assert(ATT_STAGES >= 2, "one tile travels while another is multiplied");
 
@@ -79,9 +79,9 @@ static_assert(ATT_STAGES >= 2, "one tile travels while another is multiplied");
 // A warp's state for its queries. Lane 4 g + t holds rows g and g + 8 of each fragment f.
 struct Queries {
     unsigned q[FRAGS][KEPT ? DEPTH : 1][4];
-    const char* rows;  // the lane's queries in shared memory
+    const char* rows;  // address of the lane's queries in shared memory
     float out[FRAGS][COLUMNS][4];
-    float sum[FRAGS][2], reference[FRAGS][2];  // sum: over the lane's keys
+    float sum[FRAGS][2], reference[FRAGS][2];  // sum: sum of P over the lane's keys
 
     __device__ __forceinline__ Queries() {
 #pragma unroll
@@ -109,7 +109,8 @@ struct Queries {
     template <bool MASKED>
     __device__ __forceinline__ void take(const char* keys, const char* values, int seen) {
         const int lane = threadIdx.x % 32;
-        const int sees = seen + (ATT_CAUSAL ? lane / 4 : 0) - lane % 4 * 2;  // for key 2 t and row g
+        // The last key that row g sees, counted from the lane's first key.
+        const int sees = seen + (ATT_CAUSAL ? lane / 4 : 0) - lane % 4 * 2;
         float s[FRAGS][NEAR][4];
         multiply_keys<MASKED>(s, keys, seen);
         float base[FRAGS][2], factor[FRAGS][2];
@@ -132,7 +133,7 @@ struct Queries {
                 const bool passes = next > old + (AT_MOST - BELOW);  // false if all scores are -inf
                 factor[f][r] = passes ? exp2_fast(old - next) : 1.0f;
                 reference[f][r] = passes ? next : old;
-                base[f][r] = reference[f][r] == -INFINITY ? 0.0f : -reference[f][r];  // -inf + inf would be NaN
+                base[f][r] = reference[f][r] == -INFINITY ? 0.0f : -reference[f][r];  // not +inf: -inf + inf is NaN
                 moves |= passes;
             }
         }
@@ -197,7 +198,7 @@ struct Queries {
         const int lane = threadIdx.x % 32;
         values += lane % 16 * PITCH + lane / 16 * 16;
 #pragma unroll
-        for (int k = 0; k < KEYS / 16; ++k) {  // steps of 16 keys
+        for (int k = 0; k < KEYS / 16; ++k) {  // one step per 16 keys
             if (hidden<MASKED>(0, FRAGS - 1, 2 * k, seen)) continue;
             unsigned p[FRAGS][4];
 #pragma unroll
@@ -210,7 +211,7 @@ struct Queries {
                     if (hidden<MASKED>(f, f, 2 * k, seen)) continue;
                     if (part == 0) make_weights(p[f], s[f], base[f], f, k);
                     constexpr bool ANY = ATT_CACHED || WINDOW;
-                    const int ahead = ANY ? seen + 16 * f - 16 * k : 0;  // query i sees keys 0 .. ahead + i
+                    const int ahead = ANY ? seen + 16 * f - 16 * k : 0;  // query i sees keys 0 .. ahead + i of the 16
                     const bool in_part = ANY ? ahead < 15 || is_past(0, ahead + 15) : 16 * k == seen + 16 * f;
                     if (MASKED && ATT_CAUSAL && in_part && any_not_finite(b)) {
                         multiply_apart(out[f] + part, p[f], b, ahead);
@@ -224,11 +225,11 @@ struct Queries {
         }
     }
 
-    // Computes P for 16 keys, and adds P to the sums.
+    // Computes P for 16 keys, and adds P to the sums of the rows.
     __device__ __forceinline__ void make_weights(unsigned (&p)[4], const float (&s)[NEAR][4], const float (&base)[2],
                                                  int f, int k) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {  // i % 2: the row; i / 2: the half of the 16 keys
+        for (int i = 0; i < 4; ++i) {  // i % 2: row g or g + 8; i / 2: which 8 of the 16 keys
             float v[2];
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
@@ -282,8 +283,8 @@ struct Place {
 };
 
 __device__ __forceinline__ void attend(char* ring, const Job& job, const Place& at) {
-    const int start = ATT_CACHED ? at.start : 0, end = start + job.length;  // positions of the sequence's rows
-    const int keys = ATT_CAUSAL ? min(end, start + job.first + QUERIES) : end;  // number of keys seen, from key 0 on
+    const int start = ATT_CACHED ? at.start : 0, end = start + job.length;  // rows are at positions start .. end - 1
+    const int keys = ATT_CAUSAL ? min(end, start + job.first + QUERIES) : end;  // the queries see keys 0 .. keys - 1
     const int first_key = first_seen(start + job.first) / KEYS * KEYS;
     char* const asked = ring + (KEPT ? ATT_STAGES - 1 : ATT_STAGES) * STAGE;
     copy_rows<QUERIES>(asked, at.q + job.first * at.q_stride, at.q_stride, job.length - job.first);
@@ -349,7 +350,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATT_BLOCKS) attention_mma(
 #endif
 }
 
-// Sequences and starts that exceed N or n_ctx are truncated.
+// A sequence that would exceed row N or position n_ctx is truncated.
 extern "C" __global__ void __launch_bounds__(THREADS, ATT_BLOCKS) attention_cached_mma(
     const T* q,             // (N, C), rows q_distance apart
     const T* k,             // (B, n_ctx, C / ATT_SERVES)

@@ -1,5 +1,5 @@
-// Products with infinite and NaN values of 16 keys that only some of 16 queries see. Part of attention/prompt/mma.cu,
-// which describes the purpose and defines PART, the number of fragments of V that are loaded at once.
+// Products of P with infinite and NaN values of V, for 16 keys that only some of 16 queries see. Included by
+// attention/prompt/mma.cu, which describes the purpose and defines PART, the number of fragments of V loaded at once.
 #pragma once
 
 __device__ __forceinline__ bool any_not_finite(const unsigned (&b)[PART][2]) {
@@ -9,8 +9,8 @@ __device__ __forceinline__ bool any_not_finite(const unsigned (&b)[PART][2]) {
     return __any_sync(0xffffffffu, found != 0);
 }
 
-// Multiplies 16 queries by 16 keys, with infinite or NaN values among them. Query i sees keys 0 .. ahead + i, or only
-// the last WINDOW of these. Removes the finite values from b.
+// Adds P V for 16 queries and 16 keys to `out`, if b (values of V) contains infinite or NaN values. Query i sees keys
+// 0 .. ahead + i, or only the last WINDOW of these. Sets the finite values of b to 0.
 __device__ __forceinline__ void multiply_apart(float (*out)[4], const unsigned (&p)[4], unsigned (&b)[PART][2],
                                                int ahead) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;

@@ -1,28 +1,29 @@
 // Attention of two-part matrices by mma.sync of fp16 (sm_80 and newer), for heads of 64 or 128 channels:
 //
-//   out[i] = sum over j of softmax_j(q[i] . k[j] / sqrt(SIZE)) v[j]     j <= i with ATT_CAUSAL, else of all rows
+//   out[i] = sum over j of softmax_j(q[i] . k[j] / sqrt(SIZE)) v[j]     j <= i with ATT_CAUSAL, else all rows
 //
-//   attention_fp32_mma: float32 accuracy on tensor cores: each float32 matrix as two in float16, three products instead
-//       of one
+//   attention_fp32_mma: float32 accuracy on tensor cores: each float32 matrix as two float16 matrices, three products
+//       instead of one
 //
-// x = (hi + lo / 2048) scale[row], where scale is a power of two (lib/two_part.cuh). The products are hi hi + (hi lo +
-// lo hi) / 2048, the last two in a separate accumulator.
+// A number is x = (hi + lo / 2048) scale[row], where scale is a power of two (lib/two_part.cuh). A product is computed
+// as hi hi + (hi lo + lo hi) / 2048, with the sum of hi lo and lo hi in a separate accumulator.
 //
-//   parts (2, rows, W)       hi, then lo; rows [Q | K | V] as in attention/prompt/mma.cu; scale (rows): of all three
+//   parts (2, rows, W)       hi, then lo; rows [Q | K | V] as in attention/prompt/mma.cu
+//   scale (rows)             one scale for Q, K and V of a row
 //   out_parts (2, rows, C)   the rows of all sequences, one sequence after the other: lib/attention/mma_work.cuh
 //   out_scale (rows)         the largest scale of the rows that row i sees, which bounds their weighted average
 //
 // A warp has 16 queries. The head of attention/prompt/mma.cu applies to this file as well, with these differences:
 //
 //   keys      two warps share 16 queries: each processes one half of every tile of keys. The last queries of a
-//             sequence, which have most keys, then take half as long. At the end the second warp passes its sums to
-//             the first
+//             sequence, which see the most keys, then take half as long. At the end the second warp passes its sums
+//             to the first
 //   scores    the scales of query and key are applied separately: (hi hi + ...) scale[j], then scale[i] UNIT in the
 //             argument of exp2
 //   weights   P[i, j] scale[j] / top[i], which is at most P, is converted to two parts for the second product. top[i]
-//             is the largest scale so far, and the unit of O. The denominator is the sum of P alone
-//   one scale with ATT_ONE_SCALE, all rows have the same scale. The bits are the same, with fewer registers. With a
-//             causal mask, a multiprocessor therefore holds two blocks
+//             is the largest scale of a key so far, and the unit of O. The denominator is the sum of P without scales
+//   one scale with ATT_ONE_SCALE, all rows have the same scale. The kernel computes the same bits with fewer registers.
+//             With a causal mask, a multiprocessor therefore holds two blocks
 //   sums      tensor cores truncate their sums. Therefore the product of each tile is added to O in float32
 //
 // If hi is infinite or NaN, lo is 0. Every result that depends on such a value is infinite or NaN, but not always the
@@ -60,8 +61,8 @@
 constexpr int HALF = 32 * ATT_WARPS, THREADS = 2 * HALF, QUERIES = 16 * ATT_WARPS;
 #include "lib/attention/mma_tile.cuh"
 #include "lib/attention/two_part_rows.cuh"
-constexpr int STAGE = 4 * TILE, OWN = KEYS / 2;  // stage: K hi, K lo, V hi, V lo; keys of a tile per warp
-constexpr int SUMS = 4 * COLUMNS;  // sums per thread
+constexpr int STAGE = 4 * TILE, OWN = KEYS / 2;  // STAGE: bytes of K hi, K lo, V hi, V lo; OWN: keys of a tile per warp
+constexpr int SUMS = 4 * COLUMNS;  // output sums per thread
 static_assert(ATT_STAGES >= 2 && QUERIES > 0, "one tile travels while another is multiplied");
 static_assert(4 * (SUMS + 6) * HALF <= STAGE, "the sums of half of the warps fit in a stage");
 
@@ -73,9 +74,9 @@ struct Queries {
     static constexpr bool ALL_MASKED = false;
 #endif
     float out[COLUMNS][4];
-    float unit[2];               // the row's scale (its square with ATT_ONE_SCALE), times UNIT
-    float sum[2], reference[2];  // sum: over the lane's keys
-    float top[2];                // largest scale so far
+    float unit[2];               // UNIT times the row's scale (with ATT_ONE_SCALE its square)
+    float sum[2], reference[2];  // sum: sum of P over the lane's keys
+    float top[2];                // largest scale of the row's keys so far
 
     __device__ __forceinline__ Queries(const float* scale, int left) {
         const int g = threadIdx.x % 32 / 4;
@@ -96,13 +97,14 @@ struct Queries {
         return MASKED && (8 * n > (ATT_CAUSAL ? seen + 15 : seen) || is_past(8 * n + HELD - 1, seen));
     }
 
-    // Processes the warp's keys of a tile, of which `there` exist. With MASKED, not all queries see all of these keys.
-    // If causal, row i of the warp sees keys 0 .. seen + i, or only the last WINDOW of these; otherwise all rows see
-    // keys 0 .. seen. rows: the high parts of the queries, followed after QUERIES rows by the low parts.
+    // Processes the warp's keys of a tile, of which the first `there` exist. With MASKED, not all queries see all of
+    // these keys. If causal, row i of the warp sees keys 0 .. seen + i, or only the last WINDOW of these; otherwise all
+    // rows see keys 0 .. seen. rows: the high parts of the queries; the low parts follow after QUERIES rows.
     template <bool MASKED>
     __device__ __forceinline__ void take(const char* rows, const char* stage, const float* scale, int there, int seen) {
         const int lane = threadIdx.x % 32, t = lane % 4;
-        const int sees = seen + (ATT_CAUSAL ? lane / 4 : 0) - 2 * t;  // for key 2 t and row g
+        // The last key that row g sees, counted from the lane's first key.
+        const int sees = seen + (ATT_CAUSAL ? lane / 4 : 0) - 2 * t;
         float of_key[OWN / 8][2], s[OWN / 8][4];
 #pragma unroll
         for (int n = 0; n < OWN / 8; ++n) {
@@ -138,8 +140,8 @@ struct Queries {
             moves |= passes;
             if (ATT_ONE_SCALE) continue;
             const float higher = lanes_max<4>(highest[r]);
-            down[r] = WINDOW && higher == 0.0f ? 0.0f : inverse_of(higher);  // 0: no key so far is visible
-            factor[r] *= top[r] * down[r];  // times 1 in most cases
+            down[r] = WINDOW && higher == 0.0f ? 0.0f : inverse_of(higher);  // 0: the row has seen no key so far
+            factor[r] *= top[r] * down[r];  // usually times 1: the largest scale rarely grows
             moves |= higher > top[r];
             top[r] = higher;
         }
@@ -150,11 +152,11 @@ struct Queries {
                 for (int e = 0; e < 4; ++e) out[n][e] *= factor[e / 2];
             }
         }
-        unsigned p[OWN / 16][4], q[OWN / 16][4];  // hi and lo of P
+        unsigned p[OWN / 16][4], q[OWN / 16][4];  // p: hi of P; q: lo of P
 #pragma unroll
         for (int k = 0; k < OWN / 16; ++k) {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {  // i % 2: the row; i / 2: the half of the 16 keys
+            for (int i = 0; i < 4; ++i) {  // i % 2: row g or g + 8; i / 2: which 8 of the 16 keys
                 const int n = 2 * k + i / 2, r = i % 2;
                 const float a = exp2_fast(fmaf(s[n][2 * r], unit[r], base[r]));
                 const float b = exp2_fast(fmaf(s[n][2 * r + 1], unit[r], base[r]));
@@ -208,7 +210,7 @@ struct Queries {
         for (int n = 0; n < COLUMNS; ++n) {
             float sums[4] = {}, cross[4] = {};
 #pragma unroll
-            for (int k = 0; k < OWN / 16; ++k) {  // steps of 16 keys
+            for (int k = 0; k < OWN / 16; ++k) {  // one step per 16 keys
                 if (hidden<MASKED, 16>(2 * k, seen)) continue;
                 unsigned b[2], c[2];
                 load_matrices<true>(b[0], b[1], c[0], c[1], values + 16 * k * PITCH + 16 * n);
@@ -223,8 +225,8 @@ struct Queries {
         }
     }
 
-    // Treats 16 keys, of which query i sees keys 0 .. ahead + i, or only the last WINDOW of these. Removes infinite and
-    // NaN values from b and c, and adds them, key by key, to the queries that see them.
+    // Handles infinite and NaN values of 16 keys, of which query i sees keys 0 .. ahead + i, or only the last WINDOW of
+    // these. Sets such values of b and c to 0, and adds their products, key by key, to the queries that see the key.
     static __device__ __forceinline__ void take_apart(float (&out)[4], const unsigned (&p)[4], unsigned (&b)[2],
                                                       unsigned (&c)[2], int ahead) {
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -253,8 +255,8 @@ struct Queries {
         }
     }
 
-    // Passes the state to the warp with the same queries. to, and `from` in add(): a thread's values, HALF floats
-    // apart.
+    // Passes the state to the other warp of the same queries. to, and `from` in add(): address of a thread's first
+    // value; its values are HALF floats apart.
     __device__ __forceinline__ void give(float* to) const {
 #pragma unroll
         for (int i = 0; i < SUMS; ++i) to[i * HALF] = out[i / 4][i % 4];
@@ -271,7 +273,7 @@ struct Queries {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const float other = from[(SUMS + 2 + r) * HALF], both = fmaxf(reference[r], other);
-            const float point = both == -INFINITY ? 0.0f : both;  // exp2(-inf) is 0, exp2(-inf + inf) is NaN
+            const float point = both == -INFINITY ? 0.0f : both;  // exp2(-inf) is 0, but exp2(-inf + inf) is NaN
             own[r] = exp2_fast(reference[r] - point);
             others[r] = exp2_fast(other - point);
             sum[r] = fmaf(sum[r], own[r], from[(SUMS + r) * HALF] * others[r]);
@@ -310,11 +312,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATT_BLOCKS) attention_fp32
     const long long stride = C + 2LL * KV, part = rows * stride;
     const T* head = parts + job.row * stride + SIZE * job.head;
     scale += job.row;
-    char* const asking = ring + ATT_STAGES * STAGE;  // the queries
+    char* const asking = ring + ATT_STAGES * STAGE;  // address of the queries
     for (int i = 0; i < 2; ++i) {
         copy_rows<QUERIES>(asking + i * QUERIES * PITCH, head + i * part + job.first * stride, stride, left);
     }
-    const int to_keys = C - SIZE * (job.head - job.head / ATT_SERVES);  // from a row's Q of this head to its K
+    const int to_keys = C - SIZE * (job.head - job.head / ATT_SERVES);  // offset from a row's Q of this head to its K
     const int first_key = first_seen(job.first) / KEYS * KEYS;
     int arriving = first_key;  // first key of the next tile to be copied
     const auto ask = [&](char* stage) {

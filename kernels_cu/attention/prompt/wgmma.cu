@@ -8,15 +8,15 @@
 //
 //   attention_hopper: tensor cores (wgmma), 64 queries per warpgroup: one warp copies K and V (TMA), the softmax
 //       overlaps the products, each block processes many tiles; ragged batches
-//   attention_cached_hopper: attention_hopper with ATT_CACHED: queries from position start[b] of sequence b on, with K
-//       and V from a kv_cache that already contains the queries' keys; the bits of a row are those of attention_hopper
-//       over its whole sequence
+//   attention_cached_hopper: attention_hopper with ATT_CACHED: the queries of sequence b begin at position start[b]; K
+//       and V come from a kv_cache that already contains the queries' keys. The bits of a row are those of
+//       attention_hopper over its whole sequence
 //
 // A tile is 128 queries of a head, for two warpgroups. The queries are loaded first. Then keys and values are loaded
-// into a ring in shared memory, 128 keys at a time, from the last keys that are seen to the first:
+// into a ring in shared memory, 128 keys at a time, from the last keys that the queries see to the first:
 //
 //   wgmma     S = Q K^T                       (64, 128) in registers: scores are never stored in memory
-//   softmax   P = exp2(S UNIT - reference)    lib/attention/scores.cuh; the sum of a row's P is combined at the end
+//   softmax   P = exp2(S UNIT - reference)    see lib/attention/scores.cuh; lanes add their sums of P at the end
 //   wgmma     O = O + P V                     the registers of S have the layout of operand P
 //
 //   tensor cores   S0            S1 P0 V0      S2 P1 V1     ...   P V of the last keys, S0 of the next tile
@@ -25,11 +25,11 @@
 // The bits of a row depend only on its sequence: keys are counted from the start of the sequence, in steps of 128. For
 // heads of 64 channels, even and odd steps have separate sums (lib/attention/wgmma_rows.cuh).
 // attention/prompt/wgmma_alternate.cu, in which two warpgroups share the keys of a query, therefore computes the same
-// bits. Only the step processed first can include keys after a query or after the end, and with a window
-// (lib/attention/window.cuh) only the last steps include keys before the window. In V of these steps, infinite and NaN
-// values are replaced by 0, and added at the end to the rows that see them.
+// bits. Only the step processed first can include keys after a query or after the end of the sequence, and with a
+// window (lib/attention/window.cuh) only the last steps include keys before the window. In V of these steps, infinite
+// and NaN values are replaced by 0, and added at the end to the rows that see them.
 //
-// Otherwise idle warps write K and V to a kv_cache, if there is one (lib/attention/wgmma_append.cuh).
+// If there is a kv_cache, warps without other work write K and V to it (lib/attention/wgmma_append.cuh).
 // lib/attention/wgmma_work.cuh describes which tiles a block processes.
 //
 // On an NVIDIA H200, B = 8, T = 1024, 12 heads, bfloat16: 65.7 us, causal 43.0 (cuDNN 63.1 and 47.3 in another run);
@@ -42,10 +42,10 @@
 // Source of the idea: Shah et al., "FlashAttention-3: Fast and Accurate Attention with Asynchrony and Low-precision"
 // (2024).
 //
-// map: qkv as (B, T, W) or (1, rows, W), boxes (1, 128, 64). 128 rows of a head are one box, or two consecutive boxes.
-// Block (THREADS), grid: one block per multiprocessor, or per tile if there are fewer tiles, dynamic shared memory
-// sizeof(Shared) + 1024. Arrays are aligned to 16 bytes. The sums need so many registers that the copying warps release
-// most of theirs to the consumers.
+// map: qkv as (B, T, W) or (1, rows, W), in boxes of (1, 128, 64). 128 rows of a head with 64 channels are one box,
+// with 128 channels two consecutive boxes. Block (THREADS), grid: one block per multiprocessor, or per tile if there
+// are fewer tiles, dynamic shared memory sizeof(Shared) + 1024. Arrays are aligned to 16 bytes. The sums need so many
+// registers that the copying warps release most of their registers to the consumer warps.
 //
 // architecture: sm_90a
 #if !defined(STORAGE_FP16) && !defined(STORAGE_BF16)
@@ -61,7 +61,7 @@ constexpr int QUERIES = 128, RINGS = 1, SERIES = SIZE == 64 ? 2 : 1;
 #include "lib/attention/wgmma_work.cuh"
 #include "lib/attention/wgmma_rows.cuh"
 #include "lib/attention/wgmma_append.cuh"
-constexpr int MANY = WIDENS ? 216 : 232, FEW = WIDENS ? 72 : 40;  // registers per thread: consumers, copiers
+constexpr int MANY = WIDENS ? 216 : 232, FEW = WIDENS ? 72 : 40;  // registers per consumer thread; per copying thread
 static_assert(GROUPS * MANY + FEW <= (GROUPS + 1) * 168, "a block would wait forever for more than it starts with");
 static_assert(QUERIES == GROUPS * GROUP_QUERIES && QUERIES == KEYS,
               "one kind of box, of which one has keys that are later than some of a tile's queries");
@@ -87,11 +87,11 @@ __device__ __forceinline__ void produce(Shared& shared, const Source& from, Work
 __device__ __forceinline__ void consume(Shared& shared, Work work, const KV* v, T* out, bool ragged) {
     if (!work.next()) return;
     Consumer own(shared);
-    Sums sums[SERIES], &even = sums[0], &odd = sums[SERIES - 1];  // sums of steps 0, 2, .. and 1, 3, ..
+    Sums sums[SERIES], &even = sums[0], &odd = sums[SERIES - 1];  // even: sums of steps 0, 2, ..; odd: of 1, 3, ..
     if (own.group == 1) own.pass_turn();
     const int C = SIZE * work.n_head;
     bool more = true;
-    const auto ask_for_first = [&](int tile) {  // a tile's first scores, or unused ones if no tile is left
+    const auto ask_for_first = [&](int tile) {  // issues a tile's first scores (unused after the last tile)
         if (more) wait(shared.asked[tile % 2], tile / 2 & 1, "asked");
         own.ask_for_scores(tile, more ? own.arrived(own.count) : own.first_slot);
     };
@@ -101,7 +101,7 @@ __device__ __forceinline__ void consume(Shared& shared, Work work, const KV* v, 
     own.pass_turn();
 #pragma unroll 1
     for (int tile = 0; more; ++tile) {
-        const int last = steps_of(work) - 1, from = (first_step(work) + last) * KEYS;  // last keys first
+        const int last = steps_of(work) - 1, from = (first_step(work) + last) * KEYS;  // the last step; its first key
         const int row = work.first + own.row;                     // the warp's first row
         bool finite = true;
         if (ATT_CAUSAL || (ragged && work.length - from < KEYS)) {
@@ -154,7 +154,7 @@ __device__ __forceinline__ void consume(Shared& shared, Work work, const KV* v, 
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_cached_hopper(
     const __grid_constant__ TensorMap map,    // tensor map of qkv, of which only Q is read
-    const __grid_constant__ TensorMap k_map,  // maps of k and v, not used for FP8
+    const __grid_constant__ TensorMap k_map,  // tensor maps of k and v, not used for FP8
     const __grid_constant__ TensorMap v_map,
     const KV* k,            // (B, n_ctx, C / ATT_SERVES)
     const KV* v,            // (B, n_ctx, C / ATT_SERVES)
@@ -163,8 +163,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_cached_hopper
     T* out,                 // (N, C)
     int n_ctx, int N, int B,
     int seq_len,            // length of the longest sequence
-    int n_head,  // length of the longest sequence
-    int together) {         // heads per band
+    int n_head,
+    int together) {         // heads whose tiles run at the same time
     Shared& shared = start_block<Shared>(map);
     Work work{cu_seqlens, B, seq_len, n_head, together, (int)blockIdx.x, (int)gridDim.x, start, N, n_ctx};
     const int warp = uniform(threadIdx.x / 32);
@@ -191,14 +191,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_hopper(
     int B,
     int seq_len,          // length of the longest sequence
     int n_head,
-    int together,         // heads per band
-    const int* row,       // (rows): sequence in the kv_cache; this and the next five can be null
+    int together,         // heads whose tiles run at the same time
+    const int* row,       // (rows): sequence in the kv_cache; row, position, k and v: null without a kv_cache
     const int* position,  // (rows)
     T* k,                 // (cache_B, n_ctx, C / ATT_SERVES)
     T* v,                 // (cache_B, n_ctx, C / ATT_SERVES)
     int cache_B, int n_ctx) {
     Shared& shared = start_block<Shared>(map);
-    const KV* const rows = reinterpret_cast<const KV*>(qkv);  // KV is T if not ATT_CACHED
+    const KV* const rows = reinterpret_cast<const KV*>(qkv);  // without ATT_CACHED, KV is T
     Work work{cu_seqlens, B, seq_len, n_head, together, (int)blockIdx.x, (int)gridDim.x};
     const int warp = uniform(threadIdx.x / 32);
     if (warp < COPIER) {

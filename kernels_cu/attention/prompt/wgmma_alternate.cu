@@ -2,15 +2,16 @@
 //
 //   out[i] = sum over j of softmax_j(q[i] . k[j] / sqrt(SIZE)) v[j]    j <= i with ATT_CAUSAL, else the whole sequence
 //
-//   attention_hopper_alternate: attention_hopper's bits for few sequences: two warpgroups take alternate keys of 64
-//       queries, so that the last queries take half as long
-//   attention_cached_hopper_alternate: attention_hopper_alternate with ATT_CACHED, for attention_cached_hopper
+//   attention_hopper_alternate: for few sequences, the same bits as attention_hopper: two warpgroups process alternate
+//       keys for 64 queries, so that the last queries take half as long
+//   attention_cached_hopper_alternate: attention_hopper_alternate with ATT_CACHED, with the bits of
+//       attention_cached_hopper
 //
 // Arguments, products and softmax are those of attention/prompt/wgmma.cu. In that file a tile is 128 queries: one
-// prompt of 1,024 tokens with 12 heads has 96 tiles, and the last tile of a head takes 8 steps of 128 keys, as long as
-// the whole kernel. Here a tile is 64 queries, and each warpgroup has its own ring. A warpgroup processes every other
-// step, from the last keys that are seen to the first. At the end the second warpgroup passes its sums to the first
-// warpgroup, which adds and stores them:
+// prompt of 1,024 tokens with 12 heads has 96 tiles, and the last tile of a head takes 8 steps of 128 keys, which is
+// the time of the whole kernel. In this file a tile is 64 queries, and each warpgroup has its own ring. A warpgroup
+// processes every other step, from the last keys that the queries see to the first. At the end the second warpgroup
+// passes its sums to the first warpgroup, which adds and stores them:
 //
 //   first    S7 V7   S5 V5   S3 V3   S1 V1 | add, store    S: scores and softmax of 128 keys, V: product with values
 //   second   S6 V6   S4 V4   S2 V2   S0 V0 | pass
@@ -41,7 +42,7 @@ constexpr int QUERIES = 64, RINGS = 2;
 #include "lib/attention/wgmma_append.cuh"
 static_assert(SIZE == 64, "the keys of a head are two series");
 
-// The sums of the second warpgroup, passed to the first.
+// The sums that the second warpgroup passes to the first.
 struct Passed {
     float values[SIZE / 2 + 4][GROUP];
 };
@@ -63,7 +64,7 @@ __device__ __forceinline__ void produce(Shared& shared, const Source& from, Work
         load_rows(from, work, shared.queries[tile % 2], shared.asked[tile % 2], 0, work.first);
         const int steps = steps_of(work);
 #pragma unroll 1
-        for (int i = 0; i < steps + 2; ++i) {  // steps counted from the end: keys of step i, values of step i - 2
+        for (int i = 0; i < steps + 2; ++i) {  // loads keys of step i from the end and values of step i - 2
             const int ring = i % 2;
             const unsigned number = (ring ? count[1] : count[0]) + i / 2 * 2;
             if (i < steps) load(ring, number - (i >= 2), 1, steps - 1 - i);
@@ -76,7 +77,7 @@ __device__ __forceinline__ void produce(Shared& shared, const Source& from, Work
 // Passes the sums of the second warpgroup to the first.
 __device__ __forceinline__ void give(Passed& passed, const Sums& sums) {
     const int thread = threadIdx.x % GROUP;
-    sync_threads(TAKEN, CONSUMERS);  // the previous sums have been taken
+    sync_threads(TAKEN, CONSUMERS);  // the first warpgroup has read the previous sums
 #pragma unroll
     for (int i = 0; i < SIZE / 2; ++i) passed.values[i][thread] = sums.out[i];
 #pragma unroll
@@ -90,8 +91,8 @@ __device__ __forceinline__ void give(Passed& passed, const Sums& sums) {
 __device__ __forceinline__ void take(const Passed& passed, Sums& sums) {
     const int thread = threadIdx.x % GROUP;
     Sums other;
-    // This barrier orders nothing. Without it, racecheck reports accesses that PASS orders, if the other warpgroup has
-    // passed more of its own barriers.
+    // This barrier is not needed for correctness. Without it, racecheck reports accesses that PASS orders, if the other
+    // warpgroup has passed more barriers of its own than this one.
     if (WINDOW) sync_threads(1, GROUP);
     sync_threads(PASS, CONSUMERS);
 #pragma unroll
@@ -105,8 +106,8 @@ __device__ __forceinline__ void take(const Passed& passed, Sums& sums) {
     sums.divide_with(other);
 }
 
-// Computes the group's steps of a tile: every second step, from `step` down. Returns whether the values that only some
-// of the queries see are finite.
+// Computes the warpgroup's steps of a tile: `step`, `step` - 2 and so on. Returns false if a value that only some of
+// the queries see is infinite or NaN.
 __device__ __forceinline__ bool attend(Consumer& own, Sums& sums, const Work& work, int tile, int step, bool ragged) {
     const int from = (first_step(work) + step) * KEYS;
     const bool last = own.group == 0, in_part = ATT_CAUSAL || (ragged && work.length - from < KEYS);
@@ -135,7 +136,7 @@ __device__ __forceinline__ bool attend(Consumer& own, Sums& sums, const Work& wo
 
 __device__ __forceinline__ void consume(Block& shared, Work work, const KV* v, T* out, bool ragged) {
     Consumer own(shared);
-    if (own.group == 0) pass_threads(TAKEN, CONSUMERS);  // `passed` is empty at first
+    if (own.group == 0) pass_threads(TAKEN, CONSUMERS);  // signals that `passed` is free
     const int C = SIZE * work.n_head;
     for (int tile = 0; work.next(); ++tile) {
         const int last = steps_of(work) - 1, from = (first_step(work) + last) * KEYS, row = work.first + own.row;
@@ -164,7 +165,7 @@ __device__ __forceinline__ void consume(Block& shared, Work work, const KV* v, T
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_cached_hopper_alternate(
     const __grid_constant__ TensorMap map,    // tensor map of qkv, of which only Q is read
-    const __grid_constant__ TensorMap k_map,  // maps of k and v, not used for FP8
+    const __grid_constant__ TensorMap k_map,  // tensor maps of k and v, not used for FP8
     const __grid_constant__ TensorMap v_map,
     const KV* k,            // (B, n_ctx, C / ATT_SERVES)
     const KV* v,            // (B, n_ctx, C / ATT_SERVES)
@@ -174,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_cached_hopper
     int n_ctx, int N, int B,
     int seq_len,            // length of the longest sequence
     int n_head,
-    int together) {         // heads per band
+    int together) {         // heads whose tiles run at the same time
     Block& shared = start_block<Block>(map);
     Work work{cu_seqlens, B, seq_len, n_head, together, (int)blockIdx.x, (int)gridDim.x, start, N, n_ctx};
     const int warp = uniform(threadIdx.x / 32);
@@ -197,14 +198,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_hopper_altern
     int B,
     int seq_len,          // length of the longest sequence
     int n_head,
-    int together,         // heads per band
-    const int* row,       // (rows): sequence in the kv_cache; this and the next five can be null
+    int together,         // heads whose tiles run at the same time
+    const int* row,       // (rows): sequence in the kv_cache; row, position, k and v: null without a kv_cache
     const int* position,  // (rows)
     T* k,                 // (cache_B, n_ctx, C / ATT_SERVES)
     T* v,                 // (cache_B, n_ctx, C / ATT_SERVES)
     int cache_B, int n_ctx) {
     Block& shared = start_block<Block>(map);
-    const KV* const rows = reinterpret_cast<const KV*>(qkv);  // KV is T if not ATT_CACHED
+    const KV* const rows = reinterpret_cast<const KV*>(qkv);  // without ATT_CACHED, KV is T
     Work work{cu_seqlens, B, seq_len, n_head, together, (int)blockIdx.x, (int)gridDim.x};
     const int warp = uniform(threadIdx.x / 32);
     if (warp < COPIER) {

@@ -1,26 +1,29 @@
 // Attention of two-part matrices on Hopper, for heads of 64 channels.
 //
-//   out[i] = sum over j of softmax_j(q[i] . k[j] / sqrt(SIZE)) v[j]     j <= i with ATT_CAUSAL, else of all rows
+//   out[i] = sum over j of softmax_j(q[i] . k[j] / sqrt(SIZE)) v[j]     j <= i with ATT_CAUSAL, else all rows of the
+//       sequence
 //
 // Matrices, scales, weights, ATT_ONE_SCALE and the treatment of infinite and NaN values are described in
-// attention/prompt/mma_two_part.cu. The copies are as in attention/prompt/wgmma.cu:
+// attention/prompt/mma_two_part.cu. Copies by TMA into a ring are described in attention/prompt/wgmma.cu.
 //
-//   parts (2, rows, W)       hi, then lo; rows [Q | K | V]; scale (rows) applies to all three
+//   parts (2, rows, W)       hi, then lo; a row is [Q | K | V], and scale (rows) applies to its Q, K and V
 //   out_parts (2, rows, C)   the rows of all sequences, one sequence after the other
 //   out_scale (rows)         the largest scale of the rows that row i sees
 //
-//   attention_fp32_hopper: float32 accuracy by wgmma: two warpgroups take alternate keys of 64 queries, copied by TMA
+//   attention_fp32_hopper: float32 accuracy by wgmma: two warpgroups process alternate tiles of keys for 64 queries;
+//       TMA copies the tiles
 //
-// Tiles are 64 keys, from the last keys that are seen to the first. With two warpgroups, the last queries of a
-// sequence, which have most keys, take half as long. At the end the second warpgroup passes its sums to the first.
+// A tile is 64 keys. Tiles are processed from the last keys that the queries see to the first. With two warpgroups, the
+// last queries of a sequence, which see the most keys, take half as long. At the end the second warpgroup passes its
+// sums to the first.
 //
 //   wgmma     S = Q K^T    hi hi in one accumulator, hi lo + lo hi in a second accumulator; Q hi is in registers
 //   softmax   P = exp2(S UNIT - reference), divided into two parts in the registers of operand P
 //   wgmma     O = P V      of one tile, also in two accumulators
 //   threads   sums += O    in float, because tensor cores truncate their sums
 //
-// A warpgroup issues the products P V of one tile and Q K^T of its next tile together, then the other warpgroup does.
-// While the products of one warpgroup run, the other warpgroup computes its softmax:
+// The warpgroups take turns: each issues the products P V of one tile and Q K^T of its next tile together. While the
+// products of one warpgroup run, the other warpgroup computes its softmax:
 //
 //   tensor cores   S0   S0'  V0 S1   V0' S1'   V1 S2   V1' S2'  ...    S0': S0 of the second warpgroup
 //   first               softmax0     +     softmax1    +     softmax2
@@ -28,13 +31,13 @@
 //
 // The bits of a row depend only on the rows that it sees. Keys are counted from the start of the sequence, and
 // alternate tiles form two series; it makes no difference which warpgroup computes which series. Only a warpgroup's
-// first tile can include keys after a query or after the end, and with a window (lib/attention/window.cuh) only its
-// last tiles include keys before the window. In V of these tiles, infinite and NaN values are replaced by 0, and added
-// at the end to the rows that see them.
+// first tile can include keys after a query or after the end of the sequence, and with a window
+// (lib/attention/window.cuh) only its last tiles include keys before the window. In V of these tiles, infinite and NaN
+// values are replaced by 0, and added at the end to the rows that see them.
 //
-// map: parts, boxes (1, 64, 64). Block (THREADS), grid: one block per multiprocessor, or per tile of QUERIES if there
-// are fewer tiles (lib/attention/wgmma_work.cuh); dynamic shared memory sizeof(Shared) + 1024. Arrays are aligned to 16
-// bytes.
+// map: parts, in boxes of (1, 64, 64). Block (THREADS), grid: one block per multiprocessor, or per tile of QUERIES if
+// there are fewer tiles (lib/attention/wgmma_work.cuh); dynamic shared memory sizeof(Shared) + 1024. Arrays are aligned
+// to 16 bytes.
 //
 // architecture: sm_90a
 #if !defined(STORAGE_FP16)
@@ -59,23 +62,23 @@
 #include "lib/attention/two_part_rows.cuh"
 #include "attention/prompt/wgmma_two_part_copies.cuh"
 
-constexpr int SUMS = 4 * COLUMNS;  // sums per thread
+constexpr int SUMS = 4 * COLUMNS;  // output sums per thread
 
 struct Consumer {
     Shared& shared;
-    const int group, thread, warp, lane;  // indices in the block, the group, the group, the warp
+    const int group, thread, warp, lane;  // indices: group in the block, thread and warp in the group, lane in the warp
     const Matrix first_slot;
     unsigned count = 0;  // slots of the group's ring used so far
 
-    float s[KEYS / 2], s_cross[KEYS / 2];  // scores
-    float o[SIZE / 2], o_cross[SIZE / 2];  // P V of a tile
-    unsigned asked[SIZE / 16][4];          // hi of the queries
-    unsigned p[KEYS / 16][4], q[KEYS / 16][4];  // hi and lo of P
+    float s[KEYS / 2], s_cross[KEYS / 2];  // scores: hi hi; hi lo + lo hi
+    float o[SIZE / 2], o_cross[SIZE / 2];  // P V of a tile: hi hi; hi lo + lo hi
+    unsigned asked[SIZE / 16][4];          // high parts of the queries
+    unsigned p[KEYS / 16][4], q[KEYS / 16][4];  // p: hi of P; q: lo of P
     float of_key[KEYS / 8][2];                  // scales of the keys
     float out[COLUMNS][4];
-    float unit[2];               // the row's scale (its square with ATT_ONE_SCALE), times UNIT
-    float sum[2], reference[2];  // sum: over the lane's keys
-    float top[2];                // largest scale so far
+    float unit[2];               // UNIT times the row's scale (with ATT_ONE_SCALE its square)
+    float sum[2], reference[2];  // sum: sum of P over the lane's keys
+    float top[2];                // largest scale of the row's keys so far
 
     __device__ __forceinline__ Consumer(Shared& shared)
         : shared(shared), group(uniform(threadIdx.x / GROUP)), thread(threadIdx.x % GROUP), warp(uniform(thread / 32)),
@@ -98,7 +101,8 @@ struct Consumer {
         if (lane == 0) arrive(shared.empty[group][number % ATT_SLOTS]);
     }
 
-    // Starts a tile of queries in a buffer. left: number of existing rows from the warp's first row on.
+    // Starts a tile of queries: loads their high parts from a buffer, and their scales. left: number of existing rows
+    // from the warp's first row on.
     __device__ __forceinline__ void start(const char* queries, const float* scale, int left) {
         const int place = shared_address(queries), row = 16 * warp + lane % 16;
 #pragma unroll
@@ -144,7 +148,7 @@ struct Consumer {
         for (int i = 0; i < SUMS; ++i) out[i / 4][i % 4] += fmaf(o_cross[i], CROSS, o[i]);
     }
 
-    // Loads the scales of a tile's keys, of which `there` exist.
+    // Loads the scales of a tile's keys, of which the first `there` exist.
     __device__ __forceinline__ void load_scales(const float* scale, int there) {
 #pragma unroll
         for (int n = 0; n < KEYS / 8; ++n) {
@@ -161,7 +165,8 @@ struct Consumer {
     // 0 .. seen.
     template <bool MASKED>
     __device__ __forceinline__ void soften(int seen) {
-        const int sees = seen + (ATT_CAUSAL ? lane / 4 : 0) - 2 * (lane % 4);  // for the lane's first key and row g
+        // The last key that row g sees, counted from the lane's first key.
+        const int sees = seen + (ATT_CAUSAL ? lane / 4 : 0) - 2 * (lane % 4);
         float largest[2] = {-INFINITY, -INFINITY}, highest[2] = {top[0], top[1]};
 #pragma unroll
         for (int n = 0; n < KEYS / 8; ++n) {
@@ -182,14 +187,14 @@ struct Consumer {
             const float old = reference[r], next = fmaf(lanes_max<4>(largest[r]), unit[r], -BELOW);
             const bool passes = next > old + (AT_MOST - BELOW);  // false if all scores are -inf
             factor[r] = passes ? exp2_fast(old - next) : 1.0f;
-            sum[r] = __fmul_rn(sum[r], factor[r]);  // explicit: never fused with the next addition
+            sum[r] = __fmul_rn(sum[r], factor[r]);  // rounded: never fused with the next addition
             reference[r] = passes ? next : old;
-            base[r] = reference[r] == -INFINITY ? 0.0f : -reference[r];  // -inf + inf would be NaN
+            base[r] = reference[r] == -INFINITY ? 0.0f : -reference[r];  // not +inf: -inf + inf is NaN
             moves |= passes;
             if (ATT_ONE_SCALE) continue;
             const float higher = lanes_max<4>(highest[r]);
-            down[r] = higher > 0.0f ? inverse_of(higher) : 0.0f;  // 0: no key so far is visible
-            factor[r] *= top[r] * down[r];                        // times 1 in most cases
+            down[r] = higher > 0.0f ? inverse_of(higher) : 0.0f;  // 0: the row has seen no key so far
+            factor[r] *= top[r] * down[r];                        // usually times 1: the largest scale rarely grows
             moves |= higher > top[r];
             top[r] = higher;
         }
@@ -200,7 +205,7 @@ struct Consumer {
 #pragma unroll
         for (int k = 0; k < KEYS / 16; ++k) {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {  // i % 2: the row; i / 2: the half of the 16 keys
+            for (int i = 0; i < 4; ++i) {  // i % 2: row g or g + 8; i / 2: which 8 of the 16 keys
                 const int n = 2 * k + i / 2, r = i % 2;
                 const float a = exp2_fast(fmaf(s[4 * n + 2 * r], unit[r], base[r]));
                 const float b = exp2_fast(fmaf(s[4 * n + 2 * r + 1], unit[r], base[r]));
@@ -231,7 +236,7 @@ struct Consumer {
 
     // Passes the sums of the second group to the first.
     __device__ __forceinline__ void give() const {
-        sync_threads(TAKEN, CONSUMERS);  // the previous sums have been taken
+        sync_threads(TAKEN, CONSUMERS);  // the first group has read the previous sums
 #pragma unroll
         for (int i = 0; i < SUMS; ++i) shared.passed[i][thread] = out[i / 4][i % 4];
 #pragma unroll
@@ -243,15 +248,15 @@ struct Consumer {
         pass_threads(PASS, CONSUMERS);
     }
 
-    // Adds the passed sums to this group's. The result does not depend on the order of the two groups.
+    // Adds the passed sums to the sums of this group. The result does not depend on the order of the two groups.
     __device__ __forceinline__ void add_given() {
-        if (WINDOW) sync_threads(CHECK, GROUP);  // orders nothing, as in wgmma_alternate.cu
+        if (WINDOW) sync_threads(CHECK, GROUP);  // not needed for correctness: see wgmma_alternate.cu
         sync_threads(PASS, CONSUMERS);
         float own[2], others[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const float other = shared.passed[SUMS + 2 + r][thread], both = fmaxf(reference[r], other);
-            const float point = both == -INFINITY ? 0.0f : both;  // exp2(-inf) is 0, exp2(-inf + inf) is NaN
+            const float point = both == -INFINITY ? 0.0f : both;  // exp2(-inf) is 0, but exp2(-inf + inf) is NaN
             own[r] = exp2_fast(reference[r] - point);
             others[r] = exp2_fast(other - point);
             sum[r] = __fmul_rn(sum[r], own[r]) + __fmul_rn(shared.passed[SUMS + r][thread], others[r]);
@@ -281,13 +286,14 @@ __device__ __forceinline__ bool make_finite(Consumer& own, unsigned number) {
 }
 
 // Computes the group's part for a tile of queries: every second one of `tiles` tiles of keys. key: first key of the
-// group's first tile, of which `there` exist; first: the block's first query; scale: scale of the sequence's first row.
-// Returns whether the values that only some of the queries see are finite.
+// group's first tile; there: number of keys from `key` to the end of the sequence; first: the block's first query;
+// scale: address of the scale of the sequence's first row. Returns false if a value that only some of the queries see
+// is infinite or NaN.
 __device__ __forceinline__ bool attend(Consumer& own, const char* queries, const float* scale, int there, int first,
                                        int tiles, int key) {
     const int steps = (tiles + 1 - own.group) / 2;
     const Matrix asked = matrix_at(queries, PART);
-    const int end = first + QUERIES - 1;  // the last query
+    const int end = first + QUERIES - 1;  // the tile's last query
     bool finite = true;
     fence_sums();
     own.ask_for_scores(asked, own.arrived(own.count));
@@ -321,7 +327,7 @@ __device__ __forceinline__ bool attend(Consumer& own, const char* queries, const
         own.soften<(WINDOW > 0)>(first + 16 * own.warp - key);
         if (is_past(key, end)) finite = make_finite(own, own.count + (step + 1 < steps)) && finite;
     }
-    const bool one_more = own.group > 0 && tiles % 2 > 0;  // an extra turn, as the first group takes
+    const bool one_more = own.group > 0 && tiles % 2 > 0;  // the first group takes one more turn: so does this group
     const Matrix last = own.arrived(own.count);
     if (one_more) own.take_turn();
     fence_sums();
@@ -337,7 +343,7 @@ __device__ __forceinline__ bool attend(Consumer& own, const char* queries, const
 __device__ __forceinline__ void consume(Shared& shared, Work work, const T* parts, const float* scale, T* out_parts,
                                         float* out_scale, long long rows) {
     Consumer own(shared);
-    pass_threads(own.group == 0 ? TAKEN : TURN, CONSUMERS);  // `passed` is empty at first; the first group begins
+    pass_threads(own.group == 0 ? TAKEN : TURN, CONSUMERS);  // signals: `passed` is free, the first group has the turn
     const int C = SIZE * work.n_head, KV = C / ATT_SERVES;
     const long long stride = C + 2 * KV;
     for (int tile = 0; work.next(); ++tile) {
@@ -377,7 +383,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_fp32_hopper(
     long long rows, int B,
     int seq_len,     // length of the longest sequence
     int n_head,
-    int together) {  // heads per band
+    int together) {  // heads whose tiles run at the same time
     extern __shared__ char unaligned[];
     Shared& shared = *reinterpret_cast<Shared*>(unaligned + (1024 - shared_address(unaligned) % 1024) % 1024);
     let_next_start();

@@ -1,5 +1,5 @@
-// Constants, shared memory and copies of attention/prompt/wgmma_two_part.cu, which describes them, and the search for
-// infinite and NaN values. The including file defines ATT_CAUSAL and includes lib/attention/two_part_rows.cuh.
+// Constants, shared memory, copies and the search for infinite and NaN values for attention/prompt/wgmma_two_part.cu,
+// which describes them. The including file defines ATT_CAUSAL and includes lib/attention/two_part_rows.cuh.
 #pragma once
 
 #include "lib/sm90.cuh"
@@ -12,12 +12,13 @@ constexpr int KEYS = 64, QUERIES = 64;  // keys per tile; queries per block
 #include "lib/attention/wgmma_work.cuh"
 
 constexpr int GROUP = 128, CONSUMERS = 2 * GROUP, THREADS = CONSUMERS + GROUP, WARPS = GROUP / 32;
-constexpr int LINE = 2 * SIZE, PART = KEYS * LINE, SLOT = 2 * PART;  // bytes of a row; of hi or lo of a tile; of both
-constexpr int PASSED = 4 * COLUMNS + 6;  // floats per thread
+constexpr int LINE = 2 * SIZE, PART = KEYS * LINE, SLOT = 2 * PART;  // bytes: a row; hi or lo of a tile; hi and lo
+constexpr int PASSED = 4 * COLUMNS + 6;  // floats that each thread passes
 static_assert(SIZE == 64, "a row of a head is a line of a box, and the sums fit into registers");
 static_assert(ATT_SLOTS >= 4, "K and V of one tile are multiplied while those of the next one travel");
 
-// The ring of a warpgroup. A slot holds K or V of a tile of keys: K first, then K and V alternately, V last.
+// The ring of a warpgroup. A slot holds K or V of a tile. The order is K of the first tile, then K of each next tile
+// and V of the tile before it, at last V of the last tile.
 struct Ring {
     char slots[ATT_SLOTS][SLOT];
 };
@@ -27,7 +28,7 @@ struct Shared {
     char queries[2][SLOT];
     float passed[PASSED][GROUP];
     Barrier full[2][ATT_SLOTS], empty[2][ATT_SLOTS];
-    Barrier asked[2], answered[2];  // asked: queries have arrived; answered: they are no longer needed
+    Barrier asked[2], answered[2];  // asked: queries have arrived; answered: queries have been read
 
     __device__ __forceinline__ void start() {  // called by one thread
         for (int i = 0; i < 2; ++i) {
@@ -38,10 +39,10 @@ struct Shared {
     }
 };
 
-// Named barriers of some of the block's threads.
+// Named barriers for the threads of one consumer warpgroup or of both.
 enum { CHECK = 1, TURN = CHECK + 2, PASS = TURN + 2, TAKEN };
 
-// first_tile: the first tile of keys that a block's queries see. tiles_of: the number of these tiles.
+// first_tile: the first tile of keys that a block's queries see. tiles_of: the number of tiles that they see.
 __device__ __forceinline__ int first_tile(const Work& work) { return first_seen(work.first) / KEYS; }
 __device__ __forceinline__ int tiles_of(const Work& work) {
     return ((ATT_CAUSAL ? min(work.length, work.first + QUERIES) : work.length) - 1) / KEYS + 1 - first_tile(work);
@@ -49,16 +50,16 @@ __device__ __forceinline__ int tiles_of(const Work& work) {
 
 __device__ __forceinline__ void produce(Shared& shared, const TensorMap& map, Work work) {
     const auto load = [&](int group, unsigned number, int column, int row) {
-        wait(shared.empty[group][number % ATT_SLOTS], number / ATT_SLOTS + 1 & 1, "empty");  // unused slots are empty
+        wait(shared.empty[group][number % ATT_SLOTS], number / ATT_SLOTS + 1 & 1, "empty");  // new slots are empty
         char* const to = shared.rings[group].slots[number % ATT_SLOTS];
         Barrier& full = shared.full[group][number % ATT_SLOTS];
         arrive_and_expect(full, SLOT);
         for (int part = 0; part < 2; ++part) load_box(to + part * PART, map, full, column, row, part);
     };
-    unsigned slots = 0, others = 0;  // slots filled so far in the first and the second ring
+    unsigned slots = 0, others = 0;  // slots filled so far in the first ring; in the second
     for (int tile = 0; work.next(); ++tile) {
         int heads = work.n_head;
-        asm volatile("" : "+r"(heads));  // hides the value: derived values would need registers
+        asm volatile("" : "+r"(heads));  // the compiler must not hold values derived from `heads` in registers
         const int tiles = tiles_of(work), row = (int)work.row, column = SIZE * (heads + work.head / ATT_SERVES);
         const int values = column + SIZE * (heads / ATT_SERVES);
         wait(shared.answered[tile % 2], tile / 2 + 1 & 1, "answered");
@@ -68,7 +69,7 @@ __device__ __forceinline__ void produce(Shared& shared, const TensorMap& map, Wo
             load_box(to, map, shared.asked[tile % 2], SIZE * work.head, row + work.first, part);
         }
 #pragma unroll 1
-        for (int i = 0; i < tiles + 2; ++i) {  // tiles counted from the end: keys of tile i, values of tile i - 2
+        for (int i = 0; i < tiles + 2; ++i) {  // loads keys of tile i from the end and values of tile i - 2
             const unsigned own = (i % 2 > 0 ? others : slots) + i / 2 * 2;
             const int first = row + (first_tile(work) + tiles - 1 - i) * KEYS;
             if (i < tiles) load(i % 2, own - (i >= 2), column, first);
@@ -78,7 +79,7 @@ __device__ __forceinline__ void produce(Shared& shared, const TensorMap& map, Wo
     }
 }
 
-// Returns whether all values in a slot are finite. All threads of a warpgroup must call this, with the same barrier.
+// Returns whether all values in a slot are finite. All threads of a warpgroup must call it, with the same barrier.
 __device__ __forceinline__ bool all_finite(const char* slot, int barrier) {
     unsigned found = 0;
     const uint4* units = reinterpret_cast<const uint4*>(slot) + threadIdx.x % GROUP;

@@ -3,8 +3,8 @@
 //   qkv    (B, T, ROW)      a row is [Q | K | V], each with its heads next to each other: C = NH HS channels of Q, and
 //                           NKV HS of K and of V; a head of K and V serves NH / NKV heads of Q
 //   scores (B, NH, T, T)    passed from one kernel to the next, T / HS times as large as out. Other variants do not
-//                           store it: learn/attention/skeleton.cu holds one row of scores, learn/attention/online.cu
-//                               one tile
+//                           store all scores: learn/attention/skeleton.cu holds one row of scores,
+//                           learn/attention/online.cu one tile
 //   out    (B, T, C)
 //
 // The kernels have the names of llm.c's attention kernels:
@@ -29,7 +29,7 @@
 #ifndef NH
 #define NH 12
 #endif
-#ifndef NKV  // heads of K; V has as many
+#ifndef NKV  // heads of K, and of V
 #define NKV NH
 #endif
 #ifndef HS
@@ -88,7 +88,7 @@ extern "C" __global__ void attention_value_kernel1(
     const long long b = i / C / T;
     const int t = i / C % T;
     const float* p = scores + ((b * NH + channel / HS) * T + t) * T;
-    const int before = channel / HS - channel / HS / GROUP;  // heads of Q up to this one minus heads of V
+    const int before = channel / HS - channel / HS / GROUP;  // index of this head of Q minus index of its head of V
     const float* v = qkv + b * T * ROW + C + NKV * HS + channel - before * HS;
     const int n_keys = causal ? t + 1 : T;
     float sum = 0.0f;

@@ -14,7 +14,7 @@
 // Block (32 AO_WARPS), grid (B NH, ceil(T / QUERIES)), dynamic shared memory: the four arrays at the start of `attend`.
 #include "lib/attention/online.cuh"
 
-constexpr int ROW = (NH + 2 * NKV) * HS;  // distance between rows of a head
+constexpr int ROW = (NH + 2 * NKV) * HS;  // floats between consecutive rows of a head
 
 // __launch_bounds__ with 1 block: otherwise the compiler spills registers so that more small blocks fit.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_forward_online(

@@ -19,7 +19,7 @@
 #ifndef NH
 #define NH 12
 #endif
-#ifndef NKV  // heads of K; V has as many
+#ifndef NKV  // heads of K, and of V
 #define NKV NH
 #endif
 #ifndef HS
@@ -31,10 +31,10 @@ constexpr int C = NH * HS, ROW = C + 2 * NKV * HS;
 static_assert(HS <= MHA_BLOCK, "pass 3 needs a thread for every channel of a head: HS <= 256");
 static_assert(NH % NKV == 0, "every head of K serves as many heads of Q");
 
-__device__ float dot(const float* q, const float* __restrict__ k) {  // q in shared memory; q, k (HS)
+__device__ float dot(const float* q, const float* __restrict__ k) {  // q (HS) in shared memory, k (HS) in global
     float sum = 0.0f;
-#if HS % 4 == 0  // rows of K are aligned to 16 bytes, as is qkv
-#pragma unroll 4  // fully unrolled, q takes 64 registers, and fewer blocks fit on an SM: 1.29 times slower
+#if HS % 4 == 0  // then rows of K are aligned to 16 bytes, because qkv is
+#pragma unroll 4  // if fully unrolled, q takes 64 registers, fewer blocks fit on an SM: 1.29 times slower
     for (int d = 0; d < HS; d += 4) {
         const float4 k4 = *reinterpret_cast<const float4*>(k + d);
         sum += q[d] * k4.x;
@@ -76,7 +76,7 @@ __device__ void attend(const float* __restrict__ qkv, float* __restrict__ attn_o
         scores[j] = expf(scores[j] - max_score);
         sum += scores[j];
     }
-    sum = block_reduce_sum<MHA_BLOCK>(sum, scratch);  // its barriers also make all scores visible
+    sum = block_reduce_sum<MHA_BLOCK>(sum, scratch);  // the barriers in this function also make all scores visible
 
     const int group = tid / HS, d = tid % HS;
     float part = 0.0f;

@@ -40,7 +40,7 @@ extern "C" __global__ void encoder_forward_kernel2(
     const float* __restrict__ wpe,  // (n_ctx, C)
     float* __restrict__ out,        // (B, T, C)
     int rows, int T, int C, int V) {
-    const int packs = C / 4;  // float4 per row
+    const int packs = C / 4;  // number of float4 per row
     const long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= (long long)rows * packs) return;
     const int row = i / packs, p = i % packs, t = row % T, id = ids[row];

@@ -25,7 +25,7 @@
 #include "lib/sm80.cuh"
 
 constexpr int SIZE = 256, BYTES = 144;  // weights and bytes of a block
-constexpr int HEAD = 16;                // bytes before the codes
+constexpr int HEAD = 16;                // bytes of a block before its codes
 
 __device__ __forceinline__ float2 floats_of(unsigned halves) {
     float v[2];
@@ -33,8 +33,9 @@ __device__ __forceinline__ float2 floats_of(unsigned halves) {
     return {v[0], v[1]};
 }
 
-// Returns s and m of sub-block i. For the first four sub-blocks, s and m are 6 bits of a byte each. The other 2 bits of
-// these bytes are the upper bits of s and m of the last four sub-blocks, whose lower 4 bits are in the last word.
+// Returns s and m of sub-block i. s and m of the first four sub-blocks are the lower 6 bits of a byte each. The upper 2
+// bits of these bytes are the upper bits of s and m of the last four sub-blocks, whose lower 4 bits are in the last
+// word of the head.
 __device__ __forceinline__ float2 scales(const uint4& head, int i) {
     const int at = i % 4 * 8;
     const unsigned s = head.y >> at, m = head.z >> at, low = head.w >> at;
@@ -56,7 +57,7 @@ extern "C" __global__ void blocks_matmul_naive(
     for (int k = 0; k < K; ++k) {
         const unsigned char* block = w_row + k / SIZE * BYTES;
         const uint4 head = *reinterpret_cast<const uint4*>(block);
-        const int i = k % SIZE / 32;  // the sub-block
+        const int i = k % SIZE / 32;  // index of the sub-block
         const int q = block[HEAD + i / 2 * 32 + k % 32] >> i % 2 * 4 & 15;
         const float2 d = floats_of(head.x), s = scales(head, i);
         sum += (d.x * s.x * q - d.y * s.y) * widen(x_row[k]);
@@ -83,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(256) blocks_matmul_warp(
         const unsigned words[4] = {codes.x, codes.y, codes.z, codes.w};
         const float2 d = floats_of(head.x);
 #pragma unroll
-        for (int j = 0; j < 2; ++j) {  // sub-blocks of the pair
+        for (int j = 0; j < 2; ++j) {  // j: sub-block of the pair
             float of_codes = 0.0f, of_x = 0.0f;
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
@@ -103,15 +104,15 @@ extern "C" __global__ void __launch_bounds__(256) blocks_matmul_warp(
     if (lane == 0) out[output] = sum;
 }
 
-// Computes codes 0 and 1 (first), 2 and 3 (second) of four bytes, times s, as pairs of float16. A code in the lowest
-// bits of 1024 gives 1024 + q.
+// Multiplies the codes q in four bytes by s, as pairs of float16: first receives codes 0 and 1, second codes 2 and 3. A
+// code in the lowest bits of the float16 number 1024 gives 1024 + q, from which 1024 is subtracted.
 __device__ __forceinline__ void times_scale(unsigned codes, unsigned s, unsigned& first, unsigned& second) {
     first = multiply2(add2_fp16(__byte_perm(codes, 0x64646464u, 0x4140), 0xe400e400u), s);
     second = multiply2(add2_fp16(__byte_perm(codes, 0x64646464u, 0x4342), 0xe400e400u), s);
 }
 
 // A warp computes 16 outputs of 8 rows of x. Lane 4 g + t holds codes 8 t to 8 t + 7 of each sub-block for outputs g
-// and g + 8, and the same positions of row g of x. K may be in any order, provided that x and w use the same one.
+// and g + 8, and the values of row g of x at the same positions along K. Products along K may be added in any order.
 // grid (ceil(N / 64) ceil(M / 8)), block (128)
 extern "C" __global__ void __launch_bounds__(128) blocks_matmul_mma(
     const T* __restrict__ x,              // (M, K), float16
@@ -122,12 +123,12 @@ extern "C" __global__ void __launch_bounds__(128) blocks_matmul_mma(
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, across = (N + 63) / 64;
     const int n = blockIdx.x % across * 64 + threadIdx.x / 32 * 16, m = blockIdx.x / across * 8;
     const long long row_bytes = K / SIZE * BYTES;
-    const T* x_row = x + (long long)min(m + g, M - 1) * K + 8 * t;  // rows after the last one: the last one
+    const T* x_row = x + (long long)min(m + g, M - 1) * K + 8 * t;  // rows after the last row repeat it
     const unsigned char* w_rows[2] = {w + min(n + g, N - 1) * row_bytes, w + min(n + g + 8, N - 1) * row_bytes};
     float sum[4] = {};
     for (int k = 0; k < K; k += SIZE) {
         uint4 head[2];
-        float of_codes[4] = {}, of_x[4] = {};  // sums of s q x, and of m x
+        float of_codes[4] = {}, of_x[4] = {};  // of_codes: sums of s q x; of_x: sums of m x
 #pragma unroll
         for (int r = 0; r < 2; ++r) head[r] = *reinterpret_cast<const uint4*>(w_rows[r] + k / SIZE * BYTES);
 #pragma unroll
@@ -139,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(128) blocks_matmul_mma(
                 codes[r] = *reinterpret_cast<const uint2*>(block + HEAD + 32 * pair + 8 * t);
             }
 #pragma unroll
-            for (int j = 0; j < 2; ++j) {  // sub-blocks of the pair: two steps of 16 along K each
+            for (int j = 0; j < 2; ++j) {  // j: sub-block of the pair, two steps of 16 along K
                 unsigned first[4], second[4], least[4];
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {

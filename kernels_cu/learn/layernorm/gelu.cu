@@ -3,15 +3,14 @@
 //
 // x is read once and y written once. Two separate kernels would store the normalised rows and read them again.
 //
-//   layernorm_gelu_baseline: one thread per element, each sums its whole row
-//   layernorm_gelu_optimized: one block per row, sum and sum of squares in one pass, tree over shared memory. Then
+//   layernorm_gelu_baseline: one thread per element, each thread sums its whole row
 //   layernorm_gelu_optimized: one block per row, sum and sum of squares in one pass, tree over shared memory. A second
 //       pass normalises and applies GELU. var = E[x^2] - E[x]^2, clamped to at least 0
 //   layernorm_gelu_rows: rows in registers, 16-byte loads, shuffles and at most one barrier; gamma and beta. A thread
 //       issues all its loads at once. GELU takes one exp2 and one division. gamma and beta are optional
 #include "lib/common.cuh"
 
-#ifndef LG_HIDDEN  // the constants configure layernorm_gelu_rows: values per row
+#ifndef LG_HIDDEN  // values per row. All these constants configure layernorm_gelu_rows
 #define LG_HIDDEN 768
 #endif
 #ifndef LG_WIDTH  // values per load: 4, or 1 if rows are not aligned to 16 bytes
@@ -27,7 +26,7 @@
 #define LG_AFFINE 1
 #endif
 
-// --- baseline and optimized: float32, without gamma and beta -----------------------------------------------------
+// --- layernorm_gelu_baseline and layernorm_gelu_optimized: float32, without gamma and beta -----------------------
 
 __device__ float gelu(float v) {
     return 0.5f * v * (1.0f + tanhf(0.7978845608028654f * (v + 0.044715f * v * v * v)));
@@ -79,16 +78,16 @@ extern "C" __global__ void layernorm_gelu_optimized(
         __syncthreads();
     }
     const float mean = sums[0] / hidden_dim;
-    // Rounding can make the difference of two large numbers negative; its root would be NaN.
+    // Rounding can make the difference of two large numbers negative; its square root would be NaN.
     const float rstd = rsqrtf(fmaxf(squares[0] / hidden_dim - __fmul_rn(mean, mean), 0.0f) + eps);
     for (int c = tid; c < hidden_dim; c += blockDim.x) y[c] = gelu((x[c] - mean) * rstd);
 }
 
-// --- rows: one pass over memory ----------------------------------------------------------------------------------
+// --- layernorm_gelu_rows: one pass over memory -------------------------------------------------------------------
 
 constexpr int WARPS = (LG_THREADS + 31) / 32;                // warps that share a row
 constexpr int LANES = WARPS > 1 ? 32 : LG_THREADS;           // lanes of a warp that share a row
-constexpr int PACKS = LG_HIDDEN / LG_WIDTH;                  // packs per row
+constexpr int PACKS = LG_HIDDEN / LG_WIDTH;                  // packs of LG_WIDTH values per row
 constexpr int HELD = (PACKS + LG_THREADS - 1) / LG_THREADS;  // packs that a thread keeps in registers
 static_assert(LG_HIDDEN % LG_WIDTH == 0, "a row is a whole number of loads: LG_HIDDEN % LG_WIDTH == 0");
 static_assert(LG_THREADS % 32 == 0 || 32 % LG_THREADS == 0, "a row has a part of a warp, or whole warps");
@@ -107,7 +106,7 @@ __device__ float gelu_by_exp2(float v) {
     return __fdividef(v, 1.0f + exp2f(v * (-2.3022082f - 0.10294324f * (v * v))));
 }
 
-__device__ constexpr int values_of(unsigned warp) {  // the number of values of a row that this warp holds
+__device__ constexpr int values_of(unsigned warp) {  // number of values of a row that a warp holds
     if (WARPS == 1) return LG_HIDDEN;
     if (PACKS % LG_THREADS == 0) return LG_HIDDEN / WARPS;
     int packs = 0;

@@ -55,8 +55,8 @@ extern "C" __global__ void layernorm_forward_kernel1(
 }
 
 // Calls use(v) for a thread's share of a row: every LN_BLOCK-th channel. Eight loads are issued before the first value
-// is used. The loop is unrolled by hand, because the compiler would process the remainder of C / LN_BLOCK / 8 one by
-// one. At C = 768 the remainder is the whole row: 3 channels per thread, each with a full memory latency.
+// is used. The loop is unrolled by hand, because the compiler would load channels after the last whole group of eight
+// one by one. At C = 768 a thread has only 3 channels, so each of them would take a full memory latency.
 template <typename Use>
 __device__ __forceinline__ void coarsen(const float* x_row, int C, Use use) {
     constexpr int BATCH = 8;
@@ -127,7 +127,7 @@ extern "C" __global__ void layernorm_forward_kernel5(
     float* __restrict__ rstd,         // (N)
     float eps, int C) {
     constexpr int WARPS = LN_BLOCK / 32;
-    __shared__ float sums[WARPS], squares[WARPS];  // one per warp; later, element 0 holds mean and rstd
+    __shared__ float sums[WARPS], squares[WARPS];  // one per warp; later, sums[0] is mean and squares[0] is rstd
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const long long row = blockIdx.x;
     const float* x_row = x + row * C;
@@ -147,10 +147,10 @@ extern "C" __global__ void layernorm_forward_kernel5(
     __syncthreads();
     if (warp == 0) {
         const float m = lanes_sum<32>(lane < WARPS ? sums[lane] : 0.0f) / C;
-        // Both squares are rounded alike. A fused multiply-add would keep m * m exact, and a constant row would have a
-        // variance.
+        // Round m * m like the squares of x. A fused multiply-add would keep m * m exact, and a constant row would have
+        // a variance.
         float var = lanes_sum<32>(lane < WARPS ? squares[lane] : 0.0f) / C - __fmul_rn(m, m);
-        if (var < 0.0f) var = 0.0f;  // negative by rounding; fmaxf would hide a NaN
+        if (var < 0.0f) var = 0.0f;  // rounding can make var negative; fmaxf would hide a NaN
         if (lane == 0) {
             sums[0] = mean[row] = m;
             squares[0] = rstd[row] = rsqrtf(var + eps);
@@ -158,7 +158,7 @@ extern "C" __global__ void layernorm_forward_kernel5(
     }
     __syncthreads();
     const float m = sums[0], r = squares[0];
-#pragma unroll 3  // with 4, 40 registers per thread: only three quarters of the threads fit on an SM
+#pragma unroll 3  // factor 4 takes 40 registers per thread: only three quarters of the threads fit on an SM
     for (int c = threadIdx.x; c < C; c += LN_BLOCK) {
         __stcs(out_row + c, (__ldcs(x_row + c) - m) * r * gamma[c] + beta[c]);
     }

@@ -3,9 +3,10 @@
 // A step of LeetGPU's GPT-2 block challenge. The variance is computed around the mean, in a second pass. The formula
 // E[x^2] - E[x]^2 would lose all digits when the mean is large.
 //
-//   layernorm768_kernel, layernorm_kernel: the ten-step plan's kernel: one block per row, without mean and rstd.
-//       layernorm768_kernel is for C = 768: a thread keeps its 3 channels in registers, so x is read once.
-//       layernorm_kernel is for any C: a thread strides over the row; from the second pass on, the L1 cache serves x
+//   layernorm768_kernel, layernorm_kernel: one block per row; mean and rstd are not stored. A step of the ten-step plan
+//       of a GPT-2 block (docs/block.md). layernorm768_kernel is for C = 768: a thread keeps its 3 channels in
+//       registers, so x is read once. layernorm_kernel is for any C: a thread strides over the row; from the second
+//       pass on, the L1 cache serves x
 //
 // Both kernels: grid (rows), block (256). rows = B * T.
 #include "lib/common.cuh"

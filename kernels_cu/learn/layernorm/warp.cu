@@ -43,11 +43,11 @@ extern "C" __global__ void layernorm_forward_kernel3(
     float eps, int N, int C) {
     const Warp warp = cg::tiled_partition<LANES>(cg::this_thread_block());
     const long long row = row_of(warp);
-    if (row >= N) return;  // true for a whole warp
+    if (row >= N) return;  // all lanes of a warp have the same row
     const float* x_row = x + row * C;
 
     float sum = 0.0f;
-#pragma unroll 8  // number of loads in flight
+#pragma unroll 8  // 8 loads in flight
     for (int c = warp.thread_rank(); c < C; c += LANES) sum += x_row[c];
     const float m = cg::reduce(warp, sum, cg::plus<float>()) / C;
 
@@ -73,7 +73,7 @@ extern "C" __global__ void layernorm_forward_kernel4(
     float eps, int N, int C) {
     const Warp warp = cg::tiled_partition<LANES>(cg::this_thread_block());
     const long long row = row_of(warp);
-    if (row >= N) return;  // true for a whole warp
+    if (row >= N) return;  // all lanes of a warp have the same row
     const float* x_row = x + row * C;
 
     float sum = 0.0f, square = 0.0f;
@@ -84,10 +84,10 @@ extern "C" __global__ void layernorm_forward_kernel4(
         square += v * v;
     }
     const float m = cg::reduce(warp, sum, cg::plus<float>()) / C;
-    // Both squares are rounded alike. A fused multiply-add would keep m * m exact, and a constant row would have a
+    // Round m * m like the squares of x. A fused multiply-add would keep m * m exact, and a constant row would have a
     // variance.
     float var = cg::reduce(warp, square, cg::plus<float>()) / C - __fmul_rn(m, m);
-    if (var < 0.0f) var = 0.0f;  // negative by rounding; fmaxf would hide a NaN
+    if (var < 0.0f) var = 0.0f;  // rounding can make var negative; fmaxf would hide a NaN
     const float r = rsqrtf(var + eps);
 
     if (warp.thread_rank() == 0) {

@@ -36,10 +36,10 @@
 #endif
 static_assert(COARSENING > 0, "a thread computes COARSENING outputs");
 
-constexpr int WIDTH = 32;                  // width of a block, of its tile and of a slice along K: a warp
+constexpr int WIDTH = 32;                  // width of a block, of its tile and of a slice along K: threads of a warp
 constexpr int HEIGHT = 8;                  // height of a block
 constexpr int SPAN = HEIGHT * COARSENING;  // rows of a tile of matmul_forward_kernel2
-constexpr int B_ROWS = WIDTH / HEIGHT;     // rows of a slice of B of which a thread loads one value each
+constexpr int B_ROWS = WIDTH / HEIGHT;     // values of a slice of B that a thread loads, one per row
 
 extern "C" __global__ void matmul_forward_kernel1(
     const float* __restrict__ A,     // (M, K)
@@ -68,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(256) matmul_forward_kernel2(
     __shared__ float b_tile[WIDTH][WIDTH];
     const int tx = threadIdx.x, ty = threadIdx.y;
     const int tile = blockIdx.x, across = (N + WIDTH - 1) / WIDTH;
-    const int row = tile / across * SPAN + ty;  // row of the thread's first output; the next ones are HEIGHT rows apart
+    const int row = tile / across * SPAN + ty;  // row of the thread's first output; its others follow HEIGHT rows apart
     const int col = tile % across * WIDTH + tx;
 
     // As in matmul_bias_tiled, the next slice is loaded into registers while the current slice is multiplied. Threads

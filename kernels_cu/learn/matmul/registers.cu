@@ -57,13 +57,13 @@
 
 constexpr int ROWS = MM_ROWS, COLUMNS = MM_COLUMNS, DEPTH = MM_DEPTH, SIDE = MM_SIDE, GROUPS = MM_GROUPS;
 constexpr int STAGES = MM_STAGES, WIDTH = MM_WIDTH;
-constexpr int BAND = 16;  // rows of tiles
+constexpr int BAND = 16;  // rows of tiles per band
 constexpr int WARP_ROWS = 8 * SIDE, WARP_COLUMNS = 32;
 constexpr int WARPS_ACROSS = COLUMNS / WARP_COLUMNS;
-constexpr int GROUP = 32 * (ROWS / WARP_ROWS) * WARPS_ACROSS;  // threads of a group
+constexpr int GROUP = 32 * (ROWS / WARP_ROWS) * WARPS_ACROSS;  // threads per group
 constexpr int THREADS = GROUP * GROUPS;
-constexpr int SHARE = DEPTH / GROUPS;  // values of a slice along k, per group
-constexpr int STRIDE = ROWS + 4;       // distance between successive k of A in shared memory
+constexpr int SHARE = DEPTH / GROUPS;  // values of a slice along k that one group multiplies
+constexpr int STRIDE = ROWS + 4;       // distance between A[.][k] and A[.][k + 1] in shared memory
 constexpr int STAGE = DEPTH * (STRIDE + COLUMNS);
 
 static_assert(ROWS % WARP_ROWS == 0 && COLUMNS % WARP_COLUMNS == 0, "a tile is made of whole warps");
@@ -109,9 +109,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MM_BLOCKS) matmul_forward_
     const float* __restrict__ bias,  // (N) or null
     float* __restrict__ C,           // (M, N)
     int M, int K, int N) {
-    extern __shared__ __align__(16) float shared[];  // [STAGES][STAGE], or [GROUPS / 2] tiles of sums
+    extern __shared__ __align__(16) float shared[];  // STAGES slices of STAGE floats; later GROUPS / 2 tiles of sums
 
-    // Position of the tile: tiles are ordered in bands of rows of tiles, and within a band column by column.
+    // Position of the tile. Each BAND rows of tiles form a band; blocks process a band column by column.
     const int down = (M + ROWS - 1) / ROWS, across = (N + COLUMNS - 1) / COLUMNS;
     const int tile = blockIdx.x;
     const int band = tile / (BAND * across), in_band = tile % (BAND * across);

@@ -35,7 +35,7 @@ extern "C" __global__ void rope_pairs(
         Rotation by[PAIRS];
 #pragma unroll
         for (int p = 0; p < PAIRS; ++p) by[p] = {1.0f, 0.0f};
-        if (start + t > 0) {  // position 0: angle 0. The branch also keeps the loads first
+        if (start + t > 0) {  // the angle is 0 at position 0. The branch also keeps the loads before it
             const Pair turns = half_turns(start + t);
 #pragma unroll
             for (int p = 0; p < PAIRS; ++p) by[p] = rotation(turns, frequency(k + p, step, step_low));

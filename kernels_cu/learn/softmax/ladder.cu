@@ -53,13 +53,13 @@ __device__ int columns_seen(int row, int n) { return SOFTMAX_CAUSAL ? row % n + 
 // inf) would be NaN.
 __device__ float reference_point(float max) { return max == -INFINITY ? 0.0f : max; }
 
-// Loads columns first .. first + SOFTMAX_WIDTH - 1 of a row. Columns that the row does not see become -inf unread.
+// Loads columns first .. first + SOFTMAX_WIDTH - 1 of a row. Columns that the row does not see are -inf, unread.
 __device__ Pack load(const float* x, int first, int seen) {
     if (first + SOFTMAX_WIDTH <= seen) return *reinterpret_cast<const Pack*>(x + first);
     Pack pack;
 #pragma unroll
     for (int j = 0; j < SOFTMAX_WIDTH; ++j) {
-        pack.v[j] = SOFTMAX_CAUSAL && first + j < seen ? x[first + j] : -INFINITY;  // else all are seen, or none
+        pack.v[j] = SOFTMAX_CAUSAL && first + j < seen ? x[first + j] : -INFINITY;  // not causal: none is seen
     }
     return pack;
 }
@@ -125,7 +125,7 @@ extern "C" __global__ void softmax_forward_kernel3(
     const float* x,  // (rows, n)
     float* y,        // (rows, n)
     int rows, int n) {
-    __shared__ Online parts[32];  // one per warp
+    __shared__ Online parts[32];  // maximum and sum of each warp
     const int warps = blockDim.x / 32, step = blockDim.x * SOFTMAX_WIDTH;
     const int row = blockIdx.x;
     if (row >= rows) return;

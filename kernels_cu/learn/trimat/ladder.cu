@@ -22,7 +22,7 @@
 //   matmul_tri4: 16x16 threads per 128x128 tile, slices of 32 through shared memory. Each value is loaded from global
 //       memory once per block, not once per thread
 //   (matmul_tri5 in learn/trimat/pipelined.cu is the next variant)
-//   trimat_fill: one value above the diagonal, where `fill` is given. It runs after one of the kernels above
+//   trimat_fill: stores the value `fill` above the diagonal. It runs after one of the kernels above if `fill` is given
 //
 // The first three kernels: block (8, any), grid (ceil(T / 64), ceil(T / (8 blockDim.y)), B NH). A warp covers 8 tiles
 // in width and 4 in height. Such a nearly square shape needs few different rows: a warp's loads from Q and K touch 4 +
@@ -39,7 +39,7 @@
 static_assert(NH > 0 && HS > 0 && HS % 4 == 0, "rows are read as float4: HS must be a multiple of 4");
 
 constexpr int SIDE = 8;           // rows and columns of a thread's tile
-constexpr int ROW = 3 * NH * HS;  // distance between consecutive rows of a head
+constexpr int ROW = 3 * NH * HS;  // floats between consecutive rows of a head
 
 struct Head {
     const float* q;  // (T, HS), rows ROW apart
@@ -114,7 +114,7 @@ extern "C" __global__ void matmul_tri_registers(
     const int j0 = SIDE * (blockIdx.x * blockDim.x + threadIdx.x);
     if (nothing_to_do(i0, j0, T)) return;
     const Head head = find_head(qkv, out, T, blockIdx.z);
-    if (i0 + SIDE <= T) {  // hence j0 + SIDE <= T, as j0 <= i0
+    if (i0 + SIDE <= T) {  // then j0 + SIDE <= T as well, because j0 <= i0
         tile_from_registers<true>(head, i0, j0, T);
     } else {
         tile_from_registers<false>(head, i0, j0, T);
@@ -174,7 +174,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) matmul_tri3(
     const int j0 = SIDE * (blockIdx.x * blockDim.x + threadIdx.x);
     if (nothing_to_do(i0, j0, T)) return;
     const Head head = find_head(qkv, out, T, blockIdx.z);
-    if (i0 + SIDE <= T) {  // hence j0 + SIDE <= T, as j0 <= i0
+    if (i0 + SIDE <= T) {  // then j0 + SIDE <= T as well, because j0 <= i0
         tile_from_vectors(head, i0, j0, T);
     } else {
         tile_from_registers<false>(head, i0, j0, T);  // the last rows, if T is not a multiple of 8
@@ -185,7 +185,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) matmul_tri3(
 //
 // A row of a slice has 128 bytes and covers all 32 banks, so threads that read the same position of different rows
 // would have bank conflicts. Therefore the 8 float4 of a row are permuted: float4 c of row r is stored at position c ^
-// (r / 8 % 8). 8 neighbouring threads, which read rows 8 apart, then access 8 different positions.
+// (r / 8 % 8). When 8 neighbouring threads read rows 8 apart, they access 8 different positions.
 extern "C" __global__ void __launch_bounds__(256, 2) matmul_tri4(
     const float* __restrict__ qkv,  // (B, T, 3, NH, HS)
     float* __restrict__ out,        // (B, NH, T, T)
@@ -208,7 +208,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) matmul_tri4(
             for (int n = 0; n < TILE; n += COPY_ROWS) {
                 const int r = copy_row + n;
                 const int at = 4 * (copy_vector ^ (r / SIDE % VECTORS));
-                const long long i = min(tile_i + r, T - 1), j = min(tile_j + r, T - 1);  // past the end: the last row
+                const long long i = min(tile_i + r, T - 1), j = min(tile_j + r, T - 1);  // after the end: the last row
                 st_vec(&lhs_s[r][at], ld_vec(head.q + i * ROW + s0 + 4 * copy_vector));
                 st_vec(&rhs_s[r][at], ld_vec(head.k + j * ROW + s0 + 4 * copy_vector));
             }
@@ -245,7 +245,7 @@ extern "C" __global__ void trimat_fill(
         for (int j = first + lane; j < T; j += 32) p[j] = value;
         return;
     }
-    const int aligned = (first + 3) / 4 * 4;  // up to 3 values before the first float4
+    const int aligned = (first + 3) / 4 * 4;  // first aligned column: up to 3 values come before it
     if (first + lane < aligned) p[first + lane] = value;
     for (int j = aligned + 4 * lane; j < T; j += 128) st_vec(p + j, make_float4(value, value, value, value));
 }

@@ -3,7 +3,7 @@
 //   out[b,h,i,j] = Q_i . K_j / sqrt(HS) for j <= i
 //
 //   qkv (B, T, 3, NH, HS)   Q and K are used; consecutive rows of a head (HS values each) are 3 NH HS values apart
-//   out (B, NH, T, T)       above the diagonal: up to 3 values to its right in each row are computed, others untouched
+//   out (B, NH, T, T)       above the diagonal, up to 3 values next to it in a row are computed, others not written
 //
 //   matmul_tri6: tensor cores with float32 accuracy: each row as two in float16, converted on load
 //
@@ -65,11 +65,11 @@
 static_assert(NH > 0 && HS > 0 && HS % 4 == 0, "rows are read as float4: HS must be a multiple of 4");
 static_assert(HS <= 128, "sums are not promoted on the way");
 
-constexpr int ROW = 3 * NH * HS;  // distance between consecutive rows of a head
+constexpr int ROW = 3 * NH * HS;  // floats between consecutive rows of a head
 constexpr int TILE = TRI_TILE, THREADS = 32 * TRI_WARPS;
 constexpr int FRAGS = TILE / 8 / TRI_WARPS;                // fragments of 8 rows of Q per warp
-constexpr int STEPS = (HS + 15) / 16, CHUNKS = 2 * STEPS;  // groups of 16 and of 8 values of a row
-constexpr int PART = 16 * CHUNKS, PITCH = 2 * PART + 16;   // bytes of hi (or lo); of a row, with 16 bytes of padding
+constexpr int STEPS = (HS + 15) / 16, CHUNKS = 2 * STEPS;  // per row: groups of 16 values; groups of 8 values
+constexpr int PART = 16 * CHUNKS, PITCH = 2 * PART + 16;   // bytes of hi (or lo) of a row; of a row, padded by 16
 constexpr int LANES = CHUNKS > 8 ? 16 : CHUNKS > 4 ? 8 : CHUNKS > 2 ? 4 : 2;  // threads that share a row
 constexpr int COPIED = THREADS / LANES;                                       // rows that the block copies at a time
 static_assert(TILE % 32 == 0 && FRAGS * 8 * TRI_WARPS == TILE && 4 % FRAGS == 0, "a warp's fragments are of 32 rows");
@@ -79,10 +79,10 @@ static_assert(TILE % COPIED == 0, "all threads copy alike");
 // + place(b) if a < 2^n and 2^n divides b.
 __device__ constexpr int place(int r) { return r / 32 * 32 + r % 4 * 8 + r % 32 / 4; }
 
-// A thread's share of every COPIED-th row of a tile: 8 values, 4 from each half of the row. The values are copied to
-// the place where their hi and lo are stored later.
+// The values of a tile that a thread copies: 8 values of every COPIED-th row, 4 from each half of the row. They are
+// copied to the place where their hi and lo are stored later.
 struct Share {
-    static constexpr int SCALES = TILE * PITCH, BUFFER = SCALES + 4 * TILE;  // a tile and a scale per row
+    static constexpr int SCALES = TILE * PITCH, BUFFER = SCALES + 4 * TILE;  // bytes: a tile; a tile with its scales
     static constexpr int BATCH = TILE < 4 * COPIED ? TILE / COPIED : 4;  // rows that a thread converts at once
     static_assert(BATCH * COPIED % 32 == 0 && TILE % (BATCH * COPIED) == 0, "place() is linear from batch to batch");
     const int row = threadIdx.x / LANES, part = threadIdx.x % LANES;
@@ -102,12 +102,12 @@ struct Share {
         }
     }
 
-    // Converts rows to hi and lo in place and stores their scales times `unit`. A negative scale marks rows for the
-    // careful path: rows whose scale is far from 1, and rows with infinities or NaN (together with other rows of the
-    // thread).
+    // Converts rows to hi and lo in place and stores their scales times `unit`. A negative scale marks a row for the
+    // slower path of the kernel: a row whose scale is far from 1, and all rows of a warp that converts an infinity or
+    // NaN.
     __device__ __forceinline__ void split(char* buffer, char* to, float unit) const {
         float* scales = reinterpret_cast<float*>(to);
-        unsigned lows = 0;  // two sums of lo: NaN if a value was infinite or NaN
+        unsigned lows = 0;  // two float16 sums of lo, not finite if a value is not finite
         buffer += offset;
 #pragma unroll 1
         for (int first = 0; first < TILE; first += BATCH * COPIED, buffer += BATCH * COPIED * PITCH) {
@@ -129,7 +129,7 @@ struct Share {
 #pragma unroll
             for (int i = 0; i < BATCH; ++i) {
                 char* at = buffer + place(i * COPIED) * PITCH;
-                const int exponent = max(__float_as_int(most[i]) >> 23, 19);  // smaller values cannot reach 2^14
+                const int exponent = max(__float_as_int(most[i]) >> 23, 19);  // rows of smaller values stay below 2^14
                 const float up = __int_as_float((268 - exponent) << 23), scale = __int_as_float((exponent - 14) << 23);
                 unsigned hi[4], lo[4];
 #pragma unroll
@@ -145,7 +145,7 @@ struct Share {
                     *reinterpret_cast<uint4*>(at) = {hi[0], hi[1], hi[2], hi[3]};
                     *reinterpret_cast<uint4*>(at + PART) = {lo[0], lo[1], lo[2], lo[3]};
                 }
-                const bool far = (exponent < 81 && most[i] > 0.0f) || exponent > 201;  // scale: over 60 binades from 1
+                const bool far = (exponent < 81 && most[i] > 0.0f) || exponent > 201;  // below 2^-60, above 2^60
                 if (part == 0) scales[row + first + i * COPIED] = far ? -scale * unit : scale * unit;
             }
         }
@@ -160,8 +160,8 @@ struct Share {
 private:
     static constexpr int HALF = 4 * CHUNKS;
 
-    // Computes the largest magnitude of each row; with FINITE, of its finite values. Rows are interleaved to hide
-    // shuffle latency.
+    // Computes the largest magnitude of each row; with FINITE, of its finite values. The shuffles of several rows are
+    // interleaved to hide their latency.
     template <bool FINITE>
     static __device__ __forceinline__ void largest(const float (&x)[BATCH][8], float (&found)[BATCH]) {
 #pragma unroll
@@ -190,10 +190,10 @@ struct Job {
 };
 
 // Chooses the work of a block. Row i of tiles is divided into segments of `span` tiles and a remainder. Each of rows
-// m span - span .. m span - 1 therefore has m segments. Blocks run roughly in the order of their index, which counts
+// m span - span .. m span - 1 therefore has m segments. Blocks run roughly in the order of their index:
 //
-//   groups of `together` heads first         their rows of K fit in the L2 cache
-//   within a group, the last rows first      they have the most work
+//   groups of `together` heads, one after the other     the rows of K of a group fit in the L2 cache
+//   within a group, the last rows of tiles first        the last rows have the most work
 __device__ __forceinline__ Job choose_job(int T, int heads, int span, int together) {
     const int n = (T - 1) / TILE + 1, whole = n / span;
     const int segments = whole * (whole + 1) / 2 * span + n % span * (whole + 1);
@@ -205,7 +205,7 @@ __device__ __forceinline__ Job choose_job(int T, int heads, int span, int togeth
     return {i, first, min(first + span, i + 1), band * together + index % side_by_side};
 }
 
-typedef float Sums[2][FRAGS][4];  // columns 4 g + 2 f + e / 2; rows: e % 2
+typedef float Sums[2][FRAGS][4];  // [f][n][e]: column 4 g + 2 f + e / 2, row Queries::row() + n + 4 (e % 2)
 
 // A warp's rows of Q. Fragment n holds 8 of these rows, in their order in shared memory.
 struct Queries {
@@ -224,7 +224,7 @@ struct Queries {
         }
     }
 
-    // Returns the lane's first row. In fragment n, the lane holds rows row() + n + 4 e, as columns 2 t + e.
+    // Returns the lane's first row. The lane holds rows row() + n + 4 e (e = 0, 1), as columns 2 t + e of fragment n.
     static __device__ __forceinline__ int row() {
         const int first = FRAGS * (threadIdx.x / 32);
         return first / 4 * 32 + first % 4 + threadIdx.x % 4 * 8;
@@ -255,7 +255,7 @@ struct Queries {
         for (int s = 0; s < STEPS; ++s) add(sums, high[s], hi[s]);
     }
 
-    // Replaces sums that are infinite or NaN by the sums of hi products alone: infinity times a lo must not count.
+    // Replaces sums that are infinite or NaN by the sums of products hi hi alone, without infinity times lo.
     __device__ __forceinline__ void mend(Sums& sums, const char* rows) const {
         Sums high = {};
         multiply<true>(high, rows);
@@ -303,12 +303,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, TRI_BLOCKS) matmul_tri6(
     float* __restrict__ out,        // (B, NH, T, T)
     int T,
     int heads,       // B NH
-    int span,        // tiles of K per block
+    int span,        // tiles of K per block, at most
     int together) {  // heads whose blocks run at the same time
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
     extern __shared__ __align__(16) char shared[];
     const Share share;
-    char* const of_q = shared + 2 * share.BUFFER;  // scales of Q, needed longer than its rows
+    char* const of_q = shared + 2 * share.BUFFER;  // scales of Q, in use longer than its rows
     const Job job = choose_job(T, heads, span, together);
     const float* q = qkv + (job.head / NH * T + job.i * TILE) * ROW + job.head % NH * HS;
     const float* k = qkv + (job.head / NH * T + job.first * TILE) * ROW + (NH + job.head % NH) * HS;
@@ -342,7 +342,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, TRI_BLOCKS) matmul_tri6(
         end_group();
 #pragma unroll 1
         for (int c = 0; c < TILE; c += 32, to += 32) {
-            const int below = (job.i - j) * TILE + row / 32 * 32 - c;  // 0: these columns contain the diagonal
+            const int below = (job.i - j) * TILE + row / 32 * 32 - c;  // 0: the diagonal crosses these columns
             if (below < 0) continue;
             Sums sums = {};
             queries.multiply<false>(sums, here + c * PITCH);
@@ -371,7 +371,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, TRI_BLOCKS) matmul_tri6(
                 const float s = fabsf(of_rows[r]);
                 float v[4];
 #pragma unroll
-                for (int i = 0; i < 4; ++i) {  // smaller scale first: overflows only if the result does
+                for (int i = 0; i < 4; ++i) {  // the smaller scale first: overflows only if the result does
                     const float other = fabsf(of_c[i]);
                     v[i] = sums[i / 2][n][i % 2 * 2 + e] * fminf(s, other) * fmaxf(s, other);
                 }

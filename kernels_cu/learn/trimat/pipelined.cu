@@ -2,7 +2,7 @@
 // i.
 //
 //   qkv (B, T, 3, NH, HS)   Q and K are used; consecutive rows of a head (HS values each) are 3 NH HS values apart
-//   out (B, NH, T, T)       above the diagonal: up to 3 values to its right in each row are computed, others untouched
+//   out (B, NH, T, T)       above the diagonal, up to 3 values next to it in a row are computed, others not written
 //
 //   matmul_tri5: two buffers and cp.async, a grid of needed tiles only, no bank conflicts
 //
@@ -33,7 +33,7 @@
 #endif
 static_assert(NH > 0 && HS > 0 && HS % 4 == 0, "rows are read as float4: HS must be a multiple of 4");
 
-constexpr int ROW = 3 * NH * HS;  // distance between consecutive rows of a head
+constexpr int ROW = 3 * NH * HS;  // floats between consecutive rows of a head
 constexpr int TILE = 128;
 constexpr int SLICE = 16;
 constexpr int STRIDE = SLICE + 4;  // 8 consecutive rows start in 8 different groups of 4 banks
@@ -94,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) matmul_tri5(
     const float* __restrict__ qkv,  // (B, T, 3, NH, HS)
     float* __restrict__ out,        // (B, NH, T, T)
     int T) {
-    __shared__ __align__(16) float lhs_s[4 * BUFFER];  // two buffers for Q
+    __shared__ __align__(16) float lhs_s[4 * BUFFER];  // two buffers for Q, each BUFFER floats
     float* const rhs_s = lhs_s + 2 * BUFFER;           // two buffers for K
 
     // The tile number t = i (i + 1) / 2 + j counts the head's tiles row by row; row i has i + 1 tiles.
@@ -102,9 +102,9 @@ extern "C" __global__ void __launch_bounds__(256, 2) matmul_tri5(
     const int tile_i = TILE * i, tile_j = TILE * (t - i * (i + 1) / 2);
 
     // This thread copies float4 number copy_v of two rows of each operand, 64 rows apart. Eight threads at a time write
-    // to two rows 4 apart, which again are 8 different groups of 4 banks. Column 4 tx + e of each 32 columns is stored
-    // in row 8 e + tx, so that neighbouring threads read neighbouring rows. Rows after the end of the sequence are not
-    // copied; their products use arbitrary values and are not stored.
+    // to two rows 4 apart, in 8 different groups of 4 banks. Column 4 tx + e of each 32 columns is stored in row 8 e +
+    // tx, so that neighbouring threads read neighbouring rows. Rows after the end of the sequence are not copied; their
+    // products use arbitrary values and are not stored.
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int copy_v = lane % 4, copy_row = 8 * warp + lane / 4 % 2 * 4 + lane / 8;
     const int copy_column = copy_row / 32 * 32 + copy_row % 8 * 4 + copy_row % 32 / 8;
@@ -119,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) matmul_tri5(
             if (q_row + 64 < T) copy_vec(copy_to + 64 * STRIDE, q + 64 * ROW);
             if (k_row < T) copy_vec(copy_to + 2 * BUFFER, k);
             if (k_row + 64 < T) copy_vec(copy_to + 2 * BUFFER + 64 * STRIDE, k + 64 * ROW);
-        } else {  // the end of the last slice, if HS is not a multiple of 16
+        } else {  // the last slice, if HS is not a multiple of 16
             const float4 zero = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
             st_vec(copy_to, zero);
             st_vec(copy_to + 64 * STRIDE, zero);
@@ -130,9 +130,9 @@ extern "C" __global__ void __launch_bounds__(256, 2) matmul_tri5(
         k += SLICE;
     };
 
-    // This thread's outputs. A warp computes one part (number 2 * row + column), given by a hex digit per warp. The
-    // digits are chosen so that in a tile on the diagonal no two idle warps w and w + 4 share a scheduler. The lane's
-    // bits are permuted so that each half of a warp reads 8 different rows of rhs and 2 of lhs.
+    // This thread's outputs. A hex digit of the constant gives the part (2 * row + column) that a warp computes. Warps
+    // w and w + 4 share a scheduler; in a tile on the diagonal, at most one of them is idle. The lane's bits are
+    // permuted so that each half of a warp reads 8 different rows of rhs and 2 of lhs.
     const int part = 0x35104276 >> 4 * warp & 7;
     const int tx = (lane & 1) | (lane >> 1 & 6), ty = (lane >> 1 & 1) | (lane >> 3 & 2);
     const int row0 = 32 * (part / 2), column0 = 64 * (part % 2);

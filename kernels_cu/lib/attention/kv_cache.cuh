@@ -1,10 +1,10 @@
-// Destinations of new keys and values in a kv_cache. Included by attention/cache/kv_cache.cu and
+// Determines where new keys and values belong in a kv_cache. Included by attention/cache/kv_cache.cu and
 // attention/cache/kv_cache_two_part.cu.
 //
 // One thread per vector of KV_WIDTH channels. Rows and positions outside the cache are skipped. Grid (N), block (any).
 #pragma once
 
-#ifndef KV_WIDTH  // a power of two that divides C and W, at most 16 bytes of k and of T; arrays are aligned to a vector
+#ifndef KV_WIDTH  // channels per aligned vector: a power of two that divides C and W, at most 16 bytes of k and of T
 #define KV_WIDTH 4
 #endif
 
@@ -17,7 +17,7 @@ __device__ __forceinline__ void append(
     const long long n = blockIdx.x;
     const int b = __ldcg(row + n), at = __ldcg(position + n);
     if (b < 0 || b >= B || at < 0 || at >= n_ctx) return;
-    const long long from = (n + 1) * W - 2 * C;  // K, followed by V
+    const long long from = (n + 1) * W - 2 * C;  // offset of K in qkv; V follows
     const long long to = ((long long)b * n_ctx + at) * C;
     for (int i = threadIdx.x * KV_WIDTH; i < 2 * C; i += blockDim.x * KV_WIDTH) {
         move(from + i, i < C ? k + to + i : v + to + (i - C));

@@ -8,10 +8,10 @@
 #include "lib/attention/transpose.cuh"
 
 constexpr int KEYS = SIZE > 128 ? 32 : 64;                   // keys per tile
-constexpr int CHUNKS = SIZE / 8, PITCH = 16 * (CHUNKS + 1);  // chunks and bytes of a row in shared memory
+constexpr int CHUNKS = SIZE / 8, PITCH = 16 * (CHUNKS + 1);  // per row: 16-byte chunks; bytes in shared memory
 constexpr int TILE = KEYS * PITCH;
 
-// Copies ROWS rows of a head to shared memory. Rows from `there` on are not read; their copies are zeros.
+// Copies ROWS rows of a head to shared memory. Row `there` and later rows are not read; their copies are zeros.
 template <int ROWS>
 __device__ __forceinline__ void copy_rows(char* to, const T* from, long long stride, int there) {
     constexpr int STEP = THREADS / CHUNKS;

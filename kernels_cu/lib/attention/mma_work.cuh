@@ -1,4 +1,4 @@
-// The queries of a block of the mma.sync attention kernels: the rows, the head and the sequence.
+// Selects the queries that a block of the mma.sync attention kernels processes: rows, head and sequence.
 //
 // Sequences are packed rows: sequence b has rows cu_seqlens[b] .. cu_seqlens[b + 1] - 1, or without cu_seqlens rows b
 // seq_len .. (b + 1) seq_len - 1. Blocks run roughly in the order of their index. Therefore
@@ -10,13 +10,13 @@
 struct Job {
     long long row;  // first row of the sequence
     int length;     // rows of the sequence
-    int first;      // first query of the block, relative to `row`; if not less than length, no work
+    int first;      // first query of the block, relative to `row`; no work if >= length
     int head;
     int sequence;
 };
 
-// Returns the block's job. seq_len: length of the longest sequence. The grid has ceil(seq_len / queries) n_head B
-// blocks.
+// Returns the work of this block. seq_len: length of the longest sequence. The grid has ceil(seq_len / queries) n_head
+// B blocks.
 __device__ __forceinline__ Job choose_job(const int* cu_seqlens, int B, int seq_len, int n_head, int together,
                                           int queries) {
     const int tiles = (seq_len - 1) / queries + 1;

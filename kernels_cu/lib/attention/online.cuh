@@ -8,10 +8,10 @@
 //             [ m m . . . . ]   x  a tile whose keys all queries of the block see
 //        Q    [ x x m m . . ]   m  a tile that the causal mask crosses: each product with V is masked
 //        |    [ x x x x m m ]   .  neither read nor computed
-//        v                      a row is a block's QUERIES queries; rows with most work start first, short ones last
+//        v                      a row: a block's QUERIES queries; blocks with the most work start first
 //
-// A tile takes two matrix products, whose arithmetic bounds the kernel. For each product, a thread holds 8x8 results in
-// registers: scores of its warp's 32 queries and KEYS keys, and values of o.
+// Each tile takes two matrix products, whose arithmetic bounds the kernel. A thread holds 8x8 results of each product
+// in registers: scores of 8 queries and 8 keys, and sums o of these queries in 8 channels (for HS = 64 and KEYS = 64).
 //
 //     K (KEYS, HS) in shared memory        V (KEYS, HS) in shared memory
 //             |                                    |
@@ -19,13 +19,13 @@
 //             |                           |        |       multiply-adds in both products
 //     Q (QUERIES, HS) in shared    o = o exp(m - new m) + P V
 //
-// P passes through shared memory, 32 keys at a time. A warp reads only values that it wrote itself, so no block barrier
-// is needed. V is loaded (cp.async) while S is computed, and the next K while o is computed: one buffer each, two
-// barriers per tile.
+// P passes through shared memory, 32 keys at a time. A warp reads only values of P that it wrote itself, so no block
+// barrier is needed. V is loaded (cp.async) while S is computed, and the next K while o is computed. K and V therefore
+// need only one buffer each, and a tile two barriers.
 //
 //   a thread's queries     4 r + ty          (r = 0..ROWS-1, ty = 0..3)
 //   a thread's keys        32 g + 4 tx + e   (tx = 0..7, e = 0..3), in s[r][4 g + e]
-//   its channels of o      32 g + 4 tx + e, in o[r][g][e]
+//   a thread's channels    32 g + 4 tx + e, in o[r][g][e]
 //
 // K and V of 16 bits or FP8 are copied unconverted to a separate buffer. Each thread widens the pieces that it has
 // copied and writes them to the tile, before the barrier that makes them visible to other threads. The order of a
@@ -47,7 +47,7 @@
 #ifndef NH
 #define NH 12
 #endif
-#ifndef NKV  // heads of K; V has as many
+#ifndef NKV  // heads of K, and of V
 #define NKV NH
 #endif
 #ifndef HS
@@ -62,7 +62,7 @@
 #ifndef AO_ROWS  // queries per thread
 #define AO_ROWS (HS <= 64 ? 8 : HS <= 128 ? 4 : 2)
 #endif
-#ifndef AO_UNROLL  // unrolled steps of 4 terms of a sum
+#ifndef AO_UNROLL  // unroll factor of loops that add 4 products per step
 #define AO_UNROLL 1
 #endif
 static_assert(NH % NKV == 0, "every head of K serves as many heads of Q");
@@ -91,7 +91,7 @@ __device__ __forceinline__ void for_each_piece(Copy copy) {
     constexpr int PIECES = DEPTH / WIDTH, STEP = PIECES <= THREADS ? THREADS / PIECES : 1;
     constexpr bool KEEPS_TO_D = STEP * PIECES == THREADS && (STEP & (STEP - 1)) == 0 && COUNT % STEP == 0;
     if constexpr (WIDTH > 1 && KEEPS_TO_D) {
-#pragma unroll 8  // more at once would take the registers of o
+#pragma unroll 8  // more copies at once would take registers that o needs
         for (int more = 0; more < COUNT; more += STEP) copy(threadIdx.x / PIECES, more, threadIdx.x % PIECES * WIDTH);
     } else {
 #pragma unroll 1
@@ -105,7 +105,7 @@ __device__ __forceinline__ void for_each_piece(Copy copy) {
 __device__ __forceinline__ int place(int key) { return key / 32 * 32 + key % 4 * 8 + key % 32 / 4; }
 
 template <typename E>
-constexpr int ACROSS = HS % (16 / (int)sizeof(E)) ? 1 : 16 / (int)sizeof(E);  // elements per piece
+constexpr int ACROSS = HS % (16 / (int)sizeof(E)) ? 1 : 16 / (int)sizeof(E);  // elements per piece: 16 bytes, or 1
 template <typename E>
 constexpr bool STAGED = sizeof(E) < 4 && ACROSS<E> > 1;
 
@@ -114,7 +114,7 @@ __device__ __forceinline__ float as_float(E value) {
     if constexpr (sizeof(E) < 4) {
         return widen(value);
     } else {
-        return value;  // not widen(): T may be another type than float
+        return value;  // widen() converts T, which need not be float
     }
 }
 
@@ -152,7 +152,7 @@ __device__ __forceinline__ void widen_rows(float* to, const E* staged) {
     }
 }
 
-// Copies 16-bit queries like copy_rows. They are loaded only once, so each thread widens its queries directly.
+// Copies 16-bit queries like copy_rows. Queries are loaded only once, so each thread widens its own directly.
 template <int COUNT, int TO_STRIDE, typename E>
 __device__ __forceinline__ void copy_rows_widened(float* to, const E* head, int distance, int first, int rows) {
     for_each_piece<COUNT, ACROSS<E>>([&](int row, int more, int d) {
@@ -233,7 +233,7 @@ __device__ __forceinline__ void add_values(
 }
 
 template <typename Op>
-__device__ __forceinline__ float combine_row(float value) {  // over the 8 threads of a query
+__device__ __forceinline__ float combine_row(float value) {  // combines the 8 threads of a query
     value = Op::combine(value, __shfl_xor_sync(0xffffffffu, value, 1));
     value = Op::combine(value, __shfl_xor_sync(0xffffffffu, value, 4));
     return Op::combine(value, __shfl_xor_sync(0xffffffffu, value, 8));
@@ -246,7 +246,7 @@ struct Task {
     const Q* q;                // (queries, HS), rows q_distance apart
     const E *k, *v;            // (rows, HS), rows kv_distance apart
     int q_distance, kv_distance;
-    int queries, start, rows;  // query i has position start + i
+    int queries, start, rows;  // query i is at position start + i; rows: number of keys
     long long out_row;         // output row of query 0
 };
 
@@ -274,18 +274,18 @@ __device__ __forceinline__ void attend(float* tiles, Q* out, int causal, Find fi
     const int queries = task.queries, start = task.start, rows = task.rows;
     const int tile = causal ? gridDim.y - 1 - blockIdx.y : blockIdx.y;
     const int block_query = tile * QUERIES, warp_query = block_query + WARP_QUERIES * warp, query = block_query + row;
-    const int n_keys = causal ? min(rows, start + block_query + QUERIES) : rows;  // keys that the block's queries see
-    const int some_see = warp_query >= queries ? 0  // keys that some query of the warp sees
+    const int n_keys = causal ? min(rows, start + block_query + QUERIES) : rows;  // number of keys that the block sees
+    const int some_see = warp_query >= queries ? 0  // keys before this one are seen by some query of the warp
                          : causal              ? min(rows, start + warp_query + WARP_QUERIES)
                                                : rows;
-    const int all_see = causal ? start + warp_query + 1 : rows;  // keys that all queries of the warp see: no mask
-    const int first_key = first_seen(start + block_query) / KEYS * KEYS;  // first tile that the block sees
-    const int none_before = first_seen(start + warp_query);  // keys before these are hidden from the whole warp
+    const int all_see = causal ? start + warp_query + 1 : rows;  // keys before this one are seen by the whole warp
+    const int first_key = first_seen(start + block_query) / KEYS * KEYS;  // first key of the first tile seen
+    const int none_before = first_seen(start + warp_query);  // keys before this one are hidden from the whole warp
     const int all_from = first_seen(start + warp_query + WARP_QUERIES - 1);
     const int last = causal ? start + query : rows - 1, step = causal ? 4 : 0;  // query r sees keys 0..last + r * step
 
     const float unit = score_unit(HS);  // exp(x / sqrt(HS)) is exp2(x unit); a compile-time constant
-    float o[ROWS][GROUPS][4], m[ROWS], l[ROWS];  // l: sum over the thread's keys, until the end
+    float o[ROWS][GROUPS][4], m[ROWS], l[ROWS];  // l: sum of weights over the thread's keys
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
         m[r] = -INFINITY;
@@ -336,7 +336,7 @@ __device__ __forceinline__ void attend(float* tiles, Q* out, int causal, Find fi
 #pragma unroll
             for (int c = 1; c < COLUMNS; ++c) max = fmaxf(max, s[r][c]);
             max = fmaxf(m[r], combine_row<reduction::Max>(max));
-            const float point = max == -INFINITY ? 0.0f : max;  // exp2(-inf - 0) is 0, exp2(-inf + inf) is NaN
+            const float point = max == -INFINITY ? 0.0f : max;  // exp2(-inf - 0) is 0, but exp2(-inf + inf) is NaN
             const float scale = exp2f((m[r] - point) * unit);
             m[r] = max;
             l[r] *= scale;
@@ -377,7 +377,7 @@ __device__ __forceinline__ void attend(float* tiles, Q* out, int causal, Find fi
         Q* to = out + (task.out_row + query + 4 * r) * (NH * HS) + h * HS + 4 * tx;
 #pragma unroll
         for (int g = 0; g < GROUPS; ++g) {
-            const int channels = HS - 32 * g - 4 * tx;  // remaining channels
+            const int channels = HS - 32 * g - 4 * tx;  // channels of the head from the thread's first on
             float y[4];
 #pragma unroll
             for (int e = 0; e < 4; ++e) y[e] = o[r][g][e] * scale;

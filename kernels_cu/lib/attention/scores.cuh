@@ -1,15 +1,14 @@
-// Softmax of scores in the tensor-core attention kernels (attention/mma*.cu, attention/hopper*.cu). The including file
+// Softmax of scores in the tensor-core attention kernels (attention/prompt/mma*.cu and wgmma*.cu). The including file
 // selects T, a 16-bit type (lib/storage.cuh).
 //
 //   P = exp2(S UNIT - reference)     S = q . k, not yet divided by sqrt(SIZE)
 //
-// A row's reference is its largest score at the time the reference was set, minus 8. The largest P of a row, rounded to
-// T, is therefore between 2^8 and 2^15, and values down to 2^-32 of it are not yet zero in fp16. Only if a score would
-// make P exceed 2^15, which is rare after the first keys, is the reference updated and O rescaled.
+// A row's reference is 8 less than the row's largest S UNIT when the reference is set. P is rounded to T. The largest P
+// of a row is at least 2^8, so values of P down to 2^-32 of it are not zero in fp16. If a score would make P exceed
+// 2^15, the reference is set again and O is rescaled. This is rare after the first keys.
 //
-// A key that a query does not see has P = 0, but 0 times NaN or infinity is NaN. So if some queries do not see all of
-// the keys that are multiplied at once, infinite and NaN values are removed from V and added separately to the queries
-// that see them.
+// A key that a query does not see has P = 0, but 0 times NaN or infinity is NaN. Therefore, if some queries do not see
+// all keys of a product, infinite and NaN values are removed from V and added separately to the queries that see them.
 #pragma once
 
 #include "lib/attention/unit.cuh"
@@ -31,10 +30,10 @@ constexpr float UNIT = LOG2_E * ATT_SCALE;
 // exp(s / sqrt(SIZE)) is exp2(s UNIT)
 constexpr float UNIT = LOG2_E / (SIZE == 64 ? 8 : SIZE == 128 ? 11.3137085f : 16);
 #endif
-constexpr float BELOW = 8, AT_MOST = 15;         // log2 of the largest P: at a new reference; limit
+constexpr float BELOW = 8, AT_MOST = 15;         // log2 of the largest P: for a new reference; at most
 
-// Sets the sign bit of each of two values of T that is infinite or NaN. (The result, shifted right by 15 and multiplied
-// by 0xffff, is a mask of all bits of these values.)
+// Returns the sign bit for each of two values of T that is infinite or NaN, 0 for other values. (The result, shifted
+// right by 15 and multiplied by 0xffff, is a mask of all bits of the infinite and NaN values.)
 __device__ __forceinline__ unsigned not_finite(unsigned pair) {
 #if defined(STORAGE_BF16)
     return ((pair & 0x7f807f80u) + 0x00800080u) & 0x80008000u;

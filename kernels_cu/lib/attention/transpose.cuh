@@ -1,8 +1,8 @@
 // Transposition of a warp's outputs before the store, for the tensor-core attention kernels.
 #pragma once
 
-// Transposes over four neighbouring lanes: v[n] of lane t becomes v[t] of lane n. Each lane then holds 8 contiguous
-// columns instead of pairs of columns 8 apart, and stores them at once.
+// Transposes four words of four neighbouring lanes: v[n] of lane t becomes v[t] of lane n. Each lane then holds 8
+// contiguous columns instead of pairs of columns 8 apart, and can store them at once.
 __device__ __forceinline__ void turn(unsigned (&v)[4], int t) {
 #pragma unroll
     for (int bit = 1; bit <= 2; bit *= 2) {

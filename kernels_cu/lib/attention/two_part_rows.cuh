@@ -1,17 +1,17 @@
-// The treatment of two-part numbers (lib/two_part.cuh) that attention/prompt/mma_two_part.cu and
-// attention/prompt/wgmma_two_part.cu
-// share: splitting floats into two parts in the operand registers of a product, and storing a warp's rows. The
-// including file defines ATT_ONE_SCALE and includes lib/attention/scores.cuh and lib/sm80.cuh.
+// Functions for two-part numbers (lib/two_part.cuh) in attention/prompt/mma_two_part.cu and
+// attention/prompt/wgmma_two_part.cu: splitting floats into two parts in the operand registers of a product, and
+// storing a warp's rows. The including file defines ATT_ONE_SCALE and includes lib/attention/scores.cuh and
+// lib/sm80.cuh.
 //
 // Of a warp's 16 rows, lane 4 g + t holds columns 8 n + 2t and 8 n + 2t + 1 of rows g and g + 8.
 #pragma once
 
 #include "lib/attention/transpose.cuh"
 
-constexpr float CROSS = 1.0f / 2048;  // 1 in lo is CROSS in hi
+constexpr float CROSS = 1.0f / 2048;  // factor of lo in hi + lo / 2048
 constexpr int COLUMNS = SIZE / 8;
 
-// Two floats, each as hi + lo / 2048.
+// Two floats as hi + lo / 2048, in registers of two 16-bit numbers each.
 struct Split {
     unsigned hi, lo;
 
@@ -23,8 +23,8 @@ struct Split {
     }
 };
 
-// Stores the scales of the warp's rows less than `left`, unless `to` is null. The scale of a row is the largest that
-// the row has seen, or with ATT_ONE_SCALE `one`.
+// Stores the scales of the warp's rows less than `left`, unless `to` is null. The scale of a row is the largest scale
+// of the keys that it sees, or with ATT_ONE_SCALE `one`.
 __device__ __forceinline__ void store_scales(const float (&top)[2], float* to, float one, int left) {
     const int lane = threadIdx.x % 32;
 #pragma unroll

@@ -1,6 +1,6 @@
-// Stores a tile's new keys and values in a kv_cache, by otherwise idle warps of attention/prompt/wgmma.cu and
-// attention/prompt/wgmma_alternate.cu. The including file defines QUERIES and includes lib/attention/scores.cuh,
-// lib/attention/wgmma_work.cuh and lib/storage.cuh.
+// Stores a tile's new keys and values in a kv_cache, by warps of attention/prompt/wgmma.cu and
+// attention/prompt/wgmma_alternate.cu that have no other work. The including file defines QUERIES and includes
+// lib/attention/scores.cuh, lib/attention/wgmma_work.cuh and lib/storage.cuh.
 #pragma once
 
 struct KvCache {
@@ -10,10 +10,10 @@ struct KvCache {
 };
 
 // Copies K and V of a tile's rows. warp: index of the calling warp among `warps`; a warp copies 32 rows of the tile at
-// a time. Rows and positions outside the cache are skipped. Of the heads of Q that share a head of K and V, only the
-// first one copies it.
+// a time. Rows and positions outside the cache are skipped. If several heads of Q share a head of K and V, only the
+// tiles of the first of them copy it.
 __device__ __forceinline__ void append(const Work& work, const T* qkv, const KvCache& cache, int warp, int warps) {
-    constexpr int UNITS = SIZE / 8, ROWS = 32 / UNITS;  // 16-byte units of a row; rows that 32 lanes copy
+    constexpr int UNITS = SIZE / 8, ROWS = 32 / UNITS;  // 16-byte units per row; rows that a warp copies at once
     constexpr int AT_ONCE = 2;                          // copies in flight per lane
     if (work.head % ATT_SERVES) return;
     const int lane = threadIdx.x % 32, C = SIZE * work.n_head, KV = C / ATT_SERVES;
@@ -22,7 +22,7 @@ __device__ __forceinline__ void append(const Work& work, const T* qkv, const KvC
     for (int piece = 32 * warp; piece < min(QUERIES, work.length - work.first); piece += 32 * warps) {
         const long long first = work.row + work.first + piece;
         const int there = work.length - work.first - piece;
-        int place = -1;  // row of the cache for row `lane`
+        int place = -1;  // row of the cache for row `lane` of the piece; -1: none
         if (lane < there) {
             const int b = __ldcg(cache.row + first + lane), at = __ldcg(cache.position + first + lane);
             if (b >= 0 && b < cache.B && at >= 0 && at < cache.n_ctx) place = b * cache.n_ctx + at;

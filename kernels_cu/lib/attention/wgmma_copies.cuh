@@ -3,19 +3,19 @@
 // warps. Included by lib/attention/wgmma_rows.cuh.
 #pragma once
 
-// Sources of rows. With ATT_CACHED, k and v are in the kv_cache: read through their maps, or by threads if they are
-// FP8.
+// Sources of the rows of Q, K and V. With ATT_CACHED, k and v are the kv_cache, read through k_map and v_map, or by
+// threads if it is FP8.
 struct Source {
     const TensorMap &map, &k_map, &v_map;
     const KV *k, *v;
 };
 
-// The address of V at position 0 for the tile's head, and the distance between positions.
+// The address of position 0 in V (or in K of a kv_cache) for the tile's head, and the distance between positions.
 struct Values {
     const KV* first;
     long long stride;
 
-    // from: qkv, or with ATT_CACHED the array v of the kv_cache.
+    // from: qkv, or with ATT_CACHED the array v (or k) of the kv_cache.
     __device__ __forceinline__ Values(const Work& work, const KV* from) {
         const int C = SIZE * work.n_head, own = C / ATT_SERVES;
         const long long row = CACHED ? (long long)work.map_z * work.n_ctx : work.row;
@@ -41,9 +41,9 @@ __device__ __forceinline__ uint4 widen_eight(unsigned low, unsigned high) {
     return found;
 }
 
-// 128 rows of FP8, of which `there` exist, in registers of all threads of the copying warps.
+// 128 rows of FP8, of which the first `there` exist, in registers of all threads of the copying warps.
 struct Narrow {
-    static constexpr int UNITS = SIZE / 16, ROWS = GROUP / UNITS;  // 16-byte units of a row; rows loaded at once
+    static constexpr int UNITS = SIZE / 16, ROWS = GROUP / UNITS;  // 16-byte units per row; rows loaded at once
     uint4 bytes[KEYS / ROWS];
 
     __device__ __forceinline__ Narrow(const KV* from, long long stride, int there) {
@@ -55,7 +55,7 @@ struct Narrow {
         }
     }
 
-    // Stores the rows as T.
+    // Stores the rows in shared memory, converted to T.
     __device__ __forceinline__ void widen_to(char* to, Barrier& barrier) const {
         const int unit = threadIdx.x % UNITS, row = threadIdx.x % GROUP / UNITS;
         to += unit / 4 * BOX;
@@ -84,8 +84,8 @@ __device__ __forceinline__ void load_rows(const Source& from, const Work& work, 
     for (int box = 0; box < BOXES; ++box) load_box(to + box * BOX, map, barrier, column + 64 * box, row, z);
 }
 
-// Loads a step's 128 rows of K or V into a slot of a ring, once the slot is empty (unused slots are empty). FP8 rows
-// are read before this wait.
+// Loads a step's 128 rows of K or V into a slot of a ring, once the slot is empty (a slot that was never used is
+// empty). FP8 rows are read into registers before the wait for the slot.
 __device__ __forceinline__ void load_slot(const Source& from, const Work& work, Shared& shared, int ring,
                                           unsigned number, int part, int step) {
     const int slot = number % SLOTS;

@@ -5,8 +5,8 @@
 // A warpgroup has 64 queries. The keys that they see are divided into steps of 128, counted from the start of the
 // sequence. Even and odd steps form two series, each with its own sums and reference. The result of a row is the sum of
 // both series. Its bits are therefore the same whether one warpgroup computes both series (one ring) or each of two
-// warpgroups computes one (two rings). With 128 channels there is one series, because the sums of two do not fit into
-// registers.
+// warpgroups computes one series (two rings). Heads of 128 channels have one series, because the sums of two series do
+// not fit into registers.
 #pragma once
 
 #include "lib/fast.cuh"
@@ -22,20 +22,20 @@
 #endif
 
 constexpr int KEYS = 128, GROUP_QUERIES = 64, GROUPS = 2, GROUP = 128, CONSUMERS = GROUPS * GROUP;
-constexpr int THREADS = CONSUMERS + GROUP, COPIER = CONSUMERS / 32;  // the copying warp
+constexpr int THREADS = CONSUMERS + GROUP, COPIER = CONSUMERS / 32;  // COPIER: index of the copying warp
 constexpr int ROW_BYTES = 2 * SIZE, SLOT = KEYS * ROW_BYTES;
-constexpr int LINE = 128, BOX = KEYS * LINE, BOXES = SIZE / 64;  // bytes of a row in a box; of a box
+constexpr int LINE = 128, BOX = KEYS * LINE, BOXES = SIZE / 64;  // bytes: of a row in a box; of a box
 constexpr int SLOTS = ATT_SLOTS / RINGS;                         // slots per ring
 constexpr int SHARERS = RINGS == 1 ? CONSUMERS : GROUP;          // threads that read a ring
 constexpr bool WIDENS = sizeof(KV) < sizeof(T);                  // true: all copying warps load K and V, which are FP8
 static_assert((SLOTS & (SLOTS - 1)) == 0, "slots are counted without a division");
 
 struct Shared {
-    char slots[RINGS][SLOTS][SLOT];  // K first, then K and V alternately, V last
+    char slots[RINGS][SLOTS][SLOT];  // first K; then in turn K of the next step and V of this step; last V
     char queries[2][SLOT];
     char out[CONSUMERS / 32][16 * ROW_BYTES];
     Barrier full[RINGS][SLOTS], empty[RINGS][SLOTS];
-    Barrier asked[2], answered[2];  // asked: queries have arrived; answered: they are no longer needed
+    Barrier asked[2], answered[2];  // asked: queries have arrived; answered: queries have been read
 
     __device__ __forceinline__ void start() {  // called by one thread
         for (int i = 0; i < RINGS; ++i) {
@@ -46,8 +46,8 @@ struct Shared {
     }
 };
 
-// first_step: the first step of 128 keys that a tile sees (an even step if there are two series). steps_of: the number
-// of steps from there on.
+// first_step: the first step of 128 keys that a tile's queries see, or with two series the even step before it if it is
+// odd. steps_of: the number of steps from first_step to the last step that they see.
 __device__ __forceinline__ int first_step(const Work& work) {
     return first_seen(work.first) / KEYS & (SIZE == 64 ? ~1 : ~0);
 }
@@ -72,10 +72,10 @@ __device__ __forceinline__ Memory& start_block(const TensorMap& map) {
 
 #include "lib/attention/wgmma_copies.cuh"
 
-// The sums over a row's keys of one series. A lane holds rows g and g + 8.
+// The sums over the keys of one series. Lane 4 g + t holds sums of rows g and g + 8.
 struct Sums {
     float out[SIZE / 2];         // undefined before the first product
-    float sum[2], reference[2];  // sum: over the lane's keys
+    float sum[2], reference[2];  // sum: sum of P over the lane's keys
 
     __device__ __forceinline__ void clear() {
         sum[0] = sum[1] = 0.0f;
@@ -105,7 +105,7 @@ struct Sums {
             const bool passes = next > old + (AT_MOST - BELOW);  // false if all scores are -inf
             factor[r] = passes ? exp2_fast(old - next) : 1.0f;
             reference[r] = passes ? next : old;
-            base[r] = reference[r] == -INFINITY ? 0.0f : -reference[r];  // -inf + inf would be NaN
+            base[r] = reference[r] == -INFINITY ? 0.0f : -reference[r];  // not +inf: -inf + inf is NaN
             moves |= passes;
         }
         moves = __any_sync(0xffffffffu, moves);
@@ -123,13 +123,13 @@ struct Sums {
         scale({__fdividef(1.0f, lanes_sum<4>(sum[0])), __fdividef(1.0f, lanes_sum<4>(sum[1]))});
     }
 
-    // Adds the other series, and divides `out` by the sums of its rows. The order of the two series does not matter.
+    // Adds the other series, and divides `out` by the sums of its rows. Exchanging the series gives the same bits.
     __device__ __forceinline__ void divide_with(const Sums& other) {
         float own[2], others[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const float both = fmaxf(reference[r], other.reference[r]);
-            const float point = both == -INFINITY ? 0.0f : both;  // exp2(-inf) is 0, exp2(-inf + inf) is NaN
+            const float point = both == -INFINITY ? 0.0f : both;  // exp2(-inf) is 0, but exp2(-inf + inf) is NaN
             own[r] = exp2_fast(reference[r] - point);
             others[r] = exp2_fast(other.reference[r] - point);
             const float all = lanes_sum<4>(__fmul_rn(sum[r], own[r]) + __fmul_rn(other.sum[r], others[r]));
@@ -161,7 +161,7 @@ struct Sums {
 
 struct Consumer {
     Shared& shared;
-    const int group, warp, lane;           // index of the group, of its warp in the block, of the lane in the warp
+    const int group, warp, lane;           // indices: group and warp in the block, lane in the warp
     const int ring, row;                   // the group's ring; the warp's first row of the tile
     const Matrix first_slot, first_query;  // first slot and queries of the group
     unsigned count = 0;                    // slots of the ring used so far
@@ -211,7 +211,7 @@ struct Consumer {
         end_products();
     }
 
-    // Issues P V. adds: add to the products of earlier steps.
+    // Issues P V. adds: whether P V is added to the products of earlier steps.
     __device__ __forceinline__ void ask_for_out(Sums& to, Matrix values, bool adds) const {
 #pragma unroll
         for (int i = 0; i < KEYS / 16; ++i) multiply<true>(to.out, p[i], further(values, 16 * LINE * i), adds || i > 0);
@@ -219,8 +219,8 @@ struct Consumer {
     }
 
     // Processes one step: issues P V for the scores of `pending`, and computes the tile's scores of `step` for `next`.
-    // adds: as in ask_for_out; more: whether further steps follow. Returns whether the values that a window hides from
-    // some queries are finite.
+    // adds: as in ask_for_out; more: whether further steps follow. Returns false if a value that a window hides from
+    // some queries is infinite or NaN.
     __device__ __forceinline__ bool advance(Sums& pending, Sums& next, const Work& work, int tile, bool adds, int step,
                                             bool more) {
         const int from = (first_step(work) + step) * KEYS;
@@ -245,8 +245,8 @@ struct Consumer {
         return !is_past(from, work.first + QUERIES - 1) || make_finite(count + more);
     }
 
-    // Computes the softmax of a tile's first scores: 128 keys starting at `from`, some of which can come after some
-    // queries. first: the tile's first query.
+    // Computes the softmax of a tile's first scores: 128 keys starting at `from`. Queries do not see keys after them or
+    // after the end of the sequence. first: the tile's first query.
     __device__ __forceinline__ void begin(Sums& sums, int from, int first, int length) {
         float factor[2];
         const int seen = first + row + lane / 4 - from - 2 * (lane % 4), left = length - from;
@@ -315,14 +315,14 @@ struct Consumer {
         return false;
     }
 
-    // Stores the warp's 16 rows at `to`, except rows that do not exist (`left` do) and with ATT_CACHED rows less than
-    // `before`.
+    // Stores those of the warp's 16 rows at `to` whose index is less than `left`, and with ATT_CACHED at least
+    // `before`. The other rows belong to no query.
     __device__ __forceinline__ void store(const Sums& sums, T* to, long long stride, int before, int left) {
         const int place = shared_address(shared.out[warp]);
-        __syncwarp();  // the previous rows have been read
+        __syncwarp();  // all lanes have read the previous rows
 #pragma unroll
         for (int i = 0; i < SIZE / 2; i += 8) {  // 16 columns
-            unsigned y[4];                       // y[j]: j % 2: the lower rows; j / 2: the right columns
+            unsigned y[4];                       // y[j]: rows 8 (j % 2) on, columns 8 (j / 2) on
 #pragma unroll
             for (int j = 0; j < 4; ++j) y[j] = pack2(sums.out[i + 2 * j], sums.out[i + 2 * j + 1]);
             store_matrices(swizzled(place + lane % 16 * ROW_BYTES + lane / 16 * 16 + 4 * i), y[0], y[1], y[2], y[3]);

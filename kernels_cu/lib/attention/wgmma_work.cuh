@@ -5,7 +5,7 @@
 // seq_len .. (b + 1) seq_len - 1. With ATT_CACHED, the first row of sequence b is at position start[b], and the keys of
 // earlier positions are in a kv_cache. Tiles still begin at positions that are multiples of QUERIES, so a row has the
 // same bits as without a cache; rows before position start[b] are not stored. Block i of n processes tiles i, 2n - 1 -
-// i, 2n + i, .. in this order:
+// i, 2n + i, .. of the following order:
 //
 //   the tiles of `together` heads are consecutive            their keys and values fit in the L2 cache
 //   within these, the last tile of every head comes first    with a causal mask it has the most work
@@ -21,11 +21,11 @@ struct Work {
     const int* cu_seqlens;
     const int B, seq_len, n_head, together;
     const int own, blocks;             // index of this block; number of blocks
-    const int* const start = nullptr;  // this and the next two: with ATT_CACHED
+    const int* const start = nullptr;  // start, N and n_ctx: set with ATT_CACHED
     const int N = 0, n_ctx = 0;        // total rows; positions per sequence of the kv_cache
     int round = 0;
-    // For the current tile: the row of its sequence's position 0 in out and in the map; the end of the sequence; the
-    // first query.
+    // The current tile. row: the row of its sequence's position 0 in out; map_row, map_z: in the tensor map; length:
+    // the end of the sequence; first: the tile's first query.
     long long row;
     int map_row, map_z, length, first, head;
     int begin = 0;  // position of the sequence's first row
@@ -42,10 +42,10 @@ struct Work {
             head = (band * together + rest % side) % n_head;
             first = (tiles - 1 - rest / side) * QUERIES;
             row = (long long)b * seq_len, length = seq_len, map_row = 0, map_z = b;
-            if (CACHED) {  // most sequences have no new rows; the L1 cache soon holds these numbers
+            if (CACHED) {  // most sequences have no new rows; these loads hit the L1 cache
                 map_row = cu_seqlens[b], length = cu_seqlens[b + 1] - map_row;
                 if (length <= 0) continue;
-                begin = max(start[b], 0), row = map_row;  // truncated: nothing outside the arrays is read or written
+                begin = max(start[b], 0), row = map_row;  // values are clamped to stay within the arrays
                 length = map_row < 0 ? 0 : min(begin + min(length, N - map_row), n_ctx);
                 if (length <= begin) continue;
                 first += begin / QUERIES * QUERIES, row -= begin, map_row -= begin;

@@ -81,7 +81,7 @@ __device__ __forceinline__ void produce(const Ring& ring, const Share& share, co
             else if (!whole || i == 0) {
                 load_bytes(to + i * BOX_BYTES, of_x + i * box, whole ? 2 * box : box, ring.full[stage]);
             }
-        }
+        }  // whether two boxes are contiguous in both memories
         if (Part::MINIMUM) {
             const float* sum = from.sums + (long long)share.row * (K / 32) + (long long)unit * share.rows * 4;
             load_bytes(to + SUMS_AT, sum, 16 * share.rows, ring.full[stage]);

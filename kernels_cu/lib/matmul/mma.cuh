@@ -1,5 +1,5 @@
 // Tiles of a product on tensor cores (mma.sync; sm_80 and newer): the copies of slices along K into shared memory, a
-// warp's loads, and the loop over copies and products. Shared by matmul/prompt/mma.cu and
+// warp's loads from there, and the loop over copies and products. Shared by matmul/prompt/mma.cu and
 // matmul/prompt/mma_two_part.cu. The including file selects T (lib/storage.cuh) and may set these constants:
 //
 //   GEMM_M, GEMM_N                size of a block's tile
@@ -9,10 +9,10 @@
 //   GEMM_BLOCKS                   minimum blocks per SM (__launch_bounds__)
 //   GEMM_PARTS                    1, or 2: each operand has 2 consecutive matrices: (2, M, K) and (2, N, K)
 //   GEMM_FLOAT_OUT                1: out and residual are float
-//   GEMM_GELU, GEMM_RESIDUAL      1: applied to the sums
+//   GEMM_GELU, GEMM_RESIDUAL      1: GELU is applied to the sums; 1: the residual is added
 //
-// The grid is persistent: a block processes several tiles, and the ring of slices continues from one tile to the next.
-// The next tile's first slices therefore arrive while a tile's results are stored:
+// The grid is persistent: a block processes several tiles, and the ring buffer of slices continues from one tile to the
+// next. The next tile's first slices therefore arrive while a tile's results are stored:
 //
 //   slices     0 1 2 3 | 0 1 2 3 | ...         copied STAGES - 1 slices before they are multiplied
 //   multiply   0 1 2 3 store 0 1 2 3 store
@@ -28,7 +28,8 @@
 // In a fragment of the product, a lane holds two neighbouring columns. The rows of w are assigned to columns of
 // fragments so that a lane's values of GROUP fragments are 16 contiguous bytes of the output.
 //
-// For every tile, K is added in order, 16 at a time, in one chain. Zeros after its end do not change the sums.
+// For every tile, the products along K are added in order, 16 at a time, in one chain. Zeros after the end of K do not
+// change the sums.
 #pragma once
 
 #ifndef GEMM_M
@@ -75,11 +76,11 @@ constexpr int STEPS = GEMM_SLICE / 16;
 constexpr int CHUNKS = GEMM_SLICE / 8, PITCH = 2 * GEMM_SLICE;  // 16-byte chunks and bytes per row
 constexpr int COPIED = THREADS / CHUNKS;                        // rows copied by the block at a time
 constexpr int A_EACH = (GEMM_M + COPIED - 1) / COPIED, W_EACH = (GEMM_N + COPIED - 1) / COPIED;
-constexpr int A_COPIES = GEMM_PARTS * A_EACH, COPIES = A_COPIES + GEMM_PARTS * W_EACH;  // per thread and slice
+constexpr int A_COPIES = GEMM_PARTS * A_EACH, COPIES = A_COPIES + GEMM_PARTS * W_EACH;  // copies per thread and slice
 constexpr int A_BYTES = GEMM_M * PITCH, W_BYTES = GEMM_N * PITCH;                       // bytes in shared memory
-constexpr int W_AT = GEMM_PARTS * A_BYTES, STAGE = W_AT + GEMM_PARTS * W_BYTES;         // parts of a, then parts of w
-constexpr int GROUP = GEMM_FLOAT_OUT ? 2 : 4;                           // fragments: 16 bytes of a row per lane
-constexpr int WHOLE = FRAGS_N / GROUP * GROUP, EVEN = FRAGS_N / 2 * 2;  // the rest: a group of 2, and a single one
+constexpr int W_AT = GEMM_PARTS * A_BYTES, STAGE = W_AT + GEMM_PARTS * W_BYTES;         // layout of a stage: parts of a, then parts of w
+constexpr int GROUP = GEMM_FLOAT_OUT ? 2 : 4;                           // fragments that give a lane 16 contiguous bytes
+constexpr int WHOLE = FRAGS_N / GROUP * GROUP, EVEN = FRAGS_N / 2 * 2;  // the last fragments: a group of 2, and a single one
 static_assert(FRAGS_M * 16 * GEMM_WARPS_M == GEMM_M && FRAGS_N * 8 * GEMM_WARPS_N == GEMM_N, "whole fragments");
 static_assert((THREADS & (THREADS - 1)) == 0 && THREADS % CHUNKS == 0, "rows are dealt to a power of two of threads");
 static_assert(GEMM_SLICE % 64 == 0 && STEPS % 2 == 0, "a row is 128 bytes or a multiple");
@@ -109,13 +110,13 @@ __device__ __forceinline__ Tile tile_at(int index, const Sizes& sizes) {
     return {(first + rest % height) * GEMM_M, rest / height * GEMM_N};
 }
 
-// Copies slices of the block's tiles into shared memory, one after the other. A thread copies chunk `part` of every
-// COPIED-th row.
+// Copies slices of the block's tiles into shared memory, one after the other. A thread copies the 16-byte chunk `part`
+// of every COPIED-th row.
 struct Copies {
     const T *const a, *const w;
     const Sizes sizes;
     const int row, part, offset;  // row, chunk and offset of the thread's first row in a slice
-    int index, k;                 // the tile; start of the next slice
+    int index, k;                 // index of the tile; start of the next slice
     int rows, columns;            // remaining rows and columns, from the thread's first; 0 after the last tile
     const T *from_a, *from_w;     // addresses in the next slice
 
@@ -213,7 +214,7 @@ struct Places {
         }
     }
 
-    // Returns the offset for `rows` rows and `step` steps later. These rows cause no carry in swizzle().
+    // Returns the offset `rows` rows below and `step` steps further along K. These rows cause no carry in swizzle().
     static __device__ __forceinline__ int below(int place, int rows, int step) {
         return (place ^ 32 * step ^ 16 * swizzle(rows)) + rows * PITCH;
     }
@@ -234,8 +235,8 @@ __device__ __forceinline__ void multiply(Sums& sums, const unsigned (&a)[FRAGS_M
 }
 
 // Computes all of the block's tiles and calls finish(tile, warp, total) for each. total starts with zeros.
-// total.add(first, second) is called for every step of 16 along K, with the fragments of the parts; total.slice(k) is
-// called after the steps of the slice that ends before k.
+// total.add(first, second) is called for every step of 16 along K, with the fragments of the first and second parts of
+// a and w; total.slice(k) is called after the steps of the slice that ends before k.
 template <typename Total, typename Finish>
 __device__ __forceinline__ void multiply_tiles(const T* a, const T* w, const Sizes& sizes, char* shared,
                                                Finish finish) {
@@ -286,7 +287,7 @@ __device__ __forceinline__ void multiply_tiles(const T* a, const T* w, const Siz
             total.slice(k + GEMM_SLICE);
         }
         finish(tile_at(index, sizes), warp, total);
-        __syncwarp();  // lanes with rows after the end have skipped the stores
+        __syncwarp();  // lanes whose rows lie after the last row have skipped the stores
     }
     end_group();
     wait_for_groups<0>();  // copies of zeros for slices after the last

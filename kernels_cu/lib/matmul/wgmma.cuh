@@ -33,10 +33,10 @@
 #ifndef GEMM_PARTS
 #define GEMM_PARTS 1
 #endif
-#ifndef GEMM_M  // rows of a tile
+#ifndef GEMM_M  // rows of a per tile
 #define GEMM_M 128
 #endif
-#ifndef GEMM_A_ROWS  // loaded rows of a tile, fewer than GEMM_M if a has fewer
+#ifndef GEMM_A_ROWS  // rows of a that are loaded per tile, fewer than GEMM_M if a has fewer
 #define GEMM_A_ROWS GEMM_M
 #endif
 #ifndef GEMM_A_ITEM  // bytes per element of a
@@ -54,16 +54,16 @@
 #ifndef GEMM_STAGES
 #define GEMM_STAGES 4
 #endif
-#ifndef GEMM_SPLITS  // splits of K, one per block; at most the number of slices
+#ifndef GEMM_SPLITS  // splits of K, one per block of a cluster; at most the number of slices
 #define GEMM_SPLITS 1
 #endif
 #ifndef GEMM_SHARES
 #define GEMM_SHARES 1
 #endif
-#ifndef GEMM_STREAM  // 1: clusters divide all slices; only in lib/matmul/wgmma_registers.cuh
+#ifndef GEMM_STREAM  // 1: clusters divide the slices of all tiles equally; only in lib/matmul/wgmma_registers.cuh
 #define GEMM_STREAM 0
 #endif
-#ifndef GEMM_CHUNK  // columns stored at once: 16, 32 or 64, a divisor of GEMM_GROUP_N / GEMM_SPLITS
+#ifndef GEMM_CHUNK  // columns of out stored at once: 16, 32 or 64, a divisor of GEMM_GROUP_N / GEMM_SPLITS
 #define GEMM_CHUNK 64
 #endif
 #ifndef GEMM_DOWN  // 1: consecutive tiles are below each other; 0: next to each other
@@ -80,17 +80,17 @@
 #endif
 
 constexpr int SLICE = 64, ROW_BYTES = 128;  // SLICE: values along K
-constexpr int GROUPS = GEMM_M / GEMM_GROUP_M * (GEMM_N / GEMM_GROUP_N);  // groups that share a tile
+constexpr int GROUPS = GEMM_M / GEMM_GROUP_M * (GEMM_N / GEMM_GROUP_N);  // warpgroups that share a tile
 constexpr int CONSUMERS = 2, GROUP = 128, THREADS = (1 + CONSUMERS) * GROUP, CLUSTER = GEMM_SPLITS * GEMM_SHARES;
 constexpr bool SHARED_RING = GEMM_SHARES > 1;  // other blocks of the cluster write to the ring
-constexpr int BLOCKS_M = GEMM_GROUP_M / 64;  // wgmmas along M per group
+constexpr int BLOCKS_M = GEMM_GROUP_M / 64;  // wgmmas along M per warpgroup
 constexpr int A_ROW_BYTES = SLICE * GEMM_A_ITEM, A_BYTES = GEMM_M * A_ROW_BYTES, W_BYTES = GEMM_N * ROW_BYTES;
 constexpr int STAGE_BYTES = GEMM_PARTS * (A_BYTES + W_BYTES);  // parts of a, then parts of w
-constexpr int PART_N = GEMM_GROUP_N / GEMM_SPLITS;  // columns that a group finishes
+constexpr int PART_N = GEMM_GROUP_N / GEMM_SPLITS;  // output columns that a warpgroup finishes
 constexpr int CHUNKS = PART_N / GEMM_CHUNK, CHUNK_BYTES = 64 * GEMM_CHUNK * 2;
 constexpr int SWIZZLE = GEMM_CHUNK / 8 - 1;
-constexpr int BUFFERS = 2;  // chunks in flight per group
-constexpr int RECEIVED_BYTES = (GEMM_SPLITS - 1) * GEMM_M * (GEMM_N / GEMM_SPLITS) * 4;  // for sums of other splits
+constexpr int BUFFERS = 2;  // chunks of output in flight per warpgroup
+constexpr int RECEIVED_BYTES = (GEMM_SPLITS - 1) * GEMM_M * (GEMM_N / GEMM_SPLITS) * 4;  // for other blocks' sums
 
 static_assert(GROUPS == 1 || GROUPS == CONSUMERS, "a tile is for one group or for both");
 static_assert(GEMM_CHUNK == 16 || GEMM_CHUNK == 32 || GEMM_CHUNK == 64, "the copy engine swizzles 32, 64 or 128 bytes");
@@ -136,17 +136,17 @@ struct Work {
 #endif
     }
 
-    // Returns the number of slices in the first `parts` splits. The number is even for two-part numbers: slices after K
-    // are zeros.
+    // Returns the number of slices in the first `parts` splits of K. The number is even for two-part numbers: slices
+    // after the end of K are zeros.
     static __device__ int slices(int K, int parts) {
         const int all = (K + GEMM_PARTS * SLICE - 1) / (GEMM_PARTS * SLICE) * GEMM_PARTS;
         return GEMM_SPLITS > 1 ? all * parts / GEMM_SPLITS : parts ? all : 0;
     }
 
 #if GEMM_STREAM
-    static constexpr int UNIT = 4;  // undivided slices: a block of weights along K
+    static constexpr int UNIT = 4;  // slices that no division separates: 256 values of K, a GGUF block
 
-    int all, begin, end;  // slices per tile; range of units, over all tiles, of this cluster
+    int all, begin, end;  // slices per tile; this cluster's range of units, over all tiles
 
     __device__ void divide(int K) {
         all = slices(K, 1);
@@ -227,8 +227,8 @@ __device__ __forceinline__ void produce_slices(Barriers& barriers, const Work& w
     }
 }
 
-// Requests all slices if w does not depend on the previous kernel. load_w(slice, column, to, full) requests a slice of
-// w.
+// Requests all slices of a and w, those of w before the previous kernel has ended. load_w(slice, column, to, full)
+// requests a slice of w.
 template <typename LoadW>
 __device__ __forceinline__ void produce(char* ring, Barriers& barriers, const TensorMap& a, const Work& work,
                                         const LoadW& load_w) {
@@ -269,7 +269,7 @@ __device__ __forceinline__ void run_producer(const Produce& produce) {
     if (GEMM_SPLITS > 1) wait_for_cluster();  // every thread that arrives must also wait
 }
 
-struct Group {  // a consumer warpgroup
+struct Group {  // a consumer warpgroup and its part of a tile
     const int index = uniform(threadIdx.x / GROUP) - 1, thread = threadIdx.x % GROUP;
     const int warp = thread / 32, lane = thread % 32;
     // The group's position within the tile, if both groups share the tile.
@@ -297,8 +297,8 @@ __device__ __forceinline__ void release(Barriers& barriers, const Group& group, 
     }
 }
 
-// Waits until the slices of the previous tile (of the other group) have arrived, because a barrier distinguishes only
-// two phases. tile: number of this group's tile, counted over the tiles of both groups.
+// Waits until the slices of the previous tile, which the other group processes, have arrived, because a barrier
+// distinguishes only two phases. tile: number of this group's tile, counted over the tiles of both groups.
 __device__ __forceinline__ void wait_for_turn(const Barriers& barriers, const Group& group, int tile) {
     if (GROUPS == 1 && tile > 0) wait(barriers.turn[group.index], (tile - 1) / CONSUMERS & 1, "turn");
 }

@@ -19,7 +19,7 @@
 #ifndef STORAGE_FP16
 #define STORAGE_FP16
 #endif
-#ifndef GEMM_M  // rows of w
+#ifndef GEMM_M  // rows of w per tile
 #define GEMM_M 128
 #endif
 #ifndef GEMM_DOWN
@@ -39,7 +39,7 @@
 static_assert(GEMM_SPLITS == 1, "a block has all of K");
 static_assert(GEMM_GROUP_M <= GROUP, "a thread has the bias of a row of w");
 
-typedef float Sums[BLOCKS_M][GEMM_GROUP_N / 2];  // per thread
+typedef float Sums[BLOCKS_M][GEMM_GROUP_N / 2];  // sums per thread
 
 struct Rest {  // shared memory after the ring, the chunks and the weights' part
     float bias[CONSUMERS][(1 + GEMM_SCALED) * GEMM_GROUP_M];  // followed by w_scale
@@ -89,12 +89,12 @@ struct Chunks {
         }
     }
 
-    // Stores the group's part. row, column: the part's first row and column in out.
+    // Stores the group's part of a tile. row, column: the part's first row and column in out.
     __device__ void store(const Sums& sums, const float* own_bias, const TensorMap& residual, const TensorMap& out,
                           int row, int column) {
         const int lane = group.lane;
-        // Offset of the lane's 8 values in 16 rows by 16 columns: matrix i holds rows half i / 2 and columns half i %
-        // 2.
+        // Offset of the lane's 8 values in 16 rows by 16 columns: 8x8 matrix i holds rows half i / 2 and columns half i
+        // % 2.
         const int place = swizzled((lane / 16 * 8 + lane % 8) * 128 + (2 * group.warp + lane / 8 % 2) * 16);
 #pragma unroll
         for (int c = 0; c < CHUNKS * BLOCKS_M; ++c, ++count) {
@@ -137,7 +137,7 @@ struct Chunks {
                 store_box(out, buffer(count), column + c / CHUNKS * 64, row + c % CHUNKS * GEMM_CHUNK, 0);
                 end_stores();
             }
-            if (GEMM_RESIDUAL && c + BUFFERS < CHUNKS * BLOCKS_M) {  // into the same buffer, once it has been read
+            if (GEMM_RESIDUAL && c + BUFFERS < CHUNKS * BLOCKS_M) {  // next residual, into the buffer that has been read
                 count += BUFFERS;
                 ask(residual, c + BUFFERS, c + BUFFERS + 1, row, column);
                 count -= BUFFERS;
@@ -182,9 +182,9 @@ __device__ __forceinline__ void store_float(const Sums& sums, const Group& group
     group.sync();  // all reads of biases and scales are done
 }
 
-// Sums that one cluster passes to the next (GEMM_STREAM). Memory: FLAGS flags, one for each group of a block, all 0
-// before and after a launch; then float4 (blocks, GEMM_GROUP_N / 8, threads of both groups). The group with the first
-// slices of a tile stores its sums; the group with the last slices starts from them.
+// Sums that one cluster passes to the next (GEMM_STREAM). Layout of memory: FLAGS flags, one for each group of a block,
+// all 0 before and after a launch; then float4 (blocks, GEMM_GROUP_N / 8, threads of both groups). The group with the
+// first slices of a tile stores its sums; the group with the last slices starts from these sums.
 struct Handed {
     float* const memory;  // null without GEMM_STREAM
     const Group& group;

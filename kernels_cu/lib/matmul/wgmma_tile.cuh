@@ -1,18 +1,19 @@
-// A tile of 16-bit numbers: its products, the sum over several splits of K, and a group's stores. Included by
-// matmul/prompt/wgmma.cu and matmul/prompt/rmsnorm_wgmma.cu; based on lib/matmul/wgmma.cuh.
+// Parts of a GEMM with 16-bit inputs for Hopper: the products of a tile, the sum over several splits of K, and the
+// stores of a consumer warpgroup (group). Included by matmul/prompt/wgmma.cu and matmul/prompt/rmsnorm_wgmma.cu; based
+// on lib/matmul/wgmma.cuh.
 #pragma once
 
 #include "lib/storage.cuh"
 #include "lib/matmul/wgmma.cuh"
 
-constexpr int BOX_BYTES = SLICE * ROW_BYTES;  // a box of 64 columns of w (K, N)
+constexpr int BOX_BYTES = SLICE * ROW_BYTES;  // bytes of a box of 64 columns of w (K, N)
 
 static_assert(GEMM_SPLITS == 1 || GROUPS == CONSUMERS, "a split tile is for both groups");
 
-typedef float Sums[BLOCKS_M][GEMM_GROUP_N / 2];  // per thread
-typedef float Finals[BLOCKS_M][PART_N / 2];      // per thread, for the columns that its group finishes
+typedef float Sums[BLOCKS_M][GEMM_GROUP_N / 2];  // sums per thread
+typedef float Finals[BLOCKS_M][PART_N / 2];      // final sums per thread, for the columns that its group finishes
 
-// Computes the sums of a tile from the ring's slices, starting with slice `count`. ACROSS: w is (K, N).
+// Computes the sums of a tile from the slices in the ring buffer, starting with slice `count`. ACROSS: w is (K, N).
 template <bool ACROSS = false>
 __device__ __forceinline__ void multiply_tile(Sums& sums, const char* ring, Barriers& barriers, const Group& group,
                                               unsigned count, int slices) {
@@ -47,10 +48,11 @@ __device__ __forceinline__ void multiply_tile(Sums& sums, const char* ring, Barr
     release(barriers, group, count - 1);
 }
 
-// Adds the sums of all splits, in order, for this block's columns. received: memory for the sums of the other splits.
+// Adds the sums of all splits of K, in order, for this block's columns. received: shared memory for the sums that the
+// other blocks of the cluster send.
 __device__ __forceinline__ void combine(const Sums& sums, Finals& finals, char* received, Barrier& arrived,
                                         const Group& group, int rank) {
-    constexpr int FOURS = PART_N / 8;  // vectors of four sums per thread, for each m
+    constexpr int FOURS = PART_N / 8;  // vectors of four sums per thread and 64-row block m
     const auto place = [&](int from, int to, int m, int i) {
         const int other = from - (from > to), four = ((other * CONSUMERS + group.index) * BLOCKS_M + m) * FOURS + i;
         return reinterpret_cast<float*>(received) + 4 * (four * GROUP + group.thread);
@@ -113,8 +115,8 @@ struct Chunks {
         }
     }
 
-    // Stores the group's part. values(m, block, half, v) computes the lane's two values v: in 64-row block m, its
-    // 8-column block `block`, and row half `half`.
+    // Stores the group's part of a tile. values(m, block, half, v) computes the lane's two values v: in 64-row block m,
+    // its 8-column block `block`, and row half `half`.
     template <int COLUMNS, typename Values>
     __device__ void store(const Values& values, const TensorMap& residual, const TensorMap& out, int row, int column) {
         constexpr int ACROSS = COLUMNS / GEMM_CHUNK;
@@ -124,7 +126,7 @@ struct Chunks {
         for (int c = 0; c < ACROSS * BLOCKS_M; ++c, ++count) {
             int to = shared_address(buffer(count)) + place;
             asm volatile("" : "+r"(to));  // keeps the addresses of other chunks out of registers
-            unsigned y[GEMM_CHUNK / 16][4];  // for 16 columns: y[i]: i % 2: the lower rows; i / 2: the right columns
+            unsigned y[GEMM_CHUNK / 16][4];  // y[j][i]: i % 2: lower 8 rows; i / 2: right 8 of 16 columns
             if (GEMM_RESIDUAL) {
                 wait(arrived[count % BUFFERS], count / BUFFERS & 1, "residual");
 #pragma unroll
@@ -160,7 +162,7 @@ struct Chunks {
                 store_box(out, buffer(count), column + c % ACROSS * GEMM_CHUNK, row + c / ACROSS * 64, 0);
                 end_stores();
             }
-            if (GEMM_RESIDUAL && c + BUFFERS < ACROSS * BLOCKS_M) {  // into the same buffer, once it has been read
+            if (GEMM_RESIDUAL && c + BUFFERS < ACROSS * BLOCKS_M) {  // next residual, into the buffer that has been read
                 count += BUFFERS;
                 ask(residual, c + BUFFERS, c + BUFFERS + 1, row, column);
                 count -= BUFFERS;

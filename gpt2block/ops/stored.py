@@ -22,7 +22,7 @@ def _store(c: Call) -> Launch:
 
 
 def _prepare(unchecked: UncheckedCall) -> Call | Bound:
-    """Check a call. w must be C-contiguous or the transposed view of a C-contiguous matrix.
+    """Check a call of `store`. w must be a C-contiguous matrix or the transposed view of one.
 
     Without out, the result is a view of w if neither dtype nor order of the elements changes.
     """

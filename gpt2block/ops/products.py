@@ -8,24 +8,24 @@ from typing import Any, NamedTuple, TypeVar
 from gpt2block.cuda.kernels import TWO_PART, WEIGHTS, Defines
 from gpt2block.weights.matrix import WeightMatrix
 
-MMA_CAPABILITY = 80  # oldest compute capability that has mma.sync of 16-bit floats for 16 of K
+MMA_CAPABILITY = 80  # lowest compute capability with mma.sync of 16-bit floats and K = 16
 HOPPER_CAPABILITY = 90  # the only compute capability that has wgmma
-MULTIPLE = 8  # divisor of N and K: rows are copied 16 bytes at a time
+MULTIPLE = 8  # N and K must be multiples of 8: rows are copied 16 bytes at a time
 RESERVED = 1024  # bytes of shared memory that CUDA reserves for each block
 
 Tile = TypeVar("Tile")
 
 
 class Parts(NamedTuple):
-    """A TwoPartMatrix (N, K) with the attribute names of a WeightMatrix, for kernels of weights."""
+    """A TwoPartMatrix (N, K) with a WeightMatrix's attribute names, for code that takes both."""
 
-    data: Any  # array of both parts
+    data: Any  # float16 parts, (2, N, K)
     scale: Any
     dtype: str = TWO_PART
 
 
 def storage_of(w: WeightMatrix | Parts, with_fp8: str = "float32") -> tuple[str, str | None]:
-    """Return `storage` and `weights` of a launch: the dtypes of types `T` and `W` in its source.
+    """Return `storage` and `weights` of a launch: the dtypes of a kernel's types `T` and `W`.
 
     with_fp8: dtype of `T` if the weights are FP8 or two-part; else `T` has the weights' dtype.
     """
@@ -33,19 +33,19 @@ def storage_of(w: WeightMatrix | Parts, with_fp8: str = "float32") -> tuple[str,
 
 
 def gate_define(gelu: bool) -> Defines:
-    """Constant of a kernel with a gated feed-forward (lib/gate.cuh): GELU instead of SiLU."""
+    """Return the compile-time constant for GELU instead of SiLU in lib/gate.cuh; none for SiLU."""
     return (("GATE_GELU", 1),) if gelu else ()
 
 
 def count_tiles(tile: Any, M: int, N: int) -> int:
-    """Number of tiles, with attributes `rows` and `columns`, that cover an output (M, N)."""
+    """Number of tiles of tile.rows by tile.columns that cover an output (M, N)."""
     rows: int = tile.rows
     columns: int = tile.columns
     return ceil(M / rows) * ceil(N / columns)
 
 
 def fastest(tiles: tuple[Tile, ...], M: int, N: int, sms: int) -> Tile:
-    """Return the tile with the shortest estimated time on `sms` multiprocessors; ties: the first.
+    """Return the first of the tiles with the shortest estimated time on `sms` multiprocessors.
 
     tiles: tiles with `rows`, `columns` and `speed`, the speed of a multiprocessor on such tiles.
     """
@@ -57,7 +57,7 @@ def fastest(tiles: tuple[Tile, ...], M: int, N: int, sms: int) -> Tile:
 
 
 def room(most_shared: int, blocks: int) -> int:
-    """Bytes of shared memory for each of `blocks` blocks on a multiprocessor.
+    """Bytes of shared memory available to each of `blocks` blocks on a multiprocessor.
 
     most_shared: bytes of shared memory that a block may request.
     """

@@ -1,0 +1,130 @@
+"""The kernels of decoding on a GPU, as the formats, the architecture and the GPU permit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+from gpt2block.architectures import architecture_of
+from gpt2block.config import ModelConfig
+from gpt2block.config.formats import FILE, Formats
+from gpt2block.cuda.kernels import TWO_PART
+from gpt2block.ops.gated_sums import splits_of
+from gpt2block.ops.linear import MORE_ROWS, can_round, normalizes, terms_of, wgmma_takes
+from gpt2block.ops.terms import ROUNDED, Terms
+from gpt2block.passes.blocks import PassSettings
+from gpt2block.passes.decoding import DecodePass, SumsPass
+from gpt2block.passes.machine import Machine
+from gpt2block.weights.gguf import GgufMatrix
+from gpt2block.weights.matrix import WeightMatrix
+
+
+class DecodingChoice:
+    """Choose, once for a model, how each number of rows is decoded.
+
+    matrices: in device memory, by name. bounds: upper bounds of the magnitudes of operands by name,
+    with which products of float32 models read two-part weights; {} for other models.
+
+    ====================================  =================================================
+    rows of a step                        kernels of a layer
+    ====================================  =================================================
+    up to 4, Hopper, Llama's block        `SumsPass`: four kernels, the feed-forward is one
+    without biases (`splits_of`)
+    up to 16                              products that fuse LayerNorm, or RMSNorm with GGUF
+                                          blocks, and read floats
+    more than 16, or fewer with large     norms are kernels of their own and write terms,
+    matrices (`terms_of`)                 which mma tiles or wgmma multiply
+    ====================================  =================================================
+
+    Products with the same weights have the same order of additions in all engines, so a row has
+    the same bits with any number of rows.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        formats: Formats,
+        matrices: Mapping[str, WeightMatrix],
+        bounds: Mapping[str, float],
+    ) -> None:
+        self.config, self.formats, self.matrices, self.bounds = config, formats, matrices, bounds
+        self.settings = PassSettings.of(config)
+
+    @cached_property
+    def x_dtype(self) -> str | None:
+        """The dtype to which products round their input x, or None."""
+        inputs = (s[0] for s in self.config.block_shapes().values() if len(s) == 2)
+        return ROUNDED if can_round(self.formats.dtype, inputs) else None
+
+    def terms(self, rows: int) -> dict[str, tuple[Terms, ...]]:
+        """Return the terms that x can be stored as in products of a step, by names of the weights.
+
+        The result is empty for few rows if LayerNorm is fused with the products.
+        """
+        fused = rows <= MORE_ROWS and architecture_of(self.config).NORM == "LayerNorm"
+        if fused or self.config.head_size % 2:
+            return {}
+        matrices = {name: s for name, s in self.config.block_shapes().items() if len(s) == 2}
+        head = self.config.n_embd, self.config.vocab_size
+        shapes = {name: (K, N) for name, (K, N) in matrices.items()} | {"lm_head": head}
+        if self.formats.dtype == FILE:
+            shapes = {name: shape for name, shape in shapes.items() if self._by_wgmma(name)}
+            if len(shapes) < len(matrices):
+                return {}
+        dtype = TWO_PART if self.bounds else self.formats.dtype
+        return terms_of(dtype, rows, shapes, self.x_dtype is not None)
+
+    def step(
+        self, do: Machine, rows: int, terms: Mapping[str, Any] | None, together: int
+    ) -> DecodePass:
+        """Return the pass of a decoding step of `rows` rows, `together` of them per sequence.
+
+        terms: as `DecodePass` takes them. None: all results can be read, so each layer has all of
+        its steps.
+        """
+        shapes, fp8_cache = self.config.block_shapes(), self.formats.fp8_cache
+        if terms == {}:
+            types = self._types_of_ffn if self.formats.dtype == FILE else ()
+            splits = splits_of(self.formats.dtype, rows, shapes, types, self.config.head_size)
+            if splits:
+                return SumsPass(do, self.settings, splits, fp8_cache, self.x_dtype, together)
+        norms, in_blocks = rows <= MORE_ROWS, terms is not None and self._in_blocks
+        if in_blocks:
+            norms = normalizes(rows, self.config.n_embd) and not terms
+        options = terms, fp8_cache, self.bounds, self.x_dtype, together, in_blocks
+        return DecodePass(do, self.settings, norms, *options)
+
+    @cached_property
+    def _in_blocks(self) -> bool:
+        """Whether products with GGUF blocks can fuse the gate, and RoPE of whole heads."""
+        layers = [f"h.{n}." for n in range(self.config.n_layer)]
+        if f"{layers[0]}w_gate" not in self.matrices:
+            return False
+        for h in layers:
+            matrices = [self.matrices[f"{h}{name}"] for name in ("w_qkv", "w_gate", "w_up")]
+            blocks = [w for w in matrices if isinstance(w, GgufMatrix)]
+            if len(blocks) < len(matrices) or blocks[1].ranges != blocks[2].ranges:
+                return False
+            if any(begin % self.config.head_size for begin in blocks[0].begins):
+                return False
+        return True
+
+    @cached_property
+    def _types_of_ffn(self) -> set[tuple[str, str]]:
+        """Types of w_gate and w_down in all layers, if every matrix is in blocks of one type."""
+        types: set[tuple[str, str]] = set()
+        for n in range(self.config.n_layer) if self._in_blocks else ():
+            matrices = [self.matrices[f"h.{n}.{name}"] for name in ("w_gate", "w_down", "w_o")]
+            ranges = [w.ranges for w in matrices if isinstance(w, GgufMatrix)]
+            if len(ranges) < len(matrices) or any(len(each) > 1 for each in ranges[:2]):
+                return set()
+            types.add((ranges[0][0][0], ranges[1][0][0]))
+        return types
+
+    def _by_wgmma(self, name: str) -> bool:
+        """Whether all matrices of this name are GGUF blocks that products by wgmma take."""
+        head = self.config.head_size if name == "w_qkv" and self.settings.rope else 0
+        matrices = [w for n, w in self.matrices.items() if n == name or n.endswith(f".{name}")]
+        gates = name not in ("w_gate", "w_up") or self._in_blocks
+        return gates and all(isinstance(w, GgufMatrix) and wgmma_takes(w, head) for w in matrices)

@@ -1,0 +1,148 @@
+"""Weights in the memory of a GPU: matrices in their formats, and the weights that prompts read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from gpt2block.checkpoints.gguf_types import InBlocks
+from gpt2block.config import ModelConfig
+from gpt2block.config.formats import Formats
+from gpt2block.cuda import cupy
+from gpt2block.cuda.arrays import CudaArray, compute_capability
+from gpt2block.cuda.kernels import IN_BYTES
+from gpt2block.ops.call import storage
+from gpt2block.ops.gemm import allocate_stream_k_workspace, widens
+from gpt2block.ops.products import MMA_CAPABILITY, MULTIPLE
+from gpt2block.ops.stored import stored
+from gpt2block.passes.machine import two_part_of
+from gpt2block.passes.prefill import Products
+from gpt2block.run.cuda_caches import free_bytes
+from gpt2block.run.cuda_products import divided_weights
+from gpt2block.run.model import weight_bytes
+from gpt2block.weights.gguf import GgufMatrix
+from gpt2block.weights.matrix import WeightMatrix, request
+from gpt2block.weights.two_part import TwoPartMatrix
+
+
+def check_room(config: ModelConfig, formats: Formats) -> None:
+    """Raise MemoryError, before a tensor is read, if the weights do not fit on the device."""
+    needed, free = weight_bytes(config, formats), free_bytes()
+    if needed > free:
+        raise MemoryError(
+            f"Out of memory: the weights take {needed:,} bytes in {formats.dtype}, the GPU has "
+            f"{free:,} bytes free: expected a narrower dtype, or a GPU with more memory"
+        )
+
+
+def device_matrix(
+    name: str, array: Any, layout: str, formats: Formats, first: bool
+) -> WeightMatrix:
+    """Return a matrix of a checkpoint in device memory, in the dtype of the formats, (N, K).
+
+    GGUF blocks keep their bits where the GPU has tensor cores; else they are dequantized. first:
+    whether it is the model's first matrix, with which the kernels of conversions start to compile.
+    Raises InputError, with the tensor's name, for weights that the dtype cannot hold.
+    """
+    reads_blocks = compute_capability() >= MMA_CAPABILITY
+    if isinstance(array, InBlocks):
+        if reads_blocks:
+            packed = array.on_device()
+            # CuPy's pool would keep the memory of the file's bytes for any smaller array.
+            cupy.get_default_memory_pool().free_all_blocks()
+            return packed
+        array = array.on_host()
+    if isinstance(array, GgufMatrix):
+        if reads_blocks:
+            return array.mapped(cupy.asarray)
+        array, layout = array.dequantized().T, "NK"
+    rows = cupy.asarray(array)
+    if first:
+        request(storage(rows), formats.matrix_dtype)
+    if layout == "KN":
+        rows = stored(rows, storage(rows), transposed=True)
+    return WeightMatrix.quantize(rows, formats.matrix_dtype, "NK", name, formats.allow_nonfinite)
+
+
+class PromptWeights:
+    """The weights that prefill reads besides those of decoding, and memory to convert weights in.
+
+    With products on tensor cores, lm_head for the logits of all tokens has rows padded to a
+    multiple that tensor cores support. by: divisors of activations, as `cuda_products.divisors`
+    returns them.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        products: Products,
+        matrices: dict[str, WeightMatrix],
+        vectors: Mapping[str, CudaArray],
+        by: Mapping[str, float],
+    ) -> None:
+        self.products, self._matrices = products, matrices
+        self._wide: CudaArray | None = None
+        self._stream_k_workspace: CudaArray | None = None
+        self._head: WeightMatrix = matrices["lm_head"]
+        self._bias: CudaArray | None = None
+        if products != "float32":
+            self._pad_head()
+        self.two_part: dict[str, TwoPartMatrix] = {}  # decoding reads these matrices, too
+        if products == "two_part":
+            self.two_part = {
+                two_part_of(name): TwoPartMatrix.from_float32(matrix.data)
+                for name, matrix in matrices.items()
+                if name.startswith("h.") or name == "lm_head"
+            }
+        self._divided = divided_weights(config, by, matrices, vectors)
+
+    def _pad_head(self) -> None:
+        """Pad lm_head, and make the matrices that are lm_head views without the padding.
+
+        The bias of the padding is -inf, and so are its logits.
+        """
+        head = self._head
+        added = -head.N % MULTIPLE
+        if not added:
+            return
+        bias = np.where(np.arange(head.N + added) < head.N, 0, -np.inf)
+        self._bias = cupy.asarray(bias, "float32")
+        self._head, view = head.padded(added)
+        same = [name for name, matrix in self._matrices.items() if matrix is head]
+        self._matrices.update(dict.fromkeys(same, view))
+
+    def of(self, head: bool) -> dict[str, Any]:
+        """Return weights by their names in a plan of prefill, with memory for converted weights.
+
+        head: with the padded lm_head as "head" and its bias as "head_bias".
+        """
+        weights = dict(self._divided)
+        if head:
+            weights |= self._head_of_all()
+        if self.products != "fp8":
+            return weights
+        used = [m for name, m in self._matrices.items() if name.startswith("h.")]
+        used += [weights["head"]] if head else []
+        converted = (m for m in used if m.dtype in IN_BYTES and not widens(m))
+        size = max((m.N * m.K for m in converted), default=0)
+        if size and (self._wide is None or self._wide.size < size):
+            self._wide = cupy.empty(size, "float16")
+        if size:
+            weights["wide"] = self._wide
+        if any(widens(m) for m in used):
+            if self._stream_k_workspace is None:
+                self._stream_k_workspace = allocate_stream_k_workspace()
+            weights["stream_k_workspace"] = self._stream_k_workspace
+        return weights
+
+    def _head_of_all(self) -> dict[str, Any]:
+        """Return lm_head for the logits of all tokens; its two-part rows are made on first use."""
+        head: Any = self._head
+        if self.products == "two_part":
+            name = two_part_of("lm_head" if self._bias is None else "head")
+            if name not in self.two_part:
+                self.two_part[name] = TwoPartMatrix.from_float32(head.data)
+            head = self.two_part[name]
+        return {"head": head, "head_bias": self._bias}
