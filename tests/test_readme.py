@@ -57,7 +57,7 @@ def anchors(text: str) -> set[str]:
     """The names on a page that a link can end with, as GitHub makes them from headings."""
     headings = re.findall(r"^#+ (.*)$", prose(text), re.MULTILINE)
     slugs = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
-    return slugs | set(re.findall(r'<a id="(\w+)"></a>', text))
+    return slugs | set(re.findall(r'<a id="([\w-]+)"></a>', text))
 
 
 def test_two_commands_of_one_line_that_set_themselves_up() -> None:

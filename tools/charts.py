@@ -77,7 +77,7 @@ def bars(
 
 def block() -> Picture:
     """Draw the times of a block and of PyTorch in the same dtype, from the table of blocks."""
-    rows = table("The GPT-2 block", 1)
+    rows = table("The GPT-2 block")
     ratios = [float(row["PyTorch"]) / float(row["bfloat16"]) for row in rows]
     found = [
         Bar(row["B × T, mask"], ratio, f"{ratio:.2f}")
@@ -116,7 +116,7 @@ def trimat() -> Picture:
 
 def matmul() -> Picture:
     found = []
-    for row in table("Thread coarsening"):
+    for row in table("matmul_bias", 1):
         us, rate = row["µs"].split()[0], row["TFLOP/s"].split()[0]
         found.append(Bar(row["variant"], float(rate), f"{rate} TFLOP/s, {us} µs"))
     (row,) = (row for row in table("matmul_bias") if row["M"] == "1024")
@@ -159,7 +159,7 @@ def products() -> Picture:
 def attention() -> Picture:
     """Draw the rates of attention with a causal mask, of gpt2block and cuDNN."""
     found, ratios = [], []
-    for row in table("attention", 1):
+    for row in (row for row in table("attention") if row["cuDNN"]):
         B, T = (int(size) for size in row["B, T"].split(", "))
         times = [row[column].split(" / ")[1] for column in ("hopper", "cuDNN")]
         ratios.append(float(times[1]) / float(times[0]))
