@@ -6,11 +6,12 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
 import hypothesis
+import planted_bugs
 import pytest
 
 from tests.devices import device, small_blocks  # noqa: F401  (fixtures of every test)
@@ -39,6 +40,12 @@ def smollm2_files() -> Path:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--gpu", action="store_true", help="run the tests that need a CUDA device")
+    parser.addoption("--slow", action="store_true", help="run the tests that compile for minutes")
+    parser.addoption(
+        "--quick",
+        action="store_true",
+        help="run only fast tests that find planted bugs (Python 3.11)",
+    )
     parser.addoption("--part", metavar="I/N", help="run part I of N of the selected tests")
     parser.addoption("--failures", metavar="FILE", help="append each failure to a file at once")
 
@@ -65,12 +72,33 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.loadscopereorder = False
     if config.getoption("--failures") and not is_worker(config):
         config.pluginmanager.register(Failures(Path(config.getoption("--failures"))))
+    if config.getoption("--quick"):  # collecting the other files would take most of the time
+        config.args[:] = sorted({test.partition("::")[0] for test in quick_tests()})
     if config.getoption("--gpu"):
         from gpt2block import doctor  # noqa: PLC0415
 
         problem = doctor.cuda_problem()
         if problem:
             raise pytest.UsageError(f"--gpu: no CUDA device can be used: {problem}")
+
+
+def quick_tests() -> set[str]:
+    """Return the ids, or their beginnings, of the tests of --quick."""
+    return {bug.test for bug in planted_bugs.read_bugs() if bug.quick}
+
+
+def is_of(nodeid: str, test: str) -> bool:
+    """Return whether a test has this id, or is a case of a function or file with this id."""
+    return nodeid == test or nodeid.startswith((f"{test}[", f"{test}::"))
+
+
+def keep(
+    config: pytest.Config, items: list[pytest.Item], chosen: Callable[[pytest.Item], bool]
+) -> None:
+    """Deselect the other tests."""
+    others = [item for item in items if not chosen(item)]
+    items[:] = [item for item in items if chosen(item)]
+    config.hook.pytest_deselected(items=others)
 
 
 def temporary_folder(config: pytest.Config) -> str:
@@ -100,7 +128,12 @@ class Failures:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect the tests that need a GPU, unless they are to run, and those of other parts."""
+    """Deselect tests that need a GPU or --slow, tests outside --quick, and tests of other parts."""
+    if config.getoption("--quick"):
+        chosen = quick_tests()
+        keep(config, items, lambda item: any(is_of(item.nodeid, test) for test in chosen))
+    if not config.getoption("--slow") and not config.getoption("--gpu"):
+        keep(config, items, lambda item: "slow" not in item.keywords)
     if not config.getoption("--gpu"):
         on_gpu = [item for item in items if "gpu" in item.keywords]
         items[:] = [item for item in items if "gpu" not in item.keywords]

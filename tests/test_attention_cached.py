@@ -485,6 +485,7 @@ def test_heads_of_q_that_share_keys(
     assert geometry.shared <= limit
 
 
+@pytest.mark.slow
 def test_no_spills() -> None:
     jobs: list[Job] = []
     for arch, kind, heads, files in (

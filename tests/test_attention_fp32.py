@@ -117,6 +117,7 @@ def test_too_little_shared_memory_is_refused(device: Any, monkeypatch: pytest.Mo
 # --- launches
 
 
+@pytest.mark.slow
 def test_no_spills() -> None:
     """All on one architecture, on others the kernel of most blocks; the largest heads."""
     jobs = []
@@ -136,6 +137,7 @@ def test_no_spills() -> None:
     assert_clean([*jobs, (MMA_TWO_PART, "sm_90", large.defines)])
 
 
+@pytest.mark.slow
 def test_no_spills_on_hopper() -> None:
     """Also where three heads of Q share one of K: a division by 3 takes registers of the loader."""
     jobs = []

@@ -268,6 +268,7 @@ def test_gpus_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
                 assert launches == (best,)
 
 
+@pytest.mark.slow
 def test_no_tile_spills() -> None:
     """Also four heads of Q for each load of K, of 128 channels, which take most registers."""
     jobs: list[Job] = []

@@ -432,6 +432,7 @@ def test_the_launches_of_a_model(dtype: str) -> None:
         assert turned == {"5": 6, "trace": 3}.get(label, 0)
 
 
+@pytest.mark.slow
 def test_the_chosen_kernels_compile_without_spills() -> None:
     jobs, only = [], []
     for i, (M, (C, H), dtype) in enumerate(product((1, 2, 4), SIZES[1:5], DTYPES[1:3])):

@@ -16,3 +16,11 @@ def test_every_bug_can_be_planted_and_names_a_test() -> None:
         path, _, name = bug.test.partition("::")
         tests = (planted_bugs.ROOT / path).read_text("utf-8")
         assert not name or f"def {name.partition('[')[0]}(" in tests, bug.test
+
+
+def test_the_share_of_bugs_that_quick_tests_find_is_stated() -> None:
+    pytest.importorskip("tomllib")
+    bugs = planted_bugs.read_bugs()
+    stated = f"finds {sum(bug.quick for bug in bugs)} of the {len(bugs)} planted bugs"
+    assert stated in (planted_bugs.ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    assert all("::" in bug.test for bug in bugs if bug.quick)

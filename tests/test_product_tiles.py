@@ -518,6 +518,7 @@ def rmsnorm_mma_tiles() -> Iterator[Job]:
         yield _rmsnorm_mma.FILE, arch, (*stored_as(dtype, weights), *how.defines)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "jobs",
     [
@@ -542,6 +543,7 @@ def test_tiles_of_many_rows_compile_and_fit() -> None:
     assert_clean(jobs, most_registers=128)
 
 
+@pytest.mark.slow
 def test_the_chosen_kernels_of_wgmma_compile_without_spills() -> None:
     """A gated product has no q, k and v: qkv_decode_hopper is not launched with its tiles."""
     jobs: list[Job] = []

@@ -322,6 +322,7 @@ def test_how_tiles_are_dealt_changes_no_bit() -> None:
         np.testing.assert_array_equal(result, results[0])
 
 
+@pytest.mark.slow
 def test_no_spills() -> None:
     jobs = []
     for arch, gpu in GPUS:

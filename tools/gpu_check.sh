@@ -27,7 +27,7 @@ gpu_tests() {  # part: I/N
     # where pytest-xdist is there
     parallel=$(python3 -c 'import xdist' 2> /dev/null && echo "-n $(($(nproc) < 12 ? $(nproc) : 12))")
     # An interrupted pytest prints its summary; one that hangs is killed.
-    timeout --signal=INT --kill-after=15 "${SECONDS_OF_TESTS:-540}" python3 -m pytest --gpu -m gpu --part "$1" \
+    timeout --signal=INT --kill-after=15 "${SECONDS_OF_TESTS:-540}" python3 -m pytest --gpu -m "gpu or slow" --part "$1" \
         --failures "$failures" -v -rsfEP --tb=short --durations=20 $parallel tests > "$log" 2>&1 || result=$?
     [ $result -eq 0 ] || status=1
     say "tests $1  $(tail -n 1 "$log")"

@@ -32,7 +32,10 @@ NOT_COPIED = shutil.ignore_patterns(".git", ".venv*", ".*cache", "__pycache__")
 
 
 class Bug(NamedTuple):
-    """A bug: `new` replaces the only `old` in `file`. why: its effect. test: a pytest id."""
+    """A bug: `new` replaces the only `old` in `file`. why: its effect. test: a pytest id.
+
+    quick: whether the test is fast enough for `pytest --quick`.
+    """
 
     id: str
     file: str
@@ -40,6 +43,7 @@ class Bug(NamedTuple):
     new: str
     test: str
     why: str
+    quick: bool = True
 
     def problem(self) -> str:
         """Return the reason why the bug cannot be planted, or ""."""
