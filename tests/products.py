@@ -532,8 +532,9 @@ def _of_decoding_by_wgmma(kernel: Kernel, case: Case) -> Iterator[_linear_hopper
             continue
         of_tile = max(rows, power_of_two(-(-parts // groups)))  # every block finishes some
         tile = _linear_hopper.HopperLinearTile(of_tile, groups, parts, shares, blocks)
-        sizes = tile, case.K, kernel.weights, kernel.terms.rounded
-        if _linear_hopper.shared_bytes(*sizes) <= H200_LIMITS["most_shared"]:
+        sizes = case.M, (case.N,), case.K, kernel.weights
+        of = _linear_hopper.HopperProduct(*sizes, rounded=kernel.terms.rounded)
+        if of.shared_bytes(tile) <= H200_LIMITS["most_shared"]:
             tried += 1
             yield tile
     assert tried >= 3

@@ -271,8 +271,9 @@ def test_a_tile_of_decoding_by_wgmma_can_run(
     M: int, N: int, K: int, dtype: str, gated: bool, sms: int, rounded: bool
 ) -> None:
     """It fits in the memory, a cluster has at most 8 blocks, each one has splits and sums."""
-    tile = _linear_hopper.choose(M, N, K, dtype, gated, sms, MOST_SHARED, rounded)
-    assert _linear_hopper.shared_bytes(tile, K, dtype, rounded) <= MOST_SHARED
+    of = _linear_hopper.HopperProduct(M, (N,), K, dtype, gated, rounded)
+    tile = _linear_hopper.choose(of, sms, MOST_SHARED)
+    assert of.shared_bytes(tile) <= MOST_SHARED
     assert tile.rows >= 4
     assert tile.splits * tile.shares <= 8
     of_block = -(-mma.splits(K)[0] // tile.splits)
@@ -460,10 +461,9 @@ def gguf_hopper_tiles() -> Iterator[Job]:
     for rows, (N, K) in product((1, 16, 32, 64), ((4096, 4096), (12288, 4096))):
         gated = next(kinds)
         w = GgufMatrix.random([(next(names), 64)], 256)
-        of_w = w.tile, w.units
-        chosen = _linear_hopper.choose_blocks(rows, (N,), K, *of_w, gated, SMS, MOST_SHARED)
-        sizes: Any = rows, N, K, GGUF, chosen
-        how = _linear_hopper.geometry("", *sizes, gated=gated, rounded=True, octet=w.tile)
+        of = _linear_hopper.HopperProduct(rows, (N,), K, GGUF, gated, True, w.tile, w.units)
+        chosen = _linear_hopper.choose(of, SMS, MOST_SHARED)
+        how = _linear_hopper.geometry("", of, chosen, gated=gated)
         assert how.shared <= MOST_SHARED
         defines = (*stored_as("float16", GGUF), *how.defines, *range_defines(w))
         yield _linear_hopper.GGUF_FILE, "sm_90a", defines
@@ -551,17 +551,17 @@ def test_the_chosen_kernels_of_wgmma_compile_without_spills() -> None:
     large = ((4096, 11008, False, 0), (11008, 4096, True, 0), (6144, 4096, False, 128))
     for (i, M), (N, K, gated, head) in product(enumerate((1, 16, 64)), large):
         stored = (("bfloat16",), ("float16", "float8_e4m3fn"))[(i + gated) % 2]
-        sizes = M, N, K, stored[-1]
-        tile = _linear_hopper.choose(*sizes, gated or head > 0, SMS, MOST_SHARED)
+        of = _linear_hopper.HopperProduct(M, (N,), K, stored[-1], gated or head > 0)
+        tile = _linear_hopper.choose(of, SMS, MOST_SHARED)
         options: dict[str, Any] = {"gated": gated, "to_terms": gated, "head": head}
-        made = _linear_hopper.geometry("", *sizes, tile, **options)
+        made = _linear_hopper.geometry("", of, tile, **options)
         file = _linear_hopper.ROPE_FILE if head else _linear_hopper.FILE
         jobs.append((file, "sm_90a", (*stored_as(*stored), *made.defines)))
         only.append("linear_decode_hopper" if gated else "")
     for M, (N, K) in product((64, 256, 512), (QKV, FC, PROJ)):
-        sizes = M, N, K, "bfloat16"
-        tile = _linear_hopper.choose(*sizes, False, SMS, MOST_SHARED)
-        made = _linear_hopper.geometry("", *sizes, tile, to_terms=N == 3072)
+        of = _linear_hopper.HopperProduct(M, (N,), K, "bfloat16")
+        tile = _linear_hopper.choose(of, SMS, MOST_SHARED)
+        made = _linear_hopper.geometry("", of, tile, to_terms=N == 3072)
         rounded = (("TERM_COUNT", 1),)
         for constants in (stored_as("bfloat16"), (*stored_as("float16"), *rounded)):
             jobs.append((_linear_hopper.FILE, "sm_90a", (*constants, *made.defines)))

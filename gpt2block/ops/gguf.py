@@ -87,9 +87,17 @@ def pack(c: Call) -> Launch:
     return gguf_packing.pack(c.parts, c.raw, c.out, c.largest, c.K)
 
 
+def sum_chunks(x: Any, sums: Any, M: int, K: int) -> Launch:
+    """Return a launch that writes the sums of chunks of the terms x (M, K) to `sums`.
+
+    Products multiply minimums of GGUF blocks by these sums.
+    """
+    grid = (ceil(M * K / (CHUNK * SUMS_BLOCK)),)
+    geometry = Geometry("gguf_chunk_sums", grid, (SUMS_BLOCK,))
+    return launch_at(SUMS_FILE, geometry, (x, sums, M, K), "float16", GGUF)
+
+
 @variant("gguf sums", SUMS_FILE, "gguf_chunk_sums")
 def chunk_sums(c: Call) -> Launch:
-    """Write sums of 32 channels of x each to `sums`, which products multiply by GGUF minimums."""
-    grid = (ceil(c.M * c.K / (CHUNK * SUMS_BLOCK)),)
-    geometry = Geometry("gguf_chunk_sums", grid, (SUMS_BLOCK,))
-    return launch_at(SUMS_FILE, geometry, (c.x, c.sums, c.M, c.K), "float16", GGUF)
+    """Write the sums of chunks of the terms x to `sums`."""
+    return sum_chunks(c.x, c.sums, c.M, c.K)

@@ -11,8 +11,7 @@ where these do not apply; matmul/prompt/cores.cu for many rows. `gemm` is faster
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from collections.abc import Iterable, Mapping
 from math import gcd
 from typing import Any
 
@@ -254,9 +253,9 @@ def _by_wgmma(
     kernel: str,
     matrices: tuple[WeightMatrix | None, ...],
     args: tuple[Any, ...],
-    launch: Callable[..., Launch] = hopper.launch,
-) -> Launch:
-    """A kernel of matmul/decode/wgmma*.cu; args: the arguments after the matrices."""
+    head: int = 0,
+) -> tuple[Launch, ...]:
+    """Launch a kernel of matmul/decode/wgmma*.cu, with the arguments of `hopper.launch`."""
     if compute_capability() != HOPPER_CAPABILITY:
         raise UnsupportedCall(
             "needs a GPU of compute capability 9.0 (Hopper): use variant mma_tiles"
@@ -265,27 +264,26 @@ def _by_wgmma(
     ordered = c.terms and c.terms.width and (not c.to_terms or c.to_terms.width)
     if not ordered:
         raise UnsupportedCall("takes and gives terms in the order of wgmma: use variant mma_tiles")
-    return launch(c, kernel, matrices, args)
+    return hopper.launch(c, kernel, matrices, args, head)
 
 
 @variant("gguf hopper", hopper.GGUF_FILE, "linear_hopper_gguf")
-def _blocks_hopper(c: Call) -> Launch:
+def _blocks_hopper(c: Call) -> tuple[Launch, ...]:
     args = (c.bias, *_tile_ends(c))
-    return _by_wgmma(c, "linear_hopper_gguf", (c.w, c.up), args, hopper.launch_blocks)
+    return _by_wgmma(c, "linear_hopper_gguf", (c.w, c.up), args)
 
 
 @variant("qkv_gguf hopper", hopper.GGUF_FILE, "qkv_hopper_gguf")
-def _qkv_blocks_hopper(c: Call) -> Launch:
+def _qkv_blocks_hopper(c: Call) -> tuple[Launch, ...]:
     args = (c.bias, *_cache_ends(c, c.M, c.K))
-    return _by_wgmma(c, "qkv_hopper_gguf", (c.w,), args, hopper.launch_blocks)
+    return _by_wgmma(c, "qkv_hopper_gguf", (c.w,), args)
 
 
 @variant("rope_gguf hopper", hopper.GGUF_ROPE_FILE, "rope_hopper_gguf")
-def _rope_blocks_hopper(c: Call) -> Launch:
+def _rope_blocks_hopper(c: Call) -> tuple[Launch, ...]:
     sizes = c.M, c.K, c.n_head, c.C // (2 * c.P), c.B, c.S
     args = (c.bias, c.by, c.row, c.position, c.out, c.k, c.v, *sizes)
-    launch = partial(hopper.launch_blocks, head=2 * c.P)
-    return _by_wgmma(c, "rope_hopper_gguf", (c.w,), args, launch)
+    return _by_wgmma(c, "rope_hopper_gguf", (c.w,), args, head=2 * c.P)
 
 
 def _ends(c: Call) -> tuple[Any, ...]:
@@ -339,7 +337,7 @@ def _mma_tiles(c: Call) -> Launch:
 
 
 @variant("hopper", hopper.FILE, "linear_decode_hopper")
-def _hopper(c: Call) -> Launch:
+def _hopper(c: Call) -> tuple[Launch, ...]:
     args = (c.w.scale, c.up.scale if c.up else None, c.bias, *_tile_ends(c))
     return _by_wgmma(c, "linear_decode_hopper", (c.w, c.up), args)
 
@@ -396,13 +394,13 @@ def _qkv_tiles(c: Call) -> Launch:
 
 
 @variant("qkv_hopper", hopper.FILE, "qkv_decode_hopper")
-def _qkv_hopper(c: Call) -> Launch:
+def _qkv_hopper(c: Call) -> tuple[Launch, ...]:
     args = (c.w.scale, c.bias, *_cache_ends(c, c.M, c.K))
     return _by_wgmma(c, "qkv_decode_hopper", (c.w,), args)
 
 
 @variant("rope_hopper", hopper.ROPE_FILE, "rope_decode_hopper")
-def _rope_hopper(c: Call) -> Launch:
+def _rope_hopper(c: Call) -> tuple[Launch, ...]:
     if compute_capability() != HOPPER_CAPABILITY:
         raise UnsupportedCall(
             "needs a GPU of compute capability 9.0 (Hopper): use linear and rope_append"
