@@ -20,7 +20,7 @@ from gpt2block.ops.gguf import range_defines
 from gpt2block.ops.operation import UnsupportedCall
 from gpt2block.ops.products import MMA_CAPABILITY, filled, gate_define, room, storage_of
 from gpt2block.ops.terms import count_define
-from gpt2block.weights.gguf import BORDER, OCTET, TYPES
+from gpt2block.weights.gguf import BORDER, OCTET, TYPES, GgufMatrix
 
 FILE = "matmul/decode/mma_gguf.cu"
 COLUMNS = BORDER  # of a warp
@@ -175,61 +175,89 @@ def normalizes(M: int, K: int) -> bool:
     return M <= MOST_NORMED and K <= UNIT * MOST_SPLITS
 
 
-def launch(
-    c: Call, kernel: str, args: tuple[Any, ...], cache: str | None = None, rope: int = 0
-) -> Launch:
-    """A kernel of mma_gguf.cu; args: its arguments. cache: the FP8 format of the kv_cache.
+def norm_of(gamma: Any, beta: Any) -> int:
+    """Return LM_NORM, the norm of x that a product fuses: 0 none, 1 LayerNorm, 2 RMSNorm."""
+    return 0 if gamma is None else 1 if beta is not None else 2
 
-    rope: channels of a head.
+
+def launch(
+    c: Call,
+    kernel: str,
+    args: tuple[Any, ...],
+    *,
+    rounded: bool,
+    norm: int = 0,
+    up: GgufMatrix | None = None,
+    sums: int = 0,
+    cache: str | None = None,
+    rope: int = 0,
+) -> Launch:
+    """Launch a kernel of mma_gguf.cu, or raise UnsupportedCall.
+
+    args: the arguments of the kernel. rounded: whether x has one term per value. norm: as `norm_of`
+    returns it. up: the second matrix of a gated product. sums: partial sums per value of the
+    residual stream that the kernel adds. cache: the FP8 format of the kv_cache. rope: channels of a
+    head, with RoPE.
     """
     if compute_capability() < MMA_CAPABILITY:
         raise UnsupportedCall("needs a GPU of compute capability 8.0 or newer")
-    up, gamma, beta, terms = (getattr(c, name, None) for name in ("up", "gamma", "beta", "terms"))
-    norm = 0 if gamma is None else 1 if beta is not None else 2
     if up is not None and up.ranges != c.w.ranges:
         raise UnsupportedCall(f"up: expected types {c.w.ranges}, got {up.ranges}")
-    if terms or getattr(c, "to_terms", None):
-        raise UnsupportedCall("takes and gives floats")
     if norm == 2 and not normalizes(c.M, c.K):
         raise UnsupportedCall(f"RMSNorm of {c.M:,} rows of {c.K:,}: expected fewer: use rmsnorm")
-    most_shared = device_attribute("MaxSharedMemoryPerBlockOptin") - STATIC
-    found = geometry(
+    how = geometry(
         kernel,
         *(c.M, c.K, c.w.ranges),
         norm=norm,
         up=up is not None,
         rope=rope,
-        terms=1 if c.rounded else TERMS,
+        terms=1 if rounded else TERMS,
         capability=compute_capability(),
         sms=device_attribute("MultiProcessorCount"),
-        most_shared=most_shared,
+        most_shared=device_attribute("MaxSharedMemoryPerBlockOptin") - STATIC,
     )
-    if found is None:
+    if how is None:
         raise UnsupportedCall(
             f"K {c.K:,}: a split of a row does not fit in this GPU's shared memory"
         )
-    for name, array in (("x", c.x), ("gamma", gamma), ("beta", beta), ("w", c.w.data)):
+    defines: Defines = (("LM_NORM", norm),) if norm else ()
+    defines += (("LM_UP", 1), *gate_define(c.gelu)) if up is not None else ()
+    defines += (("LM_ROPE", rope),) if rope else ()
+    defines += (("LM_SUMS", sums),) if sums else ()
+    how = how.with_defines((*defines, *count_define(rounded), *range_defines(c.w)))
+    return launch_at(FILE, how, args, *storage_of(c.w, cache_dtype(c.w.dtype)), cache)
+
+
+def check_addresses(**arrays: Any) -> None:
+    """Raise InputError unless each array, by its name, is aligned as the kernels load it."""
+    for name, array in arrays.items():
         if array is not None:
             check_address(name, array)
-    more: Defines = (("LM_NORM", norm),) if norm else ()
-    more += (("LM_UP", 1), *gate_define(c.gelu)) if up is not None else ()
-    more += (("LM_ROPE", rope),) if rope else ()
-    more += () if getattr(c, "w_down", None) is None else (("LM_SUMS", c.S),)
-    found = found.with_defines((*more, *count_define(c.rounded), *range_defines(c.w)))
-    return launch_at(FILE, found, args, *storage_of(c.w, cache_dtype(c.w.dtype)), cache)
 
 
 def launch_rope(
-    c: Call, gamma: Any, bias: Any, eps: float, n_ctx: int, cache: str | None
+    c: Call,
+    *,
+    rounded: bool,
+    gamma: Any = None,
+    bias: Any = None,
+    sums: Any = None,
+    splits: int = 0,
+    eps: float = 0.0,
+    n_ctx: int,
 ) -> Launch:
-    """rope_decode_gguf, of x or, with gamma, of its RMSNorm."""
+    """Launch rope_decode_gguf on x or, with gamma, on its RMSNorm.
+
+    sums: partial sums that are added to x, `splits` per value, or None.
+    """
     D = 2 * c.P
     if c.w.dtype != GGUF:
         raise UnsupportedCall("takes a GgufMatrix")
     if D % BORDER:
         raise UnsupportedCall(f"heads of {D} channels: expected a multiple of {BORDER}")
+    check_addresses(x=c.x, gamma=gamma, w=c.w.data)
     check_address("by", c.by, 8)
-    sums = getattr(c, "sums", None)
     arrays = (c.x, gamma, c.w.data, bias, sums, c.by, c.row, c.position, c.out, c.k, c.v)
     args = (*arrays, eps, c.M, c.N, c.n_head, c.C // D, c.B, n_ctx)
-    return launch(c, "rope_decode_gguf", args, cache, D)
+    options: Any = {"norm": norm_of(gamma, None), "sums": splits, "cache": c.kv_dtype}
+    return launch(c, "rope_decode_gguf", args, rounded=rounded, rope=D, **options)

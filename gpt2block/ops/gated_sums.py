@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
 from math import ceil
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gpt2block.config.formats import FILE as OF_FILE
 from gpt2block.config.formats import GGUF
@@ -339,9 +339,10 @@ def _linear_sums(c: Call) -> Launch:
 @variant("linear_sums_gguf", blocks.FILE, "linear_gguf_sums")
 def _linear_blocks(c: Call) -> Launch:
     _check_sums_of_blocks(c)
-    c.rounded = rounds(c.x_dtype, c.w.dtype)
+    blocks.check_addresses(x=c.x, w=c.w.data)
     args = (c.x, c.w.data, c.sums, c.residual, c.out, c.M, c.N)
-    return blocks.launch(c, "linear_gguf_sums", args)
+    rounded, sums = rounds(c.x_dtype, c.w.dtype), 0 if c.sums is None else c.S
+    return blocks.launch(c, "linear_gguf_sums", args, rounded=rounded, sums=sums)
 
 
 @variant("rope_sums", mma.FILE, "rope_decode_sums")
@@ -363,8 +364,9 @@ def _rope_blocks(c: Call) -> Launch:
     _check_sums_of_blocks(c)
     if c.gamma_q is not None:
         raise UnsupportedCall("a GgufMatrix: expected no norms of heads")
-    c.rounded = rounds(c.x_dtype, c.w.dtype)
-    return blocks.launch_rope(c, c.gamma, None, c.eps, c.T, c.kv_dtype)
+    sums: Any = {"sums": c.sums, "splits": 0 if c.sums is None else c.S}
+    options: Any = {"gamma": c.gamma, "eps": c.eps, "n_ctx": c.T, **sums}
+    return blocks.launch_rope(c, rounded=rounds(c.x_dtype, c.w.dtype), **options)
 
 
 def _with_norms(c: Call, D: int) -> Geometry:

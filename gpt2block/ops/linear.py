@@ -308,27 +308,34 @@ def _mma(c: Call) -> Launch:
     return _few_rows(mma, c, "linear_decode_mma", _ends(c))
 
 
-def _of_rows(c: Call) -> tuple[Any, ...]:
-    """The first arguments of kernels for blocks of GGUF."""
-    return c.x, c.gamma, c.beta, c.w.data
+def _in_blocks(c: Call, kernel: str, args: tuple[Any, ...], **options: Any) -> Launch:
+    """Launch a kernel for GGUF blocks; args: the arguments after x, gamma, beta and w."""
+    if c.terms or c.to_terms:
+        raise UnsupportedCall("takes and gives floats")
+    blocks.check_addresses(x=c.x, gamma=c.gamma, beta=c.beta, w=c.w.data)
+    norm = blocks.norm_of(c.gamma, c.beta)
+    args = (c.x, c.gamma, c.beta, c.w.data, *args)
+    return blocks.launch(c, kernel, args, rounded=c.rounded, norm=norm, **options)
 
 
 @variant("gguf", blocks.FILE, "linear_decode_gguf")
 def _linear_blocks(c: Call) -> Launch:
     up = c.up.data if c.up is not None else None
-    ends = c.bias, c.residual, c.out, c.eps, c.M, c.N, int(c.gelu)
-    return blocks.launch(c, "linear_decode_gguf", (*_of_rows(c), up, *ends))
+    args = up, c.bias, c.residual, c.out, c.eps, c.M, c.N, int(c.gelu)
+    return _in_blocks(c, "linear_decode_gguf", args, up=c.up)
 
 
 @variant("qkv_gguf", blocks.FILE, "qkv_decode_gguf")
 def _qkv_blocks(c: Call) -> Launch:
-    args = (*_of_rows(c), c.bias, *_cache_ends(c, c.eps, c.M))
-    return blocks.launch(c, "qkv_decode_gguf", args, c.kv_dtype)
+    args = (c.bias, *_cache_ends(c, c.eps, c.M))
+    return _in_blocks(c, "qkv_decode_gguf", args, cache=c.kv_dtype)
 
 
 @variant("rope_gguf", blocks.FILE, "rope_decode_gguf")
 def _rope_blocks(c: Call) -> Launch:
-    return blocks.launch_rope(c, None, c.bias, 0.0, c.S, c.kv_dtype)
+    if c.terms:
+        raise UnsupportedCall("takes floats")
+    return blocks.launch_rope(c, rounded=c.rounded, bias=c.bias, n_ctx=c.S)
 
 
 @variant("mma_tiles", mma_tiles.FILE, "linear_decode_tiles")
