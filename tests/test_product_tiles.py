@@ -281,7 +281,7 @@ def test_a_tile_of_decoding_by_wgmma_can_run(
     assert tile.splits <= tile.groups * tile.rows
     assert min(M, 64) <= tile.rows <= 64
     assert tile.stages >= 2
-    columns = tile.grid(M, N, gated) // (tile.splits * -(-M // 64)) * tile.columns(gated)
+    columns = of.grid(tile) // (tile.splits * -(-M // 64)) * tile.columns(gated)
     assert columns >= N
 
 
