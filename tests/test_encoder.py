@@ -151,7 +151,7 @@ def test_encoder_rows(device: Any, C: int, dtype: str) -> None:
 
 @pytest.mark.gpu
 def test_the_documented_size() -> None:
-    ids, wte, wpe = OPERATION.make(OPERATION.sizes, np.random.default_rng(0))
+    ids, wte, wpe = OPERATION.make(OPERATION.workload.sizes, np.random.default_rng(0))
     expected = wte[ids] + wpe
     for variant in OPERATION.variants:
         for block in variant.blocks:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -59,7 +58,7 @@ def cases() -> Iterator[Any]:
     """All dtypes and both sizes on a GPU, and some of them on the emulator."""
     for name, operation in OPERATIONS.items():
         for place, variant in enumerate(operation.variants):
-            dtypes = variant.dtypes or operation.dtypes
+            dtypes = variant.dtypes or operation.workload.dtypes
             for dtype, size in product(dtypes, range(2)):
                 case = f"{name}-{variant.name}-{dtype}-{size}"
                 arguments = operation, variant, dtype, size
@@ -72,17 +71,19 @@ every_operation = pytest.mark.parametrize("operation", OPERATIONS.values(), ids=
 
 
 def sizes_of(operation: Operation, size: int) -> dict[str, int]:
-    if operation.matrices:
-        return {name: WITH_HEADS[size][name] for name in operation.sizes}
-    return {name: SIZES[size][name] for name in operation.sizes}
+    if operation.workload.matrices:
+        return {name: WITH_HEADS[size][name] for name in operation.workload.sizes}
+    return {name: SIZES[size][name] for name in operation.workload.sizes}
 
 
 def attrs_of(operation: Operation, size: int) -> dict[str, Any]:
     """The documented attributes, with as many heads as the channels allow."""
     heads = (
-        {"n_head": (3, 2)[size]} if "C" in operation.sizes and "n_head" in operation.attrs else {}
+        {"n_head": (3, 2)[size]}
+        if "C" in operation.workload.sizes and "n_head" in operation.workload.attrs
+        else {}
     )
-    return {**operation.attrs, **heads}
+    return {**operation.workload.attrs, **heads}
 
 
 @pytest.mark.parametrize(
@@ -91,11 +92,11 @@ def attrs_of(operation: Operation, size: int) -> dict[str, Any]:
 def test_a_variant_is_right(
     operation: Operation, variant: Variant, dtype: str, size: int, device: Any
 ) -> None:
-    here = replace(operation, attrs=attrs_of(operation, size))
-    layout = (operation.layout, "NK")[size]
+    here = operation.with_workload(attrs=attrs_of(operation, size))
+    layout = (operation.workload.layout, "NK")[size]
     host, truth = measure.inputs_and_truth(here, sizes_of(operation, size), dtype, layout)
     arrays = tuple(map(measure.uploaded, host))
-    options = {**here.attrs, **measure.options_for(here, variant)}
+    options = {**here.workload.attrs, **measure.options_for(here, variant)}
     try:
         bound = here.bind(arrays, **options)
     except InputError as problem:
@@ -114,10 +115,12 @@ def test_a_variant_is_right(
 def test_host_arrays_run_on_the_emulator(operation: Operation) -> None:
     if problem := emulator.missing():
         pytest.skip(problem)
-    here = replace(operation, attrs=attrs_of(operation, 0))
-    dtype = operation.dtypes[0]
-    host, truth = measure.inputs_and_truth(here, sizes_of(operation, 0), dtype, here.layout)
-    bound = here.bind(host, **here.attrs)
+    here = operation.with_workload(attrs=attrs_of(operation, 0))
+    dtype = operation.workload.dtypes[0]
+    host, truth = measure.inputs_and_truth(
+        here, sizes_of(operation, 0), dtype, here.workload.layout
+    )
+    bound = here.bind(host, **here.workload.attrs)
     got = np.asarray(bound.run())
     assert isinstance(bound.out, np.ndarray)
     assert measure.errors(got, truth)[1] <= measure.tolerance(dtype)
@@ -167,9 +170,9 @@ def test_arrays_of_another_byte_order_are_refused(operation: Operation) -> None:
 @every_operation
 def test_inputs_that_do_not_fit_are_refused(operation: Operation, device: Any) -> None:
     """The first array as integers, empty, of no axes, as a list, None; others; each option."""
-    here = replace(operation, attrs=attrs_of(operation, 0))
-    dtype, sizes = operation.dtypes[0], sizes_of(operation, 0)
-    host, _ = measure.inputs_and_truth(here, sizes, dtype, operation.layout)
+    here = operation.with_workload(attrs=attrs_of(operation, 0))
+    dtype, sizes = operation.workload.dtypes[0], sizes_of(operation, 0)
+    host, _ = measure.inputs_and_truth(here, sizes, dtype, operation.workload.layout)
     first, *others = map(measure.uploaded, host)
     wrong = [
         cupy.asarray(np.ones(first.shape, "int64")),
@@ -180,23 +183,23 @@ def test_inputs_that_do_not_fit_are_refused(operation: Operation, device: Any) -
     ]
     for value in wrong:
         with pytest.raises(InputError):
-            here.bind((value, *others), **here.attrs)
+            here.bind((value, *others), **here.workload.attrs)
     for i, other in enumerate(others):
         if other is None or isinstance(other, WeightMatrix) or operation.name == "sample_token":
             continue
         inputs = [first, *others]
         inputs[i + 1] = cupy.asarray(np.ones((3, 1, 2, 1, 5), "float32"))
         with pytest.raises(InputError):
-            here.bind(tuple(inputs), **here.attrs)
+            here.bind(tuple(inputs), **here.workload.attrs)
     for name in operation.options.keys() & SCALARS.keys():
         for value in ["text", *([] if operation.options[name] is None else [None])]:
             with pytest.raises(InputError, match=rf"{name}\b.*expected"):
-                here.bind((first, *others), **{**here.attrs, name: value})
+                here.bind((first, *others), **{**here.workload.attrs, name: value})
     if len(operation.variants) > 1:
         with pytest.raises(InputError, match="unknown variant 'nothing'"):
-            here.bind((first, *others), **{**here.attrs, "variant": "nothing"})
+            here.bind((first, *others), **{**here.workload.attrs, "variant": "nothing"})
     with pytest.raises(InputError, match="CuPy array"):
-        getattr(ops, operation.name)(*host, **here.attrs)
+        getattr(ops, operation.name)(*host, **here.workload.attrs)
 
 
 def test_an_array_on_another_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

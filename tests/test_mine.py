@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +55,7 @@ def add(folder: Path, body: str = RIGHT, **options: str) -> Kernel:
 
 
 def cases(kernel: Kernel) -> tuple[Case, ...]:
-    return every_case(kernel, kernel.operation.layout)
+    return every_case(kernel, kernel.operation.workload.layout)
 
 
 # Arithmetic of launch lines
@@ -241,7 +240,7 @@ def test_first_rungs_name_arguments_that_are_known() -> None:
         operation = find(name)
         first = operation.variants[0]
         sizes, attrs = operation.cases[0]
-        options = {**operation.attrs, **attrs}
+        options = {**operation.workload.attrs, **attrs}
         host, _ = measure.inputs_and_truth(operation, sizes)
         found = values(operation, host, options)
         known = {*found.inputs, *found.outputs, *found.numbers, *found.aliases}
@@ -271,7 +270,7 @@ def test_a_template_is_right(name: str) -> None:
         assert each.max_rel <= each.bound
         assert each.inputs or each.bound == measure.tolerance(kernel.dtype)
     for made in cases(kernel):
-        own = replace(operation, attrs=made.attrs)
+        own = operation.with_workload(attrs=made.attrs)
         assert sizes_at(own, made.sizes) == values(own, made.inputs, made.attrs).sizes
 
 
@@ -710,7 +709,7 @@ class CUDARuntimeError(RuntimeError):
 def test_templates_compile_with_nvrtc(tmp_path: Path) -> None:
     pytest.importorskip("cupy", reason="NVRTC comes with CuPy")
     for name in names():
-        dtype = find(name).dtypes[0]
+        dtype = find(name).workload.dtypes[0]
         found = kernels.compile_for(str(HERE / f"{name}.cu"), "sm_80", kernels.stored_as(dtype))
         assert f"my_{name.removesuffix('_bias')}".encode() in found.cubin
 

@@ -80,7 +80,7 @@ def test_the_reference_of_softmax_against_a_loop(causal: bool) -> None:
     ],
 )
 def test_traffic(operation: Operation, sizes: dict[str, int], moved_bytes: int) -> None:
-    assert operation.traffic(sizes) == moved_bytes
+    assert operation.workload.traffic(sizes) == moved_bytes
 
 
 # --- what every kernel must do --------------------------------------------------------------------

@@ -31,9 +31,9 @@ every_operation = pytest.mark.parametrize("operation", OPERATIONS.values(), ids=
 
 
 def small(operation: Operation) -> dict[str, int]:
-    if operation.matrices:  # a head of 128 columns, and rows that tensor cores take
+    if operation.workload.matrices:  # a head of 128 columns, and rows that tensor cores take
         return {"M": 3, "K": 64, "N": 128}
-    return {name: SMALL[name] for name in operation.sizes}
+    return {name: SMALL[name] for name in operation.workload.sizes}
 
 
 def test_every_kernel_belongs_to_a_variant() -> None:
@@ -64,16 +64,15 @@ def test_every_variant_has_an_idea_and_every_idea_a_kernel() -> None:
 def test_an_operation_has_a_numpy_meaning_and_counts(operation: Operation) -> None:
     sizes = small(operation)
     inputs = operation.make(sizes, np.random.default_rng(0))
-    attrs = {
-        **operation.attrs,
-        **({"n_head": 3} if "C" in sizes and "n_head" in operation.attrs else {}),
-    }
+    attrs = dict(operation.workload.attrs)
+    if "C" in sizes and "n_head" in attrs:
+        attrs["n_head"] = 3
     out = getattr(reference, operation.name)(*inputs, **attrs)
     assert np.isfinite(out[..., 0]).all()  # of a trimat, the half that is stated
-    counted = counted_sizes(sizes, operation.dtypes[0])
-    assert operation.traffic(counted) > 0
-    assert operation.flops(sizes) > 0
-    assert operation.bound in ("memory", "compute", "either")
+    counted = counted_sizes(sizes, operation.workload.dtypes[0])
+    assert operation.workload.traffic(counted) > 0
+    assert operation.workload.flops(sizes) > 0
+    assert operation.workload.bound in ("memory", "compute", "either")
     assert len({variant.name for variant in operation.variants}) == len(operation.variants)
     for variant in operation.variants:
         assert variant.block in (variant.blocks or (variant.block,))
@@ -96,9 +95,9 @@ def test_an_unknown_operation_or_variant_lists_the_known_ones() -> None:
 
 def test_sizes_from_a_text() -> None:
     trimat = find("trimat")
-    assert parse_sizes(trimat, None) == dict(trimat.sizes)
-    assert parse_sizes(trimat, "B=1,T=129") == {**trimat.sizes, "B": 1, "T": 129}
-    assert parse_sizes(trimat, " B=1, T = 129") == {**trimat.sizes, "B": 1, "T": 129}
+    assert parse_sizes(trimat, None) == dict(trimat.workload.sizes)
+    assert parse_sizes(trimat, "B=1,T=129") == {**trimat.workload.sizes, "B": 1, "T": 129}
+    assert parse_sizes(trimat, " B=1, T = 129") == {**trimat.workload.sizes, "B": 1, "T": 129}
     for text in ("", "B", "B=1,", "B;1"):
         with pytest.raises(InputError, match="expected sizes such as B=8,T=1024,NH=12,HS=64"):
             parse_sizes(trimat, text)
@@ -198,7 +197,7 @@ class StandIn:
         arrays, out = asked.inputs, asked.out
         name = asked.options.get("variant") or self.operation.variants[0].name
         block = asked.options.get("block")
-        options = {attr: asked.options[attr] for attr in self.operation.attrs}
+        options = {attr: asked.options[attr] for attr in self.operation.workload.attrs}
         if name == self.refused:
             raise InputError(f"variant {name} does not take this")
         self.outs.append(out)
@@ -234,7 +233,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
             operation.variants,
             sizes,
             BEST,
-            (dtype, operation.layout),
+            (dtype, operation.workload.layout),
             **options,
         )
         return found, stand_in
@@ -255,7 +254,7 @@ def test_measuring(measured: Callable[..., Any], name: str, dtype: str) -> None:
     assert skipped == []
     assert [row.variant for row in rows] == [variant.name for variant in operation.variants]
     counted = counted_sizes(small(operation), dtype)
-    traffic, flops = operation.traffic(counted), operation.flops(counted)
+    traffic, flops = operation.workload.traffic(counted), operation.workload.flops(counted)
     for row in rows:
         assert row.gpu_us == pytest.approx(200.0)  # 2 ms, two sets, five rounds
         assert row.call_us == 3.0
@@ -365,7 +364,7 @@ def test_the_command_measures_on_the_emulator() -> None:
         assert row["sizes"] == {"B": 1, "NH": 1, "T": 5}
         assert row["gpu_us"] == 500.0  # 1 ms, two copies, one round
         assert row["call_us"] > 0
-        assert row["rate"] == pytest.approx(softmax.traffic(row["sizes"]) / 500e-6 / 1e9)
+        assert row["rate"] == pytest.approx(softmax.workload.traffic(row["sizes"]) / 500e-6 / 1e9)
         assert row["percent"] == pytest.approx(row["rate"] / 40)
         assert 0 < row["max_rel"] < tolerance("float32")
         assert row["peers"] == {}
@@ -411,9 +410,9 @@ def test_a_capture_that_fails_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.gpu
 @every_operation
 def test_every_variant_is_right_and_timed(operation: Operation) -> None:
-    sizes = {**small(operation), "C": 48} if "C" in operation.sizes else small(operation)
+    sizes = {**small(operation), "C": 48} if "C" in operation.workload.sizes else small(operation)
     stored = measure.check_storage(operation)
-    chosen = [v for v in operation.variants if stored[0] in (v.dtypes or operation.dtypes)]
+    chosen = [v for v in operation.variants if stored[0] in (v.dtypes or operation.workload.dtypes)]
     rows, skipped = measure_variants(operation, chosen, sizes, BEST, stored)
     terms = ["hopper"] if operation.name == "linear" else []  # the variants that take no floats
     assert [message.partition(":")[0] for message in skipped] == terms

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -128,12 +127,12 @@ def test_built_in_kernels_have_no_race(name: str, variant: str) -> None:
     """Trees in shared memory, warps, copies in flight, tensor cores."""
     operation = find(name)
     sizes, attrs = operation.cases[-1]
-    own = replace(operation, attrs={**operation.attrs, **attrs})
+    own = operation.with_workload(attrs={**operation.workload.attrs, **attrs})
     dtype, layout = measure.check_storage(own)
     host, truth = measure.inputs_and_truth(own, sizes, dtype, layout)
     with emulated(checks=Checks(races=True)):
         arrays = tuple(map(measure.uploaded, host))
-        bound = own.bind(arrays, **own.attrs, variant=variant)
+        bound = own.bind(arrays, **own.workload.attrs, variant=variant)
         assert measure.errors(np.asarray(bound.run()), truth)[1] <= measure.tolerance(dtype)
 
 

@@ -144,8 +144,8 @@ def test_the_operation_describes_itself() -> None:
     assert qkv.shape == (2, 7, 3, 3, 4)
     assert qkv.dtype == np.float32
     outputs = 2 * 3 * (7 + 6 + 5 + 4 + 3 + 2 + 1)
-    assert OPERATION.flops(sizes) == outputs * 4 * 2
-    assert OPERATION.traffic(sizes) == 4 * (outputs + qkv.size * 2 // 3)
+    assert OPERATION.workload.flops(sizes) == outputs * 4 * 2
+    assert OPERATION.workload.traffic(sizes) == 4 * (outputs + qkv.size * 2 // 3)
     for variant in OPERATION.variants:
         assert set(variant.kernels) <= set(signatures(variant.file))
 

@@ -185,7 +185,7 @@ def programs() -> Iterator[tuple[str, Program]]:
     for dtype in FLOATS:
         yield f"attention {dtype}", partial(attention, dtype)
     for found in OPERATIONS.values():
-        for dtype in found.dtypes:
+        for dtype in found.workload.dtypes:
             yield f"operation {found.name} {dtype}", partial(operation, found, dtype)
     yield "conversions", conversions
 

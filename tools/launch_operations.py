@@ -62,22 +62,22 @@ FORMS: Mapping[str, tuple[tuple[str, dict[str, Any]], ...]] = {  # inputs after 
 def operation(found: Operation, dtype: str, to: Recorder) -> None:
     """Call every variant in three sizes, also with addresses aligned to a single element."""
     for sizes, layout, first in itertools.product(
-        (*SIZES, _documented(found)), ("KN", "NK") if found.matrices else ("KN",), (0, 1)
+        (*SIZES, _documented(found)), ("KN", "NK") if found.workload.matrices else ("KN",), (0, 1)
     ):
-        chosen = {name: sizes[name] for name in found.sizes}
+        chosen = {name: sizes[name] for name in found.workload.sizes}
         inputs = [
             _matrix(shape, dtype, layout)
-            if i in found.matrices
+            if i in found.workload.matrices
             else _array(shape, kind, "float16" if dtype in FP8 else dtype, first)
             for i, (shape, kind) in enumerate(_made(found.name, tuple(chosen.items())))
         ]
         for options in ({}, *OPTIONS.get(found.name, ())):
             label = f"{chosen} {layout} {first} {options}"
-            _variants(to, label, found, inputs, {**found.attrs, **options})
+            _variants(to, label, found, inputs, {**found.workload.attrs, **options})
 
 
 def _documented(found: Operation) -> dict[str, int]:
-    return {name: min(size, 4096) for name, size in found.sizes.items()}
+    return {name: min(size, 4096) for name, size in found.workload.sizes.items()}
 
 
 @cache

@@ -112,11 +112,13 @@ def fused_block() -> None:
 
 def operation(found: Operation) -> None:
     """Run every variant in every dtype, with weights in both layouts."""
-    sizes = {name: SIZES[name] for name in found.sizes}
-    if found.matrices:
+    sizes = {name: SIZES[name] for name in found.workload.sizes}
+    if found.workload.matrices:
         sizes["N"] = 256  # a multiple of the head size
-    options = {**found.attrs, **({"fill": 0.0} if "fill" in found.attrs else {})}
-    for dtype, layout in product(found.dtypes, ("KN", "NK") if found.matrices else ("KN",)):
+    options = {**found.workload.attrs, **({"fill": 0.0} if "fill" in found.workload.attrs else {})}
+    for dtype, layout in product(
+        found.workload.dtypes, ("KN", "NK") if found.workload.matrices else ("KN",)
+    ):
         host, truth = measure.inputs_and_truth(found, sizes, dtype, layout)
         arrays = tuple(map(measure.uploaded, host))
         for variant in found.variants:
@@ -131,7 +133,7 @@ def gemm() -> None:
     sizes = ((70, 144), (72, 144), (72,), (70, 72))  # shapes of a, w (N, K), bias, residual
     host = [rng.standard_normal(shape, dtype=np.float32) for shape in sizes]
     wide_bias, bias = host[2].astype(np.float64), cupy.asarray(host[2])
-    for dtype in (*found.dtypes, TWO_PART):
+    for dtype in (*found.workload.dtypes, TWO_PART):
         own = dtype == TWO_PART
         a, w = (cupy.asarray(array.astype("float32" if own else dtype)) for array in host[:2])
         matrix = TwoPartMatrix.from_float32(w) if own else WeightMatrix(w, dtype, None, "NK")

@@ -49,11 +49,13 @@ def inputs_and_truth(
     """
     try:
         stored = tuple(
-            matrix(array, dtype, layout) if i in operation.matrices else _stored(array, dtype)
+            matrix(array, dtype, layout)
+            if i in operation.workload.matrices
+            else _stored(array, dtype)
             for i, array in enumerate(operation.make(sizes, np.random.default_rng(0)))
         )
         wide = [a if isinstance(a, WeightMatrix) else widened(a) for a in stored]
-        truth = getattr(reference, operation.name)(*wide, **operation.attrs)
+        truth = getattr(reference, operation.name)(*wide, **operation.workload.attrs)
     except ValueError as error:
         at = ", ".join(f"{name}={size}" for name, size in sizes.items())
         raise InputError(f"{operation.name} cannot run at {at}: {error}") from error
@@ -85,18 +87,18 @@ def check_storage(
     dtype: FP8 applies to the weights only, with activations in float16. layout: "KN" or "NK".
     Raises InputError, which lists the dtypes or layouts that the operation supports.
     """
-    if dtype not in (None, *operation.dtypes):
+    if dtype not in (None, *operation.workload.dtypes):
         raise InputError(
             f"{operation.name}: ",
             Argument("dtype"),
-            f" {dtype!r}: expected one of {', '.join(operation.dtypes)}"
-            f"{meant(dtype, operation.dtypes)}",
+            f" {dtype!r}: expected one of {', '.join(operation.workload.dtypes)}"
+            f"{meant(dtype, operation.workload.dtypes)}",
         )
-    layouts = ("KN", "NK") if operation.matrices else ()
+    layouts = ("KN", "NK") if operation.workload.matrices else ()
     if layout not in (None, *layouts):
         known = f"expected one of {', '.join(layouts)}" if layouts else "it has no weights"
         raise InputError(f"{operation.name}: ", Argument("layout"), f" {layout!r}: {known}")
-    return dtype or operation.dtypes[0], layout or operation.layout
+    return dtype or operation.workload.dtypes[0], layout or operation.workload.layout
 
 
 def counted_sizes(sizes: Mapping[str, int], dtype: str) -> dict[str, int]:

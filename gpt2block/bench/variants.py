@@ -65,7 +65,7 @@ def measure_variants(
     dtype, layout = stored
     host, truth = measure.inputs_and_truth(operation, sizes, dtype, layout)
     counted = measure.counted_sizes(sizes, dtype)
-    traffic = operation.traffic(counted)
+    traffic = operation.workload.traffic(counted)
     copies = measure.rotated({str(i): array for i, array in enumerate(host)}, traffic)
     inputs = [tuple(each.values()) for each in copies]
     check_peer(peer, operation.name)
@@ -77,7 +77,7 @@ def measure_variants(
     skipped = []
     for variant in variants:
         for block in (variant.blocks or (None,)) if sweep else (None,):
-            options = {**operation.attrs, **measure.options_for(operation, variant, block)}
+            options = {**operation.workload.attrs, **measure.options_for(operation, variant, block)}
             try:
                 bound = bind_copies(partial(operation.bind, **options), inputs, outs)
             except InputError as error:
@@ -140,11 +140,11 @@ def _rate(
     operation: Operation, sizes: Mapping[str, int], dtype: str, us: float, ceilings: Ceilings
 ) -> tuple[float, str, float]:
     """Return (rate, unit, % of limit): GB/s and a copy's rate if memory-bound, else TFLOP/s."""
-    moved = 1e-3 * operation.traffic(sizes) / us
-    computed = 1e-6 * operation.flops(sizes) / us
+    moved = 1e-3 * operation.workload.traffic(sizes) / us
+    computed = 1e-6 * operation.workload.flops(sizes) / us
     of_copy = 100 * moved / ceilings.copy_gb_s
     of_product = 100 * computed / ceiling_for(ceilings, dtype)
-    memory = operation.bound == "memory"
-    if operation.bound == "either":
+    memory = operation.workload.bound == "memory"
+    if operation.workload.bound == "either":
         memory = not of_product > of_copy  # of_product is NaN without cuBLAS
     return (moved, "GB/s", of_copy) if memory else (computed, "TFLOP/s", of_product)

@@ -26,14 +26,15 @@ def list_operations(out: Console) -> None:
     table = new_table(("operation",), ("variants",))
     table.add_column("")
     for operation in OPERATIONS.values():
-        table.add_row(operation.name, str(len(operation.table)), escape(operation.idea))
+        table.add_row(operation.name, str(len(operation.table)), escape(operation.workload.idea))
     print_table(out, table)
     out.print("gpt2block kernels OPERATION lists the variants of an operation and checks them.")
 
 
 def list_variants(out: Console, operation: Operation) -> None:
     """Print the variants of an operation, their kernels and what each variant changes."""
-    out.print(f"[bold]{operation.name}[/]  {escape(operation.idea)}  ({operation.document})")
+    workload = operation.workload
+    out.print(f"[bold]{operation.name}[/]  {escape(workload.idea)}  ({workload.document})")
     table = Table(box=None, padding=(0, 1), show_header=False)
     for variant in operation.table:
         table.add_row("", variant.name, ", ".join(variant.kernels), escape(variant.idea))
@@ -45,10 +46,10 @@ def operations_report() -> list[dict[str, Any]]:
     return [
         {
             "operation": operation.name,
-            "document": operation.document,
-            "idea": operation.idea,
-            "sizes": dict(operation.sizes),
-            "dtypes": operation.dtypes,
+            "document": operation.workload.document,
+            "idea": operation.workload.idea,
+            "sizes": dict(operation.workload.sizes),
+            "dtypes": operation.workload.dtypes,
             "variants": [variant.described() for variant in operation.variants],
             "auxiliary": [variant.described() for variant in operation.auxiliary],
         }
@@ -125,7 +126,7 @@ def print_series(
     Below the table: the sizes at which another variant becomes the fastest, and what did not run.
     """
     first = series[0][0]
-    name, _ = operation.series or ("", 1)
+    name, _ = operation.workload.series or ("", 1)
     fixed = ", ".join(f"{key} {size}" for key, size in first.sizes.items() if key != name)
     _print_method(out, f"{first.operation}, {fixed}", first.dtype, ceiling)
     variants = list(dict.fromkeys(row.variant for rows in series for row in rows))

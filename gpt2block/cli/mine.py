@@ -39,7 +39,7 @@ def print_outcome(out: Console, kernel: Kernel, found: CheckOutcome, on_cpu: boo
         print_finding(out, source, found.problem)
     elif on_cpu:
         out.print(RIGHT)
-        out.print(f"Sizes are reduced here: a GPU times {described(operation.sizes)}.")
+        out.print(f"Sizes are reduced here: a GPU times {described(operation.workload.sizes)}.")
         out.print(NO_TIMES)
     if found.raced:
         out.print()
@@ -103,7 +103,7 @@ def print_rungs(
     """Print the built-in variants' results on the emulator."""
     out.print(f"{operation.name}, {dtype}, {CPU}")
     ran = "; ".join(described(each).replace(",", "") for each in sizes)
-    documented = described(operation.sizes).replace(",", "")
+    documented = described(operation.workload.sizes).replace(",", "")
     out.print(f"reduced sizes: {ran} (on a GPU {documented})")
     table = new_table(("variant", "kernels"), ("sizes", "max abs", "max rel", ""))
     for rung in rungs:

@@ -50,13 +50,15 @@ def values(operation: Operation, inputs: tuple[Any, ...], attrs: Attrs) -> Value
     check_known(operation)
     contract = operation.contract
     given = tuple(zip(contract.inputs, inputs, strict=False))
-    outputs = [each for each in contract.outputs if operation.further or not each.optional]
+    outputs = [each for each in contract.outputs if operation.workload.further or not each.optional]
     called = {each.name: each.name for each in (*contract.inputs, *outputs)}
-    called.update(operation.arrays)
+    called.update(operation.workload.arrays)
     sizes = _sizes(operation, given, attrs)
     stored = str(inputs[0].dtype.name)
-    aliases = dict(operation.arrays)
-    aliases |= {name: called[text] for name, text in operation.aliases.items() if text in called}
+    aliases = dict(operation.workload.arrays)
+    aliases |= {
+        name: called[text] for name, text in operation.workload.aliases.items() if text in called
+    }
     return Values(
         {called[e.name]: value.data if e.kind in MATRICES else value for e, value in given},
         {called[e.name]: Output(e.shape(sizes), FIXED.get(e.kind, stored)) for e in outputs},
@@ -67,13 +69,13 @@ def values(operation: Operation, inputs: tuple[Any, ...], attrs: Attrs) -> Value
 
 def sizes_at(operation: Operation, sizes: Sizes) -> dict[str, int]:
     """Return the integers of `Values.sizes` for documented sizes, without input arrays."""
-    known = {**operation.attrs, **sizes}
-    for axis, text in operation.axes.items():
+    known = {**operation.workload.attrs, **sizes}
+    for axis, text in operation.workload.axes.items():
         if axis != "...":
             known.setdefault(axis, size_of(text, known))
     entries = (*operation.contract.inputs, *operation.contract.outputs)
-    arrays = {*operation.arrays, *(entry.name for entry in entries)}
-    found = _numbers(operation, known, operation.attrs, arrays)
+    arrays = {*operation.workload.arrays, *(entry.name for entry in entries)}
+    found = _numbers(operation, known, operation.workload.attrs, arrays)
     return {name: n for name, n in found.items() if isinstance(n, int)}
 
 
@@ -86,7 +88,7 @@ def _numbers(
         for name, value in attrs.items()
         if isinstance(value, (int, float))
     }
-    further = {n: t for n, t in operation.aliases.items() if t not in arrays}
+    further = {n: t for n, t in operation.workload.aliases.items() if t not in arrays}
     return {
         **numbers,
         **_documented(operation, sizes),
@@ -101,7 +103,7 @@ def _sizes(operation: Operation, given: Iterable[tuple[Entry, Any]], attrs: Attr
         entry.fits((value.K, value.N) if entry.kind in MATRICES else value.shape, sizes)
     sizes |= zip(operation.leading, sizes.get("...", ()), strict=False)
     sizes |= attrs
-    for axis, text in operation.axes.items():
+    for axis, text in operation.workload.axes.items():
         if axis not in sizes:
             sizes[axis] = size_of(text, sizes)
     return sizes
@@ -112,4 +114,4 @@ def _documented(operation: Operation, sizes: Sizes) -> Sizes:
     required = (entry for entry in operation.contract.inputs if not entry.optional)
     if all(entry.axes == ("...",) for entry in required):
         return {}
-    return {name: sizes[name] for name in operation.sizes if name in sizes}
+    return {name: sizes[name] for name in operation.workload.sizes if name in sizes}

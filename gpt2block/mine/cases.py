@@ -107,7 +107,7 @@ def cases(kernel: Kernel, layout: str, stated: Sizes | None = None) -> tuple[Cas
     if stated:
         sizes, attrs = usual[-1]
         usual = (({**sizes, **stated}, attrs),)
-    further = () if stated else replace(operation, small=FURTHER.get(operation.name, ())).cases
+    further = () if stated else operation.with_workload(small=FURTHER.get(operation.name, ())).cases
     found = [case(kernel, *each, layout) for each in usual]
     found += [replace(case(kernel, *each, layout), hint=OTHER_SIZES) for each in further]
     several = usual[min(1, len(usual) - 1)]  # several rows that vectors do not divide
@@ -121,14 +121,14 @@ def case(
     kernel: Kernel, sizes: Sizes, attrs: Attrs, layout: str, special: Special | None = None
 ) -> Case:
     """Create inputs of these sizes and the exact outputs. Raises InputError for wrong sizes."""
-    own = replace(kernel.operation, attrs={**kernel.operation.attrs, **attrs})
-    drawn = replace(own, draw=_changed(own, special)) if special else own
+    own = kernel.operation.with_workload(attrs={**kernel.operation.workload.attrs, **attrs})
+    drawn = own.with_workload(draw=_changed(own, special)) if special else own
     host, truth = measure.inputs_and_truth(drawn, sizes, kernel.dtype, layout)
     truths = [truth]
-    if own.further is not None:
-        truths += own.further(*map(measure.widened, host), **own.attrs)
-    outputs = values(own, host, own.attrs).outputs
-    found = Case(sizes, own.attrs, host, dict(zip(outputs, truths, strict=True)))
+    if own.workload.further is not None:
+        truths += own.workload.further(*map(measure.widened, host), **own.workload.attrs)
+    outputs = values(own, host, own.workload.attrs).outputs
+    found = Case(sizes, own.workload.attrs, host, dict(zip(outputs, truths, strict=True)))
     if special is None:
         return found
     return replace(found, name=special.name, hint=special.why, slack=special.slack)
@@ -138,7 +138,7 @@ def _changed(
     operation: Operation, special: Special
 ) -> Callable[[Sizes, np.random.Generator], Inputs]:
     def draw(sizes: Sizes, rng: np.random.Generator) -> Inputs:
-        return special.change(operation.make(sizes, rng), {**operation.attrs, **sizes})
+        return special.change(operation.make(sizes, rng), {**operation.workload.attrs, **sizes})
 
     return draw
 

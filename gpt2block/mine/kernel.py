@@ -161,7 +161,7 @@ class Kernel:
 
         def prepare(asked: UncheckedCall) -> Bound:
             if asked.options["variant"] == MINE:
-                attrs = {name: asked.options[name] for name in own.attrs}
+                attrs = {name: asked.options[name] for name in own.workload.attrs}
                 return self.bind(asked.inputs, asked.out, **attrs)
             options = {name: asked.options[name] for name in own.options}
             return own.bind_on_device(asked.inputs, asked.out, **options)
@@ -180,14 +180,16 @@ def matched(
     """
     dtype, layout = stored
     if dtype in kernels.FP8:
-        plain = ", ".join(each for each in operation.dtypes if each not in kernels.FP8)
+        plain = ", ".join(each for each in operation.workload.dtypes if each not in kernels.FP8)
         raise InputError(
             Argument("dtype"), f" {dtype}: for a user's kernel expected one of {plain}"
         )
     arguments.check_known(operation)
     sizes, attrs = operation.cases[0]
-    all_attrs = {**operation.attrs, **attrs}
-    host, _ = measure.inputs_and_truth(replace(operation, attrs=all_attrs), sizes, dtype, layout)
+    all_attrs = {**operation.workload.attrs, **attrs}
+    host, _ = measure.inputs_and_truth(
+        operation.with_workload(attrs=all_attrs), sizes, dtype, layout
+    )
     values = arguments.values(operation, host, all_attrs)
     label = f"{source.place()}: {source.name}"
     parameters = source.parameters

@@ -142,7 +142,9 @@ def check_kernel(
     if device == "cuda" and problem:
         raise DeviceError(f"device 'cuda': {problem}: {doctor.ADVICE}")
     if problem:
-        outcome = CheckOutcome.of(on_cpu.check_kernel(user, given, timed={**found.sizes, **stated}))
+        outcome = CheckOutcome.of(
+            on_cpu.check_kernel(user, given, timed={**found.workload.sizes, **stated})
+        )
     else:
         outcome = CheckOutcome.of(on_gpu.run(on_gpu.ChildJob(user, given, (), None, stored)))
     return KernelCheck(user, "cpu" if problem else "cuda", outcome.checked, outcome.problem)

@@ -101,7 +101,7 @@ def check_kernel(
             yield found
             if isinstance(found, Finding):
                 return
-    at = timed or kernel.operation.sizes
+    at = timed or kernel.operation.workload.sizes
     try:
         late = _unlaunchable(kernel, sizes_at(kernel.operation, at), needs)
     except InputError as error:
@@ -248,7 +248,7 @@ def check_variants(
     dtype, layout = stored
     prepared = []
     for sizes, attrs in cases:
-        own = replace(operation, attrs={**operation.attrs, **attrs})
+        own = operation.with_workload(attrs={**operation.workload.attrs, **attrs})
         prepared.append((own, sizes, *measure.inputs_and_truth(own, sizes, dtype, layout)))
     variants = tuple(variants)
     _compile_all(variants, prepared)
@@ -310,5 +310,5 @@ def _compile_all(variants: Iterable[Variant], prepared: Sequence[Prepared]) -> N
 
 
 def _bound(operation: Operation, variant: Variant, arrays: tuple[Any, ...]) -> Bound:
-    options = {**operation.attrs, **measure.options_for(operation, variant)}
+    options = {**operation.workload.attrs, **measure.options_for(operation, variant)}
     return operation.bind(arrays, **options)

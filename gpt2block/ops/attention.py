@@ -51,7 +51,7 @@ from gpt2block.ops._attention_tiles import (
     two_part_geometry,
 )
 from gpt2block.ops.call import TWO_PART, Call, UncheckedCall
-from gpt2block.ops.operation import REQUIRED, Operation, UnsupportedCall, variant
+from gpt2block.ops.operation import REQUIRED, Operation, UnsupportedCall, Workload, variant
 from gpt2block.ops.products import HOPPER_CAPABILITY, MMA_CAPABILITY
 from gpt2block.ops.warm import call
 from gpt2block.weights.two_part import TwoPartMatrix
@@ -523,32 +523,34 @@ VARLEN = Operation(
 )
 OPERATION = Operation(
     name="attention",
-    document="LeetGPU's GPT-2 block challenge",
-    idea="softmax(Q Kᵀ / sqrt(HS)) V",
-    sizes={"B": 8, "T": 1024, "C": 768},
     variants=VARIANTS,
-    traffic=lambda s: 4 * s["itemsize"] * s["B"] * s["T"] * s["C"],
-    flops=lambda s: 2 * s["B"] * s["T"] * (s["T"] + 1) * s["C"],
-    bound="compute",
-    attrs={"n_head": 12, "causal": True},
-    axes={"...": "B", "W": "3*C", "n_kv_head": "n_head"},
-    small=(
-        {"B": 1, "T": 5, "C": 24, "n_head": 3},
-        {"B": 2, "T": 33, "C": 128, "n_head": 2},
-        {"B": 1, "T": 70, "C": 24, "n_head": 2},
-    ),
-    aliases={
-        "attn_out": "out",
-        "seq_len": "T",
-        "C": "W//3",
-        "NH": "n_head",
-        "HS": "W//(3*n_head)",
-    },
-    dtypes=("float32", *SIXTEEN_BITS),
     options=OPTIONS,
     prepare=_prepare,
     parts=(_two_part, _hopper_few, _hopper_two_part),
     steps=(VARLEN,),
+    workload=Workload(
+        document="LeetGPU's GPT-2 block challenge",
+        idea="softmax(Q Kᵀ / sqrt(HS)) V",
+        sizes={"B": 8, "T": 1024, "C": 768},
+        traffic=lambda s: 4 * s["itemsize"] * s["B"] * s["T"] * s["C"],
+        flops=lambda s: 2 * s["B"] * s["T"] * (s["T"] + 1) * s["C"],
+        bound="compute",
+        attrs={"n_head": 12, "causal": True},
+        axes={"...": "B", "W": "3*C", "n_kv_head": "n_head"},
+        small=(
+            {"B": 1, "T": 5, "C": 24, "n_head": 3},
+            {"B": 2, "T": 33, "C": 128, "n_head": 2},
+            {"B": 1, "T": 70, "C": 24, "n_head": 2},
+        ),
+        aliases={
+            "attn_out": "out",
+            "seq_len": "T",
+            "C": "W//3",
+            "NH": "n_head",
+            "HS": "W//(3*n_head)",
+        },
+        dtypes=("float32", *SIXTEEN_BITS),
+    ),
 )
 
 

@@ -47,7 +47,7 @@ from gpt2block.ops._attention_tiles import (
 from gpt2block.ops._rows import power_of_two
 from gpt2block.ops.attention import HOPPER, HOPPER_ALTERNATE, LARGEST_HEAD, MMA, SIXTEEN_BITS
 from gpt2block.ops.call import TWO_PART, Call, UncheckedCall, check_format, storage
-from gpt2block.ops.operation import REQUIRED, Operation, Sizes, UnsupportedCall, variant
+from gpt2block.ops.operation import REQUIRED, Operation, Sizes, UnsupportedCall, Workload, variant
 from gpt2block.ops.products import HOPPER_CAPABILITY, MMA_CAPABILITY
 from gpt2block.ops.terms import check_terms, stored_defines, stored_scale
 from gpt2block.ops.warm import call
@@ -507,15 +507,7 @@ KV_COPY = Operation(
 
 OPERATION = Operation(
     name="attention_cached",
-    idea="softmax(Q Kᵀ / sqrt(HS)) V, queries at positions start + t, K and V from a kv_cache",
-    sizes={"T": 128, "C": 768},
     variants=(_tiles,),
-    traffic=lambda s: 4 * s["C"] * (2 * s["T"] + 2 * (START + s["T"])),
-    flops=_flops,
-    bound="compute",
-    attrs={"start": START, "n_head": 12},
-    axes={"Q": "C", "P": "start+T"},
-    small=({"T": 17, "C": 128, "n_head": 2},),
     options={
         "start": REQUIRED,
         "n_head": REQUIRED,
@@ -526,6 +518,16 @@ OPERATION = Operation(
     prepare=_one_sequence,
     parts=(_hopper_few,),
     steps=(ATTENTION_PACKED, ATTENTION_SPLIT, KV_APPEND, KV_ROUND, KV_COPY),
+    workload=Workload(
+        idea="softmax(Q Kᵀ / sqrt(HS)) V, queries at positions start + t, K and V from a kv_cache",
+        sizes={"T": 128, "C": 768},
+        traffic=lambda s: 4 * s["C"] * (2 * s["T"] + 2 * (START + s["T"])),
+        flops=_flops,
+        bound="compute",
+        attrs={"start": START, "n_head": 12},
+        axes={"Q": "C", "P": "start+T"},
+        small=({"T": 17, "C": 128, "n_head": 2},),
+    ),
 )
 
 

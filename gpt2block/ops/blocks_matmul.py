@@ -16,7 +16,7 @@ from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.ops._rows import WARP
 from gpt2block.ops.call import Call, UncheckedCall
-from gpt2block.ops.operation import Inputs, Operation, Sizes, UnsupportedCall, variant
+from gpt2block.ops.operation import Inputs, Operation, Sizes, UnsupportedCall, Workload, variant
 from gpt2block.ops.products import MMA_CAPABILITY
 from gpt2block.ops.warm import call
 from gpt2block.weights.gguf import TYPES, random_blocks
@@ -67,20 +67,23 @@ def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
 
 OPERATION = Operation(
     name="blocks_matmul",
-    idea="x · Wᵀ, W in blocks of Q4_K: weights d s q - dmin m of 4-bit codes q",
-    sizes={"M": 1, "B": 16, "N": 12288},  # B: GGUF blocks per row, K / 256
     variants=(_naive, _warp, _mma),
     options={"variant": None},
     prepare=_prepare,
-    draw=_make,
-    traffic=lambda s: (
-        s["M"] * (TYPE.size * s["B"] * s["itemsize"] + 4 * s["N"]) + s["N"] * s["B"] * TYPE.nbytes
+    workload=Workload(
+        idea="x · Wᵀ, W in blocks of Q4_K: weights d s q - dmin m of 4-bit codes q",
+        sizes={"M": 1, "B": 16, "N": 12288},  # B: GGUF blocks per row, K / 256
+        draw=_make,
+        traffic=lambda s: (
+            s["M"] * (TYPE.size * s["B"] * s["itemsize"] + 4 * s["N"])
+            + s["N"] * s["B"] * TYPE.nbytes
+        ),
+        flops=lambda s: 2 * s["M"] * s["N"] * s["B"] * TYPE.size,
+        axes={"...": "M", "K": f"{TYPE.size}*B"},
+        small=({"M": 1, "B": 1, "N": 7}, {"M": 9, "B": 3, "N": 17}, {"M": 3, "B": 5, "N": 66}),
+        aliases={"K": "K", "B": f"K//{TYPE.size}"},
+        dtypes=("float32", "float16", "bfloat16"),
     ),
-    flops=lambda s: 2 * s["M"] * s["N"] * s["B"] * TYPE.size,
-    axes={"...": "M", "K": f"{TYPE.size}*B"},
-    small=({"M": 1, "B": 1, "N": 7}, {"M": 9, "B": 3, "N": 17}, {"M": 3, "B": 5, "N": 66}),
-    aliases={"K": "K", "B": f"K//{TYPE.size}"},
-    dtypes=("float32", "float16", "bfloat16"),
 )
 
 

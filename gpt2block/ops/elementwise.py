@@ -13,7 +13,7 @@ from gpt2block.cuda.arrays import CudaArray, alignment, check_alignment, contigu
 from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.ops.call import Call
-from gpt2block.ops.operation import REQUIRED, Operation, Sizes, variant
+from gpt2block.ops.operation import REQUIRED, Operation, Sizes, Workload, variant
 from gpt2block.ops.products import gate_define
 from gpt2block.ops.warm import call
 
@@ -40,15 +40,17 @@ def _elements(s: Sizes) -> int:
 
 ADD = Operation(
     name="add",
-    document=CHALLENGE,
-    idea="a + b, the residual connection",
-    sizes={"N": 8192, "C": 768},
     variants=(_add,),
-    traffic=lambda s: 12 * _elements(s),
-    flops=_elements,
-    small=({"N": 1, "C": 5}, {"N": 7, "C": 33}, {"N": 3, "C": 769}),
-    arrays={"out": "y"},
-    aliases={"n": "N*C"},
+    workload=Workload(
+        document=CHALLENGE,
+        idea="a + b, the residual connection",
+        sizes={"N": 8192, "C": 768},
+        traffic=lambda s: 12 * _elements(s),
+        flops=_elements,
+        small=({"N": 1, "C": 5}, {"N": 7, "C": 33}, {"N": 3, "C": 769}),
+        arrays={"out": "y"},
+        aliases={"n": "N*C"},
+    ),
 )
 
 
@@ -59,14 +61,16 @@ def add(a: CudaArray, b: CudaArray) -> CudaArray:
 
 GELU = Operation(
     name="gelu",
-    document=CHALLENGE,
-    idea="0.5 x (1 + tanh(sqrt(2/π) (x + 0.044715 x³))), in place",
-    sizes={"N": 8192, "C": 3072},
     variants=(_gelu,),
-    traffic=lambda s: 8 * _elements(s),
-    flops=lambda s: 8 * _elements(s),
-    small=({"N": 1, "C": 5}, {"N": 7, "C": 33}, {"N": 3, "C": 769}),
-    aliases={"n": "N*C"},
+    workload=Workload(
+        document=CHALLENGE,
+        idea="0.5 x (1 + tanh(sqrt(2/π) (x + 0.044715 x³))), in place",
+        sizes={"N": 8192, "C": 3072},
+        traffic=lambda s: 8 * _elements(s),
+        flops=lambda s: 8 * _elements(s),
+        small=({"N": 1, "C": 5}, {"N": 7, "C": 33}, {"N": 3, "C": 769}),
+        aliases={"n": "N*C"},
+    ),
 )
 
 
@@ -106,16 +110,18 @@ RELU_SQUARED = Operation(name="relu_squared", variants=(_relu_squared,))
 CAP = Operation(name="cap", variants=(_cap,), options={"limit": REQUIRED})
 SILU_MUL = Operation(
     name="silu_mul",
-    idea="gate / (1 + exp(-gate)) · up, the gated feed-forward of Llama; or GELU(gate) · up",
-    sizes={"M": 16, "N": 11008},
     variants=(_silu_mul,),
     options={"gelu": False},
     steps=(RELU_SQUARED, CAP),
-    traffic=lambda s: 3 * s["itemsize"] * s["M"] * s["N"],
-    flops=lambda s: 4 * s["M"] * s["N"],
-    small=({"M": 1, "N": 5}, {"M": 7, "N": 33}, {"M": 3, "N": 1376}),
-    aliases={"n": "M*N"},
-    dtypes=("float32", "float16", "bfloat16"),
+    workload=Workload(
+        idea="gate / (1 + exp(-gate)) · up, the gated feed-forward of Llama; or GELU(gate) · up",
+        sizes={"M": 16, "N": 11008},
+        traffic=lambda s: 3 * s["itemsize"] * s["M"] * s["N"],
+        flops=lambda s: 4 * s["M"] * s["N"],
+        small=({"M": 1, "N": 5}, {"M": 7, "N": 33}, {"M": 3, "N": 1376}),
+        aliases={"n": "M*N"},
+        dtypes=("float32", "float16", "bfloat16"),
+    ),
 )
 
 

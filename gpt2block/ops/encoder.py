@@ -20,7 +20,7 @@ from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops import gguf
 from gpt2block.ops.call import Call, UncheckedCall
-from gpt2block.ops.operation import Inputs, Operation, Sizes, UnsupportedCall, variant
+from gpt2block.ops.operation import Inputs, Operation, Sizes, UnsupportedCall, Workload, variant
 from gpt2block.ops.warm import call
 from gpt2block.weights.gguf import GgufMatrix
 from gpt2block.weights.matrix import WeightMatrix
@@ -123,33 +123,37 @@ def _traffic(sizes: Sizes) -> int:
 
 OPERATION = Operation(
     name="encoder",
-    document="named after llm.c's encoder kernels",
-    idea="out = wte[ids] + wpe[position]",
-    sizes={"B": 8, "T": 1024, "C": 768, "V": 50257},
     variants=(_elements, _vectors, _warps),
-    draw=_make,
-    traffic=_traffic,
-    flops=lambda sizes: sizes["B"] * sizes["T"] * sizes["C"],
-    small=(
-        {"B": 1, "T": 5, "C": 24, "V": 11},
-        {"B": 1, "T": 3, "C": 769, "V": 5},
-        {"B": 2, "T": 33, "C": 128, "V": 70},
-    ),
-    aliases={"rows": "B*T", "N": "B*T"},
     options={"variant": None, "block": None},
     prepare=_prepare,
+    workload=Workload(
+        document="named after llm.c's encoder kernels",
+        idea="out = wte[ids] + wpe[position]",
+        sizes={"B": 8, "T": 1024, "C": 768, "V": 50257},
+        draw=_make,
+        traffic=_traffic,
+        flops=lambda sizes: sizes["B"] * sizes["T"] * sizes["C"],
+        small=(
+            {"B": 1, "T": 5, "C": 24, "V": 11},
+            {"B": 1, "T": 3, "C": 769, "V": 5},
+            {"B": 2, "T": 33, "C": 128, "V": 70},
+        ),
+        aliases={"rows": "B*T", "N": "B*T"},
+    ),
 )
 ENCODER_ROWS = Operation(
     name="encoder_rows",
-    idea="out = wte[ids] + wpe[positions], one position per row",
-    sizes={"N": 8192, "T": 1024, "C": 768, "V": 50257},
     variants=(_rows,),
     parts=(gguf.encoder_rows,),
-    draw=_make_rows,
-    traffic=lambda s: 4 * (2 * s["N"] + 2 * s["N"] * s["C"] + s["T"] * s["C"]),
-    flops=lambda s: s["N"] * s["C"],
     options={"factor": 1.0},
-    small=({"N": 19, "T": 33, "C": 128, "V": 70},),
+    workload=Workload(
+        idea="out = wte[ids] + wpe[positions], one position per row",
+        sizes={"N": 8192, "T": 1024, "C": 768, "V": 50257},
+        draw=_make_rows,
+        traffic=lambda s: 4 * (2 * s["N"] + 2 * s["N"] * s["C"] + s["T"] * s["C"]),
+        flops=lambda s: s["N"] * s["C"],
+        small=({"N": 19, "T": 33, "C": 128, "V": 70},),
+    ),
 )
 
 

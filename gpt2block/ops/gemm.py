@@ -37,7 +37,7 @@ from gpt2block.ops import _gemm_mma as mma
 from gpt2block.ops import _rmsnorm_hopper as two_matrices
 from gpt2block.ops import gguf
 from gpt2block.ops.call import TWO_PART, Call, UncheckedCall, storage
-from gpt2block.ops.operation import Inputs, Operation, Sizes, UnsupportedCall, variant
+from gpt2block.ops.operation import Inputs, Operation, Sizes, UnsupportedCall, Workload, variant
 from gpt2block.ops.products import HOPPER_CAPABILITY, MMA_CAPABILITY, MULTIPLE
 from gpt2block.ops.stored import OPERATION as STORE
 from gpt2block.ops.two_part import OPERATION as TO_TWO_PART
@@ -299,10 +299,10 @@ def _check_two_part_result(c: Call) -> None:
 def _check_16_bits(c: Call) -> None:
     if c.bound is not None:
         raise InputError("bound: expected TwoPartMatrix inputs: only a two-part result has a bound")
-    if c.storage not in OPERATION.dtypes:
+    if c.storage not in OPERATION.workload.dtypes:
         raise InputError(
-            f"a: expected {' or '.join(OPERATION.dtypes)}, got {c.storage}: use a TwoPartMatrix as "
-            "w, or ops.linear"
+            f"a: expected {' or '.join(OPERATION.workload.dtypes)}, got {c.storage}: use a "
+            "TwoPartMatrix as w, or ops.linear"
         )
     if c.w.dtype != c.storage and not (c.w.dtype in IN_BYTES and c.storage == "float16"):
         raise InputError(
@@ -390,8 +390,6 @@ def _make(s: Sizes, rng: np.random.Generator) -> Inputs:
 
 OPERATION = Operation(
     name="gemm",
-    idea="[residual +] [gelu](a W + bias), 16 bits in, sums in float32",
-    sizes={"M": 1024, "K": 768, "N": 3072},
     variants=(_mma, _hopper),
     options={
         "gelu": False,
@@ -403,18 +401,24 @@ OPERATION = Operation(
     prepare=_prepare,
     parts=(_mma_two_part, _hopper_two_part, _hopper_fp8, _hopper_gguf, gguf.widen, gguf.pack),
     steps=(TO_TWO_PART, TAKE, WIDEN, STORE),
-    draw=_make,
-    traffic=lambda s: s["weight"] * s["K"] * s["N"] + s["itemsize"] * s["M"] * (s["K"] + s["N"]),
-    flops=lambda s: 2 * s["M"] * s["K"] * s["N"],
-    bound="either",
-    small=(
-        {"M": 1, "K": 16, "N": 8},
-        {"M": 5, "K": 40, "N": 24},
-        {"M": 17, "K": 96, "N": 136},
+    workload=Workload(
+        idea="[residual +] [gelu](a W + bias), 16 bits in, sums in float32",
+        sizes={"M": 1024, "K": 768, "N": 3072},
+        draw=_make,
+        traffic=lambda s: (
+            s["weight"] * s["K"] * s["N"] + s["itemsize"] * s["M"] * (s["K"] + s["N"])
+        ),
+        flops=lambda s: 2 * s["M"] * s["K"] * s["N"],
+        bound="either",
+        small=(
+            {"M": 1, "K": 16, "N": 8},
+            {"M": 5, "K": 40, "N": 24},
+            {"M": 17, "K": 96, "N": 136},
+        ),
+        dtypes=("bfloat16", "float16"),
+        matrices=(1,),
+        layout="NK",
     ),
-    dtypes=("bfloat16", "float16"),
-    matrices=(1,),
-    layout="NK",
 )
 
 

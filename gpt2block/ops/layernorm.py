@@ -29,7 +29,15 @@ from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops._rows import check_rows, share
 from gpt2block.ops.call import TWO_PART, Call, UncheckedCall, storage
-from gpt2block.ops.operation import REQUIRED, Inputs, Operation, Sizes, UnsupportedCall, variant
+from gpt2block.ops.operation import (
+    REQUIRED,
+    Inputs,
+    Operation,
+    Sizes,
+    UnsupportedCall,
+    Workload,
+    variant,
+)
 from gpt2block.ops.terms import check_terms, stored_defines, stored_scale
 from gpt2block.ops.two_part import check_one_scale
 from gpt2block.ops.warm import call
@@ -336,23 +344,7 @@ def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
 
 OPERATION = Operation(
     name="layernorm",
-    document="llm.c's LayerNorm kernels",
-    idea="(x - mean) · rstd · γ + β over each row; mean and rstd are stored too",
-    sizes={"B": 8, "T": 1024, "C": 768},
     variants=(_threads, _three, _one_warp, _one_pass, _blocks, _rows, _narrow, _decode),
-    draw=_make,
-    traffic=lambda s: 2 * s["itemsize"] * s["B"] * s["T"] * s["C"],  # bytes of x and of out
-    flops=lambda s: 8 * s["B"] * s["T"] * s["C"],
-    attrs={"eps": 1e-5},
-    small=(
-        {"B": 1, "T": 1, "C": 24},
-        {"B": 1, "T": 5, "C": 33},
-        {"B": 2, "T": 17, "C": 128},
-        {"B": 1, "T": 3, "C": 769},
-    ),
-    aliases={"in": "x", "N": "B*T", "rows": "B*T", "seq_len": "B*T"},
-    further=lambda x, *_, eps: layernorm_stats(x, eps),
-    dtypes=("float32", "float16", "bfloat16"),
     options={
         "eps": REQUIRED,
         "variant": None,
@@ -366,6 +358,24 @@ OPERATION = Operation(
     },
     prepare=_prepare,
     parts=(_skeleton,),
+    workload=Workload(
+        document="llm.c's LayerNorm kernels",
+        idea="(x - mean) · rstd · γ + β over each row; mean and rstd are stored too",
+        sizes={"B": 8, "T": 1024, "C": 768},
+        draw=_make,
+        traffic=lambda s: 2 * s["itemsize"] * s["B"] * s["T"] * s["C"],  # bytes of x and of out
+        flops=lambda s: 8 * s["B"] * s["T"] * s["C"],
+        attrs={"eps": 1e-5},
+        small=(
+            {"B": 1, "T": 1, "C": 24},
+            {"B": 1, "T": 5, "C": 33},
+            {"B": 2, "T": 17, "C": 128},
+            {"B": 1, "T": 3, "C": 769},
+        ),
+        aliases={"in": "x", "N": "B*T", "rows": "B*T", "seq_len": "B*T"},
+        further=lambda x, *_, eps: layernorm_stats(x, eps),
+        dtypes=("float32", "float16", "bfloat16"),
+    ),
 )
 
 

@@ -18,7 +18,7 @@ from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.ops._rows import THREADS, share
 from gpt2block.ops.call import Call
-from gpt2block.ops.operation import Operation, UnsupportedCall, variant
+from gpt2block.ops.operation import Operation, UnsupportedCall, Workload, variant
 from gpt2block.ops.warm import call
 
 FILE = "learn/layernorm/gelu.cu"
@@ -70,16 +70,18 @@ def _rows(c: Call) -> Launch:
 
 OPERATION = Operation(
     name="layernorm_gelu",
-    idea="y = GELU((x - mean) · rstd · γ + β), tanh GELU",
-    sizes={"N": 1024, "C": 1024},
     variants=(_baseline, _optimized, _rows),
     options={"eps": 1e-5, "variant": "rows", "block": None},
-    traffic=lambda sizes: 8 * sizes["N"] * sizes["C"],
-    flops=lambda sizes: 20 * sizes["N"] * sizes["C"],
-    attrs={"eps": 1e-5},
-    small=({"N": 1, "C": 5}, {"N": 7, "C": 33}, {"N": 3, "C": 769}),
-    arrays={"out": "y"},
-    aliases={"input": "x", "output": "out", "batch_size": "N", "rows": "N", "hidden_dim": "C"},
+    workload=Workload(
+        idea="y = GELU((x - mean) · rstd · γ + β), tanh GELU",
+        sizes={"N": 1024, "C": 1024},
+        traffic=lambda sizes: 8 * sizes["N"] * sizes["C"],
+        flops=lambda sizes: 20 * sizes["N"] * sizes["C"],
+        attrs={"eps": 1e-5},
+        small=({"N": 1, "C": 5}, {"N": 7, "C": 33}, {"N": 3, "C": 769}),
+        arrays={"out": "y"},
+        aliases={"input": "x", "output": "out", "batch_size": "N", "rows": "N", "hidden_dim": "C"},
+    ),
 )
 
 

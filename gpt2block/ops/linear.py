@@ -48,6 +48,7 @@ from gpt2block.ops.operation import (
     Sizes,
     UnsupportedCall,
     Variant,
+    Workload,
     variant,
 )
 from gpt2block.ops.products import (
@@ -567,8 +568,6 @@ LINEAR_ROPE = Operation(
 
 OPERATION = Operation(
     name="linear",
-    idea="[residual +] [gelu]((LayerNorm(x) or x) W + bias)",
-    sizes={"M": 1, "K": 768, "N": 2304},
     variants=(_matvec, _mma, _mma_tiles, _hopper, _tiles),
     options={
         "gelu": False,
@@ -586,17 +585,21 @@ OPERATION = Operation(
         *(_blocks_hopper, _qkv_blocks_hopper, _rope_blocks_hopper, chunk_sums),
     ),
     steps=(LINEAR_QKV, LINEAR_ROPE, LINEAR_SUMS, ROPE_SUMS, GATED_SUMS),
-    draw=_make,
-    traffic=lambda s: s["weight"] * s["K"] * s["N"] + 4 * (s["M"] * (s["K"] + s["N"]) + s["N"]),
-    flops=lambda s: 2 * s["M"] * s["K"] * s["N"],
-    bound="either",
-    small=(
-        {"M": 1, "K": 16, "N": 8},
-        {"M": 5, "K": 40, "N": 24},
-        {"M": 17, "K": 96, "N": 136},
+    workload=Workload(
+        idea="[residual +] [gelu]((LayerNorm(x) or x) W + bias)",
+        sizes={"M": 1, "K": 768, "N": 2304},
+        draw=_make,
+        traffic=lambda s: s["weight"] * s["K"] * s["N"] + 4 * (s["M"] * (s["K"] + s["N"]) + s["N"]),
+        flops=lambda s: 2 * s["M"] * s["K"] * s["N"],
+        bound="either",
+        small=(
+            {"M": 1, "K": 16, "N": 8},
+            {"M": 5, "K": 40, "N": 24},
+            {"M": 17, "K": 96, "N": 136},
+        ),
+        matrices=(1,),
+        layout="NK",
     ),
-    matrices=(1,),
-    layout="NK",
 )
 
 

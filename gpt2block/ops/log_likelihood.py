@@ -12,7 +12,7 @@ from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.ops._rows import check_rows
 from gpt2block.ops.call import Call
-from gpt2block.ops.operation import Inputs, Operation, Sizes, variant
+from gpt2block.ops.operation import Inputs, Operation, Sizes, Workload, variant
 from gpt2block.ops.top_logprobs import TOP_LOGPROBS
 from gpt2block.ops.warm import call
 
@@ -42,14 +42,16 @@ def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
 
 OPERATION = Operation(
     name="log_likelihood",
-    idea="out = logits[target] - log Σ exp(logits) of each row",
-    sizes={"N": 1024, "V": 50257},
     variants=(_block,),
     steps=(TOP_LOGPROBS,),
-    draw=_make,
-    traffic=lambda sizes: sizes["N"] * (4 * sizes["V"] + 8),
-    flops=lambda sizes: 5 * sizes["N"] * sizes["V"],
-    small=({"N": 1, "V": 11}, {"N": 5, "V": 70}, {"N": 3, "V": 1031}),
+    workload=Workload(
+        idea="out = logits[target] - log Σ exp(logits) of each row",
+        sizes={"N": 1024, "V": 50257},
+        draw=_make,
+        traffic=lambda sizes: sizes["N"] * (4 * sizes["V"] + 8),
+        flops=lambda sizes: 5 * sizes["N"] * sizes["V"],
+        small=({"N": 1, "V": 11}, {"N": 5, "V": 70}, {"N": 3, "V": 1031}),
+    ),
 )
 
 

@@ -18,7 +18,7 @@ from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.ops._rows import WARP
 from gpt2block.ops.call import Call
-from gpt2block.ops.operation import Inputs, Operation, Sizes, UnsupportedCall, variant
+from gpt2block.ops.operation import Inputs, Operation, Sizes, UnsupportedCall, Workload, variant
 from gpt2block.ops.products import count_tiles, fastest
 from gpt2block.ops.warm import call
 
@@ -139,21 +139,23 @@ def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
 
 OPERATION = Operation(
     name="matmul_bias",
-    document="LeetGPU's GPT-2 block challenge",
-    idea="a · w + bias",
-    sizes={"M": 1024, "K": 768, "N": 3072},  # sizes of the first feed-forward product of GPT-2
     variants=(_naive, _tiled, _coarsened, _registers),
     options={"variant": "tiled"},
-    draw=_make,
-    traffic=lambda s: 4 * (s["M"] * s["K"] + s["K"] * s["N"] + s["M"] * s["N"]),
-    flops=lambda s: 2 * s["M"] * s["K"] * s["N"],
-    bound="compute",
-    small=(
-        {"M": 1, "K": 5, "N": 7},
-        {"M": 17, "K": 40, "N": 19},
-        {"M": 33, "K": 70, "N": 130},
+    workload=Workload(
+        document="LeetGPU's GPT-2 block challenge",
+        idea="a · w + bias",
+        sizes={"M": 1024, "K": 768, "N": 3072},  # first feed-forward product of GPT-2
+        draw=_make,
+        traffic=lambda s: 4 * (s["M"] * s["K"] + s["K"] * s["N"] + s["M"] * s["N"]),
+        flops=lambda s: 2 * s["M"] * s["K"] * s["N"],
+        bound="compute",
+        small=(
+            {"M": 1, "K": 5, "N": 7},
+            {"M": 17, "K": 40, "N": 19},
+            {"M": 33, "K": 70, "N": 130},
+        ),
+        arrays={"a": "A", "w": "B", "out": "C"},
     ),
-    arrays={"a": "A", "w": "B", "out": "C"},
 )
 
 

@@ -7,7 +7,7 @@ function in `gpt2block.reference`. Other modules find operations in `gpt2block.o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -80,24 +80,18 @@ def variant(
 
 
 @dataclass(frozen=True, eq=False)
-class Operation:
-    """Description of an operation of `gpt2block.ops` and `gpt2block.reference`.
+class Workload:
+    """How an operation is drawn, measured and judged alone.
 
-    `bind` checks arguments and chooses one of `variants`. `options` maps its keyword arguments to
-    their defaults, or to `REQUIRED`. `prepare` checks a call, by default with the contract alone.
-    It may choose another contract, raise errors that contracts cannot express, add values that
-    launches need, and name the preferred variants. If another operation binds the call, `prepare`
-    returns a `Bound`. `parts` are kernels that `prepare` or a variant selects and that are not
-    variants. `steps` are operations with other arguments that are listed in this operation's table.
-
-    An operation that can be measured alone has documented sizes, `sizes`. `make(sizes, rng)`
-    returns float32 inputs, from `draw` or from the contract. `attrs` are keyword arguments of both
-    functions. `traffic` counts the bytes that must be transferred from and to device memory,
-    `flops` the floating-point operations. The sizes passed to `traffic` include "itemsize" and
-    "weight", the bytes of an activation and of a weight. `axes` expresses axes of the contract by
-    documented sizes and attributes if their letters differ; by default, "..." stands for the
-    documented sizes that are no axes of the required inputs. `small` lists odd sizes for checks,
-    which blocks and vectors do not divide, each with attributes that differ from `attrs`.
+    An operation that can be measured alone has documented sizes, `sizes`. `draw` returns float32
+    inputs of given sizes; by default they follow from the contract. `attrs` are keyword arguments
+    of the operation and of its reference function. `traffic` counts the bytes that must be
+    transferred from and to device memory, `flops` the floating-point operations. The sizes passed
+    to `traffic` include "itemsize" and "weight", the bytes of an activation and of a weight. `axes`
+    expresses axes of the contract by documented sizes and attributes if their letters differ; by
+    default, "..." stands for the documented sizes that are no axes of the required inputs. `small`
+    lists odd sizes for checks, which blocks and vectors do not divide, each with attributes that
+    differ from `attrs`.
 
     A user's kernel (`gpt2block.mine`) has the arguments of the contract. `arrays` maps names in the
     contract to other names in the kernels; users may use both. `aliases` are additional names of an
@@ -105,12 +99,6 @@ class Operation:
     optional outputs from the inputs in float64 and the attributes.
     """
 
-    name: str
-    variants: tuple[Variant, ...]
-    options: Mapping[str, Any] = field(default_factory=dict)
-    prepare: Callable[[UncheckedCall], Call | Bound] = UncheckedCall.checked
-    parts: tuple[Variant, ...] = ()
-    steps: tuple[Operation, ...] = ()
     document: str = "gpt2block"  # source of the operation and its kernels
     idea: str = ""  # formula in one line
     sizes: Sizes = field(default_factory=dict)
@@ -128,7 +116,28 @@ class Operation:
     arrays: Mapping[str, str] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     further: Callable[..., tuple[Any, ...]] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Operation:
+    """Description of an operation of `gpt2block.ops` and `gpt2block.reference`.
+
+    `bind` checks arguments and chooses one of `variants`. `options` maps its keyword arguments to
+    their defaults, or to `REQUIRED`. `prepare` checks a call, by default with the contract alone.
+    It may choose another contract, raise errors that contracts cannot express, add values that
+    launches need, and name the preferred variants. If another operation binds the call, `prepare`
+    returns a `Bound`. `parts` are kernels that `prepare` or a variant selects and that are not
+    variants. `steps` are operations with other arguments that are listed in this operation's table.
+    """
+
+    name: str
+    variants: tuple[Variant, ...]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    prepare: Callable[[UncheckedCall], Call | Bound] = UncheckedCall.checked
+    parts: tuple[Variant, ...] = ()
+    steps: tuple[Operation, ...] = ()
     line: str = ""  # text of the contract, if the reference has no function of this name
+    workload: Workload = field(default_factory=Workload)
 
     def bind(self, inputs: tuple[Any, ...], out: Any = None, **options: Any) -> Bound:
         """Check the arrays and options once; return a Bound that can `run` many times.
@@ -163,36 +172,40 @@ class Operation:
 
     def make(self, sizes: Sizes, rng: np.random.Generator) -> Inputs:
         """Return random inputs of these sizes, by default standard normal numbers plus 0.5."""
-        if not self.sizes:
+        if not self.workload.sizes:
             raise KernelError("an operation without documented sizes is not run alone")
-        if self.draw is not None:
-            return self.draw(sizes, rng)
-        known: dict[str, Any] = {**self.attrs, **sizes}
-        for axis, text in self.axes.items():
+        if self.workload.draw is not None:
+            return self.workload.draw(sizes, rng)
+        known: dict[str, Any] = {**self.workload.attrs, **sizes}
+        for axis, text in self.workload.axes.items():
             if axis != "...":
                 known[axis] = size_of(text, known)
         known["..."] = tuple(sizes[name] for name in self.leading)
         shapes = (entry.shape(known) for entry in self.contract.inputs if not entry.optional)
         return tuple(rng.standard_normal(s, dtype=np.float32) + np.float32(0.5) for s in shapes)
 
+    def with_workload(self, **changes: Any) -> Operation:
+        """Return a copy whose workload differs in the given fields."""
+        return replace(self, workload=replace(self.workload, **changes))
+
     @property
     def leading(self) -> Names:
         """The documented sizes that are the axes `...` of the contract."""
-        if "..." in self.axes:
-            return tuple(self.axes["..."].split())
+        if "..." in self.workload.axes:
+            return tuple(self.workload.axes["..."].split())
         required = (entry for entry in self.contract.inputs if not entry.optional)
         letters = {axis for entry in required for axis in entry.axes}
-        return tuple(name for name in self.sizes if name not in letters)
+        return tuple(name for name in self.workload.sizes if name not in letters)
 
     @property
     def cases(self) -> tuple[Case, ...]:
         """The cases of `small`, each as a pair of sizes and attributes."""
         return tuple(
             (
-                {name: size for name, size in each.items() if name in self.sizes},
-                {name: value for name, value in each.items() if name not in self.sizes},
+                {name: size for name, size in each.items() if name in self.workload.sizes},
+                {name: value for name, value in each.items() if name not in self.workload.sizes},
             )
-            for each in self.small
+            for each in self.workload.small
         )
 
     @property

@@ -28,7 +28,7 @@ from gpt2block.errors import InputError
 from gpt2block.ops._rows import WARP, power_of_two
 from gpt2block.ops.attention import checked_heads
 from gpt2block.ops.call import Call
-from gpt2block.ops.operation import REQUIRED, Inputs, Operation, Sizes, variant
+from gpt2block.ops.operation import REQUIRED, Inputs, Operation, Sizes, Workload, variant
 from gpt2block.ops.rope import FILLED, MAX_BATCH
 from gpt2block.ops.rope_qkv import CHANNELS, HEADS
 from gpt2block.ops.warm import call
@@ -156,17 +156,19 @@ QK_NORM_APPEND = Operation(
 
 OPERATION = Operation(
     name="qk_norm",
-    idea="rmsnorm of each head of Q and of K in rows [Q | K | V]",
-    sizes={"T": 16, "D": 128},
     variants=(_heads,),
     options={"n_head": REQUIRED, "n_kv_head": REQUIRED, "eps": 1e-6},
-    draw=_make,
-    traffic=lambda s: 2 * s["itemsize"] * s["T"] * CHANNELS * s["D"],
-    flops=lambda s: 4 * s["T"] * CHANNELS * s["D"],
-    attrs=HEADS,
-    small=({"T": 5, "D": 6},),
-    dtypes=("float16", "bfloat16", "float32"),
     steps=(QK_NORM_ROPE, QK_NORM_APPEND),
+    workload=Workload(
+        idea="rmsnorm of each head of Q and of K in rows [Q | K | V]",
+        sizes={"T": 16, "D": 128},
+        draw=_make,
+        traffic=lambda s: 2 * s["itemsize"] * s["T"] * CHANNELS * s["D"],
+        flops=lambda s: 4 * s["T"] * CHANNELS * s["D"],
+        attrs=HEADS,
+        small=({"T": 5, "D": 6},),
+        dtypes=("float16", "bfloat16", "float32"),
+    ),
 )
 
 

@@ -105,12 +105,12 @@ def find(name: str) -> Operation:
 
 def parse_sizes(operation: Operation, text: str | None) -> dict[str, int]:
     """Return the documented sizes, changed by a text such as "B=1,T=128". Raises InputError."""
-    return {**operation.sizes, **stated_sizes(operation, text)}
+    return {**operation.workload.sizes, **stated_sizes(operation, text)}
 
 
 def stated_sizes(operation: Operation, text: str | None) -> dict[str, int]:
     """Parse the sizes in a text such as "B=1,T=128". An InputError quotes the wrong part."""
-    known, sizes = operation.sizes, {}
+    known, sizes = operation.workload.sizes, {}
     for part in () if text is None else text.split(","):
         name, equals, value = map(str.strip, part.partition("="))
         if not equals:
@@ -129,7 +129,7 @@ def stated_sizes(operation: Operation, text: str | None) -> dict[str, int]:
 
 def all_sizes(operation: Operation) -> list[dict[str, int]]:
     """Return the sizes to measure: the documented sizes, or one case per size of a series."""
-    if operation.series is None:
-        return [dict(operation.sizes)]
-    name, last = operation.series
-    return [{**operation.sizes, name: 1 << i} for i in range(last.bit_length())]
+    if operation.workload.series is None:
+        return [dict(operation.workload.sizes)]
+    name, last = operation.workload.series
+    return [{**operation.workload.sizes, name: 1 << i} for i in range(last.bit_length())]

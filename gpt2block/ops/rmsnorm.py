@@ -29,7 +29,7 @@ from gpt2block.errors import InputError
 from gpt2block.ops._linear_mma import HALF_SPLITS
 from gpt2block.ops._rows import LONGEST_IN_REGISTERS, check_rows, share
 from gpt2block.ops.call import Call, UncheckedCall, storage
-from gpt2block.ops.operation import Operation, UnsupportedCall, variant
+from gpt2block.ops.operation import Operation, UnsupportedCall, Workload, variant
 from gpt2block.ops.terms import check_terms, stored_defines, stored_scale
 from gpt2block.ops.warm import call
 
@@ -190,9 +190,6 @@ RMSNORM_SUMS = Operation(name="rmsnorm_sums", variants=(_sums,), options={"eps":
 
 OPERATION = Operation(
     name="rmsnorm",
-    document="kernl's Llama kernels",
-    idea="x / sqrt(mean(x²) + eps) · weight over each row",
-    sizes={"M": 16, "C": 4096},
     variants=(_rows, _stream),
     options={
         "eps": 1e-6,
@@ -203,12 +200,17 @@ OPERATION = Operation(
     },
     prepare=_prepare,
     steps=(RMSNORM_SUMS, RMSNORM_ADD, OPERAND),
-    traffic=lambda s: s["itemsize"] * (2 * s["M"] * s["C"] + s["C"]),
-    flops=lambda s: 4 * s["M"] * s["C"],
-    attrs={"eps": 1e-6},
-    small=({"M": 1, "C": 24}, {"M": 5, "C": 33}, {"M": 3, "C": 769}),
-    aliases={"gamma": "weight", "rows": "M"},
-    dtypes=("float16", "bfloat16", "float32"),
+    workload=Workload(
+        document="kernl's Llama kernels",
+        idea="x / sqrt(mean(x²) + eps) · weight over each row",
+        sizes={"M": 16, "C": 4096},
+        traffic=lambda s: s["itemsize"] * (2 * s["M"] * s["C"] + s["C"]),
+        flops=lambda s: 4 * s["M"] * s["C"],
+        attrs={"eps": 1e-6},
+        small=({"M": 1, "C": 24}, {"M": 5, "C": 33}, {"M": 3, "C": 769}),
+        aliases={"gamma": "weight", "rows": "M"},
+        dtypes=("float16", "bfloat16", "float32"),
+    ),
 )
 
 

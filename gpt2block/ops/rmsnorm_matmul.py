@@ -38,6 +38,7 @@ from gpt2block.ops.operation import (
     Sizes,
     UnsupportedCall,
     Variant,
+    Workload,
     variant,
 )
 from gpt2block.ops.products import (
@@ -322,23 +323,7 @@ def _variants(few: str, many: str, hopper_kernel: str) -> tuple[Variant, ...]:
 
 RMSNORM_MATMUL = Operation(
     name="rmsnorm_matmul",
-    document="kernl's Llama kernels",
-    idea="(x · rms · γ) W, with RoPE on heads of head_dim columns on request",
-    sizes={"M": 16, "K": 4096, "N": 4096},
     variants=_variants("rmsnorm_matvec", "rmsnorm_matmul_mma", "rmsnorm_matmul_hopper"),
-    draw=_make_matmul,
-    traffic=lambda s: _random_matrix(s) + _activations(s),
-    flops=lambda s: 2 * s["M"] * s["K"] * s["N"],
-    bound="either",
-    attrs={"eps": 1e-6, "head_dim": 128, "theta": 10000.0},
-    small=(
-        {"M": 1, "K": 16, "N": 24, "head_dim": 8},
-        {"M": 5, "K": 40, "N": 32, "head_dim": 16},
-        {"M": 17, "K": 96, "N": 256},
-    ),
-    dtypes=DTYPES,
-    matrices=(2,),
-    series=("M", 512),
     options={
         "eps": 1e-6,
         "head_dim": None,
@@ -348,31 +333,51 @@ RMSNORM_MATMUL = Operation(
         "variant": None,
     },
     prepare=_prepare_matmul,
+    workload=Workload(
+        document="kernl's Llama kernels",
+        idea="(x · rms · γ) W, with RoPE on heads of head_dim columns on request",
+        sizes={"M": 16, "K": 4096, "N": 4096},
+        draw=_make_matmul,
+        traffic=lambda s: _random_matrix(s) + _activations(s),
+        flops=lambda s: 2 * s["M"] * s["K"] * s["N"],
+        bound="either",
+        attrs={"eps": 1e-6, "head_dim": 128, "theta": 10000.0},
+        small=(
+            {"M": 1, "K": 16, "N": 24, "head_dim": 8},
+            {"M": 5, "K": 40, "N": 32, "head_dim": 16},
+            {"M": 17, "K": 96, "N": 256},
+        ),
+        dtypes=DTYPES,
+        matrices=(2,),
+        series=("M", 512),
+    ),
 )
 
 
 RMSNORM_FFN = Operation(
     name="rmsnorm_ffn",
-    document="kernl's Llama kernels",
-    idea="n = (x + residual) · rms · γ, then silu(n W1) · (n W3)",
-    sizes={"M": 16, "K": 4096, "N": 11008},
     variants=_variants("rmsnorm_ffn_matvec", "rmsnorm_ffn_mma", "rmsnorm_ffn_hopper"),
-    draw=_make_ffn,
-    traffic=lambda s: 2 * _random_matrix(s) + _activations(s),
-    flops=lambda s: 4 * s["M"] * s["K"] * s["N"],
-    bound="either",
-    attrs={"eps": 1e-6},
-    small=(
-        {"M": 1, "K": 16, "N": 8},
-        {"M": 5, "K": 40, "N": 24},
-        {"M": 17, "K": 96, "N": 136},
-    ),
-    dtypes=DTYPES,
-    matrices=(2, 3),
-    layout="NK",
-    series=("M", 512),
     options={"eps": 1e-6, "gelu": False, "variant": None},
     prepare=_prepare_ffn,
+    workload=Workload(
+        document="kernl's Llama kernels",
+        idea="n = (x + residual) · rms · γ, then silu(n W1) · (n W3)",
+        sizes={"M": 16, "K": 4096, "N": 11008},
+        draw=_make_ffn,
+        traffic=lambda s: 2 * _random_matrix(s) + _activations(s),
+        flops=lambda s: 4 * s["M"] * s["K"] * s["N"],
+        bound="either",
+        attrs={"eps": 1e-6},
+        small=(
+            {"M": 1, "K": 16, "N": 8},
+            {"M": 5, "K": 40, "N": 24},
+            {"M": 17, "K": 96, "N": 136},
+        ),
+        dtypes=DTYPES,
+        matrices=(2, 3),
+        layout="NK",
+        series=("M", 512),
+    ),
 )
 
 

@@ -27,7 +27,7 @@ from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops.call import Call, UncheckedCall
-from gpt2block.ops.operation import Operation, variant
+from gpt2block.ops.operation import Operation, Workload, variant
 from gpt2block.ops.warm import call
 
 FILE = "learn/positions/rope.cu"
@@ -167,16 +167,18 @@ def _distinct(x: CudaArray) -> bool:
 
 OPERATION = Operation(
     name="rope",
-    document="kernl's Llama kernels",
-    idea="(r, i) → (r cos a - i sin a, r sin a + i cos a), a = position / theta^(2k / D)",
-    sizes={"T": 16, "H": 32, "D": 128},
     variants=(_pairs,),
-    traffic=lambda s: 2 * s["itemsize"] * s["T"] * s["H"] * s["D"],
-    flops=lambda s: 3 * s["T"] * s["H"] * s["D"],
-    small=({"T": 5, "H": 3, "D": 8},),
-    dtypes=("float16", "bfloat16", "float32"),
     options={"start": 0, "theta": 10000.0, "half_split": False, "block": None},
     prepare=_prepare,
+    workload=Workload(
+        document="kernl's Llama kernels",
+        idea="(r, i) → (r cos a - i sin a, r sin a + i cos a), a = position / theta^(2k / D)",
+        sizes={"T": 16, "H": 32, "D": 128},
+        traffic=lambda s: 2 * s["itemsize"] * s["T"] * s["H"] * s["D"],
+        flops=lambda s: 3 * s["T"] * s["H"] * s["D"],
+        small=({"T": 5, "H": 3, "D": 8},),
+        dtypes=("float16", "bfloat16", "float32"),
+    ),
 )
 
 

@@ -19,7 +19,7 @@ from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops.attention import checked_heads
 from gpt2block.ops.call import Call
-from gpt2block.ops.operation import REQUIRED, Inputs, Operation, Sizes, variant
+from gpt2block.ops.operation import REQUIRED, Inputs, Operation, Sizes, Workload, variant
 from gpt2block.ops.rope import MAX_BATCH, choose_geometry
 from gpt2block.ops.warm import call
 
@@ -142,17 +142,19 @@ ROPE_PACKED = Operation(name="rope_packed", variants=(_packed,), options=_TURN)
 
 OPERATION = Operation(
     name="rope_qkv",
-    idea="rope of Q and K in rows [Q | K | V], each row at a position of its own",
-    sizes={"T": 16, "D": 128},
     variants=(_rows,),
     options=_TURN,
-    draw=_make,
-    traffic=lambda s: 2 * s["itemsize"] * s["T"] * CHANNELS * s["D"],
-    flops=lambda s: 3 * s["T"] * CHANNELS * s["D"],
-    attrs=HEADS,
-    small=({"T": 5, "D": 8},),
-    dtypes=("float16", "bfloat16", "float32"),
     steps=(ROPE_APPEND, ROTATE, ROPE_PACKED),
+    workload=Workload(
+        idea="rope of Q and K in rows [Q | K | V], each row at a position of its own",
+        sizes={"T": 16, "D": 128},
+        draw=_make,
+        traffic=lambda s: 2 * s["itemsize"] * s["T"] * CHANNELS * s["D"],
+        flops=lambda s: 3 * s["T"] * CHANNELS * s["D"],
+        attrs=HEADS,
+        small=({"T": 5, "D": 8},),
+        dtypes=("float16", "bfloat16", "float32"),
+    ),
 )
 
 

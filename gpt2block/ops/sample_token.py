@@ -23,7 +23,7 @@ from gpt2block.errors import InputError
 from gpt2block.ops._rows import MAX_ROWS, check_rows
 from gpt2block.ops.call import FIXED, Call, UncheckedCall
 from gpt2block.ops.guesses import TAKE_GUESSES
-from gpt2block.ops.operation import Inputs, Operation, Sizes, variant
+from gpt2block.ops.operation import Inputs, Operation, Sizes, Workload, variant
 from gpt2block.ops.products import HOPPER_CAPABILITY
 from gpt2block.sampling import CHANGES, Sampling, changes, check_step, parameters, rows_of
 
@@ -319,18 +319,20 @@ def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
 
 OPERATION = Operation(
     name="sample_token",
-    document="gpt2block; random numbers by Salmon et al. (2011)",
-    idea="the first token whose cumulative mass exp(logit / temperature), of those kept, passes u",
-    sizes={"B": 1, "V": 50257},
     variants=(_block,),
     options={"sampling": None, "step": 0, "seen": None, "counts": None},
     prepare=_prepare,
     steps=(MARK_SEEN, PLACE_ROWS, TAKE_GUESSES),
-    draw=_make,
-    traffic=lambda sizes: 4 * sizes["B"] * sizes["V"],
-    flops=lambda sizes: 5 * sizes["B"] * sizes["V"],
-    attrs={"sampling": Sampling(temperature=0.8, top_k=50, top_p=0.95)},
-    small=({"B": 2, "V": 70},),
+    workload=Workload(
+        document="gpt2block; random numbers by Salmon et al. (2011)",
+        idea="first token whose cumulative mass exp(logit / temperature), of kept tokens, passes u",
+        sizes={"B": 1, "V": 50257},
+        draw=_make,
+        traffic=lambda sizes: 4 * sizes["B"] * sizes["V"],
+        flops=lambda sizes: 5 * sizes["B"] * sizes["V"],
+        attrs={"sampling": Sampling(temperature=0.8, top_k=50, top_p=0.95)},
+        small=({"B": 2, "V": 70},),
+    ),
 )
 
 

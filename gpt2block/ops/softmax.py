@@ -13,7 +13,7 @@ from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops._rows import LONGEST_IN_REGISTERS, THREADS, check_rows, power_of_two, share
 from gpt2block.ops.call import Call, UncheckedCall
-from gpt2block.ops.operation import Operation, Sizes, UnsupportedCall, variant
+from gpt2block.ops.operation import Operation, Sizes, UnsupportedCall, Workload, variant
 from gpt2block.ops.warm import call
 
 FILE = "learn/softmax/ladder.cu"
@@ -89,18 +89,20 @@ def _scores(sizes: Sizes) -> int:
 
 OPERATION = Operation(
     name="softmax",
-    document="named after llm.c's softmax kernels",
-    idea="y = exp(x - max) / Σ exp(x - max) over each row",
-    sizes={"B": 2, "NH": 12, "T": 1024},
     variants=(_three_pass, _online_warp, _online_block, _rows),
-    traffic=lambda sizes: 8 * _scores(sizes),
-    flops=lambda sizes: 5 * _scores(sizes),
-    axes={"...": "B NH T"},
-    small=({"B": 1, "NH": 3, "T": 5}, {"B": 2, "NH": 1, "T": 33}, {"B": 1, "NH": 1, "T": 130}),
-    arrays={"scores": "x", "out": "y"},
-    aliases={"rows": "B*NH*T", "N": "B*NH*T", "n": "T"},
     options={"causal": False, "variant": None, "block": None},
     prepare=_prepare,
+    workload=Workload(
+        document="named after llm.c's softmax kernels",
+        idea="y = exp(x - max) / Σ exp(x - max) over each row",
+        sizes={"B": 2, "NH": 12, "T": 1024},
+        traffic=lambda sizes: 8 * _scores(sizes),
+        flops=lambda sizes: 5 * _scores(sizes),
+        axes={"...": "B NH T"},
+        small=({"B": 1, "NH": 3, "T": 5}, {"B": 2, "NH": 1, "T": 33}, {"B": 1, "NH": 1, "T": 130}),
+        arrays={"scores": "x", "out": "y"},
+        aliases={"rows": "B*NH*T", "N": "B*NH*T", "n": "T"},
+    ),
 )
 
 

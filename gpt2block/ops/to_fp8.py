@@ -14,7 +14,7 @@ from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops import gguf
 from gpt2block.ops.call import Call, UncheckedCall
-from gpt2block.ops.operation import Operation, UnsupportedCall, variant
+from gpt2block.ops.operation import Operation, UnsupportedCall, Workload, variant
 from gpt2block.weights import conversions
 from gpt2block.weights.conversions import ABSMAX_FILE, FP8_FILE, LAYOUTS
 from gpt2block.weights.gguf import GgufMatrix
@@ -80,15 +80,7 @@ ROW_NORMS = Operation(
 
 OPERATION = Operation(
     name="to_fp8",
-    document="kernl's Llama kernels",
-    idea="x as a byte, E5M2 or E4M3FN, rounded to nearest even",
-    sizes={"K": 4096, "N": 11008},
     variants=(_element, _vectors),
-    traffic=lambda s: (s["itemsize"] + 1) * s["K"] * s["N"],
-    flops=lambda s: s["K"] * s["N"],
-    attrs={"format": "float8_e5m2"},
-    small=({"K": 1, "N": 5}, {"K": 7, "N": 33}, {"K": 3, "N": 769}),
-    aliases={"size": "K*N", "K": "K", "N": "N"},
     options={
         "format": "float8_e5m2",
         "saturate": True,
@@ -100,7 +92,17 @@ OPERATION = Operation(
     prepare=_prepare,
     parts=(_absmax, gguf.row_norms),
     steps=(ROW_NORMS,),
-    dtypes=("float32", "float16", "bfloat16"),
+    workload=Workload(
+        document="kernl's Llama kernels",
+        idea="x as a byte, E5M2 or E4M3FN, rounded to nearest even",
+        sizes={"K": 4096, "N": 11008},
+        traffic=lambda s: (s["itemsize"] + 1) * s["K"] * s["N"],
+        flops=lambda s: s["K"] * s["N"],
+        attrs={"format": "float8_e5m2"},
+        small=({"K": 1, "N": 5}, {"K": 7, "N": 33}, {"K": 3, "N": 769}),
+        aliases={"size": "K*N", "K": "K", "N": "N"},
+        dtypes=("float32", "float16", "bfloat16"),
+    ),
 )
 
 

@@ -23,7 +23,7 @@ from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops.call import Call, UncheckedCall
-from gpt2block.ops.operation import Operation, Sizes, UnsupportedCall, Variant, variant
+from gpt2block.ops.operation import Operation, Sizes, UnsupportedCall, Variant, Workload, variant
 from gpt2block.ops.products import MMA_CAPABILITY, RESERVED
 from gpt2block.ops.warm import call
 
@@ -187,23 +187,25 @@ def _outputs(sizes: Sizes) -> int:
 
 OPERATION = Operation(
     name="trimat",
-    document="llm.c's trimat kernels",
-    idea="out[i, j] = Q_i · K_j / sqrt(HS) for j ≤ i",
-    sizes={"B": 8, "T": 1024, "NH": 12, "HS": 64},
     variants=(_naive, _registers, _tri3, _tri4, _tri5, _tri6),
-    traffic=lambda s: 4 * (2 * s["B"] * s["T"] * s["NH"] * s["HS"] + _outputs(s)),
-    flops=lambda sizes: 2 * sizes["HS"] * _outputs(sizes),
-    bound="compute",
-    attrs={"fill": None},
-    small=(
-        {"B": 1, "T": 5, "NH": 3, "HS": 8},
-        {"B": 2, "T": 33, "NH": 1, "HS": 64},
-        {"B": 1, "T": 70, "NH": 2, "HS": 12},
-    ),
-    aliases={"C": "NH*HS"},
     options={"fill": None, "variant": None, "block": None},
     prepare=_prepare,
     parts=(_fill,),
+    workload=Workload(
+        document="llm.c's trimat kernels",
+        idea="out[i, j] = Q_i · K_j / sqrt(HS) for j ≤ i",
+        sizes={"B": 8, "T": 1024, "NH": 12, "HS": 64},
+        traffic=lambda s: 4 * (2 * s["B"] * s["T"] * s["NH"] * s["HS"] + _outputs(s)),
+        flops=lambda sizes: 2 * sizes["HS"] * _outputs(sizes),
+        bound="compute",
+        attrs={"fill": None},
+        small=(
+            {"B": 1, "T": 5, "NH": 3, "HS": 8},
+            {"B": 2, "T": 33, "NH": 1, "HS": 64},
+            {"B": 1, "T": 70, "NH": 2, "HS": 12},
+        ),
+        aliases={"C": "NH*HS"},
+    ),
 )
 
 

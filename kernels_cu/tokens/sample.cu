@@ -2,7 +2,7 @@
 //
 //   logits (M, V); per sequence: temperature, top_p, min_p, repetition_penalty, top_k, seed, sample (B);
 //   seen (B, V): 1 for tokens that have occurred; step (B): tokens drawn so far; position, token, logprob (B);
-//   row (M): the sequence of each row of logits. Without `row`, row m belongs to sequence m
+//   row (M) holds the sequence of each row of logits; without `row`, row m belongs to sequence m
 //   with SAMPLE_CHANGES: changes (B, 258): 128 entries of two floats, then frequency_penalty and presence_penalty.
 //   Entry 0 holds 1 if any logit of the sequence changes, and min_new_tokens. Every other entry holds a bias until
 //   min_new_tokens are drawn, and a bias afterwards. seen[b, t] also holds twice the index of token t's entry; index 0:

@@ -21,8 +21,8 @@ Made = Iterator[tuple[str, Any]]
 def operations(emulated: bool) -> Made:
     for found in OPERATIONS.values():
         for wanted in (SMALL,) if emulated else (SMALL, LARGE):
-            sizes = {name: wanted[name] for name in found.sizes}
-            if found.matrices:
+            sizes = {name: wanted[name] for name in found.workload.sizes}
+            if found.workload.matrices:
                 sizes["N"] = 256  # whole heads
             yield from operation(found, sizes)
             if found.name == "attention":
@@ -30,9 +30,9 @@ def operations(emulated: bool) -> Made:
 
 
 def operation(found: Operation, sizes: dict[str, int]) -> Made:
-    options = {**found.attrs, **({"fill": 0.0} if "fill" in found.attrs else {})}
-    for dtype in found.dtypes:
-        for layout in ("KN", "NK") if found.matrices else ("KN",):
+    options = {**found.workload.attrs, **({"fill": 0.0} if "fill" in found.workload.attrs else {})}
+    for dtype in found.workload.dtypes:
+        for layout in ("KN", "NK") if found.workload.matrices else ("KN",):
             host, _ = measure.inputs_and_truth(found, sizes, dtype, layout)
             arrays = tuple(map(measure.uploaded, host))
             for variant in found.variants:
