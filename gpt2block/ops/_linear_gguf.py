@@ -107,18 +107,18 @@ def geometry(
     parts, units = splits(K)
     memory = SharedMemory(parts, units, max(slot_bytes(t) for t, _ in ranges), norm, terms)
 
-    def fitting(cuts: Iterable[Cut]) -> list[Cut]:
-        return [cut for cut in cuts if memory.of(cut) <= most_shared]
+    def fitting(candidates: Iterable[Cut]) -> list[Cut]:
+        return [cut for cut in candidates if memory.of(cut) <= most_shared]
 
     if any(begin % (rope or COLUMNS) for begin in ends[:-1]):
         return None
     few = _halved(min(M, FEW_ROWS))
-    found = fitting(Cut(rows, parts, together=True) for rows in few)[:1]
-    if not norm and [cut.rows for cut in found] != _halved(M)[:1]:
+    cuts = fitting(Cut(rows, parts, together=True) for rows in few)[:1]
+    if not norm and [cut.rows for cut in cuts] != _halved(M)[:1]:
         warps = [n for n in WARPS if not any(begin % (COLUMNS * n) for begin in ends[:-1])]
         rows = _halved(min(M, MOST_ROWS))
-        found += fitting(Cut(n, each, together=False) for n in rows for each in warps)
-    if not found:
+        cuts += fitting(Cut(n, each, together=False) for n in rows for each in warps)
+    if not cuts:
         return None
 
     def turns(cut: Cut) -> tuple[int, int]:
@@ -136,7 +136,7 @@ def geometry(
         exchange = EXCHANGE if cluster(cut) > 1 else 0
         return exchange + count * room_for * (4 + cut.warps) * (5 + cut.rows / 8)
 
-    cut = min(found, key=duration)
+    cut = min(cuts, key=duration)
     blocks, count = turns(cut)
     defines = (
         ("LM_K", K),
@@ -211,7 +211,7 @@ def launch(
         raise UnsupportedCall(f"up: expected types {c.w.ranges}, got {up.ranges}")
     if norm == 2 and not normalizes(c.M, c.K):
         raise UnsupportedCall(f"RMSNorm of {c.M:,} rows of {c.K:,}: expected fewer: use rmsnorm")
-    how = geometry(
+    launch_geometry = geometry(
         kernel,
         *(c.M, c.K, c.w.ranges),
         norm=norm,
@@ -222,7 +222,7 @@ def launch(
         sms=device_attribute("MultiProcessorCount"),
         most_shared=device_attribute("MaxSharedMemoryPerBlockOptin") - STATIC,
     )
-    if how is None:
+    if launch_geometry is None:
         raise UnsupportedCall(
             f"K {c.K:,}: a split of a row does not fit in this GPU's shared memory"
         )
@@ -230,8 +230,9 @@ def launch(
     defines += (("LM_UP", 1), *gate_define(c.gelu)) if up is not None else ()
     defines += (("LM_ROPE", rope),) if rope else ()
     defines += (("LM_SUMS", sums),) if sums else ()
-    how = how.with_defines((*defines, *count_define(rounded), *range_defines(c.w)))
-    return launch_at(FILE, how, args, *storage_of(c.w, cache_dtype(c.w.dtype)), cache)
+    defines += (*count_define(rounded), *range_defines(c.w))
+    launch_geometry = launch_geometry.with_defines(defines)
+    return launch_at(FILE, launch_geometry, args, *storage_of(c.w, cache_dtype(c.w.dtype)), cache)
 
 
 def check_addresses(**arrays: Any) -> None:

@@ -30,7 +30,7 @@ FILE = "matmul/decode/wgmma.cu"
 ROPE_FILE = "matmul/decode/wgmma_rope.cu"
 GGUF_FILE = "matmul/decode/wgmma_gguf.cu"
 GGUF_ROPE_FILE = "matmul/decode/wgmma_gguf_rope.cu"
-TERM_ROWS = 64  # rows per tile of terms, and maximum rows of x per block
+TERM_ROWS = 64  # rows of x per tile of 16-bit terms, and maximum rows per block
 FEWEST_ROWS = 4  # minimum rows of x per block
 FEWEST_COLUMNS = 8  # minimum columns of the operand x of wgmma; a column is one term of a row
 LINE = 128  # bytes of a row of W in a slice of K
@@ -100,14 +100,14 @@ class HopperProduct(NamedTuple):
         columns = max(FEWEST_COLUMNS, (1 if self.rounded else 2) * tile.rows)
         if self.octet:
             return ceil((2 * UNIT + UNIT // 8) * columns / ALIGNMENT) * ALIGNMENT
-        of_x = 2 * columns * (LINE // BYTES.get(self.dtype, 1))
-        return LINE * GROUP_COLUMNS * tile.groups + of_x
+        x_bytes = 2 * columns * (LINE // BYTES.get(self.dtype, 1))
+        return LINE * GROUP_COLUMNS * tile.groups + x_bytes
 
     def sums_bytes(self, tile: HopperLinearTile) -> int:
         """Return the bytes of sums that a block receives or, with GGUF blocks, also stores."""
         tiles, parts = GROUP_WARPS * tile.groups * tile.rows // FEWEST_ROWS, splits(self.K)[0]
         messages, kept = (0 if tile.splits == 1 else parts), 0
-        if self.octet and tile.splits < 3:  # halves: splits 0 to 3, and the others
+        if self.octet and tile.splits < 3:  # sums of halves: splits 0 to 3, and the others
             halves = ceil(parts / HALF_SPLITS)
             messages, kept = (0, halves) if tile.splits == 1 else (1, 2 * tile.depth - 1)
             kept *= max(tiles, 2 * GROUP_WARPS * tile.groups)
@@ -128,7 +128,7 @@ def width(dtype: str) -> int:
 
 
 def terms(dtype: str, rounded: bool = False) -> Terms:
-    """Return the terms in which x is stored for weights of a dtype."""
+    """Return the 16-bit terms (`Terms`) in which x is stored for weights of a dtype."""
     return Terms("bfloat16" if dtype == "bfloat16" else "float16", width(dtype), rounded=rounded)
 
 
@@ -174,10 +174,10 @@ def _few_rows(p: HopperProduct, rows: int, sms: int) -> list[HopperLinearTile]:
         tiles.append(tile._replace(splits=2, blocks=1))
     for n in (1, 2, 4, 8):
         if _can_share(parts, n):
-            tile = tile._replace(splits=n, rows=max(rows, n))  # 4 rows or more per block
+            tile = tile._replace(splits=n, rows=max(rows, n))  # each block completes some sums
             if n * grid >= 1.4 * sms:
                 break
-    if tile.splits > 1:  # clusters of two blocks fill SMs evenly, larger ones do not
+    if tile.splits > 1:  # clusters of 2 blocks fill SMs evenly, larger ones need room
         blocks = min(tile.blocks, ceil(2 * grid / sms)) if tile.splits == 2 else tile.blocks
         tiles.append(tile._replace(blocks=blocks))
     if not tiles or grid >= sms:
@@ -198,7 +198,7 @@ def _of_blocks(p: HopperProduct, rows: int, sms: int) -> HopperLinearTile:
     possible = [n for n in (1, 2, 4) if parts > HALF_SPLITS * (n > 1) and (n < 3 or parts % n == 0)]
 
     def duration(tile: HopperLinearTile) -> float:
-        """Estimate the microseconds for more than 32 rows: a time per unit of K, plus a constant."""
+        """Estimate the microseconds for more than 32 rows: a time per unit of K and a constant."""
         waves, wide = p.grid(tile) / sms, tile.groups > 1
         turns, unit = (ceil(waves), 1.0) if wide else (ceil(waves / 2), 0.55 if waves <= 1 else 0.8)
         return turns * (unit * parts * each / tile.splits + (12 if wide else 8))
@@ -235,7 +235,7 @@ def _with_stages(
 
 
 def _fitted(p: HopperProduct, tile: HopperLinearTile, most_shared: int) -> HopperLinearTile | None:
-    """Return the tile with the largest rings that fit; x's ring is as long as that of GGUF tiles."""
+    """Return the tile with the largest rings; the ring of GGUF tiles spans no more K than x's."""
     fitted = _with_stages(p, tile, most_shared)
     while fitted and p.octet:
         more = tile._replace(blocks=fitted.blocks, tiles=fitted.tiles + 1)
@@ -335,7 +335,7 @@ def launch(
     arguments after x and the matrices. head: channels of a head, with RoPE. For GGUF types with
     minimums, a launch that sums chunks of x precedes the product, unless x is stored with the sums.
     """
-    p, of_blocks = _product(c, head), c.w.dtype == GGUF
+    p, in_blocks = _product(c, head), c.w.dtype == GGUF
     most_shared = device_attribute("MaxSharedMemoryPerBlockOptin")
     tile = choose(p, device_attribute("MultiProcessorCount"), most_shared)
     check_address("x", c.x)
@@ -343,28 +343,31 @@ def launch(
         if matrix is not None:
             check_address(name, matrix.data)
     to_terms, gated = c.to_terms is not None, c.up is not None
-    how = geometry(kernel, p, tile, gated=gated, to_terms=to_terms, head=head)
+    launch_geometry = geometry(kernel, p, tile, gated=gated, to_terms=to_terms, head=head)
     before: tuple[Launch, ...] = ()
     operands: tuple[Any, ...]
-    if of_blocks:
+    if in_blocks:
         sums = None
         if any(TYPES[name].minimum for name, _ in c.w.ranges):
             sums = c.x.reshape(-1)[c.M * c.K // 2 :]  # the half of x that rounded terms leave free
             before = () if c.terms.summed else (sum_chunks(c.x, sums, c.M, c.K),)
         operands = (*(m if m is None else m.data for m in matrices), sums)
-        how = how.with_defines(range_defines(c.w))
+        launch_geometry = launch_geometry.with_defines(range_defines(c.w))
     else:
         box = (1, ROPE_BOX if head else tile.columns(p.two), LINE // c.w.data.itemsize)
         operands = tuple(
             NO_MAP if m is None else tensor_map(m.data.reshape(1, m.N, m.K), box) for m in matrices
         )
     if gated:
-        how = how.with_defines(gate_define(c.gelu))
-    if of_blocks:
-        how = how._replace(shared=filled(most_shared, tile.blocks, how.shared))
+        launch_geometry = launch_geometry.with_defines(gate_define(c.gelu))
+    shared = launch_geometry.shared
+    if in_blocks:
+        shared = filled(most_shared, tile.blocks, shared)
     elif tile.rows == TERM_ROWS:  # a second block per SM would be slower
-        how = how._replace(shared=filled(most_shared, 1, how.shared))
-    files = (GGUF_FILE, GGUF_ROPE_FILE) if of_blocks else (FILE, ROPE_FILE)
+        shared = filled(most_shared, 1, shared)
+    launch_geometry = launch_geometry._replace(shared=shared)
+    files = (GGUF_FILE, GGUF_ROPE_FILE) if in_blocks else (FILE, ROPE_FILE)
     arguments = (c.x, *operands, *args)
-    product = launch_at(files[head > 0], how, arguments, *storage_of(c.w, c.T), c.kv_dtype)
+    file, storage = files[head > 0], storage_of(c.w, c.T)
+    product = launch_at(file, launch_geometry, arguments, *storage, c.kv_dtype)
     return (*before, product)

@@ -103,11 +103,11 @@ def _block(M: int, N: int, K: int, dtype: str, sms: int, possible: Sequence[int]
     limits = FLOATS if floats else NARROW
     rows = next((rows for up_to, rows in limits.rows if up_to >= M), limits.most_rows)
     rows = min(rows, power_of_two(M))
-    of_rows = ceil(M / rows)
+    row_blocks = ceil(M / rows)
     parts, each = splits(K)
-    fewest = sms / FEWEST_BLOCKS[floats or each > 1 or of_rows > 1]
+    fewest = sms / FEWEST_BLOCKS[floats or each > 1 or row_blocks > 1]
     fitting = [c for c in possible if c <= limits.columns and c * K * weight <= limits.nbytes]
-    columns = next((c for c in fitting if of_rows * ceil(N / c) >= fewest), possible[-1])
+    columns = next((c for c in fitting if row_blocks * ceil(N / c) >= fewest), possible[-1])
     most = MOST_FLIGHT - (dtype == TWO_PART and rows > 2)
     units = list(range(1, min(each, most) + 1)) if rows <= FEW_ROWS or not floats else [1]
     flight = _flight(units, columns, weight, limits.registers)

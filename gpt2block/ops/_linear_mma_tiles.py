@@ -97,9 +97,9 @@ def choose(
             wanted = min(one.blocks, ceil(tiles * cluster / sms))
             pipelines = list(_pipelines(one._replace(cluster=cluster), dtype))
             for blocks in range(wanted, 0, -1):
-                for found in pipelines:
-                    if shared_bytes(found, K, dtype) <= room(most_shared, blocks):
-                        return found._replace(blocks=blocks)
+                for candidate in pipelines:
+                    if shared_bytes(candidate, K, dtype) <= room(most_shared, blocks):
+                        return candidate._replace(blocks=blocks)
     return SLIM._replace(stages=2, blocks=1)
 
 

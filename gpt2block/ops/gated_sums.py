@@ -79,13 +79,13 @@ def geometry(M: int, C: int, H: int, dtype: str, sms: int) -> Geometry | None:
     for cluster in _clusters(M, sms):
         shared = shared_bytes(rows, C, H, dtype, cluster)
         if shared <= MOST_SHARED and registers(C, H, dtype, cluster) <= MOST_REGISTERS:
-            found = geometry_of(rows, C, H, cluster, shared)
-            return found.with_defines((("FF_COPIED", int(cluster.copied)),))
+            launch_geometry = geometry_of(rows, C, H, cluster, shared)
+            return launch_geometry.with_defines((("FF_COPIED", int(cluster.copied)),))
     return None
 
 
 def geometry_of(rows: int, C: int, H: int, cluster: Cluster, shared: int) -> Geometry:
-    """Return the launch with one such cluster per split of H. shared: bytes per block."""
+    """Return the launch with one cluster per split of H. shared: shared memory per block."""
     defines = (
         ("LM_K", C),
         ("LM_ROWS", rows),
@@ -152,9 +152,10 @@ def blocks_geometry(
         shared = blocks_shared_bytes(rows, C, H, types, terms, cluster.blocks)
         if shared <= MOST_SHARED:
             shared = filled(MOST_SHARED, 2 if M == 1 else 1, shared)
-            found = geometry_of(rows, C, H, cluster, shared)._replace(kernel="ffn_decode_gguf")
             numbers = (TYPES[name].number for name in types)
-            return found.with_defines(tuple(zip(("GGUF_TYPE_0", "FF_TYPE"), numbers, strict=True)))
+            defines = tuple(zip(("GGUF_TYPE_0", "FF_TYPE"), numbers, strict=True))
+            launch_geometry = geometry_of(rows, C, H, cluster, shared).with_defines(defines)
+            return launch_geometry._replace(kernel="ffn_decode_gguf")
     return None
 
 
@@ -229,18 +230,18 @@ def _gated_sums(c: Call) -> Launch:
     if len(dtypes) > 1:
         raise UnsupportedCall(f"weights of {', '.join(sorted(dtypes))}: expected one dtype")
     sms = device_attribute("MultiProcessorCount")
-    found = geometry(c.M, c.C, c.H, c.w_gate.dtype, sms)
-    if found is None:
+    launch_geometry = geometry(c.M, c.C, c.H, c.w_gate.dtype, sms)
+    if launch_geometry is None:
         raise UnsupportedCall(
             f"x {c.x.shape}, {c.H:,} channels, {c.w_gate.dtype}: expected up to {MOST_ROWS} rows "
             f"of up to {MOST_CHANNELS:,} channels, a multiple of {MULTIPLE}, equal splits of the "
             f"channels between the products, and weights of {', '.join(DTYPES)}: use linear and "
             "silu_mul"
         )
-    found = _checked(found, c)
+    launch_geometry = _checked(launch_geometry, c)
     gate, up = ((w.data, w.scale) for w in (c.w_gate, c.w_up))
     args = (c.x, c.gamma, *gate, *up, c.w_down.data, c.sums, c.eps, c.M)
-    return launch_at(FILE, found, args, *storage_of(c.w_gate))
+    return launch_at(FILE, launch_geometry, args, *storage_of(c.w_gate))
 
 
 @variant("gated_sums_gguf", BLOCKS_FILE, "ffn_decode_gguf")
@@ -255,29 +256,30 @@ def _gated_blocks(c: Call) -> Launch:
         )
     terms = 1 if rounds(c.x_dtype, GGUF) else mma.TERMS
     types = c.w_gate.ranges[0][0], c.w_down.ranges[0][0]
-    found = blocks_geometry(c.M, c.C, c.H, types, terms, device_attribute("MultiProcessorCount"))
-    if found is None:
+    sms = device_attribute("MultiProcessorCount")
+    launch_geometry = blocks_geometry(c.M, c.C, c.H, types, terms, sms)
+    if launch_geometry is None:
         raise UnsupportedCall(
             f"x {c.x.shape}, {c.H:,} channels: expected up to {MOST_ROWS} rows of up to "
             f"{MOST_CHANNELS:,} channels, a multiple of {blocks.COLUMNS}, and equal splits of the "
             "channels between the products: use linear"
         )
-    found = _checked(found, c)
+    launch_geometry = _checked(launch_geometry, c)
     args = (c.x, c.gamma, *(w.data for w in matrices), c.sums, c.eps, c.M)
-    return launch_at(BLOCKS_FILE, found, args, *storage_of(c.w_gate))
+    return launch_at(BLOCKS_FILE, launch_geometry, args, *storage_of(c.w_gate))
 
 
-def _checked(made: Geometry, c: Call) -> Geometry:
+def _checked(launch_geometry: Geometry, c: Call) -> Geometry:
     """Check splits and addresses of a call of `gated_sums`; return its complete launch geometry."""
     if c.splits != mma.splits(c.H)[0]:
         raise UnsupportedCall(f"splits: expected {mma.splits(c.H)[0]}, got {c.splits}")
     _check_addresses(c, "x", "gamma", "w_gate", "w_up", "w_down", "sums")
-    return _rounding(made, c, c.w_gate).with_defines(gate_define(c.gelu))
+    return _rounding(launch_geometry, c, c.w_gate).with_defines(gate_define(c.gelu))
 
 
-def _rounding(made: Geometry, c: Call, w: WeightMatrix) -> Geometry:
+def _rounding(launch_geometry: Geometry, c: Call, w: WeightMatrix) -> Geometry:
     """Return the geometry with the constant that rounds operands of products to x_dtype, if any."""
-    return made.with_defines(count_define(rounds(c.x_dtype, w.dtype)))
+    return launch_geometry.with_defines(count_define(rounds(c.x_dtype, w.dtype)))
 
 
 def _check_sums(c: Call) -> None:
@@ -310,7 +312,7 @@ def _product(c: Call, kernel: str, rope: int = 0, columns: Sequence[int] = mma.C
         raise UnsupportedCall(f"K {c.K:,}: expected a multiple of {multiple} for {c.w.dtype}")
     if c.N >= mma.MANY_COLUMNS:
         raise UnsupportedCall(f"{c.N:,} outputs: expected less than {mma.MANY_COLUMNS:,}")
-    found = mma.geometry(
+    launch_geometry = mma.geometry(
         kernel,
         *(c.M, c.N, c.K, c.w.dtype),
         norm=2 if rope else 0,
@@ -318,11 +320,11 @@ def _product(c: Call, kernel: str, rope: int = 0, columns: Sequence[int] = mma.C
         most_shared=device_attribute("MaxSharedMemoryPerBlockOptin") - 1024,
         columns=columns,
     )
-    if found is None:
+    if launch_geometry is None:
         raise UnsupportedCall(f"K {c.K:,}: a row does not fit in shared memory")
-    assert found is not None
+    assert launch_geometry is not None
     defines = ("LM_SUMS", 0 if c.sums is None else c.S), *((("LM_ROPE", rope),) if rope else ())
-    return _rounding(found.with_defines(defines), c, c.w)
+    return _rounding(launch_geometry.with_defines(defines), c, c.w)
 
 
 def _left(c: Call) -> tuple[CudaArray | None, CudaArray | None]:
@@ -332,10 +334,10 @@ def _left(c: Call) -> tuple[CudaArray | None, CudaArray | None]:
 
 @variant("linear_sums", mma.FILE, "linear_decode_sums")
 def _linear_sums(c: Call) -> Launch:
-    found = _product(c, "linear_decode_sums")
+    launch_geometry = _product(c, "linear_decode_sums")
     _check_addresses(c, "x", "w")
     args = (c.x, c.w.data, c.w.scale, *_left(c), c.residual, c.out, c.M, c.N)
-    return launch_at(mma.FILE, found, args, *storage_of(c.w))
+    return launch_at(mma.FILE, launch_geometry, args, *storage_of(c.w))
 
 
 @variant("linear_sums_gguf", blocks.FILE, "linear_gguf_sums")
@@ -352,13 +354,14 @@ def _rope_sums(c: Call) -> Launch:
     D = 2 * c.P
     if c.K > MOST_CHANNELS:
         raise UnsupportedCall(f"K {c.K:,}: expected up to {MOST_CHANNELS:,}")
-    found = _product(c, "rope_decode_sums", D) if c.gamma_q is None else _with_norms(c, D)
+    launch_geometry = _product(c, "rope_decode_sums", D) if c.gamma_q is None else _with_norms(c, D)
     _check_addresses(c, "x", "gamma", "w", "sums")
     check_address("by", c.by, 8)
     cache = (c.by, c.row, c.position, c.out, c.k, c.v)
     sizes = (c.eps, c.M, c.N, c.n_head, c.C // D, c.B, c.T)
     args = (c.x, c.gamma, c.w.data, c.w.scale, *_left(c), *cache, c.gamma_q, c.gamma_k, *sizes)
-    return launch_at(mma.FILE, found, args, *storage_of(c.w, cache_dtype(c.w.dtype)), c.kv_dtype)
+    storage = storage_of(c.w, cache_dtype(c.w.dtype))
+    return launch_at(mma.FILE, launch_geometry, args, *storage, c.kv_dtype)
 
 
 @variant("rope_sums_gguf", blocks.FILE, "rope_decode_gguf")
@@ -378,13 +381,13 @@ def _with_norms(c: Call, D: int) -> Geometry:
         raise UnsupportedCall(
             f"heads of {D} channels: expected a multiple of 8, at most {PORTABLE} times 32"
         )
-    found = _product(c, "rope_decode_sums", D, columns)
-    cluster = D // int(dict(found.defines)["LM_COLUMNS"])
+    launch_geometry = _product(c, "rope_decode_sums", D, columns)
+    cluster = D // int(dict(launch_geometry.defines)["LM_COLUMNS"])
     if cluster > 1 and compute_capability() < HOPPER_CAPABILITY:
         raise UnsupportedCall(
             "needs a GPU of compute capability 9.0 (Hopper), as a head has several blocks"
         )
-    return found.with_defines((("LM_QK_NORM", 1), ("LM_CLUSTER", cluster)))
+    return launch_geometry.with_defines((("LM_QK_NORM", 1), ("LM_CLUSTER", cluster)))
 
 
 def _prepare_rope(unchecked: UncheckedCall) -> Call:

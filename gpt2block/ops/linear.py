@@ -79,9 +79,9 @@ TWO_PART_QKV = Contract.parse(
     "x f32 M K; w two_part N K; bias? f32 N; gamma? beta? f32 K; k v kv B P C; row position i32 M "
     "-> q f32 M C; k v kv B P C"
 )
-MAX_OUTPUTS = 2**31 - 2**16  # maximum M and N: an int still holds them plus a block
+MAX_OUTPUTS = 2**31 - 2**16  # maximum M and N: an int still holds them plus a block's columns
 MAX_BLOCKS = 65535  # maximum blocks along the second axis of a grid
-# Two functions: whether products with a GgufMatrix fuse RMSNorm of x, and whether wgmma runs them.
+# Functions: whether products with a GgufMatrix fuse RMSNorm of x; whether wgmma supports them.
 normalizes, wgmma_takes = blocks.normalizes, hopper.takes_blocks
 
 
@@ -112,7 +112,7 @@ def terms_of(
     smallest = min(K * N for K, N in shapes.values())
     products = LARGE_FP8_PRODUCTS if dtype in FP8 else LARGE_PRODUCTS
 
-    def found(K: int, N: int) -> tuple[Terms, ...]:
+    def terms_for(K: int, N: int) -> tuple[Terms, ...]:
         if M > MORE_ROWS:
             enough = SMALL_MATRIX if M > MANY_ROWS else MEDIUM_MATRIX
             faster = enough <= N * K
@@ -122,7 +122,7 @@ def terms_of(
         in_place = (wide._replace(width=0),) if M > MORE_ROWS and K % multiple == 0 else ()
         return (wide, *in_place) if possible and faster else in_place
 
-    return {name: terms for name, shape in shapes.items() if (terms := found(*shape))}
+    return {name: terms for name, shape in shapes.items() if (terms := terms_for(*shape))}
 
 
 ROUNDING = ("float16", "float8_e5m2", "float8_e4m3fn", FILE)  # weights for which x is rounded
@@ -183,8 +183,8 @@ def _few_rows(module: Any, c: Call, kernel: str, args: tuple[Any, ...]) -> Launc
     geometry = geometry.with_defines(defines)
     if geometry.grid[1] > MAX_BLOCKS:
         raise UnsupportedCall(f"{c.M:,} rows: too many for this variant: use variant tiles")
-    of_w = mma.LOADED if module is mma else matvec.order(c.N, c.K, size)[0] * size
-    check_address("w", c.w.data, of_w)
+    load = mma.LOADED if module is mma else matvec.order(c.N, c.K, size)[0] * size
+    check_address("w", c.w.data, load)
     for name in ("x", "gamma", "beta"):
         if getattr(c, name) is not None:
             check_address(name, getattr(c, name), 4 * gcd(4, c.K))
@@ -243,8 +243,8 @@ def _more_rows(c: Call, kernel: str, args: tuple[Any, ...]) -> Launch:
         sms=device_attribute("MultiProcessorCount"),
         most_shared=_most_shared(),
     )
-    ends = c.terms is not None, c.to_terms is not None
-    geometry = mma_tiles.geometry(kernel, *sizes, tile, *ends)
+    stored = c.terms is not None, c.to_terms is not None
+    geometry = mma_tiles.geometry(kernel, *sizes, tile, *stored)
     geometry = geometry.with_defines(count_define(c.rounded))
     args = (c.x, c.w.data, c.w.scale, c.bias, c.x_scale, *args)
     return launch_at(mma_tiles.FILE, geometry, args, *storage_of(c.w, c.T), c.kv_dtype)
@@ -510,8 +510,8 @@ def _prepare_rope(unchecked: UncheckedCall) -> Call:
     c = unchecked.checked(to_terms=None, up=None)
     c.T = cache_dtype(c.w.dtype)
     c.rounded = rounds(c.terms.x_dtype if c.terms else c.x_dtype, c.w.dtype)
-    of_blocks = _rope_blocks_hopper if c.terms else _rope_blocks
-    c.order = (of_blocks if c.w.dtype == GGUF else _rope_hopper,)
+    blocks_variant = _rope_blocks_hopper if c.terms else _rope_blocks
+    c.order = (blocks_variant if c.w.dtype == GGUF else _rope_hopper,)
     if c.kv_dtype is None:
         check("k", c.k, dtype=c.T)
     D = 2 * c.P
@@ -531,16 +531,16 @@ def _check(c: Call) -> None:
     if c.terms and c.x_dtype is not None:
         raise InputError("x_dtype: terms are rounded or not: expected either")
     c.rounded = rounds(c.terms.x_dtype if c.terms else c.x_dtype, c.w.dtype)
-    given = [each for each in (c.terms, c.to_terms) if each is not None]
-    if not given:
+    stored = [each for each in (c.terms, c.to_terms) if each is not None]
+    if not stored:
         return
-    if any(each.rounded != c.rounded for each in given):
+    if any(each.rounded != c.rounded for each in stored):
         raise InputError(f"terms of {c.to_terms}: expected both x and out rounded, or neither")
     shapes = {"w": (c.K, c.N)}
     known = terms_of(c.w.dtype, MORE_ROWS + 1, shapes, c.rounded).get("w", ())
     kinds = {each.dtype for each in known}
     orders = {0} if c.w.dtype == TWO_PART else {0, hopper.width(c.w.dtype)}
-    unknown = any(each.dtype not in kinds or each.width not in orders for each in given)
+    unknown = any(each.dtype not in kinds or each.width not in orders for each in stored)
     if unknown or (c.terms and c.gamma is not None):
         raise InputError(
             f"w: {c.w.dtype}, {c.K} inputs, {c.N} outputs: expected terms of "
@@ -616,7 +616,7 @@ def linear(
     variant: str | None = None,
     x_bound: float | None = None,
 ) -> CudaArray:
-    """`reference.linear` on CuPy arrays; raises InputError.
+    """Compute `reference.linear` on CuPy arrays. Raises InputError.
 
     x (..., K), bias (N,), gamma and beta (K,), residual (..., N): float32. w: a `WeightMatrix` in
     layout "NK", of any dtype, or on GPUs from compute capability 8.0 on a `TwoPartMatrix`. x_bound:

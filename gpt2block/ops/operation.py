@@ -56,7 +56,7 @@ class Variant:
 
     @property
     def idea(self) -> str:
-        """Summaries of the kernels, in one line, from the head of their file. Raises KernelError."""
+        """Summaries of the kernels in one line, from their file's head. Raises KernelError."""
         if self.own:
             return "your kernel"
         ideas = [idea_of(self.file, kernel, self.name) for kernel in self.kernels]
@@ -198,8 +198,8 @@ class Operation:
     @property
     def table(self) -> tuple[Variant, ...]:
         """All kernels of the operation: variants, parts and variants of steps."""
-        of_steps = (variant for step in self.steps for variant in step.variants)
-        return tuple(dict.fromkeys((*self.variants, *self.parts, *of_steps)))
+        in_steps = (variant for step in self.steps for variant in step.variants)
+        return tuple(dict.fromkeys((*self.variants, *self.parts, *in_steps)))
 
     @property
     def auxiliary(self) -> tuple[Variant, ...]:

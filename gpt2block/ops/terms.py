@@ -35,8 +35,8 @@ class Terms(NamedTuple):
 
         together: neighbouring channels that the kernel computes together.
         """
-        of_blocks = (self.dtype, self.width, self.rounded) == (ROUNDED, IN_ORDER, True)
-        return self._replace(summed=of_blocks and together % CHUNK == 0)
+        for_blocks = (self.dtype, self.width, self.rounded) == (ROUNDED, IN_ORDER, True)
+        return self._replace(summed=for_blocks and together % CHUNK == 0)
 
     @property
     def x_dtype(self) -> str | None:

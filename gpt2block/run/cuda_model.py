@@ -168,10 +168,10 @@ class CudaModel(StoredModel):
     ) -> list[Floats]:
         with self.running():
             if cache is None:
-                found: list[Floats] = []
+                outputs: list[Floats] = []
                 for group in in_groups(sequences, TOKENS_AT_ONCE):
-                    found += self._forward(group, want, self._scratch(group))
-                return found
+                    outputs += self._forward(group, want, self._scratch(group))
+                return outputs
             # The kernels of a row determine its bits, so they must not depend on the other rows.
             decoded = want in ("last", "logits")
             single = [decoded and len(ids) == 1 for ids in sequences]
@@ -190,10 +190,10 @@ class CudaModel(StoredModel):
             if rows:
                 tokens = np.array([sequences[row][0] for row in rows], np.int32)
                 at = np.array([cache.lengths[row] for row in rows], np.int32)
-                of_rows = steps_of(self, cache).logits_of(
+                last_logits = steps_of(self, cache).logits_of(
                     self, np.array(rows, np.int32), tokens, at
                 )
-                for row, last in zip(rows, of_rows, strict=True):
+                for row, last in zip(rows, last_logits, strict=True):
                     logits[row] = last if want == "last" else last[None]
                     cache.lengths[row] += 1
             return logits
@@ -245,7 +245,7 @@ class CudaModel(StoredModel):
 
     def log_likelihood(self, sequences: Sequence[Ids]) -> list[Floats]:
         """Compute log-likelihoods as `ModelEngine` does; copy results after all groups have run."""
-        found: list[Floats] = []
+        likelihoods: list[Floats] = []
         computed: list[tuple[CudaArray, list[int]]] = []
         with self.running():
             for group in in_groups(sequences, TOKENS_AT_ONCE):
@@ -254,9 +254,9 @@ class CudaModel(StoredModel):
                 prefill = self.prefill(several, self._scratch(several, repeats), "log_likelihood")
                 computed.append((prefill.out.copy(), prefill.ends[: len(group)]))
             for rows, ends in computed:
-                *found_here, _ = np.split(rows.get(), ends)
-                found += [row[:-1] for row in found_here]
-        return found
+                *group_rows, _ = np.split(rows.get(), ends)
+                likelihoods += [row[:-1] for row in group_rows]
+        return likelihoods
 
     def trace(self, ids: Ids, cached: bool) -> dict[str, NDArray[Any]]:
         V = self.config.vocab_size

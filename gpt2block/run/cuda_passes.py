@@ -40,7 +40,7 @@ class CudaPasses(Protocol):
     def prefill_shape(
         self, batch: int, cached: bool, rows: int, longest: int, continued: bool, ends: int | None
     ) -> Prefill:
-        """Return the Prefill of `rows` tokens. cached: whether the cache of `batch` rows has layers."""
+        """Return the Prefill of `rows` tokens. cached: whether the cache has layers."""
         ...
 
     def forward_pass(self, shape: Prefill, do: Machine, want: Want | None) -> Any:
