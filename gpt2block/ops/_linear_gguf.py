@@ -1,4 +1,4 @@
-"""The linear layer of decoding with weights in blocks of GGUF: launches of mma_gguf.cu."""
+"""Launches of matmul/decode/mma_gguf.cu, the linear layer of decoding for GGUF weights."""
 
 from __future__ import annotations
 
@@ -23,31 +23,32 @@ from gpt2block.ops.terms import count_define
 from gpt2block.weights.gguf import BORDER, OCTET, TYPES, GgufMatrix
 
 FILE = "matmul/decode/mma_gguf.cu"
-COLUMNS = BORDER  # of a warp
-WARPS = range(12, 0, -1)  # of a block with one split
-FEW_ROWS, MOST_ROWS = 8, 64  # of a block with all splits, and with one
-MOST_NORMED = 32  # rows of a product that normalizes them
-FLIGHT = 3  # slots of a ring
-STATIC = 1024  # bytes of shared memory of a block that are not dynamic, at most
-BLOCKS = 2  # of an SM: of the next kernel, none fits beside them
-EXCHANGE = 200  # of sums in a cluster, in the unit of `duration`
-OF_EIGHT = 7  # eighths of the clusters that multiprocessors have room for which run at a time
+COLUMNS = BORDER  # columns of the product (rows of w) per warp
+WARPS = range(12, 0, -1)  # warps per block if all of them multiply the same split (a range of K)
+FEW_ROWS, MOST_ROWS = 8, 64  # maximum rows of x per block: all splits of K at a time; one split
+MOST_NORMED = 32  # maximum rows of x in products that fuse RMSNorm
+FLIGHT = 3  # slots in the ring of a warp; a slot holds 128 values of K of its columns
+STATIC = 1024  # maximum bytes of static shared memory per block
+BLOCKS = 2  # maximum blocks per multiprocessor; no block of the next kernel fits next to them
+EXCHANGE = 200  # time to exchange sums in a cluster, in the unit of `duration`
+OF_EIGHT = 7  # clusters that run, of every 8 that would fit, if a cluster has more than 4 blocks
 
 
 class SharedMemory(NamedTuple):
-    """What determines the bytes of a block.
+    """Sizes that determine the bytes of shared memory per block of mma_gguf.cu.
 
-    slot: bytes of a unit of a warp's columns, of the type with the most. norm, terms: of x.
+    slot: maximum bytes of a slot in a warp's ring (`slot_bytes`) over all GGUF types. norm: norm of
+    x, as `norm_of` returns it. terms: 16-bit terms per value of x.
     """
 
     parts: int  # splits of K
-    units: int  # of a split
+    units: int  # units of 128 values of K per split
     slot: int
     norm: int
     terms: int
 
     def of(self, cut: Cut) -> int:
-        """Rows of x, sums of two turns, and the rings of the warps."""
+        """Return the bytes per block: rows of x, sums of two groups of columns, rings of warps."""
         kept, planes, pitch = 1, 2, COLUMNS * cut.warps + 8
         if cut.together:
             kept, planes, pitch = self.parts, 2 * self.parts, COLUMNS
@@ -57,7 +58,7 @@ class SharedMemory(NamedTuple):
         )
 
     def row(self, kept: int) -> int:
-        """A row of x, of so many splits."""
+        """Return the bytes of a row of x if shared memory holds `kept` of its splits of K."""
         split = self.terms * (2 * self.units * UNIT + 64)
         if self.norm == 1 and self.terms == 1:
             split = FLOAT * self.units * UNIT
@@ -66,15 +67,15 @@ class SharedMemory(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """How the work is divided: results do not depend on it."""
+    """Division of a product among blocks and warps; results do not depend on it."""
 
-    rows: int  # of a block
-    warps: int
-    together: bool  # a block has all splits of K, else one of them
+    rows: int  # rows of x per block
+    warps: int  # warps per block
+    together: bool  # whether each warp has its own split of K; else all warps multiply the same one
 
     @property
     def columns(self) -> int:
-        """Of a block."""
+        """Columns of the product (rows of w) that a block computes at a time."""
         return COLUMNS * (1 if self.together else self.warps)
 
 
@@ -93,32 +94,35 @@ def geometry(
     sms: int,
     most_shared: int,
 ) -> Geometry | None:
-    """The launch for x (M, K); None where a row does not fit, or types begin within a block.
+    """Return the launch for x (M, K), or None if no layout is possible.
 
-    ranges: types and numbers of outputs. norm: of x, 0 none, 1 LayerNorm, 2 RMSNorm. up: of two
-    matrices. rope: channels of a head. terms: of x. most_shared: bytes of shared memory that a
-    block can have.
+    This is so if a row of x does not fit in shared memory, or if the outputs of a GGUF type do not
+    begin at a multiple of COLUMNS, or of the channels of a head.
+
+    ranges: GGUF types and their numbers of outputs. norm: norm of x, 0 none, 1 LayerNorm, 2
+    RMSNorm. up: whether there is a second matrix. rope: channels per head with RoPE, else 0. terms:
+    16-bit terms per value of x. most_shared: maximum bytes of dynamic shared memory per block.
     """
     ends = [(2 if up else 1) * end for end in accumulate(n for _, n in ranges)]
     parts, units = splits(K)
     memory = SharedMemory(parts, units, max(slot_bytes(t) for t, _ in ranges), norm, terms)
 
-    def fitting(cuts: Iterable[Cut]) -> list[Cut]:
-        return [cut for cut in cuts if memory.of(cut) <= most_shared]
+    def fitting(candidates: Iterable[Cut]) -> list[Cut]:
+        return [cut for cut in candidates if memory.of(cut) <= most_shared]
 
     if any(begin % (rope or COLUMNS) for begin in ends[:-1]):
         return None
     few = _halved(min(M, FEW_ROWS))
-    found = fitting(Cut(rows, parts, together=True) for rows in few)[:1]
-    if not norm and [cut.rows for cut in found] != _halved(M)[:1]:
+    cuts = fitting(Cut(rows, parts, together=True) for rows in few)[:1]
+    if not norm and [cut.rows for cut in cuts] != _halved(M)[:1]:
         warps = [n for n in WARPS if not any(begin % (COLUMNS * n) for begin in ends[:-1])]
         rows = _halved(min(M, MOST_ROWS))
-        found += fitting(Cut(n, each, together=False) for n in rows for each in warps)
-    if not found:
+        cuts += fitting(Cut(n, each, together=False) for n in rows for each in warps)
+    if not cuts:
         return None
 
     def turns(cut: Cut) -> tuple[int, int]:
-        """Blocks of an SM, and how many groups of columns each of them has."""
+        """Return the blocks per multiprocessor, and the groups of columns per block."""
         room_for = _blocks(cut, memory.of(cut), most_shared)
         most = max(1, _most(sms, room_for, cluster(cut)) // ceil(M / cut.rows))
         return room_for, ceil(ceil(ends[-1] / cut.columns) / most)
@@ -126,12 +130,13 @@ def geometry(
     def cluster(cut: Cut) -> int:
         return 1 if cut.together or capability < CLUSTER_CAPABILITY else parts
 
-    def duration(cut: Cut) -> float:  # of unpacking, once for all rows, and of adding
+    # The estimate counts 5 per warp for unpacking weights, 1 per 8 rows of x for adding products.
+    def duration(cut: Cut) -> float:
         room_for, count = turns(cut)
         exchange = EXCHANGE if cluster(cut) > 1 else 0
         return exchange + count * room_for * (4 + cut.warps) * (5 + cut.rows / 8)
 
-    cut = min(found, key=duration)
+    cut = min(cuts, key=duration)
     blocks, count = turns(cut)
     defines = (
         ("LM_K", K),
@@ -142,36 +147,37 @@ def geometry(
         *(() if cut.together else (("LM_WARPS", cut.warps), ("GGUF_CLUSTER", cluster(cut)))),
     )
     grid = cluster(cut) * ceil(ceil(ends[-1] / cut.columns) / count), ceil(M / cut.rows)
-    # No block of the next kernel beside these: an SM that had one would later have three, others
-    # one. A step of a 7B takes 1.94 ms in place of 2.19 (H100).
+    # The launch requests so much memory that no block of the next kernel starts next to these
+    # blocks: a multiprocessor with such a block would later have three blocks, others one. A step
+    # of a model with 7 billion weights takes 1.94 ms instead of 2.19 (H100).
     shared = filled(most_shared + STATIC, blocks, memory.of(cut))
     return Geometry(kernel, grid, (WARP * cut.warps,), shared, defines)
 
 
 def slot_bytes(name: str) -> int:
-    """Those of a unit of a warp's columns, of a type."""
+    """Return the bytes of 128 values of K for a warp's columns, in weights of this GGUF type."""
     return 2 * OCTET * (UNIT * TYPES[name].bits // 8 + TYPES[name].of_scales)
 
 
 def _halved(rows: int) -> list[int]:
-    """The power of two from so many rows on, its half, and so on."""
+    """Return the smallest power of two that is at least `rows`, its half, and so on down to 1."""
     return [power_of_two(rows) >> i for i in range(power_of_two(rows).bit_length())]
 
 
 def _blocks(cut: Cut, shared: int, most_shared: int) -> int:
-    """Blocks of an SM."""
+    """Return the number of blocks that run on a multiprocessor at a time."""
     most = 1 if cut.rows > 2 * FEW_ROWS else BLOCKS
     return next(n for n in range(most, 0, -1) if n == 1 or shared <= room(most_shared, n))
 
 
 def _most(sms: int, blocks: int, cluster: int) -> int:
-    """Clusters that run at a time: some multiprocessors do not belong to one of eight."""
+    """Return the number of clusters that run at a time; large clusters cannot use every SM."""
     most = sms * blocks // cluster
     return max(1, most * OF_EIGHT // 8 if cluster > 4 else most)
 
 
 def normalizes(M: int, K: int) -> bool:
-    """Whether a product of M rows with K inputs has their RMSNorm: a split is one unit then."""
+    """Return whether products of x (M, K) can fuse RMSNorm: few rows, one unit of K per split."""
     return M <= MOST_NORMED and K <= UNIT * MOST_SPLITS
 
 
@@ -192,12 +198,12 @@ def launch(
     cache: str | None = None,
     rope: int = 0,
 ) -> Launch:
-    """Launch a kernel of mma_gguf.cu, or raise UnsupportedCall.
+    """Return the launch of a kernel of mma_gguf.cu, or raise UnsupportedCall.
 
-    args: the arguments of the kernel. rounded: whether x has one term per value. norm: as `norm_of`
-    returns it. up: the second matrix of a gated product. sums: partial sums per value of the
-    residual stream that the kernel adds. cache: the FP8 format of the kv_cache. rope: channels of a
-    head, with RoPE.
+    args: the arguments of the kernel. rounded: whether x is rounded to one 16-bit term per value.
+    norm: norm of x, as `norm_of` returns it. up: the second matrix of a gated product. sums:
+    partial sums per value that the kernel adds to the residual stream. cache: the FP8 format of the
+    kv_cache, or None. rope: channels per head with RoPE, else 0.
     """
     if compute_capability() < MMA_CAPABILITY:
         raise UnsupportedCall("needs a GPU of compute capability 8.0 or newer")
@@ -205,7 +211,7 @@ def launch(
         raise UnsupportedCall(f"up: expected types {c.w.ranges}, got {up.ranges}")
     if norm == 2 and not normalizes(c.M, c.K):
         raise UnsupportedCall(f"RMSNorm of {c.M:,} rows of {c.K:,}: expected fewer: use rmsnorm")
-    how = geometry(
+    launch_geometry = geometry(
         kernel,
         *(c.M, c.K, c.w.ranges),
         norm=norm,
@@ -216,7 +222,7 @@ def launch(
         sms=device_attribute("MultiProcessorCount"),
         most_shared=device_attribute("MaxSharedMemoryPerBlockOptin") - STATIC,
     )
-    if how is None:
+    if launch_geometry is None:
         raise UnsupportedCall(
             f"K {c.K:,}: a split of a row does not fit in this GPU's shared memory"
         )
@@ -224,8 +230,9 @@ def launch(
     defines += (("LM_UP", 1), *gate_define(c.gelu)) if up is not None else ()
     defines += (("LM_ROPE", rope),) if rope else ()
     defines += (("LM_SUMS", sums),) if sums else ()
-    how = how.with_defines((*defines, *count_define(rounded), *range_defines(c.w)))
-    return launch_at(FILE, how, args, *storage_of(c.w, cache_dtype(c.w.dtype)), cache)
+    defines += (*count_define(rounded), *range_defines(c.w))
+    launch_geometry = launch_geometry.with_defines(defines)
+    return launch_at(FILE, launch_geometry, args, *storage_of(c.w, cache_dtype(c.w.dtype)), cache)
 
 
 def check_addresses(**arrays: Any) -> None:
@@ -246,9 +253,9 @@ def launch_rope(
     eps: float = 0.0,
     n_ctx: int,
 ) -> Launch:
-    """Launch rope_decode_gguf on x or, with gamma, on its RMSNorm.
+    """Return the launch of rope_decode_gguf for x or, with gamma, for the RMSNorm of x.
 
-    sums: partial sums that are added to x, `splits` per value, or None.
+    sums: partial sums that the kernel adds to x, `splits` per value of x, or None.
     """
     D = 2 * c.P
     if c.w.dtype != GGUF:

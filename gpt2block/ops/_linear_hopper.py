@@ -1,4 +1,4 @@
-"""The linear layer for decoding by wgmma: its tiles, geometry and launches.
+"""Tiles, launch geometry and launches of the linear layer for decoding by wgmma.
 
 Kernels: matmul/decode/wgmma.cu and, with RoPE, wgmma_rope.cu; for weights in GGUF blocks
 wgmma_gguf.cu and, with RoPE, wgmma_gguf_rope.cu.
@@ -30,7 +30,7 @@ FILE = "matmul/decode/wgmma.cu"
 ROPE_FILE = "matmul/decode/wgmma_rope.cu"
 GGUF_FILE = "matmul/decode/wgmma_gguf.cu"
 GGUF_ROPE_FILE = "matmul/decode/wgmma_gguf_rope.cu"
-TERM_ROWS = 64  # rows per tile of terms, and maximum rows of x per block
+TERM_ROWS = 64  # rows of x per tile of 16-bit terms, and maximum rows per block
 FEWEST_ROWS = 4  # minimum rows of x per block
 FEWEST_COLUMNS = 8  # minimum columns of the operand x of wgmma; a column is one term of a row
 LINE = 128  # bytes of a row of W in a slice of K
@@ -42,21 +42,21 @@ BARRIERS, CONSTANTS = 512, 512  # maximum bytes of static shared memory per bloc
 PAIR = 8  # bytes of two float32 sums
 LONG_ROW = 16_384  # bytes of a row of weights from which on one block per SM is fastest
 LEAST_STAGES = 4  # minimum stages of a ring, if another tile is possible
-PLACES = {1: 1.0, 2: 1.0, 3: 0.85}  # share of the SMs that clusters of 1, 2, 3 blocks find
-FEWER_PLACES = 0.75  # share of the SMs that larger clusters find
+PLACES = {1: 1.0, 2: 1.0, 3: 0.85}  # share of the SMs that clusters of 1, 2, 3 blocks can use
+FEWER_PLACES = 0.75  # share of the SMs that larger clusters can use
 
 
 class HopperLinearTile(NamedTuple):
     """The constants of a kernel that determine its speed, but not its results."""
 
-    rows: int
-    groups: int  # warpgroups that multiply, 64 columns each
-    splits: int = 1  # blocks of a cluster that share K
-    shares: int = 1  # blocks of a cluster that share x
+    rows: int  # rows of x per block
+    groups: int  # warpgroups per block that multiply, 64 columns each
+    splits: int = 1  # blocks per cluster that divide K
+    shares: int = 1  # blocks per cluster that read the same rows of x
     blocks: int = 1  # blocks that should fit on a multiprocessor
     stages: int = 2  # slices of K in the ring
-    tiles: int = 2  # tiles of GGUF blocks in their ring
-    depth: int = 1  # sets of warps, each with rings, that divide a block's half of K
+    tiles: int = 2  # tiles of GGUF blocks in the ring of weights
+    depth: int = 1  # sets of warps, each with rings, that divide the K of a block
 
     @property
     def threads(self) -> int:
@@ -90,24 +90,24 @@ class HopperProduct(NamedTuple):
     units: int = 0
 
     def grid(self, tile: HopperLinearTile) -> int:
-        """Return the number of blocks."""
+        """Return the number of blocks in the grid."""
         groups = sum(ceil(n / tile.columns(self.two)) for n in self.outputs)
         shared = tile.shares * ceil(groups / tile.shares)
         return tile.splits * shared * ceil(self.M / TERM_ROWS)
 
     def stage_bytes(self, tile: HopperLinearTile) -> int:
-        """Return the bytes of a slice of K in the ring: of W, if not in GGUF blocks, and of x."""
+        """Return the bytes per slice of K in the ring: x, and also W unless W has GGUF blocks."""
         columns = max(FEWEST_COLUMNS, (1 if self.rounded else 2) * tile.rows)
         if self.octet:
             return ceil((2 * UNIT + UNIT // 8) * columns / ALIGNMENT) * ALIGNMENT
-        of_x = 2 * columns * (LINE // BYTES.get(self.dtype, 1))
-        return LINE * GROUP_COLUMNS * tile.groups + of_x
+        x_bytes = 2 * columns * (LINE // BYTES.get(self.dtype, 1))
+        return LINE * GROUP_COLUMNS * tile.groups + x_bytes
 
     def sums_bytes(self, tile: HopperLinearTile) -> int:
-        """Return the bytes of the sums that a block receives, or keeps with GGUF blocks."""
+        """Return the bytes of sums that a block receives or, with GGUF blocks, also stores."""
         tiles, parts = GROUP_WARPS * tile.groups * tile.rows // FEWEST_ROWS, splits(self.K)[0]
         messages, kept = (0 if tile.splits == 1 else parts), 0
-        if self.octet and tile.splits < 3:  # sums of the halves of the splits of a block
+        if self.octet and tile.splits < 3:  # sums of halves: splits 0 to 3, and the others
             halves = ceil(parts / HALF_SPLITS)
             messages, kept = (0, halves) if tile.splits == 1 else (1, 2 * tile.depth - 1)
             kept *= max(tiles, 2 * GROUP_WARPS * tile.groups)
@@ -128,7 +128,7 @@ def width(dtype: str) -> int:
 
 
 def terms(dtype: str, rounded: bool = False) -> Terms:
-    """Return the terms in which x is stored for weights of a dtype."""
+    """Return the 16-bit terms (`Terms`) in which x is stored for weights of a dtype."""
     return Terms("bfloat16" if dtype == "bfloat16" else "float16", width(dtype), rounded=rounded)
 
 
@@ -138,18 +138,18 @@ def _can_share(parts: int, blocks: int) -> bool:
 
 
 def _many_rows(p: HopperProduct, sms: int) -> HopperLinearTile:
-    """Return a tile for more than 32 rows. wgmma and shared memory are the bound.
+    """Return a tile for more than 32 rows, for which wgmma and shared memory limit the speed.
 
     The tile has the fewest warpgroups with which no SM has a second block. If less than half of the
-    SMs have a block, K is shared by several. Large clusters find fewer places. With shares, x is
-    read less often.
+    SMs have a block, several blocks divide K; large clusters can use fewer SMs. Blocks that share x
+    read it less often.
     """
     tiles = [HopperLinearTile(TERM_ROWS, groups) for groups in range(1, MOST_GROUPS + 1)]
     grids = {tile: p.grid(tile) for tile in tiles}
     fitting = [tile for tile in tiles if grids[tile] <= sms]
     if fitting:
         tile = fitting[0]
-    else:  # the fewest columns per SM, one block after another; the widest of equal tiles
+    else:  # fewest columns per SM in all waves; the widest of equally fast tiles
         tile = min(tiles[:0:-1], key=lambda tile: tile.groups * ceil(grids[tile] / sms))
     waves = grids[tile] / sms
     if waves >= 0.5:
@@ -161,7 +161,7 @@ def _many_rows(p: HopperProduct, sms: int) -> HopperLinearTile:
 
 
 def _few_rows(p: HopperProduct, rows: int, sms: int) -> list[HopperLinearTile]:
-    """Return tiles for up to 32 rows, the preferred one first. Memory is the bound.
+    """Return tiles for up to 32 rows, preferred ones first. Memory bandwidth limits the speed.
 
     One block per SM with a deep ring reads long rows of weights at the highest rate. For short rows
     there are more blocks, so that blocks of the next kernel start early.
@@ -174,10 +174,10 @@ def _few_rows(p: HopperProduct, rows: int, sms: int) -> list[HopperLinearTile]:
         tiles.append(tile._replace(splits=2, blocks=1))
     for n in (1, 2, 4, 8):
         if _can_share(parts, n):
-            tile = tile._replace(splits=n, rows=max(rows, n))  # a block finishes 4 rows or more
+            tile = tile._replace(splits=n, rows=max(rows, n))  # each block completes some sums
             if n * grid >= 1.4 * sms:
                 break
-    if tile.splits > 1:  # clusters of two blocks fill an SM evenly, larger ones need some room
+    if tile.splits > 1:  # clusters of 2 blocks fill SMs evenly, larger ones need room
         blocks = min(tile.blocks, ceil(2 * grid / sms)) if tile.splits == 2 else tile.blocks
         tiles.append(tile._replace(blocks=blocks))
     if not tiles or grid >= sms:
@@ -190,21 +190,21 @@ def _few_rows(p: HopperProduct, rows: int, sms: int) -> list[HopperLinearTile]:
 def _of_blocks(p: HopperProduct, rows: int, sms: int) -> HopperLinearTile:
     """Return a tile for weights in GGUF blocks, as measured on an H100.
 
-    K is divided until multiprocessors have about three blocks of up to 32 rows. With more rows they
-    have one block with deep rings, if that is enough, and two sets of warps for its half of K.
-    Blocks that do not share K share x.
+    Up to 32 rows, K is divided until a multiprocessor has about three blocks. For more rows, it has
+    one block with deep rings if that suffices, and two sets of warps if a block has half of K.
+    Blocks of a cluster that do not divide K share x.
     """
     parts, each = splits(p.K)
     possible = [n for n in (1, 2, 4) if parts > HALF_SPLITS * (n > 1) and (n < 3 or parts % n == 0)]
 
     def duration(tile: HopperLinearTile) -> float:
-        """Estimate the microseconds for more than 32 rows: units of K in turn, and a constant."""
+        """Estimate the microseconds for more than 32 rows: a time per unit of K and a constant."""
         waves, wide = p.grid(tile) / sms, tile.groups > 1
         turns, unit = (ceil(waves), 1.0) if wide else (ceil(waves / 2), 0.55 if waves <= 1 else 0.8)
         return turns * (unit * parts * each / tile.splits + (12 if wide else 8))
 
     if rows == TERM_ROWS:
-        halves = possible[:2]  # sums of more splits than halves cost more than they save
+        halves = possible[:2]  # exchanging sums of more than two blocks is slower
         tiles = [HopperLinearTile(rows, groups, n) for groups in (1, MOST_GROUPS) for n in halves]
         tile = min(tiles, key=duration)
         once = tile.groups == MOST_GROUPS or p.grid(tile) <= sms
@@ -222,7 +222,7 @@ def _of_blocks(p: HopperProduct, rows: int, sms: int) -> HopperLinearTile:
 def _with_stages(
     p: HopperProduct, tile: HopperLinearTile, most_shared: int
 ) -> HopperLinearTile | None:
-    """Return the tile with the most stages that fit, and fewer blocks per SM if two do not fit."""
+    """Return the tile with the most stages that fit; if 2 do not fit, with fewer blocks per SM."""
     slices = ceil(p.K * BYTES.get(p.dtype, 1) / LINE)
     static = BARRIERS + CONSTANTS * tile.groups
     for blocks in range(tile.blocks, 0, -1):
@@ -235,7 +235,7 @@ def _with_stages(
 
 
 def _fitted(p: HopperProduct, tile: HopperLinearTile, most_shared: int) -> HopperLinearTile | None:
-    """Return the tile with the rings that fit; stages reach at least as far as GGUF tiles do."""
+    """Return the tile with the largest rings; the ring of GGUF tiles spans no more K than x's."""
     fitted = _with_stages(p, tile, most_shared)
     while fitted and p.octet:
         more = tile._replace(blocks=fitted.blocks, tiles=fitted.tiles + 1)
@@ -248,7 +248,7 @@ def _fitted(p: HopperProduct, tile: HopperLinearTile, most_shared: int) -> Hoppe
 
 @lru_cache(maxsize=1024)
 def choose(p: HopperProduct, sms: int, most_shared: int) -> HopperLinearTile:
-    """Return the tile for a product, as measured on an H200, for few rows on an H100.
+    """Return the tile for a product. Measured on an H200, for few rows on an H100.
 
     most_shared: bytes of shared memory that a block may request. If the sums that a block receives
     leave few stages, K is not split.
@@ -275,7 +275,7 @@ def geometry(
     to_terms: bool = False,
     head: int = 0,
 ) -> Geometry:
-    """Return the launch of a kernel.
+    """Return the launch geometry of a kernel for a product and a tile.
 
     gated: whether there are two matrices. to_terms: whether the result is stored as terms. head:
     with RoPE, the channels of a head; an output is then a pair of channels.
@@ -298,7 +298,7 @@ def geometry(
 
 
 def takes_blocks(w: GgufMatrix, head: int = 0) -> bool:
-    """Return whether products by wgmma take a matrix. head: channels of a head, with RoPE."""
+    """Return whether wgmma kernels support this matrix. head: channels of a head, with RoPE."""
     return w.K % UNIT == 0 and not any(begin % (head or BORDER) for begin in w.begins)
 
 
@@ -335,7 +335,7 @@ def launch(
     arguments after x and the matrices. head: channels of a head, with RoPE. For GGUF types with
     minimums, a launch that sums chunks of x precedes the product, unless x is stored with the sums.
     """
-    p, of_blocks = _product(c, head), c.w.dtype == GGUF
+    p, in_blocks = _product(c, head), c.w.dtype == GGUF
     most_shared = device_attribute("MaxSharedMemoryPerBlockOptin")
     tile = choose(p, device_attribute("MultiProcessorCount"), most_shared)
     check_address("x", c.x)
@@ -343,28 +343,31 @@ def launch(
         if matrix is not None:
             check_address(name, matrix.data)
     to_terms, gated = c.to_terms is not None, c.up is not None
-    how = geometry(kernel, p, tile, gated=gated, to_terms=to_terms, head=head)
+    launch_geometry = geometry(kernel, p, tile, gated=gated, to_terms=to_terms, head=head)
     before: tuple[Launch, ...] = ()
     operands: tuple[Any, ...]
-    if of_blocks:
+    if in_blocks:
         sums = None
         if any(TYPES[name].minimum for name, _ in c.w.ranges):
             sums = c.x.reshape(-1)[c.M * c.K // 2 :]  # the half of x that rounded terms leave free
             before = () if c.terms.summed else (sum_chunks(c.x, sums, c.M, c.K),)
         operands = (*(m if m is None else m.data for m in matrices), sums)
-        how = how.with_defines(range_defines(c.w))
+        launch_geometry = launch_geometry.with_defines(range_defines(c.w))
     else:
         box = (1, ROPE_BOX if head else tile.columns(p.two), LINE // c.w.data.itemsize)
         operands = tuple(
             NO_MAP if m is None else tensor_map(m.data.reshape(1, m.N, m.K), box) for m in matrices
         )
     if gated:
-        how = how.with_defines(gate_define(c.gelu))
-    if of_blocks:
-        how = how._replace(shared=filled(most_shared, tile.blocks, how.shared))
-    elif tile.rows == TERM_ROWS:  # small tiles leave room for a second block, which is slower
-        how = how._replace(shared=filled(most_shared, 1, how.shared))
-    files = (GGUF_FILE, GGUF_ROPE_FILE) if of_blocks else (FILE, ROPE_FILE)
+        launch_geometry = launch_geometry.with_defines(gate_define(c.gelu))
+    shared = launch_geometry.shared
+    if in_blocks:
+        shared = filled(most_shared, tile.blocks, shared)
+    elif tile.rows == TERM_ROWS:  # a second block per SM would be slower
+        shared = filled(most_shared, 1, shared)
+    launch_geometry = launch_geometry._replace(shared=shared)
+    files = (GGUF_FILE, GGUF_ROPE_FILE) if in_blocks else (FILE, ROPE_FILE)
     arguments = (c.x, *operands, *args)
-    product = launch_at(files[head > 0], how, arguments, *storage_of(c.w, c.T), c.kv_dtype)
+    file, storage = files[head > 0], storage_of(c.w, c.T)
+    product = launch_at(file, launch_geometry, arguments, *storage, c.kv_dtype)
     return (*before, product)

@@ -1,4 +1,4 @@
-"""The linear layer for few rows, matmul/decode/cores.cu: its layouts and its geometry."""
+"""Layouts and launch geometry of matmul/decode/cores.cu, the linear layer for few rows."""
 
 from __future__ import annotations
 
@@ -10,56 +10,59 @@ from gpt2block.cuda.kernels import Geometry
 from gpt2block.ops._rows import WARP, power_of_two
 
 FILE = "matmul/decode/cores.cu"
-MANY_COLUMNS = 16384  # from here on a block goes through several groups of columns
-PART = 256  # of K, a warp's
-MOST_STEPS = 3  # loads of a column in flight
-MOST_WARPS = 12  # that share K
-PREFERRED_WARPS = (6, 12), (12, 18)  # of a block, fewest and most: for few rows, for more
-MORE_ROWS = 4
-MOST_ROWS = 8, 16  # of x that a block takes; with MANY_COLUMNS
-MOST_LOADED = 12  # vectors that a thread waits for
-HELD = 32  # values of a row alone that a thread can keep in registers
-ROW_BYTES = 103_000  # of x in shared memory, with several rows
-COLUMNS = (1, 2, 3, 4, 5, 6)  # that a group can have
-BEST_COLUMNS = 6
-FEWEST = 4, 12  # columns of a block: fewer are done no sooner; for few rows, for more
-EACH_BLOCK = 4  # columns that take as long as loading x into a block
+MANY_COLUMNS = 16384  # minimum outputs N for which blocks loop over columns
+PART = 256  # preferred number of values of K per warp
+MOST_STEPS = 3  # maximum loads per column that a thread has in flight
+MOST_WARPS = 12  # maximum warps that divide K
+PREFERRED_WARPS = (6, 12), (12, 18)  # (fewest, most) warps per block: below MORE_ROWS; from it on
+MORE_ROWS = 4  # minimum rows of x per block for the second entries of PREFERRED_WARPS and FEWEST
+MOST_ROWS = 8, 16  # maximum rows of x per block: for N < MANY_COLUMNS; for larger N
+MOST_LOADED = 12  # maximum loads of weights that a thread has in flight
+HELD = 32  # maximum values of a single row of x that a thread keeps in registers
+ROW_BYTES = 103_000  # maximum bytes of x in shared memory per block with several rows
+COLUMNS = (1, 2, 3, 4, 5, 6)  # possible numbers of columns per group
+BEST_COLUMNS = 6  # preferred columns per group
+FEWEST = 4, 12  # columns per block that take as long as fewer: below MORE_ROWS; from it on
+EACH_BLOCK = 4  # number of columns whose products take as long as loading x into a block
 
 
 class MatvecLayout(NamedTuple):
-    """The partition of a product. Results depend only on the first three fields."""
+    """Partition of a product among warps. Results depend only on width, split and steps."""
 
-    width: int  # weights of a load
-    split: int  # warps that share K
-    steps: int  # loads of a column in flight
-    columns: int  # of a group
-    groups: int  # of a block
-    loop: bool  # blocks process several groups of columns
-    blocks: int  # that an SM should have room for
-    rows: int  # of a block
+    width: int  # weights per load
+    split: int  # warps per group, which divide K
+    steps: int  # loads per column that a thread has in flight
+    columns: int  # columns of the product (rows of w) per group
+    groups: int  # groups per block
+    loop: bool  # whether blocks loop over the columns of the product
+    blocks: int  # minimum blocks per multiprocessor (__launch_bounds__)
+    rows: int  # rows of x per block
 
 
 def order(N: int, K: int, weight: int) -> tuple[int, int, int]:
-    """Width, split and steps of a Layout, which determine the order of an output's additions.
+    """Return width, split and steps of a layout, which determine the order of additions.
 
-    weight: bytes of a weight.
+    weight: bytes per weight.
     """
     width = 16 // weight
     while K % width:
         width //= 2
     if weight == 1 and width > 1 and K % (WARP * width) and not K % (WARP * width // 2):
-        width //= 2  # every lane has as many loads as any other
+        width //= 2  # all lanes then have the same number of loads
     split = 1
     if N < MANY_COLUMNS:
         parts = ceil(K / PART)
         split = ceil(parts / ceil(parts / MOST_WARPS))
         split = min(split, ceil(K / (WARP * width)))
-    units = ceil(K / (WARP * width * split))  # loads of a column in all, by each thread
+    units = ceil(K / (WARP * width * split))  # loads per column and thread
     return width, split, ceil(units / ceil(units / MOST_STEPS))
 
 
 def layout(M: int, N: int, K: int, weight: int, sms: int) -> MatvecLayout:
-    """The layout for M rows on a GPU with `sms` multiprocessors."""
+    """Return the layout for x (M, K) on a GPU with `sms` multiprocessors.
+
+    weight: bytes per weight.
+    """
     width, split, steps = order(N, K, weight)
     rows = min(MOST_ROWS[N >= MANY_COLUMNS], power_of_two(M))
     while rows > 1 and 4 * rows * K > ROW_BYTES:
@@ -74,7 +77,10 @@ def layout(M: int, N: int, K: int, weight: int, sms: int) -> MatvecLayout:
 
 
 def _columns(N: int, split: int, steps: int, rows: int, sms: int) -> tuple[int, int]:
-    """Columns of a group and groups of a block, such that all multiprocessors have as many."""
+    """Return columns per group and groups per block for the least columns on the busiest SM.
+
+    With MORE_ROWS rows per block, PREFERRED_WARPS take precedence.
+    """
     more = rows >= MORE_ROWS
     fewest, most = PREFERRED_WARPS[more]
 
@@ -108,9 +114,10 @@ def geometry(
     most_shared: int = 232_448,
     cut: MatvecLayout | None = None,
 ) -> Geometry | None:
-    """The launch of a kernel; None when a row does not fit in `most_shared` bytes.
+    """Return the launch of a kernel, or None if a row of x does not fit in `most_shared` bytes.
 
-    weight: bytes of one. cut: a layout instead of the one that `layout` chooses.
+    weight: bytes per weight. norm: whether the kernel computes LayerNorm of x. cut: the layout to
+    use; by default, the result of `layout`.
     """
     cut = cut or layout(M, N, K, weight, sms)
     while (shared := 4 * shared_floats(cut, K, norm)) > most_shared:
@@ -136,7 +143,7 @@ def geometry(
 
 
 def shared_floats(cut: MatvecLayout, K: int, norm: bool) -> int:
-    """Bytes of shared memory of matmul/decode/cores.cu: rows of x, gamma and beta, warps' sums."""
+    """Return the floats in shared memory per block: rows of x, gamma and beta, the warps' sums."""
     chunk = WARP * cut.width * cut.split * cut.steps
     padded = chunk * ceil(K / chunk)
     held = cut.rows == 1 and padded <= HELD * WARP * cut.split

@@ -1,4 +1,4 @@
-"""The linear layer for few rows on tensor cores, matmul/decode/mma.cu: its geometry."""
+"""Layouts and launch geometry of matmul/decode/mma.cu, a linear layer on tensor cores."""
 
 from __future__ import annotations
 
@@ -11,34 +11,37 @@ from gpt2block.cuda.kernels import FP8, TWO_PART, Geometry
 from gpt2block.ops._rows import WARP, power_of_two
 
 FILE = "matmul/decode/mma.cu"
-UNIT = 128  # of K: splits have whole units
-MOST_SPLITS = 8
-HALF_SPLITS = 4  # with blocks of GGUF, whose sums are added to each other before the others are
-OCTET = 8  # columns
-LOADED = 16  # bytes of a row of W that a lane loads at once
-MANY_COLUMNS = 16384  # from here on warps go through several groups of columns
-LOOP_COLUMNS, LOOP_WARPS = 16, 12  # 50,257 columns are then two groups for each warp of an H200
-LOOP_ROWS, LOOP_REGISTERS = 16, 96  # of x, and of weights in flight
-FLOAT_LOOP_WARPS = 8  # the sums of many rows leave no registers for more
-FEW_ROWS = 4  # of an mma
-COLUMNS = (32, 24, 16, 8)  # of a block: whole octets, because an mma of fewer columns takes as long
-MOST_FLIGHT = 3  # units of K in flight: more are too many instructions
-ROOM_REGISTERS = 96  # of weights in flight: with so many, an SM has room for another block
-MOST_UNITS = 8  # of a split, with which that holds
-FEWEST_BLOCKS = 2, 3  # one for so many multiprocessors; of several rows or units, or float weights
-FLOAT = 4  # bytes
-BYTES = {"float32": 4, TWO_PART: 4, "float16": 2, "bfloat16": 2}  # of a weight; 1 with others
-TERMS = 2  # of x, of 16 bits
+UNIT = 128  # values of K per unit; a split (a range of K that is summed separately) has whole units
+MOST_SPLITS = 8  # maximum splits of K
+HALF_SPLITS = 4  # with GGUF blocks, splits 0 to 3 and the other splits are added separately
+OCTET = 8  # columns per octet
+LOADED = 16  # bytes of a row of w per load of a lane
+MANY_COLUMNS = 16384  # minimum outputs N for which warps loop over groups of columns
+# Columns per group, warps per block in a loop: 50,257 columns are 2 groups per warp of an H200.
+LOOP_COLUMNS, LOOP_WARPS = 16, 12
+LOOP_ROWS, LOOP_REGISTERS = 16, 96  # rows of x per block; registers per lane for weights in flight
+FLOAT_LOOP_WARPS = 8  # warps per block with 4-byte weights and many rows, whose sums need registers
+FEW_ROWS = 4  # rows of x per mma
+COLUMNS = (32, 24, 16, 8)  # possible columns per block; an mma takes as long for fewer than 8
+MOST_FLIGHT = 3  # maximum units of K in flight per lane; more need too many instructions
+ROOM_REGISTERS = 96  # maximum registers per lane for weights in flight with two blocks per SM
+MOST_UNITS = 8  # maximum units per split with two blocks per SM
+# The grid has at least one block for 2 multiprocessors, or for 3 with 4-byte weights, several
+# units of K per split or several blocks along M.
+FEWEST_BLOCKS = 2, 3
+FLOAT = 4  # bytes per float32
+BYTES = {"float32": 4, TWO_PART: 4, "float16": 2, "bfloat16": 2}  # bytes per weight; 1 for others
+TERMS = 2  # 16-bit terms per value of x
 
 
 class Limits(NamedTuple):
-    """Of blocks that do not loop, measured on an H200."""
+    """Limits of blocks that do not loop over columns, measured on an H200."""
 
-    rows: tuple[tuple[int, int], ...]  # up to so many, a block takes so many: more are faster
-    most_rows: int
-    columns: int
-    nbytes: int  # of weights: more take long on one multiprocessor
-    registers: int  # of weights in flight
+    rows: tuple[tuple[int, int], ...]  # pairs: maximum M, and the fastest rows of x per block
+    most_rows: int  # rows of x per block for larger M
+    columns: int  # maximum columns per block
+    nbytes: int  # maximum bytes of weights per block; more would take one multiprocessor too long
+    registers: int  # maximum registers per lane for weights in flight
 
 
 NARROW = Limits(((8, 4), (64, 8)), 16, 32, 150_000, 144)
@@ -46,18 +49,18 @@ FLOATS = Limits(((8, FEW_ROWS),), 8, 16, 150_000, 192)
 
 
 class MmaLayout(NamedTuple):
-    """The partition of a product; results do not depend on it."""
+    """Partition of a product among blocks and warps; results do not depend on it."""
 
-    columns: int  # of a block, or of a warp if `loop`
-    flight: int  # units of K in flight
-    loop: bool  # warps process several groups of columns
-    warps: int  # of a block
-    blocks: int  # that an SM should have room for
-    rows: int  # of a block
+    columns: int  # columns of the product (rows of w) per block, or per warp if `loop`
+    flight: int  # units of 128 values of K in flight per lane
+    loop: bool  # whether warps loop over groups of columns
+    warps: int  # warps per block
+    blocks: int  # minimum blocks per multiprocessor (__launch_bounds__)
+    rows: int  # rows of x per block
 
 
 def splits(K: int) -> tuple[int, int]:
-    """The splits of K, and the units of each, which determine the order of additions."""
+    """Return the splits of K and the units per split, which determine the order of additions."""
     units = ceil(K / UNIT)
     each = ceil(units / MOST_SPLITS)
     return ceil(units / each), each
@@ -66,9 +69,10 @@ def splits(K: int) -> tuple[int, int]:
 def layout(
     M: int, N: int, K: int, dtype: str, sms: int, columns: Sequence[int] = COLUMNS
 ) -> MmaLayout:
-    """The layout for M rows on a GPU with `sms` multiprocessors; dtype: of the weights.
+    """Return the layout for x (M, K) on a GPU with `sms` multiprocessors.
 
-    columns: of a block, those that are possible, the last one always.
+    dtype: dtype of the weights. columns: possible columns per block, in descending order; the
+    last number is used if no other fits.
     """
     if N >= MANY_COLUMNS:
         return _loop(M, N, K, dtype, sms)
@@ -76,11 +80,11 @@ def layout(
 
 
 def _loop(M: int, N: int, K: int, dtype: str, sms: int) -> MmaLayout:
-    """A layout for many columns."""
+    """Return a layout for MANY_COLUMNS outputs or more, in which warps loop over columns."""
     weight = BYTES.get(dtype, 1)
     rows = power_of_two(min(M, LOOP_ROWS))
     units = [n for n in range(1, MOST_FLIGHT + 1) if ceil(K / UNIT) % n == 0]
-    registers = LOOP_REGISTERS * 8 // (4 + max(rows, FEW_ROWS))  # rows have sums in others
+    registers = LOOP_REGISTERS * 8 // (4 + max(rows, FEW_ROWS))  # sums of the rows take registers
     flight = _flight(units, LOOP_COLUMNS, weight, registers)
     crowded = weight == FLOAT and 2 * rows >= LOOP_ROWS
     return MmaLayout(
@@ -89,21 +93,21 @@ def _loop(M: int, N: int, K: int, dtype: str, sms: int) -> MmaLayout:
 
 
 def _block(M: int, N: int, K: int, dtype: str, sms: int, possible: Sequence[int]) -> MmaLayout:
-    """A layout in which a block has some columns.
+    """Return a layout in which each block computes one group of columns.
 
-    Two blocks of 4 rows are faster than one of 8, and so on, although they read the weights twice:
-    loading x and its LayerNorm takes longer than the second read, from L2.
+    Two blocks of 4 rows are faster than one block of 8 rows, although each of them reads the
+    weights: 8 rows of x and their LayerNorm take longer than reading the weights again from L2.
     """
     weight = BYTES.get(dtype, 1)
-    floats = weight == FLOAT  # or two-part
+    floats = weight == FLOAT  # float32 or two-part weights
     limits = FLOATS if floats else NARROW
     rows = next((rows for up_to, rows in limits.rows if up_to >= M), limits.most_rows)
     rows = min(rows, power_of_two(M))
-    of_rows = ceil(M / rows)  # blocks
+    row_blocks = ceil(M / rows)
     parts, each = splits(K)
-    fewest = sms / FEWEST_BLOCKS[floats or each > 1 or of_rows > 1]
+    fewest = sms / FEWEST_BLOCKS[floats or each > 1 or row_blocks > 1]
     fitting = [c for c in possible if c <= limits.columns and c * K * weight <= limits.nbytes]
-    columns = next((c for c in fitting if of_rows * ceil(N / c) >= fewest), possible[-1])
+    columns = next((c for c in fitting if row_blocks * ceil(N / c) >= fewest), possible[-1])
     most = MOST_FLIGHT - (dtype == TWO_PART and rows > 2)
     units = list(range(1, min(each, most) + 1)) if rows <= FEW_ROWS or not floats else [1]
     flight = _flight(units, columns, weight, limits.registers)
@@ -113,9 +117,10 @@ def _block(M: int, N: int, K: int, dtype: str, sms: int, possible: Sequence[int]
 
 
 def _room(columns: int, flight: int, rows: int, once: bool) -> bool:
-    """Whether an SM has registers for two blocks of 4 bytes a weight, one of the next kernel.
+    """Return whether a multiprocessor has registers for two blocks with 4-byte weights.
 
-    once: no unit is loaded after another, which takes registers, or there are enough of them.
+    The second block is one of the next kernel. once: whether all units of a split are in flight at
+    once, or enough registers remain to load the other units later.
     """
     if rows > FEW_ROWS:
         return columns == OCTET and flight == 1
@@ -123,13 +128,13 @@ def _room(columns: int, flight: int, rows: int, once: bool) -> bool:
 
 
 def _flight(units: list[int], columns: int, weight: int, registers: int) -> int:
-    """The most units in flight that fit in so many registers of a lane, at least one."""
+    """Return the most units in flight, from the list `units`, that fit in a lane's `registers`."""
     unit = _unit_registers(columns, weight)
     return max(n for n in units if n == 1 or n * unit <= registers)
 
 
 def _unit_registers(columns: int, weight: int) -> int:
-    """The registers of a lane for a unit of so many columns."""
+    """Return the registers per lane that hold a unit (128 values of K) of `columns` columns."""
     return columns * UNIT * weight // (WARP * 4)
 
 
@@ -148,10 +153,11 @@ def geometry(
     columns: Sequence[int] = COLUMNS,
     cut: MmaLayout | None = None,
 ) -> Geometry | None:
-    """The launch of a kernel; None when a row does not fit in `most_shared` bytes.
+    """Return the launch of a kernel, or None if a row of x does not fit in `most_shared` bytes.
 
-    dtype: of the weights. norm: of x, 0 none, 1 LayerNorm, 2 RMSNorm. terms: x has terms in the
-    place of floats. columns: as for `layout`. cut: a layout instead of the one of `layout`.
+    dtype: dtype of the weights. norm: norm of x, 0 none, 1 LayerNorm, 2 RMSNorm. terms: whether x
+    is stored as 16-bit terms. columns: possible columns per block, as for `layout`. cut:
+    the layout to use; by default, the result of `layout`.
     """
     cut = cut or layout(M, N, K, dtype, sms, columns)
     while (shared := shared_bytes(cut, K, dtype, norm)) > most_shared:
@@ -175,7 +181,7 @@ def geometry(
 
 
 def shared_bytes(cut: MmaLayout, K: int, dtype: str, norm: int) -> int:
-    """Bytes of shared memory of matmul/decode/mma.cu: rows of x, their statistics, splits' sums."""
+    """Return the bytes of shared memory per block: rows of x, their statistics, sums of splits."""
     parts, each = splits(K)
     padding = 16 if dtype in FP8 else 64
     term = 2 * each * UNIT + padding

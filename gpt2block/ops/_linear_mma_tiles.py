@@ -1,4 +1,4 @@
-"""The linear layer for many rows of decoding, matmul/decode/mma_tiles.cu: its geometry."""
+"""Tiles and geometry of matmul/decode/mma_tiles.cu, the linear layer for decoding many rows."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ from gpt2block.ops.products import count_tiles, room
 
 FILE = "matmul/decode/mma_tiles.cu"
 CLUSTER_CAPABILITY = 90
-PAD = 16  # floats after a row of sums
-LONG_K = 2048  # from here on a block has much of x to read
-FILLED, FULL = 1.4, 2.0  # blocks for each multiprocessor, of large and of small tiles
+PAD = 16  # floats of padding after each row of sums in shared memory
+LONG_K = 2048  # minimum K for which a block reads so much of x that other tiles are faster
+FILLED, FULL = 1.4, 2.0  # minimum blocks per multiprocessor: of large tiles, of small tiles
 
 
 class MmaLinearTile(NamedTuple):
-    """The constants of a kernel that decide how fast it is, never what it computes."""
+    """Compile-time constants that determine the speed of a kernel, but not its results."""
 
-    rows: int
-    columns: int
-    warps: tuple[int, int]  # along rows and columns
-    stages: int
-    chunks: int = 1  # of a slice of K: 64 bytes of a row of w
-    cluster: int = 1  # blocks that share K
-    blocks: int = 1  # that an SM has registers for
+    rows: int  # rows of x per tile
+    columns: int  # columns of the product (rows of w) per tile
+    warps: tuple[int, int]  # warps along the rows and along the columns of a tile
+    stages: int  # slices of K in shared memory
+    chunks: int = 1  # chunks per slice of K; a chunk is 64 bytes of each row of w
+    cluster: int = 1  # blocks per cluster, which divide K
+    blocks: int = 1  # minimum blocks per multiprocessor (__launch_bounds__)
 
 
-# Larger tiles read x and w less often from the L2 cache; of small ones more run at the same time,
-# so that tensor cores wait less. With weights of 4 bytes large ones need too many registers.
-FEW = MmaLinearTile(32, 128, (2, 4), 4, blocks=2)  # up to 32 rows
+# Larger tiles read x and w less often from the L2 cache. More small tiles run at the same time, so
+# that tensor cores wait less. With 4-byte weights, large tiles need too many registers.
+FEW = MmaLinearTile(32, 128, (2, 4), 4, blocks=2)  # tile for up to 32 rows of x
 SLIM = MmaLinearTile(64, 32, (4, 1), 5, blocks=3)
-SLIM_LONG = MmaLinearTile(64, 32, (4, 2), 5, blocks=2)  # with weights of 4 bytes, where K is long
-EVEN = MmaLinearTile(64, 64, (2, 2), 5, blocks=2)  # the largest with weights of 4 bytes
+SLIM_LONG = MmaLinearTile(64, 32, (4, 2), 5, blocks=2)  # tile for 4-byte weights and K >= LONG_K
+EVEN = MmaLinearTile(64, 64, (2, 2), 5, blocks=2)  # largest tile for 4-byte weights
 WIDE = MmaLinearTile(64, 96, (2, 3), 5, blocks=2)
 LARGE = MmaLinearTile(64, 128, (2, 2), 4, blocks=2)
 TILES = FEW, SLIM, SLIM_LONG, EVEN, WIDE, LARGE
 
 
 def shared_bytes(tile: MmaLinearTile, K: int, dtype: str) -> int:
-    """The dynamic shared memory of a block: sums, and slices of x and w. dtype: of the weights."""
+    """Return the bytes of dynamic shared memory per block: sums, and slices of x and w."""
     weight = BYTES.get(dtype, 1)
     parts, units = splits(K)
-    each = ceil(parts / tile.cluster) * units * UNIT  # of K, of a block
-    part = tile.chunks * 64 * (1 + (dtype == TWO_PART)) // weight  # of K, of a slice
+    each = ceil(parts / tile.cluster) * units * UNIT  # values of K per block
+    part = tile.chunks * 64 * (1 + (dtype == TWO_PART)) // weight  # values of K per slice
     stages = min(tile.stages, ceil(min(each, K) / part))
     planes = parts if tile.cluster > 1 else 1
     sums = 4 * planes * ceil(tile.rows / tile.cluster) * (tile.columns + PAD)
@@ -59,10 +59,10 @@ def shared_bytes(tile: MmaLinearTile, K: int, dtype: str) -> int:
 def choose(
     M: int, N: int, K: int, dtype: str, *, capability: int, sms: int, most_shared: int
 ) -> MmaLinearTile:
-    """The tile for x (M, K) and weights (N, K) on a GPU with `sms` multiprocessors.
+    """Return the tile for x (M, K) and weights (N, K) on a GPU with `sms` multiprocessors.
 
-    dtype: of the weights. most_shared: bytes of shared memory that a block can have. The cluster is
-    the smallest one with which the grid fills the GPU, and shares the splits of K equally.
+    dtype: dtype of the weights. most_shared: maximum bytes of dynamic shared memory per block. The
+    cluster is the smallest that divides the splits of K equally and lets the grid fill the GPU.
     """
     floats = BYTES.get(dtype) == FLOAT
     wide, large = (EVEN, EVEN) if floats else (WIDE, LARGE)
@@ -80,30 +80,33 @@ def choose(
     fitting = [n for n in clusters if parts % n == 0]
 
     def enough(one: MmaLinearTile, full: float) -> list[int]:
-        """The clusters with so many blocks; the sums of a larger one take less memory."""
+        """Return the cluster sizes with which the grid has `full` blocks, or the largest size.
+
+        Blocks of larger clusters need less memory for sums.
+        """
         tiles = count_tiles(one, M, N)
         return [n for n in fitting if tiles * n >= full] or fitting[-1:]
 
     if floats and tile is SLIM:
         grid = count_tiles(tile, M, N) * enough(tile, filled)[0]
-        if grid > tile.blocks * sms:  # a second wave of blocks
+        if grid > tile.blocks * sms:  # a second wave of blocks is necessary
             tile, filled = EVEN, FILLED * sms
-    for one, full in ((tile, filled), (SLIM, FULL * sms)):  # SLIM where a tile does not fit
+    for one, full in ((tile, filled), (SLIM, FULL * sms)):  # SLIM if the tile does not fit
         tiles = count_tiles(one, M, N)
         for cluster in enough(one, full):
             wanted = min(one.blocks, ceil(tiles * cluster / sms))
             pipelines = list(_pipelines(one._replace(cluster=cluster), dtype))
             for blocks in range(wanted, 0, -1):
-                for found in pipelines:
-                    if shared_bytes(found, K, dtype) <= room(most_shared, blocks):
-                        return found._replace(blocks=blocks)
+                for candidate in pipelines:
+                    if shared_bytes(candidate, K, dtype) <= room(most_shared, blocks):
+                        return candidate._replace(blocks=blocks)
     return SLIM._replace(stages=2, blocks=1)
 
 
 def _pipelines(tile: MmaLinearTile, dtype: str) -> Iterator[MmaLinearTile]:
-    """The tile with fewer and fewer bytes in flight."""
+    """Yield the tile with other slices and stages, in descending order of bytes in flight."""
     if dtype in BYTES and dtype != TWO_PART and tile.warps[0] * tile.warps[1] % 4 == 0:
-        yield tile._replace(chunks=2, stages=FEW.stages)  # longer slices save barriers
+        yield tile._replace(chunks=2, stages=FEW.stages)  # longer slices need fewer barriers
     for stages in range(tile.stages, 1, -1):
         yield tile._replace(stages=stages)
 
@@ -119,9 +122,9 @@ def geometry(
     terms: bool = False,
     to_terms: bool = False,
 ) -> Geometry:
-    """The launch of a kernel for x (M, K) and weights (N, K) of `dtype`.
+    """Return the launch of a kernel for x (M, K) and weights (N, K) of `dtype`.
 
-    terms, to_terms: whether x, and the result, have terms in the place of floats.
+    terms, to_terms: whether x, and the result, are stored as 16-bit terms instead of floats.
     """
     warps_m, warps_n = tile.warps
     defines = (

@@ -1,4 +1,4 @@
-"""The linear layer for many rows, matmul/prompt/cores.cu: its tiles and its geometry."""
+"""Tiles and launch geometry of matmul/prompt/cores.cu, the linear layer for many rows."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from gpt2block.ops.products import count_tiles, fastest
 
 FILE = "matmul/prompt/cores.cu"
 KERNEL = "linear_tiles"
-MOST_LOADED = 8  # narrow weights in a copy
-MAX_SIZE = 2**31 - 1024  # of M and N: what an int holds, and a tile more
-MAX_K = 2**23  # with which the rows of a tile are less than 4 GB from each other
+MOST_LOADED = 8  # maximum weights per copy, if a weight has less than 4 bytes
+MAX_SIZE = 2**31 - 1024  # maximum M and N: an int still holds them plus the size of a tile
+MAX_K = 2**23  # maximum K: the first and last row of a tile are less than 4 GB apart
 
 
 class LinearTile(NamedTuple):
-    """The constants of linear_tiles that decide how fast it is, never what it computes."""
+    """Constants of linear_tiles that determine its speed, but not its results."""
 
-    rows: int
-    columns: int
-    side: int  # rows of a thread
-    span: int  # columns of a thread
-    depth: int  # of a slice along K
-    stages: int  # slices in shared memory, or fewer where they do not fit
-    blocks: int  # that an SM should have registers for
-    speed: float  # of an SM that is busy with such tiles, relative to the largest
+    rows: int  # rows of x per tile
+    columns: int  # columns of the product (rows of w) per tile
+    side: int  # rows per thread
+    span: int  # columns per thread
+    depth: int  # values of K per slice
+    stages: int  # slices in shared memory; `geometry` reduces them if they do not fit
+    blocks: int  # minimum blocks per multiprocessor (__launch_bounds__)
+    speed: float  # speed of a multiprocessor on such tiles, relative to the largest tile
 
 
-# Larger ones first: of equals the first is taken. Smaller ones have fewer outputs a thread, so that
-# even one tile on an SM has a warp for each of its four schedulers.
+# Larger tiles come first: `fastest` takes the first of equally fast tiles. Smaller tiles have fewer
+# outputs per thread, so that even a single tile has a warp for each scheduler of a multiprocessor.
 TILES = (
     LinearTile(128, 128, 8, 8, 16, 2, 2, 1.0),
     LinearTile(64, 96, 8, 6, 32, 2, 4, 0.97),
@@ -40,7 +40,10 @@ TILES = (
 
 
 def shared_bytes(tile: LinearTile, size: int) -> int:
-    """For weights of `size` bytes; narrow ones have a place for what arrives, too."""
+    """Return the bytes of shared memory per block.
+
+    size: bytes per weight. Weights of less than 4 bytes arrive in an additional buffer.
+    """
     floats = 4 * (tile.rows + 4 + tile.columns + 4)
     return tile.stages * tile.depth * (floats + (tile.columns * size if size < 4 else 0))
 
@@ -57,11 +60,11 @@ def geometry(
     most_shared: int,
     tile: LinearTile | None = None,
 ) -> Geometry:
-    """For x (M, K) and weights (N, K) of `size` bytes an element.
+    """Return the launch for x (M, K) and weights (N, K) of `size` bytes per weight.
 
-    load: narrow weights in a copy, a power of two up to 8 that divides K, and to whose bytes the
-    weights are aligned. store: 4 where rows of out and residual lie on 16 bytes, else 1.
-    most_shared: bytes of shared memory that a block can have. tile: instead of the fastest.
+    load: weights per copy if size is below 4, a power of two up to 8 that divides K; the weights
+    are aligned to a copy. store: 4 if rows of out and residual are aligned to 16 bytes, else 1.
+    most_shared: maximum bytes of shared memory per block. tile: by default, the fastest one.
     """
     tile = tile or fastest(TILES, M, N, sms)
     while shared_bytes(tile, size) > most_shared and tile.stages > 2:

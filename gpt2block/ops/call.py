@@ -17,7 +17,7 @@ from gpt2block.errors import InputError, shown
 from gpt2block.weights.matrix import WeightMatrix
 from gpt2block.weights.two_part import TwoPartMatrix
 
-TWO_PART = "two_part"  # stands for a TwoPartMatrix where a dtype is expected
+TWO_PART = "two_part"  # used in place of a dtype for a TwoPartMatrix
 FIXED = {
     "f32": "float32",
     "f16": "float16",
@@ -42,7 +42,7 @@ class Call(SimpleNamespace):
     """
 
     contract: Contract
-    order: tuple[Any, ...] = ()  # variants or their names
+    order: tuple[Any, ...] = ()  # preferred variants, or their names
     before: tuple[Any, ...] = ()
     after: tuple[Any, ...] = ()
     kept: tuple[Any, ...] = ()
@@ -68,7 +68,7 @@ class Call(SimpleNamespace):
 
 
 class UncheckedCall(NamedTuple):
-    """A call before its checks. options, defaults: values of all of the operation's options."""
+    """A call before its checks. options: values of all options; defaults: their default values."""
 
     contract: Contract
     inputs: tuple[Any, ...]
@@ -179,9 +179,9 @@ def _expected(entry: Entry, value: Any, call: Call) -> tuple[tuple[Expected, ...
 
 
 def _kind(entry: Entry, value: Any, call: Call) -> str:
-    """Return the kind of an array; for "mixed", the kind of the first array of kind "mixed".
+    """Return the kind of an array, which for "mixed" is "two_part" or "any".
 
-    This is "two_part" or "any".
+    The first array of kind "mixed" determines the kind of all.
     """
     if entry.kind != "mixed":
         return TWO_PART if vars(call).get(entry.kind) == TWO_PART else entry.kind

@@ -1,11 +1,11 @@
-"""The feed-forward part of a Llama layer for up to four rows in one kernel, and what reads it.
+"""The feed-forward part of a Llama layer in one kernel, and operations that add up its sums.
 
-The kernels, matmul/decode/ffn_mma.cu and, for weights in blocks of GGUF, decode_ffn_gguf.cu, leave
-the sum of each split of their last product, because a split is what one cluster computes.
-`linear_sums`, `rope_sums` and, in `gpt2block.ops.rmsnorm`, `rmsnorm_sums` add them to the residual
-stream as they load it. A row has the bits that `rmsnorm` (variant stream), `linear` (variant mma,
-or gguf), `rope_append` and `silu_mul` give it. x_dtype rounds the operands of products, as in
-`linear`.
+The kernels, matmul/decode/ffn_mma.cu and, for GGUF weights, ffn_mma_gguf.cu, compute up to four
+rows. They store one sum per split of the last product; a split is the range of K of one cluster.
+`linear_sums`, `rope_sums` and, in `gpt2block.ops.rmsnorm`, `rmsnorm_sums` add these sums to the
+residual stream when they load it. A row has the same bits as with `rmsnorm` (variant stream),
+`linear` (variant mma or gguf), `rope_append` and `silu_mul`. x_dtype rounds operands of products,
+as in `linear`.
 """
 
 from __future__ import annotations
@@ -44,32 +44,32 @@ from gpt2block.weights.gguf import TYPES
 from gpt2block.weights.matrix import WeightMatrix
 
 FILE, BLOCKS_FILE = "matmul/decode/ffn_mma.cu", "matmul/decode/ffn_mma_gguf.cu"
-MOST_ROWS = 4  # with more, the kernels that it replaces are faster
-MOST_CHANNELS = mma.UNIT * mma.MOST_SPLITS  # of an RMSNorm in a product: a split is one unit
-MULTIPLE = 16  # of channels: rows of FP8 weights have whole loads, and blocks as many outputs
-PORTABLE, WHOLE = 8, 100  # blocks of any cluster; with fewer SMs, those of a part, none has more
-MOST_REGISTERS = 144  # of a lane, for weights
+MOST_ROWS = 4  # maximum rows of x; for more rows, separate kernels are faster
+MOST_CHANNELS = mma.UNIT * mma.MOST_SPLITS  # maximum C: RMSNorm needs one unit per split
+MULTIPLE = 16  # divisor of C, for 16-byte loads of FP8 rows and equally many outputs per block
+PORTABLE, WHOLE = 8, 100  # most blocks per cluster on any GPU; fewest SMs for larger clusters
+MOST_REGISTERS = 144  # maximum registers per lane for weights in flight
 MOST_SHARED = 227 * 1024
-DTYPES = ("float16", "bfloat16", *FP8)  # of weights: those of which a value is one term
+DTYPES = ("float16", "bfloat16", *FP8)  # dtypes of weights whose values are one 16-bit term
 
 
 class Cluster(NamedTuple):
-    """How a split is computed: results do not depend on it."""
+    """Thread block cluster that computes one split of H; results do not depend on it."""
 
-    blocks: int
+    blocks: int  # blocks per cluster
     copied: bool  # whether the last product's weights wait in shared memory instead of registers
 
 
-# Large clusters have fewer weights in a block, small ones less to send. Measured on an H200.
+# Fastest first (H200). Large clusters have fewer weights per block; small clusters send less data.
 ONE_ROW = Cluster(16, False), Cluster(8, True)
 MORE_ROWS = Cluster(8, True), Cluster(16, False)
 
 
 @lru_cache(maxsize=1024)
 def geometry(M: int, C: int, H: int, dtype: str, sms: int) -> Geometry | None:
-    """The launch for x (M, C) and H channels between the products; None where it does not fit.
+    """Return the launch for x (M, C) and h (M, H), or None if the kernel does not support it.
 
-    dtype: of the weights. sms: multiprocessors.
+    dtype: dtype of the weights. sms: number of multiprocessors.
     """
     if M > MOST_ROWS or dtype not in DTYPES or C > MOST_CHANNELS or C % MULTIPLE:
         return None
@@ -79,13 +79,13 @@ def geometry(M: int, C: int, H: int, dtype: str, sms: int) -> Geometry | None:
     for cluster in _clusters(M, sms):
         shared = shared_bytes(rows, C, H, dtype, cluster)
         if shared <= MOST_SHARED and registers(C, H, dtype, cluster) <= MOST_REGISTERS:
-            found = geometry_of(rows, C, H, cluster, shared)
-            return found.with_defines((("FF_COPIED", int(cluster.copied)),))
+            launch_geometry = geometry_of(rows, C, H, cluster, shared)
+            return launch_geometry.with_defines((("FF_COPIED", int(cluster.copied)),))
     return None
 
 
 def geometry_of(rows: int, C: int, H: int, cluster: Cluster, shared: int) -> Geometry:
-    """The launch with such clusters."""
+    """Return the launch with one cluster per split of H. shared: shared memory per block."""
     defines = (
         ("LM_K", C),
         ("LM_ROWS", rows),
@@ -97,7 +97,7 @@ def geometry_of(rows: int, C: int, H: int, cluster: Cluster, shared: int) -> Geo
 
 
 def shared_bytes(rows: int, C: int, H: int, dtype: str, cluster: Cluster) -> int:
-    """Return BYTES of matmul/decode/ffn_mma.cu: x, h (all, own), sums, weights."""
+    """Return BYTES of ffn_mma.cu, the shared memory per block: x, h, sums and weights."""
     parts, own, length = mma.splits(C)[0], *_split(H, cluster)
     padding, weight = (64, 2) if dtype in mma.BYTES else (16, 1)
     x = mma.shared_bytes(mma.MmaLayout(0, 1, True, parts, 1, rows), C, dtype, 2)
@@ -108,7 +108,7 @@ def shared_bytes(rows: int, C: int, H: int, dtype: str, cluster: Cluster) -> int
 
 
 def registers(C: int, H: int, dtype: str, cluster: Cluster) -> int:
-    """Those of a lane for the weights in flight."""
+    """Return the registers per lane that hold weights in flight."""
     own, length = _split(H, cluster)
     weight = mma.BYTES.get(dtype, 1)
     last = 0 if cluster.copied else _columns(C, cluster) * length
@@ -116,7 +116,7 @@ def registers(C: int, H: int, dtype: str, cluster: Cluster) -> int:
 
 
 def _clusters(M: int, sms: int) -> list[Cluster]:
-    """Those that a GPU with so many multiprocessors has room for, the fastest first."""
+    """Return the clusters that a GPU with `sms` multiprocessors can run, fastest first."""
     known = ONE_ROW if M == 1 else MORE_ROWS
     return [each for each in known if each.blocks <= PORTABLE or sms >= WHOLE]
 
@@ -127,13 +127,13 @@ def _has_equal_splits(H: int) -> bool:
 
 
 def _split(H: int, cluster: Cluster) -> tuple[int, int]:
-    """Channels of a split of a block, and of all blocks."""
+    """Return the channels of h that a block computes, and the channels of a whole split."""
     length = mma.splits(H)[1] * mma.UNIT
     return length // cluster.blocks, length
 
 
 def _columns(C: int, cluster: Cluster) -> int:
-    """Eights of outputs of a warp."""
+    """Return the octets (groups of eight) of outputs per warp in the last product."""
     return ceil(ceil(C / cluster.blocks / mma.OCTET) / mma.splits(C)[0])
 
 
@@ -141,9 +141,9 @@ def _columns(C: int, cluster: Cluster) -> int:
 def blocks_geometry(
     M: int, C: int, H: int, types: tuple[str, str], terms: int, sms: int
 ) -> Geometry | None:
-    """The launch for weights in blocks of GGUF; None where it does not fit.
+    """Return the launch for GGUF weights, or None if the kernel does not support the sizes.
 
-    types: of the weights of h, and of the last ones. terms: of x.
+    types: GGUF types of w_gate (and w_up), and of w_down. terms: 16-bit terms per value of x.
     """
     if M > MOST_ROWS or C > MOST_CHANNELS or C % blocks.COLUMNS or not _has_equal_splits(H):
         return None
@@ -152,16 +152,17 @@ def blocks_geometry(
         shared = blocks_shared_bytes(rows, C, H, types, terms, cluster.blocks)
         if shared <= MOST_SHARED:
             shared = filled(MOST_SHARED, 2 if M == 1 else 1, shared)
-            found = geometry_of(rows, C, H, cluster, shared)._replace(kernel="ffn_decode_gguf")
             numbers = (TYPES[name].number for name in types)
-            return found.with_defines(tuple(zip(("GGUF_TYPE_0", "FF_TYPE"), numbers, strict=True)))
+            defines = tuple(zip(("GGUF_TYPE_0", "FF_TYPE"), numbers, strict=True))
+            launch_geometry = geometry_of(rows, C, H, cluster, shared).with_defines(defines)
+            return launch_geometry._replace(kernel="ffn_decode_gguf")
     return None
 
 
 def blocks_shared_bytes(
     rows: int, C: int, H: int, types: tuple[str, str], terms: int, cluster: int
 ) -> int:
-    """Return BYTES of matmul/decode/ffn_mma_gguf.cu: x, h (received, terms), sums, weights."""
+    """Return BYTES of ffn_mma_gguf.cu, the shared memory per block: x, h, sums, weights."""
     parts, (_, units) = mma.splits(C)[0], mma.splits(H)
     length = mma.UNIT * units
     own, tiles = length // cluster, ceil(C / blocks.COLUMNS)
@@ -180,11 +181,12 @@ def splits_of(
     types: Collection[tuple[str, str]] = (),
     head_size: int = 0,
 ) -> int:
-    """The splits of `gated_sums` for M rows of a layer; 0 where the layer cannot have it.
+    """Return the option `splits` of `gated_sums` for M rows, or 0 if a layer cannot use it.
 
-    dtype: of the weights. shapes: of the layer's tensors, which are Llama's without biases and
-    without norms of the results of its halves. types: with blocks of GGUF, those of w_gate and of
-    w_down in any layer, where the whole layer has them; head_size: channels of a head there.
+    A layer must be Llama's, without biases and without norms on the outputs of attention and
+    feed-forward. dtype: dtype of the weights. shapes: shapes of the layer's tensors, by name.
+    types: pairs of GGUF types of w_gate and w_down, of all layers; empty if a matrix has no GGUF
+    blocks. head_size: channels per head, used for GGUF blocks.
     """
     others = any(name.startswith("b_") or name in ("gamma_attn", "gamma_ff") for name in shapes)
     if compute_capability() != HOPPER_CAPABILITY or others or "w_gate" not in shapes:
@@ -203,15 +205,15 @@ def splits_of(
 
 
 def normed_columns(D: int) -> tuple[int, ...]:
-    """Columns of a block of `rope_sums`, of which a cluster has a head of D channels with a norm.
+    """Return the columns per block with which a cluster can normalize a head of D channels.
 
-    The blocks of a cluster are few, and a block has a power of two.
+    A cluster has at most PORTABLE blocks, and the columns per block are a power of two.
     """
     return tuple(c for c in (32, 16, 8) if D % c == 0 and D // c <= PORTABLE)
 
 
 def _check_addresses(c: Call, *names: str) -> None:
-    """InputError unless these arrays and matrices are aligned to 16 bytes, as they are loaded."""
+    """Raise InputError unless these arrays and matrices are aligned to 16-byte loads."""
     for name in names:
         array = getattr(c, name)
         if array is not None:
@@ -228,18 +230,18 @@ def _gated_sums(c: Call) -> Launch:
     if len(dtypes) > 1:
         raise UnsupportedCall(f"weights of {', '.join(sorted(dtypes))}: expected one dtype")
     sms = device_attribute("MultiProcessorCount")
-    found = geometry(c.M, c.C, c.H, c.w_gate.dtype, sms)
-    if found is None:
+    launch_geometry = geometry(c.M, c.C, c.H, c.w_gate.dtype, sms)
+    if launch_geometry is None:
         raise UnsupportedCall(
             f"x {c.x.shape}, {c.H:,} channels, {c.w_gate.dtype}: expected up to {MOST_ROWS} rows "
             f"of up to {MOST_CHANNELS:,} channels, a multiple of {MULTIPLE}, equal splits of the "
             f"channels between the products, and weights of {', '.join(DTYPES)}: use linear and "
             "silu_mul"
         )
-    found = _checked(found, c)
+    launch_geometry = _checked(launch_geometry, c)
     gate, up = ((w.data, w.scale) for w in (c.w_gate, c.w_up))
     args = (c.x, c.gamma, *gate, *up, c.w_down.data, c.sums, c.eps, c.M)
-    return launch_at(FILE, found, args, *storage_of(c.w_gate))
+    return launch_at(FILE, launch_geometry, args, *storage_of(c.w_gate))
 
 
 @variant("gated_sums_gguf", BLOCKS_FILE, "ffn_decode_gguf")
@@ -254,29 +256,30 @@ def _gated_blocks(c: Call) -> Launch:
         )
     terms = 1 if rounds(c.x_dtype, GGUF) else mma.TERMS
     types = c.w_gate.ranges[0][0], c.w_down.ranges[0][0]
-    found = blocks_geometry(c.M, c.C, c.H, types, terms, device_attribute("MultiProcessorCount"))
-    if found is None:
+    sms = device_attribute("MultiProcessorCount")
+    launch_geometry = blocks_geometry(c.M, c.C, c.H, types, terms, sms)
+    if launch_geometry is None:
         raise UnsupportedCall(
             f"x {c.x.shape}, {c.H:,} channels: expected up to {MOST_ROWS} rows of up to "
             f"{MOST_CHANNELS:,} channels, a multiple of {blocks.COLUMNS}, and equal splits of the "
             "channels between the products: use linear"
         )
-    found = _checked(found, c)
+    launch_geometry = _checked(launch_geometry, c)
     args = (c.x, c.gamma, *(w.data for w in matrices), c.sums, c.eps, c.M)
-    return launch_at(BLOCKS_FILE, found, args, *storage_of(c.w_gate))
+    return launch_at(BLOCKS_FILE, launch_geometry, args, *storage_of(c.w_gate))
 
 
-def _checked(made: Geometry, c: Call) -> Geometry:
-    """The launch for this call of `gated_sums`, whose splits and addresses are right."""
+def _checked(launch_geometry: Geometry, c: Call) -> Geometry:
+    """Check splits and addresses of a call of `gated_sums`; return its complete launch geometry."""
     if c.splits != mma.splits(c.H)[0]:
         raise UnsupportedCall(f"splits: expected {mma.splits(c.H)[0]}, got {c.splits}")
     _check_addresses(c, "x", "gamma", "w_gate", "w_up", "w_down", "sums")
-    return _rounding(made, c, c.w_gate).with_defines(gate_define(c.gelu))
+    return _rounding(launch_geometry, c, c.w_gate).with_defines(gate_define(c.gelu))
 
 
-def _rounding(made: Geometry, c: Call, w: WeightMatrix) -> Geometry:
-    """The launch of a kernel that rounds the operands of products with such weights to x_dtype."""
-    return made.with_defines(count_define(rounds(c.x_dtype, w.dtype)))
+def _rounding(launch_geometry: Geometry, c: Call, w: WeightMatrix) -> Geometry:
+    """Return the geometry with the constant that rounds operands of products to x_dtype, if any."""
+    return launch_geometry.with_defines(count_define(rounds(c.x_dtype, w.dtype)))
 
 
 def _check_sums(c: Call) -> None:
@@ -294,9 +297,10 @@ def _check_sums_of_blocks(c: Call) -> None:
 
 
 def _product(c: Call, kernel: str, rope: int = 0, columns: Sequence[int] = mma.COLUMNS) -> Geometry:
-    """The launch of a kernel of matmul/decode/mma.cu, with an RMSNorm where heads have channels.
+    """Return the launch geometry of a kernel of matmul/decode/mma.cu that adds split sums.
 
-    columns: of a block, those that are possible.
+    rope: channels per head if the kernel fuses RMSNorm and RoPE, else 0. columns: possible columns
+    per block.
     """
     _check_sums(c)
     if compute_capability() < MMA_CAPABILITY:
@@ -308,7 +312,7 @@ def _product(c: Call, kernel: str, rope: int = 0, columns: Sequence[int] = mma.C
         raise UnsupportedCall(f"K {c.K:,}: expected a multiple of {multiple} for {c.w.dtype}")
     if c.N >= mma.MANY_COLUMNS:
         raise UnsupportedCall(f"{c.N:,} outputs: expected less than {mma.MANY_COLUMNS:,}")
-    found = mma.geometry(
+    launch_geometry = mma.geometry(
         kernel,
         *(c.M, c.N, c.K, c.w.dtype),
         norm=2 if rope else 0,
@@ -316,24 +320,24 @@ def _product(c: Call, kernel: str, rope: int = 0, columns: Sequence[int] = mma.C
         most_shared=device_attribute("MaxSharedMemoryPerBlockOptin") - 1024,
         columns=columns,
     )
-    if found is None:
+    if launch_geometry is None:
         raise UnsupportedCall(f"K {c.K:,}: a row does not fit in shared memory")
-    assert found is not None
+    assert launch_geometry is not None
     defines = ("LM_SUMS", 0 if c.sums is None else c.S), *((("LM_ROPE", rope),) if rope else ())
-    return _rounding(found.with_defines(defines), c, c.w)
+    return _rounding(launch_geometry.with_defines(defines), c, c.w)
 
 
 def _left(c: Call) -> tuple[CudaArray | None, CudaArray | None]:
-    """The sums, and the scales of their outputs."""
+    """Return the split sums that remain to be added, and the scales of w_down's outputs."""
     return c.sums, None if c.w_down is None else c.w_down.scale
 
 
 @variant("linear_sums", mma.FILE, "linear_decode_sums")
 def _linear_sums(c: Call) -> Launch:
-    found = _product(c, "linear_decode_sums")
+    launch_geometry = _product(c, "linear_decode_sums")
     _check_addresses(c, "x", "w")
     args = (c.x, c.w.data, c.w.scale, *_left(c), c.residual, c.out, c.M, c.N)
-    return launch_at(mma.FILE, found, args, *storage_of(c.w))
+    return launch_at(mma.FILE, launch_geometry, args, *storage_of(c.w))
 
 
 @variant("linear_sums_gguf", blocks.FILE, "linear_gguf_sums")
@@ -350,13 +354,14 @@ def _rope_sums(c: Call) -> Launch:
     D = 2 * c.P
     if c.K > MOST_CHANNELS:
         raise UnsupportedCall(f"K {c.K:,}: expected up to {MOST_CHANNELS:,}")
-    found = _product(c, "rope_decode_sums", D) if c.gamma_q is None else _with_norms(c, D)
+    launch_geometry = _product(c, "rope_decode_sums", D) if c.gamma_q is None else _with_norms(c, D)
     _check_addresses(c, "x", "gamma", "w", "sums")
     check_address("by", c.by, 8)
     cache = (c.by, c.row, c.position, c.out, c.k, c.v)
     sizes = (c.eps, c.M, c.N, c.n_head, c.C // D, c.B, c.T)
     args = (c.x, c.gamma, c.w.data, c.w.scale, *_left(c), *cache, c.gamma_q, c.gamma_k, *sizes)
-    return launch_at(mma.FILE, found, args, *storage_of(c.w, cache_dtype(c.w.dtype)), c.kv_dtype)
+    storage = storage_of(c.w, cache_dtype(c.w.dtype))
+    return launch_at(mma.FILE, launch_geometry, args, *storage, c.kv_dtype)
 
 
 @variant("rope_sums_gguf", blocks.FILE, "rope_decode_gguf")
@@ -370,23 +375,23 @@ def _rope_blocks(c: Call) -> Launch:
 
 
 def _with_norms(c: Call, D: int) -> Geometry:
-    """The launch of `rope_sums` with norms of heads, each in a cluster."""
+    """Return the geometry of `rope_sums` with norms of heads: one cluster per head."""
     columns = normed_columns(D)
     if not columns:
         raise UnsupportedCall(
             f"heads of {D} channels: expected a multiple of 8, at most {PORTABLE} times 32"
         )
-    found = _product(c, "rope_decode_sums", D, columns)
-    cluster = D // int(dict(found.defines)["LM_COLUMNS"])
+    launch_geometry = _product(c, "rope_decode_sums", D, columns)
+    cluster = D // int(dict(launch_geometry.defines)["LM_COLUMNS"])
     if cluster > 1 and compute_capability() < HOPPER_CAPABILITY:
         raise UnsupportedCall(
             "needs a GPU of compute capability 9.0 (Hopper), as a head has several blocks"
         )
-    return found.with_defines((("LM_QK_NORM", 1), ("LM_CLUSTER", cluster)))
+    return launch_geometry.with_defines((("LM_QK_NORM", 1), ("LM_CLUSTER", cluster)))
 
 
 def _prepare_rope(unchecked: UncheckedCall) -> Call:
-    """InputError unless w has the outputs of all heads, and the kv_cache its dtype."""
+    """Check a call of `rope_sums`: w needs the outputs of all heads, the kv_cache its dtype."""
     c = unchecked.checked()
     if (c.gamma_q is None) != (c.gamma_k is None):
         raise InputError("expected gamma_q and gamma_k, or neither")
@@ -404,7 +409,7 @@ def _prepare_rope(unchecked: UncheckedCall) -> Call:
 
 
 def _of_blocks(name: str, others: Variant, of_blocks: Variant) -> Callable[[UncheckedCall], Call]:
-    """A preparation that chooses the variant for weights of this name in blocks, or the other."""
+    """Return a `prepare` that chooses `of_blocks` if the weights `name` are a GgufMatrix."""
 
     def prepare(unchecked: UncheckedCall) -> Call:
         c = unchecked.checked()

@@ -1,12 +1,13 @@
 """The linear layer, [residual +] [gelu]((LayerNorm(x) or x) w + bias), sums in float32.
 
-And of q, k and v in decoding, into the kv_cache; with RoPE too, by wgmma, for large matrices.
+In decoding, a linear layer for q, k and v also appends k and v to the kv_cache. wgmma kernels for
+large matrices also fuse RoPE.
 
-Use it for float32 activations and weights (N, K) of any dtype, or where a GPU has no tensor cores:
-matmul/decode/mma.cu for few rows, as in decoding, and with the same bits matmul/decode/mma_tiles.cu
-for more of them and matmul/decode/wgmma.cu for large matrices or more rows; matmul/decode/cores.cu
-where these do not apply; matmul/prompt/cores.cu for many rows. `gemm` is faster for many rows of
-16-bit activations; `matmul_bias` takes plain float32 matrices (K, N).
+Use it for float32 activations and weights (N, K) of any dtype, or on GPUs without tensor cores.
+matmul/decode/mma.cu computes few rows, as in decoding. mma_tiles.cu computes more rows, and
+wgmma.cu large matrices or more rows, with the same bits. matmul/decode/cores.cu runs where these
+kernels do not apply, matmul/prompt/cores.cu for many rows. `gemm` is faster for many rows of 16-bit
+activations; `matmul_bias` takes plain float32 matrices (K, N).
 """
 
 from __future__ import annotations
@@ -62,15 +63,15 @@ from gpt2block.ops.warm import call
 from gpt2block.weights.matrix import WeightMatrix
 from gpt2block.weights.two_part import TwoPartMatrix, scale_for
 
-FEW_ROWS = 16  # up to here the kernels for decoding are the default variants
-MORE_ROWS = 16  # from here on LayerNorm is a step of its own, and mma_tiles can be faster than mma
-FEW_PRODUCTS = 80_000_000  # M N K: up to here mma is faster than mma_tiles with more rows, too
-# From here on variant hopper is faster: N K for more than MANY_ROWS rows, and for 17 or more; for
-# fewer, of a layer's smallest matrix, N K, or for 2 rows and more M N K, of weights of 16 bits and
-# of FP8.
+FEW_ROWS = 16  # maximum rows of x for which the kernels of decoding are the default variants
+MORE_ROWS = 16  # most rows of x with fused LayerNorm; for more, mma_tiles can be faster than mma
+FEW_PRODUCTS = 80_000_000  # maximum M N K for which mma is faster than mma_tiles for M > MORE_ROWS
+# Variant hopper is faster from these sizes on: N K of a matrix for more than MANY_ROWS rows, and
+# for 17 to MANY_ROWS rows. For fewer rows, the smallest matrix of a layer decides: by N K, or for
+# 2 rows and more by M N K, with a limit for 16-bit and one for FP8 weights.
 MANY_ROWS, SMALL_MATRIX, MEDIUM_MATRIX = 32, 500_000, 4_000_000
 LARGE_MATRIX, LARGE_PRODUCTS, LARGE_FP8_PRODUCTS = 10_000_000, 4_000_000, 9_000_000
-# As the contracts of `reference.linear` and `linear_qkv`, with a TwoPartMatrix.
+# Contracts of `reference.linear` and `reference.linear_qkv` if w is a TwoPartMatrix.
 TWO_PART_LINEAR = Contract.parse(
     "x f32 ... K; w two_part N K; bias? f32 N; gamma? beta? f32 K; residual? f32 ... N; "
     "up? rows K N -> out~residual f32 ... N"
@@ -79,23 +80,24 @@ TWO_PART_QKV = Contract.parse(
     "x f32 M K; w two_part N K; bias? f32 N; gamma? beta? f32 K; k v kv B P C; row position i32 M "
     "-> q f32 M C; k v kv B P C"
 )
-MAX_OUTPUTS = 2**31 - 2**16  # N of these: what an int holds, and a block more
-MAX_BLOCKS = 65535  # along the grid's second axis
-# Whether products with a GgufMatrix fuse RMSNorm of their rows, and whether wgmma computes them.
+MAX_OUTPUTS = 2**31 - 2**16  # maximum M and N: an int still holds them plus a block's columns
+MAX_BLOCKS = 65535  # maximum blocks along the second axis of a grid
+# Functions: whether products with a GgufMatrix fuse RMSNorm of x; whether wgmma supports them.
 normalizes, wgmma_takes = blocks.normalizes, hopper.takes_blocks
 
 
 def terms_of(
     dtype: str, M: int, shapes: Mapping[str, tuple[int, int]], rounded: bool = False
 ) -> dict[str, tuple[Terms, ...]]:
-    """The terms that the x of each product of a layer can have for decoding M rows, fastest first.
+    """Return the `Terms` in which x can be stored for each product of a layer, fastest first.
 
-    dtype: of the weights. shapes: (K, N) of the matrices. rounded: x, to one term. None where x has
-    floats, because that is faster for few rows, or because these products are not on tensor cores,
-    or of tf32. Two-part terms have no scale yet: it is the caller's to choose. Up to MORE_ROWS rows
-    all products of a layer are of one kind: with two in turn, launches overlap less. With blocks of
-    GGUF mma is faster up to 8 rows: of a 7B in Q4_K_M (H100), 8 rows take 3.1 ms, 16 rows 4.9, and
-    by wgmma 3.8.
+    M: rows of x. dtype: dtype of the weights. shapes: (K, N) of the matrices, by name. rounded:
+    whether x is rounded to one term per value. A product without `Terms` reads x as floats: floats
+    are faster for few rows, and necessary for products without tensor cores or with tf32. The
+    caller sets the scale of two-part terms. Up to MORE_ROWS rows, all products of a layer are of
+    one kind: if two kinds alternate, launches overlap less. With GGUF blocks, mma is faster up to 8
+    rows: a step of a 7B model in Q4_K_M (H100) takes 3.1 ms for 8 rows, and for 16 rows 4.9 ms, or
+    3.8 ms by wgmma.
     """
     if dtype == "float32" or compute_capability() < MMA_CAPABILITY:
         return {}
@@ -111,7 +113,7 @@ def terms_of(
     smallest = min(K * N for K, N in shapes.values())
     products = LARGE_FP8_PRODUCTS if dtype in FP8 else LARGE_PRODUCTS
 
-    def found(K: int, N: int) -> tuple[Terms, ...]:
+    def terms_for(K: int, N: int) -> tuple[Terms, ...]:
         if M > MORE_ROWS:
             enough = SMALL_MATRIX if M > MANY_ROWS else MEDIUM_MATRIX
             faster = enough <= N * K
@@ -121,18 +123,18 @@ def terms_of(
         in_place = (wide._replace(width=0),) if M > MORE_ROWS and K % multiple == 0 else ()
         return (wide, *in_place) if possible and faster else in_place
 
-    return {name: terms for name, shape in shapes.items() if (terms := found(*shape))}
+    return {name: terms for name, shape in shapes.items() if (terms := terms_for(*shape))}
 
 
-ROUNDING = ("float16", "float8_e5m2", "float8_e4m3fn", FILE)  # weights with which decoding rounds x
+ROUNDING = ("float16", "float8_e5m2", "float8_e4m3fn", FILE)  # weights for which x is rounded
 
 
 def can_round(dtype: str, inputs: Iterable[int]) -> bool:
-    """Whether decoding rounds x, of products with so many inputs, to ROUNDED.
+    """Return whether decoding rounds x to ROUNDED. inputs: the K of each product with weights.
 
-    It does where that is faster and costs next to nothing: on Hopper GPUs, with weights of a dtype
-    in ROUNDING, where all products are those on tensor cores; with any number of rows, so that a
-    row has the same bits alone and in any batch. Else x has two terms, or is not rounded.
+    Rounding is faster, and costs almost no accuracy, on Hopper GPUs with weights of a dtype in
+    ROUNDING if all products run on tensor cores. x is then rounded for any number of rows, so that
+    a row has the same bits alone and in any batch. Otherwise, x has two terms or stays float32.
     """
     if dtype not in ROUNDING or compute_capability() != HOPPER_CAPABILITY:
         return False
@@ -141,18 +143,18 @@ def can_round(dtype: str, inputs: Iterable[int]) -> bool:
 
 
 def itemsize_of(dtype: str) -> int:
-    """Bytes of a number of weights of a dtype, or of a part of it."""
+    """Return the bytes per weight of this dtype, or per part of a two-part weight."""
     return 2 if dtype == TWO_PART else mma.BYTES.get(dtype, 1)
 
 
 def _most_shared() -> int:
-    return device_attribute("MaxSharedMemoryPerBlockOptin") - 1024  # static, and its own
+    return device_attribute("MaxSharedMemoryPerBlockOptin") - 1024  # 1024: static shared memory
 
 
 def _few_rows(module: Any, c: Call, kernel: str, args: tuple[Any, ...]) -> Launch:
-    """A kernel of matmul/decode/cores.cu or matmul/decode/mma.cu, by module: matvec or mma.
+    """Return the launch of a kernel of matmul/decode/cores.cu or matmul/decode/mma.cu.
 
-    args: its last arguments.
+    module: matvec for cores.cu, mma for mma.cu. args: the kernel's last arguments.
     """
     if c.N > MAX_OUTPUTS:
         raise UnsupportedCall(f"w: expected at most {MAX_OUTPUTS:,} outputs, got {c.N:,}")
@@ -182,8 +184,8 @@ def _few_rows(module: Any, c: Call, kernel: str, args: tuple[Any, ...]) -> Launc
     geometry = geometry.with_defines(defines)
     if geometry.grid[1] > MAX_BLOCKS:
         raise UnsupportedCall(f"{c.M:,} rows: too many for this variant: use variant tiles")
-    of_w = mma.LOADED if module is mma else matvec.order(c.N, c.K, size)[0] * size
-    check_address("w", c.w.data, of_w)
+    load = mma.LOADED if module is mma else matvec.order(c.N, c.K, size)[0] * size
+    check_address("w", c.w.data, load)
     for name in ("x", "gamma", "beta"):
         if getattr(c, name) is not None:
             check_address(name, getattr(c, name), 4 * gcd(4, c.K))
@@ -193,7 +195,7 @@ def _few_rows(module: Any, c: Call, kernel: str, args: tuple[Any, ...]) -> Launc
 
 
 def _on_tensor_cores(c: Call) -> None:
-    """Raise UnsupportedCall if tensor cores cannot add products in the order of decoding."""
+    """Raise UnsupportedCall if the GPU or K is unsupported by the tensor-core decoding kernels."""
     old, multiple = compute_capability() < MMA_CAPABILITY, mma.LOADED // itemsize_of(c.w.dtype)
     if old:
         raise UnsupportedCall("needs a GPU of compute capability 8.0 or newer: use variant matvec")
@@ -203,7 +205,7 @@ def _on_tensor_cores(c: Call) -> None:
 
 
 def _on_cuda_cores(c: Call) -> None:
-    """Raise UnsupportedCall where a product needs tensor cores."""
+    """Raise UnsupportedCall if w, or rounding of x, needs kernels for tensor cores."""
     if c.w.dtype == TWO_PART:
         raise UnsupportedCall("takes no TwoPartMatrix: use variant mma, or a WeightMatrix")
     if c.w.dtype == GGUF:
@@ -213,14 +215,14 @@ def _on_cuda_cores(c: Call) -> None:
 
 
 def _check_sizes(c: Call) -> None:
-    """Raise UnsupportedCall for more rows or outputs than kernels count."""
+    """Raise UnsupportedCall if there are more rows or outputs than kernels can index."""
     expected = f"expected at most {MAX_OUTPUTS:,} of both"
     if max(c.M, c.N) > MAX_OUTPUTS:
         raise UnsupportedCall(f"x {c.x.shape}, {c.N:,} outputs: {expected}")
 
 
 def _more_rows(c: Call, kernel: str, args: tuple[Any, ...]) -> Launch:
-    """A kernel of matmul/decode/mma_tiles.cu; args: its last arguments."""
+    """Return the launch of a kernel of mma_tiles.cu. args: the kernel's last arguments."""
     if c.w.dtype == GGUF:
         raise UnsupportedCall("takes no GgufMatrix: use variant tiles")
     if c.gamma is not None:
@@ -242,8 +244,8 @@ def _more_rows(c: Call, kernel: str, args: tuple[Any, ...]) -> Launch:
         sms=device_attribute("MultiProcessorCount"),
         most_shared=_most_shared(),
     )
-    ends = c.terms is not None, c.to_terms is not None
-    geometry = mma_tiles.geometry(kernel, *sizes, tile, *ends)
+    stored = c.terms is not None, c.to_terms is not None
+    geometry = mma_tiles.geometry(kernel, *sizes, tile, *stored)
     geometry = geometry.with_defines(count_define(c.rounded))
     args = (c.x, c.w.data, c.w.scale, c.bias, c.x_scale, *args)
     return launch_at(mma_tiles.FILE, geometry, args, *storage_of(c.w, c.T), c.kv_dtype)
@@ -256,7 +258,7 @@ def _by_wgmma(
     args: tuple[Any, ...],
     head: int = 0,
 ) -> tuple[Launch, ...]:
-    """Launch a kernel of matmul/decode/wgmma*.cu, with the arguments of `hopper.launch`."""
+    """Return the launches of a kernel of wgmma*.cu. Parameters: as for `hopper.launch`."""
     if compute_capability() != HOPPER_CAPABILITY:
         raise UnsupportedCall(
             "needs a GPU of compute capability 9.0 (Hopper): use variant mma_tiles"
@@ -288,12 +290,12 @@ def _rope_blocks_hopper(c: Call) -> tuple[Launch, ...]:
 
 
 def _ends(c: Call) -> tuple[Any, ...]:
-    """The last arguments of a product of few rows."""
+    """Return the last arguments of a kernel for few rows of x."""
     return c.residual, c.out, c.eps, c.M, c.N, int(c.gelu)
 
 
 def _tile_ends(c: Call) -> tuple[Any, ...]:
-    """The last arguments of a product of more rows."""
+    """Return the last arguments of a kernel for more rows of x."""
     return c.residual, c.out, c.M, c.N, c.K, int(c.gelu)
 
 
@@ -310,7 +312,7 @@ def _mma(c: Call) -> Launch:
 
 
 def _in_blocks(c: Call, kernel: str, args: tuple[Any, ...], **options: Any) -> Launch:
-    """Launch a kernel for GGUF blocks; args: the arguments after x, gamma, beta and w."""
+    """Return the launch of a kernel for GGUF blocks. args: arguments after x, gamma, beta and w."""
     if c.terms or c.to_terms:
         raise UnsupportedCall("takes and gives floats")
     blocks.check_addresses(x=c.x, gamma=c.gamma, beta=c.beta, w=c.w.data)
@@ -380,7 +382,7 @@ def _tiles(c: Call) -> Any:
 
 
 def _cache_ends(c: Call, *sizes: Any) -> tuple[Any, ...]:
-    """The last arguments of a product into a kv_cache."""
+    """Return the last arguments of a kernel that appends k and v to the kv_cache."""
     return c.row, c.position, c.q, c.k, c.v, *sizes, c.C, c.B, c.P
 
 
@@ -425,7 +427,7 @@ def _rope_hopper(c: Call) -> tuple[Launch, ...]:
 
 
 def _decoding(c: Call, operation: Operation) -> tuple[Variant, ...]:
-    """The variants of a decoding step, the preferred one first; those on tensor cores agree."""
+    """Return variants for decoding, preferred ones first. On tensor cores all give equal bits."""
     few_rows, on_tensor_cores, more_rows, by_wgmma = operation.variants[:4]
     ordered = c.terms is not None and c.terms.width > 0
     if c.w.dtype == GGUF and operation is LINEAR_QKV:
@@ -441,16 +443,17 @@ def _decoding(c: Call, operation: Operation) -> tuple[Variant, ...]:
 
 
 def _prepare(unchecked: UncheckedCall) -> Call:
-    """`decoding`: choose a variant as for few rows, so that a row's bits do not depend on others.
+    """Check a call of `linear`, and list the variants to try.
 
-    w is a WeightMatrix (N, K), or a TwoPartMatrix for variants mma and mma_tiles. x_bound: with a
-    TwoPartMatrix, the largest magnitude that x or its LayerNorm can have, by default 2^15: it gives
-    x's terms their scale. terms: what x has in the place of its floats (lib/terms.cuh), one of
-    `terms_of`, and neither gamma nor x_bound, since two-part ones have their scale; to_terms: what
-    out has, for another product with such weights. up: a second WeightMatrix, of w's dtype and
-    shape: out is silu(x w) (x up), or gelu(x w) (x up), by variant hopper. x_dtype: "float16"
-    rounds floats of x, or their LayerNorm, to it, for weights of float16 or FP8 in a kernel of
-    decoding on tensor cores; terms say themselves what they have.
+    decoding: whether to choose as for few rows, so that the bits of a row do not depend on other
+    rows. w: a WeightMatrix (N, K), or a TwoPartMatrix for variants mma and mma_tiles. x_bound: with
+    a TwoPartMatrix, the largest magnitude of x or its LayerNorm, by default 2^15; it determines the
+    scale of x's terms. terms: the `Terms` in which x is stored (lib/terms.cuh), one of `terms_of`,
+    not with gamma or x_bound, as two-part terms have a scale. to_terms: the `Terms` in which out is
+    stored for another product with such weights. up: a second WeightMatrix of w's dtype and shape;
+    variant hopper then computes silu(x w) (x up) or gelu(x w) (x up). x_dtype: "float16" rounds
+    floats of x, or their LayerNorm, in tensor-core kernels of decoding with float16 or FP8 weights;
+    with `terms`, `Terms.rounded` says this.
     """
     c = _checked(unchecked, TWO_PART_LINEAR)
     c.M, c.T, c.kv_dtype = c.rows, "float32", None
@@ -463,7 +466,7 @@ def _prepare(unchecked: UncheckedCall) -> Call:
 
 
 def _checked(unchecked: UncheckedCall, two_part: Contract) -> Call:
-    """The checked call, with the scale of x, by the contract `two_part` for a TwoPartMatrix."""
+    """Return the checked call, with the scale of x. two_part: contract for a TwoPartMatrix w."""
     if not isinstance(unchecked.inputs[1], TwoPartMatrix):
         if unchecked.options["x_bound"] is not None:
             raise InputError("x_bound: expected a TwoPartMatrix: only with one x has a scale")
@@ -479,10 +482,11 @@ def _checked(unchecked: UncheckedCall, two_part: Contract) -> Call:
 
 
 def _prepare_qkv(unchecked: UncheckedCall) -> Call:
-    """k and v have the dtype of the weights, float16 with FP8 weights, or the FP8 format kv_dtype.
+    """Check a call of `linear_qkv`, and list the variants to try.
 
-    No two of row and position are alike; k and v of a token outside the cache are dropped. A
-    TwoPartMatrix, with k and v of float32, and the other options: as in `linear`.
+    k and v have the FP8 format kv_dtype, or else the dtype of the weights (float16 with FP8
+    weights, float32 with a TwoPartMatrix). No two rows of x may have the same row and position of
+    the cache. k and v of a token outside the cache are not stored. Other options: as in `linear`.
     """
     c = _checked(unchecked, TWO_PART_QKV)
     c.T, c.to_terms, c.up = cache_dtype(c.w.dtype), None, None
@@ -496,19 +500,19 @@ def _prepare_qkv(unchecked: UncheckedCall) -> Call:
 
 
 def _prepare_rope(unchecked: UncheckedCall) -> Call:
-    """x has `terms`, in the order of wgmma; N is (n_head + 2 n_kv_head) D, a cache's C n_kv_head D.
+    """Check a call of `linear_rope`, and choose the variant.
 
-    With a GgufMatrix x may have floats, which x_dtype "float16" rounds.
-
-    RoPE turns half-split pairs of q and k. k and v are as in `linear_qkv`; row and position are not
-    read back: K and V of rows outside the cache are left out. q has the bits of `linear` and
+    x has `terms` in the order of wgmma; with a GgufMatrix, x may have floats, which x_dtype
+    "float16" rounds. N is (n_head + 2 n_kv_head) D, the C of the cache n_kv_head D. RoPE rotates
+    half-split pairs of q and k. k and v are as in `linear_qkv`. The host does not read row and
+    position; kernels do not store k and v outside the cache. q has the bits of `linear` followed by
     `rope_append`.
     """
     c = unchecked.checked(to_terms=None, up=None)
     c.T = cache_dtype(c.w.dtype)
     c.rounded = rounds(c.terms.x_dtype if c.terms else c.x_dtype, c.w.dtype)
-    of_blocks = _rope_blocks_hopper if c.terms else _rope_blocks
-    c.order = (of_blocks if c.w.dtype == GGUF else _rope_hopper,)
+    blocks_variant = _rope_blocks_hopper if c.terms else _rope_blocks
+    c.order = (blocks_variant if c.w.dtype == GGUF else _rope_hopper,)
     if c.kv_dtype is None:
         check("k", c.k, dtype=c.T)
     D = 2 * c.P
@@ -522,22 +526,22 @@ def _prepare_rope(unchecked: UncheckedCall) -> Call:
 
 
 def _check(c: Call) -> None:
-    """InputError unless gamma, beta and the terms of x and of the result fit together."""
+    """Raise InputError unless gamma, beta and the terms of x and of the result are compatible."""
     if (c.gamma is None) != (c.beta is None) and (c.gamma is None or c.w.dtype != GGUF):
         raise InputError("gamma and beta: expected both, or neither")
     if c.terms and c.x_dtype is not None:
         raise InputError("x_dtype: terms are rounded or not: expected either")
     c.rounded = rounds(c.terms.x_dtype if c.terms else c.x_dtype, c.w.dtype)
-    given = [each for each in (c.terms, c.to_terms) if each is not None]
-    if not given:
+    stored = [each for each in (c.terms, c.to_terms) if each is not None]
+    if not stored:
         return
-    if any(each.rounded != c.rounded for each in given):
+    if any(each.rounded != c.rounded for each in stored):
         raise InputError(f"terms of {c.to_terms}: expected both x and out rounded, or neither")
     shapes = {"w": (c.K, c.N)}
     known = terms_of(c.w.dtype, MORE_ROWS + 1, shapes, c.rounded).get("w", ())
     kinds = {each.dtype for each in known}
     orders = {0} if c.w.dtype == TWO_PART else {0, hopper.width(c.w.dtype)}
-    unknown = any(each.dtype not in kinds or each.width not in orders for each in given)
+    unknown = any(each.dtype not in kinds or each.width not in orders for each in stored)
     if unknown or (c.terms and c.gamma is not None):
         raise InputError(
             f"w: {c.w.dtype}, {c.K} inputs, {c.N} outputs: expected terms of "
@@ -615,14 +619,14 @@ def linear(
     variant: str | None = None,
     x_bound: float | None = None,
 ) -> CudaArray:
-    """`reference.linear` on CuPy arrays; raises InputError.
+    """Compute `reference.linear` on CuPy arrays. Raises InputError.
 
     x (..., K), bias (N,), gamma and beta (K,), residual (..., N): float32. w: a `WeightMatrix` in
-    layout "NK", of any dtype, or on GPUs from compute capability 8.0 on a `TwoPartMatrix`, where
-    x_bound is the largest magnitude that x or its LayerNorm can have, by default 2^15. Without a
-    variant: up to 16 rows and with gamma, mma, or matvec on GPUs before compute capability 8.0 and
-    where rows of w do not have a multiple of 16 bytes; else tiles, or with a TwoPartMatrix
-    mma_tiles. A row's result has the same bits alone and among others for the same variant.
+    layout "NK", of any dtype, or on GPUs from compute capability 8.0 on a `TwoPartMatrix`. x_bound:
+    with a TwoPartMatrix, the largest magnitude of x or its LayerNorm, by default 2^15. variant: by
+    default mma for up to 16 rows or with gamma (matvec on GPUs before compute capability 8.0, or if
+    a row of w is no multiple of 16 bytes), else tiles, or mma_tiles with a TwoPartMatrix. For one
+    variant, the result of a row has the same bits alone and among other rows.
     """
     inputs = (*contiguous(x), w, *contiguous(bias, gamma, beta, residual))
     options = {"gelu": gelu, "eps": eps, "variant": variant, "x_bound": x_bound}

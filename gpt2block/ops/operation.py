@@ -56,7 +56,7 @@ class Variant:
 
     @property
     def idea(self) -> str:
-        """The ideas of the kernels in one line, from the head of their file. Raises KernelError."""
+        """Summaries of the kernels in one line, from their file's head. Raises KernelError."""
         if self.own:
             return "your kernel"
         ideas = [idea_of(self.file, kernel, self.name) for kernel in self.kernels]
@@ -110,7 +110,7 @@ class Workload:
     dtypes: tuple[str, ...] = ("float32",)  # supported dtypes of the arrays; the first by default
     matrices: tuple[int, ...] = ()  # indices of inputs that are weights (K, N), and can be FP8
     layout: str = "KN"  # default layout of the weights
-    series: tuple[str, int] | None = None  # a size measured at powers of two, and its largest value
+    series: tuple[str, int] | None = None  # (size to measure at powers of two, its maximum)
     axes: Mapping[str, str] = field(default_factory=dict)
     small: tuple[Mapping[str, int], ...] = ()
     arrays: Mapping[str, str] = field(default_factory=dict)
@@ -211,8 +211,8 @@ class Operation:
     @property
     def table(self) -> tuple[Variant, ...]:
         """All kernels of the operation: variants, parts and variants of steps."""
-        of_steps = (variant for step in self.steps for variant in step.variants)
-        return tuple(dict.fromkeys((*self.variants, *self.parts, *of_steps)))
+        in_steps = (variant for step in self.steps for variant in step.variants)
+        return tuple(dict.fromkeys((*self.variants, *self.parts, *in_steps)))
 
     @property
     def auxiliary(self) -> tuple[Variant, ...]:
@@ -239,7 +239,7 @@ class Operation:
         raise InputError(f"{self.name}: ", *problem, f": expected one of {known}{hint}")
 
     def bound_to(self, call: Call) -> Bound:
-        """Return the launches of a call, by its option `variant` or the first that supports it.
+        """Return the launches of a call by its option `variant`, or the first supported variant.
 
         If the call has an option `block`, `call.block` becomes the variant's block size, and
         `call.requested` whether the caller chose it. Raises InputError with the reason if no

@@ -9,10 +9,10 @@ from gpt2block.cuda.kernels import FP8, TWO_PART, Defines
 from gpt2block.errors import InputError
 from gpt2block.weights.gguf import UNIT
 
-KINDS = {"float16": 1, "bfloat16": 2, TWO_PART: 3}  # numbers of the kinds in lib/terms.cuh
+KINDS = {"float16": 1, "bfloat16": 2, TWO_PART: 3}  # constants of the kinds in lib/terms.cuh
 LINE = 64  # channels per line of terms in the order of wgmma
 IN_ORDER = 2  # Terms.width for GGUF blocks, whose codes are stored in the order of mma operands
-CHUNK = 32  # channels per sum, by which minimums of GGUF blocks are multiplied
+CHUNK = 32  # channels of x per sum; minimums of GGUF blocks are multiplied by these sums
 ROUNDED = "float16"  # dtype that x can be rounded to
 ROUNDABLE = (ROUNDED, *FP8, GGUF)  # dtypes of weights for which x can be rounded
 
@@ -28,15 +28,15 @@ class Terms(NamedTuple):
     width: int = 0
     scale: float = 1.0  # scale of two-part terms: a power of two, the same for all values
     rounded: bool = False  # whether only the first term of each value is used
-    summed: bool = False  # whether sums of chunks follow the terms, for GGUF blocks
+    summed: bool = False  # whether sums of CHUNK channels follow the terms, for GGUF blocks
 
     def with_sums(self, together: int) -> Terms:
-        """Return these terms with `summed` set, if the sums are needed and the kernel can add them.
+        """Return these terms; `summed` is True if sums are needed and the kernel can add them.
 
         together: neighbouring channels that the kernel computes together.
         """
-        of_blocks = (self.dtype, self.width, self.rounded) == (ROUNDED, IN_ORDER, True)
-        return self._replace(summed=of_blocks and together % CHUNK == 0)
+        for_blocks = (self.dtype, self.width, self.rounded) == (ROUNDED, IN_ORDER, True)
+        return self._replace(summed=for_blocks and together % CHUNK == 0)
 
     @property
     def x_dtype(self) -> str | None:
@@ -69,12 +69,12 @@ def check_terms(terms: Terms | None, channels: int, together: int = 1) -> None:
 
 
 def count_define(rounded: bool) -> Defines:
-    """Constant of lib/terms.cuh for one term per value, if rounded."""
+    """Return the constant of lib/terms.cuh for one term per value if `rounded`, else none."""
     return (("TERM_COUNT", 1),) if rounded else ()
 
 
 def rounds(x_dtype: str | None, dtype: str) -> bool:
-    """Whether x is rounded to x_dtype for weights of `dtype`. Raises InputError if it cannot be."""
+    """Return whether x is rounded to x_dtype. Raises InputError if the weights do not permit it."""
     if x_dtype is None:
         return False
     if x_dtype != ROUNDED or dtype not in ROUNDABLE:
@@ -86,7 +86,7 @@ def rounds(x_dtype: str | None, dtype: str) -> bool:
 
 
 def stored_defines(constant: str, terms: Terms | None) -> Defines:
-    """Constants of a kernel that stores these terms. constant: name of the one for their kind."""
+    """Return constants for a kernel that stores terms. constant: name of the constant in KINDS."""
     if terms is None:
         return ()
     width = (("TERM_WIDTH", terms.width),) if terms.width else ()
@@ -95,5 +95,5 @@ def stored_defines(constant: str, terms: Terms | None) -> Defines:
 
 
 def stored_scale(terms: Terms | None) -> float:
-    """Argument for the scale of terms, of a kernel that can store them."""
+    """Return the scale argument of a kernel that can store terms; 1.0 without terms."""
     return terms.scale if terms else 1.0

@@ -17,7 +17,7 @@ from gpt2block.weights.two_part import scale_for
 
 
 class Rows(NamedTuple):
-    """The left operand of a product: rows to normalize first (with gamma), or stored as `terms`."""
+    """The left operand of a product: rows, as `terms` or, with `gamma`, to normalize first."""
 
     value: Value
     gamma: str = ""
@@ -61,7 +61,7 @@ class DecodePass(Pass):
         self.rounding: dict[str, Any] = {} if x_dtype is None else {"x_dtype": x_dtype}
         self._bounds = bounds or {}
         self.kv: dict[str, Any] = {} if kv_dtype is None else {"kv_dtype": kv_dtype}
-        self.rotations: dict[str, Value] = {}  # by name of the RoPE frequencies
+        self.rotations: dict[str, Value] = {}  # results of `rotations` by name of frequencies
 
     def embed(self) -> Value:
         if self.c.rope and self._fuses_rope(self._terms(("w_qkv",))):  # layers share rotations
@@ -77,13 +77,13 @@ class DecodePass(Pass):
         biased = any(self.do.has(w.replace("w_", "b_")) for w in to)
         if (beta and self.norms) or (to and fused and not beta and not biased):
             return Rows(x, gamma, beta, bound=bound)
-        terms = self._terms(to, bound, together=1 if beta else UNIT)  # RMSNorm can add UNIT
+        terms = self._terms(to, bound, together=1 if beta else UNIT)  # RMSNorm can sum UNIT
         if beta:
-            how: dict[str, Any] = {"variant": "decode", "stats": False, **_to(terms)}
-            y = self.do(name, "layernorm", (x, gamma, beta), eps=self.c.eps, **how)
+            options: dict[str, Any] = {"variant": "decode", "stats": False, **_to(terms)}
+            y = self.do(name, "layernorm", (x, gamma, beta), eps=self.c.eps, **options)
         else:
-            how = {**self.of_stream, **_to(terms)}
-            y = self.do(name, "rmsnorm", (x, gamma), eps=self.c.eps, **how)
+            options = {**self.of_stream, **_to(terms)}
+            y = self.do(name, "rmsnorm", (x, gamma), eps=self.c.eps, **options)
         return Rows(y, terms=terms, bound=bound)
 
     def operand(self, name: str, x: Value, to: To) -> Rows:
@@ -95,10 +95,10 @@ class DecodePass(Pass):
     def _product(self, p: Product) -> Value:
         a: Rows = p.a
         bound = self._bounds.get(p.result)
-        stores = not a.gamma and _matrix_of(p.w) in self.known  # on tensor cores
+        stores = not a.gamma and _matrix_of(p.w) in self.known  # tensor-core products
         terms = self._terms(p.to, bound, a.terms.width if a.terms else 0) if stores else None
-        w, how = self._weights(p.w, a)
-        options = {**self._given(a), **_to(terms), **p.options, **how}
+        w, w_options = self._weights(p.w, a)
+        options = {**self._given(a), **_to(terms), **p.options, **w_options}
         inputs = (a.value, w, p.bias, a.gamma, a.beta, p.residual)
         y = self.do(p.result, "linear", inputs, into=p.residual, decoding=True, **options)
         return Rows(y, terms=terms, bound=bound) if p.to else y
@@ -107,9 +107,9 @@ class DecodePass(Pass):
         """Return the queries, and append keys and values to the kv_cache."""
         name, w, bias, cache = f"{h}q", f"{h}w_qkv", f"{h}b_qkv", self._cache(h)
         if not rope:
-            w, how = self._weights(w, x)
+            w, w_options = self._weights(w, x)
             inputs = (x.value, w, bias, x.gamma, x.beta, *cache)
-            return self.do(name, "linear_qkv", inputs, **self._given(x), **self.kv, **how)
+            return self.do(name, "linear_qkv", inputs, **self._given(x), **self.kv, **w_options)
         heads: dict[str, Any] = {"n_head": self.c.n_head}
         if x.gamma and self._fuses_rope(None):
             inputs = (x.value, x.gamma, w, "", "", self.rotations[rope], *cache)
@@ -125,7 +125,7 @@ class DecodePass(Pass):
         return self.do(name, "rope_append", inputs, half_split=True, **options)
 
     def attend(self, h: str, qkv: Value, to: To = ()) -> Rows:
-        means_of = f"{h}rope" if self.c.rope else f"{h}qkv"  # result that contains V
+        means_of = f"{h}rope" if self.c.rope else f"{h}qkv"  # name of the result that contains V
         bound = self._bounds.get(means_of)
         terms = self._terms(to, bound, together=self.c.head_size)
         options = {"n_head": self.c.n_head, **self.c.scores(h), **_to(terms), **self.kv}
@@ -171,7 +171,7 @@ class DecodePass(Pass):
     def _terms(
         self, to: To, bound: float | None = None, width: int | None = None, together: int = 1
     ) -> Terms | None:
-        """Return the first `Terms` that the products with all weights `to` can read, or None.
+        """Return the preferred `Terms` that the products with all weights `to` can read, or None.
 
         bound: upper bound of the operand's magnitudes. width: the required width of the terms.
         together: neighbouring channels computed together by the kernel that stores the terms.
@@ -252,8 +252,8 @@ class SumsPass(DecodePass):
         stream, *sums = p.residual
         if isinstance(p.a, Gated):
             options = {"splits": self.splits, **self.eps, **self.c.gate, **self.rounding}
-            made = self.do(p.name, "gated_sums", (*p.a, p.w), **options)
-            return PendingResidual(stream, made, p.w)
+            partial_sums = self.do(p.name, "gated_sums", (*p.a, p.w), **options)
+            return PendingResidual(stream, partial_sums, p.w)
         inputs = (p.a.value, p.w, stream, *sums)
         y = self.do(p.result, "linear_sums", inputs, into=stream, **self.rounding)
         return PendingResidual(y)

@@ -1,4 +1,4 @@
-"""The kernels of decoding on a GPU, as the formats, the architecture and the GPU permit."""
+"""Choose the kernels of decoding on a GPU by formats, architecture and GPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gpt2block.weights.matrix import WeightMatrix
 
 
 class DecodingChoice:
-    """Choose, once for a model, how each number of rows is decoded.
+    """Choose the kernels with which a model decodes each number of rows.
 
     matrices: in device memory, by name. bounds: upper bounds of the magnitudes of operands by name,
     with which products of float32 models read two-part weights; {} for other models.
@@ -58,7 +58,7 @@ class DecodingChoice:
         return ROUNDED if can_round(self.formats.dtype, inputs) else None
 
     def terms(self, rows: int) -> dict[str, tuple[Terms, ...]]:
-        """Return the terms that x can be stored as in products of a step, by names of the weights.
+        """Return the `Terms` in which products of a step can read x, by name of their weights.
 
         The result is empty for few rows if LayerNorm is fused with the products.
         """
@@ -123,7 +123,7 @@ class DecodingChoice:
         return types
 
     def _by_wgmma(self, name: str) -> bool:
-        """Whether all matrices of this name are GGUF blocks that products by wgmma take."""
+        """Whether all matrices of this name are GGUF blocks that wgmma kernels support."""
         head = self.config.head_size if name == "w_qkv" and self.settings.rope else 0
         matrices = [w for n, w in self.matrices.items() if n == name or n.endswith(f".{name}")]
         gates = name not in ("w_gate", "w_up") or self._in_blocks

@@ -63,9 +63,9 @@ from gpt2block.run.recording import Recording, Recordings
 from gpt2block.run.timeline import Call, Timeline
 from gpt2block.weights.matrix import WeightMatrix
 
-TOKENS_AT_ONCE = 8192  # tokens of a prefill of several sequences, at most
+TOKENS_AT_ONCE = 8192  # maximum tokens of a prefill of several sequences
 KEPT_COUNTS = 32  # numbers of sequences in padded batches whose scratch caches are kept
-KEPT_OF_COUNT = 8  # prefill shapes kept for each of them
+KEPT_OF_COUNT = 8  # prefill shapes kept per scratch cache of padded batches
 
 
 class CudaModel(StoredModel):
@@ -147,7 +147,7 @@ class CudaModel(StoredModel):
     def tensors(self) -> Tensors:
         items = iter(stored_tensors(self.config, self._vectors, self._matrices))
         while True:
-            with self.running():  # not while the caller uses an item
+            with self.running():  # the lock is free while the caller uses an item
                 item = next(items, None)
             if item is None:
                 return
@@ -168,11 +168,11 @@ class CudaModel(StoredModel):
     ) -> list[Floats]:
         with self.running():
             if cache is None:
-                found: list[Floats] = []
+                outputs: list[Floats] = []
                 for group in in_groups(sequences, TOKENS_AT_ONCE):
-                    found += self._forward(group, want, self._scratch(group))
-                return found
-            # A row's kernels, and so its bits, must not depend on the other rows.
+                    outputs += self._forward(group, want, self._scratch(group))
+                return outputs
+            # The kernels of a row determine its bits, so they must not depend on the other rows.
             decoded = want in ("last", "logits")
             single = [decoded and len(ids) == 1 for ids in sequences]
             several = [len(ids) > 0 and not one for one, ids in zip(single, sequences, strict=True)]
@@ -190,10 +190,10 @@ class CudaModel(StoredModel):
             if rows:
                 tokens = np.array([sequences[row][0] for row in rows], np.int32)
                 at = np.array([cache.lengths[row] for row in rows], np.int32)
-                of_rows = steps_of(self, cache).logits_of(
+                last_logits = steps_of(self, cache).logits_of(
                     self, np.array(rows, np.int32), tokens, at
                 )
-                for row, last in zip(rows, of_rows, strict=True):
+                for row, last in zip(rows, last_logits, strict=True):
                     logits[row] = last if want == "last" else last[None]
                     cache.lengths[row] += 1
             return logits
@@ -244,8 +244,8 @@ class CudaModel(StoredModel):
         return np.split(np.stack([*states, hidden]), ends, axis=1)
 
     def log_likelihood(self, sequences: Sequence[Ids]) -> list[Floats]:
-        """Compute log-likelihoods as `ModelEngine` does; copy none before all groups have run."""
-        found: list[Floats] = []
+        """Compute log-likelihoods as `ModelEngine` does; copy results after all groups have run."""
+        likelihoods: list[Floats] = []
         computed: list[tuple[CudaArray, list[int]]] = []
         with self.running():
             for group in in_groups(sequences, TOKENS_AT_ONCE):
@@ -254,9 +254,9 @@ class CudaModel(StoredModel):
                 prefill = self.prefill(several, self._scratch(several, repeats), "log_likelihood")
                 computed.append((prefill.out.copy(), prefill.ends[: len(group)]))
             for rows, ends in computed:
-                *found_here, _ = np.split(rows.get(), ends)
-                found += [row[:-1] for row in found_here]
-        return found
+                *group_rows, _ = np.split(rows.get(), ends)
+                likelihoods += [row[:-1] for row in group_rows]
+        return likelihoods
 
     def trace(self, ids: Ids, cached: bool) -> dict[str, NDArray[Any]]:
         V = self.config.vocab_size
@@ -333,9 +333,9 @@ class CudaModel(StoredModel):
     def prefill(
         self, sequences: Sequence[Ids], cache: CudaCache, want: Requested | None = None
     ) -> PrefillPrograms:
-        """Compute the sequences through all blocks, each appended to its row of the cache.
+        """Run the sequences through all blocks; append their keys and values to rows of the cache.
 
-        Nonempty sequences must either all be new, or all continue their row of the cache.
+        Nonempty sequences must either all start empty rows, or all continue their rows.
         """
         lengths = [len(ids) for ids in sequences]
         rows, longest = sum(lengths), max(lengths)
@@ -397,13 +397,13 @@ class CudaModel(StoredModel):
         return shape.over(do, self._settings, self.formats.dtype, self._bounds)
 
     def forward_pass(self, shape: Prefill, do: Machine, want: Want | None) -> Any:
-        """Run the steps of a prefill of this shape, up to the output `want`, on a machine."""
+        """Run the steps of a prefill of this shape, up to `want`, on the Machine `do`."""
         return forward(self._prefill_pass(shape, do), self._architecture, self.config, want)
 
     def decode_pass(
         self, do: Machine, rows: int, terms: Mapping[str, Any] | None, together: int = 1
     ) -> Any:
-        """Run the steps of decoding one token for each of `rows` rows, up to logits, on a machine.
+        """Run the steps of decoding a token for each of `rows` rows, up to logits, on `do`.
 
         terms: as `DecodingChoice.step` takes them.
         """

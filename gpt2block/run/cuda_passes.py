@@ -40,17 +40,17 @@ class CudaPasses(Protocol):
     def prefill_shape(
         self, batch: int, cached: bool, rows: int, longest: int, continued: bool, ends: int | None
     ) -> Prefill:
-        """Return the Prefill of `rows` tokens; batch: rows of the cache; cached: it has layers."""
+        """Return the Prefill of `rows` tokens. cached: whether the cache has layers."""
         ...
 
     def forward_pass(self, shape: Prefill, do: Machine, want: Want | None) -> Any:
-        """Run the steps of a prefill of this shape, up to the output `want`, on a machine."""
+        """Run the steps of a prefill of this shape, up to `want`, on the Machine `do`."""
         ...
 
     def decode_pass(
         self, do: Machine, rows: int, terms: Mapping[str, Any] | None, together: int = 1
     ) -> Any:
-        """Run the steps of decoding one token for each of `rows` rows, up to logits, on a machine.
+        """Run the steps of decoding a token for each of `rows` rows, up to logits, on `do`.
 
         terms: as `DecodingChoice.step` takes them. together: neighbouring rows of one sequence.
         """

@@ -76,8 +76,8 @@ def choose_products(
     the largest magnitude of every tensor.
     """
     blocks = [matrix for name, matrix in matrices.items() if name.startswith("h.")]
-    of_file = any(matrix.dtype == GGUF for matrix in matrices.values())
-    dtype = FILE if of_file else blocks[0].dtype
+    in_blocks = any(matrix.dtype == GGUF for matrix in matrices.values())
+    dtype = FILE if in_blocks else blocks[0].dtype
     products = possible_products(config, dtype)
     if products in ("float32", "16_bits"):
         return products, {}
@@ -100,13 +100,13 @@ def choose_products(
 
 def divisors(config: ModelConfig, bounds: Mapping[str, float]) -> dict[str, float]:
     """Return powers of two that divide activations so that float16 can hold them, by name."""
-    found: dict[str, float] = {}
+    powers: dict[str, float] = {}
     for n in range(config.n_layer):
         names = [f"h.{n}.{name}" for name in architecture_of(config).DIVIDED[:2]]
         largest = max((bounds[name] for name in names), default=0)
         if FLOAT16 < largest < math.inf:
-            found |= dict.fromkeys(names, 2.0 ** math.ceil(math.log2(largest / FLOAT16)))
-    return found
+            powers |= dict.fromkeys(names, 2.0 ** math.ceil(math.log2(largest / FLOAT16)))
+    return powers
 
 
 def divided_weights(
@@ -120,14 +120,14 @@ def divided_weights(
     The weights share the FP8 numbers with the matrices; scales and biases are new. Division by
     powers of two is exact, except for activations that become subnormal in float16.
     """
-    made: dict[str, Any] = {}
+    divided: dict[str, Any] = {}
     for h, divisor in {name.rpartition(".")[0]: divisor for name, divisor in by.items()}.items():
         first, _, last = architecture_of(config).DIVIDED
-        made[f"{h}.w_{first}"] = matrices[f"{h}.w_{first}"].times(1 / divisor)
-        made[f"{h}.w_{last}"] = matrices[f"{h}.w_{last}"].times(divisor)
+        divided[f"{h}.w_{first}"] = matrices[f"{h}.w_{first}"].times(1 / divisor)
+        divided[f"{h}.w_{last}"] = matrices[f"{h}.w_{last}"].times(divisor)
         if (bias := f"{h}.b_{first}") in vectors:
-            made[bias] = vectors[bias] * np.float32(1 / divisor)
-    return made
+            divided[bias] = vectors[bias] * np.float32(1 / divisor)
+    return divided
 
 
 def row_norms(w: WeightMatrix, gamma: CudaArray) -> NDArray[np.float64]:

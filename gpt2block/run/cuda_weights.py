@@ -1,4 +1,4 @@
-"""Weights in the memory of a GPU: matrices in their formats, and the weights that prompts read."""
+"""Weights in the memory of a GPU: matrices in their formats, and the weights of prefill."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def check_room(config: ModelConfig, formats: Formats) -> None:
 def device_matrix(
     name: str, array: Any, layout: str, formats: Formats, first: bool
 ) -> WeightMatrix:
-    """Return a matrix of a checkpoint in device memory, in the dtype of the formats, (N, K).
+    """Return a matrix (N, K) of a checkpoint in device memory, in the dtype of the formats.
 
     GGUF blocks keep their bits where the GPU has tensor cores; else they are dequantized. first:
     whether it is the model's first matrix, with which the kernels of conversions start to compile.
@@ -50,7 +50,7 @@ def device_matrix(
     if isinstance(array, InBlocks):
         if reads_blocks:
             packed = array.on_device()
-            # CuPy's pool would keep the memory of the file's bytes for any smaller array.
+            # Else CuPy's pool would keep the memory of the file's bytes reserved for small arrays.
             cupy.get_default_memory_pool().free_all_blocks()
             return packed
         array = array.on_host()
@@ -67,7 +67,7 @@ def device_matrix(
 
 
 class PromptWeights:
-    """The weights that prefill reads besides those of decoding, and memory to convert weights in.
+    """Weights that prefill reads in addition to those of decoding, and memory for conversions.
 
     With products on tensor cores, lm_head for the logits of all tokens has rows padded to a
     multiple that tensor cores support. by: divisors of activations, as `cuda_products.divisors`
@@ -99,7 +99,7 @@ class PromptWeights:
         self._divided = divided_weights(config, by, matrices, vectors)
 
     def _pad_head(self) -> None:
-        """Pad lm_head, and make the matrices that are lm_head views without the padding.
+        """Pad lm_head, and replace matrices that share its memory by views without the padding.
 
         The bias of the padding is -inf, and so are its logits.
         """
@@ -138,7 +138,7 @@ class PromptWeights:
         return weights
 
     def _head_of_all(self) -> dict[str, Any]:
-        """Return lm_head for the logits of all tokens; its two-part rows are made on first use."""
+        """Return lm_head for the logits of all tokens; it is split into two parts on first use."""
         head: Any = self._head
         if self.products == "two_part":
             name = two_part_of("lm_head" if self._bias is None else "head")
