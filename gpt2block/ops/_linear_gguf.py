@@ -252,6 +252,7 @@ def launch_rope(
     splits: int = 0,
     eps: float = 0.0,
     n_ctx: int,
+    cache: str | None,
 ) -> Launch:
     """Return the launch of rope_decode_gguf for x or, with gamma, for the RMSNorm of x.
 
@@ -266,5 +267,5 @@ def launch_rope(
     check_address("by", c.by, 8)
     arrays = (c.x, gamma, c.w.data, bias, sums, c.by, c.row, c.position, c.out, c.k, c.v)
     args = (*arrays, eps, c.M, c.N, c.n_head, c.C // D, c.B, n_ctx)
-    options: Any = {"norm": norm_of(gamma, None), "sums": splits, "cache": c.kv_dtype}
+    options: Any = {"norm": norm_of(gamma, None), "sums": splits, "cache": cache}
     return launch(c, "rope_decode_gguf", args, rounded=rounded, rope=D, **options)

@@ -370,7 +370,7 @@ def _rope_blocks(c: Call) -> Launch:
     if c.gamma_q is not None:
         raise UnsupportedCall("a GgufMatrix: expected no norms of heads")
     sums: Any = {"sums": c.sums, "splits": 0 if c.sums is None else c.S}
-    options: Any = {"gamma": c.gamma, "eps": c.eps, "n_ctx": c.T, **sums}
+    options: Any = {"gamma": c.gamma, "eps": c.eps, "n_ctx": c.T, "cache": c.kv_dtype, **sums}
     return blocks.launch_rope(c, rounded=rounds(c.x_dtype, c.w.dtype), **options)
 
 

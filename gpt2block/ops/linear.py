@@ -338,7 +338,7 @@ def _qkv_blocks(c: Call) -> Launch:
 def _rope_blocks(c: Call) -> Launch:
     if c.terms:
         raise UnsupportedCall("takes floats")
-    return blocks.launch_rope(c, rounded=c.rounded, bias=c.bias, n_ctx=c.S)
+    return blocks.launch_rope(c, rounded=c.rounded, bias=c.bias, n_ctx=c.S, cache=c.kv_dtype)
 
 
 @variant("mma_tiles", mma_tiles.FILE, "linear_decode_tiles")

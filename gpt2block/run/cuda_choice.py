@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
-from gpt2block.architectures import architecture_of
+from gpt2block.architectures.architecture import Architecture
 from gpt2block.config import ModelConfig
 from gpt2block.config.formats import FILE, Formats
 from gpt2block.cuda.kernels import TWO_PART
@@ -47,9 +47,11 @@ class DecodingChoice:
         formats: Formats,
         matrices: Mapping[str, WeightMatrix],
         bounds: Mapping[str, float],
+        architecture: Architecture,
+        settings: PassSettings,
     ) -> None:
         self.config, self.formats, self.matrices, self.bounds = config, formats, matrices, bounds
-        self.settings = PassSettings.of(config)
+        self.architecture, self.settings = architecture, settings
 
     @cached_property
     def x_dtype(self) -> str | None:
@@ -62,7 +64,7 @@ class DecodingChoice:
 
         The result is empty for few rows if LayerNorm is fused with the products.
         """
-        fused = rows <= MORE_ROWS and architecture_of(self.config).NORM == "LayerNorm"
+        fused = rows <= MORE_ROWS and self.architecture.NORM == "LayerNorm"
         if fused or self.config.head_size % 2:
             return {}
         matrices = {name: s for name, s in self.config.block_shapes().items() if len(s) == 2}

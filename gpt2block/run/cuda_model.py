@@ -114,7 +114,8 @@ class CudaModel(StoredModel):
                 self._divisors = divisors(config, self._bounds) if fp8 else {}
                 self.prompts = PromptWeights(config, self.products, *weights, self._divisors)
                 bounds = self._bounds if two_part else {}
-                self.decoding = DecodingChoice(config, formats, self._matrices, bounds)
+                functions = self._architecture, self._settings
+                self.decoding = DecodingChoice(config, formats, self._matrices, bounds, *functions)
                 exact = continues_exactly(config.head_size, formats.fp8_cache) and not two_part
                 self.continues_exactly = exact or not self.on_tensor_cores
                 self.divides_prompts = self.continues_exactly
