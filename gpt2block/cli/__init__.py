@@ -105,7 +105,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _import_commands() -> ModuleType:
-    """Import the commands; after the import, Ctrl-C raises KeyboardInterrupt.
+    """Import the commands. Afterwards, Ctrl-C raises KeyboardInterrupt instead of exiting.
 
     During the import Ctrl-C ends the process at once, because extension modules turn a
     KeyboardInterrupt into other exceptions.

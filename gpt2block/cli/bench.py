@@ -1,4 +1,4 @@
-"""Run `gpt2block bench`: compare times with other libraries and hardware limits, or time a block."""
+"""`gpt2block bench`: compare times with other libraries and hardware limits, or time a block."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def with_numbers(*names: str, optional: str = "") -> Callable[[type[Group]], typ
     return decorated
 
 
-# Subclasses add min_new_tokens and seed, which the help shows after the other numbers.
+# Only subclasses have min_new_tokens and seed, so that the help lists these after the others.
 @with_numbers("max_new_tokens", *(n for n in NUMBERS if n not in ("min_new_tokens", "seed")))
 @dataclass(frozen=True)
 class SamplingOptions:
