@@ -127,7 +127,7 @@ def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
 def _object(arguments: Any) -> Any:
     try:
         found = json.loads(arguments or "{}", object_pairs_hook=_unique)
-    except (ValueError, TypeError, RecursionError):  # ValueError: also for over 4,300 digits
+    except (ValueError, TypeError, RecursionError):  # bad JSON, or integers of over 4,300 digits
         return arguments
     return found if isinstance(found, dict) else arguments
 

@@ -16,7 +16,7 @@ from gpt2block.sampling import Sampling
 
 DEFAULT = "default"  # name of the template to use if a file has several
 OPTIONS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-CHAT_SAMPLING = {"temperature": 0.2, "top_p": 0.9}  # defaults, measured in docs/chat.md
+CHAT_SAMPLING = {"temperature": 0.2, "top_p": 0.9}  # defaults, see docs/chat.md
 TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 

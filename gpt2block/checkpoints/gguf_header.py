@@ -27,7 +27,7 @@ MAGIC = b"GGUF"
 PREFIX = "tokenizer.ggml."  # prefix of the tokenizer's keys
 TOKEN_ID = "_token_id"  # suffix of keys whose value is a token id
 _VERSIONS = (2, 3)  # version 1, with lengths of 32 bits, is not supported
-_LONGEST = 2**28  # maximum bytes of a header; a vocabulary of 1,000,000 tokens has a tenth
+_LONGEST = 2**28  # maximum bytes of a header; 1,000,000 tokens need a tenth of this limit
 _MOST_DIMS = 4
 # GGUF type of a number → NumPy dtype
 _NUMBERS: Mapping[int, str] = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4",

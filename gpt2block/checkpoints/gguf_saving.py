@@ -40,7 +40,7 @@ from gpt2block.files import check_file, put_in_place, temporary_folder
 
 TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 _ENDS = tuple(f"{PREFIX}{name}{TOKEN_ID}" for name in ("eos", "eot", "eom"))
-# Fields of the config that GGUF stores in tensors or in the tokenizer's keys, not in own keys
+# Config fields without a GGUF key of their own: tensors or the tokenizer's keys store the values
 _ELSEWHERE = {
     "vocab_size", "tie_word_embeddings", "attention_bias", "mlp_bias", "scaling", "bos_token_id",
     "eos_token_ids",
@@ -289,7 +289,7 @@ def _described(
     tokens = range(config.vocab_size)  # config.json may name end tokens outside the vocabulary
     ends = [*dict.fromkeys(id_ for id_ in (*named, *config.eos_token_ids) if id_ in tokens)]
     by_text = end_tokens(found, config.vocab_size)
-    ends[1:] = sorted(ends[1:], key=by_text.__contains__)  # first: ids not recognizable by text
+    ends[1:] = sorted(ends[1:], key=by_text.__contains__)  # first ids not recognized by their text
     found |= zip(_ENDS, ends, strict=False)
     lost = [id_ for id_ in ends[len(_ENDS) :] if id_ not in by_text]
     if lost:

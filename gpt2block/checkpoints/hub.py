@@ -115,7 +115,7 @@ def unknown_tokenizer_files(repo: str, snapshot: Path) -> list[str]:
 
 
 def _ask(repo: str, revision: str | None) -> None:
-    """Test the connection to the hub, after a note on stderr. Raises the HTTP library's error.
+    """Print a note on stderr and test the connection to the hub. Raises the HTTP library's errors.
 
     Sends one request with a short time-out, as `hf_hub_download` would retry for minutes.
     """

@@ -40,7 +40,7 @@ def hub_id(name: str) -> str | None:
 
 
 def nearest(name: str) -> str | None:
-    """Return the known name most similar to `name`; None if `name` is known, or none is similar."""
+    """Return the known name most similar to `name`; None if `name` is known or unlike all names."""
     if name in KNOWN_NAMES:
         return None
     known = {each.lower(): each for each in KNOWN_NAMES}

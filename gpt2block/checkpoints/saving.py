@@ -109,7 +109,7 @@ def check_source(weights: TensorSource) -> None:
 
 
 def warn_of_factor(path: Path, config: Any, program: str, dtype: str) -> None:
-    """Warn if rounding the factor of embeddings to `dtype`, as `program` does, changes it."""
+    """Warn if `program`, which rounds the factor of embeddings to `dtype`, changes the factor."""
     if getattr(config, "embedding_dtype", dtype) == dtype:
         return
     cast = replace(config, embedding_dtype=dtype)

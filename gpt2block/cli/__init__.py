@@ -118,7 +118,7 @@ def _import_commands() -> ModuleType:
 
 
 def _set_up_streams() -> None:
-    """Set up the standard streams: open closed streams, encode all characters, check writes."""
+    """Open closed standard streams, replace unencodable characters, and check writes to stdout."""
     for descriptor, mode in ((0, os.O_RDONLY), (1, os.O_RDONLY), (2, os.O_WRONLY)):
         _open_null_if_closed(descriptor, mode)  # a closed stdout becomes read-only: writes fail
     sys.stdin = sys.stdin or os.fdopen(0, closefd=False)

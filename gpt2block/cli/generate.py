@@ -149,7 +149,7 @@ class Stopwatch:
 def _follow(run: Run, clock: Stopwatch, writer: Writer | None) -> bool:
     """Generate all tokens. Return True if Ctrl-C ended the generation early.
 
-    A second Ctrl-C raises KeyboardInterrupt.
+    The first Ctrl-C closes the rows, a second one raises KeyboardInterrupt.
     """
     with ExitStack() as first:  # contexts that end at the first token
         first.enter_context(compiling(hidden=writer is None))

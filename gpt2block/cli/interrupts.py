@@ -31,7 +31,7 @@ def raise_on_interrupt() -> None:
 
 
 def receive_on_a_thread() -> None:
-    """Block SIGINT in this thread and its children; a new thread passes SIGINT to Python's handler.
+    """Block SIGINT in this and all later threads. One thread passes SIGINT to Python's handler.
 
     The main thread must call this function before it imports libraries that start threads. Does
     nothing if the caller ignores SIGINT or has set a handler.

@@ -72,7 +72,7 @@ def measured_report(
 def print_measurements(
     out: Console, rows: list[Measurement], skipped: list[str], ceiling: Ceilings
 ) -> None:
-    """Print a row per measurement: times, rate, % of the hardware limit, errors, times of peers."""
+    """Print a row per measurement: times, rate, % of hardware limit, errors, other libraries."""
     at = ", ".join(f"{name} {size}" for name, size in rows[0].sizes.items())
     _print_method(out, f"{rows[0].operation}, {at}", rows[0].dtype, ceiling)
     peers = list(rows[0].peers)

@@ -126,7 +126,7 @@ def _run(request: Request, user: Kernel | None, device: str | None) -> bool:
 
 
 def _print_not_run(request: Request, problem: str) -> None:
-    """Print why no kernel was run: on stderr after the variants, or as JSON on stdout."""
+    """Print the variants, then on stderr why no kernel was run; with --json only the reason."""
     why = f"{request.operation.name}: no kernel was run: {problem}"
     if request.options.as_json:
         print_json({"run": False, "why": why})

@@ -32,7 +32,7 @@ def print_outcome(out: Console, kernel: Kernel, found: CheckOutcome, on_cpu: boo
     source, operation = kernel.source, kernel.operation
     out.print(escape(titled(kernel, on_cpu)))
     if text := printed(found.checked, found.problem):
-        _print_text(out, source, text)  # text of one size: others print similar text
+        _print_text(out, source, text)  # the output for one size; other sizes print similar text
     if found.checked:
         _print_checked(out, found.checked)
     if found.problem:

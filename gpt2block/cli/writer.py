@@ -74,7 +74,7 @@ class Writer:
         return f"--- sample {number + 1} of {len(self._rows)}\n" if several else ""
 
     def _end_line(self, end: str) -> None:
-        """Complete the newlines at the end of the output to `end`, such as two newlines."""
+        """Write newlines until the output ends with `end`, which consists of newlines."""
         present = len(self._tail) - len(self._tail.rstrip("\n"))
         self._write(end[present:])
 

@@ -73,7 +73,7 @@ _SANITIZERS = (
 _THREADS = ("-fsanitize=thread", "-fno-pie", "-gdwarf-4", "-g1")
 _VOLATILE = "--param=tsan-distinguish-volatile=1"  # supported since GCC 11
 _PATTERN = "-ftrivial-auto-var-init=pattern"  # supported since GCC 12
-_TURNS = "-fsanitize-coverage=trace-pc"  # a call per basic block, see cuda_on_cpu.cpp
+_TURNS = "-fsanitize-coverage=trace-pc"  # inserts a call in each basic block, see cuda_on_cpu.cpp
 _WAITS = re.compile(r"\bvolatile\b|\batomic\w+|\b__ldcv\b|\b__nanosleep\b")
 # Order of threads → byte that fills shared memory and, in unoptimised programs, local variables.
 # As floats, these bytes are NaN, a large positive and a large negative number. A maximum, minimum
@@ -453,7 +453,7 @@ def missing() -> str | None:
     """Name a program or library that the emulator needs but this computer lacks, or return None."""
     if shutil.which("g++") is None:
         return "g++ is not installed"
-    for library in ("libasan.so", "libubsan.so"):  # g++ prints the path only of installed files
+    for library in ("libasan.so", "libubsan.so"):  # g++ prints a path only if a file is installed
         if os.sep not in _output("g++", f"-print-file-name={library}"):
             return f"g++ has no {library}"
     return None

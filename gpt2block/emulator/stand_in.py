@@ -386,7 +386,7 @@ def early_launches(early: Collection[str] = ()) -> Iterator[None]:
 
 
 def run_early(launch: requests.Launch, early: Collection[str] = ()) -> None:
-    """Call `launch.run()` within `early_launches`."""
+    """Run a launch that overlaps the previous kernel; `early` as in `early_launches`."""
     with early_launches(early):
         launch.run()
 

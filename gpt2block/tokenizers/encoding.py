@@ -113,7 +113,7 @@ class TokenizersEncoding:
 
     @property
     def sizes(self) -> tuple[int, bytes] | None:
-        """(Maximum bytes of text per token, byte values that no token contains); None if unknown.
+        """A tuple (maximum bytes of text per token, byte values without a token); None if unknown.
 
         None if a step, such as a normalizer, can remove other bytes. In a vocabulary with ▁ for a
         space, tokens with ▁ also stand for a text that contains ▁.
@@ -213,10 +213,10 @@ class TokenizersEncoding:
 
     @cached_property
     def _renamed(self) -> tuple[tokenizers.Tokenizer, dict[int, tuple[str, str]], list[str]]:
-        """(Tokenizer with renamed added tokens, {id: (old name, new name)}, old one-letter names).
+        """(Tokenizer with renamed added tokens, {id: (old, new name)}, one-character old names).
 
         No text contains the new names, and the model never produces them. The vocabulary has no
-        other token for the old names of one letter.
+        other token for the one-character old names.
         """
         spec, prefix = json.loads(self._definition), f"\U000f0000{token_hex(8)}"
         model, names = spec["model"], self._names
@@ -279,7 +279,7 @@ def _ids(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
 
 
 def steps_of(spec: Any, *parts: str) -> list[Any]:
-    """Return the steps of components `parts` ("normalizer", …) in a list without nested Sequences."""
+    """Return the steps of components `parts` ("normalizer", …) in one list; flatten Sequences."""
 
     def flat(step: Any, inner: str) -> Iterable[Any]:
         if step["type"] != "Sequence":

@@ -332,7 +332,7 @@ def _encode_text(
 
 
 def _encode_ordinary(encoding: Encoding, text: str) -> list[int]:
-    """Call encode_ordinary, but encode long runs of white space without tiktoken, which panics.
+    """Call encode_ordinary, but bypass tiktoken's pattern in long white space, where it panics.
 
     GPT-2's pattern never joins white space to the text before it, and other patterns join only line
     breaks. A run is therefore one piece, without its last character if text follows, because this
@@ -400,7 +400,7 @@ def token_ids(
 
 
 def check_ids(ids: NDArray[Any], vocab_size: int, name: str, first: int = 0) -> None:
-    """Raise InputError for an id outside the vocabulary. `first`: position of ids[0], for errors."""
+    """Raise InputError for an id outside the vocabulary. `first`: position to report for ids[0]."""
     if ids.size and not 0 <= ids.min() <= ids.max() < vocab_size:
         index = int(((ids < 0) | (ids >= vocab_size)).argmax())
         raise InputError(

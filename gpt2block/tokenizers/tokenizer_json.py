@@ -63,7 +63,7 @@ class _Added(NamedTuple):
     content: str
     token_id: int
     special: bool
-    plain: bool  # none of the flags single_word, lstrip and rstrip is set
+    plain: bool  # True if the flags single_word, lstrip and rstrip are not set
 
 
 def read(name: str, spec: Any) -> TiktokenEncoding | TokenizersEncoding:
