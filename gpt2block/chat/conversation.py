@@ -168,7 +168,7 @@ class Conversation:
     def _run(
         self, messages: Sequence[Message], template: dict[str, Any], options: dict[str, Any]
     ) -> Run:
-        """Return the Run (the generation) of an answer. Reuses the last batch if large enough.
+        """Return the Run that generates an answer; reuse the last answer's batch if it fits.
 
         template: arguments of `ChatTemplate.ids`.
         """

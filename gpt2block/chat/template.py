@@ -151,7 +151,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **variables: Any,
     ) -> dict[str, Any]:
-        """Return {"text": …}; with `places` also the ranges that messages or variables wrote."""
+        """Return {"text": …}; with `places`, also the text's ranges from messages or variables."""
         self.check_variables(variables)
         continues, prompt = continue_final_message, add_generation_prompt
         if check_flag("continue_final_message", continues) and prompt:

@@ -115,7 +115,7 @@ class MarkedText(str):
         return MarkedText(str.join(new, self._pieces(pieces, len(old))))
 
     def _pieces(self, found: Any, gap: int) -> Any:
-        """Find strings in this text, in order, `gap` or more apart; return slices of this text."""
+        """Find strings in this text, in order, `gap` or more characters apart; return slices."""
         whole, at, pieces = plain(self), 0, []
         for piece in [found] if isinstance(found, str) else found:
             start = whole.find(piece, at)
@@ -281,7 +281,7 @@ def main() -> None:
                 templates = [environment(each).from_string(given) for each in (False, True)]
                 answer = names_of(given)
             elif isinstance(given, dict):
-                variables, now = given, datetime.now()  # kept: `places` renders the same again
+                variables, now = given, datetime.now()  # kept for a second rendering by `places`
                 answer = {"text": (text := rendered(templates[0], given))}
             else:
                 answer = {"places": places(templates[1], text, variables, given)}

@@ -157,7 +157,7 @@ def _merges(model: Any) -> list[tuple[str, ...]]:
 
 
 def _before(spec: Any) -> list[Any]:
-    """Return ids that a post-processor puts before a text, then its steps that do more."""
+    """Return the ids that a post-processor puts before a text, and its steps with other effects."""
     found: list[Any] = []
     for step in _steps(spec, "post_processor"):
         single = step.get("single", ())

@@ -104,7 +104,7 @@ def _parameter(arguments: tuple[Any, ...]) -> Tensor:
 
 
 def _rebuild(count: int) -> Function:
-    """Return a replacement of `torch._utils._rebuild_…` with `count` arguments, then metadata.
+    """Return a replacement of a `torch._utils._rebuild_…` function with `count` arguments.
 
     Arguments: storage, offset, sizes, strides; with a count of 6 or 7 also requires_grad and hooks;
     with 7 also the dtype, for dtypes without a typed storage. Metadata: negated, conjugated, …
