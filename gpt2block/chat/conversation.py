@@ -1,4 +1,4 @@
-"""`Conversation`: messages, and answers that reuse the kv_cache of earlier answers."""
+"""`Conversation`: messages, and answers that reuse the key-value cache of earlier answers."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from gpt2block.run.model import ModelEngine
 from gpt2block.sampling import with_defaults
 from gpt2block.tokenizers.encoding import Encoding
 
-LEAST = 1024  # minimum number of tokens for which a batch allocates memory
-SYSTEM = "system"  # role of the first messages, which are never left out
+LEAST = 1024  # minimum number of tokens for which a conversation's batch allocates memory
+SYSTEM = "system"  # role of the first messages, which stay in every prompt
 
 
 class Conversation:
@@ -152,12 +152,12 @@ class Conversation:
         except GeneratorExit:
             raise
         except BaseException:
-            self._batch = None  # an interrupted batch may be inconsistent
+            self._batch = None  # do not reuse: after an error, the batch may be inconsistent
             if asked and self.messages == read:
                 del self.messages[-1]
             raise
         finally:
-            steps.close()  # cancels the row; its text is complete then
+            steps.close()  # cancels an unfinished row; after this call, `row.text` is final
             if self._batch is not None and self.messages == read:
                 if template["continue_final_message"]:
                     self.messages[-1] = continued(self.messages[-1], row.text)
@@ -168,7 +168,7 @@ class Conversation:
     def _run(
         self, messages: Sequence[Message], template: dict[str, Any], options: dict[str, Any]
     ) -> Run:
-        """Return the Run of an answer. The last answer's batch is reused if it has enough room.
+        """Return the Run that generates an answer; reuse the last answer's batch if it fits.
 
         template: arguments of `ChatTemplate.ids`.
         """
@@ -204,7 +204,7 @@ class Conversation:
             if len(ids) <= most:
                 self.left_out = at - turns[0]
                 return ids
-            most = n_ctx // 2  # room for further turns until turns must be left out again
+            most = n_ctx // 2  # leave out more turns than necessary, to have room for later turns
         if len(ids) > n_ctx:
             raise InputError(
                 f"the message: {len(ids)} tokens with what the template adds, the model's context "
@@ -215,7 +215,7 @@ class Conversation:
 
 
 def _turns(messages: Sequence[Message]) -> list[int]:
-    """Return the indices at which turns begin: after system messages, and at each user message."""
+    """Return the indices of messages that begin a turn: the first non-system, then each user's."""
     roles = [message["role"] for message in messages]
     first = next((at for at, role in enumerate(roles) if role != SYSTEM), len(roles))
     return [first, *(at for at in range(first + 1, len(roles)) if roles[at] == "user")]

@@ -12,17 +12,17 @@ from typing import Any, NamedTuple, NoReturn
 from gpt2block.checks import check_encodable
 from gpt2block.errors import InputError, shown
 
-Message = Mapping[str, Any]  # "role", "content", and other fields that the template reads
+Message = Mapping[str, Any]  # fields "role", "content", and others that the template reads
 EXPECTED = "expected a list of messages such as {'role': 'user', 'content': 'Hello'}"
-USUAL_ROLES = ("user", "assistant")  # roles that a template may handle in an "else" only
-# Fields that clients send back with every answer. Empty ones are treated as absent.
+USUAL_ROLES = ("user", "assistant")  # roles that a template may handle without naming them
+# Fields that clients copy from answers into messages. An empty field counts as absent.
 ABSENT_IF_EMPTY = (
     "tool_calls", "refusal", "audio", "annotations", "function_call", "reasoning_content"
 )  # fmt: skip
 
 
 class TemplateNames(NamedTuple):
-    """Names in the source of a chat template.
+    """Names that occur in the source of a chat template.
 
     fields: attributes, keys and strings in the template. any_role: whether the template uses roles
     outside comparisons, or never. variables: variables that the template does not set itself.
@@ -57,7 +57,7 @@ def normalized(
     """
     checked(messages)
     read = {"role", "content", "tool_call_id", *names.fields}
-    found, calls = [], list[Any]()  # calls: ids of tool calls without a result so far
+    found, calls = [], list[Any]()  # calls: ids of tool calls that still lack a result
     for index, message in enumerate(messages):
         fields = {name: value for name, value in message.items() if not _absent(name, value)}
         fields["content"] = _text(message, index)
@@ -74,7 +74,7 @@ def normalized(
             if arguments_as_objects:
                 fields["tool_calls"] = [*map(_with_object, given)]
         if "tool_call_id" in fields and "tool_call_id" not in names.fields:
-            # A template that reads no tool_call_id knows results only by their order.
+            # A template that does not read tool_call_id assigns results to calls by their order.
             if (id := fields.pop("tool_call_id")) not in calls[:1]:
                 _refuse(f"expected the results in the order of the calls, got {shown(id)}", index)
             del calls[0]
@@ -117,7 +117,7 @@ def _text_of_part(part: Any, place: str) -> str:
 
 
 def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool call with its arguments parsed from JSON text to an object."""
+    """Return a tool call whose arguments are parsed from JSON text into an object."""
     function = call.get("function")
     if isinstance(function, Mapping):
         return {**call, "function": {**function, "arguments": _object(function.get("arguments"))}}
@@ -127,7 +127,7 @@ def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
 def _object(arguments: Any) -> Any:
     try:
         found = json.loads(arguments or "{}", object_pairs_hook=_unique)
-    except (ValueError, TypeError, RecursionError):  # also for integers of over 4,300 digits
+    except (ValueError, TypeError, RecursionError):  # bad JSON, or integers of over 4,300 digits
         return arguments
     return found if isinstance(found, dict) else arguments
 
@@ -135,7 +135,7 @@ def _object(arguments: Any) -> Any:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise ValueError("a key comes twice")  # the dict has lost one of the key's values
+        raise ValueError("a key comes twice")  # a dict would keep only one of the values
     return found
 
 

@@ -19,7 +19,7 @@ from gpt2block.errors import CheckpointError, InputError, require, shown
 from gpt2block.tokenizers import tokenizer
 from gpt2block.tokenizers.encoding import Encoding, Spans
 
-# Names of arguments of `render` and `ids`, which cannot be variables of a template.
+# Arguments of `render` and `ids`. A template's variables cannot have these names.
 ARGUMENTS = ("add_generation_prompt", "continue_final_message", "messages", "encoding", "self")
 SECONDS = 10.0  # time limit of a rendering, in seconds
 WORKER = Path(__file__).with_name("worker.py")
@@ -103,7 +103,7 @@ class ChatTemplate:
     def placed(
         self, messages: Sequence[Message], *more: Any, **variables: Any
     ) -> tuple[str, Spans]:
-        """Return the text of `render`, and the ranges that come from messages and variables."""
+        """Return the text of `render`, and its ranges that come from messages and variables."""
         found = self._rendered(True, messages, *more, **variables)
         return found["text"], found["places"]
 
@@ -151,7 +151,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **variables: Any,
     ) -> dict[str, Any]:
-        """Return a dict: the text and, with `places`, ranges that do not come from the template."""
+        """Return {"text": …}; with `places`, also the text's ranges from messages or variables."""
         self.check_variables(variables)
         continues, prompt = continue_final_message, add_generation_prompt
         if check_flag("continue_final_message", continues) and prompt:
@@ -166,7 +166,7 @@ class ChatTemplate:
         found = normalized(messages, self.names)
         try:
             return self._answer(found, given, names, continues)
-        except InputError:  # some templates join a call's arguments to other text
+        except InputError:  # some templates need a tool call's arguments as JSON text
             texts = normalized(messages, self.names, arguments_as_objects=False)
             with suppress(InputError):
                 if texts != found:
@@ -176,9 +176,9 @@ class ChatTemplate:
     def _answer(
         self, messages: list[Any], given: dict[str, Any], names: list[str], continues: bool
     ) -> dict[str, Any]:
-        """Render normalized messages in the worker. names: variables whose text is located."""
+        """Render messages in the worker process. `names`: variables whose text is located."""
         content, mark = messages[-1]["content"], token_hex(8)
-        if continues:  # the space after the mark shows whether the template strips the content
+        if continues:  # if the space after `mark` is lost, the template strips the content
             messages = [*messages[:-1], {**messages[-1], "content": f"{content}{mark} "}]
         try:
             line = json.dumps({**given, "messages": messages})
@@ -217,7 +217,7 @@ class ChatTemplate:
     def _ask(
         self, line: str, about: str, until: float, kind: type[Exception] = InputError
     ) -> dict[str, Any]:
-        """Send a line to the worker, return its answer. until: time-out, as of `monotonic()`."""
+        """Send a line to the worker process, return the answer. `until`: deadline, monotonic()."""
         worker = self._worker
         assert worker is not None
         assert worker.stdin is not None
@@ -267,7 +267,7 @@ class ChatTemplate:
 
 
 def _ended_at(found: dict[str, Any], content: str, mark: str) -> dict[str, Any]:
-    """Cut a rendering after the last message's content, where `mark` is, as transformers does."""
+    """Cut a rendering at `mark`, which follows the last message's content, like transformers."""
     text = found["text"]
     if text.count(mark) != 1 or content.strip() not in text:
         raise InputError(

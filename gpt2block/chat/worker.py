@@ -18,7 +18,7 @@ import os
 import signal
 import sys
 
-# Remove this file's folder from the path: its modules could hide those of the standard library.
+# Remove this file's folder from sys.path: its modules could hide standard library modules.
 sys.path[:] = [each for each in sys.path if each != os.path.dirname(__file__)]
 
 import json  # noqa: E402
@@ -38,7 +38,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment  # noqa: E402
 
 MEMORY = 2**30  # limit of the address space in bytes, except on Windows
 MOST = 2**22  # maximum characters of a rendering
-MARKS = range(0xF0000, 0x10FFFE)  # Unicode's private-use code points, which serve as marks
+MARKS = range(0xF0000, 0x10FFFE)  # private-use code points that stand for variables' characters
 # Roles from which a template may build a special token's name, as in "<|" + role + "|>".
 ROLES = {"system", "developer", "user", "assistant", "model", "tool", "function", "ipython",
          "observation", "environment", "context"}  # fmt: skip
@@ -55,10 +55,10 @@ class GenerationTag(Extension):
 
 
 class Marks(dict[int, str]):
-    """Map characters to marks, for `str.translate`; `back` maps marks to characters."""
+    """Map characters to marks (private-use code points); `back` maps marks to characters."""
 
     def __init__(self, used: set[str]) -> None:
-        """used: characters of the texts, which cannot be marks."""
+        """used: characters that occur in texts and therefore cannot be marks."""
         self.back: dict[int, str] = {}
         self._free = (code for code in MARKS if chr(code) not in used)
 
@@ -69,7 +69,7 @@ class Marks(dict[int, str]):
         return self[code]
 
 
-marks, now = Marks(set()), datetime.now()  # state of the current rendering
+marks, now = Marks(set()), datetime.now()  # globals: marks and time of the current rendering
 
 
 def marked(text: str) -> MarkedText:
@@ -77,7 +77,7 @@ def marked(text: str) -> MarkedText:
 
 
 def plain(value: Any) -> Any:
-    """Return a copy of a value in which characters replace their marks."""
+    """Return a copy of a value in which marks are replaced by the characters they stand for."""
     if isinstance(value, str):
         return str.translate(value, marks.back)
     if isinstance(value, (list, tuple)):
@@ -86,7 +86,7 @@ def plain(value: Any) -> Any:
 
 
 def followed(value: Any, key: str = "") -> Any:
-    """Return a copy of a JSON value in which marks replace the characters of strings."""
+    """Return a copy of a JSON value whose strings consist of marks instead of characters."""
     if isinstance(value, str):
         return MarkedText(value) if key == "role" and value in ROLES else marked(value)
     if isinstance(value, list):
@@ -97,7 +97,7 @@ def followed(value: Any, key: str = "") -> Any:
 
 
 class MarkedText(str):
-    """A string that contains marks but behaves like the string without marks."""
+    """A string with marks (stand-ins for characters) that behaves like the original string."""
 
     __slots__ = ()
 
@@ -115,7 +115,7 @@ class MarkedText(str):
         return MarkedText(str.join(new, self._pieces(pieces, len(old))))
 
     def _pieces(self, found: Any, gap: int) -> Any:
-        """Locate strings in order, at least `gap` characters apart; return slices with marks."""
+        """Find strings in this text, in order, `gap` or more characters apart; return slices."""
         whole, at, pieces = plain(self), 0, []
         for piece in [found] if isinstance(found, str) else found:
             start = whole.find(piece, at)
@@ -128,7 +128,7 @@ class MarkedText(str):
 
 
 def _method(name: str) -> Callable[..., Any]:
-    """Return a method of `str` for `MarkedText`; strings that it returns contain marks."""
+    """Return the method `name` of `str` for `MarkedText`, which keeps marks in its results."""
     of_str = getattr(str, name)
 
     def method(self: MarkedText, *args: Any, **options: Any) -> Any:
@@ -143,7 +143,7 @@ def _method(name: str) -> Callable[..., Any]:
     return method
 
 
-# Methods whose results keep the marks of the text
+# Methods of `str` that copy characters unchanged, and therefore marks, too
 _KEEPING = ("__add__", "__mul__", "__rmul__", "__mod__", "__getitem__", "join")
 _COMPARING = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__contains__")
 _OTHERS = {name for name in dir(str) if not name.startswith(("_", "format", "make", "replace"))}
@@ -152,7 +152,7 @@ for _name in {*_KEEPING, *_COMPARING, *_OTHERS, "__hash__", "__repr__"}:
 
 
 class Following(CodeGenerator):
-    """Code generator of jinja2 that makes all strings of a template `MarkedText`."""
+    """Code generator of jinja2 that replaces each string of a template by a `MarkedText`."""
 
     def visit_Const(self, node: nodes.Const, frame: Frame) -> None:  # noqa: N802  (jinja2's name)
         if isinstance(node.value, str):
@@ -169,7 +169,7 @@ class Following(CodeGenerator):
 
 
 def _followed_filter(do: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a filter of jinja2 so that its results equal those for strings without marks."""
+    """Wrap a filter of jinja2: with marks as input, it returns the same values as without."""
 
     @wraps(do)
     def filtered(*args: Any, **options: Any) -> Any:
@@ -204,7 +204,7 @@ def to_json(
 
 
 def environment(follows: bool = False) -> jinja2.Environment:
-    """Return a jinja2 environment like transformers'. follows: make all strings `MarkedText`."""
+    """Return a jinja2 environment like transformers'. `follows`: make strings `MarkedText`."""
     made = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
     )
@@ -251,7 +251,7 @@ def names_of(source: str) -> dict[str, Any]:
     fields = {each.attr for each in tree.find_all(nodes.Getattr)}
     fields |= {each.value for each in tree.find_all(nodes.Const) if isinstance(each.value, str)}
     own = {each.name for each in tree.find_all(nodes.Name) if each.ctx == "store"}
-    tests = tree.find_all((nodes.Test, nodes.Filter))  # "x is defined" may read x before it is set
+    tests = tree.find_all((nodes.Test, nodes.Filter))  # such as "x is defined" before x is set
     tested = {name.name for each in tests for name in each.find_all(nodes.Name)}
     return {
         "fields": sorted(fields),
@@ -281,7 +281,7 @@ def main() -> None:
                 templates = [environment(each).from_string(given) for each in (False, True)]
                 answer = names_of(given)
             elif isinstance(given, dict):
-                variables, now = given, datetime.now()  # `places` renders with the same time
+                variables, now = given, datetime.now()  # kept for a second rendering by `places`
                 answer = {"text": (text := rendered(templates[0], given))}
             else:
                 answer = {"places": places(templates[1], text, variables, given)}

@@ -16,12 +16,12 @@ from gpt2block.sampling import Sampling
 
 DEFAULT = "default"  # name of the template to use if a file has several
 OPTIONS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-CHAT_SAMPLING = {"temperature": 0.2, "top_p": 0.9}  # chosen by measurements in docs/chat.md
+CHAT_SAMPLING = {"temperature": 0.2, "top_p": 0.9}  # defaults, see docs/chat.md
 TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
 def chat_template(checkpoint: Checkpoint) -> tuple[str, dict[str, str]] | None:
-    """Return the chat template's source and a dict of special tokens; None without a template.
+    """Return a chat template's source, and a dict of special tokens; None if there is no template.
 
     The dict's keys are names such as "bos_token". chat_template.jinja takes precedence over
     tokenizer_config.json; of several templates there, the template named "default" is used. A GGUF

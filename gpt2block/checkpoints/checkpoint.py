@@ -27,7 +27,7 @@ Array = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An opened checkpoint: all tensors exist in the right shapes; data is read on request."""
+    """An opened checkpoint. All tensors of `config` exist; their data is read on request."""
 
     name: str  # name or path that the user passed to `open`
     file: Path  # weights file (safetensors, PyTorch, llm.c, GGUF), or the index of several files
@@ -94,7 +94,7 @@ class Checkpoint:
         return self.directory
 
     def has_tokenizer(self) -> bool:
-        """Return whether a complete tokenizer is stored locally, with the weights or in GGUF.
+        """Return whether a local folder or GGUF file with the weights has a complete tokenizer.
 
         False for a hub model if the cache does not record whether all of its tokenizer files exist.
         No request is sent. Raises CheckpointError if files cannot be read.
@@ -122,13 +122,13 @@ class Checkpoint:
         return found
 
     def generation_config(self) -> dict[str, Any]:
-        """Return the content of generation_config.json; {} without it. Raises CheckpointError."""
+        """Return the content of generation_config.json; {} if absent. Raises CheckpointError."""
         if gguf.is_gguf(self.file):  # files next to a GGUF file may belong to another model
             return {}
         return read_object(self.directory / hugging_face.GENERATION_CONFIG)
 
     def end_tokens(self) -> dict[int, str]:
-        """Return the config's `eos_token_ids`, each with its source: file, GGUF key or token text.
+        """Return a dict: end token id → its source (a file name, a GGUF key or the token's text).
 
         Raises CheckpointError if files have changed.
         """
@@ -151,11 +151,11 @@ class Checkpoint:
 
     @property
     def nbytes_in_blocks(self) -> int:
-        """Bytes of the weights if matrices keep GGUF's quantized blocks; 0 if no matrix can."""
+        """Bytes of the weights if matrices stay in GGUF's quantized blocks; 0 if no matrix can."""
         return gguf_types.bytes_in_blocks(self.stored.values())
 
     def tensors(self, in_blocks: bool = False) -> Iterator[tuple[str, Any, str | None]]:
-        """Yield name, array and layout of every tensor, in the order of `config.model_shapes`.
+        """Yield (name, array, layout) of every tensor, in the order of `config.model_shapes`.
 
         name: gpt2block's name. array: a new array of the stored dtype (float64 becomes float32).
         layout: "KN" for a matrix (inputs, outputs), such as a block's matrices in Hugging Face's

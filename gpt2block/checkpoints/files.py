@@ -85,7 +85,7 @@ def read_start(file: Path, length: int = -1) -> bytes:
 
 
 def check_pointer(file: Path, start: bytes) -> None:
-    """Raise CheckpointError if the file is a Git-LFS pointer. start: the file's first bytes."""
+    """Raise CheckpointError if the file is a Git-LFS pointer. `start`: the file's first bytes."""
     if start.startswith(b"version https://git-lfs"):
         raise CheckpointError(
             f"{file}: a Git-LFS pointer of {file_size(file)} bytes, not the weights: "

@@ -25,7 +25,7 @@ from gpt2block.config import GPT2Config, ModelConfig, sees_all
 from gpt2block.config.llama import LlamaConfig, RopeScaling
 from gpt2block.errors import CheckpointError, shown
 
-# GGUF key without its architecture → (field of the config, value in a file without the key)
+# GGUF key without the architecture's prefix → (field of the config, default of an absent key)
 _SIZES: Mapping[str, tuple[str, Any]] = {
     "block_count": ("n_layer", None), "attention.head_count": ("n_head", None),
     "embedding_length": ("n_embd", None), "context_length": ("n_ctx", 2048),
@@ -43,14 +43,14 @@ YARN_KEYS: Mapping[str, str] = {  # GGUF key → field of RopeScaling
     "rope.scaling.yarn_beta_fast": "beta_fast",
     "rope.scaling.yarn_beta_slow": "beta_slow",
 }
-# Keys that this module reads, and keys that do not change the result
+# GGUF keys that this module reads, and GGUF keys that do not affect a model's results
 _READ = {
     *_OF_GPT2, *_OF_LLAMA, *YARN_KEYS, "vocab_size", "attention.value_length",
     "rope.dimension_count", "rope.scale_linear", "rope.scaling.type", "rope.scaling.finetuned",
     "rope.scaling.attn_factor", "tensor_data_layout",
 }  # fmt: skip
 _NEEDED = ("block_count", "embedding_length", "attention.head_count", "feed_forward_length")
-# GGUF key → the only value that is accepted, because it has no effect
+# GGUF key that is not implemented → the only accepted value, which has no effect on results
 _NEUTRAL: Mapping[str, Any] = {
     "attention.causal": True, "attention.sliding_window": 0, "attention.scale": 0.0,
     "expert_count": 0, "expert_used_count": 0, "logit_scale": 1.0, "embedding_scale": 1.0,
@@ -83,7 +83,7 @@ def read_model(file: Path) -> tuple[ModelConfig, dict[str, Stored]]:
 
 
 def differences(config: ModelConfig, name: str) -> tuple[int, float]:
-    """Return `Encoded`'s `heads` and `added`: how a file's tensor differs from the model's."""
+    """Return (number of heads whose rows GGUF reorders for RoPE, constant that GGUF adds or 0)."""
     heads = 0
     if architecture_of(config).GGUF_ROPE_INTERLEAVED:
         n_kv_head = config.kv_width // config.head_size
@@ -92,12 +92,12 @@ def differences(config: ModelConfig, name: str) -> tuple[int, float]:
 
 
 def fields_of(kind: type[ModelConfig]) -> Mapping[str, tuple[str, Any]]:
-    """Return a mapping of GGUF key → (field of the config, value in a file without the key)."""
+    """Return a mapping: GGUF key → (field of the config, default if the file lacks the key)."""
     return _OF_LLAMA if issubclass(kind, LlamaConfig) else _OF_GPT2
 
 
 def following(config: ModelConfig) -> dict[str, tuple[str, int]]:
-    """Return GGUF keys whose values follow from the config: key → (value in words, value)."""
+    """Return a dict: GGUF key that the config determines → (value's meaning in words, value)."""
     if isinstance(config, LlamaConfig):
         return {
             "attention.value_length": ("the head size", config.head_size),
@@ -109,7 +109,7 @@ def following(config: ModelConfig) -> dict[str, tuple[str, int]]:
     }
 
 
-@lru_cache(maxsize=1)  # weights and tokenizer are read from the same header
+@lru_cache(maxsize=1)  # loading the weights and loading the tokenizer both need the header
 def _cached_header(file: Path, _stamp: tuple[int, int]) -> Header:
     return read_header(file)
 
@@ -176,7 +176,7 @@ def _config(header: Header) -> ModelConfig:
 
 
 def _of_all_blocks(key: str, value: Any, blocks: Any) -> Any:
-    """Return `value`; for an array with one entry per block, the value that all entries share.
+    """Return `value`, or if it is an array with one entry per block, the entries' common value.
 
     Raises CheckpointError for an array of another length, and for unequal values.
     """
@@ -197,7 +197,7 @@ def _llama_config(
     flags = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_gate.bias"}
     fields |= {flag: name in header.tensors for flag, name in flags.items() if flag in kind.FLAGS}
     config = kind(**fields, bos_token_id=header.metadata.get("tokenizer.ggml.bos_token_id"))
-    # Values that replace absent or zero values of keys. All other keys have the default 1.
+    # Defaults of GGUF keys that are absent or zero; the default of all other keys is 1.
     neutral = {
         "attention.scale": config.head_size**-0.5, "attention.sliding_window": 0,
         "rope.dimension_count": 0, "rope.freq_base_swa": 10000.0, "embedding_dtype": "float32",
@@ -208,7 +208,7 @@ def _llama_config(
 
 
 def _scaling(prefix: str, settings: Mapping[str, Any], header: Header) -> RopeScaling | None:
-    """Return the RoPE scaling: linear, YaRN, or factors in one or two tensors; None if absent."""
+    """Return the RoPE scaling (linear, YaRN, or factors stored as tensors); None if absent."""
     kind = settings.get("rope.scaling.type", "linear")  # llama.cpp has the same default
     present = {name for name in (ROPE_FACTORS, *LONGROPE_FACTORS) if name in header.tensors}
     long = present == {*LONGROPE_FACTORS}
@@ -246,7 +246,7 @@ def _scaling(prefix: str, settings: Mapping[str, Any], header: Header) -> RopeSc
 
 
 def _yarn(settings: Mapping[str, Any]) -> RopeScaling:
-    """Return YaRN's settings from keys that llama.cpp reads and keys that its converter adds.
+    """Return YaRN's settings from the keys that llama.cpp or llama.cpp's converter uses.
 
     llama.cpp multiplies queries and keys by attn_factor times `yarn_attention(factor)`. The key
     yarn_attn_factor, the attention_factor of config.json, replaces the latter if present.

@@ -27,7 +27,7 @@ MAGIC = b"GGUF"
 PREFIX = "tokenizer.ggml."  # prefix of the tokenizer's keys
 TOKEN_ID = "_token_id"  # suffix of keys whose value is a token id
 _VERSIONS = (2, 3)  # version 1, with lengths of 32 bits, is not supported
-_LONGEST = 2**28  # maximum bytes of a header; a million tokens take a tenth of this limit
+_LONGEST = 2**28  # maximum bytes of a header; 1,000,000 tokens need a tenth of this limit
 _MOST_DIMS = 4
 # GGUF type of a number → NumPy dtype
 _NUMBERS: Mapping[int, str] = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4",
@@ -42,7 +42,7 @@ class _TruncatedError(ValueError):
 
 
 class _UnusableError(ValueError):
-    """Raised after reading a complete value of a kind that no supported key has."""
+    """Raised for a value of an unsupported kind, after the value has been read to its end."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class _Bytes:
         return data
 
     def count(self, least: int = 1) -> int:
-        """Read a uint64 number of entries, which must fit in the file at `least` bytes each."""
+        """Read a uint64 count. Raises if the file is too short for entries of `least` bytes."""
         number = int.from_bytes(self.take(8), "little")
         if number * least > self.left:
             raise _TruncatedError(
@@ -138,7 +138,7 @@ def _read(file: Path, data: _Bytes, size: int) -> Header:
                                   "gguf-convert-endian of the package gguf writes")  # fmt: skip
         raise ValueError(f"expected version 2 or 3, got {version}: write it again with a current "
                          "llama.cpp")  # fmt: skip
-    n_tensors, n_keys = data.count(24), data.count(13)  # arguments: minimum bytes of an entry
+    n_tensors, n_keys = data.count(24), data.count(13)  # 24 and 13: minimum bytes of an entry
     metadata: dict[str, Any] = {}
     unusable: dict[str, str] = {}
     for _ in range(n_keys):
@@ -179,8 +179,8 @@ def _value(data: _Bytes, kind: int) -> Any:
 
 
 def as_python(number: Any) -> Any:
-    """Return a NumPy scalar as a bool, an int, or the shortest float that rounds to it."""
-    # float32's 1e-5 becomes 1e-5, not 9.999999747378752e-06.
+    """Convert a NumPy scalar to a bool, an int, or a float (from float32: its shortest decimal)."""
+    # np.float32(1e-5) becomes 1e-5, not 9.999999747378752e-06.
     return float(str(number)) if number.dtype == np.float32 else number.item()
 
 
@@ -192,7 +192,7 @@ def _decoded(strings: Iterable[bytes]) -> list[str]:
 
 
 def _skip_arrays(data: _Bytes, count: int) -> None:
-    """Skip `count` arrays and the arrays nested in them. An array begins with type and length."""
+    """Skip `count` arrays, which may be nested. An array begins with element type and length."""
     while count:
         count -= 1
         of = data.integer()
@@ -216,7 +216,7 @@ def _numbers(data: _Bytes, kind: int, count: int) -> Any:
 
 
 def _tensors(file: Path, data: _Bytes, count: int) -> Iterator[Encoded]:
-    """Read `count` tensor entries; offsets are relative to the start of the tensor data."""
+    """Read `count` entries that describe tensors; offsets count from the start of tensor data."""
     sizes = library().GGML_QUANT_SIZES
     for _ in range(count):
         name = data.text()
@@ -242,7 +242,7 @@ def _tensors(file: Path, data: _Bytes, count: int) -> Iterator[Encoded]:
 def _located(
     tensors: Iterable[Encoded], end: int, alignment: int, size: int
 ) -> Iterator[tuple[str, Encoded]]:
-    """Yield each tensor's name, and the tensor with its offset from the start of the file.
+    """Yield (name, tensor), with tensor offsets counted from the start of the file.
 
     end: bytes of the header. size: bytes of the file. Raises ValueError for gaps but padding.
     """

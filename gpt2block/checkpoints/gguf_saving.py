@@ -40,7 +40,7 @@ from gpt2block.files import check_file, put_in_place, temporary_folder
 
 TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 _ENDS = tuple(f"{PREFIX}{name}{TOKEN_ID}" for name in ("eos", "eot", "eom"))
-# Fields of the config that a file stores in its tensors or in the tokenizer's keys
+# Config fields without a GGUF key of their own: tensors or the tokenizer's keys store the values
 _ELSEWHERE = {
     "vocab_size", "tie_word_embeddings", "attention_bias", "mlp_bias", "scaling", "bos_token_id",
     "eos_token_ids",
@@ -106,7 +106,7 @@ def metadata_of(config: ModelConfig) -> dict[str, Any]:
 
 
 def tensors_of(weights: TensorSource) -> Iterator[tuple[str, NDArray[np.float32]]]:
-    """Yield the name and the values of every tensor of a file; matrices are (outputs, inputs)."""
+    """Yield (name, values) of every tensor of a GGUF file; matrices are (outputs, inputs)."""
     config, naming = weights.config, naming_of(weights.config, gguf=True)
     parts = naming.parts(config)
     yield from _scaling(config)[1].items()
@@ -124,7 +124,7 @@ def tensors_of(weights: TensorSource) -> Iterator[tuple[str, NDArray[np.float32]
 
 
 def encoded(name: str, rows: NDArray[np.float32], kind: str) -> NDArray[Any]:
-    """Return rows converted to a GGUF type. Raises InputError for values out of its range."""
+    """Convert rows to a GGUF type. Raises InputError for values out of the type's range."""
     package = library()
     with np.errstate(all="ignore"):
         if kind not in ("F32", "BF16"):
@@ -165,7 +165,7 @@ def write(
 
 
 def _add(writer: Any, key: str, value: Any) -> None:
-    """Add a key with the GGUF type that llama.cpp's converter uses for values of this kind."""
+    """Write a key and its value with the GGUF type that llama.cpp's converter would choose."""
     if isinstance(value, bool):
         writer.add_bool(key, value)
     elif isinstance(value, int):
@@ -211,7 +211,7 @@ def _scaling(config: ModelConfig) -> tuple[dict[str, Any], dict[str, NDArray[np.
         return {"rope.scaling.type": "linear", "rope.scaling.factor": scaling.factor}, {}
     if scaling.kind == "yarn":
         keys = {key: getattr(scaling, field) for key, field in gguf.YARN_KEYS.items()}
-        del keys["rope.scaling.yarn_attn_factor"]  # few of llama.cpp's architectures read this key
+        del keys["rope.scaling.yarn_attn_factor"]  # ignored by most architectures in llama.cpp
         factor = scaling.attention_factor / yarn_attention(scaling.factor)
         return {**keys, "rope.scaling.type": "yarn", "rope.scaling.attn_factor": factor}, {}
     if "long_factor" in config.HONOURED and scaling.kind == "longrope":
@@ -226,7 +226,7 @@ def _scaling(config: ModelConfig) -> tuple[dict[str, Any], dict[str, NDArray[np.
 
 
 def _as_in_file(config: ModelConfig, name: str, rows: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return a tensor's rows as the file stores them: with its `gguf.differences` applied."""
+    """Apply GGUF's differences to a tensor's rows: RoPE's row order, a constant added to norms."""
     heads, added = gguf.differences(config, name)
     if heads:
         halves = rows.reshape(heads, 2, len(rows) // heads // 2, *rows.shape[1:])
@@ -235,7 +235,7 @@ def _as_in_file(config: ModelConfig, name: str, rows: NDArray[np.float32]) -> ND
 
 
 def _kinds(path: Path, config: ModelConfig, kind: str) -> dict[str, tuple[str, Shape]]:
-    """Return tensor name → (type, shape), in the file's order. Warns of matrices in float16."""
+    """Return {tensor name: (GGUF type, shape)}. Warns of matrices that fall back to float16."""
     package, odd = library(), []
     block, _ = package.GGML_QUANT_SIZES[package.GGMLQuantizationType[kind]]
     found = {name: ("F32", array.shape) for name, array in _scaling(config)[1].items()}
@@ -260,7 +260,7 @@ def _kinds(path: Path, config: ModelConfig, kind: str) -> dict[str, tuple[str, S
 def _described(
     path: Path, weights: TensorSource, tokenizer: str | Path | Checkpoint | None
 ) -> dict[str, Any]:
-    """Return the keys `general.…` and `tokenizer.…`, copied from a GGUF source if there is one.
+    """Return the metadata keys `general.…` and `tokenizer.…`; a GGUF source's keys are copied.
 
     Warns of a missing tokenizer and of end tokens without a key.
     """
@@ -289,7 +289,7 @@ def _described(
     tokens = range(config.vocab_size)  # config.json may name end tokens outside the vocabulary
     ends = [*dict.fromkeys(id_ for id_ in (*named, *config.eos_token_ids) if id_ in tokens)]
     by_text = end_tokens(found, config.vocab_size)
-    ends[1:] = sorted(ends[1:], key=by_text.__contains__)  # ids that need a GGUF key come first
+    ends[1:] = sorted(ends[1:], key=by_text.__contains__)  # first ids not recognized by their text
     found |= zip(_ENDS, ends, strict=False)
     lost = [id_ for id_ in ends[len(_ENDS) :] if id_ not in by_text]
     if lost:

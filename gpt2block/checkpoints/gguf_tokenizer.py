@@ -36,7 +36,7 @@ _READ = {
     "model", "pre", "tokens", "scores", "token_type", "merges", "add_bos_token", "add_space_prefix",
     "token_type_count",
 }  # fmt: skip
-# GGUF key → the only value that is accepted, because it has no effect
+# GGUF key that is not implemented → the only accepted value, which has no effect on results
 _NEUTRAL: Mapping[str, Any] = {"add_eos_token": False, "add_sep_token": False,
                                "remove_extra_whitespaces": False}  # fmt: skip
 
@@ -47,7 +47,7 @@ class _Pre(NamedTuple):
     steps: Sequence[Mapping[str, Any]]
     nfc: bool = False  # whether the text is normalized to NFC first
     ignore_merges: bool = False  # whether a word in the vocabulary becomes its token without merges
-    adds_bos: bool = False  # value of add_bos_token in a file without this key
+    adds_bos: bool = False  # default of the key add_bos_token
 
 
 _BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
@@ -57,7 +57,7 @@ _PUNCTUATION = {"type": "Punctuation", "behavior": "Contiguous"}
 
 
 def _splits(*expressions: str) -> list[Mapping[str, Any]]:
-    """Return pre-tokenizer steps: a split by each expression in turn, then conversion to bytes."""
+    """Return pre-tokenizer steps: one split for each expression, then conversion to bytes."""
     flags = {"behavior": "Isolated", "invert": False}
     return [
         *({"type": "Split", "pattern": {"Regex": each}, **flags} for each in expressions),
@@ -65,10 +65,10 @@ def _splits(*expressions: str) -> list[Mapping[str, Any]]:
     ]
 
 
-# Pre-tokenizers by llama.cpp's names. Source: the tokenizer.json of the model that gives each name;
-# for exaone, dbrx, deepseek-r1-qwen and megrez, llama.cpp. llama.cpp differs from the models: it
-# never normalizes, its letter classes for tekken and gpt-4o lack marks and know only ASCII's cases,
-# and its falcon3 splits words as Llama 3 does.
+# Pre-tokenizers by llama.cpp's names, copied from the tokenizer.json of the model with this name;
+# for exaone, dbrx, deepseek-r1-qwen and megrez from llama.cpp. llama.cpp's own versions differ:
+# they never normalize. Letters for tekken and gpt-4o exclude combining marks, and upper and lower
+# case are told apart only in ASCII. falcon3 splits words as Llama 3 does.
 PRE: Mapping[str, _Pre] = {
     **dict.fromkeys(("gpt-2", "phi-2", "granite-docling"), _Pre([_WORDS])),
     "olmo": _Pre([_WORDS], nfc=True),
@@ -116,7 +116,7 @@ def as_files(file: Path) -> dict[str, bytes]:
 
 
 def files_from(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the result of `files_of` for a file with this metadata. Raises CheckpointError."""
+    """Return {name: content} of tokenizer files from GGUF metadata. Raises CheckpointError."""
     keys = (key for key in metadata if key.startswith(PREFIX))
     found = {key.removeprefix(PREFIX): metadata[key] for key in keys}
     for key, value in found.items():
@@ -190,7 +190,7 @@ def _numbers(
 
 
 def _added(tokens: Sequence[str], kinds: Iterable[int]) -> Iterable[dict[str, Any]]:
-    """Yield entries of added_tokens: tokens that are matched in a text before BPE merges."""
+    """Yield the added_tokens of a tokenizer.json, which are matched in a text before BPE merges."""
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     for token_id, (token, kind) in enumerate(zip(tokens, kinds, strict=True)):
         if kind in ADDED and token:
@@ -200,7 +200,7 @@ def _added(tokens: Sequence[str], kinds: Iterable[int]) -> Iterable[dict[str, An
 def _bpe(
     tokens: Sequence[str], kinds: Iterable[int], merges: Sequence[Any], **changed: Any
 ) -> dict[str, Any]:
-    """Return the `model` of a tokenizer.json; its vocabulary omits the file's unused tokens."""
+    """Return the `model` of a tokenizer.json; tokens of GGUF's type UNUSED are left out."""
     pairs = enumerate(zip(tokens, kinds, strict=True))
     vocabulary = {token: id_ for id_, (token, kind) in pairs if kind != UNUSED}
     unset = dict.fromkeys(("dropout", "unk_token", "continuing_subword_prefix",
@@ -222,7 +222,7 @@ def words_of(pre: _Pre) -> dict[str, Any]:
 def _byte_level(
     found: Mapping[str, Any], tokens: Sequence[str], kinds: Iterable[int], architecture: Any
 ) -> tuple[dict[str, Any], bool]:
-    """Return the pipeline of a byte-level BPE, and whether texts begin with bos by default."""
+    """Return tokenizer.json's steps of a byte-level BPE, and whether bos is added by default."""
     pre = found.get("pre", "gpt-2" if architecture == "gpt2" else None)
     known = PRE.get(pre) if isinstance(pre, str) else None
     if known is None:
@@ -241,7 +241,7 @@ def _byte_level(
 def _sentence_piece(
     found: Mapping[str, Any], tokens: Sequence[str], kinds: list[int], unknown: str | None
 ) -> dict[str, Any]:
-    """Return the pipeline of SentencePiece's BPE with byte fallback.
+    """Return tokenizer.json's steps of SentencePiece's BPE with byte fallback.
 
     As in llama.cpp, the text after a special or user-defined token begins with a space, too.
     Merges of user-defined runs of spaces, such as Gemma's, come first, as in its tokenizer.json.
@@ -253,7 +253,7 @@ def _sentence_piece(
         )
     added = (token for token, kind in zip(tokens, kinds, strict=True) if kind == USER_DEFINED)
     spaced = next((token for token in added if _SPACE in token and not _is_run(token)), None)
-    if spaced is not None:  # added tokens are matched before spaces become ▁
+    if spaced is not None:  # text never matches it: spaces become ▁ after added tokens are matched
         raise _unsupported("token_type", spaced)
     prefix = _flag(found, "add_space_prefix", True)
     prepend = {"type": "Prepend", "prepend": _SPACE}
@@ -272,14 +272,14 @@ def _sentence_piece(
 
 
 def _is_run(token: str) -> bool:
-    """Return whether a token is several spaces, which llama.cpp's converter does not write as ▁."""
+    """Return whether a token consists of several spaces (written as spaces or as ▁)."""
     return len(token) > 1 and not token.strip(f" {_SPACE}")
 
 
 def _merges(
     tokens: Sequence[str], kinds: Sequence[int], scores: Sequence[float]
 ) -> list[tuple[str, str]]:
-    """Return all pairs of tokens that form a third token, by the third token's score, best first.
+    """Return all pairs of tokens whose concatenation is a token, by this token's score, best first.
 
     The left part of user-defined runs of spaces is as long as possible.
     """

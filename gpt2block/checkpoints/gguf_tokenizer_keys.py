@@ -23,13 +23,13 @@ _DAMAGE = (ValueError, KeyError, TypeError, AttributeError, IndexError, Recursio
 _MODEL = ("type", "dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback",
           "ignore_merges")  # fmt: skip
 _INNER = ("normalizers", "pretokenizers", "decoders", "processors")
-# Gemma's pre-tokenizer, which splits nothing: the normalizer has replaced all spaces
+# Gemma's pre-tokenizer splits at spaces. It has no effect: the normalizer has replaced all spaces
 _AT_SPACES = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious",
               "invert": False}  # fmt: skip
 
 
 def keys_of(files: Mapping[str, bytes], vocab_size: int) -> dict[str, Any]:
-    """Return the GGUF metadata of a tokenizer. files: content of the tokenizer's files by name.
+    """Return the GGUF metadata of a tokenizer. `files`: file name → content.
 
     Ids below vocab_size without a token get padding tokens. Warns of added tokens that are whole
     words or absorb adjacent white space, which GGUF cannot express. Raises CheckpointError for
@@ -41,7 +41,7 @@ def keys_of(files: Mapping[str, bytes], vocab_size: int) -> dict[str, Any]:
         exact = _meaning(spec)
         again = _meaning(gguf_tokenizer.files_from(keys)[tokenizer_files.TOKENIZER])
         other = [part for part in exact if exact[part] != again[part]]
-        if other or not exact["merges"]:  # GGUF has no empty lists
+        if other or not exact["merges"]:  # GGUF cannot store an empty list of merges
             raise CheckpointError(f"GGUF has no keys for its {', '.join(other) or 'empty merges'}")
         template = settings.get("chat_template")
         if tokenizer_files.CHAT_TEMPLATE in files:
@@ -56,7 +56,7 @@ def keys_of(files: Mapping[str, bytes], vocab_size: int) -> dict[str, Any]:
 
 
 def _read(files: Mapping[str, bytes]) -> tuple[Any, dict[str, Any]]:
-    """Return the content of tokenizer.json, or an equivalent from other files, and the settings."""
+    """Return (content of tokenizer.json or an equivalent, content of tokenizer_config.json)."""
     named = (tokenizer_files.SPECIAL, tokenizer_files.SETTINGS, tokenizer_files.ADDED)
     special, settings, added = (json.loads(files.get(name, b"{}")) for name in named)
     settings = special | settings
@@ -69,7 +69,7 @@ def _read(files: Mapping[str, bytes]) -> tuple[Any, dict[str, Any]]:
 
 
 def _keys(spec: Any, settings: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
-    """Return the tokenizer's keys without their prefix.
+    """Return the tokenizer's GGUF metadata, by key without the prefix "tokenizer.ggml.".
 
     SentencePiece's score of a token is minus the rank of the first merge that forms the token.
     """
@@ -105,7 +105,7 @@ def _keys(spec: Any, settings: Mapping[str, Any], vocab_size: int) -> dict[str, 
 
 
 def _pre(spec: Any) -> str:
-    """Return llama.cpp's name of a byte-level BPE's pre-tokenizer. Raises CheckpointError."""
+    """Return llama.cpp's name of a byte-level BPE's pre-tokenizer. Raises if it has none."""
 
     def words(spec: Any, ignores: bool | None) -> Any:
         return _steps(spec, "normalizer"), _steps(spec, "pre_tokenizer"), bool(ignores)
@@ -119,7 +119,7 @@ def _pre(spec: Any) -> str:
 
 
 def _meaning(spec: Any) -> dict[str, Any]:
-    """Return the parts of a tokenizer that determine its encoding and decoding, by name.
+    """Return by name the components of a tokenizer that determine its encoding and decoding.
 
     SentencePiece's adjacent merges of one token are sorted, as their order has no effect: the
     leftmost pair in a text is merged. Merges of user-defined tokens are left out, as a text is
@@ -132,7 +132,7 @@ def _meaning(spec: Any) -> dict[str, Any]:
         users = {each["content"] for each in spec["added_tokens"] if not each.get("special", True)}
         runs = {user for user in users if not user.strip("▁")}
         applied = [pair for pair in merges if "".join(pair) not in users - runs]
-        n = sum("".join(pair) in runs for pair in applied)  # merges of runs, which come first
+        n = sum("".join(pair) in runs for pair in applied)  # number of merges of runs of spaces
         same = groupby(applied[n:], "".join)
         merges = sorted(applied[:n]) + [pair for _, each in same for pair in sorted(each)]
     return {
@@ -157,7 +157,7 @@ def _merges(model: Any) -> list[tuple[str, ...]]:
 
 
 def _before(spec: Any) -> list[Any]:
-    """Return the ids that the post-processor puts before a text, and steps with other effects."""
+    """Return the ids that a post-processor puts before a text, and its steps with other effects."""
     found: list[Any] = []
     for step in _steps(spec, "post_processor"):
         single = step.get("single", ())
@@ -170,7 +170,7 @@ def _before(spec: Any) -> list[Any]:
 
 
 def _steps(spec: Any, part: str) -> list[dict[str, Any]]:
-    """Return the steps of a tokenizer's part, normalized so that equivalent steps are equal."""
+    """Return a component's steps in a canonical form. `part`: its key, such as "normalizer"."""
     step = spec.get(part)
     if not step:
         return []
@@ -179,6 +179,6 @@ def _steps(spec: Any, part: str) -> list[dict[str, Any]]:
         return [each for one in inner for each in _steps({part: one}, part)]
     if step["type"] == "ByteLevel":
         step = {"use_regex": True, **step, "trim_offsets": True}
-    elif step.get("behavior") == "Removed" and step.get("invert"):  # removes text between matches
+    elif step.get("behavior") == "Removed" and step.get("invert"):  # keeps only the matches
         step = {**step, "behavior": "Isolated", "invert": False}
     return [step]

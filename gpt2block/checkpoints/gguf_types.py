@@ -18,8 +18,8 @@ from gpt2block.errors import CheckpointError, require
 from gpt2block.weights.gguf import BORDER, TYPES, GgufMatrix, range_bytes
 from gpt2block.weights.gguf_packing import BlockRows, packed_on_device
 
-_DECODED_AT_ONCE = 2**20  # values that are dequantized at once
-FLOAT, NARROW = 4, 2  # bytes per value outside quantized blocks: in vectors, in matrices
+_DECODED_AT_ONCE = 2**20  # maximum number of values that are dequantized at once
+FLOAT, NARROW = 4, 2  # bytes per unquantized value: 4 in vectors, 2 in matrices
 _NATIVE: Mapping[str, str] = {"F32": "float32", "F16": "float16", "F64": "float64",
                               "BF16": "bfloat16"}  # fmt: skip
 
@@ -33,7 +33,7 @@ def library() -> Any:
 
 
 def dtype_of(kind: int) -> str:
-    """Return the dtype as which a GGUF type is read; float32 for a quantized type."""
+    """Return the dtype to which a GGUF type is decoded; float32 for a quantized type."""
     return _NATIVE.get(library().GGMLQuantizationType(kind).name, "float32")
 
 
@@ -72,7 +72,7 @@ class Encoded(Stored):
             )
 
     def read_into(self, array: NDArray[Any]) -> None:
-        """Read the tensor into a C-contiguous array of its shape and of any float dtype.
+        """Read the tensor into a C-contiguous array of the tensor's shape and any float dtype.
 
         Decodes several whole heads, or rows without heads, at a time. Raises CheckpointError.
         """
@@ -89,19 +89,22 @@ class Encoded(Stored):
                 piece[...] = values - self.added if self.added else values
 
     def read_blocks(self) -> NDArray[np.uint8]:
-        """Return rows as bytes (N, bytes per row), in the model's order. Raises CheckpointError."""
+        """Return the rows' encoded bytes, (N, bytes per row), with heads in the model's row order.
+
+        Raises CheckpointError.
+        """
         data = np.empty((self.shape[0], self.length // self.shape[0]), np.uint8)
         self.read_bytes(0, data.reshape(-1))
         return self._ordered(data)
 
     def read_bytes(self, begin: int, array: NDArray[np.uint8]) -> None:
-        """Read the tensor's bytes from `begin` on, in the file's order. Raises CheckpointError."""
+        """Fill `array` with the stored bytes from byte `begin` on. Raises CheckpointError."""
         with about(self.file), self.file.open("rb") as stream:
             stream.seek((self.offset or 0) + begin)
             self._check_length(stream.readinto(array.data), len(array))
 
     def _taken(self, stream: BinaryIO, length: int) -> bytes:
-        """Return the next `length` bytes of the file. Raises CheckpointError if fewer are left."""
+        """Read the next `length` bytes of `stream`. Raises CheckpointError if fewer are left."""
         data = stream.read(length)
         self._check_length(len(data), length)
         return data
@@ -113,7 +116,7 @@ class Encoded(Stored):
             )
 
     def _ordered(self, rows: NDArray[Any]) -> NDArray[Any]:
-        """Return the rows of whole heads in the model's order; only rows of Q and K are moved."""
+        """Reorder the rows of Q's or K's heads from GGUF's RoPE order to the model's."""
         if not self.heads:
             return rows
         pairs = rows.reshape(-1, self.shape[0] // self.heads // 2, 2, rows.shape[1])
@@ -122,7 +125,7 @@ class Encoded(Stored):
 
 
 def kept(tensor: Stored) -> list[tuple[str, Encoded]]:
-    """Return (type, part) for each part of a matrix; [] if it cannot keep its quantized blocks."""
+    """Return (GGUF type, part) for each part of a matrix; [] if kernels cannot read its blocks."""
     pieces = [piece for piece in tensor.pieces if isinstance(piece, Encoded)]
     if len(pieces) != len(tensor.pieces) or tensor.layout != "NK" or tensor.head_order:
         return []
@@ -136,7 +139,7 @@ def kept(tensor: Stored) -> list[tuple[str, Encoded]]:
 
 @dataclass(frozen=True)
 class InBlocks:
-    """A matrix in quantized blocks of a GGUF file, which `on_host` and `on_device` read."""
+    """A matrix in a GGUF file, whose quantized blocks `on_host` and `on_device` read."""
 
     parts: list[tuple[str, Encoded]]
     K: int
@@ -158,7 +161,7 @@ def in_blocks(tensor: Stored) -> InBlocks | None:
 
 
 def bytes_in_blocks(stored: Iterable[Stored]) -> int:
-    """Return the bytes of a model whose matrices keep quantized blocks; 0 if no matrix can."""
+    """Return a model's bytes if matrices stay in quantized blocks; 0 if no matrix can."""
     total, found = 0, False
     for tensor in stored:
         parts = kept(tensor)
@@ -174,8 +177,8 @@ def _decoded(data: bytes, kind: int) -> NDArray[Any]:
     types = library().GGMLQuantizationType
     if types(kind).name in _NATIVE:
         return np.frombuffer(data, DTYPES[dtype_of(kind)])
-    row = np.frombuffer(data, np.uint8)[None]  # one row, as dequantize loops over groups of 16 rows
-    with np.errstate(over="ignore", invalid="ignore"):  # the model refuses infinity and NaN later
+    row = np.frombuffer(data, np.uint8)[None]  # 1 row: dequantize loops over groups of 16 rows
+    with np.errstate(over="ignore", invalid="ignore"):  # infinity and NaN raise an error later
         values: NDArray[Any] = library().dequantize(row, types(kind))
     return values
 

@@ -31,7 +31,7 @@ _REVISION = re.compile(r"\w[\w.-]*(/[\w-][\w.-]*)*")
 
 
 class _MissingError(Exception):
-    """Raised with the name of a file that the cache, or the repository, does not have."""
+    """Raised for a file that the cache or the repository lacks; its argument is the file's name."""
 
 
 def check_revision(revision: str) -> None:
@@ -41,7 +41,7 @@ def check_revision(revision: str) -> None:
 
 
 def fetch(repo: str, revision: str | None = None) -> Path:
-    """Return a repository's weights file, or the index of its shards, downloaded if necessary.
+    """Download a repository if it is not cached; return its weights file or index of shards.
 
     config.json is in the same folder. Cached files need no network. A name similar to that of a
     bundled model is refused without network, as the hub has few repositories without an owner. All
@@ -101,7 +101,7 @@ def fetch_tokenizer(repo: str, snapshot: Path, asked: bool = False) -> str | Non
 
 
 def unknown_tokenizer_files(repo: str, snapshot: Path) -> list[str]:
-    """Return the names of tokenizer files for which the cache does not record whether they exist.
+    """Return names of tokenizer files of which the cache does not record whether they exist.
 
     [] if the cache has tokenizer.json and records whether tokenizer_config.json exists.
     """
@@ -115,7 +115,7 @@ def unknown_tokenizer_files(repo: str, snapshot: Path) -> list[str]:
 
 
 def _ask(repo: str, revision: str | None) -> None:
-    """Print on stderr that the hub is queried; raise the HTTP library's error if this fails.
+    """Print a note on stderr and test the connection to the hub. Raises the HTTP library's errors.
 
     Sends one request with a short time-out, as `hf_hub_download` would retry for minutes.
     """
@@ -131,7 +131,7 @@ def _ask(repo: str, revision: str | None) -> None:
 
 
 def _weights(repo: str, revision: str | None, cached: bool) -> Path:
-    """Return the path of the weights file or index; the configs are in the same folder.
+    """Get the configs and the weights file, or the index of shards, and return the latter's path.
 
     Raises _MissingError, and errors of huggingface_hub.
     """
@@ -140,7 +140,7 @@ def _weights(repo: str, revision: str | None, cached: bool) -> Path:
         raise _MissingError(CONFIG)
     commit = config.parent.name
     found = (_get(repo, name, commit, cached) for name in MODEL_FILES)
-    file = next(filter(None, found), None)  # lazy: requests no further names once a file exists
+    file = next(filter(None, found), None)  # lazy: no more names are requested after the first file
     if file is None:
         raise _MissingError(f"any of {', '.join(MODEL_FILES)}")
     for shard in shards_of(file) if file.suffix == ".json" else ():
@@ -151,7 +151,7 @@ def _weights(repo: str, revision: str | None, cached: bool) -> Path:
 
 
 def _get(repo: str, name: str, revision: str | None, cached: bool) -> Path | None:
-    """Return a file's path; None if the cache (with `cached`) or the repository lacks it."""
+    """Return a file's local path; None if the repository (with `cached`: the cache) lacks it."""
     from huggingface_hub import hf_hub_download, try_to_load_from_cache  # noqa: PLC0415
     from huggingface_hub.errors import (  # noqa: PLC0415
         EntryNotFoundError,

@@ -38,13 +38,13 @@ INDEX = "model.safetensors.index.json"
 MODEL_FILES = (WEIGHTS, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
-# Endings of safetensors' error messages for truncated files
+# Last words of the errors that the package safetensors raises for truncated files
 _TRUNCATED = ("header too small", "invalid header length", "file not fully covered")
 DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def is_weights(file: Path) -> bool:
-    """Return whether this module reads the file, judged by its suffix or its first bytes."""
+    """Return whether this module reads such a file, judged by the file's suffix or first bytes."""
     if file.suffix == ".json" or pytorch.is_pickle(file):
         return True
     header = read_start(file, 9)[8:]  # first byte of safetensors' header, after its length
@@ -79,8 +79,8 @@ def read_model(file: Path) -> tuple[ModelConfig, dict[str, Stored]]:
     if tied and "lm_head.weight" in found:
         config = replace(config, tie_word_embeddings=False)
     stored = naming_of(config).model_tensors(file, f"{source} has n_layer", config, found)
-    # `transformers` 5 ties lm_head to wte only if they are equal. It uses a stored lm_head that
-    # differs from wte even if the config ties them, because the config is then wrong.
+    # As in `transformers` 5: a stored lm_head that differs from wte is used even if the config
+    # says tie_word_embeddings, because the config is then wrong.
     if tied and "lm_head" in stored and equal(stored["lm_head"], stored["wte"]):
         del stored["lm_head"]
         config = replace(config, tie_word_embeddings=True)
@@ -88,7 +88,7 @@ def read_model(file: Path) -> tuple[ModelConfig, dict[str, Stored]]:
 
 
 def _bare(file: Path, tensors: Sequence[Stored], naming: Naming) -> dict[str, Stored]:
-    """Return the weights by their names without prefixes; buffers that are not weights are dropped.
+    """Return weights by their names without prefixes. Buffers that are not weights are dropped.
 
     A tensor may be stored several times with the same numbers. Raises CheckpointError for a tensor
     that is stored with several values.
@@ -128,7 +128,7 @@ def shards_of(index: Path) -> list[str]:
 
 
 def _files(file: Path) -> list[Path]:
-    """Return the files that hold the tensors: the file itself, or those that an index lists."""
+    """Return the files with tensors: the weights file itself, or the files that an index lists."""
     if file.suffix != ".json":
         return [file]
     shards = shards_of(file)
@@ -164,7 +164,7 @@ def _read_header(file: Path) -> list[Stored]:
 
 
 def _entries(file: Path, header: dict[str, Any], data: int, size: int) -> Iterator[Stored]:
-    """Yield the tensors of a header. data: offset of the tensor data. size: bytes of the file."""
+    """Yield a header's tensors. `data`: file offset of tensor data. `size`: bytes of the file."""
     for name, spec in header.items():
         if name == "__metadata__":
             continue
@@ -177,7 +177,7 @@ def _entries(file: Path, header: dict[str, Any], data: int, size: int) -> Iterat
 
 
 def _read_config(file: Path, tensors: Sequence[Stored]) -> tuple[ModelConfig, dict[str, Stored]]:
-    """Read config.json, or infer a GPT-2 size from the tensors' width; return config and tensors.
+    """Return config and tensors. Without config.json, the tensors' width implies a GPT-2 size.
 
     The tensors are returned by their names without prefixes. As in transformers, the end tokens of
     generation_config.json replace those of config.json, and a config without a dtype gets the dtype
@@ -213,7 +213,7 @@ def parse_config(config: Any) -> ModelConfig:
 
 
 def _gpt2_config(file: Path, found: Mapping[str, Stored]) -> GPT2Config:
-    """Return the GPT-2 size with the tensors' width, adapted to their layers, tokens and n_ctx."""
+    """Return the config of the GPT-2 size with this n_embd; other sizes come from the tensors."""
     n_embd, vocab_size, n_ctx = (
         next(iter(found[name].shape), 0) if name in found else 0
         for name in ("h.0.ln_1.weight", "wte.weight", "wpe.weight")

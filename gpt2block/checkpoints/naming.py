@@ -1,4 +1,4 @@
-"""Map gpt2block's tensor names to the names and layouts of an architecture's tensors in files."""
+"""Map gpt2block's tensor names to an architecture's tensor names and layouts in files."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Naming:
     ignored: str = "(?!)"
 
     def bare(self, name: str) -> str:
-        """Return the name of a tensor in a file without its prefixes.
+        """Return a file's tensor name without prefixes such as `transformer.`.
 
         Prefixes of torch's DistributedDataParallel and compile may precede `self.prefix`.
         """
@@ -45,7 +45,7 @@ class Naming:
         return re.sub(pattern, "", name, count=1)
 
     def in_file(self, ours: str) -> tuple[str, ...]:
-        """Return the names in a file, without prefixes, of gpt2block's tensor `ours`."""
+        """Return a file's names, without prefixes, for the tensor that gpt2block calls `ours`."""
         h, dot, kind = ours.rpartition(".")
         return tuple(h.replace("h.", self.block, 1) + dot + name for name in self.names[kind])
 
@@ -54,7 +54,7 @@ class Naming:
         return name if name == "lm_head.weight" else self.prefix + name
 
     def layers(self, names: Mapping[str, object]) -> int:
-        """Return the number of blocks with tensors. names: names of tensors without prefixes."""
+        """Return the number of blocks that have tensors. `names`: tensor names without prefixes."""
         pattern = re.compile(re.escape(self.block) + r"(\d+)\.")
         return len({found[1] for name in names if (found := pattern.match(name))})
 
@@ -64,12 +64,12 @@ class Naming:
         return "NK" if kind in _OUTSIDE else self.matrices if kind.startswith("w_") else None
 
     def shape_of(self, ours: str, shape: Shape) -> Shape:
-        """Return a tensor's shape in a file. shape: its shape in `config.model_shapes`."""
+        """Return a tensor's shape in a file. `shape`: the tensor's shape in `model_shapes`."""
         turned = ours.startswith("h.") and self.layout_of(ours) == "NK"
         return shape[::-1] if turned else shape
 
     def parts(self, config: ModelConfig) -> dict[str, dict[str, Shape]]:
-        """Return a mapping: gpt2block's tensor name → {name in a file without prefixes: shape}.
+        """Return a dict: gpt2block's tensor name → {name in a file, without prefixes: shape}.
 
         A tensor in the file that joins the rows of several of gpt2block's tensors is listed under
         the name of the first.
@@ -86,7 +86,7 @@ class Naming:
         return found
 
     def first_of(self, ours: str) -> str:
-        """Return the first of gpt2block's tensors that share a tensor in the file with `ours`."""
+        """Return the first of the names, `ours` included, whose tensors a file joins into one."""
         h, dot, kind = ours.rpartition(".")
         return h + dot + next(k for k, names in self.names.items() if names == self.names[kind])
 
@@ -104,7 +104,7 @@ class Naming:
         float32. Raises CheckpointError unless the file's tensors are exactly the model's.
         """
         present = self.layers(found)
-        if present != config.n_layer:  # checked before memory of the config's size is allocated
+        if present != config.n_layer:  # checked before memory for n_layer blocks is allocated
             raise CheckpointError(
                 f"{file}: {source} {config.n_layer}, the file has {present} blocks"
             )
@@ -117,7 +117,7 @@ class Naming:
         return self._ours(config, whole)
 
     def _ours(self, config: ModelConfig, whole: Mapping[str, Stored]) -> dict[str, Stored]:
-        """Return tensors by gpt2block's names. Tensors that join the rows of several are split."""
+        """Return tensors by gpt2block's names; tensors that a file joins by rows are split."""
         stored, ends = {}, dict.fromkeys(whole, 0)
         sharing = Counter(map(self.first_of, model_shapes(config)))
         for ours, shape in model_shapes(config).items():
@@ -134,7 +134,7 @@ class Naming:
 
 
 def _laid_out(tensor: Stored, layout: str | None) -> Stored:
-    """Return a tensor with its layout in the file; "NK" for a matrix that is stored transposed."""
+    """Return a tensor with field `layout` set; a matrix in Fortran order is transposed to "NK"."""
     if tensor.order == "F":
         return replace(tensor.transposed(), layout="NK")
     return replace(tensor, layout=layout)
@@ -181,7 +181,7 @@ def _check(
 
 
 def _names(architecture: Mapping[str, tuple[str, str]], column: int) -> dict[str, tuple[str, ...]]:
-    """Map gpt2block's names to names in a file. column: 0 for Hugging Face, 1 for GGUF."""
+    """Map gpt2block's names to a file's names. `column`: 0 for Hugging Face, 1 for GGUF."""
     found = {}
     for pair, modules in architecture.items():
         module = modules[column]
@@ -207,7 +207,7 @@ def _naming(model_type: str, gguf: bool) -> Naming:
 
 
 def naming_of(config: ModelConfig, gguf: bool = False) -> Naming:
-    """Return the Naming of a config's architecture in Hugging Face's files, or in GGUF."""
+    """Return the Naming of a config's architecture for Hugging Face's files, or for GGUF."""
     return _naming(config.MODEL_TYPE, gguf)
 
 

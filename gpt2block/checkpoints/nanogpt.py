@@ -25,7 +25,7 @@ _SIZES = {
     "block_size": "n_ctx",
     "vocab_size": "vocab_size",
 }
-_OTHERS = ("bias", "dropout")  # older files lack the key `bias`; their layers have biases
+_OTHERS = ("bias", "dropout")  # model_args of older files lack "bias"; their layers have biases
 _PADDED = 50304
 
 

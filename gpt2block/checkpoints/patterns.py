@@ -13,13 +13,14 @@ _CAPITALS, _SMALL = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{
 _FIRST = r"[^\r\n\p{L}\p{N}]?"
 _CASES = (f"{_FIRST}{_CAPITALS}*{_SMALL}+", f"{_FIRST}{_CAPITALS}+{_SMALL}*")
 
-LLAMA_3 = rf"{_ENDINGS}|{_FIRST}\p{{L}}+|\p{{N}}{{1,3}}{_OTHERS}"  # also used by GPT-4's cl100k
+LLAMA_3 = rf"{_ENDINGS}|{_FIRST}\p{{L}}+|\p{{N}}{{1,3}}{_OTHERS}"  # GPT-4's cl100k has the same
 QWEN_2 = rf"{_ENDINGS}|{_FIRST}\p{{L}}+|\p{{N}}{_OTHERS}"
 GPT_4O = "|".join(f"{each}{_ENDINGS}?" for each in _CASES) + r"|\p{N}{1,3}" + _OTHERS_2
 TEKKEN = "|".join(_CASES) + r"|\p{N}" + _OTHERS_2  # used by Mistral Nemo
 SPLITS = frozenset({LLAMA_3, QWEN_2, GPT_4O, TEKKEN})
 
-# DeepSeek V3 splits by three expressions in turn: digits, Chinese and Japanese, all other text.
+# DeepSeek V3 splits by three expressions one after another: the first matches digits, the second
+# Chinese and Japanese, the third all other text.
 DEEPSEEK_3 = (
     r"\p{N}{1,3}",
     "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",

@@ -1,4 +1,4 @@
-"""Interpreter for pickles of `torch.save` that executes no code in a pickle.
+"""Interpreter for the pickles of `torch.save`, which never executes code from a pickle.
 
 A pickle is a program for a stack machine. Python's own `pickle.Unpickler` imports and calls the
 functions that the program names, and allocates the sizes that it declares. This interpreter knows
@@ -25,22 +25,22 @@ _MAX_NAME = 256  # bytes of a module's or a class's name
 _MAX_INTEGER = 8  # bytes of an integer
 _OPCODE_NAMES = {code.code.encode("latin-1"): code.name for code in pickletools.opcodes}
 
-Function = Callable[[tuple[Any, ...]], Any]  # called with the arguments of a call in a pickle
+Function = Callable[[tuple[Any, ...]], Any]  # receives the arguments of a pickle's REDUCE opcode
 
 
 @dataclass(frozen=True)
 class GlobalName:
-    """The full name of a global in a pickle; the object is not imported."""
+    """The full name of a global (a class or function) in a pickle; it is not imported."""
 
     text: str
 
 
 class OrderedDict(dict[Any, Any]):
-    """Stand-in for `collections.OrderedDict`; attributes that a pickle sets are dropped."""
+    """Replacement of `collections.OrderedDict`; attributes that a pickle sets on it are dropped."""
 
 
 def describe(value: object) -> str:
-    """Return a short description of a value from a pickle; for a container, only its type."""
+    """Return a text, number or name from a pickle as a short string; of other values the type."""
     if isinstance(value, GlobalName):
         return value.text
     return repr(value)[:80] if isinstance(value, (str, int, float)) else type(value).__name__
@@ -63,15 +63,15 @@ class Unpickler:
     ) -> None:
         self._stream = stream
         self._left = min(limit, MAX_BYTES)
-        self._complete = limit <= MAX_BYTES  # whether `limit` is the end of the data
+        self._complete = limit <= MAX_BYTES  # whether the data ends at `limit`, not at MAX_BYTES
         self._functions = functions
         self._persistent = persistent
         self._stack: list[Any] = []
-        self._outer: list[list[Any]] = []  # stack below each MARK opcode
+        self._outer: list[list[Any]] = []  # saved stacks: one for each open MARK opcode
         self._memo: dict[int, Any] = {}
 
     def load(self) -> Any:
-        """Return the pickled value; the stream is then after the pickle. Raises CheckpointError."""
+        """Read the pickle to its end, and return the pickled value. Raises CheckpointError."""
         try:
             for _ in range(MAX_OPCODES):
                 opcode = self._read(1)
@@ -89,7 +89,7 @@ class Unpickler:
         raise CheckpointError(f"expected a pickle of at most {MAX_OPCODES:,} opcodes, got more")
 
     def _read(self, length: int) -> bytes:
-        """Return exactly `length` bytes. Beyond the limit, raise before memory is allocated."""
+        """Read exactly `length` bytes. If they exceed the limit, raise before any allocation."""
         if length > self._left:
             if self._complete:
                 raise CheckpointError("truncated: its pickle goes beyond the end")
@@ -164,7 +164,7 @@ class Unpickler:
         self._push(function(arguments))
 
     def _build(self) -> None:
-        """Drop attributes of an OrderedDict (`_metadata`); refuse attributes of other objects."""
+        """Run opcode BUILD: drop attributes of an OrderedDict, refuse those of other objects."""
         state, target = self._stack.pop(), self._stack[-1]
         if not isinstance(target, OrderedDict) or not isinstance(state, dict):
             raise CheckpointError(f"its pickle sets attributes of {describe(target)}: refused")
@@ -182,7 +182,7 @@ class Unpickler:
         keys = values[::2]
         if len(values) % 2:
             raise CheckpointError("damaged pickle: a key of a dictionary has no value")
-        for key in keys:  # hashing a nested tuple can take exponential time
+        for key in keys:  # no tuples: hashing a nested tuple can take exponential time
             if not isinstance(key, (str, int)):
                 raise CheckpointError(
                     f"expected text and integers as keys of dictionaries, got {describe(key)}"

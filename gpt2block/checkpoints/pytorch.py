@@ -26,7 +26,7 @@ from gpt2block.errors import CheckpointError
 SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _ZIP = b"PK\x03\x04"
 _LEGACY = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # pickled magic number of a legacy file
-_MAX_READ = 1 << 22  # bytes per read; gpt2-xl with its optimizer has a zip directory of 0.2 MB
+_MAX_READ = 1 << 22  # maximum bytes per read; the zip directory of gpt2-xl's file has 0.2 MB
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # zip entry: signature, lengths of name and extra field
 _ENCRYPTED = 1  # flag bit of an encrypted zip entry
 # Exceptions that zipfile and the parsers raise for damaged files
@@ -41,7 +41,7 @@ class Content(NamedTuple):
 
 
 def is_pickle(file: Path) -> bool:
-    """Return whether `torch.save` wrote a file, judged by its first bytes or its suffix."""
+    """Return whether `torch.save` wrote the file, judged by the file's first bytes or suffix."""
     return read_start(file, len(_LEGACY)).startswith((_ZIP, _LEGACY)) or file.suffix in SUFFIXES
 
 
@@ -69,7 +69,7 @@ def read(file: Path) -> Content:
 
 
 class _BoundedReader(io.BufferedReader):
-    """A file that limits the size of a read, as zipfile would read a zip directory of any size."""
+    """A file whose read() has a size limit: zipfile would read a zip directory of any size."""
 
     def read(self, size: int | None = -1, /) -> bytes:
         if size is None or size < 0:
@@ -81,7 +81,7 @@ class _BoundedReader(io.BufferedReader):
         return super().read(size)
 
 
-# Readers of the two containers: each returns the pickled value and the storages' offsets
+# Readers of zip files and of legacy files: each returns the pickled value and storage offsets
 
 
 def _read_zip(stream: BinaryIO) -> tuple[Any, dict[str, int]]:
@@ -182,11 +182,11 @@ def _read_legacy(stream: BinaryIO) -> tuple[Any, dict[str, int]]:
     return value, offsets
 
 
-# Conversion of the pickled value to tensors
+# Conversion of an unpickled value to tensors
 
 
 def _content(file: Path, value: Any, offsets: Mapping[str, int]) -> Content:
-    """Return the tensors of a pickled state dict, or of nanoGPT's dictionary."""
+    """Return the tensors in an unpickled state dict, or in the dict of a nanoGPT checkpoint."""
     state, model_args = value, None
     if isinstance(value, dict) and isinstance(value.get("model"), dict):
         state, model_args = value["model"], value.get("model_args")

@@ -1,4 +1,4 @@
-"""Objects allowed in a pickle of `torch.save`: storages, tensors that view them, plain values.
+"""Objects allowed in a pickle of `torch.save`: storages, tensors in storages, plain values.
 
 Each class describes an object of PyTorch without its data. In such a pickle, a tensor is a call of
 `torch._utils._rebuild_tensor_v2` with a storage, an offset, sizes and strides; a storage is a
@@ -16,7 +16,7 @@ from gpt2block.errors import CheckpointError
 
 _MAX_DIMENSIONS = 8
 
-# Name of a dtype in `torch` → bytes of a number
+# Name of a dtype in `torch` → bytes per number
 ITEMSIZES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
     "int64": 8, "int32": 4, "int16": 2, "int8": 1,
@@ -104,7 +104,7 @@ def _parameter(arguments: tuple[Any, ...]) -> Tensor:
 
 
 def _rebuild(count: int) -> Function:
-    """Return a function that builds a Tensor from `count` arguments and optional metadata.
+    """Return a replacement of a `torch._utils._rebuild_…` function with `count` arguments.
 
     Arguments: storage, offset, sizes, strides; with a count of 6 or 7 also requires_grad and hooks;
     with 7 also the dtype, for dtypes without a typed storage. Metadata: negated, conjugated, …
@@ -129,7 +129,7 @@ def _rebuild(count: int) -> Function:
 
 
 def _tensor(dtype: str | None, storage: Any, offset: Any, shape: Any, strides: Any) -> Tensor:
-    """Return a Tensor, which must lie inside its storage. dtype: None for the storage's dtype."""
+    """Return a Tensor, which must lie inside `storage`. `dtype`: None for the storage's dtype."""
     if not isinstance(storage, Storage):
         raise CheckpointError(f"a tensor: expected a storage, got {describe(storage)}")
     shape, strides = _counts("a tensor's shape", shape), _counts("a tensor's strides", strides)
@@ -147,7 +147,7 @@ def _tensor(dtype: str | None, storage: Any, offset: Any, shape: Any, strides: A
 
 
 def _counts(name: str, values: Any) -> tuple[int, ...]:
-    """Return `values`. Raises CheckpointError unless they are a short tuple of integers ≥ 0."""
+    """Return `values`. Raises CheckpointError unless `values` is a short tuple of integers ≥ 0."""
     if type(values) is not tuple or len(values) > _MAX_DIMENSIONS:
         raise CheckpointError(f"{name}: expected up to {_MAX_DIMENSIONS} integers")
     for value in values:
@@ -175,9 +175,9 @@ class Storages:
         self.by_key: dict[str, Storage] = {}
 
     def __call__(self, identity: Any) -> Storage:
-        """Return the storage of ("storage", type, key, device, number of elements[, None])."""
+        """Return the Storage for a persistent id: ("storage", type, key, device, numel[, None])."""
         parts = identity if type(identity) is tuple else ()
-        if len(parts) == 6 and parts[5] is None:  # legacy layout; PyTorch 0.3: parts[5] is a view
+        if len(parts) == 6 and parts[5] is None:  # legacy file; PyTorch 0.3: parts[5] is a view
             parts = parts[:5]
         if (
             len(parts) != 5

@@ -44,7 +44,7 @@ class TensorSource(Protocol):
     def config(self) -> ModelConfig: ...
 
     def tensors(self) -> Iterable[tuple[str, NDArray[Any], str | None]]:
-        """Yield name, array and layout of every tensor, like `Checkpoint.tensors`."""
+        """Yield (name, array, layout) of every tensor, like `Checkpoint.tensors`."""
 
 
 def save_pretrained(
@@ -90,7 +90,8 @@ def save_pretrained(
         warn_of_factor(directory, weights.config, "transformers", stored)
         config = weights.config.to_hugging_face() | {"torch_dtype": stored}
         if config.get("embedding_dtype") == stored:
-            # torch_dtype implies embedding_dtype, which `transformers` would copy to a cast model.
+            # embedding_dtype defaults to torch_dtype. If it were stored, `transformers` would keep
+            # it when the model is cast to another dtype.
             del config["embedding_dtype"]
         (new / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         for name, content in copied.items():
@@ -108,7 +109,7 @@ def check_source(weights: TensorSource) -> None:
 
 
 def warn_of_factor(path: Path, config: Any, program: str, dtype: str) -> None:
-    """Warn if a program that rounds the embedding factor to `dtype` gets a different factor."""
+    """Warn if `program`, which rounds the factor of embeddings to `dtype`, changes the factor."""
     if getattr(config, "embedding_dtype", dtype) == dtype:
         return
     cast = replace(config, embedding_dtype=dtype)
@@ -134,7 +135,7 @@ def given_path(name: str, given: str | Path) -> Path:
 
 
 def tokenizer_of(weights: TensorSource, given: str | Path | Checkpoint | None) -> dict[str, bytes]:
-    """Return name → content of the tokenizer files to write, from `given` or else `weights`.
+    """Return {name: content} of the tokenizer files to write, read from `given` or `weights`.
 
     OpenAI's pair of files is also written under Hugging Face's names, the only names that
     `transformers` reads.
@@ -156,7 +157,7 @@ def tokenizer_of(weights: TensorSource, given: str | Path | Checkpoint | None) -
 
 
 def _generation_config_of(*given: Any) -> dict[str, bytes]:
-    """Return file name → content of the first Checkpoint's generation_config.json; {} if absent."""
+    """Return {file name: content} for the first Checkpoint's generation_config.json, or {}."""
     source = next((each for each in given if isinstance(each, Checkpoint)), None)
     if source is None or not source.generation_config():
         return {}
@@ -164,7 +165,7 @@ def _generation_config_of(*given: Any) -> dict[str, bytes]:
 
 
 def _model_files(directory: Path, with_tokenizer: bool) -> list[str]:
-    """Return the names of the files in a directory that a new model replaces or removes.
+    """Return the names of a directory's files that saving a new model replaces or removes.
 
     Tokenizer files in a directory without a model are included only with `with_tokenizer`.
     """
@@ -174,7 +175,7 @@ def _model_files(directory: Path, with_tokenizer: bool) -> list[str]:
         raise CheckpointError(f"{directory}: cannot be written: {error.strerror}") from error
     model = {CONFIG, GENERATION_CONFIG, *MODEL_FILES} & names
     for index in names.intersection(MODEL_FILES[1::2]):
-        with suppress(CheckpointError):  # a damaged index lists no files
+        with suppress(CheckpointError):  # a damaged index counts as an index without files
             model |= {name for name in shards_of(directory / index) if name in names}
     tokens = names.intersection(tokenizer_files.NAMES) if model or with_tokenizer else set()
     old = sorted(model | tokens)
@@ -188,7 +189,7 @@ def _model_files(directory: Path, with_tokenizer: bool) -> list[str]:
 
 @contextmanager
 def _replaced_together(directory: Path, old: Iterable[str]) -> Iterator[Path]:
-    """Yield a temporary folder; if the `with` block succeeds, its files replace the files `old`."""
+    """Yield a temporary folder. After the block, its files replace the files `old`."""
     new = not directory.exists()
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -196,7 +197,7 @@ def _replaced_together(directory: Path, old: Iterable[str]) -> Iterator[Path]:
             with temporary_folder(directory, "saving") as folder:
                 yield folder
                 files = sorted(folder.iterdir())
-                for file in files:  # replaces a link but not its target, which other models may use
+                for file in files:  # replaces a link itself, as other models may use its target
                     put_in_place(file, directory / file.name)
                 for stale in {*old} - {file.name for file in files}:
                     (directory / stale).unlink(missing_ok=True)
@@ -220,7 +221,7 @@ def _write_weights(file: Path, weights: TensorSource, dtype: str | None) -> str:
     shapes, naming = model_shapes(weights.config), naming_of(weights.config)
     parts = naming.parts(weights.config)
     room = len(_header(naming, parts, dict.fromkeys(shapes, "float32")))
-    room += sum(map(len, parts.values()))  # a byte per tensor: "BF16" is longer than "F32"
+    room += sum(map(len, parts.values()))  # 1 byte more per tensor: "BF16" is longer than "F32"
     room += -(8 + room) % 8
     dtypes: dict[str, str] = {}
     with file.open("wb") as stream:
@@ -241,7 +242,7 @@ def _write_weights(file: Path, weights: TensorSource, dtype: str | None) -> str:
 def as_in_files(
     weights: TensorSource, naming: Naming, dtype: str | None
 ) -> Iterator[tuple[str, NDArray[Any]]]:
-    """Yield gpt2block's name and a C-contiguous array in the file's layout, for each tensor.
+    """Yield (gpt2block's name, C-contiguous array in the file's layout) for each tensor.
 
     dtype: as in `save_pretrained`. Raises InputError unless `weights` has exactly the model's
     tensors, in order.
@@ -286,11 +287,11 @@ def _converted(
 def _header(
     naming: Naming, parts: Mapping[str, Mapping[str, Shape]], dtypes: Mapping[str, str]
 ) -> bytes:
-    """Return the JSON header of a .safetensors file with the tensors in the order of `parts`.
+    """Return the JSON header of a .safetensors file whose tensors have the order of `parts`.
 
     parts: gpt2block's name → {name in the file: shape}. dtypes: gpt2block's name → dtype.
     """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # entry that `transformers` needs
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # required by `transformers`
     end = 0
     for ours, names in parts.items():
         dtype = _SAFETENSORS_NAMES[dtypes[ours]]

@@ -21,11 +21,11 @@ DTYPES: Mapping[str, Any] = {
     "float16": np.float16,
     "bfloat16": ml_dtypes.bfloat16,
 }
-_COMPARED = 1 << 22  # numbers of each tensor that are in memory while two tensors are compared
+_COMPARED = 1 << 22  # numbers per read of each tensor while two tensors are compared
 
 
 def itemsize(dtype: str) -> int:
-    """Return the bytes of one number of a dtype."""
+    """Return the bytes per number of a dtype."""
     return int(np.dtype(DTYPES[dtype]).itemsize)
 
 
@@ -41,11 +41,11 @@ class Stored:
     file: Path
     offset: int | None  # bytes from the start of the file; None for zeros that are not stored
     shape: tuple[int, ...]
-    dtype: str  # one of `DTYPES`; until it is checked, possibly another dtype's name in the file
+    dtype: str  # one of `DTYPES`; before the check, possibly a file's name of an unsupported dtype
     layout: str | None = None
-    order: str | None = "C"  # memory order; "F": transposed in the file; None: not contiguous
-    parts: tuple[Stored, ...] = ()  # tensors in files whose joined rows are this tensor
-    head_order: tuple[int, ...] = ()  # order of a head's rows, see `reorder`
+    order: str | None = "C"  # memory order: "C", "F" (Fortran), or None if not contiguous
+    parts: tuple[Stored, ...] = ()  # stored tensors whose rows are joined into this tensor
+    head_order: tuple[int, ...] = ()  # new order of the rows in each head, see `reorder`
     in_heads: int = 0  # number of leading rows that `head_order` reorders
 
     def transposed(self) -> Stored:
@@ -62,7 +62,7 @@ class Stored:
 
     @property
     def types(self) -> tuple[str, ...]:
-        """Types of the tensor's numbers in the file: its dtype, or GGUF's quantized types."""
+        """Types of the tensor's numbers in the file: one dtype, or the GGUF types of its parts."""
         found = dict.fromkeys(name for part in self.parts for name in part.types)
         return tuple(found) or (self.dtype,)
 
@@ -97,13 +97,13 @@ class Stored:
         return narrow
 
     def rows(self, begin: int, end: int) -> Stored:
-        """Return the rows begin…end - 1 as a stored tensor with the same label."""
+        """Return the rows `begin` to `end` - 1 as a Stored with the same label."""
         skipped = begin * (self.nbytes // self.shape[0])
         offset = None if self.offset is None else self.offset + skipped
         return replace(self, offset=offset, shape=(end - begin, *self.shape[1:]))
 
     def numbers(self, begin: int, end: int) -> NDArray[Any]:
-        """Read the numbers begin…end - 1 of the flattened tensor, in the dtype of `read`."""
+        """Read numbers `begin` to `end` - 1 of the flattened tensor, in the dtype of `read`."""
         offset = None if self.offset is None else self.offset + begin * itemsize(self.dtype)
         return replace(self, offset=offset, shape=(end - begin,)).read()
 
@@ -126,7 +126,7 @@ class Stored:
 
 
 def reorder(rows: NDArray[Any], head_order: Sequence[int]) -> None:
-    """Reorder the rows of each head in place: the new row n is the old row head_order[n]."""
+    """Reorder each head's rows in place: row n becomes the former row head_order[n]."""
     for first in range(0, len(rows), len(head_order) or 1):
         head = rows[first : first + len(head_order)]
         head[...] = head[list(head_order)]
@@ -169,7 +169,7 @@ def equal(a: Stored, b: Stored) -> bool:
 
 
 def converted(array: NDArray[Any], dtype: str) -> tuple[NDArray[Any], int]:
-    """Return the array as `dtype`, C-contiguous, and how many finite numbers became infinite."""
+    """Return a C-contiguous `dtype` array, and the count of finite values that became infinite."""
     with np.errstate(over="ignore"):
         narrow = np.ascontiguousarray(array, DTYPES[dtype])
     if narrow.dtype == array.dtype:

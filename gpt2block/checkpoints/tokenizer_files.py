@@ -9,7 +9,7 @@ from gpt2block.checkpoints.files import about, is_file
 from gpt2block.errors import CheckpointError
 
 TOKENIZER = "tokenizer.json"
-PAIRS = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))  # files of ids and of merges
+PAIRS = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))  # (token ids, merges)
 LLM_C = "gpt2_tokenizer.bin"
 SETTINGS = "tokenizer_config.json"
 ADDED = "added_tokens.json"

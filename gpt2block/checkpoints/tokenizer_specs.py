@@ -1,4 +1,4 @@
-"""Build a tokenizer.json from GPT-2's pair of files, and complete it from tokenizer_config.json."""
+"""Build a tokenizer.json from vocab.json and merges.txt; add tokens of tokenizer_config.json."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from gpt2block.checkpoints.tokenizer_files import SETTINGS
 
 GPT2_CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast")
-_ANY_CLASS = ("PreTrainedTokenizerFast", "TokenizersBackend")  # names for any kind of tokenizer
+_ANY_CLASS = ("PreTrainedTokenizerFast", "TokenizersBackend")  # classes for any tokenizer.json
 _SPECIAL = re.compile(r"<.+>|\[.+\]")
 BYTE_LEVEL: Mapping[str, Any] = {"type": "ByteLevel", "add_prefix_space": False,
                                  "trim_offsets": True, "use_regex": True}  # fmt: skip
@@ -18,7 +18,7 @@ BYTE_LEVEL: Mapping[str, Any] = {"type": "ByteLevel", "add_prefix_space": False,
 def spec_of_pair(
     ids: Mapping[str, int], merges: bytes, added: Mapping[str, int], settings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the content of a tokenizer.json, built from GPT-2's pair of files and their settings.
+    """Build the content of a tokenizer.json from the content of vocab.json and merges.txt.
 
     ids: token → id. merges: content of the file of merges. added: content of added_tokens.json.
     settings: content of tokenizer_config.json. Raises ValueError for unsupported settings.
@@ -43,7 +43,7 @@ def spec_of_pair(
 
 
 def with_settings(spec: Any, settings: Mapping[str, Any]) -> Any:
-    """Return `spec` plus the added tokens of `settings` that it lacks. Raises ValueError."""
+    """Return `spec` plus added tokens that only `settings` has. Raises ValueError."""
     added = spec.get("added_tokens") or []
     known = {token["content"] for token in added}
     more = {token: of for token, of in _in_settings(settings).items() if token not in known}
@@ -51,13 +51,13 @@ def with_settings(spec: Any, settings: Mapping[str, Any]) -> Any:
 
 
 def _in_settings(settings: Mapping[str, Any]) -> dict[str, tuple[int, Any]]:
-    """Return the added tokens of tokenizer_config.json: text → (id, whether it is special)."""
+    """Return tokenizer_config.json's added tokens: text → (id, whether the token is special)."""
     entries = (settings.get("added_tokens_decoder") or {}).items()
     return {entry["content"]: (int(key), entry.get("special")) for key, entry in entries}
 
 
 def _special_tokens(found: Mapping[str, tuple[int, Any]]) -> list[dict[str, Any]]:
-    """Return special tokens as in tokenizer.json, by id. Raises ValueError for other tokens."""
+    """Return tokenizer.json's entries of special tokens, sorted by id. Raises for other tokens."""
     for token, (_, special) in found.items():
         if not special:
             raise ValueError(f"{token!r} is an added token that is not special, and not in "

@@ -18,7 +18,7 @@ from gpt2block.cli.interrupts import (
     receive_on_a_thread,
 )
 
-TYPE_CHECKING = False  # type checkers assume True; importing typing is slow
+TYPE_CHECKING = False  # type checkers assume True; importing `typing` would be slow
 if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any, NoReturn, TextIO
@@ -79,7 +79,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         code = PIPE_CLOSED if error.pipe_closed else FAILED
         if not error.pipe_closed:
             print(f"error: {error}", file=sys.stderr)
-    if arguments is None:  # Ctrl-C can now only interrupt Python's shutdown
+    if arguments is None:  # from now on, Ctrl-C can only interrupt Python's shutdown
         end_at_once_on_interrupt()
     sys.exit(code)
 
@@ -105,7 +105,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _import_commands() -> ModuleType:
-    """Import the commands; after the import, Ctrl-C raises KeyboardInterrupt.
+    """Import the commands. Afterwards, Ctrl-C raises KeyboardInterrupt instead of exiting.
 
     During the import Ctrl-C ends the process at once, because extension modules turn a
     KeyboardInterrupt into other exceptions.
@@ -118,16 +118,16 @@ def _import_commands() -> ModuleType:
 
 
 def _set_up_streams() -> None:
-    """Open closed standard streams, replace unencodable characters, check writes to stdout."""
+    """Open closed standard streams, replace unencodable characters, and check writes to stdout."""
     for descriptor, mode in ((0, os.O_RDONLY), (1, os.O_RDONLY), (2, os.O_WRONLY)):
-        _open_null_if_closed(descriptor, mode)  # stdout is read-only, so that writes fail
+        _open_null_if_closed(descriptor, mode)  # a closed stdout becomes read-only: writes fail
     sys.stdin = sys.stdin or os.fdopen(0, closefd=False)
     sys.stdout = _checked(sys.stdout, 1)
     sys.stderr = _checked(sys.stderr, 2)
 
 
 def _open_null_if_closed(descriptor: int, mode: int) -> None:
-    """Open a closed descriptor on the null device, before another file gets its number."""
+    """Open the null device as `descriptor` if it is closed, before a file gets the number."""
     try:
         os.fstat(descriptor)
     except OSError:

@@ -80,7 +80,7 @@ def run(arguments: list[str]) -> int:
         return INTERRUPTED
     except _UsageError as error:
         message, context = error.format_message(), error.ctx
-        if type(error).__name__ == "NoArgsIsHelpError":  # the message is the help text, or empty
+        if type(error).__name__ == "NoArgsIsHelpError":  # message: the help text or ""
             print(message, end="")
             return WRONG
         refuse_removed([getattr(error, "option_name", "").lstrip("-")], "--")

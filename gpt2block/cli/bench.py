@@ -1,4 +1,4 @@
-"""Run and print `gpt2block bench`: comparisons with peers and ceilings, or GPT-2's block."""
+"""`gpt2block bench`: compare times with other libraries and hardware limits, or time a block."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gpt2block.cli.display import console, new_table, print_json, print_table, s
 from gpt2block.cuda.timing import REPLAYS
 from gpt2block.errors import check_all
 
-TITLES = {  # kind of work → title, with names of sizes in braces
+TITLES = {  # kind of benchmark → title of its table; sizes replace the names in braces
     "block": "GPT-2 small's block, B x T",
     "gemm": "Products with bias, C = 768",
     "attention": "Attention, 12 heads of 64, B x T",
@@ -30,7 +30,7 @@ TITLES = {  # kind of work → title, with names of sizes in braces
     "first": "A prompt and its first new token, by generate",
     "generate": "Prompts of 16 to 256 tokens, {new} new tokens for each",
 }
-COLUMNS = {  # kind of work → columns of its figures; other kinds have RATES
+COLUMNS = {  # kind of benchmark → columns of its table; tables of other kinds have RATES
     "decode": ("us", "tokens/s", "% floor"),
     "generate": ("s", "tokens/s", "% floor"),
 }
@@ -44,7 +44,7 @@ def race(
     plot: Path | None,
     as_json: bool,
 ) -> bool:
-    """Time kernels and peers, print and plot times. Return False if gpt2block's result is wrong."""
+    """Time kernels and other libraries. Return False if a result of gpt2block is wrong."""
     checks = [] if plot is None else [partial(check_file, plot)]
     check_all(partial(check_peer, peer), *checks, later=partial(measure.gpu_index, device))
     report = bench.run(works, device, peer, lambda each: tracked(each, "bench"))
@@ -80,7 +80,7 @@ def compare_with_document(device: str | None, as_json: bool) -> None:
 
 
 def print_report(out: Console, report: Report) -> None:
-    """Print the method and the ceilings, then a table for each kind of work."""
+    """Print the method, the measured hardware limits, and a table for each kind of benchmark."""
     versions = report.versions
     out.print(escape(", ".join(f"{name} {version}" for name, version in versions.items())))
     rates = ", ".join(f"{name} {rate:.0f}" for name, rate in report.ceilings.tflop_s.items())
@@ -111,7 +111,7 @@ _KERNELS = (
 
 
 def _decoding(row: BenchRow) -> tuple[str, ...]:
-    """Return lines that explain how whole models are timed. row: a result of the timed model."""
+    """Return lines that explain how whole models are timed. `row`: any result of the model."""
     sizes = row.sizes
     if "n_kv_head" in sizes:
         name, of, exact, steps = "Llama", "", "float32", ""
@@ -161,7 +161,7 @@ def _print_kind(out: Console, kind: str, rows: list[BenchRow]) -> None:
 
 
 def _figures(row: BenchRow) -> tuple[str, ...]:
-    """Return the table cells of a row's time and rates, for the columns of its kind of work."""
+    """Return a row's cells for time and rates, in the columns of its kind of benchmark."""
     if row.what not in COLUMNS:
         star = "*" if row.arithmetic == TF32 else ""
         percent = f"{row.percent_matmul:.1f}{star}", f"{row.percent_copy:.1f}"
@@ -171,7 +171,7 @@ def _figures(row: BenchRow) -> tuple[str, ...]:
 
 
 def _times_ours(row: BenchRow, rows: list[BenchRow]) -> str:
-    """Return the row's time divided by our first kernel's; "" if either result is wrong."""
+    """Return the row's time / gpt2block's first time; "" if either kernel's result is wrong."""
     ours = [r for r in rows if (r.work, r.dtype) == (row.work, row.dtype) and not r.peer]
     if not ours or not ours[0].right or not row.right:
         return ""

@@ -72,7 +72,7 @@ def bench(options: BenchOptions) -> None:
 
 
 def _works(options: BenchOptions) -> list[Work] | None:
-    """Return the benchmarks that the options select; None for GPT-2's block alone."""
+    """Return the benchmarks that the options select; None selects GPT-2's block alone."""
     from gpt2block.bench import chosen_works, model_works  # noqa: PLC0415
 
     if options.decode or options.llama:

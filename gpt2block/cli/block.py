@@ -24,8 +24,8 @@ from gpt2block.tokenizers import tokenizer
 from gpt2block.tokenizers.encoding import bytes_of_id
 
 DEFAULT_SEQ_LEN = 128
-MAX_TOKENS = 2**17  # the steps in float32 and float64 take about 10 GB for GPT-2 small
-EXCERPT = 24  # characters to print of the start and of the end of a long text
+MAX_TOKENS = 2**17  # maximum of batch x tokens; GPT-2 small then needs about 10 GB
+EXCERPT = 24  # number of first and of last characters of a long text that are printed
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class BlockOptions:
 
 @dataclass(frozen=True)
 class BlockReport:
-    """Results to print: one block's comparison, and for trained weights errors of all blocks."""
+    """Results to print: errors of one block's steps; for trained weights, also of all blocks."""
 
     device: str
     dtype: str
@@ -64,8 +64,8 @@ class BlockReport:
     mask: str  # "causal" or "none"
     input: str  # description of x
     steps: list[Comparison]
-    # For trained weights: the largest relative error of the residual stream after each block, and
-    # the most likely next tokens of the first row, with their probabilities.
+    # Only for trained weights: `stream` has the largest relative error of the residual stream
+    # after each block; `next_tokens` has the first row's most likely next tokens with probability.
     stream: list[float] = field(default_factory=list)
     next_tokens: list[tuple[str, float]] = field(default_factory=list)
 
@@ -90,7 +90,7 @@ def block(options: BlockOptions) -> None:
 
 
 def _of_random_weights(options: BlockOptions, size: str) -> BlockReport:
-    """Compare each step of a block with random weights, for an input x ~ U(-1, 1) of (B, T, C)."""
+    """Compare the steps of a block of random weights with float64. Input: U(-1, 1), (B, T, C)."""
     block = options.block(BlockWeights.random(0, size))
     T = DEFAULT_SEQ_LEN if options.seq_len is None else options.seq_len
     x = random_input(1, _shape(options.batch, T, block.weights.n_embd))
@@ -122,7 +122,7 @@ def _of_trained_weights(options: BlockOptions) -> BlockReport:
             f"{length} tokens: {options.weights} has positions for n_ctx = {config.n_ctx}: "
             "give --seq-len or a shorter text"
         )
-    checkpoint.check_layer(options.layer)  # raises before the first block is computed
+    checkpoint.check_layer(options.layer)  # raises an error before any block is computed
     check_choice("dtype", options.dtype, FLOATS)
     x = reference.encoder(ids, ends.wte, ends.wpe).astype(FLOATS[options.dtype])
     truth: NDArray[np.floating[Any]] = x.astype(np.float64)
@@ -153,7 +153,7 @@ def _of_trained_weights(options: BlockOptions) -> BlockReport:
 
 
 def _facts(options: BlockOptions, block: Block) -> dict[str, Any]:
-    """Return the report's facts about a block, including why the default device is the CPU."""
+    """Return a block's fields of BlockReport; `device` says why the CPU is the default, if so."""
     problem = doctor.cuda_problem() if options.device is None else None
     return {
         "device": f"{block.device}, because {problem}: {doctor.ADVICE}"
@@ -166,7 +166,7 @@ def _facts(options: BlockOptions, block: Block) -> dict[str, Any]:
 
 
 def _rows(tokens: list[int], seq_len: int | None, batch: int) -> NDArray[np.int64]:
-    """Return token ids, (T,) for one row or (B, T) for several; row b starts at token b."""
+    """Return ids (T,) for one row, or (B, T): row b has T tokens from token b of the text on."""
     T = len(tokens) if seq_len is None else seq_len
     _shape(batch, T, 1)
     if len(tokens) < T:

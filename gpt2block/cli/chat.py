@@ -68,7 +68,7 @@ class ChatModelOptions(ModelOptions):
 @with_numbers(*OPTIONS, optional="{}; by default the model's setting")
 @dataclass(frozen=True)
 class ChatOptions(SamplingOptions):
-    """Keywords of `Conversation.stream`; None stands for the model's setting."""
+    """Options that are keywords of `Conversation.stream`; None selects the model's setting."""
 
     max_new_tokens: int = option("Largest number of tokens of an answer.", 512)
     seed: int | None = option("The same seed gives the same answers; by default a new one each.")
@@ -107,7 +107,7 @@ def chat(
     from gpt2block.chat.conversation import Conversation, read_messages  # noqa: PLC0415
 
     if isinstance(sys.stdin, TextIOWrapper):
-        sys.stdin.reconfigure(errors="surrogateescape")  # invalid UTF-8 fails its message only
+        sys.stdin.reconfigure(errors="surrogateescape")  # invalid UTF-8 affects only one message
     messages = [] if file is None else _read(file, read_messages)
     if system is not None:
         messages = [_system(system), *(m for m in messages if m["role"] != "system")]
@@ -139,7 +139,7 @@ def _read(file: Path, read: Callable[[Any], list[Any]]) -> list[Any]:
         raise InputError(f"{file}: expected the messages of a conversation: {error}") from error
 
 
-# --- mode for programs: --json ------------------------------------------------------------------
+# --- option --json, for programs ----------------------------------------------------------------
 
 
 def _answer_lines(conversation: Conversation, options: ChatOptions) -> None:
@@ -176,11 +176,11 @@ def _answered(conversation: Conversation, message: Message, options: ChatOptions
     }
 
 
-# --- interactive mode for people ----------------------------------------------------------------
+# --- interactive conversation -------------------------------------------------------------------
 
 
 class Session:
-    """An interactive conversation, read from stdin. file: default file of the command /save."""
+    """An interactive conversation, read from stdin. `file`: default file of the command /save."""
 
     def __init__(self, conversation: Conversation, options: ChatOptions, file: Path | None) -> None:
         self.conversation, self.options, self.file = conversation, options, file
@@ -198,7 +198,7 @@ class Session:
         }
 
     def run(self, name: str) -> None:
-        """Answer messages until the end of stdin or /quit. name: name of the model."""
+        """Answer messages until the end of stdin or /quit. `name`: name of the model."""
         if self._typed:
             with suppress(ImportError):  # Windows has no readline
                 import readline  # noqa: F401, PLC0415  (input() then edits, and has a history)
@@ -223,7 +223,7 @@ class Session:
                 while not lines[-1].rstrip().endswith(QUOTES):
                     lines.append(self._line(". "))
                 lines[-1] = lines[-1].rstrip().removesuffix(QUOTES)
-                return " " + "\n".join(lines)  # the leading space marks a text, not a command
+                return " " + "\n".join(lines)  # with a leading space, "/" begins no command
             except EOFError:
                 if self._typed:
                     self._stderr.print()
@@ -336,7 +336,7 @@ class Session:
             self._say(f"{name:20} {'-' if value is None else value}")
 
     def _set(self, name: str, text: str) -> None:
-        """Change an option of later answers. Raises InputError for a wrong value."""
+        """Change an option for later answers. Raises InputError for an invalid value."""
         kind = str(KEYWORDS[name].type) if name in KEYWORDS else "bool"
         whole = "int" in kind
         value: Any = None
@@ -355,7 +355,7 @@ class Session:
 
 @contextmanager
 def _noticed() -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns whether Ctrl-C was pressed once; a second Ctrl-C raises."""
+    """Yield a function: has Ctrl-C been pressed? A second Ctrl-C raises KeyboardInterrupt."""
     count = 0
 
     def handler(number: int, frame: Any) -> None:

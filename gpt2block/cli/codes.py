@@ -1,3 +1,3 @@
 """Exit codes of the commands (docs/environment.md)."""
 
-FAILED, WRONG, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141  # the last two are 128 + signal
+FAILED, WRONG, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141  # 130, 141: 128 + number of a signal

@@ -15,7 +15,7 @@ from gpt2block.cli.options import argument, option
 from gpt2block.errors import InputError
 from gpt2block.inspect.compare import Comparison
 
-MOST_TOKENS = 1024  # limit, because every tensor is kept in float64
+MOST_TOKENS = 1024  # a limit, because the tensors of all steps are kept in float64
 DEFAULT_TEXT = "To be, or not to be, that is the question"
 text_argument = partial(argument, "Input text; by default a short one.")
 
@@ -39,7 +39,7 @@ def compare(
     n_layer = loaded.config.n_layer
     if layer is not None and not 0 <= layer < n_layer:
         raise InputError(f"--layer: expected 0 to {n_layer - 1}, got {layer}")
-    assert encoding is not None  # otherwise load_model has raised an error
+    assert encoding is not None  # without a tokenizer, load_model has raised an error
     text = DEFAULT_TEXT if text is None else text
     ids = token_ids(encoding, text, loaded.config.vocab_size, "TEXT")
     most = min(MOST_TOKENS, loaded.config.n_ctx)
@@ -73,7 +73,7 @@ def _entry(row: Comparison) -> dict[str, Any]:
 
 
 def _parts(steps: Sequence[Comparison], n_layer: int) -> list[tuple[str, list[Comparison]]]:
-    """Group steps by part of the model: "input", each layer's number, "output"."""
+    """Group steps by part of the model: "input", the layers' numbers, and "output"."""
     parts: dict[str, list[Comparison]] = {}
     for row in steps:
         h, _, rest = row.name.partition(".")
@@ -83,7 +83,7 @@ def _parts(steps: Sequence[Comparison], n_layer: int) -> list[tuple[str, list[Co
 
 
 def _worst(rows: Sequence[Comparison]) -> Comparison:
-    """Return the step with the largest error when it runs alone; NaN counts as the largest."""
+    """Return the step whose relative error, when run alone, is largest; NaN counts as largest."""
     return max(rows, key=lambda row: (row.max_rel != row.max_rel, row.max_rel))
 
 

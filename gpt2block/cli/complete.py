@@ -17,7 +17,7 @@ Completion = Callable[[str], list[str]]
 
 
 def one_of(*names: str) -> Completion:
-    """Return a function that completes one of `names`."""
+    """Return a function that returns those of `names` that begin with a given text."""
 
     def matching(incomplete: str) -> list[str]:
         return [name for name in names if name.startswith(incomplete)]
@@ -47,6 +47,6 @@ def solutions(context: typer.Context, incomplete: str) -> list[str]:
 
 
 def _operation(context: typer.Context) -> Operation | None:
-    # The operation is in `args` while the option that is completed has no value.
+    # While an option without a value is completed, Typer puts the operation's name in `args`.
     words = (str(context.params.get("operation")), *context.args)
     return next((OPERATIONS[word] for word in words if word in OPERATIONS), None)

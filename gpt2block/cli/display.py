@@ -25,11 +25,11 @@ WIDTH_WHEN_PIPED = 120
 _ANY_WIDTH = 10_000
 _COLUMNS = re.compile("[1-9][0-9]{0,3}")
 _LONGEST_LINE = 4096  # maximum characters of a name or path
-_UNNOTICED = 0.3  # seconds of compilation without a message
+_UNNOTICED = 0.3  # seconds of compilation before a message appears
 
 
 def console() -> Console:
-    """Return a console on stdout, as wide as COLUMNS, else the terminal; 120 columns in a pipe."""
+    """Return a console on stdout. Width: COLUMNS if set, else the terminal's; 120 in a pipe."""
     stated = os.environ.get("COLUMNS", "")
     piped = None if sys.stdout.isatty() else WIDTH_WHEN_PIPED
     return Console(width=int(stated) if _COLUMNS.fullmatch(stated) else piped, highlight=False)

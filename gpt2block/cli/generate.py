@@ -117,10 +117,10 @@ def generate(
 
 @dataclass
 class Stopwatch:
-    """Times of the command's start and of its first and last token, and numbers of tokens."""
+    """The times of the command's start and its first and last token, and counts of tokens."""
 
     begun: float
-    at_first: int = 0  # number of tokens of the first step, one per row
+    at_first: int = 0  # number of tokens that the first step generated: one per row
     first: float | None = None
     last: float = 0.0
     tokens: int = 0
@@ -147,11 +147,11 @@ class Stopwatch:
 
 
 def _follow(run: Run, clock: Stopwatch, writer: Writer | None) -> bool:
-    """Generate all tokens. Return True if Ctrl-C ended the generation, after closing the rows.
+    """Generate all tokens. Return True if Ctrl-C ended the generation early.
 
-    A second Ctrl-C raises KeyboardInterrupt.
+    The first Ctrl-C closes the rows, a second one raises KeyboardInterrupt.
     """
-    with ExitStack() as first:  # closed at the first token
+    with ExitStack() as first:  # contexts that end at the first token
         first.enter_context(compiling(hidden=writer is None))
         try:
             for row in run:
@@ -167,7 +167,7 @@ def _follow(run: Run, clock: Stopwatch, writer: Writer | None) -> bool:
 
 
 def _summary(loaded: Model[Any], seed: int, run: Run, clock: Stopwatch) -> str:
-    """Return one line: model, device, number of tokens, speed, seed and why the rows ended."""
+    """Return one line: model, device, number of tokens, speed, seed and the rows' end reasons."""
     rate = f", {clock.rate:,.1f} tokens/s" if clock.rate else ""
     first = f", first after {clock.to_first:.2f} s" if clock.to_first else ""
     ends = ", ".join(dict.fromkeys(row.finish_reason or "interrupted" for row in run.rows))
@@ -180,7 +180,7 @@ def _summary(loaded: Model[Any], seed: int, run: Run, clock: Stopwatch) -> str:
 
 
 def _sample(row: Row, has_text: bool) -> dict[str, Any]:
-    """Return a row for JSON. finish_reason is None after Ctrl-C, text is None with no tokenizer."""
+    """Return a row for JSON. finish_reason: None after Ctrl-C. text: None without tokenizer."""
     return {
         "text": row.text if has_text else None,
         "tokens": row.tokens,

@@ -47,7 +47,7 @@ def info(
         for formats in with_cache(kv_dtype)
     }
     in_blocks = checkpoint.nbytes_in_blocks
-    if in_blocks and CACHE_WITH_FP8 in memory:  # FILE allows the same kv_dtypes as float16
+    if in_blocks and CACHE_WITH_FP8 in memory:  # FILE (GGUF's blocks) allows float16's kv_dtypes
         memory[FILE] = {**memory[CACHE_WITH_FP8], "weights": in_blocks}
     facts = {
         "name": checkpoint.name,
@@ -119,7 +119,7 @@ def _print_info(checkpoint: Checkpoint, facts: dict[str, Any]) -> None:
 def _generation_facts(
     ends: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]
 ) -> dict[str, str]:
-    """Return lines on end tokens and on generation_config.json's settings except token ids."""
+    """Return lines: the end tokens, and generation_config.json's settings except token ids."""
     named = [
         f"{', '.join(str(end['id']) for end in same)} ({source})"
         for source, same in groupby(ends, key=itemgetter("source"))
@@ -134,7 +134,7 @@ def _generation_facts(
 
 
 def _rope_facts(scaling: Any) -> dict[str, str]:
-    """Return a line on the RoPE scaling: its kind, and its numbers that differ from defaults."""
+    """Return a line: the kind of RoPE scaling, and its numbers that differ from defaults."""
     if scaling is None:
         return {}
     values = {each.name: getattr(scaling, each.name) for each in fields(scaling)
@@ -145,7 +145,7 @@ def _rope_facts(scaling: Any) -> dict[str, str]:
 
 
 def _without_repetition(tensors: list[dict[str, Any]], n_layer: int) -> Iterator[dict[str, Any]]:
-    """Yield the tensors; if all blocks are alike, only the tensors of h.0, as "h.0 … h.11"."""
+    """Yield tensors; of equal blocks only the first block's, with names such as "h.0 … h.11"."""
     kinds: dict[str, set[tuple[Any, ...]]] = {}
     for tensor in tensors:
         kind = tensor["name"].rpartition(".")[2]

@@ -1,4 +1,4 @@
-"""Handle Ctrl-C: KeyboardInterrupt or an immediate exit, also while NVRTC compiles kernels.
+"""Handle Ctrl-C by a KeyboardInterrupt or an immediate exit, also while NVRTC compiles kernels.
 
 While it compiles, NVRTC replaces the process's handler of SIGINT. NVRTC's handler calls exit(4) on
 the thread that gets the signal. The process may then abort, or crash if another thread compiles.
@@ -15,7 +15,7 @@ import sys
 
 from gpt2block.cli.codes import INTERRUPTED
 
-TYPE_CHECKING = False  # type checkers assume True; importing typing is slow
+TYPE_CHECKING = False  # type checkers assume True; importing `typing` would be slow
 if TYPE_CHECKING:
     from typing import Any, NoReturn
 
@@ -26,12 +26,12 @@ def end_at_once_on_interrupt() -> None:
 
 
 def raise_on_interrupt() -> None:
-    """Make Ctrl-C raise KeyboardInterrupt again after `end_at_once_on_interrupt`."""
+    """Make Ctrl-C raise KeyboardInterrupt again; undoes `end_at_once_on_interrupt`."""
     _replace_handler(_end_at_once, signal.default_int_handler)
 
 
 def receive_on_a_thread() -> None:
-    """Block SIGINT in this and later threads; a separate thread passes SIGINT to Python's handler.
+    """Block SIGINT in this and all later threads. One thread passes SIGINT to Python's handler.
 
     The main thread must call this function before it imports libraries that start threads. Does
     nothing if the caller ignores SIGINT or has set a handler.

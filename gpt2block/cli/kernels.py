@@ -32,7 +32,7 @@ def list_operations(out: Console) -> None:
 
 
 def list_variants(out: Console, operation: Operation) -> None:
-    """Print the variants of an operation, their kernels and what each variant changes."""
+    """Print an operation's variants: name, kernels, and the idea of each variant."""
     workload = operation.workload
     out.print(f"[bold]{operation.name}[/]  {escape(workload.idea)}  ({workload.document})")
     table = Table(box=None, padding=(0, 1), show_header=False)
@@ -60,7 +60,7 @@ def operations_report() -> list[dict[str, Any]]:
 def measured_report(
     measured: Sequence[list[Measurement]], skipped: list[str], ceiling: Ceilings
 ) -> dict[str, Any]:
-    """Return the ceilings, the measurements at each size and what did not run, for JSON."""
+    """Return for JSON: the hardware limits, all measurements, and why variants were skipped."""
     tflop_s = {f"fp{bits}_tflop_s": ceiling.tflop_s[f"float{bits}"] for bits in (32, 16)}
     return {
         "ceilings": {"copy_gb_s": ceiling.copy_gb_s, **tflop_s},
@@ -72,7 +72,7 @@ def measured_report(
 def print_measurements(
     out: Console, rows: list[Measurement], skipped: list[str], ceiling: Ceilings
 ) -> None:
-    """Print one row per measurement: times, rate, share of the ceiling, error, peers."""
+    """Print a row per measurement: times, rate, % of hardware limit, errors, other libraries."""
     at = ", ".join(f"{name} {size}" for name, size in rows[0].sizes.items())
     _print_method(out, f"{rows[0].operation}, {at}", rows[0].dtype, ceiling)
     peers = list(rows[0].peers)
@@ -101,7 +101,7 @@ def print_measurements(
 
 
 def _print_method(out: Console, what: str, dtype: str, ceiling: Ceilings) -> None:
-    """Print the measured operation, the method of measurement and the ceilings."""
+    """Print the measured operation, the method of measurement, and the hardware limits."""
     out.print(f"{what}, {dtype}; medians, inputs rotated over copies that")
     out.print(f"fill {CACHES} times the L2 cache, at most {MOST_SETS} copies")
     out.print(
@@ -155,7 +155,7 @@ def print_series(
 
 
 def draw_sweep(rows: list[Measurement], ceiling: Ceilings, device: str, file: Path) -> None:
-    """Plot rates by block size: a labelled line for each variant, and one for the ceiling.
+    """Plot rates by block size: a labelled line per variant, and a line for the hardware limit.
 
     Raises InputError if matplotlib is missing or the file cannot be written.
     """
@@ -164,7 +164,7 @@ def draw_sweep(rows: list[Measurement], ceiling: Ceilings, device: str, file: Pa
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
-    lines: list[tuple[str, float, str]] = []  # (label, rate at the right end, color)
+    lines: list[tuple[str, float, str]] = []  # (label, rate at the line's right end, color)
     for index, name in enumerate(dict.fromkeys(row.variant for row in rows)):
         of_it = [row for row in rows if row.variant == name]
         best = max(of_it, key=lambda row: row.rate)
@@ -198,7 +198,7 @@ def draw_sweep(rows: list[Measurement], ceiling: Ceilings, device: str, file: Pa
 
 
 def _ceiling_of(row: Measurement, ceiling: Ceilings) -> tuple[float, str]:
-    """Return the ceiling in the measurement's unit, and its label: a copy or cuBLAS."""
+    """Return the hardware limit in the unit of `row`, and its label ("copy" or "cuBLAS …")."""
     if row.unit == "GB/s":
         return ceiling.copy_gb_s, "copy"
     of_it = "float32" if row.dtype == "float32" else "float16"

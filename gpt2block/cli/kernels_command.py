@@ -23,7 +23,7 @@ def kernels(options: KernelsOptions, own: OwnOptions) -> None:
 
 
 def _check_together(options: KernelsOptions, own: OwnOptions) -> None:
-    """Raise InputError for options that exclude each other or lack a required option."""
+    """Raise InputError for options that exclude each other or require another option."""
     values = {
         "--mine": own.mine,
         "--source": options.source,

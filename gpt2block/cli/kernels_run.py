@@ -42,11 +42,11 @@ from gpt2block.ops.operation import Attrs, Operation, Sizes, Variant
 from gpt2block.ops.registry import all_sizes, find, parse_sizes, stated_sizes
 
 CPU, CUDA = "cpu", "cuda"
-SIZES_OF_A_VARIANT = 2  # sizes on the emulator; many variants compile a program per size
+SIZES_OF_A_VARIANT = 2  # sizes to emulate; most variants compile one program per size
 
 
 class Request(NamedTuple):
-    """A request to run variants of an operation, or a user's kernel for it, with its options."""
+    """A request to run an operation's variants, or a user's kernel for it, with options."""
 
     operation: Operation
     variants: tuple[Variant, ...]
@@ -55,7 +55,7 @@ class Request(NamedTuple):
 
     @property
     def sweep(self) -> bool:
-        """Whether to time every block size."""
+        """Whether to time the kernels with every block size."""
         return self.options.sweep or self.options.plot is not None
 
     @property
@@ -94,7 +94,7 @@ def run(options: KernelsOptions, own: OwnOptions) -> bool:
 
 
 def _check_installed(operation: Operation, options: KernelsOptions) -> None:
-    """Raise one InputError for everything that --peer and --plot lack, including a GPU."""
+    """Raise one InputError that lists all packages, and a GPU, that --peer and --plot lack."""
     checks: list[Callable[[], object]] = [partial(check_peer, options.peer, operation.name)]
     if options.plot is not None:
         checks.append(partial(check_file, options.plot))
@@ -102,7 +102,7 @@ def _check_installed(operation: Operation, options: KernelsOptions) -> None:
 
 
 def _run(request: Request, user: Kernel | None, device: str | None) -> bool:
-    """Run on the GPU or the emulator. Return False if a result is wrong or nothing could run."""
+    """Run kernels on a GPU or the emulator. Return False if a result is wrong or none could run."""
     if device not in (None, CPU, CUDA):
         raise InputError(f"--device {device}: expected cuda or cpu")
     problem = None if device == CPU else doctor.cuda_problem()
@@ -126,7 +126,7 @@ def _run(request: Request, user: Kernel | None, device: str | None) -> bool:
 
 
 def _print_not_run(request: Request, problem: str) -> None:
-    """Print why no kernel was run: on stderr after the variants, or as JSON on stdout."""
+    """Print the variants, then on stderr why no kernel was run; with --json only the reason."""
     why = f"{request.operation.name}: no kernel was run: {problem}"
     if request.options.as_json:
         print_json({"run": False, "why": why})
@@ -143,7 +143,7 @@ def _list(request: Request) -> None:
 
 
 def _small(request: Request) -> list[tuple[Sizes, Attrs]]:
-    """Return the last reduced sizes; with --shape, the very last sizes, overridden by --shape."""
+    """Return sizes for the emulator: the last two known; or the last, changed by --shape."""
     known, shape = request.operation.cases, request.options.shape
     if shape is None:
         return list(known[-SIZES_OF_A_VARIANT:])

@@ -24,8 +24,8 @@ from gpt2block.errors import printable, require
 if TYPE_CHECKING:
     from gpt2block.bulk.driver import Outcome
 
-ERRORS = "errors"  # name of the folder of errors in the output
-SECONDS_BETWEEN_LINES = 10  # time between lines of progress if stderr is no terminal
+ERRORS = "errors"  # name of the folder for errors in the output folder
+SECONDS_BETWEEN_LINES = 10  # interval of progress lines if stderr is not a terminal
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class FileOptions:
     inputs: list[str] = argument(
         ".jsonl, .ndjson, .parquet or .txt (one record per line), or folders.", ...
     )
-    # A str, because Path("") would be the working directory
+    # The type is str, not Path, because Path("") is the working directory.
     output: str = option(
         "Folder of the results: new, empty, or one of the same job.", ..., metavar="FOLDER"
     )
@@ -209,7 +209,7 @@ class _Watcher:
             disable=not self._terminal,
         )
         self._task = self.bar.add_task("", visible=False)
-        self._earlier: int | None = None  # input lines that earlier runs finished
+        self._earlier: int | None = None  # number of input lines that earlier runs finished
         self._begun = self._printed = 0.0
 
     def say(self, line: str) -> None:

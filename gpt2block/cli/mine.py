@@ -23,7 +23,7 @@ from gpt2block.mine.outcome import COLUMNS, CPU, FOUND_NONE, RIGHT, CheckOutcome
 from gpt2block.mine.source import UserSource
 from gpt2block.ops.operation import Operation, Sizes, Variant
 
-MOST_LINES = 20  # maximum lines of a kernel's output to show
+MOST_LINES = 20  # maximum number of lines of a kernel's output to show
 NO_TIMES = "No times: those of an emulator say nothing about a GPU."
 
 
@@ -32,7 +32,7 @@ def print_outcome(out: Console, kernel: Kernel, found: CheckOutcome, on_cpu: boo
     source, operation = kernel.source, kernel.operation
     out.print(escape(titled(kernel, on_cpu)))
     if text := printed(found.checked, found.problem):
-        _print_text(out, source, text)  # text of one size: others print similar text
+        _print_text(out, source, text)  # the output for one size; other sizes print similar text
     if found.checked:
         _print_checked(out, found.checked)
     if found.problem:
@@ -66,7 +66,7 @@ def _print_checked(out: Console, checked: Sequence[Checked]) -> None:
 
 
 def print_finding(out: Console, source: UserSource, found: Finding) -> None:
-    """Print an error of a user's kernel, the lines of its file and the place of the error."""
+    """Print an error of a user's kernel, its line in the source file and adjacent lines."""
     out.print(f"[bold red]{escape(headline(source, found))}[/]")
     for line in numbered(source, found):
         out.print(escape(line), no_wrap=True, overflow="ellipsis")
@@ -131,7 +131,7 @@ def print_rungs(
 def rungs_report(
     operation: Operation, rungs: Sequence[Rung], skipped: Sequence[str], note: str | None
 ) -> dict[str, Any]:
-    """Return the emulator's results for JSON. note: why no GPU is used; None for --device cpu."""
+    """Return the emulator's results for JSON. `note`: why no GPU is used, None for --device cpu."""
     return {
         "operation": operation.name,
         "device": "cpu",
@@ -142,7 +142,7 @@ def rungs_report(
 
 
 def print_source(out: Console, operation: Operation, variant: Variant) -> None:
-    """Print a variant's file without other kernels: in color on a terminal, else as plain text."""
+    """Print a variant's source file without its other kernels, in color on a terminal."""
     parts = listing(variant)
     if not sys.stdout.isatty():
         print("\n\n".join(text.strip("\n") for _, text in parts))

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Group = TypeVar("Group")
 
-# Functions that each return an option which several commands have
+# Each of these functions declares an option that several commands share.
 model_option = partial(
     option,
     "gpt2, gpt2-medium, gpt2-large or gpt2-xl, another hub id, a Hugging Face directory (GPT-2 or "
@@ -83,7 +83,7 @@ def keyword(name: str, sentence: str = "{}", names: tuple[str, ...] = (), **defa
 
 
 def with_numbers(*names: str, optional: str = "") -> Callable[[type[Group]], type[Group]]:
-    """Return a class decorator that adds numeric keywords of `GPT2.generate` to a dataclass.
+    """Return a class decorator that adds options for numeric keywords of `GPT2.generate`.
 
     optional: a `sentence` for `keyword` that describes the default; the fields' default is None.
     """
@@ -101,7 +101,7 @@ def with_numbers(*names: str, optional: str = "") -> Callable[[type[Group]], typ
     return decorated
 
 
-# Subclasses add min_new_tokens and seed, which the help shows after the other numbers.
+# Only subclasses have min_new_tokens and seed, so that the help lists these after the others.
 @with_numbers("max_new_tokens", *(n for n in NUMBERS if n not in ("min_new_tokens", "seed")))
 @dataclass(frozen=True)
 class SamplingOptions:
@@ -137,7 +137,7 @@ def load_model(options: ModelOptions, hint: str | None) -> tuple[Model[Any], Enc
         if options.tokenizer is not None:
             raise
         raise CheckpointError(*error.parts, f"; {hint}") from error
-    hidden = options.model in BUNDLED_NAMES  # bundled models load at once
+    hidden = options.model in BUNDLED_NAMES  # no progress bar: bundled models load in no time
 
     def progress(tensors: Iterable[Any]) -> Iterable[Any]:
         with progress_bar("loading", hidden) as bar:
@@ -170,7 +170,7 @@ def note_on_cpu(option: str) -> None:
 
 
 def model_facts(loaded: Model[Any]) -> dict[str, Any]:
-    """Return the facts about a loaded model that --json prints."""
+    """Return the fields about a loaded model that --json prints."""
     return {
         "model": loaded.name,
         "device": loaded.device,

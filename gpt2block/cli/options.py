@@ -29,13 +29,13 @@ import typer
 from gpt2block.cli.complete import one_of
 from gpt2block.errors import Argument, PrintableError
 
-OTHER_NAMES = {"weights": "model"}  # argument of the library → its option's name, if different
+OTHER_NAMES = {"weights": "model"}  # argument of the library → option with a different name
 
 
 def option(
     text: str, default: Any = None, *names: str, complete: Any = None, **settings: Any
 ) -> Any:
-    """Declare a field or parameter as an option; `...` as the default makes it required.
+    """Declare a field or parameter as an option; the default `...` makes the option required.
 
     text: the help. names: the option's names, by default the field's name. complete: a function
     that completes values in the shell. settings: other arguments of typer.Option.
@@ -77,11 +77,11 @@ def path_of(text: str) -> Path:
 
 
 def add_command(app: typer.Typer, function: Callable[..., None], example: str) -> None:
-    """Add a command to the application: a function, its docstring as the help, and an example.
+    """Add `function` as a command, whose help is the function's docstring and an example.
 
     Errors of the library then name the command's options instead of the library's arguments.
     """
-    groups: dict[str, Any] = {}  # parameter → its dataclass of options
+    groups: dict[str, Any] = {}  # parameter of `function` → dataclass of options
     infos: dict[str, Any] = {}  # name of an option or argument → its Typer declaration
     types: dict[str, Any] = {}
     hints = get_type_hints(function)
@@ -118,7 +118,7 @@ def add_command(app: typer.Typer, function: Callable[..., None], example: str) -
 
 
 def _options_of(kind: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield name, declaration and type of each option in a dataclass and its nested dataclasses."""
+    """Yield (name, declaration, type) of each option in a dataclass and nested dataclasses."""
     types = get_type_hints(kind)
     for each in fields(kind):
         if is_dataclass(types[each.name]):
@@ -128,7 +128,7 @@ def _options_of(kind: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _made(kind: Any, values: dict[str, Any]) -> Any:
-    """Build a dataclass from the values of its options, and remove them from `values`."""
+    """Build a dataclass from `values` of its options, and remove these from `values`."""
     types, given = get_type_hints(kind), {}
     for each in fields(kind):
         if is_dataclass(types[each.name]):
@@ -151,13 +151,13 @@ def _info_of(each: Field[Any]) -> Any:
 
 
 def option_of(kind: Any, name: str) -> Any:
-    """Declare a parameter as the option `name` in a dataclass of the library."""
+    """Declare a parameter as an option like the option `name` of a library's dataclass."""
     (found,) = (each for each in fields(kind) if each.name == name)
     return field(default=found.default, metadata={"info": _info_of(found)})
 
 
 def _spelling(infos: Mapping[str, Any], given: Mapping[str, Any]) -> Callable[[Argument], str]:
-    """Return a function that spells a library's argument as an option: "--top-k" for "top_k".
+    """Return a function that converts argument names to option names: "top_k" to "--top-k".
 
     given: values of the command's options. An argument named like one of these values, such as a
     file's name, is not changed.

@@ -1,4 +1,4 @@
-"""`gpt2block profile`: trace the kernels of a few passes, and time each operation."""
+"""`gpt2block profile`: trace the kernels of a few forward passes, and time each operation."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def _facts(found: Profile, output: Path) -> dict[str, Any]:
 
 
 def _with_bytes(row: PassTimes | TimedOperation) -> dict[str, Any]:
-    """Return a row for JSON; `moved` has the bytes of weights, of activations and of the cache."""
+    """Return a row for JSON. `moved`: memory traffic in bytes, by weights, activations, cache."""
     return {**asdict(row), "moved": row.moved._asdict()}
 
 
@@ -182,7 +182,7 @@ def _print(found: Profile, output: Path) -> None:
 
 
 def _print_operations(out: Console, rows: Sequence[TimedOperation], times: PassTimes) -> None:
-    """Print a table of the operations in the passes of one kind."""
+    """Print a table of the operations in forward passes of one kind (`times.kind`)."""
     kind, count = times.kind, times.count
     title = f"{kind}, the mean of {count}" if count > 1 else kind
     figures = ("us alone", "us in pass", "share", "MB", "GB/s", "% floor")
@@ -210,7 +210,7 @@ def _own_us(row: TimedOperation) -> str:
 
 
 def _print_times(out: Console, times: PassTimes) -> None:
-    """Print the parts of a pass's time: the kernels' times alone, the gaps and the overlap."""
+    """Print a forward pass's time as kernels' times plus gaps between kernels minus overlap."""
     moved = times.moved
     gaps = times.apart_us - times.own_us
     line = f"alone {times.own_us:,.1f} us + gaps {gaps:,.1f} us"

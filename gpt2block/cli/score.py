@@ -93,7 +93,7 @@ def score(
 
 
 def _prepend_end_of_text(encoding: Encoding | None, ids: Any, vocab_size: int) -> Any:
-    """Prepend the tokenizer's prefix of texts to the ids, unless the ids begin with it.
+    """Prepend the ids that the tokenizer puts before every text, unless `ids` begin with them.
 
     A tokenizer without a prefix, such as GPT-2's, prepends <|endoftext|>. Raises InputError if the
     tokenizer has no such token.

@@ -43,7 +43,7 @@ NEEDED = ("jinja2", "starlette", "uvicorn", "sse_starlette", "pydantic", "promet
 HOST, PORT = "127.0.0.1", 8000
 MOST_KEYS = 2**20  # maximum bytes of the file of API keys
 LEAST_KEY = 16  # minimum characters of an API key
-ONLY_KEY = "default"  # name of the only key in a file, if the file gives no name
+ONLY_KEY = "default"  # name of a file's only key if the file does not name the key
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ def serve(
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """Bind a socket, which reserves the port while the model is loaded. It does not listen yet.
+    """Bind a socket to reserve the port while the model is loaded. The socket does not listen yet.
 
     On Linux, two sockets with SO_REUSEADDR can have the same port until one listens. Therefore this
     option is set only if binding without it fails, as after closed connections of another server.
@@ -239,13 +239,13 @@ def _host(given: str) -> str:
 
 
 def _name(model: str) -> str:
-    """Return the model's default name for clients: a path's last part, or the hub id itself."""
+    """Return the model's default name for clients: the last part of a path, or the hub id."""
     path = Path(model)
     return path.resolve().name or model if path.exists() else model
 
 
 def _keys(file: Path) -> dict[str, str]:
-    """Read API keys: name → key. No error message contains a key."""
+    """Read API keys from a file: name → key. Error messages never contain a key."""
     lines = [line.split() for line in read_text(str(file), MOST_KEYS).splitlines()]
     lines = [line for line in lines if line and not line[0].startswith("#")]
     if len(lines) == 1 and len(lines[0]) == 1:

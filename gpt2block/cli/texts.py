@@ -20,7 +20,7 @@ def read_text(file: str, most: int, or_tokens: bool = False) -> str:
 
 
 def regular_file(file: str) -> Path:
-    """Return the path of a regular file. Refuses pipes, which may block, and endless devices."""
+    """Return the path of a regular file. Raises InputError for pipes, devices and folders."""
     path = path_of(file)
     try:
         regular = S_ISREG(path.stat().st_mode)

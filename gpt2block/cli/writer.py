@@ -1,4 +1,4 @@
-"""Write the rows of `gpt2block generate` to stdout while they grow."""
+"""Write the rows (samples) of `gpt2block generate` to stdout while tokens are generated."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Writer:
-    """Write rows to stdout in order: the current row while it grows, then the next row.
+    """Write rows to stdout in order: the current row's text as it is generated, then the next row.
 
     ids: write token ids instead of text.
     """
@@ -26,7 +26,7 @@ class Writer:
         self._tail = "\n\n"  # the last two characters written
 
     def show(self, row: Row) -> None:
-        """Write the new text of a row if it is the current one."""
+        """Write the new text of `row` if `row` is the current row."""
         if self._current < 0:
             self._start_next()
         if row is self._rows[self._current]:
@@ -74,7 +74,7 @@ class Writer:
         return f"--- sample {number + 1} of {len(self._rows)}\n" if several else ""
 
     def _end_line(self, end: str) -> None:
-        """Write as many newlines of `end` as are missing at the end of the output."""
+        """Write newlines until the output ends with `end`, which consists of newlines."""
         present = len(self._tail) - len(self._tail.rstrip("\n"))
         self._write(end[present:])
 

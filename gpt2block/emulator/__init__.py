@@ -63,7 +63,7 @@ def emulated(
 
 
 def adopted(array: Any) -> Any:
-    """Return `array` on the emulated device, without a copy if it is C-contiguous."""
+    """Return a NumPy array as an emulated device array; a C-contiguous array is not copied."""
     from gpt2block.emulator import stand_in  # noqa: PLC0415
 
     return stand_in.adopt(array)

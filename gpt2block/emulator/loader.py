@@ -33,14 +33,14 @@ from gpt2block.errors import KernelError
 
 HERE = Path(__file__).parent
 Order = Literal["forward", "reverse", "shuffled"]
-# How a file is compiled. "patterned": uninitialized variables hold large negative numbers.
-# "unoptimised": uninitialized variables hold large positive numbers, no access is optimised away,
-# and the barriers of one source line are distinguished.
+# Modes of compilation. "patterned": uninitialized variables hold large negative numbers.
+# "unoptimised": uninitialized variables hold large positive numbers, g++ removes no memory access,
+# and two barriers in the same source line count as different barriers.
 Build = Literal["usual", "patterned", "unoptimised"]
 ORDERS: tuple[Order, ...] = ("forward", "reverse", "shuffled")
 TIMEOUT_S = 60.0
-END = "after the file"  # file name of g++'s errors after the last line, such as a missing brace
-GRACE_S = 5.0  # seconds after the time limit in which a program can end before it is killed
+END = "after the file"  # file name in g++'s errors past the last line, as for a missing brace
+GRACE_S = 5.0  # seconds from the time limit of a launch until its program is killed
 TIMED_OUT = 6  # exit status of a program that exceeded its time limit
 STAND_INS = {
     "lib/sm80.cuh": "mma_ptx.h",
@@ -73,11 +73,11 @@ _SANITIZERS = (
 _THREADS = ("-fsanitize=thread", "-fno-pie", "-gdwarf-4", "-g1")
 _VOLATILE = "--param=tsan-distinguish-volatile=1"  # supported since GCC 11
 _PATTERN = "-ftrivial-auto-var-init=pattern"  # supported since GCC 12
-_TURNS = "-fsanitize-coverage=trace-pc"  # counts basic blocks, see cuda_on_cpu.cpp
+_TURNS = "-fsanitize-coverage=trace-pc"  # inserts a call in each basic block, see cuda_on_cpu.cpp
 _WAITS = re.compile(r"\bvolatile\b|\batomic\w+|\b__ldcv\b|\b__nanosleep\b")
-# Byte that fills shared memory, and variables of an unoptimised program, before the first write.
-# Floats of these bytes are NaN, a large positive or a large negative number. No maximum, minimum or
-# sum starts from such a number, so that results of unwritten memory are wrong in some order.
+# Order of threads → byte that fills shared memory and, in unoptimised programs, local variables.
+# As floats, these bytes are NaN, a large positive and a large negative number. A maximum, minimum
+# or sum that reads unwritten memory is therefore wrong in at least one order.
 _FILLS = {"forward": 0xFF, "reverse": 0x7B, "shuffled": 0xFB}
 _WARNINGS = (
     "-fno-strict-aliasing",  # a float array read as float4 is usual in CUDA
@@ -92,11 +92,11 @@ _DYNAMIC_SHARED = re.compile(
     rf"{_ALIGNED}extern\s+(volatile\s+)?{_ALIGNED}__shared__\s+{_ALIGNED}"
     rf"([\w:<>, ]+?)\s+{_ALIGNED}(\w+)\s*\[\s*\]\s*;"
 )
-# `static` is removed, because the emulator's macro __shared__ already expands to `static`.
+# `static` before __shared__ is removed: the emulator's macro __shared__ expands to `static`.
 _STATIC_SHARED = re.compile(r"\bstatic\s+(?=(?:volatile\s+)?__shared__)")
 _SHARED_ALIGNED = re.compile(
     r"\b__shared__\s+(alignas\s*\((?:[^()]|\([^()]*\))*\))"
-)  # g++ requires alignas before __shared__, which is `static`
+)  # g++ requires alignas before `static`, to which __shared__ expands
 _DEVICE_VARIABLE = re.compile(  # variables that outlive a launch: __device__ or static
     r"\b__device__\s(?:(?:__align__|alignas)\s*\([^()]*\)|[^(){};=])*[=;{]"
     r"|\bstatic\s+(?!const|__)[\w:<> ]+\s\w+\s*(?:\[[^]]*\]\s*)*[=;{]"
@@ -108,7 +108,7 @@ _TELLING = re.compile(
 )
 
 
-_PLACE = re.compile(r"\{(variable )?(0x[0-9a-f]+)\}")  # an address in a report of races.cpp
+_PLACE = re.compile(r"\{(variable )?(0x[0-9a-f]+)\}")  # address in a program's report
 _FOLDER = r"(?<![\w.])/\S*/(?=[\w.-]+:\d)"  # folder of an absolute path
 _NOTE = re.compile(r"^cuda_on_cpu: note: (.*)$\n?", re.MULTILINE)
 
@@ -117,7 +117,7 @@ _HEADER = "cuda_on_cpu.h"
 _WITH_HALVES = "with_halves.h"
 _POOL = ThreadPoolExecutor(2)
 _ahead: dict[tuple[Source, kernels.Defines, bool, Build], Future[Path]] = {}
-_messages: dict[Path, str] = {}  # program compiled ahead and not yet requested → messages of g++
+_messages: dict[Path, str] = {}  # program compiled ahead → g++'s messages, not yet shown
 
 
 class ShimError(Exception):
@@ -132,12 +132,12 @@ class ShimError(Exception):
 
 
 class Checks(NamedTuple):
-    """The checks and the time limit of a launch, and functions that receive its output."""
+    """Settings of a launch: checks, time limit, and functions that receive the kernel's output."""
 
-    races: bool = False  # whether to search for races instead of accesses out of bounds
+    races: bool = False  # search for data races instead of accesses out of bounds
     limit_s: float | None = None  # time limit in seconds; None: TIMEOUT_S
     printed: Callable[[str], None] = lambda _: None  # receives the text that a kernel prints
-    rehearsed: bool = False  # run two launches on other values first, in the same process
+    rehearsed: bool = False  # first launch the kernel twice on other values, in the same process
     within: tuple[str, ...] = ()  # command prefix that runs the program, such as prlimit
     build: Build = "usual"
     noted: Callable[[str], None] = lambda _: None  # receives possible causes of a wrong result
@@ -148,7 +148,7 @@ USUAL = Checks()
 
 @dataclass(frozen=True)
 class Source:
-    """The text of a kernel file, and the texts of headers that replace shipped headers."""
+    """The text of a kernel file, and of headers that replace headers of kernels_cu."""
 
     name: str
     text: str
@@ -156,7 +156,7 @@ class Source:
 
     @classmethod
     def shipped(cls, name: str) -> Source:
-        """Return a kernel file, with headers that implement PTX instructions in C++."""
+        """Read a file of kernels_cu, and headers that implement PTX instructions in C++."""
         headers = tuple(
             (header, (HERE / own).read_text("ascii")) for header, own in STAND_INS.items()
         )
@@ -172,7 +172,7 @@ class Source:
         return replace(self, text=kernels.with_only(kernel, self.text))
 
     def edited(self, old: str, new: str, *, header: str = "") -> Source:
-        """Return a copy with the only occurrence of `old` replaced, in the file or a header."""
+        """Return a copy in which `new` replaces the only occurrence of `old`, also in a header."""
         headers = dict(self.headers)
         if header and header not in headers:
             headers[header] = (kernels.SOURCE_DIR / header).read_text("ascii")
@@ -226,7 +226,7 @@ def run(
     if len(parameters) != len(args):
         raise ShimError(f"{kernel}: expected {len(parameters)} arguments, got {len(args)}")
     pairs = list(zip(args, parameters, strict=True))
-    spans: dict[int, DevicePointer] = {}  # id of an array → pointer to its copy
+    spans: dict[int, DevicePointer] = {}  # id(array) → pointer to a copy of the array
     values: list[DevicePointer | np.generic] = []
     for arg, parameter in pairs:
         if not _is_pointer(parameter):
@@ -258,7 +258,7 @@ def run(
 def _check_array(
     kernel: str, parameter: kernels.Parameter, array: Any, storage: str, cache: str | None
 ) -> str:
-    """Return a pointer parameter's description. Raises ShimError if the array does not fit it."""
+    """Return a pointer parameter's description. Raises ShimError for an unsuitable array."""
     try:
         expected, label = kernels.element(kernel, parameter, storage, None, cache)
     except KernelError as error:
@@ -270,7 +270,7 @@ def _check_array(
 
 
 class DevicePointer(NamedTuple):
-    """A pointer: an allocation, which several pointers can share, and a byte offset in it."""
+    """A pointer: an allocation (several pointers may share it), and an offset in bytes."""
 
     memory: NDArray[np.uint8]
     offset: int
@@ -296,7 +296,7 @@ def run_spans(
     arguments and errors: as in `run`.
     """
     parameters = _prototypes(source)[kernel].parameters
-    first: dict[int, int] = {}  # address of an allocation → index of the argument with its bytes
+    first: dict[int, int] = {}  # address of an allocation → first argument that points into it
     message = []
     for i, arg in enumerate(args):
         if not isinstance(arg, DevicePointer):
@@ -335,7 +335,7 @@ def run_spans(
 
 
 def _conditions(source: Source, shared: int, order: Order, build: Build) -> dict[str, str]:
-    """Return environment variables that configure the memory of a launch."""
+    """Return a launch's environment variables: shared memory's size, fill byte, other settings."""
     found = {"DYNAMIC_BYTES": str(shared)}
     if build != "usual":
         found["FILL"] = str(_FILLS[order])
@@ -356,7 +356,7 @@ def _late(
     args: Sequence[DevicePointer | np.generic],
     early: Collection[str],
 ) -> str:
-    """Return names of pointer parameters that must not be accessed before the wait, as ",a,b,".
+    """Return ",a,b,": pointer parameters not to access before the wait for the previous kernel.
 
     Memory that a const __restrict__ parameter shares with another parameter may be accessed early.
     """
@@ -387,14 +387,14 @@ def _execute(
     checks: Checks,
     variable: Callable[[int], str],
 ) -> bytes:
-    """Run a program and return its output. variable: function from an address to a name."""
+    """Run a program and return its output. `variable` returns the variable's name at an address."""
 
     def place(found: re.Match[str]) -> str:
         address = int(found[2], 16)
         return variable(address) if found[1] else places.line(program, address)
 
     limit_s = TIMEOUT_S if checks.limit_s is None else checks.limit_s
-    own = {**extra, "TIME_LIMIT": str(limit_s)}  # limit at which the program reports its line
+    own = {**extra, "TIME_LIMIT": str(limit_s)}  # seconds; then the program reports its source line
     if checks.rehearsed:
         own["REHEARSAL"] = "1"
     late, timeout_s = f"still running after {limit_s:g} s", limit_s + GRACE_S
@@ -416,7 +416,7 @@ def _execute(
 
 
 def _readable(report: str) -> str:
-    """Return a report's lines about the kernel, most informative first, without shadow memory."""
+    """Return the lines of a sanitizer's report about the kernel, the most informative first."""
     report = re.sub(_FOLDER, "", report)
     lines = [line for line in report.splitlines() if _TELLING.match(line)] or report.splitlines()
     for most in (
@@ -438,7 +438,7 @@ INSTALL = "apt install g++ (Debian, Ubuntu) or dnf install gcc-c++ libasan libub
 
 
 def check() -> Check:
-    """Check whether the emulator can run on this machine. Never raises."""
+    """Return whether the emulator can run on this computer. Never raises."""
     try:
         problem = missing()
         version = "" if problem else _output("g++", "-dumpfullversion")
@@ -450,10 +450,10 @@ def check() -> Check:
 
 
 def missing() -> str | None:
-    """Return a description of a missing program or library that the emulator needs, or None."""
+    """Name a program or library that the emulator needs but this computer lacks, or return None."""
     if shutil.which("g++") is None:
         return "g++ is not installed"
-    for library in ("libasan.so", "libubsan.so"):  # g++ prints no folder for an unknown library
+    for library in ("libasan.so", "libubsan.so"):  # g++ prints a path only if a file is installed
         if os.sep not in _output("g++", f"-print-file-name={library}"):
             return f"g++ has no {library}"
     return None
@@ -465,7 +465,7 @@ def compile_kernel_file(
     races: bool = False,
     build: Build = "usual",
 ) -> Path:
-    """Compile the program that runs any kernel of a file, once per text and set of macros.
+    """Compile a program that can run every kernel of a file; compiled programs are reused.
 
     races: build the program that finds races, instead of the program with AddressSanitizer. Issues
     warnings with the messages of g++, in the thread of the caller.
@@ -484,8 +484,8 @@ def compile_ahead(
     races: bool = False,
     build: Build = "usual",
 ) -> None:
-    """Start compiling a file in another thread, for a later launch."""
-    _cache_dir(), _runtime()  # create both before several threads need them
+    """Start compiling a file's program in another thread, for a later launch."""
+    _cache_dir(), _runtime()  # create the folder and the runtime before several threads need them
     known = Source.shipped(source) if isinstance(source, str) else source
     key = known, defines, races, build
     if key not in _ahead:
@@ -493,7 +493,7 @@ def compile_ahead(
 
 
 def unset_variables(source: Source, defines: kernels.Defines = ()) -> list[str]:
-    """Return a sentence for each variable that, according to g++, may be read uninitialized.
+    """Return a sentence for each variable that g++ suspects to be read before it is set.
 
     Use this only to explain a wrong result: these warnings can be false alarms.
     """
@@ -503,7 +503,7 @@ def unset_variables(source: Source, defines: kernels.Defines = ()) -> list[str]:
         _write(Path(folder), files)
         paths = (f"-I{HERE}", f"-I{kernels.SOURCE_DIR}")
         command = ("g++", "-std=c++17", "-O1", "-c", "unit.cpp", "-o", os.devnull, *warn, *paths)
-        env = {**os.environ, "LC_ALL": "C"}  # makes g++ use ASCII quotes
+        env = {**os.environ, "LC_ALL": "C"}  # in locale C, g++ prints ASCII quotes
         said = subprocess.run(
             command, cwd=folder, capture_output=True, text=True, check=False, env=env
         ).stderr
@@ -522,7 +522,7 @@ def _runtime(name: str = "cuda_on_cpu.cpp") -> Path:
 
 @cache
 def _precompiled(header: str, flags: tuple[str, ...]) -> dict[str, Path]:
-    """Precompile the header that programs begin with, if there is a folder for compiled programs.
+    """Precompile the header of all programs if a folder keeps compiled programs; else return {}.
 
     It saves a third of the compile time of a program. For the two or three programs of a process
     without such a folder it does not pay, and {} is returned.
@@ -535,7 +535,7 @@ def _precompiled(header: str, flags: tuple[str, ...]) -> dict[str, Path]:
 
 
 def _first_header(source: Source) -> str:
-    """Return the header that a program includes first.
+    """Return the name of the header that a program includes first.
 
     For a shipped file it includes the 16-bit types, so that it can be precompiled. A user's file
     must include them itself. For shipped files, NVRTC reports a missing include.
@@ -552,16 +552,16 @@ def _compile(
     build: Build = "usual",
     variables: bool = False,
 ) -> Path:
-    """Compile a program. variables: add debug information for variables, with equal addresses."""
+    """Compile a program. `variables`: add debug information on variables; addresses stay equal."""
     headers = {str(p): p.read_text("ascii") for p in kernels.SOURCE_DIR.rglob("*.cuh")}
     files = {"unit.cpp": _translation_unit(source, defines), **dict(source.headers)}
     options = _options(source, races, build)
     flags = (f"-I{HERE}", f"-I{kernels.SOURCE_DIR}", *options)
     salt, links = repr(sorted(headers.items())), _precompiled(_first_header(source), options)
-    first, last = str(_runtime()), str(_runtime("shared_end.cpp"))  # link order: see events.h
+    first, last = str(_runtime()), str(_runtime("shared_end.cpp"))  # events.h explains the order
     if not races:
         return _build(source.name, files, (first, "unit.cpp", last, *flags), salt, links)
-    # Linked without -fsanitize=thread, so that races.cpp takes the place of libtsan.
+    # The program is linked without -fsanitize=thread, so that races.cpp replaces libtsan.
     detail, links = (("-g",), {}) if variables else ((), links)
     unit = _build(f"{source.name}.o", files, ("unit.cpp", "-c", *flags, *detail), salt, links)
     parts = (first, str(unit), last, str(_runtime("races.cpp")))
@@ -603,8 +603,8 @@ def _translation_unit(source: Source, defines: kernels.Defines) -> str:
         f'{{"{name}", cuda_on_cpu::Call<&{name}>::call, cuda_on_cpu::Call<&{name}>::elements}},\n'
         for name in _prototypes(source)
     )
-    # The namespace gives templates internal linkage: AddressSanitizer puts no redzones around the
-    # static variables of a function that other translation units may share.
+    # The anonymous namespace gives templates internal linkage. With external linkage,
+    # AddressSanitizer would put no redzones around the static variables of template functions.
     return (
         f'#include "{_first_header(source)}"\n{constants}'
         f'namespace {{\n#line 1 "{source.name}"\n{text}\n#line 1 "{END}"\n'
@@ -614,7 +614,7 @@ def _translation_unit(source: Source, defines: kernels.Defines) -> str:
 
 
 def _dynamic(found: re.Match[str]) -> str:
-    """Define a pointer to dynamic shared memory, in the number of lines of the declaration."""
+    """Replace `extern __shared__ T name[];` by a pointer, in the same number of lines."""
     element, name = (found[1] or "") + found[2], found[3]
     memory = f'cuda_on_cpu::dynamic_shared("{name}", sizeof({element}))'
     return f"{element}* {name} = static_cast<{element}*>({memory});" + "\n" * found[0].count("\n")
@@ -660,7 +660,7 @@ def _write(folder: Path, files: Mapping[str, str]) -> None:
 
 @cache
 def _cache_dir() -> Path:
-    """Return the folder for programs, $GPT2BLOCK_CPU_CUDA_CACHE or a temporary folder."""
+    """Return the folder for compiled programs: $GPT2BLOCK_CPU_CUDA_CACHE or a temporary folder."""
     if kept := os.environ.get(_KEPT):
         Path(kept).mkdir(parents=True, exist_ok=True)
         return Path(kept).resolve()

@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 HERE = Path(__file__).parent
 _ENTRY = re.compile(r"^ <(\d+)><([0-9a-f]+)>: Abbrev Number: \d+ \((DW_TAG_\w+)\)", re.MULTILINE)
-_NUMBERS = ("__half", "__nv_bfloat16")  # classes of the emulator that reports show as numbers
+_NUMBERS = ("__half", "__nv_bfloat16")  # classes whose objects reports treat as plain numbers
 _FIELD = re.compile(r"^ +<[0-9a-f]+> +(DW_AT_\w+) *: (.*)$", re.MULTILINE)
 
 
 def line(program: Path, address: int) -> str:
-    """Return file and line of the call before a return address, such as my.cu:12.
+    """Return "file:line", such as my.cu:12, of the call that returns to an address.
 
     If a function of the emulator's headers is inlined there, return the line that calls it.
     """
@@ -27,7 +27,7 @@ def line(program: Path, address: int) -> str:
 
 
 def variable(program: Path, address: int) -> str | None:
-    """Return the name of the element at an address, such as tile[3][4], or None without a variable.
+    """Return the array element or variable at an address, such as tile[3][4]; None if unknown.
 
     program: compiled with the locations of variables (-g).
     """
@@ -44,7 +44,7 @@ def variable(program: Path, address: int) -> str | None:
 
 @dataclass
 class _Entry:
-    """An entry of the debugging information (DWARF), with the entries nested in it."""
+    """An entry (DIE) of a program's DWARF debugging information, with its nested entries."""
 
     tag: str
     fields: dict[str, str]
@@ -67,7 +67,7 @@ class _Array(NamedTuple):
 
 @cache
 def _entries(program: Path) -> dict[int, _Entry]:
-    """Return {offset: entry}. An entry of a definition also has the fields of its declaration."""
+    """Return DWARF entries by offset. A definition's entry also gets its declaration's fields."""
     text = _output("readelf", "--debug-dump=info", str(program))
     found: dict[int, _Entry] = {}
     parents: list[_Entry] = []
@@ -93,7 +93,7 @@ def _parts(text: str) -> Iterator[tuple[int, int, str, str]]:
 
 
 def _plain(kind: _Entry) -> _Entry:
-    """Return the type that remains without typedef, const and volatile."""
+    """Return a type's entry after removing typedef, const and volatile."""
     while kind.tag in ("DW_TAG_typedef", "DW_TAG_const_type", "DW_TAG_volatile_type"):
         inner = kind.reference("DW_AT_type")
         if inner is None:
@@ -121,7 +121,7 @@ def _size(kind: _Entry) -> int:
 
 
 def _element(kind: _Entry, offset: int) -> str:
-    """Return the indices and members, such as [3].x, of the element at an offset in a variable."""
+    """Return indices and members, such as "[3].x", for a byte offset in a variable of a type."""
     kind = _plain(kind)
     if array := _array(kind):
         index, inside = divmod(offset, max(1, _size(array.element)))

@@ -25,7 +25,7 @@ def _environment(own: Mapping[str, str]) -> dict[str, str]:
 
 
 class _Program:
-    """A process that waits for launches, which write their stdout and stderr to two files."""
+    """A process that waits for launches; two files receive its stdout and stderr."""
 
     def __init__(self, program: Path, own: Mapping[str, str]) -> None:
         self._outputs = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 (close)
@@ -46,7 +46,7 @@ class _Program:
             self._socket.sendall(message)
             well = self._socket.recv(1)
         except ConnectionError:
-            well = b""  # the program has ended before it has read the whole message
+            well = b""  # the program has ended before reading the whole message
         except TimeoutError as error:
             raise subprocess.TimeoutExpired(self._process.args, timeout_s) from error
         for file in self._outputs:
@@ -59,7 +59,7 @@ class _Program:
         return self._process.poll() is None
 
     def close(self) -> None:
-        self._process.kill()  # ends a running launch, too
+        self._process.kill()  # also ends a running launch
         self._process.wait()
         self._socket.close()
         for file in self._outputs:
@@ -67,7 +67,7 @@ class _Program:
 
 
 _Key = tuple[int, Path, tuple[tuple[str, str], ...]]
-_waiting: dict[_Key, _Program] = {}  # in the order of their last launches, oldest first
+_waiting: dict[_Key, _Program] = {}  # processes, ordered by last launch, oldest first
 
 
 def launch(
@@ -78,7 +78,7 @@ def launch(
     timeout_s: float,
     within: Sequence[str] = (),
 ) -> Ended:
-    """Run a launch in an instance of a program that waits, or else in a new instance.
+    """Run a launch in a waiting process of the program, or if there is none in a new process.
 
     words: description of the launch. message: bytes of the arguments. own: additional environment
     variables of the program. within: command prefix that runs the program; it is then started for
@@ -95,7 +95,7 @@ def launch(
         )
     key = os.getpid(), program, tuple(sorted(own.items()))
     process = _waiting.pop(key, None)
-    if process is None or not process.waits:  # the system may have ended the process
+    if process is None or not process.waits:  # the operating system may have killed it
         process = _Program(program, own)
     try:
         ended = process.launch("".join(f"{word}\0" for word in words).encode(), message, timeout_s)
@@ -105,7 +105,7 @@ def launch(
     if not process.waits:
         process.close()
         return ended
-    others = [_waiting.pop(key, None)]  # process that another thread has stored
+    others = [_waiting.pop(key, None)]  # a process of this program that another thread stored
     _waiting[key] = process
     others += [_waiting.pop(oldest, None) for oldest in list(_waiting)[:-MOST]]
     for other in others:

@@ -1,4 +1,4 @@
-"""A replacement of CuPy, as far as this package uses it, with NumPy arrays and emulated kernels.
+"""A replacement of the CuPy functions that gpt2block uses: NumPy arrays, emulated kernels.
 
 `emulated()` replaces CuPy by this module. Code that launches kernels, from an operation's `bind` to
 a whole model, then runs unchanged without a GPU. Device memory is a list of live allocations. A
@@ -29,20 +29,20 @@ ALIGNMENT = 512  # bytes to which allocations are aligned, as in CuPy's pool
 MULTIPROCESSORS = 4
 ATTRIBUTES = {
     "MultiProcessorCount": MULTIPROCESSORS,
-    "MaxSharedMemoryPerBlockOptin": 166912,  # bytes for compute capability 8.0
+    "MaxSharedMemoryPerBlockOptin": 166912,  # bytes, as on GPUs of compute capability 8.0
     "L2CacheSize": 1 << 20,
 }
 __version__ = "emulated"
 float32, float16, int32, uint8 = np.float32, np.float16, np.int32, np.uint8
 
-# (address, id of the array that owns the memory) → (weak reference to this array, bytes). Memory
-# can have several owners, if they are views of an object that is not an array. Memory counts as
-# allocated as long as one of its owners lives.
+# (address, id(owner)) → (weak reference to the owner, bytes). An owner is an array that keeps
+# memory alive; memory of an object that is not an array can have several views as owners. Memory
+# counts as allocated as long as one of its owners lives.
 _memory: dict[tuple[int, int], tuple[weakref.ref[Any], int]] = {}
 
 
 class MemoryPointer:
-    """An address in device memory, with the object that keeps the memory alive."""
+    """An address in device memory, and the object `mem` that keeps the memory alive."""
 
     def __init__(self, mem: Any, offset: int) -> None:
         self.mem, self.ptr = mem, int(mem.ptr) + offset
@@ -92,7 +92,7 @@ class ndarray(np.ndarray[Any, Any]):  # noqa: N801  (CuPy's name)
     @property
     def data(self) -> Any:
         address = self.ctypes.data
-        if _allocation(address) is None:  # allocated by NumPy, for the result of an expression
+        if _allocation(address) is None:  # memory that NumPy allocated for an expression's result
             adopt(self)
         return _Pointer(address)
 
@@ -113,7 +113,7 @@ class ndarray(np.ndarray[Any, Any]):  # noqa: N801  (CuPy's name)
 
 
 def empty(shape: Any, dtype: Any = "float64") -> ndarray:
-    """Return an array of 0xFF bytes, aligned to 512 bytes."""
+    """Return a new array, aligned to 512 bytes, whose bytes are all 0xFF."""
     dtype = np.dtype(dtype)
     sizes = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
     nbytes = int(np.prod(sizes, dtype=np.int64)) * dtype.itemsize
@@ -137,7 +137,7 @@ def adopt(array: np.ndarray[Any, Any]) -> ndarray:
 
 
 def _allocated(owner: np.ndarray[Any, Any], address: int, nbytes: int) -> None:
-    """Register memory that kernels may read and write as long as `owner` lives."""
+    """Allow kernels to read and write `nbytes` bytes at `address` as long as `owner` lives."""
 
     key = address, id(owner)
     _memory[key] = weakref.ref(owner, lambda _: _memory.pop(key, None)), nbytes
@@ -154,14 +154,14 @@ def asarray(array: Any, dtype: Any = None, order: str | None = None) -> ndarray:
         and (order is None or array.flags.c_contiguous)
     ):
         return array
-    transposed = order is None and host.flags.f_contiguous  # CuPy keeps Fortran order
+    transposed = order is None and host.flags.f_contiguous  # CuPy also keeps Fortran order
     made: Any = empty(host.shape[::-1], dtype).T if transposed else empty(host.shape, dtype)
     made[...] = host
     return made  # type: ignore[no-any-return]
 
 
 def _shared(interface: dict[str, Any]) -> ndarray:
-    """Return a view of another library's array, from its `__cuda_array_interface__`."""
+    """Return an array that shares memory with another library's `__cuda_array_interface__`."""
     dtype, shape = np.dtype(interface["typestr"]), interface["shape"]
     address = interface["data"][0]
     memory = UnownedMemory(address, int(np.prod(shape)) * dtype.itemsize, None)
@@ -208,7 +208,7 @@ def split(array: ndarray, ends: Sequence[int]) -> list[ndarray]:
 
 
 class RawModule:
-    """A replacement of cupy.RawModule, for code that `kernels.program` returns for a file."""
+    """A replacement of cupy.RawModule, for code that `kernels.program` has returned."""
 
     def __init__(self, code: str, options: tuple[str, ...] = (), backend: str = "nvrtc") -> None:
         constants, _, text = code.replace(kernels.prelude(), "").partition("#line 1 ")
@@ -224,7 +224,7 @@ class RawModule:
 
 
 class EmulatedFunction:
-    """A kernel. A call runs the kernel on the CPU."""
+    """A kernel; calling this object runs the kernel on the CPU."""
 
     shared_size_bytes = max_dynamic_shared_size_bytes = 0
 
@@ -267,7 +267,7 @@ class EmulatedFunction:
 
 
 def _span(kernel: str, pointer: Any) -> loader.DevicePointer:
-    """Return the allocation that contains an address, and the offset of the address in it."""
+    """Return a DevicePointer: the allocation that contains an address, and the address's offset."""
     address = int(pointer)
     found = _allocation(address)
     if found is None:
@@ -287,7 +287,7 @@ def _allocation(address: int) -> tuple[int, int] | None:
 
 
 class Stream:
-    """A stream. Calls run immediately; between begin_capture and end_capture, calls are stored."""
+    """A stream. Calls run at once, but are recorded between begin_capture and end_capture."""
 
     ptr = 0
 
@@ -343,12 +343,12 @@ class Event:
 
 
 class Device:
-    """The only emulated device."""
+    """The emulated device. There is only one."""
 
-    id = -1 - MULTIPROCESSORS  # no index of a real device
+    id = -1 - MULTIPROCESSORS  # negative, unlike the index of a real device
     compute_capability = CAPABILITY
     attributes = ATTRIBUTES
-    mem_info = (1 << 32, 1 << 32)  # free and total bytes
+    mem_info = (1 << 32, 1 << 32)  # (free bytes, total bytes)
 
     def __init__(self, index: int | None = None) -> None:
         pass
@@ -366,14 +366,14 @@ class Device:
         pass
 
 
-BOTH = (loader.USUAL, loader.Checks(races=True))  # for out-of-bounds accesses; for races
+BOTH = (loader.USUAL, loader.Checks(races=True))  # checks for wrong accesses, checks for races
 
 _state = SimpleNamespace(stream=Stream(), order="forward", early=None, checks=loader.USUAL)
 
 
 @contextmanager
 def early_launches(early: Collection[str] = ()) -> Iterator[None]:
-    """Within this context, launches overlap the previous kernel.
+    """Make launches in this context overlap the previous kernel (programmatic dependent launch).
 
     An access before the wait for the previous kernel is then an error. early: names of parameters
     that are not const __restrict__ but may be accessed before the wait.
@@ -386,7 +386,7 @@ def early_launches(early: Collection[str] = ()) -> Iterator[None]:
 
 
 def run_early(launch: requests.Launch, early: Collection[str] = ()) -> None:
-    """Call `launch.run()` within `early_launches`."""
+    """Run a launch that overlaps the previous kernel; `early` as in `early_launches`."""
     with early_launches(early):
         launch.run()
 
@@ -394,7 +394,7 @@ def run_early(launch: requests.Launch, early: Collection[str] = ()) -> None:
 def compile_ahead(
     launches: Iterable[requests.Launch], checks: Iterable[loader.Checks] = BOTH
 ) -> None:
-    """Start compiling the programs that the launches need for `checks`, in other threads."""
+    """Start compiling, in other threads, the programs that `launches` need for `checks`."""
     programs = tuple(dict.fromkeys((each.races, each.build) for each in checks))
     for each in launches:
         kernel = each.function.found
@@ -406,7 +406,7 @@ def compile_ahead(
 def device(
     order: loader.Order, multiprocessors: int, checks: loader.Checks = loader.USUAL
 ) -> Iterator[None]:
-    """Set the order of threads in launches, the checks of launches, and the multiprocessor count.
+    """Set the order of threads, the checks of launches, and the number of multiprocessors.
 
     The index of the device depends on the number of multiprocessors, so that caches per device stay
     valid.
@@ -430,7 +430,7 @@ def _now_or_captured(call: Callable[[], None]) -> None:
 
 
 def get_default_memory_pool() -> Any:
-    """Return a memory pool that never has free memory."""
+    """Return a memory pool that caches no memory: its free_bytes() is always 0."""
     return SimpleNamespace(free_bytes=lambda: 0, free_all_blocks=lambda: None)
 
 

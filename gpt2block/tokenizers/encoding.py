@@ -24,10 +24,11 @@ if TYPE_CHECKING:
     import tokenizers
 
 
-Spans = Iterable[tuple[int, int]]  # ranges of characters: first index, index after the last
-_UNUSED = "\ue000"  # a character that no decoder changes
+Spans = Iterable[tuple[int, int]]  # ranges (first, end) of characters; `end` is excluded
+_UNUSED = "\ue000"  # a private-use character, which no decoder changes
 UTF_8 = frozenset(range(0xF5)) - {0xC0, 0xC1}  # the bytes that occur in UTF-8
-# Normalizers and pre-tokenizers with which a token never stands for more text bytes than it has.
+# Normalizers and pre-tokenizers that drop no text: a token stands for at most as many bytes of the
+# text as the token has.
 _KEEPS = {"ByteLevel", "Digits", "Split", "Metaspace", "Prepend", "Replace"}
 _SEQUENCES = {"pre_tokenizer": "pretokenizers", "normalizer": "normalizers", "decoder": "decoders"}
 _SPACES = ({"String": " "}, "▁")
@@ -102,12 +103,12 @@ class TokenizersEncoding:
 
     @cached_property
     def _with_special(self) -> tokenizers.Tokenizer:
-        """A second Tokenizer, which recognizes special tokens: a Tokenizer stores this setting."""
+        """A second Tokenizer, in which the setting "encode_special_tokens" is False."""
         return self._load(special=True)
 
     @property
     def rules(self) -> str:
-        """SHA-256 of the tokenizer.json's text, which determines the ids of every text."""
+        """SHA-256 of the tokenizer.json, which determines the ids of every text."""
         return sha256(self._definition.encode()).hexdigest()
 
     @property
@@ -136,7 +137,7 @@ class TokenizersEncoding:
         return self._tokenizer.token_to_id(token)
 
     def added_before(self) -> tuple[int, ...] | None:
-        """Return the ids that the post-processor adds before a text; None if it adds others too."""
+        """Return ids that the post-processor adds before a text; None if it adds ids elsewhere."""
         count = self._tokenizer.num_special_tokens_to_add(is_pair=False)
         plain, whole = (
             self._tokenizer.encode("a", add_special_tokens=added).ids for added in (False, True)
@@ -153,7 +154,7 @@ class TokenizersEncoding:
         allowed_special: Literal["all"] | Collection[str] = (),
         disallowed_special: Literal["all"] | Collection[str] = "all",
     ) -> list[int]:
-        """Return token ids, like `tiktoken.Encoding.encode`.
+        """Return the token ids of a text, like `tiktoken.Encoding.encode`.
 
         allowed_special: names of special tokens that are encoded as their ids.
         disallowed_special: names that the text must not contain; other names are ordinary text.
@@ -186,7 +187,7 @@ class TokenizersEncoding:
         parts, at = [], 0
         for id, (start, end) in zip(found.ids, found.offsets, strict=True):
             name, new = names.get(id, ("", ""))
-            taken = text[start:end]  # may include white space around the name
+            taken = text[start:end]  # the token's name, possibly with white space around it
             content = name if name in taken else taken.strip()
             begin = start + taken.index(content)
             if name and 1 not in marks[begin : begin + len(content)]:
@@ -200,7 +201,7 @@ class TokenizersEncoding:
 
     @cached_property
     def _names(self) -> dict[str, int]:
-        """Name → id of added tokens, except tokens of white space, which any text may contain."""
+        """A dict: name → id of added tokens, without the added tokens that are white space only."""
         added = self._added.items()
         return {each.content: id for id, each in added if each.content.strip(" \t\r\n▁")}
 
@@ -212,10 +213,10 @@ class TokenizersEncoding:
 
     @cached_property
     def _renamed(self) -> tuple[tokenizers.Tokenizer, dict[int, tuple[str, str]], list[str]]:
-        """A tuple: a Tokenizer with renamed added tokens, {id: (old, new name)}, lost characters.
+        """(Tokenizer with renamed added tokens, {id: (old, new name)}, one-character old names).
 
-        No text contains the new names, and the model never produces them. Lost characters are old
-        names of one character, for which the vocabulary then has no token.
+        No text contains the new names, and the model never produces them. The vocabulary has no
+        other token for the one-character old names.
         """
         spec, prefix = json.loads(self._definition), f"\U000f0000{token_hex(8)}"
         model, names = spec["model"], self._names
@@ -225,7 +226,7 @@ class TokenizersEncoding:
         pairs = [each.split(" ") if isinstance(each, str) else each for each in model["merges"]]
         model["merges"] = [
             pair for pair in pairs if new.keys().isdisjoint((*pair, "".join(pair)))
-        ]  # a vocabulary of the same size keeps the ids of other tokens
+        ]  # the vocabulary keeps its size, and other tokens keep their ids
         only = [n for n in names if len(n) == 1 and n in model["vocab"] and not self._byte_fallback]
         model["vocab"] = {new.get(token, token): id for token, id in model["vocab"].items()}
         unknown = model.get("unk_token")
@@ -234,7 +235,7 @@ class TokenizersEncoding:
         return tokenizer, {id: (name, new[name]) for name, id in names.items()}, only
 
     def decode(self, tokens: Sequence[int]) -> str:
-        ids = ids_to_decode(tokens, self._tokens)  # tokenizers would omit unknown ids
+        ids = ids_to_decode(tokens, self._tokens)  # raises for ids that `decode` would omit
         text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
         return text
 
@@ -245,7 +246,7 @@ class TokenizersEncoding:
         return self._bytes[token]
 
     def _fallback_bytes_of(self, token: str) -> bytes:
-        """Return the bytes of a token in the middle of a text.
+        """Return the bytes that a token stands for in the middle of a text.
 
         Decoders may strip white space at the start and end of a text.
         """
@@ -268,7 +269,7 @@ class TokenizersEncoding:
 
 
 def _ids(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
-    """Return token ids. Unlike `Tokenizer.encode`, this releases Python's global lock.
+    """Return a text's token ids. Unlike `Tokenizer.encode`, this releases the GIL.
 
     Offsets of the tokens are not computed.
     """
@@ -278,7 +279,7 @@ def _ids(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
 
 
 def steps_of(spec: Any, *parts: str) -> list[Any]:
-    """Return the steps in these parts of a tokenizer.json ("normalizer", …); flatten Sequences."""
+    """Return the steps of components `parts` ("normalizer", …) in one list; flatten Sequences."""
 
     def flat(step: Any, inner: str) -> Iterable[Any]:
         if step["type"] != "Sequence":
@@ -290,7 +291,7 @@ def steps_of(spec: Any, *parts: str) -> list[Any]:
 
 
 def rules(encoding: Encoding) -> str:
-    """Return a string that, together with the tokens, determines how text is encoded."""
+    """Return a string that, together with the vocabulary, determines the token ids of any text."""
     if isinstance(encoding, TokenizersEncoding):
         return f"{encoding.rules} {encoding.prefix}" if encoding.prefix else encoding.rules
     return str(getattr(encoding, "_pat_str", ""))
@@ -304,7 +305,7 @@ def special_id(encoding: Encoding, name: str) -> int:
 
 
 def marks_of(text: str, spans: Spans) -> bytearray:
-    """Return a byte for each character of a text: 1 in the spans, 0 elsewhere."""
+    """Return one byte per character of a text: 1 for characters in `spans`, 0 for others."""
     marks = bytearray(len(text))
     for first, end in spans:
         marks[first:end] = b"\1" * (end - first)
@@ -312,7 +313,7 @@ def marks_of(text: str, spans: Spans) -> bytearray:
 
 
 def without_names(text: str, names: Iterable[str], marks: bytearray) -> str:
-    """Return the text, with one character replaced in each name that has a marked character.
+    """Return the text; in each name that contains a marked character, one character is replaced.
 
     The length stays the same. The replacement is a private-use character; it replaces a marked
     character, if possible one that is not white space.
@@ -351,7 +352,7 @@ def token_sizes(encoding: Encoding, vocab_size: int) -> NDArray[np.int64]:
 
 
 def bytes_of_id(encoding: Encoding, token: int) -> bytes:
-    """Return a token's bytes, or U+FFFD's for an id without a token (padded vocabularies)."""
+    """Return a token's bytes, or the bytes of U+FFFD for a padding id that has no token."""
     try:
         return encoding.decode_single_token_bytes(token)
     except KeyError:
@@ -397,7 +398,7 @@ def as_array(given: Any, name: str) -> NDArray[Any]:
     and ValueError or TypeError for objects that NumPy cannot convert.
     """
     entries = given if isinstance(given, (list, tuple)) else ()
-    types = {type(given), *map(type, entries)}  # distinct types: far fewer than entries
+    types = {type(given), *map(type, entries)}  # a set is faster to check than all entries
     if bool in types or np.bool_ in types:
         for index, entry in enumerate(entries):
             if isinstance(entry, (bool, np.bool_)):
@@ -408,15 +409,15 @@ def as_array(given: Any, name: str) -> NDArray[Any]:
 
 
 def row_of_ids(given: Any, name: str, text: str = "") -> NDArray[Any]:
-    """Return `given` as an array (T,) of integers. text: other inputs that an error names."""
+    """Return `given` as integers (T,). `text`: kinds of input that an error also names."""
     try:
         ids = as_array(given, name)
     except InputError:
         raise
-    except (TypeError, ValueError, OverflowError) as error:  # ragged list, CuPy, huge int
+    except (TypeError, ValueError, OverflowError) as error:  # ragged list, CuPy array, huge int
         raise InputError(f"{name}: expected {text}token ids: {error}") from error
     if ids.dtype.kind in "fO" and isinstance(given, list) and {*map(type, given)} == {int}:
-        return np.array(given, object)  # integers of more than 63 bits: no vocabulary has them
+        return np.array(given, object)  # Python integers that do not fit int64; never valid ids
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise InputError(
             f"{name}: expected {text}a row of integers, got {type(given).__name__} "
@@ -435,7 +436,7 @@ def ids_to_decode(tokens: Any, known: Container[int]) -> list[int]:
 
 
 def is_rust_failure(error: BaseException) -> bool:
-    """Whether an error comes from the Rust code of tiktoken or tokenizers.
+    """Return whether an error comes from the Rust code of tiktoken or tokenizers.
 
     A panic arrives as a BaseException without a public class; tokenizers also raises Exception.
     """
@@ -453,7 +454,7 @@ def byte_characters() -> dict[int, str]:
 
 @cache
 def _to_latin1() -> dict[int, str]:
-    """Return the inverse of `byte_characters` as a table for str.translate, bytes as Latin-1.
+    """Return a table for str.translate: a byte's printable character → its Latin-1 character.
 
     Other characters below 256 become U+FFFF, which Latin-1 cannot encode.
     """
@@ -462,7 +463,7 @@ def _to_latin1() -> dict[int, str]:
 
 
 def bytes_of_all(tokens: Sequence[str]) -> list[bytes]:
-    """Return the bytes of many tokens. Raises ValueError for characters outside GPT-2's table."""
+    """Return tokens' bytes. Raises ValueError for characters not in `byte_characters`."""
     try:
         text = "".join(tokens).translate(_to_latin1()).encode("latin-1")
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""Lazy loading: the tokenizer of a model on first use, and fields computed on first access."""
+"""Load tokenizers on first use, and compute fields of dataclasses on first access."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Result = TypeVar("Result", bound="ReadLater")
 
 
 class Lookup:
-    """Load the tokenizer of a model on first use; keep the tokenizer, or the error of loading.
+    """Load a model's tokenizer on first use, and keep the tokenizer, or the error if it fails.
 
     checkpoint: None if the weights are arrays. path: path of a tokenizer that replaces the
     checkpoint's tokenizer, as in `tokenizer.from_path`.
@@ -50,7 +50,7 @@ class Lookup:
 
     @cached_property
     def at_hand(self) -> Encoding | None:
-        """The tokenizer if its files are next to the weights or at the path; else None.
+        """The tokenizer if its files are stored next to the weights or at `path`; else None.
 
         Unlike `encoding`, this never downloads a tokenizer. It is used if inputs are token ids.
         Raises CheckpointError for a path without a tokenizer.
@@ -67,7 +67,7 @@ Tokenizer = Encoding | Lookup | None
 
 
 def of_inputs(tokenizer: Tokenizer, inputs: Any) -> Encoding | None:
-    """Return the tokenizer with which to encode a text, token ids, or a list of texts or ids.
+    """Return the tokenizer for `inputs` (text, ids, or a list); for ids only, it may be None.
 
     Raises CheckpointError if there is a text but no tokenizer.
     """
@@ -89,16 +89,16 @@ def of_outputs(tokenizer: Tokenizer) -> Encoding | None:
 
 
 class ReadLater:
-    """Base of dataclasses with fields that are computed when they are first read."""
+    """Base class of dataclasses some of whose fields are computed when they are first read."""
 
     def later(self: Result, **fields: Callable[[], Any]) -> Result:
-        """Set functions that compute these fields when they are first read; return `self`."""
+        """Set the functions that compute `fields` on first access. Returns `self`."""
         for name in fields:
             del vars(self)[name]
         vars(self)["_later"] = fields
         return self
 
-    if not TYPE_CHECKING:  # hide __getattr__, with which type checkers accept any name
+    if not TYPE_CHECKING:  # type checkers that see __getattr__ would accept any attribute
 
         def __getattr__(self, name: str) -> Any:
             fields = vars(self).get("_later", {})

@@ -51,23 +51,23 @@ from gpt2block.tokenizers.tokenizer_json import TiktokenEncoding
 
 END_OF_TEXT = "<|endoftext|>"
 _LLM_C_MAGIC = 20240328
-# Files of tokenizers that are unsupported, or incomplete without another file.
+# Files of unsupported tokenizers, and files that need a second file to be a tokenizer.
 _OTHER_FILES = (*chain.from_iterable(PAIRS), ADDED, *OTHER_FORMATS)
 _DAMAGE = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
 _UNREADABLE = "cannot be read as a byte-level BPE tokenizer: {}"
-# White space as in Unicode and in tiktoken's patterns. Python's \s matches four more characters.
+# White space as defined by Unicode and tiktoken. Python's \s matches four more characters.
 _WHITE_SPACE = r"[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]"
 _IN_LINES = _WHITE_SPACE.replace(r"\t-\r", r"\t\v\f")
 
 
 def _runs(shortest: int, space: str = _WHITE_SPACE) -> re.Pattern[str]:
-    """Return a pattern that matches whole runs of at least `shortest` white space characters."""
+    """Return a regular expression for complete runs of `shortest` or more characters of `space`."""
     return re.compile(f"{space}(?<!{space}{{2}}){space}{{{shortest - 1},}}(?!{_WHITE_SPACE})")
 
 
-# GPT-2's pattern in tiktoken backtracks in long runs of white space, and fails at a million.
+# With GPT-2's pattern, tiktoken backtracks in long runs of white space; a run of 1,000,000 fails.
 _LONG_RUN = _runs(10_000)
-# Other patterns split white space after its last line break, and backtrack only after this break.
+# Other patterns split a run of white space at its last line break, and backtrack only after it.
 _LONG_LINE = _runs(10_000, _IN_LINES)
 
 
@@ -94,7 +94,7 @@ def load(source: Path | None, vocab_size: int) -> Encoding:
 
 
 def from_path(path: str | Path, vocab_size: int) -> Encoding:
-    """Load the tokenizer at a path: a directory that `load` can read, or a tokenizer file.
+    """Load the tokenizer at a path: a tokenizer file, a GGUF file, or a directory as in `load`.
 
     Raises CheckpointError if there is no tokenizer, and in the cases of `load`.
     """
@@ -247,7 +247,7 @@ def from_gguf(path: Path) -> Encoding:
 
 
 def _of_spec(path: Path, spec: Any, settings: Mapping[str, Any]) -> Encoding:
-    """Create a tokenizer. spec: content of tokenizer.json. settings: of tokenizer_config.json.
+    """Create a tokenizer from the content of tokenizer.json and of tokenizer_config.json.
 
     path: file to name in errors.
     """
@@ -274,7 +274,7 @@ def _of_spec(path: Path, spec: Any, settings: Mapping[str, Any]) -> Encoding:
 
 
 def prefix_of(encoding: Encoding) -> list[int]:
-    """Return the ids that the tokenizer adds before every text, such as <s>; [] for GPT-2."""
+    """Return the ids that the tokenizer adds before every text (often <s>); [] for GPT-2."""
     return list(encoding.prefix) if isinstance(encoding, TokenizersEncoding) else []
 
 
@@ -291,13 +291,13 @@ def encode(encoding: Encoding, text: str, special: bool = False, name: str = "te
 
 
 def _encode(encoding: Encoding, text: str, special: bool, name: str) -> list[int]:
-    """Encode a text, which may be empty. The ids of `prefix_of` come first, and never twice."""
+    """Encode a text, possibly empty. The ids of `prefix_of` come first, but only once."""
     prefix, ids = prefix_of(encoding), _encode_text(encoding, text, special, name)
     return ids if special and ids[: len(prefix)] == prefix else prefix + ids
 
 
 def encode_chat(encoding: Encoding, text: str, given: Spans = ()) -> list[int]:
-    """Return token ids of a text from a chat template, which contains names of special tokens.
+    """Encode a chat template's output, in which names of special tokens become their ids.
 
     given: spans of characters that do not come from the template. A name that overlaps one of them
     is ordinary text.
@@ -308,7 +308,7 @@ def encode_chat(encoding: Encoding, text: str, given: Spans = ()) -> list[int]:
 def _encode_text(
     encoding: Encoding, text: str, special: bool, name: str, given: Spans = ()
 ) -> list[int]:
-    """Encode a text without the ids of `prefix_of`. given: spans, as in `encode_chat`."""
+    """Encode a text, without adding the ids of `prefix_of`. `given`: as in `encode_chat`."""
     check_encodable(name, text)
     known = isinstance(encoding, (tiktoken.Encoding, TokenizersEncoding))
     names = set(filter(None, encoding.special_tokens_set)) if special and known else set()
@@ -332,7 +332,7 @@ def _encode_text(
 
 
 def _encode_ordinary(encoding: Encoding, text: str) -> list[int]:
-    """Call encode_ordinary, except for long runs of white space, on which tiktoken panics.
+    """Call encode_ordinary, but bypass tiktoken's pattern in long white space, where it panics.
 
     GPT-2's pattern never joins white space to the text before it, and other patterns join only line
     breaks. A run is therefore one piece, without its last character if text follows, because this
@@ -351,7 +351,7 @@ def _encode_ordinary(encoding: Encoding, text: str) -> list[int]:
 
 
 def token_count_bound(encoding: Encoding) -> Callable[[str], int]:
-    """Return a fast function: text → lower bound of the number of tokens; 0 if none is known.
+    """Return a fast function that returns a lower bound of a text's token count (0: unknown).
 
     The bound also holds if names of special tokens are encoded as their ids.
     """
@@ -371,12 +371,12 @@ def token_count_bound(encoding: Encoding) -> Callable[[str], int]:
 
 
 def _splits_all(encoding: tiktoken.Encoding) -> bool:
-    """Whether the encoding splits text with a known pattern, which omits no characters."""
+    """Return whether the encoding's pattern is known to match every character of any text."""
     return _splits_words(encoding) or encoding._pat_str in SPLITS
 
 
 def _splits_words(encoding: tiktoken.Encoding) -> bool:
-    """Whether the encoding splits text with GPT-2's pattern or tiktoken's equivalent form of it."""
+    """Return whether the encoding splits text with GPT-2's pattern or an equivalent pattern."""
     known = tiktoken.registry.ENCODINGS.get("gpt2")
     return encoding is known or encoding._pat_str == tokenizer_json.SPLIT_WORDS
 
@@ -384,7 +384,7 @@ def _splits_words(encoding: tiktoken.Encoding) -> bool:
 def token_ids(
     encoding: Encoding | None, given: Any, vocab_size: int, name: str, special: bool = False
 ) -> NDArray[np.int32]:
-    """Return the token ids, (T,), of a text or a row of ids; T may be 0. special: as in `encode`.
+    """Return a text's or a sequence's token ids, (T,); T may be 0. `special`: as in `encode`.
 
     Raises InputError, with `name` in the message, for text without an encoding or text that
     `encode` rejects, for objects that are neither text nor a row of integers (such as masked arrays
@@ -400,7 +400,7 @@ def token_ids(
 
 
 def check_ids(ids: NDArray[Any], vocab_size: int, name: str, first: int = 0) -> None:
-    """Raise InputError for the first id outside the vocabulary. first: position of ids[0]."""
+    """Raise InputError for an id outside the vocabulary. `first`: position to report for ids[0]."""
     if ids.size and not 0 <= ids.min() <= ids.max() < vocab_size:
         index = int(((ids < 0) | (ids >= vocab_size)).argmax())
         raise InputError(
@@ -410,7 +410,7 @@ def check_ids(ids: NDArray[Any], vocab_size: int, name: str, first: int = 0) -> 
 
 
 def as_list(given: Any, name: str) -> tuple[bool, list[Any]]:
-    """Return whether `given` is a single text or row of ids, and the list of all inputs.
+    """Return (whether `given` is one text or one row of ids, the list of all texts or rows).
 
     Raises InputError, with `name` in the message, unless `given` is a text, a row of ids or a list
     of texts or rows.
@@ -443,14 +443,14 @@ def end_of_text(encoding: Encoding | None, vocab_size: int = 0) -> int | None:
 
 
 def end_tokens(config: ModelConfig, encoding: Encoding | None) -> frozenset[int]:
-    """Return the ids of all tokens that end a text: config's `eos_token_ids`, `end_of_text`."""
+    """Return the ids of all end tokens: `config.eos_token_ids` and the id of `end_of_text`."""
     end = end_of_text(encoding, config.vocab_size)
     every = {*config.eos_token_ids, *(() if end is None else (end,))}
     return frozenset(token for token in every if token < config.vocab_size)
 
 
 def sources_of_end_tokens(checkpoint: Checkpoint) -> dict[int, str]:
-    """Return {id of a token that ends a text: source of this id, such as "config.json"}.
+    """Return a dict: id of a token that ends a text → source of the id, such as "config.json".
 
     No request is sent. A tokenizer that cannot be read names no token. Raises CheckpointError where
     other files have changed.

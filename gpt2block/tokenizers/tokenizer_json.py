@@ -33,7 +33,7 @@ from gpt2block.tokenizers.encoding import (
     steps_of,
 )
 
-# Regexes that split text: GPT-2's into words, and one that does not split (use_regex: false).
+# Regular expressions: GPT-2's, which splits text into words; one that matches the entire text.
 SPLIT_WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 SPLIT_NOTHING = r"(?s:.+)"
 
@@ -44,12 +44,12 @@ _MODEL = {"type", "dropout", "unk_token", "continuing_subword_prefix", "end_of_w
 
 
 class TiktokenEncoding(tiktoken.Encoding):
-    """An `Encoding` that encodes with tiktoken. end_id: id of the token that ends a text."""
+    """An `Encoding` that encodes with tiktoken. `end_id`: id of the token that ends a text."""
 
     end_id: int | None = None
 
     def decode(self, tokens: Sequence[int], errors: str = "replace") -> str:
-        """Return the ids' text. errors: as for bytes.decode. Raises InputError for unknown ids."""
+        """Return the text of `tokens`. `errors`: as in bytes.decode. Raises for unknown ids."""
         return super().decode(ids_to_decode(tokens, self._ids), errors)
 
     @cached_property
@@ -63,7 +63,7 @@ class _Added(NamedTuple):
     content: str
     token_id: int
     special: bool
-    plain: bool  # whether it matches anywhere in a text, without white space around it
+    plain: bool  # True if the flags single_word, lstrip and rstrip are not set
 
 
 def read(name: str, spec: Any) -> TiktokenEncoding | TokenizersEncoding:
@@ -97,14 +97,14 @@ def read(name: str, spec: Any) -> TiktokenEncoding | TokenizersEncoding:
 
 
 def id_of(spec: Any, content: str | None) -> int | None:
-    """Return the id of the added or vocabulary token with this content; None if none has it."""
+    """Return the id of the added or ordinary token `content`; None if there is no such token."""
     added = {token["content"]: token["id"] for token in spec.get("added_tokens") or []}
     id: int | None = added.get(content, spec["model"]["vocab"].get(content))
     return id
 
 
 def adds_prefix_space(spec: Any) -> bool:
-    """Whether the tokenizer adds a space before every text."""
+    """Return whether the tokenizer adds a space before every text."""
     return any(step.get("add_prefix_space") for step in steps_of(spec, "pre_tokenizer"))
 
 
@@ -135,7 +135,7 @@ def _added(token: Mapping[str, Any]) -> _Added:
 
 
 def _parts(merges: Sequence[Any]) -> list[str]:
-    """Return the two tokens of every merge in one flat list. Old files write "left right"."""
+    """Return a flat list of every merge's left and right token; old files have "left right"."""
     if set(map(type, merges)) <= {str}:
         whole = {merge.count(" ") for merge in merges} <= {1}
         parts = " ".join(merges).split(" ") if merges else []
@@ -148,7 +148,7 @@ def _parts(merges: Sequence[Any]) -> list[str]:
 
 
 def _check_pipeline(spec: Any) -> None:
-    """Raise ValueError for a pipeline whose tokens cannot be decoded individually."""
+    """Raise ValueError unless the tokenizer is byte-level, so that any token decodes alone."""
     steps = steps_of(spec, "normalizer", "pre_tokenizer")
     if not any(step["type"] == "ByteLevel" for step in steps):
         step = spec.get("pre_tokenizer") or {"type": "none"}
@@ -159,7 +159,7 @@ def _check_pipeline(spec: Any) -> None:
 
 
 def _is_sentence_piece(spec: Any) -> bool:
-    """Whether a byte_fallback tokenizer has only SentencePiece's decoders, and no ByteLevel step.
+    """Return whether a tokenizer has SentencePiece's decoders only, and no ByteLevel step.
 
     Tokens can then be decoded individually: ▁ becomes a space, and only the first space of a text
     is removed.
@@ -203,7 +203,7 @@ def _check_ids(vocab: Mapping[str, Any], added: Sequence[_Added]) -> None:
 
 
 def _pipeline_problem(spec: Any) -> str | None:
-    """Return the first setting that tiktoken does not support, apart from tokens and merges."""
+    """Return the first setting, other than tokens and merges, that tiktoken does not support."""
     if spec.get("normalizer") is not None:
         return f"normalizer {spec['normalizer']['type']}"
     if _split_of(spec) is None:
@@ -220,7 +220,7 @@ def _pipeline_problem(spec: Any) -> str | None:
 
 
 def _split_of(spec: Any) -> str | None:
-    """Return a regular expression with which tiktoken splits like a pre_tokenizer, or None.
+    """Return a regular expression with which tiktoken splits like the pre_tokenizer, else None.
 
     Both packages have the same classes of characters. Behaviors Isolated and inverted Removed are
     equivalent for the patterns in SPLITS, whose matches cover every text completely.
@@ -238,14 +238,14 @@ def _split_of(spec: Any) -> str | None:
 
 
 def _adds_nothing(processor: Any) -> bool:
-    """Whether a post-processor adds no ids to a text, like the default template of transformers."""
+    """Return whether a post-processor adds no ids to a text."""
     if processor["type"] == "TemplateProcessing":
         return [list(part) for part in processor["single"]] == [["Sequence"]]
     return bool(processor["type"] == "ByteLevel")
 
 
 def _added_problem(vocab: Mapping[str, int], added: Sequence[_Added]) -> str | None:
-    """Return a description of the first added token that tiktoken matches differently, or None."""
+    """Describe the first added token that tiktoken would match differently; else return None."""
     new = [token for token in added if token.content not in vocab]
     for token in added:
         if not token.special or not token.plain:
@@ -261,7 +261,7 @@ def _added_problem(vocab: Mapping[str, int], added: Sequence[_Added]) -> str | N
 def _merges_problem(
     vocab: Mapping[str, int], parts: Sequence[str], special: set[str]
 ) -> str | None:
-    """Return why tiktoken's ids can differ from ids by the list of merges; None if they cannot.
+    """Return why tiktoken's ids may differ from ids by the list of merges; None if they never do.
 
     parts: the two tokens of each merge, merge by merge.
 
@@ -301,7 +301,7 @@ def _merges_problem(
 
 
 def _unreachable(left: NDArray[np.int64], right: NDArray[np.int64], first: int) -> int | None:
-    """Return the index of a merge that never applies to the bytes of its own token, or None.
+    """Return the index of a merge that is not applied to the bytes of its own token, or None.
 
     Tokens are numbered: `first` bytes, then one token for each merge of left[i] and right[i].
 
@@ -317,8 +317,8 @@ def _unreachable(left: NDArray[np.int64], right: NDArray[np.int64], first: int) 
     keys = left * total + right
     by_key = np.argsort(keys)
     keys = keys[by_key]
-    # First merge with each token as its left or right part. A pair of tokens is looked up only if
-    # both have a merge before `limit`.
+    # First merge in which each token is the left part, and first in which it is the right part. A
+    # pair of tokens is looked up only if both of these merges precede `limit`.
     as_left, as_right = np.full(total, total), np.full(total, total)
     np.minimum.at(as_left, left, merges)
     np.minimum.at(as_right, right, merges)
