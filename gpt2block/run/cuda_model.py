@@ -45,14 +45,13 @@ from gpt2block.run.cuda_prefill import PrefillPrograms, Requested, programs_of
 from gpt2block.run.cuda_products import choose_products, divisors, request_kernels
 from gpt2block.run.cuda_steps import MOST_GUESSING, DecodingSteps, steps_of
 from gpt2block.run.cuda_timeline import timed
-from gpt2block.run.cuda_weights import PromptWeights, check_room, device_matrix
+from gpt2block.run.cuda_weights import CudaWeights, PromptWeights, check_room
 from gpt2block.run.guessing import ROWS
 from gpt2block.run.model import (
     Floats,
     Ids,
     Output,
     StepResult,
-    StoredModel,
     Tensors,
     in_groups,
     padded,
@@ -61,14 +60,13 @@ from gpt2block.run.model import (
 from gpt2block.run.recorder import rounded_up
 from gpt2block.run.recording import Recording, Recordings
 from gpt2block.run.timeline import Call, Timeline
-from gpt2block.weights.matrix import WeightMatrix
 
 TOKENS_AT_ONCE = 8192  # maximum tokens of a prefill of several sequences
 KEPT_COUNTS = 32  # numbers of sequences in padded batches whose scratch caches are kept
 KEPT_OF_COUNT = 8  # prefill shapes kept per scratch cache of padded batches
 
 
-class CudaModel(StoredModel):
+class CudaModel(CudaWeights):
     """A model on one GPU. Matrices are stored in their dtype, (N, K).
 
     Decoding computes with float32 activations, which some products round (`DecodingChoice`).
@@ -126,12 +124,6 @@ class CudaModel(StoredModel):
             "a model on a GPU cannot be copied or pickled: load it again with from_pretrained, in "
             "another process too (a Predictor is pickled without its model), or use device='cpu'"
         )
-
-    def _vector(self, array: NDArray[Any]) -> CudaArray:
-        return cupy.asarray(array.astype(np.float32, copy=False), order="C")
-
-    def _matrix(self, name: str, array: Any, layout: str) -> WeightMatrix:
-        return device_matrix(name, array, layout, self.formats, first=not self._matrices)
 
     def _choose_products(self, largest: Mapping[str, float]) -> tuple[Products, dict[str, float]]:
         """Return the kind of prefill products and their operands' bounds; see `choose_products`."""

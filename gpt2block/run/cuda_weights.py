@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gpt2block.checkpoints.gguf_types import InBlocks
 from gpt2block.config import ModelConfig
@@ -21,7 +22,7 @@ from gpt2block.passes.machine import two_part_of
 from gpt2block.passes.prefill import Products
 from gpt2block.run.cuda_caches import free_bytes
 from gpt2block.run.cuda_products import divided_weights
-from gpt2block.run.model import weight_bytes
+from gpt2block.run.model import StoredModel, weight_bytes
 from gpt2block.weights.gguf import GgufMatrix
 from gpt2block.weights.matrix import WeightMatrix, request
 from gpt2block.weights.two_part import TwoPartMatrix
@@ -37,33 +38,39 @@ def check_room(config: ModelConfig, formats: Formats) -> None:
         )
 
 
-def device_matrix(
-    name: str, array: Any, layout: str, formats: Formats, first: bool
-) -> WeightMatrix:
-    """Return a matrix (N, K) of a checkpoint in device memory, in the dtype of the formats.
+class CudaWeights(StoredModel):
+    """Base class of models on a GPU: stores their weights in device memory."""
 
-    GGUF blocks keep their bits where the GPU has tensor cores; else they are dequantized. first:
-    whether it is the model's first matrix, with which the kernels of conversions start to compile.
-    Raises InputError, with the tensor's name, for weights that the dtype cannot hold.
-    """
-    reads_blocks = compute_capability() >= MMA_CAPABILITY
-    if isinstance(array, InBlocks):
-        if reads_blocks:
-            packed = array.on_device()
-            # Else CuPy's pool would keep the memory of the file's bytes reserved for small arrays.
-            cupy.get_default_memory_pool().free_all_blocks()
-            return packed
-        array = array.on_host()
-    if isinstance(array, GgufMatrix):
-        if reads_blocks:
-            return array.mapped(cupy.asarray)
-        array, layout = array.dequantized().T, "NK"
-    rows = cupy.asarray(array)
-    if first:
-        request(storage(rows), formats.matrix_dtype)
-    if layout == "KN":
-        rows = stored(rows, storage(rows), transposed=True)
-    return WeightMatrix.quantize(rows, formats.matrix_dtype, "NK", name, formats.allow_nonfinite)
+    def _vector(self, array: NDArray[Any]) -> CudaArray:
+        return cupy.asarray(array.astype(np.float32, copy=False), order="C")
+
+    def _matrix(self, name: str, array: Any, layout: str) -> WeightMatrix:
+        """Return a matrix of a checkpoint in device memory, in the model's dtype, layout "NK".
+
+        GGUF blocks keep their bits if the GPU has tensor cores; otherwise they are dequantized. The
+        first matrix starts the compilation of the kernels that convert matrices. Raises InputError,
+        with the tensor's name, for weights that the dtype cannot hold.
+        """
+        reads_blocks = compute_capability() >= MMA_CAPABILITY
+        if isinstance(array, InBlocks):
+            if reads_blocks:
+                packed = array.on_device()
+                # Else CuPy's pool would reserve the memory of the file's bytes for small arrays.
+                cupy.get_default_memory_pool().free_all_blocks()
+                return packed
+            array = array.on_host()
+        if isinstance(array, GgufMatrix):
+            if reads_blocks:
+                return array.mapped(cupy.asarray)
+            array, layout = array.dequantized().T, "NK"
+        rows = cupy.asarray(array)
+        if not self._matrices:
+            request(storage(rows), self.formats.matrix_dtype)
+        if layout == "KN":
+            rows = stored(rows, storage(rows), transposed=True)
+        return WeightMatrix.quantize(
+            rows, self.formats.matrix_dtype, "NK", name, self.formats.allow_nonfinite
+        )
 
 
 class PromptWeights:
