@@ -81,7 +81,7 @@ struct Shared {
 
 struct Row {
     const float* x;             // (V)
-    const unsigned char* seen;  // (V), or null if seen tokens have no penalty
+    const unsigned char* seen;  // (V), or null if no penalty or bias changes a logit of the row
     int V;
     float penalty, less;        // repetition_penalty and its reciprocal
     float frequency, presence;  // frequency_penalty, presence_penalty
@@ -223,7 +223,7 @@ struct Found {
 // the sum of all bins. Arguments and results of functions that are not inlined are values, because a reference would
 // put its object in local memory.
 __device__ __noinline__ Found find(float p, Shared& s, u64 need) {
-    constexpr int MINE = BINS / RANKS, OWN = MINE > THREADS ? MINE / THREADS : 1;  // OWN: bins per thread, of MINE per block
+    constexpr int MINE = BINS / RANKS, OWN = MINE > THREADS ? MINE / THREADS : 1;  // bins: per block, per thread
     const int first = rank_in_row() * MINE + threadIdx.x * OWN;
     sync_row();
     u64 own[OWN], sum = 0;
