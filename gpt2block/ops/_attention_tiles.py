@@ -149,7 +149,7 @@ def mma_geometry(
     serves: int = 1,
     tile: AttentionTile | None = None,
 ) -> tuple[Geometry, int]:
-    """Return the geometry of `mma` for B sequences of up to T rows, and a number of heads: `together`.
+    """Return geometry of `mma` for B sequences of up to T rows, and number of interleaved heads.
 
     sms: multiprocessors of the GPU. most_shared: bytes of shared memory that a block can have.
     serves: heads of Q that share a head of K. tile: used instead of the fastest tile. Raises
@@ -226,7 +226,7 @@ def hopper_geometry(
     HS: int = TENSOR_HEADS[0],
     serves: int = 1,
 ) -> tuple[Geometry, int]:
-    """Return the geometry of variant `hopper`, and its number of interleaved heads (`together`).
+    """Return the geometry of variant `hopper`, and the number of interleaved heads.
 
     A block processes several tiles. Raises InputError if there are more tiles than it can count.
     """
@@ -240,7 +240,7 @@ def hopper_geometry(
 def alternate_geometry(
     B: int, T: int, NH: int, causal: bool, *, sms: int, serves: int = 1
 ) -> tuple[Geometry, int]:
-    """Return the values of `hopper_geometry` for a kernel whose warpgroups alternate keys."""
+    """Return the values of `hopper_geometry` for the kernel with alternate keys per warpgroup."""
     head, tiles = ALTERNATE_HEAD, _hopper_tiles(B, T, NH, ALTERNATE_TILE)
     grid, block = (min(tiles, sms),), (HOPPER_THREADS,)
     defines = (("ATT_CAUSAL", int(causal)), *tensor_heads_defines(head, serves))
@@ -280,7 +280,7 @@ WHOLE_KEYS, ALTERNATE_KEYS = Rate(HOPPER_TILE, 1, 3.5, 1.2, 1.4), Rate(64, 2, 2.
 
 @lru_cache(maxsize=1024)
 def alternates(B: int, T: int, NH: int, causal: bool, sms: int, rows: int) -> bool:
-    """Whether hopper's kernel whose two warpgroups divide a query's keys is its faster kernel."""
+    """Whether the Hopper kernel that divides keys between two warpgroups is the faster kernel."""
     sizes = (B, T, NH, causal, sms, rows)
     return ALTERNATE_KEYS.time(*sizes) < WHOLE_KEYS.time(*sizes)
 
@@ -361,7 +361,7 @@ def tensor_heads_defines(HS: int, serves: int) -> Defines:
 
 
 def _grid(B: int, T: int, NH: int, queries: int) -> tuple[int]:
-    """Return a grid of one block per head and `queries` rows. Raises InputError for too large grids."""
+    """Return a grid of one block per head and `queries` rows. Raises InputError for too many blocks."""
     blocks = B * NH * ceil(T / queries)
     if blocks > MOST_BLOCKS[0]:
         raise InputError(

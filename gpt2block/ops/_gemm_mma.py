@@ -119,7 +119,7 @@ def epilogue(two_part: bool, gelu: bool, residual: bool, other_out: bool, scaled
 
 
 def _slice(tile: MmaGemmTile) -> int:
-    """Bytes of shared memory for one slice of 16-bit `a` and `w`. TwoPartMatrix operands need two."""
+    """Bytes of shared memory for a 16-bit slice of `a` and `w`. TwoPartMatrix operands need two."""
     return 2 * tile.slice * (tile.rows + tile.columns)
 
 

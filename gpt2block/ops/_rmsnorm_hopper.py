@@ -113,7 +113,7 @@ def geometry(
 
 
 def rows_loaded(tile: HopperGemmTile, M: int) -> int:
-    """Rows of x copied per tile: few if x has few rows, because copies of missing rows take time."""
+    """Rows of x copied per tile. If x has few rows, copies of further rows would take time."""
     return min(tile.rows, ceil(M / 16) * 16)
 
 

@@ -246,7 +246,7 @@ def _prepare(unchecked: UncheckedCall) -> Call:
 
 
 def _out_dtype(dtype: str | None, out: Any, own: str | None) -> str:
-    """Return the result's dtype or "two_part". `own`: a's dtype; None if a or w is TwoPartMatrix."""
+    """Return the result's dtype or "two_part". `own`: dtype of a; None with a TwoPartMatrix."""
     known = ("float32", TWO_PART) if own is None else (own, "float32")
     if dtype is None:
         out_dtype = getattr(getattr(out, "dtype", None), "name", "")

@@ -69,7 +69,7 @@ def row_norms(c: Call) -> tuple[Launch, ...]:
 
 @variant("gguf", FILE, "gguf_encoder_rows")
 def encoder_rows(c: Call) -> Launch:
-    """Write the rows `ids` of wte to `out`, like `encoder_rows`. wte must have a single GGUF type."""
+    """Write the rows `ids` of wte to `out`, like `encoder_rows`. wte must have one GGUF type."""
     if len(c.wte.ranges) != 1:
         raise UnsupportedCall(f"wte: expected a single GGUF type, got {c.wte.ranges}")
     defines: Defines = (("GGUF_TYPE", TYPES[c.wte.ranges[0][0]].number),)
@@ -83,7 +83,7 @@ def encoder_rows(c: Call) -> Launch:
 
 @variant("gguf pack", gguf_packing.FILE, "gguf_pack")
 def pack(c: Call) -> Launch:
-    """Reorder `raw`, rows of blocks of a GGUF file, into `out`, in the order in which kernels read."""
+    """Reorder `raw`, rows of blocks of a GGUF file, into `out`, in the order that kernels read."""
     return gguf_packing.pack(c.parts, c.raw, c.out, c.largest, c.K)
 
 

@@ -42,7 +42,7 @@ class Guesses(NamedTuple):
     def begin(
         self, slots: Sequence[int], ids: Sequence[NDArray[np.int32]], left: Sequence[int]
     ) -> None:
-        """Copy prompts `ids` of new sequences to `slots`. `left`: tokens that each slot may draw."""
+        """Copy prompts `ids` of new sequences to `slots`. `left`: tokens each slot may draw."""
         lengths = [len(each) for each in ids]
         firsts = np.cumsum([0, *lengths[:-1]])
         heads = (np.asarray(each, np.int32) for each in (slots, firsts, lengths, left))

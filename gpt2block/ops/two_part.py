@@ -66,7 +66,7 @@ TAKE = Operation(name="take", variants=(_join_rows, _take_rows), prepare=_prepar
 
 
 def two_part(x: CudaArray) -> TwoPartMatrix:
-    """Convert float32 (..., K) to a TwoPartMatrix, bitwise as `reference.two_part`. Raises InputError."""
+    """Convert float32 (..., K) to a TwoPartMatrix, bitwise as `reference.two_part` does."""
     inputs = contiguous(x)  # keep a reference: a launch does not keep arrays alive
     matrix: TwoPartMatrix = OPERATION.bind_on_device(inputs).run()
     return matrix

@@ -223,7 +223,7 @@ struct Found {
 // the sum of all bins. Arguments and results of functions that are not inlined are values, because a reference would
 // put its object in local memory.
 __device__ __noinline__ Found find(float p, Shared& s, u64 need) {
-    constexpr int MINE = BINS / RANKS, OWN = MINE > THREADS ? MINE / THREADS : 1;  // bins: per block, per thread
+    constexpr int MINE = BINS / RANKS, OWN = MINE > THREADS ? MINE / THREADS : 1;  // bins per block; bins per thread
     const int first = rank_in_row() * MINE + threadIdx.x * OWN;
     sync_row();
     u64 own[OWN], sum = 0;

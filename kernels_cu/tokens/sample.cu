@@ -5,7 +5,7 @@
 //   row (M) holds the sequence of each row of logits; without `row`, row m belongs to sequence m
 //   with SAMPLE_CHANGES: changes (B, 258): 128 entries of two floats, then frequency_penalty and presence_penalty.
 //   Entry 0 holds two numbers: 1 if any logit of the sequence changes, and min_new_tokens. Every other entry holds two
-//   biases: one until min_new_tokens are drawn, one afterwards. seen[b, t] also holds twice the index of token t's
+//   biases, one until min_new_tokens are drawn and one afterwards. seen[b, t] also holds twice the index of token t's
 //   entry; index 0: no bias. With SAMPLE_CHANGES 2, counts (B, V): how often each token was drawn
 //
 //   l     = logit + bias, where a bias of -inf excludes an end token that is not yet allowed; for a seen token, times
