@@ -361,7 +361,7 @@ def tensor_heads_defines(HS: int, serves: int) -> Defines:
 
 
 def _grid(B: int, T: int, NH: int, queries: int) -> tuple[int]:
-    """Return a grid of one block per head and `queries` rows. Raises InputError for too many blocks."""
+    """Return a grid of one block per head and `queries` rows. Raises InputError beyond 2^31 - 1."""
     blocks = B * NH * ceil(T / queries)
     if blocks > MOST_BLOCKS[0]:
         raise InputError(
