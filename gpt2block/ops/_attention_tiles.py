@@ -149,7 +149,7 @@ def mma_geometry(
     serves: int = 1,
     tile: AttentionTile | None = None,
 ) -> tuple[Geometry, int]:
-    """Return geometry of variant `mma` for B sequences of up to T rows, and result of `together`.
+    """Return geometry of `mma` for B sequences of up to T rows, and number of interleaved heads.
 
     sms: multiprocessors of the GPU. most_shared: bytes of shared memory that a block can have.
     serves: heads of Q that share a head of K. tile: used instead of the fastest tile. Raises
@@ -159,7 +159,7 @@ def mma_geometry(
         tile = min(MMA_TILES[HS], key=lambda tile: _clocks(tile, B, T, NH, causal, sms))
     grid = _grid(B, T, NH, tile.queries)
     stage = mma_stage(HS)
-    # queries: bytes of queries in shared memory. Smaller heads keep their queries in registers.
+    # queries: bytes of shared memory for queries; 0 if heads of 64 or 128 keep them in registers
     queries = 0 if HS in TENSOR_HEADS else tile.queries * _row_bytes(HS)
     stages = 3 if room(most_shared, tile.blocks) >= 3 * stage + queries else 2
     defines = (
@@ -187,7 +187,7 @@ def two_part_geometry(
     HS: int = TENSOR_HEADS[0],
     serves: int = 1,
 ) -> tuple[Geometry, int]:
-    """Return the same two values as `mma_geometry`, for a qkv that is a TwoPartMatrix.
+    """Return the same values as `mma_geometry`, for qkv that is a TwoPartMatrix.
 
     Two groups of 4 warps process the 64 queries of a tile. one_scale: whether all rows have the
     same scale.
@@ -226,7 +226,7 @@ def hopper_geometry(
     HS: int = TENSOR_HEADS[0],
     serves: int = 1,
 ) -> tuple[Geometry, int]:
-    """Return launch geometry of variant `hopper`, and the result of `together`.
+    """Return the geometry of variant `hopper`, and the number of interleaved heads.
 
     A block processes several tiles. Raises InputError if there are more tiles than it can count.
     """
@@ -240,7 +240,7 @@ def hopper_geometry(
 def alternate_geometry(
     B: int, T: int, NH: int, causal: bool, *, sms: int, serves: int = 1
 ) -> tuple[Geometry, int]:
-    """Return the same two values as `hopper_geometry`, for warpgroups with alternate keys."""
+    """Return the values of `hopper_geometry` for the kernel with alternate keys per warpgroup."""
     head, tiles = ALTERNATE_HEAD, _hopper_tiles(B, T, NH, ALTERNATE_TILE)
     grid, block = (min(tiles, sms),), (HOPPER_THREADS,)
     defines = (("ATT_CAUSAL", int(causal)), *tensor_heads_defines(head, serves))
@@ -280,7 +280,7 @@ WHOLE_KEYS, ALTERNATE_KEYS = Rate(HOPPER_TILE, 1, 3.5, 1.2, 1.4), Rate(64, 2, 2.
 
 @lru_cache(maxsize=1024)
 def alternates(B: int, T: int, NH: int, causal: bool, sms: int, rows: int) -> bool:
-    """Whether the kernel that divides a query's keys between two warpgroups is faster."""
+    """Whether the Hopper kernel that divides keys between two warpgroups is the faster kernel."""
     sizes = (B, T, NH, causal, sms, rows)
     return ALTERNATE_KEYS.time(*sizes) < WHOLE_KEYS.time(*sizes)
 
@@ -335,7 +335,7 @@ def hopper_two_part_geometry(
 
 
 def _hopper_tiles(B: int, T: int, NH: int, queries: int) -> int:
-    """Return the number of tiles. Raises InputError if it exceeds the limit of the kernels."""
+    """Return the number of tiles. Raises InputError if there are more than kernels can count."""
     tiles = B * NH * ceil(T / queries)
     if tiles > HOPPER_MOST_TILES:
         raise InputError(
@@ -361,7 +361,7 @@ def tensor_heads_defines(HS: int, serves: int) -> Defines:
 
 
 def _grid(B: int, T: int, NH: int, queries: int) -> tuple[int]:
-    """Return a grid of one block per `queries` rows and head. Raises InputError if too large."""
+    """Return a grid of one block per head and `queries` rows. Raises InputError beyond 2^31 - 1."""
     blocks = B * NH * ceil(T / queries)
     if blocks > MOST_BLOCKS[0]:
         raise InputError(

@@ -145,7 +145,7 @@ def geometry(
     sms: int,
     tile: HopperGemmTile | None = None,
 ) -> tuple[Geometry, HopperGemmTile]:
-    """Return the launch geometry of a gemm_*hopper kernel, and its tile, which sizes tensor maps.
+    """Return a gemm_*hopper kernel's launch geometry, and its tile, which determines tensor maps.
 
     a is (M, K), w (N, K). other_out, scaled, early, tile: as in `geometry` of `_gemm_mma`. Unless K
     is split, the result has the same bits for any tile. fp8: whether w is FP8, for gemm_fp8_hopper.

@@ -78,7 +78,7 @@ def geometry(
     most_shared: int,
     tile: MmaGemmTile | None = None,
 ) -> Geometry:
-    """Return the geometry of gemm_mma, or with two_part of gemm_split_mma, for a (M, K), w (N, K).
+    """Return the geometry of gemm_split_mma if `two_part`, else of gemm_mma. a: (M, K), w: (N, K).
 
     other_out: whether the result is float32; with two_part, whether it is a two-part matrix.
     scaled: whether w has scales. early: whether w may be loaded before the previous kernel has
@@ -119,7 +119,7 @@ def epilogue(two_part: bool, gelu: bool, residual: bool, other_out: bool, scaled
 
 
 def _slice(tile: MmaGemmTile) -> int:
-    """Bytes of shared memory for a slice of a and w, or for one part of TwoPartMatrix operands."""
+    """Bytes of shared memory for a 16-bit slice of `a` and `w`. TwoPartMatrix operands need two."""
     return 2 * tile.slice * (tile.rows + tile.columns)
 
 
@@ -134,13 +134,13 @@ def _clocks(tile: MmaGemmTile, M: int, N: int, K: int, sms: int, parts: int) -> 
         32 * sides * parts / L2_BYTES,
         32 * (read + sides) * parts / SHARED_BYTES,
     )
-    store = 2 * parts * size / STORED_BYTES / tile.blocks  # clocks that no other block hides
+    store = 2 * parts * size / STORED_BYTES / tile.blocks  # clocks of stores that no block hides
     tiles = ceil(M / tile.rows) * ceil(N / tile.columns)
     return ceil(tiles / sms) * (ceil(K / 16) * step + store)
 
 
 def _fit(tile: MmaGemmTile, memory: tuple[int, ...], parts: int) -> MmaGemmTile | None:
-    """Return the tile with as many blocks and slices as fit in shared memory, or None.
+    """Return `tile` with as many blocks and slices as fit in shared memory; None if too few fit.
 
     memory: bytes of shared memory per block with 1, 2, … blocks on a multiprocessor.
     """

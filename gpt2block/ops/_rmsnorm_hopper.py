@@ -63,11 +63,11 @@ def launch(
     *turn: float,
     gelu: bool = False,
 ) -> Launch:
-    """Return the launch that writes n w, or with two matrices silu(n w1) (n w3), into out (..., N).
+    """Return the launch that writes n @ w to `out`, or for two matrices silu(n @ w1) * (n @ w3).
 
-    n is (..., K). gelu: whether GELU replaces SiLU. turn: arguments of RoPE with one matrix: rows
-    per sequence, head_dim (0 for no RoPE), first position, and the step of the exponents in two
-    parts.
+    n (..., K): normalized rows. gelu: whether GELU replaces SiLU. turn: arguments of RoPE with one
+    matrix: rows per sequence, head_dim (0 for no RoPE), first position, and the step of the
+    exponents in two parts.
     """
     K, N = n.shape[-1], out.shape[-1]
     M, count = n.size // K, len(matrices)
@@ -95,7 +95,7 @@ def geometry(
     sms: int,
     tile: HopperGemmTile | None = None,
 ) -> tuple[Geometry, HopperGemmTile]:
-    """Return the geometry for n (M, K) and one or two w of N columns, and the tile for tensor maps.
+    """Return the geometry for M rows and one or two weight matrices with N outputs, and its tile.
 
     layout: layout of w, "KN" or "NK". turns: whether the kernel computes RoPE. tile: used instead
     of the best of `tiles`.
@@ -113,7 +113,7 @@ def geometry(
 
 
 def rows_loaded(tile: HopperGemmTile, M: int) -> int:
-    """Rows that are copied per tile. If M is small, copies of rows beyond M would take time."""
+    """Rows of x copied per tile. If x has few rows, copies of further rows would take time."""
     return min(tile.rows, ceil(M / 16) * 16)
 
 

@@ -132,7 +132,7 @@ def _end(tile: RmsnormTile) -> int:
 def _fit(
     tile: RmsnormTile, weight: int, layout: str, most_shared: int, norm: bool, residual: bool
 ) -> RmsnormTile | None:
-    """Return the tile with as many blocks and slices as fit in shared memory, or None."""
+    """Return `tile` with as many blocks and slices as fit in shared memory; None if too few fit."""
     stage = _stage(tile, weight, layout, norm, residual)
     for blocks in range(tile.blocks, 0, -1):
         own = room(most_shared, blocks)

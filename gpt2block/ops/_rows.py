@@ -70,7 +70,7 @@ def share(rows: int, n: int, width: int, sms: int, block: int | None = None) -> 
 
 
 def _threads(loads: int, most: int, wanted: int) -> int:
-    """Return about `wanted` threads per row, with as few idle threads as possible."""
+    """Return a number of threads per row near `wanted`, chosen so that few of them are idle."""
     if loads < WARP:
         return power_of_two(loads)
     fewest = min(most, ceil(loads / max(1, min(wanted, FEW_THREADS))))

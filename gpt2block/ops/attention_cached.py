@@ -56,10 +56,17 @@ TILES = "attention/prompt/cores.cu"
 SPLIT = "attention/decode/split.cu"
 APPEND = "attention/cache/kv_cache.cu"
 APPEND_TWO_PART = "attention/cache/kv_cache_two_part.cu"
-TILE_SIZES = ((4, 64), (2, 64), (4, 32), (1, 64), (2, 32), (1, 32))  # (warps, keys), largest first
+TILE_SIZES = (
+    (4, 64),
+    (2, 64),
+    (4, 32),
+    (1, 64),
+    (2, 32),
+    (1, 32),
+)  # (warps, keys), largest tile first
 SPLIT_KEYS = 32  # keys per split; one warp of kernel `split` processes a split
 SPAN_SPLITS = 32  # splits whose results are combined at a time
-SPLIT_WARPS = 4  # warps per block with clusters; minimum warps per block without
+SPLIT_WARPS = 4  # warps per block with clusters; minimum without
 SPLIT_WARPS_OF_SM = {1: 16, 2: 16, 4: 12}  # maximum warps per SM by itemsize of the cache
 SPLIT_WARPS_OF_SM_GROUPED = {1: 12, 2: 8, 4: 8}  # maximum if a warp has several heads of q
 FP8_GROUPED_WIDTH = 8  # FP8 elements per load that registers allow with several heads of q per warp
@@ -138,7 +145,7 @@ def split_geometry(
     if itemsize == 1 and possible[-1] > 1:
         width = gcd(FP8_GROUPED_WIDTH, HS)
         possible = [queries for queries in possible if queries > 1]
-    wanted = min(ceil(n_ctx / SPLIT_KEYS), SPAN_SPLITS)  # desired warps per team of heads of q
+    wanted = min(ceil(n_ctx / SPLIT_KEYS), SPAN_SPLITS)  # desired warps that share heads of q
     for queries in possible:  # teams of fewer heads are faster if the GPU can run them at once
         teams = NKV * ceil(NH // NKV / queries)
         held = (SPLIT_WARPS_OF_SM if queries == 1 else SPLIT_WARPS_OF_SM_GROUPED)[itemsize]
@@ -191,7 +198,7 @@ def append_geometry(
     of_rows, of_cache: alignment in bytes of the rows, and of the cache. narrow: whether the rows
     have a 16-bit dtype instead of float32.
     """
-    width = gcd(16 // max(itemsize, 2), C, W)  # elements per load; T has 2 bytes with an FP8 cache
+    width = gcd(16 // max(itemsize, 2), C, W)  # elements per load; 2 bytes each with an FP8 cache
     row_itemsize = max(itemsize, 2) if narrow else 4
     while min(16, row_itemsize * width) > of_rows or itemsize * width > of_cache:
         width //= 2
@@ -263,7 +270,7 @@ def _tiles(c: Call) -> Launch:
 
 @variant("mma", MMA, "attention_cached_mma")
 def _mma(c: Call) -> Launch:
-    """Launch variant `mma`: bitwise equal to attention's variant mma over the whole sequence."""
+    """Launch variant `mma`, which is bitwise equal to `attention`'s mma over the whole sequence."""
     n_head, n_kv_head, HS = _heads("qkv", c.Q, c.n_head, c.C)
     if compute_capability() < MMA_CAPABILITY:
         raise UnsupportedCall("needs a GPU of compute capability 8.0 or newer: use variant tiles")

@@ -74,7 +74,7 @@ def _widen(c: Call) -> Any:
 
 
 def _prepare_widen(unchecked: UncheckedCall) -> Call:
-    """Check a call that converts w to float16, applying the scales of GGUF blocks but not of FP8.
+    """Check a call that converts w to float16, applying scales of GGUF blocks but not of FP8.
 
     memory: array for out with at least as many elements, or None for a new array.
     """
@@ -118,7 +118,7 @@ def _constants(c: Call) -> dict[str, Any]:
 
 
 def _outputs(c: Call) -> tuple[CudaArray | None, CudaArray | None, float]:
-    """Return (out, None, 1), or for a TwoPartMatrix out (None, out.parts, 1 / scale of out)."""
+    """Return (out, None, 1), or if out is a TwoPartMatrix, (None, out.parts, 1 / scale of out)."""
     if c.other_out:
         return None, c.out.parts, 1 / (c.out.one_scale or 1.0)
     return c.out, None, 1.0
@@ -155,7 +155,7 @@ def _mma(c: Call) -> Any:
 
 
 def _hopper_geometry(c: Call, **of_weights: Any) -> tuple[Geometry, Boxes]:
-    """Return geometry and boxes of tensor maps. of_weights: option fp8 or octet of `geometry`."""
+    """Return geometry and boxes of tensor maps. `of_weights`: option fp8 or octet of `geometry`."""
     geometry, tile = hopper.geometry(*c.sizes, **_constants(c), split_k=c.split_k, **of_weights)
     a, w = (1, tile.rows, hopper.SLICE), (1, tile.columns // tile.shares, hopper.SLICE)
     return geometry, (w, a, (1, tile.chunk, 64)) if of_weights else (a, w, (1, 64, tile.chunk))
@@ -246,7 +246,7 @@ def _prepare(unchecked: UncheckedCall) -> Call:
 
 
 def _out_dtype(dtype: str | None, out: Any, own: str | None) -> str:
-    """Return the result's dtype or "two_part". own: dtype of a; None if a or w is TwoPartMatrix."""
+    """Return the result's dtype or "two_part". `own`: dtype of a; None with a TwoPartMatrix."""
     known = ("float32", TWO_PART) if own is None else (own, "float32")
     if dtype is None:
         out_dtype = getattr(getattr(out, "dtype", None), "name", "")
@@ -312,7 +312,7 @@ def _check_16_bits(c: Call) -> None:
 
 
 def _converted(c: Call) -> tuple[Launch, ...]:
-    """Set `weights`, `scale` and `early` of a call; return the launches that first convert a or w.
+    """Set `weights`, `scale` and `early` of a call; return launches that first convert `a` or `w`.
 
     early: whether w may be loaded before the previous kernel has ended.
     """
@@ -362,7 +362,7 @@ def _workspace_floats() -> int:
 
 
 def _check_up(c: Call) -> None:
-    """Raise InputError unless the kernel for two matrices, w and up, supports the call.
+    """Raise InputError unless the kernel for two matrices, `w` and `up`, supports the call.
 
     It loads both matrices before the previous kernel has ended, so no launch may convert w.
     """

@@ -69,7 +69,7 @@ def row_norms(c: Call) -> tuple[Launch, ...]:
 
 @variant("gguf", FILE, "gguf_encoder_rows")
 def encoder_rows(c: Call) -> Launch:
-    """Write the rows `ids` of wte to `out`, as `encoder_rows`. wte must have a single GGUF type."""
+    """Write the rows `ids` of wte to `out`, like `encoder_rows`. wte must have one GGUF type."""
     if len(c.wte.ranges) != 1:
         raise UnsupportedCall(f"wte: expected a single GGUF type, got {c.wte.ranges}")
     defines: Defines = (("GGUF_TYPE", TYPES[c.wte.ranges[0][0]].number),)
@@ -88,9 +88,9 @@ def pack(c: Call) -> Launch:
 
 
 def sum_chunks(x: Any, sums: Any, M: int, K: int) -> Launch:
-    """Return a launch that writes the sums of chunks of the terms x (M, K) to `sums`.
+    """Return a launch that writes the sum of each 32 values along K of x (M, K) to `sums`.
 
-    Products multiply minimums of GGUF blocks by these sums.
+    x holds 16-bit `Terms`. Products multiply minimums of GGUF blocks by these sums.
     """
     grid = (ceil(M * K / (CHUNK * SUMS_BLOCK)),)
     geometry = Geometry("gguf_chunk_sums", grid, (SUMS_BLOCK,))
@@ -99,5 +99,5 @@ def sum_chunks(x: Any, sums: Any, M: int, K: int) -> Launch:
 
 @variant("gguf sums", SUMS_FILE, "gguf_chunk_sums")
 def chunk_sums(c: Call) -> Launch:
-    """Write the sums of chunks of the terms x to `sums`."""
+    """Write the sum of each 32 values along K of x, which holds 16-bit `Terms`, to `sums`."""
     return sum_chunks(c.x, c.sums, c.M, c.K)

@@ -42,7 +42,7 @@ class Guesses(NamedTuple):
     def begin(
         self, slots: Sequence[int], ids: Sequence[NDArray[np.int32]], left: Sequence[int]
     ) -> None:
-        """Copy prompts `ids` of new sequences to `slots`. left: tokens that each slot may draw."""
+        """Copy prompts `ids` of new sequences to `slots`. `left`: tokens each slot may draw."""
         lengths = [len(each) for each in ids]
         firsts = np.cumsum([0, *lengths[:-1]])
         heads = (np.asarray(each, np.int32) for each in (slots, firsts, lengths, left))
@@ -88,7 +88,7 @@ def bind_take(
     counts: CudaArray | None,
     report: CudaArray,
 ) -> Bound:
-    """Bind a launch that takes drawn tokens up to the first wrong guess, and guesses the next ones.
+    """Bind a launch that takes drawn tokens up to the first wrong guess, and guesses new tokens.
 
     drawn: tokens and log-probabilities of M rows, `together` rows per slot. The tokens that are
     taken update guesses, state and counts of their sequences, and `slots` gets the rows of the next

@@ -278,7 +278,7 @@ def _narrow(c: Call) -> Launch:
     DECODE, "norms/layernorm_decode.cu", "layernorm_decode", source="gpt2block", dtypes=("float32",)
 )
 def _decode(c: Call) -> Launch:
-    """Launch decode: one warp per row, with rows divided among as many blocks as possible."""
+    """Launch `decode`: one warp per row, with rows divided among as many blocks as possible."""
     if _options(c):
         raise UnsupportedCall("decode has no block, mean and rstd: use variant 6")
     _fit(c, stats=False)

@@ -49,7 +49,7 @@ def choose_geometry(kernel: str, B: int, N: int, heads: int, D: int, sms: int) -
     width = gcd(WIDTH, D // 2)
     lanes = min(power_of_two(D // 2 // width), WARP)
     together = MOST_TOGETHER if B * N * heads * lanes >= MOST_TOGETHER * FILLED * sms else 1
-    wanted, whole = ceil(heads / together), WARP // lanes  # teams of threads per row, per warp
+    wanted, whole = ceil(heads / together), WARP // lanes  # teams per row; teams per warp
     teams = min(ceil(wanted / whole) * whole, THREADS // lanes if together > 1 else whole)
     defines = (("QN_D", D), ("QN_WIDTH", width), ("QN_LANES", lanes), ("QN_HEADS", together))
     return Geometry(kernel, (N, ceil(wanted / teams), B), (lanes, teams), defines=defines)
@@ -85,7 +85,7 @@ def _geometry(
 
 
 def _over_rows(c: Call, kernel: str, B: int, N: int, D: int, *arrays: Any) -> Launch:
-    """Launch a kernel on rows of qkv. arrays: arguments of the kernel between qkv and gamma_q."""
+    """Launch a kernel on rows of qkv. `arrays`: arguments of the kernel between qkv and gamma_q."""
     n_head, n_kv_head = checked_heads(c.n_head, check_count("n_kv_head", c.n_kv_head))
     normed, heads = n_head + n_kv_head, n_head + 2 * n_kv_head
     if heads * D != c.W:
@@ -112,13 +112,13 @@ def _heads(c: Call) -> Launch:
 
 @variant("rope", FILE, "qk_norm_rope")
 def _rope(c: Call) -> Launch:
-    """Launch qk_norm_rope. W is (n_head + 2 n_kv_head) 2P. The host does not check positions."""
+    """Launch qk_norm_rope for heads of 2P channels. The host does not check positions."""
     return _over_rows(c, "qk_norm_rope", c.rows, c.T, 2 * c.P, c.positions, c.frequencies)
 
 
 @variant("append", FILE, "qk_norm_append")
 def _append(c: Call) -> Launch:
-    """Launch qk_norm_append for C = n_kv_head 2P channels of K and W = n_head 2P + 2C of qkv.
+    """Launch qk_norm_append for heads of 2P channels: n_kv_head of K, and n_head of Q.
 
     row and position are not read back to the host: the kernel skips K and V outside the cache.
     """

@@ -46,7 +46,7 @@ class Recipe(NamedTuple):
         return cls(tuple(recorded))
 
     def at(self, addresses: Sequence[int]) -> tuple[Launch, ...]:
-        """Return the launches for arrays at `addresses`, in the order that `of` received."""
+        """Return the launches for arrays at `addresses`, in the order that `Recipe.of` received."""
         moved = []
         for launch, places in self.launches:
             args = list(launch.args)

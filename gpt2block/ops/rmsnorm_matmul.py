@@ -80,7 +80,7 @@ def _turn(c: Call, head_dim: int) -> tuple[int | float, ...]:
 def _product(
     c: Call, file: str, geometry: Geometry, head_dim: int, normed: CudaArray | None = None
 ) -> Launch:
-    """Launch a matvec or mma kernel. normed: x after residual and norm, if separately computed."""
+    """Launch a matvec or mma kernel. `normed`: x after the norm, if another launch computes it."""
     stride = c.stride
     x, residual, total, gamma = c.x, c.residual, c.h, c.gamma
     if normed is not None:

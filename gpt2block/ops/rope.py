@@ -119,7 +119,7 @@ def _pairs(c: Call) -> Launch:
 
 
 def _prepare(unchecked: UncheckedCall) -> Call:
-    """Check a call of `rope`. x and out=x may have any strides if the last axis is contiguous."""
+    """Check a call of `rope`. x may have any strides except on its last axis, even if out is x."""
     x, out = unchecked.inputs[0], unchecked.out
     itself = all(isinstance(a, cupy.ndarray) for a in (x, out)) and same_memory(x, out)
     rotation = unchecked.options["start"], unchecked.options["theta"]  # checked below

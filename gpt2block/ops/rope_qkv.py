@@ -32,7 +32,7 @@ CHANNELS = 48  # heads of Q, K and V per row in the documented case
 
 
 def _geometry(c: Call, kernel: str, B: int, T: int, heads: int, aligned: int) -> Geometry:
-    """Return a kernel's geometry. aligned: alignment of the start of every array, in elements."""
+    """Return a kernel's geometry. `aligned`: alignment of the start of every array, in elements."""
     D = 2 * c.P
     width = gcd(aligned, D // 2 if c.half_split else D)
     sms = device_attribute("MultiProcessorCount")
@@ -47,18 +47,18 @@ def _multiplied(c: Call) -> Defines:
 
 @variant("rows", FILE, "rope_qkv")
 def _rows(c: Call) -> Launch:
-    """Launch rope_qkv. W is (n_head + 2 n_kv_head) D. The host does not check positions."""
+    """Launch rope_qkv for rows of n_head + 2 n_kv_head heads. The host does not check positions."""
     return _over_rows(c, "rope_qkv", c.rows, c.T)
 
 
 @variant("packed", FILE, "rope_packed")
 def _packed(c: Call) -> Launch:
-    """Launch rope_packed. The host does not check the values of row and positions."""
+    """Launch rope_packed. The host does not check values of `row` and `positions`."""
     return _over_rows(c, "rope_packed", 1, c.N, c.row)
 
 
 def _over_rows(c: Call, kernel: str, B: int, T: int, *row: CudaArray) -> Launch:
-    """Launch a kernel on rows of qkv. row: sequence of each row, if frequencies are (B, P)."""
+    """Launch a kernel on rows of qkv. `row`: sequence of each row, if frequencies are (B, P)."""
     n_head, n_kv_head = checked_heads(c.n_head, check_count("n_kv_head", c.n_kv_head))
     D, rotated, heads = 2 * c.P, n_head + n_kv_head, n_head + 2 * n_kv_head
     if c.qkv.ndim > 3 or heads * D != c.W:
@@ -107,7 +107,7 @@ def _append(c: Call) -> Launch:
 
 @variant("rotations", ROTATIONS, "rope_rotations", "rope_rotations_packed")
 def _rotations(c: Call) -> Launch:
-    """Launch rope_rotations, or with row rope_rotations_packed, whose frequencies are (B, P)."""
+    """Launch rope_rotations, or with `row` rope_rotations_packed, whose frequencies are (B, P)."""
     shared = c.row is None
     B = () if shared else c.leading[:1] or ("B",)
     _check_own(c, B)

@@ -59,7 +59,7 @@ def mma_geometry(
     together: int | None = None,
     tile: int | None = None,
 ) -> tuple[Geometry, tuple[int, int, int]]:
-    """Return the geometry of variant tri6, and its arguments after T: heads, span and together.
+    """Return the geometry of variant tri6, and the kernel's arguments `heads`, `span`, `together`.
 
     sms: multiprocessors of the GPU. most_shared: bytes of shared memory that a block can have.
     span, together, tile: used instead of the best values; the result has the same bits with any.

@@ -55,7 +55,7 @@ def _take_rows(c: Call) -> Launch:
 
 
 def _prepare_take(unchecked: UncheckedCall) -> Call:
-    """Check a call of `take`. Rows of a TwoPartMatrix become float32. indices are not checked."""
+    """Check a call of `take`. Rows of a TwoPartMatrix become float32. `indices` are not checked."""
     two_part = isinstance(unchecked.inputs[0], TwoPartMatrix)
     c = unchecked.checked(out_dtype="float32" if two_part else storage(unchecked.inputs[0]))
     c.order = (_join_rows if two_part else _take_rows,)
@@ -66,7 +66,7 @@ TAKE = Operation(name="take", variants=(_join_rows, _take_rows), prepare=_prepar
 
 
 def two_part(x: CudaArray) -> TwoPartMatrix:
-    """Convert a float32 CuPy array (..., K), bitwise as `reference.two_part`. Raises InputError."""
+    """Convert float32 (..., K) to a TwoPartMatrix, bitwise as `reference.two_part` does."""
     inputs = contiguous(x)  # keep a reference: a launch does not keep arrays alive
     matrix: TwoPartMatrix = OPERATION.bind_on_device(inputs).run()
     return matrix

@@ -2,7 +2,8 @@
 //
 //   take_rows: one block per row of out; gathers rows of a matrix by index
 //
-// grid (rows of out), block (any). TAKE_WIDTH divides C; x and out are aligned to TAKE_WIDTH elements.
+// grid (rows of out), block (any). TAKE_WIDTH divides C, the number of columns; x and out are aligned to TAKE_WIDTH
+// elements.
 #include "lib/fresh.cuh"
 #include "lib/overlap.cuh"
 

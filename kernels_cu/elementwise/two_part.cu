@@ -1,7 +1,7 @@
-// Conversion of rows of float to two parts and a scale each, the operands of the products with float accuracy
-// (lib/two_part.cuh describes the format):
+// Conversion of rows of float to two float16 parts and a scale per row, the operands of the products with float
+// accuracy (lib/two_part.cuh describes the format):
 //
-//   split_rows: one warp per row: the scale from the largest magnitude, then both parts. It reads the row twice,
+//   split_rows: one warp per row: the scale from the largest magnitude, then both parts. The warp reads the row twice,
 //       the second time mostly from the cache. Shuffles find the largest finite magnitude. Infinity and NaN stay in hi
 //       and do not affect the scale.
 //       x (rows, K) -> parts (2, rows, K), hi and then lo, and scale (rows)

@@ -22,7 +22,7 @@
 
 constexpr unsigned EXPONENT = 0x7f800000;  // mask of a float's exponent
 
-// Updates most[] with the magnitudes of a vector. They are compared as integers, so that NaN and infinity are the
+// Updates most[] with the magnitudes of a vector. Magnitudes are compared as integers, so that NaN and infinity are the
 // largest.
 __device__ __forceinline__ void take_larger(int (&most)[FP8_WIDTH], const T* from) {
     float v[FP8_WIDTH];

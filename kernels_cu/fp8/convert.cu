@@ -26,7 +26,7 @@
 #ifndef FP8_SATURATE  // 1: larger numbers become the largest FP8 number; 0: infinity (E5M2) or NaN (E4M3)
 #define FP8_SATURATE 1
 #endif
-#ifndef FP8_SCALE  // 0: no scale; else a scale per output channel of x: 1: x is (K, N); 2: x is (N, K)
+#ifndef FP8_SCALE  // 0: no scale; one scale per output channel: 1 for x (K, N), 2 for x (N, K)
 #define FP8_SCALE 0
 #endif
 

@@ -13,7 +13,7 @@
 
 extern "C" __global__ void gguf_chunk_sums(
     const float* x,  // (M, K): 16-bit terms in wgmma order, two in each float
-    float* out,      // (M, K / 32): two float16 numbers each
+    float* out,      // (M, K / 32): each element is a sum as two float16 numbers
     int M, int K) {
     let_next_start();
     wait_for_previous();
@@ -27,7 +27,7 @@ extern "C" __global__ void gguf_chunk_sums(
                   sum_of((unsigned)__float_as_int(__ldcg(x + place + 1)));
     }
 #pragma unroll
-    for (int distance = 4; distance > 0; distance /= 2) {  // the order of lanes_sum<8>
+    for (int distance = 4; distance > 0; distance /= 2) {  // the order of additions of lanes_sum<8>
 #pragma unroll
         for (int l = 0; l < distance; ++l) four[l] += four[l + distance];
     }

@@ -78,7 +78,7 @@ struct Block {
     }
 };
 
-// Returns word t of the scales of a row of Q4_K and Q5_K, in the order of the kernels.
+// Returns word t of the scales of a row of Q4_K and Q5_K, in the order in which kernels read scales.
 __device__ __forceinline__ unsigned scale_word(const Block& b, int t) {
     if (t == 0) return b.four(0);
     unsigned word = 0;
@@ -98,7 +98,8 @@ __device__ __forceinline__ int magnitude(float2 d, float s, float m) {
     return __float_as_int(sum) & 0x7fffffff;
 }
 
-// Returns the bound for chunk t (32 weights) of a unit: the maximum over its one or two sub-blocks.
+// Returns the bound for chunk t (32 weights) of a unit (128 weights): the maximum over the chunk's one or two
+// sub-blocks.
 __device__ __forceinline__ int magnitude_of_chunk(const Block& b, int unit, int t) {
     const int i = unit % 2 * 4 + t;
     if constexpr (Part::HALVES) {
@@ -123,9 +124,9 @@ __device__ __forceinline__ int row_in_file(int row, int head, int in_heads) {
 extern "C" __global__ void gguf_pack(
     const W* __restrict__ raw,  // (rows, bytes of a row)
     W* out,                     // tiles of eight rows, padded with zeros
-    int* largest,               // bits of the bound, a float >= 0
+    int* largest,               // the largest bound of a weight's magnitude: bits of a float >= 0
     int K, int rows,            // K: a multiple of the weights per block
-    int head, int in_heads) {   // head: rows per head; in_heads: rows in heads, the first rows
+    int head, int in_heads) {   // head: rows per head; in_heads: number of first rows that are heads
     const int lane = threadIdx.x % 32, t = lane % 4, row = blockIdx.x * gguf::OCTET + lane / 4;
     const int unit = blockIdx.y * (blockDim.x / 32) + threadIdx.x / 32, tile = unit / Part::UNITS;
     if (tile * Part::UNITS * gguf::UNIT >= K) return;

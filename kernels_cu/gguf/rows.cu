@@ -7,8 +7,8 @@
 //   gguf_encoder_rows: out[i] = wte[ids[i]] * GGUF_FACTOR, rows of an embedding. Four lanes read a row, from any tile,
 //       so a warp processes 8 tokens
 //
-// begin and rows are the first row of the range and its number of rows. Lanes 4 g + t read row g of 8 rows. After the
-// last row, and after the end of K, the tiles contain blocks of zeros, whose numbers are not stored.
+// `begin` is the first row of the range, `rows` its number of rows. Lanes 4 g to 4 g + 3 read row g of 8 rows. After
+// the last row, and after the end of K, the tiles contain blocks of zeros, whose numbers are not stored.
 #ifndef WEIGHT_GGUF
 #define WEIGHT_GGUF
 #endif
@@ -48,7 +48,7 @@ __device__ __forceinline__ void each_pair(const W* w, int K, int row, int unit, 
 
 // grid (ceil(K / 128), ceil(rows / 8 / warps per block)), block (a multiple of 32)
 extern "C" __global__ void gguf_widen(
-    const W* __restrict__ w,  // the range's tiles
+    const W* __restrict__ w,  // tiles of the converted rows
     T* out,                   // (N, K)
     int K, int begin, int rows) {
     let_next_start();
@@ -71,7 +71,7 @@ extern "C" __global__ void gguf_widen(
 
 // grid (ceil(rows / 8)), block (32)
 extern "C" __global__ void gguf_row_norms(
-    const W* __restrict__ w,          // the range's tiles
+    const W* __restrict__ w,          // tiles of the converted rows
     const float* __restrict__ gamma,  // (K)
     float* squares,                   // (N)
     int K, int begin, int rows) {

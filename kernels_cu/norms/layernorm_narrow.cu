@@ -89,7 +89,8 @@ struct Kept {
     }
 };
 
-// Loads values of gamma or beta. Inline assembly keeps these loads before the wait; the compiler moves others after it.
+// Loads values of gamma or beta. Inline assembly keeps these loads before the wait; the compiler moves other loads
+// after it.
 struct Parameter {
     typedef Vec<float, Kept<float>::LOAD> Vector;
 

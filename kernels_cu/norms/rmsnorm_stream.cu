@@ -61,7 +61,8 @@ __device__ __forceinline__ void each_load(Use use) {
     }
 }
 
-// Stores values of the block's row, starting at channel c, or their 16-bit terms. out_scale: scale of two-part terms.
+// Stores values of the block's row, starting at channel c, or their 16-bit terms. `out_scale`: scale that is used if
+// RS_TERMS selects two-part terms.
 __device__ __forceinline__ void store(T* out, float out_scale, int c, const float (&v)[RS_WIDTH]) {
     if constexpr (RS_TERMS) {
         const long long first = term_place(blockIdx.x, c, gridDim.x, RS_C);
@@ -112,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(RS_THREADS) rmsnorm_stream(
     const float* x,                    // (M, C)
     const float* __restrict__ weight,  // (C)
     T* out,                            // (M, C)
-    float out_scale,                   // scale of two-part terms in out
+    float out_scale,                   // scale of out, used if RS_TERMS selects two-part terms
     float eps) {
     const float* from = x + (long long)blockIdx.x * RS_C;
     normalize(weight, eps, [&](int c) { return load_fresh<float, RS_WIDTH>(from + c); },
@@ -139,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(RS_THREADS) rmsnorm_add(
 extern "C" __global__ void __launch_bounds__(RS_THREADS) operand_rows(
     const float* x,   // (M, C)
     T* out,           // (M, C)
-    float out_scale)  // scale of two-part terms in out
+    float out_scale)  // scale of out, used if RS_TERMS selects two-part terms
 {
     let_next_start();
     wait_for_previous();

@@ -1,8 +1,8 @@
 // QK-Norm, then RoPE. QK-Norm is RMSNorm of each head of q and k, with one gamma for all heads of q and another for all
 // heads of k. With QN_TEAMS, it is instead one RMSNorm over all heads of q and one over all heads of k.
 //
-//   n = x r gamma,   r = 1 / sqrt(mean(x^2) + eps)     over the D channels of a head, or over all channels of q or of k
-//   (r, i) -> (r cos a - i sin a, r sin a + i cos a)   for channels k and k + D / 2, a = position[n] frequencies[k]
+//   n = x s gamma,   s = 1 / sqrt(mean(x^2) + eps)     over the D channels of a head, or over all channels of q or of k
+//   (r, i) -> (r cos a - i sin a, r sin a + i cos a)   for channels p and p + D / 2, a = position[n] frequencies[p]
 //
 //   qkv (N, heads D), heads = n_head + 2 n_kv_head     q (N, n_head D)     k, v (B, n_ctx, n_kv_head D) of KV
 //
@@ -20,7 +20,8 @@
 // first pass, each team adds the squares of its heads, and the block adds the sums of the teams. In the second pass,
 // the teams read their heads again, and scale and rotate them.
 //
-// grid (N, ceil(moved / (blockDim.y QN_HEADS)), B), or (N, 1, B) with QN_TEAMS; block (QN_LANES, teams): whole warps.
+// grid (N, ceil(moved / (blockDim.y * QN_HEADS)), B), or (N, 1, B) with QN_TEAMS. B is the number of sequences, `moved`
+// the number of heads of a row that are written. Block (QN_LANES, teams): whole warps.
 #include "lib/common.cuh"
 #include "lib/fresh.cuh"
 #include "lib/overlap.cuh"
@@ -154,8 +155,8 @@ struct Team {
         else Vec<G, QN_WIDTH>::load(from).unpack(v);
     }
 
-    // Calls store(h, head) for each of the team's heads h < moved of a row. Heads of q and k are normalised, and
-    // rotated by the result of turned(). All threads of a block must call this function.
+    // Calls store(h, head) for each of the team's heads of a row, except heads from `moved` on. Heads of q and k are
+    // normalised, and rotated by the result of turned(). All threads of a block must call this function.
     template <typename E, typename Turned, typename Store>
     __device__ __forceinline__ void run(const E* row, int moved, float eps, Turned turned, Store store) {
         if constexpr (QN_TEAMS > 0) of_rows(row, moved, eps, turned, store);
@@ -222,7 +223,7 @@ extern "C" __global__ void qk_norm(
     const T* __restrict__ gamma_k,  // (D), or (n_kv_head D) with QN_TEAMS
     T* out,                         // (N, heads D), or qkv: then V stays in place, and `moved` excludes V
     int n_head,
-    int normed,                     // heads of Q and K together
+    int normed,                     // number of heads of Q and K together
     int moved,                      // heads that are written: all heads, or only the normed ones
     int heads,                      // heads per row
     float eps) {

@@ -1,6 +1,6 @@
 // RoPE of new rows [Q | K | V]: Q and K are rotated, V is copied.
 //
-//   (r, i) -> (r cos a - i sin a, r sin a + i cos a),   a = position[n] frequencies[k]   for pair k of D / 2 of row n
+//   (r, i) -> (r cos a - i sin a, r sin a + i cos a),   a = position[n] frequencies[p]   for pair p of a head in row n
 //
 //   qkv (N, heads D), heads = n_head + 2 n_kv_head     q (N, n_head D)     k, v (B, n_ctx, n_kv_head D) of type KV
 //

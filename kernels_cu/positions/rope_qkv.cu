@@ -1,6 +1,6 @@
 // RoPE of packed rows [Q | K | V]: rotates the heads of Q and K by the angle of the row's position, and copies V.
 //
-//   (r, i) -> (r cos a - i sin a, r sin a + i cos a),   a = positions[n] frequencies[k]   for pair k of D / 2 of row n
+//   (r, i) -> (r cos a - i sin a, r sin a + i cos a),   a = positions[n] frequencies[p]   for pair p of a head in row n
 //
 //   qkv, out (B, N, heads D). If out is qkv, V stays in place, and `moved` (heads written) excludes the heads of V
 //

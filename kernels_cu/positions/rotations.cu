@@ -1,6 +1,6 @@
-// RoPE's rotations: at position[n], row n rotates pair k by the angle position[n] frequencies[k].
+// RoPE's rotations: row n, at position[n], rotates pair p of channels by the angle position[n] frequencies[p].
 //
-//   out (N, pairs, 2): cosines and sines     angles, ROPE_FACTOR and bits: those of positions/rope_qkv.cu
+//   out (N, pairs, 2): cosines and sines. Angles, ROPE_FACTOR and bits are the same as in positions/rope_qkv.cu
 //
 //   rope_rotations: decoding: cosines and sines, once for all layers
 //   rope_rotations_packed: rope_rotations with frequencies per sequence: row n uses the frequencies of sequence row[n]

@@ -1,4 +1,5 @@
-// Finds the smallest logit that top-k and top-p keep. Included by tokens/sample.cu, which defines l and mass.
+// Finds the smallest logit that top-k and top-p keep. Included by tokens/sample.cu, whose head defines l (a logit after
+// bias and penalties) and mass (a token's weight as an integer).
 //
 // The blocks of a cluster share a row of logits; each block has a part of its columns. Candidates for the smallest l
 // kept are found by histograms of (max l - l) / temperature, a quantity that spreads tokens evenly over the bins:
@@ -32,7 +33,7 @@
 #ifndef SAMPLE_LATER  // loads in flight in later passes, where more registers are in use
 #define SAMPLE_LATER 7
 #endif
-#ifndef SAMPLE_CHANGES  // 1: with biases, which also exclude tokens at first; 2: also with count penalties
+#ifndef SAMPLE_CHANGES  // 1: logits get biases (-inf excludes a token); 2: also count penalties
 #define SAMPLE_CHANGES 0
 #endif
 #ifndef SAMPLE_GUESSES  // 1: several rows per sequence; the state is not changed, token is (M)
@@ -49,12 +50,12 @@ constexpr bool STORED = SAMPLE_STORED > 0, FIRST_STORED = SAMPLE_STORED > 1, CHA
 constexpr bool COUNTED = SAMPLE_CHANGES > 1, GUESSES = SAMPLE_GUESSES > 0;
 constexpr int PLACES = 128;           // entries of `changes` (tokens/sample.cu), two floats each
 constexpr int CHANGES = 2 * PLACES + 2;  // floats of `changes`: the entries and two penalties
-constexpr int PASS = 1024;            // threads of the largest block; all blocks add in its order in the first pass
+constexpr int PASS = 1024;            // threads of the largest block; in the first pass, all blocks add in its order
 constexpr int SHARE = PASS / RANKS;   // number of these threads whose sums one block computes
 constexpr int FIRST = SAMPLE_LOADS, LATER = SAMPLE_LATER, LIST = SAMPLE_LIST;
 constexpr int BINS = 2048;            // bins of a histogram: 11 bits
 constexpr float REACH = 28.0f;        // a token's mass is 0 if (max - l) / temperature is at least 27.73
-constexpr float NEAR = 8.0f;          // (max - l) / temperature < NEAR: most of the mass, three quarters of the bins
+constexpr float NEAR = 8.0f;          // three quarters of the bins are for (max - l) / temperature below NEAR
 constexpr float FINE = BINS / 4 * 3, COARSE = (BINS - FINE) / FINE * NEAR / (REACH - NEAR);
 constexpr float ALIVE = BINS - 1;     // tokens at bin positions from ALIVE on have no mass
 constexpr int PASS_WARPS = 32;        // warps of PASS threads
@@ -70,7 +71,7 @@ struct Shared {
     float own[RANKS > 1 ? LIST : 1];  // candidates of this block
     float l[PASS_WARPS];             // largest l of each of the PASS_WARPS warps
     int id[PASS_WARPS];
-    float second[PASS_WARPS];        // top-k: largest l of each warp in its other lanes
+    float second[PASS_WARPS];        // top-k: largest l of each warp in other lanes than the lane with the maximum
     Online online[PASS_WARPS];
     int counts[RANKS];               // number of candidates in each block
     int count, digit, token, bad;
@@ -80,15 +81,15 @@ struct Shared {
 
 struct Row {
     const float* x;             // (V)
-    const unsigned char* seen;  // (V), or null if it changes no logit
+    const unsigned char* seen;  // (V), or null if no penalty or bias changes a logit of the row
     int V;
     float penalty, less;        // repetition_penalty and its reciprocal
     float frequency, presence;  // frequency_penalty, presence_penalty
-    float max, inverse, scale;  // maximum of l; 1 / temperature; bins near the maximum per unit of l
+    float max, inverse, scale;  // maximum of l; inverse: 1 / temperature; scale: bins per unit of l, near the maximum
     int first, end;             // columns of this block
-    float* stored;              // l of these columns
-    const float* changes;       // (CHANGES), advanced by one float once min_new_tokens are drawn
-    const int* counts;          // (V): how often each token was drawn; null if it changes no logit
+    float* stored;              // l of this block's columns
+    const float* changes;       // (CHANGES); once min_new_tokens are drawn, the address of the next float
+    const int* counts;          // (V): how often each token was drawn; null if no penalty needs it
     const int* guessed;         // (guesses): tokens that count as drawn
     int guesses;
 
@@ -115,8 +116,8 @@ struct Row {
     }
 };
 
-// Calls f(l) with the l of LATER columns at a time, for columns first, first + step, ... less than `end` of this
-// block's part. For columns from `end` on, l is -inf.
+// Calls f(l), with l of LATER columns at a time, for columns first, first + step, ... of this block's part. l is -inf
+// for columns from `end` on.
 template <typename F>
 __device__ __forceinline__ void visit(const Row& row, int first, int end, int step, F f) {
     for (; first < end; first += LATER * step) {
@@ -190,7 +191,7 @@ __device__ __noinline__ Scan scan_block(u64 value, Shared& s) {
     __syncthreads();
     const u64 part = lane < WARPS ? s.parts[lane] : 0, all = scan_warp(part);
     const u64 before = __shfl_sync(0xffffffffu, all - part, warp), total = __shfl_sync(0xffffffffu, all, 31);
-    __syncthreads();  // all threads have read parts, which the next call overwrites
+    __syncthreads();  // all threads have read `parts`, which the next call overwrites
     return {before + own - value, total};
 }
 
@@ -292,8 +293,8 @@ __device__ __noinline__ int gather(Candidates among, const Row& row, Shared& s) 
     return all;  // no barrier is needed: a thread reads only the candidate that it copied
 }
 
-// Sorts the listed candidates and returns the first one at which the running sum reaches `need`; `need` must not exceed
-// the total. Candidates are exchanged through the memory of the histogram, which must be empty.
+// Sorts the candidates in s.list and returns the first candidate at which the running sum reaches `need`; `need` must
+// not exceed the total. Candidates are exchanged through the memory of the histogram, which must be empty.
 __device__ __noinline__ float select(bool masses, const Row& row, Shared& s, int count, u64 need) {
     const int i = threadIdx.x;
     float l = i < count ? s.list[i] : -INFINITY;

@@ -9,8 +9,8 @@
 //   drawn                     a         b         c         d      a = guess 0, b = guess 1, c != guess 2: a, b, c
 //
 // history (B, H): the tokens of each slot; index position[b] holds the last token. guess (B, K): -1 for no guess. left
-// (B): tokens that may still be drawn. row, row_token, row_position, turn, drawn, likely (M): for the rows of N slots.
-// A row whose position is -1 is not computed.
+// (B): tokens that may still be drawn. row, row_token, row_position, turn, drawn, likely (M): one entry per row of a
+// slot. A row whose position is -1 is not computed.
 //
 //   begin_guesses: one block per new sequence copies its prompt to its history
 //   take_guesses: one block per slot takes drawn tokens, and guesses the tokens that followed the latest earlier
@@ -25,7 +25,7 @@
 #include "lib/overlap.cuh"
 #include "lib/guesses.cuh"
 
-constexpr int MATCH = 3;   // most tokens compared
+constexpr int MATCH = 3;   // maximum number of tokens that are compared
 constexpr int PLACE = 29;  // bits of an index in a history; the bits above hold the length of a match
 constexpr int HELD = 8;    // tokens of a history that a thread loads before the drawn tokens are known
 constexpr int TAKEN = 1, GUESSED = 2, RIGHT = 4;
@@ -33,11 +33,11 @@ constexpr int TAKEN = 1, GUESSED = 2, RIGHT = 4;
 // The tokens that a slot takes, and the best match for its last tokens.
 struct Taken {
     int ids[32];        // tokens that are taken
-    int count, before;  // number of ids; index in the history of the token before them
+    int count, before;  // count: number of ids; before: index in the history of the token before ids[0]
     unsigned best;      // the longest match: its length and its index in the history
 };
 
-// The tokens of a sequence, including the new ones.
+// The tokens of a sequence, including the new tokens.
 struct Tokens {
     const int* history;
     const Taken& taken;
@@ -58,7 +58,7 @@ struct Tokens {
 // grid (N), block (any multiple of 32 from 32 on)
 extern "C" __global__ void take_guesses(
     const int* drawn,       // (M)
-    const float* likely,    // (M): log-probabilities of drawn
+    const float* likely,    // (M): log-probabilities of the tokens in `drawn`
     const int* row,         // (M): slot of each row; outside 0 ... B - 1: no slot
     int* row_token,         // (M): tokens of the next step
     int* row_position,      // (M): positions of this step, then of the next one
@@ -157,7 +157,7 @@ extern "C" __global__ void take_guesses(
 
 // grid (N new sequences), block (any)
 extern "C" __global__ void begin_guesses(
-    const int* numbers,  // (4 N, then tokens): slots, offsets of their tokens, numbers of their tokens, left
+    const int* numbers,  // four arrays (N): slots, offsets and lengths of prompts, `left`; then the prompts' tokens
     int* history,        // (B, H)
     int* guess,          // (B, K)
     int* left,           // (B)

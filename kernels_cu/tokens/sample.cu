@@ -4,9 +4,9 @@
 //   seen (B, V): 1 for tokens that have occurred; step (B): tokens drawn so far; position, token, logprob (B);
 //   row (M) holds the sequence of each row of logits; without `row`, row m belongs to sequence m
 //   with SAMPLE_CHANGES: changes (B, 258): 128 entries of two floats, then frequency_penalty and presence_penalty.
-//   Entry 0 holds 1 if any logit of the sequence changes, and min_new_tokens. Every other entry holds a bias until
-//   min_new_tokens are drawn, and a bias afterwards. seen[b, t] also holds twice the index of token t's entry; index 0:
-//   no bias. With SAMPLE_CHANGES 2, counts (B, V): how often each token was drawn
+//   Entry 0 holds two numbers: 1 if any logit of the sequence changes, and min_new_tokens. Every other entry holds two
+//   biases, one until min_new_tokens are drawn and one afterwards. seen[b, t] also holds twice the index of token t's
+//   entry; index 0: no bias. With SAMPLE_CHANGES 2, counts (B, V): how often each token was drawn
 //
 //   l     = logit + bias, where a bias of -inf excludes an end token that is not yet allowed; for a seen token, times
 //           1 / repetition_penalty if positive, else times repetition_penalty; for a drawn token, minus
@@ -20,8 +20,8 @@
 //   temperature 0: the token with the largest l; of several such tokens, the lowest id
 //
 // logprob is the token's log-probability under the unmodified logits. A row with NaN, or with only -inf, gives token
-// -1. With SAMPLE_GUESSES, row i (from 0) of a sequence is drawn as step + i, as if the guesses in its rows 1 to i had
-// been drawn. tokens/guesses.cu then decides which drawn tokens are taken, and changes the state.
+// -1. With SAMPLE_GUESSES, row i (from 0) of a sequence is drawn with the counter step + i, as if the guesses in its
+// rows 1 to i had been drawn. tokens/guesses.cu then decides which drawn tokens are taken, and changes the state.
 //
 //   sample_token: one to eight blocks per row; after exp all arithmetic is integer: the same bits in any batch. The
 //       blocks of a row are a cluster, each with a contiguous part of the row. The first pass computes maximum and
@@ -33,7 +33,7 @@
 // 5.4 and 8.1; temperature 0.8: 9.8 and 17.1; temperature 0.8 with top-k 50: 15.1 and 24.9, with top-p 0.9: 18.5 and
 // 31.2, with logit_bias: 16.3 and 28.7, with frequency_penalty: 23.7 and 36.6. NVIDIA H100, 64 rows, struct Row in
 // shared memory (in local memory): temperature 0: 7.5 (8.9); 0.8: 18.1 (18.2), with top-k 25.0 (26.4), with top-p 37.4
-// (39.5); for 1 row, both take equally long
+// (39.5); for 1 row, both variants take equally long
 #include "tokens/candidates.cuh"
 #include "lib/copies.cuh"
 #include "lib/overlap.cuh"

@@ -52,7 +52,7 @@ extern "C" __global__ void place_rows(
     const int* row,       // (M): slot of each row; a row with a slot outside 0 ... B - 1 is not changed
     const int* token,     // (B)
     const int* position,  // (B)
-    const int* guess,     // (B, K); or null for no guesses: each row is its slot's token
+    const int* guess,     // (B, K); or null: no guesses, a row computes its slot's last token
     const int* left,      // (B): tokens that may still be drawn
     int* of_rows,         // (M): token of each row
     int* at,              // (M): position of each row

@@ -65,7 +65,7 @@ extern "C" __global__ void kv_round(
 extern "C" __global__ void kv_copy(
     KV* kv,             // (halves, B, n_ctx, C), aligned to a vector
     const int* source,  // (M): source sequences
-    const int* target,  // (M): target sequences; the target of a pair must not occur in another pair
+    const int* target,  // (M): target sequences; no target is another target or a source of another pair
     const int* count,   // (M): positions to copy
     int C, int B, int n_ctx) {
     let_next_start();

@@ -1,4 +1,5 @@
-// Appends new keys and values from two-part rows to a kv_cache of float.
+// Appends new keys and values from two-part rows to a kv_cache of float. A two-part row holds each number as two
+// float16 numbers, with one scale per row.
 //
 //   kv_append_split: kv_append from two-part rows. See attention/cache/kv_cache.cu and lib/two_part.cuh
 //

@@ -30,10 +30,10 @@
 //
 // A thread holds its vectors of HELD keys and HELD values in registers. After these keys are multiplied, the next keys
 // are loaded into the same registers; the next values are loaded after the values are added. The first loads are issued
-// before the previous kernel has ended. That kernel can write only keys at or after the position of the sequence's
-// first row (of `together` rows per sequence). It can also write `position`, so the position read before its end is a
-// hint: if the hint was wrong, the loads are repeated. With a window, split 0 contains the window's first key. The grid
-// does not depend on positions.
+// before the previous kernel has ended. That kernel may write keys of the new rows (`together` rows per sequence), but
+// no keys before the first of these rows. It may also write `position`. A position that is read before that kernel has
+// ended is therefore a hint: if the hint was wrong, the loads are repeated. With a window, split 0 contains the
+// window's first key. The grid does not depend on positions.
 //
 // Grid (AS_CLUSTER, teams / AS_HEADS, M), block (32 AS_HEADS AS_WARPS). With AS_QUERIES > 1, the dynamic shared memory
 // is sizeof(Shared) bytes. A position beyond the cache counts as the last position of the cache. Source of the idea:
@@ -96,7 +96,7 @@ constexpr int VECTORS = HS / AS_WIDTH;                        // vectors of AS_W
 constexpr int LANES = least(next_power(VECTORS), 32);         // lanes that share a key
 constexpr int PIECES = (VECTORS + LANES - 1) / LANES;         // vectors that each lane loads of a key
 constexpr int GROUPS = 32 / LANES;                            // keys that a warp loads at a time
-constexpr int SHARE = KEYS / GROUPS;                          // keys of a split for each thread
+constexpr int SHARE = KEYS / GROUPS;                          // keys of a split that each thread processes
 constexpr int HELD = least(SHARE, AS_VECTORS < PIECES ? 1 : AS_VECTORS / next_power(PIECES));  // keys held per thread
 constexpr int ROUNDS = SHARE / HELD;
 constexpr int ROUND = HELD * GROUPS;                          // keys that a warp processes per round
@@ -122,7 +122,7 @@ __device__ __forceinline__ int head_of(int team) { return team / TEAMS * SERVES 
 __device__ __forceinline__ int queries_of(int team) { return least(AS_QUERIES, SERVES - team % TEAMS * AS_QUERIES); }
 
 template <typename Op>
-__device__ __forceinline__ float across_groups(float value) {  // combines lanes with equal lane % LANES
+__device__ __forceinline__ float across_groups(float value) {  // combines the values of lanes with equal lane % LANES
 #pragma unroll
     for (int distance = 16; distance >= LANES; distance /= 2) {
         value = Op::combine(value, __shfl_xor_sync(0xffffffffu, value, distance));
@@ -207,7 +207,7 @@ struct Softmax {
     float m = -INFINITY, l = 0.0f;  // m: the warp's maximum score; l, o: sums over the thread's keys
     float o[PIECES][AS_WIDTH] = {};
 
-    // Adds keys with the scores s and the values v.
+    // Updates the running softmax with the thread's next keys, whose scores are s and whose values are v.
     __device__ __forceinline__ void add(float (&s)[HELD], const Held& v) {
         float max = s[0];
 #pragma unroll
@@ -264,7 +264,7 @@ struct Softmax {
 struct Whole {
     float m, l, o;
 
-    // Adds the first `count` splits of a span. later: whether an earlier span has been added.
+    // Adds the first `count` splits of a span. `later`: whether an earlier span has been added.
     __device__ __forceinline__ void add(const Shared& shared, int slot, int channel, int count, bool later) {
         const int lane = threadIdx.x % 32;
         const float own = lane < count ? shared.m[slot][lane] : -INFINITY;
@@ -305,7 +305,7 @@ extern "C" __global__ void __cluster_dims__(AS_CLUSTER, 1, 1) __launch_bounds__(
     const int* row,       // (M); kernels that can overlap with this one do not write it
     const int* position,  // (M)
     int B, int n_ctx, int together,  // together: consecutive rows per sequence, a power of two
-    float out_scale,      // scale of two-part terms in out
+    float out_scale,      // scale of out, used if AS_TERMS selects two-part terms
     float* out) {         // (M, C)
 #if AS_QUERIES > 1  // sizeof(Shared) can exceed the limit of static shared memory
     extern __shared__ __align__(16) char memory[];
@@ -338,7 +338,7 @@ extern "C" __global__ void __cluster_dims__(AS_CLUSTER, 1, 1) __launch_bounds__(
     float x[AS_QUERIES][PIECES][AS_WIDTH] = {};
 #pragma unroll
     for (int i = 0; i < AS_QUERIES; ++i) {
-        const int of = min(i, queries_of(team) - 1) * HS;  // a team with fewer heads of q repeats its last one
+        const int of = min(i, queries_of(team) - 1) * HS;  // a team with fewer heads of q repeats its last head
 #pragma unroll
         for (int p = 0; p < PIECES; ++p) {
             if (VECTORS % LANES && lane % LANES + p * LANES >= VECTORS) continue;

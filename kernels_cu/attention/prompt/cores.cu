@@ -12,7 +12,7 @@
 //   attention_cached_narrow: attention_cached with q and out in 16 bits. Their type is T, the input type of
 //       tensor-core products; arithmetic is float
 //
-//   sequence b: queries cu_seqlens[b]..cu_seqlens[b + 1] - 1, at positions start[b], start[b] + 1, ...; or no queries
+//   sequence b: queries cu_seqlens[b]..cu_seqlens[b + 1] - 1, at positions start[b], start[b] + 1, ...; possibly none
 //
 // lib/attention/online.cuh contains the algorithm; this file supplies the addresses of rows. A query's bits depend
 // neither on later rows of its sequence nor on how the sequence was divided into calls.
@@ -50,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_cached(
     const KV* k,            // (B, n_ctx, NKV HS)
     const KV* v,            // (B, n_ctx, NKV HS)
     const int* cu_seqlens,  // (B + 1), or null: N / B rows per sequence
-    const int* start,       // (B), or null: at_once for every sequence
+    const int* start,       // (B), or null: every start is `at_once`
     float* out,             // (N, C)
     int q_distance, int n_ctx, int N, int B, int at_once) {
     attend_cached(q, k, v, cu_seqlens, start, out, q_distance, n_ctx, N, B, at_once);
@@ -61,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_cached_narrow
     const KV* k,            // (B, n_ctx, NKV HS)
     const KV* v,            // (B, n_ctx, NKV HS)
     const int* cu_seqlens,  // (B + 1), or null: N / B rows per sequence
-    const int* start,       // (B), or null: at_once for every sequence
+    const int* start,       // (B), or null: every start is `at_once`
     T* out,                 // (N, C)
     int q_distance, int n_ctx, int N, int B, int at_once) {
     attend_cached(q, k, v, cu_seqlens, start, out, q_distance, n_ctx, N, B, at_once);

@@ -22,10 +22,11 @@
 //
 // The bits of a row depend only on its sequence: tiles are counted from the start of the sequence, and a warp always
 // processes a whole tile. Keys are processed in steps of 16. A group of 16 queries skips a step if none of its queries
-// sees any of the 16 keys. If some of its queries do not see all 16 keys (in one step, or with a cache in two),
-// infinite and NaN values of V are multiplied key by key, for the queries that see the key. Steps at the start of a
-// window (lib/attention/window.cuh) are processed in the same way. Keys after the end of a sequence are not read and
-// count as zeros. With a cache, a query has the same bits as in attention_mma, for any start.
+// sees any of the 16 keys. In a step in which only some of the queries see all 16 keys (one step per group, or two with
+// a cache), infinite and NaN values of V are multiplied key by key, only for the queries that see the key. Infinite and
+// NaN values are also multiplied key by key in steps at the start of a window (lib/attention/window.cuh). Keys after
+// the end of a sequence are not read and count as zeros. With a cache, a query has the same bits as in attention_mma,
+// for any start.
 //
 // On an NVIDIA H200, B = 8, T = 1024, 12 heads, bfloat16: 88.0 us, causal 62.5 (attention/prompt/wgmma.cu: 65.7 and
 // 43.0). With a cache, B = 1, 12 heads, 512 rows after 512 keys: 18.4 us (attention/prompt/cores.cu: 133).
@@ -109,7 +110,7 @@ struct Queries {
     template <bool MASKED>
     __device__ __forceinline__ void take(const char* keys, const char* values, int seen) {
         const int lane = threadIdx.x % 32;
-        // The last key that row g sees, counted from the lane's first key.
+        // The last key that row g = lane / 4 sees, relative to the lane's first key.
         const int sees = seen + (ATT_CAUSAL ? lane / 4 : 0) - lane % 4 * 2;
         float s[FRAGS][NEAR][4];
         multiply_keys<MASKED>(s, keys, seen);
@@ -225,11 +226,11 @@ struct Queries {
         }
     }
 
-    // Computes P for 16 keys, and adds P to the sums of the rows.
+    // Computes P (softmax weights) for 16 keys, and adds P to the sums of the rows.
     __device__ __forceinline__ void make_weights(unsigned (&p)[4], const float (&s)[NEAR][4], const float (&base)[2],
                                                  int f, int k) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {  // i % 2: row g or g + 8; i / 2: which 8 of the 16 keys
+        for (int i = 0; i < 4; ++i) {  // weights of row lane / 4 + 8 (i % 2), for keys 8 (i / 2) to 8 (i / 2) + 7
             float v[2];
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
@@ -247,7 +248,7 @@ struct Queries {
         }
     }
 
-    // Stores the warp's rows less than `left` at `to`; each lane stores 16 bytes at a time.
+    // Stores the first `left` rows of the warp at address `to`; each lane stores 16 bytes at a time.
     __device__ __forceinline__ void store(T* to, long long stride, int left) const {
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
@@ -273,12 +274,12 @@ struct Queries {
     }
 };
 
-// Addresses of a block's queries, and of the keys and values that they see.
+// Addresses of a block's queries, and of the keys and values that these queries see.
 struct Place {
-    const T *q, *k, *v;  // addresses for the sequence's first row (q) and for position 0 (k, v)
+    const T *q, *k, *v;  // q: address of the sequence's first query; k, v: addresses for position 0
     long long q_stride, kv_stride;
     int start;  // position of the first row
-    T* out;     // address for the sequence's first row
+    T* out;     // address for the sequence's first query
     int C;
 };
 

@@ -1,5 +1,6 @@
-// Products of P with infinite and NaN values of V, for 16 keys that only some of 16 queries see. Included by
-// attention/prompt/mma.cu, which describes the purpose and defines PART, the number of fragments of V loaded at once.
+// Products of P (softmax weights) with infinite and NaN values of V, for 16 keys that only some of 16 queries see.
+// Included by attention/prompt/mma.cu, which describes the purpose and defines PART, the number of fragments of V
+// loaded at once.
 #pragma once
 
 __device__ __forceinline__ bool any_not_finite(const unsigned (&b)[PART][2]) {
@@ -9,8 +10,9 @@ __device__ __forceinline__ bool any_not_finite(const unsigned (&b)[PART][2]) {
     return __any_sync(0xffffffffu, found != 0);
 }
 
-// Adds P V for 16 queries and 16 keys to `out`, if b (values of V) contains infinite or NaN values. Query i sees keys
-// 0 .. ahead + i, or only the last WINDOW of these. Sets the finite values of b to 0.
+// Adds the product of P (softmax weights of 16 queries and 16 keys) and V to `out`, if b (values of V) contains
+// infinite or NaN values. Query i sees keys 0 .. ahead + i, or only the last WINDOW of these. Sets the finite values of
+// b to 0.
 __device__ __forceinline__ void multiply_apart(float (*out)[4], const unsigned (&p)[4], unsigned (&b)[PART][2],
                                                int ahead) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;

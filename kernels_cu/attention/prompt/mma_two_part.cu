@@ -21,7 +21,8 @@
 //   scores    the scales of query and key are applied separately: (hi hi + ...) scale[j], then scale[i] UNIT in the
 //             argument of exp2
 //   weights   P[i, j] scale[j] / top[i], which is at most P, is converted to two parts for the second product. top[i]
-//             is the largest scale of a key so far, and the unit of O. The denominator is the sum of P without scales
+//             is the largest scale of a key so far, and O is stored divided by top[i]. The denominator is the sum of P
+//             without scales
 //   one scale with ATT_ONE_SCALE, all rows have the same scale. The kernel computes the same bits with fewer registers.
 //             With a causal mask, a multiprocessor therefore holds two blocks
 //   sums      tensor cores truncate their sums. Therefore the product of each tile is added to O in float32
@@ -30,7 +31,7 @@
 // same as in float32: infinity can become NaN.
 //
 // Block (THREADS), grid ceil(seq_len / QUERIES) n_head B, dynamic shared memory: ATT_STAGES STAGE bytes, then the
-// queries in 2 QUERIES PITCH bytes. Arrays are aligned to 16 bytes; the second parts are as well, because C is a
+// queries in 2 QUERIES PITCH bytes. Arrays are aligned to 16 bytes. The lo parts are then also aligned, because C is a
 // multiple of 64.
 #if !defined(STORAGE_FP16)
 #define STORAGE_FP16
@@ -69,14 +70,14 @@ static_assert(4 * (SUMS + 6) * HALF <= STAGE, "the sums of half of the warps fit
 // A warp's state for its queries. Lane 4 g + t holds rows g and g + 8.
 struct Queries {
 #if ATT_BLOCKS > 1 || ATT_SIZE > 64 || (defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000)
-    static constexpr bool ALL_MASKED = true;  // the unmasked variant does not fit into registers
+    static constexpr bool ALL_MASKED = true;  // true: the code without masks does not fit into registers
 #else
     static constexpr bool ALL_MASKED = false;
 #endif
     float out[COLUMNS][4];
-    float unit[2];               // UNIT times the row's scale (with ATT_ONE_SCALE its square)
+    float unit[2];               // UNIT (factor of scores) times the row's scale, or with ATT_ONE_SCALE its square
     float sum[2], reference[2];  // sum: sum of P over the lane's keys
-    float top[2];                // largest scale of the row's keys so far
+    float top[2];                // largest scale of the keys that the row has processed
 
     __device__ __forceinline__ Queries(const float* scale, int left) {
         const int g = threadIdx.x % 32 / 4;
@@ -91,19 +92,20 @@ struct Queries {
         }
     }
 
-    // Returns whether none of the warp's queries sees any of HELD keys, starting at key 8 n.
+    // Returns whether none of the warp's queries sees any of the HELD keys from key 8 n on.
     template <bool MASKED, int HELD>
     static __device__ __forceinline__ bool hidden(int n, int seen) {
         return MASKED && (8 * n > (ATT_CAUSAL ? seen + 15 : seen) || is_past(8 * n + HELD - 1, seen));
     }
 
-    // Processes the warp's keys of a tile, of which the first `there` exist. With MASKED, not all queries see all of
-    // these keys. If causal, row i of the warp sees keys 0 .. seen + i, or only the last WINDOW of these; otherwise all
-    // rows see keys 0 .. seen. rows: the high parts of the queries; the low parts follow after QUERIES rows.
+    // Processes the warp's keys of a tile, of which only the first `there` keys exist. With MASKED, not all queries see
+    // all of these keys. If causal, row i of the warp sees keys 0 .. seen + i, or only the last WINDOW of these;
+    // otherwise all rows see keys 0 .. seen. `rows`: the high parts of the queries; the low parts follow after QUERIES
+    // rows.
     template <bool MASKED>
     __device__ __forceinline__ void take(const char* rows, const char* stage, const float* scale, int there, int seen) {
         const int lane = threadIdx.x % 32, t = lane % 4;
-        // The last key that row g sees, counted from the lane's first key.
+        // The last key that row g = lane / 4 sees, relative to the lane's first key.
         const int sees = seen + (ATT_CAUSAL ? lane / 4 : 0) - 2 * t;
         float of_key[OWN / 8][2], s[OWN / 8][4];
 #pragma unroll
@@ -156,7 +158,7 @@ struct Queries {
 #pragma unroll
         for (int k = 0; k < OWN / 16; ++k) {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {  // i % 2: row g or g + 8; i / 2: which 8 of the 16 keys
+            for (int i = 0; i < 4; ++i) {  // weights of row lane / 4 + 8 (i % 2), for keys 8 (i / 2) to 8 (i / 2) + 7
                 const int n = 2 * k + i / 2, r = i % 2;
                 const float a = exp2_fast(fmaf(s[n][2 * r], unit[r], base[r]));
                 const float b = exp2_fast(fmaf(s[n][2 * r + 1], unit[r], base[r]));
@@ -175,7 +177,7 @@ struct Queries {
                                                          int seen) {
         const int lane = threadIdx.x % 32;
         rows += lane % 16 * PITCH + lane / 16 * 16;
-        keys += lane % 8 * PITCH + lane / 8 % 2 * 16 + lane / 16 * TILE;  // the upper 16 lanes load low parts
+        keys += lane % 8 * PITCH + lane / 8 % 2 * 16 + lane / 16 * TILE;  // lanes 16 to 31 load lo of K
         float cross[OWN / 8][4] = {};
 #pragma unroll
         for (int n = 0; n < OWN / 8; ++n) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.0f;
@@ -226,7 +228,8 @@ struct Queries {
     }
 
     // Handles infinite and NaN values of 16 keys, of which query i sees keys 0 .. ahead + i, or only the last WINDOW of
-    // these. Sets such values of b and c to 0, and adds their products, key by key, to the queries that see the key.
+    // these. Sets infinite and NaN values of b (hi of V) and c (lo of V) to 0, and adds their products with P, key by
+    // key, to `out` of the queries that see the key.
     static __device__ __forceinline__ void take_apart(float (&out)[4], const unsigned (&p)[4], unsigned (&b)[2],
                                                       unsigned (&c)[2], int ahead) {
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -255,8 +258,8 @@ struct Queries {
         }
     }
 
-    // Passes the state to the other warp of the same queries. to, and `from` in add(): address of a thread's first
-    // value; its values are HALF floats apart.
+    // Passes the state to the other warp with the same queries. `to`, and `from` in add(): address of a thread's first
+    // value. Consecutive values of a thread are HALF floats apart.
     __device__ __forceinline__ void give(float* to) const {
 #pragma unroll
         for (int i = 0; i < SUMS; ++i) to[i * HALF] = out[i / 4][i % 4];
@@ -316,13 +319,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATT_BLOCKS) attention_fp32
     for (int i = 0; i < 2; ++i) {
         copy_rows<QUERIES>(asking + i * QUERIES * PITCH, head + i * part + job.first * stride, stride, left);
     }
-    const int to_keys = C - SIZE * (job.head - job.head / ATT_SERVES);  // offset from a row's Q of this head to its K
+    const int to_keys = C - SIZE * (job.head - job.head / ATT_SERVES);  // offset from Q of this head to its K, in a row
     const int first_key = first_seen(job.first) / KEYS * KEYS;
     int arriving = first_key;  // first key of the next tile to be copied
     const auto ask = [&](char* stage) {
         if (arriving < keys) {
             const T* from = head + arriving * stride + to_keys;
-#pragma unroll 1  // 16 addresses at a time would need too many registers
+#pragma unroll 1  // an unrolled loop would hold 16 addresses, in too many registers
             for (int i = 0; i < 4; ++i) {
                 copy_rows<KEYS>(stage + i * TILE, from + i % 2 * part + i / 2 * KV, stride, job.length - arriving);
             }

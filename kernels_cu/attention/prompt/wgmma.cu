@@ -42,10 +42,10 @@
 // Source of the idea: Shah et al., "FlashAttention-3: Fast and Accurate Attention with Asynchrony and Low-precision"
 // (2024).
 //
-// map: qkv as (B, T, W) or (1, rows, W), in boxes of (1, 128, 64). 128 rows of a head with 64 channels are one box,
-// with 128 channels two consecutive boxes. Block (THREADS), grid: one block per multiprocessor, or per tile if there
-// are fewer tiles, dynamic shared memory sizeof(Shared) + 1024. Arrays are aligned to 16 bytes. The sums need so many
-// registers that the copying warps release most of their registers to the consumer warps.
+// map: tensor map of qkv as (B, T, W) or (1, rows, W), in boxes of (1, 128, 64). 128 rows of a head with 64 channels
+// are one box, with 128 channels two consecutive boxes. Block (THREADS), grid: one block per multiprocessor, or per
+// tile if there are fewer tiles, dynamic shared memory sizeof(Shared) + 1024. Arrays are aligned to 16 bytes. The sums
+// need so many registers that the copying warps release most of their registers to the consumer warps.
 //
 // architecture: sm_90a
 #if !defined(STORAGE_FP16) && !defined(STORAGE_BF16)
@@ -61,7 +61,7 @@ constexpr int QUERIES = 128, RINGS = 1, SERIES = SIZE == 64 ? 2 : 1;
 #include "lib/attention/wgmma_work.cuh"
 #include "lib/attention/wgmma_rows.cuh"
 #include "lib/attention/wgmma_append.cuh"
-constexpr int MANY = WIDENS ? 216 : 232, FEW = WIDENS ? 72 : 40;  // registers per consumer thread; per copying thread
+constexpr int MANY = WIDENS ? 216 : 232, FEW = WIDENS ? 72 : 40;  // registers: MANY for consumers, FEW for copies
 static_assert(GROUPS * MANY + FEW <= (GROUPS + 1) * 168, "a block would wait forever for more than it starts with");
 static_assert(QUERIES == GROUPS * GROUP_QUERIES && QUERIES == KEYS,
               "one kind of box, of which one has keys that are later than some of a tile's queries");
@@ -87,11 +87,11 @@ __device__ __forceinline__ void produce(Shared& shared, const Source& from, Work
 __device__ __forceinline__ void consume(Shared& shared, Work work, const KV* v, T* out, bool ragged) {
     if (!work.next()) return;
     Consumer own(shared);
-    Sums sums[SERIES], &even = sums[0], &odd = sums[SERIES - 1];  // even: sums of steps 0, 2, ..; odd: of 1, 3, ..
+    Sums sums[SERIES], &even = sums[0], &odd = sums[SERIES - 1];  // even: sums of steps 0, 2, ..; odd: of steps 1, 3
     if (own.group == 1) own.pass_turn();
     const int C = SIZE * work.n_head;
     bool more = true;
-    const auto ask_for_first = [&](int tile) {  // issues a tile's first scores (unused after the last tile)
+    const auto ask_for_first = [&](int tile) {  // starts Q K^T for a tile's first keys (unused after the last tile)
         if (more) wait(shared.asked[tile % 2], tile / 2 & 1, "asked");
         own.ask_for_scores(tile, more ? own.arrived(own.count) : own.first_slot);
     };
@@ -101,7 +101,7 @@ __device__ __forceinline__ void consume(Shared& shared, Work work, const KV* v, 
     own.pass_turn();
 #pragma unroll 1
     for (int tile = 0; more; ++tile) {
-        const int last = steps_of(work) - 1, from = (first_step(work) + last) * KEYS;  // the last step; its first key
+        const int last = steps_of(work) - 1, from = (first_step(work) + last) * KEYS;  // from: first key of step `last`
         const int row = work.first + own.row;                     // the warp's first row
         bool finite = true;
         if (ATT_CAUSAL || (ragged && work.length - from < KEYS)) {

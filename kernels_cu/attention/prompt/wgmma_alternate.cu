@@ -18,13 +18,14 @@
 //
 // Blocks of 64 queries read keys and values from the L2 cache twice as often as blocks of 128, and the next tile does
 // not overlap the end of the current tile. Therefore this kernel is faster only if there are few tiles, or one or two
-// per sequence. gpt2block/ops/_attention_tiles.py estimates the times of both kernels.
+// tiles per sequence. gpt2block/ops/_attention_tiles.py estimates the times of both kernels.
 //
-// On an NVIDIA H200, one sequence, 12 heads, causal, bfloat16, us (attention/prompt/wgmma.cu in parentheses): T = 64
-// 3.5 (4.3), 256 4.5 (6.0), 512 5.9 (8.3), 1024 8.8 (13.1), 1536 14.9 (17.7); B = 8, T = 1024: 53.1 (43.0).
+// On an NVIDIA H200, one sequence, 12 heads, causal, bfloat16, us (attention/prompt/wgmma.cu in parentheses): T = 64:
+// 3.5 (4.3), T = 256: 4.5 (6.0), T = 512: 5.9 (8.3), T = 1024: 8.8 (13.1), T = 1536: 14.9 (17.7); B = 8, T = 1024: 53.1
+// (43.0).
 //
-// map: as in attention/prompt/wgmma.cu. Block (THREADS), grid: one block per multiprocessor, or per tile if there are
-// fewer tiles, dynamic shared memory sizeof(Block) + 1024. Arrays are aligned to 16 bytes.
+// map: the tensor map of attention/prompt/wgmma.cu. Block (THREADS), grid: one block per multiprocessor, or per tile if
+// there are fewer tiles, dynamic shared memory sizeof(Block) + 1024. Arrays are aligned to 16 bytes.
 //
 // architecture: sm_90a
 #if !defined(STORAGE_FP16) && !defined(STORAGE_BF16)
@@ -64,7 +65,7 @@ __device__ __forceinline__ void produce(Shared& shared, const Source& from, Work
         load_rows(from, work, shared.queries[tile % 2], shared.asked[tile % 2], 0, work.first);
         const int steps = steps_of(work);
 #pragma unroll 1
-        for (int i = 0; i < steps + 2; ++i) {  // loads keys of step i from the end and values of step i - 2
+        for (int i = 0; i < steps + 2; ++i) {  // i counts steps backwards: loads keys of step i, values of step i - 2
             const int ring = i % 2;
             const unsigned number = (ring ? count[1] : count[0]) + i / 2 * 2;
             if (i < steps) load(ring, number - (i >= 2), 1, steps - 1 - i);
@@ -91,8 +92,8 @@ __device__ __forceinline__ void give(Passed& passed, const Sums& sums) {
 __device__ __forceinline__ void take(const Passed& passed, Sums& sums) {
     const int thread = threadIdx.x % GROUP;
     Sums other;
-    // This barrier is not needed for correctness. Without it, racecheck reports accesses that PASS orders, if the other
-    // warpgroup has passed more barriers of its own than this one.
+    // This barrier is not needed for correctness: barrier PASS orders the accesses to `passed`. Without it, racecheck
+    // reports them as a race if the other warpgroup has passed more of its own barriers than this warpgroup.
     if (WINDOW) sync_threads(1, GROUP);
     sync_threads(PASS, CONSUMERS);
 #pragma unroll

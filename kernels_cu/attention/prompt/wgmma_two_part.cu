@@ -1,4 +1,4 @@
-// Attention of two-part matrices on Hopper, for heads of 64 channels.
+// Attention on Hopper for heads of 64 channels, with float32 accuracy: each matrix is two float16 matrices, hi and lo.
 //
 //   out[i] = sum over j of softmax_j(q[i] . k[j] / sqrt(SIZE)) v[j]     j <= i with ATT_CAUSAL, else all rows of the
 //       sequence
@@ -35,9 +35,9 @@
 // (lib/attention/window.cuh) only its last tiles include keys before the window. In V of these tiles, infinite and NaN
 // values are replaced by 0, and added at the end to the rows that see them.
 //
-// map: parts, in boxes of (1, 64, 64). Block (THREADS), grid: one block per multiprocessor, or per tile of QUERIES if
-// there are fewer tiles (lib/attention/wgmma_work.cuh); dynamic shared memory sizeof(Shared) + 1024. Arrays are aligned
-// to 16 bytes.
+// map: tensor map of `parts`, in boxes of (1, 64, 64). Block (THREADS), grid: one block per multiprocessor, or per tile
+// of QUERIES if there are fewer tiles (lib/attention/wgmma_work.cuh); dynamic shared memory sizeof(Shared) + 1024.
+// Arrays are aligned to 16 bytes.
 //
 // architecture: sm_90a
 #if !defined(STORAGE_FP16)
@@ -68,7 +68,7 @@ struct Consumer {
     Shared& shared;
     const int group, thread, warp, lane;  // indices: group in the block, thread and warp in the group, lane in the warp
     const Matrix first_slot;
-    unsigned count = 0;  // slots of the group's ring used so far
+    unsigned count = 0;  // number of ring slots that the group has used so far
 
     float s[KEYS / 2], s_cross[KEYS / 2];  // scores: hi hi; hi lo + lo hi
     float o[SIZE / 2], o_cross[SIZE / 2];  // P V of a tile: hi hi; hi lo + lo hi
@@ -76,9 +76,9 @@ struct Consumer {
     unsigned p[KEYS / 16][4], q[KEYS / 16][4];  // p: hi of P; q: lo of P
     float of_key[KEYS / 8][2];                  // scales of the keys
     float out[COLUMNS][4];
-    float unit[2];               // UNIT times the row's scale (with ATT_ONE_SCALE its square)
+    float unit[2];               // UNIT (factor of scores) times the row's scale, or with ATT_ONE_SCALE its square
     float sum[2], reference[2];  // sum: sum of P over the lane's keys
-    float top[2];                // largest scale of the row's keys so far
+    float top[2];                // largest scale of the keys that the row has processed
 
     __device__ __forceinline__ Consumer(Shared& shared)
         : shared(shared), group(uniform(threadIdx.x / GROUP)), thread(threadIdx.x % GROUP), warp(uniform(thread / 32)),
@@ -101,8 +101,8 @@ struct Consumer {
         if (lane == 0) arrive(shared.empty[group][number % ATT_SLOTS]);
     }
 
-    // Starts a tile of queries: loads their high parts from a buffer, and their scales. left: number of existing rows
-    // from the warp's first row on.
+    // Starts a tile of queries: loads the high parts of the queries from a buffer, and their scales. `left`: number of
+    // rows from the warp's first row to the end of the sequence.
     __device__ __forceinline__ void start(const char* queries, const float* scale, int left) {
         const int place = shared_address(queries), row = 16 * warp + lane % 16;
 #pragma unroll
@@ -148,7 +148,7 @@ struct Consumer {
         for (int i = 0; i < SUMS; ++i) out[i / 4][i % 4] += fmaf(o_cross[i], CROSS, o[i]);
     }
 
-    // Loads the scales of a tile's keys, of which the first `there` exist.
+    // Loads the scales of a tile's keys. Only the first `there` keys exist.
     __device__ __forceinline__ void load_scales(const float* scale, int there) {
 #pragma unroll
         for (int n = 0; n < KEYS / 8; ++n) {
@@ -160,12 +160,12 @@ struct Consumer {
         }
     }
 
-    // Replaces the scores of a tile by P in two parts. With MASKED, not all queries see all of the tile's keys. If
-    // causal, row i of the warp sees keys 0 .. seen + i, or only the last WINDOW of these; otherwise all rows see keys
-    // 0 .. seen.
+    // Replaces the scores of a tile by P (softmax weights) in two parts. With MASKED, not all queries see all of the
+    // tile's keys. If causal, row i of the warp sees keys 0 .. seen + i, or only the last WINDOW of these; otherwise
+    // all rows see keys 0 .. seen.
     template <bool MASKED>
     __device__ __forceinline__ void soften(int seen) {
-        // The last key that row g sees, counted from the lane's first key.
+        // The last key that row g = lane / 4 sees, relative to the lane's first key.
         const int sees = seen + (ATT_CAUSAL ? lane / 4 : 0) - 2 * (lane % 4);
         float largest[2] = {-INFINITY, -INFINITY}, highest[2] = {top[0], top[1]};
 #pragma unroll
@@ -205,7 +205,7 @@ struct Consumer {
 #pragma unroll
         for (int k = 0; k < KEYS / 16; ++k) {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {  // i % 2: row g or g + 8; i / 2: which 8 of the 16 keys
+            for (int i = 0; i < 4; ++i) {  // weights of row lane / 4 + 8 (i % 2), for keys 8 (i / 2) to 8 (i / 2) + 7
                 const int n = 2 * k + i / 2, r = i % 2;
                 const float a = exp2_fast(fmaf(s[4 * n + 2 * r], unit[r], base[r]));
                 const float b = exp2_fast(fmaf(s[4 * n + 2 * r + 1], unit[r], base[r]));
@@ -218,7 +218,7 @@ struct Consumer {
         }
     }
 
-    // Adds the values that make_finite() has removed from keys `from` to `to`, for the rows that see these keys. row:
+    // Adds the values that make_finite() has removed from keys `from` to `to`, for the rows that see these keys. `row`:
     // the lane's first row.
     __device__ __forceinline__ void add_not_finite(const T* values, long long stride, int from, int to, int row) {
 #pragma unroll 1
@@ -285,9 +285,9 @@ __device__ __forceinline__ bool make_finite(Consumer& own, unsigned number) {
     return false;
 }
 
-// Computes the group's part for a tile of queries: every second one of `tiles` tiles of keys. key: first key of the
-// group's first tile; there: number of keys from `key` to the end of the sequence; first: the block's first query;
-// scale: address of the scale of the sequence's first row. Returns false if a value that only some of the queries see
+// Computes the group's part for a tile of queries: every second one of `tiles` tiles of keys. `key`: first key of the
+// group's first tile. `there`: number of keys from `key` to the end of the sequence. `first`: the block's first query.
+// `scale`: address of the scale of the sequence's first row. Returns false if a value that only some of the queries see
 // is infinite or NaN.
 __device__ __forceinline__ bool attend(Consumer& own, const char* queries, const float* scale, int there, int first,
                                        int tiles, int key) {
@@ -327,7 +327,7 @@ __device__ __forceinline__ bool attend(Consumer& own, const char* queries, const
         own.soften<(WINDOW > 0)>(first + 16 * own.warp - key);
         if (is_past(key, end)) finite = make_finite(own, own.count + (step + 1 < steps)) && finite;
     }
-    const bool one_more = own.group > 0 && tiles % 2 > 0;  // the first group takes one more turn: so does this group
+    const bool one_more = own.group > 0 && tiles % 2 > 0;  // group 0 has one more tile: this group takes a turn as well
     const Matrix last = own.arrived(own.count);
     if (one_more) own.take_turn();
     fence_sums();
@@ -343,7 +343,7 @@ __device__ __forceinline__ bool attend(Consumer& own, const char* queries, const
 __device__ __forceinline__ void consume(Shared& shared, Work work, const T* parts, const float* scale, T* out_parts,
                                         float* out_scale, long long rows) {
     Consumer own(shared);
-    pass_threads(own.group == 0 ? TAKEN : TURN, CONSUMERS);  // signals: `passed` is free, the first group has the turn
+    pass_threads(own.group == 0 ? TAKEN : TURN, CONSUMERS);  // signals: `passed` is free; the first group may begin
     const int C = SIZE * work.n_head, KV = C / ATT_SERVES;
     const long long stride = C + 2 * KV;
     for (int tile = 0; work.next(); ++tile) {

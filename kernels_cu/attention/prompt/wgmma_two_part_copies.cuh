@@ -12,8 +12,8 @@ constexpr int KEYS = 64, QUERIES = 64;  // keys per tile; queries per block
 #include "lib/attention/wgmma_work.cuh"
 
 constexpr int GROUP = 128, CONSUMERS = 2 * GROUP, THREADS = CONSUMERS + GROUP, WARPS = GROUP / 32;
-constexpr int LINE = 2 * SIZE, PART = KEYS * LINE, SLOT = 2 * PART;  // bytes: a row; hi or lo of a tile; hi and lo
-constexpr int PASSED = 4 * COLUMNS + 6;  // floats that each thread passes
+constexpr int LINE = 2 * SIZE, PART = KEYS * LINE, SLOT = 2 * PART;  // bytes: LINE: of a row; PART: of hi or lo
+constexpr int PASSED = 4 * COLUMNS + 6;  // floats that each thread of the second warpgroup passes to the first
 static_assert(SIZE == 64, "a row of a head is a line of a box, and the sums fit into registers");
 static_assert(ATT_SLOTS >= 4, "K and V of one tile are multiplied while those of the next one travel");
 
@@ -50,13 +50,13 @@ __device__ __forceinline__ int tiles_of(const Work& work) {
 
 __device__ __forceinline__ void produce(Shared& shared, const TensorMap& map, Work work) {
     const auto load = [&](int group, unsigned number, int column, int row) {
-        wait(shared.empty[group][number % ATT_SLOTS], number / ATT_SLOTS + 1 & 1, "empty");  // new slots are empty
+        wait(shared.empty[group][number % ATT_SLOTS], number / ATT_SLOTS + 1 & 1, "empty");  // new slots count as empty
         char* const to = shared.rings[group].slots[number % ATT_SLOTS];
         Barrier& full = shared.full[group][number % ATT_SLOTS];
         arrive_and_expect(full, SLOT);
         for (int part = 0; part < 2; ++part) load_box(to + part * PART, map, full, column, row, part);
     };
-    unsigned slots = 0, others = 0;  // slots filled so far in the first ring; in the second
+    unsigned slots = 0, others = 0;  // slots filled so far: `slots` in the first ring, `others` in the second
     for (int tile = 0; work.next(); ++tile) {
         int heads = work.n_head;
         asm volatile("" : "+r"(heads));  // the compiler must not hold values derived from `heads` in registers
@@ -69,7 +69,7 @@ __device__ __forceinline__ void produce(Shared& shared, const TensorMap& map, Wo
             load_box(to, map, shared.asked[tile % 2], SIZE * work.head, row + work.first, part);
         }
 #pragma unroll 1
-        for (int i = 0; i < tiles + 2; ++i) {  // loads keys of tile i from the end and values of tile i - 2
+        for (int i = 0; i < tiles + 2; ++i) {  // i counts tiles backwards: loads keys of tile i, values of tile i - 2
             const unsigned own = (i % 2 > 0 ? others : slots) + i / 2 * 2;
             const int first = row + (first_tile(work) + tiles - 1 - i) * KEYS;
             if (i < tiles) load(i % 2, own - (i >= 2), column, first);
@@ -79,7 +79,8 @@ __device__ __forceinline__ void produce(Shared& shared, const TensorMap& map, Wo
     }
 }
 
-// Returns whether all values in a slot are finite. All threads of a warpgroup must call it, with the same barrier.
+// Returns whether all values in a slot are finite. All threads of a warpgroup must call this function, with the same
+// barrier.
 __device__ __forceinline__ bool all_finite(const char* slot, int barrier) {
     unsigned found = 0;
     const uint4* units = reinterpret_cast<const uint4*>(slot) + threadIdx.x % GROUP;

@@ -21,7 +21,7 @@
 //     tile. Each group multiplies its part of every slice. At the end the sums of the groups are added in a tree, in a
 //     fixed order. (A single group adds the products of an output in the order of k, like the other variants.)
 //
-//   a warp's part of the tile, 8 SIDE x 32: lane (ty, tx), ty = 0..7, tx = 0..3, has
+//   a warp's part of the tile, 8 SIDE x 32 (SIDE: rows per thread): lane (ty, tx), ty = 0..7, tx = 0..3, has
 //     rows 4 ty + 32 h + e (h < SIDE / 4, e = 0..3)        columns 4 tx + 16 g + e (g = 0, 1; e = 0..3)
 //
 // Block (4 ROWS / SIDE * COLUMNS / 32 * GROUPS), grid (ceil(M / ROWS) * ceil(N / COLUMNS)). Dynamic shared memory, in

@@ -53,13 +53,14 @@ __device__ int columns_seen(int row, int n) { return SOFTMAX_CAUSAL ? row % n + 
 // inf) would be NaN.
 __device__ float reference_point(float max) { return max == -INFINITY ? 0.0f : max; }
 
-// Loads columns first .. first + SOFTMAX_WIDTH - 1 of a row. Columns that the row does not see are -inf, unread.
+// Loads columns first .. first + SOFTMAX_WIDTH - 1 of a row. Columns that the row does not see are set to -inf without
+// a load.
 __device__ Pack load(const float* x, int first, int seen) {
     if (first + SOFTMAX_WIDTH <= seen) return *reinterpret_cast<const Pack*>(x + first);
     Pack pack;
 #pragma unroll
     for (int j = 0; j < SOFTMAX_WIDTH; ++j) {
-        pack.v[j] = SOFTMAX_CAUSAL && first + j < seen ? x[first + j] : -INFINITY;  // not causal: none is seen
+        pack.v[j] = SOFTMAX_CAUSAL && first + j < seen ? x[first + j] : -INFINITY;  // not causal: after the row
     }
     return pack;
 }

@@ -82,14 +82,15 @@ __device__ constexpr int place(int r) { return r / 32 * 32 + r % 4 * 8 + r % 32 
 // The values of a tile that a thread copies: 8 values of every COPIED-th row, 4 from each half of the row. They are
 // copied to the place where their hi and lo are stored later.
 struct Share {
-    static constexpr int SCALES = TILE * PITCH, BUFFER = SCALES + 4 * TILE;  // bytes: a tile; a tile with its scales
+    static constexpr int SCALES = TILE * PITCH, BUFFER = SCALES + 4 * TILE;  // bytes of a tile; BUFFER: with its scales
     static constexpr int BATCH = TILE < 4 * COPIED ? TILE / COPIED : 4;  // rows that a thread converts at once
     static_assert(BATCH * COPIED % 32 == 0 && TILE % (BATCH * COPIED) == 0, "place() is linear from batch to batch");
     const int row = threadIdx.x / LANES, part = threadIdx.x % LANES;
     const int offset = place(row) * PITCH + 16 * part;
     const bool has = CHUNKS == LANES || part < CHUNKS;
 
-    // Copies the thread's values of a tile. from: the tile's first row; the sequence has `left` rows from there on.
+    // Copies the thread's values of a tile. `from`: the tile's first row; `left`: number of rows from there to the end
+    // of the sequence.
     __device__ __forceinline__ void copy(char* buffer, const float* from, int left) const {
         if (!has) return;
         from += (long long)row * ROW + 4 * part;
@@ -189,8 +190,8 @@ struct Job {
     long long head;
 };
 
-// Chooses the work of a block. Row i of tiles is divided into segments of `span` tiles and a remainder. Each of rows
-// m span - span .. m span - 1 therefore has m segments. Blocks run roughly in the order of their index:
+// Chooses the work of a block. Row i of tiles is divided into segments of `span` tiles and a remainder. Rows (m - 1)
+// span to m span - 1 therefore have m segments each. Blocks run roughly in the order of their index:
 //
 //   groups of `together` heads, one after the other     the rows of K of a group fit in the L2 cache
 //   within a group, the last rows of tiles first        the last rows have the most work
@@ -205,7 +206,7 @@ __device__ __forceinline__ Job choose_job(int T, int heads, int span, int togeth
     return {i, first, min(first + span, i + 1), band * together + index % side_by_side};
 }
 
-typedef float Sums[2][FRAGS][4];  // [f][n][e]: column 4 g + 2 f + e / 2, row Queries::row() + n + 4 (e % 2)
+typedef float Sums[2][FRAGS][4];  // [f][n][e]: column lane / 4 * 4 + 2 f + e / 2, row Queries::row() + n + 4 (e % 2)
 
 // A warp's rows of Q. Fragment n holds 8 of these rows, in their order in shared memory.
 struct Queries {
@@ -224,7 +225,8 @@ struct Queries {
         }
     }
 
-    // Returns the lane's first row. The lane holds rows row() + n + 4 e (e = 0, 1), as columns 2 t + e of fragment n.
+    // Returns the lane's first row. The lane holds rows row() + n + 4 e (e = 0, 1), as columns 2 t + e of fragment n,
+    // with t = lane % 4.
     static __device__ __forceinline__ int row() {
         const int first = FRAGS * (threadIdx.x / 32);
         return first / 4 * 32 + first % 4 + threadIdx.x % 4 * 8;
@@ -371,7 +373,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, TRI_BLOCKS) matmul_tri6(
                 const float s = fabsf(of_rows[r]);
                 float v[4];
 #pragma unroll
-                for (int i = 0; i < 4; ++i) {  // the smaller scale first: overflows only if the result does
+                for (int i = 0; i < 4; ++i) {  // smaller scale first: overflows only if the result does
                     const float other = fabsf(of_c[i]);
                     v[i] = sums[i / 2][n][i % 2 * 2 + e] * fminf(s, other) * fmaxf(s, other);
                 }
