@@ -19,7 +19,7 @@ from gpt2block.ops.operation import Operation, Variant
 from gpt2block.ops.registry import OPERATIONS
 from gpt2block.passes.machine import Step
 
-TEN_STEPS, FUSED, HERE = "step by step", "fused plan", "ran here"  # labels: why the page shows a kernel
+TEN_STEPS, FUSED, HERE = "step by step", "fused plan", "ran here"  # why a page shows a kernel
 _FUSED_VARIANTS = ("narrow", "mma", "hopper")
 # Operation on packed rows of several sequences → its equivalent for one sequence, easier to read
 _OF_ONE_SEQUENCE = {"attention_packed": "attention", "rope_packed": "rope_qkv"}

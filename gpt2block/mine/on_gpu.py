@@ -106,7 +106,7 @@ def _compiled(send: Send, job: ChildJob) -> bool:
 
 
 def _right(send: Send, job: ChildJob) -> bool:
-    """Check each case and send its result; return whether all cases of ordinary inputs are right."""
+    """Check each case and send its result; return whether cases of ordinary inputs are right."""
     for case in job.cases:
         send(Stage(f"the check at {case.label}", job.check_s))
         try:
