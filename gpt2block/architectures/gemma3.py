@@ -225,7 +225,7 @@ def stream_bounds(config: Gemma3Config, largest: Mapping[str, float]) -> Iterato
 def operand_bounds(
     config: Gemma3Config, largest: Mapping[str, float], norms: RowNorms
 ) -> dict[str, float]:
-    """Bound operands as Qwen3 does: each row of W (1 + w) has a norm of at most |W| + |W w|."""
+    """Bound operands as Qwen3 does; for rows W, norm weights 1 + w: |W (1+w)| <= |W| + |W w|."""
     wide = {
         name: value + name.rpartition(".")[2].startswith("gamma") for name, value in largest.items()
     }

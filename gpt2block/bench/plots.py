@@ -51,7 +51,7 @@ def label_ends(ax: Any, ends: Sequence[End], size: float) -> None:
 
 
 def spread(heights: Sequence[float], apart: float = APART) -> list[float]:
-    """Return the heights, moved as little as possible within 0…1 so that all differ by `apart`.
+    """Return the heights, moved as little as possible in 0…1 so that all differ by `apart` or more.
 
     The order of the heights is kept. If there are too many for this distance, they are spread
     evenly.

@@ -106,7 +106,7 @@ def _captured(contender: Contender, copies: int, rounds: int | None) -> tuple[Ca
 
 
 def rounds_for(once_ms: float, copies: int) -> int:
-    """Return the rounds per graph, if a round (a call on every copy) takes `once_ms` ms."""
+    """Return the number of rounds (calls on every copy) per graph; a round takes `once_ms` ms."""
     return max(1, min(ceil(REPLAY_MS / max(once_ms, 1e-3)), MOST_CALLS // copies))
 
 

@@ -73,7 +73,7 @@ def run(
     peer: str | None = None,
     progress: Callable[[list[Work]], Iterable[Work]] = iter,
 ) -> Report:
-    """Run the benchmarks; for peer "torch", PyTorch's too. Raises InputError, DeviceError."""
+    """Run all benchmarks. peer: "torch" to add PyTorch, or None. Raises InputError, DeviceError."""
     check_peer(peer)
     index = measure.gpu_index(device)
     rows: list[BenchRow] = []
@@ -142,7 +142,7 @@ def tolerance(work: Work, arithmetic: str) -> float:
 
 
 def with_peers(rows: list[BenchRow]) -> list[BenchRow]:
-    """Add {PyTorch's correct result: its time / gpt2block's time} to gpt2block's correct rows."""
+    """Return rows with `peers` {name: PyTorch's time / gpt2block's} set where both are correct."""
     peers = {row.contender: row.us for row in rows if row.peer and row.right}
     return [
         row

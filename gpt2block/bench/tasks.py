@@ -56,7 +56,7 @@ class Steps:
         decoding = start_all(engine, prompts, [sampling] * self.rows, end - self.start + 1)
         steps: list[Sampled] = []
         waiting = set(range(self.rows))
-        while waiting:  # run until every row has a first token: groups of prompts take turns
+        while waiting:  # run until the last group of prompts has its first tokens
             steps.append(decoding.next())
             waiting -= set(steps[-1].slots.tolist())
 

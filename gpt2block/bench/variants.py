@@ -37,7 +37,7 @@ class Measurement:
     percent: float  # rate as % of the rate of a copy or of cuBLAS
     max_abs: float  # largest absolute difference from float64
     max_rel: float  # max_abs relative to the largest absolute value
-    peers: Mapping[str, float] = field(default_factory=dict)  # PyTorch's version → its GPU µs
+    peers: Mapping[str, float] = field(default_factory=dict)  # "torch", "torch.compile" → GPU µs
     dtype: str = "float32"
 
     @property
@@ -127,7 +127,7 @@ def _restore(inputs: tuple[Any, ...], host: tuple[Any, ...], out: Any) -> None:
 
 
 def rounds_for(copies: int, traffic: int) -> int:
-    """Return the rounds (calls on every copy) in a graph, so that the graph takes some ms."""
+    """Return the number of rounds (calls on every copy) in a graph that takes some ms."""
     return max(1, min(REPLAY_BYTES // (copies * traffic), MOST_LAUNCHES // copies))
 
 

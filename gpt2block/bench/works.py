@@ -381,7 +381,7 @@ def _variants(
 def _blocks(
     weights: BlockWeights, causal: bool, dtype: str, sets: Sets, device: int
 ) -> Iterator[Contender]:
-    """Yield the fused and the skeleton block; if it runs Hopper kernels, also with variant `mma`.
+    """Yield the fused and skeleton blocks, and each with variant `mma` if it uses Hopper kernels.
 
     sets: copies of x and the weights; each call reads the weights of its copy.
     """
@@ -418,7 +418,7 @@ class _Variant(Machine):
 def _bound_block(
     spec: BlockSpec, sets: Sets, variant: str | None = None
 ) -> tuple[list[Recording], Capture]:
-    """Record the block for each copy of x and weights; return the recordings and a `capture`.
+    """Record the block for each copy of x and weights; return recordings and their `capture`.
 
     The blocks share the memory of activations. variant: variant of matrix products and attention;
     None: the default variant.

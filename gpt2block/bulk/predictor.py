@@ -152,7 +152,7 @@ class Predictor:
 
     @property
     def encoding(self) -> Encoding | None:
-        """The tokenizer, before `load_tokenizer` only if its files are local; otherwise None."""
+        """The tokenizer, or None; before `load_tokenizer`, only a tokenizer with local files."""
         return of_outputs(self._lookup) if self._has_text else self._lookup.at_hand
 
     @cached_property

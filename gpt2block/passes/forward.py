@@ -121,7 +121,7 @@ class Pass(ABC):
         return self.do(name, "relu_squared", (x,), into=x)
 
     def last_rows(self, x: Value, y: Value) -> tuple[Pass, Value, Value]:
-        """Return a pass for the remaining steps, and the rows of x and y for last tokens only."""
+        """Return a pass for the remaining steps, and the last row of each sequence in x and y."""
         raise NotImplementedError
 
     def logits(self, x: Value) -> Value:

@@ -146,7 +146,7 @@ class PrefillPass(Pass):
         return self.do(name, "linear", (hidden, "head"), variant="tiles")
 
     def last_rows(self, x: Value, y: Value) -> tuple[DecodePass, Value, Rows]:
-        """Return a pass for the remaining steps, and the rows of x and y for last tokens only."""
+        """Return a pass for the remaining steps, and the last row of each sequence in x and y."""
         return TilesOfLastRows(self), self._last("last.x", x), Rows(self._last("last.attn", y))
 
     def _last(self, name: str, x: Value, joined: bool = False) -> Value:

@@ -102,7 +102,7 @@ class GgufMatrix(WeightMatrix):
 
     @classmethod
     def pack(cls, blocks: list[tuple[str, Any]], K: int) -> GgufMatrix:
-        """Create a matrix from pairs (GGUF type, rows of bytes), which hold consecutive outputs."""
+        """Create a matrix from pairs (GGUF type, uint8 rows of bytes) for consecutive outputs."""
         merged: list[tuple[str, Any]] = []
         for name, raw in blocks:
             if merged and merged[-1][0] == name:
@@ -120,7 +120,7 @@ class GgufMatrix(WeightMatrix):
 
     @classmethod
     def random(cls, ranges: Sequence[tuple[str, int]], K: int, seed: int = 0) -> GgufMatrix:
-        """Create a matrix of random blocks. ranges: pairs (GGUF type, number of its outputs)."""
+        """Create a matrix of random blocks. ranges: pairs (GGUF type, number of outputs)."""
         return cls.pack([(name, random_blocks(name, n, K, seed)) for name, n in ranges], K)
 
     @property
@@ -152,7 +152,7 @@ class GgufMatrix(WeightMatrix):
         return self.K, self.N
 
     def padded(self, outputs: int) -> tuple[WeightMatrix, WeightMatrix]:
-        """Return a matrix with up to 7 more outputs, zeros of the last tile, and this matrix."""
+        """Return this matrix with up to 7 more outputs, zeros in memory, and without them."""
         *others, (name, n) = self.ranges
         return replace(self, ranges=(*others, (name, n + outputs))), self
 
@@ -361,7 +361,7 @@ def unpack(data: NDArray[np.uint8], name: str, K: int) -> NDArray[np.float32]:
 
 
 def _codes(tiles: NDArray[np.uint8], kind: BlockType, low: int) -> Any:
-    """Return codes (eight rows, group of tiles, row, input). low: number of bytes of low bits."""
+    """Return uint8 codes (eight rows, group of tiles, row, input). low: bytes of low bits."""
     O, G = tiles.shape[:2]  # noqa: E741
     shape = O, G, kind.units, OCTET, LANES
     if kind.bits == 8:
