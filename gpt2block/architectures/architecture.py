@@ -29,7 +29,7 @@ class CheckpointLayout(NamedTuple):
 
 
 class Architecture(Protocol):
-    """An architecture's module: a pass `o` calls its functions attention, feed_forward, final.
+    """An architecture's module; a pass `o` calls the functions attention, feed_forward and final.
 
     NAMES: gpt2block's names of a weight and its bias → the module's name in `transformers` and in
     GGUF; {} stands for q, k and v, whose rows gpt2block has in one tensor. FILES: the layout in
@@ -45,7 +45,8 @@ class Architecture(Protocol):
     NORM: str  # the name of the architecture's norms in messages
     QKV: str  # the step whose result is the rows [Q | K | V] that attention reads
     TENSOR_HEADS: tuple[int, ...]  # head sizes for which a prefill can use tensor cores
-    DIVIDED: tuple[str, ...]  # (divided product, scaled activation, multiplied product), or ()
+    # For FP8 weights and a factor s: steps (product by w / s, activation, product by w · s), or ().
+    DIVIDED: tuple[str, ...]
 
     def constants(self, config: Any, vectors: Mapping[str, Any]) -> dict[str, Any]:
         """Return {name: tensor} of tensors computed from the config and the model's vectors."""
@@ -69,7 +70,7 @@ class Architecture(Protocol):
         """Compute the first half of a block: attention, before the output projection."""
 
     def feed_forward(self, o: Any, h: str, x: Value, y: Value) -> Value:
-        """Return x + projected attention + the feed-forward's result. y: result of `attention`."""
+        """Return x + the projection of y + the feed-forward's result. y: result of `attention`."""
 
     def final(self, o: Any, x: Value, to: To = ()) -> Value:
         """Return the final norm of x, from which the logits are computed."""

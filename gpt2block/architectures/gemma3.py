@@ -35,7 +35,7 @@ NORMS = ("gamma1", "gamma_q", "gamma_k", "gamma_attn", "gamma2", "gamma_ff")
 
 @dataclass(frozen=True)
 class Gemma3Config(WindowedConfig):
-    """Sizes of a Gemma 3 model. attention_bias: whether the products of attention have biases.
+    """Sizes of a Gemma 3 model. attention_bias: whether Q, K, V and output projections have biases.
 
     sliding_layers: whether each layer has the window; () means all but every sixth. local_theta:
     RoPE's theta in layers with the window; theta and scaling apply to the others. scalar: scores
@@ -195,7 +195,7 @@ def attention(o: Any, h: str, x: Value) -> Value:
 
 
 def feed_forward(o: Any, h: str, x: Value, y: Value) -> Value:
-    """Return x + norm(projected attention) + norm(feed-forward), a block's second half."""
+    """Compute x1 = x + norm(projected attention); return the block's x1 + norm(ffn(norm(x1)))."""
     y = o.product(f"{h}proj", y, f"{h}w_o", f"{h}b_o")
     x = o.add_norm(f"{h}x1", x, y, _of(f"{h}gamma_attn"))
     y = o.norm(f"{h}rms2", x, _of(f"{h}gamma2"), to=(f"{h}w_gate", f"{h}w_up"))
@@ -225,7 +225,7 @@ def stream_bounds(config: Gemma3Config, largest: Mapping[str, float]) -> Iterato
 def operand_bounds(
     config: Gemma3Config, largest: Mapping[str, float], norms: RowNorms
 ) -> dict[str, float]:
-    """Bound operands as Qwen3 does: row norms of W(1 + w) are at most the sum of W's and Ww's."""
+    """Bound operands as Qwen3 does; for rows W, norm weights 1 + w: |W (1+w)| <= |W| + |W w|."""
     wide = {
         name: value + name.rpartition(".")[2].startswith("gamma") for name, value in largest.items()
     }

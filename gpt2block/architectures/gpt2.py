@@ -33,7 +33,7 @@ GGUF, GGUF_ROPE_INTERLEAVED = "gpt2", False
 NORM = "LayerNorm"
 QKV = "qkv"  # the step whose result is the rows [Q | K | V] that attention reads
 TENSOR_HEADS: tuple[int, ...] = (64,)  # head sizes for which a prefill can use tensor cores
-DIVIDED: tuple[str, ...] = ()  # no scaled activation, as GELU is not linear
+DIVIDED: tuple[str, ...] = ()  # GELU is not linear: no scaling of weights by a factor
 
 
 def attention(o: Any, h: str, x: Value) -> Value:
@@ -44,7 +44,7 @@ def attention(o: Any, h: str, x: Value) -> Value:
 
 
 def feed_forward(o: Any, h: str, x: Value, y: Value) -> Value:
-    """Return x + projected attention + the result of the feed-forward, a block's second half."""
+    """Compute x1 = x + projected attention, and return the block's output x1 + ffn(norm(x1))."""
     x = o.product(f"{h}proj", y, f"{h}w_attn", f"{h}b_attn", add=(f"{h}x1", x))
     del y  # free y's memory for the result of the norm
     y = o.norm(f"{h}ln2", x, f"{h}gamma2", f"{h}beta2", to=(f"{h}w_fc",))

@@ -1,4 +1,4 @@
-"""Granite 3: Llama's block with four scalar multipliers, for which no steps are added.
+"""Granite 3: Llama's block with four scalar multipliers, which need no additional steps.
 
 The model multiplies the results of attention and of the feed-forward by residual_multiplier m
 before it adds them to the residual stream x. A pass computes x / m instead of x, so that the sums
@@ -76,14 +76,14 @@ def constants(config: GraniteConfig, vectors: Mapping[str, Any]) -> dict[str, An
 
 
 def final(o: Any, x: Value, to: To = ()) -> Value:
-    """Return the final norm of x, divided by logits_scaling if the products `to` read it."""
+    """Return the final norm of x, divided by logits_scaling if products (`to`) read the result."""
     return o.norm("rms_f", x, "gamma_logits" if to else "gamma_f", to=to)
 
 
 def operand_bounds(
     config: GraniteConfig, largest: Mapping[str, float], norms: RowNorms
 ) -> dict[str, float]:
-    """Bound operands as Llama does, with the larger of gamma_f and gamma_logits."""
+    """Bound operands as Llama does, with the larger of norm weights gamma_f and gamma_logits."""
     bounds = llama.operand_bounds(config, largest, norms)
     return bounds | {"rms_f": bounds["rms_f"] * max(1.0, 1 / config.logits_scaling)}
 

@@ -38,7 +38,7 @@ GGUF, GGUF_ROPE_INTERLEAVED = "llama", True
 NORM = "RMSNorm"
 QKV = "rope"  # the step whose result is the rows [Q | K | V] that attention reads
 TENSOR_HEADS: tuple[int, ...] = (64, 128, 256)  # head sizes for a prefill on tensor cores
-# Prompts with FP8 weights may use w_up / s and w_down · s with a factor s: "ff" becomes ff / s.
+# With FP8 weights, a prefill may use w_up / s and w_down · s, so that step "ff" returns ff / s.
 DIVIDED: tuple[str, ...] = ("up", "ff", "down")
 
 
@@ -50,7 +50,7 @@ def attention(o: Any, h: str, x: Value) -> Value:
 
 
 def feed_forward(o: Any, h: str, x: Value, y: Value) -> Value:
-    """Return x + projected attention + the gated feed-forward, a block's second half."""
+    """Compute x1 = x + projected attention; return the block's output x1 + gated_ffn(norm(x1))."""
     x = o.product(f"{h}proj", y, f"{h}w_o", f"{h}b_o", add=(f"{h}x1", x))
     del y  # free y's memory for the result of the norm
     y = o.norm(f"{h}rms2", x, f"{h}gamma2", to=(f"{h}w_gate", f"{h}w_up"))

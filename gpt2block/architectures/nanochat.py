@@ -27,7 +27,7 @@ ONES, HEAD_ONES = "ones", "head_ones"
 
 @dataclass(frozen=True)
 class NanoChatConfig(LlamaConfig):
-    """Sizes of a nanochat model. attention_bias: whether the products of attention have biases.
+    """Sizes of a nanochat model. attention_bias: whether Q, K, V, output projections have biases.
 
     logits_cap: the limit of the magnitudes of logits, or None.
     """
@@ -96,7 +96,7 @@ NAMES: Mapping[str, tuple[str, str]] = {
 FILES: CheckpointLayout = llama.FILES
 GGUF, GGUF_ROPE_INTERLEAVED = "", False
 NORM, QKV, TENSOR_HEADS = llama.NORM, llama.QKV, llama.TENSOR_HEADS
-DIVIDED: tuple[str, ...] = ()  # no scaled activation, as ReLU squared is not linear
+DIVIDED: tuple[str, ...] = ()  # ReLU squared is not linear: no scaling of weights
 
 
 def constants(config: NanoChatConfig, vectors: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def attention(o: Any, h: str, x: Value) -> Value:
 
 
 def feed_forward(o: Any, h: str, x: Value, y: Value) -> Value:
-    """Return x + projected attention + the result of the feed-forward, a block's second half."""
+    """Compute x1 = x + projected attention, and return the block's output x1 + ffn(norm(x1))."""
     x = o.product(f"{h}proj", y, f"{h}w_o", f"{h}b_o", add=(f"{h}x1", x))
     del y  # free y's memory for the result of the norm
     y = o.norm(f"{h}rms2", x, ONES, to=(f"{h}w_fc",))

@@ -22,7 +22,7 @@ from gpt2block.config.llama import LlamaConfig
 
 @dataclass(frozen=True)
 class Olmo2Config(LlamaConfig):
-    """Sizes of an OLMo 2 model. attention_bias: whether the products of attention have biases."""
+    """Sizes of an OLMo 2 model. attention_bias: whether Q, K, V, output products have biases."""
 
     NAME: ClassVar[str] = "Olmo2"
     MODEL_TYPE: ClassVar[str] = "olmo2"
@@ -57,7 +57,7 @@ def attention(o: Any, h: str, x: Value) -> Value:
 
 
 def feed_forward(o: Any, h: str, x: Value, y: Value) -> Value:
-    """Return x + norm(projected attention) + norm(feed-forward), a block's second half."""
+    """Compute x1 = x + norm(projected attention), and return the block's x1 + norm(ffn(x1))."""
     y = o.product(f"{h}proj", y, f"{h}w_o", f"{h}b_o")
     x = o.add_norm(f"{h}x1", x, y, f"{h}gamma_attn")
     y = o.operand(f"{h}ff_in", x, to=(f"{h}w_gate", f"{h}w_up"))
@@ -100,7 +100,7 @@ def operand_bounds(
     their norm, too; a pair after norm and RoPE is at most sqrt(channels) times the largest γ.
     """
     C, widths = config.n_embd, {"q": config.q_width, "k": config.kv_width}
-    # `stream` includes largest["wte"]; a row of wte has a Euclidean norm of up to sqrt(C) times it.
+    # `stream` includes largest["wte"]; a row of wte has a norm of up to sqrt(C) · largest["wte"].
     spread = (math.sqrt(C) - 1) * largest["wte"]
     bounds = {"rms_f": math.sqrt(C) * largest["gamma_f"]}
     stream = list(_halves(config, largest))

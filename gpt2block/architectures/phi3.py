@@ -60,12 +60,12 @@ class Phi3Config(WindowedConfig):
 
     @property
     def head_order(self) -> tuple[int, ...]:
-        """Return the index in files of each channel of a q or k head; () if the order is equal."""
+        """Return each channel's index in a q or k head of a file; () if the orders are equal."""
         turned, D = 2 * -(-self.rotary // 2), self.head_size
         if turned == D:
             return ()
         pairs, rest = turned // 2, (D - turned) // 2
-        halves = ((0, turned), (pairs, turned + rest))  # first index of rotated channels, of others
+        halves = ((0, turned), (pairs, turned + rest))  # first rotated, first other channel
         return tuple(c for a, b in halves for c in (*range(a, a + pairs), *range(b, b + rest)))
 
     @classmethod

@@ -19,7 +19,7 @@ from gpt2block.config import ModelConfig, Shapes
 
 @dataclass(frozen=True)
 class Qwen3Config(QwenConfig):
-    """Sizes of a Qwen3 model. attention_bias: whether the products of attention have biases."""
+    """Sizes of a Qwen3 model. attention_bias: whether Q, K, V, output projections have biases."""
 
     NAME: ClassVar[str] = "Qwen3"
     MODEL_TYPE: ClassVar[str] = "qwen3"

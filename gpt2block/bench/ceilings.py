@@ -1,4 +1,4 @@
-"""Measure the GB/s of a copy and the TFLOP/s of cuBLAS, as upper bounds of other rates."""
+"""Measure the GB/s of a copy and the TFLOP/s of cuBLAS, as upper bounds for rates of kernels."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class RandomModel(ABC, Generic[Config]):
 
     @property
     def checks_prompts(self) -> bool:
-        """Whether `_exact_logits` runs other kernels than a prompt does, and can thus check it."""
+        """Whether `_exact_logits` runs other kernels than prefill, so that it can check prefill."""
         return True
 
     def last_logits(self, ids: Ids) -> NDArray[np.float64]:
@@ -186,7 +186,7 @@ class RandomLlama(RandomModel[LlamaConfig]):
     def _exact_logits(self, ids: Ids) -> NDArray[np.float32]:
         if self._exact is None:
             engine: Any = self.on(self.device).engine
-            if engine.on_tensor_cores:  # FP8 weights are generated anew: `stored` omits scales
+            if engine.on_tensor_cores:  # `stored` omits scales: generate FP8 weights again
                 fp8 = self.dtype in FP8
                 tensors = random_tensors(self.config, self.dtype) if fp8 else self.stored()
                 engine = _Float32Activations(self.config, tensors, self.formats, self.device)
@@ -222,7 +222,7 @@ def random_tensors(config: LlamaConfig, dtype: str) -> Tensors:
 
 
 def _fill(array: CudaArray, block: CudaArray, start: int) -> None:
-    """Fill an array with repetitions of a block, beginning with the block's element `start`."""
+    """Fill `array` with repetitions of `block`, beginning with the element `start` of `block`."""
     bits = np.dtype(f"u{array.dtype.itemsize}")  # not every CuPy can copy bfloat16 and FP8
     to, of = array.reshape(-1).view(bits), block.view(bits)
     at, start = 0, start % of.size

@@ -51,14 +51,14 @@ def label_ends(ax: Any, ends: Sequence[End], size: float) -> None:
 
 
 def spread(heights: Sequence[float], apart: float = APART) -> list[float]:
-    """Return the heights in 0…1, moved as little as possible so that all are `apart` or more.
+    """Return the heights, moved as little as possible in 0…1 so that all differ by `apart` or more.
 
     The order of the heights is kept. If there are too many for this distance, they are spread
     evenly.
     """
     order = sorted(range(len(heights)), key=lambda i: heights[i])
     apart = min(apart, 1 / max(1, len(heights) - 1))
-    groups: list[tuple[list[int], float]] = []  # (indices of members, lowest height)
+    groups: list[tuple[list[int], float]] = []  # (indices into `heights`, lowest height)
     for i in order:
         members, low = [i], min(max(heights[i], 0.0), 1.0)
         while groups and groups[-1][1] + len(groups[-1][0]) * apart > low:
@@ -130,7 +130,7 @@ class Mark:
 
 
 def marks(rows: Sequence[BenchRow], kind: str) -> list[Mark]:
-    """Return a Mark for each benchmark of this kind with a correct result, in the order of rows."""
+    """Return Marks (rates) of the benchmarks of `kind` with a correct result, in `rows`' order."""
     result = []
     for work, dtype in dict.fromkeys((row.work, row.dtype) for row in rows if row.what == kind):
         of_it = [row for row in rows if (row.what, row.work, row.dtype) == (kind, work, dtype)]
@@ -224,7 +224,7 @@ def _legend(figure: Any, every: Sequence[Mark]) -> None:
 
 
 def draw_decoding(report: Report, file: Path) -> None:
-    """Plot tokens/s of decoding against the number of rows, with the bandwidth limit and peers.
+    """Plot decoding's tokens/s against the number of rows, with the bandwidth limit and PyTorch.
 
     Raises InputError if there is nothing to draw.
     """
@@ -269,14 +269,14 @@ def points(rows: Sequence[BenchRow], contender: str) -> Points:
 
 
 def floor(rows: Sequence[BenchRow]) -> Points:
-    """Return the points (number of rows, tokens/s) of steps that run at the memory bandwidth."""
+    """Return (number of rows, tokens/s) of decoding steps if they moved bytes as fast as a copy."""
     return sorted(
         {r.sizes["rows"]: 100 * r.tokens_s / r.percent_copy for r in rows if r.tokens_s}.items()
     )
 
 
 def _ratios(ax: Any, theirs: Points, ours: dict[int, float], color: str) -> None:
-    """Label a peer's points with gpt2block's rate / the peer's rate, away from gpt2block's line."""
+    """Label PyTorch's points with gpt2block's rate / PyTorch's rate, away from gpt2block's line."""
     for n, rate in theirs:
         if n in ours:
             below = ours[n] > rate

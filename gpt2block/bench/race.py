@@ -19,7 +19,7 @@ Check = Callable[[Replay, tuple[Any, ...]], tuple[float, float]]
 
 
 class Captured(NamedTuple):
-    """A captured CUDA graph: `replay` launches it, and `outs` are some of the outputs it writes."""
+    """A captured CUDA graph: `replay` launches the graph; `outs` are some outputs of the graph."""
 
     replay: Replay
     outs: tuple[Any, ...]
@@ -53,7 +53,7 @@ class Timed(NamedTuple):
 
 
 def refuse(why: str, rounds: int) -> Captured:
-    """Raise InputError(why): the `capture` function of an implementation that cannot run."""
+    """Raise InputError(why); used as `capture` function of an implementation that cannot run."""
     raise InputError(why)
 
 
@@ -70,7 +70,7 @@ def race(
     rounds: int | None = None,
     times: Callable[[Mapping[str, Replay]], Mapping[str, float]] | None = None,
 ) -> tuple[list[Timed], list[tuple[Contender, str]]]:
-    """Capture, check and time every contender. Return the timings, and the errors of failed ones.
+    """Capture, check and time all contenders; return timings, and errors of failed contenders.
 
     copies: number of copies of the inputs; a call computes one copy. check: returns the errors of
     the outputs that a replay writes. A contender of gpt2block is refused if it raises one of
@@ -97,7 +97,7 @@ def race(
 
 
 def _captured(contender: Contender, copies: int, rounds: int | None) -> tuple[Captured, int]:
-    """Return a graph and its number of rounds; if `rounds` is None, a timed round determines it."""
+    """Return a captured graph and its `rounds`; if None, the time of one round determines them."""
     if rounds is not None:
         return contender.capture(rounds), rounds
     graph = contender.capture(1)
@@ -106,7 +106,7 @@ def _captured(contender: Contender, copies: int, rounds: int | None) -> tuple[Ca
 
 
 def rounds_for(once_ms: float, copies: int) -> int:
-    """Return how many rounds over all copies one graph has, if a round takes `once_ms` ms."""
+    """Return the number of rounds (calls on every copy) per graph; a round takes `once_ms` ms."""
     return max(1, min(ceil(REPLAY_MS / max(once_ms, 1e-3)), MOST_CALLS // copies))
 
 

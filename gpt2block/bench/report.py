@@ -47,7 +47,7 @@ class BenchRow:
     copies: int  # number of copies of the inputs, used in turn
     tokens_s: float | None = None  # generated tokens per second; None without generation
     note: str = ""
-    # Name of a peer → its time divided by this row's time; only for correct rows of gpt2block.
+    # Name of PyTorch's implementation → its time / this row's time; in gpt2block's correct rows.
     peers: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -73,7 +73,7 @@ def run(
     peer: str | None = None,
     progress: Callable[[list[Work]], Iterable[Work]] = iter,
 ) -> Report:
-    """Run every benchmark. peer: "torch" or None. Raises InputError, DeviceError."""
+    """Run all benchmarks. peer: "torch" to add PyTorch, or None. Raises InputError, DeviceError."""
     check_peer(peer)
     index = measure.gpu_index(device)
     rows: list[BenchRow] = []
@@ -142,7 +142,7 @@ def tolerance(work: Work, arithmetic: str) -> float:
 
 
 def with_peers(rows: list[BenchRow]) -> list[BenchRow]:
-    """Return the rows; gpt2block's correct rows get {correct peer: its time / the row's time}."""
+    """Return rows with `peers` {name: PyTorch's time / gpt2block's} set where both are correct."""
     peers = {row.contender: row.us for row in rows if row.peer and row.right}
     return [
         row

@@ -37,7 +37,7 @@ OTHER_STAGES = {
 
 
 def stages_of(dtype: str) -> Stages:
-    """Return the stages {name: set of fusions} for weights of this dtype.
+    """Return {name of a stage: its set of fusions} for weights of this dtype, fewest fusions first.
 
     Residual additions are fused together with RMSNorm; RoPE together with the append of K and V to
     the kv_cache. Kernels with a fused RMSNorm support float32 activations only with float32 and FP8

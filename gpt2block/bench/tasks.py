@@ -22,7 +22,7 @@ from gpt2block.run.cuda_decoding import IN_FLIGHT
 from gpt2block.run.model import Floats, Ids, Sampled, cache_tensors, start_all
 from gpt2block.sampling import Sampling
 
-STEPS = 16  # decoding steps in one timed turn
+STEPS = 16  # decoding steps in one timed replay
 TURNS = timing.REPLAYS
 DIFFERENT = 3  # number of different prompts; row b has prompt b mod DIFFERENT
 
@@ -37,12 +37,12 @@ class Steps:
 
     @property
     def start(self) -> int:
-        """Length of each prompt in tokens; positions in timed turns are `position` on average."""
+        """Prompt length in tokens, so that the average position of timed steps is `position`."""
         return self.position - STEPS * (2 + TURNS) // 2
 
     @property
     def end(self) -> int:
-        """Length of each sequence in tokens after all turns of STEPS decoding steps."""
+        """Length of each sequence in tokens after all replays of STEPS decoding steps each."""
         return self.start + STEPS * (1 + TURNS)
 
     def prompts(self) -> list[Ids]:
@@ -50,13 +50,13 @@ class Steps:
         return [different[row % DIFFERENT] for row in range(self.rows)]
 
     def decoded(self, device: int, sampling: Sampling, rounds: int) -> Captured:
-        """Start the engine's decoding; return a Captured whose replay runs `rounds` steps of it."""
+        """Start the engine's decoding; return a Captured whose replay decodes `rounds` steps."""
         engine, prompts = self.model.on(device).engine, self.prompts()
         end = min(self.model.config.n_ctx, self.end + IN_FLIGHT)
         decoding = start_all(engine, prompts, [sampling] * self.rows, end - self.start + 1)
         steps: list[Sampled] = []
         waiting = set(range(self.rows))
-        while waiting:  # run until every prompt, also of a later group, has a first token
+        while waiting:  # run until the last group of prompts has its first tokens
             steps.append(decoding.next())
             waiting -= set(steps[-1].slots.tolist())
 
@@ -80,7 +80,7 @@ class Steps:
     def staged(
         self, device: int, fusions: Collection[str], shared: list[Any], rounds: int
     ) -> Captured:
-        """Return a Captured whose replay decodes `rounds` steps greedily, with these fusions.
+        """Return a Captured whose replay runs `rounds` greedy decoding steps with these fusions.
 
         fusions: may include "graph" (a CUDA graph) and "overlap" (of consecutive kernels). shared:
         the large kv_cache of all stages; each stage rewrites it from the prompts.

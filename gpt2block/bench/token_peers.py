@@ -64,7 +64,7 @@ def contenders(task: Steps | Prompt | Continuations, repeated: Repeated) -> Iter
 def _captures(
     task: Steps | Prompt | Continuations, device: str, repeated: Repeated
 ) -> Mapping[str, Capture]:
-    """Return {name of an implementation: its function that captures a task}."""
+    """Return {name of an implementation: function that captures its run of the task}."""
     if isinstance(task, Continuations):
         return {
             "transformers": partial(generated, task, device),
@@ -121,7 +121,7 @@ def steps(work: Steps, device: str, repeated: Repeated, rounds: int) -> Captured
 
 
 def _written(work: Steps, tokens: Sequence[Any], logits: Tensor) -> GeneratedSequences:
-    """Return the sequences to check. tokens: each step's tokens (rows,). logits: the last ones."""
+    """Return the sequences to check, from each step's tokens (rows,) and the last step's logits."""
     scores = logits.float().log_softmax(-1)
     return work.written(np.stack(tokens, axis=1), lambda row, token: scores[row, token])
 
@@ -139,7 +139,7 @@ def called(function: Callable[..., Tensor], arguments: tuple[Any, ...]) -> Calla
 def prefilled(
     forward: Forward, ids: Any, rows: Sequence[int], weights: Tensors, caches: Caches
 ) -> int:
-    """Return the most likely token after a prompt; store its keys and values in rows of caches."""
+    """Store a prompt's keys and values in `rows` of `caches`; return the most likely next token."""
     device = weights["wte"].device
     one = [tuple(torch.zeros_like(half[:1]) for half in pair) for pair in caches]
     positions = torch.arange(len(ids), device=device)

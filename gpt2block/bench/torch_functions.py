@@ -113,7 +113,7 @@ def block(eps: float, causal: bool, x: Tensor, *weights: Tensor) -> Tensor:
 
 
 def _trimat(qkv: Tensor) -> Tensor:
-    """Compute scores by cuBLAS, also where masked; scale Q, which is smaller than the scores."""
+    """Compute all scores, even masked ones, by cuBLAS; scale Q, as the scores are larger."""
     q, k = qkv[:, :, 0].transpose(1, 2), qkv[:, :, 1].transpose(1, 2)
     return (q / sqrt(q.shape[-1])) @ k.transpose(-1, -2)
 

@@ -1,4 +1,4 @@
-"""PyTorch implementations to compare with: eager, compiled, and its libraries' functions.
+"""PyTorch implementations to compare with: eager, compiled, or by cuBLASLt and cuDNN.
 
 For a block in 16 bits the compiler searches for the fastest products (max-autotune), which takes up
 to a minute for each shape, until all searches together have taken SEARCH_S. Otherwise, as for
@@ -87,7 +87,7 @@ class TorchPeers:
         return {"torch": torch.__version__, "torch's CUDA": torch.version.cuda, "cuDNN": str(cudnn)}
 
     def contenders_of(self, work: Work, sets: Sets) -> Iterator[Contender]:
-        """Yield PyTorch's implementations of a benchmark. sets: copies of its inputs."""
+        """Yield PyTorch's implementations of a benchmark. sets: copies of the inputs."""
         for_peers, dtype = work.for_peers, work.dtype
         if for_peers is None:
             return
@@ -132,7 +132,7 @@ class TorchPeers:
     def _compiling(
         self, function: Function, tensors: list[Any], tf32: bool, search: bool
     ) -> tuple[Capture, Callable[[], str]]:
-        """Return a `capture` that first compiles `function`, and a function that names the mode."""
+        """Return a `capture` that first compiles `function`, and a function that returns a note."""
         compiled: list[Function] = []
         note = ""
 
@@ -183,7 +183,7 @@ def _capture(function: Function, tensors: list[Any], tf32: bool, rounds: int) ->
 
 
 def in_rows(out: Tensor) -> Tensor:
-    """Transpose an attention output (B, NH, T, HS) to (B, T, NH, HS); return others unchanged."""
+    """Transpose a 4-D output (B, NH, T, HS) to (B, T, NH, HS); return other outputs unchanged."""
     return out.transpose(-2, -3) if out.ndim == 4 else out
 
 

@@ -37,7 +37,7 @@ class Measurement:
     percent: float  # rate as % of the rate of a copy or of cuBLAS
     max_abs: float  # largest absolute difference from float64
     max_rel: float  # max_abs relative to the largest absolute value
-    peers: Mapping[str, float] = field(default_factory=dict)  # name of a peer → its GPU µs
+    peers: Mapping[str, float] = field(default_factory=dict)  # "torch", "torch.compile" → GPU µs
     dtype: str = "float32"
 
     @property
@@ -86,7 +86,7 @@ def measure_variants(
                 continue
             _restore(inputs[0], host, bound[0].out)
             measure.poison(bound[0].out, inputs[0])
-            # Check before the capture runs the launches: some operations change a state they read.
+            # Check before the capture runs the launches, as some operations modify their inputs.
             off = measure.errors(bound[0].run(), truth)
             capture = partial(capture_bound, bound)
             entrants.append(Contender(f"{variant.name}/{block}", False, capture, dtype))
@@ -127,7 +127,7 @@ def _restore(inputs: tuple[Any, ...], host: tuple[Any, ...], out: Any) -> None:
 
 
 def rounds_for(copies: int, traffic: int) -> int:
-    """Return how many rounds over all copies a graph contains, to run for some milliseconds."""
+    """Return the number of rounds (calls on every copy) in a graph that takes some ms."""
     return max(1, min(REPLAY_BYTES // (copies * traffic), MOST_LAUNCHES // copies))
 
 
@@ -139,7 +139,7 @@ def ceiling_for(ceilings: Ceilings, dtype: str) -> float:
 def _rate(
     operation: Operation, sizes: Mapping[str, int], dtype: str, us: float, ceilings: Ceilings
 ) -> tuple[float, str, float]:
-    """Return (rate, unit, % of limit): GB/s and a copy's rate if memory-bound, else TFLOP/s."""
+    """Return (rate, unit, % of a copy's or cuBLAS's rate): GB/s if memory-bound, else TFLOP/s."""
     moved = 1e-3 * operation.workload.traffic(sizes) / us
     computed = 1e-6 * operation.workload.flops(sizes) / us
     of_copy = 100 * moved / ceilings.copy_gb_s

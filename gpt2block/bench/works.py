@@ -99,7 +99,7 @@ class Work:
         return measure.rotated(inputs, self.traffic) if inputs else [inputs]
 
     def check(self, replay: Replay, outs: tuple[Any, ...]) -> Errors:
-        """Replay, and return the (absolute, relative) error of the least accurate output.
+        """Replay a graph, and return the (absolute, relative) error of its least accurate output.
 
         outs: arrays, which are filled with NaN before the replay, or functions, which return an
         output after the replay.
@@ -249,7 +249,7 @@ ATTENTIONS = tuple(
     (B, T, mask) for B, T in ((1, 1024), (8, 1024), (64, 1024), (4, 4096)) for mask in (False, True)
 )
 WORKS: Mapping[str, tuple[tuple[str, ...], Callable[..., Work], Sequence[tuple[Any, ...]]]] = {
-    # kind → (default dtypes, function that returns a work, its arguments after the dtype)
+    # kind → (default dtypes, function that returns a benchmark, arguments after the dtype)
     "block": (("bfloat16", "float32"), block, BLOCKS),
     "gemm": (
         ("bfloat16",),
@@ -327,7 +327,7 @@ def _attention_truth(T: int, causal: bool, dtype: str) -> NDArray[Any]:
 def bind_copies(
     bind: Callable[..., Bound], inputs: Sequence[tuple[Any, ...]], outs: list[Any]
 ) -> list[Bound]:
-    """Return `bind(arrays, out)` for each copy of the inputs.
+    """Return `bind(arrays, out)` for each copy of the inputs and its entry `out` of `outs`.
 
     outs: initially None for each copy, and replaced by the outputs, so that the variants of an
     operation share one output for each copy.
@@ -343,7 +343,7 @@ def capture_bound(
     overlapping: bool = False,
     outs: Sequence[Any] = (),
 ) -> Captured:
-    """Capture a graph of all launches. Its checked outputs are the first and last of `outs`.
+    """Capture all launches in one graph. Only the first and last of `outs` will be checked.
 
     outs: outputs of the graph; by default the outputs of `bound`. overlapping: every kernel waits
     for the previous kernel itself, so that launches may overlap.
@@ -381,7 +381,7 @@ def _variants(
 def _blocks(
     weights: BlockWeights, causal: bool, dtype: str, sets: Sets, device: int
 ) -> Iterator[Contender]:
-    """Yield the fused and the skeleton block, each also with variant `mma` if Hopper's kernels run.
+    """Yield the fused and skeleton blocks, and each with variant `mma` if it uses Hopper kernels.
 
     sets: copies of x and the weights; each call reads the weights of its copy.
     """
@@ -403,7 +403,7 @@ def _older(spec: BlockSpec, sets: Sets, rounds: int) -> Captured:
 
 
 class _Variant(Machine):
-    """A Machine (runs a pass's steps) that uses one variant for matrix products and attention."""
+    """An executor of a pass's steps that uses one variant for matrix products and attention."""
 
     def __init__(self, do: Machine, variant: str) -> None:
         super().__init__(do.tensors)
@@ -418,7 +418,7 @@ class _Variant(Machine):
 def _bound_block(
     spec: BlockSpec, sets: Sets, variant: str | None = None
 ) -> tuple[list[Recording], Capture]:
-    """Record the block for each copy of x and weights; return the recordings and their `capture`.
+    """Record the block for each copy of x and weights; return recordings and their `capture`.
 
     The blocks share the memory of activations. variant: variant of matrix products and attention;
     None: the default variant.

@@ -24,7 +24,7 @@ from gpt2block.bulk.job import Failed, Job
 from gpt2block.bulk.records import Shard
 from gpt2block.errors import DeviceError, InputError
 
-ALLOWED_FAILURES = 10  # number of workers that may die while computing a shard before it fails
+ALLOWED_FAILURES = 10  # workers that may die while they compute a shard before the shard fails
 CONNECT_SECONDS = 10
 # Dask's profiler samples the stacks of all threads every 10 ms. Python runs one thread at a time,
 # so the thread that launches kernels would wait for the profiler.

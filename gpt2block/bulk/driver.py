@@ -133,7 +133,7 @@ def run(
 def _read_input(
     job: Job, inputs: Sequence[str], watcher: Watcher
 ) -> tuple[Job, list[tuple[Path, int]], list[Shard]]:
-    """Return the job completed by properties of the input, (file, bytes) pairs, and the shards.
+    """Return the job with the input's properties, (file, size in bytes) pairs, and the shards.
 
     Raises InputError, CheckpointError.
     """
@@ -156,7 +156,7 @@ def _read_input(
 def _open_manifest(
     folder: Path, described: dict[str, Any], cut: Sequence[Shard], watcher: Watcher
 ) -> shards.Manifest:
-    """Return the output's manifest without damaged shards. Raises InputError for another job's."""
+    """Return the manifest without damaged shards. Raises InputError for another job's output."""
     manifest, form = shards.Manifest(folder), described["form"]
     _compare(manifest, described)
     manifest.check([shard.lines for shard in cut])
@@ -172,7 +172,7 @@ def _open_manifest(
 
 
 def _most(job: Job, todo: Sequence[Shard]) -> int:
-    """Return the maximum number of CPU workers: the shards, or fewer if memory is too small."""
+    """Return the maximum number of CPU workers: as many as shards, or fewer if memory is small."""
     weights = weight_bytes(Checkpoint.open(job.model, job.revision).config, USUAL)
     return max(1, min(len(todo), int(MEMORY_LIMIT) // (2 * weights)))
 

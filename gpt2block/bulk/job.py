@@ -56,7 +56,7 @@ class Job(Arguments):
     typed: bool = False  # whether kept fields have their Arrow types in the results
 
     def checked(self, has_text: bool = False) -> Job:
-        """Return a copy with absolute paths and the hashes of the model and the tokenizer.
+        """Return a copy of the job with absolute paths and hashes of the model and the tokenizer.
 
         The copy also has the dtype of the weights, unless the dtype depends on the workers' GPUs.
         No weights are loaded.
@@ -159,7 +159,7 @@ def predictor(job: Job) -> Predictor:
 
 
 def worker_properties(device: str | None) -> dict[str, Any]:
-    """Return this worker's properties: versions, engine, reads_blocks and no_cuda.
+    """Return a dict that describes this worker: `versions`, `engine`, `reads_blocks`, `no_cuda`.
 
     reads_blocks: whether it multiplies GGUF blocks directly. no_cuda: the reason why it does not
     use a GPU; None if it uses one.

@@ -145,14 +145,14 @@ class Predictor:
     _has_text = False  # whether the tokenizer has been loaded for text
 
     def load_tokenizer(self) -> None:
-        """Use the tokenizer from now on, downloaded if necessary, as a batch of texts does."""
+        """Use the tokenizer from now on, as for a batch of texts; download it if necessary."""
         if not self._has_text:
             self._has_text = True
             vars(self).pop("_task", None)
 
     @property
     def encoding(self) -> Encoding | None:
-        """The tokenizer; None if none exists or, before `load_tokenizer`, if none is local."""
+        """The tokenizer, or None; before `load_tokenizer`, only a tokenizer with local files."""
         return of_outputs(self._lookup) if self._has_text else self._lookup.at_hand
 
     @cached_property
@@ -268,7 +268,7 @@ class Predictor:
         return "the first record of the input has token ids: put texts into a separate job"
 
     def _batches(self, ids: Mapping[int, Ids]) -> Iterator[list[int]]:
-        """Yield batches of records of similar length, the longest first, which need most memory.
+        """Yield batches of records of similar length, beginning with the longest (most memory).
 
         The engine computes groups of GROUP tokens, and a partly filled group takes as long as a
         full group. A batch therefore starts another group only if the task allows enough tokens to
@@ -297,7 +297,7 @@ class Predictor:
     def _run(
         self, part: Sequence[int], ids: Mapping[int, Ids], seeds: Mapping[int, int]
     ) -> list[Row | Problem]:
-        """Compute a batch; if it fails, compute each half of it separately."""
+        """Compute a batch; if the computation fails, compute each half of the batch separately."""
         records, own = [ids[index] for index in part], [seeds[index] for index in part]
         try:
             return list(self._task.run(self.model.engine, records, own))

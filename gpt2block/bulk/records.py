@@ -49,7 +49,7 @@ class Shard:
     first: int  # index of the first line in the whole input
     lines: int
     spans: tuple[Span, ...]
-    sha256: str  # hash of the bytes of the spans, or of the hashes of Parquet files
+    sha256: str  # hash of the shard's bytes or, for Parquet files, of the files' hashes
 
 
 @dataclass(frozen=True)
@@ -248,12 +248,12 @@ class _Cutter:
             self._spans, self._hash = [], hashlib.sha256()
 
     def add_lines(self, path: Path) -> None:
-        start = at = line = lines = 0  # current span: first byte, chunk's offset, first line, lines
+        start = at = line = lines = 0  # start, line, lines: current span; at: chunk's offset
         ended = True
         with path.open("rb") as file:
             while chunk := file.read(_CHUNK):
                 ends = np.flatnonzero(np.frombuffer(chunk, np.uint8) == ord("\n")) + 1
-                taken = used = 0  # the chunk's line ends and bytes in finished spans
+                taken = used = 0  # line ends and bytes of the chunk that finished spans include
                 while len(ends) - taken >= self._room - lines:
                     taken += self._room - lines
                     lines = self._room

@@ -23,7 +23,7 @@ from gpt2block.tokenizers.encoding import Encoding, token_sizes
 
 TaskName = Literal["score", "generate", "embed"]
 Kind = Literal["float", "int", "text", "floats", "ints", "texts", "vector"]
-Row = dict[str, Any]  # name of a column → result of a record; may exceed Task.columns
+Row = dict[str, Any]  # column → result of a record; may have more columns than Task.columns
 # Interrupts, and errors that the model or the device causes, not a record.
 _NOT_FROM_RECORD = (
     KeyboardInterrupt, SystemExit, GeneratorExit, CheckpointError, DeviceError, KernelError
@@ -34,7 +34,7 @@ class Problem(NamedTuple):
     """The reason why a record has no result."""
 
     reason: str
-    no_memory: bool = False  # memory ran out: the machine may be the cause, not the record
+    no_memory: bool = False  # memory ran out: the computer, not the record, may be the cause
 
 
 def problem_of(error: BaseException) -> Problem:
@@ -144,7 +144,7 @@ class Generating(Task):
             self.columns["logprobs"] = "floats"
 
     def _start(self, prompts: Any, engine: ModelEngine | None = None) -> Run:
-        """Check the prompts and return their Run, which needs an engine only to compute."""
+        """Check the prompts and return a Run, which needs an engine only to compute results."""
         config: Any = SimpleNamespace(config=self._config)
         return Run(engine or config, self._encoding, prompts, self._options)
 

@@ -94,8 +94,8 @@ class Parameter:
 
     ctype: str
     name: str
-    const: bool = False  # whether it is a pointer to const
-    restrict: bool = False  # whether it is declared __restrict__
+    const: bool = False  # whether the parameter is a pointer to const
+    restrict: bool = False  # whether the parameter is declared __restrict__
 
 
 @dataclass(frozen=True)

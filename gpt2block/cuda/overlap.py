@@ -89,7 +89,7 @@ def run(launch: Launch) -> None:
 
 
 class OverlappedLaunch(Launch):
-    """A launch that may start before the previous launch ends; its kernel waits for that end."""
+    """A launch that may start before the previous kernel ends; the launched kernel waits for it."""
 
     def run(self) -> None:
         run(self)

@@ -22,9 +22,9 @@ from gpt2block.cuda.tensor_maps import TensorMap
 
 Scalar = Any  # a NumPy scalar: CuPy passes its bytes to the kernel
 Argument = Any  # a Scalar or a TensorMap
-Compile = Callable[..., Any]  # function of a key's arguments; returns a compiled `cupy.RawKernel`
+Compile = Callable[..., Any]  # compile(*key) returns a compiled `cupy.RawKernel`
 Watcher = Callable[[int, int], None]  # receives the numbers of ready and of requested kernels
-MOST_THREADS = 16  # maximum threads: a model starts with few more kernels; compiling takes memory
+MOST_THREADS = 16  # maximum threads: each needs memory, and a start compiles few more kernels
 
 _LIMITS, _REQUESTS = threading.Lock(), threading.Lock()
 _kernels: dict[Hashable, Future[Any]] = {}
@@ -46,7 +46,7 @@ class Function:
 
     @property
     def found(self) -> Any:
-        """The `cupy.RawKernel`; waits until it is compiled."""
+        """The compiled `cupy.RawKernel`. Reading this property waits for the compilation."""
         if self._found is None:
             found = _result(self._compile, self._key)
             with _LIMITS:

@@ -25,12 +25,12 @@ from gpt2block.run.model import Floats, Ids, TracedEngine
 from gpt2block.tokenizers.encoding import Encoding, bytes_of_id
 
 MOST_TOKENS = 1024  # maximum tokens of a text, as every tensor is kept in float64
-DETAILED_CELLS = 16_384  # maximum cells per tensor outside of blocks or in the layer with details
-OTHER_CELLS = 400_000  # maximum total of the cells of all tensors of the other layers
-LEAST_CELLS, MOST_CELLS = 256, 8_192  # minimum and maximum cells per tensor of the other layers
+DETAILED_CELLS = 16_384  # maximum grid cells per tensor in the detailed layer or outside blocks
+OTHER_CELLS = 400_000  # maximum total of grid cells of all tensors in layers without details
+LEAST_CELLS, MOST_CELLS = 256, 8_192  # minimum and maximum grid cells per tensor of such layers
 ATTENTION_WEIGHTS = 800_000  # maximum total of the attention weights of all heads and layers
-OPENED_VALUES = 450_000  # maximum values of attention and products in the layer shown in detail
-OPENED_AND_WEIGHTS = 1_090_000  # maximum values of this layer plus all layers' attention weights
+OPENED_VALUES = 450_000  # maximum values of attention and products in the detailed layer
+OPENED_AND_WEIGHTS = 1_090_000  # maximum sum of these values and all attention weights
 LENS_ENTRIES = 60_000  # maximum total of logit-lens entries of all layers and positions
 LENS_TOP = 5
 NEXT_TOKENS = 24  # number of next tokens that the page lists, although it has all logits
@@ -120,7 +120,7 @@ def _short(name: str) -> str:
 
 
 def _by_plan_names(traced: Traced) -> dict[str, NDArray[Any]]:
-    """Name tensors such as "logits.0", a GPU's first group of rows, also "logits" and so on."""
+    """Return `traced` and, for names such as "logits.0" (a GPU's first rows), also "logits"."""
     return {name.removesuffix(".0"): tensor for name, tensor in traced.items()} | dict(traced)
 
 

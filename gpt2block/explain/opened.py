@@ -1,4 +1,4 @@
-"""Collect the data of a block that a page shows in detail: Q, K, V and parts of products.
+"""Collect the data of a block that a page shows in detail: Q, K, V and excerpts of products.
 
 A page has no room for all numbers. It holds some whole rows of x and some whole columns of W, so
 that it can compute the complete sum for each pair of a row and a column.
@@ -75,13 +75,13 @@ def _product(
     lines: int,
     first: NDArray[np.int64] | None,
 ) -> dict[str, Any]:
-    """Return some rows of x (T, K), some columns of w (K, N), and b and y for these rows, columns.
+    """Return some rows of x (T, K), some columns of w (K, N), and the values of b and y for both.
 
     lines: maximum number of rows and columns, each of K float16 values; equal for all products.
     first: columns in the order of preference; None: evenly spaced columns.
     """
     (T, K), N = x.shape, w.shape[1]
-    # A float32 value of x or y counts as two, a float16 value of w as one. A line is K values.
+    # `lines` counts rows and columns as K float16 values; a float32 value of x or y counts twice.
     n_rows = min(T, max(1, lines // 4))
     n_columns = min(N, max(1, (lines - 2 * n_rows) * K // (K + 2 * n_rows)))
     rows = grids.ends(T, n_rows)

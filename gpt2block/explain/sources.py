@@ -19,7 +19,7 @@ from gpt2block.ops.operation import Operation, Variant
 from gpt2block.ops.registry import OPERATIONS
 from gpt2block.passes.machine import Step
 
-TEN_STEPS, FUSED, HERE = "step by step", "fused plan", "ran here"  # labels of kernels
+TEN_STEPS, FUSED, HERE = "step by step", "fused plan", "ran here"  # why a page shows a kernel
 _FUSED_VARIANTS = ("narrow", "mma", "hopper")
 # Operation on packed rows of several sequences → its equivalent for one sequence, easier to read
 _OF_ONE_SEQUENCE = {"attention_packed": "attention", "rope_packed": "rope_qkv"}
@@ -122,7 +122,7 @@ def kernels_run(names: Iterable[str], config: ModelConfig) -> list[dict[str, Any
 
 
 def joined_steps(steps: Sequence[Step], fused: Iterable[Step]) -> dict[str, tuple[Step, list[str]]]:
-    """Return {step's name: (the fused step that includes it, names of all steps fused there)}.
+    """Return {name of a step: (the fused step with this step, names of all steps in it)}.
 
     A fused step joins the preceding steps whose results are not stored.
     """

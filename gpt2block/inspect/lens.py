@@ -102,7 +102,7 @@ def weights_of(engine: TracedEngine, traced: Mapping[str, NDArray[Any]]) -> Floa
 def rows_of_attention(
     engine: TracedEngine, traced: Mapping[str, NDArray[Any]], layer: int
 ) -> Floats:
-    """Return float32 rows [Q | K | V] (T, W), as a layer's attention reads them."""
+    """Return float32 rows [Q | K | V] (T, channels) as the attention of a layer reads them."""
     config = engine.config
     rows = traced[f"h.{layer}.{architecture_of(config).QKV}"].astype(np.float32)
     rows = rows.reshape(len(rows), -1)
@@ -133,7 +133,7 @@ def lens_of(engine: TracedEngine, states: Floats, top: int) -> LogitLens:
     weights: dict[str, Any] = {
         name: np.asarray(array.T if layout == "NK" else array, np.float32)
         for name, array, layout in engine.tensors()
-        if not name.startswith("h.") or array.ndim == 1  # constants may depend on vectors of blocks
+        if not name.startswith("h.") or array.ndim == 1  # constants may need vectors of blocks
     }
     weights |= architecture_of(engine.config).constants(engine.config, weights)
     head = weights.get("lm_head", weights["wte"])

@@ -31,10 +31,10 @@ OTHER_SIZES = (
 
 # Sizes of matrix products (M, K) x (K, N): odd K; K divisible by 4 and many columns N; many rows M.
 _WIDE = {"M": 2, "K": 1501, "N": 3}, {"M": 4, "K": 1036, "N": 76}, {"M": 65, "K": 1032, "N": 8}
-# Operation → sizes (and attributes) to check after `Operation.small`. Rows of the last sizes
-# consist of whole vectors and take a block several iterations; one row is an odd number of
-# 4-element vectors. Every operation has an array of more than 2^16 elements, and every elementwise
-# operation has an array of more than 2^16 vectors.
+# Operation → sizes (and attributes) to check after `Operation.small`. At the last sizes of an
+# operation, a row consists of whole vectors and takes a block several iterations; at one size, a
+# row is an odd number of 4-element vectors. Every operation has an array of more than 2^16
+# elements, and every elementwise operation has an array of more than 2^16 vectors.
 FURTHER: Mapping[str, tuple[Mapping[str, int], ...]] = {
     "add": ({"N": 13, "C": 769}, {"N": 13, "C": 772}, {"N": 104, "C": 2568}),
     "attention": ({"B": 86, "T": 2, "C": 128, "n_head": 2},
@@ -91,7 +91,7 @@ class Special:
     """A kind of special inputs. change: (random inputs, sizes and attributes) → special inputs."""
 
     name: str
-    why: str  # why a naive formula fails on these inputs, and a stable formula
+    why: str  # why a naive formula fails on these inputs, and which formula is stable
     change: Callable[[Inputs, Mapping[str, Any]], Inputs]
     slack: float = 0.0
 
@@ -110,7 +110,7 @@ def cases(kernel: Kernel, layout: str, stated: Sizes | None = None) -> tuple[Cas
     further = () if stated else operation.with_workload(small=FURTHER.get(operation.name, ())).cases
     found = [case(kernel, *each, layout) for each in usual]
     found += [replace(case(kernel, *each, layout), hint=OTHER_SIZES) for each in further]
-    several = usual[min(1, len(usual) - 1)]  # several rows that vectors do not divide
+    several = usual[min(1, len(usual) - 1)]  # sizes with several rows, not of whole vectors
     for at in (several, *further[-1:]):
         for special in SPECIAL.get(operation.name, ()):
             found.append(case(kernel, *at, layout, special))
@@ -163,7 +163,7 @@ def _equal(shape: tuple[int, ...]) -> NDArray[np.float32]:
 
 
 def _masked(given: Inputs, _: Mapping[str, Any]) -> Inputs:
-    """Set a row's first two, its other or its even scores to -inf, except a score to keep."""
+    """Set the first two, all later or all even-numbered scores of a row to -inf, except one."""
     scores, *targets = given
     rows = scores.reshape(-1, scores.shape[-1]).copy()
     columns = np.arange(rows.shape[1])

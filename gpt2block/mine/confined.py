@@ -11,7 +11,7 @@ import shutil
 import subprocess
 from functools import cache
 
-MEMORY = 4 << 30  # bytes of memory
+MEMORY = 4 << 30  # maximum bytes of memory
 PROCESSES = 64  # maximum number of processes in the program's user namespace
 _APART = (  # separate network and process namespaces; the program is killed if unshare ends
     *("unshare", "--user", "--map-current-user", "--net", "--pid", "--fork"),

@@ -102,7 +102,7 @@ class Kernel:
 
     @property
     def defines(self) -> kernels.Defines:
-        """Macros for NVRTC: the type T, and a hash of the source, so that edits are compiled."""
+        """Macros for NVRTC: type T, and a hash of the source, so that edited files are compiled."""
         hashed = hashlib.sha256(self.source.text.encode()).hexdigest()[:16]
         return *kernels.stored_as(self.dtype), (f"GPT2BLOCK_SOURCE_{hashed}", 1)
 

@@ -57,7 +57,7 @@ class KernelCheck:
 
     @property
     def verdict(self) -> str:
-        """The last lines of the text: the problem with its source lines, or that there is none."""
+        """The last lines of the text: the problem and source lines, or that the kernel is right."""
         if self.problem is None:
             return RIGHT if self.device == "cpu" else "Right."
         source = self.kernel.source

@@ -122,7 +122,7 @@ def _unlaunchable(kernel: Kernel, sizes: Mapping[str, int], needs: ResourceUsage
 
 
 def _check_judged(source: UserSource) -> None:
-    """Raise InputError for instructions and headers that only a GPU can run."""
+    """Raise InputError for instructions and headers that the emulator does not support."""
     text = without_literals(source.text)
     for pattern, what in _ON_GPU.items():
         if match := re.search(pattern, text, re.MULTILINE):

@@ -45,7 +45,7 @@ class ChildJob:
 
 @dataclass(frozen=True)
 class BenchmarkResult:
-    """The result of the benchmark, with copy and cuBLAS rates, `ceiling`, of the same process."""
+    """Measurements of the benchmark; `ceiling` has copy and cuBLAS rates from the same process."""
 
     rows: list[Measurement]
     skipped: list[str]
@@ -53,7 +53,7 @@ class BenchmarkResult:
 
 
 def run(job: ChildJob) -> Iterator[Checked | Finding | BenchmarkResult]:
-    """Run a job; yield the result of each case, then the benchmark's; stop at the first Finding.
+    """Run a job; yield results of the cases and of the benchmark; stop at the first Finding.
 
     A kernel that is wrong only for special inputs is still timed. Raises InputError for sizes at
     which the kernel cannot be launched, and DeviceError.
@@ -106,7 +106,7 @@ def _compiled(send: Send, job: ChildJob) -> bool:
 
 
 def _right(send: Send, job: ChildJob) -> bool:
-    """Check each case and send its result; return whether all cases but special ones are right."""
+    """Check each case and send its result; return whether cases of ordinary inputs are right."""
     for case in job.cases:
         send(Stage(f"the check at {case.label}", job.check_s))
         try:

@@ -19,7 +19,7 @@ from gpt2block.passes.blocks import BlockPass, ModelStepPass, PassSettings, Step
 from gpt2block.passes.machine import Outline, Step, two_part_of
 
 # Names of the int32 arrays that describe a batch of packed sequences. For each token: its id,
-# position, sequence and target, the next token's id (N,). For each sequence: its first row
+# position, sequence and target (the next token's id), (N,). For each sequence: its first row
 # (B + 1,), its first position (B,) and the row of its last token (ends,).
 BATCH = ("tokens", "positions", "row", "cu_seqlens", "start", "last", "targets")
 

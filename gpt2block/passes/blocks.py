@@ -1,4 +1,4 @@
-"""Passes of a block, and of a model with NumPy: one step per operation, or fused steps."""
+"""Forward passes of a block, and of a model with NumPy: a step per operation, or fused steps."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _layer(h: str) -> int:
 
 
 class StepPass(Pass):
-    """A pass with one step per operation: ten steps in a GPT-2 block, twelve in a Llama block."""
+    """A pass with a step per operation: ten steps in a GPT-2 block, twelve in a Llama block."""
 
     def __init__(self, do: Machine, settings: PassSettings) -> None:
         self.do, self.c = do, settings
@@ -171,7 +171,7 @@ class Normed(NamedTuple):
 
 
 class BlockPass(StepPass):
-    """A pass over a block whose products fuse residual, GELU, RMSNorm: GPT-2 7 steps, Llama 6.
+    """A pass over a block, of 7 steps for GPT-2 or 6 for Llama: products fuse residual, GELU, norm.
 
     bounds: the largest magnitude of each result by name, for float32 on tensor cores, where
     operands are two-part; else None. split_k: whether projections may split the sum over K.

@@ -1,4 +1,4 @@
-"""Compute upper bounds of the magnitudes of a pass's results, which hold for every input."""
+"""Compute upper bounds, valid for every input, of the magnitudes of a forward pass's results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Bound = float | None  # an upper bound, or None if it is unknown
 
 
 class Bounds(Machine):
-    """A machine that computes upper bounds of a pass's results; `found` is {name: known bound}.
+    """An executor of steps that computes upper bounds of results; `found` is {name: known bound}.
 
     tensors: NumPy arrays by name, matrices (K, N). NaN or infinite weights give no usable bound.
     """

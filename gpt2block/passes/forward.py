@@ -18,7 +18,7 @@ Want = Literal["last", "logits", "rows", "hidden", "stream", "log_likelihood"]
 
 
 class Product(NamedTuple):
-    """A product a w + bias, and the GELU or residual addition that its kernel can fuse.
+    """A product `a @ w + bias`, and the GELU or residual addition that its kernel can fuse.
 
     add: the name of the sum with the residual, or "". gelu: the name of the GELU, or "". result:
     the name of the final result. options: options of a kernel that fuses GELU. to: as in `Pass`.
@@ -37,7 +37,7 @@ class Product(NamedTuple):
 
 
 class Pass(ABC):
-    """The operations of a forward pass, and the machine that runs its steps.
+    """The operations of a forward pass, and the Machine (executor) that runs its steps.
 
     Arguments of an operation are the names of its result and weights. `to` has the names of the
     weights of the products that read the result, or of the step that reads it, such as "rope"; they
@@ -75,7 +75,7 @@ class Pass(ABC):
         gelu: str = "",
         to: To = (),
     ) -> Value:
-        """Compute a w + bias, then GELU, or add a residual. add: (name of the sum, residual)."""
+        """Compute a @ w + bias, then GELU or a residual sum. add: (name of the sum, residual)."""
         result, options = add[0] or gelu or name, {"gelu": True} if gelu else {}
         return self._product(Product(name, a, w, bias, *add, gelu, to, result, options))
 
@@ -114,14 +114,14 @@ class Pass(ABC):
 
     @abstractmethod
     def gated(self, h: str, x: Value, to: To = ()) -> Value:
-        """Compute silu(gate) up, or gelu(gate) up if `PassSettings.gelu` is set."""
+        """Compute silu(gate) * up, or gelu(gate) * up if `PassSettings.gelu` is set."""
 
     def relu_squared(self, name: str, x: Value) -> Value:
         """Compute max(x, 0)² in place, where x is the result of a product."""
         return self.do(name, "relu_squared", (x,), into=x)
 
     def last_rows(self, x: Value, y: Value) -> tuple[Pass, Value, Value]:
-        """Return the pass for the remaining steps, and the last row of x and y of each sequence."""
+        """Return a pass for the remaining steps, and the last row of each sequence in x and y."""
         raise NotImplementedError
 
     def logits(self, x: Value) -> Value:
@@ -137,12 +137,12 @@ class Pass(ABC):
 
 
 def block(o: Any, of: Architecture, x: Value, h: str = "") -> Value:
-    """Run one block of an architecture on pass `o`, and return its output."""
+    """Add the steps of one block to the forward pass `o`, and return the block's output."""
     return of.feed_forward(o, h, x, of.attention(o, h, x))
 
 
 def forward(o: Any, of: Architecture, config: ModelConfig, want: Want | None) -> Value:
-    """Run a model up to the output `want`; if it is None, stop after the last layer's K and V.
+    """Run a model up to the output `want` or, for None, up to the K and V of the last layer.
 
     "last": logits of the last row of each sequence. "logits": logits of all rows. "rows": the final
     norm, as input of a later product with lm_head. "hidden": the final norm as floats. "stream":

@@ -1,4 +1,4 @@
-"""Machines run the steps of a pass: the interface, and a machine that only lists the steps.
+"""`Machine`, the interface of executors of a pass's steps; `Outline`, which only lists steps.
 
 A pass calls a machine once for each step (`gpt2block.passes.forward`). Machines compute with NumPy,
 record kernel launches, compute bounds of magnitudes, or list the steps.
@@ -21,7 +21,7 @@ def two_part_of(matrix: str) -> str:
 
 
 class Step(NamedTuple):
-    """A step of a pass. name: the name of its result. op: the name of its reference function.
+    """A step of a forward pass. name: name of its result. op: name of its function in `reference`.
 
     inputs: results, or names of tensors, in the order of the function's arrays; "" for an omitted
     array. In an Outline, all inputs are names. dtype: the result's dtype, if the inputs do not
@@ -38,7 +38,7 @@ class Step(NamedTuple):
 
 
 class Machine(ABC):
-    """Interface of an object that runs the steps of a pass.
+    """Interface of an executor, which runs the steps of a forward pass.
 
     tensors: weights, constants, arrays of a batch and of a kv_cache by name; None if absent.
     """
@@ -76,7 +76,7 @@ class Name(str):
 
 
 class Outline(Machine):
-    """A machine that only lists the steps of a pass, for the docs and for HTML pages.
+    """An executor that only lists the steps of a forward pass, for the docs and HTML pages.
 
     names: the names of the existing tensors.
     """

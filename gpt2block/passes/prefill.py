@@ -58,7 +58,7 @@ class Prefill:
 
     @property
     def sequences(self) -> int:
-        """Number of sequences in attention: `ends`, or `batch` if attention reads the kv_cache.
+        """Number of sequences in attention: `batch` if attention reads the kv_cache, else `ends`.
 
         If `ends` is None, the number is `batch`.
         """
@@ -129,13 +129,13 @@ class PrefillPass(Pass):
             self._scores(x, first, min(self.shape.rows, first + ROWS_AT_ONCE))
 
     def _scores(self, x: Value, first: int, end: int) -> None:
-        """Compute the scores of rows first to end - 1, and free their logits on return."""
+        """Compute log-likelihoods of rows `first` to `end` - 1; free the logits on return."""
         logits = self.logits_of(x, first, end)
         targets = self.do(f"targets.{first}", "rows", ("targets",), first=first, end=end)
         self.do(f"scores.{first}", "log_likelihood", (logits, targets))
 
     def logits_of(self, x: Value, first: int, end: int) -> Value:
-        """Compute the logits of rows first to end - 1 of the final norm."""
+        """Compute the logits of rows `first` to `end` - 1 of x, the result of the final norm."""
         hidden = self.do(f"hidden.{first}", "rows", (x,), first=first, end=end)
         if self.c.cap is None:
             return self.head(f"logits.{first}", hidden)
@@ -146,11 +146,11 @@ class PrefillPass(Pass):
         return self.do(name, "linear", (hidden, "head"), variant="tiles")
 
     def last_rows(self, x: Value, y: Value) -> tuple[DecodePass, Value, Rows]:
-        """Return the pass for the remaining steps, and the last row of x and y of each sequence."""
+        """Return a pass for the remaining steps, and the last row of each sequence in x and y."""
         return TilesOfLastRows(self), self._last("last.x", x), Rows(self._last("last.attn", y))
 
     def _last(self, name: str, x: Value, joined: bool = False) -> Value:
-        """Return each sequence's last row of x. joined: convert rows from two-part to float32."""
+        """Return each sequence's last row of x. joined: convert the two-part rows to float32."""
         if self.shape.ends is not None or self.shape.batch > 1 or joined:
             return self.do(name, "take", (x, "last"), dtype="float32" if joined else None)
         return self.do(name, "rows", (x,), first=self.shape.rows - 1, end=self.shape.rows)
@@ -175,7 +175,7 @@ class TensorCorePass(PrefillPass):
         return self.do(name, "operand", (x,), dtype=self.dtype)
 
     def _operand(self, name: str, to: To) -> dict[str, Any]:
-        """Return the option for a result's dtype: 16-bit if products `to` read it, else float32."""
+        """Return the option of a result's dtype: 16-bit if products `to` read it, else float32."""
         return {"dtype": self.dtype if to else "float32"}
 
     def _product(self, p: Product) -> Value:
@@ -251,7 +251,7 @@ class TwoPartPass(TensorCorePass):
         return self._converted(name, x, to)
 
     def _reads_two_part(self, to: To) -> bool:
-        """Return whether products with these weights read two-part operands.
+        """Return whether products with weights `to` read operands in two float16 parts.
 
         lm_head does not count, because `head` converts its operand itself.
         """
@@ -306,7 +306,7 @@ class LastRows(DecodePass):
 
 
 class TilesOfLastRows(DecodePass):
-    """Last steps of a float32 prefill: the last block by prefill kernels, logits by decoding's."""
+    """Last steps of a float32 prefill: prefill kernels for the block, decoding's for the logits."""
 
     def __init__(self, prefill: PrefillPass) -> None:
         super().__init__(prefill.do, prefill.c)

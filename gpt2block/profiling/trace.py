@@ -23,7 +23,7 @@ Event = dict[str, Any]
 
 
 class Slice(NamedTuple):
-    """A kernel in a trace, from `start` to `end` in ns; `track` is an index of kernels' tracks."""
+    """A kernel in a trace, from `start` to `end` in ns; `track`: index among tracks of kernels."""
 
     ran: KernelTiming
     added: float
@@ -61,10 +61,10 @@ def trace(profile: Profile) -> dict[str, Any]:
 
 
 def _view(profile: Profile, pid: int, view: str, counter: bool) -> Iterator[Event]:
-    """Yield the trace events of a view: all passes, one after another, as one process."""
+    """Yield the trace events of one process: all passes, one after another."""
     yield _named("process_name", f"{profile.device}: {view}", pid)
     yield _named("thread_name", "passes and layers", pid, PASSES)
-    offset, tracks = 0, [0]  # ns: start of the pass; end of the last slice of each track of kernels
+    offset, tracks = 0, [0]  # in ns: start of the pass; end of each kernel track's last slice
     events: list[Event] = []
     passed: Counter[str] = Counter()
     for kind, timeline in profile.passes:
@@ -88,7 +88,7 @@ def _view(profile: Profile, pid: int, view: str, counter: bool) -> Iterator[Even
 def _placed(
     timeline: Timeline, ends: Sequence[float], offset: int, tracks: list[int]
 ) -> list[Slice]:
-    """Return slices for the kernels of a pass, each on the first free track.
+    """Return a Slice (start, end, track) per kernel of a pass, on the first free track.
 
     ends: µs from the start of the pass to each kernel's end. offset: start of the pass in ns.
     tracks: end of the last slice of each track in ns; updated.
@@ -108,7 +108,7 @@ def _placed(
 def _pass(
     pid: int, name: str, timeline: Timeline, slices: Sequence[Slice], start: int, end: int
 ) -> Iterator[Event]:
-    """Yield a slice for the pass and, inside it, a slice for each layer."""
+    """Yield a trace event for the pass and, nested in its time, an event for each layer."""
     times = {"us": timeline.us, "apart_us": timeline.apart, "own_us": timeline.own}
     args = {name: round(value, 3) for name, value in times.items()}
     yield _slice(name, "pass", pid, PASSES, start, end, args | {"kernels": len(slices)})
@@ -125,7 +125,7 @@ def _pass(
 
 
 def _kernel(pid: int, each: Slice, profile: Profile) -> Iterator[Event]:
-    """Yield a slice for a kernel and, inside it, a slice as long as a copy of its bytes takes."""
+    """Yield an event for a kernel, and a nested event for the time of a copy of as many bytes."""
     ran, track = each.ran, KERNELS + each.track
     layer, step = layer_of(ran.step)
     floor = profile.floor_us(ran.moved.total)

@@ -45,7 +45,7 @@ def check_sizes(name: str, shape: tuple[int, ...], largest: int = LARGEST) -> No
 
 
 def vector_width(n: int, *arrays: CudaArray) -> int:
-    """Return the elements per vector load, which has at most 16 bytes of the last array.
+    """Return the number of elements per vector load of at most 16 bytes of the last array.
 
     Fewer bytes are loaded if n, the length of rows, or the address of an array requires it.
     """

@@ -47,16 +47,16 @@ class BlockType(NamedTuple):
 
     @property
     def units(self) -> int:
-        """Number of tiles that share scales."""
+        """Number of tiles (8 rows x 128 inputs each) that share scales."""
         return 2 if self.size == 2 * UNIT else 1
 
     @property
     def tile(self) -> int:
-        """Bytes of `units` tiles with the scales that they share."""
+        """Bytes of `units` tiles (8 rows x 128 inputs each) and the scales that they share."""
         return OCTET * (self.units * UNIT * self.bits // 8 + self.of_scales)
 
     def row_bytes(self, K: int) -> int:
-        """Return the bytes of eight rows of K inputs."""
+        """Return the bytes of eight rows of K inputs each."""
         return ceil(K / (self.units * UNIT)) * self.tile
 
 
@@ -102,7 +102,7 @@ class GgufMatrix(WeightMatrix):
 
     @classmethod
     def pack(cls, blocks: list[tuple[str, Any]], K: int) -> GgufMatrix:
-        """Create a matrix from pairs (type, uint8 (N, bytes per row)) for consecutive outputs."""
+        """Create a matrix from pairs (GGUF type, uint8 rows of bytes) for consecutive outputs."""
         merged: list[tuple[str, Any]] = []
         for name, raw in blocks:
             if merged and merged[-1][0] == name:
@@ -120,7 +120,7 @@ class GgufMatrix(WeightMatrix):
 
     @classmethod
     def random(cls, ranges: Sequence[tuple[str, int]], K: int, seed: int = 0) -> GgufMatrix:
-        """Create a matrix of random blocks from pairs (type, number of outputs) for each range."""
+        """Create a matrix of random blocks. ranges: pairs (GGUF type, number of outputs)."""
         return cls.pack([(name, random_blocks(name, n, K, seed)) for name, n in ranges], K)
 
     @property
@@ -133,12 +133,12 @@ class GgufMatrix(WeightMatrix):
 
     @property
     def tile(self) -> int:
-        """The largest `BlockType.tile` among the block types of the matrix."""
+        """The largest `BlockType.tile` (bytes) among the block types of the matrix."""
         return max(TYPES[name].tile for name, _ in self.ranges)
 
     @property
     def units(self) -> int:
-        """The largest `BlockType.units` among the block types of the matrix."""
+        """The largest `BlockType.units` (tiles) among the block types of the matrix."""
         return max(TYPES[name].units for name, _ in self.ranges)
 
     @property
@@ -148,16 +148,16 @@ class GgufMatrix(WeightMatrix):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(K, N), the shape of an array of the weights."""
+        """Shape (K, N) of the decoded weights."""
         return self.K, self.N
 
     def padded(self, outputs: int) -> tuple[WeightMatrix, WeightMatrix]:
-        """Count up to seven more outputs of the last octet, which are zeros in memory."""
+        """Return this matrix with up to 7 more outputs, zeros in memory, and without them."""
         *others, (name, n) = self.ranges
         return replace(self, ranges=(*others, (name, n + outputs))), self
 
     def pieces(self) -> Iterator[tuple[int, NDArray[np.float32]]]:
-        """Yield (first output, weights (n, K)) for groups of outputs."""
+        """Yield (index of the first output, weights (n, K)) for each group of n outputs."""
         at_once = max(1, AT_ONCE // (OCTET * self.K))  # octets (8 rows) decoded at a time
         for name, n, count, data in self.of_ranges():
             octets = data.reshape(-1, TYPES[name].row_bytes(self.K))
@@ -170,7 +170,7 @@ class GgufMatrix(WeightMatrix):
                 yield n + begin, piece
 
     def of_ranges(self) -> Iterator[tuple[str, int, int, Any]]:
-        """Yield (type, first output, number of outputs, bytes) of each range of outputs."""
+        """Yield (type, first output, number of outputs, bytes) of each range (one type)."""
         at = 0
         sizes = range_bytes(self.ranges, self.K)
         for (name, count), begin, size in zip(self.ranges, self.begins, sizes, strict=True):
@@ -189,7 +189,7 @@ class GgufMatrix(WeightMatrix):
         return self
 
     def __rmatmul__(self, x: NDArray[Any]) -> NDArray[Any]:
-        """Return x (..., K) @ weights, decoding groups of outputs."""
+        """Return x (..., K) @ weights, decoding one group of outputs at a time."""
         out = np.empty((*x.shape[:-1], self.N), np.result_type(x.dtype, np.float32))
         for n, piece in self.pieces():
             out[..., n : n + len(piece)] = x @ piece.T
@@ -235,7 +235,7 @@ def random_blocks(name: str, N: int, K: int, seed: int = 0, size: float = 1.0) -
 
 
 def range_bytes(ranges: Sequence[tuple[str, int]], K: int) -> list[int]:
-    """Return the number of bytes of each range of outputs."""
+    """Return the number of bytes of each range (consecutive outputs of one GGUF type)."""
     return [ceil(n / OCTET) * TYPES[name].row_bytes(K) for name, n in ranges]
 
 
@@ -318,11 +318,12 @@ def _codes_and_scales(b: Any, name: str) -> tuple[Any, Any]:
 
 
 def _planes(codes: Any, kind: BlockType) -> Iterator[Any]:
-    """Yield bytes of codes (octet, group, unit, row, chunk, lane, 8): low bits, then high bits.
+    """Yield the low bits of all codes, then the high bits, as bytes in the kernels' order.
 
-    In a 32-bit word, the low bits of code 2j begin at bit 4j, and of code 2j + 1 at bit 4j + 16.
+    codes: (eight rows, group of tiles, tile, row, chunk, lane, 8). In a 32-bit word, the low bits
+    of code 2j begin at bit 4j, and of code 2j + 1 at bit 4j + 16.
     """
-    lanes = codes.swapaxes(-3, -2)  # (O, G, units, row, lane, chunk, 8)
+    lanes = codes.swapaxes(-3, -2)  # axes (eight rows, group, tile, row, lane, chunk, code)
     if kind.bits == 8:
         halves = lanes.reshape(*lanes.shape[:-2], 2, 2, 8)  # 16-byte vectors of two chunks
         yield halves.transpose(0, 1, 2, 5, 3, 4, 6, 7)
@@ -349,7 +350,7 @@ def unpack(data: NDArray[np.uint8], name: str, K: int) -> NDArray[np.float32]:
     low = kind.units * OCTET * UNIT * (8 if kind.bits == 8 else 4) // 8
     codes = _codes(tiles, kind, low)
     with np.errstate(**QUIET):
-        scale, minimum = _scales(tiles, kind)  # (O, G, row, sub-blocks)
+        scale, minimum = _scales(tiles, kind)  # axes (eight rows, group, row, sub-block)
         of_scale = codes.reshape(*scale.shape, -1)
         values = of_scale.astype(np.float32) - np.float32(kind.offset)
         values *= scale[..., None]
@@ -360,7 +361,7 @@ def unpack(data: NDArray[np.uint8], name: str, K: int) -> NDArray[np.float32]:
 
 
 def _codes(tiles: NDArray[np.uint8], kind: BlockType, low: int) -> Any:
-    """Return uint8 codes (octet, group of tiles, row, input). low: bytes of the codes' low bits."""
+    """Return uint8 codes (eight rows, group of tiles, row, input). low: bytes of low bits."""
     O, G = tiles.shape[:2]  # noqa: E741
     shape = O, G, kind.units, OCTET, LANES
     if kind.bits == 8:
@@ -379,12 +380,12 @@ def _codes(tiles: NDArray[np.uint8], kind: BlockType, low: int) -> Any:
         of_chunks: Any = high[..., None, :] >> each * SHIFTS[: 4 // each, None] & (1 << each) - 1
         lanes |= of_chunks.reshape(lanes.shape) << 4
     chunks = lanes.swapaxes(-3, -2).reshape(O, G, kind.units, OCTET, 4, LANES, 4, 2)
-    chunks = chunks.swapaxes(-3, -2)  # (O, G, units, row, chunk, pair, lane, 2)
+    chunks = chunks.swapaxes(-3, -2)  # axes (eight rows, group, tile, row, chunk, pair, lane, code)
     return chunks.reshape(O, G, kind.units, OCTET, UNIT).swapaxes(2, 3)
 
 
 def _scales(tiles: NDArray[np.uint8], kind: BlockType) -> tuple[Any, Any]:
-    """Return float32 scales and minimums (octet, group of tiles, row, sub-block)."""
+    """Return float32 scales and minimums (eight rows, group of tiles, row, sub-block)."""
     O, G = tiles.shape[:2]  # noqa: E741
     rest = np.ascontiguousarray(tiles[..., kind.tile - OCTET * kind.of_scales :])
     if kind.bits == 6:

@@ -27,7 +27,7 @@ WARPS = 4  # warps per block; each warp converts 128 inputs
 
 
 class BlockRows(NamedTuple):
-    """Outputs of one GGUF type, with a function that reads their bytes from a file.
+    """Rows (outputs) of one GGUF type, with a function that reads the rows' bytes from a file.
 
     heads: number of heads of a Llama's q or k, whose rows in a file have the order of Meta's RoPE;
     0 for other outputs. read(begin, array): fills the array with the bytes from `begin` on.
@@ -51,7 +51,7 @@ class BlockRows(NamedTuple):
 def pack(
     rows: Sequence[BlockRows], raw: CudaArray, out: CudaArray, largest: CudaArray, K: int
 ) -> Launch:
-    """Return a launch that writes rows `raw` of one type to `out`, in the kernels' order of bytes.
+    """Return a launch that writes rows `raw` of one GGUF type to `out` in the kernels' byte order.
 
     Rows of heads must come first. largest: int32 (1,), bits of a float; raised to an upper bound of
     the weights' magnitudes if that is larger.

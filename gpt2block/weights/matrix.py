@@ -118,14 +118,14 @@ class WeightMatrix(Composite):
         return cls(_to_fp8(w, dtype, scale, layout), dtype, scale, layout, largest)
 
     def times(self, factor: float) -> WeightMatrix:
-        """Return FP8 weights times a power of two: the same bytes, with scales times factor."""
+        """Return FP8 weights times `factor`, a power of two: equal bytes, scales times `factor`."""
         scale = np.full(self.N, factor, np.float32)
         if self.scale is not None:
             scale *= on_host(self.scale)
         return replace(self, scale=cupy.asarray(scale) if is_array(self.data) else scale)
 
     def padded(self, outputs: int) -> tuple[WeightMatrix, WeightMatrix]:
-        """Append outputs of zeros to a matrix on the GPU, layout "NK".
+        """Append `outputs` outputs of zero weights to a matrix in GPU memory, layout "NK".
 
         Return the padded matrix, and this one as a view of the same memory.
         """
@@ -274,7 +274,7 @@ def on_host(array: Any) -> NDArray[Any]:
 
 
 def _absmax(w: Any, layout: str) -> NDArray[np.float32]:
-    """Return output channels' largest magnitudes, on the host: not finite if a weight is not."""
+    """Return each output channel's largest magnitude on the host; infinity or NaN are kept."""
     if is_array(w):
         most = cupy.empty(w.shape[layout.index("N")], "float32")
         conversions.absmax(w, most, layout).run()
