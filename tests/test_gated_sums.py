@@ -176,7 +176,7 @@ def model_steps(model: Llama) -> list[Any]:
     """Those of the plan for one row."""
     engine: Any = model.engine
     do = outlines.outline(model.config)
-    engine.decode_pass(do, 1, engine.decoding.terms(1))
+    engine.decoding.step(do, 1, engine.decoding.terms(1))
     return do.steps
 
 

@@ -15,6 +15,7 @@ from gpt2block.ops.linear import MORE_ROWS, can_round, normalizes, terms_of, wgm
 from gpt2block.ops.terms import ROUNDED, Terms
 from gpt2block.passes.blocks import PassSettings
 from gpt2block.passes.decoding import DecodePass, SumsPass
+from gpt2block.passes.forward import forward
 from gpt2block.passes.machine import Machine
 from gpt2block.weights.gguf import GgufMatrix
 from gpt2block.weights.matrix import WeightMatrix
@@ -78,13 +79,20 @@ class DecodingChoice:
         return terms_of(dtype, rows, shapes, self.x_dtype is not None)
 
     def step(
+        self, do: Machine, rows: int, terms: Mapping[str, Any] | None, together: int = 1
+    ) -> Any:
+        """Run the steps of decoding a token for each of `rows` rows, up to logits, on `do`.
+
+        terms: the result of `terms`. None: all results can be read, so each layer has all of its
+        steps. together: neighbouring rows of one sequence.
+        """
+        chosen = self._pass(do, rows, terms, together)
+        return forward(chosen, self.architecture, self.config, "logits")
+
+    def _pass(
         self, do: Machine, rows: int, terms: Mapping[str, Any] | None, together: int
     ) -> DecodePass:
-        """Return the pass of a decoding step of `rows` rows, `together` of them per sequence.
-
-        terms: as `DecodePass` takes them. None: all results can be read, so each layer has all of
-        its steps.
-        """
+        """Return the pass of a step, whose arguments are as for `step`."""
         shapes, fp8_cache = self.config.block_shapes(), self.formats.fp8_cache
         if terms == {}:
             types = self._types_of_ffn if self.formats.dtype == FILE else ()

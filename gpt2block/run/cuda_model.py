@@ -392,13 +392,3 @@ class CudaModel(CudaWeights):
     def forward_pass(self, shape: Prefill, do: Machine, want: Want | None) -> Any:
         """Run the steps of a prefill of this shape, up to `want`, on the Machine `do`."""
         return forward(self._prefill_pass(shape, do), self._architecture, self.config, want)
-
-    def decode_pass(
-        self, do: Machine, rows: int, terms: Mapping[str, Any] | None, together: int = 1
-    ) -> Any:
-        """Run the steps of decoding a token for each of `rows` rows, up to logits, on `do`.
-
-        terms: as `DecodingChoice.step` takes them.
-        """
-        step = self.decoding.step(do, rows, terms, together)
-        return forward(step, self._architecture, self.config, "logits")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -45,13 +44,4 @@ class CudaPasses(Protocol):
 
     def forward_pass(self, shape: Prefill, do: Machine, want: Want | None) -> Any:
         """Run the steps of a prefill of this shape, up to `want`, on the Machine `do`."""
-        ...
-
-    def decode_pass(
-        self, do: Machine, rows: int, terms: Mapping[str, Any] | None, together: int = 1
-    ) -> Any:
-        """Run the steps of decoding a token for each of `rows` rows, up to logits, on `do`.
-
-        terms: as `DecodingChoice.step` takes them. together: neighbouring rows of one sequence.
-        """
         ...

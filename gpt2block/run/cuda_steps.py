@@ -211,7 +211,7 @@ class DecodingStep:
         given = {"tokens": tokens, "row": row, "positions": positions}
         terms = None if of.floats else model.decoding.terms(rows)
         self.recording = model.recordings.make(
-            lambda do: model.decode_pass(do, rows, terms, together),
+            lambda do: model.decoding.step(do, rows, terms, together),
             {**model.given(), **of.cache_tensors, **given},
             {"logits": logits},
             overlapping=True,
