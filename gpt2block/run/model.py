@@ -115,7 +115,7 @@ class StoredModel(ABC):
         return largest
 
     def _check_blocks(self, name: str, largest: float) -> None:
-        """Raise InputError if a GGUF matrix's largest magnitude is NaN or exceeds float16's range."""
+        """Raise InputError if a GGUF matrix's largest magnitude is NaN or too large for float16."""
         if not largest <= FLOAT16 and not self.formats.allow_nonfinite:
             raise InputError(
                 f"{name}: blocks of magnitudes up to {largest:.1e}: expected at most "

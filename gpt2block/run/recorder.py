@@ -117,7 +117,7 @@ class Arena:
         return known[:rows]
 
     def view(self, array: CudaArray) -> CudaArray:
-        """Return an array of the arena as a view that does not keep it allocated; others unchanged."""
+        """Return an arena's array as a view that does not keep it allocated; others unchanged."""
         offset = array.data.ptr - self._memory.data.ptr
         if not 0 <= offset < self._memory.nbytes:
             return array

@@ -21,7 +21,7 @@ from gpt2block.run.recorder import VIEW, TensorSpec, described
 GATHERED = {
     "encoder_rows": ("wte", "wpe"),
     "take": ("x",),
-}  # operation → inputs of which it reads some rows
+}  # inputs read only in some rows
 ACTIVATIONS = frozenset({*BATCH, "x", "hidden"})  # named inputs of a pass that are not weights
 SCRATCH = "memory", "stream_k_workspace"  # buffers for converted weights and for partial sums
 Call = Callable[[], Any]
