@@ -141,7 +141,7 @@ class RopeScaling:
         return scaled
 
     def _interpolated(self, pairs: int, theta: float) -> tuple[float, float]:
-        """Return the first and last channel pair whose frequencies "yarn" interpolates."""
+        """Return the range of indices of channel pairs over which "yarn" blends frequencies."""
         context, step = self.original_context / (2 * math.pi), math.log(theta) / pairs
         first, last = (math.log(context / beta) / step for beta in (self.beta_fast, self.beta_slow))
         if self.truncate:

@@ -61,13 +61,13 @@ class Batch:
         self._least_shared = least_shared(engine.config.n_layer, engine.nbytes)
         self._continues = self._prefixes is not None or 0 < piece < n_ctx
         self._pieces: PieceScheduler[Row] = PieceScheduler(tokens_at_once, piece)
-        self._starts: dict[int, Start] = {}  # by slot: Start of a row with unfinished prompt
+        self._starts: dict[int, Start] = {}  # slot: Start of a row with incomplete prompt
         self._decoding = engine.decode(slots, n_ctx, fewer, speculate)
         self.slots = slots = self._decoding.slots
         choose = self._prefixes.slot_for if self._prefixes is not None else None
         self._scheduler: RowScheduler[Row] = RowScheduler(slots, choose)
         self._vocab_size = engine.config.vocab_size
-        self._following: dict[int, Row] = {}  # by slot: row that waits for another's prompt
+        self._following: dict[int, Row] = {}  # slot: row that waits for another's prompt
         self._copies: list[tuple[int, int, int]] = []  # (source slot, target slot, tokens), to do
         self._started: dict[int, Start] = {}  # by slot: Start of its row, if tokens are reused
         self.begun: list[Row] = []  # rows whose first token was computed in the last step
@@ -244,7 +244,7 @@ class Batch:
 
         Rows wait while another row computes a prefix that they can reuse, if it is long enough.
         """
-        gains: dict[int, int] = {}  # by slot: tokens that waiting for its prompt saves
+        gains: dict[int, int] = {}  # slot: tokens that waiting for its prompt saves
         following: list[tuple[int, int, Row]] = []
         for slot, row in (*self._following.items(), *self._scheduler.place()):
             leader, gain = self._leader(slot, row)
@@ -325,14 +325,14 @@ class _NewTokens:
     """Buffers for sampled tokens of each slot, which its row (continuation) receives later."""
 
     def __init__(self, slots: int, n_ctx: int, vocab_size: int) -> None:
-        self.left = np.zeros(slots, np.int64)  # by slot: number of tokens it may still sample
+        self.left = np.zeros(slots, np.int64)  # number of tokens that each slot may still sample
         self._vocab_size = vocab_size
-        self._alternatives = np.zeros(slots, np.int64)  # by slot: alternatives per token
-        self._top: dict[int, list[Tops]] = {}  # by slot: most likely tokens at each position
+        self._alternatives = np.zeros(slots, np.int64)  # per slot: alternatives to report
+        self._top: dict[int, list[Tops]] = {}  # slot: most likely tokens at each position
         self._endings: dict[Any, _Endings] = {}  # tokens that may end rows, by end conditions
         self._of_slot: list[Any] = [None] * slots  # key of each slot in _endings
         self._begun = np.zeros(slots, bool)
-        self._count = np.zeros(slots, np.int64)  # by slot: number of buffered tokens
+        self._count = np.zeros(slots, np.int64)  # number of buffered tokens per slot
         self._tokens = np.empty((slots, n_ctx), np.int32)
         self._logprobs = np.empty((slots, n_ctx), np.float32)
         self._guessed = np.zeros((slots, n_ctx), bool)

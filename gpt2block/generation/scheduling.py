@@ -21,7 +21,7 @@ class Turns(Generic[Item]):
     """A queue of items. Clients take turns; items of the same client are taken in order."""
 
     def __init__(self) -> None:
-        self._of: dict[str, deque[Iterator[Item]]] = {}  # by client; next client first
+        self._of: dict[str, deque[Iterator[Item]]] = {}  # items of each client; next client first
 
     def add(self, items: Iterable[Item], client: str) -> None:
         """Queue items after the client's other items; the iterator is advanced only when needed."""

@@ -89,9 +89,9 @@ class Service:
         self._changed = threading.Condition()
         self._new: deque[tuple[Row, Deliver, float | None]] = deque()  # rows, deadlines
         self._cancelled: deque[Row] = deque()
-        self._open_of: Counter[str] = Counter()  # by client: number of rows that run or wait
-        self._deliver: dict[int, Deliver] = {}  # by id(row): callback
-        self._since: dict[int, float] = {}  # by id(row): time of submission, until its first token
+        self._open_of: Counter[str] = Counter()  # client: number of rows that run or wait
+        self._deliver: dict[int, Deliver] = {}  # id(row): callback
+        self._since: dict[int, float] = {}  # id(row): time of submission, until its first token
         self._last = np.zeros(batch.slots)  # time of each slot's last token
         self._pieces: deque[tuple[Deliver, Piece]] = deque()  # not yet delivered by the event loop
         self._called = False  # whether a delivery is scheduled in the event loop

@@ -24,7 +24,7 @@ class Places:
 
     def __init__(self, places: int) -> None:
         self._free = places
-        self._taken: Counter[str] = Counter()  # by client: number of occupied places
+        self._taken: Counter[str] = Counter()  # client: number of occupied places
         self._waiting: Turns[tuple[str, asyncio.Future[None]]] = Turns()
 
     @asynccontextmanager
