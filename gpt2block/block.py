@@ -33,7 +33,7 @@ FUSED_WIDTH = 16384  # most channels per row in the kernel layernorm_narrow
 
 
 class BaseBlock:
-    """Base class of blocks: the weights, and an engine that computes the block on one device.
+    """Base class of transformer blocks: weights, and an engine that computes on one device.
 
     Copying or unpickling a block constructs a new block from the same arguments.
     """
@@ -71,13 +71,13 @@ class BaseBlock:
         return type(self), (self.weights, *options)
 
     def _tensors(self, weights: Any) -> dict[str, Any]:
-        """Return name → array of the weights and constants."""
+        """Return a dict from names to weights and constants."""
         found: dict[str, Any] = weights.tensors()
         return found
 
     @property
     def kernels(self) -> str:
-        """The kernels in use, "skeleton" or "fused"; with kernels="auto", the selected kind."""
+        """The kind of kernels in use: "skeleton" or "fused", also if the option is "auto"."""
         return self.spec.kernels
 
     @property
@@ -96,7 +96,7 @@ class BaseBlock:
         return self._engine.weight_bytes
 
     def _timed(self, call: Call) -> list[Timeline]:
-        """Return the timelines of the passes that `call` runs, as `TracedEngine.timed` does."""
+        """Return the timelines of the forward passes that `call` runs; see `TracedEngine.timed`."""
         return self._engine.timed(call)
 
     def _compare(self, x: Any, given: Given = NOTHING) -> Comparisons:
@@ -140,7 +140,7 @@ class Block(BaseBlock):
         index = resolve_device(device)
         kernels = _choose(kernels, dtype, weights, index)
         self.dtype = dtype
-        self.weights = rounded(weights, dtype)  # float32 arrays, matrices rounded to dtype
+        self.weights = rounded(weights, dtype)  # float32 arrays; matrices are rounded to dtype
         bounds = None
         if index is not None and kernels == "fused" and dtype == "float32":
             bounds = largest(weights)
@@ -165,7 +165,7 @@ class Block(BaseBlock):
         return self._engine.forward(x, out)
 
     def trace(self, x: Any) -> dict[str, Any]:
-        """Return step name → copy of the step's result, for all steps from "ln1" to "output"."""
+        """Return a dict from step names, "ln1" to "output", to copies of the steps' results."""
         return self._engine.trace(x)
 
     def compare(self, x: Any) -> Comparisons:
@@ -202,7 +202,7 @@ def resolve_device(device: str | None) -> int | None:
 
 
 def reads_blocks(device: str | None) -> bool:
-    """Return whether `device` is a GPU that supports GGUF blocks. Raises as `resolve_device`."""
+    """Return whether `device` is a GPU that supports GGUF weights. Raises as `resolve_device`."""
     index = resolve_device(device)
     return index is not None and _capability(index) >= MMA_CAPABILITY
 
@@ -227,7 +227,7 @@ def rounded(weights: Weights, dtype: str) -> Weights:
 
 
 def _choose(kernels: str, dtype: str, weights: BlockWeights, device: int | None) -> str:
-    """Return "skeleton" or "fused", the kernels to use. An InputError suggests an alternative."""
+    """Return "skeleton" or "fused", the kind of kernels to use. Raises InputError with advice."""
     if kernels == "skeleton" and dtype in SIXTEEN_BITS:
         raise InputError(
             Argument("kernels"),
@@ -240,7 +240,7 @@ def _choose(kernels: str, dtype: str, weights: BlockWeights, device: int | None)
         )
     if kernels == "skeleton":
         return kernels
-    if device is None:  # NumPy supports all sizes and weights
+    if device is None:  # on the CPU, NumPy supports everything
         return "fused" if kernels == "fused" or dtype in SIXTEEN_BITS else "skeleton"
     problem = fused_problem(weights, _capability(device))
     if dtype in SIXTEEN_BITS:
@@ -274,7 +274,7 @@ def fused_problem(weights: BlockWeights, capability: int) -> str | None:
 
 
 def two_part_problem(weights: BlockWeights) -> str | None:
-    """Return the reason why activations cannot be stored in two float16 parts, or None.
+    """Return why activations cannot be stored as two float16 numbers per value, or None.
 
     The weights determine bounds, from which the scales of a TwoPartMatrix follow. None: no x makes
     a tensor too large for its scale.
@@ -292,7 +292,7 @@ def two_part_problem(weights: BlockWeights) -> str | None:
 def spec_of(
     weights: BlockWeights, causal: bool, kernels: str, bounds: Mapping[str, float] | None = None
 ) -> BlockSpec:
-    """Return the BlockSpec for these weights. Projections of fused kernels may use split-K."""
+    """Return the BlockSpec for these weights. Fused kernels may use split-K for projections."""
     heads = weights.n_head, weights.n_head, weights.eps, weights.n_embd // weights.n_head
     names = weights.tensors()
     fused = kernels == "fused"
@@ -302,7 +302,7 @@ def spec_of(
 
 
 def largest(weights: BlockWeights) -> dict[str, float]:
-    """Return name → largest possible magnitude of the result, for fused steps that have a bound."""
+    """Return the largest possible magnitude of results by step name, for steps with a bound."""
     do = Bounds(weights.astype(np.float32).tensors())
     spec_of(weights, True, "fused").run(do)
     return do.found

@@ -124,7 +124,7 @@ def check_encodable(name: str, text: str) -> None:
 
 
 def several(given: Any) -> list[Any]:
-    """Return the elements of an iterable as a list, or a list of a single object."""
+    """Return a list of the elements of an iterable, or of the object itself if not iterable."""
     try:
         return list(given)
     except TypeError:
@@ -245,7 +245,7 @@ def require_host(x: Any, use: str, dtype: Any, on_gpu: str) -> NDArray[Any]:
 
 
 def imported(from_library: Callable[[Any], Any], x: Any) -> Any:
-    """Return from_library(x) for a foreign array. Raises InputError if x cannot be shared."""
+    """Return from_library(x), which converts an array of another library. Raises InputError."""
     try:
         return from_library(x)
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
@@ -263,7 +263,7 @@ def check_count(name: str, value: Any, most: int = LARGEST_COUNT) -> int:
 def normed_together(
     gamma_q: tuple[int, ...], gamma_k: tuple[int, ...], n_head: int, n_kv_head: int, D: int
 ) -> bool:
-    """Return whether gammas of these shapes normalize all heads together, not each head alone.
+    """Return whether norm weights of these shapes apply to all heads together, not per head.
 
     D: channels per head. Raises InputError for other shapes.
     """
@@ -277,7 +277,7 @@ def normed_together(
 
 
 def check_blocks(K: int) -> None:
-    """Raise InputError unless K, the length of a row, is a multiple of 256, a Q4_K block."""
+    """Raise InputError unless K (values per row) is a multiple of 256, the size of a Q4_K block."""
     if K % 256:
         raise InputError(f"x: expected rows of a multiple of 256 numbers, got {K:,}")
 
@@ -297,7 +297,7 @@ def _position(name: str, value: Any) -> int:
     return check_integer(name, value, 0, MOST_POSITIONS, "an integer of at least 0 below 2^31")
 
 
-# Checks of scalar arguments by name; a name has the same meaning in every function.
+# Checks of scalar arguments, by name of the argument, which all functions use alike.
 SCALARS: Mapping[str, Callable[[str, Any], Any]] = {
     "n_head": check_count,
     "window": check_count,

@@ -1,4 +1,4 @@
-"""Contracts: a line that states names, dtypes and axes of an operation's inputs and outputs.
+"""Contracts: lines of text that state names, dtypes and axes of operations' arrays.
 
     x f32 ... K; w matrix K N; bias? f32 N; residual? f32 ... N -> out~residual f32 ... N
 
@@ -44,7 +44,7 @@ from gpt2block.errors import InputError, shown
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Sizes = dict[str, Any]  # axis letter → size; "..." → sizes of all leading axes
+Sizes = dict[str, Any]  # size by axis letter; "..." has sizes of leading axes
 
 MATRICES = ("matrix", "rows")  # kinds of weight matrices with axes (K, N)
 _LETTERS = re.compile(r"[A-Za-z_]+")
@@ -60,7 +60,7 @@ _IN_NUMPY: Mapping[str, tuple[str, str]] = {
 
 
 class Entry(NamedTuple):
-    """An entry of a contract: name, kind of dtype and axes of an array."""
+    """An array in a contract: its name, kind (of dtype and storage) and axes."""
 
     name: str
     kind: str
@@ -99,7 +99,7 @@ class Entry(NamedTuple):
 
 
 class Contract(NamedTuple):
-    """The inputs and outputs of an operation.
+    """A parsed contract: the input and output arrays of an operation.
 
     changed: index of the input that is also the first output, or None.
     """
@@ -209,7 +209,7 @@ def unchecked(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _widened(kind: str, value: Any, dtypes: set[Any]) -> Any:
-    """Convert an array to native byte order, 16-bit ones to float32; add its dtype to `dtypes`."""
+    """Convert an array to native byte order, 16-bit to float32; append its dtype to `dtypes`."""
     if kind == "kv" or not isinstance(value, np.ndarray):
         return value
     native = value.dtype.newbyteorder("=")

@@ -37,7 +37,7 @@ PIP_CUDA12 = f"pip install 'cupy-cuda12x==14.*' '{TOOLKIT[12]}'"
 SET_CACHE = "set CUPY_CACHE_DIR to a directory that can be written"
 ADVICE = "`gpt2block check` says what to do"
 NO_DEVICE = 100
-DRIVER_FIX = {  # error code of the driver → fix
+DRIVER_FIX = {  # fixes by error code of the driver
     34: "remove the toolkit's 'stubs' directory from LD_LIBRARY_PATH",
     802: "start the fabric manager: sudo systemctl start nvidia-fabricmanager",
     803: "restart the machine, so that the kernel module and the driver's library match",
@@ -74,7 +74,7 @@ class VisibleDevice:
 
 @dataclass(frozen=True)
 class Driver:
-    """The answers of the driver's library. missing: the reason why it could not be called."""
+    """Results of queries of the driver's library. missing: why the library cannot be called."""
 
     library: str
     missing: str = ""
@@ -148,7 +148,7 @@ def probe_driver(load: Callable[[str], Any] = ctypes.CDLL) -> Driver:
         devices = tuple(_probe_device(cuda, index) for index in range(count.value))
     except _CallError as failed:
         code, error = failed.args
-    except (OSError, AttributeError) as absent:  # the library or one of its functions is missing
+    except (OSError, AttributeError) as absent:  # no library, or no such function in it
         reason = str(absent).partition("\n")[0]
         missing = f"{library} not found" if "No such file" in reason else reason
     newest = version.value // 1000, version.value % 1000 // 10  # 12040 is CUDA 12.4
@@ -156,7 +156,7 @@ def probe_driver(load: Callable[[str], Any] = ctypes.CDLL) -> Driver:
 
 
 class _CallError(Exception):
-    """A driver call failed. Arguments: the error code, and a line that describes the error."""
+    """Raised if a driver call fails. Arguments: the error code, and a description of the error."""
 
 
 def _call(cuda: Any, function: str, *arguments: Any) -> None:
@@ -376,7 +376,7 @@ def check_cache(thorough: bool) -> Check:
 
 
 def examine() -> list[Check]:
-    """Run every check, each after the checks on which it depends. Never raises."""
+    """Run every check, after the checks on which it depends; return the results. Never raises."""
     return [check_package(), check_python(), check_numpy(), *_cuda_checks(thorough=True)]
 
 
@@ -462,6 +462,6 @@ def _major(version: str) -> int:
 
 
 def _line(error: BaseException) -> str:
-    """Return type and first line of an exception's cause, or of an exception without a cause."""
+    """Return type and first line of an exception's cause, or of the exception if it has none."""
     error = error.__cause__ or error
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"

@@ -8,7 +8,7 @@ from reprlib import Repr
 from typing import NamedTuple
 
 LONGEST = 500  # characters per message at most
-_KEPT_END = 160  # characters kept at the end of a message, which says what to do
+_KEPT_END = 160  # characters kept at the end of a shortened message: the advice
 
 
 def printable(text: str, longest: int = LONGEST) -> str:
@@ -18,7 +18,7 @@ def printable(text: str, longest: int = LONGEST) -> str:
     surrogates, direction marks) become escape sequences. The middle of a longer text is omitted.
     """
     if len(text) > 2 * longest:
-        text = text[:longest] + text[-longest:]  # escaping only lengthens the rest
+        text = text[:longest] + text[-longest:]  # enough for the result, as escaping lengthens text
     if not text.isprintable():
         text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
     if len(text) <= longest:
@@ -28,7 +28,7 @@ def printable(text: str, longest: int = LONGEST) -> str:
 
 
 class _Values(Repr):
-    """`repr` for messages: limited in length and depth, and never raises."""
+    """A `repr` for error messages: it is limited in length and depth, and never raises."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class DeviceError(PrintableError, RuntimeError):
     """The requested device cannot be used."""
 
 
-# Class, or "" for the package → suggested code → attributes that users of other libraries try.
+# For each class ("" for the package): code to suggest, and names that other libraries have for it.
 _ANSWERS = {
     "": {
         "gpt2block.from_pretrained(name)": "AutoModel AutoModelForCausalLM load load_model",

@@ -1,4 +1,4 @@
-"""Atomic replacement of files: a reader sees either the old content or the new content."""
+"""Replace files atomically: a reader sees either the old content or the new content."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def check_file(path: Path) -> None:
-    """Raise InputError unless `path` can be a file: call this check before a long computation."""
+    """Raise InputError unless a file can be written to `path`, before a long computation."""
     if path.is_dir():
         raise InputError(f"{path}: expected a file, got a directory")
     if not path.parent.is_dir():
@@ -115,7 +115,7 @@ def temporary_folder(directory: Path, name: str) -> Iterator[Path]:
 
 @contextmanager
 def _lock(folder: Path, wait: bool = True) -> Iterator[bool]:
-    """Lock a folder during the with block. Yield whether it is locked."""
+    """Lock a folder during the with block. Yield whether locking succeeded."""
     if fcntl is None:
         yield False
         return

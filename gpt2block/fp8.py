@@ -19,7 +19,7 @@ class _Fp8(NamedTuple):
 
     fraction: int
     bias: int  # bias of the exponent
-    largest: int  # byte of the largest finite number; the next byte is infinity or NaN
+    largest: int  # byte of the largest finite number; byte + 1 is infinity or NaN
     nan: int  # byte of NaN
 
 
@@ -43,7 +43,7 @@ def to_fp8(
     scale: Array | None = None,
     layout: str = "KN",
 ) -> NDArray[np.uint8]:
-    """Convert x, of any float dtype, to FP8 bytes, rounded to nearest even. → shape of x, uint8.
+    """Convert x, of any float dtype, to FP8 bytes (uint8), rounded to nearest even.
 
     With `saturate`, numbers beyond the largest number, ±57344 (E5M2) or ±448 (E4M3FN), including
     infinity, become ± the largest number; else infinity (E5M2) or NaN (E4M3FN). NaN stays NaN, with
@@ -63,7 +63,7 @@ def to_fp8(
                 f"got {scale.shape} for {x.shape}"
             )
         wide = wide / (scale if layout == "KN" else scale[:, None])
-    lowest = 1 - fp8.bias  # exponent of the smallest normal number; below, the spacing is constant
+    lowest = 1 - fp8.bias  # exponent of the smallest normal number; subnormals are equally spaced
     beyond = 2 * _fp8_magnitudes(format)[fp8.largest]
     magnitude = np.fmin(np.abs(wide), beyond)
     e = np.frexp(np.maximum(magnitude, 2.0**lowest))[1] - 1  # 2^e <= magnitude < 2^(e+1)
@@ -79,7 +79,7 @@ def to_fp8(
 
 @takes("x u8 ...")
 def from_fp8(x: NDArray[np.uint8], format: str = "float8_e5m2") -> NDArray[np.float32]:
-    """Convert FP8 bytes to float32, exactly. → shape of x, float32."""
+    """Convert FP8 bytes (uint8) to float32, exactly."""
     magnitudes = _fp8_magnitudes(format)
     values: NDArray[np.float32] = np.concatenate([magnitudes, -magnitudes])[x]
     return values

@@ -65,7 +65,7 @@ class LlamaBlock(BaseBlock):
         self._start(spec, device, index, graph)
 
     def _check_kernels(self, config: LlamaConfig, kernels: str, supported: str, index: int) -> None:
-        """Raise InputError unless the GPU supports these kernels and heads in the block's dtype."""
+        """Raise InputError unless the GPU supports the kernels, heads and dtype of the block."""
         if kernels != supported:
             raise InputError(
                 f"kernels {kernels!r}: expected {supported!r} for {self.dtype} on a GPU: use "
@@ -99,7 +99,7 @@ class LlamaBlock(BaseBlock):
         return self._engine.forward(x, out, _given(positions, x))
 
     def trace(self, x: Any, positions: Any = None) -> dict[str, Any]:
-        """Return step name → result of the step, for all steps from "rms1" to "output"."""
+        """Return a dict from step names, "rms1" to "output", to the steps' results."""
         return self._engine.trace(x, _given(positions, x))
 
     def compare(self, x: Any, positions: Any = None) -> Comparisons:

@@ -1,4 +1,4 @@
-"""Whole models: `from_pretrained("gpt2").generate("…")`. Classes are GPT2, Llama, else Model."""
+"""Language models: `from_pretrained("gpt2").generate("…")`, in classes GPT2, Llama and Model."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ Loaded = TypeVar("Loaded", bound="Model[Any]")
 
 
 class Model(Generic[Weights]):
-    """A language model. `from_pretrained` returns a GPT2, a Llama, or for other models a Model.
+    """A language model. `from_pretrained` returns GPT2, Llama, or Model for other architectures.
 
     Token ids are a sequence (T,), a batch (B, T), or a list of sequences of different lengths.
     Raises InputError for wrong arguments, DeviceError when the device cannot be used.
@@ -298,7 +298,7 @@ class Model(Generic[Weights]):
 
     @cached_property
     def chat_sampling(self) -> dict[str, float]:
-        """The default sampling options of chat answers, as keywords of `generate`.
+        """The sampling options that chat answers use by default, as keywords of `generate`.
 
         Read from the model's generation_config.json, else a temperature of 0.2 and a top_p of 0.9.
         Raises CheckpointError for values out of range.
@@ -357,7 +357,7 @@ class Model(Generic[Weights]):
     def __call__(
         self, ids: Row | Sequence[Row], cache: KVCache | None = None, last: bool = False
     ) -> Floats | list[Floats]:
-        """Return float32 logits: (T, V), (B, T, V), or a list of (T, V) if the lengths differ.
+        """Return float32 logits: (T, V), (B, T, V), or a list of (T, V) if sequence lengths differ.
 
         last: return the logits of the last position only, (V,) or (B, V). cache: row b of the ids
         continues row b of the cache, to which its keys and values are appended.
@@ -375,7 +375,7 @@ class Model(Generic[Weights]):
     @overload
     def hidden_states(self, ids: Sequence[Row]) -> Floats | list[Floats]: ...
     def hidden_states(self, ids: Row | Sequence[Row]) -> Floats | list[Floats]:
-        """Return the float32 residual stream after the embedding and each block, then normalized.
+        """Return hidden states in float32: the embedding, each block's output, then the final norm.
 
         The shape is (n_layer + 2, T, C) or (n_layer + 2, B, T, C), or a list of the former.
         """
@@ -389,7 +389,7 @@ class Model(Generic[Weights]):
         return np.stack(states, axis=1).reshape(len(states[0]), *shape, -1)
 
     def trace(self, ids: Prompt, cached: bool = False) -> dict[str, NDArray[Any]]:
-        """Return step name → result, (T, channels), for every step of a forward pass.
+        """Run a forward pass; return a dict from step names to results (T, channels).
 
         ids: a text or token ids (T,).
 
@@ -417,7 +417,7 @@ class Model(Generic[Weights]):
 
     @named_options()
     def logit_lens(self, text: Prompt, top: int = 5) -> LogitLens:
-        """Return the `top` most likely next tokens after the embedding and after each block.
+        """Apply lm_head to the residual stream after each layer; return the `top` likeliest tokens.
 
         Returns a LogitLens: ids and probabilities, (n_layer + 1, T, top) each. Raises InputError.
         """
@@ -535,7 +535,7 @@ class Model(Generic[Weights]):
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **options: Unpack[StreamOptions],
     ) -> Generator[str, None, Generation]:
-        """Yield the answer to a conversation in pieces as `stream` does; arguments as in `chat`."""
+        """Yield the answer to a conversation in pieces. Arguments are those of `chat`."""
         own = (add_generation_prompt, continue_final_message, chat_template_kwargs)
         arguments = self.chat_template.arguments(*own)
         prompt = self.chat_template.ids(self.tokenizer, messages, **arguments)
@@ -546,7 +546,7 @@ class Model(Generic[Weights]):
         messages: Iterable[Message] = (),
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Conversation:
-        """Begin a Conversation with these messages; its kv_cache is kept between answers.
+        """Return a Conversation that starts with `messages` and keeps its kv_cache between answers.
 
         chat_template_kwargs: as in `chat`, for all answers. Raises InputError for messages of
         another form and variables that the template does not read, and CheckpointError as `chat`
@@ -590,7 +590,7 @@ class Model(Generic[Weights]):
         tokens_at_once: int = 8192,
         progress: Callable[[int, int], None] | None = None,
     ) -> Score | list[Score]:
-        """Return the Score of a text or ids: log_likelihood, perplexity, bits_per_byte, tokens.
+        """Return the Score of a text or token ids: its log-likelihood, perplexity, bits per byte.
 
         Returns a Score, whose `tokens` hold the log-probability and surprisal of every token; for a
         list of texts or of rows of ids, a list of Scores.
@@ -689,6 +689,6 @@ def load(
     progress: Progress = iter,
     revision: str | None = None,
 ) -> Model[Any]:
-    """Load a checkpoint as `from_pretrained` does, with these format options."""
+    """Load a checkpoint as `from_pretrained` does, with storage formats from `options`."""
     model: Model[Any] = Model._loaded(name, device, given, progress, revision)
     return model

@@ -1,12 +1,12 @@
-"""Tables of results, as text and as HTML for notebooks. In HTML all text is escaped."""
+"""Format tables of results as text, and as HTML for notebooks, in which text is escaped."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from html import escape
 
-HIGHEST_BITS = 16.0  # surprisal shown in the strongest color
-MOST_ROWS = 24  # most rows of a text table; of a longer table, the first and last rows
+HIGHEST_BITS = 16.0  # surprisal, in bits, from which a piece has the strongest color
+MOST_ROWS = 24  # most rows of a text table; middle rows of longer tables are omitted
 MOST_CHARACTERS = 40  # most characters per cell of a text table
 
 
@@ -59,7 +59,7 @@ def paragraph(text: str) -> str:
 
 
 def surprisals(start: str, pieces: Iterable[tuple[str, float]]) -> str:
-    """Return a text as HTML: pieces are colored by surprisal, which tooltips show in bits."""
+    """Return a text as HTML; color and tooltip of each piece show its surprisal in bits."""
     spans = "".join(
         f'<span title="{bits:.2f} bits" style="background: rgba(220, 50, 32, '
         f'{min(max(bits, 0.0) / HIGHEST_BITS, 1.0) * 0.8:.2f})">{escape(piece)}</span>'

@@ -92,7 +92,7 @@ def layernorm(x: Array, gamma: Array, beta: Array, eps: float = 1e-5) -> Array:
 
 @takes("x any ... C -> mean rstd f32 ...")
 def layernorm_stats(x: Array, eps: float = 1e-5) -> tuple[Array, Array]:
-    """Return the statistics that LayerNorm stores for a backward pass: mean, 1 / sqrt(var + eps).
+    """Return mean and 1 / sqrt(var + eps) of each row, which LayerNorm's backward pass uses.
 
     x (..., C) → (...), (...).
     """
@@ -161,7 +161,7 @@ def attention_cached(
     softmax_scale: float | None = None,
     window: int | None = None,
 ) -> Array:
-    """Causal attention of new tokens over the keys and values of their whole sequence so far.
+    """Causal attention of a sequence's new tokens over its cached and new keys and values.
 
     q (T, C), queries at positions start … start + T - 1; k, v (start + T, C), of which further rows
     are ignored → (T, C), in the dtype of q. The query at position p sees keys 0…p. k and v may have
@@ -184,7 +184,7 @@ def attention_cached(
             for t in firsts
         ]
         return np.concatenate(parts)
-    past = 0 if window is None else max(0, start - window + 1)  # number of keys no query sees
+    past = 0 if window is None else max(0, start - window + 1)  # number of keys before all windows
     k, v, start = k[past:], v[past:], start - past
     seen = _seen_keys(T, start + T, start, window)
     # G heads of q share a head of k: q (KV heads, G, T, HS), k (KV heads, 1, start + T, HS).
@@ -193,7 +193,7 @@ def attention_cached(
     p = _attention_weights(q, k, seen, softmax_scale)  # (KV heads, G, T, start + T)
     if np.isfinite(v).all():
         out: Array = p @ v
-    else:  # masked values with NaN must not count, but 0 · NaN is NaN
+    else:  # masked NaNs must not count, but 0 · NaN is NaN
         each = enumerate(seen)
         parts = [p[:, :, t : t + 1, keys] @ v[:, :, keys] for t, keys in each]
         out = np.concatenate(parts, axis=2)
@@ -208,7 +208,7 @@ def kv_append(
     row: NDArray[np.integer[Any]],
     position: NDArray[np.integer[Any]],
 ) -> Array:
-    """Append K and V of packed rows to a kv_cache, which is changed in place; return k.
+    """Write K and V of rows [Q | K | V] into a kv_cache, in place; return the cache's `k`.
 
     qkv (N, Q + 2C), rows [Q | K | V] with Q at least C; k, v (B, n_ctx, C); row n belongs to
     sequence row[n], at position[n].
@@ -227,7 +227,7 @@ def kv_append(
 
 @takes("qkv any N W -> qkv any N W")
 def kv_round(qkv: Array, n_head: int, n_kv_head: int, kv_dtype: str) -> Array:
-    """Round K and V of packed rows to the FP8 numbers that a kv_cache of kv_dtype would store.
+    """Round K and V in rows [Q | K | V] to numbers of the FP8 format `kv_dtype`.
 
     qkv (N, W), rows [Q | K | V] → (N, W); Q is unchanged. kv_dtype: "float8_e5m2" or
     "float8_e4m3fn". Magnitudes above the largest FP8 number become this number.
@@ -252,7 +252,7 @@ def attention_packed(
     softmax_scale: float | None = None,
     window: int | None = None,
 ) -> Array:
-    """Compute `attention_cached` for several sequences, whose rows of qkv follow each other.
+    """Compute `attention_cached` for several sequences, whose rows in qkv are concatenated.
 
     qkv (N, Q + 2C), rows [Q | K | V]; k, v (B, n_ctx, C), which already contain the new keys and
     values → (N, Q). Rows cu_seqlens[b] to cu_seqlens[b + 1] - 1 belong to sequence b, at positions
@@ -331,7 +331,7 @@ def attention_split(
     softmax_scale: float | None = None,
     window: int | None = None,
 ) -> Array:
-    """Attention of single queries over a kv_cache: query m sees keys 0 to position[m] of row[m].
+    """Attention of one query per sequence: query m sees keys 0 to position[m] of cache row row[m].
 
     q (M, C); k, v (B, n_ctx, C), or with fewer heads as in `attention_cached`; row, position (M,)
     → (M, C). The result is zero for a query with a negative row or position.
@@ -350,7 +350,7 @@ def attention_split(
 def _attention_weights(
     q: Array, k: Array, seen: NDArray[np.bool_] | None, softmax_scale: float | None = None
 ) -> Array:
-    """Compute softmax(Q Kᵀ / sqrt(HS)), with weight 0 for keys that a query does not see.
+    """Compute softmax(Q Kᵀ / sqrt(HS)); keys that a query does not see get weight 0.
 
     q (..., T, HS), k (..., P, HS), seen (T, P), or None if all keys are seen → (..., T, P).
     softmax_scale: as in `attention`.
@@ -403,7 +403,7 @@ def _weighted_sum(p: Array, v: Array, seen: NDArray[np.bool_] | None) -> Array:
 
 @takes("qkv f32 B T 3 NH HS -> out f32 B NH T T")
 def trimat(qkv: Array, fill: float | None = None) -> Array:
-    """Compute the causal half of the scores Q Kᵀ / sqrt(HS) for each head.
+    """Compute the causal (lower triangular) scores Q Kᵀ / sqrt(HS) for each head.
 
     qkv (B, T, 3, NH, HS), of which Q and K are used → (B, NH, T, T). fill: value of the elements
     above the diagonal; with None they are unspecified, and here NaN, so that no caller uses them.
@@ -436,7 +436,7 @@ def linear(
     gelu: bool = False,
     eps: float = 1e-5,
 ) -> Array:
-    """Compute [residual +] f(n · w [+ bias]) for an activation f, where n is x or x normalized.
+    """Compute residual + f(n · w + bias), n = x or norm(x); bias, residual, f are optional.
 
     n = LayerNorm(x) with gamma and beta, RMSNorm(x) with gamma alone, else x. f is GELU if `gelu`,
     else the identity. With `up` (K, N), f(a) = silu(a) (n · up), or gelu(a) (n · up) if `gelu`.
@@ -469,7 +469,7 @@ def linear_qkv(
     position: NDArray[np.integer[Any]],
     eps: float = 1e-5,
 ) -> Array:
-    """Compute q, k and v of one token per sequence by `linear`; append k and v to a kv_cache.
+    """Compute Q, K and V of a token per sequence by `linear`; write K and V into a kv_cache.
 
     x (M, C), w (C, 3C), bias (3C,), k, v (B, n_ctx, C), row, position (M,) → q (M, C). k and v of
     token m are written to position[m] of row[m].
@@ -492,7 +492,7 @@ def gemm(
     gelu: bool = False,
     split_k: bool = False,
 ) -> Array:
-    """Compute [residual +] f(a · w [+ bias]) for an activation f, as tensor-core kernels do.
+    """Compute residual + f(a · w + bias) with optional residual, activation f and bias.
 
     f is GELU if `gelu`, else the identity. With `up` (K, N), f(c) = silu(c) (a · up), or
     gelu(c) (a · up) if `gelu`. a (..., K), w (K, N), bias (N,), residual (..., N) → (..., N).
@@ -603,7 +603,7 @@ def cap(x: Array, limit: float) -> Array:
 def layernorm_gelu(
     x: Array, gamma: Array | None = None, beta: Array | None = None, eps: float = 1e-5
 ) -> Array:
-    """GELU of LayerNorm over the last axis; gamma and beta (C,) are optional. → shape of x."""
+    """Compute gelu(layernorm(x)) over the last axis; gamma and beta (C,) are optional."""
     C = x.shape[-1]
     gamma = np.ones(C, x.dtype) if gamma is None else gamma
     beta = np.zeros(C, x.dtype) if beta is None else beta
@@ -631,7 +631,7 @@ def rmsnorm_add(x: Array, weight: Array, residual: Array, eps: float = 1e-6) -> 
 
 @takes("x f32 ... C -> out out_dtype ... C")
 def operand(x: Array) -> Array:
-    """Convert x (..., C) to the format that matrix products read. NumPy returns x unchanged.
+    """Convert x (..., C) to the format that GPU matrix products read. Here, x stays unchanged.
 
     On a GPU: 16-bit numbers, or the `Terms` of decoding.
     """
@@ -640,7 +640,7 @@ def operand(x: Array) -> Array:
 
 @takes("x strided ... T H D -> out~x any ... T H D")
 def rope(x: Array, start: int = 0, theta: float = 10000.0, half_split: bool = False) -> Array:
-    """Rotary position embedding: each pair (r, i) → (r cos a - i sin a, r sin a + i cos a).
+    """Rotary position embedding: rotate each pair (r, i) to (r cos a - i sin a, r sin a + i cos a).
 
     x (..., T, H, D), D even; row t has position start + t. Pair k consists of channels 2k and
     2k + 1, or with `half_split` of k and k + D / 2. Its angle a is position / theta^(2k / D).
@@ -715,7 +715,7 @@ def rope_append(
     half_split: bool = False,
     factor: float = 1.0,
 ) -> Array:
-    """Apply `rope_qkv` to one token per sequence; return q, and append K and V to a kv_cache.
+    """Apply `rope_qkv` to one token per sequence; write K and V into a kv_cache; return Q.
 
     qkv (N, Q + 2C), rows [Q | K | V], frequencies (D / 2,), k, v (B, n_ctx, C), row, position (N,)
     → q (N, Q). K and V of token n are written to position[n] of row[n]. Frequencies (B, D / 2) are
@@ -808,7 +808,7 @@ def linear_rope(
     position: NDArray[np.integer[Any]],
     n_head: int,
 ) -> Array:
-    """Compute `rope_append` of x · w + bias, with cosines and sines `by` for half-split pairs.
+    """Compute `rope_append` of x · w + bias, with half-split pairs, from cosines and sines `by`.
 
     x (M, C), w (C, Q + 2 KV), bias (Q + 2 KV,), by (M, D / 2, 2), a result of `rotations`, k, v
     (B, n_ctx, KV), row, position (M,) → q (M, Q).
@@ -871,7 +871,7 @@ def _rotations(
 
 
 def _rotated(x: Array, cos: Array, sin: Array, half_split: bool) -> Array:
-    """Rotate channel pairs of x (..., T, H, D) by angles with these cos and sin (T, 1, D / 2)."""
+    """Rotate the channel pairs of x (..., T, H, D) by angles; cos and sin are (T, 1, D / 2)."""
     D = x.shape[-1]
     cos, sin = cos.astype(x.dtype), sin.astype(x.dtype)
     first, second = (np.s_[: D // 2], np.s_[D // 2 :]) if half_split else (np.s_[::2], np.s_[1::2])
@@ -892,7 +892,7 @@ def rmsnorm_matmul(
     theta: float = 10000.0,
     half_split: bool = False,
 ) -> Array:
-    """Apply RMSNorm, multiply by w and, with `head_dim`, apply RoPE to heads of head_dim columns.
+    """Return rmsnorm(x) · w; with `head_dim`, apply RoPE to each head of head_dim columns.
 
     x (..., T, K), gamma (K,), w (K, N) → (..., T, N); row t has position start + t.
     """
@@ -921,7 +921,7 @@ def rmsnorm_ffn(
     residual: Array | None = None,
     gelu: bool = False,
 ) -> Array | tuple[Array, Array]:
-    """Compute silu(n w1) · (n w3), n = rmsnorm(h): a gated feed-forward without its last product.
+    """Compute silu(n w1) · (n w3) with n = rmsnorm(h): a gated feed-forward without w2.
 
     x, residual (..., K), gamma (K,), w1, w3 (K, N) → (..., N). With a residual, h = x + residual
     and the result is a pair: (..., N) and h. Without residual, h = x. gelu: use GELU instead of
@@ -971,7 +971,7 @@ def linear_sums(
     sums: Array | None = None,
     w_down: Array | WeightMatrix | None = None,
 ) -> Array:
-    """Return residual + x · w, plus the sum of `sums`, a result of `gated_sums` for w_down.
+    """Return residual + x · w + Σ sums; `sums` is a result of `gated_sums`.
 
     x (M, K), w (K, N), residual (M, N), sums (splits, M, N), w_down (H, N) → (M, N).
     """
@@ -1000,7 +1000,7 @@ def rope_sums(
     n_head: int,
     eps: float = 1e-6,
 ) -> Array:
-    """Add the sum of `sums`, a result of `gated_sums`, to x; compute `linear_rope` of rmsnorm(x).
+    """Compute `linear_rope` of rmsnorm(x + Σ sums); `sums` is a result of `gated_sums`.
 
     x (M, K), gamma (K,), w (K, Q + 2 KV), sums (splits, M, K), w_down (H, K); gamma_q, gamma_k
     (D,): for norms of heads as in `qk_norm`, or both None; other arguments as in `linear_rope`.
@@ -1016,12 +1016,12 @@ def rope_sums(
 def rmsnorm_sums(
     x: Array, weight: Array, sums: Array, w_down: Array | WeightMatrix, eps: float = 1e-6
 ) -> Array:
-    """Return `rmsnorm` of x + Σ sums, with sums (splits, M, C) of `gated_sums`, w_down (H, C)."""
+    """Return `rmsnorm` of x + Σ sums; `sums` (splits, M, C) is a result of `gated_sums`."""
     return rmsnorm(_completed(x, sums, w_down), weight, eps)
 
 
 def _completed(x: Any, sums: Array | None, w_down: Array | WeightMatrix | None) -> Any:
-    """Return x plus the sum of `sums`, a result of `gated_sums`; x itself if sums is None."""
+    """Return x + Σ sums, or x if sums is None; `sums` is a result of `gated_sums`."""
     if (sums is None) != (w_down is None):
         raise InputError("expected sums and w_down, or neither")
     if sums is None or w_down is None:
@@ -1046,7 +1046,7 @@ def silu_mul(gate: Array, up: Array, gelu: bool = False) -> Array:
 
 
 def _spans(cu_seqlens: NDArray[np.integer[Any]], N: int) -> list[tuple[int, int]]:
-    """Return (first row, last row + 1) of each sequence. Raises InputError for wrong cu_seqlens."""
+    """Return pairs (first row, last row + 1), one per sequence. Raises InputError for bad input."""
     ends = cu_seqlens.tolist()
     if ends != sorted(ends) or ends[0] < 0 or ends[-1] > N:
         raise InputError(f"cu_seqlens: expected numbers that rise from 0 to {N}, got {ends[:9]}")
@@ -1068,7 +1068,7 @@ def _matrix(w: Array | WeightMatrix, like: Array) -> Array:
 
 @takes("logits f32 ... V; targets i32 ... -> out f32 ...")
 def log_likelihood(logits: Array, targets: NDArray[np.integer[Any]]) -> Array:
-    """Return logits[target] - log Σ exp(logits) of each row.
+    """Return each row's log-probability of its target: logits[target] - log Σ exp(logits).
 
     logits (..., V), targets (...) → (...). The result is NaN for a target outside 0…V-1, and for a
     row with NaN or +inf, or only -inf.
@@ -1104,7 +1104,7 @@ def top_logprobs(logits: Array, K: int = MOST_ALTERNATIVES) -> tuple[NDArray[np.
 
 @takes("tokens i32 T -> guess i32 K")
 def guess_tokens(tokens: NDArray[np.int32], K: int = 7) -> NDArray[np.int32]:
-    """Guess the next K tokens of a sequence (T,): the tokens after an earlier copy of its end.
+    """Guess a sequence's next K tokens: those after an earlier occurrence of its last tokens.
 
     The latest earlier occurrence of the last three tokens is used, or of the last two or one if
     there is none. If the sequence ends before the K-th guess, the guesses repeat from the first.
@@ -1208,7 +1208,7 @@ def llama_block_forward(
     return add(x1, matmul_bias(ff, w.w_down, w.b_down))
 
 
-# Name of a function in this module → its contract.
+# Contracts of the functions in this module, by name.
 CONTRACTS: Mapping[str, Contract] = {
     name: each.contract for name, each in vars().copy().items() if hasattr(each, "contract")
 }

@@ -1,4 +1,4 @@
-"""Sampling of the next token: options, and the NumPy reference.
+"""Sample the next token: a class of options, and the NumPy reference of the GPU sampler.
 
 The kernel `sample_token` uses the same integer arithmetic; only its exp may differ in the last bit.
 The algorithm is documented in kernels_cu/tokens/sample.cu.
@@ -22,12 +22,12 @@ DEFAULT_TEMPERATURE = 0.8  # default of `generate` in Python and on the command 
 SEED_BITS = 53  # bits of a new seed: JSON readers that use doubles keep it exactly
 SMALLEST = 2.0**-126  # smallest normal float32
 LARGEST = 2.0**126  # largest power of two whose reciprocal is a normal float32
-UNIT = np.float32(2**40)  # mass of the most likely token
-ROUNDS = 10  # rounds of Philox
-PLACES = 128  # entries of a row's table; an entry has a bias before min_new_tokens and one after
-CHANGES = 2 * PLACES + 2  # numbers per row: the table, two penalties; no token uses entry 0
+UNIT = np.float32(2**40)  # mass (scaled probability) of the most likely token
+ROUNDS = 10  # rounds of the random number generator Philox4x32-10
+PLACES = 128  # entries of a row's table: pairs of a bias before min_new_tokens and one after
+CHANGES = 2 * PLACES + 2  # floats per row: the table and two penalties; no token uses entry 0
 MOST_BIAS = 2.0**64  # largest bias: a finite logit plus a bias stays finite
-MOST_ALTERNATIVES = 20  # most likely tokens per position that can be reported at most
+MOST_ALTERNATIVES = 20  # limit of most likely tokens to report per position
 
 _USUAL = f"{SMALLEST:.1e} to {LARGEST:.1e}"
 _PENALTY = Range(-MOST_BIAS, MOST_BIAS, "a finite number, 0 for none")
@@ -57,7 +57,7 @@ SAMPLING_OPTIONS = tuple(SamplingKeywords.__annotations__)
 @documented
 @dataclass(frozen=True)
 class Sampling:
-    """The sampling options of one row.
+    """The sampling options of one row (a continuation of a prompt).
 
     {options}
 
@@ -177,7 +177,7 @@ class Sampling:
 
 
 def _ranges(kind: str) -> dict[str, Range]:
-    """Return name → range of valid values, for Sampling's fields of this type."""
+    """Return the ranges of valid values of Sampling's fields of this type, by name."""
     ranges = {each.name: meaning_of(each).range for each in fields(Sampling) if each.type == kind}
     return {name: limits for name, limits in ranges.items() if limits}
 
@@ -272,7 +272,7 @@ def check_biased(sampling: Sampling, V: int) -> None:
 
 
 def changes(sampling: Sampling, V: int) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
-    """Return a row's logit changes for the kernel: a table (CHANGES,), and indices into it (V,).
+    """Return a row's logit changes as the kernel reads them: a table, and an index per token.
 
     Entry 0 of the table holds 1 if anything changes, and the bits of min_new_tokens. The second
     array holds twice the index of each token's entry in the table.
@@ -325,7 +325,7 @@ def penalized(
 
 
 def masses(l: Floats, sampling: Sampling) -> Masses:  # noqa: E741
-    """Return the mass of each token, 2^40 exp((l - max l) / temperature), 0 for filtered tokens.
+    """Return each token's mass, 2^40 exp((l - max l) / temperature) for logits l; 0 if filtered.
 
     l: result of `penalized`, float32 (V,), without NaN, at least one number above -inf. The
     temperature must not be 0.
@@ -367,19 +367,19 @@ def probabilities(logits: Floats, sampling: Sampling) -> NDArray[np.float64]:
 
 
 def _part(p: float, mass: int) -> int:
-    """Return p times `mass`, rounded up. p is a float32 in fixed point with 64 fractional bits."""
+    """Return p · mass, rounded up; p is a float32, rounded down to 64 fractional bits."""
     return -(-int(float(np.float32(p)) * 2**64) * mass // 2**64)
 
 
 def draw(mass: Masses, random: int) -> int:
-    """Return the first token whose cumulative mass, by id, exceeds random / 2^64 of the total."""
+    """Return the first id at which the cumulative mass exceeds random / 2^64 of the total mass."""
     running = np.cumsum(mass)
     r = random * int(running[-1]) >> 64
     return int(np.searchsorted(running, np.uint64(r), side="right"))
 
 
 def random_bits(seed: int, step: int, sample: int) -> int:
-    """Return 64 random bits, determined by the arguments."""
+    """Return 64 random bits that depend only on the arguments."""
     # `step` may be a NumPy integer, whose products would overflow.
     words = philox((int(step), sample, 0, 0), (seed & 0xFFFFFFFF, seed >> 32))
     return words[0] | words[1] << 32
@@ -427,7 +427,7 @@ def rows_of(sampling: Sampling | Sequence[Sampling] | None, B: int) -> list[Samp
 
 
 def parameters(rows: Sequence[Sampling]) -> dict[str, NDArray[Any]]:
-    """Return the kernel's arguments: field name → array (B,), with the seed as int64 bits."""
+    """Return the kernel's arguments as arrays (B,) by field name; seeds are int64 bits."""
     dtypes = {
         "temperature": np.float32,
         "top_p": np.float32,

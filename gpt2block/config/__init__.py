@@ -23,8 +23,8 @@ ALL_LIMITS: Mapping[str, int] = {**LIMITS, "n_kv_head": 2**16, "n_ff": 2**20, "h
 Config = TypeVar("Config", bound="ModelConfig")
 Shapes = Mapping[str, tuple[int, ...]]
 Settings = Iterable[tuple[str, tuple[Any, ...], str]]
-# Keys of config.json with which other architectures change the result. Each entry has a key, the
-# values that change nothing, and the computation in this package. A list has a value per layer.
+# Keys of config.json that change the result of other architectures. An entry: key, values that
+# have no effect, the computation of this package. A list in config.json has a value per layer.
 _ALL_SEEN, _PLAIN_NORMS = "attention sees all earlier tokens", "queries and keys have no norm"
 _UNSCALED = "embeddings, residuals and logits are not scaled"
 OF_OTHERS: Settings = (
@@ -60,7 +60,7 @@ GPT2_VOCABULARY, GPT2_END = 50257, 50256  # vocabulary size, id of <|endoftext|>
 
 
 class Scales(NamedTuple):
-    """Scalar parameters of a forward pass; the default values have no effect.
+    """Scalar factors and limits of a forward pass; the default values have no effect.
 
     eps: added to the variance by norms of the residual stream. embedding: factor of rows of wte.
     attention: factor of scores; None for 1 / sqrt(head_size). stream: factor that converts the
@@ -78,7 +78,7 @@ class Scales(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelConfig(ABC):
-    """Base class of configs, with the sizes that all architectures have. Subclasses add sizes.
+    """Base class of model configs, with the sizes that all architectures have.
 
     Sizes are positive integers up to `LIMITS`. eos_token_ids: tokens that end a generation, in
     addition to the tokenizer's end tokens. Raises InputError for other values.
@@ -137,12 +137,12 @@ class ModelConfig(ABC):
 
     @property
     def head_order(self) -> tuple[int, ...]:
-        """For each channel of a head of q and k, its index in files; () if no index differs."""
+        """For each channel of a head of q and k, its index in checkpoints; () if all are equal."""
         return ()
 
     @property
     def kv_width(self) -> int:
-        """Channels of all keys of a token, and of all values."""
+        """Channels of all keys of a token: n_kv_head times head_size. The values have as many."""
         return self.q_width
 
     @property
@@ -173,7 +173,7 @@ class ModelConfig(ABC):
 
     @property
     def short_context(self) -> int:
-        """Longest sequence, in tokens, with RoPE's short-context frequencies; 0: there are none."""
+        """Longest sequence (tokens) that uses RoPE's short-context frequencies; 0: no such set."""
         return 0
 
     @property
@@ -183,7 +183,7 @@ class ModelConfig(ABC):
 
     @abstractmethod
     def block_shapes(self) -> Shapes:
-        """Return name → shape of a block's tensors, in packed order; matrices are (in, out)."""
+        """Return a dict of names and shapes of a block's tensors; matrices are (in, out)."""
 
     @classmethod
     def from_hugging_face(cls: type[Config], config: Any) -> Config:
@@ -202,7 +202,7 @@ class ModelConfig(ABC):
         return made
 
     def _neutral_for_sizes(self, config: Mapping[str, Any]) -> Settings:
-        """Return further keys for OF_OTHERS, whose values without effect depend on the sizes."""
+        """Return further entries for OF_OTHERS that depend on the sizes of the model."""
         scale = "attention divides by the square root of the head size"
         window = config.get("sliding_window")
         wide = (window,) if sees_all(window, self.n_ctx) else ()
@@ -290,7 +290,7 @@ class GPT2Config(ModelConfig):
         return self.n_embd // self.n_head
 
     def block_shapes(self) -> Shapes:
-        """Return name → shape of the twelve tensors of a block, in packed order."""
+        """Return a dict of names and shapes of the twelve tensors of a block, in packed order."""
         return block_shapes(self.n_embd)
 
     def outer_shapes(self) -> tuple[Shapes, Shapes]:
@@ -344,7 +344,7 @@ def end_tokens_in(config: Mapping[str, Any]) -> Any:
 
 
 def agreed(given: Mapping[str, Any]) -> Any:
-    """Return the common value of these config.json keys; raise CheckpointError if they differ."""
+    """Return the value that these config.json keys share; raise CheckpointError if they differ."""
     (first, value), *others = given.items()
     for name, other in others:
         if other != value:
@@ -389,7 +389,7 @@ SIZES: Mapping[str, GPT2Config] = {
     "gpt2-xl": GPT2Config(n_layer=48, n_head=25, n_embd=1600),
 }
 
-# Number of parameters, such as "124M" → name of a size.
+# Names of GPT-2's sizes by number of parameters, such as "124M".
 ALIASES: Mapping[str, str] = dict(zip(("124M", "355M", "774M", "1558M"), SIZES, strict=True))
 
 
@@ -406,7 +406,7 @@ def size(name: str) -> GPT2Config:
 
 
 def block_shapes(n_embd: int) -> dict[str, tuple[int, ...]]:
-    """Return name → shape of a block's twelve tensors, in packed order; matrices are (in, out)."""
+    """Return a dict of names and shapes of a block's twelve tensors, in packed order."""
     C = n_embd
     return {
         "gamma1": (C,), "beta1": (C,),
@@ -419,7 +419,7 @@ def block_shapes(n_embd: int) -> dict[str, tuple[int, ...]]:
 
 
 def model_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return name → shape of all tensors of a model, in the order used throughout the package.
+    """Return a dict of names and shapes of a model's tensors, in the package's order.
 
     The order is: tensors before the blocks; tensors of blocks, named `h.N.` and a name of
     `config.block_shapes()`; tensors after the blocks; lm_head unless it is tied to wte. Matrices of

@@ -16,7 +16,7 @@ DTYPES = (*FLOATS, *FP8)
 FILE = "file"  # value of the option dtype: matrices keep their types in the GGUF file
 GGUF = "gguf"  # dtype of a matrix that is stored in blocks of a GGUF file
 CACHE_WITH_FP8 = "float16"  # dtype of KV cache and prompts' activations with FP8 weights
-REMOVED = {  # name of a removed option → explanation for the user
+REMOVED = {  # explanations for the user, by removed option
     "activations": "activations is no option any more: decoding rounds what it multiplies to "
     "float16 where the weights are float16 or FP8 and the GPU is a Hopper, and keeps 22 bits "
     "elsewhere: leave it out"
@@ -60,7 +60,7 @@ class FormatOptions:
     def __post_init__(self) -> None:
         if self.dtype is not None or self.kv_dtype is None:
             self.resolved(in_blocks=False)
-        else:  # the dtype that kv_dtype must fit is not known yet
+        else:  # kv_dtype is checked later, with the dtype
             check_choice("kv_dtype", self.kv_dtype, DTYPES)
 
     def resolved(self, in_blocks: bool) -> Formats:
@@ -74,7 +74,7 @@ class FormatOptions:
         return Formats(dtype, self.kv_dtype, self.allow_nonfinite)
 
     def identity(self) -> dict[str, Any]:
-        """Return the options for a job's manifest; those of later versions only if not default."""
+        """Return the options for a job's manifest; newer options are omitted at their defaults."""
         found: dict[str, Any] = {"dtype": self.dtype, "kv_dtype": self.kv_dtype}
         found["activations"] = None  # a removed option, still present in manifests
         for each in fields(self):
@@ -120,7 +120,7 @@ class Formats(FormatOptions):
             )
 
     def __str__(self) -> str:
-        """Return the dtype of the weights, and the KV cache's dtype if it is not the default."""
+        """Return a text: dtype of the weights, and of the KV cache if it is not the default."""
         usual = self.cache_dtype == own_cache_dtype(self.dtype)
         return self.dtype if usual else f"{self.dtype}, kv_cache {self.cache_dtype}"
 

@@ -133,7 +133,7 @@ class RopeScaling:
             first, last = self._interpolated(len(frequencies), theta)
             kept = 1 - np.clip((np.arange(len(frequencies)) - first) / (last - first), 0, 1)
         else:
-            turns = self.original_context * frequencies / (2 * math.pi)  # rotations of each pair
+            turns = self.original_context * frequencies / (2 * math.pi)  # rotations per pair
             low, high = self.low_freq_factor, self.high_freq_factor
             kept = np.clip((turns - low) / (high - low), 0, 1)
         # kept is 0 where frequencies are divided by factor, and 1 where they do not change.
@@ -141,7 +141,7 @@ class RopeScaling:
         return scaled
 
     def _interpolated(self, pairs: int, theta: float) -> tuple[float, float]:
-        """Return the ends of the range of pairs that "yarn" interpolates, as in `transformers`."""
+        """Return the range of indices of channel pairs over which "yarn" blends frequencies."""
         context, step = self.original_context / (2 * math.pi), math.log(theta) / pairs
         first, last = (math.log(context / beta) / step for beta in (self.beta_fast, self.beta_slow))
         if self.truncate:
@@ -298,7 +298,7 @@ class LlamaConfig(ModelConfig):
         return np.pad(frequencies, (0, self.head_size // 2 - len(k)))
 
     def block_shapes(self) -> Shapes:
-        """Return name → shape of a block's seven tensors and biases; w_qkv is [Wq | Wk | Wv]."""
+        """Return shapes of a block's seven tensors and biases, by name; w_qkv is [Wq | Wk | Wv]."""
         C, Q, KV, FF = self.n_embd, self.q_width, self.kv_width, self.n_ff
         shapes: dict[str, tuple[int, ...]] = {
             "gamma1": (C,),
@@ -326,7 +326,7 @@ class LlamaConfig(ModelConfig):
             raise CheckpointError(f"config.json: expected {', '.join(missing)}: missing")
         theta, scaling = _rope_of(given, cls.ABSENT, cls.HONOURED)
         fields = super()._fields_in(given) | {"theta": theta, "scaling": scaling}
-        if config.get("num_key_value_heads", 0) is None:  # null: n_head, not a default
+        if config.get("num_key_value_heads", 0) is None:  # null means n_head, not the default
             fields["n_kv_head"] = 0
         return fields
 
@@ -362,7 +362,7 @@ class WindowedConfig(LlamaConfig):
 
 
 def all_but_every(every: int, n_layer: int) -> tuple[bool, ...]:
-    """Return a flag for each layer: false for every `every`-th layer, true for the others."""
+    """Return a bool per layer: false for every `every`-th layer, true for the others."""
     return tuple((layer + 1) % every > 0 for layer in range(n_layer))
 
 
@@ -375,7 +375,7 @@ def check_layers(name: str, flags: Any, n_layer: int) -> tuple[bool, ...]:
 
 
 def rope_objects(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return key → value of rope_scaling and rope_parameters in a config.json, if not empty."""
+    """Return rope_scaling and rope_parameters of a config.json, by key, if they are not empty."""
     found = {}
     for name in ("rope_scaling", "rope_parameters"):
         fields = config.get(name)
@@ -460,7 +460,7 @@ def _yarn(name: str, fields: Mapping[str, Any], sizes: Mapping[str, Any]) -> Rop
 
 
 def _contexts(name: str, fields: Mapping[str, Any], sizes: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the model's context and its original context, which is the same unless specified."""
+    """Return the model's context and the context of its training, by default the same."""
     n_ctx = check_count("max_position_embeddings", sizes["max_position_embeddings"])
     originals = {f"{name}: {_ORIGINAL}": fields.get(_ORIGINAL), _ORIGINAL: sizes.get(_ORIGINAL)}
     given = {key: value for key, value in originals.items() if value is not None}

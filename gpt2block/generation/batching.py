@@ -1,4 +1,4 @@
-"""Continuous batching: rows start and end independently in the slots of a decoding."""
+"""Continuous batching: rows (continuations of prompts) start and end independently in slots."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from gpt2block.sampling import Sampling
 from gpt2block.tokenizers.encoding import bytes_of_ids
 
 NO_SLOTS = np.empty(0, np.int32)
-FIRST_TOKENS = 4  # tokens that `start_up` generates for each of its rows
-TURN = 16  # steps between transfers of a slot's tokens to its row, unless step(each_token=True)
+FIRST_TOKENS = 4  # number of tokens that `start_up` generates per row
+TURN = 16  # number of steps after which a row receives its slot's buffered tokens
 
 
 class Batch:
-    """Generate tokens of rows, with a prompt, sampling parameters and end conditions for each row.
+    """Generates rows: each has its own prompt, sampling parameters and end conditions.
 
     `step` computes the next tokens of all running rows; `submit` adds rows at any time, and
     `cancel` ends them. The tokens of a row do not depend on other rows. After an exception in the
@@ -61,22 +61,22 @@ class Batch:
         self._least_shared = least_shared(engine.config.n_layer, engine.nbytes)
         self._continues = self._prefixes is not None or 0 < piece < n_ctx
         self._pieces: PieceScheduler[Row] = PieceScheduler(tokens_at_once, piece)
-        self._starts: dict[int, Start] = {}  # slot → Start of a row with an incomplete prompt
+        self._starts: dict[int, Start] = {}  # slot: Start of a row with incomplete prompt
         self._decoding = engine.decode(slots, n_ctx, fewer, speculate)
         self.slots = slots = self._decoding.slots
         choose = self._prefixes.slot_for if self._prefixes is not None else None
         self._scheduler: RowScheduler[Row] = RowScheduler(slots, choose)
         self._vocab_size = engine.config.vocab_size
-        self._following: dict[int, Row] = {}  # slot → row that waits for another row's prompt
-        self._copies: list[tuple[int, int, int]] = []  # pending: source slot, target slot, tokens
-        self._started: dict[int, Start] = {}  # slot → Start of its row, if rows reuse new tokens
+        self._following: dict[int, Row] = {}  # slot: row that waits for another's prompt
+        self._copies: list[tuple[int, int, int]] = []  # (source slot, target slot, tokens), to do
+        self._started: dict[int, Start] = {}  # by slot: Start of its row, if tokens are reused
         self.begun: list[Row] = []  # rows whose first token was computed in the last step
-        self._deadlines: list[tuple[float, int, Row]] = []  # heap of (deadline, unique number, row)
+        self._deadlines: list[tuple[float, int, Row]] = []  # heap: (deadline, unique number, row)
         self._numbers, self._steps = count(), count()
 
     @cached_property
     def _new(self) -> _NewTokens:
-        """Buffers of new tokens, allocated while the engine computes the first prompts."""
+        """Buffers of sampled tokens, allocated while the engine computes the first prompts."""
         return _NewTokens(self.slots, self.n_ctx, self._vocab_size)
 
     @property
@@ -86,26 +86,26 @@ class Batch:
 
     @property
     def reuses(self) -> bool:
-        """Whether rows may reuse tokens that other rows have computed."""
+        """Whether a row may reuse keys and values of tokens that other rows have computed."""
         return self._prefixes is not None
 
     @property
     def waiting(self) -> int:
-        """The number of rows whose prompts have not been computed yet."""
+        """The number of started rows whose prompts are not fully computed yet."""
         return self._scheduler.waiting + len(self._pieces) + len(self._following)
 
     @property
     def latest(self) -> Ids:
-        """The slots whose tokens the last step computed."""
+        """The slots for which the last step returned tokens."""
         return self._new.latest
 
     @property
     def firsts(self) -> NDArray[np.bool_]:
-        """Mask of the slots in `latest` whose new token is the first token of their row."""
+        """Boolean array: which slots in `latest` received the first token of their row."""
         return self._new.firsts
 
     def start_up(self) -> Iterator[tuple[int, int]]:
-        """Run `Decoding.start_up`, then a few short rows. Call this before submitting rows."""
+        """Run `Decoding.start_up`, then generate a few short rows. Call this before `submit`."""
         total = 0
         for done, total in self._decoding.start_up(self._continues):
             yield done, total
@@ -124,7 +124,7 @@ class Batch:
                 self._prefixes.clear()
 
     def submit(self, rows: Sequence[Row], deadline: float | None = None, client: str = "") -> None:
-        """Queue rows. They start in this order as slots become free, in turn with other clients.
+        """Queue rows of a client; they start in this order in free slots. Clients take turns.
 
         deadline: a time of `time.monotonic`. The first step after the deadline ends rows that still
         run or wait.
@@ -135,7 +135,7 @@ class Batch:
                 heapq.heappush(self._deadlines, (deadline, next(self._numbers), row))
 
     def step(self, each_token: bool = True) -> list[Row]:
-        """Compute pieces of prompts, then a token of each running row.
+        """Compute parts of waiting prompts, then a token of each running row.
 
         Returns the rows that received their new tokens. A row receives all its new tokens at once:
         if it may have ended, and with each_token in every step unless it is `held`. Without
@@ -152,7 +152,7 @@ class Batch:
         self._compute_prompts()
         self._new.latest = NO_SLOTS
         if self._pieces and not self._new.left.any():
-            return []  # no row has a complete prompt
+            return []  # no row is ready to decode
         self._new.add(self._decoding.next())
         rows_of, taken = self._scheduler.rows_of, self._new.ending
         self.begun = rows_of(self.latest[self.firsts].tolist())
@@ -218,7 +218,7 @@ class Batch:
                 row.cancel(reason)
 
     def _compute_prompts(self) -> None:
-        """Compute the next pieces of prompts, and start the rows whose prompts are complete."""
+        """Compute the next parts of prompts, and start the rows whose prompts are complete."""
         more, complete = [], []
         for slot, _, first, end, last in self._pieces.take():
             start = self._starts[slot]._replace(cached=first)
@@ -231,7 +231,7 @@ class Batch:
             self._decoding.extend(more)
         if complete:
             self._decoding.start(complete)
-        for start in complete:  # this loop overlaps the engine's computation
+        for start in complete:  # runs while the GPU computes the prompts
             row = self._scheduler.row_of(start.slot)
             self._new.begin(start, row)
             if self._prefixes is not None:
@@ -240,11 +240,11 @@ class Batch:
                 self._started[start.slot] = start
 
     def _place(self) -> None:
-        """Assign rows to slots and queue their prompts.
+        """Assign waiting rows to free slots, and queue their prompts for computation.
 
         Rows wait while another row computes a prefix that they can reuse, if it is long enough.
         """
-        gains: dict[int, int] = {}  # slot → tokens that rows save by waiting for its prompt
+        gains: dict[int, int] = {}  # slot: tokens that waiting for its prompt saves
         following: list[tuple[int, int, Row]] = []
         for slot, row in (*self._following.items(), *self._scheduler.place()):
             leader, gain = self._leader(slot, row)
@@ -264,7 +264,7 @@ class Batch:
             self._copies.clear()
 
     def _leader(self, slot: int, row: Row) -> tuple[int, int]:
-        """Return the slot that will hold the longest prefix of a prompt, and the gain of waiting.
+        """Return the slot that will hold the longest prefix of a prompt, and the tokens saved.
 
         The gain is the number of tokens of the prefix that no slot has computed yet.
         """
@@ -274,7 +274,7 @@ class Batch:
         return coming.slot, coming.tokens - done.tokens
 
     def _start(self, slot: int, row: Row) -> None:
-        """Queue the prompt of a row, without the first tokens that a slot has already computed."""
+        """Queue the prompt of a row, except for first tokens whose K and V a slot already holds."""
         start = row.start(slot)
         if self._prefixes is not None:
             (source, row.reused), _ = self._prefixes.longest(row, start.ids)
@@ -290,7 +290,7 @@ class Batch:
         self._scheduler.release(slot, again)
         if self._prefixes is not None and self._reuse:
             start = self._started.pop(slot)
-            # The keys and values of the last token have not been computed.
+            # Without the last token, whose keys and values have not been computed.
             drawn = np.array(row.tokens[start.drawn : -1], np.int32)
             ids = np.concatenate([start.ids, drawn])
             self._prefixes.hold(slot, row, ids, len(ids))
@@ -322,17 +322,17 @@ class _Endings:
 
 
 class _NewTokens:
-    """Buffers for the tokens sampled in each slot that the slot's row has not received yet."""
+    """Buffers for sampled tokens of each slot, which its row (continuation) receives later."""
 
     def __init__(self, slots: int, n_ctx: int, vocab_size: int) -> None:
-        self.left = np.zeros(slots, np.int64)  # tokens that each slot may still sample
+        self.left = np.zeros(slots, np.int64)  # number of tokens that each slot may still sample
         self._vocab_size = vocab_size
-        self._alternatives = np.zeros(slots, np.int64)  # number of alternatives to report, by slot
-        self._top: dict[int, list[Tops]] = {}  # slot → most likely tokens for each token
-        self._endings: dict[Any, _Endings] = {}  # end conditions → tokens that may end rows
+        self._alternatives = np.zeros(slots, np.int64)  # per slot: alternatives to report
+        self._top: dict[int, list[Tops]] = {}  # slot: most likely tokens at each position
+        self._endings: dict[Any, _Endings] = {}  # tokens that may end rows, by end conditions
         self._of_slot: list[Any] = [None] * slots  # key of each slot in _endings
         self._begun = np.zeros(slots, bool)
-        self._count = np.zeros(slots, np.int64)  # buffered tokens of each slot
+        self._count = np.zeros(slots, np.int64)  # number of buffered tokens per slot
         self._tokens = np.empty((slots, n_ctx), np.int32)
         self._logprobs = np.empty((slots, n_ctx), np.float32)
         self._guessed = np.zeros((slots, n_ctx), bool)

@@ -1,4 +1,4 @@
-"""Text generation: stop strings, streaming, several samples, and texts longer than the context.
+"""Generate text: stop strings, streaming, several samples, texts longer than the context.
 
 An engine computes and samples the tokens; this module decodes them to text. The text of a row does
 not depend on the other rows of its batch.
@@ -25,7 +25,7 @@ from gpt2block.tokenizers.lookup import Tokenizer, of_inputs, of_outputs
 
 Prompt = str | Sequence[int] | np.ndarray[tuple[int], np.dtype[np.integer[Any]]]
 Prompts = Sequence[Prompt] | np.ndarray[tuple[int, int], np.dtype[np.integer[Any]]]
-MOST_ROWS = 2**20  # largest product of prompts and samples per call
+MOST_ROWS = 2**20  # most rows per call: number of prompts times samples
 
 
 def generate(engine: ModelEngine, encoding: Tokenizer, prompts: Any, options: Options) -> Any:
@@ -76,7 +76,7 @@ def _pieces(run: Run) -> Generator[str, None, Generation]:
 
 
 class Run:
-    """The rows of one call: one row for each sample of each prompt.
+    """The rows (continuations) of one call: one for each sample of each prompt.
 
     Iteration generates the tokens, and yields the row of each new token until all rows have ended.
     batch: an idle Batch to run in; None: a new one.
@@ -85,7 +85,7 @@ class Run:
     def __init__(
         self, engine: ModelEngine, encoding: Tokenizer, prompts: Any, options: Options
     ) -> None:
-        reader = encoding  # a Lookup may load the tokenizer later, when a text is read
+        reader = encoding  # a Lookup loads its tokenizer when a text is first read
         encoding = of_inputs(reader, prompts)
         if encoding is None and options.stop:
             encoding = of_outputs(reader)
@@ -97,7 +97,7 @@ class Run:
         config, V = engine.config, engine.config.vocab_size
         ends = _ends(options, config, encoding)
         sampling, samples = options.sampling, options.samples
-        if sampling.min_new_tokens:  # end tokens are not sampled at first
+        if sampling.min_new_tokens:  # end tokens are then excluded at first
             sampling = replace(sampling, end_ids=ends.stop_ids)
         check_biased(sampling, V)
         self._engine, self._rows_at_once = engine, options.rows_at_once
@@ -106,7 +106,7 @@ class Run:
         self.single, self.prompts = tokenizer.as_list(prompts, "prompt")
         _check_rows(len(self.prompts), samples)
         if samples > 1:
-            replace(sampling, sample=sampling.sample + samples - 1)  # checks the last sample index
+            replace(sampling, sample=sampling.sample + samples - 1)  # checks the last index
         starts, end = [], tokenizer.end_of_text(encoding, V)
         for index, prompt in enumerate(self.prompts):
             name = "prompt" if self.single else f"prompt {index}"
@@ -130,12 +130,12 @@ class Run:
         return self._generate(each_token=True)
 
     def finish(self) -> None:
-        """Generate all tokens. Faster than iteration, because rows take many tokens at a time."""
+        """Generate all tokens; faster than iteration, as rows receive many tokens at a time."""
         for _ in self._generate(each_token=False):
             pass
 
     def _generate(self, each_token: bool) -> Generator[Row, None, None]:
-        """Generate all tokens. Yield a row each time that the row has received new tokens.
+        """Generate all tokens; yield a row each time that it has received new tokens.
 
         each_token: whether rows receive each token at once, instead of several at a time.
         """
@@ -159,7 +159,7 @@ class Run:
 
 
 class LazyRows(Sequence[Row]):
-    """The rows of a call; each row is created when it is first used."""
+    """A sequence of the rows of a call, which creates each row on first use."""
 
     def __init__(self, count: int, create: Callable[[int], Row]) -> None:
         self._count, self._create = count, create

@@ -1,4 +1,4 @@
-"""The options of text generation: keywords of `GPT2.generate`, and an object of checked values."""
+"""Options of text generation: the keywords of `GPT2.generate`, and a class that checks them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class GenerateOptions(StreamOptions, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Checked values of the keywords of `GPT2.generate`.
+    """The keywords of `GPT2.generate`, with values that have been checked.
 
     `of` creates Options from keywords. Raises InputError for wrong values.
     """
@@ -120,7 +120,7 @@ class Options:
 
     @classmethod
     def of(cls, keywords: Mapping[str, Any], caller: str = "GPT2.generate") -> Options:
-        """Return the Options for keywords. caller: function named in errors of unknown keywords."""
+        """Return Options with the values of `keywords`. caller: name of the function for errors."""
         if unknown := [name for name in keywords if name not in KEYWORDS]:
             raise unknown_option(caller, unknown[0], KEYWORDS)
         fields = {name: keywords[name] for name in SAMPLING_OPTIONS if name in keywords}
@@ -147,12 +147,12 @@ def _strings(stop: Any) -> tuple[str, ...]:
 
 
 def _keywords() -> dict[str, Field[Any]]:
-    """Return the keywords of `generate` in the order of its documentation."""
+    """Return the parameters of `generate` in the order of its documentation."""
     sampling, keywords = options_of(Sampling), dict[str, Field[Any]]()
     for name, each in options_of(Options).items():
         if name == "sampling":
             keywords |= {name: sampling[name] for name in SAMPLING_OPTIONS}
-        keywords[name] = each  # the seed of Options replaces the seed of Sampling
+        keywords[name] = each  # replaces the seed of Sampling
     return keywords
 
 

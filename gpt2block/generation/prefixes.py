@@ -1,4 +1,4 @@
-"""Prefix reuse: the tokens whose keys and values each slot holds, for prompts that share them."""
+"""Prefix reuse: record which tokens' keys and values a slot holds, and find common prefixes."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import NamedTuple
 from gpt2block.generation.rows import Row
 from gpt2block.run.model import Ids
 
-LEAST_COPIED = 64  # fewest tokens for which a copy of another slot's keys and values saves time
-LEAST_SHARED = 200  # passes of up to 200 tokens take as long as of 1 token: all read all weights
+LEAST_COPIED = 64  # least tokens for which copying a slot's keys and values is faster
+LEAST_SHARED = 200  # a pass of 200 tokens takes as long as of 1: it reads all weights
 # Times with 16-bit weights on an NVIDIA H100: seconds per layer of a pass with few tokens, and
 # seconds per token and byte of weights.
 LAYER_S, BYTE_S = 60e-6, 2.5e-15
-MOST_COMPARED = 4  # most slots with equal first tokens compared with a prompt, latest slots first
+MOST_COMPARED = 4  # most slots, latest first, whose tokens are compared with a prompt
 Key = tuple[str, bool, bytes]
 
 
 def least_shared(n_layer: int, nbytes: int) -> int:
-    """Return the fewest shared tokens for which rows wait while another row computes the tokens.
+    """Return the least number of common tokens for which a row waits until another computes them.
 
     Computing this many tokens takes about as long as another pass of a model with n_layer layers
     and nbytes bytes of weights.
@@ -35,7 +35,7 @@ class _Held(NamedTuple):
 
 
 class HeldPrefix(NamedTuple):
-    """A slot, and the number of first tokens of a prompt that it holds."""
+    """A slot, and the number of first tokens of a prompt whose keys and values it holds."""
 
     slot: int
     tokens: int
@@ -56,10 +56,10 @@ class Prefixes:
     def __init__(self, least: int, short: int = 0) -> None:
         self._least, self._short = least, short
         self._of_slot: dict[int, _Held] = {}
-        self._alike: dict[Key, dict[int, None]] = {}  # first tokens → slots, latest last
+        self._alike: dict[Key, dict[int, None]] = {}  # by hash of first tokens: slots, latest last
 
     def hold(self, slot: int, row: Row, ids: Ids, done: int) -> None:
-        """Record the tokens that a slot holds, in place of the slot's earlier tokens."""
+        """Record the tokens that a slot now holds; forget its earlier tokens."""
         self.drop(slot)
         keys = tuple(self._key(row, ids[:n]) for n in self._sizes(len(ids)))
         self._of_slot[slot] = _Held(ids, done, keys)
@@ -79,7 +79,7 @@ class Prefixes:
         self._alike.clear()
 
     def longest(self, row: Row, ids: Ids) -> tuple[HeldPrefix, HeldPrefix]:
-        """Return the slots that hold the most first tokens of a prompt; of equal slots, the latest.
+        """Return the slots with the longest prefix of a prompt; of equal ones, the latest.
 
         The first result counts tokens whose keys and values have been computed, the second also
         tokens that are being computed. The last token of the prompt never counts. If more than
@@ -101,7 +101,7 @@ class Prefixes:
         return done, coming
 
     def slot_for(self, row: Row, free: Sequence[int]) -> int:
-        """Return the free slot that holds the most first tokens of a row, else the first free slot.
+        """Return the free slot with the longest prefix of a row's prompt, else the first free slot.
 
         A slot that would lose most of its tokens is avoided: the row gets a copy of its prefix.
         """
@@ -114,7 +114,7 @@ class Prefixes:
         return row.client, row.most > self._short, ids.tobytes()
 
     def _sizes(self, most: int) -> list[int]:
-        """Return prefix lengths for lookups of slots: least, 2 least, 4 least … up to `most`."""
+        """Return the prefix lengths by which slots are indexed: powers of two times the least."""
         return [self._least << n for n in range((most // self._least).bit_length())]
 
 

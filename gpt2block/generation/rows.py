@@ -1,4 +1,4 @@
-"""One continuation during its generation: its tokens, its text and its end conditions."""
+"""Rows: continuations of a prompt during generation, with tokens, text and end conditions."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Generation(ReadLater):
 
 @dataclass(frozen=True)
 class Ends:
-    """Conditions that end a row. encoding: tokenizer for stop strings; None if there are none."""
+    """Conditions that end a row. encoding: tokenizer for stop strings; None: no stop strings."""
 
     max_new_tokens: int
     n_ctx: int
@@ -95,16 +95,16 @@ class Row:
         """alternatives: number of most likely tokens in `tops` for each token."""
         self.prompt, self.sampling, self.ends = prompt, sampling, ends
         self.alternatives = alternatives
-        self.most = len(prompt) + ends.max_new_tokens  # most tokens of the row
+        self.most = len(prompt) + ends.max_new_tokens  # most tokens of prompt and continuation
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.tops: list[Tops] = []
-        self.guessed: list[bool] = []  # whether speculation guessed each token
+        self.guessed: list[bool] = []  # for each token, whether it was guessed (speculation)
         self.finish_reason: FinishReason | Literal["error", "cancelled", "deadline"] | None = None
         self.error: InputError | None = None
-        self.reused = 0  # first tokens of the prompt whose keys and values were reused
-        self.client = ""  # owner of the row: prompts are reused only for the same client
-        self.held = False  # whether Batch.step keeps tokens until one may end the row
+        self.reused = 0  # number of prompt tokens whose keys and values were reused
+        self.client = ""  # owner: prompts are reused only within a client
+        self.held = False  # whether Batch.step may deliver tokens later
         self._encoding = encoding
         self._at_end_token = self._closed = False
         self._decoded = 0  # number of decoded tokens
@@ -113,11 +113,11 @@ class Row:
 
     @cached_property
     def _text(self) -> Text:
-        """The decoder of the text, created on first use: many rows do not need it."""
+        """The decoder of the text; created on first use, because many rows need no text."""
         return Text(self.ends.stop)
 
     def start(self, slot: int) -> Start:
-        """Return the Start for a slot: with the prompt, or the newer half of a full context."""
+        """Return the Start for a slot. Its ids: the prompt, or the last half of a full context."""
         ids, drawn, seen = self.prompt, len(self.tokens), None
         if drawn:
             seen = np.concatenate([self.prompt, np.array(self.tokens, np.int32)])
@@ -132,7 +132,7 @@ class Row:
         tops: Sequence[Tops],
         guessed: Sequence[bool],
     ) -> None:
-        """Add sampled tokens to the row. Only the last of these tokens may end the row.
+        """Append sampled tokens to the row. The row ends at most at the last of them.
 
         If the last token is invalid because of NaN or infinite logits, the other tokens are added,
         and the row ends with an error. tops: alternatives of each token; empty without any.
@@ -179,7 +179,7 @@ class Row:
         self.finish_reason = reason
 
     def close(self) -> None:
-        """End the text. Characters that were held back become part of the text."""
+        """End the text, and append the characters that the decoder has held back."""
         self._closed = True
         if self.ends.stop:
             self._decode()
@@ -203,19 +203,19 @@ class Row:
         return piece
 
     def take_tokens(self) -> tuple[list[int], list[float], list[Tops], list[bool]]:
-        """Return tokens, logprobs, tops and guessed added since the last call."""
+        """Return the entries of tokens, logprobs, tops and guessed since the last call."""
         first, self._tokens_taken = self._tokens_taken, len(self.tokens)
         new = slice(first, None)
         return self.tokens[new], self.logprobs[new], self.tops[new], self.guessed[new]
 
     @property
     def text(self) -> str:
-        """The text so far, without the characters held back."""
+        """The text so far, without characters that may begin a stop string."""
         self._decode()
         return "".join(self._pieces)
 
     def token_texts(self) -> list[str]:
-        """Return the text of each token alone, with U+FFFD for incomplete characters."""
+        """Return the texts of single tokens; an incomplete character becomes U+FFFD."""
         return [self._bytes([token]).decode(errors="replace") for token in self.tokens]
 
     def result(self) -> Generation:
@@ -235,7 +235,7 @@ class Row:
 
 
 class Text:
-    """Incremental decoder of UTF-8 that holds back text which may begin a stop string.
+    """Incremental UTF-8 decoder that does not yet return text that may begin a stop string.
 
     The text ends before the stop string that is completed first, for any division of the bytes.
     """
@@ -247,7 +247,7 @@ class Text:
         self._held = ""
 
     def unsearched(self, data: bytes) -> str:
-        """Decode the beginning of a text without a search for stop strings."""
+        """Decode the first bytes of a text, in which no stop strings are searched."""
         return self._decoder.decode(data)
 
     def add(self, data: bytes, final: bool = False) -> str:
@@ -265,7 +265,7 @@ class Text:
         return text
 
     def _possible_stop(self) -> int:
-        """Return the length of the held text's longest suffix that begins a stop string.
+        """Return the length of the longest end of the held text that may begin a stop string.
 
         The longest suffix is tried first: if all of the held text stays held, one comparison shows
         this.

@@ -1,4 +1,4 @@
-"""Scheduling of rows and their prompts.
+"""Choose which rows (continuations) start next, and which parts of prompts run before a step.
 
 Turns holds waiting items by client; RowScheduler assigns rows to slots; PieceScheduler selects the
 pieces of prompts before each step.
@@ -12,25 +12,25 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 Item = TypeVar("Item")
 
-PIECE = 4096  # most tokens of a piece; pieces end at multiples of PIECE tokens of a prompt
-START_COST = 2  # starting rows takes about 1 / START_COST of the time of a decoding step
-MOST_REMOVED = 64  # most removed rows that stay in the queues, unless more rows wait
+PIECE = 4096  # most tokens of a part of a prompt; parts end at multiples of PIECE
+START_COST = 2  # to start rows takes about 1 / START_COST of a decoding step's time
+MOST_REMOVED = 64  # number of removed rows above which the queues may be cleaned
 
 
 class Turns(Generic[Item]):
-    """Waiting items. Clients take turns; the items of one client are taken in order."""
+    """A queue of items. Clients take turns; items of the same client are taken in order."""
 
     def __init__(self) -> None:
-        self._of: dict[str, deque[Iterator[Item]]] = {}  # client → items; next client first
+        self._of: dict[str, deque[Iterator[Item]]] = {}  # items of each client; next client first
 
     def add(self, items: Iterable[Item], client: str) -> None:
-        """Queue items after other items of the client. An item is read only at its turn."""
+        """Queue items after the client's other items; the iterator is advanced only when needed."""
         self._of.setdefault(client, deque()).append(iter(items))
 
     def take(
         self, wanted: Callable[[Item], bool], may: Callable[[str], bool] = lambda client: True
     ) -> Item | None:
-        """Return the next item of the first client that may have a turn; None if there is none.
+        """Return the next item of the first client for which `may` holds, or None.
 
         wanted: called once for each item that is reached. Unwanted items are dropped and use no
         turn.
@@ -53,7 +53,7 @@ class Turns(Generic[Item]):
 
 
 class RowScheduler(Generic[Item]):
-    """Assign rows, in order, to slots. A slot gets another row when its row is released.
+    """Assigns rows to slots in order. A slot that is released gets the next waiting row.
 
     Clients with waiting rows take turns, one row each.
 
@@ -76,7 +76,7 @@ class RowScheduler(Generic[Item]):
         self._free, self._choose = list(range(slots)), choose
         self._row_of: list[Item | None] = [None] * slots
         self._running = 0
-        self._missed = 0  # rows that could start, summed over steps since the last start
+        self._missed = 0  # sum over steps since the last start of rows that could start
 
     @property
     def busy(self) -> bool:
@@ -84,12 +84,12 @@ class RowScheduler(Generic[Item]):
         return self._running + self.waiting > 0
 
     def add(self, rows: Sequence[Item], client: str = "") -> None:
-        """Queue rows after other rows of the client. `rows` is indexed only when a row starts."""
+        """Queue rows after the client's other rows. A row is read from `rows` when it starts."""
         self._new.add(rows, client)
         self.waiting += len(rows)
 
     def remove(self, row: Item) -> None:
-        """Remove a waiting row, which then does not start."""
+        """Remove a waiting row, so that it never starts."""
         self._removed[id(row)] = row
         self.waiting -= 1
         if len(self._removed) > max(MOST_REMOVED, self.waiting):
@@ -131,7 +131,7 @@ class RowScheduler(Generic[Item]):
         return found
 
     def _wanted(self, row: Item) -> bool:
-        """Return false for a removed row, and delete its entry in `_removed`; else return true."""
+        """Return whether a row was not removed; forget that it was removed."""
         return self._removed.pop(id(row), None) is None
 
     def slot_of(self, row: Item) -> int | None:
@@ -150,7 +150,7 @@ class RowScheduler(Generic[Item]):
         return rows
 
     def release(self, slot: int, again: bool = False) -> None:
-        """Free a slot. again: whether the slot's row has to start again, before new rows."""
+        """Free a slot. again: whether its row must start again, before any new row."""
         if again:
             self._again.append(self.row_of(slot))
             self.waiting += 1
@@ -160,7 +160,7 @@ class RowScheduler(Generic[Item]):
 
 
 class PromptPiece(NamedTuple):
-    """A piece of a row's prompt: tokens first to end - 1. last: whether it ends the prompt."""
+    """A part of a row's prompt: tokens `first` to `end` - 1. last: whether the prompt ends here."""
 
     slot: int
     row: Any
@@ -170,7 +170,7 @@ class PromptPiece(NamedTuple):
 
 
 class PieceScheduler(Generic[Item]):
-    """Select the pieces of prompts that are computed before a step, to limit the delay of steps.
+    """Selects parts of prompts to compute before each step, limited so that steps are not late.
 
     Waiting rows take turns, with one piece each. Pieces end at multiples of `piece` tokens of the
     prompt, so that a prompt is divided in the same way whatever else runs; with piece 0, prompts
@@ -191,7 +191,7 @@ class PieceScheduler(Generic[Item]):
         self._waiting.append(PromptPiece(slot, row, first, end, True))
 
     def take(self) -> list[PromptPiece]:
-        """Return the pieces to compute before the next step, at most one of each row."""
+        """Return the parts of prompts to compute before the next step, at most one per row."""
         taken: list[PromptPiece] = []
         tokens = 0
         for _ in range(len(self._waiting)):
@@ -209,7 +209,7 @@ class PieceScheduler(Generic[Item]):
         return taken
 
     def remove(self, row: Item) -> bool:
-        """Remove the prompt of a row. Return whether it was waiting."""
+        """Remove a row's prompt from the queue; return whether it was in the queue."""
         pieces = [left for left in self._waiting if left.row is row]
         for piece in pieces:
             self._waiting.remove(piece)

@@ -29,8 +29,8 @@ Progress = Callable[[int, int], None]  # tokens scored so far, tokens to score
 Tokens = NDArray[np.integer[Any]]
 
 LLM_C_MAGIC = 20240520
-_HEADER = 256  # int32 numbers in the header of llm.c's token files
-_AT_ONCE = 2**24  # tokens of a file that are processed at a time
+_HEADER = 256  # number of int32 values in the header of llm.c's token files
+_AT_ONCE = 2**24  # number of tokens of a file that are read at a time
 
 
 class ScoredToken(NamedTuple):
@@ -47,7 +47,7 @@ class ScoredToken(NamedTuple):
 
 
 class ScoredTokens(Sequence[ScoredToken]):
-    """The scored tokens of a text, in order: ids (N,), logprobs (N,) float32 in nats."""
+    """The scored tokens of a text, in order: `ids` (N,), `logprobs` (N,), float32 in nats."""
 
     def __init__(
         self, ids: Tokens, logprobs: Floats, encoding: Tokenizer, first: int | None = None
@@ -210,7 +210,7 @@ def embed(
     tokens_at_once: int = 8192,
     overflow: Overflow = "error",
 ) -> Floats:
-    """Compute embedding vectors: the mean or last of the hidden states after the final norm.
+    """Compute embedding vectors: the mean or the last of a text's hidden states (final norm).
 
     Returns float32 (C,) for one text or row of token ids, (B, C) for a list of B inputs. overflow:
     for an input longer than n_ctx, "truncate" keeps the last n_ctx tokens, "error" raises
@@ -320,7 +320,7 @@ def _tokens(encoding: Encoding | None, text: Any, vocab_size: int, name: str) ->
 
 
 def _count_bytes(tokenizer: Tokenizer, ids: Tokens, vocab_size: int) -> int | None:
-    """Return the bytes of text in the tokens after the first. Special tokens have no bytes."""
+    """Return the number of UTF-8 bytes in all tokens after the first; special tokens have none."""
     encoding = of_outputs(tokenizer)
     if encoding is None:
         return None
@@ -330,7 +330,7 @@ def _count_bytes(tokenizer: Tokenizer, ids: Tokens, vocab_size: int) -> int | No
 
 
 class Window(NamedTuple):
-    """Tokens of a text that are computed together; the last `end - first` of them are scored."""
+    """A window of a text: tokens of one pass, of which the last `end - first` are scored."""
 
     text: int  # index of the text
     tokens: Ids

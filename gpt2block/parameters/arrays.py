@@ -47,7 +47,7 @@ class BlockArrays(ABC):
     @property
     @abstractmethod
     def shapes(self) -> Shapes:
-        """Name → shape of the tensors, in packed order."""
+        """Dict from names to shapes of the tensors, in the order of packed buffers."""
 
     def __post_init__(self) -> None:
         gamma1: Any = self.gamma1
@@ -77,15 +77,15 @@ class BlockArrays(ABC):
         return sum(array.nbytes for array in self.tensors().values())
 
     def tensors(self) -> dict[str, Array]:
-        """Return name → array of the tensors, in packed order."""
+        """Return a dict from names to tensors, in the order of packed buffers."""
         return {name: getattr(self, name) for name in self.shapes}
 
     def settings(self) -> dict[str, Any]:
-        """Return name → value of the settings and sizes that the block shares with a config."""
+        """Return the settings and sizes that the block shares with a config, by name."""
         return {name: getattr(self, name) for name in ("n_embd", *self.SETTINGS)}
 
     def astype(self: Block, dtype: DTypeLike) -> Block:
-        """Return the weights in another float dtype, or self if it is the same.
+        """Return the weights converted to `dtype`; self if they have it already.
 
         Raises InputError.
         """
@@ -202,7 +202,7 @@ class ModelArrays(Generic[Block]):
         outer: Mapping[str, Any],
         blocks: Iterable[Mapping[str, Any]],
     ) -> Model:
-        """Create a model. outer: tensors outside the blocks, with lm_head unless it is tied."""
+        """Create a model. outer: tensors outside the blocks; it has lm_head unless that is wte."""
         created = tuple(cls.BLOCK.of(config, block) for block in blocks)
         fields: dict[str, Any] = {"lm_head": outer["wte"], **outer}
         return cls(**fields, config=config, blocks=created)  # type: ignore[call-arg]  # a dataclass
@@ -235,13 +235,13 @@ def check_architecture(checkpoint: Checkpoint, expected: type[ModelConfig]) -> N
 
 
 def described(weights: object, settings: object, names: str, *rest: object) -> str:
-    """Return the `repr` of weights: settings with their values, by name, and other parts."""
+    """Return the `repr` of weights: names and values of settings, then `parts`."""
     values = [f"{name}={getattr(settings, name)}" for name in names.split()]
     return f"{type(weights).__name__}({', '.join([*values, *map(str, rest)])})"
 
 
 def offsets(shapes: Shapes) -> dict[str, int]:
-    """Return name → offset, in elements, of tensors in one buffer, and "end" → its total size."""
+    """Return each tensor's offset in a packed buffer, in elements; key "end" has its length."""
     begins, end = {}, 0
     for name, shape in shapes.items():
         begins[name] = end
@@ -279,7 +279,7 @@ def packed_array(packed: Any) -> Array:
 
 
 def checked(name: str, array: Any, shape: tuple[int, ...]) -> Array:
-    """Return the array. Raises InputError unless it is a plain array of floats of this shape."""
+    """Return `array`. Raises InputError unless it is a plain array of floats of this shape."""
     if not is_plain(array):
         got = type(array).__name__ + of_bfloat16(array)
         raise InputError(f"{name}: expected a NumPy array, got {got}")

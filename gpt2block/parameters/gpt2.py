@@ -26,7 +26,7 @@ from gpt2block.parameters.arrays import (
 
 
 def packed_offsets(n_embd: int = 768) -> dict[str, int]:
-    """Return name → offset in floats in the packed buffer, and "end": 7,087,872 for C = 768."""
+    """Return each tensor's offset in the packed buffer, in floats; key "end" has its length."""
     return offsets(block_shapes(check_count("n_embd", n_embd)))
 
 
@@ -41,7 +41,7 @@ def unpack(packed: Any, n_embd: int = 768) -> dict[str, Any]:
 
 @dataclass(frozen=True, eq=False)
 class BlockWeights(BlockArrays):
-    """Tensors of one block, in one float dtype. C = n_embd; matrices are (in, out), row-major.
+    """The tensors of one block, all of one float dtype. C = n_embd; matrices are (in, out).
 
     The arrays are not copied: do not change them while a Block uses them. Raises InputError for a
     wrong shape, a dtype other than float32 and float64, or an n_head that does not divide C.

@@ -28,7 +28,7 @@ _BIASES = ("b_qkv", "b_o", "b_gate", "b_up", "b_down")
 
 @dataclass(frozen=True, eq=False)
 class LlamaBlockWeights(BlockArrays):
-    """Tensors of one Llama block, in one float dtype. C = n_embd; matrices are (in, out).
+    """The tensors of one Llama block, all of one float dtype. C = n_embd; matrices are (in, out).
 
     Q = n_head · head_size and KV = n_kv_head · head_size channels; n_kv_head 0 stands for n_head.
     theta, scaling: parameters of RoPE. half_split: whether RoPE rotates channels k and

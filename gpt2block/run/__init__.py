@@ -1,1 +1,1 @@
-"""Engines that run forward passes, with NumPy on the CPU or with CUDA kernels on a GPU."""
+"""Engines: classes that run forward passes, with NumPy on the CPU or CUDA kernels on a GPU."""

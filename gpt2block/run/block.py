@@ -1,4 +1,4 @@
-"""The interface of a block on a backend, and the checks of its arrays."""
+"""The interface of a transformer block on a backend, and checks of its input and output arrays."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NOTHING: Given = {}
 
 @dataclass(frozen=True)
 class BlockSpec:
-    """Specification of a block for its engines: architecture, settings and kind of kernels.
+    """Specification of a transformer block: its architecture, settings and kind of kernels.
 
     width: channels of x. weights: the names of the weights. kernels: "skeleton" for one step per
     operation, or "fused". bounds: the largest magnitude of each result by name, for float32 on
@@ -44,7 +44,7 @@ class BlockSpec:
     bounds: Mapping[str, float] | None = None
 
     def run(self, do: Machine) -> Any:
-        """Run the block's steps by a Machine, starting from its tensor "x"; return the result."""
+        """Run the block's steps with the executor `do` on the tensor "x"; return the result."""
         if self.kernels == "skeleton":
             return block(StepPass(do, self.settings), self.of, "x")
         fused = BlockPass(do, self.settings, self.bounds, self.split_k)
@@ -52,19 +52,19 @@ class BlockSpec:
 
     @cached_property
     def steps(self) -> tuple[Step, ...]:
-        """The steps of the block, without arrays."""
+        """The steps of the block: operations and names of tensors, without arrays."""
         do = Outline({*self.weights, "x", "positions", "frequencies"})
         self.run(do)
         return tuple(do.steps)
 
     @property
     def overlapping(self) -> bool:
-        """Whether kernels themselves wait for the previous kernel, so that launches may overlap."""
+        """Whether kernels may start early, because they wait for the previous kernel themselves."""
         return self.split_k  # true for a fused GPT-2 block
 
     @cached_property
     def matrices(self) -> frozenset[str]:
-        """The names of the weights that products on tensor cores read as matrices (N, K)."""
+        """The names of the weights that products on tensor cores read in the layout (N, K)."""
         inputs = (zip(reference.CONTRACTS[s.op].inputs, s.inputs, strict=False) for s in self.steps)
         return frozenset(
             name for each in inputs for entry, name in each if entry.kind in MATRICES and name
@@ -72,7 +72,7 @@ class BlockSpec:
 
     @property
     def two_part(self) -> frozenset[str]:
-        """The names of the steps whose result is stored in two float16 parts."""
+        """The names of the steps whose result is stored as the sum of two float16 arrays."""
         if self.bounds is None:
             return frozenset()
         made = (s.name for s in self.steps if s.dtype == TWO_PART or s.op == "attention")
@@ -80,7 +80,7 @@ class BlockSpec:
 
 
 class BlockEngine(ABC):
-    """Base class of block engines. An engine checks its arguments; NumPy inputs give NumPy results.
+    """Base class of engines, which run a block. They check inputs. NumPy inputs give NumPy results.
 
     given: tensors other than x that can differ in each call: NumPy arrays of integers by name, such
     as positions. The shape of x determines their shapes.
@@ -91,7 +91,7 @@ class BlockEngine(ABC):
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights as they are stored."""
+        """Bytes of the stored weights."""
         return sum(int(w.nbytes) for w in self._weights.values())
 
     @abstractmethod
@@ -100,19 +100,19 @@ class BlockEngine(ABC):
 
     @abstractmethod
     def trace(self, x: Any, given: Given = NOTHING) -> dict[str, Any]:
-        """Run the block, and return a copy of every step's result by step name."""
+        """Run the block; return a dict from step names to copies of the steps' results."""
 
     @abstractmethod
     def step(self, step: Step, tensors: Mapping[str, NDArray[Any]]) -> StepResult:
-        """Run and time one step on NumPy inputs. tensors: activations by name."""
+        """Run and time one step on NumPy arrays. tensors: dict from names to activations."""
 
     @abstractmethod
     def timed(self, call: Call) -> list[Timeline]:
-        """Return the timelines of the passes that `call` runs; see `TracedEngine.timed`."""
+        """Return the timelines of the forward passes that `call` runs; see `TracedEngine.timed`."""
 
     @abstractmethod
     def describe(self) -> str:
-        """Return a description of the device."""
+        """Return a text that describes the device."""
 
 
 def check_array(name: str, array: Any, n_embd: int, dtype: str = "float32") -> None:
@@ -129,7 +129,7 @@ def check_array(name: str, array: Any, n_embd: int, dtype: str = "float32") -> N
 
 
 def check_out(out: Any, shape: tuple[int, ...], kind: Any, dtype: str = "float32") -> None:
-    """Raise InputError unless `out` is a writable C-contiguous `kind` of this shape and dtype."""
+    """Raise InputError unless `out` is a writable, C-contiguous `kind` of this shape and dtype."""
     if not isinstance(out, kind) or isinstance(out, np.ma.MaskedArray):
         raise InputError(
             f"out: expected a {kind.__module__.partition('.')[0]} array, got {type(out).__name__}"

@@ -1,4 +1,4 @@
-"""The CUDA engine of a block: records launches per shape; repeated calls replay CUDA graphs."""
+"""Run a block with CUDA kernels: launches are recorded per shape and replayed as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from gpt2block.weights.two_part import TwoPartMatrix
 CudaArray = Any  # cupy.ndarray, which has no type stubs
 MAX_SHAPES = 8  # most input shapes whose workspaces are kept
 OUTPUT = "output"  # name of the last step
-MAX_CALLS = 16  # most (shape, x pointer, out pointer) whose launches and graph are kept
+MAX_CALLS = 16  # most triples (shape, x pointer, out pointer) whose launches are kept
 
 
 @dataclass
 class _Workspace:
-    """Device arrays and bound steps that all calls with one input shape share.
+    """Device arrays and recorded steps that all calls with one input shape share.
 
     given: int32 device arrays whose values each call can change, while graphs keep their addresses.
     known: the steps of the last recording; most of them use neither x nor the output. sent: copies
@@ -51,7 +51,7 @@ class _Workspace:
     sent: dict[str, NDArray[Any]] = field(default_factory=dict)
 
     def send(self, given: Given) -> None:
-        """Copy the arrays that differ from the last call to the device, on the current stream."""
+        """Copy the arrays that changed since the last call to the device, on the current stream."""
         for name, array in given.items():
             if name not in self.sent or not np.array_equal(self.sent[name], array):
                 self.given[name].set(np.ascontiguousarray(array, np.int32))
@@ -59,7 +59,7 @@ class _Workspace:
 
 
 class CudaEngine(BlockEngine):
-    """An engine that runs a block by kernels of `gpt2block.ops`, on the caller's current stream.
+    """An engine that runs a block with kernels of `gpt2block.ops`, on the caller's current stream.
 
     dtype: of x, of every step's result and of the matrices of fused products, which are already
     rounded to it; all other weights are float32. With `BlockSpec.bounds`, those matrices
@@ -84,9 +84,9 @@ class CudaEngine(BlockEngine):
         with cupy.cuda.Device(device):
             self._weights = {name: self._stored(name, w) for name, w in weights.items()}
             self._done = cupy.cuda.Event(disable_timing=True)
-            self._done.record()  # calls wait until the weights are copied
+            self._done.record()  # event: calls wait until the weights are copied
             self._private = cupy.cuda.Stream(non_blocking=True)
-        # CuPy reuses freed memory without waiting for other streams that still use this memory.
+        # Wait before memory is freed: CuPy reuses it even while other streams still use it.
         weakref.finalize(self, self._done.synchronize).atexit = False
         self._recordings = Recordings()
         self._workspaces: OrderedDict[Shape, _Workspace] = OrderedDict()
@@ -94,13 +94,13 @@ class CudaEngine(BlockEngine):
         self._lock = threading.RLock()
 
     def _stored(self, name: str, w: NDArray[Any]) -> Any:
-        """Return a weight in the format of its kernels: a float32 array, or a matrix (N, K).
+        """Return a weight in the format that kernels read: a float32 array, or a matrix (N, K).
 
         RMSNorm weights get the dtype of x; float64 arrays, such as frequencies, remain float64.
         """
         if w.dtype == np.float64:
             return cupy.asarray(w)
-        if name not in self.spec.matrices:  # order="C": packed Llama matrices are transposed views
+        if name not in self.spec.matrices:  # order="C" copies a transposed view
             array = cupy.asarray(w, dtype="float32", order="C")
             return array.astype(self._dtype, copy=False) if name in self._scales_of_rms else array
         array = cupy.asarray(w, dtype="float32")
@@ -152,7 +152,7 @@ class CudaEngine(BlockEngine):
             return timed(self._recordings, call)
 
     def _accept(self, x: Any, order: InOrder) -> tuple[CudaArray, bool]:
-        """Return `x` as a checked, C-contiguous array on this GPU, and whether it was on the host.
+        """Check `x`; return a C-contiguous array on this GPU, and whether `x` was on the host.
 
         For products on tensor cores the array is also aligned to 16 bytes.
         """
@@ -166,7 +166,7 @@ class CudaEngine(BlockEngine):
         return (on_16_bytes("x", array) if self.spec.matrices else contiguous(array)[0]), False
 
     def _adopt(self, array: Any, order: InOrder) -> CudaArray:
-        """Return a CuPy view of a library's CUDA array. Raises InputError if on another GPU."""
+        """Return a CuPy view of a library's CUDA array. Raise InputError if on another GPU."""
         view = as_cupy(array)
         if view.device.id != self.device:
             raise InputError(
@@ -189,14 +189,14 @@ class CudaEngine(BlockEngine):
             recording.replay(stream, self._private)
         else:
             recording.run()
-        self._calls[key] = recording  # after a run, which loads the kernels for a capture
+        self._calls[key] = recording  # only after a run: a graph capture needs loaded kernels
         self._calls.move_to_end(key)
         if len(self._calls) > MAX_CALLS:
             self._calls.popitem(last=False)
 
     @contextmanager
     def _in_order(self) -> Iterator[InOrder]:
-        """Hold the lock, and order the call on the GPU after the previous call on any stream."""
+        """Hold the lock in the context; GPU work waits for the previous call on any stream."""
         with self._lock, cupy.cuda.Device(self.device):
             order = InOrder()
             order.stream.wait_event(self._done)
@@ -209,7 +209,7 @@ class CudaEngine(BlockEngine):
     def _recorded(
         self, x: CudaArray, out: CudaArray, given: Given = NOTHING, borrowed: Collection[str] = ()
     ) -> Recording:
-        """Return a recording of the block that reads x and writes out."""
+        """Return a recording (the launches) of the block, which reads `x` and writes `out`."""
         self._check_limits(x.shape)
         workspace = self._workspace(x.shape, given)
         recording = self._recordings.make(
@@ -244,12 +244,12 @@ class CudaEngine(BlockEngine):
 
 
 def _sendable(array: NDArray[Any]) -> CudaArray:
-    """Return a C-contiguous copy on the device; integers become int32."""
+    """Return a C-contiguous copy of `array` on the device; integers become int32."""
     return cupy.asarray(array.astype(np.int32) if array.dtype.kind in "iu" else array, order="C")
 
 
 def run_once(
     spec: BlockSpec, weights: Mapping[str, CudaArray], x: CudaArray, out: CudaArray
 ) -> None:
-    """Run a block on the current device and stream, with memory for this call only."""
+    """Run a block on the current device and stream, with memory that only this call uses."""
     Recordings().make(spec.run, {**weights, "x": x}, {OUTPUT: out}).run()

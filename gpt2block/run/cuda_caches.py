@@ -1,4 +1,4 @@
-"""The kv_caches of a model on a GPU, and the number of slots that fit in device memory."""
+"""kv_caches on a GPU, and the number of slots (sequences of a cache) that fit in its memory."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from gpt2block.ops.attention_cached import KV_COPY
 from gpt2block.run.model import RowFrequencies, cache_kind, describe_cache
 from gpt2block.run.recorder import rounded_up
 
-KEPT_SHAPES = 4  # most prefill shapes per cache, and most scratch caches, that are kept
-KEPT_STARTS = 160  # most prefill shapes kept for the cache of a decoding
-KEPT_CACHES = 2  # most caches of ended decodings that are kept, with their graphs
-MOST_SLOTS = 512  # most slots of a decoding that may have fewer than requested
-LEAST_CONTEXT = 64  # fewest positions per slot of a decoding's cache
+KEPT_SHAPES = 4  # most prefill shapes recorded per cache; also most temporary caches kept
+KEPT_STARTS = 160  # most prefill shapes recorded for the cache of a decoding
+KEPT_CACHES = 2  # most caches of ended decodings kept for reuse, with their CUDA graphs
+MOST_SLOTS = 512  # most slots of a decoding whose caller accepts fewer slots than requested
+LEAST_CONTEXT = 64  # least number of positions per slot in a decoding's cache
 ALIGNED = 16  # bytes per vector load of the kernels
 
 
@@ -40,7 +40,7 @@ def forget_oldest(kept: OrderedDict[Any, Any], most: int, stream: Any) -> None:
 
 
 class CudaCache:
-    """Keys and values, (2 layers, slots, n_ctx, KV): K and V of layer 0, K and V of layer 1, …
+    """Keys and values as one array (2 n_layer, slots, n_ctx, KV): K of layer 0, V of layer 0, …
 
     Each layer's K and V begin at a multiple of ALIGNED bytes, so slots can be more than the batch.
     prefills, steps: a model's recordings for this cache; keys of prefills are their shapes.
@@ -61,13 +61,13 @@ class CudaCache:
         count = config.n_layer if layers is None else layers
         stored = "uint8" if formats.fp8_cache else FLOATS[formats.cache_dtype]
         multiple = ALIGNED // gcd(ALIGNED, n_ctx * config.kv_width * np.dtype(stored).itemsize)
-        slots = ceil(batch / multiple) * multiple  # slots from index `batch` on are unused
+        slots = ceil(batch / multiple) * multiple  # slots `batch` and above are padding, unused
         self.data = cupy.zeros((2 * count, slots, n_ctx, config.kv_width), stored)
         used = self.data[:, :batch]
         self.layers = list(zip(used[::2], used[1::2], strict=True))
         self.frequencies = RowFrequencies(config, batch, n_ctx, cupy)
         self.prefills: OrderedDict[Hashable, Any] = OrderedDict()
-        self.steps: dict[bool, Any] = {}  # key: whether steps can verify guesses
+        self.steps: dict[bool, Any] = {}  # key: whether steps also verify guessed tokens
 
     def __getstate__(self) -> Any:
         raise InputError(
@@ -84,7 +84,7 @@ class CudaCache:
 
 
 def copy_slots(cache: CudaCache, copies: Sequence[tuple[int, int, int]]) -> None:
-    """Copy keys and values between slots of a cache; see `Decoding.copy`."""
+    """Copy keys and values from slots to other slots of a cache; see `Decoding.copy`."""
     for group in apart(copies):
         numbers = cupy.asarray(np.array(group, np.int32).T, order="C")
         KV_COPY.bind_on_device((cache.data, *numbers), kv_dtype=cache.fp8).run()
@@ -103,7 +103,7 @@ def apart(copies: Sequence[tuple[int, int, int]]) -> Iterator[list[tuple[int, in
 
 
 class DecodingCaches:
-    """The caches of a model's decodings; caches of ended decodings are kept for later ones."""
+    """The kv_caches of decodings. A later decoding can reuse the cache of an ended decoding."""
 
     def __init__(self, config: ModelConfig, formats: Formats) -> None:
         self._config, self._formats = config, formats
@@ -115,7 +115,7 @@ class DecodingCaches:
         self._ended.append(cache)
 
     def take(self, slots: int, n_ctx: int, fewer: bool) -> CudaCache:
-        """Return a cache of this size or more; if `fewer`, memory and MOST_SLOTS limit slots."""
+        """Return a cache of at least `slots` slots, or with `fewer` as many as memory allows."""
         n_ctx = min(max(LEAST_CONTEXT, rounded_up(n_ctx, 4)), self._config.n_ctx)
         slots = rounded_up(slots, 2)
         if fewer:
@@ -137,7 +137,7 @@ class DecodingCaches:
         return kept
 
     def new(self, batch: int, n_ctx: int) -> CudaCache:
-        """Return a new cache; free caches of ended decodings if needed. Raises MemoryError."""
+        """Return a new cache, after freeing kept caches if memory is short. Raises MemoryError."""
         try:
             try:
                 return CudaCache(self._config, batch, n_ctx, self._formats)
@@ -156,7 +156,7 @@ class DecodingCaches:
             ) from error
 
     def _kept(self, slots: int, n_ctx: int) -> CudaCache | None:
-        """Return the kept cache of an ended decoding with this size, or None.
+        """Return a kept cache of an ended decoding with exactly this size, or None.
 
         Decodings may end, and give back their caches, while this runs.
         """
@@ -178,11 +178,11 @@ class DecodingCaches:
             self._ended.popleft()
 
     def _free(self) -> int:
-        """Return the bytes of free device memory, including CuPy's pool and kept caches."""
+        """Return the free bytes of device memory, counting CuPy's pool and kept caches as free."""
         return free_bytes() + sum(cache.nbytes for cache in tuple(self._ended))
 
     def _row_bytes(self, n_ctx: int) -> int:
-        """Return the bytes of a slot: keys and values, logits, seen tokens, and activations.
+        """Return the bytes per slot of keys, values, logits, seen-token flags and activations.
 
         All steps and layers share memory for activations, counted twice because a smaller arena
         can remain in use after a larger one is allocated.

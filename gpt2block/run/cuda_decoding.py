@@ -1,4 +1,4 @@
-"""Decoding on a GPU, which runs one step ahead of the host."""
+"""Decoding on a GPU: a step is launched before the host reads the previous step's tokens."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from gpt2block.run.cuda_steps import MOST_GUESSING, InFlight, steps_of
 from gpt2block.run.guessing import ROWS, SpeculationPolicy
 from gpt2block.run.model import Ids, Sampled, Start, in_groups, without
 
-PREFILL_TOKENS = 8192  # most tokens of prompts that start together
-IN_FLIGHT = 2  # most results that the GPU computes before the host reads the first one
+PREFILL_TOKENS = 8192  # most prompt tokens of one prefill
+IN_FLIGHT = 2  # most launched steps whose results the host has not read
 
 
 class CudaDecoding:
-    """Decoding on a GPU, which runs one step ahead of the host.
+    """Decoding on a GPU: a step is launched before the host reads the previous step's tokens.
 
     A stopped sequence is computed for at most one more step. speculate: a step also verifies
     guesses of the next tokens if that is expected to be faster. draft: the draft model, which
@@ -41,11 +41,11 @@ class CudaDecoding:
         self._steps = steps_of(model, cache, speculate)
         self._pace = SpeculationPolicy(cache.batch) if speculate else None
         self._steps.restart()
-        # Number of tokens left to launch in each slot; a launched step counts as one token.
+        # Number of tokens per slot that no launched step computes. A step counts as one token.
         self._left = np.zeros(slots, np.int32)
         self._alternatives = np.zeros(slots, np.int32)
         self._in_flight: deque[InFlight] = deque()
-        self._found: deque[Sampled] = deque()  # results read but not returned
+        self._found: deque[Sampled] = deque()  # results that are read but not yet returned
 
     def start_up(self, continued: bool) -> Iterator[tuple[int, int]]:
         speculate = self._pace is not None
@@ -72,7 +72,7 @@ class CudaDecoding:
 
     def _start(self, group: Sequence[Start]) -> None:
         slots = np.array([start.slot for start in group], np.int32)
-        self._steps.of(self._model, slots)  # kernels of the step compile while the prompts run
+        self._steps.of(self._model, slots)  # compiles the step's kernels while the prompts run
         logits = prefill_starts(self._model, self._cache, group, last=True)
         if self._draft:
             self._draft.start(group)
@@ -104,11 +104,11 @@ class CudaDecoding:
                         self._take(result, self._pace)
                 while self._found:
                     found = self._found.popleft()
-                    if len(found.slots):  # without slots: all sequences were stopped
+                    if len(found.slots):  # skip results whose sequences were all stopped
                         return found
 
     def _take(self, result: InFlight, pace: SpeculationPolicy) -> None:
-        """Read the result of a step that may have accepted several tokens per slot."""
+        """Wait for a speculative step; append the accepted tokens of its slots to `_found`."""
         found = result.taken()
         self._found.extend(found)
         for more in found[1:]:
@@ -117,7 +117,7 @@ class CudaDecoding:
         pace.add(result.slots, result.flags)
 
     def _launch(self) -> bool:
-        """Launch a step of the slots with tokens left to sample; return False if there are none."""
+        """Launch a step for slots with tokens left to sample; return False if no slot has any."""
         slots = np.flatnonzero(self._left).astype(np.int32)
         if not len(slots):
             return False
@@ -135,12 +135,12 @@ class CudaDecoding:
 
 
 def _groups(starts: Sequence[Start]) -> Iterator[list[Start]]:
-    """Yield groups of starts, one for each prefill: only new or only continued sequences."""
+    """Yield a list of Starts per prefill, in which either all have cached tokens or none has."""
     for continued in (False, True):
         chosen = sorted(start for start in starts if (start.cached > 0) == continued)
         yield from in_groups(chosen, PREFILL_TOKENS, _tokens_of)
 
 
 def _tokens_of(start: Start) -> int:
-    """Return the number of prompt tokens that a prefill computes to start the sequence."""
+    """Return the number of prompt tokens that are not cached, which a prefill must compute."""
     return len(start.ids) - start.cached

@@ -1,4 +1,4 @@
-"""Speculative decoding with a smaller draft model, whose guesses a decoding step verifies.
+"""Speculative decoding: a smaller draft model guesses tokens, which a decoding step verifies.
 
 The draft model has its own kv_cache and sampler. Before each step of the decoding it samples the
 next tokens of each slot with the random numbers that the larger model will use, so that sampled
@@ -23,7 +23,7 @@ from gpt2block.run.model import Ids, Start
 
 
 class Draft:
-    """A draft model that guesses the next tokens of a decoding; its cache has the same slots."""
+    """A draft model that guesses next tokens. Its kv_cache has the same slots as the decoding's."""
 
     def __init__(self, model: CudaPasses, cache: CudaCache) -> None:
         self._model, self._cache = model, cache
@@ -32,9 +32,9 @@ class Draft:
 
     @contextmanager
     def _between(self, stream: Any) -> Iterator[None]:
-        """Run the with block's work on the draft's stream between earlier and later `stream` work.
+        """Order the with block's work, on the draft's stream, after earlier work of `stream`.
 
-        The streams are ordered with events; the host does not wait.
+        Later work of `stream` waits for it. Events order the streams; the host does not wait.
         """
         given, done = (cupy.cuda.Event(disable_timing=True) for _ in range(2))
         given.record(stream)
@@ -45,17 +45,17 @@ class Draft:
         stream.wait_event(done)
 
     def copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
-        """Copy keys and values between slots; see `Decoding.copy`."""
+        """Copy the draft's keys and values from slots to other slots; see `Decoding.copy`."""
         with self._model.running():
             copy_slots(self._cache, copies)
 
     def extend(self, group: Sequence[Start]) -> None:
-        """Compute tokens of incomplete prompts. All prompts are new, or all continue a cache."""
+        """Compute parts of prompts. Either all prompts are new, or all continue cached tokens."""
         with self._model.running():
             prefill_starts(self._model, self._cache, group, last=False)
 
     def start(self, group: Sequence[Start]) -> None:
-        """Compute the last new tokens of prompts, and start their sequences in the draft's slots.
+        """Compute the rest of the prompts, and start their sequences in the draft's slots.
 
         All prompts are new, or all continue cached tokens.
         """
@@ -65,7 +65,7 @@ class Draft:
             self._steps.begin(self._model, group, slots, logits)
 
     def guess(self, slots: Ids, count: int, steps: DecodingSteps, stream: Any) -> None:
-        """Write `count` guesses for each slot. steps, stream: the decoding's steps and stream.
+        """Write `count` guessed tokens per slot into `steps`, the decoding's steps on `stream`.
 
         K and V of the last guess are also computed, as the next step continues it if it is right.
         """

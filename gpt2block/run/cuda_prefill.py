@@ -1,4 +1,4 @@
-"""Prefill of a model on a GPU: the new tokens of all sequences as rows of one matrix.
+"""Prefill on a GPU: the new tokens of all sequences are the rows of one matrix.
 
 The passes are those of `gpt2block.passes.prefill`. A row's kernels, and so its bits, depend on
 its own sequence alone. Tokens, positions and lengths are in device memory: a repeated call of the
@@ -28,7 +28,7 @@ Requested = Want | Literal["states"]
 
 
 class PrefillPrograms:
-    """The recordings of prefills with one shape and one cache, in the model's arena.
+    """The recorded launches of prefills with one shape and one kv_cache, one for each output.
 
     Rows beyond the given tokens are padding: they belong to no sequence, and attention skips them.
 
@@ -52,10 +52,10 @@ class PrefillPrograms:
         batch = dict(zip(self._sizes, cupy.split(self._numbers, ends), strict=True))
         self._tensors = {**batch, **cache_tensors(cache, model.config.n_layer)}
         self._recordings: dict[Want | None, Recording] = {}
-        self._known: Mapping[str, Recorded] = {}  # the first recording's steps, for reuse
+        self._known: Mapping[str, Recorded] = {}  # steps of the first recording, which others reuse
 
     def recording(self, model: CudaPasses, want: Want | None) -> Recording:
-        """Return the recording for an output, which is created on first use."""
+        """Return the recorded launches that compute the output `want`; record them on first use."""
         if want not in self._recordings:
             N, outs = self.shape.rows, {}
             tensors = model.prompt_weights(head=want == "log_likelihood")
@@ -84,7 +84,7 @@ class PrefillPrograms:
         starts: Sequence[int],
         want: Requested | None,
     ) -> None:
-        """Prefill the sequences. want None: compute only their keys and values.
+        """Prefill the sequences. want: the requested output; None: only their keys and values.
 
         rows: row of the cache for each sequence, in ascending order. starts: number of tokens that
         each of these rows already has.
@@ -105,7 +105,7 @@ class PrefillPrograms:
         starts: Sequence[int],
         targets: bool,
     ) -> None:
-        """Send the batch to the device by pinned memory, once the previous copy has finished.
+        """Copy the batch to the device from pinned memory, after the previous copy has finished.
 
         targets: whether to send the next token of each token, too.
         """
@@ -136,7 +136,7 @@ class PrefillPrograms:
 
     @cached_property
     def _counted(self) -> Ids:
-        """The positions 0 to n_ctx - 1 of a cache, as an array."""
+        """The positions 0 to n_ctx - 1 as an array."""
         return np.arange(self._n_ctx, dtype=np.int32)
 
     @cached_property
@@ -145,7 +145,7 @@ class PrefillPrograms:
 
     @cached_property
     def _on_host(self) -> list[Ids]:
-        """Views of the pinned memory for the arrays of `_sizes`, in their order."""
+        """Views of parts of the pinned memory, one for each array named in `_sizes`."""
         return np.split(self._pinned, np.cumsum(list(self._sizes.values()))[:-1])
 
     @cached_property
@@ -161,8 +161,8 @@ def programs_of(
     continued: bool,
     ends: int | None = None,
 ) -> PrefillPrograms:
-    """Return the PrefillPrograms of a batch over a cache; arguments are fields of its Prefill."""
-    kind = rows, longest, continued, ends  # the cache determines the other fields
+    """Return the PrefillPrograms of this shape and cache. The other arguments: see `Prefill`."""
+    kind = rows, longest, continued, ends  # the cache determines all other fields of Prefill
     if kind not in cache.prefills:
         shape = model.prefill_shape(cache.batch, bool(cache.layers), *kind)
         cache.prefills[kind] = PrefillPrograms(model, cache, shape)
@@ -180,7 +180,7 @@ def prefill_slots(
     cache: CudaCache,
     last: bool,
 ) -> CudaArray:
-    """Prefill sequences in slots of a cache that already hold `cached` tokens of each sequence.
+    """Compute the new tokens of sequences whose first `cached` tokens are in slots of the cache.
 
     Slots are in ascending order. All sequences are new, or all continue. Returns their last logits
     (N or more, V), valid until the next prefill. Without `last`, only keys and values are computed,
@@ -194,7 +194,7 @@ def prefill_slots(
 
 
 def prefill_starts(model: CudaPasses, cache: CudaCache, group: Sequence[Start], last: bool) -> Any:
-    """Run `prefill_slots` for the starts of sequences, which are all new or all continued."""
+    """Run `prefill_slots` for these Starts; either all have cached tokens, or none has."""
     for start in group if cache.frequencies.tensors else ():
         cache.frequencies.begin(start.slot, start.n_tokens)
     slots, cached = [start.slot for start in group], [start.cached for start in group]
@@ -205,7 +205,7 @@ def prefill_starts(model: CudaPasses, cache: CudaCache, group: Sequence[Start], 
 def start_kind(
     cache: CudaCache, total: int, longest: int, continued: bool, count: int
 ) -> tuple[int, int, bool, int]:
-    """Return the arguments of `programs_of` for a prefill that starts `count` sequences.
+    """Return arguments (rows, longest, continued, ends) of `programs_of` for `count` sequences.
 
     total, longest: number of tokens of all sequences, and of the longest sequence.
     """

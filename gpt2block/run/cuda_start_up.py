@@ -1,4 +1,4 @@
-"""Compile and record the kernels of a decoding on a GPU before its first sequence starts.
+"""Compile the kernels of a decoding and record its CUDA graphs before its first sequence starts.
 
 The kernels of a decoding depend on the sizes of its steps and of the prompts that start together,
 which are rounded up, so that there are few. All steps and the usual starts are also recorded as
@@ -24,10 +24,10 @@ from gpt2block.run.guessing import ROWS
 from gpt2block.run.model import Ids
 from gpt2block.run.recorder import rounded_up
 
-PROMPTS = 16, 256  # least and most tokens of a prompt in recorded prefills
-TOGETHER = 4  # most prompts of a recorded prefill
+PROMPTS = 16, 256  # least and most tokens per prompt in the prefills that are recorded at start
+TOGETHER = 4  # most prompts in a prefill that is recorded at start
 NOBODY: Ids = np.empty(0, np.int32)
-Kind = tuple[int, int, bool, int]  # prefill: rows, longest prompt, continued, prompts
+Kind = tuple[int, int, bool, int]  # a prefill's rows, longest, continued, number of prompts
 
 
 def start_up(
@@ -38,7 +38,7 @@ def start_up(
     continued: bool,
     speculate: bool = False,
 ) -> Iterator[tuple[int, int]]:
-    """Compile and record kernels in parts; before each part, yield (parts done, total parts).
+    """Compile kernels, record CUDA graphs; yield (tasks done, all tasks) before each task.
 
     slots: slots of a decoding in which no sequence runs; their kv_cache is overwritten. most: most
     tokens of prompts that start together. continued: whether prompts may continue cached tokens.
@@ -54,7 +54,7 @@ def start_up(
         pairs = product(sorted({min(rounded_up(n, 1), cache.batch) for n in counts}), ROWS)
         steps += [(count, rows) for count, rows in pairs if count * rows <= MOST_GUESSING]
     parts: list[Callable[[], None]] = [
-        # The largest prefill comes first: the others share its memory.
+        # The largest prefill comes first, because smaller prefills can then use its memory.
         *(partial(start.bind, kind) for kind in sorted(bound, reverse=True)),
         *(partial(start.bind_step, *kind) for kind in steps),
         *(partial(start.bind, kind) for kind in recorded),
@@ -64,13 +64,13 @@ def start_up(
     ]
     for done, part in enumerate(parts):
         yield done, len(parts)
-        # Skip a prefill that does not fit into memory; a prompt that needs it will record it.
+        # Skip a prefill that does not fit into memory; it is recorded when a prompt needs it.
         with model.running(), suppress(cupy.cuda.memory.OutOfMemoryError):
             part()
 
 
 class _Parts:
-    """The parts of `start_up`. Binding a step requests kernels; running a step waits for them."""
+    """The tasks of `start_up`. Binding starts to compile kernels; recording waits and runs them."""
 
     def __init__(self, model: CudaPasses, cache: CudaCache, speculate: bool) -> None:
         self._model, self._cache = model, cache
@@ -91,20 +91,20 @@ class _Parts:
         self._functions.update(launch.function for launch in launches)
 
     def record_step(self, count: int, together: int) -> None:
-        """Run a step without sequences twice; the second run is captured as a CUDA graph."""
+        """Run a decoding step without sequences twice; the second run captures a CUDA graph."""
         step = self._step(count, together)
         self._steps.place(NOBODY, step)
         for _ in range(2):
             step.recording.repeat(self._model.stream)
 
     def record(self, kind: Kind) -> None:
-        """Run a prefill of one token and padding rows twice; the second run is a CUDA graph."""
+        """Run a prefill of a token and padding twice; the second run captures a CUDA graph."""
         programs = programs_of(self._model, self._cache, *kind)
         for _ in range(2):
             programs.run(self._model, [np.zeros(1, np.int32)], [0], [0], "last")
 
     def finish(self) -> None:
-        """Wait until all requested kernels are compiled, including kernels that did not run."""
+        """Wait until all kernels are compiled, including kernels of recordings that did not run."""
         for function in self._functions:
             _ = function.found
         self._model.stream.synchronize()
@@ -112,7 +112,7 @@ class _Parts:
 
 
 def _usual(cache: CudaCache, counts: list[int]) -> Iterator[Kind]:
-    """Yield the sizes of prefills of 1 to TOGETHER prompts, with 16 to 256 tokens each."""
+    """Yield the sizes of prefills with 1 to TOGETHER prompts of 16 to 256 tokens."""
     least, most = (min(n, cache.n_ctx) for n in PROMPTS)
     found: set[Kind] = set()
     for count in (n for n in counts if n <= TOGETHER):
@@ -124,7 +124,7 @@ def _usual(cache: CudaCache, counts: list[int]) -> Iterator[Kind]:
 
 
 def _all_sizes(cache: CudaCache, counts: list[int], most: int) -> Iterator[Kind]:
-    """Yield prefill sizes that need all kernels: for one prompt, and for the most prompts."""
+    """Yield every prefill size, up to `most` tokens, of one prompt and of `counts[-1]` prompts."""
     for count in {1, counts[-1]}:
         totals = range(count, min(most, count * cache.n_ctx) + 1)
         yield from {start_kind(cache, n, -(-n // count), False, count) for n in totals}

@@ -1,4 +1,4 @@
-"""Decoding steps on a GPU: compute rows for slots of a kv_cache, and sample on the device.
+"""Decoding steps on a GPU: compute the next token of slots (sequences) of a kv_cache.
 
 Steps exist for a few numbers of rows, such as 48 or 64, each with a CUDA graph. A device array maps
 rows to slots, so that empty slots cost nothing. A step reads its tokens and positions from device
@@ -41,17 +41,17 @@ from gpt2block.run.model import (
 from gpt2block.run.recorder import rounded_up
 from gpt2block.sampling import CHANGES, MOST_ALTERNATIVES, Sampling, changes
 
-CHANGED, COUNTED = 1, 2  # logit changes other than repetition_penalty: without, with token counts
-MOST_GUESSING = 64  # most rows of a step that also computes guessed tokens
+CHANGED, COUNTED = 1, 2  # kinds of logit changes; COUNTED: penalties need counts of drawn tokens
+MOST_GUESSING = 64  # most rows (tokens) of a step that also computes guessed tokens
 
 
 class DecodingSteps:
-    """The buffers of a cache's decoding steps, and a DecodingStep for each number of rows."""
+    """The buffers that a cache's decoding steps share, and a DecodingStep per number of rows."""
 
     def __init__(
         self, model: CudaPasses, cache: CudaCache, floats: bool = False, speculate: bool = False
     ) -> None:
-        """floats: whether activations stay readable floats, not `Terms`, with the same results.
+        """floats: whether to store activations as readable floats, not `Terms`, for equal results.
 
         speculate: steps can compute guesses, too.
         """
@@ -64,23 +64,23 @@ class DecodingSteps:
         self.logits = cupy.zeros((rows, config.vocab_size), "float32")
         self.row, self.tokens, self.positions = (cupy.zeros(rows, "int32") for _ in range(3))
         self.cache_tensors = cache_tensors(cache, config.n_layer)
-        # Key: number of slots, kind of logit changes, rows per slot.
+        # Key: number of slots, kind of logit changes (0, CHANGED or COUNTED), rows per slot.
         self._steps: dict[tuple[int, int, int], DecodingStep] = {}
-        self.changes: CudaArray = None  # logit changes by slot, created on first use
-        self.counts: CudaArray = None  # drawn tokens by slot, created on first use
+        self.changes: CudaArray = None  # (slots, CHANGES) logit changes, created on first use
+        self.counts: CudaArray = None  # (slots, V) counts of drawn tokens, created on first use
         self._changed = np.zeros(B, np.int8)  # result of `_kind_of` for each slot
-        self._placed: tuple[int, int, Ids] | None = None  # rows, rows per slot, slots
+        self._placed: tuple[int, int, Ids] | None = None  # last `place`: rows, rows per slot, slots
 
     def restart(self) -> None:
-        """Reset the steps for another decoding; results of the previous decoding are dropped."""
+        """Reset all steps for a new decoding, and drop results of the previous decoding."""
         self._placed = None
         for step in self._steps.values():
             step.restart()
 
     def of(self, model: CudaPasses, slots: Ids, together: int = 1) -> DecodingStep:
-        """Return the step for at least this number of slots. together: rows per slot."""
+        """Return the DecodingStep for at least len(slots) slots. together: rows per slot."""
         changed = int(self._changed[slots].max(initial=0))
-        # With guesses, the number of slots is a power of two, so that few steps are recorded.
+        # With guesses, the number of slots is a power of two, which limits the recorded steps.
         count = min(rounded_up(len(slots), 2 if together == 1 else 1), self.batch)
         kind = count, changed, together
         if kind not in self._steps:
@@ -88,7 +88,7 @@ class DecodingSteps:
         return self._steps[kind]
 
     def place(self, slots: Ids, step: DecodingStep, again: bool = False) -> None:
-        """Assign the first rows of a step to these slots, and the other rows to no slot.
+        """Assign the first rows of `step` to `slots`, and mark its other rows as unused.
 
         again: copy tokens even if the rows are assigned already, because guesses have changed.
         """
@@ -111,7 +111,7 @@ class DecodingSteps:
     def next_token(
         self, model: CudaPasses, slots: Ids, tokens: Ids, positions: Ids
     ) -> DecodingStep:
-        """Return a step that computes one token of each slot, with these ids and positions."""
+        """Return a step that processes one token per slot, after setting its ids and positions."""
         step = self.of(model, slots)
         self._set_rows(slots, step.rows)
         self.tokens[: len(slots)].set(tokens)
@@ -119,7 +119,7 @@ class DecodingSteps:
         return step
 
     def logits_of(self, model: CudaPasses, slots: Ids, tokens: Ids, positions: Ids) -> Floats:
-        """Return the logits (N, V) after these tokens, one in each of N slots."""
+        """Process one token in each of N slots, and return the logits (N, V) after these tokens."""
         self.next_token(model, slots, tokens, positions).recording.run_steps()
         logits: Floats = self.logits[: len(slots)].get()
         return logits
@@ -127,7 +127,7 @@ class DecodingSteps:
     def begin(
         self, model: CudaPasses, starts: Sequence[Start], slots: Ids, logits: CudaArray
     ) -> DecodingStep:
-        """Start sequences whose last prompt token has these logits; return the sampling step."""
+        """Start sequences from the logits of their last prompt tokens; return the sampling step."""
         ids = [start.ids if start.seen is None else start.seen for start in starts]
         positions = np.array([len(start.ids) - 1 for start in starts], np.int32)
         drawn = np.array([start.drawn for start in starts], np.int32)
@@ -139,7 +139,7 @@ class DecodingSteps:
         if self.guesses is not None:
             left = [start.steps for start in starts]
             self.guesses.begin(slots.tolist(), [start.ids for start in starts], left)
-            self._placed = None  # rows of ended sequences need new positions
+            self._placed = None  # positions of rows must be copied again
         self._set_changes(starts, ids)
         step = self.of(model, slots)
         cupy.copyto(self.logits[: len(slots)], logits[: len(slots)])
@@ -147,7 +147,7 @@ class DecodingSteps:
         return step
 
     def _set_changes(self, starts: Sequence[Start], seen: Sequence[Ids]) -> None:
-        """Store new sequences' logit changes, in place of those of the slots' last sequences."""
+        """Store the logit changes (bias and penalties) of new sequences in the slots' arrays."""
         V = self.logits.shape[1]
         for start, ids in zip(starts, seen, strict=True):
             changed = _kind_of(start.sampling)
@@ -166,7 +166,7 @@ class DecodingSteps:
 
 
 def steps_of(model: CudaPasses, cache: CudaCache, speculate: bool = False) -> DecodingSteps:
-    """Return the DecodingSteps of a cache, which are created on first use."""
+    """Return the DecodingSteps of a cache; create them on first use."""
     if speculate not in cache.steps:
         cache.steps[speculate] = DecodingSteps(model, cache, speculate=speculate)
     found: DecodingSteps = cache.steps[speculate]
@@ -174,17 +174,17 @@ def steps_of(model: CudaPasses, cache: CudaCache, speculate: bool = False) -> De
 
 
 def _kind_of(sampling: Sampling) -> int:
-    """Return how sampling changes logits: 0, CHANGED or COUNTED."""
+    """Return the kind of logit changes: 0 (none), CHANGED, or COUNTED (with token counts)."""
     return COUNTED if sampling.counts else CHANGED if sampling.changes else 0
 
 
 class DecodingStep:
-    """A decoding step for one number of rows: launches, CUDA graph, and results on the host."""
+    """Launches, CUDA graph and host results of a decoding step with a fixed number of rows."""
 
     def __init__(
         self, model: CudaPasses, of: DecodingSteps, count: int, changed: int, together: int
     ) -> None:
-        """count: number of slots. changed: kind of logit changes. together: rows per slot."""
+        """count: number of slots. changed: result of `_kind_of`. together: rows per slot."""
         self.rows = rows = count * together
         self.together, self._stream = together, model.stream
         self._done = [cupy.cuda.Event(disable_timing=True) for _ in range(2)]
@@ -196,11 +196,11 @@ class DecodingStep:
         counts = of.counts if changed == COUNTED else None
         after: tuple[Bound, ...]
         if of.guesses is None:
-            self._sampled, report = _on_host((2, 2, rows))  # even and odd launches: token, logprob
+            self._sampled, report = _on_host((2, 2, rows))  # (launch parity, token or logprob, row)
             self.placing = bind_place(of.state, slots)
             after = (bind_state(logits, of.state, of.n_ctx, report, slots, tables, counts),)
         else:
-            self._sampled, report = _on_host((2, 3, rows))  # even and odd launches: also flags
+            self._sampled, report = _on_host((2, 3, rows))  # (launch parity, also flags, row)
             self.placing = bind_place(of.state, slots, *of.guesses[1:], together)
             self._drawn = cupy.zeros(rows, "int32"), cupy.zeros(rows, "float32")
             state = of.state._replace(token=self._drawn[0], logprob=self._drawn[1])
@@ -221,29 +221,29 @@ class DecodingStep:
         self.restart()
 
     def restart(self) -> None:
-        """Treat the next launch as the first launch, and drop earlier results."""
+        """Reset the count of launches to 0, and drop the results of earlier launches."""
         self._first = True
         self._launched = 0
-        self._results: list[InFlight | None] = [None, None]  # unread results of even, odd launches
+        self._results: list[InFlight | None] = [None, None]  # last results of even and odd launches
 
     def run(self, slots: Ids, alternatives: bool) -> InFlight:
-        """Compute and sample the placed rows of `slots`, by a CUDA graph from the second run on.
+        """Compute the step and sample tokens for `slots`; from the second run on as a CUDA graph.
 
-        alternatives: whether the result has the most likely tokens, too.
+        alternatives: whether the result includes the most likely tokens.
         """
         half = self._free_half()
         self.recording.repeat(self._stream)
         return self._result(half, slots, alternatives)
 
     def sample(self, slots: Ids, alternatives: bool) -> InFlight:
-        """Sample from the current `logits`, without a forward pass."""
+        """Sample tokens for `slots` from the stored logits, without a forward pass."""
         half = self._free_half()
         for bound in self.recording.after:
             bound.run()
         return self._result(half, slots, alternatives)
 
     def _free_half(self) -> int:
-        """Return the half of the results' memory for the next launch, after reading its content.
+        """Return the half (0 or 1) of the results' memory for the next launch, after reading it.
 
         Before the first launch, the device's launch count is set to 0, after earlier launches.
         """
@@ -268,12 +268,12 @@ class DecodingStep:
 
     @cached_property
     def _top(self) -> tuple[_Top, _Top]:
-        """The launches that report the most likely tokens, for even and for odd steps."""
+        """Two launches that copy the most likely tokens to the host, for even and for odd steps."""
         return _Top(self._logits), _Top(self._logits)
 
 
 class _Top:
-    """A launch that writes rows' most likely tokens to host memory, with arrays of this memory."""
+    """A launch that writes each row's most likely tokens to host arrays, and these arrays."""
 
     def __init__(self, logits: CudaArray) -> None:
         shape = len(logits), MOST_ALTERNATIVES
@@ -284,7 +284,7 @@ class _Top:
 
 
 class InFlight:
-    """The tokens of a launch, copied from pinned memory when the tokens or the memory are needed.
+    """The tokens of a launched step, which are copied from pinned memory on first use.
 
     together: rows per slot.
     """
@@ -311,20 +311,20 @@ class InFlight:
 
     @property
     def flags(self) -> Ids:
-        """Flags of the rows of N slots, (N, together), from a step with guesses."""
+        """Flags (N, together) of a speculative step: N slots, `together` rows per slot."""
         self.read()
         flags: Ids = self._sampled[2].reshape(-1, self.together)
         return flags
 
     def get(self) -> Sampled:
-        """Return the result of a step with one row per slot, without stopped slots."""
+        """Return the tokens of a step with one row per slot, without tokens of stopped slots."""
         self.read()
         tokens, logprobs = self._sampled
         found = Sampled(self.slots, tokens, logprobs.view(np.float32), self._top)
         return without(found, np.concatenate(self._stopped)) if self._stopped else found
 
     def taken(self) -> list[Sampled]:
-        """Return the accepted tokens: the first token of every slot, then the second, and so on.
+        """Return lists of accepted tokens: the first token of every slot, the second token, …
 
         Tokens of stopped slots are left out.
         """
@@ -332,7 +332,7 @@ class InFlight:
         tokens, logprobs, flags = (a.reshape(-1, self.together).T for a in self._sampled)
         taken = flags & TAKEN > 0
         guessed = np.zeros_like(taken)
-        guessed[:-1] = taken[1:]  # a row is taken if the token before it was guessed
+        guessed[:-1] = taken[1:]  # a row is accepted if the previous row's token was guessed
         stopped = np.concatenate([self.slots[:0], *self._stopped])
         found = []
         for n in range(self.together):
@@ -344,7 +344,7 @@ class InFlight:
 
 
 def _on_host(shape: tuple[int, ...]) -> tuple[Ids, CudaArray]:
-    """Return int32 zeros in pinned host memory as a NumPy array, and a CuPy array for kernels."""
+    """Return zeros, int32, in pinned host memory: a NumPy and a CuPy array of the same memory."""
     seen = pinned(shape)
     seen[...] = 0
     owner = cupy.cuda.UnownedMemory(seen.ctypes.data, seen.nbytes, seen, cupy.cuda.Device().id)

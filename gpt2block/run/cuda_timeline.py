@@ -1,4 +1,4 @@
-"""Measure when each kernel of a recording ends, by events around CUDA graphs of its kernels.
+"""Measure when each kernel of a forward pass ends, by events around CUDA graphs of its kernels.
 
 A graph whose last kernel is n ends when kernel n has ended, as in the graph of the whole pass: with
 all launches that overlap the previous launch, and without a node between kernels, which would
@@ -25,15 +25,15 @@ from gpt2block.run.recorder import TensorSpec
 from gpt2block.run.recording import Recording, Recordings, capture
 from gpt2block.run.timeline import BytesMoved, Call, KernelTiming, Timeline, moved, weights_dtype
 
-EMPTY = 100  # empty kernels in a graph that measures the time between kernels
-SAMPLE = "sample"  # step name of the launches after a pass
-LEAD_US = 200.0  # µs of kernels before a replay, during which the host launches it
-TOGETHER = 8  # kernels timed in turn, by graphs that begin with the same kernel
-EARLIER = 8  # kernels in these graphs before the timed kernels: more than can overlap
+EMPTY = 100  # number of empty kernels in the graph that measures the gap between kernels
+SAMPLE = "sample"  # name of the step that samples after a forward pass
+LEAD_US = 200.0  # µs of other kernels before a replay, which hide the time of its launch
+TOGETHER = 8  # number of kernels measured together, by graphs that begin with the same kernel
+EARLIER = 8  # number of kernels before the measured ones in a graph: more than can overlap
 
 
 def timed(recordings: Recordings, call: Call) -> list[Timeline]:
-    """Return the timelines of the recordings that a call runs, each measured before it runs."""
+    """Call `call`; return the timeline of each recording, measured just before `call` runs it."""
     found: list[Timeline] = []
     recordings.watch = lambda recording: found.append(measured(recording))
     try:
@@ -44,7 +44,7 @@ def timed(recordings: Recordings, call: Call) -> list[Timeline]:
 
 
 def measured(recording: Recording) -> Timeline:
-    """Measure the timeline of a recording on the current stream; its inputs are on the device.
+    """Measure the kernel times of a recording whose inputs are on the device; return a Timeline.
 
     Its steps have the same results each time. Arrays that later launches change are restored.
     """
@@ -57,7 +57,7 @@ def measured(recording: Recording) -> Timeline:
             array[...] = value
 
     launches = recording.launches
-    for each in launches:  # load the kernels, which is impossible in a capture
+    for each in launches:  # loads the kernels, because a graph capture cannot load them
         each.run()
     restore()
     steps = [each for recorded in recording.steps.values() for each in recorded.launches]
@@ -80,7 +80,7 @@ def measured(recording: Recording) -> Timeline:
 
 
 def ends_us(launches: Sequence[Any], overlapping: bool, lead: Callable[..., None]) -> list[float]:
-    """Return the end of each launch of a pass, in µs from the start of the pass; ascending.
+    """Return the µs from the start of the pass to the end of each of its launches, ascending.
 
     lead: function that launches work before the pass, for a number of µs, by default LEAD_US. A
     graph that begins later in the pass follows the kernels before it, and `lead` if these kernels
@@ -109,7 +109,7 @@ def _led(lead: Callable[[], None], before: Callable[[], None]) -> None:
 def _us(
     replays: Sequence[Callable[[], None]], lead: Callable[[], None] = lambda: None
 ) -> list[float]:
-    """Return the median µs of each replay. Replays are timed in turn, each after `lead`."""
+    """Return the median µs of each function. Functions are timed alternately, each after `lead`."""
     named = {str(n): replay for n, replay in enumerate(replays)}
     return [1e3 * ms for ms in interleaved_ms(named, lead=lead).values()]
 
@@ -121,7 +121,7 @@ def assembled(
     start: float,
     between: float,
 ) -> Timeline:
-    """Return a Timeline of kernels without times, and the measured end of each kernel in µs.
+    """Return a Timeline: add measured times, in µs, to kernels that have no times yet.
 
     ends, apart: ends with and without overlap. start: µs of a graph of one empty kernel. between:
     µs that another empty kernel adds, which are subtracted from a kernel's time.
@@ -141,19 +141,19 @@ def _graph(launches: Sequence[Any], overlapping: bool) -> Callable[[], None]:
 
 
 def _nothing() -> Launch:
-    """Return the launch of a kernel whose threads return at once: `mark_seen` without tokens."""
+    """Return a launch that does nothing: `mark_seen` with no tokens, to measure launch overhead."""
     return launch_at(FILE, Geometry("mark_seen", (1,), (32,)), (None, None, None, 0, 0, 0))
 
 
 def _in_memory(array: Any, terms: Terms | None) -> TensorSpec:
-    """Return the size of an array stored as `Terms`: half the bytes, if values have one term."""
+    """Return the TensorSpec of an array; stored as `Terms` of one term, it has half the bytes."""
     stored = TensorSpec.of(array)
     half = terms is not None and terms.rounded and terms.width > 0
     return stored._replace(nbytes=stored.nbytes // 2) if half else stored
 
 
 def _kernels(recording: Recording) -> Iterator[KernelTiming]:
-    """Yield the kernels of a recording, without times."""
+    """Yield a KernelTiming, still without times, for each kernel of a recording."""
     for name, (step, launches, *_) in recording.steps.items():
         inputs = [recording.known(each) if each else None for each in step.inputs]
         if terms := step.attrs.get("terms"):
@@ -164,7 +164,7 @@ def _kernels(recording: Recording) -> Iterator[KernelTiming]:
         for each in launches:
             nbytes = moved(step.op, names, inputs, out) if each is launches[-1] else BytesMoved()
             yield KernelTiming(name, step.op, each.name, each.grid, each.block, *dtypes, nbytes)
-    for bound in recording.after:  # launches that read the result of the pass
+    for bound in recording.after:  # the sampler's launches, which read the pass's result
         nbytes = BytesMoved(activations=recording.out.nbytes + bound.out.nbytes)
         for each in bound.launches:
             dtype = str(bound.out.dtype.name)

@@ -1,4 +1,4 @@
-"""Choose how many rows per sequence a decoding step computes: the last token, and guesses."""
+"""Choose how many tokens per sequence a decoding step computes: its last token and guesses."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from gpt2block.ops.guesses import MOST_GUESSES, RIGHT, TAKEN
 from gpt2block.run.model import Ids
 from gpt2block.run.recorder import rounded_up
 
-ROWS = (4, 1 + MOST_GUESSES)  # rows per sequence in a step with guesses; without guesses 1
-# Assumed time of a step with each of ROWS, relative to a step with one row per sequence, until it
-# is measured: for up to FEW sequences, and for more sequences, where products are compute-bound.
+ROWS = (4, 1 + MOST_GUESSES)  # possible rows (tokens) per sequence in a step with guesses
+# Assumed times of steps with 4 and with 1 + MOST_GUESSES rows per sequence, relative to one row,
+# until measured. First pair: up to FEW sequences. Second: more, where products are compute-bound.
 UNKNOWN = ((1.3, 1.6), (2.0, 3.2))
 FEW = 4
-RIGHT_FIRST = 0.0, 0.25  # initial shares of right guesses, see `_shares`
-LEAST = 0.1  # smallest share of right guesses at which guesses can be faster
-WEIGHT = 1 / 6  # weight of the newest guess in a share
-GAIN = 1.03  # least expected speedup for which guesses are computed
-OLDER = 1.01  # stored times grow by this factor per step, so that new times replace them
+RIGHT_FIRST = 0.0, 0.25  # initial shares of right guesses: after a wrong guess, after a right one
+LEAST = 0.1  # least share of right guesses at which a step with guesses is considered
+WEIGHT = 1 / 6  # weight of the newest guess in the running share of right guesses
+GAIN = 1.03  # expected speedup that a step with guesses must exceed
+OLDER = 1.01  # factor by which a stored time grows per step, so that slower new times replace it
 
 
 class SpeculationPolicy:
-    """Chooses the rows per sequence from recent shares of right guesses and recent step times.
+    """Chooses the rows (tokens) per sequence of a step from recent guess accuracy and step times.
 
     Guesses are counted in steps with one row, too: to compare the sampled token with the guess
     costs nothing. Right guesses come in runs. Therefore guesses after a right guess and guesses
@@ -33,21 +33,21 @@ class SpeculationPolicy:
     """
 
     def __init__(self, slots: int) -> None:
-        # For each slot: share of right guesses after a wrong guess, and after a right guess.
+        # (slots, 2): shares of right guesses among guesses after a wrong and after a right guess.
         self._shares = np.tile(RIGHT_FIRST, (slots, 1))
-        self._state = np.zeros(slots, np.int64)  # whether the last guess in a slot was right
+        self._state = np.zeros(slots, np.int64)  # per slot: 1 if the last guess was right
         # (number of slots rounded up to a power of two, rows per slot) → seconds of a step.
         self._times: dict[tuple[int, int], float] = {}
         self._last: float | None = None
 
     def begin(self, slots: Ids) -> None:
-        """Reset the shares of slots in which sequences begin."""
+        """Reset the shares of right guesses of slots in which new sequences begin."""
         self._shares[slots] = RIGHT_FIRST
         self._state[slots] = 0
-        self._last = None  # the next interval includes prompts: do not time it
+        self._last = None  # do not time the next interval, which includes prompts
 
     def add(self, slots: Ids, flags: Ids) -> None:
-        """Update the shares of N slots from the flags of a step's rows, (N, together)."""
+        """Update the shares of right guesses of N slots. flags: (N, rows per slot), of a step."""
         for row in flags.T:
             counted = row & TAKEN > 0
             at, right = slots[counted], (row[counted] & RIGHT) // RIGHT
@@ -58,7 +58,7 @@ class SpeculationPolicy:
             self._state[at] = right
 
     def result(self, slots: int, together: int) -> None:
-        """Record the time of a step whose result was just read. together: rows per slot."""
+        """Record the time since the last result as a step's time. together: rows per slot."""
         now, before = perf_counter(), self._last
         self._last = now
         if before is not None:
@@ -66,7 +66,7 @@ class SpeculationPolicy:
             self._times[kind] = min(self._times.get(kind, np.inf) * OLDER, now - before)
 
     def together(self, slots: Ids, most: int) -> int:
-        """Return the rows per slot for the next step of these slots; `most` limits all rows."""
+        """Return the number of rows per slot for the next step. most: limit of its total rows."""
         count = rounded_up(len(slots), 1)
         first = self._shares[slots, self._state[slots]]
         if first.max() < LEAST:
@@ -86,6 +86,6 @@ class SpeculationPolicy:
 def _expected(
     first: NDArray[np.float64], later: NDArray[np.float64], rows: int
 ) -> NDArray[np.float64]:
-    """Return the mean number of tokens of a step per sequence, from the shares of right guesses."""
+    """Return the expected number of accepted tokens of each sequence in a step with `rows` rows."""
     powers: NDArray[np.float64] = np.sum([later**n for n in range(rows - 1)], axis=0)
     return 1 + first * powers

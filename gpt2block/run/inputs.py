@@ -1,4 +1,4 @@
-"""Checks of a call's token ids: sequences, batches, texts, and continuations of a kv_cache."""
+"""Check the token ids or text that a caller passes, also against the space in a kv_cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gpt2block.tokenizers.lookup import Lookup
 def sequences(
     engine: ModelEngine, ids: Any, cache: KVCache | None = None
 ) -> tuple[list[Ids], tuple[int, ...] | None]:
-    """Return checked sequences, and the shape of `ids`, or None if the lengths differ."""
+    """Check `ids`; return its sequences, and its shape, or None if sequence lengths differ."""
     config = engine.config
     found, shape = as_sequences(ids, config.vocab_size)
     if cache is not None and getattr(cache, "kind", None) != engine.cache_kind:
@@ -38,7 +38,7 @@ def sequences(
 
 
 def one_sequence(engine: ModelEngine, ids: Any, cached: bool = False) -> Ids:
-    """Return one checked sequence of ids, with at least two ids if `cached`."""
+    """Check that `ids` is one sequence, of at least two tokens if `cached`; return it."""
     check_flag("cached", cached)
     found, _ = sequences(engine, ids)
     least = 2 if cached else 1
@@ -51,7 +51,7 @@ def one_sequence(engine: ModelEngine, ids: Any, cached: bool = False) -> Ids:
 
 
 def tokens(engine: ModelEngine, lookup: Lookup, text: Any, cached: bool = False) -> Ids:
-    """Return the ids of one text, or one sequence of ids; cached: as for `one_sequence`."""
+    """Return the ids of `text`, a string or one sequence of ids. cached: see `one_sequence`."""
     if isinstance(text, str):
         from gpt2block.tokenizers import tokenizer  # noqa: PLC0415  (tiktoken imports slowly)
 
@@ -62,7 +62,7 @@ def tokens(engine: ModelEngine, lookup: Lookup, text: Any, cached: bool = False)
 
 
 def as_sequences(ids: Any, vocab_size: int) -> tuple[list[Ids], tuple[int, ...] | None]:
-    """Return token ids as int32 arrays, and the shape of `ids`, or None if the lengths differ.
+    """Return `ids` as int32 arrays, one per sequence, and its shape, or None if lengths differ.
 
     Raises InputError, for an id outside 0 … vocab_size - 1 with its position.
     """
@@ -71,7 +71,7 @@ def as_sequences(ids: Any, vocab_size: int) -> tuple[list[Ids], tuple[int, ...] 
         rows = [as_array(row, "ids") for row in (ids if ragged else [ids])]
     except InputError:
         raise
-    except (TypeError, ValueError, OverflowError) as error:  # lists of uneven depth; CuPy arrays
+    except (TypeError, ValueError, OverflowError) as error:  # uneven lists, CuPy arrays
         raise InputError(f"ids: expected rows of integers: {error}") from error
     shape: tuple[int, ...] | None = None
     if ragged and len({row.shape for row in rows}) == 1:

@@ -1,4 +1,4 @@
-"""The interface of a model on a backend: logits, hidden states, likelihoods and decoding."""
+"""The interface of a model engine, which computes logits, hidden states and tokens."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from gpt2block.sampling import Sampling
 from gpt2block.weights.gguf import TYPES
 from gpt2block.weights.matrix import SCALED, WeightMatrix, check_finite, on_host
 
-Ids = NDArray[np.int32]  # (T,), the tokens of one sequence
+Ids = NDArray[np.int32]  # (T,), the token ids of one sequence
 Floats = NDArray[np.float32]
-Tensors = Iterable[tuple[str, NDArray[Any], str | None]]  # name, array, layout (None for a vector)
+Tensors = Iterable[tuple[str, NDArray[Any], str | None]]  # name, array, layout of a matrix or None
 Output = Literal["logits", "last", "hidden", "states"]
 
 Item = TypeVar("Item")
@@ -34,7 +34,7 @@ FLOAT16 = float(np.finfo(np.float16).max)
 
 
 def weight_bytes(config: ModelConfig, formats: Formats) -> int:
-    """Return the bytes of a model's weights: matrices in their dtype, E4M3 scales, float32 vectors.
+    """Return the bytes of a model's weights: matrices, scales of E4M3 matrices, float32 vectors.
 
     For dtype "file", a lower bound: the bytes that the types Q4_0 and Q4_K would need.
     """
@@ -45,7 +45,7 @@ def weight_bytes(config: ModelConfig, formats: Formats) -> int:
             total += 4 * math.prod(shape)
             continue
         total += int(math.prod(shape) * least)
-        if formats.dtype == SCALED:  # a scale per output; wte and lm_head are (outputs, C)
+        if formats.dtype == SCALED:  # a scale per output: wte and lm_head are (outputs, C)
             total += 4 * shape[0 if name in ("wte", "lm_head") else 1]
     return total
 
@@ -53,7 +53,7 @@ def weight_bytes(config: ModelConfig, formats: Formats) -> int:
 def stored_tensors(
     config: ModelConfig, vectors: Mapping[str, Any], matrices: Mapping[str, WeightMatrix]
 ) -> Tensors:
-    """Yield the tensors of a model in the order of `model_shapes`, copied to the host in turn."""
+    """Yield a model's tensors in the order of `model_shapes`; copy each to the host just before."""
     for name in model_shapes(config):
         matrix = matrices.get(name)
         if matrix is None:
@@ -67,12 +67,12 @@ def stored_tensors(
 
 
 class StoredModel(ABC):
-    """Base class of model engines: stores the weights in their formats."""
+    """Base class of model engines, which stores the weights in the formats of the model."""
 
     divides_prompts, continues_exactly = True, False
 
     def __init__(self, config: ModelConfig, formats: Formats, device: str) -> None:
-        check_read(config, model_steps(config))  # recordings use the same functions
+        check_read(config, model_steps(config))  # GPU recordings run the same pass functions
         self.config, self.formats = config, formats
         self.cache_kind = cache_kind(config, formats, device)
         self._vectors: dict[str, Any] = {}
@@ -84,7 +84,7 @@ class StoredModel(ABC):
         return sum(matrices.values()) + sum(int(a.nbytes) for a in self._vectors.values())
 
     def _store(self, tensors: Tensors) -> dict[str, float]:
-        """Store the tensors; return name → largest magnitude. Raises InputError for wrong values.
+        """Store the tensors; return a dict from names to largest magnitudes. Raises InputError.
 
         Vectors are biases, γ, β and wpe.
         """
@@ -101,7 +101,7 @@ class StoredModel(ABC):
                     self._check_blocks(name, matrix.largest or 0.0)
                 largest[name] = matrix.largest or 0.0
                 self._matrices[name] = matrix
-            del array  # free memory before the next array is read
+            del array  # frees its memory before the next array is read
         if self.formats.dtype == FILE and all(m.dtype != GGUF for m in self._matrices.values()):
             raise InputError(
                 Argument("dtype"),
@@ -115,7 +115,7 @@ class StoredModel(ABC):
         return largest
 
     def _check_blocks(self, name: str, largest: float) -> None:
-        """Raise InputError if values of GGUF blocks are not finite or exceed float16's range."""
+        """Raise InputError if a GGUF matrix's largest magnitude is NaN or too large for float16."""
         if not largest <= FLOAT16 and not self.formats.allow_nonfinite:
             raise InputError(
                 f"{name}: blocks of magnitudes up to {largest:.1e}: expected at most "
@@ -127,15 +127,15 @@ class StoredModel(ABC):
 
     @abstractmethod
     def _vector(self, array: NDArray[Any]) -> Any:
-        """Return a vector in float32."""
+        """Return a vector as a float32 array of the backend."""
 
     @abstractmethod
     def _matrix(self, name: str, array: NDArray[Any], layout: str) -> WeightMatrix:
-        """Return a matrix in the dtype of the model."""
+        """Return a matrix converted to the dtype of the model."""
 
 
 def check_stream(config: ModelConfig, largest: Mapping[str, float]) -> None:
-    """Raise InputError if the sum of squares in a norm could overflow float32.
+    """Raise InputError if the sum of squares in a LayerNorm or RMSNorm could overflow float32.
 
     The variance would be infinite, the normalized row constant, and the logits finite but wrong.
     Any other overflow produces an infinity or a NaN that reaches the logits.
@@ -164,7 +164,7 @@ def in_groups(
     tokens: int,
     length: Callable[[Item], int] = len,  # type: ignore[assignment]
 ) -> Iterator[list[Item]]:
-    """Split the sequences, in order, into lists of at most `tokens` tokens or of one sequence."""
+    """Split sequences, in order, into lists: each has at most `tokens` tokens or one sequence."""
     group: list[Item] = []
     taken = 0
     for each in sequences:
@@ -179,7 +179,7 @@ def in_groups(
 
 
 def padded(group: list[Ids]) -> list[Ids]:
-    """Return the sequences, followed by padding: sequences of token 0, or empty sequences.
+    """Return the sequences, followed by padding: further sequences, empty or of tokens 0.
 
     Padding adds at most a sixteenth of the tokens and about a quarter of the sequences. Many
     batches then have the same shape and reuse each other's launches and graphs on a GPU.
@@ -191,19 +191,19 @@ def padded(group: list[Ids]) -> list[Ids]:
     return [*group, *np.array_split(np.zeros(missing, np.int32), more)] if more else group
 
 
-# n_layer, channels of keys, dtype, device, checksum of the sets of RoPE frequencies or ""
+# n_layer, channels of keys, dtype, device, checksum of RoPE frequencies ("" if always the same)
 CacheKind = tuple[int, int, str, str, str]
 
 
 def cache_kind(config: ModelConfig, formats: Formats, device: str) -> CacheKind:
-    """Return the properties that must be equal for a cache and its model."""
+    """Return the CacheKind: properties that a kv_cache and the model that uses it must share."""
     sets = short_and_long(config)
     rope = f"longrope {crc32(sets.tobytes()):x}" if len(sets) else ""
     return config.n_layer, config.kv_width, formats.cache_dtype, device, rope
 
 
 def short_and_long(config: ModelConfig) -> NDArray[np.float64]:
-    """Return RoPE's frequencies for short and for long sequences, (2, D / 2); (0,) if equal."""
+    """Return RoPE's frequencies (2, D / 2) of short and long sequences; (0,) if they are equal."""
     short = config.short_context
     both: list[Any] = [replace(config, n_ctx=short), config] if short else []
     return np.array([each.frequencies() for each in both])
@@ -215,22 +215,22 @@ class KVCache(Protocol):
     kind: CacheKind
     batch: int
     n_ctx: int
-    lengths: list[int]  # tokens of each row in the cache
+    lengths: list[int]  # number of cached tokens of each row
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all keys and values."""
+        """Bytes of memory for the keys and values of all rows."""
 
 
 class RowFrequencies:
-    """RoPE's frequencies for each row of a kv_cache, if they depend on the sequence's length.
+    """RoPE's frequencies for each row of a kv_cache, if frequencies depend on sequence length.
 
     tensors: name in a pass → frequencies of all rows, (batch, head_size / 2) float64; empty if all
     sequences have the same frequencies.
     """
 
     def __init__(self, config: ModelConfig, batch: int, n_ctx: int, library: Any) -> None:
-        """Set all rows to the frequencies of sequences of n_ctx tokens, until `begin` is called.
+        """Set the frequencies of all rows to those for sequences of n_ctx tokens.
 
         library: module of the cache's arrays, NumPy or CuPy.
         """
@@ -250,7 +250,7 @@ class RowFrequencies:
 
 
 def cache_tensors(cache: Any, n_layer: int) -> dict[str, Any]:
-    """Return name → keys, values and frequencies of a cache, for a pass over n_layer layers.
+    """Return a cache's K and V of each layer, and frequencies, as a dict by tensor name.
 
     cache.layers holds pairs (k, v): one per layer, a single pair for all layers, or no pairs.
     """
@@ -261,7 +261,7 @@ def cache_tensors(cache: Any, n_layer: int) -> dict[str, Any]:
 
 
 def describe_cache(cache: KVCache) -> str:
-    """Return one line for a cache's `repr`."""
+    """Return the `repr` of a kv_cache: one line with its sizes, dtype and device."""
     n_layer, width, dtype, device, _ = cache.kind
     filled = ", ".join(map(str, cache.lengths[:4])) + (", …" if cache.batch > 4 else "")
     return (
@@ -271,54 +271,54 @@ def describe_cache(cache: KVCache) -> str:
 
 
 class Start(NamedTuple):
-    """The start of a sequence in a slot of a Decoding."""
+    """A sequence to start in a slot of a Decoding: its prompt, sampling options and limits."""
 
     slot: int
-    ids: Ids  # (T,), T at least 1
+    ids: Ids  # (T,), the prompt's tokens, at least one
     sampling: Sampling
-    steps: int  # most tokens to sample, at least 1; T + steps - 1 is at most n_ctx
-    drawn: int = 0  # tokens that the sequence has drawn before
-    seen: Ids | None = None  # tokens for the repetition penalty; None: ids
-    cached: int = 0  # number of first ids, less than T, with keys and values in the slot
+    steps: int  # most tokens to sample, at least 1; len(ids) + steps - 1 is at most n_ctx
+    drawn: int = 0  # number of tokens that the sequence has sampled earlier
+    seen: Ids | None = None  # tokens that the repetition penalty counts as seen; None: ids
+    cached: int = 0  # number of first ids whose keys and values the slot holds already
     alternatives: int = 0  # number of most likely tokens to report with each sampled token
-    limit: int = 0  # most tokens of the whole sequence; 0: T + steps
+    limit: int = 0  # most tokens of the sequence; 0: len(ids) + steps
 
     @property
     def n_tokens(self) -> int:
-        """The most tokens of the sequence; RoPE may have other frequencies for long sequences."""
+        """The most tokens that the sequence may have, which can determine its RoPE frequencies."""
         return self.limit or len(self.ids) + self.steps
 
     def counts(self, V: int) -> Ids:
-        """Return how often the sequence has drawn each token, (V,)."""
+        """Return how often each token of the vocabulary was sampled in the sequence, (V,)."""
         drawn = self.seen[len(self.seen) - self.drawn :] if self.seen is not None else self.ids[:0]
         return np.bincount(drawn, minlength=V).astype(np.int32)
 
 
 class Alternatives(NamedTuple):
-    """The most likely tokens at N positions, and their log-probabilities, in descending order."""
+    """The K most likely tokens at N positions, and their log-probabilities, most likely first."""
 
-    ids: Ids  # (N, K); -1 if there are fewer than K tokens
+    ids: Ids  # (N, K); -1 fills a row if the vocabulary has fewer than K tokens
     logprobs: Floats  # (N, K)
 
 
 class Sampled(NamedTuple):
-    """The next tokens of N slots, as arrays (N,)."""
+    """The tokens just sampled for N slots, as arrays (N,)."""
 
     slots: Ids
-    tokens: Ids  # -1: the logits were NaN
+    tokens: Ids  # token ids; -1 if the logits were NaN
     logprobs: Floats  # log-probabilities under the unmodified logits
-    top: Alternatives | None = None  # alternatives, if any slot requests them
-    # Whether each token had been guessed, so that its step also yields the next token, or None.
+    top: Alternatives | None = None  # the most likely tokens, if any slot requests them
+    # Whether each token equals its guess, so that the step also yields the next token; or None.
     guessed: NDArray[np.bool_] | None = None
 
 
 def without(sampled: Sampled, slots: Ids) -> Sampled:
-    """Return the sampled tokens of all slots except these."""
+    """Return `sampled` without the tokens of `slots`."""
     return chosen(sampled, ~np.isin(sampled.slots, slots))
 
 
 def chosen(sampled: Sampled, kept: NDArray[np.bool_]) -> Sampled:
-    """Select tokens by a boolean mask (N,)."""
+    """Return the sampled tokens for which the boolean array `kept`, (N,), is true."""
     slots, tokens, logprobs, top, guessed = sampled
     top = top and Alternatives(top.ids[kept], top.logprobs[kept])
     guessed = guessed if guessed is None else guessed[kept]
@@ -326,7 +326,7 @@ def chosen(sampled: Sampled, kept: NDArray[np.bool_]) -> Sampled:
 
 
 class Decoding(Protocol):
-    """Slots for sequences that grow by one token per step; their state stays on the device.
+    """Sequences in slots, which grow by a token per step; their state stays on the device.
 
     A sequence leaves its slot when it has sampled its number of steps, or by `stop`. Another
     sequence can then start in the slot. The tokens of a sequence depend neither on its slot nor on
@@ -337,70 +337,70 @@ class Decoding(Protocol):
     n_ctx: int  # number of positions per slot
 
     def start_up(self, continued: bool) -> Iterator[tuple[int, int]]:
-        """Compile and record the kernels that sequences need, before any sequence runs.
+        """Compile the kernels and record the launches of sequences, before any sequence runs.
 
-        continued: whether sequences may begin with cached tokens. Yields (parts done, total parts)
-        before each part; yields nothing if there is nothing to do.
+        continued: whether sequences may begin with cached tokens. Yields (tasks done, all tasks)
+        before each task; yields nothing if there is nothing to do.
         """
 
     def start(self, starts: Sequence[Start]) -> None:
-        """Start sequences in free slots; the next results include their first tokens."""
+        """Start sequences in free slots; later calls of `next` return their tokens."""
 
     def extend(self, starts: Sequence[Start]) -> None:
-        """Compute ids[cached:] of incomplete prompts, in free slots for a later call of `start`."""
+        """Compute K and V of ids[cached:] of unfinished prompts, for a later call of `start`."""
 
     def copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
-        """Copy keys and values of first tokens to free slots, one copy after the other.
+        """Copy the keys and values of first tokens to free slots, one copy after another.
 
         copies: (source slot, target slot, number of tokens) of each copy.
         """
 
     def next(self) -> Sampled:
-        """Return the next token of some sequences. Each sequence gets its tokens in order.
+        """Return the next sampled tokens: at most one of each sequence, in the sequence's order.
 
         Raises RuntimeError when no slot holds a sequence.
         """
 
     def stop(self, slots: Ids) -> None:
-        """Free these slots, (N,), before their sequences have sampled all their tokens."""
+        """End the sequences in `slots`, (N,), early, and free the slots."""
 
 
 class ModelEngine(Protocol):
-    """A model on one backend. The caller checks that ids are in range and sequences fit n_ctx."""
+    """A model on a backend. Callers have checked that ids are in range and sequences fit n_ctx."""
 
     formats: Formats
 
     @property
     def divides_prompts(self) -> bool:
-        """Whether long prompts may be divided into pieces; false if pieces take much longer."""
+        """Whether long prompts may be processed in several passes without taking much longer."""
 
     @property
     def continues_exactly(self) -> bool:
-        """Whether results have the same bits if a part of the prompt was computed earlier."""
+        """Whether results are bitwise equal if the first part of a prompt was computed earlier."""
 
     @property
     def config(self) -> ModelConfig:
-        """The sizes of the model."""
+        """The model's configuration, such as n_layer and n_embd."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the weights as they are stored."""
+        """Bytes of the stored weights."""
 
     @property
     def cache_kind(self) -> CacheKind:
-        """The kind of cache that the model accepts."""
+        """The CacheKind (layers, width, dtype, device) of kv_caches that the model accepts."""
 
     def describe(self) -> str:
-        """Return a description of the device."""
+        """Return a text that describes the device."""
 
     def tensors(self) -> Tensors:
-        """Yield name, array and layout of every tensor as stored; FP8 is converted to float32."""
+        """Yield name, array and layout of every stored tensor; FP8 is converted to float32."""
 
     def new_cache(self, batch: int, n_ctx: int) -> KVCache:
-        """Return an empty cache for `batch` rows of up to `n_ctx` tokens."""
+        """Return an empty kv_cache for `batch` sequences of up to `n_ctx` tokens each."""
 
     def forward(self, sequences: Sequence[Ids], want: Output, cache: Any = None) -> list[Floats]:
-        """Return the requested output of each sequence.
+        """Return the output named by `want` for each sequence.
 
         want: "logits" (T, V); "last", the logits of the last token (V,); "hidden" (T, C), after the
         final norm; "states" (n_layer + 2, T, C), the residual stream before, between and after
@@ -409,12 +409,12 @@ class ModelEngine(Protocol):
         """
 
     def log_likelihood(self, sequences: Sequence[Ids]) -> list[Floats]:
-        """Return, for each sequence, log-probabilities (T - 1,) of the tokens after the first."""
+        """Return log-probabilities (T - 1,) of each sequence's T tokens, except for the first."""
 
     def decode(
         self, slots: int, n_ctx: int, fewer: bool = False, speculate: bool = False
     ) -> Decoding:
-        """Return a Decoding with free slots for sequences of up to n_ctx tokens.
+        """Return a Decoding whose slots are free, for sequences of up to n_ctx tokens.
 
         fewer: whether there may be fewer slots, if memory has no room for more, or more would not
         be faster. speculate: whether a step may compute guesses of the next tokens, too, if the
@@ -423,33 +423,33 @@ class ModelEngine(Protocol):
 
 
 class StepResult(NamedTuple):
-    """The result of one step of a forward pass, and the time that it took."""
+    """The result of one step of a forward pass, and the step's time in ms."""
 
     name: str
-    kernel: str  # names of kernels, or of the reference function
+    kernel: str  # names of the step's kernels, or of its reference function
     out: NDArray[Any]  # (rows, channels)
     ms: float
 
 
 class TracedEngine(ModelEngine, Protocol):
-    """A model that exposes the steps of a forward pass of one sequence of ids (T,).
+    """A model engine that returns results and times of each step of a sequence's forward pass.
 
     cached: the pass computes the last token only, with the others in a kv_cache.
     """
 
     def trace(self, ids: Ids, cached: bool) -> dict[str, NDArray[Any]]:
-        """Return step name → result, (rows, channels), in the order of the steps."""
+        """Run the steps in order; return a dict from step names to results (rows, channels)."""
 
     def run_alone(
         self, ids: Ids, cached: bool, exact: Mapping[str, NDArray[Any]]
     ) -> Iterator[StepResult]:
-        """Run every step alone, on exact inputs rounded to their storage dtype.
+        """Run every step on exact inputs, rounded to their storage dtype, not on earlier results.
 
         exact: the tensors of the pass by name, and K and V of the sequence as "h.0.k" (1, T, C).
         """
 
     def timed(self, call: Call) -> list[Timeline]:
-        """Call a function that uses this engine; return the timelines of the passes that it runs.
+        """Call `call`, which uses this engine; return a Timeline of each forward pass that it runs.
 
         On a GPU each pass is measured before it runs; each group of sequences is a pass. With
         NumPy the call is one timeline. Work outside of passes is not measured.
@@ -459,7 +459,7 @@ class TracedEngine(ModelEngine, Protocol):
 def start_all(
     engine: ModelEngine, prompts: Sequence[Ids], sampling: Sequence[Sampling], steps: int
 ) -> Decoding:
-    """Return a Decoding with all prompts started, each in a slot that samples `steps` tokens."""
+    """Start each prompt in a slot of a new Decoding, to sample `steps` tokens; return it."""
     n_ctx = max(map(len, prompts)) + steps - 1
     decoding = engine.decode(len(prompts), n_ctx)
     rows = zip(prompts, sampling, strict=True)

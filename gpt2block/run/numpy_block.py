@@ -1,4 +1,4 @@
-"""The NumPy engine of a block: every step is its function in `gpt2block.reference`."""
+"""Run a block with NumPy: every step calls its function in `gpt2block.reference`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gpt2block.run.numpy_machine import NumpySteps, apply
 
 
 class NumpyEngine(NumpySteps, BlockEngine):
-    """An engine that runs a block with NumPy, in float32 or float64, the dtype of the weights.
+    """An engine that runs a block with NumPy in the weights' dtype, float32 or float64.
 
     dtype: dtype of x, to which every step's result is rounded. None: the dtype of the weights.
     """
@@ -48,7 +48,7 @@ class NumpyEngine(NumpySteps, BlockEngine):
         return np.ascontiguousarray(host)
 
     def apply(self, op: str, inputs: tuple[Any, ...], **attrs: Any) -> NDArray[Any]:
-        """Compute a step in the dtype of the weights, then round the result to the block's dtype.
+        """Compute a step in the weights' dtype; return its result, rounded to the block's dtype.
 
         Inputs of other dtypes, such as positions, stay as they are.
         """

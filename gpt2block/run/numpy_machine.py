@@ -1,4 +1,4 @@
-"""Run passes with NumPy: every step is its function in `gpt2block.reference`."""
+"""Run forward passes with NumPy: each step calls its function in `gpt2block.reference`."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from gpt2block.passes.machine import Machine, Step
 from gpt2block.run.model import StepResult
 from gpt2block.run.timeline import Call, Clock, Timeline
 
-Apply = Callable[..., Any]  # (op, arrays, **attrs) → the result
+Apply = Callable[..., Any]  # arguments: op, arrays, **attrs; returns the result
 Note = Callable[[Step, tuple[Any, ...], Any, float, float], None]  # the signature of `Clock.note`
-RUNS = 3  # runs of a step that is timed
+RUNS = 3  # number of runs when one step is timed
 
 
 def apply(op: str, inputs: tuple[Any, ...], **attrs: Any) -> Any:
-    """Run a step's function without argument checks, which take a quarter of a token's time."""
+    """Call the reference function `op` without argument checks, a quarter of a token's time."""
     return unchecked(getattr(reference, op))(*inputs, **attrs)
 
 
 class NumpyMachine(Machine):
-    """A Machine that computes steps immediately. Results are freed when no later step needs them.
+    """An executor that computes each step immediately; results are freed after their last use.
 
     keep: names of results that `kept` holds; None for all. apply: computes a step. note: called
     after each step with its arrays, its result, and when it began and ended, by perf_counter.
@@ -58,7 +58,7 @@ class NumpyMachine(Machine):
 
 
 class NumpySteps:
-    """Base class of the NumPy engines: runs steps in a pass, or alone.
+    """Base class of the NumPy engines: runs the steps of a forward pass, or a single step.
 
     known: weights and constants by name, matrices (K, N).
     """
@@ -70,17 +70,17 @@ class NumpySteps:
         return f"CPU ({platform.machine()}), NumPy {np.__version__}"
 
     def apply(self, op: str, inputs: tuple[Any, ...], **attrs: Any) -> Any:
-        """Compute a step and return its result."""
+        """Compute a step with the reference function `op`; return the result."""
         return apply(op, inputs, **attrs)
 
     def machine(
         self, tensors: Mapping[str, NDArray[Any]], keep: Collection[str] | None = ()
     ) -> NumpyMachine:
-        """Return a NumpyMachine with `known` and these tensors; keep: as in NumpyMachine."""
+        """Return a NumpyMachine that knows `known` and `tensors`. keep: as for NumpyMachine."""
         return NumpyMachine({**self.known, **tensors}, keep, self.apply, self._note)
 
     def timed(self, call: Call) -> list[Timeline]:
-        """Return a list with the timeline of a call, or an empty list if no step ran."""
+        """Call `call`; return a list with the Timeline of its steps, empty if no step ran."""
         clock = Clock()
         self._note = clock.note
         try:

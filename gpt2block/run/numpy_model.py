@@ -1,4 +1,4 @@
-"""A model with NumPy: the steps of a pass are functions of `gpt2block.reference`."""
+"""Run a model with NumPy: each step calls a function of `gpt2block.reference`."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ from gpt2block.sampling import Sampling, choose
 from gpt2block.weights.gguf import GgufMatrix
 from gpt2block.weights.matrix import WeightMatrix
 
-ROWS_AT_ONCE = 1024  # rows of logits computed together for likelihoods
-SLOTS = 16  # most slots of a decoding that may have fewer than requested
+ROWS_AT_ONCE = 1024  # most rows whose logits are computed at a time for likelihoods
+SLOTS = 16  # most slots of a decoding whose caller accepts fewer slots than requested
 
 
 class NumpyCache:
-    """Keys and values, (layers, 2, batch, n_ctx, KV), rounded to the cache's dtype, as float32.
+    """Keys and values (layers, 2, batch, n_ctx, KV): float32, rounded to the cache's dtype.
 
     layers: number of layers to store; None for all. With 1, all layers share its memory.
     """
@@ -73,7 +73,7 @@ class NumpyCache:
 
 
 class NumpyModel(NumpySteps, StoredModel):
-    """A model in host memory. Arithmetic is float32.
+    """A model that runs in host memory with float32 arithmetic.
 
     Matrices are rounded to their dtype and stored as float32: NumPy multiplies in no narrower type,
     and converting a matrix for every product takes many times as long as the product.
@@ -104,7 +104,7 @@ class NumpyModel(NumpySteps, StoredModel):
             dtype = self.formats.matrix_dtype if layout and not of_blocks else "float32"
             stored = FLOATS.get(dtype, np.float32)  # FP8 and GGUF blocks become float32
             read = array.astype(stored, copy=False).view()
-            read.flags.writeable = False  # the model computes with this array
+            read.flags.writeable = False  # read-only, because the model computes with it
             yield name, read, layout
 
     def new_cache(self, batch: int, n_ctx: int) -> NumpyCache:
@@ -116,8 +116,8 @@ class NumpyModel(NumpySteps, StoredModel):
         want: Output | Literal["rows"],
         cache: NumpyCache | None = None,
     ) -> list[Floats]:
-        """Return outputs as `ModelEngine.forward`; want "rows": the final norm before lm_head."""
-        if cache is None:  # no later call continues these sequences: layers share memory
+        """See `ModelEngine.forward`. want "rows": the final norm of all rows, before lm_head."""
+        if cache is None:  # then all layers can share the memory of one
             longest = max(map(len, sequences))
             cache = NumpyCache(self.config, len(sequences), longest, self.formats, layers=1)
             for row, ids in enumerate(sequences):
@@ -138,7 +138,7 @@ class NumpyModel(NumpySteps, StoredModel):
         return np.split(found, ends[:-1], axis=-2)
 
     def _tensors(self, sequences: Sequence[Ids], cache: NumpyCache) -> dict[str, NDArray[Any]]:
-        """Return name → array of a pass's inputs for these new tokens, without `known`."""
+        """Return a dict from names to arrays: a pass's inputs for new tokens, except weights."""
         lengths = np.array([len(ids) for ids in sequences])
         ends = np.cumsum(lengths)
         batch = {
@@ -152,7 +152,7 @@ class NumpyModel(NumpySteps, StoredModel):
         return {**cache_tensors(cache, self.config.n_layer), **batch}
 
     def _run(self, do: NumpyMachine, want: Any, longest: int) -> Any:
-        """Run a pass and return its result. longest: number of tokens of the longest sequence."""
+        """Run a forward pass; return its output `want`. longest: tokens of the longest sequence."""
         step = ModelStepPass(do, PassSettings.of(self.config), longest)
         return forward(step, architecture_of(self.config), self.config, want)
 
@@ -172,7 +172,7 @@ class NumpyModel(NumpySteps, StoredModel):
                 yield found
 
     def _pass(self, ids: Ids, cached: bool) -> dict[str, NDArray[Any]]:
-        """Return name → array of the inputs of one sequence's forward pass."""
+        """Return a dict from names to inputs of a forward pass of one sequence, except weights."""
         cache = self.new_cache(1, len(ids))
         if cached:
             self.forward([ids[:-1]], "last", cache)
@@ -193,7 +193,7 @@ class NumpyModel(NumpySteps, StoredModel):
         return found
 
     def _scores(self, hidden: Floats, targets: Ids) -> Floats:
-        """Return the log-likelihood of each row's target. hidden: rows of the final norm."""
+        """Return the log-likelihood of each row's target. hidden: final norm of each row."""
         do = self.machine({"hidden": hidden, "targets": targets})
         logits = StepPass(do, PassSettings.of(self.config)).logits("hidden")
         scores: Floats = do("scores", "log_likelihood", (logits, "targets"))
@@ -202,18 +202,18 @@ class NumpyModel(NumpySteps, StoredModel):
     def decode(
         self, slots: int, n_ctx: int, fewer: bool = False, speculate: bool = False
     ) -> NumpyDecoding:
-        """Return a NumpyDecoding, without guesses: BLAS results depend on the number of rows."""
+        """Return a NumpyDecoding. It never guesses, because BLAS results depend on the rows."""
         return NumpyDecoding(self, min(slots, SLOTS) if fewer else slots, n_ctx)
 
     def apply(self, op: str, inputs: tuple[Any, ...], **attrs: Any) -> Any:
-        """Run a step; keys and values are rounded to the cache's dtype, and stored as float32."""
+        """Run a step. New K and V are rounded to the cache's dtype, but stored as float32."""
         if op == "kv_append":
             qkv, *cache = inputs
             inputs = (self._rounded(qkv), *cache)
         return apply(op, inputs, **attrs)
 
     def _rounded(self, qkv: Floats) -> Floats:
-        """Return rows [Q | K | V], K and V rounded to the dtype of the cache; Q may be rounded."""
+        """Return rows [Q | K | V] with K and V (perhaps Q, too) rounded to the cache's dtype."""
         fp8, dtype = self.formats.fp8_cache, self.formats.cache_dtype
         if fp8:
             heads = self.config.n_head, self.config.kv_width // self.config.head_size
@@ -222,19 +222,19 @@ class NumpyModel(NumpySteps, StoredModel):
 
 
 class NumpyDecoding:
-    """Decoding on the CPU. Each call of `next` returns a token of every sequence."""
+    """Decoding on the CPU. Each call of `next` samples and returns a token of every sequence."""
 
     def __init__(self, model: NumpyModel, slots: int, n_ctx: int) -> None:
         self.slots, self.n_ctx = slots, n_ctx
         self._model = model
         self._cache = model.new_cache(slots, n_ctx)
         self._sampling = [Sampling()] * slots
-        self._left = np.zeros(slots, np.int32)  # tokens left to sample
+        self._left = np.zeros(slots, np.int32)  # number of tokens left to sample per slot
         self._drawn = np.zeros(slots, np.int32)
         self._alternatives = np.zeros(slots, np.int32)
         self._seen = np.zeros((slots, model.config.vocab_size), np.uint8)
-        self._counts = np.zeros(self._seen.shape, np.int32)  # how often each token was drawn
-        self._next = [np.empty(0, np.int32)] * slots  # tokens to process before sampling
+        self._counts = np.zeros(self._seen.shape, np.int32)  # times that each token was drawn
+        self._next = [np.empty(0, np.int32)] * slots  # per slot: ids to process before sampling
 
     def start_up(self, continued: bool) -> Iterator[tuple[int, int]]:
         return iter(())

@@ -1,4 +1,4 @@
-"""Binding of a forward pass's steps to arrays, and memory for their results.
+"""Bind the steps of a forward pass to arrays, and allocate memory for their results.
 
 A step's result is a part of an arena, which is freed when Python drops the result. A pass drops
 results that no later step reads, and steps are bound in the order in which they will run.
@@ -30,10 +30,10 @@ from gpt2block.passes.machine import TWO_PART, Machine, Step
 from gpt2block.weights.matrix import WeightMatrix
 from gpt2block.weights.two_part import TwoPartMatrix, scale_for
 
-VIEW = "rows"  # the operation whose result is a view of its input
-ALIGNMENT = 512  # alignment of each part of an arena, in bytes
-_scale_for = lru_cache(maxsize=4096)(scale_for)  # all layers have the same bounds
-OPEN = ("any", "strided", "mixed")  # kinds (see `contract`) of arrays that share a dtype
+VIEW = "rows"  # name of the operation whose result is a NumPy-style view of its input
+ALIGNMENT = 512  # alignment, in bytes, of each array in an arena
+_scale_for = lru_cache(maxsize=4096)(scale_for)  # cached: all layers have the same bounds
+OPEN = ("any", "strided", "mixed")  # kinds (see `contract`) of arrays with a common, open dtype
 
 
 def bytes_of(shape: Shape, dtype: Any) -> int:
@@ -41,21 +41,21 @@ def bytes_of(shape: Shape, dtype: Any) -> int:
 
 
 class ArenaFull(Exception):  # noqa: N818  (the caller takes a larger one)
-    """An arena has no room for an array."""
+    """Raised if the free bytes of an arena (a preallocated buffer) do not suffice."""
 
 
 class Offsets:
-    """Allocator of parts of one buffer: a part begins at the lowest offset with enough room.
+    """Allocator of ranges of one buffer; each begins at the lowest offset with enough free bytes.
 
     limit: bytes of the buffer; None: unlimited. `peak` is the end of the highest part so far.
     """
 
     def __init__(self, limit: int | None = None) -> None:
         self.limit, self.peak = limit, 0
-        self._taken: list[tuple[int, int]] = []  # first byte and end of each part, sorted
+        self._taken: list[tuple[int, int]] = []  # (first byte, end) of allocated ranges, sorted
 
     def take(self, nbytes: int) -> int:
-        """Allocate a part, and return its first byte. Raises ArenaFull."""
+        """Allocate `nbytes` bytes; return the offset of the first byte. Raises ArenaFull."""
         size = -(-max(1, nbytes) // ALIGNMENT) * ALIGNMENT
         at = 0
         for first, end in self._taken:
@@ -69,25 +69,25 @@ class Offsets:
         return at
 
     def give_back(self, at: int) -> None:
-        """Free the part that begins at byte `at`."""
+        """Free the allocated range that begins at offset `at`, in bytes."""
         del self._taken[bisect_left(self._taken, (at, 0))]
 
 
 class Lease:
-    """A part of an arena, which is freed when nothing refers to the lease any more."""
+    """A byte range of an arena, which is freed when the Lease is garbage-collected."""
 
     def __init__(self, offsets: Offsets, nbytes: int) -> None:
-        """Allocate `nbytes` bytes. Raises ArenaFull."""
+        """Allocate `nbytes` bytes in `offsets`. Raises ArenaFull."""
         self.at = offsets.take(nbytes)
         self._offsets = offsets
 
     def __del__(self) -> None:
-        if hasattr(self, "_offsets"):  # false if __init__ raised ArenaFull
+        if hasattr(self, "_offsets"):  # absent if __init__ raised ArenaFull
             self._offsets.give_back(self.at)
 
 
 class Arena:
-    """A buffer of `nbytes` zero bytes on the current device, in which arrays are allocated."""
+    """A buffer of `nbytes` bytes on the current device, in which arrays are allocated."""
 
     def __init__(self, nbytes: int) -> None:
         self._memory = cupy.zeros(max(ALIGNMENT, nbytes), "uint8")
@@ -107,7 +107,7 @@ class Arena:
         return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(owner, 0))
 
     def filled(self, name: str, rows: int, value: float) -> CudaArray:
-        """Return a float32 array (rows,) of one value, outside the arena: no kernel writes it.
+        """Return a float32 array (rows,) filled with `value`; it is not in the arena's buffer.
 
         Arrays of the same name are shared by all layers.
         """
@@ -117,7 +117,7 @@ class Arena:
         return known[:rows]
 
     def view(self, array: CudaArray) -> CudaArray:
-        """Return a view of an arena's array that does not keep its part; other arrays unchanged."""
+        """Return an arena's array as a view that does not keep it allocated; others unchanged."""
         offset = array.data.ptr - self._memory.data.ptr
         if not 0 <= offset < self._memory.nbytes:
             return array
@@ -134,7 +134,7 @@ class TensorSpec(NamedTuple):
 
     @classmethod
     def of(cls, array: Any) -> TensorSpec:
-        """Return the TensorSpec of an array, a matrix or a TensorSpec."""
+        """Return the TensorSpec of `array`: an array, a matrix or another TensorSpec."""
         return cls(*described(array), int(array.nbytes))
 
 
@@ -150,7 +150,7 @@ def described(array: Any) -> tuple[Shape, str]:
 
 
 class Result:
-    """The result of a step, until the pass drops it. array: a CuPy array or TwoPartMatrix."""
+    """The result of a step while later steps need it. array: a CuPy array or TwoPartMatrix."""
 
     __slots__ = ("array", "dtype", "name", "overwritten", "shape")
 
@@ -160,7 +160,7 @@ class Result:
 
 
 class Recorded(NamedTuple):
-    """A step bound to arrays. key: determines the launches. result: None if the caller keeps it.
+    """A recorded step. key: equal keys mean equal launches. result: None if the caller keeps it.
 
     extra: other arrays that the launches use.
     """
@@ -173,7 +173,7 @@ class Recorded(NamedTuple):
 
 
 class Recorder(Machine):
-    """Base class of Binder and Measure: finds the shapes, dtypes and memory of a pass's results.
+    """Base class of Binder and Measure: determines shapes, dtypes and memory of results of steps.
 
     outs: arrays for some of the results, by name.
     """
@@ -210,7 +210,7 @@ class Recorder(Machine):
         return made
 
     def _given(self, name: str, value: Any) -> Result | None:
-        """Return an input as a Result: a step's result, or the tensor of this name, or None."""
+        """Return an input as a Result: `value`, or the tensor named `value`, or None if absent."""
         if isinstance(value, Result):
             if value.overwritten:
                 raise RuntimeError(f"{name}: reads {value.name}: {value.overwritten} overwrote it")
@@ -229,21 +229,21 @@ class Recorder(Machine):
 
     @abstractmethod
     def _allocated(self, name: str, shape: Shape, dtype: str, bound: float | None) -> Any:
-        """Return memory for a result."""
+        """Allocate and return the array or matrix for a result."""
 
     @abstractmethod
     def _bind(self, step: Step, inputs: tuple[Any, ...], out: Any, made: Result) -> None:
-        """Bind a step to its arrays. out: output array, None if an input is changed."""
+        """Bind a step to its arrays. out: output array; None if the step changes an input."""
 
 
-@lru_cache(maxsize=4096)  # layers have the same shapes
+@lru_cache(maxsize=4096)  # all layers have equal shapes, so most calls repeat
 def result_of(
     op: str,
     given: tuple[tuple[Shape, str] | None, ...],
     attrs: tuple[tuple[str, int], ...],
     dtype: str | None,
 ) -> tuple[Shape, str]:
-    """Return shape and dtype of an operation's first output.
+    """Return the shape and the dtype name of an operation's first output.
 
     given: shape and dtype of each input. attrs: the attributes that are sizes. dtype: the output's
     dtype, if the contract does not determine it.
@@ -254,7 +254,7 @@ def result_of(
     for entry, value in zip(contract.inputs, given, strict=False):
         if value is not None:
             shape, of_input = value
-            in_rows = entry.kind in MATRICES  # axes (K, N), stored as (N, K)
+            in_rows = entry.kind in MATRICES  # axes are (K, N), but stored as (N, K)
             entry.fits(shape[::-1] if in_rows else shape, sizes)
             storage = storage or (of_input if entry.kind in OPEN else None)
     out = contract.outputs[0]
@@ -264,7 +264,7 @@ def result_of(
 
 
 class _Leased:
-    """A placeholder for an array: leases of an arena's parts, without memory."""
+    """A stand-in for an array without memory: it only reserves byte ranges in an Offsets."""
 
     def __init__(self, *leases: Lease) -> None:
         self._leases = leases
@@ -274,7 +274,7 @@ class _Leased:
 
 
 class Measure(Recorder):
-    """Computes `peak`, the bytes that an arena needs for a pass, without allocating or binding."""
+    """Computes `peak`, the bytes that an arena needs for a pass, without allocating memory."""
 
     def __init__(self, tensors: Mapping[str, Any], outs: Mapping[str, Any] | None = None) -> None:
         super().__init__(tensors, outs)
@@ -296,7 +296,7 @@ class Measure(Recorder):
 
 
 class Binder(Recorder):
-    """Binds steps to arrays on the current device.
+    """Binds the steps of a pass to arrays on the current device: creates their launches.
 
     known: earlier recorded steps by name, reused if arrays and options are the same. borrowed:
     names of results that the caller keeps alive during a run; the Binder does not.
@@ -343,7 +343,7 @@ class Binder(Recorder):
     def _launches(
         self, step: Step, inputs: tuple[Any, ...], out: Any, kind: Hashable, places: tuple[int, ...]
     ) -> tuple[tuple[Launch, ...], tuple[Any, ...]]:
-        """Return a step's launches and their other arrays; equal steps of layers share a Recipe."""
+        """Return a step's launches and auxiliary arrays; equal steps of layers share a Recipe."""
         alike = step.op, out is None, kind, tuple(step.attrs)
         recipe, extra, further = self._recipes.get(alike, (None, (), ()))
         if recipe is not None:
@@ -354,7 +354,7 @@ class Binder(Recorder):
         return launches, extra
 
     def kept(self, value: Any) -> Any:
-        """Return an array or matrix as a view that does not keep its part of the arena."""
+        """Return an array or matrix as views that do not keep the arena's memory allocated."""
         view = self._arena.view
         if not isinstance(value, TwoPartMatrix):
             return view(value)
@@ -363,6 +363,6 @@ class Binder(Recorder):
 
 
 def rounded_up(n: int, steps: int) -> int:
-    """Round n up to a power of two, or to one of `steps` equal steps between powers of two."""
+    """Round n up to a multiple of p / steps; p is the greatest power of two that is at most n."""
     step = max(1, (1 << max(0, n.bit_length() - 1)) // steps)
     return -(-n // step) * step

@@ -1,4 +1,4 @@
-"""Recorded launches of a forward pass: run, replayed as a CUDA graph, traced, or timed by step."""
+"""Record the launches of a forward pass, to run, trace, time or replay them as a CUDA graph."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from gpt2block.run.recorder import (
 )
 from gpt2block.weights.two_part import TwoPartMatrix
 
-RUNS = 5  # runs of a step that is timed alone
-STEPS_OF_SIZE = 4  # sizes of an arena between two powers of two
+RUNS = 5  # number of runs when one step is timed
+STEPS_OF_SIZE = 4  # number of possible sizes of an arena from a power of two up to the next
 
 
 class Recording:
-    """The steps of a pass, bound to arrays by a Binder.
+    """The recorded steps of a forward pass, each with its launches and their arrays.
 
     out: the result of the pass. overlapping: every kernel itself waits for the previous one
     (kernels_cu/lib/overlap.cuh), so launches may overlap. borrowed: names of tensors and results
@@ -54,7 +54,7 @@ class Recording:
         self.out: Any = None
         if out is not None and out.name not in borrowed:
             self.out = binder.kept(out.array)
-        self.after: tuple[Bound, ...] = ()  # launches after the last step, such as the sampler
+        self.after: tuple[Bound, ...] = ()  # launches after the last step, such as the sampler's
         self.tensors = {n: a for n, a in binder.tensors.items() if n not in borrowed}
         given = {**binder.tensors, **binder.outs}
         self._sizes = {n: TensorSpec.of(given[n]) for n in borrowed if n in given}
@@ -63,12 +63,12 @@ class Recording:
         self._graph: Any = None
 
     def value(self, name: str) -> Any:
-        """Return the result of the step, or else the tensor, of this name."""
+        """Return the result of the step `name`, or the tensor `name` if there is no such step."""
         recorded = self.steps.get(name)
         return self.tensors[name] if recorded is None else recorded.result
 
     def known(self, name: str) -> Any:
-        """Return `value(name)`, or the TensorSpec of a borrowed tensor or result."""
+        """Return `value(name)`, or its TensorSpec if the caller owns the array (see `borrowed`)."""
         return self._sizes[name] if name in self._sizes else self.value(name)
 
     @property
@@ -77,14 +77,14 @@ class Recording:
         return (*(launch for each in self.steps.values() for launch in each.launches), *after)
 
     def run(self) -> None:
-        """Launch all steps, and the launches after them, on the current stream."""
+        """Run all steps, then the launches of `after`, on the current stream."""
         self._watched()
         self.run_steps()
         for bound in self.after:
             bound.run()
 
     def run_steps(self, *names: str) -> None:
-        """Launch the named steps, or all, each in an NVTX range of its name for profilers."""
+        """Run the named steps, or all steps, each in an NVTX range, which profilers show."""
         for name in names or self.steps:
             cupy.cuda.nvtx.RangePush(name)
             try:
@@ -112,12 +112,12 @@ class Recording:
         self._ran = True
 
     def _watched(self) -> None:
-        """Call the owner's `watch`, if it is set, with this recording before it runs."""
+        """Call the function `watch` of the Recordings, if set, with this recording."""
         if self._owner is not None and self._owner.watch is not None:
             self._owner.watch(self)
 
     def trace(self, names: Iterable[str] | None = None) -> dict[str, CudaArray]:
-        """Run the steps; return copies of the results of `names`, or of all steps if None."""
+        """Run all steps; return copies of the results of steps in `names` (None: all) by name."""
         wanted = set(self.steps if names is None else names)
         copies = {}
         for name, recorded in self.steps.items():
@@ -128,7 +128,7 @@ class Recording:
         return copies
 
     def run_alone(self, exact: Mapping[str, NDArray[Any]]) -> Iterator[StepResult]:
-        """Run each step alone on exact inputs, rounded to the dtype of their storage.
+        """Run and time each step on exact inputs, rounded to their storage dtype.
 
         exact: float64 tensors by name, of the steps' results and K and V of a kv_cache, (B, T, C).
         Yields every step that has an exact tensor. The kernels must be loaded already, as by
@@ -142,13 +142,13 @@ class Recording:
             ms = event_ms(run)
             if name in exact:
                 names = ", ".join(launch.name for launch in launches)
-                out = result.get()  # copy before further runs, which change in-place results
+                out = result.get()  # copied first: further runs change in-place results
                 ms = min(ms, *(event_ms(run) for _ in range(RUNS - 1)))
                 yield StepResult(name, names, out, ms)
 
 
 def fill(array: CudaArray, exact: NDArray[Any], kv_dtype: str | None = None) -> None:
-    """Copy `exact` to the first rows of an array, rounded to its dtype or as two float16 parts.
+    """Copy `exact` to the start of each axis of `array`, rounded to the format of `array`.
 
     kv_dtype: the FP8 format of arrays of uint8.
     """
@@ -167,7 +167,7 @@ def fill(array: CudaArray, exact: NDArray[Any], kv_dtype: str | None = None) -> 
 
 
 def _with_scale(x: NDArray[Any], scale: float) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return `reference.two_part` of x, but with one scale for all rows."""
+    """Return `reference.two_part` of x, but with the given scale for all rows."""
     scaled = (x / scale).astype(np.float32)
     high = scaled.astype(np.float16)
     low = ((scaled - high) * np.float32(2048)).astype(np.float16)
@@ -175,7 +175,7 @@ def _with_scale(x: NDArray[Any], scale: float) -> tuple[NDArray[Any], NDArray[An
 
 
 def capture(launches: Iterable[Any], stream: Any, overlapping: bool) -> Any:
-    """Return a CUDA graph of launches; overlapping: a launch may start before the previous ends."""
+    """Capture a CUDA graph. overlapping: a kernel may start before the previous one has ended."""
     early = overlapping and overlap.possible()
     with stream:
         stream.begin_capture()
@@ -191,7 +191,7 @@ def capture(launches: Iterable[Any], stream: Any, overlapping: bool) -> Any:
 
 
 class Recordings:
-    """Creates the recordings of an engine, which share an arena.
+    """Creates the recordings of an engine, which share an arena (a buffer for results).
 
     A larger pass gets a larger arena; earlier recordings keep the old arena. watch: called with
     each recording before it runs, when its inputs are on the device.
@@ -210,7 +210,7 @@ class Recordings:
         overlapping: bool = False,
         borrowed: Collection[str] = (),
     ) -> Recording:
-        """Return a recording of the pass that `run` runs; others: see Binder and Recording."""
+        """Return a Recording of the pass `run`. Other arguments: see Binder and Recording."""
 
         def recorded(arena: Arena) -> Recording:
             binder = Binder(tensors, arena, outs, known, borrowed)
@@ -224,6 +224,6 @@ class Recordings:
         if self._arena is None or self._arena.nbytes < measured.peak:
             self._arena = Arena(rounded_up(measured.peak, STEPS_OF_SIZE))
         while True:
-            with suppress(ArenaFull):  # results were kept longer than the pass needs them
+            with suppress(ArenaFull):  # full if Python keeps results longer than the pass needs
                 return recorded(self._arena)
             self._arena = Arena(2 * self._arena.nbytes)

@@ -1,4 +1,4 @@
-"""The kernels of a forward pass, their times, and the bytes they must move (docs/profile.md)."""
+"""Times of the kernels of a forward pass, and bytes that they must move (docs/profile.md)."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ from gpt2block.passes import BATCH
 from gpt2block.passes.machine import Step
 from gpt2block.run.recorder import VIEW, TensorSpec, described
 
-GATHERED = {"encoder_rows": ("wte", "wpe"), "take": ("x",)}  # inputs with only some rows read
-ACTIVATIONS = frozenset({*BATCH, "x", "hidden"})  # tensors of a pass other than weights
+GATHERED = {
+    "encoder_rows": ("wte", "wpe"),
+    "take": ("x",),
+}  # inputs read only in some rows
+ACTIVATIONS = frozenset({*BATCH, "x", "hidden"})  # named inputs of a pass that are not weights
 SCRATCH = "memory", "stream_k_workspace"  # buffers for converted weights and for partial sums
 Call = Callable[[], Any]
 
 
 class BytesMoved(NamedTuple):
-    """The least bytes that a step moves: its inputs are read once, its result is written once.
+    """The least bytes that a step moves, if it reads each input once and writes its result once.
 
     cache: bytes of the keys and values that attention sees, or of the new keys and values.
     """
@@ -40,7 +43,7 @@ class BytesMoved(NamedTuple):
 
 
 class KernelTiming(NamedTuple):
-    """The times of a kernel of a pass on a GPU, or of a step with NumPy.
+    """The times of one kernel of a forward pass on a GPU, or of one step with NumPy.
 
     step: name of the step, such as "h.3.q". kernel: with NumPy the reference function, which has no
     grid and block. dtype: dtype of the result. weights: dtype of the matrix, "" without a matrix.
@@ -65,7 +68,7 @@ class KernelTiming(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """The timed kernels of a pass. us: µs until all launches after the last step have ended.
+    """The timed kernels of a forward pass. us: µs of the pass and of the sampling after it.
 
     between: µs between the end of a kernel and a kernel that waits for this end; 0 with NumPy.
     """
@@ -76,22 +79,22 @@ class Timeline(NamedTuple):
 
     @property
     def added(self) -> list[float]:
-        """µs by which each kernel lengthens the pass, with gaps and without overlapped time."""
+        """µs by which each kernel delays the end of the pass; overlapped time counts once."""
         return [end - start for start, end in pairwise([0.0, *(each.end for each in self.ran)])]
 
     @property
     def own(self) -> float:
-        """Sum of the kernels' `own` times, in µs: the time of each kernel without overlap."""
+        """Sum of all kernels' `own` times in µs, each measured while no other kernel runs."""
         return sum(each.own for each in self.ran)
 
     @property
     def apart(self) -> float:
-        """µs of the pass if each kernel waits until the previous kernel has ended."""
+        """µs of the pass without overlap: each kernel waits until the previous kernel has ended."""
         return self.ran[-1].apart + (self.us - self.ran[-1].end)
 
 
 def moved(op: str, names: Sequence[str], inputs: Sequence[Any], out: TensorSpec) -> BytesMoved:
-    """Return the least bytes that a step of an operation moves.
+    """Return the least bytes that a step with the operation `op` moves.
 
     names: name of each input that is a tensor, "" for results. inputs: arrays, None for absent
     inputs; float arrays may be a TensorSpec. out: the result.
@@ -120,21 +123,21 @@ def moved(op: str, names: Sequence[str], inputs: Sequence[Any], out: TensorSpec)
 
 
 def _read(op: str, name: str, given: Mapping[str, Any], out: TensorSpec) -> int:
-    """Return how many bytes of an input an operation reads: all, or some rows or columns."""
+    """Return the bytes that an operation reads of input `name`: all, some rows, or some columns."""
     stored = TensorSpec.of(given[name])
     if name in GATHERED.get(op, ()):
         return stored.nbytes // stored.shape[0] * out.shape[0]
-    if name == "qkv" and op in ("kv_append", "attention_packed"):  # reads only K and V, or only Q
+    if name == "qkv" and op in ("kv_append", "attention_packed"):  # reads only K, V or only Q
         row, cached = stored.shape[-1], 2 * given["k"].shape[-1]
         return int(stored.nbytes * (cached if op == "kv_append" else row - cached) // row)
-    if name == "w_down" and "sums" in given:  # to add `sums`, only scales are read
+    if name == "w_down" and "sums" in given:  # reads only scales, to add `sums`
         scale = getattr(given[name], "scale", None)
         return 0 if scale is None else int(scale.nbytes)
     return stored.nbytes
 
 
 def _tokens(given: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the number of a step's new tokens in a kv_cache, and of the keys they see."""
+    """Return the numbers of new tokens and of keys that attention reads in a kv_cache."""
     if "position" in given:
         row, position = on_host(given["row"]), on_host(given["position"])
         present = row >= 0
@@ -151,7 +154,7 @@ def on_host(array: Any) -> NDArray[Any]:
 
 
 def weights_dtype(op: str, inputs: Sequence[Any]) -> str:
-    """Return the dtype of the first matrix that a step reads, "" if it reads none."""
+    """Return the dtype of the first weight matrix that a step reads, or "" if it reads none."""
     entries = reference.CONTRACTS[op].inputs
     for entry, value in zip(entries, inputs, strict=False):
         matrix = entry.kind in (*MATRICES, "table") or entry.name == "w"  # matmul_bias has an f32 w
@@ -161,7 +164,7 @@ def weights_dtype(op: str, inputs: Sequence[Any]) -> str:
 
 
 class Clock:
-    """Records the times of a NumPy pass's steps, without the time of the recording itself."""
+    """Records the times of steps of a NumPy pass, without the time that recording itself takes."""
 
     def __init__(self) -> None:
         self.ran: list[KernelTiming] = []
@@ -169,7 +172,7 @@ class Clock:
         self._start = perf_counter()
 
     def note(self, step: Step, inputs: Sequence[Any], out: Any, began: float, ended: float) -> None:
-        """Record a step. inputs: its arrays; began, ended: values of perf_counter in seconds."""
+        """Record a step. inputs: input arrays. began, ended: perf_counter times in seconds."""
         if step.op != VIEW:
             end, own = 1e6 * (ended - self._start - self._noting), 1e6 * (ended - began)
             names = [x if isinstance(x, str) else "" for x in step.inputs]

@@ -1,4 +1,4 @@
-"""Middleware for every request: checks of its headers, a request id, and a line in the log."""
+"""ASGI middleware: check each request's headers, give it an id, and log it in one line."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ REQUEST_ID = re.compile("[!-~]{1,128}")
 HOST = re.compile(r"(\[[^]]*\]|[^:]*)(:[0-9]*)?")
 HEADERS = {
     401: {"www-authenticate": "Bearer"},
-    503: {"retry-after": "1"},  # header value in seconds
+    503: {"retry-after": "1"},  # value of the header, in seconds
 }
 
 
@@ -35,12 +35,12 @@ def error_response(error: ApiError, **headers: str) -> JSONResponse:
 
 
 def request_id(given: str = "") -> str:
-    """Return the client's id for its request if it is short and printable, else a new id."""
+    """Return the X-Request-Id that the client sent, if it is short and printable, else a new id."""
     return given if REQUEST_ID.fullmatch(given) else f"req-{token_hex(16)}"
 
 
 class Access:
-    """Gives each request an id, refuses ambiguous lengths and unknown hosts, logs at level INFO.
+    """Gives each request an id, logs it, and refuses ambiguous body lengths and unknown hosts.
 
     hosts: names of the server in lower case, one of which must be a request's host; none: any host.
 
@@ -88,7 +88,7 @@ class Access:
 
 
 def _line(scope: Scope, ended: str) -> str:
-    """Return the log line of a request, without path parameters, which may be secret."""
+    """Return a request's log line, without the path's parameters, which may be secret."""
     path, state = scope["path"], scope["state"]
     for value in filter(None, scope.get("path_params", {}).values()):
         path = path.replace(value, "…")

@@ -1,4 +1,4 @@
-"""Completions in OpenAI's format: complete responses, and streams of chunks.
+"""Build completions in OpenAI's format: complete responses, and streams of chunks.
 
 Source: OpenAI, "API reference" (The completion object, The chat completion chunk object).
 """
@@ -25,8 +25,8 @@ from gpt2block.serve.service import EngineFailed, Full, Piece, Service
 from gpt2block.tokenizers.encoding import Encoding, bytes_of_ids
 
 REASONS = {"length": "length", "context": "length", "stop": "stop"}
-LEAST = -9999.0  # the log-probability written in place of -inf
-MOST_TOGETHER = 3  # with more tokens per event, sending is slower than generating
+LEAST = -9999.0  # log-probability that is sent in place of -inf
+MOST_TOGETHER = 3  # most tokens per event; larger events would be sent slower than generated
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Scored:
 
 @dataclass
 class AnswerChoice:
-    """A complete answer, the current state of an answer, or a part of an answer."""
+    """One choice of a response: a complete answer, its current state, or a part of it."""
 
     text: str = ""
     scored: Scored = field(default_factory=Scored)
@@ -61,7 +61,7 @@ class AnswerChoice:
 
 
 class TextOffsets:
-    """Computes the text offset, in characters, of each token of an answer, token by token."""
+    """Computes each token's offset in the text of an answer, in characters, token by token."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -75,23 +75,23 @@ class TextOffsets:
 
 
 def _failure(piece: Piece) -> ApiError | None:
-    """Return the error for the client of a row that failed or ran out of time, else None."""
+    """Return the error to send if a row (a continuation) failed or ran out of time, else None."""
     if piece.finish_reason == "error":
         return ApiError(500, piece.error or "an error")
     return late() if piece.finish_reason == "deadline" else None
 
 
 def late() -> ApiError:
-    """Return the error that a client gets if its request took too long."""
+    """Return the error to send to a client whose request exceeded its time limit."""
     problem = "the server did not finish it in time: try again later, or ask for less"
     return ApiError(504, problem, code="timeout")
 
 
-UsageOf = Callable[[int], dict[str, Any]]  # returns a usage object; argument: number of new tokens
+UsageOf = Callable[[int], dict[str, Any]]  # argument: number of new tokens; returns a usage object
 
 
 class Answer:
-    """The rows of a client's request. Raises ApiError if the service takes no more rows.
+    """The rows (continuations) of a request. Raises ApiError if the service's queue is full.
 
     seconds: time limit of the rows; infinity: no limit.
     """
@@ -100,7 +100,7 @@ class Answer:
         self, service: Service, rows: Sequence[Row], client: str = "", seconds: float = math.inf
     ) -> None:
         self.rows, self._service = rows, service
-        self._pieces: list[tuple[int, Piece]] = []  # (row, piece) not sent yet
+        self._pieces: list[tuple[int, Piece]] = []  # (row index, new tokens), not sent yet
         self._some = asyncio.Event()
         deliver = [partial(self._put, index) for index in range(len(rows))]
         try:
@@ -117,7 +117,7 @@ class Answer:
         self._some.set()
 
     async def pieces(self) -> AsyncGenerator[list[tuple[int, Piece]], None]:
-        """Yield the pieces of all rows, with their indices, until all rows have ended.
+        """Yield lists of pairs (row index, Piece of new tokens) until all rows have ended.
 
         Each list has the pieces delivered since the previous list, up to a failure if there is one.
         """
@@ -134,7 +134,7 @@ class Answer:
             left -= sum(piece.finish_reason is not None for _, piece in new)
 
     def go_on(self, pieces: Sequence[tuple[int, Piece]]) -> None:
-        """Let rows deliver their next pieces, because these pieces are being sent."""
+        """Release the rows of `pieces`, which are being sent, so that they deliver new tokens."""
         for index, _ in pieces:
             self.rows[index].held = False
 
@@ -158,20 +158,20 @@ class Form(ABC):
 
     @abstractmethod
     def choice(self, index: int, choice: AnswerChoice, logprobs: bool) -> dict[str, Any]:
-        """Return a whole answer. logprobs: whether log-probabilities of tokens are included."""
+        """Return a complete response. logprobs: whether it includes tokens' log-probabilities."""
 
     @abstractmethod
     def delta(
         self, index: int, part: AnswerChoice, logprobs: bool, offsets: TextOffsets
     ) -> dict[str, Any]:
-        """Return a part of an answer. offsets: the state after the previous parts."""
+        """Return a chunk of a stream. offsets: TextOffsets after the previous chunks."""
 
     def first(self, index: int) -> dict[str, Any] | None:
-        """Return the object that precedes the first part of an answer, or None."""
+        """Return the chunk that a stream sends before the first tokens of a choice, or None."""
         return None
 
     def with_prompts(self, found: dict[str, Any], prompts: Mapping[int, list[int]]) -> None:
-        """Add prompts' token ids to a response, as vLLM does. prompts: choice index → token ids.
+        """Add token ids of prompts to a response, as vLLM does. prompts: ids by index of a choice.
 
         Each choice of /v1/completions has the token ids of its own prompt.
         """
@@ -180,7 +180,7 @@ class Form(ABC):
                 choice["prompt_token_ids"] = prompts[choice["index"]]
 
     def token(self, token: int) -> str:
-        """Return a token's text, or OpenAI's notation of its bytes if a character is incomplete."""
+        """Return a token's text, or, for bytes that are not complete UTF-8, OpenAI's notation."""
         data = self.bytes_of(token)
         try:
             return data.decode()
@@ -207,7 +207,7 @@ class TextForm(Form):
         return {"index": index, "text": text, "logprobs": found, "finish_reason": reason}
 
     def _logprobs(self, scored: Scored, offsets: TextOffsets) -> dict[str, Any]:
-        """Return log-probabilities; a token is always among its alternatives, if there are any."""
+        """Return the logprobs object; alternatives, if requested, include the token itself."""
         texts = [self.token(token) for token in scored.tokens]
         found: list[dict[str, float] | None] = []
         for token, logprob, top in zip(scored.tokens, scored.logprobs, scored.tops, strict=True):
@@ -247,7 +247,7 @@ class ChatForm(Form):
         return {**said, "logprobs": found, "finish_reason": choice.reason}
 
     def with_prompts(self, found: dict[str, Any], prompts: Mapping[int, list[int]]) -> None:
-        """Add the prompt's token ids as a field of the object: all choices have the same prompt."""
+        """Add the prompt's ids to the response once, because all choices have the same prompt."""
         if 0 in prompts:
             found["prompt_token_ids"] = prompts[0]
 
@@ -265,12 +265,12 @@ class ChatForm(Form):
 
 
 def finite(logprob: float) -> float:
-    """Return the log-probability, or LEAST for -inf as OpenAI does, as JSON has no infinity."""
+    """Return `logprob`, but LEAST for -inf, which JSON cannot represent; OpenAI does the same."""
     return max(logprob, LEAST)
 
 
 async def whole(answer: Answer, choices: Sequence[AnswerChoice]) -> None:
-    """Wait for all rows, and collect the result of each row in its choice."""
+    """Wait until all rows have ended; return an AnswerChoice per row."""
     async with aclosing(answer.pieces()) as pieces:
         async for new in pieces:
             for index, piece in new:
@@ -288,7 +288,7 @@ async def streamed(
     observe: Callable[[float], None] = lambda seconds: None,
     failed: Callable[[Exception], ApiError] = lambda error: ApiError(500, repr(error)),
 ) -> AsyncIterator[bytes]:
-    """Yield server-sent events; events of pieces that arrived together are sent together.
+    """Yield server-sent events; events of tokens that arrive together are sent together.
 
     echoes: beginnings of the answers. usage_of: computes the usage for a last chunk; None: no such
     chunk. prompts: token ids of the prompt of each choice, for the first event of the choice; None:
@@ -318,7 +318,7 @@ async def streamed(
         return found
 
     offsets, count, last = [TextOffsets() for _ in echoes], 0, 0.0
-    detailed = logprobs or prompts is not None  # whether to send tokens that add no text
+    detailed = logprobs or prompts is not None  # whether to send also tokens without text
     try:
         for index, echo in enumerate(echoes):
             if beginning := form.first(index):
@@ -342,7 +342,7 @@ async def streamed(
                         observe(now - last)
                     last = now
                     if max(tokens) > MOST_TOGETHER:
-                        sleep(0)  # releases the GIL, so that the next events have more tokens
+                        sleep(0)  # releases the GIL, so that more tokens join the next event
         if usage_of is not None:
             yield event(usage=usage_of(count))
         yield _event("[DONE]")
@@ -353,19 +353,19 @@ async def streamed(
 
 
 def _event(data: str) -> bytes:
-    """Return a server-sent event with this data, which as JSON is a single line."""
+    """Return a server-sent event whose data is `data`, written as JSON on a single line."""
     return f"data: {data}\n\n".encode()
 
 
 def _part(piece: Piece) -> AnswerChoice:
-    """Return a piece of a row as a part of an answer."""
+    """Convert a Piece (a row's new tokens) to an AnswerChoice, a part of an answer."""
     part = AnswerChoice()
     part.add(piece)
     return part
 
 
 def usage(prompt: int, completion: int, cached: int | None = None) -> dict[str, Any]:
-    """Return the usage object. cached: prompt tokens not computed again; None: unsupported."""
+    """Return OpenAI's usage object. cached: number of reused prompt tokens; None: not counted."""
     total = prompt + completion
     told = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": total}
     return told if cached is None else {**told, "prompt_tokens_details": {"cached_tokens": cached}}

@@ -1,4 +1,4 @@
-"""The HTTP endpoints of the server, and its limits."""
+"""The HTTP endpoints of `gpt2block serve`, and limits of its requests."""
 
 from __future__ import annotations
 
@@ -73,21 +73,21 @@ from gpt2block.tokenizers import tokenizer
 from gpt2block.tokenizers.encoding import Encoding, bytes_of_ids
 
 MOST_BODY = 4 * 2**20  # most bytes of a request's body
-MOST_DROPPED = 64 * 2**20  # most bytes read of a larger body, so that its sender reads the error
-SMALL_BODY = 4096  # most bytes of a body that is parsed without a thread
-BODY_SECONDS = 30.0  # time limit for the arrival of a body
-GRACE = 30  # seconds for running requests to end after the server is stopped
+MOST_DROPPED = 64 * 2**20  # most bytes read of a too large body; clients read errors only then
+SMALL_BODY = 4096  # most bytes of a body that is parsed in the event loop, not in a thread
+BODY_SECONDS = 30.0  # time limit for receiving a body
+GRACE = 30  # seconds that running requests get to finish when the server stops
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 Value = TypeVar("Value")
-AT_ONCE = 4  # threads for texts, and threads for forward passes outside the batch
-TEMPLATE_SECONDS = 2.0  # time limit for rendering a conversation by the chat template
-MANY_TOKENS = 1024  # most values of an answer whose JSON is written without a thread
-EMBEDDED = 1024  # most tokens of several inputs that are embedded together
+AT_ONCE = 4  # threads per pool: one pool for texts, one for passes outside the batch
+TEMPLATE_SECONDS = 2.0  # time limit for rendering one chat template
+MANY_TOKENS = 1024  # most values in JSON that is written in the event loop, not in a thread
+EMBEDDED = 1024  # most tokens of inputs that are embedded in one pass
 
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """Settings of a server: names, keys and hosts, limits, and defaults of requests.
+    """Settings of a server: model names, API keys, hosts, limits, and request defaults.
 
     names: names of the model for clients; answers have the first name. keys: name → API key;
     clients must send one of the keys. Without keys, clients are on this machine or use a proxy on
@@ -126,13 +126,13 @@ class Asked:
     given: SampledRequest
     rows: Sequence[Row]
     prompts: Sequence[Ids]
-    echoes: Sequence[AnswerChoice]  # for each row, the beginning of its answer
+    echoes: Sequence[AnswerChoice]  # for each row, the prompt as start of the answer
     form: Form
     logprobs: bool
 
     @property
     def prompt_ids(self) -> dict[int, list[int]] | None:
-        """Choice index → token ids of its prompt, if the request asks for them; else None."""
+        """Token ids of prompts by index of the choice, if the request wants them; else None."""
         if not self.given.return_token_ids:
             return None
         samples = len(self.echoes) // len(self.prompts)
@@ -140,17 +140,17 @@ class Asked:
 
 
 class Server:
-    """The endpoints of a model. encoding: the model's tokenizer, or another for its vocabulary.
+    """The endpoints that serve a model. encoding: its tokenizer, or another that fits its ids.
 
     on_failure: called in the event loop when the engine has failed and all requests got an error.
     """
 
     def __init__(self, model: Any, encoding: Encoding, settings: ServerSettings) -> None:
         self.model, self.encoding, self.settings = model, encoding, settings
-        self.keys = settings.keys  # may be replaced by other keys, but not by no keys
+        self.keys = settings.keys  # API keys; may be replaced later, but not by none
         self.metrics = Metrics()
         self._token_count_bound = tokenizer.token_count_bound(encoding)
-        self._templates: list[ChatTemplate] = []  # templates that no thread uses
+        self._templates: list[ChatTemplate] = []  # copies of the template that no thread uses now
         self._batch = batch_of(
             model.engine, settings.rows, settings.reuse_prefixes, settings.speculate
         )
@@ -162,7 +162,7 @@ class Server:
         play = Play(
             self.model, self.encoding, self.settings.name, self._ids, self._in_thread, self._in_pass
         )
-        routes = [  # in the order in which a request's path is compared
+        routes = [  # the first route that matches the path is used
             self._route("/v1/completions", self.completions, CompletionRequest),
             self._route("/v1/chat/completions", self.chat, ChatRequest),
             *play.routes(self._route),
@@ -179,7 +179,7 @@ class Server:
         allowed = self.settings.allowed_hosts
         hosts = (*self.settings.hosts, *allowed) if allowed or not self.keys else ()
         middleware = [Middleware(Access, [*dict.fromkeys(map(str.lower, hosts))])]
-        if self.settings.origins:  # runs after Access, which prevents DNS rebinding
+        if self.settings.origins:  # after Access, which refuses unknown hosts
             middleware += [Middleware(
                 CORSMiddleware, allow_origins=self.settings.origins, allow_headers=("*",),
                 allow_methods=("GET", "POST"), expose_headers=("Retry-After", "X-Request-Id"),
@@ -194,7 +194,7 @@ class Server:
     @asynccontextmanager
     async def _life(self, app: Starlette) -> AsyncIterator[None]:
         self._threads, self._passes = Workers(AT_ONCE), Workers(AT_ONCE)
-        self._caches = Places(AT_ONCE)  # limits the kv_caches of prompts that are scored
+        self._caches = Places(AT_ONCE)  # limits kv_caches for scoring prompts
         loop = asyncio.get_running_loop()
         self.service = Service(self._batch, self.settings.queue, loop, self.on_failure)
         self.metrics.watch(self.service)
@@ -211,7 +211,7 @@ class Server:
     def _route(
         self, path: str, handler: Callable[..., Awaitable[Response]], kind: type[Any] | None = None
     ) -> Route:
-        """Return a route that requires a key. kind: class of the parsed body of a POST, or None.
+        """Return a route that requires an API key. kind: class of a POST's body; None: a GET.
 
         ApiErrors of the handler become responses. The handler is cancelled at the time limit of a
         request, and when the client disconnects.
@@ -247,7 +247,7 @@ class Server:
         return ApiError(500, "the server has made an error")
 
     def _client_of(self, request: Request) -> str:
-        """Return the name of the request's key, or its client address if no key is needed."""
+        """Return the name of the request's API key, or the client's address if none is required."""
         if not self.keys:
             return request.client.host if request.client else ""
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
@@ -259,7 +259,7 @@ class Server:
         return names[0]
 
     async def _parsed(self, request: Request, kind: type[Any]) -> Any:
-        """Return the parsed body of a request."""
+        """Read, parse and validate the body of a request."""
         media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if media != "application/json":
             raise ApiError(415, f"Content-Type: expected application/json, got {media!r}")
@@ -276,14 +276,14 @@ class Server:
     async def _in_thread(
         self, request: Request, call: Callable[..., Value], *arguments: Any
     ) -> Value:
-        """Return call(*arguments), computed in a thread when the request's client has its turn."""
+        """Return call(*arguments), computed in a thread; clients whose calls wait take turns."""
         return await self._threads.run(request.state.client, call, *arguments)
 
     async def _in_pass(self, request: Request, call: Callable[..., Any], *arguments: Any) -> Any:
-        """Return call(*arguments), a forward pass, computed in threads that run only passes."""
+        """Return call(*arguments), a forward pass, computed in a thread of the pool for passes."""
         return await self._passes.run(request.state.client, call, *arguments)
 
-    # --- completions ------------------------------------------------------------------------------
+    # --- endpoints of completions -----------------------------------------------------------------
 
     async def completions(self, request: Request, given: CompletionRequest) -> Response:
         asked = await self._prepared(request, self._completion, given)
@@ -329,13 +329,13 @@ class Server:
         return Asked(given, rows, [ids], [AnswerChoice()] * len(rows), form, logprobs)
 
     def _template_arguments(self, template: ChatTemplate, given: TemplateFields) -> dict[str, Any]:
-        """Return the keywords of `ChatTemplate.ids` for a request."""
+        """Return the keyword arguments for `ChatTemplate.ids` that a chat request determines."""
         own = (given.add_generation_prompt, bool(given.continue_final_message))
         variables = {**self.settings.chat_template_kwargs, **(given.chat_template_kwargs or {})}
         return template.arguments(*own, variables)
 
     def _ids(self, prompt: Any, field: str) -> Ids:
-        """Return a prompt's token ids, or the id of the end of a text for an empty prompt."""
+        """Return a prompt's token ids; for an empty prompt the end-of-text id."""
         encoding, V = self.encoding, self.model.config.vocab_size
         if isinstance(prompt, str) and prompt:
             self._check_text(field, prompt)
@@ -352,7 +352,7 @@ class Server:
 
     @contextmanager
     def _template(self, check: Callable[[str], None]) -> Iterator[ChatTemplate]:
-        """Yield a copy of the model's chat template for one thread. check: as for ChatTemplate."""
+        """Yield a copy of the chat template for one thread alone. check: as in ChatTemplate."""
         try:
             template = self._templates.pop()
         except IndexError:
@@ -378,7 +378,7 @@ class Server:
         check_length(count, self.model.config.n_ctx, field, least)
 
     def _rows(self, prompts: list[Ids], given: SampledRequest, most: int, top: int) -> list[Row]:
-        """Return the rows of a request. top: the number of alternatives at each token."""
+        """Return the rows (continuations) of a request. top: number of alternatives per token."""
         count, most_rows = len(prompts) * (given.n or 1), self._batch.slots + self.settings.queue
         if count > most_rows:
             problem = f"n: {count} continuations: this server takes {most_rows} at most"
@@ -393,7 +393,7 @@ class Server:
         return rows
 
     def _stop_ids(self, given: SampledRequest) -> list[int] | None:
-        """Return the tokens that end a request's answers; None: the model's end tokens."""
+        """Return the ids of tokens that end an answer of this request; None: the model's own."""
         if not given.stop_token_ids and not given.ignore_eos:
             return None
         config, V = self.model.config, self.model.config.vocab_size
@@ -433,7 +433,7 @@ class Server:
     def _whole(
         self, asked: Asked, choices: Sequence[AnswerChoice], new: int, kind: type[JSONResponse]
     ) -> Response:
-        """Return the complete response to a request whose answers have `new` tokens."""
+        """Return the response object for complete answers with `new` tokens in total."""
         form, logprobs = asked.form, asked.logprobs
         written = [form.choice(index, each, logprobs) for index, each in enumerate(choices)]
         for each, row in zip(written, asked.rows, strict=False):
@@ -448,7 +448,7 @@ class Server:
         return kind(found)
 
     def _usage(self, asked: Asked, new: int) -> dict[str, Any]:
-        """Return the usage object of a request whose answers have `new` tokens."""
+        """Return OpenAI's usage object for answers with `new` tokens in total."""
         cached = None
         if self._batch.reuses:  # tokens count as cached if all rows of a prompt reuse them
             samples = len(asked.rows) // len(asked.prompts)
@@ -457,12 +457,12 @@ class Server:
         return usage(sum(map(len, asked.prompts)), new, cached)
 
     async def _written(self, request: Request, found: Any, values: int) -> Response:
-        """Return an answer as JSON, which is written in a thread if it has many values."""
+        """Return an HTTP response with `content` as JSON; a thread writes it if it is large."""
         if values > MANY_TOKENS:
             return await self._in_thread(request, _PatientResponse, found)
         return JSONResponse(found)
 
-    # --- everything else --------------------------------------------------------------------------
+    # --- other endpoints --------------------------------------------------------------------------
 
     async def embeddings(self, request: Request, given: EmbeddingRequest) -> Response:
         check_only("dimensions", given.dimensions, self.model.config.n_embd, "the model's")
@@ -550,7 +550,7 @@ class Server:
 
 
 class _PatientResponse(JSONResponse):
-    """A JSON response with many values, encoded in Python code, so that other threads can run."""
+    """A large JSON response, encoded in Python code, which lets other threads run meanwhile."""
 
     def render(self, content: Any) -> bytes:
         texts = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).iterencode(content)
@@ -558,7 +558,7 @@ class _PatientResponse(JSONResponse):
 
 
 class _Streamed(EventSourceResponse):
-    """A stream of an answer's events. The answer's rows end when the connection ends."""
+    """A streamed response of server-sent events; if the client disconnects, its rows end."""
 
     def __init__(self, events: AsyncIterator[bytes], answer: Answer) -> None:
         super().__init__(events, ping=15, sep="\n", shutdown_grace_period=GRACE)
@@ -572,7 +572,7 @@ class _Streamed(EventSourceResponse):
 
 
 async def _body(request: Request) -> bytes:
-    """Return the body of a request, within limits of size and time."""
+    """Read the body of a request. Raises ApiError if it exceeds the limits of size or time."""
     found, size = bytearray(), 0
     try:
         with anyio.fail_after(BODY_SECONDS):

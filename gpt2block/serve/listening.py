@@ -1,4 +1,4 @@
-"""uvicorn's configuration: port, signals, and connections, which are closed without requests."""
+"""Configure uvicorn: port, signals, and time limits for idle connections."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from gpt2block.serve.app import GRACE, Server
 from gpt2block.serve.log import log
 from gpt2block.serve.protocol import ApiError
 
-OTHER_FILES = 64  # open files other than connections
-MOST_BEHIND = 2**16  # most bytes after a request whose response is not complete
+OTHER_FILES = 64  # number of open files that are not connections
+MOST_BEHIND = 2**16  # most bytes that a client may send before the previous response is complete
 HEAD_SECONDS = 20  # time limit for the headers of a connection's next request
 # Longest wait of the thread that runs decoding steps for the GIL (sys.setswitchinterval). Python's
 # default of 5 ms is longer than a step.
@@ -44,11 +44,11 @@ class Protocol(H11Protocol):
     def connection_made(self, transport: Any) -> None:
         self._behind = b""
         super().connection_made(transport)
-        self._most, self.limit_concurrency = self.limit_concurrency, None  # data_received checks it
+        self._most, self.limit_concurrency = self.limit_concurrency, None  # see data_received
         # asyncio sets TCP_NODELAY only for sockets that name their protocol; accepted sockets do
         # not. Without it, a piece of a stream waits up to 40 ms until the client acknowledges the
         # previous piece.
-        with suppress(OSError):  # a Unix socket has no such option
+        with suppress(OSError):  # Unix sockets lack the option
             transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._expect_request()
 
@@ -56,7 +56,7 @@ class Protocol(H11Protocol):
         if self.conn.their_state is h11.DONE:
             self._behind += data
         else:
-            # Each request gets a copy of this state. Access, not uvicorn, refuses such requests.
+            # State copied to each request. The middleware Access, not uvicorn, refuses requests.
             self.app_state["overloaded"] = len(self.connections) >= (self._most or math.inf)
             super().data_received(data)
         self._read_on()
@@ -68,7 +68,7 @@ class Protocol(H11Protocol):
                 self.transport.abort()
 
     def send_400_response(self, msg: str) -> None:
-        """Send the current exception of h11 to the client as an error in OpenAI's format."""
+        """Send an error in OpenAI's format for the h11 exception that is being handled."""
         error = sys.exc_info()[1]
         status = error.error_status_hint if isinstance(error, h11.RemoteProtocolError) else 400
         problem = f"the request: expected HTTP/1.1: {printable(str(error or msg))}"
@@ -83,7 +83,7 @@ class Protocol(H11Protocol):
 
     def on_response_complete(self) -> None:
         behind, self._behind = self._behind, b""
-        if behind:  # h11 takes b"" as the client's end
+        if behind:  # not b"", which h11 takes for the end of the connection
             self.conn.receive_data(behind)
         super().on_response_complete()
         self._read_on()
@@ -105,7 +105,7 @@ class Protocol(H11Protocol):
 
 
 class Listening(uvicorn.Server):
-    """A uvicorn server that ends on SIGTERM or SIGINT, even before startup, or if its engine fails.
+    """A uvicorn server that stops on SIGTERM or SIGINT, even during startup, and on engine failure.
 
     started: called as soon as connections are accepted. reload: called on SIGHUP.
     """
@@ -128,7 +128,7 @@ class Listening(uvicorn.Server):
         self.failed = self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        for each in sockets or ():  # a new server may bind this port at once
+        for each in sockets or ():  # lets a new server bind the port immediately
             each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, os.name != "nt")
         if sys.platform != "win32":
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._reload)
@@ -137,7 +137,7 @@ class Listening(uvicorn.Server):
 
 
 def allow_files(connections: int) -> None:
-    """Raise the limit of open files for these connections; warn if the hard limit is too low."""
+    """Raise the limit of open files to `connections` and more; warn if the hard limit is lower."""
     if sys.platform == "win32":
         return
     import resource  # noqa: PLC0415  (the module is missing on Windows)
@@ -153,7 +153,7 @@ def allow_files(connections: int) -> None:
 
 
 def settle() -> None:
-    """Set up the interpreter of a server process, once its model is loaded.
+    """Set Python's switch interval and garbage collection after a server has loaded its model.
 
     Later garbage collections skip all objects that exist now.
     """
@@ -174,7 +174,7 @@ def config(
     return uvicorn.Config(
         server.app(),
         http=Protocol,
-        limit_concurrency=connections + 1,  # uvicorn also counts the new connection
+        limit_concurrency=connections + 1,  # + 1: uvicorn also counts the new one
         # Longer than clients keep a connection: if the server closes first, a request may be lost.
         timeout_keep_alive=HEAD_SECONDS,
         timeout_graceful_shutdown=grace + 1,

@@ -1,4 +1,4 @@
-"""The log of the server on standard error. Text from clients is made printable."""
+"""Log of the server on standard error. Control characters in clients' text are escaped."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ log = logging.getLogger("gpt2block.serve")
 
 
 def set_up_log(level: str) -> None:
-    """Log messages from this level on; of asyncio, which warns of disconnects, only errors."""
+    """Log messages of `level` and above; from asyncio only errors, as it warns of disconnects."""
     log.setLevel(level.upper())
     logging.getLogger("asyncio").setLevel(logging.ERROR)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")

@@ -15,12 +15,12 @@ from gpt2block.generation.rows import Row
 from gpt2block.serve.service import Service
 
 TO_FIRST = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)  # bucket bounds in seconds
-AT_ONCE = 1024  # values that are collected before all are added to the histogram
+AT_ONCE = 1024  # number of buffered values at which they are added to the histogram
 BETWEEN = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1)
 
 
 class Intervals(Collector):
-    """A histogram to which many values are added at once."""
+    """A Prometheus histogram that buffers values and adds many at a time, which is faster."""
 
     def __init__(self, name: str, text: str, bounds: Sequence[float]) -> None:
         self._name, self._text, self._bounds = name, text, np.array([*bounds, np.inf])
@@ -28,7 +28,7 @@ class Intervals(Collector):
         self._noted: list[float] = []
 
     def note(self, seconds: float) -> None:
-        """Store a value, to add it together with later values. Call it only from one thread."""
+        """Buffer a value, until many are added to the histogram. Call this from one thread only."""
         self._noted.append(seconds)
         if len(self._noted) == AT_ONCE:
             self._add_noted()
@@ -43,7 +43,7 @@ class Intervals(Collector):
         self._total += float(seconds.sum())
 
     def collect(self) -> Iterator[Metric]:
-        if self._noted:  # always empty if another thread calls `add`
+        if self._noted:  # buffered values; empty if another thread calls `add`
             self._add_noted()
         names = [*map(repr, self._bounds[:-1].tolist()), "+Inf"]
         buckets = list(zip(names, self._counts.cumsum().tolist(), strict=True))
@@ -51,7 +51,7 @@ class Intervals(Collector):
 
 
 class Total(Collector):
-    """A counter whose value is computed when it is read."""
+    """A Prometheus counter whose value a function computes when it is read."""
 
     def __init__(self, name: str, text: str, value: Callable[[], float]) -> None:
         self._name, self._text, self._value = name, text, value
@@ -61,7 +61,7 @@ class Total(Collector):
 
 
 class Metrics:
-    """The metrics of a server."""
+    """The Prometheus metrics of a server."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
@@ -90,7 +90,7 @@ class Metrics:
         self.between_pieces = pieces.note
 
     def watch(self, service: Service) -> None:
-        """Register metrics that read the state of the service."""
+        """Register metrics whose values are read from the service, such as its queue length."""
         gauges: dict[str, tuple[str, Callable[[], float]]] = {
             "slots": ("Continuations that can run together.", lambda: service.slots),
             "rows_running": ("Continuations in slots.", lambda: service.open - service.waiting),
@@ -112,7 +112,7 @@ class Metrics:
         service.observe_first, service.observe_between = first.observe, between.add
 
     def request(self, path: str) -> Callable[[int], None]:
-        """Return a function that counts a request by status, and its seconds since this call."""
+        """Start a request's clock; return a function that records its status and duration."""
         begun = perf_counter()
 
         def counted(status: int) -> None:

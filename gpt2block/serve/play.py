@@ -1,4 +1,4 @@
-"""The page at /, and the endpoints that only this page uses.
+"""The web page at / of the server, and the endpoints that only this page uses.
 
 The page writes texts with /v1/completions and /v1/chat/completions, as any client does. Its own
 addresses give the tokens of a text, the distribution of the next token, and the page of `explain`
@@ -35,13 +35,13 @@ from gpt2block.serve.protocol import ApiError, Body, Drawn, Tokens
 from gpt2block.serve.workers import Workers
 from gpt2block.tokenizers.encoding import Encoding
 
-SHOWN = 40  # tokens shown of a distribution
-KEPT_LOGITS = 16  # texts per client whose next token's logits are kept, for the sliders
-MOST_EXPLAINED = 256  # most tokens of an explained forward pass
-MOST_PARAMETERS = 2**29  # most parameters of an explained model; in float64: 4 GiB
-MOST_EXPLAINING = 8  # forward passes per client that are explained, one at a time, or wait
-KEPT_PAGES = 8  # pages of `explain` per client, each of a few MB
-KEPT_CLIENTS = 16  # latest clients for which logits and pages are kept
+SHOWN = 40  # most tokens of a distribution that the page shows
+KEPT_LOGITS = 16  # logits kept per client, to apply other sampling options quickly
+MOST_EXPLAINED = 256  # most tokens of a pass that `explain` runs
+MOST_PARAMETERS = 2**29  # most parameters of a model for `explain`; 4 GiB in float64
+MOST_EXPLAINING = 8  # most `explain` requests per client that run (one at a time) or wait
+KEPT_PAGES = 8  # most `explain` pages kept per client, each of a few MB
+KEPT_CLIENTS = 16  # number of latest clients whose logits and pages are kept
 
 Value = TypeVar("Value")
 Kept = OrderedDict[Any, Value]  # values by key, the latest one last
@@ -56,7 +56,7 @@ class TokensRequest(Body):
 
 
 class NextRequest(Drawn):
-    """The body of a request to /play/next. token: an id whose entry is always included."""
+    """The body of a request to /play/next. token: an id that the answer always includes."""
 
     ids: Tokens = Field(min_length=1)
     token: int | None = Field(None, ge=0)
@@ -69,7 +69,7 @@ class ExplainRequest(Body):
 
 
 class Play:
-    """The page of a server, and the page's own endpoints.
+    """The web page of a server, and the endpoints /play/… that only this page uses.
 
     encoding, name: tokenizer and model name of the server. ids_of: returns the ids of a prompt.
     in_thread(request, function, ...): runs a function in a worker thread while the steps of the
@@ -97,7 +97,7 @@ class Play:
         self._one = Workers(1)
 
     def routes(self, behind_key: MakeRoute) -> list[Route]:
-        """Return the routes. The page and `explain` pages with secret addresses need no key."""
+        """Return the routes. The page, and `explain` pages at secret URLs, need no API key."""
         return [
             Route("/", self.page),
             behind_key("/play/model", self.about),
@@ -111,7 +111,7 @@ class Play:
         return HTMLResponse(self._html, headers=self._headers)
 
     async def about(self, request: Request) -> Response:
-        """Return the information about the model that the page needs."""
+        """Return what the page shows of the model, such as its name and settings, as JSON."""
         config, engine = self._model.config, self._model.engine
         chat = await self._in_thread(request, self._has_template)
         found = {
@@ -127,7 +127,7 @@ class Play:
         return JSONResponse(found)
 
     async def tokens(self, request: Request, given: TokensRequest) -> Response:
-        """Return the tokens of a text, or the texts of token ids."""
+        """Return ids and texts of the tokens of a text, or of given token ids."""
 
         def found() -> list[dict[str, Any]]:
             return [self._token(id) for id in self._ids_of(given.prompt, "prompt").tolist()]
@@ -135,7 +135,7 @@ class Play:
         return JSONResponse({"tokens": await self._in_thread(request, found)})
 
     async def next(self, request: Request, given: NextRequest) -> Response:
-        """Return the next token's distribution after these ids, before and after sampling."""
+        """Return the next token's probabilities before and after the sampling options apply."""
         token, V = given.token, self._model.config.vocab_size
         if token is not None and token >= V:
             raise ApiError(400, f"token: expected an id from 0 to {V - 1}, got {token}", "token")
@@ -143,7 +143,7 @@ class Play:
         return JSONResponse(await self._in_thread(request, self._distribution, logits, given))
 
     async def explain(self, request: Request, given: ExplainRequest) -> Response:
-        """Generate the `explain` page of a forward pass, one at a time; return the page's path."""
+        """Generate a page that explains a forward pass, one page at a time; return its path."""
         ids, most = self._ids_of(given.ids, "ids"), self._most_explained()
         if not most:
             parameters = f"models of at most {MOST_PARAMETERS:,} parameters"
@@ -167,7 +167,7 @@ class Play:
         return JSONResponse({"path": f"play/explain/{ticket}"})
 
     async def explained(self, request: Request) -> Response:
-        """Return a generated page. It needs no key: a frame and a new tab cannot send a key."""
+        """Return a generated `explain` page without an API key, which a frame cannot send."""
         ticket = request.path_params["ticket"]
         html = next((each[ticket] for each in self._pages.values() if ticket in each), None)
         if html is None:
@@ -184,7 +184,7 @@ class Play:
             return False
 
     def _most_explained(self) -> int:
-        """Return the most tokens of an explained pass; 0 for a model that is too large."""
+        """Return the most tokens that `explain` accepts; 0 if the model is too large for it."""
         config = self._model.config
         parameters = sum(map(math.prod, model_shapes(config).values()))
         return min(MOST_EXPLAINED, config.n_ctx) if parameters <= MOST_PARAMETERS else 0
@@ -193,7 +193,7 @@ class Play:
         return {"id": id, "token": self._form.token(id)}
 
     async def _kept_logits(self, request: Request, ids: Ids) -> Floats:
-        """Return the logits after ids, (V,). A client's equal requests wait for a single pass."""
+        """Return the logits (V,) after `ids`. Equal requests of a client share one forward pass."""
         kept, key = _of_client(self._logits, request.state.client), ids.tobytes()
         if key not in kept:
             computed = asyncio.ensure_future(self._in_pass(request, self._last_logits, ids))
@@ -250,7 +250,7 @@ def _policy(html: str) -> str:
 
 
 def _hash(html: str, tag: str) -> str:
-    """Return the CSP source expression, a hash, of the page's only element with this tag."""
+    """Return a hash of the page's only element `tag`, for its Content-Security-Policy."""
     (content,) = re.findall(f"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
     return f"'sha256-{b64encode(sha256(content.encode()).digest()).decode()}'"
 
@@ -265,7 +265,7 @@ def _headers(policy: str) -> dict[str, str]:
 
 
 def _of_client(kept: Kept[Kept[Value]], client: str) -> Kept[Value]:
-    """Return the stored values of a client, and mark it as the most recent client."""
+    """Return the dict of a client's stored values; mark the client as the latest."""
     if client not in kept:
         _keep(kept, client, OrderedDict(), KEPT_CLIENTS)
     kept.move_to_end(client)
@@ -273,7 +273,7 @@ def _of_client(kept: Kept[Kept[Value]], client: str) -> Kept[Value]:
 
 
 def _keep(kept: Kept[Value], key: Any, value: Value, most: int) -> None:
-    """Add a value, and remove the oldest one if there are more than `most`."""
+    """Store `value` under `key`; remove the oldest value if there are more than `most`."""
     kept[key] = value
     if len(kept) > most:
         kept.popitem(last=False)

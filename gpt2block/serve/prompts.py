@@ -8,11 +8,11 @@ from gpt2block import reference
 from gpt2block.run.model import Ids, ModelEngine
 from gpt2block.serve.answers import Scored
 
-POSITIONS = 64  # positions whose logits are in memory together
+POSITIONS = 64  # positions whose logits are computed at a time
 
 
 def scored_prompt(engine: ModelEngine, ids: Ids, alternatives: int) -> Iterator[Scored]:
-    """Yield all tokens of a prompt in parts, each computed by one pass.
+    """Yield the tokens of a prompt in parts; one forward pass computes each part.
 
     The first token has neither a log-probability nor alternatives.
     """

@@ -1,4 +1,4 @@
-"""Requests in OpenAI's protocol: validated fields, and errors in the format clients expect.
+"""Validate requests in OpenAI's protocol, and build errors in the format that clients expect.
 
 Source: OpenAI, "API reference" (Completions, Chat Completions, Embeddings, Errors).
 """
@@ -31,15 +31,15 @@ MOST_PROMPTS = 256  # most prompts of a request
 MOST_SAMPLES = 128
 MOST_STOPS = 16
 MOST_STOP = 256  # most characters of a stop text
-MOST_VALUES = 2**14  # most biases, values in messages, and values of a body decoded in C
+MOST_VALUES = 2**14  # most biases; most values in messages, and in a body that C code decodes
 MOST_MESSAGES = 2**12
-MOST_TEXT = 2**20  # most bytes of all texts of messages
-MOST_NEW = 2**31 - 1  # most new tokens of an answer
-PART = 2**13  # entries of a list that are checked, or written, at a time
+MOST_TEXT = 2**20  # most bytes of the texts of all messages
+MOST_NEW = 2**31 - 1  # most new tokens per answer
+PART = 2**13  # list entries that are checked or written without releasing the GIL
 LONGEST_KEY = 100  # most characters of a key shown in an error
-TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")  # an id written as text
-KEYWORD_OF = {"min_tokens": "min_new_tokens"}  # field → keyword of `generate`, if they differ
-ANYTHING = object()  # replaces a list of values: any value is accepted and ignored
+TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")  # pattern of a token id written as a string
+KEYWORD_OF = {"min_tokens": "min_new_tokens"}  # fields that `generate` names differently
+ANYTHING = object()  # in place of a list of values: any value is accepted and ignored
 
 # Unsupported fields of requests, with their values that do not change the result and are accepted.
 # Null is accepted for all of them. Sources: OpenAI, "API reference"; vLLM, "OpenAI-Compatible
@@ -89,13 +89,13 @@ NEUTRAL: Mapping[str, Any] = {
     "grammar": ("",),
     "json_schema": ({},),
 }
-TOOLS = {"tools": "tool_choice", "functions": "function_call"}  # "none" disables the first field
+TOOLS = {"tools": "tool_choice", "functions": "function_call"}  # field: its switch, off if "none"
 
 Request = TypeVar("Request", bound="Body")
 
 
 def _token_ids(given: Any) -> Any:
-    """Check token ids in parts, and return them; pydantic would hold the GIL for a whole list."""
+    """Return token ids after checks in parts: pydantic would hold the GIL for the whole list."""
     for first in range(0, len(given) if isinstance(given, list) else 0, PART):
         part = given[first : first + PART]
         if set(map(type, part)) != {int} or min(part) < 0:
@@ -127,7 +127,7 @@ def _values(given: Any, info: ValidationInfo) -> Any:
 
 
 def _too_many(info: ValidationInfo, most: int, what: str, status: int = 400) -> ApiError:
-    """Return an error for too many values, without the values: even sorting them takes long."""
+    """Return an error for too many values that does not list them, which would take long."""
     problem = f"{info.field_name}: expected at most {most:,} {what}"
     return ApiError(status, problem, info.field_name)
 
@@ -145,7 +145,7 @@ Tokens = Annotated[list[Any], BeforeValidator(_token_ids)]
 
 
 def _texts(given: Any, info: ValidationInfo) -> list[Any]:
-    """Return a text, token ids, or a list of either, as a list, after a check of the lengths."""
+    """Check the length of an input, and return it as a list of texts or of lists of token ids."""
     of_ids = isinstance(given, list) and [*map(type, given[:1])] == [int]
     found = [given] if isinstance(given, str) or of_ids else given
     if isinstance(found, list):
@@ -167,7 +167,7 @@ Texts = Annotated[list[Any], BeforeValidator(_texts)]
 
 
 class ApiError(Exception):
-    """An error as OpenAI's clients expect it. param: the field that has the error."""
+    """An error in the format of OpenAI's API. param: the field of the request that is wrong."""
 
     def __init__(
         self, status: int, message: str, param: str | None = None, code: str | None = None
@@ -183,7 +183,7 @@ class ApiError(Exception):
 
 
 def named(field: str, given: list[Any]) -> list[tuple[Any, str]]:
-    """Return a field's entries with names for errors: the field's name, and an index if several."""
+    """Return pairs (entry, name for errors); if there are several, the name has an index."""
     names = [field] if len(given) == 1 else [f"{field}.{index}" for index in range(len(given))]
     return [*zip(given, names, strict=True)]
 
@@ -196,7 +196,7 @@ def check_length(count: int, n_ctx: int, field: str, least: str = "") -> None:
 
 
 def _or_all(given: Any, info: ValidationInfo) -> Any:
-    """Return a number of new tokens; -1 means as many as the context has room for."""
+    """Return a limit of new tokens; -1 becomes `info.context`, as many as the context allows."""
     return info.context if type(given) is int and given == -1 else given
 
 
@@ -204,14 +204,14 @@ NewTokens = Annotated[int | None, BeforeValidator(_or_all)]
 
 
 def check_only(field: str, given: int | None, only: int, whose: str) -> None:
-    """Raise ApiError unless the number is None or `only`, the only supported number."""
+    """Raise ApiError unless the number is None or `only`, the single supported value."""
     if given not in (None, only):
         problem = f"{field}: {given} is not supported: expected {only}, {whose}, or none"
         raise ApiError(400, problem, field, "unsupported_parameter")
 
 
 class Body(BaseModel):
-    """Base class of request bodies. A text is not accepted as a number."""
+    """Base class of request bodies. A string is not accepted in place of a number."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -252,7 +252,7 @@ def _with_further_numbers(kind: type[Request]) -> type[Request]:
 
 
 class Drawn(Body):
-    """Fields that choose the next token. top_k and min_p are additions to OpenAI's fields."""
+    """Fields of sampling parameters. top_k and min_p are extensions of OpenAI's protocol."""
 
     temperature: float | None = Field(1.0, ge=0, le=2)
     top_p: float | None = Field(1.0, ge=0, le=1)
@@ -271,7 +271,7 @@ class Drawn(Body):
 
 @_with_further_numbers
 class SampledRequest(Drawn):
-    """Fields that both kinds of completions have.
+    """Fields that requests of text completions and of chat completions share.
 
     repetition_penalty, return_token_ids and the fields after it are additions. Source, except for
     repetition_penalty: vLLM, "OpenAI-Compatible Server".
@@ -279,7 +279,7 @@ class SampledRequest(Drawn):
 
     max_tokens: NewTokens = Field(None, ge=1, le=MOST_NEW)
     n: int | None = Field(1, ge=1, le=MOST_SAMPLES)
-    best_of: Annotated[int | None, AfterValidator(_as_n)] = None  # must equal n: all are returned
+    best_of: Annotated[int | None, AfterValidator(_as_n)] = None  # must equal n, as all are sent
     stop: Annotated[str | list[str] | None, _at_most(MOST_STOPS, "texts")] = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stream: bool | None = False
@@ -315,7 +315,7 @@ class SampledRequest(Drawn):
         return stop
 
     def _biases(self) -> LogitBias:
-        """Return token id → bias; the ids are texts in JSON."""
+        """Return logit biases by token id as integers; JSON has the ids as strings."""
         given = self.logit_bias
         if not given:
             return ()
@@ -365,7 +365,7 @@ class EmbeddingRequest(Body):
 
     input: Texts
     encoding_format: Literal["float", "base64"] | None = "float"
-    dimensions: int | None = None  # only the model's own size is accepted
+    dimensions: int | None = None  # only n_embd is accepted
 
 
 class TokenizeRequest(TemplateFields):
@@ -382,7 +382,7 @@ class DetokenizeRequest(Body):
 
 
 class _PatientDecoder(json.JSONDecoder):
-    """A JSON decoder in Python code, with strings read in C, so that other threads can run."""
+    """A JSON decoder in Python code (strings in C), so that other threads can run meanwhile."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -435,7 +435,7 @@ def _check_neutral(name: str, value: Any) -> None:
 
 
 def _of_field(error: ValidationError, given: Any) -> ApiError:
-    """Return the first problem of a body as an error that names the place of the wrong value.
+    """Return an error for the first problem of a body; it names the path of the wrong value.
 
     For a value that may have several types, pydantic reports a problem with each type. The problem
     with the innermost value belongs to the type that fits best.

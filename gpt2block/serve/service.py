@@ -22,11 +22,11 @@ from gpt2block.generation.rows import Row, Tops
 from gpt2block.run.model import ModelEngine
 from gpt2block.serve.log import log, traceback_of
 
-TOKENS_AT_ONCE = 2048  # prompt tokens from which a step gets no further piece
+TOKENS_AT_ONCE = 2048  # number of prompt tokens from which a step computes no further prompt
 
 
 class Piece(NamedTuple):
-    """The tokens that a row gained in a step, or in several steps while it was held.
+    """The new tokens of a row (a continuation) since its last Piece, from one or more steps.
 
     finish_reason: finish_reason of the Row once the row has ended, else None.
     """
@@ -40,21 +40,21 @@ class Piece(NamedTuple):
     error: str | None = None
 
 
-Deliver = Callable[[Piece], None]  # called in the event loop
+Deliver = Callable[[Piece], None]  # callback, called in the event loop
 
 
 class Full(Exception):  # noqa: N818  (a reason, not a fault)
-    """The queue is full: no further row may wait."""
+    """Raised if the queue is full, so that no further row may wait."""
 
 
 class EngineFailed(Exception):  # noqa: N818
-    """The engine raised an exception, so no row can be computed any more."""
+    """Raised after the engine has raised an exception, when no row can be computed any more."""
 
 
 def batch_of(
     engine: ModelEngine, slots: int, reuse: bool = False, speculate: bool = False
 ) -> Batch:
-    """Return a Batch with this number of slots, or fewer if memory is short. Raises MemoryError.
+    """Return a Batch with up to `slots` slots, fewer if memory is short. Raises MemoryError.
 
     reuse, speculate: as for Batch.
     """
@@ -63,7 +63,7 @@ def batch_of(
 
 
 class Service:
-    """A thread that steps the rows of all requests in one batch.
+    """A thread that generates the rows (continuations) of all requests in one batch.
 
     A row is held from the delivery of a piece until this piece is being sent. The row's next piece
     has all tokens sampled meanwhile: one token if sending is fast, several if it is slow.
@@ -87,20 +87,20 @@ class Service:
         self._batch, self._on_failure = batch, on_failure
         self._loop, self._most_waiting = loop, most_waiting
         self._changed = threading.Condition()
-        self._new: deque[tuple[Row, Deliver, float | None]] = deque()  # rows to submit, deadlines
+        self._new: deque[tuple[Row, Deliver, float | None]] = deque()  # rows, deadlines
         self._cancelled: deque[Row] = deque()
-        self._open_of: Counter[str] = Counter()  # rows that run or wait, by client
-        self._deliver: dict[int, Deliver] = {}  # callbacks of running and waiting rows, by row id
-        self._since: dict[int, float] = {}  # when rows without a token were submitted
-        self._last = np.zeros(batch.slots)  # when each slot had its last token
-        self._pieces: deque[tuple[Deliver, Piece]] = deque()  # pieces not yet delivered by the loop
-        self._called = False  # whether a delivery by the loop is pending
+        self._open_of: Counter[str] = Counter()  # client: number of rows that run or wait
+        self._deliver: dict[int, Deliver] = {}  # id(row): callback
+        self._since: dict[int, float] = {}  # id(row): time of submission, until its first token
+        self._last = np.zeros(batch.slots)  # time of each slot's last token
+        self._pieces: deque[tuple[Deliver, Piece]] = deque()  # not yet delivered by the event loop
+        self._called = False  # whether a delivery is scheduled in the event loop
         self.observe_first: Callable[[float], None] = lambda seconds: None
         self.observe_between: Callable[[NDArray[np.float64]], None] = lambda seconds: None
         self.tokens = 0
         self._ends = False
         self.failure: str | None = None
-        self.starting: tuple[int, int] | None = (0, 1)  # parts done, all parts; None: ready
+        self.starting: tuple[int, int] | None = (0, 1)  # (tasks done, all tasks); None: ready
         self.slots = self._batch.slots
         self._thread = threading.Thread(target=self._run, name="service", daemon=True)
         self._thread.start()
@@ -122,7 +122,7 @@ class Service:
         client: str = "",
         deadline: float | None = None,
     ) -> None:
-        """Queue a client's rows. Raises Full or EngineFailed, and then queues none of the rows.
+        """Queue a client's rows. If it raises Full or EngineFailed, it has queued none of them.
 
         deadline: as for Batch.
         """
@@ -141,7 +141,7 @@ class Service:
             self._changed.notify()
 
     def cancel(self, rows: Iterable[Row]) -> None:
-        """End rows whose tokens are not needed; nothing more is delivered for them."""
+        """End rows whose tokens are not needed, and deliver no more of their tokens."""
         with self._changed:
             self._cancelled.extend(rows)
             self._changed.notify()
@@ -162,7 +162,7 @@ class Service:
             self._fail(error)
 
     def _start_up(self) -> None:
-        """Let the engine compile and record programs for rows; rows submitted meanwhile wait."""
+        """Compile kernels and record launches; rows that are submitted meanwhile wait."""
         for done in self._batch.start_up():
             self.starting = done
             if self._ends:
@@ -182,7 +182,7 @@ class Service:
                 self._forget(row)
 
     def _take_changes(self) -> bool:
-        """Apply submissions and cancellations; wait if idle. Return False if the thread ends."""
+        """Add submitted rows, end cancelled rows; wait if idle. Return False to end the thread."""
         with self._changed:
             while not (self._ends or self._new or self._cancelled or self._batch.busy):
                 self._changed.wait()
@@ -220,20 +220,20 @@ class Service:
                 self.observe_first(now - since)
 
     def _send(self, pieces: Iterable[tuple[Deliver, Piece]]) -> None:
-        """Let the loop deliver these pieces, together with pieces it has not delivered yet."""
+        """Schedule delivery of `pieces` in the event loop, together with undelivered pieces."""
         self._pieces.extend(pieces)
         if self._pieces and not self._called:
             self._called = True
             self._loop.call_soon_threadsafe(self._deliver_all)
 
     def _deliver_all(self) -> None:
-        self._called = False  # before the loop: later pieces are delivered here or by a new call
+        self._called = False  # first: for later pieces, `_send` schedules a new call
         while self._pieces:
             deliver, piece = self._pieces.popleft()
             deliver(piece)
 
     def _fail(self, error: BaseException) -> None:
-        """Log the error, and end all requests with it: there will be no more tokens."""
+        """Log the error, and end all running and waiting rows with it."""
         log.critical("the engine failed\n%s", traceback_of(error))
         with self._changed:
             self.failure = f"the engine failed: {error!r}"
@@ -245,6 +245,6 @@ class Service:
 
 
 def piece_of(row: Row) -> Piece:
-    """Return the tokens that a row gained since its last piece."""
+    """Return a Piece with the tokens that a row has received since its last Piece."""
     error = str(row.error) if row.error is not None else None
     return Piece(row.take(), *row.take_tokens(), row.finish_reason, error)

@@ -1,4 +1,4 @@
-"""Threads for the work of requests, in which clients take turns."""
+"""Thread pools that run calls for requests; clients whose calls wait take turns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Value = TypeVar("Value")
 
 
 class Places:
-    """A limited number of places, which requests in an event loop take and give back.
+    """A semaphore for asyncio: a limited number of places, granted to waiting clients in turn.
 
     Clients take turns, and a client takes a place only while more places are free than the client
     has. One client therefore leaves half of the places to others, whose small requests do not wait
@@ -24,12 +24,12 @@ class Places:
 
     def __init__(self, places: int) -> None:
         self._free = places
-        self._taken: Counter[str] = Counter()  # number of taken places by client
+        self._taken: Counter[str] = Counter()  # client: number of occupied places
         self._waiting: Turns[tuple[str, asyncio.Future[None]]] = Turns()
 
     @asynccontextmanager
     async def taken(self, client: str) -> AsyncIterator[None]:
-        """Wait for a place, and keep it until the context ends."""
+        """Wait for one of the places, and occupy it until the with block ends."""
         await self.take(client)
         try:
             yield
@@ -37,7 +37,7 @@ class Places:
             self.give_back(client)
 
     async def take(self, client: str) -> None:
-        """Wait for a place. A request that is cancelled meanwhile gets none."""
+        """Wait for one of the places; a request that is cancelled meanwhile occupies none."""
         turn = asyncio.get_running_loop().create_future()
         self._waiting.add([(client, turn)], client)
         self._assign()
@@ -72,21 +72,21 @@ class Places:
 
 
 class Workers(Places):
-    """A pool of threads that run calls for requests."""
+    """A thread pool that runs calls for requests; clients whose calls wait take turns."""
 
     def __init__(self, threads: int) -> None:
         super().__init__(threads)
         self._threads = ThreadPoolExecutor(threads)
 
     async def run(self, client: str, call: Callable[..., Value], *arguments: object) -> Value:
-        """Return call(*arguments), computed in a thread at the client's turn.
+        """Return call(*arguments), computed in a thread; clients whose calls wait take turns.
 
         A request that is cancelled does not wait for its call, which keeps its thread to the end.
         """
         loop = asyncio.get_running_loop()
 
         def ended(future: Future[Value]) -> None:
-            with suppress(RuntimeError):  # the loop was closed meanwhile
+            with suppress(RuntimeError):  # if the event loop was closed meanwhile
                 loop.call_soon_threadsafe(self.give_back, client)
 
         await self.take(client)
