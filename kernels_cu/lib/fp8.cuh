@@ -15,7 +15,7 @@ struct E5M2 {
     unsigned char bits;
 
     static __device__ __forceinline__ void widen(unsigned bytes, float* v);
-    static __device__ __forceinline__ unsigned halves(unsigned bytes, int pair);  // bytes `pair` and `pair` + 1 as __half
+    static __device__ __forceinline__ unsigned halves(unsigned bytes, int pair);  // bytes `pair`, `pair` + 1 as __half
     static __device__ __forceinline__ E5M2 narrow(float value);
 };
 
@@ -101,10 +101,10 @@ __device__ __forceinline__ void AnyE4M3<HAS_NAN>::widen(unsigned bytes, float* v
 // least 0 or NaN. Numbers larger than `most` become `most`: LARGEST for saturation, or BEYOND, whose code is infinity
 // or NaN. NaN stays NaN.
 //
-//   |x| lies between 2^e and 2^(e+1), where FP8 numbers are 2^(e-F) apart, with F fraction bits. Below the smallest
-//   normal number they have the spacing of the binade above it, so e has a minimum. Floats near 2^(e-F+23) have the
-//   same spacing: adding that power to |x| makes the hardware round |x| to an FP8 number, and the lowest bits of the
-//   sum are |x| in steps of 2^(e-F).
+//   Let |x| lie between 2^e and 2^(e+1). With F fraction bits, FP8 numbers there are 2^(e-F) apart. Subnormal numbers
+//   are as far apart as the smallest normal numbers, so e has a minimum. Floats near 2^(e-F+23) are also 2^(e-F) apart.
+//   Adding 2^(e-F+23) to |x| therefore makes the hardware round |x| to an FP8 number, and the lowest bits of the sum
+//   are |x| in units of 2^(e-F).
 //
 //      |x|                1.0110011...     * 2^e
 //      + 2^(e-F+23)  100...01.10           F = 2: the sum ends at the last FP8 bit
