@@ -81,7 +81,7 @@ constexpr int WARP_QUERIES = 4 * ROWS;
 constexpr int QUERIES = WARP_QUERIES * AO_WARPS;
 constexpr int KEYS = AO_KEYS;
 constexpr int DEPTH = (HS + 3) / 4 * 4;      // HS rounded up to a multiple of 4; padding is 0
-constexpr int STRIDE = 4 * (DEPTH / 4 | 1);  // floats between rows; successive rows start in different groups of 4 banks
+constexpr int STRIDE = 4 * (DEPTH / 4 | 1);  // floats between rows; 8 consecutive rows start in different banks
 constexpr int V_STRIDE = 32 * GROUPS;
 constexpr int P_STRIDE = 32 + 16;  // floats between rows: no bank conflicts in stores of 4 float4 to each of 2 rows
 

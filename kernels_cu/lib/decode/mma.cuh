@@ -64,7 +64,7 @@ constexpr int ROW_TILES = (LM_ROWS + order::TILE_ROWS - 1) / order::TILE_ROWS;
 // time, or 32 with FP8.
 constexpr int PADDING = order::WIDTH == 16 ? 16 : 64, TERM = 2 * LENGTH + PADDING;
 constexpr int TERMS_BYTES = order::FLOATS || (LM_NORM == 1 && order::TERMS == 1) ? 4 * LENGTH : order::TERMS * TERM;
-constexpr int CHUNK_SUMS = order::BLOCKS ? 16 * UNITS : 0;  // bytes of chunk sums per split and term; only for GGUF weights
+constexpr int CHUNK_SUMS = order::BLOCKS ? 16 * UNITS : 0;  // bytes of chunk sums per split and term (GGUF weights)
 constexpr int SPLIT_BYTES = TERMS_BYTES + order::TERMS * CHUNK_SUMS;
 constexpr int KEPT = LM_ALONE ? 1 : SPLITS;  // splits of x that shared memory holds at a time
 constexpr int PITCH = (KEPT * SPLIT_BYTES + 127) / 128 * 128 + PADDING;

@@ -41,7 +41,7 @@ struct Whole {
     static constexpr bool UP = LM_UP;
     typedef Input Rows;
 
-    __device__ __forceinline__ static int row(int column, int N) { return Column(column, N).n; }  // row of w for a column
+    __device__ __forceinline__ static int row(int column, int N) { return Column(column, N).n; }  // row of w
 };
 
 // The weights of a warp's columns: a ring buffer in shared memory for LM_FLIGHT units of K. OfRange: the range of
