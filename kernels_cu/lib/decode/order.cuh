@@ -61,7 +61,7 @@ constexpr bool TWO_PART = true;
 #else
 constexpr bool TWO_PART = false;
 #endif
-constexpr int KIND = TWO_PART ? TWO_PART_TERMS : BRAIN ? BF16_TERMS : FP16_TERMS;  // format of the terms of x, unless tf32
+constexpr int KIND = TWO_PART ? TWO_PART_TERMS : BRAIN ? BF16_TERMS : FP16_TERMS;  // format of x's terms (unless tf32)
 constexpr int PARTS = TWO_PART ? 2 : 1;     // stored numbers per weight
 #if defined(WEIGHT_GGUF)
 constexpr bool BLOCKS = true;               // whether weights are GGUF blocks (lib/decode/mma_gguf.cuh)
