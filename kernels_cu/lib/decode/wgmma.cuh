@@ -45,7 +45,7 @@ constexpr int FEW_REGISTERS = 32, MANY_REGISTERS = 160;  // registers per thread
 constexpr int THREADS = 32 * CONSUMERS + (MOVES_REGISTERS ? 128 : 32 * DH_DEPTH);
 constexpr int TERMS = DH_ROWS > 4 ? TERM_COUNT * DH_ROWS : 8;  // columns of B: at least 8, of which 4 can be unused
 constexpr int TILES = DH_ROWS / 4;                           // tiles of 4 rows of x, per warp
-constexpr bool TWO = DH_GATED || DH_ROPE;                    // an output combines two rows of A (W and U, or a RoPE pair)
+constexpr bool TWO = DH_GATED || DH_ROPE;                    // an output combines two rows of A (of W and U, or a pair)
 constexpr int OUTPUTS = TWO ? 1 : 2;                         // output columns per lane
 constexpr int COLUMNS = 32 * OUTPUTS * DH_GROUPS;            // output columns per block
 constexpr int SLICE = 128 / sizeof(W), CHUNKS = SLICE / order::CHUNK;
@@ -157,7 +157,7 @@ __device__ __forceinline__ void produce(const Ring& ring, const Share& share, co
             load(from.w, at, row), load(from.w, W_BYTES / 2 + at, row + HALF_HEAD);
         }
     };
-    const long long first = (long long)share.row * K + (long long)share.k * share.rows;  // index in x of the first value
+    const long long first = (long long)share.row * K + (long long)share.k * share.rows;  // index of first value in x
     const char* of_tile = reinterpret_cast<const char*>(x) + 2 * TERM_COUNT * first;
     const auto load_x = [&](int slice, int stage) {
         const int box = BOX * of_rows, own = box / DH_SHARES, at = share.part * own;

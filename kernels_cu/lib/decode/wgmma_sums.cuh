@@ -37,7 +37,7 @@ struct Totals {
     float2* halves;  // with IN_HALVES: sums over halves of the splits
 
     static constexpr int PLACES = DH_DEPTH > 1 ? 1 + order::HALF_SPLITS / 2 : 2;  // partial sums in `halves`
-    static constexpr int HALF = TWO ? 1024 : 2048, BYTES = 32 * sizeof(float2);  // bytes: a warp's rows of W; a tile's sums
+    static constexpr int HALF = TWO ? 1024 : 2048, BYTES = 32 * sizeof(float2);  // bytes: warp's rows of W; tile's sums
     static constexpr int IN_STAGE = 2048 / BYTES;                                // tiles of sums per stage
 
     __device__ __forceinline__ float2* kept(int tile, int lane) const {

@@ -80,7 +80,7 @@ constexpr int CHUNKS = GEMM_SLICE / 8, PITCH = 2 * GEMM_SLICE;  // CHUNKS: 16-by
 constexpr int COPIED = THREADS / CHUNKS;                        // rows copied by the block at a time
 constexpr int A_EACH = (GEMM_M + COPIED - 1) / COPIED, W_EACH = (GEMM_N + COPIED - 1) / COPIED;
 constexpr int A_COPIES = GEMM_PARTS * A_EACH, COPIES = A_COPIES + GEMM_PARTS * W_EACH;  // copies per thread and slice
-constexpr int A_BYTES = GEMM_M * PITCH, W_BYTES = GEMM_N * PITCH;                       // bytes per part of an operand in a stage
+constexpr int A_BYTES = GEMM_M * PITCH, W_BYTES = GEMM_N * PITCH;                       // bytes per part in a stage
 constexpr int W_AT = GEMM_PARTS * A_BYTES, STAGE = W_AT + GEMM_PARTS * W_BYTES;         // layout of a stage: parts of a, then parts of w
 constexpr int GROUP = GEMM_FLOAT_OUT ? 2 : 4;                           // fragments that give a lane 16 contiguous bytes
 constexpr int WHOLE = FRAGS_N / GROUP * GROUP, EVEN = FRAGS_N / 2 * 2;  // the last fragments: a group of 2, and a single one
@@ -233,7 +233,7 @@ __device__ __forceinline__ void multiply(Sums& sums, const unsigned (&a)[FRAGS_M
     for (int m = 0; m < FRAGS_M; ++m) {
 #pragma unroll
         for (int i = 0; i < FRAGS_N; ++i) {
-            const int n = m % 2 ? FRAGS_N - 1 - i : i;  // alternate the direction, so that consecutive products share an operand
+            const int n = m % 2 ? FRAGS_N - 1 - i : i;  // alternating direction: successive products share an operand
             mma(sums[m][n], a[m], w[n]);
         }
     }

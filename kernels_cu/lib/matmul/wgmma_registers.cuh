@@ -298,7 +298,7 @@ __device__ __forceinline__ void run(const Product& p, Weights weights) {
             weights.skip(p.K, at.row());
             continue;
         }
-        const int row = at.column() + group.column, column = at.row() + group.row;  // the group's first row and column in out
+        const int row = at.column() + group.column, column = at.row() + group.row;  // the group's first output
         if (GEMM_RESIDUAL && !GEMM_FLOAT_OUT && at.ends()) chunks.ask(p.residual, 0, BUFFERS, row, column);
         if (group.thread < GEMM_GROUP_M) {
             const int n = column + group.thread;

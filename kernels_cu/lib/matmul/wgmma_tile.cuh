@@ -122,7 +122,7 @@ struct Chunks {
     __device__ void store(const Values& values, const TensorMap& residual, const TensorMap& out, int row, int column) {
         constexpr int ACROSS = COLUMNS / GEMM_CHUNK;
         const int lane = group.lane;
-        const int place = (group.warp * 16 + lane % 16) * GEMM_CHUNK * 2 + lane / 16 * 16;  // offset of the row of 8 values that the lane addresses
+        const int place = (group.warp * 16 + lane % 16) * GEMM_CHUNK * 2 + lane / 16 * 16;  // offset of 8 values
 #pragma unroll
         for (int c = 0; c < ACROSS * BLOCKS_M; ++c, ++count) {
             int to = shared_address(buffer(count)) + place;
