@@ -113,7 +113,7 @@ __device__ __forceinline__ void read_own(float (&v)[LM_WIDTH], int i, const floa
     }
 }
 
-__device__ __forceinline__ void zeros_behind(float* row) {  // called by any of the threads
+__device__ __forceinline__ void zeros_behind(float* row) {  // each thread writes some of the zeros
     if constexpr (PADDED > LM_K) {
         for (int k = LM_K + threadIdx.x; k < PADDED; k += THREADS) row[place(k)] = 0.0f;
     }

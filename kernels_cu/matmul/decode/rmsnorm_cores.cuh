@@ -133,7 +133,7 @@ __device__ __forceinline__ void write(const float (&v)[MV_X], int k, float* x_s)
     }
 }
 
-__device__ __forceinline__ int padded(int K) { return (K + STEP - 1) / STEP * STEP; }  // floats per row in shared memory
+__device__ __forceinline__ int padded(int K) { return (K + STEP - 1) / STEP * STEP; }  // row length in shared memory
 
 struct Rows {  // rows of x that a block multiplies
     const T* x;         // (M, K), rows x_stride apart

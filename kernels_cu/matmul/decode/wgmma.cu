@@ -38,10 +38,9 @@
 //   4096 -> 2 x 11008     42.7   44.7   51.4   (42.7; 53.5, 120, 162, with silu_mul)
 //   11008 -> 4096         23.7   24.7   31.7   (21.3; 23.3, 138, 108)
 //
-// These times depend on how well blocks fill the multiprocessors. 11008 -> 4096 took 26.2, 27.7 and 32.8 us in an
-// earlier version, without a single block per multiprocessor whose ring has as many stages as fit. 4096 -> 2 x 11008
-// took 45.0, 44.6 and 63.4 us before four blocks shared x for any number of rows and blocks had three warpgroups for 64
-// rows.
+// These times depend on how well blocks fill the multiprocessors. 11008 -> 4096 took 26.2, 27.7 and 32.8 us before each
+// multiprocessor had one block, whose ring has as many stages as fit. 4096 -> 2 x 11008 took 45.0, 44.6 and 63.4 us
+// before four blocks shared x for any number of rows and blocks had three warpgroups for 64 rows.
 //
 // GPT-2 small in bfloat16, 256 rows, in us from the end of the previous kernel to the kernel's own end, by time stamps
 // in a step (in brackets: matmul/decode/mma_tiles.cu): qkv 9.1 (13.6), o 5.3 (6.5), fc 10.5 (14.2), proj 8.3 (12.3). Of
