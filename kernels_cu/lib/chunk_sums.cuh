@@ -8,7 +8,7 @@
 // With TERM_SUMS, the kernel that stores the values as terms also stores the chunk sums after them. Otherwise
 // gguf/chunk_sums.cu computes and stores the chunk sums. K is a multiple of 128. For every TERM_ROWS rows and every 128
 // values along K, the sums are contiguous, four 32-bit words per row. One bulk copy therefore loads the sums of all
-// these rows.
+// rows.
 //
 // The including file includes lib/sm80.cuh.
 #pragma once

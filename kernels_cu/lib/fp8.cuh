@@ -4,8 +4,8 @@
 //   E4M3   sign, 4 exponent bits, 3 fraction bits. Shifted by one bit, it is a __half with 1/256 of the value. E4M3 has
 //          no infinity. Its two NaN codes are 0x7f and 0xff
 //
-// FiniteE4M3 is E4M3 without NaN: its conversion to float returns +-480 for the NaN codes, which saves instructions on
-// GPUs before sm_89.
+// FiniteE4M3 is E4M3 without NaN: its conversion to float returns +-480 for the NaN codes, which saves instructions
+// before sm_89.
 #pragma once
 #include <cuda_fp16.h>
 

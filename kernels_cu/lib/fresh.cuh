@@ -23,8 +23,8 @@ __device__ __forceinline__ void load_fresh_floats(const float* from, float* v) {
     }
 }
 
-// Loads WIDTH constants. Uses inline assembly, because the compiler would otherwise move these loads after the wait for
-// the previous kernel.
+// Loads WIDTH constants. Inline assembly keeps the compiler from moving these loads after the wait for the previous
+// kernel.
 template <int WIDTH>
 __device__ __forceinline__ Vec<float, WIDTH> load_parameters(const float* from) {
 #if defined(__CUDA_ARCH__)

@@ -106,8 +106,8 @@ struct Part {
         if (HALVES) d = read<2>(scales + 128 + g * 2);
     }
 
-    // Loads this lane's 32 weights of row `row` and of unit `unit` (128 values) along K. w: all rows of the matrix with
-    // this GGUF type.
+    // Loads this lane's 32 weights of row `row` and of unit `unit` (128 values) along K. w: all rows with this GGUF
+    // type.
     __device__ __forceinline__ void load(const W* w, int K, int row, int unit) {
         const W* octet = w + (long long)(row / OCTET) * row_bytes(K);
         load(octet + low_at(unit), octet + high_at(unit), octet + scales_at(unit), unit, row % OCTET);

@@ -9,7 +9,7 @@
 #pragma once
 #include "lib/common.cuh"
 
-// Returns the value to subtract before exp: `max`, or 0 if `max` is -inf. exp(-inf - 0) is 0, but exp(-inf + inf) is
+// Returns the value to subtract before exp: `max`, or 0 for -inf, because exp(-inf - 0) is 0, but exp(-inf + inf) is
 // NaN.
 __device__ __forceinline__ float reference_point(float max) { return max == -INFINITY ? 0.0f : max; }
 

@@ -5,11 +5,9 @@
 // theta^(-2 k / D) to float adds an error of the same size. Therefore the angle and the frequency are each the sum of
 // two floats (high part and low part). The angle then has a relative error of about 2^-27.
 //
-//   frequency   2^(-k step), step = 2 log2(theta) / D: an exact power of two times a polynomial of the fraction of k
-//               step
+//   frequency   2^(-k step), step = 2 log2(theta) / D: a power of two times a polynomial of the fraction of k step
 //   angle       position / pi * frequency, in half turns. Whole quarter turns are subtracted exactly; the remainder, at
-//               most an eighth of a turn plus the low part of the angle, is the argument of polynomials for sine and
-//               cosine
+//               most an eighth of a turn plus the angle's low part, is the argument of polynomials for sine and cosine
 //
 // Positions are integers below 2^20. For such positions, the low part of the angle is at most a 128th of a turn. The
 // polynomials are minimax fits with an error of less than half the rounding error of a float.

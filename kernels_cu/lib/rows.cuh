@@ -20,8 +20,7 @@ struct Team {  // the threads that share a row; a block has ROWS teams
     static_assert(THREADS * ROWS % 32 == 0 && THREADS * ROWS <= 1024, "a block is whole warps, 1024 threads at most");
 
     // Returns the sum of `value` over the team, to all threads of the team. scratch: one float per warp of the block;
-    // each call needs a separate array. Every thread of the block must call this function, including threads without a
-    // row.
+    // each call needs a separate array. Every thread of the block must call this function, even without a row.
     static __device__ float sum(float value, float* scratch) {
         value = lanes_sum<LANES>(value);
         if constexpr (WARPS > 1) {

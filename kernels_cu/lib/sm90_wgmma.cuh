@@ -56,8 +56,7 @@ __device__ __forceinline__ void pin(float (&c)[COUNT]) {
     for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(c[i])::"memory");
 }
 
-// Lists of register operands of c in an asm statement, in groups of 8: NAMES.. are their placeholders, SUMS.. their
-// constraints.
+// Lists of register operands of c in an asm statement, in groups of 8: placeholders (NAMES..) and constraints (SUMS..).
 #define NAMES8(a, b, c, d, e, f, g, h) \
     "%" #a ", %" #b ", %" #c ", %" #d ", %" #e ", %" #f ", %" #g ", %" #h
 #define NAMES16 NAMES8(0, 1, 2, 3, 4, 5, 6, 7) ", " NAMES8(8, 9, 10, 11, 12, 13, 14, 15)

@@ -83,8 +83,7 @@ struct Vec {
     typedef typename Bits<WIDTH * sizeof(E)>::type Raw;
     Raw raw;
 
-    // Loads a vector with a built-in function, because the compiler may split a plain vector load into loads of
-    // elements.
+    // Loads a vector with a built-in function: the compiler may split a plain vector load into loads of elements.
     static __device__ __forceinline__ Vec load(const E* from) { return {__ldg(reinterpret_cast<const Raw*>(from))}; }
 
     // Loads data that is read only once: its cache lines are evicted first.

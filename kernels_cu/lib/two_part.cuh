@@ -25,8 +25,8 @@ __device__ __forceinline__ float inverse_of(float power) {  // inverse of a powe
     return __int_as_float(0x7f000000 - __float_as_int(power));
 }
 
-// Computes the low parts of values v, which are already divided by the scale of their row. The high parts of the values
-// are narrow(v).
+// Computes the low parts of values v, which are already divided by the scale of their row. The high parts are
+// narrow(v).
 template <int WIDTH>
 __device__ __forceinline__ void low_parts(const float (&v)[WIDTH], float (&low)[WIDTH]) {
 #pragma unroll

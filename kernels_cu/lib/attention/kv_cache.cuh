@@ -9,8 +9,7 @@
 #define KV_WIDTH 4
 #endif
 
-// Calls move(from, to) for each vector of K and V in row blockIdx.x. `from`: offset of the vector in qkv. `to`: its
-// address in the cache.
+// Calls move(from, to) for each vector of K and V in row blockIdx.x. `from`: offset in qkv. `to`: address in the cache.
 template <typename E, typename Move>
 __device__ __forceinline__ void append(
     const int* row, const int* position, E* k, E* v, int C, int W, int B, int n_ctx, Move move) {

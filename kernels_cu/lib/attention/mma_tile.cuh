@@ -12,8 +12,7 @@ constexpr int KEYS = SIZE > 128 ? 32 : 64;                   // keys per tile
 constexpr int CHUNKS = SIZE / 8, PITCH = 16 * (CHUNKS + 1);  // 16-byte chunks per row; bytes between rows
 constexpr int TILE = KEYS * PITCH;
 
-// Copies ROWS rows of a head to shared memory. Only rows before row `there` are read; zeros are stored for the other
-// rows.
+// Copies ROWS rows of a head to shared memory. Only rows before `there` are read; zeros are stored for other rows.
 template <int ROWS>
 __device__ __forceinline__ void copy_rows(char* to, const T* from, long long stride, int there) {
     constexpr int STEP = THREADS / CHUNKS;

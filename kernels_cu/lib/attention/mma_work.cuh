@@ -1,5 +1,4 @@
-// Selects the tile of queries (some rows of one head of one sequence) that a block of the mma.sync attention kernels
-// processes.
+// Selects the tile of queries (some rows of one head of one sequence) that a block of the mma.sync attention computes.
 //
 // Sequences are packed rows: sequence b has rows cu_seqlens[b] .. cu_seqlens[b + 1] - 1, or without cu_seqlens rows b *
 // seq_len .. (b + 1) * seq_len - 1. Blocks start roughly in the order of their index. Heads are therefore divided into

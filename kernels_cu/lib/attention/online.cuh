@@ -11,8 +11,8 @@
 //        v                      each line: the queries of one block; blocks with the most work start first
 //
 // Each tile of keys takes two matrix products, whose arithmetic limits the speed of the kernel. A thread holds 8x8
-// results of each product in registers: scores of 8 queries and 8 keys, and sums o of these queries in 8 channels (for
-// HS = 64 and KEYS = 64).
+// results of each product in registers: scores of 8 queries and 8 keys, and sums o of these queries in 8 channels (HS
+// and KEYS 64).
 //
 //     K (KEYS, HS) in shared memory        V (KEYS, HS) in shared memory
 //             |                                    |
@@ -29,9 +29,8 @@
 //   a thread's channels    32 g + 4 tx + e, in o[r][g][e]
 //
 // K and V of 16 bits or FP8 are copied unconverted to a separate buffer. Each thread converts the 16-byte pieces that
-// it has copied to float and writes the floats to the tile, before the barrier that makes them visible to other
-// threads. The order of additions for a query depends only on KEYS, not on the other queries or on the query's position
-// in a block.
+// it has copied to floats in the tile, before the barrier that makes them visible to other threads. The order of
+// additions for a query depends only on KEYS, not on the other queries or on the query's position in a block.
 //
 // Any number of queries and keys. Any HS up to 256: larger heads have fewer queries per warp, so that o fits in
 // registers. If HS is a multiple of 4 (with 16-bit K and V: of 8; with FP8: of 16), rows are aligned to 16 bytes and
@@ -138,8 +137,7 @@ __device__ __forceinline__ void copy_rows(float* to, E* staged, const E* head, i
     });
 }
 
-// Converts the 16-byte pieces that this thread has copied to `staged` to float. Call this function after
-// wait_for_copies().
+// Converts the 16-byte pieces that this thread has copied to `staged` to float. Call it after wait_for_copies().
 template <int COUNT, int TO_STRIDE, bool PLACED, typename E>
 __device__ __forceinline__ void widen_rows(float* to, const E* staged) {
     if constexpr (STAGED<E>) {
@@ -156,7 +154,7 @@ __device__ __forceinline__ void widen_rows(float* to, const E* staged) {
     }
 }
 
-// Copies 16-bit queries like copy_rows. Queries are loaded only once, so each thread converts its loads to float in
+// Copies 16-bit queries like copy_rows. Queries are loaded only once, so each thread converts them to float in
 // registers.
 template <int COUNT, int TO_STRIDE, typename E>
 __device__ __forceinline__ void copy_rows_widened(float* to, const E* head, int distance, int first, int rows) {
@@ -245,8 +243,7 @@ __device__ __forceinline__ float combine_row(float value) {  // over the 8 threa
     return Op::combine(value, __shfl_xor_sync(0xffffffffu, value, 8));
 }
 
-// The inputs and output of attention for one head of one sequence. K and V have type E. Queries and output have type Q,
-// which is float or E.
+// The inputs and output of attention for one head of one sequence. E: type of K and V. Q: type of queries and output.
 template <typename E, typename Q = float>
 struct Task {
     const Q* q;                // (queries, HS), rows q_distance elements apart

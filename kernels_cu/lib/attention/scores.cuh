@@ -5,8 +5,7 @@
 //
 // When the reference of a row is set, it is 8 less than the row's largest S * UNIT. P is rounded to T. The largest P of
 // a row is at least 2^8, so values of P are not zero in fp16 if they are at least 2^-32 of the largest P. If a later
-// score would make P exceed 2^15, the reference is set again and the output sums are rescaled. This is rare after the
-// first keys.
+// score would make P exceed 2^15, the reference is set again and the output sums are rescaled. This is rare.
 //
 // A key that a query does not see has P = 0, but 0 times NaN or infinity is NaN. Therefore, if some queries do not see
 // all keys of a product, infinite and NaN values are removed from V and added separately to the queries that see them.
@@ -34,8 +33,8 @@ constexpr float UNIT = LOG2_E / (SIZE == 64 ? 8 : SIZE == 128 ? 11.3137085f : 16
 constexpr float BELOW = 8, AT_MOST = 15;         // log2 of a row's largest P: for a new reference; maximum
 
 // `pair` holds two values of T. In the result, the sign bit of each half is 1 if the value is infinite or NaN; all
-// other bits are 0. (The result, shifted right by 15 and multiplied by 0xffff, is a mask of all bits of the infinite
-// and NaN values.)
+// other bits are 0. (The result, shifted right by 15 and multiplied by 0xffff, is a mask of the infinite and NaN
+// values.)
 __device__ __forceinline__ unsigned not_finite(unsigned pair) {
 #if defined(STORAGE_BF16)
     return ((pair & 0x7f807f80u) + 0x00800080u) & 0x80008000u;

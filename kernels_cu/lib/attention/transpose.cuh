@@ -2,8 +2,7 @@
 #pragma once
 
 // Transposes the four words v of each of four neighbouring lanes: v[n] of lane t becomes v[t] of lane n. Each lane then
-// holds 8 contiguous 16-bit columns instead of four pairs of columns that are 8 apart, and can store the 8 columns at
-// once.
+// holds 8 contiguous 16-bit columns instead of four pairs of columns that are 8 apart, and can store them at once.
 __device__ __forceinline__ void turn(unsigned (&v)[4], int t) {
 #pragma unroll
     for (int bit = 1; bit <= 2; bit *= 2) {

@@ -3,8 +3,7 @@
 // storing a warp's rows. The including file defines ATT_ONE_SCALE and includes lib/attention/scores.cuh and
 // lib/sm80.cuh.
 //
-// A warp has 16 rows. Lane 4 g + t (t = 0..3) holds columns 8 n + 2t and 8 n + 2t + 1 (n = 0, 1, ...) of rows g and g +
-// 8.
+// A warp has 16 rows. Lane 4 g + t (t < 4) holds columns 8 n + 2t and 8 n + 2t + 1 (n = 0, 1, ...) of rows g and g + 8.
 #pragma once
 
 #include "lib/attention/transpose.cuh"

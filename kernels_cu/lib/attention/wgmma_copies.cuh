@@ -72,8 +72,7 @@ struct Narrow {
     }
 };
 
-// Loads 128 rows of Q (`part` 0), K (1) or V (2) for the tile's head, starting at position `first` of the tile's
-// sequence.
+// Loads 128 rows of Q (`part` 0), K (1) or V (2) for the tile's head, from position `first` of the tile's sequence on.
 __device__ __forceinline__ void load_rows(const Source& from, const Work& work, char* to, Barrier& barrier, int part,
                                           int first) {
     if (WIDENS && threadIdx.x % GROUP) return;

@@ -48,8 +48,7 @@ struct Shared {
 };
 
 // first_step() returns the first step (128 keys) that a tile's queries see; with two series, an odd step is replaced by
-// the even step before it. steps_of() returns the number of steps from first_step() to the last step that the queries
-// see.
+// the even step before it. steps_of() returns the number of steps from first_step() to the last visible step.
 __device__ __forceinline__ int first_step(const Work& work) {
     return first_seen(work.first) / KEYS & (SIZE == 64 ? ~1 : ~0);
 }

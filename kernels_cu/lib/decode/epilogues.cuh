@@ -10,8 +10,7 @@
 #include "lib/storage.cuh"
 #include "lib/decode/split_sums.cuh"
 
-// Loads a constant. Uses inline assembly, because the compiler would move a plain load after the wait for the previous
-// kernel.
+// Loads a constant. Inline assembly keeps the compiler from moving the load after the wait for the previous kernel.
 __device__ __forceinline__ float constant(const float* from) {
 #if defined(__CUDA_ARCH__)
     float v;

@@ -2,8 +2,8 @@
 // around the mean. For both sums, a lane first adds value e of all its loads, for each e = 0..X-1; then the X sums of
 // the lane are added, then the sums of the lanes.
 //
-// A load has X = gcd(4, K) values. Load i = 0, 1, ... of lane l covers values (32 i + l) X .. (32 i + l) X + X - 1 of
-// the row.
+// A load has X = gcd(4, K) values. Load i = 0, 1, ... of lane l covers the X values of the row from index (32 i + l) X
+// on.
 #pragma once
 #include "lib/common.cuh"
 

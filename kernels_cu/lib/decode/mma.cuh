@@ -155,8 +155,8 @@ struct Input {
         return reinterpret_cast<float2*>(shared + LM_ROWS * PITCH) + r;
     }
 
-    // A lane loads four values of a unit. Returns the position in the row of the first of these values, in unit `unit`
-    // of split `split`.
+    // A lane loads four values of a unit. Returns the position in the row of the first one, for a unit of split
+    // `split`.
     __device__ __forceinline__ static int at(int split, int unit) {
         return split * LENGTH + unit * order::UNIT + threadIdx.x % 32 * 4;
     }
@@ -249,8 +249,8 @@ struct Input {
         __syncwarp();
     }
 
-    // Loads row `first` and every WARPS-th row after it, MEASURED rows in total, into shared memory, and computes their
-    // LayerNorm statistics.
+    // Loads MEASURED rows (`first` and every WARPS-th row after it) into shared memory, and computes their mean and
+    // rstd.
     __device__ __forceinline__ void measure(int first) const {
         float v[MEASURED][IN_REGISTERS ? LOADS : 1][4];
 #pragma unroll
@@ -281,8 +281,7 @@ struct Input {
         }
     }
 
-    // Stores the terms of one split of row r in shared memory. With LM_NORM, the values are first replaced by their
-    // LayerNorm.
+    // Stores the terms of one split of row r in shared memory. With LM_NORM, values are first normalised (LayerNorm).
     __device__ __forceinline__ void put(int r, int split) const {
         float v[UNITS][4];
 #pragma unroll

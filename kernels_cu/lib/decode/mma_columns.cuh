@@ -1,5 +1,4 @@
-// The columns of the output that a warp computes in matmul/decode/mma.cu and matmul/decode/mma_gguf.cu, and the sums of
-// these columns.
+// The columns of the output that a warp computes in matmul/decode/mma.cu and matmul/decode/mma_gguf.cu, and their sums.
 #pragma once
 #include "lib/decode/mma.cuh"
 

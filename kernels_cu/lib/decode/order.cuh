@@ -13,8 +13,7 @@
 //           They truncate sums instead of rounding them; this error is far smaller than the rounding of 16-bit weights.
 //           Float and two-part weights have two terms, too. For these weights the tensor cores add only one chunk of K,
 //           starting from 0, with separate sums for the high and low terms of w; float additions then add both sums to
-//           the split's sum. The result of a split is its sum for the high terms of x plus its sum for the low terms of
-//           x
+//           the split's sum. The result of a split is its sum for high terms of x plus its sum for low terms of x
 //   total   ((split 0 + split 1) + split 2) + ..., with at most 8 splits
 //
 // GGUF weights (lib/decode/mma_gguf.cuh): for types with 6-bit scales and minimums (Q4_K, Q5_K), the tensor cores add
@@ -168,8 +167,7 @@ struct Rows {
         }
     }
 
-    // Loads the lane's four floats of a chunk, aligned to 16 bytes, and splits them into tf32 terms (for float
-    // weights).
+    // Loads the lane's four floats of a chunk, aligned to 16 bytes, and splits them into tf32 terms.
     __device__ __forceinline__ void load(const float* x) {
         const float4 v = *reinterpret_cast<const float4*>(x);
         const float floats[4] = {v.x, v.y, v.z, v.w};

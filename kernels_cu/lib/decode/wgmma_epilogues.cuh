@@ -24,8 +24,7 @@ struct AddTerms : AddTwo {
 
 // Applies RoPE to q and k, stores q, and appends k and v to the cache. Column n is a pair of channels: channels n % (D
 // / 2) and n % (D / 2) + D / 2 of head n / (D / 2). Heads have D channels; the heads of q come first, then the heads of
-// k, then the heads of v. late(m, n) loads the rotation and computes the place in the cache before the sums are
-// complete.
+// k, then the heads of v. late(m, n) loads the rotation and the place in the cache before the sums are complete.
 struct RopeAppend {
     static constexpr int D = DH_ROPE ? DH_ROPE : 2;
     static constexpr bool BY_ROW = false;

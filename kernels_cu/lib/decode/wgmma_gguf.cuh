@@ -287,8 +287,8 @@ struct Consumer {
         }
     }
 
-    // Adds `found`, the sums of products of sub-block `piece` of a unit, to `sums` after multiplying them by the
-    // sub-block's scales.
+    // Adds `found`, the sums of products of sub-block `piece` of a unit, to `sums`, multiplied by the sub-block's
+    // scales.
     template <typename Part>
     __device__ __forceinline__ static void add(Products& sums, Products& found, const typename Part::Own (&own)[2],
                                                int piece) {

@@ -11,8 +11,8 @@ constexpr int AHEAD = OF_WARP < 4 ? OF_WARP : 4;                  // 4-row tiles
 // block finishes the tiles of both rows.
 constexpr bool IN_PAIRS = TERM_COUNT == 1 && (DH_SPLITS == 1 || TILES == 1);
 constexpr int FOUND = IN_PAIRS ? TERMS / 2 : 2 * TILES;  // number of sums that a lane writes per split
-// For GGUF weights: true if a block has one or both halves of the splits. It then keeps the sums over each half in
-// shared memory.
+// For GGUF weights: true if a block has one or both halves of the splits. It keeps the sums over each half in shared
+// memory.
 constexpr bool IN_HALVES = order::BLOCKS && DH_SPLITS <= 2;
 constexpr bool OF_HALVES = IN_HALVES && DH_SPLITS == 2;  // true: blocks exchange sums over half of the splits
 
@@ -69,8 +69,8 @@ struct Totals {
         return reinterpret_cast<float4*>(halves)[((half * WARPS + warp) * (TERMS / 8) + i / 4) * 32 + threadIdx.x % 32];
     }
 
-    // Adds the sums over a split to the sums over half `half` of the splits. first: whether the split is the first one
-    // of this half.
+    // Adds the sums over a split to the sums over half `half` of the splits. first: whether the split is the half's
+    // first one.
     __device__ __forceinline__ void add(const float (&sums)[TERMS / 2], int half, bool first) const {
 #pragma unroll
         for (int i = 0; i < TERMS / 2; i += 4) {

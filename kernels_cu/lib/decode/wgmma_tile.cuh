@@ -23,7 +23,7 @@ struct Scales {
 };
 
 // Loads the constants for a lane's sums before the previous kernel has ended: scale and bias of row g of A, then of row
-// g + 8. The four lanes 4 g + t share these constants. They are stored in shared memory, because the products need the
+// g + 8. The four lanes 4 g + t share these constants. Shared memory holds them, because the products need the
 // registers.
 __device__ __forceinline__ void load_constants(float4* of_warp, int n, int N, const Scales& scales) {
     const int row = first_row(n);
@@ -38,8 +38,7 @@ __device__ __forceinline__ void load_constants(float4* of_warp, int n, int N, co
     __syncwarp();
 }
 
-// The outputs of a lane for a row of x: one output n, computed from the lane's two rows of A, or with TWO false the
-// outputs n and n + 1.
+// The outputs of a lane for a row of x: output n, from the lane's two rows of A, or with TWO false outputs n and n + 1.
 struct Outputs {
     int n;
     float4 by;  // scale and bias of the first row of A, then of the second

@@ -148,8 +148,8 @@ struct Copies {
         }
     }
 
-    // Issues copies first .. last - 1 of the thread's COPIES copies for the next slice. Elements outside the matrices
-    // become zeros.
+    // Issues copies first .. last - 1 of the thread's COPIES copies for the next slice. Elements outside a matrix are
+    // zeros.
     __device__ __forceinline__ void copy(char* stage, int first, int last) const {
         const bool inside = k + 8 * part < sizes.K;
 #pragma unroll

@@ -221,8 +221,8 @@ __device__ __forceinline__ void produce_slices(Barriers& barriers, const Work& w
             if (++stage == GEMM_STAGES) stage = 0, ++round;
         }
     }
-    // Other blocks of the cluster arrive at this block's `empty` barriers, so it must not exit before the last
-    // arrivals.
+    // Other blocks of the cluster arrive at this block's `empty` barriers, so this block must not exit before their
+    // last arrivals.
 #pragma unroll 1
     for (int i = 0; SHARED_RING && i < GEMM_STAGES; ++i) {
         if (round > 0) wait(barriers.empty[stage], (round - 1) & 1, "empty at the end");

@@ -255,8 +255,7 @@ struct Product {
     }
 };
 
-// The body of a kernel. `weights` loads and converts w. It uses Weights::BYTES bytes of shared memory, and has these
-// functions:
+// The body of a kernel. `weights` loads and converts w. It uses BYTES bytes of shared memory, and has these functions:
 //
 //   place(own), start()                                  prepare its shared memory; start() is called by one thread
 //   produce(product, ring, barriers, at)                 requests all slices; called by the first warpgroup

@@ -13,8 +13,7 @@ static_assert(GEMM_SPLITS == 1 || GROUPS == CONSUMERS, "a split tile is for both
 typedef float Sums[BLOCKS_M][GEMM_GROUP_N / 2];  // a thread's sums
 typedef float Finals[BLOCKS_M][PART_N / 2];      // a thread's sums over all splits, for its group's columns
 
-// Computes the sums of a tile from the slices in the ring buffer, starting with slice `count`. ACROSS: w is stored as
-// (K, N).
+// Computes the sums of a tile from the slices in the ring buffer, from slice `count` on. ACROSS: w is stored as (K, N).
 template <bool ACROSS = false>
 __device__ __forceinline__ void multiply_tile(Sums& sums, const char* ring, Barriers& barriers, const Group& group,
                                               unsigned count, int slices) {

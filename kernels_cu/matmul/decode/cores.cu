@@ -52,7 +52,7 @@ struct Stream {
         }
     }
 
-    // Adds the products of vector s of each column with the values `x` of each row, at the same positions along K, to
+    // Adds the products of vector s of each column and the values x of each row, at the same positions along K, to
     // `sum`.
     __device__ __forceinline__ void use(int s, const float (&x)[LM_TOGETHER][LM_WIDTH], float (&sum)[VALUES]) const {
 #pragma unroll

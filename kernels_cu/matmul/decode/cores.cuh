@@ -215,8 +215,8 @@ struct Rows {
         for (int r = 0; r < LM_ROWS; ++r) zeros_behind(x_s + r * PADDED);
     }
 
-    // Each warp loads a row and computes its LayerNorm. A lane accesses only values that it has loaded, so no barrier
-    // is needed.
+    // Each warp loads a row and computes its LayerNorm. A lane accesses only values that it has loaded: no barrier is
+    // needed.
     __device__ __forceinline__ void normalised(float* x_s) const {
         const float *gamma_s = x_s + LM_ROWS * PADDED, *beta_s = gamma_s + PADDED;
 #pragma unroll 1

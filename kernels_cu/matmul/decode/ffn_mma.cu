@@ -141,8 +141,8 @@ struct Ends {
     float scale[MATRICES][LANES_OWN];
 };
 
-// Completes the block's columns of h for row r: one warp adds the sums over the splits of C, applies the gate, and
-// stores h as terms.
+// Completes the block's columns of h for row r: one warp adds the sums over splits of C, applies the gate, and stores
+// terms.
 __device__ __forceinline__ void complete_row(char* shared, int r, const Ends& ends) {
     const int lane = threadIdx.x % 32;
     const float* totals = reinterpret_cast<const float*>(shared + TOTALS);

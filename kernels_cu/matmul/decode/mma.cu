@@ -23,8 +23,7 @@
 // an mma with fewer columns takes as long.
 //
 // With LM_LOOP, a warp multiplies all splits of LM_COLUMNS columns, one split after the other, and then continues with
-// other columns. This is for products with more columns than one grid can hold, such as lm_head. The loop has no
-// barrier.
+// other columns, without any barrier. This is for products with more columns than one grid can hold, such as lm_head.
 //
 // grid (ceil(N / LM_COLUMNS) or with LM_LOOP any number, ceil(M / LM_ROWS)), block (32 * WARPS). `geometry` of the
 // Python module `_linear_mma` computes the dynamic shared memory. Any M and N; the size of a row of W is a multiple of
@@ -46,8 +45,7 @@ struct Weights {
 
     __device__ __forceinline__ Weights(const W* w, int N) : w(w), N(N) {}
 
-    // Loads unit `unit` of the LM_COLUMNS columns from n on. Weights after these columns or after the end of K are
-    // zero.
+    // Loads unit `unit` of the LM_COLUMNS columns from n on. Weights after these columns, or after K, are zero.
     __device__ __forceinline__ void fetch(int slot, int unit, int n) {
         const int g = threadIdx.x % 32 / 4, k = unit * order::UNIT + threadIdx.x % 4 * order::WIDTH;
 #pragma unroll

@@ -14,11 +14,11 @@
 // the same bits. A split is one of up to 8 ranges of K:
 //
 //   1, together   a block multiplies all splits, 16 columns at a time; each warp has one split. For few rows, whose x
-//              fits in shared memory
+//                 fits in shared memory
 //   0, apart      a block multiplies one split, for up to 64 rows; each warp has 16 columns. The blocks of a cluster
-//              have the same columns and one split each. They read each other's sums after multiplying the next
-//              columns: block r reads rows r, r + GGUF_CLUSTER, ... With GGUF_CLUSTER 1 a block multiplies all splits
-//              in turn
+//                 have the same columns and one split each. They read each other's sums after multiplying the next
+//                 columns: block r reads rows r, r + GGUF_CLUSTER, ... With GGUF_CLUSTER 1, a block multiplies all
+//                 splits, one after the other
 //
 // If enough multiprocessors are free, 9 to 64 rows are divided among blocks of 8 rows that multiply all splits (and, up
 // to 32 rows, compute the norm): SmolLM2 in Q4_1 takes 0.70 ms for 16 rows instead of 1.13, 0.79 ms for 32 rows instead

@@ -9,8 +9,7 @@
 // output. With DT_CLUSTER > 1, the blocks of a cluster divide the K of one tile: at 64 rows, a product of GPT-2 has so
 // few tiles that otherwise only a third of the GPU would be busy, and each block would load three times as much.
 //
-//   all threads   [ copy w of the first slices | wait for x | copy x of the first slices | multiply slices | sums |
-//                 epilogue ]
+//   all threads   [ copy first slices of w | wait for x | copy first slices of x | multiply slices | sums | epilogue ]
 //
 // A slice is DT_CHUNKS chunks along K (lib/decode/order.cuh). Shared memory holds DT_STAGES slices; while one slice is
 // multiplied, the next slices are copied. Operand A of an mma is 8 rows of x with two terms each, operand B 8 columns
@@ -21,8 +20,8 @@
 //   w   a lane loads 16 bytes of a column, its operands of several mma steps; FP8 is converted in registers. The high
 //       and low parts of a column of two-part weights are neighbours in shared memory
 //
-// At the end of each split (a range of K), its sums are written to shared memory, row by row. From there the epilogue
-// stores whole rows:
+// At the end of each split (a range of K), its sums are written to shared memory, row by row. The epilogue stores whole
+// rows:
 //
 //   DT_CLUSTER 1   the sums are added to the sums of the previous splits
 //   otherwise      sums of row r are sent to block r % DT_CLUSTER of the cluster. Its mbarrier counts the received
@@ -53,8 +52,8 @@
 #include "lib/decode/epilogues.cuh"
 #include "matmul/decode/mma_tiles.cuh"
 
-// The sums in shared memory: a plane (rows, columns) for each split of K, or with DT_CLUSTER 1 one plane of sums over
-// all splits.
+// The sums in shared memory: a plane (rows, columns) for each split of K, or with DT_CLUSTER 1 one plane for all
+// splits.
 struct Total {
     float* planes;
 
@@ -67,8 +66,8 @@ struct Total {
     static constexpr int PLANE = OWN_ROWS * PITCH;
     Barrier& arrived;
 
-    // Called by all threads. The phase of `arrived` ends when the sums of this block's `rows` rows over all splits have
-    // arrived.
+    // Called by all threads. The phase of `arrived` ends when the sums of this block's `rows` rows over all splits are
+    // there.
     __device__ __forceinline__ Total(float* planes, Barrier& arrived, int rows, int splits)
         : planes(planes), arrived(arrived) {
         if (threadIdx.x == 0) {

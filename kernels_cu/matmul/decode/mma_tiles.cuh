@@ -53,8 +53,7 @@ static_assert(!(DT_TERMS || DT_OUT_TERMS) || !order::FLOATS, "terms have 16 bits
 static_assert(DT_STAGES >= 2, "one slice is copied while another one is multiplied");
 
 // Returns the byte offset of 16-byte unit `unit` in row `row` of x in shared memory. Eight lanes load at a time, four
-// units of one row and four units of the next row: these units are in different banks. Rows of 64 bytes need no
-// permutation.
+// units of a row and four of the next row: these units are in different banks. Rows of 64 bytes need no permutation.
 __device__ __forceinline__ int x_unit(int row, int unit) {
     const int odd = row & 1;
     if (X_UNITS == 4) return 16 * unit;
@@ -63,8 +62,7 @@ __device__ __forceinline__ int x_unit(int row, int unit) {
 
 __device__ __forceinline__ int w_unit(int row, int unit) { return 16 * (W_UNITS == 4 ? unit : unit ^ (row & 1) << 2); }
 
-// Returns the column of w (0 to 15 in a group of 16 columns) that is stored at position q of the group in shared
-// memory.
+// Returns the column of w (0 to 15 in a group of 16 columns) that shared memory holds at position q of the group.
 __device__ __forceinline__ int column_at(int q) { return (q & 6) * 2 + (q >> 2 & 2) + (q & 1); }
 
 // The part of the product that a block computes: its tile of outputs and its range of K.
@@ -177,8 +175,8 @@ struct Warp {
 // x, then two sums for the low terms.
 typedef float Sums[TILES_M][TILES_N][4];
 
-// A lane's values of 8 rows of x as operand A, with both terms: for one mma step or, for weights with two terms, for
-// all steps of a chunk.
+// A lane's values of 8 rows of x as operand A, with both terms: for one step or, for weights with two terms, all steps
+// of a chunk.
 struct RowTile {
     static constexpr int STEPS = order::TILE_OCTETS == 1 ? order::STEPS : 1;
     unsigned value[STEPS][4];

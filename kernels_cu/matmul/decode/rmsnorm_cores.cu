@@ -9,8 +9,7 @@
 //       then the product is scaled by rms
 //
 // The operations are taken from kernl's Llama kernels. matmul/decode/rmsnorm_cores.cuh has the product and its
-// constants. Weight scales and RoPE angles, which the last step needs, are loaded or computed before the product is
-// complete.
+// constants. Weight scales and RoPE angles, which the last step needs, are prepared before the product is complete.
 //
 // W is (N, K) with MV_NK 1, otherwise (K, N). Row m has position start + m % seq_len. With MV_HALF_SPLIT, RoPE rotates
 // columns half a head apart instead of neighbouring columns. Any M, N, K.
@@ -56,8 +55,7 @@ struct Gated : End {
     }
 };
 
-// grid (ceil(ceil(N / 2) / PAIRS), ceil(M / MV_ROWS)). With MV_HALF_SPLIT and W as (K, N), STRIP must divide head_dim /
-// 2.
+// grid (ceil(ceil(N / 2) / PAIRS), ceil(M / MV_ROWS)). With MV_HALF_SPLIT and MV_NK 0, STRIP must divide head_dim / 2.
 extern "C" __global__ void __launch_bounds__(MV_THREADS) rmsnorm_matvec(
     const T* __restrict__ x,          // (M, K), rows x_stride apart
     const T* __restrict__ gamma,      // (K), or null: no norm, only the product

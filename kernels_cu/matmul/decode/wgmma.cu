@@ -10,8 +10,7 @@
 //
 // The additions are in the order of lib/decode/order.cuh. W (N, K), of 16 bits or FP8, is operand A of the products and
 // is loaded into registers, where FP8 is converted. x (M, K) is operand B: the previous kernel has stored x as terms
-// (lib/terms.cuh), in the order in which wgmma reads them. A row of x is two columns of B, or one column with
-// TERM_COUNT 1.
+// (lib/terms.cuh), in the order in which wgmma reads them. A row of x is two columns of B, or one with TERM_COUNT 1.
 //
 //   block        64 * DH_GROUPS rows of A, for up to DH_ROWS rows of x; with DH_SPLITS > 1 only a part of K
 //   last warp    requests slices of K, 128 bytes of each row of W: W through a tensor map, x as contiguous memory. It

@@ -10,8 +10,7 @@
 //
 //   - Every tile adds the products of an output in the order of k, one after the other. A row therefore has the same
 //     bits for any number of rows, any position among them and any tile. So K is not divided among groups of warps.
-//     Instead, small tiles have few outputs per thread, so that each of the four schedulers of a multiprocessor has a
-//     warp.
+//     Instead, small tiles have few outputs per thread, so that each scheduler of a multiprocessor has a warp.
 //   - k is the inner dimension of both x and w. Both are transposed while they are copied to shared memory, float by
 //     float.
 //   - Narrow weights (fp16, bf16, FP8) are copied unconverted, 8 at a time, to a separate buffer in shared memory. The
@@ -195,8 +194,7 @@ struct Narrow {
 template <bool FIRST, typename A, typename B> struct Choice { typedef A type; };
 template <typename A, typename B> struct Choice<false, A, B> { typedef B type; };
 
-// Loads `count` (4 or 2) contiguous values; with STORE 1, one by one, and zeros in place of values from index `left`
-// on.
+// Loads `count` (4 or 2) contiguous values; with STORE 1, one by one, with zeros from index `left` on.
 __device__ __forceinline__ void load_some(float (&v)[4], const float* from, int count, int left) {
     if (STORE == 4 && count == 4) {
         ld_four(v, from);
@@ -233,8 +231,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, LT_BLOCKS) linear_tiles(
     int M, int K, int N) {
     extern __shared__ __align__(16) float shared[];  // [STAGES][STAGE]
 
-    // Position of the block's tile. Tiles are ordered in bands of BAND rows of tiles, and within a band column by
-    // column.
+    // Position of the block's tile. Tiles are ordered in bands of BAND rows of tiles, in a band column by column.
     const int down = (M + ROWS - 1) / ROWS, across = (N + COLUMNS - 1) / COLUMNS;
     const int tile = blockIdx.x;
     const int band = tile / (BAND * across), in_band = tile % (BAND * across);
@@ -263,8 +260,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, LT_BLOCKS) linear_tiles(
     };
 
     // Position of this thread's outputs. The bits of the lane number are permuted so that each half of a warp reads 8
-    // groups of rows and 2 groups of columns, and lanes that differ in one of the lowest two bits read the same columns
-    // or rows.
+    // groups of rows and 2 groups of columns, and lanes that differ in one of the lowest two bits share columns or
+    // rows.
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     const int ty = (lane & 1) | (lane >> 1 & 6), tx = (lane >> 1 & 1) | (lane >> 3 & 2);
     const int row = warp / WARPS_ACROSS * WARP_ROWS, column = warp % WARPS_ACROSS * WARP_COLUMNS;

@@ -10,8 +10,8 @@
 //   out[m, n] = (sum hi hi + sum (hi lo + lo hi) / 2048) scale_a[m] scale_w[n]
 //
 // A tensor core truncates its sums instead of rounding them. Therefore the sum of hi hi is promoted every 128 values of
-// K: it is added to a separate float, with rounding, and starts again from 0. The sum of hi lo + lo hi has a separate
-// accumulator; after the division by 2048, its truncation error does not matter.
+// K: it is added to a separate float, with rounding, and starts again from 0. The sum of hi lo + lo hi, which is
+// divided by 2048, has a separate accumulator.
 //
 // Infinity and NaN in a or w give the same output as in float. One exception: infinity times a number whose high part
 // is 0 (below 2^-39 of the largest in its row) gives NaN.

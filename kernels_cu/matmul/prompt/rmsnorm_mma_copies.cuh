@@ -93,11 +93,11 @@ struct Copies {
 
     __device__ __forceinline__ void copy_w(char* to) const {
         int left = MMA_W_NK ? columns : in.K - k - b.row;  // rows of w in memory, counted from the thread's first one
-        if (MMA_W_NK ? k + WIDE * b.part >= in.K : columns <= 0) left = -MMA_COLUMNS;  // outside: load nothing from w or w3
+        if (MMA_W_NK ? k + WIDE * b.part >= in.K : columns <= 0) left = -MMA_COLUMNS;  // outside w and w3: load nothing
         const W* from = w;
 #pragma unroll
         for (int i = 0; i < b.PASSES; ++i) {
-            const bool some = MMA_W_NK && MATRICES == 2 && (i + 1) * b.STEP > COLUMNS;  // pass i reaches w3 in some threads
+            const bool some = MMA_W_NK && MATRICES == 2 && (i + 1) * b.STEP > COLUMNS;  // some threads load from w3
             const bool second = some && (i * b.STEP >= COLUMNS || b.row + i * b.STEP >= COLUMNS);
             if (b.has(i)) {
                 const W* at = from + (second ? to_w3 : 0);

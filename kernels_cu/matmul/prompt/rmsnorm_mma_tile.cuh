@@ -1,8 +1,7 @@
 // A tile of (x gamma) w on tensor cores, for rmsnorm_matmul_mma and rmsnorm_ffn_mma (matmul/prompt/rmsnorm_mma.cu). The
 // including file selects T and W (lib/storage.cuh) and may set:
 //
-//   MMA_ROWS, MMA_COLUMNS                     size of a block's tile; with two weight matrices, each has half of the
-//                                             columns
+//   MMA_ROWS, MMA_COLUMNS                     size of a block's tile; two weight matrices have half of the columns each
 //   MMA_WARPS_M, MMA_WARPS_N, MMA_WARPS_K     warps along the rows, the columns and K; warps along K divide each slice,
 //                                             and their sums are added at the end, in order
 //   MMA_SLICE                                 length of a slice along K
@@ -17,7 +16,6 @@
 // weights (N, K), x has an even pitch: a lane then reads eight bytes, which has no conflicts either.)
 //
 // FP8 weights are copied as bytes. ldmatrix treats two neighbouring bytes as one value, so lane 4 g + t receives
-// weights
 //
 //   (K, N)  k = 2t, 2t + 1 of two columns: the even columns of 16 form one operand, the odd columns the other operand
 //   (N, K)  k = 4t .. 4t + 3 of one column: x must have the same order of K, so a lane reads 8 bytes of x
@@ -77,8 +75,8 @@ constexpr int A_BYTES = MMA_ROWS * A_PITCH, B_BYTES = B_ROWS * B_PITCH;
 constexpr int GAMMA = A_BYTES, RESIDUAL = GAMMA + (MMA_NORM ? 2 * MMA_SLICE : 0);
 constexpr int WEIGHTS = RESIDUAL + (MMA_RESIDUAL ? A_BYTES : 0), STAGE = WEIGHTS + B_BYTES;
 
-// Layout of shared memory after the last slice: the output sums of each warp along K, then partial sums of squares, all
-// as floats.
+// Layout of shared memory after the last slice: the output sums of each warp along K, then partial sums of squares, as
+// floats.
 constexpr int SUMS_PITCH = MMA_COLUMNS + 8;  // floats per row; + 8 avoids bank conflicts
 constexpr int SUMS = MMA_WARPS_K * MMA_ROWS * SUMS_PITCH, PARTS = MMA_WARPS_K * MMA_WARPS_N;
 
@@ -99,8 +97,8 @@ __device__ __forceinline__ Tile choose_tile(int M, int N, int columns) {
 #include "matmul/prompt/rmsnorm_mma_copies.cuh"
 #include "matmul/prompt/rmsnorm_mma_fragments.cuh"
 
-// Computes the warp's part of the tile's sums over K, and partial sums of squares of rows of x. Calls meanwhile() while
-// the first slices load.
+// Computes the warp's part of the tile's sums over K, and partial sums of squares of x. Calls meanwhile() while slices
+// load.
 template <int MATRICES, typename Meanwhile>
 __device__ __forceinline__ void multiply_tile(const Inputs& in, const Tile& tile, char* shared, const Warp& warp,
                                               Meanwhile meanwhile, float (&sums)[FRAGS_M][FRAGS_N][4],
@@ -140,8 +138,7 @@ __device__ __forceinline__ void multiply_tile(const Inputs& in, const Tile& tile
             for (int m = 0; m < FRAGS_M; ++m) {
                 multiply(sums[m], squares[m], rows.a[m], b, now.gamma, add_squares);
                 places.load(rows, m, stage, then);  // the next step's x, into the same registers
-                // At the barrier, all warps had loaded the rest of the current slice into registers, so its stage is
-                // free.
+                // At the barrier, all warps had loaded the rest of the current slice, so its stage is free.
                 if (then == 0 && m == 0) copies.next(done);
             }
             now = next;

@@ -67,7 +67,7 @@ template <int MATRICES>
 __device__ __forceinline__ void load_columns(const Work& at, int slice, int column, char* to, Barrier& full,
                                              const TensorMap* const (&w)[MATRICES]) {
     constexpr int BESIDE = Columns<MATRICES>::BESIDE, ROWS = NORM_W_NK ? BESIDE : SLICE;
-    const int first = GEMM_SHARES > 1 ? at.rank * (ROWS / GEMM_SHARES) : 0;  // first row of the box that this block loads
+    const int first = GEMM_SHARES > 1 ? at.rank * (ROWS / GEMM_SHARES) : 0;  // first row in a box that this block loads
     column /= MATRICES;
     for (int n = 0; n < GEMM_N; n += MATRICES * BESIDE, column += BESIDE) {
 #pragma unroll

@@ -52,8 +52,8 @@ __device__ __forceinline__ float2 finished(const float* sums, const float* bias,
 }
 
 // Stores floats directly to memory: a lane stores pairs of columns, 4 lanes store 32 bytes of a row. Several residuals
-// are loaded before the stores, because the compiler does not move a load before a store that might write to the same
-// address.
+// are loaded before the stores, because the compiler does not move loads before stores to addresses that may be the
+// same.
 __device__ __forceinline__ void store_float(const Finals& sums, const Group& group, const float* bias,
                                             const float* residual, float* out, int first_row, int first_column, int M,
                                             int N) {

@@ -3,8 +3,7 @@
 //   gemm_fp8_hopper: FP8 weights are widened in registers, as wgmma's first operand
 //
 // Products of this kind are bound by shared memory, which delivers 128 bytes per cycle. For 128 x 128 outputs, the
-// tensor cores multiply a slice of 64 values along K in 512 cycles. These KB are then written to or read from shared
-// memory:
+// tensor cores multiply a slice of 64 values along K in 512 cycles. Amounts of data moved in shared memory, in KB:
 //
 //                              copies   read by lanes   read by wgmma
 //   two matrices of 16 bits    32                       48
@@ -73,8 +72,7 @@ struct Fp8 {
     }
 
     // Computes the sums of a tile. While products are running, the values of w for the next products are loaded into
-    // other registers. The lanes of a warp read 8 bytes of each of 8 rows at a time; swizzling puts these bytes into
-    // different banks.
+    // other registers. The lanes of a warp read 8 bytes of each of 8 rows at a time; swizzling avoids bank conflicts.
     __device__ __forceinline__ void multiply(Sums& sums, const char* ring, Barriers& barriers, const Group& group,
                                              unsigned count, const Work& at) const {
         const int slices = at.last - at.first;

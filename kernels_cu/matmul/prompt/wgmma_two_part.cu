@@ -136,8 +136,8 @@ __device__ __forceinline__ float finished(const Total& total, int i, float a_sca
 }
 
 // Stores floats directly to memory: a lane stores pairs of columns, 4 lanes store 32 bytes of a row. Eight residuals
-// are loaded before the stores, because the compiler does not move a load before a store that might write to the same
-// address.
+// are loaded before the stores, because the compiler does not move loads before stores to addresses that may be the
+// same.
 __device__ __forceinline__ void store_float(const Total& total, const Group& group, const float (&a_scale)[2],
                                             const Output& to, int first_row, int first_column) {
     constexpr int BLOCKS = PART_N / 8, AT_ONCE = 4;
