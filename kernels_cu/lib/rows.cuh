@@ -15,7 +15,7 @@ template <int THREADS, int ROWS>
 struct Team {  // the threads that share a row; a block has ROWS teams
     static constexpr int LANES = THREADS < 32 ? THREADS : 32;  // lanes of a warp that belong to one team
     static constexpr int WARPS = THREADS / LANES;
-    static constexpr int SUMS = WARPS > 16 ? 32 : WARPS > 8 ? 16 : WARPS > 4 ? 8 : WARPS > 2 ? 4 : 2;  // at least WARPS
+    static constexpr int SUMS = WARPS > 16 ? 32 : WARPS > 8 ? 16 : WARPS > 4 ? 8 : WARPS > 2 ? 4 : 2;  // SUMS >= WARPS
     static_assert((LANES & (LANES - 1)) == 0 && THREADS % LANES == 0, "threads: 1, 2, 4, 8, 16 or a multiple of 32");
     static_assert(THREADS * ROWS % 32 == 0 && THREADS * ROWS <= 1024, "a block is whole warps, 1024 threads at most");
 

@@ -16,8 +16,8 @@
 //
 //     K (KEYS, HS) in shared memory        V (KEYS, HS) in shared memory
 //             |                                    |
-//        S = Q K^T  --- m, l --->  P = exp(S - m)  |       each product: 16 reads of 16 bytes, without bank | |
-//             |       conflicts, for every 256 multiply-adds
+//        S = Q K^T  --- m, l --->  P = exp(S - m)  |       each product: 16 reads of 16 bytes, without bank
+//             |                           |        |       conflicts, for every 256 multiply-adds
 //     Q (QUERIES, HS) in shared    o = o exp(m - new m) + P V
 //
 // P passes through shared memory, 32 keys at a time. A warp reads only values of P that it wrote itself, so no block

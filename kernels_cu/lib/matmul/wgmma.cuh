@@ -105,7 +105,7 @@ static_assert(!GEMM_STREAM || (GEMM_SPLITS == 1 && GEMM_PARTS == 1 && GROUPS == 
 struct Barriers {
     Barrier full[GEMM_STAGES], empty[GEMM_STAGES];
     Barrier residual[CONSUMERS][BUFFERS];
-    Barrier turn[CONSUMERS];  // it is the group's turn to multiply
+    Barrier turn[CONSUMERS];  // start of a group's turn to multiply
     Barrier sums[CONSUMERS];  // sums of the other splits of K have arrived
 
     __device__ void start() {  // called by one thread

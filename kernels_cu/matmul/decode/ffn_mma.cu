@@ -11,9 +11,9 @@
 // one split of H: the columns of h in this split, which its blocks exchange, and the split's sums for all C outputs.
 // The next kernels add these sums to x in order, when they load x (lib/decode/split_sums.cuh).
 //
-//   cluster s     h[s]     block 0 | block 1 | ...     H_LENGTH / FF_CLUSTER columns each, from all of x each block
-//                 sends its columns, as terms (lib/terms.cuh), to all blocks by st.async sums[s]   block 0 | block 1 |
-//                 ...     C / FF_CLUSTER outputs each, from all of h[s]
+//   cluster s     h[s]     block 0 | block 1 | ...     H_LENGTH / FF_CLUSTER columns each, from all of x
+//                          each block sends its columns, as terms (lib/terms.cuh), to all blocks by st.async
+//                 sums[s]   block 0 | block 1 | ...     C / FF_CLUSTER outputs each, from all of h[s]
 //
 //   a warp        first product: one split of C, for all of the block's columns of h; second product: some outputs
 //

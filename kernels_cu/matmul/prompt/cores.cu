@@ -14,8 +14,8 @@
 //   - k is the inner dimension of both x and w. Both are transposed while they are copied to shared memory, float by
 //     float.
 //   - Narrow weights (fp16, bf16, FP8) are copied unconverted, 8 at a time, to a separate buffer in shared memory. The
-//       thread that copied them converts them to float for the next slice before it multiplies the current slice. This
-//       needs no registers during the multiplication, and no barrier.
+//     thread that copied them converts them to float for the next slice before it multiplies the current slice. This
+//     needs no registers during the multiplication, and no barrier.
 //   - scale, bias, GELU and residual are applied to the sums in registers.
 //
 // Concurrent blocks process neighbouring tiles, in bands of BAND rows of tiles. For rows or columns after the last one,
@@ -23,8 +23,8 @@
 // zeros, which do not change the sums. x is loaded through the L1 cache, so a launch must not overlap the previous
 // kernel (lib/overlap.cuh).
 //
-//   slice s        wait for x(s), narrow w(s + 1); barrier; request x(s + STAGES - 1), narrow w(s + STAGES); widen w(s
-//                  + 1); multiply x(s), w(s)
+//   slice s        wait for x(s), narrow w(s + 1); barrier; request x(s + STAGES - 1), narrow w(s + STAGES);
+//                  widen w(s + 1); multiply x(s), w(s)
 //
 // Block (32 * ROWS / (8 SIDE) * COLUMNS / (4 SPAN)), grid (ceil(M / ROWS) * ceil(N / COLUMNS)), dynamic shared memory:
 // STAGES * DEPTH * (4 * (ROWS + 4 + COLUMNS + 4) + COLUMNS * bytes of a narrow weight) bytes. LT_LOAD: narrow weights

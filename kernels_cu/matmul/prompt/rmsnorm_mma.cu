@@ -2,7 +2,7 @@
 //
 //   rms[m] = 1 / sqrt(mean over k of x[m, k]^2 + eps)
 //
-//   rmsnorm_matmul_mma   out = rms (x gamma) w, then RoPE; heads: head_dim columns of out     w (K, N) or (N, K)
+//   rmsnorm_matmul_mma   out = rms (x gamma) w, then RoPE on heads of head_dim columns        w (K, N) or (N, K)
 //   rmsnorm_ffn_mma      h = x + residual; n = rms(h) (h gamma); out = silu(n w1) (n w3)      w1, w3 like w
 //
 //   rmsnorm_matmul_mma, rmsnorm_ffn_mma: many rows: tiles on tensor cores (mma.sync), the norm in the same loop over K
