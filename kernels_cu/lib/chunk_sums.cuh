@@ -1,12 +1,14 @@
-// Sums of x over chunks of 32 values along K. Products with GGUF weights multiply the minimums of blocks by these sums.
+// Sums of x over chunks of 32 values along K. Products with GGUF weights multiply the minimums of GGUF blocks (m or
+// dmin in lib/gguf.cuh) by these sums.
 //
-//   x (M, K), each value rounded to one float16 term, in wgmma order (lib/terms.cuh, TERM_COUNT 1, TERM_WIDTH 2)
-//   -> for each row and chunk, the sum of its 32 terms as two float16 numbers (split_sum). Groups of four terms are
-//      added as (a + b) + (c + d), the eight sums of these groups as in lanes_sum<8>
+//   x (M, K), each value rounded to float16 (one term), in wgmma order (lib/terms.cuh, TERM_COUNT 1, TERM_WIDTH 2)
+//   -> for each row and chunk, the sum of the 32 values as two float16 numbers (split_sum). Groups of four values a, b,
+//      c, d are added as (a + b) + (c + d), the eight sums of these groups as in lanes_sum<8>
 //
-// With TERM_SUMS, a kernel that stores the terms stores the sums after the terms; otherwise gguf/chunk_sums.cu stores
-// them. K is a multiple of 128. For every TERM_ROWS rows and every 128 values along K, the four sums of a row are four
-// consecutive words. One bulk copy therefore loads the sums of all these rows.
+// With TERM_SUMS, the kernel that stores the values as terms also stores the chunk sums after them. Otherwise
+// gguf/chunk_sums.cu computes and stores the chunk sums. K is a multiple of 128. For every TERM_ROWS rows and every 128
+// values along K, the sums are contiguous, four 32-bit words per row. One bulk copy therefore loads the sums of all
+// rows.
 //
 // The including file includes lib/sm80.cuh.
 #pragma once
@@ -26,14 +28,14 @@ __device__ __forceinline__ unsigned split_sum(float sum) {
     return first | pack2_fp16(0.0f, sum - high[0]);
 }
 
-// Returns the sum of a pair of float16 terms.
+// Returns the sum of the two float16 numbers in `pair`.
 __device__ __forceinline__ float sum_of(unsigned pair) {
     float v[2];
     unpack2_fp16(pair, v);
     return v[0] + v[1];
 }
 
-// Stores `sum`, the sum over the chunk of 32 values along K that contains value k of row m.
+// Stores `sum`, the sum over the chunk of 32 values along K that contains value k of row m, in the array `sums`.
 template <typename T>
 __device__ __forceinline__ void store_sum(T* sums, float sum, int m, int k, int M, int K) {
     const int first = m / (int)TERM_ROWS * (int)TERM_ROWS, rows = min((int)TERM_ROWS, M - first);
@@ -41,16 +43,17 @@ __device__ __forceinline__ void store_sum(T* sums, float sum, int m, int k, int 
     narrow_to(sums[unit * 4 + k / 32 % 4], __int_as_float((int)split_sum(sum)));
 }
 
-// Computes the sum over a chunk of 32 values and stores it after the terms x. Each of eight neighbouring lanes passes
-// four float16 values of the chunk, as two pairs. All lanes of a warp must call this function.
+// Computes the sum over a chunk of 32 values and stores it after the terms in x. Each of eight neighbouring lanes
+// passes four float16 values of the chunk as two pairs, `first` and `last`. All lanes of a warp must call this
+// function.
 template <typename T>
 __device__ __forceinline__ void store_sum_of_fours(T* x, unsigned first, unsigned last, int m, int k, int M, int K) {
     const float sum = lanes_sum<8>(sum_of(first) + sum_of(last));
     if (threadIdx.x % 8 == 0) store_sum(x + (long long)M * K / 2, sum, m, k, M, K);
 }
 
-// Computes the sum over a chunk of 32 values that a whole warp holds, and stores it after the terms x: each even lane
-// passes a pair of float16 values, each odd lane 0.
+// Computes the sum over a chunk of 32 values that a whole warp holds, and stores it after the terms in x. Each even
+// lane passes a pair of float16 values of the chunk, each odd lane 0.
 template <typename T>
 __device__ __forceinline__ void store_sum_of_pairs(T* x, unsigned pair, int m, int k, int M, int K) {
     float sum = sum_of(pair);

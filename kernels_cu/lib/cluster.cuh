@@ -50,7 +50,8 @@ __device__ __forceinline__ void sync_cluster() {
     wait_for_cluster();
 }
 
-// A barrier of the cluster in two steps: writes before release_to_cluster() are visible after acquire_from_cluster().
+// A barrier of the cluster in two steps. Memory writes of all threads before release_to_cluster() are visible to a
+// thread after its call of acquire_from_cluster().
 __device__ __forceinline__ void release_to_cluster() {
 #if defined(__CUDA_ARCH__)
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");

@@ -1,7 +1,7 @@
 // Reductions over a block and over lanes.
 //
 // block_reduce_sum and block_reduce_max use a tree in shared memory, with a barrier after each level; the last levels
-// involve, and synchronise, a single warp. Every thread of the block receives the result:
+// use, and synchronise, only one warp. Every thread of the block receives the result:
 //
 //   scratch   [a b c d e f g h]
 //   stride 4  [a+e b+f c+g d+h ...]
@@ -19,7 +19,7 @@
 #define INFINITY __int_as_float(0x7f800000)
 #endif
 
-namespace reduction {  // a namespace, because including files may define the same names
+namespace reduction {  // avoids conflicts with names in the including files
 
 struct Sum {
     static __device__ float combine(float a, float b) { return a + b; }
@@ -48,7 +48,7 @@ __device__ float block_reduce(float value, float* scratch) {  // scratch: BLOCK 
     }
     __syncthreads();
     const float result = scratch[0];
-    __syncthreads();  // without it, a second call could overwrite scratch[0] before a slow thread has read it
+    __syncthreads();  // otherwise a second call could overwrite scratch[0] before a slow thread has read it
     return result;
 }
 

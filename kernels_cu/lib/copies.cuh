@@ -1,5 +1,5 @@
 // Loads and stores of four floats, and copies from global to shared memory that bypass the registers (cp.async). GPUs
-// before sm_80 have no cp.async: there the copy is synchronous and goes through registers.
+// before sm_80 have no cp.async: the copies are then synchronous and go through registers.
 #pragma once
 
 __device__ __forceinline__ float4 ld_vec(const float* p) { return *reinterpret_cast<const float4*>(p); }
@@ -28,7 +28,7 @@ __device__ __forceinline__ void copy_float(float* shared, const float* global) {
 #endif
 }
 
-// Waits for this thread's copies. A barrier makes the copies of the other threads visible.
+// Waits for this thread's copies. To read the copies of other threads, call a barrier afterwards.
 __device__ __forceinline__ void wait_for_copies() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
     asm volatile("cp.async.wait_all;" ::: "memory");

@@ -1,8 +1,8 @@
-// Functions computed in one or two instructions by the special function units, for the tensor-core kernels.
+// Fast approximations of exp2 and GELU by instructions of the special function units, for the tensor-core kernels.
 #pragma once
 
-// Computes 2^x with an error of two units in the last place. Returns 0 for results below 2^-126; to represent them,
-// exp2f() needs two more instructions.
+// Computes 2^x with an error of two units in the last place. Returns 0 for results below 2^-126; exp2f(), which
+// represents such results, needs two more instructions.
 __device__ __forceinline__ float exp2_fast(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -11,8 +11,7 @@ __device__ __forceinline__ float exp2_fast(float x) {
 
 // Computes the tanh form of GELU as v / (1 + exp(-2 u)), u = sqrt(2/pi) (v + 0.044715 v^3), in seven instructions. For
 // v >= -3 the relative error is at most about 1e-6; near v = -3, the form with 1 + tanh(u) would lose digits by
-// cancellation. For v < -3 the results approach 0 and rounding the exponent costs more: the relative error is 1e-5 at v
-// = -10.
+// cancellation. For v < -3 the rounding error of the exponent is larger, and the relative error is 1e-5 at v = -10.
 __device__ __forceinline__ float gelu_fast(float v) {
     const float e = exp2_fast(v * fmaf(-0.10294324f, v * v, -2.3022082f));  // exp(-2 u) as 2^(-2 u log2(e))
     float r;

@@ -1,6 +1,6 @@
-// Loads for kernels that overlap with the previous kernel (lib/overlap.cuh): loads of constants, issued before the wait
-// for that kernel; and loads of data that an earlier kernel has written, issued after the wait and bypassing the
-// read-only cache.
+// Loads for kernels that overlap with the previous kernel (lib/overlap.cuh). Loads of constants are issued before the
+// wait for the previous kernel. Loads of data that an earlier kernel has written are issued after this wait and bypass
+// the read-only cache.
 #pragma once
 #include "lib/storage.cuh"
 
@@ -10,7 +10,7 @@ __device__ __forceinline__ Vec<E, WIDTH> load_fresh(const E* from) {
     return {__ldcg(reinterpret_cast<const Raw*>(from))};
 }
 
-// Loads WIDTH floats (for any T) in vectors of up to four.
+// Loads WIDTH floats, in vectors of up to four.
 template <int WIDTH>
 __device__ __forceinline__ void load_fresh_floats(const float* from, float* v) {
     constexpr int LOAD = WIDTH < 4 ? WIDTH : 4;
@@ -23,8 +23,8 @@ __device__ __forceinline__ void load_fresh_floats(const float* from, float* v) {
     }
 }
 
-// Loads constants. Inline assembly, because the compiler would otherwise move these loads after the wait for the
-// previous kernel.
+// Loads WIDTH constants. Inline assembly keeps the compiler from moving these loads after the wait for the previous
+// kernel.
 template <int WIDTH>
 __device__ __forceinline__ Vec<float, WIDTH> load_parameters(const float* from) {
 #if defined(__CUDA_ARCH__)

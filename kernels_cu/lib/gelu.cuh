@@ -2,7 +2,7 @@
 //     learn/elementwise/gelu.cu.
 //
 // Every rounding is explicit, so that all kernels produce the same bits. Otherwise the compiler would fuse the last
-// product with a following addition in some kernels and not in others.
+// multiplication with an addition that follows in some kernels but not in others.
 #pragma once
 
 __device__ __forceinline__ float gelu(float v) {

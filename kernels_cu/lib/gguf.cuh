@@ -11,24 +11,25 @@
 //   Q6_K     256    16          d s (q - 32)         6      s: 8 bits with a sign, per sub-block of 16
 //
 // d, m of Q4_1 and Q5_1, and dmin are float16. gguf.py in gpt2block/weights reorders the bytes of a file into the
-// fragment layout of mma.sync. A tile is 8 rows by 128 values along K. From row g and each chunk of 32 values along K,
-// lane 4 g + t holds the codes at positions 2 t and 2 t + 1 of each group of eight. Two such pairs are the lane's
-// operand of one mma.
+// fragment layout of mma.sync. A tile is 8 rows by 128 values along K. From row g (0..7) and each chunk of 32 values
+// along K, lane 4 g + t (t = 0..3) holds the codes at positions 2 t and 2 t + 1 of each group of eight values. Two such
+// pairs are the lane's operand of one mma instruction.
 //
 //   tile     [ 32 lanes x 4 words: low 4 bits ] [ 32 lanes x 4 or 8 bytes: high bits ] [ 8 rows: scales ]
 //   word     of a chunk, codes by their index:   bits 0-15: 0 2 4 6    bits 16-31: 1 3 5 7    4 bits each
 //
-// A tile of Q8_0 has two parts of 32 lanes x 16 bytes, each for two chunks. Types with blocks of 256 have two parts
-// with low bits, two with high bits, and then the scales of both. Rows are padded with zeros to whole tiles. All tiles
-// of eight rows are followed by the tiles of the next eight rows. The scales of a row of Q4_K and Q5_K are four words.
-// Lane t uses byte t of each word after the first:
+// A tile of Q8_0 has two arrays of 32 lanes x 16 bytes in place of low and high bits, each for two chunks. Types with
+// blocks of 256 values have tiles of 256 values along K: the low bits of both halves, then the high bits of both
+// halves, then the scales. Rows are padded with zeros to whole tiles. All tiles of eight rows are followed by the tiles
+// of the next eight rows. The scales of a row of Q4_K and Q5_K are four words. Lane t uses byte t of each word after
+// the first:
 //
 //   [ d, dmin ] [ s of sub-blocks 0-3, with m >> 4 in the upper bits ] [ s and m >> 4 of sub-blocks 4-7 ]
 //   [ m & 15 of sub-blocks 0-3, with m & 15 of sub-blocks 4-7 in the upper bits ]
 //
 // All codes, and the products of codes of Q4_K and Q5_K with s, are exact in float16. To convert a code, its bits are
-// put into the mantissa of 1024 or 64, and this number is subtracted. A code that is multiplied by s needs no
-// subtraction: its bits are put into the mantissa of 0, as a subnormal number.
+// put into the mantissa of the float16 number 1024 or 64, and 1024 or 64 is then subtracted. A code that is multiplied
+// by s needs no subtraction: its bits are the mantissa of a subnormal number.
 //
 // The including file includes lib/sm80.cuh.
 #pragma once
@@ -46,12 +47,12 @@ __device__ __forceinline__ float2 floats_of(unsigned halves) {
     return {v[0], v[1]};
 }
 
-// Returns the value of lane `from` of the four lanes that hold a row.
+// Returns `value` of lane `from`, one of the four neighbouring lanes that hold a row of weights.
 template <typename Value>
 __device__ __forceinline__ Value of_lane(Value value, int from) { return __shfl_sync(0xffffffffu, value, from, 4); }
 
 // Puts a lane's four pairs of weights, from a chunk of 32 values of row g (i = 0) or g + 8 (i = 1), into the registers
-// of operand A of two mma instructions.
+// `steps` of operand A of two mma instructions.
 __device__ __forceinline__ void place(const unsigned (&pairs)[4], int i, unsigned (&steps)[2][4]) {
     steps[0][i] = pairs[0], steps[0][i + 2] = pairs[1], steps[1][i] = pairs[2], steps[1][i + 2] = pairs[3];
 }
@@ -59,14 +60,14 @@ __device__ __forceinline__ void place(const unsigned (&pairs)[4], int i, unsigne
 // A lane's part of a GGUF tile (8 rows by 128 values along K): 32 weights of one row.
 template <int TYPE>
 struct Part {
-    static constexpr bool WIDE = TYPE >= Q4_K, HALVES = TYPE == Q6_K;  // blocks of 256 weights; sub-blocks of 16
-    static constexpr bool INTEGERS = WIDE && !HALVES;  // the scale s is an integer, and q s is exact in float16
+    static constexpr bool WIDE = TYPE >= Q4_K, HALVES = TYPE == Q6_K;  // WIDE: blocks of 256; HALVES: sub-blocks of 16
+    static constexpr bool INTEGERS = WIDE && !HALVES;  // scale s is an integer; code * s is exact in float16
     static constexpr bool MINIMUM = TYPE == Q4_1 || TYPE == Q5_1 || TYPE == Q4_K || TYPE == Q5_K;
     static constexpr bool FIVE = TYPE == Q5_0 || TYPE == Q5_1 || TYPE == Q5_K;
     static constexpr int BITS = TYPE == Q8_0 ? 8 : TYPE == Q6_K ? 6 : FIVE ? 5 : 4;
     static constexpr int OFFSET = TYPE == Q4_0 ? 8 : TYPE == Q5_0 ? 16 : TYPE == Q8_0 ? 128 : TYPE == Q6_K ? 32 : 0;
     static constexpr int VECTORS = BITS == 8 ? 2 : 1;
-    static constexpr int HIGH = BITS == 5 ? 4 : BITS == 6 ? 8 : 1;  // bytes of high bits per lane
+    static constexpr int HIGH = BITS == 5 ? 4 : BITS == 6 ? 8 : 1;  // bytes per lane with high bits
     static constexpr int LOW_BYTES = 512 * VECTORS, HIGH_BYTES = BITS == 5 || BITS == 6 ? 32 * HIGH : 0;
     static constexpr int UNITS = WIDE ? 2 : 1, ROW_SCALES = TYPE == Q6_K ? 18 : WIDE || MINIMUM ? 16 : 8;
     static constexpr int SCALE_BYTES = OCTET * ROW_SCALES;
@@ -79,11 +80,12 @@ struct Part {
     Vec<W, SCALE> scale;
     Vec<W, 2> d;
 
-    __host__ __device__ static constexpr int row_bytes(int K) {  // bytes of eight rows
+    __host__ __device__ static constexpr int row_bytes(int K) {  // bytes of eight rows of K weights
         return (K + UNITS * UNIT - 1) / (UNITS * UNIT) * BYTES;
     }
 
-    // Byte offsets of unit `unit` (128 values along K) within eight rows of w: of its low bits, high bits and scales.
+    // low_at(), high_at() and scales_at() return byte offsets within eight rows of w: the offset of the low bits, high
+    // bits or scales of unit `unit` (128 values along K).
     __device__ __forceinline__ static int low_at(int unit) { return unit / UNITS * BYTES + unit % UNITS * LOW_BYTES; }
     __device__ __forceinline__ static int high_at(int unit) {
         return unit / UNITS * BYTES + UNITS * LOW_BYTES + unit % UNITS * HIGH_BYTES;
@@ -92,7 +94,8 @@ struct Part {
         return unit / UNITS * BYTES + UNITS * (LOW_BYTES + HIGH_BYTES);
     }
 
-    // Loads this lane's 32 weights of row g of a tile, from global or shared memory.
+    // Loads this lane's 32 weights of row g of a tile, from global or shared memory. lows, highs, scales: addresses of
+    // the low bits, high bits and scales of unit `unit` in the tile.
     __device__ __forceinline__ void load(const W* lows, const W* highs, const W* scales, int unit, int g) {
         const int t = threadIdx.x % 4, lane = 4 * g + t, half = unit % 2;
 #pragma unroll
@@ -103,15 +106,16 @@ struct Part {
         if (HALVES) d = read<2>(scales + 128 + g * 2);
     }
 
-    // Loads this lane's 32 weights of row `row` and of unit `unit` (128 values) along K. w: all rows of this type.
+    // Loads this lane's 32 weights of row `row` and of unit `unit` (128 values) along K. w: all rows with this GGUF
+    // type.
     __device__ __forceinline__ void load(const W* w, int K, int row, int unit) {
         const W* octet = w + (long long)(row / OCTET) * row_bytes(K);
         load(octet + low_at(unit), octet + high_at(unit), octet + scales_at(unit), unit, row % OCTET);
     }
 
-    // Scales that a lane computes for a unit of 128 values: the scales of chunk t (32 values) of its row. by: with
-    // INTEGERS, s 2^9 and s 2^5 as float16. first: factor d of the chunk; for Q6_K, first and second are d s of its two
-    // halves.
+    // Scales that lane 4 g + t computes for a unit of 128 values: the scales of chunk t (32 values) of row g. by: with
+    // INTEGERS, s * 2^9 and s * 2^5 as float16. first: factor d of the chunk; for Q6_K, `first` and `second` are d * s
+    // of the chunk's two halves.
     struct Own {
         float first, second;
         unsigned by;
@@ -131,9 +135,9 @@ struct Part {
         }
     }
 
-    // Factors for the sums of products in a tile. d: factor of the sums with codes(). minimum: factor of the sums with
-    // `least`. least: m of chunk t of each unit as float16, in both halves of a word; with INTEGERS, m 2^-22 as a
-    // subnormal number.
+    // Factors for the sums of products in a tile. d: factor of the sums of codes() times x. minimum: factor of the sums
+    // of `least` times chunk sums of x. least: m of chunk t of each unit as float16, in both halves of a word; with
+    // INTEGERS, m * 2^-22 as a subnormal number.
     struct End {
         float d, minimum;
         unsigned least[UNITS];
@@ -143,7 +147,7 @@ struct Part {
         if constexpr (INTEGERS) {
             const float2 of_block = floats_of(scale.raw.x);
             const unsigned low = own_byte(scale.raw.w);
-            return {FINE * of_block.x, -134217728.0f * of_block.y,  // times -2^27: 2^22 for `least`, 32 for split_sum
+            return {FINE * of_block.x, -134217728.0f * of_block.y,  // -2^27: 2^22 for `least` times 32 for split_sum()
                     {own_byte(scale.raw.y) & 0xc000c0u | low << 2 & 0x3c003cu,
                      own_byte(scale.raw.z) & 0xc000c0u | low >> 2 & 0x3c003cu}};
         } else {
@@ -151,8 +155,9 @@ struct Part {
         }
     }
 
-    // Computes the codes of a chunk (32 values) minus OFFSET, as pairs of float16 in order; with INTEGERS times s /
-    // FINE, which is exact. by: Own::by of the lane that holds the chunk's scales.
+    // Computes the lane's codes of a chunk (32 values) minus OFFSET, as pairs of float16 in the order of K. With
+    // INTEGERS, codes are multiplied by s / FINE, which is exact. by: Own::by of the lane that holds the chunk's
+    // scales.
     __device__ __forceinline__ void codes(int chunk, unsigned by, unsigned (&pairs)[4]) const {
         constexpr unsigned NEAR = 0xe400e400u + OFFSET * 0x10001u, FAR = 0xd400d400u + OFFSET * 0x100010u;
         if constexpr (BITS == 8) {
@@ -165,7 +170,7 @@ struct Part {
             return;
         }
         const unsigned first = word(low[0], chunk), second = first >> 8;
-        unsigned up = 0, down = 0;  // bits to place above the low bits: up: of pairs 0 and 1, down: of pairs 2 and 3
+        unsigned up = 0, down = 0;  // high bits of the codes in pairs 0 and 1 (up), 2 and 3 (down)
         constexpr unsigned ONES = BITS == 6 ? 0x300030u : 0x100010u;
         if constexpr (BITS == 5) up = (unsigned)high.raw << (4 - chunk), down = (unsigned)high.raw >> (4 + chunk);
         if constexpr (BITS == 6) {
@@ -176,8 +181,8 @@ struct Part {
         pairs[1] = (first & 0xf000f0u) | (up & ONES << 4);
         pairs[2] = (second & 0xf000fu) | (down & ONES);
         pairs[3] = (second & 0xf000f0u) | (down & ONES << 4);
-        // As float16, these bits are the codes times 2^-24 and 2^-20. With INTEGERS they are multiplied by s 2^9 and s
-        // 2^5.
+        // Read as float16, the bits of even pairs are codes * 2^-24, those of odd pairs codes * 2^-20. With INTEGERS,
+        // even pairs are multiplied by s * 2^9 and odd pairs by s * 2^5.
         const unsigned near = INTEGERS ? twice<false>(by) : NEAR, far = INTEGERS ? twice<true>(by) : FAR;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -186,9 +191,10 @@ struct Part {
         }
     }
 
-    // Factors for the float16 weights of chunk t, each in both halves of a word. In general: d and m. With INTEGERS: s;
-    // -(64 s + n) with n = dmin m / d; the rounding error of dmin m; and d. With HALVES: for each half of the chunk, d
-    // s and its rounding error.
+    // Factors from which halves() computes the float16 weights of chunk t, each in both halves of a word. With
+    // INTEGERS: of[0] = s, of[1] = -(64 s + n) with n = dmin m / d, of[2] = the rounding error of dmin m, of[3] = d.
+    // With HALVES: d s and its rounding error, for the first half of the chunk, then for the second half. For other
+    // types: d, m.
     struct Factors {
         unsigned of[4];
     };
@@ -223,9 +229,9 @@ struct Part {
         }
     }
 
-    // Computes the four pairs of weights of a chunk as float16. The pairs are 8 apart along K. Each weight is rounded
-    // once; with HALVES and INTEGERS, the correction for the rounding errors in `own` adds an error of 2^-12 of this
-    // correction.
+    // Computes the lane's four pairs of weights of a chunk as float16. The pairs are 8 apart along K. Each weight is
+    // rounded once. With HALVES and INTEGERS, `own` contains rounding errors; the correction by these errors is itself
+    // only exact to 2^-12 of the correction.
     __device__ __forceinline__ void halves(int chunk, const Factors& own, unsigned (&pairs)[4]) const {
         constexpr int COUNT = INTEGERS ? 3 : HALVES ? 4 : MINIMUM ? 2 : 1;
         unsigned by[4];
@@ -255,7 +261,7 @@ struct Part {
         }
     }
 
-    // Computes the four pairs of weights of a chunk (32 values along K) as floats.
+    // Computes the lane's four pairs of weights of a chunk (32 values along K) as floats.
     __device__ __forceinline__ void weights(int unit, int chunk, float2 (&v)[4]) const {
         const Own own = this->own(unit);
         const End end = this->end();
@@ -273,8 +279,8 @@ struct Part {
     }
 
    private:
-    // Returns, in both halves of the result, byte t of `word` (t: lane number modulo 4) below the lowest byte of
-    // `above`.
+    // Returns the same 16 bits in both halves of the result: as lower byte, byte t of `word`, where t is the lane
+    // number modulo 4; as upper byte, the lowest byte of `above`.
     __device__ __forceinline__ static unsigned own_byte(unsigned word, unsigned above = 0u) {
         return __byte_perm(word, above, 0x4040 + threadIdx.x % 4 * 0x101);
     }

@@ -1,4 +1,5 @@
-// Ranges of outputs of a matrix of GGUF blocks (lib/gguf.cuh): up to three consecutive ranges, each with its own type.
+// Constants of the up to three consecutive ranges of outputs (rows) of a matrix of GGUF blocks (lib/gguf.cuh). Each
+// range has one GGUF type.
 #pragma once
 #include "lib/gguf.cuh"
 
@@ -8,13 +9,13 @@
 #ifndef GGUF_RANGES
 #define GGUF_RANGES 1
 #endif
-#ifndef GGUF_TYPE_1  // type of the outputs from GGUF_FROM_1 on
+#ifndef GGUF_TYPE_1  // GGUF type of the outputs from GGUF_FROM_1 on
 #define GGUF_TYPE_1 GGUF_TYPE_0
 #endif
 #ifndef GGUF_FROM_1
 #define GGUF_FROM_1 0
 #endif
-#ifndef GGUF_TYPE_2  // type of the outputs from GGUF_FROM_2 on
+#ifndef GGUF_TYPE_2  // GGUF type of the outputs from GGUF_FROM_2 on
 #define GGUF_TYPE_2 GGUF_TYPE_0
 #endif
 #ifndef GGUF_FROM_2
@@ -31,7 +32,7 @@ struct OfRange {
     static constexpr int NEXT = RANGE == 0 ? GGUF_FROM_1 : GGUF_FROM_2;  // first output of the next range, if any
     typedef Part<TYPE> Of;
 
-    // Returns the number of bytes of w before the range.
+    // Returns the number of bytes of w that precede this range of outputs.
     __device__ __forceinline__ static long long begin(int K) {
         long long bytes = 0;
         constexpr int SECOND = GGUF_RANGES > 2 ? GGUF_FROM_2 - GGUF_FROM_1 : 0;
@@ -41,7 +42,7 @@ struct OfRange {
     }
 };
 
-// Returns the largest size in bytes of a tile of eight rows among the types of the ranges.
+// Returns the bytes of a GGUF tile (eight rows), for the GGUF type of the matrix whose tiles are largest.
 __device__ constexpr int largest_tile() {
     constexpr int OF[3] = {OfRange<0>::Of::BYTES, OfRange<1>::Of::BYTES, OfRange<2>::Of::BYTES};
     return OF[0] > OF[1] ? (OF[0] > OF[2] ? OF[0] : OF[2]) : OF[1] > OF[2] ? OF[1] : OF[2];

@@ -1,7 +1,9 @@
-// RMSNorm of one head of q or k, as in Qwen3: v r gamma with r = 1 / sqrt(mean(v^2) + eps), over its D channels.
+// RMSNorm of one head v of q or k, as in Qwen3: v * r * gamma with r = 1 / sqrt(mean(v^2) + eps), over the D channels
+// of the head.
 //
-// positions/qk_norm.cu and lib/decode/rope_epilogue.cuh include this file, so that both add in the same order: first
-// the squares of channels k and k + D / 2, then neighbouring results, then neighbouring sums of two, of four and so on:
+// positions/qk_norm.cu and lib/decode/rope_epilogue.cuh include this file, so that both add squares in the same order:
+// first the squares of channels k and k + D / 2, which gives D / 2 values; then neighbouring values; then neighbouring
+// sums of two values, of four values, and so on:
 //   values   0 1 2 3 4 5 6 7 ...     D / 2 values, with zeros up to a power of two
 //   sums     0+1 2+3 4+5 6+7 ...     then 01+23 45+67, then 0123+4567
 //
@@ -15,7 +17,8 @@ __device__ __forceinline__ float head_square(float first, float second) {
     return fmaf(first, first, __fmul_rn(second, second));
 }
 
-// Returns the sum over COUNT neighbouring lanes, a power of two. All lanes of the warp must call this function.
+// Returns the sum of `value` over COUNT neighbouring lanes. COUNT is a power of two. All lanes of the warp must call
+// this function.
 template <int COUNT>
 __device__ __forceinline__ float neighbours_sum(float value) {
     static_assert(COUNT > 0 && COUNT <= 32 && (COUNT & (COUNT - 1)) == 0, "lanes: a power of two");
@@ -26,7 +29,7 @@ __device__ __forceinline__ float neighbours_sum(float value) {
     return value;
 }
 
-// Returns the sum of an array of COUNT values, a power of two.
+// Returns the sum of the COUNT elements of `values`. COUNT is a power of two.
 template <int COUNT>
 __device__ __forceinline__ float neighbours_sum(float (&values)[COUNT]) {
     static_assert(COUNT > 0 && (COUNT & (COUNT - 1)) == 0, "values: a power of two");

@@ -1,20 +1,20 @@
 // Helpers for the kernels that read whole rows of logits.
 //
-// Online: the maximum of a row and the sum of exp(x - max), computed in one pass over the row and combined from parts.
-// Best: the largest logit and its token.
+// Online: the maximum of a row and the sum of exp(x - max), computed in one pass over the row. Threads compute both for
+// a part of the row each; the parts are then combined. Best: the largest logit and its token.
 //
 // Neighbouring threads read neighbouring floats, with several loads per thread in flight. 16-byte loads are not used:
-// the vocabulary size can be odd, so the values that a thread adds would depend on the row's address, and a row would
-// have other bits in a batch than alone.
+// the vocabulary size can be odd, so the values that a thread adds would depend on the alignment of the row's address.
+// The bits of a result would then depend on the row's position in the batch.
 #pragma once
 #include "lib/common.cuh"
 
-// Returns the value subtracted before exp: the maximum, or 0 if only -inf has been seen. exp(-inf - 0) is 0, but
-// exp(-inf + inf) is NaN.
+// Returns the value to subtract before exp: `max`, or 0 for -inf, because exp(-inf - 0) is 0, but exp(-inf + inf) is
+// NaN.
 __device__ __forceinline__ float reference_point(float max) { return max == -INFINITY ? 0.0f : max; }
 
-// The maximum of a row and the sum of exp(x - max). `sum` becomes NaN if any value is NaN, even if all other values are
-// -inf, and if the maximum is +inf.
+// The maximum of a row and the sum of exp(x - max). `sum` becomes NaN if any value is NaN (even if all other values are
+// -inf) or if the maximum is +inf.
 struct Online {
     float max, sum;
 
@@ -24,7 +24,7 @@ struct Online {
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) larger = fmaxf(larger, x[i]);
         const float point = reference_point(larger);
-        float total = sum * __expf(max - point);  // a single __expf rescales the sum for COUNT values
+        float total = sum * __expf(max - point);  // rescale the sum by one __expf for all COUNT values
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) total += __expf(x[i] - point);
         max = larger;
@@ -61,8 +61,8 @@ struct Best {
     }
 };
 
-// Loads x[0], x[step], ... of the `left` values from x on into v; positions after the last value receive `other`. Plain
-// loads, so that a row may stay in the L1 cache.
+// Loads x[0], x[step], ..., x[(COUNT - 1) * step] into v. Elements from x[left] on do not exist: v receives `other`
+// instead. Uses plain loads, so that a row may stay in the L1 cache.
 template <int COUNT, typename E>
 __device__ __forceinline__ void load_columns(const E* x, int left, int step, E other, E (&v)[COUNT]) {
     if ((COUNT - 1) * step < left) {

@@ -6,8 +6,8 @@
 // A kernel launched this way starts when every block of the previous kernel has called let_next_start() or has ended.
 // wait_for_previous() returns when the previous kernel has ended and its results are visible. The previous kernel
 // waited for its predecessor in the same way, so all earlier kernels have ended, too. Every block of every kernel in
-// the chain must therefore wait, except in the first kernel, which is launched normally. Before a thread waits, or
-// passes a barrier after another thread has waited, it
+// the chain must therefore wait, except in the first kernel, which is launched normally. Until a thread has called
+// wait_for_previous(), or has passed a barrier that another thread reached after this call, it
 //
 //   may load    data that no kernel of the chain writes: weights, tensor maps, parameters, settings. Such data was
 //               complete when the chain began
@@ -17,8 +17,8 @@
 //   may         prefetch any address into the L2 cache, or load a value that another kernel is still changing, if no
 //               result depends on this value (load it as volatile, or relaxed at the scope of the GPU)
 //
-// let_next_start() makes no writes visible. A kernel may call it first of all, because the next kernel waits for the
-// end of this kernel.
+// let_next_start() makes no writes visible. A kernel may call it before all other work, because the next kernel waits
+// for the end of this kernel.
 //
 // Values written by an earlier kernel must not be loaded through the read-only cache, because this cache is not
 // invalidated between the kernels. Load such values with __ldcg, or plainly through a pointer that is not const

@@ -13,7 +13,7 @@
 #ifndef ROPE_HALF_SPLIT
 #define ROPE_HALF_SPLIT 0
 #endif
-#ifndef ROPE_WIDTH  // elements per load: a power of two, at most 16 bytes, that divides D, or D / 2 with
+#ifndef ROPE_WIDTH  // elements per load (at most 16 bytes): a power of two that divides D, or D / 2 with
 #define ROPE_WIDTH 4  // ROPE_HALF_SPLIT; x, out and their strides are aligned to a load
 #endif
 #ifndef ROPE_THREADS  // threads that share a head
@@ -31,7 +31,7 @@ static_assert(ROPE_D % 2 == 0, "a head is whole pairs: ROPE_D must be even");
 static_assert((ROPE_HALF_SPLIT ? ROPE_D / 2 : ROPE_D) % ROPE_WIDTH == 0, "a head, or half of one, is whole loads");
 
 template <typename E>
-struct Pairs {  // pairs of one head, in their storage type
+struct Pairs {  // a thread's pairs of channels of one head, in their storage type
     typedef Vec<E, ROPE_WIDTH> Vector;
     Vector raw[LOADS];
 

@@ -1,15 +1,16 @@
-// RoPE's rotation of pair k of a head with D channels. The angle is position / theta^(2 k / D), or passed as a double.
+// RoPE's rotation of pair k of a head with D channels. The angle is position / theta^(2 k / D) radians, or the caller
+// passes it as a double.
 //
-// Near 100,000, a float represents an angle only to about a hundredth, and the rounding of the frequency theta^(-2 k /
-// D) adds an error of the same size. Therefore both are represented by two floats, whose sum is the value. The angle
-// then has a relative error of about 2^-27.
+// Near 100,000 radians, neighbouring floats are about a hundredth of a radian apart, and the rounding of the frequency
+// theta^(-2 k / D) to float adds an error of the same size. Therefore the angle and the frequency are each the sum of
+// two floats (high part and low part). The angle then has a relative error of about 2^-27.
 //
-//   frequency   2^(-k step), step = 2 log2(theta) / D: the integer part of the exponent, then a polynomial
-//   angle       position / pi * frequency, in half turns. Whole quarter turns are subtracted exactly; the remainder,
-//               at most an eighth of a turn plus the low part, is the argument of polynomials for sine and cosine
+//   frequency   2^(-k step), step = 2 log2(theta) / D: a power of two times a polynomial of the fraction of k step
+//   angle       position / pi * frequency, in half turns. Whole quarter turns are subtracted exactly; the remainder, at
+//               most an eighth of a turn plus the angle's low part, is the argument of polynomials for sine and cosine
 //
-// Positions are integers below 2^20. For these, the low part is at most a 128th of a turn. The polynomials are minimax
-// fits with an error of less than half a rounding.
+// Positions are integers below 2^20. For such positions, the low part of the angle is at most a 128th of a turn. The
+// polynomials are minimax fits with an error of less than half the rounding error of a float.
 #pragma once
 
 struct Pair {  // represents high + low; |low| <= half a unit in the last place of high
@@ -20,8 +21,8 @@ struct Rotation {
     float cos, sin;
 };
 
-// Returns a b. __fmul_rn keeps the compiler from fusing the product with the next operation, which needs the rounded
-// product.
+// Returns the product of a and b. __fmul_rn keeps the compiler from fusing the product with the next operation, which
+// needs the rounded product.
 __device__ __forceinline__ Pair times(float a, Pair b) {
     const float high = __fmul_rn(a, b.high);
     return {high, fmaf(a, b.low, fmaf(a, b.high, -high))};
@@ -44,7 +45,7 @@ __device__ __forceinline__ Pair frequency(int k, float step, float step_low) {
     return {high * scale, low * scale};
 }
 
-// Returns position / pi, a factor of the angles of all pairs.
+// Returns position / pi. Times the frequency of a pair, it is the pair's angle in half turns.
 __device__ __forceinline__ Pair half_turns(int position) {
     return times((float)position, {0.31830987f, 1.2841276e-8f});
 }
@@ -70,12 +71,12 @@ __device__ __forceinline__ Rotation rotation(Pair half_turns, Pair frequency) {
 // operations per pair.
 __device__ __forceinline__ Rotation rotation(double radians) {
     const double half_turns = radians * 0.31830988618379067154, quarters = rint(2.0 * half_turns);
-    const double within = fma(-4.0, rint(0.25 * quarters), quarters);  // modulo a whole turn
+    const double within = fma(-4.0, rint(0.25 * quarters), quarters);  // modulo a whole turn (4 quarters)
     return rotation((int)within, (float)fma(-0.5, quarters, half_turns));
 }
 
-// Returns the rotation at a position, for a frequency in radians per position. ROPE_FACTOR, which some models define,
-// multiplies the pairs with a frequency that is not 0.
+// Returns the rotation at a position, for a frequency in radians per position. If ROPE_FACTOR is defined, as for some
+// models, rotated pairs are also multiplied by ROPE_FACTOR, except pairs with frequency 0.
 __device__ __forceinline__ Rotation rotation_at(double position, double frequency) {
     Rotation by = rotation(position * frequency);
 #ifdef ROPE_FACTOR
@@ -84,13 +85,13 @@ __device__ __forceinline__ Rotation rotation_at(double position, double frequenc
     return by;
 }
 
-// Returns the frequencies of sequence b; each of the B sequences has its own `pairs` frequencies. Padding (b = -1) uses
-// those of sequence 0.
+// Returns the address of the frequencies of sequence b. `frequencies` is (B, pairs). Padding rows (b = -1) use the
+// frequencies of sequence 0.
 __device__ __forceinline__ const double* frequencies_of(int b, const double* frequencies, int B, int pairs) {
     return frequencies + (long long)(b >= 0 && b < B ? b : 0) * pairs;
 }
 
-// Rotates a pair. Explicit roundings give all kernels the same bits.
+// Rotates the pair (real, imaginary). Explicit roundings give all kernels the same bits.
 __device__ __forceinline__ void turn(const Rotation& by, float& real, float& imaginary) {
     const float r = real, i = imaginary;
     real = fmaf(r, by.cos, -__fmul_rn(i, by.sin));

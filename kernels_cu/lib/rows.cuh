@@ -1,10 +1,12 @@
 // Rows kept in registers: THREADS neighbouring threads share a row and load it WIDTH elements at a time.
 //
-// Vector v of a row belongs to thread v % THREADS, so neighbours read neighbours. A block consists of whole warps:
+// A row is divided into vectors of WIDTH elements. Thread v % THREADS of a row loads vector v, so neighbouring threads
+// load neighbouring vectors. A block consists of whole warps:
 //
-//   row   [ 0 1 2 ... 31 | 0 1 2 ... 31 | ... ]   THREADS = 32, VECTORS such groups; the last may be incomplete
+//   row   [ 0 1 2 ... 31 | 0 1 2 ... 31 | ... ]   thread of each vector, for THREADS = 32; VECTORS groups of THREADS
+//                                                 vectors, of which the last group may be incomplete
 //
-// Rows that do not fit in the registers are read again in each pass: VECTORS = 0.
+// VECTORS = 0: rows do not fit in the registers, and each pass over a row reads the row again.
 #pragma once
 #include "lib/common.cuh"
 #include "lib/storage.cuh"
@@ -13,12 +15,12 @@ template <int THREADS, int ROWS>
 struct Team {  // the threads that share a row; a block has ROWS teams
     static constexpr int LANES = THREADS < 32 ? THREADS : 32;  // lanes of a warp that belong to one team
     static constexpr int WARPS = THREADS / LANES;
-    static constexpr int SUMS = WARPS > 16 ? 32 : WARPS > 8 ? 16 : WARPS > 4 ? 8 : WARPS > 2 ? 4 : 2;  // >= WARPS
+    static constexpr int SUMS = WARPS > 16 ? 32 : WARPS > 8 ? 16 : WARPS > 4 ? 8 : WARPS > 2 ? 4 : 2;  // SUMS >= WARPS
     static_assert((LANES & (LANES - 1)) == 0 && THREADS % LANES == 0, "threads: 1, 2, 4, 8, 16 or a multiple of 32");
     static_assert(THREADS * ROWS % 32 == 0 && THREADS * ROWS <= 1024, "a block is whole warps, 1024 threads at most");
 
-    // Returns the sum over the team to all of its threads. scratch: one float per warp of the block, which only one
-    // call may use. Every thread of the block must call this function, including threads without a row.
+    // Returns the sum of `value` over the team, to all threads of the team. scratch: one float per warp of the block;
+    // each call needs a separate array. Every thread of the block must call this function, even without a row.
     static __device__ float sum(float value, float* scratch) {
         value = lanes_sum<LANES>(value);
         if constexpr (WARPS > 1) {
@@ -31,9 +33,9 @@ struct Team {  // the threads that share a row; a block has ROWS teams
     }
 };
 
-// A thread's part of a row: vectors at offsets 0, STEP, 2 STEP, ... less than `left` from the thread's first element.
-// each(use) calls use(offset, vector) for every vector. WHOLE: all vectors lie inside the row, so bounds are not
-// checked.
+// A thread's part of a row: vectors of WIDTH elements at offsets 0, STEP, 2 STEP, ... from x, the address of the
+// thread's first element. Only offsets less than `left` are used. each(use) calls use(offset, vector) for every vector.
+// WHOLE: all vectors lie inside the row, so bounds are not checked.
 template <int WIDTH, int STEP, int VECTORS, bool WHOLE = false>
 struct Part {  // kept in registers; the constructor issues all loads before a value is used
     float v[VECTORS][WIDTH];
@@ -42,7 +44,7 @@ struct Part {  // kept in registers; the constructor issues all loads before a v
     __device__ Part(const T* x, int left) : left(left) {
 #pragma unroll
         for (int i = 0; i < VECTORS; ++i) {
-            if (inside(i)) Vec<T, WIDTH>::load_once(x + i * STEP).unpack(v[i]);  // x is read once: cache out instead
+            if (inside(i)) Vec<T, WIDTH>::load_once(x + i * STEP).unpack(v[i]);  // x is read once; the cache is for out
         }
     }
 
@@ -60,7 +62,7 @@ struct Part {  // kept in registers; the constructor issues all loads before a v
 };
 
 template <int WIDTH, int STEP, bool WHOLE>
-struct Part<WIDTH, STEP, 0, WHOLE> {  // the row is read again in each pass
+struct Part<WIDTH, STEP, 0, WHOLE> {  // each call of each() reads the row again
     const T* x;
     const int left;
 

@@ -7,11 +7,12 @@
 //   a[1] = A[g + 8][2t, 2t + 1]   a[3] = A[g + 8][2t + 8, 2t + 9]     b[1] = B[2t + 8, 2t + 9][g]
 //   c[0], c[1] = C[g][2t, 2t + 1]   c[2], c[3] = C[g + 8][2t, 2t + 1]
 //
-// The 16 values along K may be in any order, provided that A and B use the same one.
+// The 16 values along K may be in any order, provided that A and B use the same order.
 #pragma once
 
-// Copies 16 bytes from global to shared memory, bypassing the L1 cache. If `there` is false, writes zeros and reads
-// nothing. The surrounding 128 bytes are prefetched into the L2 cache, because other threads and blocks need them next.
+// Copies 16 bytes from global to shared memory, bypassing the L1 cache. If `there` is false, writes 16 zero bytes and
+// reads nothing. The surrounding 128 bytes are prefetched into the L2 cache, because other threads and blocks need them
+// next.
 __device__ __forceinline__ void copy16(void* shared, const void* global, bool there) {
     const unsigned to = (unsigned)__cvta_generic_to_shared(shared);
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to),
@@ -28,9 +29,9 @@ __device__ __forceinline__ void wait_for_groups() {
     asm volatile("cp.async.wait_group %0;" ::"n"(LATER) : "memory");
 }
 
-// Loads 8x8 matrices of 16-bit values from shared memory. Lane 8 i + r passes the address of row r of matrix i, aligned
-// to 16 bytes. Lane 4 g + t receives columns 2t and 2t + 1 of row g of each matrix; if TRANSPOSED, rows 2t and 2t + 1
-// of column g.
+// Loads two or four 8x8 matrices of 16-bit values from shared memory. Lane 8 i + r (r = 0..7) passes the address of row
+// r of matrix i, aligned to 16 bytes. Lane 4 g + t (t = 0..3) receives columns 2t and 2t + 1 of row g of each matrix,
+// or if TRANSPOSED rows 2t and 2t + 1 of column g.
 template <bool TRANSPOSED>
 __device__ __forceinline__ void load_matrices(unsigned& m0, unsigned& m1, const void* row) {
     const unsigned address = (unsigned)__cvta_generic_to_shared(row);
@@ -63,7 +64,7 @@ __device__ __forceinline__ void load_matrices(unsigned& m0, unsigned& m1, unsign
     }
 }
 
-// c += a b for 16-bit inputs of the type in the function's name; mma() uses the type of the activations.
+// mma_bf16() and mma_fp16() compute c += a b for bfloat16 and float16 inputs; mma() uses the type T of the activations.
 #define DEFINE_MMA(NAME, TYPES)                                                                                \
     __device__ __forceinline__ void NAME(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {     \
         asm("mma.sync.aligned.m16n8k16.row.col." TYPES                                                        \
@@ -83,7 +84,7 @@ __device__ __forceinline__ void mma(float (&c)[4], const unsigned (&a)[4], const
 #endif
 }
 
-// c += a b for A (16, 8) and B (8, 8) of tf32: floats whose low 13 bits are ignored. Lane 4 g + t holds
+// Computes c += a b for A (16, 8) and B (8, 8) of type tf32: floats whose low 13 bits are ignored. Lane 4 g + t holds
 //
 //   a[0] = A[g][t]   a[1] = A[g + 8][t]   a[2] = A[g][t + 4]   a[3] = A[g + 8][t + 4]
 //   b[0] = B[t][g]   b[1] = B[t + 4][g]
@@ -94,7 +95,8 @@ __device__ __forceinline__ void mma_tf32(float (&c)[4], const unsigned (&a)[4], 
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// Rounds two floats to a pair of 16-bit values in one instruction. pack2() rounds to the type of the activations.
+// Rounds two floats to bfloat16 or float16 and packs them into a register: `low` into its lower half, `high` into its
+// upper half. pack2() rounds to the type T of the activations.
 __device__ __forceinline__ unsigned pack2_bf16(float low, float high) {
     unsigned pair;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
@@ -131,12 +133,12 @@ __device__ __forceinline__ void unpack2_fp16(unsigned pair, float (&v)[2]) {
         : "r"(pair));
 }
 
-// Arithmetic on pairs of 16-bit values, each result rounded once. bfloat16 uses fma, because it has add and mul
-// instructions only from sm_90 on.
+// multiply2(), add2(), add2_fp16() and fma2_fp16() process pairs of 16-bit values; each result is rounded once. For
+// bfloat16, fma replaces add and mul, which exist only from sm_90 on.
 __device__ __forceinline__ unsigned multiply2(unsigned a, unsigned b) {
     unsigned product;
 #if defined(STORAGE_BF16)
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(product) : "r"(a), "r"(b), "r"(0x80008000u));  // c = -0: adds nothing
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(product) : "r"(a), "r"(b), "r"(0x80008000u));  // a b + -0 is a b
 #else
     asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
 #endif
@@ -155,8 +157,8 @@ __device__ __forceinline__ unsigned fma2_fp16(unsigned a, unsigned b, unsigned c
     return sum;
 }
 
-// Returns the lower or upper half of b in both halves. As an operand of the arithmetic above, it takes no extra
-// instruction.
+// Returns the lower 16 bits of b, or if UPPER the upper 16 bits, in both halves of the result. No extra instruction is
+// needed if the result is an operand of add2_fp16() or fma2_fp16().
 template <bool UPPER>
 __device__ __forceinline__ unsigned twice(unsigned b) {
     unsigned both;

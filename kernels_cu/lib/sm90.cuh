@@ -3,9 +3,9 @@
 //
 //   mbarrier   a word in shared memory at which threads and copies arrive and other threads wait; its phases are
 //              numbered 0, 1, 0 ...
-//   TMA        the copy engine: one thread requests the copy of a box of a tensor between global and shared memory.
-//              A tensor map (gpt2block/cuda/tensor_maps.py) holds shape and layout. Elements outside the tensor are
-//              read as zeros and are not written
+//   TMA        the copy engine: one thread requests the copy of a box (a block of a tensor) between global and shared
+//              memory. A tensor map (gpt2block/cuda/tensor_maps.py) holds the tensor's shape and layout. Elements
+//              outside the tensor are read as zeros and are not written
 //   cluster    blocks on neighbouring SMs, which can write to each other's shared memory (lib/cluster.cuh)
 #pragma once
 
@@ -22,7 +22,7 @@ struct alignas(8) Barrier {
 
 __device__ __forceinline__ unsigned shared_address(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
 
-// True in one lane of a fully active warp, the same lane in every call.
+// Returns true in exactly one lane of a warp, the same lane in every call. All lanes must be active.
 __device__ __forceinline__ bool elect_one() {
     unsigned elected;
     asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(elected));
@@ -45,11 +45,11 @@ __device__ __forceinline__ void arrive(Barrier& barrier) {
     asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(shared_address(&barrier)) : "memory");
 }
 
-// Arrives at the same barrier in another block of the cluster. This arrival orders memory accesses only within this
-// block. The other block may then overwrite data, so the caller's reads of that data must be complete; reads by
-// products are complete after wait_for_products(). With release at cluster scope, the arrival would wait for all writes
-// of the thread, including those to global memory (products took 1.4 times as long); with a release fence for shared
-// memory alone, they took up to 1.8 % longer.
+// Arrives at the barrier with the same address in block `block` of the cluster. This arrival orders memory accesses
+// only within this block. The other block may then overwrite data, so the caller's reads of that data must be complete;
+// reads by products are complete after wait_for_products(). With release at cluster scope, the arrival would wait for
+// all writes of the thread, including writes to global memory, and products took 1.4 times as long. With a release
+// fence for shared memory alone, products took up to 1.8 % longer.
 __device__ __forceinline__ void arrive_at(Barrier& barrier, int block) {
     asm volatile(
         "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
@@ -58,14 +58,14 @@ __device__ __forceinline__ void arrive_at(Barrier& barrier, int block) {
         : "memory");
 }
 
-// Arrives, and extends the phase until `bytes` bytes have also been copied.
+// Arrives at the barrier. The barrier's phase then ends only after copies of `bytes` bytes have arrived as well.
 __device__ __forceinline__ void arrive_and_expect(Barrier& barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)),
                  "r"(bytes)
                  : "memory");
 }
 
-template <bool FROM_OTHERS>  // FROM_OTHERS needs no acquire here: wait() has a fence
+template <bool FROM_OTHERS>  // with FROM_OTHERS, no acquire is needed here: wait() contains a fence
 __device__ __forceinline__ bool phase_ended(const Barrier& barrier, unsigned phase) {
     unsigned ended;
     if constexpr (FROM_OTHERS) {
@@ -86,10 +86,11 @@ __device__ __forceinline__ bool phase_ended(const Barrier& barrier, unsigned pha
     return ended;
 }
 
-// Waits until phase `phase` (0 or 1) has ended; it must be the current phase or the one before. FROM_OTHERS: data that
-// copies or store_at() of other blocks of the cluster have written to this block's shared memory is then visible as
-// well. The fence for this takes no instruction, whereas try_wait.acquire.cluster would invalidate the L1 cache. With
-// -DSPIN_LIMIT=n, the kernel reports the barrier after n attempts and stops.
+// Waits until phase `phase` (0 or 1) of the barrier has ended. It must be the current phase or the previous phase. With
+// FROM_OTHERS, data that other blocks of the cluster have written to this block's shared memory (by copies or
+// store_at()) is then also visible. The fence for FROM_OTHERS compiles to no instruction, whereas
+// try_wait.acquire.cluster would invalidate the L1 cache. With -DSPIN_LIMIT=n, the kernel reports the barrier after n
+// attempts and stops.
 template <bool FROM_OTHERS = false>
 __device__ __forceinline__ void wait(const Barrier& barrier, unsigned phase, const char* name) {
 #ifdef SPIN_LIMIT
@@ -112,15 +113,16 @@ __device__ __forceinline__ void prefetch(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// Calls wait_for_previous() in a thread that then requests copies from or to arrays which earlier kernels have accessed
-// by ordinary loads and stores. The copy engine accesses memory by another path (the async proxy): without the fence,
-// its copies are not ordered after these accesses.
+// Waits for the previous kernel like wait_for_previous(). For threads that then request copies from or to arrays which
+// earlier kernels have accessed by ordinary loads and stores. The copy engine accesses memory by another path (the
+// async proxy): without the fence, its copies are not ordered after these accesses.
 __device__ __forceinline__ void wait_before_copies() {
     wait_for_previous();
     asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
-// Loads a box of an array of matrices, starting at column x, row y and matrix z. Its bytes arrive at the barrier.
+// Requests the load of a box of an array of matrices, starting at column x, row y and matrix z. The bytes of the box
+// arrive at the barrier.
 __device__ __forceinline__ void load_box(void* to, const TensorMap& map, Barrier& barrier, int x, int y, int z) {
     asm volatile(
         "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], "
@@ -129,7 +131,7 @@ __device__ __forceinline__ void load_box(void* to, const TensorMap& map, Barrier
         : "memory");
 }
 
-// Copies `bytes` bytes, a multiple of 16, from global to shared memory. They arrive at the barrier.
+// Requests a copy of `bytes` bytes (a multiple of 16) from global to shared memory. The bytes arrive at the barrier.
 __device__ __forceinline__ void load_bytes(void* to, const void* from, int bytes, Barrier& barrier) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
@@ -138,7 +140,8 @@ __device__ __forceinline__ void load_bytes(void* to, const void* from, int bytes
         : "memory");
 }
 
-// Multicast version of load_bytes, for every block of the cluster whose bit is set in `blocks`; see load_box_for.
+// Multicast version of load_bytes(): every block of the cluster whose bit is set in `blocks` receives the bytes at the
+// same address in its shared memory, and the bytes arrive at the barrier of this block.
 __device__ __forceinline__ void load_bytes_for(unsigned short blocks, void* to, const void* from, int bytes,
                                                Barrier& barrier) {
     asm volatile(
@@ -149,7 +152,7 @@ __device__ __forceinline__ void load_bytes_for(unsigned short blocks, void* to, 
 }
 
 // Multicast version of load_box: every block of the cluster whose bit is set in `blocks` receives the box at the same
-// address in its shared memory, and the bytes arrive at its own barrier.
+// address in its shared memory, and the bytes arrive at the barrier of this block.
 __device__ __forceinline__ void load_box_for(unsigned short blocks, void* to, const TensorMap& map, Barrier& barrier,
                                              int x, int y, int z) {
     asm volatile(
@@ -169,8 +172,8 @@ __device__ __forceinline__ void store_box(const TensorMap& map, const void* from
 // end_stores().
 __device__ __forceinline__ void end_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Waits until the copy engine has read shared memory for this thread's stores, except the LATER most recent groups of
-// stores.
+// Waits until the copy engine has read the shared memory of this thread's groups of stores, except the LATER most
+// recent groups.
 template <int LATER>
 __device__ __forceinline__ void wait_for_reads() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(LATER) : "memory");
@@ -182,17 +185,17 @@ __device__ __forceinline__ void show_writes() { asm volatile("fence.proxy.async.
 
 // ---- threads, registers, clusters
 
-// Synchronises whole warps of a block, `threads` threads in total, at barrier `id` (1 to 15).
+// Synchronises some warps of a block at named barrier `id` (1 to 15). threads: number of threads in these warps.
 __device__ __forceinline__ void sync_threads(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Arrives at barrier `id` without waiting. The threads that call sync_threads(id, threads) wait for this arrival.
+// Arrives at named barrier `id` without waiting. The threads that call sync_threads(id, threads) wait for this arrival.
 __device__ __forceinline__ void pass_threads(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Synchronises the threads, and returns whether `yes` is true in any of them.
+// Synchronises threads like sync_threads(), and returns whether `yes` is true in any of them.
 __device__ __forceinline__ bool any_of_threads(int id, int threads, bool yes) {
     unsigned any;
     asm volatile(
@@ -215,8 +218,8 @@ __device__ __forceinline__ void give_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
-// Stores four floats in the shared memory of another block of the cluster, at the address that corresponds to `here`.
-// They arrive at that block's barrier as 16 bytes.
+// Stores four floats in the shared memory of block `block` of the cluster, at the address that corresponds to `here`.
+// The 16 bytes arrive at the same barrier of that block.
 __device__ __forceinline__ void store_at(int block, void* here, Barrier& barrier, float a, float b, float c, float d) {
     asm volatile(
         "{\n.reg .b32 there, bar;\nmapa.shared::cluster.u32 there, %0, %2;\nmapa.shared::cluster.u32 bar, %1, %2;\n"
@@ -226,7 +229,7 @@ __device__ __forceinline__ void store_at(int block, void* here, Barrier& barrier
         : "memory");
 }
 
-__device__ __forceinline__ void store_at(int block, void* here, Barrier& barrier, float a, float b) {  // two floats
+__device__ __forceinline__ void store_at(int block, void* here, Barrier& barrier, float a, float b) {  // 2 floats
     asm volatile(
         "{\n.reg .b32 there, bar;\nmapa.shared::cluster.u32 there, %0, %2;\nmapa.shared::cluster.u32 bar, %1, %2;\n"
         "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [there], {%3, %4}, [bar];\n}" ::"r"(
@@ -237,17 +240,17 @@ __device__ __forceinline__ void store_at(int block, void* here, Barrier& barrier
 
 // ---- shared memory
 
-// Returns the swizzled offset of a 16-byte unit in a box whose rows have 128, 64 or 32 bytes (SWIZZLE 7, 3, 1), in the
-// layout of the copy engine and wgmma. The unit's index in its 128-byte line is XORed with the line number, so that
-// neither 8 rows of one column nor a whole row have bank conflicts. Offsets are relative to an address aligned to 1024
-// bytes.
+// Returns the swizzled offset of a 16-byte unit in a box, in the layout of the copy engine and wgmma. SWIZZLE is 7, 3
+// or 1 for rows of 128, 64 or 32 bytes. The unit's index in its 128-byte line is XORed with the line number (masked by
+// SWIZZLE), so that accesses to a column of 8 rows or to a whole row have no bank conflicts. Offsets are relative to an
+// address aligned to 1024 bytes.
 template <int SWIZZLE = 7>
 __device__ __forceinline__ int swizzled(int offset) {
     return offset ^ ((offset >> 7 & SWIZZLE) << 4);
 }
 
 // Stores four 8x8 matrices of 16-bit values in shared memory. Lane 8 i + r passes the address of row r of matrix i,
-// aligned to 16 bytes. Lane 4 g + t holds columns 2t and 2t + 1 of row g of each matrix.
+// aligned to 16 bytes. Lane 4 g + t (t = 0..3) holds columns 2t and 2t + 1 of row g of each matrix.
 __device__ __forceinline__ void store_matrices(int row, unsigned m0, unsigned m1, unsigned m2, unsigned m3) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(m0), "r"(m1),
                  "r"(m2), "r"(m3)
@@ -262,8 +265,8 @@ __device__ __forceinline__ void load_matrices(unsigned& m0, unsigned& m1, unsign
                  : "memory");
 }
 
-// Stores, or loads, four 8x8 matrices that are transposed in shared memory: lane 4 g + t holds rows 2t and 2t + 1 of
-// column g.
+// Stores, or loads, four 8x8 matrices that are transposed in shared memory: lane 4 g + t (t = 0..3) holds rows 2t and
+// 2t + 1 of column g of each matrix.
 __device__ __forceinline__ void store_transposed(int row, unsigned m0, unsigned m1, unsigned m2, unsigned m3) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(m0), "r"(m1),
                  "r"(m2), "r"(m3)

@@ -1,9 +1,9 @@
 // Tensor-core products of a warpgroup (128 threads): C (64, N) += A (64, 16) B (16, N), 16-bit inputs, fp32 sums.
 //
 // A and B lie in shared memory in the layout in which the copy engine stores boxes of 64 columns: rows of 128 bytes,
-// swizzled, aligned to 1024 bytes. A descriptor holds the address. B is read as (N, K), one row per column of C, or
-// with ACROSS as (K, N), one box after the other. A can also come from registers, in the layout of the sums. Thread 32
-// w + 4 g + t holds these values of C:
+// swizzled, aligned to 1024 bytes. A descriptor holds the address. B is stored as (N, K), one row per column of C, or
+// with ACROSS as (K, N): boxes of 64 columns, one box after the other. A can also come from registers, in the layout of
+// the sums C. Thread 32 w + 4 g + t (g = 0..7, t = 0..3) holds these values of C, for j = 0..N/8-1:
 //
 //   c[4 j], c[4 j + 1]       C[16 w + g    ][8 j + 2t, 8 j + 2t + 1]
 //   c[4 j + 2], c[4 j + 3]   C[16 w + g + 8][8 j + 2t, 8 j + 2t + 1]
@@ -23,8 +23,8 @@
 
 typedef unsigned long long Matrix;  // descriptor of a matrix in shared memory
 
-// Returns the wgmma descriptor of a matrix in shared memory. columns: with ACROSS, the bytes from a box of B to the box
-// of the next 64 columns.
+// Returns the wgmma descriptor of a matrix in shared memory. columns: with ACROSS, the distance in bytes from a box of
+// B to the box of the next 64 columns.
 __device__ __forceinline__ Matrix matrix_at(const void* shared, int columns = 16) {
     const unsigned swizzle_128 = 1u << 30, eight_rows = 1024 >> 4;  // bytes between groups of 8 rows, in units of 16
     unsigned place = shared_address(shared) >> 4;
@@ -35,7 +35,7 @@ __device__ __forceinline__ Matrix matrix_at(const void* shared, int columns = 16
 // Returns the descriptor of the address `bytes` bytes later: 32 for the next 16 columns of 16-bit values, 2048 for the
 // next 16 rows.
 __device__ __forceinline__ Matrix further(Matrix matrix, int bytes) {
-    unsigned low, high;  // two words, because the compiler would carry from the low word into the high one
+    unsigned low, high;  // two words: a 64-bit addition would also compute the carry into the high word
     asm("mov.b64 {%0, %1}, %2;" : "=r"(low), "=r"(high) : "l"(matrix));
     asm("mov.b64 %0, {%1, %2};" : "=l"(matrix) : "r"(low + (bytes >> 4)), "r"(high));
     return matrix;
@@ -49,14 +49,14 @@ __device__ __forceinline__ void wait_for_products() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LATER) : "memory");
 }
 
-// Keeps the compiler from moving uses of these registers across this point.
+// Keeps the compiler from moving uses of the registers `c` across this point.
 template <int COUNT>
 __device__ __forceinline__ void pin(float (&c)[COUNT]) {
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(c[i])::"memory");
 }
 
-// The register operands of c in an instruction, as names (NAMES) and as constraints (SUMS), 8 at a time.
+// Lists of register operands of c in an asm statement, in groups of 8: placeholders (NAMES..) and constraints (SUMS..).
 #define NAMES8(a, b, c, d, e, f, g, h) \
     "%" #a ", %" #b ", %" #c ", %" #d ", %" #e ", %" #f ", %" #g ", %" #h
 #define NAMES16 NAMES8(0, 1, 2, 3, 4, 5, 6, 7) ", " NAMES8(8, 9, 10, 11, 12, 13, 14, 15)
@@ -94,9 +94,9 @@ __device__ __forceinline__ void pin(float (&c)[COUNT]) {
 #define SUMS120 SUMS112, SUMS8(112)
 #define SUMS128 SUMS120, SUMS8(120)
 
-// multiply(c, a, b, adds): c += a b, or c = a b if not `adds`. Each thread holds N / 2 sums. A, B, P and X are the
-// operand numbers of a, b, `adds` and ACROSS. N can be any multiple of 8; the list has the values that some tile uses,
-// and a few for experiments.
+// multiply(c, a, b, adds) computes c += a b, or if `adds` is false c = a b. Each thread holds N / 2 sums. A, B, P and X
+// are the operand numbers of a, b, `adds` and ACROSS. wgmma supports any multiple of 8 as N; the list has the values of
+// N that some tile uses, and a few for experiments.
 #define PRODUCT(N, COUNT, A, B, P, X)                                                                                \
     template <bool ACROSS = false>                                                                                   \
     __device__ __forceinline__ void multiply(float (&c)[COUNT], Matrix a, Matrix b, bool adds) {                     \
@@ -121,9 +121,9 @@ PRODUCT(192, 96, 96, 97, 98, 99)
 PRODUCT(224, 112, 112, 113, 114, 115)
 PRODUCT(256, 128, 128, 129, 130, 131)
 
-// multiply() with A in registers: a[0] = A[16 w + g][2t, 2t + 1], a[1] = A[16 w + g + 8][2t, 2t + 1]; a[2] and a[3] are
-// 8 columns further. The registers must not change until the product is complete. A0 to A3: operand numbers of a[0] to
-// a[3].
+// multiply() with A in registers of thread 32 w + 4 g + t: a[0] = A[16 w + g][2t, 2t + 1], a[1] = A[16 w + g + 8][2t,
+// 2t + 1]; a[2] and a[3] are the same rows at columns 2t + 8, 2t + 9. The registers must not change until the product
+// is complete. A0 to A3: operand numbers of a[0] to a[3].
 #define PRODUCT_OF_REGISTERS(N, COUNT, NAMES, SUMS, A0, A1, A2, A3, B, P, X)                                         \
     template <bool ACROSS = false>                                                                                   \
     __device__ __forceinline__ void multiply(float (&c)[COUNT], const unsigned (&a)[4], Matrix b, bool adds) {       \
@@ -134,7 +134,7 @@ PRODUCT(256, 128, 128, 129, 130, 131)
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)adds), "n"((int)ACROSS));        \
     }
 
-// Names and constraints of the register operands for 4 and 8 sums per thread.
+// Placeholders and constraints of the register operands for 4 and 8 sums per thread.
 #define FIRST4 "%0, %1, %2, %3"
 #define FIRST8 NAMES8(0, 1, 2, 3, 4, 5, 6, 7)
 #define SUMS4 "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])

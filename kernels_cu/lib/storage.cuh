@@ -1,16 +1,16 @@
 // Storage types: the element types of arrays, and conversions between them and float. Arithmetic is always float.
 //
 //   T    activations: float, or __half with STORAGE_FP16, or __nv_bfloat16 with STORAGE_BF16
-//   W    weights:     T; or FP8 with WEIGHT_E5M2 or with WEIGHT_E4M3, which must not contain NaN;
-//                     with WEIGHT_TWO_PART, parts of two-part numbers (lib/two_part.cuh), all high parts before all
-//                     low parts; with WEIGHT_GGUF, the bytes of GGUF blocks (lib/gguf.cuh)
+//   W    weights:     T; or FP8 with WEIGHT_E5M2 or with WEIGHT_E4M3, which must not contain NaN; with WEIGHT_TWO_PART,
+//                     float16 parts of two-part numbers (lib/two_part.cuh), all high parts before all low parts; with
+//                     WEIGHT_GGUF, the bytes of GGUF blocks (lib/gguf.cuh)
 //   KV   keys and values of a kv_cache: T, or FP8 with CACHE_E5M2 or CACHE_E4M3
 //
 // W and KV can be different FP8 formats (lib/fp8.cuh). Values stored as KV are rounded to nearest even; magnitudes
-// larger than the largest FP8 number become that number.
+// larger than the largest finite FP8 number become this number.
 //
-// Vec<E, WIDTH> moves WIDTH elements of type E in one instruction. WIDTH is a power of two. A vector has at most 16
-// bytes and is aligned to its size.
+// Vec<E, WIDTH> loads or stores WIDTH elements of type E in one instruction. WIDTH is a power of two. A vector has at
+// most 16 bytes and is aligned to its size.
 #pragma once
 
 __device__ __forceinline__ float widen(float value) { return value; }
@@ -42,7 +42,7 @@ typedef E5M2 W;
 #elif defined(WEIGHT_E4M3)
 typedef FiniteE4M3 W;
 #elif defined(WEIGHT_TWO_PART)
-struct Part { unsigned short bits; };  // one float16 number
+struct Part { unsigned short bits; };  // high or low part: a float16 number
 typedef Part W;
 #elif defined(WEIGHT_GGUF)
 struct Byte { unsigned char bits; };
@@ -83,7 +83,7 @@ struct Vec {
     typedef typename Bits<WIDTH * sizeof(E)>::type Raw;
     Raw raw;
 
-    // Loads with a built-in function, because the compiler may split a plain vector load into loads of elements.
+    // Loads a vector with a built-in function: the compiler may split a plain vector load into loads of elements.
     static __device__ __forceinline__ Vec load(const E* from) { return {__ldg(reinterpret_cast<const Raw*>(from))}; }
 
     // Loads data that is read only once: its cache lines are evicted first.

@@ -2,8 +2,9 @@
 #pragma once
 #include "lib/storage.cuh"
 
-// Inline assembly keeps these loads before the wait for activations. The L2 hint fetches 128 bytes, because
-// neighbouring threads or blocks soon need the other sectors of these 128 bytes.
+// Loads a vector of weights. Inline assembly keeps the load before the wait for the previous kernel. The cache hint
+// makes the L2 cache fetch 128 bytes, because neighbouring threads or blocks soon need the other sectors of these 128
+// bytes.
 template <typename Vector>
 __device__ __forceinline__ Vector stream_in(const W* from) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 750

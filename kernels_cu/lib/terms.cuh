@@ -1,21 +1,22 @@
 // Terms: a float as the sum of two 16-bit numbers, for products on tensor cores. The high term is the 16-bit number
-// nearest to the float, the low term the one nearest to the remainder. Two bfloat16 terms keep 16 bits and the range of
-// a float. Two float16 terms keep 22 bits, but no bits below 2^-24, and allow magnitudes up to 65504. Two-part terms
-// (lib/two_part.cuh) are float16 numbers, too: the value divided by a scale, and the remainder times 2048. If the scale
-// fits the largest value, two-part terms keep 22 bits of values as small as 2^-28 of the largest. Infinity becomes NaN.
+// nearest to the float, the low term the 16-bit number nearest to the remainder. Two bfloat16 terms keep 16 bits and
+// the range of a float. Two float16 terms keep 22 bits, but no bits below 2^-24, and allow magnitudes up to 65504.
+// Two-part terms (lib/two_part.cuh) are also float16 numbers: the value divided by a scale, and the remainder times
+// 2048. If the scale fits the largest value, two-part terms keep 22 bits of all values that are at least 2^-28 of the
+// largest value. Infinity becomes NaN.
 //
 // With TERM_WIDTH 0, two neighbouring floats in memory are replaced by a word with their two high terms and a word with
 // their two low terms. Otherwise, terms are stored in the order in which wgmma reads them (term_place). Both layouts
 // take as much memory as the floats.
 //
-// With TERM_COUNT 1, only the high term of a value is used. With TERM_WIDTH 0 the low term is stored as 0. In the order
-// of wgmma the low term is omitted, which halves the memory.
+// With TERM_COUNT 1, only the high term of a value is used. The low term is then stored as 0 with TERM_WIDTH 0. In the
+// order of wgmma it is omitted, which halves the memory.
 //
 // The including file includes lib/sm80.cuh.
 #pragma once
 #include "lib/two_part.cuh"
 
-#ifndef TERM_WIDTH  // layout of stored terms: 0: two words in place of two floats; else the wgmma order of term_place
+#ifndef TERM_WIDTH  // layout of stored terms: 0: in place of the floats; 2, 8, 16: wgmma order, see term_place
 #define TERM_WIDTH 0
 #endif
 
@@ -23,7 +24,7 @@
 #define TERM_COUNT 2
 #endif
 
-constexpr int FP16_TERMS = 1, BF16_TERMS = 2, TWO_PART_TERMS = 3;  // formats of the two numbers that stand for a float
+constexpr int FP16_TERMS = 1, BF16_TERMS = 2, TWO_PART_TERMS = 3;  // formats of a float's two terms
 
 // Splits two floats into 16-bit terms. `high` receives both high terms and `low` both low terms, each with the first
 // float's term in the lower half. inverse: 1 / scale, for two-part terms.
@@ -44,9 +45,8 @@ __device__ __forceinline__ void split_pair(float first, float second, float inve
     low = BRAIN ? pack2_bf16(first, second) : pack2_fp16(first, second);
 }
 
-// Replaces the floats of two lanes by their 16-bit terms: returns the two high terms in the lower lane and the two low
-// terms in the upper lane. The lane numbers differ by DISTANCE, a power of two. All lanes of a warp must call this
-// function.
+// Replaces the floats of two lanes by their 16-bit terms: the lower lane receives both high terms, the upper lane both
+// low terms. The lane numbers differ by DISTANCE, a power of two. All lanes of a warp must call this function.
 template <int KIND, int DISTANCE = 1>
 __device__ __forceinline__ float term_of(float value, float inverse = 1.0f) {
     const bool odd = threadIdx.x & DISTANCE;
@@ -58,13 +58,14 @@ __device__ __forceinline__ float term_of(float value, float inverse = 1.0f) {
 
 constexpr unsigned TERM_ROWS = 64;  // rows of x per tile in the wgmma order of term_place
 
-// Returns the index of the 32-bit word at which value k of row m of x (M, K) is stored as terms. The pair k, k + 1 (k
-// even) has its high terms in the word of k and, with two terms, its low terms in the word of k + 1. WIDTH 0: row-major
-// order, as for floats. WIDTH 2, 8 or 16: the order in which matmul/decode/wgmma.cu reads shared memory: tiles of
-// TERM_ROWS rows; in a tile, slices of 64 values along K; in a slice, for each row a line of 128 bytes with high terms,
-// then with TERM_COUNT 2 a line with low terms. In a line, the 16-byte units are swizzled for wgmma. WIDTH is the
-// number of values that a lane loads at once from a row of weights: of every 4 WIDTH values along K, a unit holds two
-// neighbouring values from each of four lanes. With WIDTH 2 the values of a line are in order.
+// Returns the index of a 32-bit word of x (M, K) stored as terms: the word for value k of row m. For even k, the word
+// for k holds the high terms of values k and k + 1; with two terms, the word for k + 1 holds their low terms. WIDTH 0:
+// row-major order, as for floats. WIDTH 2, 8 or 16: the order in which matmul/decode/wgmma.cu reads shared memory. x is
+// then divided into tiles of TERM_ROWS rows, and a tile into slices of 64 values along K. A slice contains, for each
+// row, a line of 128 bytes with high terms and, with TERM_COUNT 2, a line with low terms. In a line, the 16-byte units
+// are swizzled for wgmma. WIDTH is the number of values that a lane loads at once from a row of weights. Four lanes
+// thus load 4 WIDTH values; a unit holds two neighbouring values of each of these lanes. With WIDTH 2 the values of a
+// line are in the order of K.
 template <int WIDTH = TERM_WIDTH>
 __device__ __forceinline__ long long term_place(int m, int k, int M, int K) {
     if constexpr (WIDTH == 0) return (long long)m * K + k;
@@ -90,8 +91,8 @@ __device__ constexpr bool has_low() {
     return TERM_COUNT == 2 || WIDTH == 0;
 }
 
-// Returns the index of the word with the high terms of values k + e and k + e + 1, given the index `first` for values k
-// and k + 1. k is a multiple of 4 or of 8; e is even and less than this multiple.
+// Returns the index of the word with the high terms of values k + e and k + e + 1, given `first`, the index of the word
+// for values k and k + 1. k is a multiple of 4 and e = 0 or 2; or k is a multiple of 8 and e = 0, 2, 4 or 6.
 __device__ __forceinline__ long long further_place(long long first, int e) {
     return TERM_WIDTH == 0 ? first + e : TERM_WIDTH == 2 ? first ^ e / 2 : first ^ 2 * e;
 }

@@ -1,21 +1,21 @@
 // Two-part numbers, which give float accuracy on half-precision tensor cores: x = (hi + lo / 2048) scale.
 //
-//   scale   one per row: a power of two that brings the row's largest magnitude to at least 2^14 and below 2^15
+//   scale   one per row: a power of two; the row's largest magnitude / scale is at least 2^14 and less than 2^15
 //   hi      half(x / scale)
 //   lo      half((x / scale - hi) 2048), 0 where hi is not finite
 //
-// This keeps 22 bits of every number down to 2^-28 of the row's largest magnitude. Smaller numbers keep the bits above
-// 2^-50 of this magnitude. Subnormal numbers count as zero. A row of zeros has the scale 1.
+// A number that is at least 2^-28 of the row's largest magnitude keeps 22 bits. Smaller numbers keep the bits that are
+// above 2^-50 of this magnitude. Subnormal floats become zero. A row of zeros has the scale 1.
 //
 // Source: Ootomo and Yokota, "Recovering single precision accuracy from Tensor Cores while surpassing the FP32
 // theoretical peak performance" (2022).
 #pragma once
 #include "lib/storage.cuh"
 
-constexpr float LOW = 2048.0f;  // factor by which low parts are scaled
+constexpr float LOW = 2048.0f;  // factor of low parts: lo = LOW * remainder
 
-// Returns the scale of a row whose largest magnitude is `largest` (finite): at least 2^-126, so that its inverse is
-// finite.
+// Returns the scale of a row whose largest magnitude is `largest`, a finite number. The scale is at least 2^-126, so
+// that 1 / scale is finite.
 __device__ __forceinline__ float scale_of(float largest) {
     const int exponent = (__float_as_int(largest) >> 23) - 14;
     return largest > 0.0f ? __int_as_float((exponent > 1 ? exponent : 1) << 23) : 1.0f;
@@ -25,7 +25,8 @@ __device__ __forceinline__ float inverse_of(float power) {  // inverse of a powe
     return __int_as_float(0x7f000000 - __float_as_int(power));
 }
 
-// Computes the low parts of values v that are already divided by their scale; their high parts are narrow(v).
+// Computes the low parts of values v, which are already divided by the scale of their row. The high parts are
+// narrow(v).
 template <int WIDTH>
 __device__ __forceinline__ void low_parts(const float (&v)[WIDTH], float (&low)[WIDTH]) {
 #pragma unroll
@@ -35,7 +36,7 @@ __device__ __forceinline__ void low_parts(const float (&v)[WIDTH], float (&low)[
     }
 }
 
-// Computes the numbers that high and low parts represent, and stores them in `high`.
+// Computes the numbers that the parts `high` and `low` represent, and stores the numbers in `high`.
 template <int WIDTH>
 __device__ __forceinline__ void join(float (&high)[WIDTH], const float (&low)[WIDTH], float scale) {
 #pragma unroll
@@ -43,8 +44,8 @@ __device__ __forceinline__ void join(float (&high)[WIDTH], const float (&low)[WI
 }
 
 // Returns a sum of products of two-part numbers. high: the sum of products of two high parts. cross: the sum of
-// products with a low part. If `high` is infinite or NaN, `cross` is ignored: it could have the opposite sign or be NaN
-// (infinity times a low part of 0).
+// products of a high part and a low part. If `high` is infinite or NaN, `cross` is ignored: it could have the opposite
+// sign or be NaN (infinity times a low part of 0).
 __device__ __forceinline__ float sum_of(float high, float cross) {
     return fabsf(high) < 1e30f ? fmaf(cross, 1.0f / LOW, high) : high;
 }

@@ -1,14 +1,15 @@
 // Determines where new keys and values belong in a kv_cache. Included by attention/cache/kv_cache.cu and
 // attention/cache/kv_cache_two_part.cu.
 //
-// One thread per vector of KV_WIDTH channels. Rows and positions outside the cache are skipped. Grid (N), block (any).
+// One thread copies a vector of KV_WIDTH channels at a time. Rows and positions outside the cache are skipped. Grid:
+// one block per row of qkv; block: any number of threads.
 #pragma once
 
-#ifndef KV_WIDTH  // channels per aligned vector: a power of two that divides C and W, at most 16 bytes of k and of T
+#ifndef KV_WIDTH  // channels per aligned vector: a power of two dividing C and W; 16 bytes at most
 #define KV_WIDTH 4
 #endif
 
-// Calls move(from, to) for each vector of K and V in row blockIdx.x. from: offset in qkv; to: address in the cache.
+// Calls move(from, to) for each vector of K and V in row blockIdx.x. `from`: offset in qkv. `to`: address in the cache.
 template <typename E, typename Move>
 __device__ __forceinline__ void append(
     const int* row, const int* position, E* k, E* v, int C, int W, int B, int n_ctx, Move move) {

@@ -1,17 +1,18 @@
 // A tile of a head's rows in shared memory, for attention/prompt/mma.cu and attention/prompt/mma_two_part.cu. The
 // including file defines THREADS.
 //
-// The pitch is an odd number of 16-byte chunks: ldmatrix has no bank conflicts, and all its offsets are constants.
+// The pitch (bytes between rows in shared memory) is an odd number of 16-byte chunks. Therefore ldmatrix has no bank
+// conflicts, and all its offsets are constants.
 #pragma once
 
 #include "lib/attention/scores.cuh"
 #include "lib/attention/transpose.cuh"
 
 constexpr int KEYS = SIZE > 128 ? 32 : 64;                   // keys per tile
-constexpr int CHUNKS = SIZE / 8, PITCH = 16 * (CHUNKS + 1);  // per row: 16-byte chunks; bytes in shared memory
+constexpr int CHUNKS = SIZE / 8, PITCH = 16 * (CHUNKS + 1);  // 16-byte chunks per row; bytes between rows
 constexpr int TILE = KEYS * PITCH;
 
-// Copies ROWS rows of a head to shared memory. Row `there` and later rows are not read; their copies are zeros.
+// Copies ROWS rows of a head to shared memory. Only rows before `there` are read; zeros are stored for other rows.
 template <int ROWS>
 __device__ __forceinline__ void copy_rows(char* to, const T* from, long long stride, int there) {
     constexpr int STEP = THREADS / CHUNKS;

@@ -1,39 +1,40 @@
 // Tile-by-tile attention, shared by learn/attention/online.cu and attention/prompt/cores.cu.
 //
-// A block processes K and V in tiles of KEYS rows. Over the keys processed so far, it keeps for each query the largest
-// score m, the sum l of exp(score - m) and the sum o of exp(score - m) V. If a tile has a larger m, both sums are
-// scaled by exp(m - new m). The result is o / l.
+// A block processes a tile of QUERIES queries, and K and V in tiles of KEYS rows. Over the keys processed so far, it
+// keeps for each query the largest score m, the sum l of exp(score - m) and the sum o of exp(score - m) V. If a tile
+// has a larger m, both sums are scaled by exp(m - new m). The result is o / l.
 //
 //                 K, V ->
 //             [ m m . . . . ]   x  a tile whose keys all queries of the block see
 //        Q    [ x x m m . . ]   m  a tile that the causal mask crosses: each product with V is masked
 //        |    [ x x x x m m ]   .  neither read nor computed
-//        v                      a row: a block's QUERIES queries; blocks with the most work start first
+//        v                      each line: the queries of one block; blocks with the most work start first
 //
-// Each tile takes two matrix products, whose arithmetic bounds the kernel. A thread holds 8x8 results of each product
-// in registers: scores of 8 queries and 8 keys, and sums o of these queries in 8 channels (for HS = 64 and KEYS = 64).
+// Each tile of keys takes two matrix products, whose arithmetic limits the speed of the kernel. A thread holds 8x8
+// results of each product in registers: scores of 8 queries and 8 keys, and sums o of these queries in 8 channels (HS
+// and KEYS 64).
 //
 //     K (KEYS, HS) in shared memory        V (KEYS, HS) in shared memory
 //             |                                    |
-//        S = Q K^T  --- m, l --->  P = exp(S - m)  |       16 reads of 16 bytes, without bank conflicts, for 256
-//             |                           |        |       multiply-adds in both products
+//        S = Q K^T  --- m, l --->  P = exp(S - m)  |       each product: 16 reads of 16 bytes, without bank
+//             |                           |        |       conflicts, for every 256 multiply-adds
 //     Q (QUERIES, HS) in shared    o = o exp(m - new m) + P V
 //
 // P passes through shared memory, 32 keys at a time. A warp reads only values of P that it wrote itself, so no block
 // barrier is needed. V is loaded (cp.async) while S is computed, and the next K while o is computed. K and V therefore
-// need only one buffer each, and a tile two barriers.
+// need only one buffer each, and each tile of keys needs only two barriers.
 //
 //   a thread's queries     4 r + ty          (r = 0..ROWS-1, ty = 0..3)
-//   a thread's keys        32 g + 4 tx + e   (tx = 0..7, e = 0..3), in s[r][4 g + e]
+//   a thread's keys        32 g + 4 tx + e   (g = 0..KEYS/32-1, tx = 0..7, e = 0..3), in s[r][4 g + e]
 //   a thread's channels    32 g + 4 tx + e, in o[r][g][e]
 //
-// K and V of 16 bits or FP8 are copied unconverted to a separate buffer. Each thread widens the pieces that it has
-// copied and writes them to the tile, before the barrier that makes them visible to other threads. The order of a
-// query's sums depends only on KEYS: neither on the other queries, nor on the query's position in a block.
+// K and V of 16 bits or FP8 are copied unconverted to a separate buffer. Each thread converts the 16-byte pieces that
+// it has copied to floats in the tile, before the barrier that makes them visible to other threads. The order of
+// additions for a query depends only on KEYS, not on the other queries or on the query's position in a block.
 //
 // Any number of queries and keys. Any HS up to 256: larger heads have fewer queries per warp, so that o fits in
-// registers. If HS is a multiple of 4 (8 for K and V of 16 bits, 16 for FP8), rows are aligned to 16 bytes and are
-// copied in 16-byte pieces. GPUs before sm_80 have no cp.async: copies are synchronous and go through registers.
+// registers. If HS is a multiple of 4 (with 16-bit K and V: of 8; with FP8: of 16), rows are aligned to 16 bytes and
+// are copied in 16-byte pieces. GPUs before sm_80 have no cp.async: copies are synchronous and go through registers.
 //
 // Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018); Rabe and Staats, "Self-attention
 // Does Not Need O(n^2) Memory" (2021); Dao et al., "FlashAttention" (2022).
@@ -73,25 +74,26 @@ static_assert(AO_KEYS > 0 && AO_KEYS % 32 == 0, "a warp's threads hold 32 keys a
 constexpr int GROUP = NH / NKV;  // heads of Q that share a head of K
 constexpr int ROWS = AO_ROWS;
 constexpr int COLUMNS = AO_KEYS / 8;    // keys per thread
-constexpr int GROUPS = (HS + 31) / 32;  // groups of 32 channels; a thread has 4 of each group
+constexpr int GROUPS = (HS + 31) / 32;  // groups of 32 channels; a thread has 4 channels of each
 constexpr int THREADS = 32 * AO_WARPS;
 constexpr int WARP_QUERIES = 4 * ROWS;
 constexpr int QUERIES = WARP_QUERIES * AO_WARPS;
 constexpr int KEYS = AO_KEYS;
-constexpr int DEPTH = (HS + 3) / 4 * 4;      // HS rounded up to whole float4, padded with zeros
-constexpr int STRIDE = 4 * (DEPTH / 4 | 1);  // 8 consecutive rows start in 8 different groups of 4 banks
+constexpr int DEPTH = (HS + 3) / 4 * 4;      // HS rounded up to a multiple of 4; padding is 0
+constexpr int STRIDE = 4 * (DEPTH / 4 | 1);  // floats between rows; 8 consecutive rows start in different banks
 constexpr int V_STRIDE = 32 * GROUPS;
-constexpr int P_STRIDE = 32 + 16;  // a quarter of a warp stores 4 float4 in each of two rows: 8 groups of banks
+constexpr int P_STRIDE = 32 + 16;  // floats between rows: no bank conflicts in stores of 4 float4 to each of 2 rows
 
-// Calls copy(row, more, d) for all pieces of WIDTH elements of COUNT rows of a head: the piece of row `row + more` that
-// starts with element d. The pieces of a warp are contiguous. If all pieces of a thread have the same d, `row` is the
-// thread's first row, and `more` is a compile-time constant. With WIDTH 1, the padding elements are included.
+// Divides COUNT rows of a head into pieces of WIDTH elements, and calls copy(row, more, d) for each of this thread's
+// pieces. The piece starts with element `d` of row `row` + `more`. The pieces of a warp are contiguous. If all pieces
+// of a thread have the same d, `row` is the thread's first row, and `more` is a compile-time constant. With WIDTH 1,
+// the padding elements are included.
 template <int COUNT, int WIDTH, typename Copy>
 __device__ __forceinline__ void for_each_piece(Copy copy) {
     constexpr int PIECES = DEPTH / WIDTH, STEP = PIECES <= THREADS ? THREADS / PIECES : 1;
     constexpr bool KEEPS_TO_D = STEP * PIECES == THREADS && (STEP & (STEP - 1)) == 0 && COUNT % STEP == 0;
     if constexpr (WIDTH > 1 && KEEPS_TO_D) {
-#pragma unroll 8  // more copies at once would take registers that o needs
+#pragma unroll 8  // a higher factor would take registers that the sums o need
         for (int more = 0; more < COUNT; more += STEP) copy(threadIdx.x / PIECES, more, threadIdx.x % PIECES * WIDTH);
     } else {
 #pragma unroll 1
@@ -99,13 +101,13 @@ __device__ __forceinline__ void for_each_piece(Copy copy) {
     }
 }
 
-// Returns the position of a key in a tile of K: key 4 i + e of each 32 keys is in row 8 e + i, so that neighbouring
-// threads, whose keys are 4 apart, read neighbouring rows. The function permutes bits: place(a + b) = place(a) +
-// place(b) if no bit carries.
+// Returns the row of a tile of K in shared memory that holds a key: of each 32 keys, key 4 i + e (e = 0..3) is in row 8
+// e + i. Neighbouring threads, whose keys are 4 apart, thus read neighbouring rows. The function permutes bits: place(a
+// + b) = place(a) + place(b) if a + b has no carry between bits.
 __device__ __forceinline__ int place(int key) { return key / 32 * 32 + key % 4 * 8 + key % 32 / 4; }
 
 template <typename E>
-constexpr int ACROSS = HS % (16 / (int)sizeof(E)) ? 1 : 16 / (int)sizeof(E);  // elements per piece: 16 bytes, or 1
+constexpr int ACROSS = HS % (16 / (int)sizeof(E)) ? 1 : 16 / (int)sizeof(E);  // elements per piece (16 bytes, or 1)
 template <typename E>
 constexpr bool STAGED = sizeof(E) < 4 && ACROSS<E> > 1;
 
@@ -118,8 +120,8 @@ __device__ __forceinline__ float as_float(E value) {
     }
 }
 
-// Copies COUNT rows of a head, `distance` apart, to shared memory: floats to their position in the tile, other types to
-// `staged`. Rows after the end of the sequence are copies of its last row; no query sees them.
+// Copies COUNT rows of a head, `distance` elements apart, to shared memory: floats directly to the tile, other types to
+// the buffer `staged`. Rows after the end of the sequence are copies of its last row; no query sees them.
 template <int COUNT, int TO_STRIDE, bool PLACED, typename E>
 __device__ __forceinline__ void copy_rows(float* to, E* staged, const E* head, int distance, int first, int rows) {
     for_each_piece<COUNT, ACROSS<E>>([&](int row, int more, int d) {
@@ -135,7 +137,7 @@ __device__ __forceinline__ void copy_rows(float* to, E* staged, const E* head, i
     });
 }
 
-// Widens the pieces that this thread has copied to `staged`, after the copies have arrived.
+// Converts the 16-byte pieces that this thread has copied to `staged` to float. Call it after wait_for_copies().
 template <int COUNT, int TO_STRIDE, bool PLACED, typename E>
 __device__ __forceinline__ void widen_rows(float* to, const E* staged) {
     if constexpr (STAGED<E>) {
@@ -152,7 +154,8 @@ __device__ __forceinline__ void widen_rows(float* to, const E* staged) {
     }
 }
 
-// Copies 16-bit queries like copy_rows. Queries are loaded only once, so each thread widens its own directly.
+// Copies 16-bit queries like copy_rows. Queries are loaded only once, so each thread converts them to float in
+// registers.
 template <int COUNT, int TO_STRIDE, typename E>
 __device__ __forceinline__ void copy_rows_widened(float* to, const E* head, int distance, int first, int rows) {
     for_each_piece<COUNT, ACROSS<E>>([&](int row, int more, int d) {
@@ -178,8 +181,8 @@ __device__ __forceinline__ void add_product(float (&sum)[4], float a, float4 b) 
     sum[3] += a * b.w;
 }
 
-// s = Q K^T for the thread's queries and keys. q and k point to the thread's first rows; its other rows follow at
-// distances of 4 (q) and 8 (k).
+// s = Q K^T for the thread's queries and keys. `q` points to the thread's first query, `k` to its first key. The thread
+// has every 4th row of Q and every 8th row of K.
 __device__ __forceinline__ void compute_scores(float (&s)[ROWS][COLUMNS], const float* q, const float* k) {
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
@@ -206,8 +209,9 @@ __device__ __forceinline__ void compute_scores(float (&s)[ROWS][COLUMNS], const 
     }
 }
 
-// o += P V for 32 keys, the first of which has index `key`. MASKED: query r sees keys up to last + r * step, or only
-// the last WINDOW of these. Products with other keys are skipped, not multiplied by 0, because the values may be NaN.
+// o += P V for 32 keys, the first of which has index `key`. MASKED: the thread's query r sees keys up to last + r *
+// step, or with a window only the last WINDOW of these keys. Products with other keys are skipped, not multiplied by 0,
+// because the values may be NaN.
 template <bool MASKED>
 __device__ __forceinline__ void add_values(
     float (&o)[ROWS][GROUPS][4], const float* p, const float* v, int key, int last, int step) {
@@ -233,37 +237,36 @@ __device__ __forceinline__ void add_values(
 }
 
 template <typename Op>
-__device__ __forceinline__ float combine_row(float value) {  // combines the 8 threads of a query
+__device__ __forceinline__ float combine_row(float value) {  // over the 8 threads that share a query
     value = Op::combine(value, __shfl_xor_sync(0xffffffffu, value, 1));
     value = Op::combine(value, __shfl_xor_sync(0xffffffffu, value, 4));
     return Op::combine(value, __shfl_xor_sync(0xffffffffu, value, 8));
 }
 
-// The work of a block: some queries of a head of a sequence. K and V have type E. Queries and output have type Q: float
-// or E.
+// The inputs and output of attention for one head of one sequence. E: type of K and V. Q: type of queries and output.
 template <typename E, typename Q = float>
 struct Task {
-    const Q* q;                // (queries, HS), rows q_distance apart
-    const E *k, *v;            // (rows, HS), rows kv_distance apart
+    const Q* q;                // (queries, HS), rows q_distance elements apart
+    const E *k, *v;            // (rows, HS), rows kv_distance elements apart
     int q_distance, kv_distance;
     int queries, start, rows;  // query i is at position start + i; rows: number of keys
     long long out_row;         // output row of query 0
 };
 
-// Computes attention. find(b, h) returns the Task of head h of sequence b. Block (32 AO_WARPS), grid (B NH,
-// ceil(queries / QUERIES)). tiles: dynamic shared memory for the arrays below.
+// Computes attention. find(b, h) returns the Task of head h of sequence b. Block (32 * AO_WARPS), grid (B * NH,
+// ceil(queries / QUERIES)). tiles: dynamic shared memory for q_s, k_s, v_s, p_s and `staged`.
 template <typename E, typename Q, typename Find>
 __device__ __forceinline__ void attend(float* tiles, Q* out, int causal, Find find) {
-    float* const q_s = tiles;                   // (QUERIES, HS), rows STRIDE apart
-    float* const k_s = q_s + QUERIES * STRIDE;  // (KEYS, HS), rows STRIDE apart
-    float* const v_s = k_s + KEYS * STRIDE;     // (KEYS, HS), rows V_STRIDE apart
-    float* const p_s = v_s + KEYS * V_STRIDE;   // (QUERIES, 32), rows P_STRIDE apart
+    float* const q_s = tiles;                   // (QUERIES, HS), rows STRIDE floats apart
+    float* const k_s = q_s + QUERIES * STRIDE;  // (KEYS, HS), rows STRIDE floats apart
+    float* const v_s = k_s + KEYS * STRIDE;     // (KEYS, HS), rows V_STRIDE floats apart
+    float* const p_s = v_s + KEYS * V_STRIDE;   // (QUERIES, 32), rows P_STRIDE floats apart
     E* const staged = reinterpret_cast<E*>(p_s + QUERIES * P_STRIDE);  // (KEYS, HS), if K and V are not float
 
-    // The lane's bits are permuted so that each half of a warp reads 8 rows of K and 2 of Q at a time.
+    // The bits of the lane number are permuted so that each half of a warp reads 8 rows of K and 2 rows of Q at a time.
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int tx = (lane & 1) | (lane >> 1 & 6), ty = (lane >> 1 & 1) | (lane >> 3 & 2);
-    const int row = WARP_QUERIES * warp + ty;  // row of q_s and p_s
+    const int row = WARP_QUERIES * warp + ty;  // the thread's first row in q_s and p_s
     const float* q = q_s + row * STRIDE;
     const float* k = k_s + tx * STRIDE;
     const float* v = v_s + 4 * tx;
@@ -274,18 +277,18 @@ __device__ __forceinline__ void attend(float* tiles, Q* out, int causal, Find fi
     const int queries = task.queries, start = task.start, rows = task.rows;
     const int tile = causal ? gridDim.y - 1 - blockIdx.y : blockIdx.y;
     const int block_query = tile * QUERIES, warp_query = block_query + WARP_QUERIES * warp, query = block_query + row;
-    const int n_keys = causal ? min(rows, start + block_query + QUERIES) : rows;  // number of keys that the block sees
-    const int some_see = warp_query >= queries ? 0  // keys before this one are seen by some query of the warp
+    const int n_keys = causal ? min(rows, start + block_query + QUERIES) : rows;  // keys that the block's queries see
+    const int some_see = warp_query >= queries ? 0  // end of the keys that any query of the warp sees
                          : causal              ? min(rows, start + warp_query + WARP_QUERIES)
                                                : rows;
-    const int all_see = causal ? start + warp_query + 1 : rows;  // keys before this one are seen by the whole warp
-    const int first_key = first_seen(start + block_query) / KEYS * KEYS;  // first key of the first tile seen
-    const int none_before = first_seen(start + warp_query);  // keys before this one are hidden from the whole warp
+    const int all_see = causal ? start + warp_query + 1 : rows;  // end of the keys that all queries of the warp see
+    const int first_key = first_seen(start + block_query) / KEYS * KEYS;  // first key of the block's first tile of keys
+    const int none_before = first_seen(start + warp_query);  // first key that any query of the warp sees
     const int all_from = first_seen(start + warp_query + WARP_QUERIES - 1);
     const int last = causal ? start + query : rows - 1, step = causal ? 4 : 0;  // query r sees keys 0..last + r * step
 
-    const float unit = score_unit(HS);  // exp(x / sqrt(HS)) is exp2(x unit); a compile-time constant
-    float o[ROWS][GROUPS][4], m[ROWS], l[ROWS];  // l: sum of weights over the thread's keys
+    const float unit = score_unit(HS);  // exp(x / sqrt(HS)) = exp2(x * unit); a compile-time constant
+    float o[ROWS][GROUPS][4], m[ROWS], l[ROWS];  // l: sum of exp(score - m) over the thread's keys
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
         m[r] = -INFINITY;
@@ -307,13 +310,13 @@ __device__ __forceinline__ void attend(float* tiles, Q* out, int causal, Find fi
     for (int key = first_key; key < n_keys; key += KEYS) {
         wait_for_copies();
         widen_rows<KEYS, STRIDE, true>(k_s, staged);
-        __syncthreads();  // K is complete; the previous V has been read
+        __syncthreads();  // the tile of K is complete; all threads have read the previous tile of V
         copy_rows<KEYS, V_STRIDE, false>(v_s, staged, task.v, task.kv_distance, key, rows);
         float s[ROWS][COLUMNS];
         if (key < some_see && key + KEYS > none_before) compute_scores(s, q, k);
         wait_for_copies();
         widen_rows<KEYS, V_STRIDE, false>(v_s, staged);
-        __syncthreads();  // V is complete; K has been read
+        __syncthreads();  // the tile of V is complete; all threads have read the tile of K
         if (key + KEYS < n_keys) {
             copy_rows<KEYS, STRIDE, true>(k_s, staged, task.k, task.kv_distance, key + KEYS, rows);
         }
@@ -355,7 +358,7 @@ __device__ __forceinline__ void attend(float* tiles, Q* out, int causal, Find fi
         for (int g = 0; g < KEYS / 32; ++g) {
             const int first = key + 32 * g;
             if (first >= some_see) break;
-            __syncwarp();  // the previous weights have been read
+            __syncwarp();  // all lanes have read the previous values of P
 #pragma unroll
             for (int r = 0; r < ROWS; ++r) {
                 const float* w = s[r] + 4 * g;
@@ -377,7 +380,7 @@ __device__ __forceinline__ void attend(float* tiles, Q* out, int causal, Find fi
         Q* to = out + (task.out_row + query + 4 * r) * (NH * HS) + h * HS + 4 * tx;
 #pragma unroll
         for (int g = 0; g < GROUPS; ++g) {
-            const int channels = HS - 32 * g - 4 * tx;  // channels of the head from the thread's first on
+            const int channels = HS - 32 * g - 4 * tx;  // channels of the head from the thread's first channel on
             float y[4];
 #pragma unroll
             for (int e = 0; e < 4; ++e) y[e] = o[r][g][e] * scale;

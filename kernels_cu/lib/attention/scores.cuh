@@ -1,11 +1,11 @@
 // Softmax of scores in the tensor-core attention kernels (attention/prompt/mma*.cu and wgmma*.cu). The including file
 // selects T, a 16-bit type (lib/storage.cuh).
 //
-//   P = exp2(S UNIT - reference)     S = q . k, not yet divided by sqrt(SIZE)
+//   P = exp2(S * UNIT - reference)     S = q . k, not yet divided by sqrt(SIZE); UNIT = log2(e) / sqrt(SIZE)
 //
-// A row's reference is 8 less than the row's largest S UNIT when the reference is set. P is rounded to T. The largest P
-// of a row is at least 2^8, so values of P down to 2^-32 of it are not zero in fp16. If a score would make P exceed
-// 2^15, the reference is set again and O is rescaled. This is rare after the first keys.
+// When the reference of a row is set, it is 8 less than the row's largest S * UNIT. P is rounded to T. The largest P of
+// a row is at least 2^8, so values of P are not zero in fp16 if they are at least 2^-32 of the largest P. If a later
+// score would make P exceed 2^15, the reference is set again and the output sums are rescaled. This is rare.
 //
 // A key that a query does not see has P = 0, but 0 times NaN or infinity is NaN. Therefore, if some queries do not see
 // all keys of a product, infinite and NaN values are removed from V and added separately to the queries that see them.
@@ -18,7 +18,7 @@
 #ifndef ATT_SIZE  // channels of a head: 64, 128 or 256
 #define ATT_SIZE 64
 #endif
-#ifndef ATT_SERVES  // heads of Q served by a head of K and V
+#ifndef ATT_SERVES  // heads of Q that share a head of K and V
 #define ATT_SERVES 1
 #endif
 
@@ -27,13 +27,14 @@ static_assert(SIZE == 64 || SIZE == 128 || SIZE == 256, "a head has 64, 128 or 2
 #ifdef ATT_SCALE
 constexpr float UNIT = LOG2_E * ATT_SCALE;
 #else
-// exp(s / sqrt(SIZE)) is exp2(s UNIT)
+// exp(s / sqrt(SIZE)) = exp2(s * UNIT)
 constexpr float UNIT = LOG2_E / (SIZE == 64 ? 8 : SIZE == 128 ? 11.3137085f : 16);
 #endif
-constexpr float BELOW = 8, AT_MOST = 15;         // log2 of the largest P: for a new reference; at most
+constexpr float BELOW = 8, AT_MOST = 15;         // log2 of a row's largest P: for a new reference; maximum
 
-// Returns the sign bit for each of two values of T that is infinite or NaN, 0 for other values. (The result, shifted
-// right by 15 and multiplied by 0xffff, is a mask of all bits of the infinite and NaN values.)
+// `pair` holds two values of T. In the result, the sign bit of each half is 1 if the value is infinite or NaN; all
+// other bits are 0. (The result, shifted right by 15 and multiplied by 0xffff, is a mask of the infinite and NaN
+// values.)
 __device__ __forceinline__ unsigned not_finite(unsigned pair) {
 #if defined(STORAGE_BF16)
     return ((pair & 0x7f807f80u) + 0x00800080u) & 0x80008000u;

@@ -1,8 +1,8 @@
 // Transposition of a warp's outputs before the store, for the tensor-core attention kernels.
 #pragma once
 
-// Transposes four words of four neighbouring lanes: v[n] of lane t becomes v[t] of lane n. Each lane then holds 8
-// contiguous columns instead of pairs of columns 8 apart, and can store them at once.
+// Transposes the four words v of each of four neighbouring lanes: v[n] of lane t becomes v[t] of lane n. Each lane then
+// holds 8 contiguous 16-bit columns instead of four pairs of columns that are 8 apart, and can store them at once.
 __device__ __forceinline__ void turn(unsigned (&v)[4], int t) {
 #pragma unroll
     for (int bit = 1; bit <= 2; bit *= 2) {

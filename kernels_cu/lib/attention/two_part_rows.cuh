@@ -3,7 +3,7 @@
 // storing a warp's rows. The including file defines ATT_ONE_SCALE and includes lib/attention/scores.cuh and
 // lib/sm80.cuh.
 //
-// Of a warp's 16 rows, lane 4 g + t holds columns 8 n + 2t and 8 n + 2t + 1 of rows g and g + 8.
+// A warp has 16 rows. Lane 4 g + t (t < 4) holds columns 8 n + 2t and 8 n + 2t + 1 (n = 0, 1, ...) of rows g and g + 8.
 #pragma once
 
 #include "lib/attention/transpose.cuh"
@@ -11,7 +11,7 @@
 constexpr float CROSS = 1.0f / 2048;  // factor of lo in hi + lo / 2048
 constexpr int COLUMNS = SIZE / 8;
 
-// Two floats as hi + lo / 2048, in registers of two 16-bit numbers each.
+// Represents two floats as hi + lo / 2048. Registers `hi` and `lo` hold one float16 number per float.
 struct Split {
     unsigned hi, lo;
 
@@ -23,8 +23,8 @@ struct Split {
     }
 };
 
-// Stores the scales of the warp's rows less than `left`, unless `to` is null. The scale of a row is the largest scale
-// of the keys that it sees, or with ATT_ONE_SCALE `one`.
+// Stores the scales of the first `left` of the warp's rows in `to`, unless `to` is null. The scale of a row is `top`,
+// the largest scale of the keys that the row sees, or `one` with ATT_ONE_SCALE.
 __device__ __forceinline__ void store_scales(const float (&top)[2], float* to, float one, int left) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -34,8 +34,8 @@ __device__ __forceinline__ void store_scales(const float (&top)[2], float* to, f
     }
 }
 
-// Divides the warp's rows by their sums (each lane holds a part of a sum), and stores rows less than `left` at `to`. lo
-// is stored `part` elements after hi.
+// Divides the warp's rows of `out` by their sums `sum`, of which each lane holds a part. Stores the first `left` rows
+// at `to`. The low part of a value is stored `part` elements after its high part.
 __device__ __forceinline__ void store_rows(const float (&out)[COLUMNS][4], const float (&sum)[2], T* to, long long part,
                                            long long stride, int left) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;

@@ -1,5 +1,5 @@
-// The factor that scales scores so that softmax can use powers of two: log2(e) / sqrt(HS), or log2(e) ATT_SCALE for
-// models that define their own scale.
+// The factor that scales scores so that softmax can use powers of two: log2(e) / sqrt(HS) for heads of HS channels, or
+// log2(e) * ATT_SCALE for models that define a scale.
 #pragma once
 
 constexpr float LOG2_E = 1.4426950408889634f;

@@ -4,14 +4,14 @@
 #pragma once
 
 struct KvCache {
-    const int *row, *position;  // (rows): the sequence and the position of each packed row
+    const int *row, *position;  // (rows): sequence and position of each row of qkv
     T *k, *v;                   // (B, n_ctx, C / ATT_SERVES), aligned to 16 bytes
     int B, n_ctx;
 };
 
-// Copies K and V of a tile's rows. warp: index of the calling warp among `warps`; a warp copies 32 rows of the tile at
-// a time. Rows and positions outside the cache are skipped. If several heads of Q share a head of K and V, only the
-// tiles of the first of them copy it.
+// Copies K and V of a tile's rows. warp: index of the calling warp among the `warps` warps that copy. A warp copies 32
+// rows of the tile at a time. Rows and positions outside the cache are skipped. If several heads of Q share a head of K
+// and V, only the tiles of the first of these heads of Q copy it.
 __device__ __forceinline__ void append(const Work& work, const T* qkv, const KvCache& cache, int warp, int warps) {
     constexpr int UNITS = SIZE / 8, ROWS = 32 / UNITS;  // 16-byte units per row; rows that a warp copies at once
     constexpr int AT_ONCE = 2;                          // copies in flight per lane
@@ -22,7 +22,7 @@ __device__ __forceinline__ void append(const Work& work, const T* qkv, const KvC
     for (int piece = 32 * warp; piece < min(QUERIES, work.length - work.first); piece += 32 * warps) {
         const long long first = work.row + work.first + piece;
         const int there = work.length - work.first - piece;
-        int place = -1;  // row of the cache for row `lane` of the piece; -1: none
+        int place = -1;  // row of the cache for row `lane` of the 32 rows; -1: not stored
         if (lane < there) {
             const int b = __ldcg(cache.row + first + lane), at = __ldcg(cache.position + first + lane);
             if (b >= 0 && b < cache.B && at >= 0 && at < cache.n_ctx) place = b * cache.n_ctx + at;

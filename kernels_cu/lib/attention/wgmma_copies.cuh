@@ -3,19 +3,20 @@
 // warps. Included by lib/attention/wgmma_rows.cuh.
 #pragma once
 
-// Sources of the rows of Q, K and V. With ATT_CACHED, k and v are the kv_cache, read through k_map and v_map, or by
-// threads if it is FP8.
+// Sources of the rows of Q, K and V. With ATT_CACHED, `k` and `v` are the arrays of the kv_cache. The copy engine reads
+// them through k_map and v_map; if they are FP8, threads read them.
 struct Source {
     const TensorMap &map, &k_map, &v_map;
     const KV *k, *v;
 };
 
-// The address of position 0 in V (or in K of a kv_cache) for the tile's head, and the distance between positions.
+// The address of position 0 in V (or in K of a kv_cache) for the tile's head, and the distance `stride` between
+// positions in elements.
 struct Values {
     const KV* first;
     long long stride;
 
-    // from: qkv, or with ATT_CACHED the array v (or k) of the kv_cache.
+    // `from`: the array qkv, or with ATT_CACHED the array v or k of the kv_cache.
     __device__ __forceinline__ Values(const Work& work, const KV* from) {
         const int C = SIZE * work.n_head, own = C / ATT_SERVES;
         const long long row = CACHED ? (long long)work.map_z * work.n_ctx : work.row;
@@ -41,7 +42,8 @@ __device__ __forceinline__ uint4 widen_eight(unsigned low, unsigned high) {
     return found;
 }
 
-// 128 rows of FP8, of which the first `there` exist, in registers of all threads of the copying warps.
+// 128 rows of K or V in FP8, in registers of all threads of the copying warps. Only the first `there` rows are read;
+// the other rows are zeros.
 struct Narrow {
     static constexpr int UNITS = SIZE / 16, ROWS = GROUP / UNITS;  // 16-byte units per row; rows loaded at once
     uint4 bytes[KEYS / ROWS];
@@ -55,7 +57,7 @@ struct Narrow {
         }
     }
 
-    // Stores the rows in shared memory, converted to T.
+    // Converts the rows to T, stores them in shared memory, and arrives at the barrier.
     __device__ __forceinline__ void widen_to(char* to, Barrier& barrier) const {
         const int unit = threadIdx.x % UNITS, row = threadIdx.x % GROUP / UNITS;
         to += unit / 4 * BOX;
@@ -70,7 +72,7 @@ struct Narrow {
     }
 };
 
-// Loads 128 rows of the tile's head, starting at position `first` of its sequence. part: 0 for Q, 1 for K, 2 for V.
+// Loads 128 rows of Q (`part` 0), K (1) or V (2) for the tile's head, from position `first` of the tile's sequence on.
 __device__ __forceinline__ void load_rows(const Source& from, const Work& work, char* to, Barrier& barrier, int part,
                                           int first) {
     if (WIDENS && threadIdx.x % GROUP) return;
@@ -84,8 +86,9 @@ __device__ __forceinline__ void load_rows(const Source& from, const Work& work, 
     for (int box = 0; box < BOXES; ++box) load_box(to + box * BOX, map, barrier, column + 64 * box, row, z);
 }
 
-// Loads a step's 128 rows of K or V into a slot of a ring, once the slot is empty (a slot that was never used is
-// empty). FP8 rows are read into registers before the wait for the slot.
+// Loads 128 rows of K (`part` 1) or V (2), for step `step` of the tile, into a slot of a ring buffer. Waits first until
+// the slot is empty (a slot that was never used is empty). FP8 rows are read into registers before the wait for the
+// slot.
 __device__ __forceinline__ void load_slot(const Source& from, const Work& work, Shared& shared, int ring,
                                           unsigned number, int part, int step) {
     const int slot = number % SLOTS;

@@ -3,10 +3,11 @@
 // lib/attention/scores.cuh and lib/attention/wgmma_work.cuh.
 //
 // A warpgroup has 64 queries. The keys that they see are divided into steps of 128, counted from the start of the
-// sequence. Even and odd steps form two series, each with its own sums and reference. The result of a row is the sum of
-// both series. Its bits are therefore the same whether one warpgroup computes both series (one ring) or each of two
-// warpgroups computes one series (two rings). Heads of 128 channels have one series, because the sums of two series do
-// not fit into registers.
+// sequence. Even and odd steps form two series, each with separate sums and a separate reference (the offset in the
+// exponent of softmax). The result of a row is the sum of both series. The bits of the result are therefore the same
+// whether one warpgroup computes both series (RINGS 1: one ring buffer for K and V) or each of two warpgroups computes
+// one series (RINGS 2). Heads of 128 channels have one series, because the sums of two series do not fit into
+// registers.
 #pragma once
 
 #include "lib/fast.cuh"
@@ -14,7 +15,7 @@
 #include "lib/sm80.cuh"
 #include "lib/sm90_wgmma.cuh"
 
-#ifndef ATT_SLOTS  // slots of all rings together
+#ifndef ATT_SLOTS  // total number of slots in all ring buffers; a slot holds 128 rows of K or V
 #define ATT_SLOTS (SIZE == 64 ? 8 : 4)
 #endif
 #ifndef ATT_TURNS  // 1: the warpgroups issue their products in turn
@@ -24,14 +25,14 @@
 constexpr int KEYS = 128, GROUP_QUERIES = 64, GROUPS = 2, GROUP = 128, CONSUMERS = GROUPS * GROUP;
 constexpr int THREADS = CONSUMERS + GROUP, COPIER = CONSUMERS / 32;  // COPIER: index of the copying warp
 constexpr int ROW_BYTES = 2 * SIZE, SLOT = KEYS * ROW_BYTES;
-constexpr int LINE = 128, BOX = KEYS * LINE, BOXES = SIZE / 64;  // bytes: of a row in a box; of a box
+constexpr int LINE = 128, BOX = KEYS * LINE, BOXES = SIZE / 64;  // LINE, BOX: bytes of a row of a TMA box, of a box
 constexpr int SLOTS = ATT_SLOTS / RINGS;                         // slots per ring
 constexpr int SHARERS = RINGS == 1 ? CONSUMERS : GROUP;          // threads that read a ring
-constexpr bool WIDENS = sizeof(KV) < sizeof(T);                  // true: all copying warps load K and V, which are FP8
+constexpr bool WIDENS = sizeof(KV) < sizeof(T);                  // true: K and V are FP8, loaded by all copying warps
 static_assert((SLOTS & (SLOTS - 1)) == 0, "slots are counted without a division");
 
 struct Shared {
-    char slots[RINGS][SLOTS][SLOT];  // first K; then in turn K of the next step and V of this step; last V
+    char slots[RINGS][SLOTS][SLOT];  // filled with K of step 0, K of step 1, V of step 0, K of step 2, V of step 1, ...
     char queries[2][SLOT];
     char out[CONSUMERS / 32][16 * ROW_BYTES];
     Barrier full[RINGS][SLOTS], empty[RINGS][SLOTS];
@@ -46,8 +47,8 @@ struct Shared {
     }
 };
 
-// first_step: the first step of 128 keys that a tile's queries see, or with two series the even step before it if it is
-// odd. steps_of: the number of steps from first_step to the last step that they see.
+// first_step() returns the first step (128 keys) that a tile's queries see; with two series, an odd step is replaced by
+// the even step before it. steps_of() returns the number of steps from first_step() to the last visible step.
 __device__ __forceinline__ int first_step(const Work& work) {
     return first_seen(work.first) / KEYS & (SIZE == 64 ? ~1 : ~0);
 }
@@ -87,8 +88,9 @@ struct Sums {
         for (int i = 0; i < SIZE / 2; ++i) out[i] *= factor[i / 2 % 2];
     }
 
-    // Replaces the first COUNT scores by P, as floats; no query sees the keys of the other scores. Returns whether the
-    // reference of any of the warp's rows has changed. If so, the caller must multiply `out` by `factor`.
+    // Replaces the first COUNT of the lane's scores s by P (lib/attention/scores.cuh), as floats. No query sees the
+    // keys of the other scores. Returns true if the reference of any row of the warp has changed. The caller must then
+    // multiply `out` by `factor`.
     template <int COUNT>
     __device__ __forceinline__ bool soften(float (&s)[KEYS / 2], float (&factor)[2]) {
         float base[2];
@@ -105,7 +107,7 @@ struct Sums {
             const bool passes = next > old + (AT_MOST - BELOW);  // false if all scores are -inf
             factor[r] = passes ? exp2_fast(old - next) : 1.0f;
             reference[r] = passes ? next : old;
-            base[r] = reference[r] == -INFINITY ? 0.0f : -reference[r];  // not +inf: -inf + inf is NaN
+            base[r] = reference[r] == -INFINITY ? 0.0f : -reference[r];  // avoid +inf: -inf + inf is NaN
             moves |= passes;
         }
         moves = __any_sync(0xffffffffu, moves);
@@ -118,12 +120,13 @@ struct Sums {
         return moves;
     }
 
-    // Divides `out` by the sums of its rows.
+    // Divides each row of `out` by the row's sum of P.
     __device__ __forceinline__ void divide() {
         scale({__fdividef(1.0f, lanes_sum<4>(sum[0])), __fdividef(1.0f, lanes_sum<4>(sum[1]))});
     }
 
-    // Adds the other series, and divides `out` by the sums of its rows. Exchanging the series gives the same bits.
+    // Adds the sums of the other series to this series, and divides each row of `out` by the row's sum of P. Exchanging
+    // the two series does not change the bits of the result.
     __device__ __forceinline__ void divide_with(const Sums& other) {
         float own[2], others[2];
 #pragma unroll
@@ -142,8 +145,8 @@ struct Sums {
         }
     }
 
-    // Adds the values that make_finite() has removed from keys `from` to `to`, for the rows that see these keys. row:
-    // the lane's first row.
+    // Adds to `out` the infinite and NaN values of V that make_finite() has replaced by 0 for keys `from` to `to` - 1,
+    // in the rows that see these keys. row: the lane's first row.
     __device__ __forceinline__ void add_not_finite(const Values& values, int from, int to, int row) {
 #pragma unroll 1
         for (int key = from; key < to; ++key) {
@@ -162,7 +165,7 @@ struct Sums {
 struct Consumer {
     Shared& shared;
     const int group, warp, lane;           // indices: group and warp in the block, lane in the warp
-    const int ring, row;                   // the group's ring; the warp's first row of the tile
+    const int ring, row;                   // index of the group's ring; the warp's first row in the tile
     const Matrix first_slot, first_query;  // first slot and queries of the group
     unsigned count = 0;                    // slots of the ring used so far
 
@@ -192,8 +195,9 @@ struct Consumer {
     }
     __device__ __forceinline__ void release_next() { release(shared.empty[ring][count++ % SLOTS]); }
 
-    // A conditional store that never happens. The compiler keeps it between the softmax and the code that follows.
-    // Otherwise the wait for P V would move before the softmax, and the two would not overlap.
+    // Contains a conditional store whose condition is never true. The compiler keeps this store after the softmax and
+    // before the code that follows. Otherwise the compiler would move the wait for P V before the softmax, and the
+    // product P V would not overlap with the softmax.
     __device__ __forceinline__ void hold(const Sums& to) const {
         asm volatile("{\n.reg .pred p;\nsetp.lt.f32 p, %0, 0f00000000;\n@p st.shared.f32 [%1], %0;\n}" ::"f"(
                          to.sum[0] + to.sum[1]),
@@ -211,16 +215,16 @@ struct Consumer {
         end_products();
     }
 
-    // Issues P V. adds: whether P V is added to the products of earlier steps.
+    // Issues the product P V. adds: whether P V is added to `to.out`; otherwise P V replaces `to.out`.
     __device__ __forceinline__ void ask_for_out(Sums& to, Matrix values, bool adds) const {
 #pragma unroll
         for (int i = 0; i < KEYS / 16; ++i) multiply<true>(to.out, p[i], further(values, 16 * LINE * i), adds || i > 0);
         end_products();
     }
 
-    // Processes one step: issues P V for the scores of `pending`, and computes the tile's scores of `step` for `next`.
-    // adds: as in ask_for_out; more: whether further steps follow. Returns false if a value that a window hides from
-    // some queries is infinite or NaN.
+    // Processes one step: issues P V of the previous step for the sums `pending`, and computes the scores and the
+    // softmax of step `step` of the tile for the sums `next`. adds: as in ask_for_out(). more: whether another step
+    // follows. Returns false if a value of V that a window hides from some queries is infinite or NaN.
     __device__ __forceinline__ bool advance(Sums& pending, Sums& next, const Work& work, int tile, bool adds, int step,
                                             bool more) {
         const int from = (first_step(work) + step) * KEYS;
@@ -245,8 +249,8 @@ struct Consumer {
         return !is_past(from, work.first + QUERIES - 1) || make_finite(count + more);
     }
 
-    // Computes the softmax of a tile's first scores: 128 keys starting at `from`. Queries do not see keys after them or
-    // after the end of the sequence. first: the tile's first query.
+    // Computes the softmax of the first scores that a tile computes, for the 128 keys starting at `from`. Masks keys
+    // after the end of the sequence and, with a causal mask, keys after the query. first: the tile's first query.
     __device__ __forceinline__ void begin(Sums& sums, int from, int first, int length) {
         float factor[2];
         const int seen = first + row + lane / 4 - from - 2 * (lane % 4), left = length - from;
@@ -266,7 +270,7 @@ struct Consumer {
         }
     }
 
-    // Masks scores of the 128 keys starting at `from` that precede the window of the lane's rows.
+    // Masks, among the 128 keys starting at `from`, the keys that precede the window of the lane's queries.
     __device__ __forceinline__ void hide_past(int from, int first) {
         if (!is_past(from, first + row / GROUP_QUERIES * GROUP_QUERIES + GROUP_QUERIES - 1)) return;
         const int seen = first + row + lane / 4 - from - 2 * (lane % 4);
@@ -276,8 +280,8 @@ struct Consumer {
         }
     }
 
-    // Masks scores FROM to TO whose keys come after key `seen`; row g + 8 sees `later` more keys. Keys are counted from
-    // the lane's first key in this range.
+    // Masks those of the lane's scores FROM to TO - 1 whose key comes after key `seen`, or in row g + 8 after key
+    // `seen` + `later`. Keys are counted from the key of score FROM.
     template <int FROM, int TO>
     __device__ __forceinline__ void mask(int seen, int later) {
 #pragma unroll
@@ -292,8 +296,8 @@ struct Consumer {
         for (int i = 0; i < KEYS / 4; ++i) p[i / 4][i % 4] = 2 * i < COUNT ? pack2(s[2 * i], s[2 * i + 1]) : 0;
     }
 
-    // Replaces infinite and NaN values of a slot by 0. Returns true if all values were finite. Each group that reads
-    // the slot checks all of it before any value is changed.
+    // Replaces infinite and NaN values of V in a slot by 0. Returns true if all values were finite. Each warpgroup that
+    // reads the slot checks the whole slot before any value is changed.
     __device__ __forceinline__ bool make_finite(unsigned number) {
         arrived(number);
         char* const values = shared.slots[ring][number % SLOTS];
@@ -315,14 +319,14 @@ struct Consumer {
         return false;
     }
 
-    // Stores those of the warp's 16 rows at `to` whose index is less than `left`, and with ATT_CACHED at least
-    // `before`. The other rows belong to no query.
+    // Stores the warp's 16 rows at `to`, except rows from `left` on and, with ATT_CACHED, the rows before `before`:
+    // these rows belong to no query.
     __device__ __forceinline__ void store(const Sums& sums, T* to, long long stride, int before, int left) {
         const int place = shared_address(shared.out[warp]);
         __syncwarp();  // all lanes have read the previous rows
 #pragma unroll
-        for (int i = 0; i < SIZE / 2; i += 8) {  // 16 columns
-            unsigned y[4];                       // y[j]: rows 8 (j % 2) on, columns 8 (j / 2) on
+        for (int i = 0; i < SIZE / 2; i += 8) {  // 16 columns per iteration
+            unsigned y[4];                       // y[j]: 8 rows from 8 (j % 2) on, 8 columns from 8 (j / 2) on
 #pragma unroll
             for (int j = 0; j < 4; ++j) y[j] = pack2(sums.out[i + 2 * j], sums.out[i + 2 * j + 1]);
             store_matrices(swizzled(place + lane % 16 * ROW_BYTES + lane / 16 * 16 + 4 * i), y[0], y[1], y[2], y[3]);

@@ -1,14 +1,14 @@
 // The tiles of QUERIES queries that a block of attention/prompt/wgmma.cu, attention/prompt/wgmma_alternate.cu or
 // attention/prompt/wgmma_two_part.cu processes, one after the other. The including file defines QUERIES.
 //
-// Sequences are packed rows: sequence b has rows cu_seqlens[b] .. cu_seqlens[b + 1] - 1, or without cu_seqlens rows b
-// seq_len .. (b + 1) seq_len - 1. With ATT_CACHED, the first row of sequence b is at position start[b], and the keys of
-// earlier positions are in a kv_cache. Tiles still begin at positions that are multiples of QUERIES, so a row has the
-// same bits as without a cache; rows before position start[b] are not stored. Block i of n processes tiles i, 2n - 1 -
-// i, 2n + i, .. of the following order:
+// Sequences are packed rows: sequence b has rows cu_seqlens[b] .. cu_seqlens[b + 1] - 1, or without cu_seqlens rows b *
+// seq_len .. (b + 1) * seq_len - 1. With ATT_CACHED, the first row of sequence b is at position start[b], and the keys
+// of earlier positions are in a kv_cache. Tiles still begin at positions that are multiples of QUERIES, so a row has
+// the same bits as without a cache; rows before position start[b] are not stored. Heads are divided into groups of
+// `together` heads, and tiles are numbered in the order below. Block i of n processes tiles i, 2n - 1 - i, 2n + i, ...
 //
-//   the tiles of `together` heads are consecutive            their keys and values fit in the L2 cache
-//   within these, the last tile of every head comes first    with a causal mask it has the most work
+//   all tiles of one group, then the tiles of the next group   keys and values of a group fit in the L2 cache
+//   within a group, first the last tile of every head          with a causal mask, the last tile has the most work
 #pragma once
 
 #ifndef ATT_CACHED
@@ -22,10 +22,11 @@ struct Work {
     const int B, seq_len, n_head, together;
     const int own, blocks;             // index of this block; number of blocks
     const int* const start = nullptr;  // start, N and n_ctx: set with ATT_CACHED
-    const int N = 0, n_ctx = 0;        // total rows; positions per sequence of the kv_cache
+    const int N = 0, n_ctx = 0;        // total rows of all sequences; positions per sequence in the kv_cache
     int round = 0;
-    // The current tile. row: the row of its sequence's position 0 in out; map_row, map_z: in the tensor map; length:
-    // the end of the sequence; first: the tile's first query.
+    // The current tile. row: index, among the rows of out, of position 0 of the tile's sequence. map_row, map_z: row
+    // and matrix of position 0 in the tensor map. length: end position of the sequence. first: position of the tile's
+    // first query.
     long long row;
     int map_row, map_z, length, first, head;
     int begin = 0;  // position of the sequence's first row
@@ -42,7 +43,7 @@ struct Work {
             head = (band * together + rest % side) % n_head;
             first = (tiles - 1 - rest / side) * QUERIES;
             row = (long long)b * seq_len, length = seq_len, map_row = 0, map_z = b;
-            if (CACHED) {  // most sequences have no new rows; these loads hit the L1 cache
+            if (CACHED) {  // plain loads, which hit the L1 cache: most sequences have no new rows and are skipped
                 map_row = cu_seqlens[b], length = cu_seqlens[b + 1] - map_row;
                 if (length <= 0) continue;
                 begin = max(start[b], 0), row = map_row;  // values are clamped to stay within the arrays

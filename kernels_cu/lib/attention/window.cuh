@@ -1,12 +1,14 @@
 // Sliding windows: with ATT_WINDOW above 0, the query at position p sees the keys at p - ATT_WINDOW + 1 .. p only.
 //
 // Kernels start with the tile that contains the first visible key. Tiles are counted from position 0, as without a
-// window. The time does not grow with the number of keys before the window.
+// window. The time of a kernel does not grow with the number of keys before the window.
 //
-// On an NVIDIA H200, float16, us. attention/decode/split.cu, one query of 32 heads of 128 channels, 8 heads of K: 39.1
-// at position 30,000 with a window of 4,096; 38.7 at position 4,096; 236 at position 30,000 without a window.
-// attention/prompt/wgmma.cu, 8,192 rows with a window of 512: 213 with 32 heads of 128 channels (1,026 without a
-// window), 73 with 12 heads of 64 channels (230).
+// Times in us on an NVIDIA H200 in float16:
+//
+//   attention/decode/split.cu, one query, 32 heads of 128 channels, 8 heads of K:
+//       39.1 at position 30,000 with a window of 4,096 keys; 236 without a window; 38.7 at position 4,096
+//   attention/prompt/wgmma.cu, 8,192 rows, window of 512 keys:
+//       213 with 32 heads of 128 channels (1,026 without a window); 73 with 12 heads of 64 channels (230 without)
 #pragma once
 
 #ifndef ATT_WINDOW  // keys that a query sees; 0: all keys
@@ -15,7 +17,7 @@
 
 constexpr int WINDOW = ATT_WINDOW;
 
-// Returns the first key that the query at `position` sees.
+// Returns the position of the first key that the query at `position` sees.
 __device__ __forceinline__ int first_seen(int position) { return WINDOW ? max(position - WINDOW + 1, 0) : 0; }
 
 // Returns whether a key precedes the window of the query at `position`.

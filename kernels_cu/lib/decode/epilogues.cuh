@@ -1,15 +1,16 @@
-// Epilogues of matrix products for decoding. late(m, n) loads the data that output (m, n) needs besides its sum, before
-// the sum is complete. value() then receives the scaled sum plus its bias, and store() receives the return value of
-// value(). TURNED: the epilogue processes pairs of channels, see lib/decode/rope_epilogue.cuh.
+// Epilogues of matrix products for decoding: structs that complete and store an output from its sum. late(m, n) loads
+// other data that output (m, n) needs, such as the residual, before the sum is complete. value() then receives the
+// scaled sum plus the bias, and store() receives the return value of value(). TURNED: the epilogue processes pairs of
+// channels, see lib/decode/rope_epilogue.cuh.
 //
-// value() consists of activate() and added(). activate() processes several sums at once, so that their instructions
-// overlap; the instructions for a single sum wait for each other. BY_ROW: late(m, n) is the same for all n.
+// value() calls activate(), then added(). activate() processes several sums at once, because the instructions for a
+// single sum wait for each other. BY_ROW: late(m, n) is the same for all n.
 #pragma once
 #include "lib/gelu.cuh"
 #include "lib/storage.cuh"
 #include "lib/decode/split_sums.cuh"
 
-// Loads a constant. Inline assembly, because the compiler would move the load after the wait for the previous kernel.
+// Loads a constant. Inline assembly keeps the compiler from moving the load after the wait for the previous kernel.
 __device__ __forceinline__ float constant(const float* from) {
 #if defined(__CUDA_ARCH__)
     float v;
@@ -48,7 +49,8 @@ struct Add {
     __device__ void store(int m, int n, float v, Late) const { out[(long long)m * N + n] = v; }
 };
 
-// Version of Add whose residual lacks the sums of COUNT splits of an earlier product: adds these sums, too.
+// Version of Add for an incomplete residual: also adds the split sums of an earlier product, which are its sums over
+// COUNT splits (ranges of K).
 template <int COUNT>
 struct AddSums {
     static constexpr bool TURNED = false;
@@ -79,7 +81,7 @@ struct AddSums {
 
 struct Append {
     static constexpr bool TURNED = false, BY_ROW = true;
-    typedef long long Late;  // index of the token's row in the cache seen as (B n_ctx, C), or -1: not cached
+    typedef long long Late;  // row of the cache (B * n_ctx, C) for the token; -1: not cached
     float* q;     // (M, C)
     KV* k_cache;  // (B, n_ctx, C)
     KV* v_cache;

@@ -1,5 +1,6 @@
-// The hidden channels h between the two products of matmul/decode/ffn_mma.cu and matmul/decode/ffn_mma_gguf.cu: each
-// block of a cluster computes a part of h and sends it to the other blocks.
+// Exchange of the hidden channels h, which the first product of matmul/decode/ffn_mma.cu and
+// matmul/decode/ffn_mma_gguf.cu computes and the second one reads: each block of a cluster computes some columns of h
+// and sends them to the other blocks.
 #pragma once
 #include "lib/cluster.cuh"
 #include "lib/decode/mma.cuh"
@@ -10,20 +11,20 @@
 #ifndef FF_H  // H, the number of hidden channels; x has LM_K channels
 #define FF_H 2048
 #endif
-#ifndef FF_CLUSTER  // blocks of the cluster that computes one split of H
+#ifndef FF_CLUSTER  // blocks of a cluster, which computes one split (range) of H
 #define FF_CLUSTER 16
 #endif
 
 constexpr int H_LENGTH = order::split_length(FF_H);
 constexpr int OWN = H_LENGTH / FF_CLUSTER;  // columns of h per block
-constexpr int SENT = 4 * OWN / 16;          // 16-byte vectors of h that a block sends per row, as floats or terms
+constexpr int SENT = 4 * OWN / 16;          // 16-byte vectors of h that a block sends per row
 static_assert(FF_H % H_LENGTH == 0, "blocks are alike");
 static_assert(H_LENGTH % FF_CLUSTER == 0 && OWN % 8 == 0, "blocks have whole eights");
 
 __device__ constexpr int aligned16(int bytes) { return (bytes + 15) / 16 * 16; }
 
-// Initialises the barrier for the arrival of h, and arrives at the cluster's barrier. arrived: 8 bytes of shared memory
-// for the Barrier.
+// Initialises the mbarrier at which the columns of h arrive, and arrives at the cluster's barrier. arrived: 8 bytes of
+// shared memory for the mbarrier.
 __device__ __forceinline__ void open_cluster(char* arrived) {
 #if defined(__CUDA_ARCH__)
     if (threadIdx.x == 0) {
@@ -37,8 +38,8 @@ __device__ __forceinline__ void open_cluster(char* arrived) {
 #endif
 }
 
-// Sends the block's part of a row of h to all blocks of the cluster; called by one warp. The 16-byte vector i after
-// `from` is stored at place(i) in each block.
+// Sends the block's columns of one row of h to all blocks of the cluster. Called by one warp. 16-byte vector i of the
+// columns, which are at `from`, is stored at the shared-memory address place(i) of each block.
 template <typename Place>
 __device__ __forceinline__ void send_row(const char* from, char* arrived, Place place) {
 #pragma unroll
@@ -53,7 +54,7 @@ __device__ __forceinline__ void send_row(const char* from, char* arrived, Place 
     }
 }
 
-// Waits until the columns of h of all blocks have arrived in this block.
+// Waits until the columns of h from all blocks of the cluster have arrived in this block.
 __device__ __forceinline__ void wait_for_hidden(char* arrived) {
 #if defined(__CUDA_ARCH__)
     wait<true>(*reinterpret_cast<Barrier*>(arrived), 0, "hidden");

@@ -1,13 +1,13 @@
 // LayerNorm of a row by one warp, with the same bits in every kernel of decoding: first the mean, then the variance
-// around the mean. For both, a lane adds the values at each position of its loads separately, then the positions are
-// added, then the lanes.
+// around the mean. For both sums, a lane first adds value e of all its loads, for each e = 0..X-1; then the X sums of
+// the lane are added, then the sums of the lanes.
 //
-// In loads of X = gcd(4, K) values, load i = 0, 1, ... of lane l covers the values k = (32 i + l) X, ... + X - 1 of the
-// row.
+// A load has X = gcd(4, K) values. Load i = 0, 1, ... of lane l covers the X values of the row from index (32 i + l) X
+// on.
 #pragma once
 #include "lib/common.cuh"
 
-// Calls use(i, k) for each load i of this lane; k is the position in the row of the load's first value.
+// Calls use(i, k) for each load i of this lane. `k`: position in the row of the load's first value.
 template <int K, int X, typename Use>
 __device__ __forceinline__ void each_of_lane(Use use) {
 #pragma unroll 6
@@ -24,8 +24,8 @@ struct Statistics {  // mean and rstd of a row, with the same bits in every lane
 
     __device__ __forceinline__ Statistics(float mean, float rstd) : mean(mean), rstd(rstd) {}
 
-    // Computes the statistics of a row. read(i, k, v) stores the X values of load i, from position k on, in v. It is
-    // called twice for each load.
+    // Computes the statistics of a row. read(i, k, v) must store the X values of load i, which begin at position k of
+    // the row, in v. It is called twice for each load.
     template <typename Read>
     __device__ __forceinline__ Statistics(float eps, Read read) {
         const auto average = [&](float around, bool squares) {

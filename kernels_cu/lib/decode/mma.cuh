@@ -1,4 +1,5 @@
-// The constants of matmul/decode/mma.cu, and its rows of x in shared memory, each value split into two terms.
+// The constants of matmul/decode/mma.cu, and loads of rows of x into shared memory, where each value is stored as the
+// sum of two terms (lib/terms.cuh).
 #pragma once
 #include "lib/chunk_sums.cuh"
 #include "lib/common.cuh"
@@ -13,13 +14,13 @@
 #ifndef LM_NORM  // norm of x: 0: none, 1: LayerNorm, 2: RMSNorm with the bits of norms/rmsnorm_stream.cu
 #define LM_NORM 1
 #endif
-#ifndef LM_SUMS  // number of split sums to add to x (without LM_NORM: to the residual); 0: x is complete
+#ifndef LM_SUMS  // number of split sums added to x (without LM_NORM: to the residual); 0: none
 #define LM_SUMS 0
 #endif
-#ifndef LM_ROPE  // channels of a head; a block computes columns c and c + LM_ROPE / 2 of it; 0: consecutive columns
+#ifndef LM_ROPE  // channels of a head, whose columns c and c + LM_ROPE / 2 a block computes; 0: no RoPE
 #define LM_ROPE 0
 #endif
-#ifndef LM_QK_NORM  // whether heads of q and k are normalised; LM_CLUSTER blocks then compute one head
+#ifndef LM_QK_NORM  // 1: heads of q and k are normalised, and LM_CLUSTER blocks compute one head
 #define LM_QK_NORM 0
 #endif
 #ifndef LM_CLUSTER
@@ -28,25 +29,25 @@
 #ifndef LM_ROWS  // rows of x per block: a power of two, up to 16
 #define LM_ROWS 1
 #endif
-#ifndef LM_COLUMNS  // columns of w per block; with LM_LOOP per warp
+#ifndef LM_COLUMNS  // output columns per block; with LM_LOOP per warp
 #define LM_COLUMNS 18
 #endif
-#ifndef LM_FLIGHT  // units of 128 values of K whose loads are in flight
+#ifndef LM_FLIGHT  // units of 128 values of K whose loads are in flight per lane
 #define LM_FLIGHT 1
 #endif
 #ifndef LM_LOOP
 #define LM_LOOP 0
 #endif
-#ifndef LM_WARPS  // warps per block, with LM_LOOP or LM_ALONE; otherwise a block has one warp per split
+#ifndef LM_WARPS  // warps per block, with LM_LOOP or LM_ALONE; otherwise one warp per split of K
 #define LM_WARPS 8
 #endif
-#ifndef LM_TERMS  // whether x is stored as 16-bit terms (lib/terms.cuh), not floats; not with LM_NORM
+#ifndef LM_TERMS  // 1: x is stored as 16-bit terms (lib/terms.cuh), not floats; not with LM_NORM
 #define LM_TERMS 0
 #endif
 #ifndef LM_BLOCKS  // minimum blocks per SM (__launch_bounds__)
 #define LM_BLOCKS 1
 #endif
-#ifndef LM_ALONE  // whether shared memory holds only one split of K at a time
+#ifndef LM_ALONE  // 1: shared memory holds x for only one split of K at a time
 #define LM_ALONE 0
 #endif
 
@@ -56,24 +57,26 @@ constexpr int WARPS = LM_LOOP || LM_ALONE ? LM_WARPS : SPLITS, THREADS = 32 * WA
 constexpr int UNIT_CHUNKS = order::UNIT / order::CHUNK;
 constexpr int OCTETS = (LM_COLUMNS + 7) / 8, TILES = (OCTETS + order::TILE_OCTETS - 1) / order::TILE_OCTETS;
 constexpr int VECTORS = TILES * order::TILE_VECTORS;  // 16-byte vectors of w that a lane loads per chunk
-constexpr int HALF = (LM_COLUMNS + 1) / 2;  // with LM_ROPE, columns from HALF on are second channels of pairs
+constexpr int HALF = (LM_COLUMNS + 1) / 2;  // with LM_ROPE, columns HALF and later are second channels of pairs
 constexpr int ROW_TILES = (LM_ROWS + order::TILE_ROWS - 1) / order::TILE_ROWS;
-// Bytes in shared memory: TERM for one term of a split's values, TERMS_BYTES for all terms. PADDING puts neighbouring
-// terms and rows into different banks; a lane reads 16 bytes of them at a time, or 32 with FP8.
+// Bytes of shared memory per row of x and split of K: TERM for the high or the low terms, TERMS_BYTES for all terms.
+// PADDING puts neighbouring rows, and the high and low terms of a row, into different banks. A lane reads 16 bytes at a
+// time, or 32 with FP8.
 constexpr int PADDING = order::WIDTH == 16 ? 16 : 64, TERM = 2 * LENGTH + PADDING;
 constexpr int TERMS_BYTES = order::FLOATS || (LM_NORM == 1 && order::TERMS == 1) ? 4 * LENGTH : order::TERMS * TERM;
 constexpr int CHUNK_SUMS = order::BLOCKS ? 16 * UNITS : 0;  // bytes of chunk sums per split and term (GGUF weights)
 constexpr int SPLIT_BYTES = TERMS_BYTES + order::TERMS * CHUNK_SUMS;
-constexpr int KEPT = LM_ALONE ? 1 : SPLITS;  // splits of K in shared memory at a time
+constexpr int KEPT = LM_ALONE ? 1 : SPLITS;  // splits of x that shared memory holds at a time
 constexpr int PITCH = (KEPT * SPLIT_BYTES + 127) / 128 * 128 + PADDING;
 constexpr int LOADS = (LM_K + 127) / 128;       // loads of 4 values per lane if a warp loads a whole row
-constexpr bool IN_REGISTERS = LM_K <= 2048;     // whether a warp keeps a whole row
-// Number of rows that a warp loads at once, so that their latencies overlap: MEASURED for LayerNorm, BROUGHT for terms.
+constexpr bool IN_REGISTERS = LM_K <= 2048;     // whether a warp keeps a whole row in registers
+// Number of rows that a warp loads at once, so that their latencies overlap: MEASURED rows to compute LayerNorm
+// statistics, BROUGHT rows to store terms.
 constexpr int MOST_MEASURED = order::FLOATS || LM_ROWS <= 2 * WARPS ? 2 : 3;
 constexpr int MEASURED = IN_REGISTERS && LOADS <= 8 && LM_ROWS > WARPS ? MOST_MEASURED : 1;
 constexpr int IN_FLIGHT = (order::TILE_OCTETS == 1 ? 12 : 24) / UNITS;
 constexpr int BROUGHT = IN_FLIGHT < 1 ? 1 : IN_FLIGHT < LM_ROWS ? IN_FLIGHT : LM_ROWS;
-constexpr bool EARLY = !LM_LOOP && UNITS <= 2;  // gamma and beta are loaded before the wait for the previous kernel
+constexpr bool EARLY = !LM_LOOP && UNITS <= 2;  // true: gamma, beta are loaded before the wait for the previous kernel
 typedef Vec<float, 4> Four;
 static_assert(!LM_TERMS || !(LM_NORM || order::FLOATS), "terms have 16 bits, and x has no LayerNorm");
 static_assert(LM_K * sizeof(W) % 16 == 0, "the rows of w are aligned to 16 bytes");
@@ -85,15 +88,15 @@ static_assert(!LM_SUMS || LM_NORM != 1, "x of a LayerNorm is complete");
 
 __device__ __forceinline__ unsigned bits(float v) { return (unsigned)__float_as_int(v); }
 
-// The terms of one row in a split of COUNT units (128 values of K each), for GGUF weights. In each chunk, the pairs of
-// values at 2 t, 2 t + 8, 2 t + 16 and 2 t + 24, which lane t reads, are neighbours. SUMS_AT: offset of the chunk sums,
-// in bytes.
+// The terms of one row of x in a split of COUNT units (128 values of K each), for GGUF weights. In each chunk of 32
+// values, the pairs of values that lane 4 g + t reads, at 2 t, 2 t + 8, 2 t + 16 and 2 t + 24, are neighbours in
+// memory. SUMS_AT: byte offset of the chunk sums after the terms.
 template <int COUNT, int SUMS_AT>
 struct BlockTerms {
     char* values;
 
-    // Stores one term of the four values per lane of a unit, and the sum of each chunk, over the eight lanes that hold
-    // it.
+    // Stores the high terms (`term` 0) or low terms (1) of a unit, four values per lane, and the sum of each chunk,
+    // which is distributed over eight lanes.
     __device__ __forceinline__ void store(uint2 four, int unit, int term) const {
         constexpr int TERM_BYTES = 2 * COUNT * order::UNIT + PADDING;
         const int lane = threadIdx.x % 32, chunk = lane / 8, t = lane % 2 * 2, of_lane = lane % 8 / 2;
@@ -109,35 +112,36 @@ struct BlockTerms {
         return reinterpret_cast<unsigned*>(sums) + chunk;
     }
 
-    // Returns the sum of x over chunk t, for the term that lane 4 g + t multiplies: term g modulo the number of terms.
+    // Returns the sum over chunk t of unit `unit`, as split_sum(), of the terms that lane 4 g + t multiplies: of high
+    // terms if g is even or x has one term, otherwise of low terms.
     __device__ __forceinline__ unsigned own_sum(int unit) const {
         return *chunk_sum(unit, threadIdx.x % 32 / 4 % order::TERMS, threadIdx.x % 4);
     }
 };
 
-// Splits four values into terms: two pairs of high terms and two pairs of low terms.
+// Splits four values into their high terms and their low terms, two pairs each. inverse: 1 / scale, for two-part terms.
 __device__ __forceinline__ void split_four(const float (&v)[4], float inverse, uint2& high, uint2& low) {
     split_pair<order::KIND>(v[0], v[1], inverse, high.x, low.x);
     split_pair<order::KIND>(v[2], v[3], inverse, high.y, low.y);
 }
 
 // A block's rows of x (M, K), normalised with LM_NORM. A row has PITCH bytes of shared memory, SPLIT_BYTES for each
-// split of K. With LM_NORM these first hold the values as floats. Then they hold all high terms of the split, followed
-// by the low terms; with float weights they hold the values themselves.
+// split of K. With LM_NORM the SPLIT_BYTES first hold the values as floats. Finally they hold all high terms of the
+// split, followed by the low terms, or with float weights the values as floats.
 struct Input {
     const float* x;
     const float* gamma;
     const float* beta;
     float eps;
     int M, first;
-    char* shared;            // LM_ROWS rows, then the statistics of each row
+    char* shared;            // LM_ROWS rows, then the norm's statistics of each row
     float inverse;           // 1 / scale of x, with two-part weights
     const float* sums;       // (LM_SUMS, M, K): split sums to add to x for RMSNorm
-    const float* sum_scale;  // (K) or null: scales of these sums
+    const float* sum_scale;  // (K) or null: scales of `sums`
     Four early[2][EARLY ? UNITS : 1];
 
-    // Bytes of shared memory: the rows, then for each row two floats (LayerNorm) or a sum of squares per split
-    // (RMSNorm).
+    // Bytes of shared memory: the rows, then for each row the mean and rstd (LayerNorm), or one sum of squares per
+    // split of K (RMSNorm), as floats.
     static constexpr int BYTES = LM_ROWS * (PITCH + (LM_NORM == 2 ? 4 * SPLITS : LM_NORM ? 8 : 0));
 
     __device__ __forceinline__ const float* row(int r) const { return x + (long long)min(first + r, M - 1) * LM_K; }
@@ -151,7 +155,8 @@ struct Input {
         return reinterpret_cast<float2*>(shared + LM_ROWS * PITCH) + r;
     }
 
-    // Returns the position in a row of the first of this lane's four values in a unit of a split.
+    // A lane loads four values of a unit. Returns the position in the row of the first one, for a unit of split
+    // `split`.
     __device__ __forceinline__ static int at(int split, int unit) {
         return split * LENGTH + unit * order::UNIT + threadIdx.x % 32 * 4;
     }
@@ -168,8 +173,8 @@ struct Input {
         }
     }
 
-    // Loads the rows into shared memory. Each warp loads the splits that it multiplies; with LM_LOOP each warp
-    // multiplies all splits, so a barrier must follow.
+    // Loads the block's rows of x into shared memory. Each warp loads the splits of K that it multiplies. With LM_LOOP
+    // each warp multiplies all splits, so the caller must then use a barrier.
     __device__ __forceinline__ void bring() {
         const int warp = threadIdx.x / 32;
         if constexpr (LM_NORM == 2) return bring_rms();
@@ -197,7 +202,7 @@ struct Input {
         }
     }
 
-    // Returns four values of a row of x, after adding the split sums of an earlier product to them.
+    // Returns values k .. k + 3 of row r, after adding the split sums of an earlier product to them.
     __device__ __forceinline__ float4 complete(int r, int k) const {
         float v[4];
         load_fresh<float, 4>(row(r) + k).unpack(v);
@@ -210,9 +215,8 @@ struct Input {
         return {v[0], v[1], v[2], v[3]};
     }
 
-    // Loads all rows and stores their RMSNorm. Squares are added in the order of norms/rmsnorm_stream.cu with one
-    // thread per four values, in whole warps: within each thread, over the lanes of its warp, then over the warps. Each
-    // warp has one split.
+    // Loads all rows and stores their RMSNorm. Each warp has one split of K, each thread four values. Squares are added
+    // as in norms/rmsnorm_stream.cu: within each thread, then over the lanes of its warp, then over the warps.
     __device__ __forceinline__ void bring_rms() const {
         constexpr int SUMS = SPLITS > 4 ? 8 : SPLITS > 2 ? 4 : 2;
         const int split = threadIdx.x / 32, lane = threadIdx.x % 32, k = at(split, 0);
@@ -245,8 +249,8 @@ struct Input {
         __syncwarp();
     }
 
-    // Loads row `first` and every WARPS-th row after it, MEASURED rows in total, into shared memory, and computes their
-    // LayerNorm statistics.
+    // Loads MEASURED rows (`first` and every WARPS-th row after it) into shared memory, and computes their mean and
+    // rstd.
     __device__ __forceinline__ void measure(int first) const {
         float v[MEASURED][IN_REGISTERS ? LOADS : 1][4];
 #pragma unroll
@@ -277,7 +281,7 @@ struct Input {
         }
     }
 
-    // Writes the terms of one split of a row to shared memory, after LayerNorm if LM_NORM is set.
+    // Stores the terms of one split of row r in shared memory. With LM_NORM, values are first normalised (LayerNorm).
     __device__ __forceinline__ void put(int r, int split) const {
         float v[UNITS][4];
 #pragma unroll
@@ -300,7 +304,7 @@ struct Input {
         store(v, r, split);
     }
 
-    // Stores values of one split of a row as terms (with float weights as floats) in shared memory.
+    // Stores the lane's values `v` of one split of row r in shared memory, as terms or with float weights as floats.
     __device__ __forceinline__ void store(const float (&v)[UNITS][4], int r, int split) const {
 #pragma unroll
         for (int unit = 0; unit < UNITS; ++unit) {
@@ -340,14 +344,15 @@ struct Input {
         }
     }
 
-    // Returns the row, of the block's rows, that lane 4 g + t holds in tile i. In a tile that extends beyond the last
-    // row, lanes repeat other rows.
+    // A tile has order::TILE_ROWS rows of x. Returns the row, among the block's rows, that lane 4 g + t holds in tile
+    // i. In a tile that extends beyond the last row, lanes repeat other rows.
     __device__ __forceinline__ static int row_of(int i) {
         const int of_tile = threadIdx.x % 32 / 4 / order::TERMS;
         return LM_ROWS % order::TILE_ROWS ? (order::TILE_ROWS * i + of_tile) % LM_ROWS : order::TILE_ROWS * i + of_tile;
     }
 
-    // Loads a lane's part of a chunk of x, for the rows of tile i. unit: index in the split.
+    // Loads the lane's values of chunk `chunk` of a unit of K, in the row of tile i that the lane holds. unit: index of
+    // the unit in split `split`.
     __device__ __forceinline__ void get(order::Rows& to, int i, int split, int unit, int chunk) const {
         const int k = unit * order::UNIT + chunk * order::CHUNK + threadIdx.x % 4 * order::WIDTH;
         const char* from = values(row_of(i), split);
@@ -355,7 +360,7 @@ struct Input {
         else to.load(from + 2 * k, TERM);
     }
 
-    // Loads a lane's part of a chunk of x, for the rows of tile i. unit: index in all of K.
+    // Loads the lane's values of a chunk like the function above. unit: index of the unit in all of K.
     __device__ __forceinline__ void get(order::Rows& to, int i, int unit, int chunk) const {
         get(to, i, unit / UNITS, unit % UNITS, chunk);
     }
@@ -364,7 +369,8 @@ struct Input {
         return {values(r, split)};
     }
 
-    // Returns the sum of x over chunk t of a unit, for the row and term that lane 4 g + t holds in tile i.
+    // Returns the sum over chunk t of a unit, for the row of x and the term (high or low) that lane 4 g + t holds in
+    // tile i.
     __device__ __forceinline__ unsigned chunk_sums(int i, int split, int unit) const {
         return blocks(row_of(i), split).own_sum(unit);
     }

@@ -1,15 +1,15 @@
-// The columns of out that a warp computes in matmul/decode/mma.cu and matmul/decode/mma_gguf.cu, and their sums.
+// The columns of the output that a warp computes in matmul/decode/mma.cu and matmul/decode/mma_gguf.cu, and their sums.
 #pragma once
 #include "lib/decode/mma.cuh"
 
-#ifndef LM_UP  // whether 8 columns of w alternate with 8 of matrix `up`: silu(x w) (x up), with GGUF weights
+#ifndef LM_UP  // 1: silu(x w) (x up): 8 columns of w alternate with 8 of matrix `up`; for GGUF weights
 #define LM_UP 0
 #endif
 
 constexpr int PAIRED = order::BLOCKS ? 16 : LM_COLUMNS;  // with LM_ROPE, LM_UP: columns c, c + PAIRED / 2 are a pair
 
-// A column of out by its number `at` among the columns of all blocks. n: its row of w (N rows). there: whether it
-// exists.
+// Column number `at`, counted over the columns that all blocks process. n: row of w (of N rows) for this column. there:
+// whether the column exists.
 struct Column {
     int n;
     bool there;
@@ -26,15 +26,16 @@ struct Column {
     }
 };
 
-constexpr int LANE_ROWS = 2 / order::TERMS;  // rows per tile whose sums a lane has, from row LANE_ROWS * t on
+constexpr int LANE_ROWS = 2 / order::TERMS;  // rows per tile whose sums lane 4 g + t has; the first is LANE_ROWS * t
 
-typedef float Totals[TILES][ROW_TILES][order::TILE_OCTETS * LANE_ROWS];  // sums of column g of each 8 columns
+typedef float Totals[TILES][ROW_TILES][order::TILE_OCTETS * LANE_ROWS];  // lane 4 g + t: sums of every 8th column
 
-// A lane's sums in one split of K, separate for the terms of x, of the rows and columns of `Totals`.
+// A lane's sums over one split of K, for the rows and columns of `Totals`. With two terms of x, each output has two
+// sums, one for the high terms and one for the low terms.
 struct Sums {
     float of[TILES][ROW_TILES][2 * order::TILE_OCTETS];
 
-    // Adds the sums of this split of K to the totals over all splits.
+    // Adds the sums of this split to `totals`, the sums over all splits of K.
     __device__ __forceinline__ void add_to(Totals& totals) const {
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) {
@@ -60,7 +61,8 @@ __device__ __forceinline__ void add(Totals& to, const Totals& from) {
     }
 }
 
-// Calls use(column, row, total) for each of this lane's totals. column: index among the columns of the warp.
+// Calls use(column, row, total) for each of this lane's totals. `column`, `row`: indices among the columns of the warp
+// and the rows of the block.
 template <typename Use>
 __device__ __forceinline__ void each(const Totals& totals, Use use) {
 #pragma unroll

@@ -1,42 +1,45 @@
 // The order of additions in matrix products for decoding on tensor cores (mma.sync; sm_80 and newer). The kernels for
-// few and for many rows share this order: an output has the same bits alone and in any batch.
+// few and for many rows share this order, so an output has the same bits in any batch.
 //
 //   out[m, n] = sum over k of x[m, k] w[n, k]       x (M, K) float, w (N, K) of type W, K contiguous
 //
 //   terms   each x is the sum of two numbers of the mma's input type (lib/terms.cuh): for bfloat16 weights bfloat16,
 //           which keeps 16 bits; for float16 and FP8 weights float16, 22 bits; for float weights tf32, 22 bits. For
-//           two-part weights x is two-part, too (lib/two_part.cuh), with one scale for all rows. In an mma the terms
-//           are two rows of x, and their products with w have separate sums. TERM_COUNT 1: x is rounded to one term
+//           two-part weights x is two-part, too (lib/two_part.cuh), with one scale for all rows. In an mma the high and
+//           the low terms of a row of x are two rows, whose products with w have separate sums. With TERM_COUNT 1, x is
+//           rounded to one number, the high term
 //   step    the values along K of one mma: 8 for float weights, otherwise 16
-//   split   a range of K: `split_units(K)` units of 128 values. The tensor cores add its steps in order. They truncate
-//           sums instead of rounding them; this error is far smaller than the rounding of 16-bit weights. Float and
-//           two-part weights have two terms, too. For them the tensor cores add only one chunk of K, starting from 0,
-//           with separate sums for w_low and w_high; float additions then add high + low to the split's sum. The
-//           result of a split is its sum for x_high plus its sum for x_low
+//   split   a contiguous range of K: `split_units(K)` units of 128 values. The tensor cores add its steps in order.
+//           They truncate sums instead of rounding them; this error is far smaller than the rounding of 16-bit weights.
+//           Float and two-part weights have two terms, too. For these weights the tensor cores add only one chunk of K,
+//           starting from 0, with separate sums for the high and low terms of w; float additions then add both sums to
+//           the split's sum. The result of a split is its sum for high terms of x plus its sum for low terms of x
 //   total   ((split 0 + split 1) + split 2) + ..., with at most 8 splits
 //
-// GGUF weights (lib/decode/mma_gguf.cuh): the tensor cores add either the split's part of a 256-value block (codes
-// times their 6-bit scales) or the codes of one sub-block, each time starting from 0. This sum is multiplied by its
-// remaining scale and added to the split's sum outside of the tensor cores. The minimums of a 256-value block are added
-// before its codes, those of a unit of other types after the unit's codes. The sums of both terms of x stay separate.
+// GGUF weights (lib/decode/mma_gguf.cuh): for types with 6-bit scales and minimums (Q4_K, Q5_K), the tensor cores add
+// the values of a 256-value GGUF block that lie in the split (codes times 6-bit scales); for other types they add the
+// codes of one sub-block. Each of these sums starts from 0, is multiplied by its remaining scale and is then added to
+// the split's sum outside of the tensor cores. The minimums of a 256-value block are added before its codes; in other
+// types, the minimums of a unit are added after the unit's codes. The sums for high and low terms of x stay separate.
 // The total is the sum of splits 0 to 3 plus the sum of the other splits. Two thread blocks can therefore compute one
-// half each and exchange a single sum.
+// of these two sums each.
 //
-// FP8 weights are converted to float16, which represents all of them exactly. Infinity in x makes the sum NaN. Zero
+// FP8 weights are converted to float16, which represents all FP8 numbers exactly. Infinity in x makes the sum NaN. Zero
 // padding after the end of K does not change a sum.
 //
 // Either w or x can be operand A of an mma, with 16 rows; the other one is operand B, with 8 columns. As A, a tile has
 // 16 columns of w, or 8 columns with two terms each; or it has 8 rows of x with two terms each. As B, a tile has 8
 // columns of w; or 4 rows of x with two terms each; or, for GGUF weights and one term, 8 rows of x. Neither this choice
-// nor the position of an output in its tile changes the output's bits. Lane 4 g + t holds the values at position t of
-// rows g and g + 8 of A and of column g of B, and the sums
+// nor the position of an output in its tile changes the output's bits. Lane 4 g + t (t = 0..3) holds the values at
+// position t of rows g and g + 8 of A and of column g of B, and the sums
 //
 //   c[0], c[1] = row g, columns 2t, 2t + 1        c[2], c[3] = row g + 8
 //
-// A chunk is 64 bytes along K of each column of w, or of each part of a two-part column. Lane 4 g + t loads 16 of these
-// bytes, at offset 16 t, and x at the same positions along K. The values of a step are neighbours in these 16 bytes: an
-// mma may take values along K in any order, provided that A and B use the same order. Neither operand needs ldmatrix.
-// GGUF blocks are packed in the order of an mma, and x is stored in the matching order.
+// A chunk is 64 bytes along K of a column of w (with two-part weights, 64 bytes of the high parts and 64 bytes of the
+// low parts). Lane 4 g + t loads 16 of these bytes, at offset 16 t, and x at the same positions along K. The lane's
+// values of a step are neighbours in these 16 bytes: an mma may take values along K in any order, provided that A and B
+// use the same order. Therefore neither operand needs ldmatrix. GGUF blocks are packed in the order of an mma, and x is
+// stored in the matching order.
 //
 // The including file selects T and W (lib/storage.cuh) and includes lib/sm80.cuh.
 #pragma once
@@ -57,21 +60,21 @@ constexpr bool TWO_PART = true;
 #else
 constexpr bool TWO_PART = false;
 #endif
-constexpr int KIND = TWO_PART ? TWO_PART_TERMS : BRAIN ? BF16_TERMS : FP16_TERMS;  // format of x's terms, unless tf32
-constexpr int PARTS = TWO_PART ? 2 : 1;     // stored parts per weight
+constexpr int KIND = TWO_PART ? TWO_PART_TERMS : BRAIN ? BF16_TERMS : FP16_TERMS;  // format of x's terms (unless tf32)
+constexpr int PARTS = TWO_PART ? 2 : 1;     // stored numbers per weight
 #if defined(WEIGHT_GGUF)
 constexpr bool BLOCKS = true;               // whether weights are GGUF blocks (lib/decode/mma_gguf.cuh)
 #else
 constexpr bool BLOCKS = false;
 #endif
-constexpr int WIDTH = BLOCKS ? 8 : 16 / sizeof(W);  // values that a lane loads from a column of w per chunk
+constexpr int WIDTH = BLOCKS ? 8 : 16 / sizeof(W);  // values of a column of w that a lane loads per chunk
 constexpr int CHUNK = 4 * WIDTH;            // values of K per chunk: 16, 32, or 64 with FP8
 constexpr int STEP = FLOATS ? 8 : 16;       // values of K per mma
 constexpr int STEPS = CHUNK / STEP;         // mma instructions per chunk
-constexpr int TERMS = BLOCKS ? TERM_COUNT : 2;      // terms per value of x in an mma; the second can be zero
+constexpr int TERMS = BLOCKS ? TERM_COUNT : 2;      // terms per value of x in an mma; low terms can be 0
 static_assert(TERM_COUNT == 2 || !(FLOATS || TWO_PART), "x is rounded for weights of one term");
 constexpr int UNIT = 128, MOST_SPLITS = 8;  // values of K per unit; maximum number of splits of K
-constexpr int HALF_SPLITS = BLOCKS ? MOST_SPLITS / 2 : MOST_SPLITS;  // splits per half, which are added first
+constexpr int HALF_SPLITS = BLOCKS ? MOST_SPLITS / 2 : MOST_SPLITS;  // splits in a half, which is added up first
 
 __host__ __device__ constexpr int units(int K) { return (K + UNIT - 1) / UNIT; }
 __host__ __device__ constexpr int split_units(int K) { return (units(K) + MOST_SPLITS - 1) / MOST_SPLITS; }
@@ -99,14 +102,15 @@ __device__ __forceinline__ void convert_fp8(unsigned bytes, unsigned& first, uns
 #endif
 }
 
-// Returns the sum for a value that is split into two terms. high, low: the sums of products with its high and low term.
+// Returns a sum of products with values that are split into terms. high: the sum of products with the high terms. low:
+// the sum of products with the low terms.
 __device__ __forceinline__ float joined(float high, float low) {
     if constexpr (TERM_COUNT == 1) return high;
     return TWO_PART ? fmaf(low, 1.0f / LOW, high) : high + low;
 }
 
-// Returns an output: the sum times the scale of its column, plus its bias. With two-part weights, the sum is also
-// multiplied by the scale of x.
+// Returns an output: `sum` times the scale of the output's column, plus the bias. With two-part weights, the sum is
+// also multiplied by the scale of x.
 __device__ __forceinline__ float finished(float sum, float scale, float x_scale, float bias) {
     if constexpr (TWO_PART) {  // smaller scale first, as in lib/two_part.cuh
         sum *= fminf(scale, x_scale), scale = fmaxf(scale, x_scale);
@@ -117,15 +121,15 @@ __device__ __forceinline__ float finished(float sum, float scale, float x_scale,
 constexpr int TILE_OCTETS = FLOATS || TWO_PART ? 1 : 2;  // groups of 8 columns in a tile whose operand A is w
 constexpr int TILE_VECTORS = FLOATS ? 1 : 2;             // 16-byte vectors of w per lane and chunk in this tile
 
-// The part of lane 4 g + t of a chunk of w as operand A of an mma: rows g and g + 8 of A are two columns of w, or the
-// two terms of column g.
+// The values of lane 4 g + t from a chunk of w, as operand A of mma instructions: rows g and g + 8 of A are two columns
+// of w, or the high and low terms of column g.
 struct Columns {
     unsigned value[STEPS][4];
 
     Columns() = default;
 
-    // Converts the 16-byte vectors of columns g and g + 8 that lane 4 g + t has loaded, or of both parts of column g.
-    // With float weights, only `first` (column g) is used.
+    // Converts the two 16-byte vectors that lane 4 g + t has loaded: of columns g and g + 8, or of the high and low
+    // parts of column g. With float weights, only `first` (column g) is used.
     __device__ __forceinline__ Columns(const uint4& first, const uint4& last) {
         const unsigned words[2][4] = {{first.x, first.y, first.z, first.w}, {last.x, last.y, last.z, last.w}};
 #pragma unroll
@@ -147,13 +151,13 @@ struct Columns {
 
 constexpr int TILE_ROWS = 8 / TERMS;  // rows of x in a tile whose operand B is x
 
-// The part of lane 4 g + t of a chunk of TILE_ROWS rows of x as operand B. With two terms, lanes with even g hold the
-// high term of row g / 2, those with odd g its low term; with one term, the lane holds row g.
+// The values of lane 4 g + t from a chunk of TILE_ROWS rows of x, as operand B. With two terms, a lane holds terms of
+// row g / 2: high terms if g is even, low terms if g is odd. With one term, a lane holds row g.
 struct Rows {
     unsigned value[STEPS][2];
 
-    // Loads the lane's WIDTH values of a chunk, already split into 16-bit terms. high: address of the high terms,
-    // aligned to 16 bytes; the low terms follow `distance` bytes later.
+    // Loads the lane's terms of WIDTH values of a chunk. high: address of the high 16-bit terms, aligned to 16 bytes;
+    // the low terms are `distance` bytes after the high terms.
     __device__ __forceinline__ void load(const char* high, int distance) {
         const uint4* from = reinterpret_cast<const uint4*>(high + threadIdx.x / 4 % TERMS * distance);
 #pragma unroll
@@ -163,8 +167,7 @@ struct Rows {
         }
     }
 
-    // Loads the lane's four floats of a chunk, aligned to 16 bytes, and splits them into tf32 terms (for float
-    // weights).
+    // Loads the lane's four floats of a chunk, aligned to 16 bytes, and splits them into tf32 terms.
     __device__ __forceinline__ void load(const float* x) {
         const float4 v = *reinterpret_cast<const float4*>(x);
         const float floats[4] = {v.x, v.y, v.z, v.w};
@@ -177,7 +180,7 @@ struct Rows {
     }
 };
 
-// Adds the products of a chunk to c, one mma per step.
+// Adds the products of a chunk to the sums c, by one mma per step.
 __device__ __forceinline__ void multiply(float (&c)[4], const Columns& w, const Rows& x) {
 #pragma unroll
     for (int s = 0; s < STEPS; ++s) {

@@ -1,22 +1,23 @@
 // Epilogue of the product of q, k and v in decoding with RoPE (interface: lib/decode/epilogues.cuh). Channels c and c +
-// D / 2 of a head of D channels are a pair. turned() receives the sums of a channel and of its partner. Results have
-// the bits of positions/rope_append.cu or, if q and k are normalised, of positions/qk_norm.cu.
+// D / 2 of a head of D channels are a pair. turned() receives the values of both channels of a pair and returns the
+// rotated value of the first argument's channel. Results have the bits of positions/rope_append.cu or, if q and k are
+// normalised, of positions/qk_norm.cu.
 #pragma once
 #include "lib/cluster.cuh"
 #include "lib/storage.cuh"
 #include "lib/head_norm.cuh"
 #include "lib/rotation.cuh"
 
-// Computes the RMSNorm factors of heads. BLOCKS blocks of a cluster compute one head, each of them HALF pairs of
-// channels of ROWS rows. squares: shared memory of a block, for one sum of squares per block and row.
+// Computes the RMSNorm factors of a head. The BLOCKS blocks of a cluster compute one head for ROWS rows: each block has
+// HALF pairs of channels. squares: shared memory of each block, for one sum of squares per block and row.
 template <int HALF, int BLOCKS, int ROWS>
 struct HeadSums {
     static constexpr int PADDED = BLOCKS > 4 ? 8 : BLOCKS > 2 ? 4 : BLOCKS;
     float (&squares)[BLOCKS][ROWS];
 
-    // Adds the squares of a row's pairs in this block and stores the sum in all blocks of the cluster. HALF
-    // neighbouring lanes pass the pairs. column, row: position of the lane's output in the block's tile, if `there`.
-    // All lanes of a warp must call this function.
+    // Adds the squares of this block's pairs of a row and stores the sum in all blocks of the cluster. Each of HALF
+    // neighbouring lanes passes one pair of the row as `first` and `second`. `there`: whether the lane has an output,
+    // at (row, column) of the block's tile. All lanes of a warp must call this function.
     __device__ __forceinline__ void give(float first, float second, int column, int row, bool there) const {
         const float sum = neighbours_sum<HALF>(head_square(first, second));
         if (!there || column >= BLOCKS) return;
@@ -24,7 +25,7 @@ struct HeadSums {
         *(BLOCKS > 1 ? in_block_of_cluster(here, column) : here) = sum;
     }
 
-    // Makes the sums of all blocks visible. All threads call this function once after give().
+    // Makes the sums that give() has stored visible in all blocks. All threads call this function once after give().
     __device__ __forceinline__ void exchange() const {
         if constexpr (BLOCKS > 1) release_to_cluster(), acquire_from_cluster();
         else __syncthreads();
@@ -41,10 +42,10 @@ struct HeadSums {
 template <int CHANNELS>
 struct AppendTurned {
     static constexpr bool TURNED = true;
-    static constexpr int D = CHANNELS ? CHANNELS : 2;  // 0: never called
+    static constexpr int D = CHANNELS ? CHANNELS : 2;  // without RoPE (CHANNELS 0): unused
     struct Late {
         Rotation by;
-        long long place;  // index of the token's first head in the cache seen as (B n_ctx n_kv_head, D), or -1
+        long long place;  // row of the cache (B * n_ctx * n_kv_head, D) for the token's head 0; -1: not cached
     };
     const float* rotations;  // (M, D / 2, 2)
     float* q;                // (M, n_head D)
@@ -68,7 +69,7 @@ struct AppendTurned {
         return {{by.x, by.y}, cached ? ((long long)b * n_ctx + at) * n_kv_head : -1};
     }
 
-    __device__ float value(float v, const Late&) const { return v; }  // for columns in order, without pairs
+    __device__ float value(float v, const Late&) const { return v; }  // used without RoPE
 
     __device__ float turned(int n, float v, float other, const Late& late) const {
         if (n / D >= n_head + n_kv_head) return v;

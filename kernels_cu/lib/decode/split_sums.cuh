@@ -1,11 +1,11 @@
-// Split sums, an incomplete product: matmul/decode/ffn_mma.cu and matmul/decode/ffn_mma_gguf.cu store the sum of each
-// split of K for every output. The next kernels add these sums to x as they load x, in the order and with the bits of
-// lib/decode/epilogues.cuh.
+// Split sums: a product of which, for every output, the sums over up to 8 splits (contiguous ranges of K) are stored
+// but not yet added up. matmul/decode/ffn_mma.cu and matmul/decode/ffn_mma_gguf.cu store split sums. The next kernels
+// add them to x when they load x, with the same bits as AddSums in lib/decode/epilogues.cuh.
 #pragma once
 #include "lib/common.cuh"
 #include "lib/fresh.cuh"
 
-#ifndef SUMS_HALF  // splits per half; the splits of a half are added first (order::HALF_SPLITS)
+#ifndef SUMS_HALF  // splits per half of the splits; each half is added up first (order::HALF_SPLITS)
 #if defined(WEIGHT_GGUF)
 #define SUMS_HALF 4
 #else
@@ -14,10 +14,10 @@
 #endif
 
 template <int COUNT, int X>
-struct SplitSums {  // split sums of X neighbouring outputs, and their scales
+struct SplitSums {  // split sums of X neighbouring outputs, and scales of the outputs
     float of[COUNT ? COUNT : 1][X], scale[X];
 
-    // Loads the sums of X outputs. from: address of the first output in the first split of sums (COUNT, values).
+    // Loads the sums of X outputs. `from`: address of the first output's sum over split 0, in an array (COUNT, values).
     // scales: address of the first output's scale, or null.
     __device__ __forceinline__ void load(const float* from, long long values, const float* scales) {
 #pragma unroll

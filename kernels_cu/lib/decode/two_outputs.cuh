@@ -1,6 +1,6 @@
-// Versions of the epilogues in lib/decode/epilogues.cuh for kernels in which a lane has two neighbouring outputs, n and
-// n + 1, with n even. If the addresses are aligned, one memory access covers both outputs. Output n + 1 can lie outside
-// the row.
+// Versions of the epilogues in lib/decode/epilogues.cuh for kernels in which a lane has two neighbouring outputs of a
+// row, n and n + 1, with n even. If the addresses are aligned, one memory access covers both outputs. Output n + 1 can
+// be after the end of the row.
 #pragma once
 #include "lib/decode/epilogues.cuh"
 
@@ -52,7 +52,7 @@ struct AppendTwo : Append {
         }
     }
 
-    __device__ bool together() const {  // whether one access covers both outputs, which are then in one array
+    __device__ bool together() const {  // whether one access covers both outputs; they are then in one array
         const size_t caches = reinterpret_cast<size_t>(k_cache) | reinterpret_cast<size_t>(v_cache);
         return C % 2 == 0 && reinterpret_cast<size_t>(q) % 8 == 0 && caches % sizeof(Two) == 0;
     }

@@ -1,5 +1,5 @@
-// The loop over K of matmul/decode/wgmma.cu: constants, the ring buffer of slices, the warp that requests slices, and
-// the warps that multiply them (consumers). The including file includes lib/sm80.cuh.
+// The loop over K of matmul/decode/wgmma.cu: constants, the ring buffer of slices (64 or 128 values of K), the producer
+// warp, which requests slices, and the consumer warps, which multiply them. The including file includes lib/sm80.cuh.
 #pragma once
 #include "lib/sm90_wgmma.cuh"
 #include "lib/decode/order.cuh"
@@ -13,7 +13,7 @@
 #ifndef DH_GROUPS
 #define DH_GROUPS 1
 #endif
-#ifndef DH_SPLITS  // blocks of a cluster that divide the splits of K among them
+#ifndef DH_SPLITS  // blocks of a cluster among which the splits of K are divided
 #define DH_SPLITS 1
 #endif
 #ifndef DH_SHARES  // blocks of a cluster that share the loads of x
@@ -28,7 +28,7 @@
 #ifndef DH_ROPE  // channels of a head that RoPE rotates: a multiple of 64; 0: no RoPE
 #define DH_ROPE 0
 #endif
-#ifndef DH_DEPTH  // 2: a block has two sets of warps, with separate rings, which divide the block's half of the splits
+#ifndef DH_DEPTH  // 2: two sets of warps per block, with separate rings, divide the block's half of the splits
 #define DH_DEPTH 1
 #endif
 #ifndef DH_BLOCKS  // minimum blocks per SM (__launch_bounds__)
@@ -38,34 +38,35 @@
 constexpr int CLUSTER = DH_SHARES * DH_SPLITS;
 constexpr int WARPS = 4 * DH_GROUPS;         // consumer warps per set
 constexpr int CONSUMERS = DH_DEPTH * WARPS;  // consumer warps per block
-// Three consumer warpgroups need more registers than a block of 13 warps can have. Therefore a fourth warpgroup, the
-// producer's, gives most of its registers to them.
+// Three consumer warpgroups need more registers than each warp of a block of 13 warps can have. Therefore the producer
+// becomes a fourth warpgroup, which gives most of its registers to the consumers.
 constexpr bool MOVES_REGISTERS = DH_GROUPS == 3;
-constexpr int FEW_REGISTERS = 32, MANY_REGISTERS = 160;  // registers per thread: 128 on average
+constexpr int FEW_REGISTERS = 32, MANY_REGISTERS = 160;  // registers per thread of the producer, of consumers
 constexpr int THREADS = 32 * CONSUMERS + (MOVES_REGISTERS ? 128 : 32 * DH_DEPTH);
-constexpr int TERMS = DH_ROWS > 4 ? TERM_COUNT * DH_ROWS : 8;  // columns of B; for 4 rows of one term, half are unused
+constexpr int TERMS = DH_ROWS > 4 ? TERM_COUNT * DH_ROWS : 8;  // columns of B: at least 8, of which 4 can be unused
 constexpr int TILES = DH_ROWS / 4;                           // tiles of 4 rows of x, per warp
-constexpr bool TWO = DH_GATED || DH_ROPE;                    // an output combines two rows of A: of W and U, or a pair
+constexpr bool TWO = DH_GATED || DH_ROPE;                    // an output combines two rows of A (of W and U, or a pair)
 constexpr int OUTPUTS = TWO ? 1 : 2;                         // output columns per lane
 constexpr int COLUMNS = 32 * OUTPUTS * DH_GROUPS;            // output columns per block
 constexpr int SLICE = 128 / sizeof(W), CHUNKS = SLICE / order::CHUNK;
 constexpr int W_BYTES = 64 * DH_GROUPS * 128, X_BYTES = 2 * SLICE * TERMS;
-constexpr int BOX = 64, BOX_BYTES = 2 * BOX * TERMS;  // a box of x: values of K, bytes in shared memory
+constexpr int BOX = 64, BOX_BYTES = 2 * BOX * TERMS;  // box of x: length in values of K; bytes in shared memory
 #if defined(WEIGHT_GGUF)
 constexpr int STAGE = (X_BYTES + 16 * TERMS + 1023) / 1024 * 1024;  // bytes of x per stage; W has a separate ring
 #else
 constexpr int STAGE = W_BYTES + X_BYTES;
 #endif
-constexpr int HALF_HEAD = DH_ROPE ? DH_ROPE / 2 : 1, ROPE_BOX = 32;  // pairs of channels in a head; rows of W in a box
+constexpr int HALF_HEAD = DH_ROPE ? DH_ROPE / 2 : 1, ROPE_BOX = 32;  // pairs of channels per head; rows of W per box
 static_assert(!order::FLOATS, "terms are of 16 bits");
 static_assert(DH_DEPTH == 1 || (order::BLOCKS && DH_SPLITS == 2 && DH_SHARES == 1), "sets share a half of the splits");
 static_assert(HALF_HEAD % ROPE_BOX == 0 || !DH_ROPE, "a box is of one half of a head");
 
-// Returns the row of W for output column n, with RoPE the first row of a pair; the second row is HALF_HEAD rows
-// further.
+// Returns the row of W for output column n. With RoPE, column n is a pair of channels: returns the row of its first
+// channel; the row of the second channel is HALF_HEAD rows after it.
 __device__ __forceinline__ int first_row(int n) { return DH_ROPE ? n / HALF_HEAD * DH_ROPE + n % HALF_HEAD : n; }
 
-// own_set() returns the set of a consumer warp, own_warp() the warp's index in its set.
+// own_set() returns the index of the set of warps that contains this consumer warp (0 or 1, see DH_DEPTH), own_warp()
+// the warp's index in the set.
 __device__ __forceinline__ int own_set() { return DH_DEPTH > 1 ? threadIdx.x / 32 / WARPS : 0; }
 __device__ __forceinline__ int own_warp() { return threadIdx.x / 32 - WARPS * own_set(); }
 
@@ -87,8 +88,8 @@ struct Ring {
 // A block's share of the product: its tile of outputs and its range of K.
 struct Share {
     int row, rows, column;  // first row and number of rows of x; first output column
-    int limit;              // end of the columns: of the matrix, or of the range with one GGUF type
-    int rank, part;         // index among the blocks that divide K; among those that share x
+    int limit;              // end of the matrix's columns, or of the columns with this GGUF type
+    int rank, part;         // rank: index among the blocks that divide K; part: among the blocks that share x
     int first;              // first split of K
     int k, slices;
 
@@ -114,8 +115,8 @@ struct Share {
 
 #if defined(WEIGHT_GGUF)
    private:
-    // Sets the block's columns. They have one GGUF type: groups of COLUMNS columns are counted from the first column of
-    // each type's range.
+    // Sets `column` and `limit` for group `group` of COLUMNS columns. Groups are counted from the first column of each
+    // range with one GGUF type, so all columns of a group have the same type.
     template <int RANGE = 0>
     __device__ __forceinline__ void place(int group, int N) {
         typedef gguf::OfRange<RANGE> OfRange;
@@ -141,7 +142,7 @@ struct Sources {
 // Requests all slices of W and x that the block multiplies; called by one warp.
 __device__ __forceinline__ void produce(const Ring& ring, const Share& share, const Sources& from, const float* x, int,
                                         int K) {
-    const int of_rows = 2 * TERM_COUNT * share.rows;  // bytes per position of K, for all rows of x
+    const int of_rows = 2 * TERM_COUNT * share.rows;  // bytes of all rows of x per value of K
     const auto load_w = [&](int slice, int stage) {
         char* to = ring.stage(stage);
         const auto load = [&](const TensorMap& map, int at, int row) {
@@ -156,7 +157,7 @@ __device__ __forceinline__ void produce(const Ring& ring, const Share& share, co
             load(from.w, at, row), load(from.w, W_BYTES / 2 + at, row + HALF_HEAD);
         }
     };
-    const long long first = (long long)share.row * K + (long long)share.k * share.rows;  // index of the first value
+    const long long first = (long long)share.row * K + (long long)share.k * share.rows;  // index of first value in x
     const char* of_tile = reinterpret_cast<const char*>(x) + 2 * TERM_COUNT * first;
     const auto load_x = [&](int slice, int stage) {
         const int box = BOX * of_rows, own = box / DH_SHARES, at = share.part * own;
@@ -186,12 +187,12 @@ __device__ __forceinline__ void produce(const Ring& ring, const Share& share, co
         wait(ring.empty[stage], phase, "empty");
         load_w(slice, stage), load_x(slice, stage);
     }
-    // Other blocks arrive at these barriers: the block must not exit before the last arrivals.
+    // Other blocks arrive at this block's `empty` barriers, so the block must not exit before their last arrivals.
     for (int i = 0; DH_SHARES > 1 && i < early; ++i, next()) wait(ring.empty[stage], phase, "empty at the end");
 }
 
-// 64 values along K: a lane's values of W, as operand A, and the descriptor of x in shared memory. A slice has one such
-// piece with 16-bit weights, two with FP8.
+// A piece is 64 values along K: a slice with 16-bit weights, half a slice with FP8. Piece holds a lane's values of W,
+// as operand A, and the descriptor of x in shared memory.
 constexpr int PIECE_STEPS = 4, PIECES = CHUNKS * order::STEPS / PIECE_STEPS;
 
 struct Piece {
@@ -199,23 +200,23 @@ struct Piece {
     Matrix x;
 };
 
-// Returns the row of W, among the rows of this warp, that lane 4 g + t has as row g of A. Row g + 8 of A is the next
-// row of W, or this row of the second matrix, or with RoPE the row half a head further. Eight lanes load at a time,
-// from rows that are 4 apart, so that their swizzled units are in different banks.
+// Returns the row of W, among the rows of this warp, that lane 4 g + t has as row g of A. The lane's row g + 8 of A is
+// the next row of W; with DH_GATED, the same row of U; with RoPE, the row of W half a head later. Eight lanes load at a
+// time, from rows that are 4 apart, so that their swizzled units are in different banks.
 __device__ __forceinline__ int own_row() {
     const int lane = threadIdx.x % 32, pair = lane / 8;
     return TWO ? lane % 8 / 4 * 4 + pair : pair % 2 * 2 + lane % 8 / 4 * 4 + pair / 2 * 8;
 }
-constexpr int NEXT_ROW = 8;  // with TWO: difference of lanes that hold an even row of W and the next row
+constexpr int NEXT_ROW = 8;  // with TWO: distance of the lanes that hold rows 2 i and 2 i + 1 of W
 
-// A consumer warp's position in the ring, and its rows of W in a stage. Each unit of 128 values of K is a pair of
-// pieces, the first with HALF 0 and the second with HALF 1.
+// A consumer warp's position in the ring, and the offsets of its rows of W in a stage. Each unit of 128 values of K is
+// a pair of pieces: HALF is 0 for the first piece and 1 for the second piece.
 struct Consumer {
     const Ring& ring;
     const int rank;
     int stage = 0;  // index of the next stage
     unsigned phase = 0;
-    int own[2];  // offset in a stage of the lane's first 16 bytes of row g of A, and of row g + 8
+    int own[2];  // offsets in a stage: the lane's first 16 bytes of rows g and g + 8 of A
 
     __device__ __forceinline__ Consumer(const Ring& ring, const Share& share) : ring(ring), rank(share.rank) {
         const int of_warp = (TWO ? 1024 : 2048) * (threadIdx.x / 32);
@@ -247,8 +248,7 @@ struct Consumer {
         return piece;
     }
 
-    // Starts the products of a piece. adds: whether they are added to the existing sums; otherwise they replace the
-    // sums.
+    // Starts the products of a piece. adds: whether the products are added to `sums`; otherwise they replace `sums`.
     __device__ __forceinline__ void start(float (&sums)[TERMS / 2], const Piece& piece, bool adds) const {
         fence_sums();
 #pragma unroll
@@ -256,7 +256,7 @@ struct Consumer {
         end_products();
     }
 
-    // Frees the stage of a piece whose products are complete. LATER: whether the following piece has already been
+    // Marks the stage of a piece as empty once all its products are complete. LATER: whether the next piece is already
     // loaded.
     template <int HALF, bool LATER = true>
     __device__ __forceinline__ void release() {
@@ -269,8 +269,8 @@ struct Consumer {
         if (DH_SHARES == 1 && lane == 0) arrive(ring.empty[freed]);
     }
 
-    // Computes the sums of a split with `pairs` units of K, each a pair of pieces. While one piece is multiplied, the
-    // next piece is loaded into registers.
+    // Computes the sums of a split of K that has `pairs` units, each of which is a pair of pieces. While one piece is
+    // multiplied, the next piece is loaded into registers.
     __device__ __forceinline__ void multiply_split(float (&sums)[TERMS / 2], int, int pairs, int) {
         Piece a = load<0>(), b;
         start(sums, a, false);

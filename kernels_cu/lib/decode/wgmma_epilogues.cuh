@@ -3,9 +3,9 @@
 #include "lib/rotation.cuh"
 #include "lib/decode/two_outputs.cuh"
 
-constexpr int ORDERED = order::BLOCKS ? 2 : order::WIDTH;  // layout of terms (TERM_WIDTH in lib/terms.cuh)
+constexpr int ORDERED = order::BLOCKS ? 2 : order::WIDTH;  // layout of stored terms (TERM_WIDTH of lib/terms.cuh)
 
-// Version of AddTwo that stores out as terms, in the layout that the next product reads.
+// Version of AddTwo (lib/decode/two_outputs.cuh) that stores out as terms, in the layout that the next product reads.
 struct AddTerms : AddTwo {
     int M;
 
@@ -23,14 +23,14 @@ struct AddTerms : AddTwo {
 };
 
 // Applies RoPE to q and k, stores q, and appends k and v to the cache. Column n is a pair of channels: channels n % (D
-// / 2) and n % (D / 2) + D / 2 of head n / (D / 2). Heads have D channels; those of q come first, then those of k, then
-// those of v. late(m, n) loads the rotation and the position in the cache before the sums are complete.
+// / 2) and n % (D / 2) + D / 2 of head n / (D / 2). Heads have D channels; the heads of q come first, then the heads of
+// k, then the heads of v. late(m, n) loads the rotation and the place in the cache before the sums are complete.
 struct RopeAppend {
     static constexpr int D = DH_ROPE ? DH_ROPE : 2;
     static constexpr bool BY_ROW = false;
     struct Late {
         Rotation by;
-        long long place;  // index of the token's first head in the cache seen as (B n_ctx n_kv_head, D), or -1
+        long long place;  // row of the cache (B * n_ctx * n_kv_head, D) for the token's head 0; -1: not cached
     };
     const float* rotations;  // (M, D / 2, 2)
     float* q;                // (M, n_head D)

@@ -1,46 +1,49 @@
-// The loop over K of lib/decode/wgmma.cuh for GGUF weights W: two ring buffers, the warp that requests stages, and the
-// warps that multiply (consumers).
+// The loop over K of lib/decode/wgmma.cuh for GGUF weights W: two ring buffers, the producer warp, which requests their
+// contents, and the consumer warps, which multiply.
 //
-// A stage of x is a unit of 128 values of K: two boxes, and the sums of x over its chunks (lib/chunk_sums.cuh). W has a
-// separate ring of GGUF tiles of 128 or 256 values of K, with one copy for each eight rows. With three copies per unit,
-// for low bits, high bits and scales, the copy engine was the bottleneck: 12,288 x 4,096 with 16 rows took 23.4 us.
+// A stage of the ring of x holds a unit of 128 values of K: two boxes of 64 values, and the sums of x over chunks of 32
+// values (lib/chunk_sums.cuh). W has a separate ring of GGUF tiles of 128 or 256 values of K, with one copy for each
+// eight rows. An earlier version had three copies per eight rows and unit, for low bits, high bits and scales. The copy
+// engine was then the bottleneck: a 12,288 x 4,096 matrix with 16 rows of x took 23.4 us.
 //
 // A lane unpacks the codes of two rows of W, as operand A, while the products of the previous chunk are running. In
-// Q4_K and Q5_K, codes are multiplied by s, and a sum covers a block of 256; in other types, it covers a sub-block.
-// Each of these sums begins at 0 and is added to the sum of the split with a scale, so that outputs have the bits of
-// lib/decode/mma_gguf.cuh. For minimums, a warp executes one mma per eight rows of x, with the chunk sums.
+// Q4_K and Q5_K, codes are multiplied by the integer scale s, and a sum covers a GGUF block of 256 values; in other
+// types, a sum covers a sub-block. Each of these sums begins at 0, is multiplied by a scale and is added to the sum of
+// the split (a range of K, lib/decode/order.cuh), so that outputs have the bits of lib/decode/mma_gguf.cuh. For
+// minimums, a warp executes one mma per eight rows of x, which multiplies them by the chunk sums.
 //
-// NVIDIA H100, Q4_K, us in a CUDA graph with gguf_chunk_sums, which takes 1.7 to 4.1 us of each time. In brackets: an
-// earlier version, with sums over 64 values of K and blocks of one warpgroup. Blocks now have three warpgroups for 64
-// rows if the matrix has many columns:
+// NVIDIA H100, Q4_K, us in a CUDA graph. The times include gguf_chunk_sums, which takes 1.7 to 4.1 us. In brackets:
+// times of an earlier version, with sums over 64 values of K and thread blocks of one warpgroup. Thread blocks now have
+// three warpgroups for 64 rows if the matrix has many columns:
 //
 //   rows   12,288 x 4,096    4,096 x 4,096    4,096 x 11,008    2 x 11,008 x 4,096
 //   16     18.9  (20.2)      11.8  (12.6)     21.5  (23.7)      31.4  (37.3)
 //   64     27.9  (36.2)      15.4  (18.0)     30.0  (37.3)      42.9  (62.3)
 //
-// For a unit of 64 rows, a warp now executes 257 instructions instead of 492; predicted were 200 instructions and half
-// of the time. For 16 rows it executes 230 instead of 365. Of 27.9 us, 12.8 us do not depend on K: chunk sums, start,
-// first copies, exchange and epilogue. In the loop, the three warps of a scheduler issue 0.4 instructions per cycle.
-// They wait a quarter of their time for copies and an eighth for an arithmetic unit. Therefore the ring of W is as deep
-// as the ring of x if shared memory permits. If a multiprocessor needs only one block, this block leaves no room for
-// another one, not even of the next kernel: a step of 64 rows of Llama 7B in Q4_K_M takes 9.13 ms instead of 9.62, a
-// step of 9 rows 3.42 ms instead of 3.60.
+// Per unit, a warp now executes 257 instructions instead of 492 for 64 rows; predicted were 200 instructions and half
+// of the time. For 16 rows it executes 230 instead of 365. Of the 27.9 us in the table, 12.8 us do not depend on K:
+// chunk sums, start, first copies, exchange of sums and epilogue. In the loop, the three warps of a scheduler together
+// issue 0.4 instructions per cycle. They wait a quarter of their time for copies and an eighth for an arithmetic unit.
+// Therefore the ring of W is as deep as the ring of x if shared memory permits. If there is at most one block per
+// multiprocessor, the block's shared memory leaves no room for another block, not even for a block of the next kernel:
+// a decoding step of 64 rows of Llama 7B in Q4_K_M takes 9.13 ms instead of 9.62, a step of 9 rows 3.42 ms instead of
+// 3.60.
 //
-// Nothing hides the latencies of the four warps of such a block. With DH_DEPTH 2, two sets of warps with their own
-// rings divide the block's half of K: for 64 rows, 4,096 x 11,008 takes 26.0 us instead of 29.9, 4,096 x 4,096 14.2 us
-// instead of 15.4, and the step of Llama 7B 9.03 ms. With an E5M2 cache, this step takes 6.53 ms instead of 6.70
-// (predicted: 6.27).
+// If such a block has only four consumer warps, no other warps hide their latencies. With DH_DEPTH 2, a block therefore
+// has two sets of warps with separate rings, which divide the block's half of K: for 64 rows, 4,096 x 11,008 takes 26.0
+// us instead of 29.9, 4,096 x 4,096 14.2 us instead of 15.4, and the step of Llama 7B 9.03 ms. With an E5M2 cache, this
+// step takes 6.53 ms instead of 6.70 (predicted: 6.27).
 #pragma once
 
 #ifndef DH_TILES  // number of GGUF tiles that the ring of W holds
 #define DH_TILES 2
 #endif
 
-constexpr int ROW_OCTETS = 8 * DH_GROUPS;  // 8-row groups of W per block; with TWO, half are second rows of outputs
+constexpr int ROW_OCTETS = 8 * DH_GROUPS;  // 8-row groups of W (and U) per block
 constexpr int SUMS_AT = X_BYTES;           // offset of the chunk sums in a stage
 
-// Operands of a product besides x. w, up: GGUF weights. sums: sums of x over its chunks; not read if no type has
-// minimums.
+// Operands of a product besides x. w, up: GGUF weights. sums: sums of x over chunks (lib/chunk_sums.cuh), read only if
+// a GGUF type of w has minimums.
 struct Sources {
     const W* w;
     const W* up;
@@ -48,7 +51,7 @@ struct Sources {
 };
 
 // Requests all stages of x and all tiles of W that the block multiplies; called by one warp. Each lane requests the
-// tiles of eight rows of W, the last lane x.
+// GGUF tiles of eight rows of W; the last lane also requests x.
 template <int RANGE = 0>
 __device__ __forceinline__ void produce(const Ring& ring, const Share& share, const Sources& from, const float* x,
                                         int N, int K) {
@@ -65,7 +68,7 @@ __device__ __forceinline__ void produce(const Ring& ring, const Share& share, co
     const W* const octet = (DH_GATED && lane >= each ? from.up : from.w) + OfRange::begin(K) +
                            (long long)((row - OfRange::FROM) / gguf::OCTET) * Part::row_bytes(K);
     const int first_tile = begin / Part::UNITS, tiles = (end - 1) / Part::UNITS + 1 - first_tile;
-    const auto load_w = [&](int count) {  // lanes need no order: a phase ends with the bytes that lane 0 expects
+    const auto load_w = [&](int count) {  // in any order of lanes: the phase ends when all bytes have arrived
         const int stage = count % DH_TILES;
         if (lane == 0) arrive_and_expect(ring.tile_full[stage], (TWO ? 2 : 1) * there * Part::BYTES);
         char* const to = ring.tile(stage) + lane * Part::BYTES;
@@ -87,7 +90,7 @@ __device__ __forceinline__ void produce(const Ring& ring, const Share& share, co
             else if (!whole || i == 0) {
                 load_bytes(to + i * BOX_BYTES, of_x + i * box, whole ? 2 * box : box, ring.full[stage]);
             }
-        }  // whether two boxes are contiguous in both memories
+        }
         if (Part::MINIMUM) {
             const float* sum = from.sums + (long long)share.row * (K / 32) + (long long)unit * share.rows * 4;
             load_bytes(to + SUMS_AT, sum, 16 * share.rows, ring.full[stage]);
@@ -97,12 +100,12 @@ __device__ __forceinline__ void produce(const Ring& ring, const Share& share, co
     if (CLUSTER > 1) wait_for_cluster();  // the barriers of the other blocks are initialised
     wait_before_copies();
     for (int unit = begin; unit < min(begin + DH_STAGES, end); ++unit) load_x(unit);
-    // Stages and tiles are requested again in the order in which they become free. All lanes take one path: with
-    // separate paths for x and W, each path waited for the barriers of the other path as well.
+    // Stages of x and tiles of W are requested again in the order in which they become free. All lanes execute the same
+    // path: separate branches for x and W would be serialised, and each branch would wait for the other's barriers.
     int tile = 0;
     for (int unit = begin; unit < end; ++unit) {
         const int count = unit - begin, stage = count % DH_STAGES;
-        if (unit + DH_STAGES < end || DH_SHARES > 1) {  // with shares, other blocks arrive at the last stages, too
+        if (unit + DH_STAGES < end || DH_SHARES > 1) {  // with shares, also wait for other blocks' last arrivals
             wait(ring.empty[stage], count / DH_STAGES & 1, "empty");
             if (unit + DH_STAGES < end) load_x(unit + DH_STAGES);
         }
@@ -112,10 +115,10 @@ __device__ __forceinline__ void produce(const Ring& ring, const Share& share, co
     }
 }
 
-// Returns the row of W, among the rows of this warp, that lane 4 g + t has as row g of A. Row g + 8 of A is the next
-// row of W, or this row of the second matrix, or with RoPE the row half a head further.
+// Returns the row of W, among the rows of this warp, that lane 4 g + t has as row g of A. The lane's row g + 8 of A is
+// the next row of W; with DH_GATED, the same row of U; with RoPE, the row of W half a head later.
 __device__ __forceinline__ int own_row() { return threadIdx.x % 32 / 4 * (TWO ? 1 : 2); }
-constexpr int NEXT_ROW = 4;  // with TWO: difference of lanes that hold an even row of W and the next row
+constexpr int NEXT_ROW = 4;  // with TWO: distance of the lanes that hold rows 2 i and 2 i + 1 of W
 
 struct Consumer {
     typedef float Products[TERMS / 2];
@@ -124,12 +127,12 @@ struct Consumer {
     const int rank;
     int stage = 0, tile = 0;  // index of the next stage and of the next tile
     unsigned phase = 0, tile_phase = 0;
-    const int begin, end;  // first unit of K of the block, and the end
+    const int begin, end;  // units of K of the block: begin .. end - 1
 
     __device__ __forceinline__ Consumer(const Ring& ring, const Share& share)
         : ring(ring), rank(share.rank), begin(share.k / order::UNIT), end(begin + share.slices) {}
 
-    // Computes the sums of a split with `units` units of K, from unit `first` on. row: first row of W of the block.
+    // Computes the sums of a split of K that has `units` units, from unit `first` on. row: first row of W of the block.
     template <int RANGE = 0>
     __device__ __forceinline__ void multiply_split(Products& sums, int first, int units, int row) {
         typedef gguf::OfRange<RANGE> OfRange;
@@ -151,16 +154,17 @@ struct Consumer {
     }
 
    private:
-    // Frees a stage whose data has been used, not only loaded: otherwise a copy into this stage could overtake a load.
-    // Each lane arrives for its own loads. An arrival of lane 0 after __syncwarp() takes the same time, but racecheck
-    // does not see this synchronisation of the warp and reports the loads of the other lanes.
+    // Marks stage `used` as empty. The caller must have used, not only loaded, all data of the stage: otherwise a copy
+    // into this stage could overtake a load. Each lane arrives for its own loads. An arrival of lane 0 after
+    // __syncwarp() takes the same time, but racecheck does not see this synchronisation of the warp and reports the
+    // loads of the other lanes.
     __device__ __forceinline__ void release(int used) const {
         if (DH_SHARES == 1) arrive(ring.empty[used]);
 #pragma unroll
         for (int i = 0; DH_SHARES > 1 && i < DH_SHARES; ++i) arrive_at(ring.empty[used], rank * DH_SHARES + i);
     }
 
-    // Waits for x of the next unit of K, and returns the index of its stage.
+    // Waits until x of the next unit of K has arrived, and returns the index of the stage that holds it.
     __device__ __forceinline__ int next() {
         const int full = stage;
         wait<(DH_SHARES > 1)>(ring.full[full], phase, "full");
@@ -173,7 +177,7 @@ struct Consumer {
         if (++tile == DH_TILES) tile = 0, tile_phase ^= 1;
     }
 
-    // Loads a lane's weights of its two rows of W, for one unit of K.
+    // Loads the lane's weights of one unit of K, from the lane's two rows of W.
     template <typename Part>
     __device__ __forceinline__ void load(Part (&parts)[2], int unit) const {
         const int warp = own_warp(), row = own_row(), half = unit % Part::UNITS;
@@ -186,15 +190,15 @@ struct Consumer {
         }
     }
 
-    // With INTEGERS: adds COUNT units of a GGUF tile, which have one sum. While a chunk is unpacked, the previous chunk
-    // is multiplied.
+    // For types with INTEGERS (lib/gguf.cuh): adds the products of COUNT units of a GGUF tile, which share one sum, to
+    // `sums`. While a chunk is unpacked, the previous chunk is multiplied.
     template <int RANGE, int COUNT>
     __device__ __forceinline__ void add_tile(Products& sums, int first) {
         typedef typename gguf::OfRange<RANGE>::Of Part;
         Part parts[COUNT][2];
         typename Part::Own own[COUNT][2];
         Products found;
-        unsigned codes[2][2][4];           // codes of two chunks, which alternate, for two steps each
+        unsigned codes[2][2][4];           // [chunk % 2][wgmma step][register]
         unsigned of_x[TERMS / 8][2] = {};  // sums of x over chunks
         int used;
 #pragma unroll
@@ -209,7 +213,7 @@ struct Consumer {
             const Matrix x = matrix_at(ring.stage(used));
 #pragma unroll
             for (int chunk = 0; chunk < 4; ++chunk) {
-                wait_for_products<1>();  // the products before those of the previous chunk are complete
+                wait_for_products<1>();  // products of chunk - 2, which used the same registers, are complete
                 if (i > 0 && chunk == 1) load_sums<Part, 0>(of_x, before), release(before);
                 unpack(parts[i], own[i], chunk, codes[chunk % 2]);
                 fence_sums();
@@ -233,7 +237,7 @@ struct Consumer {
         release(used);
     }
 
-    // Without INTEGERS: adds a unit of K, whose sub-blocks have separate sums.
+    // For types without INTEGERS: adds the products of a unit of K, whose sub-blocks have separate sums, to `sums`.
     template <int RANGE>
     __device__ __forceinline__ void add_unit(Products& sums, int unit) {
         typedef typename gguf::OfRange<RANGE>::Of Part;
@@ -244,7 +248,7 @@ struct Consumer {
         const int used = next();
         const Matrix x = matrix_at(ring.stage(used));
         Products found[2];
-        unsigned codes[2][2][4];  // codes of two chunks, two steps each
+        unsigned codes[2][2][4];  // [chunk % 2][wgmma step][register]
 #pragma unroll
         for (int piece = 0; piece < PIECES; ++piece) {
             const int step = piece * EACH;
@@ -283,7 +287,8 @@ struct Consumer {
         }
     }
 
-    // Adds the products of a sub-block, multiplied by its scales, to the sums.
+    // Adds `found`, the sums of products of sub-block `piece` of a unit, to `sums`, multiplied by the sub-block's
+    // scales.
     template <typename Part>
     __device__ __forceinline__ static void add(Products& sums, Products& found, const typename Part::Own (&own)[2],
                                                int piece) {
@@ -298,7 +303,7 @@ struct Consumer {
         for (int i = 0; i < TERMS / 2; ++i) sums[i] = fmaf(by[i % 4 / 2], found[i], sums[i]);
     }
 
-    // Loads the sums of x over chunk t of a unit, for all rows of x; AT: index of the unit in its tile.
+    // Loads the sums over chunk t of a unit, for all rows of x (lane 4 g + t). AT: index of the unit in its GGUF tile.
     template <typename Part, int AT>
     __device__ __forceinline__ void load_sums(unsigned (&of_x)[TERMS / 8][2], int used) const {
         const unsigned* const from = reinterpret_cast<const unsigned*>(ring.stage(used) + SUMS_AT);
@@ -306,7 +311,8 @@ struct Consumer {
         for (int j = 0; Part::MINIMUM && j < TERMS / 8; ++j) of_x[j][AT] = from[32 * j + threadIdx.x % 32];
     }
 
-    // Adds minimums times sums of x. Lane 4 g + t has m and the sums of x for chunk t of each unit of a tile.
+    // Adds the products of minimums and chunk sums of x to `sums`. Lane 4 g + t has the minimum m and the sum of x for
+    // chunk t of each unit of a GGUF tile.
     template <typename End>
     __device__ __forceinline__ static void add_minimums(Products& sums, const End (&ends)[2],
                                                         const unsigned (&of_x)[TERMS / 8][2]) {

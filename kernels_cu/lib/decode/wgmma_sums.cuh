@@ -1,44 +1,44 @@
-// The sums of a tile of outputs over all splits of K, for products of decoding by wgmma: computed in one block, or
-// exchanged within a cluster. Included by lib/decode/wgmma_tile.cuh.
+// The sums of a tile of outputs over all splits (ranges) of K, for decoding with wgmma. One block computes them, or the
+// blocks of a cluster divide the splits and exchange their sums. Included by lib/decode/wgmma_tile.cuh.
 #pragma once
 #include "lib/decode/wgmma.cuh"
 
-constexpr int OWN = (WARPS * TILES + DH_SPLITS - 1) / DH_SPLITS;  // tiles that a block finishes
-constexpr int OF_WARP = (TILES + DH_SPLITS - 1) / DH_SPLITS;      // most tiles that one of its warps finishes
-constexpr int AHEAD = OF_WARP < 4 ? OF_WARP : 4;                  // tiles that a warp finishes at a time
-// With TERM_COUNT 1, columns of B are rows of x, and a lane has the sums of rows 2t and 2t + 1 of each eight rows.
-// IN_PAIRS: it writes them as 16 bytes to the places of two lanes, unless these rows are in tiles that different blocks
-// finish.
+constexpr int OWN = (WARPS * TILES + DH_SPLITS - 1) / DH_SPLITS;  // 4-row tiles that a block finishes
+constexpr int OF_WARP = (TILES + DH_SPLITS - 1) / DH_SPLITS;      // maximum of 4-row tiles that a warp finishes
+constexpr int AHEAD = OF_WARP < 4 ? OF_WARP : 4;                  // 4-row tiles that a warp finishes at a time
+// With TERM_COUNT 1, columns of B are rows of x, and lane 4 g + t has the sums of rows 2t and 2t + 1 of each eight
+// rows. IN_PAIRS: the lane writes the sums of both rows as 16 bytes, to the memory of two lanes. This requires that one
+// block finishes the tiles of both rows.
 constexpr bool IN_PAIRS = TERM_COUNT == 1 && (DH_SPLITS == 1 || TILES == 1);
-constexpr int FOUND = IN_PAIRS ? TERMS / 2 : 2 * TILES;  // sums of a lane, in the order in which it writes them
-// For GGUF weights: whether a block has one or both halves of the splits, and keeps the sums of each half in shared
+constexpr int FOUND = IN_PAIRS ? TERMS / 2 : 2 * TILES;  // number of sums that a lane writes per split
+// For GGUF weights: true if a block has one or both halves of the splits. It keeps the sums over each half in shared
 // memory.
 constexpr bool IN_HALVES = order::BLOCKS && DH_SPLITS <= 2;
-constexpr bool OF_HALVES = IN_HALVES && DH_SPLITS == 2;  // whether blocks exchange sums of halves, not of splits
+constexpr bool OF_HALVES = IN_HALVES && DH_SPLITS == 2;  // true: blocks exchange sums over half of the splits
 
-// Returns the number of sums that a block receives for each tile. With OF_HALVES it receives one: the sum of its own
-// half stays in its shared memory.
+// Returns the number of sums that a block receives for each output of its tiles. With OF_HALVES it receives one sum;
+// the sum over the half that it has computed itself is already in its shared memory.
 __device__ __forceinline__ int messages(int splits) { return OF_HALVES ? 1 : splits; }
 
 static_assert(order::BLOCKS || DH_SPLITS > 1 || TILES <= 8 * DH_STAGES, "W of a warp has room for its sums");
 static_assert(WARPS * TILES >= DH_SPLITS, "every block finishes a tile");
 
-// The sums of a lane's two rows of A over all splits, for all tiles of 4 rows of x that its warp has. The blocks of a
+// The sums of a lane's two rows of A over all splits, for all of its warp's tiles of 4 rows of x. The blocks of a
 // cluster exchange the sums of their splits through shared memory, as pairs of floats (messages(), OWN tiles, 32
-// lanes): block i % DH_SPLITS receives the sums of tile i and adds them. A block without a cluster keeps its sums in
-// the memory of the warp's rows of W, once the warp has multiplied all of them. With GGUF weights and one or two blocks
-// per tile (IN_HALVES), blocks lack registers: they add the splits of each half in shared memory. Two blocks then
-// exchange the sums of the tiles that the other block finishes.
+// lanes): block i % DH_SPLITS receives the sums of tile i and adds them. Without a cluster, a warp stores its sums in
+// the shared memory of its rows of W, after it has multiplied all of W. With GGUF weights and one or two blocks per
+// tile (IN_HALVES), registers do not suffice: the sums over each half of the splits are added in shared memory. Two
+// blocks then exchange the sums of the tiles that the other block finishes.
 struct Totals {
     const Ring& ring;
     float2* pairs;
     Barrier& arrived;
     int part, warp;
-    float2* halves;  // sums of halves of the splits, with IN_HALVES
+    float2* halves;  // with IN_HALVES: sums over halves of the splits
 
-    static constexpr int PLACES = DH_DEPTH > 1 ? 1 + order::HALF_SPLITS / 2 : 2;  // halves, or parts of one half
-    static constexpr int HALF = TWO ? 1024 : 2048, BYTES = 32 * sizeof(float2);  // bytes: W of a warp in a row; a tile
-    static constexpr int IN_STAGE = 2048 / BYTES;                                // tiles per stage
+    static constexpr int PLACES = DH_DEPTH > 1 ? 1 + order::HALF_SPLITS / 2 : 2;  // partial sums in `halves`
+    static constexpr int HALF = TWO ? 1024 : 2048, BYTES = 32 * sizeof(float2);  // bytes: warp's rows of W; tile's sums
+    static constexpr int IN_STAGE = 2048 / BYTES;                                // tiles of sums per stage
 
     __device__ __forceinline__ float2* kept(int tile, int lane) const {
         if (IN_HALVES) return halves + (warp * (TERMS / 4) + tile) * 32 + lane;
@@ -47,7 +47,7 @@ struct Totals {
         return reinterpret_cast<float2*>(of_warp + (at < HALF ? at : W_BYTES / 2 + at - HALF)) + lane;
     }
 
-    // Keeps the lane's sums over all splits in shared memory.
+    // Stores the lane's sums over all splits in shared memory.
     __device__ __forceinline__ void keep(const float (&found)[FOUND]) const {
         const int lane = threadIdx.x % 32, t = lane % 4;
         if constexpr (IN_PAIRS) {
@@ -64,12 +64,13 @@ struct Totals {
         }
     }
 
-    // Returns the lane's place in shared memory for sums i to i + 3 of half `half` of the splits, with IN_HALVES.
+    // With IN_HALVES: returns the shared memory for the lane's sums i to i + 3 over half `half` of the splits.
     __device__ __forceinline__ float4& of_half(int half, int i) const {
         return reinterpret_cast<float4*>(halves)[((half * WARPS + warp) * (TERMS / 8) + i / 4) * 32 + threadIdx.x % 32];
     }
 
-    // Adds the sums of a split to the sums of its half. first: whether this is the first split of the half.
+    // Adds the sums over a split to the sums over half `half` of the splits. first: whether the split is the half's
+    // first one.
     __device__ __forceinline__ void add(const float (&sums)[TERMS / 2], int half, bool first) const {
 #pragma unroll
         for (int i = 0; i < TERMS / 2; i += 4) {
@@ -79,7 +80,8 @@ struct Totals {
         }
     }
 
-    // Adds up the block's halves, or the `count` parts of one half. Afterwards their places can be used again.
+    // Adds up the `count` partial sums in `halves`: the sums over both halves, or partial sums over one half.
+    // Afterwards their shared memory can be overwritten.
     __device__ __forceinline__ void get_halves(float (&sums)[TERMS / 2], int count) const {
 #pragma unroll
         for (int i = 0; i < TERMS / 2; i += 4) {
@@ -95,7 +97,7 @@ struct Totals {
         __syncwarp();
     }
 
-    // Sends the sums of one split, or of a half of the splits, to the blocks that finish the tiles.
+    // Sends the sums over one split, or over half of the splits, to the blocks that finish the tiles.
     __device__ __forceinline__ void send(int split, const float (&found)[FOUND]) const {
         const int lane = threadIdx.x % 32, t = lane % 4;
 #pragma unroll
@@ -108,7 +110,7 @@ struct Totals {
         }
     }
 
-    // Loads the sums of tiles first, first + DH_SPLITS, ..., added over all splits.
+    // Loads the sums of AHEAD tiles (`first`, `first` + DH_SPLITS, ...) and adds them over all splits.
     __device__ __forceinline__ void get(float2 (&totals)[AHEAD], int first, int splits) const {
         const int own = (warp * TILES + first) / DH_SPLITS, lane = threadIdx.x % 32;
         if (DH_SPLITS == 1 || OF_HALVES) {
@@ -121,7 +123,7 @@ struct Totals {
             }
             return;
         }
-        constexpr int AT_ONCE = order::HALF_SPLITS;  // received sums of a half, which are added first
+        constexpr int AT_ONCE = order::HALF_SPLITS;  // sums per half of the splits, which is added up first
         const int count = messages(splits);
 #pragma unroll 1
         for (int message = 0; message < count;) {
@@ -145,7 +147,7 @@ struct Totals {
     }
 };
 
-// Exchanges the second value of a lane with the first value of the lane DISTANCE further.
+// Exchanges `second` of each lane whose bit DISTANCE is 0 with `first` of the lane DISTANCE later.
 template <int DISTANCE>
 __device__ __forceinline__ void swap(float& first, float& second) {
     const bool further = threadIdx.x & DISTANCE;
@@ -153,10 +155,10 @@ __device__ __forceinline__ void swap(float& first, float& second) {
     (further ? first : second) = received;
 }
 
-// Regroups a lane's sums of rows g and g + 8 of A by tiles of 4 rows of x: found has row t of each tile or, with
-// IN_PAIRS, two neighbouring rows. With TERM_COUNT 1 and tiles that different blocks finish, lanes first exchange sums.
-// Without this exchange a warp would send 32 messages, of 8 bytes per lane to one of two blocks: qkv of GPT-2 small
-// with 64 rows would take 12.3 us, not 5.4.
+// Regroups the sums of lane 4 g + t, for rows g and g + 8 of A, by tiles of 4 rows of x: `found` has the sums of row t
+// of each tile or, with IN_PAIRS, of two neighbouring rows. With TERM_COUNT 1 and tiles that different blocks finish,
+// lanes first exchange sums. Without this exchange, a warp would send 32 messages of 8 bytes per lane, each to one of
+// two blocks: the product for q, k and v of GPT-2 small with 64 rows would take 12.3 us instead of 5.4.
 __device__ __forceinline__ void by_tile(const float (&sums)[TERMS / 2], float (&found)[FOUND]) {
     if constexpr (TERM_COUNT == 2) {
 #pragma unroll
@@ -166,7 +168,7 @@ __device__ __forceinline__ void by_tile(const float (&sums)[TERMS / 2], float (&
         for (int i = 0; i < FOUND; ++i) found[i] = sums[i / 4 * 4 + i % 2 * 2 + i % 4 / 2];
     } else {
 #pragma unroll
-        for (int i = 0; i < TILES; ++i) {  // sums of rows g of two tiles, then of rows g + 8
+        for (int i = 0; i < TILES; ++i) {  // found: row g of A for two tiles, then row g + 8 of A
             float first = sums[2 * i], second = sums[2 * i + 1];
             swap<1>(first, second);
             swap<2>(first, second);

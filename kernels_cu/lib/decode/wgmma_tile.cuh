@@ -1,6 +1,6 @@
-// A tile of outputs of a product of decoding by wgmma: multiplies the splits of K, whose sums lib/decode/wgmma_sums.cuh
-// adds up, and calls an epilogue (lib/decode/two_outputs.cuh) with each output. The including file selects T and W
-// (lib/storage.cuh).
+// Computes a tile of outputs for decoding with wgmma: multiplies the splits (ranges) of K, adds their sums by
+// lib/decode/wgmma_sums.cuh, and calls an epilogue (lib/decode/two_outputs.cuh) with each output. The including file
+// selects T and W (lib/storage.cuh).
 #pragma once
 #include "lib/storage.cuh"
 #include "lib/gate.cuh"
@@ -8,13 +8,14 @@
 #include "lib/decode/wgmma_sums.cuh"
 #include "lib/decode/two_outputs.cuh"
 
-#ifndef DH_OUT_TERMS  // whether out is stored as 16-bit terms, for a following product
+#ifndef DH_OUT_TERMS  // 1: out is stored as 16-bit terms, for the next product
 #define DH_OUT_TERMS 0
 #endif
 
 constexpr int ROW_SETS = DH_ROWS > 32 ? 2 : 1;  // sets of 32 rows of x per tile
 
-// Scales and bias of the rows of W. up: scales of the rows that are second in an output; such rows of U have no bias.
+// Scales and bias of the rows of W. up: with DH_GATED or RoPE, scales of the second row of each output; rows of U have
+// no bias.
 struct Scales {
     const float* w;
     const float* up;
@@ -22,7 +23,8 @@ struct Scales {
 };
 
 // Loads the constants for a lane's sums before the previous kernel has ended: scale and bias of row g of A, then of row
-// g + 8. Four lanes share them. Shared memory holds them while products need the registers.
+// g + 8. The four lanes 4 g + t share these constants. Shared memory holds them, because the products need the
+// registers.
 __device__ __forceinline__ void load_constants(float4* of_warp, int n, int N, const Scales& scales) {
     const int row = first_row(n);
     const float* const second_scale = TWO ? scales.up : scales.w ? scales.w + 1 : nullptr;
@@ -36,13 +38,13 @@ __device__ __forceinline__ void load_constants(float4* of_warp, int n, int N, co
     __syncwarp();
 }
 
-// The outputs of a lane for a row of x: either one output n from its two rows of A, or two, n and n + 1.
+// The outputs of a lane for a row of x: output n, from the lane's two rows of A, or with TWO false outputs n and n + 1.
 struct Outputs {
     int n;
     float4 by;  // scale and bias of the first row of A, then of the second
 
-    // Stores the outputs of AHEAD rows, from m on and 4 DH_SPLITS apart, where `here` is true; all lanes of a warp call
-    // this function.
+    // Computes the outputs of AHEAD rows, m, m + 4 DH_SPLITS, ..., and stores the outputs for which `here` is true. All
+    // lanes of a warp must call this function.
     template <typename End, typename Late>
     __device__ __forceinline__ void store(const End& end, int m, const bool (&here)[AHEAD],
                                           const float2 (&total)[AHEAD], const Late (&late)[AHEAD]) const {
@@ -74,7 +76,7 @@ __device__ __forceinline__ auto late_of(const End& end, int m, int n) {
     else return end.late_two(m, n);
 }
 
-// The first row and column of a block's tile. Shared memory holds them while products need the registers.
+// The first row and column of a block's tile, kept in shared memory because the products need the registers.
 struct Corner {
     int row, column;
 
@@ -82,7 +84,8 @@ struct Corner {
     __device__ __forceinline__ int own_column() const { return column + (TWO ? 8 : 16) * own_warp() + own_row(); }
 };
 
-// Data that the epilogue needs for the rows of a tile. If it is the same for all columns, each lane loads one row.
+// Data that the epilogue needs for the rows of a tile besides the sums. If the data is the same for all columns
+// (BY_ROW), it is loaded once, one row per lane.
 template <typename End, bool BY_ROW = End::BY_ROW>
 struct Rows {
     __device__ __forceinline__ void load(const End&, const Corner&, int) {}
@@ -118,10 +121,10 @@ __device__ __forceinline__ void consume(const Ring& ring, const Share& share, co
     if (set == 0) load_constants(constants + 8 * warp, corner.own_column(), N, scales);
     [[maybe_unused]] float totals[FOUND] = {};
     Consumer consumer(ring, share);
-    if (CLUSTER > 1) wait_for_cluster();  // the other blocks have initialised their barriers
+    if (CLUSTER > 1) wait_for_cluster();  // the barriers of the other blocks are initialised
     wait_for_previous();
     Rows<End> rows;
-    if (DH_GROUPS == 1) rows.load(end, corner, M);  // otherwise no registers are free during the products
+    if (DH_GROUPS == 1) rows.load(end, corner, M);  // with more groups, no registers are free for it yet
     int split = share.first;
 #pragma unroll 1
     for (int left = share.slices; left > 0; left -= each, ++split) {
@@ -189,7 +192,7 @@ __device__ __forceinline__ void run(const float* x, const Sources& from, const S
 #if defined(WEIGHT_GGUF)
     __shared__ Barrier tile_full[DH_DEPTH * DH_TILES], tile_empty[DH_DEPTH * DH_TILES];
     const Ring all{stages, full, empty, stages + DH_DEPTH * DH_STAGES * STAGE, tile_full, tile_empty};
-    const int stage = set * DH_STAGES, tile = set * DH_TILES;  // first stage and first tile of the set
+    const int stage = set * DH_STAGES, tile = set * DH_TILES;  // first stage and first GGUF tile of this set of warps
     const Ring ring{all.stage(stage), full + stage, empty + stage, all.tile(tile), tile_full + tile, tile_empty + tile};
     char* const after = all.tile(DH_DEPTH * DH_TILES);
 #else

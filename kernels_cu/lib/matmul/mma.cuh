@@ -2,31 +2,34 @@
 // warp's loads from there, and the loop over copies and products. Shared by matmul/prompt/mma.cu and
 // matmul/prompt/mma_two_part.cu. The including file selects T (lib/storage.cuh) and may set these constants:
 //
-//   GEMM_M, GEMM_N                size of a block's tile
+//   GEMM_M, GEMM_N                rows and columns of a block's tile
 //   GEMM_WARPS_M, GEMM_WARPS_N    warps along the rows and columns of a tile; their product is a power of two
-//   GEMM_SLICE, GEMM_STAGES       length of a slice along K, and the number of slices that shared memory holds
+//   GEMM_SLICE                    length of a slice along K
+//   GEMM_STAGES                   number of slices that shared memory holds
 //   GEMM_EARLY                    slices of w that are copied before the previous kernel has ended
 //   GEMM_BLOCKS                   minimum blocks per SM (__launch_bounds__)
-//   GEMM_PARTS                    1, or 2: each operand has 2 consecutive matrices: (2, M, K) and (2, N, K)
+//   GEMM_PARTS                    2: two-part operands, stored as (2, M, K) and (2, N, K); otherwise 1
 //   GEMM_FLOAT_OUT                1: out and residual are float
-//   GEMM_GELU, GEMM_RESIDUAL      1: GELU is applied to the sums; 1: the residual is added
+//   GEMM_GELU                     1: GELU is applied to the sums
+//   GEMM_RESIDUAL                 1: the residual is added
 //
 // The grid is persistent: a block processes several tiles, and the ring buffer of slices continues from one tile to the
 // next. The next tile's first slices therefore arrive while a tile's results are stored:
 //
-//   slices     0 1 2 3 | 0 1 2 3 | ...         copied STAGES - 1 slices before they are multiplied
+//   slices     0 1 2 3 | 0 1 2 3 | ...         a slice is requested GEMM_STAGES - 1 slices before it is multiplied
 //   multiply   0 1 2 3 store 0 1 2 3 store
 //
 // The copies of a slice are distributed over the steps (16 along K) of the slice that is being multiplied. The
-// fragments of a step are loaded into registers before the step begins (fragments of a second part before the first
-// product that needs them). At the last step of a slice, its stage is therefore already free.
+// fragments (the mma operands) of a step are loaded into registers before the step begins; with GEMM_PARTS 2, fragments
+// of low parts are loaded before the first product that needs them. At the last step of a slice, the shared memory of
+// the slice is therefore already free.
 //
 // Rows in shared memory have no padding. The 16-byte chunk c of row r is stored at position c ^ swizzle(r). The eight
-// rows of a fragment are r, r + 1, r + s, r + s + 1, ... r + 3 s + 1, where s is 2, 4 or 8, depending on GROUP. Their
-// chunks are in eight different groups of four banks, so ldmatrix has no bank conflicts.
+// rows that ldmatrix loads at a time are r, r + 1, r + s, r + s + 1, ... r + 3 s + 1, where s is 2, 4 or 8, depending
+// on GROUP. Their chunks are in eight different groups of four banks, so ldmatrix has no bank conflicts.
 //
-// In a fragment of the product, a lane holds two neighbouring columns. The rows of w are assigned to columns of
-// fragments so that a lane's values of GROUP fragments are 16 contiguous bytes of the output.
+// In an 8-column fragment of the product, a lane holds two neighbouring columns. The rows of w are assigned to columns
+// of fragments so that a lane's values from GROUP fragments are 16 contiguous bytes of the output.
 //
 // For every tile, the products along K are added in order, 16 at a time, in one chain. Zeros after the end of K do not
 // change the sums.
@@ -73,11 +76,11 @@ constexpr int THREADS = 32 * GEMM_WARPS_M * GEMM_WARPS_N;
 constexpr int WARP_ROWS = GEMM_M / GEMM_WARPS_M, WARP_COLUMNS = GEMM_N / GEMM_WARPS_N;
 constexpr int FRAGS_M = WARP_ROWS / 16, FRAGS_N = WARP_COLUMNS / 8;
 constexpr int STEPS = GEMM_SLICE / 16;
-constexpr int CHUNKS = GEMM_SLICE / 8, PITCH = 2 * GEMM_SLICE;  // 16-byte chunks and bytes per row
+constexpr int CHUNKS = GEMM_SLICE / 8, PITCH = 2 * GEMM_SLICE;  // CHUNKS: 16-byte chunks per row; PITCH: bytes per row
 constexpr int COPIED = THREADS / CHUNKS;                        // rows copied by the block at a time
 constexpr int A_EACH = (GEMM_M + COPIED - 1) / COPIED, W_EACH = (GEMM_N + COPIED - 1) / COPIED;
 constexpr int A_COPIES = GEMM_PARTS * A_EACH, COPIES = A_COPIES + GEMM_PARTS * W_EACH;  // copies per thread and slice
-constexpr int A_BYTES = GEMM_M * PITCH, W_BYTES = GEMM_N * PITCH;                       // bytes in shared memory
+constexpr int A_BYTES = GEMM_M * PITCH, W_BYTES = GEMM_N * PITCH;                       // bytes per part in a stage
 constexpr int W_AT = GEMM_PARTS * A_BYTES, STAGE = W_AT + GEMM_PARTS * W_BYTES;         // layout of a stage: parts of a, then parts of w
 constexpr int GROUP = GEMM_FLOAT_OUT ? 2 : 4;                           // fragments that give a lane 16 contiguous bytes
 constexpr int WHOLE = FRAGS_N / GROUP * GROUP, EVEN = FRAGS_N / 2 * 2;  // the last fragments: a group of 2, and a single one
@@ -110,14 +113,14 @@ __device__ __forceinline__ Tile tile_at(int index, const Sizes& sizes) {
     return {(first + rest % height) * GEMM_M, rest / height * GEMM_N};
 }
 
-// Copies slices of the block's tiles into shared memory, one after the other. A thread copies the 16-byte chunk `part`
-// of every COPIED-th row.
+// Copies the slices of all of the block's tiles into shared memory, one after the other. A thread copies the 16-byte
+// chunk number `part` of every COPIED-th row.
 struct Copies {
     const T *const a, *const w;
     const Sizes sizes;
-    const int row, part, offset;  // row, chunk and offset of the thread's first row in a slice
+    const int row, part, offset;  // thread's first row, its chunk, and the chunk's offset in a slice
     int index, k;                 // index of the tile; start of the next slice
-    int rows, columns;            // remaining rows and columns, from the thread's first; 0 after the last tile
+    int rows, columns;            // rows and columns that remain from the thread's first one on; 0 after the last tile
     const T *from_a, *from_w;     // addresses in the next slice
 
     __device__ __forceinline__ Copies(const T* a, const T* w, const Sizes& sizes)
@@ -145,7 +148,8 @@ struct Copies {
         }
     }
 
-    // Issues copies first .. last - 1 of the next slice's COPIES, with zeros for elements outside the matrices.
+    // Issues copies first .. last - 1 of the thread's COPIES copies for the next slice. Elements outside a matrix are
+    // zeros.
     __device__ __forceinline__ void copy(char* stage, int first, int last) const {
         const bool inside = k + 8 * part < sizes.K;
 #pragma unroll
@@ -174,12 +178,12 @@ struct Warp {  // a warp's position in the tile; the lane number is 4 g + t
     const int column = threadIdx.x / 32 % GEMM_WARPS_N * WARP_COLUMNS;
 };
 
-// A warp's operands in a step: fragments of one part of a and one part of w.
+// A warp's operands in a step of 16 along K: fragments of one part of a and one part of w (GEMM_PARTS).
 struct Fragments {
     unsigned a[FRAGS_M][4], w[FRAGS_N][2];
 };
 
-// Returns the column within the warp's part that is column j of its fragment n.
+// Returns the column, within the warp's columns of the tile, of column j of fragment n.
 __device__ __forceinline__ int column_of(int n, int j) {
     const int size = n < WHOLE ? GROUP : n < EVEN ? 2 : 1, at = n % size;
     return 8 * (n - at) + 2 * size * (j / 2) + 2 * at + j % 2;
@@ -187,7 +191,7 @@ __device__ __forceinline__ int column_of(int n, int j) {
 
 // Offsets of a lane's fragments, in bytes from the start of a stage.
 struct Places {
-    int a, w, w_pair, w_last;  // offsets in w: first two fragments; fragments of the group of 2; single fragment
+    int a, w, w_pair, w_last;  // w: first two fragments of w; w_pair: last group of 2; w_last: last single fragment
 
     __device__ __forceinline__ explicit Places(const Warp& warp) {
         const int lane = warp.lane;
@@ -214,7 +218,8 @@ struct Places {
         }
     }
 
-    // Returns the offset `rows` rows below and `step` steps further along K. These rows cause no carry in swizzle().
+    // Returns the offset of the element `rows` rows below the element at `place`, and `step` steps further along K.
+    // Only for values of `rows` that cause no carry in swizzle().
     static __device__ __forceinline__ int below(int place, int rows, int step) {
         return (place ^ 32 * step ^ 16 * swizzle(rows)) + rows * PITCH;
     }
@@ -228,15 +233,15 @@ __device__ __forceinline__ void multiply(Sums& sums, const unsigned (&a)[FRAGS_M
     for (int m = 0; m < FRAGS_M; ++m) {
 #pragma unroll
         for (int i = 0; i < FRAGS_N; ++i) {
-            const int n = m % 2 ? FRAGS_N - 1 - i : i;  // alternating direction: consecutive products share an operand
+            const int n = m % 2 ? FRAGS_N - 1 - i : i;  // alternating direction: successive products share an operand
             mma(sums[m][n], a[m], w[n]);
         }
     }
 }
 
-// Computes all of the block's tiles and calls finish(tile, warp, total) for each. total starts with zeros.
-// total.add(first, second) is called for every step of 16 along K, with the fragments of the first and second parts of
-// a and w; total.slice(k) is called after the steps of the slice that ends before k.
+// Computes all of the block's tiles and calls finish(tile, warp, total) for each. `total`, the sums of a tile, starts
+// with zeros. total.add(first, second) is called for every step of 16 along K, with the fragments of the high parts and
+// of the low parts of a and w; total.slice(k) is called after the last step of the slice that ends before k.
 template <typename Total, typename Finish>
 __device__ __forceinline__ void multiply_tiles(const T* a, const T* w, const Sizes& sizes, char* shared,
                                                Finish finish) {
@@ -273,7 +278,7 @@ __device__ __forceinline__ void multiply_tiles(const T* a, const T* w, const Siz
                     next_copied = stage;
                     stage = stage == shared + (GEMM_STAGES - 1) * STAGE ? shared : stage + STAGE;
                     wait_for_groups<GEMM_STAGES - 2>();
-                    __syncthreads();  // the next slice is complete; this one is in registers
+                    __syncthreads();  // the next slice has arrived; this slice is in registers
                 }
                 places.load(next, 0, stage, then);
                 copies.copy(next_copied, COPIES * then / STEPS, COPIES * (then + 1) / STEPS);
@@ -287,8 +292,8 @@ __device__ __forceinline__ void multiply_tiles(const T* a, const T* w, const Siz
             total.slice(k + GEMM_SLICE);
         }
         finish(tile_at(index, sizes), warp, total);
-        __syncwarp();  // lanes whose rows lie after the last row have skipped the stores
+        __syncwarp();  // reconverge: lanes without rows have skipped the stores
     }
     end_group();
-    wait_for_groups<0>();  // copies of zeros for slices after the last
+    wait_for_groups<0>();  // pending copies: zeros for slices after the last one
 }

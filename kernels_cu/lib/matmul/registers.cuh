@@ -1,11 +1,12 @@
 // Register tiles: the inner loop of learn/matmul/registers.cu and matmul/prompt/cores.cu. A thread computes SIDE x SPAN
-// outputs of a product of floats, the 32 lanes of a warp 8 SIDE x 4 SPAN. In a step along k, a thread reads SIDE values
-// of the left matrix and SPAN of the right one from shared memory, mostly four at a time. k is the outer dimension in
-// shared memory.
+// outputs of a product of floats; a warp computes (8 SIDE) x (4 SPAN) outputs. In a step along k, a thread reads SIDE
+// values of the left matrix and SPAN of the right one from shared memory, mostly four at a time. k is the outer
+// dimension in shared memory.
 //
 //   lane (ty, tx), ty = 0..7, tx = 0..3, has    rows 4 ty + 32 h + e (h < SIDE / 4, e = 0..3)
 //                                               columns 4 tx + 16 g + e (g < SPAN / 4, e = 0..3)
-//   and, if SIDE or SPAN is 2 or 6, two more    rows 32 h + 2 ty + e or columns 16 g + 2 tx + e (e = 0, 1)
+//   if SIDE is 2 or 6, two more rows            32 h + 2 ty + e (h = SIDE / 4, e = 0, 1)
+//   if SPAN is 2 or 6, two more columns         16 g + 2 tx + e (g = SPAN / 4, e = 0, 1)
 #pragma once
 
 #include "lib/copies.cuh"
@@ -24,12 +25,13 @@ __device__ __forceinline__ void ld_four(float* to, const float* p) {
     to[3] = v.w;
 }
 
-// Copies 4, 2 or 1 values, or zeros, from global to shared memory. They are available after waiting for their group.
+// Copies 4, 2 or 1 values from global to shared memory, or stores zeros if `inside` is false. The values are available
+// after wait_for_groups() of their group.
 template <int VALUES>
 __device__ __forceinline__ void copy(float* shared, const float* global, bool inside) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
     const unsigned to = (unsigned)__cvta_generic_to_shared(shared);
-    const int bytes = inside ? 4 * VALUES : 0;  // bytes to read; the rest is filled with zeros
+    const int bytes = inside ? 4 * VALUES : 0;  // bytes to read; other bytes become zeros
     if (VALUES == 4) {
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(bytes) : "memory");
     } else if (VALUES == 2) {
@@ -63,9 +65,9 @@ __device__ __forceinline__ void wait_for_copies_but() {
 #endif
 }
 
-// Adds the products of STEPS steps along k. a and b point to the thread's first row and column. A_STRIDE and B_STRIDE
-// are the distances between successive k. a_rest and b_rest point to the two remaining values if SIDE or SPAN is not a
-// multiple of 4.
+// Adds the products of STEPS values of k. `a` and `b` point to the thread's first row and column. A_STRIDE and B_STRIDE
+// are the distances in floats between successive k. a_rest and b_rest point to the two remaining values if SIDE or SPAN
+// is not a multiple of 4.
 template <int STEPS, int A_STRIDE, int B_STRIDE, int SIDE, int SPAN>
 __device__ __forceinline__ void add_slice(float (&sum)[SIDE][SPAN], const float* a, const float* b,
                                           const float* a_rest = nullptr, const float* b_rest = nullptr) {

@@ -2,30 +2,32 @@
 // matmul/prompt/wgmma.cu, lib/matmul/wgmma_registers.cuh, matmul/prompt/wgmma_two_part.cu and
 // matmul/prompt/rmsnorm_wgmma.cu, which may set the constants below to other values.
 //
-// A block has three warpgroups. One thread of the first warpgroup requests slices (64 along K) of a tile's rows of a
-// and w from the copy engine, into a ring in shared memory. The other two warpgroups (groups) multiply:
+// The products are a w^T. A block has three warpgroups. One thread of the first warpgroup requests slices (64 along K)
+// of a tile's rows of a and w from the copy engine, into a ring buffer in shared memory. The other two warpgroups,
+// called groups, multiply:
 //
-//   ring     [a | w] [a | w] [a | w] [a | w]       full: the slice has arrived    empty: all its reads are done
+//   ring     [a | w] [a | w] [a | w] [a | w]       barriers: full: slice has arrived; empty: slice has been read
 //   group 1  tile 0 multiply | epilogue | tile 2 multiply ...
 //   group 2                    tile 1 multiply | epilogue | tile 3 multiply ...
 //
 // The groups process alternate tiles, so that one group's epilogue runs while the other group multiplies. If there is
-// at most one tile per block, both groups share it: GEMM_GROUP_M x GEMM_GROUP_N is a group's part. The blocks of a
-// cluster have one of two uses. With GEMM_SHARES they have tiles below each other, which use the same rows of w: each
-// block loads a part of these rows for all blocks, which reduces the load on the L2 cache. With GEMM_SPLITS (not in
-// matmul/prompt/wgmma_two_part.cu) they share the K of one tile. With GEMM_STREAM each cluster processes an equal part
-// of the slices of all tiles. If two clusters share a tile, the one with the later slices continues from the sums of
-// the other. A cluster begins with its last tile, so that these sums are complete when they are needed:
+// at most one tile per block, both groups share it: GEMM_GROUP_M x GEMM_GROUP_N is a group's part. Clusters have one of
+// two uses. With GEMM_SHARES > 1, the blocks of a cluster have tiles below each other, which use the same rows of w:
+// each block loads a part of these rows for all blocks, which reduces the load on the L2 cache. With GEMM_SPLITS > 1
+// (not in matmul/prompt/wgmma_two_part.cu), the blocks of a cluster divide the K of one tile. With GEMM_STREAM, the
+// slices of all tiles are divided equally among clusters. If two clusters share a tile, the cluster with the later
+// slices starts from the sums of the other cluster. A cluster begins with its last tile, so that these sums are
+// complete when they are needed:
 //
 //   cluster 0   [ first part of tile 1 | tile 0 ........................... ]
 //   cluster 1   [ first part of tile 2 .............. | last part of tile 1 ]
 //   cluster 2   [ tile 3 ........................... | last part of tile 2 ]
 //
 // a and w are arrays (GEMM_PARTS, rows, K), with two parts for two-part numbers. The boxes of the tensor maps are (1,
-// GEMM_A_ROWS, 64) of a, (1, GEMM_N / GEMM_SHARES, 64) of w, and (1, 64, GEMM_CHUNK) of the output. grid: one cluster
-// per tile, or as many as fit at once, each of which processes several tiles; with GEMM_SPLITS one per tile. block
-// (THREADS). Dynamic shared memory, aligned to 1024 bytes: the ring, chunks of output, received sums, the kernel's
-// Rest. The Python operation computes its size.
+// GEMM_A_ROWS, 64) for a, (1, GEMM_N / GEMM_SHARES, 64) for w, and (1, 64, GEMM_CHUNK) for the output. Grid: one
+// cluster per tile or, without GEMM_SPLITS, at most as many clusters as fit on the GPU at once. Block (THREADS).
+// Dynamic shared memory, aligned to 1024 bytes: the ring, chunks of output, received sums, the kernel's struct Rest;
+// the Python operation computes its size.
 #pragma once
 
 #include "lib/sm90_wgmma.cuh"
@@ -36,7 +38,7 @@
 #ifndef GEMM_M  // rows of a per tile
 #define GEMM_M 128
 #endif
-#ifndef GEMM_A_ROWS  // rows of a that are loaded per tile, fewer than GEMM_M if a has fewer
+#ifndef GEMM_A_ROWS  // rows of a that are loaded per tile; less than GEMM_M if a has fewer rows
 #define GEMM_A_ROWS GEMM_M
 #endif
 #ifndef GEMM_A_ITEM  // bytes per element of a
@@ -45,7 +47,7 @@
 #ifndef GEMM_N
 #define GEMM_N 192
 #endif
-#ifndef GEMM_GROUP_M  // one warpgroup's part of a tile: all of it, or half
+#ifndef GEMM_GROUP_M  // rows of one warpgroup's part of a tile
 #define GEMM_GROUP_M 128
 #endif
 #ifndef GEMM_GROUP_N
@@ -54,7 +56,7 @@
 #ifndef GEMM_STAGES
 #define GEMM_STAGES 4
 #endif
-#ifndef GEMM_SPLITS  // splits of K, one per block of a cluster; at most the number of slices
+#ifndef GEMM_SPLITS  // blocks of a cluster that divide K; at most the number of slices
 #define GEMM_SPLITS 1
 #endif
 #ifndef GEMM_SHARES
@@ -66,10 +68,10 @@
 #ifndef GEMM_CHUNK  // columns of out stored at once: 16, 32 or 64, a divisor of GEMM_GROUP_N / GEMM_SPLITS
 #define GEMM_CHUNK 64
 #endif
-#ifndef GEMM_DOWN  // 1: consecutive tiles are below each other; 0: next to each other
+#ifndef GEMM_DOWN  // 1: tiles are numbered column by column; 0: row by row
 #define GEMM_DOWN 0
 #endif
-#ifndef GEMM_EARLY  // 1: w is loaded before the previous kernel has ended, so that kernel must not write it
+#ifndef GEMM_EARLY  // 1: w is loaded before the previous kernel has ended, which must not write w
 #define GEMM_EARLY 1
 #endif
 #ifndef GEMM_GELU
@@ -82,15 +84,15 @@
 constexpr int SLICE = 64, ROW_BYTES = 128;  // SLICE: values along K
 constexpr int GROUPS = GEMM_M / GEMM_GROUP_M * (GEMM_N / GEMM_GROUP_N);  // warpgroups that share a tile
 constexpr int CONSUMERS = 2, GROUP = 128, THREADS = (1 + CONSUMERS) * GROUP, CLUSTER = GEMM_SPLITS * GEMM_SHARES;
-constexpr bool SHARED_RING = GEMM_SHARES > 1;  // other blocks of the cluster write to the ring
+constexpr bool SHARED_RING = GEMM_SHARES > 1;  // other blocks of the cluster write to this block's ring
 constexpr int BLOCKS_M = GEMM_GROUP_M / 64;  // wgmmas along M per warpgroup
 constexpr int A_ROW_BYTES = SLICE * GEMM_A_ITEM, A_BYTES = GEMM_M * A_ROW_BYTES, W_BYTES = GEMM_N * ROW_BYTES;
-constexpr int STAGE_BYTES = GEMM_PARTS * (A_BYTES + W_BYTES);  // parts of a, then parts of w
+constexpr int STAGE_BYTES = GEMM_PARTS * (A_BYTES + W_BYTES);  // high (and low) part of a, then of w
 constexpr int PART_N = GEMM_GROUP_N / GEMM_SPLITS;  // output columns that a warpgroup finishes
 constexpr int CHUNKS = PART_N / GEMM_CHUNK, CHUNK_BYTES = 64 * GEMM_CHUNK * 2;
 constexpr int SWIZZLE = GEMM_CHUNK / 8 - 1;
 constexpr int BUFFERS = 2;  // chunks of output in flight per warpgroup
-constexpr int RECEIVED_BYTES = (GEMM_SPLITS - 1) * GEMM_M * (GEMM_N / GEMM_SPLITS) * 4;  // for other blocks' sums
+constexpr int RECEIVED_BYTES = (GEMM_SPLITS - 1) * GEMM_M * (GEMM_N / GEMM_SPLITS) * 4;  // sums from other blocks
 
 static_assert(GROUPS == 1 || GROUPS == CONSUMERS, "a tile is for one group or for both");
 static_assert(GEMM_CHUNK == 16 || GEMM_CHUNK == 32 || GEMM_CHUNK == 64, "the copy engine swizzles 32, 64 or 128 bytes");
@@ -103,8 +105,8 @@ static_assert(!GEMM_STREAM || (GEMM_SPLITS == 1 && GEMM_PARTS == 1 && GROUPS == 
 struct Barriers {
     Barrier full[GEMM_STAGES], empty[GEMM_STAGES];
     Barrier residual[CONSUMERS][BUFFERS];
-    Barrier turn[CONSUMERS];  // a group's turn to multiply
-    Barrier sums[CONSUMERS];  // sums from the other splits
+    Barrier turn[CONSUMERS];  // start of a group's turn to multiply
+    Barrier sums[CONSUMERS];  // sums of the other splits of K have arrived
 
     __device__ void start() {  // called by one thread
         for (int i = 0; i < GEMM_STAGES; ++i) {
@@ -120,7 +122,7 @@ struct Barriers {
     }
 };
 
-// A block's work: the tiles that it multiplies, one after the other.
+// The sequence of tiles that a block multiplies, and the slices of the current tile.
 struct Work {
     const int rank, tiles_n, tiles;
     int first, last;  // slices of the current tile: first .. last - 1
@@ -136,17 +138,17 @@ struct Work {
 #endif
     }
 
-    // Returns the number of slices in the first `parts` splits of K. The number is even for two-part numbers: slices
-    // after the end of K are zeros.
+    // Returns the number of slices in the first `parts` splits of K. For two-part numbers, the number is rounded up to
+    // an even number; a slice after the end of K is zeros.
     static __device__ int slices(int K, int parts) {
         const int all = (K + GEMM_PARTS * SLICE - 1) / (GEMM_PARTS * SLICE) * GEMM_PARTS;
         return GEMM_SPLITS > 1 ? all * parts / GEMM_SPLITS : parts ? all : 0;
     }
 
 #if GEMM_STREAM
-    static constexpr int UNIT = 4;  // slices that no division separates: 256 values of K, a GGUF block
+    static constexpr int UNIT = 4;  // slices (256 values of K, as in a GGUF block) that one cluster processes
 
-    int all, begin, end;  // slices per tile; this cluster's range of units, over all tiles
+    int all, begin, end;  // slices per tile; this cluster's units (4 slices) among those of all tiles
 
     __device__ void divide(int K) {
         all = slices(K, 1);
@@ -188,9 +190,9 @@ __device__ __forceinline__ void load_w_box(char* to, const TensorMap& w, Barrier
 }
 
 // Requests all slices of the block's tiles as stages of the ring become free. Called by one thread. early(slice, row,
-// column, stage) requests data that does not depend on the previous kernel, later(slice, row, column, stage) the other
-// data. The loop over slices is time-critical: with a division in it, a slice took 250 ns, longer than a small tile
-// takes to multiply.
+// column, stage) requests the slice's data that does not depend on the previous kernel, later(slice, row, column,
+// stage) the other data. The loop over slices is time-critical: with a division in it, an iteration took 250 ns, longer
+// than the products of a slice of a small tile.
 template <typename Early, typename Later>
 __device__ __forceinline__ void produce_slices(Barriers& barriers, const Work& work, const Early& early,
                                                const Later& later) {
@@ -219,7 +221,8 @@ __device__ __forceinline__ void produce_slices(Barriers& barriers, const Work& w
             if (++stage == GEMM_STAGES) stage = 0, ++round;
         }
     }
-    // Other blocks of the cluster arrive at these barriers, so this block must not exit before their last arrivals.
+    // Other blocks of the cluster arrive at this block's `empty` barriers, so this block must not exit before their
+    // last arrivals.
 #pragma unroll 1
     for (int i = 0; SHARED_RING && i < GEMM_STAGES; ++i) {
         if (round > 0) wait(barriers.empty[stage], (round - 1) & 1, "empty at the end");
@@ -227,8 +230,8 @@ __device__ __forceinline__ void produce_slices(Barriers& barriers, const Work& w
     }
 }
 
-// Requests all slices of a and w, those of w before the previous kernel has ended. load_w(slice, column, to, full)
-// requests a slice of w.
+// Requests all slices of a and w; slices of w already before the previous kernel has ended. load_w(slice, column, to,
+// full) requests a slice of w.
 template <typename LoadW>
 __device__ __forceinline__ void produce(char* ring, Barriers& barriers, const TensorMap& a, const Work& work,
                                         const LoadW& load_w) {
@@ -257,10 +260,10 @@ __device__ __forceinline__ void produce(char* ring, Barriers& barriers, const Te
 __device__ __forceinline__ void start_block() {
     __syncthreads();
     if (CLUSTER > 1) arrive_in_cluster();
-    if (GEMM_SHARES > 1) wait_for_cluster();  // with splits, the wait precedes sending sums
+    if (GEMM_SHARES > 1) wait_for_cluster();  // with GEMM_SPLITS, the wait is before sums are sent
 }
 
-// The body of the loading warpgroup, which releases registers for the warpgroups that multiply.
+// The body of the first warpgroup: gives registers to the groups, and calls `produce` in one thread.
 template <typename Produce>
 __device__ __forceinline__ void run_producer(const Produce& produce) {
     give_registers<24>();
@@ -279,15 +282,15 @@ struct Group {  // a consumer warpgroup and its part of a tile
     __device__ void sync() const { sync_threads(1 + index, GROUP); }
 };
 
-// Waits for slice number `count`, counted over all of the block's tiles. Returns the address of a in the slice; w
-// follows.
+// Waits until slice number `count`, counted over all of the block's tiles, has arrived. Returns the address of the
+// slice of a; the slice of w follows.
 __device__ __forceinline__ const char* arrived(const char* ring, const Barriers& barriers, unsigned count) {
     const int stage = count % GEMM_STAGES;
     wait<SHARED_RING>(barriers.full[stage], count / GEMM_STAGES & 1, "full");
     return ring + stage * STAGE_BYTES;
 }
 
-// Releases a slice. Each warp calls this function after its last read of the slice.
+// Marks slice number `count` as read by this warp. Each warp calls this function after its last read of the slice.
 __device__ __forceinline__ void release(Barriers& barriers, const Group& group, unsigned count) {
     Barrier& empty = barriers.empty[count % GEMM_STAGES];
     if (GEMM_SHARES > 1) {
@@ -297,8 +300,9 @@ __device__ __forceinline__ void release(Barriers& barriers, const Group& group, 
     }
 }
 
-// Waits until the slices of the previous tile, which the other group processes, have arrived, because a barrier
-// distinguishes only two phases. tile: number of this group's tile, counted over the tiles of both groups.
+// If the groups alternate tiles: waits until the other group has received all slices of the previous tile. Otherwise
+// this group could wait for a slice more than one phase ahead, which an mbarrier cannot distinguish. tile: number of
+// this group's tile, counted over the tiles of both groups.
 __device__ __forceinline__ void wait_for_turn(const Barriers& barriers, const Group& group, int tile) {
     if (GROUPS == 1 && tile > 0) wait(barriers.turn[group.index], (tile - 1) / CONSUMERS & 1, "turn");
 }

@@ -1,13 +1,13 @@
-// Hopper products whose weights pass through registers: the registers widen them to float16, as wgmma's first operand.
-// Included by matmul/prompt/wgmma_fp8.cu and matmul/prompt/wgmma_gguf.cu, which load the weights.
+// Hopper products whose weights are converted to float16 in registers, which are wgmma's first operand (A). Included by
+// matmul/prompt/wgmma_fp8.cu and matmul/prompt/wgmma_gguf.cu, which load the weights.
 //
 //   out = [residual +] [gelu](a w^T w_scale + bias)     a (M, K), w (N, K), out and residual (M, N), w_scale, bias (N)
 //
 // a is __half, sums are float, out is __half or float. w_scale is used with GEMM_SCALED.
 //
-// Only wgmma's first operand can come from registers. Therefore w takes the place of a in lib/matmul/wgmma.cuh, and a
-// the place of w: the product is (N, K) times (K, M). A group's part of a tile has GEMM_GROUP_M rows of w and
-// GEMM_GROUP_N rows of a, and the epilogue transposes the sums. lib/matmul/wgmma.cuh describes the other parts.
+// Only wgmma's first operand can come from registers. Therefore w and a are exchanged with respect to
+// lib/matmul/wgmma.cuh: the product is w (N, K) times a^T (K, M). A group's part of a tile has GEMM_GROUP_M rows of w
+// and GEMM_GROUP_N rows of a, and the epilogue transposes the sums. lib/matmul/wgmma.cuh describes the other parts.
 //
 // The products along K are added in the same order for every tile, as in matmul/prompt/wgmma.cu. A row therefore has
 // the same bits in any batch, and the same bits as with w stored in 16 bits.
@@ -39,15 +39,15 @@
 static_assert(GEMM_SPLITS == 1, "a block has all of K");
 static_assert(GEMM_GROUP_M <= GROUP, "a thread has the bias of a row of w");
 
-typedef float Sums[BLOCKS_M][GEMM_GROUP_N / 2];  // sums per thread
+typedef float Sums[BLOCKS_M][GEMM_GROUP_N / 2];  // a thread's sums
 
-struct Rest {  // shared memory after the ring, the chunks and the weights' part
-    float bias[CONSUMERS][(1 + GEMM_SCALED) * GEMM_GROUP_M];  // followed by w_scale
+struct Rest {  // shared memory after the ring, the chunks and `weights`
+    float bias[CONSUMERS][(1 + GEMM_SCALED) * GEMM_GROUP_M];  // per group: bias, then w_scale
     Barriers barriers;
 };
 
-// Bias and scale for a lane's two rows of w in a 64-row block, which are 8 apart. volatile keeps the compiler from
-// holding the values of both blocks in registers.
+// Bias and scale for a lane's two rows of w, which are 8 apart, in 64-row block `block` of the group. volatile keeps
+// the compiler from holding the values of all blocks in registers.
 struct Row {
     float bias[2], scale[2];
 
@@ -70,14 +70,14 @@ struct Row {
 // Stores 16-bit outputs, like Chunks of lib/matmul/wgmma_tile.cuh: chunks of GEMM_CHUNK rows and 64 columns of out pass
 // through shared memory and the copy engine, which also loads the residual into the chunk's buffer.
 struct Chunks {
-    char* const buffers;  // two buffers
+    char* const buffers;  // BUFFERS chunks
     Barrier* const arrived;
     const Group& group;
-    unsigned count = 0;  // chunks so far; they alternate between the buffers
+    unsigned count = 0;  // number of chunks stored so far
 
     __device__ char* buffer(unsigned chunk) const { return buffers + chunk % BUFFERS * CHUNK_BYTES; }
 
-    // Requests the residual for chunks `from` .. `to` - 1 of the tile. Waits until their buffers have been read.
+    // Requests the residual for chunks `from` .. `to` - 1 of the tile, after earlier stores have read the buffers.
     __device__ void ask(const TensorMap& residual, int from, int to, int row, int column) const {
         if (group.thread != 0) return;
         wait_for_reads<0>();
@@ -93,14 +93,14 @@ struct Chunks {
     __device__ void store(const Sums& sums, const float* own_bias, const TensorMap& residual, const TensorMap& out,
                           int row, int column) {
         const int lane = group.lane;
-        // Offset of the lane's 8 values in 16 rows by 16 columns: 8x8 matrix i holds rows half i / 2 and columns half i
-        // % 2.
+        // Offset of the row that this lane addresses in 16 rows by 16 columns, which are four 8x8 matrices: matrix i
+        // has rows 8 (i / 2) on and columns 8 (i % 2) on.
         const int place = swizzled((lane / 16 * 8 + lane % 8) * 128 + (2 * group.warp + lane / 8 % 2) * 16);
 #pragma unroll
         for (int c = 0; c < CHUNKS * BLOCKS_M; ++c, ++count) {
             const Row lines(own_bias, group, c / CHUNKS);
             int to = shared_address(buffer(count)) + place;
-            asm volatile("" : "+r"(to));  // keeps the addresses of other chunks out of registers
+            asm volatile("" : "+r"(to));  // prevents computing the addresses of all chunks early
             unsigned y[GEMM_CHUNK / 16][4];
             if (GEMM_RESIDUAL) {
                 wait(arrived[count % BUFFERS], count / BUFFERS & 1, "residual");
@@ -137,7 +137,7 @@ struct Chunks {
                 store_box(out, buffer(count), column + c / CHUNKS * 64, row + c % CHUNKS * GEMM_CHUNK, 0);
                 end_stores();
             }
-            if (GEMM_RESIDUAL && c + BUFFERS < CHUNKS * BLOCKS_M) {  // next residual, into the buffer that has been read
+            if (GEMM_RESIDUAL && c + BUFFERS < CHUNKS * BLOCKS_M) {  // residual of a later chunk
                 count += BUFFERS;
                 ask(residual, c + BUFFERS, c + BUFFERS + 1, row, column);
                 count -= BUFFERS;
@@ -146,19 +146,19 @@ struct Chunks {
     }
 };
 
-// Stores floats directly to memory: eight lanes store 32 bytes of a row. Several residuals are loaded at once before
-// any store, because the compiler does not move a load before stores that might write to its address.
+// Stores floats directly to memory: eight lanes store 32 bytes of a row. Several residuals are loaded before the
+// stores, because the compiler does not move a load before a store that might write to the same address.
 __device__ __forceinline__ void store_float(const Sums& sums, const Group& group, const float* own_bias,
                                             const float* residual, float* out, int row, int column, int M, int N) {
     constexpr int FOURS = BLOCKS_M * GEMM_GROUP_N / 8;  // groups of four sums: 2 neighbouring rows by 2 columns 8 apart
-    constexpr int AT_ONCE = BLOCKS_M * GEMM_GROUP_N > 256 ? 1 : 4;  // limited by free registers
+    constexpr int AT_ONCE = BLOCKS_M * GEMM_GROUP_N > 256 ? 1 : 4;  // limited by the number of free registers
     const int lane_row = row + group.lane % 4 * 2, lane_column = column + group.warp * 16 + group.lane / 4;
     const int columns_left = N - lane_column;
     int rows_left = M - lane_row;
     long long at = (long long)lane_row * N + lane_column;
 #pragma unroll
     for (int first = 0; first < FOURS; first += AT_ONCE) {
-        asm volatile("" : "+l"(at), "+r"(rows_left));  // keeps other addresses out of registers
+        asm volatile("" : "+l"(at), "+r"(rows_left));  // prevents computing later addresses early
         float r[AT_ONCE * 4];
 #pragma unroll
         for (int i = 0; i < AT_ONCE * 4 && GEMM_RESIDUAL; ++i) {
@@ -182,9 +182,9 @@ __device__ __forceinline__ void store_float(const Sums& sums, const Group& group
     group.sync();  // all reads of biases and scales are done
 }
 
-// Sums that one cluster passes to the next (GEMM_STREAM). Layout of memory: FLAGS flags, one for each group of a block,
-// all 0 before and after a launch; then float4 (blocks, GEMM_GROUP_N / 8, threads of both groups). The group with the
-// first slices of a tile stores its sums; the group with the last slices starts from these sums.
+// Sums that one cluster passes to the next (GEMM_STREAM). Layout of `memory`: FLAGS flags, one for each group of a
+// block, all 0 before and after a launch; then an array of float4 (blocks, GEMM_GROUP_N / 8, threads of both groups).
+// The group with the first slices of a tile stores its sums; the group with the other slices starts from these sums.
 struct Handed {
     float* const memory;  // null without GEMM_STREAM
     const Group& group;
@@ -211,8 +211,8 @@ struct Handed {
         if (group.thread == 0) asm volatile("st.release.gpu.s32 [%0], 1;" ::"l"(flag(blockIdx.x)) : "memory");
     }
 
-    // Loads the initial sums of a tile: the previous cluster's sums if `there`, otherwise zeros. Each load is
-    // predicated: with a branch around the loads, the compiler would serialise the products.
+    // Loads the initial sums of a tile: the previous cluster's sums if `there`, otherwise zeros. The loads are
+    // predicated: with a branch around them, the compiler would serialise the wgmma products.
     __device__ __forceinline__ void take(Sums& sums, bool there) const {
         const int block = blockIdx.x - CLUSTER;
         if (there) {
@@ -246,7 +246,7 @@ struct Product {
     float* handed;                // memory of Handed, with GEMM_STREAM
     int M, N, K;
 
-    // Requests a slice of rows of a.
+    // Requests slice `slice` of a tile's rows of a.
     __device__ __forceinline__ void load(char* ring, Barriers& barriers, int rank, int slice, int column,
                                          int stage) const {
         const int first = GEMM_SHARES > 1 ? rank * (GEMM_N / GEMM_SHARES) : 0;
@@ -255,7 +255,7 @@ struct Product {
     }
 };
 
-// The body of a kernel. `weights` uses BYTES bytes of shared memory, and has these functions:
+// The body of a kernel. `weights` loads and converts w. It uses BYTES bytes of shared memory, and has these functions:
 //
 //   place(own), start()                                  prepare its shared memory; start() is called by one thread
 //   produce(product, ring, barriers, at)                 requests all slices; called by the first warpgroup
@@ -297,7 +297,7 @@ __device__ __forceinline__ void run(const Product& p, Weights weights) {
             weights.skip(p.K, at.row());
             continue;
         }
-        const int row = at.column() + group.column, column = at.row() + group.row;  // position in out
+        const int row = at.column() + group.column, column = at.row() + group.row;  // the group's first output
         if (GEMM_RESIDUAL && !GEMM_FLOAT_OUT && at.ends()) chunks.ask(p.residual, 0, BUFFERS, row, column);
         if (group.thread < GEMM_GROUP_M) {
             const int n = column + group.thread;

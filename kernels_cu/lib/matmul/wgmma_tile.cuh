@@ -1,6 +1,6 @@
-// Parts of a GEMM with 16-bit inputs for Hopper: the products of a tile, the sum over several splits of K, and the
-// stores of a consumer warpgroup (group). Included by matmul/prompt/wgmma.cu and matmul/prompt/rmsnorm_wgmma.cu; based
-// on lib/matmul/wgmma.cuh.
+// Steps of a GEMM with 16-bit inputs for Hopper, for one consumer warpgroup (group): the products of a tile, the
+// exchange and addition of sums over several splits of K, and the stores. Included by matmul/prompt/wgmma.cu and
+// matmul/prompt/rmsnorm_wgmma.cu; based on lib/matmul/wgmma.cuh.
 #pragma once
 
 #include "lib/storage.cuh"
@@ -10,10 +10,10 @@ constexpr int BOX_BYTES = SLICE * ROW_BYTES;  // bytes of a box of 64 columns of
 
 static_assert(GEMM_SPLITS == 1 || GROUPS == CONSUMERS, "a split tile is for both groups");
 
-typedef float Sums[BLOCKS_M][GEMM_GROUP_N / 2];  // sums per thread
-typedef float Finals[BLOCKS_M][PART_N / 2];      // final sums per thread, for the columns that its group finishes
+typedef float Sums[BLOCKS_M][GEMM_GROUP_N / 2];  // a thread's sums
+typedef float Finals[BLOCKS_M][PART_N / 2];      // a thread's sums over all splits, for its group's columns
 
-// Computes the sums of a tile from the slices in the ring buffer, starting with slice `count`. ACROSS: w is (K, N).
+// Computes the sums of a tile from the slices in the ring buffer, from slice `count` on. ACROSS: w is stored as (K, N).
 template <bool ACROSS = false>
 __device__ __forceinline__ void multiply_tile(Sums& sums, const char* ring, Barriers& barriers, const Group& group,
                                               unsigned count, int slices) {
@@ -48,18 +48,18 @@ __device__ __forceinline__ void multiply_tile(Sums& sums, const char* ring, Barr
     release(barriers, group, count - 1);
 }
 
-// Adds the sums of all splits of K, in order, for this block's columns. received: shared memory for the sums that the
-// other blocks of the cluster send.
+// Sends this block's sums over its split of K to the other blocks of the cluster, and adds the sums of all splits, in
+// order, for the columns that this block finishes. received: shared memory for the sums from other blocks.
 __device__ __forceinline__ void combine(const Sums& sums, Finals& finals, char* received, Barrier& arrived,
                                         const Group& group, int rank) {
-    constexpr int FOURS = PART_N / 8;  // vectors of four sums per thread and 64-row block m
+    constexpr int FOURS = PART_N / 8;  // vectors of four sums that a thread sends, per block and 64 rows
     const auto place = [&](int from, int to, int m, int i) {
         const int other = from - (from > to), four = ((other * CONSUMERS + group.index) * BLOCKS_M + m) * FOURS + i;
         return reinterpret_cast<float*>(received) + 4 * (four * GROUP + group.thread);
     };
     if (group.thread == 0) arrive_and_expect(arrived, (GEMM_SPLITS - 1) * FOURS * BLOCKS_M * GROUP * 16);
     __syncwarp();
-    wait_for_cluster();  // the other blocks have initialised their barriers
+    wait_for_cluster();  // the barriers of other blocks are initialised
 #pragma unroll
     for (int owner = 0; owner < GEMM_SPLITS; ++owner) {
         if (owner == rank) continue;
@@ -96,14 +96,14 @@ __device__ __forceinline__ void combine(const Sums& sums, Finals& finals, char* 
 // Stores 16-bit outputs: chunks of 64 rows pass through shared memory and the copy engine, which also loads the
 // residual into the chunk's buffer.
 struct Chunks {
-    char* const buffers;  // two buffers
+    char* const buffers;  // BUFFERS chunks
     Barrier* const arrived;
     const Group& group;
-    unsigned count = 0;  // chunks so far; they alternate between the buffers
+    unsigned count = 0;  // number of chunks stored so far
 
     __device__ char* buffer(unsigned chunk) const { return buffers + chunk % BUFFERS * CHUNK_BYTES; }
 
-    // Requests the residual for chunks `from` .. `to` - 1 of the tile. Waits until their buffers have been read.
+    // Requests the residual for chunks `from` .. `to` - 1 of the tile, after earlier stores have read the buffers.
     __device__ void ask(const TensorMap& residual, int from, int to, int row, int column) const {
         if (group.thread != 0) return;
         wait_for_reads<0>();
@@ -115,18 +115,18 @@ struct Chunks {
         }
     }
 
-    // Stores the group's part of a tile. values(m, block, half, v) computes the lane's two values v: in 64-row block m,
-    // its 8-column block `block`, and row half `half`.
+    // Stores the group's part of a tile. values(m, block, half, v) computes the lane's two values v in 64-row block m,
+    // 8-column block `block`, and row g (`half` 0) or g + 8 (1) of the warp's 16 rows.
     template <int COLUMNS, typename Values>
     __device__ void store(const Values& values, const TensorMap& residual, const TensorMap& out, int row, int column) {
         constexpr int ACROSS = COLUMNS / GEMM_CHUNK;
         const int lane = group.lane;
-        const int place = (group.warp * 16 + lane % 16) * GEMM_CHUNK * 2 + lane / 16 * 16;  // offset of the 8 values
+        const int place = (group.warp * 16 + lane % 16) * GEMM_CHUNK * 2 + lane / 16 * 16;  // offset of 8 values
 #pragma unroll
         for (int c = 0; c < ACROSS * BLOCKS_M; ++c, ++count) {
             int to = shared_address(buffer(count)) + place;
-            asm volatile("" : "+r"(to));  // keeps the addresses of other chunks out of registers
-            unsigned y[GEMM_CHUNK / 16][4];  // y[j][i]: i % 2: lower 8 rows; i / 2: right 8 of 16 columns
+            asm volatile("" : "+r"(to));  // prevents computing the addresses of all chunks early
+            unsigned y[GEMM_CHUNK / 16][4];  // y[j][i]: 8 rows from 8 (i % 2), 8 columns from 8 (i / 2)
             if (GEMM_RESIDUAL) {
                 wait(arrived[count % BUFFERS], count / BUFFERS & 1, "residual");
 #pragma unroll
@@ -162,7 +162,7 @@ struct Chunks {
                 store_box(out, buffer(count), column + c % ACROSS * GEMM_CHUNK, row + c / ACROSS * 64, 0);
                 end_stores();
             }
-            if (GEMM_RESIDUAL && c + BUFFERS < ACROSS * BLOCKS_M) {  // next residual, into the buffer that has been read
+            if (GEMM_RESIDUAL && c + BUFFERS < ACROSS * BLOCKS_M) {  // residual of a later chunk
                 count += BUFFERS;
                 ask(residual, c + BUFFERS, c + BUFFERS + 1, row, column);
                 count -= BUFFERS;

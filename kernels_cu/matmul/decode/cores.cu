@@ -1,4 +1,4 @@
-// Matrix products of a GPT-2 layer, and lm_head, in decoding, where every weight is read for one token:
+// Matrix products of a GPT-2 layer, and lm_head, in decoding, where all weights are read to process one token:
 //
 //   linear_matvec: few rows: all weights requested before x; LayerNorm of x in each block.
 //       out = [residual +] [gelu] (x W^T * scale + bias); with LM_NORM, x is replaced by its LayerNorm
@@ -11,18 +11,18 @@
 //   all threads   [ load weights | wait for x | x, its LayerNorm | products | sums, epilogue ]
 //
 //   block   COLUMNS neighbouring outputs, LM_COLUMNS of them per group
-//   group   LM_SPLIT warps, which divide K: warp p takes the units p, p + LM_SPLIT, ... of 32 * LM_WIDTH weights
-//   thread  keeps a chunk of weights in flight: LM_STEPS vectors of each column of its group. It multiplies them with
-//           LM_TOGETHER rows of x at a time. The code is short on purpose: a kernel of a few microseconds also waits
-//           for its instructions (8 rows at a time, 1400 instructions, took 10 us; 2 at a time take 4.8 us)
+//   group   LM_SPLIT warps, which divide K into units of 32 * LM_WIDTH weights: warp p has units p, p + LM_SPLIT, ...
+//   thread  keeps a chunk of weights in flight: LM_STEPS vectors of each column of its group. It multiplies the chunk
+//           by LM_TOGETHER rows of x at a time. The code is short on purpose, because a short kernel also waits for its
+//           instructions: 8 rows at a time (1400 instructions) took 10 us, 2 rows at a time take 4.8 us
 //
 // For each chunk of K, the products of an output are added within each lane and then over the lanes; these sums are
 // added over the chunks, then over the warps. The bits of an output depend only on LM_WIDTH, LM_SPLIT and LM_STEPS, not
-// on the number of rows or columns that are computed together. Blocks for rows beyond LM_ROWS read W again, at best
-// from the L2 cache. With lib/overlap.cuh, weights are loaded while the previous kernel is still running.
+// on how many rows or columns a block computes. Blocks for rows beyond LM_ROWS read W again, at best from the L2 cache.
+// Weights are loaded while the previous kernel is still running (lib/overlap.cuh).
 //
-// With LM_LOOP, a block continues with other columns until all are done, and prefetches the next weights as soon as a
-// register is free: for products with more columns than one grid can hold, such as lm_head.
+// With LM_LOOP, a block processes several groups of columns, one after the other, and prefetches the next weights as
+// soon as a register is free. This is for products with more columns than one grid can hold, such as lm_head.
 //
 // grid (ceil(N / COLUMNS) or fewer with LM_LOOP, ceil(M / LM_ROWS)), block (32 * LM_GROUPS * LM_SPLIT). `shared_floats`
 // of the Python operation `linear` computes the dynamic shared memory. Any M, N, K; LM_WIDTH and LM_X divide K.
@@ -31,16 +31,16 @@
 #include "lib/overlap.cuh"
 #include "lib/stream.cuh"
 
-// The weights that a thread has in flight: LM_STEPS vectors of each column of its group.
+// A thread's weights in flight: LM_STEPS vectors of each of the LM_COLUMNS columns of its group.
 struct Stream {
     Weights raw[LM_STEPS][LM_COLUMNS];
     const W* w;
-    const int N, k;  // k: position of the thread's first vector
+    const int N, k;  // k: index along K of the thread's first weight
 
     __device__ Stream(const W* w, int N, int k) : w(w), N(N), k(k) {}
 
-    // Loads step s of a chunk for the columns from n on. For columns after the last, it loads the last column again,
-    // whose sums are discarded. For positions after the end of K, weights are zero.
+    // Loads vector s of chunk `chunk` for the LM_COLUMNS columns from n on. In place of columns after the last one, it
+    // loads the last column again, and the sums are discarded. For positions after the end of K, weights are zero.
     __device__ __forceinline__ void fetch(int s, int n, int chunk) {
         const int at = chunk * CHUNK + s * STEP + k;
 #pragma unroll
@@ -52,7 +52,8 @@ struct Stream {
         }
     }
 
-    // Adds the products of step s to all sums: each column's weights times each row's values at the same positions.
+    // Adds the products of vector s of each column and the values x of each row, at the same positions along K, to
+    // `sum`.
     __device__ __forceinline__ void use(int s, const float (&x)[LM_TOGETHER][LM_WIDTH], float (&sum)[VALUES]) const {
 #pragma unroll
         for (int c = 0; c < LM_COLUMNS; ++c) {
@@ -69,9 +70,9 @@ struct Stream {
     }
 };
 
-// Adds VALUES values over the lanes of a warp. Each step halves the number of values per lane: lanes with the bit set
-// keep the upper half. At the end a lane holds the sums of `count` values from index `first` on. The additions are
-// those of lanes_sum.
+// Adds VALUES values over the lanes of a warp, in the order of lanes_sum(). Each step, for one bit of the lane number,
+// halves the number of values per lane: lanes whose bit is 1 keep the upper half. At the end a lane holds the sums of
+// `count` values from index `first` on.
 struct Folded {
     int first = 0, count = VALUES;
 
@@ -102,7 +103,7 @@ struct Folded {
     }
 };
 
-// An output that this thread completes, if `there`.
+// An output that this thread completes. `there`: whether the output exists.
 template <typename Late>
 struct Last {
     int r, column;  // row; column relative to the team's first column
@@ -114,16 +115,16 @@ struct Last {
 template <typename End>
 __device__ __forceinline__ void multiply(const W* w, const float* scale, const float* bias, Rows& input,
                                          const End& end, int M, int N) {
-    // A team adds up and completes sums together. It consists of the threads of the block or, if one warp multiplies
-    // all of K, of the threads of that warp.
+    // A team: the threads that exchange sums and complete outputs. A team is a block or, if one warp multiplies all of
+    // K (ALONE), a warp.
     constexpr bool ALONE = LM_SPLIT == 1;
     constexpr int TEAM = ALONE ? 32 : THREADS, ACROSS = ALONE ? LM_COLUMNS : COLUMNS;  // ACROSS: columns per team
     constexpr int ENDS = (LM_ROWS * ACROSS + TEAM - 1) / TEAM;
     extern __shared__ float4 shared[];
     float* x_s = reinterpret_cast<float*>(shared);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = warp / LM_SPLIT, part = warp % LM_SPLIT;
-    const int before = group * LM_COLUMNS, apart = ALONE ? before : 0;  // columns before the group's and the team's
-    float* sums = x_s + Rows::FLOATS + LM_ROWS * apart;                // split sums: (LM_SPLIT, LM_ROWS, ACROSS)
+    const int before = group * LM_COLUMNS, apart = ALONE ? before : 0;  // first column of the group; of the team
+    float* sums = x_s + Rows::FLOATS + LM_ROWS * apart;                // sums per warp: (LM_SPLIT, LM_ROWS, ACROSS)
     int start = blockIdx.x * COLUMNS;                                   // the block's first column
 
     Last<typename End::Late> last[ENDS];
@@ -216,7 +217,7 @@ __device__ __forceinline__ void multiply(const W* w, const float* scale, const f
         }
         if (!more) break;
         start = next;
-        meet();  // all threads have read the sums
+        meet();  // all threads have read `sums`
     }
 }
 

@@ -1,8 +1,8 @@
 // The constants of matmul/decode/cores.cu, and its loads of x. With LM_NORM, x is replaced by its LayerNorm: first the
 // mean, then the variance around the mean.
 //
-// Rows are kept in shared memory. Only a single row without LayerNorm is loaded directly into registers: each thread
-// loads its part.
+// Rows are kept in shared memory, except that each thread loads its part of a single short row without LayerNorm
+// directly into registers.
 #pragma once
 #include "lib/common.cuh"
 #include "lib/fresh.cuh"
@@ -18,7 +18,7 @@
 #ifndef LM_ROWS
 #define LM_ROWS 1
 #endif
-#ifndef LM_TOGETHER  // rows of x multiplied at a time: 2 convert weights half as often as 1, in less code than more
+#ifndef LM_TOGETHER  // rows of x multiplied at a time: 2 is a compromise of fewer conversions and short code
 #define LM_TOGETHER (LM_ROWS > 1 ? 2 : 1)
 #endif
 #ifndef LM_WIDTH  // weights per load
@@ -39,7 +39,7 @@
 #ifndef LM_LOOP
 #define LM_LOOP 0
 #endif
-#ifndef LM_BLOCKS  // minimum blocks per SM (__launch_bounds__), including those of the next kernel
+#ifndef LM_BLOCKS  // minimum blocks per SM (__launch_bounds__), including blocks of the next kernel
 #define LM_BLOCKS 1
 #endif
 #ifndef LM_X  // values per load of x, gamma and beta
@@ -51,20 +51,20 @@ constexpr int UNIT = 32 * LM_WIDTH;
 constexpr int STEP = UNIT * LM_SPLIT;
 constexpr int CHUNK = STEP * LM_STEPS;           // values of K in flight at once
 constexpr int CHUNKS = (LM_K + CHUNK - 1) / CHUNK;
-constexpr int PADDED = CHUNKS * CHUNK;           // floats of a row in shared memory, with zeros after K
+constexpr int PADDED = CHUNKS * CHUNK;           // floats per row in shared memory; zeros after K
 constexpr int OWN = CHUNKS * LM_STEPS;           // vectors of a row that a thread multiplies
 constexpr int COLUMNS = LM_GROUPS * LM_COLUMNS;  // output columns per block
 constexpr int VALUES = LM_TOGETHER * LM_COLUMNS; // sums per thread at a time
-constexpr int SHARES = (LM_K + THREADS * LM_X - 1) / (THREADS * LM_X);  // vectors of a row that a thread loads
+constexpr int SHARES = (LM_K + THREADS * LM_X - 1) / (THREADS * LM_X);  // vectors of x that a thread loads per row
 constexpr bool FITS = LM_ROWS == 1 && OWN * LM_WIDTH <= 32;             // the row fits in the threads' registers
-constexpr int PIECE = LM_WIDTH < 4 ? LM_WIDTH : 4;                      // contiguous values that a lane reads
+constexpr int PIECE = LM_WIDTH < 4 ? LM_WIDTH : 4;                      // contiguous values that a lane reads at a time
 typedef Vec<W, LM_WIDTH> Weights;
 typedef Vec<float, LM_X> Values;
 static_assert(LM_K % LM_WIDTH == 0 && LM_K % LM_X == 0, "vectors do not cross the end of a row");
 static_assert(LM_ROWS % LM_TOGETHER == 0, "rows go together");
 
-// Returns the position of a row's element k in shared memory. A lane reads LM_WIDTH values as float4. The float4 of all
-// lanes are stored next to each other, which avoids bank conflicts. Each group of 4 stays contiguous.
+// Returns the position of element k of a row in shared memory. A lane reads LM_WIDTH values as several float4. Float4
+// number i of all lanes are stored next to each other, which avoids bank conflicts.
 __device__ __forceinline__ int place(int k) {
     if (LM_WIDTH <= 4) return k;
     const int within = k % UNIT, lane = within / LM_WIDTH, e = within % LM_WIDTH;
@@ -92,10 +92,10 @@ __device__ __forceinline__ void read(float (&v)[N], const float* from) {
     }
 }
 
-__device__ __forceinline__ int share(int i) { return (i * THREADS + threadIdx.x) * LM_X; }  // position of load i
+__device__ __forceinline__ int share(int i) { return (i * THREADS + threadIdx.x) * LM_X; }  // index in a row of load i
 
-// own_at() and own_place() return the position of vector i of a thread's part of a row: in the row, and in shared
-// memory.
+// A thread multiplies several vectors of a row. own_at(i) returns the index in the row of the thread's vector i,
+// own_place(i) the index in shared memory.
 __device__ __forceinline__ int own_at(int i) {
     return i * STEP + threadIdx.x / 32 % LM_SPLIT * UNIT + threadIdx.x % 32 * LM_WIDTH;
 }
@@ -113,13 +113,13 @@ __device__ __forceinline__ void read_own(float (&v)[LM_WIDTH], int i, const floa
     }
 }
 
-__device__ __forceinline__ void zeros_behind(float* row) {  // any threads may call it: all write the same
+__device__ __forceinline__ void zeros_behind(float* row) {  // each thread writes some of the zeros
     if constexpr (PADDED > LM_K) {
         for (int k = LM_K + threadIdx.x; k < PADDED; k += THREADS) row[place(k)] = 0.0f;
     }
 }
 
-// A block's rows of x (M, K), with LM_NORM replaced by their LayerNorm.
+// A block's rows of x (M, K). With LM_NORM, rows are replaced by their LayerNorm.
 struct Rows {
     static constexpr bool HELD = FITS && !LM_NORM;
     static constexpr int FLOATS = HELD ? 0 : (LM_ROWS + 2 * LM_NORM) * PADDED;  // floats of shared memory
@@ -193,7 +193,7 @@ struct Rows {
         }
     }
 
-    // All threads load all rows, with several loads per thread in flight.
+    // Loads all rows into shared memory, with all threads of the block and several loads per thread in flight.
     __device__ __forceinline__ void plain(float* x_s) const {
         constexpr int LOADS = SHARES * LM_ROWS, BATCH = LOADS < 8 ? LOADS : 8;
 #pragma unroll 1
@@ -215,7 +215,7 @@ struct Rows {
         for (int r = 0; r < LM_ROWS; ++r) zeros_behind(x_s + r * PADDED);
     }
 
-    // Each warp loads a row and computes its LayerNorm. A lane accesses only its own values of the row: no barrier is
+    // Each warp loads a row and computes its LayerNorm. A lane accesses only values that it has loaded: no barrier is
     // needed.
     __device__ __forceinline__ void normalised(float* x_s) const {
         const float *gamma_s = x_s + LM_ROWS * PADDED, *beta_s = gamma_s + PADDED;

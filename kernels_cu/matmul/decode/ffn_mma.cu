@@ -2,20 +2,20 @@
 // The feed-forward part of a Llama layer in decoding:
 //
 //   h = silu(RMSNorm(x) W^T * scale) (RMSNorm(x) U^T * up_scale)           W, U (H, C), V (C, H)
-//   sums[s] = split s of h V^T
+//   sums[s] = sum over split s (a range of the H channels) of h V^T
 //
-//   ffn_decode: RMSNorm and a gated feed-forward of up to 4 rows in clusters, which exchange h. This is one kernel
-//       instead of five: a step of one row is a chain of kernels, each of which waits for the previous one
+//   ffn_decode: RMSNorm and a gated feed-forward of up to 4 rows in clusters, which exchange h. One kernel replaces
+//       five: a decoding step of one row is a chain of kernels, each of which waits for the previous one
 //
 // The additions are in the order of lib/decode/order.cuh, so a row has the same bits in any batch. A cluster computes
-// one split of H: its columns of h, which the blocks send to each other, and the split's sums for all C outputs. The
-// next kernels add these sums to x in order, when they load x (lib/decode/split_sums.cuh).
+// one split of H: the columns of h in this split, which its blocks exchange, and the split's sums for all C outputs.
+// The next kernels add these sums to x in order, when they load x (lib/decode/split_sums.cuh).
 //
-//   cluster s     h[s]     block 0 | block 1 | ...     LENGTH / FF_CLUSTER columns each, from all of x
-//                          each block sends its columns to all blocks: their terms (lib/terms.cuh), by st.async
+//   cluster s     h[s]     block 0 | block 1 | ...     H_LENGTH / FF_CLUSTER columns each, from all of x
+//                          each block sends its columns, as terms (lib/terms.cuh), to all blocks by st.async
 //                 sums[s]   block 0 | block 1 | ...     C / FF_CLUSTER outputs each, from all of h[s]
 //
-//   a warp        first product: a split of C, for all of the block's columns of h; second product: some outputs
+//   a warp        first product: one split of C, for all of the block's columns of h; second product: some outputs
 //
 // All weights are requested before the wait for the previous kernel. W and U are kept in registers. With FF_COPIED, V
 // is kept in shared memory, which leaves registers for other kernels; each lane copies the weights that it will
@@ -40,7 +40,7 @@
 #define FF_COPIED 1
 #endif
 
-constexpr int OWN_OUT = LM_K / FF_CLUSTER;  // outputs per block
+constexpr int OWN_OUT = LM_K / FF_CLUSTER;  // columns of sums[s] per block
 constexpr int MATRICES = 2;  // matrices of the first product: W and U
 constexpr int OF_WARP = OWN / 8, OUT_OF_WARP = ((OWN_OUT + 7) / 8 + WARPS - 1) / WARPS;  // 8-column groups per warp
 constexpr int H_CHUNKS = H_LENGTH / order::CHUNK;
@@ -58,8 +58,8 @@ constexpr int BYTES = COPIED + FF_COPIED * OUT_OF_WARP * H_CHUNKS * THREADS * 16
 static_assert(BYTES <= 227 * 1024, "a block has room");
 static_assert(ARRIVED % 8 == 0 && HIDDEN % 16 == 0 && STAGED % 16 == 0, "alignment");
 
-// A lane's part of a matrix (N, K): CHUNKS chunks along K of OCTETS groups of eight columns; in registers, or with
-// IN_SHARED in shared memory.
+// A lane's weights from a matrix (N, K): from OCTETS groups of eight columns (rows in memory), CHUNKS chunks along K of
+// one column per group. They are kept in registers, or with IN_SHARED in shared memory.
 template <int K, int CHUNKS, int OCTETS, bool IN_SHARED>
 struct Panel {
     static constexpr int TILES = (OCTETS + 1) / 2;
@@ -67,8 +67,8 @@ struct Panel {
     uint4 raw[IN_SHARED ? 1 : CHUNKS][2 * TILES];
     float sums[TILES][ROW_TILES][4];
 
-    // Loads a lane's column of group `octet`. column: address of the column's first value for this lane's warp. Weights
-    // are zero if the column is not `there`, and from `left` values on.
+    // Loads the lane's column of group `octet`. column: address of the first value of the column for this warp. there:
+    // whether the column exists. Weights of missing columns, and after `left` values, are zero.
     __device__ __forceinline__ void fetch(int octet, const W* column, bool there, int left) {
         const int t = threadIdx.x % 4 * order::WIDTH;
 #pragma unroll
@@ -90,7 +90,8 @@ struct Panel {
         return IN_SHARED ? own[(chunk * OCTETS + octet) * THREADS] : raw[IN_SHARED ? 0 : chunk][octet];
     }
 
-    // Multiplies these weights with rows of x. rows(x, i, chunk) stores the lane's part of row tile i in x.
+    // Multiplies the weights by rows of the other operand. rows(x, i, chunk) must load the lane's values of row tile i
+    // and chunk `chunk` into x.
     template <typename Get>
     __device__ __forceinline__ void multiply(Get rows) {
 #pragma unroll
@@ -101,7 +102,7 @@ struct Panel {
                 for (int i = 0; i < 4; ++i) sums[tile][r][i] = 0.0f;
             }
         }
-        if (IN_SHARED) wait_for_groups<0>();  // wait for this thread's copies; no other thread reads them
+        if (IN_SHARED) wait_for_groups<0>();  // no barrier: only this thread reads its copies
 #pragma unroll
         for (int chunk = 0; chunk < CHUNKS; ++chunk) {
             order::Rows x[ROW_TILES];
@@ -116,8 +117,8 @@ struct Panel {
         }
     }
 
-    // Calls use(octet, row, sum) for each sum of a lane: for the lane's column of a group of eight, over both terms of
-    // x.
+    // Calls use(octet, row, sum) for each sum of the lane: for its column of group `octet` and row `row`. The sums for
+    // high and low terms of x are added.
     template <typename Use>
     __device__ __forceinline__ void each(Use use) const {
 #pragma unroll
@@ -140,7 +141,8 @@ struct Ends {
     float scale[MATRICES][LANES_OWN];
 };
 
-// Completes the block's columns of h for row r: one warp adds the splits of C, applies the gate, and stores terms.
+// Completes the block's columns of h for row r: one warp adds the sums over splits of C, applies the gate, and stores
+// terms.
 __device__ __forceinline__ void complete_row(char* shared, int r, const Ends& ends) {
     const int lane = threadIdx.x % 32;
     const float* totals = reinterpret_cast<const float*>(shared + TOTALS);
@@ -228,7 +230,7 @@ extern "C" __global__ void __cluster_dims__(FF_CLUSTER, 1, 1) __launch_bounds__(
     });
     __syncthreads();
 #if defined(__CUDA_ARCH__)
-    wait_for_cluster();  // all blocks have started, and their barriers expect the data
+    wait_for_cluster();  // the barriers of all blocks are initialised
 #endif
 #pragma unroll 1
     for (int r = warp; r < LM_ROWS; r += WARPS) {

@@ -2,28 +2,28 @@
 // matmul/decode/ffn_mma.cu for GGUF weights:
 //
 //   h = silu(RMSNorm(x) W^T) (RMSNorm(x) U^T)           W, U (H, C), V (C, H)
-//   sums[s] = split s of h V^T
+//   sums[s] = sum over split s (a range of the H channels) of h V^T
 //
 //   ffn_decode_gguf: RMSNorm and a gated feed-forward of up to 4 rows in clusters, with GGUF weights
 //
 // Results have the bits of linear_decode_gguf with W and U, followed by linear_decode_gguf with V, because this kernel
-// uses the same code for units of weights and their sums (lib/decode/mma_gguf.cuh). The next kernels add the sums of
-// splits (lib/decode/split_sums.cuh).
+// multiplies weights by the same code (lib/decode/mma_gguf.cuh). The next kernels add the sums over the splits
+// (lib/decode/split_sums.cuh).
 //
 //   cluster s     h[s]     block 0 | block 1 | ...     OWN columns each, from all of x; sent to all blocks as floats
 //                 sums[s]  tiles of 16 outputs: warp 0 of block 0, of block 1, ..., warp 1 of block 0, ...
 //
-//   a warp        first product: a split of C, for the block's columns of h, in tiles of eight rows of W and of U;
-//                 second product: tiles of outputs
+//   a warp        first product: one split of C, for the block's columns of h, in tiles of eight rows of W and of U;
+//                 second product: tiles of 16 outputs
 //
 // A block requests all its weights of W, U and V before the wait for the previous kernel, and keeps them in shared
-// memory. The next kernel may start only once x has been loaded. A multiprocessor runs one of these blocks, or with one
-// row two, because the 16 blocks of a cluster must find room close together. A step of SmolLM2 in Q4_1, 1, 2 and 4
-// rows, NVIDIA H100, ms:
+// memory. The next kernel may start only once x has been loaded. A multiprocessor runs one block, or with one row two,
+// because the 16 blocks of a cluster need space on neighbouring multiprocessors. A decoding step of SmolLM2 in Q4_1
+// with 1, 2 and 4 rows, NVIDIA H100, ms:
 //
 //   five kernels per layer                        0.36  0.40  0.47
-//   four kernels per layer                        0.35  0.44  0.50    predicted for one row: 0.32
-//   ... with this limit of blocks                 0.33  0.39  0.45
+//   four kernels per layer, using this one        0.35  0.44  0.50    predicted for one row: 0.32
+//   ... with this limit of blocks per SM          0.33  0.39  0.45
 //   ... and a later start of the next kernel      0.32  0.37  0.44
 //
 // Grid (FF_CLUSTER * splits of H), block (THREADS), dynamic shared memory BYTES. A cluster of more than 8 blocks must
@@ -52,7 +52,7 @@ constexpr int OUT_TILES = (LM_K + 15) / 16;  // tiles of V
 constexpr int OUT_OF_WARP = (OUT_TILES + WARPS * FF_CLUSTER - 1) / (WARPS * FF_CLUSTER);
 static_assert(UNITS == 1, "a warp has a unit of C");
 
-// Operand h of the second product, h V^T: the rows of h[s] in shared memory, as terms with chunk sums.
+// Operand h of the second product, h V^T: rows of h[s] in shared memory, stored as terms and chunk sums.
 struct Hidden {
     static constexpr int TERMS_OF_SPLIT = order::TERMS * (2 * H_LENGTH + PADDING);
     static constexpr int PITCH = (TERMS_OF_SPLIT + order::TERMS * 16 * H_UNITS + 127) / 128 * 128 + PADDING;
@@ -90,7 +90,7 @@ typedef Blocks<OfV, OfHidden> Second;
 
 // The layout of shared memory.
 constexpr int RECEIVED = aligned16(Input::BYTES);            // (LM_ROWS, H_LENGTH) floats: h[s], from all blocks
-constexpr int HIDDEN = RECEIVED + LM_ROWS * 4 * H_LENGTH;    // h[s] as terms
+constexpr int HIDDEN = RECEIVED + LM_ROWS * 4 * H_LENGTH;    // h[s] as terms (lib/terms.cuh)
 constexpr int STAGED = HIDDEN + LM_ROWS * Hidden::PITCH;     // (LM_ROWS, OWN) floats: this block's h
 constexpr int TOTALS = STAGED + LM_ROWS * 4 * OWN;           // (SPLITS, LM_ROWS, OF_H, 16) floats: split sums
 constexpr int ARRIVED = TOTALS + SPLITS * LM_ROWS * OWN * 8; // 8 bytes for a Barrier
@@ -100,7 +100,7 @@ constexpr int BYTES = WEIGHTS + WARPS * OF_WARP;
 static_assert(BYTES <= 227 * 1024, "a block has room");
 static_assert(HIDDEN % 16 == 0 && STAGED % 16 == 0 && ARRIVED % 8 == 0 && OF_WARP % 16 == 0, "alignment");
 
-// Completes the block's columns of h for row r: one warp adds the splits of C and applies the gate.
+// Completes the block's columns of h for row r: one warp adds the sums over the splits of C and applies the gate.
 __device__ __forceinline__ void complete_row(char* shared, int r) {
     const float* const totals = reinterpret_cast<const float*>(shared + TOTALS) + r * 2 * OWN;
 #pragma unroll
@@ -177,7 +177,7 @@ extern "C" __global__ void __cluster_dims__(FF_CLUSTER, 1, 1) __launch_bounds__(
     }
     __syncthreads();
 #if defined(__CUDA_ARCH__)
-    wait_for_cluster();  // all blocks have started, and their barriers expect the data
+    wait_for_cluster();  // the barriers of all blocks are initialised
 #endif
 #pragma unroll 1
     for (int r = warp; r < LM_ROWS; r += WARPS) {

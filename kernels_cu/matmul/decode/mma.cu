@@ -14,20 +14,20 @@
 //
 //   all warps   [ load weights | wait for x | x, its LayerNorm, as two terms | mma | sums of splits, epilogue ]
 //
-//   block   LM_COLUMNS neighbouring outputs of LM_ROWS rows
-//   warp    one split of K for all columns: its weights, its part of x. Only LayerNorm and final sums need barriers
-//   lane    LM_FLIGHT units of 128 values of K in flight: UNIT_CHUNKS 16-byte vectors per unit and eight columns
+//   block   LM_COLUMNS neighbouring outputs of LM_ROWS rows; one warp per split
+//   warp    the products of one split (a range of K) for all columns. Only LayerNorm and final sums need barriers
+//   lane    has LM_FLIGHT units of 128 values of K in flight: UNIT_CHUNKS 16-byte vectors per unit and eight columns
 //
-// An mma computes 4 rows with two terms each by 16 columns, or by 8 columns if weights have two terms. Any number of
-// columns is possible: lanes without a column multiply zeros. Multiples of eight columns are faster, because an mma
-// with fewer columns takes as long.
+// An mma computes 4 rows of x (two terms each) by 16 columns of w, or by 8 columns if weights have two terms. Any
+// number of columns is possible: lanes without a column multiply zeros. Multiples of eight columns are faster, because
+// an mma with fewer columns takes as long.
 //
-// With LM_LOOP, a warp multiplies all splits of LM_COLUMNS columns, one split after the other, and continues with other
-// columns until all are done: for products with more columns than one grid can hold, such as lm_head. This loop has no
-// barrier.
+// With LM_LOOP, a warp multiplies all splits of LM_COLUMNS columns, one split after the other, and then continues with
+// other columns, without any barrier. This is for products with more columns than one grid can hold, such as lm_head.
 //
-// grid (ceil(N / LM_COLUMNS), or any with LM_LOOP, ceil(M / LM_ROWS)), block (32 * WARPS). `geometry` of the Python
-// module `_linear_mma` computes the dynamic shared memory. Any M and N; rows of W have a multiple of 16 bytes.
+// grid (ceil(N / LM_COLUMNS) or with LM_LOOP any number, ceil(M / LM_ROWS)), block (32 * WARPS). `geometry` of the
+// Python module `_linear_mma` computes the dynamic shared memory. Any M and N; the size of a row of W is a multiple of
+// 16 bytes.
 #include "lib/storage.cuh"
 #include "lib/sm80.cuh"
 #include "lib/decode/mma.cuh"
@@ -37,7 +37,7 @@
 #include "lib/overlap.cuh"
 #include "lib/stream.cuh"
 
-// The weights that a lane has in flight: LM_FLIGHT units (128 values of K each) of its columns.
+// A lane's weights in flight: LM_FLIGHT units (128 values of K each) of its columns.
 struct Weights {
     uint4 raw[LM_FLIGHT][UNIT_CHUNKS][VECTORS];
     const W* w;
@@ -45,7 +45,7 @@ struct Weights {
 
     __device__ __forceinline__ Weights(const W* w, int N) : w(w), N(N) {}
 
-    // Loads a unit of the columns from n on; after the columns of the warp, and after the end of K, weights are zero.
+    // Loads unit `unit` of the LM_COLUMNS columns from n on. Weights after these columns, or after K, are zero.
     __device__ __forceinline__ void fetch(int slot, int unit, int n) {
         const int g = threadIdx.x % 32 / 4, k = unit * order::UNIT + threadIdx.x % 4 * order::WIDTH;
 #pragma unroll
@@ -65,7 +65,7 @@ struct Weights {
         }
     }
 
-    // Adds the products of a unit to the sums of its split.
+    // Adds the products of a unit of K to the sums of the split that contains the unit.
     __device__ __forceinline__ void use(int slot, int unit, const Input& input, Sums& sums) const {
 #pragma unroll
         for (int chunk = 0; chunk < UNIT_CHUNKS; ++chunk) {
@@ -153,7 +153,7 @@ __device__ __forceinline__ void multiply(const W* w, const float* scale, const f
         __shared__ float squares[LM_CLUSTER][LM_ROWS];
         const HeadSums<HALF, LM_CLUSTER, LM_ROWS> heads{squares};
         float own[ENDS], other[ENDS];
-        if (LM_CLUSTER > 1) wait_for_cluster();  // the other blocks have started: their shared memory can be written
+        if (LM_CLUSTER > 1) wait_for_cluster();  // other blocks have started, so their shared memory can be written
 #pragma unroll
         for (int i = 0; i < ENDS; ++i) {
             const int at = i * THREADS + threadIdx.x, flat = min(at, OUTPUTS - 1), column = flat % LM_COLUMNS;
@@ -187,7 +187,7 @@ __device__ __forceinline__ void multiply(const W* w, const float* scale, const f
     }
 }
 
-// Computes outputs with LM_LOOP: a warp multiplies all splits of LM_COLUMNS columns, then those of other columns.
+// Computes outputs with LM_LOOP: a warp multiplies all splits of LM_COLUMNS columns, then all splits of other columns.
 template <typename End>
 __device__ __forceinline__ void multiply_all(const W* w, const float* scale, const float* bias, float x_scale,
                                              Input& input, const End& end, int N) {

@@ -1,4 +1,5 @@
-// Matrix products of decoding with GGUF weights, in the order of lib/decode/order.cuh, with the same bits for any rows:
+// Matrix products of decoding with GGUF weights. Sums are added in the order of lib/decode/order.cuh, so the bits of an
+// output row do not depend on the number of rows:
 //
 //   linear_decode_gguf: GGUF weights, copied to shared memory while the previous columns are multiplied.
 //       out = [residual +] [gelu] (x W^T + bias), where x can be replaced by its LayerNorm or RMSNorm; with LM_UP, for
@@ -8,35 +9,38 @@
 //   linear_gguf_sums: linear_decode_gguf that also adds split sums to the residual (lib/decode/split_sums.cuh)
 //   rope_decode_gguf: qkv_decode_gguf for Llama models, with RoPE of q and k. Split sums can be added to x
 //
-// The grid is persistent: a block continues with other columns. It loads x once, and weights arrive continuously in a
-// ring buffer in shared memory (lib/decode/mma_gguf.cuh). There are two ways to divide the work, with the same bits:
+// The grid is persistent: a block processes several groups of columns. It loads x once, and weights arrive continuously
+// in a ring buffer in shared memory (lib/decode/mma_gguf.cuh). GGUF_TOGETHER selects how work is divided; results have
+// the same bits. A split is one of up to 8 ranges of K:
 //
-//   together   a block multiplies all splits of K, of 16 columns at a time; each warp one split. For few rows, whose x
-//              fits in shared memory
-//   apart      a block multiplies one split of K, of up to 64 rows; each warp 16 columns. The blocks of a cluster have
-//              the same columns and one split each. They read each other's sums after multiplying the next columns:
-//              block r reads rows r, r + GGUF_CLUSTER, ... Without clusters (GGUF_CLUSTER 1) a block multiplies all
-//              splits in turn
+//   1, together   a block multiplies all splits, 16 columns at a time; each warp has one split. For few rows, whose x
+//                 fits in shared memory
+//   0, apart      a block multiplies one split, for up to 64 rows; each warp has 16 columns. The blocks of a cluster
+//                 have the same columns and one split each. They read each other's sums after multiplying the next
+//                 columns: block r reads rows r, r + GGUF_CLUSTER, ... With GGUF_CLUSTER 1, a block multiplies all
+//                 splits, one after the other
 //
-// If enough multiprocessors are free, 9 to 64 rows are divided among several blocks of 8 rows with all splits, which
-// also compute the norm for up to 32 rows: SmolLM2 in Q4_1 takes 0.70 ms for 16 rows instead of 1.13, 0.79 ms for 32
-// rows instead of 1.51 (H200).
+// If enough multiprocessors are free, 9 to 64 rows are divided among blocks of 8 rows that multiply all splits (and, up
+// to 32 rows, compute the norm): SmolLM2 in Q4_1 takes 0.70 ms for 16 rows instead of 1.13, 0.79 ms for 32 rows instead
+// of 1.51 (H200).
 //
-// A block of 64 rows takes all registers and shared memory of a multiprocessor, so only its few warps can hide
+// A block of 64 rows needs all registers and shared memory of a multiprocessor, so only its own warps can hide
 // latencies. Clusters of eight blocks fit on 112 of the 132 multiprocessors of an H100. NVIDIA H200, Q4_K, us in a CUDA
-// graph, for 12,288 x 4,096 and 4,096 x 11,008 (in brackets: an earlier version, with sums over 64 values of K):
+// graph. For each number of rows: 12,288 x 4,096 (in brackets: an earlier version, with sums over 64 values of K), then
+// 4,096 x 11,008:
 //
 //   rows    1                       8
 //           10.9 (13.0)  12.1       15.2 (17.7)  16.9
 //
-// Data that the epilogue needs besides the sums is loaded while the sums are computed: Llama 7B in Q4_K_M takes 1.90 ms
-// for one row instead of 1.94, 2.48 ms for 4 rows instead of 2.56, Llama 1B 0.50 ms instead of 0.55 (H100).
+// Data that the epilogue needs besides the sums is loaded while the sums are computed: a step of Llama 7B in Q4_K_M
+// takes 1.90 ms for one row instead of 1.94 and 2.48 ms for 4 rows instead of 2.56, a step of Llama 1B 0.50 ms instead
+// of 0.55 (H100).
 //
 // On Hopper, matmul/decode/wgmma_gguf.cu is used for more than 8 rows if x is rounded to one term.
 //
-// grid (any number; with `apart` a multiple of GGUF_CLUSTER; ceil(M / LM_ROWS)), block (32 * WARPS). `geometry` of the
-// Python module `_linear_gguf` computes the dynamic shared memory. The outputs of a GGUF type begin at a multiple of
-// the columns of a block, and with LM_ROPE of a head.
+// grid (any multiple of GGUF_CLUSTER, ceil(M / LM_ROWS)), block (32 * WARPS). `geometry` of the Python module
+// `_linear_gguf` computes the dynamic shared memory. The range of outputs of each GGUF type begins at a multiple of the
+// block's columns and, with LM_ROPE, at the start of a head.
 #ifndef WEIGHT_GGUF
 #define WEIGHT_GGUF
 #endif
@@ -70,21 +74,21 @@
 
 constexpr int ACROSS = GGUF_TOGETHER ? LM_COLUMNS : LM_COLUMNS * LM_WARPS;  // columns per block
 constexpr int PLANE_PITCH = GGUF_TOGETHER ? ACROSS : ACROSS + 8;
-constexpr int PLANES = GGUF_TOGETHER ? 2 * SPLITS : 2;  // planes of sums in shared memory
+constexpr int PLANES = GGUF_TOGETHER ? 2 * SPLITS : 2;  // (LM_ROWS, PLANE_PITCH) arrays of sums in shared memory
 constexpr int EACH = LM_UP ? 2 : 1;  // columns of w per output
 static_assert(GGUF_CLUSTER == 1 || GGUF_CLUSTER == SPLITS, "a block has a split or all of them");
 static_assert(EACH * GGUF_FROM_1 % ACROSS == 0 && EACH * GGUF_FROM_2 % ACROSS == 0, "a block has columns of one type");
 static_assert(!LM_QK_NORM && !(LM_ALONE && LM_NORM), "other kernels have these");
 
-struct Weighted {  // weights and bias of a product
+struct Weighted {  // weights (N, K) and bias of a product
     const W* w;
     const W* up;
     const float* bias;  // (N) or null
     int N;
 };
 
-// The columns of a range of outputs with one GGUF type. A block computes ACROSS columns from `first`, `first` + `step`,
-// ... on.
+// The columns of a range of outputs with one GGUF type. A block computes the ACROSS columns from `first` on, then the
+// ACROSS columns from `first` + `step` on, and so on up to `end`.
 template <int RANGE>
 struct Range {
     typedef gguf::OfRange<RANGE> OfRange;
@@ -99,7 +103,8 @@ struct Range {
     }
 };
 
-// An output of a block, in the block's column `at`. total(at) returns the sum of a column.
+// An output that a thread completes. at: column within the block's ACROSS columns. finish(end, total) stores the
+// output; total(at) must return the sum of column `at`.
 template <typename End>
 struct Output {
     typename End::Late late;
@@ -107,7 +112,7 @@ struct Output {
     int m, n, at;
     bool there;
 
-    // Loads the data that the output needs besides its sum.
+    // Loads the data that this output needs besides its sum.
     __device__ __forceinline__ void load(const Weighted& of, const End& end, int m_, int M, int start, int at_) {
         const Column column(start + at_, of.N);
         m = min(m_, M - 1), n = column.n, at = at_;
@@ -133,7 +138,8 @@ struct Output {
     }
 };
 
-// Shared memory after the rows of x: the sums of two groups of columns (turns), and the warps' ring buffers.
+// Shared memory after the rows of x: the sums of two groups of ACROSS columns (the current and the previous group), and
+// the ring buffers of the warps.
 struct Shared {
     static constexpr int PLANE = PLANES / 2 * LM_ROWS * PLANE_PITCH;
     template <int RANGE>
@@ -150,7 +156,7 @@ struct Shared {
     }
 };
 
-struct Turn {  // number of column groups done, first column of the last group
+struct Turn {  // count: groups of columns done; start: first column of the last group
     int count, start;
 };
 
@@ -160,7 +166,7 @@ __device__ __forceinline__ void multiply(const Weighted& of, Input& input, const
     constexpr int OUTPUTS = LM_ROWS * ACROSS;
     constexpr bool AT_ONCE = OUTPUTS <= THREADS;
     const Range<RANGE> range(blockIdx.x, gridDim.x, of.N);
-    const int warp = threadIdx.x / 32;  // also the index of its split of K
+    const int warp = threadIdx.x / 32;  // also the index of the warp's split of K
     typedef Blocks<gguf::OfRange<RANGE>> Of;
     const Of blocks(of.w, of.up, Shared::ring(input, warp), of.N);
     Stream<Of, UNITS> stream(blocks, warp * UNITS, range.first, range.step, range.end);
@@ -176,14 +182,14 @@ __device__ __forceinline__ void multiply(const Weighted& of, Input& input, const
             to.load(of, end, input.first + i / ACROSS, input.M, start, i % ACROSS);
         };
         Output<End> output;
-        if (AT_ONCE && threadIdx.x < OUTPUTS) load(output, threadIdx.x);  // loads overlap with the sums
+        if (AT_ONCE && threadIdx.x < OUTPUTS) load(output, threadIdx.x);  // overlaps with the products
         Sums sums = {};
 #pragma unroll UNROLLED
         for (int unit = 0; unit < UNITS; ++unit) stream.use(warp, unit, input, sums);
         Totals of_split = {};
         sums.add_to(of_split);
-        // Other warps may still read the sums of the previous columns, but no longer the sums before those, whose
-        // memory is reused here.
+        // Other warps may still read the sums of the previous group of columns. No warp still reads the sums of the
+        // group before it, whose memory is reused here.
         float* const totals = Shared::plane(input, last.count);
         last.count += 1;
         each(of_split, [&](int column, int row, float sum) {
@@ -207,8 +213,8 @@ __device__ __forceinline__ void multiply(const Weighted& of, Input& input, const
     if constexpr (!Range<RANGE>::LAST) multiply<RANGE + 1>(of, input, end, last);
 }
 #else
-// Adds the sums of all blocks of a cluster, each for one split of K, for the rows that this block finishes. A thread
-// adds four neighbouring columns of one group of eight and of the next group.
+// Adds the sums of all blocks of a cluster, each of which has one split of K, and completes the outputs of every
+// GGUF_CLUSTER-th row. A thread adds four neighbouring columns, and the four columns 8 later.
 template <typename End>
 __device__ __forceinline__ void add_splits(const Weighted& of, float* plane, const Input& input, const End& end,
                                            int start) {
@@ -254,7 +260,7 @@ __device__ __forceinline__ void add_splits(const Weighted& of, float* plane, con
     }
 }
 
-// Waits until all blocks of the cluster have released their sums of the last columns, and adds these sums.
+// Waits until all blocks of the cluster have released their sums of the previous group of columns, and adds these sums.
 template <typename End>
 __device__ __forceinline__ void add_last(const Weighted& of, const Input& input, const End& end, const Turn& last) {
     if (last.count == 0) return;

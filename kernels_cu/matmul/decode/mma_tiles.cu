@@ -7,30 +7,30 @@
 //
 // x (M, K) is float, W (N, K) has any type. A block computes a tile of DT_ROWS rows by DT_COLUMNS columns of the
 // output. With DT_CLUSTER > 1, the blocks of a cluster divide the K of one tile: at 64 rows, a product of GPT-2 has so
-// few tiles that otherwise a third of the GPU would do all the work, and each block would load three times as much.
+// few tiles that otherwise only a third of the GPU would be busy, and each block would load three times as much.
 //
-//   all threads   [ weights of the first slices | wait | x of the first slices | slices ... | sums | epilogue ]
+//   all threads   [ copy first slices of w | wait for x | copy first slices of x | multiply slices | sums | epilogue ]
 //
 // A slice is DT_CHUNKS chunks along K (lib/decode/order.cuh). Shared memory holds DT_STAGES slices; while one slice is
-// multiplied, the later ones are copied. Operand A of an mma is 8 rows of x with two terms each, operand B 8 columns of
-// w.
+// multiplied, the next slices are copied. Operand A of an mma is 8 rows of x with two terms each, operand B 8 columns
+// of w.
 //
-//   x   The thread that has copied 4 values of a row replaces them by their terms (lib/terms.cuh), which a lane loads
-//       at once; with DT_TERMS, x is stored as terms. With float weights, a warp computes the terms in registers
-//   w   a lane's vector of a column fills its registers for two steps; FP8 is converted in registers. The two parts of
-//       a column of two-part weights are neighbours in shared memory
+//   x   The thread that has copied 4 values of a row replaces them by their terms (lib/terms.cuh), which a lane later
+//       loads at once. With DT_TERMS, x already consists of terms. With float weights, lanes compute terms in registers
+//   w   a lane loads 16 bytes of a column, its operands of several mma steps; FP8 is converted in registers. The high
+//       and low parts of a column of two-part weights are neighbours in shared memory
 //
-// At the end of each split, its sums are written to shared memory in the order of rows; from there the epilogue stores
+// At the end of each split (a range of K), its sums are written to shared memory, row by row. The epilogue stores whole
 // rows:
 //
 //   DT_CLUSTER 1   the sums are added to the sums of the previous splits
-//   otherwise      row r is sent to block r % DT_CLUSTER of the cluster, which waits for the sums of all splits and
-//                  adds them in order. They arrive at an mbarrier: a block waits only for the data of other blocks
+//   otherwise      sums of row r are sent to block r % DT_CLUSTER of the cluster. Its mbarrier counts the received
+//                  bytes; when the sums of all splits have arrived, the block adds them in order
 //
 // Each group of 16 columns of w is permuted in shared memory, so that a lane's sums of a row are 4 neighbouring
 // columns.
 //
-// Any M and N; 16 bytes divide a row of W; arrays are aligned to 16 bytes.
+// Any M and N; the size of a row of W is a multiple of 16 bytes; arrays are aligned to 16 bytes.
 //
 // grid (DT_CLUSTER * ceil(M / DT_ROWS) * ceil(N / DT_COLUMNS)), block (32 * DT_WARPS_M * DT_WARPS_N). `shared_bytes` of
 // gpt2block/ops/_linear_mma_tiles.py computes the dynamic shared memory.
@@ -52,7 +52,8 @@
 #include "lib/decode/epilogues.cuh"
 #include "matmul/decode/mma_tiles.cuh"
 
-// The sums of all splits, in shared memory: one plane for each split, or with DT_CLUSTER 1 a single plane.
+// The sums in shared memory: a plane (rows, columns) for each split of K, or with DT_CLUSTER 1 one plane for all
+// splits.
 struct Total {
     float* planes;
 
@@ -65,7 +66,8 @@ struct Total {
     static constexpr int PLANE = OWN_ROWS * PITCH;
     Barrier& arrived;
 
-    // Called by all threads. The barrier ends when the sums of `rows` rows of all splits have arrived.
+    // Called by all threads. The phase of `arrived` ends when the sums of this block's `rows` rows over all splits are
+    // there.
     __device__ __forceinline__ Total(float* planes, Barrier& arrived, int rows, int splits)
         : planes(planes), arrived(arrived) {
         if (threadIdx.x == 0) {
@@ -88,7 +90,7 @@ struct Total {
     template <int COUNT>
     __device__ __forceinline__ void get(float (&totals)[COUNT], const int (&at)[COUNT], int splits) const {
         const float* plane = planes;
-#pragma unroll 1  // not unrolled: most blocks run this code only once
+#pragma unroll 1  // unrolled code would be longer, and most blocks run it only once
         for (int split = 0; split < splits; ++split, plane += PLANE) {
 #pragma unroll
             for (int i = 0; i < COUNT; ++i) totals[i] = split ? totals[i] + plane[at[i]] : plane[at[i]];
@@ -128,14 +130,14 @@ struct Total {
     }
 };
 
-// Stores the outputs. A warp stores whole rows. The epilogue's other data for the first rows is loaded before their
-// sums have arrived.
+// Stores the outputs. A warp stores whole rows. For the first rows, the data that the epilogue needs besides the sums
+// is loaded before the sums have arrived.
 template <typename End>
 __device__ __forceinline__ void store(const Total& total, const Share& share, const float* scale, const float* bias,
                                       float x_scale, float out_scale, const End& end, int own, int splits, int N) {
     constexpr int OF_WARP = (OWN_ROWS + WARPS - 1) / WARPS, MOST = ACROSS < 8 ? 8 / ACROSS : 1;
     constexpr int AHEAD = OF_WARP < MOST ? OF_WARP : MOST;  // rows that a warp stores at a time
-    const int lane = threadIdx.x % 32, left = N - share.column - lane;  // columns from the lane's first one on
+    const int lane = threadIdx.x % 32, left = N - share.column - lane;  // columns of out from the lane's first one on
     float scales[ACROSS], biases[ACROSS];
 #pragma unroll
     for (int j = 0; j < ACROSS; ++j) {

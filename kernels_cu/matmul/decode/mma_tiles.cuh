@@ -1,5 +1,5 @@
-// The loop over K of matmul/decode/mma_tiles.cu: its constants, copies of slices to shared memory, and products of
-// slices. The including file defines DT_CLUSTER and includes lib/sm80.cuh.
+// The loop over K of matmul/decode/mma_tiles.cu: constants, copies of slices (DT_CHUNKS chunks of K) to shared memory,
+// and products of slices. The including file defines DT_CLUSTER and includes lib/sm80.cuh.
 #pragma once
 #include "lib/storage.cuh"
 #include "lib/decode/order.cuh"
@@ -22,10 +22,10 @@
 #ifndef DT_STAGES
 #define DT_STAGES 3
 #endif
-#ifndef DT_TERMS  // whether x is stored as terms instead of floats (lib/terms.cuh)
+#ifndef DT_TERMS  // 1: x is stored as terms (lib/terms.cuh) instead of floats
 #define DT_TERMS 0
 #endif
-#ifndef DT_OUT_TERMS  // whether out is stored as terms instead of floats
+#ifndef DT_OUT_TERMS  // 1: out is stored as terms instead of floats
 #define DT_OUT_TERMS 0
 #endif
 #ifndef DT_BLOCKS  // minimum blocks per SM (__launch_bounds__)
@@ -52,8 +52,8 @@ static_assert(DT_COLUMNS == 32 * ACROSS, "a warp stores a row");
 static_assert(!(DT_TERMS || DT_OUT_TERMS) || !order::FLOATS, "terms have 16 bits");
 static_assert(DT_STAGES >= 2, "one slice is copied while another one is multiplied");
 
-// Returns the offset, in bytes, of a 16-byte unit in a row of x in shared memory. The units that 8 lanes load at a
-// time, 4 of one row and 4 of the next row, are in different banks. Rows of 64 bytes need no permutation.
+// Returns the byte offset of 16-byte unit `unit` in row `row` of x in shared memory. Eight lanes load at a time, four
+// units of a row and four of the next row: these units are in different banks. Rows of 64 bytes need no permutation.
 __device__ __forceinline__ int x_unit(int row, int unit) {
     const int odd = row & 1;
     if (X_UNITS == 4) return 16 * unit;
@@ -62,14 +62,14 @@ __device__ __forceinline__ int x_unit(int row, int unit) {
 
 __device__ __forceinline__ int w_unit(int row, int unit) { return 16 * (W_UNITS == 4 ? unit : unit ^ (row & 1) << 2); }
 
-// Returns the column, within its group of 16 columns, that is stored at position q of the group.
+// Returns the column of w (0 to 15 in a group of 16 columns) that shared memory holds at position q of the group.
 __device__ __forceinline__ int column_at(int q) { return (q & 6) * 2 + (q >> 2 & 2) + (q & 1); }
 
-// A block's share of the product: its tile of outputs and its range of K.
+// The part of the product that a block computes: its tile of outputs and its range of K.
 struct Share {
-    int row, column, rank;  // first row and column; rank in the cluster
-    int first, last;        // splits first .. last - 1
-    int k, K;               // first value of K of these splits, and end
+    int row, column, rank;  // first row and column of the tile; rank in the cluster
+    int first, last;        // splits of K: first .. last - 1
+    int k, K;               // values of K in these splits: k .. K - 1
 
     __device__ __forceinline__ Share(int M, int N, int K) {
         constexpr int SIZE = DT_CLUSTER;
@@ -86,12 +86,12 @@ struct Share {
     __device__ __forceinline__ int slices() const { return (K - k + SLICE - 1) / SLICE; }
 };
 
-// A thread's copies of the slices of x: one 16-byte unit of several rows.
+// A thread's copies of slices of x. In each slice, a thread copies one 16-byte unit of several rows.
 struct CopiesOfX {
     static constexpr int STEP = THREADS / X_UNITS, PASSES = (DT_ROWS + STEP - 1) / STEP;  // rows per pass; passes
     static constexpr int AT_ONCE = order::TWO_PART ? 2 : PASSES;  // unrolled passes, limited by registers
     const float* from;  // address in the next slice
-    int k, K, row, left, at, stride;  // left: rows from `row` on; at: offset in a stage; stride: of the rows
+    int k, K, row, left, at, stride;  // left: rows from `row` on; at: offset in a stage; stride: floats per row
 
     __device__ __forceinline__ CopiesOfX(const float* x, const Share& share, int M, int K_) {
         const int unit = threadIdx.x % X_UNITS;
@@ -115,8 +115,7 @@ struct CopiesOfX {
         from += SLICE, k += SLICE;
     }
 
-    // Replaces the values that this thread has copied by their terms, so that a lane can load its values of a step at
-    // once.
+    // Replaces the floats that this thread has copied by terms, so that a lane can load its terms of a step at once.
     __device__ __forceinline__ void convert(char* stage, float inverse) const {
         if constexpr (!DT_TERMS && !order::FLOATS) {
 #pragma unroll AT_ONCE
@@ -133,8 +132,8 @@ struct CopiesOfX {
     }
 };
 
-// A thread's copies of the slices of w: one 16-byte unit of several rows of w. The high parts of a row precede its low
-// parts.
+// A thread's copies of slices of w. In each slice, a thread copies one 16-byte unit of several rows of w. In shared
+// memory, the high parts of a row of two-part weights precede its low parts.
 struct CopiesOfW {
     static constexpr int STEP = THREADS / W_UNITS, PASSES = (DT_COLUMNS + STEP - 1) / STEP, WIDE = 16 / sizeof(W);
     const W* from;  // address in the next slice
@@ -172,18 +171,18 @@ struct Warp {
           g(threadIdx.x % 32 / 4), t(threadIdx.x % 4) {}
 };
 
-// The sums of lane 4 g + t: in each tile, for row g and columns 2t and 2t + 1, those of the high terms of x, then those
-// of the low terms.
+// The sums of lane 4 g + t for each 8x8 tile: for row g and columns 2t and 2t + 1, first two sums for the high terms of
+// x, then two sums for the low terms.
 typedef float Sums[TILES_M][TILES_N][4];
 
-// A lane's part of 8 rows of x as operand A, with both terms: one step or, for weights with two terms, all steps of a
-// chunk.
+// A lane's values of 8 rows of x as operand A, with both terms: for one step or, for weights with two terms, all steps
+// of a chunk.
 struct RowTile {
     static constexpr int STEPS = order::TILE_OCTETS == 1 ? order::STEPS : 1;
     unsigned value[STEPS][4];
 
-    // row: address of the lane's row in a stage; unit: index of the lane's first unit. Two steps of floats are one
-    // unit.
+    // row: address of the lane's row in a stage. unit: index of the lane's first 16-byte unit. With float weights, one
+    // unit is for two steps.
     __device__ __forceinline__ RowTile(const char* row, int unit, int g) {
         if constexpr (order::FLOATS) {
             const uint4 v = *reinterpret_cast<const uint4*>(row + x_unit(g, unit));
@@ -203,11 +202,11 @@ struct RowTile {
     }
 };
 
-// A lane's part of a chunk of 8 columns of w as operand B.
+// A lane's values of a chunk of 8 columns of w as operand B.
 struct ColumnTile {
     unsigned high[order::STEPS][2], low[order::STEPS][2];  // low: only for float and two-part weights
 
-    // unit: index of the lane's unit in a row; for two-part weights, index of the unit with its high parts.
+    // unit: index in row `row` of the lane's 16-byte unit; with two-part weights, of the unit with high parts.
     __device__ __forceinline__ void take(const char* row, int unit, int g) {
         const uint4 v = *reinterpret_cast<const uint4*>(row + w_unit(g, unit));
         const unsigned words[4] = {v.x, v.y, v.z, v.w};
@@ -235,8 +234,8 @@ __device__ __forceinline__ void multiply(float (&c)[4], const unsigned (&x)[4], 
     else mma_fp16(c, x, w);
 }
 
-// Adds the products of a chunk for 8 rows of x: directly to the sums of the split or, for weights with two terms, to
-// new sums, which are then added to those of the split. The mma instructions of a step do not depend on each other.
+// Adds the products of a chunk for 8 rows of x to the sums of the split. For weights with two terms, the tensor cores
+// first compute sums over the chunk, which are then added to the sums of the split by float additions.
 __device__ __forceinline__ void add_chunk(float (&sums)[TILES_N][4], const char* x, int unit, int g,
                                           const ColumnTile* columns) {
     if constexpr (order::TILE_OCTETS == 1) {
@@ -262,11 +261,11 @@ __device__ __forceinline__ void add_chunk(float (&sums)[TILES_N][4], const char*
     }
 }
 
-// Adds the products of a slice to the sums of its split.
+// Adds the products of a slice to `sums`, the sums of the split that contains the slice.
 __device__ __forceinline__ void multiply(Sums& sums, const char* stage, const Warp& warp) {
     const char* x = stage + (warp.row + warp.g) * X_PITCH;
     const char* w = stage + X_BYTES + (warp.column + warp.g) * W_PITCH;
-#pragma unroll 1  // two at once need too many registers
+#pragma unroll 1  // unrolling needs too many registers
     for (int chunk = 0; chunk < DT_CHUNKS; ++chunk) {
         const int unit = 4 * chunk + warp.t;
         ColumnTile columns[TILES_N];

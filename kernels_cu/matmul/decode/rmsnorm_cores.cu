@@ -5,17 +5,17 @@
 //                        rms = 1 / sqrt(mean(x^2) + eps) of each row
 //
 //   rmsnorm_matvec, rmsnorm_ffn_matvec: few rows: every weight read once, requested before x; the norm's factor at the
-//       end. This factor rms is the same for a whole row: x * gamma is multiplied with W while the squares are added,
-//       and then the result is scaled by rms
+//       end. The factor rms is the same for a whole row: x * gamma is multiplied by W while the squares are added, and
+//       then the product is scaled by rms
 //
 // The operations are taken from kernl's Llama kernels. matmul/decode/rmsnorm_cores.cuh has the product and its
-// constants. The last step needs scales and RoPE's angles, which are computed before the product is complete.
+// constants. Weight scales and RoPE angles, which the last step needs, are prepared before the product is complete.
 //
 // W is (N, K) with MV_NK 1, otherwise (K, N). Row m has position start + m % seq_len. With MV_HALF_SPLIT, RoPE rotates
 // columns half a head apart instead of neighbouring columns. Any M, N, K.
 //
-// grid (ceil(pairs / PAIRS), ceil(M / MV_ROWS)), block (MV_THREADS). Dynamic shared memory: MV_ROWS rows of floats,
-// with K rounded up to STEP; for (K, N) also one float for each column, row and warp of the block.
+// grid (ceil(pairs / PAIRS), ceil(M / MV_ROWS)), block (MV_THREADS). Dynamic shared memory: MV_ROWS rows of K floats,
+// rounded up to a multiple of STEP; for W as (K, N) also one float for each column, row and warp of the block.
 #include "matmul/decode/rmsnorm_cores.cuh"
 #include "lib/gate.cuh"
 #include "lib/rotation.cuh"
@@ -24,11 +24,11 @@
 #define MV_HALF_SPLIT 0
 #endif
 
-// Base of the functors that finish a pair of products: they apply the row's factor and the scales, and store the
-// results.
+// Base of the functors that complete the two products of a pair of columns: they multiply by the row's factor rms and
+// by the scales, and store the results.
 struct End {
-    T* out;        // address of the first column; null if the row does not exist
-    int distance;  // distance to the second column; 0 if it does not exist
+    T* out;        // address of the first output; null if the row does not exist
+    int distance;  // distance to the second output; 0 if it does not exist
     const Rows* rows;
     const float* squares;
     float eps, scale_a, scale_b;
@@ -55,7 +55,7 @@ struct Gated : End {
     }
 };
 
-// grid (ceil(ceil(N / 2) / PAIRS), ceil(M / MV_ROWS)). With MV_HALF_SPLIT, STRIP must divide head_dim / 2.
+// grid (ceil(ceil(N / 2) / PAIRS), ceil(M / MV_ROWS)). With MV_HALF_SPLIT and MV_NK 0, STRIP must divide head_dim / 2.
 extern "C" __global__ void __launch_bounds__(MV_THREADS) rmsnorm_matvec(
     const T* __restrict__ x,          // (M, K), rows x_stride apart
     const T* __restrict__ gamma,      // (K), or null: no norm, only the product
@@ -92,7 +92,7 @@ extern "C" __global__ void __launch_bounds__(MV_THREADS) rmsnorm_matvec(
     });
 }
 
-// grid (ceil(N / PAIRS), ceil(M / MV_ROWS)). With weights (K, N), MV_STRIPS must be 2.
+// grid (ceil(N / PAIRS), ceil(M / MV_ROWS)). With W1 and W3 as (K, N), MV_STRIPS must be 2.
 extern "C" __global__ void __launch_bounds__(MV_THREADS) rmsnorm_ffn_matvec(
     const T* __restrict__ x,           // (M, K), rows x_stride apart
     const T* __restrict__ residual,    // (M, K) or null

@@ -1,16 +1,18 @@
 // The product of a few rows of x with weights W, which reads W once. With only two operations per weight and row the
-// kernel is memory-bound, so loads of weights must never pause.
+// product is memory-bound, so loads of weights must never pause.
 //
 // Each thread issues its loads of x, and immediately afterwards loads of its first MV_UNROLL vectors of weights. While
-// these loads are in flight, x is written to shared memory. After each use, a weight register is refilled at once.
-// Columns are processed in pairs: the two columns that RoPE rotates together, or the same column of W1 and W3.
+// these loads are in flight, x is written to shared memory. After a weight has been used, its register is the target of
+// the next load at once. Columns are processed in pairs: the two columns that RoPE rotates together, or the same column
+// of W1 and W3.
 //
 //   MV_NK 1   W (N, K): a column of the product is a row in memory; one warp computes a pair, its lanes along K
 //   MV_NK 0   W (K, N): MV_LANES neighbouring threads read a strip of columns of one row of W, other threads the same
-//             strip in other rows; the sums of all these threads are added in shared memory. A block processes one
-//             strip, whose pairs are neighbouring columns, or two (MV_STRIPS), whose pairs are at the same position
+//             strip in other rows; the sums of all these threads are added in shared memory. MV_STRIPS 1: a block
+//             processes one strip; pairs are neighbouring columns. MV_STRIPS 2: two strips; pairs are at equal
+//             positions
 //
-// A vector has MV_WIDTH weights; MV_WIDTH divides K (with NK) or N (with KN). A block processes MV_ROWS rows. If there
+// A vector has MV_WIDTH weights; MV_WIDTH divides K (MV_NK 1) or N (MV_NK 0). A block processes MV_ROWS rows. If there
 // are more rows, other blocks read W again, at best from the L2 cache.
 #pragma once
 #include "lib/common.cuh"
@@ -46,27 +48,27 @@ constexpr int WARPS = MV_THREADS / 32;
 typedef Vec<W, MV_WIDTH> Weights;
 
 #if MV_NK
-constexpr int STREAMS = 2;              // vectors of weights that are multiplied with the same part of x
+constexpr int STREAMS = 2;              // vectors of weights that are multiplied by the same part of x
 constexpr int STEP = 32 * MV_WIDTH;     // values along K per step of a warp
-constexpr int PAIRS = WARPS;            // pairs per block
+constexpr int PAIRS = WARPS;            // pairs of columns per block
 #else
 constexpr int STREAMS = MV_STRIPS;
 constexpr int STEP = MV_THREADS / MV_LANES;  // values along K per step of a block
-constexpr int STRIP = MV_LANES * MV_WIDTH;   // columns of a strip
+constexpr int STRIP = MV_LANES * MV_WIDTH;   // columns per strip
 constexpr int PAIRS = MV_STRIPS == 2 ? STRIP : STRIP / 2;
 static_assert(MV_STRIPS == 2 || STRIP % 2 == 0, "the pairs of one strip are neighbouring columns");
 #endif
 
 // Returns the position of x[k] in shared memory. With W as (N, K), a lane reads its MV_WIDTH consecutive values as
-// float4. The first float4 of all lanes are stored next to each other, then the second ones, which avoids bank
-// conflicts.
+// several float4. The first float4 of all lanes are stored next to each other, then the second float4 of all lanes,
+// which avoids bank conflicts.
 __device__ __forceinline__ int place(int k) {
     if (!MV_NK || MV_WIDTH <= 4) return k;
     const int within = k % STEP, lane = within / MV_WIDTH, e = within % MV_WIDTH;
     return k - within + e / 4 * 128 + lane * 4 + e % 4;
 }
 
-// Reads MV_WIDTH values of x; x_s points to the lane's first value, at place(k).
+// Reads MV_WIDTH values of x from shared memory; x_s points to the lane's first value, which is stored at place(k).
 __device__ __forceinline__ void read(const float* x_s, float (&x)[MV_WIDTH]) {
     if constexpr (MV_WIDTH < 4) {
 #pragma unroll
@@ -86,7 +88,7 @@ struct Stream {
     Weights raw[STREAMS][MV_UNROLL];
     const W* from[STREAMS];
     const int K, k;
-    const long long row;  // distance in W from one k to the next
+    const long long row;  // elements of W from one k to the next
 
     __device__ Stream(const W* first, const W* second, int K, int k, long long row) : K(K), k(k), row(row) {
         from[0] = first;
@@ -102,7 +104,7 @@ struct Stream {
     }
 
     template <typename Use>
-    __device__ __forceinline__ void each(Use use) {  // use(k, weights of every stream)
+    __device__ __forceinline__ void each(Use use) {  // calls use(k, weights of each stream)
         for (int base = k; base < K; base += MV_UNROLL * STEP) {
 #pragma unroll
             for (int u = 0; u < MV_UNROLL; ++u) {
@@ -118,8 +120,7 @@ struct Stream {
     }
 };
 
-// Writes MV_X values of x, starting with x[k], to their positions in shared memory. k is a multiple of MV_X. Each group
-// of 4 stays contiguous.
+// Writes MV_X values of x, starting with x[k], to their positions in shared memory. k is a multiple of MV_X.
 __device__ __forceinline__ void write(const float (&v)[MV_X], int k, float* x_s) {
     if constexpr (MV_X < 4) {
 #pragma unroll
@@ -142,7 +143,7 @@ struct Rows {  // rows of x that a block multiplies
     long long x_stride;
     int M, K, first;
 
-    __device__ float factor(const float* squares, float eps) const {  // 1 / rms; squares: one sum per warp
+    __device__ float factor(const float* squares, float eps) const {  // RMSNorm factor; squares: a sum per warp
         if (!gamma) return 1.0f;
         float total = 0.0f;
 #pragma unroll
@@ -151,7 +152,8 @@ struct Rows {  // rows of x that a block multiplies
     }
 };
 
-// A thread's next part of a row: fetch() loads it into registers, put() later stores it in shared memory.
+// Two vectors of a row of x (and of residual and gamma) per thread: fetch() loads them into registers, put() later
+// stores x * gamma in shared memory.
 struct Part {
     static constexpr int VECTORS = 2;
     static constexpr int STRIDE = MV_THREADS * MV_X;
@@ -168,7 +170,7 @@ struct Part {
         }
     }
 
-    // Writes x * gamma to x_s and returns the sum of squares of x.
+    // Writes x * gamma to x_s and returns the sum of squares of x, where x includes the residual.
     __device__ float put(const Rows& rows, long long m, int k, float* x_s) const {
         float square = 0.0f;
 #pragma unroll
@@ -195,7 +197,8 @@ struct Part {
     }
 };
 
-// Writes x * gamma of the block's rows to shared memory, and each warp's sum of squares. `part` already holds row 0.
+// Writes x * gamma of the block's rows, and each warp's sum of squares of x, to shared memory. `part` already holds the
+// thread's first vectors of row 0.
 __device__ __forceinline__ void put_rows(const Rows& rows, Part& part, float* x_s, float (*squares)[WARPS]) {
 #pragma unroll 1
     for (int r = 0; r < MV_ROWS; ++r) {
@@ -212,8 +215,8 @@ __device__ __forceinline__ void put_rows(const Rows& rows, Part& part, float* x_
 }
 
 // Computes both products of every pair of columns and every row of the block, without the row's RMSNorm factor.
-// columns(pair) returns the columns of a pair: x in `first`, y in `second`. prepare(columns, row) creates an End while
-// weights are in flight. The End is later called with the two products.
+// columns(pair) returns an int2 with the columns of a pair: x is a column of `first`, y of `second`. prepare(columns,
+// row) creates an End while weights are in flight. The End is later called with both products.
 template <typename End, typename Columns, typename Prepare>
 __device__ __forceinline__ void multiply(const W* first, const W* second, const Rows& rows, int N, int pairs,
                                          float4* shared, float (*squares)[WARPS], Columns columns, Prepare prepare) {

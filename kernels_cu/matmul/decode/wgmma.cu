@@ -8,43 +8,43 @@
 //
 // matmul/decode/wgmma_rope.cu has qkv_decode_hopper with RoPE.
 //
-// The additions are in the order of lib/decode/order.cuh. W (N, K), of 16 bits or FP8, is operand A of the products. It
-// goes through registers, where FP8 is converted. x (M, K) is operand B: the previous kernel has stored it as terms
+// The additions are in the order of lib/decode/order.cuh. W (N, K), of 16 bits or FP8, is operand A of the products and
+// is loaded into registers, where FP8 is converted. x (M, K) is operand B: the previous kernel has stored x as terms
 // (lib/terms.cuh), in the order in which wgmma reads them. A row of x is two columns of B, or one with TERM_COUNT 1.
 //
-//   block        64 DH_GROUPS rows of A, for up to DH_ROWS rows of x; with DH_SPLITS > 1 a part of K
+//   block        64 * DH_GROUPS rows of A, for up to DH_ROWS rows of x; with DH_SPLITS > 1 only a part of K
 //   last warp    requests slices of K, 128 bytes of each row of W: W through a tensor map, x as contiguous memory. It
 //                requests as much of W as the ring can hold before the previous kernel has ended
 //   warpgroup    64 rows of A, 16 per warp: rows of W or, with DH_GATED, 8 rows of W and the same 8 rows of U
 //
-//   ring   [W | x] [W | x] [W | x] ...   full: a slice has arrived    empty: all warps are done with it
+//   ring   [W | x] [W | x] [W | x] ...   barriers: full: a slice has arrived; empty: all warps have used the slice
 //
 // With two blocks on a multiprocessor, one block copies while the other begins, ends or waits. A cluster has DH_SHARES
-// neighbouring tiles of columns, which read the same x: each block copies a part of each slice of x to all of them.
-// Otherwise the L2 cache would deliver as many bytes of x as of W. A cluster has DH_SPLITS blocks per tile, which
-// divide K and exchange the sums of their splits: block i % DH_SPLITS receives the sums of sub-tile i, 16 columns by 4
-// rows, and adds the splits in order.
+// neighbouring tiles of columns, which need the same x: each block copies a part of each slice of x to all of these
+// blocks. Otherwise the L2 cache would deliver as many bytes of x as of W. A cluster has DH_SPLITS blocks per tile,
+// which divide K and exchange the sums of their splits (ranges of K): block i % DH_SPLITS receives the sums of sub-tile
+// i (16 columns by 4 rows) and adds them in order.
 //
-// Any M and N; K is a multiple of 128. grid (DH_SHARES DH_SPLITS ceil(M / TERM_ROWS) ceil(N / (columns DH_SHARES))),
-// block (128 DH_GROUPS + 32), or with three groups 512. gpt2block/ops/_linear_hopper.py chooses the constants and
-// computes the dynamic shared memory.
+// Any M and N; K is a multiple of 128. grid (DH_SHARES * DH_SPLITS * ceil(M / TERM_ROWS) * ceil(N / (COLUMNS *
+// DH_SHARES))), block (128 * DH_GROUPS + 32), or 512 with DH_GROUPS 3. gpt2block/ops/_linear_hopper.py chooses the
+// constants and computes the dynamic shared memory.
 //
-// On an NVIDIA H200, float16 weights of Llama 7B, in us for 1, 16 and 64 rows, before the epilogue was a loop. In
-// brackets: the time to read the weights at the rate of a memory copy; then matmul/decode/mma.cu and mma_tiles.cu for
-// 1, 16 and 64 rows:
+// On an NVIDIA H200, float16 weights of Llama 7B, in us for 1, 16 and 64 rows, in a version whose epilogue was
+// unrolled. In brackets: the time to read the weights at the rate of a memory copy; then the times of
+// matmul/decode/mma.cu (1 row) and mma_tiles.cu (16 and 64 rows):
 //
 //   4096 -> 12288         24.0   26.3   31.1   (23.8; 27.5, 65.3, 79.3)
 //   4096 -> 2 x 11008     42.7   44.7   51.4   (42.7; 53.5, 120, 162, with silu_mul)
 //   11008 -> 4096         23.7   24.7   31.7   (21.3; 23.3, 138, 108)
 //
 // These times depend on how well blocks fill the multiprocessors. 11008 -> 4096 took 26.2, 27.7 and 32.8 us before each
-// multiprocessor had one block, with a ring of as many stages as fit. 4096 -> 2 x 11008 took 45.0, 44.6 and 63.4 us
-// before four blocks shared x for every number of rows, and had three warpgroups for 64 rows.
+// multiprocessor had one block, whose ring has as many stages as fit. 4096 -> 2 x 11008 took 45.0, 44.6 and 63.4 us
+// before four blocks shared x for any number of rows and blocks had three warpgroups for 64 rows.
 //
 // GPT-2 small in bfloat16, 256 rows, in us from the end of the previous kernel to the kernel's own end, by time stamps
 // in a step (in brackets: matmul/decode/mma_tiles.cu): qkv 9.1 (13.6), o 5.3 (6.5), fc 10.5 (14.2), proj 8.3 (12.3). Of
-// these times, 1.7 to 4.3 us are the epilogue. Before the epilogue was a loop, it took 11 us for qkv and for fc: a
-// block fetched 3,300 to 5,000 instructions and executed each one once.
+// these times, 1.7 to 4.3 us are the epilogue. When the epilogue was unrolled, it took 11 us for qkv and for fc: a
+// block fetched 3,300 to 5,000 instructions and executed each instruction once.
 //
 // With more than 32 rows, a block requests more than half of a multiprocessor's shared memory, so that a multiprocessor
 // runs one block. A step of 64 rows of GPT-2 small in E4M3 takes 593 us; with up to four blocks per multiprocessor it

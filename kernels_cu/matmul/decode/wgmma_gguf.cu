@@ -5,7 +5,7 @@
 //   qkv_hopper_gguf: linear_hopper_gguf for q, k and v: stores q in an array, k and v in the KV cache. It has no
 //       residual and no GELU
 //
-// matmul/decode/wgmma_gguf_rope.cu has qkv_hopper_gguf with RoPE. lib/decode/wgmma_gguf.cuh multiplies the blocks.
+// matmul/decode/wgmma_gguf_rope.cu has qkv_hopper_gguf with RoPE. lib/decode/wgmma_gguf.cuh multiplies the GGUF blocks.
 //
 // Any M and N; K is a multiple of 128; the columns of a thread block have one GGUF type.
 //

@@ -2,12 +2,12 @@
 //
 //   rope_decode_hopper: qkv_decode_hopper with RoPE of q and k
 //
-//   (r, i) -> (r cos a - i sin a, r sin a + i cos a)   for pair k of a head of q or k; positions/rotations.cu computes
-//   cos a and sin a
+//   (r, i) -> (r cos a - i sin a, r sin a + i cos a)   for each pair (r, i) of channels of a head of q or k;
+//   positions/rotations.cu computes cos a and sin a
 //
-// A pair is channels k and k + D / 2 of a head. matmul/decode/wgmma.cu describes the product, its tiles and launches.
-// Here, a warp has 8 rows of W and the 8 rows half a head further, so that a lane has both sums of a pair. The result
-// has the bits of the product without RoPE followed by positions/rope_append.cu.
+// A pair is channels c and c + D / 2 of a head of D channels. matmul/decode/wgmma.cu describes the product, its tiles
+// and launches. Here, a warp has 8 rows of W and the 8 rows that are D / 2 rows later, so that a lane has both sums of
+// a pair. The result has the bits of the product without RoPE followed by positions/rope_append.cu.
 //
 // architecture: sm_90a
 #if !defined(STORAGE_BF16) && !defined(STORAGE_FP16) && !defined(WEIGHT_E5M2) && !defined(WEIGHT_E4M3)

@@ -9,28 +9,27 @@
 // Differences from matmul_forward_kernel3 in learn/matmul/registers.cu:
 //
 //   - Every tile adds the products of an output in the order of k, one after the other. A row therefore has the same
-//     bits for any number of rows, any position among them and any tile. So no groups of warps share a tile along k.
-//     Instead, small tiles have few outputs per thread, which gives each of the four schedulers of a multiprocessor a
-//     warp.
+//     bits for any number of rows, any position among them and any tile. So K is not divided among groups of warps.
+//     Instead, small tiles have few outputs per thread, so that each scheduler of a multiprocessor has a warp.
 //   - k is the inner dimension of both x and w. Both are transposed while they are copied to shared memory, float by
 //     float.
 //   - Narrow weights (fp16, bf16, FP8) are copied unconverted, 8 at a time, to a separate buffer in shared memory. The
-//     thread that copied them widens them into the next slice before it multiplies the current slice. This needs no
-//     registers during the loop, and no barrier.
+//     thread that copied them converts them to float for the next slice before it multiplies the current slice. This
+//     needs no registers during the multiplication, and no barrier.
 //   - scale, bias, GELU and residual are applied to the sums in registers.
 //
-// Concurrent blocks process neighbouring tiles, in bands of BAND rows of tiles. Threads after the last row or column of
-// out read the last one again and store nothing. The incomplete slice is the first one, padded with leading zeros,
-// which do not change the sums. x is loaded through the L1 cache, so a launch must not overlap the previous kernel
-// (lib/overlap.cuh).
+// Concurrent blocks process neighbouring tiles, in bands of BAND rows of tiles. For rows or columns after the last one,
+// threads read the last one again and store nothing. If DEPTH does not divide K, the first slice is padded with leading
+// zeros, which do not change the sums. x is loaded through the L1 cache, so a launch must not overlap the previous
+// kernel (lib/overlap.cuh).
 //
-//   slice s        wait for x(s), narrow w(s + 1); barrier; copy x(s + STAGES - 1), narrow w(s + STAGES);
+//   slice s        wait for x(s), narrow w(s + 1); barrier; request x(s + STAGES - 1), narrow w(s + STAGES);
 //                  widen w(s + 1); multiply x(s), w(s)
 //
-// Block (32 * ROWS / (8 SIDE) * COLUMNS / (4 SPAN)), grid (ceil(M / ROWS) * ceil(N / COLUMNS)), shared memory STAGES *
-// DEPTH * (4 (ROWS + 4 + COLUMNS + 4) + COLUMNS * bytes of a narrow weight). LT_LOAD: narrow weights per copy, a power
-// of two that divides K; w is aligned to a copy. LT_STORE 4: 16-byte stores, for N a multiple of 4, out and residual
-// aligned to 16 bytes; otherwise LT_STORE 1.
+// Block (32 * ROWS / (8 SIDE) * COLUMNS / (4 SPAN)), grid (ceil(M / ROWS) * ceil(N / COLUMNS)), dynamic shared memory:
+// STAGES * DEPTH * (4 * (ROWS + 4 + COLUMNS + 4) + COLUMNS * bytes of a narrow weight) bytes. LT_LOAD: narrow weights
+// per copy, a power of two that divides K; w is aligned to a copy. LT_STORE 4: 16-byte stores, for N a multiple of 4,
+// out and residual aligned to 16 bytes; otherwise LT_STORE 1.
 #include "lib/storage.cuh"
 
 #include "lib/gelu.cuh"
@@ -75,8 +74,8 @@ constexpr int BAND = 16;  // rows of tiles per band
 constexpr int WARP_ROWS = 8 * SIDE, WARP_COLUMNS = 4 * SPAN, WARPS_ACROSS = COLUMNS / WARP_COLUMNS;
 constexpr int THREADS = 32 * (ROWS / WARP_ROWS) * WARPS_ACROSS;
 constexpr int FOURS = SPAN / 4;                                    // groups of four columns per thread
-constexpr int X_STRIDE = ROWS + 4, W_STRIDE = COLUMNS + 4;         // distance between successive k in shared memory
-constexpr int RAW = NARROW ? DEPTH * COLUMNS * sizeof(W) / 4 : 0;  // narrow weights of a slice, in floats
+constexpr int X_STRIDE = ROWS + 4, W_STRIDE = COLUMNS + 4;         // floats between successive k in shared memory
+constexpr int RAW = NARROW ? DEPTH * COLUMNS * sizeof(W) / 4 : 0;  // size of a slice's narrow weights in floats
 constexpr int RAW_AT = DEPTH * (X_STRIDE + W_STRIDE);
 constexpr int STAGE = RAW_AT + RAW;
 
@@ -86,12 +85,13 @@ static_assert(DEPTH % (2 * LOAD) == 0 && (LOAD & (LOAD - 1)) == 0, "2 lanes copy
 static_assert(SIDE == 2 || SIDE % 4 == 0, "rows come by four");
 static_assert(STAGES >= 2, "one buffer is read while another one is filled");
 
-// Copies `count` rows of a tile's slice, transposed from (count, K) to [DEPTH][count + 4]. 8 lanes copy 32 bytes of a
-// row, a warp copies 4 rows, without bank conflicts. Rows after the last one are copies of the last row.
+// Copies slices of `count` rows of x or float w to shared memory, transposed from (count, K) to [DEPTH][count + 4].
+// Eight lanes copy 32 bytes of a row, a warp copies 4 rows, without bank conflicts. Rows after the last one are copies
+// of the last row.
 template <int count>
 struct Turned {
     static constexpr int STEP = THREADS / 8, COPIES = (count + STEP - 1) / STEP;
-    unsigned at[COPIES];  // bytes from the tile's first row to the thread's elements
+    unsigned at[COPIES];  // byte offsets of the thread's elements from the tile's first row
 
     __device__ __forceinline__ Turned(int last, int K) {
 #pragma unroll
@@ -100,8 +100,8 @@ struct Turned {
         }
     }
 
-    // Copies a slice. k0: index of the slice's first value; from: address of this value in the tile's first row. Values
-    // with a negative index are zeros.
+    // Copies a slice. k0: index along K of the slice's first value. from: address of this value in the tile's first
+    // row. Values with a negative index along K become zeros.
     __device__ __forceinline__ void copy_slice(float* to, const void* from, int k0, bool full) const {
         const int row = threadIdx.x / 8, lane_k = threadIdx.x % 8;
         to += lane_k * (count + 4) + row;
@@ -112,7 +112,7 @@ struct Turned {
 #pragma unroll
             for (int k = 0; k < DEPTH; k += 8) {
                 const bool inside = full || k0 + lane_k + k >= 0;
-                const int skip = inside ? k : -(k0 + lane_k);  // the address is always inside the row
+                const int skip = inside ? k : -(k0 + lane_k);  // keeps the address inside the row
                 copy<1>(to + k * (count + 4) + r * STEP, source + skip, inside);
             }
         }
@@ -129,14 +129,15 @@ __device__ __forceinline__ void copy_weights(W* shared, const W* global, bool in
     }
 }
 
-// Copies the narrow weights of a slice from (COLUMNS, K) to [COPIES][LOAD], and then as floats to [DEPTH][W_STRIDE].
-// Two lanes copy neighbours along k, a warp copies 16 columns. A thread widens the weights that it has copied.
+// Copies the narrow weights of a slice from (COLUMNS, K) to [COPIES][LOAD], and later converts them to floats in
+// [DEPTH][W_STRIDE]. Two lanes copy neighbours along k, a warp copies 16 columns. A thread converts the weights that it
+// has copied.
 struct Narrow {
     static constexpr int COPIES = DEPTH * COLUMNS / LOAD, MINE = (COPIES + THREADS - 1) / THREADS;
     static constexpr int PAIRS = DEPTH / (2 * LOAD);
     static constexpr int HELD = LOAD < 4 ? 0 : MINE;  // more offsets would take too many registers
     static constexpr int UNROLLED = HELD ? MINE : 1;
-    unsigned at[HELD + 1];  // bytes from the tile's first column to the thread's elements
+    unsigned at[HELD + 1];  // byte offsets of the thread's elements from the tile's first column
     int last, K;
 
     static __device__ __forceinline__ int column(int v) { return v / (32 * PAIRS) * 16 + v % 32 / 2; }
@@ -168,7 +169,7 @@ struct Narrow {
             const int v = i * THREADS + threadIdx.x;
             if (COPIES % THREADS != 0 && v >= COPIES) break;
             Vec<W, LOAD> vector = {reinterpret_cast<const typename Vec<W, LOAD>::Raw*>(raw)[v]};
-            // The second of two lanes along k stores its upper half first, which avoids bank conflicts.
+            // The second of two lanes along k stores the upper half of its weights first, which avoids bank conflicts.
             const bool turn = LOAD == 8 && threadIdx.x % 2 == 1;
             if constexpr (LOAD == 8) {
                 unsigned* words = reinterpret_cast<unsigned*>(&vector.raw);
@@ -193,7 +194,7 @@ struct Narrow {
 template <bool FIRST, typename A, typename B> struct Choice { typedef A type; };
 template <typename A, typename B> struct Choice<false, A, B> { typedef B type; };
 
-// Loads `count` (4 or 2) contiguous values at once; with STORE 1, only the first `left` of them, and zeros.
+// Loads `count` (4 or 2) contiguous values; with STORE 1, one by one, with zeros from index `left` on.
 __device__ __forceinline__ void load_some(float (&v)[4], const float* from, int count, int left) {
     if (STORE == 4 && count == 4) {
         ld_four(v, from);
@@ -230,12 +231,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, LT_BLOCKS) linear_tiles(
     int M, int K, int N) {
     extern __shared__ __align__(16) float shared[];  // [STAGES][STAGE]
 
-    // Position of the tile: tiles are ordered in bands of rows of tiles, and within a band column by column.
+    // Position of the block's tile. Tiles are ordered in bands of BAND rows of tiles, in a band column by column.
     const int down = (M + ROWS - 1) / ROWS, across = (N + COLUMNS - 1) / COLUMNS;
     const int tile = blockIdx.x;
     const int band = tile / (BAND * across), in_band = tile % (BAND * across);
     const int height = min(BAND, down - band * BAND);
-    __shared__ int corner[2];  // read again at the end, to free the registers in between
+    __shared__ int corner[2];  // row and column of the tile, kept here to free registers
     const int tile_row = (band * BAND + in_band % height) * ROWS;
     const int tile_column = in_band / height * COLUMNS;
     if (threadIdx.x == 0) {
@@ -258,8 +259,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, LT_BLOCKS) linear_tiles(
         if (slice < slices) w_copies.copy_slice(to + place, w_from + k, k - missing, full);
     };
 
-    // This thread's outputs. The lane's bits are permuted so that each half of a warp reads 8 different groups of rows
-    // and 2 of columns, and lanes that differ in one of the lowest two bits read the same columns or rows.
+    // Position of this thread's outputs. The bits of the lane number are permuted so that each half of a warp reads 8
+    // groups of rows and 2 groups of columns, and lanes that differ in one of the lowest two bits share columns or
+    // rows.
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     const int ty = (lane & 1) | (lane >> 1 & 6), tx = (lane >> 1 & 1) | (lane >> 3 & 2);
     const int row = warp / WARPS_ACROSS * WARP_ROWS, column = warp % WARPS_ACROSS * WARP_COLUMNS;
@@ -286,7 +288,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, LT_BLOCKS) linear_tiles(
 #pragma unroll 1
     for (int slice = 0; slice < slices; ++slice) {
         wait_for_copies_but<STAGES - 2>();
-        __syncthreads();  // the slice is complete; the previous one has been read, so its buffer can be filled
+        __syncthreads();  // the slice has arrived; the previous slice has been read, and can be overwritten
         const int after = now == (STAGES - 1) * STAGE ? 0 : now + STAGE;
         const int before = now == 0 ? (STAGES - 1) * STAGE : now - STAGE;
         copy_x(slice + STAGES - 1, true, shared + before);

@@ -5,17 +5,17 @@
 //   gemm_mma: tiles on tensor cores (mma.sync), one ring buffer of slices for all tiles of a block
 //
 // a and w are __half or __nv_bfloat16, sums are float, out and residual have the type of a or are float. w_scale is
-// used with GEMM_SCALED 1. lib/matmul/mma.cuh has the tiles and the loop over K. Registers are stored directly to
-// memory: a lane stores 16 contiguous bytes of a row, four lanes 64 bytes. The store needs neither shared memory nor a
-// barrier, so a warp continues with the next tile as soon as its store is done.
+// used with GEMM_SCALED 1. lib/matmul/mma.cuh has the tiles and the loop over K. Outputs are stored directly from
+// registers to memory: a lane stores 16 contiguous bytes of a row, four lanes 64 bytes. The stores need neither shared
+// memory nor a barrier, so a warp continues with the next tile as soon as it has issued its stores.
 //
 // On an NVIDIA H200, bfloat16, M = 8192, K = 768, N = 3072: 103 us (matmul/prompt/wgmma.cu: 51.7).
 //
 // Any M; N and K are multiples of 8; all arrays are aligned to 16 bytes. residual may be out: a thread reads an element
 // before it writes it.
 //
-// Block (THREADS), grid: as many blocks as fit at once, or one per tile if there are fewer tiles; dynamic shared
-// memory: GEMM_STAGES of STAGE bytes.
+// Block (THREADS). Grid: as many blocks as fit on the GPU at once, but at most one per tile. Dynamic shared memory:
+// GEMM_STAGES * STAGE bytes.
 #if !defined(STORAGE_FP16) && !defined(STORAGE_BF16)
 #define STORAGE_FP16
 #endif
@@ -54,7 +54,8 @@ struct Columns {
     const float *w_scale, *bias;
 };
 
-// Stores groups of SIZE fragments; a lane stores 2 SIZE contiguous columns.
+// Stores the outputs of 8-column fragments `first` .. `last` - 1 in groups of SIZE fragments: per row and group, a lane
+// stores 2 * SIZE contiguous columns.
 template <int SIZE, typename Out>
 __device__ __forceinline__ void store_groups(const Sums& sums, int first, int last, const Tile& tile, const Warp& warp,
                                              const Columns& of, const Out* residual, Out* out, const Sizes& sizes) {

@@ -4,23 +4,23 @@
 //
 //   gemm_split_mma: float32 accuracy: three products of float16 parts, sums added to floats every 128 values of K
 //
-// A value of a or w is (hi + lo / 2048) scale, with one scale per row, a power of two (lib/two_part.cuh). This keeps 22
-// bits of the value. The product lo lo is omitted:
+// A value of a or w is (hi + lo / 2048) scale with 22 bits. Each row has one scale, a power of two (lib/two_part.cuh).
+// The product lo lo is omitted:
 //
 //   out[m, n] = (sum hi hi + sum (hi lo + lo hi) / 2048) scale_a[m] scale_w[n]
 //
 // A tensor core truncates its sums instead of rounding them. Therefore the sum of hi hi is promoted every 128 values of
-// K: it is added to a separate float, with rounding, and starts again from 0. The second sum is 2048 times smaller and
-// has its own accumulator.
+// K: it is added to a separate float, with rounding, and starts again from 0. The sum of hi lo + lo hi, which is
+// divided by 2048, has a separate accumulator.
 //
 // Infinity and NaN in a or w give the same output as in float. One exception: infinity times a number whose high part
 // is 0 (below 2^-39 of the largest in its row) gives NaN.
 //
 // out is float, or with GEMM_SPLIT_OUT 1 two-part with one scale for all rows. The caller guarantees that this scale is
-// large enough. Values become infinite if they are more than twice too large for the scale.
+// large enough: values that are more than twice too large for the scale become infinite.
 //
 // lib/matmul/mma.cuh has the tiles and the loop over K. Any M; N and K are multiples of 8; all arrays are aligned to 16
-// bytes. residual may be out. Block (THREADS), grid and shared memory as in matmul/prompt/mma.cu.
+// bytes. residual may be out. Block, grid and shared memory are as in matmul/prompt/mma.cu.
 #ifndef STORAGE_FP16
 #define STORAGE_FP16
 #endif
@@ -45,11 +45,11 @@
 #define GEMM_SPLIT_OUT 0
 #endif
 
-constexpr int PROMOTED = 128;  // values along K after which the sums of hi hi are added to floats
+constexpr int PROMOTED = 128;  // values along K between promotions of the sums of hi hi
 static_assert(PROMOTED % GEMM_SLICE == 0, "sums are promoted between slices");
 
 struct Total {
-    Sums high, sums, cross;  // high: sums of hi hi that have not been added to `sums` yet
+    Sums high, sums, cross;  // high: sums of hi hi since the last promotion to `sums`
 
     __device__ __forceinline__ void add(const Fragments& hi, const Fragments& lo) {
         multiply(high, hi.a, hi.w);
@@ -82,7 +82,7 @@ struct Output {
     Sizes sizes;
 };
 
-// Stores groups of SIZE fragments; a lane stores 2 SIZE contiguous columns.
+// Stores 8-column fragments `first` .. `last` - 1 in groups of SIZE: a lane stores 2 * SIZE contiguous columns per row.
 template <int SIZE>
 __device__ __forceinline__ void store_groups(const Total& total, int first, int last, const Tile& tile,
                                              const Warp& warp, const float (&a_scale)[FRAGS_M * 2], const Output& to) {

@@ -2,23 +2,24 @@
 //
 //   rms[m] = 1 / sqrt(mean over k of x[m, k]^2 + eps)
 //
-//   rmsnorm_matmul_mma   out = rms (x gamma) w, then RoPE on the columns as heads             w (K, N) or (N, K)
-//   rmsnorm_ffn_mma      h = x + residual; n = rms(h) (h gamma); out = silu(n w1) (n w3)      w1, w3: as w
+//   rmsnorm_matmul_mma   out = rms (x gamma) w, then RoPE on heads of head_dim columns        w (K, N) or (N, K)
+//   rmsnorm_ffn_mma      h = x + residual; n = rms(h) (h gamma); out = silu(n w1) (n w3)      w1, w3 like w
 //
 //   rmsnorm_matmul_mma, rmsnorm_ffn_mma: many rows: tiles on tensor cores (mma.sync), the norm in the same loop over K
 //   rmsnorm_matmul_mma (unfused): rmsnorm in a kernel of its own, then the product, then RoPE: x is normalised once
 //   rmsnorm_ffn_mma (unfused): rmsnorm in a kernel of its own, then the products: x is normalised once
 //
 // The operations are taken from kernl's Llama kernels. The row's factor rms is applied at the end: x gamma, rounded to
-// T, is multiplied with w while the squares are added. The float sums are then scaled by rms. Both weight matrices of
-// the feed-forward share one loop, with half of a tile's columns each. matmul/prompt/rmsnorm_mma_tile.cuh has the loop
-// and describes the constants.
+// T, is multiplied by w while the squares of x are added. The float sums are then multiplied by rms. Both weight
+// matrices of the feed-forward share one loop: each has half of a tile's columns. matmul/prompt/rmsnorm_mma_tile.cuh
+// has the loop and describes the constants.
 //
-// Any M. K, x_stride and N must be multiples of 8; with FP8 weights, N of (K, N) or K of (N, K) must be a multiple of
-// 16. All arrays are aligned to 16 bytes. No output may overlap an input. Positions are start + m % seq_len.
+// Any M. K, x_stride and N must be multiples of 8. With FP8 weights, N (for w as (K, N)) or K (for w as (N, K)) must be
+// a multiple of 16. All arrays are aligned to 16 bytes. No output may overlap an input. Row m is at start + m %
+// seq_len.
 //
-// Block (THREADS), grid ceil(M / MMA_ROWS) * ceil(N / columns). columns is MMA_COLUMNS, or half of it with two weight
-// matrices. Dynamic shared memory: MMA_STAGES stages, or the bytes of the sums if they are larger.
+// Block (THREADS), grid ceil(M / MMA_ROWS) * ceil(N / columns), where columns is MMA_COLUMNS, or MMA_COLUMNS / 2 with
+// two weight matrices. Dynamic shared memory: MMA_STAGES * STAGE bytes, or the bytes of the sums if these are larger.
 #if !defined(STORAGE_FP16) && !defined(STORAGE_BF16)
 #define STORAGE_FP16
 #endif
@@ -29,7 +30,7 @@
 #include "lib/sm80.cuh"
 #include "matmul/prompt/rmsnorm_mma_tile.cuh"
 
-// Loads the scales of 8 columns. Columns after the last one get 1, but are never stored.
+// Loads the weight scales of 8 columns. For columns after the last one, which are never stored, the scale is 1.
 __device__ __forceinline__ void load_scales(float (&scales)[8], const float* scale, int n, int N) {
 #pragma unroll
     for (int e = 0; e < 8; ++e) scales[e] = scale && n + e < N ? scale[n + e] : 1.0f;

@@ -4,8 +4,8 @@
 
 __device__ constexpr int power_of_two(int n) { return n <= 1 ? 1 : 2 * power_of_two((n + 1) / 2); }
 
-// One thread's share of a matrix in shared memory: the 16-byte chunk `part` of WIDTH chunks, in every STEP-th of ROWS
-// rows.
+// The 16-byte chunks that a thread copies, of a matrix with ROWS rows of WIDTH chunks: chunk `part` of every STEP-th
+// row, starting with row `row`.
 template <int WIDTH, int ROWS>
 struct Share {
     static constexpr int LANES = power_of_two(WIDTH), STEP = THREADS / LANES, PASSES = (ROWS + STEP - 1) / STEP;
@@ -28,8 +28,8 @@ struct Inputs {
     int M, N, K;
 };
 
-// Copies slices of a tile's operands into shared memory, one after the other. The pointers are the addresses of the
-// thread's first elements of the next slice.
+// Copies slices of a tile's operands into shared memory, one after the other. `x`, `residual` and `w` are the addresses
+// of the thread's first elements of the next slice.
 template <int MATRICES>
 struct Copies {
     static constexpr int COLUMNS = MMA_COLUMNS / MATRICES;  // columns of the tile from each matrix
@@ -42,8 +42,8 @@ struct Copies {
     const Share<B_CHUNKS, B_ROWS> b;
     const T *x, *residual;
     const W* w;
-    long long to_w3;  // (N, K): offset to the rows of w3 from the rows after the tile's rows of w
-    int k, rows, columns;  // start of the slice; remaining rows of x and columns of w, from the thread's first
+    long long to_w3;  // MMA_W_NK: elements from row COLUMNS of the tile in w to its row 0 in w3
+    int k, rows, columns;  // start of the next slice; rows of x and columns of w left from the thread's first on
     int turn;              // start of the next slice for which this block stores x + residual
 
     __device__ __forceinline__ Copies(const Inputs& in, const Tile& tile)
@@ -64,8 +64,8 @@ struct Copies {
         }
     }
 
-    // Issues the copies of the next slice, with zeros for elements outside the matrices. Slices after the end of K need
-    // no branch, so the compiler can interleave the copies with the multiplication.
+    // Issues the copies of the next slice. Elements outside the matrices become zeros. Slices after the end of K are
+    // copied as zeros without a branch, so the compiler can interleave the copies with the multiplication.
     __device__ __forceinline__ void next(char* stage) {
         copy_x(stage + a.row * A_PITCH + 16 * a.part);
         if (MMA_NORM && threadIdx.x < A_CHUNKS) {
@@ -92,12 +92,12 @@ struct Copies {
     }
 
     __device__ __forceinline__ void copy_w(char* to) const {
-        int left = MMA_W_NK ? columns : in.K - k - b.row;  // remaining rows in memory, from the thread's first
-        if (MMA_W_NK ? k + WIDE * b.part >= in.K : columns <= 0) left = -MMA_COLUMNS;  // no rows, not even of w3
+        int left = MMA_W_NK ? columns : in.K - k - b.row;  // rows of w in memory, counted from the thread's first one
+        if (MMA_W_NK ? k + WIDE * b.part >= in.K : columns <= 0) left = -MMA_COLUMNS;  // outside w and w3: load nothing
         const W* from = w;
 #pragma unroll
         for (int i = 0; i < b.PASSES; ++i) {
-            const bool some = MMA_W_NK && MATRICES == 2 && (i + 1) * b.STEP > COLUMNS;  // some threads read w3
+            const bool some = MMA_W_NK && MATRICES == 2 && (i + 1) * b.STEP > COLUMNS;  // some threads load from w3
             const bool second = some && (i * b.STEP >= COLUMNS || b.row + i * b.STEP >= COLUMNS);
             if (b.has(i)) {
                 const W* at = from + (second ? to_w3 : 0);
@@ -107,8 +107,9 @@ struct Copies {
         }
     }
 
-    // Adds the residual to x in shared memory. Each thread adds the values that it copied itself, so it need not wait
-    // for others. The blocks whose tiles share rows of x store the sums of different slices to global memory.
+    // Adds the residual to x in shared memory. Each thread adds values that it has copied itself, so no barrier is
+    // needed. Several blocks compute the same sums x + residual, for tiles with the same rows; each of these blocks
+    // stores the sums of other slices to global memory.
     __device__ __forceinline__ void add_residual(char* stage, int first) {
         if (!ADDS || first >= in.K) return;
         const int at = first + 8 * a.part;

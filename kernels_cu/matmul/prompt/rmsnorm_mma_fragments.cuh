@@ -2,8 +2,8 @@
 // Part of matmul/prompt/rmsnorm_mma_tile.cuh, which describes the constants.
 #pragma once
 
-// Converts two FP8 bytes, each the upper byte of a 16-bit half, to values of T. The conversion of finite numbers is
-// exact. With fp16, E4M3 results are 256 times too small, which WEIGHT_FACTOR compensates.
+// Converts two FP8 numbers, in the upper bytes of the two 16-bit halves of `bits`, to values of T. The conversion of
+// finite numbers is exact. If T is fp16, results for E4M3 are 1/256 of the value; WEIGHT_FACTOR compensates for this.
 __device__ __forceinline__ unsigned convert_fp8(unsigned bits) {
 #if defined(STORAGE_BF16) && defined(WEIGHT_E4M3)
     return multiply2((bits & 0x80008000u) | (bits & 0x7f007f00u) >> 4, 0x7b807b80u);  // times 2^120
@@ -22,16 +22,16 @@ constexpr float WEIGHT_FACTOR = 256.0f;
 constexpr float WEIGHT_FACTOR = 1.0f;
 #endif
 
-// A warp's fragments of x for a step: 16 values along K of all its rows.
+// A warp's operands of x for a step: 16 values along K of all rows of the warp.
 struct Rows {
     unsigned a[FRAGS_M][4];
 };
 
 struct Columns {
-    unsigned b[FRAGS_N][2];  // with FP8, two fragments take as many bytes as one of 16-bit weights
+    unsigned b[FRAGS_N][2];  // with FP8, b[n] (n even) holds fragments n and n + 1
     unsigned gamma[2];
 
-    // Returns fragment n in `to`; FP8 is converted to T.
+    // Stores the operand registers of 8-column fragment n in `to`, with FP8 converted to T.
     __device__ __forceinline__ void get(int n, unsigned (&to)[2]) const {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -87,7 +87,7 @@ struct Places {
 
     __device__ __forceinline__ void load(Columns& to, const char* stage, int step) const {
         const char* from = stage + b + step * (MMA_W_NK ? 16 * (int)sizeof(W) : 16 * B_PITCH);
-        constexpr int NEXT = MMA_W_NK ? 8 * B_PITCH : 8 * (int)sizeof(W);  // 8 columns further
+        constexpr int NEXT = MMA_W_NK ? 8 * B_PITCH : 8 * (int)sizeof(W);  // bytes from a column to the 8th next column
 #pragma unroll
         for (int n = 0; n < FRAGS_N; n += 2, from += 2 * NEXT) {
             if (FP8 || n + 1 == FRAGS_N) {
@@ -104,8 +104,8 @@ struct Places {
     }
 };
 
-// Multiplies 16 rows of the warp, scaled by gamma, with all its columns. Adds the squares of the unscaled rows to
-// `squares`.
+// Multiplies 16 rows of the warp, scaled by gamma, by all columns of the warp. If `add_squares`, adds the squares of
+// the unscaled rows to `squares`.
 __device__ __forceinline__ void multiply(float (&sums)[FRAGS_N][4], float (&squares)[2], const unsigned (&a)[4],
                                          const unsigned (&b)[FRAGS_N][2], const unsigned (&gamma)[2],
                                          bool add_squares) {

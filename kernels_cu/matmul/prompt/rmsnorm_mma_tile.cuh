@@ -1,21 +1,24 @@
 // A tile of (x gamma) w on tensor cores, for rmsnorm_matmul_mma and rmsnorm_ffn_mma (matmul/prompt/rmsnorm_mma.cu). The
 // including file selects T and W (lib/storage.cuh) and may set:
 //
-//   MMA_ROWS, MMA_COLUMNS                     size of a block's tile; each of two weight matrices gets half the columns
-//   MMA_WARPS_M, MMA_WARPS_N, MMA_WARPS_K     warps along the rows, the columns and K; warps along K share a slice, and
-//                                             their sums are added at the end, in order
-//   MMA_SLICE, MMA_STAGES                     length of a slice along K, and the number of slices in flight
+//   MMA_ROWS, MMA_COLUMNS                     size of a block's tile; two weight matrices have half of the columns each
+//   MMA_WARPS_M, MMA_WARPS_N, MMA_WARPS_K     warps along the rows, the columns and K; warps along K divide each slice,
+//                                             and their sums are added at the end, in order
+//   MMA_SLICE                                 length of a slice along K
+//   MMA_STAGES                                number of slices in flight
 //   MMA_BLOCKS                                minimum blocks per SM (__launch_bounds__)
-//   MMA_W_NK, MMA_NORM, MMA_RESIDUAL          1: weights are (N, K), not (K, N); 0: no norm; 1: x + residual is used
+//   MMA_W_NK                                  1: weights are (N, K); 0: weights are (K, N)
+//   MMA_NORM                                  1: RMSNorm; 0: no norm, only the product
+//   MMA_RESIDUAL                              1: x is replaced by x + residual
 //
 // Every matrix in shared memory has a pitch of an odd number of 16-byte chunks. Eight consecutive rows therefore start
 // in eight different groups of four banks: ldmatrix has no bank conflicts, and all its offsets are constants. (With FP8
 // weights (N, K), x has an even pitch: a lane then reads eight bytes, which has no conflicts either.)
 //
-// FP8 weights are copied as bytes. ldmatrix treats two neighbouring bytes as one value, so a lane receives
+// FP8 weights are copied as bytes. ldmatrix treats two neighbouring bytes as one value, so lane 4 g + t receives
 //
-//   (K, N)  k = 2t, 2t + 1 of two columns: the even columns of 16 form one operand, the odd columns the other
-//   (N, K)  k = 4t .. 4t + 3 of one column: A must have the same order of K, so a lane reads 8 bytes of A
+//   (K, N)  k = 2t, 2t + 1 of two columns: the even columns of 16 form one operand, the odd columns the other operand
+//   (N, K)  k = 4t .. 4t + 3 of one column: x must have the same order of K, so a lane reads 8 bytes of x
 #pragma once
 
 #ifndef MMA_ROWS
@@ -62,7 +65,7 @@ static_assert(FRAGS_M * MMA_WARPS_M * 16 == MMA_ROWS && STEPS * MMA_WARPS_K * 16
 static_assert(FRAGS_N * MMA_WARPS_N * 8 == MMA_COLUMNS && (FRAGS_N % 2 == 0 || !FP8), "whole fragments, of FP8 pairs");
 static_assert(MMA_STAGES >= 2, "one slice travels while another is multiplied");
 
-// Number of 16-byte chunks per row of a slice, and bytes between rows.
+// For the slices of x (A) and of the weights (B): number of 16-byte chunks per row, and bytes between rows.
 constexpr int A_CHUNKS = MMA_SLICE / 8, A_PITCH = 16 * (A_CHUNKS + (QUADS ? 2 : 1));
 constexpr int B_ROWS = MMA_W_NK ? MMA_COLUMNS : MMA_SLICE;
 constexpr int B_CHUNKS = (MMA_W_NK ? MMA_SLICE : MMA_COLUMNS) * (int)sizeof(W) / 16, B_PITCH = 16 * (B_CHUNKS | 1);
@@ -72,13 +75,13 @@ constexpr int A_BYTES = MMA_ROWS * A_PITCH, B_BYTES = B_ROWS * B_PITCH;
 constexpr int GAMMA = A_BYTES, RESIDUAL = GAMMA + (MMA_NORM ? 2 * MMA_SLICE : 0);
 constexpr int WEIGHTS = RESIDUAL + (MMA_RESIDUAL ? A_BYTES : 0), STAGE = WEIGHTS + B_BYTES;
 
-// Layout of shared memory after the last slice: the sums of the warps along K, then their partial sums of squares, all
-// as floats.
-constexpr int SUMS_PITCH = MMA_COLUMNS + 8;  // 8 avoids bank conflicts
+// Layout of shared memory after the last slice: the output sums of each warp along K, then partial sums of squares, as
+// floats.
+constexpr int SUMS_PITCH = MMA_COLUMNS + 8;  // floats per row; + 8 avoids bank conflicts
 constexpr int SUMS = MMA_WARPS_K * MMA_ROWS * SUMS_PITCH, PARTS = MMA_WARPS_K * MMA_WARPS_N;
 
 struct Tile {
-    int row, column, index_n, tiles_n;  // first row and column; index along N; number of tiles along N
+    int row, column, index_n, tiles_n;  // first row, first column; tile index along N; tiles along N
 };
 
 // Returns the block's tile. Tiles are ordered in bands of 8 rows of tiles, so that concurrent blocks share rows of x
@@ -94,7 +97,7 @@ __device__ __forceinline__ Tile choose_tile(int M, int N, int columns) {
 #include "matmul/prompt/rmsnorm_mma_copies.cuh"
 #include "matmul/prompt/rmsnorm_mma_fragments.cuh"
 
-// Computes the tile's sums over K and partial sums of squares of its rows. Calls meanwhile() while the first slices
+// Computes the warp's part of the tile's sums over K, and partial sums of squares of x. Calls meanwhile() while slices
 // load.
 template <int MATRICES, typename Meanwhile>
 __device__ __forceinline__ void multiply_tile(const Inputs& in, const Tile& tile, char* shared, const Warp& warp,
@@ -124,7 +127,7 @@ __device__ __forceinline__ void multiply_tile(const Inputs& in, const Tile& tile
                 stage = stage == shared + (MMA_STAGES - 1) * STAGE ? shared : stage + STAGE;
                 wait_for_groups<MMA_STAGES - 2>();
                 copies.add_residual(stage, k + MMA_SLICE);
-                __syncthreads();  // the next slice is complete
+                __syncthreads();  // the next slice has arrived
             }
             places.load(next, stage, then);
             unsigned b[FRAGS_N][2];
@@ -134,8 +137,8 @@ __device__ __forceinline__ void multiply_tile(const Inputs& in, const Tile& tile
 #pragma unroll
             for (int m = 0; m < FRAGS_M; ++m) {
                 multiply(sums[m], squares[m], rows.a[m], b, now.gamma, add_squares);
-                places.load(rows, m, stage, then);  // reuses the registers; after the last slice: zeros
-                // Since the barrier, all warps hold the current slice in registers, so its stage is free.
+                places.load(rows, m, stage, then);  // the next step's x, into the same registers
+                // At the barrier, all warps had loaded the rest of the current slice, so its stage is free.
                 if (then == 0 && m == 0) copies.next(done);
             }
             now = next;
@@ -145,9 +148,9 @@ __device__ __forceinline__ void multiply_tile(const Inputs& in, const Tile& tile
     __syncthreads();
 }
 
-// Computes a tile and passes its results on, 8 columns of a row at a time. begin(column) is called once per tile, to
-// prepare values that depend only on the thread's columns. end(row, column, values, factor) is then called for each
-// row, with the sums of each matrix.
+// Computes a tile. Each thread then processes 8 columns of some rows: begin(column) is called once per tile, to prepare
+// values that depend only on these columns. end(row, column, values, factor) is called for each row: `values` are the
+// sums for each weight matrix, `factor` is their common factor.
 template <int MATRICES, typename Begin, typename End>
 __device__ __forceinline__ void compute_tile(const Inputs& in, const Tile& tile, char* shared, float eps, Begin begin,
                                              End end) {
@@ -178,7 +181,7 @@ __device__ __forceinline__ void compute_tile(const Inputs& in, const Tile& tile,
 #pragma unroll
             for (int n = 0; n < FRAGS_N; ++n) {
                 const float v0 = sums[m][n][2 * i], v1 = sums[m][n][2 * i + 1];
-                if (FP8 && !MMA_W_NK) {  // columns 4t and 4t + 2 of 16, or columns 4t + 1 and 4t + 3
+                if (FP8 && !MMA_W_NK) {  // sums of columns 4t, 4t + 2 of 16 (n odd: 4t + 1, 4t + 3)
                     float* of = to + n / 2 * 16 + 4 * warp.t + n % 2;
                     of[0] = v0, of[2] = v1;
                 } else {

@@ -1,30 +1,30 @@
-// The products after an RMSNorm in Llama, for Hopper. n (M, K) is x normalised by norms/rmsnorm.cu, or for the prompt
-// of a model by norms/rmsnorm_stream.cu:
+// The products after an RMSNorm in Llama, for Hopper. n (M, K) is the normalised x, computed by norms/rmsnorm.cu, or
+// for a model's prompt by norms/rmsnorm_stream.cu:
 //
 //   rmsnorm_matmul_hopper: the product by TMA and wgmma, which fetches weights while rmsnorm runs; RoPE in its
-//       epilogue. out = n w, then RoPE on the columns as heads; w (K, N), or (N, K) with NORM_W_NK 1
+//       epilogue. out = n w, then RoPE on each head (head_dim columns); w (K, N), or (N, K) with NORM_W_NK 1
 //   rmsnorm_ffn_hopper: the products by TMA and wgmma, which fetch weights while rmsnorm runs; columns of W1 and W3
 //       next to each other. out = silu(n w1) (n w3); w1 and w3 have the shape of w
 //
 // n, w and out are __half or __nv_bfloat16, sums are float. lib/matmul/wgmma.cuh and lib/matmul/wgmma_tile.cuh have the
 // product. This file adds:
 //
-//   (K, N)    w (K, N), the layout of kernl's Llama kernels, is read across: boxes of 64 columns, 128 bytes for each k
+//   (K, N)    w (K, N), the layout of kernl's Llama kernels, is loaded as boxes of 64 columns: 128 bytes for each k
 //   RoPE      one thread holds both columns of a pair (neighbouring columns). The frequency of a pair is computed once
 //             for all rows of a tile
-//   two w     half of a tile's columns are columns of w1, half of w3. A thread holds both sums of an output
+//   two w     half of a tile's columns are from w1, half from w3. A thread holds both sums of an output
 //
-// The weights that are fetched early (lib/overlap.cuh) are the first slices. A block processes tiles down the rows
-// first, so that w is read once from memory.
+// The first slices of weights are loaded before the previous kernel has ended (lib/overlap.cuh). Tiles are ordered
+// column by column, so that w is read only once from memory.
 //
 // On an NVIDIA H200, float16, K = 4096, both launches (norm and product), for 16 and 500 rows: N = 4096 with RoPE, w
-// (K, N), 12.7 and 32.5 us; silu(n w1) (n w3), N = 11008, w1 and w3 (N, K), 48.0 and 134 us.
+// (K, N): 12.7 and 32.5 us; silu(n w1) (n w3), N = 11008, w1 and w3 (N, K): 48.0 and 134 us.
 //
-// Any M; N and K are multiples of 8; all arrays are aligned to 16 bytes. Positions are start + m % seq_len.
+// Any M; N and K are multiples of 8; all arrays are aligned to 16 bytes. Row m has position start + m % seq_len.
 //
-// Boxes of the tensor maps: n (1, GEMM_A_ROWS, 64). w as (N, K): (1, columns / GEMM_SHARES, 64), where columns is
-// GEMM_N, or half of GEMM_GROUP_N with two weight matrices; w as (K, N): (1, 64 / GEMM_SHARES, 64). out: (1, 64,
-// GEMM_CHUNK). For grid and block see lib/matmul/wgmma.cuh.
+// Boxes of the tensor maps: (1, GEMM_A_ROWS, 64) for n; (1, 64, GEMM_CHUNK) for out; (1, 64 / GEMM_SHARES, 64) for w as
+// (K, N); (1, columns / GEMM_SHARES, 64) for w as (N, K), where columns is GEMM_N, or GEMM_GROUP_N / 2 with two weight
+// matrices. For grid and block see lib/matmul/wgmma.cuh.
 //
 // architecture: sm_90a
 #if !defined(STORAGE_BF16) && !defined(STORAGE_FP16)
@@ -49,12 +49,12 @@
 #endif
 
 struct Rest {  // shared memory after the ring, the chunks and the received sums
-    Pair frequencies[CONSUMERS][PART_N / 2];  // frequencies for a group's pairs of columns
+    Pair frequencies[CONSUMERS][PART_N / 2];  // RoPE frequencies of each group's pairs
     Barriers barriers;
 };
 
-// BESIDE: number of neighbouring columns from one weight matrix in a slice. POSSIBLE: whether a tile of this shape can
-// be loaded and stored in whole boxes.
+// BESIDE: number of consecutive columns of a tile that are from one weight matrix. POSSIBLE: whether a tile of this
+// shape can be loaded and stored in whole boxes.
 template <int MATRICES>
 struct Columns {
     static constexpr int BESIDE = MATRICES == 1 ? GEMM_N : GEMM_GROUP_N / 2;
@@ -67,7 +67,7 @@ template <int MATRICES>
 __device__ __forceinline__ void load_columns(const Work& at, int slice, int column, char* to, Barrier& full,
                                              const TensorMap* const (&w)[MATRICES]) {
     constexpr int BESIDE = Columns<MATRICES>::BESIDE, ROWS = NORM_W_NK ? BESIDE : SLICE;
-    const int first = GEMM_SHARES > 1 ? at.rank * (ROWS / GEMM_SHARES) : 0;  // first row of a box that this block loads
+    const int first = GEMM_SHARES > 1 ? at.rank * (ROWS / GEMM_SHARES) : 0;  // first row in a box that this block loads
     column /= MATRICES;
     for (int n = 0; n < GEMM_N; n += MATRICES * BESIDE, column += BESIDE) {
 #pragma unroll
@@ -84,18 +84,18 @@ __device__ __forceinline__ void load_columns(const Work& at, int slice, int colu
     }
 }
 
-struct Turn {  // for RoPE: positions of rows, and exponent of theta (lib/rotation.cuh)
+struct Turn {  // RoPE: positions of rows; step of the exponent of theta (lib/rotation.cuh)
     int seq_len, head_dim, start;
     float step, step_low;
 };
 
 #ifdef GATE_GELU
 __device__ __forceinline__ float activated(float v) { return gate_of(v); }
-#else  // faster than gate_of
+#else  // SiLU, faster than gate_of()
 __device__ __forceinline__ float activated(float v) { return __fdividef(v, 1.0f + __expf(-v)); }
 #endif
 
-// The body of both kernels.
+// The body of rmsnorm_matmul_hopper and rmsnorm_ffn_hopper.
 template <int MATRICES>
 __device__ __forceinline__ void run(const TensorMap& n, const TensorMap* const (&w)[MATRICES], const TensorMap& out,
                                     int M, int N, int K, const Turn& turn) {
@@ -166,7 +166,7 @@ __device__ __forceinline__ void run(const TensorMap& n, const TensorMap* const (
                 if (TURNS) {
                     const Rotation r = rotation(half_turns(positions[m][half]), by);
                     v[0] = first[0] * r.cos - first[1] * r.sin, v[1] = first[0] * r.sin + first[1] * r.cos;
-                } else {  // adds -0: a plain sum would be read too early, and the compiler would serialise wgmma
+                } else {  // v = sum + -0: without an addition, the compiler would serialise wgmma
                     v[0] = first[0] + by.high, v[1] = first[1] + by.low;
                 }
             },

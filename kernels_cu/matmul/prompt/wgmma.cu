@@ -35,7 +35,7 @@
 #endif
 
 struct Rest {  // shared memory after the ring, the chunks of output and the received sums
-    float bias[CONSUMERS][(1 + GEMM_SCALED) * PART_N];  // followed by w_scale
+    float bias[CONSUMERS][(1 + GEMM_SCALED) * PART_N];  // per group: bias, then w_scale
     Barriers barriers;
 };
 
@@ -51,13 +51,14 @@ __device__ __forceinline__ float2 finished(const float* sums, const float* bias,
     return GEMM_GELU ? float2{gelu_fast(v.x), gelu_fast(v.y)} : v;
 }
 
-// Stores floats directly to memory: pairs of columns, 4 lanes for 32 bytes of a row. Several residuals are loaded at
-// once before any store, because the compiler does not move a load before stores that might write to its address.
+// Stores floats directly to memory: a lane stores pairs of columns, 4 lanes store 32 bytes of a row. Several residuals
+// are loaded before the stores, because the compiler does not move loads before stores to addresses that may be the
+// same.
 __device__ __forceinline__ void store_float(const Finals& sums, const Group& group, const float* bias,
                                             const float* residual, float* out, int first_row, int first_column, int M,
                                             int N) {
     constexpr int BLOCKS = PART_N / 8, HALVES = 2 * BLOCKS_M;
-    // Limited by the number of free registers.
+    // AT_ONCE is limited by the number of free registers.
     constexpr int AT_ONCE = BLOCKS_M > 1 ? (PART_N <= 128 ? 4 : 1) : PART_N <= 96 ? BLOCKS : 8;
     const int lane_column = first_column + 2 * (group.lane % 4);
     const int lane_row = first_row + group.warp * 16 + group.lane / 4;

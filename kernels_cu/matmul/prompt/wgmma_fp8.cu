@@ -2,8 +2,8 @@
 //
 //   gemm_fp8_hopper: FP8 weights are widened in registers, as wgmma's first operand
 //
-// Such products are bound by shared memory, which delivers 128 bytes per cycle. A slice of 64 along K for 128 x 128
-// outputs, which the tensor cores multiply in 512 cycles, moves these amounts of data in shared memory, in KB:
+// Products of this kind are bound by shared memory, which delivers 128 bytes per cycle. For 128 x 128 outputs, the
+// tensor cores multiply a slice of 64 values along K in 512 cycles. Amounts of data moved in shared memory, in KB:
 //
 //                              copies   read by lanes   read by wgmma
 //   two matrices of 16 bits    32                       48
@@ -11,8 +11,8 @@
 //   FP8, widened in registers  24       8 (as 16)       32
 //
 // wgmma needs two neighbouring values of every 8 along K in a lane. A lane therefore loads 2 bytes at a time, which
-// takes twice as long as wide loads. Exchanging parts of wide loads between lanes would take as long as the wide loads
-// save.
+// takes twice as long as wide loads. If lanes loaded more bytes and exchanged parts of them, the exchange would take as
+// long as the wide loads save.
 //
 // NVIDIA H200, E4M3 with scales, us per launch in a CUDA graph. In brackets: the times with 16-bit weights, and with
 // FP8 weights that another kernel widens in memory first:
@@ -34,14 +34,14 @@
 #include "lib/matmul/wgmma_registers.cuh"
 
 constexpr int STEPS = SLICE / 16;
-constexpr int UNIT_BYTES = 16;  // bytes of a row of w per step
-// Register sets for w, one per step: while one set is loaded, the products of the other sets are running.
-constexpr int AHEAD = BLOCKS_M * GEMM_GROUP_N > 320 ? 2 : 4;  // limited by free registers
+constexpr int UNIT_BYTES = 16;  // bytes of a row of w per step (16 along K)
+// Number of register sets for w, one set per step: while one set is loaded, products with the other sets are running.
+constexpr int AHEAD = BLOCKS_M * GEMM_GROUP_N > 320 ? 2 : 4;  // limited by the number of free registers
 
 static_assert(STEPS % AHEAD == 0, "each step of a slice has its set of registers");
 
-// Loads and widens a lane's part of 16 values along K. from: the lane's two values of the first row. Rows that are 8
-// apart have the same swizzle.
+// Loads the lane's values of w for a step (16 along K) and converts them to float16. from: address of the lane's first
+// two values in its first row. Rows that are 8 apart have the same swizzle.
 __device__ __forceinline__ void load_step(unsigned (&w)[BLOCKS_M][4], const char* from) {
     unsigned two[BLOCKS_M][4];
 #pragma unroll
@@ -72,8 +72,7 @@ struct Fp8 {
     }
 
     // Computes the sums of a tile. While products are running, the values of w for the next products are loaded into
-    // other registers. The lanes of a warp read 8 bytes of each of 8 rows at a time; swizzling puts these into
-    // different banks.
+    // other registers. The lanes of a warp read 8 bytes of each of 8 rows at a time; swizzling avoids bank conflicts.
     __device__ __forceinline__ void multiply(Sums& sums, const char* ring, Barriers& barriers, const Group& group,
                                              unsigned count, const Work& at) const {
         const int slices = at.last - at.first;
@@ -87,7 +86,7 @@ struct Fp8 {
             const Matrix a = matrix_at(from + A_BYTES + group.column * ROW_BYTES);
 #pragma unroll
             for (int step = 0; step < STEPS; ++step) {
-                wait_for_products<AHEAD - 1>();  // all but products of the other register sets
+                wait_for_products<AHEAD - 1>();  // products with this register set are complete
                 load_step(w[step % AHEAD], from + (own ^ step * UNIT_BYTES));
                 fence_sums();
 #pragma unroll
@@ -96,8 +95,8 @@ struct Fp8 {
                 }
                 end_products();
             }
-            // The products of the previous slice have ended. This code is not between two steps, because there the
-            // compiler would wait for each product.
+            // All products of the previous slice have ended. If this release were between two steps, the compiler would
+            // wait for each product.
             if (k > 0) release(barriers, group, count - 1);
         }
         wait_for_products<0>();

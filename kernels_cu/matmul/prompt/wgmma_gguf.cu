@@ -10,31 +10,31 @@
 //   unpack     32 | 32 | 32 | ...
 //   multiply        32 | 32 | 32 | ...
 //
-// An earlier version computed weights as floats. For 32 values along K in Q4_K it executed 120 instructions per lane
-// for the lane's 16 weights; predicted were 72. A warp, which waits for its own results, issued one instruction in 4.2
-// cycles: the two warpgroups of a block with 128 rows of a took 505 cycles, of which the tensor cores need 256. With
-// weights computed as pairs of float16 there are 92 instructions, 53 of them for the weights.
+// An earlier version computed weights as floats. For a chunk of 32 values along K in Q4_K, a lane has 16 weights and
+// executed 120 instructions; predicted were 72. Because instructions wait for results of previous ones, a warp issued
+// one instruction in 4.2 cycles: for a chunk, the two warpgroups of a block with 128 rows of a took 505 cycles, of
+// which the tensor cores need 256. Now weights are computed as pairs of float16, by 53 of 92 instructions per chunk.
 //
 // NVIDIA H100, 512 rows, us per launch in a CUDA graph. In brackets: the times with 16-bit weights and with E5M2
-// weights; for the prompt also the time with GGUF weights that are widened in memory first:
+// weights; for the prompt also the time with GGUF weights that another kernel first converts to float16 in memory:
 //
 //           N 12288 K 4096     N 4096 K 4096    N 11008 K 4096    N 4096 K 11008    prompt of Llama 7B, Q4_K_M, ms
 //   Q4_K    92   (87, 80)      34  (28, 27)     79  (80, 73)      83  (68, 66)      13.2 (11.5, 12.1; 19.2)
 //   Q6_K    110                38               86                94
 //   Q8_0    104                35               78                87
 //
-// GEMM_STREAM gives the clusters equal parts of all slices. Predicted: 74 us for N 12288 instead of 92, 67 for N 11008
-// instead of 78, because without it 132 multiprocessors execute two waves of tiles for 1.45 and 1.3 waves of work.
+// GEMM_STREAM gives the clusters equal parts of all slices. Predicted: 74 us for N 12288 instead of 92, and 67 us for N
+// 11008 instead of 78: without GEMM_STREAM, 132 multiprocessors take two waves for 1.45 and 1.3 waves of tiles.
 // Measured without and with GEMM_STREAM, in one run, for N 12288 and N 11008: Q4_K 92.9 -> 76.3 and 78.1 -> 69.4 us,
 // Q6_K 96.4 -> 82.8 and 86.5 -> 75.1 us; the prompt 14.02 -> 12.80 ms.
 //
-// K is a multiple of 32. The output ranges of the types begin at multiples of GEMM_M.
+// K is a multiple of 32. The range of outputs of each GGUF type begins at a multiple of GEMM_M.
 //
 // architecture: sm_90a
 #ifndef WEIGHT_GGUF
 #define WEIGHT_GGUF
 #endif
-#define GEMM_A_ITEM 0  // GGUF blocks of w have a separate ring
+#define GEMM_A_ITEM 0  // the ring of slices holds no w: GGUF blocks have a separate ring
 #ifndef GEMM_GROUP_M
 #define GEMM_GROUP_M 64
 #endif
@@ -57,7 +57,7 @@ struct Blocks {
 
     const W* w;
     Ring* ring = nullptr;
-    unsigned count = 0;  // stages used so far
+    unsigned count = 0;  // number of stages used so far
 
     __device__ __forceinline__ void place(char* own) { ring = reinterpret_cast<Ring*>(own); }
 
@@ -68,7 +68,7 @@ struct Blocks {
         }
     }
 
-    // Requests the slices of a in one warp, and the blocks of w in another warp.
+    // Requests the slices of a in one warp, and the GGUF blocks of w in another warp.
     __device__ __forceinline__ void produce(const Product& p, char* slices, Barriers& barriers, const Work& at) {
         const int warp = uniform(threadIdx.x / 32);
         if (warp == 0 && elect_one()) {
@@ -81,7 +81,7 @@ struct Blocks {
         }
     }
 
-    // Requests the blocks of a tile; each lane requests the blocks of eight rows.
+    // Requests the GGUF blocks of w for a tile of outputs; each lane requests the blocks of eight rows.
     template <int RANGE>
     __device__ __forceinline__ void request(const Product& p, const Work& work) {
         typedef gguf::OfRange<RANGE> OfRange;
@@ -91,7 +91,7 @@ struct Blocks {
         }
         constexpr int SLICES = 2 * Part::UNITS;  // slices of a per tile of GGUF blocks
         const int row = work.row(), begin = work.first / SLICES, end = (work.last + SLICES - 1) / SLICES;
-        const int left = max(0, (OfRange::LAST ? p.N : OfRange::NEXT) - row);  // 0: in a cluster, after the last tile
+        const int left = max(0, (OfRange::LAST ? p.N : OfRange::NEXT) - row);  // rows of w; 0 after the last tile
         const int octets = min(TILE_OCTETS, (left + 7) / gguf::OCTET);
         const int lane = threadIdx.x % 32, of_row = Part::row_bytes(p.K);
         const W* from = w + OfRange::begin(p.K) + (long long)((row - OfRange::FROM) / gguf::OCTET + lane) * of_row;
@@ -105,7 +105,7 @@ struct Blocks {
         }
     }
 
-    // Skips the blocks of a tile that the other group processes.
+    // Skips the GGUF blocks of a tile of outputs that the other group processes.
     template <int RANGE = 0>
     __device__ __forceinline__ void skip(int K, int row) {
         typedef gguf::OfRange<RANGE> OfRange;
@@ -131,7 +131,7 @@ struct Blocks {
             }
         }
         const int octet = (group.row + 16 * group.warp) / gguf::OCTET, length = at.last;
-        unsigned halves[2][2][4];  // weights of two chunks, which alternate
+        unsigned halves[2][2][4];  // [chunk % 2][wgmma step][register]
 #pragma unroll 1
         for (int unit = at.first / 2; 2 * unit < length; ++unit) {
             const int stage = count % GGUF_STAGES, of_stage = unit % Part::UNITS;
@@ -155,7 +155,7 @@ struct Blocks {
                 const Matrix a = matrix_at(a_at + group.column * ROW_BYTES);
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
-                    wait_for_products<1>();  // all but the products that use the other chunk's registers
+                    wait_for_products<1>();  // products with the registers halves[i] are complete
                     unpack(parts, own, 2 * half + i, halves[i]);
                     fence_sums();
 #pragma unroll
@@ -167,8 +167,9 @@ struct Blocks {
                 if (k > at.first) release(barriers, group, slice - 1);  // products of slice - 1 are complete
                 ++slice;
             }
-            // Releases the stage only after all loaded values have been used: right after the loads, a copy into the
-            // stage overtook some of them. Each lane arrives for its own loads, as in lib/decode/wgmma_gguf.cuh.
+            // Releases the stage only after all loaded values have been used: when the release followed directly after
+            // the loads, a copy into the stage overtook some loads. Each lane arrives for its own loads, as in
+            // lib/decode/wgmma_gguf.cuh.
             if (of_stage + 1 == Part::UNITS || 2 * unit + 2 >= length) {
                 arrive(ring->empty[stage]);
                 ++count;
@@ -179,7 +180,7 @@ struct Blocks {
         release(barriers, group, slice - 1);
     }
 
-    // Unpacks a lane's part of a chunk (32 values along K) of rows g and g + 8 of w, for two wgmma steps.
+    // Converts the lane's weights of a chunk (32 values along K) of rows g and g + 8 of w, for two wgmma steps.
     template <typename Part>
     __device__ __forceinline__ static void unpack(const Part (&parts)[2], const typename Part::Factors (&own)[2],
                                                   int chunk, unsigned (&to)[2][4]) {

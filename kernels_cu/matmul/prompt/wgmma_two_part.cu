@@ -4,7 +4,7 @@
 //
 //   gemm_split_hopper: float32 accuracy by TMA and wgmma: sums of high parts are added to floats during other products
 //
-// The parts of a and w (lib/two_part.cuh) are multiplied as follows:
+// The parts hi and lo of a and w (lib/two_part.cuh) are multiplied as follows:
 //
 //   (a w^T)[m, n] = (sum hi hi + sum (hi lo + lo hi) / 2048) scale_a[m] scale_w[n]
 //
@@ -13,8 +13,8 @@
 // K, while the products of hi lo and lo hi are running. The sums need three registers per output, so tiles are smaller
 // than in matmul/prompt/wgmma.cu.
 //
-// On an NVIDIA H200, M = 8192, K = 768, N = 3072: 161 us, which is 240 TFLOP/s of the product and 720 TFLOP/s of the
-// three products on the tensor cores (cuBLAS: 794 us in float32, 119 us in TF32).
+// On an NVIDIA H200, M = 8192, K = 768, N = 3072: 161 us, which is 240 TFLOP/s for the product, or 720 TFLOP/s counting
+// all three products on the tensor cores (cuBLAS: 794 us in float32, 119 us in TF32).
 //
 // Any M; N and K are multiples of 8; all arrays are aligned to 16 bytes. residual may be out.
 //
@@ -60,12 +60,12 @@ struct Rest {  // shared memory after the ring and the chunks of output
 };
 
 struct Total {  // sums of a thread's outputs
-    float high[PART_N / 2], sums[PART_N / 2], cross[PART_N / 2];  // high: not yet added to sums
+    float high[PART_N / 2], sums[PART_N / 2], cross[PART_N / 2];  // high: since the last promotion
 
     __device__ __forceinline__ float get(int i) const { return sum_of(sums[i], cross[i]); }
 };
 
-// Issues a slice's products of high parts.
+// Issues the products of the high parts of a slice. adds: whether they are added to total.high or replace it.
 __device__ __forceinline__ void multiply_high(Total& total, const char* from, const Group& group, bool adds) {
     const Matrix a = matrix_at(from + group.row * ROW_BYTES);
     const Matrix w = matrix_at(from + 2 * A_BYTES + group.column * ROW_BYTES);
@@ -75,7 +75,7 @@ __device__ __forceinline__ void multiply_high(Total& total, const char* from, co
     }
 }
 
-// Issues a slice's products of a high part with a low part.
+// Issues the products of high parts and low parts of a slice.
 __device__ __forceinline__ void multiply_cross(Total& total, const char* from, const Group& group) {
     const Matrix a = matrix_at(from + group.row * ROW_BYTES);
     const Matrix w = matrix_at(from + 2 * A_BYTES + group.column * ROW_BYTES);
@@ -86,7 +86,7 @@ __device__ __forceinline__ void multiply_cross(Total& total, const char* from, c
     }
 }
 
-// Computes the sums of a tile from the ring's slices, starting with slice `count`, two slices at a time: 128 along K.
+// Computes the sums of a tile from slices of the ring, starting with slice `count`; two slices (128 along K) at a time.
 __device__ __forceinline__ void multiply_tile(Total& total, const char* ring, Barriers& barriers, const Group& group,
                                               unsigned count, int slices) {
 #pragma unroll
@@ -129,14 +129,15 @@ struct Output {
     int M, N;
 };
 
-// Computes output i of a thread: the sum with scales, bias and GELU applied.
+// Returns output i of a thread: the sum after applying scales, bias and GELU.
 __device__ __forceinline__ float finished(const Total& total, int i, float a_scale, float w_scale, float bias) {
     const float v = scaled(total.get(i), a_scale, w_scale) + bias;
     return GEMM_GELU ? gelu_fast(v) : v;
 }
 
-// Stores floats directly to memory: pairs of columns, 4 lanes for 32 bytes of a row. Eight residuals are loaded before
-// any store, because the compiler does not move a load before stores that might write to its address.
+// Stores floats directly to memory: a lane stores pairs of columns, 4 lanes store 32 bytes of a row. Eight residuals
+// are loaded before the stores, because the compiler does not move loads before stores to addresses that may be the
+// same.
 __device__ __forceinline__ void store_float(const Total& total, const Group& group, const float (&a_scale)[2],
                                             const Output& to, int first_row, int first_column) {
     constexpr int BLOCKS = PART_N / 8, AT_ONCE = 4;
@@ -167,7 +168,7 @@ __device__ __forceinline__ void store_float(const Total& total, const Group& gro
     group.sync();  // all reads of scales and biases are done
 }
 
-// Stores hi and lo of 64 rows through shared memory, one chunk of columns at a time.
+// Stores outputs as hi and lo parts: 64 rows through shared memory, one chunk of GEMM_CHUNK columns at a time.
 __device__ __forceinline__ void store_parts(const Total& total, const Group& group, const float (&a_scale)[2],
                                             const Output& to, char* buffers, const TensorMap& parts, int row,
                                             int column) {
@@ -175,14 +176,14 @@ __device__ __forceinline__ void store_parts(const Total& total, const Group& gro
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
         int at_chunk = shared_address(buffers) + place;
-        asm volatile("" : "+r"(at_chunk));  // keeps the addresses of other chunks out of registers
+        asm volatile("" : "+r"(at_chunk));  // prevents computing the addresses of all chunks early
         if (group.thread == 0) wait_for_reads<0>();
         group.sync();
 #pragma unroll
         for (int j = 0; j < GEMM_CHUNK / 8; j += 2) {  // 16 columns per step
             unsigned hi[4], lo[4];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {  // i % 2: lower 8 rows; i / 2: right 8 columns
+            for (int i = 0; i < 4; ++i) {  // 8 rows from 8 (i % 2), 8 columns from 8 (i / 2)
                 const int at = c * GEMM_CHUNK + 8 * (j + i / 2) + 2 * (lane % 4);
                 const float2 scale = pair_at(to.w_scale, at), bias = pair_at(to.bias, at);
                 const int first = c * GEMM_CHUNK / 2 + 4 * (j + i / 2) + i % 2 * 2;
