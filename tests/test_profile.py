@@ -288,7 +288,7 @@ def test_a_llama_on_a_gpu_reads_every_weight_once(
     stored = model.nbytes - table
     if dtype == "float32":  # two-part matrices, in the place of those that model.nbytes counts
         vectors = sum(vector.nbytes for vector in engine._vectors.values())
-        stored = vectors + sum(matrix.nbytes for matrix in engine._two_part.values())
+        stored = vectors + sum(matrix.nbytes for matrix in engine.prompts.two_part.values())
     expected = stored + rows * table // large.vocab_size
     frequencies = 8 * large.head_size // 2
     if "gated_sums" in {ran.op for ran in token.ran}:

@@ -3,10 +3,9 @@
 //   q, out (M, C), C = NH HS     k, v (B, n_ctx, NKV HS) of type KV    row, position (M): query m belongs to sequence
 //   row[m] of the cache, and sees keys 0..position[m] of this sequence
 //
-// A head of K and V serves NH / NKV neighbouring heads of q. A team of warps computes AS_QUERIES of these heads, which
-// share the team's loads. AS_QUERIES is smaller if the GPU has room for more warps (H100, one row at position 500: a
-// decoding step of Gemma 3 1B takes 1.16 ms instead of 1.33, of Qwen3 4B 3.12 ms instead of 3.23). The bits of a head
-// of q do not depend on AS_QUERIES. The text below describes one head of q.
+// A head of K and V serves NH / NKV neighbouring heads of q, AS_QUERIES of them per team of warps: fewer if the GPU has
+// room for more warps (H100, one row at position 500: Gemma 3 1B takes 1.16 ms per token instead of 1.33, Qwen3 4B 3.12
+// instead of 3.23). AS_QUERIES changes no bit. For one head of q:
 //
 //   attention_split: decoding: one warp per 32 keys of a head, the next keys in flight; the results of warps are
 //       combined in shared memory; with few rows, the warps of a head are in all blocks of a cluster
@@ -16,28 +15,24 @@
 //   m = max s_j        s_j = q k_j log2(e) / sqrt(HS)
 //   l = sum 2^(s_j - m),   part = sum 2^(s_j - m) v_j
 //
-// The results of the 32 splits of a span (1,024 keys) are combined in shared memory, one lane per split. With m' the
-// largest m of these splits and w = 2^(m - m'), the sums of a span are L = sum w l and O = sum w part. The sums of a
-// later span are combined with the sums of the earlier spans in the same way. The output is O / L. If row[m] is outside
-// 0..B - 1 or position[m] < 0, row m of out is not written.
+// The results of the 32 splits of a span (1,024 keys) are combined in shared memory, one lane per split, with w = 2^(m
+// - largest m): L = sum w l, O = sum w part. Later spans are added in the same way. The output O / L is not written if
+// row[m] is outside 0..B - 1 or position[m] < 0.
 //
 //   a head's keys    | split 0 | split 1 | ...      split s belongs to warp s % WORKERS of the team
 //   a warp's keys    GROUPS keys at a time; LANES neighbouring lanes read a key, 16 bytes each, in PIECES loads
 //
-// A team has AS_WARPS warps in each of the AS_CLUSTER blocks of a cluster. All its warps write their results to the
-// shared memory of the cluster's first block. If there are few queries, a cluster spreads the keys of a head over more
-// multiprocessors, and each warp has one split. The order of additions depends only on HS, KV, AS_WIDTH and AS_VECTORS.
+// A team has AS_WARPS warps in each of the AS_CLUSTER blocks of a cluster; its results go to the first block's shared
+// memory. With few queries, the keys of a head spread over several multiprocessors. The order of additions depends only
+// on HS, KV, AS_WIDTH and AS_VECTORS.
 //
-// A thread holds its vectors of HELD keys and HELD values in registers. After these keys are multiplied, the next keys
-// are loaded into the same registers; the next values are loaded after the values are added. The first loads are issued
-// before the previous kernel has ended. That kernel may write keys of the new rows (`together` rows per sequence), but
-// no keys before the first of these rows. It may also write `position`. A position that is read before that kernel has
-// ended is therefore a hint: if the hint was wrong, the loads are repeated. With a window, split 0 contains the
-// window's first key. The grid does not depend on positions.
+// A thread holds its vectors of HELD keys and HELD values in registers, and loads the next ones when these are used.
+// The first loads are issued before the previous kernel has ended, which may write `position`, and keys from the first
+// of the `together` new rows of a sequence on. A position that is read so early is a hint: if it was wrong, the loads
+// are repeated. With a window, split 0 contains the window's first key. The grid does not depend on positions.
 //
-// Grid (AS_CLUSTER, teams / AS_HEADS, M), block (32 AS_HEADS AS_WARPS). With AS_QUERIES > 1, the dynamic shared memory
-// is sizeof(Shared) bytes. A position beyond the cache counts as the last position of the cache. Source of the idea:
-// Dao et al., "Flash-Decoding" (2023).
+// Grid (AS_CLUSTER, teams / AS_HEADS, M), block (32 AS_HEADS AS_WARPS), with AS_QUERIES > 1 sizeof(Shared) bytes of
+// dynamic shared memory. A position beyond the cache counts as its last one. Idea: Dao et al., "Flash-Decoding" (2023).
 #include "lib/attention/unit.cuh"
 #include "lib/attention/window.cuh"
 #include "lib/cluster.cuh"
@@ -189,8 +184,7 @@ __device__ __forceinline__ void multiply(const float (&x)[PIECES][AS_WIDTH], con
     }
 }
 
-// Adds the parts of dot products over the lanes of each key, and scales the sums to scores. first: first key of the
-// round. The score of a key that the query at position `last` does not see is -inf.
+// Adds dot products over the lanes of each key, and scales them to scores: -inf for keys after position `last`.
 __device__ __forceinline__ void score(int first, int last, float (&s)[HELD]) {
     const float unit = score_unit(HS);  // a compile-time constant
 #pragma unroll

@@ -1,21 +1,18 @@
 // Attention on Hopper for heads of 64 channels, with float32 accuracy: each matrix is two float16 matrices, hi and lo.
 //
-//   out[i] = sum over j of softmax_j(q[i] . k[j] / sqrt(SIZE)) v[j]     j <= i with ATT_CAUSAL, else all rows of the
-//       sequence
+//   out[i] = sum over j of softmax_j(q[i] . k[j] / sqrt(SIZE)) v[j]     j <= i with ATT_CAUSAL, else all j
 //
-// Matrices, scales, weights, ATT_ONE_SCALE and the treatment of infinite and NaN values are described in
-// attention/prompt/mma_two_part.cu. Copies by TMA into a ring are described in attention/prompt/wgmma.cu.
+// attention/prompt/mma_two_part.cu describes matrices, scales, weights, ATT_ONE_SCALE, infinite and NaN values;
+// attention/prompt/wgmma.cu describes copies by TMA into a ring.
 //
 //   parts (2, rows, W)       hi, then lo; a row is [Q | K | V], and scale (rows) applies to its Q, K and V
 //   out_parts (2, rows, C)   the rows of all sequences, one sequence after the other
 //   out_scale (rows)         the largest scale of the rows that row i sees
 //
-//   attention_fp32_hopper: float32 accuracy by wgmma: two warpgroups process alternate tiles of keys for 64 queries;
-//       TMA copies the tiles
+//   attention_fp32_hopper: float32 accuracy by wgmma: two warpgroups take alternate keys of 64 queries, copied by TMA
 //
-// A tile is 64 keys. Tiles are processed from the last keys that the queries see to the first. With two warpgroups, the
-// last queries of a sequence, which see the most keys, take half as long. At the end the second warpgroup passes its
-// sums to the first.
+// A tile is 64 keys; tiles are processed from the last keys that the queries see to the first. Two warpgroups halve the
+// time of a sequence's last queries, which see the most keys. The second group passes its sums to the first at the end.
 //
 //   wgmma     S = Q K^T    hi hi in one accumulator, hi lo + lo hi in a second accumulator; Q hi is in registers
 //   softmax   P = exp2(S UNIT - reference), divided into two parts in the registers of operand P
@@ -29,11 +26,10 @@
 //   first               softmax0     +     softmax1    +     softmax2
 //   second                   softmax0'     +     softmax1'   +     softmax2'
 //
-// The bits of a row depend only on the rows that it sees. Keys are counted from the start of the sequence, and
-// alternate tiles form two series; it makes no difference which warpgroup computes which series. Only a warpgroup's
-// first tile can include keys after a query or after the end of the sequence, and with a window
-// (lib/attention/window.cuh) only its last tiles include keys before the window. In V of these tiles, infinite and NaN
-// values are replaced by 0, and added at the end to the rows that see them.
+// The bits of a row depend only on the rows that it sees: keys are counted from the start of the sequence, and
+// alternate tiles form two series, whichever warpgroup computes them. Only a warpgroup's first tile can include keys
+// after a query or the end of the sequence, and only its last tiles keys before a window (lib/attention/window.cuh). In
+// V of these tiles, infinite and NaN values are replaced by 0, and added at the end to the rows that see them.
 //
 // map: tensor map of `parts`, in boxes of (1, 64, 64). Block (THREADS), grid: one block per multiprocessor, or per tile
 // of QUERIES if there are fewer tiles (lib/attention/wgmma_work.cuh); dynamic shared memory sizeof(Shared) + 1024.
@@ -285,10 +281,9 @@ __device__ __forceinline__ bool make_finite(Consumer& own, unsigned number) {
     return false;
 }
 
-// Computes the group's part for a tile of queries: every second one of `tiles` tiles of keys. `key`: first key of the
-// group's first tile. `there`: number of keys from `key` to the end of the sequence. `first`: the block's first query.
-// `scale`: address of the scale of the sequence's first row. Returns false if a value that only some of the queries see
-// is infinite or NaN.
+// Computes the group's part for a tile of queries: every second one of `tiles` tiles of keys. `key`: the group's first
+// key; `there`: keys from `key` to the end of the sequence; `first`: the block's first query; `scale`: address of the
+// scale of the sequence's first row. Returns false if a value that only some queries see is infinite or NaN.
 __device__ __forceinline__ bool attend(Consumer& own, const char* queries, const float* scale, int there, int first,
                                        int tiles, int key) {
     const int steps = (tiles + 1 - own.group) / 2;
