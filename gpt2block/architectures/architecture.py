@@ -45,7 +45,8 @@ class Architecture(Protocol):
     NORM: str  # the name of the architecture's norms in messages
     QKV: str  # the step whose result is the rows [Q | K | V] that attention reads
     TENSOR_HEADS: tuple[int, ...]  # head sizes for which a prefill can use tensor cores
-    # For FP8 weights and a factor s: steps (product by w / s, activation, product by w · s), or ().
+    # Names of a product, of an activation that can leave float16's range, and of a later product:
+    # with FP8 weights, the first divides by a factor, the last multiplies by it. (): no such steps.
     DIVIDED: tuple[str, ...]
 
     def constants(self, config: Any, vectors: Mapping[str, Any]) -> dict[str, Any]:

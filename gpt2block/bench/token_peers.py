@@ -64,7 +64,7 @@ def contenders(task: Steps | Prompt | Continuations, repeated: Repeated) -> Iter
 def _captures(
     task: Steps | Prompt | Continuations, device: str, repeated: Repeated
 ) -> Mapping[str, Capture]:
-    """Return {name of an implementation: function that captures its run of the task}."""
+    """Return {name of an implementation: function that captures the task in a CUDA graph}."""
     if isinstance(task, Continuations):
         return {
             "transformers": partial(generated, task, device),

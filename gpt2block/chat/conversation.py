@@ -215,7 +215,7 @@ class Conversation:
 
 
 def _turns(messages: Sequence[Message]) -> list[int]:
-    """Return the indices of messages that begin a turn: the first non-system, then each user's."""
+    """Return the indices where turns begin: at user messages and the first non-system message."""
     roles = [message["role"] for message in messages]
     first = next((at for at, role in enumerate(roles) if role != SYSTEM), len(roles))
     return [first, *(at for at in range(first + 1, len(roles)) if roles[at] == "user")]

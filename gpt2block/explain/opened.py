@@ -81,7 +81,7 @@ def _product(
     first: columns in the order of preference; None: evenly spaced columns.
     """
     (T, K), N = x.shape, w.shape[1]
-    # `lines` counts rows and columns as K float16 values; a float32 value of x or y counts twice.
+    # `lines` counts rows and columns of K float16 values; a row of float32 values counts as two.
     n_rows = min(T, max(1, lines // 4))
     n_columns = min(N, max(1, (lines - 2 * n_rows) * K // (K + 2 * n_rows)))
     rows = grids.ends(T, n_rows)

@@ -70,7 +70,7 @@ def fused_kernels(operation: Operation, config: ModelConfig) -> list[Variant]:
 
 
 def described(variant: Variant, plan: str, config: ModelConfig) -> dict[str, Any]:
-    """Return data that describe a variant, and its kernels that support the model, on a page."""
+    """Return a page's data about a variant and its kernels that support the model."""
     C = config.n_embd
     names = [name for name in variant.kernels if _ROW_SIZES.get(name, C) == C]
     return _shown(plan, variant.file, names, variant.idea, config)

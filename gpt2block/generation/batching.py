@@ -101,7 +101,7 @@ class Batch:
 
     @property
     def firsts(self) -> NDArray[np.bool_]:
-        """Boolean array: which slots in `latest` received the first token of their row."""
+        """Boolean array: whether a slot in `latest` received its continuation's first token."""
         return self._new.firsts
 
     def start_up(self) -> Iterator[tuple[int, int]]:
@@ -124,7 +124,7 @@ class Batch:
                 self._prefixes.clear()
 
     def submit(self, rows: Sequence[Row], deadline: float | None = None, client: str = "") -> None:
-        """Queue rows of a client; they start in this order in free slots. Clients take turns.
+        """Queue a client's rows (continuations), which start in this order. Clients take turns.
 
         deadline: a time of `time.monotonic`. The first step after the deadline ends rows that still
         run or wait.
@@ -176,7 +176,7 @@ class Batch:
         return updated
 
     def _late(self) -> list[Row]:
-        """Remove and return the rows whose deadlines have passed before they ended.
+        """Remove and return the unfinished rows (continuations) whose deadlines have passed.
 
         Entries of rows that have already ended are removed, too, if they precede all others.
         """

@@ -79,7 +79,9 @@ class Prefixes:
         self._alike.clear()
 
     def longest(self, row: Row, ids: Ids) -> tuple[HeldPrefix, HeldPrefix]:
-        """Return the slots with the longest prefix of a prompt; of equal ones, the latest.
+        """Return the longest prefix of a prompt that is computed, and the longest that will be.
+
+        Of slots with equally long prefixes, the latest is returned.
 
         The first result counts tokens whose keys and values have been computed, the second also
         tokens that are being computed. The last token of the prompt never counts. If more than

@@ -219,7 +219,7 @@ class Row:
         return [self._bytes([token]).decode(errors="replace") for token in self.tokens]
 
     def result(self) -> Generation:
-        """Return the Generation of an ended row."""
+        """Return the Generation (the result) of a row whose text has ended."""
         reason = self.finish_reason
         assert reason is not None
         assert reason != "error"

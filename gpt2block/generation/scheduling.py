@@ -145,7 +145,7 @@ class RowScheduler(Generic[Item]):
         return row
 
     def rows_of(self, slots: Sequence[int]) -> list[Item]:
-        """Return the rows that run in these slots."""
+        """Return the rows (continuations) that these slots compute."""
         rows: list[Any] = [self._row_of[slot] for slot in slots]
         return rows
 

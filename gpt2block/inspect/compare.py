@@ -62,7 +62,7 @@ class Comparisons(list[Comparison]):
 def compare_steps(
     engine: BlockEngine, exact: NumpyEngine, x: Any, dtype: str, given: Given = NOTHING
 ) -> Comparisons:
-    """Compare every step of a block's engine with `exact`, the same block in float64.
+    """Compare the result of every step of a block with `exact`, the same block in float64.
 
     x: a NumPy array of `dtype`, the block's dtype. given: as for a BlockEngine. Raises InputError
     for any other x.

@@ -58,7 +58,7 @@ class SharedMemory(NamedTuple):
         )
 
     def row(self, kept: int) -> int:
-        """Return the bytes of a row of x if shared memory holds `kept` of its splits of K."""
+        """Return the bytes of shared memory for `kept` of the splits of K of one row of x."""
         split = self.terms * (2 * self.units * UNIT + 64)
         if self.norm == 1 and self.terms == 1:
             split = FLOAT * self.units * UNIT

@@ -349,7 +349,7 @@ def launch(
     if in_blocks:
         sums = None
         if any(TYPES[name].minimum for name, _ in c.w.ranges):
-            sums = c.x.reshape(-1)[c.M * c.K // 2 :]  # the half of x that rounded terms leave free
+            sums = c.x.reshape(-1)[c.M * c.K // 2 :]  # 16-bit values leave this half free
             before = () if c.terms.summed else (sum_chunks(c.x, sums, c.M, c.K),)
         operands = (*(m if m is None else m.data for m in matrices), sums)
         launch_geometry = launch_geometry.with_defines(range_defines(c.w))

@@ -179,7 +179,7 @@ def _expected(entry: Entry, value: Any, call: Call) -> tuple[tuple[Expected, ...
 
 
 def _kind(entry: Entry, value: Any, call: Call) -> str:
-    """Return the kind of an array, which for "mixed" is "two_part" or "any".
+    """Return the kind of an array; of kind "mixed", a TwoPartMatrix is "two_part", others "any".
 
     The first array of kind "mixed" determines the kind of all.
     """

@@ -278,7 +278,7 @@ def _checked(launch_geometry: Geometry, c: Call) -> Geometry:
 
 
 def _rounding(launch_geometry: Geometry, c: Call, w: WeightMatrix) -> Geometry:
-    """Return the geometry with the constant that rounds operands of products to x_dtype, if any."""
+    """Return the geometry; with x_dtype, also the constant that makes the kernel round operands."""
     return launch_geometry.with_defines(count_define(rounds(c.x_dtype, w.dtype)))
 
 

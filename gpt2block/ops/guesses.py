@@ -22,8 +22,8 @@ from gpt2block.ops.operation import Operation, variant
 FILE = "tokens/guesses.cu"
 THREADS = 512
 COPYING = 256  # threads per block of begin_guesses
-MOST_GUESSES = 7  # maximum guesses per slot; the kernel uses a lane of a warp per row of the slot
-TAKEN, GUESSED, RIGHT = 1, 2, 4  # flags of a row in a report; RIGHT: the guess was correct
+MOST_GUESSES = 7  # maximum guessed tokens per sequence; the kernel checks one per lane of a warp
+TAKEN, GUESSED, RIGHT = 1, 2, 4  # flags of a reported token; RIGHT: its guess was correct
 
 
 class Guesses(NamedTuple):

@@ -71,7 +71,7 @@ class Variant:
 def variant(
     name: str, file: str, *kernels: str, **fields: Any
 ) -> Callable[[Callable[[Call], Any]], Variant]:
-    """Decorator that makes a Variant of a function that returns launches."""
+    """Decorator that turns a function that returns launches into a Variant."""
 
     def decorate(launch: Callable[[Call], Any]) -> Variant:
         return Variant(name, file, kernels, launch, **fields)

@@ -41,7 +41,7 @@ def _geometry(c: Call, kernel: str, B: int, T: int, heads: int, aligned: int) ->
 
 
 def _multiplied(c: Call) -> Defines:
-    """Return the compile-time constant for the factor of rotated pairs; none if it is 1."""
+    """Return the constant for the factor that RoPE multiplies pairs by, or () for a factor of 1."""
     return float_define("ROPE_FACTOR", c.factor, 1.0)
 
 

@@ -111,7 +111,7 @@ def choose_geometry(
     threads: int | None = None,
     defines: Defines = (),
 ) -> Geometry:
-    """Return a geometry of one cluster per row, as large as all clusters can run concurrently.
+    """Return a geometry of one cluster per row, the largest of which all can run concurrently.
 
     room: bytes of shared memory that a block can have. A block of a cluster keeps its part of the
     row in shared memory, and the columns of its first pass if they fit, too. clusters: whether the

@@ -84,7 +84,7 @@ class Pass(ABC):
         """Compute a product with the kernels of this pass."""
 
     def operand(self, name: str, x: Value, to: To) -> Value:
-        """Convert the residual stream x to the format of products that read x without a norm."""
+        """Convert the residual stream x to the input format of products that do not norm it."""
         return x
 
     def add_norm(self, name: str, x: Value, y: Value, gamma: str) -> Value:

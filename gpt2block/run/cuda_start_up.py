@@ -24,7 +24,7 @@ from gpt2block.run.guessing import ROWS
 from gpt2block.run.model import Ids
 from gpt2block.run.recorder import rounded_up
 
-PROMPTS = 16, 256  # least and most tokens per prompt in the prefills that are recorded at start
+PROMPTS = 16, 256  # least and most tokens per prompt of prefills that start_up prepares
 TOGETHER = 4  # most prompts in a prefill that is recorded at start
 NOBODY: Ids = np.empty(0, np.int32)
 Kind = tuple[int, int, bool, int]  # a prefill's rows, longest, continued, number of prompts

@@ -30,7 +30,7 @@ HEAD_SECONDS = 20  # time limit for the headers of a connection's next request
 # Longest wait of the thread that runs decoding steps for the GIL (sys.setswitchinterval). Python's
 # default of 5 ms is longer than a step.
 SWITCH_SECONDS = 5e-4
-# New objects before a garbage collection; a few requests create Python's default, 700 or 2,000.
+# New objects before a garbage collection; a few requests create more than Python's default.
 YOUNG_OBJECTS = 20_000
 
 

@@ -97,7 +97,7 @@ class Play:
         self._one = Workers(1)
 
     def routes(self, behind_key: MakeRoute) -> list[Route]:
-        """Return the routes. The page, and `explain` pages at secret URLs, need no API key."""
+        """Return the routes. The server's page and secret `explain` URLs need no API key."""
         return [
             Route("/", self.page),
             behind_key("/play/model", self.about),
@@ -167,7 +167,7 @@ class Play:
         return JSONResponse({"path": f"play/explain/{ticket}"})
 
     async def explained(self, request: Request) -> Response:
-        """Return a generated `explain` page without an API key, which a frame cannot send."""
+        """Return an `explain` page. The request needs no API key, as a frame cannot send one."""
         ticket = request.path_params["ticket"]
         html = next((each[ticket] for each in self._pages.values() if ticket in each), None)
         if html is None:

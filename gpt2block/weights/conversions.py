@@ -104,7 +104,7 @@ def _alignment(*arrays: CudaArray | None) -> int:
 
 
 def _width(itemsize: int, row: int, alignment: int) -> int:
-    """Return elements per load: a power of two that divides row and alignment, up to 16 bytes."""
+    """Return the most elements per load, up to 16 bytes, that divide rows and their alignment."""
     width = 16 // itemsize
     while row % width or alignment % width:
         width //= 2

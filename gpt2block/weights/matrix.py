@@ -149,7 +149,7 @@ class WeightMatrix(Composite):
 
     @property
     def table(self) -> Any:
-        """The array of rows (N, K) for lookups table[ids]."""
+        """The array (N, K) whose rows lookups table[ids] read."""
         return self.data
 
     @property

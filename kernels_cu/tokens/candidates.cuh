@@ -4,8 +4,8 @@
 // The blocks of a cluster share a row of logits; each block has a part of its columns. Candidates for the smallest l
 // kept are found by histograms of (max l - l) / temperature, a quantity that spreads tokens evenly over the bins:
 //
-//   top-k   for k <= 64, tokens whose l is at least the k-th largest of the two largest l of each warp; for larger k,
-//           tokens in or above the bin of the k-th largest of the threads' maxima
+//   top-k   for k <= 64, each warp finds its two largest l; candidates have at least the k-th largest l found. For
+//           larger k, candidates are in or above the bin of the k-th largest of the threads' maxima
 //   top-p   tokens in the bin at which the running sum of masses reaches the fraction p of all masses
 //
 // If there is at most one candidate per thread, every block sorts all candidates. Otherwise the search continues digit
@@ -116,7 +116,7 @@ struct Row {
     }
 };
 
-// Calls f(l), with l of LATER columns at a time, for columns first, first + step, ... of this block's part. l is -inf
+// Calls f(l), l being the logits of LATER columns, for columns first, first + step, ... of this block. l is -inf
 // for columns from `end` on.
 template <typename F>
 __device__ __forceinline__ void visit(const Row& row, int first, int end, int step, F f) {

@@ -8,13 +8,13 @@
 //   k, v (B, n_ctx, NKV HS) of type KV: each head of k and v serves NH / NKV neighbouring heads of q
 //
 //   attention_cached: attention_forward_online (learn/attention/online.cu) over packed rows of several sequences; a
-//       query's bits depend on its own sequence only. q and out are float for every KV
+//       result's bits depend on its own sequence only. q and out are float for every KV
 //   attention_cached_narrow: attention_cached with q and out in 16 bits. Their type is T, the input type of
 //       tensor-core products; arithmetic is float
 //
 //   sequence b: queries cu_seqlens[b]..cu_seqlens[b + 1] - 1, at positions start[b], start[b] + 1, ...; possibly none
 //
-// lib/attention/online.cuh contains the algorithm; this file supplies the addresses of rows. A query's bits depend
+// lib/attention/online.cuh contains the algorithm; this file supplies the addresses of rows. A result's bits depend
 // neither on later rows of its sequence nor on how the sequence was divided into calls.
 //
 // A sequence that would exceed row N or position n_ctx is truncated: nothing outside the arrays is read or written.

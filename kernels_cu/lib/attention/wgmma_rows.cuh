@@ -25,7 +25,7 @@
 constexpr int KEYS = 128, GROUP_QUERIES = 64, GROUPS = 2, GROUP = 128, CONSUMERS = GROUPS * GROUP;
 constexpr int THREADS = CONSUMERS + GROUP, COPIER = CONSUMERS / 32;  // COPIER: index of the copying warp
 constexpr int ROW_BYTES = 2 * SIZE, SLOT = KEYS * ROW_BYTES;
-constexpr int LINE = 128, BOX = KEYS * LINE, BOXES = SIZE / 64;  // LINE, BOX: bytes of a row of a TMA box, of a box
+constexpr int LINE = 128, BOX = KEYS * LINE, BOXES = SIZE / 64;  // LINE: bytes per row of a BOX-byte TMA box
 constexpr int SLOTS = ATT_SLOTS / RINGS;                         // slots per ring
 constexpr int SHARERS = RINGS == 1 ? CONSUMERS : GROUP;          // threads that read a ring
 constexpr bool WIDENS = sizeof(KV) < sizeof(T);                  // true: K and V are FP8, loaded by all copying warps

@@ -104,7 +104,7 @@ struct Blocks {
     }
 
     // Requests the copy of unit `unit` into the slot that begins `slot` bytes after the start of the ring, and advances
-    // `from` to the next unit. half: index of the unit in its GGUF tile.
+    // `from` to the next unit. half: 0 or 1, the index of this unit of 128 inputs in its tile of GGUF blocks.
     __device__ __forceinline__ void fetch(int slot, int unit, int half, Cursor& from) const {
         if (SHORT && unit * order::UNIT >= K) return;
         W* const to = ring + slot + to_low;

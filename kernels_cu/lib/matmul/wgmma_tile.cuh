@@ -52,7 +52,7 @@ __device__ __forceinline__ void multiply_tile(Sums& sums, const char* ring, Barr
 // order, for the columns that this block finishes. received: shared memory for the sums from other blocks.
 __device__ __forceinline__ void combine(const Sums& sums, Finals& finals, char* received, Barrier& arrived,
                                         const Group& group, int rank) {
-    constexpr int FOURS = PART_N / 8;  // vectors of four sums that a thread sends, per block and 64 rows
+    constexpr int FOURS = PART_N / 8;  // vectors of four sums that a thread sends to a block, per 64 rows
     const auto place = [&](int from, int to, int m, int i) {
         const int other = from - (from > to), four = ((other * CONSUMERS + group.index) * BLOCKS_M + m) * FOURS + i;
         return reinterpret_cast<float*>(received) + 4 * (four * GROUP + group.thread);
