@@ -33,7 +33,7 @@ FUSED_WIDTH = 16384  # most channels per row in the kernel layernorm_narrow
 
 
 class BaseBlock:
-    """Base class of transformer blocks: weights, and an engine that computes on one device.
+    """Base class of transformer blocks: weights, and an object that runs steps on one device.
 
     Copying or unpickling a block constructs a new block from the same arguments.
     """
@@ -56,7 +56,7 @@ class BaseBlock:
         check_choice("kernels", kernels, KERNELS)
 
     def _start(self, spec: BlockSpec, device: str | None, index: int | None, graph: bool) -> None:
-        """Create the engine. index: CUDA device index; None for the CPU."""
+        """Create the object that runs the steps. index: CUDA device index; None for the CPU."""
         self.spec, self._device, self._graph = spec, device, graph
         tensors = self._tensors(self.weights)
         if index is None:
@@ -202,7 +202,7 @@ def resolve_device(device: str | None) -> int | None:
 
 
 def reads_blocks(device: str | None) -> bool:
-    """Return whether `device` is a GPU that supports GGUF weights. Raises as `resolve_device`."""
+    """Return whether `device` is a GPU that supports GGUF weights. Errors: as `resolve_device`."""
     index = resolve_device(device)
     return index is not None and _capability(index) >= MMA_CAPABILITY
 

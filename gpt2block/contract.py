@@ -124,7 +124,7 @@ class Contract(NamedTuple):
 
 
 def check_shapes(given: Iterable[tuple[Entry, tuple[int, ...]]], sizes: Sizes) -> None:
-    """Raise InputError unless shapes fit the entries; add sizes of new axis letters to `sizes`."""
+    """Raise InputError unless shapes fit the contract; add sizes of new axis letters to `sizes`."""
     for entry, shape in given:
         if not entry.fits(shape, sizes):
             raise InputError(f"{entry.name}: expected shape {entry.expected(sizes)}, got {shape}")

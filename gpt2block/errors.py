@@ -74,7 +74,7 @@ class PrintableError(Exception):
         super().__init__(self.message())
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle the parts, so that another process also gets the Arguments."""
+        """Pickle the message's parts, so that another process also gets its Arguments."""
         return type(self), tuple(self.parts)
 
     def message(self, spelled: Callable[[Argument], str] = str) -> str:

@@ -808,7 +808,7 @@ def linear_rope(
     position: NDArray[np.integer[Any]],
     n_head: int,
 ) -> Array:
-    """Compute `rope_append` of x · w + bias, with half-split pairs, from cosines and sines `by`.
+    """Compute `rope_append` of x · w + bias, with half-split pairs; `by`: cosines and sines.
 
     x (M, C), w (C, Q + 2 KV), bias (Q + 2 KV,), by (M, D / 2, 2), a result of `rotations`, k, v
     (B, n_ctx, KV), row, position (M,) → q (M, Q).
@@ -945,7 +945,7 @@ def gated_sums(
     eps: float = 1e-6,
     gelu: bool = False,
 ) -> Array:
-    """Split h = silu(n w_gate) (n w_up), n = rmsnorm(x); multiply each part by rows of w_down.
+    """Multiply column ranges of h = silu(n w_gate) (n w_up), n = rmsnorm(x), by rows of w_down.
 
     x (M, C), gamma (C,), w_gate, w_up (C, H), w_down (H, C) → (splits, M, C). gelu: use GELU
     instead of SiLU. Scales of FP8 weights w_down are not applied here, but to the sum of the

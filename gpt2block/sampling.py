@@ -238,7 +238,7 @@ def choose(
     seen: NDArray[np.uint8] | None = None,
     counts: NDArray[np.int32] | None = None,
 ) -> Choice:
-    """Sample the next token of a row.
+    """Sample the next token of a row (a continuation of a prompt).
 
     logits: (V,). seen: (V,), nonzero for tokens already in the text. counts: (V,), how often each
     token was drawn. step: number of tokens that the row has drawn so far. +inf is treated as the
@@ -427,7 +427,7 @@ def rows_of(sampling: Sampling | Sequence[Sampling] | None, B: int) -> list[Samp
 
 
 def parameters(rows: Sequence[Sampling]) -> dict[str, NDArray[Any]]:
-    """Return the kernel's arguments as arrays (B,) by field name; seeds are int64 bits."""
+    """Return the kernel's arguments as arrays (B,) by field name; a seed's bits are int64."""
     dtypes = {
         "temperature": np.float32,
         "top_p": np.float32,

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from gpt2block.config import ModelConfig
 
-Value = Any  # the result of a step, whose type depends on the engine
+Value = Any  # the result of a step, whose type differs between NumPy and CUDA
 To = tuple[str, ...]
 RowNorms = Callable[[str, str], NDArray[Any]]
 
@@ -29,7 +29,7 @@ class CheckpointLayout(NamedTuple):
 
 
 class Architecture(Protocol):
-    """An architecture's module; a pass `o` calls the functions attention, feed_forward and final.
+    """Interface of an architecture's module: names of tensors, and functions that compute a model.
 
     NAMES: gpt2block's names of a weight and its bias → the module's name in `transformers` and in
     GGUF; {} stands for q, k and v, whose rows gpt2block has in one tensor. FILES: the layout in
@@ -45,8 +45,8 @@ class Architecture(Protocol):
     NORM: str  # the name of the architecture's norms in messages
     QKV: str  # the step whose result is the rows [Q | K | V] that attention reads
     TENSOR_HEADS: tuple[int, ...]  # head sizes for which a prefill can use tensor cores
-    # Names of a product, of an activation that can leave float16's range, and of a later product:
-    # with FP8 weights, the first divides by a factor, the last multiplies by it. (): no such steps.
+    # Names of three steps: product, activation, product. With FP8 weights, the first may use w / s
+    # and the last w · s, to keep the activation in float16's range; () if this is not possible.
     DIVIDED: tuple[str, ...]
 
     def constants(self, config: Any, vectors: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,13 +65,13 @@ class Architecture(Protocol):
         """
 
     def stream_bounds(self, config: Any, largest: Mapping[str, float]) -> Iterator[float]:
-        """Yield upper bounds, for any input, of x after the embedding and after each block."""
+        """Yield the residual stream's upper bounds, for any input: after embedding, each block."""
 
     def attention(self, o: Any, h: str, x: Value) -> Value:
         """Compute the first half of a block: attention, before the output projection."""
 
     def feed_forward(self, o: Any, h: str, x: Value, y: Value) -> Value:
-        """Return x + the projection of y + the feed-forward's result. y: result of `attention`."""
+        """Compute a block's output from its input x and from y, the result of `attention`."""
 
     def final(self, o: Any, x: Value, to: To = ()) -> Value:
         """Return the final norm of x, from which the logits are computed."""

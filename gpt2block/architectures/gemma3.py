@@ -1,4 +1,4 @@
-"""Gemma 3's text models: Llama's block with four norms; five of six layers have a window.
+"""Gemma 3's text models: Llama's block with four norms; 5 of 6 layers have an attention window.
 
 Norms also follow both halves of a block, before the residual additions, and each head of q and k
 has a norm. Files of `transformers` store norm weights as w, GGUF files as the factors 1 + w. RoPE
@@ -94,7 +94,7 @@ class Gemma3Config(WindowedConfig):
 
     @property
     def scales(self) -> Scales:
-        """Return the scalars of a forward pass."""
+        """Return the scalar factors and limits of a forward pass."""
         root = float(np.asarray(math.sqrt(self.n_embd)).astype(FLOATS[self.embedding_dtype]))
         return Scales(self.eps, root, self.scalar**-0.5, cap=self.logits_cap)
 
@@ -225,7 +225,7 @@ def stream_bounds(config: Gemma3Config, largest: Mapping[str, float]) -> Iterato
 def operand_bounds(
     config: Gemma3Config, largest: Mapping[str, float], norms: RowNorms
 ) -> dict[str, float]:
-    """Bound operands as Qwen3 does; for rows W, norm weights 1 + w: |W (1+w)| <= |W| + |W w|."""
+    """Bound operands as Qwen3 does. A matrix row W and norm weights w: |W (1+w)| <= |W| + |W w|."""
     wide = {
         name: value + name.rpartition(".")[2].startswith("gamma") for name, value in largest.items()
     }

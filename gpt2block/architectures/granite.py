@@ -1,4 +1,4 @@
-"""Granite 3: Llama's block with four scalar multipliers, which need no additional steps.
+"""Granite 3: Llama's block with four scalar multipliers, applied without additional kernels.
 
 The model multiplies the results of attention and of the feed-forward by residual_multiplier m
 before it adds them to the residual stream x. A pass computes x / m instead of x, so that the sums
@@ -54,7 +54,7 @@ class GraniteConfig(LlamaConfig):
 
     @property
     def scales(self) -> Scales:
-        """Return the scalars of a forward pass."""
+        """Return the scalar factors and limits of a forward pass."""
         m = self.residual_multiplier
         embedding = self.embedding_multiplier / m
         return Scales(self.eps / m**2, embedding, self.attention_multiplier, m)
@@ -76,14 +76,14 @@ def constants(config: GraniteConfig, vectors: Mapping[str, Any]) -> dict[str, An
 
 
 def final(o: Any, x: Value, to: To = ()) -> Value:
-    """Return the final norm of x, divided by logits_scaling if products (`to`) read the result."""
+    """Return the final norm of x; divided by logits_scaling if `to` names products that read it."""
     return o.norm("rms_f", x, "gamma_logits" if to else "gamma_f", to=to)
 
 
 def operand_bounds(
     config: GraniteConfig, largest: Mapping[str, float], norms: RowNorms
 ) -> dict[str, float]:
-    """Bound operands as Llama does, with the larger of norm weights gamma_f and gamma_logits."""
+    """Bound operands as Llama does; "rms_f" is the larger bound with gamma_f or gamma_logits."""
     bounds = llama.operand_bounds(config, largest, norms)
     return bounds | {"rms_f": bounds["rms_f"] * max(1.0, 1 / config.logits_scaling)}
 

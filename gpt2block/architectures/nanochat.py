@@ -54,7 +54,7 @@ class NanoChatConfig(LlamaConfig):
 
     @property
     def scales(self) -> Scales:
-        """Return the scalars of a forward pass."""
+        """Return the scalar factors and limits of a forward pass."""
         return Scales(self.eps, cap=self.logits_cap)
 
     @property
@@ -78,7 +78,7 @@ class NanoChatConfig(LlamaConfig):
         return {**kept, "w_fc": (C, FF), "w_proj": (FF, C)}
 
     def outer_shapes(self) -> tuple[Shapes, Shapes]:
-        """Return {name: shape} of the tensors before the blocks, and of the tensors after."""
+        """Return {name: shape} of the tensors before and after the blocks."""
         return super().outer_shapes()[0], {}
 
     def to_hugging_face(self) -> dict[str, Any]:

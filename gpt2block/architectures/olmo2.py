@@ -1,4 +1,4 @@
-"""OLMo 2: Llama's block with norms on the outputs of its halves, and none on their inputs.
+"""OLMo 2: Llama's block with norms of the outputs of attention and FFN, not of their inputs.
 
 Products read the residual stream itself. All heads of q share one norm before RoPE; so do k's.
 Source: OLMo Team, "2 OLMo 2 Furious" (2024), and Olmo2 in `transformers`.
@@ -71,7 +71,7 @@ NORM, QKV, TENSOR_HEADS, DIVIDED = llama.NORM, llama.QKV, llama.TENSOR_HEADS, ll
 
 
 def _halves(config: Olmo2Config, largest: Mapping[str, float]) -> Iterator[float]:
-    """Yield upper bounds of the residual stream before each half of each block, and at the end.
+    """Yield upper bounds of the residual stream before each half of a block, and after the last.
 
     An RMSNorm's C values are at most sqrt(C) before γ, and so is their Euclidean norm.
     """

@@ -60,12 +60,12 @@ class Phi3Config(WindowedConfig):
 
     @property
     def head_order(self) -> tuple[int, ...]:
-        """Return each channel's index in a q or k head of a file; () if the orders are equal."""
+        """For each channel of a head of q and k, its index in a file; () if orders are equal."""
         turned, D = 2 * -(-self.rotary // 2), self.head_size
         if turned == D:
             return ()
         pairs, rest = turned // 2, (D - turned) // 2
-        halves = ((0, turned), (pairs, turned + rest))  # first rotated, first other channel
+        halves = ((0, turned), (pairs, turned + rest))  # of each half: first rotated, first other
         return tuple(c for a, b in halves for c in (*range(a, a + pairs), *range(b, b + rest)))
 
     @classmethod

@@ -18,7 +18,7 @@ from gpt2block.config.llama import LlamaConfig
 
 
 class QwenConfig(LlamaConfig):
-    """Base class of Qwen2.5's and Qwen3's sizes; key use_sliding_window disables the window."""
+    """Base class of Qwen2.5's and Qwen3's configs; use_sliding_window false disables the window."""
 
     HONOURED: ClassVar[tuple[str, ...]] = ("sliding_window",)
 

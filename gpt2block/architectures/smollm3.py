@@ -55,7 +55,7 @@ class SmolLM3Config(LlamaConfig):
 
     @classmethod
     def _fields_in(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Convert a config.json to config fields; no_rope_layers has 1 for layers with RoPE."""
+        """Convert a config.json to config fields. In no_rope_layers, 1 means a layer with RoPE."""
         fields, given = super()._fields_in(config), config.get("no_rope_layers")
         if given is None:
             key = "no_rope_layer_interval"

@@ -168,7 +168,7 @@ class Conversation:
     def _run(
         self, messages: Sequence[Message], template: dict[str, Any], options: dict[str, Any]
     ) -> Run:
-        """Return the Run that generates an answer; reuse the last answer's batch if it fits.
+        """Return the Run that generates an answer, in the last answer's KV cache if it has room.
 
         template: arguments of `ChatTemplate.ids`.
         """

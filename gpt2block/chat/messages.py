@@ -48,7 +48,7 @@ def checked(messages: Any) -> None:
 def normalized(
     messages: Any, names: TemplateNames, arguments_as_objects: bool = True
 ) -> list[dict[str, Any]]:
-    """Return `messages` in the form that a chat template with the names `names` reads.
+    """Return `messages` in the form that a chat template whose source has these `names` reads.
 
     Null fields, and empty fields in ABSENT_IF_EMPTY, are removed. The content becomes one text,
     joined from its parts; a missing content of the assistant becomes "". Arguments of tool calls

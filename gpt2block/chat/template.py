@@ -103,7 +103,7 @@ class ChatTemplate:
     def placed(
         self, messages: Sequence[Message], *more: Any, **variables: Any
     ) -> tuple[str, Spans]:
-        """Return the text of `render`, and its ranges that come from messages and variables."""
+        """Return the text of `render`, and the text's ranges copied from messages and variables."""
         found = self._rendered(True, messages, *more, **variables)
         return found["text"], found["places"]
 
@@ -151,7 +151,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **variables: Any,
     ) -> dict[str, Any]:
-        """Return {"text": …}; with `places`, also the text's ranges from messages or variables."""
+        """Return {"text": …}; with `places`, also the ranges copied from messages or variables."""
         self.check_variables(variables)
         continues, prompt = continue_final_message, add_generation_prompt
         if check_flag("continue_final_message", continues) and prompt:
@@ -176,7 +176,7 @@ class ChatTemplate:
     def _answer(
         self, messages: list[Any], given: dict[str, Any], names: list[str], continues: bool
     ) -> dict[str, Any]:
-        """Render messages in the worker process. `names`: variables whose text is located."""
+        """Render messages in the worker process. `names`: variables to find in the text."""
         content, mark = messages[-1]["content"], token_hex(8)
         if continues:  # if the space after `mark` is lost, the template strips the content
             messages = [*messages[:-1], {**messages[-1], "content": f"{content}{mark} "}]
@@ -217,7 +217,7 @@ class ChatTemplate:
     def _ask(
         self, line: str, about: str, until: float, kind: type[Exception] = InputError
     ) -> dict[str, Any]:
-        """Send a line to the worker process, return the answer. `until`: deadline, monotonic()."""
+        """Send a line to the worker process; return its answer. `until`: time.monotonic() limit."""
         worker = self._worker
         assert worker is not None
         assert worker.stdin is not None
@@ -267,7 +267,7 @@ class ChatTemplate:
 
 
 def _ended_at(found: dict[str, Any], content: str, mark: str) -> dict[str, Any]:
-    """Cut a rendering at `mark`, which follows the last message's content, like transformers."""
+    """Cut off a rendering, as transformers does, at `mark`, which follows the last content."""
     text = found["text"]
     if text.count(mark) != 1 or content.strip() not in text:
         raise InputError(

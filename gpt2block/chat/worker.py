@@ -115,7 +115,7 @@ class MarkedText(str):
         return MarkedText(str.join(new, self._pieces(pieces, len(old))))
 
     def _pieces(self, found: Any, gap: int) -> Any:
-        """Find strings in this text, in order, `gap` or more characters apart; return slices."""
+        """Find strings in this text, in order, `gap` or more characters apart; return these."""
         whole, at, pieces = plain(self), 0, []
         for piece in [found] if isinstance(found, str) else found:
             start = whole.find(piece, at)
@@ -169,7 +169,7 @@ class Following(CodeGenerator):
 
 
 def _followed_filter(do: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a filter of jinja2: with marks as input, it returns the same values as without."""
+    """Wrap a jinja2 filter so that, apart from marks, its result is as for unmarked input."""
 
     @wraps(do)
     def filtered(*args: Any, **options: Any) -> Any:
@@ -204,7 +204,7 @@ def to_json(
 
 
 def environment(follows: bool = False) -> jinja2.Environment:
-    """Return a jinja2 environment like transformers'. `follows`: make strings `MarkedText`."""
+    """Return a jinja2 environment like transformers'. `follows`: use `MarkedText`."""
     made = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
     )

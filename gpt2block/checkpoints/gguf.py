@@ -83,7 +83,7 @@ def read_model(file: Path) -> tuple[ModelConfig, dict[str, Stored]]:
 
 
 def differences(config: ModelConfig, name: str) -> tuple[int, float]:
-    """Return (number of heads whose rows GGUF reorders for RoPE, constant that GGUF adds or 0)."""
+    """Return (number of heads of a tensor that GGUF reorders for RoPE, constant that it adds)."""
     heads = 0
     if architecture_of(config).GGUF_ROPE_INTERLEAVED:
         n_kv_head = config.kv_width // config.head_size

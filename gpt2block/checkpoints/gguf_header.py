@@ -118,7 +118,7 @@ class _Bytes:
         return self.raw().decode()
 
     def raw(self) -> bytes:
-        """Read the bytes of a string, which follow their length."""
+        """Read the length of a string, then return the string's bytes."""
         return self.take(self.count())
 
     @property

@@ -226,7 +226,7 @@ def _scaling(config: ModelConfig) -> tuple[dict[str, Any], dict[str, NDArray[np.
 
 
 def _as_in_file(config: ModelConfig, name: str, rows: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Apply GGUF's differences to a tensor's rows: RoPE's row order, a constant added to norms."""
+    """Convert a tensor's rows to GGUF: reorder them for RoPE, or add GGUF's constant to norms."""
     heads, added = gguf.differences(config, name)
     if heads:
         halves = rows.reshape(heads, 2, len(rows) // heads // 2, *rows.shape[1:])
@@ -289,7 +289,7 @@ def _described(
     tokens = range(config.vocab_size)  # config.json may name end tokens outside the vocabulary
     ends = [*dict.fromkeys(id_ for id_ in (*named, *config.eos_token_ids) if id_ in tokens)]
     by_text = end_tokens(found, config.vocab_size)
-    ends[1:] = sorted(ends[1:], key=by_text.__contains__)  # first ids not recognized by their text
+    ends[1:] = sorted(ends[1:], key=by_text.__contains__)  # ids recognized by their text go last
     found |= zip(_ENDS, ends, strict=False)
     lost = [id_ for id_ in ends[len(_ENDS) :] if id_ not in by_text]
     if lost:

@@ -57,7 +57,7 @@ _PUNCTUATION = {"type": "Punctuation", "behavior": "Contiguous"}
 
 
 def _splits(*expressions: str) -> list[Mapping[str, Any]]:
-    """Return pre-tokenizer steps: one split for each expression, then conversion to bytes."""
+    """Return pre-tokenizer steps: a split for each regular expression, then bytes."""
     flags = {"behavior": "Isolated", "invert": False}
     return [
         *({"type": "Split", "pattern": {"Regex": each}, **flags} for each in expressions),
@@ -103,7 +103,7 @@ def files_of(file: Path) -> dict[str, Any]:
 
 
 def as_files(file: Path) -> dict[str, bytes]:
-    """Return tokenizer files for a Hugging Face folder, as bytes by name; {} without a tokenizer.
+    """Return tokenizer files for a Hugging Face folder, as bytes by name; {} if there is none.
 
     Raises CheckpointError as `files_of` does.
     """
@@ -253,7 +253,7 @@ def _sentence_piece(
         )
     added = (token for token, kind in zip(tokens, kinds, strict=True) if kind == USER_DEFINED)
     spaced = next((token for token in added if _SPACE in token and not _is_run(token)), None)
-    if spaced is not None:  # text never matches it: spaces become ▁ after added tokens are matched
+    if spaced is not None:  # never in a text: spaces become ▁ after added tokens are matched
         raise _unsupported("token_type", spaced)
     prefix = _flag(found, "add_space_prefix", True)
     prepend = {"type": "Prepend", "prepend": _SPACE}
@@ -279,7 +279,7 @@ def _is_run(token: str) -> bool:
 def _merges(
     tokens: Sequence[str], kinds: Sequence[int], scores: Sequence[float]
 ) -> list[tuple[str, str]]:
-    """Return all pairs of tokens whose concatenation is a token, by this token's score, best first.
+    """Return pairs of tokens whose concatenation is a token, in descending order of its score.
 
     The left part of user-defined runs of spaces is as long as possible.
     """

@@ -89,7 +89,7 @@ class Encoded(Stored):
                 piece[...] = values - self.added if self.added else values
 
     def read_blocks(self) -> NDArray[np.uint8]:
-        """Return the rows' encoded bytes, (N, bytes per row), with heads in the model's row order.
+        """Return the rows' encoded bytes, (N, bytes per row), each head's in the model's order.
 
         Raises CheckpointError.
         """
@@ -125,7 +125,7 @@ class Encoded(Stored):
 
 
 def kept(tensor: Stored) -> list[tuple[str, Encoded]]:
-    """Return (GGUF type, part) for each part of a matrix; [] if kernels cannot read its blocks."""
+    """Return (GGUF type, tensor) for tensors joined in a matrix; [] if kernels cannot read one."""
     pieces = [piece for piece in tensor.pieces if isinstance(piece, Encoded)]
     if len(pieces) != len(tensor.pieces) or tensor.layout != "NK" or tensor.head_order:
         return []

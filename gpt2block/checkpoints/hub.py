@@ -131,7 +131,7 @@ def _ask(repo: str, revision: str | None) -> None:
 
 
 def _weights(repo: str, revision: str | None, cached: bool) -> Path:
-    """Get the configs and the weights file, or the index of shards, and return the latter's path.
+    """Get the configs and a file: the weights or the index of shards. Return this file's path.
 
     Raises _MissingError, and errors of huggingface_hub.
     """

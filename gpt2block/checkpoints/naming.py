@@ -86,7 +86,7 @@ class Naming:
         return found
 
     def first_of(self, ours: str) -> str:
-        """Return the first of the names, `ours` included, whose tensors a file joins into one."""
+        """Return the first name in the group of tensors with `ours` that a file joins into one."""
         h, dot, kind = ours.rpartition(".")
         return h + dot + next(k for k, names in self.names.items() if names == self.names[kind])
 

@@ -109,7 +109,7 @@ def check_source(weights: TensorSource) -> None:
 
 
 def warn_of_factor(path: Path, config: Any, program: str, dtype: str) -> None:
-    """Warn if `program`, which rounds the factor of embeddings to `dtype`, changes the factor."""
+    """Warn if rounding to `dtype`, as the software `program` does, changes the embedding factor."""
     if getattr(config, "embedding_dtype", dtype) == dtype:
         return
     cast = replace(config, embedding_dtype=dtype)
@@ -157,7 +157,7 @@ def tokenizer_of(weights: TensorSource, given: str | Path | Checkpoint | None) -
 
 
 def _generation_config_of(*given: Any) -> dict[str, bytes]:
-    """Return {file name: content} for the first Checkpoint's generation_config.json, or {}."""
+    """Return {file name: content} of generation_config.json of the first Checkpoint, or {}."""
     source = next((each for each in given if isinstance(each, Checkpoint)), None)
     if source is None or not source.generation_config():
         return {}

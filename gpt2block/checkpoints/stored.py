@@ -68,7 +68,7 @@ class Stored:
 
     @property
     def pieces(self) -> tuple[Stored, ...]:
-        """The tensor's parts, or only the tensor itself if it has no parts."""
+        """The stored tensors joined into this tensor, or only this tensor if none are joined."""
         return self.parts or (self,)
 
     def read(self) -> NDArray[Any]:
@@ -103,7 +103,7 @@ class Stored:
         return replace(self, offset=offset, shape=(end - begin, *self.shape[1:]))
 
     def numbers(self, begin: int, end: int) -> NDArray[Any]:
-        """Read numbers `begin` to `end` - 1 of the flattened tensor, in the dtype of `read`."""
+        """Read numbers `begin` to `end` - 1 of the flattened tensor, in the dtype of `read()`."""
         offset = None if self.offset is None else self.offset + begin * itemsize(self.dtype)
         return replace(self, offset=offset, shape=(end - begin,)).read()
 

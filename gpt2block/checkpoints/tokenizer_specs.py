@@ -57,7 +57,7 @@ def _in_settings(settings: Mapping[str, Any]) -> dict[str, tuple[int, Any]]:
 
 
 def _special_tokens(found: Mapping[str, tuple[int, Any]]) -> list[dict[str, Any]]:
-    """Return tokenizer.json's entries of special tokens, sorted by id. Raises for other tokens."""
+    """Return entries for tokenizer.json, by id. Raises ValueError if a token is not special."""
     for token, (_, special) in found.items():
         if not special:
             raise ValueError(f"{token!r} is an added token that is not special, and not in "

@@ -127,7 +127,7 @@ def _set_up_streams() -> None:
 
 
 def _open_null_if_closed(descriptor: int, mode: int) -> None:
-    """Open the null device as `descriptor` if it is closed, before a file gets the number."""
+    """Open the null device as `descriptor` if it is closed, before another file gets it."""
     try:
         os.fstat(descriptor)
     except OSError:

@@ -171,7 +171,7 @@ def _figures(row: BenchRow) -> tuple[str, ...]:
 
 
 def _times_ours(row: BenchRow, rows: list[BenchRow]) -> str:
-    """Return the row's time / gpt2block's first time; "" if either kernel's result is wrong."""
+    """Return time of `row` / time of gpt2block's first row; "" if either result is wrong."""
     ours = [r for r in rows if (r.work, r.dtype) == (row.work, row.dtype) and not r.peer]
     if not ours or not ours[0].right or not row.right:
         return ""

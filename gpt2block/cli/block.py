@@ -166,7 +166,7 @@ def _facts(options: BlockOptions, block: Block) -> dict[str, Any]:
 
 
 def _rows(tokens: list[int], seq_len: int | None, batch: int) -> NDArray[np.int64]:
-    """Return ids (T,) for one row, or (B, T): row b has T tokens from token b of the text on."""
+    """Return token ids (batch, T), or (T,) for batch 1; row b begins at token b of the text."""
     T = len(tokens) if seq_len is None else seq_len
     _shape(batch, T, 1)
     if len(tokens) < T:

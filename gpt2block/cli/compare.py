@@ -83,7 +83,7 @@ def _parts(steps: Sequence[Comparison], n_layer: int) -> list[tuple[str, list[Co
 
 
 def _worst(rows: Sequence[Comparison]) -> Comparison:
-    """Return the step whose relative error, when run alone, is largest; NaN counts as largest."""
+    """Return the step with the largest relative error of a step run alone; NaN is the largest."""
     return max(rows, key=lambda row: (row.max_rel != row.max_rel, row.max_rel))
 
 

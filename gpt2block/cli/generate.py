@@ -126,7 +126,7 @@ class Stopwatch:
     tokens: int = 0
 
     def tick(self, row: Row) -> None:
-        """Count a new token of `row`, and record its time."""
+        """Count a new token of the continuation `row`, and record its time."""
         self.last = perf_counter()
         self.first = self.first or self.last
         if self.at_first == self.tokens and len(row.tokens) == 1:
@@ -140,7 +140,7 @@ class Stopwatch:
 
     @property
     def rate(self) -> float | None:
-        """Tokens per second after the first step."""
+        """Tokens per second after the first step, which generates one token per row (sample)."""
         if self.first is None or self.tokens <= self.at_first:
             return None
         return (self.tokens - self.at_first) / (self.last - self.first)
@@ -167,7 +167,7 @@ def _follow(run: Run, clock: Stopwatch, writer: Writer | None) -> bool:
 
 
 def _summary(loaded: Model[Any], seed: int, run: Run, clock: Stopwatch) -> str:
-    """Return one line: model, device, number of tokens, speed, seed and the rows' end reasons."""
+    """Return one line: model, device, tokens, speed, seed, and why each continuation ended."""
     rate = f", {clock.rate:,.1f} tokens/s" if clock.rate else ""
     first = f", first after {clock.to_first:.2f} s" if clock.to_first else ""
     ends = ", ".join(dict.fromkeys(row.finish_reason or "interrupted" for row in run.rows))
@@ -180,7 +180,7 @@ def _summary(loaded: Model[Any], seed: int, run: Run, clock: Stopwatch) -> str:
 
 
 def _sample(row: Row, has_text: bool) -> dict[str, Any]:
-    """Return a row for JSON. finish_reason: None after Ctrl-C. text: None without tokenizer."""
+    """Return a sample for JSON. finish_reason: None after Ctrl-C. text: None without tokenizer."""
     return {
         "text": row.text if has_text else None,
         "tokens": row.tokens,

@@ -198,7 +198,7 @@ def draw_sweep(rows: list[Measurement], ceiling: Ceilings, device: str, file: Pa
 
 
 def _ceiling_of(row: Measurement, ceiling: Ceilings) -> tuple[float, str]:
-    """Return the hardware limit in the unit of `row`, and its label ("copy" or "cuBLAS …")."""
+    """Return the hardware limit in the unit of the result `row`; its label ("copy", "cuBLAS …")."""
     if row.unit == "GB/s":
         return ceiling.copy_gb_s, "copy"
     of_it = "float32" if row.dtype == "float32" else "float16"

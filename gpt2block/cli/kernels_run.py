@@ -60,7 +60,7 @@ class Request(NamedTuple):
 
     @property
     def needed(self) -> str:
-        """Names of the requested options that need a GPU; "" without such options."""
+        """Names of the requested options that need a GPU; "" if there are none."""
         return "--peer" if self.options.peer else "--sweep and --plot" if self.sweep else ""
 
 
@@ -94,7 +94,7 @@ def run(options: KernelsOptions, own: OwnOptions) -> bool:
 
 
 def _check_installed(operation: Operation, options: KernelsOptions) -> None:
-    """Raise one InputError that lists all packages, and a GPU, that --peer and --plot lack."""
+    """Raise one InputError that lists everything that --peer and --plot lack: packages, a GPU."""
     checks: list[Callable[[], object]] = [partial(check_peer, options.peer, operation.name)]
     if options.plot is not None:
         checks.append(partial(check_file, options.plot))
@@ -143,7 +143,7 @@ def _list(request: Request) -> None:
 
 
 def _small(request: Request) -> list[tuple[Sizes, Attrs]]:
-    """Return sizes for the emulator: the last two known; or the last, changed by --shape."""
+    """Return sizes to emulate: the last two of the operation, or the last one with --shape."""
     known, shape = request.operation.cases, request.options.shape
     if shape is None:
         return list(known[-SIZES_OF_A_VARIANT:])

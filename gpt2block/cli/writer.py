@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Writer:
-    """Write rows to stdout in order: the current row's text as it is generated, then the next row.
+    """Write rows (samples) to stdout, one after another; the current row's text as it is generated.
 
     ids: write token ids instead of text.
     """
@@ -26,7 +26,7 @@ class Writer:
         self._tail = "\n\n"  # the last two characters written
 
     def show(self, row: Row) -> None:
-        """Write the new text of `row` if `row` is the current row."""
+        """Write the new text of `row` if `row` is the sample that is being written."""
         if self._current < 0:
             self._start_next()
         if row is self._rows[self._current]:
@@ -49,7 +49,7 @@ class Writer:
                 self._write(f"{logprob:9.4f}  {piece!r}\n")
 
     def _start_next(self) -> Row:
-        """Write the heading, prompt and text of the next row, which becomes the current one."""
+        """Write the heading, prompt and text of the next row (sample), now the current row."""
         self._end_line("\n\n")
         self._current += 1
         row = self._rows[self._current]
@@ -63,7 +63,7 @@ class Writer:
         return row
 
     def _take(self, row: Row) -> str:
-        """Return the text, or the token ids, that a row has gained since the last call."""
+        """Return the text, or the token ids, generated for a row (sample) since the last call."""
         if not self._ids:
             return row.take()
         tokens, *_ = row.take_tokens()

@@ -137,7 +137,7 @@ class ModelConfig(ABC):
 
     @property
     def head_order(self) -> tuple[int, ...]:
-        """For each channel of a head of q and k, its index in checkpoints; () if all are equal."""
+        """For each channel of a head of q and k, its index in files; () if orders are equal."""
         return ()
 
     @property
@@ -153,7 +153,7 @@ class ModelConfig(ABC):
 
     @property
     def scales(self) -> Scales:
-        """The scalar parameters of a forward pass."""
+        """The scalar factors and limits of a forward pass."""
         return Scales(self.eps)
 
     @property
@@ -173,7 +173,7 @@ class ModelConfig(ABC):
 
     @property
     def short_context(self) -> int:
-        """Longest sequence (tokens) that uses RoPE's short-context frequencies; 0: no such set."""
+        """Longest sequence (tokens) that uses RoPE's short-context frequencies; 0 if none does."""
         return 0
 
     @property
@@ -202,7 +202,7 @@ class ModelConfig(ABC):
         return made
 
     def _neutral_for_sizes(self, config: Mapping[str, Any]) -> Settings:
-        """Return further entries for OF_OTHERS that depend on the sizes of the model."""
+        """Return entries for OF_OTHERS (checked config.json keys) that depend on the sizes."""
         scale = "attention divides by the square root of the head size"
         window = config.get("sliding_window")
         wide = (window,) if sees_all(window, self.n_ctx) else ()

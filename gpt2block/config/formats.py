@@ -29,7 +29,7 @@ def own_cache_dtype(dtype: str) -> str:
 
 
 def dtype_option(default: Any, text: str, values: tuple[str, ...] = DTYPES) -> Any:
-    """Return a dataclass field with a dtype value that is also a command-line option with help."""
+    """Return a dataclass field for a dtype, which is also a command-line option with this help."""
     return field(default=default, metadata={"help": text, "values": values})
 
 
@@ -74,7 +74,7 @@ class FormatOptions:
         return Formats(dtype, self.kv_dtype, self.allow_nonfinite)
 
     def identity(self) -> dict[str, Any]:
-        """Return the options for a job's manifest; newer options are omitted at their defaults."""
+        """Return the options for a job's manifest; newer options only if not the default."""
         found: dict[str, Any] = {"dtype": self.dtype, "kv_dtype": self.kv_dtype}
         found["activations"] = None  # a removed option, still present in manifests
         for each in fields(self):

@@ -270,7 +270,7 @@ class LlamaConfig(ModelConfig):
 
     @property
     def scales(self) -> Scales:
-        """The scalar parameters of a forward pass.
+        """The scalar factors and limits of a forward pass.
 
         YaRN multiplies all channels of q and k by one factor, and scores therefore by its square.
         """
@@ -283,7 +283,7 @@ class LlamaConfig(ModelConfig):
 
     @property
     def short_context(self) -> int:
-        """Longest sequence, in tokens, with RoPE's short-context frequencies; 0: there are none."""
+        """Longest sequence, in tokens, with RoPE's short-context frequencies; 0 if none has."""
         scaling = self.scaling
         if scaling is None or not scaling.long_factors or self.n_ctx <= scaling.original_context:
             return 0

@@ -313,7 +313,7 @@ def marks_of(text: str, spans: Spans) -> bytearray:
 
 
 def without_names(text: str, names: Iterable[str], marks: bytearray) -> str:
-    """Return the text; in each name that contains a marked character, one character is replaced.
+    """Return the text with one character replaced in each name that has a marked character.
 
     The length stays the same. The replacement is a private-use character; it replaces a marked
     character, if possible one that is not white space.
@@ -409,7 +409,7 @@ def as_array(given: Any, name: str) -> NDArray[Any]:
 
 
 def row_of_ids(given: Any, name: str, text: str = "") -> NDArray[Any]:
-    """Return `given` as integers (T,). `text`: kinds of input that an error also names."""
+    """Return `given` as integers (T,). `text`: other valid kinds of input, named in errors."""
     try:
         ids = as_array(given, name)
     except InputError:

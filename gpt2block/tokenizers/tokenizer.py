@@ -72,7 +72,7 @@ _LONG_LINE = _runs(10_000, _IN_LINES)
 
 
 def load(source: Path | None, vocab_size: int) -> Encoding:
-    """Load the tokenizer of `source`: a checkpoint's folder, a GGUF file, or None for arrays.
+    """Load the tokenizer of `source`, a folder or GGUF file, or GPT-2's BPE if `source` is None.
 
     Reads the first of these that exists: tokenizer.json; encoder.json with vocab.bpe, or vocab.json
     with merges.txt; llm.c's gpt2_tokenizer.bin. If the directory has no tokenizer and vocab_size is
