@@ -46,7 +46,7 @@ class BaseBlock:
 
     @staticmethod
     def _checked(weights: Any, kind: type, dtype: Any, kernels: Any) -> None:
-        """Raise InputError unless `weights` is a `kind`, and dtype and kernels are known names."""
+        """Raise InputError unless `weights` has class `kind`, and dtype and kernels are known."""
         if not isinstance(weights, kind):
             raise InputError(
                 f"weights: expected a {kind.__name__}, got {type(weights).__name__}: see "

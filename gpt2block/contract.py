@@ -60,7 +60,7 @@ _IN_NUMPY: Mapping[str, tuple[str, str]] = {
 
 
 class Entry(NamedTuple):
-    """An array in a contract: its name, kind (of dtype and storage) and axes."""
+    """An array in a contract: its name, kind (the accepted dtypes and storage) and axes."""
 
     name: str
     kind: str
@@ -225,7 +225,7 @@ def _rounded(made: Any, dtype: Any, given: list[Any]) -> Any:
 
 
 def _check(entry: Entry, value: Any, sizes: Sizes) -> None:
-    """Raise InputError unless an array fits its entry; add sizes of new axis letters to `sizes`."""
+    """Raise InputError unless an array fits; add sizes of the contract's new axes to `sizes`."""
     chars, words = _IN_NUMPY.get(entry.kind, _FLOAT)
     if words is _MATRIX[1] and hasattr(value, "dequantized"):
         shape = (value.N, value.K) if entry.kind == "table" else (value.K, value.N)

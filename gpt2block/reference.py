@@ -387,7 +387,7 @@ def softmax(scores: Array, causal: bool = False) -> Array:
 
 
 def _weighted_sum(p: Array, v: Array, seen: NDArray[np.bool_] | None) -> Array:
-    """Return p · v. A masked row of v has no effect even if it is NaN, although 0 · NaN is NaN.
+    """Return p · v (weights · values). A masked row of v has no effect, even if it contains NaN.
 
     p (..., T, T), v (..., T, HS) → (..., T, HS).
     """

@@ -68,7 +68,7 @@ class Architecture(Protocol):
         """Yield the residual stream's upper bounds, for any input: after embedding, each block."""
 
     def attention(self, o: Any, h: str, x: Value) -> Value:
-        """Compute the first half of a block: attention, before the output projection."""
+        """Compute the first half of a block: attention without the output projection."""
 
     def feed_forward(self, o: Any, h: str, x: Value, y: Value) -> Value:
         """Compute a block's output from its input x and from y, the result of `attention`."""

@@ -37,7 +37,7 @@ DIVIDED: tuple[str, ...] = ()  # GELU is not linear: no scaling of weights by a 
 
 
 def attention(o: Any, h: str, x: Value) -> Value:
-    """Compute a Pre-LN block's first half, attention. h: the prefix of the block's names."""
+    """Compute a Pre-LN block's first half, attention. `h`: prefix of the block's tensor names."""
     y = o.norm(f"{h}ln1", x, f"{h}gamma1", f"{h}beta1", to=(f"{h}w_qkv",))
     y = o.qkv(h, y)
     return o.attend(h, y, to=(f"{h}w_attn",))

@@ -65,7 +65,7 @@ class Phi3Config(WindowedConfig):
         if turned == D:
             return ()
         pairs, rest = turned // 2, (D - turned) // 2
-        halves = ((0, turned), (pairs, turned + rest))  # of each half: first rotated, first other
+        halves = ((0, turned), (pairs, turned + rest))  # per half: first rotated, first other
         return tuple(c for a, b in halves for c in (*range(a, a + pairs), *range(b, b + rest)))
 
     @classmethod

@@ -168,7 +168,7 @@ class Conversation:
     def _run(
         self, messages: Sequence[Message], template: dict[str, Any], options: dict[str, Any]
     ) -> Run:
-        """Return the Run that generates an answer, in the last answer's KV cache if it has room.
+        """Return the Run that generates an answer, in the last answer's KV cache if possible.
 
         template: arguments of `ChatTemplate.ids`.
         """
@@ -190,7 +190,7 @@ class Conversation:
     def _fitting(
         self, messages: Sequence[Message], template: dict[str, Any], new: int
     ) -> list[int]:
-        """Return the prompt's token ids; leave out the oldest turns if `new` tokens do not fit.
+        """Return the prompt's token ids; omit the oldest turns if `new` more tokens would not fit.
 
         template: arguments of `ChatTemplate.ids`.
         """

@@ -105,7 +105,7 @@ def _keys(spec: Any, settings: Mapping[str, Any], vocab_size: int) -> dict[str, 
 
 
 def _pre(spec: Any) -> str:
-    """Return llama.cpp's name of a byte-level BPE's pre-tokenizer. Raises if it has none."""
+    """Return llama.cpp's name of a byte-level BPE's pre-tokenizer. Raises if there is no name."""
 
     def words(spec: Any, ignores: bool | None) -> Any:
         return _steps(spec, "normalizer"), _steps(spec, "pre_tokenizer"), bool(ignores)

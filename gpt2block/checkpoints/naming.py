@@ -59,7 +59,7 @@ class Naming:
         return len({found[1] for name in names if (found := pattern.match(name))})
 
     def layout_of(self, ours: str) -> str | None:
-        """Return the layout of a matrix in the file, "KN" or "NK"; None for other tensors."""
+        """Return a matrix's layout in the file, "KN" (inputs, outputs) or "NK"; else None."""
         kind = ours.rpartition(".")[2]
         return "NK" if kind in _OUTSIDE else self.matrices if kind.startswith("w_") else None
 

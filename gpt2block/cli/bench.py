@@ -30,7 +30,7 @@ TITLES = {  # kind of benchmark → title of its table; sizes replace the names 
     "first": "A prompt and its first new token, by generate",
     "generate": "Prompts of 16 to 256 tokens, {new} new tokens for each",
 }
-COLUMNS = {  # kind of benchmark → columns of its table; tables of other kinds have RATES
+COLUMNS = {  # kind of benchmark → columns of its table; kinds that are absent have RATES
     "decode": ("us", "tokens/s", "% floor"),
     "generate": ("s", "tokens/s", "% floor"),
 }

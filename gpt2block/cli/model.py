@@ -149,7 +149,7 @@ def load_model(options: ModelOptions, hint: str | None) -> tuple[Model[Any], Enc
 def load_draft(
     loaded: Model[Any], options: ModelOptions, name: str | None, speculate: bool
 ) -> None:
-    """Load the draft model `name`, if it is not None, which guesses tokens for a loaded model.
+    """Load the draft model `name` (unless None), which guesses next tokens for a loaded model.
 
     It has the loaded model's options. Prints a note on stderr if `speculate` has no effect on the
     CPU.

@@ -155,7 +155,7 @@ def _facts(found: Profile, output: Path) -> dict[str, Any]:
 
 
 def _with_bytes(row: PassTimes | TimedOperation) -> dict[str, Any]:
-    """Return a row for JSON. `moved`: bytes of weights, activations and cache transferred."""
+    """Return a row for JSON. `moved`: bytes of memory traffic (weights, activations, cache)."""
     return {**asdict(row), "moved": row.moved._asdict()}
 
 

@@ -301,7 +301,7 @@ def _merges_problem(
 
 
 def _unreachable(left: NDArray[np.int64], right: NDArray[np.int64], first: int) -> int | None:
-    """Return the index of a merge that is not applied to the bytes of its own token, or None.
+    """Return the index of a merge that BPE does not apply to its own token's bytes, or None.
 
     Tokens are numbered: `first` bytes, then one token for each merge of left[i] and right[i].
 
