@@ -65,7 +65,7 @@ class Architecture(Protocol):
         """
 
     def stream_bounds(self, config: Any, largest: Mapping[str, float]) -> Iterator[float]:
-        """Yield the residual stream's upper bounds, for any input: after embedding, each block."""
+        """Yield upper bounds of the residual stream after the embedding and each block."""
 
     def attention(self, o: Any, h: str, x: Value) -> Value:
         """Compute the first half of a block: attention without the output projection."""

@@ -115,7 +115,7 @@ class MarkedText(str):
         return MarkedText(str.join(new, self._pieces(pieces, len(old))))
 
     def _pieces(self, found: Any, gap: int) -> Any:
-        """Find strings in this text, in order, `gap` or more characters apart; return these."""
+        """Find strings in this text, in order, `gap` or more characters apart; return them."""
         whole, at, pieces = plain(self), 0, []
         for piece in [found] if isinstance(found, str) else found:
             start = whole.find(piece, at)

@@ -47,7 +47,7 @@ def info(
         for formats in with_cache(kv_dtype)
     }
     in_blocks = checkpoint.nbytes_in_blocks
-    if in_blocks and CACHE_WITH_FP8 in memory:  # FILE (GGUF's blocks) allows float16's kv_dtypes
+    if in_blocks and CACHE_WITH_FP8 in memory:  # FILE allows the kv_dtypes of float16 weights
         memory[FILE] = {**memory[CACHE_WITH_FP8], "weights": in_blocks}
     facts = {
         "name": checkpoint.name,

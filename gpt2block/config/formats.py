@@ -139,7 +139,7 @@ BY_DEFAULT = FormatOptions()
 
 
 def with_cache(kv_dtype: str | None) -> Iterator[Formats]:
-    """Yield Formats with kv_dtype for all weight dtypes that support it; InputError if none do."""
+    """Yield Formats for weight dtypes that support kv_dtype. Raises InputError if none does."""
     found = []
     for dtype in DTYPES:
         try:
