@@ -1,4 +1,4 @@
-"""Granite 3: Llama's block with four scalar multipliers, applied without additional kernels.
+"""Granite 3: Llama's block with four scalar multipliers, applied without additional steps.
 
 The model multiplies the results of attention and of the feed-forward by residual_multiplier m
 before it adds them to the residual stream x. A pass computes x / m instead of x, so that the sums

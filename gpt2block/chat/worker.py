@@ -204,7 +204,7 @@ def to_json(
 
 
 def environment(follows: bool = False) -> jinja2.Environment:
-    """Return a jinja2 environment like transformers'. `follows`: use `MarkedText`."""
+    """Return a jinja2 environment like transformers'. `follows`: make strings `MarkedText`."""
     made = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
     )

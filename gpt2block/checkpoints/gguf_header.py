@@ -100,7 +100,7 @@ class _Bytes:
         return data
 
     def count(self, least: int = 1) -> int:
-        """Read a uint64 number of entries. Raises if fewer than `least` bytes per entry are left."""
+        """Read a uint64 number of entries. Raises unless `least` bytes per entry are left."""
         number = int.from_bytes(self.take(8), "little")
         if number * least > self.left:
             raise _TruncatedError(

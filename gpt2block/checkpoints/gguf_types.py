@@ -89,7 +89,7 @@ class Encoded(Stored):
                 piece[...] = values - self.added if self.added else values
 
     def read_blocks(self) -> NDArray[np.uint8]:
-        """Return the rows' encoded bytes, (N, bytes per row), each head's in the model's order.
+        """Return the rows' encoded bytes, (N, bytes per row), heads in the model's row order.
 
         Raises CheckpointError.
         """

@@ -40,7 +40,7 @@ class OrderedDict(dict[Any, Any]):
 
 
 def describe(value: object) -> str:
-    """Return a text, number or name from a pickle as a short string; else its type's name."""
+    """Return a text, number or name from a pickle as a short string; for others, the type."""
     if isinstance(value, GlobalName):
         return value.text
     return repr(value)[:80] if isinstance(value, (str, int, float)) else type(value).__name__

@@ -283,7 +283,7 @@ class LlamaConfig(ModelConfig):
 
     @property
     def short_context(self) -> int:
-        """Longest sequence, in tokens, with RoPE's short-context frequencies; 0 if none has."""
+        """Longest sequence (tokens) that uses RoPE's short-context frequencies; 0 if none does."""
         scaling = self.scaling
         if scaling is None or not scaling.long_factors or self.n_ctx <= scaling.original_context:
             return 0

@@ -202,7 +202,7 @@ class ModelArrays(Generic[Block]):
         outer: Mapping[str, Any],
         blocks: Iterable[Mapping[str, Any]],
     ) -> Model:
-        """Create a model. outer: tensors outside the blocks; without lm_head if it is wte."""
+        """Create a model. outer: tensors outside the blocks, by name; default lm_head: wte."""
         created = tuple(cls.BLOCK.of(config, block) for block in blocks)
         fields: dict[str, Any] = {"lm_head": outer["wte"], **outer}
         return cls(**fields, config=config, blocks=created)  # type: ignore[call-arg]  # a dataclass
