@@ -202,7 +202,7 @@ def resolve_device(device: str | None) -> int | None:
 
 
 def reads_blocks(device: str | None) -> bool:
-    """Return whether `device` is a GPU that supports GGUF weights. Errors: as `resolve_device`."""
+    """Return whether `device` is a GPU that supports GGUF weights. Raises like `resolve_device`."""
     index = resolve_device(device)
     return index is not None and _capability(index) >= MMA_CAPABILITY
 

@@ -279,7 +279,7 @@ def _is_run(token: str) -> bool:
 def _merges(
     tokens: Sequence[str], kinds: Sequence[int], scores: Sequence[float]
 ) -> list[tuple[str, str]]:
-    """Return pairs of tokens whose concatenation is a token, in descending order of its score.
+    """Return pairs of tokens whose concatenation is a token, by this token's score, best first.
 
     The left part of user-defined runs of spaces is as long as possible.
     """
