@@ -61,14 +61,15 @@ class Batch:
         self._least_shared = least_shared(engine.config.n_layer, engine.nbytes)
         self._continues = self._prefixes is not None or 0 < piece < n_ctx
         self._pieces: PieceScheduler[Row] = PieceScheduler(tokens_at_once, piece)
-        self._starts: dict[int, Start] = {}  # {slot: Start}, until the prompt is computed
+        self._starts: dict[int, Start] = {}  # {slot: Start of a row with incomplete prompt}
         self._decoding = engine.decode(slots, n_ctx, fewer, speculate)
         self.slots = slots = self._decoding.slots
         choose = self._prefixes.slot_for if self._prefixes is not None else None
         self._scheduler: RowScheduler[Row] = RowScheduler(slots, choose)
         self._vocab_size = engine.config.vocab_size
-        self._following: dict[int, Row] = {}  # {slot: row that waits for another row}
-        self._copies: list[tuple[int, int, int]] = []  # next copies: source, target slot, tokens
+        # {slot: row that waits until another row has computed the prefix of both prompts}
+        self._following: dict[int, Row] = {}
+        self._copies: list[tuple[int, int, int]] = []  # (source slot, target slot, tokens)
         self._started: dict[int, Start] = {}  # {slot: Start of its row} if reuse is on
         self.begun: list[Row] = []  # rows whose first token was computed in the last step
         self._deadlines: list[tuple[float, int, Row]] = []  # heap: (deadline, unique number, row)

@@ -59,7 +59,7 @@ class BlockSpec:
 
     @property
     def overlapping(self) -> bool:
-        """Whether a kernel may start before the previous kernel, for which it then waits, ends."""
+        """Whether a kernel may start early and then itself wait for the previous kernel's end."""
         return self.split_k  # true for a fused GPT-2 block
 
     @cached_property

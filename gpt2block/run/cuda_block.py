@@ -196,7 +196,7 @@ class CudaEngine(BlockEngine):
 
     @contextmanager
     def _in_order(self) -> Iterator[InOrder]:
-        """Hold the lock. GPU work in the with block runs after that of the previous call."""
+        """Hold the lock. GPU work in the with block runs after the previous call's GPU work."""
         with self._lock, cupy.cuda.Device(self.device):
             order = InOrder()
             order.stream.wait_event(self._done)

@@ -115,7 +115,7 @@ class DecodingCaches:
         self._ended.append(cache)
 
     def take(self, slots: int, n_ctx: int, fewer: bool) -> CudaCache:
-        """Return a cache of `slots` slots or more. fewer: accept fewer if memory is short."""
+        """Return a cache of at least `slots` slots. fewer: allow fewer slots if memory is short."""
         n_ctx = min(max(LEAST_CONTEXT, rounded_up(n_ctx, 4)), self._config.n_ctx)
         slots = rounded_up(slots, 2)
         if fewer:

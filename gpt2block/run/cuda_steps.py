@@ -69,7 +69,8 @@ class DecodingSteps:
         self.changes: CudaArray = None  # (slots, CHANGES) logit changes, created on first use
         self.counts: CudaArray = None  # (slots, V) counts of drawn tokens, created on first use
         self._changed = np.zeros(B, np.int8)  # result of `_kind_of` for each slot
-        self._placed: tuple[int, int, Ids] | None = None  # placed rows, rows per slot, slots
+        # Arguments of the last assignment by `place`: number of rows, rows per slot, slots.
+        self._placed: tuple[int, int, Ids] | None = None
 
     def restart(self) -> None:
         """Reset all steps for a new decoding, and drop results of the previous decoding."""
@@ -196,11 +197,13 @@ class DecodingStep:
         counts = of.counts if changed == COUNTED else None
         after: tuple[Bound, ...]
         if of.guesses is None:
-            self._sampled, report = _on_host((2, 2, rows))  # axes: parity; token, logprob; row
+            # Axes: even or odd launch; token or logprob; row.
+            self._sampled, report = _on_host((2, 2, rows))
             self.placing = bind_place(of.state, slots)
             after = (bind_state(logits, of.state, of.n_ctx, report, slots, tables, counts),)
         else:
-            self._sampled, report = _on_host((2, 3, rows))  # parity; token, logprob, flags; row
+            # Axes: even or odd launch; token, logprob or flags; row.
+            self._sampled, report = _on_host((2, 3, rows))
             self.placing = bind_place(of.state, slots, *of.guesses[1:], together)
             self._drawn = cupy.zeros(rows, "int32"), cupy.zeros(rows, "float32")
             state = of.state._replace(token=self._drawn[0], logprob=self._drawn[1])
@@ -273,7 +276,7 @@ class DecodingStep:
 
 
 class _Top:
-    """A launch that writes the most likely tokens of each row to host arrays; the arrays."""
+    """Host arrays, and the launch that writes the most likely tokens of each row to them."""
 
     def __init__(self, logits: CudaArray) -> None:
         shape = len(logits), MOST_ALTERNATIVES

@@ -127,7 +127,7 @@ def _read(op: str, name: str, given: Mapping[str, Any], out: TensorSpec) -> int:
     stored = TensorSpec.of(given[name])
     if name in GATHERED.get(op, ()):
         return stored.nbytes // stored.shape[0] * out.shape[0]
-    if name == "qkv" and op in ("kv_append", "attention_packed"):  # reads K, V or (attention) Q
+    if name == "qkv" and op in ("kv_append", "attention_packed"):  # kv_append reads K, V; else Q
         row, cached = stored.shape[-1], 2 * given["k"].shape[-1]
         return int(stored.nbytes * (cached if op == "kv_append" else row - cached) // row)
     if name == "w_down" and "sums" in given:  # reads only scales, to add `sums`

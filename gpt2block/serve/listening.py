@@ -56,7 +56,7 @@ class Protocol(H11Protocol):
         if self.conn.their_state is h11.DONE:
             self._behind += data
         else:
-            # Copied to each request; the middleware Access, not uvicorn, refuses requests.
+            # Each request gets a copy of app_state. Access, not uvicorn, refuses requests.
             self.app_state["overloaded"] = len(self.connections) >= (self._most or math.inf)
             super().data_received(data)
         self._read_on()

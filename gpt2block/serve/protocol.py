@@ -89,7 +89,8 @@ NEUTRAL: Mapping[str, Any] = {
     "grammar": ("",),
     "json_schema": ({},),
 }
-TOOLS = {"tools": "tool_choice", "functions": "function_call"}  # off if 2nd field is "none"
+# {field of a request: field that disables the first field if its value is "none"}
+TOOLS = {"tools": "tool_choice", "functions": "function_call"}
 
 Request = TypeVar("Request", bound="Body")
 
@@ -127,7 +128,7 @@ def _values(given: Any, info: ValidationInfo) -> Any:
 
 
 def _too_many(info: ValidationInfo, most: int, what: str, status: int = 400) -> ApiError:
-    """Return an error for too many values; listing the values would take long."""
+    """Return an error for too many values. The values are omitted: listing them takes long."""
     problem = f"{info.field_name}: expected at most {most:,} {what}"
     return ApiError(status, problem, info.field_name)
 

@@ -22,7 +22,7 @@ from gpt2block.generation.rows import Row, Tops
 from gpt2block.run.model import ModelEngine
 from gpt2block.serve.log import log, traceback_of
 
-TOKENS_AT_ONCE = 2048  # prompt tokens from which a step starts no further prompt
+TOKENS_AT_ONCE = 2048  # prompt tokens in a step after which the step computes no further prompt
 
 
 class Piece(NamedTuple):
@@ -87,7 +87,8 @@ class Service:
         self._batch, self._on_failure = batch, on_failure
         self._loop, self._most_waiting = loop, most_waiting
         self._changed = threading.Condition()
-        self._new: deque[tuple[Row, Deliver, float | None]] = deque()  # also deadlines
+        # (submitted row, its callback, its deadline or None for no deadline)
+        self._new: deque[tuple[Row, Deliver, float | None]] = deque()
         self._cancelled: deque[Row] = deque()
         self._open_of: Counter[str] = Counter()  # client: number of rows that run or wait
         self._deliver: dict[int, Deliver] = {}  # id(row): callback
@@ -122,7 +123,7 @@ class Service:
         client: str = "",
         deadline: float | None = None,
     ) -> None:
-        """Queue a client's rows (continuations). Raises Full or EngineFailed, and then queues none.
+        """Queue a client's rows (continuations), or queue none and raise Full or EngineFailed.
 
         deadline: as for Batch.
         """
