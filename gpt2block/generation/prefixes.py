@@ -9,7 +9,7 @@ from gpt2block.generation.rows import Row
 from gpt2block.run.model import Ids
 
 LEAST_COPIED = 64  # least tokens for which copying a slot's keys and values is faster
-LEAST_SHARED = 200  # least tokens to wait for: passes of 1 to 200 tokens take equally long
+LEAST_SHARED = 200  # least tokens to wait for: 1 to 200 take equal time, to read all weights
 # Times with 16-bit weights on an NVIDIA H100: seconds per layer of a pass with few tokens, and
 # seconds per token and byte of weights.
 LAYER_S, BYTE_S = 60e-6, 2.5e-15

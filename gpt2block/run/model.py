@@ -53,7 +53,7 @@ def weight_bytes(config: ModelConfig, formats: Formats) -> int:
 def stored_tensors(
     config: ModelConfig, vectors: Mapping[str, Any], matrices: Mapping[str, WeightMatrix]
 ) -> Tensors:
-    """Yield a model's tensors in the order of `model_shapes`, each copied to the host when due."""
+    """Yield tensors in the order of `model_shapes`; copy each to the host only when reached."""
     for name in model_shapes(config):
         matrix = matrices.get(name)
         if matrix is None:
