@@ -25,7 +25,7 @@ TURN = 16  # number of steps after which a row receives its slot's buffered toke
 
 
 class Batch:
-    """Generates rows: each has its own prompt, sampling parameters and end conditions.
+    """Generates rows (continuations), each with its own prompt, sampling and end conditions.
 
     `step` computes the next tokens of all running rows; `submit` adds rows at any time, and
     `cancel` ends them. The tokens of a row do not depend on other rows. After an exception in the
@@ -61,15 +61,16 @@ class Batch:
         self._least_shared = least_shared(engine.config.n_layer, engine.nbytes)
         self._continues = self._prefixes is not None or 0 < piece < n_ctx
         self._pieces: PieceScheduler[Row] = PieceScheduler(tokens_at_once, piece)
-        self._starts: dict[int, Start] = {}  # slot: Start of a row with incomplete prompt
+        self._starts: dict[int, Start] = {}  # {slot: Start of a row with incomplete prompt}
         self._decoding = engine.decode(slots, n_ctx, fewer, speculate)
         self.slots = slots = self._decoding.slots
         choose = self._prefixes.slot_for if self._prefixes is not None else None
         self._scheduler: RowScheduler[Row] = RowScheduler(slots, choose)
         self._vocab_size = engine.config.vocab_size
-        self._following: dict[int, Row] = {}  # slot: row that waits for another's prompt
-        self._copies: list[tuple[int, int, int]] = []  # (source slot, target slot, tokens), to do
-        self._started: dict[int, Start] = {}  # by slot: Start of its row, if tokens are reused
+        # {slot: row that waits until another row has computed the prefix of both prompts}
+        self._following: dict[int, Row] = {}
+        self._copies: list[tuple[int, int, int]] = []  # (source slot, target slot, tokens)
+        self._started: dict[int, Start] = {}  # {slot: Start of its row} if reuse is on
         self.begun: list[Row] = []  # rows whose first token was computed in the last step
         self._deadlines: list[tuple[float, int, Row]] = []  # heap: (deadline, unique number, row)
         self._numbers, self._steps = count(), count()
@@ -81,17 +82,17 @@ class Batch:
 
     @property
     def busy(self) -> bool:
-        """Whether any row runs or waits."""
+        """Whether any row (continuation) runs or waits for a slot."""
         return self._scheduler.busy
 
     @property
     def reuses(self) -> bool:
-        """Whether a row may reuse keys and values of tokens that other rows have computed."""
+        """Whether a continuation may reuse keys and values that another one has computed."""
         return self._prefixes is not None
 
     @property
     def waiting(self) -> int:
-        """The number of started rows whose prompts are not fully computed yet."""
+        """The number of rows (continuations) whose prompts are not fully computed yet."""
         return self._scheduler.waiting + len(self._pieces) + len(self._following)
 
     @property
@@ -105,7 +106,7 @@ class Batch:
         return self._new.firsts
 
     def start_up(self) -> Iterator[tuple[int, int]]:
-        """Run `Decoding.start_up`, then generate a few short rows. Call this before `submit`."""
+        """Run `Decoding.start_up`, then generate a few short texts. Call this before `submit`."""
         total = 0
         for done, total in self._decoding.start_up(self._continues):
             yield done, total
@@ -135,7 +136,7 @@ class Batch:
                 heapq.heappush(self._deadlines, (deadline, next(self._numbers), row))
 
     def step(self, each_token: bool = True) -> list[Row]:
-        """Compute parts of waiting prompts, then a token of each running row.
+        """Compute parts of waiting prompts, then a token of each running row (continuation).
 
         Returns the rows that received their new tokens. A row receives all its new tokens at once:
         if it may have ended, and with each_token in every step unless it is `held`. Without
@@ -193,7 +194,7 @@ class Batch:
     def cancel(
         self, rows: Sequence[Row], reason: Literal["cancelled", "deadline"] = "cancelled"
     ) -> None:
-        """End rows that run or wait. Rows that have already ended are unchanged."""
+        """End these rows (continuations). Rows that have already ended are unchanged."""
         for row in rows:
             if row.finish_reason:
                 continue
@@ -218,7 +219,7 @@ class Batch:
                 row.cancel(reason)
 
     def _compute_prompts(self) -> None:
-        """Compute the next parts of prompts, and start the rows whose prompts are complete."""
+        """Compute parts of prompts; start the continuations whose prompts are then complete."""
         more, complete = [], []
         for slot, _, first, end, last in self._pieces.take():
             start = self._starts[slot]._replace(cached=first)
@@ -240,11 +241,11 @@ class Batch:
                 self._started[start.slot] = start
 
     def _place(self) -> None:
-        """Assign waiting rows to free slots, and queue their prompts for computation.
+        """Assign waiting rows (continuations) to free slots, and queue their prompts.
 
         Rows wait while another row computes a prefix that they can reuse, if it is long enough.
         """
-        gains: dict[int, int] = {}  # slot: tokens that waiting for its prompt saves
+        gains: dict[int, int] = {}  # {slot: prompt tokens that waiting for it saves}
         following: list[tuple[int, int, Row]] = []
         for slot, row in (*self._following.items(), *self._scheduler.place()):
             leader, gain = self._leader(slot, row)
@@ -264,7 +265,7 @@ class Batch:
             self._copies.clear()
 
     def _leader(self, slot: int, row: Row) -> tuple[int, int]:
-        """Return the slot that will hold the longest prefix of a prompt, and the tokens saved.
+        """Return the slot that will hold a prompt's longest prefix, and tokens that it saves.
 
         The gain is the number of tokens of the prefix that no slot has computed yet.
         """
@@ -274,7 +275,7 @@ class Batch:
         return coming.slot, coming.tokens - done.tokens
 
     def _start(self, slot: int, row: Row) -> None:
-        """Queue the prompt of a row, except for first tokens whose K and V a slot already holds."""
+        """Queue a row's prompt, without first tokens whose keys and values a slot holds already."""
         start = row.start(slot)
         if self._prefixes is not None:
             (source, row.reused), _ = self._prefixes.longest(row, start.ids)
@@ -290,14 +291,14 @@ class Batch:
         self._scheduler.release(slot, again)
         if self._prefixes is not None and self._reuse:
             start = self._started.pop(slot)
-            # Without the last token, whose keys and values have not been computed.
+            # The last token is left out: its keys and values have not been computed.
             drawn = np.array(row.tokens[start.drawn : -1], np.int32)
             ids = np.concatenate([start.ids, drawn])
             self._prefixes.hold(slot, row, ids, len(ids))
 
 
 class _Endings:
-    """Tokens that may end a row: stop ids, and tokens that contain the last byte of a stop string.
+    """Tokens that may end a continuation: stop ids, and tokens with the last byte of a stop string.
 
     The bytes of a token are looked up when it is sampled for the first time.
     """
@@ -313,7 +314,7 @@ class _Endings:
         self._may_end[stop_ids] = self._known[stop_ids] = True
 
     def of(self, tokens: Ids) -> NDArray[np.bool_]:
-        """Return a mask of the tokens that may end their rows."""
+        """Return a boolean mask: whether each token may end its continuation."""
         for token in set(tokens[~self._known[tokens]].tolist()) - {-1}:
             data = bytes_of_ids(self._encoding, [token]) if self._encoding is not None else b""
             self._may_end[token] = not self._bytes.isdisjoint(data)
@@ -341,7 +342,7 @@ class _NewTokens:
         self.ending = np.empty(0, bool)  # whether each of the latest tokens may end its row
 
     def begin(self, start: Start, row: Row) -> None:
-        """Prepare the buffers of a slot for the tokens of a row."""
+        """Prepare the buffers of a slot for the tokens of a new row (continuation)."""
         ends = row.ends
         self.left[start.slot] = start.steps
         self._begun[start.slot] = False

@@ -130,12 +130,12 @@ class Run:
         return self._generate(each_token=True)
 
     def finish(self) -> None:
-        """Generate all tokens; faster than iteration, as rows receive many tokens at a time."""
+        """Generate all tokens; faster than iteration: a row receives many tokens at a time."""
         for _ in self._generate(each_token=False):
             pass
 
     def _generate(self, each_token: bool) -> Generator[Row, None, None]:
-        """Generate all tokens; yield a row each time that it has received new tokens.
+        """Generate all tokens; yield a row (continuation) each time that it has got new tokens.
 
         each_token: whether rows receive each token at once, instead of several at a time.
         """
@@ -159,7 +159,7 @@ class Run:
 
 
 class LazyRows(Sequence[Row]):
-    """A sequence of the rows of a call, which creates each row on first use."""
+    """A sequence of the rows (continuations) of a call; each row is created on first use."""
 
     def __init__(self, count: int, create: Callable[[int], Row]) -> None:
         self._count, self._create = count, create

@@ -160,7 +160,7 @@ KEYWORDS = _keywords()
 
 
 def with_keywords(*without: str) -> Callable[[Function], Function]:
-    """Decorator that adds the keywords of `generate` to signature and help of a function.
+    """Decorator that adds the keywords of `generate` to a function's signature and docstring.
 
     The function takes them as `**options`. without: keywords that it does not take.
     """

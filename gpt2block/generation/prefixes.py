@@ -9,7 +9,7 @@ from gpt2block.generation.rows import Row
 from gpt2block.run.model import Ids
 
 LEAST_COPIED = 64  # least tokens for which copying a slot's keys and values is faster
-LEAST_SHARED = 200  # a pass of 200 tokens takes as long as of 1: it reads all weights
+LEAST_SHARED = 200  # least tokens to wait for: 1 to 200 take equal time, to read all weights
 # Times with 16-bit weights on an NVIDIA H100: seconds per layer of a pass with few tokens, and
 # seconds per token and byte of weights.
 LAYER_S, BYTE_S = 60e-6, 2.5e-15
@@ -18,7 +18,7 @@ Key = tuple[str, bool, bytes]
 
 
 def least_shared(n_layer: int, nbytes: int) -> int:
-    """Return the least number of common tokens for which a row waits until another computes them.
+    """Return the least common prefix, in tokens, for which a row waits until another computes it.
 
     Computing this many tokens takes about as long as another pass of a model with n_layer layers
     and nbytes bytes of weights.
@@ -27,7 +27,7 @@ def least_shared(n_layer: int, nbytes: int) -> int:
 
 
 class _Held(NamedTuple):
-    """Tokens of a slot. done: number of first tokens whose keys and values have been computed."""
+    """Tokens of a slot. done: number of first tokens whose keys and values are computed."""
 
     ids: Ids
     done: int
@@ -79,7 +79,7 @@ class Prefixes:
         self._alike.clear()
 
     def longest(self, row: Row, ids: Ids) -> tuple[HeldPrefix, HeldPrefix]:
-        """Return the longest prefix of a prompt that is computed, and the longest that will be.
+        """Return a prompt's longest computed prefix, and its longest one computed or in progress.
 
         Of slots with equally long prefixes, the latest is returned.
 
@@ -116,7 +116,7 @@ class Prefixes:
         return row.client, row.most > self._short, ids.tobytes()
 
     def _sizes(self, most: int) -> list[int]:
-        """Return the prefix lengths by which slots are indexed: powers of two times the least."""
+        """Return the prefix lengths by which slots are indexed: the least one times 1, 2, 4, …"""
         return [self._least << n for n in range((most // self._least).bit_length())]
 
 

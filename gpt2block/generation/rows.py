@@ -66,7 +66,7 @@ class Generation(ReadLater):
 
 @dataclass(frozen=True)
 class Ends:
-    """Conditions that end a row. encoding: tokenizer for stop strings; None: no stop strings."""
+    """Conditions that end a row (continuation). encoding: tokenizer for stop strings, or None."""
 
     max_new_tokens: int
     n_ctx: int
@@ -132,7 +132,7 @@ class Row:
         tops: Sequence[Tops],
         guessed: Sequence[bool],
     ) -> None:
-        """Append sampled tokens to the row. The row ends at most at the last of them.
+        """Append sampled tokens to the row (continuation), which only the last of them may end.
 
         If the last token is invalid because of NaN or infinite logits, the other tokens are added,
         and the row ends with an error. tops: alternatives of each token; empty without any.
@@ -174,7 +174,7 @@ class Row:
         return len(self.prompt) + len(self.tokens) > self.ends.n_ctx
 
     def cancel(self, reason: Literal["cancelled", "deadline"] = "cancelled") -> None:
-        """End the row before an end condition is met."""
+        """End the row (continuation) before an end condition is met."""
         self.close()
         self.finish_reason = reason
 
@@ -185,7 +185,7 @@ class Row:
             self._decode()
 
     def _decode(self) -> None:
-        """Decode the new tokens to text, without the stop token that ended the row."""
+        """Decode the new tokens to text, except for a stop token that ended the row."""
         end = len(self.tokens) - self._at_end_token
         if self.ends.stop and self._decoded < (early := min(end, self.sampling.min_new_tokens)):
             data = self._bytes(self.tokens[self._decoded : early])
@@ -203,7 +203,7 @@ class Row:
         return piece
 
     def take_tokens(self) -> tuple[list[int], list[float], list[Tops], list[bool]]:
-        """Return the entries of tokens, logprobs, tops and guessed since the last call."""
+        """Return entries of `tokens`, `logprobs`, `tops`, `guessed` since the last call."""
         first, self._tokens_taken = self._tokens_taken, len(self.tokens)
         new = slice(first, None)
         return self.tokens[new], self.logprobs[new], self.tops[new], self.guessed[new]
@@ -265,7 +265,7 @@ class Text:
         return text
 
     def _possible_stop(self) -> int:
-        """Return the length of the longest end of the held text that may begin a stop string.
+        """Return the length of the held text's longest suffix that may begin a stop string.
 
         The longest suffix is tried first: if all of the held text stays held, one comparison shows
         this.

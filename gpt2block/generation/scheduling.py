@@ -21,7 +21,7 @@ class Turns(Generic[Item]):
     """A queue of items. Clients take turns; items of the same client are taken in order."""
 
     def __init__(self) -> None:
-        self._of: dict[str, deque[Iterator[Item]]] = {}  # items of each client; next client first
+        self._of: dict[str, deque[Iterator[Item]]] = {}  # {client: its items}, next client first
 
     def add(self, items: Iterable[Item], client: str) -> None:
         """Queue items after the client's other items; the iterator is advanced only when needed."""
@@ -30,7 +30,7 @@ class Turns(Generic[Item]):
     def take(
         self, wanted: Callable[[Item], bool], may: Callable[[str], bool] = lambda client: True
     ) -> Item | None:
-        """Return the next item of the first client for which `may` holds, or None.
+        """Return the next item of the first client for which may(client) is true; None: no item.
 
         wanted: called once for each item that is reached. Unwanted items are dropped and use no
         turn.
@@ -46,14 +46,14 @@ class Turns(Generic[Item]):
         return None
 
     def keep(self, wanted: Callable[[Item], bool]) -> None:
-        """Drop all items for which `wanted` is false."""
+        """Remove all items for which wanted(item) is false."""
         for client, waiting in self._of.items():
             left = [item for items in waiting for item in items if wanted(item)]
             self._of[client] = deque([iter(left)])
 
 
 class RowScheduler(Generic[Item]):
-    """Assigns rows to slots in order. A slot that is released gets the next waiting row.
+    """Assigns rows (continuations) to slots in order. A free slot gets the next waiting row.
 
     Clients with waiting rows take turns, one row each.
 
@@ -76,33 +76,33 @@ class RowScheduler(Generic[Item]):
         self._free, self._choose = list(range(slots)), choose
         self._row_of: list[Item | None] = [None] * slots
         self._running = 0
-        self._missed = 0  # sum over steps since the last start of rows that could start
+        self._missed = 0  # sum, over the steps since rows last started, of rows that could start
 
     @property
     def busy(self) -> bool:
-        """Whether any row runs or waits."""
+        """Whether any row (continuation) runs or waits for a slot."""
         return self._running + self.waiting > 0
 
     def add(self, rows: Sequence[Item], client: str = "") -> None:
-        """Queue rows after the client's other rows. A row is read from `rows` when it starts."""
+        """Queue rows (continuations) after the client's others; each is read when it starts."""
         self._new.add(rows, client)
         self.waiting += len(rows)
 
     def remove(self, row: Item) -> None:
-        """Remove a waiting row, so that it never starts."""
+        """Remove a waiting row (continuation), so that it never starts."""
         self._removed[id(row)] = row
         self.waiting -= 1
         if len(self._removed) > max(MOST_REMOVED, self.waiting):
             self._forget_removed()
 
     def _forget_removed(self) -> None:
-        """Delete removed rows from the queues, where they otherwise stay until their turn."""
+        """Delete removed rows from the queues; otherwise they stay there until they are next."""
         self._new.keep(lambda row: id(row) not in self._removed)
         self._again = deque(row for row in self._again if id(row) not in self._removed)
         self._removed.clear()
 
     def place(self) -> list[tuple[int, Item]]:
-        """Assign waiting rows to free slots. Return pairs (slot, row) to start before a step."""
+        """Assign waiting continuations to free slots; return pairs (slot, row) to start."""
         count = min(len(self._free), self.waiting)
         self._missed += count
         if not count or START_COST * self._missed < self._running:
@@ -121,7 +121,7 @@ class RowScheduler(Generic[Item]):
         return placed
 
     def _take(self) -> Item:
-        """Remove and return the next waiting row. At least one row must be waiting."""
+        """Remove and return the next waiting row (continuation). At least one must be waiting."""
         self.waiting -= 1
         while self._again:
             if self._wanted(row := self._again.popleft()):
@@ -131,15 +131,15 @@ class RowScheduler(Generic[Item]):
         return found
 
     def _wanted(self, row: Item) -> bool:
-        """Return whether a row was not removed; forget that it was removed."""
+        """Return False for a row that was removed, after forgetting its removal; else True."""
         return self._removed.pop(id(row), None) is None
 
     def slot_of(self, row: Item) -> int | None:
-        """Return the slot in which a row runs, or None."""
+        """Return the slot in which a row (continuation) runs, or None if it does not run."""
         return next((slot for slot, each in enumerate(self._row_of) if each is row), None)
 
     def row_of(self, slot: int) -> Item:
-        """Return the row that runs in this slot."""
+        """Return the row (continuation) that runs in this slot."""
         row = self._row_of[slot]
         assert row is not None
         return row
@@ -150,7 +150,7 @@ class RowScheduler(Generic[Item]):
         return rows
 
     def release(self, slot: int, again: bool = False) -> None:
-        """Free a slot. again: whether its row must start again, before any new row."""
+        """Free a slot. again: whether its continuation restarts, before any new one starts."""
         if again:
             self._again.append(self.row_of(slot))
             self.waiting += 1
@@ -183,7 +183,7 @@ class PieceScheduler(Generic[Item]):
         self._waiting: deque[PromptPiece] = deque()  # the rest of each prompt
 
     def __len__(self) -> int:
-        """Return the number of rows with incomplete prompts."""
+        """Return the number of prompts that are not fully computed."""
         return len(self._waiting)
 
     def add(self, slot: int, row: Item, first: int, end: int) -> None:

@@ -296,7 +296,7 @@ def _from_bin(path: Path) -> Tokens:
 
 
 def is_list(text: Any) -> bool:
-    """Return whether `text` is a list or tuple of texts or of rows of ids."""
+    """Return whether `text` is a list or tuple of texts or of sequences of ids."""
     return isinstance(text, (list, tuple)) and any(
         isinstance(entry, str) or np.ndim(entry) for entry in text
     )
@@ -345,7 +345,7 @@ class Window(NamedTuple):
 def window_batches(
     texts: Iterable[Tokens], n_ctx: int, stride: int, tokens_at_once: int
 ) -> Iterator[list[Window]]:
-    """Yield the windows of all texts in lists of at most `tokens_at_once` tokens.
+    """Yield the Windows of all texts, in lists that have at most `tokens_at_once` tokens.
 
     A longer window is alone in its list.
     """

@@ -59,7 +59,7 @@ class BlockSpec:
 
     @property
     def overlapping(self) -> bool:
-        """Whether kernels may start early, because they wait for the previous kernel themselves."""
+        """Whether a kernel may start early and then itself wait for the previous kernel's end."""
         return self.split_k  # true for a fused GPT-2 block
 
     @cached_property
@@ -80,7 +80,7 @@ class BlockSpec:
 
 
 class BlockEngine(ABC):
-    """Base class of engines, which run a block. They check inputs. NumPy inputs give NumPy results.
+    """Base class of engines that run a block: checks inputs; NumPy inputs give NumPy results.
 
     given: tensors other than x that can differ in each call: NumPy arrays of integers by name, such
     as positions. The shape of x determines their shapes.
@@ -104,11 +104,11 @@ class BlockEngine(ABC):
 
     @abstractmethod
     def step(self, step: Step, tensors: Mapping[str, NDArray[Any]]) -> StepResult:
-        """Run and time one step on NumPy arrays. tensors: dict from names to activations."""
+        """Run and time one step. tensors: dict from names of activations to NumPy arrays."""
 
     @abstractmethod
     def timed(self, call: Call) -> list[Timeline]:
-        """Return the timelines of the forward passes that `call` runs; see `TracedEngine.timed`."""
+        """Return a Timeline (times of kernels) of each forward pass that `call` runs."""
 
     @abstractmethod
     def describe(self) -> str:

@@ -166,7 +166,7 @@ class CudaEngine(BlockEngine):
         return (on_16_bytes("x", array) if self.spec.matrices else contiguous(array)[0]), False
 
     def _adopt(self, array: Any, order: InOrder) -> CudaArray:
-        """Return a CuPy view of a library's CUDA array. Raise InputError if on another GPU."""
+        """Return a CuPy view of another library's array. Raises InputError for another GPU."""
         view = as_cupy(array)
         if view.device.id != self.device:
             raise InputError(
@@ -196,7 +196,7 @@ class CudaEngine(BlockEngine):
 
     @contextmanager
     def _in_order(self) -> Iterator[InOrder]:
-        """Hold the lock in the context; GPU work waits for the previous call on any stream."""
+        """Hold the lock. GPU work in the with block runs after the previous call's GPU work."""
         with self._lock, cupy.cuda.Device(self.device):
             order = InOrder()
             order.stream.wait_event(self._done)

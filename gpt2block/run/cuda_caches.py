@@ -103,7 +103,7 @@ def apart(copies: Sequence[tuple[int, int, int]]) -> Iterator[list[tuple[int, in
 
 
 class DecodingCaches:
-    """The kv_caches of decodings. A later decoding can reuse the cache of an ended decoding."""
+    """The kv_caches of Decodings. A later Decoding can reuse the cache of an ended Decoding."""
 
     def __init__(self, config: ModelConfig, formats: Formats) -> None:
         self._config, self._formats = config, formats
@@ -115,7 +115,7 @@ class DecodingCaches:
         self._ended.append(cache)
 
     def take(self, slots: int, n_ctx: int, fewer: bool) -> CudaCache:
-        """Return a cache of at least `slots` slots, or with `fewer` as many as memory allows."""
+        """Return a cache of at least `slots` slots. fewer: allow fewer slots if memory is short."""
         n_ctx = min(max(LEAST_CONTEXT, rounded_up(n_ctx, 4)), self._config.n_ctx)
         slots = rounded_up(slots, 2)
         if fewer:

@@ -22,7 +22,7 @@ from gpt2block.weights.matrix import WeightMatrix
 
 
 class DecodingChoice:
-    """Choose the kernels with which a model decodes each number of rows.
+    """Choose the kernels of a decoding step by its number of rows (tokens).
 
     matrices: in device memory, by name. bounds: upper bounds of the magnitudes of operands by name,
     with which products of float32 models read two-part weights; {} for other models.
@@ -56,12 +56,12 @@ class DecodingChoice:
 
     @cached_property
     def x_dtype(self) -> str | None:
-        """The dtype to which products round their input x, or None."""
+        """The dtype to which matrix products round their input x; None: they do not round x."""
         inputs = (s[0] for s in self.config.block_shapes().values() if len(s) == 2)
         return ROUNDED if can_round(self.formats.dtype, inputs) else None
 
     def terms(self, rows: int) -> dict[str, tuple[Terms, ...]]:
-        """Return the `Terms` in which products of a step can read x, by name of their weights.
+        """Return {name of a matrix: `Terms` (formats) in which its product can read x}.
 
         The result is empty for few rows if LayerNorm is fused with the products.
         """
@@ -81,7 +81,7 @@ class DecodingChoice:
     def step(
         self, do: Machine, rows: int, terms: Mapping[str, Any] | None, together: int = 1
     ) -> Any:
-        """Run the steps of decoding a token for each of `rows` rows, up to logits, on `do`.
+        """Run a decoding step of `rows` rows (tokens), up to logits, on the executor `do`.
 
         terms: the result of `terms`. None: all results can be read, so each layer has all of its
         steps. together: neighbouring rows of one sequence.
@@ -92,7 +92,7 @@ class DecodingChoice:
     def _pass(
         self, do: Machine, rows: int, terms: Mapping[str, Any] | None, together: int
     ) -> DecodePass:
-        """Return the pass of a step, whose arguments are as for `step`."""
+        """Return the pass (operations on `do`) of a decoding step. Arguments: see `step`."""
         shapes, fp8_cache = self.config.block_shapes(), self.formats.fp8_cache
         if terms == {}:
             types = self._types_of_ffn if self.formats.dtype == FILE else ()
@@ -107,7 +107,7 @@ class DecodingChoice:
 
     @cached_property
     def _in_blocks(self) -> bool:
-        """Whether products with GGUF blocks can fuse the gate, and RoPE of whole heads."""
+        """Whether products with GGUF matrices can fuse the gate and the RoPE of whole heads."""
         layers = [f"h.{n}." for n in range(self.config.n_layer)]
         if f"{layers[0]}w_gate" not in self.matrices:
             return False
@@ -122,7 +122,11 @@ class DecodingChoice:
 
     @cached_property
     def _types_of_ffn(self) -> set[tuple[str, str]]:
-        """Types of w_gate and w_down in all layers, if every matrix is in blocks of one type."""
+        """Set of pairs (GGUF type of w_gate, GGUF type of w_down) over all layers.
+
+        Empty if `_in_blocks` is false, if w_down or w_o is not a GGUF matrix, or if w_gate or
+        w_down has blocks of several types.
+        """
         types: set[tuple[str, str]] = set()
         for n in range(self.config.n_layer) if self._in_blocks else ():
             matrices = [self.matrices[f"h.{n}.{name}"] for name in ("w_gate", "w_down", "w_o")]
@@ -133,7 +137,7 @@ class DecodingChoice:
         return types
 
     def _by_wgmma(self, name: str) -> bool:
-        """Whether all matrices of this name are GGUF blocks that wgmma kernels support."""
+        """Whether wgmma kernels support the GGUF blocks of the matrix `name` in all layers."""
         head = self.config.head_size if name == "w_qkv" and self.settings.rope else 0
         matrices = [w for n, w in self.matrices.items() if n == name or n.endswith(f".{name}")]
         gates = name not in ("w_gate", "w_up") or self._in_blocks

@@ -41,7 +41,7 @@ class CudaDecoding:
         self._steps = steps_of(model, cache, speculate)
         self._pace = SpeculationPolicy(cache.batch) if speculate else None
         self._steps.restart()
-        # Number of tokens per slot that no launched step computes. A step counts as one token.
+        # Per slot: most tokens still to sample. Each launched step counts as one sampled token.
         self._left = np.zeros(slots, np.int32)
         self._alternatives = np.zeros(slots, np.int32)
         self._in_flight: deque[InFlight] = deque()
@@ -135,7 +135,7 @@ class CudaDecoding:
 
 
 def _groups(starts: Sequence[Start]) -> Iterator[list[Start]]:
-    """Yield a list of Starts per prefill, in which either all have cached tokens or none has."""
+    """Split Starts into a list per prefill: of each list, all or none have cached tokens."""
     for continued in (False, True):
         chosen = sorted(start for start in starts if (start.cached > 0) == continued)
         yield from in_groups(chosen, PREFILL_TOKENS, _tokens_of)

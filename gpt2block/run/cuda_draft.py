@@ -23,7 +23,7 @@ from gpt2block.run.model import Ids, Start
 
 
 class Draft:
-    """A draft model that guesses next tokens. Its kv_cache has the same slots as the decoding's."""
+    """A draft model that guesses next tokens. Its kv_cache has the slots of the Decoding's."""
 
     def __init__(self, model: CudaPasses, cache: CudaCache) -> None:
         self._model, self._cache = model, cache
@@ -32,7 +32,7 @@ class Draft:
 
     @contextmanager
     def _between(self, stream: Any) -> Iterator[None]:
-        """Order the with block's work, on the draft's stream, after earlier work of `stream`.
+        """Run the with block on the draft's stream, after work that was queued on `stream`.
 
         Later work of `stream` waits for it. Events order the streams; the host does not wait.
         """
@@ -65,7 +65,7 @@ class Draft:
             self._steps.begin(self._model, group, slots, logits)
 
     def guess(self, slots: Ids, count: int, steps: DecodingSteps, stream: Any) -> None:
-        """Write `count` guessed tokens per slot into `steps`, the decoding's steps on `stream`.
+        """Write `count` guessed tokens per slot into `steps`, whose launches run on `stream`.
 
         K and V of the last guess are also computed, as the next step continues it if it is right.
         """

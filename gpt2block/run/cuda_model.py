@@ -62,7 +62,7 @@ from gpt2block.run.recording import Recording, Recordings
 from gpt2block.run.timeline import Call, Timeline
 
 TOKENS_AT_ONCE = 8192  # maximum tokens of a prefill of several sequences
-KEPT_COUNTS = 32  # numbers of sequences in padded batches whose scratch caches are kept
+KEPT_COUNTS = 32  # most scratch caches kept for padded batches, one per number of sequences
 KEPT_OF_COUNT = 8  # prefill shapes kept per scratch cache of padded batches
 
 
@@ -126,7 +126,7 @@ class CudaModel(CudaWeights):
         )
 
     def _choose_products(self, largest: Mapping[str, float]) -> tuple[Products, dict[str, float]]:
-        """Return the kind of prefill products and their operands' bounds; see `choose_products`."""
+        """Return the kind of prefill's products, and bounds of their operands by name."""
         return choose_products(self.config, self._matrices, self._vectors, largest)
 
     @property
@@ -165,7 +165,7 @@ class CudaModel(CudaWeights):
                 for group in in_groups(sequences, TOKENS_AT_ONCE):
                     outputs += self._forward(group, want, self._scratch(group))
                 return outputs
-            # The kernels of a row determine its bits, so they must not depend on the other rows.
+            # A row's exact result depends on its kernels, which thus must not depend on other rows.
             decoded = want in ("last", "logits")
             single = [decoded and len(ids) == 1 for ids in sequences]
             several = [len(ids) > 0 and not one for one, ids in zip(single, sequences, strict=True)]
@@ -237,7 +237,7 @@ class CudaModel(CudaWeights):
         return np.split(np.stack([*states, hidden]), ends, axis=1)
 
     def log_likelihood(self, sequences: Sequence[Ids]) -> list[Floats]:
-        """Compute log-likelihoods as `ModelEngine` does; copy results after all groups have run."""
+        """See `ModelEngine`. Results are copied to the host after all groups have run."""
         likelihoods: list[Floats] = []
         computed: list[tuple[CudaArray, list[int]]] = []
         with self.running():
@@ -276,7 +276,7 @@ class CudaModel(CudaWeights):
             return timed(self.recordings, call)
 
     def _whole(self, name: str, result: NDArray[Any], cached: bool) -> NDArray[Any]:
-        """Multiply the result of a step of `_pass` by its divisor, if the activation has one."""
+        """Return a step's result, multiplied by its divisor if `_pass` has divided it."""
         divided = name in self._divisors and not cached
         return result * np.float32(self._divisors[name]) if divided else result
 
@@ -359,7 +359,7 @@ class CudaModel(CudaWeights):
         )
 
     def given(self) -> dict[str, Any]:
-        """Return the weights that decoding reads, by their names in a plan."""
+        """Return {name that steps use: array or matrix} of the weights that decoding reads."""
         return {**self._vectors, **self._matrices, **self._constants, **self.prompts.two_part}
 
     def prompt_weights(self, head: bool) -> dict[str, Any]:
@@ -370,7 +370,7 @@ class CudaModel(CudaWeights):
         return {**self.given(), **self.prompts.of(head)}
 
     def _logits(self, hidden: CudaArray) -> Iterator[CudaArray]:
-        """Yield logits of ROWS_AT_ONCE rows at a time, all in the same memory; padding is -inf.
+        """Yield logits of up to ROWS_AT_ONCE rows, always in the same memory; padding is -inf.
 
         hidden: the final norm of all rows, outside the memory of recordings.
         """
@@ -390,5 +390,5 @@ class CudaModel(CudaWeights):
         return shape.over(do, self._settings, self.formats.dtype, self._bounds)
 
     def forward_pass(self, shape: Prefill, do: Machine, want: Want | None) -> Any:
-        """Run the steps of a prefill of this shape, up to `want`, on the Machine `do`."""
+        """Run a prefill of this shape, up to the output `want`, on the executor `do`."""
         return forward(self._prefill_pass(shape, do), self._architecture, self.config, want)

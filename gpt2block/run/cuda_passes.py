@@ -14,7 +14,7 @@ from gpt2block.run.recording import Recordings
 
 
 class CudaPasses(Protocol):
-    """The part of `CudaModel` that the launches of its kv_caches need.
+    """Interface of `CudaModel` for the code that records launches for its kv_caches.
 
     They get it with each call: a cache that kept its model would keep its memory, too.
     """
@@ -29,19 +29,19 @@ class CudaPasses(Protocol):
         ...
 
     def given(self) -> dict[str, Any]:
-        """Return the weights that decoding reads, by their names in a plan."""
+        """Return {name that steps use: array or matrix} of the weights that decoding reads."""
         ...
 
     def prompt_weights(self, head: bool) -> dict[str, Any]:
-        """Return the weights that prefill reads; head: with lm_head for logits of all tokens."""
+        """Return the weights of prefill. head: include lm_head for logits of all tokens."""
         ...
 
     def prefill_shape(
         self, batch: int, cached: bool, rows: int, longest: int, continued: bool, ends: int | None
     ) -> Prefill:
-        """Return the Prefill of `rows` tokens. cached: whether the cache has layers."""
+        """Return the Prefill of `rows` tokens. cached: whether the kv_cache stores any layers."""
         ...
 
     def forward_pass(self, shape: Prefill, do: Machine, want: Want | None) -> Any:
-        """Run the steps of a prefill of this shape, up to `want`, on the Machine `do`."""
+        """Run a prefill of this shape, up to the output `want`, on the executor `do`."""
         ...

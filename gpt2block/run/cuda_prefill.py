@@ -194,7 +194,7 @@ def prefill_slots(
 
 
 def prefill_starts(model: CudaPasses, cache: CudaCache, group: Sequence[Start], last: bool) -> Any:
-    """Run `prefill_slots` for these Starts; either all have cached tokens, or none has."""
+    """Call `prefill_slots` for these Starts, of which all or none have cached tokens."""
     for start in group if cache.frequencies.tensors else ():
         cache.frequencies.begin(start.slot, start.n_tokens)
     slots, cached = [start.slot for start in group], [start.cached for start in group]
@@ -205,7 +205,7 @@ def prefill_starts(model: CudaPasses, cache: CudaCache, group: Sequence[Start], 
 def start_kind(
     cache: CudaCache, total: int, longest: int, continued: bool, count: int
 ) -> tuple[int, int, bool, int]:
-    """Return arguments (rows, longest, continued, ends) of `programs_of` for `count` sequences.
+    """Return `rows`, `longest`, `continued` and `ends` of `programs_of` for `count` sequences.
 
     total, longest: number of tokens of all sequences, and of the longest sequence.
     """

@@ -1,4 +1,4 @@
-"""Choose the kernels of prompts on a GPU, by device, head size and weights."""
+"""Choose the kernels that process prompts on a GPU, by device, head size and weights."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def choose_products(
     vectors: Mapping[str, CudaArray],
     largest: Mapping[str, float],
 ) -> tuple[Products, dict[str, float]]:
-    """Return the `possible_products`, or "float32", and upper bounds of their operands by name.
+    """Return the kind of prefill's products, and a dict from operands' names to upper bounds.
 
     The products are possible if no activation of a prompt, divided by its divisor if it has one
     (`divisors`), can exceed the range of float16, or of a two-part scale, for any tokens. largest:
@@ -99,7 +99,7 @@ def choose_products(
 
 
 def divisors(config: ModelConfig, bounds: Mapping[str, float]) -> dict[str, float]:
-    """Return powers of two that divide activations so that float16 can hold them, by name."""
+    """Return {name of an activation: power of two by which it is divided to fit float16}."""
     powers: dict[str, float] = {}
     for n in range(config.n_layer):
         names = [f"h.{n}.{name}" for name in architecture_of(config).DIVIDED[:2]]
@@ -115,7 +115,7 @@ def divided_weights(
     matrices: Mapping[str, WeightMatrix],
     vectors: Mapping[str, CudaArray],
 ) -> dict[str, Any]:
-    """Return the weights that prompts read if activations are divided by `by` (`divisors`).
+    """Return the weights of prefill if activations are divided by `by`, a dict by name.
 
     The weights share the FP8 numbers with the matrices; scales and biases are new. Division by
     powers of two is exact, except for activations that become subnormal in float16.

@@ -25,9 +25,9 @@ from gpt2block.run.model import Ids
 from gpt2block.run.recorder import rounded_up
 
 PROMPTS = 16, 256  # least and most tokens per prompt of prefills that start_up prepares
-TOGETHER = 4  # most prompts in a prefill that is recorded at start
+TOGETHER = 4  # most prompts of a prefill that `start_up` captures as a CUDA graph
 NOBODY: Ids = np.empty(0, np.int32)
-Kind = tuple[int, int, bool, int]  # a prefill's rows, longest, continued, number of prompts
+Kind = tuple[int, int, bool, int]  # arguments of `programs_of`: rows, longest, continued, ends
 
 
 def start_up(
@@ -38,7 +38,7 @@ def start_up(
     continued: bool,
     speculate: bool = False,
 ) -> Iterator[tuple[int, int]]:
-    """Compile kernels, record CUDA graphs; yield (tasks done, all tasks) before each task.
+    """Compile kernels, record CUDA graphs; yield numbers of done and all tasks before each task.
 
     slots: slots of a decoding in which no sequence runs; their kv_cache is overwritten. most: most
     tokens of prompts that start together. continued: whether prompts may continue cached tokens.
@@ -70,7 +70,7 @@ def start_up(
 
 
 class _Parts:
-    """The tasks of `start_up`. Binding starts to compile kernels; recording waits and runs them."""
+    """Tasks of `start_up`: `bind…` starts compiling kernels; `record…` awaits and runs them."""
 
     def __init__(self, model: CudaPasses, cache: CudaCache, speculate: bool) -> None:
         self._model, self._cache = model, cache
@@ -98,7 +98,7 @@ class _Parts:
             step.recording.repeat(self._model.stream)
 
     def record(self, kind: Kind) -> None:
-        """Run a prefill of a token and padding twice; the second run captures a CUDA graph."""
+        """Run twice a prefill of one token plus padding; the second run captures a CUDA graph."""
         programs = programs_of(self._model, self._cache, *kind)
         for _ in range(2):
             programs.run(self._model, [np.zeros(1, np.int32)], [0], [0], "last")
@@ -112,7 +112,7 @@ class _Parts:
 
 
 def _usual(cache: CudaCache, counts: list[int]) -> Iterator[Kind]:
-    """Yield the sizes of prefills with 1 to TOGETHER prompts of 16 to 256 tokens."""
+    """Yield the sizes of prefills with 1 to 4 (TOGETHER) prompts of 16 to 256 tokens."""
     least, most = (min(n, cache.n_ctx) for n in PROMPTS)
     found: set[Kind] = set()
     for count in (n for n in counts if n <= TOGETHER):

@@ -51,7 +51,7 @@ class DecodingSteps:
     def __init__(
         self, model: CudaPasses, cache: CudaCache, floats: bool = False, speculate: bool = False
     ) -> None:
-        """floats: whether to store activations as readable floats, not `Terms`, for equal results.
+        """floats: whether activations are readable floats; else `Terms`. The results are equal.
 
         speculate: steps can compute guesses, too.
         """
@@ -69,7 +69,8 @@ class DecodingSteps:
         self.changes: CudaArray = None  # (slots, CHANGES) logit changes, created on first use
         self.counts: CudaArray = None  # (slots, V) counts of drawn tokens, created on first use
         self._changed = np.zeros(B, np.int8)  # result of `_kind_of` for each slot
-        self._placed: tuple[int, int, Ids] | None = None  # last `place`: rows, rows per slot, slots
+        # Arguments of the last assignment by `place`: number of rows, rows per slot, slots.
+        self._placed: tuple[int, int, Ids] | None = None
 
     def restart(self) -> None:
         """Reset all steps for a new decoding, and drop results of the previous decoding."""
@@ -196,11 +197,13 @@ class DecodingStep:
         counts = of.counts if changed == COUNTED else None
         after: tuple[Bound, ...]
         if of.guesses is None:
-            self._sampled, report = _on_host((2, 2, rows))  # (launch parity, token or logprob, row)
+            # Axes: even or odd launch; token or logprob; row.
+            self._sampled, report = _on_host((2, 2, rows))
             self.placing = bind_place(of.state, slots)
             after = (bind_state(logits, of.state, of.n_ctx, report, slots, tables, counts),)
         else:
-            self._sampled, report = _on_host((2, 3, rows))  # (launch parity, also flags, row)
+            # Axes: even or odd launch; token, logprob or flags; row.
+            self._sampled, report = _on_host((2, 3, rows))
             self.placing = bind_place(of.state, slots, *of.guesses[1:], together)
             self._drawn = cupy.zeros(rows, "int32"), cupy.zeros(rows, "float32")
             state = of.state._replace(token=self._drawn[0], logprob=self._drawn[1])
@@ -243,7 +246,7 @@ class DecodingStep:
         return self._result(half, slots, alternatives)
 
     def _free_half(self) -> int:
-        """Return the half (0 or 1) of the results' memory for the next launch, after reading it.
+        """Read earlier results; return the half (0 or 1) of their memory for the next launch.
 
         Before the first launch, the device's launch count is set to 0, after earlier launches.
         """
@@ -273,7 +276,7 @@ class DecodingStep:
 
 
 class _Top:
-    """A launch that writes each row's most likely tokens to host arrays, and these arrays."""
+    """Host arrays, and the launch that writes the most likely tokens of each row to them."""
 
     def __init__(self, logits: CudaArray) -> None:
         shape = len(logits), MOST_ALTERNATIVES
@@ -311,7 +314,7 @@ class InFlight:
 
     @property
     def flags(self) -> Ids:
-        """Flags (N, together) of a speculative step: N slots, `together` rows per slot."""
+        """Flags (N, together) of tokens of a speculative step: `together` rows per slot."""
         self.read()
         flags: Ids = self._sampled[2].reshape(-1, self.together)
         return flags
@@ -324,7 +327,7 @@ class InFlight:
         return without(found, np.concatenate(self._stopped)) if self._stopped else found
 
     def taken(self) -> list[Sampled]:
-        """Return lists of accepted tokens: the first token of every slot, the second token, …
+        """Return a Sampled with each slot's first accepted token, one with its second token, …
 
         Tokens of stopped slots are left out.
         """

@@ -27,13 +27,13 @@ from gpt2block.run.timeline import BytesMoved, Call, KernelTiming, Timeline, mov
 
 EMPTY = 100  # number of empty kernels in the graph that measures the gap between kernels
 SAMPLE = "sample"  # name of the step that samples after a forward pass
-LEAD_US = 200.0  # µs of other kernels before a replay, which hide the time of its launch
+LEAD_US = 200.0  # µs that kernels before a measured graph take, to hide the graph's launch time
 TOGETHER = 8  # number of kernels measured together, by graphs that begin with the same kernel
 EARLIER = 8  # number of kernels before the measured ones in a graph: more than can overlap
 
 
 def timed(recordings: Recordings, call: Call) -> list[Timeline]:
-    """Call `call`; return the timeline of each recording, measured just before `call` runs it."""
+    """Call `call`; return a Timeline of each pass, measured just before `call` runs the pass."""
     found: list[Timeline] = []
     recordings.watch = lambda recording: found.append(measured(recording))
     try:
@@ -146,7 +146,7 @@ def _nothing() -> Launch:
 
 
 def _in_memory(array: Any, terms: Terms | None) -> TensorSpec:
-    """Return the TensorSpec of an array; stored as `Terms` of one term, it has half the bytes."""
+    """Return the TensorSpec of an array, with half its bytes if stored as 16-bit `terms`."""
     stored = TensorSpec.of(array)
     half = terms is not None and terms.rounded and terms.width > 0
     return stored._replace(nbytes=stored.nbytes // 2) if half else stored

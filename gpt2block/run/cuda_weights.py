@@ -55,7 +55,7 @@ class CudaWeights(StoredModel):
         if isinstance(array, InBlocks):
             if reads_blocks:
                 packed = array.on_device()
-                # Else CuPy's pool would reserve the memory of the file's bytes for small arrays.
+                # Else CuPy's pool would keep the memory of the file's bytes for small arrays.
                 cupy.get_default_memory_pool().free_all_blocks()
                 return packed
             array = array.on_host()
@@ -74,7 +74,7 @@ class CudaWeights(StoredModel):
 
 
 class PromptWeights:
-    """Weights that prefill reads in addition to those of decoding, and memory for conversions.
+    """Weights that prefill reads, but decoding does not, and memory for converted weights.
 
     With products on tensor cores, lm_head for the logits of all tokens has rows padded to a
     multiple that tensor cores support. by: divisors of activations, as `cuda_products.divisors`
@@ -121,7 +121,7 @@ class PromptWeights:
         self._matrices.update(dict.fromkeys(same, view))
 
     def of(self, head: bool) -> dict[str, Any]:
-        """Return weights by their names in a plan of prefill, with memory for converted weights.
+        """Return {name that prefill's steps use: array}, with memory for converted weights.
 
         head: with the padded lm_head as "head" and its bias as "head_bias".
         """

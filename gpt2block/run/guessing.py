@@ -13,7 +13,7 @@ from gpt2block.run.recorder import rounded_up
 
 ROWS = (4, 1 + MOST_GUESSES)  # possible rows (tokens) per sequence in a step with guesses
 # Assumed times of steps with 4 and with 1 + MOST_GUESSES rows per sequence, relative to one row,
-# until measured. First pair: up to FEW sequences. Second: more, where products are compute-bound.
+# until measured. First pair: up to FEW sequences. Second: more sequences (compute-bound products).
 UNKNOWN = ((1.3, 1.6), (2.0, 3.2))
 FEW = 4
 RIGHT_FIRST = 0.0, 0.25  # initial shares of right guesses: after a wrong guess, after a right one
@@ -58,7 +58,7 @@ class SpeculationPolicy:
             self._state[at] = right
 
     def result(self, slots: int, together: int) -> None:
-        """Record the time since the last result as a step's time. together: rows per slot."""
+        """Record the time since the last result as the time of a step. together: rows per slot."""
         now, before = perf_counter(), self._last
         self._last = now
         if before is not None:
@@ -66,7 +66,7 @@ class SpeculationPolicy:
             self._times[kind] = min(self._times.get(kind, np.inf) * OLDER, now - before)
 
     def together(self, slots: Ids, most: int) -> int:
-        """Return the number of rows per slot for the next step. most: limit of its total rows."""
+        """Return the rows (tokens) per slot for the next step. most: maximum of all its rows."""
         count = rounded_up(len(slots), 1)
         first = self._shares[slots, self._state[slots]]
         if first.max() < LEAST:

@@ -16,7 +16,7 @@ from gpt2block.tokenizers.lookup import Lookup
 def sequences(
     engine: ModelEngine, ids: Any, cache: KVCache | None = None
 ) -> tuple[list[Ids], tuple[int, ...] | None]:
-    """Check `ids`; return its sequences, and its shape, or None if sequence lengths differ."""
+    """Check `ids`; return its sequences and its shape (None if sequences differ in length)."""
     config = engine.config
     found, shape = as_sequences(ids, config.vocab_size)
     if cache is not None and getattr(cache, "kind", None) != engine.cache_kind:
@@ -62,7 +62,7 @@ def tokens(engine: ModelEngine, lookup: Lookup, text: Any, cached: bool = False)
 
 
 def as_sequences(ids: Any, vocab_size: int) -> tuple[list[Ids], tuple[int, ...] | None]:
-    """Return `ids` as int32 arrays, one per sequence, and its shape, or None if lengths differ.
+    """Return an int32 array per sequence of `ids`, and the shape of `ids` (None if lengths differ).
 
     Raises InputError, for an id outside 0 … vocab_size - 1 with its position.
     """

@@ -26,7 +26,7 @@ from gpt2block.weights.matrix import SCALED, WeightMatrix, check_finite, on_host
 
 Ids = NDArray[np.int32]  # (T,), the token ids of one sequence
 Floats = NDArray[np.float32]
-Tensors = Iterable[tuple[str, NDArray[Any], str | None]]  # name, array, layout of a matrix or None
+Tensors = Iterable[tuple[str, NDArray[Any], str | None]]  # name, array, layout; None for a vector
 Output = Literal["logits", "last", "hidden", "states"]
 
 Item = TypeVar("Item")
@@ -45,7 +45,7 @@ def weight_bytes(config: ModelConfig, formats: Formats) -> int:
             total += 4 * math.prod(shape)
             continue
         total += int(math.prod(shape) * least)
-        if formats.dtype == SCALED:  # a scale per output: wte and lm_head are (outputs, C)
+        if formats.dtype == SCALED:  # one scale per output (row of wte or lm_head)
             total += 4 * shape[0 if name in ("wte", "lm_head") else 1]
     return total
 
@@ -53,7 +53,7 @@ def weight_bytes(config: ModelConfig, formats: Formats) -> int:
 def stored_tensors(
     config: ModelConfig, vectors: Mapping[str, Any], matrices: Mapping[str, WeightMatrix]
 ) -> Tensors:
-    """Yield a model's tensors in the order of `model_shapes`; copy each to the host just before."""
+    """Yield tensors in the order of `model_shapes`; copy each to the host only when reached."""
     for name in model_shapes(config):
         matrix = matrices.get(name)
         if matrix is None:
@@ -179,7 +179,7 @@ def in_groups(
 
 
 def padded(group: list[Ids]) -> list[Ids]:
-    """Return the sequences, followed by padding: further sequences, empty or of tokens 0.
+    """Return the sequences, followed by padding sequences, which are empty or contain only 0.
 
     Padding adds at most a sixteenth of the tokens and about a quarter of the sequences. Many
     batches then have the same shape and reuse each other's launches and graphs on a GPU.
@@ -203,7 +203,7 @@ def cache_kind(config: ModelConfig, formats: Formats, device: str) -> CacheKind:
 
 
 def short_and_long(config: ModelConfig) -> NDArray[np.float64]:
-    """Return RoPE's frequencies (2, D / 2) of short and long sequences; (0,) if they are equal."""
+    """Return RoPE's frequencies (2, D / 2) of short and long sequences; empty if both are equal."""
     short = config.short_context
     both: list[Any] = [replace(config, n_ctx=short), config] if short else []
     return np.array([each.frequencies() for each in both])
@@ -250,7 +250,7 @@ class RowFrequencies:
 
 
 def cache_tensors(cache: Any, n_layer: int) -> dict[str, Any]:
-    """Return a cache's K and V of each layer, and frequencies, as a dict by tensor name.
+    """Return {tensor name: array} of a cache: each layer's K and V, and RoPE's frequencies.
 
     cache.layers holds pairs (k, v): one per layer, a single pair for all layers, or no pairs.
     """
@@ -308,7 +308,7 @@ class Sampled(NamedTuple):
     tokens: Ids  # token ids; -1 if the logits were NaN
     logprobs: Floats  # log-probabilities under the unmodified logits
     top: Alternatives | None = None  # the most likely tokens, if any slot requests them
-    # Whether each token equals its guess, so that the step also yields the next token; or None.
+    # Whether each token was guessed, so that its step also samples the next; None: no guesses.
     guessed: NDArray[np.bool_] | None = None
 
 
@@ -326,7 +326,7 @@ def chosen(sampled: Sampled, kept: NDArray[np.bool_]) -> Sampled:
 
 
 class Decoding(Protocol):
-    """Sequences in slots, which grow by a token per step; their state stays on the device.
+    """A batch of sequences, each in a slot. Sequences grow step by step, on the device.
 
     A sequence leaves its slot when it has sampled its number of steps, or by `stop`. Another
     sequence can then start in the slot. The tokens of a sequence depend neither on its slot nor on
@@ -350,7 +350,7 @@ class Decoding(Protocol):
         """Compute K and V of ids[cached:] of unfinished prompts, for a later call of `start`."""
 
     def copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
-        """Copy the keys and values of first tokens to free slots, one copy after another.
+        """Copy keys and values of a slot's first tokens to a free slot, for each copy in order.
 
         copies: (source slot, target slot, number of tokens) of each copy.
         """

@@ -23,7 +23,7 @@ RUNS = 3  # number of runs when one step is timed
 
 
 def apply(op: str, inputs: tuple[Any, ...], **attrs: Any) -> Any:
-    """Call the reference function `op` without argument checks, a quarter of a token's time."""
+    """Call the reference function `op`; skip checks, which take a quarter of a token's time."""
     return unchecked(getattr(reference, op))(*inputs, **attrs)
 
 
@@ -76,7 +76,7 @@ class NumpySteps:
     def machine(
         self, tensors: Mapping[str, NDArray[Any]], keep: Collection[str] | None = ()
     ) -> NumpyMachine:
-        """Return a NumpyMachine that knows `known` and `tensors`. keep: as for NumpyMachine."""
+        """Return a NumpyMachine for the arrays `known` and `tensors`. keep: see NumpyMachine."""
         return NumpyMachine({**self.known, **tensors}, keep, self.apply, self._note)
 
     def timed(self, call: Call) -> list[Timeline]:

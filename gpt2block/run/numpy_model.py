@@ -117,7 +117,7 @@ class NumpyModel(NumpySteps, StoredModel):
         cache: NumpyCache | None = None,
     ) -> list[Floats]:
         """See `ModelEngine.forward`. want "rows": the final norm of all rows, before lm_head."""
-        if cache is None:  # then all layers can share the memory of one
+        if cache is None:  # then all layers can share one layer's memory
             longest = max(map(len, sequences))
             cache = NumpyCache(self.config, len(sequences), longest, self.formats, layers=1)
             for row, ids in enumerate(sequences):
@@ -202,7 +202,7 @@ class NumpyModel(NumpySteps, StoredModel):
     def decode(
         self, slots: int, n_ctx: int, fewer: bool = False, speculate: bool = False
     ) -> NumpyDecoding:
-        """Return a NumpyDecoding. It never guesses, because BLAS results depend on the rows."""
+        """Return a NumpyDecoding. It never guesses: BLAS results depend on the number of rows."""
         return NumpyDecoding(self, min(slots, SLOTS) if fewer else slots, n_ctx)
 
     def apply(self, op: str, inputs: tuple[Any, ...], **attrs: Any) -> Any:
@@ -213,7 +213,7 @@ class NumpyModel(NumpySteps, StoredModel):
         return apply(op, inputs, **attrs)
 
     def _rounded(self, qkv: Floats) -> Floats:
-        """Return rows [Q | K | V] with K and V (perhaps Q, too) rounded to the cache's dtype."""
+        """Return rows [Q | K | V], K and V rounded to the cache's dtype; if not FP8, Q as well."""
         fp8, dtype = self.formats.fp8_cache, self.formats.cache_dtype
         if fp8:
             heads = self.config.n_head, self.config.kv_width // self.config.head_size

@@ -33,7 +33,7 @@ from gpt2block.weights.two_part import TwoPartMatrix, scale_for
 VIEW = "rows"  # name of the operation whose result is a NumPy-style view of its input
 ALIGNMENT = 512  # alignment, in bytes, of each array in an arena
 _scale_for = lru_cache(maxsize=4096)(scale_for)  # cached: all layers have the same bounds
-OPEN = ("any", "strided", "mixed")  # kinds (see `contract`) of arrays with a common, open dtype
+OPEN = ("any", "strided", "mixed")  # kinds (see `contract`) of arrays that share any one dtype
 
 
 def bytes_of(shape: Shape, dtype: Any) -> int:
@@ -117,7 +117,7 @@ class Arena:
         return known[:rows]
 
     def view(self, array: CudaArray) -> CudaArray:
-        """Return an arena's array as a view that does not keep it allocated; others unchanged."""
+        """Return a view that does not keep an arena's array allocated; other arrays unchanged."""
         offset = array.data.ptr - self._memory.data.ptr
         if not 0 <= offset < self._memory.nbytes:
             return array
@@ -210,7 +210,7 @@ class Recorder(Machine):
         return made
 
     def _given(self, name: str, value: Any) -> Result | None:
-        """Return an input as a Result: `value`, or the tensor named `value`, or None if absent."""
+        """Return `value` if it is a Result, else the tensor named `value`, or None if absent."""
         if isinstance(value, Result):
             if value.overwritten:
                 raise RuntimeError(f"{name}: reads {value.name}: {value.overwritten} overwrote it")
@@ -254,7 +254,7 @@ def result_of(
     for entry, value in zip(contract.inputs, given, strict=False):
         if value is not None:
             shape, of_input = value
-            in_rows = entry.kind in MATRICES  # axes are (K, N), but stored as (N, K)
+            in_rows = entry.kind in MATRICES  # axes (K, N) of an array stored as (N, K)
             entry.fits(shape[::-1] if in_rows else shape, sizes)
             storage = storage or (of_input if entry.kind in OPEN else None)
     out = contract.outputs[0]
@@ -343,7 +343,7 @@ class Binder(Recorder):
     def _launches(
         self, step: Step, inputs: tuple[Any, ...], out: Any, kind: Hashable, places: tuple[int, ...]
     ) -> tuple[tuple[Launch, ...], tuple[Any, ...]]:
-        """Return a step's launches and auxiliary arrays; equal steps of layers share a Recipe."""
+        """Return a step's launches and auxiliary arrays; they are derived once for all layers."""
         alike = step.op, out is None, kind, tuple(step.attrs)
         recipe, extra, further = self._recipes.get(alike, (None, (), ()))
         if recipe is not None:

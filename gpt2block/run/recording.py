@@ -94,7 +94,7 @@ class Recording:
                 cupy.cuda.nvtx.RangePop()
 
     def replay(self, stream: Any, private: Any) -> None:
-        """Replay the launches as a CUDA graph on `stream`; the first call captures it on `private`.
+        """Replay the launches as a CUDA graph on `stream`. The first call captures it on `private`.
 
         Every kernel must be loaded already, by a run of this recording or of another one.
         """
@@ -148,7 +148,7 @@ class Recording:
 
 
 def fill(array: CudaArray, exact: NDArray[Any], kv_dtype: str | None = None) -> None:
-    """Copy `exact` to the start of each axis of `array`, rounded to the format of `array`.
+    """Copy `exact` to the first elements along each axis of `array`, rounded to its format.
 
     kv_dtype: the FP8 format of arrays of uint8.
     """

@@ -21,7 +21,7 @@ from gpt2block.run.recorder import VIEW, TensorSpec, described
 GATHERED = {
     "encoder_rows": ("wte", "wpe"),
     "take": ("x",),
-}  # inputs read only in some rows
+}  # {operation: inputs of which it reads only some rows}
 ACTIVATIONS = frozenset({*BATCH, "x", "hidden"})  # named inputs of a pass that are not weights
 SCRATCH = "memory", "stream_k_workspace"  # buffers for converted weights and for partial sums
 Call = Callable[[], Any]
@@ -68,7 +68,7 @@ class KernelTiming(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """The timed kernels of a forward pass. us: µs of the pass and of the sampling after it.
+    """The timed kernels of a forward pass. us: time in µs of the pass plus the sampling after it.
 
     between: µs between the end of a kernel and a kernel that waits for this end; 0 with NumPy.
     """
@@ -127,7 +127,7 @@ def _read(op: str, name: str, given: Mapping[str, Any], out: TensorSpec) -> int:
     stored = TensorSpec.of(given[name])
     if name in GATHERED.get(op, ()):
         return stored.nbytes // stored.shape[0] * out.shape[0]
-    if name == "qkv" and op in ("kv_append", "attention_packed"):  # reads only K, V or only Q
+    if name == "qkv" and op in ("kv_append", "attention_packed"):  # kv_append reads K, V; else Q
         row, cached = stored.shape[-1], 2 * given["k"].shape[-1]
         return int(stored.nbytes * (cached if op == "kv_append" else row - cached) // row)
     if name == "w_down" and "sums" in given:  # reads only scales, to add `sums`
@@ -137,7 +137,7 @@ def _read(op: str, name: str, given: Mapping[str, Any], out: TensorSpec) -> int:
 
 
 def _tokens(given: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the numbers of new tokens and of keys that attention reads in a kv_cache."""
+    """Return the number of new tokens, and the number of keys that attention reads."""
     if "position" in given:
         row, position = on_host(given["row"]), on_host(given["position"])
         present = row >= 0

@@ -88,7 +88,7 @@ class Access:
 
 
 def _line(scope: Scope, ended: str) -> str:
-    """Return a request's log line, without the path's parameters, which may be secret."""
+    """Return a request's log line. Variable parts of its path, which may be secret, become "…"."""
     path, state = scope["path"], scope["state"]
     for value in filter(None, scope.get("path_params", {}).values()):
         path = path.replace(value, "…")

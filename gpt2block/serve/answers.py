@@ -117,7 +117,7 @@ class Answer:
         self._some.set()
 
     async def pieces(self) -> AsyncGenerator[list[tuple[int, Piece]], None]:
-        """Yield lists of pairs (row index, Piece of new tokens) until all rows have ended.
+        """Yield lists of pairs (row index, Piece with its new tokens) until all rows have ended.
 
         Each list has the pieces delivered since the previous list, up to a failure if there is one.
         """
@@ -134,12 +134,12 @@ class Answer:
             left -= sum(piece.finish_reason is not None for _, piece in new)
 
     def go_on(self, pieces: Sequence[tuple[int, Piece]]) -> None:
-        """Release the rows of `pieces`, which are being sent, so that they deliver new tokens."""
+        """Let the rows (continuations) of `pieces`, which are sent now, deliver new tokens."""
         for index, _ in pieces:
             self.rows[index].held = False
 
     def close(self) -> None:
-        """End the rows of this request that run or wait."""
+        """End the rows (continuations) of this request that have not ended yet."""
         self._service.cancel(self.rows)
 
 
@@ -171,7 +171,7 @@ class Form(ABC):
         return None
 
     def with_prompts(self, found: dict[str, Any], prompts: Mapping[int, list[int]]) -> None:
-        """Add token ids of prompts to a response, as vLLM does. prompts: ids by index of a choice.
+        """Add prompts' token ids to a response, as vLLM does. prompts: {index of a choice: ids}.
 
         Each choice of /v1/completions has the token ids of its own prompt.
         """
@@ -270,7 +270,7 @@ def finite(logprob: float) -> float:
 
 
 async def whole(answer: Answer, choices: Sequence[AnswerChoice]) -> None:
-    """Wait until all rows have ended; return an AnswerChoice per row."""
+    """Wait until all rows (continuations) have ended; return an AnswerChoice per row."""
     async with aclosing(answer.pieces()) as pieces:
         async for new in pieces:
             for index, piece in new:
@@ -358,7 +358,7 @@ def _event(data: str) -> bytes:
 
 
 def _part(piece: Piece) -> AnswerChoice:
-    """Convert a Piece (a row's new tokens) to an AnswerChoice, a part of an answer."""
+    """Convert a Piece (a continuation's new tokens) to an AnswerChoice, a part of an answer."""
     part = AnswerChoice()
     part.add(piece)
     return part

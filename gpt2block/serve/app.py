@@ -140,14 +140,14 @@ class Asked:
 
 
 class Server:
-    """The endpoints that serve a model. encoding: its tokenizer, or another that fits its ids.
+    """The endpoints that serve a model. encoding: a tokenizer that fits the model's token ids.
 
     on_failure: called in the event loop when the engine has failed and all requests got an error.
     """
 
     def __init__(self, model: Any, encoding: Encoding, settings: ServerSettings) -> None:
         self.model, self.encoding, self.settings = model, encoding, settings
-        self.keys = settings.keys  # API keys; may be replaced later, but not by none
+        self.keys = settings.keys  # API keys; may be replaced, but not by an empty set
         self.metrics = Metrics()
         self._token_count_bound = tokenizer.token_count_bound(encoding)
         self._templates: list[ChatTemplate] = []  # copies of the template that no thread uses now
@@ -179,7 +179,7 @@ class Server:
         allowed = self.settings.allowed_hosts
         hosts = (*self.settings.hosts, *allowed) if allowed or not self.keys else ()
         middleware = [Middleware(Access, [*dict.fromkeys(map(str.lower, hosts))])]
-        if self.settings.origins:  # after Access, which refuses unknown hosts
+        if self.settings.origins:  # runs after Access has refused unknown hosts
             middleware += [Middleware(
                 CORSMiddleware, allow_origins=self.settings.origins, allow_headers=("*",),
                 allow_methods=("GET", "POST"), expose_headers=("Retry-After", "X-Request-Id"),
@@ -280,7 +280,7 @@ class Server:
         return await self._threads.run(request.state.client, call, *arguments)
 
     async def _in_pass(self, request: Request, call: Callable[..., Any], *arguments: Any) -> Any:
-        """Return call(*arguments), a forward pass, computed in a thread of the pool for passes."""
+        """Return call(*arguments), a forward pass, computed in a thread for forward passes."""
         return await self._passes.run(request.state.client, call, *arguments)
 
     # --- endpoints of completions -----------------------------------------------------------------
@@ -378,7 +378,7 @@ class Server:
         check_length(count, self.model.config.n_ctx, field, least)
 
     def _rows(self, prompts: list[Ids], given: SampledRequest, most: int, top: int) -> list[Row]:
-        """Return the rows (continuations) of a request. top: number of alternatives per token."""
+        """Return a request's rows (continuations). top: alternatives to report per token."""
         count, most_rows = len(prompts) * (given.n or 1), self._batch.slots + self.settings.queue
         if count > most_rows:
             problem = f"n: {count} continuations: this server takes {most_rows} at most"
@@ -393,7 +393,7 @@ class Server:
         return rows
 
     def _stop_ids(self, given: SampledRequest) -> list[int] | None:
-        """Return the ids of tokens that end an answer of this request; None: the model's own."""
+        """Return ids of tokens that end answers of this request; None: the model's end tokens."""
         if not given.stop_token_ids and not given.ignore_eos:
             return None
         config, V = self.model.config, self.model.config.vocab_size
@@ -558,7 +558,7 @@ class _PatientResponse(JSONResponse):
 
 
 class _Streamed(EventSourceResponse):
-    """A streamed response of server-sent events; if the client disconnects, its rows end."""
+    """A streamed response of server-sent events. If the client disconnects, generation ends."""
 
     def __init__(self, events: AsyncIterator[bytes], answer: Answer) -> None:
         super().__init__(events, ping=15, sep="\n", shutdown_grace_period=GRACE)

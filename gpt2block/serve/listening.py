@@ -30,7 +30,7 @@ HEAD_SECONDS = 20  # time limit for the headers of a connection's next request
 # Longest wait of the thread that runs decoding steps for the GIL (sys.setswitchinterval). Python's
 # default of 5 ms is longer than a step.
 SWITCH_SECONDS = 5e-4
-# New objects before a garbage collection; a few requests create more than Python's default.
+# Number of new objects before a garbage collection; a few requests exceed Python's default.
 YOUNG_OBJECTS = 20_000
 
 
@@ -56,7 +56,7 @@ class Protocol(H11Protocol):
         if self.conn.their_state is h11.DONE:
             self._behind += data
         else:
-            # State copied to each request. The middleware Access, not uvicorn, refuses requests.
+            # Each request gets a copy of app_state. Access, not uvicorn, refuses requests.
             self.app_state["overloaded"] = len(self.connections) >= (self._most or math.inf)
             super().data_received(data)
         self._read_on()
@@ -174,7 +174,7 @@ def config(
     return uvicorn.Config(
         server.app(),
         http=Protocol,
-        limit_concurrency=connections + 1,  # + 1: uvicorn also counts the new one
+        limit_concurrency=connections + 1,  # + 1: uvicorn also counts the new connection
         # Longer than clients keep a connection: if the server closes first, a request may be lost.
         timeout_keep_alive=HEAD_SECONDS,
         timeout_graceful_shutdown=grace + 1,

@@ -97,7 +97,7 @@ class Play:
         self._one = Workers(1)
 
     def routes(self, behind_key: MakeRoute) -> list[Route]:
-        """Return the routes. The server's page and secret `explain` URLs need no API key."""
+        """Return the routes. The page / and `explain` pages at secret URLs need no API key."""
         return [
             Route("/", self.page),
             behind_key("/play/model", self.about),
@@ -111,7 +111,7 @@ class Play:
         return HTMLResponse(self._html, headers=self._headers)
 
     async def about(self, request: Request) -> Response:
-        """Return what the page shows of the model, such as its name and settings, as JSON."""
+        """Return, as JSON, properties of the model that the page shows, such as its name."""
         config, engine = self._model.config, self._model.engine
         chat = await self._in_thread(request, self._has_template)
         found = {
@@ -143,7 +143,7 @@ class Play:
         return JSONResponse(await self._in_thread(request, self._distribution, logits, given))
 
     async def explain(self, request: Request, given: ExplainRequest) -> Response:
-        """Generate a page that explains a forward pass, one page at a time; return its path."""
+        """Generate an `explain` page (one at a time) of a forward pass; return the page's path."""
         ids, most = self._ids_of(given.ids, "ids"), self._most_explained()
         if not most:
             parameters = f"models of at most {MOST_PARAMETERS:,} parameters"
@@ -167,7 +167,7 @@ class Play:
         return JSONResponse({"path": f"play/explain/{ticket}"})
 
     async def explained(self, request: Request) -> Response:
-        """Return an `explain` page. The request needs no API key, as a frame cannot send one."""
+        """Return an `explain` page. No API key is required, because a frame cannot send one."""
         ticket = request.path_params["ticket"]
         html = next((each[ticket] for each in self._pages.values() if ticket in each), None)
         if html is None:
@@ -232,7 +232,7 @@ class Play:
         return Page(collect(self._model.engine, self._encoding, self._name, ids, 0)).html
 
 
-# Policy of `explain` pages. Their scripts run without this origin, so that none can read the key.
+# Policy of `explain` pages: their scripts lack the server's origin, so they cannot read the key.
 EXPLAINED = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'self'; sandbox allow-scripts"
@@ -250,7 +250,7 @@ def _policy(html: str) -> str:
 
 
 def _hash(html: str, tag: str) -> str:
-    """Return a hash of the page's only element `tag`, for its Content-Security-Policy."""
+    """Return a hash of the page's only element `tag`, for the Content-Security-Policy."""
     (content,) = re.findall(f"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
     return f"'sha256-{b64encode(sha256(content.encode()).digest()).decode()}'"
 

@@ -89,7 +89,8 @@ NEUTRAL: Mapping[str, Any] = {
     "grammar": ("",),
     "json_schema": ({},),
 }
-TOOLS = {"tools": "tool_choice", "functions": "function_call"}  # field: its switch, off if "none"
+# {field of a request: field that disables the first field if its value is "none"}
+TOOLS = {"tools": "tool_choice", "functions": "function_call"}
 
 Request = TypeVar("Request", bound="Body")
 
@@ -127,7 +128,7 @@ def _values(given: Any, info: ValidationInfo) -> Any:
 
 
 def _too_many(info: ValidationInfo, most: int, what: str, status: int = 400) -> ApiError:
-    """Return an error for too many values that does not list them, which would take long."""
+    """Return an error for too many values. The values are omitted: listing them takes long."""
     problem = f"{info.field_name}: expected at most {most:,} {what}"
     return ApiError(status, problem, info.field_name)
 
@@ -183,7 +184,7 @@ class ApiError(Exception):
 
 
 def named(field: str, given: list[Any]) -> list[tuple[Any, str]]:
-    """Return pairs (entry, name for errors); if there are several, the name has an index."""
+    """Return pairs (entry, its name in errors); names of several entries have an index."""
     names = [field] if len(given) == 1 else [f"{field}.{index}" for index in range(len(given))]
     return [*zip(given, names, strict=True)]
 
@@ -196,7 +197,7 @@ def check_length(count: int, n_ctx: int, field: str, least: str = "") -> None:
 
 
 def _or_all(given: Any, info: ValidationInfo) -> Any:
-    """Return a limit of new tokens; -1 becomes `info.context`, as many as the context allows."""
+    """Return a limit of new tokens; -1 becomes `info.context` (as many as fit in the context)."""
     return info.context if type(given) is int and given == -1 else given
 
 
@@ -279,7 +280,7 @@ class SampledRequest(Drawn):
 
     max_tokens: NewTokens = Field(None, ge=1, le=MOST_NEW)
     n: int | None = Field(1, ge=1, le=MOST_SAMPLES)
-    best_of: Annotated[int | None, AfterValidator(_as_n)] = None  # must equal n, as all are sent
+    best_of: Annotated[int | None, AfterValidator(_as_n)] = None  # must be n: all answers are sent
     stop: Annotated[str | list[str] | None, _at_most(MOST_STOPS, "texts")] = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stream: bool | None = False
@@ -467,6 +468,6 @@ def _place(problem: Any, given: Any) -> list[Any]:
 
 
 def refused(error: Exception, fields: Collection[str]) -> ApiError:
-    """Convert the library's error to an ApiError; param: the argument at fault, if in `fields`."""
+    """Convert the library's error to an ApiError. param: the wrong argument if `fields` has it."""
     argument = re.split("[:. ]", str(error), maxsplit=1)[0]
     return ApiError(400, str(error), argument if argument in fields else None)

@@ -1,4 +1,4 @@
-"""The thread that runs the rows of all requests in one batch.
+"""The thread that generates the rows (continuations) of all requests in one batch.
 
 Requests come from an event loop, and their tokens go back to the event loop. Rows are changed only
 in the thread.
@@ -22,7 +22,7 @@ from gpt2block.generation.rows import Row, Tops
 from gpt2block.run.model import ModelEngine
 from gpt2block.serve.log import log, traceback_of
 
-TOKENS_AT_ONCE = 2048  # number of prompt tokens from which a step computes no further prompt
+TOKENS_AT_ONCE = 2048  # prompt tokens in a step after which the step computes no further prompt
 
 
 class Piece(NamedTuple):
@@ -44,11 +44,11 @@ Deliver = Callable[[Piece], None]  # callback, called in the event loop
 
 
 class Full(Exception):  # noqa: N818  (a reason, not a fault)
-    """Raised if the queue is full, so that no further row may wait."""
+    """Raised if the queue is full, so that no further row (continuation) can wait."""
 
 
 class EngineFailed(Exception):  # noqa: N818
-    """Raised after the engine has raised an exception, when no row can be computed any more."""
+    """Raised for any row (continuation) after the engine has raised an exception."""
 
 
 def batch_of(
@@ -87,7 +87,8 @@ class Service:
         self._batch, self._on_failure = batch, on_failure
         self._loop, self._most_waiting = loop, most_waiting
         self._changed = threading.Condition()
-        self._new: deque[tuple[Row, Deliver, float | None]] = deque()  # rows, deadlines
+        # (submitted row, its callback, its deadline or None for no deadline)
+        self._new: deque[tuple[Row, Deliver, float | None]] = deque()
         self._cancelled: deque[Row] = deque()
         self._open_of: Counter[str] = Counter()  # client: number of rows that run or wait
         self._deliver: dict[int, Deliver] = {}  # id(row): callback
@@ -107,12 +108,12 @@ class Service:
 
     @property
     def open(self) -> int:
-        """The number of rows that run or wait."""
+        """The number of rows (continuations) that run or wait for a slot."""
         return len(self._deliver) + len(self._new)
 
     @property
     def waiting(self) -> int:
-        """The number of rows that wait for a slot."""
+        """The number of rows (continuations) that wait for a slot."""
         return max(0, self.open - self.slots)
 
     def submit(
@@ -122,7 +123,7 @@ class Service:
         client: str = "",
         deadline: float | None = None,
     ) -> None:
-        """Queue a client's rows. If it raises Full or EngineFailed, it has queued none of them.
+        """Queue a client's rows (continuations), or queue none and raise Full or EngineFailed.
 
         deadline: as for Batch.
         """
@@ -141,13 +142,13 @@ class Service:
             self._changed.notify()
 
     def cancel(self, rows: Iterable[Row]) -> None:
-        """End rows whose tokens are not needed, and deliver no more of their tokens."""
+        """End rows (continuations), and deliver no more of their tokens."""
         with self._changed:
             self._cancelled.extend(rows)
             self._changed.notify()
 
     def close(self) -> None:
-        """End the thread without finishing the running rows."""
+        """End the thread without finishing the running rows (continuations)."""
         with self._changed:
             self._ends = True
             self._changed.notify()
@@ -162,7 +163,7 @@ class Service:
             self._fail(error)
 
     def _start_up(self) -> None:
-        """Compile kernels and record launches; rows that are submitted meanwhile wait."""
+        """Compile kernels and record launches. Requests that are submitted meanwhile wait."""
         for done in self._batch.start_up():
             self.starting = done
             if self._ends:
@@ -182,7 +183,7 @@ class Service:
                 self._forget(row)
 
     def _take_changes(self) -> bool:
-        """Add submitted rows, end cancelled rows; wait if idle. Return False to end the thread."""
+        """Add submitted rows, end cancelled rows; wait if idle. Return whether to continue."""
         with self._changed:
             while not (self._ends or self._new or self._cancelled or self._batch.busy):
                 self._changed.wait()
@@ -233,7 +234,7 @@ class Service:
             deliver(piece)
 
     def _fail(self, error: BaseException) -> None:
-        """Log the error, and end all running and waiting rows with it."""
+        """Log the error, and end all running and waiting rows (continuations) with it."""
         log.critical("the engine failed\n%s", traceback_of(error))
         with self._changed:
             self.failure = f"the engine failed: {error!r}"
@@ -245,6 +246,6 @@ class Service:
 
 
 def piece_of(row: Row) -> Piece:
-    """Return a Piece with the tokens that a row has received since its last Piece."""
+    """Return a Piece with the tokens that a continuation has received since its last Piece."""
     error = str(row.error) if row.error is not None else None
     return Piece(row.take(), *row.take_tokens(), row.finish_reason, error)

@@ -44,7 +44,7 @@ class Places:
         try:
             await turn
         except asyncio.CancelledError:
-            if not turn.cancelled():  # the place was assigned before the cancellation
+            if not turn.cancelled():  # a place was assigned before the cancellation
                 self.give_back(client)
             raise
 
