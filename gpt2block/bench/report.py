@@ -103,7 +103,7 @@ def run(
 def rows_of(
     work: Work, entrants: Iterable[Contender], copies: int, best: Ceilings
 ) -> tuple[list[BenchRow], list[str]]:
-    """Time a benchmark; return a row per implementation that ran, and the errors of the others."""
+    """Time a benchmark; return report rows of implementations that ran, and the others' errors."""
     timed, refused = race(entrants, copies, work.check, work.rounds, times=work.times)
     rows = with_peers([row_of(work, each, copies, best) for each in timed])
     return rows, [f"{work.what} {work.dtype}: {each.name}: {why}" for each, why in refused]
