@@ -152,7 +152,7 @@ class TorchPeers:
         return capture, lambda: note
 
     def compiled(self, function: Function, search: bool = False) -> Function:
-        """Compile a function for fixed shapes. search: whether to search for faster kernels."""
+        """Compile a function for fixed shapes. search: whether to autotune matrix products."""
         from torch import _inductor  # noqa: PLC0415
         from torch._inductor import select_algorithm  # noqa: PLC0415
 

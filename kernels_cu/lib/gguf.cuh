@@ -212,7 +212,7 @@ struct Part {
             }
             return found;
         } else if constexpr (INTEGERS) {
-            // d s q - dmin m = d (s (64 + q) - near) + left. near is about 64 s + dmin m / d and exact in float16.
+            // d s q - dmin m = d (s (64 + q) - near) + left. near: 64 s + dmin m / d, rounded; left: the remainder.
             const float2 of_block = floats_of(scale.raw.x);
             const unsigned both = unit % 2 ? scale.raw.z : scale.raw.y, at = 8 * (threadIdx.x % 4);
             const float s = (float)(both >> at & 63);

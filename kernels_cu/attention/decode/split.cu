@@ -112,7 +112,7 @@ struct Shared {
     float m[SLOTS][SPAN], l[SLOTS][SPAN];
 };
 
-// head_of: the first head of q that a team computes. queries_of: its number of heads of q, at most AS_QUERIES.
+// head_of: the first head of q that a team of warps computes. queries_of: the team's number of heads of q.
 __device__ __forceinline__ int head_of(int team) { return team / TEAMS * SERVES + team % TEAMS * AS_QUERIES; }
 __device__ __forceinline__ int queries_of(int team) { return least(AS_QUERIES, SERVES - team % TEAMS * AS_QUERIES); }
 

@@ -14,10 +14,10 @@
 #ifndef LM_NORM  // norm of x: 0: none, 1: LayerNorm, 2: RMSNorm with the bits of norms/rmsnorm_stream.cu
 #define LM_NORM 1
 #endif
-#ifndef LM_SUMS  // number of split sums added to x (without LM_NORM: to the residual); 0: none
+#ifndef LM_SUMS  // number of split sums (sums over ranges of K) to add to x, or without LM_NORM to the residual
 #define LM_SUMS 0
 #endif
-#ifndef LM_ROPE  // channels of a head, whose columns c and c + LM_ROPE / 2 a block computes; 0: no RoPE
+#ifndef LM_ROPE  // channels of a head; one block computes both channels c and c + LM_ROPE / 2; 0: no RoPE
 #define LM_ROPE 0
 #endif
 #ifndef LM_QK_NORM  // 1: heads of q and k are normalised, and LM_CLUSTER blocks compute one head
@@ -38,7 +38,7 @@
 #ifndef LM_LOOP
 #define LM_LOOP 0
 #endif
-#ifndef LM_WARPS  // warps per block, with LM_LOOP or LM_ALONE; otherwise one warp per split of K
+#ifndef LM_WARPS  // warps per block, with LM_LOOP or LM_ALONE; otherwise one warp per split (range of K)
 #define LM_WARPS 8
 #endif
 #ifndef LM_TERMS  // 1: x is stored as 16-bit terms (lib/terms.cuh), not floats; not with LM_NORM
@@ -47,7 +47,7 @@
 #ifndef LM_BLOCKS  // minimum blocks per SM (__launch_bounds__)
 #define LM_BLOCKS 1
 #endif
-#ifndef LM_ALONE  // 1: shared memory holds x for only one split of K at a time
+#ifndef LM_ALONE  // 1: shared memory holds x for only one split (range of K) at a time
 #define LM_ALONE 0
 #endif
 

@@ -35,7 +35,7 @@ typedef float Totals[TILES][ROW_TILES][order::TILE_OCTETS * LANE_ROWS];  // lane
 struct Sums {
     float of[TILES][ROW_TILES][2 * order::TILE_OCTETS];
 
-    // Adds the sums of this split to `totals`, the sums over all splits of K.
+    // Adds the sums of this split to `totals`, the sums over all splits (ranges of K).
     __device__ __forceinline__ void add_to(Totals& totals) const {
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) {

@@ -37,7 +37,7 @@ __device__ __forceinline__ int kept(int v) { return __shfl_sync(0xffffffffu, v, 
 
 // Describes a product whose operand x is (M, LM_K): sizes along K, and the rows of w.
 struct Whole {
-    static constexpr int K = LM_K, UNITS = ::UNITS;  // K: values along K; UNITS: units per split of K
+    static constexpr int K = LM_K, UNITS = ::UNITS;  // K: values along K; UNITS: units per split (range of K)
     static constexpr bool UP = LM_UP;
     typedef Input Rows;
 

@@ -73,7 +73,7 @@ constexpr int STEP = FLOATS ? 8 : 16;       // values of K per mma
 constexpr int STEPS = CHUNK / STEP;         // mma instructions per chunk
 constexpr int TERMS = BLOCKS ? TERM_COUNT : 2;      // terms per value of x in an mma; low terms can be 0
 static_assert(TERM_COUNT == 2 || !(FLOATS || TWO_PART), "x is rounded for weights of one term");
-constexpr int UNIT = 128, MOST_SPLITS = 8;  // values of K per unit; maximum number of splits of K
+constexpr int UNIT = 128, MOST_SPLITS = 8;  // values of K per unit; maximum number of splits (ranges of K)
 constexpr int HALF_SPLITS = BLOCKS ? MOST_SPLITS / 2 : MOST_SPLITS;  // splits in a half, which is added up first
 
 __host__ __device__ constexpr int units(int K) { return (K + UNIT - 1) / UNIT; }

@@ -106,7 +106,7 @@ struct Barriers {
     Barrier full[GEMM_STAGES], empty[GEMM_STAGES];
     Barrier residual[CONSUMERS][BUFFERS];
     Barrier turn[CONSUMERS];  // start of a group's turn to multiply
-    Barrier sums[CONSUMERS];  // sums of the other splits of K have arrived
+    Barrier sums[CONSUMERS];  // sums of the other splits (ranges of K) have arrived
 
     __device__ void start() {  // called by one thread
         for (int i = 0; i < GEMM_STAGES; ++i) {
@@ -146,9 +146,9 @@ struct Work {
     }
 
 #if GEMM_STREAM
-    static constexpr int UNIT = 4;  // slices (256 values of K, as in a GGUF block) that one cluster processes
+    static constexpr int UNIT = 4;  // slices per unit of work (256 values of K), which one cluster processes
 
-    int all, begin, end;  // slices per tile; this cluster's units (4 slices) among those of all tiles
+    int all, begin, end;  // all: slices per tile; begin, end: this cluster's units, counted over all tiles
 
     __device__ void divide(int K) {
         all = slices(K, 1);
