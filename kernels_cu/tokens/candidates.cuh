@@ -256,7 +256,7 @@ __device__ __noinline__ Found find(float p, Shared& s, u64 need) {
     return reached ? Found{s.digit, s.rest} : Found{-1, need};
 }
 
-// The candidates: tokens with a bin position in [from, limit) and l >= cut.
+// Candidates: tokens with a position in the histogram in [from, limit) and a logit l >= cut.
 struct Candidates {
     float cut, from, limit;
 

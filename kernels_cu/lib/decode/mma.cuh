@@ -112,8 +112,8 @@ struct BlockTerms {
         return reinterpret_cast<unsigned*>(sums) + chunk;
     }
 
-    // Returns the sum over chunk t of unit `unit`, as split_sum(), of the terms that lane 4 g + t multiplies: of high
-    // terms if g is even or x has one term, otherwise of low terms.
+    // Returns the sum, in the format of split_sum(), of the terms in chunk t of unit `unit` that lane 4 g + t
+    // multiplies: high terms if g is even or x has one term, otherwise low terms.
     __device__ __forceinline__ unsigned own_sum(int unit) const {
         return *chunk_sum(unit, threadIdx.x % 32 / 4 % order::TERMS, threadIdx.x % 4);
     }

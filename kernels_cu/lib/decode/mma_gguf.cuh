@@ -78,14 +78,14 @@ struct Blocks {
         const W* scales;
     };
 
-    // Returns the index (0 or 1) of unit `first` + `at` of K in its GGUF tile. `first`: first unit of a split. With an
-    // even number of units per split, the result depends only on `at` and can be a compile-time constant.
+    // A GGUF tile has one or two units of 128 values of K. Returns the index in its tile of unit `first` + `at`, where
+    // `first` is a split's first unit. If splits have an even number of units, the result depends only on `at`.
     __device__ __forceinline__ static int unit_of_tile(int first, int at) {
         return Part::UNITS == 1 ? 0 : (UNITS % 2 == 0 ? at : first + at) % 2;
     }
 
     __device__ __forceinline__ static int own_byte() { return threadIdx.x % 16 * 16; }
-    __device__ __forceinline__ static bool of_scales() { return own_byte() >= Part::HIGH_BYTES; }  // lane copies scales
+    __device__ __forceinline__ static bool of_scales() { return own_byte() >= Part::HIGH_BYTES; }  // not high bits
 
     // Returns the addresses from which this lane copies unit `unit` of K, for the 16 columns from n on.
     __device__ __forceinline__ Cursor cursor(int n, int unit) const {
@@ -126,8 +126,8 @@ struct Blocks {
         from.scales += further(0);
     }
 
-    // use() adds the products of unit `unit` of split `split` to `sums`, the sums of this split of K. Found: with
-    // INTEGERS, the sums over the units of the current GGUF tile so far, without the factor d.
+    // use() adds the products of unit `unit` (128 values of K) of split `split` to `sums`, the split's sums. Found:
+    // with INTEGERS, the sums over the current GGUF tile (two units) so far, without the factor d.
     typedef float Found[Part::INTEGERS ? ROW_TILES : 1][4];
 
     __device__ __forceinline__ void use(int slot, int split, int unit, const Rows& input, Sums& sums,

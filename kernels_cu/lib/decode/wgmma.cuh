@@ -256,8 +256,8 @@ struct Consumer {
         end_products();
     }
 
-    // Marks the stage of a piece as empty once all its products are complete. LATER: whether the next piece is already
-    // loaded.
+    // Marks the stage of a piece (64 values along K) as empty once the stage's products are complete. LATER: whether
+    // the next piece is already loaded.
     template <int HALF, bool LATER = true>
     __device__ __forceinline__ void release() {
         if (HALF == 0 && PIECES > 1) return;

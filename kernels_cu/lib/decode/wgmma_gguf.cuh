@@ -190,8 +190,8 @@ struct Consumer {
         }
     }
 
-    // For types with INTEGERS (lib/gguf.cuh): adds the products of COUNT units of a GGUF tile, which share one sum, to
-    // `sums`. While a chunk is unpacked, the previous chunk is multiplied.
+    // For types with INTEGERS (lib/gguf.cuh): adds to `sums` the products of COUNT units (128 values of K each) of a
+    // GGUF tile. While one chunk of 32 values is unpacked, the previous chunk is multiplied.
     template <int RANGE, int COUNT>
     __device__ __forceinline__ void add_tile(Products& sums, int first) {
         typedef typename gguf::OfRange<RANGE>::Of Part;
@@ -303,7 +303,7 @@ struct Consumer {
         for (int i = 0; i < TERMS / 2; ++i) sums[i] = fmaf(by[i % 4 / 2], found[i], sums[i]);
     }
 
-    // Loads the sums over chunk t of a unit, for all rows of x (lane 4 g + t). AT: index of the unit in its GGUF tile.
+    // Lane 4 g + t loads the sums of all rows of x over chunk t of a unit. AT: index of the unit in its GGUF tile.
     template <typename Part, int AT>
     __device__ __forceinline__ void load_sums(unsigned (&of_x)[TERMS / 8][2], int used) const {
         const unsigned* const from = reinterpret_cast<const unsigned*>(ring.stage(used) + SUMS_AT);

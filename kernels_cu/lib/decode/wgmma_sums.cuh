@@ -3,9 +3,9 @@
 #pragma once
 #include "lib/decode/wgmma.cuh"
 
-constexpr int OWN = (WARPS * TILES + DH_SPLITS - 1) / DH_SPLITS;  // 4-row tiles that a block finishes
-constexpr int OF_WARP = (TILES + DH_SPLITS - 1) / DH_SPLITS;      // maximum of 4-row tiles that a warp finishes
-constexpr int AHEAD = OF_WARP < 4 ? OF_WARP : 4;                  // 4-row tiles that a warp finishes at a time
+constexpr int OWN = (WARPS * TILES + DH_SPLITS - 1) / DH_SPLITS;  // 4-row tiles whose sums a block completes
+constexpr int OF_WARP = (TILES + DH_SPLITS - 1) / DH_SPLITS;      // maximum of 4-row tiles that a warp completes
+constexpr int AHEAD = OF_WARP < 4 ? OF_WARP : 4;                  // 4-row tiles that a warp completes at a time
 // With TERM_COUNT 1, columns of B are rows of x, and lane 4 g + t has the sums of rows 2t and 2t + 1 of each eight
 // rows. IN_PAIRS: the lane writes the sums of both rows as 16 bytes, to the memory of two lanes. This requires that one
 // block finishes the tiles of both rows.
@@ -110,7 +110,7 @@ struct Totals {
         }
     }
 
-    // Loads the sums of AHEAD tiles (`first`, `first` + DH_SPLITS, ...) and adds them over all splits.
+    // Loads the sums of AHEAD tiles (`first`, `first` + DH_SPLITS, ...) and adds each tile's sums over all splits.
     __device__ __forceinline__ void get(float2 (&totals)[AHEAD], int first, int splits) const {
         const int own = (warp * TILES + first) / DH_SPLITS, lane = threadIdx.x % 32;
         if (DH_SPLITS == 1 || OF_HALVES) {

@@ -87,8 +87,8 @@ struct Weighted {  // weights (N, K) and bias of a product
     int N;
 };
 
-// The columns of a range of outputs with one GGUF type. A block computes the ACROSS columns from `first` on, then the
-// ACROSS columns from `first` + `step` on, and so on up to `end`.
+// The columns of a range (consecutive outputs with one GGUF type). A block computes the ACROSS columns from `first`
+// on, then the ACROSS columns from `first` + `step` on, and so on up to `end`.
 template <int RANGE>
 struct Range {
     typedef gguf::OfRange<RANGE> OfRange;
