@@ -135,9 +135,9 @@ struct Part {
         }
     }
 
-    // Factors for the sums of products in a tile. d: factor of the sums of codes() times x. minimum: factor of the sums
-    // of `least` times chunk sums of x. least: m of chunk t of each unit as float16, in both halves of a word; with
-    // INTEGERS, m * 2^-22 as a subnormal number.
+    // Factors for the sums of products in a GGUF tile. d: factor of the sums of codes() times x. minimum: factor of the
+    // sums of `least` times chunk sums of x. least: m of chunk t of each unit as float16, in both halves of a word;
+    // with INTEGERS, m * 2^-22 as a subnormal number.
     struct End {
         float d, minimum;
         unsigned least[UNITS];

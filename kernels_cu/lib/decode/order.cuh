@@ -190,12 +190,12 @@ __device__ __forceinline__ void multiply(float (&c)[4], const Columns& w, const 
     }
 }
 
-// Adds the products of a chunk to the sums of its split, in a tile whose operand B is x: lane 4 g + t has the sums for
-// both terms of row t of x and for columns g and g + 8 of w.
+// Adds the products of a chunk to the sums of its split (range of K), in a tile whose operand B is x: lane 4 g + t has
+// the sums for both terms of row t of x and for columns g and g + 8 of w.
 __device__ __forceinline__ void add_chunk(float (&sum)[4], const Columns& w, const Rows& x) { multiply(sum, w, x); }
 
-// Adds the products of a chunk to the sums of its split, for weights with two terms: lane 4 g + t has the sums for both
-// terms of row t of x and for column g of w.
+// Adds the products of a chunk to the sums of its split (range of K), for weights with two terms: lane 4 g + t has the
+// sums for both terms of row t of x and for column g of w.
 __device__ __forceinline__ void add_chunk(float (&sum)[2], const Columns& w, const Rows& x) {
     float part[4] = {};
     multiply(part, w, x);

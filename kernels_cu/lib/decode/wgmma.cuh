@@ -269,8 +269,8 @@ struct Consumer {
         if (DH_SHARES == 1 && lane == 0) arrive(ring.empty[freed]);
     }
 
-    // Computes the sums of a split of K that has `pairs` units, each of which is a pair of pieces. While one piece is
-    // multiplied, the next piece is loaded into registers.
+    // Computes the sums of a split (range of K) that has `pairs` units, each of two pieces of 64 values. While one
+    // piece is multiplied, the next piece is loaded into registers.
     __device__ __forceinline__ void multiply_split(float (&sums)[TERMS / 2], int, int pairs, int) {
         Piece a = load<0>(), b;
         start(sums, a, false);

@@ -11,8 +11,8 @@ constexpr int AHEAD = OF_WARP < 4 ? OF_WARP : 4;                  // 4-row tiles
 // block finishes the tiles of both rows.
 constexpr bool IN_PAIRS = TERM_COUNT == 1 && (DH_SPLITS == 1 || TILES == 1);
 constexpr int FOUND = IN_PAIRS ? TERMS / 2 : 2 * TILES;  // number of sums that a lane writes per split
-// For GGUF weights: true if a block has one or both halves of the splits. It keeps the sums over each half in shared
-// memory.
+// For GGUF weights: true if a block computes one or both halves of the splits (ranges of K). The block then keeps the
+// sums over each half in shared memory.
 constexpr bool IN_HALVES = order::BLOCKS && DH_SPLITS <= 2;
 constexpr bool OF_HALVES = IN_HALVES && DH_SPLITS == 2;  // true: blocks exchange sums over half of the splits
 
@@ -47,7 +47,7 @@ struct Totals {
         return reinterpret_cast<float2*>(of_warp + (at < HALF ? at : W_BYTES / 2 + at - HALF)) + lane;
     }
 
-    // Stores the lane's sums over all splits in shared memory.
+    // Stores the lane's sums over all splits (ranges of K) in shared memory.
     __device__ __forceinline__ void keep(const float (&found)[FOUND]) const {
         const int lane = threadIdx.x % 32, t = lane % 4;
         if constexpr (IN_PAIRS) {
@@ -97,7 +97,7 @@ struct Totals {
         __syncwarp();
     }
 
-    // Sends the sums over one split, or over half of the splits, to the blocks that finish the tiles.
+    // Sends the sums over one split (range of K), or over half of the splits, to the blocks that complete the tiles.
     __device__ __forceinline__ void send(int split, const float (&found)[FOUND]) const {
         const int lane = threadIdx.x % 32, t = lane % 4;
 #pragma unroll

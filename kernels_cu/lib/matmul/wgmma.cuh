@@ -138,8 +138,8 @@ struct Work {
 #endif
     }
 
-    // Returns the number of slices in the first `parts` splits of K. For two-part numbers, the number is rounded up to
-    // an even number; a slice after the end of K is zeros.
+    // Returns the number of slices in the first `parts` splits (ranges of K). For two-part numbers, the number is
+    // rounded up to an even number; a slice after the end of K is zeros.
     static __device__ int slices(int K, int parts) {
         const int all = (K + GEMM_PARTS * SLICE - 1) / (GEMM_PARTS * SLICE) * GEMM_PARTS;
         return GEMM_SPLITS > 1 ? all * parts / GEMM_SPLITS : parts ? all : 0;
