@@ -142,7 +142,7 @@ def tolerance(work: Work, arithmetic: str) -> float:
 
 
 def with_peers(rows: list[BenchRow]) -> list[BenchRow]:
-    """Return rows with `peers` {name: PyTorch's time / gpt2block's} set where both are correct."""
+    """Return report rows; `peers` has {name: PyTorch's time / gpt2block's} if both are correct."""
     peers = {row.contender: row.us for row in rows if row.peer and row.right}
     return [
         row

@@ -34,7 +34,7 @@ OTHER = "--shape checks and times others"
 
 
 class EmulatedRun(NamedTuple):
-    """Settings of an emulated launch: thread order, search for races or invalid accesses, build.
+    """Settings of an emulated launch: thread order, errors to search for, mode of compilation.
 
     A user's kernel is built "patterned": g++ fills uninitialized variables with a pattern, so that
     a kernel that reads them cannot be right by chance.

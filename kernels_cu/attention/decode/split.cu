@@ -258,7 +258,7 @@ struct Softmax {
 struct Whole {
     float m, l, o;
 
-    // Adds the first `count` splits (32 keys each) of a span (32 splits). `later`: whether an earlier span was added.
+    // Adds the first `count` splits of a span. `later`: whether an earlier span has been added.
     __device__ __forceinline__ void add(const Shared& shared, int slot, int channel, int count, bool later) {
         const int lane = threadIdx.x % 32;
         const float own = lane < count ? shared.m[slot][lane] : -INFINITY;
