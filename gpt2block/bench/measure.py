@@ -27,7 +27,7 @@ Truth = NDArray[Any]  # exact results: float64, or integers
 
 
 def gpu_index(device: str | None) -> int:
-    """Return the GPU's index. Raises InputError for device "cpu", DeviceError without a GPU."""
+    """Return the GPU's index. Raises InputError for device "cpu", DeviceError if no GPU exists."""
     if device == "cpu":
         raise InputError(
             "--device cpu: bench measures the speed of a GPU: use `gpt2block kernels OPERATION "

@@ -130,7 +130,7 @@ class RandomModel(ABC, Generic[Config]):
         return products + self.attention_flops(T * (T + 1) // 2)
 
     def attention_flops(self, keys: int) -> int:
-        """Return the FLOPs of all layers' attention, where a head scores `keys` query-key pairs."""
+        """Return the FLOPs of all layers' attention, if each head scores `keys` query-key pairs."""
         return 4 * self.config.n_layer * self.config.q_width * keys
 
 

@@ -130,7 +130,7 @@ class Mark:
 
 
 def marks(rows: Sequence[BenchRow], kind: str) -> list[Mark]:
-    """Return Marks (rates) of the benchmarks of `kind` with a correct result, in `rows`' order."""
+    """Return a Mark per benchmark of `kind` that has a correct result, in the order of `rows`."""
     result = []
     for work, dtype in dict.fromkeys((row.work, row.dtype) for row in rows if row.what == kind):
         of_it = [row for row in rows if (row.what, row.work, row.dtype) == (kind, work, dtype)]
@@ -170,7 +170,7 @@ def draw(report: Report, file: Path) -> None:
 
 
 def ceiling(mark: Mark, best: Ceilings) -> float:
-    """Return the TFLOP/s of cuBLAS in this dtype or, if lower, the limit of memory bandwidth."""
+    """Return cuBLAS's TFLOP/s in this dtype or, if lower, those that memory bandwidth allows."""
     memory = 1e-3 * best.copy_gb_s * mark.intensity
     matmul = best.tflop_s.get(mark.dtype, inf)
     return min(memory, matmul if isfinite(matmul) else inf)
@@ -224,7 +224,7 @@ def _legend(figure: Any, every: Sequence[Mark]) -> None:
 
 
 def draw_decoding(report: Report, file: Path) -> None:
-    """Plot decoding's tokens/s against the number of rows, with the bandwidth limit and PyTorch.
+    """Plot tokens/s of decoding over the number of sequences, with PyTorch and the bandwidth limit.
 
     Raises InputError if there is nothing to draw.
     """
@@ -269,14 +269,14 @@ def points(rows: Sequence[BenchRow], contender: str) -> Points:
 
 
 def floor(rows: Sequence[BenchRow]) -> Points:
-    """Return (number of rows, tokens/s) of decoding steps if they moved bytes as fast as a copy."""
+    """Return (number of rows, tokens/s) of decoding steps that move bytes as fast as a copy."""
     return sorted(
         {r.sizes["rows"]: 100 * r.tokens_s / r.percent_copy for r in rows if r.tokens_s}.items()
     )
 
 
 def _ratios(ax: Any, theirs: Points, ours: dict[int, float], color: str) -> None:
-    """Label PyTorch's points with gpt2block's rate / PyTorch's rate, away from gpt2block's line."""
+    """Label each PyTorch point with gpt2block's rate / PyTorch's, away from gpt2block's line."""
     for n, rate in theirs:
         if n in ours:
             below = ours[n] > rate

@@ -70,7 +70,7 @@ def race(
     rounds: int | None = None,
     times: Callable[[Mapping[str, Replay]], Mapping[str, float]] | None = None,
 ) -> tuple[list[Timed], list[tuple[Contender, str]]]:
-    """Capture, check and time all contenders; return timings, and errors of failed contenders.
+    """Capture, check and time implementations; return timings, and errors of those that failed.
 
     copies: number of copies of the inputs; a call computes one copy. check: returns the errors of
     the outputs that a replay writes. A contender of gpt2block is refused if it raises one of
@@ -97,7 +97,7 @@ def race(
 
 
 def _captured(contender: Contender, copies: int, rounds: int | None) -> tuple[Captured, int]:
-    """Return a captured graph and its `rounds`; if None, the time of one round determines them."""
+    """Return a captured graph and its number of rounds; if `rounds` is None, one is timed first."""
     if rounds is not None:
         return contender.capture(rounds), rounds
     graph = contender.capture(1)
@@ -106,7 +106,7 @@ def _captured(contender: Contender, copies: int, rounds: int | None) -> tuple[Ca
 
 
 def rounds_for(once_ms: float, copies: int) -> int:
-    """Return the number of rounds (calls on every copy) per graph; a round takes `once_ms` ms."""
+    """Return a graph's number of rounds (one call on every copy of the inputs) of `once_ms` ms."""
     return max(1, min(ceil(REPLAY_MS / max(once_ms, 1e-3)), MOST_CALLS // copies))
 
 

@@ -103,7 +103,7 @@ def run(
 def rows_of(
     work: Work, entrants: Iterable[Contender], copies: int, best: Ceilings
 ) -> tuple[list[BenchRow], list[str]]:
-    """Time a benchmark; return a row per implementation that ran, and the errors of the others."""
+    """Time a benchmark; return report rows of implementations that ran, and the others' errors."""
     timed, refused = race(entrants, copies, work.check, work.rounds, times=work.times)
     rows = with_peers([row_of(work, each, copies, best) for each in timed])
     return rows, [f"{work.what} {work.dtype}: {each.name}: {why}" for each, why in refused]
@@ -142,7 +142,7 @@ def tolerance(work: Work, arithmetic: str) -> float:
 
 
 def with_peers(rows: list[BenchRow]) -> list[BenchRow]:
-    """Return rows with `peers` {name: PyTorch's time / gpt2block's} set where both are correct."""
+    """Return report rows; `peers` has {name: PyTorch's time / gpt2block's} if both are correct."""
     peers = {row.contender: row.us for row in rows if row.peer and row.right}
     return [
         row

@@ -50,7 +50,7 @@ class Steps:
         return [different[row % DIFFERENT] for row in range(self.rows)]
 
     def decoded(self, device: int, sampling: Sampling, rounds: int) -> Captured:
-        """Start the engine's decoding; return a Captured whose replay decodes `rounds` steps."""
+        """Start decoding by the model's engine; return a Captured that replays `rounds` steps."""
         engine, prompts = self.model.on(device).engine, self.prompts()
         end = min(self.model.config.n_ctx, self.end + IN_FLIGHT)
         decoding = start_all(engine, prompts, [sampling] * self.rows, end - self.start + 1)
@@ -129,7 +129,7 @@ class Steps:
     def written(
         self, tokens: Sequence[Sequence[int]] | NDArray[Any], logprob: Callable[[int, int], Any]
     ) -> GeneratedSequences:
-        """Return the sequences of the rows that are checked.
+        """Return the sequences (prompt and new tokens) of the rows of the batch that are checked.
 
         tokens: the new tokens of every row. logprob: returns the log-probability of a row's last
         token, from the row and the token.

@@ -200,7 +200,7 @@ def _by_samplings(steps: Steps, device: int) -> Captures:
 
 
 def _by_stages(steps: Steps, device: int) -> Captures:
-    """Return {name: capture} for the fused step and, unless the kv_cache is FP8, for each stage."""
+    """Return {name: `capture`} of the fused step and, unless kv_cache is FP8, of each stage."""
     model, step = steps.model, partial(steps.decoded, device, GREEDY)
     if model.kv_dtype in FP8:
         return {FP8_CACHE: step}

@@ -112,7 +112,7 @@ class TorchPeers:
         search: bool = False,
         tf32: bool = True,
     ) -> Iterator[Contender]:
-        """Yield a Contender for each of `functions` {name: function}, called on each of `sets`.
+        """Yield for each of `functions` a Contender that calls it on each copy of the inputs.
 
         sets: copies of the inputs. compiled: also compile the first function. search: let the
         compiler search for the fastest products while time is left. tf32: also compute float32
@@ -152,7 +152,7 @@ class TorchPeers:
         return capture, lambda: note
 
     def compiled(self, function: Function, search: bool = False) -> Function:
-        """Compile a function for fixed shapes. search: search for the fastest products."""
+        """Compile a function for fixed shapes. search: whether to autotune matrix products."""
         from torch import _inductor  # noqa: PLC0415
         from torch._inductor import select_algorithm  # noqa: PLC0415
 

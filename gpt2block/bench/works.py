@@ -135,7 +135,7 @@ class GeneratedSequences(NamedTuple):
     greedy: bool = True
 
     def errors(self, last_logits: Callable[[Ids], NDArray[np.float64]]) -> Errors:
-        """Return the largest errors of the last tokens, absolute and relative to the largest logit.
+        """Return the largest error at a last token: absolute, and relative to the largest |logit|.
 
         The errors are differences of log-probabilities and, for greedy sequences, of a token's
         logit from the largest logit.
@@ -249,7 +249,7 @@ ATTENTIONS = tuple(
     (B, T, mask) for B, T in ((1, 1024), (8, 1024), (64, 1024), (4, 4096)) for mask in (False, True)
 )
 WORKS: Mapping[str, tuple[tuple[str, ...], Callable[..., Work], Sequence[tuple[Any, ...]]]] = {
-    # kind → (default dtypes, function that returns a benchmark, arguments after the dtype)
+    # kind → (default dtypes, function that returns a benchmark, the function's further arguments)
     "block": (("bfloat16", "float32"), block, BLOCKS),
     "gemm": (
         ("bfloat16",),
@@ -327,7 +327,7 @@ def _attention_truth(T: int, causal: bool, dtype: str) -> NDArray[Any]:
 def bind_copies(
     bind: Callable[..., Bound], inputs: Sequence[tuple[Any, ...]], outs: list[Any]
 ) -> list[Bound]:
-    """Return `bind(arrays, out)` for each copy of the inputs and its entry `out` of `outs`.
+    """Return `bind(arrays, out)` for each copy of the inputs and the entry of `outs` for this copy.
 
     outs: initially None for each copy, and replaced by the outputs, so that the variants of an
     operation share one output for each copy.
@@ -418,7 +418,7 @@ class _Variant(Machine):
 def _bound_block(
     spec: BlockSpec, sets: Sets, variant: str | None = None
 ) -> tuple[list[Recording], Capture]:
-    """Record the block for each copy of x and weights; return recordings and their `capture`.
+    """Record the block's launches for each copy of its inputs; return recordings and `capture`.
 
     The blocks share the memory of activations. variant: variant of matrix products and attention;
     None: the default variant.

@@ -160,7 +160,7 @@ def running(address: str) -> Iterator[Client]:
 
 
 def check(client: Client, device: str | None) -> tuple[str, bool]:
-    """Return the workers' engine ("cuda" or "cpu"), and whether all can multiply GGUF blocks.
+    """Return the workers' engine ("cuda" or "cpu"), and whether all can multiply GGUF weights.
 
     Raises InputError if the engines of workers differ, or if the version of gpt2block, Python or a
     library on a worker differs from this process; DeviceError if device is "cuda" and a worker has

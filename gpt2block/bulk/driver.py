@@ -156,7 +156,7 @@ def _read_input(
 def _open_manifest(
     folder: Path, described: dict[str, Any], cut: Sequence[Shard], watcher: Watcher
 ) -> shards.Manifest:
-    """Return the manifest without damaged shards. Raises InputError for another job's output."""
+    """Return the manifest without damaged shards. Raises InputError if another job wrote it."""
     manifest, form = shards.Manifest(folder), described["form"]
     _compare(manifest, described)
     manifest.check([shard.lines for shard in cut])

@@ -145,14 +145,14 @@ class Predictor:
     _has_text = False  # whether the tokenizer has been loaded for text
 
     def load_tokenizer(self) -> None:
-        """Use the tokenizer from now on, as for a batch of texts; download it if necessary."""
+        """Make `encoding` load the tokenizer, even by a download, as a batch of texts does."""
         if not self._has_text:
             self._has_text = True
             vars(self).pop("_task", None)
 
     @property
     def encoding(self) -> Encoding | None:
-        """The tokenizer, or None; before `load_tokenizer`, only a tokenizer with local files."""
+        """The tokenizer; None without one or, before `load_tokenizer`, if it needs a download."""
         return of_outputs(self._lookup) if self._has_text else self._lookup.at_hand
 
     @cached_property

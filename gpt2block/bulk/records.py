@@ -178,7 +178,7 @@ def check_kept(files: Sequence[Path], column: str, keep: Sequence[str]) -> None:
 
 
 def are_typed(files: Sequence[Path], keep: Sequence[str]) -> bool:
-    """Return whether the kept fields have Arrow types: only if all input files are Parquet files.
+    """Return whether the fields to keep have Arrow types: only if all input files are Parquet.
 
     Raises InputError for a field whose types differ between files.
     """
@@ -248,7 +248,7 @@ class _Cutter:
             self._spans, self._hash = [], hashlib.sha256()
 
     def add_lines(self, path: Path) -> None:
-        start = at = line = lines = 0  # start, line, lines: current span; at: chunk's offset
+        start = at = line = lines = 0  # start, line, lines: current Span; at: chunk's offset
         ended = True
         with path.open("rb") as file:
             while chunk := file.read(_CHUNK):

@@ -144,7 +144,7 @@ class Generating(Task):
             self.columns["logprobs"] = "floats"
 
     def _start(self, prompts: Any, engine: ModelEngine | None = None) -> Run:
-        """Check the prompts and return a Run, which needs an engine only to compute results."""
+        """Check the prompts; return a Run that generates. Only the generation needs `engine`."""
         config: Any = SimpleNamespace(config=self._config)
         return Run(engine or config, self._encoding, prompts, self._options)
 

@@ -258,7 +258,7 @@ def run(
 def _check_array(
     kernel: str, parameter: kernels.Parameter, array: Any, storage: str, cache: str | None
 ) -> str:
-    """Return a pointer parameter's description. Raises ShimError for an unsuitable array."""
+    """Return a pointer parameter's label for messages. Raises ShimError if `array` does not fit."""
     try:
         expected, label = kernels.element(kernel, parameter, storage, None, cache)
     except KernelError as error:
@@ -356,7 +356,7 @@ def _late(
     args: Sequence[DevicePointer | np.generic],
     early: Collection[str],
 ) -> str:
-    """Return ",a,b,": pointer parameters not to access before the wait for the previous kernel.
+    """Return ",a,b,": names of pointers not to be accessed before the previous kernel has ended.
 
     Memory that a const __restrict__ parameter shares with another parameter may be accessed early.
     """
@@ -522,7 +522,7 @@ def _runtime(name: str = "cuda_on_cpu.cpp") -> Path:
 
 @cache
 def _precompiled(header: str, flags: tuple[str, ...]) -> dict[str, Path]:
-    """Precompile the header of all programs if a folder keeps compiled programs; else return {}.
+    """Precompile the header that all programs include; return {} if no folder keeps programs.
 
     It saves a third of the compile time of a program. For the two or three programs of a process
     without such a folder it does not pay, and {} is returned.

@@ -120,7 +120,7 @@ def _short(name: str) -> str:
 
 
 def _by_plan_names(traced: Traced) -> dict[str, NDArray[Any]]:
-    """Return `traced` and, for names such as "logits.0" (a GPU's first rows), also "logits"."""
+    """Return `traced`; the first group of rows of "logits", "logits.0", is also named "logits"."""
     return {name.removesuffix(".0"): tensor for name, tensor in traced.items()} | dict(traced)
 
 

@@ -55,7 +55,7 @@ def opened(engine: TracedEngine, tensors: Tensors, layer: int, values: int) -> d
 
 
 def _weights(engine: TracedEngine, names: set[str]) -> dict[str, NDArray[Any]]:
-    """Return the model's matrices (K, N) and biases (N,) among these names."""
+    """Return {name: array} of those of `names` that the model has: matrices (K, N), biases (N,)."""
     tied = {"wte"} if "lm_head" in names else set()
     found = {
         name: array.T if layout == "NK" else array
@@ -75,13 +75,13 @@ def _product(
     lines: int,
     first: NDArray[np.int64] | None,
 ) -> dict[str, Any]:
-    """Return some rows of x (T, K), some columns of w (K, N), and the values of b and y for both.
+    """Return some rows of x (T, K), some columns of w (K, N), and the values of b and y there.
 
     lines: maximum number of rows and columns, each of K float16 values; equal for all products.
     first: columns in the order of preference; None: evenly spaced columns.
     """
     (T, K), N = x.shape, w.shape[1]
-    # `lines` counts rows and columns of K float16 values; a row of float32 values counts as two.
+    # Unit of `lines`: K float16 values, as in a column of w; K float32 values count as two.
     n_rows = min(T, max(1, lines // 4))
     n_columns = min(N, max(1, (lines - 2 * n_rows) * K // (K + 2 * n_rows)))
     rows = grids.ends(T, n_rows)

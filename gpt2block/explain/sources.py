@@ -122,7 +122,7 @@ def kernels_run(names: Iterable[str], config: ModelConfig) -> list[dict[str, Any
 
 
 def joined_steps(steps: Sequence[Step], fused: Iterable[Step]) -> dict[str, tuple[Step, list[str]]]:
-    """Return {name of a step: (the fused step with this step, names of all steps in it)}.
+    """Return {name of a step: (fused step that contains it, names of all steps in the fused step)}.
 
     A fused step joins the preceding steps whose results are not stored.
     """

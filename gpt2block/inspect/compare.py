@@ -157,7 +157,7 @@ def compare_tensors(
 def _by_engine_names(
     exact: Mapping[str, Exact], config: ModelConfig, T: int, cached: bool
 ) -> dict[str, Exact]:
-    """Return `exact` plus tensors that GPU passes name: q, and row groups of logits and scores."""
+    """Return `exact` plus the tensors of GPU passes: q, and groups of rows of logits and scores."""
     found, qkv = dict(exact), architecture_of(config).QKV
     for name, tensor in exact.items():
         if name.endswith(f".{qkv}"):

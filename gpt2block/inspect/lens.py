@@ -133,7 +133,7 @@ def lens_of(engine: TracedEngine, states: Floats, top: int) -> LogitLens:
     weights: dict[str, Any] = {
         name: np.asarray(array.T if layout == "NK" else array, np.float32)
         for name, array, layout in engine.tensors()
-        if not name.startswith("h.") or array.ndim == 1  # constants may need vectors of blocks
+        if not name.startswith("h.") or array.ndim == 1  # constants() may read vectors of blocks
     }
     weights |= architecture_of(engine.config).constants(engine.config, weights)
     head = weights.get("lm_head", weights["wte"])

@@ -34,7 +34,7 @@ OTHER = "--shape checks and times others"
 
 
 class EmulatedRun(NamedTuple):
-    """Settings of an emulated launch: thread order, search for races or invalid accesses, build.
+    """Settings of an emulated launch: thread order, errors to search for, mode of compilation.
 
     A user's kernel is built "patterned": g++ fills uninitialized variables with a pattern, so that
     a kernel that reads them cannot be right by chance.
@@ -147,7 +147,7 @@ def _checked(kernel: Kernel, case: Case, needs: ResourceUsage, limit_s: float) -
 
 
 def _in_every_order(kernel: Kernel, case: Case, limit_s: float) -> Checked | Finding:
-    """Run a case in three thread orders; return the worst result, or the first run's Finding."""
+    """Run a case in three thread orders; return the worst result, or the first Finding."""
     done: list[Checked] = []
     notes: list[str] = []
     for run in RUNS[:1] if case.name else RUNS:

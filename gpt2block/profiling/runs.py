@@ -83,7 +83,7 @@ def of_generate(model: Model[Any], rows: int, tokens: int, steps: int) -> list[T
 
 
 def of_score(model: Model[Any], rows: int, tokens: int, steps: int) -> list[TimedPass]:
-    """Time the likelihood of `rows` random sequences `steps` times. Raises InputError."""
+    """Time likelihoods of `rows` random sequences, `steps` times. Raises InputError."""
     n_ctx = model.config.n_ctx
     if not 2 <= tokens <= n_ctx:
         raise InputError(f"--tokens: expected 2 to {n_ctx}, the context of the model, got {tokens}")

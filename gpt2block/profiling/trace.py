@@ -17,7 +17,7 @@ from gpt2block.profiling.summary import layer_of
 from gpt2block.run.timeline import KernelTiming, Timeline
 
 AS_IT_RUNS, APART = "as it runs", "one kernel at a time"
-PASSES, KERNELS = 1, 2  # track of passes and their layers; first track of kernels
+PASSES, KERNELS = 1, 2  # PASSES: track of passes, layers; KERNELS: first track of kernels
 FLOOR = "floor"
 Event = dict[str, Any]
 

@@ -43,8 +43,8 @@ __device__ __forceinline__ void store_sum(T* sums, float sum, int m, int k, int 
     narrow_to(sums[unit * 4 + k / 32 % 4], __int_as_float((int)split_sum(sum)));
 }
 
-// Computes the sum over a chunk of 32 values and stores it after the terms in x. Each of eight neighbouring lanes
-// passes four float16 values of the chunk as two pairs, `first` and `last`. All lanes of a warp must call this
+// Computes the sum over a chunk of 32 values and stores it after the 16-bit terms in x. Each of eight neighbouring
+// lanes passes four float16 values of the chunk as two pairs, `first` and `last`. All lanes of a warp must call this
 // function.
 template <typename T>
 __device__ __forceinline__ void store_sum_of_fours(T* x, unsigned first, unsigned last, int m, int k, int M, int K) {

@@ -135,9 +135,9 @@ struct Part {
         }
     }
 
-    // Factors for the sums of products in a tile. d: factor of the sums of codes() times x. minimum: factor of the sums
-    // of `least` times chunk sums of x. least: m of chunk t of each unit as float16, in both halves of a word; with
-    // INTEGERS, m * 2^-22 as a subnormal number.
+    // Factors for the sums of products in a GGUF tile. d: factor of the sums of codes() times x. minimum: factor of the
+    // sums of `least` times chunk sums of x. least: m of chunk t of each unit as float16, in both halves of a word;
+    // with INTEGERS, m * 2^-22 as a subnormal number.
     struct End {
         float d, minimum;
         unsigned least[UNITS];
@@ -212,7 +212,7 @@ struct Part {
             }
             return found;
         } else if constexpr (INTEGERS) {
-            // d s q - dmin m = d (s (64 + q) - near) + left. near is about 64 s + dmin m / d and exact in float16.
+            // d s q - dmin m = d (s (64 + q) - near) + left. near: 64 s + dmin m / d, rounded; left: the remainder.
             const float2 of_block = floats_of(scale.raw.x);
             const unsigned both = unit % 2 ? scale.raw.z : scale.raw.y, at = 8 * (threadIdx.x % 4);
             const float s = (float)(both >> at & 63);

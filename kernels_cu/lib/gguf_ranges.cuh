@@ -29,7 +29,7 @@ struct OfRange {
     static constexpr int TYPE = RANGE == 0 ? GGUF_TYPE_0 : RANGE == 1 ? GGUF_TYPE_1 : GGUF_TYPE_2;
     static constexpr int FROM = RANGE == 0 ? 0 : RANGE == 1 ? GGUF_FROM_1 : GGUF_FROM_2;
     static constexpr bool LAST = RANGE + 1 == GGUF_RANGES;
-    static constexpr int NEXT = RANGE == 0 ? GGUF_FROM_1 : GGUF_FROM_2;  // first output of the next range, if any
+    static constexpr int NEXT = RANGE == 0 ? GGUF_FROM_1 : GGUF_FROM_2;  // first output of the next range, unless LAST
     typedef Part<TYPE> Of;
 
     // Returns the number of bytes of w that precede this range of outputs.
@@ -42,7 +42,7 @@ struct OfRange {
     }
 };
 
-// Returns the bytes of a GGUF tile (eight rows), for the GGUF type of the matrix whose tiles are largest.
+// Returns the bytes of the largest GGUF tile (eight rows) among the GGUF types of the matrix.
 __device__ constexpr int largest_tile() {
     constexpr int OF[3] = {OfRange<0>::Of::BYTES, OfRange<1>::Of::BYTES, OfRange<2>::Of::BYTES};
     return OF[0] > OF[1] ? (OF[0] > OF[2] ? OF[0] : OF[2]) : OF[1] > OF[2] ? OF[1] : OF[2];

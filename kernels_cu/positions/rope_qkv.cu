@@ -60,7 +60,7 @@ extern "C" __global__ void rope_qkv(
     const double* frequencies,  // (D / 2): radians per position
     T* out,                     // (B, N, heads D)
     int N,
-    int turning,                // heads of Q and K together
+    int turning,                // heads that are rotated: all heads of Q and K
     int moved,                  // heads that are written: all, or those that are rotated
     int heads) {                // heads per row
     turn_rows(qkv, positions, frequencies, out, N, turning, moved, heads, nullptr, 0);

@@ -51,7 +51,7 @@ constexpr bool COUNTED = SAMPLE_CHANGES > 1, GUESSES = SAMPLE_GUESSES > 0;
 constexpr int PLACES = 128;           // entries of `changes` (tokens/sample.cu), two floats each
 constexpr int CHANGES = 2 * PLACES + 2;  // floats of `changes`: the entries and two penalties
 constexpr int PASS = 1024;            // threads of the largest block; in the first pass, all blocks add in its order
-constexpr int SHARE = PASS / RANKS;   // number of these threads whose sums one block computes
+constexpr int SHARE = PASS / RANKS;   // number of the PASS threads whose sums one block computes
 constexpr int FIRST = SAMPLE_LOADS, LATER = SAMPLE_LATER, LIST = SAMPLE_LIST;
 constexpr int BINS = 2048;            // bins of a histogram: 11 bits
 constexpr float REACH = 28.0f;        // a token's mass is 0 if (max - l) / temperature is at least 27.73
@@ -116,8 +116,8 @@ struct Row {
     }
 };
 
-// Calls f(l), l being the logits of LATER columns, for columns first, first + step, ... of this block. l is -inf
-// for columns from `end` on.
+// Calls f(l) for columns first, first + step, ... of this block, LATER columns at a time. The array l has the logits of
+// these columns, or -inf for columns from `end` on.
 template <typename F>
 __device__ __forceinline__ void visit(const Row& row, int first, int end, int step, F f) {
     for (; first < end; first += LATER * step) {
@@ -256,7 +256,7 @@ __device__ __noinline__ Found find(float p, Shared& s, u64 need) {
     return reached ? Found{s.digit, s.rest} : Found{-1, need};
 }
 
-// The candidates: tokens with a bin position in [from, limit) and l >= cut.
+// Candidates: tokens with a position in the histogram in [from, limit) and a logit l >= cut.
 struct Candidates {
     float cut, from, limit;
 

@@ -30,9 +30,9 @@ constexpr int PLACE = 29;  // bits of an index in a history; the bits above hold
 constexpr int HELD = 8;    // tokens of a history that a thread loads before the drawn tokens are known
 constexpr int TAKEN = 1, GUESSED = 2, RIGHT = 4;
 
-// The tokens that a slot takes, and the best match for its last tokens.
+// The new tokens of a slot (place of a sequence in the batch), and the best match for the sequence's last tokens.
 struct Taken {
-    int ids[32];        // tokens that are taken
+    int ids[32];        // the new tokens
     int count, before;  // count: number of ids; before: index in the history of the token before ids[0]
     unsigned best;      // the longest match: its length and its index in the history
 };

@@ -59,8 +59,8 @@ __device__ u64 philox(unsigned step, unsigned sample, u64 seed) {
     return (u64)c[1] << 32 | c[0];
 }
 
-// Starts copies to shared memory: unless `greedy`, this block's part of the row; with FIRST_STORED, also the columns of
-// the block's first pass, stored after that part.
+// Starts copies to shared memory: this block's part of the row, unless `greedy`; after it, with FIRST_STORED, the
+// columns that the block reads in the first pass.
 __device__ void request(const Row& row, bool greedy) {
     const int length = row.end - row.first, lines = (row.V + PASS - 1) / PASS;
     for (int i = threadIdx.x; i < length && !greedy; i += THREADS) copy_float(row.stored + i, row.x + row.first + i);

@@ -36,7 +36,7 @@ struct Kept {
         for (int i = 0; i < KEPT; ++i) best[i] = {-INFINITY, NONE};
     }
 
-    __device__ __forceinline__ void add(Best x) {  // the last token drops out
+    __device__ __forceinline__ void add(Best x) {  // inserts x; the last token drops out
 #pragma unroll
         for (int i = 0; i < KEPT; ++i) {
             const Best other = best[i];
@@ -46,7 +46,7 @@ struct Kept {
         }
     }
 
-    __device__ __forceinline__ void pop() {  // drops the first token
+    __device__ __forceinline__ void pop() {  // removes the first token
 #pragma unroll
         for (int i = 0; i + 1 < KEPT; ++i) best[i] = best[i + 1];
         best[KEPT - 1] = {-INFINITY, NONE};

@@ -112,7 +112,7 @@ struct Shared {
     float m[SLOTS][SPAN], l[SLOTS][SPAN];
 };
 
-// head_of: the first head of q that a team computes. queries_of: its number of heads of q, at most AS_QUERIES.
+// head_of: the first head of q that a team of warps computes. queries_of: the team's number of heads of q.
 __device__ __forceinline__ int head_of(int team) { return team / TEAMS * SERVES + team % TEAMS * AS_QUERIES; }
 __device__ __forceinline__ int queries_of(int team) { return least(AS_QUERIES, SERVES - team % TEAMS * AS_QUERIES); }
 
@@ -125,7 +125,7 @@ __device__ __forceinline__ float across_groups(float value) {  // combines the v
     return value;
 }
 
-// Calls use(i, p) for each vector that a thread loads in a round: its vector p of its key i.
+// Calls use(i, p) for each vector that a thread loads in a round: vector p of the thread's i-th key.
 template <typename Use>
 __device__ __forceinline__ void each(Use use) {
     const int vector = threadIdx.x % LANES;
@@ -196,7 +196,7 @@ __device__ __forceinline__ void score(int first, int last, float (&s)[HELD]) {
     }
 }
 
-// The softmax of a warp over the keys of a split that it has processed so far.
+// The softmax over those keys of a split (32 keys) that the warp has processed so far.
 struct Softmax {
     float m = -INFINITY, l = 0.0f;  // m: the warp's maximum score; l, o: sums over the thread's keys
     float o[PIECES][AS_WIDTH] = {};
@@ -232,7 +232,7 @@ struct Softmax {
         }
     }
 
-    // Writes the split's results to the shared memory of the cluster's first block.
+    // Writes the results of a split (32 keys) to the shared memory of the cluster's first block.
     __device__ __forceinline__ void store(Shared& shared, int slot, int place) {
         const int lane = threadIdx.x % 32;
         Shared& to = AS_CLUSTER > 1 ? *in_first_block(&shared) : shared;

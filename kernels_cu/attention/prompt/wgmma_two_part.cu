@@ -322,7 +322,7 @@ __device__ __forceinline__ bool attend(Consumer& own, const char* queries, const
         own.soften<(WINDOW > 0)>(first + 16 * own.warp - key);
         if (is_past(key, end)) finite = make_finite(own, own.count + (step + 1 < steps)) && finite;
     }
-    const bool one_more = own.group > 0 && tiles % 2 > 0;  // group 0 has one more tile: this group takes a turn as well
+    const bool one_more = own.group > 0 && tiles % 2 > 0;  // group 0 has one more tile: group 1 needs one more turn
     const Matrix last = own.arrived(own.count);
     if (one_more) own.take_turn();
     fence_sums();

@@ -12,7 +12,7 @@ constexpr int KEYS = 64, QUERIES = 64;  // keys per tile; queries per block
 #include "lib/attention/wgmma_work.cuh"
 
 constexpr int GROUP = 128, CONSUMERS = 2 * GROUP, THREADS = CONSUMERS + GROUP, WARPS = GROUP / 32;
-constexpr int LINE = 2 * SIZE, PART = KEYS * LINE, SLOT = 2 * PART;  // bytes: LINE: of a row; PART: of hi or lo
+constexpr int LINE = 2 * SIZE, PART = KEYS * LINE, SLOT = 2 * PART;  // LINE: bytes per row; PART: bytes of hi or lo
 constexpr int PASSED = 4 * COLUMNS + 6;  // floats that each thread of the second warpgroup passes to the first
 static_assert(SIZE == 64, "a row of a head is a line of a box, and the sums fit into registers");
 static_assert(ATT_SLOTS >= 4, "K and V of one tile are multiplied while those of the next one travel");

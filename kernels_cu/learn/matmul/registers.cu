@@ -57,7 +57,7 @@
 
 constexpr int ROWS = MM_ROWS, COLUMNS = MM_COLUMNS, DEPTH = MM_DEPTH, SIDE = MM_SIDE, GROUPS = MM_GROUPS;
 constexpr int STAGES = MM_STAGES, WIDTH = MM_WIDTH;
-constexpr int BAND = 16;  // rows of tiles per band
+constexpr int BAND = 16;  // rows of tiles per band; blocks process band after band
 constexpr int WARP_ROWS = 8 * SIDE, WARP_COLUMNS = 32;
 constexpr int WARPS_ACROSS = COLUMNS / WARP_COLUMNS;
 constexpr int GROUP = 32 * (ROWS / WARP_ROWS) * WARPS_ACROSS;  // threads per group

@@ -68,8 +68,8 @@ static_assert(HS <= 128, "sums are not promoted on the way");
 constexpr int ROW = 3 * NH * HS;  // floats between consecutive rows of a head
 constexpr int TILE = TRI_TILE, THREADS = 32 * TRI_WARPS;
 constexpr int FRAGS = TILE / 8 / TRI_WARPS;                // fragments of 8 rows of Q per warp
-constexpr int STEPS = (HS + 15) / 16, CHUNKS = 2 * STEPS;  // per row: groups of 16 values; groups of 8 values
-constexpr int PART = 16 * CHUNKS, PITCH = 2 * PART + 16;   // bytes of hi (or lo) of a row; of a row, padded by 16
+constexpr int STEPS = (HS + 15) / 16, CHUNKS = 2 * STEPS;  // a row has STEPS groups of 16, CHUNKS groups of 8 values
+constexpr int PART = 16 * CHUNKS, PITCH = 2 * PART + 16;   // PART: bytes of hi (or lo) of a row; PITCH: bytes per row
 constexpr int LANES = CHUNKS > 8 ? 16 : CHUNKS > 4 ? 8 : CHUNKS > 2 ? 4 : 2;  // threads that share a row
 constexpr int COPIED = THREADS / LANES;                                       // rows that the block copies at a time
 static_assert(TILE % 32 == 0 && FRAGS * 8 * TRI_WARPS == TILE && 4 % FRAGS == 0, "a warp's fragments are of 32 rows");
@@ -82,7 +82,7 @@ __device__ constexpr int place(int r) { return r / 32 * 32 + r % 4 * 8 + r % 32 
 // The values of a tile that a thread copies: 8 values of every COPIED-th row, 4 from each half of the row. They are
 // copied to the place where their hi and lo are stored later.
 struct Share {
-    static constexpr int SCALES = TILE * PITCH, BUFFER = SCALES + 4 * TILE;  // bytes of a tile; BUFFER: with its scales
+    static constexpr int SCALES = TILE * PITCH, BUFFER = SCALES + 4 * TILE;  // bytes: SCALES: rows; BUFFER: and scales
     static constexpr int BATCH = TILE < 4 * COPIED ? TILE / COPIED : 4;  // rows that a thread converts at once
     static_assert(BATCH * COPIED % 32 == 0 && TILE % (BATCH * COPIED) == 0, "place() is linear from batch to batch");
     const int row = threadIdx.x / LANES, part = threadIdx.x % LANES;

@@ -49,8 +49,7 @@ struct Add {
     __device__ void store(int m, int n, float v, Late) const { out[(long long)m * N + n] = v; }
 };
 
-// Version of Add for an incomplete residual: also adds the split sums of an earlier product, which are its sums over
-// COUNT splits (ranges of K).
+// Version of Add for an incomplete residual: also adds the sums of an earlier product over COUNT splits (ranges of K).
 template <int COUNT>
 struct AddSums {
     static constexpr bool TURNED = false;

@@ -11,7 +11,7 @@
 #ifndef FF_H  // H, the number of hidden channels; x has LM_K channels
 #define FF_H 2048
 #endif
-#ifndef FF_CLUSTER  // blocks of a cluster, which computes one split (range) of H
+#ifndef FF_CLUSTER  // blocks of a cluster; each cluster computes one split (range) of H
 #define FF_CLUSTER 16
 #endif
 
@@ -23,8 +23,8 @@ static_assert(H_LENGTH % FF_CLUSTER == 0 && OWN % 8 == 0, "blocks have whole eig
 
 __device__ constexpr int aligned16(int bytes) { return (bytes + 15) / 16 * 16; }
 
-// Initialises the mbarrier at which the columns of h arrive, and arrives at the cluster's barrier. arrived: 8 bytes of
-// shared memory for the mbarrier.
+// Initialises `arrived`, 8 bytes of shared memory, as the mbarrier at which the columns of h arrive; then arrives at
+// the cluster's barrier.
 __device__ __forceinline__ void open_cluster(char* arrived) {
 #if defined(__CUDA_ARCH__)
     if (threadIdx.x == 0) {

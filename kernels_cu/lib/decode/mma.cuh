@@ -14,10 +14,10 @@
 #ifndef LM_NORM  // norm of x: 0: none, 1: LayerNorm, 2: RMSNorm with the bits of norms/rmsnorm_stream.cu
 #define LM_NORM 1
 #endif
-#ifndef LM_SUMS  // number of split sums added to x (without LM_NORM: to the residual); 0: none
+#ifndef LM_SUMS  // number of split sums (sums over ranges of K) to add to x, or without LM_NORM to the residual
 #define LM_SUMS 0
 #endif
-#ifndef LM_ROPE  // channels of a head, whose columns c and c + LM_ROPE / 2 a block computes; 0: no RoPE
+#ifndef LM_ROPE  // channels of a head; one block computes both channels c and c + LM_ROPE / 2; 0: no RoPE
 #define LM_ROPE 0
 #endif
 #ifndef LM_QK_NORM  // 1: heads of q and k are normalised, and LM_CLUSTER blocks compute one head
@@ -38,7 +38,7 @@
 #ifndef LM_LOOP
 #define LM_LOOP 0
 #endif
-#ifndef LM_WARPS  // warps per block, with LM_LOOP or LM_ALONE; otherwise one warp per split of K
+#ifndef LM_WARPS  // warps per block, with LM_LOOP or LM_ALONE; otherwise one warp per split (range of K)
 #define LM_WARPS 8
 #endif
 #ifndef LM_TERMS  // 1: x is stored as 16-bit terms (lib/terms.cuh), not floats; not with LM_NORM
@@ -47,7 +47,7 @@
 #ifndef LM_BLOCKS  // minimum blocks per SM (__launch_bounds__)
 #define LM_BLOCKS 1
 #endif
-#ifndef LM_ALONE  // 1: shared memory holds x for only one split of K at a time
+#ifndef LM_ALONE  // 1: shared memory holds x for only one split (range of K) at a time
 #define LM_ALONE 0
 #endif
 
@@ -59,9 +59,9 @@ constexpr int OCTETS = (LM_COLUMNS + 7) / 8, TILES = (OCTETS + order::TILE_OCTET
 constexpr int VECTORS = TILES * order::TILE_VECTORS;  // 16-byte vectors of w that a lane loads per chunk
 constexpr int HALF = (LM_COLUMNS + 1) / 2;  // with LM_ROPE, columns HALF and later are second channels of pairs
 constexpr int ROW_TILES = (LM_ROWS + order::TILE_ROWS - 1) / order::TILE_ROWS;
-// Bytes of shared memory per row of x and split of K: TERM for the high or the low terms, TERMS_BYTES for all terms.
-// PADDING puts neighbouring rows, and the high and low terms of a row, into different banks. A lane reads 16 bytes at a
-// time, or 32 with FP8.
+// Bytes of shared memory per row of x and split (range of K): TERM for the high or the low terms, TERMS_BYTES for all
+// terms. PADDING puts neighbouring rows, and the high and low terms of a row, into different banks. A lane reads 16
+// bytes at a time, or 32 with FP8.
 constexpr int PADDING = order::WIDTH == 16 ? 16 : 64, TERM = 2 * LENGTH + PADDING;
 constexpr int TERMS_BYTES = order::FLOATS || (LM_NORM == 1 && order::TERMS == 1) ? 4 * LENGTH : order::TERMS * TERM;
 constexpr int CHUNK_SUMS = order::BLOCKS ? 16 * UNITS : 0;  // bytes of chunk sums per split and term (GGUF weights)
@@ -112,8 +112,8 @@ struct BlockTerms {
         return reinterpret_cast<unsigned*>(sums) + chunk;
     }
 
-    // Returns the sum over chunk t of unit `unit`, as split_sum(), of the terms that lane 4 g + t multiplies: of high
-    // terms if g is even or x has one term, otherwise of low terms.
+    // Returns the sum, in the format of split_sum(), of the terms in chunk t of unit `unit` that lane 4 g + t
+    // multiplies: high terms if g is even or x has one term, otherwise low terms.
     __device__ __forceinline__ unsigned own_sum(int unit) const {
         return *chunk_sum(unit, threadIdx.x % 32 / 4 % order::TERMS, threadIdx.x % 4);
     }
@@ -126,8 +126,8 @@ __device__ __forceinline__ void split_four(const float (&v)[4], float inverse, u
 }
 
 // A block's rows of x (M, K), normalised with LM_NORM. A row has PITCH bytes of shared memory, SPLIT_BYTES for each
-// split of K. With LM_NORM the SPLIT_BYTES first hold the values as floats. Finally they hold all high terms of the
-// split, followed by the low terms, or with float weights the values as floats.
+// split (range of K). With LM_NORM the SPLIT_BYTES first hold the values as floats. Finally they hold all high terms of
+// the split, followed by the low terms, or with float weights the values as floats.
 struct Input {
     const float* x;
     const float* gamma;
@@ -155,8 +155,8 @@ struct Input {
         return reinterpret_cast<float2*>(shared + LM_ROWS * PITCH) + r;
     }
 
-    // A lane loads four values of a unit. Returns the position in the row of the first one, for a unit of split
-    // `split`.
+    // A lane loads four values of a unit (128 values of K). Returns the position in the row of the first of the four,
+    // for a unit of split `split`.
     __device__ __forceinline__ static int at(int split, int unit) {
         return split * LENGTH + unit * order::UNIT + threadIdx.x % 32 * 4;
     }
@@ -173,8 +173,8 @@ struct Input {
         }
     }
 
-    // Loads the block's rows of x into shared memory. Each warp loads the splits of K that it multiplies. With LM_LOOP
-    // each warp multiplies all splits, so the caller must then use a barrier.
+    // Loads the block's rows of x into shared memory. Each warp loads the splits (ranges of K) that it multiplies. With
+    // LM_LOOP each warp multiplies all splits, so the caller must then use a barrier.
     __device__ __forceinline__ void bring() {
         const int warp = threadIdx.x / 32;
         if constexpr (LM_NORM == 2) return bring_rms();
@@ -191,7 +191,8 @@ struct Input {
         __syncwarp();
     }
 
-    // Loads one split of the block's rows, with all warps of the block. Barriers must precede and follow this call.
+    // Loads one split (range of K) of the block's rows, with all warps of the block. Barriers must precede and follow
+    // this call.
     __device__ __forceinline__ void bring_split(int split) const {
 #pragma unroll 1
         for (int first = threadIdx.x / 32; first < LM_ROWS; first += WARPS * BROUGHT) {
@@ -202,7 +203,7 @@ struct Input {
         }
     }
 
-    // Returns values k .. k + 3 of row r, after adding the split sums of an earlier product to them.
+    // Returns values k .. k + 3 of row r, after adding an earlier product's sums over all splits.
     __device__ __forceinline__ float4 complete(int r, int k) const {
         float v[4];
         load_fresh<float, 4>(row(r) + k).unpack(v);
@@ -215,8 +216,9 @@ struct Input {
         return {v[0], v[1], v[2], v[3]};
     }
 
-    // Loads all rows and stores their RMSNorm. Each warp has one split of K, each thread four values. Squares are added
-    // as in norms/rmsnorm_stream.cu: within each thread, then over the lanes of its warp, then over the warps.
+    // Loads all rows and stores their RMSNorm. Each warp has one split (range of K), each thread four values. Squares
+    // are added as in norms/rmsnorm_stream.cu: within each thread, then over the lanes of its warp, then over the
+    // warps.
     __device__ __forceinline__ void bring_rms() const {
         constexpr int SUMS = SPLITS > 4 ? 8 : SPLITS > 2 ? 4 : 2;
         const int split = threadIdx.x / 32, lane = threadIdx.x % 32, k = at(split, 0);
@@ -281,7 +283,8 @@ struct Input {
         }
     }
 
-    // Stores the terms of one split of row r in shared memory. With LM_NORM, values are first normalised (LayerNorm).
+    // Stores the 16-bit terms of one split (range of K) of row r in shared memory. With LM_NORM, values are first
+    // normalised (LayerNorm).
     __device__ __forceinline__ void put(int r, int split) const {
         float v[UNITS][4];
 #pragma unroll
@@ -304,7 +307,8 @@ struct Input {
         store(v, r, split);
     }
 
-    // Stores the lane's values `v` of one split of row r in shared memory, as terms or with float weights as floats.
+    // Stores `v`, the lane's values of row r and one split, in shared memory: as terms, or with float weights as
+    // floats.
     __device__ __forceinline__ void store(const float (&v)[UNITS][4], int r, int split) const {
 #pragma unroll
         for (int unit = 0; unit < UNITS; ++unit) {
@@ -351,8 +355,8 @@ struct Input {
         return LM_ROWS % order::TILE_ROWS ? (order::TILE_ROWS * i + of_tile) % LM_ROWS : order::TILE_ROWS * i + of_tile;
     }
 
-    // Loads the lane's values of chunk `chunk` of a unit of K, in the row of tile i that the lane holds. unit: index of
-    // the unit in split `split`.
+    // Loads the lane's values of chunk `chunk` of a unit (128 values of K), in the row of tile i that the lane holds.
+    // unit: index of the unit in split `split`.
     __device__ __forceinline__ void get(order::Rows& to, int i, int split, int unit, int chunk) const {
         const int k = unit * order::UNIT + chunk * order::CHUNK + threadIdx.x % 4 * order::WIDTH;
         const char* from = values(row_of(i), split);
@@ -360,7 +364,7 @@ struct Input {
         else to.load(from + 2 * k, TERM);
     }
 
-    // Loads the lane's values of a chunk like the function above. unit: index of the unit in all of K.
+    // Loads the lane's values of a chunk. unit: index, in all of K, of the unit that contains the chunk.
     __device__ __forceinline__ void get(order::Rows& to, int i, int unit, int chunk) const {
         get(to, i, unit / UNITS, unit % UNITS, chunk);
     }

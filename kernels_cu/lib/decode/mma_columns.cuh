@@ -30,12 +30,12 @@ constexpr int LANE_ROWS = 2 / order::TERMS;  // rows per tile whose sums lane 4 
 
 typedef float Totals[TILES][ROW_TILES][order::TILE_OCTETS * LANE_ROWS];  // lane 4 g + t: sums of every 8th column
 
-// A lane's sums over one split of K, for the rows and columns of `Totals`. With two terms of x, each output has two
-// sums, one for the high terms and one for the low terms.
+// A lane's sums over one split (range of K), for the rows and columns of `Totals`. With two terms of x, each output has
+// two sums, one for the high terms and one for the low terms.
 struct Sums {
     float of[TILES][ROW_TILES][2 * order::TILE_OCTETS];
 
-    // Adds the sums of this split to `totals`, the sums over all splits of K.
+    // Adds the sums of this split to `totals`, the sums over all splits (ranges of K).
     __device__ __forceinline__ void add_to(Totals& totals) const {
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) {

@@ -37,7 +37,7 @@ __device__ __forceinline__ int kept(int v) { return __shfl_sync(0xffffffffu, v, 
 
 // Describes a product whose operand x is (M, LM_K): sizes along K, and the rows of w.
 struct Whole {
-    static constexpr int K = LM_K, UNITS = ::UNITS;  // K: values along K; UNITS: units per split of K
+    static constexpr int K = LM_K, UNITS = ::UNITS;  // K: values along K; UNITS: units per split (range of K)
     static constexpr bool UP = LM_UP;
     typedef Input Rows;
 
@@ -52,7 +52,7 @@ struct Blocks {
     typedef typename Side::Rows Rows;
     static constexpr int K = Side::K, UNITS = Side::UNITS;
     static constexpr bool SHORT = order::splits(K) * UNITS * order::UNIT > K;  // the last split can be shorter
-    // Bytes in the ring for one unit of an octet (eight rows of w): low bits, high bits and scales.
+    // Bytes in the ring for a unit (128 values of K) of an octet (eight rows of w): low bits, high bits and scales.
     static constexpr int OCTET_BYTES = Part::LOW_BYTES + Part::HIGH_BYTES + Part::SCALE_BYTES;
     static constexpr int SLOT = 2 * OCTET_BYTES;
 
@@ -78,16 +78,16 @@ struct Blocks {
         const W* scales;
     };
 
-    // Returns the index (0 or 1) of unit `first` + `at` of K in its GGUF tile. `first`: first unit of a split. With an
-    // even number of units per split, the result depends only on `at` and can be a compile-time constant.
+    // A GGUF tile has one or two units of 128 values of K. Returns the index in its tile of unit `first` + `at`, where
+    // `first` is a split's first unit. If splits have an even number of units, the result depends only on `at`.
     __device__ __forceinline__ static int unit_of_tile(int first, int at) {
         return Part::UNITS == 1 ? 0 : (UNITS % 2 == 0 ? at : first + at) % 2;
     }
 
     __device__ __forceinline__ static int own_byte() { return threadIdx.x % 16 * 16; }
-    __device__ __forceinline__ static bool of_scales() { return own_byte() >= Part::HIGH_BYTES; }  // lane copies scales
+    __device__ __forceinline__ static bool of_scales() { return own_byte() >= Part::HIGH_BYTES; }  // not high bits
 
-    // Returns the addresses from which this lane copies unit `unit` of K, for the 16 columns from n on.
+    // Returns the addresses from which this lane copies unit `unit` (128 values of K), for the 16 columns from n on.
     __device__ __forceinline__ Cursor cursor(int n, int unit) const {
         const auto octet = [&](int i) {
             const int row = Side::row(n + 8 * i, N) - OfRange::FROM;
@@ -126,8 +126,8 @@ struct Blocks {
         from.scales += further(0);
     }
 
-    // use() adds the products of unit `unit` of split `split` to `sums`, the sums of this split of K. Found: with
-    // INTEGERS, the sums over the units of the current GGUF tile so far, without the factor d.
+    // use() adds the products of unit `unit` (128 values of K) of split `split` to `sums`, the split's sums. Found:
+    // with INTEGERS, the sums over the current GGUF tile (two units) so far, without the factor d.
     typedef float Found[Part::INTEGERS ? ROW_TILES : 1][4];
 
     __device__ __forceinline__ void use(int slot, int split, int unit, const Rows& input, Sums& sums,
@@ -181,8 +181,8 @@ struct Blocks {
         if (half == Part::UNITS - 1 || unit + 1 == UNITS) end_tile(parts, half, split, unit, input, sums, found);
     }
 
-    // Adds the other sums of a GGUF tile to the sums of the split: products of minimums and, with INTEGERS, sums of
-    // codes. unit: the tile's last unit in this split. half: index of this unit in the tile.
+    // Adds the other sums of a GGUF tile (one or two units of K) to the sums of the split: products of minimums and,
+    // with INTEGERS, sums of codes. unit: the tile's last unit in this split. half: index of this unit in the tile.
     __device__ __forceinline__ static void end_tile(const Part (&parts)[2], int half, int split, int unit,
                                                     const Rows& input, Sums& sums, Found& found) {
         if constexpr (Part::MINIMUM) {
@@ -211,9 +211,9 @@ struct Blocks {
     }
 };
 
-// The units that a warp multiplies, in this order: COUNT units of K from unit `first` on for the 16 columns from n on,
-// then the same units for the columns from n + step on, and so on up to `end`. Each unit is requested LM_FLIGHT - 1
-// units before its use.
+// The units that a warp multiplies, in this order: COUNT units (128 values of K each) from unit `first` on for the 16
+// columns from n on, then the same units for the columns from n + step on, and so on up to `end`. Each unit is
+// requested LM_FLIGHT - 1 units before its use.
 template <typename Blocks, int COUNT>
 struct Stream {
     const Blocks blocks;
@@ -228,7 +228,7 @@ struct Stream {
         for (int i = 0; i < LM_FLIGHT - 1; ++i) request(i);
     }
 
-    // Requests the next unit. `at`: the member `unit`, or a number with the same parity.
+    // Requests the copy of the next unit (128 values of K). `at`: the member `unit`, or a number with the same parity.
     __device__ __forceinline__ void request(int at) {
         if (n < end) {
             blocks.fetch(to, first + unit, Blocks::unit_of_tile(first + unit - at, at), next);
@@ -241,7 +241,7 @@ struct Stream {
         to = after(to);
     }
 
-    // Adds the products of the next unit to `sums`. `unit`: index of this unit in split `split`.
+    // Adds the products of the next unit (128 values of K) to `sums`. `unit`: index of this unit in split `split`.
     __device__ __forceinline__ void use(int split, int unit, const Input& input, Sums& sums) {
         wait_for_groups<LM_FLIGHT - 2>();
         __syncwarp();  // the copies of all lanes have arrived, and all lanes have used the previous slot

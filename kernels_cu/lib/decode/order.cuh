@@ -73,7 +73,7 @@ constexpr int STEP = FLOATS ? 8 : 16;       // values of K per mma
 constexpr int STEPS = CHUNK / STEP;         // mma instructions per chunk
 constexpr int TERMS = BLOCKS ? TERM_COUNT : 2;      // terms per value of x in an mma; low terms can be 0
 static_assert(TERM_COUNT == 2 || !(FLOATS || TWO_PART), "x is rounded for weights of one term");
-constexpr int UNIT = 128, MOST_SPLITS = 8;  // values of K per unit; maximum number of splits of K
+constexpr int UNIT = 128, MOST_SPLITS = 8;  // values of K per unit; maximum number of splits (ranges of K)
 constexpr int HALF_SPLITS = BLOCKS ? MOST_SPLITS / 2 : MOST_SPLITS;  // splits in a half, which is added up first
 
 __host__ __device__ constexpr int units(int K) { return (K + UNIT - 1) / UNIT; }
@@ -190,12 +190,12 @@ __device__ __forceinline__ void multiply(float (&c)[4], const Columns& w, const 
     }
 }
 
-// Adds the products of a chunk to the sums of its split, in a tile whose operand B is x: lane 4 g + t has the sums for
-// both terms of row t of x and for columns g and g + 8 of w.
+// Adds the products of a chunk to the sums of its split (range of K), in a tile whose operand B is x: lane 4 g + t has
+// the sums for both terms of row t of x and for columns g and g + 8 of w.
 __device__ __forceinline__ void add_chunk(float (&sum)[4], const Columns& w, const Rows& x) { multiply(sum, w, x); }
 
-// Adds the products of a chunk to the sums of its split, for weights with two terms: lane 4 g + t has the sums for both
-// terms of row t of x and for column g of w.
+// Adds the products of a chunk to the sums of its split (range of K), for weights with two terms: lane 4 g + t has the
+// sums for both terms of row t of x and for column g of w.
 __device__ __forceinline__ void add_chunk(float (&sum)[2], const Columns& w, const Rows& x) {
     float part[4] = {};
     multiply(part, w, x);

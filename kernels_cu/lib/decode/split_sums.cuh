@@ -14,7 +14,7 @@
 #endif
 
 template <int COUNT, int X>
-struct SplitSums {  // split sums of X neighbouring outputs, and scales of the outputs
+struct SplitSums {  // sums of X neighbouring outputs over splits (ranges of K), and scales of the outputs
     float of[COUNT ? COUNT : 1][X], scale[X];
 
     // Loads the sums of X outputs. `from`: address of the first output's sum over split 0, in an array (COUNT, values).

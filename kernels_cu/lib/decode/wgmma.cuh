@@ -13,7 +13,7 @@
 #ifndef DH_GROUPS
 #define DH_GROUPS 1
 #endif
-#ifndef DH_SPLITS  // blocks of a cluster among which the splits of K are divided
+#ifndef DH_SPLITS  // blocks of a cluster among which the splits (ranges of K) are divided
 #define DH_SPLITS 1
 #endif
 #ifndef DH_SHARES  // blocks of a cluster that share the loads of x
@@ -41,7 +41,7 @@ constexpr int CONSUMERS = DH_DEPTH * WARPS;  // consumer warps per block
 // Three consumer warpgroups need more registers than each warp of a block of 13 warps can have. Therefore the producer
 // becomes a fourth warpgroup, which gives most of its registers to the consumers.
 constexpr bool MOVES_REGISTERS = DH_GROUPS == 3;
-constexpr int FEW_REGISTERS = 32, MANY_REGISTERS = 160;  // registers per thread of the producer, of consumers
+constexpr int FEW_REGISTERS = 32, MANY_REGISTERS = 160;  // per thread: FEW: producer; MANY: consumer
 constexpr int THREADS = 32 * CONSUMERS + (MOVES_REGISTERS ? 128 : 32 * DH_DEPTH);
 constexpr int TERMS = DH_ROWS > 4 ? TERM_COUNT * DH_ROWS : 8;  // columns of B: at least 8, of which 4 can be unused
 constexpr int TILES = DH_ROWS / 4;                           // tiles of 4 rows of x, per warp
@@ -90,7 +90,7 @@ struct Share {
     int row, rows, column;  // first row and number of rows of x; first output column
     int limit;              // end of the matrix's columns, or of the columns with this GGUF type
     int rank, part;         // rank: index among the blocks that divide K; part: among the blocks that share x
-    int first;              // first split of K
+    int first;              // first split (range of K)
     int k, slices;
 
     __device__ __forceinline__ Share(int M, int N, int K, int set) {
@@ -256,8 +256,8 @@ struct Consumer {
         end_products();
     }
 
-    // Marks the stage of a piece as empty once all its products are complete. LATER: whether the next piece is already
-    // loaded.
+    // Marks the stage of a piece (64 values along K) as empty once the stage's products are complete. LATER: whether
+    // the next piece is already loaded.
     template <int HALF, bool LATER = true>
     __device__ __forceinline__ void release() {
         if (HALF == 0 && PIECES > 1) return;
@@ -269,8 +269,8 @@ struct Consumer {
         if (DH_SHARES == 1 && lane == 0) arrive(ring.empty[freed]);
     }
 
-    // Computes the sums of a split of K that has `pairs` units, each of which is a pair of pieces. While one piece is
-    // multiplied, the next piece is loaded into registers.
+    // Computes the sums of a split (range of K) that has `pairs` units, each of two pieces of 64 values. While one
+    // piece is multiplied, the next piece is loaded into registers.
     __device__ __forceinline__ void multiply_split(float (&sums)[TERMS / 2], int, int pairs, int) {
         Piece a = load<0>(), b;
         start(sums, a, false);

@@ -5,7 +5,8 @@
 
 constexpr int ORDERED = order::BLOCKS ? 2 : order::WIDTH;  // layout of stored terms (TERM_WIDTH of lib/terms.cuh)
 
-// Version of AddTwo (lib/decode/two_outputs.cuh) that stores out as terms, in the layout that the next product reads.
+// Version of AddTwo (lib/decode/two_outputs.cuh) that stores out as 16-bit terms, in the layout that the next product
+// reads.
 struct AddTerms : AddTwo {
     int M;
 

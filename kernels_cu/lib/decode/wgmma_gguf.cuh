@@ -132,7 +132,8 @@ struct Consumer {
     __device__ __forceinline__ Consumer(const Ring& ring, const Share& share)
         : ring(ring), rank(share.rank), begin(share.k / order::UNIT), end(begin + share.slices) {}
 
-    // Computes the sums of a split of K that has `units` units, from unit `first` on. row: first row of W of the block.
+    // Computes the sums of a split (range of K) that has `units` units of 128 values, from unit `first` on. row: first
+    // row of W of the block.
     template <int RANGE = 0>
     __device__ __forceinline__ void multiply_split(Products& sums, int first, int units, int row) {
         typedef gguf::OfRange<RANGE> OfRange;
@@ -164,7 +165,7 @@ struct Consumer {
         for (int i = 0; DH_SHARES > 1 && i < DH_SHARES; ++i) arrive_at(ring.empty[used], rank * DH_SHARES + i);
     }
 
-    // Waits until x of the next unit of K has arrived, and returns the index of the stage that holds it.
+    // Waits until x of the next unit (128 values of K) has arrived, and returns the index of the stage that holds it.
     __device__ __forceinline__ int next() {
         const int full = stage;
         wait<(DH_SHARES > 1)>(ring.full[full], phase, "full");
@@ -177,7 +178,7 @@ struct Consumer {
         if (++tile == DH_TILES) tile = 0, tile_phase ^= 1;
     }
 
-    // Loads the lane's weights of one unit of K, from the lane's two rows of W.
+    // Loads the lane's weights of one unit (128 values of K), from the lane's two rows of W.
     template <typename Part>
     __device__ __forceinline__ void load(Part (&parts)[2], int unit) const {
         const int warp = own_warp(), row = own_row(), half = unit % Part::UNITS;
@@ -190,8 +191,8 @@ struct Consumer {
         }
     }
 
-    // For types with INTEGERS (lib/gguf.cuh): adds the products of COUNT units of a GGUF tile, which share one sum, to
-    // `sums`. While a chunk is unpacked, the previous chunk is multiplied.
+    // For types with INTEGERS (lib/gguf.cuh): adds to `sums` the products of COUNT units (128 values of K each) of a
+    // GGUF tile. While one chunk of 32 values is unpacked, the previous chunk is multiplied.
     template <int RANGE, int COUNT>
     __device__ __forceinline__ void add_tile(Products& sums, int first) {
         typedef typename gguf::OfRange<RANGE>::Of Part;
@@ -237,7 +238,8 @@ struct Consumer {
         release(used);
     }
 
-    // For types without INTEGERS: adds the products of a unit of K, whose sub-blocks have separate sums, to `sums`.
+    // For types without INTEGERS: adds the products of a unit (128 values of K), whose sub-blocks have separate sums,
+    // to `sums`.
     template <int RANGE>
     __device__ __forceinline__ void add_unit(Products& sums, int unit) {
         typedef typename gguf::OfRange<RANGE>::Of Part;
@@ -287,8 +289,8 @@ struct Consumer {
         }
     }
 
-    // Adds `found`, the sums of products of sub-block `piece` of a unit, to `sums`, multiplied by the sub-block's
-    // scales.
+    // Adds `found`, the sums of products of sub-block `piece` of a unit (128 values of K), to `sums`, multiplied by the
+    // sub-block's scales.
     template <typename Part>
     __device__ __forceinline__ static void add(Products& sums, Products& found, const typename Part::Own (&own)[2],
                                                int piece) {
@@ -303,7 +305,8 @@ struct Consumer {
         for (int i = 0; i < TERMS / 2; ++i) sums[i] = fmaf(by[i % 4 / 2], found[i], sums[i]);
     }
 
-    // Loads the sums over chunk t of a unit, for all rows of x (lane 4 g + t). AT: index of the unit in its GGUF tile.
+    // Lane 4 g + t loads the sums of all rows of x over chunk t (32 values) of a unit. AT: index of the unit in its
+    // GGUF tile.
     template <typename Part, int AT>
     __device__ __forceinline__ void load_sums(unsigned (&of_x)[TERMS / 8][2], int used) const {
         const unsigned* const from = reinterpret_cast<const unsigned*>(ring.stage(used) + SUMS_AT);

@@ -3,16 +3,16 @@
 #pragma once
 #include "lib/decode/wgmma.cuh"
 
-constexpr int OWN = (WARPS * TILES + DH_SPLITS - 1) / DH_SPLITS;  // 4-row tiles that a block finishes
-constexpr int OF_WARP = (TILES + DH_SPLITS - 1) / DH_SPLITS;      // maximum of 4-row tiles that a warp finishes
-constexpr int AHEAD = OF_WARP < 4 ? OF_WARP : 4;                  // 4-row tiles that a warp finishes at a time
+constexpr int OWN = (WARPS * TILES + DH_SPLITS - 1) / DH_SPLITS;  // 4-row tiles whose sums a block completes
+constexpr int OF_WARP = (TILES + DH_SPLITS - 1) / DH_SPLITS;      // maximum of 4-row tiles that a warp completes
+constexpr int AHEAD = OF_WARP < 4 ? OF_WARP : 4;                  // 4-row tiles that a warp completes at a time
 // With TERM_COUNT 1, columns of B are rows of x, and lane 4 g + t has the sums of rows 2t and 2t + 1 of each eight
 // rows. IN_PAIRS: the lane writes the sums of both rows as 16 bytes, to the memory of two lanes. This requires that one
 // block finishes the tiles of both rows.
 constexpr bool IN_PAIRS = TERM_COUNT == 1 && (DH_SPLITS == 1 || TILES == 1);
 constexpr int FOUND = IN_PAIRS ? TERMS / 2 : 2 * TILES;  // number of sums that a lane writes per split
-// For GGUF weights: true if a block has one or both halves of the splits. It keeps the sums over each half in shared
-// memory.
+// For GGUF weights: true if a block computes one or both halves of the splits (ranges of K). The block then keeps the
+// sums over each half in shared memory.
 constexpr bool IN_HALVES = order::BLOCKS && DH_SPLITS <= 2;
 constexpr bool OF_HALVES = IN_HALVES && DH_SPLITS == 2;  // true: blocks exchange sums over half of the splits
 
@@ -47,7 +47,7 @@ struct Totals {
         return reinterpret_cast<float2*>(of_warp + (at < HALF ? at : W_BYTES / 2 + at - HALF)) + lane;
     }
 
-    // Stores the lane's sums over all splits in shared memory.
+    // Stores the lane's sums over all splits (ranges of K) in shared memory.
     __device__ __forceinline__ void keep(const float (&found)[FOUND]) const {
         const int lane = threadIdx.x % 32, t = lane % 4;
         if constexpr (IN_PAIRS) {
@@ -97,7 +97,7 @@ struct Totals {
         __syncwarp();
     }
 
-    // Sends the sums over one split, or over half of the splits, to the blocks that finish the tiles.
+    // Sends the sums over one split (range of K), or over half of the splits, to the blocks that complete the tiles.
     __device__ __forceinline__ void send(int split, const float (&found)[FOUND]) const {
         const int lane = threadIdx.x % 32, t = lane % 4;
 #pragma unroll
@@ -110,7 +110,7 @@ struct Totals {
         }
     }
 
-    // Loads the sums of AHEAD tiles (`first`, `first` + DH_SPLITS, ...) and adds them over all splits.
+    // Loads the sums of AHEAD tiles (`first`, `first` + DH_SPLITS, ...) and adds each tile's sums over all splits.
     __device__ __forceinline__ void get(float2 (&totals)[AHEAD], int first, int splits) const {
         const int own = (warp * TILES + first) / DH_SPLITS, lane = threadIdx.x % 32;
         if (DH_SPLITS == 1 || OF_HALVES) {

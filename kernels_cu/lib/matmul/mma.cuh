@@ -81,9 +81,9 @@ constexpr int COPIED = THREADS / CHUNKS;                        // rows copied b
 constexpr int A_EACH = (GEMM_M + COPIED - 1) / COPIED, W_EACH = (GEMM_N + COPIED - 1) / COPIED;
 constexpr int A_COPIES = GEMM_PARTS * A_EACH, COPIES = A_COPIES + GEMM_PARTS * W_EACH;  // copies per thread and slice
 constexpr int A_BYTES = GEMM_M * PITCH, W_BYTES = GEMM_N * PITCH;                       // bytes per part in a stage
-constexpr int W_AT = GEMM_PARTS * A_BYTES, STAGE = W_AT + GEMM_PARTS * W_BYTES;         // a stage: parts of a, of w
+constexpr int W_AT = GEMM_PARTS * A_BYTES, STAGE = W_AT + GEMM_PARTS * W_BYTES;         // a stage: parts of a, then w
 constexpr int GROUP = GEMM_FLOAT_OUT ? 2 : 4;                           // fragments for 16 bytes of a lane
-constexpr int WHOLE = FRAGS_N / GROUP * GROUP, EVEN = FRAGS_N / 2 * 2;  // ends of whole groups, of pairs
+constexpr int WHOLE = FRAGS_N / GROUP * GROUP, EVEN = FRAGS_N / 2 * 2;  // number of fragments in whole groups; in pairs
 static_assert(FRAGS_M * 16 * GEMM_WARPS_M == GEMM_M && FRAGS_N * 8 * GEMM_WARPS_N == GEMM_N, "whole fragments");
 static_assert((THREADS & (THREADS - 1)) == 0 && THREADS % CHUNKS == 0, "rows are dealt to a power of two of threads");
 static_assert(GEMM_SLICE % 64 == 0 && STEPS % 2 == 0, "a row is 128 bytes or a multiple");

@@ -12,7 +12,7 @@
 #include "lib/copies.cuh"
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-constexpr int UNROLL = 2;  // steps along k: a higher factor causes register spills
+constexpr int UNROLL = 2;  // unroll factor along k: a higher factor causes register spills
 #else
 constexpr int UNROLL = 16;
 #endif

@@ -106,7 +106,7 @@ struct Barriers {
     Barrier full[GEMM_STAGES], empty[GEMM_STAGES];
     Barrier residual[CONSUMERS][BUFFERS];
     Barrier turn[CONSUMERS];  // start of a group's turn to multiply
-    Barrier sums[CONSUMERS];  // sums of the other splits of K have arrived
+    Barrier sums[CONSUMERS];  // sums of the other splits (ranges of K) have arrived
 
     __device__ void start() {  // called by one thread
         for (int i = 0; i < GEMM_STAGES; ++i) {
@@ -138,17 +138,17 @@ struct Work {
 #endif
     }
 
-    // Returns the number of slices in the first `parts` splits of K. For two-part numbers, the number is rounded up to
-    // an even number; a slice after the end of K is zeros.
+    // Returns the number of slices in the first `parts` splits (ranges of K). For two-part numbers, the number is
+    // rounded up to an even number; a slice after the end of K is zeros.
     static __device__ int slices(int K, int parts) {
         const int all = (K + GEMM_PARTS * SLICE - 1) / (GEMM_PARTS * SLICE) * GEMM_PARTS;
         return GEMM_SPLITS > 1 ? all * parts / GEMM_SPLITS : parts ? all : 0;
     }
 
 #if GEMM_STREAM
-    static constexpr int UNIT = 4;  // slices (256 values of K, as in a GGUF block) that one cluster processes
+    static constexpr int UNIT = 4;  // slices per unit of work (256 values of K), which one cluster processes
 
-    int all, begin, end;  // slices per tile; this cluster's units (4 slices) among those of all tiles
+    int all, begin, end;  // all: slices per tile; begin, end: this cluster's units, counted over all tiles
 
     __device__ void divide(int K) {
         all = slices(K, 1);

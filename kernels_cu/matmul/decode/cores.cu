@@ -235,7 +235,7 @@ extern "C" __global__ void __launch_bounds__(32 * LM_GROUPS * LM_SPLIT, LM_BLOCK
     multiply(w, scale, bias, rows, Add{residual, out, N, gelu}, M, N);
 }
 
-// Row m is the next token of sequence row[m], at position[m] of its cache. Tokens outside the cache are not stored.
+// Row m is the next token of sequence row[m], at position[m]. Its K and V are stored if this place is in the cache.
 extern "C" __global__ void __launch_bounds__(32 * LM_GROUPS * LM_SPLIT, LM_BLOCKS) qkv_matvec(
     const float* x,                   // (M, K)
     const float* __restrict__ gamma,  // (K), with LM_NORM

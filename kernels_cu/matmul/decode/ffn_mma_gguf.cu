@@ -52,7 +52,7 @@ constexpr int OUT_TILES = (LM_K + 15) / 16;  // tiles of V
 constexpr int OUT_OF_WARP = (OUT_TILES + WARPS * FF_CLUSTER - 1) / (WARPS * FF_CLUSTER);
 static_assert(UNITS == 1, "a warp has a unit of C");
 
-// Operand h of the second product, h V^T: rows of h[s] in shared memory, stored as terms and chunk sums.
+// Operand h of the second product, h V^T: rows of h[s] in shared memory, stored as 16-bit terms and chunk sums.
 struct Hidden {
     static constexpr int TERMS_OF_SPLIT = order::TERMS * (2 * H_LENGTH + PADDING);
     static constexpr int PITCH = (TERMS_OF_SPLIT + order::TERMS * 16 * H_UNITS + 127) / 128 * 128 + PADDING;

@@ -83,7 +83,7 @@ struct Weights {
     }
 };
 
-// Computes a block's outputs; each warp multiplies one split of K. totals: shared memory for (SPLITS, LM_ROWS,
+// Computes a block's outputs; each warp multiplies one split (range of K). totals: shared memory for (SPLITS, LM_ROWS,
 // LM_COLUMNS) floats.
 template <typename End>
 __device__ __forceinline__ void multiply(const W* w, const float* scale, const float* bias, float x_scale, Input& input,
@@ -261,7 +261,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, LM_BLOCKS) linear_decode_m
     run(x, gamma, beta, eps, M, w, scale, bias, x_scale, Add{residual, out, N, gelu}, N);
 }
 
-// Computes out = residual + the LM_SUMS split sums * sum_scale + x W^T * scale.
+// Computes out = residual + sum_scale * (sum of the LM_SUMS arrays in `sums`) + scale * x W^T.
 extern "C" __global__ void __launch_bounds__(THREADS, LM_BLOCKS) linear_decode_sums(
     const float* x,                       // (M, K)
     const W* __restrict__ w,              // (N, K)
@@ -299,7 +299,7 @@ extern "C" __global__ void __cluster_dims__(LM_CLUSTER, 1, 1) __launch_bounds__(
     run(x, gamma, nullptr, eps, M, w, scale, nullptr, 1.0f, end, N, sums, sum_scale);
 }
 
-// Row m is the next token of sequence row[m], at position[m] of its cache. Tokens outside the cache are not stored.
+// Row m is the next token of sequence row[m], at position[m]. Its K and V are stored if this place is in the cache.
 extern "C" __global__ void __launch_bounds__(THREADS, LM_BLOCKS) qkv_decode_mma(
     const float* x,                   // (M, K)
     const float* __restrict__ gamma,  // (K), with LM_NORM

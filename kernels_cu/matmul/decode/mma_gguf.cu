@@ -87,8 +87,8 @@ struct Weighted {  // weights (N, K) and bias of a product
     int N;
 };
 
-// The columns of a range of outputs with one GGUF type. A block computes the ACROSS columns from `first` on, then the
-// ACROSS columns from `first` + `step` on, and so on up to `end`.
+// The columns of a range (consecutive outputs with one GGUF type). A block computes the ACROSS columns from `first`
+// on, then the ACROSS columns from `first` + `step` on, and so on up to `end`.
 template <int RANGE>
 struct Range {
     typedef gguf::OfRange<RANGE> OfRange;
@@ -166,7 +166,7 @@ __device__ __forceinline__ void multiply(const Weighted& of, Input& input, const
     constexpr int OUTPUTS = LM_ROWS * ACROSS;
     constexpr bool AT_ONCE = OUTPUTS <= THREADS;
     const Range<RANGE> range(blockIdx.x, gridDim.x, of.N);
-    const int warp = threadIdx.x / 32;  // also the index of the warp's split of K
+    const int warp = threadIdx.x / 32;  // also the index of the split (range of K) that the warp multiplies
     typedef Blocks<gguf::OfRange<RANGE>> Of;
     const Of blocks(of.w, of.up, Shared::ring(input, warp), of.N);
     Stream<Of, UNITS> stream(blocks, warp * UNITS, range.first, range.step, range.end);
@@ -342,7 +342,7 @@ extern "C" __global__ void __cluster_dims__(GGUF_CLUSTER) __launch_bounds__(THRE
     run(x, gamma, beta, eps, M, {w, up, bias, N}, Add{residual, out, N, gelu});
 }
 
-// Computes out = residual + the LM_SUMS split sums + x W^T.
+// Computes out = residual + the sum of the LM_SUMS arrays in `sums` + x W^T.
 extern "C" __global__ void __cluster_dims__(GGUF_CLUSTER) __launch_bounds__(THREADS, LM_BLOCKS) linear_gguf_sums(
     const float* x,            // (M, K)
     const W* __restrict__ w,   // (N, K), GGUF blocks
@@ -354,7 +354,7 @@ extern "C" __global__ void __cluster_dims__(GGUF_CLUSTER) __launch_bounds__(THRE
     run(x, nullptr, nullptr, 0.0f, M, {w, nullptr, nullptr, N}, end);
 }
 
-// Row m is the next token of sequence row[m], at position[m] of its cache. Tokens outside the cache are not stored.
+// Row m is the next token of sequence row[m], at position[m]. Its K and V are stored if this place is in the cache.
 extern "C" __global__ void __cluster_dims__(GGUF_CLUSTER) __launch_bounds__(THREADS, LM_BLOCKS) qkv_decode_gguf(
     const float* x,                   // (M, K)
     const float* __restrict__ gamma,  // (K), with LM_NORM

@@ -66,8 +66,8 @@ struct Total {
     static constexpr int PLANE = OWN_ROWS * PITCH;
     Barrier& arrived;
 
-    // Called by all threads. The phase of `arrived` ends when the sums of this block's `rows` rows over all splits are
-    // there.
+    // Called by all threads. The phase of `arrived` ends when the sums over all splits have arrived for this block's
+    // `rows` rows.
     __device__ __forceinline__ Total(float* planes, Barrier& arrived, int rows, int splits)
         : planes(planes), arrived(arrived) {
         if (threadIdx.x == 0) {
@@ -79,7 +79,7 @@ struct Total {
         arrive_in_cluster();
     }
 
-    __device__ __forceinline__ void open() const { wait_for_cluster(); }  // before the first add4()
+    __device__ __forceinline__ void open() const { wait_for_cluster(); }  // call it before add4()
 
     __device__ __forceinline__ void add4(int split, int row, int column, float a, float b, float c, float d) const {
         store_at(row % DT_CLUSTER, planes + split * PLANE + row / DT_CLUSTER * PITCH + column, arrived, a, b, c, d);
@@ -241,7 +241,7 @@ extern "C" __global__ void __cluster_dims__(DT_CLUSTER) __launch_bounds__(THREAD
     float x_scale,                    // scale of x, with two-part weights
     float out_scale,                  // scale of out's terms, with two-part weights
     const float* residual,            // (M, N) or null; may be out
-    float* out,                       // (M, N); with DT_OUT_TERMS stored as terms
+    float* out,                       // (M, N); with DT_OUT_TERMS stored as 16-bit terms
     int M, int N, int K, int gelu) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
     multiply_all(x, w, scale, bias, x_scale, out_scale, Add{residual, out, N, gelu}, M, N, K);
@@ -250,7 +250,7 @@ extern "C" __global__ void __cluster_dims__(DT_CLUSTER) __launch_bounds__(THREAD
 #endif
 }
 
-// Row m is the next token of sequence row[m], at position[m] of its cache. Tokens outside the cache are not stored.
+// Row m is the next token of sequence row[m], at position[m]. Its K and V are stored if this place is in the cache.
 extern "C" __global__ void __cluster_dims__(DT_CLUSTER) __launch_bounds__(THREADS, DT_BLOCKS) qkv_decode_tiles(
     const float* x,                   // (M, K)
     const W* __restrict__ w,          // (3C, K); two-part weights: (2, 3C, K)

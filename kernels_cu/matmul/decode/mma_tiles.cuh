@@ -22,10 +22,10 @@
 #ifndef DT_STAGES
 #define DT_STAGES 3
 #endif
-#ifndef DT_TERMS  // 1: x is stored as terms (lib/terms.cuh) instead of floats
+#ifndef DT_TERMS  // 1: x is stored as 16-bit terms (lib/terms.cuh) instead of floats
 #define DT_TERMS 0
 #endif
-#ifndef DT_OUT_TERMS  // 1: out is stored as terms instead of floats
+#ifndef DT_OUT_TERMS  // 1: out is stored as 16-bit terms instead of floats
 #define DT_OUT_TERMS 0
 #endif
 #ifndef DT_BLOCKS  // minimum blocks per SM (__launch_bounds__)
@@ -43,7 +43,7 @@ constexpr int X_PITCH = 16 * X_UNITS, W_PITCH = 16 * W_UNITS;          // bytes 
 constexpr int X_BYTES = DT_ROWS * X_PITCH, STAGE = X_BYTES + DT_COLUMNS * W_PITCH;
 constexpr int OWN_ROWS = (DT_ROWS + DT_CLUSTER - 1) / DT_CLUSTER;      // rows that a block stores
 constexpr int PITCH = DT_COLUMNS + 16;                                 // floats per row of sums: no bank conflicts
-constexpr int WARPS = THREADS / 32, ACROSS = DT_COLUMNS / 32;          // outputs per lane and row
+constexpr int WARPS = THREADS / 32, ACROSS = DT_COLUMNS / 32;          // ACROSS: outputs per lane and row
 static_assert(TILES_M * 8 * DT_WARPS_M == DT_ROWS, "a warp has whole tiles of 8 rows");
 static_assert(TILES_N % 2 == 0 && TILES_N * 8 * DT_WARPS_N == DT_COLUMNS, "a warp has whole groups of 16 columns");
 static_assert(THREADS % (2 * X_UNITS) == 0 && THREADS % (16 * W_UNITS) == 0, "the threads copy whole groups of rows");
@@ -68,7 +68,7 @@ __device__ __forceinline__ int column_at(int q) { return (q & 6) * 2 + (q >> 2 &
 // The part of the product that a block computes: its tile of outputs and its range of K.
 struct Share {
     int row, column, rank;  // first row and column of the tile; rank in the cluster
-    int first, last;        // splits of K: first .. last - 1
+    int first, last;        // splits (ranges of K): first .. last - 1
     int k, K;               // values of K in these splits: k .. K - 1
 
     __device__ __forceinline__ Share(int M, int N, int K) {
@@ -88,7 +88,7 @@ struct Share {
 
 // A thread's copies of slices of x. In each slice, a thread copies one 16-byte unit of several rows.
 struct CopiesOfX {
-    static constexpr int STEP = THREADS / X_UNITS, PASSES = (DT_ROWS + STEP - 1) / STEP;  // rows per pass; passes
+    static constexpr int STEP = THREADS / X_UNITS, PASSES = (DT_ROWS + STEP - 1) / STEP;  // PASSES of STEP rows
     static constexpr int AT_ONCE = order::TWO_PART ? 2 : PASSES;  // unrolled passes, limited by registers
     const float* from;  // address in the next slice
     int k, K, row, left, at, stride;  // left: rows from `row` on; at: offset in a stage; stride: floats per row

@@ -62,14 +62,14 @@
 #include "lib/decode/wgmma_epilogues.cuh"
 
 extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, DH_BLOCKS) linear_decode_hopper(
-    const float* x,                        // (M, K), stored as terms
+    const float* x,                        // (M, K), stored as 16-bit terms
     const __grid_constant__ TensorMap w,   // (1, N, K)
     const __grid_constant__ TensorMap up,  // (1, N, K), with DH_GATED
     const float* __restrict__ scale,       // (N) or null
     const float* __restrict__ up_scale,    // (N) or null
     const float* __restrict__ bias,        // (N) or null
     const float* residual,                 // (M, N) or null; may be out
-    float* out,                            // (M, N); with DH_OUT_TERMS stored as terms
+    float* out,                            // (M, N); with DH_OUT_TERMS stored as 16-bit terms
     int M, int N, int K, int gelu) {
     const Scales scales{scale, up_scale, bias};
 #if DH_OUT_TERMS
@@ -79,9 +79,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
 #endif
 }
 
-// Row m is the next token of sequence row[m], at position[m] of its cache. Tokens outside the cache are not stored.
+// Row m is the next token of sequence row[m], at position[m]. Its K and V are stored if this place is in the cache.
 extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, DH_BLOCKS) qkv_decode_hopper(
-    const float* x,                       // (M, K), stored as terms
+    const float* x,                       // (M, K), stored as 16-bit terms
     const __grid_constant__ TensorMap w,  // (1, 3C, K)
     const float* __restrict__ scale,      // (3C) or null
     const float* __restrict__ bias,       // (3C) or null

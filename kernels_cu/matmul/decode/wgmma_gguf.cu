@@ -22,13 +22,13 @@
 static_assert(TERM_COUNT == 1, "x is rounded");
 
 extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, DH_BLOCKS) linear_hopper_gguf(
-    const float* x,                  // (M, K), stored as terms
+    const float* x,                  // (M, K), stored as 16-bit terms
     const W* w,                      // (N, K), GGUF blocks
     const W* up,                     // (N, K), GGUF blocks, with DH_GATED
     const float* sums,               // (M, K / 32): sums of x (lib/chunk_sums.cuh), or null
     const float* __restrict__ bias,  // (N) or null
     const float* residual,           // (M, N) or null; may be out
-    float* out,                      // (M, N); with DH_OUT_TERMS stored as terms
+    float* out,                      // (M, N); with DH_OUT_TERMS stored as 16-bit terms
     int M, int N, int K, int gelu) {
     const Scales scales{nullptr, nullptr, bias};
 #if DH_OUT_TERMS
@@ -38,9 +38,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
 #endif
 }
 
-// Row m is the next token of sequence row[m], at position[m] of its cache. Tokens outside the cache are not stored.
+// Row m is the next token of sequence row[m], at position[m]. Its K and V are stored if this place is in the cache.
 extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, DH_BLOCKS) qkv_hopper_gguf(
-    const float* x,                  // (M, K), stored as terms
+    const float* x,                  // (M, K), stored as 16-bit terms
     const W* w,                      // (3C, K), GGUF blocks
     const float* sums,               // (M, K / 32): sums of x (lib/chunk_sums.cuh), or null
     const float* __restrict__ bias,  // (3C) or null

@@ -15,9 +15,9 @@
 #include "lib/decode/wgmma_tile.cuh"
 #include "lib/decode/wgmma_epilogues.cuh"
 
-// Row m is the next token of sequence row[m], at position[m] of its cache. Tokens outside the cache are not stored.
+// Row m is the next token of sequence row[m], at position[m]. Its K and V are stored if this place is in the cache.
 extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, DH_BLOCKS) rope_hopper_gguf(
-    const float* x,                  // (M, K), stored as terms
+    const float* x,                  // (M, K), stored as 16-bit terms
     const W* w,                      // (heads D, K), GGUF blocks, heads = n_head + 2 n_kv_head
     const float* sums,               // (M, K / 32): sums of x (lib/chunk_sums.cuh), or null
     const float* __restrict__ bias,  // (heads D) or null

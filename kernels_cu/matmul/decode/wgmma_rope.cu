@@ -19,9 +19,9 @@
 #include "lib/decode/wgmma_tile.cuh"
 #include "lib/decode/wgmma_epilogues.cuh"
 
-// Row m is the next token of sequence row[m], at position[m] of its cache. Tokens outside the cache are not stored.
+// Row m is the next token of sequence row[m], at position[m]. Its K and V are stored if this place is in the cache.
 extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, DH_BLOCKS) rope_decode_hopper(
-    const float* x,                       // (M, K), stored as terms
+    const float* x,                       // (M, K), stored as 16-bit terms
     const __grid_constant__ TensorMap w,  // (1, heads D, K), heads = n_head + 2 n_kv_head
     const float* __restrict__ scale,      // (heads D) or null
     const float* __restrict__ bias,       // (heads D) or null

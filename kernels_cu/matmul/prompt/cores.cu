@@ -70,7 +70,7 @@ constexpr int ROWS = LT_ROWS, COLUMNS = LT_COLUMNS, SIDE = LT_SIDE, SPAN = LT_SP
 constexpr int STAGES = LT_STAGES, STORE = LT_STORE;
 constexpr bool NARROW = sizeof(W) < 4;
 constexpr int LOAD = NARROW ? LT_LOAD : 1;
-constexpr int BAND = 16;  // rows of tiles per band
+constexpr int BAND = 16;  // rows of tiles per band; blocks process band after band
 constexpr int WARP_ROWS = 8 * SIDE, WARP_COLUMNS = 4 * SPAN, WARPS_ACROSS = COLUMNS / WARP_COLUMNS;
 constexpr int THREADS = 32 * (ROWS / WARP_ROWS) * WARPS_ACROSS;
 constexpr int FOURS = SPAN / 4;                                    // groups of four columns per thread

@@ -45,11 +45,11 @@
 #define GEMM_SPLIT_OUT 0
 #endif
 
-constexpr int PROMOTED = 128;  // values along K between promotions of the sums of hi hi
+constexpr int PROMOTED = 128;  // values along K after which the sums of hi hi are added to `sums`
 static_assert(PROMOTED % GEMM_SLICE == 0, "sums are promoted between slices");
 
 struct Total {
-    Sums high, sums, cross;  // high: sums of hi hi since the last promotion to `sums`
+    Sums high, sums, cross;  // high: sums of hi hi that are not yet added to `sums`
 
     __device__ __forceinline__ void add(const Fragments& hi, const Fragments& lo) {
         multiply(high, hi.a, hi.w);

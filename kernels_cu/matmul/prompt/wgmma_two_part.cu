@@ -60,7 +60,7 @@ struct Rest {  // shared memory after the ring and the chunks of output
 };
 
 struct Total {  // sums of a thread's outputs
-    float high[PART_N / 2], sums[PART_N / 2], cross[PART_N / 2];  // high: since the last promotion
+    float high[PART_N / 2], sums[PART_N / 2], cross[PART_N / 2];  // high: not yet in `sums`
 
     __device__ __forceinline__ float get(int i) const { return sum_of(sums[i], cross[i]); }
 };
