@@ -361,7 +361,7 @@ def tensor_heads_defines(HS: int, serves: int) -> Defines:
 
 
 def _grid(B: int, T: int, NH: int, queries: int) -> tuple[int]:
-    """Return a grid with a block per head and `queries` rows. Raises InputError if it is too large."""
+    """Return a grid, one block per head and `queries` rows. Raises InputError if too large."""
     blocks = B * NH * ceil(T / queries)
     if blocks > MOST_BLOCKS[0]:
         raise InputError(

@@ -119,12 +119,12 @@ def epilogue(two_part: bool, gelu: bool, residual: bool, other_out: bool, scaled
 
 
 def _slice(tile: MmaGemmTile) -> int:
-    """Bytes of shared memory for a 16-bit slice of `a` and `w`; half of a slice of TwoPartMatrix."""
+    """Bytes of shared memory for a 16-bit slice of `a` and `w`. TwoPartMatrix inputs need two."""
     return 2 * tile.slice * (tile.rows + tile.columns)
 
 
 def _clocks(tile: MmaGemmTile, M: int, N: int, K: int, sms: int, parts: int) -> float:
-    """Estimated clocks of the SM with the most tiles. parts: 2 for TwoPartMatrix operands, else 1."""
+    """Estimated clocks of the SM with the most tiles. parts: 2 for TwoPartMatrix inputs, else 1."""
     sides, size = tile.rows + tile.columns, tile.rows * tile.columns
     warps_m, warps_n = tile.warps
     read = tile.rows * warps_n + tile.columns * warps_m  # rows that warps load from shared memory

@@ -235,7 +235,7 @@ def _with_stages(
 
 
 def _fitted(p: HopperProduct, tile: HopperLinearTile, most_shared: int) -> HopperLinearTile | None:
-    """Return the tile with the largest rings. GGUF tiles in a ring span at most the K of x's ring."""
+    """Return the tile with the largest rings. A ring of GGUF tiles spans at most x's K."""
     fitted = _with_stages(p, tile, most_shared)
     while fitted and p.octet:
         more = tile._replace(blocks=fitted.blocks, tiles=fitted.tiles + 1)

@@ -39,7 +39,7 @@ class RowShape(NamedTuple):
 
 
 def check_rows(name: str, x: CudaArray, longest: int = MAX_VALUES) -> int:
-    """Return the number of rows of x (..., n). Raises InputError if there are too many, or n is too large."""
+    """Return the number of rows of x (..., n). Raises InputError for too many rows or a large n."""
     rows = int(x.size) // int(x.shape[-1])
     if rows > MAX_ROWS or x.shape[-1] > longest:
         raise InputError(

@@ -176,7 +176,7 @@ def split_geometry(
 
 
 def _queries_of_team(serves: int, HS: int, shared_limit: int) -> list[int]:
-    """Return the numbers of q heads that one warp can process with shared loads of K and V, ascending.
+    """Return the possible numbers of q heads per warp, which share loads of K and V, ascending.
 
     serves: heads of q with the same head of K, which are divided into teams of about equal size.
     Registers and shared memory limit the largest number.

@@ -244,6 +244,6 @@ def _of_matrix(name: str, w: Any, layout: str | None) -> tuple[Expected, ...]:
 
 
 def storage(x: Any) -> str:
-    """Return the dtype to require: the dtype of x if kernels support it as type `T`, else float32."""
+    """Return the dtype to require: x's dtype if kernels support it as type `T`, else float32."""
     name = dtype_name(x.dtype) if isinstance(x, cupy.ndarray) else ""
     return name if name in STORAGE else "float32"

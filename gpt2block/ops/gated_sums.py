@@ -86,7 +86,7 @@ def geometry(M: int, C: int, H: int, dtype: str, sms: int) -> Geometry | None:
 
 
 def geometry_of(rows: int, C: int, H: int, cluster: Cluster, shared: int) -> Geometry:
-    """Return the launch geometry, a cluster per split of H. shared: bytes of shared memory per block."""
+    """Return the launch geometry, a cluster per split of H. shared: bytes per block."""
     defines = (
         ("LM_K", C),
         ("LM_ROWS", rows),
@@ -128,7 +128,7 @@ def _has_equal_splits(H: int) -> bool:
 
 
 def _split(H: int, cluster: Cluster) -> tuple[int, int]:
-    """Return (channels of h that a block computes, channels of a split, which a cluster computes)."""
+    """Return (channels of h that a block computes, channels that its cluster computes)."""
     length = mma.splits(H)[1] * mma.UNIT
     return length // cluster.blocks, length
 
@@ -279,7 +279,7 @@ def _checked(launch_geometry: Geometry, c: Call) -> Geometry:
 
 
 def _rounding(launch_geometry: Geometry, c: Call, w: WeightMatrix) -> Geometry:
-    """Return the geometry; if x_dtype is set, add the constant that requests rounding of operands."""
+    """Return the geometry, with the constant that requests rounding of x if x_dtype is set."""
     return launch_geometry.with_defines(count_define(rounds(c.x_dtype, w.dtype)))
 
 

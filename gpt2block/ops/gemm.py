@@ -74,7 +74,7 @@ def _widen(c: Call) -> Any:
 
 
 def _prepare_widen(unchecked: UncheckedCall) -> Call:
-    """Check a call that converts w to float16. Scales of GGUF blocks are applied, FP8 scales are not.
+    """Check a call that converts w to float16. It applies scales of GGUF blocks, but not of FP8.
 
     memory: array for out with at least as many elements, or None for a new array.
     """
@@ -118,7 +118,7 @@ def _constants(c: Call) -> dict[str, Any]:
 
 
 def _outputs(c: Call) -> tuple[CudaArray | None, CudaArray | None, float]:
-    """Return the arguments (out, None, 1), or (None, out.parts, 1 / scale) for a TwoPartMatrix out."""
+    """Return (out, None, 1) or, if out is a TwoPartMatrix, (None, out.parts, 1 / out's scale)."""
     if c.other_out:
         return None, c.out.parts, 1 / (c.out.one_scale or 1.0)
     return c.out, None, 1.0
@@ -246,7 +246,7 @@ def _prepare(unchecked: UncheckedCall) -> Call:
 
 
 def _out_dtype(dtype: str | None, out: Any, own: str | None) -> str:
-    """Return the result's dtype or "two_part". `own`: dtype of `a`, None for TwoPartMatrix inputs."""
+    """Return the result's dtype or "two_part". `own`: dtype of `a`, None for a TwoPartMatrix."""
     known = ("float32", TWO_PART) if own is None else (own, "float32")
     if dtype is None:
         out_dtype = getattr(getattr(out, "dtype", None), "name", "")
@@ -312,7 +312,7 @@ def _check_16_bits(c: Call) -> None:
 
 
 def _converted(c: Call) -> tuple[Launch, ...]:
-    """Set `weights`, `scale` and `early` of a call. Return launches that convert `a` or `w`, if any.
+    """Set `weights`, `scale` and `early` of a call. Return any launches that convert `a` or `w`.
 
     early: whether w may be loaded before the previous kernel has ended.
     """
@@ -353,7 +353,7 @@ def widens(w: WeightMatrix) -> bool:
 
 
 def allocate_stream_k_workspace() -> CudaArray:
-    """Allocate a workspace for products on one CUDA stream with weights for which `widens` is true."""
+    """Allocate a workspace for products, on one CUDA stream, of weights that `widens` accepts."""
     return cupy.zeros(_workspace_floats(), "float32")
 
 

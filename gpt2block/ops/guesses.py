@@ -22,8 +22,8 @@ from gpt2block.ops.operation import Operation, variant
 FILE = "tokens/guesses.cu"
 THREADS = 512
 COPYING = 256  # threads per block of begin_guesses
-MOST_GUESSES = 7  # maximum guessed tokens per sequence and step
-TAKEN, GUESSED, RIGHT = 1, 2, 4  # flags per drawn token: accepted, had a guess, guess was correct
+MOST_GUESSES = 7  # maximum guessed tokens per sequence, each checked by one lane of a warp
+TAKEN, GUESSED, RIGHT = 1, 2, 4  # flags of a drawn token: accepted; had a guess; guess was right
 
 
 class Guesses(NamedTuple):
@@ -42,7 +42,7 @@ class Guesses(NamedTuple):
     def begin(
         self, slots: Sequence[int], ids: Sequence[NDArray[np.int32]], left: Sequence[int]
     ) -> None:
-        """Copy prompts `ids` of new sequences to `slots`. `left`: tokens that each slot may draw."""
+        """Copy prompts `ids` of new sequences to `slots`. `left`: tokens that a slot may draw."""
         lengths = [len(each) for each in ids]
         firsts = np.cumsum([0, *lengths[:-1]])
         heads = (np.asarray(each, np.int32) for each in (slots, firsts, lengths, left))
