@@ -48,7 +48,7 @@ def check_read(config: ModelConfig, steps: Iterable[Step]) -> None:
     architecture computes a constant counts as read, but the constant itself must be read.
     """
     of = architecture_of(config)
-    sources: dict[str, float] = defaultdict(lambda: 1.0)  # records the names of vectors that are read
+    sources: dict[str, float] = defaultdict(lambda: 1.0)  # records the vectors that are read
     needed = [*model_shapes(config), *of.constants(config, sources)]
     read = {name for step in steps for name in step.inputs} | {*sources}
     unread = [n for n in needed if n not in read and two_part_of(n) not in read]

@@ -67,14 +67,14 @@ class PassSettings(NamedTuple):
         return {"n_head": self.n_head, "n_kv_head": self.n_kv_head}
 
     def scores(self, h: str) -> dict[str, Any]:
-        """Return the attention options of a layer: those of softmax_scale and window that are set."""
+        """Return a layer's attention options softmax_scale and window, without unset ones."""
         window = self.windows[_layer(h)] if self.windows else None
         options = {"softmax_scale": self.softmax_scale, "window": window}
         return {name: value for name, value in options.items() if value is not None}
 
     @property
     def gate(self) -> dict[str, Any]:
-        """The options that select the activation of a gated feed-forward; an empty dict for SiLU."""
+        """The options that select a gated feed-forward's activation; an empty dict for SiLU."""
         return {"gelu": True} if self.gelu else {}
 
     @property
@@ -99,7 +99,7 @@ def _layer(h: str) -> int:
 
 
 class StepPass(Pass):
-    """A forward pass with one step per operation: 10 steps in a GPT-2 block, 12 in a Llama block."""
+    """A forward pass with a step per operation: 10 steps in a GPT-2 block, 12 in a Llama block."""
 
     def __init__(self, do: Machine, settings: PassSettings) -> None:
         self.do, self.c = do, settings

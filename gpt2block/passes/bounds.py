@@ -43,7 +43,7 @@ class Bounds(Machine):
         return None
 
     def _product(self, a: Bound, w: str, bias: str) -> Bound:
-        """Return the bound of a product without residual. A fused GELU does not increase magnitudes."""
+        """Return the bound of a product without residual. A fused GELU increases no magnitude."""
         if a is None:
             return None
         sums = np.abs(self.tensors[w]).sum(axis=0, dtype=np.float64)

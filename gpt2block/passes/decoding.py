@@ -17,7 +17,7 @@ from gpt2block.weights.two_part import scale_for
 
 
 class Rows(NamedTuple):
-    """The left operand of a product: rows in the format `terms`, or to normalize if `gamma` is set."""
+    """The left operand of a product: rows in format `terms`, or rows to normalize by `gamma`."""
 
     value: Value
     gamma: str = ""
@@ -77,7 +77,7 @@ class DecodePass(Pass):
         biased = any(self.do.has(w.replace("w_", "b_")) for w in to)
         if (beta and self.norms) or (to and fused and not beta and not biased):
             return Rows(x, gamma, beta, bound=bound)
-        terms = self._terms(to, bound, together=1 if beta else UNIT)  # RMSNorm: UNIT channels
+        terms = self._terms(to, bound, together=1 if beta else UNIT)  # RMSNorm adds UNIT channels
         if beta:
             options: dict[str, Any] = {"variant": "decode", "stats": False, **_to(terms)}
             y = self.do(name, "layernorm", (x, gamma, beta), eps=self.c.eps, **options)
@@ -150,7 +150,7 @@ class DecodePass(Pass):
         return f"{h}k", f"{h}v", "row", "positions"
 
     def _weights(self, w: str, a: Rows) -> tuple[str, dict[str, Any]]:
-        """Return the name of the form of weights `w` that a product of rows `a` reads, and options."""
+        """Return the name of the weights (`w` or its two-part form) for rows `a`, and options."""
         if a.terms:
             return (two_part_of(w) if a.terms.dtype == TWO_PART else w), {}
         if a.bound is None or not self.do.has(two_part_of(w)):
@@ -158,7 +158,7 @@ class DecodePass(Pass):
         return two_part_of(w), {"x_bound": _power_from(a.bound)}
 
     def _given(self, a: Rows) -> dict[str, Any]:
-        """Return the options that a product of rows `a` needs: eps with a norm; terms or x_dtype."""
+        """Return the options of a product of rows `a`: eps with a norm; terms or x_dtype."""
         normed = {"eps": self.c.eps} if a.gamma else {}
         return normed | ({"terms": a.terms} if a.terms else self.rounding)
 
@@ -171,7 +171,7 @@ class DecodePass(Pass):
     def _terms(
         self, to: To, bound: float | None = None, width: int | None = None, together: int = 1
     ) -> Terms | None:
-        """Return the preferred `Terms` (16-bit format) that products with all weights `to` can read.
+        """Return the preferred `Terms` that the products with all weights `to` can read, or None.
 
         bound: upper bound of the operand's magnitudes. width: the required width of the terms.
         together: neighbouring channels computed together by the kernel that stores the terms.

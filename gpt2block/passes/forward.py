@@ -75,7 +75,7 @@ class Pass(ABC):
         gelu: str = "",
         to: To = (),
     ) -> Value:
-        """Compute a @ w + bias, then GELU or a residual sum. add: the sum's name, and the residual."""
+        """Compute a @ w + bias, then GELU or a residual sum. add: name of the sum, and residual."""
         result, options = add[0] or gelu or name, {"gelu": True} if gelu else {}
         return self._product(Product(name, a, w, bias, *add, gelu, to, result, options))
 
@@ -84,7 +84,7 @@ class Pass(ABC):
         """Compute a product with the kernels of this pass."""
 
     def operand(self, name: str, x: Value, to: To) -> Value:
-        """Convert the residual stream x to the input format of products that read x without a norm."""
+        """Convert the residual stream x to the format of products that read x without a norm."""
         return x
 
     def add_norm(self, name: str, x: Value, y: Value, gamma: str) -> Value:
@@ -100,7 +100,7 @@ class Pass(ABC):
         """
 
     def turned(self, h: str, qkv: Value, rope: str, norms: To = ()) -> Value:
-        """Apply RoPE in place to rows [Q | K | V], after the norms of q and k heads if `norms` is set."""
+        """Apply RoPE in place to rows [Q | K | V]; first the norms of q and k heads, if `norms`."""
         inputs = (qkv, "positions", rope, *norms)
         if norms:
             options = {**self.c.heads, "eps": self.c.eps}
@@ -121,7 +121,7 @@ class Pass(ABC):
         return self.do(name, "relu_squared", (x,), into=x)
 
     def last_rows(self, x: Value, y: Value) -> tuple[Pass, Value, Value]:
-        """Take each sequence's last row of x and y. Return a pass for the remaining steps, and both."""
+        """Return a pass for the remaining steps, then each sequence's last row of x and of y."""
         raise NotImplementedError
 
     def logits(self, x: Value) -> Value:

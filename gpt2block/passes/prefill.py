@@ -146,7 +146,7 @@ class PrefillPass(Pass):
         return self.do(name, "linear", (hidden, "head"), variant="tiles")
 
     def last_rows(self, x: Value, y: Value) -> tuple[DecodePass, Value, Rows]:
-        """Take each sequence's last row of x and y. Return a pass for the remaining steps, and both."""
+        """Return a pass for the remaining steps, then each sequence's last row of x and of y."""
         return TilesOfLastRows(self), self._last("last.x", x), Rows(self._last("last.attn", y))
 
     def _last(self, name: str, x: Value, joined: bool = False) -> Value:
@@ -175,7 +175,7 @@ class TensorCorePass(PrefillPass):
         return self.do(name, "operand", (x,), dtype=self.dtype)
 
     def _operand(self, name: str, to: To) -> dict[str, Any]:
-        """Return a result's dtype option: 16 bits if products with weights `to` read it, else float32."""
+        """Return a result's dtype option: float32 if `to` is empty, else operands' 16-bit dtype."""
         return {"dtype": self.dtype if to else "float32"}
 
     def _product(self, p: Product) -> Value:
@@ -306,7 +306,7 @@ class LastRows(DecodePass):
 
 
 class TilesOfLastRows(DecodePass):
-    """Last steps of a float32 prefill: the block with prefill kernels, logits by decoding kernels."""
+    """Last steps of a float32 prefill: the block by prefill kernels, logits by decoding kernels."""
 
     def __init__(self, prefill: PrefillPass) -> None:
         super().__init__(prefill.do, prefill.c)

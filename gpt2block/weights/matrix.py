@@ -285,7 +285,7 @@ def _absmax(w: Any, layout: str) -> NDArray[np.float32]:
 
 
 def _to_fp8(w: Any, dtype: str, scale: Any, layout: str) -> Any:
-    """Round a matrix to FP8, as `reference.to_fp8` does. NumPy arrays: one group of rows at a time."""
+    """Round a matrix to FP8 as `reference.to_fp8` does; a NumPy array by groups of rows."""
     if is_array(w):
         rounded = cupy.empty(w.shape, "uint8")
         conversions.to_fp8(w, scale, rounded, dtype, layout).run()
@@ -300,7 +300,7 @@ def _to_fp8(w: Any, dtype: str, scale: Any, layout: str) -> Any:
 
 
 def _rows(matrix: NDArray[Any]) -> list[NDArray[Any]]:
-    """Return views of groups of rows. Temporary arrays for a group are smaller than for the matrix."""
+    """Return views of groups of rows, for calls that would need too much memory for all rows."""
     rows = max(1, AT_ONCE // matrix.shape[1])
     return [matrix[first : first + rows] for first in range(0, len(matrix), rows)]
 
