@@ -44,7 +44,7 @@ def event_ms(work: Callable[[], None]) -> float:
 
 
 def captured(launches: Iterable[Launchable]) -> Callable[[], None]:
-    """Capture the launches in a CUDA graph. Return a call that replays it on the current stream."""
+    """Capture the launches in a CUDA graph. The result replays it on the current stream."""
     launches = tuple(launches)
     for launch in {id(launch): launch for launch in launches}.values():
         launch.run()  # loads the kernel, which is not possible during a capture

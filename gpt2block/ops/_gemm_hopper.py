@@ -122,7 +122,7 @@ def _tiles(tile: HopperGemmTile, M: int, N: int) -> int:
 
 
 def _at_once(tile: HopperGemmTile, sms: int) -> int:
-    """Estimated number of clusters that run at once. Clusters of 3 or more leave SMs unused."""
+    """Estimated number of clusters that run at once. Clusters of 3+ blocks leave SMs unused."""
     return sms // tile.cluster if tile.cluster < 3 else 8 * sms // (9 * tile.cluster)
 
 

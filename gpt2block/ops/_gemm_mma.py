@@ -134,7 +134,7 @@ def _clocks(tile: MmaGemmTile, M: int, N: int, K: int, sms: int, parts: int) -> 
         32 * sides * parts / L2_BYTES,
         32 * (read + sides) * parts / SHARED_BYTES,
     )
-    store = 2 * parts * size / STORED_BYTES / tile.blocks  # clocks, as an SM's blocks overlap
+    store = 2 * parts * size / STORED_BYTES / tile.blocks  # clocks; blocks of an SM overlap
     tiles = ceil(M / tile.rows) * ceil(N / tile.columns)
     return ceil(tiles / sms) * (ceil(K / 16) * step + store)
 
