@@ -91,7 +91,7 @@ class SampleState(NamedTuple):
 class Slots(NamedTuple):
     """For each of M rows of logits: its row of the state, and inputs of the next step, in int32."""
 
-    row: CudaArray  # index of a row of the state; a row out of range samples nothing
+    row: CudaArray  # row of the state; if out of range, no token is sampled
     token: CudaArray  # copy of the sampled token
     position: CudaArray  # copy of the position of the sampled token
     turn: CudaArray  # number of launches of this kernel so far
