@@ -239,7 +239,7 @@ class Operation:
         raise InputError(f"{self.name}: ", *problem, f": expected one of {known}{hint}")
 
     def bound_to(self, call: Call) -> Bound:
-        """Return a call's launches by variant `call.variant`; if None, by the first supported variant.
+        """Return a call's launches by variant `call.variant` or, for None, by the first supported.
 
         If the call has an option `block`, `call.block` becomes the variant's block size, and
         `call.requested` whether the caller chose it. Raises InputError with the reason if no

@@ -118,7 +118,7 @@ class WeightMatrix(Composite):
         return cls(_to_fp8(w, dtype, scale, layout), dtype, scale, layout, largest)
 
     def times(self, factor: float) -> WeightMatrix:
-        """Return FP8 weights times `factor`, a power of two: the same bytes, and multiplied scales."""
+        """Return FP8 weights times `factor`, a power of two: equal bytes, multiplied scales."""
         scale = np.full(self.N, factor, np.float32)
         if self.scale is not None:
             scale *= on_host(self.scale)
