@@ -145,7 +145,7 @@ def split_geometry(
     if itemsize == 1 and possible[-1] > 1:
         width = gcd(FP8_GROUPED_WIDTH, HS)
         possible = [queries for queries in possible if queries > 1]
-    wanted = min(ceil(n_ctx / SPLIT_KEYS), SPAN_SPLITS)  # desired warps for `queries`
+    wanted = min(ceil(n_ctx / SPLIT_KEYS), SPAN_SPLITS)  # desired warps for each group of q heads
     for queries in possible:  # fewer heads per warp are faster if the GPU runs all warps at once
         teams = NKV * ceil(NH // NKV / queries)
         held = (SPLIT_WARPS_OF_SM if queries == 1 else SPLIT_WARPS_OF_SM_GROUPED)[itemsize]
