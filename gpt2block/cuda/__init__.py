@@ -24,7 +24,7 @@ FORKED_FIX = "start processes with multiprocessing's method 'spawn' or 'forkserv
 
 
 class _CuPy:
-    """A proxy with CuPy's names as attributes, each of which is looked up once.
+    """A proxy for the module CuPy, which looks up each attribute of CuPy once.
 
     Raises DeviceError if CuPy is missing, or in a process forked after CUDA was initialized.
     """
@@ -33,7 +33,7 @@ class _CuPy:
     _forked = False  # whether this process was forked; CUDA may then not work
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name != "__version__":  # inspection must not import CuPy
+        if name.startswith("__") and name != "__version__":  # introspection must not import CuPy
             raise AttributeError(name)
         if self._module is None:
             try:
@@ -71,7 +71,7 @@ def initialized() -> int:
 
 
 def begin(device: str | None) -> None:
-    """Start a thread that creates a GPU's context, which takes 0.2 s, during the import of CuPy.
+    """Start a thread that creates a GPU's context (0.2 s) while CuPy is imported.
 
     device: "cuda", "cuda:N", or None for the GPU if there is one; other names are ignored. Errors
     are ignored here, as they occur again, with a message, when the device is used.
@@ -84,7 +84,7 @@ def begin(device: str | None) -> None:
 
 
 def _create_context(number: int) -> None:
-    """Create the primary context, which CUDA's runtime and therefore CuPy use."""
+    """Create the device's primary context, which the CUDA runtime, and therefore CuPy, uses."""
     if initialized() == 0:
         with suppress(OSError):
             driver, device, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), ctypes.c_void_p()
@@ -111,13 +111,13 @@ def is_array(x: Any) -> bool:
 
 
 def replaced() -> bool:
-    """Return whether `replaced_by` is active."""
+    """Return whether another module currently replaces CuPy (see `replaced_by`)."""
     return cupy._module is not None
 
 
 @contextmanager
 def replaced_by(module: Any) -> Iterator[None]:
-    """Use `module` instead of CuPy, in the whole process, until the context ends."""
+    """Within this context manager, use `module` instead of CuPy in the whole process."""
     names = vars(cupy)
     before = dict(names)
     names.clear()

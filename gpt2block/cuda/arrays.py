@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 CudaArray = Any  # cupy.ndarray, which has no type stubs
 Shape = tuple[int, ...]
 Read = Callable[[int, NDArray[np.uint8]], None]
-PIECES, PIECE_BYTES = 2, 2**24  # maximum pieces in flight to the host; bytes per piece
-READERS, READ_BYTES = 4, 2**22  # threads that read pieces for the GPU; bytes per piece
+PIECES, PIECE_BYTES = 2, 2**24  # copies to the host in flight, at most; bytes per copy
+READERS, READ_BYTES = 4, 2**22  # threads that read bytes for the GPU; bytes per read
 
 
 class Bound(NamedTuple):
-    """An operation bound to checked arrays, ready to `run`.
+    """An operation with its checked arrays and launches; `run` executes the launches.
 
     `extra` holds outputs other than `out`, such as mean and rstd of a LayerNorm. The launches do
     not keep the arrays alive.
@@ -56,13 +56,13 @@ class Composite:
 
     @classmethod
     def trusted(cls, **attributes: Any) -> Self:
-        """Create a matrix without checks, from attributes that are known to match."""
+        """Create a matrix without checks, from attributes that are known to be consistent."""
         matrix = cls.__new__(cls)
         vars(matrix).update(attributes)
         return matrix
 
     def arrays(self) -> dict[str, Any]:
-        """Return {suffix of an array's name in messages: array} for the matrix."""
+        """Return a dict of the matrix's arrays; keys are suffixes of their names in messages."""
         return arrays_of("", self)
 
     def mapped(self, function: Callable[[Any], Any]) -> Self:
@@ -89,7 +89,7 @@ def mapped(function: Callable[[Any], Any], value: Any) -> Any:
 
 
 class Expected(NamedTuple):
-    """An array and the properties that `check` expects."""
+    """The arguments of `check`: an array, and the properties that the array must have."""
 
     name: str
     array: Any
@@ -162,7 +162,7 @@ def check_address(name: str, array: CudaArray, multiple: int = 16) -> None:
 def check_apart(
     name: str, out: Any, apart: Mapping[str, Any], in_place: Mapping[str, Any] | None = None
 ) -> None:
-    """Raise InputError if an output overlaps an input that other thread blocks may still read.
+    """Raise InputError if an output overlaps an input, which other thread blocks may still read.
 
     apart: inputs that `out` must not overlap, by name; arrays, WeightMatrix, TwoPartMatrix or None.
     in_place: inputs that may be identical with `out`, but must not overlap it in part.
@@ -185,7 +185,7 @@ def same_memory(a: CudaArray, b: CudaArray) -> bool:
 
 
 def element_strides(array: CudaArray) -> tuple[int, ...] | None:
-    """Return the strides of all axes except the last, in elements; 0 for an axis of size 1.
+    """Return the strides in elements of all axes except the last axis; 0 for axes of size 1.
 
     Return None if the last axis is not contiguous.
     """
@@ -207,7 +207,7 @@ def row_stride(name: str, x: CudaArray) -> int | None:
     strides = element_strides(x)
     if strides is None:
         return None
-    distance, rows = 0, 1  # distance between rows and number of rows, for the axes so far
+    distance, rows = 0, 1  # row stride and number of rows, over the axes processed so far
     for n, stride in zip(reversed(x.shape[:-1]), reversed(strides), strict=True):
         if n == 1:
             continue
@@ -231,7 +231,7 @@ def checked_row_stride(name: str, x: CudaArray) -> int:
 
 
 def in_rows(x: Any) -> Any:
-    """Return x, or a contiguous copy if x is a CuPy array whose `row_stride` is None."""
+    """Return x, or a contiguous copy if x is a CuPy array without a `row_stride`."""
     if isinstance(x, cupy.ndarray) and x.size and row_stride("x", x) is None:
         return _copied(x)
     return x
@@ -325,7 +325,7 @@ def to_host(parts: Iterable[CudaArray], rows: NDArray[Any]) -> None:
 
 
 def read_into(out: CudaArray, parts: Iterable[tuple[Read, int]]) -> None:
-    """Fill `out`, an array of bytes on the GPU, with the bytes of consecutive parts.
+    """Fill the GPU array `out` with the bytes of `parts`, one part after another.
 
     parts: pairs of a function and a number of bytes; read(begin, array) fills the array with the
     part's bytes from `begin` on. Threads read pieces into pinned memory while the GPU copies

@@ -19,7 +19,7 @@ LEGACY = 1  # default stream in `__cuda_array_interface__`; CUDA's functions als
 
 
 class InOrder:
-    """Order a call's work on CuPy's current stream with work of other libraries on their streams.
+    """Synchronize a call's work on CuPy's current stream with other libraries' streams.
 
     CUDA itself orders only the default stream with blocking streams. PyTorch's streams are
     non-blocking, and CuPy's can be. Therefore the call's stream waits by an event for each
@@ -47,7 +47,7 @@ class InOrder:
         self._others.add(theirs)
 
     def release(self, done: Any) -> None:
-        """Make other streams wait for the event `done`; for an unknown stream the host waits."""
+        """Make other streams wait for the event `done`. If a stream is unknown, the host waits."""
         for theirs in self._others:
             if theirs is None:
                 done.synchronize()
@@ -115,7 +115,7 @@ def as_cupy(array: Any) -> CudaArray:
 
 
 def _torch_view(array: Any) -> CudaArray | None:
-    """Return a view of a torch tensor, as DLPack does, but in a fifth of the host time.
+    """Return a view of a torch tensor in a fifth of the host time that DLPack takes.
 
     Return None for other types, and for tensors that torch does not export.
     """
@@ -132,7 +132,7 @@ def _torch_view(array: Any) -> CudaArray | None:
 def _new_view(
     pointer: int, dtype: Any, shape: Sequence[int], strides: Sequence[int], device: int
 ) -> CudaArray | None:
-    """Return a view that does not own its memory; None for empty arrays and unsupported dtypes."""
+    """Return a view that does not own its memory; None for an empty array or unknown dtype."""
     stored = FLOATS.get(str(dtype).removeprefix("torch."))
     if stored is None or 0 in shape:
         return None

@@ -100,7 +100,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Signature:
-    """A kernel's prototype. file: path relative to kernels_cu."""
+    """A kernel's prototype. `file`: path of its source, relative to kernels_cu."""
 
     file: str
     name: str
@@ -168,7 +168,7 @@ def without_comments(text: str) -> str:
 
 @cache
 def ideas(file: str) -> dict[str, str]:
-    """Return {kernel name: idea in one sentence} from the comment at the top of a file.
+    """Return {kernel name: summary in one sentence} from the comment at the top of a file.
 
         //   add_kernel: one thread per element. Text after the first full stop is left out.
 
@@ -187,7 +187,7 @@ def ideas(file: str) -> dict[str, str]:
 
 
 def idea_of(file: str, kernel: str, variant: str) -> str:
-    """Return the idea (one sentence) of a kernel that a variant launches. Raises KernelError."""
+    """Return the one-sentence summary of a kernel that a variant launches. Raises KernelError."""
     known = ideas(file)
     found = known.get(f"{kernel} ({variant})") or known.get(kernel)
     if not found:
@@ -204,7 +204,7 @@ def without_host_headers(text: str) -> str:
 
 
 def with_only(kernel: str, text: str) -> str:
-    """Return the text of a source with only one of its kernels, and the same number of lines.
+    """Return a source's text with all kernels except one replaced by empty lines.
 
     All other text stays, such as functions that kernels share.
     """
@@ -218,7 +218,7 @@ def with_only(kernel: str, text: str) -> str:
 
 @lru_cache(maxsize=64)
 def extents(text: str) -> list[tuple[str, int, int]]:
-    """Return (name, start, end) of each kernel of a source; end = start if a brace is missing."""
+    """Return (name, start, end) of each kernel in a source; end = start for unbalanced braces."""
     plain = without_comments(text)
     return [(m["name"], m.start(), _end(plain, m, m.start())) for m in _prototypes(plain)]
 
@@ -256,7 +256,7 @@ def launch_at(
     weights: str | None = None,
     cache: str | None = None,
 ) -> Launch:
-    """Return a checked launch on the current device, and request the compilation of its kernel.
+    """Return a launch with checked arguments, and start compiling its kernel if necessary.
 
     The first run of the launch waits for the kernel. args: CuPy arrays (or None for a null pointer)
     and Python numbers, in the prototype's order. storage: the dtype of the source's type `T`, a key
@@ -274,7 +274,7 @@ def launch_at(
 
 
 def float_define(name: str, value: float | None, default: float | None = None) -> Defines:
-    """Return the macro of a kernel's float constant, or no macro if it has the default value."""
+    """Return a macro that sets a kernel's float constant, or () if the value is the default."""
     return () if value == default else ((name, f"{float(np.float32(value))!r}f"),)
 
 
@@ -418,7 +418,7 @@ def program(file: str, defines: Defines = (), kernel: str | None = None) -> str:
 
 @cache
 def prelude() -> str:
-    """Return the text that is put before a file outside of kernels_cu."""
+    """Return the text to insert before a source that is not in kernels_cu."""
     return Path(__file__).with_name("prelude.cuh").read_text("ascii")
 
 
@@ -458,7 +458,7 @@ def options(file: str, capability: str) -> tuple[str, ...]:
 
 @cache
 def toolkit_includes() -> tuple[str, ...]:
-    """Return the options for folders of CUDA's headers, which CuPy passes to every compilation."""
+    """Return the include options for CUDA's headers that CuPy passes to every compilation."""
     return tuple(
         flag for flag in cupy._core.core.assemble_cupy_compiler_options(()) if flag.startswith("-I")
     )
@@ -466,7 +466,7 @@ def toolkit_includes() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Compiled:
-    """A kernel file compiled without a device: machine code, and the compiler's report."""
+    """A kernel file compiled without a GPU: its machine code and the compiler's log."""
 
     cubin: bytes
     log: str
@@ -485,7 +485,7 @@ def compile_for(file: str, arch: str, defines: Defines = (), kernel: str | None 
         f"-arch={arch}",
         "-ftz=true",
         "--ptxas-options=-v",
-        "--no-cache",  # results from NVRTC's cache lack the report
+        "--no-cache",  # programs from NVRTC's cache come without a log
     )
     handle = nvrtc.createProgram(program(file, defines, kernel), file, (), ())
     try:
@@ -500,7 +500,7 @@ def compile_for(file: str, arch: str, defines: Defines = (), kernel: str | None 
 
 
 def compile_message(file: str, log: str) -> str:
-    """Return the errors of the compiler's log as "file:line: message", followed by advice."""
+    """Return the errors in a compiler log as "file:line: message", and advice to fix them."""
     errors = re.findall(r"^(.+?)\((\d+)\): (?:catastrophic )?error: (.+)$", log, re.MULTILINE)
     if not errors:
         return f"{file} does not compile: {log.strip() or 'the compiler gave no reason'}"

@@ -24,7 +24,7 @@ Scalar = Any  # a NumPy scalar: CuPy passes its bytes to the kernel
 Argument = Any  # a Scalar or a TensorMap
 Compile = Callable[..., Any]  # compile(*key) returns a compiled `cupy.RawKernel`
 Watcher = Callable[[int, int], None]  # receives the numbers of ready and of requested kernels
-MOST_THREADS = 16  # maximum threads: each needs memory, and a start compiles few more kernels
+MOST_THREADS = 16  # maximum threads: each needs memory, and programs start with few more kernels
 
 _LIMITS, _REQUESTS = threading.Lock(), threading.Lock()
 _kernels: dict[Hashable, Future[Any]] = {}
@@ -64,7 +64,7 @@ class Function:
         return int(self.found.shared_size_bytes)
 
     def allow_shared(self, nbytes: int) -> None:
-        """Allow launches `nbytes` bytes of dynamic shared memory; the limit never decreases."""
+        """Allow launches of the kernel at least `nbytes` bytes of dynamic shared memory."""
         with _LIMITS:  # threads share Function objects
             if nbytes > self._shared:
                 self._shared = nbytes
@@ -105,12 +105,12 @@ def _result(compile: Compile, key: tuple[Hashable, ...]) -> Any:
     """Wait for a kernel and return it."""
     try:
         return _request(compile, key).result()
-    except CancelledError:  # the main thread has ended, but this thread continues
+    except CancelledError:  # the main thread has ended: this thread compiles the kernel itself
         return _request(compile, key).result()
 
 
 def _request(compile: Compile, key: tuple[Hashable, ...]) -> Future[Any]:
-    """Return the Future of a kernel; request the kernel if it is new or its compilation failed."""
+    """Return a kernel's Future. Start its compilation if it is new or its compilation failed."""
     with _REQUESTS:
         known = _kernels.get(key)
         if known is None or (known.done() and (known.cancelled() or known.exception())):

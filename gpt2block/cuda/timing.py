@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from gpt2block.cuda import cupy
 
 REPLAYS = 7
-CALLS = 20  # calls from Python per measurement: so few that the host never waits for the GPU
+CALLS = 20  # calls from Python per measurement; with few calls the host never waits for the GPU
 TARGET_MS = 2.0  # duration of one replay: long compared with the resolution of an event
 
 
@@ -19,7 +19,7 @@ class Launchable(Protocol):
 
 
 def gpu_ms(launches: Iterable[Launchable]) -> float:
-    """Return the milliseconds that the launches take on the current device, one after another.
+    """Return the milliseconds that the launches together take, run in order on the current device.
 
     A CUDA graph contains many repetitions, and the result is the median of seven replays. All
     repetitions use the same arrays, so that data that fits in the L2 cache is read from it.
@@ -31,7 +31,7 @@ def gpu_ms(launches: Iterable[Launchable]) -> float:
 
 
 def event_ms(work: Callable[[], None]) -> float:
-    """Return the milliseconds between events before and after the launches of `work`, in one run.
+    """Run `work` once. Return the milliseconds between events recorded before and after it.
 
     The kernels must be loaded already. Gaps between launches count.
     """
@@ -44,7 +44,7 @@ def event_ms(work: Callable[[], None]) -> float:
 
 
 def captured(launches: Iterable[Launchable]) -> Callable[[], None]:
-    """Capture the launches as one CUDA graph; the result replays it on the current stream."""
+    """Capture the launches in a CUDA graph. The result replays it on the current stream."""
     launches = tuple(launches)
     for launch in {id(launch): launch for launch in launches}.values():
         launch.run()  # loads the kernel, which is not possible during a capture
@@ -65,7 +65,7 @@ def interleaved_ms(
     count: int = REPLAYS,
     lead: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """Return {name: median ms}, from interleaved replays, so that clock changes affect all names.
+    """Return {name: median ms} of replays, interleaved so that clock changes affect all names.
 
     lead: launches work before each replay, so that the GPU does not wait for the host's launch.
     """
@@ -85,7 +85,7 @@ def interleaved_ms(
 def interleaved_host_ms(
     replays: Mapping[str, Callable[[], None]], count: int = REPLAYS
 ) -> dict[str, float]:
-    """Return {name: median ms from the call of a replay to its return} over `count` calls.
+    """Return {name: median ms that a replay's call takes on the host} over `count` calls.
 
     For replays that return when their results are in host memory. Each must have run before.
     """

@@ -86,7 +86,7 @@ def online_geometry(
 
 
 def _online_tile(HS: int, T: int, block: int | None, most_shared: int) -> tuple[int, int]:
-    """Return warps per block and keys per tile of the largest tile that fits in shared memory.
+    """Return (warps per block, keys per tile) of the largest tile that fits in shared memory.
 
     Fewer than half of the warps are idle. The largest tile has the largest product of warps and
     keys; among equal products, the most keys.
@@ -119,7 +119,7 @@ class AttentionTile(NamedTuple):
     frags: int  # fragments per warp, each 16 queries
     blocks: int  # blocks that fit on a multiprocessor
     alone: int  # clocks per 64 keys if the block is alone on a multiprocessor
-    together: int  # clocks per 64 keys and block if `blocks` blocks share a multiprocessor
+    together: int  # clocks per block for 64 keys if `blocks` blocks share a multiprocessor
 
     @property
     def queries(self) -> int:
@@ -149,7 +149,7 @@ def mma_geometry(
     serves: int = 1,
     tile: AttentionTile | None = None,
 ) -> tuple[Geometry, int]:
-    """Return geometry of `mma` for B sequences of up to T rows, and number of interleaved heads.
+    """Return the geometry of `mma` for B sequences of up to T rows, and the result of `together`.
 
     sms: multiprocessors of the GPU. most_shared: bytes of shared memory that a block can have.
     serves: heads of Q that share a head of K. tile: used instead of the fastest tile. Raises
@@ -159,7 +159,7 @@ def mma_geometry(
         tile = min(MMA_TILES[HS], key=lambda tile: _clocks(tile, B, T, NH, causal, sms))
     grid = _grid(B, T, NH, tile.queries)
     stage = mma_stage(HS)
-    # queries: bytes of shared memory for queries; 0 if heads of 64 or 128 keep them in registers
+    # queries: bytes of shared memory for queries; 0 for head sizes 64 and 128 (kept in registers)
     queries = 0 if HS in TENSOR_HEADS else tile.queries * _row_bytes(HS)
     stages = 3 if room(most_shared, tile.blocks) >= 3 * stage + queries else 2
     defines = (
@@ -187,7 +187,7 @@ def two_part_geometry(
     HS: int = TENSOR_HEADS[0],
     serves: int = 1,
 ) -> tuple[Geometry, int]:
-    """Return the same values as `mma_geometry`, for qkv that is a TwoPartMatrix.
+    """Return the values of `mma_geometry` for a kernel that reads qkv from a TwoPartMatrix.
 
     Two groups of 4 warps process the 64 queries of a tile. one_scale: whether all rows have the
     same scale.
@@ -226,7 +226,7 @@ def hopper_geometry(
     HS: int = TENSOR_HEADS[0],
     serves: int = 1,
 ) -> tuple[Geometry, int]:
-    """Return the geometry of variant `hopper`, and the number of interleaved heads.
+    """Return the geometry of variant `hopper`, and the result of `together` for this call.
 
     A block processes several tiles. Raises InputError if there are more tiles than it can count.
     """
@@ -240,7 +240,7 @@ def hopper_geometry(
 def alternate_geometry(
     B: int, T: int, NH: int, causal: bool, *, sms: int, serves: int = 1
 ) -> tuple[Geometry, int]:
-    """Return the values of `hopper_geometry` for the kernel with alternate keys per warpgroup."""
+    """Return `hopper_geometry`'s values for the kernel whose two warpgroups divide the keys."""
     head, tiles = ALTERNATE_HEAD, _hopper_tiles(B, T, NH, ALTERNATE_TILE)
     grid, block = (min(tiles, sms),), (HOPPER_THREADS,)
     defines = (("ATT_CAUSAL", int(causal)), *tensor_heads_defines(head, serves))
@@ -255,14 +255,14 @@ class Rate(NamedTuple):
     warpgroups: int  # warpgroups among which the keys of a query are divided
     start: float  # us per launch
     step: float  # us in which a warpgroup processes 128 keys for a tile
-    more: float  # us per tile of a block, except its first tile
+    more: float  # additional us for each tile that a block computes after its first tile
 
     def time(self, B: int, T: int, NH: int, causal: bool, sms: int, rows: int) -> float:
-        """Estimated us for B sequences with at most T rows each and `rows` rows in total."""
+        """Estimated µs of a launch for B sequences of at most T rows each, `rows` rows in total."""
         tiles = NH * min(B * ceil(T / self.queries), rows // self.queries + B)
         longest = ceil(T / (128 * self.warpgroups))
         rounds = ceil(tiles / sms)
-        if causal:  # a tile sees half of the keys on average; tiles with few keys balance the load
+        if causal:  # a tile sees half of the keys on average; short tiles balance the load
             mean = (ceil(T / 128) + self.warpgroups) / (2 * self.warpgroups)
             steps = max(longest, rounds, tiles / sms * mean)
         else:
@@ -270,7 +270,7 @@ class Rate(NamedTuple):
         return self.start + self.step * steps + self.more * max(0.0, tiles / sms - 1)
 
     def after(self, sequences: int, T: int, NH: int, sms: int) -> float:
-        """Estimated us per 128 keys before the first row, which all T rows of each sequence see."""
+        """Estimated µs for 128 earlier keys per sequence, which all T rows of the sequence see."""
         tiles = NH * sequences * ceil(T / self.queries)
         return ceil(tiles / sms) * self.step / self.warpgroups
 
@@ -280,7 +280,7 @@ WHOLE_KEYS, ALTERNATE_KEYS = Rate(HOPPER_TILE, 1, 3.5, 1.2, 1.4), Rate(64, 2, 2.
 
 @lru_cache(maxsize=1024)
 def alternates(B: int, T: int, NH: int, causal: bool, sms: int, rows: int) -> bool:
-    """Whether the Hopper kernel that divides keys between two warpgroups is the faster kernel."""
+    """Whether the Hopper kernel that divides keys between two warpgroups is estimated faster."""
     sizes = (B, T, NH, causal, sms, rows)
     return ALTERNATE_KEYS.time(*sizes) < WHOLE_KEYS.time(*sizes)
 
@@ -335,7 +335,7 @@ def hopper_two_part_geometry(
 
 
 def _hopper_tiles(B: int, T: int, NH: int, queries: int) -> int:
-    """Return the number of tiles. Raises InputError if there are more than kernels can count."""
+    """Return the number of query tiles. Raises InputError if kernels cannot count so many tiles."""
     tiles = B * NH * ceil(T / queries)
     if tiles > HOPPER_MOST_TILES:
         raise InputError(
@@ -346,7 +346,7 @@ def _hopper_tiles(B: int, T: int, NH: int, queries: int) -> int:
 
 
 def mma_stage(HS: int) -> int:
-    """Bytes of shared memory per stage: K and V of 64 keys, or of 32 if heads have 256 channels."""
+    """Bytes of a ring stage: K and V of 64 keys, or of 32 keys if heads have 256 channels."""
     return 2 * (64 if HS in TENSOR_HEADS else 32) * _row_bytes(HS)
 
 
@@ -356,12 +356,12 @@ def _row_bytes(HS: int) -> int:
 
 
 def tensor_heads_defines(HS: int, serves: int) -> Defines:
-    """Compile-time constants of a tensor-core kernel. serves: heads of Q that share a head of K."""
+    """Compile-time constants of a tensor-core kernel. serves: number of Q heads per head of K."""
     return ("ATT_SIZE", HS), ("ATT_SERVES", serves)
 
 
 def _grid(B: int, T: int, NH: int, queries: int) -> tuple[int]:
-    """Return a grid of one block per head and `queries` rows. Raises InputError beyond 2^31 - 1."""
+    """Return a grid, one block per head and `queries` rows. Raises InputError if too large."""
     blocks = B * NH * ceil(T / queries)
     if blocks > MOST_BLOCKS[0]:
         raise InputError(
@@ -374,7 +374,7 @@ def _grid(B: int, T: int, NH: int, queries: int) -> tuple[int]:
 def together(
     B: int, T: int, NH: int, causal: bool, HS: int = TENSOR_HEADS[0], serves: int = 1
 ) -> int:
-    """Number of heads whose query tiles are interleaved in the order of blocks.
+    """Number of heads that consecutive blocks process in turn, one query tile of each head.
 
     Without a mask all tiles take equally long, and the heads follow one another. With a causal mask
     the last tile of a head takes longest and comes first. As many heads are interleaved as have

@@ -32,10 +32,10 @@ class HopperGemmTile(NamedTuple):
 
     rows: int
     columns: int
-    group: tuple[int, int]  # rows and columns of a warpgroup: the whole tile, or half of it
+    group: tuple[int, int]  # rows, columns that a warpgroup computes: the whole tile or half of it
     stages: int  # slices of K in the ring in shared memory
-    chunk: int  # columns of an output chunk
-    split_k: int  # parts of K, one for each of `split_k` blocks of a cluster
+    chunk: int  # columns of an output chunk (a warpgroup's outputs that are stored at a time)
+    split_k: int  # blocks of a cluster, each of which multiplies 1 / split_k of K
     shares: int  # blocks of a cluster among which loads of w are divided
     start_us: float  # us per launch
     slice_us: float  # us per slice of K
@@ -101,7 +101,7 @@ TWO_PART_TILES = (
 def choose_tile(
     tiles: tuple[HopperGemmTile, ...], M: int, N: int, K: int, split_k: bool, sms: int
 ) -> HopperGemmTile:
-    """Return the tile with the shortest estimated time. split_k: whether tiles may divide K."""
+    """Return the tile with the shortest estimated time. split_k: whether a tile may split K."""
     slices = ceil(K / SLICE)
 
     def us(tile: HopperGemmTile) -> float:
@@ -117,12 +117,12 @@ def choose_tile(
 
 
 def _tiles(tile: HopperGemmTile, M: int, N: int) -> int:
-    """Number of tiles of an output (M, N), or of groups of `shares` tiles that share rows of w."""
+    """Number of units of work in (M, N): groups of `tile.shares` tiles that share loads of w."""
     return ceil(M / (tile.rows * tile.shares)) * ceil(N / tile.columns)
 
 
 def _at_once(tile: HopperGemmTile, sms: int) -> int:
-    """Estimated number of clusters that run at once. Large clusters leave some SMs unused."""
+    """Estimated number of clusters that run at once. Clusters of 3+ blocks leave SMs unused."""
     return sms // tile.cluster if tile.cluster < 3 else 8 * sms // (9 * tile.cluster)
 
 
@@ -145,7 +145,7 @@ def geometry(
     sms: int,
     tile: HopperGemmTile | None = None,
 ) -> tuple[Geometry, HopperGemmTile]:
-    """Return a gemm_*hopper kernel's launch geometry, and its tile, which determines tensor maps.
+    """Return a gemm_*hopper kernel's launch geometry, and the tile from which tensor maps follow.
 
     a is (M, K), w (N, K). other_out, scaled, early, tile: as in `geometry` of `_gemm_mma`. Unless K
     is split, the result has the same bits for any tile. fp8: whether w is FP8, for gemm_fp8_hopper.
@@ -208,14 +208,14 @@ def launched(
 
 
 def workspace_floats(sms: int) -> int:
-    """Number of floats, initially 0, for the flags and sums that one cluster passes to the next."""
+    """Number of floats, initially 0, for flags and sums that clusters pass to each other."""
     return FLAGS + sms * max(tile.rows * tile.columns for tile in STREAMED)
 
 
 def shared_bytes(
     tile: HopperGemmTile, parts: int, chunks: int, floats: int, of_rows: int = 2
 ) -> int:
-    """Bytes of shared memory: slices, output chunks, received sums, floats per column, barriers.
+    """Bytes of shared memory per block: slices, output, received sums, bias and scales, barriers.
 
     chunks, floats: numbers per warpgroup. of_rows: bytes per element of the tile's rows in the
     ring of slices; an element of its columns has 2 bytes.

@@ -119,12 +119,12 @@ def epilogue(two_part: bool, gelu: bool, residual: bool, other_out: bool, scaled
 
 
 def _slice(tile: MmaGemmTile) -> int:
-    """Bytes of shared memory for a 16-bit slice of `a` and `w`. TwoPartMatrix operands need two."""
+    """Bytes of shared memory for a 16-bit slice of `a` and `w`. TwoPartMatrix inputs need two."""
     return 2 * tile.slice * (tile.rows + tile.columns)
 
 
 def _clocks(tile: MmaGemmTile, M: int, N: int, K: int, sms: int, parts: int) -> float:
-    """Estimated clocks of the SM with the most tiles. parts: 1, or 2 for TwoPartMatrix operands."""
+    """Estimated clocks of the SM with the most tiles. parts: 2 for TwoPartMatrix inputs, else 1."""
     sides, size = tile.rows + tile.columns, tile.rows * tile.columns
     warps_m, warps_n = tile.warps
     read = tile.rows * warps_n + tile.columns * warps_m  # rows that warps load from shared memory
@@ -134,13 +134,13 @@ def _clocks(tile: MmaGemmTile, M: int, N: int, K: int, sms: int, parts: int) -> 
         32 * sides * parts / L2_BYTES,
         32 * (read + sides) * parts / SHARED_BYTES,
     )
-    store = 2 * parts * size / STORED_BYTES / tile.blocks  # clocks of stores that no block hides
+    store = 2 * parts * size / STORED_BYTES / tile.blocks  # clocks; blocks of an SM overlap
     tiles = ceil(M / tile.rows) * ceil(N / tile.columns)
     return ceil(tiles / sms) * (ceil(K / 16) * step + store)
 
 
 def _fit(tile: MmaGemmTile, memory: tuple[int, ...], parts: int) -> MmaGemmTile | None:
-    """Return `tile` with as many blocks and slices as fit in shared memory; None if too few fit.
+    """Return `tile` with the blocks and slices that fit in shared memory, or None if too few fit.
 
     memory: bytes of shared memory per block with 1, 2, … blocks on a multiprocessor.
     """

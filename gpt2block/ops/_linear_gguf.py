@@ -24,8 +24,8 @@ from gpt2block.weights.gguf import BORDER, OCTET, TYPES, GgufMatrix
 
 FILE = "matmul/decode/mma_gguf.cu"
 COLUMNS = BORDER  # columns of the product (rows of w) per warp
-WARPS = range(12, 0, -1)  # warps per block if all of them multiply the same split (a range of K)
-FEW_ROWS, MOST_ROWS = 8, 64  # maximum rows of x per block: all splits of K at a time; one split
+WARPS = range(12, 0, -1)  # possible warps per block if all multiply the same split (range of K)
+FEW_ROWS, MOST_ROWS = 8, 64  # maximum rows of x per block if a Cut is `together`, and if not
 MOST_NORMED = 32  # maximum rows of x in products that fuse RMSNorm
 FLIGHT = 3  # slots in the ring of a warp; a slot holds 128 values of K of its columns
 STATIC = 1024  # maximum bytes of static shared memory per block
@@ -48,7 +48,7 @@ class SharedMemory(NamedTuple):
     terms: int
 
     def of(self, cut: Cut) -> int:
-        """Return the bytes per block: rows of x, sums of two groups of columns, rings of warps."""
+        """Return the bytes per block: rows of x, sums, and a ring of weights for each warp."""
         kept, planes, pitch = 1, 2, COLUMNS * cut.warps + 8
         if cut.together:
             kept, planes, pitch = self.parts, 2 * self.parts, COLUMNS
@@ -58,7 +58,7 @@ class SharedMemory(NamedTuple):
         )
 
     def row(self, kept: int) -> int:
-        """Return the bytes of shared memory for `kept` of the splits of K of one row of x."""
+        """Return the bytes of shared memory per row of x for `kept` of the splits (ranges) of K."""
         split = self.terms * (2 * self.units * UNIT + 64)
         if self.norm == 1 and self.terms == 1:
             split = FLOAT * self.units * UNIT
@@ -67,11 +67,11 @@ class SharedMemory(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """Division of a product among blocks and warps; results do not depend on it."""
+    """Division of a product among blocks and warps. Results do not depend on the division."""
 
     rows: int  # rows of x per block
     warps: int  # warps per block
-    together: bool  # whether each warp has its own split of K; else all warps multiply the same one
+    together: bool  # True: each warp multiplies another split of K; False: all the same split
 
     @property
     def columns(self) -> int:
@@ -94,7 +94,7 @@ def geometry(
     sms: int,
     most_shared: int,
 ) -> Geometry | None:
-    """Return the launch for x (M, K), or None if no layout is possible.
+    """Return the launch geometry for x (M, K), or None if no `Cut` is possible.
 
     This is so if a row of x does not fit in shared memory, or if the outputs of a GGUF type do not
     begin at a multiple of COLUMNS, or of the channels of a head.
@@ -122,7 +122,7 @@ def geometry(
         return None
 
     def turns(cut: Cut) -> tuple[int, int]:
-        """Return the blocks per multiprocessor, and the groups of columns per block."""
+        """Return (blocks per multiprocessor, groups of columns that a block computes in turn)."""
         room_for = _blocks(cut, memory.of(cut), most_shared)
         most = max(1, _most(sms, room_for, cluster(cut)) // ceil(M / cut.rows))
         return room_for, ceil(ceil(ends[-1] / cut.columns) / most)
@@ -130,7 +130,7 @@ def geometry(
     def cluster(cut: Cut) -> int:
         return 1 if cut.together or capability < CLUSTER_CAPABILITY else parts
 
-    # The estimate counts 5 per warp for unpacking weights, 1 per 8 rows of x for adding products.
+    # Time estimate per warp, in relative units: 5 to unpack weights, 1 to multiply 8 rows of x.
     def duration(cut: Cut) -> float:
         room_for, count = turns(cut)
         exchange = EXCHANGE if cluster(cut) > 1 else 0
@@ -148,8 +148,8 @@ def geometry(
     )
     grid = cluster(cut) * ceil(ceil(ends[-1] / cut.columns) / count), ceil(M / cut.rows)
     # The launch requests so much memory that no block of the next kernel starts next to these
-    # blocks: a multiprocessor with such a block would later have three blocks, others one. A step
-    # of a model with 7 billion weights takes 1.94 ms instead of 2.19 (H100).
+    # blocks. Otherwise some multiprocessors would later run three blocks and others one. A decoding
+    # step of a model with 7 billion weights takes 1.94 ms instead of 2.19 ms (H100).
     shared = filled(most_shared + STATIC, blocks, memory.of(cut))
     return Geometry(kernel, grid, (WARP * cut.warps,), shared, defines)
 
@@ -160,12 +160,12 @@ def slot_bytes(name: str) -> int:
 
 
 def _halved(rows: int) -> list[int]:
-    """Return the smallest power of two that is at least `rows`, its half, and so on down to 1."""
+    """Return a list of powers of two: the smallest that is at least `rows`, its half, ..., 1."""
     return [power_of_two(rows) >> i for i in range(power_of_two(rows).bit_length())]
 
 
 def _blocks(cut: Cut, shared: int, most_shared: int) -> int:
-    """Return the number of blocks that run on a multiprocessor at a time."""
+    """Return the number of blocks with `shared` bytes that run on a multiprocessor at a time."""
     most = 1 if cut.rows > 2 * FEW_ROWS else BLOCKS
     return next(n for n in range(most, 0, -1) if n == 1 or shared <= room(most_shared, n))
 
@@ -177,7 +177,7 @@ def _most(sms: int, blocks: int, cluster: int) -> int:
 
 
 def normalizes(M: int, K: int) -> bool:
-    """Return whether products of x (M, K) can fuse RMSNorm: few rows, one unit of K per split."""
+    """Return whether products of x (M, K) can fuse RMSNorm, which limits the sizes of M and K."""
     return M <= MOST_NORMED and K <= UNIT * MOST_SPLITS
 
 
@@ -236,7 +236,7 @@ def launch(
 
 
 def check_addresses(**arrays: Any) -> None:
-    """Raise InputError unless each array, by its name, is aligned as the kernels load it."""
+    """Raise InputError unless the named arrays have the alignment that the kernels' loads need."""
     for name, array in arrays.items():
         if array is not None:
             check_address(name, array)

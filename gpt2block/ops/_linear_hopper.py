@@ -32,7 +32,7 @@ GGUF_FILE = "matmul/decode/wgmma_gguf.cu"
 GGUF_ROPE_FILE = "matmul/decode/wgmma_gguf_rope.cu"
 TERM_ROWS = 64  # rows of x per tile of 16-bit terms, and maximum rows per block
 FEWEST_ROWS = 4  # minimum rows of x per block
-FEWEST_COLUMNS = 8  # minimum columns of the operand x of wgmma; a column is one term of a row
+FEWEST_COLUMNS = 8  # minimum columns of wgmma's operand x; a column is one term of a row of x
 LINE = 128  # bytes of a row of W in a slice of K
 GROUP_COLUMNS, GROUP_WARPS = 64, 4  # outputs and warps per warpgroup
 MOST_GROUPS = 3  # maximum warpgroups per block that multiply
@@ -42,8 +42,8 @@ BARRIERS, CONSTANTS = 512, 512  # maximum bytes of static shared memory per bloc
 PAIR = 8  # bytes of two float32 sums
 LONG_ROW = 16_384  # bytes of a row of weights from which on one block per SM is fastest
 LEAST_STAGES = 4  # minimum stages of a ring, if another tile is possible
-PLACES = {1: 1.0, 2: 1.0, 3: 0.85}  # share of the SMs that clusters of 1, 2, 3 blocks can use
-FEWER_PLACES = 0.75  # share of the SMs that larger clusters can use
+PLACES = {1: 1.0, 2: 1.0, 3: 0.85}  # blocks per cluster: fraction of the SMs that are usable
+FEWER_PLACES = 0.75  # fraction of the SMs that clusters of 4 or more blocks can use
 
 
 class HopperLinearTile(NamedTuple):
@@ -60,7 +60,7 @@ class HopperLinearTile(NamedTuple):
 
     @property
     def threads(self) -> int:
-        """Threads per block: warps that multiply, and one warp, or a warpgroup, that copies.
+        """Threads per block, in warps that multiply and in one warp or one warpgroup that copies.
 
         With three warpgroups that multiply, a fourth one copies.
         """
@@ -68,7 +68,7 @@ class HopperLinearTile(NamedTuple):
         return 32 * (GROUP_WARPS * self.groups + copying) * self.depth
 
     def columns(self, two: bool) -> int:
-        """Outputs per block; two: whether each output needs two rows of weights."""
+        """Outputs per block. two: whether the block multiplies two rows of weights per output."""
         return GROUP_COLUMNS * self.groups // (1 + two)
 
 
@@ -96,7 +96,7 @@ class HopperProduct(NamedTuple):
         return tile.splits * shared * ceil(self.M / TERM_ROWS)
 
     def stage_bytes(self, tile: HopperLinearTile) -> int:
-        """Return the bytes per slice of K in the ring: x, and also W unless W has GGUF blocks."""
+        """Return the bytes of a ring stage: slices of x and, unless W has GGUF blocks, of W."""
         columns = max(FEWEST_COLUMNS, (1 if self.rounded else 2) * tile.rows)
         if self.octet:
             return ceil((2 * UNIT + UNIT // 8) * columns / ALIGNMENT) * ALIGNMENT
@@ -104,24 +104,24 @@ class HopperProduct(NamedTuple):
         return LINE * GROUP_COLUMNS * tile.groups + x_bytes
 
     def sums_bytes(self, tile: HopperLinearTile) -> int:
-        """Return the bytes of sums that a block receives or, with GGUF blocks, also stores."""
+        """Return the bytes of sums that a block receives and, with GGUF blocks, of its own sums."""
         tiles, parts = GROUP_WARPS * tile.groups * tile.rows // FEWEST_ROWS, splits(self.K)[0]
         messages, kept = (0 if tile.splits == 1 else parts), 0
-        if self.octet and tile.splits < 3:  # sums of halves: splits 0 to 3, and the others
+        if self.octet and tile.splits < 3:  # two sums per output: of splits 0 to 3, of the others
             halves = ceil(parts / HALF_SPLITS)
             messages, kept = (0, halves) if tile.splits == 1 else (1, 2 * tile.depth - 1)
             kept *= max(tiles, 2 * GROUP_WARPS * tile.groups)
         return (messages * ceil(tiles / tile.splits) + kept) * 32 * PAIR
 
     def shared_bytes(self, tile: HopperLinearTile) -> int:
-        """Return the bytes of dynamic shared memory of a block: its rings and its sums."""
+        """Return the bytes of dynamic shared memory of a block: rings of slices, and sums."""
         ring = tile.stages * self.stage_bytes(tile)
         ring += tile.tiles * GROUP_COLUMNS // OCTET * tile.groups * self.octet
         return ALIGNMENT + tile.depth * ring + self.sums_bytes(tile)
 
 
 def width(dtype: str) -> int:
-    """Return `Terms.width` for weights of a dtype: values of a row that a lane loads at once."""
+    """Return `Terms.width` for weights of `dtype`: values of a row that a lane loads at once."""
     if dtype in (GGUF, OF_FILE):
         return IN_ORDER
     return LOADED // BYTES.get(dtype, 1)
@@ -133,7 +133,7 @@ def terms(dtype: str, rounded: bool = False) -> Terms:
 
 
 def _can_share(parts: int, blocks: int) -> bool:
-    """Return whether each of `blocks` blocks has at least one of `parts` splits of K."""
+    """Return whether each block gets at least one split of K if `blocks` blocks divide `parts`."""
     return (blocks - 1) * ceil(parts / blocks) < parts
 
 
@@ -149,7 +149,7 @@ def _many_rows(p: HopperProduct, sms: int) -> HopperLinearTile:
     fitting = [tile for tile in tiles if grids[tile] <= sms]
     if fitting:
         tile = fitting[0]
-    else:  # fewest columns per SM in all waves; the widest of equally fast tiles
+    else:  # the tile with the fewest columns per SM; the widest tile if several have so few
         tile = min(tiles[:0:-1], key=lambda tile: tile.groups * ceil(grids[tile] / sms))
     waves = grids[tile] / sms
     if waves >= 0.5:
@@ -188,7 +188,7 @@ def _few_rows(p: HopperProduct, rows: int, sms: int) -> list[HopperLinearTile]:
 
 
 def _of_blocks(p: HopperProduct, rows: int, sms: int) -> HopperLinearTile:
-    """Return a tile for weights in GGUF blocks, as measured on an H100.
+    """Return the tile for weights in GGUF blocks; the rules follow measurements on an H100.
 
     Up to 32 rows, K is divided until a multiprocessor has about three blocks. For more rows, it has
     one block with deep rings if that suffices, and two sets of warps if a block has half of K.
@@ -198,13 +198,13 @@ def _of_blocks(p: HopperProduct, rows: int, sms: int) -> HopperLinearTile:
     possible = [n for n in (1, 2, 4) if parts > HALF_SPLITS * (n > 1) and (n < 3 or parts % n == 0)]
 
     def duration(tile: HopperLinearTile) -> float:
-        """Estimate the microseconds for more than 32 rows: a time per unit of K and a constant."""
+        """Estimate the µs for more than 32 rows: a time per 128 values of K, and a constant."""
         waves, wide = p.grid(tile) / sms, tile.groups > 1
         turns, unit = (ceil(waves), 1.0) if wide else (ceil(waves / 2), 0.55 if waves <= 1 else 0.8)
         return turns * (unit * parts * each / tile.splits + (12 if wide else 8))
 
     if rows == TERM_ROWS:
-        halves = possible[:2]  # exchanging sums of more than two blocks is slower
+        halves = possible[:2]  # clusters of 4 blocks, which exchange more sums, are slower
         tiles = [HopperLinearTile(rows, groups, n) for groups in (1, MOST_GROUPS) for n in halves]
         tile = min(tiles, key=duration)
         once = tile.groups == MOST_GROUPS or p.grid(tile) <= sms
@@ -222,7 +222,7 @@ def _of_blocks(p: HopperProduct, rows: int, sms: int) -> HopperLinearTile:
 def _with_stages(
     p: HopperProduct, tile: HopperLinearTile, most_shared: int
 ) -> HopperLinearTile | None:
-    """Return the tile with the most stages that fit; if 2 do not fit, with fewer blocks per SM."""
+    """Return the tile with all stages that fit, and fewer blocks per SM if 2 stages do not fit."""
     slices = ceil(p.K * BYTES.get(p.dtype, 1) / LINE)
     static = BARRIERS + CONSTANTS * tile.groups
     for blocks in range(tile.blocks, 0, -1):
@@ -235,7 +235,7 @@ def _with_stages(
 
 
 def _fitted(p: HopperProduct, tile: HopperLinearTile, most_shared: int) -> HopperLinearTile | None:
-    """Return the tile with the largest rings; the ring of GGUF tiles spans no more K than x's."""
+    """Return the tile with the largest rings. A ring of GGUF tiles spans at most x's K."""
     fitted = _with_stages(p, tile, most_shared)
     while fitted and p.octet:
         more = tile._replace(blocks=fitted.blocks, tiles=fitted.tiles + 1)
@@ -248,7 +248,7 @@ def _fitted(p: HopperProduct, tile: HopperLinearTile, most_shared: int) -> Hoppe
 
 @lru_cache(maxsize=1024)
 def choose(p: HopperProduct, sms: int, most_shared: int) -> HopperLinearTile:
-    """Return the tile for a product. Measured on an H200, for few rows on an H100.
+    """Return the tile for a product. Rules follow measurements on an H200, for few rows an H100.
 
     most_shared: bytes of shared memory that a block may request. If the sums that a block receives
     leave few stages, K is not split.
@@ -349,7 +349,7 @@ def launch(
     if in_blocks:
         sums = None
         if any(TYPES[name].minimum for name, _ in c.w.ranges):
-            sums = c.x.reshape(-1)[c.M * c.K // 2 :]  # 16-bit values leave this half free
+            sums = c.x.reshape(-1)[c.M * c.K // 2 :]  # unused half: x contains 16-bit values
             before = () if c.terms.summed else (sum_chunks(c.x, sums, c.M, c.K),)
         operands = (*(m if m is None else m.data for m in matrices), sums)
         launch_geometry = launch_geometry.with_defines(range_defines(c.w))
@@ -363,7 +363,7 @@ def launch(
     shared = launch_geometry.shared
     if in_blocks:
         shared = filled(most_shared, tile.blocks, shared)
-    elif tile.rows == TERM_ROWS:  # a second block per SM would be slower
+    elif tile.rows == TERM_ROWS:  # all shared memory: two blocks per SM would be slower
         shared = filled(most_shared, 1, shared)
     launch_geometry = launch_geometry._replace(shared=shared)
     files = (GGUF_FILE, GGUF_ROPE_FILE) if in_blocks else (FILE, ROPE_FILE)

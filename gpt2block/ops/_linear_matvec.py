@@ -14,20 +14,20 @@ MANY_COLUMNS = 16384  # minimum outputs N for which blocks loop over columns
 PART = 256  # preferred number of values of K per warp
 MOST_STEPS = 3  # maximum loads per column that a thread has in flight
 MOST_WARPS = 12  # maximum warps that divide K
-PREFERRED_WARPS = (6, 12), (12, 18)  # (fewest, most) warps per block: below MORE_ROWS; from it on
+PREFERRED_WARPS = (6, 12), (12, 18)  # (fewest, most) warps per block, by `rows >= MORE_ROWS`
 MORE_ROWS = 4  # minimum rows of x per block for the second entries of PREFERRED_WARPS and FEWEST
-MOST_ROWS = 8, 16  # maximum rows of x per block: for N < MANY_COLUMNS; for larger N
+MOST_ROWS = 8, 16  # maximum rows of x per block, by `N >= MANY_COLUMNS`
 MOST_LOADED = 12  # maximum loads of weights that a thread has in flight
 HELD = 32  # maximum values of a single row of x that a thread keeps in registers
 ROW_BYTES = 103_000  # maximum bytes of x in shared memory per block with several rows
 COLUMNS = (1, 2, 3, 4, 5, 6)  # possible numbers of columns per group
 BEST_COLUMNS = 6  # preferred columns per group
-FEWEST = 4, 12  # columns per block that take as long as fewer: below MORE_ROWS; from it on
+FEWEST = 4, 12  # columns of a block; fewer take as long. Indexed by `rows >= MORE_ROWS`
 EACH_BLOCK = 4  # number of columns whose products take as long as loading x into a block
 
 
 class MatvecLayout(NamedTuple):
-    """Partition of a product among warps. Results depend only on width, split and steps."""
+    """Partition of a product among warps. Only `width`, `split` and `steps` affect results."""
 
     width: int  # weights per load
     split: int  # warps per group, which divide K
@@ -40,7 +40,7 @@ class MatvecLayout(NamedTuple):
 
 
 def order(N: int, K: int, weight: int) -> tuple[int, int, int]:
-    """Return width, split and steps of a layout, which determine the order of additions.
+    """Return a layout's `width`, `split` and `steps`, which fix the order of additions.
 
     weight: bytes per weight.
     """
@@ -48,7 +48,7 @@ def order(N: int, K: int, weight: int) -> tuple[int, int, int]:
     while K % width:
         width //= 2
     if weight == 1 and width > 1 and K % (WARP * width) and not K % (WARP * width // 2):
-        width //= 2  # all lanes then have the same number of loads
+        width //= 2  # with half the width, all lanes have the same number of loads
     split = 1
     if N < MANY_COLUMNS:
         parts = ceil(K / PART)
@@ -77,7 +77,7 @@ def layout(M: int, N: int, K: int, weight: int, sms: int) -> MatvecLayout:
 
 
 def _columns(N: int, split: int, steps: int, rows: int, sms: int) -> tuple[int, int]:
-    """Return columns per group and groups per block for the least columns on the busiest SM.
+    """Return (columns per group, groups per block) that minimize the columns of the busiest SM.
 
     With MORE_ROWS rows per block, PREFERRED_WARPS take precedence.
     """
@@ -143,7 +143,7 @@ def geometry(
 
 
 def shared_floats(cut: MatvecLayout, K: int, norm: bool) -> int:
-    """Return the floats in shared memory per block: rows of x, gamma and beta, the warps' sums."""
+    """Return the number of floats in shared memory: rows of x, gamma, beta, and sums of warps."""
     chunk = WARP * cut.width * cut.split * cut.steps
     padded = chunk * ceil(K / chunk)
     held = cut.rows == 1 and padded <= HELD * WARP * cut.split

@@ -11,23 +11,23 @@ from gpt2block.cuda.kernels import FP8, TWO_PART, Geometry
 from gpt2block.ops._rows import WARP, power_of_two
 
 FILE = "matmul/decode/mma.cu"
-UNIT = 128  # values of K per unit; a split (a range of K that is summed separately) has whole units
+UNIT = 128  # values of K per unit; a split (a range of K, summed separately) is 1 or more units
 MOST_SPLITS = 8  # maximum splits of K
 HALF_SPLITS = 4  # with GGUF blocks, splits 0 to 3 and the other splits are added separately
-OCTET = 8  # columns per octet
+OCTET = 8  # columns of the product (rows of w) per octet
 LOADED = 16  # bytes of a row of w per load of a lane
 MANY_COLUMNS = 16384  # minimum outputs N for which warps loop over groups of columns
-# Columns per group, warps per block in a loop: 50,257 columns are 2 groups per warp of an H200.
+# Layout if warps loop over groups of columns. With 50,257 columns, a warp of an H200 has 2 groups.
 LOOP_COLUMNS, LOOP_WARPS = 16, 12
 LOOP_ROWS, LOOP_REGISTERS = 16, 96  # rows of x per block; registers per lane for weights in flight
 FLOAT_LOOP_WARPS = 8  # warps per block with 4-byte weights and many rows, whose sums need registers
 FEW_ROWS = 4  # rows of x per mma
-COLUMNS = (32, 24, 16, 8)  # possible columns per block; an mma takes as long for fewer than 8
+COLUMNS = (32, 24, 16, 8)  # possible columns per block; an mma instruction computes 8 columns
 MOST_FLIGHT = 3  # maximum units of K in flight per lane; more need too many instructions
 ROOM_REGISTERS = 96  # maximum registers per lane for weights in flight with two blocks per SM
 MOST_UNITS = 8  # maximum units per split with two blocks per SM
-# The grid has at least one block for 2 multiprocessors, or for 3 with 4-byte weights, several
-# units of K per split or several blocks along M.
+# The grid has at least one block for 2 multiprocessors, or one for 3 if weights have 4 bytes,
+# splits have several units of K, or there are several blocks along M.
 FEWEST_BLOCKS = 2, 3
 FLOAT = 4  # bytes per float32
 BYTES = {"float32": 4, TWO_PART: 4, "float16": 2, "bfloat16": 2}  # bytes per weight; 1 for others
@@ -49,7 +49,7 @@ FLOATS = Limits(((8, FEW_ROWS),), 8, 16, 150_000, 192)
 
 
 class MmaLayout(NamedTuple):
-    """Partition of a product among blocks and warps; results do not depend on it."""
+    """Partition of a product among blocks and warps. Results do not depend on the partition."""
 
     columns: int  # columns of the product (rows of w) per block, or per warp if `loop`
     flight: int  # units of 128 values of K in flight per lane
@@ -60,7 +60,7 @@ class MmaLayout(NamedTuple):
 
 
 def splits(K: int) -> tuple[int, int]:
-    """Return the splits of K and the units per split, which determine the order of additions."""
+    """Return (splits of K, units of 128 per split), which determine the order of additions."""
     units = ceil(K / UNIT)
     each = ceil(units / MOST_SPLITS)
     return ceil(units / each), each
@@ -93,7 +93,7 @@ def _loop(M: int, N: int, K: int, dtype: str, sms: int) -> MmaLayout:
 
 
 def _block(M: int, N: int, K: int, dtype: str, sms: int, possible: Sequence[int]) -> MmaLayout:
-    """Return a layout in which each block computes one group of columns.
+    """Return a layout for fewer outputs, in which each block computes one group of columns.
 
     Two blocks of 4 rows are faster than one block of 8 rows, although each of them reads the
     weights: 8 rows of x and their LayerNorm take longer than reading the weights again from L2.
@@ -117,7 +117,7 @@ def _block(M: int, N: int, K: int, dtype: str, sms: int, possible: Sequence[int]
 
 
 def _room(columns: int, flight: int, rows: int, once: bool) -> bool:
-    """Return whether a multiprocessor has registers for two blocks with 4-byte weights.
+    """Return whether the registers of an SM suffice for two blocks, if weights have 4 bytes.
 
     The second block is one of the next kernel. once: whether all units of a split are in flight at
     once, or enough registers remain to load the other units later.
@@ -128,13 +128,13 @@ def _room(columns: int, flight: int, rows: int, once: bool) -> bool:
 
 
 def _flight(units: list[int], columns: int, weight: int, registers: int) -> int:
-    """Return the most units in flight, from the list `units`, that fit in a lane's `registers`."""
+    """Return the largest number in `units` of units of K whose weights fit in `registers`."""
     unit = _unit_registers(columns, weight)
     return max(n for n in units if n == 1 or n * unit <= registers)
 
 
 def _unit_registers(columns: int, weight: int) -> int:
-    """Return the registers per lane that hold a unit (128 values of K) of `columns` columns."""
+    """Return the registers per lane for the weights of `columns` columns and 128 values of K."""
     return columns * UNIT * weight // (WARP * 4)
 
 
@@ -181,7 +181,7 @@ def geometry(
 
 
 def shared_bytes(cut: MmaLayout, K: int, dtype: str, norm: int) -> int:
-    """Return the bytes of shared memory per block: rows of x, their statistics, sums of splits."""
+    """Return the bytes of shared memory per block: rows of x, statistics of norms, split sums."""
     parts, each = splits(K)
     padding = 16 if dtype in FP8 else 64
     term = 2 * each * UNIT + padding

@@ -17,7 +17,7 @@ FILE = "matmul/decode/mma_tiles.cu"
 CLUSTER_CAPABILITY = 90
 PAD = 16  # floats of padding after each row of sums in shared memory
 LONG_K = 2048  # minimum K for which a block reads so much of x that other tiles are faster
-FILLED, FULL = 1.4, 2.0  # minimum blocks per multiprocessor: of large tiles, of small tiles
+FILLED, FULL = 1.4, 2.0  # minimum blocks per multiprocessor: with large tiles; with small tiles
 
 
 class MmaLinearTile(NamedTuple):
@@ -80,7 +80,7 @@ def choose(
     fitting = [n for n in clusters if parts % n == 0]
 
     def enough(one: MmaLinearTile, full: float) -> list[int]:
-        """Return the cluster sizes with which the grid has `full` blocks, or the largest size.
+        """Return cluster sizes with which the grid has `full` blocks, or else the largest size.
 
         Blocks of larger clusters need less memory for sums.
         """
@@ -104,7 +104,7 @@ def choose(
 
 
 def _pipelines(tile: MmaLinearTile, dtype: str) -> Iterator[MmaLinearTile]:
-    """Yield the tile with other slices and stages, in descending order of bytes in flight."""
+    """Yield variants of the tile with other slice sizes and stages, most bytes in flight first."""
     if dtype in BYTES and dtype != TWO_PART and tile.warps[0] * tile.warps[1] % 4 == 0:
         yield tile._replace(chunks=2, stages=FEW.stages)  # longer slices need fewer barriers
     for stages in range(tile.stages, 1, -1):

@@ -11,7 +11,7 @@ from gpt2block.ops.products import count_tiles, fastest
 
 FILE = "matmul/prompt/cores.cu"
 KERNEL = "linear_tiles"
-MOST_LOADED = 8  # maximum weights per copy, if a weight has less than 4 bytes
+MOST_LOADED = 8  # maximum number of weights per copy, if a weight has less than 4 bytes
 MAX_SIZE = 2**31 - 1024  # maximum M and N: an int still holds them plus the size of a tile
 MAX_K = 2**23  # maximum K: the first and last row of a tile are less than 4 GB apart
 

@@ -51,7 +51,7 @@ FFN_TILES = {
 
 
 def tiles(matrices: int, layout: str) -> tuple[HopperGemmTile, ...]:
-    """Return the candidate tiles for one or two weight matrices in a layout."""
+    """Return the tiles to choose from, for one or two weight matrices stored in `layout`."""
     return MATMUL_TILES if matrices == 1 else FFN_TILES[layout]
 
 
@@ -95,7 +95,7 @@ def geometry(
     sms: int,
     tile: HopperGemmTile | None = None,
 ) -> tuple[Geometry, HopperGemmTile]:
-    """Return the geometry for M rows and one or two weight matrices with N outputs, and its tile.
+    """Return the geometry for M rows and one or two matrices with N outputs, and the chosen tile.
 
     layout: layout of w, "KN" or "NK". turns: whether the kernel computes RoPE. tile: used instead
     of the best of `tiles`.
@@ -113,7 +113,7 @@ def geometry(
 
 
 def rows_loaded(tile: HopperGemmTile, M: int) -> int:
-    """Rows of x copied per tile. If x has few rows, copies of further rows would take time."""
+    """Rows that a TMA copy for a tile includes; no more than needed, as all rows take time."""
     return min(tile.rows, ceil(M / 16) * 16)
 
 

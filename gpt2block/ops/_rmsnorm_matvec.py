@@ -1,4 +1,4 @@
-"""Launch geometry of matmul/decode/rmsnorm_cores.cu, which reads a weight once per four rows."""
+"""Launch geometry of matmul/decode/rmsnorm_cores.cu, which reads all weights once for four rows."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def geometry(
     residual: bool = False,
     tile: RmsnormTile | None = None,
 ) -> Geometry:
-    """Return the geometry of rmsnorm_matmul_mma (1 matrix) or rmsnorm_ffn_mma (2), for x (M, K).
+    """Return the geometry of rmsnorm_matmul_mma (one matrix) or rmsnorm_ffn_mma (two matrices).
 
     Each matrix has N columns. weight: bytes of a weight. layout: "KN" or "NK". sms: multiprocessors
     of the GPU. most_shared: bytes of shared memory that a block may request. norm: whether x is
@@ -108,14 +108,14 @@ def geometry(
 
 
 def _cost(tile: RmsnormTile, matrices: int, M: int, N: int, weight: int, sms: int) -> float:
-    """Estimated clocks, per value along K, of the SM with the most tiles."""
+    """Estimated clocks that the SM with the most tiles needs for each value along K."""
     multiply = tile.rows * tile.columns / MULTIPLY_ADDS
     load = (2 * tile.rows + weight * tile.columns) / BYTES
     return ceil(count_tiles(tile, M, N * matrices) / sms) * max(multiply, load)
 
 
 def _stage(tile: RmsnormTile, weight: int, layout: str, norm: bool, residual: bool) -> int:
-    """Bytes of shared memory for a slice of all operands."""
+    """Bytes of shared memory for one slice along K of x, gamma, the residual and the weights."""
     chunks = tile.slice // 8
     x = 16 * tile.rows * (chunks + (2 if weight == 1 and layout == "NK" else 1))
     lines, wide = (tile.slice, tile.columns) if layout == "KN" else (tile.columns, tile.slice)
@@ -132,7 +132,7 @@ def _end(tile: RmsnormTile) -> int:
 def _fit(
     tile: RmsnormTile, weight: int, layout: str, most_shared: int, norm: bool, residual: bool
 ) -> RmsnormTile | None:
-    """Return `tile` with as many blocks and slices as fit in shared memory; None if too few fit."""
+    """Return `tile` with the blocks and slices that fit in shared memory; None if too few fit."""
     stage = _stage(tile, weight, layout, norm, residual)
     for blocks in range(tile.blocks, 0, -1):
         own = room(most_shared, blocks)

@@ -29,7 +29,7 @@ class RowShape(NamedTuple):
     """Launch sizes of a kernel that keeps its rows in registers."""
 
     threads: int  # threads per row
-    held: int  # loads per thread, whose values stay in registers
+    held: int  # loads per thread and row; registers keep the loaded values
     rows: int  # rows per block
     grid: int
 
@@ -39,7 +39,7 @@ class RowShape(NamedTuple):
 
 
 def check_rows(name: str, x: CudaArray, longest: int = MAX_VALUES) -> int:
-    """Return the number of rows of x (..., n). Raises InputError for too many or too long rows."""
+    """Return the number of rows of x (..., n). Raises InputError for too many rows or a large n."""
     rows = int(x.size) // int(x.shape[-1])
     if rows > MAX_ROWS or x.shape[-1] > longest:
         raise InputError(
@@ -70,7 +70,7 @@ def share(rows: int, n: int, width: int, sms: int, block: int | None = None) -> 
 
 
 def _threads(loads: int, most: int, wanted: int) -> int:
-    """Return a number of threads per row near `wanted`, chosen so that few of them are idle."""
+    """Return a number of threads per row near `wanted` with which few threads are idle."""
     if loads < WARP:
         return power_of_two(loads)
     fewest = min(most, ceil(loads / max(1, min(wanted, FEW_THREADS))))

@@ -304,7 +304,7 @@ def _hopper_two_part(c: Call) -> Launch:
     dtypes=SIXTEEN_BITS,
 )
 def _hopper_few(c: Call) -> Launch:
-    """Launch the kernel for few sequences, which variant `hopper` selects if it is faster."""
+    """Launch the kernel that variant `hopper` selects if few sequences make this kernel faster."""
     sms = device_attribute("MultiProcessorCount")
     sizes = (c.B, c.T, c.n_head, c.causal)
     geometry = alternate_geometry(*sizes, sms=sms, serves=c.heads["serves"])
@@ -389,7 +389,7 @@ def _checked(unchecked: UncheckedCall) -> Call:
 
 
 def _completed(c: Call) -> Call:
-    """Add head sizes and preferred variants to a call with B sequences. Raises InputError."""
+    """Set the head sizes and preferred variants of a call with B sequences. Raises InputError."""
     heads = c.n_head + 2 * c.n_kv_head
     if c.W % heads or c.qkv.ndim > 3:
         rows = f"(T, 3C) or (B, T, 3C) with C a multiple of n_head {c.n_head}"
@@ -447,7 +447,7 @@ def checked_heads(n_head: Any, n_kv_head: Any) -> tuple[int, int]:
 def _check_fit(
     name: str, fit: Callable[[Call], Any], dtype: str, heads: tuple[int, int, int], **sizes: Any
 ) -> None:
-    """Raise InputError unless the function `fit` accepts a call with these sizes.
+    """Raise InputError if `fit`, which computes a launch, raises UnsupportedCall for these sizes.
 
     heads: number of heads of Q, of heads of K and V, and channels per head.
     """

@@ -66,16 +66,16 @@ TILE_SIZES = (
 )  # (warps, keys), largest tile first
 SPLIT_KEYS = 32  # keys per split; one warp of kernel `split` processes a split
 SPAN_SPLITS = 32  # splits whose results are combined at a time
-SPLIT_WARPS = 4  # warps per block with clusters; minimum without
+SPLIT_WARPS = 4  # warps per block on a GPU with clusters; on other GPUs the minimum
 SPLIT_WARPS_OF_SM = {1: 16, 2: 16, 4: 12}  # maximum warps per SM by itemsize of the cache
-SPLIT_WARPS_OF_SM_GROUPED = {1: 12, 2: 8, 4: 8}  # maximum if a warp has several heads of q
+SPLIT_WARPS_OF_SM_GROUPED = {1: 12, 2: 8, 4: 8}  # maximum warps per SM, with several q heads each
 FP8_GROUPED_WIDTH = 8  # FP8 elements per load that registers allow with several heads of q per warp
 FP8_VECTORS = 4  # vectors of K (and as many of V) in flight per thread; 8 would spill registers
 MOST_QUERIES = 4  # maximum heads of q per warp
 MOST_CLUSTER = 8  # maximum blocks per cluster
 CLUSTERS_FROM = 90  # lowest compute capability that supports clusters
 APPEND_MOST_THREADS = 256  # maximum threads per block of kernel `append`
-COPY_THREADS, COPY_BLOCKS = 256, 8  # threads per block; maximum blocks for K, and for V, of a slot
+COPY_THREADS, COPY_BLOCKS = 256, 8  # threads per block; maximum blocks that copy K (or V) of a slot
 START = 512  # position of the first query in the documented case
 
 
@@ -145,8 +145,8 @@ def split_geometry(
     if itemsize == 1 and possible[-1] > 1:
         width = gcd(FP8_GROUPED_WIDTH, HS)
         possible = [queries for queries in possible if queries > 1]
-    wanted = min(ceil(n_ctx / SPLIT_KEYS), SPAN_SPLITS)  # desired warps that share heads of q
-    for queries in possible:  # teams of fewer heads are faster if the GPU can run them at once
+    wanted = min(ceil(n_ctx / SPLIT_KEYS), SPAN_SPLITS)  # desired warps for each group of q heads
+    for queries in possible:  # fewer heads per warp are faster if the GPU runs all warps at once
         teams = NKV * ceil(NH // NKV / queries)
         held = (SPLIT_WARPS_OF_SM if queries == 1 else SPLIT_WARPS_OF_SM_GROUPED)[itemsize]
         at_once = held * sms // (M * teams)
@@ -176,7 +176,7 @@ def split_geometry(
 
 
 def _queries_of_team(serves: int, HS: int, shared_limit: int) -> list[int]:
-    """Return possible numbers of heads of q that share loads of K and V, in ascending order.
+    """Return the possible numbers of q heads per warp, which share loads of K and V, ascending.
 
     serves: heads of q with the same head of K, which are divided into teams of about equal size.
     Registers and shared memory limit the largest number.
@@ -186,7 +186,7 @@ def _queries_of_team(serves: int, HS: int, shared_limit: int) -> list[int]:
 
 
 def _split_shared(queries: int, HS: int) -> int:
-    """Bytes of shared memory for SPAN_SPLITS splits, with HS + 2 floats per split and query."""
+    """Bytes of shared memory for SPAN_SPLITS splits: HS + 2 floats for each split and query."""
     return 4 * queries * SPAN_SPLITS * (HS + 2)
 
 
@@ -295,7 +295,7 @@ def _mma(c: Call) -> Launch:
 
 @variant("hopper_few", HOPPER_ALTERNATE, "attention_cached_hopper_alternate")
 def _hopper_few(c: Call) -> Launch:
-    """Launch the kernel for few queries, which variant `hopper` selects if it is faster."""
+    """Launch the kernel that variant `hopper` selects if few queries make this kernel faster."""
     return _hopper_launch(c, HOPPER_ALTERNATE)
 
 
@@ -433,7 +433,7 @@ def _append_two_part(c: Call) -> Launch:
 
 @variant("round", APPEND, "kv_round")
 def _round(c: Call) -> Launch:
-    """Launch kernel `round`. Both 16-bit dtypes can represent all values of both FP8 formats."""
+    """Launch kernel `round`: round K and V to FP8, and store the values in qkv's dtype."""
     check_format(c.kv_dtype)
     if c.storage == "float32":
         check("qkv", c.qkv, dtype=CACHE_WITH_FP8)
@@ -466,7 +466,7 @@ def _copy(c: Call) -> Launch:
 
 
 def _flops(sizes: Sizes) -> int:
-    """Floating-point operations: 4 C per pair of a query and a key that the query sees."""
+    """Floating-point operations: 4 C for each query and each key that the query sees."""
     T = sizes["T"]
     return 4 * sizes["C"] * (T * START + T * (T + 1) // 2)
 

@@ -30,7 +30,7 @@ FIXED = {
 
 
 class Call(SimpleNamespace):
-    """The checked arrays, sizes and options of a call, by name.
+    """The checked arrays, sizes and options of a call, as attributes.
 
     The attribute of a size is its letter in the contract. `leading` holds the sizes of the axes
     `...`, `rows` their product. `storage` is the dtype of arrays of kind "any" or "mixed",
@@ -56,7 +56,7 @@ class Call(SimpleNamespace):
         return vars(self)[name]
 
     def make(self, *names: str) -> None:
-        """Allocate the named outputs that are None, including optional ones."""
+        """Allocate those of the named outputs that are None, also if the outputs are optional."""
         for entry in self.contract.outputs:
             if entry.name in names and vars(self).get(entry.name) is None:
                 shape = entry.shape({**vars(self), "...": vars(self).get("leading", ())})
@@ -106,7 +106,7 @@ def checked(contract: Contract, inputs: tuple[Any, ...], out: Any = None, **opti
         try:
             expected, shape = _expected(entry, value, call)
         except InputError:
-            check_each(arrays)  # report errors of earlier arrays first
+            check_each(arrays)  # errors of the arrays before this one are reported first
             raise
         arrays.extend(expected)
         shapes.append((entry, shape))
@@ -147,7 +147,7 @@ def checked(contract: Contract, inputs: tuple[Any, ...], out: Any = None, **opti
 def _apart(
     entry: Entry, written: dict[str, Any], given: dict[str, Any]
 ) -> tuple[str, Any, dict[str, Any], dict[str, Any]]:
-    """Return the arguments of `check_apart` for an output, and add the output to `given`.
+    """Return the arguments of `check_apart` for an output. Also add the output to `given`.
 
     An input that the operation changes in place is not compared with itself.
     """
@@ -179,7 +179,7 @@ def _expected(entry: Entry, value: Any, call: Call) -> tuple[tuple[Expected, ...
 
 
 def _kind(entry: Entry, value: Any, call: Call) -> str:
-    """Return the kind of an array; of kind "mixed", a TwoPartMatrix is "two_part", others "any".
+    """Return the kind of an array. For "mixed", return "two_part" for a TwoPartMatrix, else "any".
 
     The first array of kind "mixed" determines the kind of all.
     """
@@ -244,6 +244,6 @@ def _of_matrix(name: str, w: Any, layout: str | None) -> tuple[Expected, ...]:
 
 
 def storage(x: Any) -> str:
-    """Return the dtype of x if kernels support it as `T`, else "float32", the dtype to require."""
+    """Return the dtype to require: x's dtype if kernels support it as type `T`, else float32."""
     name = dtype_name(x.dtype) if isinstance(x, cupy.ndarray) else ""
     return name if name in STORAGE else "float32"

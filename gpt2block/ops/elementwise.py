@@ -1,4 +1,4 @@
-"""Elementwise operations: residual addition, GELU, Llama's gate, ReLU squared, capped logits.
+"""Elementwise operations: residual addition, GELU, SiLU gate, squared ReLU, capping of logits.
 
 Addition and GELU are steps of LeetGPU's ten-step GPT-2 block. Kernels: elementwise/silu_mul.cu, and
 residual.cu, gelu.cu, relu_squared.cu and cap.cu in elementwise/.

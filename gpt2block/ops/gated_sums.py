@@ -1,4 +1,4 @@
-"""The feed-forward part of a Llama layer in one kernel, and operations that add up its sums.
+"""Llama's feed-forward in one kernel that writes partial sums; operations that add these sums.
 
 The kernels, matmul/decode/ffn_mma.cu and, for GGUF weights, ffn_mma_gguf.cu, compute up to four
 rows. They store one sum per split of the last product; a split is the range of K of one cluster.
@@ -47,20 +47,21 @@ FILE, BLOCKS_FILE = "matmul/decode/ffn_mma.cu", "matmul/decode/ffn_mma_gguf.cu"
 MOST_ROWS = 4  # maximum rows of x; for more rows, separate kernels are faster
 MOST_CHANNELS = mma.UNIT * mma.MOST_SPLITS  # maximum C: RMSNorm needs one unit per split
 MULTIPLE = 16  # divisor of C, for 16-byte loads of FP8 rows and equally many outputs per block
-PORTABLE, WHOLE = 8, 100  # most blocks per cluster on any GPU; fewest SMs for larger clusters
+PORTABLE, WHOLE = 8, 100  # maximum blocks of a portable cluster; minimum SMs for larger clusters
 MOST_REGISTERS = 144  # maximum registers per lane for weights in flight
 MOST_SHARED = 227 * 1024
 DTYPES = ("float16", "bfloat16", *FP8)  # dtypes of weights whose values are one 16-bit term
 
 
 class Cluster(NamedTuple):
-    """Thread block cluster that computes one split of H; results do not depend on it."""
+    """Thread block cluster, which computes one split (range) of H. Results do not depend on it."""
 
     blocks: int  # blocks per cluster
-    copied: bool  # whether the last product's weights wait in shared memory instead of registers
+    copied: bool  # whether weights of the last product are loaded to shared memory, not registers
 
 
-# Fastest first (H200). Large clusters have fewer weights per block; small clusters send less data.
+# Clusters, fastest on an H200 first. Blocks of large clusters load fewer weights; small clusters
+# exchange less data.
 ONE_ROW = Cluster(16, False), Cluster(8, True)
 MORE_ROWS = Cluster(8, True), Cluster(16, False)
 
@@ -85,7 +86,7 @@ def geometry(M: int, C: int, H: int, dtype: str, sms: int) -> Geometry | None:
 
 
 def geometry_of(rows: int, C: int, H: int, cluster: Cluster, shared: int) -> Geometry:
-    """Return the launch with one cluster per split of H. shared: shared memory per block."""
+    """Return the launch geometry, a cluster per split of H. shared: bytes per block."""
     defines = (
         ("LM_K", C),
         ("LM_ROWS", rows),
@@ -97,7 +98,7 @@ def geometry_of(rows: int, C: int, H: int, cluster: Cluster, shared: int) -> Geo
 
 
 def shared_bytes(rows: int, C: int, H: int, dtype: str, cluster: Cluster) -> int:
-    """Return BYTES of ffn_mma.cu, the shared memory per block: x, h, sums and weights."""
+    """Return the bytes of shared memory per block of ffn_mma.cu: x, h, sums and weights."""
     parts, own, length = mma.splits(C)[0], *_split(H, cluster)
     padding, weight = (64, 2) if dtype in mma.BYTES else (16, 1)
     x = mma.shared_bytes(mma.MmaLayout(0, 1, True, parts, 1, rows), C, dtype, 2)
@@ -127,7 +128,7 @@ def _has_equal_splits(H: int) -> bool:
 
 
 def _split(H: int, cluster: Cluster) -> tuple[int, int]:
-    """Return the channels of h that a block computes, and the channels of a whole split."""
+    """Return (channels of h that a block computes, channels that its cluster computes)."""
     length = mma.splits(H)[1] * mma.UNIT
     return length // cluster.blocks, length
 
@@ -162,7 +163,7 @@ def blocks_geometry(
 def blocks_shared_bytes(
     rows: int, C: int, H: int, types: tuple[str, str], terms: int, cluster: int
 ) -> int:
-    """Return BYTES of ffn_mma_gguf.cu, the shared memory per block: x, h, sums, weights."""
+    """Return the bytes of shared memory per block of ffn_mma_gguf.cu: x, h, sums, weights."""
     parts, (_, units) = mma.splits(C)[0], mma.splits(H)
     length = mma.UNIT * units
     own, tiles = length // cluster, ceil(C / blocks.COLUMNS)
@@ -181,7 +182,7 @@ def splits_of(
     types: Collection[tuple[str, str]] = (),
     head_size: int = 0,
 ) -> int:
-    """Return the option `splits` of `gated_sums` for M rows, or 0 if a layer cannot use it.
+    """Return the option `splits` for M rows, or 0 if the layer cannot use `gated_sums`.
 
     A layer must be Llama's, without biases and without norms on the outputs of attention and
     feed-forward. dtype: dtype of the weights. shapes: shapes of the layer's tensors, by name.
@@ -205,7 +206,7 @@ def splits_of(
 
 
 def normed_columns(D: int) -> tuple[int, ...]:
-    """Return the columns per block with which a cluster can normalize a head of D channels.
+    """Return the possible columns per block of a cluster that normalizes a head of D channels.
 
     A cluster has at most PORTABLE blocks, and the columns per block are a power of two.
     """
@@ -213,7 +214,7 @@ def normed_columns(D: int) -> tuple[int, ...]:
 
 
 def _check_addresses(c: Call, *names: str) -> None:
-    """Raise InputError unless these arrays and matrices are aligned to 16-byte loads."""
+    """Raise InputError unless the named arrays and matrices are aligned to 16 bytes."""
     for name in names:
         array = getattr(c, name)
         if array is not None:
@@ -278,7 +279,7 @@ def _checked(launch_geometry: Geometry, c: Call) -> Geometry:
 
 
 def _rounding(launch_geometry: Geometry, c: Call, w: WeightMatrix) -> Geometry:
-    """Return the geometry; with x_dtype, also the constant that makes the kernel round operands."""
+    """Return the geometry, with the constant that requests rounding of x if x_dtype is set."""
     return launch_geometry.with_defines(count_define(rounds(c.x_dtype, w.dtype)))
 
 
@@ -297,7 +298,7 @@ def _check_sums_of_blocks(c: Call) -> None:
 
 
 def _product(c: Call, kernel: str, rope: int = 0, columns: Sequence[int] = mma.COLUMNS) -> Geometry:
-    """Return the launch geometry of a kernel of matmul/decode/mma.cu that adds split sums.
+    """Return the launch geometry of a kernel of matmul/decode/mma.cu that adds up partial sums.
 
     rope: channels per head if the kernel fuses RMSNorm and RoPE, else 0. columns: possible columns
     per block.
@@ -328,7 +329,7 @@ def _product(c: Call, kernel: str, rope: int = 0, columns: Sequence[int] = mma.C
 
 
 def _left(c: Call) -> tuple[CudaArray | None, CudaArray | None]:
-    """Return the split sums that remain to be added, and the scales of w_down's outputs."""
+    """Return the partial sums that the kernel must add up, and the scales of w_down's outputs."""
     return c.sums, None if c.w_down is None else c.w_down.scale
 
 
@@ -391,7 +392,7 @@ def _with_norms(c: Call, D: int) -> Geometry:
 
 
 def _prepare_rope(unchecked: UncheckedCall) -> Call:
-    """Check a call of `rope_sums`: w needs the outputs of all heads, the kv_cache its dtype."""
+    """Check a call of `rope_sums`, including the number of w's outputs and the kv_cache's dtype."""
     c = unchecked.checked()
     if (c.gamma_q is None) != (c.gamma_k is None):
         raise InputError("expected gamma_q and gamma_k, or neither")
@@ -409,7 +410,7 @@ def _prepare_rope(unchecked: UncheckedCall) -> Call:
 
 
 def _of_blocks(name: str, others: Variant, of_blocks: Variant) -> Callable[[UncheckedCall], Call]:
-    """Return a `prepare` that chooses `of_blocks` if the weights `name` are a GgufMatrix."""
+    """Return a `prepare` function, which selects `of_blocks` if weights `name` are a GgufMatrix."""
 
     def prepare(unchecked: UncheckedCall) -> Call:
         c = unchecked.checked()

@@ -74,7 +74,7 @@ def _widen(c: Call) -> Any:
 
 
 def _prepare_widen(unchecked: UncheckedCall) -> Call:
-    """Check a call that converts w to float16, applying scales of GGUF blocks but not of FP8.
+    """Check a call that converts w to float16. It applies scales of GGUF blocks, but not of FP8.
 
     memory: array for out with at least as many elements, or None for a new array.
     """
@@ -105,7 +105,7 @@ WIDEN = Operation(
 
 
 def _constants(c: Call) -> dict[str, Any]:
-    """Return the keywords of a call, except its sizes, for `geometry` of variant mma or hopper."""
+    """Return the keyword arguments for `geometry` of variant mma or hopper, except sizes."""
     return {
         "two_part": c.two_part,
         "gelu": c.gelu,
@@ -118,7 +118,7 @@ def _constants(c: Call) -> dict[str, Any]:
 
 
 def _outputs(c: Call) -> tuple[CudaArray | None, CudaArray | None, float]:
-    """Return (out, None, 1), or if out is a TwoPartMatrix, (None, out.parts, 1 / scale of out)."""
+    """Return (out, None, 1) or, if out is a TwoPartMatrix, (None, out.parts, 1 / out's scale)."""
     if c.other_out:
         return None, c.out.parts, 1 / (c.out.one_scale or 1.0)
     return c.out, None, 1.0
@@ -155,7 +155,7 @@ def _mma(c: Call) -> Any:
 
 
 def _hopper_geometry(c: Call, **of_weights: Any) -> tuple[Geometry, Boxes]:
-    """Return geometry and boxes of tensor maps. `of_weights`: option fp8 or octet of `geometry`."""
+    """Return geometry and tensor map boxes. `of_weights`: option fp8 or octet of `geometry`."""
     geometry, tile = hopper.geometry(*c.sizes, **_constants(c), split_k=c.split_k, **of_weights)
     a, w = (1, tile.rows, hopper.SLICE), (1, tile.columns // tile.shares, hopper.SLICE)
     return geometry, (w, a, (1, tile.chunk, 64)) if of_weights else (a, w, (1, 64, tile.chunk))
@@ -246,7 +246,7 @@ def _prepare(unchecked: UncheckedCall) -> Call:
 
 
 def _out_dtype(dtype: str | None, out: Any, own: str | None) -> str:
-    """Return the result's dtype or "two_part". `own`: dtype of a; None with a TwoPartMatrix."""
+    """Return the result's dtype or "two_part". `own`: dtype of `a`, None for a TwoPartMatrix."""
     known = ("float32", TWO_PART) if own is None else (own, "float32")
     if dtype is None:
         out_dtype = getattr(getattr(out, "dtype", None), "name", "")
@@ -260,7 +260,7 @@ def _out_dtype(dtype: str | None, out: Any, own: str | None) -> str:
 
 
 def _check(c: Call) -> None:
-    """Raise InputError for sizes, dtypes and addresses that no kernel supports."""
+    """Raise InputError if no kernel supports the sizes, dtypes or addresses of a call."""
     if max(c.sizes) > LARGEST_OPERAND:
         raise InputError(
             f"a {c.a.shape}, w ({c.N}, {c.K}): expected at most {LARGEST_OPERAND:,} of each size"
@@ -312,7 +312,7 @@ def _check_16_bits(c: Call) -> None:
 
 
 def _converted(c: Call) -> tuple[Launch, ...]:
-    """Set `weights`, `scale` and `early` of a call; return launches that first convert `a` or `w`.
+    """Set `weights`, `scale` and `early` of a call. Return any launches that convert `a` or `w`.
 
     early: whether w may be loaded before the previous kernel has ended.
     """
@@ -353,7 +353,7 @@ def widens(w: WeightMatrix) -> bool:
 
 
 def allocate_stream_k_workspace() -> CudaArray:
-    """Allocate a CUDA stream's workspace for products with weights for which `widens` is true."""
+    """Allocate a workspace for products, on one CUDA stream, of weights that `widens` accepts."""
     return cupy.zeros(_workspace_floats(), "float32")
 
 

@@ -27,7 +27,7 @@ WARPS = 8  # warps per block of gguf_widen
 
 
 def range_defines(w: GgufMatrix) -> Defines:
-    """Compile-time constants of lib/decode/mma_gguf.cuh for the types of w and their first rows."""
+    """Compile-time constants of lib/decode/mma_gguf.cuh: each GGUF type in w, and its first row."""
     types = [(f"GGUF_TYPE_{i}", TYPES[name].number) for i, (name, _) in enumerate(w.ranges)]
     begins = [(f"GGUF_FROM_{i}", begin) for i, begin in enumerate(w.begins) if i]
     return (("GGUF_RANGES", len(w.ranges)), *types, *begins)
@@ -36,7 +36,7 @@ def range_defines(w: GgufMatrix) -> Defines:
 def _of_ranges(
     w: GgufMatrix, launch: Callable[[Any, Defines, int, int], Launch]
 ) -> tuple[Launch, ...]:
-    """Call `launch` with bytes, constants, first row and number of rows of each GGUF type in w."""
+    """Call `launch`(bytes, constants, first row, number of rows) for each GGUF type in w."""
     return tuple(
         launch(data, (("GGUF_TYPE", TYPES[name].number),), begin, rows)
         for name, begin, rows, data in w.of_ranges()
@@ -69,7 +69,7 @@ def row_norms(c: Call) -> tuple[Launch, ...]:
 
 @variant("gguf", FILE, "gguf_encoder_rows")
 def encoder_rows(c: Call) -> Launch:
-    """Write the rows `ids` of wte to `out`, like `encoder_rows`. wte must have one GGUF type."""
+    """Write the rows `ids` of wte to `out`, as `encoder_rows` does. wte must have one GGUF type."""
     if len(c.wte.ranges) != 1:
         raise UnsupportedCall(f"wte: expected a single GGUF type, got {c.wte.ranges}")
     defines: Defines = (("GGUF_TYPE", TYPES[c.wte.ranges[0][0]].number),)

@@ -22,12 +22,12 @@ from gpt2block.ops.operation import Operation, variant
 FILE = "tokens/guesses.cu"
 THREADS = 512
 COPYING = 256  # threads per block of begin_guesses
-MOST_GUESSES = 7  # maximum guessed tokens per sequence; the kernel checks one per lane of a warp
-TAKEN, GUESSED, RIGHT = 1, 2, 4  # flags of a reported token; RIGHT: its guess was correct
+MOST_GUESSES = 7  # maximum guessed tokens per sequence, each checked by one lane of a warp
+TAKEN, GUESSED, RIGHT = 1, 2, 4  # flags of a drawn token: accepted; had a guess; guess was right
 
 
 class Guesses(NamedTuple):
-    """State of B slots on the device, from which a kernel guesses their next tokens."""
+    """State of B slots (sequences) on the device, from which a kernel guesses their next tokens."""
 
     history: CudaArray  # (B, H): tokens of each slot; the last token is at index `position`
     guess: CudaArray  # (B, K): guesses of the tokens after the last one; -1 for no guess
@@ -35,14 +35,14 @@ class Guesses(NamedTuple):
 
     @classmethod
     def allocate(cls, B: int, n_ctx: int) -> Guesses:
-        """Allocate arrays of B empty slots, for sequences that end at position n_ctx at most."""
+        """Allocate arrays of B empty slots, for sequences whose last position is at most n_ctx."""
         shapes = (B, n_ctx + 1), (B, MOST_GUESSES), (B,)
         return cls(*(cupy.zeros(shape, "int32") for shape in shapes))
 
     def begin(
         self, slots: Sequence[int], ids: Sequence[NDArray[np.int32]], left: Sequence[int]
     ) -> None:
-        """Copy prompts `ids` of new sequences to `slots`. `left`: tokens each slot may draw."""
+        """Copy prompts `ids` of new sequences to `slots`. `left`: tokens that a slot may draw."""
         lengths = [len(each) for each in ids]
         firsts = np.cumsum([0, *lengths[:-1]])
         heads = (np.asarray(each, np.int32) for each in (slots, firsts, lengths, left))
@@ -88,7 +88,7 @@ def bind_take(
     counts: CudaArray | None,
     report: CudaArray,
 ) -> Bound:
-    """Bind a launch that takes drawn tokens up to the first wrong guess, and guesses new tokens.
+    """Bind a launch that accepts drawn tokens up to the first wrong guess, then guesses new tokens.
 
     drawn: tokens and log-probabilities of M rows, `together` rows per slot. The tokens that are
     taken update guesses, state and counts of their sequences, and `slots` gets the rows of the next

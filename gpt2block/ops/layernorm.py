@@ -49,11 +49,11 @@ BLOCKS = (32, 64, 128, 256, 512, 1024)
 SKELETON_BLOCK = 256
 KEPT = 64  # maximum bytes of a row that a thread of kernel 6 keeps in registers
 MAX_THREADS = 1024  # maximum threads per block
-KEPT_BY_MOST = 32  # maximum bytes of a row per thread in a block of MAX_THREADS (64 registers)
+KEPT_BY_MOST = 32  # maximum bytes per thread if a block has MAX_THREADS (64 registers each)
 NARROW = "narrow"  # variant whose out has a narrower dtype than gamma and beta
 DECODE = "decode"  # variant that is bitwise equal to the LayerNorm fused into `linear`
 MOST_DECODE_ROWS = 8  # maximum rows per block of variant `decode`
-MANY = 2**31  # fixed number of rows for which `narrow` chooses the threads per row
+MANY = 2**31  # `narrow` chooses threads per row for MANY rows, whatever the actual number is
 TEAMS = 512  # threads per SM that can process rows of `narrow` at the same time
 HELD = 96  # registers per thread for gamma, beta and rows of x, in a block of 128 threads
 MOST_EACH = 2  # maximum rows per team of threads
@@ -64,11 +64,11 @@ TO_TWO_PART = Contract.parse("x f32 ... C; gamma beta f32 C -> out? two_part ...
 
 
 class LayerNormRow(NamedTuple):
-    """Distribution of a row among threads: kernel 6's LN_WIDTH, LN_THREADS and LN_VECTORS."""
+    """Distribution of a row among threads: LN_WIDTH, LN_THREADS and LN_VECTORS of kernel 6."""
 
     width: int  # elements per load
     threads: int  # threads per row
-    vectors: int  # vectors per thread; 0: too many for registers, the row is read three times
+    vectors: int  # loads per thread; 0 if registers cannot keep the row: it is read three times
 
 
 def row_shape(C: int, itemsize: int, alignment: int = 16) -> LayerNormRow:
@@ -94,7 +94,7 @@ def row_shape(C: int, itemsize: int, alignment: int = 16) -> LayerNormRow:
 def narrow_geometry(
     float_x: bool, rows: int, C: int, width: int, sms: int, two_part: bool = False
 ) -> Geometry:
-    """Return the geometry of `narrow` for `rows` rows of C channels and loads of `width` elements.
+    """Return the geometry of `narrow` for rows of C channels, loaded `width` elements at a time.
 
     float_x: whether x is float32. two_part: whether x is float32 and out two-part. The division of
     a row among threads, and therefore its bits, depend only on C and width. A team of threads
@@ -128,7 +128,7 @@ def _every(c: Call) -> tuple[Any, ...]:
 
 
 def _fit(c: Call, dtype: str | None = "float32", stats: bool = True, parts: bool = False) -> None:
-    """Raise UnsupportedCall or InputError if a kernel does not support the call.
+    """Raise UnsupportedCall or InputError if the kernel does not support the call.
 
     dtype: required dtype of x, gamma and beta; None: any dtype of x, and float32 gamma and beta.
     stats: whether to allocate mean and rstd, which the kernel writes. parts: whether the kernel can
@@ -331,7 +331,7 @@ def _prepare(unchecked: UncheckedCall) -> Call:
 
 
 def layernorm_bound(gamma: Any, beta: Any) -> float:
-    """Upper bound of LayerNorm's magnitudes: each of C values of variance 1 is at most sqrt(C)."""
+    """Upper bound of LayerNorm's magnitudes, as C values of variance 1 are at most sqrt(C) each."""
     return math.sqrt(len(gamma)) * float(np.abs(gamma).max()) + float(np.abs(beta).max())
 
 

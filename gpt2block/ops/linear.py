@@ -64,11 +64,11 @@ from gpt2block.weights.matrix import WeightMatrix
 from gpt2block.weights.two_part import TwoPartMatrix, scale_for
 
 FEW_ROWS = 16  # maximum rows of x for which the kernels of decoding are the default variants
-MORE_ROWS = 16  # most rows of x with fused LayerNorm; for more, mma_tiles can be faster than mma
+MORE_ROWS = 16  # maximum rows with fused LayerNorm; for more, mma_tiles can be faster than mma
 FEW_PRODUCTS = 80_000_000  # maximum M N K for which mma is faster than mma_tiles for M > MORE_ROWS
-# Variant hopper is faster from these sizes on: N K of a matrix for more than MANY_ROWS rows, and
-# for 17 to MANY_ROWS rows. For fewer rows, the smallest matrix of a layer decides: by N K, or for
-# 2 rows and more by M N K, with a limit for 16-bit and one for FP8 weights.
+# Sizes from which variant hopper is faster. With more than MANY_ROWS rows, and with 17 to MANY_ROWS
+# rows, N K of the matrix decides. With fewer rows, the smallest matrix of a layer decides: its
+# N K or, for 2 to 16 rows, its M N K. The limit of M N K differs for 16-bit and for FP8 weights.
 MANY_ROWS, SMALL_MATRIX, MEDIUM_MATRIX = 32, 500_000, 4_000_000
 LARGE_MATRIX, LARGE_PRODUCTS, LARGE_FP8_PRODUCTS = 10_000_000, 4_000_000, 9_000_000
 # Contracts of `reference.linear` and `reference.linear_qkv` if w is a TwoPartMatrix.
@@ -82,14 +82,14 @@ TWO_PART_QKV = Contract.parse(
 )
 MAX_OUTPUTS = 2**31 - 2**16  # maximum M and N: an int still holds them plus a block's columns
 MAX_BLOCKS = 65535  # maximum blocks along the second axis of a grid
-# Functions: whether products with a GgufMatrix fuse RMSNorm of x; whether wgmma supports them.
+# normalizes: whether GGUF products can fuse RMSNorm. wgmma_takes: whether wgmma supports w.
 normalizes, wgmma_takes = blocks.normalizes, hopper.takes_blocks
 
 
 def terms_of(
     dtype: str, M: int, shapes: Mapping[str, tuple[int, int]], rounded: bool = False
 ) -> dict[str, tuple[Terms, ...]]:
-    """Return the `Terms` in which x can be stored for each product of a layer, fastest first.
+    """Return, for each product of a layer, the `Terms` in which x can be stored, fastest first.
 
     M: rows of x. dtype: dtype of the weights. shapes: (K, N) of the matrices, by name. rounded:
     whether x is rounded to one term per value. A product without `Terms` reads x as floats: floats
@@ -130,7 +130,7 @@ ROUNDING = ("float16", "float8_e5m2", "float8_e4m3fn", FILE)  # weights for whic
 
 
 def can_round(dtype: str, inputs: Iterable[int]) -> bool:
-    """Return whether decoding rounds x to ROUNDED. inputs: the K of each product with weights.
+    """Return whether decoding rounds x to ROUNDED. inputs: the number of inputs of each matrix.
 
     Rounding is faster, and costs almost no accuracy, on Hopper GPUs with weights of a dtype in
     ROUNDING if all products run on tensor cores. x is then rounded for any number of rows, so that
@@ -195,7 +195,7 @@ def _few_rows(module: Any, c: Call, kernel: str, args: tuple[Any, ...]) -> Launc
 
 
 def _on_tensor_cores(c: Call) -> None:
-    """Raise UnsupportedCall if the GPU or K is unsupported by the tensor-core decoding kernels."""
+    """Raise UnsupportedCall if the tensor-core decoding kernels do not support the GPU or K."""
     old, multiple = compute_capability() < MMA_CAPABILITY, mma.LOADED // itemsize_of(c.w.dtype)
     if old:
         raise UnsupportedCall("needs a GPU of compute capability 8.0 or newer: use variant matvec")
@@ -205,7 +205,7 @@ def _on_tensor_cores(c: Call) -> None:
 
 
 def _on_cuda_cores(c: Call) -> None:
-    """Raise UnsupportedCall if w, or rounding of x, needs kernels for tensor cores."""
+    """Raise UnsupportedCall if only tensor-core kernels support w's dtype or the rounding of x."""
     if c.w.dtype == TWO_PART:
         raise UnsupportedCall("takes no TwoPartMatrix: use variant mma, or a WeightMatrix")
     if c.w.dtype == GGUF:
@@ -427,7 +427,7 @@ def _rope_hopper(c: Call) -> tuple[Launch, ...]:
 
 
 def _decoding(c: Call, operation: Operation) -> tuple[Variant, ...]:
-    """Return variants for decoding, preferred ones first. On tensor cores all give equal bits."""
+    """Return variants for decoding, preferred first. All tensor-core variants give equal bits."""
     few_rows, on_tensor_cores, more_rows, by_wgmma = operation.variants[:4]
     ordered = c.terms is not None and c.terms.width > 0
     if c.w.dtype == GGUF and operation is LINEAR_QKV:
@@ -466,7 +466,7 @@ def _prepare(unchecked: UncheckedCall) -> Call:
 
 
 def _checked(unchecked: UncheckedCall, two_part: Contract) -> Call:
-    """Return the checked call, with the scale of x. two_part: contract for a TwoPartMatrix w."""
+    """Return the checked call and set its scale of x. two_part: contract for a TwoPartMatrix w."""
     if not isinstance(unchecked.inputs[1], TwoPartMatrix):
         if unchecked.options["x_bound"] is not None:
             raise InputError("x_bound: expected a TwoPartMatrix: only with one x has a scale")
@@ -526,7 +526,7 @@ def _prepare_rope(unchecked: UncheckedCall) -> Call:
 
 
 def _check(c: Call) -> None:
-    """Raise InputError unless gamma, beta and the terms of x and of the result are compatible."""
+    """Raise InputError unless gamma, beta, and the `Terms` of x and of out are compatible."""
     if (c.gamma is None) != (c.beta is None) and (c.gamma is None or c.w.dtype != GGUF):
         raise InputError("gamma and beta: expected both, or neither")
     if c.terms and c.x_dtype is not None:

@@ -41,7 +41,7 @@ def tiled_geometry(M: int, N: int) -> Geometry:
 
 
 def coarsened_geometry(M: int, N: int) -> Geometry:
-    """Return a geometry in which a thread computes 8 outputs of a column; blocks have 64 rows."""
+    """Return a geometry in which a thread computes 8 rows of a column, and a block 64 rows."""
     return Geometry("matmul_forward_kernel2", (ceil(M / 64) * ceil(N / WARP),), (WARP, 8))
 
 
@@ -70,7 +70,7 @@ TILES = (
 
 @lru_cache(maxsize=1024)
 def choose_tile(M: int, N: int, sms: int) -> tuple[MatmulTile, int]:
-    """Return the fastest tile, by estimate, on `sms` multiprocessors, and its groups of warps.
+    """Return the tile estimated to be fastest on `sms` multiprocessors, and its groups of warps.
 
     The groups are doubled if an SM has at most one tile, because one tile has too few warps.
     """

@@ -1,4 +1,4 @@
-"""Operations and variants: descriptions that plans, the command line, tests and bench read.
+"""Operations and variants (implementations), as the command line, tests and bench read them.
 
 A module of `gpt2block.ops` describes one operation, with the same name and signature as its
 function in `gpt2block.reference`. Other modules find operations in `gpt2block.ops.registry`.
@@ -25,7 +25,7 @@ from gpt2block.ops.call import Call, UncheckedCall
 
 Sizes = Mapping[str, int]  # sizes of one run by name: "B", "T", "C", "NH", "HS", "N" …
 Attrs = Mapping[str, Any]
-Case = tuple[Sizes, Attrs]  # sizes, and attributes that differ from the documented attributes
+Case = tuple[Sizes, Attrs]  # sizes, and those attributes that differ from the documented ones
 Inputs = tuple[NDArray[Any], ...]
 Count = Callable[[Sizes], int]
 Names = tuple[str, ...]
@@ -50,20 +50,20 @@ class Variant:
     launch: Callable[..., Any]
     blocks: tuple[int, ...] = ()  # supported block sizes; () if the block size is fixed
     block: int = 256  # default block size
-    source: str = ""  # source of the kernels, if it is not Operation.document
-    dtypes: tuple[str, ...] = ()  # supported dtypes of the operation; () for all
+    source: str = ""  # where the kernels come from, if not from Operation.document
+    dtypes: tuple[str, ...] = ()  # supported dtypes; () if the variant supports all of them
     own: bool = False  # whether it is a user's kernel, which no public function calls
 
     @property
     def idea(self) -> str:
-        """Summaries of the kernels in one line, from their file's head. Raises KernelError."""
+        """The kernels' summaries in one line, from the file's head comment. Raises KernelError."""
         if self.own:
             return "your kernel"
         ideas = [idea_of(self.file, kernel, self.name) for kernel in self.kernels]
         return "; ".join(dict.fromkeys(ideas))
 
     def described(self) -> dict[str, Any]:
-        """Return all fields except functions, for a report on built-in variants."""
+        """Return a dict of the fields without functions, to describe a built-in variant."""
         names = ("name", "file", "kernels", "idea", "blocks", "block", "source", "dtypes")
         return {name: getattr(self, name) for name in names}
 
@@ -81,7 +81,7 @@ def variant(
 
 @dataclass(frozen=True, eq=False)
 class Workload:
-    """How an operation is drawn, measured and judged alone.
+    """How an operation's inputs are generated, and how the operation is measured and checked.
 
     An operation that can be measured alone has documented sizes, `sizes`. `draw` returns float32
     inputs of given sizes; by default they follow from the contract. `attrs` are keyword arguments
@@ -99,13 +99,13 @@ class Workload:
     optional outputs from the inputs in float64 and the attributes.
     """
 
-    document: str = "gpt2block"  # source of the operation and its kernels
+    document: str = "gpt2block"  # project or document that the operation and its kernels come from
     idea: str = ""  # formula in one line
     sizes: Sizes = field(default_factory=dict)
     draw: Callable[[Sizes, np.random.Generator], Inputs] | None = None
     traffic: Count = lambda sizes: 0
     flops: Count = lambda sizes: 0
-    bound: str = "memory"  # limit of the speed: "memory", "compute" or, by sizes, "either"
+    bound: str = "memory"  # hardware limit of the speed: "memory", "compute", or "either"
     attrs: Mapping[str, Any] = field(default_factory=dict)
     dtypes: tuple[str, ...] = ("float32",)  # supported dtypes of the arrays; the first by default
     matrices: tuple[int, ...] = ()  # indices of inputs that are weights (K, N), and can be FP8
@@ -136,11 +136,11 @@ class Operation:
     prepare: Callable[[UncheckedCall], Call | Bound] = UncheckedCall.checked
     parts: tuple[Variant, ...] = ()
     steps: tuple[Operation, ...] = ()
-    line: str = ""  # text of the contract, if the reference has no function of this name
+    line: str = ""  # text of the contract, for an operation without function in the reference
     workload: Workload = field(default_factory=Workload)
 
     def bind(self, inputs: tuple[Any, ...], out: Any = None, **options: Any) -> Bound:
-        """Check the arrays and options once; return a Bound that can `run` many times.
+        """Check the arrays and options of a call. Return a Bound, which can `run` many times.
 
         inputs, out: CuPy arrays, or NumPy arrays, for which the kernels run on the CPU (see
         `gpt2block.emulator`); WeightMatrix or TwoPartMatrix if the operation accepts them. Raises
@@ -160,7 +160,7 @@ class Operation:
             return self.bind_on_device(inputs, mapped(adopted, out), **options)
 
     def bind_on_device(self, inputs: tuple[Any, ...], out: Any = None, **options: Any) -> Bound:
-        """Do the same as `bind`, for CuPy arrays only."""
+        """Do the same as `bind`, but accept CuPy arrays only."""
         for name in options.keys() - self.options.keys():
             raise TypeError(f"{self.name}: unexpected keyword argument {name!r}")
         options = {**self.options, **options}
@@ -190,7 +190,7 @@ class Operation:
 
     @property
     def leading(self) -> Names:
-        """The documented sizes that are the axes `...` of the contract."""
+        """The names of those documented sizes that the contract's axes `...` stand for."""
         if "..." in self.workload.axes:
             return tuple(self.workload.axes["..."].split())
         required = (entry for entry in self.contract.inputs if not entry.optional)
@@ -199,7 +199,7 @@ class Operation:
 
     @property
     def cases(self) -> tuple[Case, ...]:
-        """The cases of `small`, each as a pair of sizes and attributes."""
+        """The cases in `Workload.small`, each as a pair (sizes, attributes)."""
         return tuple(
             (
                 {name: size for name, size in each.items() if name in self.workload.sizes},
@@ -210,13 +210,13 @@ class Operation:
 
     @property
     def table(self) -> tuple[Variant, ...]:
-        """All kernels of the operation: variants, parts and variants of steps."""
+        """All kernels of the operation: its variants, its parts, and the variants of its steps."""
         in_steps = (variant for step in self.steps for variant in step.variants)
         return tuple(dict.fromkeys((*self.variants, *self.parts, *in_steps)))
 
     @property
     def auxiliary(self) -> tuple[Variant, ...]:
-        """Kernels of the table that are not variants, and therefore do not run by themselves."""
+        """Kernels in `table` that are not variants of the operation and do not run on their own."""
         return self.table[len(self.variants) :]
 
     @cached_property
@@ -239,7 +239,7 @@ class Operation:
         raise InputError(f"{self.name}: ", *problem, f": expected one of {known}{hint}")
 
     def bound_to(self, call: Call) -> Bound:
-        """Return the launches of a call by its option `variant`, or the first supported variant.
+        """Return a call's launches by variant `call.variant` or, for None, by the first supported.
 
         If the call has an option `block`, `call.block` becomes the variant's block size, and
         `call.requested` whether the caller chose it. Raises InputError with the reason if no

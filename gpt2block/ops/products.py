@@ -25,7 +25,7 @@ class Parts(NamedTuple):
 
 
 def storage_of(w: WeightMatrix | Parts, with_fp8: str = "float32") -> tuple[str, str | None]:
-    """Return `storage` and `weights` of a launch: the dtypes of a kernel's types `T` and `W`.
+    """Return (`storage`, `weights`) of a launch, the dtypes of a kernel's types `T` and `W`.
 
     with_fp8: dtype of `T` if the weights are FP8 or two-part; else `T` has the weights' dtype.
     """
@@ -33,7 +33,7 @@ def storage_of(w: WeightMatrix | Parts, with_fp8: str = "float32") -> tuple[str,
 
 
 def gate_define(gelu: bool) -> Defines:
-    """Return the compile-time constant for GELU instead of SiLU in lib/gate.cuh; none for SiLU."""
+    """Return the compile-time constant that selects GELU in lib/gate.cuh; () for SiLU."""
     return (("GATE_GELU", 1),) if gelu else ()
 
 
@@ -65,7 +65,7 @@ def room(most_shared: int, blocks: int) -> int:
 
 
 def filled(most_shared: int, blocks: int, shared: int) -> int:
-    """Return `shared`, raised if needed so that at most `blocks` blocks fit on a multiprocessor.
+    """Return the bytes, at least `shared`, with which at most `blocks` blocks fit on an SM.
 
     most_shared: bytes of shared memory that a block may request.
     """

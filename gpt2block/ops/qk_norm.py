@@ -36,12 +36,12 @@ from gpt2block.ops.warm import call
 FILE = "positions/qk_norm.cu"
 WIDTH = 4  # maximum elements per load
 THREADS = 256  # maximum threads per block
-MOST_TOGETHER = 4  # maximum heads per team of threads
+MOST_TOGETHER = 4  # maximum heads per team (threads that process a head together)
 
 
 @lru_cache(maxsize=1024)
 def choose_geometry(kernel: str, B: int, N: int, heads: int, D: int, sms: int) -> Geometry:
-    """Return the geometry for B sequences of N rows, each of `heads` heads of D channels.
+    """Return the geometry for B sequences of N rows, each row with `heads` heads of D channels.
 
     sms: multiprocessors of the GPU. The order of additions depends only on D. If there are enough
     threads, each processes several heads.
@@ -49,14 +49,14 @@ def choose_geometry(kernel: str, B: int, N: int, heads: int, D: int, sms: int) -
     width = gcd(WIDTH, D // 2)
     lanes = min(power_of_two(D // 2 // width), WARP)
     together = MOST_TOGETHER if B * N * heads * lanes >= MOST_TOGETHER * FILLED * sms else 1
-    wanted, whole = ceil(heads / together), WARP // lanes  # teams per row; teams per warp
+    wanted, whole = ceil(heads / together), WARP // lanes  # teams per row and per warp
     teams = min(ceil(wanted / whole) * whole, THREADS // lanes if together > 1 else whole)
     defines = (("QN_D", D), ("QN_WIDTH", width), ("QN_LANES", lanes), ("QN_HEADS", together))
     return Geometry(kernel, (N, ceil(wanted / teams), B), (lanes, teams), defines=defines)
 
 
 def geometry_of_rows(kernel: str, B: int, N: int, normed: int, D: int) -> Geometry:
-    """Return the geometry for one norm over all heads of Q and one over all heads of K.
+    """Return the geometry for one norm over all Q heads of a row and one over all its K heads.
 
     normed: heads of Q and K together. The order of additions depends only on normed and D.
     """

@@ -1,4 +1,4 @@
-"""Repeat the launches of a bound operation for other arrays that differ only in addresses.
+"""Repeat the launches of a bound operation for other arrays with equal shapes and dtypes.
 
 Checks, grids and typed arguments depend on the arrays' shapes, dtypes, strides, devices and
 alignment, on which arrays are identical, and on the options. If all of these are equal, the
@@ -23,7 +23,7 @@ ALIGNED = 16  # bytes: the largest alignment that an operation distinguishes
 
 
 class Recipe(NamedTuple):
-    """Launches, each with pairs (index of an argument that is an address, index of its array)."""
+    """Launches, each with pairs (index of an argument that is an address, index of an array)."""
 
     launches: tuple[tuple[Launch, tuple[tuple[int, int], ...]], ...]
 
@@ -104,5 +104,5 @@ def _described(value: Any, addresses: list[int]) -> Hashable:
 
 
 def exactly(option: Any) -> Hashable:
-    """Return a key that is equal only for identical options: keys of 1 and True differ."""
+    """Return a key that is equal only for identical options: 1 and True have different keys."""
     return type(option), option.hex() if type(option) is float else option

@@ -64,7 +64,7 @@ OPERATIONS: Mapping[str, Operation] = {
     )
 }
 
-# STEPS: operations for forward passes and weights that the bench does not measure alone.
+# STEPS: operations of forward passes and of weight conversion that bench does not measure alone.
 STEPS: Mapping[str, Operation] = {
     step.name: step for operation in OPERATIONS.values() for step in operation.steps
 }
@@ -109,7 +109,7 @@ def parse_sizes(operation: Operation, text: str | None) -> dict[str, int]:
 
 
 def stated_sizes(operation: Operation, text: str | None) -> dict[str, int]:
-    """Parse the sizes in a text such as "B=1,T=128". An InputError quotes the wrong part."""
+    """Parse sizes in a text such as "B=1,T=128". Raises InputError that quotes a wrong part."""
     known, sizes = operation.workload.sizes, {}
     for part in () if text is None else text.split(","):
         name, equals, value = map(str.strip, part.partition("="))

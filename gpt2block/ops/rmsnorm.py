@@ -156,7 +156,7 @@ def _prepare(unchecked: UncheckedCall) -> Call:
 
 
 def _stream_dtype(unchecked: UncheckedCall, name: str) -> str:
-    """Return the dtype of out, checked. out may hold 16-bit `Terms` instead of floats."""
+    """Return the checked dtype of out, which is float32 if out holds 16-bit `Terms`."""
     dtype, to_terms, x = (
         unchecked.options["dtype"],
         unchecked.options["to_terms"],

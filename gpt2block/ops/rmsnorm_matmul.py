@@ -63,7 +63,7 @@ HOPPER_FROM = 2**28  # minimum multiplications for which hopper's additional lau
 
 
 def _fused_head_dim(c: Call) -> int:
-    """Return the head_dim for the tensor-core kernels; 0 if they do not fuse RoPE.
+    """Return the argument head_dim of the tensor-core kernels; 0 if they do not fuse RoPE.
 
     They fuse RoPE only for neighbouring channels, not for halves of a head.
     """
@@ -93,7 +93,7 @@ def _product(
 
 
 def _fused(c: Call, file: str, geometry: Geometry, head_dim: int) -> tuple[Launch, ...]:
-    """Return one launch, and a second launch for RoPE if the kernel does not fuse RoPE."""
+    """Return the launch of a kernel and, if it does not fuse RoPE, a second launch for RoPE."""
     if c.residual is not None:
         c.make("h")
     return (_product(c, file, geometry, head_dim), *(() if head_dim else _rope(c)))
@@ -107,7 +107,7 @@ def _norm(c: Call) -> Bound:
 
 
 def _rope(c: Call) -> tuple[Launch, ...]:
-    """Return a separate launch that applies RoPE to the result; none if head_dim is 0."""
+    """Return a tuple with a launch that applies RoPE to the result; empty if head_dim is 0."""
     if not c.head_dim:
         return ()
     heads = c.out.reshape(-1, c.out.shape[-2], c.N // c.head_dim, c.head_dim)
@@ -191,7 +191,7 @@ def _mma_problem(c: Call) -> str:
 
 
 def _aligned(c: Call, *others: CudaArray | None) -> bool:
-    """Whether weights, output and `others` start on multiples of 16 bytes."""
+    """Whether weights, output and the arrays `others` start on multiples of 16 bytes."""
     arrays = (c.out, *(w.data for w in c.matrices), *others)
     return alignment(*(array.data.ptr for array in arrays if array is not None)) == 16
 

@@ -42,7 +42,7 @@ _LAST_AXIS = 64  # maximum threads of a block along its third axis (CUDA's limit
 
 
 def exponent_step(theta: float, D: int) -> tuple[float, float]:
-    """Return step = 2 log2(theta) / D as the sum of two float32 numbers.
+    """Return two float32 numbers whose sum is step = 2 log2(theta) / D.
 
     The angle of pair k grows by 2^(-k step) radians per position.
     """
@@ -147,7 +147,7 @@ def check_rotation(start: Any, theta: Any, T: int) -> tuple[int, float]:
 
 
 def _strides(x: CudaArray) -> tuple[int, int, int] | None:
-    """Return the strides of batch, position and head in elements; None if they are unsupported."""
+    """Return the strides of batch, position and head in elements; None if kernels lack support."""
     strides = element_strides(x) if x.ndim in (3, 4) else None
     if strides is None or any(abs(stride) > MAX_STRIDE for stride in strides[-2:]):
         return None

@@ -32,7 +32,7 @@ CHANNELS = 48  # heads of Q, K and V per row in the documented case
 
 
 def _geometry(c: Call, kernel: str, B: int, T: int, heads: int, aligned: int) -> Geometry:
-    """Return a kernel's geometry. `aligned`: alignment of the start of every array, in elements."""
+    """Return a kernel's geometry. `aligned`: alignment in elements of the start of all arrays."""
     D = 2 * c.P
     width = gcd(aligned, D // 2 if c.half_split else D)
     sms = device_attribute("MultiProcessorCount")
@@ -41,7 +41,7 @@ def _geometry(c: Call, kernel: str, B: int, T: int, heads: int, aligned: int) ->
 
 
 def _multiplied(c: Call) -> Defines:
-    """Return the constant for the factor that RoPE multiplies pairs by, or () for a factor of 1."""
+    """Return the compile-time constant with RoPE's factor for rotated pairs, or () if it is 1."""
     return float_define("ROPE_FACTOR", c.factor, 1.0)
 
 

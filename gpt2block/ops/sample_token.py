@@ -44,7 +44,7 @@ CHANGED = "changes? f32 B W; counts? i32 B V"
 
 
 class SampleState(NamedTuple):
-    """The sampler's state of B rows on the device. Launches hold the addresses of its arrays."""
+    """The sampler's state of B sequences on the device. Launches keep its arrays' addresses."""
 
     temperature: CudaArray
     top_p: CudaArray
@@ -89,12 +89,12 @@ class SampleState(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """The state row of each of M rows of logits, and inputs of the next step. All arrays: int32."""
+    """For each of M rows of logits: its row of the state, and inputs of the next step, in int32."""
 
-    row: CudaArray  # row of the state; nothing is sampled for numbers out of range
+    row: CudaArray  # row of the state; if out of range, no token is sampled
     token: CudaArray  # copy of the sampled token
     position: CudaArray  # copy of the position of the sampled token
-    turn: CudaArray  # number of launches so far
+    turn: CudaArray  # number of launches of this kernel so far
 
 
 def _per_row(file: str, kernel: str, rows: int, args: tuple[Any, ...]) -> Launch:
@@ -111,7 +111,7 @@ def choose_geometry(
     threads: int | None = None,
     defines: Defines = (),
 ) -> Geometry:
-    """Return a geometry of one cluster per row, the largest of which all can run concurrently.
+    """Return a geometry of one cluster per row, as large as possible while all run concurrently.
 
     room: bytes of shared memory that a block can have. A block of a cluster keeps its part of the
     row in shared memory, and the columns of its first pass if they fit, too. clusters: whether the
@@ -143,7 +143,7 @@ def _geometry(rows: int, V: int, changed: int = 0) -> Geometry:
 
 
 def request(V: int) -> None:
-    """Start compiling the kernels that sample a single row and that begin a slot.
+    """Start compiling the kernels that sample one row and that set the state of new sequences.
 
     At the start of a program, the first of these takes the longest to compile.
     """
@@ -177,7 +177,7 @@ def _prepare_state(unchecked: UncheckedCall) -> Call:
 
 
 def _line(rows: str) -> str:
-    """Return the contract of sample_token. rows: "B" or "M", the axis of token and logprob."""
+    """Return the contract of sample_token. rows: axis of token and logprob, "B" or "M"."""
     written = f"token i32 {rows}; logprob f32 {rows}"
     inputs = f"logits f32 M V; {PARAMETERS}; {written}; {SLOTS}; {CHANGED}; report? i32 2 2 M"
     return f"{inputs} -> token i32 {rows}"
@@ -224,7 +224,7 @@ def bind_drawn(
     changes: CudaArray | None = None,
     counts: CudaArray | None = None,
 ) -> Bound:
-    """Bind a launch that samples `together` rows per slot, without any change to the slots' state.
+    """Bind a launch that samples `together` rows per slot (sequence) and leaves the state as it is.
 
     The rows of a slot have successive positions. Row i is drawn at step + i, as if the tokens of
     rows 1 to i had been drawn before. Rows with position -1 are skipped. token and logprob of
@@ -259,7 +259,7 @@ def bind_place(
     left: CudaArray | None = None,
     together: int = 1,
 ) -> Bound:
-    """Bind a launch that copies token and position of the state to the rows of slots.
+    """Bind a launch that copies each slot's (sequence's) token and position to its rows in `slots`.
 
     out is `slots.token`. Rows with a number outside the state are unchanged. With guess (B, K) and
     left (B,), a slot has `together` rows: the first is for its last token, the others are for its

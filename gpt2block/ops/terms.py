@@ -1,4 +1,4 @@
-"""Terms: 16-bit numbers that replace the floats of x in products of decoding on tensor cores."""
+"""Terms: 16-bit numbers that replace the floats of x in tensor-core products for decoding."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROUNDABLE = (ROUNDED, *FP8, GGUF)  # dtypes of weights for which x can be rounde
 
 
 class Terms(NamedTuple):
-    """Format of one or two 16-bit numbers per value of a tensor, stored instead of its floats.
+    """Format of a tensor that stores one or two 16-bit numbers (terms) instead of each float.
 
     Products on tensor cores read them (kernels_cu/lib/terms.cuh).
     """
@@ -31,7 +31,7 @@ class Terms(NamedTuple):
     summed: bool = False  # whether sums of CHUNK channels follow the terms, for GGUF blocks
 
     def with_sums(self, together: int) -> Terms:
-        """Return these terms; `summed` is True if sums are needed and the kernel can add them.
+        """Return these terms with `summed` True if sums are needed and the kernel can compute them.
 
         together: neighbouring channels that the kernel computes together.
         """
@@ -40,7 +40,7 @@ class Terms(NamedTuple):
 
     @property
     def x_dtype(self) -> str | None:
-        """The dtype that values are rounded to, or None."""
+        """The dtype to which values are rounded, or None if they are not rounded."""
         return ROUNDED if self.rounded else None
 
     def __str__(self) -> str:
@@ -69,7 +69,7 @@ def check_terms(terms: Terms | None, channels: int, together: int = 1) -> None:
 
 
 def count_define(rounded: bool) -> Defines:
-    """Return the constant of lib/terms.cuh for one term per value if `rounded`, else none."""
+    """Return the constant of lib/terms.cuh for one term per value; () unless `rounded`."""
     return (("TERM_COUNT", 1),) if rounded else ()
 
 
@@ -86,7 +86,7 @@ def rounds(x_dtype: str | None, dtype: str) -> bool:
 
 
 def stored_defines(constant: str, terms: Terms | None) -> Defines:
-    """Return constants for a kernel that stores terms. constant: name of the constant in KINDS."""
+    """Return constants for a kernel that stores terms. constant: macro that selects the format."""
     if terms is None:
         return ()
     width = (("TERM_WIDTH", terms.width),) if terms.width else ()

@@ -44,7 +44,7 @@ def _vectors(c: Call) -> Launch:
 
 
 def _prepare(unchecked: UncheckedCall) -> Call:
-    """Check a call of `to_fp8`. With `scale` (N,), x is (K, N), or with layout "NK" (N, K)."""
+    """Check a call of `to_fp8`. If `scale` (N,) is passed, x is (K, N) or, for "NK", (N, K)."""
     options = unchecked.options
     format, layout, scale = options["format"], options["layout"], options["scale"]
     if not isinstance(format, str) or format not in FP8:

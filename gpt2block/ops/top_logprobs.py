@@ -19,7 +19,7 @@ THREADS = 512
 
 
 def choose_geometry(rows: int, threads: int = THREADS) -> Geometry:
-    """Return a geometry of one block per row; tests pass fewer threads than the default."""
+    """Return a geometry of one block per row. Only tests pass `threads` to use smaller blocks."""
     defines = () if threads == THREADS else (("TOP_THREADS", threads),)
     return Geometry("top_logprobs_kernel", (rows,), (threads,), defines=defines)
 

@@ -59,7 +59,7 @@ def mma_geometry(
     together: int | None = None,
     tile: int | None = None,
 ) -> tuple[Geometry, tuple[int, int, int]]:
-    """Return the geometry of variant tri6, and the kernel's arguments `heads`, `span`, `together`.
+    """Return the geometry of variant tri6, and its arguments `heads`, `span` and `together`.
 
     sms: multiprocessors of the GPU. most_shared: bytes of shared memory that a block can have.
     span, together, tile: used instead of the best values; the result has the same bits with any.
@@ -70,7 +70,7 @@ def mma_geometry(
     tiles = ceil(T / tile)
     shared = 2 * tile * (4 * 16 * ceil(HS / 16) + 16) + 12 * tile
     blocks = max(1, min(most_blocks, (most_shared + RESERVED) // (shared + RESERVED)))
-    if span is None:  # the longest span that still gives every block of a full GPU work
+    if span is None:  # the longest span with which there are enough blocks to fill the GPU
         span = max(1, min(MOST_SPAN, heads * tiles * (tiles + 1) // 2 // (blocks * sms)))
     if together is None:
         bands = ceil(8 * heads * T * HS / CACHED)

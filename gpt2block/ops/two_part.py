@@ -55,7 +55,7 @@ def _take_rows(c: Call) -> Launch:
 
 
 def _prepare_take(unchecked: UncheckedCall) -> Call:
-    """Check a call of `take`. Rows of a TwoPartMatrix become float32. `indices` are not checked."""
+    """Check a call of `take`, but not its indices. Rows of a TwoPartMatrix become float32."""
     two_part = isinstance(unchecked.inputs[0], TwoPartMatrix)
     c = unchecked.checked(out_dtype="float32" if two_part else storage(unchecked.inputs[0]))
     c.order = (_join_rows if two_part else _take_rows,)

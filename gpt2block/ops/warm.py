@@ -1,4 +1,4 @@
-"""Warm calls: repeated calls of an operation that differ from an earlier call only in addresses.
+"""Warm calls: calls that differ from an earlier call of an operation only in array addresses.
 
 A warm call allocates its outputs, inserts the addresses into the launches of the earlier call, and
 runs these launches (`gpt2block.ops.recipe`).
@@ -20,7 +20,7 @@ MOST = 4096  # maximum number of cached calls; the oldest is dropped first
 
 
 class CachedCall(NamedTuple):
-    """An earlier call without its arrays. outputs: shapes and dtypes of out and extra arrays."""
+    """An earlier call without its arrays. outputs: (shape, dtype) of out and of extra outputs."""
 
     outputs: tuple[tuple[tuple[int, ...], Any], ...]
     recipe: Recipe
@@ -73,7 +73,7 @@ def _bound_and_run(
 
 
 def _kept(addresses: tuple[int, ...], bound: Bound) -> CachedCall | None:
-    """Return the call for the cache, or None for an in-place operation or a TwoPartMatrix result.
+    """Return a call to cache. None if the operation is in place or returns a TwoPartMatrix.
 
     bind may write the scale of a TwoPartMatrix result, which a repeated launch would not.
     """

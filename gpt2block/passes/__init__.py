@@ -19,8 +19,8 @@ from gpt2block.passes.blocks import BlockPass, ModelStepPass, PassSettings, Step
 from gpt2block.passes.machine import Outline, Step, two_part_of
 
 # Names of the int32 arrays that describe a batch of packed sequences. For each token: its id,
-# position, sequence and target (the next token's id), (N,). For each sequence: its first row
-# (B + 1,), its first position (B,) and the row of its last token (ends,).
+# position, sequence and target (the next token's id); shape (N,). For each sequence: its first row
+# (shape (B + 1,)), its first position (B,), and the row of its last token (at most B).
 BATCH = ("tokens", "positions", "row", "cu_seqlens", "start", "last", "targets")
 
 
@@ -42,13 +42,13 @@ def model_steps(config: ModelConfig) -> list[Step]:
 
 
 def check_read(config: ModelConfig, steps: Iterable[Step]) -> None:
-    """Raise RuntimeError if a tensor of the model is not read by any step of a pass to logits.
+    """Raise RuntimeError if no step of a pass to logits reads one of the model's tensors.
 
     A matrix counts as read if its two-part form is read. A vector from which the
     architecture computes a constant counts as read, but the constant itself must be read.
     """
     of = architecture_of(config)
-    sources: dict[str, float] = defaultdict(lambda: 1.0)  # gets the key of each vector that is read
+    sources: dict[str, float] = defaultdict(lambda: 1.0)  # records the vectors that are read
     needed = [*model_shapes(config), *of.constants(config, sources)]
     read = {name for step in steps for name in step.inputs} | {*sources}
     unread = [n for n in needed if n not in read and two_part_of(n) not in read]
@@ -63,7 +63,7 @@ def check_read(config: ModelConfig, steps: Iterable[Step]) -> None:
 
 
 def fused_steps(config: ModelConfig, h: str, x: str) -> list[Step]:
-    """Return the steps of a fused block. h: prefix of the block's names. x: name of the input."""
+    """Return the steps of a fused block. h: prefix of the block's tensor names. x: input's name."""
     do = Outline(names_of(config) | {x})
     _forward.block(BlockPass(do, PassSettings.of(config)), architecture_of(config), x, h)
     return do.steps

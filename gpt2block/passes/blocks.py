@@ -1,4 +1,4 @@
-"""Forward passes of a block, and of a model with NumPy: a step per operation, or fused steps."""
+"""Forward passes of a block with one step per operation or fused steps, and of a model in NumPy."""
 
 from __future__ import annotations
 
@@ -67,19 +67,19 @@ class PassSettings(NamedTuple):
         return {"n_head": self.n_head, "n_kv_head": self.n_kv_head}
 
     def scores(self, h: str) -> dict[str, Any]:
-        """Return the options of a layer's attention step: softmax_scale and window, if set."""
+        """Return a layer's attention options softmax_scale and window, without unset ones."""
         window = self.windows[_layer(h)] if self.windows else None
         options = {"softmax_scale": self.softmax_scale, "window": window}
         return {name: value for name, value in options.items() if value is not None}
 
     @property
     def gate(self) -> dict[str, Any]:
-        """The options that select the gate's activation in a feed-forward; empty for SiLU."""
+        """The options that select a gated feed-forward's activation; an empty dict for SiLU."""
         return {"gelu": True} if self.gelu else {}
 
     @property
     def multiplied(self) -> dict[str, Any]:
-        """The option `factor`, by which RoPE multiplies rotated pairs; empty for a factor of 1."""
+        """The options with RoPE's `factor`, which multiplies rotated pairs; an empty dict for 1."""
         return {} if self.turned == 1 else {"factor": self.turned}
 
     @property
@@ -99,7 +99,7 @@ def _layer(h: str) -> int:
 
 
 class StepPass(Pass):
-    """A pass with a step per operation: ten steps in a GPT-2 block, twelve in a Llama block."""
+    """A forward pass with a step per operation: 10 steps in a GPT-2 block, 12 in a Llama block."""
 
     def __init__(self, do: Machine, settings: PassSettings) -> None:
         self.do, self.c = do, settings
@@ -135,7 +135,7 @@ class StepPass(Pass):
 
 
 class ModelStepPass(StepPass):
-    """A StepPass over the packed rows of a batch, with attention over a kv_cache.
+    """A StepPass over the packed rows (tokens of all sequences), with attention over a kv_cache.
 
     longest: the number of tokens of the longest sequence.
     """
@@ -157,7 +157,7 @@ class ModelStepPass(StepPass):
         return self.do(f"{h}attn", "attention_packed", inputs, **options)
 
     def last_rows(self, x: Value, y: Value) -> tuple[ModelStepPass, Value, Value]:
-        """Keep all rows until the final norm: NumPy's products round differently for fewer rows."""
+        """Keep all rows until the final norm, as NumPy products of fewer rows round differently."""
         self._last = True
         return self, x, y
 
@@ -171,7 +171,7 @@ class Normed(NamedTuple):
 
 
 class BlockPass(StepPass):
-    """A pass over a block, of 7 steps for GPT-2 or 6 for Llama: products fuse residual, GELU, norm.
+    """A forward pass of a block in few steps, as products fuse residual, GELU and norm.
 
     bounds: the largest magnitude of each result by name, for float32 on tensor cores, where
     operands are two-part; else None. split_k: whether projections may split the sum over K.
@@ -188,7 +188,7 @@ class BlockPass(StepPass):
         self.bounds, self.split_k = bounds, split_k
 
     def _operand(self, name: str) -> dict[str, Any]:
-        """Return the options that set the format of a result which a product reads."""
+        """Return the options that set the format of the named result, an operand of a product."""
         if self.bounds is None:
             return {}
         return {"dtype": TWO_PART, "bound": self.bounds.get(name)}
@@ -200,7 +200,7 @@ class BlockPass(StepPass):
         return self.do(name, "layernorm", (x, gamma, beta), **options)
 
     def _made(self, x: Value) -> Value:
-        """Return x or, if x is Normed (rows with a deferred norm), the norm of x."""
+        """Return x. If x is Normed (rows with a deferred norm), compute and return its norm."""
         return super().norm(*x) if isinstance(x, Normed) else x
 
     def _product(self, p: Product) -> Value:

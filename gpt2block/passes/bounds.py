@@ -1,4 +1,4 @@
-"""Compute upper bounds, valid for every input, of the magnitudes of a forward pass's results."""
+"""Compute upper bounds of the magnitudes in a forward pass, which hold for every input."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Bound = float | None  # an upper bound, or None if it is unknown
 
 
 class Bounds(Machine):
-    """An executor of steps that computes upper bounds of results; `found` is {name: known bound}.
+    """An executor that computes an upper bound of each step's result. `found`: bounds by name.
 
     tensors: NumPy arrays by name, matrices (K, N). NaN or infinite weights give no usable bound.
     """
@@ -43,7 +43,7 @@ class Bounds(Machine):
         return None
 
     def _product(self, a: Bound, w: str, bias: str) -> Bound:
-        """Return the bound of a product without a residual; a fused GELU increases no magnitude."""
+        """Return the bound of a product without residual. A fused GELU increases no magnitude."""
         if a is None:
             return None
         sums = np.abs(self.tensors[w]).sum(axis=0, dtype=np.float64)

@@ -17,18 +17,18 @@ from gpt2block.weights.two_part import scale_for
 
 
 class Rows(NamedTuple):
-    """The left operand of a product: rows, as `terms` or, with `gamma`, to normalize first."""
+    """The left operand of a product: rows in format `terms`, or rows to normalize by `gamma`."""
 
     value: Value
     gamma: str = ""
     beta: str = ""
     terms: Terms | None = None
-    narrow: bool = False  # True for a prompt's attention in 16 bits or two-part format
+    narrow: bool = False  # whether rows are a prefill's attention in 16 bits or two-part format
     bound: float | None = None  # upper bound of the (normalized) rows' magnitudes, if known
 
 
 class DecodePass(Pass):
-    """Decoding with five kernels per layer of GPT-2; the QKV product appends K and V to the cache.
+    """Decoding with five kernels per GPT-2 layer, as the QKV product also writes the kv_cache.
 
     norms: whether products fuse LayerNorm, which is fastest for few rows; else LayerNorm has its
     own steps, with bitwise equal results. known: the `Terms` in which x of a product can be stored,
@@ -77,7 +77,7 @@ class DecodePass(Pass):
         biased = any(self.do.has(w.replace("w_", "b_")) for w in to)
         if (beta and self.norms) or (to and fused and not beta and not biased):
             return Rows(x, gamma, beta, bound=bound)
-        terms = self._terms(to, bound, together=1 if beta else UNIT)  # RMSNorm can sum UNIT
+        terms = self._terms(to, bound, together=1 if beta else UNIT)  # RMSNorm adds UNIT channels
         if beta:
             options: dict[str, Any] = {"variant": "decode", "stats": False, **_to(terms)}
             y = self.do(name, "layernorm", (x, gamma, beta), eps=self.c.eps, **options)
@@ -95,7 +95,7 @@ class DecodePass(Pass):
     def _product(self, p: Product) -> Value:
         a: Rows = p.a
         bound = self._bounds.get(p.result)
-        stores = not a.gamma and _matrix_of(p.w) in self.known  # tensor-core products
+        stores = not a.gamma and _matrix_of(p.w) in self.known  # a product that can store `Terms`
         terms = self._terms(p.to, bound, a.terms.width if a.terms else 0) if stores else None
         w, w_options = self._weights(p.w, a)
         options = {**self._given(a), **_to(terms), **p.options, **w_options}
@@ -104,7 +104,7 @@ class DecodePass(Pass):
         return Rows(y, terms=terms, bound=bound) if p.to else y
 
     def qkv(self, h: str, x: Rows, rope: str = "", norms: To = ()) -> Value:
-        """Return the queries, and append keys and values to the kv_cache."""
+        """Compute and return the queries. Append the keys and values to the kv_cache."""
         name, w, bias, cache = f"{h}q", f"{h}w_qkv", f"{h}b_qkv", self._cache(h)
         if not rope:
             w, w_options = self._weights(w, x)
@@ -150,7 +150,7 @@ class DecodePass(Pass):
         return f"{h}k", f"{h}v", "row", "positions"
 
     def _weights(self, w: str, a: Rows) -> tuple[str, dict[str, Any]]:
-        """Return the name of the weights that a product of rows `a` reads, and its options."""
+        """Return the name of the weights (`w` or its two-part form) for rows `a`, and options."""
         if a.terms:
             return (two_part_of(w) if a.terms.dtype == TWO_PART else w), {}
         if a.bound is None or not self.do.has(two_part_of(w)):
@@ -158,7 +158,7 @@ class DecodePass(Pass):
         return two_part_of(w), {"x_bound": _power_from(a.bound)}
 
     def _given(self, a: Rows) -> dict[str, Any]:
-        """Return the options of a product that follow from its rows: eps, and terms or x_dtype."""
+        """Return the options of a product of rows `a`: eps with a norm; terms or x_dtype."""
         normed = {"eps": self.c.eps} if a.gamma else {}
         return normed | ({"terms": a.terms} if a.terms else self.rounding)
 
@@ -188,7 +188,7 @@ class DecodePass(Pass):
 
 
 class PendingResidual(NamedTuple):
-    """The residual stream, and partial sums that the next kernel adds to it.
+    """The residual stream, and partial sums of a product that the next kernel adds to the stream.
 
     sums: the partial sums of the product with w_down, one per split, as `gated_sums` returns them;
     "", with w_down "", if nothing remains to add.
@@ -200,7 +200,7 @@ class PendingResidual(NamedTuple):
 
 
 class Gated(NamedTuple):
-    """The inputs of a `gated_sums` step, except the last: the weights w_down."""
+    """The inputs of a `gated_sums` step except its last input, the weights w_down."""
 
     stream: Value
     gamma: str
@@ -209,7 +209,7 @@ class Gated(NamedTuple):
 
 
 class SumsPass(DecodePass):
-    """Decoding of Llama without biases for a few rows: four kernels per layer instead of ten.
+    """Decoding of a few rows with four kernels per layer, for Llama models without biases.
 
     Products fuse RMSNorm, and the QKV product also fuses RoPE. The feed-forward is one kernel; the
     next kernels add up its partial sums. All rows are floats. splits: the number of partial sums

@@ -18,7 +18,7 @@ Want = Literal["last", "logits", "rows", "hidden", "stream", "log_likelihood"]
 
 
 class Product(NamedTuple):
-    """A product `a @ w + bias`, and the GELU or residual addition that its kernel can fuse.
+    """A product `a @ w + bias`, followed by GELU or a residual addition, which kernels can fuse.
 
     add: the name of the sum with the residual, or "". gelu: the name of the GELU, or "". result:
     the name of the final result. options: options of a kernel that fuses GELU. to: as in `Pass`.
@@ -75,7 +75,7 @@ class Pass(ABC):
         gelu: str = "",
         to: To = (),
     ) -> Value:
-        """Compute a @ w + bias, then GELU or a residual sum. add: (name of the sum, residual)."""
+        """Compute a @ w + bias, then GELU or a residual sum. add: name of the sum, and residual."""
         result, options = add[0] or gelu or name, {"gelu": True} if gelu else {}
         return self._product(Product(name, a, w, bias, *add, gelu, to, result, options))
 
@@ -84,7 +84,7 @@ class Pass(ABC):
         """Compute a product with the kernels of this pass."""
 
     def operand(self, name: str, x: Value, to: To) -> Value:
-        """Convert the residual stream x to the input format of products that do not norm it."""
+        """Convert the residual stream x to the format of products that read x without a norm."""
         return x
 
     def add_norm(self, name: str, x: Value, y: Value, gamma: str) -> Value:
@@ -100,7 +100,7 @@ class Pass(ABC):
         """
 
     def turned(self, h: str, qkv: Value, rope: str, norms: To = ()) -> Value:
-        """Apply norms of q and k heads, if any, then RoPE, to rows [Q | K | V] in place."""
+        """Apply RoPE in place to rows [Q | K | V]; first the norms of q and k heads, if `norms`."""
         inputs = (qkv, "positions", rope, *norms)
         if norms:
             options = {**self.c.heads, "eps": self.c.eps}
@@ -121,18 +121,18 @@ class Pass(ABC):
         return self.do(name, "relu_squared", (x,), into=x)
 
     def last_rows(self, x: Value, y: Value) -> tuple[Pass, Value, Value]:
-        """Return a pass for the remaining steps, and the last row of each sequence in x and y."""
+        """Return a pass for the remaining steps, then each sequence's last row of x and of y."""
         raise NotImplementedError
 
     def logits(self, x: Value) -> Value:
-        """Compute the product with lm_head, and cap the logits if the architecture does so."""
+        """Compute the product with lm_head. Cap the logits if the architecture caps logits."""
         if self.c.cap is None:
             return self.product("logits", x, "lm_head")
         y = self.product("uncapped", x, "lm_head")
         return self.do("logits", "cap", (y,), limit=self.c.cap)
 
     def scores(self, x: Value) -> Value:
-        """Compute the log-likelihood of each row's target, the next token."""
+        """Compute, for each row, the log-likelihood of the row's target (the next token)."""
         raise NotImplementedError
 
 
@@ -142,7 +142,7 @@ def block(o: Any, of: Architecture, x: Value, h: str = "") -> Value:
 
 
 def forward(o: Any, of: Architecture, config: ModelConfig, want: Want | None) -> Value:
-    """Run a model up to the output `want` or, for None, up to the K and V of the last layer.
+    """Run a model up to the output `want`. None: stop after K and V of the last layer.
 
     "last": logits of the last row of each sequence. "logits": logits of all rows. "rows": the final
     norm, as input of a later product with lm_head. "hidden": the final norm as floats. "stream":

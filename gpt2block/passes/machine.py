@@ -60,7 +60,7 @@ class Machine(ABC):
         bound: float | None = None,
         **attrs: Any,
     ) -> Value:
-        """Run a step and return its result; absent inputs are omitted.
+        """Run a step and return its result. Inputs that the model does not have are omitted.
 
         into: an earlier result that the new result overwrites, and that no later step may read.
         """
@@ -76,7 +76,7 @@ class Name(str):
 
 
 class Outline(Machine):
-    """An executor that only lists the steps of a forward pass, for the docs and HTML pages.
+    """An executor that lists the steps of a forward pass without running them, for docs and pages.
 
     names: the names of the existing tensors.
     """

@@ -58,7 +58,7 @@ class Prefill:
 
     @property
     def sequences(self) -> int:
-        """Number of sequences in attention: `batch` if attention reads the kv_cache, else `ends`.
+        """Number of sequences in attention: `batch` if it reads the kv_cache, else `ends`.
 
         If `ends` is None, the number is `batch`.
         """
@@ -124,7 +124,7 @@ class PrefillPass(Pass):
         return self.do(f"{h}ff", "silu_mul", (gate, up), into=up, **self.c.gate)
 
     def scores(self, x: Value) -> Value:
-        """Compute the log-likelihood of each row's target, ROWS_AT_ONCE rows at a time."""
+        """Compute, for each row, the log-likelihood of its target, ROWS_AT_ONCE rows at a time."""
         for first in range(0, self.shape.rows, ROWS_AT_ONCE):
             self._scores(x, first, min(self.shape.rows, first + ROWS_AT_ONCE))
 
@@ -146,11 +146,11 @@ class PrefillPass(Pass):
         return self.do(name, "linear", (hidden, "head"), variant="tiles")
 
     def last_rows(self, x: Value, y: Value) -> tuple[DecodePass, Value, Rows]:
-        """Return a pass for the remaining steps, and the last row of each sequence in x and y."""
+        """Return a pass for the remaining steps, then each sequence's last row of x and of y."""
         return TilesOfLastRows(self), self._last("last.x", x), Rows(self._last("last.attn", y))
 
     def _last(self, name: str, x: Value, joined: bool = False) -> Value:
-        """Return each sequence's last row of x. joined: convert rows (hi, lo) to float32."""
+        """Return each sequence's last row of x. joined: convert rows in two parts to float32."""
         if self.shape.ends is not None or self.shape.batch > 1 or joined:
             return self.do(name, "take", (x, "last"), dtype="float32" if joined else None)
         return self.do(name, "rows", (x,), first=self.shape.rows - 1, end=self.shape.rows)
@@ -175,7 +175,7 @@ class TensorCorePass(PrefillPass):
         return self.do(name, "operand", (x,), dtype=self.dtype)
 
     def _operand(self, name: str, to: To) -> dict[str, Any]:
-        """Return the option of a result's dtype: 16-bit if products `to` read it, else float32."""
+        """Return a result's dtype option: float32 if `to` is empty, else operands' 16-bit dtype."""
         return {"dtype": self.dtype if to else "float32"}
 
     def _product(self, p: Product) -> Value:
@@ -195,7 +195,7 @@ class TensorCorePass(PrefillPass):
         return self._over_new(h, qkv)
 
     def _over_new(self, h: str, qkv: Value, *cache: Value) -> Value:
-        """Compute attention over the new tokens only.
+        """Compute attention over the new tokens only, without keys from the kv_cache.
 
         cache: the kv_cache arrays to which K and V are also written, their rows and positions.
         """
@@ -263,7 +263,7 @@ class TwoPartPass(TensorCorePass):
 
     def _product(self, p: Product) -> Value:
         operand: dict[str, Any] = {}
-        if p.residual is None:  # [Q | K | V] of a continued prompt is float32
+        if p.residual is None:  # [Q | K | V] stays float32 if the prompt is continued
             operand = self._operand(p.result, () if self.shape.continued and not p.gelu else p.to)
         inputs = (p.a, two_part_of(p.w), p.bias, p.residual)
         return self.do(p.result, "gemm", inputs, into=p.residual, **p.options, **operand)
@@ -290,7 +290,7 @@ class TwoPartPass(TensorCorePass):
 
 
 class LastRows(DecodePass):
-    """Last steps of a prefill, with decoding kernels, which are faster for few rows.
+    """Last steps of a prefill, which have few rows and therefore use the decoding kernels.
 
     Products read attention in the prefill's format, such as 16 bits, with the prefill's kernels.
     """
@@ -306,7 +306,7 @@ class LastRows(DecodePass):
 
 
 class TilesOfLastRows(DecodePass):
-    """Last steps of a float32 prefill: prefill kernels for the block, decoding's for the logits."""
+    """Last steps of a float32 prefill: the block by prefill kernels, logits by decoding kernels."""
 
     def __init__(self, prefill: PrefillPass) -> None:
         super().__init__(prefill.do, prefill.c)

@@ -39,13 +39,13 @@ TWO_PART_WARPS = 4  # warps per block of split_rows; each warp converts a row
 
 
 def check_sizes(name: str, shape: tuple[int, ...], largest: int = LARGEST) -> None:
-    """Raise InputError if an axis is larger than `largest`, the limit of a kernel's indices."""
+    """Raise InputError if an axis is larger than `largest`, the limit that a kernel can index."""
     if max(shape) > largest:
         raise InputError(f"{name}: expected at most {largest:,} rows and columns, got {shape}")
 
 
 def vector_width(n: int, *arrays: CudaArray) -> int:
-    """Return the number of elements per vector load of at most 16 bytes of the last array.
+    """Return the elements per load for all arrays: at most 16 bytes of the last array.
 
     Fewer bytes are loaded if n, the length of rows, or the address of an array requires it.
     """
@@ -80,7 +80,7 @@ def to_fp8(
     block: int = FP8_BLOCK,
     elements: int = ELEMENTS,
 ) -> Launch:
-    """Return a launch that writes x / scale, or x if scale is None, to `out` as bytes of FP8.
+    """Return a launch that writes FP8 values of x / scale (of x if scale is None) to `out`.
 
     out has the shape of x. elements: number of elements that a thread converts.
     """
@@ -99,12 +99,12 @@ def to_fp8(
 
 
 def _alignment(*arrays: CudaArray | None) -> int:
-    """Return the largest power of two, in elements, to which all arrays are aligned."""
+    """Return the largest power of two, a number of elements, to which all arrays are aligned."""
     return min(int(a.data.ptr & -a.data.ptr) // int(a.itemsize) for a in arrays if a is not None)
 
 
 def _width(itemsize: int, row: int, alignment: int) -> int:
-    """Return the most elements per load, up to 16 bytes, that divide rows and their alignment."""
+    """Return the elements per load: at most 16 bytes, a divisor of row length and alignment."""
     width = 16 // itemsize
     while row % width or alignment % width:
         width //= 2

@@ -43,11 +43,11 @@ class BlockType(NamedTuple):
     bits: int  # bits per code
     offset: int
     minimum: bool
-    of_scales: int  # bytes of scales per row of a tile, or of two tiles if a block has 256 weights
+    of_scales: int  # bytes of scales per row of a tile; per two tiles if a block has 256 weights
 
     @property
     def units(self) -> int:
-        """Number of tiles (8 rows x 128 inputs each) that share scales."""
+        """Number of tiles (8 rows x 128 inputs each) that share scales; a group of tiles."""
         return 2 if self.size == 2 * UNIT else 1
 
     @property
@@ -133,12 +133,12 @@ class GgufMatrix(WeightMatrix):
 
     @property
     def tile(self) -> int:
-        """The largest `BlockType.tile` (bytes) among the block types of the matrix."""
+        """The largest `BlockType.tile`, a number of bytes, among the matrix's block types."""
         return max(TYPES[name].tile for name, _ in self.ranges)
 
     @property
     def units(self) -> int:
-        """The largest `BlockType.units` (tiles) among the block types of the matrix."""
+        """The largest `BlockType.units`, a number of tiles, among the matrix's block types."""
         return max(TYPES[name].units for name, _ in self.ranges)
 
     @property
@@ -152,7 +152,7 @@ class GgufMatrix(WeightMatrix):
         return self.K, self.N
 
     def padded(self, outputs: int) -> tuple[WeightMatrix, WeightMatrix]:
-        """Return this matrix with up to 7 more outputs, zeros in memory, and without them."""
+        """Return a view with `outputs` (up to 7) more outputs, all zeros, and this matrix."""
         *others, (name, n) = self.ranges
         return replace(self, ranges=(*others, (name, n + outputs))), self
 
@@ -170,7 +170,7 @@ class GgufMatrix(WeightMatrix):
                 yield n + begin, piece
 
     def of_ranges(self) -> Iterator[tuple[str, int, int, Any]]:
-        """Yield (type, first output, number of outputs, bytes) of each range (one type)."""
+        """Yield (type, first output, number of outputs, bytes) for outputs of each GGUF type."""
         at = 0
         sizes = range_bytes(self.ranges, self.K)
         for (name, count), begin, size in zip(self.ranges, self.begins, sizes, strict=True):
@@ -224,7 +224,7 @@ class GgufMatrix(WeightMatrix):
 
 
 def random_blocks(name: str, N: int, K: int, seed: int = 0, size: float = 1.0) -> NDArray[np.uint8]:
-    """Return rows of blocks in a file's order, with random codes and weights up to about `size`."""
+    """Return rows of random blocks in a file's byte order. Weights are at most about `size`."""
     kind, rng = TYPES[name], np.random.default_rng(seed)
     rows = rng.integers(0, 256, (N, K // kind.size, kind.nbytes), dtype=np.uint8)
     largest = 2**kind.bits * (1 if kind.size == 32 else 64)
@@ -235,7 +235,7 @@ def random_blocks(name: str, N: int, K: int, seed: int = 0, size: float = 1.0) -
 
 
 def range_bytes(ranges: Sequence[tuple[str, int]], K: int) -> list[int]:
-    """Return the number of bytes of each range (consecutive outputs of one GGUF type)."""
+    """Return a list of the bytes of each range (consecutive outputs of one GGUF type)."""
     return [ceil(n / OCTET) * TYPES[name].row_bytes(K) for name, n in ranges]
 
 
@@ -255,7 +255,7 @@ def pack(raw: NDArray[np.uint8], name: str, K: int) -> NDArray[np.uint8]:
     rows, of_octet = max(1, AT_ONCE // (OCTET * K)) * OCTET, TYPES[name].row_bytes(K)
     packed = np.empty(ceil(len(raw) / OCTET) * of_octet, np.uint8)
 
-    def some(first: int) -> None:  # runs in threads, as NumPy releases the interpreter lock
+    def some(first: int) -> None:  # runs in several threads: NumPy releases the interpreter lock
         piece = _packed(raw[first : first + rows], name, K)
         begin = first // OCTET * of_octet
         packed[begin : begin + len(piece)] = piece
@@ -284,7 +284,7 @@ def _packed(raw: NDArray[np.uint8], name: str, K: int) -> NDArray[np.uint8]:
 
 
 def _codes_and_scales(b: Any, name: str) -> tuple[Any, Any]:
-    """Return codes (N, blocks, codes per block) and scale bytes from blocks (N, blocks, bytes)."""
+    """Return codes (N, blocks, codes per block) and scale bytes, from blocks as in a file."""
     kind = TYPES[name]
     if name == "Q8_0":
         return b[..., 2:] ^ 128, b[..., :2]
@@ -361,7 +361,7 @@ def unpack(data: NDArray[np.uint8], name: str, K: int) -> NDArray[np.float32]:
 
 
 def _codes(tiles: NDArray[np.uint8], kind: BlockType, low: int) -> Any:
-    """Return uint8 codes (eight rows, group of tiles, row, input). low: bytes of low bits."""
+    """Return uint8 codes by (eight rows, group of tiles, row, input). low: bytes of low bits."""
     O, G = tiles.shape[:2]  # noqa: E741
     shape = O, G, kind.units, OCTET, LANES
     if kind.bits == 8:
@@ -385,7 +385,7 @@ def _codes(tiles: NDArray[np.uint8], kind: BlockType, low: int) -> Any:
 
 
 def _scales(tiles: NDArray[np.uint8], kind: BlockType) -> tuple[Any, Any]:
-    """Return float32 scales and minimums (eight rows, group of tiles, row, sub-block)."""
+    """Return float32 scales and minimums by (eight rows, group of tiles, row, sub-block)."""
     O, G = tiles.shape[:2]  # noqa: E741
     rest = np.ascontiguousarray(tiles[..., kind.tile - OCTET * kind.of_scales :])
     if kind.bits == 6:

@@ -27,7 +27,7 @@ WARPS = 4  # warps per block; each warp converts 128 inputs
 
 
 class BlockRows(NamedTuple):
-    """Rows (outputs) of one GGUF type, with a function that reads the rows' bytes from a file.
+    """Rows (outputs) of one GGUF type, and a function that reads bytes of the rows from a file.
 
     heads: number of heads of a Llama's q or k, whose rows in a file have the order of Meta's RoPE;
     0 for other outputs. read(begin, array): fills the array with the bytes from `begin` on.
@@ -67,7 +67,7 @@ def pack(
 
 
 def packed_on_device(parts: Sequence[BlockRows], K: int) -> GgufMatrix:
-    """Create a GgufMatrix on the current GPU from rows that are read in pieces.
+    """Create a GgufMatrix on the current GPU. The rows are read from a file in pieces.
 
     Device memory also holds the bytes of the file for one range at a time.
     """

@@ -55,7 +55,7 @@ class WeightMatrix(Composite):
             )
         if self.scale is not None:
             self._check_scale()
-        if self.dtype in FP8 and self.largest is None:  # `quantize` has not checked the weights
+        if self.dtype in FP8 and self.largest is None:  # `quantize` did not check the weights
             largest = FP8_FORMATS[self.dtype].largest
             bad = (self.data & 0x7F) > largest
             if bool(bad.any()):
@@ -118,14 +118,14 @@ class WeightMatrix(Composite):
         return cls(_to_fp8(w, dtype, scale, layout), dtype, scale, layout, largest)
 
     def times(self, factor: float) -> WeightMatrix:
-        """Return FP8 weights times `factor`, a power of two: equal bytes, scales times `factor`."""
+        """Return FP8 weights times `factor`, a power of two: equal bytes, multiplied scales."""
         scale = np.full(self.N, factor, np.float32)
         if self.scale is not None:
             scale *= on_host(self.scale)
         return replace(self, scale=cupy.asarray(scale) if is_array(self.data) else scale)
 
     def padded(self, outputs: int) -> tuple[WeightMatrix, WeightMatrix]:
-        """Append `outputs` outputs of zero weights to a matrix in GPU memory, layout "NK".
+        """Append `outputs` outputs, whose weights are 0, to a matrix in GPU memory, layout "NK".
 
         Return the padded matrix, and this one as a view of the same memory.
         """
@@ -144,12 +144,12 @@ class WeightMatrix(Composite):
 
     @property
     def operand(self) -> Any:
-        """The right operand of NumPy products x @ operand."""
+        """The right operand of the NumPy product x @ operand, an array (K, N)."""
         return self.dequantized()
 
     @property
     def table(self) -> Any:
-        """The array (N, K) whose rows lookups table[ids] read."""
+        """The array (N, K) from which table[ids] gathers rows, such as token embeddings."""
         return self.data
 
     @property
@@ -168,7 +168,7 @@ class WeightMatrix(Composite):
         return int(self.data.nbytes) + (0 if self.scale is None else int(self.scale.nbytes))
 
     def dequantized(self) -> NDArray[np.float32]:
-        """Return the weights as NumPy float32 (K, N); a view if data is float32 in host memory."""
+        """Return the weights as NumPy float32 (K, N): a view if `data` is float32 on the host."""
         values = on_host(self.data)
         if self.dtype in FP8:
             values = from_fp8(values, self.dtype)
@@ -176,11 +176,11 @@ class WeightMatrix(Composite):
         if self.layout == "NK":
             values = values.T
         if self.scale is not None:
-            values *= on_host(self.scale)  # in place, as FP8 values were converted to a new array
+            values *= on_host(self.scale)  # in place, as `values` is not `data` with FP8
         return values
 
     def widened(self) -> WeightMatrix:
-        """Convert to NumPy float32 in the same layout; return self if it has this form already."""
+        """Return the matrix in NumPy float32, same layout; self if it already is NumPy float32."""
         values = self.dequantized()
         data = values.T if self.layout == "NK" else values
         return (
@@ -285,7 +285,7 @@ def _absmax(w: Any, layout: str) -> NDArray[np.float32]:
 
 
 def _to_fp8(w: Any, dtype: str, scale: Any, layout: str) -> Any:
-    """Round a matrix to FP8 as `reference.to_fp8` does; on the host by groups of rows."""
+    """Round a matrix to FP8 as `reference.to_fp8` does; a NumPy array by groups of rows."""
     if is_array(w):
         rounded = cupy.empty(w.shape, "uint8")
         conversions.to_fp8(w, scale, rounded, dtype, layout).run()
@@ -300,7 +300,7 @@ def _to_fp8(w: Any, dtype: str, scale: Any, layout: str) -> Any:
 
 
 def _rows(matrix: NDArray[Any]) -> list[NDArray[Any]]:
-    """Return views of groups of rows, so that temporary arrays are smaller than the matrix."""
+    """Return views of groups of rows, for calls that would need too much memory for all rows."""
     rows = max(1, AT_ONCE // matrix.shape[1])
     return [matrix[first : first + rows] for first in range(0, len(matrix), rows)]
 
@@ -326,6 +326,6 @@ def _rounded(w: Any, dtype: str, absmax: NDArray[np.float32], name: str) -> Any:
 
 
 def _some(bad: NDArray[np.bool_]) -> str:
-    """Describe for messages how many weights are bad, and the position of the first."""
+    """Return text for a message: how many elements of `bad` are True, and the first index."""
     first = ", ".join(map(str, np.unravel_index(int(bad.argmax()), bad.shape)))
     return f"{int(bad.sum()):,} of {bad.size:,} weights, the first at [{first}], are"

@@ -68,7 +68,7 @@ class TwoPartMatrix(Composite):
 
     @classmethod
     def from_float32(cls, x: Any) -> TwoPartMatrix:
-        """Convert a float32 array (..., K): a NumPy array on the host, a CuPy array by a kernel.
+        """Convert a float32 array (..., K): NumPy arrays on the host, CuPy arrays on the GPU.
 
         The parts and scales are equal for both. Raises InputError.
         """
@@ -142,7 +142,7 @@ def scale_for(bound: float) -> float:
 
 
 def _rows(name: str, shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return (rows, K) of a shape (..., K). Raises InputError."""
+    """Return (number of rows, K) for a shape (..., K). Raises InputError for an invalid shape."""
     expected = "(..., K) with at least one element"
     if not isinstance(shape, tuple) or not shape:
         raise InputError(f"{name}: expected {expected}, got {shown(shape)}")
