@@ -388,7 +388,7 @@ def test_widening_before_the_barrier_is_needed() -> None:
     with running_on("forward") as device:
         right = kernel(device, qkv, [130], heads, True)
     geometry = tiles_geometry(1, 130, 2, 2, 16, 2, H200)
-    for barrier in ("  // K is complete;", "  // V is complete;"):
+    for barrier in ("  // the tile of K is complete;", "  // the tile of V is complete;"):
         edit = f"        __syncthreads();{barrier}"
         racing = shipped.edited(edit, f"        {barrier}", header="lib/attention/online.cuh")
         different = False
