@@ -68,8 +68,8 @@ def to_fp8(
     magnitude = np.fmin(np.abs(wide), beyond)
     e = np.frexp(np.maximum(magnitude, 2.0**lowest))[1] - 1  # 2^e <= magnitude < 2^(e+1)
     # With F fraction bits, FP8 numbers from 2^e to 2^(e+1) are multiples of 2^(e-F). Division by a
-    # power of two is exact, and rint rounds ties to even. `steps` contains the leading bit 2^F,
-    # which adds one to the exponent field of the byte, as a carry from rounding does.
+    # power of two is exact, and rint rounds ties to even. The leading bit 2^F of `steps`
+    # adds one to the exponent field of the byte, as a carry from rounding does.
     steps = np.rint(np.ldexp(magnitude, fp8.fraction - e)).astype(np.int32)
     code = (e - lowest << fp8.fraction) + steps
     code = np.minimum(code, fp8.largest if saturate else fp8.largest + 1)

@@ -185,8 +185,8 @@ class _Work:
         self.outcome = Outcome()
         self._ended: queue.SimpleQueue[Future] = queue.SimpleQueue()
         self._submitted: dict[Future, Shard] = {}
-        # Shards to compute again, one at a time, because a worker died: Dask reports every shard
-        # that was assigned to the worker, not only the shard that the worker was computing.
+        # Shards to compute again, one at a time, because a worker died: Dask reports all shards
+        # assigned to the worker, not only the shard that the worker was computing.
         self._suspects: deque[Shard] = deque()
         self._tried_alone: set[int] = set()
         self._threads, self._counted = 1, -RECOUNT_SECONDS

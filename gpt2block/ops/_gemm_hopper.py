@@ -50,8 +50,8 @@ class HopperGemmTile(NamedTuple):
 # start_us, slice_us and wave_us are fitted to products of GPT-2 (M from 128 to 8192) and of Llama
 # 7B (M from 512 to 2048). They were measured in sequences of overlapping launches, which separate
 # the three times only roughly. slice_us is mostly shared-memory traffic: writing the slice, and
-# reading its rows for wgmma. Epilogues take little time if each warpgroup has its own tile. Times
-# of tiles with 176 columns are estimated from the times with 192 columns. For N = 11008, 176
+# reading its rows for wgmma. Epilogues take little time if each warpgroup has its own tile. For
+# tiles with 176 columns, times are estimated from tiles with 192 columns. For N = 11008, 176
 # columns save 4 % of the time at 1,024 rows and nothing at 512 rows.
 TILES = (
     HopperGemmTile(128, 192, (128, 192), 4, 64, 1, 2, 2.4, 0.437, 1.1),

@@ -235,13 +235,6 @@ def launch(
     return launch_at(FILE, launch_geometry, args, *storage_of(c.w, cache_dtype(c.w.dtype)), cache)
 
 
-def check_addresses(**arrays: Any) -> None:
-    """Raise InputError unless the named arrays have the alignment that the kernels' loads need."""
-    for name, array in arrays.items():
-        if array is not None:
-            check_address(name, array)
-
-
 def launch_rope(
     c: Call,
     *,
@@ -263,7 +256,6 @@ def launch_rope(
         raise UnsupportedCall("takes a GgufMatrix")
     if D % BORDER:
         raise UnsupportedCall(f"heads of {D} channels: expected a multiple of {BORDER}")
-    check_addresses(x=c.x, gamma=gamma, w=c.w.data)
     check_address("by", c.by, 8)
     arrays = (c.x, gamma, c.w.data, bias, sums, c.by, c.row, c.position, c.out, c.k, c.v)
     args = (*arrays, eps, c.M, c.N, c.n_head, c.C // D, c.B, n_ctx)

@@ -12,16 +12,16 @@ from typing import Any, NamedTuple
 
 from gpt2block.config.formats import FILE as OF_FILE
 from gpt2block.config.formats import GGUF
-from gpt2block.cuda.arrays import check_address, device_attribute
+from gpt2block.cuda.arrays import device_attribute
 from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.cuda.tensor_maps import NO_MAP, tensor_map
 from gpt2block.ops._linear_mma import BYTES, HALF_SPLITS, LOADED, MOST_SPLITS, UNIT, splits
 from gpt2block.ops._rows import power_of_two
 from gpt2block.ops.call import Call
-from gpt2block.ops.gguf import range_defines, sum_chunks
+from gpt2block.ops.gguf import chunk_sums, range_defines
 from gpt2block.ops.operation import UnsupportedCall
-from gpt2block.ops.products import filled, gate_define, room, storage_of
+from gpt2block.ops.products import check_addresses, filled, gate_define, room, storage_of
 from gpt2block.ops.terms import IN_ORDER, Terms, count_define
 from gpt2block.weights.gguf import BORDER, OCTET, TYPES, GgufMatrix
 from gpt2block.weights.matrix import WeightMatrix
@@ -338,10 +338,7 @@ def launch(
     p, in_blocks = _product(c, head), c.w.dtype == GGUF
     most_shared = device_attribute("MaxSharedMemoryPerBlockOptin")
     tile = choose(p, device_attribute("MultiProcessorCount"), most_shared)
-    check_address("x", c.x)
-    for name, matrix in zip(("w", "up"), matrices, strict=False):
-        if matrix is not None:
-            check_address(name, matrix.data)
+    check_addresses(c, "x", "w", "up")
     to_terms, gated = c.to_terms is not None, c.up is not None
     launch_geometry = geometry(kernel, p, tile, gated=gated, to_terms=to_terms, head=head)
     before: tuple[Launch, ...] = ()
@@ -350,7 +347,7 @@ def launch(
         sums = None
         if any(TYPES[name].minimum for name, _ in c.w.ranges):
             sums = c.x.reshape(-1)[c.M * c.K // 2 :]  # unused half: x contains 16-bit values
-            before = () if c.terms.summed else (sum_chunks(c.x, sums, c.M, c.K),)
+            before = () if c.terms.summed else (chunk_sums.launch(c.x, sums, c.M, c.K),)
         operands = (*(m if m is None else m.data for m in matrices), sums)
         launch_geometry = launch_geometry.with_defines(range_defines(c.w))
     else:

@@ -32,8 +32,8 @@ class MmaLinearTile(NamedTuple):
     blocks: int = 1  # minimum blocks per multiprocessor (__launch_bounds__)
 
 
-# Larger tiles read x and w less often from the L2 cache. More small tiles run at the same time, so
-# that tensor cores wait less. With 4-byte weights, large tiles need too many registers.
+# Larger tiles read x and w less often from the L2 cache. More small tiles run at the same time:
+# tensor cores wait less. With 4-byte weights, large tiles need too many registers.
 FEW = MmaLinearTile(32, 128, (2, 4), 4, blocks=2)  # tile for up to 32 rows of x
 SLIM = MmaLinearTile(64, 32, (4, 1), 5, blocks=3)
 SLIM_LONG = MmaLinearTile(64, 32, (4, 2), 5, blocks=2)  # tile for 4-byte weights and K >= LONG_K

@@ -29,8 +29,8 @@ class RmsnormTile(NamedTuple):
     blocks: int  # maximum blocks per SM
 
 
-# Products of few rows are memory-bound: many slices are in flight, and the warps divide K. Products
-# of many rows are bound by the tensor cores: a warp computes about 64x64 outputs, which reduces
+# Products of few rows are memory-bound: many slices are in flight, and the warps divide K. With
+# many rows, tensor cores are the bound: a warp computes about 64x64 outputs, which reduces
 # shared-memory traffic. Tiles of 16x192 and 128x224 divide the 2 · 11,008 columns of Llama's
 # feed-forward evenly among 132 SMs.
 TILES = (

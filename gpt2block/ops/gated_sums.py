@@ -35,6 +35,7 @@ from gpt2block.ops.operation import REQUIRED, Operation, UnsupportedCall, Varian
 from gpt2block.ops.products import (
     HOPPER_CAPABILITY,
     MMA_CAPABILITY,
+    check_addresses,
     filled,
     gate_define,
     storage_of,
@@ -213,14 +214,6 @@ def normed_columns(D: int) -> tuple[int, ...]:
     return tuple(c for c in (32, 16, 8) if D % c == 0 and D // c <= PORTABLE)
 
 
-def _check_addresses(c: Call, *names: str) -> None:
-    """Raise InputError unless the named arrays and matrices are aligned to 16 bytes."""
-    for name in names:
-        array = getattr(c, name)
-        if array is not None:
-            check_address(name, array.data if isinstance(array, WeightMatrix) else array)
-
-
 @variant("gated_sums", FILE, "ffn_decode")
 def _gated_sums(c: Call) -> Launch:
     if compute_capability() != HOPPER_CAPABILITY:
@@ -274,7 +267,7 @@ def _checked(launch_geometry: Geometry, c: Call) -> Geometry:
     """Check splits and addresses of a call of `gated_sums`; return its complete launch geometry."""
     if c.splits != mma.splits(c.H)[0]:
         raise UnsupportedCall(f"splits: expected {mma.splits(c.H)[0]}, got {c.splits}")
-    _check_addresses(c, "x", "gamma", "w_gate", "w_up", "w_down", "sums")
+    check_addresses(c, "x", "gamma", "w_gate", "w_up", "w_down", "sums")
     return _rounding(launch_geometry, c, c.w_gate).with_defines(gate_define(c.gelu))
 
 
@@ -290,7 +283,7 @@ def _check_sums(c: Call) -> None:
 
 def _check_sums_of_blocks(c: Call) -> None:
     _check_sums(c)
-    _check_addresses(c, "sums")
+    check_addresses(c, "sums")
     if c.w_down is not None and c.w_down.dtype != GGUF:
         raise UnsupportedCall(
             f"w is a GgufMatrix, w_down {c.w_down.dtype}: expected a GgufMatrix, too"
@@ -336,7 +329,7 @@ def _left(c: Call) -> tuple[CudaArray | None, CudaArray | None]:
 @variant("linear_sums", mma.FILE, "linear_decode_sums")
 def _linear_sums(c: Call) -> Launch:
     launch_geometry = _product(c, "linear_decode_sums")
-    _check_addresses(c, "x", "w")
+    check_addresses(c, "x", "w")
     args = (c.x, c.w.data, c.w.scale, *_left(c), c.residual, c.out, c.M, c.N)
     return launch_at(mma.FILE, launch_geometry, args, *storage_of(c.w))
 
@@ -344,7 +337,7 @@ def _linear_sums(c: Call) -> Launch:
 @variant("linear_sums_gguf", blocks.FILE, "linear_gguf_sums")
 def _linear_blocks(c: Call) -> Launch:
     _check_sums_of_blocks(c)
-    blocks.check_addresses(x=c.x, w=c.w.data)
+    check_addresses(c, "x", "w")
     args = (c.x, c.w.data, c.sums, c.residual, c.out, c.M, c.N)
     rounded, sums = rounds(c.x_dtype, c.w.dtype), 0 if c.sums is None else c.S
     return blocks.launch(c, "linear_gguf_sums", args, rounded=rounded, sums=sums)
@@ -356,7 +349,7 @@ def _rope_sums(c: Call) -> Launch:
     if c.K > MOST_CHANNELS:
         raise UnsupportedCall(f"K {c.K:,}: expected up to {MOST_CHANNELS:,}")
     launch_geometry = _product(c, "rope_decode_sums", D) if c.gamma_q is None else _with_norms(c, D)
-    _check_addresses(c, "x", "gamma", "w", "sums")
+    check_addresses(c, "x", "gamma", "w", "sums")
     check_address("by", c.by, 8)
     cache = (c.by, c.row, c.position, c.out, c.k, c.v)
     sizes = (c.eps, c.M, c.N, c.n_head, c.C // D, c.B, c.T)
@@ -370,6 +363,7 @@ def _rope_blocks(c: Call) -> Launch:
     _check_sums_of_blocks(c)
     if c.gamma_q is not None:
         raise UnsupportedCall("a GgufMatrix: expected no norms of heads")
+    check_addresses(c, "x", "gamma", "w")
     sums: Any = {"sums": c.sums, "splits": 0 if c.sums is None else c.S}
     options: Any = {"gamma": c.gamma, "eps": c.eps, "n_ctx": c.T, "cache": c.kv_dtype, **sums}
     return blocks.launch_rope(c, rounded=rounds(c.x_dtype, c.w.dtype), **options)

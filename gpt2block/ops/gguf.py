@@ -15,7 +15,7 @@ from gpt2block.cuda.kernels import Defines, Geometry, float_define, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.ops._rows import WARP
 from gpt2block.ops.call import Call
-from gpt2block.ops.operation import UnsupportedCall, variant
+from gpt2block.ops.operation import UnsupportedCall, Variant, variant
 from gpt2block.ops.terms import CHUNK
 from gpt2block.weights import gguf_packing
 from gpt2block.weights.gguf import OCTET, TYPES, UNIT, GgufMatrix
@@ -87,7 +87,7 @@ def pack(c: Call) -> Launch:
     return gguf_packing.pack(c.parts, c.raw, c.out, c.largest, c.K)
 
 
-def sum_chunks(x: Any, sums: Any, M: int, K: int) -> Launch:
+def _chunk_sums(x: Any, sums: Any, M: int, K: int) -> Launch:
     """Return a launch that writes the sum of each 32 values along K of x (M, K) to `sums`.
 
     x holds 16-bit `Terms`. Products multiply minimums of GGUF blocks by these sums.
@@ -97,7 +97,4 @@ def sum_chunks(x: Any, sums: Any, M: int, K: int) -> Launch:
     return launch_at(SUMS_FILE, geometry, (x, sums, M, K), "float16", GGUF)
 
 
-@variant("gguf sums", SUMS_FILE, "gguf_chunk_sums")
-def chunk_sums(c: Call) -> Launch:
-    """Write the sum of each 32 values along K of x, which holds 16-bit `Terms`, to `sums`."""
-    return sum_chunks(c.x, c.sums, c.M, c.K)
+chunk_sums = Variant("gguf sums", SUMS_FILE, ("gguf_chunk_sums",), _chunk_sums)

@@ -56,6 +56,7 @@ from gpt2block.ops.products import (
     HOPPER_CAPABILITY,
     MMA_CAPABILITY,
     Parts,
+    check_addresses,
     storage_of,
 )
 from gpt2block.ops.terms import Terms, check_terms, count_define, rounds, stored_scale
@@ -315,7 +316,7 @@ def _in_blocks(c: Call, kernel: str, args: tuple[Any, ...], **options: Any) -> L
     """Return the launch of a kernel for GGUF blocks. args: arguments after x, gamma, beta and w."""
     if c.terms or c.to_terms:
         raise UnsupportedCall("takes and gives floats")
-    blocks.check_addresses(x=c.x, gamma=c.gamma, beta=c.beta, w=c.w.data)
+    check_addresses(c, "x", "gamma", "beta", "w")
     norm = blocks.norm_of(c.gamma, c.beta)
     args = (c.x, c.gamma, c.beta, c.w.data, *args)
     return blocks.launch(c, kernel, args, rounded=c.rounded, norm=norm, **options)
@@ -338,6 +339,7 @@ def _qkv_blocks(c: Call) -> Launch:
 def _rope_blocks(c: Call) -> Launch:
     if c.terms:
         raise UnsupportedCall("takes floats")
+    check_addresses(c, "x", "w")
     return blocks.launch_rope(c, rounded=c.rounded, bias=c.bias, n_ctx=c.S, cache=c.kv_dtype)
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from math import ceil
 from typing import Any, NamedTuple, TypeVar
 
+from gpt2block.cuda.arrays import check_address
 from gpt2block.cuda.kernels import TWO_PART, WEIGHTS, Defines
+from gpt2block.ops.call import Call
 from gpt2block.weights.matrix import WeightMatrix
 
 MMA_CAPABILITY = 80  # lowest compute capability with mma.sync of 16-bit floats and K = 16
@@ -70,3 +72,11 @@ def filled(most_shared: int, blocks: int, shared: int) -> int:
     most_shared: bytes of shared memory that a block may request.
     """
     return max(shared, room(most_shared, blocks + 1) + 1)
+
+
+def check_addresses(c: Call, *names: str) -> None:
+    """Raise InputError unless the named arrays and matrices are aligned to 16 bytes."""
+    for name in names:
+        array = getattr(c, name)
+        if array is not None:
+            check_address(name, array.data if isinstance(array, WeightMatrix) else array)
