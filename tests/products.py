@@ -69,7 +69,7 @@ LINEAR = import_module("gpt2block.ops.linear")
 MATMUL = import_module("gpt2block.ops.matmul_bias")
 LINEAR_OP, MATMUL_OP = OPERATIONS["linear"], OPERATIONS["matmul_bias"]
 RMSNORM_MATMUL, RMSNORM_FFN = OPERATIONS["rmsnorm_matmul"], OPERATIONS["rmsnorm_ffn"]
-QKV_KERNELS = ("qkv_matvec", "qkv_decode_mma", "qkv_decode_tiles")  # in the order of the variants
+QKV_KERNELS = ("decode_cores", "decode_mma", "decode_mma_tiles")  # in the order of the variants
 NAMES = {"a": "x", "w1": "w", "w3": "up"}  # of arguments that have another one here
 # Of an operation and a variant: the module and the function that choose a tile or layout, and the
 # option that takes the place of the choice, or "" where the function gives it.

@@ -409,7 +409,7 @@ def test_clusters_of_16_blocks_are_allowed() -> None:
         patch.setattr(cuda.cupy.cuda.driver, "funcSetAttribute", lambda *args: allowed.append(args))
         assert kernels.load("learn/elementwise/gelu.cu", "gelu_kernel").found
         assert allowed == []
-        function = kernels.load(gated_sums.FILE, "ffn_decode").found
+        function = kernels.load(gated_sums.FILE, "decode_ffn_mma").found
         assert allowed == [(function.kernel.ptr, 14, 1)]
 
 
@@ -424,7 +424,7 @@ def test_the_launches_of_a_model(dtype: str) -> None:
     lines = [line.split(" | ") for line in recorder.lines]
     for label, clusters in (("1", "48,1,1"), ("4", "24,1,1"), ("5", ""), ("trace", "")):
         steps = [words[2] for words in lines if words[0] == label]
-        found = [each for each in steps if each.startswith("ffn_decode")]
+        found = [each for each in steps if each.startswith("decode_ffn_mma")]
         assert len(found) == (6 if clusters else 0)  # the first run, and the graph
         assert sum(each.endswith("early") for each in found) == len(found) // 2
         assert all(f"grid {clusters} block 32,1,1" in each for each in found)
@@ -440,23 +440,24 @@ def test_the_chosen_kernels_compile_without_spills() -> None:
         assert made is not None
         stored = ("float32", dtype) if dtype in FP8 else (dtype,)
         jobs.append((gated_sums.FILE, "sm_90a", (*stored_as(*stored), *made.defines)))
-        only.append("ffn_decode")
+        only.append("decode_ffn_mma")
         if i % 5 == 0:
-            for kernel, norm, N, more in (
-                ("rope_decode_sums", 2, C + 384, (("LM_SUMS", splits(H)[0]), ("LM_ROPE", 64))),
-                ("rope_decode_sums", 2, C + 384, (("LM_SUMS", 0), ("LM_ROPE", 64))),
-                ("linear_decode_sums", 0, C, (("LM_SUMS", splits(H)[0]),)),
+            for end, norm, N, more in (
+                ("APPEND_ROPE", 2, C + 384, (("LM_SUMS", splits(H)[0]), ("LM_ROPE", 64))),
+                ("APPEND_ROPE", 2, C + 384, (("LM_SUMS", 0), ("LM_ROPE", 64))),
+                ("ADD_SUMS", 0, C, (("LM_SUMS", splits(H)[0]),)),
             ):
-                cut = product_geometry("", M, N, C, dtype, norm=norm)
+                cut = product_geometry(M, N, C, dtype, norm=norm)
                 assert cut is not None
-                constants = (*stored_as(*stored), *cut.defines, *more)
+                ends = (*more, ("EPILOGUE", f"EPILOGUE_{end}"))
+                constants = (*stored_as(*stored), *cut.defines, *ends)
                 jobs.append(("matmul/decode/mma.cu", "sm_90a", constants))
-                only.append(kernel)
+                only.append("decode_mma")
     for M, (name, (C, H)) in product((1, 4), (("Q4_1", SIZES[2]), ("Q4_K", SIZES[3]))):
         of_blocks = blocks_geometry(M, C, H, (name, DOWN.get(name, name)), 1, 132)
         assert of_blocks is not None
         constants = (*stored_as("float16", GGUF), ("TERM_COUNT", 1), *of_blocks.defines)
         jobs.append((gated_sums.BLOCKS_FILE, "sm_90a", constants))
-        only.append("ffn_decode_gguf")
+        only.append("decode_ffn_mma_gguf")
     stream = stream_geometry(1, 576).defines
     assert_clean([*jobs, (STREAM, "sm_90a", (*stream, ("RS_SUMS", 6)))], only)

@@ -23,6 +23,29 @@ from tests.devices import running_on
 # CI compiles with both: the oldest and the newest architecture, and that of the measurements.
 WITH_CUDA_12 = ("sm_70", "sm_120", "sm_90")
 WITH_CUDA_13 = ("sm_75", "sm_100", "sm_90")
+ROPE_OF_MMA = "EPILOGUE=EPILOGUE_APPEND_ROPE LM_K=576 LM_NORM=2 LM_SUMS=6 LM_ROPE=64 LM_COLUMNS=16"
+EPILOGUES = {  # constants of the epilogues that are not a kernel's default
+    "matmul/decode/cores.cu": ["EPILOGUE=EPILOGUE_APPEND"],
+    "matmul/decode/mma.cu": [
+        "EPILOGUE=EPILOGUE_APPEND",
+        "EPILOGUE=EPILOGUE_ADD_SUMS LM_NORM=0 LM_SUMS=6 STORAGE_FP16=1",
+        f"{ROPE_OF_MMA} STORAGE_BF16=1",
+    ],
+    "matmul/decode/mma_gguf.cu": [
+        "EPILOGUE=EPILOGUE_APPEND",
+        "EPILOGUE=EPILOGUE_ADD_SUMS LM_NORM=0 LM_SUMS=6",
+        ROPE_OF_MMA.removesuffix(" LM_COLUMNS=16"),
+    ],
+    "matmul/decode/mma_tiles.cu": ["EPILOGUE=EPILOGUE_APPEND"],
+    "matmul/decode/wgmma.cu": [
+        "EPILOGUE=EPILOGUE_APPEND",
+        "EPILOGUE=EPILOGUE_APPEND_ROPE DH_ROPE=64",
+    ],
+    "matmul/decode/wgmma_gguf.cu": [
+        "EPILOGUE=EPILOGUE_APPEND",
+        "EPILOGUE=EPILOGUE_APPEND_ROPE DH_ROPE=64",
+    ],
+}
 ODD_CONSTANTS = {
     "learn/attention/skeleton.cu": "NH=6 NKV=2 HS=16",
     "learn/attention/ladder.cu": "NH=3 NKV=1 HS=7",
@@ -330,19 +353,24 @@ def test_compiles_without_spills_and_warnings(nvrtc: tuple[int, int], file: str)
     where a file has some, for the oldest and for the newest architecture.
     """
     oldest, newest, hopper = WITH_CUDA_12 if nvrtc[0] < 13 else WITH_CUDA_13
-    odd: Any = tuple(tuple(each.split("=")) for each in ODD_CONSTANTS.get(file, "").split())
+
+    def of(constants: str) -> Any:
+        return tuple(tuple(each.split("=")) for each in constants.split())
+
+    odd = of(ODD_CONSTANTS.get(file, ""))
     names = list(kernels.signatures(file)) if nvrtc[0] < 13 else [""]
     others = [(file, oldest, odd), (file, newest, odd)]
     if required := kernels.architecture(file):
         hopper, others = required, [(file, required, odd)] if odd else []
     jobs: list[Job] = [(file, hopper, ())] * len(names)
-    assert_clean(jobs + others, names)
+    ends: list[Job] = [(file, hopper, of(each)) for each in EPILOGUES.get(file, [])]
+    assert_clean(jobs + ends + others, names)
 
 
 @pytest.mark.usefixtures("nvrtc")
 def test_a_kernel_by_itself_is_compiled_as_with_the_others() -> None:
     """With the same registers and shared memory."""
-    file, arch = "matmul/decode/mma.cu", "sm_80"
+    file, arch = "norms/rmsnorm_stream.cu", "sm_80"
     resources = re.compile(r"Function properties for (\w+)\n(.*\n.*)")
     together = dict(resources.findall(kernels.compile_for(file, arch).log))
     assert together.keys() >= kernels.signatures(file).keys()

@@ -176,7 +176,7 @@ def test_products_for_two_formats_compile_without_spills() -> None:
     product: Any = (64, 768, 256, "float8_e5m2")
     gpu = {"capability": 90, "sms": 132, "most_shared": gpus.H200["most_shared"]}
     tile = _linear_mma_tiles.choose(*product, **gpu)
-    made = _linear_mma_tiles.geometry("qkv_decode_tiles", *product, tile)
+    made = _linear_mma_tiles.geometry(*product, tile)
     jobs: Any = [
         ("matmul/decode/cores.cu", "sm_75", mixed),
         ("matmul/decode/mma.cu", "sm_80", mixed),

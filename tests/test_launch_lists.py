@@ -103,7 +103,7 @@ def test_a_kernel_runs_in_a_list_or_has_a_reason() -> None:
             "part",
             (*map(str, ROWS), "guesses", "draft", "trace"),
         ),
-        ("matmul/decode/wgmma_gguf.cu qkv_hopper_gguf", "capability", ("9.0",)),
+        ("matmul/decode/wgmma_gguf.cu decode_wgmma_gguf", "capability", ("9.0",)),
         ("elementwise/relu_squared.cu relu_squared", "model", ("nanochat",)),
         ("learn/elementwise/residual.cu add_kernel", "part", ("skeleton",)),
         ("tokens/top.cu top_logprobs_kernel", "part", ("alternatives",)),

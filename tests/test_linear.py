@@ -183,44 +183,44 @@ def test_what_decides_between_the_variants(where: str, monkeypatch: pytest.Monke
             return found
 
     for M in (1, 16):
-        assert kernel(M, 64, "float16") == "linear_decode_mma"
-        assert kernel(M, 60, "float16") == "linear_matvec"
-        assert kernel(M, 60, "float32") == "linear_decode_mma"
+        assert kernel(M, 64, "float16") == "decode_mma"
+        assert kernel(M, 60, "float16") == "decode_cores"
+        assert kernel(M, 60, "float32") == "decode_mma"
     assert kernel(17, 64, "float16") == "linear_tiles"
-    assert kernel(17, 64, "float16", decoding=True) == "linear_decode_mma"
+    assert kernel(17, 64, "float16", decoding=True) == "decode_mma"
     monkeypatch.setattr(LINEAR, "FEW_PRODUCTS", 17 * 24 * 64 - 1)
-    assert kernel(17, 64, "float16", decoding=True) == "linear_decode_tiles"
-    assert kernel(17, 60, "float16", decoding=True) == "linear_matvec"
+    assert kernel(17, 64, "float16", decoding=True) == "decode_mma_tiles"
+    assert kernel(17, 60, "float16", decoding=True) == "decode_cores"
     with pytest.raises(InputError, match="mma: K 60: expected a multiple of 8 for bfloat16"):
         kernel(1, 60, "bfloat16", variant="mma")
     monkeypatch.setattr(LINEAR, "compute_capability", lambda: 75)
-    assert kernel(1, 64, "float16") == "linear_matvec"
+    assert kernel(1, 64, "float16") == "decode_cores"
     with pytest.raises(InputError, match=r"mma: needs a GPU of compute capability 8\.0 or newer"):
         kernel(1, 64, "float16", variant="mma")
 
 
 def test_the_registry_names_the_kernels() -> None:
-    assert OPERATION.variant("matvec").kernels == ("linear_matvec",)
-    assert OPERATION.variant("mma").kernels == ("linear_decode_mma",)
-    auxiliary = [kernel for v in OPERATION.auxiliary for kernel in v.kernels]
+    assert OPERATION.variant("matvec").kernels == ("decode_cores",)
+    assert OPERATION.variant("mma").kernels == ("decode_mma",)
+    auxiliary = [f"{v.name}: {kernel}" for v in OPERATION.auxiliary for kernel in v.kernels]
     assert auxiliary == [
-        "linear_decode_gguf",
-        "qkv_decode_gguf",
-        "rope_decode_gguf",
-        "linear_hopper_gguf",
-        "qkv_hopper_gguf",
-        "rope_hopper_gguf",
-        "gguf_chunk_sums",
-        "qkv_matvec",
-        "qkv_decode_mma",
-        "qkv_decode_tiles",
-        "qkv_decode_hopper",
-        "rope_decode_hopper",
-        "linear_decode_sums",
-        "linear_gguf_sums",
-        "rope_decode_sums",
-        "ffn_decode",
-        "ffn_decode_gguf",
+        "gguf: decode_mma_gguf",
+        "gguf_hopper: decode_wgmma_gguf",
+        "qkv_gguf: decode_mma_gguf",
+        "qkv_gguf_hopper: decode_wgmma_gguf",
+        "rope_gguf: decode_mma_gguf",
+        "rope_gguf_hopper: decode_wgmma_gguf",
+        "gguf sums: gguf_chunk_sums",
+        "qkv_matvec: decode_cores",
+        "qkv_mma: decode_mma",
+        "qkv_mma_tiles: decode_mma_tiles",
+        "qkv_hopper: decode_wgmma",
+        "rope_hopper: decode_wgmma",
+        "linear_sums: decode_mma",
+        "linear_sums_gguf: decode_mma_gguf",
+        "rope_sums: decode_mma",
+        "gated_sums: decode_ffn_mma",
+        "gated_sums_gguf: decode_ffn_mma_gguf",
     ]
 
 

@@ -52,7 +52,7 @@ def test_gelu_to_terms(device: Any, kernel: Kernel) -> None:
         floats = LINEAR.bind((x, w, bias), gelu=True, variant="mma").run().get()
         options: Any = {"gelu": True, "decoding": True, "terms": order, "to_terms": order}
         made = LINEAR.bind((handed, w, bias), **options)
-        assert [launch.name for launch in made.launches] == ["linear_decode_hopper"]
+        assert [launch.name for launch in made.launches] == ["decode_wgmma"]
         assert order is not None
         assert_terms(made.run().get(), floats, order)
 
@@ -66,7 +66,7 @@ def test_a_gated_product_and_its_terms(device: Any, kernel: Kernel) -> None:
         gate, up = (matrix(192, 256, kernel.weights) for _ in range(2))
         inputs = (handed, gate, None, None, None, None, up)
         made = LINEAR.bind(inputs, terms=order, gelu=gelu, decoding=True)
-        assert [launch.name for launch in made.launches] == ["linear_decode_hopper"]
+        assert [launch.name for launch in made.launches] == ["decode_wgmma"]
         got = made.run().get()
         parts = (LINEAR.bind((x, w), variant="mma").run().get() for w in (gate, up))
         first, second = (part.astype(np.float64) for part in parts)
@@ -94,7 +94,7 @@ def test_qkv(device: Any, C: int, kv_dtype: str | None, kernel: Kernel) -> None:
         inputs = (rows, w, bias, None, None, k, v, row, position)
         bound = STEPS["linear_qkv"].bind(inputs, terms=order, kv_dtype=kv_dtype)
         found.append([bound.run().get(), k.get(), v.get()])
-    assert bound.launches[0].name == "qkv_decode_hopper"
+    assert bound.launches[0].name == "decode_wgmma"
     for ours, theirs in zip(*found, strict=True):
         assert_same_bits(ours, theirs)
 
@@ -127,7 +127,7 @@ def test_rope_has_the_bits_of_the_step_alone(
                 inputs = (handed, w, bias, by, *cache)
                 options: Any = {"terms": kernel.terms, "kv_dtype": kv_dtype}
                 bound = STEPS["linear_rope"].bind(inputs, n_head=n_head, **options)
-                assert [launch.name for launch in bound.launches] == ["rope_decode_hopper"]
+                assert [launch.name for launch in bound.launches] == ["decode_wgmma"]
                 q = bound.run()
             else:
                 qkv = LINEAR.bind((x, w, bias), variant="mma_tiles").run()

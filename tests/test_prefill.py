@@ -278,7 +278,7 @@ def test_every_output_of_a_sequence(
 
 def test_the_kernels_of_a_prompt_wait_for_the_one_before() -> None:
     names = {
-        "encoder_rows", "layernorm_narrow_float", "gemm_mma", "attention_mma", "linear_decode_mma",
+        "encoder_rows", "layernorm_narrow_float", "gemm_mma", "attention_mma", "decode_mma",
     }  # fmt: skip
     files = [path for path in kernels.sources() if set(kernels.signatures(path)) & names]
     for file in (

@@ -156,13 +156,13 @@ def test_the_tile_fits_the_gpu(tile_of: Callable[..., tuple[int, ...]]) -> None:
 
 def test_blocks_of_decoding_on_an_h200() -> None:
     for N in (768, 2304, 3072):
-        where = matvec.geometry("linear_matvec", 1, N, 768, 2, norm=True)
+        where = matvec.geometry(1, N, 768, 2, norm=True)
         assert where is not None
         assert where.grid == (128, 1)
 
     def grids(dtype: str) -> list[tuple[int, ...]]:
         shapes = (*GPT2, (50257, 768))
-        found = [mma.geometry("linear_decode_mma", 1, N, K, dtype) for N, K in shapes]
+        found = [mma.geometry(1, N, K, dtype) for N, K in shapes]
         return [where.grid for where in found if where]
 
     assert grids("bfloat16") == [(72, 1), (96, 1), (96, 1), (48, 1), (132, 1)]
@@ -188,7 +188,7 @@ def test_every_column_and_row_of_decoding_has_a_block(K: int, N: int, sms: int) 
             assert how[:3] == matvec.order(N, K, weight)
             assert K % how.width == 0
             assert how.width * weight <= 16
-            where = matvec.geometry("linear_matvec", M, N, K, weight, norm=True, sms=sms)
+            where = matvec.geometry(M, N, K, weight, norm=True, sms=sms)
             assert where is not None
             assert where.block[0] == 32 * how.split * how.groups <= 576
             assert where.grid[1] * how.rows >= M
@@ -198,7 +198,7 @@ def test_every_column_and_row_of_decoding_has_a_block(K: int, N: int, sms: int) 
             assert 4 * how.width * weight * how.columns * how.steps <= 16 * 4 * 16
         for dtype in WEIGHTS:
             cut = mma.layout(M, N, K, dtype, sms)
-            where = mma.geometry("linear_decode_mma", M, N, K, dtype, norm=True, sms=sms)
+            where = mma.geometry(M, N, K, dtype, norm=True, sms=sms)
             assert where is not None
             assert where.block[0] == 32 * cut.warps <= 512
             assert cut.loop or cut.warps == mma.splits(K)[0] <= 8
@@ -234,9 +234,9 @@ def test_every_column_and_row_after_rmsnorm_has_a_block(
 
 def test_rows_that_no_block_can_hold() -> None:
     for M, K, fits in ((1, 50_000, True), (9, 50_000, True), (1, 60_000, False)):
-        assert (matvec.geometry("linear_matvec", M, 8, K, 2) is not None) == fits
+        assert (matvec.geometry(M, 8, K, 2) is not None) == fits
     for M, K, fits in ((16, 16_384, True), (1, 60_000, False)):
-        assert (mma.geometry("linear_decode_mma", M, 8, K, "bfloat16") is not None) == fits
+        assert (mma.geometry(M, 8, K, "bfloat16") is not None) == fits
     for M, K, fits in ((4, 49_000, True), (1, 50_000, False)):
         sizes: Any = (M, 8, K, 1, 2, "NK", "neighbours", 0, 16, 200_000)
         assert (rmsnorm_matvec(*sizes) is not None) == fits
@@ -252,7 +252,7 @@ def test_a_tile_of_decoding_has_room(gpu: Gpu, capability: int, dtype: str) -> N
             tile = _linear_mma_tiles.choose(M, N, K, dtype, capability=capability, **limits)
             assert _linear_mma_tiles.shared_bytes(tile, K, dtype) <= limits["most_shared"]
             assert tile.cluster == 1 or capability >= 90
-            found = _linear_mma_tiles.geometry("linear_decode_tiles", M, N, K, dtype, tile)
+            found = _linear_mma_tiles.geometry(M, N, K, dtype, tile)
             assert found.grid[0] % tile.cluster == 0
             assert found.grid[0] >= tile.cluster * math.ceil(M / tile.rows)
 
@@ -344,7 +344,7 @@ def decoding_tiles() -> Iterator[Job]:
             for dtype, constants in stored.items():
                 tile = _linear_mma_tiles.choose(M, N, K, dtype, **limits)
                 for ends in (False, True) if dtype != "float32" else (False,):  # as terms
-                    found = _linear_mma_tiles.geometry("", M, N, K, dtype, tile, ends, ends)
+                    found = _linear_mma_tiles.geometry(M, N, K, dtype, tile, ends, ends)
                     jobs.append((_linear_mma_tiles.FILE, arch, (*constants, *found.defines)))
     yield from list(dict.fromkeys(jobs))[::11]
 
@@ -419,8 +419,8 @@ def gguf_tiles() -> Iterator[Job]:
         name = ("Q4_K", "Q6_K")[(i + i // 2) % 2]
         w = GgufMatrix.random([(name, 64)], 256)
         capability = int(arch.removeprefix("sm_"))
-        sizes: Any = "linear_decode_gguf", M, 4096, ((name, 4096),)
-        how = _linear_gguf.geometry(*sizes, terms=2, capability=capability, **gpu)
+        options: Any = {"terms": 2, "capability": capability, **gpu}
+        how = _linear_gguf.geometry(M, 4096, ((name, 4096),), **options)
         assert how is not None
         assert how.shared <= gpu["most_shared"]
         stored = stored_as("float16", GGUF)
@@ -439,7 +439,7 @@ def gguf_tiles() -> Iterator[Job]:
 )
 def test_rows_of_blocks_of_gguf(M: int, N: int, K: int, rows: int, together: int) -> None:
     gpu = {"sms": SMS, "most_shared": MOST_SHARED, "capability": 90}
-    how = _linear_gguf.geometry("", M, K, (("Q4_1", N),), terms=1, **gpu)
+    how = _linear_gguf.geometry(M, K, (("Q4_1", N),), terms=1, **gpu)
     assert how is not None
     found = dict(how.defines)
     assert (found["LM_ROWS"], found["GGUF_TOGETHER"], how.grid[1]) == (rows, together, M // rows)
@@ -463,7 +463,7 @@ def gguf_hopper_tiles() -> Iterator[Job]:
         w = GgufMatrix.random([(next(names), 64)], 256)
         of = _linear_hopper.HopperProduct(rows, (N,), K, GGUF, gated, True, w.tile, w.units)
         chosen = _linear_hopper.choose(of, SMS, MOST_SHARED)
-        how = _linear_hopper.geometry("", of, chosen, gated=gated)
+        how = _linear_hopper.geometry(of, chosen, gated=gated)
         assert how.shared <= MOST_SHARED
         defines = (*stored_as("float16", GGUF), *how.defines, *range_defines(w))
         yield _linear_hopper.GGUF_FILE, "sm_90a", defines
@@ -545,25 +545,23 @@ def test_tiles_of_many_rows_compile_and_fit() -> None:
 
 @pytest.mark.slow
 def test_the_chosen_kernels_of_wgmma_compile_without_spills() -> None:
-    """A gated product has no q, k and v: qkv_decode_hopper is not launched with its tiles."""
     jobs: list[Job] = []
-    only = []
+    of_q_k_v = (("EPILOGUE", "EPILOGUE_APPEND"),)
     large = ((4096, 11008, False, 0), (11008, 4096, True, 0), (6144, 4096, False, 128))
     for (i, M), (N, K, gated, head) in product(enumerate((1, 16, 64)), large):
         stored = (("bfloat16",), ("float16", "float8_e4m3fn"))[(i + gated) % 2]
         of = _linear_hopper.HopperProduct(M, (N,), K, stored[-1], gated or head > 0)
         tile = _linear_hopper.choose(of, SMS, MOST_SHARED)
         options: dict[str, Any] = {"gated": gated, "to_terms": gated, "head": head}
-        made = _linear_hopper.geometry("", of, tile, **options)
-        file = _linear_hopper.ROPE_FILE if head else _linear_hopper.FILE
-        jobs.append((file, "sm_90a", (*stored_as(*stored), *made.defines)))
-        only.append("linear_decode_hopper" if gated else "")
+        made = _linear_hopper.geometry(of, tile, **options)
+        ends = (("EPILOGUE", "EPILOGUE_APPEND_ROPE"),) if head else ()
+        jobs.append((_linear_hopper.FILE, "sm_90a", (*stored_as(*stored), *made.defines, *ends)))
     for M, (N, K) in product((64, 256, 512), (QKV, FC, PROJ)):
         of = _linear_hopper.HopperProduct(M, (N,), K, "bfloat16")
         tile = _linear_hopper.choose(of, SMS, MOST_SHARED)
-        made = _linear_hopper.geometry("", of, tile, to_terms=N == 3072)
+        made = _linear_hopper.geometry(of, tile, to_terms=N == 3072)
         rounded = (("TERM_COUNT", 1),)
         for constants in (stored_as("bfloat16"), (*stored_as("float16"), *rounded)):
-            jobs.append((_linear_hopper.FILE, "sm_90a", (*constants, *made.defines)))
-            only.append("qkv_decode_hopper" if N == 2304 else "linear_decode_hopper")
-    assert_clean(jobs, only)
+            ends = of_q_k_v if N == 2304 else ()
+            jobs.append((_linear_hopper.FILE, "sm_90a", (*constants, *made.defines, *ends)))
+    assert_clean(jobs)

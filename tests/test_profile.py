@@ -486,7 +486,7 @@ def test_a_trace_with_overlapping_kernels(monkeypatch: pytest.MonkeyPatch) -> No
         assert layers == ["layer 0", "layer 1"] * (STEPS + 1)
     assert {e["tid"] for e in slices(trace, 1)} == {1, 2, 3}  # two kernels at a time
     assert {e["tid"] for e in slices(trace, 2)} == {1, 2}
-    (q, *_) = (e for e in slices(trace, 2) if e["name"] == "q: qkv_decode_mma")
+    (q, *_) = (e for e in slices(trace, 2) if e["name"] == "q: decode_mma")
     ran = found.passes[1].timeline.ran[1]
     assert q["dur"] == pytest.approx(ran.own, abs=2e-3)
     assert q["args"]["layer"] == 0
@@ -541,7 +541,7 @@ def test_rows_of_operations_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     assert times.kernels == sum(row.count for row in rows)
     assert times.apart_us - times.us == pytest.approx(SAVED * times.kernels)
     q = rows[1]
-    assert q.own_us == pytest.approx(2 * own_us("qkv_decode_mma"))
+    assert q.own_us == pytest.approx(2 * own_us("decode_mma"))
     assert q.gb_s == pytest.approx(1e-3 * q.moved.total / q.own_us)
     assert q.of_floor == pytest.approx(1e-4 * q.moved.total / q.own_us)
 

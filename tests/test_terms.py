@@ -153,7 +153,7 @@ def test_products_of_terms_and_of_floats(device: Any, dtype: str) -> None:
     if kind.dtype == "float16":
         assert_rounded_products(x, w, bias)
     made = LINEAR.bind((pairs, w, bias), gelu=True, decoding=True, terms=kind, to_terms=kind)
-    assert [launch.name for launch in made.launches] == ["linear_decode_tiles"]
+    assert [launch.name for launch in made.launches] == ["decode_mma_tiles"]
     assert_same_bits(made.run().get(), terms(expected, kind.dtype))
 
 
@@ -172,7 +172,7 @@ def assert_rounded_products(x: Array, w: WeightMatrix, bias: Any) -> None:
     options = {"gelu": True, "decoding": True, "to_terms": kind}
     for given, how in ((handed, {"terms": kind}), (floats, {"x_dtype": "float16"})):
         made = LINEAR.bind((given, w, bias), **options, **how)
-        assert [launch.name for launch in made.launches] == ["linear_decode_tiles"]
+        assert [launch.name for launch in made.launches] == ["decode_mma_tiles"]
         assert_terms(made.run().get(), expected, kind)
 
 

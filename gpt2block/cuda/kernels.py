@@ -22,7 +22,7 @@ import kernels_cu
 from gpt2block.config.formats import GGUF, own_cache_dtype
 from gpt2block.cuda import cupy
 from gpt2block.cuda.requests import Function, Launch, Scalar
-from gpt2block.cuda.tensor_maps import TensorMap
+from gpt2block.cuda.tensor_maps import NO_MAP, TensorMap
 from gpt2block.errors import KernelError
 
 SOURCE_DIR = Path(kernels_cu.__file__).parent
@@ -57,6 +57,8 @@ SCALARS: Mapping[str, type[np.generic]] = {
     "unsigned char": np.uint8,
 }
 TENSOR_MAP = TensorMap.__name__  # type of parameters that are tensor maps, passed by value
+# Arguments of parameters that a launch does not use; null for pointers.
+UNUSED: Mapping[str, Any] = {TENSOR_MAP: NO_MAP, **dict.fromkeys(SCALARS, 0)}
 
 # Macros by dtype, for the types `T`, `W` and `KV` of a source (kernels_cu/lib/storage.cuh). FP8
 # values are stored in arrays of uint8. `W` and `KV` are the same type as `T` unless they are FP8.
@@ -251,7 +253,7 @@ def _parameter(text: str) -> Parameter:
 def launch_at(
     file: str,
     geometry: Geometry,
-    args: tuple[Any, ...],
+    args: tuple[Any, ...] | Mapping[str, Any],
     storage: str = "float32",
     weights: str | None = None,
     cache: str | None = None,
@@ -259,13 +261,15 @@ def launch_at(
     """Return a launch with checked arguments, and start compiling its kernel if necessary.
 
     The first run of the launch waits for the kernel. args: CuPy arrays (or None for a null pointer)
-    and Python numbers, in the prototype's order. storage: the dtype of the source's type `T`, a key
-    of `STORAGE`. weights, cache: the formats of its types `W` and `KV`, keys of `WEIGHTS` and
-    `FP8_CACHE`, or None. Raises KernelError if the arguments do not match the prototype, or if the
-    grid exceeds CUDA's limits.
+    and Python numbers, in the prototype's order, or by name (`in_order`). storage: the dtype of the
+    source's type `T`, a key of `STORAGE`. weights, cache: the formats of its types `W` and `KV`,
+    keys of `WEIGHTS` and `FP8_CACHE`, or None. Raises KernelError if the arguments do not match the
+    prototype, or if the grid exceeds CUDA's limits.
     """
     name, grid, block, shared, defines = geometry
-    typed = typed_arguments(signatures(file)[name], args, storage, weights, cache)
+    signature = signatures(file)[name]
+    ordered = in_order(signature, args) if isinstance(args, Mapping) else args
+    typed = typed_arguments(signature, ordered, storage, weights, cache)
     if not (0 < grid[0] < 2**31 and all(0 < size < 2**16 for size in grid[1:])):
         raise KernelError(f"{name}: grid {grid} exceeds CUDA's limits (2147483647, 65535, 65535)")
     function = load(file, name, (*stored_as(storage, weights, cache), *defines))
@@ -281,6 +285,18 @@ def float_define(name: str, value: float | None, default: float | None = None) -
 def stored_as(storage: str, weights: str | None = None, cache: str | None = None) -> Defines:
     """Return the macros that define the types `T`, `W` and `KV` of a source."""
     return STORAGE[storage] + WEIGHTS.get(weights or "", ()) + FP8_CACHE.get(cache or "", ())
+
+
+def in_order(signature: Signature, args: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return arguments in the prototype's order.
+
+    A parameter without an argument is null or 0. Raises KernelError for an argument without a
+    parameter.
+    """
+    names = [parameter.name for parameter in signature.parameters]
+    if unknown := ", ".join(sorted(args.keys() - set(names))):
+        raise KernelError(f"{signature.name}: no parameter {unknown}: has {', '.join(names)}")
+    return tuple([args.get(p.name, UNUSED.get(p.ctype)) for p in signature.parameters])
 
 
 def typed_arguments(

@@ -9,20 +9,21 @@ from math import ceil
 from typing import Any, NamedTuple
 
 from gpt2block.config.formats import GGUF
-from gpt2block.cuda.arrays import check_address, compute_capability, device_attribute
-from gpt2block.cuda.kernels import Defines, Geometry, cache_dtype, launch_at
+from gpt2block.cuda.arrays import compute_capability, device_attribute
+from gpt2block.cuda.kernels import Defines, Geometry
 from gpt2block.cuda.requests import Launch
+from gpt2block.ops._epilogues import Epilogue
 from gpt2block.ops._linear_mma import FLOAT, MOST_SPLITS, TERMS, UNIT, splits
 from gpt2block.ops._linear_mma_tiles import CLUSTER_CAPABILITY
 from gpt2block.ops._rows import WARP, power_of_two
 from gpt2block.ops.call import Call
 from gpt2block.ops.gguf import range_defines
 from gpt2block.ops.operation import UnsupportedCall
-from gpt2block.ops.products import MMA_CAPABILITY, filled, gate_define, room, storage_of
+from gpt2block.ops.products import MMA_CAPABILITY, filled, gate_define, room
 from gpt2block.ops.terms import count_define
 from gpt2block.weights.gguf import BORDER, OCTET, TYPES, GgufMatrix
 
-FILE = "matmul/decode/mma_gguf.cu"
+FILE, KERNEL = "matmul/decode/mma_gguf.cu", "decode_mma_gguf"
 COLUMNS = BORDER  # columns of the product (rows of w) per warp
 WARPS = range(12, 0, -1)  # possible warps per block if all multiply the same split (range of K)
 FEW_ROWS, MOST_ROWS = 8, 64  # maximum rows of x per block if a Cut is `together`, and if not
@@ -81,7 +82,6 @@ class Cut(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def geometry(
-    kernel: str,
     M: int,
     K: int,
     ranges: tuple[tuple[str, int], ...],
@@ -151,7 +151,7 @@ def geometry(
     # blocks. Otherwise some multiprocessors would later run three blocks and others one. A decoding
     # step of a model with 7 billion weights takes 1.94 ms instead of 2.19 ms (H100).
     shared = filled(most_shared + STATIC, blocks, memory.of(cut))
-    return Geometry(kernel, grid, (WARP * cut.warps,), shared, defines)
+    return Geometry(KERNEL, grid, (WARP * cut.warps,), shared, defines)
 
 
 def slot_bytes(name: str) -> int:
@@ -188,35 +188,36 @@ def norm_of(gamma: Any, beta: Any) -> int:
 
 def launch(
     c: Call,
-    kernel: str,
-    args: tuple[Any, ...],
+    epilogue: Epilogue,
     *,
-    rounded: bool,
-    norm: int = 0,
+    gamma: Any = None,
+    beta: Any = None,
+    eps: float = 0.0,
+    bias: Any = None,
     up: GgufMatrix | None = None,
-    sums: int = 0,
-    cache: str | None = None,
-    rope: int = 0,
+    rounded: bool,
 ) -> Launch:
-    """Return the launch of a kernel of mma_gguf.cu, or raise UnsupportedCall.
+    """Return the launch for x and w of a call, or raise UnsupportedCall.
 
-    args: the arguments of the kernel. rounded: whether x is rounded to one 16-bit term per value.
-    norm: norm of x, as `norm_of` returns it. up: the second matrix of a gated product. sums:
-    partial sums per value that the kernel adds to the residual stream. cache: the FP8 format of the
-    kv_cache, or None. rope: channels per head with RoPE, else 0.
+    gamma, beta: the parameters of a norm of x, or None. up: the second matrix of a gated product.
+    rounded: whether x is rounded to one 16-bit term per value.
     """
+    norm = norm_of(gamma, beta)
+    if c.w.dtype != GGUF:
+        raise UnsupportedCall("takes a GgufMatrix")
     if compute_capability() < MMA_CAPABILITY:
         raise UnsupportedCall("needs a GPU of compute capability 8.0 or newer")
+    if epilogue.head % BORDER:
+        raise UnsupportedCall(f"heads of {epilogue.head} channels: expected a multiple of {BORDER}")
     if up is not None and up.ranges != c.w.ranges:
         raise UnsupportedCall(f"up: expected types {c.w.ranges}, got {up.ranges}")
     if norm == 2 and not normalizes(c.M, c.K):
         raise UnsupportedCall(f"RMSNorm of {c.M:,} rows of {c.K:,}: expected fewer: use rmsnorm")
     launch_geometry = geometry(
-        kernel,
         *(c.M, c.K, c.w.ranges),
         norm=norm,
         up=up is not None,
-        rope=rope,
+        rope=epilogue.head,
         terms=1 if rounded else TERMS,
         capability=compute_capability(),
         sms=device_attribute("MultiProcessorCount"),
@@ -228,36 +229,10 @@ def launch(
         )
     defines: Defines = (("LM_NORM", norm),) if norm else ()
     defines += (("LM_UP", 1), *gate_define(c.gelu)) if up is not None else ()
-    defines += (("LM_ROPE", rope),) if rope else ()
-    defines += (("LM_SUMS", sums),) if sums else ()
+    defines += (("LM_ROPE", epilogue.head),) if epilogue.head else ()
+    defines += (("LM_SUMS", epilogue.splits),) if epilogue.splits else ()
     defines += (*count_define(rounded), *range_defines(c.w))
-    launch_geometry = launch_geometry.with_defines(defines)
-    return launch_at(FILE, launch_geometry, args, *storage_of(c.w, cache_dtype(c.w.dtype)), cache)
-
-
-def launch_rope(
-    c: Call,
-    *,
-    rounded: bool,
-    gamma: Any = None,
-    bias: Any = None,
-    sums: Any = None,
-    splits: int = 0,
-    eps: float = 0.0,
-    n_ctx: int,
-    cache: str | None,
-) -> Launch:
-    """Return the launch of rope_decode_gguf for x or, with gamma, for the RMSNorm of x.
-
-    sums: partial sums that the kernel adds to x, `splits` per value of x, or None.
-    """
-    D = 2 * c.P
-    if c.w.dtype != GGUF:
-        raise UnsupportedCall("takes a GgufMatrix")
-    if D % BORDER:
-        raise UnsupportedCall(f"heads of {D} channels: expected a multiple of {BORDER}")
-    check_address("by", c.by, 8)
-    arrays = (c.x, gamma, c.w.data, bias, sums, c.by, c.row, c.position, c.out, c.k, c.v)
-    args = (*arrays, eps, c.M, c.N, c.n_head, c.C // D, c.B, n_ctx)
-    options: Any = {"norm": norm_of(gamma, None), "sums": splits, "cache": cache}
-    return launch(c, "rope_decode_gguf", args, rounded=rounded, rope=D, **options)
+    matrices = {"w": c.w.data, "up": None if up is None else up.data}
+    norms = {"gamma": gamma, "beta": beta, "eps": eps}
+    args = {"x": c.x, **matrices, **norms, "bias": bias, "M": c.M, "N": c.N}
+    return epilogue.launch(FILE, launch_geometry, defines, args, c.w)

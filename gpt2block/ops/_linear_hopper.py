@@ -1,35 +1,32 @@
 """Tiles, launch geometry and launches of the linear layer for decoding by wgmma.
 
-Kernels: matmul/decode/wgmma.cu and, with RoPE, wgmma_rope.cu; for weights in GGUF blocks
-wgmma_gguf.cu and, with RoPE, wgmma_gguf_rope.cu.
+Kernels: matmul/decode/wgmma.cu and, for weights in GGUF blocks, wgmma_gguf.cu.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
 from math import ceil
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from gpt2block.config.formats import FILE as OF_FILE
 from gpt2block.config.formats import GGUF
 from gpt2block.cuda.arrays import device_attribute
-from gpt2block.cuda.kernels import Geometry, launch_at
+from gpt2block.cuda.kernels import Defines, Geometry
 from gpt2block.cuda.requests import Launch
-from gpt2block.cuda.tensor_maps import NO_MAP, tensor_map
+from gpt2block.cuda.tensor_maps import tensor_map
+from gpt2block.ops._epilogues import Epilogue
 from gpt2block.ops._linear_mma import BYTES, HALF_SPLITS, LOADED, MOST_SPLITS, UNIT, splits
 from gpt2block.ops._rows import power_of_two
 from gpt2block.ops.call import Call
 from gpt2block.ops.gguf import chunk_sums, range_defines
 from gpt2block.ops.operation import UnsupportedCall
-from gpt2block.ops.products import check_addresses, filled, gate_define, room, storage_of
+from gpt2block.ops.products import check_addresses, filled, gate_define, room
 from gpt2block.ops.terms import IN_ORDER, Terms, count_define
 from gpt2block.weights.gguf import BORDER, OCTET, TYPES, GgufMatrix
-from gpt2block.weights.matrix import WeightMatrix
 
-FILE = "matmul/decode/wgmma.cu"
-ROPE_FILE = "matmul/decode/wgmma_rope.cu"
-GGUF_FILE = "matmul/decode/wgmma_gguf.cu"
-GGUF_ROPE_FILE = "matmul/decode/wgmma_gguf_rope.cu"
+FILE, KERNEL = "matmul/decode/wgmma.cu", "decode_wgmma"
+GGUF_FILE, GGUF_KERNEL = "matmul/decode/wgmma_gguf.cu", "decode_wgmma_gguf"
 TERM_ROWS = 64  # rows of x per tile of 16-bit terms, and maximum rows per block
 FEWEST_ROWS = 4  # minimum rows of x per block
 FEWEST_COLUMNS = 8  # minimum columns of wgmma's operand x; a column is one term of a row of x
@@ -267,7 +264,6 @@ def choose(p: HopperProduct, sms: int, most_shared: int) -> HopperLinearTile:
 
 @lru_cache(maxsize=1024)
 def geometry(
-    kernel: str,
     p: HopperProduct,
     tile: HopperLinearTile,
     *,
@@ -275,7 +271,7 @@ def geometry(
     to_terms: bool = False,
     head: int = 0,
 ) -> Geometry:
-    """Return the launch geometry of a kernel for a product and a tile.
+    """Return the launch geometry for a product and a tile.
 
     gated: whether there are two matrices. to_terms: whether the result is stored as terms. head:
     with RoPE, the channels of a head; an output is then a pair of channels.
@@ -294,6 +290,7 @@ def geometry(
         *((("DH_DEPTH", tile.depth),) if tile.depth > 1 else ()),
         *count_define(p.rounded),
     )
+    kernel = GGUF_KERNEL if p.octet else KERNEL
     return Geometry(kernel, (p.grid(tile),), (tile.threads,), p.shared_bytes(tile), defines)
 
 
@@ -322,49 +319,42 @@ def _product(c: Call, head: int) -> HopperProduct:
     return HopperProduct(c.M, outputs, c.K, GGUF, two, True, c.w.tile, c.w.units)
 
 
-def launch(
-    c: Call,
-    kernel: str,
-    matrices: tuple[WeightMatrix | None, ...],
-    args: tuple[Any, ...],
-    head: int = 0,
-) -> tuple[Launch, ...]:
+def launch(c: Call, epilogue: Epilogue) -> tuple[Launch, ...]:
     """Return the launches of a product, or raise UnsupportedCall.
 
-    matrices: w, and if the kernel takes it, up of a gated product, or None. args: the kernel's
-    arguments after x and the matrices. head: channels of a head, with RoPE. For GGUF types with
-    minimums, a launch that sums chunks of x precedes the product, unless x is stored with the sums.
+    For GGUF types with minimums, a launch that sums chunks of x precedes the product, unless x is
+    stored with the sums.
     """
-    p, in_blocks = _product(c, head), c.w.dtype == GGUF
+    head, in_blocks = epilogue.head, c.w.dtype == GGUF
+    p = _product(c, head)
     most_shared = device_attribute("MaxSharedMemoryPerBlockOptin")
     tile = choose(p, device_attribute("MultiProcessorCount"), most_shared)
     check_addresses(c, "x", "w", "up")
     to_terms, gated = c.to_terms is not None, c.up is not None
-    launch_geometry = geometry(kernel, p, tile, gated=gated, to_terms=to_terms, head=head)
+    launch_geometry = geometry(p, tile, gated=gated, to_terms=to_terms, head=head)
     before: tuple[Launch, ...] = ()
-    operands: tuple[Any, ...]
+    defines: Defines = ()
+    args = {"x": c.x, "bias": c.bias, "M": c.M, "N": c.N, "K": c.K}
+    matrices = {"w": c.w, "up": c.up} if gated else {"w": c.w}
     if in_blocks:
-        sums = None
         if any(TYPES[name].minimum for name, _ in c.w.ranges):
             sums = c.x.reshape(-1)[c.M * c.K // 2 :]  # unused half: x contains 16-bit values
             before = () if c.terms.summed else (chunk_sums.launch(c.x, sums, c.M, c.K),)
-        operands = (*(m if m is None else m.data for m in matrices), sums)
-        launch_geometry = launch_geometry.with_defines(range_defines(c.w))
+            args["chunk_sums"] = sums
+        args |= {name: m.data for name, m in matrices.items()}
+        defines = range_defines(c.w)
     else:
         box = (1, ROPE_BOX if head else tile.columns(p.two), LINE // c.w.data.itemsize)
-        operands = tuple(
-            NO_MAP if m is None else tensor_map(m.data.reshape(1, m.N, m.K), box) for m in matrices
-        )
-    if gated:
-        launch_geometry = launch_geometry.with_defines(gate_define(c.gelu))
+        for name, m in matrices.items():
+            args[name] = tensor_map(m.data.reshape(1, m.N, m.K), box)
+        args |= {"scale": c.w.scale, "up_scale": c.up.scale if gated else None}
+    defines += gate_define(c.gelu) if gated else ()
     shared = launch_geometry.shared
     if in_blocks:
         shared = filled(most_shared, tile.blocks, shared)
     elif tile.rows == TERM_ROWS:  # all shared memory: two blocks per SM would be slower
         shared = filled(most_shared, 1, shared)
+    file = GGUF_FILE if in_blocks else FILE
     launch_geometry = launch_geometry._replace(shared=shared)
-    files = (GGUF_FILE, GGUF_ROPE_FILE) if in_blocks else (FILE, ROPE_FILE)
-    arguments = (c.x, *operands, *args)
-    file, storage = files[head > 0], storage_of(c.w, c.T)
-    product = launch_at(file, launch_geometry, arguments, *storage, c.kv_dtype)
+    product = epilogue.launch(file, launch_geometry, defines, args, c.w)
     return (*before, product)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from gpt2block.cuda.kernels import Geometry
 from gpt2block.ops._rows import WARP, power_of_two
 
-FILE = "matmul/decode/cores.cu"
+FILE, KERNEL = "matmul/decode/cores.cu", "decode_cores"
 MANY_COLUMNS = 16384  # minimum outputs N for which blocks loop over columns
 PART = 256  # preferred number of values of K per warp
 MOST_STEPS = 3  # maximum loads per column that a thread has in flight
@@ -103,7 +103,6 @@ def _columns(N: int, split: int, steps: int, rows: int, sms: int) -> tuple[int, 
 
 @lru_cache(maxsize=1024)
 def geometry(
-    kernel: str,
     M: int,
     N: int,
     K: int,
@@ -114,7 +113,7 @@ def geometry(
     most_shared: int = 232_448,
     cut: MatvecLayout | None = None,
 ) -> Geometry | None:
-    """Return the launch of a kernel, or None if a row of x does not fit in `most_shared` bytes.
+    """Return the launch of the kernel, or None if a row of x does not fit in `most_shared` bytes.
 
     weight: bytes per weight. norm: whether the kernel computes LayerNorm of x. cut: the layout to
     use; by default, the result of `layout`.
@@ -139,7 +138,7 @@ def geometry(
     )
     blocks = ceil(N / (cut.columns * cut.groups))
     grid = (min(blocks, sms * cut.blocks) if cut.loop else blocks, ceil(M / cut.rows))
-    return Geometry(kernel, grid, (WARP * cut.groups * cut.split,), shared, defines)
+    return Geometry(KERNEL, grid, (WARP * cut.groups * cut.split,), shared, defines)
 
 
 def shared_floats(cut: MatvecLayout, K: int, norm: bool) -> int:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from gpt2block.cuda.kernels import FP8, TWO_PART, Geometry
 from gpt2block.ops._rows import WARP, power_of_two
 
-FILE = "matmul/decode/mma.cu"
+FILE, KERNEL = "matmul/decode/mma.cu", "decode_mma"
 UNIT = 128  # values of K per unit; a split (a range of K, summed separately) is 1 or more units
 MOST_SPLITS = 8  # maximum splits of K
 HALF_SPLITS = 4  # with GGUF blocks, splits 0 to 3 and the other splits are added separately
@@ -140,7 +140,6 @@ def _unit_registers(columns: int, weight: int) -> int:
 
 @lru_cache(maxsize=1024)
 def geometry(
-    kernel: str,
     M: int,
     N: int,
     K: int,
@@ -153,7 +152,7 @@ def geometry(
     columns: Sequence[int] = COLUMNS,
     cut: MmaLayout | None = None,
 ) -> Geometry | None:
-    """Return the launch of a kernel, or None if a row of x does not fit in `most_shared` bytes.
+    """Return the launch of the kernel, or None if a row of x does not fit in `most_shared` bytes.
 
     dtype: dtype of the weights. norm: norm of x, 0 none, 1 LayerNorm, 2 RMSNorm. terms: whether x
     is stored as 16-bit terms. columns: possible columns per block, as for `layout`. cut:
@@ -177,7 +176,7 @@ def geometry(
     )
     blocks = ceil(N / (cut.columns * (cut.warps if cut.loop else 1)))
     grid = (min(blocks, sms * cut.blocks) if cut.loop else blocks, ceil(M / cut.rows))
-    return Geometry(kernel, grid, (WARP * cut.warps,), shared, defines)
+    return Geometry(KERNEL, grid, (WARP * cut.warps,), shared, defines)
 
 
 def shared_bytes(cut: MmaLayout, K: int, dtype: str, norm: int) -> int:

@@ -13,7 +13,7 @@ from gpt2block.ops._linear_mma import BYTES, FLOAT, UNIT, splits
 from gpt2block.ops._rows import WARP
 from gpt2block.ops.products import count_tiles, room
 
-FILE = "matmul/decode/mma_tiles.cu"
+FILE, KERNEL = "matmul/decode/mma_tiles.cu", "decode_mma_tiles"
 CLUSTER_CAPABILITY = 90
 PAD = 16  # floats of padding after each row of sums in shared memory
 LONG_K = 2048  # minimum K for which a block reads so much of x that other tiles are faster
@@ -113,7 +113,6 @@ def _pipelines(tile: MmaLinearTile, dtype: str) -> Iterator[MmaLinearTile]:
 
 @lru_cache(maxsize=1024)
 def geometry(
-    kernel: str,
     M: int,
     N: int,
     K: int,
@@ -122,7 +121,7 @@ def geometry(
     terms: bool = False,
     to_terms: bool = False,
 ) -> Geometry:
-    """Return the launch of a kernel for x (M, K) and weights (N, K) of `dtype`.
+    """Return the launch of the kernel for x (M, K) and weights (N, K) of `dtype`.
 
     terms, to_terms: whether x, and the result, are stored as 16-bit terms instead of floats.
     """
@@ -141,4 +140,4 @@ def geometry(
     )
     grid = (tile.cluster * count_tiles(tile, M, N),)
     block = (WARP * warps_m * warps_n,)
-    return Geometry(kernel, grid, block, shared_bytes(tile, K, dtype), defines)
+    return Geometry(KERNEL, grid, block, shared_bytes(tile, K, dtype), defines)

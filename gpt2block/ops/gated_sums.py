@@ -10,25 +10,20 @@ as in `linear`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from functools import lru_cache
 from math import ceil
 from typing import Any, NamedTuple
 
 from gpt2block.config.formats import FILE as OF_FILE
 from gpt2block.config.formats import GGUF
-from gpt2block.cuda.arrays import (
-    CudaArray,
-    check,
-    check_address,
-    compute_capability,
-    device_attribute,
-)
-from gpt2block.cuda.kernels import FP8, Geometry, cache_dtype, launch_at
+from gpt2block.cuda.arrays import check, check_address, compute_capability, device_attribute
+from gpt2block.cuda.kernels import FP8, Defines, Geometry, cache_dtype, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops import _linear_gguf as blocks
 from gpt2block.ops import _linear_mma as mma
+from gpt2block.ops._epilogues import Epilogue, add_sums, append_sums
 from gpt2block.ops._rows import WARP, power_of_two
 from gpt2block.ops.call import Call, UncheckedCall
 from gpt2block.ops.operation import REQUIRED, Operation, UnsupportedCall, Variant, variant
@@ -42,9 +37,9 @@ from gpt2block.ops.products import (
 )
 from gpt2block.ops.terms import count_define, rounds
 from gpt2block.weights.gguf import TYPES
-from gpt2block.weights.matrix import WeightMatrix
 
-FILE, BLOCKS_FILE = "matmul/decode/ffn_mma.cu", "matmul/decode/ffn_mma_gguf.cu"
+FILE, KERNEL = "matmul/decode/ffn_mma.cu", "decode_ffn_mma"
+BLOCKS_FILE, BLOCKS_KERNEL = "matmul/decode/ffn_mma_gguf.cu", "decode_ffn_mma_gguf"
 MOST_ROWS = 4  # maximum rows of x; for more rows, separate kernels are faster
 MOST_CHANNELS = mma.UNIT * mma.MOST_SPLITS  # maximum C: RMSNorm needs one unit per split
 MULTIPLE = 16  # divisor of C, for 16-byte loads of FP8 rows and equally many outputs per block
@@ -95,7 +90,7 @@ def geometry_of(rows: int, C: int, H: int, cluster: Cluster, shared: int) -> Geo
         ("FF_CLUSTER", cluster.blocks),
     )
     grid, block = (cluster.blocks * mma.splits(H)[0],), (WARP * mma.splits(C)[0],)
-    return Geometry("ffn_decode", grid, block, shared, defines)
+    return Geometry(KERNEL, grid, block, shared, defines)
 
 
 def shared_bytes(rows: int, C: int, H: int, dtype: str, cluster: Cluster) -> int:
@@ -157,7 +152,7 @@ def blocks_geometry(
             numbers = (TYPES[name].number for name in types)
             defines = tuple(zip(("GGUF_TYPE_0", "FF_TYPE"), numbers, strict=True))
             launch_geometry = geometry_of(rows, C, H, cluster, shared).with_defines(defines)
-            return launch_geometry._replace(kernel="ffn_decode_gguf")
+            return launch_geometry._replace(kernel=BLOCKS_KERNEL)
     return None
 
 
@@ -214,7 +209,7 @@ def normed_columns(D: int) -> tuple[int, ...]:
     return tuple(c for c in (32, 16, 8) if D % c == 0 and D // c <= PORTABLE)
 
 
-@variant("gated_sums", FILE, "ffn_decode")
+@variant("gated_sums", FILE, KERNEL)
 def _gated_sums(c: Call) -> Launch:
     if compute_capability() != HOPPER_CAPABILITY:
         raise UnsupportedCall(
@@ -238,7 +233,7 @@ def _gated_sums(c: Call) -> Launch:
     return launch_at(FILE, launch_geometry, args, *storage_of(c.w_gate))
 
 
-@variant("gated_sums_gguf", BLOCKS_FILE, "ffn_decode_gguf")
+@variant("gated_sums_gguf", BLOCKS_FILE, BLOCKS_KERNEL)
 def _gated_blocks(c: Call) -> Launch:
     if compute_capability() != HOPPER_CAPABILITY:
         raise UnsupportedCall("needs a GPU of compute capability 9.0 (Hopper): use linear")
@@ -268,12 +263,8 @@ def _checked(launch_geometry: Geometry, c: Call) -> Geometry:
     if c.splits != mma.splits(c.H)[0]:
         raise UnsupportedCall(f"splits: expected {mma.splits(c.H)[0]}, got {c.splits}")
     check_addresses(c, "x", "gamma", "w_gate", "w_up", "w_down", "sums")
-    return _rounding(launch_geometry, c, c.w_gate).with_defines(gate_define(c.gelu))
-
-
-def _rounding(launch_geometry: Geometry, c: Call, w: WeightMatrix) -> Geometry:
-    """Return the geometry, with the constant that requests rounding of x if x_dtype is set."""
-    return launch_geometry.with_defines(count_define(rounds(c.x_dtype, w.dtype)))
+    rounding = count_define(rounds(c.x_dtype, c.w_gate.dtype))
+    return launch_geometry.with_defines((*rounding, *gate_define(c.gelu)))
 
 
 def _check_sums(c: Call) -> None:
@@ -290,12 +281,8 @@ def _check_sums_of_blocks(c: Call) -> None:
         )
 
 
-def _product(c: Call, kernel: str, rope: int = 0, columns: Sequence[int] = mma.COLUMNS) -> Geometry:
-    """Return the launch geometry of a kernel of matmul/decode/mma.cu that adds up partial sums.
-
-    rope: channels per head if the kernel fuses RMSNorm and RoPE, else 0. columns: possible columns
-    per block.
-    """
+def _product(c: Call, epilogue: Epilogue) -> Launch:
+    """Return the launch of matmul/decode/mma.cu with an epilogue that adds up partial sums."""
     _check_sums(c)
     if compute_capability() < MMA_CAPABILITY:
         raise UnsupportedCall("needs a GPU of compute capability 8.0 or newer")
@@ -306,83 +293,77 @@ def _product(c: Call, kernel: str, rope: int = 0, columns: Sequence[int] = mma.C
         raise UnsupportedCall(f"K {c.K:,}: expected a multiple of {multiple} for {c.w.dtype}")
     if c.N >= mma.MANY_COLUMNS:
         raise UnsupportedCall(f"{c.N:,} outputs: expected less than {mma.MANY_COLUMNS:,}")
+    D, normed = epilogue.head, "gamma_q" in epilogue.args
     launch_geometry = mma.geometry(
-        kernel,
         *(c.M, c.N, c.K, c.w.dtype),
-        norm=2 if rope else 0,
+        norm=2 if D else 0,
         sms=device_attribute("MultiProcessorCount"),
         most_shared=device_attribute("MaxSharedMemoryPerBlockOptin") - 1024,
-        columns=columns,
+        columns=_columns_of_head(D) if normed else mma.COLUMNS,
     )
     if launch_geometry is None:
         raise UnsupportedCall(f"K {c.K:,}: a row does not fit in shared memory")
     assert launch_geometry is not None
-    defines = ("LM_SUMS", 0 if c.sums is None else c.S), *((("LM_ROPE", rope),) if rope else ())
-    return _rounding(launch_geometry.with_defines(defines), c, c.w)
+    columns = int(dict(launch_geometry.defines)["LM_COLUMNS"])
+    defines: Defines = (("LM_SUMS", epilogue.splits), *((("LM_ROPE", D),) if D else ()))
+    defines += count_define(rounds(c.x_dtype, c.w.dtype))
+    if normed:
+        defines += (("LM_QK_NORM", 1), ("LM_CLUSTER", _cluster_of_head(D // columns)))
+    args = {"x": c.x, "w": c.w.data, "scale": c.w.scale, "M": c.M, "N": c.N}
+    args |= {"gamma": c.gamma, "eps": c.eps} if D else {}
+    return epilogue.launch(mma.FILE, launch_geometry, defines, args, c.w)
 
 
-def _left(c: Call) -> tuple[CudaArray | None, CudaArray | None]:
-    """Return the partial sums that the kernel must add up, and the scales of w_down's outputs."""
-    return c.sums, None if c.w_down is None else c.w_down.scale
-
-
-@variant("linear_sums", mma.FILE, "linear_decode_sums")
-def _linear_sums(c: Call) -> Launch:
-    launch_geometry = _product(c, "linear_decode_sums")
-    check_addresses(c, "x", "w")
-    args = (c.x, c.w.data, c.w.scale, *_left(c), c.residual, c.out, c.M, c.N)
-    return launch_at(mma.FILE, launch_geometry, args, *storage_of(c.w))
-
-
-@variant("linear_sums_gguf", blocks.FILE, "linear_gguf_sums")
-def _linear_blocks(c: Call) -> Launch:
-    _check_sums_of_blocks(c)
-    check_addresses(c, "x", "w")
-    args = (c.x, c.w.data, c.sums, c.residual, c.out, c.M, c.N)
-    rounded, sums = rounds(c.x_dtype, c.w.dtype), 0 if c.sums is None else c.S
-    return blocks.launch(c, "linear_gguf_sums", args, rounded=rounded, sums=sums)
-
-
-@variant("rope_sums", mma.FILE, "rope_decode_sums")
-def _rope_sums(c: Call) -> Launch:
-    D = 2 * c.P
-    if c.K > MOST_CHANNELS:
-        raise UnsupportedCall(f"K {c.K:,}: expected up to {MOST_CHANNELS:,}")
-    launch_geometry = _product(c, "rope_decode_sums", D) if c.gamma_q is None else _with_norms(c, D)
-    check_addresses(c, "x", "gamma", "w", "sums")
-    check_address("by", c.by, 8)
-    cache = (c.by, c.row, c.position, c.out, c.k, c.v)
-    sizes = (c.eps, c.M, c.N, c.n_head, c.C // D, c.B, c.T)
-    args = (c.x, c.gamma, c.w.data, c.w.scale, *_left(c), *cache, c.gamma_q, c.gamma_k, *sizes)
-    storage = storage_of(c.w, cache_dtype(c.w.dtype))
-    return launch_at(mma.FILE, launch_geometry, args, *storage, c.kv_dtype)
-
-
-@variant("rope_sums_gguf", blocks.FILE, "rope_decode_gguf")
-def _rope_blocks(c: Call) -> Launch:
-    _check_sums_of_blocks(c)
-    if c.gamma_q is not None:
-        raise UnsupportedCall("a GgufMatrix: expected no norms of heads")
-    check_addresses(c, "x", "gamma", "w")
-    sums: Any = {"sums": c.sums, "splits": 0 if c.sums is None else c.S}
-    options: Any = {"gamma": c.gamma, "eps": c.eps, "n_ctx": c.T, "cache": c.kv_dtype, **sums}
-    return blocks.launch_rope(c, rounded=rounds(c.x_dtype, c.w.dtype), **options)
-
-
-def _with_norms(c: Call, D: int) -> Geometry:
-    """Return the geometry of `rope_sums` with norms of heads: one cluster per head."""
+def _columns_of_head(D: int) -> tuple[int, ...]:
+    """Return the possible columns per block with norms of heads, or raise UnsupportedCall."""
     columns = normed_columns(D)
     if not columns:
         raise UnsupportedCall(
             f"heads of {D} channels: expected a multiple of 8, at most {PORTABLE} times 32"
         )
-    launch_geometry = _product(c, "rope_decode_sums", D, columns)
-    cluster = D // int(dict(launch_geometry.defines)["LM_COLUMNS"])
-    if cluster > 1 and compute_capability() < HOPPER_CAPABILITY:
+    return columns
+
+
+def _cluster_of_head(blocks: int) -> int:
+    """Return the blocks of a cluster that normalizes a head, or raise UnsupportedCall."""
+    if blocks > 1 and compute_capability() < HOPPER_CAPABILITY:
         raise UnsupportedCall(
             "needs a GPU of compute capability 9.0 (Hopper), as a head has several blocks"
         )
-    return launch_geometry.with_defines((("LM_QK_NORM", 1), ("LM_CLUSTER", cluster)))
+    return blocks
+
+
+@variant("linear_sums", mma.FILE, mma.KERNEL)
+def _linear_sums(c: Call) -> Launch:
+    check_addresses(c, "x", "w")
+    return _product(c, add_sums(c))
+
+
+@variant("linear_sums_gguf", blocks.FILE, blocks.KERNEL)
+def _linear_blocks(c: Call) -> Launch:
+    _check_sums_of_blocks(c)
+    check_addresses(c, "x", "w")
+    return blocks.launch(c, add_sums(c), rounded=rounds(c.x_dtype, c.w.dtype))
+
+
+@variant("rope_sums", mma.FILE, mma.KERNEL)
+def _rope_sums(c: Call) -> Launch:
+    if c.K > MOST_CHANNELS:
+        raise UnsupportedCall(f"K {c.K:,}: expected up to {MOST_CHANNELS:,}")
+    check_addresses(c, "x", "gamma", "w", "sums")
+    check_address("by", c.by, 8)
+    return _product(c, append_sums(c))
+
+
+@variant("rope_sums_gguf", blocks.FILE, blocks.KERNEL)
+def _rope_blocks(c: Call) -> Launch:
+    _check_sums_of_blocks(c)
+    if c.gamma_q is not None:
+        raise UnsupportedCall("a GgufMatrix: expected no norms of heads")
+    check_addresses(c, "x", "gamma", "w")
+    check_address("by", c.by, 8)
+    norm: Any = {"gamma": c.gamma, "eps": c.eps}
+    return blocks.launch(c, append_sums(c), rounded=rounds(c.x_dtype, c.w.dtype), **norm)
 
 
 def _prepare_rope(unchecked: UncheckedCall) -> Call:

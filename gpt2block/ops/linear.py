@@ -12,9 +12,9 @@ activations; `matmul_bias` takes plain float32 matrices (K, N).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from math import gcd
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -39,6 +39,7 @@ from gpt2block.ops import _linear_matvec as matvec
 from gpt2block.ops import _linear_mma as mma
 from gpt2block.ops import _linear_mma_tiles as mma_tiles
 from gpt2block.ops import _linear_tiles as tiles
+from gpt2block.ops._epilogues import Ends, add, append, append_rope
 from gpt2block.ops.call import Call, UncheckedCall
 from gpt2block.ops.gated_sums import GATED_SUMS, LINEAR_SUMS, ROPE_SUMS
 from gpt2block.ops.gguf import chunk_sums
@@ -152,11 +153,8 @@ def _most_shared() -> int:
     return device_attribute("MaxSharedMemoryPerBlockOptin") - 1024  # 1024: static shared memory
 
 
-def _few_rows(module: Any, c: Call, kernel: str, args: tuple[Any, ...]) -> Launch:
-    """Return the launch of a kernel of matmul/decode/cores.cu or matmul/decode/mma.cu.
-
-    module: matvec for cores.cu, mma for mma.cu. args: the kernel's last arguments.
-    """
+def _few_rows(module: Any, c: Call, epilogue: Ends) -> Launch:
+    """Return the launch of matmul/decode/cores.cu (module: matvec) or mma.cu (mma)."""
     if c.N > MAX_OUTPUTS:
         raise UnsupportedCall(f"w: expected at most {MAX_OUTPUTS:,} outputs, got {c.N:,}")
     if c.w.dtype == GGUF:
@@ -165,24 +163,21 @@ def _few_rows(module: Any, c: Call, kernel: str, args: tuple[Any, ...]) -> Launc
         raise UnsupportedCall(
             "takes and gives floats, of one matrix: use variant mma_tiles for terms, or hopper"
         )
-    size = c.w.data.itemsize
-    sms, defines = device_attribute("MultiProcessorCount"), count_define(c.rounded)
+    size, most_shared = c.w.data.itemsize, _most_shared()
     more: dict[str, Any] = {"terms": True} if c.terms else {}
     geometry: Geometry | None = module.geometry(
-        kernel,
         *(c.M, c.N, c.K, c.w.dtype if module is mma else size),
         norm=c.gamma is not None,
-        sms=sms,
-        most_shared=_most_shared(),
+        sms=device_attribute("MultiProcessorCount"),
+        most_shared=most_shared,
         **more,
     )
     if geometry is None:
         raise UnsupportedCall(
-            f"K {c.K:,}: a row does not fit in the {_most_shared():,} bytes of this GPU's "
-            "shared memory: variant tiles has no such limit"
+            f"K {c.K:,}: a row does not fit in the {most_shared:,} bytes of this GPU's shared "
+            "memory: variant tiles has no such limit"
         )
     assert geometry is not None
-    geometry = geometry.with_defines(defines)
     if geometry.grid[1] > MAX_BLOCKS:
         raise UnsupportedCall(f"{c.M:,} rows: too many for this variant: use variant tiles")
     load = mma.LOADED if module is mma else matvec.order(c.N, c.K, size)[0] * size
@@ -190,9 +185,10 @@ def _few_rows(module: Any, c: Call, kernel: str, args: tuple[Any, ...]) -> Launc
     for name in ("x", "gamma", "beta"):
         if getattr(c, name) is not None:
             check_address(name, getattr(c, name), 4 * gcd(4, c.K))
-    x_scale = (c.x_scale,) if module is mma else ()
-    args = (c.x, c.gamma, c.beta, c.w.data, c.w.scale, c.bias, *x_scale, *args)
-    return launch_at(module.FILE, geometry, args, *storage_of(c.w, c.T), c.kv_dtype)
+    args = {"x": c.x, "gamma": c.gamma, "beta": c.beta, "eps": c.eps, "M": c.M, "N": c.N}
+    args |= {"w": c.w.data, "scale": c.w.scale, "bias": c.bias}
+    args |= {"x_scale": c.x_scale} if module is mma else {}
+    return epilogue(c).launch(module.FILE, geometry, count_define(c.rounded), args, c.w)
 
 
 def _on_tensor_cores(c: Call) -> None:
@@ -222,8 +218,20 @@ def _check_sizes(c: Call) -> None:
         raise UnsupportedCall(f"x {c.x.shape}, {c.N:,} outputs: {expected}")
 
 
-def _more_rows(c: Call, kernel: str, args: tuple[Any, ...]) -> Launch:
-    """Return the launch of a kernel of mma_tiles.cu. args: the kernel's last arguments."""
+def _by_cores(c: Call, epilogue: Ends) -> Launch:
+    """Return the launch of matmul/decode/cores.cu."""
+    _on_cuda_cores(c)
+    return _few_rows(matvec, c, epilogue)
+
+
+def _by_mma(c: Call, epilogue: Ends) -> Launch:
+    """Return the launch of matmul/decode/mma.cu."""
+    _on_tensor_cores(c)
+    return _few_rows(mma, c, epilogue)
+
+
+def _by_mma_tiles(c: Call, epilogue: Ends) -> Launch:
+    """Return the launch of matmul/decode/mma_tiles.cu."""
     if c.w.dtype == GGUF:
         raise UnsupportedCall("takes no GgufMatrix: use variant tiles")
     if c.gamma is not None:
@@ -245,21 +253,15 @@ def _more_rows(c: Call, kernel: str, args: tuple[Any, ...]) -> Launch:
         sms=device_attribute("MultiProcessorCount"),
         most_shared=_most_shared(),
     )
-    stored = c.terms is not None, c.to_terms is not None
-    geometry = mma_tiles.geometry(kernel, *sizes, tile, *stored)
-    geometry = geometry.with_defines(count_define(c.rounded))
-    args = (c.x, c.w.data, c.w.scale, c.bias, c.x_scale, *args)
-    return launch_at(mma_tiles.FILE, geometry, args, *storage_of(c.w, c.T), c.kv_dtype)
+    geometry = mma_tiles.geometry(*sizes, tile, c.terms is not None, c.to_terms is not None)
+    defines = count_define(c.rounded)
+    args = {"x": c.x, "w": c.w.data, "scale": c.w.scale, "bias": c.bias, "x_scale": c.x_scale}
+    args |= {"out_scale": stored_scale(c.to_terms), "M": c.M, "N": c.N, "K": c.K}
+    return epilogue(c).launch(mma_tiles.FILE, geometry, defines, args, c.w)
 
 
-def _by_wgmma(
-    c: Call,
-    kernel: str,
-    matrices: tuple[WeightMatrix | None, ...],
-    args: tuple[Any, ...],
-    head: int = 0,
-) -> tuple[Launch, ...]:
-    """Return the launches of a kernel of wgmma*.cu. Parameters: as for `hopper.launch`."""
+def _by_wgmma(c: Call, epilogue: Ends) -> tuple[Launch, ...]:
+    """Return the launches of matmul/decode/wgmma.cu or wgmma_gguf.cu."""
     if compute_capability() != HOPPER_CAPABILITY:
         raise UnsupportedCall(
             "needs a GPU of compute capability 9.0 (Hopper): use variant mma_tiles"
@@ -268,96 +270,56 @@ def _by_wgmma(
     ordered = c.terms and c.terms.width and (not c.to_terms or c.to_terms.width)
     if not ordered:
         raise UnsupportedCall("takes and gives terms in the order of wgmma: use variant mma_tiles")
-    return hopper.launch(c, kernel, matrices, args, head)
+    return hopper.launch(c, epilogue(c))
 
 
-@variant("gguf hopper", hopper.GGUF_FILE, "linear_hopper_gguf")
-def _blocks_hopper(c: Call) -> tuple[Launch, ...]:
-    args = (c.bias, *_tile_ends(c))
-    return _by_wgmma(c, "linear_hopper_gguf", (c.w, c.up), args)
-
-
-@variant("qkv_gguf hopper", hopper.GGUF_FILE, "qkv_hopper_gguf")
-def _qkv_blocks_hopper(c: Call) -> tuple[Launch, ...]:
-    args = (c.bias, *_cache_ends(c, c.M, c.K))
-    return _by_wgmma(c, "qkv_hopper_gguf", (c.w,), args)
-
-
-@variant("rope_gguf hopper", hopper.GGUF_ROPE_FILE, "rope_hopper_gguf")
-def _rope_blocks_hopper(c: Call) -> tuple[Launch, ...]:
-    sizes = c.M, c.K, c.n_head, c.C // (2 * c.P), c.B, c.S
-    args = (c.bias, c.by, c.row, c.position, c.out, c.k, c.v, *sizes)
-    return _by_wgmma(c, "rope_hopper_gguf", (c.w,), args, head=2 * c.P)
-
-
-def _ends(c: Call) -> tuple[Any, ...]:
-    """Return the last arguments of a kernel for few rows of x."""
-    return c.residual, c.out, c.eps, c.M, c.N, int(c.gelu)
-
-
-def _tile_ends(c: Call) -> tuple[Any, ...]:
-    """Return the last arguments of a kernel for more rows of x."""
-    return c.residual, c.out, c.M, c.N, c.K, int(c.gelu)
-
-
-@variant("matvec", matvec.FILE, "linear_matvec")
-def _matvec(c: Call) -> Launch:
-    _on_cuda_cores(c)
-    return _few_rows(matvec, c, "linear_matvec", _ends(c))
-
-
-@variant("mma", mma.FILE, "linear_decode_mma")
-def _mma(c: Call) -> Launch:
-    _on_tensor_cores(c)
-    return _few_rows(mma, c, "linear_decode_mma", _ends(c))
-
-
-def _in_blocks(c: Call, kernel: str, args: tuple[Any, ...], **options: Any) -> Launch:
-    """Return the launch of a kernel for GGUF blocks. args: arguments after x, gamma, beta and w."""
+def _by_mma_gguf(c: Call, epilogue: Ends) -> Launch:
+    """Return the launch of matmul/decode/mma_gguf.cu."""
     if c.terms or c.to_terms:
         raise UnsupportedCall("takes and gives floats")
-    check_addresses(c, "x", "gamma", "beta", "w")
-    norm = blocks.norm_of(c.gamma, c.beta)
-    args = (c.x, c.gamma, c.beta, c.w.data, *args)
-    return blocks.launch(c, kernel, args, rounded=c.rounded, norm=norm, **options)
+    norm: dict[str, Any] = {}
+    end = epilogue(c)
+    if not end.head:
+        norm = {"gamma": c.gamma, "beta": c.beta, "eps": c.eps, "up": c.up}
+    check_addresses(c, "x", "w", *(name for name in ("gamma", "beta") if name in norm))
+    if end.head:
+        check_address("by", c.by, 8)
+    return blocks.launch(c, end, bias=c.bias, rounded=c.rounded, **norm)
 
 
-@variant("gguf", blocks.FILE, "linear_decode_gguf")
-def _linear_blocks(c: Call) -> Launch:
-    up = c.up.data if c.up is not None else None
-    args = up, c.bias, c.residual, c.out, c.eps, c.M, c.N, int(c.gelu)
-    return _in_blocks(c, "linear_decode_gguf", args, up=c.up)
+class Engine(NamedTuple):
+    """A kernel that multiplies rows of decoding. Its launches raise UnsupportedCall."""
+
+    name: str
+    file: str
+    kernel: str
+    launch: Callable[[Call, Ends], Any]
+
+    def then(self, epilogue: Ends, prefix: str = "") -> Variant:
+        """Return the variant with an epilogue. Its name begins with `prefix`."""
+
+        def launch(c: Call) -> Any:
+            return self.launch(c, epilogue)
+
+        return Variant(prefix + self.name, self.file, (self.kernel,), launch)
 
 
-@variant("qkv_gguf", blocks.FILE, "qkv_decode_gguf")
-def _qkv_blocks(c: Call) -> Launch:
-    args = (c.bias, *_cache_ends(c, c.eps, c.M))
-    return _in_blocks(c, "qkv_decode_gguf", args, cache=c.kv_dtype)
-
-
-@variant("rope_gguf", blocks.FILE, "rope_decode_gguf")
-def _rope_blocks(c: Call) -> Launch:
-    if c.terms:
-        raise UnsupportedCall("takes floats")
-    check_addresses(c, "x", "w")
-    return blocks.launch_rope(c, rounded=c.rounded, bias=c.bias, n_ctx=c.S, cache=c.kv_dtype)
-
-
-@variant("mma_tiles", mma_tiles.FILE, "linear_decode_tiles")
-def _mma_tiles(c: Call) -> Launch:
-    return _more_rows(c, "linear_decode_tiles", (stored_scale(c.to_terms), *_tile_ends(c)))
-
-
-@variant("hopper", hopper.FILE, "linear_decode_hopper")
-def _hopper(c: Call) -> tuple[Launch, ...]:
-    args = (c.w.scale, c.up.scale if c.up else None, c.bias, *_tile_ends(c))
-    return _by_wgmma(c, "linear_decode_hopper", (c.w, c.up), args)
+ENGINES = (
+    Engine("matvec", matvec.FILE, matvec.KERNEL, _by_cores),
+    Engine("mma", mma.FILE, mma.KERNEL, _by_mma),
+    Engine("mma_tiles", mma_tiles.FILE, mma_tiles.KERNEL, _by_mma_tiles),
+    Engine("hopper", hopper.FILE, hopper.KERNEL, _by_wgmma),
+)
+GGUF_ENGINES = (
+    Engine("gguf", blocks.FILE, blocks.KERNEL, _by_mma_gguf),
+    Engine("gguf_hopper", hopper.GGUF_FILE, hopper.GGUF_KERNEL, _by_wgmma),
+)
 
 
 @variant("tiles", tiles.FILE, tiles.KERNEL)
 def _tiles(c: Call) -> Any:
     if c.w.dtype == GGUF:
-        return _linear_blocks.launch(c)
+        return _by_mma_gguf(c, add)
     _on_cuda_cores(c)
     if c.gamma is not None:
         raise UnsupportedCall("takes no gamma and beta: use variant matvec")
@@ -383,59 +345,12 @@ def _tiles(c: Call) -> Any:
     return launch_at(tiles.FILE, geometry, args, *storage_of(c.w))
 
 
-def _cache_ends(c: Call, *sizes: Any) -> tuple[Any, ...]:
-    """Return the last arguments of a kernel that appends k and v to the kv_cache."""
-    return c.row, c.position, c.q, c.k, c.v, *sizes, c.C, c.B, c.P
-
-
-@variant("qkv", matvec.FILE, "qkv_matvec")
-def _qkv_matvec(c: Call) -> Launch:
-    _on_cuda_cores(c)
-    return _few_rows(matvec, c, "qkv_matvec", _cache_ends(c, c.eps, c.M))
-
-
-@variant("qkv_mma", mma.FILE, "qkv_decode_mma")
-def _qkv_mma(c: Call) -> Launch:
-    _on_tensor_cores(c)
-    return _few_rows(mma, c, "qkv_decode_mma", _cache_ends(c, c.eps, c.M))
-
-
-@variant("qkv_mma_tiles", mma_tiles.FILE, "qkv_decode_tiles")
-def _qkv_tiles(c: Call) -> Launch:
-    return _more_rows(c, "qkv_decode_tiles", _cache_ends(c, c.M, c.K))
-
-
-@variant("qkv_hopper", hopper.FILE, "qkv_decode_hopper")
-def _qkv_hopper(c: Call) -> tuple[Launch, ...]:
-    args = (c.w.scale, c.bias, *_cache_ends(c, c.M, c.K))
-    return _by_wgmma(c, "qkv_decode_hopper", (c.w,), args)
-
-
-@variant("rope_hopper", hopper.ROPE_FILE, "rope_decode_hopper")
-def _rope_hopper(c: Call) -> tuple[Launch, ...]:
-    if compute_capability() != HOPPER_CAPABILITY:
-        raise UnsupportedCall(
-            "needs a GPU of compute capability 9.0 (Hopper): use linear and rope_append"
-        )
-    wanted, D = hopper.terms(c.w.dtype, c.rounded), 2 * c.P
-    if c.terms != wanted:
-        raise UnsupportedCall(f"terms of {c.terms}: expected {wanted}")
-    multiple = 2 * hopper.ROPE_BOX
-    if D % multiple:
-        raise UnsupportedCall(f"heads of {D} channels: expected a multiple of {multiple}")
-    arrays = (c.w.scale, c.bias, c.by, c.row, c.position, c.out, c.k, c.v)
-    args = (*arrays, c.M, c.K, c.n_head, c.C // D, c.B, c.S)
-    return hopper.launch(c, "rope_decode_hopper", (c.w,), args, head=D)
-
-
 def _decoding(c: Call, operation: Operation) -> tuple[Variant, ...]:
     """Return variants for decoding, preferred first. All tensor-core variants give equal bits."""
     few_rows, on_tensor_cores, more_rows, by_wgmma = operation.variants[:4]
     ordered = c.terms is not None and c.terms.width > 0
-    if c.w.dtype == GGUF and operation is LINEAR_QKV:
-        return (_qkv_blocks_hopper if ordered else _qkv_blocks,)
     if c.w.dtype == GGUF:
-        return (_blocks_hopper if ordered else _linear_blocks,)
+        return ((QKV_GGUF if operation is LINEAR_QKV else LINEAR_GGUF)[ordered],)
     if ordered:
         return (by_wgmma,)
     few = c.M * c.N * c.K <= FEW_PRODUCTS or c.M <= MORE_ROWS
@@ -513,8 +428,7 @@ def _prepare_rope(unchecked: UncheckedCall) -> Call:
     c = unchecked.checked(to_terms=None, up=None)
     c.T = cache_dtype(c.w.dtype)
     c.rounded = rounds(c.terms.x_dtype if c.terms else c.x_dtype, c.w.dtype)
-    blocks_variant = _rope_blocks_hopper if c.terms else _rope_blocks
-    c.order = (blocks_variant if c.w.dtype == GGUF else _rope_hopper,)
+    c.order = (ROPE_GGUF[c.terms is not None] if c.w.dtype == GGUF else LINEAR_ROPE.variants[0],)
     if c.kv_dtype is None:
         check("k", c.k, dtype=c.T)
     D = 2 * c.P
@@ -558,23 +472,42 @@ def _make(s: Sizes, rng: np.random.Generator) -> Inputs:
     return x, w, rng.standard_normal(s["N"], dtype=np.float32)
 
 
+def _rope_by_wgmma(c: Call) -> tuple[Launch, ...]:
+    """Return the launches of matmul/decode/wgmma.cu with RoPE."""
+    if compute_capability() != HOPPER_CAPABILITY:
+        raise UnsupportedCall(
+            "needs a GPU of compute capability 9.0 (Hopper): use linear and rope_append"
+        )
+    wanted, D = hopper.terms(c.w.dtype, c.rounded), 2 * c.P
+    if c.terms != wanted:
+        raise UnsupportedCall(f"terms of {c.terms}: expected {wanted}")
+    multiple = 2 * hopper.ROPE_BOX
+    if D % multiple:
+        raise UnsupportedCall(f"heads of {D} channels: expected a multiple of {multiple}")
+    return hopper.launch(c, append_rope(c))
+
+
+LINEAR_GGUF = tuple(engine.then(add) for engine in GGUF_ENGINES)
+QKV_GGUF = tuple(engine.then(append, "qkv_") for engine in GGUF_ENGINES)
+ROPE_GGUF = tuple(engine.then(append_rope, "rope_") for engine in GGUF_ENGINES)
+
 LINEAR_QKV = Operation(
     name="linear_qkv",
-    variants=(_qkv_matvec, _qkv_mma, _qkv_tiles, _qkv_hopper),
+    variants=tuple(engine.then(append, "qkv_") for engine in ENGINES),
     options={"eps": 1e-5, "terms": None, "kv_dtype": None, "x_bound": None, "x_dtype": None},
     prepare=_prepare_qkv,
 )
 
 LINEAR_ROPE = Operation(
     name="linear_rope",
-    variants=(_rope_hopper,),
+    variants=(Variant("rope_hopper", hopper.FILE, (hopper.KERNEL,), _rope_by_wgmma),),
     options={"n_head": REQUIRED, "terms": None, "kv_dtype": None, "x_dtype": None},
     prepare=_prepare_rope,
 )
 
 OPERATION = Operation(
     name="linear",
-    variants=(_matvec, _mma, _mma_tiles, _hopper, _tiles),
+    variants=(*(engine.then(add) for engine in ENGINES), _tiles),
     options={
         "gelu": False,
         "eps": 1e-5,
@@ -586,10 +519,7 @@ OPERATION = Operation(
         "x_dtype": None,
     },
     prepare=_prepare,
-    parts=(
-        *(_linear_blocks, _qkv_blocks, _rope_blocks),
-        *(_blocks_hopper, _qkv_blocks_hopper, _rope_blocks_hopper, chunk_sums),
-    ),
+    parts=(*LINEAR_GGUF, *QKV_GGUF, *ROPE_GGUF, chunk_sums),
     steps=(LINEAR_QKV, LINEAR_ROPE, LINEAR_SUMS, ROPE_SUMS, GATED_SUMS),
     workload=Workload(
         idea="[residual +] [gelu]((LayerNorm(x) or x) W + bias)",

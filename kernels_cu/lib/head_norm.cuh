@@ -1,7 +1,7 @@
 // RMSNorm of one head v of q or k, as in Qwen3: v * r * gamma with r = 1 / sqrt(mean(v^2) + eps), over the D channels
 // of the head.
 //
-// positions/qk_norm.cu and lib/decode/rope_epilogue.cuh include this file, so that both add squares in the same order:
+// positions/qk_norm.cu and lib/decode/epilogues.cuh include this file, so that both add squares in the same order:
 // first the squares of channels k and k + D / 2, which gives D / 2 values; then neighbouring values; then neighbouring
 // sums of two values, of four values, and so on:
 //   values   0 1 2 3 4 5 6 7 ...     D / 2 values, with zeros up to a power of two

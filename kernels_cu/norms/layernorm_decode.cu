@@ -4,7 +4,7 @@
 //
 //   layernorm_decode: decoding: one warp per row, with the same bits as the LayerNorm in `linear`; overlapping launches
 //
-// lib/decode/layernorm.cuh contains the arithmetic. With few rows, the latency of one row matters. Therefore a lane
+// lib/layernorm.cuh contains the arithmetic. With few rows, the latency of one row matters. Therefore a lane
 // issues all its loads at once and keeps its part of the row in registers, if there are at most LN_HELD loads. Longer
 // rows are read again from the L2 cache in each pass. gamma and beta are loaded before the previous kernel has ended
 // (lib/overlap.cuh).
@@ -15,7 +15,7 @@
 #include "lib/overlap.cuh"
 #include "lib/sm80.cuh"
 #include "lib/terms.cuh"
-#include "lib/decode/layernorm.cuh"
+#include "lib/layernorm.cuh"
 
 #ifndef LN_C
 #define LN_C 768

@@ -22,7 +22,7 @@
 #include "lib/rows.cuh"
 #include "lib/sm80.cuh"
 #include "lib/chunk_sums.cuh"  // includes lib/terms.cuh
-#include "lib/decode/split_sums.cuh"
+#include "lib/split_sums.cuh"
 
 #ifndef RS_C
 #define RS_C 4096

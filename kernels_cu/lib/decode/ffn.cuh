@@ -38,24 +38,29 @@ __device__ __forceinline__ void open_cluster(char* arrived) {
 #endif
 }
 
-// Sends the block's columns of one row of h to all blocks of the cluster. Called by one warp. 16-byte vector i of the
-// columns, which are at `from`, is stored at the shared-memory address place(i) of each block.
-template <typename Place>
-__device__ __forceinline__ void send_row(const char* from, char* arrived, Place place) {
-#pragma unroll
-    for (int i = threadIdx.x % 32; i < SENT * FF_CLUSTER; i += 32) {
-        const float4 v = reinterpret_cast<const float4*>(from)[i % SENT];
-        char* const to = place(i % SENT);
+// Sends the block's columns of h to all blocks of the cluster, and waits for the columns of all blocks. The sums of all
+// warps are in shared memory. complete(r), called by one warp, must store the block's columns of row r at `staged` + r
+// * 4 OWN. 16-byte vector i of these columns goes to the shared-memory address place(r, i) of each block.
+template <typename Complete, typename Place>
+__device__ __forceinline__ void exchange_hidden(const char* staged, char* arrived, Complete complete, Place place) {
+    __syncthreads();
 #if defined(__CUDA_ARCH__)
-        store_at(i / SENT, to, *reinterpret_cast<Barrier*>(arrived), v.x, v.y, v.z, v.w);
-#else
-        *reinterpret_cast<float4*>(to) = v;
+    wait_for_cluster();  // the barriers of all blocks are initialised
 #endif
+#pragma unroll 1
+    for (int r = threadIdx.x / 32; r < LM_ROWS; r += WARPS) {
+        complete(r);
+#pragma unroll
+        for (int i = threadIdx.x % 32; i < SENT * FF_CLUSTER; i += 32) {
+            const float4 v = reinterpret_cast<const float4*>(staged + r * 4 * OWN)[i % SENT];
+            char* const to = place(r, i % SENT);
+#if defined(__CUDA_ARCH__)
+            store_at(i / SENT, to, *reinterpret_cast<Barrier*>(arrived), v.x, v.y, v.z, v.w);
+#else
+            *reinterpret_cast<float4*>(to) = v;
+#endif
+        }
     }
-}
-
-// Waits until the columns of h from all blocks of the cluster have arrived in this block.
-__device__ __forceinline__ void wait_for_hidden(char* arrived) {
 #if defined(__CUDA_ARCH__)
     wait<true>(*reinterpret_cast<Barrier*>(arrived), 0, "hidden");
 #else

@@ -4,9 +4,9 @@
 #include "lib/chunk_sums.cuh"
 #include "lib/common.cuh"
 #include "lib/fresh.cuh"
-#include "lib/decode/layernorm.cuh"
+#include "lib/layernorm.cuh"
 #include "lib/decode/order.cuh"
-#include "lib/decode/split_sums.cuh"
+#include "lib/split_sums.cuh"
 
 #ifndef LM_K
 #define LM_K 768

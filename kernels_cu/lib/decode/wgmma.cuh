@@ -36,6 +36,10 @@
 #endif
 
 constexpr int CLUSTER = DH_SHARES * DH_SPLITS;
+#if DH_SHARES * DH_SPLITS == 1
+#undef __cluster_dims__
+#define __cluster_dims__(...)
+#endif
 constexpr int WARPS = 4 * DH_GROUPS;         // consumer warps per set
 constexpr int CONSUMERS = DH_DEPTH * WARPS;  // consumer warps per block
 // Three consumer warpgroups need more registers than each warp of a block of 13 warps can have. Therefore the producer

@@ -1,12 +1,66 @@
-// Epilogues of matmul/decode/wgmma.cu, wgmma_rope.cu, wgmma_gguf.cu and wgmma_gguf_rope.cu.
+// Epilogues of matmul/decode/wgmma.cu and wgmma_gguf.cu (interface: lib/decode/epilogues.cuh). A lane has two
+// neighbouring outputs of a row, n and n + 1, with n even. If the addresses are aligned, one memory access covers both
+// outputs. Output n + 1 can be after the end of the row.
 #pragma once
-#include "lib/rotation.cuh"
-#include "lib/decode/two_outputs.cuh"
+#include "lib/decode/epilogues.cuh"
+
+struct AddTwo : Add {
+    typedef float2 LateTwo;
+
+    __device__ LateTwo late_two(int m, int n) const {
+        if (!residual) return {};
+        const float* from = residual + (long long)m * N + n;
+        if (together()) return __ldcg(reinterpret_cast<const float2*>(from));
+        return {__ldcg(from), n + 1 < N ? __ldcg(from + 1) : 0.0f};
+    }
+
+    __device__ float2 added_two(float first, float second, LateTwo before) const {
+        return {added(first, before.x), added(second, before.y)};
+    }
+
+    __device__ void store_two(int m, int n, float2 v, LateTwo) const {
+        float* to = out + (long long)m * N + n;
+        if (together()) {
+            *reinterpret_cast<float2*>(to) = v;
+        } else {
+            to[0] = v.x;
+            if (n + 1 < N) to[1] = v.y;
+        }
+    }
+
+    __device__ bool together() const {
+        return N % 2 == 0 && (reinterpret_cast<size_t>(residual) | reinterpret_cast<size_t>(out)) % 8 == 0;
+    }
+};
+
+struct AppendTwo : Append {
+    struct alignas(2 * sizeof(KV)) Two {
+        KV first, second;
+    };
+
+    __device__ float2 added_two(float first, float second, Late) const { return {first, second}; }
+
+    __device__ void store_two(int m, int n, float2 v, Late at) const {
+        if (!together()) {
+            store(m, n, v.x, at);
+            if (n + 1 < 3 * C) store(m, n + 1, v.y, at);
+        } else if (n < C) {
+            *reinterpret_cast<float2*>(q + (long long)m * C + n) = v;
+        } else if (at >= 0) {
+            KV* cache = n < 2 * C ? k_cache - C : v_cache - 2 * C;
+            *reinterpret_cast<Two*>(cache + at * C + n) = {narrowed<KV>(v.x), narrowed<KV>(v.y)};
+        }
+    }
+
+    __device__ bool together() const {  // whether one access covers both outputs; they are then in one array
+        const size_t caches = reinterpret_cast<size_t>(k_cache) | reinterpret_cast<size_t>(v_cache);
+        return C % 2 == 0 && reinterpret_cast<size_t>(q) % 8 == 0 && caches % sizeof(Two) == 0;
+    }
+};
 
 constexpr int ORDERED = order::BLOCKS ? 2 : order::WIDTH;  // layout of stored terms (TERM_WIDTH of lib/terms.cuh)
 
-// Version of AddTwo (lib/decode/two_outputs.cuh) that stores out as 16-bit terms, in the layout that the next product
-// reads.
+// Version of AddTwo that stores out as 16-bit terms, in the layout that the next product reads.
 struct AddTerms : AddTwo {
     int M;
 
@@ -23,23 +77,10 @@ struct AddTerms : AddTwo {
     }
 };
 
-// Applies RoPE to q and k, stores q, and appends k and v to the cache. Column n is a pair of channels: channels n % (D
-// / 2) and n % (D / 2) + D / 2 of head n / (D / 2). Heads have D channels; the heads of q come first, then the heads of
-// k, then the heads of v. late(m, n) loads the rotation and the place in the cache before the sums are complete.
-struct RopeAppend {
-    static constexpr int D = DH_ROPE ? DH_ROPE : 2;
+// Version of AppendRope for lanes that have both sums of a pair. Column n is a pair of channels: channels n % (D / 2)
+// and n % (D / 2) + D / 2 of head n / (D / 2); the heads of q come first, then the heads of k, then the heads of v.
+struct AppendRopeTwo : AppendRope<DH_ROPE> {
     static constexpr bool BY_ROW = false;
-    struct Late {
-        Rotation by;
-        long long place;  // row of the cache (B * n_ctx * n_kv_head, D) for the token's head 0; -1: not cached
-    };
-    const float* rotations;  // (M, D / 2, 2)
-    float* q;                // (M, n_head D)
-    KV* k_cache;             // (B, n_ctx, n_kv_head D)
-    KV* v_cache;
-    const int* row;       // (M)
-    const int* position;  // (M)
-    int n_head, n_kv_head, B, n_ctx;
 
     __device__ Late late(int m, int n) const {
         const int b = __ldcg(row + m), at = __ldcg(position + m);

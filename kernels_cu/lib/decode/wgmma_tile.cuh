@@ -1,12 +1,12 @@
 // Computes a tile of outputs for decoding with wgmma: multiplies the splits (ranges) of K, adds their sums by
-// lib/decode/wgmma_sums.cuh, and calls an epilogue (lib/decode/two_outputs.cuh) with each output. The including file
-// selects T and W (lib/storage.cuh).
+// lib/decode/wgmma_sums.cuh, and calls an epilogue (lib/decode/wgmma_epilogues.cuh) with each output. The including
+// file selects T and W (lib/storage.cuh).
 #pragma once
 #include "lib/storage.cuh"
 #include "lib/gate.cuh"
 #include "lib/sm80.cuh"
 #include "lib/decode/wgmma_sums.cuh"
-#include "lib/decode/two_outputs.cuh"
+#include "lib/decode/wgmma_epilogues.cuh"
 
 #ifndef DH_OUT_TERMS  // 1: out is stored as 16-bit terms, for the next product
 #define DH_OUT_TERMS 0

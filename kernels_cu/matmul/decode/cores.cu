@@ -1,9 +1,9 @@
 // Matrix products of a GPT-2 layer, and lm_head, in decoding, where all weights are read to process one token:
 //
-//   linear_matvec: few rows: all weights requested before x; LayerNorm of x in each block.
+//   decode_cores: few rows: all weights requested before x; LayerNorm of x in each block.
 //       out = [residual +] [gelu] (x W^T * scale + bias); with LM_NORM, x is replaced by its LayerNorm
-//   qkv_matvec: linear_matvec for q, k and v: stores q in an array, k and v in the KV cache. It has no residual and
-//       no GELU
+//   decode_cores (qkv_matvec): stores q in an array, k and v in the KV cache. EPILOGUE is EPILOGUE_APPEND
+//       (lib/decode/epilogues.cuh)
 //
 // W is (N, K), one row per output. Reading W takes only a few microseconds, about two memory latencies. Therefore as
 // little work as possible is left for the time after the weights arrive:
@@ -221,7 +221,7 @@ __device__ __forceinline__ void multiply(const W* w, const float* scale, const f
     }
 }
 
-extern "C" __global__ void __launch_bounds__(32 * LM_GROUPS * LM_SPLIT, LM_BLOCKS) linear_matvec(
+extern "C" __global__ void __launch_bounds__(32 * LM_GROUPS * LM_SPLIT, LM_BLOCKS) decode_cores(
     const float* x,                   // (M, K)
     const float* __restrict__ gamma,  // (K), with LM_NORM
     const float* __restrict__ beta,   // (K), with LM_NORM
@@ -229,26 +229,17 @@ extern "C" __global__ void __launch_bounds__(32 * LM_GROUPS * LM_SPLIT, LM_BLOCK
     const float* __restrict__ scale,  // (N) or null
     const float* __restrict__ bias,   // (N) or null
     const float* residual,            // (M, N) or null; may be out
-    float* out,                       // (M, N)
-    float eps, int M, int N, int gelu) {
+    float* out,                       // (M, N); with EPILOGUE_APPEND (M, C), q
+    const int* row,                   // (M), with EPILOGUE_APPEND
+    const int* position,              // (M), with EPILOGUE_APPEND
+    KV* k_cache,                      // (B, n_ctx, C), with EPILOGUE_APPEND
+    KV* v_cache,                      // (B, n_ctx, C), with EPILOGUE_APPEND
+    float eps, int M, int N, int gelu, int C, int B, int n_ctx) {
     Rows rows{x, gamma, beta, eps, M, (int)blockIdx.y * LM_ROWS, {}};
-    multiply(w, scale, bias, rows, Add{residual, out, N, gelu}, M, N);
-}
-
-// Row m is the next token of sequence row[m], at position[m]. Its K and V are stored if this place is in the cache.
-extern "C" __global__ void __launch_bounds__(32 * LM_GROUPS * LM_SPLIT, LM_BLOCKS) qkv_matvec(
-    const float* x,                   // (M, K)
-    const float* __restrict__ gamma,  // (K), with LM_NORM
-    const float* __restrict__ beta,   // (K), with LM_NORM
-    const W* __restrict__ w,          // (3C, K)
-    const float* __restrict__ scale,  // (3C) or null
-    const float* __restrict__ bias,   // (3C) or null
-    const int* row,                   // (M)
-    const int* position,              // (M)
-    float* q,                         // (M, C)
-    KV* k_cache,                      // (B, n_ctx, C)
-    KV* v_cache,                      // (B, n_ctx, C)
-    float eps, int M, int C, int B, int n_ctx) {
-    Rows rows{x, gamma, beta, eps, M, (int)blockIdx.y * LM_ROWS, {}};
-    multiply(w, scale, bias, rows, Append{q, k_cache, v_cache, row, position, C, B, n_ctx}, M, 3 * C);
+#if EPILOGUE == EPILOGUE_APPEND
+    const Append end{out, k_cache, v_cache, row, position, C, B, n_ctx};
+#else
+    const Add end{residual, out, N, gelu};
+#endif
+    multiply(w, scale, bias, rows, end, M, N);
 }

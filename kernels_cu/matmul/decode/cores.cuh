@@ -7,7 +7,7 @@
 #include "lib/common.cuh"
 #include "lib/fresh.cuh"
 #include "lib/storage.cuh"
-#include "lib/decode/layernorm.cuh"
+#include "lib/layernorm.cuh"
 
 #ifndef LM_K
 #define LM_K 768

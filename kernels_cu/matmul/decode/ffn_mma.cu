@@ -4,12 +4,12 @@
 //   h = silu(RMSNorm(x) W^T * scale) (RMSNorm(x) U^T * up_scale)           W, U (H, C), V (C, H)
 //   sums[s] = sum over split s (a range of the H channels) of h V^T
 //
-//   ffn_decode: RMSNorm and a gated feed-forward of up to 4 rows in clusters, which exchange h. One kernel replaces
+//   decode_ffn_mma: RMSNorm and a gated feed-forward of up to 4 rows in clusters, which exchange h. One kernel replaces
 //       five: a decoding step of one row is a chain of kernels, each of which waits for the previous one
 //
 // The additions are in the order of lib/decode/order.cuh, so a row has the same bits in any batch. A cluster computes
 // one split of H: the columns of h in this split, which its blocks exchange, and the split's sums for all C outputs.
-// The next kernels add these sums to x in order, when they load x (lib/decode/split_sums.cuh).
+// The next kernels add these sums to x in order, when they load x (lib/split_sums.cuh).
 //
 //   cluster s     h[s]     block 0 | block 1 | ...     H_LENGTH / FF_CLUSTER columns each, from all of x
 //                          each block sends its columns, as terms (lib/terms.cuh), to all blocks by st.async
@@ -169,7 +169,7 @@ __device__ __forceinline__ void complete_row(char* shared, int r, const Ends& en
     __syncwarp();
 }
 
-extern "C" __global__ void __cluster_dims__(FF_CLUSTER, 1, 1) __launch_bounds__(THREADS, LM_BLOCKS) ffn_decode(
+extern "C" __global__ void __cluster_dims__(FF_CLUSTER, 1, 1) __launch_bounds__(THREADS, LM_BLOCKS) decode_ffn_mma(
     const float* x,                       // (M, C), M up to LM_ROWS
     const float* __restrict__ gamma,      // (C)
     const W* __restrict__ w,              // (H, C)
@@ -228,19 +228,11 @@ extern "C" __global__ void __cluster_dims__(FF_CLUSTER, 1, 1) __launch_bounds__(
         const int m = octet / OF_WARP, column = 8 * (octet % OF_WARP) + g;
         totals[((warp * LM_ROWS + row) * MATRICES + m) * OWN + column] = sum;
     });
-    __syncthreads();
-#if defined(__CUDA_ARCH__)
-    wait_for_cluster();  // the barriers of all blocks are initialised
-#endif
-#pragma unroll 1
-    for (int r = warp; r < LM_ROWS; r += WARPS) {
-        complete_row(shared, r, ends);
+    const auto complete = [&](int r) { complete_row(shared, r, ends); };
+    exchange_hidden(shared + STAGED, shared + ARRIVED, complete, [&](int r, int i) {
         char* const row = shared + HIDDEN + r * H_PITCH + 2 * OWN * rank;  // high terms; the low terms follow
-        send_row(shared + STAGED + r * 4 * OWN, shared + ARRIVED, [&](int i) {
-            return row + (i < OWN / 8 ? 16 * i : H_TERM + 16 * i - 2 * OWN);
-        });
-    }
-    wait_for_hidden(shared + ARRIVED);
+        return row + (i < OWN / 8 ? 16 * i : H_TERM + 16 * i - 2 * OWN);
+    });
 
     second.multiply([&](order::Rows& to, int i, int chunk) {
         const int r = (order::TILE_ROWS * i + lane / 8) % LM_ROWS;

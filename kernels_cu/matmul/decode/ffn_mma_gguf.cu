@@ -4,11 +4,11 @@
 //   h = silu(RMSNorm(x) W^T) (RMSNorm(x) U^T)           W, U (H, C), V (C, H)
 //   sums[s] = sum over split s (a range of the H channels) of h V^T
 //
-//   ffn_decode_gguf: RMSNorm and a gated feed-forward of up to 4 rows in clusters, with GGUF weights
+//   decode_ffn_mma_gguf: RMSNorm and a gated feed-forward of up to 4 rows in clusters, with GGUF weights
 //
-// Results have the bits of linear_decode_gguf with W and U, followed by linear_decode_gguf with V, because this kernel
+// Results have the bits of decode_mma_gguf with W and U, followed by decode_mma_gguf with V, because this kernel
 // multiplies weights by the same code (lib/decode/mma_gguf.cuh). The next kernels add the sums over the splits
-// (lib/decode/split_sums.cuh).
+// (lib/split_sums.cuh).
 //
 //   cluster s     h[s]     block 0 | block 1 | ...     OWN columns each, from all of x; sent to all blocks as floats
 //                 sums[s]  tiles of 16 outputs: warp 0 of block 0, of block 1, ..., warp 1 of block 0, ...
@@ -121,7 +121,7 @@ __device__ __forceinline__ void complete_row(char* shared, int r) {
     __syncwarp();
 }
 
-extern "C" __global__ void __cluster_dims__(FF_CLUSTER, 1, 1) __launch_bounds__(THREADS, LM_BLOCKS) ffn_decode_gguf(
+extern "C" __global__ void __cluster_dims__(FF_CLUSTER, 1, 1) __launch_bounds__(THREADS, LM_BLOCKS) decode_ffn_mma_gguf(
     const float* x,                   // (M, C), M up to LM_ROWS
     const float* __restrict__ gamma,  // (C)
     const W* __restrict__ w,          // (H, C), GGUF blocks
@@ -175,17 +175,10 @@ extern "C" __global__ void __cluster_dims__(FF_CLUSTER, 1, 1) __launch_bounds__(
         of_split.add_to(total);
         each(total, [&](int c, int row, float sum) { totals[row * 2 * OWN + tile * 16 + c] = sum; });
     }
-    __syncthreads();
-#if defined(__CUDA_ARCH__)
-    wait_for_cluster();  // the barriers of all blocks are initialised
-#endif
-#pragma unroll 1
-    for (int r = warp; r < LM_ROWS; r += WARPS) {
-        complete_row(shared, r);
-        char* const row = shared + RECEIVED + 4 * (r * H_LENGTH + rank * OWN);
-        send_row(shared + STAGED + 4 * r * OWN, shared + ARRIVED, [&](int i) { return row + 16 * i; });
-    }
-    wait_for_hidden(shared + ARRIVED);
+    const auto complete = [&](int r) { complete_row(shared, r); };
+    exchange_hidden(shared + STAGED, shared + ARRIVED, complete, [&](int r, int i) {
+        return shared + RECEIVED + 4 * (r * H_LENGTH + rank * OWN) + 16 * i;
+    });
     const Hidden hidden{shared + HIDDEN};
 #pragma unroll 1
     for (int i = warp; i < LM_ROWS * H_UNITS; i += WARPS) {

@@ -1,13 +1,16 @@
 // Matrix products of a GPT-2 layer, and lm_head, in decoding on sm_80 and newer:
 //
-//   linear_decode_mma: few rows on tensor cores, x rounded to one or two terms of the tensor cores' type: the same bits
-//       in any batch. out = [residual +] [gelu] (x W^T * scale + bias); with LM_NORM, x is replaced by its LayerNorm
-//   qkv_decode_mma: linear_decode_mma for q, k and v: stores q in an array, k and v in the KV cache. It has no residual
-//       and no GELU
-//   linear_decode_sums: linear_decode_mma that also adds the split sums of gated_sums to the residual.
-//       matmul/decode/ffn_mma.cu computes these sums
-//   rope_decode_sums: qkv_decode_mma for x plus the split sums of gated_sums, with RMSNorm and RoPE. With LM_QK_NORM,
-//       heads of q and k are normalised (positions/qk_norm.cu); the blocks of a cluster add up their squares
+//   decode_mma: few rows on tensor cores, x rounded to one or two terms of the tensor cores' type: the same bits in any
+//       batch. out = [residual +] [gelu] (x W^T * scale + bias); with LM_NORM, x is replaced by its LayerNorm or
+//       RMSNorm
+//
+// EPILOGUE selects other outputs (lib/decode/epilogues.cuh):
+//
+//   decode_mma (qkv_mma): EPILOGUE_APPEND stores q in an array, k and v in the KV cache
+//   decode_mma (linear_sums): EPILOGUE_ADD_SUMS also adds the split sums of matmul/decode/ffn_mma.cu to the residual
+//   decode_mma (rope_sums): EPILOGUE_APPEND_ROPE rotates q and k before it stores them. The split sums are added to x.
+//       With LM_QK_NORM, heads of q and k are normalised (positions/qk_norm.cu); the blocks of a cluster add up their
+//       squares
 //
 // lib/decode/order.cuh defines the order of the additions. W is (N, K). As in matmul/decode/cores.cu, all loads of
 // weights are issued before the wait for the previous kernel, and little work is left for the time after the wait:
@@ -30,12 +33,17 @@
 // 16 bytes.
 #include "lib/storage.cuh"
 #include "lib/sm80.cuh"
+#include "lib/cluster.cuh"
 #include "lib/decode/mma.cuh"
 #include "lib/decode/mma_columns.cuh"
 #include "lib/decode/epilogues.cuh"
-#include "lib/decode/rope_epilogue.cuh"
 #include "lib/overlap.cuh"
 #include "lib/stream.cuh"
+
+#if LM_CLUSTER == 1
+#undef __cluster_dims__
+#define __cluster_dims__(...)
+#endif
 
 // A lane's weights in flight: LM_FLIGHT units (128 values of K each) of its columns.
 struct Weights {
@@ -108,7 +116,7 @@ __device__ __forceinline__ void multiply(const W* w, const float* scale, const f
         last[i].m = min(m, input.M - 1), last[i].n = column.n;
         last[i].scale = scale ? constant(scale + last[i].n) : 1.0f;
         last[i].bias = bias ? constant(bias + last[i].n) : 0.0f;
-        if constexpr (End::TURNED) {
+        if constexpr (End::ROTATES) {
             const int partner = end.partner(last[i].n);
             last[i].partner_scale = scale ? constant(scale + partner) : 1.0f;
             if (LM_QK_NORM) last[i].gamma = constant(end.gamma(last[i].n));
@@ -116,7 +124,7 @@ __device__ __forceinline__ void multiply(const W* w, const float* scale, const f
         }
     }
     input.prefetch();
-    if (End::TURNED && LM_CLUSTER > 1) arrive_in_cluster();
+    if (End::ROTATES && LM_CLUSTER > 1) arrive_in_cluster();
     let_next_start();
     wait_for_previous();
     input.bring();
@@ -149,7 +157,7 @@ __device__ __forceinline__ void multiply(const W* w, const float* scale, const f
     const auto finished = [&](int flat, float scale, float bias) {
         return order::finished(total(flat), scale, x_scale, bias);
     };
-    if constexpr (End::TURNED) {
+    if constexpr (End::ROTATES) {
         __shared__ float squares[LM_CLUSTER][LM_ROWS];
         const HeadSums<HALF, LM_CLUSTER, LM_ROWS> heads{squares};
         float own[ENDS], other[ENDS];
@@ -174,7 +182,7 @@ __device__ __forceinline__ void multiply(const W* w, const float* scale, const f
                 own[i] = head_normed(own[i], factor, last[i].gamma);
                 other[i] = head_normed(other[i], factor, last[i].partner_gamma);
             }
-            const float v = end.turned(last[i].n, own[i], other[i], last[i].late);
+            const float v = end.rotated(last[i].n, own[i], other[i], last[i].late);
             end.store(last[i].m, last[i].n, v, last[i].late);
         }
     } else {
@@ -247,73 +255,37 @@ __device__ __forceinline__ void run(const float* x, const float* gamma, const fl
 #endif
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, LM_BLOCKS) linear_decode_mma(
-    const float* x,                   // (M, K)
-    const float* __restrict__ gamma,  // (K), with LM_NORM
-    const float* __restrict__ beta,   // (K), with LM_NORM
-    const W* __restrict__ w,          // (N, K); two-part weights: (2, N, K)
-    const float* __restrict__ scale,  // (N) or null
-    const float* __restrict__ bias,   // (N) or null
-    float x_scale,                    // scale of x, with two-part weights
-    const float* residual,            // (M, N) or null; may be out
-    float* out,                       // (M, N)
-    float eps, int M, int N, int gelu) {
-    run(x, gamma, beta, eps, M, w, scale, bias, x_scale, Add{residual, out, N, gelu}, N);
-}
-
-// Computes out = residual + sum_scale * (sum of the LM_SUMS arrays in `sums`) + scale * x W^T.
-extern "C" __global__ void __launch_bounds__(THREADS, LM_BLOCKS) linear_decode_sums(
+extern "C" __global__ void __cluster_dims__(LM_CLUSTER, 1, 1) __launch_bounds__(THREADS, LM_BLOCKS) decode_mma(
     const float* x,                       // (M, K)
-    const W* __restrict__ w,              // (N, K)
+    const float* __restrict__ gamma,      // (K), with LM_NORM
+    const float* __restrict__ beta,       // (K), with LM_NORM 1
+    const W* __restrict__ w,              // (N, K); two-part weights: (2, N, K)
     const float* __restrict__ scale,      // (N) or null
-    const float* sums,                    // (LM_SUMS, M, N)
-    const float* __restrict__ sum_scale,  // (N) or null
-    const float* residual,                // (M, N); may be out
-    float* out,                           // (M, N)
-    int M, int N) {
-    const AddSums<LM_SUMS> end{residual, sums, sum_scale, out, M, N};
-    run(x, nullptr, nullptr, 0.0f, M, w, scale, nullptr, 1.0f, end, N);
-}
-
-// Computes RMSNorm(x + the LM_SUMS split sums * sum_scale) W^T * scale, with LM_NORM 2. With LM_ROPE, RoPE rotates q
-// and k. Row m is the next token of sequence row[m], at position[m] of its cache. Tokens outside the cache are not
-// stored.
-extern "C" __global__ void __cluster_dims__(LM_CLUSTER, 1, 1) __launch_bounds__(THREADS, LM_BLOCKS) rope_decode_sums(
-    const float* x,                       // (M, K)
-    const float* __restrict__ gamma,      // (K)
-    const W* __restrict__ w,              // (N, K), N = (n_head + 2 n_kv_head) LM_ROPE
-    const float* __restrict__ scale,      // (N) or null
-    const float* sums,                    // (LM_SUMS, M, K)
-    const float* __restrict__ sum_scale,  // (K) or null
-    const float* rotations,               // (M, LM_ROPE / 2, 2)
+    const float* __restrict__ bias,       // (N) or null
+    float x_scale,                        // scale of x, with two-part weights
+    const float* sums,                    // (LM_SUMS, M, N); with EPILOGUE_APPEND_ROPE (LM_SUMS, M, K), to add to x
+    const float* __restrict__ sum_scale,  // (N) or null; with EPILOGUE_APPEND_ROPE (K) or null
+    const float* residual,                // (M, N) or null; may be out
+    float* out,                           // (M, N), or the q of (M, N) = [q | k | v] alone
+    const float* rotations,               // (M, LM_ROPE / 2, 2), with LM_ROPE
     const int* row,                       // (M)
     const int* position,                  // (M)
-    float* q,                             // (M, n_head LM_ROPE)
-    KV* k_cache,                          // (B, n_ctx, n_kv_head LM_ROPE)
-    KV* v_cache,                          // (B, n_ctx, n_kv_head LM_ROPE)
+    KV* k_cache,                          // (B, n_ctx, C), or (B, n_ctx, n_kv_head LM_ROPE)
+    KV* v_cache,                          // (B, n_ctx, C), or (B, n_ctx, n_kv_head LM_ROPE)
     const float* __restrict__ gamma_q,    // (LM_ROPE), with LM_QK_NORM
     const float* __restrict__ gamma_k,    // (LM_ROPE), with LM_QK_NORM
-    float eps, int M, int N, int n_head, int n_kv_head, int B, int n_ctx) {
-    const AppendTurned<LM_ROPE> end{rotations, q, k_cache, v_cache, row, position,
-                                    n_head, n_kv_head, B, n_ctx, gamma_q, gamma_k, eps};
+    float eps, int M, int N, int gelu, int C, int n_head, int n_kv_head, int B, int n_ctx) {
+#if EPILOGUE == EPILOGUE_ADD_SUMS
+    const AddSums<LM_SUMS> end{residual, sums, sum_scale, out, M, N};
+    run(x, nullptr, nullptr, 0.0f, M, w, scale, nullptr, 1.0f, end, N);
+#elif EPILOGUE == EPILOGUE_APPEND_ROPE
+    const AppendRope<LM_ROPE> end{rotations, out, k_cache, v_cache, row, position,
+                                  n_head, n_kv_head, B, n_ctx, gamma_q, gamma_k, eps};
     run(x, gamma, nullptr, eps, M, w, scale, nullptr, 1.0f, end, N, sums, sum_scale);
-}
-
-// Row m is the next token of sequence row[m], at position[m]. Its K and V are stored if this place is in the cache.
-extern "C" __global__ void __launch_bounds__(THREADS, LM_BLOCKS) qkv_decode_mma(
-    const float* x,                   // (M, K)
-    const float* __restrict__ gamma,  // (K), with LM_NORM
-    const float* __restrict__ beta,   // (K), with LM_NORM
-    const W* __restrict__ w,          // (3C, K); two-part weights: (2, 3C, K)
-    const float* __restrict__ scale,  // (3C) or null
-    const float* __restrict__ bias,   // (3C) or null
-    float x_scale,                    // scale of x, with two-part weights
-    const int* row,                   // (M)
-    const int* position,              // (M)
-    float* q,                         // (M, C)
-    KV* k_cache,                      // (B, n_ctx, C)
-    KV* v_cache,                      // (B, n_ctx, C)
-    float eps, int M, int C, int B, int n_ctx) {
-    const Append end{q, k_cache, v_cache, row, position, C, B, n_ctx};
-    run(x, gamma, beta, eps, M, w, scale, bias, x_scale, end, 3 * C);
+#elif EPILOGUE == EPILOGUE_APPEND
+    const Append end{out, k_cache, v_cache, row, position, C, B, n_ctx};
+    run(x, gamma, beta, eps, M, w, scale, bias, x_scale, end, N);
+#else
+    run(x, gamma, beta, eps, M, w, scale, bias, x_scale, Add{residual, out, N, gelu}, N);
+#endif
 }

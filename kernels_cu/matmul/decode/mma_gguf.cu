@@ -1,13 +1,16 @@
 // Matrix products of decoding with GGUF weights. Sums are added in the order of lib/decode/order.cuh, so the bits of an
 // output row do not depend on the number of rows:
 //
-//   linear_decode_gguf: GGUF weights, copied to shared memory while the previous columns are multiplied.
+//   decode_mma_gguf: GGUF weights, copied to shared memory while the previous columns are multiplied.
 //       out = [residual +] [gelu] (x W^T + bias), where x can be replaced by its LayerNorm or RMSNorm; with LM_UP, for
 //       two matrices, out = silu(x W^T) (x up^T)
-//   qkv_decode_gguf: linear_decode_gguf for q, k and v: stores q in an array, k and v in the KV cache. It has no
-//       residual and no GELU
-//   linear_gguf_sums: linear_decode_gguf that also adds split sums to the residual (lib/decode/split_sums.cuh)
-//   rope_decode_gguf: qkv_decode_gguf for Llama models, with RoPE of q and k. Split sums can be added to x
+//
+// EPILOGUE selects other outputs (lib/decode/epilogues.cuh):
+//
+//   decode_mma_gguf (qkv_gguf): EPILOGUE_APPEND stores q in an array, k and v in the KV cache
+//   decode_mma_gguf (linear_sums_gguf): EPILOGUE_ADD_SUMS also adds split sums to the residual (lib/split_sums.cuh)
+//   decode_mma_gguf (rope_gguf): EPILOGUE_APPEND_ROPE rotates q and k before it stores them. Split sums can be added to
+//       x
 //
 // The grid is persistent: a block processes several groups of columns. It loads x once, and weights arrive continuously
 // in a ring buffer in shared memory (lib/decode/mma_gguf.cuh). GGUF_TOGETHER selects how work is divided; results have
@@ -70,7 +73,11 @@
 #include "lib/overlap.cuh"
 #include "lib/decode/mma_gguf.cuh"
 #include "lib/decode/epilogues.cuh"
-#include "lib/decode/rope_epilogue.cuh"
+
+#if GGUF_CLUSTER == 1
+#undef __cluster_dims__
+#define __cluster_dims__(...)
+#endif
 
 constexpr int ACROSS = GGUF_TOGETHER ? LM_COLUMNS : LM_COLUMNS * LM_WARPS;  // columns per block
 constexpr int PLANE_PITCH = GGUF_TOGETHER ? ACROSS : ACROSS + 8;
@@ -119,7 +126,7 @@ struct Output {
         there = m_ < M && column.there && !(LM_UP && at % PAIRED >= PAIRED / 2);
         late = end.late(m, n);
         bias = of.bias ? constant(of.bias + n) : 0.0f;
-        if constexpr (End::TURNED) partner_bias = of.bias ? constant(of.bias + end.partner(n)) : 0.0f;
+        if constexpr (End::ROTATES) partner_bias = of.bias ? constant(of.bias + end.partner(n)) : 0.0f;
     }
 
     template <typename Total>
@@ -127,9 +134,9 @@ struct Output {
         if (!there) return;
         const int partner = at % PAIRED < PAIRED / 2 ? at + PAIRED / 2 : at - PAIRED / 2;
         const float v = order::finished(total(at), 1.0f, 1.0f, bias);
-        if constexpr (End::TURNED) {
+        if constexpr (End::ROTATES) {
             const float other = order::finished(total(partner), 1.0f, 1.0f, partner_bias);
-            end.store(m, n, end.turned(n, v, other, late), late);
+            end.store(m, n, end.rotated(n, v, other, late), late);
         } else if constexpr (LM_UP) {
             end.store(m, n, gate_of(v) * total(partner), late);
         } else {
@@ -329,61 +336,33 @@ __device__ __forceinline__ void run(const float* x, const float* gamma, const fl
 #endif
 }
 
-extern "C" __global__ void __cluster_dims__(GGUF_CLUSTER) __launch_bounds__(THREADS, LM_BLOCKS) linear_decode_gguf(
+extern "C" __global__ void __cluster_dims__(GGUF_CLUSTER) __launch_bounds__(THREADS, LM_BLOCKS) decode_mma_gguf(
     const float* x,                   // (M, K)
     const float* __restrict__ gamma,  // (K), with LM_NORM
     const float* __restrict__ beta,   // (K), with LM_NORM 1
     const W* __restrict__ w,          // (N, K), GGUF blocks
     const W* __restrict__ up,         // (N, K), GGUF blocks, with LM_UP
     const float* __restrict__ bias,   // (N) or null
+    const float* sums,                // (LM_SUMS, M, N); with EPILOGUE_APPEND_ROPE (LM_SUMS, M, K), to add to x
     const float* residual,            // (M, N) or null; may be out
-    float* out,                       // (M, N)
-    float eps, int M, int N, int gelu) {
-    run(x, gamma, beta, eps, M, {w, up, bias, N}, Add{residual, out, N, gelu});
-}
-
-// Computes out = residual + the sum of the LM_SUMS arrays in `sums` + x W^T.
-extern "C" __global__ void __cluster_dims__(GGUF_CLUSTER) __launch_bounds__(THREADS, LM_BLOCKS) linear_gguf_sums(
-    const float* x,            // (M, K)
-    const W* __restrict__ w,   // (N, K), GGUF blocks
-    const float* sums,         // (LM_SUMS, M, N)
-    const float* residual,     // (M, N); may be out
-    float* out,                // (M, N)
-    int M, int N) {
+    float* out,                       // (M, N), or the q of (M, N) = [q | k | v] alone
+    const float* rotations,           // (M, LM_ROPE / 2, 2), with LM_ROPE
+    const int* row,                   // (M)
+    const int* position,              // (M)
+    KV* k_cache,                      // (B, n_ctx, C), or (B, n_ctx, n_kv_head LM_ROPE)
+    KV* v_cache,                      // (B, n_ctx, C), or (B, n_ctx, n_kv_head LM_ROPE)
+    float eps, int M, int N, int gelu, int C, int n_head, int n_kv_head, int B, int n_ctx) {
+#if EPILOGUE == EPILOGUE_ADD_SUMS
     const AddSums<LM_SUMS> end{residual, sums, nullptr, out, M, N};
     run(x, nullptr, nullptr, 0.0f, M, {w, nullptr, nullptr, N}, end);
-}
-
-// Row m is the next token of sequence row[m], at position[m]. Its K and V are stored if this place is in the cache.
-extern "C" __global__ void __cluster_dims__(GGUF_CLUSTER) __launch_bounds__(THREADS, LM_BLOCKS) qkv_decode_gguf(
-    const float* x,                   // (M, K)
-    const float* __restrict__ gamma,  // (K), with LM_NORM
-    const float* __restrict__ beta,   // (K), with LM_NORM
-    const W* __restrict__ w,          // (3C, K), GGUF blocks
-    const float* __restrict__ bias,   // (3C) or null
-    const int* row,                   // (M)
-    const int* position,              // (M)
-    float* q,                         // (M, C)
-    KV* k_cache,                      // (B, n_ctx, C)
-    KV* v_cache,                      // (B, n_ctx, C)
-    float eps, int M, int C, int B, int n_ctx) {
-    run(x, gamma, beta, eps, M, {w, nullptr, bias, 3 * C}, Append{q, k_cache, v_cache, row, position, C, B, n_ctx});
-}
-
-extern "C" __global__ void __cluster_dims__(GGUF_CLUSTER) __launch_bounds__(THREADS, LM_BLOCKS) rope_decode_gguf(
-    const float* x,                   // (M, K)
-    const float* __restrict__ gamma,  // (K), with LM_NORM
-    const W* __restrict__ w,          // (N, K), GGUF blocks, N = (n_head + 2 n_kv_head) LM_ROPE
-    const float* __restrict__ bias,   // (N) or null
-    const float* sums,                // (LM_SUMS, M, K): split sums to add to x
-    const float* rotations,           // (M, LM_ROPE / 2, 2)
-    const int* row,                   // (M)
-    const int* position,              // (M)
-    float* q,                         // (M, n_head LM_ROPE)
-    KV* k_cache,                      // (B, n_ctx, n_kv_head LM_ROPE)
-    KV* v_cache,                      // (B, n_ctx, n_kv_head LM_ROPE)
-    float eps, int M, int N, int n_head, int n_kv_head, int B, int n_ctx) {
-    const AppendTurned<LM_ROPE> end{rotations, q, k_cache, v_cache, row, position,
-                                    n_head, n_kv_head, B, n_ctx, nullptr, nullptr, 0.0f};
+#elif EPILOGUE == EPILOGUE_APPEND_ROPE
+    const AppendRope<LM_ROPE> end{rotations, out, k_cache, v_cache, row, position,
+                                  n_head, n_kv_head, B, n_ctx, nullptr, nullptr, 0.0f};
     run(x, gamma, nullptr, eps, M, {w, nullptr, bias, N}, end, sums);
+#elif EPILOGUE == EPILOGUE_APPEND
+    const Append end{out, k_cache, v_cache, row, position, C, B, n_ctx};
+    run(x, gamma, beta, eps, M, {w, nullptr, bias, N}, end);
+#else
+    run(x, gamma, beta, eps, M, {w, up, bias, N}, Add{residual, out, N, gelu});
+#endif
 }

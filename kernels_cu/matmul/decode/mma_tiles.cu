@@ -1,9 +1,9 @@
 // Matrix products of decoding on tensor cores, in the order of additions of lib/decode/order.cuh:
 //
-//   linear_decode_tiles: more rows on tensor cores, with the bits of linear_decode_mma: tiles, K divided in a cluster.
+//   decode_mma_tiles: more rows on tensor cores, with the bits of decode_mma: tiles, K divided in a cluster.
 //       out = [residual +] [gelu] (x W^T * scale + bias)
-//   qkv_decode_tiles: linear_decode_tiles for q, k and v: stores q in an array, k and v in the KV cache. It has no
-//       residual and no GELU
+//   decode_mma_tiles (qkv_mma_tiles): stores q in an array, k and v in the KV cache. EPILOGUE is EPILOGUE_APPEND
+//       (lib/decode/epilogues.cuh)
 //
 // x (M, K) is float, W (N, K) has any type. A block computes a tile of DT_ROWS rows by DT_COLUMNS columns of the
 // output. With DT_CLUSTER > 1, the blocks of a cluster divide the K of one tile: at 64 rows, a product of GPT-2 has so
@@ -233,7 +233,7 @@ __device__ __forceinline__ void multiply_all(const float* x, const W* w, const f
     store(total, share, scale, bias, x_scale, out_scale, end, own, splits, N);
 }
 
-extern "C" __global__ void __cluster_dims__(DT_CLUSTER) __launch_bounds__(THREADS, DT_BLOCKS) linear_decode_tiles(
+extern "C" __global__ void __cluster_dims__(DT_CLUSTER) __launch_bounds__(THREADS, DT_BLOCKS) decode_mma_tiles(
     const float* x,                   // (M, K)
     const W* __restrict__ w,          // (N, K); two-part weights: (2, N, K)
     const float* __restrict__ scale,  // (N) or null
@@ -241,32 +241,18 @@ extern "C" __global__ void __cluster_dims__(DT_CLUSTER) __launch_bounds__(THREAD
     float x_scale,                    // scale of x, with two-part weights
     float out_scale,                  // scale of out's terms, with two-part weights
     const float* residual,            // (M, N) or null; may be out
-    float* out,                       // (M, N); with DT_OUT_TERMS stored as 16-bit terms
-    int M, int N, int K, int gelu) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+    float* out,                       // (M, N); with DT_OUT_TERMS stored as 16-bit terms; with EPILOGUE_APPEND q (M, C)
+    const int* row,                   // (M), with EPILOGUE_APPEND
+    const int* position,              // (M), with EPILOGUE_APPEND
+    KV* k_cache,                      // (B, n_ctx, C), with EPILOGUE_APPEND
+    KV* v_cache,                      // (B, n_ctx, C), with EPILOGUE_APPEND
+    int M, int N, int K, int gelu, int C, int B, int n_ctx) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+    asm("trap;");
+#elif EPILOGUE == EPILOGUE_APPEND
+    const Append end{out, k_cache, v_cache, row, position, C, B, n_ctx};
+    multiply_all(x, w, scale, bias, x_scale, 1.0f, end, M, N, K);
+#else
     multiply_all(x, w, scale, bias, x_scale, out_scale, Add{residual, out, N, gelu}, M, N, K);
-#else
-    asm("trap;");
-#endif
-}
-
-// Row m is the next token of sequence row[m], at position[m]. Its K and V are stored if this place is in the cache.
-extern "C" __global__ void __cluster_dims__(DT_CLUSTER) __launch_bounds__(THREADS, DT_BLOCKS) qkv_decode_tiles(
-    const float* x,                   // (M, K)
-    const W* __restrict__ w,          // (3C, K); two-part weights: (2, 3C, K)
-    const float* __restrict__ scale,  // (3C) or null
-    const float* __restrict__ bias,   // (3C) or null
-    float x_scale,                    // scale of x, with two-part weights
-    const int* row,                   // (M)
-    const int* position,              // (M)
-    float* q,                         // (M, C)
-    KV* k_cache,                      // (B, n_ctx, C)
-    KV* v_cache,                      // (B, n_ctx, C)
-    int M, int K, int C, int B, int n_ctx) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
-    const Append end{q, k_cache, v_cache, row, position, C, B, n_ctx};
-    multiply_all(x, w, scale, bias, x_scale, 1.0f, end, M, 3 * C, K);
-#else
-    asm("trap;");
 #endif
 }

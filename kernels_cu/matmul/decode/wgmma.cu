@@ -1,12 +1,12 @@
 // Matrix products of decoding whose weights stream from memory: up to 64 rows share one read of the weights.
 //
-//   linear_decode_hopper: large matrices or many rows on Hopper, by wgmma, with x as 16-bit terms; the bits of
-//       linear_decode_mma. out = [residual +] [gelu] (x W^T * scale + bias), or with DH_GATED, for two matrices,
+//   decode_wgmma: large matrices or many rows on Hopper, by wgmma, with x as 16-bit terms; the bits of decode_mma.
+//       out = [residual +] [gelu] (x W^T * scale + bias), or with DH_GATED, for two matrices,
 //       out = silu(x W^T * scale) (x U^T * up_scale)
-//   qkv_decode_hopper: linear_decode_hopper for q, k and v: stores q in an array, k and v in the KV cache. It has no
-//       residual and no GELU
-//
-// matmul/decode/wgmma_rope.cu has qkv_decode_hopper with RoPE.
+//   decode_wgmma (qkv_hopper): EPILOGUE_APPEND stores q in an array, k and v in the KV cache
+//   decode_wgmma (rope_hopper): EPILOGUE_APPEND_ROPE rotates q and k before it stores them. A warp has 8 rows of W and
+//       the 8 rows that are D / 2 rows later, so that a lane has both sums of a pair of channels. The result has the
+//       bits of the product without RoPE followed by positions/rope_append.cu
 //
 // The additions are in the order of lib/decode/order.cuh. W (N, K), of 16 bits or FP8, is operand A of the products and
 // is loaded into registers, where FP8 is converted. x (M, K) is operand B: the previous kernel has stored x as terms
@@ -59,9 +59,8 @@
 #define STORAGE_BF16
 #endif
 #include "lib/decode/wgmma_tile.cuh"
-#include "lib/decode/wgmma_epilogues.cuh"
 
-extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, DH_BLOCKS) linear_decode_hopper(
+extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, DH_BLOCKS) decode_wgmma(
     const float* x,                        // (M, K), stored as 16-bit terms
     const __grid_constant__ TensorMap w,   // (1, N, K)
     const __grid_constant__ TensorMap up,  // (1, N, K), with DH_GATED
@@ -69,28 +68,23 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
     const float* __restrict__ up_scale,    // (N) or null
     const float* __restrict__ bias,        // (N) or null
     const float* residual,                 // (M, N) or null; may be out
-    float* out,                            // (M, N); with DH_OUT_TERMS stored as 16-bit terms
-    int M, int N, int K, int gelu) {
-    const Scales scales{scale, up_scale, bias};
-#if DH_OUT_TERMS
-    run(x, {w, up}, scales, AddTerms{{{residual, out, N, gelu}}, M}, M, N, K);
+    float* out,                            // (M, N), with DH_OUT_TERMS as 16-bit terms, or the q of [q | k | v] alone
+    const float* rotations,                // (M, DH_ROPE / 2, 2), with DH_ROPE
+    const int* row,                        // (M)
+    const int* position,                   // (M)
+    KV* k_cache,                           // (B, n_ctx, C), or (B, n_ctx, n_kv_head DH_ROPE)
+    KV* v_cache,                           // (B, n_ctx, C), or (B, n_ctx, n_kv_head DH_ROPE)
+    int M, int N, int K, int gelu, int C, int n_head, int n_kv_head, int B, int n_ctx) {
+#if EPILOGUE == EPILOGUE_APPEND_ROPE
+    const Scales scales{scale, scale ? scale + HALF_HEAD : nullptr, bias};
+    const AppendRopeTwo end{{rotations, out, k_cache, v_cache, row, position, n_head, n_kv_head, B, n_ctx}};
+    run(x, {w, w}, scales, end, M, N / 2, K);
+#elif EPILOGUE == EPILOGUE_APPEND
+    const AppendTwo end{{out, k_cache, v_cache, row, position, C, B, n_ctx}};
+    run(x, {w, w}, Scales{scale, nullptr, bias}, end, M, N, K);
+#elif DH_OUT_TERMS
+    run(x, {w, up}, Scales{scale, up_scale, bias}, AddTerms{{{residual, out, N, gelu}}, M}, M, N, K);
 #else
-    run(x, {w, up}, scales, AddTwo{{residual, out, N, gelu}}, M, N, K);
+    run(x, {w, up}, Scales{scale, up_scale, bias}, AddTwo{{residual, out, N, gelu}}, M, N, K);
 #endif
-}
-
-// Row m is the next token of sequence row[m], at position[m]. Its K and V are stored if this place is in the cache.
-extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, DH_BLOCKS) qkv_decode_hopper(
-    const float* x,                       // (M, K), stored as 16-bit terms
-    const __grid_constant__ TensorMap w,  // (1, 3C, K)
-    const float* __restrict__ scale,      // (3C) or null
-    const float* __restrict__ bias,       // (3C) or null
-    const int* row,                       // (M)
-    const int* position,                  // (M)
-    float* q,                             // (M, C)
-    KV* k_cache,                          // (B, n_ctx, C)
-    KV* v_cache,                          // (B, n_ctx, C)
-    int M, int K, int C, int B, int n_ctx) {
-    const AppendTwo end{{q, k_cache, v_cache, row, position, C, B, n_ctx}};
-    run(x, {w, w}, Scales{scale, nullptr, bias}, end, M, 3 * C, K);
 }
