@@ -15,7 +15,7 @@ any float dtype, or any integer dtype, instead, in any byte order. The kinds are
     any      float32, float16 or bfloat16, the same for all arrays of this kind
     other    float32, float16 or bfloat16
     f32 f64 i32 i64 u8  float32, float64, int32, int64, uint8
-    kv       a half of a kv_cache: any float dtype, or uint8 of the FP8 format kv_dtype
+    kv       a half of a kv_cache: any float dtype, or uint8 with codes of FP8
     float32  float32, also for NumPy functions
     matrix   a WeightMatrix (K, N) of either layout; with NumPy also an array (K, N)
     rows     as matrix, but only with layout "NK": a row in memory has the K inputs of an output

@@ -477,4 +477,4 @@ def test_the_bench_counts_the_bytes_of_the_cache() -> None:
     assert plain.traffic - narrow.traffic == 4 * 512 * 2 * 4 * 128
     assert tolerance(narrow, "float16") < 8 * tolerance(plain, "float16")
     one = RandomLlama(LLAMA_SMALL, "float16", "float8_e4m3fn")
-    assert one.kv_dtype == "float8_e4m3fn"
+    assert one.cache_dtype == "float8_e4m3fn"

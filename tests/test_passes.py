@@ -92,7 +92,7 @@ def every_pass() -> Iterator[list[Step]]:
                 shape = Prefill(products, 1030, batch, 7, kind != 1, kind == 2)
                 yield prefill(shape, CONFIG, want)
                 if products in ("16_bits", "fp8", "float32"):
-                    yield prefill(replace(shape, kv_dtype="float8_e4m3fn"), CONFIG, want)
+                    yield prefill(replace(shape, fp8_cache="float8_e4m3fn"), CONFIG, want)
 
 
 def test_every_op_runs_in_numpy_and_in_cuda() -> None:
@@ -129,7 +129,7 @@ def test_a_layer_of_each_pass() -> None:
         "kv kv_append", "attn_cached attention_packed", "attn two_part",
     ]  # fmt: skip
     for cached, append in ((False, []), (True, ["kv kv_append"])):
-        shape = Prefill("16_bits", 9, 2, 9, cached, kv_dtype="float8_e5m2")
+        shape = Prefill("16_bits", 9, 2, 9, cached, fp8_cache="float8_e5m2")
         narrow = prefill(shape, CONFIG, "logits")
         assert ops_of(narrow)[2:-4] == ["rounded kv_round", *append, "attn attention_varlen"]
         given = {step.op for step in narrow if step.attrs.get("kv_dtype") == "float8_e5m2"}

@@ -57,16 +57,19 @@ Config = TypeVar("Config", bound=ModelConfig)
 
 
 class RandomModel(ABC, Generic[Config]):
-    """A model with random weights in one dtype, shared by several benchmarks."""
+    """A model with random weights in one dtype, shared by several benchmarks.
+
+    cache: dtype of keys and values, by default the dtype that suits the weights.
+    """
 
     def __init__(
         self,
         config: Config,
         dtype: str,
-        kv_dtype: str | None = None,
+        cache: str | None = None,
     ) -> None:
-        self.config, self.formats = config, Formats(dtype, kv_dtype)
-        self.dtype, self.kv_dtype = dtype, self.formats.cache_dtype
+        self.config, self.formats = config, Formats(dtype, cache)
+        self.dtype, self.cache_dtype = dtype, self.formats.cache_dtype
         self.device = 0  # index of the GPU in the last call of `on`
         self._on: dict[int, Model[Any]] = {}
         self._logits: dict[bytes, NDArray[np.float64]] = {}
@@ -121,7 +124,7 @@ class RandomModel(ABC, Generic[Config]):
     @property
     def token_bytes(self) -> int:
         """Bytes of one token's keys and values in the kv_caches of all layers."""
-        return 2 * self.config.n_layer * self.config.kv_width * itemsize(self.kv_dtype)
+        return 2 * self.config.n_layer * self.config.kv_width * itemsize(self.cache_dtype)
 
     def prompt_flops(self, T: int) -> int:
         """Return the FLOPs of a prompt of T tokens, including the logits after the last token."""
@@ -146,7 +149,7 @@ class RandomGPT2(RandomModel[GPT2Config]):
         return self._made("cpu")
 
     def _made(self, device: str) -> GPT2:
-        stored = self.dtype, False, self.kv_dtype
+        stored = self.dtype, False, self.cache_dtype
         return GPT2(self.weights, device, *stored)
 
     def _exact_logits(self, ids: Ids) -> NDArray[np.float32]:
@@ -170,7 +173,7 @@ class RandomLlama(RandomModel[LlamaConfig]):
     def _made(self, device: str) -> Model[Any]:
         with cupy.cuda.Device(self.device):
             tensors = random_tensors(self.config, self.dtype)
-            stored = self.dtype, self.kv_dtype
+            stored = self.dtype, self.cache_dtype
             return Model.from_tensors(self.config, tensors, device, *stored)
 
     def stored(self) -> Tensors:

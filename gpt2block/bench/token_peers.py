@@ -53,8 +53,8 @@ Repeated = Callable[[Callable[..., Tensor], tuple[Any, ...]], Callable[[], Tenso
 def contenders(task: Steps | Prompt | Continuations, repeated: Repeated) -> Iterator[Contender]:
     """Yield implementations by PyTorch and `transformers`, which refuse an FP8 kv_cache."""
     model, captures = task.model, _captures(task, "cuda", repeated)
-    if model.kv_dtype in FP8:
-        why = f"no PyTorch operation here takes a kv_cache of {model.kv_dtype}"
+    if model.cache_dtype in FP8:
+        why = f"no PyTorch operation here takes a kv_cache of {model.cache_dtype}"
         captures = dict.fromkeys(captures, partial(refuse, why))
     for name, capture in captures.items():
         note = partial(str, NOTES.get(name, ""))

@@ -43,9 +43,9 @@ class ModelWorks(NamedTuple):
 
     size: returns the config for the name of a size. default: name of the default size. rows:
     numbers of rows of decoding steps. peer_rows: the numbers among them at which PyTorch is timed.
-    further: (dtype, kv_dtype) pairs that are timed after the size's default dtype if the user sets
-    no dtype. prompt: length of a prompt in tokens. firsts: lengths of prompts with one new token.
-    batches: numbers of prompts that are continued together.
+    further: pairs of dtypes, of the weights and of keys and values, that are timed after the size's
+    default dtype if the user sets no dtype. prompt: length of a prompt in tokens. firsts: lengths
+    of prompts with one new token. batches: numbers of prompts that are continued together.
     """
 
     model: Callable[..., RandomModel[Any]]
@@ -96,13 +96,13 @@ def model_works(
     dtype: str | None = None,
     rows: str | None = None,
     name: str | None = None,
-    kv_dtype: str | None = None,
+    cache: str | None = None,
 ) -> list[Work]:
     """Return the benchmarks of an architecture (a key of MODELS), in the order they are timed.
 
     dtype: dtype of the weights; by default the dtype of this size's checkpoints, then `further`.
     rows: a list that `parse_rows` accepts; PyTorch is timed at all of them. name: name of the size.
-    kv_dtype: dtype of the kv_cache of all works. Raises InputError.
+    cache: dtype of the kv_cache of all works. Raises InputError.
     """
     timed, name = MODELS[architecture], name or MODELS[architecture].default
     config = timed.size(name)
@@ -113,8 +113,8 @@ def model_works(
     own = "float16" if name in FLOAT16 else "bfloat16"
     stored: list[tuple[str, str | None]]
     stored = [(dtype, None)] if dtype else [(own, None), *timed.further]
-    if kv_dtype is not None:
-        stored = [(weights, kv_dtype) for weights, kv in stored if kv is None]
+    if cache is not None:
+        stored = [(weights, cache) for weights, kv in stored if kv is None]
     works: list[Work] = []
     for weights, kv in stored:
         model = timed.model(config, weights, kv)
@@ -149,9 +149,9 @@ def model_work(
     cache. With an FP8 kv_cache the tolerance is bfloat16's, eight times float16's: keys and values
     near a tie may round up or down, by relative steps of 1/4 or 1/8, which attention averages.
     """
-    fp8 = model.kv_dtype in FP8
+    fp8 = model.cache_dtype in FP8
     config = vars(model.config)
-    stored = [f"kv_cache {model.kv_dtype}"] if fp8 else []
+    stored = [f"kv_cache {model.cache_dtype}"] if fp8 else []
     shown = [each for each in ("n_layer", "n_embd", "n_kv_head") if each in config]
 
     def contenders(sets: Any, device: int) -> Iterator[Contender]:
@@ -202,7 +202,7 @@ def _by_samplings(steps: Steps, device: int) -> Captures:
 def _by_stages(steps: Steps, device: int) -> Captures:
     """Return {name: `capture`} of the fused step and, unless kv_cache is FP8, of each stage."""
     model, step = steps.model, partial(steps.decoded, device, GREEDY)
-    if model.kv_dtype in FP8:
+    if model.cache_dtype in FP8:
         return {FP8_CACHE: step}
     shared: list[Any] = []
     stages = stages_of(model.dtype).items()

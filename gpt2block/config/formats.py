@@ -28,6 +28,11 @@ def own_cache_dtype(dtype: str) -> str:
     return CACHE_WITH_FP8 if dtype in (*FP8, FILE, GGUF) else dtype
 
 
+def cache_option(fp8: str | None) -> dict[str, Any]:
+    """Return the option of operations on a KV cache that states its FP8 format, if there is one."""
+    return {} if fp8 is None else {"kv_dtype": fp8}
+
+
 def dtype_option(default: Any, text: str, values: tuple[str, ...] = DTYPES) -> Any:
     """Return a dataclass field for a dtype, which is also a command-line option with this help."""
     return field(default=default, metadata={"help": text, "values": values})

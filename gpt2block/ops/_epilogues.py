@@ -22,7 +22,7 @@ class Epilogue(NamedTuple):
     name: value of the macro EPILOGUE, without "EPILOGUE_". args: the kernel's arguments that only
     the epilogue reads, by name. head: channels of a head, with RoPE, else 0. splits: partial sums
     per value that the kernel adds to x or to the residual stream. T: the kernel's type `T`, if the
-    weights are FP8 or two-part. kv_dtype: the FP8 format of the kv_cache, or None.
+    weights are FP8 or two-part. fp8_cache: the FP8 format of the kv_cache, or None.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Epilogue(NamedTuple):
     head: int = 0
     splits: int = 0
     T: str = "float32"
-    kv_dtype: str | None = None
+    fp8_cache: str | None = None
 
     def launch(
         self,
@@ -47,7 +47,7 @@ class Epilogue(NamedTuple):
         chosen: Defines = () if self.name == "ADD" else (("EPILOGUE", f"EPILOGUE_{self.name}"),)
         geometry = geometry._replace(defines=(*geometry.defines, *defines, *chosen))
         storage = storage_of(w, self.T)
-        return launch_at(file, geometry, {**args, **self.args}, *storage, self.kv_dtype)
+        return launch_at(file, geometry, {**args, **self.args}, *storage, self.fp8_cache)
 
 
 Ends = Callable[[Call], Epilogue]  # chooses the epilogue of a call
@@ -67,7 +67,7 @@ def add_sums(c: Call) -> Epilogue:
 def append(c: Call) -> Epilogue:
     """Return the epilogue of `linear_qkv`, which appends k and v to the kv_cache."""
     args = {**_cache(c), "out": c.q, "C": c.C, "n_ctx": c.P}
-    return Epilogue("APPEND", args, T=c.T, kv_dtype=c.kv_dtype)
+    return Epilogue("APPEND", args, T=c.T, fp8_cache=c.fp8_cache)
 
 
 def append_rope(c: Call) -> Epilogue:
@@ -76,7 +76,7 @@ def append_rope(c: Call) -> Epilogue:
     heads = {"n_head": c.n_head, "n_kv_head": c.C // D, "n_ctx": c.k.shape[1]}
     args = {**_cache(c), **heads, "out": c.out, "rotations": c.by}
     T = cache_dtype(c.w.dtype)
-    return Epilogue("APPEND_ROPE", args, head=D, T=T, kv_dtype=c.kv_dtype)
+    return Epilogue("APPEND_ROPE", args, head=D, T=T, fp8_cache=c.fp8_cache)
 
 
 def append_sums(c: Call) -> Epilogue:

@@ -385,7 +385,7 @@ def _prepare_varlen(unchecked: UncheckedCall) -> Bound:
 
 def _checked(unchecked: UncheckedCall) -> Call:
     n_head, n_kv_head = checked_heads(unchecked.options["n_head"], unchecked.options["n_kv_head"])
-    return unchecked.checked(n_head=n_head, n_kv_head=n_kv_head, kv_dtype=None)
+    return unchecked.checked(n_head=n_head, n_kv_head=n_kv_head)
 
 
 def _completed(c: Call) -> Call:

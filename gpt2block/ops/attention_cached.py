@@ -240,7 +240,7 @@ def _check_rows(c: Call) -> None:
     With a cache of FP8, rows can have any dtype. The channels of Q are a multiple of the C channels
     of k.
     """
-    if c.storage not in ("float32", TWO_PART, c.kv_storage) and c.kv_dtype is None:
+    if c.storage not in ("float32", TWO_PART, c.kv_storage) and c.fp8_cache is None:
         check("qkv", c.qkv)
     if c.W < 3 * c.C or c.W % c.C:
         raise InputError(
@@ -264,8 +264,8 @@ def _tiles(c: Call) -> Launch:
     geometry = tiles_geometry(c.B, c.longest, *heads, c.k.itemsize, limit, narrow)
     geometry = scored(geometry, c)
     args = (q, c.k, c.v, c.cu_seqlens, c.starts, c.out, q.shape[1], c.P, len(q), c.B, c.first)
-    T = q.dtype.name if c.kv_dtype else storage(c.k)
-    return launch_at(TILES, geometry, args, T, cache=c.kv_dtype)
+    T = q.dtype.name if c.fp8_cache else storage(c.k)
+    return launch_at(TILES, geometry, args, T, cache=c.fp8_cache)
 
 
 @variant("mma", MMA, "attention_cached_mma")
@@ -274,7 +274,7 @@ def _mma(c: Call) -> Launch:
     n_head, n_kv_head, HS = _heads("qkv", c.Q, c.n_head, c.C)
     if compute_capability() < MMA_CAPABILITY:
         raise UnsupportedCall("needs a GPU of compute capability 8.0 or newer: use variant tiles")
-    if c.kv_dtype is not None or c.storage not in SIXTEEN_BITS:
+    if c.fp8_cache is not None or c.storage not in SIXTEEN_BITS:
         raise UnsupportedCall("takes qkv, k and v of float16 or bfloat16: use variant tiles")
     if HS not in MMA_HEADS:
         raise UnsupportedCall(
@@ -328,7 +328,7 @@ def _hopper_launch(c: Call, file: str) -> Launch:
     box = 1, HOPPER_TILE, TENSOR_HEADS[0]
     maps = (tensor_map(each, box) for each in (c.qkv[None], c.k, c.v))
     args = (*maps, c.k, c.v, c.cu_seqlens, c.start, c.out, c.P, c.N, *c.sizes, c.band)
-    return launch_at(file, scored(c.geometry, c), args, c.storage, cache=c.kv_dtype)
+    return launch_at(file, scored(c.geometry, c), args, c.storage, cache=c.fp8_cache)
 
 
 def continues_exactly(head_size: int, kv_dtype: str | None) -> bool:
@@ -383,10 +383,10 @@ def _split(c: Call) -> Launch:
     geometry = scored(geometry, c)
     if c.together > 1:
         geometry = geometry.with_defines((("AS_GUESSES", 1),))
-    T = "float32" if c.kv_dtype else c.kv_storage
+    T = "float32" if c.fp8_cache else c.kv_storage
     if c.to_terms is not None:
         own = TWO_PART if c.kv_storage == "float32" else c.kv_storage
-        if (c.to_terms.dtype != own and c.kv_dtype is None) or heads[-1] % 2:
+        if (c.to_terms.dtype != own and c.fp8_cache is None) or heads[-1] % 2:
             raise InputError(
                 f"terms of {c.to_terms}, k {c.kv_storage}, head size {heads[-1]}: expected the "
                 "16-bit dtype of k, or two_part next to float32, and an even head size"
@@ -399,7 +399,7 @@ def _split(c: Call) -> Launch:
         check_address(name, array, min(16, width * array.itemsize))
     scale = stored_scale(c.to_terms)
     args = (c.q, c.k, c.v, c.row, c.position, c.B, c.P, c.together, scale, c.out)
-    return launch_at(SPLIT, geometry, args, T, cache=c.kv_dtype)
+    return launch_at(SPLIT, geometry, args, T, cache=c.fp8_cache)
 
 
 @variant("append", APPEND, "kv_append", "kv_append_narrow")
@@ -414,8 +414,8 @@ def _append(c: Call) -> Launch:
     geometry = append_geometry(c.N, c.C, c.W, c.k.itemsize, *aligned, narrow)
     args = (c.qkv, c.row, c.position, c.k, c.v, c.C, c.W, c.B, c.P)
     with_fp8 = c.storage if narrow else CACHE_WITH_FP8
-    T = with_fp8 if c.kv_dtype else c.kv_storage
-    return launch_at(APPEND, geometry, args, T, cache=c.kv_dtype)
+    T = with_fp8 if c.fp8_cache else c.kv_storage
+    return launch_at(APPEND, geometry, args, T, cache=c.fp8_cache)
 
 
 @variant("append split", APPEND_TWO_PART, "kv_append_split")
@@ -434,7 +434,7 @@ def _append_two_part(c: Call) -> Launch:
 @variant("round", APPEND, "kv_round")
 def _round(c: Call) -> Launch:
     """Launch kernel `round`: round K and V to FP8, and store the values in qkv's dtype."""
-    check_format(c.kv_dtype)
+    check_format(c.fp8_cache)
     if c.storage == "float32":
         check("qkv", c.qkv, dtype=CACHE_WITH_FP8)
     n_head = check_integer("n_head", c.n_head, 1, math.inf, "a number of heads")
@@ -445,7 +445,7 @@ def _round(c: Call) -> Launch:
     C = c.W // heads * n_kv_head
     width = gcd(alignment(c.qkv.data.ptr) // c.qkv.itemsize, C, c.W)
     geometry = _over_rows("kv_round", c.N, C, width)
-    return launch_at(APPEND, geometry, (c.qkv, C, c.W), c.storage, cache=c.kv_dtype)
+    return launch_at(APPEND, geometry, (c.qkv, C, c.W), c.storage, cache=c.fp8_cache)
 
 
 @variant("copy", APPEND, "kv_copy", block=COPY_THREADS)
@@ -461,8 +461,8 @@ def _copy(c: Call) -> Launch:
     geometry = Geometry("kv_copy", (blocks, c.M, halves), (COPY_THREADS,))
     geometry = geometry.with_defines((("KV_WIDTH", width),))
     args = (c.kv, c.source, c.target, c.count, C, B, P)
-    T = CACHE_WITH_FP8 if c.kv_dtype else c.kv_storage
-    return launch_at(APPEND, geometry, args, T, cache=c.kv_dtype)
+    T = CACHE_WITH_FP8 if c.fp8_cache else c.kv_storage
+    return launch_at(APPEND, geometry, args, T, cache=c.fp8_cache)
 
 
 def _flops(sizes: Sizes) -> int:

@@ -29,6 +29,9 @@ FIXED = {
 }
 
 
+CACHE: Mapping[str, Any] = {"kv_dtype": None}  # option of operations on a kv_cache: its FP8 format
+
+
 class Call(SimpleNamespace):
     """The checked arrays, sizes and options of a call, as attributes.
 
@@ -46,6 +49,12 @@ class Call(SimpleNamespace):
     before: tuple[Any, ...] = ()
     after: tuple[Any, ...] = ()
     kept: tuple[Any, ...] = ()
+
+    @property
+    def fp8_cache(self) -> str | None:
+        """The FP8 format of the kv_cache, or None."""
+        found: str | None = vars(self).get("kv_dtype")
+        return found
 
     def __getattr__(self, name: str) -> Any:
         """Return a newly allocated array for a required output that the caller did not pass."""
@@ -208,11 +217,11 @@ def _dtype(entry: Entry, value: Any, call: Call) -> str:
     return dtype
 
 
-def cache_storage(k: Any, kv_dtype: str | None) -> str:
+def cache_storage(k: Any, fp8: str | None) -> str:
     """Return the dtype of a kv_cache, from its array k and its FP8 format. Raises InputError."""
-    if kv_dtype is None:
+    if fp8 is None:
         return storage(k)
-    check_format(kv_dtype)
+    check_format(fp8)
     return "uint8"
 
 

@@ -25,7 +25,7 @@ from gpt2block.ops import _linear_gguf as blocks
 from gpt2block.ops import _linear_mma as mma
 from gpt2block.ops._epilogues import Epilogue, add_sums, append_sums
 from gpt2block.ops._rows import WARP, power_of_two
-from gpt2block.ops.call import Call, UncheckedCall
+from gpt2block.ops.call import CACHE, Call, UncheckedCall
 from gpt2block.ops.operation import REQUIRED, Operation, UnsupportedCall, Variant, variant
 from gpt2block.ops.products import (
     HOPPER_CAPABILITY,
@@ -371,7 +371,7 @@ def _prepare_rope(unchecked: UncheckedCall) -> Call:
     c = unchecked.checked()
     if (c.gamma_q is None) != (c.gamma_k is None):
         raise InputError("expected gamma_q and gamma_k, or neither")
-    if c.kv_dtype is None:
+    if c.fp8_cache is None:
         check("k", c.k, dtype=cache_dtype(c.w.dtype))
     D = 2 * c.P
     N = c.n_head * D + 2 * c.C
@@ -412,6 +412,6 @@ LINEAR_SUMS = Operation(
 ROPE_SUMS = Operation(
     name="rope_sums",
     variants=(_rope_sums,),
-    options={"n_head": REQUIRED, "eps": 1e-6, "kv_dtype": None, "x_dtype": None},
+    options={"n_head": REQUIRED, "eps": 1e-6, **CACHE, "x_dtype": None},
     prepare=_prepare_rope,
 )

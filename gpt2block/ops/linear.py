@@ -40,7 +40,7 @@ from gpt2block.ops import _linear_mma as mma
 from gpt2block.ops import _linear_mma_tiles as mma_tiles
 from gpt2block.ops import _linear_tiles as tiles
 from gpt2block.ops._epilogues import Ends, add, append, append_rope
-from gpt2block.ops.call import Call, UncheckedCall
+from gpt2block.ops.call import CACHE, Call, UncheckedCall
 from gpt2block.ops.gated_sums import GATED_SUMS, LINEAR_SUMS, ROPE_SUMS
 from gpt2block.ops.gguf import chunk_sums
 from gpt2block.ops.operation import (
@@ -373,7 +373,7 @@ def _prepare(unchecked: UncheckedCall) -> Call:
     with `terms`, `Terms.rounded` says this.
     """
     c = _checked(unchecked, TWO_PART_LINEAR)
-    c.M, c.T, c.kv_dtype = c.rows, "float32", None
+    c.M, c.T = c.rows, "float32"
     _check(c)
     if c.up is not None and (c.up.dtype != c.w.dtype or c.bias is not None):
         raise InputError(f"up: {c.up.dtype}: expected {c.w.dtype}, as w has, and no bias")
@@ -401,14 +401,14 @@ def _checked(unchecked: UncheckedCall, two_part: Contract) -> Call:
 def _prepare_qkv(unchecked: UncheckedCall) -> Call:
     """Check a call of `linear_qkv`, and list the variants to try.
 
-    k and v have the FP8 format kv_dtype, or else the dtype of the weights (float16 with FP8
+    k and v have the FP8 format of the option, or else the dtype of the weights (float16 with FP8
     weights, float32 with a TwoPartMatrix). No two rows of x may have the same row and position of
     the cache. k and v of a token outside the cache are not stored. Other options: as in `linear`.
     """
     c = _checked(unchecked, TWO_PART_QKV)
     c.T, c.to_terms, c.up = cache_dtype(c.w.dtype), None, None
     _check(c)
-    if c.kv_dtype is None:
+    if c.fp8_cache is None:
         check("k", c.k, dtype=c.T)
     if c.N != 3 * c.C:
         raise InputError(f"w: expected {3 * c.C} outputs, 3C as k has C channels, got {c.N}")
@@ -429,7 +429,7 @@ def _prepare_rope(unchecked: UncheckedCall) -> Call:
     c.T = cache_dtype(c.w.dtype)
     c.rounded = rounds(c.terms.x_dtype if c.terms else c.x_dtype, c.w.dtype)
     c.order = (ROPE_GGUF[c.terms is not None] if c.w.dtype == GGUF else LINEAR_ROPE.variants[0],)
-    if c.kv_dtype is None:
+    if c.fp8_cache is None:
         check("k", c.k, dtype=c.T)
     D = 2 * c.P
     N = c.n_head * D + 2 * c.C
@@ -494,14 +494,14 @@ ROPE_GGUF = tuple(engine.then(append_rope, "rope_") for engine in GGUF_ENGINES)
 LINEAR_QKV = Operation(
     name="linear_qkv",
     variants=tuple(engine.then(append, "qkv_") for engine in ENGINES),
-    options={"eps": 1e-5, "terms": None, "kv_dtype": None, "x_bound": None, "x_dtype": None},
+    options={"eps": 1e-5, "terms": None, **CACHE, "x_bound": None, "x_dtype": None},
     prepare=_prepare_qkv,
 )
 
 LINEAR_ROPE = Operation(
     name="linear_rope",
     variants=(Variant("rope_hopper", hopper.FILE, (hopper.KERNEL,), _rope_by_wgmma),),
-    options={"n_head": REQUIRED, "terms": None, "kv_dtype": None, "x_dtype": None},
+    options={"n_head": REQUIRED, "terms": None, **CACHE, "x_dtype": None},
     prepare=_prepare_rope,
 )
 

@@ -27,7 +27,7 @@ from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops._rows import WARP, power_of_two
 from gpt2block.ops.attention import checked_heads
-from gpt2block.ops.call import Call
+from gpt2block.ops.call import CACHE, Call
 from gpt2block.ops.operation import REQUIRED, Inputs, Operation, Sizes, Workload, variant
 from gpt2block.ops.rope import FILLED, MAX_BATCH
 from gpt2block.ops.rope_qkv import CHANNELS, HEADS
@@ -133,8 +133,8 @@ def _append(c: Call) -> Launch:
     geometry = _geometry(c, "qk_norm_append", 1, c.N, heads, D, n_head, n_kv_head)
     arrays = (c.qkv, c.row, c.position, c.frequencies, c.gamma_q, c.gamma_k, c.k, c.v, c.out)
     args = (*arrays, n_head, n_kv_head, c.B, c.S, c.eps)
-    T = "float32" if c.kv_dtype else c.kv_storage
-    return launch_at(FILE, geometry, args, T, cache=c.kv_dtype)
+    T = "float32" if c.fp8_cache else c.kv_storage
+    return launch_at(FILE, geometry, args, T, cache=c.fp8_cache)
 
 
 def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
@@ -151,7 +151,7 @@ QK_NORM_ROPE = Operation(
 QK_NORM_APPEND = Operation(
     name="qk_norm_append",
     variants=(_append,),
-    options={"n_head": REQUIRED, "eps": 1e-6, "kv_dtype": None},
+    options={"n_head": REQUIRED, "eps": 1e-6, **CACHE},
 )
 
 OPERATION = Operation(

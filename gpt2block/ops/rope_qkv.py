@@ -101,8 +101,8 @@ def _append(c: Call) -> Launch:
     geometry = geometry.with_defines((("ROPE_OWN", 1),) if c.leading else ())
     arrays = (c.qkv, c.row, c.position, c.frequencies, c.k, c.v, c.out)
     args = (*arrays, c.N, n_head, n_kv_head, c.B, c.S)
-    T = "float32" if c.kv_dtype else c.kv_storage
-    return launch_at(APPEND, geometry, args, T, cache=c.kv_dtype)
+    T = "float32" if c.fp8_cache else c.kv_storage
+    return launch_at(APPEND, geometry, args, T, cache=c.fp8_cache)
 
 
 @variant("rotations", ROTATIONS, "rope_rotations", "rope_rotations_packed")

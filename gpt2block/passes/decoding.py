@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from gpt2block.architectures.architecture import To, Value
+from gpt2block.config.formats import cache_option
 from gpt2block.cuda.kernels import TWO_PART
 from gpt2block.ops.terms import Terms
 from gpt2block.passes.blocks import PassSettings
@@ -34,7 +35,7 @@ class DecodePass(Pass):
     own steps, with bitwise equal results. known: the `Terms` in which x of a product can be stored,
     preferred ones first, by the last part of the weights' name; empty if products read floats.
     Two-part terms need an operand with a bound, from which their scale is computed.
-    kv_dtype: the FP8 format of the kv_cache, or None. bounds: upper bounds of the magnitudes of
+    fp8_cache: the FP8 format of the kv_cache, or None. bounds: upper bounds of the magnitudes of
     operands, by name; products of bounded operands read two-part weights instead of float32 ones.
     x_dtype: the dtype to which x of a product without terms is rounded, or None. together: the
     number of neighbouring rows that belong to one sequence. in_blocks: whether the matrices of
@@ -49,7 +50,7 @@ class DecodePass(Pass):
         settings: PassSettings,
         norms: bool = True,
         known: Mapping[str, Sequence[Terms]] | None = None,
-        kv_dtype: str | None = None,
+        fp8_cache: str | None = None,
         bounds: Mapping[str, float] | None = None,
         x_dtype: str | None = None,
         together: int = 1,
@@ -60,7 +61,7 @@ class DecodePass(Pass):
         self.do, self.c, self.norms, self.known = do, settings, norms, known or {}
         self.rounding: dict[str, Any] = {} if x_dtype is None else {"x_dtype": x_dtype}
         self._bounds = bounds or {}
-        self.kv: dict[str, Any] = {} if kv_dtype is None else {"kv_dtype": kv_dtype}
+        self.kv = cache_option(fp8_cache)
         self.rotations: dict[str, Value] = {}  # results of `rotations` by name of frequencies
 
     def embed(self) -> Value:
@@ -221,11 +222,11 @@ class SumsPass(DecodePass):
         do: Machine,
         settings: PassSettings,
         splits: int,
-        kv_dtype: str | None = None,
+        fp8_cache: str | None = None,
         x_dtype: str | None = None,
         together: int = 1,
     ) -> None:
-        stored: Any = {"kv_dtype": kv_dtype, "x_dtype": x_dtype, "together": together}
+        stored: Any = {"fp8_cache": fp8_cache, "x_dtype": x_dtype, "together": together}
         super().__init__(do, settings, **stored)
         self.splits = splits
         self.eps: dict[str, Any] = {"eps": settings.eps}

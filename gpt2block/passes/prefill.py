@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from gpt2block.architectures.architecture import To, Value
+from gpt2block.config.formats import cache_option
 from gpt2block.passes.blocks import PassSettings
 from gpt2block.passes.decoding import DecodePass, Rows
 from gpt2block.passes.forward import Pass, Product
@@ -34,7 +35,7 @@ class Prefill:
     number of new tokens of all sequences. longest: an upper bound for one sequence. cached: whether
     there is a kv_cache, which tensor-core attention over new tokens only does not need. continued:
     whether the sequences continue tokens in the kv_cache; used with tensor cores only. ends: the
-    number of rows of the output "last"; None for one per row of the kv_cache. kv_dtype: the FP8
+    number of rows of the output "last"; None for one per row of the kv_cache. fp8_cache: the FP8
     format of the kv_cache, or None; attention over new tokens only rounds K and V to it as well.
     gated: whether 16-bit products can have two matrices, so that a gated feed-forward is one
     product instead of gate, up and ff. appends: whether 16-bit attention over new tokens also
@@ -48,7 +49,7 @@ class Prefill:
     cached: bool
     continued: bool = False
     ends: int | None = None
-    kv_dtype: str | None = None
+    fp8_cache: str | None = None
     gated: bool = False
     appends: bool = False
 
@@ -87,7 +88,7 @@ class PrefillPass(Pass):
 
     def __init__(self, do: Machine, settings: PassSettings, shape: Prefill) -> None:
         self.do, self.c, self.shape = do, settings, shape
-        self.kv: dict[str, Any] = {} if shape.kv_dtype is None else {"kv_dtype": shape.kv_dtype}
+        self.kv = cache_option(shape.fp8_cache)
 
     def norm(self, name: str, x: Value, gamma: str, beta: str = "", to: To = ()) -> Value:
         if beta:

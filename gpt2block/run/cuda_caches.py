@@ -11,7 +11,7 @@ import numpy as np
 
 from gpt2block.checks import FLOATS
 from gpt2block.config import ModelConfig
-from gpt2block.config.formats import Formats, itemsize
+from gpt2block.config.formats import Formats, cache_option, itemsize
 from gpt2block.cuda import cupy
 from gpt2block.errors import InputError
 from gpt2block.ops.attention_cached import KV_COPY
@@ -87,7 +87,7 @@ def copy_slots(cache: CudaCache, copies: Sequence[tuple[int, int, int]]) -> None
     """Copy keys and values from slots to other slots of a cache; see `Decoding.copy`."""
     for group in apart(copies):
         numbers = cupy.asarray(np.array(group, np.int32).T, order="C")
-        KV_COPY.bind_on_device((cache.data, *numbers), kv_dtype=cache.fp8).run()
+        KV_COPY.bind_on_device((cache.data, *numbers), **cache_option(cache.fp8)).run()
 
 
 def apart(copies: Sequence[tuple[int, int, int]]) -> Iterator[list[tuple[int, int, int]]]:

@@ -353,7 +353,7 @@ class CudaModel(CudaWeights):
             cached=cached,
             continued=continued and self.on_tensor_cores,
             ends=ends,
-            kv_dtype=self.formats.fp8_cache,
+            fp8_cache=self.formats.fp8_cache,
             gated=self.products == "16_bits" and hopper,
             appends=appends and self.formats.fp8_cache is None,
         )
