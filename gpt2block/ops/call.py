@@ -37,11 +37,11 @@ class Call(SimpleNamespace):
 
     The attribute of a size is its letter in the contract. `leading` holds the sizes of the axes
     `...`, `rows` their product. `storage` is the dtype of arrays of kind "any" or "mixed",
-    `kv_storage` the dtype of a kv_cache. An output that the caller does not pass is allocated when
-    it is first used, after all checks. The operation's `prepare` may add derived values. `kept`
-    holds arrays that launches need and that nothing else keeps alive. `order` lists the preferred
-    variants; if it is empty, all variants are tried, the last one first. `before` and `after` are
-    launches before and after the launches of the variant.
+    `kv_storage` the dtype of a kv_cache, `fp8_cache` its FP8 format or None. An output that the
+    caller does not pass is allocated when it is first used, after all checks. The operation's
+    `prepare` may add derived values. `kept` holds arrays that launches need and that nothing else
+    keeps alive. `order` lists the preferred variants; if it is empty, all variants are tried, the
+    last one first. `before` and `after` are launches before and after the launches of the variant.
     """
 
     contract: Contract
@@ -49,12 +49,7 @@ class Call(SimpleNamespace):
     before: tuple[Any, ...] = ()
     after: tuple[Any, ...] = ()
     kept: tuple[Any, ...] = ()
-
-    @property
-    def fp8_cache(self) -> str | None:
-        """The FP8 format of the kv_cache, or None."""
-        found: str | None = vars(self).get("kv_dtype")
-        return found
+    fp8_cache: str | None = None
 
     def __getattr__(self, name: str) -> Any:
         """Return a newly allocated array for a required output that the caller did not pass."""
@@ -107,6 +102,7 @@ def checked(contract: Contract, inputs: tuple[Any, ...], out: Any = None, **opti
     to add to the call; integers are sizes. Raises InputError with the name of the wrong argument.
     """
     call = Call(contract=contract, **options)
+    call.fp8_cache = options.get("kv_dtype")
     sizes: Sizes = {name: value for name, value in vars(call).items() if type(value) is int}
     arrays: list[Expected] = []
     shapes: list[tuple[Entry, Any]] = []
@@ -208,7 +204,7 @@ def _dtype(entry: Entry, value: Any, call: Call) -> str:
         dtype: str = call.storage
     elif kind == "kv":
         if not hasattr(call, "kv_storage"):
-            call.kv_storage = cache_storage(value, call.kv_dtype)
+            call.kv_storage = cache_storage(value, call.fp8_cache)
         dtype = call.kv_storage
     elif kind in ("other", "table"):
         dtype = storage(value) if kind == "other" else "float32"
