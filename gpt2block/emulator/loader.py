@@ -6,7 +6,6 @@ processes, in which each array is a heap block of exactly its size. An error end
 
 from __future__ import annotations
 
-import atexit
 import hashlib
 import os
 import re
@@ -28,7 +27,9 @@ from numpy.typing import NDArray
 
 from gpt2block.cuda import kernels
 from gpt2block.doctor import Check
+from gpt2block.emulator import cache as cached
 from gpt2block.emulator import places, programs
+from gpt2block.emulator.cache import folder as cache_folder
 from gpt2block.errors import KernelError
 
 HERE = Path(__file__).parent
@@ -112,7 +113,8 @@ _PLACE = re.compile(r"\{(variable )?(0x[0-9a-f]+)\}")  # address in a program's 
 _FOLDER = r"(?<![\w.])/\S*/(?=[\w.-]+:\d)"  # folder of an absolute path
 _NOTE = re.compile(r"^cuda_on_cpu: note: (.*)$\n?", re.MULTILINE)
 
-_KEPT = "GPT2BLOCK_CPU_CUDA_CACHE"
+_COMPILE_S = 60  # seconds of CPU time after which g++ is stopped
+_stopped: set[str] = set()  # files whose compilation was stopped; not tried again
 _HEADER = "cuda_on_cpu.h"
 _WITH_HALVES = "with_halves.h"
 _POOL = ThreadPoolExecutor(2)
@@ -473,6 +475,9 @@ def compile_kernel_file(
     known = Source.shipped(source) if isinstance(source, str) else source
     begun = _ahead.get((known, defines, races, build))
     program = begun.result() if begun else _compile(known, defines, races, build)
+    if not cached.found(program):  # another process has deleted it
+        _compile.cache_clear()
+        program = _compile(known, defines, races, build)
     if text := _messages.pop(program, None):
         warnings.warn(text, stacklevel=2)
     return program
@@ -485,7 +490,7 @@ def compile_ahead(
     build: Build = "usual",
 ) -> None:
     """Start compiling a file's program in another thread, for a later launch."""
-    _cache_dir(), _runtime()  # create the folder and the runtime before several threads need them
+    cache_folder(), _runtime()  # create the folder and the runtime before several threads need them
     known = Source.shipped(source) if isinstance(source, str) else source
     key = known, defines, races, build
     if key not in _ahead:
@@ -498,7 +503,7 @@ def unset_variables(source: Source, defines: kernels.Defines = ()) -> list[str]:
     Use this only to explain a wrong result: these warnings can be false alarms.
     """
     warn = ("-Wuninitialized", "-Wmaybe-uninitialized")
-    with tempfile.TemporaryDirectory(dir=_cache_dir()) as folder:
+    with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:
         files = {"unit.cpp": _translation_unit(source, defines), **dict(source.headers)}
         _write(Path(folder), files)
         paths = (f"-I{HERE}", f"-I{kernels.SOURCE_DIR}")
@@ -525,9 +530,9 @@ def _precompiled(header: str, flags: tuple[str, ...]) -> dict[str, Path]:
     """Precompile the header that all programs include; return {} if no folder keeps programs.
 
     It saves a third of the compile time of a program. For the two or three programs of a process
-    without such a folder it does not pay, and {} is returned.
+    whose folder is temporary it does not pay, and {} is returned.
     """
-    if not os.environ.get(_KEPT):
+    if not cached.lasts():
         return {}
     precompiled = f"{header}.gch"
     arguments = ("-x", "c++-header", str(HERE / header), *flags, "-w")
@@ -541,7 +546,7 @@ def _first_header(source: Source) -> str:
     must include them itself. For shipped files, NVRTC reports a missing include.
     """
     shipped = not Path(source.name).is_absolute()
-    return _WITH_HALVES if shipped and os.environ.get(_KEPT) else _HEADER
+    return _WITH_HALVES if shipped and cached.lasts() else _HEADER
 
 
 @cache
@@ -629,44 +634,59 @@ def _build(
 ) -> Path:
     """Run g++ in a temporary folder, and move the result into the cache atomically.
 
-    links: name in the folder → file of the cache, which does not change the result.
+    links: name in the folder → file of the cache, which does not change the result. The messages of
+    g++ are kept next to the result, so that each process shows them. Raises ShimError for a file
+    that does not compile, and KernelError for one that takes too long.
     """
     own = "".join(
         path.read_text("ascii") for path in sorted([*HERE.rglob("*.h"), *HERE.rglob("*.cpp")])
     )
     key = repr((files, arguments, salt, own, _output("g++", "--version")))
-    target = _cache_dir() / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}-{Path(name).name}"
-    if target.exists():
-        return target
-    with tempfile.TemporaryDirectory(dir=_cache_dir()) as folder:
-        _write(Path(folder), files)
-        for link, path in links.items():
-            (Path(folder) / link).symlink_to(path)
-        command = ("g++", *arguments, "-o", "result")
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise ShimError(f"{name} does not compile for the CPU:\n{done.stderr}", done.stderr)
-        if done.stderr:
-            _messages[target] = f"{name}: g++ says\n{done.stderr}"
-        os.replace(Path(folder) / "result", target)
+    target = cache_folder() / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}-{Path(name).name}"
+    said = target.with_name(f"{target.name}.said")
+    if not cached.found(target):
+        with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:
+            _write(Path(folder), files)
+            for link, path in links.items():
+                (Path(folder) / link).symlink_to(path)
+            text = _compiled(name, arguments, folder)
+            if text:
+                (Path(folder) / "said").write_text(text, "utf-8")
+                os.replace(Path(folder) / "said", said)
+            os.replace(Path(folder) / "result", target)
+        cached.trim()
+    if cached.found(said):
+        _messages[target] = f"{name}: g++ says\n{said.read_text('utf-8')}"
     return target
+
+
+def _compiled(name: str, arguments: tuple[str, ...], folder: str) -> str:
+    """Run g++ in a folder, for at most _COMPILE_S seconds of CPU time, and return its messages."""
+    file = name.removesuffix(".o")
+    if file in _stopped:
+        raise _too_long(file)
+    limited = ("sh", "-c", f'ulimit -t {_COMPILE_S}; exec g++ "$@"', "g++")
+    command = (*limited, *arguments, "-o", "result")
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    if "signal terminated program" in done.stderr:
+        _stopped.add(file)
+        raise _too_long(file)
+    if done.returncode:
+        raise ShimError(f"{name} does not compile for the CPU:\n{done.stderr}", done.stderr)
+    return done.stderr
+
+
+def _too_long(file: str) -> KernelError:
+    return KernelError(
+        f"{file}: not judged: g++ needs more than {_COMPILE_S} s of CPU time, or more memory than "
+        "there is: expected a file that compiles in less"
+    )
 
 
 def _write(folder: Path, files: Mapping[str, str]) -> None:
     for file, text in files.items():
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
         (folder / file).write_text(text, "utf-8")
-
-
-@cache
-def _cache_dir() -> Path:
-    """Return the folder for compiled programs: $GPT2BLOCK_CPU_CUDA_CACHE or a temporary folder."""
-    if kept := os.environ.get(_KEPT):
-        Path(kept).mkdir(parents=True, exist_ok=True)
-        return Path(kept).resolve()
-    folder = tempfile.mkdtemp(prefix="gpt2block-cpu-cuda-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return Path(folder)
 
 
 @cache
