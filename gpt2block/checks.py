@@ -161,9 +161,9 @@ def as_numpy(name: str, given: Any) -> NDArray[Any]:
 
 
 def of_bfloat16(array: Any) -> str:
-    """Return advice for the end of an error message about a torch bfloat16 tensor, else "".
+    """Return advice for an error message if `array` is a torch tensor of bfloat16, otherwise "".
 
-    NumPy cannot read tensors of bfloat16.
+    NumPy cannot read tensors of bfloat16. The advice is appended to the message.
     """
     if str(getattr(array, "dtype", "")) != "torch.bfloat16":
         return ""

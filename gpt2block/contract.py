@@ -124,7 +124,7 @@ class Contract(NamedTuple):
 
 
 def check_shapes(given: Iterable[tuple[Entry, tuple[int, ...]]], sizes: Sizes) -> None:
-    """Raise InputError unless shapes fit the contract; add sizes of new axis letters to `sizes`."""
+    """Raise InputError if a shape does not fit its Entry; add sizes of further axes to `sizes`."""
     for entry, shape in given:
         if not entry.fits(shape, sizes):
             raise InputError(f"{entry.name}: expected shape {entry.expected(sizes)}, got {shape}")
@@ -154,11 +154,12 @@ def _compiled(axis: str) -> CodeType:
 
 
 def takes(line: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorate a NumPy function to check its arguments by a contract with the same argument names.
+    """Decorate a NumPy function so that each call checks the shapes and dtypes of its arguments.
 
-    An array may be None if None is its default, or if the contract allows it. Scalars are checked
-    by name (`checks.SCALARS`). The decorated function raises InputError, and its attribute
-    `contract` is the contract.
+    line: a contract (see `Contract.parse`), which describes arrays by argument name. An array may
+    be None if None is its default, or if the contract allows it. Scalars are checked by name
+    (`checks.SCALARS`). The decorated function raises InputError; its attribute `contract` is the
+    contract.
 
     Arrays of 16 bits are converted to float32, as 16-bit squares and sums overflow or are coarse.
     Results are rounded back to a 16-bit dtype if all arrays have it; matrices, float64 arrays and

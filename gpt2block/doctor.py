@@ -404,7 +404,7 @@ def require_cuda(*what: object) -> None:
 
 
 def describe_device(index: int) -> str:
-    """Return a line that describes a device, its driver and CuPy. Raises DeviceError."""
+    """Return a line about a device, its driver and CuPy. Raises DeviceError for a wrong index."""
     if cuda.replaced():
         return "the emulator on the CPU"
     driver = probe_driver()

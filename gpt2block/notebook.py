@@ -59,7 +59,7 @@ def paragraph(text: str) -> str:
 
 
 def surprisals(start: str, pieces: Iterable[tuple[str, float]]) -> str:
-    """Return a text as HTML; color and tooltip of each piece show its surprisal in bits."""
+    """Return HTML of `start` and of tokens, whose color and tooltip show the surprisal in bits."""
     spans = "".join(
         f'<span title="{bits:.2f} bits" style="background: rgba(220, 50, 32, '
         f'{min(max(bits, 0.0) / HIGHEST_BITS, 1.0) * 0.8:.2f})">{escape(piece)}</span>'

@@ -184,7 +184,7 @@ class Continuations:
         return Captured(replay, (lambda: self.written(tokens),))
 
     def written(self, new: Sequence[Sequence[int]]) -> GeneratedSequences:
-        """Return the sequences to check. Raises InputError unless each has `new` new tokens."""
+        """Return sequences to check. Raises InputError unless each prompt got `self.new` tokens."""
         lengths = sorted({len(tokens) for tokens in new})
         if lengths != [self.new]:
             raise InputError(f"expected {self.new} new tokens for each prompt, got {lengths}")

@@ -238,7 +238,7 @@ def _greedy(work: Continuations, eos_token_id: int | None = None) -> Any:
 
 
 def _transformers() -> Any:
-    """Import `transformers`. Raises InputError if it is not installed."""
+    """Import `transformers`. Raises InputError if `transformers` is not installed."""
     try:
         import transformers  # noqa: PLC0415
     except ImportError as error:
@@ -366,7 +366,7 @@ def transformers_prompt(work: Prompt, device: str, rounds: int) -> Captured:
 
 
 def transformers_steps(work: Steps, device: str, rounds: int) -> Captured:
-    """Return a Captured whose replay decodes greedily by `transformers`, with its default cache."""
+    """Return a Captured whose replay decodes greedily by `transformers` and its default KV cache."""
     theirs = transformers_llama(work.model)
     tokens: list[Any] = []
     state: dict[str, Any] = {}

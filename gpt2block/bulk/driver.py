@@ -133,7 +133,7 @@ def run(
 def _read_input(
     job: Job, inputs: Sequence[str], watcher: Watcher
 ) -> tuple[Job, list[tuple[Path, int]], list[Shard]]:
-    """Return the job with the input's properties, (file, size in bytes) pairs, and the shards.
+    """Return the completed job, a list of (input file, size in bytes), and the list of shards.
 
     Raises InputError, CheckpointError.
     """
@@ -234,7 +234,7 @@ class _Work:
         future.add_done_callback(self._ended.put)
 
     def _collect(self, client: Client) -> None:
-        """Wait at most one second for a shard to end, and process its result."""
+        """Wait at most one second until a worker finishes or fails a shard; process the result."""
         try:
             future = self._ended.get(timeout=1)
         except queue.Empty:

@@ -241,7 +241,7 @@ class Manifest:
 
 
 def _parse_entry(entry: Any) -> ShardEntry:
-    """Parse a manifest entry. Raises ValueError unless `Manifest.add` could have written it."""
+    """Parse a manifest entry. Raises ValueError for an entry that `Manifest.add` never writes."""
     names = [field.name for field in fields(ShardEntry)]
     if not isinstance(entry, dict) or sorted(entry) != sorted(names):
         raise ValueError(f"expected an object with {', '.join(names)}, got {reprlib.repr(entry)}")

@@ -77,7 +77,7 @@ def marked(text: str) -> MarkedText:
 
 
 def plain(value: Any) -> Any:
-    """Return a copy of a value in which marks are replaced by the characters they stand for."""
+    """Return a copy of a value with each mark replaced by the character that it stands for."""
     if isinstance(value, str):
         return str.translate(value, marks.back)
     if isinstance(value, (list, tuple)):

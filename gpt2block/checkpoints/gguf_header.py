@@ -90,7 +90,7 @@ class _Bytes:
         self._stream, self.left = stream, left
 
     def take(self, count: int) -> bytes:
-        """Return the next `count` bytes. Raises _TruncatedError, before reading, if fewer exist."""
+        """Return the next `count` bytes. Raises _TruncatedError if fewer than `count` are left."""
         if count > self.left:
             raise _TruncatedError(f"it states a length of {count:,} bytes, {self.left:,} are left")
         self.left -= count

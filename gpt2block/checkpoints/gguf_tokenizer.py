@@ -116,7 +116,7 @@ def as_files(file: Path) -> dict[str, bytes]:
 
 
 def files_from(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return {name: content} of tokenizer files from GGUF metadata. Raises CheckpointError."""
+    """Return tokenizer files, {name: content}. Raises CheckpointError for unsupported metadata."""
     keys = (key for key in metadata if key.startswith(PREFIX))
     found = {key.removeprefix(PREFIX): metadata[key] for key in keys}
     for key, value in found.items():
@@ -279,9 +279,10 @@ def _is_run(token: str) -> bool:
 def _merges(
     tokens: Sequence[str], kinds: Sequence[int], scores: Sequence[float]
 ) -> list[tuple[str, str]]:
-    """Return pairs of tokens whose concatenation is a token, by this token's score, best first.
+    """Return the pairs of tokens whose concatenation is a token, sorted for use as BPE merges.
 
-    The left part of user-defined runs of spaces is as long as possible.
+    Pairs that form a user-defined run of spaces come first, sorted by the length of their left
+    token, longest first; then the other pairs, by the score of the concatenation, highest first.
     """
     plain = {token: id_ for id_, token in enumerate(tokens) if kinds[id_] in (NORMAL, USER_DEFINED)}
     found = []

@@ -79,7 +79,7 @@ class FormatOptions:
         return Formats(dtype, self.kv_dtype, self.allow_nonfinite)
 
     def identity(self) -> dict[str, Any]:
-        """Return the options for a job's manifest; newer options only if not default."""
+        """Return a manifest's options: both dtypes, and options that differ from their default."""
         found: dict[str, Any] = {"dtype": self.dtype, "kv_dtype": self.kv_dtype}
         found["activations"] = None  # a removed option, still present in manifests
         for each in fields(self):
@@ -131,7 +131,7 @@ class Formats(FormatOptions):
 
     @property
     def matrix_dtype(self) -> str:
-        """The dtype of matrices that are stored as floats or FP8."""
+        """The dtype to which matrices are converted, except those that stay in GGUF blocks."""
         return CACHE_WITH_FP8 if self.dtype == FILE else self.dtype
 
     def facts(self) -> dict[str, str]:

@@ -35,7 +35,7 @@ class Range(NamedTuple):
 
 
 class Meaning(NamedTuple):
-    """The effect of an option: a sentence, and further text for Python's documentation."""
+    """The effect of an option: a sentence, `text`, and further text for docstrings only, `more`."""
 
     text: str
     more: str = ""

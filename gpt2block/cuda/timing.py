@@ -65,9 +65,10 @@ def interleaved_ms(
     count: int = REPLAYS,
     lead: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """Return {name: median ms} of replays, interleaved so that clock changes affect all names.
+    """Return {name: median ms of a replay}. The replays alternate, so that all meet equal clocks.
 
-    lead: launches work before each replay, so that the GPU does not wait for the host's launch.
+    replays: {name: function that launches a CUDA graph}. lead: launches work before each replay, so
+    that the GPU does not wait for the host's launch.
     """
     start, end = cupy.cuda.Event(), cupy.cuda.Event()
     times: dict[str, list[float]] = {name: [] for name in replays}
@@ -85,9 +86,10 @@ def interleaved_ms(
 def interleaved_host_ms(
     replays: Mapping[str, Callable[[], None]], count: int = REPLAYS
 ) -> dict[str, float]:
-    """Return {name: median ms that a replay's call takes on the host} over `count` calls.
+    """Return {name: median ms that a call of the function takes on the host} over `count` calls.
 
-    For replays that return when their results are in host memory. Each must have run before.
+    replays: {name: function that returns when its results are in host memory}. Each function must
+    have been called before.
     """
     times: dict[str, list[float]] = {name: [] for name in replays}
     for _ in range(count):

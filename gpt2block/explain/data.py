@@ -127,7 +127,7 @@ def _by_plan_names(traced: Traced) -> dict[str, NDArray[Any]]:
 def _step(
     plan: _Plan, short: str, compared: Mapping[str, Comparison], files: dict[str, str]
 ) -> dict[str, Any]:
-    """Return the data that a step has in every block; add its kernels' sources to `files`."""
+    """Return the data of a step that all blocks share; add its kernels' sources to `files`."""
     step = plan.steps[short]
     operation = sources.operation_of(step.op) or sources.operation_of(sources.function_of(step))
     found = []
@@ -247,7 +247,7 @@ def _statistics(tensor: NDArray[Any]) -> dict[str, float | None]:
 
 
 def _compared(row: Comparison | None) -> dict[str, Any]:
-    """Return a step's kernel, errors and time in ms; {} if the step was not run separately."""
+    """Return a comparison's kernel, time in ms, and errors; {} if the step was not compared."""
     if row is None:
         return {}
     names = ("ms", "max_abs", "max_rel", "total_abs", "total_rel")

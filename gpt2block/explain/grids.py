@@ -52,7 +52,7 @@ def downsampled(tensor: Array, rows: int, columns: int) -> Array:
 
 
 def grid(tensor: Array, cells: int) -> dict[str, Any]:
-    """Encode a tensor (R, C) as a grid of at most `cells` cells."""
+    """Downsample a tensor (R, C) to a grid of at most `cells` cells, and return its encoding."""
     rows, columns = grid_shape(tensor.shape[0], tensor.shape[1], cells)
     return {"rows": rows, "columns": columns, **encoded(downsampled(tensor, rows, columns))}
 

@@ -1,1 +1,1 @@
-"""Text generation and scoring: rows, batches and their scheduling."""
+"""Text generation and scoring: the sequences, and the scheduler that batches their steps."""

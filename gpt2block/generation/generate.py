@@ -207,7 +207,10 @@ def _ends(options: Options, config: ModelConfig, encoding: Encoding | None) -> E
 
 
 def _fitting(ids: Ids, name: str, end: int | None, ends: Ends) -> Ids:
-    """Return the last n_ctx ids, or <|endoftext|> for an empty prompt. Raises InputError."""
+    """Return the last n_ctx ids of a prompt, or the id `end` of <|endoftext|> for an empty prompt.
+
+    Raises InputError if an empty prompt has no `end`, or a prompt is too long and not truncated.
+    """
     if not len(ids):
         if end is None:
             raise InputError(

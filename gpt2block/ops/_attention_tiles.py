@@ -240,7 +240,10 @@ def hopper_geometry(
 def alternate_geometry(
     B: int, T: int, NH: int, causal: bool, *, sms: int, serves: int = 1
 ) -> tuple[Geometry, int]:
-    """Return `hopper_geometry`'s values for the kernel whose two warpgroups divide the keys."""
+    """Return a geometry for the kernel in which two warpgroups each process half of the keys.
+
+    The second value is the result of `together` for this call.
+    """
     head, tiles = ALTERNATE_HEAD, _hopper_tiles(B, T, NH, ALTERNATE_TILE)
     grid, block = (min(tiles, sms),), (HOPPER_THREADS,)
     defines = (("ATT_CAUSAL", int(causal)), *tensor_heads_defines(head, serves))

@@ -629,12 +629,12 @@ def kv_append(
     position: CudaArray,
     kv_dtype: str | None = None,
 ) -> None:
-    """Write K and V of rows [Q | K | V] of qkv to the kv_cache k, v (B, n_ctx, C), in its dtype.
+    """Write K and V of rows [Q | K | V] of qkv to the kv_cache k, v (B, n_ctx, C).
 
-    qkv: float32, or in the dtype of k and v, or for a cache of FP8 in a 16-bit dtype. kv_dtype: as
-    in `attention_cached`. Row n is written to sequence row[n] at position[n], both int32 on the
-    device; rows outside the cache are skipped. Two rows must not have the same destination. Raises
-    InputError.
+    K and V are converted to the dtype of the kv_cache. qkv: float32, or in the dtype of k and v, or
+    for a cache of FP8 in a 16-bit dtype. kv_dtype: as in `attention_cached`. Row n is written to
+    sequence row[n] at position[n], both int32 on the device; rows outside the cache are skipped.
+    Two rows must not have the same destination. Raises InputError.
     """
     qkv, row, position = contiguous(qkv, row, position)
     KV_APPEND.bind_on_device((qkv, k, v, row, position), kv_dtype=kv_dtype).run()

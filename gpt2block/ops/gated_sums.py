@@ -282,7 +282,7 @@ def _check_sums_of_blocks(c: Call) -> None:
 
 
 def _product(c: Call, epilogue: Epilogue) -> Launch:
-    """Return the launch of matmul/decode/mma.cu with an epilogue that adds up partial sums."""
+    """Return a Launch of matmul/decode/mma.cu's kernel with an epilogue that adds partial sums."""
     _check_sums(c)
     if compute_capability() < MMA_CAPABILITY:
         raise UnsupportedCall("needs a GPU of compute capability 8.0 or newer")

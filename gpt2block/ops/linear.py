@@ -154,7 +154,7 @@ def _most_shared() -> int:
 
 
 def _few_rows(module: Any, c: Call, epilogue: Ends) -> Launch:
-    """Return the launch of matmul/decode/cores.cu (module: matvec) or mma.cu (mma)."""
+    """Return a Launch of the kernel in matmul/decode/cores.cu (module: matvec) or mma.cu (mma)."""
     if c.N > MAX_OUTPUTS:
         raise UnsupportedCall(f"w: expected at most {MAX_OUTPUTS:,} outputs, got {c.N:,}")
     if c.w.dtype == GGUF:
@@ -219,19 +219,19 @@ def _check_sizes(c: Call) -> None:
 
 
 def _by_cores(c: Call, epilogue: Ends) -> Launch:
-    """Return the launch of matmul/decode/cores.cu."""
+    """Return a Launch of the kernel in matmul/decode/cores.cu."""
     _on_cuda_cores(c)
     return _few_rows(matvec, c, epilogue)
 
 
 def _by_mma(c: Call, epilogue: Ends) -> Launch:
-    """Return the launch of matmul/decode/mma.cu."""
+    """Return a Launch of the kernel in matmul/decode/mma.cu."""
     _on_tensor_cores(c)
     return _few_rows(mma, c, epilogue)
 
 
 def _by_mma_tiles(c: Call, epilogue: Ends) -> Launch:
-    """Return the launch of matmul/decode/mma_tiles.cu."""
+    """Return a Launch of the kernel in matmul/decode/mma_tiles.cu."""
     if c.w.dtype == GGUF:
         raise UnsupportedCall("takes no GgufMatrix: use variant tiles")
     if c.gamma is not None:
@@ -261,7 +261,7 @@ def _by_mma_tiles(c: Call, epilogue: Ends) -> Launch:
 
 
 def _by_wgmma(c: Call, epilogue: Ends) -> tuple[Launch, ...]:
-    """Return the launches of matmul/decode/wgmma.cu or wgmma_gguf.cu."""
+    """Return the Launches of the kernel in matmul/decode/wgmma.cu or wgmma_gguf.cu."""
     if compute_capability() != HOPPER_CAPABILITY:
         raise UnsupportedCall(
             "needs a GPU of compute capability 9.0 (Hopper): use variant mma_tiles"
@@ -274,7 +274,7 @@ def _by_wgmma(c: Call, epilogue: Ends) -> tuple[Launch, ...]:
 
 
 def _by_mma_gguf(c: Call, epilogue: Ends) -> Launch:
-    """Return the launch of matmul/decode/mma_gguf.cu."""
+    """Return a Launch of the kernel in matmul/decode/mma_gguf.cu."""
     if c.terms or c.to_terms:
         raise UnsupportedCall("takes and gives floats")
     norm: dict[str, Any] = {}
@@ -473,7 +473,7 @@ def _make(s: Sizes, rng: np.random.Generator) -> Inputs:
 
 
 def _rope_by_wgmma(c: Call) -> tuple[Launch, ...]:
-    """Return the launches of matmul/decode/wgmma.cu with RoPE."""
+    """Return the Launches of the kernel in matmul/decode/wgmma.cu with RoPE."""
     if compute_capability() != HOPPER_CAPABILITY:
         raise UnsupportedCall(
             "needs a GPU of compute capability 9.0 (Hopper): use linear and rope_append"

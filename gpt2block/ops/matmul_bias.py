@@ -46,7 +46,7 @@ def coarsened_geometry(M: int, N: int) -> Geometry:
 
 
 class MatmulTile(NamedTuple):
-    """Sizes of a tile, which are constants of matmul_forward_kernel3, and its relative speed."""
+    """Sizes of a tile, constants of matmul_forward_kernel3, and an SM's speed on such tiles."""
 
     rows: int
     columns: int

@@ -41,7 +41,7 @@ MOST_TOGETHER = 4  # maximum heads per team (threads that process a head togethe
 
 @lru_cache(maxsize=1024)
 def choose_geometry(kernel: str, B: int, N: int, heads: int, D: int, sms: int) -> Geometry:
-    """Return the geometry for B sequences of N rows, each row with `heads` heads of D channels.
+    """Return the launch geometry for B sequences of N rows of `heads` heads of D channels each.
 
     sms: multiprocessors of the GPU. The order of additions depends only on D. If there are enough
     threads, each processes several heads.
@@ -56,7 +56,7 @@ def choose_geometry(kernel: str, B: int, N: int, heads: int, D: int, sms: int) -
 
 
 def geometry_of_rows(kernel: str, B: int, N: int, normed: int, D: int) -> Geometry:
-    """Return the geometry for one norm over all Q heads of a row and one over all its K heads.
+    """Return the launch geometry for one norm over a row's Q heads, and one over its K heads.
 
     normed: heads of Q and K together. The order of additions depends only on normed and D.
     """
@@ -70,7 +70,7 @@ def geometry_of_rows(kernel: str, B: int, N: int, normed: int, D: int) -> Geomet
 def _geometry(
     c: Call, kernel: str, B: int, N: int, moved: int, D: int, n_head: int, n_kv_head: int
 ) -> Geometry:
-    """Return a call's geometry. Raises InputError for unaligned arrays or wrong shapes of gamma."""
+    """Return a call's launch geometry. Raises InputError for unaligned arrays or a gamma's shape."""
     if B > MAX_BATCH:
         raise InputError(f"qkv: expected at most {MAX_BATCH:,} sequences in a call, got {B:,}")
     if normed_together(c.gamma_q.shape, c.gamma_k.shape, n_head, n_kv_head, D):

@@ -185,7 +185,7 @@ class DecodingStep:
     def __init__(
         self, model: CudaPasses, of: DecodingSteps, count: int, changed: int, together: int
     ) -> None:
-        """count: number of slots. changed: result of `_kind_of`. together: rows per slot."""
+        """count: slots. changed: 0, CHANGED or COUNTED, by `_kind_of`. together: rows per slot."""
         self.rows = rows = count * together
         self.together, self._stream = together, model.stream
         self._done = [cupy.cuda.Event(disable_timing=True) for _ in range(2)]
@@ -327,9 +327,9 @@ class InFlight:
         return without(found, np.concatenate(self._stopped)) if self._stopped else found
 
     def taken(self) -> list[Sampled]:
-        """Return a Sampled with each slot's first accepted token, one with its second token, …
+        """Return a list of Sampled; number n has the accepted token n, from 0, of each slot.
 
-        Tokens of stopped slots are left out.
+        Slots without an accepted token n, and stopped slots, are left out.
         """
         self.read()
         tokens, logprobs, flags = (a.reshape(-1, self.together).T for a in self._sampled)

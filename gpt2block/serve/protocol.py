@@ -383,7 +383,7 @@ class DetokenizeRequest(Body):
 
 
 class _PatientDecoder(json.JSONDecoder):
-    """A JSON decoder in Python code (strings in C), so that other threads can run meanwhile."""
+    """A JSON decoder in Python (strings: in C), which lets other threads run while it decodes."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

@@ -224,7 +224,7 @@ class GgufMatrix(WeightMatrix):
 
 
 def random_blocks(name: str, N: int, K: int, seed: int = 0, size: float = 1.0) -> NDArray[np.uint8]:
-    """Return rows of random blocks in a file's byte order. Weights are at most about `size`."""
+    """Return rows of random blocks in GGUF files' byte order; weights are roughly in ±`size`."""
     kind, rng = TYPES[name], np.random.default_rng(seed)
     rows = rng.integers(0, 256, (N, K // kind.size, kind.nbytes), dtype=np.uint8)
     largest = 2**kind.bits * (1 if kind.size == 32 else 64)

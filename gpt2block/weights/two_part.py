@@ -68,9 +68,10 @@ class TwoPartMatrix(Composite):
 
     @classmethod
     def from_float32(cls, x: Any) -> TwoPartMatrix:
-        """Convert a float32 array (..., K): NumPy arrays on the host, CuPy arrays on the GPU.
+        """Return a float32 array (..., K) as a TwoPartMatrix.
 
-        The parts and scales are equal for both. Raises InputError.
+        A NumPy array is converted on the host, a CuPy array on the GPU; both conversions give equal
+        parts and scales. Raises InputError.
         """
         if is_array(x):
             (x,) = contiguous(x)
