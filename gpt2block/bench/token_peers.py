@@ -366,7 +366,7 @@ def transformers_prompt(work: Prompt, device: str, rounds: int) -> Captured:
 
 
 def transformers_steps(work: Steps, device: str, rounds: int) -> Captured:
-    """Return a Captured whose replay decodes greedily by `transformers` and its default KV cache."""
+    """Return a Captured whose replay decodes greedily with `transformers`' default KV cache."""
     theirs = transformers_llama(work.model)
     tokens: list[Any] = []
     state: dict[str, Any] = {}

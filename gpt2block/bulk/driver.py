@@ -133,9 +133,10 @@ def run(
 def _read_input(
     job: Job, inputs: Sequence[str], watcher: Watcher
 ) -> tuple[Job, list[tuple[Path, int]], list[Shard]]:
-    """Return the completed job, a list of (input file, size in bytes), and the list of shards.
+    """Return the job, a list of (input file, size in bytes), and the list of shards.
 
-    Raises InputError, CheckpointError.
+    The job is completed by what the input requires: column types and the tokenizer. Raises
+    InputError, CheckpointError.
     """
     files = records.find_files(inputs, watcher.say)
     records.check_kept(files, job.column, job.keep)

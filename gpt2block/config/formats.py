@@ -79,7 +79,7 @@ class FormatOptions:
         return Formats(dtype, self.kv_dtype, self.allow_nonfinite)
 
     def identity(self) -> dict[str, Any]:
-        """Return a manifest's options: both dtypes, and options that differ from their default."""
+        """Return options for a job's manifest: both dtypes, and others if they are not default."""
         found: dict[str, Any] = {"dtype": self.dtype, "kv_dtype": self.kv_dtype}
         found["activations"] = None  # a removed option, still present in manifests
         for each in fields(self):

@@ -65,7 +65,7 @@ def interleaved_ms(
     count: int = REPLAYS,
     lead: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """Return {name: median ms of a replay}. The replays alternate, so that all meet equal clocks.
+    """Return {name: median ms of the replay}. Replays take turns, so that clock changes affect all.
 
     replays: {name: function that launches a CUDA graph}. lead: launches work before each replay, so
     that the GPU does not wait for the host's launch.

@@ -127,7 +127,7 @@ def _by_plan_names(traced: Traced) -> dict[str, NDArray[Any]]:
 def _step(
     plan: _Plan, short: str, compared: Mapping[str, Comparison], files: dict[str, str]
 ) -> dict[str, Any]:
-    """Return the data of a step that all blocks share; add its kernels' sources to `files`."""
+    """Return data of a step that hold for every block; add its kernels' sources to `files`."""
     step = plan.steps[short]
     operation = sources.operation_of(step.op) or sources.operation_of(sources.function_of(step))
     found = []

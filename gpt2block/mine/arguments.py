@@ -97,7 +97,7 @@ def _numbers(
 
 
 def _sizes(operation: Operation, given: Iterable[tuple[Entry, Any]], attrs: Attrs) -> Sizes:
-    """Return {name: value} of the contract's axes, the attributes, and the workload's other axes."""
+    """Return {name: value} of the contract's axes, the attributes and the workload's other axes."""
     sizes: dict[str, Any] = {}
     for entry, value in given:
         entry.fits((value.K, value.N) if entry.kind in MATRICES else value.shape, sizes)

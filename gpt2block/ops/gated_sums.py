@@ -64,7 +64,7 @@ MORE_ROWS = Cluster(8, True), Cluster(16, False)
 
 @lru_cache(maxsize=1024)
 def geometry(M: int, C: int, H: int, dtype: str, sms: int) -> Geometry | None:
-    """Return the launch for x (M, C) and h (M, H), or None if the kernel does not support it.
+    """Return the launch geometry for x (M, C) and h (M, H), or None if none is supported.
 
     dtype: dtype of the weights. sms: number of multiprocessors.
     """
@@ -138,7 +138,7 @@ def _columns(C: int, cluster: Cluster) -> int:
 def blocks_geometry(
     M: int, C: int, H: int, types: tuple[str, str], terms: int, sms: int
 ) -> Geometry | None:
-    """Return the launch for GGUF weights, or None if the kernel does not support the sizes.
+    """Return the launch geometry for GGUF weights, or None if the sizes are not supported.
 
     types: GGUF types of w_gate (and w_up), and of w_down. terms: 16-bit terms per value of x.
     """

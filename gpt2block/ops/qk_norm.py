@@ -70,7 +70,7 @@ def geometry_of_rows(kernel: str, B: int, N: int, normed: int, D: int) -> Geomet
 def _geometry(
     c: Call, kernel: str, B: int, N: int, moved: int, D: int, n_head: int, n_kv_head: int
 ) -> Geometry:
-    """Return a call's launch geometry. Raises InputError for unaligned arrays or a gamma's shape."""
+    """Return a launch geometry. Raises InputError for unaligned arrays or gamma of wrong shape."""
     if B > MAX_BATCH:
         raise InputError(f"qkv: expected at most {MAX_BATCH:,} sequences in a call, got {B:,}")
     if normed_together(c.gamma_q.shape, c.gamma_k.shape, n_head, n_kv_head, D):
