@@ -110,7 +110,7 @@ def cases(kernel: Kernel, layout: str, stated: Sizes | None = None) -> tuple[Cas
     further = () if stated else operation.with_workload(small=FURTHER.get(operation.name, ())).cases
     found = [case(kernel, *each, layout) for each in usual]
     found += [replace(case(kernel, *each, layout), hint=OTHER_SIZES) for each in further]
-    several = usual[min(1, len(usual) - 1)]  # rows whose lengths are no multiples of 4 elements
+    several = usual[min(1, len(usual) - 1)]  # sizes with several rows and an odd size
     for at in (several, *further[-1:]):
         for special in SPECIAL.get(operation.name, ()):
             found.append(case(kernel, *at, layout, special))
