@@ -69,7 +69,9 @@ def constants(config: LlamaConfig, vectors: Mapping[str, Any]) -> dict[str, Any]
 
 
 def stream_bounds(config: LlamaConfig, largest: Mapping[str, float]) -> Iterator[float]:
-    """Yield upper bounds, for any input, of the residual stream after the embedding and each block.
+    """Yield upper bounds of magnitudes in the residual stream, after the embedding and each block.
+
+    A bound holds for every element and any input; `largest` has the largest magnitudes of tensors.
 
     A row of an RMSNorm has a Euclidean norm of at most sqrt(C) times the largest γ, so its product
     with K = C weights is at most C times the largest γ times the largest weight of the matrix.

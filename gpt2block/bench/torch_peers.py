@@ -60,7 +60,7 @@ def captured(
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = tf32
     try:
-        with torch.no_grad():  # no_grad as in the capture, where compilation would fail
+        with torch.no_grad():  # as in the capture, which must find `function` compiled
             for arguments in sets:
                 function(*arguments)
         torch.cuda.synchronize()

@@ -253,7 +253,7 @@ class _Cutter:
         with path.open("rb") as file:
             while chunk := file.read(_CHUNK):
                 ends = np.flatnonzero(np.frombuffer(chunk, np.uint8) == ord("\n")) + 1
-                taken = used = 0  # line ends and bytes of the chunk that finished spans include
+                taken = used = 0  # line ends and bytes of the chunk in finished Spans
                 while len(ends) - taken >= self._room - lines:
                     taken += self._room - lines
                     lines = self._room

@@ -139,7 +139,7 @@ class ParquetPart:
             return value
         plain = _plain(value)
         text = plain if isinstance(plain, str) else _json(plain).decode()
-        text.encode()  # a lone surrogate must raise here rather than when the part is written
+        text.encode()  # raises for a lone surrogate, here rather than in `data`
         return text
 
     def data(self) -> bytes:

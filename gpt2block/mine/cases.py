@@ -31,10 +31,10 @@ OTHER_SIZES = (
 
 # Sizes of matrix products (M, K) x (K, N): odd K; K divisible by 4 and many columns N; many rows M.
 _WIDE = {"M": 2, "K": 1501, "N": 3}, {"M": 4, "K": 1036, "N": 76}, {"M": 65, "K": 1032, "N": 8}
-# Operation → sizes (and attributes) to check after `Operation.small`. At the last sizes of an
-# operation, a row consists of whole vectors and takes a block several iterations; at one size, a
-# row is an odd number of 4-element vectors. Every operation has an array of more than 2^16
-# elements, and every elementwise operation has an array of more than 2^16 vectors.
+# Operation → sizes (and attributes) to check in addition to `Operation.small`. In the last entry of
+# an operation, a row consists of whole 4-element vectors, and a thread block loops several times
+# over a row. In another entry, a row has an odd number of these vectors. In some entry of every
+# operation, an array has over 2^16 elements; of every elementwise operation, over 2^16 vectors.
 FURTHER: Mapping[str, tuple[Mapping[str, int], ...]] = {
     "add": ({"N": 13, "C": 769}, {"N": 13, "C": 772}, {"N": 104, "C": 2568}),
     "attention": ({"B": 86, "T": 2, "C": 128, "n_head": 2},
@@ -110,7 +110,7 @@ def cases(kernel: Kernel, layout: str, stated: Sizes | None = None) -> tuple[Cas
     further = () if stated else operation.with_workload(small=FURTHER.get(operation.name, ())).cases
     found = [case(kernel, *each, layout) for each in usual]
     found += [replace(case(kernel, *each, layout), hint=OTHER_SIZES) for each in further]
-    several = usual[min(1, len(usual) - 1)]  # several rows, not multiples of a vector
+    several = usual[min(1, len(usual) - 1)]  # sizes with several rows and an odd size
     for at in (several, *further[-1:]):
         for special in SPECIAL.get(operation.name, ()):
             found.append(case(kernel, *at, layout, special))

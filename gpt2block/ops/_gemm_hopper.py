@@ -86,7 +86,7 @@ OF_REGISTERS = (
 # on an H100.
 STREAMED = tuple(tile._replace(stream=True) for tile in OF_REGISTERS if tile.shares > 1)
 STREAM_K_US = 4.0
-FLAGS = 1024  # floats before the partial sums: one flag per cluster whose sums are complete
+FLAGS = 1024  # floats before the partial sums: flags that say whether a warpgroup's sums are stored
 
 MOST_ROWS = max(tile.rows for tile in OF_REGISTERS)
 

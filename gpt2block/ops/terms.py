@@ -26,9 +26,9 @@ class Terms(NamedTuple):
     dtype: str  # float16, bfloat16 or two_part
     # 0: terms replace the floats in place; 2 (GGUF blocks), 8 or 16: in the order that wgmma reads
     width: int = 0
-    scale: float = 1.0  # scale of two-part terms: a power of two, the same for all values
+    scale: float = 1.0  # two-part terms: power of two by which all values are divided
     rounded: bool = False  # whether only the first term of each value is used
-    summed: bool = False  # whether sums of CHUNK channels follow the terms, for GGUF blocks
+    summed: bool = False  # whether sums of CHUNK channels are stored after all terms
 
     def with_sums(self, together: int) -> Terms:
         """Return these terms with `summed` True if sums are needed and the kernel can compute them.

@@ -44,6 +44,9 @@ TOP_LOGPROBS = Operation(
 
 
 def top_logprobs(logits: CudaArray, K: int = MOST_ALTERNATIVES) -> tuple[CudaArray, CudaArray]:
-    """Compute `reference.top_logprobs` on a CuPy array (M, V) of float32. Raises InputError."""
+    """Compute `reference.top_logprobs` on a CuPy array (M, V) of float32.
+
+    Raises InputError for logits of another shape or dtype, and for a K that is out of range.
+    """
     done = call(TOP_LOGPROBS, contiguous(logits), K=K)
     return done.out, done.extra[0]

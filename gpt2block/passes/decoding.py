@@ -62,7 +62,7 @@ class DecodePass(Pass):
         self.rounding: dict[str, Any] = {} if x_dtype is None else {"x_dtype": x_dtype}
         self._bounds = bounds or {}
         self.kv = cache_option(fp8_cache)
-        self.rotations: dict[str, Value] = {}  # results of `rotations` by name of frequencies
+        self.rotations: dict[str, Value] = {}  # key: name of a tensor of RoPE frequencies
 
     def embed(self) -> Value:
         if self.c.rope and self._fuses_rope(self._terms(("w_qkv",))):  # layers share rotations

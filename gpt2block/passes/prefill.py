@@ -307,7 +307,7 @@ class LastRows(DecodePass):
 
 
 class TilesOfLastRows(DecodePass):
-    """Last steps of a float32 prefill: the block by prefill kernels, logits by decoding kernels."""
+    """Float32 steps after the last attention: prefill kernels; for logits, decoding kernels."""
 
     def __init__(self, prefill: PrefillPass) -> None:
         super().__init__(prefill.do, prefill.c)

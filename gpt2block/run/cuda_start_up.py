@@ -24,8 +24,8 @@ from gpt2block.run.guessing import ROWS
 from gpt2block.run.model import Ids
 from gpt2block.run.recorder import rounded_up
 
-PROMPTS = 16, 256  # least and most tokens per prompt of prefills that start_up prepares
-TOGETHER = 4  # most prompts of a prefill that `start_up` captures as a CUDA graph
+PROMPTS = 16, 256  # prefills to capture as CUDA graphs: least and most tokens per prompt
+TOGETHER = 4  # largest number of prompts per prefill that `start_up` captures as a CUDA graph
 NOBODY: Ids = np.empty(0, np.int32)
 Kind = tuple[int, int, bool, int]  # arguments of `programs_of`: rows, longest, continued, ends
 

@@ -335,7 +335,7 @@ class InFlight:
         tokens, logprobs, flags = (a.reshape(-1, self.together).T for a in self._sampled)
         taken = flags & TAKEN > 0
         guessed = np.zeros_like(taken)
-        guessed[:-1] = taken[1:]  # a row is accepted if the previous row's token was guessed
+        guessed[:-1] = taken[1:]  # row n + 1 is taken if its guess is row n's token
         stopped = np.concatenate([self.slots[:0], *self._stopped])
         found = []
         for n in range(self.together):

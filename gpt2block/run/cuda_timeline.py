@@ -146,7 +146,10 @@ def _nothing() -> Launch:
 
 
 def _in_memory(array: Any, terms: Terms | None) -> TensorSpec:
-    """Return the TensorSpec of an array, with half its bytes if stored as 16-bit `terms`."""
+    """Return the TensorSpec of an array: shape, dtype and number of bytes.
+
+    The number is half the array's bytes if `terms` keeps one 16-bit number per float.
+    """
     stored = TensorSpec.of(array)
     half = terms is not None and terms.rounded and terms.width > 0
     return stored._replace(nbytes=stored.nbytes // 2) if half else stored

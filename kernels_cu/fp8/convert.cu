@@ -3,11 +3,11 @@
 //
 // The format is E5M2 (1 sign, 5 exponent, 2 fraction bits; a truncated __half) or, with WEIGHT_E4M3, E4M3FN (no
 // infinity, largest number 448). A number is rounded once, to nearest even, by one addition of floats (lib/fp8.cuh):
-// the result is the same on every architecture and for every T.
+// the result is the same on every architecture and for every type T of x.
 //
 //   to_fp8_kernel (element): one thread per element. FP8_WIDTH and FP8_VECTORS are 1
-//   to_fp8_kernel (vectors): 16 elements per thread, 16-byte loads, all in flight at once. For these loads, the arrays
-//       must be aligned to a vector, and with FP8_SCALE each row as well
+//   to_fp8_kernel (vectors): 16 elements per thread, 16-byte loads, all in flight at once. A vector is
+//       FP8_WIDTH elements; x and out, and with FP8_SCALE each of their rows, are aligned to the bytes of a vector
 //
 // Neighbouring threads read neighbouring addresses.
 //

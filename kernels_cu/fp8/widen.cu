@@ -1,10 +1,10 @@
-// Conversion of FP8 to __half: out = w, exactly. Scales are applied by the product.
+// Conversion of FP8 to __half: out = w, exactly. The product that reads out applies the scales of w.
 //
 //   w (size) of type W, E5M2 or E4M3 -> out (size) of type T, which is __half
 //
 //   widen_fp8: FP8 weights as float16, before a product with float16 activations. A thread converts WIDEN_VECTORS
-//       vectors of 16 weights. The weights are loaded before the previous kernel has ended; out is stored after its
-//       end, because it may still read the old content of out
+//       vectors of 16 weights. The weights are loaded before the previous kernel has ended; out is stored after that
+//       kernel's end, because until then that kernel may read the old content of out
 //
 // grid (ceil(size / (16 * WIDEN_VECTORS * block))), any block. size is a multiple of 16; both arrays are aligned to 16
 // bytes.

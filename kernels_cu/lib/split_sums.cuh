@@ -1,6 +1,7 @@
-// Split sums: a product of which, for every output, the sums over up to 8 splits (contiguous ranges of K) are stored
-// but not yet added up. matmul/decode/ffn_mma.cu and matmul/decode/ffn_mma_gguf.cu store split sums. The next kernels
-// add them to x when they load x, with the same bits as AddSums in lib/decode/epilogues.cuh.
+// Split sums: an unfinished matrix product. For every output, up to 8 sums are stored, one for each split (a contiguous
+// range of K), but not yet added up. matmul/decode/ffn_mma.cu and matmul/decode/ffn_mma_gguf.cu store split sums. The
+// next kernels add the split sums to the residual stream x when they load x; the result has the same bits as by AddSums
+// in lib/decode/epilogues.cuh.
 #pragma once
 #include "lib/common.cuh"
 #include "lib/fresh.cuh"

@@ -4,8 +4,9 @@
 //   id comes first. With fewer than K tokens in a row, the remaining entries are id -1 and -inf
 //
 //   top_logprobs_kernel: a thread keeps the best few of its columns; each warp lists its K best, one warp merges the
-//       lists. A row has one block. A thread keeps its best columns in registers, sorted. It reads its columns again
-//       only if all kept columns are among the K best of its warp. There is no barrier before the lists are complete
+//       lists. A row has one block. A thread keeps its best columns in registers, sorted. A thread reads its columns
+//       again only if all columns that the thread keeps are among the K best columns of the warp. There is no barrier
+//       before the lists are complete
 //
 // A row with NaN gives NaN for all log-probabilities.
 #include "lib/logits.cuh"

@@ -29,7 +29,7 @@ struct Work {
     // first query.
     long long row;
     int map_row, map_z, length, first, head;
-    int begin = 0;  // position of the sequence's first row
+    int begin = 0;  // position, in the tile's sequence, of the sequence's first new row
 
     __device__ __forceinline__ bool next() {
         const int tiles = (seq_len - 1 + (CACHED ? QUERIES - 1 : 0)) / QUERIES + 1, heads = n_head * B;

@@ -56,8 +56,8 @@ struct Blocks {
     static constexpr int OCTET_BYTES = Part::LOW_BYTES + Part::HIGH_BYTES + Part::SCALE_BYTES;
     static constexpr int SLOT = 2 * OCTET_BYTES;
 
-    const W* w;   // weights of the range of outputs
-    const W* up;  // weights of the range in the matrix `up`, with UP
+    const W* w;   // weights of the outputs with one GGUF type (OfRange)
+    const W* up;  // the same outputs' weights in the matrix `up`; null if Side::UP is false
     W* ring;
     const int N;
     const int to_low, to_more;  // a lane's offsets in a slot: low bits; high bits, scales

@@ -58,7 +58,7 @@ struct AppendTwo : Append {
     }
 };
 
-constexpr int ORDERED = order::BLOCKS ? 2 : order::WIDTH;  // layout of stored terms (TERM_WIDTH of lib/terms.cuh)
+constexpr int ORDERED = order::BLOCKS ? 2 : order::WIDTH;  // order of out's terms: see TERM_WIDTH, lib/terms.cuh
 
 // Version of AddTwo that stores out as 16-bit terms, in the layout that the next product reads.
 struct AddTerms : AddTwo {

@@ -1,6 +1,6 @@
-// Computes a tile of outputs for decoding with wgmma: multiplies the splits (ranges) of K, adds their sums by
-// lib/decode/wgmma_sums.cuh, and calls an epilogue (lib/decode/wgmma_epilogues.cuh) with each output. The including
-// file selects T and W (lib/storage.cuh).
+// Computes a tile of outputs for decoding with wgmma: computes sums of products over each split (a range of K), adds
+// the sums of all splits by lib/decode/wgmma_sums.cuh, and calls an epilogue (lib/decode/wgmma_epilogues.cuh) with each
+// output. The including file selects the types of activations, T, and weights, W (lib/storage.cuh).
 #pragma once
 #include "lib/storage.cuh"
 #include "lib/gate.cuh"

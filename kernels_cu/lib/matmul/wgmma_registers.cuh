@@ -67,8 +67,9 @@ struct Row {
     }
 };
 
-// Stores 16-bit outputs, like Chunks of lib/matmul/wgmma_tile.cuh: chunks of GEMM_CHUNK rows and 64 columns of out pass
-// through shared memory and the copy engine, which also loads the residual into the chunk's buffer.
+// Stores 16-bit outputs, like Chunks of lib/matmul/wgmma_tile.cuh: a chunk of GEMM_CHUNK rows and 64 columns of out is
+// written to a buffer in shared memory, from which TMA (Hopper's copy engine) copies it to out. Before that, TMA loads
+// the chunk's residual into the same buffer.
 struct Chunks {
     char* const buffers;  // BUFFERS chunks
     Barrier* const arrived;

@@ -89,7 +89,7 @@ struct Blocks {
         if constexpr (!OfRange::LAST) {
             if (work.row() >= OfRange::NEXT) return request<RANGE + 1>(p, work);
         }
-        constexpr int SLICES = 2 * Part::UNITS;  // slices of a per tile of GGUF blocks
+        constexpr int SLICES = 2 * Part::UNITS;  // slices of matrix `a` that a tile of GGUF blocks multiplies
         const int row = work.row(), begin = work.first / SLICES, end = (work.last + SLICES - 1) / SLICES;
         const int left = max(0, (OfRange::LAST ? p.N : OfRange::NEXT) - row);  // rows of w; 0 after the last tile
         const int octets = min(TILE_OCTETS, (left + 7) / gguf::OCTET);
