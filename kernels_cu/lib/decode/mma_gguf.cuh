@@ -57,7 +57,7 @@ struct Blocks {
     static constexpr int SLOT = 2 * OCTET_BYTES;
 
     const W* w;   // weights of the outputs with one GGUF type (OfRange)
-    const W* up;  // the same outputs' weights in the matrix `up`; null if Side::UP is false
+    const W* up;  // weights of these outputs in the matrix `up`; null if Side::UP is false
     W* ring;
     const int N;
     const int to_low, to_more;  // a lane's offsets in a slot: low bits; high bits, scales
