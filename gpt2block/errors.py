@@ -139,6 +139,10 @@ class KernelError(RuntimeError):
     """A CUDA source does not compile, or a kernel is launched with wrong arguments."""
 
 
+class NotJudged(InputError, KernelError):  # noqa: N818  (the name of a verdict)
+    """A user's kernel is neither right nor wrong: the emulator or this computer cannot run it."""
+
+
 def check_all(*checks: Callable[[], object], later: Callable[[], object]) -> None:
     """Run all checks. Raise the first error, with the messages of the other errors appended.
 

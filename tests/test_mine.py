@@ -17,8 +17,8 @@ from gpt2block.mine import on_cpu, on_gpu
 from gpt2block.mine.arguments import check_known, sizes_at, values
 from gpt2block.mine.cases import FURTHER, SPECIAL, Case
 from gpt2block.mine.cases import cases as every_case
-from gpt2block.mine.check import Checked
 from gpt2block.mine.child import ProcessExited, Stage, supervised
+from gpt2block.mine.comparison import Checked
 from gpt2block.mine.expressions import evaluated
 from gpt2block.mine.finding import Finding, of_compiler
 from gpt2block.mine.kernel import MINE, Kernel, matched

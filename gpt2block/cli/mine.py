@@ -14,7 +14,7 @@ from rich.syntax import Syntax
 from gpt2block.bench import Measurement
 from gpt2block.cli.display import new_table, print_table, printable_lines
 from gpt2block.cli.kernels import print_measurements
-from gpt2block.mine.check import Checked
+from gpt2block.mine.comparison import Checked
 from gpt2block.mine.finding import Finding, headline, numbered
 from gpt2block.mine.kernel import MINE, Kernel, described
 from gpt2block.mine.listing import listing

@@ -30,7 +30,7 @@ from gpt2block.doctor import Check
 from gpt2block.emulator import cache as cached
 from gpt2block.emulator import places, programs
 from gpt2block.emulator.cache import folder as cache_folder
-from gpt2block.errors import KernelError
+from gpt2block.errors import KernelError, NotJudged
 
 HERE = Path(__file__).parent
 Order = Literal["forward", "reverse", "shuffled"]
@@ -636,7 +636,7 @@ def _build(
 
     links: name in the folder → file of the cache, which does not change the result. The messages of
     g++ are kept next to the result, so that each process shows them. Raises ShimError for a file
-    that does not compile, and KernelError for one that takes too long.
+    that does not compile, and NotJudged for one that takes too long.
     """
     own = "".join(
         path.read_text("ascii") for path in sorted([*HERE.rglob("*.h"), *HERE.rglob("*.cpp")])
@@ -676,8 +676,8 @@ def _compiled(name: str, arguments: tuple[str, ...], folder: str) -> str:
     return done.stderr
 
 
-def _too_long(file: str) -> KernelError:
-    return KernelError(
+def _too_long(file: str) -> NotJudged:
+    return NotJudged(
         f"{file}: not judged: g++ needs more than {_COMPILE_S} s of CPU time, or more memory than "
         "there is: expected a file that compiles in less"
     )

@@ -17,7 +17,7 @@ from gpt2block.bench import measure
 from gpt2block.errors import DeviceError, InputError, shown
 from gpt2block.mine import on_cpu, on_gpu
 from gpt2block.mine.cases import cases
-from gpt2block.mine.check import Checked
+from gpt2block.mine.comparison import Checked
 from gpt2block.mine.finding import Finding, headline, numbered
 from gpt2block.mine.kernel import Kernel, matched
 from gpt2block.mine.outcome import COLUMNS, RIGHT, CheckOutcome, printed, titled

@@ -17,11 +17,11 @@ from gpt2block.bench import measure
 from gpt2block.cuda import kernels
 from gpt2block.cuda.arrays import Bound, device_attribute
 from gpt2block.emulator import ORDERS, Build, Checks, ShimError, emulated
-from gpt2block.errors import DeviceError, InputError, KernelError
-from gpt2block.mine import check
+from gpt2block.errors import DeviceError, InputError, KernelError, NotJudged
+from gpt2block.mine import comparison
 from gpt2block.mine.arguments import sizes_at, values
 from gpt2block.mine.cases import Case
-from gpt2block.mine.check import Checked
+from gpt2block.mine.comparison import Checked
 from gpt2block.mine.confined import confined
 from gpt2block.mine.finding import Finding, explained, of_compiler, of_emulator
 from gpt2block.mine.kernel import Kernel, described
@@ -44,15 +44,15 @@ class EmulatedRun(NamedTuple):
     races: bool = False
     rehearsed: bool = False  # whether two launches on other values come first in the same process
     build: Build = "patterned"
-    fill: int = check.NAN_BYTE  # byte that fills the outputs before the launch
+    fill: int = comparison.NAN_BYTE  # byte that fills the outputs before the launch
 
 
 # The first run uses AddressSanitizer, whose reports have the most details.
 RUNS = (
     EmulatedRun(ORDERS[0]),
     EmulatedRun(ORDERS[0], races=True),
-    EmulatedRun(ORDERS[1], rehearsed=True, build="unoptimised", fill=check.POSITIVE_BYTE),
-    EmulatedRun(ORDERS[2], fill=check.NEGATIVE_BYTE),
+    EmulatedRun(ORDERS[1], rehearsed=True, build="unoptimised", fill=comparison.POSITIVE_BYTE),
+    EmulatedRun(ORDERS[2], fill=comparison.NEGATIVE_BYTE),
 )
 _INCLUDED = r"^[ \t]*#[ \t]*include[ \t]*<(%s)>"
 # Regex of code that the emulator cannot run → the limitation, and what to do instead.
@@ -122,12 +122,12 @@ def _unlaunchable(kernel: Kernel, sizes: Mapping[str, int], needs: ResourceUsage
 
 
 def _check_judged(source: UserSource) -> None:
-    """Raise InputError for instructions and headers that the emulator does not support."""
+    """Raise NotJudged for instructions and headers that the emulator does not support."""
     text = without_literals(source.text)
     for pattern, what in _ON_GPU.items():
         if match := re.search(pattern, text, re.MULTILINE):
             place = f"{source.file}:{text.count(chr(10), 0, match.start()) + 1}"
-            raise InputError(f"{place}: {match[1]}: the emulator {what}, or check it on a GPU")
+            raise NotJudged(f"{place}: {match[1]}: the emulator {what}, or check it on a GPU")
 
 
 def _checked(kernel: Kernel, case: Case, needs: ResourceUsage, limit_s: float) -> Checked | Finding:
@@ -154,18 +154,18 @@ def _in_every_order(kernel: Kernel, case: Case, limit_s: float) -> Checked | Fin
         found = _run(kernel, case, run, limit_s, notes)
         if _wrong(found):
             for easier, cause in (
-                (run._replace(rehearsed=False), check.of_second_launch),
-                (run._replace(fill=check.NAN_BYTE), check.of_old_values),
+                (run._replace(rehearsed=False), comparison.of_second_launch),
+                (run._replace(fill=comparison.NAN_BYTE), comparison.of_old_values),
             ):
                 if easier != run and not _wrong(_run(kernel, case, easier, limit_s, [])):
-                    wrong = found if isinstance(found, Finding) else check.finding(found, case)
+                    wrong = found if isinstance(found, Finding) else comparison.finding(found, case)
                     return cause(wrong)
         if isinstance(found, Finding):
             return found
         done.append(found)
     for each in done:
         if each.problem:
-            wrong = check.finding(replace(each, printed=done[0].printed), case)
+            wrong = comparison.finding(replace(each, printed=done[0].printed), case)
             text = emulator.Source.shipped(str(kernel.source.path))
             unset = emulator.unset_variables(text, kernel.defines)
             return explained(kernel.source, wrong, [*notes, *unset])
@@ -195,7 +195,7 @@ def _run(
             emulated(run.order, checks=checks) as device,
             device.early_launches() if kernel.source.waits else nullcontext(),
         ):
-            found = check.compare(kernel, case, guarded=False, fill=run.fill)
+            found = comparison.compare(kernel, case, guarded=False, fill=run.fill)
     except ShimError as error:
         if "does not compile" in str(error):
             return of_compiler(kernel.source, error.report)

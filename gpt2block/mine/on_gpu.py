@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from gpt2block.bench import Ceilings, Measurement, ceilings, measure, measure_variants
 from gpt2block.bench.variants import CEILINGS
 from gpt2block.errors import DeviceError, InputError, KernelError
-from gpt2block.mine import check
+from gpt2block.mine import comparison
 from gpt2block.mine.cases import Case
-from gpt2block.mine.check import Checked
 from gpt2block.mine.child import ProcessExited, Send, Stage, supervised
+from gpt2block.mine.comparison import Checked
 from gpt2block.mine.finding import Finding, of_compiler
 from gpt2block.mine.kernel import MINE, Kernel, described
 from gpt2block.ops.operation import Sizes
@@ -125,13 +125,13 @@ def _right(send: Send, job: ChildJob) -> bool:
 
 def _launched(kernel: Kernel, case: Case) -> Checked | Finding:
     """Launch a kernel three times, the third with another fill byte; return the result."""
-    first, second = (check.compare(kernel, case, guarded=True) for _ in range(2))
+    first, second = (comparison.compare(kernel, case, guarded=True) for _ in range(2))
     if first.problem:
-        return check.finding(first, case)
+        return comparison.finding(first, case)
     if second.problem:
-        return check.of_second_launch(check.finding(second, case))
-    third = check.compare(kernel, case, guarded=True, fill=check.POSITIVE_BYTE)
-    return check.of_old_values(check.finding(third, case)) if third.problem else first
+        return comparison.of_second_launch(comparison.finding(second, case))
+    third = comparison.compare(kernel, case, guarded=True, fill=comparison.POSITIVE_BYTE)
+    return comparison.of_old_values(comparison.finding(third, case)) if third.problem else first
 
 
 def _failed(error: Exception, where: str) -> Finding:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from gpt2block.mine.check import Checked
+from gpt2block.mine.comparison import Checked
 from gpt2block.mine.finding import Finding
 from gpt2block.mine.kernel import Kernel
 from gpt2block.mine.on_gpu import BenchmarkResult

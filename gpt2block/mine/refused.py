@@ -46,6 +46,7 @@ class ResourceUsage(NamedTuple):
 
     registers: int = 0  # registers per thread
     shared: int = 0  # bytes of static shared memory
+    accepted: bool = False  # whether NVRTC has compiled the file
 
 
 def refused(kernel: Kernel) -> Finding | ResourceUsage:
@@ -101,7 +102,8 @@ def _compiled(kernel: Kernel) -> Finding | ResourceUsage | None:
         return None
     own = log.partition(f"'{kernel.source.name}'")[2]
     used = re.search(r"Used (\d+) registers(?:.*?(\d+) bytes smem)?", own)
-    return ResourceUsage(int(used[1]), int(used[2] or 0)) if used else ResourceUsage()
+    found = (int(used[1]), int(used[2] or 0)) if used else (0, 0)
+    return ResourceUsage(*found, accepted=True)
 
 
 def _host_function(source: UserSource, text: str) -> Finding | None:
