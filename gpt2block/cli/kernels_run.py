@@ -30,7 +30,7 @@ from gpt2block.cli.mine import (
     rungs_report,
 )
 from gpt2block.errors import DeviceError, InputError, check_all
-from gpt2block.mine import on_cpu, on_gpu
+from gpt2block.mine import on_cpu, on_gpu, variants_on_cpu
 from gpt2block.mine.cases import Case, cases
 from gpt2block.mine.kernel import Kernel, matched
 from gpt2block.mine.listing import rung
@@ -156,7 +156,7 @@ def _on_cpu(request: Request, problem: str | None) -> bool:
     operation, as_json = request.operation, request.options.as_json
     small = _small(request)
     _list(request)
-    rungs, skipped = on_cpu.check_variants(
+    rungs, skipped = variants_on_cpu.check_variants(
         operation,
         request.variants,
         request.stored,
@@ -203,7 +203,8 @@ def _own_cases(request: Request, user: Kernel) -> tuple[Case, ...]:
 
 
 def _own_on_cpu(request: Request, user: Kernel) -> bool:
-    timed = parse_sizes(request.operation, request.options.shape)
+    at = parse_sizes(request.operation, request.options.shape)
+    timed = on_cpu.Timed(at, request.stored[1])
     found = on_cpu.check_kernel(user, _own_cases(request, user), timed=timed)
     return _show_own(request, user, CheckOutcome.of(found), CPU)
 

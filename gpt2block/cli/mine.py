@@ -18,9 +18,9 @@ from gpt2block.mine.comparison import Checked
 from gpt2block.mine.finding import Finding, headline, numbered
 from gpt2block.mine.kernel import MINE, Kernel, described
 from gpt2block.mine.listing import listing
-from gpt2block.mine.on_cpu import Rung
 from gpt2block.mine.outcome import COLUMNS, CPU, FOUND_NONE, RIGHT, CheckOutcome, printed, titled
 from gpt2block.mine.source import UserSource
+from gpt2block.mine.variants_on_cpu import Rung
 from gpt2block.ops.operation import Operation, Sizes, Variant
 
 MOST_LINES = 20  # maximum number of lines of a kernel's output to show

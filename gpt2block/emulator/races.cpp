@@ -557,14 +557,4 @@ void __tsan_init() {}
 void __tsan_func_entry(void*) {}
 void __tsan_func_exit() {}
 char __tsan_atomic8_load(const char* guard, int) { return *guard; }  // reads the guard of a function's static variable
-
-// Empty versions of AddressSanitizer's functions that cuda_on_cpu.cpp calls.
-void __sanitizer_start_switch_fiber(void**, const void*, std::size_t) {}
-void __sanitizer_finish_switch_fiber(void*, const void**, std::size_t*) {}
-void __sanitizer_print_stack_trace() {}
-void __asan_poison_memory_region(const volatile void*, std::size_t) {}
-void __asan_unpoison_memory_region(const volatile void*, std::size_t) {}
-int __asan_report_present() { return 0; }
-int __asan_get_report_access_type() { return 0; }
-void* __asan_get_report_address() { return nullptr; }
 }

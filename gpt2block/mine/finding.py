@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from gpt2block.emulator.loader import END
-from gpt2block.mine.confined import MEMORY
 from gpt2block.mine.source import UserSource
 
 MOST_ERRORS = 3  # maximum number of compiler errors shown
@@ -142,8 +141,6 @@ def _of_an_access(report: str) -> str:
 
 def _of_a_program(source: UserSource, report: str) -> str:
     first = report.splitlines()[0]
-    if "hard rss limit" in report:
-        return f"the program takes more than {MEMORY >> 30} GiB of memory"
     if "runtime error: " in first:
         return first.partition("runtime error: ")[2]
     if summary := _SUMMARY.search(report):

@@ -143,7 +143,9 @@ def check_kernel(
         raise DeviceError(f"device 'cuda': {problem}: {doctor.ADVICE}")
     if problem:
         outcome = CheckOutcome.of(
-            on_cpu.check_kernel(user, given, timed={**found.workload.sizes, **stated})
+            on_cpu.check_kernel(
+                user, given, timed=on_cpu.Timed({**found.workload.sizes, **stated}, stored[1])
+            )
         )
     else:
         outcome = CheckOutcome.of(on_gpu.run(on_gpu.ChildJob(user, given, (), None, stored)))
