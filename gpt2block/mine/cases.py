@@ -75,16 +75,16 @@ def cases(
     further = () if stated else sizes.further(operation)
     found = [case(kernel, *each, layout) for each in usual]
     found += [replace(case(kernel, *each, layout), hint=OTHER_SIZES) for each in further]
+    several = usual[min(1, len(usual) - 1)]  # sizes with several rows and an odd size
+    for at in (several, *further[-1:]):
+        for special in SPECIAL.get(operation.name, ()):
+            found.append(case(kernel, *at, layout, special))
     if not stated:
         unusual = replace(case(kernel, *sizes.unusual(operation), layout), hint=OTHER_SIZES)
         found.append(replace(unusual, once=True))
         hint = f"{OTHER_SIZES}\nrandom sizes: the same ones with --seed {seed} (in Python seed=)"
         for each in sizes.random(operation, seed):
             found.append(replace(case(kernel, *each, layout), hint=hint, once=True))
-    several = usual[min(1, len(usual) - 1)]  # sizes with several rows and an odd size
-    for at in (several, *further[-1:]):
-        for special in SPECIAL.get(operation.name, ()):
-            found.append(case(kernel, *at, layout, special))
     return tuple(found)
 
 
