@@ -94,8 +94,9 @@ bool exact_places;  // the program is not optimised: barriers are distinguished 
 char* stacks;       // stacks of all threads
 int count;          // number of threads whose predicate was true at the last barrier
 unsigned steps;     // basic blocks that the thread has run in this turn
-constexpr unsigned LONG_TURN = 100'000;
-unsigned turn;  // limit of steps per turn: LONG_TURN, and few as soon as a thread has reached the limit
+constexpr unsigned LONG_TURN = 100'000, SHORT_TURN = 300;
+unsigned turn;  // limit of steps per turn; 1,000 as soon as a thread has reached the limit
+bool spins;     // a thread has reached the limit
 void* scheduler_point[5];
 
 std::string at(uint3 i) {
@@ -172,7 +173,7 @@ void on_alarm(int) {
         if (thread.state != State::returned && thread.file && (!most || thread.passed > most->passed)) most = &thread;
     }
     if (most) std::fprintf(stderr, "cuda_on_cpu: %s\n", describe(*most).c_str());
-    if (blocks_left && turn < LONG_TURN) {
+    if (blocks_left && spins) {
         std::fprintf(stderr, "cuda_on_cpu: the thread may wait for one of the %zu blocks that have not begun: only a "
                      "cooperative launch, which this is not, runs all blocks at the same time\n", blocks_left);
     }
@@ -502,18 +503,19 @@ void rotate(const Array& array, std::size_t kept) {
     std::rotate(first, first + 16 % (last - first), last);
 }
 
-// Exchanges two neighboring elements that differ, near the middle of an array.
-void exchange(const Array& array, std::size_t element) {
+// Finds two neighboring elements that differ, near the middle of an array. Exchanges them, or copies the second to the
+// first, which changes the sum of the array, too.
+void change_one(const Array& array, std::size_t element, bool exchanges) {
     for (std::size_t i = array.bytes / element / 2; (i + 2) * element <= array.bytes; ++i) {
-        char* first = array.data + i * element;
-        if (!std::memcmp(first, first + element, element)) continue;
-        std::swap_ranges(first, first + element, first + element);
+        char *first = array.data + i * element, *second = first + element;
+        if (!std::memcmp(first, second, element)) continue;
+        exchanges ? void(std::swap_ranges(first, second, second)) : void(std::memcpy(first, second, element));
         return;
     }
 }
 
 // Launches the kernel on other values before the launch that counts: `count` times on rotated arrays, then on arrays
-// that have the same first and last values, and on arrays in which two elements are exchanged. Variables of the file
+// that have the same first and last values, and on arrays in which one or two elements differ. Variables of the file
 // keep their values between launches, and these values must not change the result of the next launch: a kernel may
 // reset only one of two counters, count its launches, or keep a result and compare a few values.
 void rehearse(Order& order, int count) {
@@ -530,11 +532,13 @@ void rehearse(Order& order, int count) {
         for (const Array& array : arrays) rotate(array, kept);
         launch(order);
     }
-    restore();
-    for (std::size_t i = 0; i < arrays.size(); ++i) {
-        if (arrays[i].data) exchange(arrays[i], kernel->elements[i]);
+    for (bool exchanges : {true, false}) {
+        restore();
+        for (std::size_t i = 0; i < arrays.size(); ++i) {
+            if (arrays[i].data) change_one(arrays[i], kernel->elements[i], exchanges);
+        }
+        launch(order);
     }
-    launch(order);
     restore();
     std::fflush(stdout);
     rehearses = false;
@@ -609,6 +613,10 @@ void cuda_on_cpu::comparison(const void* place, std::size_t bytes, std::uint64_t
     if (atomic_access) atomic_access(place, bytes, __builtin_return_address(0));
 }
 
+void cuda_on_cpu::read_only(const void* place, std::size_t bytes) {
+    if (read_only_access) read_only_access(place, bytes, __builtin_return_address(0));
+}
+
 void cuda_on_cpu::fence(bool of_device) {
     if (fence_passed) fence_passed(of_device);
 }
@@ -622,6 +630,7 @@ extern "C" void __cxa_guard_release(char* guard) { *guard = 1; }
 extern "C" void __sanitizer_cov_trace_pc() {
     if (++steps < turn || !current) return;
     turn = 1'000;
+    spins = true;
     make_way();
 }
 
@@ -671,7 +680,7 @@ static void run(const std::vector<std::string>& words, std::FILE* results) {
     const std::string& kind = words[7];
     Order order = {kind == "reverse", kind == "shuffled", std::strtoull(words[8].c_str(), nullptr, 10), {}};
     for (std::size_t i = 9; i < words.size(); ++i) read_argument(words[i].c_str());
-    turn = LONG_TURN;
+    turn = order.shuffled ? SHORT_TURN : LONG_TURN;
     const char* limit = std::getenv("TIME_LIMIT");
     set_alarm(limit ? std::strtod(limit, nullptr) : 0);
     make_threads();

@@ -448,6 +448,7 @@ def _readable(report: str) -> str:
     for most in (
         "divergent barrier",
         "race in ",
+        "read-only load in ",
         "does not end: ",
         "out of bounds: ",
         "before wait",

@@ -83,8 +83,10 @@ def cases(
         unusual = replace(case(kernel, *sizes.unusual(operation), layout), hint=OTHER_SIZES)
         found.append(replace(unusual, once=True))
         hint = f"{OTHER_SIZES}\nrandom sizes: the same ones with --seed {seed} (in Python seed=)"
-        for each in sizes.random(operation, seed):
+        drawn = tuple(sizes.random(operation, seed))
+        for each in drawn:
             found.append(replace(case(kernel, *each, layout), hint=hint, once=True))
+        found += [case(kernel, *drawn[0], layout, each) for each in SPECIAL.get(operation.name, ())]
     return tuple(found)
 
 

@@ -159,5 +159,5 @@ def _lines(source: UserSource, report: str) -> tuple[int, ...]:
     """
     numbers = re.findall(rf"{re.escape(source.file)}:(\d+)", report)
     distinct = tuple(dict.fromkeys(map(int, numbers)))
-    several = "race in " in report or "divergent barrier" in report
+    several = re.search("race in |read-only load in |divergent barrier", report) is not None
     return distinct[: 2 if several else 1]

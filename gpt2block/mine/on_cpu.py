@@ -43,7 +43,7 @@ from gpt2block.ops.operation import Sizes
 LIMIT_S = 20.0  # limit of CPU time of one launch in seconds
 FIRST_S = 5.0  # the limit at the smallest size
 FACTOR = 100  # a kernel that takes this many times the CPU time of the template does not end
-LARGE_S = 2.0  # the limit at the sizes that a GPU times
+LARGE_S = 3.0  # the limit at the sizes that a GPU times
 AHEAD = 3  # cases whose launches are started ahead
 LAUNCHES = 40  # launches on other values in the same process, at the smallest size
 OTHER = "--shape checks and times others"

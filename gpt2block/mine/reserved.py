@@ -70,7 +70,7 @@ def _check_conditions(source: UserSource, text: str) -> None:
     known = {*SAME, *own, *re.findall(r"#define (\w+)", kernels.prelude())}
     for found in _CONDITION.finditer(text):
         for name in _WORD.findall(found[1]):
-            if name not in known and (name in _of_gcc() or _of_nvrtc(name)):
+            if name not in known and (_of_gcc(name) or _of_nvrtc(name)):
                 why = "a condition on it may choose other code for the emulator than for a GPU"
                 _refuse(source, text, found.start(), name, why)
 
@@ -103,8 +103,15 @@ def _of_cuda() -> frozenset[str]:
     return frozenset(_macros((loader.HERE / "cuda_on_cpu.h").read_text("ascii")))
 
 
+def _of_gcc(name: str) -> bool:
+    """Return whether g++ defines a macro, with some of the options that programs are built with."""
+    return (
+        bool(re.match("__(SANITIZE|OPTIMIZE|NO_|SSP|[pP][iI][cCeE]__)", name)) or name in _known()
+    )
+
+
 @cache
-def _of_gcc() -> frozenset[str]:
+def _known() -> frozenset[str]:
     """Return the names of all macros that g++ knows after the emulator's first header."""
     command = ("g++", "-std=c++17", "-dM", "-E", "-x", "c++", str(loader.HERE / "cuda_on_cpu.h"))
     done = subprocess.run(command, capture_output=True, text=True, check=False)

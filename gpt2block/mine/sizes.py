@@ -17,8 +17,8 @@ from gpt2block.ops.operation import Attrs, Operation, Sizes
 Case = tuple[Sizes, Attrs]
 COLUMNS = 41  # a prime for the size of rows, which few tables of special cases have
 RANDOM = 2  # number of cases of random sizes
-MOST_BYTES, MOST_FLOPS = 80e6, 1.5e8  # largest case that is run as a whole; a GPU may time larger
-OF_WHOLE = 0.25  # bytes and operations of a case of which one size is as large as on a GPU
+MOST_BYTES, MOST_FLOPS = 210e6, 2.1e8  # the largest case that is run as a whole
+OF_WHOLE = 0.25  # the same for a case of which only some sizes are as large as on a GPU
 
 # Sizes of matrix products (M, K) x (K, N): odd K; K divisible by 4 and many columns N; many rows M.
 _WIDE = {"M": 2, "K": 1501, "N": 3}, {"M": 4, "K": 1036, "N": 76}, {"M": 65, "K": 1032, "N": 8}
@@ -63,9 +63,10 @@ _COLUMNS = {
     "trimat": "T",
 }  # the size of a row, if not the first of
 _OF_ROWS = ("C", "K", "V", "T", "N")
-_DIVISORS: Mapping[str, tuple[str, str]] = {  # operation → (size, attribute that divides it)
-    "attention": ("C", "n_head"),
-    "rmsnorm_matmul": ("N", "head_dim"),
+# Operation → (size, attribute that divides it, number that divides their quotient).
+_DIVISORS: Mapping[str, tuple[str, str, int]] = {
+    "attention": ("C", "n_head", 4),
+    "rmsnorm_matmul": ("N", "head_dim", 1),
 }
 
 
@@ -105,11 +106,7 @@ def random(operation: Operation, seed: int) -> Iterator[Case]:
 
 
 def timed(operation: Operation, sizes: Sizes) -> tuple[Case, ...]:
-    """Return the case of these sizes, or if it is too large, a case for each size.
-
-    In each of these cases one size has its full value, and the others are reduced as little as the
-    limits of a case require.
-    """
+    """Return the case of these sizes, or if it is too large, the cases of `parts`."""
     attrs = dict(operation.workload.attrs)
     if _cost(operation, sizes, attrs) <= 1:
         return ((sizes, attrs),)
@@ -117,21 +114,16 @@ def timed(operation: Operation, sizes: Sizes) -> tuple[Case, ...]:
 
 
 def parts(operation: Operation, sizes: Sizes) -> tuple[Case, ...]:
-    """Return for each size a case in which this size has its full value, and others are reduced."""
-    attrs = operation.workload.attrs
-    units = {name: _unit(operation, name, attrs) for name in sizes}
-    small, _ = several_rows(operation)
-    base = {name: -(-size // units[name]) * units[name] for name, size in small.items()}
+    """Return cases in which few sizes are reduced; each size has its full value in one of them."""
+    attrs, names = operation.workload.attrs, list(sizes)
+    units = {name: _unit(operation, name, attrs) for name in names}
     found: dict[tuple[int, ...], Case] = {}
-    for whole in sizes:
-        reduced = {**base, whole: sizes[whole]}
-        for other in reversed([name for name in sizes if name != whole]):
-            unit = units[other]
-            while reduced[other] * 2 <= sizes[other]:
-                grown = {**reduced, other: reduced[other] * 2 // unit * unit}
-                if _cost(operation, grown, attrs) > OF_WHOLE:
-                    break
-                reduced = grown
+    for i in range(len(names)):
+        reduced = dict(sizes)
+        for name in (names[i:] + names[:i])[:-1]:
+            while _cost(operation, reduced, attrs) > OF_WHOLE and reduced[name] > units[name]:
+                half = reduced[name] // 2 // units[name] * units[name]
+                reduced[name] = max(half, units[name])
         found[tuple(reduced.values())] = reduced, attrs
     return tuple(found.values())
 
@@ -148,9 +140,9 @@ def _unit(operation: Operation, name: str, attrs: Attrs) -> int:
     """Return a number that divides all allowed values of a size."""
     known = (sizes.get(name, 0) for sizes, _ in (*usual(operation), *further(operation)))
     unit = gcd(*known)
-    size, attribute = _DIVISORS.get(operation.name, ("", ""))
+    size, attribute, multiple = _DIVISORS.get(operation.name, ("", "", 1))
     if size == name:
-        return lcm(unit, int({**operation.workload.attrs, **attrs}[attribute]))
+        return lcm(unit, multiple * int({**operation.workload.attrs, **attrs}[attribute]))
     return unit
 
 
