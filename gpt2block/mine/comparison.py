@@ -103,7 +103,7 @@ def finding(found: Checked, given: Case) -> Finding:
     names = ("max_abs", "max_rel", "bound")
     error = dict(zip(names, numbers, strict=False))
     where = f"at {given.label}"
-    return Finding(what, (), where, found.printed, fragile=bool(given.name), **error)
+    return Finding(what, (), where, found.printed, **error)
 
 
 def of_second_launch(found: Finding) -> Finding:
@@ -112,7 +112,7 @@ def of_second_launch(found: Finding) -> Finding:
         "right in the first launch of a process, wrong in a later one: variables of the file "
         "(__device__) keep their values between launches: set them back in the kernel"
     )
-    return replace(found, what=f"{what}\n{found.what}")
+    return replace(found, text=f"{what}\n{found.text}")
 
 
 def of_old_values(found: Finding) -> Finding:
@@ -122,7 +122,7 @@ def of_old_values(found: Finding) -> Finding:
         "kernel reads elements of the output that it has not written, as in "
         "out[i] = fmaxf(out[i], v); fmaxf and fminf ignore NaN"
     )
-    return replace(found, what=f"{what}\n{found.what}")
+    return replace(found, text=f"{what}\n{found.text}")
 
 
 def wrong(name: str, out: NDArray[Any], truth: NDArray[Any], bound: float) -> str:

@@ -107,8 +107,8 @@ def check_kernel(
     except InputError as error:
         late = Finding(str(error))
     if late:
-        what = f"{late.what}\nright at the sizes before; a GPU times {described(at)}: {OTHER}"
-        yield replace(late, what=what)
+        text = f"{late.text}\nright at the sizes before; a GPU times {described(at)}: {OTHER}"
+        yield replace(late, text=text)
 
 
 def _unlaunchable(kernel: Kernel, sizes: Mapping[str, int], needs: ResourceUsage) -> Finding | None:
