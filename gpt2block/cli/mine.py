@@ -41,6 +41,8 @@ def print_verdict(out: Console, found: Verdict) -> None:
         out.print(ALL_ORDERS)
         out.print(f"Sizes are reduced here: a GPU times {described(operation.workload.sizes)}.")
         out.print(NO_TIMES)
+    for hint in found.hints:
+        out.print(f"hint: {escape(hint)}")
     if found.benchmark:
         timed = found.benchmark
         out.print()

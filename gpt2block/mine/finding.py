@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any
 
+from gpt2block.cuda import kernels
 from gpt2block.emulator.loader import END
 from gpt2block.mine.confined import MEMORY
 from gpt2block.mine.source import UserSource
@@ -18,6 +19,8 @@ _NO_LIBRARY = (
     "\n(Kernels have no C++ library, only what <cmath>, <cfloat>, <climits> and <cstdint> declare, "
     "std::min and std::max. For std::numeric_limits write FLT_MAX or INFINITY.)"
 )
+# Message of NVRTC, or of g++ after a declaration: their line is that of the next word.
+_NO_SEMICOLON = re.compile(r"""expected (?:a ";"|.,. or .;.)""")
 HOST = (
     "a function without __device__ is a host function, which the compiler of kernels (NVRTC) "
     "refuses: write __device__ before it"
@@ -34,6 +37,7 @@ _MISALIGNED = re.compile(
     r"misaligned address \S+ for type '(?:const )?(?:struct )?(.+)', which requires (\d+) byte"
 )
 _PLACE = re.compile(r"^in \w+, (block .*)$", re.MULTILINE)
+_OF_COPY = re.compile(r"at \S*cuda_pipeline\.h:\d+")
 _VERBS = {"READ": "reads", "WRITE": "writes"}
 _SUMMARIES = {
     "heap-buffer-overflow": "outside the dynamic shared memory",
@@ -168,15 +172,37 @@ def of_compiler(source: UserSource, log: str) -> Finding:
     hint = (
         _NO_LIBRARY if re.search('cannot open source file|"std" has no|not.* of .std', what) else ""
     )
-    return Finding(f"{source.file} does not compile:\n{what}{more}{hint}", (shown[0][0],))
+    lines = _with_line_before(source, *shown[0])
+    return Finding(f"{source.file} does not compile:\n{what}{more}{hint}", lines)
+
+
+def _with_line_before(source: UserSource, line: int, message: str) -> tuple[int, ...]:
+    """Return the line of an error, after the line that probably lacks a semicolon."""
+    if _NO_SEMICOLON.match(message):
+        code = kernels.without_comments(source.text).splitlines()
+        before = [number for number in range(1, line) if code[number - 1].strip()]
+        return (*before[-1:], line)
+    return (line,)
 
 
 def of_emulator(source: UserSource, report: str, at: str) -> Finding:
     """Return the Finding for a report of an emulated launch, such as AddressSanitizer's."""
+    report = _naming_copies(source, report)
     place = _PLACE.search(report)
     where = f"in {place[1]}, {at}" if place else at
     lines = _lines(source, report)
     return Finding(_said(source, report), lines, where)
+
+
+def _naming_copies(source: UserSource, report: str) -> str:
+    """Replace lines of the emulator's header for asynchronous copies by lines of the user's file.
+
+    The copy happens when the kernel waits for it, so that the report names no line of the file.
+    """
+    code = kernels.without_comments(source.text).splitlines()
+    starts = [i for i, line in enumerate(code, 1) if "__pipeline_memcpy_async(" in line]
+    places = " or ".join(f"{source.file}:{line}" for line in starts)
+    return _OF_COPY.sub(f"by the asynchronous copy at {places}", report) if starts else report
 
 
 def explained(source: UserSource, found: Finding, notes: Sequence[str]) -> Finding:

@@ -13,6 +13,7 @@ from gpt2block.bench import Measurement
 from gpt2block.errors import NotJudged
 from gpt2block.mine.comparison import Checked
 from gpt2block.mine.finding import Finding, finite, headline, numbered
+from gpt2block.mine.hints import hints
 from gpt2block.mine.kernel import MINE, Kernel, described
 from gpt2block.mine.on_gpu import BenchmarkResult
 from gpt2block.notebook import paragraph, table, text_table
@@ -41,7 +42,8 @@ class Verdict:
     explains. `reason`: why the kernel was not judged, else None. `printed`: text that the kernel
     printed. `device`: "cpu" (the emulator) or "cuda". `seconds`: time of the checks. `benchmark`:
     times on a GPU if they were measured, else None. `seed`: seed of the random sizes and inputs, or
-    None if the checks had none. `summary`: the last lines of the text.
+    None if the checks had none. `summary`: the last lines of the text. `hints`: properties of the
+    source that are no errors, such as arithmetic in double.
     """
 
     kernel: Kernel
@@ -101,6 +103,14 @@ class Verdict:
         return next(filter(None, texts), "")
 
     @property
+    def hints(self) -> tuple[str, ...]:
+        """Properties of the source that are no errors, such as arithmetic in double."""
+        judged = self.reason is None and not any(
+            each.kind == "does_not_compile" for each in self.findings
+        )
+        return hints(self.kernel.source, not self.right) if judged else ()
+
+    @property
     def title(self) -> str:
         """Operation, kernel, file and device."""
         source, place = self.kernel.source, CPU if self.device == "cpu" else GPU
@@ -134,6 +144,7 @@ class Verdict:
             "seed": self.seed,
             "findings": [each.as_dict() for each in self.findings],
             "checks": [_check_as_dict(each) for each in self.checks],
+            "hints": list(self.hints),
             "printed": self.printed,
             "benchmark": timed
             and {"rows": [_row_as_dict(row) for row in timed.rows], "skipped": timed.skipped},
@@ -145,7 +156,7 @@ class Verdict:
             parts.append(f"{self.kernel.source.name} prints:\n{self.printed.rstrip()}")
         if self.checks:
             parts.append(text_table(COLUMNS, self._rows()))
-        return "\n".join((*parts, self.summary))
+        return "\n".join((*parts, self.summary, *self._hint_lines()))
 
     __repr__ = __str__
 
@@ -157,7 +168,10 @@ class Verdict:
             parts.append(table(COLUMNS, self._rows()))
         style = "" if self.right else RED
         said = f'<pre style="white-space: pre-wrap; {style}">{escape(self.summary)}</pre>'
-        return "\n".join((*parts, said))
+        return "\n".join((*parts, said, *map(paragraph, self._hint_lines())))
+
+    def _hint_lines(self) -> list[str]:
+        return [f"hint: {each}" for each in self.hints]
 
     def _rows(self) -> list[tuple[str | int | float, ...]]:
         return [(row.label, *row.launched, row.max_abs, row.max_rel) for row in self.checks]
