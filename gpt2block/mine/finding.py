@@ -55,7 +55,8 @@ _KINDS = {
         "fragile": "fragile: ",
         "kept_state": "right in the first launch",
         "uninitialized": "right if the output holds NaN",
-        "race": "race",
+        "assertion": "assertion fails|the kernel calls __trap",
+        "race": "race: ",
         "divergent_barrier": "divergent barrier",
         "does_not_compile": r".* does not compile|.*host function|.* bytes of __\w+__ variables",
         "launch": r"(?:grid|block|shared)\b|\S+: launch line|\w+ takes \d+ registers|.* of extern ",
@@ -64,7 +65,6 @@ _KINDS = {
         "out_of_bounds": r"(?:reads|writes|index|accesses) .*(?:out of bounds|outside|no argument)",
         "misaligned": ".*misaligned",
         "changed_input": "the kernel changes its input",
-        "assertion": "assertion fails|the kernel calls __trap",
         "wrong_result": "[0-9,]+ of [0-9,]+ elements of |wrong at the benchmark's sizes",
     }.items()
 }

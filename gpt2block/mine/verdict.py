@@ -192,10 +192,8 @@ def _check_as_dict(check: Checked) -> dict[str, Any]:
 
 
 def _row_as_dict(row: Measurement) -> dict[str, Any]:
-    return {
-        name: finite(value) if isinstance(value, float) else value
-        for name, value in asdict(row).items()
-    }
+    found = asdict(row) | {"right": row.right}
+    return {n: finite(value) if isinstance(value, float) else value for n, value in found.items()}
 
 
 def _timed_wrong(timed: BenchmarkResult | None) -> list[Finding]:
