@@ -1,4 +1,4 @@
-"""The verdict on a user's kernel: its kinds of findings, its JSON, which has a schema, its hints."""
+"""The verdict on a user's kernel: kinds of findings, JSON and its schema, hints and messages."""
 
 from __future__ import annotations
 
@@ -224,8 +224,8 @@ def test_arithmetic_in_double_is_a_hint(
 @on_emulator
 def test_two_dynamic_arrays_are_a_possible_cause() -> None:
     body = (
-        "extern __shared__ float s[];\n    extern __shared__ float t[];\n    if (i < n) s[i] = a[i];"
-        "\n    if (i < n) t[i] = b[i];\n    if (i < n) y[i] = s[i] + t[i];"
+        "extern __shared__ float s[];\n    extern __shared__ float t[];\n    "
+        "if (i < n) s[i] = a[i];\n    if (i < n) t[i] = b[i];\n    if (i < n) y[i] = s[i] + t[i];"
     )
     found = verdict(body)
     assert "hint: my.cu:5: the extern __shared__ arrays s and t start at the same" in str(found)
