@@ -12,12 +12,13 @@ import re
 import shlex
 import signal
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing import active_children
+from multiprocessing import active_children, resource_tracker
 from pathlib import Path
 from queue import SimpleQueue
-from threading import Thread
+from threading import Event, Thread
 from time import perf_counter
 from typing import Any
 
@@ -177,70 +178,70 @@ def judge(
 
     device: as for `check`. limit_s: time limit of each check, in seconds.
     """
-    waiting, done = deque(kernels), SimpleQueue[Judged | Exception]()
-    most = max(1, min(CHUNK, len(kernels) // jobs))
-    threads = [
-        Thread(target=_work, args=(waiting, done, most, device, limit_s), daemon=True)
-        for _ in range(min(jobs, len(kernels)))
-    ]
+    pool = _Pool(deque(kernels), max(1, min(CHUNK, len(kernels) // jobs)), device, limit_s)
+    threads = [Thread(target=pool.work, daemon=True) for _ in range(min(jobs, len(kernels)))]
     for thread in threads:
         thread.start()
     try:
         for _ in kernels:
-            found = done.get()
+            found = pool.done.get()
             if isinstance(found, Exception):
                 raise found
             yield found
     finally:
-        waiting.clear()
-        for child in active_children():
-            if child.name == _serve.__name__:
-                child.kill()
+        pool.stopped.set()
+        while any(thread.is_alive() for thread in threads):
+            for child in active_children():
+                if child.name == _serve.__name__:
+                    child.kill()
+            threads[0].join(0.05)
 
 
-def _work(
-    waiting: deque[Entry],
-    done: SimpleQueue[Judged | Exception],
-    most: int,
-    device: str | None,
-    limit_s: float,
-) -> None:
-    """Run `_in_children` in a thread, and hand an exception to the thread that waits for `done`."""
-    try:
-        _in_children(waiting, done.put, most, device, limit_s)
-    except Exception as error:
-        done.put(error)
+@dataclass
+class _Pool:
+    """Kernels that wait, shared by threads of which each supervises one child process at a time.
 
+    most: maximum number of kernels for one child process. done: verdicts, or the exception of a
+    thread. stopped: set if no further check may start.
+    """
 
-def _in_children(
-    waiting: deque[Entry],
-    put: Callable[[Judged], None],
-    most: int,
-    device: str | None,
-    limit_s: float,
-) -> None:
-    """Give kernels to child processes until none waits. most: kernels for one child process."""
-    while chunk := _taken(waiting, most):
-        begun = perf_counter()
-        first = Stage("the check", limit_s)
-        for message in supervised(_serve, (chunk, device, limit_s), first, daemon=False):
+    waiting: deque[Entry]
+    most: int
+    device: str | None
+    limit_s: float
+    done: SimpleQueue[Judged | Exception] = field(default_factory=SimpleQueue)
+    stopped: Event = field(default_factory=Event)
+
+    def work(self) -> None:
+        """Give kernels to child processes until none waits."""
+        if hasattr(signal, "pthread_sigmask"):  # Ctrl-C ends the parent, which kills the children
+            resource_tracker.ensure_running()  # its start unblocks the signal
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            while not self.stopped.is_set() and (chunk := self._taken()):
+                self._check(chunk)
+        except Exception as error:
+            self.done.put(error)
+
+    def _check(self, chunk: list[Entry]) -> None:
+        """Check a chunk in a child process. If the process ends early, return the rest."""
+        begun, first = perf_counter(), Stage("the check", self.limit_s)
+        args = (chunk, self.device, self.limit_s)
+        for message in supervised(_serve, args, first, daemon=False):
+            entry = chunk.pop(0)
             if isinstance(message, ProcessExited):
-                put(_ended(chunk.pop(0), message, perf_counter() - begun))
-                waiting.extendleft(reversed(chunk))
+                self.done.put(_ended(entry, message, perf_counter() - begun))
+                self.waiting.extendleft(reversed(chunk))
             else:
-                chunk.pop(0)
-                put(message)
+                self.done.put(message)
                 begun = perf_counter()
 
-
-def _taken(waiting: deque[Entry], most: int) -> list[Entry]:
-    found: list[Entry] = []
-    while len(found) < most:
-        try:
-            found.append(waiting.popleft())
-        except IndexError:
-            break
-    return found
+    def _taken(self) -> list[Entry]:
+        found: list[Entry] = []
+        with suppress(IndexError):  # no kernel waits
+            while len(found) < self.most:
+                found.append(self.waiting.popleft())
+        return found
 
 
 def _ended(entry: Entry, end: ProcessExited, seconds: float) -> Judged:
@@ -251,7 +252,6 @@ def _ended(entry: Entry, end: ProcessExited, seconds: float) -> Judged:
 
 def _serve(send: Send, chunk: Sequence[Entry], device: str | None, limit_s: float) -> None:
     """Run in the child process: check the kernels and send a `Judged` for each."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, which kills the child
     for entry in chunk:
         send(Stage(f"the check of {entry.file}", limit_s))
         send(judged(entry, device))
