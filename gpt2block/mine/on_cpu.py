@@ -263,7 +263,7 @@ class _Judge:
             ) from None
         at = f"at {case.label}, {run.order} order"
         found = of_emulator(self.kernel.source, error.report, at)
-        return replace(found, what=f"{found.what}\nthe template needs less than {limit_s:g} s")
+        return replace(found, text=f"{found.text}\nthe template needs less than {limit_s:g} s")
 
     def _run(self, case: Case, run: EmulatedRun, limit_s: float) -> Ran:
         """Launch the kernel once. Return the result, or a Finding if the emulator finds an error.
@@ -300,7 +300,7 @@ class _Judge:
         """Return the Finding of g++'s errors; raise NotJudged if NVRTC has accepted the file."""
         if self.needs.accepted:
             raise NotJudged(
-                f"{found.what}\nnot judged: CUDA's compiler accepts the file, but the emulator "
+                f"{found.text}\nnot judged: CUDA's compiler accepts the file, but the emulator "
                 "lacks something that it uses: check the kernel on a GPU"
             )
         return found
@@ -313,8 +313,8 @@ class _Judge:
         except InputError as error:
             late = Finding(str(error))
         if late:
-            what = f"{late.what}\nright at the sizes before; a GPU times {described(timed.sizes)}"
-            return [replace(late, what=f"{what}: {OTHER}")]
+            text = f"{late.text}\nright at the sizes before; a GPU times {described(timed.sizes)}"
+            return [replace(late, text=f"{text}: {OTHER}")]
         found = self._all_right(sizes.timed(operation, timed.sizes), timed.layout)
         return found or self._all_right(sizes.parts(operation, timed.sizes), timed.layout)
 
