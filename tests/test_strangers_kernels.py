@@ -494,27 +494,33 @@ BEGUN = """static int begun = [] {
     const bool connected = connect(s, (sockaddr*)&to, sizeof to) == 0;
     bool wrote = false;
     if (FILE* f = fopen(file, "w")) wrote = fputs("x", f) >= 0 && fflush(f) == 0;
-    fprintf(stderr, "cuda_on_cpu: host: connected %d, wrote %d\\n", connected, wrote);
+    FILE* other = fopen("OTHER", "r");
+    const int child = fork();
+    if (child == 0) _exit(0);
+    fprintf(stderr, "cuda_on_cpu: host: connected %d, wrote %d", connected, wrote);
+    fprintf(stderr, ", read %d, forked %d\\n", other != nullptr, child > 0);
     _exit(3);
     return 0;
 }();
 """
 
 
-def test_host_code_has_no_network_and_writes_no_files(
+def test_host_code_has_no_network_no_files_and_no_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if "--net" not in confined.confined(races=False, limit_s=1):
-        pytest.skip("this system allows no namespaces")
+    if confined.unconfined():
+        pytest.skip(f"this system cannot keep a program from {confined.unconfined()[0]}")
+    (tmp_path / "other").write_text("secret")
     monkeypatch.setattr(kernels, "compile_for", no_nvrtc)
     with socket.create_server(("127.0.0.1", 0)) as server:
         begun = BEGUN.replace("PORT", str(server.getsockname()[1]))
         begun = begun.replace('"FILE"', f'"{tmp_path / "written"}"')
+        begun = begun.replace("OTHER", str(tmp_path / "other"))
         # The names of the system are not those of the file's namespace.
         source = "}\n" + HOST + "namespace {\n" + begun + add()
         found = check_kernel("add", source, device="cpu").problem
     assert found
-    assert "host: connected 0, wrote 0" in found.text
+    assert "host: connected 0, wrote 0, read 0, forked 0" in found.text
 
 
 @pytest.mark.parametrize("races", [False, True])

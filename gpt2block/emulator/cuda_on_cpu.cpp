@@ -514,8 +514,8 @@ void change_one(const Array& array, std::size_t element, bool exchanges) {
     }
 }
 
-// Launches the kernel on other values before the launch that counts: `count` times on rotated arrays, then on arrays
-// that have the same first and last values, and on arrays in which one or two elements differ. Variables of the file
+// Launches the kernel on other values before the launch that counts: `count` times on rotated arrays, then on arrays in
+// which one or two elements differ, and on arrays that have the same first and last values. Variables of the file
 // keep their values between launches, and these values must not change the result of the next launch: a kernel may
 // reset only one of two counters, count its launches, or keep a result and compare a few values.
 void rehearse(Order& order, int count) {
@@ -527,16 +527,16 @@ void rehearse(Order& order, int count) {
     rehearses = true;
     for (const Array& array : arrays) rotate(array, 0);
     for (int i = 0; i < count; ++i) launch(order);
-    for (std::size_t kept : {64, 1024}) {
-        restore();
-        for (const Array& array : arrays) rotate(array, kept);
-        launch(order);
-    }
     for (bool exchanges : {true, false}) {
         restore();
         for (std::size_t i = 0; i < arrays.size(); ++i) {
             if (arrays[i].data) change_one(arrays[i], kernel->elements[i], exchanges);
         }
+        launch(order);
+    }
+    for (std::size_t kept : {64, 1024}) {
+        restore();
+        for (const Array& array : arrays) rotate(array, kept);
         launch(order);
     }
     restore();

@@ -236,6 +236,9 @@ def _of_a_program(source: UserSource, report: str) -> str:
         access = _ACCESS.search(report)
         verb = f"{_VERBS[access[1]]} {access[2]} bytes " if access and "outside" in what else ""
         return verb + what
+    cooperative = next((line for line in report.splitlines() if "cooperative launch" in line), "")
+    if cooperative:
+        first += f"\n{cooperative}"
     named = re.sub(rf" in {re.escape(source.name)}(?=[:,])", "", first)
     return named.replace("after 1 barriers", "after 1 barrier")
 
