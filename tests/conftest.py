@@ -202,15 +202,12 @@ def fewer_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     from gpt2block.mine import on_cpu  # noqa: PLC0415
 
-    in_every_order, few = on_cpu._in_every_order, on_cpu.RUNS[:2]
+    def few(judge: Any, case: Any) -> Any:
+        usual = case.sizes in [sizes for sizes, _ in judge.kernel.operation.cases]
+        return runs_of(judge, case)[: None if usual else 2]
 
-    def in_fewer(kernel: Any, case: Any, limit_s: float) -> Any:
-        with monkeypatch.context() as patch:
-            if case.sizes not in [sizes for sizes, _ in kernel.operation.cases]:
-                patch.setattr(on_cpu, "RUNS", few)
-            return in_every_order(kernel, case, limit_s)
-
-    monkeypatch.setattr(on_cpu, "_in_every_order", in_fewer)
+    runs_of = on_cpu._Judge._runs
+    monkeypatch.setattr(on_cpu._Judge, "_runs", few)
 
 
 @pytest.fixture(scope="session")

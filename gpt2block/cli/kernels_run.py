@@ -33,8 +33,8 @@ from gpt2block.cli.mine import (
     rungs_report,
 )
 from gpt2block.errors import DeviceError, InputError, NotJudged, check_all
-from gpt2block.mine import on_cpu, on_gpu
-from gpt2block.mine.cases import Case, cases
+from gpt2block.mine import on_cpu, on_gpu, variants_on_cpu
+from gpt2block.mine.cases import Case, cases, resolved_seed
 from gpt2block.mine.kernel import Kernel, matched
 from gpt2block.mine.listing import rung
 from gpt2block.mine.solutions import solution as solution_of
@@ -55,6 +55,7 @@ class Request(NamedTuple):
     variants: tuple[Variant, ...]
     stored: tuple[str, str]
     options: KernelsOptions
+    seed: int = 0  # seed of the random sizes of a user's kernel
 
     @property
     def sweep(self) -> bool:
@@ -93,7 +94,8 @@ def run(options: KernelsOptions, own: OwnOptions) -> bool:
     if own.mine is not None:
         text = read(own.mine, own.kernel, own.grid, own.block, own.shared)
         user = matched(text, found, stored, own.args)
-    return _run(Request(found, variants, stored, options), user, options.device)
+    request = Request(found, variants, stored, options, resolved_seed(own.seed))
+    return _run(request, user, options.device)
 
 
 def _check_installed(operation: Operation, options: KernelsOptions) -> None:
@@ -164,7 +166,7 @@ def _on_cpu(request: Request, problem: str | None) -> bool:
     operation, as_json = request.operation, request.options.as_json
     small = _small(request)
     _list(request)
-    rungs, skipped = on_cpu.check_variants(
+    rungs, skipped = variants_on_cpu.check_variants(
         operation,
         request.variants,
         request.stored,
@@ -207,13 +209,14 @@ def _on_gpu(request: Request) -> bool:
 
 def _own_cases(request: Request, user: Kernel) -> tuple[Case, ...]:
     stated = stated_sizes(request.operation, request.options.shape)
-    return cases(user, request.stored[1], stated)
+    return cases(user, request.stored[1], stated, request.seed)
 
 
 def _own_on_cpu(request: Request, user: Kernel) -> bool:
-    timed = parse_sizes(request.operation, request.options.shape)
+    at = parse_sizes(request.operation, request.options.shape)
+    timed = on_cpu.Timed(at, request.stored[1])
     found = on_cpu.check_kernel(user, _own_cases(request, user), timed=timed)
-    return _show_own(request, Verdict.of(user, CPU, found))
+    return _show_own(request, Verdict.of(user, CPU, found, request.seed))
 
 
 def _own_on_gpu(request: Request, user: Kernel) -> bool:
@@ -227,7 +230,7 @@ def _own_on_gpu(request: Request, user: Kernel) -> bool:
         options.peer,
         request.sweep,
     )
-    found = Verdict.of(user, CUDA, on_gpu.run(job))
+    found = Verdict.of(user, CUDA, on_gpu.run(job), request.seed)
     timed = found.benchmark
     if timed and options.plot is not None:
         draw_sweep(timed.rows, timed.ceiling, doctor.describe_device(0), options.plot)

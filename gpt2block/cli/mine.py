@@ -18,8 +18,8 @@ from gpt2block.mine.comparison import Checked
 from gpt2block.mine.finding import Finding, headline, numbered
 from gpt2block.mine.kernel import MINE, described
 from gpt2block.mine.listing import listing
-from gpt2block.mine.on_cpu import Rung
 from gpt2block.mine.source import UserSource
+from gpt2block.mine.variants_on_cpu import Rung
 from gpt2block.mine.verdict import ALL_ORDERS, COLUMNS, CPU, FOUND_NONE, Verdict
 from gpt2block.ops.operation import Operation, Sizes, Variant
 
@@ -39,7 +39,9 @@ def print_verdict(out: Console, found: Verdict) -> None:
         print_finding(out, source, each)
     if found.right and found.device == "cpu":
         out.print(ALL_ORDERS)
-        out.print(f"Sizes are reduced here: a GPU times {described(operation.workload.sizes)}.")
+        out.print(
+            f"A GPU times {described(operation.workload.sizes)}. Random sizes: seed {found.seed}."
+        )
         out.print(NO_TIMES)
     for hint in found.hints:
         out.print(f"hint: {escape(hint)}")

@@ -94,8 +94,9 @@ bool exact_places;  // the program is not optimised: barriers are distinguished 
 char* stacks;       // stacks of all threads
 int count;          // number of threads whose predicate was true at the last barrier
 unsigned steps;     // basic blocks that the thread has run in this turn
-constexpr unsigned LONG_TURN = 100'000;
-unsigned turn;  // limit of steps per turn: LONG_TURN, and few as soon as a thread has reached the limit
+constexpr unsigned LONG_TURN = 100'000, SHORT_TURN = 300;
+unsigned turn;  // limit of steps per turn; 1,000 as soon as a thread has reached the limit
+bool spins;     // a thread has reached the limit
 void* scheduler_point[5];
 
 std::string at(uint3 i) {
@@ -146,16 +147,23 @@ void on_abort(int) {
 }
 
 // Bytes left for text that kernels print to standard output, before the arrays; a GPU's buffer is limited, too.
+constexpr std::size_t TEXT_ROOM = 1 << 20;
 std::size_t text_room;
+bool rehearses;  // the text of launches before the one that counts is not written
 
+// A kernel that prints more ends the program: formatting its text would take minutes.
 ssize_t write_text(void*, const char* text, std::size_t bytes) {
     const std::size_t kept = bytes < text_room ? bytes : text_room;
+    const bool written = rehearses || write(STDOUT_FILENO, text, kept) >= 0;
+    if (kept < bytes) _exit(7);
     text_room -= kept;
-    return write(STDOUT_FILENO, text, kept) < 0 ? 0 : bytes;
+    return written ? bytes : 0;
 }
 
-// Called after the seconds in TIME_LIMIT. Prints the line that the thread executes. In a loop with a barrier no thread
-// may be running, so that the last barrier of the thread that has passed most barriers is printed, too.
+std::size_t blocks_left;  // blocks of the launch that have not begun
+
+// Called after the seconds of CPU time in TIME_LIMIT. Prints the line that the thread executes. In a loop with a barrier
+// no thread may be running, so that the last barrier of the thread that has passed most barriers is printed, too.
 void on_alarm(int) {
     std::fprintf(stderr, "cuda_on_cpu: %s does not end: block %s, thread %s still runs\n", kernel->name,
                  at(blockIdx).c_str(), at(threadIdx).c_str());
@@ -165,13 +173,17 @@ void on_alarm(int) {
         if (thread.state != State::returned && thread.file && (!most || thread.passed > most->passed)) most = &thread;
     }
     if (most) std::fprintf(stderr, "cuda_on_cpu: %s\n", describe(*most).c_str());
+    if (blocks_left && spins) {
+        std::fprintf(stderr, "cuda_on_cpu: the thread may wait for one of the %zu blocks that have not begun: only a "
+                     "cooperative launch, which this is not, runs all blocks at the same time\n", blocks_left);
+    }
     _exit(6);
 }
 
 void set_alarm(double seconds) {  // 0: no alarm
     const double us = 1e6 * seconds;
     const itimerval once = {{0, 0}, {time_t(us / 1e6), suseconds_t(std::fmod(us, 1e6))}};
-    setitimer(ITIMER_REAL, &once, nullptr);
+    setitimer(ITIMER_PROF, &once, nullptr);
 }
 
 // GCC's built-in setjmp and longjmp. They save no signal mask, which would cost two system calls per switch of fibers.
@@ -474,25 +486,62 @@ void read_argument(const char* name) {
 
 void launch(Order& order) {
     const std::vector<std::size_t> blocks = order.next(std::size_t(gridDim.x) * gridDim.y * gridDim.z);
+    blocks_left = blocks.size();
+    text_room = TEXT_ROOM;
     for (std::size_t b : blocks) {
         const unsigned n = b;
         blockIdx = {n % gridDim.x, n / gridDim.x % gridDim.y, n / gridDim.x / gridDim.y};
+        --blocks_left;
         run_block(order, n);
     }
 }
 
-// Launches the kernel twice on other values: every array rotated by 16 bytes. The variables of the file keep their
-// values between launches, and these values must not change the result of the next launch. Two launches are needed: if
-// a kernel resets only one of two counters, the second launch may be right and the third wrong.
-void rehearse(Order& order) {
-    std::vector<std::string> before;
-    for (const Array& array : arrays) {
-        before.emplace_back(array.data ? array.data : "", array.data ? array.bytes : 0);
-        if (array.bytes) std::rotate(array.data, array.data + 16 % array.bytes, array.data + array.bytes);
+// Keeps `kept` bytes at each end of an array, and rotates the bytes between by 16.
+void rotate(const Array& array, std::size_t kept) {
+    if (array.bytes <= 2 * kept) return;
+    char *first = array.data + kept, *last = array.data + array.bytes - kept;
+    std::rotate(first, first + 16 % (last - first), last);
+}
+
+// Finds two neighboring elements that differ, near the middle of an array. Exchanges them, or copies the second to the
+// first, which changes the sum of the array, too.
+void change_one(const Array& array, std::size_t element, bool exchanges) {
+    for (std::size_t i = array.bytes / element / 2; (i + 2) * element <= array.bytes; ++i) {
+        char *first = array.data + i * element, *second = first + element;
+        if (!std::memcmp(first, second, element)) continue;
+        exchanges ? void(std::swap_ranges(first, second, second)) : void(std::memcpy(first, second, element));
+        return;
     }
-    launch(order);
-    launch(order);
-    for (std::size_t i = 0; i < arrays.size(); ++i) std::copy(before[i].begin(), before[i].end(), arrays[i].data);
+}
+
+// Launches the kernel on other values before the launch that counts: `count` times on rotated arrays, then on arrays
+// that have the same first and last values, and on arrays in which one or two elements differ. Variables of the file
+// keep their values between launches, and these values must not change the result of the next launch: a kernel may
+// reset only one of two counters, count its launches, or keep a result and compare a few values.
+void rehearse(Order& order, int count) {
+    std::vector<std::string> before;
+    for (const Array& array : arrays) before.emplace_back(array.data ? array.data : "", array.data ? array.bytes : 0);
+    const auto restore = [&] {
+        for (std::size_t i = 0; i < arrays.size(); ++i) std::copy(before[i].begin(), before[i].end(), arrays[i].data);
+    };
+    rehearses = true;
+    for (const Array& array : arrays) rotate(array, 0);
+    for (int i = 0; i < count; ++i) launch(order);
+    for (std::size_t kept : {64, 1024}) {
+        restore();
+        for (const Array& array : arrays) rotate(array, kept);
+        launch(order);
+    }
+    for (bool exchanges : {true, false}) {
+        restore();
+        for (std::size_t i = 0; i < arrays.size(); ++i) {
+            if (arrays[i].data) change_one(arrays[i], kernel->elements[i], exchanges);
+        }
+        launch(order);
+    }
+    restore();
+    std::fflush(stdout);
+    rehearses = false;
 }
 
 }  // namespace
@@ -564,6 +613,10 @@ void cuda_on_cpu::comparison(const void* place, std::size_t bytes, std::uint64_t
     if (atomic_access) atomic_access(place, bytes, __builtin_return_address(0));
 }
 
+void cuda_on_cpu::read_only(const void* place, std::size_t bytes) {
+    if (read_only_access) read_only_access(place, bytes, __builtin_return_address(0));
+}
+
 void cuda_on_cpu::fence(bool of_device) {
     if (fence_passed) fence_passed(of_device);
 }
@@ -577,6 +630,7 @@ extern "C" void __cxa_guard_release(char* guard) { *guard = 1; }
 extern "C" void __sanitizer_cov_trace_pc() {
     if (++steps < turn || !current) return;
     turn = 1'000;
+    spins = true;
     make_way();
 }
 
@@ -626,12 +680,11 @@ static void run(const std::vector<std::string>& words, std::FILE* results) {
     const std::string& kind = words[7];
     Order order = {kind == "reverse", kind == "shuffled", std::strtoull(words[8].c_str(), nullptr, 10), {}};
     for (std::size_t i = 9; i < words.size(); ++i) read_argument(words[i].c_str());
-    turn = LONG_TURN;
-    text_room = 1 << 20;
+    turn = order.shuffled ? SHORT_TURN : LONG_TURN;
     const char* limit = std::getenv("TIME_LIMIT");
     set_alarm(limit ? std::strtod(limit, nullptr) : 0);
     make_threads();
-    if (std::getenv("REHEARSAL")) rehearse(order);
+    if (const char* launches = std::getenv("REHEARSAL")) rehearse(order, std::atoi(launches));
     launch(order);
     show_late_arrays(true);
     set_alarm(0);
@@ -697,7 +750,7 @@ int main(int argc, char** argv) {
     stdout = fopencookie(nullptr, "w", {nullptr, write_text, nullptr, nullptr});
     setvbuf(stdout, nullptr, _IOLBF, 0);  // complete lines are written even if the program ends in an error
     std::signal(SIGABRT, on_abort);
-    std::signal(SIGALRM, on_alarm);
+    std::signal(SIGPROF, on_alarm);
     if (argc > 1) {
         run({argv + 1, argv + argc}, results);
     } else {

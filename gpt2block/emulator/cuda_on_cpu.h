@@ -73,6 +73,7 @@ bool each_block_first(void (*first)());  // registers a function to call before 
 void sleep();  // lets the other threads run
 void atomic(const void* place, std::size_t bytes);  // must be called before an atomic access
 void comparison(const void* place, std::size_t bytes, std::uint64_t expected);  // must be called before an atomicCAS
+void read_only(const void* place, std::size_t bytes);  // must be called before a load by the read-only cache
 void fence(bool of_device);
 
 // A kernel as the runtime finds and calls it: a name, and a function with an 8-byte slot for every argument.

@@ -23,6 +23,7 @@ __attribute__((weak)) void atomic_access(const void* address, std::size_t bytes,
 // Called before an atomicCAS. Returns whether it expects the value of a plain read by its thread, so that the other
 // threads should run first.
 __attribute__((weak)) bool read_is_compared(const void* address, std::size_t bytes, std::uint64_t expected);
+__attribute__((weak)) void read_only_access(const void* address, std::size_t bytes, void* place);
 __attribute__((weak)) void fence_passed(bool of_device);  // of_device: __threadfence(), else __threadfence_block()
 
 }  // namespace cuda_on_cpu

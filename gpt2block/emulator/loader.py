@@ -36,13 +36,16 @@ HERE = Path(__file__).parent
 Order = Literal["forward", "reverse", "shuffled"]
 # Modes of compilation. "patterned": uninitialized variables hold large negative numbers.
 # "unoptimised": uninitialized variables hold large positive numbers, g++ removes no memory access,
-# and two barriers in the same source line count as different barriers.
-Build = Literal["usual", "patterned", "unoptimised"]
+# and two barriers in the same source line count as different barriers. "fast": no checks.
+Build = Literal["usual", "patterned", "unoptimised", "fast"]
 ORDERS: tuple[Order, ...] = ("forward", "reverse", "shuffled")
-TIMEOUT_S = 60.0
+TIMEOUT_S = 60.0  # seconds of CPU time
 END = "after the file"  # file name in g++'s errors past the last line, as for a missing brace
-GRACE_S = 5.0  # seconds from the time limit of a launch until its program is killed
-TIMED_OUT = 6  # exit status of a program that exceeded its time limit
+WALL = 10  # a program is killed after this many times its limit of CPU time, and GRACE_S seconds
+GRACE_S = 30.0
+TIMED_OUT, PRINTED = 6, 7  # exit status of a program that exceeded its limit of time, of output
+MOST_PRINTED = "1 MiB"
+KILLED = (-9, -24, 128 + 9, 128 + 24)  # exit status of a program that SIGKILL or SIGXCPU has ended
 STAND_INS = {
     "lib/sm80.cuh": "mma_ptx.h",
     "lib/fast.cuh": "fast.h",
@@ -109,6 +112,8 @@ _TELLING = re.compile(
 )
 
 
+# Macros of CUDA's compiler that users' files test.
+_OF_CUDA = "#define __CUDACC__ 1\n#define __CUDACC_RTC__ 1\n#define __CUDA_ARCH__ 800\n"
 _PLACE = re.compile(r"\{(variable )?(0x[0-9a-f]+)\}")  # address in a program's report
 _FOLDER = r"(?<![\w.])/\S*/(?=[\w.-]+:\d)"  # folder of an absolute path
 _NOTE = re.compile(r"^cuda_on_cpu: note: (.*)$\n?", re.MULTILINE)
@@ -133,13 +138,21 @@ class ShimError(Exception):
         self.report = report or message
 
 
+class OverBudget(ShimError):  # noqa: N818  (no error of the kernel)
+    """A launch has exceeded its limit of CPU time, limit_s."""
+
+    def __init__(self, message: str, report: str, limit_s: float) -> None:
+        super().__init__(message, report)
+        self.limit_s = limit_s
+
+
 class Checks(NamedTuple):
     """Settings of a launch: checks, time limit, and functions that receive the kernel's output."""
 
     races: bool = False  # search for data races instead of accesses out of bounds
-    limit_s: float | None = None  # time limit in seconds; None: TIMEOUT_S
+    limit_s: float | None = None  # limit of CPU time in seconds; None: TIMEOUT_S
     printed: Callable[[str], None] = lambda _: None  # receives the text that a kernel prints
-    rehearsed: bool = False  # first launch the kernel twice on other values, in the same process
+    rehearsed: int = 0  # launches on rotated arrays that come first, in the same process
     within: tuple[str, ...] = ()  # command prefix that runs the program, such as prlimit
     build: Build = "usual"
     noted: Callable[[str], None] = lambda _: None  # receives possible causes of a wrong result
@@ -398,12 +411,15 @@ def _execute(
     limit_s = TIMEOUT_S if checks.limit_s is None else checks.limit_s
     own = {**extra, "TIME_LIMIT": str(limit_s)}  # seconds; then the program reports its source line
     if checks.rehearsed:
-        own["REHEARSAL"] = "1"
-    late, timeout_s = f"still running after {limit_s:g} s", limit_s + GRACE_S
+        own["REHEARSAL"] = str(checks.rehearsed)
+    timeout_s = WALL * limit_s + GRACE_S
     try:
         done = programs.launch(program, words, message, own, timeout_s, checks.within)
     except subprocess.TimeoutExpired as error:
-        raise ShimError(f"{launch}: {late}", late) from error
+        raise NotJudged(
+            f"{launch}: not judged: stopped after {timeout_s:g} s, in which it did not get "
+            f"{limit_s:g} s of CPU time: run it on a less busy computer"
+        ) from error
     report = _PLACE.sub(place, done.stderr.decode(errors="replace"))
     for note in _NOTE.findall(report):
         checks.noted(re.sub(_FOLDER, "", note))
@@ -412,8 +428,16 @@ def _execute(
     checks.printed(done.stdout.decode(errors="replace"))
     report = _NOTE.sub("", report)
     found = _readable(report) or f"exit status {done.returncode}"
+    if done.returncode in KILLED or "hard rss limit" in report:
+        raise NotJudged(
+            f"{launch}: not judged: the system has ended the program, which takes too much time or "
+            "memory"
+        )
+    if done.returncode == PRINTED:
+        raise NotJudged(f"{launch}: not judged: prints more than {MOST_PRINTED}: let it print less")
     if done.returncode == TIMED_OUT:
-        found = f"{late}\n{found}"
+        found = f"still running after {limit_s:g} s of CPU time\n{found}"
+        raise OverBudget(f"{launch}: {found}", found, limit_s)
     raise ShimError(f"{launch}: {found}", found)
 
 
@@ -424,6 +448,7 @@ def _readable(report: str) -> str:
     for most in (
         "divergent barrier",
         "race in ",
+        "read-only load in ",
         "does not end: ",
         "out of bounds: ",
         "before wait",
@@ -521,6 +546,27 @@ def unset_variables(source: Source, defines: kernels.Defines = ()) -> list[str]:
 
 
 @cache
+def confiner() -> Path:
+    """Return the program that runs others with less rights (confine.cpp)."""
+    return _build("confine", {}, (str(HERE / "confine.cpp"), "-std=c++17", "-O1"))
+
+
+@cache
+def readable() -> tuple[str, ...]:
+    """Return words for the confiner: the folders that g++ and its programs read."""
+    found = shutil.which("g++")
+    own = (str(Path(found).resolve().parent.parent),) if found else ()
+    paths = (*own, "/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/proc/self")
+    return tuple(f"r={path}" for path in dict.fromkeys(paths))
+
+
+def _confined_compiler(folder: str) -> tuple[str, ...]:
+    """Return the command prefix with which g++ reads no files but its own and the emulator's."""
+    own = (f"r={path}" for path in (HERE, kernels.SOURCE_DIR, cache_folder()))
+    return str(confiner()), *readable(), *own, f"w={folder}", "w=/dev/null", "--"
+
+
+@cache
 def _runtime(name: str = "cuda_on_cpu.cpp") -> Path:
     return _build(f"{Path(name).stem}.o", {}, ("-c", str(HERE / name), *_FLAGS, "-O2"))
 
@@ -564,12 +610,17 @@ def _compile(
     flags = (f"-I{HERE}", f"-I{kernels.SOURCE_DIR}", *options)
     salt, links = repr(sorted(headers.items())), _precompiled(_first_header(source), options)
     first, last = str(_runtime()), str(_runtime("shared_end.cpp"))  # events.h explains the order
+    if build == "fast":
+        without_asan = str(_runtime("no_asan.cpp"))
+        inputs = (first, "unit.cpp", last, without_asan)
+        return _build(source.name, files, (*inputs, *flags), salt, links)
     if not races:
         return _build(source.name, files, (first, "unit.cpp", last, *flags), salt, links)
     # The program is linked without -fsanitize=thread, so that races.cpp replaces libtsan.
     detail, links = (("-g",), {}) if variables else ((), links)
     unit = _build(f"{source.name}.o", files, ("unit.cpp", "-c", *flags, *detail), salt, links)
-    parts = (first, str(unit), last, str(_runtime("races.cpp")))
+    others = (str(_runtime(name)) for name in ("races.cpp", "no_asan.cpp"))
+    parts = (first, str(unit), last, *others)
     program = _build(source.name, {}, (*parts, "-no-pie"))
     if unit in _messages:
         _messages[program] = _messages.pop(unit)
@@ -578,7 +629,8 @@ def _compile(
 
 def _options(source: Source, races: bool, build: Build) -> tuple[str, ...]:
     version = _version()
-    options = [*_FLAGS, *_WARNINGS, *(_THREADS if races else _SANITIZERS)]
+    checks = ("-O2",) if build == "fast" else _THREADS if races else _SANITIZERS
+    options = [*_FLAGS, *_WARNINGS, *checks]
     if races and version >= 11:
         options.append(_VOLATILE)
     if build == "unoptimised":
@@ -600,6 +652,7 @@ def _translation_unit(source: Source, defines: kernels.Defines) -> str:
     own = source.text
     if Path(source.name).is_absolute():
         own = kernels.without_host_headers(own)
+        constants += _OF_CUDA
     text = _DYNAMIC_SHARED.sub(_dynamic, _STATIC_SHARED.sub("", own))
     text = _SHARED_ALIGNED.sub(r"\1 __shared__", text)
     if re.search(r"extern\s+__shared__", kernels.without_comments(text)):
@@ -649,7 +702,8 @@ def _build(
             _write(Path(folder), files)
             for link, path in links.items():
                 (Path(folder) / link).symlink_to(path)
-            text = _compiled(name, arguments, folder)
+            users = Path(name).is_absolute()
+            text = _compiled(name, arguments, folder, _confined_compiler(folder) if users else ())
             if text:
                 (Path(folder) / "said").write_text(text, "utf-8")
                 os.replace(Path(folder) / "said", said)
@@ -660,14 +714,22 @@ def _build(
     return target
 
 
-def _compiled(name: str, arguments: tuple[str, ...], folder: str) -> str:
-    """Run g++ in a folder, for at most _COMPILE_S seconds of CPU time, and return its messages."""
+def _compiled(
+    name: str, arguments: tuple[str, ...], folder: str, within: tuple[str, ...] = ()
+) -> str:
+    """Run g++ in a folder, for at most _COMPILE_S seconds of CPU time, and return its messages.
+
+    within: command prefix of g++.
+    """
     file = name.removesuffix(".o")
     if file in _stopped:
         raise _too_long(file)
-    limited = ("sh", "-c", f'ulimit -t {_COMPILE_S}; exec g++ "$@"', "g++")
-    command = (*limited, *arguments, "-o", "result")
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    limited = ("/bin/sh", "-c", f'ulimit -t {_COMPILE_S}; exec g++ "$@"', "g++")
+    env = {**os.environ, "TMPDIR": folder, "LC_ALL": "C"}  # in locale C, g++ prints ASCII quotes
+    done = subprocess.run(
+        (*within, *limited, *arguments, "-o", "result"),
+        cwd=folder, capture_output=True, text=True, check=False, env=env,
+    )  # fmt: skip
     if "signal terminated program" in done.stderr:
         _stopped.add(file)
         raise _too_long(file)

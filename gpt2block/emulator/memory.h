@@ -8,12 +8,18 @@
     __forceinline__ T name(const T* pointer) {      \
         return *pointer;                            \
     }
-LOAD(__ldg)
 LOAD(__ldcs)
 LOAD(__ldcg)
 LOAD(__ldca)
 LOAD(__ldlu)
 #undef LOAD
+
+// Loads by the read-only cache, which may return old values of memory that the same kernel has changed.
+template <typename T>
+__forceinline__ T __ldg(const T* pointer) {
+    cuda_on_cpu::read_only(pointer, sizeof *pointer);
+    return *pointer;
+}
 
 template <typename T>
 __forceinline__ T __ldcv(const T* pointer) {

@@ -66,6 +66,31 @@ class _Program:
             file.close()
 
 
+_confined: set[subprocess.Popen[bytes]] = set()  # running programs that serve one launch each
+
+
+def stop_confined() -> None:
+    """Kill the programs that run within a command prefix. Their launches end with an error."""
+    for process in list(_confined):
+        process.kill()
+
+
+def _run_within(
+    command: Sequence[str], message: bytes, env: Mapping[str, str], timeout_s: float
+) -> Ended:
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env,
+    ) as process:  # fmt: skip
+        _confined.add(process)
+        try:
+            out, err = process.communicate(message, timeout_s)
+        finally:
+            process.kill()
+            _confined.discard(process)
+    return Ended(command, process.returncode, out, err)
+
+
 _Key = tuple[int, Path, tuple[tuple[str, str], ...]]
 _waiting: dict[_Key, _Program] = {}  # processes, ordered by last launch, oldest first
 
@@ -85,14 +110,8 @@ def launch(
     this launch only. Raises subprocess.TimeoutExpired.
     """
     if within:
-        return subprocess.run(
-            (*within, str(program), *map(str, words)),
-            input=message,
-            capture_output=True,
-            timeout=timeout_s,
-            env=_environment(own),
-            check=False,
-        )
+        command = (*within, str(program), *map(str, words))
+        return _run_within(command, message, _environment(own), timeout_s)
     key = os.getpid(), program, tuple(sorted(own.items()))
     process = _waiting.pop(key, None)
     if process is None or not process.waits:  # the operating system may have killed it

@@ -512,6 +512,26 @@ bool cuda_on_cpu::read_is_compared(const void* address, std::size_t bytes, std::
     return at != nullptr;
 }
 
+void cuda_on_cpu::read_only_access(const void* address, std::size_t bytes, void* place) {
+    const int thread = thread_number();
+    const char* first = static_cast<const char*>(address);
+    Region* region = thread < 0 ? nullptr : region_of(first);
+    if (!region || region->of_block()) return;
+    const std::size_t start = first - region->data, stop = std::min(start + bytes, region->bytes);
+    for (std::size_t i = start; i < stop; ++i) {
+        const auto strong = region->strong.find(i);
+        const bool atomic = strong != region->strong.end() && strong->second.written[0].access.thread >= 0;
+        const Access& written = atomic ? strong->second.written[0].access : region->history(i).written;
+        if (written.thread < 0) continue;
+        const unsigned from = static_cast<unsigned>(reinterpret_cast<std::uintptr_t>(place));
+        std::fprintf(stderr, "cuda_on_cpu: read-only load in %s: %s reads %s at %s by the read-only cache, and %s%s wrote it "
+                     "at %s: the cache may hold the old value until the kernel ends\n", kernel_name(), at(thread).c_str(),
+                     name_of(*region, i).c_str(), line_of(from).c_str(), at(written.thread).c_str(),
+                     written.block == block ? "" : " of another block", line_of(written.place).c_str());
+        _exit(3);
+    }
+}
+
 void cuda_on_cpu::fence_passed(bool of_device) {
     const int thread = thread_number();
     Thread& self = threads[thread];
@@ -557,14 +577,4 @@ void __tsan_init() {}
 void __tsan_func_entry(void*) {}
 void __tsan_func_exit() {}
 char __tsan_atomic8_load(const char* guard, int) { return *guard; }  // reads the guard of a function's static variable
-
-// Empty versions of AddressSanitizer's functions that cuda_on_cpu.cpp calls.
-void __sanitizer_start_switch_fiber(void**, const void*, std::size_t) {}
-void __sanitizer_finish_switch_fiber(void*, const void**, std::size_t*) {}
-void __sanitizer_print_stack_trace() {}
-void __asan_poison_memory_region(const volatile void*, std::size_t) {}
-void __asan_unpoison_memory_region(const volatile void*, std::size_t) {}
-int __asan_report_present() { return 0; }
-int __asan_get_report_access_type() { return 0; }
-void* __asan_get_report_address() { return nullptr; }
 }

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -368,7 +369,18 @@ class Device:
 
 BOTH = (loader.USUAL, loader.Checks(races=True))  # checks for wrong accesses, checks for races
 
-_state = SimpleNamespace(stream=Stream(), order="forward", early=None, checks=loader.USUAL)
+
+class _State(threading.local):
+    """The settings of launches, which each thread has for itself, and the current stream."""
+
+    def __init__(self) -> None:
+        self.stream = Stream()
+        self.order: loader.Order = "forward"
+        self.early: Collection[str] | None = None
+        self.checks = loader.USUAL
+
+
+_state = _State()
 
 
 @contextmanager

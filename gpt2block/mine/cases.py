@@ -1,22 +1,24 @@
-"""Sizes and inputs of the checks of a user's kernel, including inputs that break fragile formulas.
+"""Inputs of the checks of a user's kernel, including inputs that break fragile formulas.
 
-The sizes are the small ones of the built-in kernels' checks, and further sizes: matrices of odd K
-and N, more rows than a block has threads, rows longer than a usual array in shared memory or
-registers. They are not multiples of a block's or a vector's size. The inputs are ordinary random
-numbers, then those of `SPECIAL`. The exact results of special inputs are finite, but a formula that
-overflows, divides by zero or cancels gives other results.
+The inputs at the sizes of `sizes` are ordinary random numbers, then those of `SPECIAL`. The exact
+results of special inputs are finite, but a formula that overflows, divides by zero or cancels gives
+other results.
 """
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block.bench import measure
+from gpt2block.checks import check_integer
+from gpt2block.mine import sizes
 from gpt2block.mine.arguments import values
 from gpt2block.mine.kernel import Kernel
 from gpt2block.ops.operation import Attrs, Inputs, Operation, Sizes
@@ -24,47 +26,11 @@ from gpt2block.ops.operation import Attrs, Inputs, Operation, Sizes
 ULP = 2.0**-24  # largest relative rounding error of float32
 MEAN, SPREAD = 2048.0, 0.6  # mean and standard deviation of rows with a large mean
 SCORE = 1024.0  # large score: exp(SCORE) is infinite, and exp(-SCORE) is 0
+MOST_SEED = 1_000_000  # seeds that are drawn are less, so that they are short
 OTHER_SIZES = (
     "right at the sizes before; if a kernel is for some sizes only, check it at one of them with "
     "--shape (in Python shape=)"
 )
-
-# Sizes of matrix products (M, K) x (K, N): odd K; K divisible by 4 and many columns N; many rows M.
-_WIDE = {"M": 2, "K": 1501, "N": 3}, {"M": 4, "K": 1036, "N": 76}, {"M": 65, "K": 1032, "N": 8}
-# Operation → sizes (and attributes) to check in addition to `Operation.small`. In the last entry of
-# an operation, a row consists of whole 4-element vectors, and a thread block loops several times
-# over a row. In another entry, a row has an odd number of these vectors. In some entry of every
-# operation, an array has over 2^16 elements; of every elementwise operation, over 2^16 vectors.
-FURTHER: Mapping[str, tuple[Mapping[str, int], ...]] = {
-    "add": ({"N": 13, "C": 769}, {"N": 13, "C": 772}, {"N": 104, "C": 2568}),
-    "attention": ({"B": 86, "T": 2, "C": 128, "n_head": 2},
-                  {"B": 1, "T": 257, "C": 8, "n_head": 2}),
-    "blocks_matmul": ({"M": 5, "B": 1, "N": 461}, {"M": 2, "B": 6, "N": 85},
-                      {"M": 65, "B": 4, "N": 8}),
-    "encoder": ({"B": 3, "T": 150, "C": 7, "V": 70000}, {"B": 1, "T": 2, "C": 5001, "V": 3},
-                {"B": 1, "T": 2, "C": 4100, "V": 5}, {"B": 1, "T": 65, "C": 1032, "V": 70}),
-    "gelu": ({"N": 13, "C": 769}, {"N": 13, "C": 772}, {"N": 104, "C": 2568}),
-    "gemm": ({"M": 249, "K": 24, "N": 264}, {"M": 2, "K": 1544, "N": 48}),
-    "layernorm": ({"B": 3, "T": 100, "C": 129}, {"B": 1, "T": 2, "C": 5001},
-                  {"B": 1, "T": 2, "C": 4100}, {"B": 1, "T": 65, "C": 1032}),
-    "layernorm_gelu": ({"N": 300, "C": 129}, {"N": 2, "C": 5001}, {"N": 2, "C": 4100},
-                       {"N": 65, "C": 1032}),
-    "linear": ({"M": 3, "K": 37, "N": 19}, {"M": 70, "K": 5, "N": 301}, *_WIDE),
-    "log_likelihood": ({"N": 300, "V": 13}, {"N": 2, "V": 100001}, {"N": 2, "V": 4100},
-                       {"N": 65, "V": 1032}),
-    "matmul_bias": ({"M": 218, "K": 5, "N": 301}, *_WIDE),
-    "rmsnorm": ({"M": 300, "C": 129}, {"M": 9, "C": 132}, {"M": 2, "C": 5001}, {"M": 2, "C": 4104},
-                {"M": 65, "C": 1032}),
-    "rmsnorm_ffn": ({"M": 3, "K": 37, "N": 19}, *_WIDE),
-    "rmsnorm_matmul": ({"M": 3, "K": 37, "N": 24, "head_dim": 8},
-                       {"M": 2, "K": 1501, "N": 8, "head_dim": 4},
-                       *({**each, "head_dim": 4} for each in _WIDE[1:])),
-    "silu_mul": ({"M": 7, "N": 1429}, {"M": 7, "N": 1428}, {"M": 104, "N": 2568}),
-    "softmax": ({"B": 1, "NH": 1, "T": 389}, {"B": 1, "NH": 1, "T": 132},
-                {"B": 1, "NH": 1, "T": 1032}),
-    "to_fp8": ({"K": 13, "N": 769}, {"K": 13, "N": 772}, {"K": 104, "N": 2568}),
-    "trimat": ({"B": 1, "T": 257, "NH": 1, "HS": 4}, {"B": 1, "T": 264, "NH": 1, "HS": 8}),
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -78,6 +44,7 @@ class Case:
     name: str = ""  # name of special inputs; "" for ordinary inputs
     hint: str = ""  # advice if a kernel fails this case after passing all earlier cases
     slack: float = 0.0  # relative error, in addition to rounding, that a stable formula may have
+    once: bool = False  # whether the case runs in forward order only
 
     @property
     def label(self) -> str:
@@ -96,42 +63,61 @@ class Special:
     slack: float = 0.0
 
 
-def cases(kernel: Kernel, layout: str, stated: Sizes | None = None) -> tuple[Case, ...]:
+def resolved_seed(seed: int | None) -> int:
+    """Return a seed of random sizes: a new one for None. Raises InputError for an invalid seed."""
+    return (
+        secrets.randbelow(MOST_SEED)
+        if seed is None
+        else check_integer("seed", seed, 0, inf, "0 or more")
+    )
+
+
+def cases(
+    kernel: Kernel, layout: str, stated: Sizes | None = None, seed: int = 0
+) -> tuple[Case, ...]:
     """Return the cases (sizes and inputs) on which a kernel is checked, in the order of the checks.
 
     stated: sizes that the user requests; the only case then has the last small case's other sizes.
-    Raises InputError for inconsistent sizes.
+    seed: seed of the random sizes. Raises InputError for inconsistent sizes.
     """
     operation = kernel.operation
-    usual = operation.cases
+    usual = sizes.usual(operation)
     if stated:
-        sizes, attrs = usual[-1]
-        usual = (({**sizes, **stated}, attrs),)
-    further = () if stated else operation.with_workload(small=FURTHER.get(operation.name, ())).cases
+        last, attrs = usual[-1]
+        usual = (({**last, **stated}, attrs),)
+    further = () if stated else sizes.further(operation)
     found = [case(kernel, *each, layout) for each in usual]
     found += [replace(case(kernel, *each, layout), hint=OTHER_SIZES) for each in further]
     several = usual[min(1, len(usual) - 1)]  # sizes with several rows and an odd size
     for at in (several, *further[-1:]):
         for special in SPECIAL.get(operation.name, ()):
             found.append(case(kernel, *at, layout, special))
+    if not stated:
+        unusual = replace(case(kernel, *sizes.unusual(operation), layout), hint=OTHER_SIZES)
+        found.append(replace(unusual, once=True))
+        hint = f"{OTHER_SIZES}\nrandom sizes: the same ones with --seed {seed} (in Python seed=)"
+        drawn = tuple(sizes.random(operation, seed))
+        for each in drawn:
+            found.append(replace(case(kernel, *each, layout), hint=hint, once=True))
+        found += [case(kernel, *drawn[0], layout, each) for each in SPECIAL.get(operation.name, ())]
     return tuple(found)
 
 
 def case(
-    kernel: Kernel, sizes: Sizes, attrs: Attrs, layout: str, special: Special | None = None
+    kernel: Kernel, at: Sizes, attrs: Attrs, layout: str, special: Special | None = None
 ) -> Case:
     """Create inputs of these sizes and the exact outputs. Raises InputError for wrong sizes."""
     own = kernel.operation.with_workload(attrs={**kernel.operation.workload.attrs, **attrs})
     drawn = own.with_workload(draw=_changed(own, special)) if special else own
-    host, truth = measure.inputs_and_truth(drawn, sizes, kernel.dtype, layout)
+    host, truth = measure.inputs_and_truth(drawn, at, kernel.dtype, layout)
     truths = [truth]
     if own.workload.further is not None:
         truths += own.workload.further(*map(measure.widened, host), **own.workload.attrs)
     outputs = values(own, host, own.workload.attrs).outputs
-    found = Case(sizes, own.workload.attrs, host, dict(zip(outputs, truths, strict=True)))
+    found = Case(at, own.workload.attrs, host, dict(zip(outputs, truths, strict=True)))
     if special is None:
         return found
-    return replace(found, name=special.name, hint=special.why, slack=special.slack)
+    return replace(found, name=special.name, hint=special.why, slack=special.slack, once=True)
 
 
 def _changed(

@@ -1,8 +1,8 @@
-"""Limit the resources of a program that g++ has compiled from a user's file.
+"""Limit the rights and the resources of a program that g++ has compiled from a user's file.
 
 The program's host code, such as the initializer of a global variable, runs with the user's rights.
-The operating system limits its memory, the size of its files (to 0), the number of its processes
-and its access to the network. The program can still read and delete the user's files.
+The operating system limits its CPU time, its memory and the size of its files (to 0). The program
+can read only the compiler's libraries (Landlock), starts no process and has no network (seccomp).
 """
 
 from __future__ import annotations
@@ -10,27 +10,44 @@ from __future__ import annotations
 import shutil
 import subprocess
 from functools import cache
+from math import ceil
+
+from gpt2block.emulator.cache import folder as cache_folder
+from gpt2block.emulator.loader import confiner, readable
 
 MEMORY = 4 << 30  # maximum bytes of memory
-PROCESSES = 64  # maximum number of processes in the program's user namespace
+GRACE_S = 5  # seconds of CPU time from a launch's own limit until the program is killed
 _APART = (  # separate network and process namespaces; the program is killed if unshare ends
     *("unshare", "--user", "--map-current-user", "--net", "--pid", "--fork"),
     "--kill-child",
 )
+_MISSING = {
+    "files": "reading this user's files (Landlock, Linux 5.13)",
+    "calls": "starting processes and using the network (seccomp)",
+}
 
 
-def confined(races: bool) -> tuple[str, ...]:
+def confined(races: bool, limit_s: float) -> tuple[str, ...]:
     """Return the command prefix that runs a program with all limits that this system supports.
 
-    races: whether the program is built to find races, with limited memory. Otherwise it is built
-    with AddressSanitizer, whose shadow memory would exceed the limit; it limits its own memory.
+    races: whether the program has no AddressSanitizer, and so a limited memory; shadow memory of
+    AddressSanitizer would exceed the limit, and it limits its own memory. limit_s: CPU time.
     """
-    memory = MEMORY if races else None
+    memory = (f"--data={MEMORY}",) if races else ()
+    limits = ("prlimit", "--fsize=0", "--core=0", f"--cpu={ceil(limit_s) + GRACE_S}", *memory)
     return (
         *_apart(),
-        *_limits(memory),
+        *(limits if _works(*limits[:3]) else ()),
         *(() if races else ("env", f"ASAN_OPTIONS=hard_rss_limit_mb={MEMORY >> 20}")),
+        *(str(confiner()), *readable(), f"r={cache_folder()}", "alone", "--"),
     )
+
+
+@cache
+def unconfined() -> tuple[str, ...]:
+    """Return phrases that name what this system cannot keep a program from."""
+    done = subprocess.run([confiner(), "probe"], capture_output=True, text=True, check=False)
+    return tuple(what for name, what in _MISSING.items() if name not in done.stdout.split())
 
 
 @cache
@@ -40,14 +57,6 @@ def _apart() -> tuple[str, ...]:
 
 
 @cache
-def _limits(memory: int | None) -> tuple[str, ...]:
-    data = () if memory is None else (f"--data={memory}",)
-    # Without a namespace, the limit would count all of the user's processes.
-    processes = (f"--nproc={PROCESSES}",) if _apart() else ()
-    words = ("prlimit", "--fsize=0", "--core=0", *data, *processes)
-    return words if _works(*words) else ()
-
-
 def _works(*words: str) -> bool:
     if shutil.which(words[0]) is None:
         return False

@@ -10,7 +10,6 @@ from typing import Any
 
 from gpt2block.cuda import kernels
 from gpt2block.emulator.loader import END
-from gpt2block.mine.confined import MEMORY
 from gpt2block.mine.source import UserSource
 
 MOST_ERRORS = 3  # maximum number of compiler errors shown
@@ -57,6 +56,7 @@ _KINDS = {
         "uninitialized": "right if the output holds NaN",
         "assertion": "assertion fails|the kernel calls __trap",
         "race": "race: ",
+        "read_only": "read-only load: ",
         "divergent_barrier": "divergent barrier",
         "does_not_compile": r".* does not compile|.*host function|.* bytes of __\w+__ variables",
         "launch": r"(?:grid|block|shared)\b|\S+: launch line|\w+ takes \d+ registers|.* of extern ",
@@ -229,8 +229,6 @@ def _of_an_access(report: str) -> str:
 
 def _of_a_program(source: UserSource, report: str) -> str:
     first = report.splitlines()[0]
-    if "hard rss limit" in report:
-        return f"the program takes more than {MEMORY >> 30} GiB of memory"
     if "runtime error: " in first:
         return first.partition("runtime error: ")[2]
     if summary := _SUMMARY.search(report):
@@ -249,5 +247,5 @@ def _lines(source: UserSource, report: str) -> tuple[int, ...]:
     """
     numbers = re.findall(rf"{re.escape(source.file)}:(\d+)", report)
     distinct = tuple(dict.fromkeys(map(int, numbers)))
-    several = "race in " in report or "divergent barrier" in report
+    several = re.search("race in |read-only load in |divergent barrier", report) is not None
     return distinct[: 2 if several else 1]

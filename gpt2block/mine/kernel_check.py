@@ -15,7 +15,7 @@ from gpt2block import doctor
 from gpt2block.bench import measure
 from gpt2block.errors import DeviceError, InputError, shown
 from gpt2block.mine import on_cpu, on_gpu
-from gpt2block.mine.cases import cases
+from gpt2block.mine.cases import cases, resolved_seed
 from gpt2block.mine.kernel import Kernel, matched
 from gpt2block.mine.source import OWN, read
 from gpt2block.mine.verdict import Verdict
@@ -38,6 +38,7 @@ def check(
     dtype: str | None = None,
     layout: str | None = None,
     device: str | None = None,
+    seed: int | None = None,
 ) -> Verdict:
     """Check a user's CUDA kernel, as `gpt2block kernels OPERATION --mine FILE.cu` does.
 
@@ -50,7 +51,8 @@ def check(
     grid, block, shared: expressions such as "ceil(N / 8)", which replace the launch line's. args:
     the argument of each parameter, such as "x,out,N,C". shape: the only sizes to check, such as
     {"C": 768}. dtype: dtype of the arrays. layout: layout of weights. device: "cpu" for the
-    emulator, which needs g++; "cuda"; or None for a GPU if there is one, else the emulator. Raises
+    emulator, which needs g++; "cuda"; or None for a GPU if there is one, else the emulator. seed:
+    seed of the random sizes, at least 0; None for a new one, which is in the result. Raises
     InputError for an invalid source or argument, and DeviceError. Errors of the kernel, including
     compiler errors, are in the result, as is the reason why a kernel cannot be judged.
     """
@@ -63,14 +65,16 @@ def check(
     stored = measure.check_storage(found, dtype, layout)
     launch = {"kernel": kernel, "grid": grid, "block": block, "shared": shared}
     user = _matched(source, found, stored, args, launch)
-    given = cases(user, stored[1], stated)
+    seed = resolved_seed(seed)
+    given = cases(user, stored[1], stated, seed)
     problem = doctor.cuda_problem() if device != "cpu" else "the CPU was requested"
     if device == "cuda" and problem:
         raise DeviceError(f"device 'cuda': {problem}: {doctor.ADVICE}")
     if problem:
-        timed = {**found.workload.sizes, **stated}
-        return Verdict.of(user, "cpu", on_cpu.check_kernel(user, given, timed=timed))
-    return Verdict.of(user, "cuda", on_gpu.run(on_gpu.ChildJob(user, given, (), None, stored)))
+        timed = on_cpu.Timed({**found.workload.sizes, **stated}, stored[1])
+        return Verdict.of(user, "cpu", on_cpu.check_kernel(user, given, timed=timed), seed)
+    job = on_gpu.ChildJob(user, given, (), None, stored)
+    return Verdict.of(user, "cuda", on_gpu.run(job), seed)
 
 
 def check_kernel(operation: str, source: str | Path, **options: Any) -> Verdict:

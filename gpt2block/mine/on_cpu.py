@@ -1,35 +1,51 @@
-"""Check a user's kernel and built-in kernels on the emulator, in three orders of threads."""
+"""Check a user's kernel on the emulator, in three orders of threads."""
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from math import inf, isnan
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import NamedTuple
 
 from gpt2block import emulator
 from gpt2block.bench import measure
-from gpt2block.cuda import kernels
-from gpt2block.cuda.arrays import Bound, device_attribute
-from gpt2block.emulator import ORDERS, Build, Checks, ShimError, emulated
-from gpt2block.errors import DeviceError, InputError, KernelError, NotJudged
-from gpt2block.mine import comparison
+from gpt2block.cuda.arrays import device_attribute
+from gpt2block.emulator import (
+    ORDERS,
+    Build,
+    Checks,
+    OverBudget,
+    ShimError,
+    emulated,
+    programs,
+    stand_in,
+)
+from gpt2block.errors import Argument, DeviceError, InputError, NotJudged
+from gpt2block.mine import comparison, sizes
 from gpt2block.mine.arguments import sizes_at, values
-from gpt2block.mine.cases import Case
+from gpt2block.mine.cases import OTHER_SIZES, Case
+from gpt2block.mine.cases import case as case_of
 from gpt2block.mine.comparison import Checked
 from gpt2block.mine.confined import confined
 from gpt2block.mine.finding import Finding, explained, of_compiler, of_emulator
-from gpt2block.mine.kernel import Kernel, described
+from gpt2block.mine.kernel import Kernel, described, matched
 from gpt2block.mine.refused import ResourceUsage, refused, too_many, without_literals
-from gpt2block.mine.source import UserSource
-from gpt2block.ops.operation import Attrs, Operation, Sizes, Variant
+from gpt2block.mine.reserved import check_text
+from gpt2block.mine.source import UserSource, read
+from gpt2block.mine.templates import path_of
+from gpt2block.ops.operation import Sizes
 
-LIMIT_S = 10.0  # time limit of one launch in seconds
+LIMIT_S = 20.0  # limit of CPU time of one launch in seconds
+FIRST_S = 5.0  # the limit at the smallest size
+FACTOR = 100  # a kernel that takes this many times the CPU time of the template does not end
+LARGE_S = 3.0  # the limit at the sizes that a GPU times
+AHEAD = 3  # cases whose launches are started ahead
+LAUNCHES = 40  # launches on other values in the same process, at the smallest size
 OTHER = "--shape checks and times others"
 
 
@@ -42,7 +58,7 @@ class EmulatedRun(NamedTuple):
 
     order: emulator.Order
     races: bool = False
-    rehearsed: bool = False  # whether two launches on other values come first in the same process
+    rehearsed: int = 0  # launches on other values that come first in the same process
     build: Build = "patterned"
     fill: int = comparison.NAN_BYTE  # byte that fills the outputs before the launch
 
@@ -51,9 +67,10 @@ class EmulatedRun(NamedTuple):
 RUNS = (
     EmulatedRun(ORDERS[0]),
     EmulatedRun(ORDERS[0], races=True),
-    EmulatedRun(ORDERS[1], rehearsed=True, build="unoptimised", fill=comparison.POSITIVE_BYTE),
+    EmulatedRun(ORDERS[1], rehearsed=2, build="unoptimised", fill=comparison.POSITIVE_BYTE),
     EmulatedRun(ORDERS[2], fill=comparison.NEGATIVE_BYTE),
 )
+LARGE_RUN = EmulatedRun(ORDERS[0], build="fast")
 _INCLUDED = r"^[ \t]*#[ \t]*include[ \t]*<(%s)>"
 # Regex of code that the emulator cannot run → the limitation, and what to do instead.
 _ON_GPU = {
@@ -66,7 +83,6 @@ _ON_GPU = {
     _INCLUDED % r"(?:cuda|cute|cutlass)/.*|cu(?:rand|blas)\w*\.h": "does not have this header: "
     "write by hand what the file uses",
 }
-Prepared = tuple[Operation, Sizes, tuple[Any, ...], measure.Truth]
 
 
 def require_emulator() -> None:
@@ -77,48 +93,255 @@ def require_emulator() -> None:
         )
 
 
+class Timed(NamedTuple):
+    """The sizes that a GPU times, and the layout of the weights."""
+
+    sizes: Sizes
+    layout: str
+
+
 def check_kernel(
-    kernel: Kernel, cases: Sequence[Case], limit_s: float = LIMIT_S, timed: Sizes | None = None
+    kernel: Kernel, cases: Sequence[Case], limit_s: float = LIMIT_S, timed: Timed | None = None
 ) -> Iterator[Checked | Finding]:
     """Check a user's kernel on each case; yield the results, and stop with a Finding at a problem.
 
-    First, NVRTC compiles the file. An ordinary case runs in forward order under AddressSanitizer,
-    then with the search for races, then in the other orders. A case of special inputs runs only in
-    forward order. limit_s: time limit of each launch. timed: the sizes that a GPU would time, by
-    default the documented sizes; only the launch geometry is evaluated for them.
+    First, NVRTC compiles the file. A case runs in forward order under AddressSanitizer, then with
+    the search for races, then in the other orders; a case with `once` runs only in forward order.
+    limit_s: limit of CPU time of each launch. timed: sizes that are checked, too, or if they are
+    too large, sizes of which one is as large as theirs; without the search for other errors. Raises
+    NotJudged if the emulator cannot run the kernel.
     """
     require_emulator()
+    check_text(kernel.source)
     _check_judged(kernel.source)
     needs = refused(kernel)
     if isinstance(needs, Finding):
         yield needs
         return
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), emulated(), _pool() as pool:
         warnings.simplefilter("ignore")  # g++ does not repeat warnings for a cached program
         _compile_ahead(kernel, cases[0])
-        for case in cases:
-            found = _checked(kernel, case, needs, limit_s)
-            yield found
-            if isinstance(found, Finding):
-                return
-    at = timed or kernel.operation.workload.sizes
+        yield from _Judge(kernel, needs, limit_s, pool).results(cases, timed)
+
+
+@contextmanager
+def _pool() -> Iterator[ThreadPoolExecutor]:
+    """Return a pool whose launches end when the context ends, also if they still run."""
+    pool = ThreadPoolExecutor(os.cpu_count() or 1)
     try:
-        late = _unlaunchable(kernel, sizes_at(kernel.operation, at), needs)
-    except InputError as error:
-        late = Finding(str(error))
-    if late:
-        text = f"{late.text}\nright at the sizes before; a GPU times {described(at)}: {OTHER}"
-        yield replace(late, text=text)
+        yield pool
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        programs.stop_confined()
 
 
-def _unlaunchable(kernel: Kernel, sizes: Mapping[str, int], needs: ResourceUsage) -> Finding | None:
+Ran = tuple[Checked | Finding, list[str]]  # a launch's result, and notes about possible causes
+
+
+@dataclass
+class _Judge:
+    """Launches a kernel in threads, and collects the results in the order of the cases."""
+
+    kernel: Kernel
+    needs: ResourceUsage
+    limit_s: float
+    pool: ThreadPoolExecutor
+    ended: bool = False  # whether a problem is found, so that nothing else needs to run
+
+    def results(self, cases: Sequence[Case], timed: Timed | None) -> Iterator[Checked | Finding]:
+        """Yield the results of all cases, up to the first Finding."""
+        launched: dict[int, list[Future[Ran]]] = {}
+        large: Future[list[Checked | Finding]] | None = None
+        try:
+            for i, case in enumerate(cases):
+                for ahead in range(i, min(len(cases), i + (AHEAD if i else 1))):
+                    if ahead not in launched:
+                        launched[ahead] = self._launched(cases[ahead], first=ahead == 0)
+                found = self._checked(case, launched[i])
+                yield found
+                if isinstance(found, Finding):
+                    return
+                if timed and large is None:
+                    large = self.pool.submit(self._at_timed_sizes, timed)
+            if large:
+                yield from large.result()
+        finally:
+            self.ended = True
+
+    def _launched(self, case: Case, first: bool) -> list[Future[Ran]]:
+        """Start the launches of a case. first: whether it is the first and smallest case."""
+        limit_s = min(FIRST_S, self.limit_s) if first else self.limit_s
+        launched = []
+        for run in self._runs(case):
+            count = LAUNCHES if first and run.rehearsed else run.rehearsed
+            settings = run._replace(rehearsed=count)
+            launched.append(self.pool.submit(self._run, case, settings, limit_s))
+        return launched
+
+    def _runs(self, case: Case) -> Sequence[EmulatedRun]:
+        return RUNS[: 1 if case.once else None]
+
+    def _checked(self, case: Case, launched: Sequence[Future[Ran]]) -> Checked | Finding:
+        """Return the result of a case, or a Finding if there is a problem.
+
+        Raises InputError for a case of usual sizes with an invalid launch geometry.
+        """
+        try:
+            if finding := self._unlaunchable(case):
+                return replace(finding, at=f"at {case.label}")
+            return self._in_every_order(case, launched)
+        except NotJudged:
+            raise
+        except InputError as error:
+            if not case.hint:
+                raise
+            return Finding(f"{error}\n{case.hint}", at=f"at {case.label}")
+
+    def _unlaunchable(self, case: Case) -> Finding | None:
+        at = values(self.kernel.operation, case.inputs, case.attrs).sizes
+        return _unlaunchable(self.kernel, at, self.needs)
+
+    def _in_every_order(self, case: Case, launched: Sequence[Future[Ran]]) -> Checked | Finding:
+        """Return the worst result of a case in all thread orders, or the first Finding."""
+        done: list[Checked] = []
+        notes: list[str] = []
+        for run, future in zip(RUNS, launched, strict=False):
+            try:
+                found, noted = future.result()
+            except OverBudget as error:
+                return self._endless(case, run, error)
+            notes += noted
+            if _wrong(found) and (cause := self._right_if_easier(case, run)):
+                wrong = found if isinstance(found, Finding) else comparison.finding(found, case)
+                return cause(wrong)
+            if isinstance(found, Finding):
+                return found
+            done.append(found)
+        for each in done:
+            if each.problem:
+                return self._explained(replace(each, printed=done[0].printed), case, notes)
+        worst = max(done, key=lambda each: inf if isnan(each.max_rel) else each.max_rel)
+        return replace(worst, printed=done[0].printed)
+
+    def _right_if_easier(self, case: Case, run: EmulatedRun) -> Callable[[Finding], Finding] | None:
+        """Explain a wrong run by the setting without which the kernel is right, if there is one."""
+        for easier, cause in (
+            (run._replace(rehearsed=0), comparison.of_second_launch),
+            (run._replace(fill=comparison.NAN_BYTE), comparison.of_old_values),
+        ):
+            if easier != run:
+                with suppress(OverBudget):
+                    found, _ = self._run(case, easier, self.limit_s)
+                    if not _wrong(found):
+                        return cause
+        return None
+
+    def _explained(self, found: Checked, case: Case, notes: Sequence[str]) -> Finding:
+        source = self.kernel.source
+        text = emulator.Source.shipped(str(source.path))
+        unset = emulator.unset_variables(text, self.kernel.defines)
+        return explained(source, comparison.finding(found, case), [*notes, *unset])
+
+    def _endless(self, case: Case, run: EmulatedRun, error: OverBudget) -> Finding:
+        """Return the Finding for a launch that takes FACTOR times the CPU time of the template.
+
+        Raises NotJudged if the template takes long, too.
+        """
+        operation = self.kernel.operation
+        limit_s = error.limit_s / FACTOR
+        stored = (self.kernel.dtype, operation.workload.layout)
+        template = matched(read(path_of(operation)), operation, stored)
+        judge = replace(self, kernel=template)
+        try:
+            judge._run(case, run, limit_s)
+        except OverBudget:
+            raise NotJudged(
+                f"{self.kernel.source.file}: not judged: a launch still runs after "
+                f"{error.limit_s:g} s of CPU time at {case.label}: check the kernel on a GPU, or "
+                "at other sizes with ",
+                Argument("shape"),
+            ) from None
+        at = f"at {case.label}, {run.order} order"
+        found = of_emulator(self.kernel.source, error.report, at)
+        return replace(found, text=f"{found.text}\nthe template needs less than {limit_s:g} s")
+
+    def _run(self, case: Case, run: EmulatedRun, limit_s: float) -> Ran:
+        """Launch the kernel once. Return the result, or a Finding if the emulator finds an error.
+
+        Raises OverBudget, and NotJudged.
+        """
+        texts: list[str] = []
+        notes: list[str] = []
+        limit_s *= 2 if run.rehearsed else 1
+        without_asan = run.races or run.build == "fast"
+        checks = Checks(
+            run.races, limit_s, texts.append, run.rehearsed, confined(without_asan, limit_s),
+            run.build, notes.append,
+        )  # fmt: skip
+        source = self.kernel.source
+        try:
+            with (
+                stand_in.device(run.order, stand_in.MULTIPROCESSORS, checks),
+                stand_in.early_launches() if source.waits else nullcontext(),
+            ):
+                found = comparison.compare(self.kernel, case, guarded=False, fill=run.fill)
+        except OverBudget:
+            raise
+        except ShimError as error:
+            if "does not compile" in str(error):
+                return self._uncompiled(of_compiler(source, error.report)), notes
+            at = f"at {case.label}, {run.order} order"
+            wrong = of_emulator(source, error.report, at)
+            return replace(wrong, printed="".join(texts)), notes
+        problem = found.problem and f"{found.problem} ({run.order} order)"
+        return replace(found, problem=problem, printed="".join(texts)), notes
+
+    def _uncompiled(self, found: Finding) -> Finding:
+        """Return the Finding of g++'s errors; raise NotJudged if NVRTC has accepted the file."""
+        if self.needs.accepted:
+            raise NotJudged(
+                f"{found.text}\nnot judged: CUDA's compiler accepts the file, but the emulator "
+                "lacks something that it uses: check the kernel on a GPU"
+            )
+        return found
+
+    def _at_timed_sizes(self, timed: Timed) -> list[Checked | Finding]:
+        """Return the results at the timed sizes, or at sizes of which one is as large."""
+        operation = self.kernel.operation
+        try:
+            late = _unlaunchable(self.kernel, sizes_at(operation, timed.sizes), self.needs)
+        except InputError as error:
+            late = Finding(str(error))
+        if late:
+            text = f"{late.text}\nright at the sizes before; a GPU times {described(timed.sizes)}"
+            return [replace(late, text=f"{text}: {OTHER}")]
+        found = self._all_right(sizes.timed(operation, timed.sizes), timed.layout)
+        return found or self._all_right(sizes.parts(operation, timed.sizes), timed.layout)
+
+    def _all_right(self, cases: Iterable[sizes.Case], layout: str) -> list[Checked | Finding]:
+        """Run cases of large sizes up to the first Finding; leave out those that take too long."""
+        found: list[Checked | Finding] = []
+        for at, attrs in cases:
+            if self.ended:
+                break
+            case = replace(case_of(self.kernel, at, attrs, layout), hint=OTHER_SIZES, once=True)
+            with suppress(OverBudget):
+                result, _ = self._run(case, LARGE_RUN, LARGE_S)
+                if isinstance(result, Checked) and result.problem:
+                    result = comparison.finding(result, case)
+                found.append(result)
+            if found and isinstance(found[-1], Finding):
+                break
+        return found
+
+
+def _unlaunchable(kernel: Kernel, at: Mapping[str, int], needs: ResourceUsage) -> Finding | None:
     """Return a Finding if no GPU can run the kernel's launch at these sizes, else None.
 
     Raises InputError for an invalid launch geometry.
     """
-    with emulated():
-        most = int(device_attribute("MaxSharedMemoryPerBlockOptin"))
-        return too_many(kernel, needs, kernel.geometry(sizes), most)
+    most = int(device_attribute("MaxSharedMemoryPerBlockOptin"))
+    return too_many(kernel, needs, kernel.geometry(at), most)
 
 
 def _check_judged(source: UserSource) -> None:
@@ -130,185 +353,12 @@ def _check_judged(source: UserSource) -> None:
             raise NotJudged(f"{place}: {match[1]}: the emulator {what}, or check it on a GPU")
 
 
-def _checked(kernel: Kernel, case: Case, needs: ResourceUsage, limit_s: float) -> Checked | Finding:
-    """Check a kernel on one case; return the result, or a Finding if there is a problem.
-
-    Raises InputError for a case of usual sizes with an invalid launch geometry.
-    """
-    try:
-        sizes = values(kernel.operation, case.inputs, case.attrs).sizes
-        if finding := _unlaunchable(kernel, sizes, needs):
-            return replace(finding, at=f"at {case.label}")
-        return _in_every_order(kernel, case, limit_s)
-    except InputError as error:
-        if not case.hint:
-            raise
-        return Finding(f"{error}\n{case.hint}", at=f"at {case.label}")
-
-
-def _in_every_order(kernel: Kernel, case: Case, limit_s: float) -> Checked | Finding:
-    """Run a case in three thread orders; return the worst result, or the first Finding."""
-    done: list[Checked] = []
-    notes: list[str] = []
-    for run in RUNS[:1] if case.name else RUNS:
-        found = _run(kernel, case, run, limit_s, notes)
-        if _wrong(found):
-            for easier, cause in (
-                (run._replace(rehearsed=False), comparison.of_second_launch),
-                (run._replace(fill=comparison.NAN_BYTE), comparison.of_old_values),
-            ):
-                if easier != run and not _wrong(_run(kernel, case, easier, limit_s, [])):
-                    wrong = found if isinstance(found, Finding) else comparison.finding(found, case)
-                    return cause(wrong)
-        if isinstance(found, Finding):
-            return found
-        done.append(found)
-    for each in done:
-        if each.problem:
-            wrong = comparison.finding(replace(each, printed=done[0].printed), case)
-            text = emulator.Source.shipped(str(kernel.source.path))
-            unset = emulator.unset_variables(text, kernel.defines)
-            return explained(kernel.source, wrong, [*notes, *unset])
-    worst = max(done, key=lambda each: inf if isnan(each.max_rel) else each.max_rel)
-    return replace(worst, printed=done[0].printed)
-
-
 def _wrong(found: Checked | Finding) -> bool:
     return isinstance(found, Finding) or bool(found.problem)
 
 
-def _run(
-    kernel: Kernel, case: Case, run: EmulatedRun, limit_s: float, notes: list[str]
-) -> Checked | Finding:
-    """Launch a kernel in the emulator; return the result, or a Finding if the emulator fails.
-
-    notes: list to which the emulator's notes about possible causes are added.
-    """
-    texts: list[str] = []
-    limit_s *= 3 if run.rehearsed else 1
-    checks = Checks(
-        run.races, limit_s, texts.append, run.rehearsed, confined(run.races), run.build,
-        notes.append,
-    )  # fmt: skip
-    try:
-        with (
-            emulated(run.order, checks=checks) as device,
-            device.early_launches() if kernel.source.waits else nullcontext(),
-        ):
-            found = comparison.compare(kernel, case, guarded=False, fill=run.fill)
-    except ShimError as error:
-        if "does not compile" in str(error):
-            return of_compiler(kernel.source, error.report)
-        at = f"at {case.label}, {run.order} order"
-        return replace(of_emulator(kernel.source, error.report, at), printed="".join(texts))
-    problem = found.problem and f"{found.problem} ({run.order} order)"
-    return replace(found, problem=problem, printed="".join(texts))
-
-
 def _compile_ahead(kernel: Kernel, case: Case) -> None:
     """Start compiling the emulator's programs for a kernel, so that they compile in parallel."""
-    from gpt2block.emulator import stand_in  # noqa: PLC0415  (replaces CuPy only if it is used)
-
-    with emulated():
-        arrays = tuple(map(measure.uploaded, case.inputs))
-        checks = [Checks(run.races, build=run.build) for run in RUNS]
-        stand_in.compile_ahead(kernel.bind(arrays, **case.attrs).launches, checks)
-
-
-@dataclass(frozen=True)
-class Rung:
-    """The result of a built-in variant on the emulator: its worst error over sizes and orders."""
-
-    variant: str
-    kernels: tuple[str, ...]
-    sizes: tuple[Sizes, ...]  # sizes that the variant supports
-    max_abs: float
-    max_rel: float
-    dtype: str
-    problem: str = ""
-
-    @property
-    def right(self) -> bool:
-        return not self.problem and self.max_rel <= measure.tolerance(self.dtype)
-
-
-def check_variants(
-    operation: Operation,
-    variants: Iterable[Variant],
-    stored: tuple[str, str],
-    cases: Sequence[tuple[Sizes, Attrs]],
-    seen: Callable[[Sequence[Variant]], Iterable[Variant]] = iter,
-) -> tuple[list[Rung], list[str]]:
-    """Check every variant at every size that it supports; return results and messages.
-
-    There is a message for each variant that cannot run. seen: wraps the iteration over the
-    variants, such as a progress bar.
-    """
-    require_emulator()
-    dtype, layout = stored
-    prepared = []
-    for sizes, attrs in cases:
-        own = operation.with_workload(attrs={**operation.workload.attrs, **attrs})
-        prepared.append((own, sizes, *measure.inputs_and_truth(own, sizes, dtype, layout)))
-    variants = tuple(variants)
-    _compile_all(variants, prepared)
-    rungs, skipped = [], []
-    for variant in seen(variants):
-        if required := kernels.architecture(variant.file):
-            skipped.append(
-                f"{variant.name}: wgmma and TMA, instructions of {required}, are not emulated"
-            )
-            continue
-        found = _variant(variant, prepared, dtype)
-        if isinstance(found, str):
-            skipped.append(f"{variant.name}: {found}")
-        else:
-            rungs.append(found)
-    return rungs, skipped
-
-
-def _variant(
-    variant: Variant,
-    prepared: Sequence[Prepared],
-    dtype: str,
-) -> Rung | str:
-    """Check a variant at each size that it supports; if it supports none, return the reason."""
-    taken: list[Sizes] = []
-    off, why = (0.0, 0.0), ""
-    for operation, sizes, host, truth in prepared:
-        try:
-            for run in sorted(RUNS, key=lambda run: run.races):  # search for races last
-                with emulated(run.order, checks=Checks(run.races)):
-                    arrays = tuple(map(measure.uploaded, host))  # keep arrays alive
-                    bound = _bound(operation, variant, arrays)
-                    measure.poison(bound.out, arrays)
-                    found = measure.errors(np.asarray(bound.run()), truth)
-                off = max(off, found, key=lambda each: inf if isnan(each[1]) else each[1])
-        except InputError as error:
-            prefix = f"{operation.name} variant {variant.name}: "
-            why = why or str(error).removeprefix(prefix)
-            continue
-        except ShimError as error:
-            problem = f"{error.report.splitlines()[0]} at {described(sizes)}"
-            return Rung(variant.name, variant.kernels, (sizes,), *off, dtype, problem)
-        taken.append(sizes)
-    if not taken:
-        return why
-    return Rung(variant.name, variant.kernels, tuple(taken), *off, dtype)
-
-
-def _compile_all(variants: Iterable[Variant], prepared: Sequence[Prepared]) -> None:
-    """Start compiling the programs of all variants, so that some compile while others run."""
-    from gpt2block.emulator import stand_in  # noqa: PLC0415  (replaces CuPy only if it is used)
-
-    with emulated():
-        for variant in variants:
-            for operation, _, host, _ in prepared:
-                with suppress(InputError, KernelError):  # `_variant` reports these errors
-                    arrays = tuple(map(measure.uploaded, host))
-                    stand_in.compile_ahead(_bound(operation, variant, arrays).launches)
-
-
-def _bound(operation: Operation, variant: Variant, arrays: tuple[Any, ...]) -> Bound:
-    options = {**operation.workload.attrs, **measure.options_for(operation, variant)}
-    return operation.bind(arrays, **options)
+    arrays = tuple(map(measure.uploaded, case.inputs))
+    checks = [Checks(run.races, build=run.build) for run in (*RUNS, LARGE_RUN)]
+    stand_in.compile_ahead(kernel.bind(arrays, **case.attrs).launches, checks)

@@ -15,9 +15,14 @@ def names() -> list[str]:
     return sorted(path.stem for path in HERE.glob("*.cu"))
 
 
-def template(operation: Operation) -> str:
-    """Return the text of an operation's template. Raises InputError if it has none."""
+def path_of(operation: Operation) -> Path:
+    """Return the path of an operation's template. Raises InputError if it has none."""
     path = HERE / f"{operation.name}.cu"
     if not path.is_file():
         raise InputError(f"{operation.name} has no template: expected one of {', '.join(names())}")
-    return path.read_text(encoding="utf-8")
+    return path
+
+
+def template(operation: Operation) -> str:
+    """Return the text of an operation's template. Raises InputError if it has none."""
+    return path_of(operation).read_text(encoding="utf-8")

@@ -1,0 +1,161 @@
+"""Sizes of the checks of a user's kernel: fixed ones, random ones, and sizes that a GPU times.
+
+The fixed sizes are the small ones of the built-in kernels' checks, and further sizes: matrices of
+odd K and N, more rows than a block has threads, rows longer than a usual array in shared memory or
+registers. They are not multiples of a block's or a vector's size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import gcd, lcm
+
+import numpy as np
+
+from gpt2block.ops.operation import Attrs, Operation, Sizes
+
+Case = tuple[Sizes, Attrs]
+COLUMNS = 41  # a prime for the size of rows, which few tables of special cases have
+RANDOM = 2  # number of cases of random sizes
+MOST_BYTES, MOST_FLOPS = 210e6, 2.1e8  # the largest case that is run as a whole
+OF_WHOLE = 0.25  # the same for a case of which only some sizes are as large as on a GPU
+
+# Sizes of matrix products (M, K) x (K, N): odd K; K divisible by 4 and many columns N; many rows M.
+_WIDE = {"M": 2, "K": 1501, "N": 3}, {"M": 4, "K": 1036, "N": 76}, {"M": 65, "K": 1032, "N": 8}
+# Operation → sizes (and attributes) to check in addition to `Operation.small`. In the last entry of
+# an operation, a row consists of whole 4-element vectors, and a thread block loops several times
+# over a row. In another entry, a row has an odd number of these vectors. In some entry of every
+# operation, an array has over 2^16 elements; of every elementwise operation, over 2^16 vectors.
+FURTHER: Mapping[str, tuple[Mapping[str, int], ...]] = {
+    "add": ({"N": 13, "C": 769}, {"N": 13, "C": 772}, {"N": 104, "C": 2568}),
+    "attention": ({"B": 86, "T": 2, "C": 128, "n_head": 2},
+                  {"B": 1, "T": 257, "C": 8, "n_head": 2}),
+    "blocks_matmul": ({"M": 5, "B": 1, "N": 461}, {"M": 2, "B": 6, "N": 85},
+                      {"M": 65, "B": 4, "N": 8}),
+    "encoder": ({"B": 3, "T": 150, "C": 7, "V": 70000}, {"B": 1, "T": 2, "C": 5001, "V": 3},
+                {"B": 1, "T": 2, "C": 4100, "V": 5}, {"B": 1, "T": 65, "C": 1032, "V": 70}),
+    "gelu": ({"N": 13, "C": 769}, {"N": 13, "C": 772}, {"N": 104, "C": 2568}),
+    "gemm": ({"M": 249, "K": 24, "N": 264}, {"M": 2, "K": 1544, "N": 48}),
+    "layernorm": ({"B": 3, "T": 100, "C": 129}, {"B": 1, "T": 2, "C": 5001},
+                  {"B": 1, "T": 2, "C": 4100}, {"B": 1, "T": 65, "C": 1032}),
+    "layernorm_gelu": ({"N": 300, "C": 129}, {"N": 2, "C": 5001}, {"N": 2, "C": 4100},
+                       {"N": 65, "C": 1032}),
+    "linear": ({"M": 3, "K": 37, "N": 19}, {"M": 70, "K": 5, "N": 301}, *_WIDE),
+    "log_likelihood": ({"N": 300, "V": 13}, {"N": 2, "V": 100001}, {"N": 2, "V": 4100},
+                       {"N": 65, "V": 1032}),
+    "matmul_bias": ({"M": 218, "K": 5, "N": 301}, *_WIDE),
+    "rmsnorm": ({"M": 300, "C": 129}, {"M": 9, "C": 132}, {"M": 2, "C": 5001}, {"M": 2, "C": 4104},
+                {"M": 65, "C": 1032}),
+    "rmsnorm_ffn": ({"M": 3, "K": 37, "N": 19}, *_WIDE),
+    "rmsnorm_matmul": ({"M": 3, "K": 37, "N": 24, "head_dim": 8},
+                       {"M": 2, "K": 1501, "N": 8, "head_dim": 4},
+                       *({**each, "head_dim": 4} for each in _WIDE[1:])),
+    "silu_mul": ({"M": 7, "N": 1429}, {"M": 7, "N": 1428}, {"M": 104, "N": 2568}),
+    "softmax": ({"B": 1, "NH": 1, "T": 389}, {"B": 1, "NH": 1, "T": 132},
+                {"B": 1, "NH": 1, "T": 1032}),
+    "to_fp8": ({"K": 13, "N": 769}, {"K": 13, "N": 772}, {"K": 104, "N": 2568}),
+    "trimat": ({"B": 1, "T": 257, "NH": 1, "HS": 4}, {"B": 1, "T": 264, "NH": 1, "HS": 8}),
+}  # fmt: skip
+
+_COLUMNS = {
+    "attention": "T",
+    "to_fp8": "N",
+    "trimat": "T",
+}  # the size of a row, if not the first of
+_OF_ROWS = ("C", "K", "V", "T", "N")
+# Operation → (size, attribute that divides it, number that divides their quotient).
+_DIVISORS: Mapping[str, tuple[str, str, int]] = {
+    "attention": ("C", "n_head", 4),
+    "rmsnorm_matmul": ("N", "head_dim", 1),
+}
+
+
+def usual(operation: Operation) -> tuple[Case, ...]:
+    return operation.cases
+
+
+def further(operation: Operation) -> tuple[Case, ...]:
+    """Return the cases of `FURTHER`, with their attributes."""
+    return operation.with_workload(small=FURTHER.get(operation.name, ())).cases
+
+
+def several_rows(operation: Operation) -> Case:
+    """Return a small case with several rows and odd sizes."""
+    return operation.cases[min(1, len(operation.cases) - 1)]
+
+
+def unusual(operation: Operation) -> Case:
+    """Return a case whose rows have COLUMNS elements, or a multiple of it that the sizes allow."""
+    sizes, attrs = several_rows(operation)
+    row = _COLUMNS.get(operation.name) or next(name for name in _OF_ROWS if name in sizes)
+    return {**sizes, row: COLUMNS * _unit(operation, row, attrs)}, attrs
+
+
+def random(operation: Operation, seed: int) -> Iterator[Case]:
+    """Yield RANDOM cases of random sizes, half of which are primes where any size is allowed."""
+    rng = np.random.default_rng(seed)
+    known = (*usual(operation), *further(operation))
+    most = max(_cost(operation, *case) for case in known)
+    found = 0
+    while found < RANDOM:
+        sizes, attrs = known[rng.integers(len(known))]
+        drawn = {name: _drawn(operation, name, size, attrs, rng) for name, size in sizes.items()}
+        if _cost(operation, drawn, attrs) <= most:
+            found += 1
+            yield drawn, attrs
+
+
+def timed(operation: Operation, sizes: Sizes) -> tuple[Case, ...]:
+    """Return the case of these sizes, or if it is too large, the cases of `parts`."""
+    attrs = dict(operation.workload.attrs)
+    if _cost(operation, sizes, attrs) <= 1:
+        return ((sizes, attrs),)
+    return parts(operation, sizes)
+
+
+def parts(operation: Operation, sizes: Sizes) -> tuple[Case, ...]:
+    """Return cases in which few sizes are reduced; each size has its full value in one of them."""
+    attrs, names = operation.workload.attrs, list(sizes)
+    units = {name: _unit(operation, name, attrs) for name in names}
+    found: dict[tuple[int, ...], Case] = {}
+    for i in range(len(names)):
+        reduced = dict(sizes)
+        for name in (names[i:] + names[:i])[:-1]:
+            while _cost(operation, reduced, attrs) > OF_WHOLE and reduced[name] > units[name]:
+                half = reduced[name] // 2 // units[name] * units[name]
+                reduced[name] = max(half, units[name])
+        found[tuple(reduced.values())] = reduced, attrs
+    return tuple(found.values())
+
+
+def _cost(operation: Operation, sizes: Sizes, attrs: Attrs) -> float:
+    """Return the bytes and operations of a case in relation to the largest case, the larger one."""
+    at = {"itemsize": 4, "weight": 4, **operation.workload.attrs, **attrs, **sizes}
+    work = operation.workload
+    table = at["itemsize"] * at["V"] * at["C"] if operation.name == "encoder" else 0
+    return max(work.traffic(at) / MOST_BYTES, work.flops(at) / MOST_FLOPS, table / MOST_BYTES)
+
+
+def _unit(operation: Operation, name: str, attrs: Attrs) -> int:
+    """Return a number that divides all allowed values of a size."""
+    known = (sizes.get(name, 0) for sizes, _ in (*usual(operation), *further(operation)))
+    unit = gcd(*known)
+    size, attribute, multiple = _DIVISORS.get(operation.name, ("", "", 1))
+    if size == name:
+        return lcm(unit, multiple * int({**operation.workload.attrs, **attrs}[attribute]))
+    return unit
+
+
+def _drawn(
+    operation: Operation, name: str, size: int, attrs: Attrs, rng: np.random.Generator
+) -> int:
+    """Draw a size of up to twice a known one; the logarithm is uniformly distributed."""
+    unit = _unit(operation, name, attrs)
+    number = int(np.exp(rng.uniform(0, np.log(max(2, 2 * size // unit) + 1))))
+    if unit == 1 and rng.random() < 0.5:
+        number = next(n for n in range(number, 0, -1) if _prime(n) or n == 1)
+    return number * unit
+
+
+def _prime(n: int) -> bool:
+    return n > 1 and all(n % d for d in range(2, int(n**0.5) + 1))
