@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from gpt2block.mine.child import Send, Stage
-from gpt2block.mine.folder import Entry, Judged
+
+if TYPE_CHECKING:
+    from gpt2block.mine.folder import KernelFile
 
 
 def finishes(send: Send, count: int) -> None:
@@ -26,8 +29,10 @@ def dies(send: Send) -> None:
     os._exit(7)
 
 
-def judges(send: Send, chunk: Sequence[Entry], *_: object) -> None:
+def judges(send: Send, chunk: Sequence[KernelFile], *_: object) -> None:
     """Judge every kernel right, except that a file can name another end of its check."""
+    from gpt2block.mine.folder import Judged  # noqa: PLC0415  (slow to import)
+
     for entry in chunk:
         if entry.file == "dies.cu":
             os._exit(7)

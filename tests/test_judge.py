@@ -11,7 +11,7 @@ import pytest
 
 from gpt2block import InputError, doctor, emulator
 from gpt2block.mine import folder as judging
-from gpt2block.mine.folder import Entry, Judged, confusion, disagreements, entries, judge
+from gpt2block.mine.folder import Judged, KernelFile, confusion, disagreements, entries, judge
 from tests import children
 from tests.command_line import Ended, gpt2block
 from tests.test_verdict import ADD, validate
@@ -45,8 +45,10 @@ def test_a_table_names_kernels_expectations_and_options(tmp_path: Path) -> None:
     )
     first, second = entries(tmp_path)
     given = {"shape": "N=3,C=20", "block": "64", "grid": "ceil(n / 64)"}
-    assert first == Entry(tmp_path / "a.cu", "a.cu", "add", "wrong", "race", given, "of week 3")
-    assert second == Entry(tmp_path / "a.cu", "a.cu", "gelu")
+    assert first == KernelFile(
+        tmp_path / "a.cu", "a.cu", "add", "wrong", "race", given, "of week 3"
+    )
+    assert second == KernelFile(tmp_path / "a.cu", "a.cu", "gelu")
 
 
 @pytest.mark.parametrize(
@@ -108,7 +110,7 @@ def test_a_check_that_crashes_or_hangs_ends_its_own_process_alone(
 ) -> None:
     monkeypatch.setattr(judging, "_serve", children.judges)
     names = ["a", "dies", "b", "c", "hangs", "d"]
-    kernels = [Entry(Path(f"{name}.cu"), f"{name}.cu", "add") for name in names]
+    kernels = [KernelFile(Path(f"{name}.cu"), f"{name}.cu", "add") for name in names]
     found = {each.entry.file[:-3]: each for each in judge(kernels, 1, limit_s=20.0)}
     assert set(found) == set(names)
     for name, said in (("dies", "ended with code 7"), ("hangs", "took more than 20 s")):
@@ -124,7 +126,7 @@ def test_an_error_of_the_checks_is_a_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "a.cu").write_text("int x;\n", encoding="utf-8")
-    entry = Entry(tmp_path / "a.cu", "a.cu", "add", options={"shape": "N=3,C=20"})
+    entry = KernelFile(tmp_path / "a.cu", "a.cu", "add", options={"shape": "N=3,C=20"})
     found = judging.judged(entry, "cpu")
     assert (found.verdict, found.result, found.finding) == ("not judged", None, "")
     assert "no kernel: expected extern" in found.said
@@ -134,7 +136,7 @@ def test_an_error_of_the_checks_is_a_reason(
 
 def test_verdicts_are_compared_with_expected_ones() -> None:
     def judged(expected: str, verdict: str) -> Judged:
-        return Judged(Entry(Path("a.cu"), "a.cu", "add", expected), verdict, 0.0)
+        return Judged(KernelFile(Path("a.cu"), "a.cu", "add", expected), verdict, 0.0)
 
     right, missed, refused = (judged("wrong", each) for each in ("wrong", "right", "not judged"))
     free = judged("", "wrong")

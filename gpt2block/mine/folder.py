@@ -40,7 +40,7 @@ _OPERATION = re.compile(r"^[ \t]*//[ \t]*operation:[ \t]*(\w+)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
-class Entry:
+class KernelFile:
     """A kernel to judge. file: its path in the folder. expected: a verdict, or "" for none."""
 
     path: Path
@@ -59,7 +59,7 @@ class Judged:
     result: `Verdict.as_dict()`, or None if the check ended without a `Verdict`.
     """
 
-    entry: Entry
+    entry: KernelFile
     verdict: str
     seconds: float
     said: str = ""
@@ -85,7 +85,7 @@ class Judged:
         }
 
 
-def entries(folder: Path, operation: str | None = None) -> list[Entry]:
+def entries(folder: Path, operation: str | None = None) -> list[KernelFile]:
     """Return the kernels of a folder: the rows of its table, or all `.cu` files without a table.
 
     operation: operation of the files that name none. Raises InputError, which names the line.
@@ -101,7 +101,7 @@ def entries(folder: Path, operation: str | None = None) -> list[Entry]:
     return found
 
 
-def _files(folder: Path, operation: str | None) -> list[Entry]:
+def _files(folder: Path, operation: str | None) -> list[KernelFile]:
     found = []
     for path in sorted(folder.rglob("*.cu")):
         file = path.relative_to(folder).as_posix()
@@ -117,11 +117,11 @@ def _files(folder: Path, operation: str | None) -> list[Entry]:
             find(name)
         except InputError as error:
             raise InputError(f"{file}: {error}") from None
-        found.append(Entry(path, file, name))
+        found.append(KernelFile(path, file, name))
     return found
 
 
-def _rows(table: Path) -> Iterator[Entry]:
+def _rows(table: Path) -> Iterator[KernelFile]:
     with table.open(encoding="utf-8-sig", newline="") as stream:
         reader = csv.DictReader(stream)
         names = reader.fieldnames or ()
@@ -139,7 +139,7 @@ def _rows(table: Path) -> Iterator[Entry]:
                 raise InputError(f"{table.name}:{reader.line_num}: {error}") from None
 
 
-def _entry(folder: Path, row: Mapping[Any, Any]) -> Entry:
+def _entry(folder: Path, row: Mapping[Any, Any]) -> KernelFile:
     if None in row:
         raise InputError("more values than columns: quote a value that has a comma")
     values = {name: (row.get(name) or "").strip() for name in COLUMNS}
@@ -150,7 +150,7 @@ def _entry(folder: Path, row: Mapping[Any, Any]) -> Entry:
         raise InputError(f"expected: {values['expected']!r}: expected 'right' or 'wrong'")
     options = _options(values.pop("options"))
     stated_sizes(find(values["operation"]), options.get("shape"))
-    return Entry(path, options=options, **values)
+    return KernelFile(path, options=options, **values)
 
 
 def _options(text: str) -> dict[str, str]:
@@ -172,7 +172,7 @@ def _options(text: str) -> dict[str, str]:
 
 
 def judge(
-    kernels: Sequence[Entry], jobs: int, device: str | None = None, limit_s: float = LIMIT_S
+    kernels: Sequence[KernelFile], jobs: int, device: str | None = None, limit_s: float = LIMIT_S
 ) -> Iterator[Judged]:
     """Check kernels in `jobs` child processes; yield each verdict as soon as it is known.
 
@@ -205,7 +205,7 @@ class _Pool:
     thread. stopped: set if no further check may start.
     """
 
-    waiting: deque[Entry]
+    waiting: deque[KernelFile]
     most: int
     device: str | None
     limit_s: float
@@ -215,7 +215,7 @@ class _Pool:
     def work(self) -> None:
         """Give kernels to child processes until none waits."""
         if hasattr(signal, "pthread_sigmask"):  # Ctrl-C ends the parent, which kills the children
-            resource_tracker.ensure_running()  # its start unblocks the signal
+            resource_tracker.ensure_running()  # starting it unblocks the signal
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             while not self.stopped.is_set() and (chunk := self._taken()):
@@ -223,7 +223,7 @@ class _Pool:
         except Exception as error:
             self.done.put(error)
 
-    def _check(self, chunk: list[Entry]) -> None:
+    def _check(self, chunk: list[KernelFile]) -> None:
         """Check a chunk in a child process. If the process ends early, return the rest."""
         begun, first = perf_counter(), Stage("the check", self.limit_s)
         args = (chunk, self.device, self.limit_s)
@@ -236,28 +236,28 @@ class _Pool:
                 self.done.put(message)
                 begun = perf_counter()
 
-    def _taken(self) -> list[Entry]:
-        found: list[Entry] = []
+    def _taken(self) -> list[KernelFile]:
+        found: list[KernelFile] = []
         with suppress(IndexError):  # no kernel waits
             while len(found) < self.most:
                 found.append(self.waiting.popleft())
         return found
 
 
-def _ended(entry: Entry, end: ProcessExited, seconds: float) -> Judged:
+def _ended(entry: KernelFile, end: ProcessExited, seconds: float) -> Judged:
     code = end.exitcode
     what = f"took more than {end.stage.limit_s:g} s" if code is None else f"ended with code {code}"
     return Judged(entry, NOT_JUDGED, seconds, f"the process of the check {what}")
 
 
-def _serve(send: Send, chunk: Sequence[Entry], device: str | None, limit_s: float) -> None:
+def _serve(send: Send, chunk: Sequence[KernelFile], device: str | None, limit_s: float) -> None:
     """Run in the child process: check the kernels and send a `Judged` for each."""
     for entry in chunk:
         send(Stage(f"the check of {entry.file}", limit_s))
         send(judged(entry, device))
 
 
-def judged(entry: Entry, device: str | None = None) -> Judged:
+def judged(entry: KernelFile, device: str | None = None) -> Judged:
     """Check one kernel. An exception, such as one for an unreadable file, is the reason."""
     begun = perf_counter()
     options: dict[str, Any] = {**entry.options}
