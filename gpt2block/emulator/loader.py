@@ -30,6 +30,7 @@ from gpt2block.doctor import Check
 from gpt2block.emulator import cache as cached
 from gpt2block.emulator import places, programs
 from gpt2block.emulator.cache import folder as cache_folder
+from gpt2block.emulator.library import with_library
 from gpt2block.errors import KernelError, NotJudged
 
 HERE = Path(__file__).parent
@@ -109,6 +110,11 @@ _TELLING = re.compile(
 )
 
 
+# An error of g++ about a name of a CUDA library that the emulator does not have, or has otherwise.
+_LACKING = re.compile(
+    r"^(?:.*/)?(\S+): error: (.*\{anonymous\}::(?:cg|cooperative_groups|cub|cuda|nvcuda)\b.*)$",
+    re.MULTILINE,
+)
 _PLACE = re.compile(r"\{(variable )?(0x[0-9a-f]+)\}")  # address in a program's report
 _FOLDER = r"(?<![\w.])/\S*/(?=[\w.-]+:\d)"  # folder of an absolute path
 _NOTE = re.compile(r"^cuda_on_cpu: note: (.*)$\n?", re.MULTILINE)
@@ -597,9 +603,9 @@ def _version() -> int:
 
 def _translation_unit(source: Source, defines: kernels.Defines) -> str:
     constants = "".join(f"#define {name} {value}\n" for name, value in defines)
-    own = source.text
+    own, system = source.text, ""
     if Path(source.name).is_absolute():
-        own = kernels.without_host_headers(own)
+        system, own = with_library(kernels.without_host_headers(own))
     text = _DYNAMIC_SHARED.sub(_dynamic, _STATIC_SHARED.sub("", own))
     text = _SHARED_ALIGNED.sub(r"\1 __shared__", text)
     if re.search(r"extern\s+__shared__", kernels.without_comments(text)):
@@ -611,7 +617,7 @@ def _translation_unit(source: Source, defines: kernels.Defines) -> str:
     # The anonymous namespace gives templates internal linkage. With external linkage,
     # AddressSanitizer would put no redzones around the static variables of template functions.
     return (
-        f'#include "{_first_header(source)}"\n{constants}'
+        f'#include "{_first_header(source)}"\n{system}{constants}'
         f'namespace {{\n#line 1 "{source.name}"\n{text}\n#line 1 "{END}"\n'
         f"const cuda_on_cpu::Entry cuda_on_cpu_entries[] = {{\n{entries}{{}}}};\n}}\n"
         "const cuda_on_cpu::Entry* const cuda_on_cpu::entries = cuda_on_cpu_entries;\n"
@@ -671,6 +677,9 @@ def _compiled(name: str, arguments: tuple[str, ...], folder: str) -> str:
     if "signal terminated program" in done.stderr:
         _stopped.add(file)
         raise _too_long(file)
+    if lacking := done.returncode and _LACKING.search(done.stderr):
+        what = lacking[2].replace("{anonymous}::", "")
+        raise NotJudged(f"{lacking[1]}: the emulator lacks a part of CUDA: {what}: use a GPU")
     if done.returncode:
         raise ShimError(f"{name} does not compile for the CPU:\n{done.stderr}", done.stderr)
     return done.stderr
