@@ -47,6 +47,9 @@ def supported() -> list[str]:
 
 def with_library(text: str) -> tuple[str, str]:
     """Return system headers for a kernel file, and its text with includes of the stand-ins."""
-    used = {found[2] for found in _INCLUDE.finditer(text)} & LIBRARY.keys()
-    own = _INCLUDE.sub(lambda found: f"{found[1]}<{LIBRARY.get(found[2], found[2])}>", text)
-    return (_SYSTEM, own) if used else ("", text)
+
+    def stand_in(found: re.Match[str]) -> str:
+        return f"{found[1]}<{LIBRARY[found[2]]}>" if found[2] in LIBRARY else found[0]
+
+    own = _INCLUDE.sub(stand_in, text)
+    return ("" if own == text else _SYSTEM), own

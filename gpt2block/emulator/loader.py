@@ -76,7 +76,7 @@ _THREADS = ("-fsanitize=thread", "-fno-pie", "-gdwarf-4", "-g1")
 _VOLATILE = "--param=tsan-distinguish-volatile=1"  # supported since GCC 11
 _PATTERN = "-ftrivial-auto-var-init=pattern"  # supported since GCC 12
 _TURNS = "-fsanitize-coverage=trace-pc"  # inserts a call in each basic block, see cuda_on_cpu.cpp
-_WAITS = re.compile(r"\bvolatile\b|\batomic\w+|\b__ldcv\b|\b__nanosleep\b")
+_WAITS = re.compile(r"\bvolatile\b|\batomic\w*|\b__ldcv\b|\b__nanosleep\b")
 # Order of threads → byte that fills shared memory and, in unoptimised programs, local variables.
 # As floats, these bytes are NaN, a large positive and a large negative number. A maximum, minimum
 # or sum that reads unwritten memory is therefore wrong in at least one order.
