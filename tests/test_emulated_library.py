@@ -10,6 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from gpt2block.emulator import ShimError, Source, missing, run
+from gpt2block.fp8 import from_fp8, to_fp8
 from gpt2block.mine.on_cpu import RUNS
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=f"no CUDA on the CPU: {missing()}")
@@ -134,6 +135,191 @@ extern "C" __global__ void some_threads(const float* x, float* out) {
 """,
 )
 
+LIBRARY = Source(
+    "/library.cu",
+    """
+#include <cooperative_groups.h>
+#include <cooperative_groups/memcpy_async.h>
+#include <cooperative_groups/reduce.h>
+#include <cuda/atomic>
+#include <cuda/barrier>
+#include <cuda/pipeline>
+#include <cuda/std/array>
+#include <cuda/std/limits>
+#include <cuda/std/tuple>
+#include <cuda_fp8.h>
+namespace cg = cooperative_groups;
+constexpr auto BLOCK = cuda::thread_scope_block;
+typedef cuda::barrier<BLOCK> Barrier;
+
+struct Scale {
+    __device__ virtual float of(float x) const { return x; }
+};
+struct Twice : Scale {
+    __device__ float of(float x) const override { return 2.0f * x; }
+};
+
+extern "C" __global__ void barriers(const float* x, float* out) {  // 64 threads
+    __shared__ Barrier barrier;
+    __shared__ __align__(16) float tile[64];
+    const cg::thread_block block = cg::this_thread_block();
+    const int t = threadIdx.x;
+    if (t == 0) init(&barrier, blockDim.x);
+    __syncthreads();
+    cuda::memcpy_async(block, tile, x, cuda::aligned_size_t<16>(sizeof tile), barrier);
+    barrier.arrive_and_wait();
+    out[t] = tile[63 - t];
+    Barrier::arrival_token token = barrier.arrive();
+    barrier.wait(cuda::std::move(token));
+    tile[t] = x[64 + t];
+    barrier.arrive_and_wait();
+    out[64 + t] = tile[63 - t];
+}
+
+extern "C" __global__ void pipelines(const float* x, float* out) {  // 64 threads
+    __shared__ cuda::pipeline_shared_state<BLOCK, 2> state;
+    __shared__ float tiles[2][64];
+    const cg::thread_block block = cg::this_thread_block();
+    const int t = threadIdx.x;
+    auto pipe = cuda::make_pipeline(block, &state);
+    for (int i = 0; i < 5; ++i) {
+        if (i < 4) {
+            pipe.producer_acquire();
+            cuda::memcpy_async(block, tiles[i % 2], x + 64 * i, sizeof tiles[0], pipe);
+            pipe.producer_commit();
+        }
+        if (i == 0) continue;
+        pipe.consumer_wait();
+        out[64 * i - 64 + t] = tiles[(i - 1) % 2][63 - t];
+        pipe.consumer_release();
+    }
+    block.sync();
+    cg::memcpy_async(block, tiles[0], x, sizeof tiles[0]);
+    cg::wait(block);
+    out[256 + t] = tiles[0][63 - t];
+    __shared__ float own[64];
+    auto mine = cuda::make_pipeline();
+    cuda::memcpy_async(&own[t], &x[t], sizeof(float), mine);
+    mine.producer_commit();
+    mine.consumer_wait();
+    out[320 + t] = own[t];
+}
+
+extern "C" __global__ void roles(const float* x, float* out) {  // 64 threads: one warp copies
+    __shared__ cuda::pipeline_shared_state<BLOCK, 1> state;
+    __shared__ float tile[64];
+    const cg::thread_block block = cg::this_thread_block();
+    const bool produces = threadIdx.x < 32;
+    const auto role = produces ? cuda::pipeline_role::producer : cuda::pipeline_role::consumer;
+    auto pipe = cuda::make_pipeline(block, &state, role);
+    const int lane = threadIdx.x % 32;
+    for (int i = 0; i < 4; ++i) {
+        if (produces) {
+            pipe.producer_acquire();
+            cuda::memcpy_async(&tile[lane], x + 32 * i + lane, sizeof(float), pipe);
+            pipe.producer_commit();
+        } else {
+            pipe.consumer_wait();
+            out[32 * i + lane] = tile[31 - lane];
+            pipe.consumer_release();
+        }
+    }
+}
+
+extern "C" __global__ void atomics(const float* x, float* out) {  // 64 threads
+    __shared__ cuda::atomic<int, BLOCK> count, ready, most;
+    __shared__ float value;
+    const int t = threadIdx.x;
+    if (t == 0) count = 0, ready = 0, most = cuda::std::numeric_limits<int>::min();
+    __syncthreads();
+    count.fetch_add(2, cuda::memory_order_relaxed);
+    most.fetch_max((int)x[t]);
+    if (t == 33) value = x[5], ready.store(1, cuda::std::memory_order_release);
+    while (ready.load(cuda::memory_order_acquire) == 0) {}
+    int old = count;
+    while (!count.compare_exchange_weak(old, old + 1)) {}
+    __syncthreads();
+    cuda::atomic_ref<float, cuda::thread_scope_device> sum(out[64]);
+    sum.fetch_add(1.0f);
+    const cuda::std::array<float, 2> parts = {value, (float)count};
+    const auto [a, b] = cuda::std::make_tuple(parts[0], parts[1]);
+    const Twice twice;
+    const Scale& scale = twice;
+    out[t] = a + b + scale.of(most.load());
+}
+
+extern "C" __global__ void groups(const float* x, float* out) {  // 64 threads
+    const cg::thread_block block = cg::this_thread_block();
+    const auto warp = cg::tiled_partition<32>(block);
+    const auto tile = cg::tiled_partition<8>(warp);
+    const int t = threadIdx.x;
+    const auto parity = cg::labeled_partition(warp, t % 2);
+    out[t] = cg::reduce(parity, x[t], cg::plus<float>());
+    out[64 + t] = cg::binary_partition(warp, t % 32 < 5).size();
+    out[128 + t] = 10 * tile.meta_group_rank() + tile.meta_group_size();
+    auto token = block.barrier_arrive();
+    block.barrier_wait(cuda::std::move(token));
+}
+
+extern "C" __global__ void bytes(const float* x, float* out) {  // 64 threads
+    const int t = threadIdx.x;
+    const float v = (t % 2 ? 8.0f : -0.001f) * x[t];
+    out[t] = v;
+    out[64 + t] = __nv_cvt_float_to_fp8(v, __NV_SATFINITE, __NV_E4M3);
+    out[128 + t] = __nv_cvt_halfraw_to_fp8(__half(v), __NV_NOSAT, __NV_E5M2);
+    out[192 + t] = float(__nv_fp8_e4m3(v));
+    out[256 + t] = float4(__nv_fp8x4_e5m2(make_float4(1, 2, 3, v))).w;
+}
+
+extern "C" __global__ void no_wait(const float* x, float* out) {
+    __shared__ float tile[64];
+    auto pipe = cuda::make_pipeline();
+    cuda::memcpy_async(&tile[threadIdx.x], &x[threadIdx.x], sizeof(float), pipe);
+    pipe.producer_commit();
+    out[threadIdx.x] = tile[threadIdx.x];
+}
+
+extern "C" __global__ void no_wait_at_barrier(const float* x, float* out) {
+    __shared__ Barrier barrier;
+    __shared__ float tile[64];
+    if (threadIdx.x == 0) init(&barrier, blockDim.x);
+    __syncthreads();
+    cuda::memcpy_async(&tile[threadIdx.x], &x[threadIdx.x], sizeof(float), barrier);
+    auto token = barrier.arrive();
+    out[threadIdx.x] = tile[threadIdx.x];
+    barrier.wait(cuda::std::move(token));
+}
+
+extern "C" __global__ void no_release(const float* x, float* out) {
+    __shared__ float tiles[64];
+    __shared__ Barrier barrier;
+    if (threadIdx.x == 0) init(&barrier, blockDim.x);
+    __syncthreads();
+    tiles[threadIdx.x] = x[threadIdx.x];
+    auto token = barrier.arrive();
+    out[threadIdx.x] = tiles[63 - threadIdx.x];  // before the wait
+    barrier.wait(cuda::std::move(token));
+}
+
+extern "C" __global__ void relaxed(const float* x, float* out) {
+    __shared__ cuda::atomic<int, BLOCK> ready;
+    __shared__ float value;
+    if (threadIdx.x == 0) ready = 0;
+    __syncthreads();
+    if (threadIdx.x == 33) value = x[5], ready.store(1, cuda::memory_order_relaxed);
+    while (ready.load(cuda::memory_order_acquire) == 0) {}
+    out[threadIdx.x] = value;
+}
+
+extern "C" __global__ void no_init(const float* x, float* out) {
+    __shared__ Barrier barrier;
+    barrier.arrive_and_wait();
+}
+
+extern "C" __global__ void of_grid(const float* x, float* out) { cg::this_grid().sync(); }
+""",
+)
+
 
 class Case(NamedTuple):
     source: Source
@@ -149,6 +335,8 @@ def before(x: Array) -> Array:
 
 
 A, B = X[:96], X[:64]
+V = (np.where(np.arange(64) % 2, np.float32(8), np.float32(-0.001)) * B).astype(np.float32)
+V_E4M3 = to_fp8(V, "float8_e4m3fn")
 CASES = [
     Case(CUB, "reductions", 96, [A.sum(), A[:50].max(), A.sum() + 96, A.max(), A.sum()]),
     Case(
@@ -168,6 +356,30 @@ CASES = [
     Case(CUB, "of_thread_1", 96, [A.sum()], "wrong"),
     Case(CUB, "some_threads", 96, [A.sum()], "divergent barrier in some_threads"),
     Case(CUB, "reductions", 128, [], r"BlockReduce is for a block of \(96, 1, 1\) .*128"),
+    Case(LIBRARY, "barriers", 64, [B[::-1], X[64:128][::-1]]),
+    Case(LIBRARY, "pipelines", 64, [X.reshape(4, 64)[:, ::-1], B[::-1], B]),
+    Case(LIBRARY, "roles", 64, [X[:128].reshape(4, 32)[:, ::-1]]),
+    Case(LIBRARY, "atomics", 64, [np.full(64, X[5] + 192 + 2 * B.max()), [64]]),
+    Case(
+        LIBRARY, "groups", 64,
+        [
+            B.reshape(2, 16, 2).sum(1).repeat(16, 0).reshape(-1), [*[5] * 5, *[27] * 27] * 2,
+            (10 * (np.arange(64) // 8 % 4) + 4),
+        ],
+    ),
+    Case(
+        LIBRARY, "bytes", 64,
+        [
+            V, V_E4M3, to_fp8(V.astype(np.float16), saturate=False),
+            from_fp8(V_E4M3, "float8_e4m3fn"), from_fp8(to_fp8(V)),
+        ],
+    ),
+    Case(LIBRARY, "no_wait", 64, [B], "wrong"),
+    Case(LIBRARY, "no_wait_at_barrier", 64, [B], "wrong"),
+    Case(LIBRARY, "no_release", 64, [B[::-1]], r"race in no_release: .* tiles"),
+    Case(LIBRARY, "relaxed", 64, [], r"race in relaxed: thread .* reads value"),
+    Case(LIBRARY, "no_init", 64, [], r"cuda::barrier: it is used before init\(\)"),
+    Case(LIBRARY, "of_grid", 64, [], "barrier of a grid needs a cooperative launch"),
 ]  # fmt: skip
 
 

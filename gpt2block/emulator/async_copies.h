@@ -44,7 +44,7 @@ __attribute__((noinline, no_sanitize("thread"))) inline void record(Copy copy) {
 __forceinline__ void begin(const Copy& copy) {
     record(copy);
     each_byte(copy, [&](std::size_t i) __attribute__((always_inline)) {
-        if (copy.barrier && i < copy.bytes - copy.zeros) {  // the accesses of another thread that copies are not recorded
+        if (copy.barrier && i < copy.bytes - copy.zeros) {  // finish_bound does not record its accesses
             const char value = copy.from[i];
             asm volatile("" : : "r"(value));
         }
@@ -66,9 +66,7 @@ __attribute__((noinline, no_sanitize("thread"))) inline void finish_bound(const 
             const Copy& copy = copies[t][c];
             if (copy.barrier == barrier && (int)(phase - copy.phase) > 0) {
                 --bound;
-                for (std::size_t start = copy.first * copy.chunk; start < copy.bytes; start += copy.step * copy.chunk) {
-                    for (std::size_t i = start; i < start + copy.chunk && i < copy.bytes; ++i) copy.to[i] = copy.from[i];
-                }
+                finish(copy);
             } else {
                 copies[t][kept++] = copy;
             }

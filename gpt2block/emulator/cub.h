@@ -385,40 +385,39 @@ public:
 
 // Defines BlockLoad or BlockStore. Items of a thread are adjacent (blocked), or X threads apart (striped). Algorithms
 // that transpose use the TempStorage, and all threads of the block must call them.
-#define MOVE(name, Algorithm, DIRECT, STRIPED, VECTORIZE, Pointer, verb, moved)                                        \
-    template <typename T, int X, int N, Algorithm ALGORITHM = DIRECT, int Y = 1, int Z = 1, int = 0>                   \
-    class name {                                                                                                       \
-        typedef cub_on_cpu::WarpStorage Storage;                                                                       \
-        USES_STORAGE(name)                                                                                             \
-                                                                                                                       \
-    public:                                                                                                            \
-        template <typename Pointer>                                                                                    \
-        __forceinline__ void verb(Pointer array, T (&items)[N], CALL_SITE) {                                           \
-            verb(array, items, X * Y * Z * N, file, line);                                                             \
-        }                                                                                                              \
-        template <typename Pointer>                                                                                    \
-        __forceinline__ void verb(Pointer array, T (&items)[N], int count, CALL_SITE) {                                \
-            cub_on_cpu::check_block<X, Y, Z>(#name, file, line);                                                       \
-            const bool transposes = ALGORITHM != DIRECT && ALGORITHM != STRIPED && ALGORITHM != VECTORIZE;             \
-            if (transposes && cub_on_cpu::thread() == 0) storage_.storage = 1;                                            \
-            if (transposes) cuda_on_cpu::barrier(file, line);                                                          \
-            for (int i = 0; i < N; ++i) {                                                                              \
-                const int at = ALGORITHM == STRIPED ? i * X * Y * Z + cub_on_cpu::thread()                             \
-                                                    : cub_on_cpu::thread() * N + i;                                    \
-                if (at < count) moved;                                                                                 \
-            }                                                                                                          \
-            if (transposes) cub_on_cpu::read(storage_.storage);                                                           \
+#define MOVE(ALGORITHMS, verb, moved)                                                                      \
+    template <typename T, int X, int N, Block##verb##Algorithm ALGORITHM = ALGORITHMS##_DIRECT, int Y = 1, \
+              int Z = 1, int = 0>                                                                          \
+    class Block##verb {                                                                                    \
+        typedef cub_on_cpu::WarpStorage Storage;                                                           \
+        USES_STORAGE(Block##verb)                                                                          \
+                                                                                                           \
+    public:                                                                                                \
+        template <typename Pointer>                                                                        \
+        __forceinline__ void verb(Pointer array, T (&items)[N], CALL_SITE) {                               \
+            verb(array, items, X * Y * Z * N, file, line);                                                 \
+        }                                                                                                  \
+        template <typename Pointer>                                                                        \
+        __forceinline__ void verb(Pointer array, T (&items)[N], int count, CALL_SITE) {                    \
+            cub_on_cpu::check_block<X, Y, Z>("Block" #verb, file, line);                                   \
+            const bool transposes = ALGORITHM >= ALGORITHMS##_TRANSPOSE;                                   \
+            if (transposes && cub_on_cpu::thread() == 0) storage_.storage = 1;                             \
+            if (transposes) cuda_on_cpu::barrier(file, line);                                              \
+            for (int i = 0; i < N; ++i) {                                                                  \
+                const int at = ALGORITHM == ALGORITHMS##_STRIPED ? i * X * Y * Z + cub_on_cpu::thread()    \
+                                                    : cub_on_cpu::thread() * N + i;                        \
+                if (at < count) moved;                                                                     \
+            }                                                                                              \
+            if (transposes) cub_on_cpu::read(storage_.storage);                                            \
         }
-MOVE(BlockLoad, BlockLoadAlgorithm, BLOCK_LOAD_DIRECT, BLOCK_LOAD_STRIPED, BLOCK_LOAD_VECTORIZE, Pointer, Load,
-     items[i] = array[at])
+MOVE(BLOCK_LOAD, Load, items[i] = array[at])
         template <typename Pointer>
         __forceinline__ void Load(Pointer array, T (&items)[N], int count, T otherwise, CALL_SITE) {
             for (T& item : items) item = otherwise;
             Load(array, items, count, file, line);
         }
     };
-MOVE(BlockStore, BlockStoreAlgorithm, BLOCK_STORE_DIRECT, BLOCK_STORE_STRIPED, BLOCK_STORE_VECTORIZE, Pointer, Store,
-     array[at] = items[i])
+MOVE(BLOCK_STORE, Store, array[at] = items[i])
     };
 #undef MOVE
 #undef USES_STORAGE
