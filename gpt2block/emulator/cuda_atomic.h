@@ -73,7 +73,6 @@ public:
     MODIFY(fetch_xor, T, old ^ value)
 #undef MODIFY
     __forceinline__ void store(T value, memory_order order = memory_order_seq_cst) const { exchange(value, order); }
-    __forceinline__ T operator=(T value) const { return store(value), value; }
     __forceinline__ T operator+=(Difference value) const { return fetch_add(value) + value; }
     __forceinline__ T operator-=(Difference value) const { return fetch_sub(value) - value; }
     __forceinline__ T operator&=(T value) const { return fetch_and(value) & value; }
@@ -105,8 +104,9 @@ public:
     atomic() = default;
     constexpr atomic(T value) : value_(value) {}
     atomic(const atomic&) = delete;
+    atomic& operator=(const atomic&) = delete;
+    __forceinline__ T operator=(T value) { return this->store(value), value; }
     const T* place() const { return &value_; }
-    using cuda_on_cpu_atomic::Operations<atomic, T, SCOPE>::operator=;
 };
 
 template <typename T, thread_scope SCOPE = thread_scope_system>
@@ -115,8 +115,8 @@ class atomic_ref : public cuda_on_cpu_atomic::Operations<atomic_ref<T, SCOPE>, T
 
 public:
     explicit atomic_ref(T& value) : place_(&value) {}
+    __forceinline__ T operator=(T value) const { return this->store(value), value; }
     const T* place() const { return place_; }
-    using cuda_on_cpu_atomic::Operations<atomic_ref, T, SCOPE>::operator=;
 };
 
 inline void atomic_thread_fence(memory_order order, thread_scope scope = thread_scope_system) {

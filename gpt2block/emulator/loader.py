@@ -89,7 +89,7 @@ _WARNINGS = (
     "-Wno-unused-function",  # a file does not use all functions of its headers
     "-Wno-maybe-uninitialized",  # false alarms under AddressSanitizer
 )
-_ALIGNED = r"(?:(?:__align__|alignas)\s*\([^()]*\)\s*)?"
+_ALIGNED = r"(?:(?:__align__|alignas)\s*\((?:[^()]|\([^()]*\))*\)\s*)?"
 _DYNAMIC_SHARED = re.compile(
     rf"{_ALIGNED}extern\s+(volatile\s+)?{_ALIGNED}__shared__\s+{_ALIGNED}"
     rf"([\w:<>, ]+?)\s+{_ALIGNED}(\w+)\s*\[\s*\]\s*;"
@@ -112,7 +112,7 @@ _TELLING = re.compile(
 
 # An error of g++ about a name of a CUDA library that the emulator does not have, or has otherwise.
 _LACKING = re.compile(
-    r"^(?:.*/)?(\S+): error: (.*\{anonymous\}::(?:cg|cooperative_groups|cub|cuda|nvcuda)\b.*)$",
+    r"^(?:.*/)?(\S+): error: (.*\{anonymous\}::(?:cg|cooperative_groups|cub|cuda)\b.*)$",
     re.MULTILINE,
 )
 _PLACE = re.compile(r"\{(variable )?(0x[0-9a-f]+)\}")  # address in a program's report
@@ -609,7 +609,7 @@ def _translation_unit(source: Source, defines: kernels.Defines) -> str:
     text = _DYNAMIC_SHARED.sub(_dynamic, _STATIC_SHARED.sub("", own))
     text = _SHARED_ALIGNED.sub(r"\1 __shared__", text)
     if re.search(r"extern\s+__shared__", kernels.without_comments(text)):
-        raise ShimError(f"{source.name}: the loader does not understand its `extern __shared__`")
+        raise NotJudged(f"{source.name}: the loader does not understand its `extern __shared__`")
     entries = "".join(
         f'{{"{name}", cuda_on_cpu::Call<&{name}>::call, cuda_on_cpu::Call<&{name}>::elements}},\n'
         for name in _prototypes(source)
