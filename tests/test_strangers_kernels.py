@@ -455,10 +455,14 @@ def test_what_cannot_be_checked_is_an_error(arguments: tuple[Any, Any], said: st
     ("first", "body", "said"),
     [
         ("", 'asm volatile("bar.sync 0;");', ":4: asm: the emulator does not run inline PTX"),
-        ("#include <cub/cub.cuh>\n", "", ":1: cub/cub.cuh: the emulator has no CUB"),
-        ("\n#include <cuda_fp8.h>\n", "", ":2: cuda_fp8.h: the emulator has no type of 8 bits"),
-        ("#include <cuda/barrier>\n", "", ":1: cuda/barrier: .*use __syncthreads"),
-        ("#include <cuda/std/limits>\n", "", ":1: cuda/std/limits: .* or check it on a GPU"),
+        ("#include <cuda/ptx>\n", "", ":1: cuda/ptx: .* does not have this header"),
+        ("\n#include <curand_kernel.h>\n", "", ":2: curand_kernel.h: .* or check it on a GPU"),
+        (
+            "#include <cub/warp/warp_reduce.cuh>\n",
+            "__shared__ cub::WarpReduce<float>::TempStorage s;"
+            "cub::WarpReduce<float>(s).HeadSegmentedSum(1.0f, 0);",
+            ":5:.*: the emulator lacks .*WarpReduce.*HeadSegmentedSum",
+        ),
     ],
 )
 def test_what_the_emulator_cannot_run_is_not_judged(first: str, body: str, said: str) -> None:

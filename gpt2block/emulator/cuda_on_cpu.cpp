@@ -605,6 +605,11 @@ void cuda_on_cpu::atomic(const void* place, std::size_t bytes) {
     if (atomic_access) atomic_access(place, bytes, __builtin_return_address(0));
 }
 
+void cuda_on_cpu::atomic_read(const void* place, std::size_t bytes) {
+    if (steps + 64 > turn) make_way();
+    if (atomic_load) atomic_load(place, bytes, __builtin_return_address(0));
+}
+
 // Lets the other threads run between a plain read and the atomicCAS that compares its value. They may change the value,
 // so that a kernel that does not retry gives a wrong result.
 void cuda_on_cpu::comparison(const void* place, std::size_t bytes, std::uint64_t expected) {
@@ -616,6 +621,8 @@ void cuda_on_cpu::comparison(const void* place, std::size_t bytes, std::uint64_t
 void cuda_on_cpu::read_only(const void* place, std::size_t bytes) {
     if (read_only_access) read_only_access(place, bytes, __builtin_return_address(0));
 }
+
+int cuda_on_cpu::fill_byte() { return fill; }
 
 void cuda_on_cpu::fence(bool of_device) {
     if (fence_passed) fence_passed(of_device);

@@ -72,9 +72,11 @@ void wait_for_previous();  // see lib/overlap.cuh
 bool each_block_first(void (*first)());  // registers a function to call before every block; returns true
 void sleep();  // lets the other threads run
 void atomic(const void* place, std::size_t bytes);  // must be called before an atomic access
+void atomic_read(const void* place, std::size_t bytes);  // must be called before an atomic load
 void comparison(const void* place, std::size_t bytes, std::uint64_t expected);  // must be called before an atomicCAS
 void read_only(const void* place, std::size_t bytes);  // must be called before a load by the read-only cache
 void fence(bool of_device);
+int fill_byte();  // byte that fills shared memory before the first write
 
 // A kernel as the runtime finds and calls it: a name, and a function with an 8-byte slot for every argument.
 struct Entry {

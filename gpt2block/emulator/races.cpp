@@ -108,6 +108,7 @@ struct Verb {
 
 constexpr Verb READS = {"reads", "read"}, WRITES = {"writes", "wrote"};
 constexpr Verb ATOMIC = {"atomically changes", "atomically changed"};
+constexpr Verb ATOMIC_READ = {"atomically reads", "atomically read"};
 constexpr Verb VOLATILE_READ = {"reads (volatile)", "read (volatile)"};
 constexpr Verb VOLATILE_WRITE = {"writes (volatile)", "wrote (volatile)"};
 
@@ -353,7 +354,7 @@ void record(const void* address, std::size_t bytes, Verb verb, bool writes, bool
     Region* region = region_of(first);
     if (!region) return check_stack(address, now);
     const std::size_t start = first - region->data, stop = std::min(start + bytes, region->bytes);
-    const bool volatile_ = strong && verb.is != ATOMIC.is;
+    const bool volatile_ = strong && verb.is != ATOMIC.is && verb.is != ATOMIC_READ.is;
     for (std::size_t i = start; i < stop; ++i) check_byte(*region, i, now, volatile_);
 }
 
@@ -496,6 +497,13 @@ void cuda_on_cpu::atomic_access(const void* address, std::size_t bytes, void* pl
     tell(thread, address, false);
 }
 
+void cuda_on_cpu::atomic_load(const void* address, std::size_t bytes, void* place) {
+    const int thread = thread_number();
+    if (thread < 0) return;
+    record(address, bytes, ATOMIC_READ, false, true, place);
+    learn(thread, address);
+}
+
 bool cuda_on_cpu::read_is_compared(const void* address, std::size_t bytes, std::uint64_t expected) {
     const int thread = thread_number();
     const char* first = static_cast<const char*>(address);
@@ -576,5 +584,7 @@ void __tsan_write_range(void* p, std::size_t n) { record(p, n, WRITES, true, fal
 void __tsan_init() {}
 void __tsan_func_entry(void*) {}
 void __tsan_func_exit() {}
+void __tsan_vptr_update(void**, void*) {}
+void __tsan_vptr_read(void**) {}
 char __tsan_atomic8_load(const char* guard, int) { return *guard; }  // reads the guard of a function's static variable
 }

@@ -25,6 +25,7 @@ from gpt2block.emulator import (
     programs,
     stand_in,
 )
+from gpt2block.emulator.library import supported
 from gpt2block.errors import Argument, DeviceError, InputError, NotJudged
 from gpt2block.mine import comparison, sizes
 from gpt2block.mine.arguments import sizes_at, values
@@ -75,13 +76,9 @@ _INCLUDED = r"^[ \t]*#[ \t]*include[ \t]*<(%s)>"
 # Regex of code that the emulator cannot run → the limitation, and what to do instead.
 _ON_GPU = {
     r"\b(asm|__asm__|__asm)\b": "does not run inline PTX: of lib/sm80.cuh it has cp.async and mma",
-    _INCLUDED % r"(?:cub|thrust)/.*": "has no CUB and no Thrust: write by hand what the file uses, "
-    "such as the reduction of lib/common.cuh",
-    _INCLUDED % r"cuda_fp\d\.h": "has no type of 8 bits: convert by hand, as fp8/convert.cu does",
-    _INCLUDED % r"cuda/(?:barrier|pipeline)|cooperative_groups/memcpy_async\.h": "does not have "
-    "this header: use __syncthreads() and, for copies, cuda_pipeline.h",
-    _INCLUDED % r"(?:cuda|cute|cutlass)/.*|cu(?:rand|blas)\w*\.h": "does not have this header: "
-    "write by hand what the file uses",
+    _INCLUDED % rf"(?!(?:{'|'.join(map(re.escape, supported()))})>)"
+    r"(?:(?:cub|cuda|cute|cutlass|thrust|cooperative_groups)/[^>]*|cu\w+\.h)": "does not have this "
+    "header: write by hand what the file uses",
 }
 
 
