@@ -74,6 +74,16 @@ void sleep();  // lets the other threads run
 void atomic(const void* place, std::size_t bytes);  // must be called before an atomic access
 void comparison(const void* place, std::size_t bytes, std::uint64_t expected);  // must be called before an atomicCAS
 void fence(bool of_device);
+// Waits at a barrier of PTX with the number `id` until `number` threads have arrived, or only arrives.
+void named_barrier(int id, unsigned number, bool waits, const char* file, int line);
+void poll(const char* file, int line);  // lets the other threads run, because the thread waits for an mbarrier
+// Accesses before arrive_at() precede accesses after learn_from() if the address `meeting` is the same.
+void begin_meeting(const void* meeting);
+void arrive_at(const void* meeting);
+void learn_from(const void* meeting);
+// The address of shared memory in PTX's state space .shared, and its inverse.
+unsigned to_shared(const void* place);
+void* from_shared(std::uint64_t address);
 
 // A kernel as the runtime finds and calls it: a name, and a function with an 8-byte slot for every argument.
 struct Entry {

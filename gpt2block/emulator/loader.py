@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from gpt2block.cuda import kernels
 from gpt2block.doctor import Check
 from gpt2block.emulator import cache as cached
-from gpt2block.emulator import places, programs
+from gpt2block.emulator import places, programs, ptx
 from gpt2block.emulator.cache import folder as cache_folder
 from gpt2block.errors import KernelError, NotJudged
 
@@ -75,7 +75,10 @@ _THREADS = ("-fsanitize=thread", "-fno-pie", "-gdwarf-4", "-g1")
 _VOLATILE = "--param=tsan-distinguish-volatile=1"  # supported since GCC 11
 _PATTERN = "-ftrivial-auto-var-init=pattern"  # supported since GCC 12
 _TURNS = "-fsanitize-coverage=trace-pc"  # inserts a call in each basic block, see cuda_on_cpu.cpp
-_WAITS = re.compile(r"\bvolatile\b|\batomic\w+|\b__ldcv\b|\b__nanosleep\b")
+_WAITS = re.compile(
+    r"(?<!asm )(?<!asm__ )\bvolatile\b|\batomic\w+|\b__ldcv\b|\b__nanosleep\b"
+    r"|\b(?:atom|red|mbarrier|nanosleep)\.|\bld\.(?:volatile|relaxed|acquire)"
+)
 # Order of threads → byte that fills shared memory and, in unoptimised programs, local variables.
 # As floats, these bytes are NaN, a large positive and a large negative number. A maximum, minimum
 # or sum that reads unwritten memory is therefore wrong in at least one order.
@@ -597,9 +600,12 @@ def _version() -> int:
 
 def _translation_unit(source: Source, defines: kernels.Defines) -> str:
     constants = "".join(f"#define {name} {value}\n" for name, value in defines)
-    own = source.text
+    own, prelude = source.text, ""
     if Path(source.name).is_absolute():
         own = kernels.without_host_headers(own)
+        translated = ptx.translated(own, source.name, constants)
+        prelude = (ptx.HEADER if translated else "") + ptx.POISON
+        own = translated or own
     text = _DYNAMIC_SHARED.sub(_dynamic, _STATIC_SHARED.sub("", own))
     text = _SHARED_ALIGNED.sub(r"\1 __shared__", text)
     if re.search(r"extern\s+__shared__", kernels.without_comments(text)):
@@ -611,7 +617,7 @@ def _translation_unit(source: Source, defines: kernels.Defines) -> str:
     # The anonymous namespace gives templates internal linkage. With external linkage,
     # AddressSanitizer would put no redzones around the static variables of template functions.
     return (
-        f'#include "{_first_header(source)}"\n{constants}'
+        f'#include "{_first_header(source)}"\n{prelude}{constants}'
         f'namespace {{\n#line 1 "{source.name}"\n{text}\n#line 1 "{END}"\n'
         f"const cuda_on_cpu::Entry cuda_on_cpu_entries[] = {{\n{entries}{{}}}};\n}}\n"
         "const cuda_on_cpu::Entry* const cuda_on_cpu::entries = cuda_on_cpu_entries;\n"
@@ -672,6 +678,7 @@ def _compiled(name: str, arguments: tuple[str, ...], folder: str) -> str:
         _stopped.add(file)
         raise _too_long(file)
     if done.returncode:
+        ptx.check_replaced(done.stderr)
         raise ShimError(f"{name} does not compile for the CPU:\n{done.stderr}", done.stderr)
     return done.stderr
 

@@ -57,7 +57,6 @@ RUNS = (
 _INCLUDED = r"^[ \t]*#[ \t]*include[ \t]*<(%s)>"
 # Regex of code that the emulator cannot run → the limitation, and what to do instead.
 _ON_GPU = {
-    r"\b(asm|__asm__|__asm)\b": "does not run inline PTX: of lib/sm80.cuh it has cp.async and mma",
     _INCLUDED % r"(?:cub|thrust)/.*": "has no CUB and no Thrust: write by hand what the file uses, "
     "such as the reduction of lib/common.cuh",
     _INCLUDED % r"cuda_fp\d\.h": "has no type of 8 bits: convert by hand, as fp8/convert.cu does",
