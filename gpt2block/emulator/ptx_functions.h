@@ -125,7 +125,7 @@ std::uint8_t fp8_bits(double x) {
     const double bounded = std::fmin(std::fabs(x), LARGEST);
     const int exponent = bounded == 0.0 ? 1 - BIAS : std::max(std::ilogb(bounded), 1 - BIAS);
     const double steps = std::nearbyint(std::ldexp(bounded, M - exponent));  // may round up to the next exponent
-    return (std::uint8_t)(sign | ((exponent + BIAS - 1) << M) + (int)steps);
+    return (std::uint8_t)(sign + ((exponent + BIAS - 1) << M) + (int)steps);
 }
 
 template <int M>

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 _N = "ptx_on_cpu::"
@@ -103,9 +103,11 @@ class _Instruction(NamedTuple):
             return Unknown(f"the PTX instruction {self.code} is out of the emulator's reach")
         return Unknown(f"the emulator lacks the PTX instruction {self.code}")
 
-    def allow(self, *allowed: str | set[str]) -> None:
+    def allow(self, *allowed: str | Collection[str]) -> None:
         """Raise Unknown if the instruction has other modifiers, apart from types."""
-        known = {each for group in allowed for each in ({group} if isinstance(group, str) else group)}
+        known = {
+            each for group in allowed for each in ((group,) if isinstance(group, str) else group)
+        }
         if not known.issuperset(each for each in self.modifiers if each not in _TYPES):
             raise self.unknown()
 
@@ -133,7 +135,9 @@ class _Instruction(NamedTuple):
             return f"({number[1]}{number[2]}ll)" if len(number[2]) < 18 else f"{number[2]}ull"
         if re.fullmatch(r"-?\d+\.\d*(?:[eE][-+]?\d+)?|-?\d+[eE][-+]?\d+", text):
             return f"({text})"
-        raise Unknown(f"the emulator does not know the operand {text or '(nothing)'} of {self.code}")
+        raise Unknown(
+            f"the emulator does not know the operand {text or '(nothing)'} of {self.code}"
+        )
 
     def value(self, text: str, type_: str) -> str:
         """Return a C++ expression for an operand as a number of a PTX type."""
@@ -195,7 +199,22 @@ def called(code: str, operands: str, names: Mapping[str, Operand]) -> str:
 
 
 def _simple(i: _Instruction) -> str:
-    i.allow("rn", "rz", "rm", "rp", "ftz", "sat", "approx", "full", "lo", "hi", "wide", "NaN", "relu", "b32")
+    i.allow(
+        "rn",
+        "rz",
+        "rm",
+        "rp",
+        "ftz",
+        "sat",
+        "approx",
+        "full",
+        "lo",
+        "hi",
+        "wide",
+        "NaN",
+        "relu",
+        "b32",
+    )
     signature, type_ = _SIMPLE[i.base], i.type
     i.expect(len(signature))
     whole = type_[0] in "bus" or type_ == "pred"
@@ -225,7 +244,7 @@ def _simple(i: _Instruction) -> str:
         parameters = ", ".join("auto v%d" % k for k in range(len(values)))
         passed = ", ".join(f"v{k}" for k in range(len(values)))
         op = f"[]({parameters}) {{ return {function}({passed}); }}"
-        result = f"{_N}directed({_MODES[mode]}, {op}, {', '.join(values)})"
+        result = f"cuda_on_cpu::rounded({_MODES[mode]}, {op}, {', '.join(values)})"
     else:
         result = f"{function}({', '.join(values)})"
     if third:
@@ -248,17 +267,23 @@ def _mov(i: _Instruction) -> str:
     width = int(i.type[1:])
     part = width // max(len(to), len(from_))
     if len(to) == 1:
-        parts = [f"(std::uint64_t){i.value(o, f'u{part}')} << {part * k}" for k, o in enumerate(from_)]
+        parts = [
+            f"(std::uint64_t){i.value(o, f'u{part}')} << {part * k}" for k, o in enumerate(from_)
+        ]
         return i.assigned(to[0], " | ".join(parts))
     whole = i.value(from_[0], f"u{width}")
-    lines = [i.assigned(o, f"(std::uint{part}_t)(ptx_whole >> {part * k})") for k, o in enumerate(to)]
+    lines = [
+        i.assigned(o, f"(std::uint{part}_t)(ptx_whole >> {part * k})") for k, o in enumerate(to)
+    ]
     return f"{{ const std::uint64_t ptx_whole = {whole}; {' '.join(lines)} }}"
 
 
 def _access(i: _Instruction) -> tuple[_Instruction, int, bool]:
     """Check the modifiers of ld, st or red; return (instruction without hints, elements, strong)."""
     i = i.without_hints()
-    i.allow(_CACHE, _SCOPES, _ORDERS, "volatile", "global", "shared", "shared::cta", "const", "v2", "v4")
+    i.allow(
+        _CACHE, _SCOPES, _ORDERS, "volatile", "global", "shared", "shared::cta", "const", "v2", "v4"
+    )
     strong = i.has("volatile", "cv") or (i.has(*_ORDERS) and not i.has("weak"))
     return i, 4 if i.has("v4") else 2 if i.has("v2") else 1, strong
 
@@ -295,7 +320,9 @@ def _st(i: _Instruction) -> str:
 def _atom(i: _Instruction) -> str:
     i = i.without_hints()
     operations = {"add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec"}
-    i.allow(operations, _SCOPES, _ORDERS, "global", "shared", "shared::cta", "noftz", "ftz", "v2", "v4")
+    i.allow(
+        operations, _SCOPES, _ORDERS, "global", "shared", "shared::cta", "noftz", "ftz", "v2", "v4"
+    )
     operation = next((each for each in operations if i.has(each)), None)
     target, operands = (i.operands[0], i.operands[1:]) if i.base == "atom" else ("_", i.operands)
     if operation is None or len(operands) != (3 if operation == "cas" else 2):
@@ -306,7 +333,9 @@ def _atom(i: _Instruction) -> str:
     pointer = i.pointer(operands[0], kind)
     values = [i.value(each, i.type) for each in operands[1:]]
     if operation == "cas":
-        return i.fence() + i.assigned(target, f"{_N}atom_cas<{kind}>({pointer}, {', '.join(values)})")
+        return i.fence() + i.assigned(
+            target, f"{_N}atom_cas<{kind}>({pointer}, {', '.join(values)})"
+        )
     return i.fence() + i.assigned(target, _changed(pointer, kind, operation, values[0]))
 
 
@@ -316,7 +345,9 @@ def _changed(pointer: str, kind: str, operation: str, value: str) -> str:
         "inc": "old >= ptx_value ? 0 : old + 1",
         "dec": "old == 0 || old > ptx_value ? ptx_value : old - 1",
     }.get(operation, f"{_N}{_CPP_NAMES.get(operation, operation)}<{kind}>(old, ptx_value)")
-    return f"{_N}atom({pointer}, [ptx_value = {value}]({kind} old) -> {kind} {{ return {result}; }})"
+    return (
+        f"{_N}atom({pointer}, [ptx_value = {value}]({kind} old) -> {kind} {{ return {result}; }})"
+    )
 
 
 def _atom_of_vector(i: _Instruction, target: str, operands: Sequence[str], operation: str) -> str:
@@ -422,7 +453,11 @@ def _cvta(i: _Instruction) -> str:
     value = i.value(i.operands[1], "u64")
     if i.has("shared", "shared::cta"):
         to = f"cuda_on_cpu::to_shared({_N}global<void>({value}))"
-        value = to if i.has("to") else f"(std::uint64_t)(std::uintptr_t)cuda_on_cpu::from_shared({value})"
+        value = (
+            to
+            if i.has("to")
+            else f"(std::uint64_t)(std::uintptr_t)cuda_on_cpu::from_shared({value})"
+        )
     return i.assigned(i.operands[0], value)
 
 
@@ -444,7 +479,10 @@ def _shfl(i: _Instruction) -> str:
     kind = next(each for each in ("up", "down", "bfly", "idx") if i.has(each))
     first, _, second = i.operands[0].partition("|")
     values = ", ".join(i.value(each, "u32") for each in i.operands[1:])
-    code = [f"const auto ptx_got = {_N}shfl('{kind[0]}', {values});", i.assigned(first, "ptx_got.value")]
+    code = [
+        f"const auto ptx_got = {_N}shfl('{kind[0]}', {values});",
+        i.assigned(first, "ptx_got.value"),
+    ]
     if second:
         code.append(i.assigned(second, "ptx_got.inside"))
     return f"{{ {' '.join(code)} }}"
@@ -457,7 +495,11 @@ def _vote(i: _Instruction) -> str:
     if kind is None:
         raise i.unknown()
     arguments = f"{i.value(i.operands[2], 'u32')}, {i.raw(i.operands[1])}"
-    result = f"(std::uint32_t)__ballot_sync({arguments})" if kind == "ballot" else f"(bool)__{kind}_sync({arguments})"
+    result = (
+        f"(std::uint32_t)__ballot_sync({arguments})"
+        if kind == "ballot"
+        else f"(bool)__{kind}_sync({arguments})"
+    )
     return i.assigned(i.operands[0], result)
 
 
@@ -488,7 +530,9 @@ def _mbarrier(i: _Instruction) -> str:
     scopes = _SCOPES | {"relaxed", "acquire", "release"}
     i.allow({*kinds, "parity", "shared", "shared::cta"}, scopes)
     kind = next((each for each in kinds if i.has(each)), None)
-    has_target = kind in ("test_wait", "try_wait") or (kind == "arrive" and not i.operands[0].startswith("["))
+    has_target = kind in ("test_wait", "try_wait") or (
+        kind == "arrive" and not i.operands[0].startswith("[")
+    )
     target, operands = (i.operands[0], i.operands[1:]) if has_target else ("_", i.operands)
     barrier = i.pointer(operands[0], f"{_N}Mbarrier")
     numbers = [i.value(each, "u32") for each in operands[1:]]
@@ -552,7 +596,8 @@ _MMA_TYPES = {
 
 def _mma(i: _Instruction) -> str:
     found = re.fullmatch(
-        r"mma\.sync\.aligned\.m16n8k(\d+)\.row\.col(?:\.kind::f8f6f4)?\.(f32|f16|s32)\.(\w+)\.(\w+)\.\2", i.code
+        r"mma\.sync\.aligned\.m16n8k(\d+)\.row\.col(?:\.kind::f8f6f4)?\.(f32|f16|s32)\.(\w+)\.(\w+)\.\2",
+        i.code,
     )
     if not found or not {found[3], found[4]} <= _MMA_TYPES.keys():
         raise i.unknown()
@@ -562,7 +607,11 @@ def _mma(i: _Instruction) -> str:
     sums = {"f32": "float", "f16": "float", "s32": "std::int32_t"}[found[2]]
     d, a, b, c = map(_vector, i.operands)
     fits = (found[2] == "s32") == (found[3] in ("s8", "u8")) and registers in (2, 4)
-    if not fits or (len(a), len(b)) != (registers, registers // 2) or len(c) != (2 if found[2] == "f16" else 4):
+    if (
+        not fits
+        or (len(a), len(b)) != (registers, registers // 2)
+        or len(c) != (2 if found[2] == "f16" else 4)
+    ):
         raise i.unknown()
 
     def given(operands: list[str]) -> str:
@@ -571,7 +620,9 @@ def _mma(i: _Instruction) -> str:
 
     call = f"{_N}mma_sync<{_MMA_TYPES[found[3]]}, {_MMA_TYPES[found[4]]}, {sums}, {registers}>"
     lines = [i.assigned(o, f"ptx_sums.v[{k}]") for k, o in enumerate(d)]
-    return f"{{ const auto ptx_sums = {call}({given(a)}, {given(b)}, {given(c)}); {' '.join(lines)} }}"
+    return (
+        f"{{ const auto ptx_sums = {call}({given(a)}, {given(b)}, {given(c)}); {' '.join(lines)} }}"
+    )
 
 
 def _fence(i: _Instruction) -> str:
@@ -598,7 +649,9 @@ def _dp4a(i: _Instruction) -> str:
     i.expect(4)
     if i.types not in (["s32", "s32"], ["u32", "u32"]):
         raise i.unknown()
-    return i.assigned(i.operands[0], f"__dp4a({', '.join(i.value(each, i.type) for each in i.operands[1:])})")
+    return i.assigned(
+        i.operands[0], f"__dp4a({', '.join(i.value(each, i.type) for each in i.operands[1:])})"
+    )
 
 
 def _shf(i: _Instruction) -> str:
