@@ -484,8 +484,7 @@ extern "C" __global__ void k(const float* x, float* out) {{
 
 
 def test_asm_of_a_header_is_not_judged() -> None:
-    text = '#include "lib/cluster.cuh"\n' + KERNEL.replace("BODY", "").replace("NAME", "k")
-    with pytest.raises(
-        NotJudged, match=r"cluster.cuh:\d+: the emulator does not run the inline PTX"
-    ):
-        loader.compile_kernel_file(Source("/tmp/k.cu", text))
+    header = '\n__device__ void wait() { asm volatile("bar.sync 0;"); }\n'
+    text = '#include "own.cuh"\n' + KERNEL.replace("BODY", "").replace("NAME", "k")
+    with pytest.raises(NotJudged, match=r"own.cuh:2: the emulator does not run the inline PTX"):
+        loader.compile_kernel_file(Source("/tmp/k.cu", text, (("own.cuh", header),)))

@@ -13,7 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from gpt2block.emulator.ptx_instructions import Operand, Unknown, called, declared
+from gpt2block.emulator.ptx_instructions import called
+from gpt2block.emulator.ptx_operands import Operand, UnknownPtxError, declared
 from gpt2block.errors import NotJudged
 
 HEADER = '#include "ptx.h"\n'
@@ -23,6 +24,7 @@ _MAY_HAVE_ASM = re.compile(r"\b(?:asm|__asm(?:__)?)\b|##")
 _HIDDEN = re.compile(r"^([ \t]*)#([ \t]*(?:include|pragma)\b)", re.MULTILINE)
 _HIDING = "#pragma ptx_on_cpu "
 _MARKER = re.compile(r'^# (\d+) ("[^"\n]*")[^\n]*$', re.MULTILINE)
+_LINE = re.compile(r'^#line (\d+) "[^\n]*"\n', re.MULTILINE)
 _TOKEN = re.compile(
     r'R"(?P<mark>[^()\\\s]{0,16})\((?P<raw>.*?)\)(?P=mark)"|"(?P<string>(?:[^"\\\n]|\\.)*)"'
     r"|'(?:[^'\\\n]|\\.)+'|(?P<line>^\#[^\n]*)|(?P<name>[A-Za-z_]\w*)|\d[\w.']*|::|\s+|.",
@@ -91,11 +93,8 @@ def check_replaced(said: str) -> None:
 
 def _line(text: str, offset: int) -> int:
     """Return the line of the user's file at an offset of the preprocessed text."""
-    marker = re.compile(r'^#line (\d+) "[^\n]*"\n', re.MULTILINE)
-    last = None
-    for last in marker.finditer(text, 0, offset):
-        pass
-    number, start = (int(last[1]), last.end()) if last else (1, 0)
+    markers = list(_LINE.finditer(text, 0, offset))
+    number, start = (int(markers[-1][1]), markers[-1].end()) if markers else (1, 0)
     return number + text.count("\n", start, offset)
 
 
@@ -119,24 +118,25 @@ def _preprocessed(text: str, name: str, constants: str) -> str | None:
 
 def _statement(tokens: list[re.Match[str]], i: int, place: _Place) -> tuple[int, str]:
     """Translate the asm statement after the token `i` - 1. Return (next token, C++)."""
-    while tokens[i][0].isspace() or tokens[i]["name"] or tokens[i]["line"]:
+    while i < len(tokens) and (tokens[i][0].isspace() or tokens[i]["name"] or tokens[i]["line"]):
         i += 1  # volatile
-    if tokens[i][0] != "(":
+    if i == len(tokens) or tokens[i][0] != "(":
         place.refuse("an asm statement without parentheses: write asm volatile(...)")
     sections: list[list[re.Match[str]]] = [[]]
     depth = 0
-    for i in range(i, len(tokens)):
-        token = tokens[i][0]
+    for found in tokens[i:]:
+        i += 1
+        token = found[0]
         opens = token in "([{"
         depth += opens - (token in ")]}")
         if depth == 0:
             break
-        if tokens[i]["line"] or (depth == 1 and opens):
+        if found["line"] or (depth == 1 and opens):
             continue
         if depth == 1 and token in (":", "::"):
             sections += [[] for _ in token]
         else:
-            sections[-1].append(tokens[i])
+            sections[-1].append(found)
     sections += [[], [], []]
     template = "".join(_string(token, place) for token in sections[0] if not token[0].isspace())
     operands = [
@@ -145,7 +145,7 @@ def _statement(tokens: list[re.Match[str]], i: int, place: _Place) -> tuple[int,
             [part for section in sections[1:3] for part in _separated(section)]
         )
     ]
-    return i + 1, _code(template, operands, place, f"{place.line}_{tokens[i].start()}")
+    return i, _code(template, operands, place, f"{place.line}_{found.start()}")
 
 
 def _string(token: re.Match[str], place: _Place) -> str:
@@ -231,7 +231,7 @@ def _declaration(kind: str, list_: str, names: dict[str, Operand], place: _Place
         for each in (f"{several[1]}{k}" for k in range(int(several[2]))) if several else (name,):
             try:
                 operand = declared(each, kind)
-            except Unknown as error:
+            except UnknownPtxError as error:
                 place.refuse(str(error))
             names[each] = operand
             # Without an initializer, as a branch may jump over the declaration.
@@ -254,7 +254,7 @@ def _instruction(
         guard = found["guard"].replace(" ", "")
         test = names.get(guard.lstrip("!"))
         if test is None:
-            raise Unknown(f"the emulator does not know the predicate {guard}")
-    except Unknown as error:
+            raise UnknownPtxError(f"the emulator does not know the predicate {guard}")
+    except UnknownPtxError as error:
         place.refuse(str(error))
     return f"if ({'!' * guard.startswith('!')}{test.name}) {{ {body} }}"
