@@ -684,6 +684,10 @@ void cuda_on_cpu::comparison(const void* place, std::size_t bytes, std::uint64_t
     if (atomic_access) atomic_access(place, bytes, __builtin_return_address(0));
 }
 
+void cuda_on_cpu::constant_read(const void* place, std::size_t bytes) {
+    if (read_as_constant) read_as_constant(place, bytes, __builtin_return_address(0));
+}
+
 void cuda_on_cpu::fence(bool of_device) {
     if (fence_passed) fence_passed(of_device);
 }

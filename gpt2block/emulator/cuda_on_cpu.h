@@ -74,6 +74,7 @@ void sleep();  // lets the other threads run
 void atomic(const void* place, std::size_t bytes);  // must be called before an atomic access
 void comparison(const void* place, std::size_t bytes, std::uint64_t expected);  // must be called before an atomicCAS
 void fence(bool of_device);
+void constant_read(const void* place, std::size_t bytes);  // must be called before ld.global.nc
 // Waits at a barrier of PTX with the number `id` until `number` threads have arrived, or only arrives.
 void named_barrier(int id, unsigned number, bool waits, const char* file, int line);
 void poll(const char* file, int line);  // lets the other threads run, because the thread waits for an mbarrier

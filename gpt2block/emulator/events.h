@@ -23,6 +23,8 @@ __attribute__((weak)) void atomic_access(const void* address, std::size_t bytes,
 // Called before an atomicCAS. Returns whether it expects the value of a plain read by its thread, so that the other
 // threads should run first.
 __attribute__((weak)) bool read_is_compared(const void* address, std::size_t bytes, std::uint64_t expected);
+// Called before a load that needs memory which no thread of the launch writes (ld.global.nc).
+__attribute__((weak)) void read_as_constant(const void* address, std::size_t bytes, void* place);
 __attribute__((weak)) void fence_passed(bool of_device);  // of_device: __threadfence(), else __threadfence_block()
 // A thread arrives at a meeting, such as a named barrier, or learns of the accesses of all that have arrived.
 __attribute__((weak)) void meeting_begins(const void* meeting);

@@ -598,14 +598,25 @@ def _version() -> int:
     return int(_output("g++", "-dumpversion").partition(".")[0])
 
 
+def translated(source: Source, defines: kernels.Defines) -> str | None:
+    """Return a user's file with C++ in place of inline PTX, or None if it has no inline PTX.
+
+    Raises NotJudged for PTX that the emulator does not support.
+    """
+    own = kernels.without_host_headers(source.text)
+    return ptx.translated(own, source.name, _constants(defines))
+
+
+def _constants(defines: kernels.Defines) -> str:
+    return "".join(f"#define {name} {value}\n" for name, value in defines)
+
+
 def _translation_unit(source: Source, defines: kernels.Defines) -> str:
-    constants = "".join(f"#define {name} {value}\n" for name, value in defines)
     own, prelude = source.text, ""
     if Path(source.name).is_absolute():
-        own = kernels.without_host_headers(own)
-        translated = ptx.translated(own, source.name, constants)
-        prelude = (ptx.HEADER if translated else "") + ptx.POISON
-        own = translated or own
+        without_ptx = translated(source, defines)
+        prelude = (ptx.HEADER if without_ptx else "") + ptx.POISON
+        own = without_ptx or kernels.without_host_headers(own)
     text = _DYNAMIC_SHARED.sub(_dynamic, _STATIC_SHARED.sub("", own))
     text = _SHARED_ALIGNED.sub(r"\1 __shared__", text)
     if re.search(r"extern\s+__shared__", kernels.without_comments(text)):
@@ -617,7 +628,7 @@ def _translation_unit(source: Source, defines: kernels.Defines) -> str:
     # The anonymous namespace gives templates internal linkage. With external linkage,
     # AddressSanitizer would put no redzones around the static variables of template functions.
     return (
-        f'#include "{_first_header(source)}"\n{prelude}{constants}'
+        f'#include "{_first_header(source)}"\n{prelude}{_constants(defines)}'
         f'namespace {{\n#line 1 "{source.name}"\n{text}\n#line 1 "{END}"\n'
         f"const cuda_on_cpu::Entry cuda_on_cpu_entries[] = {{\n{entries}{{}}}};\n}}\n"
         "const cuda_on_cpu::Entry* const cuda_on_cpu::entries = cuda_on_cpu_entries;\n"

@@ -63,6 +63,12 @@ __forceinline__ Vector<T, N> load_strong(const Vector<T, N>* from) {
     return value;
 }
 
+template <typename T, int N>
+__forceinline__ Vector<T, N> load_constant(const Vector<T, N>* from) {
+    cuda_on_cpu::constant_read(from, sizeof *from);
+    return *from;
+}
+
 template <typename T, typename Op>
 __forceinline__ T atom(T* pointer, Op op) {
     cuda_on_cpu::atomic(pointer, sizeof *pointer);

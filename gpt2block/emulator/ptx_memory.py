@@ -40,7 +40,8 @@ def _ld(i: Instruction) -> str:
     to = vector(i.operands[0])
     kind = f"{N}Vector<{_element(i.type)}, {n}>"
     pointer = i.pointer(i.operands[1], kind)
-    loaded = f"{N}load_strong({pointer})" if strong else f"*{pointer}"
+    load = "load_strong" if strong else "load_constant" if i.has("nc") else ""
+    loaded = f"{N}{load}({pointer})" if load else f"*{pointer}"
     lines = [i.assigned(o, f"ptx_loaded.v[{k}]") for k, o in enumerate(to)]
     return f"{{ const {kind} ptx_loaded = {loaded}; {' '.join(lines)} }}"
 

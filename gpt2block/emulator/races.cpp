@@ -530,6 +530,23 @@ bool cuda_on_cpu::read_is_compared(const void* address, std::size_t bytes, std::
     return at != nullptr;
 }
 
+void cuda_on_cpu::read_as_constant(const void* address, std::size_t bytes, void* place) {
+    const char* first = static_cast<const char*>(address);
+    Region* region = thread_number() < 0 ? nullptr : region_of(first);
+    if (!region || region->of_block()) return;
+    const std::size_t start = first - region->data, stop = std::min(start + bytes, region->bytes);
+    const unsigned from = static_cast<unsigned>(reinterpret_cast<std::uintptr_t>(place));
+    for (std::size_t i = start; i < stop; ++i) {
+        const Access& written = region->history(i).written;
+        if (written.thread < 0) continue;
+        std::fprintf(stderr, "cuda_on_cpu: race in %s: %s reads %s by ld.global.nc at %s; %s wrote it at %s, but "
+                     "ld.global.nc needs memory that the kernel does not write\n", kernel_name(),
+                     at(thread_number()).c_str(), name_of(*region, i).c_str(), line_of(from).c_str(),
+                     at(written.thread).c_str(), line_of(written.place).c_str());
+        _exit(3);
+    }
+}
+
 void cuda_on_cpu::fence_passed(bool of_device) {
     const int thread = thread_number();
     Thread& self = threads[thread];

@@ -88,6 +88,7 @@ def check_kernel(
     """
     require_emulator()
     _check_judged(kernel.source)
+    emulator.loader.translated(emulator.Source.shipped(str(kernel.source.path)), kernel.defines)
     needs = refused(kernel)
     if isinstance(needs, Finding):
         yield needs
