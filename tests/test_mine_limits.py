@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -146,8 +145,8 @@ def test_a_read_only_load_of_a_written_value_is_reported() -> None:
 
 
 @pytest.fixture
-def small(tmp_path: Path) -> Iterator[Path]:
-    yield tmp_path / "my.cu"
+def small(tmp_path: Path) -> Path:
+    return tmp_path / "my.cu"
 
 
 @on_emulator

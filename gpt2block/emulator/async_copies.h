@@ -1,5 +1,6 @@
 // Asynchronous copies to shared memory. A copy happens as late as its semantics allow, when the kernel waits for it;
-// until then its destination holds bytes of 0xFF. The loader puts this file into an unnamed namespace.
+// until then its destination holds bytes of 0xFF. The loader puts this file into an unnamed namespace, or includes it
+// before through ptx.h.
 #pragma once
 
 namespace cuda_on_cpu_pipeline {
@@ -14,7 +15,7 @@ struct Copy {
     unsigned phase;
 };
 
-constexpr int MOST = 256;  // maximum number of copies in flight per thread
+constexpr unsigned MOST = 512;  // maximum number of copies in flight per thread
 static Copy copies[1024][MOST];
 static unsigned counts[1024], groups[1024];
 static unsigned bound;  // number of copies in flight that belong to barriers
@@ -35,27 +36,30 @@ __forceinline__ void each_byte(const Copy& copy, DoByte do_byte) {
 
 __attribute__((noinline, no_sanitize("thread"))) inline void record(Copy copy) {
     const unsigned t = thread();
-    assert(counts[t] < MOST);
+    if (counts[t] == MOST) cuda_on_cpu::stop("the emulator has at most 512 asynchronous copies in flight", __FILE__, __LINE__);
     copy.group = groups[t];
     copies[t][counts[t]++] = copy;
     bound += copy.barrier != nullptr;
-}
-
-__forceinline__ void begin(const Copy& copy) {
-    record(copy);
-    each_byte(copy, [&](std::size_t i) __attribute__((always_inline)) {
-        if (copy.barrier && i < copy.bytes - copy.zeros) {  // finish_bound does not record its accesses
-            const char value = copy.from[i];
-            asm volatile("" : : "r"(value));
-        }
-        copy.to[i] = (char)0xFF;
-    });
 }
 
 __forceinline__ void finish(const Copy& copy) {
     each_byte(copy, [&](std::size_t i) __attribute__((always_inline)) {
         copy.to[i] = i < copy.bytes - copy.zeros ? copy.from[i] : 0;
     });
+}
+
+__forceinline__ void begin(const Copy& copy) {
+    if (cuda_on_cpu::copies_at_once()) return finish(copy);
+    record(copy);
+    each_byte(copy, [&](std::size_t i) __attribute__((always_inline)) {
+        // Reads the source, so that a report about it names this line.
+        if (i < copy.bytes - copy.zeros) [[maybe_unused]] volatile char unused = copy.from[i];
+        copy.to[i] = (char)0xFF;
+    });
+}
+
+inline void note_uncommitted(const Copy&) {
+    cuda_on_cpu::note("a thread waits for an asynchronous copy that no __pipeline_commit() or commit_group has committed");
 }
 
 // Finishes the copies that belong to phases of a barrier before `phase`, of all threads.
@@ -95,29 +99,5 @@ struct ThisThread {
     static unsigned thread_rank() { return 0; }
     static unsigned size() { return 1; }
 };
-
-}  // namespace cuda_on_cpu_pipeline
-
-namespace cuda {
-
-template <std::size_t ALIGNMENT>
-struct aligned_size_t {
-    static constexpr std::size_t align = ALIGNMENT;
-    std::size_t value;
-    explicit aligned_size_t(std::size_t size) : value(size) {}
-    operator std::size_t() const { return value; }
-};
-
-}  // namespace cuda
-
-namespace cuda_on_cpu_pipeline {
-
-template <typename Size>
-void check(const void*, const void*, const Size&, const char*, int) {}
-template <std::size_t ALIGNMENT>
-void check(const void* to, const void* from, const cuda::aligned_size_t<ALIGNMENT>& size, const char* file, int line) {
-    if (((std::uintptr_t)to | (std::uintptr_t)from | size) % ALIGNMENT == 0) return;
-    cuda_on_cpu::stop("memcpy_async: an address or the size is not a multiple of aligned_size_t", file, line);
-}
 
 }  // namespace cuda_on_cpu_pipeline

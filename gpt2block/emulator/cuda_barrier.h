@@ -1,6 +1,7 @@
 // cuda::barrier, cuda::pipeline and cuda::memcpy_async. A copy that belongs to a barrier arrives when a thread waits
 // for the barrier's phase: see async_copies.h.
 #pragma once
+#include <aligned_size.h>
 #include <cuda_atomic.h>
 #include <cuda_pipeline.h>
 
@@ -182,7 +183,7 @@ __forceinline__ pipeline<SCOPE> make_pipeline(const Group& group, pipeline_share
 template <typename Group, typename Size, thread_scope SCOPE>
 __forceinline__ void memcpy_async(const Group& group, void* to, const void* from, Size size, barrier<SCOPE>& barrier,
                                   CALL_SITE) {
-    cuda_on_cpu_pipeline::check(to, from, size, file, line);
+    cuda_on_cpu_sizes::check(to, from, size, file, line);
     cuda_on_cpu_pipeline::begin_shared(group, to, from, size, &barrier, barrier.phase());
 }
 
@@ -190,7 +191,7 @@ template <typename Group, typename Size, thread_scope SCOPE>
 __forceinline__ void memcpy_async(const Group& group, void* to, const void* from, Size size, pipeline<SCOPE>& pipe,
                                   CALL_SITE) {
     if constexpr (SCOPE == thread_scope_thread) {
-        cuda_on_cpu_pipeline::check(to, from, size, file, line);
+        cuda_on_cpu_sizes::check(to, from, size, file, line);
         cuda_on_cpu_pipeline::begin_shared(group, to, from, size);
     } else {
         memcpy_async(group, to, from, size, pipe.filled(), file, line);

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from gpt2block.cuda import kernels
 from gpt2block.doctor import Check
 from gpt2block.emulator import cache as cached
-from gpt2block.emulator import places, programs
+from gpt2block.emulator import places, programs, ptx
 from gpt2block.emulator.cache import folder as cache_folder
 from gpt2block.emulator.library import with_library
 from gpt2block.errors import KernelError, NotJudged
@@ -79,7 +79,10 @@ _THREADS = ("-fsanitize=thread", "-fno-pie", "-gdwarf-4", "-g1")
 _VOLATILE = "--param=tsan-distinguish-volatile=1"  # supported since GCC 11
 _PATTERN = "-ftrivial-auto-var-init=pattern"  # supported since GCC 12
 _TURNS = "-fsanitize-coverage=trace-pc"  # inserts a call in each basic block, see cuda_on_cpu.cpp
-_WAITS = re.compile(r"\bvolatile\b|\batomic\w*|\b__ldcv\b|\b__nanosleep\b")
+_WAITS = re.compile(
+    r"(?<!asm )(?<!asm__ )\bvolatile\b|\batomic\w*|\b__ldcv\b|\b__nanosleep\b"
+    r"|\b(?:atom|red|mbarrier|nanosleep)\.|\bld\.(?:volatile|relaxed|acquire)"
+)
 # Order of threads → byte that fills shared memory and, in unoptimised programs, local variables.
 # As floats, these bytes are NaN, a large positive and a large negative number. A maximum, minimum
 # or sum that reads unwritten memory is therefore wrong in at least one order.
@@ -653,12 +656,25 @@ def _version() -> int:
     return int(_output("g++", "-dumpversion").partition(".")[0])
 
 
+def translated(source: Source, defines: kernels.Defines) -> str | None:
+    """Return a user's file with C++ in place of inline PTX, or None if it has no inline PTX.
+
+    Raises NotJudged for PTX that the emulator does not support.
+    """
+    own = kernels.without_host_headers(source.text)
+    return ptx.translated(own, source.name, _OF_CUDA + _constants(defines))
+
+
+def _constants(defines: kernels.Defines) -> str:
+    return "".join(f"#define {name} {value}\n" for name, value in defines)
+
+
 def _translation_unit(source: Source, defines: kernels.Defines) -> str:
-    constants = "".join(f"#define {name} {value}\n" for name, value in defines)
-    own, system = source.text, ""
+    own, prelude = source.text, ""
     if Path(source.name).is_absolute():
-        system, own = with_library(kernels.without_host_headers(own))
-        constants += _OF_CUDA
+        without_ptx = translated(source, defines)
+        system, own = with_library(without_ptx or kernels.without_host_headers(own))
+        prelude = system + (ptx.HEADER if without_ptx else "") + ptx.POISON + _OF_CUDA
     text = _DYNAMIC_SHARED.sub(_dynamic, _STATIC_SHARED.sub("", own))
     text = _SHARED_ALIGNED.sub(r"\1 __shared__", text)
     if re.search(r"extern\s+__shared__", kernels.without_comments(text)):
@@ -670,7 +686,7 @@ def _translation_unit(source: Source, defines: kernels.Defines) -> str:
     # The anonymous namespace gives templates internal linkage. With external linkage,
     # AddressSanitizer would put no redzones around the static variables of template functions.
     return (
-        f'#include "{_first_header(source)}"\n{system}{constants}'
+        f'#include "{_first_header(source)}"\n{prelude}{_constants(defines)}'
         f'namespace {{\n#line 1 "{source.name}"\n{text}\n#line 1 "{END}"\n'
         f"const cuda_on_cpu::Entry cuda_on_cpu_entries[] = {{\n{entries}{{}}}};\n}}\n"
         "const cuda_on_cpu::Entry* const cuda_on_cpu::entries = cuda_on_cpu_entries;\n"
@@ -743,6 +759,7 @@ def _compiled(
         what = lacking[2].replace("{anonymous}::", "")
         raise NotJudged(f"{lacking[1]}: the emulator lacks a part of CUDA: {what}: use a GPU")
     if done.returncode:
+        ptx.check_replaced(done.stderr)
         raise ShimError(f"{name} does not compile for the CPU:\n{done.stderr}", done.stderr)
     return done.stderr
 

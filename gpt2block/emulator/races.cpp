@@ -5,6 +5,7 @@
 // Vector clocks track the order of accesses. Accesses are ordered by:
 //   - __syncthreads() within a block, and within a warp every exchange (__syncwarp(), shuffles) among the lanes of its
 //     mask;
+//   - a named barrier or mbarrier of PTX, which orders the threads that arrive before the threads that wait;
 //   - a fence, then an atomic or volatile write, then an atomic or volatile read of the same address by another thread:
 //     accesses that the first thread made, or knew to be complete, before its fence precede the reader's next accesses.
 // Two accesses that are both atomic or volatile are not a race. A thread's plain access is ordered after all atomic
@@ -158,6 +159,7 @@ std::vector<Region> regions;
 std::vector<Thread> threads;  // threads of the block
 // Address -> accesses that its last strong writes made visible: [0] to threads of the block, [1] to all threads.
 std::unordered_map<const void*, Blocks> told[2];
+std::map<const void*, Blocks[Thread::FACTS]> meetings;  // facts of the threads that have arrived
 unsigned block, phase, turn;  // turn: position of the block in the order in which blocks run
 const char* dynamic_name = nullptr;
 std::size_t dynamic_element = 1;
@@ -449,6 +451,7 @@ void cuda_on_cpu::block_begins(unsigned number, std::size_t count, const void* d
     threads.assign(count, {});
     for (std::size_t i = 0; i < count; ++i) threads[i].of[i % WARP] = 1;
     told[0].clear();
+    meetings.clear();
     for (auto it = told[1].begin(); it != told[1].end();) {  // forget this block's shared memory
         const Region* region = region_of(static_cast<const char*>(it->first));
         it = region && region->of_block() ? told[1].erase(it) : std::next(it);
@@ -487,6 +490,21 @@ void cuda_on_cpu::lanes_meet(std::size_t first, unsigned lanes) {
         ++thread.of[lane];
         adopt(thread, common);
     }
+}
+
+void cuda_on_cpu::meeting_begins(const void* meeting) { meetings.erase(meeting); }
+
+void cuda_on_cpu::thread_arrives(const void* meeting, int thread) {
+    Thread& self = threads[thread];
+    report_held(self);
+    Blocks(&common)[Thread::FACTS] = meetings[meeting];
+    share(common, self);
+    join(common[Thread::learnt], knowledge(thread));
+    ++self.of[thread % WARP];  // accesses from now on are after the arrival
+}
+
+void cuda_on_cpu::thread_learns(const void* meeting, int thread) {
+    for (int i = 0; i < Thread::FACTS; ++i) join(threads[thread].facts[i], meetings[meeting][i]);
 }
 
 void cuda_on_cpu::atomic_access(const void* address, std::size_t bytes, void* place) {

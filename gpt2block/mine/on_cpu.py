@@ -75,7 +75,6 @@ LARGE_RUN = EmulatedRun(ORDERS[0], build="fast")
 _INCLUDED = r"^[ \t]*#[ \t]*include[ \t]*<(%s)>"
 # Regex of code that the emulator cannot run → the limitation, and what to do instead.
 _ON_GPU = {
-    r"\b(asm|__asm__|__asm)\b": "does not run inline PTX: of lib/sm80.cuh it has cp.async and mma",
     _INCLUDED % rf"(?!(?:{'|'.join(map(re.escape, supported()))})>)"
     r"(?:(?:cub|cuda|cute|cutlass|thrust|cooperative_groups)/[^>]*|cu\w+\.h)": "does not have this "
     "header: write by hand what the file uses",
@@ -111,6 +110,7 @@ def check_kernel(
     require_emulator()
     check_text(kernel.source)
     _check_judged(kernel.source)
+    emulator.loader.translated(emulator.Source.shipped(str(kernel.source.path)), kernel.defines)
     needs = refused(kernel)
     if isinstance(needs, Finding):
         yield needs

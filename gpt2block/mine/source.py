@@ -27,6 +27,7 @@ _NUMBER = re.compile(
     r"(?:[ \t]+|\s*=\s*)([\w \t+*/()-]+)",
     re.MULTILINE,
 )
+_WAIT = re.compile(r"\bwait_for_previous\(|\bgriddepcontrol\.wait\b")
 _KEYS = ("grid", "block", "shared")
 
 
@@ -104,7 +105,7 @@ class UserSource:
     @property
     def waits(self) -> bool:
         """Whether the kernel supports overlapping launches (kernels_cu/lib/overlap.cuh)."""
-        return "wait_for_previous(" in kernels.without_comments(self.text)
+        return bool(_WAIT.search(kernels.without_comments(self.text)))
 
 
 def read(

@@ -1,5 +1,6 @@
 // cg::memcpy_async by the threads of a group, and waits for its copies. Each memcpy_async is a stage of its own.
 #pragma once
+#include <aligned_size.h>
 #include <cooperative_groups.h>
 #include <cuda_pipeline.h>
 
@@ -9,7 +10,7 @@ namespace cooperative_groups {
 
 template <typename Group, typename To, typename From, typename Size>
 __forceinline__ void memcpy_async(const Group& group, To* to, const From* from, const Size& size, CALL_SITE) {
-    cuda_on_cpu_pipeline::check(to, from, size, file, line);
+    cuda_on_cpu_sizes::check(to, from, size, file, line);
     cuda_on_cpu_pipeline::begin_shared(group, to, from, size);
     __pipeline_commit();
 }
