@@ -111,7 +111,7 @@ def test_a_check_that_crashes_or_hangs_ends_its_own_process_alone(
     monkeypatch.setattr(judging, "_serve", children.judges)
     names = ["a", "dies", "b", "c", "hangs", "d"]
     kernels = [KernelFile(Path(f"{name}.cu"), f"{name}.cu", "add") for name in names]
-    found = {each.entry.file[:-3]: each for each in judge(kernels, 1, limit_s=20.0)}
+    found = {each.entry.file[:-3]: each for each in judge(kernels, 1, 20.0)}
     assert set(found) == set(names)
     for name, said in (("dies", "ended with code 7"), ("hangs", "took more than 20 s")):
         assert found[name].verdict == "not judged"
@@ -127,7 +127,7 @@ def test_an_error_of_the_checks_is_a_reason(
 ) -> None:
     (tmp_path / "a.cu").write_text("int x;\n", encoding="utf-8")
     entry = KernelFile(tmp_path / "a.cu", "a.cu", "add", options={"shape": "N=3,C=20"})
-    found = judging.judged(entry, "cpu")
+    found = judging.judged(entry, device="cpu")
     assert (found.verdict, found.result, found.finding) == ("not judged", None, "")
     assert "no kernel: expected extern" in found.said
     monkeypatch.setattr(judging, "check", lambda *_, **options: 1 // 0)
@@ -194,8 +194,9 @@ def test_the_command_prints_json_and_succeeds_if_all_is_as_expected(homework: Pa
     (homework / "table.csv").write_text(
         f'file,operation,expected,options\nracy.cu,add,wrong,"{SHAPE}"\n', encoding="utf-8"
     )
-    ended = command(homework, "--json")
+    ended = command(homework, "--json", "--seed", 3)
     assert ended.code == 0
+    assert ended.json["seed"] == ended.json["kernels"][0]["result"]["seed"] == 3
     assert ended.json["confusion"] == {"wrong": {"right": 0, "wrong": 1, "not judged": 0}}
     (kernel,) = ended.json["kernels"]
     assert (kernel["file"], kernel["verdict"], kernel["finding"]) == ("racy.cu", "wrong", "race")
@@ -210,6 +211,7 @@ def test_the_command_prints_json_and_succeeds_if_all_is_as_expected(homework: Pa
         (["--csv", "/no/such/folder/out.csv"], "there is no directory /no/such/folder"),
         (["--operation", "norm"], "unknown operation 'norm'"),
         (["--jobs", "0"], "--jobs"),
+        (["--seed", "-1"], "--seed"),
     ],
 )
 def test_options_that_do_not_fit(

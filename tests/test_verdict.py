@@ -66,6 +66,7 @@ TEXTS = {  # of findings that take long to reproduce, or need a GPU
     "right in the first launch of a process, wrong in a later one": "kept_state",
     "fragile: right for ordinary inputs, wrong for these": "fragile",
     "assertion fails: race == 0": "assertion",
+    "read-only load: thread (0, 0, 0) reads y[0] at my.cu:4": "read_only",
     "division by zero": "other",
 }
 

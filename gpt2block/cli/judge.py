@@ -40,6 +40,7 @@ def judge(
         complete=complete.devices,
     ),
     jobs: int | None = option("Processes; by default the number of cores.", min=1),
+    seed: int | None = option("Seed of the random sizes of all checks; by default a new one."),
     csv_file: Path | None = path_option("Also write this CSV file, a row a kernel.", None, "--csv"),
     as_json: bool = json_option(),
 ) -> None:
@@ -53,14 +54,16 @@ def judge(
     right; otherwise it is 1.
     """
     from gpt2block.mine import folder as judging  # noqa: PLC0415  (slow to import)
+    from gpt2block.mine.cases import resolved_seed  # noqa: PLC0415
 
-    kernels = judging.entries(folder, operation)
+    kernels, seed = judging.entries(folder, operation), resolved_seed(seed)
     _check_device(device)
     if csv_file is not None:
         check_file(csv_file)
     found: list[Judged] = []
     with progress_bar("kernels", hidden=as_json) as bar:
-        results = judging.judge(kernels, jobs or judging.default_jobs(), device)
+        jobs = jobs or judging.default_jobs()
+        results = judging.judge(kernels, jobs, device=device, seed=seed)
         found.extend(bar.track(results, len(kernels)))
     found.sort(key=lambda each: kernels.index(each.entry))
     if csv_file is not None:
@@ -68,11 +71,13 @@ def judge(
     confusion, unexpected = judging.confusion(found), judging.disagreements(found)
     if as_json:
         rows = [each.as_dict() for each in found]
-        print_json({"schema": judging.SCHEMA, "confusion": confusion, "kernels": rows})
+        head = {"schema": judging.SCHEMA, "seed": seed, "confusion": confusion}
+        print_json({**head, "kernels": rows})
     else:
         _print_kernels(console(), found)
         _print_confusion(console(), confusion)
         _print_unexpected(console(), unexpected)
+        print(f"Random sizes: seed {seed}.")
     if unexpected:
         raise typer.Exit(FAILED)
 

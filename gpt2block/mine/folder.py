@@ -172,13 +172,13 @@ def _options(text: str) -> dict[str, str]:
 
 
 def judge(
-    kernels: Sequence[KernelFile], jobs: int, device: str | None = None, limit_s: float = LIMIT_S
+    kernels: Sequence[KernelFile], jobs: int, limit_s: float = LIMIT_S, **options: Any
 ) -> Iterator[Judged]:
     """Check kernels in `jobs` child processes; yield each verdict as soon as it is known.
 
-    device: as for `check`. limit_s: time limit of each check, in seconds.
+    limit_s: time limit of each check, in seconds. options: keywords of `check` for all kernels.
     """
-    pool = _Pool(deque(kernels), max(1, min(CHUNK, len(kernels) // jobs)), device, limit_s)
+    pool = _Pool(deque(kernels), max(1, min(CHUNK, len(kernels) // jobs)), limit_s, options)
     threads = [Thread(target=pool.work, daemon=True) for _ in range(min(jobs, len(kernels)))]
     for thread in threads:
         thread.start()
@@ -207,8 +207,8 @@ class _Pool:
 
     waiting: deque[KernelFile]
     most: int
-    device: str | None
     limit_s: float
+    options: Mapping[str, Any]
     done: SimpleQueue[Judged | Exception] = field(default_factory=SimpleQueue)
     stopped: Event = field(default_factory=Event)
 
@@ -226,7 +226,7 @@ class _Pool:
     def _check(self, chunk: list[KernelFile]) -> None:
         """Check a chunk in a child process. If the process ends early, return the rest."""
         begun, first = perf_counter(), Stage("the check", self.limit_s)
-        args = (chunk, self.device, self.limit_s)
+        args = (chunk, self.limit_s, self.options)
         for message in supervised(_serve, args, first, daemon=False):
             entry = chunk.pop(0)
             if isinstance(message, ProcessExited):
@@ -250,21 +250,26 @@ def _ended(entry: KernelFile, end: ProcessExited, seconds: float) -> Judged:
     return Judged(entry, NOT_JUDGED, seconds, f"the process of the check {what}")
 
 
-def _serve(send: Send, chunk: Sequence[KernelFile], device: str | None, limit_s: float) -> None:
+def _serve(
+    send: Send, chunk: Sequence[KernelFile], limit_s: float, options: Mapping[str, Any]
+) -> None:
     """Run in the child process: check the kernels and send a `Judged` for each."""
     for entry in chunk:
         send(Stage(f"the check of {entry.file}", limit_s))
-        send(judged(entry, device))
+        send(judged(entry, **options))
 
 
-def judged(entry: KernelFile, device: str | None = None) -> Judged:
-    """Check one kernel. An exception, such as one for an unreadable file, is the reason."""
+def judged(entry: KernelFile, **options: Any) -> Judged:
+    """Check one kernel. An exception, such as one for an unreadable file, is the reason.
+
+    options: further keywords of `check`.
+    """
     begun = perf_counter()
-    options: dict[str, Any] = {**entry.options}
+    options |= entry.options
     try:
         if "shape" in options:
             options["shape"] = stated_sizes(find(entry.operation), options["shape"])
-        found = check(entry.path, entry.operation, device=device, **options)
+        found = check(entry.path, entry.operation, **options)
     except PrintableError as error:
         said = error.message(lambda argument: f"--{argument.name} {argument.value}".rstrip())
     except Exception as error:  # an error of the checks must not stop the other kernels
