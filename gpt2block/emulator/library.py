@@ -39,7 +39,8 @@ _SYSTEM = """\
 
 def supported() -> list[str]:
     """Return the names of all headers of CUDA that a user's file may include."""
-    here, removed = Path(__file__).parent, ("cuda.h", "cuda_runtime_api.h")  # by the loader
+    here = Path(__file__).parent
+    removed = ("cuda.h", "cuda_runtime_api.h")  # the loader removes their includes
     return sorted(
         {*LIBRARY, *removed, *(path.relative_to(here).as_posix() for path in here.rglob("*.h"))}
     )
