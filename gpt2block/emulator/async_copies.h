@@ -64,6 +64,7 @@ inline void note_uncommitted(const Copy&) {
 
 // Finishes the copies that belong to phases of a barrier before `phase`, of all threads.
 __attribute__((noinline, no_sanitize("thread"))) inline void finish_bound(const void* barrier, unsigned phase) {
+    const cuda_on_cpu::Uninterrupted whole;
     for (unsigned t = 0; bound && t < blockDim.x * blockDim.y * blockDim.z; ++t) {
         unsigned kept = 0;
         for (unsigned c = 0; c < counts[t]; ++c) {

@@ -44,8 +44,7 @@ T folded(int first, int last, Op& op) {
 
 // Reads a byte of a TempStorage. The compiler must not remove the read, although the value is not used.
 __forceinline__ void read(const unsigned char& byte) {
-    const unsigned char value = byte;
-    asm volatile("" : : "r"(value));
+    [[maybe_unused]] volatile unsigned char value = byte;
 }
 
 template <int X, int Y, int Z>

@@ -35,6 +35,7 @@
 
 uint3 threadIdx, blockIdx;
 dim3 blockDim, gridDim;
+int cuda_on_cpu::uninterrupted;
 
 __attribute__((noinit)) char shared_begin[32];
 
@@ -761,7 +762,7 @@ extern "C" void __cxa_guard_release(char* guard) { *guard = 1; }
 
 // Called at the start of each basic block of a kernel that may wait in a loop.
 extern "C" void __sanitizer_cov_trace_pc() {
-    if (++steps < turn || !current) return;
+    if (++steps < turn || !current || cuda_on_cpu::uninterrupted) return;
     turn = 1'000;
     spins = true;
     make_way();

@@ -71,6 +71,11 @@ bool copies_at_once();  // whether asynchronous copies arrive immediately
 void wait_for_previous();  // see lib/overlap.cuh
 bool each_block_first(void (*first)());  // registers a function to call before every block; returns true
 void sleep();  // lets the other threads run
+extern int uninterrupted;  // number of objects below that exist
+struct Uninterrupted {     // while it exists, no other thread runs; a function that waits may not be called
+    Uninterrupted() { ++uninterrupted; }
+    ~Uninterrupted() { --uninterrupted; }
+};
 void atomic(const void* place, std::size_t bytes);  // must be called before an atomic access
 void atomic_read(const void* place, std::size_t bytes);  // must be called before an atomic load
 void comparison(const void* place, std::size_t bytes, std::uint64_t expected);  // must be called before an atomicCAS
