@@ -214,7 +214,7 @@ def _own_cases(request: Request, user: Kernel) -> tuple[Case, ...]:
 
 def _own_on_cpu(request: Request, user: Kernel) -> bool:
     at = parse_sizes(request.operation, request.options.shape)
-    timed = on_cpu.Timed(at, request.stored[1])
+    timed = on_cpu.TimedSizes(at, request.stored[1])
     found = on_cpu.check_kernel(user, _own_cases(request, user), timed=timed)
     return _show_own(request, Verdict.of(user, CPU, found, request.seed))
 

@@ -600,7 +600,7 @@ void rehearse(Order& order, int count) {
     rehearses = true;
     for (const Array& array : arrays) rotate(array, 0);
     for (int i = 0; i < count; ++i) launch(order);
-    for (bool exchanges : {true, false}) {
+    for (bool exchanges : {false, true}) {
         restore();
         for (std::size_t i = 0; i < arrays.size(); ++i) {
             if (arrays[i].data) change_one(arrays[i], kernel->elements[i], exchanges);

@@ -83,8 +83,7 @@ def cases(
     operation = kernel.operation
     usual = sizes.usual(operation)
     if stated:
-        last, attrs = usual[-1]
-        usual = (({**last, **stated}, attrs),)
+        usual = (sizes.stated(operation, stated),)
     further = () if stated else sizes.further(operation)
     found = [case(kernel, *each, layout) for each in usual]
     found += [replace(case(kernel, *each, layout), hint=OTHER_SIZES) for each in further]

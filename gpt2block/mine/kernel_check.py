@@ -71,7 +71,7 @@ def check(
     if device == "cuda" and problem:
         raise DeviceError(f"device 'cuda': {problem}: {doctor.ADVICE}")
     if problem:
-        timed = on_cpu.Timed({**found.workload.sizes, **stated}, stored[1])
+        timed = on_cpu.TimedSizes({**found.workload.sizes, **stated}, stored[1])
         return Verdict.of(user, "cpu", on_cpu.check_kernel(user, given, timed=timed), seed)
     job = on_gpu.ChildJob(user, given, (), None, stored)
     return Verdict.of(user, "cuda", on_gpu.run(job), seed)

@@ -89,7 +89,7 @@ def require_emulator() -> None:
         )
 
 
-class Timed(NamedTuple):
+class TimedSizes(NamedTuple):
     """The sizes that a GPU times, and the layout of the weights."""
 
     sizes: Sizes
@@ -97,7 +97,7 @@ class Timed(NamedTuple):
 
 
 def check_kernel(
-    kernel: Kernel, cases: Sequence[Case], limit_s: float = LIMIT_S, timed: Timed | None = None
+    kernel: Kernel, cases: Sequence[Case], limit_s: float = LIMIT_S, timed: TimedSizes | None = None
 ) -> Iterator[Checked | Finding]:
     """Check a user's kernel on each case; yield the results, and stop with a Finding at a problem.
 
@@ -145,7 +145,9 @@ class _Judge:
     pool: ThreadPoolExecutor
     ended: bool = False  # whether a problem is found, so that nothing else needs to run
 
-    def results(self, cases: Sequence[Case], timed: Timed | None) -> Iterator[Checked | Finding]:
+    def results(
+        self, cases: Sequence[Case], timed: TimedSizes | None
+    ) -> Iterator[Checked | Finding]:
         """Yield the results of all cases, up to the first Finding."""
         launched: dict[int, list[Future[Ran]]] = {}
         large: Future[list[Checked | Finding]] | None = None
@@ -296,13 +298,14 @@ class _Judge:
     def _uncompiled(self, found: Finding) -> Finding:
         """Return the Finding of g++'s errors; raise NotJudged if NVRTC has accepted the file."""
         if self.needs.accepted:
+            said = found.text.replace(":\n", ": ").partition("\n")[0]
             raise NotJudged(
-                f"{found.text}\nnot judged: CUDA's compiler accepts the file, but the emulator "
-                "lacks something that it uses: check the kernel on a GPU"
+                f"{said}: not judged: CUDA's compiler accepts the file, but the emulator lacks "
+                "something that it uses: check the kernel on a GPU"
             )
         return found
 
-    def _at_timed_sizes(self, timed: Timed) -> list[Checked | Finding]:
+    def _at_timed_sizes(self, timed: TimedSizes) -> list[Checked | Finding]:
         """Return the results at the timed sizes, or at sizes of which one is as large."""
         operation = self.kernel.operation
         try:

@@ -130,7 +130,7 @@ def _of_nvrtc(name: str) -> bool:
         try:
             nvrtc.compileProgram(handle, ("-std=c++17",))
         except nvrtc.NVRTCError:
-            return True
+            return "probe.cu(2)" in nvrtc.getProgramLog(handle)
         finally:
             nvrtc.destroyProgram(handle)
     except (DeviceError, ImportError, OSError, RuntimeError):  # CuPy or NVRTC is not installed

@@ -7,7 +7,7 @@ registers. They are not multiples of a block's or a vector's size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from math import gcd, lcm
 
 import numpy as np
@@ -18,7 +18,7 @@ Case = tuple[Sizes, Attrs]
 COLUMNS = 41  # a prime for the size of rows, which few tables of special cases have
 RANDOM = 2  # number of cases of random sizes
 MOST_BYTES, MOST_FLOPS = 210e6, 2.1e8  # the largest case that is run as a whole
-OF_WHOLE = 0.25  # the same for a case of which only some sizes are as large as on a GPU
+OF_WHOLE = 0.25  # cost of a case of which only some sizes are as large as on a GPU
 
 # Sizes of matrix products (M, K) x (K, N): odd K; K divisible by 4 and many columns N; many rows M.
 _WIDE = {"M": 2, "K": 1501, "N": 3}, {"M": 4, "K": 1036, "N": 76}, {"M": 65, "K": 1032, "N": 8}
@@ -70,6 +70,20 @@ _DIVISORS: Mapping[str, tuple[str, str, int]] = {
 }
 
 
+def stated(operation: Operation, given: Sizes) -> Case:
+    """Return a case with sizes that a user states, and the other sizes of the last small case.
+
+    If the user states the size that an attribute divides, such as C for n_head heads, the attribute
+    has its documented value where this value divides the size.
+    """
+    last, attrs = operation.cases[-1]
+    name = _DIVISORS.get(operation.name, ("",))[0]
+    documented = operation.workload.attrs
+    if name in given and given[name] % _unit(operation, name, documented) == 0:
+        attrs = documented
+    return {**last, **given}, attrs
+
+
 def usual(operation: Operation) -> tuple[Case, ...]:
     return operation.cases
 
@@ -115,17 +129,26 @@ def timed(operation: Operation, sizes: Sizes) -> tuple[Case, ...]:
 
 def parts(operation: Operation, sizes: Sizes) -> tuple[Case, ...]:
     """Return cases in which few sizes are reduced; each size has its full value in one of them."""
-    attrs, names = operation.workload.attrs, list(sizes)
-    units = {name: _unit(operation, name, attrs) for name in names}
     found: dict[tuple[int, ...], Case] = {}
+    names = list(sizes)
     for i in range(len(names)):
-        reduced = dict(sizes)
-        for name in (names[i:] + names[:i])[:-1]:
-            while _cost(operation, reduced, attrs) > OF_WHOLE and reduced[name] > units[name]:
-                half = reduced[name] // 2 // units[name] * units[name]
-                reduced[name] = max(half, units[name])
+        order = (names[i:] + names[:i])[:-1]  # the last size keeps its value
+        reduced, attrs = _reduced(operation, sizes, operation.workload.attrs, order)
+        divided = _DIVISORS.get(operation.name, ("",))[0]
+        if divided in order and reduced[divided] == _unit(operation, divided, attrs):
+            reduced, attrs = _reduced(operation, sizes, several_rows(operation)[1], order)
         found[tuple(reduced.values())] = reduced, attrs
     return tuple(found.values())
+
+
+def _reduced(operation: Operation, sizes: Sizes, attrs: Attrs, order: Iterable[str]) -> Case:
+    """Halve sizes in an order until the cost is at most OF_WHOLE."""
+    reduced = dict(sizes)
+    for name in order:
+        unit = _unit(operation, name, attrs)
+        while _cost(operation, reduced, attrs) > OF_WHOLE and reduced[name] > unit:
+            reduced[name] = max(reduced[name] // 2 // unit * unit, unit)
+    return reduced, attrs
 
 
 def _cost(operation: Operation, sizes: Sizes, attrs: Attrs) -> float:
