@@ -1,5 +1,5 @@
-// Instructions of PTX that access memory, synchronise threads or multiply matrices. The module ptx.py replaces inline PTX
-// of a user's kernel by calls of the functions in this file, ptx_numbers.h and ptx_functions.h.
+// Instructions of PTX that access memory, synchronise threads or multiply matrices. The module ptx.py replaces inline
+// PTX of a user's kernel by calls of the functions in this file, ptx_numbers.h and ptx_functions.h.
 #pragma once
 #include "cuda_pipeline.h"
 #include "of_warp.h"
@@ -25,6 +25,7 @@ __forceinline__ auto input(X x) {
         return bits<std::uint64_t>((double)x);
     } else {
         static_assert(!std::is_floating_point_v<X>, "a floating-point number needs the constraint f or d");
+        static_assert(!std::is_class_v<X>, "an asm operand is a number or a pointer");
         return (K)x;
     }
 }
@@ -33,6 +34,7 @@ template <typename K, typename Y, typename R>
 __forceinline__ void output(Y& y, R value) {
     if constexpr (std::is_floating_point_v<K>) y = (Y)bits<K>(value);
     else y = (Y)value;
+    static_assert(!std::is_class_v<Y>, "an asm operand is a number or a pointer");
 }
 
 inline int thread() { return threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z); }
@@ -88,7 +90,8 @@ struct Shuffled {
     bool inside;  // the source lane is in the segment of the own lane
 };
 
-// kind: 'u'p, 'd'own, 'b'utterfly or 'i'ndex. control: bits 0 to 4 limit the source lane, bits 8 to 12 select the segment.
+// kind: 'u'p, 'd'own, 'b'utterfly or 'i'ndex. control: bits 0 to 4 limit the source lane, bits 8 to 12 select the
+// segment.
 __forceinline__ Shuffled shfl(char kind, std::uint32_t value, int by, unsigned control, unsigned mask, CALL_SITE) {
     const int lane = cuda_on_cpu::lane(), segment = control >> 8 & 31, first = lane & segment;
     const int limit = first | (control & 31 & ~segment);
@@ -142,7 +145,7 @@ __forceinline__ std::uint64_t mbarrier_arrive(Mbarrier* barrier, std::uint32_t c
     Mbarrier now = read_mbarrier(barrier, file, line);
     const std::uint64_t state = now.phase;
     if (count > now.pending) cuda_on_cpu::stop("more arrivals at an mbarrier than its count", file, line);
-    if (count) cuda_on_cpu::arrive_at(arrivals(barrier, now.phase));
+    cuda_on_cpu::arrive_at(arrivals(barrier, now.phase));
     now.pending -= count;
     now.bytes += bytes;
     if (now.pending == 0 && now.bytes == 0) {
@@ -247,7 +250,8 @@ __attribute__((noinline)) UNCHECKED void mma(S (&c)[4], const std::uint32_t* a, 
 
 // mma with float or int sums in four registers, or with f16 sums in two.
 template <typename A, typename B, typename S, int R>
-__forceinline__ Registers<4> mma_sync(const Registers<R>& a, const Registers<R / 2>& b, const Registers<4>& c, CALL_SITE) {
+__forceinline__ Registers<4> mma_sync(const Registers<R>& a, const Registers<R / 2>& b, const Registers<4>& c,
+                                      CALL_SITE) {
     S sums[4];
     Registers<4> result;
     for (int j = 0; j < 4; ++j) sums[j] = bits<S>(c.v[j]);
@@ -256,7 +260,8 @@ __forceinline__ Registers<4> mma_sync(const Registers<R>& a, const Registers<R /
     return result;
 }
 template <typename A, typename B, typename S, int R>
-__forceinline__ Registers<2> mma_sync(const Registers<R>& a, const Registers<R / 2>& b, const Registers<2>& c, CALL_SITE) {
+__forceinline__ Registers<2> mma_sync(const Registers<R>& a, const Registers<R / 2>& b, const Registers<2>& c,
+                                      CALL_SITE) {
     float sums[4];
     Registers<2> result;
     for (int j = 0; j < 4; ++j) sums[j] = (float)F16{(std::uint16_t)(c.v[j / 2] >> 16 * (j % 2))};

@@ -3,8 +3,8 @@
 
 namespace ptx_on_cpu {
 
-// Returns the exact result with an error of at most `error`, but of almost this size. A hash of the argument selects the
-// sign of the error. Therefore a kernel that needs a smaller error than PTX guarantees gives wrong results.
+// Returns the exact result with an error of at most `error`, but of almost this size. A hash of the argument selects
+// the sign of the error. Therefore a kernel that needs a smaller error than PTX guarantees gives wrong results.
 template <typename F>
 F off_by(double error, double exact, double argument) {
     if (argument == 0.0 || !std::isfinite(argument) || exact == 0.0 || !std::isfinite(exact)) return nearest<F>(exact);
@@ -25,8 +25,8 @@ constexpr double by_type(double f32, double f16, double bf16) {
 
 constexpr double ROOT_2 = 1.41421356, TENTH = 1.07177346;  // 2^0.5 and 2^0.1
 
-// The maximum errors are those of the PTX ISA 9.1, sections 9.7.3 "Floating Point Instructions" and 9.7.4 "Half Precision
-// Floating Point Instructions", in the notes on each instruction.
+// The maximum errors are those of the PTX ISA 9.1, in the notes on each instruction in the sections 9.7.3 "Floating
+// Point Instructions" and 9.7.4 "Half Precision Floating Point Instructions".
 #define APPROXIMATE(name, exact, error)                                    \
     template <typename T>                                                  \
     T name##_approx(T a) {                                                 \

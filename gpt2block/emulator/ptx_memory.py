@@ -123,10 +123,10 @@ def _cp(i: Instruction) -> str:
         return f"{N}wait_for_copies();"
     if i.has("mbarrier"):
         # The copies arrive now. Only with .noinc, the count of the object includes this arrival.
-        i.allow("async", "mbarrier", "arrive", "noinc", "shared", "shared::cta")
+        i.allow("async", "mbarrier", "arrive", "noinc", _SPACES)
         barrier = i.pointer(i.operands[0], f"{N}Mbarrier")
-        arrival = f" (void){N}mbarrier_arrive({barrier}, 1, 0);" if i.has("noinc") else ""
-        return f"{N}wait_for_copies();{arrival}"
+        count = 1 if i.has("noinc") else 0
+        return f"{N}wait_for_copies(); (void){N}mbarrier_arrive({barrier}, {count}, 0);"
     i.allow("async", "ca", "cg", "shared", "shared::cta", "global")
     i.expect(3, 4)
     to = f"{N}shared<void>({i.address(i.operands[0])})"

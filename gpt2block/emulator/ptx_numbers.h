@@ -1,5 +1,5 @@
-// Arithmetic of PTX instructions. A register is an unsigned integer of 16, 32 or 64 bits, or a bool for a predicate. The
-// functions below receive values of the type that the instruction names. Included by ptx.h.
+// Arithmetic of PTX instructions. A register is an unsigned integer of 16, 32 or 64 bits, or a bool for a predicate.
+// The functions below receive values of the type that the instruction names. Included by ptx.h.
 #pragma once
 
 namespace ptx_on_cpu {
