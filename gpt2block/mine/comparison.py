@@ -90,7 +90,10 @@ def finding(found: Checked, given: Case) -> Finding:
     if given.name:
         what = f"fragile: right for ordinary inputs, wrong for these ({given.name}): {what}"
     numbers: tuple[float, ...] = (found.max_abs, found.max_rel, found.bound)
-    if isnan(found.max_rel):
+    exact = all(truth.dtype.kind in "iu" for truth in given.truths.values())
+    if exact:
+        numbers = ()
+    elif isnan(found.max_rel):
         what += f"\nlargest error: not finite; a relative error of {found.bound:.1e} is rounding"
     elif found.max_rel > found.bound:
         what += (
@@ -147,8 +150,9 @@ def wrong(name: str, out: NDArray[Any], truth: NDArray[Any], bound: float) -> st
     where = f"{name}[{', '.join(map(str, place))}]"
     of = f"{count:,} of {out.size:,} elements of {name} are wrong"
     if int(unwritten.sum()) == count:
+        fill = _number(out[place]) if exact else "NaN"
         return (
-            f"{of}: they are NaN, the first is {where}: never written, or computed from memory "
+            f"{of}: they are {fill}, the first is {where}: never written, or computed from memory "
             "that is never written"
         )
     return f"{of}: {where} is {_number(out[place])}, expected {_number(truth[place])}"
