@@ -288,7 +288,7 @@ def test_a_template_is_right(name: str) -> None:
     operation = find(name)
     kernel = matched(read(HERE / f"{name}.cu"), operation, measure.check_storage(operation))
     found = list(on_cpu.check_kernel(kernel, cases(kernel)))
-    count = len(operation.cases) + len(FURTHER[name]) + 2 * len(SPECIAL.get(name, ())) + 1
+    count = len(operation.cases) + len(FURTHER[name]) + 3 * len(SPECIAL.get(name, ())) + 1
     count += sizes.RANDOM
     assert [type(each) for each in found] == [Checked] * count
     for each in found:
@@ -680,7 +680,7 @@ def test_the_race_has_the_chosen_variants_and_the_users(name: str, chosen: tuple
     operation = find(name)
     kernel = matched(read(HERE / f"{name}.cu"), operation, measure.check_storage(operation))
     *checked, raced = served(kernel, chosen)
-    count = len(operation.cases) + len(FURTHER[name]) + 2 * len(SPECIAL[name]) + 1 + sizes.RANDOM
+    count = len(operation.cases) + len(FURTHER[name]) + 3 * len(SPECIAL[name]) + 1 + sizes.RANDOM
     assert [type(each) for each in checked] == [Checked] * count
     assert [row.variant for row in raced.rows] == [*chosen, MINE]
     assert all(row.right for row in raced.rows)

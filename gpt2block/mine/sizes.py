@@ -20,7 +20,7 @@ Case = tuple[Sizes, Attrs]
 COLUMNS = 41  # a prime for the size of rows, which few tables of special cases have
 RANDOM = 2  # number of cases of random sizes
 MOST_BYTES, MOST_FLOPS = 210e6, 2.1e8  # the largest case that is run as a whole
-OF_WHOLE = 0.25  # the same for a case of which only some sizes are as large as on a GPU
+OF_WHOLE = 0.25  # limit of a case of which only some sizes are as large as on a GPU
 
 # Sizes of matrix products (M, K) x (K, N): odd K; K divisible by 4 and many columns N; many rows M.
 _WIDE = {"M": 2, "K": 1501, "N": 3}, {"M": 4, "K": 1036, "N": 76}, {"M": 65, "K": 1032, "N": 8}
