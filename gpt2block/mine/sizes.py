@@ -26,7 +26,8 @@ OF_WHOLE = 0.25  # limit of a case of which only some sizes are as large as on a
 _WIDE = {"M": 2, "K": 1501, "N": 3}, {"M": 4, "K": 1036, "N": 76}, {"M": 65, "K": 1032, "N": 8}
 # Operation → sizes (and attributes) to check in addition to `Operation.small`. In the last entry of
 # an operation, a row consists of whole 4-element vectors, and a thread block loops several times
-# over a row. In another entry, a row has an odd number of these vectors. In some entry of every
+# over a row; heads of qk_norm and rope are shorter. Positions of rope are small, so that a float
+# angle is right. In another entry, a row has an odd number of these vectors. In some entry of every
 # operation, an array has over 2^16 elements; of every elementwise operation, over 2^16 vectors.
 FURTHER: Mapping[str, tuple[Mapping[str, Any], ...]] = {
     "add": ({"N": 13, "C": 769}, {"N": 13, "C": 772}, {"N": 104, "C": 2568}),
@@ -55,8 +56,8 @@ FURTHER: Mapping[str, tuple[Mapping[str, Any], ...]] = {
     "rmsnorm_matmul": ({"M": 3, "K": 37, "N": 24, "head_dim": 8},
                        {"M": 2, "K": 1501, "N": 8, "head_dim": 4},
                        *({**each, "head_dim": 4} for each in _WIDE[1:])),
-    "rope": ({"T": 300, "H": 3, "D": 6}, {"T": 2, "H": 70, "D": 130, "start": 9},
-             {"T": 5, "H": 2, "D": 258}, {"T": 65, "H": 8, "D": 132}),
+    "rope": ({"T": 3, "H": 300, "D": 6}, {"T": 2, "H": 70, "D": 130, "start": 9},
+             {"T": 5, "H": 2, "D": 258}, {"T": 33, "H": 16, "D": 132}),
     "sample_token": ({"B": 300, "V": 13, "sampling": Sampling(0.7, top_p=0.6, seed=9)},
                      {"B": 5, "V": 5001, "sampling": Sampling(1.0, seed=3, sample=2)},
                      {"B": 3, "V": 129, "sampling": Sampling(0.0)},
