@@ -43,7 +43,8 @@ if TYPE_CHECKING:
     from gpt2block.inspect.compare import Comparison, Comparisons
     from gpt2block.inspect.lens import LogitLens
     from gpt2block.llama_block import LlamaBlock
-    from gpt2block.mine.kernel_check import KernelCheck, check_kernel
+    from gpt2block.mine.kernel_check import check_kernel
+    from gpt2block.mine.verdict import Verdict
     from gpt2block.model import GPT2, Llama, Model, from_pretrained
     from gpt2block.parameters.gpt2 import BlockWeights, GPT2Weights, random_input
     from gpt2block.parameters.llama import LlamaBlockWeights, LlamaWeights
@@ -69,7 +70,6 @@ __all__ = [
     "Generation",
     "InputError",
     "KVCache",
-    "KernelCheck",
     "KernelError",
     "Llama",
     "LlamaBlock",
@@ -87,6 +87,7 @@ __all__ = [
     "ScoredTokens",
     "TwoPartMatrix",
     "UnknownOption",
+    "Verdict",
     "WeightMatrix",
     "check_kernel",
     "from_pretrained",
@@ -108,7 +109,8 @@ _NAMES = {  # module → names that the package exports from the module
     "explain": "Page",
     "inspect.lens": "LogitLens",
     "llama_block": "LlamaBlock",
-    "mine.kernel_check": "KernelCheck check_kernel",
+    "mine.kernel_check": "check_kernel",
+    "mine.verdict": "Verdict",
     "model": "GPT2 Llama Model from_pretrained",
     "run.model": "KVCache",
     "sampling": "Sampling",

@@ -226,7 +226,7 @@ def test_the_check_ends_with_what_runs_here(
 
 COMMANDS = [
     "convert", "compare", "explain", "generate", "score", "info", "block", "check", "bench",
-    "profile", "kernels", "map", "map score", "map generate", "map embed",
+    "profile", "kernels", "judge", "map", "map score", "map generate", "map embed",
 ]  # fmt: skip
 
 

@@ -134,13 +134,13 @@ def test_a_users_kernel_on_the_emulator(my_softmax: Path) -> None:
     assert "Right in forward, reverse and shuffled thread order." in ended.out
     assert "Sizes are reduced here: a GPU times B=2, NH=12, T=1024." in ended.out
     found = kernels("softmax", "--mine", my_softmax, "--shape", "T=3", "--json").json
-    row, *special = found["checked"]
-    assert all(each["sizes"] == {"B": 1, "NH": 1, "T": 3} for each in found["checked"])
+    row, *special = found["checks"]
+    assert all(each["sizes"] == {"B": 1, "NH": 1, "T": 3} for each in found["checks"])
     assert row["inputs"] == ""
     assert row["bound"] > row["max_rel"]
     assert [each["inputs"] for each in special][-1] == "-inf scores"
     assert (row["grid"], row["block"], row["shared"]) == ([1], [64], 0)
-    assert (found["right"], found["problem"], found["device"]) == (True, None, "cpu")
+    assert (found["right"], found["findings"], found["device"]) == (True, [], "cpu")
 
 
 @on_emulator
@@ -152,9 +152,9 @@ def test_a_fragile_kernel_says_why(my_softmax: Path) -> None:
     assert ended.code == 1
     assert "fragile: right for ordinary inputs" in ended.out
     assert "subtract the largest score of the row before exp" in ended.out
-    found = kernels(*options, "--shape", "T=3", "--json").json
-    assert found["problem"]["fragile"]
-    assert found["problem"]["bound"] > 1e-5
+    (found,) = kernels(*options, "--shape", "T=3", "--json").json["findings"]
+    assert found["kind"] == "fragile"
+    assert found["bound"] > 1e-5
     said = kernels(*options, "--block", "2048").error
     assert said == "--block 2048: 2048 threads: at most 1024"
 
@@ -172,7 +172,7 @@ def test_a_wrong_kernel_shows_its_line(my_softmax: Path) -> None:
     assert lines[3].startswith("in block (0, 0, 0), thread (14, 0, 0), at B=1, NH=3, T=5")
     found = kernels("softmax", "--mine", my_softmax, "--device", "cpu", "--json")
     assert found.code == 1
-    assert found.json["problem"]["lines"] == [number]
+    assert found.json["findings"][0]["lines"] == [number]
 
 
 @pytest.mark.parametrize(
@@ -258,7 +258,7 @@ def test_a_race_is_a_table_with_the_users_row(
     assert "Your kernel is number 1 of 2" in ended.out
     assert "mine" in ended.out
     found = kernels("softmax", "--mine", my_softmax, "--json").json
-    assert [each["variant"] for each in found["rows"]] == ["1", "mine"]
+    assert [each["variant"] for each in found["benchmark"]["rows"]] == ["1", "mine"]
     hang = Finding("my_softmax still runs after 20 s, and was ended", at="during the check")
     monkeypatch.setattr(on_gpu, "run", lambda job: iter([hang]))
     ended = kernels("softmax", "--mine", my_softmax)
@@ -271,6 +271,7 @@ def test_a_users_kernel_on_the_gpu(my_softmax: Path) -> None:
     shape = ["--shape", "B=1,NH=1,T=64"]
     ended = kernels("softmax", "--mine", my_softmax, *shape, "--json")
     assert ended.code == 0
-    names = [each["variant"] for each in ended.json["rows"]]
+    rows = ended.json["benchmark"]["rows"]
+    names = [each["variant"] for each in rows]
     assert names == [*(each.name for each in find("softmax").variants), "mine"]
-    assert all(each["gpu_us"] > 0 for each in ended.json["rows"])
+    assert all(each["gpu_us"] > 0 for each in rows)

@@ -389,7 +389,7 @@ def test_what_is_wrong_is_said_with_its_line(tmp_path: Path, index: int) -> None
     _, said, lines = WRONG[index]
     kernel, before = one_of(tmp_path, [body for body, *_ in WRONG], index)
     found = problem(kernel, limit_s=0.5 if "still running" in said else 60.0)
-    assert said.replace("{4}", str(before + 4)) in found.what
+    assert said.replace("{4}", str(before + 4)) in found.text
     expected = [before + line for line in lines]
     if "still running" in said:
         assert set(found.lines) <= set(expected)
@@ -412,7 +412,7 @@ def test_what_does_not_compile_is_said_with_its_line(
     tmp_path: Path, body: str, said: str, lines: tuple[int, ...]
 ) -> None:
     found = problem(add(tmp_path, body))
-    assert said in found.what.replace("‘", "'").replace("’", "'")  # g++ quotes as the locale says
+    assert said in found.text.replace("‘", "'").replace("’", "'")  # g++ quotes as the locale says
     assert found.lines == lines
 
 
@@ -479,8 +479,8 @@ def test_an_error_in_a_header_or_template_has_the_line(
 ) -> None:
     text = begin + ADD.replace("BODY", f"if (i < n) y[i] = {value};")
     found = problem(matched(read(written(tmp_path, text)), find("add"), ("float32", "KN")))
-    assert found.what.startswith(f"my.cu does not compile:\nmy.cu:{line}: ")
-    assert said in found.what
+    assert found.text.startswith(f"my.cu does not compile:\nmy.cu:{line}: ")
+    assert said in found.text
     assert found.lines == (line,)
 
 
@@ -493,7 +493,7 @@ def test_dynamic_shared_memory(tmp_path: Path) -> None:
     )
     assert_right(add(tmp_path, body, shared="4 * block"))
     found = problem(add(tmp_path, body, shared="4 * 63"))
-    assert (found.what, found.lines) == ("writes 4 bytes outside the dynamic shared memory", (5,))
+    assert (found.text, found.lines) == ("writes 4 bytes outside the dynamic shared memory", (5,))
 
 
 EARLY = [  # a's pointer, what comes before the wait, the report
@@ -519,7 +519,7 @@ def test_a_kernel_of_overlapping_launches_waits_first(tmp_path: Path, index: int
     said = EARLY[index][2]
     if said:
         found = problem(kernel)
-        assert said in found.what
+        assert said in found.text
         assert found.lines == (() if index == 3 else (1 + 8 * index + 4,))
     else:
         assert_right(kernel)
@@ -527,7 +527,7 @@ def test_a_kernel_of_overlapping_launches_waits_first(tmp_path: Path, index: int
 
 @on_emulator
 def test_a_file_that_changes_is_read_again(tmp_path: Path) -> None:
-    assert "(forward order)" in problem(add(tmp_path, "if (i < n) y[i] = 0.0f;")).what
+    assert "(forward order)" in problem(add(tmp_path, "if (i < n) y[i] = 0.0f;")).text
     assert_right(add(tmp_path))
 
 
@@ -567,10 +567,10 @@ def test_a_launch_that_no_device_has_is_refused(
 def test_a_variable_without_a_value_is_named_as_a_possible_cause(tmp_path: Path) -> None:
     body = "float sum;\n    for (int k = 0; k < 2; ++k) sum += k ? b[i] : a[i];\n    y[i] = sum;"
     found = problem(add(tmp_path, f"if (i >= n) return;\n    {body}"))
-    assert "Possibly because sum, declared at my.cu:5, may be read before it" in found.what
+    assert "Possibly because sum, declared at my.cu:5, may be read before it" in found.text
     assert found.lines == (5,)
     other = problem(add(tmp_path, "if (i < n) y[i] = a[i] - b[i];"))
-    assert "Possibly" not in other.what
+    assert "Possibly" not in other.text
 
 
 @on_emulator
@@ -646,7 +646,7 @@ def test_further_outputs_are_compared(tmp_path: Path) -> None:
         *_, last = on_cpu.check_kernel(kernel, cases(kernel))
         assert isinstance(last, Checked) == right
         if isinstance(last, Finding):
-            assert "elements of rstd are wrong" in last.what
+            assert "elements of rstd are wrong" in last.text
 
 
 # What a GPU does, on the emulator
@@ -702,7 +702,7 @@ def test_the_race_has_the_chosen_variants_and_the_users(name: str, chosen: tuple
 def test_what_outputs_hold_finds_wrong_accesses(tmp_path: Path, body: str, said: str) -> None:
     (found,) = served(add(tmp_path, body))
     assert isinstance(found, Finding)
-    assert said in found.what
+    assert said in found.text
 
 
 @pytest.mark.usefixtures("emulated")
@@ -737,7 +737,7 @@ def test_a_job_reaches_a_child_which_has_no_gpu(tmp_path: Path) -> None:
     job = on_gpu.ChildJob(kernel, cases(kernel), ("add",), {"N": 1, "C": 5}, ("float32", "KN"))
     (found,) = on_gpu.run(job)
     assert isinstance(found, Finding)
-    assert found.what == "the process of the kernel ended with exit code 1"
+    assert found.text == "the process of the kernel ended with exit code 1"
 
 
 @pytest.mark.parametrize(
@@ -753,7 +753,7 @@ def test_a_job_reaches_a_child_which_has_no_gpu(tmp_path: Path) -> None:
 )
 def test_errors_of_cuda_are_findings(error: str, said: str) -> None:
     found = on_gpu._failed(CUDARuntimeError(error), "n=5")
-    assert said in found.what
+    assert said in found.text
     assert found.at == "at n=5"
 
 
@@ -851,5 +851,5 @@ def test_the_process_survives_a_wrong_kernel_on_the_gpu(
     job = on_gpu.ChildJob(kernel, cases(kernel), ("add",), sizes, stored, check_s=limit_s)
     *_, last = on_gpu.run(job)
     assert isinstance(last, Finding)
-    assert said in last.what
+    assert said in last.text
     assert int(cupy.arange(5).sum()) == 10

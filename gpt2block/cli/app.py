@@ -21,6 +21,7 @@ from gpt2block.cli.convert import convert
 from gpt2block.cli.explain import explain
 from gpt2block.cli.generate import generate
 from gpt2block.cli.info import info
+from gpt2block.cli.judge import judge
 from gpt2block.cli.kernels_command import kernels
 from gpt2block.cli.options import add_command
 from gpt2block.cli.profile import profile
@@ -47,6 +48,7 @@ add_command(app, explain, "explain 'To be, or not to be' -o page.html")
 add_command(app, compare, "compare 'To be, or not to be' --dtype bfloat16")
 add_command(app, profile, "profile generate --rows 8 --dtype bfloat16 -o trace.json")
 add_command(app, kernels, "kernels layernorm --mine my.cu")
+add_command(app, judge, "judge homework --csv verdicts.csv")
 add_command(app, block, "block --text 'To be, or not to be' --layer 2")
 add_command(app, bench, "bench --what gemm --peer torch --plot roofline.png")
 add_command(app, info, "info shakespeare --json")

@@ -72,6 +72,10 @@ class OwnOptions:
     shared: str | None = option(
         "Bytes of extern __shared__ memory, such as '4 * C'.", rich_help_panel=OWN
     )
+    seed: int | None = option(
+        "Seed of the random sizes at which the kernel is checked; by default a new one.",
+        rich_help_panel=OWN,
+    )
     args: str | None = option(
         "The argument of each parameter, such as x,out,N,C; by default matched by name.",
         rich_help_panel=OWN,

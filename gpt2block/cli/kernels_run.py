@@ -7,11 +7,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
+import typer
+
 from gpt2block import doctor
 from gpt2block.bench import ceilings, measure
 from gpt2block.bench.peers import check_peer
 from gpt2block.bench.plots import check_file
 from gpt2block.bench.variants import CEILINGS, measure_variants
+from gpt2block.cli.codes import WRONG as NO_VERDICT
 from gpt2block.cli.display import console, print_json, tracked
 from gpt2block.cli.kernels import (
     draw_sweep,
@@ -24,20 +27,20 @@ from gpt2block.cli.kernels import (
 )
 from gpt2block.cli.kernels_options import KernelsOptions, OwnOptions
 from gpt2block.cli.mine import (
-    print_outcome,
     print_rungs,
     print_source,
+    print_verdict,
     rungs_report,
 )
-from gpt2block.errors import DeviceError, InputError, check_all
+from gpt2block.errors import DeviceError, InputError, NotJudged, check_all
 from gpt2block.mine import on_cpu, on_gpu, variants_on_cpu
-from gpt2block.mine.cases import Case, cases
+from gpt2block.mine.cases import Case, cases, resolved_seed
 from gpt2block.mine.kernel import Kernel, matched
 from gpt2block.mine.listing import rung
-from gpt2block.mine.outcome import CheckOutcome
 from gpt2block.mine.solutions import solution as solution_of
 from gpt2block.mine.source import read
 from gpt2block.mine.templates import template as template_of
+from gpt2block.mine.verdict import Verdict
 from gpt2block.ops.operation import Attrs, Operation, Sizes, Variant
 from gpt2block.ops.registry import all_sizes, find, parse_sizes, stated_sizes
 
@@ -52,6 +55,7 @@ class Request(NamedTuple):
     variants: tuple[Variant, ...]
     stored: tuple[str, str]
     options: KernelsOptions
+    seed: int = 0  # seed of the random sizes of a user's kernel
 
     @property
     def sweep(self) -> bool:
@@ -90,7 +94,8 @@ def run(options: KernelsOptions, own: OwnOptions) -> bool:
     if own.mine is not None:
         text = read(own.mine, own.kernel, own.grid, own.block, own.shared)
         user = matched(text, found, stored, own.args)
-    return _run(Request(found, variants, stored, options), user, options.device)
+    request = Request(found, variants, stored, options, resolved_seed(own.seed))
+    return _run(request, user, options.device)
 
 
 def _check_installed(operation: Operation, options: KernelsOptions) -> None:
@@ -109,8 +114,8 @@ def _run(request: Request, user: Kernel | None, device: str | None) -> bool:
     if device != CPU and problem is None:
         return _own_on_gpu(request, user) if user else _on_gpu(request)
     if device == CUDA or (request.needed and problem):
-        _print_not_run(request, f"{problem}: this needs a GPU, and {doctor.ADVICE}")
-        return False
+        why = f"{problem}: this needs a GPU, and {doctor.ADVICE}"
+        return _not_run(request, user, why)
     if request.needed:
         raise InputError(f"{request.needed}: times are measured on a GPU: leave out --device cpu")
     try:
@@ -118,21 +123,26 @@ def _run(request: Request, user: Kernel | None, device: str | None) -> bool:
     except DeviceError as error:
         if problem is None:
             raise
-        _print_not_run(request, f"{problem}; {error}")
-        return False
+        return _not_run(request, user, f"{problem}; {error}")
     if problem and not request.options.as_json:
         print(f"note: running on the CPU: {problem}", file=sys.stderr)
     return _own_on_cpu(request, user) if user else _on_cpu(request, problem)
 
 
-def _print_not_run(request: Request, problem: str) -> None:
-    """Print the variants, then on stderr why no kernel was run; with --json only the reason."""
+def _not_run(request: Request, user: Kernel | None, problem: str) -> bool:
+    """Print the variants, then on stderr why no kernel was run; with --json only the reason.
+
+    Return False. Raise DeviceError for a user's kernel, which is then neither right nor wrong.
+    """
     why = f"{request.operation.name}: no kernel was run: {problem}"
+    if user:
+        raise DeviceError(why)
     if request.options.as_json:
         print_json({"run": False, "why": why})
     else:
         _list(request)
         print(f"error: {why}", file=sys.stderr)
+    return False
 
 
 def _list(request: Request) -> None:
@@ -199,14 +209,14 @@ def _on_gpu(request: Request) -> bool:
 
 def _own_cases(request: Request, user: Kernel) -> tuple[Case, ...]:
     stated = stated_sizes(request.operation, request.options.shape)
-    return cases(user, request.stored[1], stated)
+    return cases(user, request.stored[1], stated, request.seed)
 
 
 def _own_on_cpu(request: Request, user: Kernel) -> bool:
     at = parse_sizes(request.operation, request.options.shape)
     timed = on_cpu.Timed(at, request.stored[1])
     found = on_cpu.check_kernel(user, _own_cases(request, user), timed=timed)
-    return _show_own(request, user, CheckOutcome.of(found), CPU)
+    return _show_own(request, Verdict.of(user, CPU, found, request.seed))
 
 
 def _own_on_gpu(request: Request, user: Kernel) -> bool:
@@ -220,16 +230,21 @@ def _own_on_gpu(request: Request, user: Kernel) -> bool:
         options.peer,
         request.sweep,
     )
-    found = CheckOutcome.of(on_gpu.run(job))
-    if found.raced and options.plot is not None:
-        raced = found.raced
-        draw_sweep(raced.rows, raced.ceiling, doctor.describe_device(0), options.plot)
-    return _show_own(request, user, found, CUDA)
+    found = Verdict.of(user, CUDA, on_gpu.run(job), request.seed)
+    timed = found.benchmark
+    if timed and options.plot is not None:
+        draw_sweep(timed.rows, timed.ceiling, doctor.describe_device(0), options.plot)
+    return _show_own(request, found)
 
 
-def _show_own(request: Request, user: Kernel, found: CheckOutcome, device: str) -> bool:
+def _show_own(request: Request, found: Verdict) -> bool:
+    """Print the verdict. Raise an exception, for exit code 2, if the kernel was not judged."""
     if request.options.as_json:
-        print_json(found.report(user, device))
+        print_json(found.as_dict())
+        if found.reason is not None:
+            raise typer.Exit(NO_VERDICT)
+    elif found.reason is not None:
+        raise NotJudged(found.reason)
     else:
-        print_outcome(console(), user, found, device == CPU)
+        print_verdict(console(), found)
     return found.right

@@ -16,35 +16,40 @@ from gpt2block.cli.display import new_table, print_table, printable_lines
 from gpt2block.cli.kernels import print_measurements
 from gpt2block.mine.comparison import Checked
 from gpt2block.mine.finding import Finding, headline, numbered
-from gpt2block.mine.kernel import MINE, Kernel, described
+from gpt2block.mine.kernel import MINE, described
 from gpt2block.mine.listing import listing
-from gpt2block.mine.outcome import COLUMNS, CPU, FOUND_NONE, RIGHT, CheckOutcome, printed, titled
 from gpt2block.mine.source import UserSource
 from gpt2block.mine.variants_on_cpu import Rung
+from gpt2block.mine.verdict import ALL_ORDERS, COLUMNS, CPU, FOUND_NONE, Verdict
 from gpt2block.ops.operation import Operation, Sizes, Variant
 
 MOST_LINES = 20  # maximum number of lines of a kernel's output to show
 NO_TIMES = "No times: those of an emulator say nothing about a GPU."
 
 
-def print_outcome(out: Console, kernel: Kernel, found: CheckOutcome, on_cpu: bool) -> None:
+def print_verdict(out: Console, found: Verdict) -> None:
     """Print a kernel's checks, then its error or, if it was timed, its rank among the variants."""
-    source, operation = kernel.source, kernel.operation
-    out.print(escape(titled(kernel, on_cpu)))
-    if text := printed(found.checked, found.problem):
-        _print_text(out, source, text)  # the output for one size; other sizes print similar text
-    if found.checked:
-        _print_checked(out, found.checked)
-    if found.problem:
-        print_finding(out, source, found.problem)
-    elif on_cpu:
-        out.print(RIGHT)
-        out.print(f"Sizes are reduced here: a GPU times {described(operation.workload.sizes)}.")
+    source, operation = found.kernel.source, found.kernel.operation
+    out.print(escape(found.title))
+    if found.printed:  # the output for one size; other sizes print similar text
+        _print_text(out, source, found.printed)
+    if found.checks:
+        _print_checked(out, found.checks)
+    for each in found.findings:
+        print_finding(out, source, each)
+    if found.right and found.device == "cpu":
+        out.print(ALL_ORDERS)
+        out.print(
+            f"A GPU times {described(operation.workload.sizes)}. Random sizes: seed {found.seed}."
+        )
         out.print(NO_TIMES)
-    if found.raced:
+    for hint in found.hints:
+        out.print(f"hint: {escape(hint)}")
+    if found.benchmark:
+        timed = found.benchmark
         out.print()
-        print_measurements(out, found.raced.rows, found.raced.skipped, found.raced.ceiling)
-        out.print(placed(found.raced.rows))
+        print_measurements(out, timed.rows, timed.skipped, timed.ceiling)
+        out.print(placed(timed.rows))
 
 
 def _print_text(out: Console, source: UserSource, text: str) -> None:

@@ -49,6 +49,7 @@ _HOST_HEADER = re.compile(
     r"stdio|stdlib|string)|algorithm|utility)>",
     re.MULTILINE,
 )
+_ALL_OF_CUB = re.compile(r"^([ \t]*#[ \t]*include[ \t]*)<cub/cub\.cuh>", re.MULTILINE)
 SCALARS: Mapping[str, type[np.generic]] = {
     "int": np.int32,
     "long long": np.int64,
@@ -416,7 +417,7 @@ def program(file: str, defines: Defines = (), kernel: str | None = None) -> str:
 
     kernel: the only kernel to keep, as each other kernel takes as long to compile. A file outside
     of kernels_cu is kept whole, as it may use syntax that the parser does not know; prelude.cuh is
-    put before it.
+    put before it, and lib/cub.cuh replaces cub/cub.cuh, which NVRTC does not compile.
 
     CuPy's cache of compiled kernels is keyed by this text and the options, but not by included
     headers; the text therefore contains a hash of the headers. The macros are in the text, not in
@@ -425,7 +426,7 @@ def program(file: str, defines: Defines = (), kernel: str | None = None) -> str:
     constants = "".join(f"#define {name} {value}\n" for name, value in defines)
     text = read_source(file)
     if Path(file).is_absolute():
-        text = without_host_headers(text)
+        text = _ALL_OF_CUB.sub(r'\1"lib/cub.cuh"', without_host_headers(text))
         constants += prelude()
     elif kernel:
         text = with_only(kernel, text)

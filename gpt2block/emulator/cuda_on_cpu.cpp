@@ -51,7 +51,7 @@ namespace {
 constexpr std::size_t STACK = 256 << 10;  // AddressSanitizer also writes its reports on a fiber's stack
 constexpr int WARP = 32;
 
-enum class State { ready, at_barrier, at_exchange, returned };
+enum class State { ready, at_barrier, at_exchange, at_named, returned };
 
 struct Thread {
     uint3 index;
@@ -65,6 +65,11 @@ struct Thread {
     std::uint64_t value;
     cuda_on_cpu::Gathered gathered;  // values of the last exchange in which this is the first lane
     const cuda_on_cpu::Gathered* received;
+    int id;           // number of the named barrier
+    unsigned number;  // number of threads that the named barrier expects
+    bool waits;       // at the named barrier, instead of only arriving
+    bool counted;     // the thread's warp has arrived at the named barrier
+    bool polls;       // the thread's turn has ended with a test of an mbarrier
     char* stack;
     bool started;
     void* resume_point[5];
@@ -75,6 +80,10 @@ struct Array {  // an argument; data is null for numbers, null pointers and repe
     char* data;
     std::size_t bytes, margin;  // poisoned bytes on each side
     bool late;
+};
+
+struct Named {  // a barrier of PTX (bar.sync) at which some warps meet
+    unsigned number, arrived;  // expected threads, and threads that have arrived
 };
 
 const cuda_on_cpu::Entry* kernel;
@@ -98,6 +107,8 @@ constexpr unsigned LONG_TURN = 100'000, SHORT_TURN = 300;
 unsigned turn;  // limit of steps per turn; 1,000 as soon as a thread has reached the limit
 bool spins;     // a thread has reached the limit
 void* scheduler_point[5];
+Named named[16];
+int idle;  // number of rounds in which threads only tested mbarriers
 
 std::string at(uint3 i) {
     return "(" + std::to_string(i.x) + ", " + std::to_string(i.y) + ", " + std::to_string(i.z) + ")";
@@ -114,6 +125,10 @@ std::string describe(const Thread& thread) {
     if (thread.state == State::returned) return name + " has returned" + passed;
     char mask[32] = "";
     if (thread.state == State::at_exchange) std::snprintf(mask, sizeof mask, " with mask 0x%08x", thread.mask);
+    if (thread.state == State::at_named) {
+        const unsigned came = thread.counted ? named[thread.id].arrived : 0;
+        std::snprintf(mask, sizeof mask, " (%u of %u threads arrive)", came, thread.number);
+    }
     return name + " waits at " + thread.file + ":" + line + mask + passed;
 }
 
@@ -233,6 +248,7 @@ void resume(Thread& thread) {
     show_late_arrays(!overlaps || (waited && thread.passed > 0));
     current = &thread;
     threadIdx = thread.index;
+    thread.polls = false;
     steps = 0;
     if (thread.started) {
         jump(scheduler_point, thread.resume_point);
@@ -324,6 +340,58 @@ bool active_group(Thread* warp, int lanes) {
     return met;
 }
 
+// Lets a warp arrive at a named barrier if all its threads have reached it, and opens the barrier for the last warp.
+bool named_group(Thread* warp, int lanes) {
+    Thread* first = nullptr;
+    for (int i = 0; i < lanes; ++i) {
+        if (warp[i].state == State::returned) continue;
+        if (warp[i].state != State::at_named || warp[i].counted) return false;
+        if (!first) first = &warp[i];
+        if (!same_place(*first, warp[i])) divergent(*first, warp[i]);
+    }
+    if (!first) return false;
+    Named& barrier = named[first->id];
+    if (barrier.arrived && barrier.number != first->number) {
+        fail("the threads expect " + std::to_string(barrier.number) + " and " + std::to_string(first->number) +
+             " threads at barrier " + std::to_string(first->id) + ": " + describe(*first));
+    }
+    if (!barrier.arrived && cuda_on_cpu::meeting_begins) cuda_on_cpu::meeting_begins(&barrier);
+    barrier = {first->number, barrier.arrived + WARP};
+    for (int i = 0; i < lanes; ++i) {
+        if (warp[i].state == State::returned) continue;
+        if (cuda_on_cpu::thread_arrives) cuda_on_cpu::thread_arrives(&barrier, &warp[i] - threads.data());
+        if (!(warp[i].counted = warp[i].waits)) open(warp[i]);
+    }
+    if (barrier.arrived < barrier.number) return true;
+    for (Thread& thread : threads) {
+        if (thread.state != State::at_named || !thread.counted || thread.id != first->id) continue;
+        if (cuda_on_cpu::thread_learns) cuda_on_cpu::thread_learns(&barrier, &thread - threads.data());
+        thread.counted = false;
+        open(thread);
+    }
+    barrier = {};
+    return true;
+}
+
+// Ends the program if a thread waits for an event that no other thread can cause.
+void check_stuck() {
+    bool polls = true;
+    const Thread* stuck = nullptr;
+    for (const Thread& thread : threads) {
+        if (thread.state == State::ready) polls &= thread.polls, stuck = &thread;
+    }
+    if (stuck && (!polls || ++idle < 1'000)) return;
+    for (const Thread& thread : threads) {
+        if (!stuck && thread.state == State::at_named) stuck = &thread;
+    }
+    if (!stuck) return;
+    for (const Thread& thread : threads) {
+        if (!same_place(*stuck, thread)) divergent(*stuck, thread);
+    }
+    fail(std::string("divergent barrier in ") + kernel->name + ", block " + at(blockIdx) + ": all threads wait: " +
+         describe(*stuck));
+}
+
 // Called when all threads have stopped. Makes ready the threads that may continue. Returns false if all have returned.
 bool open_barriers() {
     bool any = false;
@@ -342,9 +410,10 @@ bool open_barriers() {
                 opened |= exchange_group(&threads[w], lanes, thread);
             }
         }
-        any |= opened || (asked && active_group(&threads[w], lanes));
+        any |= opened || (asked && active_group(&threads[w], lanes)) || named_group(&threads[w], lanes);
     }
     if (any) return true;
+    check_stuck();
     for (const Thread& thread : threads) {
         if (thread.state == State::ready) return true;  // the thread has yielded
     }
@@ -390,7 +459,10 @@ void run_block(Order& order, unsigned number) {
     for (Thread& thread : threads) {
         thread.state = State::ready;
         thread.passed = 0;
+        thread.counted = false;
     }
+    for (Named& barrier : named) barrier = {};
+    idle = 0;
     waited = !overlaps;
     if (cuda_on_cpu::block_begins) cuda_on_cpu::block_begins(number, threads.size(), dynamic, dynamic_bytes);
     do {
@@ -514,8 +586,8 @@ void change_one(const Array& array, std::size_t element, bool exchanges) {
     }
 }
 
-// Launches the kernel on other values before the launch that counts: `count` times on rotated arrays, then on arrays
-// that have the same first and last values, and on arrays in which one or two elements differ. Variables of the file
+// Launches the kernel on other values before the launch that counts: `count` times on rotated arrays, then on arrays in
+// which one or two elements differ, and on arrays that have the same first and last values. Variables of the file
 // keep their values between launches, and these values must not change the result of the next launch: a kernel may
 // reset only one of two counters, count its launches, or keep a result and compare a few values.
 void rehearse(Order& order, int count) {
@@ -527,16 +599,16 @@ void rehearse(Order& order, int count) {
     rehearses = true;
     for (const Array& array : arrays) rotate(array, 0);
     for (int i = 0; i < count; ++i) launch(order);
-    for (std::size_t kept : {64, 1024}) {
-        restore();
-        for (const Array& array : arrays) rotate(array, kept);
-        launch(order);
-    }
     for (bool exchanges : {true, false}) {
         restore();
         for (std::size_t i = 0; i < arrays.size(); ++i) {
             if (arrays[i].data) change_one(arrays[i], kernel->elements[i], exchanges);
         }
+        launch(order);
+    }
+    for (std::size_t kept : {64, 1024}) {
+        restore();
+        for (const Array& array : arrays) rotate(array, kept);
         launch(order);
     }
     restore();
@@ -551,6 +623,12 @@ void cuda_on_cpu::stop(const char* what, const char* file, int line) {
                  line, kernel->name, at(blockIdx).c_str(), at(threadIdx).c_str());
     std::fflush(stdout);
     _exit(4);
+}
+
+void cuda_on_cpu::note(const char* what) {
+    static bool said;
+    if (!said) std::fprintf(stderr, "cuda_on_cpu: note: %s\n", what);
+    said = true;
 }
 
 bool cuda_on_cpu::each_block_first(void (*first)()) {
@@ -600,9 +678,62 @@ unsigned cuda_on_cpu::active_lanes(const char* file, int line) {
 
 void cuda_on_cpu::sleep() { make_way(); }
 
+void cuda_on_cpu::named_barrier(int id, unsigned number, bool waits, const char* file, int line) {
+    wait_at(file, line);
+    Thread& self = *current;
+    self.id = id, self.number = number, self.waits = waits;
+    stop_in(State::at_named);
+}
+
+void cuda_on_cpu::poll(const char* file, int line) {
+    wait_at(file, line);
+    current->polls = true;
+    stop_in(State::ready);
+}
+
+void cuda_on_cpu::begin_meeting(const void* meeting) {
+    if (meeting_begins) meeting_begins(meeting);
+}
+
+void cuda_on_cpu::arrive_at(const void* meeting) {
+    idle = 0;
+    if (thread_arrives) thread_arrives(meeting, thread_number());
+}
+
+void cuda_on_cpu::learn_from(const void* meeting) {
+    if (thread_learns) thread_learns(meeting, thread_number());
+}
+
+// Addresses of static shared memory are offsets from a multiple of 1024 before it; addresses of dynamic shared memory
+// are larger by DYNAMIC. An address of either may be out of bounds: the access is reported, not its computation.
+constexpr std::ptrdiff_t DYNAMIC = 1 << 20;
+
+static char* aligned(void* place) { return reinterpret_cast<char*>(reinterpret_cast<std::uintptr_t>(place) & -1024); }
+
+unsigned cuda_on_cpu::to_shared(const void* place) {
+    const char* address = static_cast<const char*>(place);
+    if (address >= shared_begin && address < shared_end) return address - aligned(shared_begin);
+    const std::ptrdiff_t offset = address - aligned(dynamic);
+    if (offset <= -DYNAMIC / 2 || offset >= DYNAMIC / 2) {
+        fail(std::string("in ") + kernel->name + ", thread " + at(threadIdx) + ": an address that is not in shared "
+             "memory is converted to one of shared memory");
+    }
+    return offset + DYNAMIC;
+}
+
+void* cuda_on_cpu::from_shared(std::uint64_t address) {
+    const std::ptrdiff_t offset = static_cast<std::ptrdiff_t>(address);
+    return offset < DYNAMIC / 2 ? aligned(shared_begin) + offset : aligned(dynamic) + (offset - DYNAMIC);
+}
+
 void cuda_on_cpu::atomic(const void* place, std::size_t bytes) {
     if (steps + 64 > turn) make_way();  // now, so that no switch occurs between the read and the write of the access
     if (atomic_access) atomic_access(place, bytes, __builtin_return_address(0));
+}
+
+void cuda_on_cpu::atomic_read(const void* place, std::size_t bytes) {
+    if (steps + 64 > turn) make_way();
+    if (atomic_load) atomic_load(place, bytes, __builtin_return_address(0));
 }
 
 // Lets the other threads run between a plain read and the atomicCAS that compares its value. They may change the value,
@@ -616,6 +747,8 @@ void cuda_on_cpu::comparison(const void* place, std::size_t bytes, std::uint64_t
 void cuda_on_cpu::read_only(const void* place, std::size_t bytes) {
     if (read_only_access) read_only_access(place, bytes, __builtin_return_address(0));
 }
+
+int cuda_on_cpu::fill_byte() { return fill; }
 
 void cuda_on_cpu::fence(bool of_device) {
     if (fence_passed) fence_passed(of_device);

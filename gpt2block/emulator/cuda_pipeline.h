@@ -1,47 +1,30 @@
-// Asynchronous copies to shared memory. A copy happens as late as its semantics allow, when the kernel waits for it;
-// until then its destination holds bytes of 0xFF. The loader puts this file into an unnamed namespace.
+// Asynchronous copies by single threads: the primitives of CUDA's pipelines. See async_copies.h.
 #pragma once
+#include <async_copies.h>
 
-namespace cuda_on_cpu_pipeline {
-
-struct Copy {
-    char* to;
-    const char* from;
-    unsigned bytes, zeros, group;
-};
-
-constexpr int MOST = 256;  // maximum number of copies in flight per thread
-static Copy copies[1024][MOST];
-static unsigned counts[1024], groups[1024];
-static const bool forgotten = cuda_on_cpu::each_block_first([] {  // drop copies that the previous block did not await
-    for (int thread = 0; thread < 1024; ++thread) counts[thread] = groups[thread] = 0;
-});
-
-inline unsigned thread() { return threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z); }
-
-}  // namespace cuda_on_cpu_pipeline
-
-inline void __pipeline_memcpy_async(void* to, const void* from, std::size_t bytes, std::size_t zeros = 0) {
-    using namespace cuda_on_cpu_pipeline;
-    const unsigned t = thread();
-    assert((bytes == 4 || bytes == 8 || bytes == 16) && zeros <= bytes);
-    assert((std::uintptr_t)to % bytes == 0 && (std::uintptr_t)from % bytes == 0);
-    assert(counts[t] < MOST);
-    char* bytes_to = static_cast<char*>(to);
-    copies[t][counts[t]++] = {bytes_to, static_cast<const char*>(from), (unsigned)bytes, (unsigned)zeros, groups[t]};
-    for (unsigned i = 0; i < bytes; ++i) bytes_to[i] = (char)0xFF;
+__forceinline__ void __pipeline_memcpy_async(void* to, const void* from, std::size_t bytes, std::size_t zeros = 0,
+                                             const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
+    if ((bytes != 4 && bytes != 8 && bytes != 16) || zeros > bytes) {
+        cuda_on_cpu::stop("an asynchronous copy has 4, 8 or 16 bytes", file, line);
+    }
+    if ((std::uintptr_t)to % bytes || (std::uintptr_t)from % bytes) {
+        cuda_on_cpu::stop("an address of an asynchronous copy is not a multiple of its bytes", file, line);
+    }
+    cuda_on_cpu_pipeline::begin(
+        {static_cast<char*>(to), static_cast<const char*>(from), bytes, zeros, bytes, 0, 1, 0, nullptr, 0});
 }
 
 inline void __pipeline_commit() { ++cuda_on_cpu_pipeline::groups[cuda_on_cpu_pipeline::thread()]; }
 
-inline void __pipeline_wait_prior(std::size_t later) {
+__forceinline__ void __pipeline_wait_prior(std::size_t later) {
     using namespace cuda_on_cpu_pipeline;
     const unsigned t = thread();
     unsigned kept = 0;
     for (unsigned c = 0; c < counts[t]; ++c) {
         const Copy& copy = copies[t][c];
-        if (copy.group + later < groups[t]) {
-            for (unsigned i = 0; i < copy.bytes; ++i) copy.to[i] = i < copy.bytes - copy.zeros ? copy.from[i] : 0;
+        if (!copy.barrier && copy.group == groups[t]) note_uncommitted(copy);
+        if (!copy.barrier && copy.group + later < groups[t]) {
+            finish(copy);
         } else {
             copies[t][kept++] = copy;
         }

@@ -28,8 +28,9 @@ from numpy.typing import NDArray
 from gpt2block.cuda import kernels
 from gpt2block.doctor import Check
 from gpt2block.emulator import cache as cached
-from gpt2block.emulator import places, programs
+from gpt2block.emulator import places, programs, ptx
 from gpt2block.emulator.cache import folder as cache_folder
+from gpt2block.emulator.library import with_library
 from gpt2block.errors import KernelError, NotJudged
 
 HERE = Path(__file__).parent
@@ -78,7 +79,10 @@ _THREADS = ("-fsanitize=thread", "-fno-pie", "-gdwarf-4", "-g1")
 _VOLATILE = "--param=tsan-distinguish-volatile=1"  # supported since GCC 11
 _PATTERN = "-ftrivial-auto-var-init=pattern"  # supported since GCC 12
 _TURNS = "-fsanitize-coverage=trace-pc"  # inserts a call in each basic block, see cuda_on_cpu.cpp
-_WAITS = re.compile(r"\bvolatile\b|\batomic\w+|\b__ldcv\b|\b__nanosleep\b")
+_WAITS = re.compile(
+    r"(?<!asm )(?<!asm__ )\bvolatile\b|\batomic\w*|\b__ldcv\b|\b__nanosleep\b"
+    r"|\b(?:atom|red|mbarrier|nanosleep)\.|\bld\.(?:volatile|relaxed|acquire)"
+)
 # Order of threads → byte that fills shared memory and, in unoptimised programs, local variables.
 # As floats, these bytes are NaN, a large positive and a large negative number. A maximum, minimum
 # or sum that reads unwritten memory is therefore wrong in at least one order.
@@ -91,7 +95,7 @@ _WARNINGS = (
     "-Wno-unused-function",  # a file does not use all functions of its headers
     "-Wno-maybe-uninitialized",  # false alarms under AddressSanitizer
 )
-_ALIGNED = r"(?:(?:__align__|alignas)\s*\([^()]*\)\s*)?"
+_ALIGNED = r"(?:(?:__align__|alignas)\s*\((?:[^()]|\([^()]*\))*\)\s*)?"
 _DYNAMIC_SHARED = re.compile(
     rf"{_ALIGNED}extern\s+(volatile\s+)?{_ALIGNED}__shared__\s+{_ALIGNED}"
     rf"([\w:<>, ]+?)\s+{_ALIGNED}(\w+)\s*\[\s*\]\s*;"
@@ -114,6 +118,11 @@ _TELLING = re.compile(
 
 # Macros of CUDA's compiler that users' files test.
 _OF_CUDA = "#define __CUDACC__ 1\n#define __CUDACC_RTC__ 1\n#define __CUDA_ARCH__ 800\n"
+# An error of g++ about a name of a CUDA library that the emulator does not have, or has otherwise.
+_LACKING = re.compile(
+    r"^(?:.*/)?(\S+): error: (.*\{anonymous\}::(?:cg|cooperative_groups|cub|cuda)\b.*)$",
+    re.MULTILINE,
+)
 _PLACE = re.compile(r"\{(variable )?(0x[0-9a-f]+)\}")  # address in a program's report
 _FOLDER = r"(?<![\w.])/\S*/(?=[\w.-]+:\d)"  # folder of an absolute path
 _NOTE = re.compile(r"^cuda_on_cpu: note: (.*)$\n?", re.MULTILINE)
@@ -647,16 +656,29 @@ def _version() -> int:
     return int(_output("g++", "-dumpversion").partition(".")[0])
 
 
+def translated(source: Source, defines: kernels.Defines) -> str | None:
+    """Return a user's file with C++ in place of inline PTX, or None if it has no inline PTX.
+
+    Raises NotJudged for PTX that the emulator does not support.
+    """
+    own = kernels.without_host_headers(source.text)
+    return ptx.translated(own, source.name, _OF_CUDA + _constants(defines))
+
+
+def _constants(defines: kernels.Defines) -> str:
+    return "".join(f"#define {name} {value}\n" for name, value in defines)
+
+
 def _translation_unit(source: Source, defines: kernels.Defines) -> str:
-    constants = "".join(f"#define {name} {value}\n" for name, value in defines)
-    own = source.text
+    own, prelude = source.text, ""
     if Path(source.name).is_absolute():
-        own = kernels.without_host_headers(own)
-        constants += _OF_CUDA
+        without_ptx = translated(source, defines)
+        system, own = with_library(without_ptx or kernels.without_host_headers(own))
+        prelude = system + (ptx.HEADER if without_ptx else "") + ptx.POISON + _OF_CUDA
     text = _DYNAMIC_SHARED.sub(_dynamic, _STATIC_SHARED.sub("", own))
     text = _SHARED_ALIGNED.sub(r"\1 __shared__", text)
     if re.search(r"extern\s+__shared__", kernels.without_comments(text)):
-        raise ShimError(f"{source.name}: the loader does not understand its `extern __shared__`")
+        raise NotJudged(f"{source.name}: the loader does not understand its `extern __shared__`")
     entries = "".join(
         f'{{"{name}", cuda_on_cpu::Call<&{name}>::call, cuda_on_cpu::Call<&{name}>::elements}},\n'
         for name in _prototypes(source)
@@ -664,7 +686,7 @@ def _translation_unit(source: Source, defines: kernels.Defines) -> str:
     # The anonymous namespace gives templates internal linkage. With external linkage,
     # AddressSanitizer would put no redzones around the static variables of template functions.
     return (
-        f'#include "{_first_header(source)}"\n{constants}'
+        f'#include "{_first_header(source)}"\n{prelude}{_constants(defines)}'
         f'namespace {{\n#line 1 "{source.name}"\n{text}\n#line 1 "{END}"\n'
         f"const cuda_on_cpu::Entry cuda_on_cpu_entries[] = {{\n{entries}{{}}}};\n}}\n"
         "const cuda_on_cpu::Entry* const cuda_on_cpu::entries = cuda_on_cpu_entries;\n"
@@ -733,7 +755,11 @@ def _compiled(
     if "signal terminated program" in done.stderr:
         _stopped.add(file)
         raise _too_long(file)
+    if lacking := done.returncode and _LACKING.search(done.stderr):
+        what = lacking[2].replace("{anonymous}::", "")
+        raise NotJudged(f"{lacking[1]}: the emulator lacks a part of CUDA: {what}: use a GPU")
     if done.returncode:
+        ptx.check_replaced(done.stderr)
         raise ShimError(f"{name} does not compile for the CPU:\n{done.stderr}", done.stderr)
     return done.stderr
 

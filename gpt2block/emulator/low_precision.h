@@ -42,6 +42,23 @@ struct alignas(4) PAIR {
     __forceinline__ PAIR(const NUMBER& x, const NUMBER& y) : x(x), y(y) {}
 };
 
+// The bits of a number or a pair, as functions of cuda_fp8.h take them.
+struct JOIN(NUMBER, _raw, ) {
+    unsigned short x;
+
+    JOIN(NUMBER, _raw, )() = default;
+    __forceinline__ JOIN(NUMBER, _raw, )(NUMBER h) : x(h.bits) {}
+    __forceinline__ operator NUMBER() const { return cuda_on_cpu::bits<NUMBER>(x); }
+};
+
+struct JOIN(PAIR, _raw, ) {
+    unsigned short x, y;
+
+    JOIN(PAIR, _raw, )() = default;
+    __forceinline__ JOIN(PAIR, _raw, )(PAIR p) : x(p.x.bits), y(p.y.bits) {}
+    __forceinline__ operator PAIR() const { return cuda_on_cpu::bits<PAIR>(*this); }
+};
+
 // --- conversions
 
 __forceinline__ NUMBER JOIN(__ushort_as_, NAME, )(unsigned short bits) { return cuda_on_cpu::bits<NUMBER>(bits); }

@@ -43,6 +43,11 @@ inline void __threadfence_block() { cuda_on_cpu::fence(false); }
 inline void __threadfence() { cuda_on_cpu::fence(true); }
 inline void __threadfence_system() { cuda_on_cpu::fence(true); }
 
+inline std::size_t __cvta_generic_to_shared(const void* p) { return cuda_on_cpu::to_shared(p); }
+inline void* __cvta_shared_to_generic(std::size_t address) { return cuda_on_cpu::from_shared(address); }
+inline std::size_t __cvta_generic_to_global(const void* p) { return reinterpret_cast<std::size_t>(p); }
+inline void* __cvta_global_to_generic(std::size_t address) { return reinterpret_cast<void*>(address); }
+
 inline void __nanosleep(unsigned) { cuda_on_cpu::sleep(); }
 
 namespace cuda_on_cpu {

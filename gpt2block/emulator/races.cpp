@@ -5,6 +5,7 @@
 // Vector clocks track the order of accesses. Accesses are ordered by:
 //   - __syncthreads() within a block, and within a warp every exchange (__syncwarp(), shuffles) among the lanes of its
 //     mask;
+//   - a named barrier or mbarrier of PTX, which orders the threads that arrive before the threads that wait;
 //   - a fence, then an atomic or volatile write, then an atomic or volatile read of the same address by another thread:
 //     accesses that the first thread made, or knew to be complete, before its fence precede the reader's next accesses.
 // Two accesses that are both atomic or volatile are not a race. A thread's plain access is ordered after all atomic
@@ -108,6 +109,7 @@ struct Verb {
 
 constexpr Verb READS = {"reads", "read"}, WRITES = {"writes", "wrote"};
 constexpr Verb ATOMIC = {"atomically changes", "atomically changed"};
+constexpr Verb ATOMIC_READ = {"atomically reads", "atomically read"};
 constexpr Verb VOLATILE_READ = {"reads (volatile)", "read (volatile)"};
 constexpr Verb VOLATILE_WRITE = {"writes (volatile)", "wrote (volatile)"};
 
@@ -157,6 +159,7 @@ std::vector<Region> regions;
 std::vector<Thread> threads;  // threads of the block
 // Address -> accesses that its last strong writes made visible: [0] to threads of the block, [1] to all threads.
 std::unordered_map<const void*, Blocks> told[2];
+std::map<const void*, Blocks[Thread::FACTS]> meetings;  // facts of the threads that have arrived
 unsigned block, phase, turn;  // turn: position of the block in the order in which blocks run
 const char* dynamic_name = nullptr;
 std::size_t dynamic_element = 1;
@@ -353,7 +356,7 @@ void record(const void* address, std::size_t bytes, Verb verb, bool writes, bool
     Region* region = region_of(first);
     if (!region) return check_stack(address, now);
     const std::size_t start = first - region->data, stop = std::min(start + bytes, region->bytes);
-    const bool volatile_ = strong && verb.is != ATOMIC.is;
+    const bool volatile_ = strong && verb.is != ATOMIC.is && verb.is != ATOMIC_READ.is;
     for (std::size_t i = start; i < stop; ++i) check_byte(*region, i, now, volatile_);
 }
 
@@ -448,6 +451,7 @@ void cuda_on_cpu::block_begins(unsigned number, std::size_t count, const void* d
     threads.assign(count, {});
     for (std::size_t i = 0; i < count; ++i) threads[i].of[i % WARP] = 1;
     told[0].clear();
+    meetings.clear();
     for (auto it = told[1].begin(); it != told[1].end();) {  // forget this block's shared memory
         const Region* region = region_of(static_cast<const char*>(it->first));
         it = region && region->of_block() ? told[1].erase(it) : std::next(it);
@@ -488,12 +492,34 @@ void cuda_on_cpu::lanes_meet(std::size_t first, unsigned lanes) {
     }
 }
 
+void cuda_on_cpu::meeting_begins(const void* meeting) { meetings.erase(meeting); }
+
+void cuda_on_cpu::thread_arrives(const void* meeting, int thread) {
+    Thread& self = threads[thread];
+    report_held(self);
+    Blocks(&common)[Thread::FACTS] = meetings[meeting];
+    share(common, self);
+    join(common[Thread::learnt], knowledge(thread));
+    ++self.of[thread % WARP];  // accesses from now on are after the arrival
+}
+
+void cuda_on_cpu::thread_learns(const void* meeting, int thread) {
+    for (int i = 0; i < Thread::FACTS; ++i) join(threads[thread].facts[i], meetings[meeting][i]);
+}
+
 void cuda_on_cpu::atomic_access(const void* address, std::size_t bytes, void* place) {
     const int thread = thread_number();
     if (thread < 0) return;
     record(address, bytes, ATOMIC, true, true, place);
     learn(thread, address);
     tell(thread, address, false);
+}
+
+void cuda_on_cpu::atomic_load(const void* address, std::size_t bytes, void* place) {
+    const int thread = thread_number();
+    if (thread < 0) return;
+    record(address, bytes, ATOMIC_READ, false, true, place);
+    learn(thread, address);
 }
 
 bool cuda_on_cpu::read_is_compared(const void* address, std::size_t bytes, std::uint64_t expected) {
@@ -576,5 +602,7 @@ void __tsan_write_range(void* p, std::size_t n) { record(p, n, WRITES, true, fal
 void __tsan_init() {}
 void __tsan_func_entry(void*) {}
 void __tsan_func_exit() {}
+void __tsan_vptr_update(void**, void*) {}
+void __tsan_vptr_read(void**) {}
 char __tsan_atomic8_load(const char* guard, int) { return *guard; }  // reads the guard of a function's static variable
 }

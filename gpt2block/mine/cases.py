@@ -7,14 +7,17 @@ other results.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, is_dataclass, replace
+from math import inf
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block.bench import measure
+from gpt2block.checks import check_integer
 from gpt2block.mine import sizes
 from gpt2block.mine.arguments import values
 from gpt2block.mine.kernel import Kernel, described
@@ -24,6 +27,7 @@ from gpt2block.ops.sample_token import draw_stable
 ULP = 2.0**-24  # largest relative rounding error of float32
 MEAN, SPREAD = 2048.0, 0.6  # mean and standard deviation of rows with a large mean
 SCORE = 1024.0  # large score: exp(SCORE) is infinite, and exp(-SCORE) is 0
+MOST_SEED = 1_000_000  # seeds that are drawn are less, so that they are short
 OTHER_SIZES = (
     "right at the sizes before; if a kernel is for some sizes only, check it at one of them with "
     "--shape (in Python shape=)"
@@ -66,6 +70,15 @@ class Special:
     change: Callable[[Inputs, Mapping[str, Any]], Inputs]
     slack: float = 0.0
     attrs: Attrs = field(default_factory=dict)  # attributes that differ from the case's
+
+
+def resolved_seed(seed: int | None) -> int:
+    """Return a seed of random sizes: a new one for None. Raises InputError for an invalid seed."""
+    return (
+        secrets.randbelow(MOST_SEED)
+        if seed is None
+        else check_integer("seed", seed, 0, inf, "0 or more")
+    )
 
 
 def cases(

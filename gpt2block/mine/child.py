@@ -25,16 +25,21 @@ class ProcessExited(NamedTuple):
 Send = Callable[[Any], None]
 
 
-def supervised(target: Callable[..., None], args: tuple[Any, ...], first: Stage) -> Iterator[Any]:
+def supervised(
+    target: Callable[..., None], args: tuple[Any, ...], first: Stage, daemon: bool = True
+) -> Iterator[Any]:
     """Run target(send, *args) in a child process; yield the objects, except Stages, that it sends.
 
     A child that exceeds the time limit of its stage is killed. If the child is killed or exits
     before the target returns, the last item is a `ProcessExited`. target: a function of a module
-    that the child can import. first: the stage in which the child begins.
+    that the child can import; the child has its name. first: the stage in which the child begins.
+    daemon: whether the child is ended with this process; it can then have no children of its own.
     """
     context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
     receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=_main, args=(sender, target, args), daemon=True)
+    child = context.Process(
+        target=_main, name=target.__name__, args=(sender, target, args), daemon=daemon
+    )
     child.start()
     sender.close()
     stage = first

@@ -22,6 +22,7 @@ GUARD_BYTE = 0xA5
 # Bytes that fill an output before a launch: NaN, a large positive and a large negative number.
 # fmaxf and fminf ignore NaN, so that only the two numbers reveal a kernel that reads its output.
 NAN_BYTE, POSITIVE_BYTE, NEGATIVE_BYTE = 0xFF, 0x7B, 0xFB
+LIMIT = "the limit is {:.1e}, because rounding alone explains no more"
 
 
 @dataclass(frozen=True)
@@ -94,11 +95,11 @@ def finding(found: Checked, given: Case) -> Finding:
     if exact:
         numbers = ()
     elif isnan(found.max_rel):
-        what += f"\nlargest error: not finite; a relative error of {found.bound:.1e} is rounding"
+        what += f"\nlargest error: not finite; {LIMIT.format(found.bound)}"
     elif found.max_rel > found.bound:
         what += (
             f"\nlargest error {found.max_abs:.1e}, relative to the largest value "
-            f"{found.max_rel:.1e}: at most {found.bound:.1e} is rounding"
+            f"{found.max_rel:.1e}: {LIMIT.format(found.bound)}"
         )
     else:
         numbers = ()
@@ -106,7 +107,7 @@ def finding(found: Checked, given: Case) -> Finding:
     names = ("max_abs", "max_rel", "bound")
     error = dict(zip(names, numbers, strict=False))
     where = f"at {given.label}"
-    return Finding(what, (), where, found.printed, fragile=bool(given.name), **error)
+    return Finding(what, (), where, found.printed, **error)
 
 
 def of_second_launch(found: Finding) -> Finding:
@@ -115,7 +116,7 @@ def of_second_launch(found: Finding) -> Finding:
         "right in the first launch of a process, wrong in a later one: variables of the file "
         "(__device__) keep their values between launches: set them back in the kernel"
     )
-    return replace(found, what=f"{what}\n{found.what}")
+    return replace(found, text=f"{what}\n{found.text}")
 
 
 def of_old_values(found: Finding) -> Finding:
@@ -125,7 +126,7 @@ def of_old_values(found: Finding) -> Finding:
         "kernel reads elements of the output that it has not written, as in "
         "out[i] = fmaxf(out[i], v); fmaxf and fminf ignore NaN"
     )
-    return replace(found, what=f"{what}\n{found.what}")
+    return replace(found, text=f"{what}\n{found.text}")
 
 
 def wrong(name: str, out: NDArray[Any], truth: NDArray[Any], bound: float) -> str:
@@ -155,6 +156,8 @@ def wrong(name: str, out: NDArray[Any], truth: NDArray[Any], bound: float) -> st
             f"{of}: they are {fill}, the first is {where}: never written, or computed from memory "
             "that is never written"
         )
+    infinite = 0 if exact else int((bad & ~np.isfinite(out)).sum())
+    of += f", {infinite:,} of them NaN or infinite" if infinite else ""
     return f"{of}: {where} is {_number(out[place])}, expected {_number(truth[place])}"
 
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import isfinite
+from typing import Any
 
+from gpt2block.cuda import kernels
 from gpt2block.emulator.loader import END
 from gpt2block.mine.source import UserSource
 
@@ -15,6 +18,8 @@ _NO_LIBRARY = (
     "\n(Kernels have no C++ library, only what <cmath>, <cfloat>, <climits> and <cstdint> declare, "
     "std::min and std::max. For std::numeric_limits write FLT_MAX or INFINITY.)"
 )
+# Message of NVRTC, or of g++ after a declaration: their line is that of the next word.
+_NO_SEMICOLON = re.compile(r"""expected (?:a ";"|.,. or .;.)""")
 HOST = (
     "a function without __device__ is a host function, which the compiler of kernels (NVRTC) "
     "refuses: write __device__ before it"
@@ -31,6 +36,7 @@ _MISALIGNED = re.compile(
     r"misaligned address \S+ for type '(?:const )?(?:struct )?(.+)', which requires (\d+) byte"
 )
 _PLACE = re.compile(r"^in \w+, (block .*)$", re.MULTILINE)
+_OF_COPY = re.compile(r"at \S*cuda_pipeline\.h:\d+")
 _VERBS = {"READ": "reads", "WRITE": "writes"}
 _SUMMARIES = {
     "heap-buffer-overflow": "outside the dynamic shared memory",
@@ -41,31 +47,91 @@ _SUMMARIES = {
 }
 
 
+# Kind of a finding → regex of the beginning of its text; the first one that matches counts.
+_KINDS = {
+    kind: re.compile(pattern)
+    for kind, pattern in {
+        "fragile": "fragile: ",
+        "kept_state": "right in the first launch",
+        "uninitialized": "right if the output holds NaN",
+        "assertion": "assertion fails|the kernel calls __trap",
+        "race": "race: ",
+        "read_only": "read-only load: ",
+        "divergent_barrier": "divergent barrier",
+        "does_not_compile": r".* does not compile|.*host function|.* bytes of __\w+__ variables",
+        "launch": r"(?:grid|block|shared)\b|\S+: launch line|\w+ takes \d+ registers|.* of extern ",
+        "does_not_end": r".*\bstill run",
+        "early_access": r".* before wait_for_previous|.*no thread waits for the previous kernel",
+        "out_of_bounds": r"(?:reads|writes|index|accesses) .*(?:out of bounds|outside|no argument)",
+        "misaligned": ".*misaligned",
+        "changed_input": "the kernel changes its input",
+        "wrong_result": "[0-9,]+ of [0-9,]+ elements of |wrong at the benchmark's sizes",
+    }.items()
+}
+KINDS = (*_KINDS, "other")
+_THREAD = re.compile(r"thread \(\d+, \d+, \d+\)")
+_SIZES = re.compile(r"(?:^|\b(?:at|times) )(\w+=\d+(?:, \w+=\d+)*)")
+
+
 @dataclass(frozen=True)
 class Finding:
     """A problem of a user's kernel, as it is described to the user.
 
-    what: a description of one or a few lines. lines: line numbers in the file. at: when and where
+    text: a description of one or a few lines. lines: line numbers in the file. at: when and where
     the problem occurs, with a preposition. printed: text that the kernel printed. max_abs, max_rel:
     the largest error of a wrong result, absolute and relative to the largest value. bound: the
-    relative error that rounding explains. fragile: whether the kernel is wrong only for special
-    inputs, such as large scores.
+    relative error that rounding explains.
     """
 
-    what: str
+    text: str
     lines: tuple[int, ...] = ()
     at: str = ""
     printed: str = ""
     max_abs: float | None = None
     max_rel: float | None = None
     bound: float | None = None
-    fragile: bool = False
+
+    @property
+    def kind(self) -> str:
+        """One of `KINDS`: "fragile" for a kernel that is wrong only for special inputs."""
+        return next((kind for kind, begin in _KINDS.items() if begin.match(self.text)), "other")
+
+    @property
+    def threads(self) -> tuple[str, ...]:
+        """Threads that the report names, such as "thread (1, 0, 0)"."""
+        return tuple(dict.fromkeys(_THREAD.findall(f"{self.text}\n{self.at}")))
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Sizes at which the problem occurs; {} if it does not depend on the sizes."""
+        stated = _SIZES.search(self.at) or _SIZES.search(self.text)
+        pairs = (each.split("=") for each in stated[1].split(", ")) if stated else ()
+        return {name: int(size) for name, size in pairs}
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the finding as a dict that can be written as JSON; NaN and infinity are None."""
+        return {
+            "kind": self.kind,
+            "text": self.text,
+            "lines": list(self.lines),
+            "threads": list(self.threads),
+            "sizes": self.sizes,
+            "at": self.at,
+            "max_abs": finite(self.max_abs),
+            "max_rel": finite(self.max_rel),
+            "bound": finite(self.bound),
+        }
+
+
+def finite(value: float | None) -> float | None:
+    """Return a number as JSON can hold it: None for NaN and infinity."""
+    return None if value is None or not isfinite(value) else float(value)
 
 
 def headline(source: UserSource, found: Finding) -> str:
     """Return a problem's description after the file's name and the first affected line number."""
     place = f"{source.file}:{found.lines[0]}: " if found.lines else f"{source.file}: "
-    return found.what if found.what.startswith(source.file) else place + found.what
+    return found.text if found.text.startswith(source.file) else place + found.text
 
 
 def numbered(source: UserSource, found: Finding) -> list[str]:
@@ -106,21 +172,43 @@ def of_compiler(source: UserSource, log: str) -> Finding:
     hint = (
         _NO_LIBRARY if re.search('cannot open source file|"std" has no|not.* of .std', what) else ""
     )
-    return Finding(f"{source.file} does not compile:\n{what}{more}{hint}", (shown[0][0],))
+    lines = _with_line_before(source, *shown[0])
+    return Finding(f"{source.file} does not compile:\n{what}{more}{hint}", lines)
+
+
+def _with_line_before(source: UserSource, line: int, message: str) -> tuple[int, ...]:
+    """Return the line of an error, after the line that probably lacks a semicolon."""
+    if _NO_SEMICOLON.match(message):
+        code = kernels.without_comments(source.text).splitlines()
+        before = [number for number in range(1, line) if code[number - 1].strip()]
+        return (*before[-1:], line)
+    return (line,)
 
 
 def of_emulator(source: UserSource, report: str, at: str) -> Finding:
     """Return the Finding for a report of an emulated launch, such as AddressSanitizer's."""
+    report = _naming_copies(source, report)
     place = _PLACE.search(report)
     where = f"in {place[1]}, {at}" if place else at
     lines = _lines(source, report)
     return Finding(_said(source, report), lines, where)
 
 
+def _naming_copies(source: UserSource, report: str) -> str:
+    """Replace lines of the emulator's header for asynchronous copies by lines of the user's file.
+
+    The copy happens when the kernel waits for it, so that the report names no line of the file.
+    """
+    code = kernels.without_comments(source.text).splitlines()
+    starts = [i for i, line in enumerate(code, 1) if "__pipeline_memcpy_async(" in line]
+    places = " or ".join(f"{source.file}:{line}" for line in starts)
+    return _OF_COPY.sub(f"by the asynchronous copy at {places}", report) if starts else report
+
+
 def explained(source: UserSource, found: Finding, notes: Sequence[str]) -> Finding:
     """Add possible causes, noted by the emulator, to the Finding of a wrong result."""
     said = "".join(f"\nPossibly because {note}" for note in dict.fromkeys(notes))
-    return replace(found, what=found.what + said, lines=_lines(source, said))
+    return replace(found, text=found.text + said, lines=_lines(source, said))
 
 
 def _said(source: UserSource, report: str) -> str:
@@ -148,6 +236,9 @@ def _of_a_program(source: UserSource, report: str) -> str:
         access = _ACCESS.search(report)
         verb = f"{_VERBS[access[1]]} {access[2]} bytes " if access and "outside" in what else ""
         return verb + what
+    cooperative = next((line for line in report.splitlines() if "cooperative launch" in line), "")
+    if cooperative:
+        first += f"\n{cooperative}"
     named = re.sub(rf" in {re.escape(source.name)}(?=[:,])", "", first)
     return named.replace("after 1 barriers", "after 1 barrier")
 

@@ -1,4 +1,4 @@
-"""`check_kernel` checks a user's kernel from Python, as `gpt2block kernels --mine` does."""
+"""`check` and `check_kernel` check a user's kernel, as `gpt2block kernels --mine` does."""
 
 from __future__ import annotations
 
@@ -6,95 +6,28 @@ import atexit
 import hashlib
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import cache
-from html import escape
 from pathlib import Path
+from typing import Any
 
 from gpt2block import doctor
 from gpt2block.bench import measure
 from gpt2block.errors import DeviceError, InputError, shown
 from gpt2block.mine import on_cpu, on_gpu
-from gpt2block.mine.cases import cases
-from gpt2block.mine.comparison import Checked
-from gpt2block.mine.finding import Finding, headline, numbered
+from gpt2block.mine.cases import cases, resolved_seed
 from gpt2block.mine.kernel import Kernel, matched
-from gpt2block.mine.outcome import COLUMNS, RIGHT, CheckOutcome, printed, titled
 from gpt2block.mine.source import OWN, read
-from gpt2block.notebook import paragraph, table, text_table
+from gpt2block.mine.verdict import Verdict
+from gpt2block.ops.operation import Operation
 from gpt2block.ops.registry import find, stated_sizes
 
 FILE = "my.cu"  # file name of a source that is passed as text
-RED = "color: #c62828; font-weight: bold"
 
 
-@dataclass(frozen=True, repr=False)
-class KernelCheck:
-    """The result of `check_kernel`. Text and notebooks show it as a table and a verdict.
-
-    `right`: whether every result is correct. `checks`: the results, one for each size and kind of
-    inputs, up to the first problem, with `sizes`, `inputs` ("" for random numbers), `geometry`
-    (grid, block, bytes of shared memory), `max_abs`, `max_rel` (relative to the largest value) and
-    `bound`, the largest relative error that rounding explains. `problem`: None, or the problem,
-    with its description `what`, `lines` of the source, sizes `at` which it occurs, the error of a
-    wrong result, and `fragile`, true if the kernel is wrong only for special inputs such as large
-    scores. `printed`: text that the kernel printed. `device`: "cpu" (the emulator) or "cuda".
-    """
-
-    kernel: Kernel
-    device: str
-    checks: Sequence[Checked]
-    problem: Finding | None
-
-    @property
-    def right(self) -> bool:
-        return self.problem is None
-
-    @property
-    def printed(self) -> str:
-        return printed(self.checks, self.problem)
-
-    @property
-    def verdict(self) -> str:
-        """The last lines of the text: the problem and source lines, or that the kernel is right."""
-        if self.problem is None:
-            return RIGHT if self.device == "cpu" else "Right."
-        source = self.kernel.source
-        lines = (headline(source, self.problem), *numbered(source, self.problem), self.problem.at)
-        return "\n".join(filter(None, lines))
-
-    def __str__(self) -> str:
-        parts = [self._title]
-        if self.printed:
-            parts.append(f"{self.kernel.source.name} prints:\n{self.printed.rstrip()}")
-        if self.checks:
-            parts.append(text_table(COLUMNS, self._rows()))
-        return "\n".join((*parts, self.verdict))
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        parts = [paragraph(self._title)]
-        if self.printed:
-            parts.append(paragraph(f"{self.kernel.source.name} prints:\n{self.printed.rstrip()}"))
-        if self.checks:
-            parts.append(table(COLUMNS, self._rows()))
-        style = "" if self.right else RED
-        said = f'<pre style="white-space: pre-wrap; {style}">{escape(self.verdict)}</pre>'
-        return "\n".join((*parts, said))
-
-    @property
-    def _title(self) -> str:
-        return titled(self.kernel, self.device == "cpu")
-
-    def _rows(self) -> list[tuple[str | int | float, ...]]:
-        return [(row.label, *row.launched, row.max_abs, row.max_rel) for row in self.checks]
-
-
-def check_kernel(
-    operation: str,
+def check(
     source: str | Path,
+    operation: str,
     *,
     kernel: str | None = None,
     grid: str | None = None,
@@ -105,21 +38,23 @@ def check_kernel(
     dtype: str | None = None,
     layout: str | None = None,
     device: str | None = None,
-) -> KernelCheck:
+    seed: int | None = None,
+) -> Verdict:
     """Check a user's CUDA kernel, as `gpt2block kernels OPERATION --mine FILE.cu` does.
 
     Compares every output with float64 at several sizes. The emulator also finds accesses out of
     bounds, races and divergent barriers, with their lines. Prints nothing, and times nothing.
 
-    operation: name of an operation, such as "layernorm". source: the text of a `.cu` file, or its
-    path. The emulator compiles and runs the file, including its host code, with your rights: do not
-    run a file that you have not read. kernel: name of the kernel, if the file has several. grid,
-    block, shared: expressions such as "ceil(N / 8)", which replace the launch line's. args: the
-    argument of each parameter, such as "x,out,N,C". shape: the only sizes to check, such as
+    source: the text of a `.cu` file, or its path. The emulator compiles and runs the file,
+    including its host code, with your rights: do not run a file that you have not read. operation:
+    name of an operation, such as "layernorm". kernel: name of the kernel, if the file has several.
+    grid, block, shared: expressions such as "ceil(N / 8)", which replace the launch line's. args:
+    the argument of each parameter, such as "x,out,N,C". shape: the only sizes to check, such as
     {"C": 768}. dtype: dtype of the arrays. layout: layout of weights. device: "cpu" for the
-    emulator, which needs g++; "cuda"; or None for a GPU if there is one, else the emulator. Raises
+    emulator, which needs g++; "cuda"; or None for a GPU if there is one, else the emulator. seed:
+    seed of the random sizes, at least 0; None for a new one, which is in the result. Raises
     InputError for an invalid source or argument, and DeviceError. Errors of the kernel, including
-    compiler errors, are in the result.
+    compiler errors, are in the result, as is the reason why a kernel cannot be judged.
     """
     found = find(operation)
     if device not in (None, "cpu", "cuda"):
@@ -128,28 +63,46 @@ def check_kernel(
         stated_sizes(found, ",".join(f"{name}={n}" for name, n in shape.items())) if shape else {}
     )
     stored = measure.check_storage(found, dtype, layout)
+    launch = {"kernel": kernel, "grid": grid, "block": block, "shared": shared}
+    user = _matched(source, found, stored, args, launch)
+    seed = resolved_seed(seed)
+    given = cases(user, stored[1], stated, seed)
+    problem = doctor.cuda_problem() if device != "cpu" else "the CPU was requested"
+    if device == "cuda" and problem:
+        raise DeviceError(f"device 'cuda': {problem}: {doctor.ADVICE}")
+    if problem:
+        timed = on_cpu.Timed({**found.workload.sizes, **stated}, stored[1])
+        return Verdict.of(user, "cpu", on_cpu.check_kernel(user, given, timed=timed), seed)
+    job = on_gpu.ChildJob(user, given, (), None, stored)
+    return Verdict.of(user, "cuda", on_gpu.run(job), seed)
+
+
+def check_kernel(operation: str, source: str | Path, **options: Any) -> Verdict:
+    """Check a user's CUDA kernel for an operation; the same as `gpt2block.mine.check`.
+
+    operation: name of an operation, such as "layernorm". source: the text of a `.cu` file, or its
+    path. options: keywords of `gpt2block.mine.check`. Raises InputError for an invalid source or
+    argument, and DeviceError.
+    """
+    return check(source, operation, **options)
+
+
+def _matched(
+    source: str | Path,
+    operation: Operation,
+    stored: tuple[str, str],
+    args: str | None,
+    launch: Mapping[str, str | None],
+) -> Kernel:
+    """Read a source and match its kernel with the operation. launch: keywords of `read`."""
     file = _file(source)
     try:
-        text = read(file, kernel, grid, block, shared)
-        user = matched(text, found, stored, args)
+        return matched(read(file, **launch), operation, stored, args)
     except InputError as error:
         parts = ("source" if part == OWN else part for part in error.parts)
         if file != source:  # source is a text: leave out the temporary folder
             parts = (p.replace(f"{file.parent}/", "") if isinstance(p, str) else p for p in parts)
         raise InputError(*parts) from None
-    given = cases(user, stored[1], stated)
-    problem = doctor.cuda_problem() if device != "cpu" else "the CPU was requested"
-    if device == "cuda" and problem:
-        raise DeviceError(f"device 'cuda': {problem}: {doctor.ADVICE}")
-    if problem:
-        outcome = CheckOutcome.of(
-            on_cpu.check_kernel(
-                user, given, timed=on_cpu.Timed({**found.workload.sizes, **stated}, stored[1])
-            )
-        )
-    else:
-        outcome = CheckOutcome.of(on_gpu.run(on_gpu.ChildJob(user, given, (), None, stored)))
-    return KernelCheck(user, "cpu" if problem else "cuda", outcome.checked, outcome.problem)
 
 
 def _file(source: str | Path) -> Path:

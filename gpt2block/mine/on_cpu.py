@@ -25,6 +25,7 @@ from gpt2block.emulator import (
     programs,
     stand_in,
 )
+from gpt2block.emulator.library import supported
 from gpt2block.errors import Argument, DeviceError, InputError, NotJudged
 from gpt2block.mine import comparison, sizes
 from gpt2block.mine.arguments import sizes_at, values
@@ -74,14 +75,9 @@ LARGE_RUN = EmulatedRun(ORDERS[0], build="fast")
 _INCLUDED = r"^[ \t]*#[ \t]*include[ \t]*<(%s)>"
 # Regex of code that the emulator cannot run → the limitation, and what to do instead.
 _ON_GPU = {
-    r"\b(asm|__asm__|__asm)\b": "does not run inline PTX: of lib/sm80.cuh it has cp.async and mma",
-    _INCLUDED % r"(?:cub|thrust)/.*": "has no CUB and no Thrust: write by hand what the file uses, "
-    "such as the reduction of lib/common.cuh",
-    _INCLUDED % r"cuda_fp\d\.h": "has no type of 8 bits: convert by hand, as fp8/convert.cu does",
-    _INCLUDED % r"cuda/(?:barrier|pipeline)|cooperative_groups/memcpy_async\.h": "does not have "
-    "this header: use __syncthreads() and, for copies, cuda_pipeline.h",
-    _INCLUDED % r"(?:cuda|cute|cutlass)/.*|cu(?:rand|blas)\w*\.h": "does not have this header: "
-    "write by hand what the file uses",
+    _INCLUDED % rf"(?!(?:{'|'.join(map(re.escape, supported()))})>)"
+    r"(?:(?:cub|cuda|cute|cutlass|thrust|cooperative_groups)/[^>]*|cu\w+\.h)": "does not have this "
+    "header: write by hand what the file uses",
 }
 
 
@@ -114,6 +110,7 @@ def check_kernel(
     require_emulator()
     check_text(kernel.source)
     _check_judged(kernel.source)
+    emulator.loader.translated(emulator.Source.shipped(str(kernel.source.path)), kernel.defines)
     needs = refused(kernel)
     if isinstance(needs, Finding):
         yield needs
@@ -263,7 +260,7 @@ class _Judge:
             ) from None
         at = f"at {case.label}, {run.order} order"
         found = of_emulator(self.kernel.source, error.report, at)
-        return replace(found, what=f"{found.what}\nthe template needs less than {limit_s:g} s")
+        return replace(found, text=f"{found.text}\nthe template needs less than {limit_s:g} s")
 
     def _run(self, case: Case, run: EmulatedRun, limit_s: float) -> Ran:
         """Launch the kernel once. Return the result, or a Finding if the emulator finds an error.
@@ -300,7 +297,7 @@ class _Judge:
         """Return the Finding of g++'s errors; raise NotJudged if NVRTC has accepted the file."""
         if self.needs.accepted:
             raise NotJudged(
-                f"{found.what}\nnot judged: CUDA's compiler accepts the file, but the emulator "
+                f"{found.text}\nnot judged: CUDA's compiler accepts the file, but the emulator "
                 "lacks something that it uses: check the kernel on a GPU"
             )
         return found
@@ -313,8 +310,8 @@ class _Judge:
         except InputError as error:
             late = Finding(str(error))
         if late:
-            what = f"{late.what}\nright at the sizes before; a GPU times {described(timed.sizes)}"
-            return [replace(late, what=f"{what}: {OTHER}")]
+            text = f"{late.text}\nright at the sizes before; a GPU times {described(timed.sizes)}"
+            return [replace(late, text=f"{text}: {OTHER}")]
         found = self._all_right(sizes.timed(operation, timed.sizes), timed.layout)
         return found or self._all_right(sizes.parts(operation, timed.sizes), timed.layout)
 

@@ -119,7 +119,7 @@ def _right(send: Send, job: ChildJob) -> bool:
             found = _failed(error, case.label)
         send(found)
         if isinstance(found, Finding):
-            return found.fragile
+            return found.kind == "fragile"
     return True
 
 

@@ -92,8 +92,14 @@ def too_many(
 def _compiled(kernel: Kernel) -> Finding | ResourceUsage | None:
     """Compile with NVRTC; return None if NVRTC or a header that it needs is not installed."""
     file = str(kernel.source.path)
+    stored = kernels.stored_as(kernel.dtype)
     try:
-        log = kernels.compile_for(file, ARCHITECTURE, kernels.stored_as(kernel.dtype)).log
+        try:
+            log = kernels.compile_for(file, ARCHITECTURE, stored).log
+        except KernelError as error:
+            if not (needed := re.findall(r"requires \.target (sm_\d+) or higher", str(error))):
+                raise
+            log = kernels.compile_for(file, max(needed, key=lambda each: int(each[3:])), stored).log
     except KernelError as error:
         if re.search(r'cannot open source file "(cuda|cooperative|crt/|mma\.h)', str(error)):
             return None  # a header of CUDA is not installed

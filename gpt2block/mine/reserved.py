@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import NoReturn
 
-from gpt2block.cuda import kernels
+from gpt2block.cuda import cupy, kernels
 from gpt2block.emulator import loader
 from gpt2block.errors import DeviceError, NotJudged
 from gpt2block.mine.refused import without_literals
@@ -125,7 +125,7 @@ def _of_nvrtc(name: str) -> bool:
     if name.startswith("__has_"):
         return True
     try:
-        nvrtc = kernels.cupy.cuda.nvrtc
+        nvrtc = cupy.cuda.nvrtc
         handle = nvrtc.createProgram(f"#ifdef {name}\n#error defined\n#endif\n", "probe.cu", (), ())
         try:
             nvrtc.compileProgram(handle, ("-std=c++17",))

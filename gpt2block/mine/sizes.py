@@ -163,9 +163,10 @@ def _unit(operation: Operation, name: str, attrs: Attrs) -> int:
 def _drawn(
     operation: Operation, name: str, size: int, attrs: Attrs, rng: np.random.Generator
 ) -> int:
-    """Draw a size of up to twice a known one; the logarithm is uniformly distributed."""
+    """Draw a size from an eighth to twice a known one; its logarithm is uniformly distributed."""
     unit = _unit(operation, name, attrs)
-    number = int(np.exp(rng.uniform(0, np.log(max(2, 2 * size // unit) + 1))))
+    known = size / unit
+    number = int(np.exp(rng.uniform(np.log(max(1.0, known / 8)), np.log(max(2.0, 2 * known) + 1))))
     if unit == 1 and rng.random() < 0.5:
         number = next(n for n in range(number, 0, -1) if _prime(n) or n == 1)
     return number * unit

@@ -27,6 +27,7 @@ _NUMBER = re.compile(
     r"(?:[ \t]+|\s*=\s*)([\w \t+*/()-]+)",
     re.MULTILINE,
 )
+_WAIT = re.compile(r"\bwait_for_previous\(|\bgriddepcontrol\.wait\b")
 _KEYS = ("grid", "block", "shared")
 
 
@@ -104,7 +105,7 @@ class UserSource:
     @property
     def waits(self) -> bool:
         """Whether the kernel supports overlapping launches (kernels_cu/lib/overlap.cuh)."""
-        return "wait_for_previous(" in kernels.without_comments(self.text)
+        return bool(_WAIT.search(kernels.without_comments(self.text)))
 
 
 def read(
@@ -120,7 +121,7 @@ def read(
     replace the launch line's. Raises InputError, which says what to write in the file or on the
     command line.
     """
-    text = _text(path)
+    text = read_text(path)
     found = kernels.parse(text, str(path.resolve()))
     if not found:
         raise InputError(f"{path}{_no_kernel(text)}")
@@ -163,7 +164,8 @@ def numbers(text: str) -> dict[str, int]:
     return found
 
 
-def _text(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """Return the text of a `.cu` file. Raises InputError for an unreadable or unsuitable file."""
     try:
         if any(not c.isprintable() or c in '"\\' for c in str(path.resolve())):
             raise InputError(OWN, f" {path}: a path with quotes or backslashes: rename it")
