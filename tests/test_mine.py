@@ -447,8 +447,8 @@ def test_a_mistake_in_a_template_is_found(
     assert old in text
     source = read(written(tmp_path, text.replace(old, new)))
     found = problem(matched(source, find(name), measure.check_storage(find(name))))
-    assert said in found.what
-    assert ("largest error" in found.what) == (name != "sample_token")  # of an integer: none
+    assert said in found.text
+    assert ("largest error" in found.text) == (name != "sample_token")  # of an integer: none
 
 
 @on_emulator
