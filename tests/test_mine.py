@@ -240,7 +240,7 @@ def test_the_fields_of_an_object_are_numbers(tmp_path: Path) -> None:
     """A seed of more than 32 bits needs a wide type, and messages name the changed fields."""
     operation = find("sample_token")
     kernel = matched(read(HERE / "sample_token.cu"), operation, ("float32", "KN"))
-    assert cases(kernel)[1].label == "B=3, V=33, temperature=1.5, top_k=5, seed=2"
+    assert cases(kernel)[1].label == "B=3, V=33 (temperature 1.5, top_k 5, seed 2)"
     text = template(operation).replace("long long seed, int sample", "int seed, int sample")
     with pytest.raises(InputError, match="int seed: expected long long seed"):
         matched(read(written(tmp_path, text)), operation, ("float32", "KN"))

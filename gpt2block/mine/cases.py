@@ -57,7 +57,8 @@ class Case:
             for name, value in vars(each).items()
             if value != getattr(type(each), name)
         }
-        sizes = described({**self.sizes, **changed})
+        numbers = ", ".join(f"{name} {value}" for name, value in changed.items())
+        sizes = f"{described(self.sizes)} ({numbers})" if numbers else described(self.sizes)
         return f"{sizes}, {self.name}" if self.name else sizes
 
 
