@@ -185,7 +185,7 @@ def test_a_wrong_kernel_shows_its_line(my_softmax: Path) -> None:
         (["softmax", "--source", "9"], "--source 9: expected a number from 1 to 4"),
         (["softmax", "--device", "tpu"], "--device tpu: expected cuda or cpu"),
         (["softmax", "--device", "cpu", "--sweep"], "times are measured on a GPU"),
-        (["sample_token", "--template"], "sample_token has no template: expected one of add"),
+        (["rope_qkv", "--template"], "rope_qkv has no template: expected one of add"),
         (["--sweep"], "--sweep needs an operation: gpt2block kernels layernorm --sweep"),
         (["--shape", "B=1"], "--shape needs an operation"),
         (["norm"], "unknown operation 'norm' (did you mean rmsnorm?): expected one of layernorm, "),

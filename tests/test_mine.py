@@ -27,6 +27,7 @@ from gpt2block.mine.sizes import FURTHER
 from gpt2block.mine.source import LaunchText, read
 from gpt2block.mine.templates import HERE, names, template
 from gpt2block.ops.registry import OPERATIONS, find
+from gpt2block.sampling import probabilities, random_bits
 from tests import children
 
 NO_EMULATOR = emulator.missing()
@@ -228,11 +229,34 @@ def test_eps_is_a_number_and_t_the_dtype(tmp_path: Path) -> None:
 
 def test_every_operation_is_known() -> None:
     assert all(operation.cases for operation in OPERATIONS.values())
-    built_in = {"encoder_rows", "attention_cached", "rope", "rope_qkv", "qk_norm", "sample_token"}
+    built_in = {"encoder_rows", "attention_cached", "rope_qkv"}
     assert set(names()) == set(OPERATIONS) - built_in == set(FURTHER)
     assert set(SPECIAL) <= set(names())
-    with pytest.raises(InputError, match="sample_token supports no user's kernel"):
-        check_known(find("sample_token"))
+    with pytest.raises(InputError, match="rope_qkv supports no user's kernel"):
+        check_known(find("rope_qkv"))
+
+
+def test_the_fields_of_an_object_are_numbers(tmp_path: Path) -> None:
+    """A seed of more than 32 bits needs a wide type, and messages name the changed fields."""
+    operation = find("sample_token")
+    kernel = matched(read(HERE / "sample_token.cu"), operation, ("float32", "KN"))
+    assert cases(kernel)[1].label == "B=3, V=33 (temperature 1.5, top_k 5, seed 2)"
+    text = template(operation).replace("long long seed, int sample", "int seed, int sample")
+    with pytest.raises(InputError, match="int seed: expected long long seed"):
+        matched(read(written(tmp_path, text)), operation, ("float32", "KN"))
+
+
+def test_a_sampled_token_does_not_depend_on_rounding() -> None:
+    """u is not near a border of the token's interval, so that a sum of floats gives the token."""
+    kernel = matched(read(HERE / "sample_token.cu"), find("sample_token"), ("float32", "KN"))
+    for case in cases(kernel):
+        sampling, (logits,) = case.attrs["sampling"], case.inputs
+        u = random_bits(sampling.seed, case.attrs["step"], sampling.sample) / 2**64
+        for row, token in zip(logits, case.truths["token"], strict=True):
+            p = probabilities(row, sampling)
+            before, after = p[:token].sum(), p[token + 1 :].sum()
+            assert before == 0 or u - before > 0.0009
+            assert after == 0 or 1 - after - u > 0.0009
 
 
 def test_first_rungs_name_arguments_that_are_known() -> None:
@@ -264,7 +288,7 @@ def test_a_template_is_right(name: str) -> None:
     operation = find(name)
     kernel = matched(read(HERE / f"{name}.cu"), operation, measure.check_storage(operation))
     found = list(on_cpu.check_kernel(kernel, cases(kernel)))
-    count = len(operation.cases) + len(FURTHER[name]) + 2 * len(SPECIAL.get(name, ())) + 1
+    count = len(operation.cases) + len(FURTHER[name]) + 3 * len(SPECIAL.get(name, ())) + 1
     count += sizes.RANDOM
     assert [type(each) for each in found] == [Checked] * count
     for each in found:
@@ -390,6 +414,41 @@ def test_what_does_not_compile_is_said_with_its_line(
     found = problem(add(tmp_path, body))
     assert said in found.text.replace("‘", "'").replace("’", "'")  # g++ quotes as the locale says
     assert found.lines == lines
+
+
+MISTAKES = [  # operation, code of its template, the mistake, the report
+    ("qk_norm", "head < n_head ? gamma_q : gamma_k", "gamma_q", "elements of out are wrong"),
+    ("qk_norm", "is_v ? x[d] : ", "", "elements of out are wrong"),
+    ("qk_norm", "D + eps)", "D)", "fragile: right for ordinary inputs, wrong for these (zeros)"),
+    ("qk_norm", "D + eps)", "D + eps + 1e-5f)", "wrong for these (mean square near eps)"),
+    ("rope", "start + t", "t", "149 of 150 elements of out are wrong"),
+    ("rope", "first + 1]);", "first - k + D / 2]);", "elements of out are wrong"),
+    ("rope", "const double angle =", "const float angle =", "wrong for these (positions from 100"),
+    ("sample_token", " - largest", "", "wrong for these (logits near 1024)"),
+    ("sample_token", "kept += count", "++kept", "wrong for these (ties)"),
+    ("sample_token", "top_p * sum", "top_p", "elements of token are wrong"),
+    ("sample_token", "seed >> 32", "0", "elements of token are wrong"),
+    (
+        "sample_token",
+        "token[row] = chosen;",
+        "",
+        "they are -1, the first is token[0]: never written",
+    ),
+]
+
+
+@on_emulator
+@pytest.mark.usefixtures("lazily", "fewer_runs")
+@pytest.mark.parametrize(("name", "old", "new", "said"), MISTAKES)
+def test_a_mistake_in_a_template_is_found(
+    tmp_path: Path, name: str, old: str, new: str, said: str
+) -> None:
+    text = template(find(name))
+    assert old in text
+    source = read(written(tmp_path, text.replace(old, new)))
+    found = problem(matched(source, find(name), measure.check_storage(find(name))))
+    assert said in found.text
+    assert ("largest error" in found.text) == (name != "sample_token")  # of an integer: none
 
 
 @on_emulator
@@ -621,7 +680,7 @@ def test_the_race_has_the_chosen_variants_and_the_users(name: str, chosen: tuple
     operation = find(name)
     kernel = matched(read(HERE / f"{name}.cu"), operation, measure.check_storage(operation))
     *checked, raced = served(kernel, chosen)
-    count = len(operation.cases) + len(FURTHER[name]) + 2 * len(SPECIAL[name]) + 1 + sizes.RANDOM
+    count = len(operation.cases) + len(FURTHER[name]) + 3 * len(SPECIAL[name]) + 1 + sizes.RANDOM
     assert [type(each) for each in checked] == [Checked] * count
     assert [row.variant for row in raced.rows] == [*chosen, MINE]
     assert all(row.right for row in raced.rows)

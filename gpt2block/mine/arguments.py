@@ -7,6 +7,7 @@ operation's contract; `Operation.arrays` and `Operation.aliases` add names of bu
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import is_dataclass
 from typing import Any, NamedTuple
 
 from gpt2block.contract import MATRICES, Entry, size_of
@@ -85,7 +86,7 @@ def _numbers(
     """Return {name: number} of the numbers kernels may take. arrays: names of array arguments."""
     numbers: dict[str, int | float] = {
         name: value if isinstance(value, float) else int(value)
-        for name, value in attrs.items()
+        for name, value in scalars(attrs).items()
         if isinstance(value, (int, float))
     }
     further = {n: t for n, t in operation.workload.aliases.items() if t not in arrays}
@@ -94,6 +95,14 @@ def _numbers(
         **_documented(operation, sizes),
         **{name: size_of(text, sizes) for name, text in further.items()},
     }
+
+
+def scalars(attrs: Attrs) -> Attrs:
+    """Return the attributes, with the fields of an object, such as Sampling, in its place."""
+    values: dict[str, Any] = {}
+    for name, value in attrs.items():
+        values |= vars(value) if is_dataclass(value) else {name: value}
+    return values
 
 
 def _sizes(operation: Operation, given: Iterable[tuple[Entry, Any]], attrs: Attrs) -> Sizes:

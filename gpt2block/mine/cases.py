@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from math import inf
 from typing import Any
 
@@ -20,8 +20,9 @@ from gpt2block.bench import measure
 from gpt2block.checks import check_integer
 from gpt2block.mine import sizes
 from gpt2block.mine.arguments import values
-from gpt2block.mine.kernel import Kernel
+from gpt2block.mine.kernel import Kernel, described
 from gpt2block.ops.operation import Attrs, Inputs, Operation, Sizes
+from gpt2block.ops.sample_token import draw_stable
 
 ULP = 2.0**-24  # largest relative rounding error of float32
 MEAN, SPREAD = 2048.0, 0.6  # mean and standard deviation of rows with a large mean
@@ -48,8 +49,16 @@ class Case:
 
     @property
     def label(self) -> str:
-        """Text with the sizes and the name of the inputs, for messages."""
-        sizes = ", ".join(f"{name}={size}" for name, size in self.sizes.items())
+        """Text for messages: sizes, changed fields of an attribute, and the name of the inputs."""
+        objects = filter(is_dataclass, self.attrs.values())
+        changed = {
+            name: value
+            for each in objects
+            for name, value in vars(each).items()
+            if value != getattr(type(each), name)
+        }
+        numbers = ", ".join(f"{name} {value}" for name, value in changed.items())
+        sizes = f"{described(self.sizes)} ({numbers})" if numbers else described(self.sizes)
         return f"{sizes}, {self.name}" if self.name else sizes
 
 
@@ -61,6 +70,7 @@ class Special:
     why: str  # why a naive formula fails on these inputs, and which formula is stable
     change: Callable[[Inputs, Mapping[str, Any]], Inputs]
     slack: float = 0.0
+    attrs: Attrs = field(default_factory=dict)  # attributes that differ from the case's
 
 
 def resolved_seed(seed: int | None) -> int:
@@ -106,7 +116,8 @@ def case(
     kernel: Kernel, at: Sizes, attrs: Attrs, layout: str, special: Special | None = None
 ) -> Case:
     """Create inputs of these sizes and the exact outputs. Raises InputError for wrong sizes."""
-    own = kernel.operation.with_workload(attrs={**kernel.operation.workload.attrs, **attrs})
+    all_attrs = {**kernel.operation.workload.attrs, **attrs, **(special.attrs if special else {})}
+    own = kernel.operation.with_workload(attrs=all_attrs)
     drawn = own.with_workload(draw=_changed(own, special)) if special else own
     host, truth = measure.inputs_and_truth(drawn, at, kernel.dtype, layout)
     truths = [truth]
@@ -173,6 +184,28 @@ def _unlikely(given: Inputs, _: Mapping[str, Any]) -> Inputs:
     return logits, targets
 
 
+def _without_v(special: Special) -> Special:
+    """Return special inputs of which the values V of rows [Q | K | V] are ordinary numbers.
+
+    Large V would hide errors of Q and K, which are relative to the largest value.
+    """
+
+    def change(given: Inputs, at: Mapping[str, Any]) -> Inputs:
+        qkv = special.change(given, at)[0].copy()
+        first = (at["n_head"] + at["n_kv_head"]) * at["D"]
+        qkv[:, first:] = given[0][:, first:]
+        return qkv, *given[1:]
+
+    return replace(special, change=change)
+
+
+def _logits(
+    change: Callable[[NDArray[np.float32]], NDArray[np.float32]],
+) -> Callable[[Inputs, Mapping[str, Any]], Inputs]:
+    """Return a `change` that draws logits again, by `draw_stable`, and changes each row."""
+    return lambda _, at: (draw_stable(at, np.random.default_rng(1), change),)
+
+
 def _scored(sign: float) -> Callable[[Inputs, Mapping[str, Any]], Inputs]:
     """Return a `change` of Q and K that makes attention scores about sign * 4096 / sqrt(HS)."""
 
@@ -196,6 +229,17 @@ def _numbers_of_fp8(shape: tuple[int, ...]) -> NDArray[np.float64]:
 def _gates(given: Inputs, _: Mapping[str, Any]) -> Inputs:
     gate, up = given
     return np.resize([-100, -20, 0, 20, 100], gate.shape).astype(np.float32), up
+
+
+def _with_peak(row: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Raise one of the last logits by 200."""
+    row[-1 - len(row) // 8] += 200
+    return row
+
+
+def _with_few(row: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Set all logits to -inf, except every ninth one."""
+    return np.where(np.arange(len(row)) % 9 == 0, row, np.float32(-np.inf))
 
 
 _MEAN_SLACK = 64 * ULP * MEAN / SPREAD  # allows for the error of a mean summed in any order
@@ -288,9 +332,34 @@ SPECIAL: Mapping[str, tuple[Special, ...]] = {
             _unlikely,
         ),
     ),
+    "qk_norm": tuple(map(_without_v, _ROOT_MEAN_SQUARE)),
     "rmsnorm": _ROOT_MEAN_SQUARE,
     "rmsnorm_ffn": _ROOT_MEAN_SQUARE,
     "rmsnorm_matmul": _ROOT_MEAN_SQUARE,
+    "rope": (
+        Special(
+            "positions from 100,000",
+            "an angle of 100,000 radians in float is off by up to 0.004: compute the angle in "
+            "double, or subtract whole turns before rounding",
+            lambda given, _: given,
+            attrs={"start": 100_000},
+        ),
+    ),
+    "sample_token": (
+        replace(_SCORES[0], name="logits near 1024", change=_logits(lambda row: row + SCORE)),
+        replace(_SCORES[1], name="logits near -1024", change=_logits(lambda row: row - SCORE)),
+        replace(_SCORES[2], name="one large logit", change=_logits(_with_peak)),
+        Special(
+            "-inf logits",
+            "a logit of -inf has probability 0, also if fewer than top_k others remain",
+            _logits(_with_few),
+        ),
+        Special(
+            "ties",
+            "tokens with the same logit as the last token that top-k or top-p keeps are kept, too",
+            _logits(np.rint),
+        ),
+    ),
     "silu_mul": (
         Special(
             "large values",

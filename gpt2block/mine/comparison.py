@@ -91,7 +91,10 @@ def finding(found: Checked, given: Case) -> Finding:
     if given.name:
         what = f"fragile: right for ordinary inputs, wrong for these ({given.name}): {what}"
     numbers: tuple[float, ...] = (found.max_abs, found.max_rel, found.bound)
-    if isnan(found.max_rel):
+    exact = all(truth.dtype.kind in "iu" for truth in given.truths.values())
+    if exact:
+        numbers = ()
+    elif isnan(found.max_rel):
         what += f"\nlargest error: not finite; {LIMIT.format(found.bound)}"
     elif found.max_rel > found.bound:
         what += (
@@ -148,8 +151,9 @@ def wrong(name: str, out: NDArray[Any], truth: NDArray[Any], bound: float) -> st
     where = f"{name}[{', '.join(map(str, place))}]"
     of = f"{count:,} of {out.size:,} elements of {name} are wrong"
     if int(unwritten.sum()) == count:
+        fill = _number(out[place]) if exact else "NaN"
         return (
-            f"{of}: they are NaN, the first is {where}: never written, or computed from memory "
+            f"{of}: they are {fill}, the first is {where}: never written, or computed from memory "
             "that is never written"
         )
     infinite = 0 if exact else int((bad & ~np.isfinite(out)).sum())

@@ -251,9 +251,11 @@ def _known(label: str, name: str, operation: Operation, values: Values) -> str:
 def _check_type(label: str, parameter: Parameter, name: str, dtype: str, values: Values) -> None:
     ctype = parameter.ctype
     if name in values.numbers:
-        whole = isinstance(values.numbers[name], int)
-        if ctype not in (INTEGERS if whole else REALS):
-            kinds = ("int", "long long") if whole else ("float", "double")
+        number = values.numbers[name]
+        whole, large = isinstance(number, int), abs(number) >= 2**31
+        known_types: Mapping[str, type[np.generic]] = INTEGERS if whole else REALS
+        if ctype not in known_types or (whole and large and known_types[ctype] is not np.int64):
+            kinds = ("int", "long long")[large:] if whole else ("float", "double")
             either = " or ".join(f"{kind} {parameter.name}" for kind in kinds)
             raise InputError(f"{label}: {ctype} {parameter.name}: expected {either}")
         return

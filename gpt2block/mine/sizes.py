@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from math import gcd, lcm
+from typing import Any
 
 import numpy as np
 
 from gpt2block.ops.operation import Attrs, Operation, Sizes
+from gpt2block.sampling import Sampling
 
 Case = tuple[Sizes, Attrs]
 COLUMNS = 41  # a prime for the size of rows, which few tables of special cases have
@@ -24,9 +26,10 @@ OF_WHOLE = 0.25  # cost of a case of which only some sizes are as large as on a 
 _WIDE = {"M": 2, "K": 1501, "N": 3}, {"M": 4, "K": 1036, "N": 76}, {"M": 65, "K": 1032, "N": 8}
 # Operation → sizes (and attributes) to check in addition to `Operation.small`. In the last entry of
 # an operation, a row consists of whole 4-element vectors, and a thread block loops several times
-# over a row. In another entry, a row has an odd number of these vectors. In some entry of every
+# over a row; heads of qk_norm and rope are shorter. Positions of rope are small, so that a float
+# angle is right. In another entry, a row has an odd number of these vectors. In some entry of every
 # operation, an array has over 2^16 elements; of every elementwise operation, over 2^16 vectors.
-FURTHER: Mapping[str, tuple[Mapping[str, int], ...]] = {
+FURTHER: Mapping[str, tuple[Mapping[str, Any], ...]] = {
     "add": ({"N": 13, "C": 769}, {"N": 13, "C": 772}, {"N": 104, "C": 2568}),
     "attention": ({"B": 86, "T": 2, "C": 128, "n_head": 2},
                   {"B": 1, "T": 257, "C": 8, "n_head": 2}),
@@ -44,12 +47,21 @@ FURTHER: Mapping[str, tuple[Mapping[str, int], ...]] = {
     "log_likelihood": ({"N": 300, "V": 13}, {"N": 2, "V": 100001}, {"N": 2, "V": 4100},
                        {"N": 65, "V": 1032}),
     "matmul_bias": ({"M": 218, "K": 5, "N": 301}, *_WIDE),
+    "qk_norm": ({"T": 300, "D": 6, "n_head": 2, "n_kv_head": 2},
+                {"T": 2, "D": 258, "n_head": 3, "n_kv_head": 1},
+                {"T": 17, "D": 132, "n_head": 28, "n_kv_head": 4}),
     "rmsnorm": ({"M": 300, "C": 129}, {"M": 9, "C": 132}, {"M": 2, "C": 5001}, {"M": 2, "C": 4104},
                 {"M": 65, "C": 1032}),
     "rmsnorm_ffn": ({"M": 3, "K": 37, "N": 19}, *_WIDE),
     "rmsnorm_matmul": ({"M": 3, "K": 37, "N": 24, "head_dim": 8},
                        {"M": 2, "K": 1501, "N": 8, "head_dim": 4},
                        *({**each, "head_dim": 4} for each in _WIDE[1:])),
+    "rope": ({"T": 3, "H": 300, "D": 6}, {"T": 2, "H": 70, "D": 130, "start": 9},
+             {"T": 5, "H": 2, "D": 258}, {"T": 33, "H": 16, "D": 132}),
+    "sample_token": ({"B": 300, "V": 13, "sampling": Sampling(0.7, top_p=0.6, seed=9)},
+                     {"B": 5, "V": 5001, "sampling": Sampling(1.0, seed=3, sample=2)},
+                     {"B": 3, "V": 129, "sampling": Sampling(0.0)},
+                     {"B": 1, "V": 70001}, {"B": 2, "V": 4100}, {"B": 64, "V": 1032}),
     "silu_mul": ({"M": 7, "N": 1429}, {"M": 7, "N": 1428}, {"M": 104, "N": 2568}),
     "softmax": ({"B": 1, "NH": 1, "T": 389}, {"B": 1, "NH": 1, "T": 132},
                 {"B": 1, "NH": 1, "T": 1032}),
@@ -59,6 +71,8 @@ FURTHER: Mapping[str, tuple[Mapping[str, int], ...]] = {
 
 _COLUMNS = {
     "attention": "T",
+    "qk_norm": "D",
+    "rope": "D",
     "to_fp8": "N",
     "trimat": "T",
 }  # the size of a row, if not the first of

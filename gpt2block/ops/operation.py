@@ -84,14 +84,14 @@ class Workload:
     """How an operation's inputs are generated, and how the operation is measured and checked.
 
     An operation that can be measured alone has documented sizes, `sizes`. `draw` returns float32
-    inputs of given sizes; by default they follow from the contract. `attrs` are keyword arguments
-    of the operation and of its reference function. `traffic` counts the bytes that must be
-    transferred from and to device memory, `flops` the floating-point operations. The sizes passed
-    to `traffic` include "itemsize" and "weight", the bytes of an activation and of a weight. `axes`
-    expresses axes of the contract by documented sizes and attributes if their letters differ; by
-    default, "..." stands for the documented sizes that are no axes of the required inputs. `small`
-    lists odd sizes for checks, which blocks and vectors do not divide, each with attributes that
-    differ from `attrs`.
+    inputs of given sizes and attributes; by default they follow from the contract. `attrs` are
+    keyword arguments of the operation and of its reference function. `traffic` counts the bytes
+    that must be transferred from and to device memory, `flops` the floating-point operations. The
+    sizes passed to `traffic` include "itemsize" and "weight", the bytes of an activation and of a
+    weight. `axes` expresses axes of the contract by documented sizes and attributes if their
+    letters differ; by default, "..." stands for the documented sizes that are no axes of the
+    required inputs. `small` lists odd sizes for checks, which blocks and vectors do not divide,
+    each with attributes that differ from `attrs`.
 
     A user's kernel (`gpt2block.mine`) has the arguments of the contract. `arrays` maps names in the
     contract to other names in the kernels; users may use both. `aliases` are additional names of an
@@ -112,7 +112,7 @@ class Workload:
     layout: str = "KN"  # default layout of the weights
     series: tuple[str, int] | None = None  # (size to measure at powers of two, its maximum)
     axes: Mapping[str, str] = field(default_factory=dict)
-    small: tuple[Mapping[str, int], ...] = ()
+    small: tuple[Mapping[str, Any], ...] = ()
     arrays: Mapping[str, str] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     further: Callable[..., tuple[Any, ...]] | None = None
@@ -175,7 +175,7 @@ class Operation:
         if not self.workload.sizes:
             raise KernelError("an operation without documented sizes is not run alone")
         if self.workload.draw is not None:
-            return self.workload.draw(sizes, rng)
+            return self.workload.draw({**self.workload.attrs, **sizes}, rng)
         known: dict[str, Any] = {**self.workload.attrs, **sizes}
         for axis, text in self.workload.axes.items():
             if axis != "...":

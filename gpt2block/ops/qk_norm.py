@@ -138,9 +138,9 @@ def _append(c: Call) -> Launch:
 
 
 def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
-    T, D = sizes["T"], sizes["D"]
+    T, D, heads = sizes["T"], sizes["D"], sizes["n_head"] + 2 * sizes["n_kv_head"]
     gammas = rng.standard_normal((2, D), dtype=np.float32) + np.float32(1)
-    return rng.standard_normal((T, CHANNELS * D), dtype=np.float32), *gammas
+    return rng.standard_normal((T, heads * D), dtype=np.float32), *gammas
 
 
 QK_NORM_ROPE = Operation(
@@ -165,9 +165,17 @@ OPERATION = Operation(
         draw=_make,
         traffic=lambda s: 2 * s["itemsize"] * s["T"] * CHANNELS * s["D"],
         flops=lambda s: 4 * s["T"] * CHANNELS * s["D"],
-        attrs=HEADS,
-        small=({"T": 5, "D": 6},),
+        attrs={**HEADS, "eps": 1e-6},
+        small=({"T": 5, "D": 6}, {"T": 3, "D": 10, "n_head": 3, "n_kv_head": 1}),
         dtypes=("float16", "bfloat16", "float32"),
+        axes={"...": "T", "G": "D", "H": "D", "D": "G"},
+        aliases={
+            "rows": "T",
+            "N": "T",
+            "head_dim": "D",
+            "heads": "n_head+2*n_kv_head",
+            "W": "(n_head+2*n_kv_head)*D",
+        },
     ),
 )
 

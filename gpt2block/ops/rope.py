@@ -176,8 +176,10 @@ OPERATION = Operation(
         sizes={"T": 16, "H": 32, "D": 128},
         traffic=lambda s: 2 * s["itemsize"] * s["T"] * s["H"] * s["D"],
         flops=lambda s: 3 * s["T"] * s["H"] * s["D"],
-        small=({"T": 5, "H": 3, "D": 8},),
+        attrs={"start": 0, "theta": 10000.0},
+        small=({"T": 5, "H": 3, "D": 8}, {"T": 3, "H": 5, "D": 10, "start": 9, "theta": 500.0}),
         dtypes=("float16", "bfloat16", "float32"),
+        aliases={"pos0": "start", "position": "start", "N": "T", "n_head": "H", "head_dim": "D"},
     ),
 )
 
