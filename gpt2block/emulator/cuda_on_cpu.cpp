@@ -263,7 +263,8 @@ __attribute__((noinline)) std::size_t call_path() {
     return path;
 }
 
-void wait_at(const char* file, int line, const char* kind, unsigned mask = 0, std::uint64_t value = 0, char type = '?') {
+void wait_at(const char* file, int line, const char* kind, unsigned mask = 0, std::uint64_t value = 0,
+             char type = '?') {
     if (cuda_on_cpu::thread_waits) cuda_on_cpu::thread_waits(file, line, kind, mask, value, type);
     current->file = file;
     current->line = line;

@@ -120,7 +120,7 @@ struct Call<KERNEL> {
 
     // No other function may be called between fill_stack and the kernel, as it would overwrite the filled stack.
     template <std::size_t... I>
-    __attribute__((no_sanitize("address", "undefined")))
+    __attribute__((no_sanitize("address", "undefined", "thread")))
     static void spread(const std::uint64_t* slots, std::index_sequence<I...>) {
         fill_stack();
         KERNEL(*reinterpret_cast<const P*>(&slots[I])...);

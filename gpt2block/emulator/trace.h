@@ -141,6 +141,7 @@ bool is_of_wrote(const char* first, std::size_t bytes) {
 
 // Traces an access that happens now. Returns whether races.cpp checks it now.
 bool trace_access(const char* first, std::size_t bytes, const Doing& now) {
+    if (cuda_on_cpu::stack_owner(first) == now.access.thread) return false;  // an atomic function's variable, maybe
     settle_store();
     if (trace.until == "outside") trace_outside(first, bytes, now);
     if (trace.finds() && now.writes && is_of_wrote(first, bytes)) met({{block, now.access.thread}});

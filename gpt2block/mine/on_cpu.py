@@ -170,6 +170,7 @@ class _Judge:
                 yield found
                 if isinstance(found, Finding):
                     if self.steps:
+                        self.pool.shutdown(wait=False, cancel_futures=True)
                         yield self._why(case, found)
                     return
                 if timed and large is None:

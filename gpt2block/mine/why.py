@@ -188,7 +188,7 @@ def why(launcher: Launcher, found: Finding) -> Why:
 
 
 def _steps(launcher: Launcher, found: Finding, until: str) -> Why:
-    threads = launcher.run(until).met or _named(launcher, found)
+    threads = _named(launcher, found) if until == "outside" else launcher.run(until).met
     if not threads:
         return Why(note="There are no steps to show: the problem did not occur again.")
     trace = launcher.run(until, tuple(dict.fromkeys(threads)))
@@ -248,8 +248,15 @@ def _until_line(
     for i in at:
         variable = steps[i].values[0][0].partition("[")[0]
         if variables.setdefault(steps[i].site, variable) != variable:
-            return list(steps[: i + 1])
-    return list(steps[: at[0] + 1]) if at else []
+            break
+    else:
+        i = at[0] if at else -1
+    return [*steps[:i], _of_unknown(steps[i])] if at else []
+
+
+def _of_unknown(step: traced.Step) -> traced.Step:
+    event = f"{step.event.partition(' ')[0]} outside of a shared or constant variable"
+    return replace(step, event=event, values=())
 
 
 def _wrote(launcher: Launcher, name: str, index: str) -> str:
@@ -317,8 +324,6 @@ def _with_problem(steps: list[Step], until: str) -> list[Step]:
         event += _earlier(steps)
     elif until == "unwritten":
         event += f", {UNWRITTEN}"
-    elif until == "outside" and "outside" not in event:
-        event = f"{event.partition(' ')[0]} outside of a shared variable"
     return [*steps[:-1], replace(end, event=event, problem=True)]
 
 
