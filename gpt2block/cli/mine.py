@@ -102,11 +102,11 @@ def print_why(out: Console, source: UserSource, why: Why) -> None:
         if step is None:
             table.add_row("", "", "", text, "")
             continue
-        text = source.line(step.line).strip().expandtabs(4) if step.line else ""
         line = str(step.line) if step.line else step.place
-        words = (step.thread.removeprefix("thread "), line, step.event, text)
+        words = (line, step.event, source.line(step.line or 0).strip().expandtabs(4))
         style = "bold red" if step.problem else None
-        table.add_row(str(number), *map(escape, words), style=style)
+        thread = step.thread.removeprefix("thread ")
+        table.add_row(str(number), thread, *map(escape, words), style=style)
     out.print(table)
 
 

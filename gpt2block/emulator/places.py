@@ -45,16 +45,26 @@ def variable(program: Path, address: int) -> str | None:
     program: compiled with the locations of variables (-g).
     """
     found = located(program, address)
-    return found[0] if found else None
+    return found.name if found else None
 
 
-def located(program: Path, address: int) -> tuple[str, str, int] | None:
-    """Return name, C++ type and bytes of the array element or variable at an address, or None."""
+class Located(NamedTuple):
+    """An array element or a variable. start: address of the whole array."""
+
+    name: str
+    ctype: str
+    size: int
+    start: int
+
+
+@cache
+def located(program: Path, address: int) -> Located | None:
+    """Return the array element or variable at an address; None if unknown."""
     for start, size, entry, kind in _variables(program):
         if 0 <= address - start < size:
             name, element = _element(kind, address - start)
             ctype = element.name if "DW_AT_name" in element.fields else ""
-            return entry.name + name, ctype, _size(element)
+            return Located(entry.name + name, ctype, _size(element), start)
     return None
 
 

@@ -116,7 +116,8 @@ void drop_store() {
 
 bool is_outside(const char* first, std::size_t bytes) {
     if (const Region* region = region_of(first)) return first + bytes > region->data + region->bytes;
-    const bool of_program = first >= __executable_start && first < end;
+    const char* stop = end - shared_end < 64 ? shared_end : end;  // usually, shared variables are the last ones
+    const bool of_program = first >= __executable_start && first < stop;
     return !of_program && cuda_on_cpu::stack_owner(first) < 0;
 }
 

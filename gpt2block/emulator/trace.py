@@ -6,7 +6,6 @@ import re
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 
 import ml_dtypes
@@ -38,8 +37,9 @@ _TEXTS = {
 class Step:
     """A step of a thread. place: "file:line", or "" if it is not known.
 
-    values: accessed elements with their values, "" if a value is not known. site: address of the
-    code of an access. outside: whether an access is outside of all arrays.
+    values: accessed elements with their values, "" if a value is not known. site, variable:
+    addresses of an access's code, and of the shared array that it accesses. outside: whether an
+    access is outside of all arrays.
     """
 
     of: Thread
@@ -47,6 +47,7 @@ class Step:
     place: str = ""
     values: tuple[Value, ...] = ()
     site: int = 0
+    variable: int = 0
     outside: bool = False
 
 
@@ -77,11 +78,12 @@ class Trace:
 
         detailed: returns the program with debug information on variables.
         """
-        rest, steps = [], []
+        rest: list[str] = []
+        steps: list[list[str]] = []
         for line in report.splitlines(keepends=True):
-            kind, _, words = line.rstrip("\n").partition("\t")
+            kind, _, text = line.rstrip("\n").partition("\t")
             if kind == "step":
-                steps.append(words.split("\t"))
+                steps.append(text.split("\t"))
             elif kind.startswith("met "):
                 pairs = (pair.split(":") for pair in kind.split()[1:])
                 self.met = tuple((int(block), int(thread)) for block, thread in pairs)
@@ -117,19 +119,17 @@ class Trace:
             index, count = byte // element, whole // element
             event = f"{kind} {name}[{index}], outside: {name} has {count:,} elements"
             if name == "?":
-                event = f"{kind} address {address}, which belongs to no array"
+                event = f"{kind} address {address}, outside of all arrays"
             return Step(of, event, lines[place], ((f"{name}[{index}]", ""),), place, outside=True)
-        ctype = self.types.get(name, "")
+        ctype, start, first = self.types.get(name, ""), 0, int(address, 16)
         if not name:
-            found = places.located(detailed(), int(address, 16))
-            ctype, element = (found[1], found[2]) if found else ("", size)
+            variable = places.located(detailed(), first)
+            ctype, element, start = variable[1:] if variable else ("", size, 0)
         count = max(1, size // element)
-        names = [
-            f"{name}[{byte // element + i}]"
-            if name
-            else _variable(detailed(), int(address, 16) + i * element)
-            for i in range(count)
-        ]
+        names = [f"{name}[{byte // element + i}]" for i in range(count)]
+        if not name:
+            found = [places.variable(detailed(), first + i * element) for i in range(count)]
+            names = [each or "a shared variable" for each in found]
         values = shown(now, ctype, size // count)
         pairs = tuple(zip(names, [*values, *[""] * count][:count], strict=True))
         label = names[0] if count == 1 else f"{names[0]} to {names[-1]}"
@@ -139,13 +139,7 @@ class Trace:
             event += f": {old} → {', '.join(values)}" if now else f", which holds {old}"
         elif now:
             event += f" = {', '.join(values)}{', …' if len(values) < count else ''}"
-        return Step(of, event, lines[place], pairs, place)
-
-
-@cache
-def _variable(detailed: Path, address: int) -> str:
-    found = places.located(detailed, address)
-    return found[0] if found else "a shared variable"
+        return Step(of, event, lines[place], pairs, place, start)
 
 
 def _event(of: Thread, kind: str, words: Sequence[str], last: str) -> Step:

@@ -244,10 +244,9 @@ def _until_line(
     """
     places = [f"{source.file}:{line}" for line in found.lines]
     at = [i for i, step in enumerate(steps) if step.site and step.place.split("/")[-1] in places]
-    variables: dict[int, str] = {}  # address of the code → variable that it has accessed before
+    variables: dict[int, int] = {}  # address of the code → variable that it has accessed before
     for i in at:
-        variable = steps[i].values[0][0].partition("[")[0]
-        if variables.setdefault(steps[i].site, variable) != variable:
+        if variables.setdefault(steps[i].site, steps[i].variable) != steps[i].variable:
             break
     else:
         i = at[0] if at else -1
