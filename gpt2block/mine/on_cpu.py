@@ -212,7 +212,7 @@ class _Judge:
     def _why(self, case: Case, found: Finding) -> Why:
         said = f"{found.text}\n{found.at}"
         run = next((run for run in RUNS if f"{run.order} order" in said), RUNS[0])
-        # Of barriers in one line, only a program that is not optimised distinguishes the places.
+        # Only a program that is not optimised distinguishes barriers in one line.
         build = run.build if found.kind == "divergent_barrier" else "patterned"
         launcher = Launcher(self.kernel, case, run.order, run.fill, build, self.limit_s)
         return why(launcher, found)
