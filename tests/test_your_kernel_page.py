@@ -13,7 +13,7 @@ from gpt2block.mine.templates import names
 PAGE = (Path(__file__).parent.parent / "docs" / "your-kernel.md").read_text(encoding="utf-8")
 KERNEL, FIX = re.findall(r"```cuda\n(.*?)```", PAGE, re.DOTALL)
 SHOWN = re.findall(r"^\$ gpt2block (kernels .*)\n((?:.|\n)*?)```", PAGE, re.MULTILINE)
-RACY, FIXED, ODD, SOFTMAX = SHOWN
+RACY, FIXED, ODD, WHY, SOFTMAX = SHOWN
 
 
 def words(text: str) -> list[str]:
@@ -26,8 +26,8 @@ def words(text: str) -> list[str]:
 )
 @pytest.mark.parametrize(
     ("shown", "fixed", "code"),
-    [(RACY, False, 1), (FIXED, True, 0), (ODD, True, 1), (SOFTMAX, True, 0)],
-    ids=["race", "fixed", "odd block", "softmax"],
+    [(RACY, False, 1), (FIXED, True, 0), (ODD, True, 1), (WHY, False, 1), (SOFTMAX, True, 0)],
+    ids=["race", "fixed", "odd block", "steps", "softmax"],
 )
 def test_the_page_shows_what_is_printed(
     shown: tuple[str, str],

@@ -40,6 +40,6 @@ def _check_together(options: KernelsOptions, own: OwnOptions) -> None:
     if needing and options.operation is None:
         name = f"--{next(iter(needing))}"
         raise InputError(f"{name} needs an operation: gpt2block kernels layernorm {name}")
-    for name in ("kernel", "grid", "block", "shared", "seed", "args"):
-        if getattr(own, name) is not None and own.mine is None:
-            raise InputError(f"--{name} is an option of --mine: add it")
+    for name in ("kernel", "grid", "block", "shared", "seed", "args", "why", "why_page"):
+        if getattr(own, name) not in (None, False) and own.mine is None:
+            raise InputError(f"--{name.replace('_', '-')} is an option of --mine: add it")

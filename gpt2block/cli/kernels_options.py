@@ -76,6 +76,18 @@ class OwnOptions:
         "Seed of the random sizes at which the kernel is checked; by default a new one.",
         rich_help_panel=OWN,
     )
+    why: bool = option(
+        "After a race, a divergent barrier, an access out of bounds or another problem, print the "
+        "steps of its threads.",
+        False,
+        "--why",
+        rich_help_panel=OWN,
+    )
+    why_page: Path | None = path_option(
+        "Write these steps to a page with the source, in which you can go forward and back.",
+        metavar="PAGE.html",
+        rich_help_panel=OWN,
+    )
     args: str | None = option(
         "The argument of each parameter, such as x,out,N,C; by default matched by name.",
         rich_help_panel=OWN,

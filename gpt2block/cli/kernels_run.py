@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import typer
@@ -30,6 +31,7 @@ from gpt2block.cli.mine import (
     print_rungs,
     print_source,
     print_verdict,
+    print_why,
     rungs_report,
 )
 from gpt2block.errors import DeviceError, InputError, NotJudged, check_all
@@ -41,6 +43,8 @@ from gpt2block.mine.solutions import solution as solution_of
 from gpt2block.mine.source import read
 from gpt2block.mine.templates import template as template_of
 from gpt2block.mine.verdict import Verdict
+from gpt2block.mine.why import EMULATOR_ONLY
+from gpt2block.mine.why_page import WhyPage
 from gpt2block.ops.operation import Attrs, Operation, Sizes, Variant
 from gpt2block.ops.registry import all_sizes, find, parse_sizes, stated_sizes
 
@@ -56,11 +60,18 @@ class Request(NamedTuple):
     stored: tuple[str, str]
     options: KernelsOptions
     seed: int = 0  # seed of the random sizes of a user's kernel
+    why: bool = False  # whether to show the steps of the threads of a problem
+    why_page: Path | None = None  # file for a page of these steps
 
     @property
     def sweep(self) -> bool:
         """Whether to time the kernels with every block size."""
         return self.options.sweep or self.options.plot is not None
+
+    @property
+    def steps(self) -> bool:
+        """Whether the steps of the threads of a problem are requested."""
+        return self.why or self.why_page is not None
 
     @property
     def needed(self) -> str:
@@ -94,7 +105,8 @@ def run(options: KernelsOptions, own: OwnOptions) -> bool:
     if own.mine is not None:
         text = read(own.mine, own.kernel, own.grid, own.block, own.shared)
         user = matched(text, found, stored, own.args)
-    request = Request(found, variants, stored, options, resolved_seed(own.seed))
+    seed = resolved_seed(own.seed)
+    request = Request(found, variants, stored, options, seed, own.why, own.why_page)
     return _run(request, user, options.device)
 
 
@@ -112,6 +124,9 @@ def _run(request: Request, user: Kernel | None, device: str | None) -> bool:
         raise InputError(f"--device {device}: expected cuda or cpu")
     problem = None if device == CPU else doctor.cuda_problem()
     if device != CPU and problem is None:
+        if request.steps:
+            option = "--why" if request.why else "--why-page"
+            raise InputError(f"{option}: {EMULATOR_ONLY}: add --device cpu")
         return _own_on_gpu(request, user) if user else _on_gpu(request)
     if device == CUDA or (request.needed and problem):
         why = f"{problem}: this needs a GPU, and {doctor.ADVICE}"
@@ -215,8 +230,9 @@ def _own_cases(request: Request, user: Kernel) -> tuple[Case, ...]:
 def _own_on_cpu(request: Request, user: Kernel) -> bool:
     at = parse_sizes(request.operation, request.options.shape)
     timed = on_cpu.TimedSizes(at, request.stored[1])
-    found = on_cpu.check_kernel(user, _own_cases(request, user), timed=timed)
-    return _show_own(request, Verdict.of(user, CPU, found, request.seed))
+    given = _own_cases(request, user)
+    found = on_cpu.check_kernel(user, given, timed=timed, steps=request.steps)
+    return _show_own(request, Verdict.of(user, CPU, found, request.seed, request.steps))
 
 
 def _own_on_gpu(request: Request, user: Kernel) -> bool:
@@ -239,6 +255,8 @@ def _own_on_gpu(request: Request, user: Kernel) -> bool:
 
 def _show_own(request: Request, found: Verdict) -> bool:
     """Print the verdict. Raise an exception, for exit code 2, if the kernel was not judged."""
+    if request.why_page is not None and found.why is not None:
+        WhyPage(found).save(request.why_page)
     if request.options.as_json:
         print_json(found.as_dict())
         if found.reason is not None:
@@ -247,4 +265,8 @@ def _show_own(request: Request, found: Verdict) -> bool:
         raise NotJudged(found.reason)
     else:
         print_verdict(console(), found)
+        if request.why and found.why is not None:
+            print_why(console(), found.kernel.source, found.why)
+        if request.why_page is not None:
+            print(f"The steps are in {request.why_page}.")
     return found.right

@@ -21,9 +21,12 @@ from gpt2block.mine.listing import listing
 from gpt2block.mine.source import UserSource
 from gpt2block.mine.variants_on_cpu import Rung
 from gpt2block.mine.verdict import ALL_ORDERS, COLUMNS, CPU, FOUND_NONE, Verdict
+from gpt2block.mine.why import Why
 from gpt2block.ops.operation import Operation, Sizes, Variant
 
 MOST_LINES = 20  # maximum number of lines of a kernel's output to show
+WIDTH_OF_NUMBERS = 24  # characters of the columns of numbers, and of the spaces between columns
+LONGEST_EVENT = 46  # characters of an event that is not folded
 NO_TIMES = "No times: those of an emulator say nothing about a GPU."
 
 
@@ -77,6 +80,34 @@ def print_finding(out: Console, source: UserSource, found: Finding) -> None:
         out.print(escape(line), no_wrap=True, overflow="ellipsis")
     if found.at:
         out.print(escape(found.at))
+
+
+def print_why(out: Console, source: UserSource, why: Why) -> None:
+    """Print the steps of the threads of a problem, with their source lines."""
+    if why.note:
+        out.print(escape(why.note))
+    if not why.steps:
+        return
+    rows = why.rows()
+    threads = [thread.removeprefix("thread ") for thread in why.threads]
+    longest = max(len(text if step is None else step.event) for _, step, text in rows)
+    event = min(longest, LONGEST_EVENT, out.width // 2)
+    code = max(12, out.width - event - max(map(len, threads)) - WIDTH_OF_NUMBERS)
+    table = new_table((), ("step",))
+    table.add_column("thread", no_wrap=True)
+    table.add_column("line", no_wrap=True)
+    table.add_column("event", min_width=event, overflow="fold")
+    table.add_column("source", max_width=code, no_wrap=True, overflow="ellipsis")
+    for number, step, text in rows:
+        if step is None:
+            table.add_row("", "", "", text, "")
+            continue
+        line = str(step.line) if step.line else step.place
+        words = (line, step.event, source.line(step.line or 0).strip().expandtabs(4))
+        style = "bold red" if step.problem else None
+        thread = step.thread.removeprefix("thread ")
+        table.add_row(str(number), thread, *map(escape, words), style=style)
+    out.print(table)
 
 
 def placed(rows: Sequence[Measurement]) -> str:

@@ -64,6 +64,7 @@ struct Thread {
     unsigned mask;  // mask of the exchange; 0: __activemask, the lanes that meet at this place
     int delay;
     std::uint64_t value;
+    cuda_on_cpu::Sought sought;  // what the thread receives in the exchange
     cuda_on_cpu::Gathered gathered;  // values of the last exchange in which this is the first lane
     const cuda_on_cpu::Gathered* received;
     int id;           // number of the named barrier
@@ -134,12 +135,14 @@ std::string describe(const Thread& thread) {
 }
 
 [[noreturn]] void divergent(const Thread& a, const Thread& b) {
+    if (cuda_on_cpu::barrier_diverges) cuda_on_cpu::barrier_diverges(&a - threads.data(), &b - threads.data());
     const bool one_line = a.line == b.line && a.state == b.state && a.mask == b.mask && a.passed == b.passed;
     fail(std::string("divergent barrier in ") + kernel->name + ", block " + at(blockIdx) + ": " + describe(a) +
          ", " + describe(b) + (one_line ? ": two barriers in one line, or in two calls of a function" : ""));
 }
 
 [[noreturn]] void missing(const Thread& waits, const Thread& lane) {
+    if (cuda_on_cpu::barrier_diverges) cuda_on_cpu::barrier_diverges(&waits - threads.data(), &lane - threads.data());
     fail(std::string("divergent barrier in ") + kernel->name + ", block " + at(blockIdx) + ": " + describe(waits) +
          ", " + describe(lane) + ": the mask names the lane of a thread that never comes");
 }
@@ -277,7 +280,9 @@ __attribute__((noinline)) std::size_t call_path() {
     return path;
 }
 
-void wait_at(const char* file, int line) {
+void wait_at(const char* file, int line, const char* kind, unsigned mask = 0, std::uint64_t value = 0,
+             char type = '?') {
+    if (cuda_on_cpu::thread_waits) cuda_on_cpu::thread_waits(file, line, kind, mask, value, type);
     current->file = file;
     current->line = line;
     current->path = exact_places ? call_path() : 0;
@@ -305,6 +310,12 @@ void meet(Thread* warp, unsigned lanes) {
         open(thread);
     }
     if (cuda_on_cpu::lanes_meet) cuda_on_cpu::lanes_meet(warp - threads.data(), lanes);
+    for (unsigned rest = cuda_on_cpu::value_comes ? lanes : 0; rest; rest &= rest - 1) {
+        const Thread& thread = warp[__builtin_ctz(rest)];
+        const auto [source, type] = thread.sought;
+        if (source < 0) continue;
+        cuda_on_cpu::value_comes(&thread - threads.data(), source, lanes >> source & 1, gathered.values[source], type);
+    }
 }
 
 // Exchanges the values of the lanes of `first`'s mask if all of them wait. Returns false if a lane has not arrived yet.
@@ -651,16 +662,17 @@ void cuda_on_cpu::barrier(const char* file, int line) {
 }
 
 int cuda_on_cpu::counted(bool predicate, const char* file, int line) {
-    wait_at(file, line);
+    wait_at(file, line, "waits for the block");
     current->value = predicate;
     stop_in(State::at_barrier);
     return count;
 }
 
 const cuda_on_cpu::Gathered& cuda_on_cpu::gather(unsigned mask, std::uint64_t value, const char* file, int line,
-                                                 int delay) {
+                                                 int delay, Sought sought) {
     Thread& self = *current;
-    wait_at(file, line);
+    wait_at(file, line, "waits for the warp", mask, value, sought.type);
+    self.sought = sought;
     self.state = State::at_exchange;
     self.mask = mask;
     self.value = value;
@@ -671,7 +683,8 @@ const cuda_on_cpu::Gathered& cuda_on_cpu::gather(unsigned mask, std::uint64_t va
 }
 
 unsigned cuda_on_cpu::active_lanes(const char* file, int line) {
-    wait_at(file, line);
+    wait_at(file, line, "asks for the active lanes");
+    current->sought = {};
     current->mask = 0;
     stop_in(State::at_exchange);
     return current->received->lanes;

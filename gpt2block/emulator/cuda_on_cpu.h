@@ -58,11 +58,24 @@ struct Gathered {  // the values that lanes of a warp have exchanged
     unsigned lanes;
 };
 
+struct Sought {  // what a lane receives in an exchange, for a trace
+    int lane = -1;    // lane whose value it receives; -1: of several lanes
+    char type = '?';  // type of the values, as in type_letter
+};
+
+template <typename T>
+constexpr char type_letter() {  // letter of the type in Python's module struct; ?: another type
+    if (sizeof(T) < 4) return '?';
+    if (std::is_floating_point_v<T>) return sizeof(T) == 8 ? 'd' : 'f';
+    const char* letters = std::is_signed_v<T> ? "iq" : "IQ";
+    return std::is_integral_v<T> ? letters[sizeof(T) == 8] : '?';
+}
+
 // These functions are in another translation unit, so that the compiler must assume that they change any memory.
 void barrier(const char* file, int line);
 // Exchanges a value with the lanes of `mask`. delay: number of turns of the other threads before the exchange. The
 // result is valid until the lane's next exchange.
-const Gathered& gather(unsigned mask, std::uint64_t value, const char* file, int line, int delay = 0);
+const Gathered& gather(unsigned mask, std::uint64_t value, const char* file, int line, int delay = 0, Sought = {});
 unsigned active_lanes(const char* file, int line);
 int lane();
 double bessel_i(double order, double x);  // calls std::cyl_bessel_i
@@ -124,7 +137,7 @@ struct Call<KERNEL> {
 
     // No other function may be called between fill_stack and the kernel, as it would overwrite the filled stack.
     template <std::size_t... I>
-    __attribute__((no_sanitize("address", "undefined")))
+    __attribute__((no_sanitize("address", "undefined", "thread")))
     static void spread(const std::uint64_t* slots, std::index_sequence<I...>) {
         fill_stack();
         KERNEL(*reinterpret_cast<const P*>(&slots[I])...);

@@ -17,6 +17,12 @@ __attribute__((weak)) void watch(const char* name, const void* data, std::size_t
 __attribute__((weak)) void name_dynamic(const char* name, std::size_t element);
 __attribute__((weak)) void block_begins(unsigned number, std::size_t threads, const void* dynamic, std::size_t bytes);
 __attribute__((weak)) void thread_ends();
+// The running thread waits at a barrier or an exchange. kind: event in words. type: of the value, see type_letter.
+__attribute__((weak)) void thread_waits(const char* file, int line, const char* kind, unsigned mask,
+                                        std::uint64_t value, char type);
+// A thread receives the value of lane `source` in an exchange. takes_part: whether this lane takes part.
+__attribute__((weak)) void value_comes(std::size_t thread, int source, bool takes_part, std::uint64_t value, char type);
+__attribute__((weak)) void barrier_diverges(std::size_t a, std::size_t b);  // numbers of the two threads
 __attribute__((weak)) void barrier_opens();
 __attribute__((weak)) void lanes_meet(std::size_t first, unsigned lanes);  // first: number of a warp's first thread
 __attribute__((weak)) void atomic_access(const void* address, std::size_t bytes, void* place);

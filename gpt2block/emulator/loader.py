@@ -31,6 +31,7 @@ from gpt2block.emulator import cache as cached
 from gpt2block.emulator import places, programs, ptx
 from gpt2block.emulator.cache import folder as cache_folder
 from gpt2block.emulator.library import with_library
+from gpt2block.emulator.trace import Trace
 from gpt2block.errors import KernelError, NotJudged
 
 HERE = Path(__file__).parent
@@ -165,6 +166,7 @@ class Checks(NamedTuple):
     within: tuple[str, ...] = ()  # command prefix that runs the program, such as prlimit
     build: Build = "usual"
     noted: Callable[[str], None] = lambda _: None  # receives possible causes of a wrong result
+    trace: Trace | None = None  # with `races`: receives the steps of threads
 
 
 USUAL = Checks()
@@ -341,11 +343,10 @@ def run_spans(
     launch = f"{kernel}, grid {grid}, block {block}, order {order}"
     program = compile_kernel_file(source, defines, checks.races, checks.build)
 
-    def named(address: int) -> str:
-        detailed = _compile(source, defines, checks.races, checks.build, variables=True)
-        return places.variable(detailed, address) or "a shared variable"
+    def detailed() -> Path:
+        return _compile(source, defines, checks.races, checks.build, variables=True)
 
-    output = _execute(program, words, b"".join(message), launch, environment, checks, named)
+    output = _execute(program, words, b"".join(message), launch, environment, checks, detailed)
     written = [arg.memory for i in first.values() if isinstance(arg := args[i], DevicePointer)]
     # The output consists of the text that the kernel printed, followed by the arrays.
     start = len(output) - sum(memory.nbytes for memory in written)
@@ -409,18 +410,22 @@ def _execute(
     launch: str,
     extra: Mapping[str, str],
     checks: Checks,
-    variable: Callable[[int], str],
+    detailed: Callable[[], Path],
 ) -> bytes:
-    """Run a program and return its output. `variable` returns the variable's name at an address."""
+    """Run a program and return its output. `detailed` returns the program with more debug info."""
 
     def place(found: re.Match[str]) -> str:
         address = int(found[2], 16)
-        return variable(address) if found[1] else places.line(program, address)
+        if not found[1]:
+            return places.line(program, address)
+        return places.variable(detailed(), address) or "a shared variable"
 
     limit_s = TIMEOUT_S if checks.limit_s is None else checks.limit_s
     own = {**extra, "TIME_LIMIT": str(limit_s)}  # seconds; then the program reports its source line
     if checks.rehearsed:
         own["REHEARSAL"] = str(checks.rehearsed)
+    if checks.trace:
+        own |= checks.trace.environment
     timeout_s = WALL * limit_s + GRACE_S
     try:
         done = programs.launch(program, words, message, own, timeout_s, checks.within)
@@ -429,7 +434,10 @@ def _execute(
             f"{launch}: not judged: stopped after {timeout_s:g} s, in which it did not get "
             f"{limit_s:g} s of CPU time: run it on a less busy computer"
         ) from error
-    report = _PLACE.sub(place, done.stderr.decode(errors="replace"))
+    report = done.stderr.decode(errors="replace")
+    if checks.trace:
+        report = checks.trace.read(report, program, detailed)
+    report = _PLACE.sub(place, report)
     for note in _NOTE.findall(report):
         checks.noted(re.sub(_FOLDER, "", note))
     if done.returncode == 0:
@@ -691,6 +699,12 @@ def _translation_unit(source: Source, defines: kernels.Defines) -> str:
         f"const cuda_on_cpu::Entry cuda_on_cpu_entries[] = {{\n{entries}{{}}}};\n}}\n"
         "const cuda_on_cpu::Entry* const cuda_on_cpu::entries = cuda_on_cpu_entries;\n"
     )
+
+
+def dynamic_arrays(text: str) -> dict[str, str]:
+    """Return the C++ element type of each `extern __shared__` array in a source, by name."""
+    found = _DYNAMIC_SHARED.finditer(kernels.without_comments(text))
+    return {each[3]: each[2] for each in found}
 
 
 def _dynamic(found: re.Match[str]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -21,9 +21,22 @@ def line(program: Path, address: int) -> str:
 
     If a function of the emulator's headers is inlined there, return the line that calls it.
     """
-    found = _output("addr2line", "-i", "-e", str(program), f"{address - 1:#x}").splitlines()
-    lines = [re.sub(r" \(discriminator \d+\)", "", each) for each in found]
-    return next((each for each in lines if str(HERE) not in each), lines[0])
+    return lines(program, [address])[address]
+
+
+def lines(program: Path, addresses: Sequence[int]) -> dict[int, str]:
+    """Return `line` of each address."""
+    if not addresses:
+        return {}
+    texts = [f"{address - 1:#x}" for address in addresses]
+    found = _output("addr2line", "-a", "-i", "-e", str(program), *texts)
+    parts = re.split(r"^0x[0-9a-f]+\n", found, flags=re.MULTILINE)[1:]
+    return dict(zip(addresses, map(_outer, parts), strict=True))
+
+
+def _outer(found: str) -> str:
+    each = [re.sub(r" \(discriminator \d+\)", "", line) for line in found.splitlines()]
+    return next((line for line in each if str(HERE) not in line), each[0])
 
 
 def variable(program: Path, address: int) -> str | None:
@@ -31,15 +44,40 @@ def variable(program: Path, address: int) -> str | None:
 
     program: compiled with the locations of variables (-g).
     """
+    found = located(program, address)
+    return found.name if found else None
+
+
+class Located(NamedTuple):
+    """An array element or a variable. start: address of the whole array."""
+
+    name: str
+    ctype: str
+    size: int
+    start: int
+
+
+@cache
+def located(program: Path, address: int) -> Located | None:
+    """Return the array element or variable at an address; None if unknown."""
+    for start, size, entry, kind in _variables(program):
+        if 0 <= address - start < size:
+            name, element = _element(kind, address - start)
+            ctype = element.name if "DW_AT_name" in element.fields else ""
+            return Located(entry.name + name, ctype, _size(element), start)
+    return None
+
+
+@cache
+def _variables(program: Path) -> list[tuple[int, int, _Entry, _Entry]]:
+    """Return address, bytes, entry and type of each variable with a fixed address."""
+    found = []
     for entry in _entries(program).values():
         place = re.search(r"DW_OP_addr: ([0-9a-f]+)\)", entry.fields.get("DW_AT_location", ""))
         kind = entry.reference("DW_AT_type")
-        if not place or kind is None or "DW_AT_name" not in entry.fields:
-            continue
-        offset = address - int(place[1], 16)
-        if 0 <= offset < _size(kind):
-            return entry.name + _element(kind, offset)
-    return None
+        if place and kind is not None and "DW_AT_name" in entry.fields:
+            found.append((int(place[1], 16), _size(kind), entry, kind))
+    return found
 
 
 @dataclass
@@ -120,8 +158,8 @@ def _size(kind: _Entry) -> int:
     return int(kind.fields.get("DW_AT_byte_size", "1"), 0)
 
 
-def _element(kind: _Entry, offset: int) -> str:
-    """Return indices and members, such as "[3].x", for a byte offset in a variable of a type."""
+def _element(kind: _Entry, offset: int) -> tuple[str, _Entry]:
+    """Return indices and members, such as "[3].x", and the type at an offset in a variable."""
     kind = _plain(kind)
     if array := _array(kind):
         index, inside = divmod(offset, max(1, _size(array.element)))
@@ -129,17 +167,19 @@ def _element(kind: _Entry, offset: int) -> str:
         for extent in reversed(array.extents):
             index, last = divmod(index, extent)
             indices.append(f"[{last}]")
-        return "".join(reversed(indices)) + _element(array.element, inside)
+        name, element = _element(array.element, inside)
+        return "".join(reversed(indices)) + name, element
     if "DW_AT_name" in kind.fields and kind.name in _NUMBERS:
-        return ""
+        return "", kind
     for member in (
         kind.children if kind.tag in ("DW_TAG_structure_type", "DW_TAG_class_type") else ()
     ):
         inner = member.reference("DW_AT_type")
         start = int(member.fields.get("DW_AT_data_member_location", "-1").split()[0], 0)
         if inner and "DW_AT_name" in member.fields and 0 <= offset - start < _size(inner):
-            return f".{member.name}{_element(inner, offset - start)}"
-    return ""
+            name, element = _element(inner, offset - start)
+            return f".{member.name}{name}", element
+    return "", kind
 
 
 @cache

@@ -210,8 +210,12 @@ bool ordered(const Access& before, int thread, const Region& region) {
     return std::size_t(before.thread) < clocks.size() && clocks[before.thread] >= before.clock;
 }
 
+#include "trace.h"
+
 [[noreturn]] void report(const Race& race) {
     const auto& [region, byte, before, was, now] = race;
+    drop_store();
+    met({{now.access.block, now.access.thread}, {before.block, before.thread}});
     const bool same = before.block == block;
     std::fprintf(stderr, "cuda_on_cpu: race in %s: %s %s %s at %s; %s%s %s it at %s, and %s\n",
                  cuda_on_cpu::kernel_name(), at(now.access.thread).c_str(), now.verb.is, name_of(*region, byte).c_str(),
@@ -230,6 +234,9 @@ void note_unwritten(const Region& region, std::size_t byte, const Doing& now) {
     static bool said;
     note(said, at(now.access.thread) + " reads " + name_of(region, byte) + " at " + line_of(now.access.place) +
                    ", which no thread has written");
+    if (trace.until != "unwritten") return;
+    met({{block, now.access.thread}});
+    _exit(3);
 }
 
 void note_volatile(const Region& region, std::size_t byte, const Access& before, const Doing& now) {
@@ -341,10 +348,19 @@ Region* region_of(const char* address) {
 void check_stack(const void* address, const Doing& now) {
     const int owner = cuda_on_cpu::stack_owner(address), thread = now.access.thread;
     if (owner < 0 || owner == thread) return;
+    met({{block, thread}, {block, owner}});
     std::fprintf(stderr, "cuda_on_cpu: race in %s: %s %s a local variable of %s at %s: each thread has its own ones, "
                  "which no other can reach\n", cuda_on_cpu::kernel_name(), at(thread).c_str(), now.verb.is,
                  at(owner).c_str(), line_of(now.access.place).c_str());
     _exit(3);
+}
+
+void check_access(const char* first, std::size_t bytes, const Doing& now) {
+    Region* region = region_of(first);
+    if (!region) return check_stack(first, now);
+    const std::size_t start = first - region->data, stop = std::min(start + bytes, region->bytes);
+    const bool volatile_ = now.strong && now.verb.is != ATOMIC.is && now.verb.is != ATOMIC_READ.is;
+    for (std::size_t i = start; i < stop; ++i) check_byte(*region, i, now, volatile_);
 }
 
 void record(const void* address, std::size_t bytes, Verb verb, bool writes, bool strong, void* place) {
@@ -353,11 +369,7 @@ void record(const void* address, std::size_t bytes, Verb verb, bool writes, bool
     const char* first = static_cast<const char*>(address);
     const unsigned from = static_cast<unsigned>(reinterpret_cast<std::uintptr_t>(place));
     const Doing now = {{thread, block, phase, threads[thread].of[thread % WARP], from}, verb, writes, strong};
-    Region* region = region_of(first);
-    if (!region) return check_stack(address, now);
-    const std::size_t start = first - region->data, stop = std::min(start + bytes, region->bytes);
-    const bool volatile_ = strong && verb.is != ATOMIC.is && verb.is != ATOMIC_READ.is;
-    for (std::size_t i = start; i < stop; ++i) check_byte(*region, i, now, volatile_);
+    if (!tracing || trace_access(first, bytes, now)) check_access(first, bytes, now);
 }
 
 // Returns the thread's accesses until now, and all accesses that it knows to be complete.
@@ -462,6 +474,9 @@ void cuda_on_cpu::block_begins(unsigned number, std::size_t count, const void* d
 }
 
 void cuda_on_cpu::barrier_opens() {
+    if (tracing) {
+        for (std::size_t i = 0; i < threads.size(); ++i) trace_event(i, "passes", "");
+    }
     for (const Thread& thread : threads) report_held(thread);
     ++phase;
     Blocks common[Thread::FACTS];
@@ -471,8 +486,31 @@ void cuda_on_cpu::barrier_opens() {
 
 void cuda_on_cpu::thread_ends() {
     Thread& thread = threads[thread_number()];
+    if (tracing) trace_event(thread_number(), "returns", "");
     report_held(thread);
     thread.ended = true;
+}
+
+void cuda_on_cpu::thread_waits(const char* file, int line, const char* kind, unsigned mask, std::uint64_t value,
+                               char type) {
+    if (!tracing) return;
+    char text[64];
+    std::snprintf(text, sizeof text, ":%d\t0x%08x\t%016llx\t%c", line, mask, static_cast<unsigned long long>(value),
+                  type);
+    trace_event(thread_number(), kind, file + std::string(text));
+}
+
+void cuda_on_cpu::value_comes(std::size_t thread, int source, bool takes_part, std::uint64_t value, char type) {
+    if (!tracing) return;
+    char text[64];
+    std::snprintf(text, sizeof text, "%d\t%d\t%016llx\t%c", source, takes_part,
+                  static_cast<unsigned long long>(value), type);
+    trace_event(thread, "receives", text);
+}
+
+void cuda_on_cpu::barrier_diverges(std::size_t a, std::size_t b) {
+    drop_store();
+    met({{block, a}, {block, b}});
 }
 
 void cuda_on_cpu::lanes_meet(std::size_t first, unsigned lanes) {
@@ -525,6 +563,7 @@ void cuda_on_cpu::atomic_load(const void* address, std::size_t bytes, void* plac
 bool cuda_on_cpu::read_is_compared(const void* address, std::size_t bytes, std::uint64_t expected) {
     const int thread = thread_number();
     const char* first = static_cast<const char*>(address);
+    if (tracing) settle_store();
     Region* region = thread < 0 ? nullptr : region_of(first);
     if (!region) return false;
     const std::size_t start = first - region->data, stop = std::min(start + bytes, region->bytes);
@@ -541,8 +580,9 @@ bool cuda_on_cpu::read_is_compared(const void* address, std::size_t bytes, std::
 void cuda_on_cpu::read_only_access(const void* address, std::size_t bytes, void* place) {
     const int thread = thread_number();
     const char* first = static_cast<const char*>(address);
+    if (tracing) settle_store();
     Region* region = thread < 0 ? nullptr : region_of(first);
-    if (!region || region->of_block()) return;
+    if (!region || region->of_block() || !trace.searches_races()) return;
     const std::size_t start = first - region->data, stop = std::min(start + bytes, region->bytes);
     for (std::size_t i = start; i < stop; ++i) {
         const auto strong = region->strong.find(i);
@@ -550,6 +590,11 @@ void cuda_on_cpu::read_only_access(const void* address, std::size_t bytes, void*
         const Access& written = atomic ? strong->second.written[0].access : region->history(i).written;
         if (written.thread < 0) continue;
         const unsigned from = static_cast<unsigned>(reinterpret_cast<std::uintptr_t>(place));
+        met({{block, thread}, {written.block, written.thread}});
+        if (trace.follows(thread)) {
+            const Access load = {thread, block, phase, 0, from};
+            print_access("reads", first, bytes, {load, READS, false, false}, hexadecimal(first, bytes));
+        }
         std::fprintf(stderr, "cuda_on_cpu: read-only load in %s: %s reads %s at %s by the read-only cache, and %s%s wrote it "
                      "at %s: the cache may hold the old value until the kernel ends\n", kernel_name(), at(thread).c_str(),
                      name_of(*region, i).c_str(), line_of(from).c_str(), at(written.thread).c_str(),
@@ -560,6 +605,7 @@ void cuda_on_cpu::read_only_access(const void* address, std::size_t bytes, void*
 
 void cuda_on_cpu::fence_passed(bool of_device) {
     const int thread = thread_number();
+    if (tracing) trace_event(thread, of_device ? "fence" : "fence of the block", "");
     Thread& self = threads[thread];
     join(self.facts[Thread::fenced_for_block], knowledge(thread));
     if (of_device) join(self.facts[Thread::fenced_for_all], self.facts[Thread::fenced_for_block]);

@@ -8,7 +8,8 @@ namespace cuda_on_cpu {
 template <typename T>
 __forceinline__ T shuffle(unsigned mask, T value, int source, const char* file, int line) {
     static_assert(std::is_trivially_copyable_v<T> && sizeof(T) <= 8, "a shuffle moves at most 8 bytes");
-    const Gathered& given = gather(mask, bits<std::uint64_t>(value), file, line);
+    const Sought sought = {source % 32, type_letter<T>()};
+    const Gathered& given = gather(mask, bits<std::uint64_t>(value), file, line, 0, sought);
     const T other = bits<T>(given.values[source % 32]);
     if constexpr (std::is_integral_v<T>) return given.lanes >> source % 32 & 1 ? other : other / 8;
     return other;
@@ -19,7 +20,7 @@ int counted(bool predicate, const char* file, int line);
 
 template <typename T, typename Op>
 T reduced(unsigned mask, T value, Op op, const char* file, int line) {
-    const Gathered& given = gather(mask, bits<std::uint64_t>(value), file, line);
+    const Gathered& given = gather(mask, bits<std::uint64_t>(value), file, line, 0, {-1, type_letter<T>()});
     T result{};
     bool first = true;
     for (int i = 0; i < 32; ++i) {

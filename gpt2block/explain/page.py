@@ -25,10 +25,18 @@ SCRIPTS = (
 _ESCAPED = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
 
 
-class _Template(Template):
+class DataTemplate(Template):
     """A string.Template with placeholders @@name, as JavaScript uses the dollar sign."""
 
     delimiter = "@@"
+
+
+def json_of_script(data: Any) -> str:
+    """Return JSON that a script element can hold."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    for character, escaped in _ESCAPED.items():  # replace is much faster than translate
+        text = text.replace(character, escaped)
+    return text
 
 
 class Page:
@@ -54,14 +62,11 @@ class Page:
     @property
     def html(self) -> str:
         """The HTML text of the whole page."""
-        text = json.dumps(self.data, separators=(",", ":"), allow_nan=False)
-        for character, escaped in _ESCAPED.items():  # replace is much faster than translate
-            text = text.replace(character, escaped)
-        return _Template(_part("page.html")).substitute(
+        return DataTemplate(_part("page.html")).substitute(
             title=escape(self.title),
             style=_part("style.css"),
             steps=_part("steps.html"),
-            data=text,
+            data=json_of_script(self.data),
             script="\n".join(_part(f"{name}.js") for name in SCRIPTS),
         )
 

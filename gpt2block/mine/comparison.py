@@ -172,6 +172,11 @@ def _poisoned(out: NDArray[Any]) -> NDArray[np.bool_]:
     return mask
 
 
+def itemsize(output: Output) -> int:
+    """Return the bytes of an element of an output."""
+    return np.dtype(output.dtype).itemsize
+
+
 def _guarded(output: Output, guard: int, fill: int) -> tuple[Any, Any]:
     """Return an array filled with the byte `fill`, and the memory of the array and its guards."""
     dtype = np.dtype(output.dtype)

@@ -13,12 +13,13 @@ from typing import Any
 
 from gpt2block import doctor
 from gpt2block.bench import measure
-from gpt2block.errors import DeviceError, InputError, shown
+from gpt2block.errors import Argument, DeviceError, InputError, shown
 from gpt2block.mine import on_cpu, on_gpu
 from gpt2block.mine.cases import cases, resolved_seed
 from gpt2block.mine.kernel import Kernel, matched
 from gpt2block.mine.source import OWN, read
 from gpt2block.mine.verdict import Verdict
+from gpt2block.mine.why import EMULATOR_ONLY
 from gpt2block.ops.operation import Operation
 from gpt2block.ops.registry import find, stated_sizes
 
@@ -39,6 +40,7 @@ def check(
     layout: str | None = None,
     device: str | None = None,
     seed: int | None = None,
+    why: bool = False,
 ) -> Verdict:
     """Check a user's CUDA kernel, as `gpt2block kernels OPERATION --mine FILE.cu` does.
 
@@ -52,9 +54,10 @@ def check(
     the argument of each parameter, such as "x,out,N,C". shape: the only sizes to check, such as
     {"C": 768}. dtype: dtype of the arrays. layout: layout of weights. device: "cpu" for the
     emulator, which needs g++; "cuda"; or None for a GPU if there is one, else the emulator. seed:
-    seed of the random sizes, at least 0; None for a new one, which is in the result. Raises
-    InputError for an invalid source or argument, and DeviceError. Errors of the kernel, including
-    compiler errors, are in the result, as is the reason why a kernel cannot be judged.
+    seed of the random sizes, at least 0; None for a new one, which is in the result. why: add the
+    steps of the threads that the problem names, which needs the emulator. Raises InputError for an
+    invalid source or argument, and DeviceError. Errors of the kernel, including compiler errors,
+    are in the result, as is the reason why a kernel cannot be judged.
     """
     found = find(operation)
     if device not in (None, "cpu", "cuda"):
@@ -70,9 +73,12 @@ def check(
     problem = doctor.cuda_problem() if device != "cpu" else "the CPU was requested"
     if device == "cuda" and problem:
         raise DeviceError(f"device 'cuda': {problem}: {doctor.ADVICE}")
+    if why and not problem:
+        raise InputError(f"why: {EMULATOR_ONLY}: expected ", Argument("device", "cpu"))
     if problem:
         timed = on_cpu.TimedSizes({**found.workload.sizes, **stated}, stored[1])
-        return Verdict.of(user, "cpu", on_cpu.check_kernel(user, given, timed=timed), seed)
+        results = on_cpu.check_kernel(user, given, timed=timed, steps=why)
+        return Verdict.of(user, "cpu", results, seed, why)
     job = on_gpu.ChildJob(user, given, (), None, stored)
     return Verdict.of(user, "cuda", on_gpu.run(job), seed)
 

@@ -39,6 +39,7 @@ from gpt2block.mine.refused import ResourceUsage, refused, too_many, without_lit
 from gpt2block.mine.reserved import check_text
 from gpt2block.mine.source import UserSource, read
 from gpt2block.mine.templates import path_of
+from gpt2block.mine.why import Launcher, Why, why
 from gpt2block.ops.operation import Sizes
 
 LIMIT_S = 20.0  # limit of CPU time of one launch in seconds
@@ -97,15 +98,20 @@ class TimedSizes(NamedTuple):
 
 
 def check_kernel(
-    kernel: Kernel, cases: Sequence[Case], limit_s: float = LIMIT_S, timed: TimedSizes | None = None
-) -> Iterator[Checked | Finding]:
+    kernel: Kernel,
+    cases: Sequence[Case],
+    limit_s: float = LIMIT_S,
+    timed: TimedSizes | None = None,
+    steps: bool = False,
+) -> Iterator[Checked | Finding | Why]:
     """Check a user's kernel on each case; yield the results, and stop with a Finding at a problem.
 
     First, NVRTC compiles the file. A case runs in forward order under AddressSanitizer, then with
     the search for races, then in the other orders; a case with `once` runs only in forward order.
     limit_s: limit of CPU time of each launch. timed: sizes that are checked, too, or if they are
-    too large, sizes of which one is as large as theirs; without the search for other errors. Raises
-    NotJudged if the emulator cannot run the kernel.
+    too large, sizes of which one is as large as theirs; without the search for other errors. steps:
+    after a Finding, yield the steps of its threads. Raises NotJudged if the emulator cannot run the
+    kernel.
     """
     require_emulator()
     check_text(kernel.source)
@@ -118,7 +124,7 @@ def check_kernel(
     with warnings.catch_warnings(), emulated(), _pool() as pool:
         warnings.simplefilter("ignore")  # g++ does not repeat warnings for a cached program
         _compile_ahead(kernel, cases[0])
-        yield from _Judge(kernel, needs, limit_s, pool).results(cases, timed)
+        yield from _Judge(kernel, needs, limit_s, pool, steps).results(cases, timed)
 
 
 @contextmanager
@@ -143,11 +149,12 @@ class _Judge:
     needs: ResourceUsage
     limit_s: float
     pool: ThreadPoolExecutor
+    steps: bool = False  # whether to yield the steps of a Finding's threads
     ended: bool = False  # whether a problem is found, so that nothing else needs to run
 
     def results(
         self, cases: Sequence[Case], timed: TimedSizes | None
-    ) -> Iterator[Checked | Finding]:
+    ) -> Iterator[Checked | Finding | Why]:
         """Yield the results of all cases, up to the first Finding."""
         launched: dict[int, list[Future[Ran]]] = {}
         large: Future[list[Checked | Finding]] | None = None
@@ -159,6 +166,9 @@ class _Judge:
                 found = self._checked(case, launched[i])
                 yield found
                 if isinstance(found, Finding):
+                    if self.steps:
+                        self.pool.shutdown(wait=False, cancel_futures=True)
+                        yield self._why(case, found)
                     return
                 if timed and large is None:
                     large = self.pool.submit(self._at_timed_sizes, timed)
@@ -195,6 +205,14 @@ class _Judge:
             if not case.hint:
                 raise
             return Finding(f"{error}\n{case.hint}", at=f"at {case.label}")
+
+    def _why(self, case: Case, found: Finding) -> Why:
+        said = f"{found.text}\n{found.at}"
+        run = next((run for run in RUNS if f"{run.order} order" in said), RUNS[0])
+        # Only a program that is not optimised distinguishes barriers in one line.
+        build = run.build if found.kind == "divergent_barrier" else "patterned"
+        launcher = Launcher(self.kernel, case, run.order, run.fill, build, self.limit_s)
+        return why(launcher, found)
 
     def _unlaunchable(self, case: Case) -> Finding | None:
         at = values(self.kernel.operation, case.inputs, case.attrs).sizes

@@ -16,6 +16,8 @@ from gpt2block.mine.finding import Finding, finite, headline, numbered
 from gpt2block.mine.hints import hints
 from gpt2block.mine.kernel import MINE, Kernel, described
 from gpt2block.mine.on_gpu import BenchmarkResult
+from gpt2block.mine.why import RIGHT as NOTHING_WRONG
+from gpt2block.mine.why import Why
 from gpt2block.notebook import paragraph, table, text_table
 
 SCHEMA = 1  # version of `Verdict.as_dict`; docs/verdict.schema.json describes it
@@ -25,6 +27,7 @@ CPU, GPU = "on the CPU, by an emulator of CUDA", "on the GPU"
 FOUND_NONE = "Found no access out of bounds, no race and no divergent barrier."
 ALL_ORDERS = f"Right in forward, reverse and shuffled thread order. {FOUND_NONE}"
 COLUMNS = ("sizes", "grid", "block", "shared", "max abs", "max rel")  # columns of the checks' table
+NO_STEPS = "There are no steps to show: no launch at a small size has found the problem."
 RED = "color: #c62828; font-weight: bold"
 
 
@@ -43,7 +46,9 @@ class Verdict:
     printed. `device`: "cpu" (the emulator) or "cuda". `seconds`: time of the checks. `benchmark`:
     times on a GPU if they were measured, else None. `seed`: seed of the random sizes and inputs, or
     None if the checks had none. `summary`: the last lines of the text. `hints`: properties of the
-    source that are no errors, such as arithmetic in double.
+    source that are no errors, such as arithmetic in double. `why`: with `why=True` the steps of the
+    threads that the problem names, as `steps` with `thread`, `line`, `event` and `problem`, or no
+    steps and a `note` that says why; else None.
     """
 
     kernel: Kernel
@@ -54,23 +59,32 @@ class Verdict:
     seconds: float = 0.0
     seed: int | None = None
     benchmark: BenchmarkResult | None = None
+    why: Why | None = None
 
     @classmethod
     def of(
         cls,
         kernel: Kernel,
         device: str,
-        results: Iterable[Checked | Finding | BenchmarkResult],
+        results: Iterable[Checked | Finding | BenchmarkResult | Why],
         seed: int | None = None,
+        steps: bool = False,
     ) -> Verdict:
-        """Collect the results of the checks, which run while this function iterates over them."""
-        found: list[Checked | Finding | BenchmarkResult] = []
+        """Collect the results of the checks, which run while this function iterates over them.
+
+        steps: whether `why` is requested.
+        """
+        found: list[Checked | Finding | BenchmarkResult | Why] = []
         reason, begun = None, perf_counter()
         try:
             found.extend(results)
         except NotJudged as error:
             reason = str(error)
         timed = next((each for each in found if isinstance(each, BenchmarkResult)), None)
+        told = next((each for each in found if isinstance(each, Why)), None)
+        if steps and told is None:
+            wrong = any(isinstance(each, Finding) for each in found)
+            told = Why(note=NO_STEPS if wrong or reason is not None else NOTHING_WRONG)
         return cls(
             kernel,
             device,
@@ -80,6 +94,7 @@ class Verdict:
             perf_counter() - begun,
             seed,
             timed,
+            told,
         )
 
     @property
@@ -148,7 +163,7 @@ class Verdict:
             "printed": self.printed,
             "benchmark": timed
             and {"rows": [_row_as_dict(row) for row in timed.rows], "skipped": timed.skipped},
-        }
+        } | ({"why": self.why.as_dict()} if self.why else {})
 
     def __str__(self) -> str:
         parts = [self.title]
