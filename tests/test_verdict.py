@@ -167,7 +167,7 @@ def test_outputs_have_the_keys_and_types_of_stored_ones_of_this_schema() -> None
 
 
 def samples() -> list[Verdict]:
-    bodies = (RIGHT, "y[0] = i;", "if (i < n) y[i] = 1;", 'asm("bar.sync 0;");')
+    bodies = (RIGHT, "y[0] = i;", "if (i < n) y[i] = 1;", 'asm("wgmma.fence.sync.aligned;");')
     return [verdict(body) for body in bodies]
 
 
@@ -180,7 +180,11 @@ def types_of(value: Any) -> Any:
 @on_emulator
 @pytest.mark.parametrize(
     ("body", "code", "said"),
-    [(RIGHT, 0, "right"), ("y[0] = i;", 1, "wrong"), ('asm("bar.sync 0;");', 2, "not judged")],
+    [
+        (RIGHT, 0, "right"),
+        ("y[0] = i;", 1, "wrong"),
+        ('asm("wgmma.fence.sync.aligned;");', 2, "not judged"),
+    ],
 )
 def test_the_command_prints_the_verdict_as_json(
     body: str, code: int, said: str, tmp_path: Path
@@ -193,7 +197,7 @@ def test_the_command_prints_the_verdict_as_json(
     validate(ended.json)
     ended = gpt2block("kernels", "add", "--mine", file, *options)
     assert ended.code == code
-    assert code < 2 or "my.cu:4: asm: the emulator does not run inline PTX" in ended.error
+    assert code < 2 or "my.cu:4: the PTX instruction wgmma.fence.sync.aligned is out" in ended.error
 
 
 # Hints and messages
@@ -255,7 +259,7 @@ def test_a_race_with_an_asynchronous_copy_has_the_line_of_the_copy() -> None:
     text = "#include <cuda_pipeline.h>\n" + ADD.replace("NAME", "k").replace("BODY", body)
     (found,) = mine.check(text, "add", shape=SHAPE, device="cpu").findings
     assert (found.kind, found.lines) == ("race", (6, 9))
-    assert "writes s[1] by the asynchronous copy at my.cu:6; thread" in found.text
+    assert "writes s[1] at my.cu:6; thread" in found.text
 
 
 @on_emulator

@@ -74,6 +74,11 @@ class Request(NamedTuple):
         return self.why or self.why_page is not None
 
     @property
+    def drawn(self) -> int | None:
+        """The seed, or None with --shape, which states all sizes."""
+        return None if self.options.shape else self.seed
+
+    @property
     def needed(self) -> str:
         """Names of the requested options that need a GPU; "" if there are none."""
         return "--peer" if self.options.peer else "--sweep and --plot" if self.sweep else ""
@@ -232,7 +237,7 @@ def _own_on_cpu(request: Request, user: Kernel) -> bool:
     timed = on_cpu.TimedSizes(at, request.stored[1])
     given = _own_cases(request, user)
     found = on_cpu.check_kernel(user, given, timed=timed, steps=request.steps)
-    return _show_own(request, Verdict.of(user, CPU, found, request.seed, request.steps))
+    return _show_own(request, Verdict.of(user, CPU, found, request.drawn, request.steps))
 
 
 def _own_on_gpu(request: Request, user: Kernel) -> bool:
@@ -246,7 +251,7 @@ def _own_on_gpu(request: Request, user: Kernel) -> bool:
         options.peer,
         request.sweep,
     )
-    found = Verdict.of(user, CUDA, on_gpu.run(job), request.seed)
+    found = Verdict.of(user, CUDA, on_gpu.run(job), request.drawn)
     timed = found.benchmark
     if timed and options.plot is not None:
         draw_sweep(timed.rows, timed.ceiling, doctor.describe_device(0), options.plot)

@@ -42,9 +42,9 @@ def print_verdict(out: Console, found: Verdict) -> None:
         print_finding(out, source, each)
     if found.right and found.device == "cpu":
         out.print(ALL_ORDERS)
-        out.print(
-            f"A GPU times {described(operation.workload.sizes)}. Random sizes: seed {found.seed}."
-        )
+        out.print(f"A GPU times {described(operation.workload.sizes)}: {found.at_timed_sizes}.")
+        if found.seed is not None:
+            out.print(f"Random sizes: seed {found.seed}.")
         out.print(NO_TIMES)
     for hint in found.hints:
         out.print(f"hint: {escape(hint)}")

@@ -693,14 +693,14 @@ unsigned cuda_on_cpu::active_lanes(const char* file, int line) {
 void cuda_on_cpu::sleep() { make_way(); }
 
 void cuda_on_cpu::named_barrier(int id, unsigned number, bool waits, const char* file, int line) {
-    wait_at(file, line);
+    wait_at(file, line, waits ? "waits at a named barrier" : "arrives at a named barrier");
     Thread& self = *current;
     self.id = id, self.number = number, self.waits = waits;
     stop_in(State::at_named);
 }
 
 void cuda_on_cpu::poll(const char* file, int line) {
-    wait_at(file, line);
+    wait_at(file, line, "tests an mbarrier");
     current->polls = true;
     stop_in(State::ready);
 }

@@ -36,7 +36,6 @@ _MISALIGNED = re.compile(
     r"misaligned address \S+ for type '(?:const )?(?:struct )?(.+)', which requires (\d+) byte"
 )
 _PLACE = re.compile(r"^in \w+, (block .*)$", re.MULTILINE)
-_OF_COPY = re.compile(r"at \S*cuda_pipeline\.h:\d+")
 _VERBS = {"READ": "reads", "WRITE": "writes"}
 _SUMMARIES = {
     "heap-buffer-overflow": "outside the dynamic shared memory",
@@ -187,22 +186,10 @@ def _with_line_before(source: UserSource, line: int, message: str) -> tuple[int,
 
 def of_emulator(source: UserSource, report: str, at: str) -> Finding:
     """Return the Finding for a report of an emulated launch, such as AddressSanitizer's."""
-    report = _naming_copies(source, report)
     place = _PLACE.search(report)
     where = f"in {place[1]}, {at}" if place else at
     lines = _lines(source, report)
     return Finding(_said(source, report), lines, where)
-
-
-def _naming_copies(source: UserSource, report: str) -> str:
-    """Replace lines of the emulator's header for asynchronous copies by lines of the user's file.
-
-    The copy happens when the kernel waits for it, so that the report names no line of the file.
-    """
-    code = kernels.without_comments(source.text).splitlines()
-    starts = [i for i, line in enumerate(code, 1) if "__pipeline_memcpy_async(" in line]
-    places = " or ".join(f"{source.file}:{line}" for line in starts)
-    return _OF_COPY.sub(f"by the asynchronous copy at {places}", report) if starts else report
 
 
 def explained(source: UserSource, found: Finding, notes: Sequence[str]) -> Finding:

@@ -70,6 +70,7 @@ def check(
     user = _matched(source, found, stored, args, launch)
     seed = resolved_seed(seed)
     given = cases(user, stored[1], stated, seed)
+    drawn = None if stated else seed  # stated sizes are checked alone
     problem = doctor.cuda_problem() if device != "cpu" else "the CPU was requested"
     if device == "cuda" and problem:
         raise DeviceError(f"device 'cuda': {problem}: {doctor.ADVICE}")
@@ -78,9 +79,9 @@ def check(
     if problem:
         timed = on_cpu.TimedSizes({**found.workload.sizes, **stated}, stored[1])
         results = on_cpu.check_kernel(user, given, timed=timed, steps=why)
-        return Verdict.of(user, "cpu", results, seed, why)
+        return Verdict.of(user, "cpu", results, drawn, why)
     job = on_gpu.ChildJob(user, given, (), None, stored)
-    return Verdict.of(user, "cuda", on_gpu.run(job), seed)
+    return Verdict.of(user, "cuda", on_gpu.run(job), drawn)
 
 
 def check_kernel(operation: str, source: str | Path, **options: Any) -> Verdict:

@@ -170,7 +170,7 @@ class _Judge:
                         self.pool.shutdown(wait=False, cancel_futures=True)
                         yield self._why(case, found)
                     return
-                if timed and large is None:
+                if timed and large is None and timed.sizes not in [each.sizes for each in cases]:
                     large = self.pool.submit(self._at_timed_sizes, timed)
             if large:
                 yield from large.result()

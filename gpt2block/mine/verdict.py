@@ -126,6 +126,17 @@ class Verdict:
         return hints(self.kernel.source, not self.right) if judged else ()
 
     @property
+    def at_timed_sizes(self) -> str:
+        """Whether the kernel is right at the sizes that a GPU times: a phrase."""
+        timed = self.kernel.operation.workload.sizes
+        checked = [dict(each.sizes) for each in self.checks]
+        if dict(timed) in checked:
+            return "right at these sizes, too"
+        if all(any(at[name] == size for at in checked) for name, size in timed.items()):
+            return "right at sizes of which some are reduced"
+        return "not checked at these sizes"
+
+    @property
     def title(self) -> str:
         """Operation, kernel, file and device."""
         source, place = self.kernel.source, CPU if self.device == "cpu" else GPU
