@@ -77,6 +77,24 @@ CASES: dict[str, tuple[str, str, list[tuple[str, int | None, str]]]] = {
             ),
         ],
     ),
+    "held": (  # a race that is reported at the next barrier
+        "__shared__ int c;\n    if (threadIdx.x == 0) c = 0;\n    __syncthreads();\n"
+        "    if (threadIdx.x == 0) atomicAdd(&c, 1);\n    else if (i < n) y[i] = c;",
+        "race",
+        [
+            ("thread (0, 0, 0)", 4, "atomically changes c: 0 → 1"),
+            ("thread (0, 0, 0)", None, "returns"),
+            ("thread (1, 0, 0)", 5, "reads c = 1: nothing orders it after step 6"),
+        ],
+    ),
+    "local": (
+        "__shared__ float* p;\n    float own[2] = {0.5f, 0.25f};\n    if (i == 0) p = own;\n"
+        "    __syncthreads();\n    if (i == 1) y[0] = p[1];",
+        "race",
+        [
+            ("thread (1, 0, 0)", 5, "reads a local variable of another thread"),
+        ],
+    ),
     "read_only": (
         "if (i < n) y[i] = 0.5f;\n    __syncthreads();\n    if (i == 1) y[3] = __ldg(&y[2]);",
         "read_only",

@@ -34,6 +34,7 @@ _UNTIL = {  # kind of a finding → problem at which a traced launch ends
 _TYPES = {"float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16"}  # of T
 _NUMBERS = r"\((\d+), (\d+), (\d+)\)"
 _PLACE = re.compile(rf"block {_NUMBERS}, thread {_NUMBERS}")
+_VERB = re.compile("reads|writes|atomically changes")  # of an access that races
 _WRONG = re.compile(r"elements of (\w+) are wrong.*?\b\1\[([\d, ]+)\]", re.DOTALL)
 UNWRITTEN = "which no thread has written"
 EMULATOR_ONLY = "the emulator shows the steps of threads"
@@ -197,6 +198,8 @@ def _steps(launcher: Launcher, found: Finding, until: str) -> Why:
     steps = trace.steps
     if until == "outside" and not any(step.outside for step in steps[-1:]):
         steps = _until_line(steps, launcher.kernel.source, found)
+    if until == "race":
+        steps = _until_race(steps, trace.threads[0], launcher.kernel.source, found)
     if until.startswith("wrote:"):
         steps = _until_write(steps, until)
     if not steps:
@@ -232,6 +235,23 @@ def _number(at: Sequence[int], extents: Sequence[int]) -> int:
 def _coordinates(number: int, extents: Sequence[int]) -> str:
     x, y, _ = (*extents, 1, 1)[:3]
     return f"({number % x}, {number // x % y}, {number // x // y})"
+
+
+def _until_race(
+    steps: Sequence[traced.Step], of: traced.Thread, source: UserSource, found: Finding
+) -> list[traced.Step]:
+    """Return the steps up to the last access of a kind by a thread in the first line of a Finding.
+
+    A race of a read that an atomicCAS might compare is reported later.
+    """
+    verb = _VERB.search(found.text)
+    places = [f"{source.file}:{line}" for line in found.lines[:1]]
+    for i in range(len(steps) - 1, -1, -1):
+        step = steps[i]
+        same = verb and step.of == of and step.event.startswith(verb[0])
+        if same and step.place.split("/")[-1] in places:
+            return list(steps[: i + 1])
+    return list(steps)
 
 
 def _until_line(
