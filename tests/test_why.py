@@ -15,7 +15,7 @@ from gpt2block import InputError, Verdict, emulator, mine
 from gpt2block.cuda import kernels
 from gpt2block.mine import on_cpu
 from gpt2block.mine.why import RIGHT as NOTHING_TO_SHOW
-from gpt2block.mine.why import Step, Why
+from gpt2block.mine.why import ThreadStep, Why
 from tests.command_line import gpt2block
 from tests.test_mine import no_nvrtc
 from tests.test_verdict import ADD, RIGHT, SHAPE, file_of, validate
@@ -235,7 +235,7 @@ def test_loops_are_folded(all_kernels: Path) -> None:
 
 
 def test_a_long_table_keeps_its_first_and_last_rows() -> None:
-    why = Why(tuple(Step("thread (0, 0, 0)", i, f"my.cu:{i}", "returns") for i in range(500)))
+    why = Why(tuple(ThreadStep("thread (0, 0, 0)", i, f"my.cu:{i}", "returns") for i in range(500)))
     rows = why.rows()
     assert (len(rows), rows[0].number, rows[-1].number) == (60, 1, 500)
     assert [row.text for row in rows if row.step is None] == ["… 441 steps are left out"]
