@@ -154,16 +154,6 @@ CASES: dict[str, tuple[str, str, list[tuple[str, int | None, str]]]] = {
             ("thread (1, 0, 0)", 3, "writes y[0] = 1: nothing orders it after step 5"),
         ],
     ),
-    "wrong": (
-        "if (i >= n) return;\n    y[i] = 0.25f;\n    y[i] = 0.125f;\n    if (i == 0) y[1] = y[0];",
-        "race",
-        [
-            ("thread (0, 0, 0)", 4, "reads y[0] = 0.125"),
-            ("thread (0, 0, 0)", 4, "writes y[1] = 0.125"),
-            ("thread (0, 0, 0)", None, "returns"),
-            ("thread (1, 0, 0)", 2, "writes y[1] = 0.25: nothing orders it after step 4"),
-        ],
-    ),
     "wrong_result": (
         "if (i >= n) return;\n    y[i] = 0.25f;\n    y[i] = 0.125f;",
         "wrong_result",
