@@ -15,7 +15,7 @@ from gpt2block import InputError, Verdict, emulator, mine
 from gpt2block.cuda import kernels
 from gpt2block.mine import on_cpu
 from gpt2block.mine.why import RIGHT as NOTHING_TO_SHOW
-from gpt2block.mine.why import Step, Why
+from gpt2block.mine.why import ThreadStep, Why
 from tests.command_line import gpt2block
 from tests.test_mine import no_nvrtc
 from tests.test_verdict import ADD, RIGHT, SHAPE, file_of, validate
@@ -77,6 +77,24 @@ CASES: dict[str, tuple[str, str, list[tuple[str, int | None, str]]]] = {
             ),
         ],
     ),
+    "held": (  # a race that is reported at the next barrier
+        "__shared__ int c;\n    if (threadIdx.x == 0) c = 0;\n    __syncthreads();\n"
+        "    if (threadIdx.x == 0) atomicAdd(&c, 1);\n    else if (i < n) y[i] = c;",
+        "race",
+        [
+            ("thread (0, 0, 0)", 4, "atomically changes c: 0 → 1"),
+            ("thread (0, 0, 0)", None, "returns"),
+            ("thread (1, 0, 0)", 5, "reads c = 1: nothing orders it after step 6"),
+        ],
+    ),
+    "local": (
+        "__shared__ float* p;\n    float own[2] = {0.5f, 0.25f};\n    if (i == 0) p = own;\n"
+        "    __syncthreads();\n    if (i == 1) y[0] = p[1];",
+        "race",
+        [
+            ("thread (1, 0, 0)", 5, "reads a local variable of another thread"),
+        ],
+    ),
     "read_only": (
         "if (i < n) y[i] = 0.5f;\n    __syncthreads();\n    if (i == 1) y[3] = __ldg(&y[2]);",
         "read_only",
@@ -134,16 +152,6 @@ CASES: dict[str, tuple[str, str, list[tuple[str, int | None, str]]]] = {
             ("thread (0, 0, 0)", 3, "writes y[0] = 1"),
             ("thread (0, 0, 0)", None, "returns"),
             ("thread (1, 0, 0)", 3, "writes y[0] = 1: nothing orders it after step 5"),
-        ],
-    ),
-    "wrong": (
-        "if (i >= n) return;\n    y[i] = 0.25f;\n    y[i] = 0.125f;\n    if (i == 0) y[1] = y[0];",
-        "race",
-        [
-            ("thread (0, 0, 0)", 4, "reads y[0] = 0.125"),
-            ("thread (0, 0, 0)", 4, "writes y[1] = 0.125"),
-            ("thread (0, 0, 0)", None, "returns"),
-            ("thread (1, 0, 0)", 2, "writes y[1] = 0.25: nothing orders it after step 4"),
         ],
     ),
     "wrong_result": (
@@ -217,7 +225,7 @@ def test_loops_are_folded(all_kernels: Path) -> None:
 
 
 def test_a_long_table_keeps_its_first_and_last_rows() -> None:
-    why = Why(tuple(Step("thread (0, 0, 0)", i, f"my.cu:{i}", "returns") for i in range(500)))
+    why = Why(tuple(ThreadStep("thread (0, 0, 0)", i, f"my.cu:{i}", "returns") for i in range(500)))
     rows = why.rows()
     assert (len(rows), rows[0].number, rows[-1].number) == (60, 1, 500)
     assert [row.text for row in rows if row.step is None] == ["… 441 steps are left out"]

@@ -89,12 +89,12 @@ const Region* nearest(const char* address) {
 // Prints an access: its place, region, byte and bytes, number of elements, address, value, and old value of an atomic.
 void print_access(const char* kind, const char* first, std::size_t bytes, const Doing& now, const std::string& value,
                   const std::string& old = "") {
-    const Region* region = nearest(first);
+    const Region* region = value == "outside" ? nearest(first) : region_of(first);
     const bool of_variable = region && (region->kind == Kind::shared || region->kind == Kind::variables);
     char text[160];
     std::snprintf(text, sizeof text, "0x%x\t%s\t%td\t%zu\t%zu\t%zu\t%p\t", now.access.place,
                   !region ? "?" : of_variable ? "" : region->name.c_str(), region ? first - region->data : 0, bytes,
-                  region ? region->bytes : 0, region ? region->element : 1, static_cast<const void*>(first));
+                  region ? region->bytes : 0, region ? region->element : bytes, static_cast<const void*>(first));
     print_step(now.access.block, now.access.thread, kind, text + value + "\t" + old);
 }
 
@@ -146,7 +146,8 @@ bool trace_access(const char* first, std::size_t bytes, const Doing& now) {
     settle_store();
     if (trace.until == "outside") trace_outside(first, bytes, now);
     if (trace.finds() && now.writes && is_of_wrote(first, bytes)) met({{block, now.access.thread}});
-    const bool follows = trace.follows(now.access.thread) && region_of(first);
+    const bool known = region_of(first) || cuda_on_cpu::stack_owner(first) >= 0;  // of another thread's stack
+    const bool follows = known && trace.follows(now.access.thread);
     if (follows && now.writes) {
         const bool atomic = now.strong && now.verb.is == ATOMIC.is;
         pending = {first, bytes, now, atomic ? hexadecimal(first, bytes) : ""};

@@ -34,7 +34,7 @@ _TEXTS = {
 
 
 @dataclass(frozen=True)
-class Step:
+class TraceStep:
     """A step of a thread. place: "file:line", or "" if it is not known.
 
     values: accessed elements with their values, "" if a value is not known. site, variable:
@@ -64,7 +64,7 @@ class Trace:
     types: Mapping[str, str]
     threads: Sequence[Thread] = ()
     met: tuple[Thread, ...] = ()
-    steps: list[Step] = field(default_factory=list)
+    steps: list[TraceStep] = field(default_factory=list)
     long: bool = False
 
     @property
@@ -111,7 +111,7 @@ class Trace:
         words: Sequence[str],
         lines: Mapping[int, str],
         detailed: Callable[[], Path],
-    ) -> Step:
+    ) -> TraceStep:
         site, name, *numbers, address, now, before = words
         byte, size, whole, element = map(int, numbers)
         place = int(site, 16)
@@ -120,13 +120,17 @@ class Trace:
             event = f"{kind} {name}[{index}], outside: {name} has {count:,} elements"
             if name == "?":
                 event = f"{kind} address {address}, outside of all arrays"
-            return Step(of, event, lines[place], ((f"{name}[{index}]", ""),), place, outside=True)
+            return TraceStep(
+                of, event, lines[place], ((f"{name}[{index}]", ""),), place, outside=True
+            )
         ctype, start, first = self.types.get(name, ""), 0, int(address, 16)
         if not name:
             variable = places.located(detailed(), first)
             ctype, element, start = variable[1:] if variable else ("", size, 0)
         count = max(1, size // element)
         names = [f"{name}[{byte // element + i}]" for i in range(count)]
+        if name == "?":  # the variable's value is old if its thread has returned
+            names, now = ["a local variable of another thread"], ""
         if not name:
             found = [places.variable(detailed(), first + i * element) for i in range(count)]
             names = [each or "a shared variable" for each in found]
@@ -139,23 +143,23 @@ class Trace:
             event += f": {old} → {', '.join(values)}" if now else f", which holds {old}"
         elif now:
             event += f" = {', '.join(values)}{', …' if len(values) < count else ''}"
-        return Step(of, event, lines[place], pairs, place, start)
+        return TraceStep(of, event, lines[place], pairs, place, start)
 
 
-def _event(of: Thread, kind: str, words: Sequence[str], last: str) -> Step:
+def _event(of: Thread, kind: str, words: Sequence[str], last: str) -> TraceStep:
     """Return the step of a barrier, an exchange, a fence or a return."""
     if kind == "waits for the warp":
         place, mask, value, letter = words
         sent = f", sends {_scalar(value, letter)}" if letter != "?" else ""
-        return Step(of, f"waits for the lanes {mask}{sent}", place)
+        return TraceStep(of, f"waits for the lanes {mask}{sent}", place)
     if kind == "receives":
         source, takes_part, value, letter = words
         if takes_part == "0":
-            return Step(of, f"receives no value: lane {source} does not take part", last)
+            return TraceStep(of, f"receives no value: lane {source} does not take part", last)
         received = _scalar(value, letter) if letter != "?" else "the value"
-        return Step(of, f"receives {received} from lane {source}", last)
+        return TraceStep(of, f"receives {received} from lane {source}", last)
     place = words[0] if words and words[0] else last if kind == "passes" else ""
-    return Step(of, _TEXTS.get(kind, kind), place)
+    return TraceStep(of, _TEXTS.get(kind, kind), place)
 
 
 def _scalar(hexadecimal: str, letter: str) -> str:

@@ -178,7 +178,8 @@ class _Judge:
             self.ended = True
 
     def _launched(self, case: Case, first: bool) -> list[Future[Ran]]:
-        """Start the launches of a case. first: whether it is the first and smallest case."""
+        """Start the launches of a case. first: whether it is the first case."""
+        first &= sizes.cost(self.kernel.operation, case.sizes, case.attrs) < sizes.SMALL
         limit_s = min(FIRST_S, self.limit_s) if first else self.limit_s
         launched = []
         for run in self._runs(case):

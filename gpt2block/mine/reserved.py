@@ -106,7 +106,10 @@ def _of_cuda() -> frozenset[str]:
 def _of_gcc(name: str) -> bool:
     """Return whether g++ defines a macro, with some of the options that programs are built with."""
     return (
-        bool(re.match("__(SANITIZE|OPTIMIZE|NO_|SSP|[pP][iI][cCeE]__)", name)) or name in _known()
+        bool(
+            re.match("__(SANITIZE_|OPTIMIZE|NO_(INLINE|MATH_ERRNO)__|SSP_|[pP][iI][cCeE]__)", name)
+        )
+        or name in _known()
     )
 
 

@@ -20,6 +20,7 @@ Case = tuple[Sizes, Attrs]
 COLUMNS = 41  # a prime for the size of rows, which few tables of special cases have
 RANDOM = 2  # number of cases of random sizes
 MOST_BYTES, MOST_FLOPS = 210e6, 2.1e8  # the largest case that is run as a whole
+SMALL = 1e-4  # largest cost of a case that is launched many times
 OF_WHOLE = 0.25  # cost of a case of which only some sizes are as large as on a GPU
 
 # Sizes of matrix products (M, K) x (K, N): odd K; K divisible by 4 and many columns N; many rows M.
@@ -123,12 +124,12 @@ def random(operation: Operation, seed: int) -> Iterator[Case]:
     """Yield RANDOM cases of random sizes, half of which are primes where any size is allowed."""
     rng = np.random.default_rng(seed)
     known = (*usual(operation), *further(operation))
-    most = max(_cost(operation, *case) for case in known)
+    most = max(cost(operation, *case) for case in known)
     found = 0
     while found < RANDOM:
         sizes, attrs = known[rng.integers(len(known))]
         drawn = {name: _drawn(operation, name, size, attrs, rng) for name, size in sizes.items()}
-        if _cost(operation, drawn, attrs) <= most:
+        if cost(operation, drawn, attrs) <= most:
             found += 1
             yield drawn, attrs
 
@@ -136,7 +137,7 @@ def random(operation: Operation, seed: int) -> Iterator[Case]:
 def timed(operation: Operation, sizes: Sizes) -> tuple[Case, ...]:
     """Return the case of these sizes, or if it is too large, the cases of `parts`."""
     attrs = dict(operation.workload.attrs)
-    if _cost(operation, sizes, attrs) <= 1:
+    if cost(operation, sizes, attrs) <= 1:
         return ((sizes, attrs),)
     return parts(operation, sizes)
 
@@ -160,12 +161,12 @@ def _reduced(operation: Operation, sizes: Sizes, attrs: Attrs, order: Iterable[s
     reduced = dict(sizes)
     for name in order:
         unit = _unit(operation, name, attrs)
-        while _cost(operation, reduced, attrs) > OF_WHOLE and reduced[name] > unit:
+        while cost(operation, reduced, attrs) > OF_WHOLE and reduced[name] > unit:
             reduced[name] = max(reduced[name] // 2 // unit * unit, unit)
     return reduced, attrs
 
 
-def _cost(operation: Operation, sizes: Sizes, attrs: Attrs) -> float:
+def cost(operation: Operation, sizes: Sizes, attrs: Attrs) -> float:
     """Return the bytes and operations of a case in relation to the largest case, the larger one."""
     at = {"itemsize": 4, "weight": 4, **operation.workload.attrs, **attrs, **sizes}
     work = operation.workload

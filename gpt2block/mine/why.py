@@ -34,6 +34,7 @@ _UNTIL = {  # kind of a finding → problem at which a traced launch ends
 _TYPES = {"float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16"}  # of T
 _NUMBERS = r"\((\d+), (\d+), (\d+)\)"
 _PLACE = re.compile(rf"block {_NUMBERS}, thread {_NUMBERS}")
+_VERB = re.compile("reads|writes|atomically changes")  # event of an access that races
 _WRONG = re.compile(r"elements of (\w+) are wrong.*?\b\1\[([\d, ]+)\]", re.DOTALL)
 UNWRITTEN = "which no thread has written"
 EMULATOR_ONLY = "the emulator shows the steps of threads"
@@ -41,7 +42,7 @@ RIGHT = "The kernel is right: there are no steps to show."
 
 
 @dataclass(frozen=True)
-class Step:
+class ThreadStep:
     """A step of a thread, in the order in which the emulator ran the threads.
 
     thread: "thread (1, 0, 0)", after its block if the threads have different blocks. line: line
@@ -67,11 +68,11 @@ class Step:
         }
 
 
-class Row(NamedTuple):
+class StepRow(NamedTuple):
     """A row of the table in a terminal. number: of the step, from 1; 0 for omitted steps."""
 
     number: int
-    step: Step | None
+    step: ThreadStep | None
     text: str = ""
 
 
@@ -79,7 +80,7 @@ class Row(NamedTuple):
 class Why:
     """Steps of the threads that a finding names, or a note that says why there are none."""
 
-    steps: tuple[Step, ...] = ()
+    steps: tuple[ThreadStep, ...] = ()
     note: str = ""
 
     @property
@@ -87,7 +88,7 @@ class Why:
         """The threads, in the order of their first steps."""
         return tuple(dict.fromkeys(step.thread for step in self.steps))
 
-    def rows(self, most: int = MOST_ROWS) -> list[Row]:
+    def rows(self, most: int = MOST_ROWS) -> list[StepRow]:
         """Return the rows of a table: repeated iterations of a loop are one row."""
         rows = folded(self.steps)
         if len(rows) <= most:
@@ -97,32 +98,32 @@ class Why:
         hidden = sum(row.step is None for row in (*rows[:_FIRST_ROWS], *rows[-last:]))
         left = len(self.steps) - shown
         text = f"… {left:,} steps are left out{' here and below' if hidden else ''}"
-        return [*rows[:_FIRST_ROWS], Row(0, None, text), *rows[-last:]]
+        return [*rows[:_FIRST_ROWS], StepRow(0, None, text), *rows[-last:]]
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as a dict that can be written as JSON."""
         return {"steps": [step.as_dict() for step in self.steps], "note": self.note}
 
 
-def folded(steps: Sequence[Step]) -> list[Row]:
+def folded(steps: Sequence[ThreadStep]) -> list[StepRow]:
     """Return a row for each step. Of four or more equal iterations only two are shown.
 
     Iterations are equal if they have the same threads, lines and kinds of events.
     """
     keys = [(step.thread, step.place, step.event.partition(" ")[0], step.problem) for step in steps]
-    rows: list[Row] = []
+    rows: list[StepRow] = []
     at = 0
     while at < len(steps):
         period, count = _iterations(keys, at)
         if count < 4:
-            rows.append(Row(at + 1, steps[at]))
+            rows.append(StepRow(at + 1, steps[at]))
             at += 1
             continue
         end = at + period * count
         left = period * (count - 2)
-        rows += [Row(i + 1, steps[i]) for i in range(at, at + period)]
-        rows.append(Row(0, None, f"… {left:,} steps of the same lines are left out"))
-        rows += [Row(i + 1, steps[i]) for i in range(end - period, end)]
+        rows += [StepRow(i + 1, steps[i]) for i in range(at, at + period)]
+        rows.append(StepRow(0, None, f"… {left:,} steps of the same lines are left out"))
+        rows += [StepRow(i + 1, steps[i]) for i in range(end - period, end)]
         at = end
     return rows
 
@@ -197,6 +198,8 @@ def _steps(launcher: Launcher, found: Finding, until: str) -> Why:
     steps = trace.steps
     if until == "outside" and not any(step.outside for step in steps[-1:]):
         steps = _until_line(steps, launcher.kernel.source, found)
+    if until == "race":
+        steps = _until_race(steps, trace.threads[0], launcher.kernel.source, found)
     if until.startswith("wrote:"):
         steps = _until_write(steps, until)
     if not steps:
@@ -234,9 +237,26 @@ def _coordinates(number: int, extents: Sequence[int]) -> str:
     return f"({number % x}, {number // x % y}, {number // x // y})"
 
 
+def _until_race(
+    steps: Sequence[traced.TraceStep], of: traced.Thread, source: UserSource, found: Finding
+) -> list[traced.TraceStep]:
+    """Return the steps up to the last access of a kind by a thread in the first line of a Finding.
+
+    A race of a read that an atomicCAS might compare is reported later.
+    """
+    verb = _VERB.search(found.text)
+    places = [f"{source.file}:{line}" for line in found.lines[:1]]
+    for i in range(len(steps) - 1, -1, -1):
+        step = steps[i]
+        same = verb and step.of == of and step.event.startswith(verb[0])
+        if same and step.place.split("/")[-1] in places:
+            return list(steps[: i + 1])
+    return list(steps)
+
+
 def _until_line(
-    steps: Sequence[traced.Step], source: UserSource, found: Finding
-) -> list[traced.Step]:
+    steps: Sequence[traced.TraceStep], source: UserSource, found: Finding
+) -> list[traced.TraceStep]:
     """Return the steps up to the access outside of a shared variable, in the line of a Finding.
 
     Shared variables are contiguous in the program that traces. The access is the first one that
@@ -253,7 +273,7 @@ def _until_line(
     return [*steps[:i], _of_unknown(steps[i])] if at else []
 
 
-def _of_unknown(step: traced.Step) -> traced.Step:
+def _of_unknown(step: traced.TraceStep) -> traced.TraceStep:
     event = f"{step.event.partition(' ')[0]} outside of a shared or constant variable"
     return replace(step, event=event, values=())
 
@@ -274,7 +294,7 @@ def _wrote(launcher: Launcher, name: str, index: str) -> str:
     return f"wrote:{parameter}:{flat * size}:{flat}"
 
 
-def _until_write(steps: Sequence[traced.Step], until: str) -> list[traced.Step]:
+def _until_write(steps: Sequence[traced.TraceStep], until: str) -> list[traced.TraceStep]:
     """Return the steps up to the last write of the element that `until` names."""
     _, name, _, index = until.split(":")
     writes = [
@@ -288,10 +308,10 @@ def _until_write(steps: Sequence[traced.Step], until: str) -> list[traced.Step]:
 
 def _described(
     launcher: Launcher,
-    steps: Sequence[traced.Step],
+    steps: Sequence[traced.TraceStep],
     until: str,
     threads: Sequence[traced.Thread],
-) -> tuple[Step, ...]:
+) -> tuple[ThreadStep, ...]:
     """Return the steps with names of threads, and with the problem in the last one."""
     grid, block = _geometry(launcher)
     blocks = {number for number, _ in threads}
@@ -306,11 +326,11 @@ def _described(
         place = step.place.split("/")[-1]
         line = re.fullmatch(rf"{file}:(\d+)", place)
         number = int(line[1]) if line else None
-        described.append(Step(named(step.of), number, place, step.event, step.values))
+        described.append(ThreadStep(named(step.of), number, place, step.event, step.values))
     return tuple(_with_problem(described, until))
 
 
-def _with_problem(steps: list[Step], until: str) -> list[Step]:
+def _with_problem(steps: list[ThreadStep], until: str) -> list[ThreadStep]:
     """Mark the last step, or for a divergent barrier the last step of each thread."""
     if until == "barrier":
         last = {step.thread: i for i, step in enumerate(steps)}
@@ -326,7 +346,7 @@ def _with_problem(steps: list[Step], until: str) -> list[Step]:
     return [*steps[:-1], replace(end, event=event, problem=True)]
 
 
-def _earlier(steps: Sequence[Step]) -> str:
+def _earlier(steps: Sequence[ThreadStep]) -> str:
     """Return a phrase that names the other thread's step with which the last step races."""
     end = steps[-1]
     elements = {element for element, _ in end.values}

@@ -11,7 +11,7 @@ from gpt2block.explain.page import DataTemplate, json_of_script
 from gpt2block.files import write_file
 from gpt2block.mine.finding import headline
 from gpt2block.mine.verdict import Verdict
-from gpt2block.mine.why import Step, Why
+from gpt2block.mine.why import ThreadStep, Why
 
 MOST_STEPS = 5_000  # maximum number of steps on the page; of more, the last ones are shown
 
@@ -64,7 +64,7 @@ class WhyPage:
             for i, line in enumerate(self.verdict.kernel.source.text.splitlines(), 1)
         ]
 
-    def _row(self, number: int, step: Step) -> str:
+    def _row(self, number: int, step: ThreadStep) -> str:
         column = self._why.threads.index(step.thread)
         line = step.line or step.place
         text = escape(f"{line}: {step.event}" if line else step.event)
@@ -74,6 +74,6 @@ class WhyPage:
         shown = "".join(f"<td>{cell}</td>" for cell in cells)
         return f'<tr{kind}><td class="step">{number}</td>{shown}</tr>'
 
-    def _data(self, number: int, step: Step) -> dict[str, object]:
+    def _data(self, number: int, step: ThreadStep) -> dict[str, object]:
         column = self._why.threads.index(step.thread)
         return {"number": number, "column": column, "values": step.values} | step.as_dict()
