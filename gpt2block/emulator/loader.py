@@ -167,6 +167,7 @@ class Checks(NamedTuple):
     build: Build = "usual"
     noted: Callable[[str], None] = lambda _: None  # receives possible causes of a wrong result
     trace: Trace | None = None  # with `races`: receives the steps of threads
+    varied: bool = False  # whether launches with a few other elements follow the rehearsed ones
 
 
 USUAL = Checks()
@@ -424,6 +425,8 @@ def _execute(
     own = {**extra, "TIME_LIMIT": str(limit_s)}  # seconds; then the program reports its source line
     if checks.rehearsed:
         own["REHEARSAL"] = str(checks.rehearsed)
+    if checks.varied:
+        own["VARIED"] = "1"
     if checks.trace:
         own |= checks.trace.environment
     timeout_s = WALL * limit_s + GRACE_S

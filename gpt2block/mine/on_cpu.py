@@ -8,8 +8,9 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf, isnan
+from threading import Event
 from typing import NamedTuple
 
 from gpt2block import emulator
@@ -130,7 +131,7 @@ def check_kernel(
 @contextmanager
 def _pool() -> Iterator[ThreadPoolExecutor]:
     """Return a pool whose launches end when the context ends, also if they still run."""
-    pool = ThreadPoolExecutor(os.cpu_count() or 1)
+    pool = ThreadPoolExecutor(1 + (os.cpu_count() or 1))  # a thread prepares large inputs
     try:
         yield pool
     finally:
@@ -150,7 +151,9 @@ class _Judge:
     limit_s: float
     pool: ThreadPoolExecutor
     steps: bool = False  # whether to yield the steps of a Finding's threads
-    ended: bool = False  # whether a problem is found, so that nothing else needs to run
+    # Set when large sizes may run, and when nothing else needs to run.
+    begun: Event = field(default_factory=Event)
+    ended: Event = field(default_factory=Event)
 
     def results(
         self, cases: Sequence[Case], timed: TimedSizes | None
@@ -158,6 +161,8 @@ class _Judge:
         """Yield the results of all cases, up to the first Finding."""
         launched: dict[int, list[Future[Ran]]] = {}
         large: Future[list[Checked | Finding]] | None = None
+        if timed and timed.sizes not in [each.sizes for each in cases]:
+            large = self.pool.submit(self._at_timed_sizes, timed)
         try:
             for i, case in enumerate(cases):
                 for ahead in range(i, min(len(cases), i + (AHEAD if i else 1))):
@@ -170,12 +175,12 @@ class _Judge:
                         self.pool.shutdown(wait=False, cancel_futures=True)
                         yield self._why(case, found)
                     return
-                if timed and large is None and timed.sizes not in [each.sizes for each in cases]:
-                    large = self.pool.submit(self._at_timed_sizes, timed)
+                self.begun.set()
             if large:
                 yield from large.result()
         finally:
-            self.ended = True
+            self.ended.set()
+            self.begun.set()
 
     def _launched(self, case: Case, first: bool) -> list[Future[Ran]]:
         """Start the launches of a case. first: whether it is the first case."""
@@ -294,7 +299,7 @@ class _Judge:
         without_asan = run.races or run.build == "fast"
         checks = Checks(
             run.races, limit_s, texts.append, run.rehearsed, confined(without_asan, limit_s),
-            run.build, notes.append,
+            run.build, notes.append, varied=bool(run.rehearsed) and not case.hint,
         )  # fmt: skip
         source = self.kernel.source
         try:
@@ -341,9 +346,10 @@ class _Judge:
         """Run cases of large sizes up to the first Finding; leave out those that take too long."""
         found: list[Checked | Finding] = []
         for at, attrs in cases:
-            if self.ended:
-                break
             case = replace(case_of(self.kernel, at, attrs, layout), hint=OTHER_SIZES, once=True)
+            self.begun.wait()
+            if self.ended.is_set():
+                break
             with suppress(OverBudget):
                 result, _ = self._run(case, LARGE_RUN, LARGE_S)
                 if isinstance(result, Checked) and result.problem:

@@ -35,6 +35,7 @@ _PRAGMA = re.compile(r"#[ \t]*pragma[ \t]+GCC[ \t]+(?!unroll|diagnostic|ivdep)\w
 _DEFINED = re.compile(_HASH + r"(define|undef)[ \t]+(\w+)", re.MULTILINE)
 _CONDITION = re.compile(_HASH + r"(?:if|ifdef|ifndef|elif|elifdef|elifndef)\b(.*)$", re.MULTILINE)
 _WORD = re.compile(r"\b[A-Za-z_]\w*")
+_OF_OPTIONS = "__(SANITIZE_|OPTIMIZE|NO_(INLINE|MATH_ERRNO)__|SSP_|[pP][iI][cCeE]__)"
 SAME = ("__CUDA_ARCH__", "__CUDACC__", "__CUDACC_RTC__", "__cplusplus", "defined", "true", "false")
 
 
@@ -105,12 +106,7 @@ def _of_cuda() -> frozenset[str]:
 
 def _of_gcc(name: str) -> bool:
     """Return whether g++ defines a macro, with some of the options that programs are built with."""
-    return (
-        bool(
-            re.match("__(SANITIZE_|OPTIMIZE|NO_(INLINE|MATH_ERRNO)__|SSP_|[pP][iI][cCeE]__)", name)
-        )
-        or name in _known()
-    )
+    return name in _known() or re.match(_OF_OPTIONS, name) is not None
 
 
 @cache
