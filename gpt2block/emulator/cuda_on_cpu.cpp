@@ -587,10 +587,10 @@ void rotate(const Array& array, std::size_t kept) {
     std::rotate(first, first + 16 % (last - first), last);
 }
 
-// Finds two neighboring elements that differ, near the middle of an array. Exchanges them, or copies the second to the
-// first, which changes the sum of the array, too.
-void change_one(const Array& array, std::size_t element, bool exchanges) {
-    for (std::size_t i = array.bytes / element / 2; (i + 2) * element <= array.bytes; ++i) {
+// Finds two neighboring elements that differ, after the first `part` sixths of an array. Exchanges them, or copies the
+// second to the first, which changes the sum of the array, too.
+void change_one(const Array& array, std::size_t element, int part, bool exchanges) {
+    for (std::size_t i = array.bytes / element * part / 6; (i + 2) * element <= array.bytes; ++i) {
         char *first = array.data + i * element, *second = first + element;
         if (!std::memcmp(first, second, element)) continue;
         exchanges ? void(std::swap_ranges(first, second, second)) : void(std::memcpy(first, second, element));
@@ -612,11 +612,10 @@ void rehearse(Order& order, int count) {
     for (const Array& array : arrays) rotate(array, 0);
     for (int i = 0; i < count; ++i) launch(order);
     const bool varied = std::getenv("VARIED") != nullptr;
-    for (bool exchanges : {false, true}) {
-        if (!varied) break;
+    for (int change = 0; varied && change < 10; ++change) {
         restore();
         for (std::size_t i = 0; i < arrays.size(); ++i) {
-            if (arrays[i].data) change_one(arrays[i], kernel->elements[i], exchanges);
+            if (arrays[i].data) change_one(arrays[i], kernel->elements[i], 1 + change % 5, change >= 5);
         }
         launch(order);
     }

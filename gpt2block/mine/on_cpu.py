@@ -46,6 +46,7 @@ from gpt2block.ops.operation import Sizes
 LIMIT_S = 20.0  # limit of CPU time of one launch in seconds
 FIRST_S = 5.0  # the limit at the smallest size
 FACTOR = 100  # a kernel that takes this many times the CPU time of the template does not end
+FACTOR_OF_WAITS = 1000  # the same at larger sizes, for a kernel that waits for another block
 LARGE_S = 3.0  # the limit at the sizes that a GPU times
 AHEAD = 3  # cases whose launches are started ahead
 LAUNCHES = 40  # launches on other values in the same process, at the smallest size
@@ -168,7 +169,7 @@ class _Judge:
                 for ahead in range(i, min(len(cases), i + (AHEAD if i else 1))):
                     if ahead not in launched:
                         launched[ahead] = self._launched(cases[ahead], first=ahead == 0)
-                found = self._checked(case, launched[i])
+                found = self._checked(case, launched[i], first=i == 0)
                 yield found
                 if isinstance(found, Finding):
                     if self.steps:
@@ -196,7 +197,9 @@ class _Judge:
     def _runs(self, case: Case) -> Sequence[EmulatedRun]:
         return RUNS[: 1 if case.once else None]
 
-    def _checked(self, case: Case, launched: Sequence[Future[Ran]]) -> Checked | Finding:
+    def _checked(
+        self, case: Case, launched: Sequence[Future[Ran]], first: bool
+    ) -> Checked | Finding:
         """Return the result of a case, or a Finding if there is a problem.
 
         Raises InputError for a case of usual sizes with an invalid launch geometry.
@@ -204,7 +207,7 @@ class _Judge:
         try:
             if finding := self._unlaunchable(case):
                 return replace(finding, at=f"at {case.label}")
-            return self._in_every_order(case, launched)
+            return self._in_every_order(case, launched, first)
         except NotJudged:
             raise
         except InputError as error:
@@ -224,7 +227,9 @@ class _Judge:
         at = values(self.kernel.operation, case.inputs, case.attrs).sizes
         return _unlaunchable(self.kernel, at, self.needs)
 
-    def _in_every_order(self, case: Case, launched: Sequence[Future[Ran]]) -> Checked | Finding:
+    def _in_every_order(
+        self, case: Case, launched: Sequence[Future[Ran]], first: bool
+    ) -> Checked | Finding:
         """Return the worst result of a case in all thread orders, or the first Finding."""
         done: list[Checked] = []
         notes: list[str] = []
@@ -232,7 +237,7 @@ class _Judge:
             try:
                 found, noted = future.result()
             except OverBudget as error:
-                return self._endless(case, run, error)
+                return self._endless(case, run, error, first)
             notes += noted
             if _wrong(found) and (cause := self._right_if_easier(case, run)):
                 wrong = found if isinstance(found, Finding) else comparison.finding(found, case)
@@ -265,25 +270,29 @@ class _Judge:
         unset = emulator.unset_variables(text, self.kernel.defines)
         return explained(source, comparison.finding(found, case), [*notes, *unset])
 
-    def _endless(self, case: Case, run: EmulatedRun, error: OverBudget) -> Finding:
+    def _endless(self, case: Case, run: EmulatedRun, error: OverBudget, first: bool) -> Finding:
         """Return the Finding for a launch that takes FACTOR times the CPU time of the template.
 
-        Raises NotJudged if the template takes long, too.
+        At the first sizes, a kernel may take this long only if it does not end. At other sizes a
+        kernel must also wait for another block. Raises NotJudged otherwise.
         """
         operation = self.kernel.operation
-        limit_s = error.limit_s / FACTOR
+        waits = "cooperative launch" in error.report
+        limit_s = error.limit_s / (FACTOR if first else FACTOR_OF_WAITS)
         stored = (self.kernel.dtype, operation.workload.layout)
         template = matched(read(path_of(operation)), operation, stored)
-        judge = replace(self, kernel=template)
         try:
-            judge._run(case, run, limit_s)
+            if first or waits:
+                replace(self, kernel=template)._run(case, run, limit_s)
         except OverBudget:
+            first = waits = False
+        if not (first or waits):
             raise NotJudged(
                 f"{self.kernel.source.file}: not judged: a launch still runs after "
                 f"{error.limit_s:g} s of CPU time at {case.label}: check the kernel on a GPU, or "
                 "at other sizes with ",
                 Argument("shape"),
-            ) from None
+            )
         at = f"at {case.label}, {run.order} order"
         found = of_emulator(self.kernel.source, error.report, at)
         return replace(found, text=f"{found.text}\nthe template needs less than {limit_s:g} s")
