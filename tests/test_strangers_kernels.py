@@ -424,7 +424,7 @@ def test_the_result_is_shown_as_text_and_in_a_notebook(tmp_path: Path) -> None:
     assert "N=7 C=33, large values" in str(found)
     html = found._repr_html_()
     assert "&lt;my&gt;.cu" in html
-    assert html.count("<tr>") == 1 + len(found.checks) == 14
+    assert html.count("<tr>") == 1 + len(found.checks) == 15
     wrong = check_kernel("gelu", gelu(EXP), device="cpu")
     assert "color: #c62828" in wrong._repr_html_()
     assert wrong.problem

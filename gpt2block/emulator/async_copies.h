@@ -36,7 +36,9 @@ __forceinline__ void each_byte(const Copy& copy, DoByte do_byte) {
 
 __attribute__((noinline, no_sanitize("thread"))) inline void record(Copy copy) {
     const unsigned t = thread();
-    if (counts[t] == MOST) cuda_on_cpu::stop("the emulator has at most 512 asynchronous copies in flight", __FILE__, __LINE__);
+    if (counts[t] == MOST) {
+        cuda_on_cpu::stop("the emulator has at most 512 asynchronous copies in flight", __FILE__, __LINE__);
+    }
     copy.group = groups[t];
     copies[t][counts[t]++] = copy;
     bound += copy.barrier != nullptr;
@@ -58,8 +60,9 @@ __forceinline__ void begin(const Copy& copy) {
     });
 }
 
-inline void note_uncommitted(const Copy&) {
-    cuda_on_cpu::note("a thread waits for an asynchronous copy that no __pipeline_commit() or commit_group has committed");
+inline void note_uncommitted() {
+    cuda_on_cpu::note("a thread waits for an asynchronous copy that neither __pipeline_commit() nor "
+                      "cp.async.commit_group has committed");
 }
 
 // Finishes the copies that belong to phases of a barrier before `phase`, of all threads.

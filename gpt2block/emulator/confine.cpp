@@ -1,8 +1,8 @@
 // Runs a program with less rights: confine WORDS... -- PROGRAM ARGUMENTS...
 //   r=PATH   the program may read and execute the files below this path; w=PATH: it may also change them
 //   alone    the program may start no other process
-// A program may reach no other file (Landlock) and no network (seccomp). With the only word "probe", this program prints
-// the mechanisms that the system has. A mechanism that the system lacks is left out.
+// A program may reach no other file (Landlock) and no network (seccomp). With the only word "probe", this program
+// prints the mechanisms that the system has. A mechanism that the system lacks is left out.
 #include <cerrno>
 #include <cstddef>
 #include <cstdint>

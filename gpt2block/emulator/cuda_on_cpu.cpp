@@ -598,34 +598,66 @@ void change_one(const Array& array, std::size_t element, int part, bool exchange
     }
 }
 
-// Launches the kernel on other values before the launch that counts: `count` times on rotated arrays, then with VARIED
-// on arrays in which one or two elements differ, and on arrays with the same first and last values. Variables of the file
-// keep their values between launches, and these values must not change the result of the next launch: a kernel may
-// reset only one of two counters, count its launches, or keep a result and compare a few values.
-void rehearse(Order& order, int count) {
-    std::vector<std::string> before;
-    for (const Array& array : arrays) before.emplace_back(array.data ? array.data : "", array.data ? array.bytes : 0);
-    const auto restore = [&] {
-        for (std::size_t i = 0; i < arrays.size(); ++i) std::copy(before[i].begin(), before[i].end(), arrays[i].data);
-    };
+typedef std::vector<std::string> Contents;  // the bytes of all arrays
+
+Contents contents() {
+    Contents found;
+    for (const Array& array : arrays) found.emplace_back(array.data ? array.data : "", array.data ? array.bytes : 0);
+    return found;
+}
+
+void restore(const Contents& before) {
+    for (std::size_t i = 0; i < arrays.size(); ++i) std::copy(before[i].begin(), before[i].end(), arrays[i].data);
+}
+
+constexpr int CHANGES = 12;
+
+// Changes little in all arrays: one or two elements, or with the last two changes all but the first and last elements.
+void change_arrays(int change) {
+    for (std::size_t i = 0; i < arrays.size(); ++i) {
+        if (!arrays[i].data) continue;
+        if (change < CHANGES - 2) {
+            change_one(arrays[i], kernel->elements[i], 1 + change % 5, change >= 5);
+        } else {
+            rotate(arrays[i], change == CHANGES - 1 ? 64 : 1024);
+        }
+    }
+}
+
+// Launches the kernel before the launch that counts: `count` times on rotated arrays, and then if `varied` on arrays
+// that differ little from the given ones. Variables of the file keep their values between launches, and these values
+// must not change the result of the next launch. A kernel may reset only one of two counters, count its launches, or
+// keep results and compare a few values.
+void rehearse(Order& order, int count, bool varied) {
+    const Contents before = contents();
     rehearses = true;
     for (const Array& array : arrays) rotate(array, 0);
     for (int i = 0; i < count; ++i) launch(order);
-    const bool varied = std::getenv("VARIED") != nullptr;
-    for (int change = 0; varied && change < 10; ++change) {
-        restore();
-        for (std::size_t i = 0; i < arrays.size(); ++i) {
-            if (arrays[i].data) change_one(arrays[i], kernel->elements[i], 1 + change % 5, change >= 5);
-        }
+    for (int change = 0; varied && change < CHANGES; ++change) {
+        restore(before);
+        change_arrays(change);
         launch(order);
     }
-    for (std::size_t kept : {64, 1024}) {
-        if (!varied) break;
-        restore();
-        for (const Array& array : arrays) rotate(array, kept);
+    restore(before);
+    std::fflush(stdout);
+    rehearses = false;
+}
+
+// Launches the kernel after the launch that counts: each time on rotated arrays, on arrays that differ little from the
+// given ones, and again on the given ones. Stops if a result differs from the first one.
+void repeat(Order& order, const Contents& before) {
+    const Contents first = contents();
+    rehearses = true;
+    for (int change = 0; change < CHANGES && contents() == first; ++change) {
+        restore(before);
+        for (const Array& array : arrays) rotate(array, 0);
+        launch(order);
+        restore(before);
+        change_arrays(change);
+        launch(order);
+        restore(before);
         launch(order);
     }
-    restore();
     std::fflush(stdout);
     rehearses = false;
 }
@@ -833,8 +865,12 @@ static void run(const std::vector<std::string>& words, std::FILE* results) {
     const char* limit = std::getenv("TIME_LIMIT");
     set_alarm(limit ? std::strtod(limit, nullptr) : 0);
     make_threads();
-    if (const char* launches = std::getenv("REHEARSAL")) rehearse(order, std::atoi(launches));
+    const char *rehearsals = std::getenv("REHEARSAL"), *variations = std::getenv("VARIED");
+    const std::string varied = variations ? variations : "";
+    if (rehearsals) rehearse(order, std::atoi(rehearsals), varied == "before");
+    const Contents before = varied == "after" ? contents() : Contents();
     launch(order);
+    if (varied == "after") repeat(order, before);
     show_late_arrays(true);
     set_alarm(0);
     std::fflush(stdout);

@@ -22,7 +22,7 @@ __forceinline__ void __pipeline_wait_prior(std::size_t later) {
     unsigned kept = 0;
     for (unsigned c = 0; c < counts[t]; ++c) {
         const Copy& copy = copies[t][c];
-        if (!copy.barrier && copy.group == groups[t]) note_uncommitted(copy);
+        if (!copy.barrier && copy.group == groups[t]) note_uncommitted();
         if (!copy.barrier && copy.group + later < groups[t]) {
             finish(copy);
         } else {

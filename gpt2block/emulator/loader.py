@@ -167,7 +167,8 @@ class Checks(NamedTuple):
     build: Build = "usual"
     noted: Callable[[str], None] = lambda _: None  # receives possible causes of a wrong result
     trace: Trace | None = None  # with `races`: receives the steps of threads
-    varied: bool = False  # whether launches with a few other elements follow the rehearsed ones
+    # Whether launches on arrays with a few other elements come "before" or "after" the launch.
+    varied: Literal["", "before", "after"] = ""
 
 
 USUAL = Checks()
@@ -426,7 +427,7 @@ def _execute(
     if checks.rehearsed:
         own["REHEARSAL"] = str(checks.rehearsed)
     if checks.varied:
-        own["VARIED"] = "1"
+        own["VARIED"] = checks.varied
     if checks.trace:
         own |= checks.trace.environment
     timeout_s = WALL * limit_s + GRACE_S

@@ -595,9 +595,9 @@ void cuda_on_cpu::read_only_access(const void* address, std::size_t bytes, void*
             const Access load = {thread, block, phase, 0, from};
             print_access("reads", first, bytes, {load, READS, false, false}, hexadecimal(first, bytes));
         }
-        std::fprintf(stderr, "cuda_on_cpu: read-only load in %s: %s reads %s at %s by the read-only cache, and %s%s wrote it "
-                     "at %s: the cache may hold the old value until the kernel ends\n", kernel_name(), at(thread).c_str(),
-                     name_of(*region, i).c_str(), line_of(from).c_str(), at(written.thread).c_str(),
+        std::fprintf(stderr, "cuda_on_cpu: read-only load in %s: %s reads %s at %s by the read-only cache, and %s%s "
+                     "wrote it at %s: the cache may hold the old value until the kernel ends\n", kernel_name(),
+                     at(thread).c_str(), name_of(*region, i).c_str(), line_of(from).c_str(), at(written.thread).c_str(),
                      written.block == block ? "" : " of another block", line_of(written.place).c_str());
         _exit(3);
     }

@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from math import inf, isnan
 from threading import Event
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from gpt2block import emulator
 from gpt2block.bench import measure
@@ -308,7 +308,7 @@ class _Judge:
         without_asan = run.races or run.build == "fast"
         checks = Checks(
             run.races, limit_s, texts.append, run.rehearsed, confined(without_asan, limit_s),
-            run.build, notes.append, varied=bool(run.rehearsed) and not case.hint,
+            run.build, notes.append, varied=_variation(run, case),
         )  # fmt: skip
         source = self.kernel.source
         try:
@@ -385,6 +385,13 @@ def _check_judged(source: UserSource) -> None:
         if match := re.search(pattern, text, re.MULTILINE):
             place = f"{source.file}:{text.count(chr(10), 0, match.start()) + 1}"
             raise NotJudged(f"{place}: {match[1]}: the emulator {what}, or check it on a GPU")
+
+
+def _variation(run: EmulatedRun, case: Case) -> Literal["", "before", "after"]:
+    """Return when small cases run on a few other elements: the first case before its launch."""
+    if not run.rehearsed or case.hint:
+        return ""
+    return "before" if run.rehearsed == LAUNCHES else "after"
 
 
 def _wrong(found: Checked | Finding) -> bool:
