@@ -46,7 +46,7 @@ from gpt2block.ops.operation import Sizes
 LIMIT_S = 20.0  # limit of CPU time of one launch in seconds
 FIRST_S = 5.0  # the limit at the smallest size
 FACTOR = 100  # a kernel that takes this many times the CPU time of the template does not end
-FACTOR_OF_WAITS = 1000  # the same at larger sizes, for a kernel that waits for another block
+FACTOR_OF_WAITS = 1000  # for a kernel that waits for another block, at larger sizes
 LARGE_S = 3.0  # the limit at the sizes that a GPU times
 AHEAD = 3  # cases whose launches are started ahead
 LAUNCHES = 40  # launches on other values in the same process, at the smallest size
