@@ -172,3 +172,14 @@ def test_a_block_that_waits_for_a_later_one_is_named(small: Path) -> None:
     kernel = matched(read(small), find("add"), ("float32", "KN"))
     *_, found = on_cpu.check_kernel(kernel, cases(kernel, "KN"), 0.5)
     assert "only a cooperative launch" in getattr(found, "text", "")
+
+
+@on_emulator
+def test_a_copy_without_a_commit_is_named() -> None:
+    body = (
+        "__shared__ float s[64];\n"
+        "    if (i < n) __pipeline_memcpy_async(&s[threadIdx.x], a + i, 4);\n"
+        "    __pipeline_wait_prior(0);\n    if (i < n) y[i] = s[threadIdx.x] + b[i];"
+    )
+    found = check_kernel("add", add(body, "#include <cuda_pipeline.h>\n"), device="cpu")
+    assert "Possibly because a thread waits for an asynchronous copy that neither" in str(found)

@@ -88,7 +88,7 @@ inline void __sincosf(float x, float* s, float* c) { *s = sinf(x), *c = cosf(x);
 inline float __powf(float x, float y) { return powf(x, y); }
 inline float __fdividef(float x, float y) { return x / y; }
 
-inline long long clock64() { return clock(); }
+inline long long clock64() { return cuda_on_cpu::clock_cycles(); }
 
 #define __builtin_assume(condition) ((void)0)
 

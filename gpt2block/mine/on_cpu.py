@@ -41,7 +41,7 @@ from gpt2block.mine.reserved import check_text
 from gpt2block.mine.source import UserSource, read
 from gpt2block.mine.templates import path_of
 from gpt2block.mine.why import Launcher, Why, why
-from gpt2block.ops.operation import Sizes
+from gpt2block.ops.operation import Operation, Sizes
 
 LIMIT_S = 20.0  # limit of CPU time of one launch in seconds
 FIRST_S = 5.0  # the limit at the smallest size
@@ -185,7 +185,7 @@ class _Judge:
 
     def _launched(self, case: Case, first: bool) -> list[Future[Ran]]:
         """Start the launches of a case. first: whether it is the first case."""
-        first &= sizes.cost(self.kernel.operation, case.sizes, case.attrs) < sizes.SMALL
+        first &= _small(case, self.kernel.operation)
         limit_s = min(FIRST_S, self.limit_s) if first else self.limit_s
         launched = []
         for run in self._runs(case):
@@ -308,7 +308,7 @@ class _Judge:
         without_asan = run.races or run.build == "fast"
         checks = Checks(
             run.races, limit_s, texts.append, run.rehearsed, confined(without_asan, limit_s),
-            run.build, notes.append, varied=_variation(run, case),
+            run.build, notes.append, varied=_variation(run, case, self.kernel.operation),
         )  # fmt: skip
         source = self.kernel.source
         try:
@@ -387,9 +387,16 @@ def _check_judged(source: UserSource) -> None:
             raise NotJudged(f"{place}: {match[1]}: the emulator {what}, or check it on a GPU")
 
 
-def _variation(run: EmulatedRun, case: Case) -> Literal["", "before", "after"]:
+def _small(case: Case, operation: Operation) -> bool:
+    """Return whether a case is so small that it can be launched many times."""
+    return sizes.cost(operation, case.sizes, case.attrs) < sizes.SMALL
+
+
+def _variation(
+    run: EmulatedRun, case: Case, operation: Operation
+) -> Literal["", "before", "after"]:
     """Return when small cases run on a few other elements: the first case before its launch."""
-    if not run.rehearsed or case.hint:
+    if not run.rehearsed or not _small(case, operation):
         return ""
     return "before" if run.rehearsed == LAUNCHES else "after"
 

@@ -20,7 +20,7 @@ Case = tuple[Sizes, Attrs]
 COLUMNS = 41  # a prime for the size of rows, which few tables of special cases have
 RANDOM = 2  # number of cases of random sizes
 MOST_BYTES, MOST_FLOPS = 100e6, 1.5e8  # the largest case that is run as a whole
-SMALL = 1e-4  # largest cost of a case that is launched many times
+SMALL = 1e-3  # largest cost of a case that is launched many times
 OF_WHOLE = 0.25  # cost of a case of which only some sizes are as large as on a GPU
 
 # Sizes of matrix products (M, K) x (K, N): odd K; K divisible by 4 and many columns N; many rows M.
