@@ -84,6 +84,9 @@ _DIVISORS: Mapping[str, tuple[str, str, int]] = {
     "rmsnorm_matmul": ("N", "head_dim", 1),
 }
 
+# Operation → (size, its largest value in random cases): kernels may limit the channels of a head.
+_LARGEST = {"attention": ("C", 64), "trimat": ("HS", 64), "rope": ("D", 128), "qk_norm": ("D", 128)}
+
 
 def stated(operation: Operation, given: Sizes) -> Case:
     """Return a case with sizes that a user states, and the other sizes of the last small case.
@@ -189,8 +192,13 @@ def _drawn(
 ) -> int:
     """Draw a size from an eighth to twice a known one; its logarithm is uniformly distributed."""
     unit = _unit(operation, name, attrs)
+    bounded, most = _LARGEST.get(operation.name, ("", 0))
+    if operation.name in _DIVISORS:
+        most *= int({**operation.workload.attrs, **attrs}[_DIVISORS[operation.name][1]])
     known = size / unit
     number = int(np.exp(rng.uniform(np.log(max(1.0, known / 8)), np.log(max(2.0, 2 * known) + 1))))
+    if name == bounded:
+        number = min(number, most // unit)
     if unit == 1 and rng.random() < 0.5:
         number = next(n for n in range(number, 0, -1) if _prime(n) or n == 1)
     return number * unit
