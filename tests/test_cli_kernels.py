@@ -133,12 +133,11 @@ def test_a_users_kernel_on_the_emulator(my_softmax: Path) -> None:
     assert ended.code == 0
     assert "softmax: my_softmax of my.cu, on the CPU, by an emulator of CUDA" in ended.out
     assert "Right in forward, reverse and shuffled thread order." in ended.out
-    assert "A GPU times B=2, NH=12, T=1024: right at" in ended.out
+    assert "A GPU times B=2, NH=12, T=1024: " in ended.out
     assert re.search(r"^Random sizes: seed \d+\.$", ended.out, re.MULTILINE)
     found = kernels("softmax", "--mine", my_softmax, "--shape", "T=3", "--json").json
-    row, *special, timed = found["checks"]
+    row, *special = found["checks"]
     assert all(each["sizes"] == {"B": 1, "NH": 1, "T": 3} for each in (row, *special))
-    assert timed["sizes"] == {"B": 2, "NH": 12, "T": 3}
     assert row["inputs"] == ""
     assert row["bound"] > row["max_rel"]
     assert [each["inputs"] for each in special][-1] == "-inf scores"

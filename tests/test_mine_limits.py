@@ -183,3 +183,9 @@ def test_a_copy_without_a_commit_is_named() -> None:
     )
     found = check_kernel("add", add(body, "#include <cuda_pipeline.h>\n"), device="cpu")
     assert "Possibly because a thread waits for an asynchronous copy that neither" in str(found)
+
+
+@on_emulator
+def test_stated_sizes_are_checked_at_the_sizes_that_a_gpu_times_too() -> None:
+    found = check_kernel("add", add(), shape={"N": 3}, device="cpu")
+    assert [each.sizes for each in found.checks] == [{"N": 3, "C": 769}, {"N": 3, "C": 768}]
