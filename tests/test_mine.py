@@ -448,7 +448,9 @@ def test_a_mistake_in_a_template_is_found(
     source = read(written(tmp_path, text.replace(old, new)))
     found = problem(matched(source, find(name), measure.check_storage(find(name))))
     assert said in found.text
-    assert ("largest error" in found.text) == (name != "sample_token")  # of an integer: none
+    assert ("largest error" in found.text) == (
+        name != "sample_token"
+    )  # tokens are compared exactly
 
 
 @on_emulator

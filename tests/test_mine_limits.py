@@ -1,4 +1,4 @@
-"""What the judge refuses to judge, the sizes it checks, and the limits of time and output."""
+"""Files that are not judged, sizes of the checks, and limits of time and output."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ FOUND: dict[str, tuple[str, tuple[int, ...], tuple[str, ...]]] = {  # body, line
     "misaligned": ("if (i < 9) y[i] = ((const float4*)(a + 1))[i].x;", (4,), (FIRST,)),
     "": (f'if (i == 0) printf("%d\\n", n);\n    {RIGHT}', (), ()),
 }
-TEXTS = {  # of findings that take long to reproduce, or need a GPU
+TEXTS = {  # texts of findings that take long to reproduce, or need a GPU
     "still running after 10 s": "does_not_end",
     "my_add still runs after 20 s, and was ended: --device cpu shows the line": "does_not_end",
     "block 2048: 2048 threads: at most 1024": "launch",

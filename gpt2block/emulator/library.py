@@ -24,8 +24,8 @@ LIBRARY = {
     **dict.fromkeys(_TYPES.split(), "cuda_runtime.h"),
 }  # header of a CUDA library → header of this folder that replaces it
 _INCLUDE = re.compile(r"(^[ \t]*#[ \t]*include[ \t]*)[<\"]([\w/.]+)[>\"]", re.MULTILINE)
-# Headers of the C++ library that the stand-ins use. They must be outside of the unnamed namespace
-# that contains a kernel file.
+# Headers of the C++ library that the stand-ins use. The loader includes these headers before the
+# unnamed namespace of a kernel file.
 _SYSTEM = """\
 #include <array>
 #include <bits/atomic_base.h>

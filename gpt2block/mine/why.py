@@ -31,7 +31,7 @@ _UNTIL = {  # kind of a finding → problem at which a traced launch ends
     "divergent_barrier": "barrier",
     "out_of_bounds": "outside",
 }
-_TYPES = {"float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16"}  # of T
+_TYPES = {"float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16"}  # dtype → type T
 _NUMBERS = r"\((\d+), (\d+), (\d+)\)"
 _PLACE = re.compile(rf"block {_NUMBERS}, thread {_NUMBERS}")
 _VERB = re.compile("reads|writes|atomically changes")  # event of an access that races
