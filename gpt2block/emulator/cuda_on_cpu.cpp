@@ -828,7 +828,9 @@ double cuda_on_cpu::bessel_i(double order, double x) { return std::cyl_bessel_i(
 
 long long cuda_on_cpu::clock_cycles() {
     static unsigned calls;
-    return clock() * 1024LL + (++calls * 389 & 1023);
+    static long long last;  // several calls see one value of clock()
+    last = std::max(last, clock() * 1024LL) + 1 + (++calls * 389 & 1023);
+    return last;
 }
 
 int cuda_on_cpu::lane() { return (current - threads.data()) % WARP; }

@@ -79,7 +79,7 @@ const Gathered& gather(unsigned mask, std::uint64_t value, const char* file, int
 unsigned active_lanes(const char* file, int line);
 int lane();
 double bessel_i(double order, double x);  // calls std::cyl_bessel_i
-long long clock_cycles();  // every value of the low 10 bits is as frequent
+long long clock_cycles();  // it never goes back; every value of the low 10 bits is as frequent
 void* dynamic_shared(const char* name, std::size_t element);
 bool copies_at_once();  // whether asynchronous copies arrive immediately
 void wait_for_previous();  // see lib/overlap.cuh
