@@ -27,6 +27,7 @@ from gpt2block.sampling import (
     Sampling,
     check_alternatives,
     choose,
+    mask_words,
     rows_of,
 )
 
@@ -1122,26 +1123,31 @@ def guess_tokens(tokens: NDArray[np.int32], K: int = 7) -> NDArray[np.int32]:
     return np.full(K, -1, np.int32)
 
 
-@takes("logits f32 B V; seen? u8 B V; counts? i32 B V -> token i32 B")
+@takes("logits f32 B V; seen? u8 B V; counts? i32 B V; masks? i32 B X -> token i32 B")
 def sample_token(
     logits: Array,
     sampling: Sampling | Sequence[Sampling] | None = None,
     step: int = 0,
     seen: NDArray[np.uint8] | None = None,
     counts: NDArray[np.int32] | None = None,
+    masks: NDArray[np.int32] | None = None,
 ) -> NDArray[np.int32]:
     """Draw the next token of each row by `sampling.choose`. logits (B, V) → (B,).
 
     sampling: the settings of all rows, or a list with settings of each row. step: the number of
     tokens drawn so far. seen (B, V): nonzero for tokens that have occurred. counts (B, V): how
-    often each token was drawn; a drawn token also counts as seen. The result is -1 for a row with
-    NaN or only -inf.
+    often each token was drawn; a drawn token also counts as seen. masks (B, ceil(V / 32)): bit t %
+    32 of word t / 32 is 1 for an allowed token t; None: all tokens are allowed. The result is -1
+    for a row with NaN, or if the logits of all allowed tokens are -inf.
     """
     rows, shape = rows_of(sampling, len(logits)), logits.shape
     seen = np.zeros(shape, np.uint8) if seen is None else seen
     counts = np.zeros(shape, np.int32) if counts is None else counts
-    told = zip(logits, rows, seen | (counts > 0), counts, strict=True)
-    tokens = [choose(x, row, step, marks, of_row).token for x, row, marks, of_row in told]
+    if masks is not None and masks.shape[1] != mask_words(shape[1]):
+        raise InputError(f"masks: expected {mask_words(shape[1])} words for each row")
+    allowed = [None] * len(rows) if masks is None else masks
+    told = zip(logits, rows, seen | (counts > 0), counts, allowed, strict=True)
+    tokens = [choose(x, row, step, marks, *more).token for x, row, marks, *more in told]
     return np.array(tokens, np.int32)
 
 

@@ -34,6 +34,7 @@ _PENALTY = Range(-MOST_BIAS, MOST_BIAS, "a finite number, 0 for none")
 Floats = NDArray[np.floating[Any]]
 LogitBias = Mapping[int, float] | Iterable[tuple[int, float]]
 Masses = NDArray[np.uint64]
+Mask = NDArray[np.int32]  # (ceil(V / 32),): bit t % 32 of word t / 32 is 1 for an allowed token t
 
 
 class SamplingKeywords(TypedDict, total=False):
@@ -237,19 +238,22 @@ def choose(
     step: int,
     seen: NDArray[np.uint8] | None = None,
     counts: NDArray[np.int32] | None = None,
+    allowed: Mask | None = None,
 ) -> Choice:
     """Sample the next token of a row (a continuation of a prompt).
 
     logits: (V,). seen: (V,), nonzero for tokens already in the text. counts: (V,), how often each
-    token was drawn. step: number of tokens that the row has drawn so far. +inf is treated as the
-    largest number; -inf has no mass. The filters have the same order and meaning as in
-    `transformers`.
+    token was drawn. step: number of tokens that the row has drawn so far. allowed: Mask of tokens
+    that can be drawn; None: all tokens. +inf is treated as the largest number; -inf has no mass.
+    The filters have the same order and meaning as in `transformers`.
     """
     raw = logits.astype(np.float32)
     largest = raw.max()
     if np.isnan(largest):
         return Choice(-1, math.nan)
     changed = penalized(raw, sampling, seen, counts, step)
+    if allowed is not None:
+        changed = np.where(unpacked(allowed, len(raw)), changed, np.float32(-np.inf))
     if changed.max() == -np.inf:
         return Choice(-1, math.nan)
     if sampling.temperature == 0:
@@ -261,6 +265,25 @@ def choose(
         return Choice(token, math.nan)
     exact = raw.astype(np.float64)
     return Choice(token, float(exact[token] - largest - np.log(np.exp(exact - largest).sum())))
+
+
+def mask_words(V: int) -> int:
+    """Return the number of 32-bit words of a Mask for a vocabulary of V tokens."""
+    return -(-V // 32)
+
+
+def packed(allowed: NDArray[np.bool_]) -> Mask:
+    """Return the Mask of a boolean array (V,); axes before the last one are kept."""
+    *batch, V = allowed.shape
+    wide = np.zeros((*batch, 32 * mask_words(V)), bool)
+    wide[..., :V] = allowed
+    return np.packbits(wide, axis=-1, bitorder="little").view("<i4").astype(np.int32, copy=False)
+
+
+def unpacked(mask: Mask, V: int) -> NDArray[np.bool_]:
+    """Return a boolean array (V,): whether `mask` allows each token."""
+    bits = np.unpackbits(mask.astype("<i4").view(np.uint8), count=V, bitorder="little")
+    return bits.astype(bool)
 
 
 def check_biased(sampling: Sampling, V: int) -> None:

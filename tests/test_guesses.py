@@ -17,11 +17,11 @@ from gpt2block.emulator import loader
 from gpt2block.generation.batching import Batch
 from gpt2block.ops.attention_cached import SPLIT, split_geometry
 from gpt2block.ops.guesses import GUESSED, MOST_GUESSES, RIGHT, TAKE_GUESSES, TAKEN, Guesses
-from gpt2block.ops.sample_token import SampleState, Slots, bind_drawn
+from gpt2block.ops.sample_token import Masks, SampleState, Slots, bind_drawn
 from gpt2block.parameters.gpt2 import GPT2Weights
 from gpt2block.run.guessing import ROWS, SpeculationPolicy
 from gpt2block.run.model import Ids, Start
-from gpt2block.sampling import Sampling, changes
+from gpt2block.sampling import Sampling, changes, packed
 from tests.caches import random_cache
 from tests.devices import GPU, SOMEWHERE, every_device, running_on
 from tests.generating import Run
@@ -188,7 +188,8 @@ def test_a_sequence_begins_with_its_prompt(device: Any) -> None:
 
 
 @every_device
-def test_a_row_is_drawn_as_if_guesses_were_right(device: Any) -> None:
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_row_is_drawn_as_if_guesses_were_right(device: Any, masked: bool) -> None:
     """Of three slots: with its own step, and the tokens of the rows before seen and counted."""
     B, V, together, rng = 3, 40, 4, np.random.default_rng(0)
     options: dict[str, Any] = {"repetition_penalty": 1.4, "frequency_penalty": 0.3}
@@ -221,11 +222,17 @@ def test_a_row_is_drawn_as_if_guesses_were_right(device: Any) -> None:
     table, of_drawn, on_device = map(device.asarray, host)
     before = [array.get() for array in (state.seen, state.step, state.position)]
     given = state._replace(token=drawn, logprob=likely)
-    bind_drawn(on_device, given, slots, together, table, of_drawn).run()
+    allowed = rng.random((B * together, V)) < 0.2 if masked else np.ones((B * together, V), bool)
+    allowed[::3] = True  # rows without a mask
+    masks = packed(allowed)
+    flags = np.arange(B * together, dtype=np.int32) % 3
+    of_masks = Masks(device.asarray(flags), device.asarray(masks)) if masked else None
+    bind_drawn(on_device, given, slots, together, table, of_drawn, of_masks).run()
     for m, (b, got) in enumerate(zip(row, drawn.get(), strict=True)):
         guesses = tokens[b * together + 1 : m + 1]
         now = counts[b] + np.bincount(guesses, minlength=V).astype(np.int32)
         of = {"step": int(step[b]) + len(guesses), "seen": (now > 0).astype(np.uint8)[None]}
+        of["masks"] = masks[m : m + 1]
         expected = reference.sample_token(logits[m : m + 1], rows[b], counts=now[None], **of)
         assert got == (expected[0] if at[m] >= 0 and b >= 0 else 99), m
     assert not slots.turn.get().any()  # which only what takes the tokens counts

@@ -21,6 +21,7 @@ from gpt2block.cuda import replaced
 from gpt2block.cuda.kernels import Defines, Geometry
 from gpt2block.ops.sample_token import (
     PASS,
+    Masks,
     SampleState,
     Slots,
     bind_place,
@@ -33,6 +34,7 @@ from gpt2block.sampling import (
     changes,
     choose,
     masses,
+    packed,
     penalized,
     philox,
     random_bits,
@@ -299,9 +301,12 @@ def test_biases_that_mean_nothing(given: Any, message: str) -> None:
 
 
 @every_device
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("counted", [False, True])
 @pytest.mark.parametrize("stored", [0, 1, 2])
-def test_the_kernel_changes_logits(device: Any, stored: int, counted: bool) -> None:
+def test_the_kernel_changes_logits(
+    device: Any, stored: int, counted: bool, masked: bool
+) -> None:
     """Some rows have no changes, and some change a token in several ways."""
     B, V, step = 7 + 2 * counted, 777, 3
     x, seen = rows_of_logits(3, B, V), some_seen(3, B, V)
@@ -329,16 +334,47 @@ def test_the_kernel_changes_logits(device: Any, stored: int, counted: bool) -> N
     places = np.zeros((B, V), np.uint8)
     for b, row in enumerate(rows):
         table[b], places[b] = changes(row, V)
-    given: dict[str, Any] = {"defines": defines, "table": table}
+    given: dict[str, Any] = {"table": table}
     if counted:
         given["counts"] = counts
-    got = run(device, x, rows, step, seen | places, **given)
-    assert_as_chosen(x, rows, step, seen, got._replace(seen=got.seen & 1), counts)
+    masks: list[Array | None] = [None] * B
+    if masked:
+        defines += (("SAMPLE_MASKS", 1),)
+        given["masked"] = np.arange(B, dtype=np.int32) % 3
+        allowed = np.random.default_rng(6).random((B, V)) < 0.04
+        allowed[:, 69:72] = True
+        given["masks"] = packed(allowed)
+        masks = [mask if b % 3 else None for b, mask in enumerate(given["masks"])]
+    got = run(device, x, rows, step, seen | places, defines=defines, **given)
+    assert_as_chosen(x, rows, step, seen, got._replace(seen=got.seen & 1), counts, masks)
+    if masked:
+        assert all(allowed[b, token] for b, token in enumerate(got.token) if b % 3)
+        return
     assert (got.token[-2], got.token[-1] % 2) == (70, 1)
     np.testing.assert_array_equal(got.seen & 254, places)
     without = run(device, x[2:4], rows[2:4], step, seen[2:4])
     np.testing.assert_array_equal(got.token[2:4], without.token)
     np.testing.assert_array_equal(got.logprob[2:4], without.logprob)
+
+
+@one_order
+def test_a_call_with_masks(device: Any) -> None:
+    """Allowed tokens are drawn with their own log-probabilities; without any, the token is -1."""
+    x = rows_of_logits(8, 3, 50)
+    allowed = np.zeros((3, 50), bool)
+    allowed[[0, 0, 1], [4, 49, 32]] = True
+    given = {"masks": packed(allowed)}
+    assert given["masks"].tolist() == [[1 << 4, 1 << 17], [0, 1], [0, 0]]
+    for sampling in (GREEDY, Sampling(seed=3), Sampling(top_k=1), Sampling(top_p=0.1)):
+        expected = reference.sample_token(x, sampling, **given)
+        on_device = {name: device.asarray(each) for name, each in given.items()}
+        drawn = ops.sample_token(device.asarray(x), sampling, **on_device).get()
+        assert drawn.tolist() == expected.tolist()
+        assert drawn[0] in {4, 49}
+        assert drawn[1:].tolist() == [32, -1]
+    for call, array in ((reference.sample_token, np.asarray), (ops.sample_token, device.asarray)):
+        with pytest.raises(InputError, match="masks: expected 2 words"):
+            call(array(x), masks=array(np.zeros((3, 3), np.int32)))
 
 
 @one_order
@@ -474,6 +510,8 @@ def run(
     n_ctx: int = 1024,
     table: Array | None = None,
     counts: Array | None = None,
+    masked: Array | None = None,
+    masks: Array | None = None,
 ) -> State:
     """On a GPU twice, with the same bits.
 
@@ -497,11 +535,13 @@ def run(
             getattr(state, name).set(values)
         logits, report = device.asarray(x), device.full((2, 2, B), -9, "int32")
         given: list[Any] = [
-            None if each is None else device.asarray(each) for each in (table, counts)
+            None if each is None else device.asarray(each)
+            for each in (table, counts, masked, masks)
         ]
+        of_masks = None if masks is None else Masks(*given[2:])
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(MODULE, "choose_geometry", geometry)
-            bound = bind_state(logits, state, n_ctx, report, None, *given)
+            bound = bind_state(logits, state, n_ctx, report, None, *given[:2], of_masks)
         assert bound.run() is state.token
         if counts is not None:
             drawn = np.zeros_like(counts)
@@ -528,10 +568,12 @@ def assert_as_chosen(
     seen: Array,
     got: State,
     counts: Array | None = None,
+    masks: Sequence[Array | None] | None = None,
 ) -> None:
     """Tokens and state as NumPy has them; log-probabilities by the rule for errors."""
     times = np.zeros(x.shape, np.int32) if counts is None else counts
-    chosen = [choose(x[b], row, step, seen[b], times[b]) for b, row in enumerate(rows)]
+    masks = masks or [None] * len(rows)
+    chosen = [choose(x[b], row, step, seen[b], times[b], masks[b]) for b, row in enumerate(rows)]
     tokens = np.array([token for token, _ in chosen])
     np.testing.assert_array_equal(got.token, tokens)
     real = np.flatnonzero(tokens >= 0)

@@ -31,6 +31,7 @@ from gpt2block.sampling import (
     changes,
     check_step,
     draw,
+    mask_words,
     masses,
     parameters,
     random_bits,
@@ -52,6 +53,7 @@ PARAMETERS = (
 STATE = f"{PARAMETERS}; token i32 B; logprob f32 B"
 SLOTS = "slot_row? slot_token? slot_position? slot_turn? i32 M"
 CHANGED = "changes? f32 B W; counts? i32 B V"
+MASKS = "masked? i32 M; masks? i32 M X"
 
 
 class SampleState(NamedTuple):
@@ -97,6 +99,16 @@ class SampleState(NamedTuple):
         numbers = cupy.asarray(np.concatenate([seed.view(np.int32), at, *words]))
         arrays = (self.seed, *(getattr(self, name) for name in values))
         _per_row(SLOTS_FILE, "begin_slots", N, (numbers, *arrays, N, len(self.token))).run()
+
+
+class Masks(NamedTuple):
+    """Masks of allowed tokens for M rows of logits, on the device."""
+
+    masked: CudaArray  # (M,) int32: 0 for rows without a mask
+    masks: CudaArray  # (M, ceil(V / 32)) int32: bit t % 32 of word t / 32 is 1 for allowed tokens t
+
+
+NO_MASKS = (None, None)
 
 
 class Slots(NamedTuple):
@@ -145,12 +157,11 @@ def choose_geometry(
     return Geometry("sample_token", (rows * blocks,), (threads,), shared, (*changed, *defines))
 
 
-def _geometry(rows: int, V: int, changed: int = 0) -> Geometry:
+def _geometry(rows: int, V: int) -> Geometry:
     """Return the launch geometry for the current device."""
     sms = device_attribute("MultiProcessorCount")
     room = device_attribute("MaxSharedMemoryPerBlockOptin")
-    geometry = choose_geometry(rows, V, sms, room, compute_capability() >= HOPPER_CAPABILITY)
-    return geometry.with_defines((("SAMPLE_CHANGES", changed),)) if changed else geometry
+    return choose_geometry(rows, V, sms, room, compute_capability() >= HOPPER_CAPABILITY)
 
 
 def request(V: int) -> None:
@@ -165,12 +176,12 @@ def request(V: int) -> None:
 @variant("block", FILE, "sample_token", block=THREADS)
 def _block(c: Call) -> Launch:
     slots = (c.slot_row, c.slot_token, c.slot_position, c.slot_turn)
-    args = (c.logits, *c.state, *slots, c.changes, c.counts, c.report, c.B, c.V, c.n_ctx)
+    args = (c.logits, *c.state, *slots, c.changes, c.counts, c.report, c.masked, c.masks)
     changed = 0 if c.changes is None else 1 if c.counts is None else 2
-    geometry = _geometry(c.M, c.V, changed)
-    if c.together:
-        geometry = geometry.with_defines((("SAMPLE_GUESSES", 1),))
-    return launch_at(FILE, geometry, (*args, max(c.together, 1)))
+    parts = {"CHANGES": changed, "GUESSES": c.together > 0, "MASKS": c.masks is not None}
+    defines = tuple((f"SAMPLE_{name}", int(part)) for name, part in parts.items() if part)
+    geometry = _geometry(c.M, c.V).with_defines(defines)
+    return launch_at(FILE, geometry, (*args, c.B, c.V, c.n_ctx, max(c.together, 1)))
 
 
 def _prepare_state(unchecked: UncheckedCall) -> Call:
@@ -182,6 +193,10 @@ def _prepare_state(unchecked: UncheckedCall) -> Call:
         raise InputError(f"n_ctx: expected 1 to {ENDLESS}, got {c.n_ctx}")
     if c.changes is not None and c.W != CHANGES:
         raise InputError(f"changes: expected {CHANGES} numbers for each row, got {c.W}")
+    if (c.masks is None) != (c.masked is None):
+        raise InputError("masks: expected masked with it, which rows have a mask")
+    if c.masks is not None and c.X != mask_words(c.V):
+        raise InputError(f"masks: expected {mask_words(c.V)} words for each row, got {c.X}")
     c.state = inputs[1 : 1 + len(SampleState._fields)]
     c.kept = tuple(array for array in inputs[1:-1] if array is not None)  # inputs[-1] is report
     return c
@@ -190,7 +205,8 @@ def _prepare_state(unchecked: UncheckedCall) -> Call:
 def _line(rows: str) -> str:
     """Return the contract of sample_token. rows: axis of token and logprob, "B" or "M"."""
     written = f"token i32 {rows}; logprob f32 {rows}"
-    inputs = f"logits f32 M V; {PARAMETERS}; {written}; {SLOTS}; {CHANGED}; report? i32 2 2 M"
+    inputs = f"logits f32 M V; {PARAMETERS}; {written}; {SLOTS}; {CHANGED}; {MASKS}"
+    inputs += "; report? i32 2 2 M"
     return f"{inputs} -> token i32 {rows}"
 
 
@@ -212,6 +228,7 @@ def bind_state(
     slots: Slots | None = None,
     changes: CudaArray | None = None,
     counts: CudaArray | None = None,
+    masks: Masks | None = None,
 ) -> Bound:
     """Bind a launch that samples a token for each row of logits (M, V) and updates `state`.
 
@@ -220,10 +237,11 @@ def bind_state(
     M rows in order. report (2, 2, M) int32 gets a copy of token and of the bits of logprob, in
     report[0] if the step (with slots, their `turn`) is even, else in report[1]. report may be host
     memory. changes (B, 258), together with state.seen: the `changes` of each row. counts (B, V)
-    int32, needed for penalties: how often each token was drawn. A run increments counts.
+    int32, needed for penalties: how often each token was drawn. A run increments counts. masks: the
+    allowed tokens of each row; None: all.
     """
     slot_arrays = slots or (None,) * len(Slots._fields)
-    inputs = (logits, *state, *slot_arrays, changes, counts, report)
+    inputs = (logits, *state, *slot_arrays, changes, counts, *(masks or NO_MASKS), report)
     return _STATE.bind_on_device(inputs, n_ctx=n_ctx)
 
 
@@ -234,6 +252,7 @@ def bind_drawn(
     together: int,
     changes: CudaArray | None = None,
     counts: CudaArray | None = None,
+    masks: Masks | None = None,
 ) -> Bound:
     """Bind a launch that samples `together` rows per slot (sequence) and leaves the state as it is.
 
@@ -241,7 +260,7 @@ def bind_drawn(
     rows 1 to i had been drawn before. Rows with position -1 are skipped. token and logprob of
     `state` must have one element per row, (M,). Other arguments are as in `bind_state`.
     """
-    inputs = (logits, *state, *slots, changes, counts, None)
+    inputs = (logits, *state, *slots, changes, counts, *(masks or NO_MASKS), None)
     return _DRAWN.bind_on_device(inputs, together=together)
 
 
@@ -299,10 +318,10 @@ def _prepare(unchecked: UncheckedCall) -> Bound:
 
     Each run is a step. seen and counts (B, V) are copied; None: no token was seen or drawn.
     """
-    sampling, step, seen, counts = (
-        unchecked.options[name] for name in ("sampling", "step", "seen", "counts")
+    sampling, step, seen, counts, masks = (
+        unchecked.options[name] for name in ("sampling", "step", "seen", "counts", "masks")
     )
-    c = unchecked._replace(inputs=(*unchecked.inputs, seen, counts)).checked(step=None)
+    c = unchecked._replace(inputs=(*unchecked.inputs, seen, counts, masks)).checked(step=None)
     state, rows = SampleState.allocate(c.B, c.V)._replace(token=c.token), rows_of(sampling, c.B)
     state.set(rows)
     state.step.fill(check_step(step))
@@ -313,14 +332,16 @@ def _prepare(unchecked: UncheckedCall) -> Bound:
         marks |= (counts > 0).astype("uint8")
     elif any(row.counts for row in rows):
         counts = cupy.zeros((c.B, c.V), "int32")
+    if masks is not None:
+        masks = Masks(cupy.full(c.B, 1, "int32"), masks)
     if not any(row.changes for row in rows):
-        return bind_state(c.logits, state)
+        return bind_state(c.logits, state, masks=masks)
     tables = cupy.zeros((c.B, CHANGES), "float32")
     for b, row in enumerate(rows):
         values, places = changes(row, c.V)
         tables[b].set(values)
         state.seen[b] += cupy.asarray(places)
-    return bind_state(c.logits, state, changes=tables, counts=counts)
+    return bind_state(c.logits, state, changes=tables, counts=counts, masks=masks)
 
 
 def draw_stable(
@@ -362,7 +383,7 @@ def _make(at: Mapping[str, Any], rng: np.random.Generator) -> Inputs:
 OPERATION = Operation(
     name="sample_token",
     variants=(_block,),
-    options={"sampling": None, "step": 0, "seen": None, "counts": None},
+    options={"sampling": None, "step": 0, "seen": None, "counts": None, "masks": None},
     prepare=_prepare,
     steps=(MARK_SEEN, PLACE_ROWS, TAKE_GUESSES),
     workload=Workload(
@@ -390,14 +411,15 @@ def sample_token(
     step: int = 0,
     seen: CudaArray | None = None,
     counts: CudaArray | None = None,
+    masks: CudaArray | None = None,
 ) -> CudaArray:
-    """Compute `reference.sample_token` on CuPy arrays: logits float32, seen uint8, counts int32.
+    """Compute `reference.sample_token` on CuPy arrays: logits float32, seen uint8, others int32.
 
     Each call copies the parameters to the device; `SampleState` and `bind_state` avoid these
     copies. Raises InputError.
     """
     (logits,) = contiguous(logits)
-    options = {"sampling": sampling, "step": step, "seen": seen, "counts": counts}
+    options = {"sampling": sampling, "step": step, "seen": seen, "counts": counts, "masks": masks}
     return OPERATION.bind_on_device((logits,), **options).run()
 
 

@@ -36,6 +36,9 @@
 #ifndef SAMPLE_CHANGES  // 1: logits get biases (-inf excludes a token); 2: also count penalties
 #define SAMPLE_CHANGES 0
 #endif
+#ifndef SAMPLE_MASKS  // 1: rows may have a mask of allowed tokens; other tokens are excluded
+#define SAMPLE_MASKS 0
+#endif
 #ifndef SAMPLE_GUESSES  // 1: several rows per sequence; the state is not changed, token is (M)
 #define SAMPLE_GUESSES 0
 #endif
@@ -47,7 +50,7 @@ typedef unsigned long long u64;
 
 constexpr int THREADS = SAMPLE_THREADS, WARPS = THREADS / 32, RANKS = SAMPLE_CLUSTER;
 constexpr bool STORED = SAMPLE_STORED > 0, FIRST_STORED = SAMPLE_STORED > 1, CHANGED = SAMPLE_CHANGES > 0;
-constexpr bool COUNTED = SAMPLE_CHANGES > 1, GUESSES = SAMPLE_GUESSES > 0;
+constexpr bool COUNTED = SAMPLE_CHANGES > 1, GUESSES = SAMPLE_GUESSES > 0, MASKED = SAMPLE_MASKS > 0;
 constexpr int PLACES = 128;           // entries of `changes` (tokens/sample.cu), two floats each
 constexpr int CHANGES = 2 * PLACES + 2;  // floats of `changes`: the entries and two penalties
 constexpr int PASS = 1024;            // threads of the largest block; in the first pass, all blocks add in its order
@@ -81,7 +84,7 @@ struct Shared {
 
 struct Row {
     const float* x;             // (V)
-    const unsigned char* seen;  // (V), or null if no penalty or bias changes a logit of the row
+    const unsigned char* seen;  // (V), or null if no penalty, bias or mask changes a logit of the row
     int V;
     float penalty, less;        // repetition_penalty and its reciprocal
     float frequency, presence;  // frequency_penalty, presence_penalty
@@ -92,6 +95,7 @@ struct Row {
     const int* counts;          // (V): how often each token was drawn; null if no penalty needs it
     const int* guessed;         // (guesses): tokens that count as drawn
     int guesses;
+    const int* allowed;         // (ceil(V / 32)): a bit per token, 0 for excluded tokens; null: all tokens are allowed
 
     __device__ __forceinline__ float below(float l) const { return l == max ? 0.0f : max - l; }  // inf - inf is NaN
     __device__ __forceinline__ float position(float l) const {
@@ -100,8 +104,9 @@ struct Row {
     }
     __device__ __forceinline__ float weight(float l) const { return expf(-below(l) * inverse); }
     __device__ __forceinline__ u64 mass(float l) const { return (u64)(weight(l) * UNIT); }
-    // Returns the logit of a column after bias and penalties. Products are rounded explicitly, as in NumPy.
+    // Returns the logit of a column after mask, bias and penalties. Products are rounded explicitly, as in NumPy.
     __device__ __forceinline__ float changed(float x, unsigned char seen, int column) const {
+        if (MASKED && allowed && !(column < V && allowed[column / 32] >> column % 32 & 1)) return -INFINITY;
         if (CHANGED && seen > 1) {
             const float bias = changes[seen & ~1];
             x = bias == -INFINITY ? bias : x + bias;
