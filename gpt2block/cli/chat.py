@@ -73,6 +73,9 @@ class ChatOptions(SamplingOptions):
     max_new_tokens: int = option("Largest number of tokens of an answer.", 512)
     seed: int | None = option("The same seed gives the same answers; by default a new one each.")
     speculate: bool = keyword("speculate", names=("--speculate",))
+    schema: str | None = keyword("schema", "{} (JSON text)")
+    regex: str | None = keyword("regex")
+    grammar: str | None = keyword("grammar")
     add_generation_prompt: bool = option(
         "Whether the chat template writes the beginning of an answer.",
         True,

@@ -118,6 +118,10 @@ class TextOptions(SamplingOptions):
     overflow: str = keyword("overflow")
     stop: list[str] = option("Stop before this text; may be given several times.", ())
     speculate: bool = keyword("speculate", names=("--speculate",))
+    schema: str | None = keyword("schema", "{} (JSON text)")
+    regex: str | None = keyword("regex")
+    choice: list[str] | None = option("A text that may be the result; give several such options.")
+    grammar: str | None = keyword("grammar")
 
 
 def load_model(options: ModelOptions, hint: str | None) -> tuple[Model[Any], Encoding | None]:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from gpt2block.generation.prefixes import LEAST_COPIED, NOTHING, Prefixes, least_shared
 from gpt2block.generation.rows import Ends, Row, Tops
 from gpt2block.generation.scheduling import PIECE, PieceScheduler, RowScheduler
+from gpt2block.grammars import Matcher
 from gpt2block.run.model import Alternatives, Ids, ModelEngine, Sampled, Start
 from gpt2block.sampling import Sampling
 from gpt2block.tokenizers.encoding import bytes_of_ids
@@ -333,6 +334,8 @@ class _NewTokens:
         self._endings: dict[Any, _Endings] = {}  # tokens that may end rows, by end conditions
         self._of_slot: list[Any] = [None] * slots  # key of each slot in _endings
         self._begun = np.zeros(slots, bool)
+        self._matchers: dict[int, Matcher] = {}  # slot: matcher of its row, if the row has one
+        self._drawn = np.zeros(slots, np.int64)  # number of tokens that each row has sampled
         self._count = np.zeros(slots, np.int64)  # number of buffered tokens per slot
         self._tokens = np.empty((slots, n_ctx), np.int32)
         self._logprobs = np.empty((slots, n_ctx), np.float32)
@@ -347,6 +350,10 @@ class _NewTokens:
         self.left[start.slot] = start.steps
         self._begun[start.slot] = False
         self._alternatives[start.slot] = start.alternatives
+        self._drawn[start.slot] = start.drawn
+        self._matchers.pop(start.slot, None)
+        if start.matcher is not None:
+            self._matchers[start.slot] = start.matcher
         key = ends.stop, ends.stop_ids, id(ends.encoding)
         self._of_slot[start.slot] = key
         if key not in self._endings:
@@ -365,11 +372,16 @@ class _NewTokens:
         if guessed is not None:
             self._guessed[slots, index], self._guesses = guessed, True
         self._count[slots] = index + 1
+        self._drawn[slots] += 1
         self.left[slots] -= 1
         wrong = (tokens < 0) | np.isnan(logprobs)
         self.latest, self.firsts = slots, ~self._begun[slots]
         self._begun[slots] = True
         self.ending = (self.left[slots] == 0) | wrong | self._may_end(slots, tokens)
+        for at, slot in enumerate(slots.tolist() if self._matchers else ()):
+            matcher = self._matchers.get(slot)
+            if matcher is not None and matcher.complete_at == self._drawn[slot]:
+                self.ending[at] = True
 
     def _add_top(self, slots: Ids, top: Alternatives) -> None:
         for n in np.flatnonzero(self._alternatives[slots]).tolist():

@@ -17,6 +17,7 @@ from gpt2block.errors import Argument, InputError
 from gpt2block.generation.batching import Batch
 from gpt2block.generation.options import Options
 from gpt2block.generation.rows import Ends, Generation, Row
+from gpt2block.grammars import Grammar, Matcher, vocabulary_of
 from gpt2block.run.model import Ids, ModelEngine
 from gpt2block.sampling import check_biased, new_seed
 from gpt2block.tokenizers import tokenizer
@@ -100,6 +101,7 @@ class Run:
         if sampling.min_new_tokens:  # end tokens are then excluded at first
             sampling = replace(sampling, end_ids=ends.stop_ids)
         check_biased(sampling, V)
+        self._matcher = matcher_of(options.rule, reader, V, ends.stop_ids)
         self._engine, self._rows_at_once = engine, options.rows_at_once
         self._speculate = options.speculate
         self.batch: Batch | None = None
@@ -120,7 +122,8 @@ class Run:
                 own = replace(sampling, seed=new_seed())
             elif more:
                 own = replace(sampling, sample=sampling.sample + more)
-            return Row(start, own, reader, ends, options.top_logprobs)
+            matcher = None if self._matcher is None else self._matcher.copy()
+            return Row(start, own, reader, ends, options.top_logprobs, matcher)
 
         self.rows = LazyRows(len(starts) * samples, row)
         longest = max(map(len, starts))
@@ -185,6 +188,22 @@ class LazyRows(Sequence[Row]):
         if index not in self._created:
             self._created[index] = self._create(index)
         return self._created[index]
+
+
+def matcher_of(
+    rule: Grammar | None, reader: Tokenizer, vocab_size: int, ends: frozenset[int]
+) -> Matcher | None:
+    """Return a Matcher of a grammar at the start of a text; None without a grammar.
+
+    reader: tokenizer of the model. ends: tokens that end a text. Raises InputError for a model
+    without tokenizer or end tokens, and for a grammar that cannot be compiled.
+    """
+    if rule is None:
+        return None
+    encoding = of_outputs(reader)
+    if encoding is None:
+        raise InputError(f"{rule.name}: this model has no tokenizer, so there is no text")
+    return vocabulary_of(encoding, vocab_size, ends).matcher(rule)
 
 
 def _check_rows(prompts: int, samples: int) -> None:

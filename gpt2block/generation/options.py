@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import Field, dataclass
+from dataclasses import Field, dataclass, field
 from typing import Any, Literal, TypeVar, get_args
 
 from gpt2block.checks import (
@@ -17,6 +17,7 @@ from gpt2block.checks import (
 )
 from gpt2block.config.options import document, option, options_of
 from gpt2block.errors import Argument, InputError, shown
+from gpt2block.grammars.grammar import Grammar, Schema
 from gpt2block.sampling import (
     SAMPLING_OPTIONS,
     Sampling,
@@ -38,6 +39,10 @@ class StreamOptions(SamplingKeywords, total=False):
     top_logprobs: int
     overflow: Overflow
     speculate: bool
+    schema: Schema | None
+    regex: str | None
+    choice: Iterable[str] | None
+    grammar: str | None
 
 
 class GenerateOptions(StreamOptions, total=False):
@@ -94,6 +99,16 @@ class Options:
         more="The tokens and their log-probabilities stay the same to the last bit. A text that "
         "repeats parts of its prompt takes fewer steps; for other texts, guessing soon stops.",
     )
+    schema: Schema | None = option(
+        None,
+        "A JSON schema: the text is JSON that the schema accepts.",
+        more="A mapping, or JSON text; True: any JSON. Only one of schema, regex, choice and grammar "
+        "can be set. The text ends when it is complete; docs/structured.md has the details.",
+    )
+    regex: str | None = option(None, "A regular expression that the whole text matches.")
+    choice: Iterable[str] | None = option(None, "Texts, one of which is the result.")
+    grammar: str | None = option(None, "A grammar of the text, in llguidance's dialect of Lark.")
+    rule: Grammar | None = field(init=False, default=None)  # of schema, regex, choice or grammar
 
     def __post_init__(self) -> None:
         checked: dict[str, Any] = {
@@ -108,8 +123,13 @@ class Options:
         checked["stop"] = _strings(self.stop)
         if self.stop_ids is not None:
             checked["stop_ids"] = several(self.stop_ids)
+        if self.choice is not None:
+            checked["choice"] = (
+                self.choice if isinstance(self.choice, str) else tuple(several(self.choice))
+            )
         for name, value in checked.items():
             object.__setattr__(self, name, value)
+        self._set_rule()
         if self.sampling.min_new_tokens > self.max_new_tokens:
             raise InputError(
                 Argument("min_new_tokens"),
@@ -117,6 +137,19 @@ class Options:
                 Argument("max_new_tokens"),
                 f", got {self.sampling.min_new_tokens}",
             )
+
+    def _set_rule(self) -> None:
+        """Set `rule` from schema, regex, choice or grammar. Raises InputError for wrong values."""
+        names = ("schema", "regex", "choice", "grammar")
+        rule = Grammar.of(**{name: getattr(self, name) for name in names})
+        object.__setattr__(self, "rule", rule)
+        if rule is None:
+            return
+        because = f" with {rule.name}, which decides where the text ends"
+        if self.stop_ids is not None:
+            raise InputError(Argument("stop_ids"), f": expected none{because}")
+        if self.sampling.min_new_tokens:
+            raise InputError(Argument("min_new_tokens"), f": expected 0{because}")
 
     @classmethod
     def of(cls, keywords: Mapping[str, Any], caller: str = "GPT2.generate") -> Options:

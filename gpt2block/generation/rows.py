@@ -13,6 +13,7 @@ import numpy as np
 
 from gpt2block import notebook
 from gpt2block.errors import Argument, InputError
+from gpt2block.grammars import Matcher
 from gpt2block.run.model import Ids, Start
 from gpt2block.sampling import Sampling
 from gpt2block.tokenizers.encoding import Encoding, bytes_of_ids
@@ -91,10 +92,14 @@ class Row:
         encoding: Tokenizer,
         ends: Ends,
         alternatives: int = 0,
+        matcher: Matcher | None = None,
     ) -> None:
-        """alternatives: number of most likely tokens in `tops` for each token."""
+        """alternatives: number of most likely tokens in `tops` for each token.
+
+        matcher: decides which tokens can be sampled; None: all tokens.
+        """
         self.prompt, self.sampling, self.ends = prompt, sampling, ends
-        self.alternatives = alternatives
+        self.alternatives, self.matcher = alternatives, matcher
         self.most = len(prompt) + ends.max_new_tokens  # most tokens of prompt and continuation
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
@@ -123,7 +128,8 @@ class Row:
             seen = np.concatenate([self.prompt, np.array(self.tokens, np.int32)])
             ids = seen[-max(1, self.ends.n_ctx // 2) :]
         steps = min(self.ends.max_new_tokens - drawn, self.ends.n_ctx - len(ids) + 1)
-        return Start(slot, ids, self.sampling, steps, drawn, seen, 0, self.alternatives, self.most)
+        more = self.alternatives, self.most, self.matcher
+        return Start(slot, ids, self.sampling, steps, drawn, seen, 0, *more)
 
     def add(
         self,
@@ -146,14 +152,13 @@ class Row:
         for token, logprob, top in zip(tokens, logprobs, tops, strict=False):
             self.tops.append(tuple((id, logprob if id == token else p) for id, p in top))
         if wrong:
-            problem = f"the logits are {wrong} after {len(self.tokens)} new tokens: "
-            self.error, self.finish_reason = InputError(problem, *BAD_WEIGHTS), "error"
+            self.error, self.finish_reason = self._problem(wrong), "error"
             return
         self._at_end_token = tokens[-1] in self.ends.stop_ids
         if self.ends.stop:
             self._decode()
         reason: FinishReason | None = None
-        if self._at_end_token or self._stopped:
+        if self._at_end_token or self._stopped or self._complete:
             reason = "stop"
         elif len(self.tokens) == self.ends.max_new_tokens:
             reason = "length"
@@ -162,6 +167,18 @@ class Row:
         if reason:
             self.close()
             self.finish_reason = "stop" if self._stopped else reason
+
+    def _problem(self, wrong: str) -> InputError:
+        """Return the error of a row without a valid token. wrong: "NaN" or "infinite"."""
+        if self.matcher is not None and self.matcher.problem is not None:
+            return InputError(self.matcher.problem)
+        problem = f"the logits are {wrong} after {len(self.tokens)} new tokens: "
+        return InputError(problem, *BAD_WEIGHTS)
+
+    @property
+    def _complete(self) -> bool:
+        """Whether the text is complete by its grammar, so that no token can follow."""
+        return self.matcher is not None and self.matcher.complete_at == len(self.tokens)
 
     @property
     def _stopped(self) -> bool:

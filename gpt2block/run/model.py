@@ -17,6 +17,7 @@ from gpt2block.config import ModelConfig, model_shapes
 from gpt2block.config.formats import FILE, GGUF, Formats, itemsize
 from gpt2block.cuda.kernels import IN_BYTES
 from gpt2block.errors import Argument, InputError
+from gpt2block.grammars import Matcher
 from gpt2block.passes import check_read, model_steps
 from gpt2block.run.recorder import rounded_up
 from gpt2block.run.timeline import Call, Timeline
@@ -282,6 +283,7 @@ class Start(NamedTuple):
     cached: int = 0  # number of first ids whose keys and values the slot holds already
     alternatives: int = 0  # number of most likely tokens to report with each sampled token
     limit: int = 0  # most tokens of the sequence; 0: len(ids) + steps
+    matcher: Matcher | None = None  # decides which tokens can be sampled; None: all tokens
 
     @property
     def n_tokens(self) -> int:

@@ -15,6 +15,7 @@ from gpt2block.checks import FLOATS
 from gpt2block.config import ModelConfig
 from gpt2block.config.formats import Formats
 from gpt2block.contract import unchecked
+from gpt2block.grammars import Matcher
 from gpt2block.passes import model_steps
 from gpt2block.passes.blocks import ModelStepPass, PassSettings, StepPass
 from gpt2block.passes.forward import forward
@@ -229,6 +230,7 @@ class NumpyDecoding:
         self._model = model
         self._cache = model.new_cache(slots, n_ctx)
         self._sampling = [Sampling()] * slots
+        self._matchers: list[Matcher | None] = [None] * slots
         self._left = np.zeros(slots, np.int32)  # number of tokens left to sample per slot
         self._drawn = np.zeros(slots, np.int32)
         self._alternatives = np.zeros(slots, np.int32)
@@ -241,10 +243,10 @@ class NumpyDecoding:
 
     def start(self, starts: Sequence[Start]) -> None:
         for start in starts:
-            slot, ids, sampling, steps, drawn, seen, cached, alternatives, _ = start
+            slot, ids, sampling, steps, drawn, seen, cached, alternatives, _, matcher = start
             self._cache.frequencies.begin(slot, start.n_tokens)
             self._cache.lengths[slot], self._next[slot] = cached, ids[cached:]
-            self._sampling[slot] = sampling
+            self._sampling[slot], self._matchers[slot] = sampling, matcher
             self._left[slot], self._drawn[slot] = steps, drawn
             self._alternatives[slot] = alternatives
             self._seen[slot] = 0
@@ -277,9 +279,12 @@ class NumpyDecoding:
         tokens, logprobs = np.empty(len(active), np.int32), np.empty(len(active), np.float32)
         for n, slot in enumerate(active):
             seen, counts = self._seen[slot], self._counts[slot]
-            options = self._sampling[slot]
-            token, logprobs[n] = choose(logits[slot], options, self._drawn[slot], seen, counts)
+            options, matcher = self._sampling[slot], self._matchers[slot]
+            step, allowed = self._drawn[slot], None if matcher is None else matcher.mask()
+            token, logprobs[n] = choose(logits[slot], options, step, seen, counts, allowed)
             tokens[n] = token
+            if matcher is not None:
+                matcher.accept([token])
             seen[max(token, 0)] |= token >= 0
             counts[max(token, 0)] += token >= 0
             self._next[slot] = tokens[n : n + 1]

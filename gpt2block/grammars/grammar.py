@@ -1,0 +1,127 @@
+"""A grammar: the rule that a generated text must follow, in the format of llguidance."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gpt2block.checks import check_encodable, several
+from gpt2block.errors import InputError, require, shown
+from gpt2block.grammars.schema import check_schema, place_of
+
+Schema = Mapping[str, Any] | bool | str
+# JSON is written on one line. With free white space, models can write spaces without end, and
+# fewer bytes of a text are determined by its schema.
+JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """A rule for texts. source: the rule in llguidance's JSON format. name: the keyword of it.
+
+    `of` creates a Grammar from keywords of `GPT2.generate`.
+    """
+
+    source: str
+    name: str
+
+    @classmethod
+    def of(cls, **keywords: Any) -> Grammar | None:
+        """Return the Grammar of one of the keywords schema, regex, choice and grammar.
+
+        schema: a JSON schema, as a mapping, True or JSON text. regex: a regular expression of the
+        whole text, without look-around, in the syntax of Rust's crate regex. choice: texts, one of
+        which is the result. grammar: a grammar in llguidance's dialect of Lark. Returns None if all
+        keywords are None. Raises InputError for several keywords, for a grammar that cannot be
+        compiled, for a schema with keywords that are not supported (docs/structured.md), and if
+        llguidance is not installed.
+        """
+        given = {name: value for name, value in keywords.items() if value is not None}
+        if not given:
+            return None
+        if len(given) > 1:
+            raise InputError(f"{' and '.join(given)}: expected only one of them")
+        require(f"{next(iter(given))}=", "tools", "llguidance")
+        ((name, value),) = given.items()
+        made = cls({"schema": _of_schema, "regex": _of_regex, "choice": _of_choice,
+                    "grammar": _of_lark}[name](value), name)  # fmt: skip
+        made._check(value)
+        return made
+
+    def _check(self, given: Any) -> None:
+        """Raise InputError, which names the place if it is known, unless the grammar compiles."""
+        from llguidance import LLMatcher  # noqa: PLC0415  (optional dependency)
+
+        problem = _problem(self.source)
+        if not problem:
+            return
+        place = ""
+        if self.name == "schema":
+            compiles = LLMatcher.grammar_from_json_schema
+            place = place_of(given, lambda part: bool(_problem(compiles(part, JSON_FORM))))
+        raise InputError(f"{self.name}: {place}{problem}")
+
+
+def _problem(source: str) -> str:
+    """Return a message on one line about a grammar that cannot be compiled; "" if it can."""
+    from llguidance import LLMatcher  # noqa: PLC0415  (optional dependency)
+
+    is_error, messages = LLMatcher.validate_grammar_with_warnings(source)
+    lines = [line.strip() for line in messages[0].splitlines()] if is_error else []
+    return "; ".join(line for line in lines if line.strip("^ "))
+
+
+def _of_schema(given: Any) -> str:
+    from llguidance import LLMatcher  # noqa: PLC0415  (optional dependency)
+
+    given = parsed_schema(given)
+    check_schema(given)
+    try:
+        text = json.dumps({} if given is True else given)
+        return LLMatcher.grammar_from_json_schema(text, JSON_FORM)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InputError(f"schema: expected a JSON schema: {error}") from None
+
+
+def parsed_schema(given: Any) -> Any:
+    """Return a schema that is a mapping, a boolean or JSON text as a Python value."""
+    if not isinstance(given, str):
+        return given
+    try:
+        return json.loads(given)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"schema: expected a JSON schema: {error}, got {shown(given)}") from None
+
+
+def _of_regex(given: Any) -> str:
+    from llguidance import LLMatcher  # noqa: PLC0415  (optional dependency)
+
+    return LLMatcher.grammar_from_regex(_text("regex", given))
+
+
+def _of_choice(given: Any) -> str:
+    from llguidance import LLMatcher  # noqa: PLC0415  (optional dependency)
+
+    texts: Sequence[Any] = [given] if isinstance(given, str) else several(given)
+    if not texts or not all(isinstance(text, str) and text for text in texts):
+        raise InputError(f"choice: expected texts of at least one character, got {shown(given)}")
+    for text in texts:
+        check_encodable("choice", text)
+    literals = " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
+    return LLMatcher.grammar_from_lark(f"start: {literals}")
+
+
+def _of_lark(given: Any) -> str:
+    from llguidance import LLMatcher  # noqa: PLC0415  (optional dependency)
+
+    return LLMatcher.grammar_from_lark(_text("grammar", given))
+
+
+def _text(name: str, given: Any) -> str:
+    if not isinstance(given, str) or not given:
+        raise InputError(f"{name}: expected a text, got {shown(given)}")
+    check_encodable(name, given)
+    return given
