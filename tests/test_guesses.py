@@ -225,8 +225,9 @@ def test_a_row_is_drawn_as_if_guesses_were_right(device: Any, masked: bool) -> N
     allowed = rng.random((B * together, V)) < 0.2 if masked else np.ones((B * together, V), bool)
     allowed[::3] = True  # rows without a mask
     masks = packed(allowed)
-    flags = np.arange(B * together, dtype=np.int32) % 3
-    of_masks = Masks(device.asarray(flags), device.asarray(masks)) if masked else None
+    index = np.arange(1, B * together + 1, dtype=np.int32)
+    index[::3] = 0
+    of_masks = Masks(device.asarray(index), device.asarray(masks)) if masked else None
     bind_drawn(on_device, given, slots, together, table, of_drawn, of_masks).run()
     for m, (b, got) in enumerate(zip(row, drawn.get(), strict=True)):
         guesses = tokens[b * together + 1 : m + 1]

@@ -340,11 +340,11 @@ def test_the_kernel_changes_logits(
     masks: list[Array | None] = [None] * B
     if masked:
         defines += (("SAMPLE_MASKS", 1),)
-        given["masked"] = np.arange(B, dtype=np.int32) % 3
         allowed = np.random.default_rng(6).random((B, V)) < 0.04
         allowed[:, 69:72] = True
-        given["masks"] = packed(allowed)
-        masks = [mask if b % 3 else None for b, mask in enumerate(given["masks"])]
+        index = np.arange(B, 0, -1, dtype=np.int32)
+        given |= {"mask_index": index * (np.arange(B) % 3 > 0), "masks": packed(allowed)[::-1].copy()}
+        masks = [mask if b % 3 else None for b, mask in enumerate(packed(allowed))]
     got = run(device, x, rows, step, seen | places, defines=defines, **given)
     assert_as_chosen(x, rows, step, seen, got._replace(seen=got.seen & 1), counts, masks)
     if masked:
@@ -510,7 +510,7 @@ def run(
     n_ctx: int = 1024,
     table: Array | None = None,
     counts: Array | None = None,
-    masked: Array | None = None,
+    mask_index: Array | None = None,
     masks: Array | None = None,
 ) -> State:
     """On a GPU twice, with the same bits.
@@ -536,7 +536,7 @@ def run(
         logits, report = device.asarray(x), device.full((2, 2, B), -9, "int32")
         given: list[Any] = [
             None if each is None else device.asarray(each)
-            for each in (table, counts, masked, masks)
+            for each in (table, counts, mask_index, masks)
         ]
         of_masks = None if masks is None else Masks(*given[2:])
         with pytest.MonkeyPatch.context() as patch:

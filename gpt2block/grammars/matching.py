@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Collection, Sequence
+from copy import copy
 from functools import cache
-from itertools import accumulate
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +36,9 @@ class Matcher:
         self.complete_at: int | None = None
 
     def copy(self) -> Matcher:
-        return Matcher(self.grammar, self.state.deep_copy(), self.vocab_size, self.words)
+        made = copy(self)
+        made.state = self.state.deep_copy()
+        return made
 
     def accept(self, tokens: Sequence[int]) -> None:
         """Append tokens to the text. Tokens after a complete text, or after -1, have no effect."""
@@ -134,21 +136,29 @@ def fill(rows: Sequence[tuple[Matcher, Sequence[int]]], masks: Any) -> None:
     After a wrong guess, and for a text with a problem, no token is allowed.
     """
     masks[...] = 0
-    firsts = accumulate((1 + len(guesses) for _, guesses in rows), initial=0)
-    given = [
-        (matcher.state, first, list(guesses))
-        for first, (matcher, guesses) in zip(firsts, rows, strict=False)
-        if not matcher.state.is_error()
-    ]
     words = max((matcher.words for matcher, _ in rows), default=0)
     wide = masks if words <= masks.shape[1] else np.zeros((len(masks), words), np.int32)
-    width = wide.shape[1] * wide.itemsize
-    _executor().unsafe_compute_mask_ptr_with_draft_token(given, wide.ctypes.data, width, len(wide))
+    alone, drafts = list[Any](), list[Any]()  # llguidance refuses empty drafts
+    at = 0
+    for matcher, guesses in rows:
+        if not matcher.state.is_error():
+            if len(guesses):
+                drafts.append((matcher.state, at, list(guesses)))
+            else:
+                alone.append((matcher.state, at))
+        at += 1 + len(guesses)
+    memory = wide.ctypes.data, wide.shape[1] * wide.itemsize, len(wide)
+    if alone:
+        _executor().unsafe_compute_mask_ptr(alone, *memory)
+    if drafts:
+        _executor().unsafe_compute_mask_ptr_with_draft_token(drafts, *memory)
     if wide is not masks:
         masks[...] = wide[:, : masks.shape[1]]
-    for matcher, first, guesses in given:
-        if matcher.is_error():
-            masks[first : first + 1 + len(guesses)] = 0
+    at = 0
+    for matcher, guesses in rows:
+        if matcher.state.is_error():
+            masks[at : at + 1 + len(guesses)] = 0
+        at += 1 + len(guesses)
 
 
 @cache

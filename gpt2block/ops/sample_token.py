@@ -53,7 +53,7 @@ PARAMETERS = (
 STATE = f"{PARAMETERS}; token i32 B; logprob f32 B"
 SLOTS = "slot_row? slot_token? slot_position? slot_turn? i32 M"
 CHANGED = "changes? f32 B W; counts? i32 B V"
-MASKS = "masked? i32 M; masks? i32 M X"
+MASKS = "mask_index? i32 M; masks? i32 R X"
 
 
 class SampleState(NamedTuple):
@@ -102,10 +102,10 @@ class SampleState(NamedTuple):
 
 
 class Masks(NamedTuple):
-    """Masks of allowed tokens for M rows of logits, on the device."""
+    """R masks of allowed tokens for M rows of logits, on the device."""
 
-    masked: CudaArray  # (M,) int32: 0 for rows without a mask
-    masks: CudaArray  # (M, ceil(V / 32)) int32: bit t % 32 of word t / 32 is 1 for allowed tokens t
+    index: CudaArray  # (M,) int32: 1 + the index of the row's mask; 0 for rows without a mask
+    masks: CudaArray  # (R, ceil(V / 32)) int32: bit t % 32 of word t / 32 is 1 for allowed tokens t
 
 
 NO_MASKS = (None, None)
@@ -176,7 +176,7 @@ def request(V: int) -> None:
 @variant("block", FILE, "sample_token", block=THREADS)
 def _block(c: Call) -> Launch:
     slots = (c.slot_row, c.slot_token, c.slot_position, c.slot_turn)
-    args = (c.logits, *c.state, *slots, c.changes, c.counts, c.report, c.masked, c.masks)
+    args = (c.logits, *c.state, *slots, c.changes, c.counts, c.report, c.mask_index, c.masks)
     changed = 0 if c.changes is None else 1 if c.counts is None else 2
     parts = {"CHANGES": changed, "GUESSES": c.together > 0, "MASKS": c.masks is not None}
     defines = tuple((f"SAMPLE_{name}", int(part)) for name, part in parts.items() if part)
@@ -193,8 +193,8 @@ def _prepare_state(unchecked: UncheckedCall) -> Call:
         raise InputError(f"n_ctx: expected 1 to {ENDLESS}, got {c.n_ctx}")
     if c.changes is not None and c.W != CHANGES:
         raise InputError(f"changes: expected {CHANGES} numbers for each row, got {c.W}")
-    if (c.masks is None) != (c.masked is None):
-        raise InputError("masks: expected masked with it, which rows have a mask")
+    if (c.masks is None) != (c.mask_index is None):
+        raise InputError("masks: expected mask_index with it")
     if c.masks is not None and c.X != mask_words(c.V):
         raise InputError(f"masks: expected {mask_words(c.V)} words for each row, got {c.X}")
     c.state = inputs[1 : 1 + len(SampleState._fields)]
@@ -333,7 +333,7 @@ def _prepare(unchecked: UncheckedCall) -> Bound:
     elif any(row.counts for row in rows):
         counts = cupy.zeros((c.B, c.V), "int32")
     if masks is not None:
-        masks = Masks(cupy.full(c.B, 1, "int32"), masks)
+        masks = Masks(cupy.asarray(np.arange(1, c.B + 1, dtype=np.int32)), masks)
     if not any(row.changes for row in rows):
         return bind_state(c.logits, state, masks=masks)
     tables = cupy.zeros((c.B, CHANGES), "float32")

@@ -9,6 +9,7 @@ import numpy as np
 
 from gpt2block.run.cuda_caches import CudaCache, copy_slots
 from gpt2block.run.cuda_draft import Draft
+from gpt2block.run.cuda_grammars import Pending, SlotMatchers
 from gpt2block.run.cuda_passes import CudaPasses
 from gpt2block.run.cuda_prefill import prefill_starts
 from gpt2block.run.cuda_start_up import start_up
@@ -44,6 +45,10 @@ class CudaDecoding:
         # Per slot: most tokens still to sample. Each launched step counts as one sampled token.
         self._left = np.zeros(slots, np.int32)
         self._alternatives = np.zeros(slots, np.int32)
+        self._matchers = SlotMatchers(slots)
+        self._pace_of_forced = SpeculationPolicy(cache.batch)
+        self._pending: Pending | None = None  # the step whose sampler waits for masks
+        self._stopped: list[Ids] = []  # slots that were stopped since its forward pass
         self._in_flight: deque[InFlight] = deque()
         self._found: deque[Sampled] = deque()  # results that are read but not yet returned
 
@@ -71,20 +76,32 @@ class CudaDecoding:
                 self._draft.copy(copies)
 
     def _start(self, group: Sequence[Start]) -> None:
+        self._sample_pending()
         slots = np.array([start.slot for start in group], np.int32)
-        self._steps.of(self._model, slots)  # compiles the step's kernels while the prompts run
+        masked = any(start.matcher for start in group)
+        if masked:
+            self._steps.allow_guesses()
+        # Compile the step's kernels while the prompts run.
+        self._steps.of(self._model, slots, masked=masked)
         logits = prefill_starts(self._model, self._cache, group, last=True)
         if self._draft:
             self._draft.start(group)
         step = self._steps.begin(self._model, group, slots, logits)
         self._alternatives[slots] = [start.alternatives for start in group]
-        self._in_flight.append(step.sample(slots, bool(self._alternatives[slots].any())))
+        for start in group:
+            self._matchers.begin(start.slot, start.matcher)
+        if masked:
+            self._sample(Pending(step, slots, [[] for _ in group]))
+        else:
+            self._in_flight.append(step.sample(slots, bool(self._alternatives[slots].any())))
         self._left[slots] = [start.steps - 1 for start in group]
         if self._pace:
             self._pace.begin(slots)
 
     def stop(self, slots: Ids) -> None:
         self._left[slots] = 0
+        if self._pending is not None:
+            self._stopped.append(slots)
         for result in self._in_flight:
             result.leave_out(slots)
         self._found = deque(without(each, slots) for each in self._found)
@@ -92,33 +109,94 @@ class CudaDecoding:
     def next(self) -> Sampled:
         with self._model.running():
             while True:
-                while len(self._in_flight) < IN_FLIGHT and self._launch():
-                    pass
+                self._launch_more()
                 if not self._found:
                     if not self._in_flight:
                         raise RuntimeError("next: expected a sequence in at least one slot")
                     result = self._in_flight.popleft()
-                    if self._pace is None:
-                        self._found.append(result.get())
+                    if result.guesses:
+                        self._take(result)
                     else:
-                        self._take(result, self._pace)
+                        self._found.append(result.get())
                 while self._found:
                     found = self._found.popleft()
                     if len(found.slots):  # skip results whose sequences were all stopped
                         return found
 
-    def _take(self, result: InFlight, pace: SpeculationPolicy) -> None:
+    def _take(self, result: InFlight) -> None:
         """Wait for a speculative step; append the accepted tokens of its slots to `_found`."""
         found = result.taken()
+        result.accept()  # the last token of a row may complete its text
         self._found.extend(found)
         for more in found[1:]:
             self._left[more.slots] = np.maximum(self._left[more.slots] - 1, 0)
+        pace = self._pace_of_forced if result.masked else self._pace
+        assert pace is not None
         pace.result(len(result.slots), result.together)
-        pace.add(result.slots, result.flags)
+        if not result.masked:
+            pace.add(result.slots, result.flags)
+
+    def _running(self) -> Ids:
+        """Return the slots with tokens left to sample."""
+        return np.flatnonzero(self._left).astype(np.int32)
+
+    def _launch_more(self) -> None:
+        """Launch steps until enough are in flight. Steps with grammars are launched in two parts.
+
+        The forward pass of a step with grammars is launched before the results of the previous
+        step are read, its sampler after them.
+        """
+        if self._pending is None and not self._matchers.some[self._running()].any():
+            while len(self._in_flight) < IN_FLIGHT and self._launch():
+                pass
+        elif not self._found:
+            if self._pending is None:
+                self._launch_forward()
+            self._sample_pending()
+            if self._matchers.some[self._running()].any():
+                self._launch_forward()
+
+    def _launch_forward(self) -> None:
+        """Launch the forward pass of a step in which at least one slot has a grammar."""
+        slots, steps = self._running(), self._steps
+        guesses, together = self._matchers.expected(slots), 1
+        if self._matchers.some[slots].all():  # guesses would delay slots without grammars
+            counts = np.array([len(each) for each in guesses])
+            together = self._pace_of_forced.for_forced(counts, MOST_GUESSING)
+        guesses = [
+            each[: min(together - 1, left)]
+            for each, left in zip(guesses, (self._left[slots] - 1).tolist(), strict=True)
+        ]
+        assert steps.guesses is not None
+        self._matchers.write(slots, guesses, steps.guesses)
+        step = steps.of(self._model, slots, together, masked=True)
+        steps.place(slots, step, again=True)
+        step.forward()
+        self._left[slots] -= 1
+        self._pending, self._stopped = Pending(step, slots, guesses), []
+
+    def _sample_pending(self) -> None:
+        """Launch the sampler of the step whose forward pass is launched, if there is one."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            self._sample(pending)
+            for slots in self._stopped:
+                self._in_flight[-1].leave_out(slots)
+
+    def _sample(self, pending: Pending) -> None:
+        """Wait for all earlier samplers, compute the masks of a step, and launch its sampler."""
+        step, slots, guesses = pending
+        for result in self._in_flight:
+            result.accept()
+        matchers = self._matchers.given(slots)
+        self._steps.masks.write(matchers, guesses, step.together)
+        result = step.sample(slots, bool(self._alternatives[slots].any()))
+        self._in_flight.append(result.with_masks(matchers))
+        self._matchers.sampled(slots, guesses)
 
     def _launch(self) -> bool:
         """Launch a step for slots with tokens left to sample; return False if no slot has any."""
-        slots = np.flatnonzero(self._left).astype(np.int32)
+        slots = self._running()
         if not len(slots):
             return False
         together = 1

@@ -26,7 +26,9 @@ from gpt2block.ops.sample_token import (
 )
 from gpt2block.ops.top_logprobs import TOP_LOGPROBS
 from gpt2block.passes import check_read
+from gpt2block.grammars import Matcher
 from gpt2block.run.cuda_caches import CudaCache
+from gpt2block.run.cuda_grammars import ANY_NUMBER, HostMasks
 from gpt2block.run.cuda_passes import CudaPasses
 from gpt2block.run.model import (
     Alternatives,
@@ -53,24 +55,35 @@ class DecodingSteps:
     ) -> None:
         """floats: whether activations are readable floats; else `Terms`. The results are equal.
 
-        speculate: steps can compute guesses, too.
+        speculate: all steps can compute guesses; otherwise only steps with grammars can.
         """
         B, config = cache.batch, model.config
-        self.floats = floats
+        self.floats, self.speculate = floats, speculate
         self.n_ctx, self.batch = cache.n_ctx, B
         self.state = SampleState.allocate(B, config.vocab_size)
         self.guesses = Guesses.allocate(B, cache.n_ctx) if speculate else None
-        rows = max(B, min(B * (1 + MOST_GUESSES), MOST_GUESSING)) if speculate else B
+        self.rows = rows = max(B, min(B * (1 + MOST_GUESSES), MOST_GUESSING))
         self.logits = cupy.zeros((rows, config.vocab_size), "float32")
         self.row, self.tokens, self.positions = (cupy.zeros(rows, "int32") for _ in range(3))
         self.cache_tensors = cache_tensors(cache, config.n_layer)
-        # Key: number of slots, kind of logit changes (0, CHANGED or COUNTED), rows per slot.
-        self._steps: dict[tuple[int, int, int], DecodingStep] = {}
+        # Key: number of slots, kind of logit changes (0, CHANGED or COUNTED), rows per slot, masks.
+        self._steps: dict[tuple[int, int, int, bool], DecodingStep] = {}
         self.changes: CudaArray = None  # (slots, CHANGES) logit changes, created on first use
         self.counts: CudaArray = None  # (slots, V) counts of drawn tokens, created on first use
         self._changed = np.zeros(B, np.int8)  # result of `_kind_of` for each slot
         # Arguments of the last assignment by `place`: number of rows, rows per slot, slots.
         self._placed: tuple[int, int, Ids] | None = None
+
+    @cached_property
+    def masks(self) -> HostMasks:
+        """Masks for steps with grammars."""
+        return HostMasks(self.rows, self.logits.shape[1])
+
+    def allow_guesses(self) -> None:
+        """Allocate memory for guesses before the first step that has grammars."""
+        if self.guesses is None:
+            self.guesses = Guesses.allocate(self.batch, self.n_ctx)
+            self.guesses.left.fill(ANY_NUMBER)
 
     def restart(self) -> None:
         """Reset all steps for a new decoding, and drop results of the previous decoding."""
@@ -78,12 +91,17 @@ class DecodingSteps:
         for step in self._steps.values():
             step.restart()
 
-    def of(self, model: CudaPasses, slots: Ids, together: int = 1) -> DecodingStep:
-        """Return the DecodingStep for at least len(slots) slots. together: rows per slot."""
+    def of(
+        self, model: CudaPasses, slots: Ids, together: int = 1, masked: bool = False
+    ) -> DecodingStep:
+        """Return the DecodingStep for at least len(slots) slots. together: rows per slot.
+
+        masked: whether rows may have masks of allowed tokens.
+        """
         changed = int(self._changed[slots].max(initial=0))
         # With guesses, the number of slots is a power of two, which limits the recorded steps.
         count = min(rounded_up(len(slots), 2 if together == 1 else 1), self.batch)
-        kind = count, changed, together
+        kind = count, changed, together, masked
         if kind not in self._steps:
             self._steps[kind] = DecodingStep(model, self, *kind)
         return self._steps[kind]
@@ -142,7 +160,7 @@ class DecodingSteps:
             self.guesses.begin(slots.tolist(), [start.ids for start in starts], left)
             self._placed = None  # positions of rows must be copied again
         self._set_changes(starts, ids)
-        step = self.of(model, slots)
+        step = self.of(model, slots, masked=any(start.matcher for start in starts))
         cupy.copyto(self.logits[: len(slots)], logits[: len(slots)])
         self.place(slots, step)
         return step
@@ -183,9 +201,18 @@ class DecodingStep:
     """Launches, CUDA graph and host results of a decoding step with a fixed number of rows."""
 
     def __init__(
-        self, model: CudaPasses, of: DecodingSteps, count: int, changed: int, together: int
+        self,
+        model: CudaPasses,
+        of: DecodingSteps,
+        count: int,
+        changed: int,
+        together: int,
+        masked: bool,
     ) -> None:
-        """count: slots. changed: 0, CHANGED or COUNTED, by `_kind_of`. together: rows per slot."""
+        """count: slots. changed: 0, CHANGED or COUNTED, by `_kind_of`. together: rows per slot.
+
+        masked: whether rows may have masks, so that the graph ends before the sampler.
+        """
         self.rows = rows = count * together
         self.together, self._stream = together, model.stream
         self._done = [cupy.cuda.Event(disable_timing=True) for _ in range(2)]
@@ -195,8 +222,12 @@ class DecodingStep:
         self._logits = logits = of.logits[:rows]
         tables = of.changes if changed else None
         counts = of.counts if changed == COUNTED else None
+        masks = of.masks.on_device if masked else None
+        if masks is not None:
+            masks = masks._replace(index=masks.index[:rows])
         after: tuple[Bound, ...]
-        if of.guesses is None:
+        self.guesses = of.guesses if of.speculate or masked else None
+        if self.guesses is None:
             # Axes: even or odd launch; token or logprob; row.
             self._sampled, report = _on_host((2, 2, rows))
             self.placing = bind_place(of.state, slots)
@@ -204,12 +235,12 @@ class DecodingStep:
         else:
             # Axes: even or odd launch; token, logprob or flags; row.
             self._sampled, report = _on_host((2, 3, rows))
-            self.placing = bind_place(of.state, slots, *of.guesses[1:], together)
+            self.placing = bind_place(of.state, slots, *self.guesses[1:], together)
             self._drawn = cupy.zeros(rows, "int32"), cupy.zeros(rows, "float32")
             state = of.state._replace(token=self._drawn[0], logprob=self._drawn[1])
             after = (
-                bind_drawn(logits, state, slots, together, tables, counts),
-                bind_take(self._drawn, slots, of.guesses, of.state, together, counts, report),
+                bind_drawn(logits, state, slots, together, tables, counts, masks),
+                bind_take(self._drawn, slots, self.guesses, of.state, together, counts, report),
             )
         given = {"tokens": tokens, "row": row, "positions": positions}
         terms = None if of.floats else model.decoding.terms(rows)
@@ -220,7 +251,8 @@ class DecodingStep:
             overlapping=True,
         )
         check_read(model.config, (each.step for each in self.recording.steps.values()))
-        self.recording.after = after
+        self._sampler = after
+        self.recording.after = () if masked else after
         self.restart()
 
     def restart(self) -> None:
@@ -241,9 +273,13 @@ class DecodingStep:
     def sample(self, slots: Ids, alternatives: bool) -> InFlight:
         """Sample tokens for `slots` from the stored logits, without a forward pass."""
         half = self._free_half()
-        for bound in self.recording.after:
+        for bound in self._sampler:
             bound.run()
         return self._result(half, slots, alternatives)
+
+    def forward(self) -> None:
+        """Compute the logits of a step with masks, whose sampler `sample` launches later."""
+        self.recording.repeat(self._stream)
 
     def _free_half(self) -> int:
         """Read earlier results; return the half (0 or 1) of their memory for the next launch.
@@ -265,7 +301,8 @@ class DecodingStep:
         self._done[half].record(self._stream)
         self._launched += 1
         top = self._top[half].found if alternatives else None
-        result = InFlight(slots, self._done[half], self._sampled[half], top, self.together)
+        found, done = self._sampled[half], self._done[half]
+        result = InFlight(slots, done, found, top, self.together, self.guesses is not None)
         self._results[half] = result
         return result
 
@@ -289,13 +326,21 @@ class _Top:
 class InFlight:
     """The tokens of a launched step, which are copied from pinned memory on first use.
 
-    together: rows per slot.
+    together: rows per slot. guesses: whether a slot can have several tokens.
     """
 
     def __init__(
-        self, slots: Ids, done: Any, sampled: Ids, top: Alternatives | None, together: int = 1
+        self,
+        slots: Ids,
+        done: Any,
+        sampled: Ids,
+        top: Alternatives | None,
+        together: int = 1,
+        guesses: bool = False,
     ) -> None:
-        self.slots, self.together = slots, together
+        self.slots, self.together, self.guesses = slots, together, guesses
+        self.masked = False  # whether the sampler read masks
+        self._matchers: Sequence[Matcher | None] = ()
         self._done, self._sampled, self._top = done, sampled, top
         self._stopped: list[Ids] = []
         self._read = False
@@ -308,6 +353,22 @@ class InFlight:
             if self._top:
                 self._top = Alternatives(*(a[:rows].copy() for a in self._top))
             self._read = True
+
+    def with_masks(self, matchers: Sequence[Matcher | None]) -> InFlight:
+        """Set the matchers of the slots, which `accept` continues; return this object."""
+        self._matchers, self.masked = matchers, True
+        return self
+
+    def accept(self) -> None:
+        """Continue the slots' matchers with their tokens, once."""
+        if not self._matchers:
+            return
+        self.read()
+        tokens, _, flags = (a.reshape(-1, self.together) for a in self._sampled)
+        for matcher, row, taken in zip(self._matchers, tokens, flags & TAKEN > 0, strict=True):
+            if matcher is not None:
+                matcher.accept(row[taken].tolist())
+        self._matchers = ()
 
     def leave_out(self, slots: Ids) -> None:
         self._stopped.append(slots)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,19 +67,35 @@ class SpeculationPolicy:
             kind = rounded_up(slots, 1), together
             self._times[kind] = min(self._times.get(kind, np.inf) * OLDER, now - before)
 
+    def for_forced(self, counts: NDArray[np.int64], most: int) -> int:
+        """Return the rows per slot of a step whose guesses are almost certainly right.
+
+        counts: the number of guesses of each slot. most: maximum of all rows of the step.
+        """
+        return self._fastest(lambda rows: len(counts) + np.minimum(counts, rows - 1).sum(),
+                             len(counts), most)  # fmt: skip
+
     def together(self, slots: Ids, most: int) -> int:
         """Return the rows (tokens) per slot for the next step. most: maximum of all its rows."""
-        count = rounded_up(len(slots), 1)
         first = self._shares[slots, self._state[slots]]
         if first.max() < LEAST:
             return 1
-        later, one = self._shares[slots, 1], self._times.get((count, 1), 1.0)
-        best, fastest = 1, len(slots) / one * GAIN
+        later = self._shares[slots, 1]
+        return self._fastest(lambda rows: _expected(first, later, rows).sum(), len(slots), most)
+
+    def _fastest(self, expected: Callable[[int], Any], slots: int, most: int) -> int:
+        """Return the rows per slot with the most tokens per second.
+
+        expected: function from the rows per slot to the expected number of tokens of a step.
+        """
+        count = rounded_up(slots, 1)
+        one = self._times.get((count, 1), 1.0)
+        best, fastest = 1, slots / one * GAIN
         for rows, unknown in zip(ROWS, UNKNOWN[count > FEW], strict=True):
             if count * rows > most:
                 break
             time = self._times.get((count, rows), one * unknown)
-            rate = float(_expected(first, later, rows).sum()) / time
+            rate = float(expected(rows)) / time
             if rate > fastest:
                 best, fastest = rows, rate
         return best

@@ -7,8 +7,8 @@
 //   Entry 0 holds two numbers: 1 if any logit of the sequence changes, and min_new_tokens. Every other entry holds two
 //   biases, one until min_new_tokens are drawn and one afterwards. seen[b, t] also holds twice the index of token t's
 //   entry; index 0: no bias. With SAMPLE_CHANGES 2, counts (B, V): how often each token was drawn
-//   with SAMPLE_MASKS: masked (M): not 0 for rows with a mask; masks (M, ceil(V / 32)): bit t % 32 of word t / 32 is 1
-//   if token t is allowed
+//   with SAMPLE_MASKS: mask_index (M): 1 + the index of the row's mask, or 0 for no mask; masks (R, ceil(V / 32)): bit
+//   t % 32 of word t / 32 is 1 if token t is allowed
 //
 //   l     = -inf for a token that the row's mask excludes; else
 //           logit + bias, where a bias of -inf excludes an end token that is not yet allowed; for a seen token, times
@@ -265,8 +265,8 @@ extern "C" __global__ void __cluster_dims__(SAMPLE_CLUSTER, 1, 1) __launch_bound
     const float* changes,             // (B, 258) with SAMPLE_CHANGES
     int* counts,                      // (B, V) with SAMPLE_CHANGES 2: incremented for the token
     int* report,                      // (2, 2, M) or null: token, bits of logprob, for even and odd turns (or steps)
-    const int* masked,                // (M) with SAMPLE_MASKS: 0 for rows without a mask
-    const int* masks,                 // (M, ceil(V / 32)) with SAMPLE_MASKS: bits of allowed tokens
+    const int* mask_index,            // (M) with SAMPLE_MASKS: 1 + the index of the row's mask; 0: no mask
+    const int* masks,                 // (R, ceil(V / 32)) with SAMPLE_MASKS: bits of allowed tokens
     int B, int V, int n_ctx,
     int together) {                   // SAMPLE_GUESSES: consecutive rows per sequence, at successive positions
     __shared__ Shared s;
@@ -304,7 +304,8 @@ extern "C" __global__ void __cluster_dims__(SAMPLE_CLUSTER, 1, 1) __launch_bound
             const bool zero = values.frequency == 0.0f && values.presence == 0.0f;
             values.counts = zero ? nullptr : counts + (long long)b * V;
         }
-        values.allowed = MASKED && masked[m] ? masks + (long long)m * ((V + 31) / 32) : nullptr;
+        const int mask = MASKED ? mask_index[m] : 0;
+        values.allowed = mask ? masks + (mask - 1LL) * ((V + 31) / 32) : nullptr;
         if (penalty == 1.0f && !(CHANGED && own[0] != 0.0f) && !values.allowed) values.seen = nullptr;
         values.first = min(rank * length, V);
         values.end = min(values.first + length, V);

@@ -1,0 +1,125 @@
+"""Decoding steps with grammars: masks of allowed tokens, and guesses of tokens that are determined.
+
+A mask depends on all tokens before it, so that the host must read a step's tokens before it can
+compute the next step's masks. Such a step therefore runs in two parts: the forward pass is launched
+at once, the host computes the masks meanwhile, and the sampler is launched when they are copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gpt2block.cuda import cupy
+from gpt2block.cuda.arrays import pinned
+from gpt2block.grammars import Matcher, fill
+from gpt2block.ops.guesses import MOST_GUESSES, Guesses
+from gpt2block.ops.sample_token import Masks
+from gpt2block.run.model import Ids
+from gpt2block.sampling import mask_words
+
+ANY_NUMBER = 2**30  # `left` of slots whose tokens only the host counts
+Guessed = Sequence[Sequence[int]]  # for each slot of a step, the tokens in its rows after the first
+
+
+class PinnedPair:
+    """Two buffers in pinned host memory that take turns, so that a copy needs no wait."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self._pairs = [
+            (pinned(shape), cupy.cuda.Event(disable_timing=True)) for _ in range(2)
+        ]
+
+    def next(self) -> tuple[Ids, Any]:
+        """Return a buffer whose last copy has ended, and the event to record after the next."""
+        self._pairs.reverse()
+        buffer, sent = self._pairs[0]
+        sent.synchronize()
+        return buffer, sent
+
+
+class HostMasks:
+    """Masks for the rows of a step, which the host computes and copies to the device."""
+
+    def __init__(self, rows: int, V: int) -> None:
+        shape = rows, mask_words(V)
+        self._index, self._masks = PinnedPair((rows,)), PinnedPair(shape)
+        self.on_device = Masks(cupy.zeros(rows, "int32"), cupy.zeros(shape, "int32"))
+
+    def write(self, matchers: Sequence[Matcher | None], guesses: Guessed, together: int) -> None:
+        """Compute the masks of slots with `together` rows each, and copy them on the stream.
+
+        matchers: for each slot; None: all tokens are allowed.
+        """
+        (index, _), (masks, sent) = self._index.next(), self._masks.next()
+        index[:] = 0
+        rows, at = list[tuple[Matcher, Sequence[int]]](), 0
+        for slot, (matcher, guessed) in enumerate(zip(matchers, guesses, strict=True)):
+            if matcher is not None:
+                first, count = slot * together, 1 + len(guessed)
+                index[first : first + count] = np.arange(at + 1, at + count + 1)
+                rows.append((matcher, guessed))
+                at += count
+        if at:
+            fill(rows, masks[:at])
+            self.on_device.masks[:at].set(masks[:at])
+        self.on_device.index.set(index)
+        sent.record()
+
+
+class Pending(NamedTuple):
+    """A step whose forward pass is launched, but not its sampler."""
+
+    step: Any  # DecodingStep
+    slots: Ids
+    guesses: list[list[int]]
+
+
+class SlotMatchers:
+    """The Matchers of a decoding's slots, and the tokens that the grammars determine next.
+
+    These tokens are known before they are sampled, so that their rows are computed together, in the
+    way of guesses.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self.of: list[Matcher | None] = [None] * slots
+        self.some = np.zeros(slots, bool)  # whether each slot has a matcher
+        self._next: list[list[int]] = [[] for _ in range(slots)]
+        self._buffer = PinnedPair((slots, MOST_GUESSES))
+
+    def begin(self, slot: int, matcher: Matcher | None) -> None:
+        """Set the Matcher of a new sequence."""
+        self.of[slot], self.some[slot], self._next[slot] = matcher, matcher is not None, []
+
+    def given(self, slots: Ids) -> list[Matcher | None]:
+        return [self.of[slot] for slot in slots.tolist()]
+
+    def expected(self, slots: Ids) -> list[list[int]]:
+        """Return for each slot the tokens that are determined after the last sampler's tokens."""
+        return [self._next[slot] for slot in slots.tolist()]
+
+    def sampled(self, slots: Ids, guesses: Guessed) -> None:
+        """Find the tokens to expect after a sampler that is launched now, for rows with `guesses`.
+
+        The matchers must have accepted all tokens of earlier samplers.
+        """
+        for slot, guessed in zip(slots.tolist(), guesses, strict=True):
+            matcher = self.of[slot]
+            if matcher is not None:
+                forced = matcher.forced()
+                right = 0
+                while right < min(len(guessed), len(forced)) and guessed[right] == forced[right]:
+                    right += 1
+                self._next[slot] = forced[right + 1 : right + 1 + MOST_GUESSES]
+
+    def write(self, slots: Ids, guesses: Guessed, to: Guesses) -> None:
+        """Copy the guesses of `slots` to the device. All other slots get none."""
+        buffer, sent = self._buffer.next()
+        buffer[:] = -1
+        for slot, guessed in zip(slots.tolist(), guesses, strict=True):
+            buffer[slot, : len(guessed)] = guessed
+        to.guess[: len(buffer)].set(buffer)
+        sent.record()
