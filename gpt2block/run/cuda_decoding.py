@@ -167,10 +167,11 @@ class CudaDecoding:
             each[: min(together - 1, left)]
             for each, left in zip(guesses, (self._left[slots] - 1).tolist(), strict=True)
         ]
-        assert steps.guesses is not None
-        self._matchers.write(slots, guesses, steps.guesses)
         step = steps.of(self._model, slots, together, masked=True)
-        steps.place(slots, step, again=True)
+        if together > 1:
+            assert steps.guesses is not None
+            self._matchers.write(slots, guesses, steps.guesses)
+        steps.place(slots, step, again=together > 1)
         step.forward()
         self._left[slots] -= 1
         self._pending, self._stopped = Pending(step, slots, guesses), []
@@ -189,10 +190,10 @@ class CudaDecoding:
         for result in self._in_flight:
             result.accept()
         matchers = self._matchers.given(slots)
-        self._steps.masks.write(matchers, guesses, step.together)
+        determined = self._steps.masks.write(matchers, guesses, step.together)
         result = step.sample(slots, bool(self._alternatives[slots].any()))
         self._in_flight.append(result.with_masks(matchers))
-        self._matchers.sampled(slots, guesses)
+        self._matchers.sampled(slots, guesses, determined)
 
     def _launch(self) -> bool:
         """Launch a step for slots with tokens left to sample; return False if no slot has any."""

@@ -44,16 +44,22 @@ class HostMasks:
     """Masks for the rows of a step, which the host computes and copies to the device."""
 
     def __init__(self, rows: int, V: int) -> None:
-        shape = rows, mask_words(V)
-        self._index, self._masks = PinnedPair((rows,)), PinnedPair(shape)
-        self.on_device = Masks(cupy.zeros(rows, "int32"), cupy.zeros(shape, "int32"))
+        # The index and the masks are in one array, so that one copy suffices.
+        self._rows, self._words = rows, mask_words(V)
+        self._host = PinnedPair((rows * (1 + self._words),))
+        self._both = cupy.zeros(rows * (1 + self._words), "int32")
+        self.on_device = Masks(self._both[:rows], self._both[rows:].reshape(rows, self._words))
 
-    def write(self, matchers: Sequence[Matcher | None], guesses: Guessed, together: int) -> None:
+    def write(
+        self, matchers: Sequence[Matcher | None], guesses: Guessed, together: int
+    ) -> list[bool]:
         """Compute the masks of slots with `together` rows each, and copy them on the stream.
 
-        matchers: for each slot; None: all tokens are allowed.
+        matchers: for each slot; None: all tokens are allowed. Returns for each slot whether only
+        one token is allowed in its first row.
         """
-        (index, _), (masks, sent) = self._index.next(), self._masks.next()
+        both, sent = self._host.next()
+        index, masks = both[: self._rows], both[self._rows :].reshape(-1, self._words)
         index[:] = 0
         rows, at = list[tuple[Matcher, Sequence[int]]](), 0
         for slot, (matcher, guessed) in enumerate(zip(matchers, guesses, strict=True)):
@@ -62,11 +68,16 @@ class HostMasks:
                 index[first : first + count] = np.arange(at + 1, at + count + 1)
                 rows.append((matcher, guessed))
                 at += count
-        if at:
-            fill(rows, masks[:at])
-            self.on_device.masks[:at].set(masks[:at])
-        self.on_device.index.set(index)
+        fill(rows, masks[:at])
+        used = self._rows + at * self._words
+        self._both[:used].set(both[:used])
         sent.record()
+        return [n > 0 and _has_one_bit(masks[n - 1]) for n in index[::together][: len(matchers)]]
+
+
+def _has_one_bit(mask: Ids) -> bool:
+    (words,) = np.nonzero(mask)
+    return len(words) == 1 and (int(mask[words[0]]) & 0xFFFFFFFF).bit_count() == 1
 
 
 class Pending(NamedTuple):
@@ -101,14 +112,15 @@ class SlotMatchers:
         """Return for each slot the tokens that are determined after the last sampler's tokens."""
         return [self._next[slot] for slot in slots.tolist()]
 
-    def sampled(self, slots: Ids, guesses: Guessed) -> None:
+    def sampled(self, slots: Ids, guesses: Guessed, determined: Sequence[bool]) -> None:
         """Find the tokens to expect after a sampler that is launched now, for rows with `guesses`.
 
-        The matchers must have accepted all tokens of earlier samplers.
+        The matchers must have accepted all tokens of earlier samplers. determined: for each slot,
+        whether only one token is allowed in its first row.
         """
-        for slot, guessed in zip(slots.tolist(), guesses, strict=True):
-            matcher = self.of[slot]
-            if matcher is not None:
+        for slot, guessed, one in zip(slots.tolist(), guesses, determined, strict=True):
+            matcher, self._next[slot] = self.of[slot], []
+            if matcher is not None and one:
                 forced = matcher.forced()
                 right = 0
                 while right < min(len(guessed), len(forced)) and guessed[right] == forced[right]:

@@ -84,7 +84,7 @@ struct Shared {
 
 struct Row {
     const float* x;             // (V)
-    const unsigned char* seen;  // (V), or null if no penalty, bias or mask changes a logit of the row
+    const unsigned char* seen;  // (V), or null if no penalty or bias changes a logit of the row
     int V;
     float penalty, less;        // repetition_penalty and its reciprocal
     float frequency, presence;  // frequency_penalty, presence_penalty
@@ -104,9 +104,20 @@ struct Row {
     }
     __device__ __forceinline__ float weight(float l) const { return expf(-below(l) * inverse); }
     __device__ __forceinline__ u64 mass(float l) const { return (u64)(weight(l) * UNIT); }
-    // Returns the logit of a column after mask, bias and penalties. Products are rounded explicitly, as in NumPy.
+    // Excludes tokens that the mask does not allow. l: logits of columns first, first + step, ...
+    template <int COUNT>
+    __device__ __forceinline__ void exclude(float (&l)[COUNT], int first, int step) const {
+        if (!MASKED || !allowed) return;
+        int words[COUNT];
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) words[i] = allowed[min(first + i * step, V - 1) / 32];
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) {
+            if (!(words[i] >> (first + i * step) % 32 & 1)) l[i] = -INFINITY;
+        }
+    }
+    // Returns the logit of a column after bias and penalties. Products are rounded explicitly, as in NumPy.
     __device__ __forceinline__ float changed(float x, unsigned char seen, int column) const {
-        if (MASKED && allowed && !(column < V && allowed[column / 32] >> column % 32 & 1)) return -INFINITY;
         if (CHANGED && seen > 1) {
             const float bias = changes[seen & ~1];
             x = bias == -INFINITY ? bias : x + bias;
@@ -134,6 +145,7 @@ __device__ __forceinline__ void visit(const Row& row, int first, int end, int st
 #pragma unroll
             for (int i = 0; i < LATER; ++i) l[i] = row.changed(l[i], seen[i], first + i * step);
         }
+        if (!STORED) row.exclude(l, first, step);
         f(l);
     }
 }

@@ -75,13 +75,23 @@ __device__ void request(const Row& row, bool greedy) {
     }
 }
 
-// Waits for the copies, and changes the logits of seen tokens in this block's part.
+// Waits for the copies, and changes the logits of seen and of excluded tokens in this block's part.
 __device__ void receive(const Row& row, bool greedy) {
     wait_for_copies();
+    const int begin = row.first + threadIdx.x;  // the thread changes the elements that it copied
     if (row.seen && !greedy) {
-        for (int i = row.first + threadIdx.x; i < row.end; i += THREADS) {  // the elements that this thread copied
+        for (int i = begin; i < row.end; i += THREADS) {
             float& l = row.stored[i - row.first];
             l = row.changed(l, row.seen[i], i);
+        }
+    }
+    for (int i = begin; MASKED && row.allowed && !greedy && i < row.end; i += LATER * THREADS) {
+        float l[LATER];
+        load_columns(row.stored + i - row.first, row.end - i, THREADS, -INFINITY, l);
+        row.exclude(l, i, THREADS);
+#pragma unroll
+        for (int n = 0; n < LATER; ++n) {
+            if (i + n * THREADS < row.end) row.stored[i + n * THREADS - row.first] = l[n];
         }
     }
     __syncthreads();
@@ -115,6 +125,7 @@ __device__ float first_pass(const Row& row, Shared& s, bool top_k, Best& best, O
 #pragma unroll
                 for (int i = 0; i < FIRST; ++i) l[i] = row.changed(raw[i], seen[i], first + i * PASS);
             }
+            row.exclude(l, first, PASS);
             online.take(raw);
 #pragma unroll
             for (int i = 0; i < FIRST; ++i) {
@@ -306,7 +317,7 @@ extern "C" __global__ void __cluster_dims__(SAMPLE_CLUSTER, 1, 1) __launch_bound
         }
         const int mask = MASKED ? mask_index[m] : 0;
         values.allowed = mask ? masks + (mask - 1LL) * ((V + 31) / 32) : nullptr;
-        if (penalty == 1.0f && !(CHANGED && own[0] != 0.0f) && !values.allowed) values.seen = nullptr;
+        if (penalty == 1.0f && !(CHANGED && own[0] != 0.0f)) values.seen = nullptr;
         values.first = min(rank * length, V);
         values.end = min(values.first + length, V);
         values.stored = stored;
