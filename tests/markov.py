@@ -17,7 +17,7 @@ from gpt2block.chat.template import ChatTemplate
 from gpt2block.config import GPT2Config
 from gpt2block.config.formats import USUAL
 from gpt2block.run.model import CacheKind, Floats, Ids, Output, Sampled, Start, Tensors
-from gpt2block.sampling import Sampling
+from gpt2block.sampling import Sampling, unpacked
 
 END = "<|endoftext|>"
 # A conversation with a character for each role, and a line for each message. It reads names, calls
@@ -183,6 +183,14 @@ class MarkovDecoding:
         return found._replace(guessed=found.tokens % 2 == 1) if self.speculate else found
 
     def _choose(self, row: Start, logits: Floats) -> int:
+        if row.matcher is None:
+            return self._drawn(row, logits)
+        allowed = unpacked(row.matcher.mask(), len(logits))
+        token = self._drawn(row, np.where(allowed, logits, -np.inf)) if allowed.any() else -1
+        row.matcher.accept([token])
+        return token
+
+    def _drawn(self, row: Start, logits: Floats) -> int:
         if self.engine.script:
             return next(self._scripts[row.slot], 0)
         if np.isnan(logits).any():

@@ -22,7 +22,20 @@ from gpt2block.sampling import mask_words, packed, unpacked
 from tests.devices import SOMEWHERE, running_on
 from tests.generating import Run, generate, stream
 
-PIECES = (b'{"', b'": ', b'", "', b'"}', b"name", b"age", b"na", b"me", b"true", b"tr", b"ue", b"12")
+PIECES = (
+    b'{"',
+    b'": ',
+    b'", "',
+    b'"}',
+    b"name",
+    b"age",
+    b"na",
+    b"me",
+    b"true",
+    b"tr",
+    b"ue",
+    b"12",
+)
 END = 256 + len(PIECES)
 V = END + 8  # the last ids have no token
 RANKS = {bytes([n]): n for n in range(256)} | {piece: 256 + n for n, piece in enumerate(PIECES)}
@@ -85,19 +98,19 @@ def test_a_vocabulary_without_an_end() -> None:
 
 
 def test_masks_of_several_texts_and_their_guesses() -> None:
-    rows = [(matcher_of(schema=PERSON), []), (matcher_of(choice=["true"]), [])]
-    first, second = rows[0][0].forced(), rows[1][0].forced()
+    person, true = matcher_of(schema=PERSON), matcher_of(choice=["true"])
+    first, second = person.forced(), true.forced()
     assert (bytes_of(first), bytes_of(second)) == (b'{"name": ', b"true")
-    guessed = [(rows[0][0], first[:2]), (rows[1][0], [RANKS[b"t"], RANKS[b"x"], RANKS[b"u"]])]
+    guessed = [(person, first[:2]), (true, [RANKS[b"t"], RANKS[b"x"], RANKS[b"u"]])]
     masks = np.full((7, mask_words(V)), -1, np.int32)
     fill(guessed, masks)
-    matcher = rows[0][0].copy()
+    matcher = person.copy()
     for n in range(3):
         np.testing.assert_array_equal(masks[n], matcher.mask())
         matcher.accept(first[n : n + 1])
     found = [bytes_of(np.flatnonzero(unpacked(mask, V))) for mask in masks[3:]]
     assert found == [b"t", b"r", b"", b""]  # no token after the wrong guess x
-    np.testing.assert_array_equal(rows[0][0].mask(), masks[0])  # the matchers are where they were
+    np.testing.assert_array_equal(person.mask(), masks[0])  # the matchers are where they were
 
 
 def test_masks_as_bits() -> None:
@@ -114,7 +127,10 @@ def test_masks_as_bits() -> None:
         ({"schema": {"foo": 1}}, "schema: the keyword 'foo' is not supported"),
         ({"schema": {"properties": {"a/b": {"if": {}}}}}, "schema: /properties/a~1b: the keyword"),
         ({"schema": {"items": {"type": "strin"}}}, "schema: /items: Invalid type: strin"),
-        ({"schema": {"anyOf": [{"type": "null"}, {"pattern": "(?=a)", "type": "string"}]}}, "schema: /anyOf/1: "),
+        (
+            {"schema": {"anyOf": [{"type": "null"}, {"pattern": "(?=a)", "type": "string"}]}},
+            "schema: /anyOf/1: ",
+        ),
         ({"schema": {"$ref": "#/x"}}, "schema: Pointer '/x' does not exist"),
         ({"schema": {"$ref": "http://a.b/c"}}, "schema: Resource 'http://a.b/c' is not present"),
         ({"schema": {"enum": []}}, "schema: Unsatisfiable schema"),
@@ -218,7 +234,8 @@ def many_guesses(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     run = list[int]()
 
     def for_forced(pace: SpeculationPolicy, counts: NDArray[np.int64], most: int) -> int:
-        run.append(next(n for n in (8, 4, 1) if n * len(counts) <= most and (n == 1 or counts.any())))
+        rows = (8, 4, 1) if counts.any() else (1,)
+        run.append(next(n for n in rows if n * len(counts) <= most))
         return run[-1]
 
     monkeypatch.setattr(SpeculationPolicy, "for_forced", for_forced)

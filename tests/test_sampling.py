@@ -304,9 +304,7 @@ def test_biases_that_mean_nothing(given: Any, message: str) -> None:
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("counted", [False, True])
 @pytest.mark.parametrize("stored", [0, 1, 2])
-def test_the_kernel_changes_logits(
-    device: Any, stored: int, counted: bool, masked: bool
-) -> None:
+def test_the_kernel_changes_logits(device: Any, stored: int, counted: bool, masked: bool) -> None:
     """Some rows have no changes, and some change a token in several ways."""
     B, V, step = 7 + 2 * counted, 777, 3
     x, seen = rows_of_logits(3, B, V), some_seen(3, B, V)
@@ -343,7 +341,8 @@ def test_the_kernel_changes_logits(
         allowed = np.random.default_rng(6).random((B, V)) < 0.04
         allowed[:, 69:72] = True
         index = np.arange(B, 0, -1, dtype=np.int32)
-        given |= {"mask_index": index * (np.arange(B) % 3 > 0), "masks": packed(allowed)[::-1].copy()}
+        given["mask_index"] = index * (np.arange(B) % 3 > 0)
+        given["masks"] = packed(allowed)[::-1].copy()
         masks = [mask if b % 3 else None for b, mask in enumerate(packed(allowed))]
     got = run(device, x, rows, step, seen | places, defines=defines, **given)
     assert_as_chosen(x, rows, step, seen, got._replace(seen=got.seen & 1), counts, masks)
@@ -363,11 +362,11 @@ def test_a_call_with_masks(device: Any) -> None:
     x = rows_of_logits(8, 3, 50)
     allowed = np.zeros((3, 50), bool)
     allowed[[0, 0, 1], [4, 49, 32]] = True
-    given = {"masks": packed(allowed)}
+    given: dict[str, Any] = {"masks": packed(allowed)}
     assert given["masks"].tolist() == [[1 << 4, 1 << 17], [0, 1], [0, 0]]
     for sampling in (GREEDY, Sampling(seed=3), Sampling(top_k=1), Sampling(top_p=0.1)):
         expected = reference.sample_token(x, sampling, **given)
-        on_device = {name: device.asarray(each) for name, each in given.items()}
+        on_device: dict[str, Any] = {n: device.asarray(each) for n, each in given.items()}
         drawn = ops.sample_token(device.asarray(x), sampling, **on_device).get()
         assert drawn.tolist() == expected.tolist()
         assert drawn[0] in {4, 49}
@@ -541,7 +540,7 @@ def run(
         of_masks = None if masks is None else Masks(*given[2:])
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(MODULE, "choose_geometry", geometry)
-            bound = bind_state(logits, state, n_ctx, report, None, *given[:2], of_masks)
+            bound = bind_state(logits, state, n_ctx, report, None, given[0], given[1], of_masks)
         assert bound.run() is state.token
         if counts is not None:
             drawn = np.zeros_like(counts)

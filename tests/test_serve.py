@@ -225,6 +225,7 @@ def test_chat_until_the_context_is_full(client: Any) -> None:
         {"prompt": "ab", "logprobs": 3, "echo": True},
         {"messages": HELLO, "n": 2},
         {"messages": HELLO, "logprobs": True, "top_logprobs": 2},
+        {"messages": HELLO, "extra_body": {"structured_outputs": {"regex": "[ab]{30}"}}},
     ],
 )  # fmt: skip
 def test_streams_are_the_whole(
@@ -478,6 +479,27 @@ TEXT = {"type": "text", "text": "a"}
 CALLED = {"role": "assistant", "tool_calls": [{"id": "1", **CALL}]}  # without content
 
 
+WRONG_RULES: list[Any] = [
+    ({"response_format": {"type": "json_schema"}}, 400, "response_format", "expected json_schema"),
+    ({"response_format": {"type": "json"}}, 400, "response_format", "expected 'text', 'json_obj"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"items": {"if": 1}}}}},
+     400, "response_format", "json_schema.schema: /items: the keyword 'if' is not supported"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "a"}}}}, 400,
+     "response_format", "response_format.json_schema.schema: Invalid type: a"),
+    ({"structured_outputs": {}}, 400, "structured_outputs", "expected one of json, regex"),
+    ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, 400, "structured_outputs", "got 2"),
+    ({"structured_outputs": {"regex": "(a"}}, 400, "structured_outputs",
+     "structured_outputs.regex: at 1(8): invalid regex"),
+    ({"structured_outputs": {"structural_tag": "x"}}, 400, "structured_outputs", "no such field"),
+    ({"structured_outputs": {"choice": ["a" * 70_000]}}, 413, "structured_outputs",
+     "structured_outputs.choice: expected at most 65,536 characters"),
+    ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, 400,
+     "structured_outputs", "expected none with response_format"),
+    ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, 400, "ignore_eos",
+     "expected none with structured_outputs, which decides where the text ends"),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "param", "words"),
     [
@@ -571,8 +593,8 @@ CALLED = {"role": "assistant", "tool_calls": [{"id": "1", **CALL}]}  # without c
          'is not supported: expected [], or none, or tool_choice "none" with it'),
         (CHAT, {"messages": HELLO, "functions": [CALL], "tool_choice": "none"}, 400, "functions",
          'or function_call "none" with it'),
-        (CHAT, {"messages": HELLO, "response_format": {"type": "json_object"}}, 400,
-         "response_format", "is not supported"),
+        *((CHAT, {"messages": HELLO, **given}, status, param, words)
+          for given, status, param, words in WRONG_RULES),
         (CHAT, {"messages": HELLO, "top_logprobs": 2}, 400, "top_logprobs", "expected logprobs"),
         (CHAT, {"messages": [{"role": "user", "content": "x" * 200}]}, 400, "messages",
          "203 tokens, the model's context is 128"),
@@ -612,6 +634,37 @@ def test_a_wrong_request(
     assert error["param"] == param
     assert words in error["message"]
     assert error["message"].isprintable()
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 9, "minimum": 0}},
+          "required": ["a"], "additionalProperties": False}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("rule", "pattern"),
+    [
+        ({"response_format": {"type": "json_schema", "json_schema": {
+            "name": "a", "strict": True, "schema": SCHEMA}}}, r'\{"a": [0-9]\}'),
+        ({"structured_outputs": {"json": SCHEMA}}, r'\{"a": [0-9]\}'),
+        ({"structured_outputs": {"regex": "[xy]{3}"}}, "[xy]{3}"),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, "yes|no"),
+        ({"structured_outputs": {"grammar": 'start: "a" ("b" | "c")'}}, "ab|ac"),
+        ({"response_format": {"type": "json_object"}, "max_tokens": 40}, r"\{.*"),
+    ],
+)  # fmt: skip
+def test_answers_follow_a_rule(server: Running, rule: Any, pattern: str) -> None:
+    """In chats and in completions; log-probabilities are the model's own."""
+    pytest.importorskip("llguidance")
+    body = {"messages": HELLO, "seed": 1, "max_tokens": 60, "logprobs": True, **rule}
+    status, answer = post(server, CHAT, body)
+    assert status == 200, answer
+    choice = answer["choices"][0]
+    text = choice["message"]["content"]
+    assert re.fullmatch(pattern, text, re.DOTALL)
+    assert choice["finish_reason"] == "stop" or "json_object" in str(rule)
+    assert all(entry["logprob"] <= 0 for entry in choice["logprobs"]["content"])
+    _, plain = post(server, COMPLETION, {"prompt": "x", "seed": 1, "max_tokens": 60, **rule})
+    assert re.fullmatch(pattern, plain["choices"][0]["text"], re.DOTALL)
 
 
 def test_what_a_model_or_a_server_has_not() -> None:

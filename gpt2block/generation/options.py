@@ -102,8 +102,9 @@ class Options:
     schema: Schema | None = option(
         None,
         "A JSON schema: the text is JSON that the schema accepts.",
-        more="A mapping, or JSON text; True: any JSON. Only one of schema, regex, choice and grammar "
-        "can be set. The text ends when it is complete; docs/structured.md has the details.",
+        more="A mapping, or JSON text; True: any JSON. Only one of schema, regex, choice and "
+        "grammar can be set. The text ends when it is complete; docs/structured.md has the "
+        "details.",
     )
     regex: str | None = option(None, "A regular expression that the whole text matches.")
     choice: Iterable[str] | None = option(None, "Texts, one of which is the result.")

@@ -14,8 +14,7 @@ from gpt2block.grammars.schema import check_schema, place_of
 Schema = Mapping[str, Any] | bool | str
 # JSON is written on one line. With free white space, models can write spaces without end, and
 # fewer bytes of a text are determined by its schema.
-JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-
+JSON_FORM: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 @dataclass(frozen=True)

@@ -195,7 +195,7 @@ def _prepare_state(unchecked: UncheckedCall) -> Call:
         raise InputError(f"changes: expected {CHANGES} numbers for each row, got {c.W}")
     if (c.masks is None) != (c.mask_index is None):
         raise InputError("masks: expected mask_index with it")
-    if c.masks is not None and c.X != mask_words(c.V):
+    if c.masks is not None and mask_words(c.V) != c.X:
         raise InputError(f"masks: expected {mask_words(c.V)} words for each row, got {c.X}")
     c.state = inputs[1 : 1 + len(SampleState._fields)]
     c.kept = tuple(array for array in inputs[1:-1] if array is not None)  # inputs[-1] is report

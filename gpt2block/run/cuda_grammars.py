@@ -28,9 +28,7 @@ class PinnedPair:
     """Two buffers in pinned host memory that take turns, so that a copy needs no wait."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
-        self._pairs = [
-            (pinned(shape), cupy.cuda.Event(disable_timing=True)) for _ in range(2)
-        ]
+        self._pairs = [(pinned(shape), cupy.cuda.Event(disable_timing=True)) for _ in range(2)]
 
     def next(self) -> tuple[Ids, Any]:
         """Return a buffer whose last copy has ended, and the event to record after the next."""

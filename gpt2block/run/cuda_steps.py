@@ -15,6 +15,7 @@ import numpy as np
 
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import Bound, CudaArray, pinned
+from gpt2block.grammars import Matcher
 from gpt2block.ops.guesses import MOST_GUESSES, TAKEN, Guesses, bind_take
 from gpt2block.ops.sample_token import (
     SampleState,
@@ -26,7 +27,6 @@ from gpt2block.ops.sample_token import (
 )
 from gpt2block.ops.top_logprobs import TOP_LOGPROBS
 from gpt2block.passes import check_read
-from gpt2block.grammars import Matcher
 from gpt2block.run.cuda_caches import CudaCache
 from gpt2block.run.cuda_grammars import ANY_NUMBER, HostMasks
 from gpt2block.run.cuda_passes import CudaPasses

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager, contextmanager
 from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -34,6 +35,7 @@ from gpt2block.chat.template import ChatTemplate, RenderingTimeoutError
 from gpt2block.errors import CheckpointError, InputError
 from gpt2block.generation.generate import Run
 from gpt2block.generation.rows import Row
+from gpt2block.grammars import vocabulary_of
 from gpt2block.run.model import Ids, in_groups
 from gpt2block.serve.access import Access, error_response
 from gpt2block.serve.answers import (
@@ -196,6 +198,9 @@ class Server:
         self._threads, self._passes = Workers(AT_ONCE), Workers(AT_ONCE)
         self._caches = Places(AT_ONCE)  # limits kv_caches for scoring prompts
         loop = asyncio.get_running_loop()
+        if find_spec("llguidance"):  # building the vocabulary would delay the first request
+            ends = tokenizer.end_tokens(self.model.config, self.encoding)
+            vocabulary_of(self.encoding, self.model.config.vocab_size, ends)
         self.service = Service(self._batch, self.settings.queue, loop, self.on_failure)
         self.metrics.watch(self.service)
         try:
@@ -286,7 +291,9 @@ class Server:
     # --- endpoints of completions -----------------------------------------------------------------
 
     async def completions(self, request: Request, given: CompletionRequest) -> Response:
-        asked = await self._prepared(request, self._completion, given)
+        # Compiling a grammar can take a second.
+        prepared = self._in_thread if given.rule()[1] else self._prepared
+        asked = await prepared(request, self._completion, given)
         if given.echo and given.logprobs is not None:
             for echo, ids in zip(asked.echoes[:: given.n or 1], asked.prompts, strict=True):
                 async with self._caches.taken(request.state.client):

@@ -23,7 +23,7 @@ from pydantic import (
 )
 
 from gpt2block.config.options import meaning_of
-from gpt2block.errors import printable, shown
+from gpt2block.errors import InputError, printable, shown
 from gpt2block.generation.options import KEYWORDS, Options
 from gpt2block.sampling import MOST_ALTERNATIVES, NUMBERS, LogitBias
 
@@ -35,6 +35,7 @@ MOST_VALUES = 2**14  # most biases; most values in messages, and in a body that 
 MOST_MESSAGES = 2**12
 MOST_TEXT = 2**20  # most bytes of the texts of all messages
 MOST_NEW = 2**31 - 1  # most new tokens per answer
+MOST_RULE = 2**16  # most characters of a schema, regular expression, list of choices or grammar
 PART = 2**13  # list entries that are checked or written without releasing the GIL
 LONGEST_KEY = 100  # most characters of a key shown in an error
 TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")  # pattern of a token id written as a string
@@ -53,7 +54,6 @@ NEUTRAL: Mapping[str, Any] = {
     "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
     "parallel_tool_calls": ANYTHING,
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "verbosity": ("medium",),
     **dict.fromkeys(("reasoning_effort", "prediction", "audio", "web_search_options"), ()),
@@ -69,7 +69,7 @@ NEUTRAL: Mapping[str, Any] = {
     **dict.fromkeys(("documents", "bad_words", "logits_processors"), ([],)),
     **dict.fromkeys(("chat_template_kwargs", "mm_processor_kwargs", "vllm_xargs"), ({},)),
     **dict.fromkeys(("chat_template", "guided_json", "guided_regex", "guided_choice"), ()),
-    **dict.fromkeys(("guided_grammar", "structured_outputs", "allowed_token_ids"), ()),
+    **dict.fromkeys(("guided_grammar", "allowed_token_ids"), ()),
     **dict.fromkeys(("prompt_logprobs", "kv_transfer_params"), ()),
     "truncate_prompt_tokens": (-1,),
     "length_penalty": (1,),
@@ -237,6 +237,66 @@ class StreamFields(BaseModel):
     include_obfuscation: bool = False
 
 
+class SchemaFormat(BaseModel):
+    """The object json_schema of a response_format. strict is not read: the schema always holds."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    name: str | None = None
+    description: str | None = None
+    schema_: Any = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    """The field response_format. Source: OpenAI, "Structured model outputs"."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: SchemaFormat | None = None
+
+    def rule(self) -> tuple[str, dict[str, Any]]:
+        """Return the place of the rule in a request, and the rule as a keyword of `generate`."""
+        if (self.json_schema is not None) != (self.type == "json_schema"):
+            problem = "response_format: expected json_schema with the type json_schema, and only it"
+            raise ApiError(400, problem, "response_format")
+        if self.json_schema is not None:
+            place = "response_format.json_schema.schema"
+            return place, {"schema": self.json_schema.schema_}
+        given = {"schema": {"type": "object"}} if self.type == "json_object" else {}
+        return "response_format", given
+
+
+class StructuredOutputs(BaseModel):
+    """The field structured_outputs. Source: vLLM, "Structured Outputs"."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    json_: Any = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+    def rule(self) -> tuple[str, dict[str, Any]]:
+        """Return the place of the rule in a request, and the rule as a keyword of `generate`."""
+        given: dict[str, tuple[str, Any]] = {
+            "json": ("schema", self.json_),
+            "regex": ("regex", self.regex),
+            "choice": ("choice", self.choice),
+            "grammar": ("grammar", self.grammar),
+            "json_object": ("schema", {"type": "object"} if self.json_object else None),
+        }
+        found = {name: pair for name, pair in given.items() if pair[1] is not None}
+        if len(found) != 1:
+            names = ", ".join(given)
+            problem = f"structured_outputs: expected one of {names}, got {len(found)}"
+            raise ApiError(400, problem, "structured_outputs")
+        ((name, (keyword, value)),) = found.items()
+        return f"structured_outputs.{name}", {keyword: value}
+
+
 def _with_further_numbers(kind: type[Request]) -> type[Request]:
     """Class decorator: add fields for the numeric options of Sampling that have no field yet."""
     given = {KEYWORD_OF.get(name, name) for name in kind.model_fields}
@@ -296,6 +356,8 @@ class SampledRequest(Drawn):
     stop_token_ids: Annotated[Tokens | None, _at_most(MOST_VALUES, "token ids")] = None
     ignore_eos: bool | None = False
     min_tokens: int | None = Field(0, ge=0)
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     def options(self, **more: Any) -> Options:
         """Return this request's generation options. more: further keywords of `GPT2.generate`."""
@@ -307,7 +369,35 @@ class SampledRequest(Drawn):
         }
         if self.seed is not None:
             found["seed"] = self.seed % 2**64
-        return Options.of({**found, **more})
+        place, rule = self.rule()
+        try:
+            return Options.of({**found, **rule, **more})
+        except InputError as error:
+            keyword = next(iter(rule), "")
+            if not rule or not str(error).startswith(f"{keyword}: "):
+                raise
+            problem = str(error).replace(keyword, place, 1)
+            raise ApiError(400, problem, place.partition(".")[0]) from None
+
+    def rule(self) -> tuple[str, dict[str, Any]]:
+        """Return the place of the rule that the answers follow, and the rule as a keyword."""
+        given = [each for each in (self.response_format, self.structured_outputs) if each]
+        if len(given) > 1:
+            problem = "structured_outputs: expected none with response_format"
+            raise ApiError(400, problem, "structured_outputs")
+        place, rule = given[0].rule() if given else ("", {})
+        if not rule:
+            return place, rule
+        field = place.partition(".")[0]
+        size = len(json.dumps(next(iter(rule.values()))))
+        if size > MOST_RULE:
+            problem = f"{place}: expected at most {MOST_RULE:,} characters, got {size:,}"
+            raise ApiError(413, problem, field)
+        for name in ("stop_token_ids", "ignore_eos", "min_tokens"):
+            if getattr(self, name):
+                problem = f"{name}: expected none with {field}, which decides where the text ends"
+                raise ApiError(400, problem, name)
+        return place, rule
 
     def _stops(self) -> list[str]:
         stop = self.stop if isinstance(self.stop, list) else [self.stop] if self.stop else []

@@ -1,0 +1,153 @@
+"""Texts of many schemas: each parses, and jsonschema accepts it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("llguidance")
+
+import jsonschema
+
+from gpt2block.generation.rows import Generation
+from tests.generating import generate
+from tests.markov import MarkovEngine, byte_encoding
+
+SCHEMAS, LONGEST = 200, 400
+MERGES = (b'": ', b'", "', b"true", b"null", b"false", b"12", b"ab", b'"}', "é".encode())
+ENCODING = byte_encoding(*MERGES)
+NAMES = ("name", "a b", "ü", "x/y", "id", "values", "unit", '"quoted"')
+PATTERNS = ("^[a-f]{2,5}$", "^(cat|dog)s?$", r"^\d{3}-\d{2}$", "^[A-Z][a-z]*$", "x.y")
+FORMATS = ("date", "time", "email", "uuid", "ipv4")
+
+
+def schema_of(rng: np.random.Generator, depth: int = 0) -> dict[str, Any]:
+    """A random schema of one of the kinds that users write."""
+    kinds = [string, number, choice, constant, boolean]
+    if depth < 3:
+        kinds += [array, pair, thing, thing, union, tree]
+    made: dict[str, Any] = kinds[rng.integers(len(kinds))](rng, depth)
+    return made
+
+
+def string(rng: np.random.Generator, depth: int) -> dict[str, Any]:
+    kind = rng.integers(4)
+    if kind == 0:
+        return {"type": "string", "pattern": PATTERNS[rng.integers(len(PATTERNS))]}
+    if kind == 1:
+        return {"type": "string", "format": FORMATS[rng.integers(len(FORMATS))]}
+    least = int(rng.integers(3))
+    return {"type": "string", "minLength": least, "maxLength": least + int(rng.integers(1, 9))}
+
+
+def number(rng: np.random.Generator, depth: int) -> dict[str, Any]:
+    low = int(rng.integers(-50, 50))
+    more: dict[str, Any] = {"minimum": low, "maximum": low + int(rng.integers(40))}
+    if rng.integers(2):
+        more = {"exclusiveMinimum": low, "exclusiveMaximum": low + 10.5}
+    if rng.integers(3) == 0:
+        return {"type": "integer", "multipleOf": int(rng.integers(2, 9)), "minimum": 0}
+    return {"type": ("integer", "number")[rng.integers(2)], **more}
+
+
+def choice(rng: np.random.Generator, depth: int) -> dict[str, Any]:
+    values = ["red", "grün", 'with "quotes"', 1, -2.5, None, True, [1, "a"], {"k": []}, "\n"]
+    return {"enum": [values[n] for n in rng.choice(len(values), 4, replace=False)]}
+
+
+def constant(rng: np.random.Generator, depth: int) -> dict[str, Any]:
+    return {"const": [None, "fixed", 7, {"a": [True]}][rng.integers(4)]}
+
+
+def boolean(rng: np.random.Generator, depth: int) -> dict[str, Any]:
+    return {"type": ["boolean", "null"] if rng.integers(2) else "boolean"}
+
+
+def array(rng: np.random.Generator, depth: int) -> dict[str, Any]:
+    least = int(rng.integers(3))
+    items = schema_of(rng, depth + 1)
+    return {"type": "array", "items": items, "minItems": least, "maxItems": least + 2}
+
+
+def pair(rng: np.random.Generator, depth: int) -> dict[str, Any]:
+    first = [schema_of(rng, depth + 1) for _ in range(2)]
+    return {"type": "array", "prefixItems": first, "items": False, "minItems": 2}
+
+
+def thing(rng: np.random.Generator, depth: int) -> dict[str, Any]:
+    names = rng.choice(NAMES, rng.integers(1, 5), replace=False).tolist()
+    required = [name for name in names if rng.integers(2)]
+    more: Any = [False, {"type": "integer", "minimum": 0, "maximum": 9}][rng.integers(2)]
+    properties = {name: schema_of(rng, depth + 1) for name in names}
+    return {
+        "type": "object", "properties": properties, "required": required,
+        "additionalProperties": more,
+    }  # fmt: skip
+
+
+def union(rng: np.random.Generator, depth: int) -> dict[str, Any]:
+    return {"anyOf": [schema_of(rng, depth + 1) for _ in range(2)]}
+
+
+def tree(rng: np.random.Generator, depth: int) -> dict[str, Any]:
+    """A linked list of small numbers, which refers to itself."""
+    value = {"type": "integer", "minimum": 0, "maximum": 9}
+    node = {
+        "type": "object", "properties": {"value": value, "next": {"$ref": "#/$defs/node"}},
+        "required": ["value"], "additionalProperties": False,
+    }  # fmt: skip
+    if depth:  # references begin at the root of a schema
+        return value
+    return {"$ref": "#/$defs/node", "$defs": {"node": node}}
+
+
+def schemas() -> list[dict[str, Any]]:
+    rng = np.random.default_rng(5)
+    return [schema_of(rng) for _ in range(SCHEMAS)]
+
+
+def engine() -> MarkovEngine:
+    """Random texts, in which strings, lists and objects end soon."""
+    V = ENCODING.n_vocab
+    table = np.random.default_rng(0).standard_normal((V, V)).astype(np.float32)
+    for token in range(V - 1):
+        data = ENCODING.decode_single_token_bytes(token)
+        if data[:1] in (b'"', b"]", b"}", b","):
+            table[:, token] += 5.0
+        elif data[0] >= 0x80 and token < 256:
+            table[:, token] -= 4.0
+    table[:, -1] += 5.0
+    return MarkovEngine(table, n_ctx=LONGEST + 8)
+
+
+def problem(schema: Any, found: Generation) -> str | None:
+    """Return the reason why a finished text is wrong, or None."""
+    try:
+        value = json.loads(found.text)
+        kind = jsonschema.Draft202012Validator
+        kind(schema, format_checker=kind.FORMAT_CHECKER).validate(value)
+    except (ValueError, jsonschema.ValidationError) as error:
+        return f"{schema}: {found.text!r}: {error}"
+    return None
+
+
+def run(each: int) -> Counter[str]:
+    """Generate `each` texts of every schema, and return the number of texts by outcome."""
+    counts, made = Counter[str](), engine()
+    for schema in schemas():
+        options: dict[str, Any] = {"max_new_tokens": LONGEST, "temperature": 1.0, "seed": 3}
+        for found in generate(made, ENCODING, [65], samples=each, schema=schema, **options):
+            wrong = problem(schema, found) if found.finish_reason == "stop" else None
+            counts["invalid" if wrong else found.finish_reason] += 1
+            assert wrong is None, wrong
+    return counts
+
+
+def test_finished_texts_are_valid() -> None:
+    counts = run(2)
+    assert counts["stop"] >= 0.95 * counts.total()
+    assert counts.total() == 2 * SCHEMAS
