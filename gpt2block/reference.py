@@ -27,7 +27,6 @@ from gpt2block.sampling import (
     Sampling,
     check_alternatives,
     choose,
-    mask_words,
     rows_of,
 )
 
@@ -1123,7 +1122,7 @@ def guess_tokens(tokens: NDArray[np.int32], K: int = 7) -> NDArray[np.int32]:
     return np.full(K, -1, np.int32)
 
 
-@takes("logits f32 B V; seen? u8 B V; counts? i32 B V; masks? i32 B X -> token i32 B")
+@takes("logits f32 B V; seen? u8 B V; counts? i32 B V; masks? i32 B (V+31)//32 -> token i32 B")
 def sample_token(
     logits: Array,
     sampling: Sampling | Sequence[Sampling] | None = None,
@@ -1143,8 +1142,6 @@ def sample_token(
     rows, shape = rows_of(sampling, len(logits)), logits.shape
     seen = np.zeros(shape, np.uint8) if seen is None else seen
     counts = np.zeros(shape, np.int32) if counts is None else counts
-    if masks is not None and masks.shape[1] != mask_words(shape[1]):
-        raise InputError(f"masks: expected {mask_words(shape[1])} words for each row")
     allowed = [None] * len(rows) if masks is None else masks
     told = zip(logits, rows, seen | (counts > 0), counts, allowed, strict=True)
     tokens = [choose(x, row, step, marks, *more).token for x, row, marks, *more in told]

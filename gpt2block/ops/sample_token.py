@@ -31,7 +31,6 @@ from gpt2block.sampling import (
     changes,
     check_step,
     draw,
-    mask_words,
     masses,
     parameters,
     random_bits,
@@ -53,7 +52,7 @@ PARAMETERS = (
 STATE = f"{PARAMETERS}; token i32 B; logprob f32 B"
 SLOTS = "slot_row? slot_token? slot_position? slot_turn? i32 M"
 CHANGED = "changes? f32 B W; counts? i32 B V"
-MASKS = "mask_index? i32 M; masks? i32 R X"
+MASKS = "mask_index? i32 M; masks? i32 R (V+31)//32"
 
 
 class SampleState(NamedTuple):
@@ -195,8 +194,6 @@ def _prepare_state(unchecked: UncheckedCall) -> Call:
         raise InputError(f"changes: expected {CHANGES} numbers for each row, got {c.W}")
     if (c.masks is None) != (c.mask_index is None):
         raise InputError("masks: expected mask_index with it")
-    if c.masks is not None and mask_words(c.V) != c.X:
-        raise InputError(f"masks: expected {mask_words(c.V)} words for each row, got {c.X}")
     c.state = inputs[1 : 1 + len(SampleState._fields)]
     c.kept = tuple(array for array in inputs[1:-1] if array is not None)  # inputs[-1] is report
     return c
