@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -16,7 +18,7 @@ from pydantic import BaseModel  # noqa: E402
 
 from gpt2block.errors import InputError  # noqa: E402
 from gpt2block.serve import answers, response_events, responses  # noqa: E402
-from gpt2block.serve.protocol import ApiError  # noqa: E402
+from gpt2block.serve.protocol import NEUTRAL, ApiError  # noqa: E402
 from tests.markov import MarkovEngine, cycle  # noqa: E402
 from tests.serving import Running, exchanged, model_of, post, serving, small  # noqa: E402
 
@@ -255,6 +257,17 @@ def test_a_stream_that_fails(server: Running, monkeypatch: pytest.MonkeyPatch) -
     assert found["error"] == {"code": "server_error", "message": "the server has made an error"}
 
 
+def test_the_documentation_has_every_field() -> None:
+    page = Path(__file__).parents[1].joinpath("docs", "serve.md").read_text(encoding="utf-8")
+    table = page.partition("## Responses\n")[2].partition("\n## ")[0]
+    table = table.partition("| fields of a request |")[2]
+    names = {name for line in table.splitlines() for name in
+             re.findall("`([a-z_]+)`", line.partition(" | ")[0])}  # fmt: skip
+    kind = responses.ResponsesRequest
+    own = {name for name, values in kind.neutral.items() if values != NEUTRAL.get(name, "none")}
+    assert names == {*kind.model_fields, *own} - {"model"}
+
+
 # --- conversions ----------------------------------------------------------------------------------
 
 CALLS: list[dict[str, Any]] = [
@@ -307,7 +320,7 @@ def test_tool_calls_become_function_calls(
         deltas.append({"tool_calls": [{"index": index, **call, "function": function}]})
         for part in call["function"]["arguments"]:
             deltas.append({"tool_calls": [{"index": index, "function": {"arguments": part}}]})
-    chunks = [{"delta": delta, "finish_reason": None} for delta in deltas]
+    chunks: list[dict[str, Any]] = [{"delta": delta, "finish_reason": None} for delta in deltas]
     chunks.append({"delta": {}, "finish_reason": reason})
     sent, kind = sent_for(**fields), "chat.completion.chunk"
     data = b"".join(sent.chunk(completion(kind, each)) for each in chunks)
