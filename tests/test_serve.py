@@ -1602,7 +1602,7 @@ def test_a_mistake_of_the_server(
         raise RuntimeError("\x1b[31m red")
 
     monkeypatch.setattr(answers.TextForm, "delta", fail)
-    monkeypatch.setattr(model, "embed", fail)
+    monkeypatch.setattr(app, "vectors_of", fail)
     with serving(model, rows=1) as running, client_of(running) as client:
         asked: dict[str, Any] = {"model": "small", "prompt": "a", "stream": True}
         with pytest.raises(openai.APIError, match="the server has made an error"):
