@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from gpt2block.chat.conversation import Conversation
     from gpt2block.chat.messages import Message
     from gpt2block.chat.template import ChatTemplate
+    from gpt2block.checkpoints.embedding_files import EmbeddingDefaults, Pooling
     from gpt2block.explain import Page
     from gpt2block.generation.generate import Prompt, Prompts
     from gpt2block.generation.options import GenerateOptions, Overflow, StreamOptions
@@ -306,6 +307,17 @@ class Model(Generic[Weights]):
         from gpt2block.checkpoints.chat_files import chat_sampling  # noqa: PLC0415
 
         return chat_sampling(self._checkpoint)
+
+    @cached_property
+    def embedding_defaults(self) -> EmbeddingDefaults:
+        """The pooling and normalization of `embed` by default, from files of sentence-transformers.
+
+        A model without these files has the mean, which is not normalized. Raises CheckpointError
+        for damaged files, and for poolings and modules that are not supported.
+        """
+        from gpt2block.checkpoints.embedding_files import embedding_defaults  # noqa: PLC0415
+
+        return embedding_defaults(self._checkpoint)
 
     def tensors(self) -> Tensors:
         """Yield name, array and layout of every tensor as stored, like `Checkpoint.tensors`.
@@ -615,17 +627,39 @@ class Model(Generic[Weights]):
     def embed(
         self,
         texts: Prompt | Prompts,
-        pooling: Literal["mean", "last"] = "mean",
+        pooling: Pooling | None = None,
         overflow: Overflow = "error",
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        instruction: str | None = None,
     ) -> Floats:
-        """Return embeddings, the mean or last hidden states: (C,) of one input, (B, C) of a list.
+        """Return embeddings of texts or token ids: (C,) of one input, (B, C) of a list.
 
-        overflow: for inputs longer than n_ctx: "truncate" keeps the last n_ctx tokens, "error"
-        raises InputError.
+        pooling: the "mean" of the hidden states after the final norm, the "last", or the first
+        ("cls"). normalize: whether vectors are scaled to length 1. For pooling and normalize, None
+        stands for `embedding_defaults`. dimensions: keep the first 1 to C numbers, before the
+        scaling; None: all. instruction: the task for which texts are queries, in the format of
+        Qwen3-Embedding. overflow: for inputs longer than n_ctx: "truncate" keeps the last n_ctx
+        tokens, "error" raises InputError.
+
+        Raises InputError, and CheckpointError as `embedding_defaults` does.
         """
         from gpt2block.generation import scoring  # noqa: PLC0415
 
-        return scoring.embed(self.engine, self.lookup, texts, pooling, overflow=overflow)
+        if pooling is None or normalize is None:
+            own = self.embedding_defaults
+            pooling = own.pooling if pooling is None else pooling
+            normalize = own.normalize if normalize is None else normalize
+        given: Any = texts if instruction is None else scoring.instructed(instruction, texts)
+        return scoring.embed(
+            self.engine,
+            self.lookup,
+            given,
+            pooling,
+            overflow=overflow,
+            dimensions=dimensions,
+            normalize=check_flag("normalize", normalize),
+        )
 
 
 class GPT2(Model[GPT2Weights]):

@@ -177,7 +177,7 @@ def test_embeddings(model: GPT2) -> None:
         ("generate", {"samples": 0}, "samples: expected a positive integer"),
         ("generate", {"overflow": "x"}, "overflow: expected 'error' or 'truncate'"),
         ("embed", {"overflow": "x"}, "overflow: expected 'error' or 'truncate'"),
-        ("embed", {"pooling": "max"}, "pooling: expected 'mean' or 'last'"),
+        ("embed", {"pooling": "max"}, "pooling: expected one of mean, last, cls"),
         ("embed", {"batch_tokens": 0}, "batch_tokens: expected a positive integer"),
         ("sing", {}, "task: expected one of score, generate, embed"),
     ],

@@ -145,7 +145,7 @@ MAP = ["--output", "scores", "--device", "cpu", "--workers", "1"]
         ),
         (["generate", "--rows-at-once", "0"], "--rows-at-once: expected a positive integer"),
         (["score", "--stride", "256"], "--stride: expected 1 to 255"),
-        (["embed", "--pooling", "max"], "--pooling: expected 'mean' or 'last', got 'max'"),
+        (["embed", "--pooling", "max"], "--pooling: expected one of mean, last, cls, got 'max'"),
         (["score", "--format", "csv"], "--format: expected 'jsonl' or 'parquet', got 'csv'"),
         (["score", "--dtype", "int8"], "--dtype: expected one of float32"),
         (["score", "--shard-size", "0"], "Invalid value for '--shard-size'"),

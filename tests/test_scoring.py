@@ -286,15 +286,19 @@ def test_vectors() -> None:
     assert one.dtype == np.float32
     assert one.tolist() == [98, 1, 0, 0]
     assert embed(engine, BYTES, "ac", pooling="last").tolist() == [99, 1, 0, 0]
+    assert embed(engine, BYTES, "ac", pooling="cls").tolist() == [97, 1, 0, 0]
+    assert embed(engine, BYTES, "ac", dimensions=1).tolist() == [98]
+    short = embed(engine, BYTES, [[3], [4, 4]], dimensions=2, normalize=True)
+    np.testing.assert_allclose(short * [[10**0.5], [17**0.5]], [[3, 1], [4, 1]], rtol=1e-6)
     many = embed(engine, BYTES, ["a", "ac", [0, 1, 2], "abc"], tokens_at_once=3)
     assert many[:, 0].tolist() == [97, 98, 1, 98]
-    assert engine.batches[2:] == [[1, 2], [3], [3]]
+    assert engine.batches[5:] == [[1, 2], [3], [3]]
 
 
 @pytest.mark.parametrize(
     ("inputs", "pooling", "message"),
     [
-        ("ab", "max", "pooling: expected 'mean' or 'last', got 'max'"),
+        ("ab", "max", "pooling: expected one of mean, last, cls, got 'max'"),
         ("", "mean", "input: expected 1 to 4 tokens, got 0"),
         (["ab", "abcde"], "mean", "input 1: expected 1 to 4 tokens, got 5"),
         ([], "mean", "input: expected text, token ids or a list of them, got []"),

@@ -603,8 +603,18 @@ WRONG_RULES: list[Any] = [
         (CHAT, {"messages": [{"role": "user", "content": [TEXT | {"cache_control": {}}]}]}, 400,
          "messages", "cache_control"),
         ("/v1/embeddings", {"input": "x" * 129}, 400, "input", "129 tokens"),
-        ("/v1/embeddings", {"input": "x", "dimensions": 8}, 400, "dimensions",
-         "8 is not supported: expected 32, the model's, or none"),
+        ("/v1/embeddings", {"input": "x", "dimensions": 33}, 400, "dimensions",
+         "dimensions: expected 1 to 32, the model's n_embd, or none, got 33"),
+        ("/v1/embeddings", {"input": [1], "instruction": "x"}, 400, "instruction",
+         "instruction: expected a text, with texts as input and no token ids"),
+        ("/v1/rerank", {"query": "x", "documents": []}, 400, "documents", "at least 1 item"),
+        ("/v1/rerank", {"query": "x", "documents": ["a", {"text": "b", "image": "c"}]}, 400,
+         "documents", "documents.1.image: there is no such field"),
+        ("/v1/rerank", {"query": "x", "documents": ["a"], "top_n": -1}, 400, "top_n", "equal to 0"),
+        ("/v1/rerank", {"query": "x" * 40_000, "documents": ["a"] * 200}, 413, "query",
+         "expected at most 4,194,304 bytes, counted for each document"),
+        ("/rerank", {"query": "x", "documents": ["a"]}, 400, "model",
+         "lacks <|im_start|>: expected a model as Qwen3-Reranker"),
         (TOKENS, {}, 400, "prompt", "expected, but missing"),
         (TOKENS, {"prompt": "x" * 129}, 400, "prompt", "129 tokens, the model's context is 128"),
         (TOKENS, {"prompt": [257]}, 400, "prompt", "expected ids from 0 to 256"),
@@ -1645,7 +1655,7 @@ def test_a_mistake_of_the_server(
         raise RuntimeError("\x1b[31m red")
 
     monkeypatch.setattr(answers.TextForm, "delta", fail)
-    monkeypatch.setattr(model, "embed", fail)
+    monkeypatch.setattr(app, "vectors_of", fail)
     with serving(model, rows=1) as running, client_of(running) as client:
         asked: dict[str, Any] = {"model": "small", "prompt": "a", "stream": True}
         with pytest.raises(openai.APIError, match="the server has made an error"):

@@ -39,7 +39,7 @@ ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% 
 
 def with_template(template: Any) -> Any:
     found = small()
-    return model_of(found.engine, embed=found.embed, chat_template=template)
+    return model_of(found.engine, chat_template=template)
 
 
 @pytest.fixture(scope="module")

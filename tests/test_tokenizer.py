@@ -329,9 +329,8 @@ def test_the_setting_that_needs_the_package_tokenizers(
         ({"type": "WordPiece"}, "expected a BPE model"),
         ({"pre_tokenizer": {"type": "Whitespace"}}, "a ByteLevel pre_tokenizer, got 'Whitespace'"),
         ({"vocab": ["a"]}, "AttributeError"),
-        *(({"post_processor": template(*parts, token_id=256), "ignore_merges": True},
-           "TemplateProcessing adds tokens after every text")
-          for parts in (("", "ab"), ("ab", "", "ab"))),
+        ({"post_processor": template("", "ab", "", token_id=256), "ignore_merges": True},
+         "TemplateProcessing: expected one that adds tokens before and after a text only"),
         *(({"vocab": BYTES | {"A": token_id}}, "different integers from 0 to 2147483647")
           for token_id in ("7", -1, 8, 1.5, True, None, 2**31, 10**400)),
     ],
@@ -360,6 +359,27 @@ def test_a_token_before_every_text(tmp_path: Path) -> None:
     small_json(tmp_path)
     set_options(tmp_path, {"add_bos_token": True})
     refused(path, "add_bos_token to True, the post_processor adds none")
+
+
+def test_a_token_after_every_text(tmp_path: Path) -> None:
+    """Texts that are embedded have it; texts to continue do not."""
+    tokens = [added_token(256, "ab"), added_token(258, "</s>")]
+    path = small_json(tmp_path, post_processor=template("", "ab", token_id=256),
+                      added_tokens=tokens)  # fmt: skip
+    set_options(tmp_path, {"add_eos_token": True})
+    encoding = tokenizer.load(tmp_path, 1000)
+    assert (tokenizer.prefix_of(encoding), tokenizer.suffix_of(encoding)) == ([], [256])
+    assert tokenizer.encode(encoding, "c") == [99]
+    for text, ids in (("c", [99, 256]), ("", [256]), ([99], [99])):
+        assert tokenizer.whole_text_ids(encoding, text, 1000, "text").tolist() == ids
+    small_json(tmp_path, post_processor=template("ab", "", "ab", token_id=256), added_tokens=tokens)
+    both = tokenizer.load(tmp_path, 1000)
+    assert tokenizer.whole_text_ids(both, "c", 1000, "text").tolist() == [256, 99, 256]
+    set_options(tmp_path, {"add_eos_token": False})
+    refused(path, "add_eos_token to False, the post_processor adds a token after every text")
+    small_json(tmp_path)
+    set_options(tmp_path, {"add_eos_token": True})
+    refused(path, "add_eos_token to True, the post_processor adds none after every text")
 
 
 def test_a_tokenizer_with_byte_fallback(tmp_path: Path) -> None:

@@ -249,7 +249,8 @@ class Predictor:
             value = np.empty(0, np.int32)
         vocab_size, task = self.model.config.vocab_size, self.arguments.task
         try:
-            ids = tokenizers.token_ids(self.encoding, value, vocab_size, task)
+            encode = tokenizers.whole_text_ids if task == "embed" else tokenizers.token_ids
+            ids = encode(self.encoding, value, vocab_size, task)
         except InputError as error:
             raise InputError(str(error).removeprefix(f"{task}: ")) from error
         except (ValueError, OverflowError, TypeError) as error:  # raised by tiktoken or NumPy

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
+from gpt2block.checkpoints.embedding_files import Pooling
 from gpt2block.checks import check_integer
 from gpt2block.config import ModelConfig
 from gpt2block.errors import CheckpointError, DeviceError, InputError, KernelError, printable
@@ -176,9 +177,9 @@ class Generating(Task):
 
 
 class Embedding(Task):
-    """Task `embed`: the mean or the last of each record's hidden states after the final norm.
+    """Task `embed`: the mean, last or first of a record's hidden states after the final norm.
 
-    overflow: as in `scoring.embed`.
+    pooling, overflow: as in `scoring.embed`.
     """
 
     def __init__(
@@ -186,12 +187,12 @@ class Embedding(Task):
         config: ModelConfig,
         encoding: Encoding | None,
         batch_tokens: int,
-        pooling: scoring.Pooling = "mean",
+        pooling: Pooling = "mean",
         overflow: Overflow = "error",
     ) -> None:
         scoring.check_embed_options(pooling, overflow)
         self._n_ctx, self.tokens_at_once = config.n_ctx, batch_tokens
-        self._pooling: scoring.Pooling = pooling
+        self._pooling: Pooling = pooling
         self._overflow: Overflow = overflow
         self.columns = {"embedding": "vector", "n_tokens": "int"}
 

@@ -18,6 +18,8 @@ from gpt2block.checkpoints.hugging_face import (
     CONFIG,
     GENERATION_CONFIG,
     MODEL_FILES,
+    MODULES,
+    POOLING_CONFIG,
     shards_of,
 )
 from gpt2block.checkpoints.locating import BUNDLED_NAMES, nearest
@@ -146,7 +148,8 @@ def _weights(repo: str, revision: str | None, cached: bool) -> Path:
     for shard in shards_of(file) if file.suffix == ".json" else ():
         if _get(repo, shard, commit, cached) is None:
             raise _MissingError(shard)
-    _get(repo, GENERATION_CONFIG, commit, cached)
+    for name in (GENERATION_CONFIG, MODULES, POOLING_CONFIG):
+        _get(repo, name, commit, cached)
     return file
 
 

@@ -38,6 +38,8 @@ INDEX = "model.safetensors.index.json"
 MODEL_FILES = (WEIGHTS, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
+MODULES = "modules.json"  # this and the next are files of sentence-transformers
+POOLING_CONFIG = "1_Pooling/config.json"
 # Last words of the errors that the package safetensors raises for truncated files
 _TRUNCATED = ("header too small", "invalid header length", "file not fully covered")
 DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}

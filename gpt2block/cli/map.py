@@ -86,7 +86,7 @@ class GenerateTask(TextOptions):
 
 @dataclass(frozen=True)
 class EmbedTask:
-    pooling: str = option("mean or last of the final hidden states.", "mean")
+    pooling: str = option("mean, last or first (cls) of the final hidden states.", "mean")
     overflow: str = option(
         "For records longer than the context: error, or truncate to the last tokens.", "error"
     )

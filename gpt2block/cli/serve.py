@@ -95,6 +95,10 @@ def serve(
     speculate: bool = keyword("speculate", names=("--speculate",)),
     draft_model: str | None = draft_option(),
     chat_template_kwargs: Mapping[str, Any] | None = chat_template_option(),
+    pooling: Literal["mean", "last", "cls"] | None = option(
+        "Embeddings: mean, last or first (cls) of the final hidden states; by default as in the "
+        "model's 1_Pooling/config.json, else the mean."
+    ),
     log_level: Literal["error", "warning", "info"] = option(
         "Messages on standard error; info: also a line for each request.", "warning"
     ),
@@ -102,8 +106,8 @@ def serve(
     """Serve a model over HTTP: for clients of OpenAI's protocol, and as a page for a browser.
 
     The page is at /. For clients there are /v1/models, /v1/completions, /v1/chat/completions,
-    /v1/embeddings, /tokenize, /detokenize, /version, /health and /metrics. On SIGTERM or Ctrl-C
-    the server finishes running requests, for up to 30 s, and exits.
+    /v1/responses, /v1/embeddings, /v1/rerank, /tokenize, /detokenize, /version, /health and
+    /metrics. On SIGTERM or Ctrl-C the server finishes running requests, for up to 30 s, and exits.
     """
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     require("serve", "serve", *NEEDED)
@@ -156,6 +160,7 @@ def serve(
         allowed,
         speculate,
         chat_template_kwargs or {},
+        pooling or loaded.embedding_defaults.pooling,
     )
     server = Server(loaded, encoding, settings)
     address = f"http://{address}:{listening.getsockname()[1]}" if uds is None else f"unix:{uds}"

@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args, overload
+from typing import Any, NamedTuple, get_args, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block import notebook
-from gpt2block.checks import check_callable, check_choice, check_count, is_plain
+from gpt2block.checkpoints.embedding_files import Pooling
+from gpt2block.checks import check_callable, check_choice, check_count, check_integer, is_plain
 from gpt2block.errors import InputError
 from gpt2block.generation.options import Overflow
 from gpt2block.generation.rows import BAD_WEIGHTS
@@ -24,7 +25,6 @@ from gpt2block.tokenizers import tokenizer
 from gpt2block.tokenizers.encoding import Encoding, as_array, bytes_of_id, token_sizes
 from gpt2block.tokenizers.lookup import ReadLater, Tokenizer, of_inputs, of_outputs
 
-Pooling = Literal["mean", "last"]
 Progress = Callable[[int, int], None]  # tokens scored so far, tokens to score
 Tokens = NDArray[np.integer[Any]]
 
@@ -209,22 +209,26 @@ def embed(
     pooling: Pooling = "mean",
     tokens_at_once: int = 8192,
     overflow: Overflow = "error",
+    dimensions: int | None = None,
+    normalize: bool = False,
 ) -> Floats:
-    """Compute embedding vectors: the mean or the last of a text's hidden states (final norm).
+    """Compute embedding vectors: the mean, last or first ("cls") hidden state after the final norm.
 
-    Returns float32 (C,) for one text or row of token ids, (B, C) for a list of B inputs. overflow:
-    for an input longer than n_ctx, "truncate" keeps the last n_ctx tokens, "error" raises
-    InputError. An empty input raises InputError.
+    Returns float32 (C,) for one text or row of token ids, (B, C) for a list of B inputs. Texts are
+    encoded with the tokens that the tokenizer adds around every text. overflow: for an input longer
+    than n_ctx, "truncate" keeps the last n_ctx tokens, "error" raises InputError. An empty input
+    raises InputError. dimensions, normalize: as for `shortened`.
     """
     check_embed_options(pooling, overflow)
     check_count("tokens_at_once", tokens_at_once)
     config = engine.config
+    check_dimensions(dimensions, config.n_embd)
     single, several = tokenizer.as_list(inputs, "input")
     sequences: list[Ids] = []
     for index, each in enumerate(several):
         name = "input" if single else f"input {index}"
         reader = of_inputs(encoding, each) if isinstance(each, str) else None
-        ids = tokenizer.token_ids(reader, each, config.vocab_size, name)
+        ids = tokenizer.whole_text_ids(reader, each, config.vocab_size, name)
         if overflow == "truncate":
             ids = ids[-config.n_ctx :]
         if not 1 <= len(ids) <= config.n_ctx:
@@ -233,9 +237,53 @@ def embed(
     vectors: list[Floats] = []
     for part in in_groups(sequences, tokens_at_once):
         for hidden in engine.forward(part, "hidden"):
-            vector = hidden[-1] if pooling == "last" else hidden.mean(axis=0, dtype=np.float64)
-            vectors.append(vector.astype(np.float32))
-    return vectors[0] if single else np.stack(vectors)
+            vectors.append(_pooled(hidden, pooling))
+    found = shortened(np.stack(vectors), dimensions, normalize)
+    return found[0] if single else found
+
+
+def _pooled(hidden: Floats, pooling: Pooling) -> Floats:
+    """Return one vector (C,) for the hidden states (T, C) of a text."""
+    if pooling == "mean":
+        mean: Floats = hidden.mean(axis=0, dtype=np.float64).astype(np.float32)
+        return mean
+    one: Floats = hidden[-1 if pooling == "last" else 0].astype(np.float32)
+    return one
+
+
+def shortened(vectors: Floats, dimensions: int | None, normalize: bool) -> Floats:
+    """Return the first `dimensions` numbers of each vector, (B, dimensions); None: all numbers.
+
+    normalize: scale each resulting vector to length 1; a vector of zeros stays. Only models trained
+    for it have good embeddings of fewer dimensions. Source: Kusupati et al., "Matryoshka
+    Representation Learning" (2022).
+    """
+    found = vectors[:, :dimensions]
+    if normalize:
+        lengths = np.linalg.norm(found, axis=1, keepdims=True)
+        found = (found / np.maximum(lengths, 1e-12)).astype(np.float32)
+    return found
+
+
+def check_dimensions(dimensions: int | None, n_embd: int) -> None:
+    """Raise InputError unless `dimensions` is None or an integer from 1 to n_embd."""
+    if dimensions is not None:
+        expected = f"1 to {n_embd}, the model's n_embd, or none"
+        check_integer("dimensions", dimensions, 1, n_embd, expected)
+
+
+def instructed(instruction: str, texts: Any) -> Any:
+    """Return a text, or a list of texts, as queries with an instruction, as Qwen3-Embedding reads.
+
+    No space follows "Query:". Raises InputError for token ids. Source: Zhang et al., "Qwen3
+    Embedding: Advancing Text Embedding and Reranking Through Foundation Models" (2025), and the
+    model's card.
+    """
+    if isinstance(texts, (list, tuple)) and texts and all(isinstance(each, str) for each in texts):
+        return [instructed(instruction, each) for each in texts]
+    if not isinstance(texts, str) or not isinstance(instruction, str):
+        raise InputError("instruction: expected a text, with texts as input and no token ids")
+    return f"Instruct: {instruction}\nQuery:{texts}"
 
 
 def check_embed_options(pooling: Any, overflow: Any) -> None:

@@ -143,6 +143,26 @@ class Answer:
         self._service.cancel(self.rows)
 
 
+class Sent:
+    """Converts objects of completions to responses and events; subclasses to another API's."""
+
+    def whole(self, found: dict[str, Any]) -> dict[str, Any]:
+        """Return the object of a complete response. found: the object of a completion."""
+        return found
+
+    def chunk(self, found: dict[str, Any]) -> bytes:
+        """Return the server-sent events of a chunk of a completion."""
+        return server_sent(json.dumps(found))
+
+    def end(self) -> bytes:
+        """Return the last events of a stream."""
+        return server_sent("[DONE]")
+
+    def failure(self, error: ApiError) -> bytes:
+        """Return the last events of a stream that fails."""
+        return server_sent(json.dumps(error.body))
+
+
 class Form(ABC):
     """Base class of response formats. encoding: tokenizer; None for a model without tokenizer."""
 
@@ -287,6 +307,7 @@ async def streamed(
     guesses: bool = False,
     observe: Callable[[float], None] = lambda seconds: None,
     failed: Callable[[Exception], ApiError] = lambda error: ApiError(500, repr(error)),
+    sent: Sent = Sent(),  # noqa: B008  (it has no state)
 ) -> AsyncIterator[bytes]:
     """Yield server-sent events; events of tokens that arrive together are sent together.
 
@@ -294,7 +315,7 @@ async def streamed(
     chunk. prompts: token ids of the prompt of each choice, for the first event of the choice; None:
     no token ids. guesses: whether events with token ids tell which were guessed. observe: called
     with the seconds between two times at which events are sent. failed: converts an exception other
-    than ApiError to the error for the client.
+    than ApiError to the error for the client. sent: converts objects to events.
     """
     more: dict[str, Any] = {} if usage_of is None else {"usage": None}
     untold = dict(prompts or {})
@@ -303,7 +324,7 @@ async def streamed(
         found = form.object(form.chunk, list(choices), **{**more, **changed})
         first = [each["index"] for each in choices if each["index"] in untold]
         form.with_prompts(found, {index: untold.pop(index) for index in first})
-        return _event(json.dumps(found))
+        return sent.chunk(found)
 
     def delta(
         index: int, part: AnswerChoice, new: list[int], guessed: list[bool]
@@ -345,16 +366,20 @@ async def streamed(
                         sleep(0)  # releases the GIL, so that more tokens join the next event
         if usage_of is not None:
             yield event(usage=usage_of(count))
-        yield _event("[DONE]")
+        yield sent.end()
     except ApiError as error:
-        yield _event(json.dumps(error.body))
+        yield sent.failure(error)
     except Exception as error:
-        yield _event(json.dumps(failed(error).body))
+        yield sent.failure(failed(error))
 
 
-def _event(data: str) -> bytes:
-    """Return a server-sent event whose data is `data`, written as JSON on a single line."""
-    return f"data: {data}\n\n".encode()
+def server_sent(data: str, name: str = "") -> bytes:
+    """Return a server-sent event. data: JSON on a single line. name: of the event, if it has one.
+
+    Source: WHATWG, "HTML" (Server-sent events).
+    """
+    first = f"event: {name}\n" if name else ""
+    return f"{first}data: {data}\n\n".encode()
 
 
 def _part(piece: Piece) -> AnswerChoice:

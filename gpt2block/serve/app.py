@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import hmac
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, TypeVar
 
 import anyio
@@ -32,6 +31,7 @@ from starlette.types import Receive, Scope, Send
 
 import gpt2block
 from gpt2block.chat.template import ChatTemplate, RenderingTimeoutError
+from gpt2block.checkpoints.embedding_files import Pooling
 from gpt2block.errors import CheckpointError, InputError
 from gpt2block.generation.generate import Run
 from gpt2block.generation.rows import Row
@@ -43,12 +43,14 @@ from gpt2block.serve.answers import (
     AnswerChoice,
     ChatForm,
     Form,
+    Sent,
     TextForm,
     late,
     streamed,
     usage,
     whole,
 )
+from gpt2block.serve.embeddings import TOKENS_AT_ONCE, embedding_list, inputs_of, vectors_of
 from gpt2block.serve.log import log, traceback_of
 from gpt2block.serve.metrics import Metrics
 from gpt2block.serve.play import Play
@@ -64,11 +66,21 @@ from gpt2block.serve.protocol import (
     TemplateFields,
     TokenizeRequest,
     check_length,
-    check_only,
     named,
     parsed,
     refused,
+    validated,
 )
+from gpt2block.serve.rerank import (
+    RerankRequest,
+    answer_ids,
+    check_size,
+    prompt_ids,
+    ranking,
+    scores_of,
+)
+from gpt2block.serve.response_events import ResponseSent
+from gpt2block.serve.responses import ResponsesRequest, chat_body, named_as_given
 from gpt2block.serve.service import Service, batch_of
 from gpt2block.serve.workers import Places, Workers
 from gpt2block.tokenizers import tokenizer
@@ -84,7 +96,6 @@ Value = TypeVar("Value")
 AT_ONCE = 4  # threads per pool: one pool for texts, one for passes outside the batch
 TEMPLATE_SECONDS = 2.0  # time limit for rendering one chat template
 MANY_TOKENS = 1024  # most values in JSON that is written in the event loop, not in a thread
-EMBEDDED = 1024  # most tokens of inputs that are embedded in one pass
 
 
 @dataclass(frozen=True)
@@ -102,6 +113,7 @@ class ServerSettings:
     `reuse` of Batch. seconds: time limit of a request from its arrival; None: no limit. origins:
     origins of web pages that may send requests and read answers; "*": all. speculate: as in
     `GPT2.generate`, for all requests. chat_template_kwargs: defaults of a request's variables.
+    pooling: as for `Model.embed`.
     """
 
     names: tuple[str, ...]
@@ -115,6 +127,7 @@ class ServerSettings:
     allowed_hosts: tuple[str, ...] = ()
     speculate: bool = False
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    pooling: Pooling = "mean"
 
     @property
     def name(self) -> str:
@@ -131,6 +144,7 @@ class Asked:
     echoes: Sequence[AnswerChoice]  # for each row, the prompt as start of the answer
     form: Form
     logprobs: bool
+    sent: Sent = field(default_factory=Sent)
 
     @property
     def prompt_ids(self) -> dict[int, list[int]] | None:
@@ -167,6 +181,7 @@ class Server:
         routes = [  # the first route that matches the path is used
             self._route("/v1/completions", self.completions, CompletionRequest),
             self._route("/v1/chat/completions", self.chat, ChatRequest),
+            self._route("/v1/responses", self.responses, ResponsesRequest),
             *play.routes(self._route),
             Route("/health", self.health),
             Route("/health/live", self.live),
@@ -175,6 +190,8 @@ class Server:
             self._route("/v1/models", self.models),
             self._route("/v1/models/{name:path}", self.models),
             self._route("/v1/embeddings", self.embeddings, EmbeddingRequest),
+            self._route("/v1/rerank", self.rerank, RerankRequest),
+            self._route("/rerank", self.rerank, RerankRequest),
             self._route("/tokenize", self.tokenize, TokenizeRequest),
             self._route("/detokenize", self.detokenize, DetokenizeRequest),
         ]
@@ -305,6 +322,17 @@ class Server:
     async def chat(self, request: Request, given: ChatRequest) -> Response:
         return await self._answer(request, await self._in_thread(request, self._chat, given))
 
+    async def responses(self, request: Request, given: ResponsesRequest) -> Response:
+        with named_as_given(ChatRequest.model_fields):
+            asked = await self._in_thread(request, self._response, given)
+        return await self._answer(request, asked)
+
+    def _response(self, given: ResponsesRequest) -> Asked:
+        """Return the chat request that answers a request to /v1/responses."""
+        names, n_ctx = self.settings.names, self.model.config.n_ctx
+        asked = self._chat(validated(ChatRequest, chat_body(given), names, n_ctx))
+        return replace(asked, sent=ResponseSent(given, self.settings.name))
+
     def _completion(self, given: CompletionRequest) -> Asked:
         n, top, new = given.n or 1, given.logprobs or 0, given.max_tokens
         if new == 0 and (given.stream or not given.echo):
@@ -341,12 +369,17 @@ class Server:
         variables = {**self.settings.chat_template_kwargs, **(given.chat_template_kwargs or {})}
         return template.arguments(*own, variables)
 
-    def _ids(self, prompt: Any, field: str) -> Ids:
-        """Return a prompt's token ids; for an empty prompt the end-of-text id."""
+    def _ids(self, prompt: Any, field: str, whole: bool = False) -> Ids:
+        """Return a prompt's token ids; for an empty prompt the end-of-text id.
+
+        whole: whether a text has an end, as for `tokenizer.whole_text_ids`.
+        """
         encoding, V = self.encoding, self.model.config.vocab_size
         if isinstance(prompt, str) and prompt:
             self._check_text(field, prompt)
-            prompt = tokenizer.encode(encoding, prompt, name=field)
+        encode = tokenizer.whole_text_ids if whole else tokenizer.token_ids
+        if isinstance(prompt, str):
+            prompt = encode(encoding, prompt, V, field)
         self._check_length(len(prompt), field)
         ids = tokenizer.token_ids(encoding, prompt, V, field)
         if not len(ids):
@@ -419,7 +452,7 @@ class Server:
             events = streamed(
                 answer, asked.form, asked.echoes, asked.logprobs, wanted, asked.prompt_ids,
                 self.settings.speculate, self.metrics.between_pieces,
-                partial(self._fault, request, request.url.path),
+                partial(self._fault, request, request.url.path), asked.sent,
             )  # fmt: skip
             return _Streamed(events, answer)
         choices = [AnswerChoice(echo.text) for echo in asked.echoes]
@@ -452,7 +485,7 @@ class Server:
                 if self.settings.speculate:
                     each["guessed"] = asked.rows[index].guessed if asked.rows else []
             form.with_prompts(found, prompts)
-        return kind(found)
+        return kind(asked.sent.whole(found))
 
     def _usage(self, asked: Asked, new: int) -> dict[str, Any]:
         """Return OpenAI's usage object for answers with `new` tokens in total."""
@@ -472,24 +505,32 @@ class Server:
     # --- other endpoints --------------------------------------------------------------------------
 
     async def embeddings(self, request: Request, given: EmbeddingRequest) -> Response:
-        check_only("dimensions", given.dimensions, self.model.config.n_embd, "the model's")
-        inputs = named("input", given.input)
-        ids = [await self._prepared(request, self._ids, *each) for each in inputs]
-        groups = in_groups(ids, EMBEDDED)
-        parts = [await self._in_pass(request, self.model.embed, each) for each in groups]
-        vectors = np.concatenate(parts)
-        vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
-        shown: list[Any] = vectors.tolist()
-        if given.encoding_format == "base64":
-            shown = [base64.b64encode(each.astype("<f4").tobytes()).decode() for each in vectors]
-        data = [
-            {"object": "embedding", "index": index, "embedding": each}
-            for index, each in enumerate(shown)
-        ]
-        count = sum(map(len, ids))
-        told = {"prompt_tokens": count, "total_tokens": count}
-        found = {"object": "list", "data": data, "model": self.settings.name, "usage": told}
+        inputs = inputs_of(given, self.model.config.n_embd)
+        ids = [await self._prepared(request, self._ids, *each, True) for each in inputs]
+        embed = partial(vectors_of, self.model.engine, self.settings.pooling, given.dimensions)
+        groups = in_groups(ids, TOKENS_AT_ONCE)
+        vectors = np.concatenate([await self._in_pass(request, embed, each) for each in groups])
+        form, count = given.encoding_format, sum(map(len, ids))
+        found = embedding_list(vectors, form, self.settings.name, count)
         return await self._written(request, found, vectors.size)
+
+    async def rerank(self, request: Request, given: RerankRequest) -> Response:
+        check_size(given)
+        judged = partial(scores_of, self.model.engine, answer_ids(self.encoding))
+        documents = named("documents", given.documents)
+        ids = [await self._prepared(request, self._judged_ids, given, *each) for each in documents]
+        groups = in_groups(ids, TOKENS_AT_ONCE)
+        parts = [await self._in_pass(request, judged, each) for each in groups]
+        found = ranking(given, [*chain(*parts)], self.settings.name, sum(map(len, ids)))
+        return await self._written(request, found, len(ids))
+
+    def _judged_ids(self, given: RerankRequest, document: str, field: str) -> Ids:
+        """Return the prompt of a document for /v1/rerank. Raises ApiError if it is too long."""
+        self._check_text("query", given.query)
+        self._check_text(field, given.query + document)
+        ids = prompt_ids(self.encoding, given, document)
+        self._check_length(len(ids), field)
+        return ids
 
     async def tokenize(self, request: Request, given: TokenizeRequest) -> Response:
         if (given.prompt is None) == (given.messages is None):

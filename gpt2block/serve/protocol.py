@@ -9,7 +9,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping
-from typing import Annotated, Any, Literal, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 from pydantic import (
     AfterValidator,
@@ -212,8 +212,12 @@ def check_only(field: str, given: int | None, only: int, whose: str) -> None:
 
 
 class Body(BaseModel):
-    """Base class of request bodies. A string is not accepted in place of a number."""
+    """Base class of request bodies. A string is not accepted in place of a number.
 
+    neutral: fields that are not fields of the class, with the values that are accepted.
+    """
+
+    neutral: ClassVar[Mapping[str, Any]] = NEUTRAL
     model_config = ConfigDict(extra="forbid", strict=True)
 
     model: str | None = None
@@ -452,11 +456,12 @@ class ChatRequest(SampledRequest, TemplateFields):
 
 
 class EmbeddingRequest(Body):
-    """The body of a request to /v1/embeddings."""
+    """The body of a request to /v1/embeddings. instruction: an addition, as for `Model.embed`."""
 
     input: Texts
     encoding_format: Literal["float", "base64"] | None = "float"
-    dimensions: int | None = None  # only n_embd is accepted
+    dimensions: int | None = None
+    instruction: str | None = None
 
 
 class TokenizeRequest(TemplateFields):
@@ -501,10 +506,18 @@ def parsed(kind: type[Request], data: bytes, names: Collection[str], n_ctx: int)
         raise ApiError(400, f"the body: expected JSON in UTF-8: {shown(str(error))}") from None
     if not isinstance(given, dict):
         raise ApiError(400, f"the body: expected a JSON object, got {shown(given)}")
+    return validated(kind, given, names, n_ctx)
+
+
+def validated(
+    kind: type[Request], given: dict[str, Any], names: Collection[str], n_ctx: int
+) -> Request:
+    """Return the request with the fields `given`. Raises as `parsed`, whose arguments these are."""
     for name in [name for name, choice in TOOLS.items() if given.get(choice) == "none"]:
-        given.pop(name, None)
-    for name in [name for name in NEUTRAL if name in given and name not in kind.model_fields]:
-        _check_neutral(name, given.pop(name))
+        if name not in kind.model_fields:
+            given.pop(name, None)
+    for name in [name for name in kind.neutral if name in given and name not in kind.model_fields]:
+        _check_neutral(name, given.pop(name), kind.neutral[name])
     try:
         found = kind.model_validate(given, context=n_ctx)
     except ValidationError as error:
@@ -515,8 +528,7 @@ def parsed(kind: type[Request], data: bytes, names: Collection[str], n_ctx: int)
     return found
 
 
-def _check_neutral(name: str, value: Any) -> None:
-    accepted = NEUTRAL[name]
+def _check_neutral(name: str, value: Any, accepted: Any) -> None:
     if accepted is ANYTHING or value is None or any(value == each for each in accepted):
         return
     only = f": expected {' or '.join(map(json.dumps, accepted))}, or none" if accepted else ""
@@ -542,7 +554,7 @@ def _of_field(error: ValidationError, given: Any) -> ApiError:
         return ApiError(400, f"{place}: expected, but missing", field)
     said = first["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
     said = said.partition(" or instance of ")[0]
-    said = re.sub("List should have (.*) after validation.*", r"expected \1", said)
+    said = re.sub("(List|Dictionary) should have (.*) after val.*", r"expected \2", said)
     return ApiError(400, f"{place}: {said}, got {shown(first['input'])}", field)
 
 

@@ -70,11 +70,13 @@ class TokenizersEncoding:
     padding (the defaults of transformers), and texts the same as from `Tokenizer.decode`.
 
     prefix: ids that the tokenizer adds before every text, such as the id of <s>;
-    `tokenizer.encode` adds them. end_id: id of the token that ends a text, if the tokenizer's
-    settings name one.
+    `tokenizer.encode` adds them. suffix: ids that the tokenizer adds after every text;
+    `tokenizer.whole_text_ids` adds them. end_id: id of the token that ends a text, if the
+    tokenizer's settings name one.
     """
 
     prefix: tuple[int, ...] = ()
+    suffix: tuple[int, ...] = ()
     end_id: int | None = None
 
     def __init__(self, name: str, definition: str, byte_fallback: bool = False) -> None:
@@ -136,13 +138,17 @@ class TokenizersEncoding:
         """Return the id of the token with this content, or None if there is no such token."""
         return self._tokenizer.token_to_id(token)
 
-    def added_before(self) -> tuple[int, ...] | None:
-        """Return ids that the post-processor adds before a text; None if it adds ids elsewhere."""
-        count = self._tokenizer.num_special_tokens_to_add(is_pair=False)
-        plain, whole = (
-            self._tokenizer.encode("a", add_special_tokens=added).ids for added in (False, True)
-        )
-        return tuple(whole[:count]) if whole[count:] == plain else None
+    def added_around(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """Return the ids that the post-processor adds before and after a text.
+
+        None if the post-processor changes the ids in another way.
+        """
+        plain = self._tokenizer.encode("a", add_special_tokens=False).ids
+        whole = self._tokenizer.encode("a", add_special_tokens=True)
+        own = [index for index, added in enumerate(whole.special_tokens_mask) if not added]
+        if not own or whole.ids[own[0] : own[-1] + 1] != plain:
+            return None
+        return tuple(whole.ids[: own[0]]), tuple(whole.ids[own[-1] + 1 :])
 
     def encode_ordinary(self, text: str) -> list[int]:
         return _ids(self._tokenizer, text)

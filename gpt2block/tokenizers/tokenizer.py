@@ -148,16 +148,16 @@ def _in_directory(directory: Path) -> Encoding | None:
     return None
 
 
-def _settings(directory: Path, with_bos: bool = False) -> Mapping[str, Any]:
+def _settings(directory: Path, may_add: bool = False) -> Mapping[str, Any]:
     """Read tokenizer_config.json, or return {} if it does not exist.
 
-    eos_token may also come from special_tokens_map.json. with_bos: whether the settings may add a
-    token before every text. Raises CheckpointError if they add any other token to every text.
+    eos_token may also come from special_tokens_map.json. may_add: whether the settings may add
+    tokens to every text. Raises CheckpointError if they add tokens without it.
     """
     path = directory / SETTINGS
     settings = {"eos_token": read_object(directory / SPECIAL).get("eos_token")} | read_object(path)
-    for name in ("add_eos_token",) if with_bos else ("add_bos_token", "add_eos_token"):
-        if settings.get(name):
+    for name in ("add_bos_token", "add_eos_token"):
+        if settings.get(name) and not may_add:
             raise CheckpointError(
                 f"{path}: {name} adds a token to every text: set it to false, and add the token "
                 "to the text or its ids if the model needs it"
@@ -234,7 +234,7 @@ def from_tokenizer_json(path: Path) -> Encoding:
     CheckpointError for a damaged file, for unsupported settings, and if tokenizer_config.json
     contradicts the file.
     """
-    return _of_spec(path, read_json(path), _settings(path.parent, with_bos=True))
+    return _of_spec(path, read_json(path), _settings(path.parent, may_add=True))
 
 
 def from_gguf(path: Path) -> Encoding:
@@ -260,13 +260,17 @@ def _of_spec(path: Path, spec: Any, settings: Mapping[str, Any]) -> Encoding:
                 f"{SETTINGS} sets add_prefix_space to {space!r}, {path.name} does not: change one "
                 "of them"
             )
-        bos, adds = settings.get("add_bos_token"), bool(prefix_of(encoding))
-        if bos is not None and bool(bos) != adds:
-            verb = "adds a token" if adds else "adds none"
-            raise ValueError(
-                f"{SETTINGS} sets add_bos_token to {bos!r}, the post_processor {verb} before every "
-                "text: change one of them"
-            )
+        for setting, added, place in (
+            ("add_bos_token", prefix_of(encoding), "before"),
+            ("add_eos_token", suffix_of(encoding), "after"),
+        ):
+            wanted = settings.get(setting)
+            if wanted is not None and bool(wanted) != bool(added):
+                verb = "adds a token" if added else "adds none"
+                raise ValueError(
+                    f"{SETTINGS} sets {setting} to {wanted!r}, the post_processor {verb} {place} "
+                    "every text: change one of them"
+                )
         token = settings.get("eos_token")
         name = token.get("content") if isinstance(token, dict) else token
         encoding.end_id = tokenizer_json.id_of(spec, name if isinstance(name, str) else None)
@@ -276,6 +280,14 @@ def _of_spec(path: Path, spec: Any, settings: Mapping[str, Any]) -> Encoding:
 def prefix_of(encoding: Encoding) -> list[int]:
     """Return the ids that the tokenizer adds before every text (often <s>); [] for GPT-2."""
     return list(encoding.prefix) if isinstance(encoding, TokenizersEncoding) else []
+
+
+def suffix_of(encoding: Encoding) -> list[int]:
+    """Return the ids that the tokenizer adds after every text; [] for most models.
+
+    Models for embeddings often end every text with such a token.
+    """
+    return list(encoding.suffix) if isinstance(encoding, TokenizersEncoding) else []
 
 
 def encode(encoding: Encoding, text: str, special: bool = False, name: str = "text") -> list[int]:
@@ -397,6 +409,20 @@ def token_ids(
     ids = row_of_ids(given, name, "text or ")
     check_ids(ids, vocab_size, name)
     return ids.astype(np.int32)
+
+
+def whole_text_ids(
+    encoding: Encoding | None, given: Any, vocab_size: int, name: str
+) -> NDArray[np.int32]:
+    """Return token ids as `token_ids` does, and after a text the ids of `suffix_of`.
+
+    `embed` and all that computes embeddings read such ids. Texts to continue or to score have no
+    end, and are encoded without the suffix. Raises InputError as `token_ids` does.
+    """
+    ids = token_ids(encoding, given, vocab_size, name)
+    if encoding is None or not isinstance(given, str):
+        return ids
+    return np.append(ids, np.array(suffix_of(encoding), np.int32))
 
 
 def check_ids(ids: NDArray[Any], vocab_size: int, name: str, first: int = 0) -> None:

@@ -354,17 +354,18 @@ def _by_tokenizers(
     )
     try:
         encoding = TokenizersEncoding(name, definition, fallback)
-        before = encoding.added_before()
+        around = encoding.added_around()
     except BaseException as error:
         if not is_rust_failure(error):
             raise
         raise ValueError(f"the package tokenizers rejects it: {error}") from error
-    if before is None:
+    if around is None:
         raise ValueError(
-            f"post_processor {spec['post_processor']['type']} adds tokens after every text: set it "
-            "to null, and add these tokens to the text or its ids if the model needs them"
+            f"post_processor {spec['post_processor']['type']}: expected one that adds tokens "
+            "before and after a text only: set it to null, and add the tokens to the text or its "
+            "ids if the model needs them"
         )
-    encoding.prefix = before
+    encoding.prefix, encoding.suffix = around
     for token in added:
         actual = encoding.token_to_id(token.content)
         if actual != token.token_id:

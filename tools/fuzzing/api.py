@@ -434,11 +434,12 @@ def _score(rng: Rng, folder: Path) -> None:
 def _embed(rng: Rng, folder: Path) -> None:
     model, sizes, tensors = _drawn_model(rng)
     rows: Any = [_random_ids(rng, sizes) for _ in range(rng.whole(1, 4))]
-    pooling: Any = rng.pick("mean", "last")
+    pooling: Any = rng.pick("mean", "last", "cls")
     got, changed = _called(rng, 0.3, model.embed, {"texts": rows, "pooling": pooling})
     if not changed:
         exact = [plain.states(sizes, tensors, row)[-1] for row in rows]
-        pooled = [states[-1] if pooling == "last" else states.mean(0) for states in exact]
+        ends = {"last": -1, "cls": 0}
+        pooled = [each[ends[pooling]] if pooling in ends else each.mean(0) for each in exact]
         plain.check_close("embed", got, np.stack(pooled))
 
 
