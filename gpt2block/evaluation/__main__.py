@@ -14,7 +14,7 @@ NAME, TARGET = "gpt2block", "gpt2block.evaluation.language_model:EvaluatedModel"
 
 
 def register() -> None:
-    """Register the model type in lm_eval, unless it is registered. Raises InputError."""
+    """Register the model type in lm_eval, unless lm_eval knows it. Raises InputError."""
     require("an evaluation", "eval", "lm_eval")
     import lm_eval.models  # noqa: F401, PLC0415  (registers lm_eval's own types)
     from lm_eval.api.registry import model_registry  # noqa: PLC0415

@@ -45,16 +45,11 @@ class EvaluatedModel(TemplateLM):
     before a text without context, by default the tokenizer's first token (<s>) or its end of text.
     chat_template_kwargs: as in `Model.chat`.
 
-    Tokens of a context and a continuation are divided as in lm_eval's TemplateLM. A row of more
-    than `max_length` tokens loses tokens at its start, and a long text is divided into lm_eval's
-    rolling windows. Both are one token shorter than in lm_eval's type `hf`, and as long as in its
-    type `vllm`, because a row of n_ctx + 1 tokens, of which the last is only predicted, is longer
-    than the context.
-
-    With NumPy every row is computed alone, so that results do not depend on `batch_size`; on a GPU
-    they do not depend on it in any case (docs/batch-invariance.md).
-
-    Raises UnknownOption, InputError, CheckpointError and DeviceError, as `from_pretrained` does.
+    A row of more than `max_length` tokens loses tokens at its start. A long text is divided into
+    lm_eval's rolling windows, of `max_length` tokens with the last predicted token, as in lm_eval's
+    type `vllm`; in its type `hf` they have one token more. With NumPy every row is computed alone,
+    so that results do not depend on `batch_size`; on a GPU they never do. Raises UnknownOption,
+    InputError, CheckpointError and DeviceError, as `from_pretrained` does.
     """
 
     @named_options(**REPLACED)
@@ -74,9 +69,7 @@ class EvaluatedModel(TemplateLM):
     ) -> None:
         super().__init__()
         if not model or not isinstance(model, str):
-            raise InputError(
-                f"model: expected a name or path, such as FILE.gguf, got {model!r}"
-            )
+            raise InputError(f"model: expected a name or path, such as FILE.gguf, got {model!r}")
         self._checkpoint = Checkpoint.open(model, revision)
         self.model = from_pretrained(self._checkpoint, device, dtype, kv_dtype=kv_dtype)
         self._device = self.model.device
@@ -135,12 +128,13 @@ class EvaluatedModel(TemplateLM):
     ) -> list[int]:
         """Return the token ids of a text, in which names of special tokens become their ids.
 
-        The ids that the tokenizer adds before every text come first, but only once, unless
-        add_special_tokens is False.
+        The ids that the tokenizer adds before every text come first, but only once.
+        add_special_tokens: False omits them.
         """
         if add_special_tokens is False:
             return encode_chat(self.model.tokenizer, string)
-        return token_ids(self.model.tokenizer, string, self._vocab_size, "text", True).tolist()
+        found = token_ids(self.model.tokenizer, string, self._vocab_size, "text", special=True)
+        return [int(token) for token in found]
 
     def _loglikelihood_tokens(
         self, requests: Sequence[Request], disable_tqdm: bool = False, **kwargs: Any
@@ -158,8 +152,9 @@ class EvaluatedModel(TemplateLM):
         scores, found = self._scores(rows, disable_tqdm), []
         for (texts, _, continuation), score in zip(requests, scores, strict=True):
             last, tokens = slice(-len(continuation), None), score.tokens
-            likeliest = np.array_equal(tokens.likeliest[last], tokens.ids[last])
-            found.append((float(tokens.logprobs[last].sum(dtype=np.float64)), likeliest))
+            assert tokens.likeliest is not None
+            greedy = np.array_equal(tokens.likeliest[last], tokens.ids[last])
+            found.append((float(tokens.logprobs[last].sum(dtype=np.float64)), greedy))
             if texts is not None:
                 self.cache_hook.add_partial("loglikelihood", texts, found[-1])
         return found
@@ -169,11 +164,13 @@ class EvaluatedModel(TemplateLM):
         order = sorted(range(len(rows)), key=lambda index: -len(rows[index]))
         found: dict[int, Score] = {}
         with tqdm(total=sum(map(len, rows)) - len(rows), unit=" tokens", disable=quiet) as bar:
-            for first in range(0, len(rows), self._rows):
-                batch = order[first : first + self._rows]
-                shown_so_far = partial(_advance, bar, bar.n)
+            size = self._rows or len(rows) or 1
+            for first in range(0, len(rows), size):
+                batch = order[first : first + size]
                 scores = self.model.score(
-                    [rows[index] for index in batch], progress=shown_so_far, likeliest=True
+                    [rows[index] for index in batch],
+                    progress=partial(_advance, bar, bar.n),
+                    likeliest=True,
                 )
                 found.update(zip(batch, scores, strict=True))
         return [found[index] for index in range(len(rows))]
@@ -182,20 +179,17 @@ class EvaluatedModel(TemplateLM):
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
         """Return the log-likelihood of each text, whose tokens are all predicted once."""
-        windows: list[Request] = []
-        counts = []
-        for (text,) in (request.args for request in requests):
-            own = get_rolling_token_windows(
-                token_list=self.tok_encode(text),
-                prefix_token=self.prefix_token_id,
-                max_seq_len=self.max_length - 1,
-                context_len=1,
+        windows = [
+            (index, (None, *make_disjoint_window(window)))
+            for index, request in enumerate(requests)
+            for window in get_rolling_token_windows(
+                self.tok_encode(request.args[0]), self.prefix_token_id, self.max_length - 1, 1
             )
-            before = len(windows)
-            windows += [(None, *make_disjoint_window(window)) for window in own]
-            counts.append(len(windows) - before)
-        scored = iter(self._loglikelihood_tokens(windows, disable_tqdm))
-        found = [sum(next(scored)[0] for _ in range(count)) for count in counts]
+        ]
+        scored = self._loglikelihood_tokens([window for _, window in windows], disable_tqdm)
+        found = [0.0] * len(requests)
+        for (index, _), (nats, _) in zip(windows, scored, strict=True):
+            found[index] += nats
         for request, nats in zip(requests, found, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, nats)
         return found
@@ -229,12 +223,11 @@ class EvaluatedModel(TemplateLM):
                 f"max_gen_toks: expected less than {self.max_length:,}, as the model's context "
                 f"also holds the prompt, got {new:,}"
             )
-        options = {"temperature": 1.0 if sampled else 0.0, "seed": SEED, **options}
-        options["seed"] += repeat
+        seed = check_integer("seed", options.pop("seed", SEED), 0, 2**63, "an integer")
+        options = {"temperature": 1.0 if sampled else 0.0, "seed": seed + repeat, **options}
         rows = [self.tok_encode(prompt)[-room:] for prompt in prompts]
-        at_once = min(self._rows, len(rows))
         found = self.model.generate(
-            rows, max_new_tokens=new, stop=stop, rows_at_once=at_once, **options
+            rows, max_new_tokens=new, stop=stop, rows_at_once=self._rows, **options
         )
         return (each.text for each in found)
 
@@ -271,9 +264,9 @@ class EvaluatedModel(TemplateLM):
         )
 
 
-def _rows_of(batch_size: int | str, most: int | None) -> int:
-    """Return the largest number of rows that are computed together. Raises InputError."""
-    limit = 2**20 if most is None else check_count("max_batch_size", most)
+def _rows_of(batch_size: int | str, most: int | None) -> int | None:
+    """Return the most rows that are computed together; None: as many as fit. Raises InputError."""
+    limit = None if most is None else check_count("max_batch_size", most)
     if str(batch_size).partition(":")[0] == "auto":
         return limit
     digits = isinstance(batch_size, str) and batch_size.isdecimal()

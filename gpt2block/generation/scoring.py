@@ -197,15 +197,20 @@ def score(
     total, done = sum(map(len, logprobs)), 0
     for windows in window_batches(texts, n_ctx, stride, tokens_at_once):
         rows = [window.tokens for window in windows]
-        for window, (nats, ids) in zip(windows, _computed(engine, rows, likeliest), strict=True):
+        computed: Sequence[tuple[Floats, Ids | None]] = (
+            engine.likeliest(rows)
+            if likeliest
+            else [(nats, None) for nats in engine.log_likelihood(rows)]
+        )
+        for window, (nats, tops) in zip(windows, computed, strict=True):
             part = nats[-window.scored :]
             if np.isnan(part).any():
                 name = "" if single else f"text {window.text}: "
                 tokens_between = f"between tokens {window.first + 1} and {window.end}"
                 raise InputError(f"{name}the logits are NaN {tokens_between}: ", *BAD_WEIGHTS)
             logprobs[window.text][window.first : window.end] = part
-            if ids is not None:
-                best[window.text][window.first : window.end] = ids[-window.scored :]
+            if tops is not None:
+                best[window.text][window.first : window.end] = tops[-window.scored :]
             done += window.scored
         if progress is not None:
             progress(done, total)
@@ -218,15 +223,6 @@ def score(
         result = Score(nats_sum, len(nats), None, n_ctx, stride, tokens)
         scores.append(result.later(bytes=text_bytes))
     return scores[0] if single else scores
-
-
-def _computed(
-    engine: ModelEngine, rows: Sequence[Ids], likeliest: bool
-) -> Sequence[tuple[Floats, Ids | None]]:
-    """Return log-likelihoods of the rows' tokens; with `likeliest`, also the most likely tokens."""
-    if likeliest:
-        return engine.likeliest(rows)
-    return [(nats, None) for nats in engine.log_likelihood(rows)]
 
 
 def embed(
