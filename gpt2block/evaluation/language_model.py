@@ -96,10 +96,6 @@ class EvaluatedModel(TemplateLM):
         found: EvaluatedModel = super().create_from_arg_obj(arg_dict, others)
         return found
 
-    def get_model_info(self) -> dict[str, Any]:
-        """Return facts about the model, which lm_eval writes to its results."""
-        return {"model_name": self.model.name, "model_dtype": self.model.dtypes}
-
     @property
     def eot_token_id(self) -> int:
         """The id of the token that ends a text. Raises InputError if the tokenizer has none."""
