@@ -259,8 +259,7 @@ def test_every_batch_size_gives_the_same_bits_on_a_gpu(device: str, tmp_path: Pa
     pairs = [("abcdefgh"[:n], " y" * (n % 3 + 1)) for n in (3, 8, 1, 5)]
     with running_on("forward" if device == "emulator" else "gpu"):
         models = [
-            evaluated(folder, device="cuda", dtype="bfloat16", batch_size=size)
-            for size in (1, 3)
+            evaluated(folder, device="cuda", dtype="bfloat16", batch_size=size) for size in (1, 3)
         ]
         one, three = (
             model.loglikelihood(requests("loglikelihood", *pairs), True) for model in models
