@@ -583,6 +583,7 @@ class Model(Generic[Weights]):
         *,
         tokens_at_once: int = 8192,
         progress: Callable[[int, int], None] | None = None,
+        likeliest: bool = False,
     ) -> Score: ...
     @overload
     def score(
@@ -592,6 +593,7 @@ class Model(Generic[Weights]):
         *,
         tokens_at_once: int = 8192,
         progress: Callable[[int, int], None] | None = None,
+        likeliest: bool = False,
     ) -> list[Score]: ...
     @named_options()
     def score(
@@ -601,6 +603,7 @@ class Model(Generic[Weights]):
         *,
         tokens_at_once: int = 8192,
         progress: Callable[[int, int], None] | None = None,
+        likeliest: bool = False,
     ) -> Score | list[Score]:
         """Return the Score of a text or token ids: its log-likelihood, perplexity, bits per byte.
 
@@ -609,7 +612,8 @@ class Model(Generic[Weights]):
 
         Windows of n_ctx tokens slide by `stride` (None: n_ctx // 2), see `scoring.score`.
         tokens_at_once: tokens of the windows computed together; results do not depend on it.
-        progress: called with the numbers of tokens scored so far and in total. Raises InputError.
+        progress: called with the numbers of tokens scored so far and in total. likeliest: whether
+        `tokens.likeliest` holds the most likely token at each position. Raises InputError.
         """
         from gpt2block.generation import scoring  # noqa: PLC0415
 
@@ -620,6 +624,7 @@ class Model(Generic[Weights]):
             stride=stride,
             tokens_at_once=tokens_at_once,
             progress=progress,
+            likeliest=likeliest,
         )
         return found
 

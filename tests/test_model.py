@@ -227,13 +227,16 @@ def test_numpy_converts_weights_once(dtype: str, monkeypatch: pytest.MonkeyPatch
 @everywhere
 def test_log_likelihoods(device: str) -> None:
     rows = [random_ids(SMALL, n, seed=n) for n in (300, 2, 1, 70)]
-    got = model(SMALL, device).engine.log_likelihood(rows)
-    for ids, likelihoods in zip(rows, got, strict=True):
+    engine = model(SMALL, device).engine
+    got, again = engine.log_likelihood(rows), engine.likeliest(rows)
+    for ids, likelihoods, (same, likeliest) in zip(rows, got, again, strict=True):
         logits = truth(weights(SMALL), ids)[:-1]
         exact = logits[np.arange(len(ids) - 1), ids[1:]]
         largest = logits.max(axis=-1, initial=-np.inf)
         exact = exact - largest - np.log(np.exp(logits - largest[:, None]).sum(axis=-1))
         assert likelihoods.shape == exact.shape
+        np.testing.assert_array_equal(same, likelihoods)
+        np.testing.assert_array_equal(likeliest, logits.argmax(axis=-1))
         np.testing.assert_allclose(likelihoods, exact, rtol=1e-5, atol=1e-5)
 
 

@@ -33,7 +33,7 @@ TEN = ("ln1", "qkv", "attn", "proj", "x1", "ln2", "ff1", "gelu", "ff2", "output"
 SEVEN = ("ln1", "qkv", "attn", "x1", "ln2", "gelu", "output")
 CONFIG = GPT2Config(n_layer=3, n_head=2, n_embd=128, n_ctx=40, vocab_size=53)
 LLAMA = LlamaConfig(n_layer=2, n_head=2, n_embd=128, n_ctx=40, vocab_size=53, n_kv_head=1, n_ff=144)
-WANTS: tuple[Any, ...] = (None, "last", "logits", "rows", "hidden", "log_likelihood")
+WANTS: tuple[Any, ...] = (None, "last", "logits", "rows", "hidden", "log_likelihood", "likeliest")
 
 
 def block_of(kernels: str, n_head: int = 2) -> BlockSpec:

@@ -66,6 +66,11 @@ def chat_sampling(checkpoint: Checkpoint | None) -> dict[str, float]:
     return {name: getattr(made, name) for name in OPTIONS}
 
 
+def bos_token(checkpoint: Checkpoint) -> str | None:
+    """Return the name of the token that begins a text; None if no file names one."""
+    return _content(_settings(checkpoint).get("bos_token"))
+
+
 def _settings(checkpoint: Checkpoint) -> Mapping[str, Any]:
     if gguf.is_gguf(checkpoint.file):
         from gpt2block.checkpoints import gguf_tokenizer  # noqa: PLC0415  (reads the vocabulary)

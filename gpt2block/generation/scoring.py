@@ -16,7 +16,14 @@ from numpy.typing import NDArray
 
 from gpt2block import notebook
 from gpt2block.checkpoints.embedding_files import Pooling
-from gpt2block.checks import check_callable, check_choice, check_count, check_integer, is_plain
+from gpt2block.checks import (
+    check_callable,
+    check_choice,
+    check_count,
+    check_flag,
+    check_integer,
+    is_plain,
+)
 from gpt2block.errors import InputError
 from gpt2block.generation.options import Overflow
 from gpt2block.generation.rows import BAD_WEIGHTS
@@ -47,13 +54,22 @@ class ScoredToken(NamedTuple):
 
 
 class ScoredTokens(Sequence[ScoredToken]):
-    """The scored tokens of a text, in order: `ids` (N,), `logprobs` (N,), float32 in nats."""
+    """The scored tokens of a text, in order: `ids` (N,), `logprobs` (N,), float32 in nats.
+
+    `likeliest` (N,), int32, are the most likely tokens at the same positions, if requested.
+    """
 
     def __init__(
-        self, ids: Tokens, logprobs: Floats, encoding: Tokenizer, first: int | None = None
+        self,
+        ids: Tokens,
+        logprobs: Floats,
+        encoding: Tokenizer,
+        first: int | None = None,
+        likeliest: Ids | None = None,
     ) -> None:
         """first: the token before the first scored token."""
         self.ids, self.logprobs, self._encoding, self._first = ids, logprobs, encoding, first
+        self.likeliest = likeliest
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -64,7 +80,9 @@ class ScoredTokens(Sequence[ScoredToken]):
     def __getitem__(self, index: slice) -> ScoredTokens: ...
     def __getitem__(self, index: int | slice) -> ScoredToken | ScoredTokens:
         if isinstance(index, slice):
-            return ScoredTokens(self.ids[index], self.logprobs[index], self._encoding)
+            best = None if self.likeliest is None else self.likeliest[index]
+            own = self.ids[index], self.logprobs[index], self._encoding
+            return ScoredTokens(*own, likeliest=best)
         token = int(self.ids[index])
         return ScoredToken(token, self._text([token]), float(self.logprobs[index]))
 
@@ -144,6 +162,7 @@ def score(
     stride: int | None = None,
     tokens_at_once: int = 8192,
     progress: Progress | None = None,
+    likeliest: bool = False,
 ) -> Any:
     """Score a text, or token ids (a sequence, an array or the result of `load_tokens`).
 
@@ -157,6 +176,7 @@ def score(
     gives a higher likelihood.
 
     tokens_at_once: tokens of windows computed together; this number does not change the result.
+    likeliest: whether the scored tokens also hold the most likely token at each position.
     Raises InputError for fewer than two tokens, ids outside the vocabulary, a stride outside
     1…n_ctx - 1, and for logits that are NaN.
     """
@@ -165,6 +185,7 @@ def score(
         raise InputError("score: a model with n_ctx 1 predicts no token from another")
     stride = check_count("stride", n_ctx // 2 if stride is None else stride)
     tokens_at_once = check_count("tokens_at_once", tokens_at_once)
+    check_flag("likeliest", likeliest)
     if progress is not None:
         check_callable("progress", progress)
     if stride >= n_ctx:
@@ -179,22 +200,31 @@ def score(
             raise InputError(f"{name}: expected at least two tokens to score one, got {len(ids)}")
         texts.append(ids)
     logprobs = [np.empty(len(ids) - 1, np.float32) for ids in texts]
+    best = [np.empty(len(ids) - 1, np.int32) for ids in texts if likeliest]
     total, done = sum(map(len, logprobs)), 0
     for windows in window_batches(texts, n_ctx, stride, tokens_at_once):
-        computed = engine.log_likelihood([window.tokens for window in windows])
-        for window, nats in zip(windows, computed, strict=True):
+        rows = [window.tokens for window in windows]
+        computed: Sequence[tuple[Floats, Ids | None]] = (
+            engine.likeliest(rows)
+            if likeliest
+            else [(nats, None) for nats in engine.log_likelihood(rows)]
+        )
+        for window, (nats, tops) in zip(windows, computed, strict=True):
             part = nats[-window.scored :]
             if np.isnan(part).any():
                 name = "" if single else f"text {window.text}: "
                 tokens_between = f"between tokens {window.first + 1} and {window.end}"
                 raise InputError(f"{name}the logits are NaN {tokens_between}: ", *BAD_WEIGHTS)
             logprobs[window.text][window.first : window.end] = part
+            if tops is not None:
+                best[window.text][window.first : window.end] = tops[-window.scored :]
             done += window.scored
         if progress is not None:
             progress(done, total)
     scores = []
-    for ids, nats in zip(texts, logprobs, strict=True):
-        tokens = ScoredTokens(ids[1:], nats, encoding, int(ids[0]))
+    for index, (ids, nats) in enumerate(zip(texts, logprobs, strict=True)):
+        found = best[index] if likeliest else None
+        tokens = ScoredTokens(ids[1:], nats, encoding, int(ids[0]), found)
         text_bytes = partial(_count_bytes, encoding, ids, vocab_size)
         nats_sum = float(np.sum(nats, dtype=np.float64))
         result = Score(nats_sum, len(nats), None, n_ctx, stride, tokens)

@@ -14,7 +14,7 @@ from gpt2block.architectures.architecture import Architecture, To, Value
 from gpt2block.config import ModelConfig
 from gpt2block.passes.machine import Machine
 
-Want = Literal["last", "logits", "rows", "hidden", "stream", "log_likelihood"]
+Want = Literal["last", "logits", "rows", "hidden", "stream", "log_likelihood", "likeliest"]
 
 
 class Product(NamedTuple):
@@ -131,8 +131,11 @@ class Pass(ABC):
         y = self.product("uncapped", x, "lm_head")
         return self.do("logits", "cap", (y,), limit=self.c.cap)
 
-    def scores(self, x: Value) -> Value:
-        """Compute, for each row, the log-likelihood of the row's target (the next token)."""
+    def scores(self, x: Value, likeliest: bool = False) -> Value:
+        """Compute, for each row, the log-likelihood of the row's target (the next token).
+
+        likeliest: also compute the most likely token.
+        """
         raise NotImplementedError
 
 
@@ -146,7 +149,8 @@ def forward(o: Any, of: Architecture, config: ModelConfig, want: Want | None) ->
 
     "last": logits of the last row of each sequence. "logits": logits of all rows. "rows": the final
     norm, as input of a later product with lm_head. "hidden": the final norm as floats. "stream":
-    the residual stream before the final norm. "log_likelihood": as computed by `Pass.scores`.
+    the residual stream before the final norm. "log_likelihood", "likeliest": as computed by
+    `Pass.scores`.
     """
     *front, end = (f"h.{n}." for n in range(config.n_layer))
     x = o.embed()
@@ -166,4 +170,6 @@ def forward(o: Any, of: Architecture, config: ModelConfig, want: Want | None) ->
     x = of.final(o, x, to=("lm_head",))
     if want == "rows":
         return x
-    return o.scores(x) if want == "log_likelihood" else o.logits(x)
+    if want in ("log_likelihood", "likeliest"):
+        return o.scores(x, want == "likeliest")
+    return o.logits(x)

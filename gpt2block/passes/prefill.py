@@ -124,16 +124,18 @@ class PrefillPass(Pass):
         up = self.product(f"{h}up", x, f"{h}w_up", f"{h}b_up", to=("silu_mul",))
         return self.do(f"{h}ff", "silu_mul", (gate, up), into=up, **self.c.gate)
 
-    def scores(self, x: Value) -> Value:
+    def scores(self, x: Value, likeliest: bool = False) -> Value:
         """Compute, for each row, the log-likelihood of its target, ROWS_AT_ONCE rows at a time."""
         for first in range(0, self.shape.rows, ROWS_AT_ONCE):
-            self._scores(x, first, min(self.shape.rows, first + ROWS_AT_ONCE))
+            self._scores(x, first, min(self.shape.rows, first + ROWS_AT_ONCE), likeliest)
 
-    def _scores(self, x: Value, first: int, end: int) -> None:
+    def _scores(self, x: Value, first: int, end: int, likeliest: bool) -> None:
         """Compute log-likelihoods of rows `first` to `end` - 1; free the logits on return."""
         logits = self.logits_of(x, first, end)
         targets = self.do(f"targets.{first}", "rows", ("targets",), first=first, end=end)
         self.do(f"scores.{first}", "log_likelihood", (logits, targets))
+        if likeliest:
+            self.do(f"likeliest.{first}", "top_logprobs", (logits,), K=1)
 
     def logits_of(self, x: Value, first: int, end: int) -> Value:
         """Compute the logits of rows `first` to `end` - 1 of x, the result of the final norm."""

@@ -237,19 +237,31 @@ class CudaModel(CudaWeights):
         return np.split(np.stack([*states, hidden]), ends, axis=1)
 
     def log_likelihood(self, sequences: Sequence[Ids]) -> list[Floats]:
-        """See `ModelEngine`. Results are copied to the host after all groups have run."""
-        likelihoods: list[Floats] = []
-        computed: list[tuple[CudaArray, list[int]]] = []
+        return [scores for (scores,) in self._scored(sequences, "log_likelihood")]
+
+    def likeliest(self, sequences: Sequence[Ids]) -> list[tuple[Floats, Ids]]:
+        return [(scores, ids) for scores, ids in self._scored(sequences, "likeliest")]
+
+    def _scored(self, sequences: Sequence[Ids], want: Want) -> list[tuple[NDArray[Any], ...]]:
+        """Return a tuple of arrays (T - 1,) for each sequence, in the order of the two callers.
+
+        Results are copied to the host after all groups have run.
+        """
+        found: list[tuple[NDArray[Any], ...]] = []
+        computed: list[tuple[list[CudaArray], list[int]]] = []
         with self.running():
             for group in in_groups(sequences, TOKENS_AT_ONCE):
                 repeats = self.on_tensor_cores
                 several = padded(group) if repeats else group
-                prefill = self.prefill(several, self._scratch(several, repeats), "log_likelihood")
-                computed.append((prefill.out.copy(), prefill.ends[: len(group)]))
-            for rows, ends in computed:
-                *group_rows, _ = np.split(rows.get(), ends)
-                likelihoods += [row[:-1] for row in group_rows]
-        return likelihoods
+                prefill = self.prefill(several, self._scratch(several, repeats), want)
+                arrays = [prefill.out.copy()]
+                if want == "likeliest":
+                    arrays.append(prefill.likeliest[:, 0].copy())
+                computed.append((arrays, prefill.ends[: len(group)]))
+            for arrays, ends in computed:
+                rows = zip(*(np.split(each.get(), ends)[:-1] for each in arrays), strict=True)
+                found += [tuple(part[:-1] for part in row) for row in rows]
+        return found
 
     def trace(self, ids: Ids, cached: bool) -> dict[str, NDArray[Any]]:
         V = self.config.vocab_size

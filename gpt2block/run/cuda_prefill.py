@@ -25,6 +25,7 @@ from gpt2block.run.recorder import Recorded, rounded_up
 from gpt2block.run.recording import Recording
 
 Requested = Want | Literal["states"]
+SCORED = ("log_likelihood", "likeliest")  # outputs that are computed from the next tokens
 
 
 class PrefillPrograms:
@@ -35,7 +36,8 @@ class PrefillPrograms:
     After `run`, `out` holds the requested output until the model's next prefill. "last": logits of
     the given sequences, undefined for those without new tokens; "hidden" and "states": the final
     norm, (N, C) float32; "rows": the same, in the dtype of the product with lm_head;
-    "log_likelihood": of the next token of each row, (N,), undefined for the last row of a sequence.
+    "log_likelihood": of the next token of each row, (N,), undefined for the last row of a sequence;
+    with "likeliest", the array `likeliest` also holds the most likely next token of each row.
     """
 
     def __init__(self, model: CudaPasses, cache: CudaCache, shape: Prefill) -> None:
@@ -58,11 +60,11 @@ class PrefillPrograms:
         """Return the recorded launches that compute the output `want`; record them on first use."""
         if want not in self._recordings:
             N, outs = self.shape.rows, {}
-            tensors = model.prompt_weights(head=want == "log_likelihood")
-            if want == "log_likelihood":
-                self._scores = cupy.empty(N, "float32")
-                for first in range(0, N, ROWS_AT_ONCE):
-                    outs[f"scores.{first}"] = self._scores[first : first + ROWS_AT_ONCE]
+            tensors = model.prompt_weights(head=want in SCORED)
+            for first in range(0, N, ROWS_AT_ONCE) if want in SCORED else ():
+                outs[f"scores.{first}"] = self._scores[first : first + ROWS_AT_ONCE]
+                if want == "likeliest":
+                    outs[f"likeliest.{first}"] = self.likeliest[first : first + ROWS_AT_ONCE]
             made = model.recordings.make(
                 lambda do: model.forward_pass(self.shape, do, want),
                 {**tensors, **self._tensors},
@@ -89,14 +91,14 @@ class PrefillPrograms:
         rows: row of the cache for each sequence, in ascending order. starts: number of tokens that
         each of these rows already has.
         """
-        self._send(sequences, rows, starts, targets=want == "log_likelihood")
+        self._send(sequences, rows, starts, targets=want in SCORED)
         recording = self.recording(model, "hidden" if want == "states" else want)
         if want == "states":
             names = ["embedding", *(f"h.{n}.output" for n in range(model.config.n_layer))]
             self.states = [copy.get() for copy in recording.trace(names).values()]
         else:
             recording.repeat(model.stream)
-        self.out = self._scores if want == "log_likelihood" else recording.out
+        self.out = self._scores if want in SCORED else recording.out
 
     def _send(
         self,
@@ -133,6 +135,16 @@ class PrefillPrograms:
             after[at:] = 0
         self._numbers.set(self._pinned)
         self._sent.record()
+
+    @cached_property
+    def _scores(self) -> CudaArray:
+        """The log-likelihoods of the next tokens, (N,), in memory that all recordings share."""
+        return cupy.empty(self.shape.rows, "float32")
+
+    @cached_property
+    def likeliest(self) -> CudaArray:
+        """The most likely next tokens, (N, 1), as the output "likeliest" computes them."""
+        return cupy.empty((self.shape.rows, 1), "int32")
 
     @cached_property
     def _counted(self) -> Ids:

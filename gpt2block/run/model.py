@@ -413,6 +413,12 @@ class ModelEngine(Protocol):
     def log_likelihood(self, sequences: Sequence[Ids]) -> list[Floats]:
         """Return log-probabilities (T - 1,) of each sequence's T tokens, except for the first."""
 
+    def likeliest(self, sequences: Sequence[Ids]) -> list[tuple[Floats, Ids]]:
+        """Return the `log_likelihood` of each sequence, and the most likely tokens (T - 1,).
+
+        The most likely tokens are predicted at the same positions. Equal logits are sorted by id.
+        """
+
     def decode(
         self, slots: int, n_ctx: int, fewer: bool = False, speculate: bool = False
     ) -> Decoding:

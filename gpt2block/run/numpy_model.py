@@ -181,6 +181,9 @@ class NumpyModel(NumpySteps, StoredModel):
         return self._tensors([ids], cache)
 
     def log_likelihood(self, sequences: Sequence[Ids]) -> list[Floats]:
+        return [scores for scores, _ in self.likeliest(sequences)]
+
+    def likeliest(self, sequences: Sequence[Ids]) -> list[tuple[Floats, Ids]]:
         found = []
         for ids, hidden in zip(sequences, self.forward(sequences, "rows"), strict=True):
             parts = [
@@ -190,15 +193,20 @@ class NumpyModel(NumpySteps, StoredModel):
                 )
                 for first in range(0, len(ids) - 1, ROWS_AT_ONCE)
             ]
-            found.append(np.concatenate([*parts, np.empty(0, np.float32)]))
+            scores = np.concatenate([np.empty(0, np.float32), *(part[0] for part in parts)])
+            best = np.concatenate([np.empty(0, np.int32), *(part[1] for part in parts)])
+            found.append((scores, best))
         return found
 
-    def _scores(self, hidden: Floats, targets: Ids) -> Floats:
-        """Return the log-likelihood of each row's target. hidden: final norm of each row."""
+    def _scores(self, hidden: Floats, targets: Ids) -> tuple[Floats, Ids]:
+        """Return the log-likelihood of each row's target, and the row's most likely token.
+
+        hidden: final norm of each row.
+        """
         do = self.machine({"hidden": hidden, "targets": targets})
         logits = StepPass(do, PassSettings.of(self.config)).logits("hidden")
         scores: Floats = do("scores", "log_likelihood", (logits, "targets"))
-        return scores
+        return scores, logits.argmax(axis=-1).astype(np.int32)
 
     def decode(
         self, slots: int, n_ctx: int, fewer: bool = False, speculate: bool = False
