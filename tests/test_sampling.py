@@ -372,7 +372,7 @@ def test_a_call_with_masks(device: Any) -> None:
         assert drawn[0] in {4, 49}
         assert drawn[1:].tolist() == [32, -1]
     for call, array in ((reference.sample_token, np.asarray), (ops.sample_token, device.asarray)):
-        with pytest.raises(InputError, match="masks: .*3, 2"):
+        with pytest.raises(InputError, match=r"masks: .*3, 2"):
             call(array(x), masks=array(np.zeros((3, 3), np.int32)))
 
 
