@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import typer
 from rich.console import Console
 
+from gpt2block.chat.tool_forms import FormName
 from gpt2block.checks import check_count
 from gpt2block.cli.codes import FAILED
 from gpt2block.cli.display import shown
@@ -95,6 +96,10 @@ def serve(
     speculate: bool = keyword("speculate", names=("--speculate",)),
     draft_model: str | None = draft_option(),
     chat_template_kwargs: Mapping[str, Any] | None = chat_template_option(),
+    tool_form: FormName | None = option(
+        "Form in which the model writes calls of tools; by default the form that its chat template "
+        "shows."
+    ),
     log_level: Literal["error", "warning", "info"] = option(
         "Messages on standard error; info: also a line for each request.", "warning"
     ),
@@ -156,6 +161,7 @@ def serve(
         allowed,
         speculate,
         chat_template_kwargs or {},
+        tool_form,
     )
     server = Server(loaded, encoding, settings)
     address = f"http://{address}:{listening.getsockname()[1]}" if uds is None else f"unix:{uds}"

@@ -34,6 +34,7 @@ MOST_STOP = 256  # most characters of a stop text
 MOST_VALUES = 2**14  # most biases; most values in messages, and in a body that C code decodes
 MOST_MESSAGES = 2**12
 MOST_TEXT = 2**20  # most bytes of the texts of all messages
+MOST_TOOLS = 128
 MOST_NEW = 2**31 - 1  # most new tokens per answer
 PART = 2**13  # list entries that are checked or written without releasing the GIL
 LONGEST_KEY = 100  # most characters of a key shown in an error
@@ -48,11 +49,8 @@ NEUTRAL: Mapping[str, Any] = {
     **dict.fromkeys(("user", "metadata", "store", "safety_identifier"), ANYTHING),
     **dict.fromkeys(("prompt_cache_key", "prompt_cache_retention", "service_tier"), ANYTHING),
     "suffix": ("",),
-    "tools": ([],),
     "functions": ([],),
-    "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
-    "parallel_tool_calls": ANYTHING,
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "verbosity": ("medium",),
@@ -89,8 +87,6 @@ NEUTRAL: Mapping[str, Any] = {
     "grammar": ("",),
     "json_schema": ({},),
 }
-# {field of a request: field that disables the first field if its value is "none"}
-TOOLS = {"tools": "tool_choice", "functions": "function_call"}
 
 Request = TypeVar("Request", bound="Body")
 
@@ -352,10 +348,81 @@ class TemplateFields(Body):
     chat_template_kwargs: Variables | None = None
 
 
+def _of_object(given: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return a schema of a function's parameters. Raises ValueError unless it is of an object."""
+    if given and given.get("type") != "object":
+        raise ValueError("expected the JSON schema of an object, with the type 'object'")
+    return given
+
+
+class FunctionFields(BaseModel):
+    """A function that the model may call. parameters: JSON schema of its arguments."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    name: str = Field(pattern="^[a-zA-Z0-9_-]{1,64}$")
+    description: str | None = None
+    parameters: Annotated[dict[str, Any] | None, AfterValidator(_of_object)] = None
+    strict: bool | None = None
+
+
+class ToolFields(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: Literal["function"]
+    function: FunctionFields
+
+    @property
+    def name(self) -> str:
+        return self.function.name
+
+
+def _with_names(given: list[ToolFields] | None) -> list[ToolFields] | None:
+    names = [tool.name for tool in given or ()]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"expected each name once, got {twice[0]!r} {len(twice)} times")
+    return given
+
+
+class NamedFunction(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    name: str
+
+
+class NamedChoice(BaseModel):
+    """A tool choice that requires a call of one function."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedChoice | None
+
+
+def _of_tools(given: ToolChoice, info: ValidationInfo) -> ToolChoice:
+    names = [tool.name for tool in info.data.get("tools") or ()]
+    if given == "required" and not names:
+        raise ValueError("expected tools with it")
+    if isinstance(given, NamedChoice) and given.function.name not in names:
+        raise ValueError("expected the name of one of the tools")
+    return given
+
+
 class ChatRequest(SampledRequest, TemplateFields):
     """The body of a request to /v1/chat/completions."""
 
     messages: Messages = Field(min_length=1)
+    tools: Annotated[
+        list[ToolFields] | None,
+        BeforeValidator(_values),
+        _at_most(MOST_TOOLS, "tools"),
+        AfterValidator(_with_names),
+    ] = None
+    tool_choice: Annotated[ToolChoice, AfterValidator(_of_tools)] = None
+    parallel_tool_calls: bool | None = True
     max_completion_tokens: NewTokens = Field(None, ge=1, le=MOST_NEW)
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0, le=MOST_ALTERNATIVES)
@@ -411,8 +478,8 @@ def parsed(kind: type[Request], data: bytes, names: Collection[str], n_ctx: int)
         raise ApiError(400, f"the body: expected JSON in UTF-8: {shown(str(error))}") from None
     if not isinstance(given, dict):
         raise ApiError(400, f"the body: expected a JSON object, got {shown(given)}")
-    for name in [name for name, choice in TOOLS.items() if given.get(choice) == "none"]:
-        given.pop(name, None)
+    if given.get("function_call") == "none":
+        given.pop("functions", None)
     for name in [name for name in NEUTRAL if name in given and name not in kind.model_fields]:
         _check_neutral(name, given.pop(name))
     try:
@@ -430,7 +497,7 @@ def _check_neutral(name: str, value: Any) -> None:
     if accepted is ANYTHING or value is None or any(value == each for each in accepted):
         return
     only = f": expected {' or '.join(map(json.dumps, accepted))}, or none" if accepted else ""
-    only += f', or {TOOLS[name]} "none" with it' if name in TOOLS else ""
+    only += ', or function_call "none" with it' if name == "functions" else ""
     problem = f"{name}: {shown(value)} is not supported{only}"
     raise ApiError(400, problem, name, "unsupported_parameter")
 
