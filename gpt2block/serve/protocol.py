@@ -207,10 +207,14 @@ def check_only(field: str, given: int | None, only: int, whose: str) -> None:
         raise ApiError(400, problem, field, "unsupported_parameter")
 
 
-class Body(BaseModel):
-    """Base class of request bodies. A string is not accepted in place of a number."""
+class Fields(BaseModel):
+    """Base class of objects in requests. A string is not accepted in place of a number."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class Body(Fields):
+    """Base class of request bodies."""
 
     model: str | None = None
 
@@ -226,9 +230,7 @@ def _with_stream(given: Any, info: ValidationInfo) -> Any:
     return given
 
 
-class StreamFields(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class StreamFields(Fields):
     include_usage: bool = False
     include_obfuscation: bool = False
 
@@ -355,10 +357,8 @@ def _of_object(given: dict[str, Any] | None) -> dict[str, Any] | None:
     return given
 
 
-class FunctionFields(BaseModel):
+class FunctionFields(Fields):
     """A function that the model may call. parameters: JSON schema of its arguments."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     name: str = Field(pattern="^[a-zA-Z0-9_-]{1,64}$")
     description: str | None = None
@@ -366,9 +366,7 @@ class FunctionFields(BaseModel):
     strict: bool | None = None
 
 
-class ToolFields(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class ToolFields(Fields):
     type: Literal["function"]
     function: FunctionFields
 
@@ -384,16 +382,12 @@ def _with_names(given: list[ToolFields] | None) -> list[ToolFields] | None:
     return given
 
 
-class NamedFunction(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class NamedFunction(Fields):
     name: str
 
 
-class NamedChoice(BaseModel):
+class NamedChoice(Fields):
     """A tool choice that requires a call of one function."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     type: Literal["function"]
     function: NamedFunction

@@ -14,7 +14,7 @@ from typing import Any
 from gpt2block.chat.messages import checked
 from gpt2block.chat.template import ChatTemplate
 from gpt2block.chat.tool_forms import FORMS
-from gpt2block.chat.tool_forms.base import Tool, ToolForm
+from gpt2block.chat.tool_forms.base import NO_TOOLS, Tool, ToolForm
 from gpt2block.chat.tool_forms.grammar import closed, lark, schema_text
 from gpt2block.chat.tool_forms.reading import CallReader
 from gpt2block.errors import require
@@ -23,6 +23,7 @@ from gpt2block.serve.protocol import ApiError, ChatRequest, NamedChoice, ToolFie
 from gpt2block.tokenizers.encoding import Encoding, special_id
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
+UNKNOWN_FORM = "tools: the chat template does not show the form in which this model writes calls"
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
 
@@ -51,11 +52,9 @@ class ToolUse:
             return None
         form = template.tool_form
         if form is None:
+            told = f"{UNKNOWN_FORM}: start the server with --tool-form {' or '.join(FORMS)}"
             reads = "tools" in template.names.variables
-            names = ", ".join(FORMS)
-            told = f"does not tell the form of calls: start the server with --tool-form ({names})"
-            problem = told if reads else 'reads no tools: leave them out, or set tool_choice "none"'
-            raise ApiError(400, f"tools: the chat template of this model {problem}", "tools")
+            raise ApiError(400, told if reads else NO_TOOLS, "tools")
         only = choice.function.name if isinstance(choice, NamedChoice) else None
         return cls(
             form,
@@ -76,12 +75,12 @@ class ToolUse:
     ) -> tuple[list[Any], dict[str, Any]]:
         """Return the messages and the arguments with which the template shows the tools."""
         checked(messages)
-        names, tools = template.names, [_as_shown(tool) for tool in self.given]
-        shown, more = self.form.offered(names.variables, names.fields, messages, tools)
+        tools = [_as_shown(tool) for tool in self.given]
+        messages, more = self.form.offered(template.names, messages, tools)
         if twice := [name for name in more if name in arguments]:
             problem = f"chat_template_kwargs: expected no {twice[0]} beside the field tools"
             raise ApiError(400, problem, "chat_template_kwargs")
-        return [*shown], {**arguments, **more}
+        return messages, {**arguments, **more}
 
     def grammar(self, encoding: Encoding) -> dict[str, str]:
         """Return keywords of `SampledRequest.options`: a grammar if the answer is held to one.

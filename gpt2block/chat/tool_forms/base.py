@@ -9,11 +9,24 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from secrets import token_hex
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from gpt2block.errors import InputError, shown
 
-Example = tuple[str, str, Sequence[tuple[str, str]]]  # an answer: its content, (name, arguments)s
+NO_TOOLS = (
+    "tools: the chat template of this model reads no tools: leave them out, or set tool_choice to "
+    '"none"'
+)
+Offered = tuple[list[Any], dict[str, Any]]
+
+
+class Names(Protocol):
+    """The names in a chat template that a form reads: two fields of `TemplateNames`."""
+
+    @property
+    def fields(self) -> Collection[str]: ...
+    @property
+    def variables(self) -> Collection[str]: ...
 
 
 class Tool(NamedTuple):
@@ -31,7 +44,6 @@ class ToolForm(ABC):
     models write a JSON list of calls. bare: whether an answer that begins with a call needs no
     text of `begins`. named: whether the name is written before the object of arguments, in place of
     an object with both. key: key of the arguments. many: whether an answer may have several calls.
-    examples: answers, with the content and the calls that are read from them.
     """
 
     name: ClassVar[str]
@@ -43,30 +55,19 @@ class ToolForm(ABC):
     named: ClassVar[bool] = False
     key: ClassVar[str] = "arguments"
     many: ClassVar[bool] = True
-    examples: ClassVar[Sequence[Example]]
 
     @abstractmethod
     def is_shown_in(self, source: str) -> bool:
         """Return whether the source of a chat template belongs to a model with this form."""
 
-    def offered(
-        self,
-        variables: Collection[str],
-        fields: Collection[str],
-        messages: Sequence[Any],
-        tools: Sequence[Mapping[str, Any]],
-    ) -> tuple[Sequence[Any], dict[str, Any]]:
+    def offered(self, names: Names, messages: list[Any], tools: list[Any]) -> Offered:
         """Return (messages, variables of a template) with which a chat template shows tools.
 
-        variables, fields: names in the template, as TemplateNames has them. tools: in OpenAI's
-        format. Raises InputError if the template does not show tools.
+        tools: in OpenAI's format. Raises InputError if the template does not show tools.
         """
-        if "tools" not in variables:
-            raise InputError(
-                "tools: the chat template of this model reads no tools: leave them out, or set "
-                'tool_choice to "none"'
-            )
-        return messages, {"tools": list(tools)}
+        if "tools" not in names.variables:
+            raise InputError(NO_TOOLS)
+        return messages, {"tools": tools}
 
     def new_id(self) -> str:
         """Return an id for a call."""

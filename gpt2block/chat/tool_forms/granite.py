@@ -13,14 +13,6 @@ class GraniteCalls(ToolForm):
 
     name = "granite"
     begins, listed = ("<|tool_call|>", "<tool_call>"), True
-    examples = (
-        ('<|tool_call|>[{"name": "f", "arguments": {"a": 1}}]', "", [("f", '{"a": 1}')]),
-        ('<tool_call>[{"name": "f", "arguments": {}}, {"name": "g", "arguments": {}}]', "",
-         [("f", "{}"), ("g", "{}")]),
-        ('<|tool_call|> [\n  {"name": "g", "arguments": {"a": null}}\n] ok', " ok",
-         [("g", '{"a": null}')]),
-        ("<|tool_call|>[1]", "<|tool_call|>[1]", ()),
-    )  # fmt: skip
 
     def is_shown_in(self, source: str) -> bool:
         return "<|start_of_role|>" in source and "</tool_call>" not in source

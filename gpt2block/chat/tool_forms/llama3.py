@@ -16,18 +16,6 @@ class Llama3Calls(ToolForm):
 
     name = "llama3"
     begins, bare, many, key = ("<|python_tag|>",), True, False, "parameters"
-    examples = (
-        ("Hello {x}", "Hello {x}", ()),
-        ('{"name": "f", "parameters": {"a": 1}}', "", [("f", '{"a": 1}')]),
-        ('\n{"type": "function", "name": "f", "arguments": {"a": {}}} ', "", [("f", '{"a": {}}')]),
-        ('<|python_tag|>{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}', "",
-         [("f", "{}"), ("g", "{}")]),
-        ('Yes <|python_tag|>{"name": "g", "parameters": {}}', "Yes", [("g", "{}")]),
-        ('<|python_tag|>brave_search.call(query="x")', '<|python_tag|>brave_search.call(query="x")',
-         ()),
-        ('{"name": "Ann", "parameters": {}}', '{"name": "Ann", "parameters": {}}', ()),
-        ('Yes {"name": "f", "parameters": {}}', 'Yes {"name": "f", "parameters": {}}', ()),
-    )  # fmt: skip
 
     def is_shown_in(self, source: str) -> bool:
         return "<|start_header_id|>" in source and (

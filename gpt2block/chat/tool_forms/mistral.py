@@ -8,10 +8,8 @@ from __future__ import annotations
 import json
 import secrets
 import string
-from collections.abc import Sequence
-from typing import ClassVar
 
-from gpt2block.chat.tool_forms.base import Example, ToolForm
+from gpt2block.chat.tool_forms.base import ToolForm
 
 ALPHABET = string.ascii_letters + string.digits
 
@@ -21,15 +19,6 @@ class MistralCalls(ToolForm):
 
     name = "mistral"
     begins, listed = ("[TOOL_CALLS]",), True
-    examples: ClassVar[Sequence[Example]] = (
-        ("Hello [TOOL", "Hello [TOOL", ()),
-        ('[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}]', "", [("f", '{"a": 1}')]),
-        ('Sure.[TOOL_CALLS][{"name": "f", "arguments": {}, "id": "a1b2c3d4e"}, '
-         '{"name": "g", "arguments": {"a": "]"}}]', "Sure.", [("f", "{}"), ("g", '{"a": "]"}')]),
-        ('[TOOL_CALLS] [{"name": "f", "arguments": {}}, {"name": "g"}]', ', {"name": "g"}]',
-         [("f", "{}")]),
-        ("[TOOL_CALLS] []", "[TOOL_CALLS] []", ()),
-    )  # fmt: skip
 
     def is_shown_in(self, source: str) -> bool:
         return "[TOOL_CALLS]" in source and "[ARGS]" not in source
@@ -44,12 +33,6 @@ class MistralArgsCalls(MistralCalls):
 
     name = "mistral-args"
     listed, named = False, True
-    examples = (
-        ('[TOOL_CALLS]f[ARGS]{"a": 1}', "", [("f", '{"a": 1}')]),
-        ('Sure.[TOOL_CALLS]f[CALL_ID]a1b2c3d4e[ARGS]{}[TOOL_CALLS]g[ARGS]{"a": "{"}', "Sure.",
-         [("f", "{}"), ("g", '{"a": "{"}')]),
-        ("[TOOL_CALLS]f[ARGS]1", "[TOOL_CALLS]f[ARGS]1", ()),
-    )  # fmt: skip
 
     def is_shown_in(self, source: str) -> bool:
         return "[TOOL_CALLS]" in source and "[ARGS]" in source
