@@ -164,15 +164,20 @@ def test_when_an_answer_is_held_to_a_grammar(
     assert len(parts) == 1 or expected is not None
 
 
-def test_a_call_that_is_cut(server: Running, grammars: list[Any]) -> None:
-    """It has the arguments so far; without a grammar, it is text."""
+@pytest.mark.parametrize(
+    ("more", "end", "reason"), [({"max_tokens": 60}, 60, "length"), ({"stop": '"Par'}, 54, "stop")]
+)
+def test_a_call_that_is_cut(
+    server: Running, grammars: list[Any], more: Any, end: int, reason: str
+) -> None:
+    """A cut call has the arguments so far; without a grammar, it is text."""
     ANSWERS.extend([CALL, CALL])
-    held, free = (chat(server, max_tokens=60, **more)["choices"][0]
-                  for more in ({"tool_choice": "required"}, {}))  # fmt: skip
+    held = chat(server, tool_choice="required", **more)["choices"][0]
+    free = chat(server, **more)["choices"][0]
     (found,) = held["message"]["tool_calls"]
-    assert PARIS.startswith(found["function"]["arguments"])
-    assert (held["finish_reason"], free["finish_reason"]) == ("length", "length")
-    assert free["message"]["content"] == CALL[:60]
+    assert found["function"]["arguments"] == PARIS[: end - CALL.index('{"city')]
+    assert free["message"]["content"] == CALL[:end]
+    assert held["finish_reason"] == free["finish_reason"] == reason
 
 
 def test_tools_in_the_prompt(server: Running) -> None:
@@ -271,13 +276,13 @@ def test_a_round_of_openai(server: Running) -> None:
 
 def test_a_round_of_langchain(server: Running) -> None:
     langchain = pytest.importorskip("langchain_openai", reason="langchain-openai is not installed")
-    from langchain_core.tools import tool  # noqa: PLC0415
+    tools = pytest.importorskip("langchain_core.tools", reason="langchain-core is not installed")
 
-    @tool
-    def weather(city: str) -> str:
-        """Weather of a city."""
+    def of_city(city: str) -> str:
+        """Return the weather of a city."""
         return f"20 in {city}"
 
+    weather = tools.tool("weather")(of_city)
     ANSWERS.extend([CALL, WARM, CALL])
     model = langchain.ChatOpenAI(model="small", base_url=f"{server.url}/v1", api_key="x")
     asking, messages = model.bind_tools([weather]), [("user", "How warm is it?")]
@@ -297,19 +302,18 @@ def test_a_round_of_langchain(server: Running) -> None:
 def test_a_round_of_pydantic_ai(server: Running, grammars: list[Any]) -> None:
     ai = pytest.importorskip("pydantic_ai", reason="pydantic-ai is not installed")
     pytest.importorskip("openai", reason="openai, a client, is not installed")
-    from pydantic_ai.models.openai import OpenAIChatModel  # noqa: PLC0415
-    from pydantic_ai.providers.openai import OpenAIProvider  # noqa: PLC0415
-
+    models = pytest.importorskip("pydantic_ai.models.openai")
+    providers = pytest.importorskip("pydantic_ai.providers.openai")
     ANSWERS.extend([CALL, WARM])
-    provider = OpenAIProvider(base_url=f"{server.url}/v1", api_key="x")
-    agent, asked = ai.Agent(OpenAIChatModel("small", provider=provider)), []
+    provider = providers.OpenAIProvider(base_url=f"{server.url}/v1", api_key="x")
+    agent, asked = ai.Agent(models.OpenAIChatModel("small", provider=provider)), []
 
-    @agent.tool_plain
     def weather(city: str) -> str:
-        """Weather of a city."""
+        """Return the weather of a city."""
         asked.append(city)
         return "20"
 
+    agent.tool_plain(weather)
     assert agent.run_sync("How warm is it?").output == WARM
     assert asked == ["Paris"]
 

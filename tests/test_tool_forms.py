@@ -105,6 +105,19 @@ def test_tools_that_a_template_does_not_show() -> None:
         template.tool_form.offered(template.names, [USER], SHOWN)
 
 
+@pytest.mark.parametrize(
+    ("schema", "expected"),
+    [
+        (A_NUMBER, False),
+        ({**A_NUMBER, "additionalProperties": True}, True),
+        ({"type": "object"}, None),
+        ({**A_NUMBER, "anyOf": [{"required": ["b"]}]}, None),
+    ],
+)
+def test_schemas_list_their_properties(schema: Any, expected: Any) -> None:
+    assert closed(schema).get("additionalProperties") == expected
+
+
 # --- grammars -------------------------------------------------------------------------------------
 
 

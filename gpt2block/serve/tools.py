@@ -170,6 +170,6 @@ class ToolChatForm(ChatForm):
                 call = calls[each.call] = {**head, "function": {"name": each.name}}
             function = call["function"]
             function["arguments"] = function.get("arguments", "") + each.arguments
-        if part.reason == "stop" and reader.count:
+        if part.reason == "stop" and reader.count and not reader.cut:
             part = replace(part, reason="tool_calls")
         return content, [*calls.values()], part

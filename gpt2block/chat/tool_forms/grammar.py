@@ -13,6 +13,7 @@ from gpt2block.chat.tool_forms.base import Tool, ToolForm
 
 # JSON is written on one line, as chat templates write it.
 JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+COMBINING = frozenset({"anyOf", "allOf", "oneOf", "$ref", "if", "dependentSchemas"})
 ANY_TEXT = r"/(.|\n)*/"
 NO_CALL = r"/[ \n\t]*([^{ \n\t](.|\n)*)?/"  # a text that does not begin with an object
 
@@ -91,5 +92,9 @@ def schema_text(schema: Mapping[str, Any]) -> str:
 
 
 def closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a schema of an object that allows only listed properties unless it says otherwise."""
-    return {"additionalProperties": False, **schema} if "properties" in schema else schema
+    """Return a schema of an object that allows only listed properties unless it says otherwise.
+
+    A schema that combines several schemas stays as it is.
+    """
+    lists = "properties" in schema and COMBINING.isdisjoint(schema)
+    return {"additionalProperties": False, **schema} if lists else schema

@@ -43,7 +43,9 @@ class CallReader:
     then the arguments of a call are returned as they arrive, and a call that is cut is returned
     without its end. Otherwise a call is returned when all of it has been read, and what is not a
     call with one of these names and a JSON object of arguments stays text. White space next to a
-    call is left out unless text follows it. count: number of calls that have begun.
+    call is left out unless text follows it.
+
+    count: number of calls that have begun. cut: whether the answer ended within its last call.
     """
 
     def __init__(self, form: ToolForm, names: Collection[str], held: bool = False) -> None:
@@ -53,7 +55,7 @@ class CallReader:
         self._text, self._final = "", False  # text that is not returned yet; whether it is all
         self._at = 0  # number of characters of _text that the current step has read
         self._space = ""  # white space after the returned text, which is returned if text follows
-        self.count, self._after_call = 0, False
+        self.count, self.cut, self._after_call = 0, False, False
         self._found: list[str | CallPart] = []
         self._steps = self._all()
 
@@ -117,6 +119,7 @@ class CallReader:
                 self._add(CallPart(index, None, self._text[first : self._at]))
             if not depth.closed:
                 if self._final:
+                    self.cut = self._held
                     return self._held
                 yield
         arguments = self._text[begin : self._at]
