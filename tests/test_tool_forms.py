@@ -98,6 +98,13 @@ def test_a_round_in_a_prompt(form: str) -> None:
     assert any(start <= at[0] < end for start, end in places)
 
 
+def test_the_name_of_a_call_is_before_its_arguments() -> None:
+    function = {"arguments": '{"a": 1}', "name": "f"}
+    template = ChatTemplate("{{ messages[0].tool_calls[0].function | tojson }}", {})
+    text = template.render([{"role": "assistant", "tool_calls": [{"function": function}]}])
+    assert text == '{"name": "f", "arguments": {"a": 1}}'
+
+
 def test_tools_that_a_template_does_not_show() -> None:
     template = ChatTemplate("<tool_call></tool_call>{{ messages }}", {})
     assert template.tool_form is not None

@@ -25,6 +25,11 @@ EXAMPLES: dict[str, list[Example]] = {
          '<tool_call>\n{"name": "h", "arguments": {}}\n</tool_call>', []),
         ('<tool_call>\n{"name": "f", "argum', '<tool_call>\n{"name": "f", "argum', []),
         ("a <tool_call> b <tool", "a <tool_call> b <tool", []),
+        ('<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', "", [("f", '{"a": 1}')]),
+        ('<tool_call>{"arguments": {}, "name": "h"}</tool_call>',
+         '<tool_call>{"arguments": {}, "name": "h"}</tool_call>', []),
+        ('<tool_call>{"arguments": {}}</tool_call>', '<tool_call>{"arguments": {}}</tool_call>',
+         []),
     ],
     "smollm3": [
         ("<think>\n\n</think>\n<tool_call>\n"

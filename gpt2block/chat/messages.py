@@ -127,10 +127,15 @@ def _text_of_part(part: Any, place: str) -> str:
 
 
 def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool call whose arguments are parsed from JSON text into an object."""
+    """Return a tool call whose arguments are parsed from JSON text into an object.
+
+    The name of a function comes first, because models read the name before the arguments.
+    """
     function = call.get("function")
     if isinstance(function, Mapping):
-        return {**call, "function": {**function, "arguments": _object(function.get("arguments"))}}
+        name = {"name": function["name"]} if "name" in function else {}
+        arguments = {"arguments": _object(function.get("arguments"))}
+        return {**call, "function": {**name, **function, **arguments}}
     return {**call, "arguments": _object(call.get("arguments"))}
 
 

@@ -11,12 +11,15 @@ import regex
 from gpt2block.chat.tool_forms.base import ToolForm
 
 _OTHER = r'"(?:type|id)"\s*:\s*"[^"]*"'  # a further member of a call, before or after the others
-_NAME = r'"name"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
-_HEAD = regex.compile(rf"\s*(?P<list>\[)?\s*\{{\s*(?:{_OTHER}\s*,\s*)?{_NAME}")
+_NAME = r'"name"\s*:\s*"(?P<name>[^"\\]+)"'  # usually before the arguments, but also after them
+_ARGUMENTS = r'"(?:arguments|parameters)"\s*:\s*(?=\{)'
+_HEAD = regex.compile(
+    rf"\s*(?P<list>\[)?\s*\{{\s*(?:{_OTHER}\s*,\s*)?(?:{_NAME}\s*,\s*)?{_ARGUMENTS}"
+)
 _NAMED_HEAD = regex.compile(
     r"(?P<list>(?!))?\s*(?P<name>[\w-]+)(?:\[CALL_ID\][\w-]*)?\[ARGS\]\s*(?=\{)"
 )
-_CLOSE = regex.compile(rf"\s*(?:,\s*{_OTHER}\s*)?\}}")
+_CLOSE = regex.compile(rf"\s*(?:,\s*{_NAME}\s*)?(?:,\s*{_OTHER}\s*)?\}}")
 _NEXT = regex.compile(r"\s*[,;]\s*(?=\{)")
 _LIST_END = regex.compile(r"\s*\]")
 
@@ -95,8 +98,9 @@ class CallReader:
         while True:
             self._at = prefix
             head = yield from self._matched(head_form)
-            known = head is not None and head["name"] in self._names
-            if not known or not (yield from self._call(head["name"])):
+            name = head and head["name"]
+            known = head is not None and (name in self._names or (name is None and not self._held))
+            if not known or not (yield from self._call(name)):
                 self._say(prefix)
                 return
             self._drop()
@@ -108,8 +112,11 @@ class CallReader:
             if end is not None and (yield from self._matched(end)):
                 self._drop()
 
-    def _call(self, name: str) -> Step[bool]:
-        """Read the arguments and the end of a call; return whether they are valid."""
+    def _call(self, name: str | None) -> Step[bool]:
+        """Read the arguments and the end of a call; return whether they are valid.
+
+        name: name of the function, None if it may follow the arguments.
+        """
         index, begin, depth = self.count, self._at, _Depth()
         if self._held:
             self._add(CallPart(index, name, ""))
@@ -129,7 +136,12 @@ class CallReader:
             return True
         if not _is_json(arguments):
             return False
-        if not self._form.named and (yield from self._matched(_CLOSE)) is None:
+        if not self._form.named:
+            close = yield from self._matched(_CLOSE)
+            if close is None or (name is None) == (close["name"] is None):
+                return False
+            name = name or close["name"]
+        if name not in self._names:
             return False
         self._add(CallPart(index, name, arguments))
         return True
