@@ -589,8 +589,7 @@ WRONG_RULES: list[Any] = [
          "chat_template_kwargs", "at most 16,384 values"),
         ("/tokenize", {"messages": HELLO, "add_generation_prompt": True,
                        "continue_final_message": True}, 400, "add_generation_prompt", "expected F"),
-        (CHAT, {"messages": HELLO, "tools": [CALL], "tool_choice": "auto"}, 400, "tools",
-         'is not supported: expected [], or none, or tool_choice "none" with it'),
+        (COMPLETION, {"prompt": "a", "tools": []}, 400, "tools", "tools: there is no such field"),
         (CHAT, {"messages": HELLO, "functions": [CALL], "tool_choice": "none"}, 400, "functions",
          'or function_call "none" with it'),
         *((CHAT, {"messages": HELLO, **given}, status, param, words)

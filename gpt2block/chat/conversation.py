@@ -7,7 +7,7 @@ from copy import deepcopy
 from typing import Any
 from weakref import ref
 
-from gpt2block.chat.messages import Message, checked, continued, normalized
+from gpt2block.chat.messages import Message, checked, continued
 from gpt2block.chat.template import ChatTemplate
 from gpt2block.errors import InputError, shown
 from gpt2block.generation.batching import Batch
@@ -60,7 +60,7 @@ class Conversation:
         self._batch: Batch | None = None
         self._latest: ref[Generator[str, None, Generation | None]] | None = None
         if self.messages:
-            normalized(self.messages, template.names)
+            template.normalized(self.messages)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "answer": None, "_batch": None, "_latest": None}
@@ -107,7 +107,7 @@ class Conversation:
 
     def append(self, message: Message) -> None:
         """Append a message. Raises InputError if the template does not accept all messages."""
-        normalized([*self.messages, message], self._template.names)
+        self._template.normalized([*self.messages, message])
         self.messages.append(message)
 
     def clear(self) -> None:

@@ -6,13 +6,14 @@ Sources: OpenAI, "API reference" (Chat Completions); Hugging Face, "Chat templat
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from gpt2block.checks import check_encodable
 from gpt2block.errors import InputError, shown
 
 Message = Mapping[str, Any]  # fields "role", "content", and others that the template reads
+WriteCalls = Callable[[str, Sequence[Mapping[str, Any]]], str]
 EXPECTED = "expected a list of messages such as {'role': 'user', 'content': 'Hello'}"
 USUAL_ROLES = ("user", "assistant")  # roles that a template may handle without naming them
 # Fields that clients copy from answers into messages. An empty field counts as absent.
@@ -46,14 +47,19 @@ def checked(messages: Any) -> None:
 
 
 def normalized(
-    messages: Any, names: TemplateNames, arguments_as_objects: bool = True
+    messages: Any,
+    names: TemplateNames,
+    arguments_as_objects: bool = True,
+    write_calls: WriteCalls | None = None,
 ) -> list[dict[str, Any]]:
     """Return `messages` in the form that a chat template whose source has these `names` reads.
 
     Null fields, and empty fields in ABSENT_IF_EMPTY, are removed. The content becomes one text,
     joined from its parts; a missing content of the assistant becomes "". Arguments of tool calls
-    that are the text of a JSON object become the object; other arguments stay. Raises InputError
-    for messages of another form, and for roles and fields that the template would ignore.
+    that are the text of a JSON object become the object; other arguments stay. If the template does
+    not read tool_calls, `write_calls`(content, tool_calls) returns the content with the calls in
+    it; None: such a message is refused. Raises InputError for messages of another form, and for
+    roles and fields that the template would ignore.
     """
     checked(messages)
     read = {"role", "content", "tool_call_id", *names.fields}
@@ -64,14 +70,18 @@ def normalized(
         role = fields["role"]
         if not (names.any_role or role in names.fields or role in USUAL_ROLES):
             _refuse(f"the chat template reads no messages with the role {shown(role)}", index)
-        if unread := [name for name in fields if name not in read]:
+        written = write_calls is not None and "tool_calls" not in read
+        unread = [n for n in fields if n not in read and not (written and n == "tool_calls")]
+        if unread:
             _refuse(f"the chat template reads no field {shown(unread[0])}: leave it out", index)
         if "tool_calls" in fields:
             given = fields["tool_calls"]
             if not isinstance(given, list) or not all(isinstance(call, Mapping) for call in given):
                 _refuse(f"tool_calls: expected a list of objects, got {shown(given)}", index)
             calls = [call.get("id") for call in given]
-            if arguments_as_objects:
+            if write_calls is not None and written:
+                fields["content"] = write_calls(fields["content"], fields.pop("tool_calls"))
+            elif arguments_as_objects:
                 fields["tool_calls"] = [*map(_with_object, given)]
         if "tool_call_id" in fields and "tool_call_id" not in names.fields:
             # A template that does not read tool_call_id assigns results to calls by their order.
@@ -117,10 +127,15 @@ def _text_of_part(part: Any, place: str) -> str:
 
 
 def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool call whose arguments are parsed from JSON text into an object."""
+    """Return a tool call whose arguments are parsed from JSON text into an object.
+
+    The name of a function comes first, because models read the name before the arguments.
+    """
     function = call.get("function")
     if isinstance(function, Mapping):
-        return {**call, "function": {**function, "arguments": _object(function.get("arguments"))}}
+        name = {"name": function["name"]} if "name" in function else {}
+        arguments = {"arguments": _object(function.get("arguments"))}
+        return {**call, "function": {**name, **function, **arguments}}
     return {**call, "arguments": _object(call.get("arguments"))}
 
 

@@ -14,6 +14,7 @@ from time import monotonic
 from typing import Any
 
 from gpt2block.chat.messages import Message, TemplateNames, normalized
+from gpt2block.chat.tool_forms import form_of
 from gpt2block.checks import check_flag
 from gpt2block.errors import CheckpointError, InputError, require, shown
 from gpt2block.tokenizers import tokenizer
@@ -42,12 +43,17 @@ class ChatTemplate:
 
     check: function that is called with each rendered text, before the characters of messages are
     located in it, which takes several times as long as rendering. Its exceptions are raised.
+
+    tool_form: the form in which the model writes calls of tools, by default the form that the
+    source shows; None if it is unknown. Calls in messages are written into the content in this form
+    if the template does not read them.
     """
 
     def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
         self.source, self.tokens = source, dict(tokens)
         self.seconds = SECONDS
         self.check: Callable[[str], None] = lambda text: None
+        self.tool_form = form_of(self.source)
         self._worker: subprocess.Popen[str] | None = None
         self._names: TemplateNames | None = None
         self._lock = threading.Lock()
@@ -132,6 +138,11 @@ class ChatTemplate:
         assert self._names is not None
         return self._names
 
+    def normalized(self, messages: Any, arguments_as_objects: bool = True) -> list[dict[str, Any]]:
+        """Return messages in the form that this template reads. Raises as `render` does."""
+        write_calls = self.tool_form.written if self.tool_form else None
+        return normalized(messages, self.names, arguments_as_objects, write_calls)
+
     def check_variables(self, variables: Any) -> None:
         """Raise InputError unless `variables` is a mapping of variables that the template reads.
 
@@ -163,11 +174,11 @@ class ChatTemplate:
         given = {**self.tokens, "tools": None, "documents": None, **variables}
         given["add_generation_prompt"] = prompt
         names = ["messages", *variables] if places else []
-        found = normalized(messages, self.names)
+        found = self.normalized(messages)
         try:
             return self._answer(found, given, names, continues)
         except InputError:  # some templates need a tool call's arguments as JSON text
-            texts = normalized(messages, self.names, arguments_as_objects=False)
+            texts = self.normalized(messages, arguments_as_objects=False)
             with suppress(InputError):
                 if texts != found:
                     return self._answer(texts, given, names, continues)

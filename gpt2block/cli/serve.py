@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import typer
 from rich.console import Console
 
+from gpt2block.chat.tool_forms import FormName
 from gpt2block.checks import check_count
 from gpt2block.cli.codes import FAILED
 from gpt2block.cli.display import shown
@@ -97,7 +98,11 @@ def serve(
     chat_template_kwargs: Mapping[str, Any] | None = chat_template_option(),
     pooling: Literal["mean", "last", "cls"] | None = option(
         "Embeddings: mean, last or first (cls) of the final hidden states; by default as in the "
-        "model's 1_Pooling/config.json, else the mean."
+        "model's 1_Pooling/config.json, else the mean.",
+    ),
+    tool_form: FormName | None = option(
+        "Form in which the model writes calls of tools; by default the form that its chat template "
+        "shows."
     ),
     log_level: Literal["error", "warning", "info"] = option(
         "Messages on standard error; info: also a line for each request.", "warning"
@@ -161,6 +166,7 @@ def serve(
         speculate,
         chat_template_kwargs or {},
         pooling or loaded.embedding_defaults.pooling,
+        tool_form,
     )
     server = Server(loaded, encoding, settings)
     address = f"http://{address}:{listening.getsockname()[1]}" if uds is None else f"unix:{uds}"

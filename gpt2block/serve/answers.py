@@ -186,6 +186,10 @@ class Form(ABC):
     ) -> dict[str, Any]:
         """Return a chunk of a stream. offsets: TextOffsets after the previous chunks."""
 
+    def is_empty(self, delta: dict[str, Any]) -> bool:
+        """Return whether a chunk without log-probabilities tells nothing."""
+        return False
+
     def first(self, index: int) -> dict[str, Any] | None:
         """Return the chunk that a stream sends before the first tokens of a choice, or None."""
         return None
@@ -351,11 +355,12 @@ async def streamed(
                 answer.go_on(new)
                 tokens = [len(piece.tokens) for _, piece in new]
                 count += sum(tokens)
-                found = [
-                    event(delta(index, _part(piece), piece.tokens, piece.guessed))
+                parts = [
+                    delta(index, _part(piece), piece.tokens, piece.guessed)
                     for index, piece in new
                     if piece.text or piece.finish_reason or (piece.tokens and detailed)
                 ]
+                found = [event(part) for part in parts if detailed or not form.is_empty(part)]
                 if found:
                     yield b"".join(found)
                     now = perf_counter()

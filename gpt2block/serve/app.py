@@ -32,6 +32,7 @@ from starlette.types import Receive, Scope, Send
 import gpt2block
 from gpt2block.chat.template import ChatTemplate, RenderingTimeoutError
 from gpt2block.checkpoints.embedding_files import Pooling
+from gpt2block.chat.tool_forms import FORMS
 from gpt2block.errors import CheckpointError, InputError
 from gpt2block.generation.generate import Run
 from gpt2block.generation.rows import Row
@@ -82,6 +83,7 @@ from gpt2block.serve.rerank import (
 from gpt2block.serve.response_events import ResponseSent
 from gpt2block.serve.responses import ResponsesRequest, chat_body, named_as_given
 from gpt2block.serve.service import Service, batch_of
+from gpt2block.serve.tools import ToolChatForm, ToolUse
 from gpt2block.serve.workers import Places, Workers
 from gpt2block.tokenizers import tokenizer
 from gpt2block.tokenizers.encoding import Encoding, bytes_of_ids
@@ -113,7 +115,8 @@ class ServerSettings:
     `reuse` of Batch. seconds: time limit of a request from its arrival; None: no limit. origins:
     origins of web pages that may send requests and read answers; "*": all. speculate: as in
     `GPT2.generate`, for all requests. chat_template_kwargs: defaults of a request's variables.
-    pooling: as for `Model.embed`.
+    pooling: as for `Model.embed`. tool_form: name of the form in which the model writes calls of
+    tools; None: the form that its chat template shows.
     """
 
     names: tuple[str, ...]
@@ -128,6 +131,7 @@ class ServerSettings:
     speculate: bool = False
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     pooling: Pooling = "mean"
+    tool_form: str | None = None
 
     @property
     def name(self) -> str:
@@ -353,14 +357,19 @@ class Server:
         if top and not logprobs:
             raise ApiError(400, "top_logprobs: expected logprobs with it", "top_logprobs")
         with self._template(partial(self._check_text, "messages")) as template:
-            arguments = self._template_arguments(template, given)
-            text, places = template.placed(given.messages, **arguments)
+            arguments, messages = self._template_arguments(template, given), given.messages
+            use = ToolUse.of(given, template)
+            if use is not None:
+                messages, arguments = use.offered(template, messages, arguments)
+            text, places = template.placed(messages, **arguments)
         found = tokenizer.encode_chat(self.encoding, text, places)
         self._check_length(len(found), "messages")
         ids = np.array(found, np.int32)
         most = given.max_completion_tokens or given.max_tokens or self.model.config.n_ctx
-        rows = self._rows([ids], given, most, top)
-        form = ChatForm(self.settings.name, self.encoding)
+        grammar = {} if use is None else use.grammar(self.encoding)
+        rows = self._rows([ids], given, most, top, **grammar)
+        named = (self.settings.name, self.encoding)
+        form = ChatForm(*named) if use is None else ToolChatForm(*named, use)
         return Asked(given, rows, [ids], [AnswerChoice()] * len(rows), form, logprobs)
 
     def _template_arguments(self, template: ChatTemplate, given: TemplateFields) -> dict[str, Any]:
@@ -398,6 +407,8 @@ class Server:
         except IndexError:
             template = copy(self.model.chat_template)
             template.seconds = TEMPLATE_SECONDS
+            if self.settings.tool_form is not None:
+                template.tool_form = FORMS[self.settings.tool_form]
         template.check = check
         try:
             yield template
@@ -417,8 +428,13 @@ class Server:
     def _check_length(self, count: int, field: str, least: str = "") -> None:
         check_length(count, self.model.config.n_ctx, field, least)
 
-    def _rows(self, prompts: list[Ids], given: SampledRequest, most: int, top: int) -> list[Row]:
-        """Return a request's rows (continuations). top: alternatives to report per token."""
+    def _rows(
+        self, prompts: list[Ids], given: SampledRequest, most: int, top: int, **more: Any
+    ) -> list[Row]:
+        """Return a request's rows (continuations).
+
+        top: alternatives to report per token. more: further keywords of `GPT2.generate`.
+        """
         count, most_rows = len(prompts) * (given.n or 1), self._batch.slots + self.settings.queue
         if count > most_rows:
             problem = f"n: {count} continuations: this server takes {most_rows} at most"
@@ -426,7 +442,7 @@ class Server:
         if (given.min_tokens or 0) > most:
             raise ApiError(400, f"min_tokens: expected at most max_tokens, {most}", "min_tokens")
         ids = self._stop_ids(given)
-        options = given.options(max_new_tokens=most, top_logprobs=top, stop_ids=ids)
+        options = given.options(max_new_tokens=most, top_logprobs=top, stop_ids=ids, **more)
         rows = list(Run(self.model.engine, self.encoding, prompts, options).rows)
         for row in rows:
             row.held = not given.stream

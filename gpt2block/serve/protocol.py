@@ -34,6 +34,7 @@ MOST_STOP = 256  # most characters of a stop text
 MOST_VALUES = 2**14  # most biases; most values in messages, and in a body that C code decodes
 MOST_MESSAGES = 2**12
 MOST_TEXT = 2**20  # most bytes of the texts of all messages
+MOST_TOOLS = 128
 MOST_NEW = 2**31 - 1  # most new tokens per answer
 MOST_RULE = 2**16  # most characters of a schema, regular expression, list of choices or grammar
 PART = 2**13  # list entries that are checked or written without releasing the GIL
@@ -49,11 +50,8 @@ NEUTRAL: Mapping[str, Any] = {
     **dict.fromkeys(("user", "metadata", "store", "safety_identifier"), ANYTHING),
     **dict.fromkeys(("prompt_cache_key", "prompt_cache_retention", "service_tier"), ANYTHING),
     "suffix": ("",),
-    "tools": ([],),
     "functions": ([],),
-    "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
-    "parallel_tool_calls": ANYTHING,
     "modalities": (["text"],),
     "verbosity": ("medium",),
     **dict.fromkeys(("reasoning_effort", "prediction", "audio", "web_search_options"), ()),
@@ -89,8 +87,6 @@ NEUTRAL: Mapping[str, Any] = {
     "grammar": ("",),
     "json_schema": ({},),
 }
-# {field of a request: field that disables the first field if its value is "none"}
-TOOLS = {"tools": "tool_choice", "functions": "function_call"}
 
 Request = TypeVar("Request", bound="Body")
 
@@ -211,15 +207,19 @@ def check_only(field: str, given: int | None, only: int, whose: str) -> None:
         raise ApiError(400, problem, field, "unsupported_parameter")
 
 
-class Body(BaseModel):
-    """Base class of request bodies. A string is not accepted in place of a number.
+class Fields(BaseModel):
+    """Base class of objects in requests. A string is not accepted in place of a number."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class Body(Fields):
+    """Base class of request bodies.
 
     neutral: fields that are not fields of the class, with the values that are accepted.
     """
 
     neutral: ClassVar[Mapping[str, Any]] = NEUTRAL
-    model_config = ConfigDict(extra="forbid", strict=True)
-
     model: str | None = None
 
 
@@ -234,17 +234,13 @@ def _with_stream(given: Any, info: ValidationInfo) -> Any:
     return given
 
 
-class StreamFields(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class StreamFields(Fields):
     include_usage: bool = False
     include_obfuscation: bool = False
 
 
-class SchemaFormat(BaseModel):
+class SchemaFormat(Fields):
     """The object json_schema of a response_format. strict is not read: the schema always holds."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     name: str | None = None
     description: str | None = None
@@ -252,10 +248,8 @@ class SchemaFormat(BaseModel):
     strict: bool | None = None
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(Fields):
     """The field response_format. Source: OpenAI, "Structured model outputs"."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: SchemaFormat | None = None
@@ -272,10 +266,8 @@ class ResponseFormat(BaseModel):
         return "response_format", given
 
 
-class StructuredOutputs(BaseModel):
+class StructuredOutputs(Fields):
     """The field structured_outputs. Source: vLLM, "Structured Outputs"."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     json_: Any = Field(None, alias="json")
     regex: str | None = None
@@ -446,10 +438,73 @@ class TemplateFields(Body):
     chat_template_kwargs: Variables | None = None
 
 
+def _of_object(given: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return a schema of a function's parameters. Raises ValueError unless it is of an object."""
+    if given and given.get("type") != "object":
+        raise ValueError("expected the JSON schema of an object, with the type 'object'")
+    return given
+
+
+class FunctionFields(Fields):
+    """A function that the model may call. parameters: JSON schema of its arguments."""
+
+    name: str = Field(pattern="^[a-zA-Z0-9_-]{1,64}$")
+    description: str | None = None
+    parameters: Annotated[dict[str, Any] | None, AfterValidator(_of_object)] = None
+    strict: bool | None = None
+
+
+class ToolFields(Fields):
+    type: Literal["function"]
+    function: FunctionFields
+
+    @property
+    def name(self) -> str:
+        return self.function.name
+
+
+def _with_names(given: list[ToolFields] | None) -> list[ToolFields] | None:
+    names = [tool.name for tool in given or ()]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"expected each name once, got {twice[0]!r} {len(twice)} times")
+    return given
+
+
+class NamedFunction(Fields):
+    name: str
+
+
+class NamedChoice(Fields):
+    """A tool choice that requires a call of one function."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedChoice | None
+
+
+def _of_tools(given: ToolChoice, info: ValidationInfo) -> ToolChoice:
+    names = [tool.name for tool in info.data.get("tools") or ()]
+    if given == "required" and not names:
+        raise ValueError("expected tools with it")
+    if isinstance(given, NamedChoice) and given.function.name not in names:
+        raise ValueError("expected the name of one of the tools")
+    return given
+
+
 class ChatRequest(SampledRequest, TemplateFields):
     """The body of a request to /v1/chat/completions."""
 
     messages: Messages = Field(min_length=1)
+    tools: Annotated[
+        list[ToolFields] | None,
+        BeforeValidator(_values),
+        _at_most(MOST_TOOLS, "tools"),
+        AfterValidator(_with_names),
+    ] = None
+    tool_choice: Annotated[ToolChoice, AfterValidator(_of_tools)] = None
+    parallel_tool_calls: bool | None = True
     max_completion_tokens: NewTokens = Field(None, ge=1, le=MOST_NEW)
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0, le=MOST_ALTERNATIVES)
@@ -513,9 +568,8 @@ def validated(
     kind: type[Request], given: dict[str, Any], names: Collection[str], n_ctx: int
 ) -> Request:
     """Return the request with the fields `given`. Raises as `parsed`, whose arguments these are."""
-    for name in [name for name, choice in TOOLS.items() if given.get(choice) == "none"]:
-        if name not in kind.model_fields:
-            given.pop(name, None)
+    if given.get("function_call") == "none":
+        given.pop("functions", None)
     for name in [name for name in kind.neutral if name in given and name not in kind.model_fields]:
         _check_neutral(name, given.pop(name), kind.neutral[name])
     try:
@@ -532,7 +586,7 @@ def _check_neutral(name: str, value: Any, accepted: Any) -> None:
     if accepted is ANYTHING or value is None or any(value == each for each in accepted):
         return
     only = f": expected {' or '.join(map(json.dumps, accepted))}, or none" if accepted else ""
-    only += f', or {TOOLS[name]} "none" with it' if name in TOOLS else ""
+    only += ', or function_call "none" with it' if name == "functions" else ""
     problem = f"{name}: {shown(value)} is not supported{only}"
     raise ApiError(400, problem, name, "unsupported_parameter")
 
