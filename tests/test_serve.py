@@ -495,6 +495,8 @@ WRONG_RULES: list[Any] = [
      "structured_outputs.choice: expected at most 65,536 characters"),
     ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, 400,
      "structured_outputs", "expected none with response_format"),
+    ({"structured_outputs": {"regex": "a"}, "tools": [CALL]}, 400, "structured_outputs",
+     'expected tool_choice "none" with it'),
     ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, 400, "ignore_eos",
      "expected none with structured_outputs, which decides where the text ends"),
 ]  # fmt: skip

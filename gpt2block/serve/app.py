@@ -31,8 +31,8 @@ from starlette.types import Receive, Scope, Send
 
 import gpt2block
 from gpt2block.chat.template import ChatTemplate, RenderingTimeoutError
-from gpt2block.checkpoints.embedding_files import Pooling
 from gpt2block.chat.tool_forms import FORMS
+from gpt2block.checkpoints.embedding_files import Pooling
 from gpt2block.errors import CheckpointError, InputError
 from gpt2block.generation.generate import Run
 from gpt2block.generation.rows import Row

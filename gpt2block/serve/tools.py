@@ -15,9 +15,10 @@ from gpt2block.chat.messages import checked
 from gpt2block.chat.template import ChatTemplate
 from gpt2block.chat.tool_forms import FORMS
 from gpt2block.chat.tool_forms.base import NO_TOOLS, Tool, ToolForm
-from gpt2block.chat.tool_forms.grammar import closed, lark, schema_text
+from gpt2block.chat.tool_forms.grammar import closed, lark
 from gpt2block.chat.tool_forms.reading import CallReader
-from gpt2block.errors import require
+from gpt2block.errors import InputError, require
+from gpt2block.grammars import Grammar
 from gpt2block.serve.answers import AnswerChoice, ChatForm, TextOffsets
 from gpt2block.serve.protocol import ApiError, ChatRequest, NamedChoice, ToolFields
 from gpt2block.tokenizers.encoding import Encoding, special_id
@@ -50,6 +51,10 @@ class ToolUse:
         choice, tools = given.tool_choice, given.tools or ()
         if not tools or choice == "none":
             return None
+        place, rule = given.rule()
+        if rule:
+            field = place.partition(".")[0]
+            raise ApiError(400, f'{field}: expected tool_choice "none" with it', field)
         form = template.tool_form
         if form is None:
             told = f"{UNKNOWN_FORM}: start the server with --tool-form {' or '.join(FORMS)}"
@@ -98,9 +103,12 @@ class ToolUse:
         if not self.required and not tool.function.strict:
             return Tool(tool.name, ANY_OBJECT)
         schema = closed(tool.function.parameters or NO_PARAMETERS)
-        if problem := _problem_of(schema):
+        try:
+            Grammar.of(schema=schema)
+        except InputError as error:
             place = f"tools.{self.given.index(tool)}.function.parameters"
-            raise ApiError(400, f"{place}: a grammar cannot follow this schema: {problem}", "tools")
+            problem = str(error).removeprefix("schema: ")
+            raise ApiError(400, f"{place}: {problem}", "tools") from None
         return Tool(tool.name, schema)
 
 
@@ -109,15 +117,6 @@ def _as_shown(tool: ToolFields) -> dict[str, Any]:
     function = tool.function.model_dump(exclude_none=True, exclude={"strict"})
     parameters = tool.function.parameters or NO_PARAMETERS
     return {"type": "function", "function": {**function, "parameters": parameters}}
-
-
-def _problem_of(schema: Any) -> str:
-    from llguidance import LLMatcher  # noqa: PLC0415  (optional dependency)
-
-    try:
-        return LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(schema_text(schema)))
-    except (ValueError, RecursionError) as error:
-        return str(error)
 
 
 def _special_id(encoding: Encoding, text: str) -> int | None:

@@ -10,9 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gpt2block.chat.tool_forms.base import Tool, ToolForm
+from gpt2block.grammars.grammar import JSON_FORM
 
-# JSON is written on one line, as chat templates write it.
-JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 COMBINING = frozenset({"anyOf", "allOf", "oneOf", "$ref", "if", "dependentSchemas"})
 ANY_TEXT = r"/(.|\n)*/"
 NO_CALL = r"/[ \n\t]*([^{ \n\t](.|\n)*)?/"  # a text that does not begin with an object
