@@ -215,6 +215,8 @@ def test_the_end_of_an_answer(last: int, text: str) -> None:
          "tools.0: expected a function, got 'web_search': this server runs no tools"),
         ({"tool_choice": {"type": "mcp"}}, "tool_choice", "tool_choice: expected \"auto\""),
         ({"text": {"format": {"type": "xml"}}}, "text", "text.format: expected a type of"),
+        ({"text": {"format": {**SCHEMA, "schema": {"items": {"if": 1}}}}}, "text",
+         "text.format.schema: /items: the keyword 'if' is not supported"),
         ({"text": {"verbosity": "low"}}, "text", "text.verbosity: expected 'medium', got 'low'"),
         ({"metadata": dict.fromkeys("abcdefghijklmnopq", "")}, "metadata", "at most 16 items"),
         ({"stream_options": {"include_obfuscation": True}}, "stream_options", "is not supported"),
@@ -226,6 +228,21 @@ def test_a_refused_request(server: Running, fields: dict[str, Any], param: str, 
     assert status in (400, 413), found
     assert found["error"]["param"] == param
     assert words in found["error"]["message"]
+
+
+def test_a_text_follows_its_format(client: Any) -> None:
+    """Whole and as a stream; the client parses the text."""
+    pytest.importorskip("llguidance")
+    digit = {"type": "integer", "minimum": 0, "maximum": 9}
+    schema = {"type": "object", "properties": {"a": digit}, "required": ["a"],
+              "additionalProperties": False}  # fmt: skip
+    text = {"format": {**SCHEMA, "schema": schema}}
+    asked = {"model": "small", "input": "x", "text": text, "extra_body": {"seed": 1}}
+    found = client.responses.create(**asked)
+    assert found.status == "completed"
+    assert json.loads(found.output_text)["a"] in range(10)
+    with client.responses.stream(**asked) as events:
+        assert events.get_final_response().output_text == found.output_text
 
 
 def test_errors_of_the_chat_name_the_fields_of_the_request() -> None:
