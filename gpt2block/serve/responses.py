@@ -35,7 +35,8 @@ Included = Literal[
 ]  # fmt: skip
 # Names of ChatRequest's fields in errors → names of the fields of ResponsesRequest
 FIELDS = {"messages": "input", "response_format.json_schema": "text.format",
-          "response_format": "text.format", "max_completion_tokens": "max_output_tokens"}  # fmt: skip
+          "response_format": "text.format",
+          "max_completion_tokens": "max_output_tokens"}  # fmt: skip
 # Fields that chat requests have, too
 SAME = ("model", "temperature", "top_p", "top_k", "min_p", "seed", "stream", "parallel_tool_calls",
         "chat_template_kwargs")  # fmt: skip
