@@ -18,8 +18,10 @@ import uvicorn
 
 from gpt2block import GPT2, GPT2Config
 from gpt2block.parameters.gpt2 import GPT2Weights
-from gpt2block.serve.app import Server, ServerSettings
+from gpt2block.serve.app import Server
+from gpt2block.serve.host import Host, LocalEngine
 from gpt2block.serve.listening import config
+from gpt2block.serve.settings import ServerSettings
 from tests.markov import LINES, MarkovEngine, byte_encoding, cycle
 
 SECONDS = 60  # in which whatever a test waits for must happen
@@ -48,6 +50,7 @@ class Slow:
         self._engine = MarkovEngine(table, n_ctx=100_000)
         self.config, self.go, self.steps = self._engine.config, threading.Event(), 0
         self.divides_prompts, self.continues_exactly, self.nbytes = True, False, 0
+        self.formats, self.describe = self._engine.formats, self._engine.describe
 
     def decode(self, *arguments: Any, **options: Any) -> Any:
         decoding = self._engine.decode(*arguments, **options)
@@ -65,16 +68,16 @@ class Slow:
 class Running:
     """A server that runs. url: of its addresses."""
 
-    def __init__(self, server: Server, port: int) -> None:
-        self.server, self.port = server, port
+    def __init__(self, host: Host, port: int) -> None:
+        self.host, self.port = host, port
         self.url = f"http://127.0.0.1:{port}"
 
     @property
     def service(self) -> Any:
-        return self.server.service
+        return self.host.service
 
     def metric(self, name: str, **labels: str) -> float:
-        found = self.server.metrics.registry.get_sample_value(f"gpt2block_{name}", labels)
+        found = self.host.metrics.registry.get_sample_value(f"gpt2block_{name}", labels)
         return found or 0  # before the first
 
     def requests(self, path: str, status: int) -> float:
@@ -87,14 +90,16 @@ def serving(
     model: Any, encoding: Any = BYTES, connections: int = 1024, proxies: Any = (), **settings: Any
 ) -> Iterator[Running]:
     """Run a server until the context ends."""
-    server = Server(model, encoding, ServerSettings(**{"names": ("small",), **settings}))
+    given = ServerSettings(**{"names": ("small",), **settings})
+    host = Host(model, encoding, given)
+    server = Server(host.served, encoding, given, LocalEngine(host))
     listening = socket.create_server(("127.0.0.1", 0))
     runner = uvicorn.Server(config(server, connections, 5, proxies))
     thread = threading.Thread(target=runner.run, args=([listening],), daemon=True)
     thread.start()
     try:
         eventually(lambda: runner.started)
-        yield Running(server, listening.getsockname()[1])
+        yield Running(host, listening.getsockname()[1])
     finally:
         runner.should_exit = True
         thread.join(SECONDS)
@@ -107,7 +112,7 @@ def clients_of(running: Running) -> list[str]:
     names, submit = [], running.service.submit
 
     def noted(*given: Any) -> None:
-        names.append(given[2])
+        names.append(given[3])
         submit(*given)
 
     running.service.submit = noted

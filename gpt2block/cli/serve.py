@@ -8,7 +8,7 @@ import os
 import re
 import signal
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -107,8 +107,10 @@ def serve(
     """
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     require("serve", "serve", *NEEDED)
-    from gpt2block.serve.app import LOOPBACK, Server, ServerSettings  # noqa: PLC0415
+    from gpt2block.serve.app import Server  # noqa: PLC0415
+    from gpt2block.serve.host import Host, LocalEngine  # noqa: PLC0415
     from gpt2block.serve.listening import Listening, allow_files, config, settle  # noqa: PLC0415
+    from gpt2block.serve.settings import LOOPBACK, ServerSettings  # noqa: PLC0415
 
     set_up_log(log_level)
     if os.name != "nt":
@@ -157,14 +159,13 @@ def serve(
         speculate,
         chat_template_kwargs or {},
     )
-    server = Server(loaded, encoding, settings)
+    engine = LocalEngine(Host(loaded, encoding, settings))
+    server = Server(engine.host.served, encoding, settings, engine)
     address = f"http://{address}:{listening.getsockname()[1]}" if uds is None else f"unix:{uds}"
     at = f"{address}/v1, page {address}/" if uds is None else address
     line = f"{settings.name}, {loaded.dtypes}, {loaded.device}: {at}"
-    out = Console(stderr=True, highlight=False)
-    started = partial(out.print, shown(line), style="dim", soft_wrap=True)
     reload = partial(_reload, server, api_key_file)
-    runner = Listening(server, config(server, connections, proxies=proxies), started, reload)
+    runner = Listening(server, config(server, connections, proxies=proxies), _told(line), reload)
     settle()
     runner.run([listening])
     if uds is not None:
@@ -228,6 +229,12 @@ def _reload(server: Server, file: Path | None) -> None:
         log.error("SIGHUP: the keys of before stay: %s", printable(str(error)))
         return
     log.warning("SIGHUP: %d keys were read", len(server.keys))
+
+
+def _told(line: str) -> Callable[[], None]:
+    """Return a function that prints a line to standard error."""
+    out = Console(stderr=True, highlight=False)
+    return partial(out.print, shown(line), style="dim", soft_wrap=True)
 
 
 def _host(given: str) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import codecs
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -111,6 +112,19 @@ class Row:
         self._pieces: list[str] = []
         self._taken = self._tokens_taken = 0
 
+    def without_text(self) -> Row:
+        """Return a copy without tokenizer and stop strings, which knows token ids only.
+
+        Of a row without tokens; another process can generate the copy, and pickle it. The tokens
+        are then added to this row, which finds the stop strings.
+        """
+        found = copy(self)
+        found.ends = replace(self.ends, stop=(), encoding=None)
+        found._encoding = None
+        found.tokens, found.logprobs, found.tops, found.guessed = [], [], [], []
+        found._pieces = []
+        return found
+
     @cached_property
     def _text(self) -> Text:
         """The decoder of the text; created on first use, because many rows need no text."""
@@ -163,6 +177,23 @@ class Row:
             self.close()
             self.finish_reason = "stop" if self._stopped else reason
 
+    def add_until_end(
+        self,
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        tops: Sequence[Tops],
+        guessed: Sequence[bool],
+    ) -> None:
+        """Append sampled tokens as `add` does, up to the token that completes a stop string."""
+        if not self.ends.stop:
+            self.add(tokens, logprobs, tops, guessed)
+            return
+        for n in range(len(tokens)):
+            own = slice(n, n + 1)
+            self.add(tokens[own], logprobs[own], tops[own], guessed[own])
+            if self.finish_reason:
+                return
+
     @property
     def _stopped(self) -> bool:
         """Whether the text contains a complete stop string."""
@@ -177,6 +208,13 @@ class Row:
         """End the row (continuation) before an end condition is met."""
         self.close()
         self.finish_reason = reason
+
+    def end_as(self, other: str) -> None:
+        """End this row as its copy without text, which ended before an end condition was met."""
+        if other == "deadline":
+            self.cancel("deadline")
+        else:
+            self.finish_reason = "error"
 
     def close(self) -> None:
         """End the text, and append the characters that the decoder has held back."""
