@@ -40,6 +40,7 @@ from gpt2block.serve import answers, app, listening, metrics, passes, protocol, 
 from gpt2block.serve.host import Host, LocalEngine  # noqa: E402
 from gpt2block.serve.prompts import scored_prompt  # noqa: E402
 from gpt2block.tokenizers import tokenizer  # noqa: E402
+from tests import serving as serving_  # noqa: E402
 from tests.command_line import gpt2block  # noqa: E402
 from tests.generating import Run, generate  # noqa: E402
 from tests.markov import MarkovEngine, cycle  # noqa: E402
@@ -914,7 +915,7 @@ def test_a_client_that_goes_frees_its_slots(stream: bool, behind: int) -> None:
         assert engine.steps < 99_999
         found = post(running, COMPLETION, {"prompt": "a", "max_tokens": 3, "temperature": 0})
         assert found[1]["choices"][0]["text"] == "bcd"
-        assert running.requests(COMPLETION, 200 if stream else 499) == 3 + stream
+        eventually(lambda: running.requests(COMPLETION, 200 if stream else 499) == 3 + stream)
 
 
 def test_requests_that_are_sent_before_the_answer() -> None:
@@ -1422,6 +1423,7 @@ def test_intervals() -> None:
         (("--chat-template-kwargs", "[1]"), "expected a JSON object such as"),
         (("--port", 0, "--chat-template-kwargs", '{"x": 1}'), "it has no chat template"),
         (("--queue", 0), "--queue: expected"),
+        (("--processes", -1), "processes: expected 0 to 256, got -1"),
         (("--cors-origin", "*"), "--cors-origin *: any page in a browser could use the model"),
         (("--cors-origin", "https://a.b/"), "--cors-origin: expected an origin without a path"),
         (("--cors-origin", "null"), "--cors-origin: expected an origin without a path"),
@@ -1471,7 +1473,8 @@ def test_the_interpreter_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     monkeypatch.setattr(listening, "settle", lambda: calls.append("settle"))
     monkeypatch.setattr(uvicorn.Server, "run", lambda *_: calls.append("run"))
-    gpt2block("serve", "--model", "shakespeare", "--device", "cpu", "--port", 0)
+    options = "--processes", 0, "--port", 0
+    gpt2block("serve", "--model", "shakespeare", "--device", "cpu", *options)
     assert calls == ["settle", "run"]
     code = (
         "import gc, sys; from gpt2block.serve import listening; listening.settle(); "
@@ -1496,7 +1499,8 @@ def command(*more: str, first: str = "") -> Iterator[tuple[Any, str]]:
     """`gpt2block serve` in a process, and the first line of its log. first: Python before it."""
     code = f"{first}\nfrom gpt2block import cli\ncli.main()"
     at = () if "--uds" in more else ("--port", "0")
-    given = ["serve", "--model", "shakespeare", "--device", "cpu", *at, *more]
+    processes = "--processes", str(serving_.PROCESSES)
+    given = ["serve", "--model", "shakespeare", "--device", "cpu", *processes, *at, *more]
     child = subprocess.Popen(
         [sys.executable, "-c", code, *given],
         stderr=subprocess.PIPE, text=True, env={**os.environ, "NO_COLOR": "1"},

@@ -7,7 +7,7 @@ import base64
 import hmac
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from copy import copy
 from dataclasses import dataclass
@@ -124,6 +124,10 @@ class Server:
         self._templates: list[ChatTemplate] = []  # copies of the template that no thread uses now
         self.on_failure: Callable[[], None] = lambda: None
         self._begun = int(time.time())
+
+    def set_keys(self, keys: Mapping[str, str]) -> None:
+        """Replace the API keys."""
+        self.keys = keys
 
     def app(self) -> Starlette:
         play = Play(

@@ -33,7 +33,8 @@ class EngineSide(ABC):
     """
 
     def __init__(self) -> None:
-        self._puts: dict[int, Put] = {}  # number of a request: receiver of its tokens
+        # number of a request: receiver of its tokens, and number of its rows
+        self._puts: dict[int, tuple[Put, int]] = {}
         self._numbers = count()
         self._between: list[float] = []  # seconds between events of streams
 
@@ -54,7 +55,7 @@ class EngineSide(ABC):
         put: called in the event loop with new tokens, until `end`. deadline: a time of
         `time.monotonic`, which all processes share.
         """
-        self._puts[number] = put
+        self._puts[number] = put, len(rows)
         try:
             await self._submit(number, [row.without_text() for row in rows], client, deadline)
         except BaseException:
@@ -81,7 +82,14 @@ class EngineSide(ABC):
 
     def _deliver(self, pieces: Iterable[tuple[Key, Piece]]) -> None:
         for (number, index), piece in pieces:
-            if put := self._puts.get(number):
+            if number in self._puts:
+                self._puts[number][0](index, piece)
+
+    def fail(self, problem: str) -> None:
+        """End all requests with an error."""
+        piece = Piece([], [], [], [], 0, "error", problem)
+        for put, rows in [*self._puts.values()]:
+            for index in range(rows):
                 put(index, piece)
 
     @abstractmethod
