@@ -120,9 +120,9 @@ class RemoteEngine(EngineSide):
         }
         receivers[name](*arguments)
 
-    def _pieces(self, pieces: list[tuple[Key, Piece]]) -> None:
+    def _pieces(self, pieces: list[tuple[Key, tuple[Any, ...]]]) -> None:
         self._channel.send("received")  # first, so that the next pieces are computed meanwhile
-        self._deliver(pieces)
+        self._deliver((key, Piece(*piece)) for key, piece in pieces)
 
     def _finished(self, number: int, result: Any, error: Exception | None) -> None:
         future = self._results.get(number)

@@ -22,6 +22,8 @@ from gpt2block.generation.rows import Row, Tops
 from gpt2block.run.model import ModelEngine
 from gpt2block.serve.log import log, traceback_of
 
+PAUSE = 1e-5  # seconds per open row between deliveries; about the time of delivering a row's tokens
+LEAST_PAUSE = 5e-4  # seconds; shorter pauses are left out
 TOKENS_AT_ONCE = 2048  # prompt tokens in a step after which the step computes no further prompt
 
 
@@ -152,6 +154,18 @@ class Service:
         with self._changed:
             self._cancelled.extend((row, needed) for row in rows)
             self._changed.notify()
+
+    def release(self, rows: Sequence[Row]) -> None:
+        """Let rows deliver new tokens after a pause, which is longer if more rows are open."""
+
+        def go_on() -> None:
+            for row in rows:
+                row.held = False
+
+        if (pause := PAUSE * self.open) < LEAST_PAUSE:
+            go_on()
+        else:
+            self._loop.call_later(pause, go_on)
 
     def close(self) -> None:
         """End the thread without finishing the running rows (continuations)."""
@@ -305,9 +319,12 @@ class Outlet:
         self._deliver([(key, piece) for _, key, piece in pieces])
 
     def received(self) -> None:
-        """Let the rows of the oldest batch on the way deliver new tokens."""
-        for row in self._on_the_way.popleft():
-            row.held = False
+        """Let the rows of the oldest batch on the way deliver new tokens, after a pause.
+
+        The pause bounds the part of the time in which tokens are delivered, not computed.
+        """
+        rows = self._on_the_way.popleft()
+        self._service.release(rows)
 
 
 Place = tuple[Outlet, Key]  # destination of the pieces of a row
