@@ -121,7 +121,7 @@ def serving(
         yield Running(host, port, server, None if server else runner)
     finally:
         if processes:
-            runner.call_soon(runner.end)
+            runner._loop.call_soon_threadsafe(runner.end)
         else:
             runner.should_exit = True
         thread.join(SECONDS)

@@ -128,6 +128,7 @@ class Answer:
         self._parts: list[tuple[int, Part]] = []  # (row index, part that was not sent yet)
         self._growing: dict[int, int] = {}  # row index: place in _parts of its part that may grow
         self._some = asyncio.Event()
+        self._mistake: Exception | None = None  # an unexpected exception of `put`
 
     async def submit(self, client: str = "", seconds: float = math.inf) -> None:
         """Queue the rows. Raises ApiError if the queue is full, or the engine has failed.
@@ -146,6 +147,14 @@ class Answer:
             raise ApiError(500, str(error)) from None
 
     def put(self, index: int, piece: Piece) -> None:
+        """Add the tokens of a piece to a row. `pieces` raises the exceptions."""
+        try:
+            self._add(index, piece)
+        except Exception as error:
+            self._mistake = error
+        self._some.set()
+
+    def _add(self, index: int, piece: Piece) -> None:
         """Add the tokens of a piece to a row. Tokens after a stop string are dropped.
 
         The first part of a row stays alone, and later parts that are not sent yet are joined.
@@ -170,7 +179,6 @@ class Answer:
             if before:
                 self._growing[index] = len(self._parts)
             self._parts.append((index, part))
-        self._some.set()
 
     async def pieces(self) -> AsyncGenerator[list[tuple[int, Part]], None]:
         """Yield lists of pairs (row index, its new Part) until all rows have ended.
@@ -181,6 +189,8 @@ class Answer:
         while left:
             await self._some.wait()
             self._some.clear()
+            if self._mistake is not None:
+                raise self._mistake
             new, self._parts, self._growing = self._parts, [], {}
             for at, (index, part) in enumerate(new):
                 if failure := _failure(part):

@@ -10,15 +10,14 @@ from typing import Any
 
 HEAD = 8  # bytes of a message's length
 
-# Both ends of a channel are processes of one server, so that messages can be trusted.
-
 
 class Channel(asyncio.Protocol):
     """One end of a connection of two processes, which send each other items in messages.
 
     An item is a name with arguments. A message has the items of one turn of the event loop, as a
-    pickle after its length. receive: called with each item. lost: called when the other process has
-    ended or closed its end.
+    pickle after its length; the processes belong to one server, and trust each other.
+
+    receive: called with each item. lost: called when the connection has ended.
     """
 
     def __init__(self, receive: Callable[..., None], lost: Callable[[], None]) -> None:

@@ -26,7 +26,7 @@ class State(NamedTuple):
 
 
 class EngineSide(ABC):
-    """What a front needs of the engine, which runs in the front's process or in another one.
+    """The engine as a front uses it, in the front's process or in another one.
 
     Rows cross to the engine without text, and token ids come back: the front encodes, decodes and
     searches stop strings.

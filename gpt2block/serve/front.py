@@ -34,7 +34,7 @@ FULL_SECONDS = 1.0  # pause of accepting connections if no file can be opened
 
 @dataclass(frozen=True)
 class FrontStart:
-    """What a front process gets at its start. index: number of the process, from 0.
+    """Settings that a front process gets at its start. index: number of the process, from 0.
 
     connections: most open connections of all `processes`. proxies, grace: as for `config`.
     log_level: as for `set_up_log`.
@@ -54,12 +54,13 @@ class FrontStart:
 class RemoteEngine(EngineSide):
     """The engine in another process. held: socket that is connected to this process.
 
-    set_keys: receives new API keys. end: called when the server ends.
+    set_keys: called with new API keys. end_server: called when the server ends.
     """
 
     def __init__(self, held: socket.socket) -> None:
         super().__init__()
         self._held = held
+        self._ending = False  # whether this process closes the channel
         self._results: dict[int, asyncio.Future[Any]] = {}  # number of a request or call: result
         self.set_keys: Callable[[dict[str, str]], None] = lambda keys: None
         self.end_server: Callable[[], None] = lambda: None
@@ -71,6 +72,7 @@ class RemoteEngine(EngineSide):
         try:
             yield
         finally:
+            self._ending = True
             self.pass_notes()
             self._channel.close()
 
@@ -134,7 +136,9 @@ class RemoteEngine(EngineSide):
             future.set_exception(error)
 
     def _lost(self) -> None:
-        """Fail all requests, and end the process."""
+        """Fail all requests, and end the process, because the other process has ended."""
+        if self._ending:
+            return
         for number in [*self._results]:
             self._finished(number, None, EngineFailed(ENDED))
         self.fail(ENDED)

@@ -52,7 +52,6 @@ class Fronts:
         self.host, self._start, self._started, self._reload = host, start, started, reload
         self.fronts: list[Front] = []  # processes that run
         self.failed = self._ending = self._told = False
-        self._loop: asyncio.AbstractEventLoop | None = None
 
     def set_keys(self, keys: Mapping[str, str]) -> None:
         """Replace the API keys in all processes."""
@@ -64,20 +63,15 @@ class Fronts:
         """Run the server until it ends. sockets: one bound socket."""
         asyncio.run(self._serve(*sockets))
 
-    def call_soon(self, call: Callable[[], None]) -> None:
-        """Call a function in the event loop; for other threads."""
-        assert self._loop is not None
-        self._loop.call_soon_threadsafe(call)
-
     def end(self) -> None:
         """End all processes after running requests; a second call ends them immediately."""
         if self._ending:
             self._kill()
             return
         self._ending = True
+        self._listening.close()
         for front in self.fronts:
             front.send("end")
-        assert self._loop is not None
         self._loop.call_later(self._start.grace + LAST_SECONDS, self._kill)
 
     def _fail(self) -> None:
@@ -90,8 +84,8 @@ class Fronts:
             front.process.kill()
 
     async def _serve(self, listening: socket.socket) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._end_on_signals(self._loop)
+        self._loop, self._listening = asyncio.get_running_loop(), listening
+        self._end_on_signals()
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.setblocking(False)
         listening.listen(BACKLOG)
@@ -103,13 +97,12 @@ class Fronts:
                 await asyncio.gather(
                     *(self._keep(service, index, files, counts) for index in range(count))
                 )
-        listening.close()
 
-    def _end_on_signals(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _end_on_signals(self) -> None:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
-                loop.add_signal_handler(number, self.end)
-            loop.add_signal_handler(signal.SIGHUP, self._reload, self.set_keys)
+                self._loop.add_signal_handler(number, self.end)
+            self._loop.add_signal_handler(signal.SIGHUP, self._reload, self.set_keys)
 
     async def _keep(
         self, service: Service, index: int, files: tuple[int, int], counts: Connections
@@ -118,7 +111,7 @@ class Fronts:
         while not self._ending:
             front = Front(self.host, service, files, self._tell)
             self.fronts.append(front)
-            code = await front.run(lambda: replace(self._start, index=index))
+            code = await front.run(lambda: replace(self._start, index=index), lambda: self._ending)
             self.fronts.remove(front)
             counts.of_process(index)(0)
             if self._ending:
@@ -167,10 +160,16 @@ class Front:
                 [sys.executable, "-m", "gpt2block.serve.front", *map(str, given)], pass_fds=given
             )
 
-    async def run(self, start: Callable[[], FrontStart]) -> int:
-        """Serve the process until it ends, and return its exit code."""
+    async def run(self, start: Callable[[], FrontStart], ending: Callable[[], bool]) -> int:
+        """Serve the process until it ends, and return its exit code.
+
+        start, ending: return the settings of the server, and whether it ends, at the time when the
+        process gets them.
+        """
         self._channel = await Channel.over(self._socket, self._receive, self._lost.set)
         self.send("start", start())
+        if ending():
+            self.send("end")
         await self._lost.wait()
         self._outlet.close()
         for task in [*self._calls.values()]:
