@@ -18,10 +18,15 @@ import uvicorn
 
 from gpt2block import GPT2, GPT2Config
 from gpt2block.parameters.gpt2 import GPT2Weights
-from gpt2block.serve.app import Server, ServerSettings
+from gpt2block.serve.app import Server
+from gpt2block.serve.front import FrontStart
+from gpt2block.serve.fronts import Fronts
+from gpt2block.serve.host import Host, LocalEngine
 from gpt2block.serve.listening import config
+from gpt2block.serve.settings import ServerSettings
 from tests.markov import LINES, MarkovEngine, byte_encoding, cycle
 
+PROCESSES = 0  # for HTTP of a server
 SECONDS = 60  # in which whatever a test waits for must happen
 BYTES = byte_encoding()
 SAMPLING = {"temperature": 0.75, "top_p": 0.9}  # of conversations by default
@@ -48,6 +53,7 @@ class Slow:
         self._engine = MarkovEngine(table, n_ctx=100_000)
         self.config, self.go, self.steps = self._engine.config, threading.Event(), 0
         self.divides_prompts, self.continues_exactly, self.nbytes = True, False, 0
+        self.formats, self.describe = self._engine.formats, self._engine.describe
 
     def decode(self, *arguments: Any, **options: Any) -> Any:
         decoding = self._engine.decode(*arguments, **options)
@@ -63,18 +69,18 @@ class Slow:
 
 
 class Running:
-    """A server that runs. url: of its addresses."""
+    """A server that runs. url: of its addresses. server: of one process. fronts: of several."""
 
-    def __init__(self, server: Server, port: int) -> None:
-        self.server, self.port = server, port
+    def __init__(self, host: Host, port: int, server: Any, fronts: Any) -> None:
+        self.host, self.port, self.server, self.fronts = host, port, server, fronts
         self.url = f"http://127.0.0.1:{port}"
 
     @property
     def service(self) -> Any:
-        return self.server.service
+        return self.host.service
 
     def metric(self, name: str, **labels: str) -> float:
-        found = self.server.metrics.registry.get_sample_value(f"gpt2block_{name}", labels)
+        found = self.host.metrics.registry.get_sample_value(f"gpt2block_{name}", labels)
         return found or 0  # before the first
 
     def requests(self, path: str, status: int) -> float:
@@ -84,19 +90,40 @@ class Running:
 
 @contextmanager
 def serving(
-    model: Any, encoding: Any = BYTES, connections: int = 1024, proxies: Any = (), **settings: Any
+    model: Any,
+    encoding: Any = BYTES,
+    connections: int = 1024,
+    proxies: Any = (),
+    processes: int | None = None,
+    **settings: Any,
 ) -> Iterator[Running]:
-    """Run a server until the context ends."""
-    server = Server(model, encoding, ServerSettings(**{"names": ("small",), **settings}))
-    listening = socket.create_server(("127.0.0.1", 0))
-    runner = uvicorn.Server(config(server, connections, 5, proxies))
+    """Run a server until the context ends, whose engine is in this process.
+
+    processes: for HTTP; by default PROCESSES.
+    """
+    processes = PROCESSES if processes is None else processes
+    given = ServerSettings(**{"names": ("small",), **settings})
+    host = Host(model, encoding, given)
+    listening, started = socket.create_server(("127.0.0.1", 0)), threading.Event()
+    runner: Any
+    server = None
+    if processes:
+        start = FrontStart(host.served, encoding, given, processes, connections, proxies, grace=5)
+        runner = Fronts(host, start, started.set, lambda set_keys: None)
+    else:
+        server = Server(host.served, encoding, given, LocalEngine(host))
+        runner = uvicorn.Server(config(server, connections, 5, proxies))
     thread = threading.Thread(target=runner.run, args=([listening],), daemon=True)
     thread.start()
+    port = listening.getsockname()[1]
     try:
-        eventually(lambda: runner.started)
-        yield Running(server, listening.getsockname()[1])
+        eventually(lambda: started.is_set() if processes else runner.started)
+        yield Running(host, port, server, None if server else runner)
     finally:
-        runner.should_exit = True
+        if processes:
+            runner._loop.call_soon_threadsafe(runner.end)
+        else:
+            runner.should_exit = True
         thread.join(SECONDS)
         listening.close()
     assert not thread.is_alive()
@@ -107,7 +134,7 @@ def clients_of(running: Running) -> list[str]:
     names, submit = [], running.service.submit
 
     def noted(*given: Any) -> None:
-        names.append(given[2])
+        names.append(given[3])
         submit(*given)
 
     running.service.submit = noted

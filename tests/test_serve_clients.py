@@ -26,7 +26,7 @@ from gpt2block import __version__
 from gpt2block.chat.template import ChatTemplate
 from gpt2block.cli import serve as cli_serve
 from gpt2block.errors import InputError
-from gpt2block.serve import app, play, protocol
+from gpt2block.serve import app, kept, passes, protocol
 from gpt2block.serve.workers import Places
 from tests.markov import LINES
 from tests.serving import eventually, exchanged, model_of, post, serving, small
@@ -174,7 +174,7 @@ def test_logits_are_kept_for_their_client(monkeypatch: pytest.MonkeyPatch) -> No
         return forward(ids, *more)
 
     monkeypatch.setattr(engine, "forward", counted)
-    monkeypatch.setattr(play, "KEPT_CLIENTS", 2)
+    monkeypatch.setattr(kept, "KEPT_CLIENTS", 2)
     with serving(model_of(engine), rows=1, keys={**KEYS, "eve": "e" * 16}) as running:
         eve = {"Authorization": f"Bearer {'e' * 16}"}
         for key, count in ((ANN, 1), (BOB, 2), (ANN, 2), (eve, 3), (ANN, 3), (BOB, 4)):
@@ -186,9 +186,9 @@ def test_explained_positions_of_a_client_stop_no_others(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = Held()
-    monkeypatch.setattr(play, "MOST_EXPLAINING", 1)
-    monkeypatch.setattr(play, "collect", held.placed)
-    monkeypatch.setattr(play, "Page", lambda found: SimpleNamespace(html="x"))
+    monkeypatch.setattr(passes, "MOST_EXPLAINING", 1)
+    monkeypatch.setattr(passes, "collect", held.placed)
+    monkeypatch.setattr(passes, "Page", lambda found: SimpleNamespace(html="x"))
     pool = ThreadPoolExecutor(2)
     with pool, serving(model, rows=1, keys=KEYS) as running:
         both = [pool.submit(post, running, "/play/explain", {"ids": [1]}, **k) for k in (ANN, BOB)]
@@ -295,7 +295,7 @@ def test_a_unix_socket_and_new_keys(tmp_path: Path) -> None:
             keys.write_text(text)
             child.send_signal(signal.SIGHUP)
             assert "SIGHUP: " in child.stderr.readline()
-            assert [status(ANN), status(BOB)] == expected
+            eventually(lambda: [status(ANN), status(BOB)] == expected)  # noqa: B023
         child.send_signal(signal.SIGTERM)
         assert child.wait(60) == 0
     assert not path.exists()
@@ -303,5 +303,5 @@ def test_a_unix_socket_and_new_keys(tmp_path: Path) -> None:
 
 def test_sighup_without_keys_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
     for file in (None, Path("-")):
-        cli_serve._reload(None, file)  # type: ignore[arg-type]
+        cli_serve._reload(file, lambda keys: None)
         assert "SIGHUP: ignored" in caplog.messages[-1]

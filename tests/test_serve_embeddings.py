@@ -169,17 +169,21 @@ def test_files_that_are_refused(folder: Path, kinds: Any, pooling: Any, words: s
 # --- rerank ---------------------------------------------------------------------------------------
 
 
+JUDGE = GPT2(
+    GPT2Weights.random(0, GPT2Config(n_layer=1, n_head=2, n_embd=32, n_ctx=512, vocab_size=260)),
+    device="cpu",
+)
+
+
 @pytest.fixture(scope="module")
 def judge() -> Iterator[Running]:
-    config = GPT2Config(n_layer=1, n_head=2, n_embd=32, n_ctx=512, vocab_size=260)
-    model = GPT2(GPT2Weights.random(0, config), device="cpu")
-    with serving(model_of(model.engine), ANSWERS) as running:
+    with serving(model_of(JUDGE.engine), ANSWERS) as running:
         yield running
 
 
 def expected_score(running: Running, document: str, query: str, task: str = TASK) -> float:
     ids = ANSWERS.encode(PROMPT.format(task, query, document), allowed_special="all")
-    (logits,) = running.server.model.engine.forward([np.array(ids, np.int32)], "last")
+    (logits,) = JUDGE.engine.forward([np.array(ids, np.int32)], "last")
     no, yes = np.exp(logits[[256, 257]].astype(np.float64))
     return float(yes / (no + yes))
 

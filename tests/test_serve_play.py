@@ -19,7 +19,7 @@ pytest.importorskip("uvicorn", reason="the extra serve is not installed")
 
 from gpt2block import from_pretrained
 from gpt2block.sampling import Sampling, choose, probabilities
-from gpt2block.serve import play
+from gpt2block.serve import passes, play
 from tests.serving import (
     BYTES,
     SAMPLING,
@@ -231,8 +231,8 @@ def test_a_pass_is_explained_at_an_address_that_none_can_guess(server: Running) 
 
 
 def test_old_pages_are_forgotten(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(play, "KEPT_PAGES", 2)
-    monkeypatch.setattr(play, "collect", lambda *given: {"model": {"name": "m"}, "text": "x"})
+    monkeypatch.setattr(passes, "KEPT_PAGES", 2)
+    monkeypatch.setattr(passes, "collect", lambda *given: {"model": {"name": "m"}, "text": "x"})
     with serving(model, rows=1) as running:
         paths = [post(running, EXPLAIN, {"ids": [1]})[1]["path"] for _ in range(3)]
         assert [get(running, f"/{path}")[0] for path in paths] == [404, 200, 200]
@@ -256,7 +256,7 @@ class Explaining:
 def test_rows_go_on_while_a_pass_is_explained(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """One is computed, and others wait."""
     explaining = Explaining()
-    monkeypatch.setattr(play, "collect", explaining)
+    monkeypatch.setattr(passes, "collect", explaining)
     with serving(model, rows=1) as running, ThreadPoolExecutor(3) as pool:
         waiting = [pool.submit(post, running, EXPLAIN, {"ids": [n]}) for n in range(3)]
         eventually(lambda: explaining.calls == 1)
@@ -269,8 +269,8 @@ def test_rows_go_on_while_a_pass_is_explained(model: Any, monkeypatch: pytest.Mo
 
 def test_explained_passes_are_short_and_few(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     explaining = Explaining()
-    monkeypatch.setattr(play, "collect", explaining)
-    monkeypatch.setattr(play, "MOST_EXPLAINING", 1)
+    monkeypatch.setattr(passes, "collect", explaining)
+    monkeypatch.setattr(passes, "MOST_EXPLAINING", 1)
     monkeypatch.setattr(play, "MOST_EXPLAINED", 5)
     with serving(model, rows=1) as running, ThreadPoolExecutor(1) as pool:
         status, found = post(running, EXPLAIN, {"ids": [1] * 6})

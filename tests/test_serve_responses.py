@@ -265,7 +265,7 @@ def test_a_stream_that_fails(server: Running, monkeypatch: pytest.MonkeyPatch) -
     def failing(piece: Any) -> Any:
         raise RuntimeError("secret")
 
-    monkeypatch.setattr(answers, "_part", failing)
+    monkeypatch.setattr(answers, "_choice", failing)
     events = events_of(exchanged(server.url + RESPONSES, {"input": "x", "stream": True})[2])
     assert events[0]["response"]["status"] == "in_progress"
     assert events[-1]["type"] == "response.failed"

@@ -116,13 +116,16 @@ def of_http() -> Iterator[tuple[str, str]]:
     from starlette.testclient import TestClient  # noqa: PLC0415
 
     import gpt2block  # noqa: PLC0415
-    from gpt2block.serve.app import Server, ServerSettings  # noqa: PLC0415
+    from gpt2block.serve.app import Server  # noqa: PLC0415
+    from gpt2block.serve.host import Host, LocalEngine  # noqa: PLC0415
+    from gpt2block.serve.settings import ServerSettings  # noqa: PLC0415
 
     model = gpt2block.GPT2.from_pretrained("shakespeare", device="cpu")
     way = Way()
     threading.setprofile(way.enter)  # for new threads, such as threads of the server
     settings = ServerSettings(("shakespeare",), hosts=("testserver",))
-    app = Server(model, model.tokenizer, settings).app()
+    host = Host(model, model.tokenizer, settings)
+    app = Server(host.served, model.tokenizer, settings, LocalEngine(host)).app()
     with TestClient(app) as client:
         body = {"prompt": "JULIET:", "max_tokens": 1, "seed": 0}
         client.post("/v1/completions", json=body).raise_for_status()

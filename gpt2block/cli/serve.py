@@ -8,7 +8,8 @@ import os
 import re
 import signal
 import socket
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +21,7 @@ import typer
 from rich.console import Console
 
 from gpt2block.chat.tool_forms import FormName
-from gpt2block.checks import check_count
+from gpt2block.checks import check_count, check_integer
 from gpt2block.cli.codes import FAILED
 from gpt2block.cli.display import shown
 from gpt2block.cli.model import (
@@ -38,12 +39,18 @@ from gpt2block.errors import InputError, printable, require
 from gpt2block.serve.log import log, set_up_log
 
 if TYPE_CHECKING:
-    from gpt2block.serve.app import Server
+    from gpt2block.serve.front import FrontStart
+    from gpt2block.serve.fronts import Fronts
+    from gpt2block.serve.host import Host
+    from gpt2block.serve.listening import Listening, SetKeys
 
 NEEDED = ("jinja2", "starlette", "uvicorn", "sse_starlette", "pydantic", "prometheus_client")
 HOST, PORT = "127.0.0.1", 8000
 MOST_KEYS = 2**20  # maximum bytes of the file of API keys
 LEAST_KEY = 16  # minimum characters of an API key
+FEW_CORES = 2  # number of cores up to which one process does everything
+MOST_OWN = 8  # most processes for HTTP unless --processes is given
+MOST_PROCESSES = 256
 ONLY_KEY = "default"  # name of a file's only key if the file does not name the key
 
 
@@ -87,6 +94,10 @@ def serve(
     queue: int = option("Continuations that may wait; further ones are refused.", 512),
     timeout: float | None = option("Seconds in which a request has to end; by default no limit."),
     connections: int = option("Connections that may be open.", 1024),
+    processes: int | None = option(
+        "Processes for HTTP, JSON and text, beside the process of the model; 0: one process for "
+        "all. By default half of the cores, at most 8, and 0 with two cores."
+    ),
     reuse_prefixes: bool = option(
         "Also reuse keys and values of tokens that an earlier request sampled, or that other "
         "kernels computed; the last bits of results then depend on earlier requests.",
@@ -116,8 +127,10 @@ def serve(
     """
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     require("serve", "serve", *NEEDED)
-    from gpt2block.serve.app import LOOPBACK, Server, ServerSettings  # noqa: PLC0415
-    from gpt2block.serve.listening import Listening, allow_files, config, settle  # noqa: PLC0415
+    from gpt2block.serve.front import FrontStart  # noqa: PLC0415
+    from gpt2block.serve.host import Host  # noqa: PLC0415
+    from gpt2block.serve.listening import allow_files, settle  # noqa: PLC0415
+    from gpt2block.serve.settings import LOOPBACK, ServerSettings  # noqa: PLC0415
 
     set_up_log(log_level)
     if os.name != "nt":
@@ -142,6 +155,7 @@ def serve(
         raise InputError(f"--port: expected 0 to 65535, got {port}")
     for option_, value in (("rows", rows), ("queue", queue), ("connections", connections)):
         check_count(option_, value)
+    processes = _processes(processes)
     if timeout is not None and not 0 < timeout < math.inf:
         raise InputError(f"--timeout: expected a positive number of seconds, got {timeout}")
     allow_files(connections)
@@ -168,14 +182,13 @@ def serve(
         pooling or loaded.embedding_defaults.pooling,
         tool_form,
     )
-    server = Server(loaded, encoding, settings)
     address = f"http://{address}:{listening.getsockname()[1]}" if uds is None else f"unix:{uds}"
     at = f"{address}/v1, page {address}/" if uds is None else address
+    host_ = Host(loaded, encoding, settings)
     line = f"{settings.name}, {loaded.dtypes}, {loaded.device}: {at}"
-    out = Console(stderr=True, highlight=False)
-    started = partial(out.print, shown(line), style="dim", soft_wrap=True)
-    reload = partial(_reload, server, api_key_file)
-    runner = Listening(server, config(server, connections, proxies=proxies), started, reload)
+    reload = partial(_reload, api_key_file)
+    start = FrontStart(host_.served, encoding, settings, processes, connections, proxies, log_level)
+    runner = _runner(host_, start, _told(line), reload)
     settle()
     runner.run([listening])
     if uds is not None:
@@ -228,17 +241,53 @@ def _bound_file(path: Path) -> socket.socket:
     return held
 
 
-def _reload(server: Server, file: Path | None) -> None:
+def _processes(given: int | None) -> int:
+    """Return the number of processes for HTTP. given: value of --processes."""
+    if given is None:
+        cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+        return 0 if cores <= FEW_CORES or sys.platform == "win32" else min(MOST_OWN, cores // 2)
+    if given and sys.platform == "win32":
+        raise InputError(f"--processes: expected 0 on Windows, got {given}")
+    return check_integer("processes", given, 0, MOST_PROCESSES, f"0 to {MOST_PROCESSES}")
+
+
+def _runner(
+    host: Host,
+    start: FrontStart,
+    started: Callable[[], None],
+    reload: Callable[[SetKeys], None],
+) -> Fronts | Listening:
+    """Return the server, which runs HTTP in this process or in others."""
+    from gpt2block.serve.app import Server  # noqa: PLC0415
+    from gpt2block.serve.fronts import Fronts  # noqa: PLC0415
+    from gpt2block.serve.host import LocalEngine  # noqa: PLC0415
+    from gpt2block.serve.listening import Listening, config  # noqa: PLC0415
+
+    if start.processes:
+        return Fronts(host, start, started, reload)
+    server = Server(start.model, start.encoding, start.settings, LocalEngine(host))
+    given = config(server, start.connections, proxies=start.proxies)
+    return Listening(server, given, started, reload)
+
+
+def _reload(file: Path | None, set_keys: SetKeys) -> None:
     """Read the file of API keys again. The server's keys stay if the file cannot be read."""
     if file is None or str(file) == "-":
         log.warning("SIGHUP: ignored, as no --api-key-file can be read again")
         return
     try:
-        server.keys = _keys(file)
+        keys = _keys(file)
     except (InputError, OSError) as error:
         log.error("SIGHUP: the keys of before stay: %s", printable(str(error)))
         return
-    log.warning("SIGHUP: %d keys were read", len(server.keys))
+    set_keys(keys)
+    log.warning("SIGHUP: %d keys were read", len(keys))
+
+
+def _told(line: str) -> Callable[[], None]:
+    """Return a function that prints a line to standard error."""
+    out = Console(stderr=True, highlight=False)
+    return partial(out.print, shown(line), style="dim", soft_wrap=True)
 
 
 def _host(given: str) -> str:

@@ -80,11 +80,17 @@ class Run:
     """The rows (continuations) of one call: one for each sample of each prompt.
 
     Iteration generates the tokens, and yields the row of each new token until all rows have ended.
-    batch: an idle Batch to run in; None: a new one.
+    batch: an idle Batch to run in; None: a new one. compiles: whether rows get the matchers of
+    their grammar; otherwise their owner must set the matchers.
     """
 
     def __init__(
-        self, engine: ModelEngine, encoding: Tokenizer, prompts: Any, options: Options
+        self,
+        engine: ModelEngine,
+        encoding: Tokenizer,
+        prompts: Any,
+        options: Options,
+        compiles: bool = True,
     ) -> None:
         reader = encoding  # a Lookup loads its tokenizer when a text is first read
         encoding = of_inputs(reader, prompts)
@@ -101,7 +107,8 @@ class Run:
         if sampling.min_new_tokens:  # end tokens are then excluded at first
             sampling = replace(sampling, end_ids=ends.stop_ids)
         check_biased(sampling, V)
-        self._matcher = matcher_of(options.rule, reader, V, ends.stop_ids)
+        rule = options.rule if compiles else None
+        self._matcher = matcher_of(rule, reader, V, ends.stop_ids)
         self._engine, self._rows_at_once = engine, options.rows_at_once
         self._speculate = options.speculate
         self.batch: Batch | None = None
@@ -122,8 +129,9 @@ class Run:
                 own = replace(sampling, seed=new_seed())
             elif more:
                 own = replace(sampling, sample=sampling.sample + more)
-            matcher = None if self._matcher is None else self._matcher.copy()
-            return Row(start, own, reader, ends, options.top_logprobs, matcher)
+            found = Row(start, own, reader, ends, options.top_logprobs, options.rule)
+            found.matcher = None if self._matcher is None else self._matcher.copy()
+            return found
 
         self.rows = LazyRows(len(starts) * samples, row)
         longest = max(map(len, starts))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import codecs
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -13,13 +14,14 @@ import numpy as np
 
 from gpt2block import notebook
 from gpt2block.errors import Argument, InputError
-from gpt2block.grammars import Matcher
+from gpt2block.grammars import Grammar, Matcher
 from gpt2block.run.model import Ids, Start
 from gpt2block.sampling import Sampling
 from gpt2block.tokenizers.encoding import Encoding, bytes_of_ids
 from gpt2block.tokenizers.lookup import ReadLater, Tokenizer, of_outputs
 
 FinishReason = Literal["length", "stop", "context"]
+EndReason = Literal["length", "stop", "context", "error", "cancelled", "deadline"]
 SHOWN_TEXT = 200  # most characters of a text in `repr`
 Tops = tuple[tuple[int, float], ...]  # (id, log-probability) of a position's most likely tokens
 BAD_WEIGHTS = (
@@ -92,20 +94,21 @@ class Row:
         encoding: Tokenizer,
         ends: Ends,
         alternatives: int = 0,
-        matcher: Matcher | None = None,
+        rule: Grammar | None = None,
     ) -> None:
         """alternatives: number of most likely tokens in `tops` for each token.
 
-        matcher: decides which tokens can be sampled; None: all tokens.
+        rule: the grammar of the text. The engine also needs its Matcher in `matcher`.
         """
         self.prompt, self.sampling, self.ends = prompt, sampling, ends
-        self.alternatives, self.matcher = alternatives, matcher
+        self.alternatives, self.rule = alternatives, rule
+        self.matcher: Matcher | None = None
         self.most = len(prompt) + ends.max_new_tokens  # most tokens of prompt and continuation
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.tops: list[Tops] = []
         self.guessed: list[bool] = []  # for each token, whether it was guessed (speculation)
-        self.finish_reason: FinishReason | Literal["error", "cancelled", "deadline"] | None = None
+        self.finish_reason: EndReason | None = None
         self.error: InputError | None = None
         self.reused = 0  # number of prompt tokens whose keys and values were reused
         self.client = ""  # owner: prompts are reused only within a client
@@ -115,6 +118,19 @@ class Row:
         self._decoded = 0  # number of decoded tokens
         self._pieces: list[str] = []
         self._taken = self._tokens_taken = 0
+
+    def without_text(self) -> Row:
+        """Return a copy without tokenizer and stop strings, which knows token ids only.
+
+        Of a row without tokens; another process can generate the copy, and pickle it. The tokens
+        are then added to this row, which finds the stop strings.
+        """
+        found = copy(self)
+        found.ends = replace(self.ends, stop=(), encoding=None)
+        found._encoding = None
+        found.tokens, found.logprobs, found.tops, found.guessed = [], [], [], []
+        found._pieces = []
+        return found
 
     @cached_property
     def _text(self) -> Text:
@@ -180,6 +196,23 @@ class Row:
         """Whether the text is complete by its grammar, so that no token can follow."""
         return self.matcher is not None and self.matcher.complete_at == len(self.tokens)
 
+    def add_until_end(
+        self,
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        tops: Sequence[Tops],
+        guessed: Sequence[bool],
+    ) -> None:
+        """Append sampled tokens as `add` does, up to the token that completes a stop string."""
+        if not self.ends.stop:
+            self.add(tokens, logprobs, tops, guessed)
+            return
+        for n in range(len(tokens)):
+            own = slice(n, n + 1)
+            self.add(tokens[own], logprobs[own], tops[own], guessed[own])
+            if self.finish_reason:
+                return
+
     @property
     def _stopped(self) -> bool:
         """Whether the text contains a complete stop string."""
@@ -194,6 +227,15 @@ class Row:
         """End the row (continuation) before an end condition is met."""
         self.close()
         self.finish_reason = reason
+
+    def end_as(self, reason: EndReason) -> None:
+        """End this row with the reason of its copy without text, which alone can know the reason.
+
+        A deadline, an error, and a text that is complete by its grammar are known to the copy only.
+        """
+        if reason != "error":
+            self.close()
+        self.finish_reason = self.finish_reason or reason
 
     def close(self) -> None:
         """End the text, and append the characters that the decoder has held back."""

@@ -15,18 +15,45 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from functools import partial
 from time import monotonic, perf_counter, sleep
-from typing import Any
+from typing import Any, NamedTuple
 
 from gpt2block.generation.rows import Row, Tops
+from gpt2block.serve.engine import EngineSide
 from gpt2block.serve.protocol import ApiError
-from gpt2block.serve.service import EngineFailed, Full, Piece, Service
+from gpt2block.serve.service import EngineFailed, Full, Piece
 from gpt2block.tokenizers.encoding import Encoding, bytes_of_ids
 
 REASONS = {"length": "length", "context": "length", "stop": "stop"}
 LEAST = -9999.0  # log-probability that is sent in place of -inf
 MOST_TOGETHER = 3  # most tokens per event; larger events would be sent slower than generated
+
+
+class Part(NamedTuple):
+    """New tokens of a row (a continuation), and the text that they add.
+
+    finish_reason: as for Piece; "stop" if the text contains a stop string. error: as for Piece.
+    """
+
+    text: str
+    tokens: list[int]
+    logprobs: list[float]
+    tops: list[Tops]
+    guessed: list[bool]
+    finish_reason: str | None = None
+    error: str | None = None
+
+    def joined(self, other: Part) -> Part:
+        """Return this part together with the next part of the same row."""
+        return Part(
+            self.text + other.text,
+            self.tokens + other.tokens,
+            self.logprobs + other.logprobs,
+            self.tops + other.tops,
+            self.guessed + other.guessed,
+            other.finish_reason,
+            other.error,
+        )
 
 
 @dataclass
@@ -40,7 +67,7 @@ class Scored:
     logprobs: list[float | None] = field(default_factory=list)
     tops: list[Tops] = field(default_factory=list)
 
-    def add(self, other: Scored | Piece) -> None:
+    def add(self, other: Scored | Part) -> None:
         self.tokens += other.tokens
         self.logprobs += other.logprobs
         self.tops += other.tops or [()] * len(other.tokens)
@@ -54,10 +81,10 @@ class AnswerChoice:
     scored: Scored = field(default_factory=Scored)
     reason: str | None = None
 
-    def add(self, piece: Piece) -> None:
-        self.text += piece.text
-        self.scored.add(piece)
-        self.reason = REASONS.get(piece.finish_reason or "")
+    def add(self, part: Part) -> None:
+        self.text += part.text
+        self.scored.add(part)
+        self.reason = REASONS.get(part.finish_reason or "")
 
 
 class TextOffsets:
@@ -74,11 +101,11 @@ class TextOffsets:
         return found
 
 
-def _failure(piece: Piece) -> ApiError | None:
+def _failure(part: Part) -> ApiError | None:
     """Return the error to send if a row (a continuation) failed or ran out of time, else None."""
-    if piece.finish_reason == "error":
-        return ApiError(500, piece.error or "an error")
-    return late() if piece.finish_reason == "deadline" else None
+    if part.finish_reason == "error":
+        return ApiError(500, part.error or "an error")
+    return late() if part.finish_reason == "deadline" else None
 
 
 def late() -> ApiError:
@@ -91,56 +118,90 @@ UsageOf = Callable[[int], dict[str, Any]]  # argument: number of new tokens; ret
 
 
 class Answer:
-    """The rows (continuations) of a request. Raises ApiError if the service's queue is full.
+    """The rows (continuations) of a request, with the text and tokens that the engine has computed.
 
-    seconds: time limit of the rows; infinity: no limit.
+    The rows get the tokens of the engine's copies of them, and find stop strings in their text.
     """
 
-    def __init__(
-        self, service: Service, rows: Sequence[Row], client: str = "", seconds: float = math.inf
-    ) -> None:
-        self.rows, self._service = rows, service
-        self._pieces: list[tuple[int, Piece]] = []  # (row index, new tokens), not sent yet
+    def __init__(self, engine: EngineSide, rows: Sequence[Row]) -> None:
+        self.rows, self._engine, self._number = rows, engine, engine.new_number()
+        self._parts: list[tuple[int, Part]] = []  # (row index, part that was not sent yet)
+        self._growing: dict[int, int] = {}  # row index: place in _parts of its part that may grow
         self._some = asyncio.Event()
-        deliver = [partial(self._put, index) for index in range(len(rows))]
+        self._mistake: Exception | None = None  # an unexpected exception of `put`
+
+    async def submit(self, client: str = "", seconds: float = math.inf) -> None:
+        """Queue the rows. Raises ApiError if the queue is full, or the engine has failed.
+
+        seconds: time limit of the rows; infinity: no limit.
+        """
+        if not self.rows:
+            return
         try:
             deadline = None if seconds == math.inf else monotonic() + seconds
-            service.submit(rows, deliver, client, deadline)
+            await self._engine.submit(self._number, self.rows, self.put, client, deadline)
         except Full:
             problem = "the server has as many requests as it takes: try again later"
             raise ApiError(503, problem, code="overloaded") from None
         except EngineFailed as error:
             raise ApiError(500, str(error)) from None
 
-    def _put(self, index: int, piece: Piece) -> None:
-        self._pieces.append((index, piece))
+    def put(self, index: int, piece: Piece) -> None:
+        """Add the tokens of a piece to a row. `pieces` raises the exceptions."""
+        try:
+            self._add(index, piece)
+        except Exception as error:
+            self._mistake = error
         self._some.set()
 
-    async def pieces(self) -> AsyncGenerator[list[tuple[int, Piece]], None]:
-        """Yield lists of pairs (row index, Piece with its new tokens) until all rows have ended.
+    def _add(self, index: int, piece: Piece) -> None:
+        """Add the tokens of a piece to a row. Tokens after a stop string are dropped.
 
-        Each list has the pieces delivered since the previous list, up to a failure if there is one.
+        The first part of a row stays alone, and later parts that are not sent yet are joined.
+        """
+        row = self.rows[index]
+        if row.finish_reason:
+            return
+        row.reused, before = piece.reused, len(row.tokens)
+        if piece.tokens:
+            row.add_until_end(*piece[:4])
+        dropped = before + len(piece.tokens) - len(row.tokens)
+        if row.finish_reason and (dropped or not piece.finish_reason):
+            self._engine.stop(self._number, index, len(row.tokens))
+        elif piece.finish_reason and not row.finish_reason:
+            row.end_as(piece.finish_reason)
+        part = Part(row.take(), *row.take_tokens(), row.finish_reason, piece.error)
+        if index in self._growing:
+            at = self._growing[index]
+            part = self._parts[at][1].joined(part)
+            self._parts[at] = index, part
+        else:
+            if before:
+                self._growing[index] = len(self._parts)
+            self._parts.append((index, part))
+
+    async def pieces(self) -> AsyncGenerator[list[tuple[int, Part]], None]:
+        """Yield lists of pairs (row index, its new Part) until all rows have ended.
+
+        Each list has the parts delivered since the previous list, up to a failure if there is one.
         """
         left = len(self.rows)
         while left:
             await self._some.wait()
             self._some.clear()
-            new, self._pieces = self._pieces, []
-            for at, (index, piece) in enumerate(new):
-                if failure := _failure(piece):
-                    yield [*new[:at], (index, piece._replace(finish_reason=None))]
+            if self._mistake is not None:
+                raise self._mistake
+            new, self._parts, self._growing = self._parts, [], {}
+            for at, (index, part) in enumerate(new):
+                if failure := _failure(part):
+                    yield [*new[:at], (index, part._replace(finish_reason=None))]
                     raise failure
             yield new
-            left -= sum(piece.finish_reason is not None for _, piece in new)
-
-    def go_on(self, pieces: Sequence[tuple[int, Piece]]) -> None:
-        """Let the rows (continuations) of `pieces`, which are sent now, deliver new tokens."""
-        for index, _ in pieces:
-            self.rows[index].held = False
+            left -= sum(part.finish_reason is not None for _, part in new)
 
     def close(self) -> None:
         """End the rows (continuations) of this request that have not ended yet."""
-        self._service.cancel(self.rows)
+        self._engine.end(self._number)
 
 
 class Sent:
@@ -297,8 +358,8 @@ async def whole(answer: Answer, choices: Sequence[AnswerChoice]) -> None:
     """Wait until all rows (continuations) have ended; return an AnswerChoice per row."""
     async with aclosing(answer.pieces()) as pieces:
         async for new in pieces:
-            for index, piece in new:
-                choices[index].add(piece)
+            for index, part in new:
+                choices[index].add(part)
 
 
 async def streamed(
@@ -352,13 +413,12 @@ async def streamed(
                 yield event(delta(index, echo, [], []))
         async with aclosing(answer.pieces()) as pieces:
             async for new in pieces:
-                answer.go_on(new)
-                tokens = [len(piece.tokens) for _, piece in new]
+                tokens = [len(part.tokens) for _, part in new]
                 count += sum(tokens)
                 parts = [
-                    delta(index, _part(piece), piece.tokens, piece.guessed)
-                    for index, piece in new
-                    if piece.text or piece.finish_reason or (piece.tokens and detailed)
+                    delta(index, _choice(part), part.tokens, part.guessed)
+                    for index, part in new
+                    if part.text or part.finish_reason or (part.tokens and detailed)
                 ]
                 found = [event(part) for part in parts if detailed or not form.is_empty(part)]
                 if found:
@@ -387,11 +447,11 @@ def server_sent(data: str, name: str = "") -> bytes:
     return f"{first}data: {data}\n\n".encode()
 
 
-def _part(piece: Piece) -> AnswerChoice:
-    """Convert a Piece (a continuation's new tokens) to an AnswerChoice, a part of an answer."""
-    part = AnswerChoice()
-    part.add(piece)
-    return part
+def _choice(part: Part) -> AnswerChoice:
+    """Convert a Part to an AnswerChoice, a part of an answer."""
+    found = AnswerChoice()
+    found.add(part)
+    return found
 
 
 def usage(prompt: int, completion: int, cached: int | None = None) -> dict[str, Any]:

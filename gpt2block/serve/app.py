@@ -11,14 +11,13 @@ from contextlib import asynccontextmanager, contextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
-from importlib.util import find_spec
 from itertools import chain, islice
+from time import perf_counter
 from typing import Any, TypeVar
 
 import anyio
 import numpy as np
-from anyio import to_thread
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST
 from sse_starlette import EventSourceResponse
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -32,11 +31,9 @@ from starlette.types import Receive, Scope, Send
 import gpt2block
 from gpt2block.chat.template import ChatTemplate, RenderingTimeoutError
 from gpt2block.chat.tool_forms import FORMS
-from gpt2block.checkpoints.embedding_files import Pooling
 from gpt2block.errors import CheckpointError, InputError
 from gpt2block.generation.generate import Run
 from gpt2block.generation.rows import Row
-from gpt2block.grammars import vocabulary_of
 from gpt2block.run.model import Ids, in_groups
 from gpt2block.serve.access import Access, error_response
 from gpt2block.serve.answers import (
@@ -51,11 +48,10 @@ from gpt2block.serve.answers import (
     usage,
     whole,
 )
-from gpt2block.serve.embeddings import TOKENS_AT_ONCE, embedding_list, inputs_of, vectors_of
+from gpt2block.serve.embeddings import TOKENS_AT_ONCE, embedding_list, inputs_of
+from gpt2block.serve.engine import EngineSide, State
 from gpt2block.serve.log import log, traceback_of
-from gpt2block.serve.metrics import Metrics
 from gpt2block.serve.play import Play
-from gpt2block.serve.prompts import scored_prompt
 from gpt2block.serve.protocol import (
     PART,
     ApiError,
@@ -72,19 +68,13 @@ from gpt2block.serve.protocol import (
     refused,
     validated,
 )
-from gpt2block.serve.rerank import (
-    RerankRequest,
-    answer_ids,
-    check_size,
-    prompt_ids,
-    ranking,
-    scores_of,
-)
+from gpt2block.serve.rerank import RerankRequest, answer_ids, check_size, prompt_ids, ranking
 from gpt2block.serve.response_events import ResponseSent
 from gpt2block.serve.responses import ResponsesRequest, chat_body, named_as_given
-from gpt2block.serve.service import Service, batch_of
+from gpt2block.serve.service import EngineFailed
+from gpt2block.serve.settings import ServedModel, ServerSettings
 from gpt2block.serve.tools import ToolChatForm, ToolUse
-from gpt2block.serve.workers import Places, Workers
+from gpt2block.serve.workers import Workers
 from gpt2block.tokenizers import tokenizer
 from gpt2block.tokenizers.encoding import Encoding, bytes_of_ids
 
@@ -93,49 +83,10 @@ MOST_DROPPED = 64 * 2**20  # most bytes read of a too large body; clients read e
 SMALL_BODY = 4096  # most bytes of a body that is parsed in the event loop, not in a thread
 BODY_SECONDS = 30.0  # time limit for receiving a body
 GRACE = 30  # seconds that running requests get to finish when the server stops
-LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 Value = TypeVar("Value")
-AT_ONCE = 4  # threads per pool: one pool for texts, one for passes outside the batch
+AT_ONCE = 4  # threads that encode texts, render templates and write large answers
 TEMPLATE_SECONDS = 2.0  # time limit for rendering one chat template
 MANY_TOKENS = 1024  # most values in JSON that is written in the event loop, not in a thread
-
-
-@dataclass(frozen=True)
-class ServerSettings:
-    """Settings of a server: model names, API keys, hosts, limits, and request defaults.
-
-    names: names of the model for clients; answers have the first name. keys: name → API key;
-    clients must send one of the keys. Without keys, clients are on this machine or use a proxy on
-    this machine, and are distinguished by their addresses.
-
-    hosts: names of this server; without keys, a request's host must be one of these names.
-    allowed_hosts: further names. With keys and without allowed_hosts, any host is accepted.
-
-    rows: continuations computed together. queue: continuations that may wait. reuse_prefixes:
-    `reuse` of Batch. seconds: time limit of a request from its arrival; None: no limit. origins:
-    origins of web pages that may send requests and read answers; "*": all. speculate: as in
-    `GPT2.generate`, for all requests. chat_template_kwargs: defaults of a request's variables.
-    pooling: as for `Model.embed`. tool_form: name of the form in which the model writes calls of
-    tools; None: the form that its chat template shows.
-    """
-
-    names: tuple[str, ...]
-    rows: int = 64
-    queue: int = 512
-    keys: Mapping[str, str] = field(default_factory=dict)
-    hosts: tuple[str, ...] = LOOPBACK
-    reuse_prefixes: bool = False
-    seconds: float | None = None
-    origins: tuple[str, ...] = ()
-    allowed_hosts: tuple[str, ...] = ()
-    speculate: bool = False
-    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    pooling: Pooling = "mean"
-    tool_form: str | None = None
-
-    @property
-    def name(self) -> str:
-        return self.names[0]
 
 
 @dataclass(frozen=True)
@@ -165,22 +116,28 @@ class Server:
     on_failure: called in the event loop when the engine has failed and all requests got an error.
     """
 
-    def __init__(self, model: Any, encoding: Encoding, settings: ServerSettings) -> None:
+    def __init__(
+        self,
+        model: ServedModel,
+        encoding: Encoding,
+        settings: ServerSettings,
+        engine: EngineSide,
+    ) -> None:
         self.model, self.encoding, self.settings = model, encoding, settings
         self.keys = settings.keys  # API keys; may be replaced, but not by an empty set
-        self.metrics = Metrics()
+        self.engine = engine
         self._token_count_bound = tokenizer.token_count_bound(encoding)
         self._templates: list[ChatTemplate] = []  # copies of the template that no thread uses now
-        self._batch = batch_of(
-            model.engine, settings.rows, settings.reuse_prefixes, settings.speculate
-        )
-        self.service: Service | None = None
         self.on_failure: Callable[[], None] = lambda: None
         self._begun = int(time.time())
 
+    def set_keys(self, keys: Mapping[str, str]) -> None:
+        """Replace the API keys."""
+        self.keys = keys
+
     def app(self) -> Starlette:
         play = Play(
-            self.model, self.encoding, self.settings.name, self._ids, self._in_thread, self._in_pass
+            self.model, self.encoding, self.settings.name, self.engine, self._ids, self._in_thread
         )
         routes = [  # the first route that matches the path is used
             self._route("/v1/completions", self.completions, CompletionRequest),
@@ -216,21 +173,12 @@ class Server:
 
     @asynccontextmanager
     async def _life(self, app: Starlette) -> AsyncIterator[None]:
-        self._threads, self._passes = Workers(AT_ONCE), Workers(AT_ONCE)
-        self._caches = Places(AT_ONCE)  # limits kv_caches for scoring prompts
-        loop = asyncio.get_running_loop()
-        if find_spec("llguidance"):  # building the vocabulary would delay the first request
-            ends = tokenizer.end_tokens(self.model.config, self.encoding)
-            vocabulary_of(self.encoding, self.model.config.vocab_size, ends)
-        self.service = Service(self._batch, self.settings.queue, loop, self.on_failure)
-        self.metrics.watch(self.service)
+        self._threads = Workers(AT_ONCE)
         try:
-            yield
+            async with self.engine.running(self.on_failure):
+                yield
         finally:
-            for workers in (self._threads, self._passes):
-                workers.close()
-            service, self.service = self.service, None
-            await to_thread.run_sync(service.close)
+            self._threads.close()
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -244,7 +192,7 @@ class Server:
         """
 
         async def handled(request: Request) -> Response:
-            counted = self.metrics.request(path)
+            begun = perf_counter()
             try:
                 with anyio.fail_after(self.settings.seconds):
                     request.state.client = self._client_of(request)
@@ -257,11 +205,13 @@ class Server:
                 response = error_response(late())
             except ApiError as error:
                 response = error_response(error)
+            except EngineFailed as error:
+                response = error_response(ApiError(500, str(error)))
             except (InputError, CheckpointError) as error:
                 response = error_response(refused(error, kind.model_fields if kind else ()))
             except Exception as error:
                 response = error_response(self._fault(request, path, error))
-            counted(response.status_code)
+            self.engine.note("answered", path, response.status_code, perf_counter() - begun)
             return response
 
         return Route(path, handled, methods=["GET" if kind is None else "POST"])
@@ -269,7 +219,7 @@ class Server:
     def _fault(self, request: Request, path: str, error: Exception) -> ApiError:
         """Log an unexpected exception of a request, and return the error for its client."""
         log.error("%s, %s: %s", path, request.state.id, traceback_of(error))
-        self.metrics.fault(path)
+        self.engine.note("fault", path)
         return ApiError(500, "the server has made an error")
 
     def _client_of(self, request: Request) -> str:
@@ -305,10 +255,6 @@ class Server:
         """Return call(*arguments), computed in a thread; clients whose calls wait take turns."""
         return await self._threads.run(request.state.client, call, *arguments)
 
-    async def _in_pass(self, request: Request, call: Callable[..., Any], *arguments: Any) -> Any:
-        """Return call(*arguments), a forward pass, computed in a thread for forward passes."""
-        return await self._passes.run(request.state.client, call, *arguments)
-
     # --- endpoints of completions -----------------------------------------------------------------
 
     async def completions(self, request: Request, given: CompletionRequest) -> Response:
@@ -317,10 +263,8 @@ class Server:
         asked = await prepared(request, self._completion, given)
         if given.echo and given.logprobs is not None:
             for echo, ids in zip(asked.echoes[:: given.n or 1], asked.prompts, strict=True):
-                async with self._caches.taken(request.state.client):
-                    parts = scored_prompt(self.model.engine, ids, given.logprobs)
-                    while part := await self._in_pass(request, next, parts, None):
-                        echo.scored.add(part)
+                client = request.state.client
+                echo.scored = await self.engine.call("score", client, ids, given.logprobs)
         return await self._answer(request, asked)
 
     async def chat(self, request: Request, given: ChatRequest) -> Response:
@@ -435,7 +379,7 @@ class Server:
 
         top: alternatives to report per token. more: further keywords of `GPT2.generate`.
         """
-        count, most_rows = len(prompts) * (given.n or 1), self._batch.slots + self.settings.queue
+        count, most_rows = len(prompts) * (given.n or 1), self.model.slots + self.settings.queue
         if count > most_rows:
             problem = f"n: {count} continuations: this server takes {most_rows} at most"
             raise ApiError(400, problem, "n")
@@ -443,9 +387,10 @@ class Server:
             raise ApiError(400, f"min_tokens: expected at most max_tokens, {most}", "min_tokens")
         ids = self._stop_ids(given)
         options = given.options(max_new_tokens=most, top_logprobs=top, stop_ids=ids, **more)
-        rows = list(Run(self.model.engine, self.encoding, prompts, options).rows)
-        for row in rows:
-            row.held = not given.stream
+        model: Any = self.model  # has the config, which is enough for rows that are not generated
+        rows = list(Run(model, self.encoding, prompts, options, compiles=False).rows)
+        for row in rows:  # tokens of a whole answer without stop strings arrive together
+            row.held = not given.stream and not row.ends.stop
         return rows
 
     def _stop_ids(self, given: SampledRequest) -> list[int] | None:
@@ -458,16 +403,18 @@ class Server:
         return [*ends, *more.tolist()]
 
     async def _answer(self, request: Request, asked: Asked) -> Response:
-        assert self.service is not None
         request.state.asked = asked
         left = anyio.current_effective_deadline() - anyio.current_time()
-        answer = Answer(self.service, asked.rows, request.state.client, left)
-        self.metrics.started(sum(map(len, asked.prompts)), asked.rows)
+        for rule in {row.rule for row in asked.rows} - {None}:
+            await self.engine.call("compile", request.state.client, rule)
+        answer = Answer(self.engine, asked.rows)
+        await answer.submit(request.state.client, left)
+        self.engine.note("started", sum(map(len, asked.prompts)), len(asked.rows))
         if asked.given.stream:
             wanted = partial(self._usage, asked) if asked.given.usage_wanted else None
             events = streamed(
                 answer, asked.form, asked.echoes, asked.logprobs, wanted, asked.prompt_ids,
-                self.settings.speculate, self.metrics.between_pieces,
+                self.settings.speculate, self.engine.note_between,
                 partial(self._fault, request, request.url.path), asked.sent,
             )  # fmt: skip
             return _Streamed(events, answer)
@@ -506,7 +453,7 @@ class Server:
     def _usage(self, asked: Asked, new: int) -> dict[str, Any]:
         """Return OpenAI's usage object for answers with `new` tokens in total."""
         cached = None
-        if self._batch.reuses:  # tokens count as cached if all rows of a prompt reuse them
+        if self.model.reuses:  # tokens count as cached if all rows of a prompt reuse them
             samples = len(asked.rows) // len(asked.prompts)
             groups = zip(*[iter(row.reused for row in asked.rows)] * samples, strict=True)
             cached = sum(map(min, groups))
@@ -523,20 +470,21 @@ class Server:
     async def embeddings(self, request: Request, given: EmbeddingRequest) -> Response:
         inputs = inputs_of(given, self.model.config.n_embd)
         ids = [await self._prepared(request, self._ids, *each, True) for each in inputs]
-        embed = partial(vectors_of, self.model.engine, self.settings.pooling, given.dimensions)
+        client, size = request.state.client, given.dimensions
         groups = in_groups(ids, TOKENS_AT_ONCE)
-        vectors = np.concatenate([await self._in_pass(request, embed, each) for each in groups])
+        parts = [await self.engine.call("embed", client, each, size) for each in groups]
+        vectors = np.concatenate(parts)
         form, count = given.encoding_format, sum(map(len, ids))
         found = embedding_list(vectors, form, self.settings.name, count)
         return await self._written(request, found, vectors.size)
 
     async def rerank(self, request: Request, given: RerankRequest) -> Response:
         check_size(given)
-        judged = partial(scores_of, self.model.engine, answer_ids(self.encoding))
+        answers, client = answer_ids(self.encoding), request.state.client
         documents = named("documents", given.documents)
         ids = [await self._prepared(request, self._judged_ids, given, *each) for each in documents]
         groups = in_groups(ids, TOKENS_AT_ONCE)
-        parts = [await self._in_pass(request, judged, each) for each in groups]
+        parts = [await self.engine.call("judge", client, answers, each) for each in groups]
         found = ranking(given, [*chain(*parts)], self.settings.name, sum(map(len, ids)))
         return await self._written(request, found, len(ids))
 
@@ -595,22 +543,25 @@ class Server:
 
     async def health(self, request: Request) -> Response:
         """Respond with the server's state: ready, starting (503) or failed (503)."""
-        service = self.service
-        if service is None or service.failure is not None:
-            problem = service.failure if service else "the server ends"
-            return JSONResponse({"status": "failed", "problem": problem}, 503)
-        if service.starting is not None:
-            done, total = service.starting
+        try:
+            state: State = await self.engine.call("state")
+        except EngineFailed as error:
+            state = State(str(error), None, 0, 0)
+        if state.failure is not None:
+            return JSONResponse({"status": "failed", "problem": state.failure}, 503)
+        if state.starting is not None:
+            done, total = state.starting
             return JSONResponse({"status": "starting", "done": done, "total": total}, 503)
-        return JSONResponse({"status": "ready", "running": service.open - service.waiting,
-                             "waiting": service.waiting})  # fmt: skip
+        return JSONResponse({"status": "ready", "running": state.open - state.waiting,
+                             "waiting": state.waiting})  # fmt: skip
 
     async def live(self, request: Request) -> Response:
         """Respond with success: the process is alive."""
         return JSONResponse({"status": "live"})
 
     async def show_metrics(self, request: Request) -> Response:
-        return Response(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        found = await self.engine.call("show_metrics")
+        return Response(found, media_type=CONTENT_TYPE_LATEST)
 
 
 class _PatientResponse(JSONResponse):

@@ -10,9 +10,10 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import h11
 import uvicorn
@@ -25,6 +26,7 @@ from gpt2block.serve.log import log
 from gpt2block.serve.protocol import ApiError
 
 OTHER_FILES = 64  # number of open files that are not connections
+BACKLOG = 2048  # most connections that wait until the server accepts them
 MOST_BEHIND = 2**16  # most bytes that a client may send before the previous response is complete
 HEAD_SECONDS = 20  # time limit for the headers of a connection's next request
 # Longest wait of the thread that runs decoding steps for the GIL (sys.setswitchinterval). Python's
@@ -34,16 +36,25 @@ SWITCH_SECONDS = 5e-4
 YOUNG_OBJECTS = 20_000
 
 
+SetKeys = Callable[[Mapping[str, str]], None]  # replaces the API keys
+
+
 class Protocol(H11Protocol):
     """An HTTP connection that is closed if no request arrives within HEAD_SECONDS.
 
     The connection is also read while a request is answered, to detect a disconnect. uvicorn stops
     reading as soon as the next request has begun to arrive.
+
+    open_connections: gets the number of connections of this process, and returns the number of
+    all processes of the server.
     """
+
+    open_connections: ClassVar[Callable[[int], int]] = int
 
     def connection_made(self, transport: Any) -> None:
         self._behind = b""
         super().connection_made(transport)
+        self._counted()
         self._most, self.limit_concurrency = self.limit_concurrency, None  # see data_received
         # asyncio sets TCP_NODELAY only for sockets that name their protocol; accepted sockets do
         # not. Without it, a piece of a stream waits up to 40 ms until the client acknowledges the
@@ -57,7 +68,7 @@ class Protocol(H11Protocol):
             self._behind += data
         else:
             # Each request gets a copy of app_state. Access, not uvicorn, refuses requests.
-            self.app_state["overloaded"] = len(self.connections) >= (self._most or math.inf)
+            self.app_state["overloaded"] = self._counted() >= (self._most or math.inf)
             super().data_received(data)
         self._read_on()
 
@@ -97,6 +108,10 @@ class Protocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._waiting.cancel()
         super().connection_lost(exc)
+        self._counted()
+
+    def _counted(self) -> int:
+        return type(self).open_connections(len(self.connections))
 
     def _close_if_silent(self) -> None:
         idle = self.cycle is None or self.cycle.response_complete
@@ -107,7 +122,8 @@ class Protocol(H11Protocol):
 class Listening(uvicorn.Server):
     """A uvicorn server that stops on SIGTERM or SIGINT, even during startup, and on engine failure.
 
-    started: called as soon as connections are accepted. reload: called on SIGHUP.
+    started: called as soon as connections are accepted. reload: called on SIGHUP with a function
+    that replaces the API keys.
     """
 
     def __init__(
@@ -115,10 +131,10 @@ class Listening(uvicorn.Server):
         server: Server,
         config: uvicorn.Config,
         started: Callable[[], None],
-        reload: Callable[[], None],
+        reload: Callable[[SetKeys], None],
     ) -> None:
         super().__init__(config)
-        self._told, self._reload = started, reload
+        self._told, self._reload = started, partial(reload, server.set_keys)
         self.failed = False  # whether the engine has failed
         server.on_failure = self._fail
         for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn sets the same handler later

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from time import perf_counter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,31 +10,18 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from gpt2block.generation.rows import Row
 from gpt2block.serve.service import Service
 
 TO_FIRST = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)  # bucket bounds in seconds
-AT_ONCE = 1024  # number of buffered values at which they are added to the histogram
 BETWEEN = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1)
 
 
 class Intervals(Collector):
-    """A Prometheus histogram that buffers values and adds many at a time, which is faster."""
+    """A Prometheus histogram to which many values are added at a time, which is faster."""
 
     def __init__(self, name: str, text: str, bounds: Sequence[float]) -> None:
         self._name, self._text, self._bounds = name, text, np.array([*bounds, np.inf])
         self._counts, self._total = np.zeros(len(self._bounds), np.int64), 0.0
-        self._noted: list[float] = []
-
-    def note(self, seconds: float) -> None:
-        """Buffer a value, until many are added to the histogram. Call this from one thread only."""
-        self._noted.append(seconds)
-        if len(self._noted) == AT_ONCE:
-            self._add_noted()
-
-    def _add_noted(self) -> None:
-        noted, self._noted = self._noted, []
-        self.add(np.array(noted))
 
     def add(self, seconds: NDArray[np.float64]) -> None:
         found = np.searchsorted(self._bounds, seconds)
@@ -43,8 +29,6 @@ class Intervals(Collector):
         self._total += float(seconds.sum())
 
     def collect(self) -> Iterator[Metric]:
-        if self._noted:  # buffered values; empty if another thread calls `add`
-            self._add_noted()
         names = [*map(repr, self._bounds[:-1].tolist()), "+Inf"]
         buckets = list(zip(names, self._counts.cumsum().tolist(), strict=True))
         yield HistogramMetricFamily(self._name, self._text, buckets, self._total)
@@ -81,13 +65,12 @@ class Metrics:
             "gpt2block_prompt_tokens", "Tokens of prompts of accepted requests.", registry=registry
         )
         self._rows = Counter("gpt2block_rows", "Continuations asked for.", registry=registry)
-        pieces = Intervals(
+        self._between = Intervals(
             "gpt2block_piece_seconds",
             "Between what a stream sends at once, of one token or more.",
             BETWEEN,
         )
-        registry.register(pieces)
-        self.between_pieces = pieces.note
+        registry.register(self._between)
 
     def watch(self, service: Service) -> None:
         """Register metrics whose values are read from the service, such as its queue length."""
@@ -101,6 +84,8 @@ class Metrics:
             gauge.set_function(value)
         tokens = "Tokens generated since the start."
         self.registry.register(Total("gpt2block_new_tokens", tokens, lambda: service.tokens))
+        over = "Of these, tokens after the stop string of their text."
+        self.registry.register(Total("gpt2block_overdrawn_tokens", over, lambda: service.overdrawn))
         first = Histogram(
             "gpt2block_first_token_seconds", "From a request's arrival in the queue to its first "
             "token.", buckets=TO_FIRST, registry=self.registry,
@@ -111,19 +96,18 @@ class Metrics:
         self.registry.register(between)
         service.observe_first, service.observe_between = first.observe, between.add
 
-    def request(self, path: str) -> Callable[[int], None]:
-        """Start a request's clock; return a function that records its status and duration."""
-        begun = perf_counter()
-
-        def counted(status: int) -> None:
-            self._requests.labels(path, str(status)).inc()
-            self._seconds.labels(path).observe(perf_counter() - begun)
-
-        return counted
+    def answered(self, path: str, status: int, seconds: float) -> None:
+        """Record the status and duration of a request."""
+        self._requests.labels(path, str(status)).inc()
+        self._seconds.labels(path).observe(seconds)
 
     def fault(self, path: str) -> None:
         self._faults.labels(path).inc()
 
-    def started(self, prompt_tokens: int, rows: Sequence[Row]) -> None:
+    def started(self, prompt_tokens: int, rows: int) -> None:
         self._prompt.inc(prompt_tokens)
-        self._rows.inc(len(rows))
+        self._rows.inc(rows)
+
+    def between(self, seconds: Sequence[float]) -> None:
+        """Record times between two events of a stream."""
+        self._between.add(np.array(seconds))

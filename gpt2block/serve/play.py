@@ -10,13 +10,12 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-import secrets
 from base64 import b64encode
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from hashlib import sha256
 from importlib.resources import files
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from pydantic import Field
@@ -26,25 +25,21 @@ from starlette.routing import Route
 
 from gpt2block import reference
 from gpt2block.config import model_shapes
-from gpt2block.errors import CheckpointError, InputError
-from gpt2block.explain import Page, collect
+from gpt2block.errors import CheckpointError
 from gpt2block.run.model import Floats, Ids
 from gpt2block.sampling import Sampling, probabilities
 from gpt2block.serve.answers import TextForm
+from gpt2block.serve.engine import EngineSide
+from gpt2block.serve.kept import Kept, keep, kept_of
 from gpt2block.serve.protocol import ApiError, Body, Drawn, Tokens
-from gpt2block.serve.workers import Workers
+from gpt2block.serve.settings import ServedModel
 from gpt2block.tokenizers.encoding import Encoding
 
 SHOWN = 40  # most tokens of a distribution that the page shows
 KEPT_LOGITS = 16  # logits kept per client, to apply other sampling options quickly
 MOST_EXPLAINED = 256  # most tokens of a pass that `explain` runs
 MOST_PARAMETERS = 2**29  # most parameters of a model for `explain`; 4 GiB in float64
-MOST_EXPLAINING = 8  # most `explain` requests per client that run (one at a time) or wait
-KEPT_PAGES = 8  # most `explain` pages kept per client, each of a few MB
-KEPT_CLIENTS = 16  # number of latest clients whose logits and pages are kept
 
-Value = TypeVar("Value")
-Kept = OrderedDict[Any, Value]  # values by key, the latest one last
 IdsOf = Callable[[Any, str], Ids]  # arguments: text or token ids, name of the field
 MakeRoute = Callable[..., Route]
 
@@ -71,30 +66,27 @@ class ExplainRequest(Body):
 class Play:
     """The web page of a server, and the endpoints /play/… that only this page uses.
 
-    encoding, name: tokenizer and model name of the server. ids_of: returns the ids of a prompt.
-    in_thread(request, function, ...): runs a function in a worker thread while the steps of the
-    running rows go on. in_pass: runs a function that computes a pass.
+    model, encoding, name: model, tokenizer and model name of the server. engine: computes passes.
+    ids_of: returns the ids of a prompt. in_thread(request, function, ...): runs a function in a
+    worker thread while the steps of the running rows go on.
     """
 
     def __init__(
         self,
-        model: Any,
+        model: ServedModel,
         encoding: Encoding,
         name: str,
+        engine: EngineSide,
         ids_of: IdsOf,
         in_thread: Callable[..., Awaitable[Any]],
-        in_pass: Callable[..., Awaitable[Any]],
     ) -> None:
-        self._model, self._encoding, self._name = model, encoding, name
-        self._ids_of, self._in_thread, self._in_pass = ids_of, in_thread, in_pass
+        self._model, self._name, self._engine = model, name, engine
+        self._ids_of, self._in_thread = ids_of, in_thread
         self._form = TextForm(name, encoding)
         self._html = files("gpt2block.serve").joinpath("page.html").read_text(encoding="utf-8")
         self._headers = _headers(_policy(self._html))
-        # Results are stored by client, so that response times reveal no other client's requests.
+        # Logits are stored by client, so that response times reveal no other client's requests.
         self._logits: Kept[Kept[asyncio.Future[Floats]]] = OrderedDict()
-        self._pages: Kept[Kept[str]] = OrderedDict()
-        self._explaining: Counter[str] = Counter()
-        self._one = Workers(1)
 
     def routes(self, behind_key: MakeRoute) -> list[Route]:
         """Return the routes. The page / and `explain` pages at secret URLs need no API key."""
@@ -112,12 +104,12 @@ class Play:
 
     async def about(self, request: Request) -> Response:
         """Return, as JSON, properties of the model that the page shows, such as its name."""
-        config, engine = self._model.config, self._model.engine
-        chat = await self._in_thread(request, self._has_template)
+        config = self._model.config
+        chat = not isinstance(self._model.template, CheckpointError)
         found = {
             "model": self._name,
-            "device": engine.describe(),
-            "dtype": engine.formats.dtype,
+            "device": self._model.device,
+            "dtype": self._model.dtype,
             "n_ctx": config.n_ctx,
             "vocab_size": config.vocab_size,
             "chat": chat,
@@ -151,37 +143,18 @@ class Play:
         if len(ids) > most:
             problem = f"ids: expected at most {most} tokens to explain, got {len(ids)}"
             raise ApiError(400, problem, "ids")
-        client = request.state.client
-        if self._explaining[client] == MOST_EXPLAINING:
-            problem = (
-                f"the server explains {MOST_EXPLAINING} positions of a client: try again later"
-            )
-            raise ApiError(503, problem, code="overloaded")
-        self._explaining[client] += 1
-        try:
-            html = await self._one.run(client, self._explanation, ids)
-        finally:
-            self._explaining -= Counter([client])
-        ticket = secrets.token_urlsafe(16)
-        _keep(_of_client(self._pages, client), ticket, html, KEPT_PAGES)
+        ticket = await self._engine.call("explain", request.state.client, ids)
         return JSONResponse({"path": f"play/explain/{ticket}"})
 
     async def explained(self, request: Request) -> Response:
         """Return an `explain` page. No API key is required, because a frame cannot send one."""
-        ticket = request.path_params["ticket"]
-        html = next((each[ticket] for each in self._pages.values() if ticket in each), None)
+        html = await self._engine.call("explained", "", request.path_params["ticket"])
         if html is None:
             problem = "The server no longer has this page: explain the position again."
             return PlainTextResponse(problem, 404, _headers("default-src 'none'"))
         return HTMLResponse(html, headers=_headers(EXPLAINED))
 
     # --- contents of the answers ------------------------------------------------------------------
-
-    def _has_template(self) -> bool:
-        try:
-            return self._model.chat_template is not None
-        except CheckpointError:
-            return False
 
     def _most_explained(self) -> int:
         """Return the most tokens that `explain` accepts; 0 if the model is too large for it."""
@@ -194,23 +167,17 @@ class Play:
 
     async def _kept_logits(self, request: Request, ids: Ids) -> Floats:
         """Return the logits (V,) after `ids`. Equal requests of a client share one forward pass."""
-        kept, key = _of_client(self._logits, request.state.client), ids.tobytes()
+        client = request.state.client
+        kept, key = kept_of(self._logits, client), ids.tobytes()
         if key not in kept:
-            computed = asyncio.ensure_future(self._in_pass(request, self._last_logits, ids))
-            _keep(kept, key, computed, KEPT_LOGITS)
+            computed = asyncio.ensure_future(self._engine.call("logits", client, ids))
+            keep(kept, key, computed, KEPT_LOGITS)
         kept.move_to_end(key)
         try:
             return await asyncio.shield(kept[key])
         except Exception:
             kept.pop(key, None)
             raise
-
-    def _last_logits(self, ids: Ids) -> Floats:
-        (logits,) = self._model.engine.forward([ids], "last")
-        found: Floats = np.asarray(logits, np.float32)
-        if not np.isfinite(found).all():
-            raise InputError("logits: expected finite ones, got NaN or infinity: check the weights")
-        return found
 
     def _distribution(self, logits: Floats, given: NextRequest) -> dict[str, Any]:
         of_model = reference.softmax(logits.astype(np.float64))
@@ -227,9 +194,6 @@ class Play:
             "kept": len(positive),
             "entropy": max(0.0, float(-(positive * np.log2(positive)).sum())),  # bits
         }
-
-    def _explanation(self, ids: Ids) -> str:
-        return Page(collect(self._model.engine, self._encoding, self._name, ids, 0)).html
 
 
 # Policy of `explain` pages: their scripts lack the server's origin, so they cannot read the key.
@@ -262,18 +226,3 @@ def _headers(policy: str) -> dict[str, str]:
         "referrer-policy": "no-referrer",
         "cache-control": "no-store",
     }
-
-
-def _of_client(kept: Kept[Kept[Value]], client: str) -> Kept[Value]:
-    """Return the dict of a client's stored values; mark the client as the latest."""
-    if client not in kept:
-        _keep(kept, client, OrderedDict(), KEPT_CLIENTS)
-    kept.move_to_end(client)
-    return kept[client]
-
-
-def _keep(kept: Kept[Value], key: Any, value: Value, most: int) -> None:
-    """Store `value` under `key`; remove the oldest value if there are more than `most`."""
-    kept[key] = value
-    if len(kept) > most:
-        kept.popitem(last=False)

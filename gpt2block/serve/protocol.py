@@ -172,6 +172,10 @@ class ApiError(Exception):
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle all arguments, for another process."""
+        return type(self), (self.status, self.message, self.param, self.code)
+
     @property
     def body(self) -> dict[str, Any]:
         kind = "invalid_request_error" if self.status < 500 else "server_error"

@@ -1,7 +1,7 @@
 """The thread that generates the rows (continuations) of all requests in one batch.
 
-Requests come from an event loop, and their tokens go back to the event loop. Rows are changed only
-in the thread.
+Requests come from an event loop, and their tokens go back to the event loop. The rows of the batch
+have no text, and are changed only in the thread.
 """
 
 from __future__ import annotations
@@ -17,30 +17,35 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from gpt2block.errors import InputError
 from gpt2block.generation.batching import Batch
 from gpt2block.generation.rows import Row, Tops
+from gpt2block.grammars import Grammar, Matcher
 from gpt2block.run.model import ModelEngine
 from gpt2block.serve.log import log, traceback_of
 
+PAUSE = 1e-5  # seconds per open row between deliveries; about the time of delivering a row's tokens
+LEAST_PAUSE = 5e-4  # seconds; shorter pauses are left out
 TOKENS_AT_ONCE = 2048  # prompt tokens in a step after which the step computes no further prompt
 
 
 class Piece(NamedTuple):
     """The new tokens of a row (a continuation) since its last Piece, from one or more steps.
 
-    finish_reason: finish_reason of the Row once the row has ended, else None.
+    reused: as Row.reused. finish_reason: finish_reason of the Row once the row has ended, else
+    None. error: the message of Row.error.
     """
 
-    text: str
     tokens: list[int]
     logprobs: list[float]
     tops: list[Tops]
     guessed: list[bool]
+    reused: int = 0
     finish_reason: str | None = None
     error: str | None = None
 
 
-Deliver = Callable[[Piece], None]  # callback, called in the event loop
+Key = tuple[int, int]  # (number of a request, index of a row of the request)
 
 
 class Full(Exception):  # noqa: N818  (a reason, not a fault)
@@ -62,11 +67,14 @@ def batch_of(
     return Batch(engine, slots, n_ctx, True, reuse, tokens_at_once=most, speculate=speculate)
 
 
+def _no_matcher(rule: Grammar) -> Matcher:
+    raise InputError(f"{rule.name}: this service compiles no grammars")
+
+
 class Service:
     """A thread that generates the rows (continuations) of all requests in one batch.
 
-    A row is held from the delivery of a piece until this piece is being sent. The row's next piece
-    has all tokens sampled meanwhile: one token if sending is fast, several if it is slow.
+    Pieces are delivered to the Outlets that have submitted their rows.
 
     Clients take turns. A client with less than its share of the slots and the queue is not refused
     when other clients have filled them, until there are twice as many rows.
@@ -75,6 +83,8 @@ class Service:
     loop in which pieces are delivered. on_failure: called in the loop after the last pieces if the
     engine has failed. observe_first, observe_between: called in the thread with the seconds to the
     first token of a row, and before each further token of a step. tokens: tokens generated so far.
+    overdrawn: number of these tokens that were generated after the stop string of their text.
+    matcher_of: returns the Matcher of a row's rule, which is compiled already.
     """
 
     def __init__(
@@ -87,18 +97,20 @@ class Service:
         self._batch, self._on_failure = batch, on_failure
         self._loop, self._most_waiting = loop, most_waiting
         self._changed = threading.Condition()
-        # (submitted row, its callback, its deadline or None for no deadline)
-        self._new: deque[tuple[Row, Deliver, float | None]] = deque()
-        self._cancelled: deque[Row] = deque()
+        # (submitted row, its outlet and key, its deadline or None for no deadline)
+        self._new: deque[tuple[Row, Place, float | None]] = deque()
+        # (cancelled row, number of its tokens that are needed, None if this is not known)
+        self._cancelled: deque[tuple[Row, int | None]] = deque()
         self._open_of: Counter[str] = Counter()  # client: number of rows that run or wait
-        self._deliver: dict[int, Deliver] = {}  # id(row): callback
+        self._places: dict[int, Place] = {}  # id(row): outlet and key
         self._since: dict[int, float] = {}  # id(row): time of submission, until its first token
         self._last = np.zeros(batch.slots)  # time of each slot's last token
-        self._pieces: deque[tuple[Deliver, Piece]] = deque()  # not yet delivered by the event loop
+        self._pieces: deque[tuple[Place, Row | None, Piece]] = deque()  # not delivered yet
         self._called = False  # whether a delivery is scheduled in the event loop
         self.observe_first: Callable[[float], None] = lambda seconds: None
         self.observe_between: Callable[[NDArray[np.float64]], None] = lambda seconds: None
-        self.tokens = 0
+        self.matcher_of: Callable[[Grammar], Matcher] = _no_matcher
+        self.tokens = self.overdrawn = 0
         self._ends = False
         self.failure: str | None = None
         self.starting: tuple[int, int] | None = (0, 1)  # (tasks done, all tasks); None: ready
@@ -109,7 +121,7 @@ class Service:
     @property
     def open(self) -> int:
         """The number of rows (continuations) that run or wait for a slot."""
-        return len(self._deliver) + len(self._new)
+        return len(self._places) + len(self._new)
 
     @property
     def waiting(self) -> int:
@@ -119,13 +131,14 @@ class Service:
     def submit(
         self,
         rows: Sequence[Row],
-        deliver: Sequence[Deliver],
+        outlet: Outlet,
+        number: int = 0,
         client: str = "",
         deadline: float | None = None,
     ) -> None:
-        """Queue a client's rows (continuations), or queue none and raise Full or EngineFailed.
+        """Queue the rows (continuations) of a client's request, or raise Full or EngineFailed.
 
-        deadline: as for Batch.
+        number: identifies the request in the outlet. deadline: as for Batch.
         """
         with self._changed:
             if self.failure is not None:
@@ -136,16 +149,33 @@ class Service:
             if self._ends or (count > most and (own > share or count > 2 * most)):
                 raise Full
             self._open_of[client] = own
-            for row in rows:
+            for index, row in enumerate(rows):
                 row.client = client
-            self._new.extend(zip(rows, deliver, [deadline] * len(rows), strict=True))
+                if row.rule is not None:
+                    row.matcher = self.matcher_of(row.rule)
+                self._new.append((row, (outlet, (number, index)), deadline))
             self._changed.notify()
 
-    def cancel(self, rows: Iterable[Row]) -> None:
-        """End rows (continuations), and deliver no more of their tokens."""
+    def cancel(self, rows: Iterable[Row], needed: int | None = None) -> None:
+        """End rows (continuations), and deliver no more of their tokens.
+
+        needed: number of tokens up to the end of a stop string; further tokens are counted.
+        """
         with self._changed:
-            self._cancelled.extend(rows)
+            self._cancelled.extend((row, needed) for row in rows)
             self._changed.notify()
+
+    def release(self, rows: Sequence[Row]) -> None:
+        """Let rows deliver new tokens after a pause, which is longer if more rows are open."""
+
+        def go_on() -> None:
+            for row in rows:
+                row.held = False
+
+        if (pause := PAUSE * self.open) < LEAST_PAUSE:
+            go_on()
+        else:
+            self._loop.call_later(pause, go_on)
 
     def close(self) -> None:
         """End the thread without finishing the running rows (continuations)."""
@@ -177,7 +207,7 @@ class Service:
         self._note()
         for row in rows:
             row.held = True
-        self._send([(self._deliver[id(row)], piece_of(row)) for row in rows])
+        self._send([(self._places[id(row)], row, piece_of(row)) for row in rows])
         for row in rows:
             if row.finish_reason:
                 self._forget(row)
@@ -189,19 +219,22 @@ class Service:
                 self._changed.wait()
             new, self._new = self._new, deque()
             cancelled, self._cancelled = self._cancelled, deque()
-            self._deliver |= {id(row): deliver for row, deliver, _ in new}
+            self._places |= {id(row): place for row, place, _ in new}
         now = perf_counter()
         self._since |= {id(row): now for row, *_ in new}
         for (client, deadline), each in groupby(new, lambda each: (each[0].client, each[2])):
             self._batch.submit([row for row, *_ in each], deadline, client)
-        gone = [row for row in cancelled if id(row) in self._deliver]
+        gone = [row for row, _ in cancelled if id(row) in self._places]
         self._batch.cancel(gone)
         for row in gone:
             self._forget(row)
+        self.overdrawn += sum(
+            len(row.tokens) - needed for row, needed in cancelled if needed is not None
+        )
         return not self._ends
 
     def _forget(self, row: Row) -> None:
-        if self._deliver.pop(id(row), None) is None:
+        if self._places.pop(id(row), None) is None:
             return
         self._since.pop(id(row), None)
         with self._changed:
@@ -220,7 +253,7 @@ class Service:
             if since := self._since.pop(id(row), None):
                 self.observe_first(now - since)
 
-    def _send(self, pieces: Iterable[tuple[Deliver, Piece]]) -> None:
+    def _send(self, pieces: Iterable[tuple[Place, Row | None, Piece]]) -> None:
         """Schedule delivery of `pieces` in the event loop, together with undelivered pieces."""
         self._pieces.extend(pieces)
         if self._pieces and not self._called:
@@ -229,23 +262,79 @@ class Service:
 
     def _deliver_all(self) -> None:
         self._called = False  # first: for later pieces, `_send` schedules a new call
+        found: dict[Outlet, list[tuple[Row | None, Key, Piece]]] = {}
         while self._pieces:
-            deliver, piece = self._pieces.popleft()
-            deliver(piece)
+            (outlet, key), row, piece = self._pieces.popleft()
+            found.setdefault(outlet, []).append((row, key, piece))
+        for outlet, pieces in found.items():
+            outlet.put(pieces)
 
     def _fail(self, error: BaseException) -> None:
         """Log the error, and end all running and waiting rows (continuations) with it."""
         log.critical("the engine failed\n%s", traceback_of(error))
         with self._changed:
             self.failure = f"the engine failed: {error!r}"
-            left = [*self._deliver.values(), *(deliver for _, deliver, _ in self._new)]
-            self._deliver, self._new = {}, deque()
-        piece = Piece("", [], [], [], [], "error", self.failure)
-        self._send([(deliver, piece) for deliver in left])
+            left = [*self._places.values(), *(place for _, place, _ in self._new)]
+            self._places, self._new = {}, deque()
+        piece = Piece([], [], [], [], 0, "error", self.failure)
+        self._send([(place, None, piece) for place in left])
         self._loop.call_soon_threadsafe(self._on_failure)
 
 
 def piece_of(row: Row) -> Piece:
     """Return a Piece with the tokens that a continuation has received since its last Piece."""
     error = str(row.error) if row.error is not None else None
-    return Piece(row.take(), *row.take_tokens(), row.finish_reason, error)
+    return Piece(*row.take_tokens(), row.reused, row.finish_reason, error)
+
+
+class Outlet:
+    """Submits the rows of the requests of one front, and delivers their pieces in batches.
+
+    A front is the part of a server that answers HTTP requests. A row is held from the delivery of a
+    piece until the front has received it. The row's next piece has all tokens sampled meanwhile:
+    one token if the front is fast, several if it is slow.
+
+    deliver: called in the event loop of the service with pairs (key, Piece) of a batch, which the
+    front has received when it calls `received`.
+    """
+
+    def __init__(
+        self, service: Service, deliver: Callable[[list[tuple[Key, Piece]]], None]
+    ) -> None:
+        self._service, self._deliver = service, deliver
+        self._rows: dict[int, Sequence[Row]] = {}  # number of a request: its rows
+        self._on_the_way: deque[list[Row]] = deque()  # rows of batches that were not received yet
+
+    def submit(self, number: int, rows: Sequence[Row], client: str, deadline: float | None) -> None:
+        """Queue the rows of a request as `Service.submit` does."""
+        self._service.submit(rows, self, number, client, deadline)
+        self._rows[number] = rows
+
+    def stop(self, number: int, index: int, needed: int) -> None:
+        """End a row whose text has a stop string that ends with its token `needed` - 1."""
+        self._service.cancel(self._rows[number][index : index + 1], needed)
+
+    def end(self, number: int) -> None:
+        """End the rows of a request, which get no more tokens."""
+        self._service.cancel(self._rows.pop(number, ()))
+
+    def close(self) -> None:
+        """End all requests."""
+        for number in [*self._rows]:
+            self.end(number)
+
+    def put(self, pieces: Sequence[tuple[Row | None, Key, Piece]]) -> None:
+        """Deliver a batch of pieces. The row is None if the engine has failed."""
+        self._on_the_way.append([row for row, _, _ in pieces if row is not None])
+        self._deliver([(key, piece) for _, key, piece in pieces])
+
+    def received(self) -> None:
+        """Let the rows of the oldest batch on the way deliver new tokens, after a pause.
+
+        The pause bounds the part of the time in which tokens are delivered, not computed.
+        """
+        rows = self._on_the_way.popleft()
+        self._service.release(rows)
+
+
+Place = tuple[Outlet, Key]  # destination of the pieces of a row

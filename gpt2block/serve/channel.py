@@ -1,0 +1,99 @@
+"""Messages between the process of a server's engine and its front processes."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import socket
+from collections.abc import Callable
+from typing import Any
+
+HEAD = 8  # bytes of a message's length
+
+
+class Channel(asyncio.Protocol):
+    """One end of a connection of two processes, which send each other items in messages.
+
+    An item is a name with arguments. A message has the items of one turn of the event loop, as a
+    pickle after its length; the processes belong to one server, and trust each other.
+
+    receive: called with each item. lost: called when the connection has ended.
+    """
+
+    def __init__(self, receive: Callable[..., None], lost: Callable[[], None]) -> None:
+        self._receive, self._lost = receive, lost
+        self._loop = asyncio.get_running_loop()
+        self._items: list[Any] = []
+        self._data = bytearray()
+        self._transport: Any = None
+
+    @classmethod
+    async def over(
+        cls, held: socket.socket, receive: Callable[..., None], lost: Callable[[], None]
+    ) -> Channel:
+        """Return a channel over a connected Unix socket."""
+        loop = asyncio.get_running_loop()
+        _, channel = await loop.create_unix_connection(lambda: cls(receive, lost), sock=held)
+        return channel
+
+    @property
+    def closed(self) -> bool:
+        """Whether the other end can get no more items."""
+        return self._transport is None or bool(self._transport.is_closing())
+
+    def send(self, name: str, *arguments: Any) -> None:
+        """Send an item at the end of this turn of the event loop, unless the channel is closed."""
+        if not self._items:
+            self._loop.call_soon(self._flush)
+        self._items.append((name, *arguments))
+
+    def close(self) -> None:
+        """Send the remaining items, and close this end."""
+        if not self.closed:
+            self._flush()
+            self._transport.close()
+
+    def _flush(self) -> None:
+        items, self._items = self._items, []
+        if items and not self.closed:
+            self._transport.write(message(items))
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._data += data
+        while (end := HEAD + int.from_bytes(self._data[:HEAD], "little")) <= len(self._data):
+            items = pickle.loads(self._data[HEAD:end])
+            del self._data[:end]
+            for name, *arguments in items:
+                self._receive(name, *arguments)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._lost()
+
+
+def message(items: list[Any]) -> bytes:
+    """Return the bytes of a message."""
+    data = pickle.dumps(items, pickle.HIGHEST_PROTOCOL)
+    return len(data).to_bytes(HEAD, "little") + data
+
+
+def first_item(held: socket.socket) -> Any:
+    """Wait for the first message of a connected socket, and return its only item's argument.
+
+    Raises EOFError if the other process ends before.
+    """
+    size = int.from_bytes(_received(held, HEAD), "little")
+    ((_, found),) = pickle.loads(_received(held, size))
+    return found
+
+
+def _received(held: socket.socket, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        part = held.recv(size - len(data))
+        if not part:
+            raise EOFError
+        data += part
+    return bytes(data)

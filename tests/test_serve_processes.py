@@ -1,0 +1,195 @@
+"""A server whose HTTP runs in two processes: tests of test_serve.py, and processes that end."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette", reason="the extra serve is not installed")
+pytest.importorskip("uvicorn", reason="the extra serve is not installed")
+openai = pytest.importorskip("openai", reason="openai, a client, is not installed")
+
+from tests import serving as serving_  # noqa: E402
+from tests import test_serve, test_serve_clients, test_serve_play  # noqa: E402
+from tests.markov import MarkovEngine, cycle  # noqa: E402
+from tests.serving import (  # noqa: E402
+    Running,
+    Slow,
+    eventually,
+    exchanged,
+    get,
+    model_of,
+    post,
+    serving,
+)
+from tests.test_serve import COMPLETION, command  # noqa: E402
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has one process")
+
+AGAIN = {  # tests in which processes matter
+    test_serve: (
+        "test_completions_are_those_of_generate",
+        "test_chat",
+        "test_streams_are_the_whole",
+        "test_log_probabilities",
+        "test_token_ids",
+        "test_the_score_of_a_prompt",
+        "test_embeddings",
+        "test_many_at_a_time_are_those_alone",
+        "test_a_key",
+        "test_clients_take_turns",
+        "test_prefixes_of_other_clients_are_not_told",
+        "test_health_tells_how_far_the_start_is",
+        "test_a_full_queue_refuses_at_once",
+        "test_wrong_logits_end_one_request",
+        "test_metrics",
+    ),
+    test_serve_clients: ("test_a_unix_socket_and_new_keys",),
+    test_serve_play: (
+        "test_the_distribution_is_that_of_the_sampler",
+        "test_a_pass_is_explained_at_an_address_that_none_can_guess",
+    ),
+}
+for module, names in AGAIN.items():
+    globals().update({name: getattr(module, name) for name in names})
+client, model = test_serve.client, test_serve.model  # fixtures
+
+
+@pytest.fixture(autouse=True)
+def two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving_, "PROCESSES", 2)
+
+
+@pytest.fixture(scope="module")
+def server(model: Any) -> Iterator[Running]:
+    with serving(model, names=test_serve.NAMES, rows=8, queue=256, processes=2) as running:
+        yield running
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes(stream: bool) -> None:
+    test_serve.test_a_client_that_goes_frees_its_slots(stream, 1000)
+
+
+@pytest.mark.parametrize(("request_", "seconds"), [(0, None), (1, 0.05)])
+def test_passes_end(
+    model: Any, monkeypatch: pytest.MonkeyPatch, request_: int, seconds: float | None
+) -> None:
+    path, body = test_serve.PASSES[request_]
+    test_serve.test_passes_end_with_their_request(model, monkeypatch, path, body, seconds)
+
+
+def test_a_signal_finishes_what_runs() -> None:
+    test_serve.test_a_signal_finishes_what_runs(signal.SIGTERM)
+
+
+@pytest.mark.parametrize("stream", [True])
+def test_an_engine_that_fails_ends_the_server(stream: bool) -> None:
+    test_serve.test_an_engine_that_fails_ends_the_server(stream)
+
+
+STREAM = {"prompt": "a", "max_tokens": 20, "temperature": 0, "stream": True}
+
+
+def read(connection: Any) -> bytes:
+    """All that comes until the connection is closed, or an answer has ended."""
+    data = b""
+    with connection, suppress(ConnectionResetError):
+        while not data.endswith(b"0\r\n\r\n") and (more := connection.recv(2**16)):
+            data += more
+    return data
+
+
+def test_a_process_for_http_that_is_killed(caplog: pytest.LogCaptureFixture) -> None:
+    """Only its clients lose their answers, and another process takes its place."""
+    engine, connections = Slow(), []
+    with serving(model_of(engine), rows=4, connections=40) as running:
+        first, second = running.fronts.fronts
+        while not (first._outlet._rows and second._outlet._rows):
+            connections.append(test_serve.sent(running, COMPLETION, STREAM))
+            eventually(lambda: running.service.open == len(connections))
+            assert len(connections) < 100
+        stays = len(second._outlet._rows)
+        first.process.kill()
+        engine.go.set()
+        ended = [b"data: [DONE]" in read(each) for each in connections]
+        assert sum(ended) == stays < len(connections)
+        eventually(lambda: first not in running.fronts.fronts)
+        eventually(lambda: sum(front.ready for front in running.fronts.fronts) == 2)
+        assert second in running.fronts.fronts
+        for _ in range(10):
+            assert post(running, COMPLETION, {"prompt": "a", "max_tokens": 1})[0] == 200
+    assert caplog.messages == ["a process for HTTP has ended with code -9"]
+
+
+def test_a_process_for_http_ends_with_the_engines_process(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """With code 1. Its client gets an error event."""
+    engine = Slow()
+    with serving(model_of(engine), rows=1) as running:
+        connection = test_serve.sent(running, COMPLETION, STREAM)
+        eventually(lambda: running.service.open == 1)
+        (front,) = [each for each in running.fronts.fronts if each._outlet._rows]
+        abort = front._channel._transport.abort  # as if this process had ended
+        running.fronts._loop.call_soon_threadsafe(abort)
+        assert b"the engine's process has ended" in read(connection)
+        engine.go.set()
+        eventually(lambda: bool(caplog.messages))
+    assert caplog.messages == ["a process for HTTP has ended with code 1"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_an_engine_that_is_killed_ends_all() -> None:
+    with command() as (child, line), test_serve.client_of_command(line) as client:
+        stream = iter(client.completions.create(
+            model="shakespeare", prompt="a", stream=True, max_tokens=250
+        ))  # fmt: skip
+        next(stream)
+        children = Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split()
+        assert len(children) == 2
+        child.kill()
+        with pytest.raises(openai.APIError, match="the engine's process has ended"):
+            list(stream)
+        eventually(lambda: not any(Path(f"/proc/{number}").exists() for number in children))
+
+
+def test_connections_of_all_processes_are_limited() -> None:
+    """Though a process sees its own."""
+    with serving(model_of(MarkovEngine(cycle(257))), rows=1, connections=5) as running:
+        opened = [socket.create_connection(("127.0.0.1", running.port)) for _ in range(5)]
+        eventually(lambda: get(running, "/version")[0] == 503)
+        for each in opened:
+            each.close()
+        eventually(lambda: get(running, "/version")[0] == 200)
+
+
+def test_tokens_after_a_stop_string_do_not_count() -> None:
+    """They are dropped, and counted in a metric."""
+    body = {"prompt": "a", "max_tokens": 100, "temperature": 0, "stop": "d"}
+    with serving(model_of(MarkovEngine(cycle(257), n_ctx=200)), rows=2) as running:
+        for more in ({}, {"stream": True, "stream_options": {"include_usage": True}}):
+            _, _, text = exchanged(running.url + COMPLETION, {**body, **more})
+            assert re.findall('"completion_tokens": ?([0-9]+)', text) == ["3"]
+            assert '"finish_reason": "stop"' in text.replace('":"', '": "')
+        eventually(lambda: running.service.open == 0)
+        assert running.metric("new_tokens_total") - running.metric("overdrawn_tokens_total") == 6
+
+
+def test_processes_have_no_gpu_and_no_weights() -> None:
+    """Modules that only the engine needs are not imported."""
+    code = (
+        "import sys, gpt2block.serve.front; print([name for name in sys.modules if name in "
+        "('cupy', 'gpt2block.run.cuda_model', 'gpt2block.run.numpy_model', 'gpt2block.model')])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
