@@ -26,7 +26,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 import gpt2block
 from gpt2block.chat.template import ChatTemplate, RenderingTimeoutError
@@ -578,6 +578,10 @@ class _Streamed(EventSourceResponse):
     def __init__(self, events: AsyncIterator[bytes], answer: Answer) -> None:
         super().__init__(events, ping=15, sep="\n", shutdown_grace_period=GRACE)
         self._answer = answer
+
+    async def _send_with_timeout(self, send: Send, message: Message) -> None:
+        """Send a part of the stream. There is no time limit, whose scope would slow each event."""
+        await send(message)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

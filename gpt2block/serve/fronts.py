@@ -13,8 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from anyio import to_thread
-
 from gpt2block.errors import PrintableError
 from gpt2block.generation.rows import Row
 from gpt2block.serve.channel import Channel
@@ -174,7 +172,7 @@ class Front:
         self._outlet.close()
         for task in [*self._calls.values()]:
             task.cancel()
-        return await to_thread.run_sync(self._code, abandon_on_cancel=True)
+        return await asyncio.to_thread(self._code)
 
     def send(self, name: str, *arguments: Any) -> None:
         """Send an item to the process, unless it has ended."""
