@@ -104,6 +104,11 @@ class MarkovEngine:
         logp = log_softmax(self.table)
         return [logp[ids[:-1], ids[1:]].astype(np.float32) for ids in sequences]
 
+    def likeliest(self, sequences: Sequence[Ids]) -> list[tuple[Floats, Ids]]:
+        best = self.table.argmax(axis=-1).astype(np.int32)
+        scores = self.log_likelihood(sequences)
+        return [(each, best[ids[:-1]]) for each, ids in zip(scores, sequences, strict=True)]
+
     def decode(
         self, slots: int, n_ctx: int, fewer: bool = False, speculate: bool = False
     ) -> MarkovDecoding:

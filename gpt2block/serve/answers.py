@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from time import monotonic, perf_counter, sleep
 from typing import Any, NamedTuple
 
-from gpt2block.generation.rows import Row, Tops
+from gpt2block.generation.rows import EndReason, Row, Tops
 from gpt2block.serve.engine import EngineSide
 from gpt2block.serve.protocol import ApiError
 from gpt2block.serve.service import EngineFailed, Full, Piece
@@ -40,7 +40,7 @@ class Part(NamedTuple):
     logprobs: list[float]
     tops: list[Tops]
     guessed: list[bool]
-    finish_reason: str | None = None
+    finish_reason: EndReason | None = None
     error: str | None = None
 
     def joined(self, other: Part) -> Part:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from gpt2block.errors import InputError
 from gpt2block.generation.batching import Batch
-from gpt2block.generation.rows import Row, Tops
+from gpt2block.generation.rows import EndReason, Row, Tops
 from gpt2block.grammars import Grammar, Matcher
 from gpt2block.run.model import ModelEngine
 from gpt2block.serve.log import log, traceback_of
@@ -41,7 +41,7 @@ class Piece(NamedTuple):
     tops: list[Tops]
     guessed: list[bool]
     reused: int = 0
-    finish_reason: str | None = None
+    finish_reason: EndReason | None = None
     error: str | None = None
 
 
