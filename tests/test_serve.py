@@ -1350,7 +1350,7 @@ def test_a_load_counts_answers_that_are_cut(
 def test_events_that_come_together_are_sent_together() -> None:
     """The first token comes alone, and what came before a failure comes before it."""
 
-    def piece(data: bytes, reason: str | None = None) -> service.Piece:
+    def piece(data: bytes, reason: EndReason | None = None) -> service.Piece:
         count = len(data)
         return service.Piece([*data], [-1.0] * count, [], [False] * count, 0, reason)
 
