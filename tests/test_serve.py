@@ -36,6 +36,7 @@ import load  # noqa: E402
 from gpt2block import from_pretrained  # noqa: E402
 from gpt2block.cli import serve as cli_serve  # noqa: E402
 from gpt2block.errors import InputError  # noqa: E402
+from gpt2block.generation.rows import EndReason  # noqa: E402
 from gpt2block.serve import (  # noqa: E402
     answers,
     app,
