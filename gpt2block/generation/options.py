@@ -141,11 +141,13 @@ class Options:
 
     def _set_rule(self) -> None:
         """Set `rule` from schema, regex, choice or grammar. Raises InputError for wrong values."""
-        names = ("schema", "regex", "choice", "grammar")
-        rule = Grammar.of(**{name: getattr(self, name) for name in names})
-        object.__setattr__(self, "rule", rule)
-        if rule is None:
+        rules = {"schema": self.schema, "regex": self.regex, "choice": self.choice}
+        rules["grammar"] = self.grammar
+        if all(rule is None for rule in rules.values()):
             return
+        rule = Grammar.of(**rules)
+        assert rule is not None
+        object.__setattr__(self, "rule", rule)
         because = f" with {rule.name}, which decides where the text ends"
         if self.stop_ids is not None:
             raise InputError(Argument("stop_ids"), f": expected none{because}")

@@ -45,8 +45,7 @@ class CudaDecoding:
         # Per slot: most tokens still to sample. Each launched step counts as one sampled token.
         self._left = np.zeros(slots, np.int32)
         self._alternatives = np.zeros(slots, np.int32)
-        self._matchers = SlotMatchers(slots)
-        self._pace_of_forced = SpeculationPolicy(cache.batch)
+        self._matchers: SlotMatchers | None = None  # from the first sequence with a grammar on
         self._pending: Pending | None = None  # the step whose sampler waits for masks
         self._stopped: list[Ids] = []  # slots that were stopped since its forward pass
         self._in_flight: deque[InFlight] = deque()
@@ -88,8 +87,11 @@ class CudaDecoding:
             self._draft.start(group)
         step = self._steps.begin(self._model, group, slots, logits)
         self._alternatives[slots] = [start.alternatives for start in group]
-        for start in group:
-            self._matchers.begin(start.slot, start.matcher)
+        if masked and self._matchers is None:
+            self._matchers = SlotMatchers(self.slots)
+        if self._matchers is not None:
+            for start in group:
+                self._matchers.begin(start.slot, start.matcher)
         if masked:
             self._sample(Pending(step, slots, [[] for _ in group]))
         else:
@@ -130,7 +132,9 @@ class CudaDecoding:
         self._found.extend(found)
         for more in found[1:]:
             self._left[more.slots] = np.maximum(self._left[more.slots] - 1, 0)
-        pace = self._pace_of_forced if result.masked else self._pace
+        pace = self._pace
+        if result.masked and self._matchers is not None:
+            pace = self._matchers.pace
         assert pace is not None
         pace.result(len(result.slots), result.together)
         if not result.masked:
@@ -140,29 +144,34 @@ class CudaDecoding:
         """Return the slots with tokens left to sample."""
         return np.flatnonzero(self._left).astype(np.int32)
 
+    def _with_grammars(self) -> bool:
+        """Whether any slot with tokens left to sample has a grammar."""
+        return self._matchers is not None and bool(self._matchers.some[self._running()].any())
+
     def _launch_more(self) -> None:
         """Launch steps until enough are in flight. Steps with grammars are launched in two parts.
 
         The forward pass of a step with grammars is launched before the results of the previous
         step are read, its sampler after them.
         """
-        if self._pending is None and not self._matchers.some[self._running()].any():
+        if self._pending is None and not self._with_grammars():
             while len(self._in_flight) < IN_FLIGHT and self._launch():
                 pass
         elif not self._found:
             if self._pending is None:
                 self._launch_forward()
             self._sample_pending()
-            if self._matchers.some[self._running()].any():
+            if self._with_grammars():
                 self._launch_forward()
 
     def _launch_forward(self) -> None:
         """Launch the forward pass of a step in which at least one slot has a grammar."""
-        slots, steps = self._running(), self._steps
-        guesses, together = self._matchers.expected(slots), 1
-        if self._matchers.some[slots].all():  # guesses would delay slots without grammars
+        slots, steps, matchers = self._running(), self._steps, self._matchers
+        assert matchers is not None
+        guesses, together = matchers.expected(slots), 1
+        if matchers.some[slots].all():  # guesses would delay slots without grammars
             counts = np.array([len(each) for each in guesses])
-            together = self._pace_of_forced.for_forced(counts, MOST_GUESSING)
+            together = matchers.pace.for_forced(counts, MOST_GUESSING)
         guesses = [
             each[: min(together - 1, left)]
             for each, left in zip(guesses, (self._left[slots] - 1).tolist(), strict=True)
@@ -170,7 +179,7 @@ class CudaDecoding:
         step = steps.of(self._model, slots, together, masked=True)
         if together > 1:
             assert steps.guesses is not None
-            self._matchers.write(slots, guesses, steps.guesses)
+            matchers.write(slots, guesses, steps.guesses)
         steps.place(slots, step, again=together > 1)
         step.forward()
         self._left[slots] -= 1
@@ -187,6 +196,7 @@ class CudaDecoding:
     def _sample(self, pending: Pending) -> None:
         """Wait for all earlier samplers, compute the masks of a step, and launch its sampler."""
         step, slots, guesses = pending
+        assert self._matchers is not None
         for result in self._in_flight:
             result.accept()
         matchers = self._matchers.given(slots)

@@ -17,6 +17,7 @@ from gpt2block.cuda.arrays import pinned
 from gpt2block.grammars import Matcher, fill
 from gpt2block.ops.guesses import MOST_GUESSES, Guesses
 from gpt2block.ops.sample_token import Masks
+from gpt2block.run.guessing import SpeculationPolicy
 from gpt2block.run.model import Ids
 from gpt2block.sampling import mask_words
 
@@ -96,6 +97,7 @@ class SlotMatchers:
     def __init__(self, slots: int) -> None:
         self.of: list[Matcher | None] = [None] * slots
         self.some = np.zeros(slots, bool)  # whether each slot has a matcher
+        self.pace = SpeculationPolicy(slots)  # times of steps with different numbers of rows
         self._next: list[list[int]] = [[] for _ in range(slots)]
         self._buffer = PinnedPair((slots, MOST_GUESSES))
 
