@@ -54,6 +54,7 @@ RULES: dict[str, dict[str, Any]] = {
     "choice": {"choice": ["yes", "true", "name"]},
     "regex": {"regex": "[a-f]{2,4}(12|true)"},
     "grammar": {"grammar": 'start: "name" value\nvalue: "12" | "true" value'},
+    "gbnf": {"grammar": 'root ::= "name" value\nvalue ::= "12" | "true" value'},
 }
 
 
@@ -145,6 +146,7 @@ def test_masks_as_bits() -> None:
         ({"choice": ["a", ""]}, "choice: expected texts"),
         ({"choice": ["\ud800"]}, "choice: character 0 is U.D800"),
         ({"grammar": "start: foo"}, 'grammar: at 1.8.: unknown name: "foo"'),
+        ({"grammar": "root ::= ("}, "grammar: "),
         ({"regex": "a", "choice": ["b"]}, "regex and choice: expected only one of them"),
     ],
 )

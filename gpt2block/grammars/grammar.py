@@ -33,10 +33,12 @@ class Grammar:
 
         schema: a JSON schema, as a mapping, True or JSON text. regex: a regular expression of the
         whole text, without look-around, in the syntax of Rust's crate regex. choice: texts, one of
-        which is the result. grammar: a grammar in llguidance's dialect of Lark. Returns None if all
-        keywords are None. Raises InputError for several keywords, for a grammar that cannot be
-        compiled, for a schema with keywords that are not supported (docs/structured.md), and if
-        llguidance is not installed.
+        which is the result. grammar: a grammar in llguidance's dialect of Lark, or in llama.cpp's
+        GBNF. Returns None if all keywords are None.
+
+        Raises InputError for several keywords, for a grammar that cannot be compiled, for a schema
+        with keywords that are not supported (docs/structured.md), and if llguidance is not
+        installed.
         """
         given = {name: value for name, value in keywords.items() if value is not None}
         if not given:
@@ -114,9 +116,12 @@ def _of_choice(given: Any) -> str:
 
 
 def _of_lark(given: Any) -> str:
-    from llguidance import LLMatcher  # noqa: PLC0415  (optional dependency)
+    from llguidance import grammar_from  # noqa: PLC0415  (optional dependency)
 
-    return LLMatcher.grammar_from_lark(_text("grammar", given))
+    try:
+        return grammar_from("grammar", _text("grammar", given))
+    except ValueError as error:
+        raise InputError(f"grammar: {error}") from None
 
 
 def _text(name: str, given: Any) -> str:
