@@ -112,7 +112,8 @@ ODD_CONSTANTS = {
         "ATT_CAUSAL=0 ATT_SERVES=2 ATT_ONE_SCALE=1 ATT_SHARES=1 ATT_TURNS=0 ATT_SLOTS=4"
     ),
     "attention/prompt/wgmma.cu": "STORAGE_FP16=1 ATT_CAUSAL=0 ATT_TURNS=0 ATT_SLOTS=4",
-    "tokens/sample.cu": "SAMPLE_THREADS=512 SAMPLE_LOADS=7 SAMPLE_LIST=100 SAMPLE_CHANGES=1",
+    "tokens/sample.cu": "SAMPLE_THREADS=512 SAMPLE_LOADS=7 SAMPLE_LIST=100 SAMPLE_CHANGES=1 "
+    "SAMPLE_MASKS=1",
     "elementwise/two_part.cu": "SPLIT_WIDTH=1 SPLIT_ROWS=8",
     "learn/softmax/ladder.cu": "SOFTMAX_CAUSAL=1 SOFTMAX_WIDTH=1",
     "learn/trimat/ladder.cu": "NH=3 HS=20",

@@ -53,11 +53,15 @@ HELP = f"""\
 /temperature X       change one of them; so too /top_k, /top_p, /min_p, /repetition_penalty,
                      /max_new_tokens, /seed (- for a new one each time), and with on or off
                      /speculate and /add_generation_prompt
+/regex X             hold answers to a regular expression; so too /schema, /grammar, and
+                     /choice a|b; - for none
 /help                show this
 /quit                end, as Ctrl-D does
 
 {QUOTES} begins and ends a message of several lines. A message that begins with / is written with a
 space before it. Ctrl-C stops an answer."""
+
+RULES = ("schema", "regex", "choice", "grammar")  # options that /regex and others set to a text
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,7 @@ class ChatOptions(SamplingOptions):
     speculate: bool = keyword("speculate", names=("--speculate",))
     schema: str | None = keyword("schema", "{} (JSON text)")
     regex: str | None = keyword("regex")
+    choice: list[str] | None = option("A text that may be the result; give an option for each.")
     grammar: str | None = keyword("grammar")
     add_generation_prompt: bool = option(
         "Whether the chat template writes the beginning of an answer.",
@@ -346,6 +351,10 @@ class Session:
         if kind == "bool":
             check_choice(name, text, ("on", "off"))
             value = text == "on"
+        elif name in RULES:
+            if text != "-":
+                value = text.split("|") if name == "choice" else text
+            Options.of({name: value})
         elif (name, text) != ("seed", "-"):
             try:
                 value = int(text) if whole else float(text)

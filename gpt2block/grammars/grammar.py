@@ -62,7 +62,9 @@ class Grammar:
         place = ""
         if self.name == "schema":
             compiles = LLMatcher.grammar_from_json_schema
-            place = place_of(given, lambda part: bool(_problem(compiles(part, JSON_FORM))))
+            place = place_of(
+                parsed_schema(given), lambda part: bool(_problem(compiles(part, JSON_FORM)))
+            )
         raise InputError(f"{self.name}: {place}{problem}")
 
 

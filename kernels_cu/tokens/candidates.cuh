@@ -107,13 +107,14 @@ struct Row {
     // Excludes tokens that the mask does not allow. l: logits of columns first, first + step, ...
     template <int COUNT>
     __device__ __forceinline__ void exclude(float (&l)[COUNT], int first, int step) const {
-        if (!MASKED || !allowed) return;
-        int words[COUNT];
+        if (MASKED && allowed) {
+            int words[COUNT];
 #pragma unroll
-        for (int i = 0; i < COUNT; ++i) words[i] = allowed[min(first + i * step, V - 1) / 32];
+            for (int i = 0; i < COUNT; ++i) words[i] = allowed[min(first + i * step, V - 1) / 32];
 #pragma unroll
-        for (int i = 0; i < COUNT; ++i) {
-            if (!(words[i] >> (first + i * step) % 32 & 1)) l[i] = -INFINITY;
+            for (int i = 0; i < COUNT; ++i) {
+                if (!(words[i] >> (first + i * step) % 32 & 1)) l[i] = -INFINITY;
+            }
         }
     }
     // Returns the logit of a column after bias and penalties. Products are rounded explicitly, as in NumPy.
