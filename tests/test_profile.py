@@ -431,7 +431,7 @@ def test_measuring_leaves_the_state_of_the_sampler(monkeypatch: pytest.MonkeyPat
     with gpu_with_known_times(monkeypatch, effects):
         engine: Any = GPT2(GPT2Weights.random(0, CONFIG), "cuda:0", "bfloat16").engine
         decoding: Any = start_all(engine, prompts, [Sampling()] * ROWS, STEPS + 1)
-        state, positions = decoding._steps.state, decoding._steps.positions
+        state, positions = decoding._steps.state, decoding._steps.positions[:ROWS]
         before = [array.copy() for array in (state.seen, state.step, positions)]
 
         def sample() -> None:

@@ -108,7 +108,7 @@ class Run:
             sampling = replace(sampling, end_ids=ends.stop_ids)
         check_biased(sampling, V)
         rule = options.rule if compiles else None
-        self._matcher = matcher_of(rule, reader, V, ends.stop_ids)
+        matcher = matcher_of(rule, reader, V, ends.stop_ids)
         self._engine, self._rows_at_once = engine, options.rows_at_once
         self._speculate = options.speculate
         self.batch: Batch | None = None
@@ -122,6 +122,7 @@ class Run:
             start = tokenizer.token_ids(encoding, prompt, V, name)
             starts.append(_fitting(start, name, end, ends))
 
+        # `row` has no reference to `self`: a cycle of references would keep ended rows in memory.
         def row(index: int) -> Row:
             start, more = starts[index // samples], index % samples
             own = sampling
@@ -130,7 +131,7 @@ class Run:
             elif more:
                 own = replace(sampling, sample=sampling.sample + more)
             found = Row(start, own, reader, ends, options.top_logprobs, options.rule)
-            found.matcher = None if self._matcher is None else self._matcher.copy()
+            found.matcher = None if matcher is None else matcher.copy()
             return found
 
         self.rows = LazyRows(len(starts) * samples, row)
