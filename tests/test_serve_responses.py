@@ -313,7 +313,7 @@ def completion(kind: str, *choices: dict[str, Any], usage: Any = None) -> dict[s
 def test_tool_calls_become_function_calls(
     text: str, calls: list[Any], reason: str, status: str
 ) -> None:
-    """Of whole answers, and of streams in parts as OpenAI's service sends them."""
+    """Whole answers and streams have them, in the parts that OpenAI's service sends."""
     message = {"role": "assistant", "content": text or None, "tool_calls": calls}
     choice: dict[str, Any] = {"message": message, "finish_reason": reason}
     cached = {**USAGE, "prompt_tokens_details": {"cached_tokens": 4}}

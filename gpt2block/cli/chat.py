@@ -36,6 +36,7 @@ from gpt2block.cli.options import option, path_of, path_option
 from gpt2block.cli.texts import read_text
 from gpt2block.errors import InputError, PrintableError, require
 from gpt2block.generation.options import KEYWORDS, Options
+from gpt2block.grammars.grammar import RULES
 
 if TYPE_CHECKING:
     from gpt2block.chat.conversation import Conversation
@@ -60,8 +61,6 @@ HELP = f"""\
 
 {QUOTES} begins and ends a message of several lines. A message that begins with / is written with a
 space before it. Ctrl-C stops an answer."""
-
-RULES = ("schema", "regex", "choice", "grammar")  # options that /regex and others set to a text
 
 
 @dataclass(frozen=True)

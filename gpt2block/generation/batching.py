@@ -290,6 +290,7 @@ class Batch:
 
     def _release(self, slot: int, row: Row, again: bool = False) -> None:
         self._scheduler.release(slot, again)
+        self._new.matchers.pop(slot, None)
         if self._prefixes is not None and self._reuse:
             start = self._started.pop(slot)
             # The last token is left out: its keys and values have not been computed.
@@ -334,7 +335,7 @@ class _NewTokens:
         self._endings: dict[Any, _Endings] = {}  # tokens that may end rows, by end conditions
         self._of_slot: list[Any] = [None] * slots  # key of each slot in _endings
         self._begun = np.zeros(slots, bool)
-        self._matchers: dict[int, Matcher] = {}  # slot: matcher of its row, if the row has one
+        self.matchers: dict[int, Matcher] = {}  # {slot: matcher of its row} while the row runs
         self._drawn = np.zeros(slots, np.int64)  # number of tokens that each row has sampled
         self._count = np.zeros(slots, np.int64)  # number of buffered tokens per slot
         self._tokens = np.empty((slots, n_ctx), np.int32)
@@ -351,9 +352,8 @@ class _NewTokens:
         self._begun[start.slot] = False
         self._alternatives[start.slot] = start.alternatives
         self._drawn[start.slot] = start.drawn
-        self._matchers.pop(start.slot, None)
         if start.matcher is not None:
-            self._matchers[start.slot] = start.matcher
+            self.matchers[start.slot] = start.matcher
         key = ends.stop, ends.stop_ids, id(ends.encoding)
         self._of_slot[start.slot] = key
         if key not in self._endings:
@@ -378,8 +378,8 @@ class _NewTokens:
         self.latest, self.firsts = slots, ~self._begun[slots]
         self._begun[slots] = True
         self.ending = (self.left[slots] == 0) | wrong | self._may_end(slots, tokens)
-        for at, slot in enumerate(slots.tolist() if self._matchers else ()):
-            matcher = self._matchers.get(slot)
+        for at, slot in enumerate(slots.tolist() if self.matchers else ()):
+            matcher = self.matchers.get(slot)
             if matcher is not None and matcher.complete_at == self._drawn[slot]:
                 self.ending[at] = True
 

@@ -205,7 +205,7 @@ def matcher_of(
     """Return a Matcher of a grammar at the start of a text; None without a grammar.
 
     reader: tokenizer of the model. ends: tokens that end a text. Raises InputError for a model
-    without tokenizer or end tokens, and for a grammar that cannot be compiled.
+    without tokenizer, and for a grammar that cannot be compiled.
     """
     if rule is None:
         return None

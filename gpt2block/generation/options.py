@@ -17,7 +17,7 @@ from gpt2block.checks import (
 )
 from gpt2block.config.options import document, option, options_of
 from gpt2block.errors import Argument, InputError, shown
-from gpt2block.grammars.grammar import Grammar, Schema
+from gpt2block.grammars.grammar import RULES, Grammar, Schema
 from gpt2block.sampling import (
     SAMPLING_OPTIONS,
     Sampling,
@@ -141,8 +141,7 @@ class Options:
 
     def _set_rule(self) -> None:
         """Set `rule` from schema, regex, choice or grammar. Raises InputError for wrong values."""
-        rules = {"schema": self.schema, "regex": self.regex, "choice": self.choice}
-        rules["grammar"] = self.grammar
+        rules = {name: getattr(self, name) for name in RULES}
         if all(rule is None for rule in rules.values()):
             return
         rule = Grammar.of(**rules)

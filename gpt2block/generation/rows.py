@@ -24,6 +24,8 @@ FinishReason = Literal["length", "stop", "context"]
 EndReason = Literal["length", "stop", "context", "error", "cancelled", "deadline"]
 SHOWN_TEXT = 200  # most characters of a text in `repr`
 Tops = tuple[tuple[int, float], ...]  # (id, log-probability) of a position's most likely tokens
+# Arguments of `Row.add`: tokens, log-probabilities, most likely tokens, whether each was guessed
+NewTokens = tuple[Sequence[int], Sequence[float], Sequence[Tops], Sequence[bool]]
 BAD_WEIGHTS = (
     "the weights hold infinity or NaN, or numbers too large for their dtype: try ",
     Argument("dtype", "float32"),
@@ -122,8 +124,8 @@ class Row:
     def without_text(self) -> Row:
         """Return a copy without tokenizer and stop strings, which knows token ids only.
 
-        Of a row without tokens; another process can generate the copy, and pickle it. The tokens
-        are then added to this row, which finds the stop strings.
+        The row must have no tokens yet. The copy can be pickled, and generated in another process.
+        Its tokens are then added to this row, which finds the stop strings.
         """
         found = copy(self)
         found.ends = replace(self.ends, stop=(), encoding=None)
@@ -196,17 +198,12 @@ class Row:
         """Whether the text is complete by its grammar, so that no token can follow."""
         return self.matcher is not None and self.matcher.complete_at == len(self.tokens)
 
-    def add_until_end(
-        self,
-        tokens: Sequence[int],
-        logprobs: Sequence[float],
-        tops: Sequence[Tops],
-        guessed: Sequence[bool],
-    ) -> None:
+    def add_until_end(self, new: NewTokens) -> None:
         """Append sampled tokens as `add` does, up to the token that completes a stop string."""
         if not self.ends.stop:
-            self.add(tokens, logprobs, tops, guessed)
+            self.add(*new)
             return
+        tokens, logprobs, tops, guessed = new
         for n in range(len(tokens)):
             own = slice(n, n + 1)
             self.add(tokens[own], logprobs[own], tops[own], guessed[own])

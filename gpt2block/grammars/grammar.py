@@ -11,6 +11,7 @@ from gpt2block.checks import check_encodable, several
 from gpt2block.errors import InputError, require, shown
 from gpt2block.grammars.schema import check_schema, place_of
 
+RULES = ("schema", "regex", "choice", "grammar")  # keywords of `GPT2.generate`
 Schema = Mapping[str, Any] | bool | str
 # JSON is written on one line. With free white space, models can write spaces without end, and
 # fewer bytes of a text are determined by its schema.

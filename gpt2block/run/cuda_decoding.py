@@ -200,7 +200,9 @@ class CudaDecoding:
         for result in self._in_flight:
             result.accept()
         matchers = self._matchers.given(slots)
-        determined = self._steps.masks.write(matchers, guesses, step.together)
+        # Determined tokens are computed as guesses, if rows for them fit into the next step.
+        find = len(slots) * ROWS[0] <= MOST_GUESSING and bool(self._matchers.some[slots].all())
+        determined = self._steps.masks.write(matchers, guesses, step.together, find)
         result = step.sample(slots, bool(self._alternatives[slots].any()))
         self._in_flight.append(result.with_masks(matchers))
         self._matchers.sampled(slots, guesses, determined)

@@ -50,12 +50,12 @@ class HostMasks:
         self.on_device = Masks(self._both[:rows], self._both[rows:].reshape(rows, self._words))
 
     def write(
-        self, matchers: Sequence[Matcher | None], guesses: Guessed, together: int
+        self, matchers: Sequence[Matcher | None], guesses: Guessed, together: int, find: bool
     ) -> list[bool]:
         """Compute the masks of slots with `together` rows each, and copy them on the stream.
 
         matchers: for each slot; None: all tokens are allowed. Returns for each slot whether only
-        one token is allowed in its first row.
+        one token is allowed in its first row; always False without `find`.
         """
         both, sent = self._host.next()
         index, masks = both[: self._rows], both[self._rows :].reshape(-1, self._words)
@@ -71,7 +71,8 @@ class HostMasks:
         used = self._rows + at * self._words
         self._both[:used].set(both[:used])
         sent.record()
-        return [n > 0 and _has_one_bit(masks[n - 1]) for n in index[::together][: len(matchers)]]
+        firsts = index[::together][: len(matchers)].tolist()
+        return [find and n > 0 and _has_one_bit(masks[n - 1]) for n in firsts]
 
 
 def _has_one_bit(mask: Ids) -> bool:

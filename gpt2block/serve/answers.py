@@ -164,7 +164,7 @@ class Answer:
             return
         row.reused, before = piece.reused, len(row.tokens)
         if piece.tokens:
-            row.add_until_end(*piece[:4])
+            row.add_until_end(piece[:4])
         dropped = before + len(piece.tokens) - len(row.tokens)
         if row.finish_reason and (dropped or not piece.finish_reason):
             self._engine.stop(self._number, index, len(row.tokens))

@@ -259,7 +259,8 @@ class Server:
 
     async def completions(self, request: Request, given: CompletionRequest) -> Response:
         # Compiling a grammar can take a second.
-        prepared = self._in_thread if given.rule()[1] else self._prepared
+        ruled = given.response_format is not None or given.structured_outputs is not None
+        prepared = self._in_thread if ruled else self._prepared
         asked = await prepared(request, self._completion, given)
         if given.echo and given.logprobs is not None:
             for echo, ids in zip(asked.echoes[:: given.n or 1], asked.prompts, strict=True):
