@@ -292,6 +292,22 @@ def pinned(shape: Shape, dtype: str = "int32") -> NDArray[Any]:
     return np.frombuffer(memory, dtype, count).reshape(shape)
 
 
+def on_device(host: NDArray[Any]) -> CudaArray:
+    """Return an array of the current device that is in the memory of `host`, a pinned array."""
+    return _at(host.ctypes.data, host, cupy.cuda.Device().id)
+
+
+def seen_from_here(array: CudaArray) -> CudaArray:
+    """Return an array of another GPU, whose memory this GPU can access, as one of this GPU."""
+    device = cupy.cuda.Device().id
+    return array if array.device.id == device else _at(array.data.ptr, array, device)
+
+
+def _at(address: int, array: Any, device: int) -> CudaArray:
+    owner = cupy.cuda.UnownedMemory(address, array.nbytes, array, device)
+    return cupy.ndarray(array.shape, array.dtype, cupy.cuda.MemoryPointer(owner, 0))
+
+
 def to_host(parts: Iterable[CudaArray], rows: NDArray[Any]) -> None:
     """Copy the rows of 2-D arrays, one array after another, to the host array `rows`.
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from gpt2block.cuda import cupy
-from gpt2block.cuda.arrays import Bound, CudaArray, pinned
+from gpt2block.cuda.arrays import Bound, CudaArray, on_device, pinned
 from gpt2block.grammars import Matcher
 from gpt2block.ops.guesses import MOST_GUESSES, TAKEN, Guesses, bind_take
 from gpt2block.ops.sample_token import (
@@ -411,5 +411,4 @@ def _on_host(shape: tuple[int, ...]) -> tuple[Ids, CudaArray]:
     """Return zeros, int32, in pinned host memory: a NumPy and a CuPy array of the same memory."""
     seen = pinned(shape)
     seen[...] = 0
-    owner = cupy.cuda.UnownedMemory(seen.ctypes.data, seen.nbytes, seen, cupy.cuda.Device().id)
-    return seen, cupy.ndarray(shape, "int32", cupy.cuda.MemoryPointer(owner, 0))
+    return seen, on_device(seen)

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gpt2block import reference
 from gpt2block.architectures.architecture import Value
 from gpt2block.contract import MATRICES, Sizes
 from gpt2block.cuda import cupy
@@ -189,7 +188,7 @@ class Recorder(Machine):
         if changes and first:
             made = self._rows(name, first, attrs["first"], attrs["end"])
         else:
-            changed = reference.CONTRACTS[op].changed
+            changed = BY_NAME[op].contract.changed
             target = into if changed is None else given[changed]
             if target is not None:
                 made = Result(name, target.shape, target.dtype, target.array)
@@ -248,7 +247,7 @@ def result_of(
     given: shape and dtype of each input. attrs: the attributes that are sizes. dtype: the output's
     dtype, if the contract does not determine it.
     """
-    contract = reference.CONTRACTS[op]
+    contract = BY_NAME[op].contract
     sizes: Sizes = dict(attrs)
     storage = None
     for entry, value in zip(contract.inputs, given, strict=False):

@@ -1,0 +1,123 @@
+"""Gather a matrix whose columns several GPUs have computed (`reference.gathered`).
+
+Kernel: shares/gather.cu.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from math import ceil
+
+from gpt2block.cuda import cupy
+from gpt2block.cuda.arrays import CudaArray, on_device, pinned, seen_from_here
+from gpt2block.cuda.kernels import Geometry, dtype_name, launch_at
+from gpt2block.cuda.requests import Launch
+from gpt2block.errors import InputError
+from gpt2block.ops.call import Call
+from gpt2block.ops.operation import REQUIRED, Operation, variant
+from gpt2block.weights.two_part import TwoPartMatrix
+
+FILE = "shares/gather.cu"
+THREADS = 512  # GATHER_THREADS of the kernel
+MOST_BLOCKS = 64  # so that all blocks of a gather run at the same time
+CAPACITY = 2**21  # words (4 bytes) of half a mailbox
+HEADER = 16  # 8-byte words before the halves of a mailbox
+SEND, RECEIVE = 1, 2  # parts of the kernel
+MOST_GPUS = 8
+MAIL = ("abort", "own", *(f"to_{n}" for n in range(1, MOST_GPUS)))  # inputs after the residual
+
+
+class Mailboxes:
+    """Memory through which several GPUs exchange words: a mailbox on each GPU.
+
+    devices: device numbers. Raises InputError if a GPU cannot access another one's memory.
+    """
+
+    def __init__(self, devices: Sequence[int]) -> None:
+        if len(devices) > MOST_GPUS:
+            raise InputError(f"device: expected at most {MOST_GPUS} GPUs, got {len(devices)}")
+        _connect(devices)
+        self._abort = pinned((1,))
+        self._abort[0] = 0
+        self._devices, self._boxes = devices, list[CudaArray]()
+        for device in devices:
+            with cupy.cuda.Device(device):
+                self._boxes.append(cupy.zeros(HEADER + 2 * CAPACITY, "int64"))
+                cupy.cuda.Device().synchronize()
+
+    def of(self, me: int) -> dict[str, CudaArray]:
+        """Return {name: array} of the inputs of a gather on GPU number `me`, the current device."""
+        count = len(self._devices)
+        boxes = (seen_from_here(self._boxes[(me + n) % count]) for n in range(count))
+        return dict(zip(MAIL, (on_device(self._abort), *boxes), strict=False))
+
+    @property
+    def aborted(self) -> bool:
+        """Whether a gather has ended without a result, because a GPU did not send its words."""
+        return bool(self._abort[0])
+
+    def abort(self) -> None:
+        """Let all gathers that wait, and all later ones, end without a result."""
+        self._abort[0] = 1
+
+    def clear(self) -> None:
+        """Make gathers possible again after `abort`, when all GPUs have ended their launches."""
+        for device, box in zip(self._devices, self._boxes, strict=True):
+            with cupy.cuda.Device(device):
+                box.fill(0)
+                cupy.cuda.Device().synchronize()
+        self._abort[0] = 0
+
+
+def _connect(devices: Sequence[int]) -> None:
+    """Give each GPU access to the memory of all others. Raises InputError."""
+    runtime = cupy.cuda.runtime
+    for device in devices:
+        for other in devices:
+            if device == other:
+                continue
+            if not runtime.deviceCanAccessPeer(device, other):
+                raise InputError(
+                    f"device: cuda:{device} cannot access the memory of cuda:{other}: expected "
+                    "GPUs that NVLink or PCIe connects: use one of them"
+                )
+            with cupy.cuda.Device(device), suppress(runtime.CUDARuntimeError):
+                runtime.deviceEnablePeerAccess(other)  # raises if it is enabled already
+
+
+@variant("words", FILE, "gather")
+def _gather(c: Call) -> tuple[Launch, ...]:
+    """Launch a gather for as many rows as a mailbox has room for, and further ones for the rest."""
+    share, out, M = c.share, c.out, c.M
+    if isinstance(share, TwoPartMatrix):  # two rows of parts for each row; all have one scale
+        if share.one_scale is None or out.one_scale != share.one_scale or c.residual is not None:
+            raise InputError("two-part rows: expected one scale, and no residual")
+        share, out, M = (*(each.parts.reshape(2 * M, -1) for each in (share, out)), 2 * M)
+    per_word = 4 // share.itemsize
+    S, N, first = c.S // per_word, c.N // per_word, c.first // per_word
+    if c.S % per_word or c.N % per_word or c.first % per_word:
+        raise InputError(f"columns {c.first} to {c.first + c.S} of {c.N}: expected even numbers")
+    if c.first < 0 or c.first + c.S > c.N:
+        raise InputError(f"columns {c.first} to {c.first + c.S}: expected columns of {c.N}")
+    if N > CAPACITY:
+        raise InputError(f"rows of {N:,} words: expected at most {CAPACITY:,}")
+    launches, at_once = [], CAPACITY // N
+    for row in range(0, M, at_once):
+        count = min(at_once, M - row)
+        rows = slice(row, row + count)
+        residual = None if c.residual is None else c.residual[rows]
+        geometry = Geometry("gather", (min(MOST_BLOCKS, ceil(count * N / THREADS)),), (THREADS,))
+        sizes = (count, S, N, first, CAPACITY, SEND | RECEIVE)
+        args = (share[rows], residual, out[rows], *(getattr(c, name) for name in MAIL), *sizes)
+        launches.append(launch_at(FILE, geometry, args, storage=dtype_name(share.dtype)))
+    return tuple(launches)
+
+
+GATHER = Operation(
+    name="gather",
+    variants=(_gather,),
+    options={"N": REQUIRED, "first": REQUIRED},
+    line="share mixed M S; residual? f32 M N; abort i32 Q; own to_1? to_2? to_3? to_4? to_5? to_6? "
+    "to_7? i64 P -> out~residual mixed M N",
+)

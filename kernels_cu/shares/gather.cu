@@ -1,0 +1,110 @@
+// Gathers a row whose columns several GPUs have computed: all GPUs get the whole row.
+//
+//   gather: words with the number of their round, stored into the memory of every GPU; no flag and no barrier
+//
+//   out[m, n] = share_g[m, n - first_g] (+ residual[m, n])      g: the GPU that has column n
+//
+// Every GPU runs this kernel at the same place of its stream. It stores each word (4 bytes) of its share, together
+// with the number of the round, as 8 bytes into the mailbox of each other GPU. It then reads its own mailbox until
+// every word has the number of this round. 8 bytes are stored and loaded at once, so a word that has arrived is
+// complete, and needs no fence.
+//
+// A mailbox has two halves, which rounds use in turn. A word of round r may be overwritten in round r + 2. When a GPU
+// stores words of round r + 2, its kernel of round r + 1 has ended, so words of round r + 1 have come from every GPU.
+// Each of these GPUs had then ended its kernel of round r, so all words of round r had been read.
+//
+// A GPU waits for other GPUs while its blocks hold multiprocessors. All blocks store before they wait, and the grid is
+// small enough for all blocks to run at the same time. A kernel that waits longer than PATIENCE sets *abort, which is
+// in the memory of the host; all kernels that see it end without a result. The host then raises an error, and clears
+// the mailboxes before the next gather.
+//
+// The number of the round is 32 bits: after 2^32 rounds a number recurs, in a mailbox that has long been overwritten.
+//
+// Measured: not yet.
+//
+// grid (blocks), block (GATHER_THREADS). T: any type; S, N and first count words.
+#include "lib/overlap.cuh"
+#include "lib/storage.cuh"
+
+#define GATHER_THREADS 512
+#define OTHERS 7   // most GPUs besides this one
+#define ROUND 0    // words of a mailbox before its two halves: the number of the last round,
+#define ENDED 1    // and the number of blocks that have ended in this round
+#define HEADER 16
+#define SEND 1     // `parts`: which parts of the kernel run
+#define RECEIVE 2
+#define PATIENCE 20000000000ll  // clock cycles, about 10 s
+#define POLLS 4096              // attempts between two looks at *abort
+
+__device__ __forceinline__ bool gives_up(volatile int* abort, long long begun) {
+    if (*abort == 0 && clock64() - begun < PATIENCE) return false;
+    *abort = 1;
+    return true;
+}
+
+extern "C" __global__ void __launch_bounds__(GATHER_THREADS) gather(
+    const T* share,         // (M, S): the columns of this GPU
+    const float* residual,  // (M, N) or null
+    T* out,                 // (M, N)
+    int* abort,             // 1: no GPU waits any more
+    long long* own,         // mailbox of this GPU
+    long long* to_1,        // mailboxes of the others; null after the last one
+    long long* to_2,
+    long long* to_3,
+    long long* to_4,
+    long long* to_5,
+    long long* to_6,
+    long long* to_7,
+    int M,         // rows
+    int S,         // words of a row of `share`
+    int N,         // words of a row of `out`
+    int first,     // first word of this GPU in a row of `out`
+    int capacity,  // words of half a mailbox, at least M N
+    int parts) {   // SEND, RECEIVE or both; both, unless the GPUs are emulated one after another
+    let_next_start();
+    wait_for_previous();
+    volatile long long* const others[OTHERS] = {to_1, to_2, to_3, to_4, to_5, to_6, to_7};
+    const unsigned round = (unsigned)__ldcg(own + ROUND) + 1u;
+    const long long stamp = (long long)((unsigned long long)round << 32);
+    const long long half = HEADER + (long long)(round & 1u) * capacity;
+    const int thread = blockIdx.x * GATHER_THREADS + threadIdx.x, threads = gridDim.x * GATHER_THREADS;
+    const unsigned* from = reinterpret_cast<const unsigned*>(share);
+    if (parts & SEND) {
+        for (int i = thread; i < M * S; i += threads) {
+            const int m = i / S, at = m * N + first + (i - m * S);
+            const long long word = stamp | (long long)__ldcg(from + i);
+#pragma unroll
+            for (int g = 0; g < OTHERS; ++g)
+                if (others[g] != nullptr) others[g][half + at] = word;
+        }
+    }
+    if (!(parts & RECEIVE)) return;
+    const volatile long long* const words = own + half;
+    const long long begun = clock64();
+    bool ends = false;
+    for (int i = thread; i < M * N && !ends; i += threads) {
+        const int m = i / N, n = i - m * N;
+        unsigned word;
+        if (n >= first && n < first + S) {
+            word = __ldcg(from + m * S + (n - first));
+        } else {
+            long long found = words[i];
+            for (int polls = 1; (unsigned)((unsigned long long)found >> 32) != round && !ends; ++polls) {
+                ends = polls % POLLS == 0 && gives_up(abort, begun);
+                found = words[i];
+            }
+            word = (unsigned)found;
+        }
+        if (residual != nullptr) word = __float_as_uint(__ldcg(residual + i) + __uint_as_float(word));
+        reinterpret_cast<unsigned*>(out)[i] = word;
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        // All blocks have read the number of the last round when the last block ends.
+        unsigned long long* ended = reinterpret_cast<unsigned long long*>(own + ENDED);
+        if (atomicAdd(ended, 1ull) == gridDim.x - 1) {
+            own[ENDED] = 0;
+            own[ROUND] = round;
+        }
+    }
+}
