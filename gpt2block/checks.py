@@ -63,6 +63,20 @@ def check_integer(name: str, value: Any, least: float, most: float, expected: st
     return number
 
 
+def check_span(begin: Any, end: Any, N: int, multiple: int = 1) -> None:
+    """Raise InputError unless begin and end are the borders of a share of N outputs of a matrix.
+
+    Borders are multiples of `multiple`, except the end of the matrix.
+    """
+    expected = f"borders of some of {N:,} outputs"
+    check_integer("end", end, 1, N, expected)
+    check_integer("begin", begin, 0, end - 1, expected)
+    if begin % multiple or (end % multiple and end < N):
+        raise InputError(
+            f"outputs {begin:,} to {end:,} of {N:,}: expected borders in multiples of {multiple}"
+        )
+
+
 def check_flag(name: str, value: object) -> bool:
     """Return `value` as a bool. Raises InputError unless it is True or False."""
     if not isinstance(value, (bool, np.bool_)):

@@ -167,6 +167,26 @@ def test_weights_that_do_not_fit(device: str, monkeypatch: pytest.MonkeyPatch) -
         Llama.from_pretrained(path, device=device, dtype="bfloat16")
 
 
+def test_two_part_copies_that_do_not_fit(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They count as weights: free memory does not choose other kernels."""
+    weights = LlamaWeights.random(0, LlamaConfig(n_layer=1, n_head=2, n_embd=128, n_ff=256,
+                                                 n_ctx=64, vocab_size=101))  # fmt: skip
+    engine: Any = Llama(weights, device=device).engine
+    if not cuda.replaced():
+        return
+    needed = weight_bytes(weights.config, USUAL)
+    copies = sum(each.nbytes for each in engine.prompts.two_part.values())
+    assert engine.products == "two_part"
+    monkeypatch.setattr(type(cuda.cupy.cuda.Device()), "mem_info", (needed + copies - 1, 1 << 40))
+    message = f"take {needed:,} bytes in float32 and {copies:,} as pairs of float16 matrices, the "
+    message += rf"GPU has {needed + copies - 1:,} bytes free: .* \(float16, bfloat16, float8_e5m2"
+    with pytest.raises(MemoryError, match=message):
+        Llama(weights, device=device)
+    Llama(weights, device=device, dtype="bfloat16")
+    monkeypatch.setattr(type(cuda.cupy.cuda.Device()), "mem_info", (needed + copies, 1 << 40))
+    assert Llama(weights, device=device).engine.products == "two_part"  # type: ignore[attr-defined]
+
+
 def test_the_commands(device: str, tmp_path: Path, capsys: Any) -> None:
     def run(*args: str) -> Any:
         with pytest.raises(SystemExit) as end:

@@ -10,7 +10,7 @@ from gpt2block.cuda.kernels import Geometry
 from gpt2block.ops._rows import WARP, power_of_two
 
 FILE, KERNEL = "matmul/decode/cores.cu", "decode_cores"
-MANY_COLUMNS = 16384  # minimum outputs N for which blocks loop over columns
+MANY_COLUMNS = 16384  # minimum outputs N of a whole matrix for which blocks loop over columns
 PART = 256  # preferred number of values of K per warp
 MOST_STEPS = 3  # maximum loads per column that a thread has in flight
 MOST_WARPS = 12  # maximum warps that divide K
@@ -42,7 +42,8 @@ class MatvecLayout(NamedTuple):
 def order(N: int, K: int, weight: int) -> tuple[int, int, int]:
     """Return a layout's `width`, `split` and `steps`, which fix the order of additions.
 
-    weight: bytes per weight.
+    N: outputs of the whole matrix, also if the product is with a share of them. weight: bytes per
+    weight.
     """
     width = 16 // weight
     while K % width:
@@ -58,22 +59,26 @@ def order(N: int, K: int, weight: int) -> tuple[int, int, int]:
     return width, split, ceil(units / ceil(units / MOST_STEPS))
 
 
-def layout(M: int, N: int, K: int, weight: int, sms: int) -> MatvecLayout:
+def layout(
+    M: int, N: int, K: int, weight: int, sms: int, whole_N: int | None = None
+) -> MatvecLayout:
     """Return the layout for x (M, K) on a GPU with `sms` multiprocessors.
 
-    weight: bytes per weight.
+    weight: bytes per weight. whole_N: `WeightMatrix.whole_N`; None if the matrix is whole.
     """
-    width, split, steps = order(N, K, weight)
-    rows = min(MOST_ROWS[N >= MANY_COLUMNS], power_of_two(M))
+    whole_N = whole_N or N
+    loop = whole_N >= MANY_COLUMNS
+    width, split, steps = order(whole_N, K, weight)
+    rows = min(MOST_ROWS[loop], power_of_two(M))
     while rows > 1 and 4 * rows * K > ROW_BYTES:
         rows //= 2
-    if N >= MANY_COLUMNS:
+    if loop:
         blocks = 2 if rows <= 4 else 1
         columns, groups = 4, 8 if blocks == 2 else 12
     else:
         columns, groups = _columns(N, split, steps, rows, sms)
         blocks = 1
-    return MatvecLayout(width, split, steps, columns, groups, N >= MANY_COLUMNS, blocks, rows)
+    return MatvecLayout(width, split, steps, columns, groups, loop, blocks, rows)
 
 
 def _columns(N: int, split: int, steps: int, rows: int, sms: int) -> tuple[int, int]:
@@ -111,14 +116,15 @@ def geometry(
     norm: bool = False,
     sms: int = 132,
     most_shared: int = 232_448,
+    whole_N: int | None = None,
     cut: MatvecLayout | None = None,
 ) -> Geometry | None:
     """Return the launch of the kernel, or None if a row of x does not fit in `most_shared` bytes.
 
-    weight: bytes per weight. norm: whether the kernel computes LayerNorm of x. cut: the layout to
-    use; by default, the result of `layout`.
+    weight: bytes per weight. norm: whether the kernel computes LayerNorm of x. whole_N: as in
+    `layout`. cut: the layout to use; by default, the result of `layout`.
     """
-    cut = cut or layout(M, N, K, weight, sms)
+    cut = cut or layout(M, N, K, weight, sms, whole_N)
     while (shared := 4 * shared_floats(cut, K, norm)) > most_shared:
         if cut.rows == 1:
             return None

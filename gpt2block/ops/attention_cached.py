@@ -130,21 +130,23 @@ def split_geometry(
     sms: int,
     shared_limit: int,
     clusters: bool,
+    serves: int | None = None,
 ) -> Geometry:
     """Return the geometry of kernel `split` for M queries on a GPU with `sms` multiprocessors.
 
     clusters: whether the GPU has thread block clusters. shared_limit: bytes of shared memory that a
-    block can have. The order of additions depends only on HS and itemsize, and with FP8 on whether
-    a warp has several heads of q.
+    block can have. serves: heads of q per head of K in the whole model, if NH and NKV are those of
+    a share; None for NH / NKV. The order of additions depends only on HS and itemsize, and with FP8
+    on whether a warp of the whole model has several heads of q.
     """
     _check_head(HS)
     if max(M, NH) > MOST_BLOCKS[1]:
         raise InputError(f"M {M:,}, {NH:,} heads: expected at most {MOST_BLOCKS[1]:,} of each")
     possible = _queries_of_team(NH // NKV, HS, shared_limit)
     width = gcd(16 // itemsize, HS)  # elements per load
-    if itemsize == 1 and possible[-1] > 1:
+    if itemsize == 1 and _queries_of_team(serves or NH // NKV, HS, shared_limit)[-1] > 1:
         width = gcd(FP8_GROUPED_WIDTH, HS)
-        possible = [queries for queries in possible if queries > 1]
+        possible = [queries for queries in possible if queries > 1] or [1]
     wanted = min(ceil(n_ctx / SPLIT_KEYS), SPAN_SPLITS)  # desired warps for each group of q heads
     for queries in possible:  # fewer heads per warp are faster if the GPU runs all warps at once
         teams = NKV * ceil(NH // NKV / queries)
@@ -370,16 +372,19 @@ def _split(c: Call) -> Launch:
     counts as the last one; for a row outside the cache, or a position below 0, nothing is written.
     to_terms: Terms that out holds instead of floats, as `linear` takes them, in the dtype of k
     (two-part for float32, any for FP8). together: neighbouring rows per sequence, a power of two;
-    their positions are successive or -1.
+    their positions are successive or -1. serves: as in `split_geometry`.
     """
     if c.together < 1 or c.together & (c.together - 1) or c.M % c.together:
         raise InputError(
             f"together: expected a power of two that divides {c.M} rows, got {c.together}"
         )
     heads = _heads("q", c.Q, c.n_head, c.C)
+    if c.serves is not None:
+        own = heads[0] // heads[1]
+        check_integer("serves", c.serves, own, math.inf, f"{own} heads of q per head of k, or more")
     sms, clusters = device_attribute("MultiProcessorCount"), compute_capability() >= CLUSTERS_FROM
     limit = device_attribute("MaxSharedMemoryPerBlockOptin")
-    geometry = split_geometry(c.M, c.P, *heads, c.k.itemsize, sms, limit, clusters)
+    geometry = split_geometry(c.M, c.P, *heads, c.k.itemsize, sms, limit, clusters, c.serves)
     geometry = scored(geometry, c)
     if c.together > 1:
         geometry = geometry.with_defines((("AS_GUESSES", 1),))
@@ -494,6 +499,7 @@ ATTENTION_SPLIT = Operation(
         "to_terms": None,
         "kv_dtype": None,
         "together": 1,
+        "serves": None,
     },
 )
 KV_APPEND = Operation(

@@ -166,6 +166,8 @@ def _few_rows(module: Any, c: Call, epilogue: Ends) -> Launch:
         )
     size, most_shared = c.w.data.itemsize, _most_shared()
     more: dict[str, Any] = {"terms": True} if c.terms else {}
+    if module is matvec:
+        more["whole_N"] = c.w.whole_N
     geometry: Geometry | None = module.geometry(
         *(c.M, c.N, c.K, c.w.dtype if module is mma else size),
         norm=c.gamma is not None,
@@ -181,7 +183,7 @@ def _few_rows(module: Any, c: Call, epilogue: Ends) -> Launch:
     assert geometry is not None
     if geometry.grid[1] > MAX_BLOCKS:
         raise UnsupportedCall(f"{c.M:,} rows: too many for this variant: use variant tiles")
-    load = mma.LOADED if module is mma else matvec.order(c.N, c.K, size)[0] * size
+    load = mma.LOADED if module is mma else matvec.order(c.w.whole_N, c.K, size)[0] * size
     check_address("w", c.w.data, load)
     for name in ("x", "gamma", "beta"):
         if getattr(c, name) is not None:

@@ -94,7 +94,7 @@ def _described(value: Any, addresses: list[int]) -> Hashable:
     if isinstance(value, WeightMatrix):
         parts = _described(value.data, addresses), _described(value.scale, addresses)
         types = value.ranges if isinstance(value, GgufMatrix) else value.layout
-        return value.dtype, types, parts
+        return value.dtype, types, value.share_of, parts
     if isinstance(value, TwoPartMatrix):
         parts = _described(value.parts, addresses), _described(value.scale, addresses)
         return value.shape, value.one_scale, parts

@@ -22,7 +22,6 @@ from gpt2block.ops.products import MMA_CAPABILITY, MULTIPLE
 from gpt2block.ops.sample_token import request as request_sampler
 from gpt2block.ops.to_fp8 import ROW_NORMS
 from gpt2block.passes.prefill import Products
-from gpt2block.run.cuda_caches import free_bytes
 from gpt2block.run.model import FLOAT16
 from gpt2block.weights.matrix import WeightMatrix, on_host
 from gpt2block.weights.two_part import LARGEST_BOUND, TwoPartMatrix
@@ -63,6 +62,15 @@ def possible_products(config: ModelConfig, dtype: str) -> Products:
     return "two_part" if two_part_fits(config.head_size) else "float32"
 
 
+def two_part_bytes(config: ModelConfig, formats: Formats) -> int:
+    """Return the bytes of the two-part copies of weights; 0 if products do not read such copies."""
+    if possible_products(config, formats.dtype) != "two_part":
+        return 0
+    shapes = [shape for shape in config.block_shapes().values() if len(shape) == 2]
+    head = config.n_embd, config.vocab_size
+    return sum(4 * (K + 1) * N for K, N in (*(config.n_layer * shapes), head))
+
+
 def choose_products(
     config: ModelConfig,
     matrices: Mapping[str, WeightMatrix],
@@ -81,9 +89,6 @@ def choose_products(
     products = possible_products(config, dtype)
     if products in ("float32", "16_bits"):
         return products, {}
-    parts = sum(4 * matrix.K * matrix.N for matrix in (*blocks, matrices["lm_head"]))
-    if products == "two_part" and 2 * parts > free_bytes():
-        return "float32", {}
 
     def norms(w: str, gamma: str) -> NDArray[Any]:
         if matrices[w].dtype in IN_BYTES:  # float16 activations need tight bounds

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from gpt2block.checkpoints.gguf_types import InBlocks
 from gpt2block.config import ModelConfig
-from gpt2block.config.formats import Formats
+from gpt2block.config.formats import DTYPES, FILE, Formats, itemsize
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import CudaArray, compute_capability
 from gpt2block.cuda.kernels import IN_BYTES
@@ -21,7 +21,7 @@ from gpt2block.ops.stored import stored
 from gpt2block.passes.machine import two_part_of
 from gpt2block.passes.prefill import Products
 from gpt2block.run.cuda_caches import free_bytes
-from gpt2block.run.cuda_products import divided_weights
+from gpt2block.run.cuda_products import divided_weights, two_part_bytes
 from gpt2block.run.model import StoredModel, weight_bytes
 from gpt2block.weights.gguf import GgufMatrix
 from gpt2block.weights.matrix import WeightMatrix, request
@@ -29,13 +29,27 @@ from gpt2block.weights.two_part import TwoPartMatrix
 
 
 def check_room(config: ModelConfig, formats: Formats) -> None:
-    """Raise MemoryError, before a tensor is read, if the weights do not fit on the device."""
+    """Raise MemoryError, before a tensor is read, if the weights do not fit on the device.
+
+    They include the two-part copies that products on tensor cores read. The kind of products never
+    depends on free memory, and so neither do results.
+    """
     needed, free = weight_bytes(config, formats), free_bytes()
-    if needed > free:
+    more = two_part_bytes(config, formats)
+    if needed + more > free:
+        copies = f" and {more:,} as pairs of float16 matrices" if more else ""
         raise MemoryError(
-            f"Out of memory: the weights take {needed:,} bytes in {formats.dtype}, the GPU has "
-            f"{free:,} bytes free: expected a narrower dtype, or a GPU with more memory"
+            f"Out of memory: the weights take {needed:,} bytes in {formats.dtype}{copies}, the GPU "
+            f"has {free:,} bytes free: expected a narrower dtype{_narrower(formats)}, or a GPU "
+            "with more memory"
         )
+
+
+def _narrower(formats: Formats) -> str:
+    """Return text that lists the dtypes narrower than the weights', or "" if there is none."""
+    own = 0 if formats.dtype == FILE else itemsize(formats.dtype)
+    names = [name for name in DTYPES if itemsize(name) < own]
+    return f" ({', '.join(names)})" if names else ""
 
 
 class CudaWeights(StoredModel):

@@ -16,14 +16,18 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import ceil
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from gpt2block.checks import check_span
 from gpt2block.config.formats import GGUF
 from gpt2block.errors import InputError
 from gpt2block.weights.matrix import WeightMatrix, on_host
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 OCTET, UNIT = 8, 128  # rows per tile, and inputs per tile
 LANES = 4  # lanes of a warp per row of a tile
@@ -155,6 +159,23 @@ class GgufMatrix(WeightMatrix):
         """Return a view with `outputs` (up to 7) more outputs, all zeros, and this matrix."""
         *others, (name, n) = self.ranges
         return replace(self, ranges=(*others, (name, n + outputs))), self
+
+    def columns(self, begin: int, end: int) -> Self:
+        """Return the share with outputs begin … end - 1, a view, as `WeightMatrix.columns` does.
+
+        begin, and end before the last output, are multiples of BORDER. Each range is cut.
+        """
+        check_span(begin, end, self.N, BORDER)
+        ranges = self._ranges(begin, end)
+        before, own = (sum(range_bytes(r, self.K)) for r in (self._ranges(0, begin), ranges))
+        scale = None if self.scale is None else self.scale[begin:end]
+        return self._share(self.data[before : before + own], scale, ranges=ranges)
+
+    def _ranges(self, begin: int, end: int) -> tuple[tuple[str, int], ...]:
+        """Return the `ranges` of outputs begin … end - 1."""
+        found = zip(self.ranges, self.begins, strict=True)
+        sizes = ((name, min(end, first + n) - max(begin, first)) for (name, n), first in found)
+        return tuple((name, n) for name, n in sizes if n > 0)
 
     def pieces(self) -> Iterator[tuple[int, NDArray[np.float32]]]:
         """Yield (index of the first output, weights (n, K)) for each group of n outputs."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block.checks import FLOATS, is_plain, meant
+from gpt2block.checks import FLOATS, check_span, is_plain, meant
 from gpt2block.cuda import cupy, is_array
 from gpt2block.cuda.arrays import Composite, check
 from gpt2block.cuda.kernels import FP8, STORAGE
@@ -16,6 +16,9 @@ from gpt2block.errors import InputError
 from gpt2block.fp8 import FP8_FORMATS, from_fp8, to_fp8
 from gpt2block.weights import conversions
 from gpt2block.weights.conversions import LAYOUTS
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 SCALED = "float8_e4m3fn"  # the only dtype for which `quantize` computes scales
 # An output channel whose magnitudes are all below SMALLEST counts as zero. Results for larger
@@ -33,6 +36,8 @@ class WeightMatrix(Composite):
     "float32", "float16", "bfloat16", or FP8 in uint8: "float8_e5m2", "float8_e4m3fn". scale:
     float32 (N,), for FP8 only: a weight of output n is scale[n] times the number in data; None
     means all ones. largest: the largest magnitude before rounding by `quantize`, else None.
+    share_of: number of outputs of the whole matrix, if this matrix is a share of its outputs as
+    `columns` returns it, else None.
 
     The arrays are not copied. Raises InputError for arrays that do not match, and for FP8 bytes
     that are infinity or NaN, which the kernels would treat as numbers.
@@ -45,6 +50,7 @@ class WeightMatrix(Composite):
     scale: Any = None
     layout: str = "KN"
     largest: float | None = None
+    share_of: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         _check_choices(self.dtype, self.layout)
@@ -137,6 +143,23 @@ class WeightMatrix(Composite):
             scale[: self.N] = self.scale
         return replace(self, data=rows, scale=scale), replace(self, data=rows[: self.N])
 
+    def columns(self, begin: int, end: int) -> Self:
+        """Return the share with outputs begin … end - 1, a view; layout "NK".
+
+        Products with the shares of a matrix have the bits of the product with the whole matrix: the
+        order of additions follows from `whole_N`. `largest` stays that of the whole matrix.
+        """
+        check_span(begin, end, self.N)
+        if self.layout != "NK":
+            raise InputError("columns: expected layout 'NK', in which a share is a view, got 'KN'")
+        scale = None if self.scale is None else self.scale[begin:end]
+        return self._share(self.data[begin:end], scale)
+
+    def _share(self, data: Any, scale: Any, **more: Any) -> Self:
+        """Return a share of this matrix's outputs, from arrays that need no checks."""
+        changes = {"data": data, "scale": scale, "share_of": self.whole_N, **more}
+        return self.trusted(**{**vars(self), **changes})
+
     @property
     def stored_shape(self) -> tuple[int, int]:
         """Shape of the array in memory, (K, N) or (N, K)."""
@@ -161,6 +184,11 @@ class WeightMatrix(Composite):
     def N(self) -> int:  # noqa: N802
         """Number of outputs."""
         return int(self.data.shape[self.layout.index("N")])
+
+    @property
+    def whole_N(self) -> int:  # noqa: N802
+        """Number of outputs of the whole matrix; N unless this matrix is a share."""
+        return self.N if self.share_of is None else self.share_of
 
     @property
     def nbytes(self) -> int:

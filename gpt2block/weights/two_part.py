@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from gpt2block import reference
-from gpt2block.checks import check_integer, is_plain, real
+from gpt2block.checks import check_integer, check_span, is_plain, real
 from gpt2block.cuda import cupy, is_array
 from gpt2block.cuda.arrays import Composite, check, contiguous
 from gpt2block.errors import InputError, shown
@@ -120,6 +120,12 @@ class TwoPartMatrix(Composite):
     def nbytes(self) -> int:
         """Bytes of the parts and the scales."""
         return int(self.parts.nbytes) + int(self.scale.nbytes)
+
+    def columns(self, begin: int, end: int) -> TwoPartMatrix:
+        """Return the share with outputs (rows) begin … end - 1 of weights (N, K), a copy."""
+        check_span(begin, end, len(self.scale))
+        parts, scale = self.parts[:, begin:end].copy(), self.scale[begin:end].copy()
+        return TwoPartMatrix(parts, scale, parts.shape[1:], self.one_scale)
 
     def joined(self) -> Any:
         """Return the numbers as a float32 array (..., K), NumPy or CuPy."""
