@@ -15,7 +15,8 @@ from gpt2block.config.formats import Formats, cache_option, itemsize
 from gpt2block.cuda import cupy
 from gpt2block.errors import InputError
 from gpt2block.ops.attention_cached import KV_COPY
-from gpt2block.run.model import RowFrequencies, cache_kind, describe_cache
+from gpt2block.passes.shares import Share
+from gpt2block.run.model import Item, RowFrequencies, cache_kind, describe_cache
 from gpt2block.run.recorder import rounded_up
 
 KEPT_SHAPES = 4  # most prefill shapes recorded per cache; also most temporary caches kept
@@ -53,16 +54,21 @@ class CudaCache:
         n_ctx: int,
         formats: Formats,
         layers: int | None = None,
+        kv_width: int | None = None,
     ) -> None:
-        """layers: the number of layers to store; None for all."""
+        """layers: the number of layers to store; None for all.
+
+        kv_width: channels of K, fewer than the model's if a GPU has only some heads.
+        """
+        kv_width = kv_width or config.kv_width
         self.batch, self.n_ctx, self.kept_shapes = batch, n_ctx, KEPT_SHAPES
         self.kind = cache_kind(config, formats, f"cuda:{cupy.cuda.Device().id}")
         self.lengths, self.fp8 = [0] * batch, formats.fp8_cache
         count = config.n_layer if layers is None else layers
         stored = "uint8" if formats.fp8_cache else FLOATS[formats.cache_dtype]
-        multiple = ALIGNED // gcd(ALIGNED, n_ctx * config.kv_width * np.dtype(stored).itemsize)
+        multiple = ALIGNED // gcd(ALIGNED, n_ctx * kv_width * np.dtype(stored).itemsize)
         slots = ceil(batch / multiple) * multiple  # slots `batch` and above are padding, unused
-        self.data = cupy.zeros((2 * count, slots, n_ctx, config.kv_width), stored)
+        self.data = cupy.zeros((2 * count, slots, n_ctx, kv_width), stored)
         used = self.data[:, :batch]
         self.layers = list(zip(used[::2], used[1::2], strict=True))
         self.frequencies = RowFrequencies(config, batch, n_ctx, cupy)
@@ -105,8 +111,10 @@ def apart(copies: Sequence[tuple[int, int, int]]) -> Iterator[list[tuple[int, in
 class DecodingCaches:
     """The kv_caches of Decodings. A later Decoding can reuse the cache of an ended Decoding."""
 
-    def __init__(self, config: ModelConfig, formats: Formats) -> None:
-        self._config, self._formats = config, formats
+    def __init__(self, config: ModelConfig, formats: Formats, share: Share | None = None) -> None:
+        """share: this GPU's part of a model on several GPUs, whose caches have equal sizes."""
+        self._config, self._formats, self._share = config, formats, share
+        self.kv_width = config.kv_width if share is None else share.kv_width
         self._itemsize = itemsize(formats.cache_dtype)
         self._ended: deque[CudaCache] = deque()
 
@@ -123,7 +131,7 @@ class DecodingCaches:
         self._forget(KEPT_CACHES)
         kept = self._kept(slots, n_ctx)
         if fewer and kept is None:
-            room = self._free() // 2 // self._row_bytes(n_ctx)
+            room = min(self._of_all_gpus(self._free() // 2 // self._row_bytes(n_ctx)))
             slots = max(1, min(slots, room))
             kept = self._kept(slots, n_ctx)
         while kept is None:
@@ -132,23 +140,28 @@ class DecodingCaches:
             except MemoryError:
                 if not fewer or slots == 1:
                     raise
-                slots //= 2
+            if not all(self._of_all_gpus(kept is not None)):
+                kept, slots = None, slots // 2
         kept.kept_shapes = KEPT_STARTS
         return kept
+
+    def _of_all_gpus(self, value: Item) -> list[Item]:
+        """Return the values of this call on all GPUs of the model."""
+        return [value] if self._share is None else self._share.exchange(value)
 
     def new(self, batch: int, n_ctx: int) -> CudaCache:
         """Return a new cache, after freeing kept caches if memory is short. Raises MemoryError."""
         try:
             try:
-                return CudaCache(self._config, batch, n_ctx, self._formats)
+                return CudaCache(self._config, batch, n_ctx, self._formats, None, self.kv_width)
             except cupy.cuda.memory.OutOfMemoryError:
                 if not self._ended:
                     raise
                 self._forget(0)
-            return CudaCache(self._config, batch, n_ctx, self._formats)
+            return CudaCache(self._config, batch, n_ctx, self._formats, None, self.kv_width)
         except cupy.cuda.memory.OutOfMemoryError as error:
             c = self._config
-            size = 2 * c.n_layer * batch * n_ctx * c.kv_width * self._itemsize
+            size = 2 * c.n_layer * batch * n_ctx * self.kv_width * self._itemsize
             raise MemoryError(
                 f"Out of memory: keys and values of {batch:,} rows of {n_ctx:,} tokens take "
                 f"{size / 1e9:.2f} GB, the GPU has {self._free() / 1e9:.2f} GB free: expected "
@@ -188,6 +201,6 @@ class DecodingCaches:
         can remain in use after a larger one is allocated.
         """
         c = self._config
-        keys: int = 2 * c.n_layer * n_ctx * c.kv_width * self._itemsize
+        keys: int = 2 * c.n_layer * n_ctx * self.kv_width * self._itemsize
         widths: int = c.n_embd + sum(sum(s[1:]) for s in c.block_shapes().values())
         return keys + 5 * c.vocab_size + 2 * 4 * widths

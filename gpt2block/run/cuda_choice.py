@@ -50,7 +50,9 @@ class DecodingChoice:
         bounds: Mapping[str, float],
         architecture: Architecture,
         settings: PassSettings,
+        divided: bool = False,
     ) -> None:
+        self.divided = divided
         self.config, self.formats, self.matrices, self.bounds = config, formats, matrices, bounds
         self.architecture, self.settings = architecture, settings
 
@@ -94,7 +96,7 @@ class DecodingChoice:
     ) -> DecodePass:
         """Return the pass (operations on `do`) of a decoding step. Arguments: see `step`."""
         shapes, fp8_cache = self.config.block_shapes(), self.formats.fp8_cache
-        if terms == {}:
+        if terms == {} and not self.divided:
             types = self._types_of_ffn if self.formats.dtype == FILE else ()
             splits = splits_of(self.formats.dtype, rows, shapes, types, self.config.head_size)
             if splits:

@@ -171,7 +171,7 @@ class CudaDecoding:
         guesses, together = matchers.expected(slots), 1
         if matchers.some[slots].all():  # guesses would delay slots without grammars
             counts = np.array([len(each) for each in guesses])
-            together = matchers.pace.for_forced(counts, MOST_GUESSING)
+            together = self._model.agreed(matchers.pace.for_forced(counts, MOST_GUESSING))
         guesses = [
             each[: min(together - 1, left)]
             for each, left in zip(guesses, (self._left[slots] - 1).tolist(), strict=True)
@@ -214,7 +214,7 @@ class CudaDecoding:
             return False
         together = 1
         if self._pace:
-            together = self._pace.together(slots, MOST_GUESSING)
+            together = self._model.agreed(self._pace.together(slots, MOST_GUESSING))
         if self._draft:
             together = max(together, ROWS[0])
             self._draft.guess(slots, together - 1, self._steps, self._model.stream)

@@ -32,6 +32,7 @@ from gpt2block.passes.blocks import PassSettings
 from gpt2block.passes.forward import Want, forward
 from gpt2block.passes.machine import Machine
 from gpt2block.passes.prefill import ROWS_AT_ONCE, Prefill, PrefillPass, Products
+from gpt2block.passes.shares import Share
 from gpt2block.run.cuda_caches import (
     KEPT_SHAPES,
     CudaCache,
@@ -85,18 +86,22 @@ class CudaModel(CudaWeights):
         tensors: Tensors,
         formats: Formats,
         device: int,
+        share: Share | None = None,
     ) -> None:
+        """share: this GPU's part of a model on several GPUs; None if the model is on one GPU."""
         super().__init__(config, formats, f"cuda:{device}")
-        self.device = device
+        self.device, self._share = device, share
         self._architecture, self._settings = architecture_of(config), PassSettings.of(config)
+        if share is not None:
+            self._settings = self._settings._replace(**share.heads)
         self._scratch_caches: OrderedDict[tuple[int, int], CudaCache] = OrderedDict()
         self._padded_caches: OrderedDict[tuple[int, int], CudaCache] = OrderedDict()
-        self.recordings = Recordings()
-        self._caches = DecodingCaches(config, formats)
+        self.recordings = Recordings(share)
+        self._caches = DecodingCaches(config, formats, share)
         self.draft: CudaModel | None = None  # the model that guesses tokens for this one
         self._lock = threading.RLock()
         with cupy.cuda.Device(device):
-            check_room(config, formats)
+            check_room(config, formats, share)
             self.stream = cupy.cuda.Stream(non_blocking=True)
             tensors_ready = cupy.cuda.Event(disable_timing=True)
             tensors_ready.record()  # the caller's stream may still compute tensors in device memory
@@ -107,12 +112,14 @@ class CudaModel(CudaWeights):
                 constants = self._architecture.constants(config, self._vectors)
                 self._constants = {name: cupy.asarray(a) for name, a in constants.items()}
                 weights = self._matrices, self._vectors
+                if share is not None:
+                    self._take_share_of_head(share)
                 self.products, self._bounds = self._choose_products(largest)
                 two_part, fp8 = self.products == "two_part", self.products == "fp8"
                 self._divisors = divisors(config, self._bounds) if fp8 else {}
                 self.prompts = PromptWeights(config, self.products, *weights, self._divisors)
                 bounds = self._bounds if two_part else {}
-                functions = self._architecture, self._settings
+                functions = self._architecture, self._settings, share is not None
                 self.decoding = DecodingChoice(config, formats, self._matrices, bounds, *functions)
                 exact = continues_exactly(config.head_size, formats.fp8_cache) and not two_part
                 self.continues_exactly = exact or not self.on_tensor_cores
@@ -127,7 +134,7 @@ class CudaModel(CudaWeights):
 
     def _choose_products(self, largest: Mapping[str, float]) -> tuple[Products, dict[str, float]]:
         """Return the kind of prefill's products, and bounds of their operands by name."""
-        return choose_products(self.config, self._matrices, self._vectors, largest)
+        return choose_products(self.config, self._matrices, self._vectors, largest, self._share)
 
     @property
     def on_tensor_cores(self) -> bool:
@@ -145,6 +152,10 @@ class CudaModel(CudaWeights):
             if item is None:
                 return
             yield item
+
+    def agreed(self, value: int) -> int:
+        """Return a value that depends on times, or the first GPU's if the model is on several."""
+        return value if self._share is None else self._share.exchange(value)[0]
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -205,7 +216,7 @@ class CudaModel(CudaWeights):
         cache = kept.get(shape)
         if cache is None:
             layers = 0 if self.on_tensor_cores else 1
-            cache = CudaCache(self.config, *shape, self.formats, layers)
+            cache = CudaCache(self.config, *shape, self.formats, layers, self._caches.kv_width)
             cache.kept_shapes = KEPT_OF_COUNT if repeats else KEPT_SHAPES
             kept[shape] = cache
             forget_oldest(kept, most, self.stream)

@@ -22,6 +22,7 @@ from gpt2block.ops.products import MMA_CAPABILITY, MULTIPLE
 from gpt2block.ops.sample_token import request as request_sampler
 from gpt2block.ops.to_fp8 import ROW_NORMS
 from gpt2block.passes.prefill import Products
+from gpt2block.passes.shares import Share
 from gpt2block.run.model import FLOAT16
 from gpt2block.weights.matrix import WeightMatrix, on_host
 from gpt2block.weights.two_part import LARGEST_BOUND, TwoPartMatrix
@@ -76,12 +77,14 @@ def choose_products(
     matrices: Mapping[str, WeightMatrix],
     vectors: Mapping[str, CudaArray],
     largest: Mapping[str, float],
+    share: Share | None = None,
 ) -> tuple[Products, dict[str, float]]:
     """Return the kind of prefill's products, and a dict from operands' names to upper bounds.
 
     The products are possible if no activation of a prompt, divided by its divisor if it has one
     (`divisors`), can exceed the range of float16, or of a two-part scale, for any tokens. largest:
-    the largest magnitude of every tensor.
+    the largest magnitude of every tensor. share: this GPU's part of the matrices, if they are
+    divided; bounds then hold for the shares of all GPUs.
     """
     blocks = [matrix for name, matrix in matrices.items() if name.startswith("h.")]
     in_blocks = any(matrix.dtype == GGUF for matrix in matrices.values())
@@ -93,7 +96,8 @@ def choose_products(
     def norms(w: str, gamma: str) -> NDArray[Any]:
         if matrices[w].dtype in IN_BYTES:  # float16 activations need tight bounds
             ones = cupy.full((matrices[w].K,), 1, "float32")
-            return row_norms(matrices[w], vectors[gamma] if gamma else ones)
+            own = row_norms(matrices[w], vectors[gamma] if gamma else ones)
+            return own if share is None else np.concatenate(share.exchange(own))
         factor = largest[gamma] if gamma else 1.0
         return np.array([math.sqrt(matrices[w].K) * largest[w] * factor])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from gpt2block.ops.products import MMA_CAPABILITY, MULTIPLE
 from gpt2block.ops.stored import stored
 from gpt2block.passes.machine import two_part_of
 from gpt2block.passes.prefill import Products
+from gpt2block.passes.shares import Share
 from gpt2block.run.cuda_caches import free_bytes
 from gpt2block.run.cuda_products import divided_weights, two_part_bytes
 from gpt2block.run.model import StoredModel, weight_bytes
@@ -28,14 +29,15 @@ from gpt2block.weights.matrix import WeightMatrix, request
 from gpt2block.weights.two_part import TwoPartMatrix
 
 
-def check_room(config: ModelConfig, formats: Formats) -> None:
+def check_room(config: ModelConfig, formats: Formats, share: Share | None = None) -> None:
     """Raise MemoryError, before a tensor is read, if the weights do not fit on the device.
 
     They include the two-part copies that products on tensor cores read. The kind of products never
-    depends on free memory, and so neither do results.
+    depends on free memory, and so neither do results. share: the part of them on this device.
     """
-    needed, free = weight_bytes(config, formats), free_bytes()
-    more = two_part_bytes(config, formats)
+    shapes = None if share is None else share.shapes()
+    needed, free = weight_bytes(config, formats, shapes), free_bytes()
+    more = two_part_bytes(config, formats) // (1 if share is None else share.count)
     if needed + more > free:
         copies = f" and {more:,} as pairs of float16 matrices" if more else ""
         raise MemoryError(
@@ -55,10 +57,28 @@ def _narrower(formats: Formats) -> str:
 class CudaWeights(StoredModel):
     """Base class of models on a GPU: stores their weights in device memory."""
 
-    def _vector(self, array: NDArray[Any]) -> CudaArray:
+    _share: Share | None = None
+
+    def _vector(self, name: str, array: NDArray[Any]) -> CudaArray:
+        layer, _, base = name.rpartition(".")
+        if self._share is not None and base.startswith("b_"):
+            spans = self._share.spans(f"{layer}.w{base[1:]}") or ((0, len(array)),)
+            array = np.concatenate([array[begin:end] for begin, end in spans])
         return cupy.asarray(array.astype(np.float32, copy=False), order="C")
 
     def _matrix(self, name: str, array: Any, layout: str) -> WeightMatrix:
+        """Return a matrix of a checkpoint, or this GPU's share, as `_whole_matrix` does."""
+        whole = self._whole_matrix(name, array, layout)
+        spans = () if self._share is None else self._share.spans(name)
+        return joined([whole.columns(*span) for span in spans]) if spans else whole
+
+    def _take_share_of_head(self, share: Share) -> None:
+        """Replace a tied lm_head by a view of this GPU's rows; the embedding needs all rows."""
+        head, spans = self._matrices["lm_head"], share.spans("lm_head")
+        if spans and head is self._matrices["wte"]:
+            self._matrices["lm_head"] = head.columns(*spans[0])
+
+    def _whole_matrix(self, name: str, array: Any, layout: str) -> WeightMatrix:
         """Return a matrix of a checkpoint in device memory, in the model's dtype, layout "NK".
 
         GGUF blocks keep their bits if the GPU has tensor cores; otherwise they are dequantized. The
@@ -85,6 +105,32 @@ class CudaWeights(StoredModel):
         return WeightMatrix.quantize(
             rows, self.formats.matrix_dtype, "NK", name, self.formats.allow_nonfinite
         )
+
+
+def joined(shares: Sequence[WeightMatrix]) -> WeightMatrix:
+    """Return shares of one matrix in device memory as one matrix, in memory of its own."""
+    first, *others = shares
+    data = _concatenated([each.data for each in shares])
+    scale = None if first.scale is None else _concatenated([each.scale for each in shares])
+    changes: dict[str, Any] = {"data": data, "scale": scale}
+    if isinstance(first, GgufMatrix):
+        ranges = list(first.ranges)
+        for name, n in (pair for each in others for pair in each.ranges):  # type: ignore[attr-defined]
+            if ranges[-1][0] == name:
+                ranges[-1] = name, ranges[-1][1] + n
+            else:
+                ranges.append((name, n))
+        changes["ranges"] = tuple(ranges)
+    return first.trusted(**{**vars(first), **changes})
+
+
+def _concatenated(arrays: Sequence[CudaArray]) -> CudaArray:
+    whole = cupy.empty((sum(map(len, arrays)), *arrays[0].shape[1:]), arrays[0].dtype)
+    at = 0
+    for each in arrays:
+        whole[at : at + len(each)] = each
+        at += len(each)
+    return whole
 
 
 class PromptWeights:

@@ -34,14 +34,17 @@ Item = TypeVar("Item")
 FLOAT16 = float(np.finfo(np.float16).max)
 
 
-def weight_bytes(config: ModelConfig, formats: Formats) -> int:
+def weight_bytes(
+    config: ModelConfig, formats: Formats, shapes: Mapping[str, tuple[int, ...]] | None = None
+) -> int:
     """Return the bytes of a model's weights: matrices, scales of E4M3 matrices, float32 vectors.
 
-    For dtype "file", a lower bound: the bytes that the types Q4_0 and Q4_K would need.
+    shapes: {name: shape} of the tensors, if they are a share of the model's. For dtype "file", a
+    lower bound: the bytes that the types Q4_0 and Q4_K would need.
     """
     total = 0
     least = 4.5 / 8 if formats.dtype == FILE else itemsize(formats.dtype)
-    for name, shape in model_shapes(config).items():
+    for name, shape in (shapes or model_shapes(config)).items():
         if len(shape) == 1 or name == "wpe":
             total += 4 * math.prod(shape)
             continue
@@ -95,7 +98,7 @@ class StoredModel(ABC):
                 if not self.formats.allow_nonfinite:
                     check_finite(name, array)
                 largest[name] = float(np.abs(array.astype(np.float32, copy=False)).max())
-                self._vectors[name] = self._vector(array)
+                self._vectors[name] = self._vector(name, array)
             else:
                 matrix = self._matrix(name, array, layout)
                 if matrix.dtype == GGUF:
@@ -127,7 +130,7 @@ class StoredModel(ABC):
             )
 
     @abstractmethod
-    def _vector(self, array: NDArray[Any]) -> Any:
+    def _vector(self, name: str, array: NDArray[Any]) -> Any:
         """Return a vector as a float32 array of the backend."""
 
     @abstractmethod

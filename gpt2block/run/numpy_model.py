@@ -87,7 +87,7 @@ class NumpyModel(NumpySteps, StoredModel):
         constants = architecture_of(config).constants(config, self._vectors)
         self.known = {**self._vectors, **matrices, "wte": self._matrices["wte"].table, **constants}
 
-    def _vector(self, array: NDArray[Any]) -> Floats:
+    def _vector(self, name: str, array: NDArray[Any]) -> Floats:
         return np.ascontiguousarray(array, dtype=np.float32)
 
     def _matrix(self, name: str, array: NDArray[Any], layout: str) -> WeightMatrix:

@@ -16,6 +16,7 @@ from gpt2block.cuda.arrays import Bound, CudaArray
 from gpt2block.cuda.requests import Launch
 from gpt2block.cuda.timing import event_ms
 from gpt2block.passes.machine import Machine
+from gpt2block.passes.shares import Share, of_share
 from gpt2block.run.model import StepResult
 from gpt2block.run.recorder import (
     Arena,
@@ -59,7 +60,7 @@ class Recording:
         given = {**binder.tensors, **binder.outs}
         self._sizes = {n: TensorSpec.of(given[n]) for n in borrowed if n in given}
         self._owner = owner
-        self._ran = False
+        self._ran = self._met = False
         self._graph: Any = None
 
     def value(self, name: str) -> Any:
@@ -85,6 +86,8 @@ class Recording:
 
     def run_steps(self, *names: str) -> None:
         """Run the named steps, or all steps, each in an NVTX range, which profilers show."""
+        if not self._met:
+            self._meet()
         for name in names or self.steps:
             cupy.cuda.nvtx.RangePush(name)
             try:
@@ -101,6 +104,7 @@ class Recording:
         self._watched()
         if self._graph is None:
             self._graph = capture(self.launches, private, self.overlapping)
+            self._meet()
         self._graph.launch(stream)
 
     def repeat(self, stream: Any) -> None:
@@ -110,6 +114,17 @@ class Recording:
         else:
             self.run()
         self._ran = True
+
+    def _meet(self) -> None:
+        """Wait until all GPUs of a model on several GPUs can run their launches at once.
+
+        A gather waits for the other GPUs, and would wait for a compiler, too.
+        """
+        if self._owner is not None and self._owner.share is not None:
+            for launch in self.launches:
+                _ = launch.function.found
+            self._owner.share.exchange()
+        self._met = True
 
     def _watched(self) -> None:
         """Call the function `watch` of the Recordings, if set, with this recording."""
@@ -194,10 +209,12 @@ class Recordings:
     """Creates the recordings of an engine, which share an arena (a buffer for results).
 
     A larger pass gets a larger arena; earlier recordings keep the old arena. watch: called with
-    each recording before it runs, when its inputs are on the device.
+    each recording before it runs, when its inputs are on the device. share: the engine's part of a
+    model on several GPUs; None for a model on one GPU.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, share: Share | None = None) -> None:
+        self.share = share
         self._arena: Arena | None = None
         self.watch: Callable[[Recording], None] | None = None
 
@@ -212,15 +229,18 @@ class Recordings:
     ) -> Recording:
         """Return a Recording of the pass `run`. Other arguments: see Binder and Recording."""
 
+        def steps_on(do: Machine) -> Any:
+            return run(do) if self.share is None else of_share(run, do, self.share)
+
         def recorded(arena: Arena) -> Recording:
             binder = Binder(tensors, arena, outs, known, borrowed)
-            return Recording(binder, run(binder), overlapping, borrowed, self)
+            return Recording(binder, steps_on(binder), overlapping, borrowed, self)
 
         if self._arena is not None:
             with suppress(ArenaFull):
                 return recorded(self._arena)
         measured = Measure(tensors, outs)
-        run(measured)
+        steps_on(measured)
         if self._arena is None or self._arena.nbytes < measured.peak:
             self._arena = Arena(rounded_up(measured.peak, STEPS_OF_SIZE))
         while True:

@@ -1,0 +1,256 @@
+"""Shares of a model on several GPUs, and the machine that runs a GPU's share of a pass's steps.
+
+A share of a matrix has all of its inputs (K) and some neighbouring outputs (N). So every output has
+the order of additions of the whole matrix, and its bits. Attention and its kv_cache are divided by
+heads, if every GPU can have as many. Steps that need a whole row gather it (`ops.gather`); norms,
+the residual stream and sampling are computed on every GPU alike.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+from gpt2block.architectures.architecture import Value
+from gpt2block.checks import normed_together
+from gpt2block.config import ModelConfig, model_shapes
+from gpt2block.config.formats import FILE
+from gpt2block.ops.gather import MAIL
+from gpt2block.ops.products import MULTIPLE
+from gpt2block.passes.machine import Machine, Step
+
+BORDER, BORDER_OF_BLOCKS = 64, 128  # shares begin at multiples of so many outputs; GGUF blocks
+QKV = "w_qkv"
+# Operation of a product → places of its weights and of its residual among the inputs.
+PRODUCTS: Mapping[str, tuple[int, int]] = {"linear": (1, 5), "gemm": (1, 3)}
+ATTENTION = "attention", "attention_split", "attention_varlen", "attention_packed"
+ELEMENTWISE = "silu_mul", "relu_squared", "cap"  # computed on columns before these are gathered
+OF_SHARE = ".share"  # ends the names of results that have only this GPU's columns
+
+
+class Meeting:
+    """The threads that drive the GPUs of a model meet here, and exchange values."""
+
+    def __init__(self, count: int) -> None:
+        self._barrier = threading.Barrier(count)
+        self._values: list[Any] = [None] * count
+
+    def exchange(self, index: int, value: Any = None) -> list[Any]:
+        """Wait for all threads; return their values in the order of the GPUs."""
+        self._values[index] = value
+        self._barrier.wait()
+        found = list(self._values)
+        self._barrier.wait()
+        return found
+
+    def abort(self) -> None:
+        """Raise threading.BrokenBarrierError in all threads that wait, or will."""
+        self._barrier.abort()
+
+    def reset(self) -> None:
+        self._barrier.reset()
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part of a model that one of `count` GPUs has. index: of the GPU, from 0.
+
+    whole_heads: whether every GPU computes all heads, and so all of q, k and v. mail: inputs of
+    gathers by name (`Mailboxes.of`).
+    """
+
+    config: ModelConfig
+    dtype: str
+    index: int
+    count: int
+    meeting: Meeting
+    mail: Mapping[str, Any] = field(default_factory=dict)
+    two_part: bool = False  # whether products of prompts read two-part operands
+
+    @cached_property
+    def divides_heads(self) -> bool:
+        """Whether each GPU has its own heads.
+
+        If not, each computes all heads: the groups of keys are too few or cannot be divided, one
+        norm is over all heads, or a scale is the largest of all heads (two-part operands).
+        """
+        c, shapes = self.config, self.config.block_shapes()
+        n_kv_head = c.kv_width // c.head_size
+        if self.two_part or c.n_head % self.count or n_kv_head % self.count:
+            return False
+        if self.dtype == FILE and (c.kv_width // self.count) % BORDER_OF_BLOCKS:
+            return False
+        gammas = [shapes.get(name) for name in ("gamma_q", "gamma_k")]
+        if None in gammas:
+            return True
+        return not normed_together(*gammas, c.n_head, n_kv_head, c.head_size)  # type: ignore[arg-type]
+
+    @property
+    def heads(self) -> dict[str, int]:
+        """The numbers of heads of this GPU: n_head and n_kv_head."""
+        c, by = self.config, self.count if self.divides_heads else 1
+        return {"n_head": c.n_head // by, "n_kv_head": c.kv_width // c.head_size // by}
+
+    @property
+    def kv_width(self) -> int:
+        """Channels of K of this GPU's heads."""
+        return self.heads["n_kv_head"] * self.config.head_size
+
+    @cached_property
+    def borders(self) -> dict[str, tuple[int, ...]]:
+        """{name of a matrix: first output of each share, then N}; w_qkv and whole ones are absent.
+
+        Names are without the layer's prefix. lm_head stands for wte, too, if both are tied.
+        """
+        sizes = {n: s[1] for n, s in self.config.block_shapes().items() if len(s) == 2}
+        sizes["lm_head"] = self.config.vocab_size
+        unit = BORDER_OF_BLOCKS if self.dtype == FILE else BORDER
+        found = {}
+        for name, N in sizes.items():
+            units = -(-N // unit)
+            if name != QKV and units >= self.count:
+                each, more = divmod(units, self.count)
+                ends = [(n * each + min(n, more)) * unit for n in range(self.count)]
+                found[name] = (*ends, N)
+        return found
+
+    def spans(self, name: str) -> tuple[tuple[int, int], ...]:
+        """Return the ranges (begin, end) of a matrix's outputs that this GPU has; () for all."""
+        base = name.rpartition(".")[2]
+        if base == QKV and self.divides_heads:
+            sizes = self.config.q_width, self.config.kv_width, self.config.kv_width
+            ends = (0, sizes[0], sum(sizes[:2]))
+            own = [(first, size // self.count) for first, size in zip(ends, sizes, strict=True)]
+            return tuple((at + self.index * n, at + (self.index + 1) * n) for at, n in own)
+        if base in self.borders:
+            return (tuple(pairwise(self.borders[base]))[self.index],)
+        return ()
+
+    def width(self, name: str) -> int | None:
+        """Return the number of outputs that a gather of a product with this matrix returns.
+
+        Return None if the product needs no gather. lm_head may be padded, as "head".
+        """
+        base = matrix_of(name)
+        if base == "head":
+            ends = self.borders.get("lm_head")
+            return ends and ends[-1] + -ends[-1] % MULTIPLE
+        ends = self.borders.get(base)
+        return ends and ends[-1]
+
+    def first(self, name: str) -> int:
+        """Return the first output of a matrix that this GPU has."""
+        base = matrix_of(name)
+        return self.borders["lm_head" if base == "head" else base][self.index]
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return {name: shape} of this GPU's tensors, as `model_shapes` does of the model's."""
+        found = {}
+        for name, shape in model_shapes(self.config).items():
+            spans = self.spans(name)
+            own = sum(end - begin for begin, end in spans)
+            if spans and len(shape) == 2:
+                axis = 0 if name == "lm_head" else 1
+                found[name] = (own, shape[1]) if axis == 0 else (shape[0], own)
+            else:
+                found[name] = shape
+        return found
+
+    def exchange(self, value: Any = None) -> list[Any]:
+        """Wait for the threads of all GPUs; return their values in the order of the GPUs."""
+        return self.meeting.exchange(self.index, value)
+
+
+def matrix_of(name: str) -> str:
+    """Return a matrix's name without the layer's prefix and without ".parts"."""
+    return name.removesuffix(".parts").rpartition(".")[2]
+
+
+class Columns:
+    """This GPU's columns of a result, which the first step that reads the whole result gathers.
+
+    N: number of columns of the whole. first: this GPU's first column. step: the step that computes
+    the whole result on one GPU. whole: the whole result once it is gathered, else None.
+    """
+
+    def __init__(self, value: Value, N: int, first: int, step: Step) -> None:
+        self.value, self.N, self.first, self.step = value, N, first, step
+        self.whole: Value = None
+
+
+class Divided(Machine):
+    """A machine that runs a GPU's share of the steps on the machine `do`, and gathers rows.
+
+    Passes name the steps of the whole model, but with this GPU's heads.
+    """
+
+    def __init__(self, do: Machine, share: Share) -> None:
+        super().__init__({**do.tensors, **share.mail})
+        do.tensors = self.tensors
+        self._do, self._share = do, share
+
+    def do(self, step: Step, into: Value) -> Value:
+        given = step.inputs
+        if step.op in PRODUCTS and (N := self._share.width(given[PRODUCTS[step.op][0]])):
+            return self._product(step, N, into)
+        if step.op in ELEMENTWISE and all(isinstance(each, Columns) for each in given):
+            to = into.value if isinstance(into, Columns) else None
+            value = self._own(step, tuple(each.value for each in given), to)
+            return Columns(value, given[0].N, given[0].first, step)
+        inputs = tuple(self.whole(each) for each in given)
+        if step.op in ATTENTION and self._share.divides_heads:
+            width = self._share.config.q_width
+            value = self._own(step, inputs)
+            return Columns(value, width, self._share.index * width // self._share.count, step)
+        return self._do.do(step._replace(inputs=inputs), self.whole(into))
+
+    def _product(self, step: Step, N: int, into: Value) -> Value:
+        """Compute this GPU's columns. Gather them at once if a residual is added to them."""
+        weights, residual = PRODUCTS[step.op]
+        inputs = [self.whole(each) for each in step.inputs]
+        added = inputs[residual] if len(inputs) > residual else None
+        if len(inputs) > residual:
+            inputs[residual] = ""
+        if not self._is_given(added):
+            added = None
+        dtype = "float32" if added is not None and step.op == "gemm" else step.dtype
+        value = self._own(step._replace(dtype=dtype), tuple(inputs))
+        columns = Columns(value, N, self._share.first(step.inputs[weights]), step)
+        return columns if added is None else self._gather(columns, added, self.whole(into))
+
+    def _is_given(self, value: Value) -> bool:
+        return value is not None and (not isinstance(value, str) or self.has(value))
+
+    def _own(self, step: Step, inputs: tuple[Value, ...], into: Value = None) -> Value:
+        attrs = {name: value for name, value in step.attrs.items() if name != "to_terms"}
+        own = step._replace(name=step.name + OF_SHARE, inputs=inputs, attrs=attrs)
+        return self._do.do(own, into)
+
+    def whole(self, value: Value) -> Value:
+        """Return a result; if it is Columns, after the gather, in the format of its step."""
+        if not isinstance(value, Columns):
+            return value
+        if value.whole is None:
+            value.whole = self._gather(value)
+            value.value = None  # frees the memory of the columns
+        return value.whole
+
+    def _gather(self, columns: Columns, residual: Value = "", into: Value = None) -> Value:
+        step, sizes = columns.step, {"N": columns.N, "first": columns.first}
+        terms = step.attrs.get("to_terms")
+        name = f"{step.name}.floats" if terms else step.name
+        inputs = (columns.value, residual, *(each for each in MAIL if each in self._share.mail))
+        y = self._do(name, "gather", inputs, into=into, bound=step.bound, **sizes)
+        if terms is None:
+            return y
+        return self._do(step.name, "operand", (y,), dtype="float32", to_terms=terms)
+
+
+def of_share(run: Callable[[Machine], Any], do: Machine, share: Share) -> Any:
+    """Run a pass's steps of a share on the machine `do`; return the pass's result, whole."""
+    divided = Divided(do, share)
+    return divided.whole(run(divided))

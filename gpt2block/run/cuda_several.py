@@ -1,0 +1,274 @@
+"""A model on several GPUs: one thread drives each GPU, which has a share of every matrix.
+
+Every call runs on all GPUs at once, each with its own `CudaModel`, and returns the results of the
+first. Host code is the same on all of them, so that they launch the same gathers in the same order.
+What depends on times or on free memory is decided once, and exchanged.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import tee
+from typing import Any, TypeVar
+
+from numpy.typing import NDArray
+
+from gpt2block.config import ModelConfig
+from gpt2block.config.formats import Formats
+from gpt2block.cuda import cupy
+from gpt2block.cuda.arrays import compute_capability
+from gpt2block.errors import DeviceError, InputError
+from gpt2block.ops.gather import Mailboxes
+from gpt2block.ops.products import MMA_CAPABILITY
+from gpt2block.passes.shares import Meeting, Share
+from gpt2block.run.cuda_caches import CudaCache
+from gpt2block.run.cuda_decoding import CudaDecoding
+from gpt2block.run.cuda_model import CudaModel
+from gpt2block.run.cuda_products import possible_products
+from gpt2block.run.model import (
+    Floats,
+    Ids,
+    Output,
+    Sampled,
+    Start,
+    StepResult,
+    Tensors,
+    describe_cache,
+)
+from gpt2block.run.timeline import Call, Timeline
+
+Found = TypeVar("Found")
+ALONE = "{}: a model on several GPUs does not have it: use a model on one GPU"
+
+
+class Crew:
+    """A thread for each GPU. All of them run the same calls, in the same order."""
+
+    def __init__(self, devices: Sequence[int]) -> None:
+        self.mail, self.meeting = Mailboxes(devices), Meeting(len(devices))
+        self._threads = [ThreadPoolExecutor(1, f"cuda:{device}") for device in devices]
+        self._lock = threading.RLock()
+
+    def run(self, calls: Sequence[Callable[[], Found]]) -> list[Found]:
+        """Run a call on each GPU's thread, all at once; return their results.
+
+        If a call raises, the others end, too: gathers that wait for this GPU end without a result.
+        Raises the error of the first GPU that has one, or DeviceError if a gather has waited too
+        long.
+        """
+        with self._lock:
+            pairs = zip(self._threads, calls, strict=True)
+            futures = [thread.submit(self._guarded, call) for thread, call in pairs]
+            errors = [error for each in futures if (error := each.exception()) is not None]
+            if not errors and not self.mail.aborted:
+                return [each.result() for each in futures]
+            self.mail.clear()
+            self.meeting.reset()
+            own = [e for e in errors if not isinstance(e, threading.BrokenBarrierError)]
+            raise (
+                own[0]
+                if own
+                else DeviceError(
+                    "a GPU has not sent its columns of a row to the other GPUs: use one GPU"
+                )
+            )
+
+    def _guarded(self, call: Callable[[], Found]) -> Found:
+        try:
+            return call()
+        except BaseException:
+            self.mail.abort()
+            self.meeting.abort()
+            raise
+
+
+class SeveralCaches:
+    """The kv_caches of a model on several GPUs: each GPU has the keys and values of its heads."""
+
+    def __init__(self, parts: Sequence[CudaCache], kind: Any) -> None:
+        self.parts, self.kind = parts, kind
+        self.batch, self.n_ctx = parts[0].batch, parts[0].n_ctx
+
+    @property
+    def lengths(self) -> list[int]:
+        return self.parts[0].lengths
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    def __repr__(self) -> str:
+        return describe_cache(self)
+
+
+class SeveralCudaModels:
+    """A model on several GPUs, with the bits of the model on one. devices: their numbers.
+
+    Raises InputError for GPUs that differ, or that cannot access each other's memory.
+    """
+
+    def __init__(
+        self, config: ModelConfig, tensors: Tensors, formats: Formats, devices: Sequence[int]
+    ) -> None:
+        _check_alike(devices)
+        self.config, self.formats, self.devices = config, formats, tuple(devices)
+        self._crew = crew = Crew(devices)
+        with cupy.cuda.Device(devices[0]):
+            two_part = possible_products(config, formats.dtype) == "two_part"
+
+        def made(index: int, items: Tensors) -> CudaModel:
+            device = devices[index]
+            with cupy.cuda.Device(device):
+                mail = crew.mail.of(index)
+            sizes = config, formats.dtype, index, len(devices), crew.meeting
+            share = Share(*sizes, mail, two_part)
+            return CudaModel(config, items, formats, device, share)
+
+        calls = [_Call(made, n, each) for n, each in enumerate(_copies(tensors, len(devices)))]
+        self.parts: list[CudaModel] = crew.run(calls)
+        first = self.parts[0]
+        n_layer, width, dtype, _, rope = first.cache_kind
+        names = ",".join(map(str, devices))
+        self.cache_kind = n_layer, width, dtype, f"cuda:{names}", rope
+        self.divides_prompts, self.continues_exactly = (
+            first.divides_prompts,
+            first.continues_exactly,
+        )
+
+    def _each(self, function: Callable[[CudaModel], Found]) -> list[Found]:
+        return self._crew.run([_Call(function, part) for part in self.parts])
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    @property
+    def nbytes_of_devices(self) -> Mapping[str, int]:
+        """{name of a GPU: bytes of the weights on it}."""
+        return {f"cuda:{part.device}": part.nbytes for part in self.parts}
+
+    def describe(self) -> str:
+        return f"{len(self.parts)} × {self.parts[0].describe()}"
+
+    def tensors(self) -> Tensors:
+        raise InputError(ALONE.format("saving"))
+
+    def new_cache(self, batch: int, n_ctx: int) -> SeveralCaches:
+        return SeveralCaches(self._each(lambda m: m.new_cache(batch, n_ctx)), self.cache_kind)
+
+    def forward(
+        self, sequences: Sequence[Ids], want: Output, cache: SeveralCaches | None = None
+    ) -> list[Floats]:
+        caches = [None] * len(self.parts) if cache is None else cache.parts
+        pairs = zip(self.parts, caches, strict=True)
+        return self._crew.run([_Call(m.forward, sequences, want, part) for m, part in pairs])[0]
+
+    def log_likelihood(self, sequences: Sequence[Ids]) -> list[Floats]:
+        return self._each(lambda m: m.log_likelihood(sequences))[0]
+
+    def likeliest(self, sequences: Sequence[Ids]) -> list[tuple[Floats, Ids]]:
+        return self._each(lambda m: m.likeliest(sequences))[0]
+
+    def trace(self, ids: Ids, cached: bool) -> dict[str, NDArray[Any]]:
+        raise InputError(ALONE.format("trace"))
+
+    def run_alone(
+        self, ids: Ids, cached: bool, exact: Mapping[str, NDArray[Any]]
+    ) -> Iterator[StepResult]:
+        raise InputError(ALONE.format("compare"))
+
+    def timed(self, call: Call) -> list[Timeline]:
+        raise InputError(ALONE.format("profile"))
+
+    def decode(
+        self, slots: int, n_ctx: int, fewer: bool = False, speculate: bool = False
+    ) -> SeveralDecodings:
+        return SeveralDecodings(
+            self._crew, self._each(lambda m: m.decode(slots, n_ctx, fewer, speculate))
+        )
+
+
+class SeveralDecodings:
+    """A Decoding on several GPUs."""
+
+    def __init__(self, crew: Crew, parts: Sequence[CudaDecoding]) -> None:
+        self._crew, self._parts = crew, parts
+        self.slots, self.n_ctx = parts[0].slots, parts[0].n_ctx
+
+    def _each(self, function: Callable[[CudaDecoding], Found]) -> list[Found]:
+        return self._crew.run([_Call(function, part) for part in self._parts])
+
+    def start_up(self, continued: bool) -> Iterator[tuple[int, int]]:
+        parts = [part.start_up(continued) for part in self._parts]
+        while True:
+            found = self._crew.run([_Call(next, part, None) for part in parts])[0]
+            if found is None:
+                return
+            yield found
+
+    def start(self, starts: Sequence[Start]) -> None:
+        self._with_starts("start", starts)
+
+    def extend(self, starts: Sequence[Start]) -> None:
+        self._with_starts("extend", starts)
+
+    def _with_starts(self, name: str, starts: Sequence[Start]) -> None:
+        """Call a method of all parts, which change copies of the starts' matchers."""
+        own = [
+            [start._replace(matcher=start.matcher and start.matcher.copy()) for start in starts]
+            for _ in self._parts[1:]
+        ]
+        pairs = zip(self._parts, [starts, *own], strict=True)
+        self._crew.run([_Call(getattr(part, name), each) for part, each in pairs])
+
+    def copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        self._each(lambda part: part.copy(copies))
+
+    def next(self) -> Sampled:
+        return self._each(lambda part: part.next())[0]
+
+    def stop(self, slots: Ids) -> None:
+        for part in self._parts:
+            part.stop(slots)
+
+
+class _Call:
+    """A function with its arguments."""
+
+    def __init__(self, function: Callable[..., Any], *given: Any) -> None:
+        self._function, self._given = function, given
+
+    def __call__(self) -> Any:
+        return self._function(*self._given)
+
+
+def _copies(tensors: Tensors, count: int) -> list[Tensors]:
+    """Return iterators over the same tensors, one for each thread. Each tensor is read once."""
+    lock = threading.Lock()
+
+    def locked(items: Iterator[Any]) -> Iterator[Any]:
+        while True:
+            with lock:
+                item = next(items, None)
+            if item is None:
+                return
+            yield item
+
+    return [locked(each) for each in tee(iter(tensors), count)]
+
+
+def _check_alike(devices: Sequence[int]) -> None:
+    """Raise InputError unless the GPUs are different ones of one kind, with tensor cores."""
+    kinds = []
+    for device in devices:
+        with cupy.cuda.Device(device):
+            kinds.append(compute_capability())
+    if len(set(kinds)) > 1:
+        raise InputError(f"device: GPUs of compute capabilities {kinds}: expected one kind of GPU")
+    if kinds[0] < MMA_CAPABILITY:
+        raise InputError(
+            f"device: GPUs of compute capability {kinds[0]}: expected {MMA_CAPABILITY} or newer "
+            "for a model on several GPUs: use one of them"
+        )

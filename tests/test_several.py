@@ -1,0 +1,127 @@
+"""A model on several GPUs has the bits of the model on one.
+
+Without GPUs, threads drive emulated GPUs that share one memory. A gather would wait there for other
+GPUs, whose part the emulator runs later, so it runs in two parts, and the threads meet in between.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from gpt2block import GPT2Config, LlamaConfig
+from gpt2block.config import ModelConfig
+from gpt2block.config.formats import Formats
+from gpt2block.cuda import replaced
+from gpt2block.cuda.requests import Launch
+from gpt2block.ops import gather
+from gpt2block.ops.gather import RECEIVE, SEND
+from gpt2block.parameters.arrays import random_model
+from gpt2block.run import recording
+from gpt2block.run.cuda_model import CudaModel
+from gpt2block.run.cuda_several import SeveralCudaModels
+from gpt2block.run.model import start_all
+from gpt2block.sampling import Sampling
+from tests.devices import SOMEWHERE, assert_same_bits, running_on
+from tests.test_architectures_cuda import FORMATS, OWN, SIZES
+
+Array = NDArray[Any]
+SEVERAL: dict[str, Any] = {"n_head": 4, "n_kv_head": 2, "n_embd": 128, "n_ff": 192, "n_ctx": 64}
+SEVERAL |= {"vocab_size": 203}
+
+
+class Again:
+    """A graph that runs its launches one after another."""
+
+    def __init__(self, launches: Iterable[Any], *_: Any) -> None:
+        self._launches = tuple(launches)
+
+    def launch(self, stream: Any) -> None:
+        for launch in self._launches:
+            launch.run()
+
+
+@contextmanager
+def emulated_together(count: int) -> Iterator[None]:
+    barrier, one_at_a_time, run = threading.Barrier(count), threading.Lock(), Launch.run
+
+    def run_in_parts(launch: Launch) -> None:
+        if launch.name != "gather":
+            run(launch)
+            return
+        for parts in (SEND, RECEIVE):
+            args = (*launch.args[:-1], np.int32(parts))
+            with one_at_a_time:
+                run(Launch(launch.name, launch.function, launch.grid, launch.block, args))
+            barrier.wait(60)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Launch, "run", run_in_parts)
+        patch.setattr(recording, "capture", Again)
+        patch.setattr(gather, "CAPACITY", 4096)
+        yield
+
+
+@contextmanager
+def one_and_several(
+    where: str, config: ModelConfig, formats: Formats, count: int
+) -> Iterator[tuple[CudaModel, SeveralCudaModels]]:
+    with running_on(where):
+        tensors = list(random_model(3, config))
+        one = CudaModel(config, iter(tensors), formats, 0)
+        with emulated_together(count) if replaced() else nullcontext():
+            yield one, SeveralCudaModels(config, iter(tensors), formats, [0] * count)
+
+
+def config_of(name: str) -> ModelConfig:
+    if name == "gpt2":
+        return GPT2Config(n_layer=2, n_head=2, n_embd=128, n_ctx=64, vocab_size=203)
+    kind, own = OWN.get(name, (LlamaConfig, {}))
+    return kind(**{**SIZES, **SEVERAL, **own})
+
+
+def prompts(count: int, vocab_size: int) -> list[NDArray[np.int32]]:
+    rng = np.random.default_rng(count)
+    lengths = rng.integers(1, 12, count)
+    return [rng.integers(vocab_size, size=n).astype(np.int32) for n in lengths]
+
+
+def sampled(engine: Any, count: int, steps: int, vocab_size: int) -> list[tuple[Any, ...]]:
+    """Tokens and log-probabilities of `count` texts, of which every other one is greedy."""
+    settings = [Sampling(temperature=n % 2, seed=n) for n in range(count)]
+    decoding = start_all(engine, prompts(count, vocab_size), settings, steps)
+    found = []
+    for _ in range(steps):
+        each = decoding.next()
+        found += zip(each.slots.tolist(), each.tokens.tolist(), each.logprobs.tolist(), strict=True)
+    return found
+
+
+CASES = [
+    ("llama", "float16", 2),
+    ("gpt2", "bfloat16", 2),
+    ("llama", "float8_e4m3fn", 2),
+]
+
+
+@pytest.mark.parametrize("where", SOMEWHERE)
+@pytest.mark.parametrize(("name", "dtype", "count"), CASES)
+def test_texts_and_scores_have_the_bits_of_one_gpu(
+    where: str, name: str, dtype: str, count: int
+) -> None:
+    config = config_of(name)
+    V = config.vocab_size
+    with one_and_several(where, config, Formats(dtype, FORMATS[dtype]), count) as (one, several):
+        ids = prompts(3, V)
+        for engine in ("forward", "log_likelihood"):
+            given = (ids, "logits") if engine == "forward" else (ids,)
+            for a, b in zip(getattr(one, engine)(*given), getattr(several, engine)(*given), strict=True):
+                assert_same_bits(a, b)
+        for rows in (1, 5):
+            assert sampled(several, rows, 5, V) == sampled(one, rows, 5, V)
