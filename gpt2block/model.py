@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar, over
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block.block import reads_blocks, resolve_device
+from gpt2block.block import reads_blocks, resolve_devices
 from gpt2block.checkpoints import BUNDLED, Checkpoint, save_gguf, save_pretrained
 from gpt2block.checks import check_callable, check_count, check_flag, named_options
 from gpt2block.config import GPT2Config, ModelConfig
@@ -168,16 +168,20 @@ class Model(Generic[Weights]):
         formats: Formats,
     ) -> None:
         self.config, self.formats = config, formats
-        index = resolve_device(device)
+        indices = resolve_devices(device)
         self.engine: TracedEngine
-        if index is None:
+        if not indices:
             from gpt2block.run.numpy_model import NumpyModel  # noqa: PLC0415
 
             self.engine = NumpyModel(config, tensors, formats)
+        elif len(indices) > 1:
+            from gpt2block.run.cuda_several import SeveralCudaModels  # noqa: PLC0415
+
+            self.engine = SeveralCudaModels(config, tensors, formats, indices)
         else:
             from gpt2block.run.cuda_model import CudaModel  # noqa: PLC0415
 
-            self.engine = CudaModel(config, tensors, formats, index)
+            self.engine = CudaModel(config, tensors, formats, indices[0])
 
     if not TYPE_CHECKING:  # __getattr__ would hide unknown names from type checkers
 

@@ -18,11 +18,12 @@ from numpy.typing import NDArray
 from gpt2block import GPT2Config, LlamaConfig
 from gpt2block.config import ModelConfig
 from gpt2block.config.formats import Formats
-from gpt2block.cuda import replaced
+from gpt2block.cuda import cupy, replaced
 from gpt2block.cuda.requests import Launch
 from gpt2block.ops import gather
 from gpt2block.ops.gather import RECEIVE, SEND
 from gpt2block.parameters.arrays import random_model
+from gpt2block.parameters.gpt2 import GPT2Weights
 from gpt2block.run import recording
 from gpt2block.run.cuda_model import CudaModel
 from gpt2block.run.cuda_several import SeveralCudaModels
@@ -73,10 +74,17 @@ def one_and_several(
     where: str, config: ModelConfig, formats: Formats, count: int
 ) -> Iterator[tuple[CudaModel, SeveralCudaModels]]:
     with running_on(where):
-        tensors = list(random_model(3, config))
+        given = GPT2Weights.random(3, config).tensors() if isinstance(config, GPT2Config) else None
+        tensors = list(given or random_model(3, config))
         one = CudaModel(config, iter(tensors), formats, 0)
         with emulated_together(count) if replaced() else nullcontext():
-            yield one, SeveralCudaModels(config, iter(tensors), formats, [0] * count)
+            yield one, SeveralCudaModels(config, iter(tensors), formats, gpus(count))
+
+
+def gpus(count: int) -> list[int]:
+    """Different GPUs, or one if the machine has fewer."""
+    there = 1 if replaced() else cupy.cuda.runtime.getDeviceCount()
+    return list(range(count)) if there >= count else [0] * count
 
 
 def config_of(name: str) -> ModelConfig:
@@ -96,7 +104,7 @@ def sampled(engine: Any, count: int, steps: int, vocab_size: int) -> list[tuple[
     """Tokens and log-probabilities of `count` texts, of which every other one is greedy."""
     settings = [Sampling(temperature=n % 2, seed=n) for n in range(count)]
     decoding = start_all(engine, prompts(count, vocab_size), settings, steps)
-    found = []
+    found = list[tuple[Any, ...]]()
     for _ in range(steps):
         each = decoding.next()
         found += zip(each.slots.tolist(), each.tokens.tolist(), each.logprobs.tolist(), strict=True)
@@ -104,6 +112,12 @@ def sampled(engine: Any, count: int, steps: int, vocab_size: int) -> list[tuple[
 
 
 CASES = [
+    ("gemma3", "bfloat16", 2),
+    ("olmo2", "float16", 2),
+    ("qwen3-bias", "float8_e5m2", 2),
+    ("llama", "float32", 2),
+    ("gpt2", "float32", 2),
+    ("phi3", "bfloat16", 2),
     ("llama", "float16", 2),
     ("gpt2", "bfloat16", 2),
     ("llama", "float8_e4m3fn", 2),
@@ -121,7 +135,9 @@ def test_texts_and_scores_have_the_bits_of_one_gpu(
         ids = prompts(3, V)
         for engine in ("forward", "log_likelihood"):
             given = (ids, "logits") if engine == "forward" else (ids,)
-            for a, b in zip(getattr(one, engine)(*given), getattr(several, engine)(*given), strict=True):
+            for a, b in zip(
+                getattr(one, engine)(*given), getattr(several, engine)(*given), strict=True
+            ):
                 assert_same_bits(a, b)
         for rows in (1, 5):
             assert sampled(several, rows, 5, V) == sampled(one, rows, 5, V)

@@ -84,13 +84,13 @@ class Share:
             return False
         if self.dtype == FILE and (c.kv_width // self.count) % BORDER_OF_BLOCKS:
             return False
-        gammas = [shapes.get(name) for name in ("gamma_q", "gamma_k")]
-        if None in gammas:
+        if "gamma_q" not in shapes:
             return True
-        return not normed_together(*gammas, c.n_head, n_kv_head, c.head_size)  # type: ignore[arg-type]
+        of_q, of_k = shapes["gamma_q"], shapes["gamma_k"]
+        return not normed_together(of_q, of_k, c.n_head, n_kv_head, c.head_size)
 
     @property
-    def heads(self) -> dict[str, int]:
+    def heads(self) -> dict[str, Any]:
         """The numbers of heads of this GPU: n_head and n_kv_head."""
         c, by = self.config, self.count if self.divides_heads else 1
         return {"n_head": c.n_head // by, "n_kv_head": c.kv_width // c.head_size // by}
@@ -98,7 +98,7 @@ class Share:
     @property
     def kv_width(self) -> int:
         """Channels of K of this GPU's heads."""
-        return self.heads["n_kv_head"] * self.config.head_size
+        return int(self.heads["n_kv_head"]) * self.config.head_size
 
     @cached_property
     def borders(self) -> dict[str, tuple[int, ...]]:
@@ -137,10 +137,9 @@ class Share:
         """
         base = matrix_of(name)
         if base == "head":
-            ends = self.borders.get("lm_head")
-            return ends and ends[-1] + -ends[-1] % MULTIPLE
-        ends = self.borders.get(base)
-        return ends and ends[-1]
+            N = self.borders["lm_head"][-1] if "lm_head" in self.borders else 0
+            return N + -N % MULTIPLE or None
+        return self.borders[base][-1] if base in self.borders else None
 
     def first(self, name: str) -> int:
         """Return the first output of a matrix that this GPU has."""
@@ -149,7 +148,7 @@ class Share:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return {name: shape} of this GPU's tensors, as `model_shapes` does of the model's."""
-        found = {}
+        found: dict[str, tuple[int, ...]] = {}
         for name, shape in model_shapes(self.config).items():
             spans = self.spans(name)
             own = sum(end - begin for begin, end in spans)
@@ -240,7 +239,8 @@ class Divided(Machine):
         return value.whole
 
     def _gather(self, columns: Columns, residual: Value = "", into: Value = None) -> Value:
-        step, sizes = columns.step, {"N": columns.N, "first": columns.first}
+        step = columns.step
+        sizes: dict[str, Any] = {"N": columns.N, "first": columns.first}
         terms = step.attrs.get("to_terms")
         name = f"{step.name}.floats" if terms else step.name
         inputs = (columns.value, residual, *(each for each in MAIL if each in self._share.mail))

@@ -95,6 +95,11 @@ class SeveralCaches:
     def lengths(self) -> list[int]:
         return self.parts[0].lengths
 
+    @lengths.setter
+    def lengths(self, lengths: list[int]) -> None:
+        for part in self.parts:
+            part.lengths = list(lengths)
+
     @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.parts)
@@ -163,7 +168,9 @@ class SeveralCudaModels:
     ) -> list[Floats]:
         caches = [None] * len(self.parts) if cache is None else cache.parts
         pairs = zip(self.parts, caches, strict=True)
-        return self._crew.run([_Call(m.forward, sequences, want, part) for m, part in pairs])[0]
+        calls = [_Call(m.forward, sequences, want, part) for m, part in pairs]
+        found: list[list[Floats]] = self._crew.run(calls)
+        return found[0]
 
     def log_likelihood(self, sequences: Sequence[Ids]) -> list[Floats]:
         return self._each(lambda m: m.log_likelihood(sequences))[0]
