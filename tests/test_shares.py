@@ -15,7 +15,7 @@ from gpt2block.config.formats import GGUF
 from gpt2block.cuda.kernels import FP8, TWO_PART
 from gpt2block.ops import _linear_hopper, _linear_matvec, _linear_mma
 from gpt2block.ops.attention import VARLEN
-from gpt2block.ops.attention_cached import ATTENTION_PACKED, ATTENTION_SPLIT, split_geometry
+from gpt2block.ops.attention_cached import ATTENTION_PACKED, ATTENTION_SPLIT
 from gpt2block.ops.gemm import OPERATION as GEMM
 from gpt2block.ops.linear import OPERATION as LINEAR
 from gpt2block.weights.gguf import TYPES, GgufMatrix
@@ -24,7 +24,6 @@ from gpt2block.weights.two_part import TwoPartMatrix
 from tests.attentions import DTYPES
 from tests.caches import KINDS, Cache, Heads, random_cache
 from tests.devices import GPU, SOMEWHERE, assert_same_bits, combinations, one_order
-from tests.gpus import H200
 from tests.plain import normal
 from tests.test_terms import terms
 
@@ -50,14 +49,10 @@ def matrix(kind: str, n: int = N, k: int = K) -> Any:
     return WeightMatrix.quantize(w, kind, "NK")
 
 
-# --- shares of matrices -------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", EVERY)
 def test_shares_are_the_columns_of_the_matrix(kind: str) -> None:
     whole = matrix(kind)
-    spans = (*SHARES, (0, N), (16, 32), (128, 192), (112, 272))
-    for begin, end in spans:
+    for begin, end in (*SHARES, (0, N), (16, 32), (128, 192)):
         share = whole.columns(begin, end)
         if kind == TWO_PART:
             assert_same_bits(share.get(), whole.get()[begin:end])
@@ -73,21 +68,15 @@ def test_shares_are_the_columns_of_the_matrix(kind: str) -> None:
             whole.columns(begin, end)
 
 
-def test_shares_of_several_types() -> None:
-    share = matrix("q, k, v").columns(112, 208)
-    assert share.ranges == (("Q4_K", 16), ("Q6_K", 64), ("Q5_K", 16))
-    assert share.columns(16, 80).ranges == (("Q6_K", 64),)
-
-
-def test_shares_that_cannot_be() -> None:
+def test_borders_of_shares() -> None:
+    whole = matrix("q, k, v")
+    assert whole.columns(112, 208).ranges == (("Q4_K", 16), ("Q6_K", 64), ("Q5_K", 16))
+    assert whole.columns(112, 208).columns(16, 80).ranges == (("Q6_K", 64),)
     for span in ((8, 32), (16, 40)):
         with pytest.raises(InputError, match="expected borders in multiples of 16"):
-            matrix("two types").columns(*span)
-    with pytest.raises(InputError, match="expected layout 'NK'"):
+            whole.columns(*span)
+    with pytest.raises(InputError, match="columns: expected layout 'NK'"):
         WeightMatrix(normal(1, 8, 8), "float32").columns(0, 4)
-
-
-# --- products -----------------------------------------------------------------------------------
 
 
 EMULATED = (  # each program takes the emulator a second to compile
@@ -119,8 +108,7 @@ def multiplied(device: Any, x: Array, w: Any, span: tuple[int, int], variant: st
         x = terms(x, order.dtype, order.width, rounded=rounded)
         options = {"decoding": True, "terms": order}
     inputs = device.asarray(x), w, bias
-    out: Array = LINEAR.bind(inputs, **options).run().get()
-    return out
+    return np.asarray(LINEAR.bind(inputs, **options).run().get())
 
 
 @pytest.mark.parametrize(
@@ -132,11 +120,7 @@ def multiplied(device: Any, x: Array, w: Any, span: tuple[int, int], variant: st
     indirect=["device"],
 )
 def test_products_of_shares(
-    device: Any,
-    kind: str,
-    variant: str,
-    rows: tuple[int, ...],
-    monkeypatch: pytest.MonkeyPatch,
+    device: Any, kind: str, variant: str, rows: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The whole matrix has the many columns of lm_head, of which blocks loop; a share has fewer."""
     for module in (_linear_matvec, _linear_mma):
@@ -173,19 +157,15 @@ def test_shares_of_lm_head(device: Any, variant: str) -> None:
 @pytest.mark.parametrize("kind", ["bfloat16", "float8_e5m2", TWO_PART, "two types"])
 def test_products_of_prompts(device: Any, kind: str) -> None:
     whole = matrix(kind).mapped(device.asarray)
-    a: Any = normal(3, 33, K).astype(DTYPES.get(kind, np.float16))
-    a = TwoPartMatrix.from_float32(normal(3, 33, K)) if kind == TWO_PART else a
-    a = a.mapped(device.asarray) if kind == TWO_PART else device.asarray(a)
+    x = normal(3, 33, K)
+    a = device.asarray(x if kind == TWO_PART else x.astype(DTYPES.get(kind, np.float16)))
 
     def computed(w: Any) -> Array:
-        out: Array = GEMM.bind((a, w), dtype="float32").run().get()
-        return out
+        bound = GEMM.bind((a, w), dtype="float32")
+        return np.asarray(bound.run().get())
 
     parts = [computed(whole.columns(*span)) for span in SHARES]
     assert_same_bits(np.concatenate(parts, axis=1), computed(whole))
-
-
-# --- attention ----------------------------------------------------------------------------------
 
 
 HEADS: dict[Heads, tuple[tuple[int, int], ...]] = {  # and the shares of heads of q
@@ -229,13 +209,6 @@ def test_attention_of_shares(device: Any, heads: Heads, kind: str) -> None:
     parts = [computed(*of_heads(held, *share), serves) for share in HEADS[heads]]
     for got, right in zip(zip(*parts, strict=True), expected, strict=True):
         assert_same_bits(np.concatenate(got, axis=1), right)
-
-
-def test_fp8_attention_follows_from_the_heads_of_the_whole_model() -> None:
-    sizes = 16, 1, 132, H200["most_shared"], True
-    for serves, width in ((None, 16), (1, 16), (4, 8)):
-        defines = dict(split_geometry(1, 70, 2, 2, *sizes, serves).defines)
-        assert (defines["AS_WIDTH"], defines["AS_QUERIES"]) == (width, 1)
 
 
 @one_order
