@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from gpt2block.config.formats import GGUF
 from gpt2block.cuda.kernels import FP8, TWO_PART
 from gpt2block.ops import _linear_hopper, _linear_matvec, _linear_mma
 from gpt2block.ops.attention import VARLEN
-from gpt2block.ops.attention_cached import ATTENTION_PACKED, ATTENTION_SPLIT, split_geometry
+from gpt2block.ops.attention_cached import ATTENTION_PACKED, ATTENTION_SPLIT
 from gpt2block.ops.gemm import OPERATION as GEMM
 from gpt2block.ops.linear import OPERATION as LINEAR
 from gpt2block.weights.gguf import TYPES, GgufMatrix
@@ -22,17 +23,19 @@ from gpt2block.weights.matrix import WeightMatrix
 from gpt2block.weights.two_part import TwoPartMatrix
 from tests.attentions import DTYPES
 from tests.caches import KINDS, Cache, Heads, random_cache
-from tests.devices import GPU, SOMEWHERE, assert_same_bits, one_order
-from tests.gpus import H200
+from tests.devices import GPU, SOMEWHERE, assert_same_bits, combinations, one_order
 from tests.plain import normal
 from tests.test_terms import terms
 
 Array = NDArray[Any]
 N, K = 272, 512
 SHARES = (0, 144), (144, 272)
-RANGES = {"mixed": (("Q4_K", 128), ("Q6_K", 64), ("Q5_K", 80))}  # q, k and v of different types
-FLOATS = "float32", "float16", "bfloat16"
-WEIGHTS = (*FLOATS, *FP8)
+ROWS = 1, 4, 16, 64
+RANGES = {
+    "q, k, v": (("Q4_K", 128), ("Q6_K", 64), ("Q5_K", 80)),
+    "two types": (("Q8_0", 128), ("Q4_0", 144)),
+}
+WEIGHTS = ("float32", "float16", "bfloat16", *FP8)
 EVERY = (*WEIGHTS, TWO_PART, *TYPES, *RANGES)
 
 
@@ -46,14 +49,10 @@ def matrix(kind: str, n: int = N, k: int = K) -> Any:
     return WeightMatrix.quantize(w, kind, "NK")
 
 
-# --- shares of matrices -------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", EVERY)
 def test_shares_are_the_columns_of_the_matrix(kind: str) -> None:
     whole = matrix(kind)
-    spans = (*SHARES, (0, N), (16, 32), (128, 192), (112, 272))
-    for begin, end in spans:
+    for begin, end in (*SHARES, (0, N), (16, 32), (128, 192)):
         share = whole.columns(begin, end)
         if kind == TWO_PART:
             assert_same_bits(share.get(), whole.get()[begin:end])
@@ -64,33 +63,42 @@ def test_shares_are_the_columns_of_the_matrix(kind: str) -> None:
         assert share.columns(0, 16).whole_N == N
         assert share.largest == whole.largest
         type(share)(**vars(share))  # passes all checks
-    if isinstance(whole, GgufMatrix) and len(whole.ranges) > 1:
-        assert whole.columns(112, 208).ranges == (("Q4_K", 16), ("Q6_K", 64), ("Q5_K", 16))
     for begin, end in ((16, 16), (-16, 16), (0, N + 16)):
         with pytest.raises(InputError, match="expected borders of some of 272 outputs"):
             whole.columns(begin, end)
 
 
-def test_shares_that_cannot_be() -> None:
+def test_borders_of_shares() -> None:
+    whole = matrix("q, k, v")
+    assert whole.columns(112, 208).ranges == (("Q4_K", 16), ("Q6_K", 64), ("Q5_K", 16))
+    assert whole.columns(112, 208).columns(16, 80).ranges == (("Q6_K", 64),)
     for span in ((8, 32), (16, 40)):
         with pytest.raises(InputError, match="expected borders in multiples of 16"):
-            matrix("mixed").columns(*span)
-    with pytest.raises(InputError, match="expected layout 'NK'"):
+            whole.columns(*span)
+    with pytest.raises(InputError, match="columns: expected layout 'NK'"):
         WeightMatrix(normal(1, 8, 8), "float32").columns(0, 4)
 
 
-# --- products -----------------------------------------------------------------------------------
+EMULATED = (  # each program takes the emulator a second to compile
+    ("float32", "matvec", ROWS),
+    ("float8_e4m3fn", "matvec", (1,)),
+    ("float16", "mma", ROWS),
+    ("float8_e5m2", "mma", (4,)),
+    (TWO_PART, "mma_tiles", (64,)),
+    ("bfloat16", "mma_tiles", (64,)),
+    ("float32", "tiles", (64,)),
+    ("Q4_K", "", (64,)),
+    ("two types", "", (16,)),
+)
+ON_GPU = (
+    *product(WEIGHTS, ("matvec", "mma", "mma_tiles", "tiles")),
+    *product([TWO_PART], ("mma", "mma_tiles")),
+    *product([*TYPES, *RANGES], [""]),
+    *product([*WEIGHTS[1:], *TYPES, *RANGES], ["hopper"]),
+)
 
 
-PRODUCTS = [
-    *((dtype, variant) for dtype in WEIGHTS for variant in ("matvec", "mma", "mma_tiles", "tiles")),
-    *((TWO_PART, variant) for variant in ("mma", "mma_tiles")),
-    *((name, "") for name in ("Q4_K", "Q8_0", "mixed")),
-]
-BY_WGMMA = [(dtype, "hopper") for dtype in (*WEIGHTS[1:], "Q4_K", "mixed")]
-
-
-def product(device: Any, x: Array, w: Any, span: tuple[int, int], variant: str) -> Array:
+def multiplied(device: Any, x: Array, w: Any, span: tuple[int, int], variant: str) -> Array:
     """Of rows and a share of outputs, with their part of a bias."""
     bias = device.asarray(normal(2, N)[slice(*span)])
     options: dict[str, Any] = {"variant": variant or None, "decoding": not variant}
@@ -99,20 +107,20 @@ def product(device: Any, x: Array, w: Any, span: tuple[int, int], variant: str) 
         order = _linear_hopper.terms(w.dtype, rounded)
         x = terms(x, order.dtype, order.width, rounded=rounded)
         options = {"decoding": True, "terms": order}
-    out: Array = LINEAR.bind((device.asarray(x), w, bias), **options).run().get()
-    return out
+    inputs = device.asarray(x), w, bias
+    return np.asarray(LINEAR.bind(inputs, **options).run().get())
 
 
 @pytest.mark.parametrize(
-    ("device", "kind", "variant"),
+    ("device", "kind", "variant", "rows"),
     [
-        *(pytest.param(SOMEWHERE[0], *case) for case in PRODUCTS),
-        *(pytest.param("gpu", *case, marks=GPU.marks) for case in (*PRODUCTS, *BY_WGMMA)),
+        *(pytest.param(SOMEWHERE[0], *case) for case in EMULATED),
+        *(pytest.param("gpu", *case, ROWS, marks=GPU.marks) for case in ON_GPU),
     ],
     indirect=["device"],
 )
 def test_products_of_shares(
-    device: Any, kind: str, variant: str, monkeypatch: pytest.MonkeyPatch
+    device: Any, kind: str, variant: str, rows: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The whole matrix has the many columns of lm_head, of which blocks loop; a share has fewer."""
     for module in (_linear_matvec, _linear_mma):
@@ -120,19 +128,19 @@ def test_products_of_shares(
         module.geometry.cache_clear()
     whole = matrix(kind).mapped(device.asarray)
     x = normal(3, 64, K)
-    for M in (1, 4, 16, 64):
-        expected = product(device, x[:M], whole, (0, N), variant)
-        parts = [product(device, x[:M], whole.columns(*s), s, variant) for s in SHARES]
+    for M in rows:
+        expected = multiplied(device, x[:M], whole, (0, N), variant)
+        parts = [multiplied(device, x[:M], whole.columns(*s), s, variant) for s in SHARES]
         assert_same_bits(np.concatenate(parts, axis=1), expected)
     for module in (_linear_matvec, _linear_mma):
         module.geometry.cache_clear()
 
 
 @one_order
-@pytest.mark.parametrize(("kind", "variant"), [("float16", "matvec"), ("float16", "mma")])
-def test_shares_of_lm_head(device: Any, kind: str, variant: str) -> None:
+@pytest.mark.parametrize("variant", ["matvec", "mma"])
+def test_shares_of_lm_head(device: Any, variant: str) -> None:
     n, begin = 16_512, 8_320
-    whole = matrix(kind, n).mapped(device.asarray)
+    whole = matrix("float16", n).mapped(device.asarray)
     x = device.asarray(normal(3, 1, K))
     expected = ops.linear(x, whole, variant=variant).get()
     assert _linear_matvec.order(n, K, 2) != _linear_matvec.order(begin, K, 2)
@@ -146,29 +154,25 @@ def test_shares_of_lm_head(device: Any, kind: str, variant: str) -> None:
 
 
 @one_order
-@pytest.mark.parametrize("kind", [*WEIGHTS[1:], TWO_PART, "Q4_K", "mixed"])
+@pytest.mark.parametrize("kind", ["bfloat16", "float8_e5m2", TWO_PART, "two types"])
 def test_products_of_prompts(device: Any, kind: str) -> None:
     whole = matrix(kind).mapped(device.asarray)
-    a: Any = normal(3, 33, K).astype(DTYPES.get(kind, np.float16))
-    a = TwoPartMatrix.from_float32(normal(3, 33, K)) if kind == TWO_PART else a
-    a = a.mapped(device.asarray) if kind == TWO_PART else device.asarray(a)
+    x = normal(3, 33, K)
+    a = device.asarray(x if kind == TWO_PART else x.astype(DTYPES.get(kind, np.float16)))
 
     def computed(w: Any) -> Array:
-        out: Array = GEMM.bind((a, w), dtype="float32").run().get()
-        return out
+        bound = GEMM.bind((a, w), dtype="float32")
+        return np.asarray(bound.run().get())
 
     parts = [computed(whole.columns(*span)) for span in SHARES]
     assert_same_bits(np.concatenate(parts, axis=1), computed(whole))
 
 
-# --- attention ----------------------------------------------------------------------------------
-
-
-HEADS: tuple[tuple[Heads, tuple[tuple[int, int], ...]], ...] = (
-    ((4, 4, 16), ((0, 3), (3, 4))),
-    ((8, 2, 16), ((0, 4), (4, 8))),  # whole groups of a head of K
-    ((4, 1, 16), ((0, 3), (3, 4))),  # K and V are computed on each GPU
-)
+HEADS: dict[Heads, tuple[tuple[int, int], ...]] = {  # and the shares of heads of q
+    (4, 1, 16): ((0, 3), (3, 4)),  # K and V are computed on each GPU
+    (8, 2, 16): ((0, 4), (4, 8)),
+    (4, 4, 16): ((0, 2), (2, 4)),
+}
 
 
 def of_heads(held: Cache, begin: int, end: int) -> tuple[slice, Cache]:
@@ -181,39 +185,30 @@ def of_heads(held: Cache, begin: int, end: int) -> tuple[slice, Cache]:
     return slice(begin * HS, end * HS), Cache(k, v, (end - begin, last - first, HS), held.kind)
 
 
-@one_order
-@pytest.mark.parametrize("kind", KINDS)
-def test_attention_of_shares(device: Any, kind: str) -> None:
+@combinations(times=1, heads=list(HEADS), kind=KINDS)
+def test_attention_of_shares(device: Any, heads: Heads, kind: str) -> None:
     """Of decoding, and of new tokens after a cache."""
-    for heads, shares in HEADS:
-        held = random_cache(heads, [70, 70], 70, kind)
-        q = normal(1, 2, heads[0] * heads[2])
-        rows, position = np.arange(2, dtype=np.int32), np.array([69, 40], np.int32)
-        starts = np.array([40, 69], np.int32), np.array([0, 1, 2], np.int32)
-        serves = heads[0] // heads[1]
+    held = random_cache(heads, [70, 70], 70, kind)
+    q = normal(1, 2, heads[0] * heads[2])
+    numbers = [np.array(each, np.int32) for each in ((0, 1), (69, 40), (0, 1, 2))]
+    row, position, lengths = map(device.asarray, numbers)
 
-        def computed(columns: slice, held: Cache, serves: int | None) -> tuple[Array, Array]:
-            own = np.ascontiguousarray(q[:, columns])
-            given: Any = {"n_head": held.heads[0], "kv_dtype": held.kv_dtype}
-            arrays = [device.asarray(a) for a in (own, held.k, held.v, rows, position)]
-            one = ATTENTION_SPLIT.bind(tuple(arrays), serves=serves, **given).run().get()
-            kv = np.zeros((2, 2 * held.heads[1] * held.heads[2]), np.float32)
-            arrays[0] = device.asarray(np.concatenate([own, kv], axis=1))
-            arrays[3:] = [device.asarray(a) for a in reversed(starts)]
-            several = ATTENTION_PACKED.bind(tuple(arrays), longest=1, variant="tiles", **given)
-            return one, several.run().get()
+    def computed(columns: slice, held: Cache, serves: int | None) -> tuple[Array, Array]:
+        own = np.ascontiguousarray(q[:, columns])
+        unread = np.zeros((2, 2 * held.k.shape[2]), np.float32)
+        qkv = np.concatenate([own, unread], axis=1)
+        own, qkv, k, v = map(device.asarray, (own, qkv, held.k, held.v))
+        given: Any = {"n_head": held.heads[0], "kv_dtype": held.kv_dtype}
+        one = ATTENTION_SPLIT.bind((own, k, v, row, position), serves=serves, **given)
+        options = {"longest": 1, "variant": "tiles", **given}
+        several = ATTENTION_PACKED.bind((qkv, k, v, lengths, position), **options)
+        return one.run().get(), several.run().get()
 
-        expected = computed(slice(None), held, None)
-        parts = [computed(*of_heads(held, *share), serves) for share in shares]
-        for i in range(2):
-            assert_same_bits(np.concatenate([part[i] for part in parts], axis=1), expected[i])
-
-
-def test_fp8_attention_follows_from_the_heads_of_the_whole_model() -> None:
-    sizes = 16, 1, 132, H200["most_shared"], True
-    for serves, width in ((None, 16), (1, 16), (4, 8)):
-        defines = dict(split_geometry(1, 70, 2, 2, *sizes, serves).defines)
-        assert (defines["AS_WIDTH"], defines["AS_QUERIES"]) == (width, 1)
+    expected = computed(slice(None), held, None)
+    serves = heads[0] // heads[1]
+    parts = [computed(*of_heads(held, *share), serves) for share in HEADS[heads]]
+    for got, right in zip(zip(*parts, strict=True), expected, strict=True):
+        assert_same_bits(np.concatenate(got, axis=1), right)
 
 
 @one_order

@@ -380,10 +380,9 @@ def _split(c: Call) -> Launch:
         )
     heads = _heads("q", c.Q, c.n_head, c.C)
     if c.serves is not None:
-        least = heads[0] // heads[1]
-        check_integer(
-            "serves", c.serves, least, math.inf, f"{least} heads of q per head of k, or more"
-        )
+        fewest = heads[0] // heads[1]
+        expected = f"at least {fewest}, the heads of q per head of k"
+        check_integer("serves", c.serves, fewest, math.inf, expected)
     sms, clusters = device_attribute("MultiProcessorCount"), compute_capability() >= CLUSTERS_FROM
     limit = device_attribute("MaxSharedMemoryPerBlockOptin")
     geometry = split_geometry(c.M, c.P, *heads, c.k.itemsize, sms, limit, clusters, c.serves)
