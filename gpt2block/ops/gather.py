@@ -10,7 +10,7 @@ from contextlib import suppress
 from math import ceil
 
 from gpt2block.cuda import cupy
-from gpt2block.cuda.arrays import CudaArray, on_device, pinned, seen_from_here
+from gpt2block.cuda.arrays import CudaArray, device_attribute, on_device, pinned, seen_from_here
 from gpt2block.cuda.kernels import Geometry, dtype_name, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
@@ -20,7 +20,7 @@ from gpt2block.weights.two_part import TwoPartMatrix
 
 FILE = "shares/gather.cu"
 THREADS = 512  # GATHER_THREADS of the kernel
-MOST_BLOCKS = 64  # so that all blocks of a gather run at the same time
+MOST_BLOCKS = 2  # per multiprocessor, so that all blocks of a gather run at the same time
 CAPACITY = 2**21  # words (4 bytes) of half a mailbox
 HEADER = 16  # 8-byte words before the halves of a mailbox
 SEND, RECEIVE = 1, 2  # parts of the kernel
@@ -102,12 +102,15 @@ def _gather(c: Call) -> tuple[Launch, ...]:
         raise InputError(f"columns {c.first} to {c.first + c.S}: expected columns of {c.N}")
     if N > CAPACITY:
         raise InputError(f"rows of {N:,} words: expected at most {CAPACITY:,}")
+    width = 1 if S % 2 or N % 2 or first % 2 else 2  # words of a thread at a time
+    most = device_attribute("MultiProcessorCount")
     launches, at_once = [], CAPACITY // N
     for row in range(0, M, at_once):
         count = min(at_once, M - row)
         rows = slice(row, row + count)
         residual = None if c.residual is None else c.residual[rows]
-        geometry = Geometry("gather", (min(MOST_BLOCKS, ceil(count * N / THREADS)),), (THREADS,))
+        blocks = min(MOST_BLOCKS * most, ceil(count * N / (width * THREADS)))
+        geometry = Geometry("gather", (blocks,), (THREADS,), defines=(("GATHER_WIDTH", width),))
         sizes = (count, S, N, first, CAPACITY, SEND | RECEIVE)
         args = (share[rows], residual, out[rows], *(getattr(c, name) for name in MAIL), *sizes)
         launches.append(launch_at(FILE, geometry, args, storage=dtype_name(share.dtype)))

@@ -26,6 +26,9 @@
 #include "lib/overlap.cuh"
 #include "lib/storage.cuh"
 
+#ifndef GATHER_WIDTH  // words of a thread at a time, 1 or 2; divides S, N and first
+#define GATHER_WIDTH 2
+#endif
 #define GATHER_THREADS 512
 #define OTHERS 7   // most GPUs besides this one
 #define ROUND 0    // words of a mailbox before its two halves: the number of the last round,
@@ -35,6 +38,45 @@
 #define RECEIVE 2
 #define PATIENCE 20000000000ll  // clock cycles, about 10 s
 #define POLLS 4096              // attempts between two looks at *abort
+
+// Stores words with the number of their round. A word of 8 bytes is stored and loaded as a whole.
+template <int COUNT>
+__device__ __forceinline__ void send(long long* to, const unsigned* words, unsigned round) {
+#if defined(__CUDA_ARCH__)
+    if constexpr (COUNT == 2) {
+        asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(to)),
+                     "l"((unsigned long long)round << 32 | words[0]), "l"((unsigned long long)round << 32 | words[1])
+                     : "memory");
+        return;
+    }
+#endif
+#pragma unroll
+    for (int w = 0; w < COUNT; ++w)
+        *(volatile unsigned long long*)(to + w) = (unsigned long long)round << 32 | words[w];
+}
+
+// Loads words that another GPU may be storing. Returns whether all of them have come.
+template <int COUNT>
+__device__ __forceinline__ bool receive(const long long* from, unsigned* words, unsigned round) {
+    unsigned long long found[COUNT];
+#if defined(__CUDA_ARCH__)
+    if constexpr (COUNT == 2)
+        asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];"
+                     : "=l"(found[0]), "=l"(found[1])
+                     : "l"(__cvta_generic_to_global(from))
+                     : "memory");
+    else
+#endif
+#pragma unroll
+        for (int w = 0; w < COUNT; ++w) found[w] = *(const volatile unsigned long long*)(from + w);
+    bool all = true;
+#pragma unroll
+    for (int w = 0; w < COUNT; ++w) {
+        words[w] = (unsigned)found[w];
+        all = all && (unsigned)(found[w] >> 32) == round;
+    }
+    return all;
+}
 
 __device__ __forceinline__ bool gives_up(volatile int* abort, long long begun) {
     if (*abort == 0 && clock64() - begun < PATIENCE) return false;
@@ -63,40 +105,39 @@ extern "C" __global__ void __launch_bounds__(GATHER_THREADS) gather(
     int parts) {   // SEND, RECEIVE or both; both, unless the GPUs are emulated one after another
     let_next_start();
     wait_for_previous();
-    volatile long long* const others[OTHERS] = {to_1, to_2, to_3, to_4, to_5, to_6, to_7};
+    long long* const others[OTHERS] = {to_1, to_2, to_3, to_4, to_5, to_6, to_7};
     const unsigned round = (unsigned)__ldcg(own + ROUND) + 1u;
-    const long long stamp = (long long)((unsigned long long)round << 32);
     const long long half = HEADER + (long long)(round & 1u) * capacity;
     const int thread = blockIdx.x * GATHER_THREADS + threadIdx.x, threads = gridDim.x * GATHER_THREADS;
     const unsigned* from = reinterpret_cast<const unsigned*>(share);
+    unsigned words[GATHER_WIDTH];
     if (parts & SEND) {
-        for (int i = thread; i < M * S; i += threads) {
+        for (int i = thread * GATHER_WIDTH; i < M * S; i += threads * GATHER_WIDTH) {
             const int m = i / S, at = m * N + first + (i - m * S);
-            const long long word = stamp | (long long)__ldcg(from + i);
+#pragma unroll
+            for (int w = 0; w < GATHER_WIDTH; ++w) words[w] = __ldcg(from + i + w);
 #pragma unroll
             for (int g = 0; g < OTHERS; ++g)
-                if (others[g] != nullptr) others[g][half + at] = word;
+                if (others[g] != nullptr) send<GATHER_WIDTH>(others[g] + half + at, words, round);
         }
     }
     if (!(parts & RECEIVE)) return;
-    const volatile long long* const words = own + half;
     const long long begun = clock64();
     bool ends = false;
-    for (int i = thread; i < M * N && !ends; i += threads) {
+    for (int i = thread * GATHER_WIDTH; i < M * N && !ends; i += threads * GATHER_WIDTH) {
         const int m = i / N, n = i - m * N;
-        unsigned word;
         if (n >= first && n < first + S) {
-            word = __ldcg(from + m * S + (n - first));
+#pragma unroll
+            for (int w = 0; w < GATHER_WIDTH; ++w) words[w] = __ldcg(from + m * S + (n - first) + w);
         } else {
-            long long found = words[i];
-            for (int polls = 1; (unsigned)((unsigned long long)found >> 32) != round && !ends; ++polls) {
+            for (int polls = 1; !receive<GATHER_WIDTH>(own + half + i, words, round) && !ends; ++polls)
                 ends = polls % POLLS == 0 && gives_up(abort, begun);
-                found = words[i];
-            }
-            word = (unsigned)found;
         }
-        if (residual != nullptr) word = __float_as_uint(__ldcg(residual + i) + __uint_as_float(word));
-        reinterpret_cast<unsigned*>(out)[i] = word;
+#pragma unroll
+        for (int w = 0; w < GATHER_WIDTH; ++w) {
+            if (residual != nullptr) words[w] = __float_as_uint(__ldcg(residual + i + w) + __uint_as_float(words[w]));
+            reinterpret_cast<unsigned*>(out)[i + w] = words[w];
+        }
     }
     __syncthreads();
     if (threadIdx.x == 0) {
