@@ -98,6 +98,7 @@ class PrefillPrograms:
             self.states = [copy.get() for copy in recording.trace(names).values()]
         else:
             recording.repeat(model.stream)
+        model.recordings.meet()
         self.out = self._scores if want in SCORED else recording.out
 
     def _send(

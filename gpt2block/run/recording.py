@@ -60,7 +60,7 @@ class Recording:
         given = {**binder.tensors, **binder.outs}
         self._sizes = {n: TensorSpec.of(given[n]) for n in borrowed if n in given}
         self._owner = owner
-        self._ran = self._met = False
+        self._ran = self._loaded = False
         self._graph: Any = None
 
     def value(self, name: str) -> Any:
@@ -83,11 +83,12 @@ class Recording:
         self.run_steps()
         for bound in self.after:
             bound.run()
+        self._meet()
 
     def run_steps(self, *names: str) -> None:
         """Run the named steps, or all steps, each in an NVTX range, which profilers show."""
-        if not self._met:
-            self._meet()
+        if not self._loaded:
+            self._load()
         for name in names or self.steps:
             cupy.cuda.nvtx.RangePush(name)
             try:
@@ -116,15 +117,19 @@ class Recording:
         self._ran = True
 
     def _meet(self) -> None:
-        """Wait until all GPUs of a model on several GPUs can run their launches at once.
+        if self._owner is not None:
+            self._owner.meet()
 
-        A gather waits for the other GPUs, and would wait for a compiler, too.
+    def _load(self) -> None:
+        """Load all kernels of a model on several GPUs before the first one runs.
+
+        A gather waits for the launches of other GPUs, and would wait for a compiler, too.
         """
         if self._owner is not None and self._owner.share is not None:
             for launch in self.launches:
                 _ = launch.function.found
-            self._owner.share.exchange()
-        self._met = True
+            self._meet()
+        self._loaded = True
 
     def _watched(self) -> None:
         """Call the function `watch` of the Recordings, if set, with this recording."""
@@ -218,6 +223,15 @@ class Recordings:
         self._arena: Arena | None = None
         self.watch: Callable[[Recording], None] | None = None
 
+    def meet(self) -> None:
+        """Wait for the threads of all GPUs, if the model is on several.
+
+        An allocation can wait until a GPU is idle, and lets no other thread launch kernels
+        meanwhile. So no thread may allocate memory until all have launched what gathers wait for.
+        """
+        if self.share is not None:
+            self.share.exchange()
+
     def make(
         self,
         run: Callable[[Machine], Any],
@@ -236,6 +250,7 @@ class Recordings:
             binder = Binder(tensors, arena, outs, known, borrowed)
             return Recording(binder, steps_on(binder), overlapping, borrowed, self)
 
+        self.meet()
         if self._arena is not None:
             with suppress(ArenaFull):
                 return recorded(self._arena)

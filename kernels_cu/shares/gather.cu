@@ -84,7 +84,7 @@ __device__ __forceinline__ bool gives_up(volatile int* abort, long long begun) {
     return true;
 }
 
-extern "C" __global__ void __launch_bounds__(GATHER_THREADS) gather(
+extern "C" __global__ void __launch_bounds__(GATHER_THREADS, 2) gather(
     const T* share,         // (M, S): the columns of this GPU
     const float* residual,  // (M, N) or null
     T* out,                 // (M, N)
