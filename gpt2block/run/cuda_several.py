@@ -8,6 +8,7 @@ What depends on times or on free memory is decided once, and exchanged.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import tee
@@ -44,12 +45,19 @@ ALONE = "{}: a model on several GPUs does not have it: use a model on one GPU"
 
 
 class Crew:
-    """A thread for each GPU. All of them run the same calls, in the same order."""
+    """A thread for each GPU. All of them run the same calls, in the same order.
+
+    Gathers of two models must not run on a GPU at the same time: the blocks of each would wait for
+    blocks for which the other one leaves no room.
+    """
+
+    _lock = threading.RLock()  # of all crews
+    _latest: weakref.ref[Crew] | None = None  # the crew whose launches may still run
 
     def __init__(self, devices: Sequence[int]) -> None:
+        self.devices = tuple(devices)
         self.mail, self.meeting = Mailboxes(devices), Meeting(len(devices))
         self._threads = [ThreadPoolExecutor(1, f"cuda:{device}") for device in devices]
-        self._lock = threading.RLock()
 
     def run(self, calls: Sequence[Callable[[], Found]]) -> list[Found]:
         """Run a call on each GPU's thread, all at once; return their results.
@@ -59,6 +67,7 @@ class Crew:
         long.
         """
         with self._lock:
+            self._wait_for_others()
             pairs = zip(self._threads, calls, strict=True)
             futures = [thread.submit(self._guarded, call) for thread, call in pairs]
             errors = [error for each in futures if (error := each.exception()) is not None]
@@ -74,6 +83,13 @@ class Crew:
                     "a GPU has not sent its columns of a row to the other GPUs: use one GPU"
                 )
             )
+
+    def _wait_for_others(self) -> None:
+        latest = None if Crew._latest is None else Crew._latest()
+        if latest is not None and latest is not self:
+            for device in latest.devices:
+                cupy.cuda.Device(device).synchronize()
+        Crew._latest = weakref.ref(self)
 
     def _guarded(self, call: Callable[[], Found]) -> Found:
         try:
