@@ -146,7 +146,7 @@ class CudaDecoding:
 
     def _with_grammars(self) -> bool:
         """Whether any slot with tokens left to sample has a grammar."""
-        return self._matchers is not None and bool(self._matchers.some[self._running()].any())
+        return self._matchers is not None and bool(self._left[self._matchers.some].any())
 
     def _launch_more(self) -> None:
         """Launch steps until enough are in flight. Steps with grammars are launched in two parts.
@@ -159,42 +159,52 @@ class CudaDecoding:
                 pass
         elif not self._found:
             if self._pending is None:
-                self._launch_forward()
-            self._sample_pending()
-            if self._with_grammars():
-                self._launch_forward()
+                self._launch_forward(self._plan())
+            self._sample_pending(go_on=True)
 
-    def _launch_forward(self) -> None:
-        """Launch the forward pass of a step in which at least one slot has a grammar."""
-        slots, steps, matchers = self._running(), self._steps, self._matchers
+    def _plan(self) -> Pending:
+        """Choose the next step, in which at least one slot has a grammar, and its guesses."""
+        slots, matchers = self._running(), self._matchers
         assert matchers is not None
         guesses, together = matchers.expected(slots), 1
-        if matchers.some[slots].all():  # guesses would delay slots without grammars
+        # Guesses would delay slots without grammars.
+        if any(guesses) and matchers.some[slots].all():
             counts = np.array([len(each) for each in guesses])
             together = matchers.pace.for_forced(counts, MOST_GUESSING)
         guesses = [
             each[: min(together - 1, left)]
             for each, left in zip(guesses, (self._left[slots] - 1).tolist(), strict=True)
         ]
-        step = steps.of(self._model, slots, together, masked=True)
-        if together > 1:
-            assert steps.guesses is not None
-            matchers.write(slots, guesses, steps.guesses)
-        steps.place(slots, step, again=together > 1)
+        step = self._steps.of(self._model, slots, together, masked=True)
+        return Pending(step, slots, guesses)
+
+    def _launch_forward(self, planned: Pending) -> None:
+        """Launch the forward pass of a step in which at least one slot has a grammar."""
+        step, slots, guesses = planned
+        several = step.together > 1
+        if several:
+            assert self._matchers is not None
+            assert self._steps.guesses is not None
+            self._matchers.write(slots, guesses, self._steps.guesses)
+        self._steps.place(slots, step, again=several)
         step.forward()
         self._left[slots] -= 1
-        self._pending, self._stopped = Pending(step, slots, guesses), []
+        self._pending, self._stopped = planned, []
 
-    def _sample_pending(self) -> None:
-        """Launch the sampler of the step whose forward pass is launched, if there is one."""
+    def _sample_pending(self, go_on: bool = False) -> None:
+        """Launch the sampler of the step whose forward pass is launched, if there is one.
+
+        go_on: whether the forward pass of the next step with grammars follows it at once.
+        """
         pending, self._pending = self._pending, None
         if pending is not None:
-            self._sample(pending)
-            for slots in self._stopped:
-                self._in_flight[-1].leave_out(slots)
+            self._sample(pending, self._stopped, go_on)
 
-    def _sample(self, pending: Pending) -> None:
-        """Wait for all earlier samplers, compute the masks of a step, and launch its sampler."""
+    def _sample(self, pending: Pending, stopped: Sequence[Ids] = (), go_on: bool = False) -> None:
+        """Wait for all earlier samplers, compute the masks of a step, and launch its sampler.
+
+        The next step is chosen before the launch, so that the GPU does not wait for this choice.
+        """
         step, slots, guesses = pending
         assert self._matchers is not None
         for result in self._in_flight:
@@ -203,9 +213,14 @@ class CudaDecoding:
         # Determined tokens are computed as guesses, if rows for them fit into the next step.
         find = len(slots) * ROWS[0] <= MOST_GUESSING and bool(self._matchers.some[slots].all())
         determined = self._steps.masks.write(matchers, guesses, step.together, find)
-        result = step.sample(slots, bool(self._alternatives[slots].any()))
-        self._in_flight.append(result.with_masks(matchers))
         self._matchers.sampled(slots, guesses, determined)
+        planned = self._plan() if go_on and self._with_grammars() else None
+        result = step.sample(slots, bool(self._alternatives[slots].any()))
+        if planned:
+            self._launch_forward(planned)
+        self._in_flight.append(result.with_masks(matchers))
+        for each in stopped:
+            result.leave_out(each)
 
     def _launch(self) -> bool:
         """Launch a step for slots with tokens left to sample; return False if no slot has any."""

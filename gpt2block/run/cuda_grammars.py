@@ -47,6 +47,7 @@ class HostMasks:
         self._rows, self._words = rows, mask_words(V)
         self._host = PinnedPair((rows * (1 + self._words),))
         self._both = cupy.zeros(rows * (1 + self._words), "int32")
+        self._numbers = np.arange(1, rows + 1, dtype=np.int32)
         self.on_device = Masks(self._both[:rows], self._both[rows:].reshape(rows, self._words))
 
     def write(
@@ -64,7 +65,7 @@ class HostMasks:
         for slot, (matcher, guessed) in enumerate(zip(matchers, guesses, strict=True)):
             if matcher is not None:
                 first, count = slot * together, 1 + len(guessed)
-                index[first : first + count] = np.arange(at + 1, at + count + 1)
+                index[first : first + count] = self._numbers[at : at + count]
                 rows.append((matcher, guessed))
                 at += count
         fill(rows, masks[:at])
@@ -114,7 +115,7 @@ class SlotMatchers:
         return [self._next[slot] for slot in slots.tolist()]
 
     def sampled(self, slots: Ids, guesses: Guessed, determined: Sequence[bool]) -> None:
-        """Find the tokens to expect after a sampler that is launched now, for rows with `guesses`.
+        """Find the tokens to expect after a sampler that is launched next, for rows with `guesses`.
 
         The matchers must have accepted all tokens of earlier samplers. determined: for each slot,
         whether only one token is allowed in its first row.
