@@ -136,7 +136,7 @@ def fill(rows: Sequence[tuple[Matcher, Sequence[int]]], masks: Any) -> None:
     C-contiguous. Each text has the mask of its next token, followed by the mask after each guess.
     After a wrong guess, and for a text with a problem, no token is allowed.
 
-    One thread computes all masks: copies of a matcher share a lock, so that more threads are slower.
+    One thread computes all masks: copies of a matcher share a lock, so that several are slower.
     """
     masks[...] = 0
     words = max((matcher.words for matcher, _ in rows), default=0)

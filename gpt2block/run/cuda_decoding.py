@@ -212,8 +212,8 @@ class CudaDecoding:
         matchers = self._matchers.given(slots)
         # Determined tokens are computed as guesses, if rows for them fit into the next step.
         find = len(slots) * ROWS[0] <= MOST_GUESSING and bool(self._matchers.some[slots].all())
-        determined = self._steps.masks.write(matchers, guesses, step.together, find)
-        self._matchers.sampled(slots, guesses, determined)
+        self._matchers.expect(slots, guesses, find)
+        self._steps.masks.write(matchers, guesses, step.together)
         planned = self._plan() if go_on and self._with_grammars() else None
         result = step.sample(slots, bool(self._alternatives[slots].any()))
         if planned:

@@ -367,7 +367,7 @@ class InFlight:
         tokens, flags = (self._sampled[n].reshape(-1, self.together).tolist() for n in (0, 2))
         for matcher, row, of_row in zip(self._matchers, tokens, flags, strict=True):
             if matcher is not None:
-                matcher.accept([each for each, flag in zip(row, of_row, strict=True) if flag & TAKEN])
+                matcher.accept([t for t, flag in zip(row, of_row, strict=True) if flag & TAKEN])
         self._matchers = ()
 
     def leave_out(self, slots: Ids) -> None:
