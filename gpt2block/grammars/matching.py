@@ -143,7 +143,8 @@ def fill(rows: Sequence[tuple[Matcher, Sequence[int]]], masks: Any) -> None:
     wide = masks if words <= masks.shape[1] else np.zeros((len(masks), words), np.int32)
     address, nbytes, at = wide.ctypes.data, wide.shape[1] * wide.itemsize, 0
     for matcher, guesses in rows:
-        state, place, count = matcher.state, address + at * nbytes, 1 + len(guesses)
+        state: Any = matcher.state
+        place, count = address + at * nbytes, 1 + len(guesses)
         if not state.is_error():
             if count == 1:
                 state.unsafe_compute_mask_ptr(place, nbytes)
