@@ -9,7 +9,7 @@ import numpy as np
 
 from gpt2block.run.cuda_caches import CudaCache, copy_slots
 from gpt2block.run.cuda_draft import Draft
-from gpt2block.run.cuda_grammars import Pending, SlotMatchers
+from gpt2block.run.cuda_grammars import Guessed, Pending, SlotMatchers
 from gpt2block.run.cuda_passes import CudaPasses
 from gpt2block.run.cuda_prefill import prefill_starts
 from gpt2block.run.cuda_start_up import start_up
@@ -93,7 +93,7 @@ class CudaDecoding:
             for start in group:
                 self._matchers.begin(start.slot, start.matcher)
         if masked:
-            self._sample(Pending(step, slots, [[] for _ in group]))
+            self._sample(Pending(step, slots, [()] * len(group)))
         else:
             self._in_flight.append(step.sample(slots, bool(self._alternatives[slots].any())))
         self._left[slots] = [start.steps - 1 for start in group]
@@ -166,15 +166,15 @@ class CudaDecoding:
         """Choose the next step, in which at least one slot has a grammar, and its guesses."""
         slots, matchers = self._running(), self._matchers
         assert matchers is not None
-        guesses, together = matchers.expected(slots), 1
+        expected, together = matchers.expected(slots), 1
+        guesses: Guessed = [()] * len(slots)
         # Guesses would delay slots without grammars.
-        if any(guesses) and matchers.some[slots].all():
-            counts = np.array([len(each) for each in guesses])
+        if any(expected) and matchers.some[slots].all():
+            counts = np.array([len(each) for each in expected])
             together = matchers.pace.for_forced(counts, MOST_GUESSING)
-        guesses = [
-            each[: min(together - 1, left)]
-            for each, left in zip(guesses, (self._left[slots] - 1).tolist(), strict=True)
-        ]
+        if together > 1:
+            most = np.minimum(self._left[slots] - 1, together - 1).tolist()
+            guesses = [each[:n] for each, n in zip(expected, most, strict=True)]
         step = self._steps.of(self._model, slots, together, masked=True)
         return Pending(step, slots, guesses)
 

@@ -76,7 +76,7 @@ class Pending(NamedTuple):
 
     step: Any  # DecodingStep
     slots: Ids
-    guesses: list[list[int]]
+    guesses: Guessed
 
 
 class SlotMatchers:
