@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import house
 import numpy as np
 import pytest
 import tiktoken
@@ -272,3 +273,30 @@ def test_guesses_save_steps(where: str, many_guesses: list[int]) -> None:
         assert first.tokens == second.tokens
         assert sum(first.guessed) >= 5
         assert len(many_guesses) < 2 * len(first.tokens)
+
+
+HALF = {"regex": "([a-f]true12){30}"}  # two of three tokens are determined
+
+
+@pytest.mark.parametrize(
+    ("rule", "guesses", "most"),
+    [({"stop_ids": []}, False, 42), (HALF, False, 72), (HALF, True, 42)],
+)
+def test_calls_of_the_host_for_a_token(
+    rule: dict[str, Any], guesses: bool, most: int, many_guesses: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Python functions of the package that are called for a token of one text, on average."""
+    if not guesses:
+        monkeypatch.setattr(SpeculationPolicy, "for_forced", lambda *_: 1)
+    with running_on("shuffled"):
+        engine = GPT2(GPT2Weights.random(0, CONFIG), device="cuda").engine
+        batch = Batch(engine, 1, CONFIG.n_ctx)
+        rows = Run(engine, ENCODING, [1], max_new_tokens=60, seed=1, **rule).rows
+        batch.submit(rows)
+        for _ in range(20):  # records the steps
+            batch.step()
+        way, tokens = house.Way(), len(rows[0].tokens)
+        for _ in range(30):
+            way.of(batch.step)
+        assert way.calls <= most * (len(rows[0].tokens) - tokens)

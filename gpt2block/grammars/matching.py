@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Collection, Sequence
 from copy import copy
-from functools import cache
+from functools import lru_cache
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +17,10 @@ from gpt2block.sampling import Mask, mask_words
 from gpt2block.tokenizers.encoding import Encoding, bytes_of_ids, special_id, tokens_of
 
 if TYPE_CHECKING:
-    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+    from llguidance import LLMatcher, LLTokenizer
 
 KEPT = 64  # number of compiled grammars that a Vocabulary keeps
+TEXTS = 4096  # number of determined texts whose tokens are kept, most of which occur in every row
 TOO_COMPLEX = "{}: the text cannot be continued ({}): expected a simpler one"
 
 
@@ -129,43 +130,31 @@ def vocabulary_of(encoding: Encoding, vocab_size: int, ends: frozenset[int]) -> 
 
 
 def fill(rows: Sequence[tuple[Matcher, Sequence[int]]], masks: Any) -> None:
-    """Write the masks of several texts and of their guesses to `masks`, in threads.
+    """Write the masks of several texts and of their guesses to `masks`.
 
     rows: for each text, its Matcher and guesses of its next tokens. masks: (R, ceil(V / 32)) int32,
     C-contiguous. Each text has the mask of its next token, followed by the mask after each guess.
     After a wrong guess, and for a text with a problem, no token is allowed.
+
+    One thread computes all masks: copies of a matcher share a lock, so that several are slower.
     """
     masks[...] = 0
     words = max((matcher.words for matcher, _ in rows), default=0)
     wide = masks if words <= masks.shape[1] else np.zeros((len(masks), words), np.int32)
-    alone, drafts = list[Any](), list[Any]()  # llguidance refuses empty drafts
-    at = 0
+    address, nbytes, at = wide.ctypes.data, wide.shape[1] * wide.itemsize, 0
     for matcher, guesses in rows:
-        if not matcher.state.is_error():
-            if len(guesses):
-                drafts.append((matcher.state, at, list(guesses)))
+        state: Any = matcher.state
+        place, count = address + at * nbytes, 1 + len(guesses)
+        if not state.is_error():
+            if count == 1:
+                state.unsafe_compute_mask_ptr(place, nbytes)
             else:
-                alone.append((matcher.state, at))
-        at += 1 + len(guesses)
-    memory = wide.ctypes.data, wide.shape[1] * wide.itemsize, len(wide)
-    if alone:
-        _executor().unsafe_compute_mask_ptr(alone, *memory)
-    if drafts:
-        _executor().unsafe_compute_mask_ptr_with_draft_token(drafts, *memory)
+                state.unsafe_compute_mask_ptr_with_draft_token(place, nbytes, list(guesses))
+        if state.is_error():
+            wide[at : at + count] = 0
+        at += count
     if wide is not masks:
         masks[...] = wide[:, : masks.shape[1]]
-    at = 0
-    for matcher, guesses in rows:
-        if matcher.state.is_error():
-            masks[at : at + 1 + len(guesses)] = 0
-        at += 1 + len(guesses)
-
-
-@cache
-def _executor() -> LLExecutor:
-    from llguidance import LLExecutor  # noqa: PLC0415  (optional dependency)
-
-    return LLExecutor()
 
 
 def _tokenizer(encoding: Encoding, vocab_size: int, ends: list[int]) -> LLTokenizer:
@@ -182,7 +171,7 @@ class _Tokens:
     def __init__(self, encoding: Encoding, vocab_size: int, ends: list[int]) -> None:
         self.eos_token_id = ends[0]
         self.tokens = [b""] * max(vocab_size, ends[-1] + 1)
-        self._encoding, self._longest = encoding, 1
+        self._encoding = encoding
         for token, data in tokens_of(encoding):
             if token < vocab_size:
                 self.tokens[token] = data
@@ -191,8 +180,12 @@ class _Tokens:
             if token < vocab_size:
                 self.tokens[token] = name.encode()
         self.special_token_ids = sorted({*special, *ends})
+        self._known = lru_cache(TEXTS)(self._encode)
 
     def __call__(self, text: str) -> list[int]:
         """Return the token ids of a text; none if the encoder adds or changes characters."""
+        return self._known(text)
+
+    def _encode(self, text: str) -> list[int]:
         ids = self._encoding.encode_ordinary(text)
         return ids if bytes_of_ids(self._encoding, ids) == text.encode() else []

@@ -9,7 +9,7 @@ import numpy as np
 
 from gpt2block.run.cuda_caches import CudaCache, copy_slots
 from gpt2block.run.cuda_draft import Draft
-from gpt2block.run.cuda_grammars import Pending, SlotMatchers
+from gpt2block.run.cuda_grammars import Guessed, Pending, SlotMatchers
 from gpt2block.run.cuda_passes import CudaPasses
 from gpt2block.run.cuda_prefill import prefill_starts
 from gpt2block.run.cuda_start_up import start_up
@@ -93,7 +93,7 @@ class CudaDecoding:
             for start in group:
                 self._matchers.begin(start.slot, start.matcher)
         if masked:
-            self._sample(Pending(step, slots, [[] for _ in group]))
+            self._sample(Pending(step, slots, [()] * len(group)))
         else:
             self._in_flight.append(step.sample(slots, bool(self._alternatives[slots].any())))
         self._left[slots] = [start.steps - 1 for start in group]
@@ -146,7 +146,7 @@ class CudaDecoding:
 
     def _with_grammars(self) -> bool:
         """Whether any slot with tokens left to sample has a grammar."""
-        return self._matchers is not None and bool(self._matchers.some[self._running()].any())
+        return self._matchers is not None and bool(self._left[self._matchers.some].any())
 
     def _launch_more(self) -> None:
         """Launch steps until enough are in flight. Steps with grammars are launched in two parts.
@@ -159,42 +159,52 @@ class CudaDecoding:
                 pass
         elif not self._found:
             if self._pending is None:
-                self._launch_forward()
-            self._sample_pending()
-            if self._with_grammars():
-                self._launch_forward()
+                self._launch_forward(self._plan())
+            self._sample_pending(go_on=True)
 
-    def _launch_forward(self) -> None:
-        """Launch the forward pass of a step in which at least one slot has a grammar."""
-        slots, steps, matchers = self._running(), self._steps, self._matchers
+    def _plan(self) -> Pending:
+        """Choose the next step, in which at least one slot has a grammar, and its guesses."""
+        slots, matchers = self._running(), self._matchers
         assert matchers is not None
-        guesses, together = matchers.expected(slots), 1
-        if matchers.some[slots].all():  # guesses would delay slots without grammars
-            counts = np.array([len(each) for each in guesses])
+        expected, together = matchers.expected(slots), 1
+        guesses: Guessed = [()] * len(slots)
+        # Guesses would delay slots without grammars.
+        if any(expected) and matchers.some[slots].all():
+            counts = np.array([len(each) for each in expected])
             together = self._model.agreed(matchers.pace.for_forced(counts, MOST_GUESSING))
-        guesses = [
-            each[: min(together - 1, left)]
-            for each, left in zip(guesses, (self._left[slots] - 1).tolist(), strict=True)
-        ]
-        step = steps.of(self._model, slots, together, masked=True)
         if together > 1:
-            assert steps.guesses is not None
-            matchers.write(slots, guesses, steps.guesses)
-        steps.place(slots, step, again=together > 1)
+            most = np.minimum(self._left[slots] - 1, together - 1).tolist()
+            guesses = [each[:n] for each, n in zip(expected, most, strict=True)]
+        step = self._steps.of(self._model, slots, together, masked=True)
+        return Pending(step, slots, guesses)
+
+    def _launch_forward(self, planned: Pending) -> None:
+        """Launch the forward pass of a step in which at least one slot has a grammar."""
+        step, slots, guesses = planned
+        several = step.together > 1
+        if several:
+            assert self._matchers is not None
+            assert self._steps.guesses is not None
+            self._matchers.write(slots, guesses, self._steps.guesses)
+        self._steps.place(slots, step, again=several)
         step.forward()
         self._left[slots] -= 1
-        self._pending, self._stopped = Pending(step, slots, guesses), []
+        self._pending, self._stopped = planned, []
 
-    def _sample_pending(self) -> None:
-        """Launch the sampler of the step whose forward pass is launched, if there is one."""
+    def _sample_pending(self, go_on: bool = False) -> None:
+        """Launch the sampler of the step whose forward pass is launched, if there is one.
+
+        go_on: whether the forward pass of the next step with grammars follows it at once.
+        """
         pending, self._pending = self._pending, None
         if pending is not None:
-            self._sample(pending)
-            for slots in self._stopped:
-                self._in_flight[-1].leave_out(slots)
+            self._sample(pending, self._stopped, go_on)
 
-    def _sample(self, pending: Pending) -> None:
-        """Wait for all earlier samplers, compute the masks of a step, and launch its sampler."""
+    def _sample(self, pending: Pending, stopped: Sequence[Ids] = (), go_on: bool = False) -> None:
+        """Wait for all earlier samplers, compute the masks of a step, and launch its sampler.
+
+        The next step is chosen before the launch, so that the GPU does not wait for this choice.
+        """
         step, slots, guesses = pending
         assert self._matchers is not None
         for result in self._in_flight:
@@ -202,10 +212,15 @@ class CudaDecoding:
         matchers = self._matchers.given(slots)
         # Determined tokens are computed as guesses, if rows for them fit into the next step.
         find = len(slots) * ROWS[0] <= MOST_GUESSING and bool(self._matchers.some[slots].all())
-        determined = self._steps.masks.write(matchers, guesses, step.together, find)
+        self._matchers.expect(slots, guesses, find)
+        self._steps.masks.write(matchers, guesses, step.together)
+        planned = self._plan() if go_on and self._with_grammars() else None
         result = step.sample(slots, bool(self._alternatives[slots].any()))
+        if planned:
+            self._launch_forward(planned)
         self._in_flight.append(result.with_masks(matchers))
-        self._matchers.sampled(slots, guesses, determined)
+        for each in stopped:
+            result.leave_out(each)
 
     def _launch(self) -> bool:
         """Launch a step for slots with tokens left to sample; return False if no slot has any."""

@@ -47,15 +47,13 @@ class HostMasks:
         self._rows, self._words = rows, mask_words(V)
         self._host = PinnedPair((rows * (1 + self._words),))
         self._both = cupy.zeros(rows * (1 + self._words), "int32")
+        self._numbers = np.arange(1, rows + 1, dtype=np.int32)
         self.on_device = Masks(self._both[:rows], self._both[rows:].reshape(rows, self._words))
 
-    def write(
-        self, matchers: Sequence[Matcher | None], guesses: Guessed, together: int, find: bool
-    ) -> list[bool]:
+    def write(self, matchers: Sequence[Matcher | None], guesses: Guessed, together: int) -> None:
         """Compute the masks of slots with `together` rows each, and copy them on the stream.
 
-        matchers: for each slot; None: all tokens are allowed. Returns for each slot whether only
-        one token is allowed in its first row; always False without `find`.
+        matchers: for each slot; None: all tokens are allowed.
         """
         both, sent = self._host.next()
         index, masks = both[: self._rows], both[self._rows :].reshape(-1, self._words)
@@ -64,20 +62,13 @@ class HostMasks:
         for slot, (matcher, guessed) in enumerate(zip(matchers, guesses, strict=True)):
             if matcher is not None:
                 first, count = slot * together, 1 + len(guessed)
-                index[first : first + count] = np.arange(at + 1, at + count + 1)
+                index[first : first + count] = self._numbers[at : at + count]
                 rows.append((matcher, guessed))
                 at += count
         fill(rows, masks[:at])
         used = self._rows + at * self._words
         self._both[:used].set(both[:used])
         sent.record()
-        firsts = index[::together][: len(matchers)].tolist()
-        return [find and n > 0 and _has_one_bit(masks[n - 1]) for n in firsts]
-
-
-def _has_one_bit(mask: Ids) -> bool:
-    (words,) = np.nonzero(mask)
-    return len(words) == 1 and (int(mask[words[0]]) & 0xFFFFFFFF).bit_count() == 1
 
 
 class Pending(NamedTuple):
@@ -85,7 +76,7 @@ class Pending(NamedTuple):
 
     step: Any  # DecodingStep
     slots: Ids
-    guesses: list[list[int]]
+    guesses: Guessed
 
 
 class SlotMatchers:
@@ -113,20 +104,19 @@ class SlotMatchers:
         """Return for each slot the tokens that are determined after the last sampler's tokens."""
         return [self._next[slot] for slot in slots.tolist()]
 
-    def sampled(self, slots: Ids, guesses: Guessed, determined: Sequence[bool]) -> None:
-        """Find the tokens to expect after a sampler that is launched now, for rows with `guesses`.
+    def expect(self, slots: Ids, guesses: Guessed, find: bool) -> None:
+        """Find the tokens to expect after the sampler of rows with `guesses`, if `find`.
 
-        The matchers must have accepted all tokens of earlier samplers. determined: for each slot,
-        whether only one token is allowed in its first row.
+        The matchers must have accepted all tokens of earlier samplers. Computing a mask is faster
+        after this, because llguidance keeps the tokens that it finds.
         """
-        for slot, guessed, one in zip(slots.tolist(), guesses, determined, strict=True):
-            matcher, self._next[slot] = self.of[slot], []
-            if matcher is not None and one:
-                forced = matcher.forced()
-                right = 0
-                while right < min(len(guessed), len(forced)) and guessed[right] == forced[right]:
-                    right += 1
-                self._next[slot] = forced[right + 1 : right + 1 + MOST_GUESSES]
+        for slot, guessed in zip(slots.tolist(), guesses, strict=True):
+            matcher = self.of[slot]
+            forced = matcher.forced() if find and matcher is not None else []
+            right = 0
+            while right < min(len(guessed), len(forced)) and guessed[right] == forced[right]:
+                right += 1
+            self._next[slot] = forced[right + 1 : right + 1 + MOST_GUESSES]
 
     def write(self, slots: Ids, guesses: Guessed, to: Guesses) -> None:
         """Copy the guesses of `slots` to the device. All other slots get none."""

@@ -364,10 +364,10 @@ class InFlight:
         if not self._matchers:
             return
         self.read()
-        tokens, _, flags = (a.reshape(-1, self.together) for a in self._sampled)
-        for matcher, row, taken in zip(self._matchers, tokens, flags & TAKEN > 0, strict=True):
+        tokens, flags = (self._sampled[n].reshape(-1, self.together).tolist() for n in (0, 2))
+        for matcher, row, of_row in zip(self._matchers, tokens, flags, strict=True):
             if matcher is not None:
-                matcher.accept(row[taken].tolist())
+                matcher.accept([t for t, flag in zip(row, of_row, strict=True) if flag & TAKEN])
         self._matchers = ()
 
     def leave_out(self, slots: Ids) -> None:
@@ -397,13 +397,16 @@ class InFlight:
         taken = flags & TAKEN > 0
         guessed = np.zeros_like(taken)
         guessed[:-1] = taken[1:]  # row n + 1 is taken if its guess is row n's token
-        stopped = np.concatenate([self.slots[:0], *self._stopped])
-        found = []
+        stopped = np.concatenate(self._stopped) if self._stopped else None
+        found = list[Sampled]()
         for n in range(self.together):
+            if not taken[n].any():
+                break
             top, every = self._top, slice(n, None, self.together)
             top = top and Alternatives(top.ids[every], top.logprobs[every])
             rows = Sampled(self.slots, tokens[n], logprobs[n].view(np.float32), top, guessed[n])
-            found.append(without(chosen(rows, taken[n]), stopped))
+            rows = chosen(rows, taken[n])
+            found.append(rows if stopped is None else without(rows, stopped))
         return found
 
 
