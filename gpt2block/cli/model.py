@@ -36,7 +36,7 @@ model_option = partial(
 revision_option = partial(option, "Branch, tag or commit of a hub id; by default its main branch.")
 device_option = partial(
     option,
-    "cuda, cuda:N or cpu; by default the GPU if there is one.",
+    "cuda, cuda:N, cuda:N,M for several GPUs, or cpu; by default the GPU if there is one.",
     complete=complete.devices,
 )
 special_option = partial(
@@ -69,6 +69,16 @@ class ModelOptions:
     tokenizer: Path | None = path_option(
         "A tokenizer.json, or a folder with vocab.json and merges.txt."
     )
+    gpus: int | None = option("Divide the model among the first so many GPUs.", None)
+
+    def __post_init__(self) -> None:
+        if self.gpus is None:
+            return
+        if self.device is not None:
+            raise InputError("--gpus: expected no --device beside it, as it selects the devices")
+        if self.gpus < 1:
+            raise InputError(f"--gpus {self.gpus}: expected 1 or more")
+        object.__setattr__(self, "device", f"cuda:{','.join(map(str, range(self.gpus)))}")
 
 
 def keyword(name: str, sentence: str = "{}", names: tuple[str, ...] = (), **default: Any) -> Any:

@@ -51,7 +51,7 @@ class Crew:
     blocks for which the other one leaves no room.
     """
 
-    _lock = threading.RLock()  # of all crews
+    _lock = threading.RLock()  # held by the crew that runs a call
     _latest: weakref.ref[Crew] | None = None  # the crew whose launches may still run
 
     def __init__(self, devices: Sequence[int]) -> None:
