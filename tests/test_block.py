@@ -307,7 +307,7 @@ def test_wrong_out_is_refused_and_left_alone(block: Block, out: Any, message: st
         ({"kernels": ["auto"]}, "kernels: expected"),
         ({"kernels": np.array(["auto", "fused"])}, "kernels: expected"),
         ({"kernels": "skeleton", "dtype": "float16"}, ".*expected dtype 'float32', got 'float16'"),
-        ({"device": "gpu"}, "device: expected 'cuda', 'cuda:N' or 'cpu' .*got 'gpu'"),
+        ({"device": "gpu"}, "device: expected 'cuda', 'cuda:N', 'cuda:N,M' .*got 'gpu'"),
         ({"device": 0}, "device: expected a string such as 'cuda:0', got 0"),
         ({"device": True}, "device: expected"),
         ({"device": np.array(["cpu", "cuda"])}, "device: expected"),

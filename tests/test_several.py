@@ -116,7 +116,7 @@ def sampled(engine: Any, count: int, steps: int, vocab_size: int) -> list[tuple[
 
 def cases() -> list[Any]:
     """Few on the emulator, where each compiles many programs; all on a GPU."""
-    emulated = [("llama", "float16", 2), ("gpt2", "float32", 2), ("qwen3", "float8_e5m2", 4)]
+    emulated = [("llama", "float16", 2), ("qwen3", "float8_e5m2", 4)]
     everywhere = product(("gpt2", "llama", *OWN), FORMATS, (2, 4))
     found = [pytest.param("shuffled", *case) for case in emulated]
     return found + [pytest.param("gpu", *case, marks=GPU.marks) for case in everywhere]
@@ -134,5 +134,5 @@ def test_texts_and_scores_have_the_bits_of_one_gpu(
         for kind in zip(*pairs, strict=True):
             for a, b in zip(*kind, strict=True):
                 assert_same_bits(a, b)
-        for rows in (1, 5) if where == "shuffled" else (1, 3, 17, 40):
-            assert sampled(several, rows, 4, V) == sampled(one, rows, 4, V)
+        for rows in (3,) if where == "shuffled" else (1, 3, 17, 40):
+            assert sampled(several, rows, 3, V) == sampled(one, rows, 3, V)
