@@ -94,7 +94,7 @@ class Prefixes:
         done = coming = NOTHING
         sizes = self._sizes(len(ids) - 1)
         if sizes and self._key(row, ids[: sizes[0]]) not in self._alike:
-            return done, coming  # neither has any longer prefix a slot
+            return done, coming  # no slot has a longer prefix either
         for n in reversed(sizes):
             slots = self._alike.get(self._key(row, ids[:n]), {})
             for slot, _ in zip(reversed(slots), range(MOST_COMPARED), strict=False):
