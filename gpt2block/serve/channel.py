@@ -10,13 +10,15 @@ from contextlib import suppress
 from typing import Any
 
 HEAD = 8  # bytes of a message's length
+MOST_ITEMS = 8  # items per message: a turn of the event loop in which many requests arrive is long
 
 
 class Channel(asyncio.Protocol):
     """One end of a connection of two processes, which send each other items in messages.
 
-    An item is a name with arguments. A message has the items of one turn of the event loop up to a
-    `flush`, as a pickle after its length; the processes belong to one server, and trust each other.
+    An item is a name with arguments. A message has up to MOST_ITEMS items of a turn of the
+    event loop, as a pickle after its length; the processes belong to one server, and trust each
+    other.
 
     held: a connected Unix socket. receive: called with each item. lost: called when the connection
     has ended.
@@ -46,13 +48,15 @@ class Channel(asyncio.Protocol):
         return self._transport is None or bool(self._transport.is_closing())
 
     def send(self, name: str, *arguments: Any) -> None:
-        """Send an item at the end of this turn of the event loop, unless the channel is closed."""
+        """Send an item at the end of this turn or with MOST_ITEMS, unless the channel is closed."""
         if not self._items:
-            self._loop.call_soon(self.flush)
+            self._loop.call_soon(self._flush)
         self._items.append((name, *arguments))
+        if len(self._items) >= MOST_ITEMS:
+            self._flush()
 
-    def flush(self) -> None:
-        """Send the items of this turn so far now; uvloop's transports write at the turn's end."""
+    def _flush(self) -> None:
+        """Send the items now; a transport of uvloop would write them at the end of the turn."""
         items, self._items = self._items, []
         if not items or self.closed:
             return
@@ -66,7 +70,7 @@ class Channel(asyncio.Protocol):
     def close(self) -> None:
         """Send the remaining items, and close this end."""
         if not self.closed:
-            self.flush()
+            self._flush()
             self._transport.close()
 
     def connection_made(self, transport: Any) -> None:

@@ -108,7 +108,6 @@ class RemoteEngine(EngineSide):
             raise EngineFailed(ENDED)
         self._results[number] = asyncio.get_running_loop().create_future()
         self._channel.send(name, number, *arguments)
-        self._channel.flush()  # the rest of the turn may take long, as other requests arrive in it
         try:
             return await self._results[number]
         finally:
