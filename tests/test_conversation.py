@@ -372,7 +372,7 @@ def test_ctrl_c_stops_an_answer(chat: Any, monkeypatch: pytest.MonkeyPatch) -> N
     ("arguments", "module", "error"),
     [
         (["chat"], "jinja2", "chat needs jinja2, of the extra serve: run pip install jinja2, or"),
-        (["serve"], "sse_starlette", "serve needs sse-starlette, of the extra serve: run pip ins"),
+        (["serve"], "prometheus_client", "serve needs prometheus-client, of the extra serve: run"),
         (["kernels", "layernorm", "--sweep", "--plot", "x.png"], "matplotlib",
          "--plot needs matplotlib, of the extra plot: run pip install matplotlib, or in a check"),
     ],

@@ -1412,7 +1412,14 @@ class Gate:
             await asyncio.sleep(0.001)
 
 
-def test_tokens_that_come_while_a_piece_is_sent_are_one_piece() -> None:
+@pytest.mark.parametrize(("few", "ahead"), [(0, [1, 1, 1]), (1, [1, 2, 2])])
+def test_tokens_that_come_while_a_piece_is_sent_are_one_piece(
+    monkeypatch: pytest.MonkeyPatch, few: int, ahead: list[int]
+) -> None:
+    """With few rows, one more piece is sent before; ahead: pieces on the way."""
+    monkeypatch.setattr(service, "FEW", few)
+    on_the_way: list[int] = []
+
     async def sent() -> list[tuple[str, int]]:
         gated: Any = Slow()
         gated.go = gate = Gate()
@@ -1428,12 +1435,29 @@ def test_tokens_that_come_while_a_piece_is_sent_are_one_piece() -> None:
                 new = await anext(pieces)
                 found += [(piece.text, len(piece.tokens)) for _, piece in new]
                 await gate.let(meanwhile)
+                await asyncio.sleep(0.01)
+                on_the_way.append(len(local._outlet._on_the_way))
                 local._outlet.received()
             answer.close()
             gate._free.release()
         return found
 
     assert asyncio.run(sent()) == [("b", 1), ("c", 1), ("defg", 4)]
+    assert on_the_way == ahead
+
+
+def test_a_stream_without_tokens_sends_comments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They keep its connection open in proxies, and stop before its end."""
+    monkeypatch.setattr(app, "PING_SECONDS", 0.01)
+    engine, body = Slow(), {"prompt": "a", "max_tokens": 2, "temperature": 0, "stream": True}
+    with serving(model_of(engine), rows=1) as running:
+        threading.Timer(0.3, engine.go.set).start()
+        status, headers, text = exchanged(running.url + COMPLETION, body)
+    assert (status, headers["cache-control"]) == (200, "no-store")
+    assert headers["content-type"].startswith("text/event-stream")
+    comments, _, rest = text.partition("data: ")
+    assert set(comments.split("\n\n")) == {": ping", ""}
+    assert rest.endswith("data: [DONE]\n\n")
 
 
 def test_large_bodies_are_read_in_a_thread(

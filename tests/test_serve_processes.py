@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import signal
 import socket
@@ -18,6 +19,7 @@ pytest.importorskip("starlette", reason="the extra serve is not installed")
 pytest.importorskip("uvicorn", reason="the extra serve is not installed")
 openai = pytest.importorskip("openai", reason="openai, a client, is not installed")
 
+from gpt2block.serve.channel import MOST_ITEMS, Channel  # noqa: E402
 from tests import serving as serving_  # noqa: E402
 from tests import test_serve, test_serve_clients, test_serve_play  # noqa: E402
 from tests.markov import MarkovEngine, cycle  # noqa: E402
@@ -193,3 +195,28 @@ def test_processes_have_no_gpu_and_no_weights() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_items_cross_within_a_turn_and_in_order() -> None:
+    """Many items do not wait for its end; what does not fit into the socket comes later."""
+
+    async def crossed(size: int) -> list[Any]:
+        ours, theirs = socket.socketpair()
+        found: list[Any] = []
+        here = await Channel.over(ours, lambda *_: None, lambda: None)
+        for number in range(MOST_ITEMS):
+            with pytest.raises(BlockingIOError):
+                theirs.recv(8, socket.MSG_DONTWAIT)
+            here.send("a", number, b"0" * size)
+        assert theirs.recv(8, socket.MSG_DONTWAIT | socket.MSG_PEEK)
+        here.send("b")
+        there = await Channel.over(theirs, lambda *item: found.append(item), here.close)
+        while len(found) <= MOST_ITEMS:
+            await asyncio.sleep(0.001)
+        there.close()
+        here.close()
+        return found
+
+    for size in (1, 2**19):
+        items = [("a", number, b"0" * size) for number in range(MOST_ITEMS)]
+        assert asyncio.run(crossed(size)) == [*items, ("b",)]

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from gpt2block.serve.host import Host
     from gpt2block.serve.listening import Listening, SetKeys
 
-NEEDED = ("jinja2", "starlette", "uvicorn", "sse_starlette", "pydantic", "prometheus_client")
+NEEDED = ("jinja2", "starlette", "uvicorn", "pydantic", "prometheus_client")
 HOST, PORT = "127.0.0.1", 8000
 MOST_KEYS = 2**20  # maximum bytes of the file of API keys
 LEAST_KEY = 16  # minimum characters of an API key

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block.generation.prefixes import LEAST_COPIED, NOTHING, Prefixes, least_shared
-from gpt2block.generation.rows import Ends, Row, Tops
+from gpt2block.generation.rows import Ends, NewTokens, Row, Tops
 from gpt2block.generation.scheduling import PIECE, PieceScheduler, RowScheduler
 from gpt2block.grammars import Matcher
 from gpt2block.run.model import Alternatives, Ids, ModelEngine, Sampled, Start
@@ -163,9 +163,9 @@ class Batch:
         else:
             taken = taken | ((self.latest + next(self._steps)) % TURN == 0)
         updated, stopped = [], []
-        for slot in self.latest[taken].tolist():
+        for slot, new in self._new.take(self.latest[taken]):
             row = self._scheduler.row_of(slot)
-            row.add(*self._new.take(slot))
+            row.add(*new)
             updated.append(row)
             if row.finish_reason:
                 if self._new.left[slot]:
@@ -210,9 +210,9 @@ class Batch:
                 if self._prefixes is not None:
                     self._prefixes.drop(slot)
             else:
-                taken = self._new.take(slot)
-                if taken[0]:
-                    row.add(*taken)
+                ((_, new),) = self._new.take(np.array([slot]))
+                if new[0]:
+                    row.add(*new)
                 self._new.left[slot] = 0
                 self._decoding.stop(np.array([slot], np.int32))
                 self._release(slot, row)
@@ -400,9 +400,15 @@ class _NewTokens:
             may_end[same] = self._endings[key].of(tokens[same])
         return may_end
 
-    def take(self, slot: int) -> tuple[list[int], list[float], list[Tops], list[bool]]:
-        """Remove the buffered tokens of a slot and return them as arguments of `Row.add`."""
-        count, self._count[slot] = self._count[slot], 0
-        both = self._tokens[slot, :count].tolist(), self._logprobs[slot, :count].tolist()
-        guessed = self._guessed[slot, :count].tolist() if self._guesses else [False] * len(both[0])
-        return (*both, self._top.pop(slot, []), guessed)
+    def take(self, slots: Ids) -> Iterator[tuple[int, NewTokens]]:
+        """Remove buffered tokens; yield each slot with them as arguments of `Row.add`.
+
+        The arrays are converted together, which is faster if there are many slots.
+        """
+        counts = self._count[slots]
+        self._count[slots] = 0
+        both = [a[slots, : counts.max(initial=0)].tolist() for a in (self._tokens, self._logprobs)]
+        each = zip(slots.tolist(), counts.tolist(), *both, strict=True)
+        for slot, n, tokens, logprobs in each:
+            guessed = self._guessed[slot, :n].tolist() if self._guesses else [False] * n
+            yield slot, (tokens[:n], logprobs[:n], self._top.pop(slot, []), guessed)

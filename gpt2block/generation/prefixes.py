@@ -60,6 +60,9 @@ class Prefixes:
 
     def hold(self, slot: int, row: Row, ids: Ids, done: int) -> None:
         """Record the tokens that a slot now holds; forget its earlier tokens."""
+        if (held := self._of_slot.get(slot)) and held.ids is ids:
+            self._of_slot[slot] = held._replace(done=done)
+            return
         self.drop(slot)
         keys = tuple(self._key(row, ids[:n]) for n in self._sizes(len(ids)))
         self._of_slot[slot] = _Held(ids, done, keys)
@@ -89,7 +92,10 @@ class Prefixes:
         more than half as many.
         """
         done = coming = NOTHING
-        for n in reversed(self._sizes(len(ids) - 1)):
+        sizes = self._sizes(len(ids) - 1)
+        if sizes and self._key(row, ids[: sizes[0]]) not in self._alike:
+            return done, coming  # no slot has a longer prefix either
+        for n in reversed(sizes):
             slots = self._alike.get(self._key(row, ids[:n]), {})
             for slot, _ in zip(reversed(slots), range(MOST_COMPARED), strict=False):
                 held = self._of_slot[slot]

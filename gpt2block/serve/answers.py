@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from time import monotonic, perf_counter, sleep
+from time import monotonic, perf_counter
 from typing import Any, NamedTuple
 
 from gpt2block.generation.rows import EndReason, Row, Tops
@@ -26,7 +26,6 @@ from gpt2block.tokenizers.encoding import Encoding, bytes_of_ids
 
 REASONS = {"length": "length", "context": "length", "stop": "stop"}
 LEAST = -9999.0  # log-probability that is sent in place of -inf
-MOST_TOGETHER = 3  # most tokens per event; larger events would be sent slower than generated
 
 
 class Part(NamedTuple):
@@ -413,8 +412,7 @@ async def streamed(
                 yield event(delta(index, echo, [], []))
         async with aclosing(answer.pieces()) as pieces:
             async for new in pieces:
-                tokens = [len(part.tokens) for _, part in new]
-                count += sum(tokens)
+                count += sum(len(part.tokens) for _, part in new)
                 parts = [
                     delta(index, _choice(part), part.tokens, part.guessed)
                     for index, part in new
@@ -427,8 +425,6 @@ async def streamed(
                     if last:
                         observe(now - last)
                     last = now
-                    if max(tokens) > MOST_TOGETHER:
-                        sleep(0)  # releases the GIL, so that more tokens join the next event
         if usage_of is not None:
             yield event(usage=usage_of(count))
         yield sent.end()

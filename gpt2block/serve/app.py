@@ -7,7 +7,7 @@ import hmac
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,15 +18,14 @@ from typing import Any, TypeVar
 import anyio
 import numpy as np
 from prometheus_client import CONTENT_TYPE_LATEST
-from sse_starlette import EventSourceResponse
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 import gpt2block
 from gpt2block.chat.template import ChatTemplate, RenderingTimeoutError
@@ -86,6 +85,7 @@ GRACE = 30  # seconds that running requests get to finish when the server stops
 Value = TypeVar("Value")
 AT_ONCE = 4  # threads that encode texts, render templates and write large answers
 TEMPLATE_SECONDS = 2.0  # time limit for rendering one chat template
+PING, PING_SECONDS = b": ping\n\n", 15.0  # a comment of streams, and seconds between two
 MANY_TOKENS = 1024  # most values in JSON that is written in the event loop, not in a thread
 
 
@@ -200,7 +200,7 @@ class Server:
                         response = await handler(request)
                     else:
                         given = await self._parsed(request, kind)
-                        response = await _while_there(request, handler(request, given))
+                        response = await _while_there(request.receive, handler(request, given))
             except TimeoutError:
                 response = error_response(late())
             except ApiError as error:
@@ -573,22 +573,29 @@ class _PatientResponse(JSONResponse):
         return b"".join(iter(lambda: "".join(islice(texts, PART)).encode(), b""))
 
 
-class _Streamed(EventSourceResponse):
+class _Streamed(StreamingResponse):
     """A streamed response of server-sent events. If the client disconnects, generation ends."""
 
+    media_type = "text/event-stream"
+
     def __init__(self, events: AsyncIterator[bytes], answer: Answer) -> None:
-        super().__init__(events, ping=15, sep="\n", shutdown_grace_period=GRACE)
+        super().__init__(events, headers={"cache-control": "no-store", "x-accel-buffering": "no"})
         self._answer = answer
 
-    async def _send_with_timeout(self, send: Send, message: Message) -> None:
-        """Send a part of the stream. There is no time limit, whose scope would slow each event."""
-        await send(message)
-
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        pings = asyncio.ensure_future(self._ping(send))
         try:
-            await super().__call__(scope, receive, send)
+            with suppress(ApiError):  # the client is gone
+                await _while_there(receive, self.stream_response(send))
         finally:
+            pings.cancel()
             self._answer.close()
+
+    async def _ping(self, send: Send) -> None:
+        """Send comments, so that proxies do not close the connection of a slow stream."""
+        while True:
+            await asyncio.sleep(PING_SECONDS)
+            await send({"type": "http.response.body", "body": PING, "more_body": True})
 
 
 async def _body(request: Request) -> bytes:
@@ -611,11 +618,11 @@ async def _body(request: Request) -> bytes:
     return bytes(found)
 
 
-async def _while_there(request: Request, work: Awaitable[Response]) -> Response:
-    """Return the response to a request; cancel its work if the client disconnects."""
+async def _while_there(receive: Receive, work: Awaitable[Value]) -> Value:
+    """Return the result of a request's work; cancel the work if the client disconnects."""
 
     async def watch() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
+        while (await receive())["type"] != "http.disconnect":
             pass
         scope.cancel()
 

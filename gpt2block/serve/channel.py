@@ -6,22 +6,28 @@ import asyncio
 import pickle
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 HEAD = 8  # bytes of a message's length
+MOST_ITEMS = 8  # items per message: a turn of the event loop in which many requests arrive is long
 
 
 class Channel(asyncio.Protocol):
     """One end of a connection of two processes, which send each other items in messages.
 
-    An item is a name with arguments. A message has the items of one turn of the event loop, as a
-    pickle after its length; the processes belong to one server, and trust each other.
+    An item is a name with arguments. A message has up to MOST_ITEMS items of a turn of the
+    event loop, as a pickle after its length; the processes belong to one server, and trust each
+    other.
 
-    receive: called with each item. lost: called when the connection has ended.
+    held: a connected Unix socket. receive: called with each item. lost: called when the connection
+    has ended.
     """
 
-    def __init__(self, receive: Callable[..., None], lost: Callable[[], None]) -> None:
-        self._receive, self._lost = receive, lost
+    def __init__(
+        self, held: socket.socket, receive: Callable[..., None], lost: Callable[[], None]
+    ) -> None:
+        self._held, self._receive, self._lost = held, receive, lost
         self._loop = asyncio.get_running_loop()
         self._items: list[Any] = []
         self._data = bytearray()
@@ -33,7 +39,7 @@ class Channel(asyncio.Protocol):
     ) -> Channel:
         """Return a channel over a connected Unix socket."""
         loop = asyncio.get_running_loop()
-        _, channel = await loop.create_unix_connection(lambda: cls(receive, lost), sock=held)
+        _, channel = await loop.create_unix_connection(lambda: cls(held, receive, lost), sock=held)
         return channel
 
     @property
@@ -42,21 +48,30 @@ class Channel(asyncio.Protocol):
         return self._transport is None or bool(self._transport.is_closing())
 
     def send(self, name: str, *arguments: Any) -> None:
-        """Send an item at the end of this turn of the event loop, unless the channel is closed."""
+        """Send an item at the end of this turn or with MOST_ITEMS, unless the channel is closed."""
         if not self._items:
             self._loop.call_soon(self._flush)
         self._items.append((name, *arguments))
+        if len(self._items) >= MOST_ITEMS:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Send the items now; a transport of uvloop would write them at the end of the turn."""
+        items, self._items = self._items, []
+        if not items or self.closed:
+            return
+        data = message(items)
+        if not self._transport.get_write_buffer_size():
+            with suppress(OSError):  # BlockingIOError: the transport waits until it can write
+                data = data[self._held.send(data) :]
+        if data:
+            self._transport.write(data)
 
     def close(self) -> None:
         """Send the remaining items, and close this end."""
         if not self.closed:
             self._flush()
             self._transport.close()
-
-    def _flush(self) -> None:
-        items, self._items = self._items, []
-        if items and not self.closed:
-            self._transport.write(message(items))
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport

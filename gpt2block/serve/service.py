@@ -24,8 +24,9 @@ from gpt2block.grammars import Grammar, Matcher
 from gpt2block.run.model import ModelEngine
 from gpt2block.serve.log import log, traceback_of
 
-PAUSE = 1e-5  # seconds per open row between deliveries; about the time of delivering a row's tokens
+PAUSE = 2e-5  # seconds per open row between deliveries; about the time of delivering a row's tokens
 LEAST_PAUSE = 5e-4  # seconds; shorter pauses are left out
+FEW = 4  # open rows up to which a piece is sent before the front has received the previous one
 TOKENS_AT_ONCE = 2048  # prompt tokens in a step after which the step computes no further prompt
 
 
@@ -325,8 +326,11 @@ class Outlet:
 
     def put(self, pieces: Sequence[tuple[Row | None, Key, Piece]]) -> None:
         """Deliver a batch of pieces. The row is None if the engine has failed."""
-        self._on_the_way.append([row for row, _, _ in pieces if row is not None])
+        rows = [row for row, _, _ in pieces if row is not None]
+        self._on_the_way.append(rows)
         self._deliver([(key, piece) for _, key, piece in pieces])
+        if len(self._on_the_way) == 1 and self._service.open <= FEW:
+            self._service.release(rows)
 
     def received(self) -> None:
         """Let the rows of the oldest batch on the way deliver new tokens, after a pause.
