@@ -46,6 +46,9 @@ def gathered(
         )
         found.append(bound.out)
         rounds.append((inputs, bound.launches))
+    for _, launches in rounds:  # a kernel that is loaded later would wait for those that run
+        for launch in launches:
+            _ = launch.function.shared_size_bytes
     for launches in zip(*(each for _, each in rounds), strict=True):
         if replaced():
             for parts in (SEND, RECEIVE):

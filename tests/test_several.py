@@ -44,6 +44,9 @@ class Again:
     def __init__(self, launches: Iterable[Any], *_: Any) -> None:
         self._launches = tuple(launches)
 
+    def upload(self, stream: Any) -> None:
+        """Do nothing, as there is no graph on a device."""
+
     def launch(self, stream: Any) -> None:
         for launch in self._launches:
             launch.run()

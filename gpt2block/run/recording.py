@@ -105,7 +105,11 @@ class Recording:
         self._watched()
         if self._graph is None:
             self._graph = capture(self.launches, private, self.overlapping)
-            self._meet()
+            if self._owner is not None and self._owner.share is not None:
+                # An upload may allocate memory (see `Recordings.meet`).
+                self._graph.upload(stream)
+                stream.synchronize()
+                self._meet()
         self._graph.launch(stream)
 
     def repeat(self, stream: Any) -> None:
@@ -127,7 +131,7 @@ class Recording:
         """
         if self._owner is not None and self._owner.share is not None:
             for launch in self.launches:
-                _ = launch.function.found
+                _ = launch.function.shared_size_bytes  # the driver loads the kernel to answer
             self._meet()
         self._loaded = True
 
