@@ -104,6 +104,7 @@ class Recording:
         """
         self._watched()
         if self._graph is None:
+            self._meet()
             self._graph = capture(self.launches, private, self.overlapping)
             if self._owner is not None and self._owner.share is not None:
                 # An upload may allocate memory (see `Recordings.meet`).
