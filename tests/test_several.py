@@ -57,7 +57,7 @@ def emulated_together(count: int) -> Iterator[None]:
     barrier, one_at_a_time, run = threading.Barrier(count), threading.Lock(), Launch.run
 
     def run_in_parts(launch: Launch) -> None:
-        if launch.name not in ("gather", "gather_rows"):
+        if launch.name != "gather":
             run(launch)
             return
         for parts in (SEND, RECEIVE):
@@ -69,8 +69,7 @@ def emulated_together(count: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Launch, "run", run_in_parts)
         patch.setattr(recording, "capture", Again)
-        patch.setattr(gather, "CAPACITY", 2048)
-        patch.setattr(gather, "MOST", 8192)
+        patch.setattr(gather, "CAPACITY", 4096)
         yield
 
 

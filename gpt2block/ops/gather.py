@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from math import ceil
-from typing import Any
 
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import CudaArray, device_attribute, on_device, pinned, seen_from_here
@@ -23,11 +22,8 @@ FILE = "shares/gather.cu"
 MOST_GPUS = 8
 THREADS = 512  # GATHER_THREADS of the kernel
 MOST_BLOCKS = 2  # per multiprocessor, so that all blocks of a gather run at the same time
-CAPACITY = 2**18  # words (4 bytes) of half an area of a mailbox, for kernel gather
-MOST = 2**22  # words of half an area for kernel gather_rows, which is faster for many words
-MOST_PIECES = 4096  # flags of gather_rows for each GPU
-PIECE = 2**13  # words of the rows for each flag, about
-HEADER = 16 + MOST_GPUS * MOST_PIECES // 2  # 8-byte words before the areas
+CAPACITY = 2**21  # words (4 bytes) of half a mailbox
+HEADER = 16  # 8-byte words before the halves of a mailbox
 SEND, RECEIVE = 1, 2  # parts of the kernel
 MAIL = ("abort", "own", *(f"to_{n}" for n in range(1, MOST_GPUS)))  # inputs after the residual
 
@@ -47,7 +43,7 @@ class Mailboxes:
         self._devices, self._boxes = devices, list[CudaArray]()
         for device in devices:
             with cupy.cuda.Device(device):
-                self._boxes.append(cupy.zeros(HEADER + 2 * CAPACITY + MOST, "int64"))
+                self._boxes.append(cupy.zeros(HEADER + 2 * CAPACITY, "int64"))
                 cupy.cuda.Device().synchronize()
 
     def of(self, me: int) -> dict[str, CudaArray]:
@@ -90,7 +86,7 @@ def _connect(devices: Sequence[int]) -> None:
                 runtime.deviceEnablePeerAccess(other)  # raises if it is enabled already
 
 
-@variant("words", FILE, "gather", "gather_rows")
+@variant("words", FILE, "gather")
 def _gather(c: Call) -> tuple[Launch, ...]:
     """Launch a gather for as many rows as a mailbox has room for, and further ones for the rest."""
     share, out, M = c.share, c.out, c.M
@@ -104,45 +100,27 @@ def _gather(c: Call) -> tuple[Launch, ...]:
         raise InputError(f"columns {c.first} to {c.first + c.S} of {c.N}: expected even numbers")
     if c.first < 0 or c.first + c.S > c.N:
         raise InputError(f"columns {c.first} to {c.first + c.S}: expected columns of {c.N}")
-    in_rows = M * N > CAPACITY and not any(n % 4 for n in (S, N, first))
-    room = MOST if in_rows else CAPACITY
-    if room < N:
-        raise InputError(f"rows of {N:,} words: expected at most {room:,}")
-    launch, at_once = (_rows if in_rows else _words), room // N
-    launches = []
+    if N > CAPACITY:
+        raise InputError(f"rows of {N:,} words: expected at most {CAPACITY:,}")
+    width = 1 if S % 2 or N % 2 or first % 2 else 2  # words of a thread at a time
+    most = MOST_BLOCKS * device_attribute("MultiProcessorCount")
+    launches, at_once = [], CAPACITY // N
     for row in range(0, M, at_once):
         rows = slice(row, min(M, row + at_once))
         residual = None if c.residual is None else c.residual[rows]
-        given = (share[rows], residual, out[rows], *(getattr(c, name) for name in MAIL))
-        launches.append(launch(given, rows.stop - row, S, N, first, c.me))
+        mail = [getattr(c, name) for name in MAIL]
+        sizes = (rows.stop - row, S, N, first, CAPACITY, SEND | RECEIVE)
+        blocks = min(most, ceil(sizes[0] * N / (width * THREADS)))
+        geometry = Geometry("gather", (blocks,), (THREADS,), defines=(("GATHER_WIDTH", width),))
+        args = (share[rows], residual, out[rows], *mail, *sizes)
+        launches.append(launch_at(FILE, geometry, args, storage=dtype_name(share.dtype)))
     return tuple(launches)
-
-
-def _words(given: tuple[Any, ...], M: int, S: int, N: int, first: int, me: int) -> Launch:
-    """Launch the kernel that sends words with the number of their round."""
-    width = 1 if S % 2 or N % 2 or first % 2 else 2  # words of a thread at a time
-    blocks = min(_most_blocks(), ceil(M * N / (width * THREADS)))
-    geometry = Geometry("gather", (blocks,), (THREADS,), defines=(("GATHER_WIDTH", width),))
-    args = (*given, M, S, N, first, CAPACITY, SEND | RECEIVE)
-    return launch_at(FILE, geometry, args, storage=dtype_name(given[0].dtype))
-
-
-def _rows(given: tuple[Any, ...], M: int, S: int, N: int, first: int, me: int) -> Launch:
-    """Launch the kernel that sends words alone, and flags."""
-    rows = max(1, PIECE // N, ceil(M / MOST_PIECES))
-    geometry = Geometry("gather_rows", (min(_most_blocks(), ceil(M / rows)),), (THREADS,))
-    args = (*given, M, S, N, first, CAPACITY, MOST, me, rows, SEND | RECEIVE)
-    return launch_at(FILE, geometry, args, storage=dtype_name(given[0].dtype))
-
-
-def _most_blocks() -> int:
-    return MOST_BLOCKS * device_attribute("MultiProcessorCount")
 
 
 GATHER = Operation(
     name="gather",
     variants=(_gather,),
-    options={"N": REQUIRED, "first": REQUIRED, "me": REQUIRED},
+    options={"N": REQUIRED, "first": REQUIRED},
     line="share mixed M S; residual? f32 M N; abort i32 Q; own to_1? to_2? to_3? to_4? to_5? to_6? "
     "to_7? i64 P -> out~residual mixed M N",
 )

@@ -240,7 +240,7 @@ class Divided(Machine):
 
     def _gather(self, columns: Columns, residual: Value = "", into: Value = None) -> Value:
         step = columns.step
-        sizes: dict[str, Any] = {"N": columns.N, "first": columns.first, "me": self._share.index}
+        sizes: dict[str, Any] = {"N": columns.N, "first": columns.first}
         terms = step.attrs.get("to_terms")
         name = f"{step.name}.floats" if terms else step.name
         inputs = (columns.value, residual, *(each for each in MAIL if each in self._share.mail))

@@ -1,18 +1,13 @@
 // Gathers a row whose columns several GPUs have computed: all GPUs get the whole row.
 //
 //   gather: words with the number of their round, stored into the memory of every GPU; no flag and no barrier
-//   gather_rows: many rows: words alone, and a flag after a few rows
 //
 //   out[m, n] = share_g[m, n - first_g] (+ residual[m, n])      g: the GPU that has column n
 //
-// Every GPU runs these kernels at the same places of its stream. Each GPU has a mailbox, into which the other GPUs
-// store their columns. A mailbox has an area for each of the two kernels, and an area has two halves, which rounds use
-// in turn.
-//
-// gather: a GPU stores each word (4 bytes), together with the number of the round, as 8 bytes, and reads its own
-// mailbox until every word has this number. 8 bytes are stored and loaded at once, so a word that has arrived is
-// complete, and needs no fence. gather_rows stores words alone, and after a few rows a flag, which is the number of the
-// round: half of the bytes, but a fence more.
+// Every GPU runs this kernel at the same places of its stream. Each GPU has a mailbox. A GPU stores each word (4 bytes)
+// of its columns, together with the number of the round, as 8 bytes into the mailboxes of the other GPUs. It then reads
+// its own mailbox until every word has this number. 8 bytes are stored and loaded at once, so a word that has arrived
+// is complete, and needs no fence. A mailbox has two halves, which rounds use in turn.
 //
 // A word of round r may be overwritten in round r + 2. When a GPU stores words of round r + 2, its kernel of round
 // r + 1 has ended, so words of round r + 1 have come from every GPU. Each of these GPUs had then ended its kernel of
@@ -27,7 +22,7 @@
 //
 // Measured in a model: see docs/several-gpus.md.
 //
-// grid (blocks), block (GATHER_THREADS). T: any type; S, N and first count words, in gather_rows multiples of 4.
+// grid (blocks), block (GATHER_THREADS). T: any type; S, N and first count words.
 #include "lib/overlap.cuh"
 #include "lib/storage.cuh"
 
@@ -38,24 +33,11 @@
 #define OTHERS 7   // most GPUs besides this one
 #define ROUND 0    // place in a mailbox of the number of the last round
 #define ENDED 1    // place of the number of blocks that have ended in this round
-#define FLAGS 16   // flags of gather_rows, (MOST_PIECES) for each GPU, as pairs
-#define MOST_PIECES 4096
-#define HEADER (FLAGS + (OTHERS + 1) * MOST_PIECES / 2)
+#define HEADER 16  // words of 8 bytes before the two halves
 #define SEND 1     // `parts`: which parts of the kernel run
 #define RECEIVE 2
 #define PATIENCE 20000000000ll  // clock cycles, about 10 s
 #define POLLS 4096              // attempts between two looks at *abort
-
-// Ends a round when the last block calls it: then all blocks have read the number of the last round.
-__device__ __forceinline__ void end_round(long long* own, unsigned round) {
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        if (atomicAdd(reinterpret_cast<unsigned long long*>(own + ENDED), 1ull) == gridDim.x - 1) {
-            own[ENDED] = 0;
-            own[ROUND] = round;
-        }
-    }
-}
 
 // Stores words with the number of their round. A word of 8 bytes is stored and loaded as a whole.
 template <int COUNT>
@@ -158,88 +140,12 @@ extern "C" __global__ void __launch_bounds__(GATHER_THREADS, 2) gather(
             reinterpret_cast<unsigned*>(out)[i + w] = words[w];
         }
     }
-    end_round(own, round);
-}
-
-extern "C" __global__ void __launch_bounds__(GATHER_THREADS, 2) gather_rows(
-    const T* share,         // arguments: see `gather`
-    const float* residual,
-    T* out,
-    int* abort,
-    long long* own,
-    long long* to_1,
-    long long* to_2,
-    long long* to_3,
-    long long* to_4,
-    long long* to_5,
-    long long* to_6,
-    long long* to_7,
-    int M,
-    int S,
-    int N,
-    int first,
-    int capacity,  // words of half an area of words with their round, before this kernel's area
-    int most,      // words of half this kernel's area, at least M N
-    int me,        // index of this GPU
-    int rows,      // rows for each flag
-    int parts) {
-    let_next_start();
-    wait_for_previous();
-    long long* const others[OTHERS] = {to_1, to_2, to_3, to_4, to_5, to_6, to_7};
-    const unsigned round = (unsigned)__ldcg(own + ROUND) + 1u;
-    const long long area = HEADER + 2ll * capacity, half = (long long)(round & 1u) * most;  // in 8 bytes; in words
-    const unsigned* from = reinterpret_cast<const unsigned*>(share);
-    int gpus = 1;
-#pragma unroll
-    for (int g = 0; g < OTHERS; ++g) gpus += others[g] != nullptr;
-    if (parts & SEND) {
-        for (int piece = blockIdx.x; piece * rows < M; piece += gridDim.x) {
-            const int row = piece * rows, count = min(rows, M - row) * S;
-            for (int i = threadIdx.x * 4; i < count; i += GATHER_THREADS * 4) {
-                const int4 words = __ldcg(reinterpret_cast<const int4*>(from + row * S + i));
-                const long long at = half + (row + i / S) * N + first + i % S;
-#pragma unroll
-                for (int g = 0; g < OTHERS; ++g)
-                    if (others[g] != nullptr)
-                        *reinterpret_cast<int4*>(reinterpret_cast<int*>(others[g] + area) + at) = words;
-            }
-            __syncthreads();
-            if (threadIdx.x == 0) {
-                __threadfence_system();
-#pragma unroll
-                for (int g = 0; g < OTHERS; ++g)
-                    if (others[g] != nullptr)
-                        reinterpret_cast<volatile unsigned*>(others[g] + FLAGS)[me * MOST_PIECES + piece] = round;
-            }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        // All blocks have read the number of the last round when the last block ends.
+        if (atomicAdd(reinterpret_cast<unsigned long long*>(own + ENDED), 1ull) == gridDim.x - 1) {
+            own[ENDED] = 0;
+            own[ROUND] = round;
         }
     }
-    if (!(parts & RECEIVE)) return;
-    const long long begun = clock64();
-    const volatile unsigned* const flags = reinterpret_cast<const volatile unsigned*>(own + FLAGS);
-    for (int piece = blockIdx.x; piece * rows < M; piece += gridDim.x) {
-        if (threadIdx.x < gpus && threadIdx.x != me) {
-            bool ends = false;
-            for (int polls = 1; flags[threadIdx.x * MOST_PIECES + piece] != round && !ends; ++polls)
-                ends = polls % POLLS == 0 && gives_up(abort, begun);
-            __threadfence_system();
-        }
-        __syncthreads();
-        const int row = piece * rows, count = min(rows, M - row) * N;
-        for (int i = threadIdx.x * 4; i < count; i += GATHER_THREADS * 4) {
-            const int m = row + i / N, n = i % N, at = row * N + i;
-            const bool mine = n >= first && n < first + S;
-            const int* words = mine ? reinterpret_cast<const int*>(from) + m * S + (n - first)
-                                    : reinterpret_cast<const int*>(own + area) + half + at;
-            int4 v = __ldcg(reinterpret_cast<const int4*>(words));
-            if (residual != nullptr) {
-                const float4 r = __ldcg(reinterpret_cast<const float4*>(residual + at));
-                v.x = __float_as_int(r.x + __int_as_float(v.x));
-                v.y = __float_as_int(r.y + __int_as_float(v.y));
-                v.z = __float_as_int(r.z + __int_as_float(v.z));
-                v.w = __float_as_int(r.w + __int_as_float(v.w));
-            }
-            *reinterpret_cast<int4*>(reinterpret_cast<int*>(out) + at) = v;
-        }
-    }
-    end_round(own, round);
 }
