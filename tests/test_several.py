@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 from numpy.typing import NDArray
 
 from gpt2block import GPT2Config, LlamaConfig
-from gpt2block.config import ModelConfig
+from gpt2block.config import ModelConfig, model_shapes
 from gpt2block.config.formats import Formats
 from gpt2block.cuda import cupy, replaced
 from gpt2block.cuda.requests import Launch
@@ -25,9 +26,10 @@ from gpt2block.ops import gather
 from gpt2block.ops.gather import RECEIVE, SEND
 from gpt2block.parameters.arrays import random_model
 from gpt2block.parameters.gpt2 import GPT2Weights
+from gpt2block.passes.shares import Meeting, Share
 from gpt2block.run import recording
 from gpt2block.run.cuda_model import CudaModel
-from gpt2block.run.cuda_several import SeveralCudaModels
+from gpt2block.run.cuda_several import Crew, SeveralCudaModels
 from gpt2block.run.model import start_all
 from gpt2block.sampling import Sampling
 from tests.devices import GPU, assert_same_bits, running_on
@@ -138,3 +140,36 @@ def test_texts_and_scores_have_the_bits_of_one_gpu(
                 assert_same_bits(a, b)
         for rows in (3,) if where == "shuffled" else (1, 3, 17, 40):
             assert sampled(several, rows, 3, V) == sampled(one, rows, 3, V)
+
+
+@pytest.mark.parametrize("where", ["shuffled", pytest.param("gpu", marks=GPU.marks)])
+def test_an_error_of_one_gpu_ends_the_call_of_all(where: str) -> None:
+    def fails() -> None:
+        raise MemoryError("no room")
+
+    with running_on(where):
+        crew = Crew(gpus(2))
+        with pytest.raises(MemoryError, match="no room"):
+            crew.run([fails, lambda: crew.meeting.exchange(1)])  # the second waits for the first
+        found = crew.run([partial(crew.meeting.exchange, n, n) for n in range(2)])
+        assert found == [[0, 1], [0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "heads"),
+    [("llama", 2, True), ("llama", 4, False), ("gpt2", 4, True), ("olmo2", 2, False)],
+)
+def test_which_parts_are_divided(name: str, count: int, heads: bool) -> None:
+    config = config_of(name, 1)
+    parts = [Share(config, "float16", n, count, Meeting(count)) for n in range(count)]
+    whole = model_shapes(config)
+    for tensor, shape in whole.items():
+        widths = [part.shapes()[tensor] for part in parts]
+        spans = [span for part in parts for span in part.spans(tensor)]
+        if tensor.endswith("w_qkv"):
+            assert bool(spans) == heads
+        if spans and len(shape) == 2:
+            axis = 0 if tensor == "lm_head" else 1
+            covered = np.concatenate([np.arange(*span) for span in spans])
+            assert sorted(covered.tolist()) == list(range(shape[axis]))
+            assert sum(width[axis] for width in widths) == shape[axis]
