@@ -501,16 +501,6 @@ def gemm(
     return linear(a, w, bias, residual=residual, up=up, gelu=gelu)
 
 
-def gathered(shares: Sequence[Array], residual: Array | None = None) -> Array:
-    """Return the whole matrix whose columns several GPUs have computed, plus a residual.
-
-    shares: for each GPU a matrix (M, S) of neighbouring columns, in the order of the columns; S can
-    differ. residual: (M, N), N the sum of all S.
-    """
-    whole = np.concatenate(shares, axis=-1)
-    return whole if residual is None else residual + whole
-
-
 @takes("x float32 ... K -> out two_part ... K")
 def two_part(x: Array) -> tuple[Array, Array]:
     """Split each row of float32 numbers into two float16 parts: x = (hi + lo 2^-11) scale.
@@ -1219,6 +1209,16 @@ def llama_block_forward(
     up = matmul_bias(rms2, w.w_up, w.b_up)
     ff = silu_mul(gate, up)
     return add(x1, matmul_bias(ff, w.w_down, w.b_down))
+
+
+def gathered(shares: Sequence[Array], residual: Array | None = None) -> Array:
+    """Return the whole matrix whose columns several GPUs have computed, plus a residual.
+
+    shares: for each GPU a matrix (M, S) of neighbouring columns, in the order of the columns; S can
+    differ. residual: (M, N), N the sum of all S.
+    """
+    whole = np.concatenate(shares, axis=-1)
+    return whole if residual is None else residual + whole
 
 
 # Contracts of the functions in this module, by name.
