@@ -1221,7 +1221,14 @@ def gathered(shares: Sequence[Array], residual: Array | None = None) -> Array:
     return whole if residual is None else residual + whole
 
 
-# Contracts of the functions in this module, by name.
+# The contract of one GPU's part of `gathered`: the arrays after the residual are mailboxes.
+_GATHER = (
+    "share mixed M S; residual? f32 M N; abort i32 Q; "
+    "own to_1? to_2? to_3? to_4? to_5? to_6? to_7? i64 P -> out~residual mixed M N"
+)
+
+# Contracts of the functions in this module, by name, and of `gather`.
 CONTRACTS: Mapping[str, Contract] = {
-    name: each.contract for name, each in vars().copy().items() if hasattr(each, "contract")
+    **{name: each.contract for name, each in vars().copy().items() if hasattr(each, "contract")},
+    "gather": Contract.parse(_GATHER),
 }

@@ -121,6 +121,4 @@ GATHER = Operation(
     name="gather",
     variants=(_gather,),
     options={"N": REQUIRED, "first": REQUIRED},
-    line="share mixed M S; residual? f32 M N; abort i32 Q; own to_1? to_2? to_3? to_4? to_5? to_6? "
-    "to_7? i64 P -> out~residual mixed M N",
 )

@@ -9,8 +9,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from gpt2block import reference
-from gpt2block.contract import Contract
 from gpt2block.cuda.arrays import Bound
 from gpt2block.errors import Argument, InputError
 from gpt2block.ops.attention import OPERATION as ATTENTION
@@ -82,7 +80,6 @@ __all__ = [
     "Variant",
     "all_sizes",
     "bind",
-    "contract_of",
     "find",
     "parse_sizes",
 ]
@@ -91,11 +88,6 @@ __all__ = [
 def bind(name: str, inputs: tuple[Any, ...], out: Any = None, **options: Any) -> Bound:
     """Call `Operation.bind` of the operation or step with this name."""
     return BY_NAME[name].bind(inputs, out, **options)
-
-
-def contract_of(name: str) -> Contract:
-    """Return the contract of an operation, of a step, or of a function of the reference."""
-    return BY_NAME[name].contract if name in BY_NAME else reference.CONTRACTS[name]
 
 
 def find(name: str) -> Operation:

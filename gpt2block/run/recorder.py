@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from gpt2block import reference
 from gpt2block.architectures.architecture import Value
 from gpt2block.contract import MATRICES, Sizes
 from gpt2block.cuda import cupy
@@ -24,7 +25,7 @@ from gpt2block.cuda.kernels import dtype_name
 from gpt2block.cuda.requests import Launch
 from gpt2block.ops.call import FIXED
 from gpt2block.ops.recipe import Recipe, addresses_of, seen
-from gpt2block.ops.registry import BY_NAME, contract_of
+from gpt2block.ops.registry import BY_NAME
 from gpt2block.passes.machine import TWO_PART, Machine, Step
 from gpt2block.weights.matrix import WeightMatrix
 from gpt2block.weights.two_part import TwoPartMatrix, scale_for
@@ -188,7 +189,7 @@ class Recorder(Machine):
         if changes and first:
             made = self._rows(name, first, attrs["first"], attrs["end"])
         else:
-            changed = contract_of(op).changed
+            changed = reference.CONTRACTS[op].changed
             target = into if changed is None else given[changed]
             if target is not None:
                 made = Result(name, target.shape, target.dtype, target.array)
@@ -247,7 +248,7 @@ def result_of(
     given: shape and dtype of each input. attrs: the attributes that are sizes. dtype: the output's
     dtype, if the contract does not determine it.
     """
-    contract = contract_of(op)
+    contract = reference.CONTRACTS[op]
     sizes: Sizes = dict(attrs)
     storage = None
     for entry, value in zip(contract.inputs, given, strict=False):

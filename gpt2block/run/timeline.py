@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from gpt2block import reference
 from gpt2block.contract import MATRICES
 from gpt2block.cuda.arrays import Shape
-from gpt2block.ops.registry import contract_of
 from gpt2block.passes import BATCH
 from gpt2block.passes.machine import Step
 from gpt2block.run.recorder import VIEW, TensorSpec, described
@@ -99,7 +99,7 @@ def moved(op: str, names: Sequence[str], inputs: Sequence[Any], out: TensorSpec)
     names: name of each input that is a tensor, "" for results. inputs: arrays, None for absent
     inputs; float arrays may be a TensorSpec. out: the result.
     """
-    contract = contract_of(op)
+    contract = reference.CONTRACTS[op]
     given = {entry.name: x for entry, x in zip(contract.inputs, inputs, strict=False)}
     written = {entry.name for entry in contract.outputs}
     weights = activations = cache = 0
@@ -155,7 +155,7 @@ def on_host(array: Any) -> NDArray[Any]:
 
 def weights_dtype(op: str, inputs: Sequence[Any]) -> str:
     """Return the dtype of the first weight matrix that a step reads, or "" if it reads none."""
-    entries = contract_of(op).inputs
+    entries = reference.CONTRACTS[op].inputs
     for entry, value in zip(entries, inputs, strict=False):
         matrix = entry.kind in (*MATRICES, "table") or entry.name == "w"  # matmul_bias has an f32 w
         if matrix and value is not None:
