@@ -66,7 +66,7 @@ def emulated_together(count: int) -> Iterator[None]:
             args = (*launch.args[:-1], np.int32(parts))
             with one_at_a_time:
                 run(Launch(launch.name, launch.function, launch.grid, launch.block, args))
-            barrier.wait(60)
+            barrier.wait(600)  # a thread may compile meanwhile
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Launch, "run", run_in_parts)
