@@ -22,8 +22,8 @@ FILE = "shares/gather.cu"
 MOST_GPUS = 8
 THREADS = 512  # GATHER_THREADS of the kernel
 MOST_BLOCKS = 2  # per multiprocessor, so that all blocks of a gather run at the same time
-CAPACITY = 2**21  # words (4 bytes) of half a mailbox
-HEADER = 16  # 8-byte words before the halves of a mailbox
+CAPACITY = 2**21  # entries of half a mailbox: a word (4 bytes) and the number of its round each
+HEADER = 16  # entries before the halves of a mailbox
 SEND, RECEIVE = 1, 2  # parts of the kernel
 MAIL = ("abort", "own", *(f"to_{n}" for n in range(1, MOST_GPUS)))  # inputs after the residual
 
@@ -54,11 +54,11 @@ class Mailboxes:
 
     @property
     def aborted(self) -> bool:
-        """Whether a gather has ended without a result, because a GPU did not send its words."""
+        """Whether gathers were told to end, by one that waited too long or by `abort`."""
         return bool(self._abort[0])
 
     def abort(self) -> None:
-        """Let all gathers that wait, and all later ones, end without a result."""
+        """Make gathers that still wait for words end without a result, until `clear`."""
         self._abort[0] = 1
 
     def clear(self) -> None:

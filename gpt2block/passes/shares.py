@@ -2,8 +2,8 @@
 
 A share of a matrix has all of its inputs (K) and some neighbouring outputs (N). So every output has
 the order of additions of the whole matrix, and its bits. Attention and its kv_cache are divided by
-heads, if every GPU can have as many. Steps that need a whole row gather it (`ops.gather`); norms,
-the residual stream and sampling are computed on every GPU alike.
+heads if `Share.divides_heads`; otherwise every GPU computes all heads. Steps that read whole rows
+gather them first (`ops.gather`). Norms, the residual stream and sampling are computed on every GPU.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from gpt2block.ops.gather import MAIL
 from gpt2block.ops.products import MULTIPLE
 from gpt2block.passes.machine import Machine, Step
 
-BORDER, BORDER_OF_BLOCKS = 64, 128  # shares begin at multiples of so many outputs; GGUF blocks
+BORDER = 64  # a share begins at a multiple of BORDER outputs
+BORDER_OF_BLOCKS = 128  # BORDER of matrices that keep their GGUF types
 QKV = "w_qkv"
 # Operation of a product → places of its weights and of its residual among the inputs.
 PRODUCTS: Mapping[str, tuple[int, int]] = {"linear": (1, 5), "gemm": (1, 3)}
@@ -57,10 +58,10 @@ class Meeting:
 
 @dataclass(frozen=True)
 class Share:
-    """The part of a model that one of `count` GPUs has. index: of the GPU, from 0.
+    """The part of a model that one of `count` GPUs has.
 
-    whole_heads: whether every GPU computes all heads, and so all of q, k and v. mail: inputs of
-    gathers by name (`Mailboxes.of`).
+    config, dtype: of the whole model. index: number of this GPU, from 0. meeting: shared by the
+    threads of all GPUs. mail: {name: array} of a gather's mailboxes (`Mailboxes.of`).
     """
 
     config: ModelConfig
@@ -75,8 +76,9 @@ class Share:
     def divides_heads(self) -> bool:
         """Whether each GPU has its own heads.
 
-        If not, each computes all heads: the groups of keys are too few or cannot be divided, one
-        norm is over all heads, or a scale is the largest of all heads (two-part operands).
+        Otherwise each GPU computes all heads. This is so if the heads of q or of k cannot be
+        divided equally, if a GPU's channels of K are no multiple of BORDER_OF_BLOCKS with GGUF
+        types, if one norm applies to all heads, or if one scale does (two-part operands).
         """
         c, shapes = self.config, self.config.block_shapes()
         n_kv_head = c.kv_width // c.head_size
@@ -102,9 +104,10 @@ class Share:
 
     @cached_property
     def borders(self) -> dict[str, tuple[int, ...]]:
-        """{name of a matrix: first output of each share, then N}; w_qkv and whole ones are absent.
+        """A dict {name of a matrix: (first output of each share, …, N)}.
 
-        Names are without the layer's prefix. lm_head stands for wte, too, if both are tied.
+        Names are without the layer's prefix. w_qkv is absent (see `spans`), and so is a matrix with
+        too few outputs to divide, which every GPU has whole. A tied lm_head is divided, wte is not.
         """
         sizes = {n: s[1] for n, s in self.config.block_shapes().items() if len(s) == 2}
         sizes["lm_head"] = self.config.vocab_size
@@ -119,7 +122,10 @@ class Share:
         return found
 
     def spans(self, name: str) -> tuple[tuple[int, int], ...]:
-        """Return the ranges (begin, end) of a matrix's outputs that this GPU has; () for all."""
+        """Return the ranges (begin, end) of a matrix's outputs that this GPU has.
+
+        Return () if this GPU has all outputs.
+        """
         base = name.rpartition(".")[2]
         if base == QKV and self.divides_heads:
             sizes = self.config.q_width, self.config.kv_width, self.config.kv_width
@@ -133,7 +139,8 @@ class Share:
     def width(self, name: str) -> int | None:
         """Return the number of outputs that a gather of a product with this matrix returns.
 
-        Return None if the product needs no gather. lm_head may be padded, as "head".
+        Return None if the product needs no gather. The padded copy of lm_head is named "head"; its
+        number of outputs is rounded up to a multiple of MULTIPLE.
         """
         base = matrix_of(name)
         if base == "head":
@@ -184,7 +191,7 @@ class Columns:
 class Divided(Machine):
     """A machine that runs a GPU's share of the steps on the machine `do`, and gathers rows.
 
-    Passes name the steps of the whole model, but with this GPU's heads.
+    A pass lists the steps of the whole model; only the numbers of heads are this GPU's.
     """
 
     def __init__(self, do: Machine, share: Share) -> None:
@@ -230,7 +237,10 @@ class Divided(Machine):
         return self._do.do(own, into)
 
     def whole(self, value: Value) -> Value:
-        """Return a result; if it is Columns, after the gather, in the format of its step."""
+        """Return the whole result.
+
+        Columns are gathered first, and converted to the operand format of their step.
+        """
         if not isinstance(value, Columns):
             return value
         if value.whole is None:
@@ -251,6 +261,6 @@ class Divided(Machine):
 
 
 def of_share(run: Callable[[Machine], Any], do: Machine, share: Share) -> Any:
-    """Run a pass's steps of a share on the machine `do`; return the pass's result, whole."""
+    """Run a GPU's share of a pass's steps on the machine `do`; return the pass's whole result."""
     divided = Divided(do, share)
     return divided.whole(run(divided))

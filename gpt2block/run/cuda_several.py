@@ -2,7 +2,8 @@
 
 Every call runs on all GPUs at once, each with its own `CudaModel`, and returns the results of the
 first. Host code is the same on all of them, so that they launch the same gathers in the same order.
-What depends on times or on free memory is decided once, and exchanged.
+A decision that depends on measured times is the first GPU's. The number of slots is the least that
+fits into the free memory of any GPU. The threads exchange these values.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from gpt2block.config import ModelConfig
 from gpt2block.config.formats import Formats
 from gpt2block.cuda import cupy
-from gpt2block.cuda.arrays import compute_capability
+from gpt2block.cuda.arrays import compute_capability, device_attribute
 from gpt2block.errors import DeviceError, InputError
 from gpt2block.ops.gather import Mailboxes
 from gpt2block.ops.products import MMA_CAPABILITY
@@ -47,8 +48,9 @@ ALONE = "{}: a model on several GPUs does not have it: use a model on one GPU"
 class Crew:
     """A thread for each GPU. All of them run the same calls, in the same order.
 
-    Gathers of two models must not run on a GPU at the same time: the blocks of each would wait for
-    blocks for which the other one leaves no room.
+    Gathers of two models must not run on a GPU at the same time. Their blocks wait for other GPUs
+    while they occupy multiprocessors, so each gather could keep out the blocks for which the other
+    one waits.
     """
 
     _lock = threading.RLock()  # held by the crew that runs a call
@@ -101,7 +103,11 @@ class Crew:
 
 
 class SeveralCaches:
-    """The kv_caches of a model on several GPUs: each GPU has the keys and values of its heads."""
+    """The kv_caches of a model on several GPUs.
+
+    Each GPU stores the keys and values of the heads that it computes: its own, or all of them
+    (`Share.divides_heads`). nbytes is the sum over all GPUs.
+    """
 
     def __init__(self, parts: Sequence[CudaCache], kind: Any) -> None:
         self.parts, self.kind = parts, kind
@@ -283,15 +289,18 @@ def _copies(tensors: Tensors, count: int) -> list[Tensors]:
 
 
 def _check_alike(devices: Sequence[int]) -> None:
-    """Raise InputError unless the GPUs are different ones of one kind, with tensor cores."""
+    """Raise InputError unless the GPUs are of one kind, with tensor cores."""
     kinds = []
     for device in devices:
         with cupy.cuda.Device(device):
-            kinds.append(compute_capability())
+            kinds.append((compute_capability(), device_attribute("MultiProcessorCount")))
     if len(set(kinds)) > 1:
-        raise InputError(f"device: GPUs of compute capabilities {kinds}: expected one kind of GPU")
-    if kinds[0] < MMA_CAPABILITY:
         raise InputError(
-            f"device: GPUs of compute capability {kinds[0]}: expected {MMA_CAPABILITY} or newer "
+            f"device: GPUs of compute capability and multiprocessors {kinds}: expected GPUs of one "
+            "kind"
+        )
+    if kinds[0][0] < MMA_CAPABILITY:
+        raise InputError(
+            f"device: GPUs of compute capability {kinds[0][0]}: expected {MMA_CAPABILITY} or newer "
             "for a model on several GPUs: use one of them"
         )

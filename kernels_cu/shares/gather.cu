@@ -1,17 +1,17 @@
-// Gathers a row whose columns several GPUs have computed: all GPUs get the whole row.
+// Gathers rows whose columns several GPUs have computed: every GPU gets whole rows.
 //
-//   gather: words with the number of their round, stored into the memory of every GPU; no flag and no barrier
+//   gather: stores words with the number of their round into the memory of the other GPUs; no flag, no barrier
 //
 //   out[m, n] = share_g[m, n - first_g] (+ residual[m, n])      g: the GPU that has column n
 //
-// Every GPU runs this kernel at the same places of its stream. Each GPU has a mailbox. A GPU stores each word (4 bytes)
-// of its columns, together with the number of the round, as 8 bytes into the mailboxes of the other GPUs. It then reads
-// its own mailbox until every word has this number. 8 bytes are stored and loaded at once, so a word that has arrived
-// is complete, and needs no fence. A mailbox has two halves, which rounds use in turn.
+// A round is one launch of this kernel on all GPUs. Each GPU has a mailbox, whose entries of 8 bytes are a word (4
+// bytes) and the number of its round. A GPU stores the words of its columns into the mailboxes of the other GPUs. It
+// then reads its own mailbox until every entry has the number of this round. An entry is stored and loaded at once, so
+// a word that has arrived is complete, and needs no fence. A mailbox has two halves, which rounds use in turn.
 //
-// A word of round r may be overwritten in round r + 2. When a GPU stores words of round r + 2, its kernel of round
-// r + 1 has ended, so words of round r + 1 have come from every GPU. Each of these GPUs had then ended its kernel of
-// round r, so all words of round r had been read.
+// Rounds r and r + 2 use the same half. Storing in round r + 2 is safe: a GPU stores then only after its own round r +
+// 1 has ended. That round ended only after all other GPUs had stored words of round r + 1. Each of them did so after
+// its own round r had ended, so it had read all its words of round r.
 //
 // A GPU waits for other GPUs while its blocks hold multiprocessors. All blocks store before they wait, and the grid is
 // small enough for all blocks to run at the same time. A kernel that waits longer than PATIENCE sets *abort, which is
@@ -31,15 +31,15 @@
 #endif
 #define GATHER_THREADS 512
 #define OTHERS 7   // most GPUs besides this one
-#define ROUND 0    // place in a mailbox of the number of the last round
+#define ROUND 0    // place in a mailbox of the number of the previous round
 #define ENDED 1    // place of the number of blocks that have ended in this round
-#define HEADER 16  // words of 8 bytes before the two halves
+#define HEADER 16  // entries before the two halves
 #define SEND 1     // `parts`: which parts of the kernel run
 #define RECEIVE 2
 #define PATIENCE 20000000000ll  // clock cycles, about 10 s
 #define POLLS 4096              // attempts between two looks at *abort
 
-// Stores words with the number of their round. A word of 8 bytes is stored and loaded as a whole.
+// Stores words with the number of their round. The 8 bytes of an entry are stored and loaded at once.
 template <int COUNT>
 __device__ __forceinline__ void send(long long* to, const unsigned* words, unsigned round) {
     unsigned long long stamped[COUNT];
@@ -102,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(GATHER_THREADS, 2) gather(
     int S,         // words of a row of `share`
     int N,         // words of a row of `out`
     int first,     // first word of this GPU in a row of `out`
-    int capacity,  // words of half a mailbox, at least M N
+    int capacity,  // entries of half a mailbox, at least M N
     int parts) {   // SEND, RECEIVE or both; both, unless the GPUs are emulated one after another
     let_next_start();
     wait_for_previous();
@@ -142,7 +142,7 @@ extern "C" __global__ void __launch_bounds__(GATHER_THREADS, 2) gather(
     }
     __syncthreads();
     if (threadIdx.x == 0) {
-        // All blocks have read the number of the last round when the last block ends.
+        // The last block to end stores the number of this round: all blocks have read the previous number by then.
         if (atomicAdd(reinterpret_cast<unsigned long long*>(own + ENDED), 1ull) == gridDim.x - 1) {
             own[ENDED] = 0;
             own[ROUND] = round;
