@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block.checks import as_float, check_blocks, check_integer, normed_together
+from gpt2block.checks import as_float, check_blocks, check_integer, is_plain, normed_together
 from gpt2block.contract import Contract, takes, unchecked
 from gpt2block.errors import InputError, shown
 from gpt2block.fp8 import from_fp8 as from_fp8  # noqa: PLC0414  (part of the reference)
@@ -1215,10 +1215,26 @@ def gathered(shares: Sequence[Array], residual: Array | None = None) -> Array:
     """Return the whole matrix whose columns several GPUs have computed, plus a residual.
 
     shares: for each GPU a matrix (M, S) of neighbouring columns, in the order of the columns; S can
-    differ. residual: (M, N), N the sum of all S.
+    differ. residual: (M, N), N the sum of all S. Raises InputError.
     """
-    whole = np.concatenate(shares, axis=-1)
+    given = list(shares) if isinstance(shares, (list, tuple)) else []
+    if not given or not all(
+        _is_matrix(share, getattr(given[0], "shape", ())[:1]) for share in given
+    ):
+        raise InputError(f"shares: expected float matrices with equal rows, got {shown(shares)}")
+    N = sum(share.shape[1] for share in given)
+    if residual is not None and not (
+        _is_matrix(residual, given[0].shape[:1]) and len(residual.T) == N
+    ):
+        raise InputError(f"residual: expected ({len(given[0])}, {N}), got {shown(residual)}")
+    whole = np.concatenate(given, axis=-1)
     return whole if residual is None else residual + whole
+
+
+def _is_matrix(array: Any, rows: tuple[int, ...]) -> bool:
+    """Return whether `array` is a float matrix. rows: the number of its rows, in a tuple."""
+    known = is_plain(array) and array.ndim == 2 and array.dtype.char in "efdE"
+    return known and array.shape[:1] == rows
 
 
 # The contract of one GPU's part of `gathered`: the arrays after the residual are mailboxes.

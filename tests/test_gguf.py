@@ -494,7 +494,7 @@ def test_the_default_dtype(
 ) -> None:  # fmt: skip
     """capability: of the GPU, or None where there is none. dtypes: of the model, or an error."""
     file = save(tmp_path / "m.gguf", large.directory, lambda name: kind)
-    monkeypatch.setattr("gpt2block.block.resolve_device", lambda _: capability and 0)
+    monkeypatch.setattr("gpt2block.block.resolve_devices", lambda _: (0,) if capability else ())
     monkeypatch.setattr("gpt2block.block._capability", lambda _: capability)
     monkeypatch.setattr(Model, "_set_up", lambda model, *given: setattr(model, "formats", given[3]))
     for load in (gpt2block.from_pretrained, Llama.from_pretrained):

@@ -280,7 +280,7 @@ HALF = {"regex": "([a-f]true12){30}"}  # two of three tokens are determined
 
 @pytest.mark.parametrize(
     ("rule", "guesses", "most"),
-    [({"stop_ids": []}, False, 42), (HALF, False, 72), (HALF, True, 42)],
+    [({"stop_ids": []}, False, 43), (HALF, False, 73), (HALF, True, 43)],
 )
 def test_calls_of_the_host_for_a_token(
     rule: dict[str, Any], guesses: bool, most: int, many_guesses: list[int],

@@ -221,6 +221,7 @@ def test_the_registry_names_the_kernels() -> None:
         "rope_sums: decode_mma",
         "gated_sums: decode_ffn_mma",
         "gated_sums_gguf: decode_ffn_mma_gguf",
+        "words: gather",
     ]
 
 
