@@ -99,7 +99,7 @@ ON_GPU = (
 
 
 def multiplied(device: Any, x: Array, w: Any, span: tuple[int, int], variant: str) -> Array:
-    """Of rows and a share of outputs, with their part of a bias."""
+    """Return the product of x with a share of the outputs, plus the share of the bias."""
     bias = device.asarray(normal(2, N)[slice(*span)])
     options: dict[str, Any] = {"variant": variant or None, "decoding": not variant}
     if variant == "hopper":
@@ -187,7 +187,7 @@ def of_heads(held: Cache, begin: int, end: int) -> tuple[slice, Cache]:
 
 @combinations(times=1, heads=list(HEADS), kind=KINDS)
 def test_attention_of_shares(device: Any, heads: Heads, kind: str) -> None:
-    """Of decoding, and of new tokens after a cache."""
+    """Attention of decoding, and of new tokens after a cache, gives a share of the heads."""
     held = random_cache(heads, [70, 70], 70, kind)
     q = normal(1, 2, heads[0] * heads[2])
     numbers = [np.array(each, np.int32) for each in ((0, 1), (69, 40), (0, 1, 2))]

@@ -126,7 +126,7 @@ class Share:
 
         Return () if this GPU has all outputs.
         """
-        base = name.rpartition(".")[2]
+        base = matrix_of(name)
         if base == QKV and self.divides_heads:
             sizes = self.config.q_width, self.config.kv_width, self.config.kv_width
             ends = (0, sizes[0], sum(sizes[:2]))

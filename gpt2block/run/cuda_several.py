@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import tee
 from typing import Any, TypeVar
 
@@ -153,7 +154,7 @@ class SeveralCudaModels:
             share = Share(*sizes, mail, two_part)
             return CudaModel(config, items, formats, device, share)
 
-        calls = [_Call(made, n, each) for n, each in enumerate(_copies(tensors, len(devices)))]
+        calls = [partial(made, n, each) for n, each in enumerate(_copies(tensors, len(devices)))]
         self.parts: list[CudaModel] = crew.run(calls)
         first = self.parts[0]
         n_layer, width, dtype, _, rope = first.cache_kind
@@ -165,16 +166,11 @@ class SeveralCudaModels:
         )
 
     def _each(self, function: Callable[[CudaModel], Found]) -> list[Found]:
-        return self._crew.run([_Call(function, part) for part in self.parts])
+        return self._crew.run([partial(function, part) for part in self.parts])
 
     @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.parts)
-
-    @property
-    def nbytes_of_devices(self) -> Mapping[str, int]:
-        """{name of a GPU: bytes of the weights on it}."""
-        return {f"cuda:{part.device}": part.nbytes for part in self.parts}
 
     def describe(self) -> str:
         return f"{len(self.parts)} × {self.parts[0].describe()}"
@@ -190,7 +186,7 @@ class SeveralCudaModels:
     ) -> list[Floats]:
         caches = [None] * len(self.parts) if cache is None else cache.parts
         pairs = zip(self.parts, caches, strict=True)
-        calls = [_Call(m.forward, sequences, want, part) for m, part in pairs]
+        calls = [partial(m.forward, sequences, want, part) for m, part in pairs]
         found: list[list[Floats]] = self._crew.run(calls)
         return found[0]
 
@@ -227,12 +223,12 @@ class SeveralDecodings:
         self.slots, self.n_ctx = parts[0].slots, parts[0].n_ctx
 
     def _each(self, function: Callable[[CudaDecoding], Found]) -> list[Found]:
-        return self._crew.run([_Call(function, part) for part in self._parts])
+        return self._crew.run([partial(function, part) for part in self._parts])
 
     def start_up(self, continued: bool) -> Iterator[tuple[int, int]]:
         parts = [part.start_up(continued) for part in self._parts]
         while True:
-            found = self._crew.run([_Call(next, part, None) for part in parts])[0]
+            found = self._crew.run([partial(next, part, None) for part in parts])[0]
             if found is None:
                 return
             yield found
@@ -250,7 +246,7 @@ class SeveralDecodings:
             for _ in self._parts[1:]
         ]
         pairs = zip(self._parts, [starts, *own], strict=True)
-        self._crew.run([_Call(getattr(part, name), each) for part, each in pairs])
+        self._crew.run([partial(getattr(part, name), each) for part, each in pairs])
 
     def copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
         self._each(lambda part: part.copy(copies))
@@ -261,16 +257,6 @@ class SeveralDecodings:
     def stop(self, slots: Ids) -> None:
         for part in self._parts:
             part.stop(slots)
-
-
-class _Call:
-    """A function with its arguments."""
-
-    def __init__(self, function: Callable[..., Any], *given: Any) -> None:
-        self._function, self._given = function, given
-
-    def __call__(self) -> Any:
-        return self._function(*self._given)
 
 
 def _copies(tensors: Tensors, count: int) -> list[Tensors]:

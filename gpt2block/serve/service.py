@@ -24,7 +24,7 @@ from gpt2block.grammars import Grammar, Matcher
 from gpt2block.run.model import ModelEngine
 from gpt2block.serve.log import log, traceback_of
 
-PAUSE = 4e-5  # seconds per open row between deliveries; about the time of delivering a row's tokens
+PAUSE = 4e-5  # seconds per open row between deliveries; twice the time of delivering its tokens
 LEAST_PAUSE = 5e-4  # seconds; shorter pauses are left out
 FEW = 4  # open rows up to which a piece is sent before the front has received the previous one
 TOKENS_AT_ONCE = 4096  # prompt tokens in a step after which the step computes no further prompt
