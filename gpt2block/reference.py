@@ -1237,14 +1237,16 @@ def _is_matrix(array: Any, rows: tuple[int, ...]) -> bool:
     return known and array.shape[:1] == rows
 
 
-# The contract of one GPU's part of `gathered`: the arrays after the residual are mailboxes.
-_GATHER = (
-    "share mixed M S; residual? f32 M N; abort i32 Q; "
-    "own to_1? to_2? to_3? to_4? to_5? to_6? to_7? i64 P -> out~residual mixed M N"
+# Contracts of one GPU's part of `gathered`, and of `gathered` and then `rmsnorm`.
+_MAIL = "abort i32 Q; own to_1? to_2? to_3? to_4? to_5? to_6? to_7? i64 P"
+_GATHER = f"share mixed M S; residual? f32 M N; {_MAIL} -> out~residual mixed M N"
+_GATHER_NORM = (
+    f"share f32 M S; residual f32 M N; weight f32 N; {_MAIL} -> out f32 M N; residual f32 M N"
 )
 
-# Contracts of the functions in this module, by name, and of `gather`.
+# Contracts of the functions in this module, by name, and of the two gathers.
 CONTRACTS: Mapping[str, Contract] = {
     **{name: each.contract for name, each in vars().copy().items() if hasattr(each, "contract")},
     "gather": Contract.parse(_GATHER),
+    "gather_norm": Contract.parse(_GATHER_NORM),
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,8 +13,10 @@ from gpt2block import InputError, reference
 from gpt2block.cuda import replaced
 from gpt2block.cuda.requests import Launch
 from gpt2block.ops import gather
-from gpt2block.ops.gather import GATHER, RECEIVE, SEND, Mailboxes
-from tests.devices import SOMEWHERE, running_on
+from gpt2block.ops.gather import GATHER, GATHER_NORM, RECEIVE, SEND, Mailboxes
+from gpt2block.ops.rmsnorm import OPERATION as RMSNORM
+from gpt2block.ops.terms import Terms
+from tests.devices import SOMEWHERE, assert_same_bits, running_on
 from tests.plain import normal
 
 Array = NDArray[Any]
@@ -32,18 +34,30 @@ def part(launch: Launch, parts: int) -> Launch:
 
 
 def gathered(
-    cupy: Any, mail: Mailboxes, shares: Sequence[Array], residual: Array | None
+    cupy: Any,
+    mail: Mailboxes,
+    shares: Sequence[Array],
+    residual: Array | None,
+    norm: Mapping[str, Any] | None = None,
 ) -> list[Array]:
-    """The results of all GPUs, which here are streams of one device or, emulated, take turns."""
+    """The results of all GPUs, which here are streams of one device or, emulated, take turns.
+
+    norm: the weights of a norm, and its options. The results are then the sums and their norms.
+    """
     firsts = np.cumsum([0, *(share.shape[1] for share in shares)])
-    found, rounds = [], []
+    found, rounds = list[Any](), []
     for me, share in enumerate(shares):
         out = cupy.full((len(share), int(firsts[-1])), np.nan, share.dtype)
         to = None if residual is None else cupy.asarray(residual)
         inputs = (cupy.asarray(share), to, *mail.of(me).values())
-        bound = GATHER.bind_on_device(
-            inputs, out if to is None else to, N=int(firsts[-1]), first=int(firsts[me])
-        )
+        sizes = {"N": int(firsts[-1]), "first": int(firsts[me])}
+        if norm is None:
+            bound = GATHER.bind_on_device(inputs, out if to is None else to, **sizes)
+        else:
+            inputs = (*inputs[:2], cupy.asarray(norm["weight"]), *inputs[2:])
+            options = {"eps": EPS, "to_terms": norm["to_terms"]}
+            bound = GATHER_NORM.bind_on_device(inputs, out, **sizes, **options)
+            found.append(to)
         found.append(bound.out)
         rounds.append((inputs, bound.launches))
     for _, launches in rounds:  # a kernel that is loaded later would wait for those that run
@@ -74,8 +88,17 @@ CASES: list[tuple[int, tuple[int, ...], str, bool]] = [
     (16, (22, 22, 21, 21), "float32", True),
     (7, (64, 128, 32), "float16", False),
     (2, (2, 4, 6, 8), "bfloat16", False),
-    (30, (16, 32), "float32", True),
+    (30, (16, 32), "float32", True),  # from here on with flags
+    (33, (24, 8, 40), "float16", False),
+    (9, (128, 128, 64, 32), "float32", False),
 ]
+EPS = 1e-5
+
+
+def few_words(patch: pytest.MonkeyPatch) -> None:
+    """Make mailboxes so small that some matrices take several rounds."""
+    for name, words in {"CAPACITY": 1024, "WORDS": 1024, "ROOM": 1536}.items():
+        patch.setattr(gather, name, words)
 
 
 @pytest.mark.parametrize("where", SOMEWHERE)
@@ -88,7 +111,7 @@ def test_all_gpus_get_all_columns(
     adds: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(gather, "CAPACITY", 1024)  # so that some matrices take several rounds
+    few_words(monkeypatch)
     with running_on(where) as cupy:
         mail = Mailboxes([0] * len(columns))
         for seed in range(4):  # each half of a mailbox is used again
@@ -100,21 +123,53 @@ def test_all_gpus_get_all_columns(
         assert not mail.aborted
 
 
+@pytest.mark.parametrize("where", SOMEWHERE)
+@pytest.mark.parametrize("terms", [None, Terms("float16"), Terms("float16", 2, 1.0, True, True)])
+@pytest.mark.parametrize("columns", [(128, 64, 64), (1024, 1024)])
+def test_a_gather_with_a_norm_has_the_bits_of_both(
+    where: str, terms: Terms | None, columns: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    C, M = sum(columns), 3
+    with running_on(where) as cupy:
+        mail = Mailboxes([0] * len(columns))
+        for seed in range(3):
+            shares = [normal(seed + n, M, S) for n, S in enumerate(columns)]
+            residual, weight = normal(99, M, C), normal(98, 1, C)[0]
+            norm = {"weight": weight, "to_terms": terms}
+            results = gathered(cupy, mail, shares, residual, norm)
+            total = cupy.asarray(reference.gathered(shares, residual))
+            inputs, options = (total, cupy.asarray(weight)), {"eps": EPS, "to_terms": terms}
+            out = cupy.full((M, C), np.nan, "float32")  # terms do not fill all of it
+            RMSNORM.bind_on_device(inputs, out, variant="stream", **options).run()
+            for stream, normed in zip(results[::2], results[1::2], strict=True):
+                assert_same_bits(stream, total.get())
+                assert_same_bits(normed, out.get())
+            gathered(cupy, mail, shares, residual)  # both kernels use the halves in turn
+        assert not mail.aborted
+
+
 @pytest.mark.parametrize(
     ("shape", "dtype", "options", "said"),
     [
         ((2, 3), "float16", {"N": 8, "first": 0}, "even numbers"),
         ((2, 4), "float32", {"N": 8, "first": 5}, "columns 5 to 9: expected columns of 8"),
-        ((1, 4), "float32", {"N": 2**22, "first": 0}, "expected at most"),
+        ((1, 4), "float32", {"N": 2**23, "first": 0}, "expected at most"),
+        ((65, 4), "float32", {"N": 8, "first": 0, "eps": EPS}, "at most 64 rows of 8,192 columns"),
+        ((1, 4), "float32", {"N": 8, "first": 2, "eps": EPS}, "expected multiples of 4 columns"),
     ],
 )
 def test_what_is_refused(
-    shape: tuple[int, int], dtype: str, options: dict[str, int], said: str
+    shape: tuple[int, int], dtype: str, options: dict[str, Any], said: str
 ) -> None:
     with running_on("shuffled") as cupy:
-        inputs = (cupy.zeros(shape, dtype), None, *Mailboxes([0]).of(0).values())
+        share, mail = cupy.zeros(shape, dtype), Mailboxes([0]).of(0).values()
+        operation, given = GATHER, tuple[Any, ...]((share, None))
+        if "eps" in options:
+            N = options["N"]
+            rows, weight = cupy.zeros((shape[0], N), "float32"), cupy.zeros(N, "float32")
+            operation, given = GATHER_NORM, (share, rows, weight)
         with pytest.raises(InputError, match=said):
-            GATHER.bind_on_device(inputs, **options)
+            operation.bind_on_device((*given, *mail), **options)
 
 
 @pytest.mark.parametrize("where", SOMEWHERE)

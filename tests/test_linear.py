@@ -222,6 +222,8 @@ def test_the_registry_names_the_kernels() -> None:
         "gated_sums: decode_ffn_mma",
         "gated_sums_gguf: decode_ffn_mma_gguf",
         "words: gather",
+        "words: gather_rows",
+        "normed: rmsnorm_gathered",
     ]
 
 

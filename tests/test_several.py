@@ -59,7 +59,7 @@ def emulated_together(count: int) -> Iterator[None]:
     barrier, one_at_a_time, run = threading.Barrier(count), threading.Lock(), Launch.run
 
     def run_in_parts(launch: Launch) -> None:
-        if launch.name != "gather":
+        if launch.name not in gather.KERNELS:
             run(launch)
             return
         for parts in (SEND, RECEIVE):
@@ -71,7 +71,8 @@ def emulated_together(count: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Launch, "run", run_in_parts)
         patch.setattr(recording, "capture", Again)
-        patch.setattr(gather, "CAPACITY", 4096)
+        for name in ("CAPACITY", "WORDS", "ROOM"):
+            patch.setattr(gather, name, 4096)
         yield
 
 

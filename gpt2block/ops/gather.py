@@ -1,6 +1,6 @@
 """Gather a matrix whose columns several GPUs have computed (`reference.gathered`).
 
-Kernel: shares/gather.cu.
+Kernels: shares/gather.cu and, for a gather and the RMSNorm after it, norms/rmsnorm_stream.cu.
 """
 
 from __future__ import annotations
@@ -8,22 +8,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from math import ceil
+from typing import Any
 
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import CudaArray, device_attribute, on_device, pinned, seen_from_here
 from gpt2block.cuda.kernels import Geometry, dtype_name, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
-from gpt2block.ops.call import Call
+from gpt2block.ops.call import Call, UncheckedCall
 from gpt2block.ops.operation import REQUIRED, Operation, variant
+from gpt2block.ops.rmsnorm import STREAM, stream_geometry
+from gpt2block.ops.terms import check_terms, stored_defines, stored_scale
 from gpt2block.weights.two_part import TwoPartMatrix
 
 FILE = "shares/gather.cu"
+KERNELS = "gather", "gather_rows", "rmsnorm_gathered"  # kernels that exchange words
 MOST_GPUS = 8
 THREADS = 512  # GATHER_THREADS of the kernel
 MOST_BLOCKS = 2  # per multiprocessor, so that all blocks of a gather run at the same time
-CAPACITY = 2**21  # entries of half a mailbox: a word (4 bytes) and the number of its round each
-HEADER = 16  # entries before the halves of a mailbox
+CAPACITY = 2**19  # entries of half an area: a word (4 bytes) and the number of its round each
+WORDS = 2**18  # most words that are sent in this way; more are sent without numbers (gather_rows)
+ROOM = 2**22  # words of half an area of gather_rows
+HEADER = 16 + 7 * 1024  # entries before the areas of a mailbox, with flags (lib/exchange.cuh)
+MOST_ROWS, MOST_CHANNELS = 64, 8192  # most rows, and channels, of a gather with a norm
 SEND, RECEIVE = 1, 2  # parts of the kernel
 MAIL = ("abort", "own", *(f"to_{n}" for n in range(1, MOST_GPUS)))  # inputs after the residual
 
@@ -43,7 +50,7 @@ class Mailboxes:
         self._devices, self._boxes = devices, list[CudaArray]()
         for device in devices:
             with cupy.cuda.Device(device):
-                self._boxes.append(cupy.zeros(HEADER + 2 * CAPACITY, "int64"))
+                self._boxes.append(cupy.zeros(HEADER + 2 * CAPACITY + ROOM, "int64"))
                 cupy.cuda.Device().synchronize()
 
     def of(self, me: int) -> dict[str, CudaArray]:
@@ -86,7 +93,7 @@ def _connect(devices: Sequence[int]) -> None:
                 runtime.deviceEnablePeerAccess(other)  # raises if it is enabled already
 
 
-@variant("words", FILE, "gather")
+@variant("words", FILE, "gather", "gather_rows")
 def _gather(c: Call) -> tuple[Launch, ...]:
     """Launch a gather for as many rows as a mailbox has room for, and further ones for the rest."""
     share, out, M = c.share, c.out, c.M
@@ -98,25 +105,84 @@ def _gather(c: Call) -> tuple[Launch, ...]:
     S, N, first = c.S // per_word, c.N // per_word, c.first // per_word
     if c.S % per_word or c.N % per_word or c.first % per_word:
         raise InputError(f"columns {c.first} to {c.first + c.S} of {c.N}: expected even numbers")
-    if c.first < 0 or c.first + c.S > c.N:
-        raise InputError(f"columns {c.first} to {c.first + c.S}: expected columns of {c.N}")
-    if N > CAPACITY:
-        raise InputError(f"rows of {N:,} words: expected at most {CAPACITY:,}")
-    width = 1 if S % 2 or N % 2 or first % 2 else 2  # words of a thread at a time
-    most = MOST_BLOCKS * device_attribute("MultiProcessorCount")
-    launches, at_once = [], CAPACITY // N
+    _check_columns(c.first, c.S, c.N)
+    flagged = M * N > WORDS and not any(n % 4 for n in (S, N, first))
+    room, launched = (ROOM, _with_flags) if flagged else (CAPACITY, _with_numbers)
+    if room < N:
+        raise InputError(f"rows of {N:,} words: expected at most {room:,}")
+    launches, at_once = [], room // N
     for row in range(0, M, at_once):
         rows = slice(row, min(M, row + at_once))
         residual = None if c.residual is None else c.residual[rows]
-        mail = [getattr(c, name) for name in MAIL]
-        sizes = (rows.stop - row, S, N, first, CAPACITY, SEND | RECEIVE)
-        blocks = min(most, ceil(sizes[0] * N / (width * THREADS)))
-        geometry = Geometry("gather", (blocks,), (THREADS,), defines=(("GATHER_WIDTH", width),))
-        args = (share[rows], residual, out[rows], *mail, *sizes)
-        launches.append(launch_at(FILE, geometry, args, storage=dtype_name(share.dtype)))
+        arrays = share[rows], residual, out[rows], *_mail(c)
+        launches.append(launched(arrays, rows.stop - row, S, N, first))
     return tuple(launches)
 
 
+def _with_numbers(arrays: tuple[Any, ...], M: int, S: int, N: int, first: int) -> Launch:
+    width = 1 if S % 2 or N % 2 or first % 2 else 2  # words of a thread at a time
+    blocks = min(_most_blocks(), ceil(M * N / (width * THREADS)))
+    geometry = Geometry("gather", (blocks,), (THREADS,), defines=(("GATHER_WIDTH", width),))
+    args = (*arrays, M, S, N, first, CAPACITY, SEND | RECEIVE)
+    return launch_at(FILE, geometry, args, storage=dtype_name(arrays[0].dtype))
+
+
+def _with_flags(arrays: tuple[Any, ...], M: int, S: int, N: int, first: int) -> Launch:
+    rows = ceil(M / _most_blocks())
+    geometry = Geometry("gather_rows", (ceil(M / rows),), (THREADS,))
+    args = (*arrays, M, S, N, first, CAPACITY, ROOM, rows, SEND | RECEIVE)
+    return launch_at(FILE, geometry, args, storage=dtype_name(arrays[0].dtype))
+
+
+def _most_blocks() -> int:
+    return MOST_BLOCKS * device_attribute("MultiProcessorCount")
+
+
+def _mail(c: Call) -> tuple[CudaArray | None, ...]:
+    return tuple(getattr(c, name) for name in MAIL)
+
+
+def _check_columns(first: int, S: int, N: int) -> None:
+    if first < 0 or first + S > N:
+        raise InputError(f"columns {first} to {first + S}: expected columns of {N}")
+
+
+def normalizes(M: int, N: int) -> bool:
+    """Return whether `gather_norm` supports M rows of N columns. Borders of shares are even."""
+    fits = M <= MOST_ROWS and N <= MOST_CHANNELS and M * N <= CAPACITY
+    return fits and N % 4 == 0
+
+
+@variant("normed", STREAM, "rmsnorm_gathered")
+def _gather_norm(c: Call) -> Launch:
+    _check_columns(c.first, c.S, c.N)
+    if not normalizes(c.M, c.N) or c.first % 4 or c.S % 4:
+        raise InputError(
+            f"{c.M:,} rows of {c.N:,} columns, columns {c.first} to {c.first + c.S}: expected "
+            f"multiples of 4 columns, at most {MOST_ROWS} rows of {MOST_CHANNELS:,} columns, and "
+            f"at most {CAPACITY:,} values"
+        )
+    geometry = stream_geometry(c.M, c.N)._replace(kernel="rmsnorm_gathered")
+    geometry = geometry.with_defines(stored_defines("RS_TERMS", c.to_terms))
+    scale = stored_scale(c.to_terms)
+    sizes = c.S, c.first, CAPACITY, SEND | RECEIVE
+    args = (c.share, c.residual, c.weight, c.out, scale, c.eps, *_mail(c), *sizes)
+    return launch_at(STREAM, geometry, args)
+
+
+def _prepare_norm(unchecked: UncheckedCall) -> Call:
+    """Check a call of `gather_norm`. to_terms is as in variant stream of `rmsnorm`."""
+    N = unchecked.options["N"]
+    check_terms(unchecked.options["to_terms"], N, N)
+    return unchecked.checked()
+
+
+GATHER_NORM = Operation(
+    name="gather_norm",
+    variants=(_gather_norm,),
+    options={"N": REQUIRED, "first": REQUIRED, "eps": 1e-6, "to_terms": None},
+    prepare=_prepare_norm,
+)
 GATHER = Operation(
     name="gather",
     variants=(_gather,),

@@ -42,7 +42,7 @@ from gpt2block.ops import _linear_tiles as tiles
 from gpt2block.ops._epilogues import Ends, add, append, append_rope
 from gpt2block.ops.call import CACHE, Call, UncheckedCall
 from gpt2block.ops.gated_sums import GATED_SUMS, LINEAR_SUMS, ROPE_SUMS
-from gpt2block.ops.gather import GATHER
+from gpt2block.ops.gather import GATHER, GATHER_NORM
 from gpt2block.ops.gguf import chunk_sums
 from gpt2block.ops.operation import (
     REQUIRED,
@@ -523,7 +523,10 @@ OPERATION = Operation(
     },
     prepare=_prepare,
     parts=(*LINEAR_GGUF, *QKV_GGUF, *ROPE_GGUF, chunk_sums),
-    steps=(LINEAR_QKV, LINEAR_ROPE, LINEAR_SUMS, ROPE_SUMS, GATED_SUMS, GATHER),
+    steps=(
+        *(LINEAR_QKV, LINEAR_ROPE, LINEAR_SUMS, ROPE_SUMS, GATED_SUMS),
+        *(GATHER, GATHER_NORM),
+    ),
     workload=Workload(
         idea="[residual +] [gelu]((LayerNorm(x) or x) W + bias)",
         sizes={"M": 1, "K": 768, "N": 2304},

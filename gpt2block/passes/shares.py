@@ -19,7 +19,7 @@ from gpt2block.architectures.architecture import Value
 from gpt2block.checks import normed_together
 from gpt2block.config import ModelConfig, model_shapes
 from gpt2block.config.formats import FILE
-from gpt2block.ops.gather import MAIL
+from gpt2block.ops.gather import MAIL, normalizes
 from gpt2block.ops.products import MULTIPLE
 from gpt2block.passes.machine import Machine, Step
 
@@ -180,27 +180,40 @@ class Columns:
     """This GPU's columns of a result, which the first step that reads the whole result gathers.
 
     N: number of columns of the whole. first: this GPU's first column. step: the step that computes
-    the whole result on one GPU. whole: the whole result once it is gathered, else None.
+    the whole result on one GPU. stream: the residual stream to which the gather adds the whole
+    result, or None. into: the array for the sum. whole: the gathered result, or None before that.
     """
 
-    def __init__(self, value: Value, N: int, first: int, step: Step) -> None:
+    def __init__(
+        self,
+        value: Value,
+        N: int,
+        first: int,
+        step: Step,
+        stream: Value = None,
+        into: Value = None,
+    ) -> None:
         self.value, self.N, self.first, self.step = value, N, first, step
+        self.stream, self.into = stream, into
         self.whole: Value = None
 
 
 class Divided(Machine):
     """A machine that runs a GPU's share of the steps on the machine `do`, and gathers rows.
 
-    A pass lists the steps of the whole model; only the numbers of heads are this GPU's.
+    A pass lists the steps of the whole model; only the numbers of heads are this GPU's. fuses:
+    whether one kernel gathers the residual stream and normalizes it. The sum then has no step.
     """
 
-    def __init__(self, do: Machine, share: Share) -> None:
+    def __init__(self, do: Machine, share: Share, fuses: bool = False) -> None:
         super().__init__({**do.tensors, **share.mail})
         do.tensors = self.tensors
-        self._do, self._share = do, share
+        self._do, self._share, self._fuses = do, share, fuses
 
     def do(self, step: Step, into: Value) -> Value:
         given = step.inputs
+        if step.op == "rmsnorm" and self._is_stream_to_gather(given[0]):
+            return self._gather_norm(step, given[0])
         if step.op in PRODUCTS and (N := self._share.width(given[PRODUCTS[step.op][0]])):
             return self._product(step, N, into)
         if step.op in ELEMENTWISE and all(isinstance(each, Columns) for each in given):
@@ -225,11 +238,27 @@ class Divided(Machine):
             added = None
         dtype = "float32" if added is not None and step.op == "gemm" else step.dtype
         value = self._own(step._replace(dtype=dtype), tuple(inputs))
-        columns = Columns(value, N, self._share.first(step.inputs[weights]), step)
-        return columns if added is None else self._gather(columns, added, self.whole(into))
+        first, into = self._share.first(step.inputs[weights]), self.whole(into)
+        columns = Columns(value, N, first, step, added, into)
+        deferred = added is None or (
+            self._fuses and added is into and normalizes(value.shape[0], N)
+        )
+        return columns if deferred else self.whole(columns)
 
     def _is_given(self, value: Value) -> bool:
         return value is not None and (not isinstance(value, str) or self.has(value))
+
+    def _is_stream_to_gather(self, value: Value) -> bool:
+        return isinstance(value, Columns) and value.stream is not None and value.whole is None
+
+    def _gather_norm(self, step: Step, columns: Columns) -> Value:
+        """Add the gathered columns to the residual stream, and return the norm of the stream."""
+        sizes = {"N": columns.N, "first": columns.first, "eps": step.attrs["eps"]}
+        inputs = (columns.value, columns.stream, step.inputs[1], *self._mail)
+        terms = step.attrs.get("to_terms")
+        y = self._do(step.name, "gather_norm", inputs, to_terms=terms, bound=step.bound, **sizes)
+        columns.whole, columns.value = columns.stream, None
+        return y
 
     def _own(self, step: Step, inputs: tuple[Value, ...], into: Value = None) -> Value:
         attrs = {name: value for name, value in step.attrs.items() if name != "to_terms"}
@@ -244,23 +273,27 @@ class Divided(Machine):
         if not isinstance(value, Columns):
             return value
         if value.whole is None:
-            value.whole = self._gather(value)
+            value.whole = self._gather(value, value.stream or "", value.into)
             value.value = None  # frees the memory of the columns
         return value.whole
 
-    def _gather(self, columns: Columns, residual: Value = "", into: Value = None) -> Value:
+    @property
+    def _mail(self) -> tuple[str, ...]:
+        return tuple(name for name in MAIL if name in self._share.mail)
+
+    def _gather(self, columns: Columns, residual: Value, into: Value) -> Value:
         step = columns.step
         sizes: dict[str, Any] = {"N": columns.N, "first": columns.first}
         terms = step.attrs.get("to_terms")
         name = f"{step.name}.floats" if terms else step.name
-        inputs = (columns.value, residual, *(each for each in MAIL if each in self._share.mail))
+        inputs = (columns.value, residual, *self._mail)
         y = self._do(name, "gather", inputs, into=into, bound=step.bound, **sizes)
         if terms is None:
             return y
         return self._do(step.name, "operand", (y,), dtype="float32", to_terms=terms)
 
 
-def of_share(run: Callable[[Machine], Any], do: Machine, share: Share) -> Any:
+def of_share(run: Callable[[Machine], Any], do: Machine, share: Share, fuses: bool = False) -> Any:
     """Run a GPU's share of a pass's steps on the machine `do`; return the pass's whole result."""
-    divided = Divided(do, share)
+    divided = Divided(do, share, fuses)
     return divided.whole(run(divided))

@@ -249,6 +249,7 @@ class DecodingStep:
             {**model.given(), **of.cache_tensors, **given},
             {"logits": logits},
             overlapping=True,
+            fuses=not of.floats,
         )
         check_read(model.config, (each.step for each in self.recording.steps.values()))
         self._sampler = after

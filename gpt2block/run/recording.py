@@ -245,11 +245,15 @@ class Recordings:
         known: Mapping[str, Recorded] | None = None,
         overlapping: bool = False,
         borrowed: Collection[str] = (),
+        fuses: bool = False,
     ) -> Recording:
-        """Return a Recording of the pass `run`. Other arguments: see Binder and Recording."""
+        """Return a Recording of the pass `run`.
+
+        fuses: see `Divided`. Other arguments: see Binder and Recording.
+        """
 
         def steps_on(do: Machine) -> Any:
-            return run(do) if self.share is None else of_share(run, do, self.share)
+            return run(do) if self.share is None else of_share(run, do, self.share, fuses)
 
         def recorded(arena: Arena) -> Recording:
             binder = Binder(tensors, arena, outs, known, borrowed)

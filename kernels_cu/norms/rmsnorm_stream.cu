@@ -8,6 +8,8 @@
 //   rmsnorm_sums: rmsnorm_stream of x plus the output of a feed-forward in RS_SUMS partial sums. The kernels of
 //       gated_sums, such as matmul/decode/ffn_mma.cu, have stored these sums, one for each part of the inner dimension
 //   rmsnorm_add: adds the norm of x to the residual stream, in place: out = residual + x * r * weight
+//   rmsnorm_gathered: for a model on several GPUs, which have computed the columns of x: gathers x, adds it to the
+//       residual stream, in place, and normalizes the stream; bits of shares/gather.cu and then rmsnorm_stream
 //   operand_rows: x itself without a norm, in the formats of rmsnorm_stream, for products that read the residual stream
 //
 // Differences from norms/rmsnorm.cu: the order of additions depends only on C; x is float for every dtype of out; and
@@ -17,6 +19,7 @@
 // are read again from the L2 cache. x and weight are aligned to RS_WIDTH floats, out to RS_WIDTH elements. Grid (M),
 // block (RS_THREADS).
 #include "lib/common.cuh"
+#include "lib/exchange.cuh"
 #include "lib/fresh.cuh"
 #include "lib/overlap.cuh"
 #include "lib/rows.cuh"
@@ -80,20 +83,22 @@ __device__ __forceinline__ void store(T* out, float out_scale, int c, const floa
     }
 }
 
-// Normalises the block's row. read(c) returns values starting at channel c; write(c, v) receives the normalised values.
-template <typename Read, typename Write>
-__device__ __forceinline__ void normalize(const float* weight, float eps, Read read, Write write) {
+// Normalises the block's row. before() runs when the previous kernel has ended. read(i, c) returns the values of load
+// i, which start at channel c; write(c, v) receives the normalised values.
+template <typename Before, typename Read, typename Write>
+__device__ __forceinline__ void normalize(const float* weight, float eps, Before before, Read read, Write write) {
     __shared__ float scratch[RS_THREADS / 32];
     Values rows[HELD ? LOADS : 1], weights[HELD ? LOADS : 1];
     if (HELD) each_load([&](int i, int c) { weights[i] = load_parameters<RS_WIDTH>(weight + c); });
     let_next_start();
     wait_for_previous();
-    if (HELD) each_load([&](int i, int c) { rows[i] = read(c); });
+    before();
+    if (HELD) each_load([&](int i, int c) { rows[i] = read(i, c); });
 
     float square = 0.0f;
     each_load([&](int i, int c) {
         float v[RS_WIDTH];
-        (HELD ? rows[i] : read(c)).unpack(v);
+        (HELD ? rows[i] : read(i, c)).unpack(v);
 #pragma unroll
         for (int e = 0; e < RS_WIDTH; ++e) square += v[e] * v[e];
     });
@@ -101,7 +106,7 @@ __device__ __forceinline__ void normalize(const float* weight, float eps, Read r
 
     each_load([&](int i, int c) {
         float v[RS_WIDTH], w[RS_WIDTH];
-        (HELD ? rows[i] : read(c)).unpack(v);
+        (HELD ? rows[i] : read(i, c)).unpack(v);
         (HELD ? weights[i] : Values::load(weight + c)).unpack(w);
 #pragma unroll
         for (int e = 0; e < RS_WIDTH; ++e) v[e] *= r * w[e];
@@ -116,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(RS_THREADS) rmsnorm_stream(
     float out_scale,                   // scale of out, used if RS_TERMS selects two-part terms
     float eps) {
     const float* from = x + (long long)blockIdx.x * RS_C;
-    normalize(weight, eps, [&](int c) { return load_fresh<float, RS_WIDTH>(from + c); },
+    normalize(weight, eps, [] {}, [&](int, int c) { return load_fresh<float, RS_WIDTH>(from + c); },
               [&](int c, const float (&v)[RS_WIDTH]) { store(out, out_scale, c, v); });
 }
 
@@ -127,7 +132,8 @@ extern "C" __global__ void __launch_bounds__(RS_THREADS) rmsnorm_add(
     float* out,                        // (M, C); may be residual
     float eps) {
     const long long row = (long long)blockIdx.x * RS_C;
-    normalize(weight, eps, [&](int c) { return load_fresh<float, RS_WIDTH>(x + row + c); },
+    const auto read = [&](int, int c) { return load_fresh<float, RS_WIDTH>(x + row + c); };
+    normalize(weight, eps, [] {}, read,
               [&](int c, float (&v)[RS_WIDTH]) {
                   float old[RS_WIDTH];
                   load_fresh<float, RS_WIDTH>(residual + row + c).unpack(old);
@@ -160,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(RS_THREADS) rmsnorm_sums(
     T* out,                               // (M, C)
     float eps) {
     const long long row = (long long)blockIdx.x * RS_C, values = (long long)gridDim.x * RS_C;
-    const auto read = [&](int c) {
+    const auto read = [&](int, int c) {
         SplitSums<RS_SUMS, RS_WIDTH> added;
         float v[RS_WIDTH];
         load_fresh<float, RS_WIDTH>(x + row + c).unpack(v);
@@ -169,5 +175,72 @@ extern "C" __global__ void __launch_bounds__(RS_THREADS) rmsnorm_sums(
         for (int e = 0; e < RS_WIDTH; ++e) v[e] = added.added_to(v[e], e);
         return Values::pack(v);
     };
-    normalize(weight, eps, read, [&](int c, const float (&v)[RS_WIDTH]) { store(out, 1.0f, c, v); });
+    normalize(weight, eps, [] {}, read, [&](int c, const float (&v)[RS_WIDTH]) { store(out, 1.0f, c, v); });
+}
+
+extern "C" __global__ void __launch_bounds__(RS_THREADS) rmsnorm_gathered(
+    const float* share,                // (M, S): this GPU's columns of x
+    float* stream,                     // (M, C): the residual stream
+    const float* __restrict__ weight,  // (C)
+    T* out,                            // (M, C)
+    float out_scale,                   // scale of out, used if RS_TERMS selects two-part terms
+    float eps,
+    int* abort,  // from here on as in shares/gather.cu
+    long long* own,
+    long long* to_1,
+    long long* to_2,
+    long long* to_3,
+    long long* to_4,
+    long long* to_5,
+    long long* to_6,
+    long long* to_7,
+    int S,
+    int first,
+    int capacity,
+    int parts) {
+    const long long row = (long long)blockIdx.x * RS_C;
+    Values old[HELD ? LOADS : 1];
+    unsigned words[HELD ? LOADS : 1][RS_WIDTH], round = 0;
+    const auto exchange = [&] {
+        long long* const others[OTHERS] = {to_1, to_2, to_3, to_4, to_5, to_6, to_7};
+        round = next_round(own);
+        const long long half = HEADER + (long long)(round & 1u) * capacity + row;
+        const unsigned* const from = reinterpret_cast<const unsigned*>(share) + (long long)blockIdx.x * S;
+        for (int i = 2 * threadIdx.x; (parts & SEND) && i < S; i += 2 * RS_THREADS) {
+            const unsigned pair[2] = {__ldcg(from + i), __ldcg(from + i + 1)};
+#pragma unroll
+            for (int g = 0; g < OTHERS; ++g)
+                if (others[g] != nullptr) send<2>(others[g] + half + first + i, pair, round);
+        }
+        each_load([&](int i, int c) { old[i] = load_fresh<float, RS_WIDTH>(stream + row + c); });
+        const long long begun = clock64();
+        bool all = !(parts & RECEIVE);
+        for (int polls = 1; !all && !gives_up(polls, abort, begun); ++polls) {
+            all = true;
+            each_load([&](int i, int c) {
+                const bool mine = c >= first && c < first + S;
+#pragma unroll
+                for (int e = 0; e + 1 < RS_WIDTH; e += 2) {
+                    if (!mine) all &= receive<2>(own + half + c + e, &words[i][e], round);
+                    else
+                        for (int w = e; w < e + 2; ++w) words[i][w] = __ldcg(from + (c - first) + w);
+                }
+            });
+        }
+    };
+    if (!(parts & RECEIVE)) {
+        wait_for_previous();
+        exchange();
+        return;
+    }
+    const auto read = [&](int i, int c) {
+        float v[RS_WIDTH];
+        old[i].unpack(v);
+#pragma unroll
+        for (int e = 0; e < RS_WIDTH; ++e) v[e] += __uint_as_float(words[i][e]);
+        Values::store(stream + row + c, v);
+        return Values::pack(v);
+    };
+    normalize(weight, eps, exchange, read, [&](int c, const float (&v)[RS_WIDTH]) { store(out, out_scale, c, v); });
+    end_round(own, round);
 }

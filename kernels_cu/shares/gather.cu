@@ -1,17 +1,26 @@
 // Gathers rows whose columns several GPUs have computed: every GPU gets whole rows.
 //
 //   gather: stores words with the number of their round into the memory of the other GPUs; no flag, no barrier
+//   gather_rows: many rows: stores words alone, and a flag after the rows of a block
 //
 //   out[m, n] = share_g[m, n - first_g] (+ residual[m, n])      g: the GPU that has column n
 //
-// A round is one launch of this kernel on all GPUs. Each GPU has a mailbox, whose entries of 8 bytes are a word (4
-// bytes) and the number of its round. A GPU stores the words of its columns into the mailboxes of the other GPUs. It
-// then reads its own mailbox until every entry has the number of this round. An entry is stored and loaded at once, so
-// a word that has arrived is complete, and needs no fence. A mailbox has two halves, which rounds use in turn.
+// A round is one launch of a kernel on all GPUs. Each GPU has a mailbox, into which the other GPUs store the words
+// (4 bytes) of their columns. A mailbox has an area for each kernel, and flags. Each of these has two halves, which
+// rounds use in turn.
+//
+// gather: an entry of 8 bytes is a word and the number of its round. A GPU reads its own mailbox until every entry has
+// the number of this round. An entry is stored and loaded at once, so a word that has arrived is complete, and needs no
+// fence. norms/rmsnorm_stream.cu has a kernel that gathers in this way and normalizes the rows.
+//
+// gather_rows: a block stores its words, then a fence, then the number of the round as its flag. The block of the same
+// index on another GPU waits for this flag, then reads the words. This kernel sends half of the bytes of `gather`, but
+// waits for the fence.
 //
 // Rounds r and r + 2 use the same half. Storing in round r + 2 is safe: a GPU stores then only after its own round r +
 // 1 has ended. That round ended only after all other GPUs had stored words of round r + 1. Each of them did so after
-// its own round r had ended, so it had read all its words of round r.
+// its own round r had ended, so it had read all its words and flags of round r. The two kernels have areas of their
+// own, because a word without a number could look like an entry with the number of a later round.
 //
 // A GPU waits for other GPUs while its blocks hold multiprocessors. All blocks store before they wait, and the grid is
 // small enough for all blocks to run at the same time. A kernel that waits longer than PATIENCE sets *abort, which is
@@ -22,68 +31,15 @@
 //
 // Measured in a model: see docs/several-gpus.md.
 //
-// grid (blocks), block (GATHER_THREADS). T: any type; S, N and first count words.
+// grid (blocks), block (GATHER_THREADS). T: any type; S, N and first count words, in gather_rows multiples of 4.
+#include "lib/exchange.cuh"
 #include "lib/overlap.cuh"
 #include "lib/storage.cuh"
 
-#ifndef GATHER_WIDTH  // words of a thread at a time, 1 or 2; divides S, N and first
+#ifndef GATHER_WIDTH  // words of a thread at a time in `gather`, 1 or 2; divides S, N and first
 #define GATHER_WIDTH 2
 #endif
 #define GATHER_THREADS 512
-#define OTHERS 7   // most GPUs besides this one
-#define ROUND 0    // place in a mailbox of the number of the previous round
-#define ENDED 1    // place of the number of blocks that have ended in this round
-#define HEADER 16  // entries before the two halves
-#define SEND 1     // `parts`: which parts of the kernel run
-#define RECEIVE 2
-#define PATIENCE 20000000000ll  // clock cycles, about 10 s
-#define POLLS 4096              // attempts between two looks at *abort
-
-// Stores words with the number of their round. The 8 bytes of an entry are stored and loaded at once.
-template <int COUNT>
-__device__ __forceinline__ void send(long long* to, const unsigned* words, unsigned round) {
-    unsigned long long stamped[COUNT];
-#pragma unroll
-    for (int w = 0; w < COUNT; ++w) stamped[w] = (unsigned long long)round << 32 | words[w];
-#if defined(__CUDA_ARCH__)
-    if constexpr (COUNT == 2)
-        asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(to)),
-                     "l"(stamped[0]), "l"(stamped[1])
-                     : "memory");
-    else
-#endif
-#pragma unroll
-        for (int w = 0; w < COUNT; ++w) *(volatile unsigned long long*)(to + w) = stamped[w];
-}
-
-// Loads words that another GPU may be storing. Returns whether all of them have come.
-template <int COUNT>
-__device__ __forceinline__ bool receive(const long long* from, unsigned* words, unsigned round) {
-    unsigned long long found[COUNT];
-#if defined(__CUDA_ARCH__)
-    if constexpr (COUNT == 2)
-        asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];"
-                     : "=l"(found[0]), "=l"(found[1])
-                     : "l"(__cvta_generic_to_global(from))
-                     : "memory");
-    else
-#endif
-#pragma unroll
-        for (int w = 0; w < COUNT; ++w) found[w] = *(const volatile unsigned long long*)(from + w);
-    bool all = true;
-#pragma unroll
-    for (int w = 0; w < COUNT; ++w) {
-        words[w] = (unsigned)found[w];
-        all = all && (unsigned)(found[w] >> 32) == round;
-    }
-    return all;
-}
-
-__device__ __forceinline__ bool gives_up(volatile int* abort, long long begun) {
-    if (*abort == 0 && clock64() - begun < PATIENCE) return false;
-    *abort = 1;
-    return true;
-}
 
 extern "C" __global__ void __launch_bounds__(GATHER_THREADS, 2) gather(
     const T* share,         // (M, S): the columns of this GPU
@@ -107,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(GATHER_THREADS, 2) gather(
     let_next_start();
     wait_for_previous();
     long long* const others[OTHERS] = {to_1, to_2, to_3, to_4, to_5, to_6, to_7};
-    const unsigned round = (unsigned)__ldcg(own + ROUND) + 1u;
+    const unsigned round = next_round(own);
     const long long half = HEADER + (long long)(round & 1u) * capacity;
     const int thread = blockIdx.x * GATHER_THREADS + threadIdx.x, threads = gridDim.x * GATHER_THREADS;
     const unsigned* from = reinterpret_cast<const unsigned*>(share);
@@ -132,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(GATHER_THREADS, 2) gather(
             for (int w = 0; w < GATHER_WIDTH; ++w) words[w] = __ldcg(from + m * S + (n - first) + w);
         } else {
             for (int polls = 1; !receive<GATHER_WIDTH>(own + half + i, words, round) && !ends; ++polls)
-                ends = polls % POLLS == 0 && gives_up(abort, begun);
+                ends = gives_up(polls, abort, begun);
         }
 #pragma unroll
         for (int w = 0; w < GATHER_WIDTH; ++w) {
@@ -140,12 +96,83 @@ extern "C" __global__ void __launch_bounds__(GATHER_THREADS, 2) gather(
             reinterpret_cast<unsigned*>(out)[i + w] = words[w];
         }
     }
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        // The last block to end stores the number of this round: all blocks have read the previous number by then.
-        if (atomicAdd(reinterpret_cast<unsigned long long*>(own + ENDED), 1ull) == gridDim.x - 1) {
-            own[ENDED] = 0;
-            own[ROUND] = round;
+    end_round(own, round);
+}
+
+extern "C" __global__ void __launch_bounds__(GATHER_THREADS, 2) gather_rows(
+    const T* share,  // these arguments: see `gather`
+    const float* residual,
+    T* out,
+    int* abort,
+    long long* own,
+    long long* to_1,
+    long long* to_2,
+    long long* to_3,
+    long long* to_4,
+    long long* to_5,
+    long long* to_6,
+    long long* to_7,
+    int M,
+    int S,
+    int N,
+    int first,
+    int capacity,  // entries of half the area of `gather`, which is before the area of this kernel
+    int most,      // words of half the area of this kernel, at least M N
+    int rows,      // rows of a block
+    int parts) {
+    let_next_start();
+    wait_for_previous();
+    long long* const others[OTHERS] = {to_1, to_2, to_3, to_4, to_5, to_6, to_7};
+    const unsigned round = next_round(own);
+    const long long area = HEADER + 2ll * capacity, half = (long long)(round & 1u) * most;  // entries; words
+    const int row = blockIdx.x * rows, count = min(rows, M - row);
+    const int flags = (int)(round & 1u) * OTHERS * MOST_PIECES + blockIdx.x;  // the place of the flag of the first GPU
+    const int4* const from = reinterpret_cast<const int4*>(share);
+    const int in_share = S / 4, in_row = N / 4, mine = first / 4;  // in units of 16 bytes
+    if (parts & SEND) {
+        for (int i = threadIdx.x; i < count * in_share; i += GATHER_THREADS) {
+            const int4 words = __ldcg(from + row * in_share + i);
+            const int at = (row + i / in_share) * in_row + mine + i % in_share;
+#pragma unroll
+            for (int g = 0; g < OTHERS; ++g)
+                if (others[g] != nullptr)
+                    reinterpret_cast<int4*>(reinterpret_cast<int*>(others[g] + area) + half)[at] = words;
+        }
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            __threadfence_system();
+#pragma unroll
+            for (int g = 0; g < OTHERS; ++g)
+                if (others[g] != nullptr)
+                    reinterpret_cast<volatile unsigned*>(others[g] + FLAGS)[flags + g * MOST_PIECES] = round;
         }
     }
+    if (!(parts & RECEIVE)) return;
+    // A GPU is others[g] of the GPU g + 1 places before it, which has stored flag number g.
+    int count_of_others = 0;
+#pragma unroll
+    for (int g = 0; g < OTHERS; ++g) count_of_others += others[g] != nullptr;
+    if (const int g = threadIdx.x; g < count_of_others) {
+        const volatile unsigned* const flag = reinterpret_cast<unsigned*>(own + FLAGS) + flags + g * MOST_PIECES;
+        const long long begun = clock64();
+        for (int polls = 1; *flag != round && !gives_up(polls, abort, begun); ++polls) {
+        }
+        __threadfence_system();
+    }
+    __syncthreads();
+    const int4* const arrived = reinterpret_cast<const int4*>(reinterpret_cast<const int*>(own + area) + half);
+    for (int i = threadIdx.x; i < count * in_row; i += GATHER_THREADS) {
+        const int m = row + i / in_row, n = i % in_row, at = row * in_row + i;
+        const bool own_column = n >= mine && n < mine + in_share;
+        int4 v = __ldcg(own_column ? from + m * in_share + (n - mine) : arrived + at);
+        if (residual != nullptr) {
+            const float4 r = __ldcg(reinterpret_cast<const float4*>(residual) + at);
+            v.x = __float_as_int(r.x + __int_as_float(v.x));
+            v.y = __float_as_int(r.y + __int_as_float(v.y));
+            v.z = __float_as_int(r.z + __int_as_float(v.z));
+            v.w = __float_as_int(r.w + __int_as_float(v.w));
+        }
+        reinterpret_cast<int4*>(out)[at] = v;
+    }
+    end_round(own, round);
 }

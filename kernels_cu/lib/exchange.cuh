@@ -1,0 +1,72 @@
+// Mailboxes through which GPUs exchange words (4 bytes). shares/gather.cu describes the protocol, and why it is safe.
+#pragma once
+
+#define OTHERS 7          // most GPUs besides this one
+#define ROUND 0           // place in a mailbox of the number of the previous round
+#define ENDED 1           // place of the number of blocks that have ended in this round
+#define FLAGS 16          // place of the flags: two halves of (OTHERS, MOST_PIECES), 4 bytes each
+#define MOST_PIECES 1024  // flags of a GPU in half a mailbox
+#define HEADER (FLAGS + OTHERS * MOST_PIECES)  // entries before the words with the number of their round
+#define SEND 1                                 // `parts`: which parts of the kernel run
+#define RECEIVE 2
+#define PATIENCE 20000000000ll  // clock cycles, about 10 s
+#define POLLS 4096              // attempts between two looks at *abort
+
+// Returns the number of this round. All blocks of a kernel call it before any of them calls end_round.
+__device__ __forceinline__ unsigned next_round(const long long* own) { return (unsigned)__ldcg(own + ROUND) + 1u; }
+
+// Ends a round. The last block to call it stores the number of the round: all blocks have read the previous one then.
+__device__ __forceinline__ void end_round(long long* own, unsigned round) {
+    __syncthreads();
+    if (threadIdx.x == 0 && atomicAdd(reinterpret_cast<unsigned long long*>(own + ENDED), 1ull) == gridDim.x - 1) {
+        own[ENDED] = 0;
+        own[ROUND] = round;
+    }
+}
+
+// Stores words with the number of their round. The 8 bytes of an entry are stored and loaded at once.
+template <int COUNT>
+__device__ __forceinline__ void send(long long* to, const unsigned* words, unsigned round) {
+    unsigned long long stamped[COUNT];
+#pragma unroll
+    for (int w = 0; w < COUNT; ++w) stamped[w] = (unsigned long long)round << 32 | words[w];
+#if defined(__CUDA_ARCH__)
+    if constexpr (COUNT == 2)
+        asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(to)),
+                     "l"(stamped[0]), "l"(stamped[1])
+                     : "memory");
+    else
+#endif
+#pragma unroll
+        for (int w = 0; w < COUNT; ++w) *(volatile unsigned long long*)(to + w) = stamped[w];
+}
+
+// Loads words that another GPU may be storing. Returns whether all of them have come.
+template <int COUNT>
+__device__ __forceinline__ bool receive(const long long* from, unsigned* words, unsigned round) {
+    unsigned long long found[COUNT];
+#if defined(__CUDA_ARCH__)
+    if constexpr (COUNT == 2)
+        asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];"
+                     : "=l"(found[0]), "=l"(found[1])
+                     : "l"(__cvta_generic_to_global(from))
+                     : "memory");
+    else
+#endif
+#pragma unroll
+        for (int w = 0; w < COUNT; ++w) found[w] = *(const volatile unsigned long long*)(from + w);
+    bool all = true;
+#pragma unroll
+    for (int w = 0; w < COUNT; ++w) {
+        words[w] = (unsigned)found[w];
+        all = all && (unsigned)(found[w] >> 32) == round;
+    }
+    return all;
+}
+
+// Returns whether a thread that has polled `polls` times since cycle `begun` must end without a result.
+__device__ __forceinline__ bool gives_up(int polls, volatile int* abort, long long begun) {
+    if (polls % POLLS || (*abort == 0 && clock64() - begun < PATIENCE)) return false;
+    *abort = 1;
+    return true;
+}
