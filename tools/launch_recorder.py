@@ -39,7 +39,7 @@ _device_ids = itertools.count(-10_000, -1)  # a new id for each device: caches a
 class _Kernel:
     """Replacement of `cupy.RawKernel`: a call adds a line to a list."""
 
-    shared_size_bytes = 0
+    shared_size_bytes = local_size_bytes = 0
     max_dynamic_shared_size_bytes = 48 * 1024  # bytes that a launch can use without a request
 
     def __init__(self, recorder: Recorder, code: str, name: str) -> None:

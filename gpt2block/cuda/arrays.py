@@ -285,6 +285,17 @@ def _attribute(device: int, name: str) -> int:
     return int(cupy.cuda.Device(device).attributes[name])
 
 
+def reserve_local_memory(nbytes: int) -> None:
+    """Let kernels have `nbytes` bytes of local memory per thread on the current device.
+
+    Otherwise, the launch of a kernel that needs more than earlier kernels waits until the device
+    is idle.
+    """
+    runtime = cupy.cuda.runtime
+    if nbytes and runtime.deviceGetLimit(runtime.cudaLimitStackSize) < nbytes:
+        runtime.deviceSetLimit(runtime.cudaLimitStackSize, nbytes)
+
+
 def pinned(shape: Shape, dtype: str = "int32") -> NDArray[Any]:
     """Allocate an array in pinned host memory, which the GPU reads and writes asynchronously."""
     count = prod(shape)

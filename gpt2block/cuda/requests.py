@@ -63,6 +63,11 @@ class Function:
     def shared_size_bytes(self) -> int:
         return int(self.found.shared_size_bytes)
 
+    @property
+    def local_size_bytes(self) -> int:
+        """Bytes of local memory per thread, in which the stack and spilled registers are."""
+        return int(self.found.local_size_bytes)
+
     def allow_shared(self, nbytes: int) -> None:
         """Allow launches of the kernel at least `nbytes` bytes of dynamic shared memory."""
         with _LIMITS:  # threads share Function objects

@@ -227,7 +227,7 @@ class RawModule:
 class EmulatedFunction:
     """A kernel; calling this object runs the kernel on the CPU."""
 
-    shared_size_bytes = max_dynamic_shared_size_bytes = 0
+    shared_size_bytes = max_dynamic_shared_size_bytes = local_size_bytes = 0
 
     def __init__(self, source: loader.Source, name: str, defines: kernels.Defines) -> None:
         self._source, self.name, self._defines = source, name, defines

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from gpt2block import reference
 from gpt2block.cuda import cupy, overlap
-from gpt2block.cuda.arrays import Bound, CudaArray
+from gpt2block.cuda.arrays import Bound, CudaArray, reserve_local_memory
 from gpt2block.cuda.requests import Launch
 from gpt2block.cuda.timing import event_ms
 from gpt2block.passes.machine import Machine
@@ -128,11 +128,14 @@ class Recording:
     def _load(self) -> None:
         """Load all kernels of a model on several GPUs before the first one runs.
 
-        A gather waits for the launches of other GPUs, and would wait for a compiler, too.
+        A gather waits for the launches of other GPUs, and would wait for a compiler, too. Local
+        memory is reserved for the same reason (see `Recordings.meet`).
         """
         if self._owner is not None and self._owner.share is not None:
-            for launch in self.launches:
-                _ = launch.function.shared_size_bytes  # the driver loads the kernel to answer
+            # The driver loads a kernel to answer how much local memory it needs.
+            local = max((each.function.local_size_bytes for each in self.launches), default=0)
+            self._meet()
+            reserve_local_memory(local)
             self._meet()
         self._loaded = True
 
