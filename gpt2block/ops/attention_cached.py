@@ -67,6 +67,7 @@ TILE_SIZES = (
 SPLIT_KEYS = 32  # keys per split; one warp of kernel `split` processes a split
 SPAN_SPLITS = 32  # splits whose results are combined at a time
 SPLIT_WARPS = 4  # warps per block on a GPU with clusters; on other GPUs the minimum
+WIDE_SPLIT_WARPS = 8  # warps per block if each block has a multiprocessor of its own
 SPLIT_WARPS_OF_SM = {1: 16, 2: 16, 4: 12}  # maximum warps per SM by itemsize of the cache
 SPLIT_WARPS_OF_SM_GROUPED = {1: 12, 2: 8, 4: 8}  # maximum warps per SM, with several q heads each
 FP8_GROUPED_WIDTH = 8  # FP8 elements per load that registers allow with several heads of q per warp
@@ -155,12 +156,11 @@ def split_geometry(
         if at_once >= wanted and n_ctx <= SPLIT_KEYS * SPAN_SPLITS:
             break
     if clusters:
-        most = max(at_once // SPLIT_WARPS, 1)
-        largest = 3 * most >= 4 * MOST_CLUSTER  # clusters of MOST_CLUSTER leave some SMs idle
-        most = min(most, MOST_CLUSTER if largest else MOST_CLUSTER // 2)
-        warps, cluster = SPLIT_WARPS, power_of_two(ceil(wanted / SPLIT_WARPS))
-        while cluster > most:
-            cluster //= 2
+        warps, cluster = WIDE_SPLIT_WARPS, _cluster_of(wanted, at_once, WIDE_SPLIT_WARPS)
+        if M * teams * cluster <= sms:
+            held = warps
+        else:
+            warps, cluster = SPLIT_WARPS, _cluster_of(wanted, at_once, SPLIT_WARPS)
     else:
         warps, cluster = min(max(min(wanted, at_once), SPLIT_WARPS), held), 1
     defines = (
@@ -175,6 +175,20 @@ def split_geometry(
         defines = (*defines, ("AS_VECTORS", FP8_VECTORS))
     shared = _split_shared(queries, HS) if queries > 1 else 0
     return Geometry("attention_split", (cluster, teams, M), (32 * warps,), shared, defines)
+
+
+def _cluster_of(wanted: int, at_once: int, warps: int) -> int:
+    """Return the blocks per cluster, a power of two, for blocks of `warps` warps.
+
+    wanted: desired warps per team. at_once: warps per team that the GPU runs at the same time.
+    """
+    most = max(at_once // warps, 1)
+    largest = 3 * most >= 4 * MOST_CLUSTER  # clusters of MOST_CLUSTER leave some SMs idle
+    most = min(most, MOST_CLUSTER if largest else MOST_CLUSTER // 2)
+    cluster = power_of_two(ceil(wanted / warps))
+    while cluster > most:
+        cluster //= 2
+    return cluster
 
 
 def _queries_of_team(serves: int, HS: int, shared_limit: int) -> list[int]:
