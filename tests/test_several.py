@@ -6,11 +6,14 @@ GPUs, whose part the emulator runs later, so it runs in two parts, and the threa
 
 from __future__ import annotations
 
+import filecmp
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,10 +21,13 @@ import pytest
 from numpy.typing import NDArray
 
 from gpt2block import GPT2Config, LlamaConfig
+from gpt2block.checkpoints import save_pretrained
 from gpt2block.config import ModelConfig, model_shapes
 from gpt2block.config.formats import Formats
 from gpt2block.cuda import cupy, replaced
 from gpt2block.cuda.requests import Launch
+from gpt2block.explain import collect
+from gpt2block.inspect.compare import compare_tensors, exact_tensors
 from gpt2block.ops import gather
 from gpt2block.ops.gather import RECEIVE, SEND
 from gpt2block.parameters.arrays import random_model
@@ -140,6 +146,32 @@ def test_texts_and_scores_have_the_bits_of_one_gpu(
                 assert_same_bits(a, b)
         for rows in (3,) if where == "shuffled" else (1, 3, 17, 40):
             assert sampled(several, rows, 3, V) == sampled(one, rows, 3, V)
+
+
+@pytest.mark.parametrize(("where", "name", "dtype", "count"), cases())
+def test_steps_and_tensors_are_equal_to_one_gpu(
+    where: str, name: str, dtype: str, count: int, tmp_path: Path
+) -> None:
+    config = config_of(name, 1 if where == "shuffled" else 2)
+    ids = np.arange(9, dtype=np.int32)
+    with one_and_several(where, config, Formats(dtype, FORMATS[dtype]), count) as engines:
+        exact = exact_tensors(engines[0], ids)
+        for cached in (False, True):
+            traced, expected = (each.trace(ids, cached) for each in reversed(engines))
+            assert list(traced) == list(expected)
+            for step, array in expected.items():
+                assert_same_bits(traced[step], array)
+            rows, own = (compare_tensors(each, ids, cached, exact, expected) for each in engines)
+            assert [replace(row, ms=0, kernel="") for row in own] == [
+                replace(row, ms=0, kernel="") for row in rows
+            ]
+        pages = [collect(each, None, "", ids, 0) for each in engines]
+        for part in ("attention", "lens", "opened", "next"):
+            assert pages[0][part] == pages[1][part]
+        for engine in engines:
+            save_pretrained(tmp_path / str(engine is engines[0]), engine, None)
+    for file in ("config.json", "model.safetensors"):
+        assert filecmp.cmp(tmp_path / "True" / file, tmp_path / "False" / file, shallow=False)
 
 
 @pytest.mark.parametrize("where", ["shuffled", pytest.param("gpu", marks=GPU.marks)])

@@ -32,7 +32,7 @@ from gpt2block.passes.blocks import PassSettings
 from gpt2block.passes.forward import Want, forward
 from gpt2block.passes.machine import Machine
 from gpt2block.passes.prefill import ROWS_AT_ONCE, Prefill, PrefillPass, Products
-from gpt2block.passes.shares import Share
+from gpt2block.passes.shares import OF_SHARE, Share
 from gpt2block.run.cuda_caches import (
     KEPT_SHAPES,
     CudaCache,
@@ -149,6 +149,9 @@ class CudaModel(CudaWeights):
         while True:
             with self.running():  # the lock is free while the caller uses an item
                 item = next(items, None)
+                if item is not None and self._share is not None:
+                    name, array, layout = item
+                    item = name, self._share.joined(name, array, int(layout == "KN")), layout
             if item is None:
                 return
             yield item
@@ -280,7 +283,11 @@ class CudaModel(CudaWeights):
             recording = self._pass(ids, cached)
             copying = ("kv_append", "kv_round", "operand", "rows", "take", "two_part")
             names = [n for n, each in recording.steps.items() if each.step.op not in copying]
-            copies = {name: copy.get() for name, copy in recording.trace(names).items()}
+            traced = recording.trace(filter(recording.returns, names))
+            copies = {name: copy.get() for name, copy in traced.items()}
+            if (share := self._share) is not None:
+                joined = {name: share.joined(name, copy) for name, copy in copies.items()}
+                copies = {name.removesuffix(OF_SHARE): copy for name, copy in joined.items()}
             whole = {name: self._whole(name, copy, cached) for name, copy in copies.items()}
         heads = ("logits", "uncapped")
         return {n: a[:, :V] if n.startswith(heads) else a for n, a in whole.items()}

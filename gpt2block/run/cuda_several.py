@@ -87,6 +87,11 @@ class Crew:
                 )
             )
 
+    def iterate(self, parts: Sequence[Iterator[Found]]) -> Iterator[Found]:
+        """Yield the items of the first GPU's iterator; all GPUs compute each item together."""
+        while (found := self.run([partial(next, part, None) for part in parts])[0]) is not None:
+            yield found
+
     def _wait_for_others(self) -> None:
         latest = None if Crew._latest is None else Crew._latest()
         if latest is not None and latest is not self:
@@ -176,7 +181,7 @@ class SeveralCudaModels:
         return f"{len(self.parts)} × {self.parts[0].describe()}"
 
     def tensors(self) -> Tensors:
-        raise InputError(ALONE.format("saving"))
+        return self._crew.iterate([iter(part.tensors()) for part in self.parts])
 
     def new_cache(self, batch: int, n_ctx: int) -> SeveralCaches:
         return SeveralCaches(self._each(lambda m: m.new_cache(batch, n_ctx)), self.cache_kind)
@@ -197,12 +202,14 @@ class SeveralCudaModels:
         return self._each(lambda m: m.likeliest(sequences))[0]
 
     def trace(self, ids: Ids, cached: bool) -> dict[str, NDArray[Any]]:
-        raise InputError(ALONE.format("trace"))
+        return self._each(lambda m: m.trace(ids, cached))[0]
 
     def run_alone(
         self, ids: Ids, cached: bool, exact: Mapping[str, NDArray[Any]]
     ) -> Iterator[StepResult]:
-        raise InputError(ALONE.format("compare"))
+        first = self.parts[0]  # only its results are kept
+        found = self._each(lambda m: [e for e in m.run_alone(ids, cached, exact) if m is first])
+        return iter(found[0])
 
     def timed(self, call: Call) -> list[Timeline]:
         raise InputError(ALONE.format("profile"))
@@ -226,12 +233,7 @@ class SeveralDecodings:
         return self._crew.run([partial(function, part) for part in self._parts])
 
     def start_up(self, continued: bool) -> Iterator[tuple[int, int]]:
-        parts = [part.start_up(continued) for part in self._parts]
-        while True:
-            found = self._crew.run([partial(next, part, None) for part in parts])[0]
-            if found is None:
-                return
-            yield found
+        return self._crew.iterate([part.start_up(continued) for part in self._parts])
 
     def start(self, starts: Sequence[Start]) -> None:
         self._with_starts("start", starts)
