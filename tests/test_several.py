@@ -26,6 +26,7 @@ from gpt2block.config import ModelConfig, model_shapes
 from gpt2block.config.formats import Formats
 from gpt2block.cuda import cupy, replaced
 from gpt2block.cuda.requests import Launch
+from gpt2block.cuda.timing import interleaved_ms
 from gpt2block.explain import collect
 from gpt2block.inspect.compare import compare_tensors, exact_tensors
 from gpt2block.ops import gather
@@ -33,7 +34,8 @@ from gpt2block.ops.gather import RECEIVE, SEND
 from gpt2block.parameters.arrays import random_model
 from gpt2block.parameters.gpt2 import GPT2Weights
 from gpt2block.passes.shares import Meeting, Share
-from gpt2block.run import recording
+from gpt2block.profiling import Profile, TimedPass, trace
+from gpt2block.run import cuda_timeline, recording
 from gpt2block.run.cuda_model import CudaModel
 from gpt2block.run.cuda_several import Crew, SeveralCudaModels
 from gpt2block.run.model import start_all
@@ -77,6 +79,8 @@ def emulated_together(count: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Launch, "run", run_in_parts)
         patch.setattr(recording, "capture", Again)
+        patch.setattr(cuda_timeline, "capture", Again)
+        patch.setattr(cuda_timeline, "interleaved_ms", partial(interleaved_ms, count=1))
         patch.setattr(gather, "CAPACITY", 4096)
         yield
 
@@ -172,6 +176,22 @@ def test_steps_and_tensors_are_equal_to_one_gpu(
             save_pretrained(tmp_path / str(engine is engines[0]), engine, None)
     for file in ("config.json", "model.safetensors"):
         assert filecmp.cmp(tmp_path / "True" / file, tmp_path / "False" / file, shallow=False)
+
+
+@pytest.mark.parametrize("where", ["shuffled", pytest.param("gpu", marks=GPU.marks)])
+def test_each_gpu_has_a_timeline_of_each_pass(where: str) -> None:
+    config, found = config_of("llama", 1), list[Any]()
+    with one_and_several(where, config, Formats("float16", "float16"), 2) as engines:
+        one, several = (start_all(e, prompts(2, 203), [Sampling()] * 2, 3) for e in engines)
+        timelines = engines[1].timed(lambda: found.append(several.next()))
+        assert found[0].tokens.tolist() == one.next().tokens.tolist()
+        assert several.next().tokens.tolist() == one.next().tokens.tolist()
+    assert [each.device for each in timelines] == [f"cuda:{n}" for n in engines[1].devices]
+    first, second = ([(k.step, k.kernel) for k in each.ran] for each in timelines)
+    assert first == second
+    whole = trace(Profile("", "", "", "", 2, 1, 1.0, [TimedPass("token", e) for e in timelines]))
+    names = [e["args"]["name"] for e in whole["traceEvents"] if e["name"] == "process_name"]
+    assert names[0] == "cuda:0: as it runs"
 
 
 @pytest.mark.parametrize("where", ["shuffled", pytest.param("gpu", marks=GPU.marks)])

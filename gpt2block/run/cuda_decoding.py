@@ -171,7 +171,8 @@ class CudaDecoding:
         # Guesses would delay slots without grammars.
         if any(expected) and matchers.some[slots].all():
             counts = np.array([len(each) for each in expected])
-            together = self._model.agreed(matchers.pace.for_forced(counts, MOST_GUESSING))
+            together = matchers.pace.for_forced(counts, MOST_GUESSING)
+            together = self._model.recordings.agreed(together)
         if together > 1:
             most = np.minimum(self._left[slots] - 1, together - 1).tolist()
             guesses = [each[:n] for each, n in zip(expected, most, strict=True)]
@@ -229,7 +230,8 @@ class CudaDecoding:
             return False
         together = 1
         if self._pace:
-            together = self._model.agreed(self._pace.together(slots, MOST_GUESSING))
+            together = self._pace.together(slots, MOST_GUESSING)
+            together = self._model.recordings.agreed(together)
         if self._draft:
             together = max(together, ROWS[0])
             self._draft.guess(slots, together - 1, self._steps, self._model.stream)

@@ -156,10 +156,6 @@ class CudaModel(CudaWeights):
                 return
             yield item
 
-    def agreed(self, value: int) -> int:
-        """Return a value that depends on times, or the first GPU's if the model is on several."""
-        return value if self._share is None else self._share.exchange(value)[0]
-
     @contextmanager
     def running(self) -> Iterator[None]:
         """Hold the model's lock, and make its device and stream current."""

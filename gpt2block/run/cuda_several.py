@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from itertools import tee
 from typing import Any, TypeVar
@@ -30,6 +31,7 @@ from gpt2block.run.cuda_caches import CudaCache
 from gpt2block.run.cuda_decoding import CudaDecoding
 from gpt2block.run.cuda_model import CudaModel
 from gpt2block.run.cuda_products import possible_products
+from gpt2block.run.cuda_timeline import watched
 from gpt2block.run.model import (
     Floats,
     Ids,
@@ -43,7 +45,6 @@ from gpt2block.run.model import (
 from gpt2block.run.timeline import Call, Timeline
 
 Found = TypeVar("Found")
-ALONE = "{}: a model on several GPUs does not have it: use a model on one GPU"
 
 
 class Crew:
@@ -54,7 +55,7 @@ class Crew:
     one waits.
     """
 
-    _lock = threading.RLock()  # held by the crew that runs a call
+    lock = threading.RLock()  # held by the crew that runs a call
     _latest: weakref.ref[Crew] | None = None  # the crew whose launches may still run
 
     def __init__(self, devices: Sequence[int]) -> None:
@@ -69,7 +70,7 @@ class Crew:
         Raises the error of the first GPU that has one, or DeviceError if a gather has waited too
         long.
         """
-        with self._lock:
+        with self.lock:
             self._wait_for_others()
             pairs = zip(self._threads, calls, strict=True)
             futures = [thread.submit(self._guarded, call) for thread, call in pairs]
@@ -212,7 +213,15 @@ class SeveralCudaModels:
         return iter(found[0])
 
     def timed(self, call: Call) -> list[Timeline]:
-        raise InputError(ALONE.format("profile"))
+        with self._crew.lock, ExitStack() as stack:
+            found = [stack.enter_context(watched(part.recordings)) for part in self.parts]
+            call()
+        names = [f"cuda:{device}" for device in self.devices]
+        return [
+            timeline._replace(device=name)
+            for of_pass in zip(*found, strict=True)
+            for timeline, name in zip(of_pass, names, strict=True)
+        ]
 
     def decode(
         self, slots: int, n_ctx: int, fewer: bool = False, speculate: bool = False

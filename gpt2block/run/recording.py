@@ -17,7 +17,7 @@ from gpt2block.cuda.requests import Launch
 from gpt2block.cuda.timing import event_ms
 from gpt2block.passes.machine import Machine
 from gpt2block.passes.shares import OF_SHARE, PRODUCTS, Share, of_share
-from gpt2block.run.model import StepResult
+from gpt2block.run.model import Item, StepResult
 from gpt2block.run.recorder import (
     Arena,
     ArenaFull,
@@ -125,6 +125,10 @@ class Recording:
         """Wait for the threads of all GPUs, as `Recordings.meet` does."""
         if self._owner is not None:
             self._owner.meet()
+
+    def agreed(self, value: Item) -> Item:
+        """Return a value that depends on times: on several GPUs, the first GPU's."""
+        return value if self._owner is None else self._owner.agreed(value)
 
     def load(self) -> None:
         """Load all kernels of a model on several GPUs before the first one runs.
@@ -285,6 +289,10 @@ class Recordings:
         """
         if self.share is not None:
             self.share.exchange()
+
+    def agreed(self, value: Item) -> Item:
+        """Return a value that depends on times: on several GPUs, the first GPU's."""
+        return value if self.share is None else self.share.exchange(value)[0]
 
     def make(
         self,
