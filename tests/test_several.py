@@ -13,6 +13,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ from gpt2block.profiling import Profile, TimedPass, trace
 from gpt2block.run import cuda_timeline, recording
 from gpt2block.run.cuda_model import CudaModel
 from gpt2block.run.cuda_several import Crew, SeveralCudaModels
-from gpt2block.run.model import start_all
+from gpt2block.run.model import Start, start_all
 from gpt2block.sampling import Sampling
 from tests.devices import GPU, assert_same_bits, running_on
 from tests.test_architectures_cuda import FORMATS, OWN, SIZES
@@ -192,6 +193,35 @@ def test_each_gpu_has_a_timeline_of_each_pass(where: str) -> None:
     whole = trace(Profile("", "", "", "", 2, 1, 1.0, [TimedPass("token", e) for e in timelines]))
     names = [e["args"]["name"] for e in whole["traceEvents"] if e["name"] == "process_name"]
     assert names[0] == "cuda:0: as it runs"
+
+
+@pytest.mark.parametrize("where", ["shuffled", pytest.param("gpu", marks=GPU.marks)])
+def test_a_draft_model_guesses_on_each_gpu(where: str) -> None:
+    """A copy of the model itself guesses nearly all tokens."""
+    config, rows, steps = config_of("llama", 1), 2, 7
+    with one_and_several(where, config, Formats("float8_e4m3fn", None), 2) as (one, several):
+        expected = sampled(one, rows, steps, 203)
+        several.draft = one
+        drafts: list[Any] = [part.draft for part in several.parts]
+        assert drafts[0] is one is not drafts[1]
+        for name, matrix in one._matrices.items():
+            for part, array in drafts[1]._matrices[name].arrays().items():
+                assert_same_bits(array.get(), matrix.arrays()[part].get())
+        settings = [Sampling(temperature=n % 2, seed=n) for n in range(rows)]
+        decoding, found = several.decode(rows, 64, speculate=True), list[Any]()
+        for _ in range(2):  # the second time, the draft's graphs run, too
+            found.clear()
+            right = 0
+            starts = zip(range(rows), prompts(rows, 203), settings, strict=True)
+            decoding.start([Start(*each, steps) for each in starts])
+            while len(found) < rows * steps:
+                each = decoding.next()
+                found += zip(*(a.tolist() for a in each[:3]), strict=True)
+                right += 0 if each.guessed is None else int(each.guessed.sum())
+            assert sorted(found, key=itemgetter(0)) == sorted(expected, key=itemgetter(0))
+            assert right > rows * steps / 2
+        several.draft = None
+        assert [part.draft for part in several.parts] == [None, None]
 
 
 @pytest.mark.parametrize("where", ["shuffled", pytest.param("gpu", marks=GPU.marks)])

@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 
 from gpt2block import doctor
 from gpt2block.architectures import architecture_of
-from gpt2block.config import ModelConfig
+from gpt2block.config import ModelConfig, model_shapes
 from gpt2block.config.formats import Formats
 from gpt2block.cuda import cupy
-from gpt2block.cuda.arrays import CudaArray, compute_capability, to_host
+from gpt2block.cuda.arrays import CudaArray, compute_capability, mapped, to_host
 from gpt2block.errors import Argument, InputError
 from gpt2block.ops.attention import tensor_cores_take
 from gpt2block.ops.attention_cached import continues_exactly
@@ -61,6 +61,7 @@ from gpt2block.run.model import (
 from gpt2block.run.recorder import rounded_up
 from gpt2block.run.recording import Recording, Recordings
 from gpt2block.run.timeline import Call, Timeline
+from gpt2block.weights.matrix import on_host
 
 TOKENS_AT_ONCE = 8192  # maximum tokens of a prefill of several sequences
 KEPT_COUNTS = 32  # most scratch caches kept for padded batches, one per number of sequences
@@ -155,6 +156,18 @@ class CudaModel(CudaWeights):
             if item is None:
                 return
             yield item
+
+    def copy_on(self, device: int) -> CudaModel:
+        """Return a copy of this model on another GPU, with the same bits."""
+        return CudaModel(self.config, self._on_host(), self.formats, device)
+
+    def _on_host(self) -> Iterator[tuple[str, Any, str | None]]:
+        """Yield (name, vector or WeightMatrix in host memory, layout) of each tensor."""
+        for name in model_shapes(self.config):
+            stored = self._matrices.get(name, self._vectors.get(name))
+            with self.running():
+                found = mapped(on_host, stored)
+            yield name, found, getattr(stored, "layout", None)
 
     @contextmanager
     def running(self) -> Iterator[None]:

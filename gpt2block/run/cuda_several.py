@@ -175,6 +175,20 @@ class SeveralCudaModels:
         return self._crew.run([partial(function, part) for part in self.parts])
 
     @property
+    def draft(self) -> CudaModel | None:
+        """The draft model of the first GPU. Every GPU has a whole copy, and guesses alike."""
+        return self.parts[0].draft
+
+    @draft.setter
+    def draft(self, model: CudaModel | None) -> None:
+        own = None if model is None else self.devices.index(model.device)
+
+        def attach(part: CudaModel, number: int) -> None:
+            part.draft = model if model is None or number == own else model.copy_on(part.device)
+
+        self._crew.run([partial(attach, part, n) for n, part in enumerate(self.parts)])
+
+    @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.parts)
 
