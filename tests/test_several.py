@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import filecmp
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from math import prod
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -35,7 +37,7 @@ from gpt2block.ops.gather import RECEIVE, SEND
 from gpt2block.parameters.arrays import random_model
 from gpt2block.parameters.gpt2 import GPT2Weights
 from gpt2block.passes.shares import Meeting, Share
-from gpt2block.profiling import Profile, TimedPass, trace
+from gpt2block.profiling import Profile, TimedPass, kinds, pass_times, trace
 from gpt2block.run import cuda_timeline, recording
 from gpt2block.run.cuda_model import CudaModel
 from gpt2block.run.cuda_several import Crew, SeveralCudaModels
@@ -129,15 +131,15 @@ def sampled(engine: Any, count: int, steps: int, vocab_size: int) -> list[tuple[
     return found
 
 
-def cases() -> list[Any]:
+def cases(*names: str) -> list[Any]:
     """Few on the emulator, where each compiles many programs; all on a GPU."""
     emulated = [("llama", "float16", 2), ("qwen3", "float8_e5m2", 4)]
-    everywhere = product(("gpt2", "llama", *OWN), FORMATS, (2, 4))
+    everywhere = product(names, FORMATS, (2, 4))
     found = [pytest.param("shuffled", *case) for case in emulated]
     return found + [pytest.param("gpu", *case, marks=GPU.marks) for case in everywhere]
 
 
-@pytest.mark.parametrize(("where", "name", "dtype", "count"), cases())
+@pytest.mark.parametrize(("where", "name", "dtype", "count"), cases("gpt2", "llama", *OWN))
 def test_texts_and_scores_have_the_bits_of_one_gpu(
     where: str, name: str, dtype: str, count: int
 ) -> None:
@@ -153,7 +155,9 @@ def test_texts_and_scores_have_the_bits_of_one_gpu(
             assert sampled(several, rows, 3, V) == sampled(one, rows, 3, V)
 
 
-@pytest.mark.parametrize(("where", "name", "dtype", "count"), cases())
+@pytest.mark.parametrize(
+    ("where", "name", "dtype", "count"), cases("gpt2", "llama", "gemma3", "olmo2")
+)
 def test_steps_and_tensors_are_equal_to_one_gpu(
     where: str, name: str, dtype: str, count: int, tmp_path: Path
 ) -> None:
@@ -190,9 +194,13 @@ def test_each_gpu_has_a_timeline_of_each_pass(where: str) -> None:
     assert [each.device for each in timelines] == [f"cuda:{n}" for n in engines[1].devices]
     first, second = ([(k.step, k.kernel) for k in each.ran] for each in timelines)
     assert first == second
-    whole = trace(Profile("", "", "", "", 2, 1, 1.0, [TimedPass("token", e) for e in timelines]))
-    names = [e["args"]["name"] for e in whole["traceEvents"] if e["name"] == "process_name"]
-    assert names[0] == "cuda:0: as it runs"
+    passes = [TimedPass("token", e._replace(device=f"GPU {n}")) for n, e in enumerate(timelines)]
+    profile = Profile("", "", "", "", 2, 1, 1.0, passes)
+    assert kinds(profile) == ["token, GPU 0", "token, GPU 1"]
+    assert [pass_times(profile, each).us for each in kinds(profile)] == [e.us for e in timelines]
+    events = [e for e in trace(profile)["traceEvents"] if e["name"] == "process_name"]
+    names = {e["args"]["name"].partition(":")[0] for e in events}
+    assert names == {"GPU 0", "GPU 1"}
 
 
 @pytest.mark.parametrize("where", ["shuffled", pytest.param("gpu", marks=GPU.marks)])
@@ -243,7 +251,8 @@ def test_an_error_of_one_gpu_ends_the_call_of_all(where: str) -> None:
 )
 def test_which_parts_are_divided(name: str, count: int, heads: bool) -> None:
     config = config_of(name, 1)
-    parts = [Share(config, "float16", n, count, Meeting(count)) for n in range(count)]
+    meeting = Meeting(count)
+    parts = [Share(config, "float16", n, count, meeting) for n in range(count)]
     whole = model_shapes(config)
     for tensor, shape in whole.items():
         widths = [part.shapes()[tensor] for part in parts]
@@ -255,3 +264,23 @@ def test_which_parts_are_divided(name: str, count: int, heads: bool) -> None:
             covered = np.concatenate([np.arange(*span) for span in spans])
             assert sorted(covered.tolist()) == list(range(shape[axis]))
             assert sum(width[axis] for width in widths) == shape[axis]
+        array = np.arange(prod(shape)).reshape(shape)
+        axis = int(len(shape) == 2 and tensor != "lm_head")
+        own = [own_part(array, part.spans(tensor), axis) for part in parts]
+        assert_same_bits(joined(parts, tensor, own, axis), array)
+    Q, KV = config.q_width, config.kv_width
+    for result, N in {"q": Q, "qkv": Q + 2 * KV, "k": KV}.items() if heads else ():
+        rows = np.arange(2 * N).reshape(2, N)
+        own = [part.own_heads(rows) for part in parts]
+        assert_same_bits(joined(parts, f"h.0.{result}", own, -1), rows)
+
+
+def own_part(array: Array, spans: Sequence[tuple[int, int]], axis: int) -> Array:
+    ranges = [np.arange(*span) for span in spans] or [np.arange(array.shape[axis])]
+    return array.take(np.concatenate(ranges), axis)
+
+
+def joined(parts: Sequence[Share], name: str, own: Sequence[Array], axis: int) -> Array:
+    """What the first GPU returns."""
+    with ThreadPoolExecutor(len(parts)) as pool:
+        return next(pool.map(lambda part: part.joined(name, own[part.index], axis), parts))

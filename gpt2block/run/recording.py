@@ -88,7 +88,8 @@ class Recording:
 
     def run_steps(self, *names: str) -> None:
         """Run the named steps, or all steps, each in an NVTX range, which profilers show."""
-        self.load()
+        if not self._loaded:
+            self.load()
         for name in names or self.steps:
             cupy.cuda.nvtx.RangePush(name)
             try:
@@ -131,11 +132,11 @@ class Recording:
         return value if self._owner is None else self._owner.agreed(value)
 
     def load(self) -> None:
-        """Load all kernels of a model on several GPUs before the first one runs.
+        """Load all kernels of a model on several GPUs before the first one runs; all threads meet.
 
         A gather waits for the launches of other GPUs, and would wait for a compiler, too.
         """
-        if self.share is not None and not self._loaded:
+        if self.share is not None:
             for launch in self.launches:
                 _ = launch.function.shared_size_bytes  # the driver loads the kernel to answer
             self.meet()
