@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import filecmp
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -30,6 +30,7 @@ from gpt2block.config.formats import Formats
 from gpt2block.cuda import cupy, replaced
 from gpt2block.cuda.requests import Launch
 from gpt2block.cuda.timing import interleaved_ms
+from gpt2block.emulator import stand_in
 from gpt2block.explain import collect
 from gpt2block.inspect.compare import compare_tensors, exact_tensors
 from gpt2block.ops import gather
@@ -65,14 +66,33 @@ class Again:
             launch.run()
 
 
+def noting(patch: pytest.MonkeyPatch, place: Any, name: str, note: Callable[[], Any]) -> None:
+    """Call `note` before each call of a function."""
+    call = getattr(place, name)
+    patch.setattr(place, name, lambda *given: (note(), call(*given))[1])
+
+
 @contextmanager
 def emulated_together(count: int) -> Iterator[None]:
+    """Run gathers in two parts, and refuse memory that is allocated while gathers could wait.
+
+    On GPUs, an allocation between a meeting of all threads and a gather could wait for the gathers
+    of other threads, which wait for the gather of this thread.
+    """
     barrier, one_at_a_time, run = threading.Barrier(count), threading.Lock(), Launch.run
+    since_met = threading.local()
+
+    def meets() -> None:
+        since_met.allocated = False
+
+    def allocates() -> None:
+        since_met.allocated = True
 
     def run_in_parts(launch: Launch) -> None:
         if launch.name != "gather":
             run(launch)
             return
+        assert not since_met.allocated
         for parts in (SEND, RECEIVE):
             args = (*launch.args[:-1], np.int32(parts))
             with one_at_a_time:
@@ -85,6 +105,9 @@ def emulated_together(count: int) -> Iterator[None]:
         patch.setattr(cuda_timeline, "capture", Again)
         patch.setattr(cuda_timeline, "interleaved_ms", partial(interleaved_ms, count=1))
         patch.setattr(gather, "CAPACITY", 4096)
+        noting(patch, Meeting, "exchange", meets)
+        noting(patch, Crew, "_guarded", meets)
+        noting(patch, stand_in, "_allocated", allocates)
         yield
 
 
