@@ -241,9 +241,10 @@ class Model(Generic[Weights]):
         """A smaller draft model that guesses the next tokens if the option `speculate` is set.
 
         The texts stay the same. The more guesses are right, the fewer steps a text takes. The draft
-        model must be on the same GPU, and have the same tokens and at least the same context. At
-        most 16 rows are then computed together. None: guesses are copied from the text. Setting
-        another model raises InputError. Source: Leviathan et al., "Fast Inference from Transformers
+        model must be on the same GPU, and have the same tokens and at least the same context. For a
+        model on several GPUs, it must be on one of them, and is copied to the others. At most 16
+        rows are then computed together. None: guesses are copied from the text. Setting another
+        model raises InputError. Source: Leviathan et al., "Fast Inference from Transformers
         via Speculative Decoding" (2023).
         """
         return self._draft_model
@@ -252,10 +253,10 @@ class Model(Generic[Weights]):
     def draft_model(self, model: Model[Any] | None) -> None:
         if model is not None:
             self._check_draft(model)
-        self._draft_model = model
-        own: Any = self.engine  # a CudaModel; a NumpyModel has no draft
+        own: Any = self.engine  # a NumpyModel has no draft
         if model is not None or hasattr(own, "draft"):
             own.draft = None if model is None else model.engine
+        self._draft_model = model
 
     _draft_model: Model[Any] | None = None
 
@@ -264,11 +265,12 @@ class Model(Generic[Weights]):
         if not isinstance(model, Model) or model is self:
             got = "the model itself" if model is self else type(model).__name__
             raise InputError(f"draft_model: expected another Model, got {got}")
-        places = [getattr(each.engine, "device", None) for each in (self, model)]
-        if places[0] is None or places[0] != places[1]:
+        engine, place = self.engine, getattr(model.engine, "device", None)
+        places = getattr(engine, "devices", (getattr(engine, "device", None),))
+        if place is None or place not in places:
             raise InputError(
-                "draft_model: expected both models on one GPU, as NumPy guesses nothing, got "
-                f"{self.device} and {model.device}"
+                "draft_model: expected both models on one GPU, as NumPy guesses nothing, or a "
+                f"draft on one GPU of a model on several, got {self.device} and {model.device}"
             )
         sizes = [(each.config.vocab_size, each.config.n_ctx) for each in (self, model)]
         if sizes[0][0] != sizes[1][0] or sizes[0][1] > sizes[1][1]:

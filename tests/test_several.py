@@ -6,11 +6,17 @@ GPUs, whose part the emulator runs later, so it runs in two parts, and the threa
 
 from __future__ import annotations
 
+import filecmp
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import product
+from math import prod
+from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,19 +24,25 @@ import pytest
 from numpy.typing import NDArray
 
 from gpt2block import GPT2Config, LlamaConfig
+from gpt2block.checkpoints import save_pretrained
 from gpt2block.config import ModelConfig, model_shapes
 from gpt2block.config.formats import Formats
 from gpt2block.cuda import cupy, replaced
 from gpt2block.cuda.requests import Launch
+from gpt2block.cuda.timing import interleaved_ms
+from gpt2block.emulator import stand_in
+from gpt2block.explain import collect
+from gpt2block.inspect.compare import compare_tensors, exact_tensors
 from gpt2block.ops import gather
 from gpt2block.ops.gather import RECEIVE, SEND
 from gpt2block.parameters.arrays import random_model
 from gpt2block.parameters.gpt2 import GPT2Weights
 from gpt2block.passes.shares import Meeting, Share
-from gpt2block.run import recording
+from gpt2block.profiling import Profile, TimedPass, kinds, pass_times, trace
+from gpt2block.run import cuda_timeline, recording
 from gpt2block.run.cuda_model import CudaModel
 from gpt2block.run.cuda_several import Crew, SeveralCudaModels
-from gpt2block.run.model import start_all
+from gpt2block.run.model import Start, start_all
 from gpt2block.sampling import Sampling
 from tests.devices import GPU, assert_same_bits, running_on
 from tests.test_architectures_cuda import FORMATS, OWN, SIZES
@@ -54,14 +66,33 @@ class Again:
             launch.run()
 
 
+def noting(patch: pytest.MonkeyPatch, place: Any, name: str, note: Callable[[], Any]) -> None:
+    """Call `note` before each call of a function."""
+    call = getattr(place, name)
+    patch.setattr(place, name, lambda *given: (note(), call(*given))[1])
+
+
 @contextmanager
 def emulated_together(count: int) -> Iterator[None]:
+    """Run gathers in two parts, and refuse memory that is allocated while gathers could wait.
+
+    On GPUs, an allocation between a meeting of all threads and a gather could wait for the gathers
+    of other threads, which wait for the gather of this thread.
+    """
     barrier, one_at_a_time, run = threading.Barrier(count), threading.Lock(), Launch.run
+    since_met = threading.local()
+
+    def meets() -> None:
+        since_met.allocated = False
+
+    def allocates() -> None:
+        since_met.allocated = True
 
     def run_in_parts(launch: Launch) -> None:
         if launch.name not in gather.KERNELS:
             run(launch)
             return
+        assert not since_met.allocated
         for parts in (SEND, RECEIVE):
             args = (*launch.args[:-1], np.int32(parts))
             with one_at_a_time:
@@ -73,6 +104,11 @@ def emulated_together(count: int) -> Iterator[None]:
         patch.setattr(recording, "capture", Again)
         for name in ("CAPACITY", "WORDS", "ROOM"):
             patch.setattr(gather, name, 4096)
+        patch.setattr(cuda_timeline, "capture", Again)
+        patch.setattr(cuda_timeline, "interleaved_ms", partial(interleaved_ms, count=1))
+        noting(patch, Meeting, "exchange", meets)
+        noting(patch, Crew, "_guarded", meets)
+        noting(patch, stand_in, "_allocated", allocates)
         yield
 
 
@@ -119,15 +155,15 @@ def sampled(engine: Any, count: int, steps: int, vocab_size: int) -> list[tuple[
     return found
 
 
-def cases() -> list[Any]:
+def cases(*names: str) -> list[Any]:
     """Few on the emulator, where each compiles many programs; all on a GPU."""
     emulated = [("llama", "float16", 2), ("qwen3", "float8_e5m2", 4)]
-    everywhere = product(("gpt2", "llama", *OWN), FORMATS, (2, 4))
+    everywhere = product(names, FORMATS, (2, 4))
     found = [pytest.param("shuffled", *case) for case in emulated]
     return found + [pytest.param("gpu", *case, marks=GPU.marks) for case in everywhere]
 
 
-@pytest.mark.parametrize(("where", "name", "dtype", "count"), cases())
+@pytest.mark.parametrize(("where", "name", "dtype", "count"), cases("gpt2", "llama", *OWN))
 def test_texts_and_scores_have_the_bits_of_one_gpu(
     where: str, name: str, dtype: str, count: int
 ) -> None:
@@ -141,6 +177,83 @@ def test_texts_and_scores_have_the_bits_of_one_gpu(
                 assert_same_bits(a, b)
         for rows in (3,) if where == "shuffled" else (1, 3, 17, 40):
             assert sampled(several, rows, 3, V) == sampled(one, rows, 3, V)
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "dtype", "count"), cases("gpt2", "llama", "gemma3", "olmo2")
+)
+def test_steps_and_tensors_are_equal_to_one_gpu(
+    where: str, name: str, dtype: str, count: int, tmp_path: Path
+) -> None:
+    config = config_of(name, 1 if where == "shuffled" else 2)
+    ids = np.arange(9, dtype=np.int32)
+    with one_and_several(where, config, Formats(dtype, FORMATS[dtype]), count) as engines:
+        exact = exact_tensors(engines[0], ids)
+        for cached in (False, True):
+            traced, expected = (each.trace(ids, cached) for each in reversed(engines))
+            assert list(traced) == list(expected)
+            for step, array in expected.items():
+                assert_same_bits(traced[step], array)
+            rows, own = (compare_tensors(each, ids, cached, exact, expected) for each in engines)
+            assert [replace(row, ms=0, kernel="") for row in own] == [
+                replace(row, ms=0, kernel="") for row in rows
+            ]
+        pages = [collect(each, None, "", ids, 0) for each in engines]
+        for part in ("attention", "lens", "opened", "next"):
+            assert pages[0][part] == pages[1][part]
+        for engine in engines:
+            save_pretrained(tmp_path / str(engine is engines[0]), engine, None)
+    for file in ("config.json", "model.safetensors"):
+        assert filecmp.cmp(tmp_path / "True" / file, tmp_path / "False" / file, shallow=False)
+
+
+@pytest.mark.parametrize("where", ["shuffled", pytest.param("gpu", marks=GPU.marks)])
+def test_each_gpu_has_a_timeline_of_each_pass(where: str) -> None:
+    config, found = config_of("llama", 1), list[Any]()
+    with one_and_several(where, config, Formats("float16", "float16"), 2) as engines:
+        one, several = (start_all(e, prompts(2, 203), [Sampling()] * 2, 3) for e in engines)
+        timelines = engines[1].timed(lambda: found.append(several.next()))
+        assert found[0].tokens.tolist() == one.next().tokens.tolist()
+        assert several.next().tokens.tolist() == one.next().tokens.tolist()
+    assert [each.device for each in timelines] == [f"cuda:{n}" for n in engines[1].devices]
+    first, second = ([(k.step, k.kernel) for k in each.ran] for each in timelines)
+    assert first == second
+    passes = [TimedPass("token", e._replace(device=f"GPU {n}")) for n, e in enumerate(timelines)]
+    profile = Profile("", "", "", "", 2, 1, 1.0, passes)
+    assert kinds(profile) == ["token, GPU 0", "token, GPU 1"]
+    assert [pass_times(profile, each).us for each in kinds(profile)] == [e.us for e in timelines]
+    events = [e for e in trace(profile)["traceEvents"] if e["name"] == "process_name"]
+    names = {e["args"]["name"].partition(":")[0] for e in events}
+    assert names == {"GPU 0", "GPU 1"}
+
+
+@pytest.mark.parametrize("where", ["shuffled", pytest.param("gpu", marks=GPU.marks)])
+def test_a_draft_model_guesses_on_each_gpu(where: str) -> None:
+    """A copy of the model itself guesses nearly all tokens."""
+    config, rows, steps = config_of("llama", 1), 2, 7
+    with one_and_several(where, config, Formats("float8_e4m3fn", None), 2) as (one, several):
+        expected = sampled(one, rows, steps, 203)
+        several.draft = one
+        drafts: list[Any] = [part.draft for part in several.parts]
+        assert drafts[0] is one is not drafts[1]
+        for name, matrix in one._matrices.items():
+            for part, array in drafts[1]._matrices[name].arrays().items():
+                assert_same_bits(array.get(), matrix.arrays()[part].get())
+        settings = [Sampling(temperature=n % 2, seed=n) for n in range(rows)]
+        decoding, found = several.decode(rows, 64, speculate=True), list[Any]()
+        for _ in range(2):  # the second time, the draft's graphs run, too
+            found.clear()
+            right = 0
+            starts = zip(range(rows), prompts(rows, 203), settings, strict=True)
+            decoding.start([Start(*each, steps) for each in starts])
+            while len(found) < rows * steps:
+                each = decoding.next()
+                found += zip(*(a.tolist() for a in each[:3]), strict=True)
+                right += 0 if each.guessed is None else int(each.guessed.sum())
+            assert sorted(found, key=itemgetter(0)) == sorted(expected, key=itemgetter(0))
+            assert right > rows * steps / 2
+        several.draft = None
+        assert [part.draft for part in several.parts] == [None, None]
 
 
 @pytest.mark.parametrize("where", ["shuffled", pytest.param("gpu", marks=GPU.marks)])
@@ -162,7 +275,8 @@ def test_an_error_of_one_gpu_ends_the_call_of_all(where: str) -> None:
 )
 def test_which_parts_are_divided(name: str, count: int, heads: bool) -> None:
     config = config_of(name, 1)
-    parts = [Share(config, "float16", n, count, Meeting(count)) for n in range(count)]
+    meeting = Meeting(count)
+    parts = [Share(config, "float16", n, count, meeting) for n in range(count)]
     whole = model_shapes(config)
     for tensor, shape in whole.items():
         widths = [part.shapes()[tensor] for part in parts]
@@ -174,3 +288,23 @@ def test_which_parts_are_divided(name: str, count: int, heads: bool) -> None:
             covered = np.concatenate([np.arange(*span) for span in spans])
             assert sorted(covered.tolist()) == list(range(shape[axis]))
             assert sum(width[axis] for width in widths) == shape[axis]
+        array = np.arange(prod(shape)).reshape(shape)
+        axis = int(len(shape) == 2 and tensor != "lm_head")
+        own = [own_part(array, part.spans(tensor), axis) for part in parts]
+        assert_same_bits(joined(parts, tensor, own, axis), array)
+    Q, KV = config.q_width, config.kv_width
+    for result, N in {"q": Q, "qkv": Q + 2 * KV, "k": KV}.items() if heads else ():
+        rows = np.arange(2 * N).reshape(2, N)
+        own = [part.own_heads(rows) for part in parts]
+        assert_same_bits(joined(parts, f"h.0.{result}", own, -1), rows)
+
+
+def own_part(array: Array, spans: Sequence[tuple[int, int]], axis: int) -> Array:
+    ranges = [np.arange(*span) for span in spans] or [np.arange(array.shape[axis])]
+    return array.take(np.concatenate(ranges), axis)
+
+
+def joined(parts: Sequence[Share], name: str, own: Sequence[Array], axis: int) -> Array:
+    """What the first GPU returns."""
+    with ThreadPoolExecutor(len(parts)) as pool:
+        return next(pool.map(lambda part: part.joined(name, own[part.index], axis), parts))

@@ -165,8 +165,8 @@ def load_draft(
 ) -> None:
     """Load the draft model `name` (unless None), which guesses next tokens for a loaded model.
 
-    It has the loaded model's options. Prints a note on stderr if `speculate` has no effect on the
-    CPU.
+    It has the loaded model's options, and the first GPU of a model on several. Prints a note on
+    stderr if `speculate` has no effect on the CPU.
     """
     if speculate and loaded.device.startswith("CPU"):
         note_on_cpu("--speculate")
@@ -174,7 +174,8 @@ def load_draft(
         return
     if not speculate:
         raise InputError("--draft-model: expected --speculate with it")
-    smaller = replace(options, model=name, revision=None, tokenizer=None)
+    first = options.device and options.device.partition(",")[0]
+    smaller = replace(options, model=name, revision=None, tokenizer=None, device=first, gpus=None)
     loaded.draft_model, _ = load_model(smaller, None)
 
 

@@ -73,7 +73,7 @@ def profile(
     times do not depend on them. On a CPU the steps run with NumPy.
     """
     from gpt2block import profiling  # noqa: PLC0415  (slow to import)
-    from gpt2block.block import resolve_device  # noqa: PLC0415
+    from gpt2block.block import resolve_devices  # noqa: PLC0415
 
     check_choice("WHAT", what, WHAT)
     check_file(output)
@@ -92,7 +92,7 @@ def profile(
             of, name, dtype = _model(options)
             run = profiling.of_generate if what == "generate" else profiling.of_score
             passes = run(of, *sizes)
-    rate = profiling.copy_gb_s(resolve_device(options.device))
+    rate = profiling.copy_gb_s(next(iter(resolve_devices(options.device)), None))
     found = profiling.Profile(what, name, of.device, dtype, *sizes[:2], rate, passes)
     write_file(output, json.dumps(for_json(profiling.trace(found))).encode())
     if as_json:

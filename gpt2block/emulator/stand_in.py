@@ -325,6 +325,9 @@ class _Graph:
     def __init__(self, calls: tuple[Callable[[], None], ...]) -> None:
         self._calls = calls
 
+    def upload(self, stream: Stream) -> None:
+        pass
+
     def launch(self, stream: Stream | None = None) -> None:
         for call in self._calls:
             call()

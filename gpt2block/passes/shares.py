@@ -15,6 +15,9 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from gpt2block.architectures.architecture import Value
 from gpt2block.checks import normed_together
 from gpt2block.config import ModelConfig, model_shapes
@@ -31,6 +34,7 @@ PRODUCTS: Mapping[str, tuple[int, int]] = {"linear": (1, 5), "gemm": (1, 3)}
 ATTENTION = "attention", "attention_split", "attention_varlen", "attention_packed"
 ELEMENTWISE = "silu_mul", "relu_squared", "cap"  # computed on columns before these are gathered
 OF_SHARE = ".share"  # ends the names of results that have only this GPU's columns
+HEADS = "q", "qkv", "rope", "k", "v"  # results and caches that have this GPU's heads, if divided
 
 
 class Meeting:
@@ -124,9 +128,11 @@ class Share:
     def spans(self, name: str) -> tuple[tuple[int, int], ...]:
         """Return the ranges (begin, end) of a matrix's outputs that this GPU has.
 
-        Return () if this GPU has all outputs.
+        Return () if this GPU has all outputs. A bias has the ranges of its matrix.
         """
         base = matrix_of(name)
+        if base.startswith("b_"):
+            base = f"w{base[1:]}"
         if base == QKV and self.divides_heads:
             sizes = self.config.q_width, self.config.kv_width, self.config.kv_width
             ends = (0, sizes[0], sum(sizes[:2]))
@@ -169,6 +175,30 @@ class Share:
     def exchange(self, value: Any = None) -> list[Any]:
         """Wait for the threads of all GPUs; return their values in the order of the GPUs."""
         return self.meeting.exchange(self.index, value)
+
+    def has_part(self, name: str) -> bool:
+        """Whether this GPU has only its columns or heads of a step's result or of a kv_cache."""
+        return name.endswith(OF_SHARE) or (self.divides_heads and matrix_of(name) in HEADS)
+
+    def joined(self, name: str, own: NDArray[Any], axis: int = -1) -> NDArray[Any]:
+        """Join the parts that all GPUs have of a result, or of a tensor, along an axis.
+
+        name: as in a recording or a checkpoint. The threads of all GPUs call this; only the first
+        GPU joins the parts. The other GPUs return `own`, and so does the first if `own` is whole.
+        """
+        spans = self.spans(QKV if matrix_of(name) in HEADS else name)
+        parts = self.exchange(own) if spans or self.has_part(name) else [own]
+        if self.index or len(parts) == 1:
+            return own
+        ends = np.cumsum([end - begin for begin, end in spans])[:-1]
+        pieces = zip(*(np.split(part, ends, axis) for part in parts), strict=True)
+        return np.concatenate([piece for of_range in pieces for piece in of_range], axis)
+
+    def own_heads(self, whole: NDArray[Any]) -> NDArray[Any]:
+        """Return this GPU's heads of rows [Q | K | V], of Q alone, or of K or V in a kv_cache."""
+        sizes = self.config.q_width, self.config.kv_width
+        ranges = np.split(whole, np.cumsum(sizes), -1)  # the last two are empty without [K | V]
+        return np.concatenate([np.split(each, self.count, -1)[self.index] for each in ranges], -1)
 
 
 def matrix_of(name: str) -> str:

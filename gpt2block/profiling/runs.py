@@ -33,6 +33,11 @@ class TimedPass(NamedTuple):
     kind: str
     timeline: Timeline
 
+    @property
+    def label(self) -> str:
+        """The kind; on several GPUs the kind and the GPU, such as "token, cuda:1"."""
+        return ", ".join(filter(None, (self.kind, self.timeline.device)))
+
 
 @dataclass(frozen=True)
 class Profile:

@@ -112,12 +112,12 @@ def pass_times(profile: Profile, kind: str) -> PassTimes:
 
 
 def kinds(profile: Profile) -> list[str]:
-    """Return the distinct kinds of a profile's passes, in the order of their first passes."""
-    return list(dict.fromkeys(each.kind for each in profile.passes))
+    """Return the distinct labels of a profile's passes, in the order of their first passes."""
+    return list(dict.fromkeys(each.label for each in profile.passes))
 
 
 def of_kind(profile: Profile, kind: str) -> list[Timeline]:
-    return [each.timeline for each in profile.passes if each.kind == kind]
+    return [each.timeline for each in profile.passes if each.label == kind]
 
 
 def total(parts: Iterable[BytesMoved]) -> BytesMoved:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import product
 from typing import Any, NamedTuple
 
 from gpt2block import doctor
@@ -35,17 +36,18 @@ class Slice(NamedTuple):
 def trace(profile: Profile) -> dict[str, Any]:
     """Convert a profile to the JSON object of a trace.
 
-    The trace has a process for each view. The first view has the passes as they run. If kernels
-    overlap, a second view has passes in which each kernel waits for the previous kernel. The last
-    view has a counter of bytes/s.
+    The trace has a process for each view; on several GPUs, for each view of each GPU. The first
+    view has the passes as they run. If kernels overlap, a second view has passes in which each
+    kernel waits for the previous kernel. The last view has a counter of bytes/s.
     """
     timelines = [each.timeline for each in profile.passes]
     overlaps = any(ran.apart != ran.end for each in timelines for ran in each.ran)
+    devices = dict.fromkeys(each.device for each in timelines)
     views = (AS_IT_RUNS, APART) if overlaps else (AS_IT_RUNS,)
     events = [
         event
-        for pid, view in enumerate(views, 1)
-        for event in _view(profile, pid, view, counter=view == views[-1])
+        for pid, (device, view) in enumerate(product(devices, views), 1)
+        for event in _view(profile, pid, device, view, counter=view == views[-1])
     ]
     facts = {
         "gpt2block": doctor.version(),
@@ -60,14 +62,14 @@ def trace(profile: Profile) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ns", "otherData": facts}
 
 
-def _view(profile: Profile, pid: int, view: str, counter: bool) -> Iterator[Event]:
-    """Yield the trace events of one process: all passes, one after another."""
-    yield _named("process_name", f"{profile.device}: {view}", pid)
+def _view(profile: Profile, pid: int, device: str, view: str, counter: bool) -> Iterator[Event]:
+    """Yield the trace events of one process: all passes on a GPU, one after another."""
+    yield _named("process_name", f"{device or profile.device}: {view}", pid)
     yield _named("thread_name", "passes and layers", pid, PASSES)
     offset, tracks = 0, [0]  # in ns: start of the pass; end of each kernel track's last slice
     events: list[Event] = []
     passed: Counter[str] = Counter()
-    for kind, timeline in profile.passes:
+    for kind, timeline in (each for each in profile.passes if each.timeline.device == device):
         passed[kind] += 1
         ends = [ran.end if view == AS_IT_RUNS else ran.apart for ran in timeline.ran]
         us = timeline.us if view == AS_IT_RUNS else timeline.apart

@@ -60,6 +60,7 @@ class CudaDecoding:
         with self._model.running():
             for group in _groups(starts):
                 self._start(group)
+                self._model.recordings.meet()  # the next prompts' gathers come after allocations
 
     def extend(self, starts: Sequence[Start]) -> None:
         with self._model.running():
@@ -67,6 +68,7 @@ class CudaDecoding:
                 prefill_starts(self._model, self._cache, group, last=False)
                 if self._draft:
                     self._draft.extend(group)
+                    self._model.recordings.meet()
 
     def copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
         with self._model.running():
@@ -171,7 +173,8 @@ class CudaDecoding:
         # Guesses would delay slots without grammars.
         if any(expected) and matchers.some[slots].all():
             counts = np.array([len(each) for each in expected])
-            together = self._model.agreed(matchers.pace.for_forced(counts, MOST_GUESSING))
+            together = matchers.pace.for_forced(counts, MOST_GUESSING)
+            together = self._model.recordings.agreed(together)
         if together > 1:
             most = np.minimum(self._left[slots] - 1, together - 1).tolist()
             guesses = [each[:n] for each, n in zip(expected, most, strict=True)]
@@ -229,10 +232,13 @@ class CudaDecoding:
             return False
         together = 1
         if self._pace:
-            together = self._model.agreed(self._pace.together(slots, MOST_GUESSING))
+            together = self._pace.together(slots, MOST_GUESSING)
+            together = self._model.recordings.agreed(together)
         if self._draft:
             together = max(together, ROWS[0])
+            self._model.recordings.meet()  # the draft may allocate memory, so gathers wait
             self._draft.guess(slots, together - 1, self._steps, self._model.stream)
+            self._model.recordings.meet()
         step = self._steps.of(self._model, slots, together)
         self._steps.place(slots, step, again=self._draft is not None)
         self._in_flight.append(step.run(slots, bool(self._alternatives[slots].any())))

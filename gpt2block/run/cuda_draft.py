@@ -23,7 +23,10 @@ from gpt2block.run.model import Ids, Start
 
 
 class Draft:
-    """A draft model that guesses next tokens. Its kv_cache has the slots of the Decoding's."""
+    """A draft model that guesses next tokens. Its kv_cache has the slots of the Decoding's.
+
+    If the larger model is on several GPUs, each GPU has a copy of the draft, which guesses alike.
+    """
 
     def __init__(self, model: CudaPasses, cache: CudaCache) -> None:
         self._model, self._cache = model, cache

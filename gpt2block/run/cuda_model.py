@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 
 from gpt2block import doctor
 from gpt2block.architectures import architecture_of
-from gpt2block.config import ModelConfig
+from gpt2block.config import ModelConfig, model_shapes
 from gpt2block.config.formats import Formats
 from gpt2block.cuda import cupy
-from gpt2block.cuda.arrays import CudaArray, compute_capability, to_host
+from gpt2block.cuda.arrays import CudaArray, compute_capability, mapped, to_host
 from gpt2block.errors import Argument, InputError
 from gpt2block.ops.attention import tensor_cores_take
 from gpt2block.ops.attention_cached import continues_exactly
@@ -32,7 +32,7 @@ from gpt2block.passes.blocks import PassSettings
 from gpt2block.passes.forward import Want, forward
 from gpt2block.passes.machine import Machine
 from gpt2block.passes.prefill import ROWS_AT_ONCE, Prefill, PrefillPass, Products
-from gpt2block.passes.shares import Share
+from gpt2block.passes.shares import OF_SHARE, Share
 from gpt2block.run.cuda_caches import (
     KEPT_SHAPES,
     CudaCache,
@@ -61,6 +61,7 @@ from gpt2block.run.model import (
 from gpt2block.run.recorder import rounded_up
 from gpt2block.run.recording import Recording, Recordings
 from gpt2block.run.timeline import Call, Timeline
+from gpt2block.weights.matrix import on_host
 
 TOKENS_AT_ONCE = 8192  # maximum tokens of a prefill of several sequences
 KEPT_COUNTS = 32  # most scratch caches kept for padded batches, one per number of sequences
@@ -149,13 +150,24 @@ class CudaModel(CudaWeights):
         while True:
             with self.running():  # the lock is free while the caller uses an item
                 item = next(items, None)
+                if item is not None and self._share is not None:
+                    name, array, layout = item
+                    item = name, self._share.joined(name, array, int(layout == "KN")), layout
             if item is None:
                 return
             yield item
 
-    def agreed(self, value: int) -> int:
-        """Return a value that depends on times, or the first GPU's if the model is on several."""
-        return value if self._share is None else self._share.exchange(value)[0]
+    def copy_on(self, device: int) -> CudaModel:
+        """Return a copy of this model on another GPU, with the same bits."""
+        return CudaModel(self.config, self._on_host(), self.formats, device)
+
+    def _on_host(self) -> Iterator[tuple[str, Any, str | None]]:
+        """Yield (name, vector or WeightMatrix in host memory, layout) of each tensor."""
+        for name in model_shapes(self.config):
+            stored = self._matrices.get(name, self._vectors.get(name))
+            with self.running():
+                found = mapped(on_host, stored)
+            yield name, found, getattr(stored, "layout", None)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -280,7 +292,11 @@ class CudaModel(CudaWeights):
             recording = self._pass(ids, cached)
             copying = ("kv_append", "kv_round", "operand", "rows", "take", "two_part")
             names = [n for n, each in recording.steps.items() if each.step.op not in copying]
-            copies = {name: copy.get() for name, copy in recording.trace(names).items()}
+            traced = recording.trace(filter(recording.returns, names))
+            copies = {name: copy.get() for name, copy in traced.items()}
+            if (share := self._share) is not None:
+                joined = {name: share.joined(name, copy) for name, copy in copies.items()}
+                copies = {name.removesuffix(OF_SHARE): copy for name, copy in joined.items()}
             whole = {name: self._whole(name, copy, cached) for name, copy in copies.items()}
         heads = ("logits", "uncapped")
         return {n: a[:, :V] if n.startswith(heads) else a for n, a in whole.items()}

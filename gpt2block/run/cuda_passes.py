@@ -28,10 +28,6 @@ class CudaPasses(Protocol):
         """Hold the model's lock, with its device and stream current."""
         ...
 
-    def agreed(self, value: int) -> int:
-        """Return a value that depends on times: on several GPUs, the first GPU's."""
-        ...
-
     def given(self) -> dict[str, Any]:
         """Return {name that steps use: array or matrix} of the weights that decoding reads."""
         ...

@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from itertools import tee
 from typing import Any, TypeVar
@@ -30,6 +31,7 @@ from gpt2block.run.cuda_caches import CudaCache
 from gpt2block.run.cuda_decoding import CudaDecoding
 from gpt2block.run.cuda_model import CudaModel
 from gpt2block.run.cuda_products import possible_products
+from gpt2block.run.cuda_timeline import watched
 from gpt2block.run.model import (
     Floats,
     Ids,
@@ -43,7 +45,6 @@ from gpt2block.run.model import (
 from gpt2block.run.timeline import Call, Timeline
 
 Found = TypeVar("Found")
-ALONE = "{}: a model on several GPUs does not have it: use a model on one GPU"
 
 
 class Crew:
@@ -54,7 +55,7 @@ class Crew:
     one waits.
     """
 
-    _lock = threading.RLock()  # held by the crew that runs a call
+    lock = threading.RLock()  # held by the crew that runs a call
     _latest: weakref.ref[Crew] | None = None  # the crew whose launches may still run
 
     def __init__(self, devices: Sequence[int]) -> None:
@@ -69,7 +70,7 @@ class Crew:
         Raises the error of the first GPU that has one, or DeviceError if a gather has waited too
         long.
         """
-        with self._lock:
+        with self.lock:
             self._wait_for_others()
             pairs = zip(self._threads, calls, strict=True)
             futures = [thread.submit(self._guarded, call) for thread, call in pairs]
@@ -86,6 +87,11 @@ class Crew:
                     "a GPU has not sent its columns of a row to the other GPUs: use one GPU"
                 )
             )
+
+    def iterate(self, parts: Sequence[Iterator[Found]]) -> Iterator[Found]:
+        """Yield the items of the first GPU's iterator; all GPUs compute each item together."""
+        while (found := self.run([partial(next, part, None) for part in parts])[0]) is not None:
+            yield found
 
     def _wait_for_others(self) -> None:
         latest = None if Crew._latest is None else Crew._latest()
@@ -169,6 +175,20 @@ class SeveralCudaModels:
         return self._crew.run([partial(function, part) for part in self.parts])
 
     @property
+    def draft(self) -> CudaModel | None:
+        """The draft model of the first GPU. Every GPU has a whole copy, and guesses alike."""
+        return self.parts[0].draft
+
+    @draft.setter
+    def draft(self, model: CudaModel | None) -> None:
+        own = None if model is None else self.devices.index(model.device)
+
+        def attach(part: CudaModel, number: int) -> None:
+            part.draft = model if model is None or number == own else model.copy_on(part.device)
+
+        self._crew.run([partial(attach, part, n) for n, part in enumerate(self.parts)])
+
+    @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.parts)
 
@@ -176,7 +196,7 @@ class SeveralCudaModels:
         return f"{len(self.parts)} × {self.parts[0].describe()}"
 
     def tensors(self) -> Tensors:
-        raise InputError(ALONE.format("saving"))
+        return self._crew.iterate([iter(part.tensors()) for part in self.parts])
 
     def new_cache(self, batch: int, n_ctx: int) -> SeveralCaches:
         return SeveralCaches(self._each(lambda m: m.new_cache(batch, n_ctx)), self.cache_kind)
@@ -197,15 +217,25 @@ class SeveralCudaModels:
         return self._each(lambda m: m.likeliest(sequences))[0]
 
     def trace(self, ids: Ids, cached: bool) -> dict[str, NDArray[Any]]:
-        raise InputError(ALONE.format("trace"))
+        return self._each(lambda m: m.trace(ids, cached))[0]
 
     def run_alone(
         self, ids: Ids, cached: bool, exact: Mapping[str, NDArray[Any]]
     ) -> Iterator[StepResult]:
-        raise InputError(ALONE.format("compare"))
+        first = self.parts[0]  # only its results are kept
+        found = self._each(lambda m: [e for e in m.run_alone(ids, cached, exact) if m is first])
+        return iter(found[0])
 
     def timed(self, call: Call) -> list[Timeline]:
-        raise InputError(ALONE.format("profile"))
+        with self._crew.lock, ExitStack() as stack:
+            found = [stack.enter_context(watched(part.recordings)) for part in self.parts]
+            call()
+        names = [f"cuda:{device}" for device in self.devices]
+        return [
+            timeline._replace(device=name)
+            for of_pass in zip(*found, strict=True)
+            for timeline, name in zip(of_pass, names, strict=True)
+        ]
 
     def decode(
         self, slots: int, n_ctx: int, fewer: bool = False, speculate: bool = False
@@ -226,12 +256,7 @@ class SeveralDecodings:
         return self._crew.run([partial(function, part) for part in self._parts])
 
     def start_up(self, continued: bool) -> Iterator[tuple[int, int]]:
-        parts = [part.start_up(continued) for part in self._parts]
-        while True:
-            found = self._crew.run([partial(next, part, None) for part in parts])[0]
-            if found is None:
-                return
-            yield found
+        return self._crew.iterate([part.start_up(continued) for part in self._parts])
 
     def start(self, starts: Sequence[Start]) -> None:
         self._with_starts("start", starts)

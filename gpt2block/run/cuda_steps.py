@@ -103,6 +103,7 @@ class DecodingSteps:
         count = min(rounded_up(len(slots), 2 if together == 1 else 1), self.batch)
         kind = count, changed, together, masked
         if kind not in self._steps:
+            model.recordings.meet()  # before memory is allocated
             self._steps[kind] = DecodingStep(model, self, *kind)
         return self._steps[kind]
 

@@ -10,6 +10,7 @@ more than a short kernel takes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate, pairwise
 from math import ceil
@@ -34,19 +35,35 @@ EARLIER = 8  # number of kernels before the measured ones in a graph: more than 
 
 def timed(recordings: Recordings, call: Call) -> list[Timeline]:
     """Call `call`; return a Timeline of each pass, measured just before `call` runs the pass."""
-    found: list[Timeline] = []
-    recordings.watch = lambda recording: found.append(measured(recording))
-    try:
+    with watched(recordings) as found:
         call()
+    return found
+
+
+@contextmanager
+def watched(recordings: Recordings) -> Iterator[list[Timeline]]:
+    """Measure each pass just before it runs in the with block; yield the list of Timelines."""
+    found: list[Timeline] = []
+
+    def watch(recording: Recording) -> None:
+        found.append(measured(recording))
+        recording.meet()  # no GPU starts the pass while another GPU frees its graphs
+
+    recordings.watch = watch
+    try:
+        yield found
     finally:
         recordings.watch = None
-    return found
 
 
 def measured(recording: Recording) -> Timeline:
     """Measure the kernel times of a recording whose inputs are on the device; return a Timeline.
 
     Its steps have the same results each time. Arrays that later launches change are restored.
+
+    On several GPUs, all threads measure the same launches at the same time, because gathers wait
+    for each other. The time of a gather thus includes the wait for the slowest GPU. The threads
+    meet between allocations and launches of gathers (see `Recordings.meet`).
     """
     kernels = list(_kernels(recording))
     changed = [array for bound in recording.after for array in (bound.out, *bound.extra)]
@@ -56,22 +73,25 @@ def measured(recording: Recording) -> Timeline:
         for array, value in zip(changed, before, strict=True):
             array[...] = value
 
+    nothing = _nothing()
+    nothing.run()
+    restore()
+    recording.load()
     launches = recording.launches
     for each in launches:  # loads the kernels, because a graph capture cannot load them
         each.run()
+    recording.meet()
     restore()
     steps = [each for recorded in recording.steps.values() for each in recorded.launches]
     early = recording.overlapping and overlap.possible()
     whole = _graph(steps, early)
-    (us,) = _us([whole])
+    (us,) = _us([whole], recording.meet)
 
     def lead(least_us: float = LEAD_US) -> None:
         restore()
-        for _ in range(ceil(least_us / us)):
+        for _ in range(recording.agreed(ceil(least_us / us))):
             whole()
 
-    nothing = _nothing()
-    nothing.run()
     start, many = _us([_graph([nothing] * n, False) for n in (1, 1 + EMPTY)], lead)
     apart = ends_us(launches, False, lead)
     ends = ends_us(launches, True, lead) if early else apart
@@ -135,9 +155,15 @@ def assembled(
 
 
 def _graph(launches: Sequence[Any], overlapping: bool) -> Callable[[], None]:
-    """Capture a graph of launches; return a function that launches it on the current stream."""
+    """Capture a graph of launches; return a function that launches it on the current stream.
+
+    The upload allocates the graph's memory now, because its first launch may follow a gather.
+    """
+    stream = cupy.cuda.get_current_stream()
     graph = capture(launches, cupy.cuda.Stream(non_blocking=True), overlapping)
-    return partial(graph.launch, cupy.cuda.get_current_stream())
+    graph.upload(stream)
+    stream.synchronize()
+    return partial(graph.launch, stream)
 
 
 def _nothing() -> Launch:

@@ -462,8 +462,9 @@ class TracedEngine(ModelEngine, Protocol):
     def timed(self, call: Call) -> list[Timeline]:
         """Call `call`, which uses this engine; return a Timeline of each forward pass that it runs.
 
-        On a GPU each pass is measured before it runs; each group of sequences is a pass. With
-        NumPy the call is one timeline. Work outside of passes is not measured.
+        On a GPU each pass is measured before it runs; each group of sequences is a pass. On several
+        GPUs, a pass has a Timeline for each GPU, in order. With NumPy the call is one timeline.
+        Work outside of passes is not measured.
         """
 
 

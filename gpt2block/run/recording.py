@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 
 from gpt2block import reference
 from gpt2block.cuda import cupy, overlap
-from gpt2block.cuda.arrays import Bound, CudaArray, reserve_local_memory
+from gpt2block.cuda.arrays import Bound, CudaArray, arrays_of, mapped, reserve_local_memory
 from gpt2block.cuda.requests import Launch
 from gpt2block.cuda.timing import event_ms
 from gpt2block.passes.machine import Machine
-from gpt2block.passes.shares import Share, of_share
-from gpt2block.run.model import StepResult
+from gpt2block.passes.shares import OF_SHARE, PRODUCTS, Share, of_share
+from gpt2block.run.model import Item, StepResult
 from gpt2block.run.recorder import (
     Arena,
     ArenaFull,
@@ -60,6 +60,7 @@ class Recording:
         given = {**binder.tensors, **binder.outs}
         self._sizes = {n: TensorSpec.of(given[n]) for n in borrowed if n in given}
         self._owner = owner
+        self.share = None if owner is None else owner.share
         self._ran = self._loaded = False
         self._graph: Any = None
 
@@ -83,12 +84,12 @@ class Recording:
         self.run_steps()
         for bound in self.after:
             bound.run()
-        self._meet()
+        self.meet()
 
     def run_steps(self, *names: str) -> None:
         """Run the named steps, or all steps, each in an NVTX range, which profilers show."""
         if not self._loaded:
-            self._load()
+            self.load()
         for name in names or self.steps:
             cupy.cuda.nvtx.RangePush(name)
             try:
@@ -104,13 +105,13 @@ class Recording:
         """
         self._watched()
         if self._graph is None:
-            self._meet()
+            self.meet()
             self._graph = capture(self.launches, private, self.overlapping)
-            if self._owner is not None and self._owner.share is not None:
+            if self.share is not None:
                 # An upload may allocate memory (see `Recordings.meet`).
                 self._graph.upload(stream)
                 stream.synchronize()
-                self._meet()
+                self.meet()
         self._graph.launch(stream)
 
     def repeat(self, stream: Any) -> None:
@@ -121,22 +122,27 @@ class Recording:
             self.run()
         self._ran = True
 
-    def _meet(self) -> None:
+    def meet(self) -> None:
+        """Wait for the threads of all GPUs, as `Recordings.meet` does."""
         if self._owner is not None:
             self._owner.meet()
 
-    def _load(self) -> None:
-        """Load all kernels of a model on several GPUs before the first one runs.
+    def agreed(self, value: Item) -> Item:
+        """Return a value that depends on times: on several GPUs, the first GPU's."""
+        return value if self._owner is None else self._owner.agreed(value)
+
+    def load(self) -> None:
+        """Load all kernels of a model on several GPUs before the first one runs; all threads meet.
 
         A gather waits for the launches of other GPUs, and would wait for a compiler, too. Local
         memory is reserved for the same reason (see `Recordings.meet`).
         """
-        if self._owner is not None and self._owner.share is not None:
+        if self.share is not None:
             # The driver loads a kernel to answer how much local memory it needs.
             local = max((each.function.local_size_bytes for each in self.launches), default=0)
-            self._meet()
+            self.meet()
             reserve_local_memory(local)
-            self._meet()
+            self.meet()
         self._loaded = True
 
     def _watched(self) -> None:
@@ -145,15 +151,31 @@ class Recording:
             self._owner.watch(self)
 
     def trace(self, names: Iterable[str] | None = None) -> dict[str, CudaArray]:
-        """Run all steps; return copies of the results of steps in `names` (None: all) by name."""
+        """Run all steps; return copies of the results of steps in `names` (None: all) by name.
+
+        On several GPUs, all copies are allocated before the first gather (see `Recordings.meet`).
+        """
         wanted = set(self.steps if names is None else names)
-        copies = {}
-        for name, recorded in self.steps.items():
+        results = {name: each.result for name, each in self.steps.items() if name in wanted}
+        copies = {name: mapped(lambda array: array.copy(), each) for name, each in results.items()}
+        self.meet()
+        for name in self.steps:
             self.run_steps(name)
             if name in wanted:
-                made = recorded.result
-                copies[name] = made.joined() if isinstance(made, TwoPartMatrix) else made.copy()
-        return copies
+                _copy(results[name], copies[name])
+        self.meet()
+        return {n: c.joined() if isinstance(c, TwoPartMatrix) else c for n, c in copies.items()}
+
+    def returns(self, name: str) -> bool:
+        """Whether this GPU returns the result of a step.
+
+        The first GPU returns whole results. Each GPU returns its part of a result that no gather
+        joins.
+        """
+        if self.share is None:
+            return True
+        gathered = name.endswith(OF_SHARE) and name.removesuffix(OF_SHARE) in self.steps
+        return not gathered and (self.share.index == 0 or self.share.has_part(name))
 
     def run_alone(self, exact: Mapping[str, NDArray[Any]]) -> Iterator[StepResult]:
         """Run and time each step on exact inputs, rounded to their storage dtype.
@@ -161,18 +183,50 @@ class Recording:
         exact: float64 tensors by name, of the steps' results and K and V of a kv_cache, (B, T, C).
         Yields every step that has an exact tensor. The kernels must be loaded already, as by
         `trace`.
+
+        On several GPUs, a step and the gather of its columns are one result, as on one GPU. The
+        first GPU yields whole results.
         """
+        of_shares: dict[str, tuple[list[str], float]] = {}
         for name, (step, launches, _, result, _) in self.steps.items():
-            for given in step.inputs:
-                if given in exact:
-                    fill(self.value(given), exact[given], step.attrs.get("kv_dtype"))
-            run = partial(self.run_steps, name)
-            ms = event_ms(run)
-            if name in exact:
-                names = ", ".join(launch.name for launch in launches)
-                out = result.get()  # copied first: further runs change in-place results
-                ms = min(ms, *(event_ms(run) for _ in range(RUNS - 1)))
-                yield StepResult(name, names, out, ms)
+            whole = name.removesuffix(OF_SHARE)
+            # The last run has exact inputs, because runs change results that are computed in place.
+            times = [self._ms(name) for _ in range(RUNS - 1 if whole in exact else 0)]
+            for given in step.inputs[step.op == "gather" :]:
+                if (values := self._exact(given, exact)) is not None:
+                    fill(self.value(given), values, step.attrs.get("kv_dtype"))
+            kernels, ms = [launch.name for launch in launches], min([self._ms(name), *times])
+            if name != whole and whole in self.steps:  # the gather reads these columns
+                of_shares[whole] = kernels, ms
+            elif whole in exact:
+                first, before = of_shares.get(name, ([], 0.0))
+                out = result.get()
+                if self.share is not None:
+                    out = self.share.joined(name, out)
+                yield StepResult(whole, ", ".join(first + kernels), out, before + ms)
+
+    def _ms(self, name: str) -> float:
+        """Run and time a step when all GPUs have the memory for it (see `Recordings.meet`)."""
+        self.meet()
+        return event_ms(partial(self.run_steps, name))
+
+    def _exact(self, given: str, exact: Mapping[str, NDArray[Any]]) -> NDArray[Any] | None:
+        """Return the exact input `given` of a step, or this GPU's part; None if it is unknown."""
+        values, share = exact.get(given.removesuffix(OF_SHARE)), self.share
+        if values is None or share is None or not share.has_part(given):
+            return values
+        if not given.endswith(OF_SHARE):
+            return share.own_heads(values)
+        product = self.steps[given].step
+        first = share.first(product.inputs[PRODUCTS[product.op][0]])
+        return values[:, first : first + self.value(given).shape[-1]]
+
+
+def _copy(value: Any, to: Any) -> None:
+    """Copy an array or a matrix to memory of the same shapes, on the current stream."""
+    targets = arrays_of("", to)
+    for part, array in arrays_of("", value).items():
+        cupy.copyto(targets[part], array)
 
 
 def fill(array: CudaArray, exact: NDArray[Any], kv_dtype: str | None = None) -> None:
@@ -239,6 +293,10 @@ class Recordings:
         """
         if self.share is not None:
             self.share.exchange()
+
+    def agreed(self, value: Item) -> Item:
+        """Return a value that depends on times: on several GPUs, the first GPU's."""
+        return value if self.share is None else self.share.exchange(value)[0]
 
     def make(
         self,

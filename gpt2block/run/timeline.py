@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from gpt2block import reference
 from gpt2block.contract import MATRICES
 from gpt2block.cuda.arrays import Shape
+from gpt2block.ops.gather import MAIL
 from gpt2block.passes import BATCH
 from gpt2block.passes.machine import Step
 from gpt2block.run.recorder import VIEW, TensorSpec, described
@@ -23,7 +24,8 @@ GATHERED = {
     "take": ("x",),
 }  # {operation: inputs of which it reads only some rows}
 ACTIVATIONS = frozenset({*BATCH, "x", "hidden"})  # named inputs of a pass that are not weights
-SCRATCH = "memory", "stream_k_workspace"  # buffers for converted weights and for partial sums
+# Buffers for converted weights and partial sums, and memory through which GPUs exchange columns.
+SCRATCH = "memory", "stream_k_workspace", *MAIL
 Call = Callable[[], Any]
 
 
@@ -71,11 +73,13 @@ class Timeline(NamedTuple):
     """The timed kernels of a forward pass. us: time in µs of the pass plus the sampling after it.
 
     between: µs between the end of a kernel and a kernel that waits for this end; 0 with NumPy.
+    device: the GPU, such as "cuda:1", if the model is on several; else "".
     """
 
     ran: tuple[KernelTiming, ...]
     us: float
     between: float = 0.0
+    device: str = ""
 
     @property
     def added(self) -> list[float]:
