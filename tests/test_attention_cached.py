@@ -435,12 +435,16 @@ def test_append_of_two_part_rows(device: Any) -> None:
 
 def test_launches() -> None:
     geometry = split_geometry(1, 1024, 12, 12, 64, 2, 132, H200, True)
-    assert (geometry.grid, geometry.block) == ((8, 12, 1), (128,))
+    assert (geometry.grid, geometry.block) == ((4, 12, 1), (256,))
     assert dict(geometry.defines)["AS_WIDTH"] == 8
     for M, cluster in ((4, 8), (8, 4), (16, 2), (64, 1), (512, 1)):
         geometry = split_geometry(M, 1024, 12, 12, 64, 2, 132, H200, True)
         assert (geometry.grid, geometry.block) == ((cluster, 12, M), (128,))
     assert split_geometry(1, 100, 12, 12, 64, 2, 132, H200, True).grid == (1, 12, 1)
+    # Eight warps per block if a block can have a multiprocessor: 64 clusters of 2, not 32 of 4.
+    for M, heads, warps in ((8, (16, 8), 8), (1, (32, 32), 4)):
+        geometry = split_geometry(M, 680, *heads, 128, 2, 132, H200, True)
+        assert geometry.block == (32 * warps,)
     for M, threads in ((1, 384), (64, 128)):
         geometry = split_geometry(M, 1024, 12, 12, 64, 4, 108, H200, False)
         assert (geometry.grid, geometry.block) == ((1, 12, M), (threads,))

@@ -158,6 +158,8 @@ def sampled(engine: Any, count: int, steps: int, vocab_size: int) -> list[tuple[
 def cases(*names: str) -> list[Any]:
     """Few on the emulator, where each compiles many programs; all on a GPU."""
     emulated = [("llama", "float16", 2), ("qwen3", "float8_e5m2", 4)]
+    if "gemma3-256" in names:  # no tensor cores for prompts
+        emulated.append(("gemma3-256", "float32", 2))
     everywhere = product(names, FORMATS, (2, 4))
     found = [pytest.param("shuffled", *case) for case in emulated]
     return found + [pytest.param("gpu", *case, marks=GPU.marks) for case in everywhere]

@@ -157,7 +157,8 @@ def split_geometry(
             break
     if clusters:
         warps, cluster = WIDE_SPLIT_WARPS, _cluster_of(wanted, at_once, WIDE_SPLIT_WARPS)
-        if M * teams * cluster <= sms:
+        there = sms if cluster < 3 else 8 * sms // 9  # clusters of 4 and 8 leave some SMs idle
+        if M * teams * cluster <= there:
             held = warps
         else:
             warps, cluster = SPLIT_WARPS, _cluster_of(wanted, at_once, SPLIT_WARPS)

@@ -146,7 +146,7 @@ class PrefillPass(Pass):
         return self.do(f"logits.{first}", "cap", (y,), into=y, limit=self.c.cap)
 
     def head(self, name: str, hidden: Value) -> Value:
-        return self.do(name, "linear", (hidden, "head"), variant="tiles")
+        return self.do(name, "linear", (hidden, "head", "head_bias"), variant="tiles")
 
     def last_rows(self, x: Value, y: Value) -> tuple[DecodePass, Value, Rows]:
         """Return a pass for the remaining steps, then each sequence's last row of x and of y."""

@@ -118,9 +118,10 @@ class CudaModel(CudaWeights):
                 self.products, self._bounds = self._choose_products(largest)
                 two_part, fp8 = self.products == "two_part", self.products == "fp8"
                 self._divisors = divisors(config, self._bounds) if fp8 else {}
-                self.prompts = PromptWeights(config, self.products, *weights, self._divisors)
+                divided, several = self._divisors, share is not None
+                self.prompts = PromptWeights(config, self.products, *weights, divided, several)
                 bounds = self._bounds if two_part else {}
-                functions = self._architecture, self._settings, share is not None
+                functions = self._architecture, self._settings, several
                 self.decoding = DecodingChoice(config, formats, self._matrices, bounds, *functions)
                 exact = continues_exactly(config.head_size, formats.fp8_cache) and not two_part
                 self.continues_exactly = exact or not self.on_tensor_cores

@@ -136,8 +136,8 @@ def _concatenated(arrays: Sequence[CudaArray]) -> CudaArray:
 class PromptWeights:
     """Weights that prefill reads, but decoding does not, and memory for converted weights.
 
-    With products on tensor cores, lm_head for the logits of all tokens has rows padded to a
-    multiple that tensor cores support. by: divisors of activations, as `cuda_products.divisors`
+    With products on tensor cores, or on several GPUs, lm_head for the logits of all tokens has rows
+    padded to a multiple that tensor cores support. by: divisors of activations, as `cuda_products.divisors`
     returns them.
     """
 
@@ -148,13 +148,14 @@ class PromptWeights:
         matrices: dict[str, WeightMatrix],
         vectors: Mapping[str, CudaArray],
         by: Mapping[str, float],
+        on_several: bool = False,
     ) -> None:
         self.products, self._matrices = products, matrices
         self._wide: CudaArray | None = None
         self._stream_k_workspace: CudaArray | None = None
         self._head: WeightMatrix = matrices["lm_head"]
         self._bias: CudaArray | None = None
-        if products != "float32":
+        if products != "float32" or on_several:
             self._pad_head()
         self.two_part: dict[str, TwoPartMatrix] = {}  # decoding reads these matrices, too
         if products == "two_part":
