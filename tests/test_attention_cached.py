@@ -435,7 +435,7 @@ def test_append_of_two_part_rows(device: Any) -> None:
 
 def test_launches() -> None:
     geometry = split_geometry(1, 1024, 12, 12, 64, 2, 132, H200, True)
-    assert (geometry.grid, geometry.block) == ((4, 12, 1), (256,))
+    assert (geometry.grid, geometry.block) == ((8, 12, 1), (128,))
     assert dict(geometry.defines)["AS_WIDTH"] == 8
     for M, cluster in ((4, 8), (8, 4), (16, 2), (64, 1), (512, 1)):
         geometry = split_geometry(M, 1024, 12, 12, 64, 2, 132, H200, True)

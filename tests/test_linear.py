@@ -14,8 +14,10 @@ from numpy.typing import NDArray
 from gpt2block import InputError, ops
 from gpt2block.cuda import cupy
 from gpt2block.cuda.kernels import TWO_PART, cache_dtype
+from gpt2block.ops.elementwise import SILU_MUL
 from gpt2block.ops.layernorm import OPERATION as LAYERNORM
 from gpt2block.ops.registry import STEPS
+from gpt2block.ops.rmsnorm import OPERATION as RMSNORM
 from gpt2block.weights.matrix import WeightMatrix
 from tests import devices
 from tests.devices import assert_same_bits, in_every_order, on_one_order, one_order
@@ -97,6 +99,24 @@ def test_layernorm_apart_has_the_bits_of_the_fused_one(device: Any, C: int) -> N
     apart = OPERATION.bind((norm, given.w), variant="mma_tiles").run().get()
     fused = OPERATION.bind((given.x, given.w, None, *vectors), eps=EPS, variant="mma").run().get()
     assert_same_bits(apart, fused)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn", "float32"])
+@pytest.mark.parametrize("gelu", [False, True])
+@one_order
+def test_gate_and_rmsnorm_have_the_bits_of_their_own_kernels(
+    device: Any, dtype: str, gelu: bool
+) -> None:
+    given = Arguments(7, 272, 80, dtype)
+    halves = given.w.columns(0, 40), given.w.columns(40, 80)
+    normed = RMSNORM.bind((given.x, given.gamma), eps=EPS, variant="stream").run()
+    gate, up = (OPERATION.bind((normed, w), variant="mma").run().copy() for w in halves)
+    apart = SILU_MUL.bind((gate, up), gelu=gelu).run().get()
+    inputs = (given.x, halves[0], None, given.gamma, None, None, halves[1])
+    fused = OPERATION.bind(inputs, eps=EPS, gelu=gelu, variant="mma").run().get()
+    assert_same_bits(apart, fused)
+    with pytest.raises(InputError, match="matvec: takes no gamma without beta"):
+        OPERATION.bind(inputs[:4], variant="matvec")
 
 
 # --- into the kv_cache ----------------------------------------------------------------------------
@@ -260,7 +280,7 @@ def test_wrong_input_is_refused(device: Any, variant: str) -> None:
             {"w": WeightMatrix(data.T.copy(), "float32")},
             r"w: expected layout 'NK', \(N, K\) in memory, got 'KN'",
         ),
-        ({"gamma": x[0]}, "gamma and beta: expected both, or neither"),
+        ({"beta": x[0]}, "gamma: expected gamma beside beta"),
         ({"out": x}, r"out: expected shape \(3, 4\), got \(3, 8\)"),
         (parts, "out: overlaps residual in part"),
         ({"variant": "wgmma"}, "linear: unknown variant 'wgmma': expected one of matvec"),

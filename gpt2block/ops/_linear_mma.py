@@ -23,6 +23,7 @@ LOOP_ROWS, LOOP_REGISTERS = 16, 96  # rows of x per block; registers per lane fo
 FLOAT_LOOP_WARPS = 8  # warps per block with 4-byte weights and many rows, whose sums need registers
 FEW_ROWS = 4  # rows of x per mma
 COLUMNS = (32, 24, 16, 8)  # possible columns per block; an mma instruction computes 8 columns
+PAIRED_COLUMNS = (32, 16)  # possible columns per block, half of them of each of two matrices
 MOST_FLIGHT = 3  # maximum units of K in flight per lane; more need too many instructions
 ROOM_REGISTERS = 96  # maximum registers per lane for weights in flight with two blocks per SM
 MOST_UNITS = 8  # maximum units per split with two blocks per SM

@@ -157,8 +157,8 @@ def split_geometry(
             break
     if clusters:
         warps, cluster = WIDE_SPLIT_WARPS, _cluster_of(wanted, at_once, WIDE_SPLIT_WARPS)
-        there = sms if cluster < 3 else 8 * sms // 9  # clusters of 4 and 8 leave some SMs idle
-        if M * teams * cluster <= there:
+        # As many clusters of 4 smaller blocks fit on some chips at once, but not on all.
+        if cluster <= 2 and M * teams * cluster <= sms:
             held = warps
         else:
             warps, cluster = SPLIT_WARPS, _cluster_of(wanted, at_once, SPLIT_WARPS)

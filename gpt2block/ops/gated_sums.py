@@ -41,6 +41,7 @@ from gpt2block.weights.gguf import TYPES
 FILE, KERNEL = "matmul/decode/ffn_mma.cu", "decode_ffn_mma"
 BLOCKS_FILE, BLOCKS_KERNEL = "matmul/decode/ffn_mma_gguf.cu", "decode_ffn_mma_gguf"
 MOST_ROWS = 4  # maximum rows of x; for more rows, separate kernels are faster
+MOST_ROTATED = 8  # maximum rows of `rope_sums` without partial sums
 MOST_CHANNELS = mma.UNIT * mma.MOST_SPLITS  # maximum C: RMSNorm needs one unit per split
 MULTIPLE = 16  # divisor of C, for 16-byte loads of FP8 rows and equally many outputs per block
 PORTABLE, WHOLE = 8, 100  # maximum blocks of a portable cluster; minimum SMs for larger clusters
@@ -286,8 +287,9 @@ def _product(c: Call, epilogue: Epilogue) -> Launch:
     _check_sums(c)
     if compute_capability() < MMA_CAPABILITY:
         raise UnsupportedCall("needs a GPU of compute capability 8.0 or newer")
-    if c.M > MOST_ROWS:
-        raise UnsupportedCall(f"{c.M:,} rows: expected up to {MOST_ROWS}")
+    most = MOST_ROTATED if epilogue.head and c.sums is None else MOST_ROWS
+    if most < c.M:
+        raise UnsupportedCall(f"{c.M:,} rows: expected up to {most}")
     multiple = mma.LOADED // c.w.data.itemsize
     if c.K % multiple:
         raise UnsupportedCall(f"K {c.K:,}: expected a multiple of {multiple} for {c.w.dtype}")

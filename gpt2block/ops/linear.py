@@ -59,6 +59,7 @@ from gpt2block.ops.products import (
     MMA_CAPABILITY,
     Parts,
     check_addresses,
+    gate_define,
     storage_of,
 )
 from gpt2block.ops.terms import Terms, check_terms, count_define, rounds, stored_scale
@@ -87,6 +88,11 @@ MAX_OUTPUTS = 2**31 - 2**16  # maximum M and N: an int still holds them plus a b
 MAX_BLOCKS = 65535  # maximum blocks along the second axis of a grid
 # normalizes: whether GGUF products can fuse RMSNorm. wgmma_takes: whether wgmma supports w.
 normalizes, wgmma_takes = blocks.normalizes, hopper.takes_blocks
+
+
+def fuses_gate(N: int) -> bool:
+    """Return whether variant mma of `linear` can have `up`, with N outputs of each matrix."""
+    return N < mma.MANY_COLUMNS // 2
 
 
 def terms_of(
@@ -160,17 +166,19 @@ def _few_rows(module: Any, c: Call, epilogue: Ends) -> Launch:
         raise UnsupportedCall(f"w: expected at most {MAX_OUTPUTS:,} outputs, got {c.N:,}")
     if c.w.dtype == GGUF:
         raise UnsupportedCall("takes no GgufMatrix: use variant tiles")
-    if c.to_terms or (c.terms and (module is matvec or c.terms.width)) or c.up:
-        raise UnsupportedCall(
-            "takes and gives floats, of one matrix: use variant mma_tiles for terms, or hopper"
-        )
+    if c.to_terms or (c.terms and (module is matvec or c.terms.width)):
+        raise UnsupportedCall("takes and gives floats: use variant mma_tiles for terms, or hopper")
+    if c.up and (module is matvec or c.residual is not None or not fuses_gate(c.N)):
+        raise UnsupportedCall("takes one matrix: use variant hopper")
     size, most_shared = c.w.data.itemsize, _most_shared()
     more: dict[str, Any] = {"terms": True} if c.terms else {}
     if module is matvec:
         more["whole_N"] = c.w.whole_N
+    if c.up:
+        more["columns"] = mma.PAIRED_COLUMNS
     geometry: Geometry | None = module.geometry(
-        *(c.M, c.N, c.K, c.w.dtype if module is mma else size),
-        norm=c.gamma is not None,
+        *(c.M, c.N * (2 if c.up else 1), c.K, c.w.dtype if module is mma else size),
+        norm=0 if c.gamma is None else 1 if c.beta is not None else 2,
         sms=device_attribute("MultiProcessorCount"),
         most_shared=most_shared,
         **more,
@@ -191,7 +199,13 @@ def _few_rows(module: Any, c: Call, epilogue: Ends) -> Launch:
     args = {"x": c.x, "gamma": c.gamma, "beta": c.beta, "eps": c.eps, "M": c.M, "N": c.N}
     args |= {"w": c.w.data, "scale": c.w.scale, "bias": c.bias}
     args |= {"x_scale": c.x_scale} if module is mma else {}
-    return epilogue(c).launch(module.FILE, geometry, count_define(c.rounded), args, c.w)
+    defines, end = count_define(c.rounded), epilogue(c)
+    if c.up:
+        check_address("up", c.up.data, load)
+        args |= {"up": c.up.data, "up_scale": c.up.scale}
+        defines += (("LM_UP", 1), *gate_define(c.gelu))
+        end = end._replace(args={**end.args, "gelu": 0})
+    return end.launch(module.FILE, geometry, defines, args, c.w)
 
 
 def _on_tensor_cores(c: Call) -> None:
@@ -224,6 +238,8 @@ def _check_sizes(c: Call) -> None:
 def _by_cores(c: Call, epilogue: Ends) -> Launch:
     """Return a Launch of the kernel in matmul/decode/cores.cu."""
     _on_cuda_cores(c)
+    if c.gamma is not None and c.beta is None:
+        raise UnsupportedCall("takes no gamma without beta: use variant mma")
     return _few_rows(matvec, c, epilogue)
 
 
@@ -446,8 +462,8 @@ def _prepare_rope(unchecked: UncheckedCall) -> Call:
 
 def _check(c: Call) -> None:
     """Raise InputError unless gamma, beta, and the `Terms` of x and of out are compatible."""
-    if (c.gamma is None) != (c.beta is None) and (c.gamma is None or c.w.dtype != GGUF):
-        raise InputError("gamma and beta: expected both, or neither")
+    if c.gamma is None and c.beta is not None:
+        raise InputError("gamma: expected gamma beside beta")
     if c.terms and c.x_dtype is not None:
         raise InputError("x_dtype: terms are rounded or not: expected either")
     c.rounded = rounds(c.terms.x_dtype if c.terms else c.x_dtype, c.w.dtype)

@@ -38,8 +38,8 @@ class DecodePass(Pass):
     fp8_cache: the FP8 format of the kv_cache, or None. bounds: upper bounds of the magnitudes of
     operands, by name; products of bounded operands read two-part weights instead of float32 ones.
     x_dtype: the dtype to which x of a product without terms is rounded, or None. together: the
-    number of neighbouring rows that belong to one sequence. in_blocks: whether the matrices of
-    layers are in blocks of a GGUF file; their products fuse the gate and RoPE.
+    number of neighbouring rows that belong to one sequence. fuses: whether products can fuse
+    RMSNorm, RoPE and the gate.
     """
 
     of_stream: Mapping[str, Any] = {"variant": "stream"}
@@ -54,9 +54,9 @@ class DecodePass(Pass):
         bounds: Mapping[str, float] | None = None,
         x_dtype: str | None = None,
         together: int = 1,
-        in_blocks: bool = False,
+        fuses: bool = False,
     ) -> None:
-        self.in_blocks = in_blocks
+        self.fuses = fuses
         self.together: dict[str, Any] = {"together": together} if together > 1 else {}
         self.do, self.c, self.norms, self.known = do, settings, norms, known or {}
         self.rounding: dict[str, Any] = {} if x_dtype is None else {"x_dtype": x_dtype}
@@ -74,7 +74,8 @@ class DecodePass(Pass):
 
     def norm(self, name: str, x: Value, gamma: str, beta: str = "", to: To = ()) -> Rows:
         bound = self._bounds.get(name)
-        fused = self.norms and self.in_blocks and to[:1] != ("lm_head",)
+        read_terms = any(_matrix_of(w) in self.known for w in to)
+        fused = self.norms and self.fuses and to[:1] != ("lm_head",) and not read_terms
         biased = any(self.do.has(w.replace("w_", "b_")) for w in to)
         if (beta and self.norms) or (to and fused and not beta and not biased):
             return Rows(x, gamma, beta, bound=bound)
@@ -137,7 +138,7 @@ class DecodePass(Pass):
     def gated(self, h: str, x: Rows, to: To = ()) -> Value:
         weights, biases = (f"{h}w_gate", f"{h}w_up"), (f"{h}b_gate", f"{h}b_up")
         ordered = x.terms is not None and x.terms.width > 0
-        if (ordered or self.in_blocks) and not any(map(self.do.has, biases)):
+        if (ordered or self.fuses) and not any(map(self.do.has, biases)):
             terms = self._terms(to, width=x.terms.width) if x.terms else None
             inputs = (x.value, weights[0], "", x.gamma, "", "", weights[1])
             options = {**self._given(x), **_to(terms), **self.c.gate}
@@ -166,7 +167,7 @@ class DecodePass(Pass):
     def _fuses_rope(self, terms: Terms | None) -> bool:
         """Return whether the QKV product fuses RoPE and appends to the kv_cache."""
         multiple = 16 if terms is None else 64
-        possible = self.in_blocks or (terms is not None and terms.width > 0)
+        possible = self.fuses or (terms is not None and terms.width > 0)
         return possible and not self.c.qk_norm and self.c.head_size % multiple == 0
 
     def _terms(

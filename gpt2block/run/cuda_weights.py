@@ -137,8 +137,8 @@ class PromptWeights:
     """Weights that prefill reads, but decoding does not, and memory for converted weights.
 
     With products on tensor cores, or on several GPUs, lm_head for the logits of all tokens has rows
-    padded to a multiple that tensor cores support. by: divisors of activations, as `cuda_products.divisors`
-    returns them.
+    padded to a multiple that tensor cores support. by: divisors of activations, as
+    `cuda_products.divisors` returns them. on_several: whether the model is on several GPUs.
     """
 
     def __init__(

@@ -2,7 +2,7 @@
 #pragma once
 #include "lib/decode/mma.cuh"
 
-#ifndef LM_UP  // 1: silu(x w) (x up): 8 columns of w alternate with 8 of matrix `up`; for GGUF weights
+#ifndef LM_UP  // 1: silu(x w) (x up): PAIRED / 2 columns of w alternate with as many of matrix `up`
 #define LM_UP 0
 #endif
 

@@ -2,7 +2,7 @@
 //
 //   decode_mma: few rows on tensor cores, x rounded to one or two terms of the tensor cores' type: the same bits in any
 //       batch. out = [residual +] [gelu] (x W^T * scale + bias); with LM_NORM, x is replaced by its LayerNorm or
-//       RMSNorm
+//       RMSNorm; with LM_UP, for two matrices, out = silu(x W^T * scale) (x up^T * up_scale)
 //
 // EPILOGUE selects other outputs (lib/decode/epilogues.cuh):
 //
@@ -37,6 +37,7 @@
 #include "lib/decode/mma.cuh"
 #include "lib/decode/mma_columns.cuh"
 #include "lib/decode/epilogues.cuh"
+#include "lib/gate.cuh"
 #include "lib/overlap.cuh"
 #include "lib/stream.cuh"
 
@@ -49,9 +50,10 @@
 struct Weights {
     uint4 raw[LM_FLIGHT][UNIT_CHUNKS][VECTORS];
     const W* w;
+    const W* up;  // with LM_UP, the matrix of the second half of a block's columns
     const int N;
 
-    __device__ __forceinline__ Weights(const W* w, int N) : w(w), N(N) {}
+    __device__ __forceinline__ Weights(const W* w, const W* up, int N) : w(w), up(up), N(N) {}
 
     // Loads unit `unit` of the LM_COLUMNS columns from n on. Weights after these columns, or after K, are zero.
     __device__ __forceinline__ void fetch(int slot, int unit, int n) {
@@ -59,7 +61,8 @@ struct Weights {
 #pragma unroll
         for (int i = 0; i < VECTORS; ++i) {
             const int octet = i / order::PARTS, part = i % order::PARTS;
-            const W* from = w + ((long long)part * N + Column(n + 8 * octet + g, N).n) * LM_K + k;
+            const W* const of = LM_UP && 8 * octet >= LM_COLUMNS / 2 ? up : w;
+            const W* from = of + ((long long)part * N + Column(n + 8 * octet + g, N).n) * LM_K + k;
 #pragma unroll
             for (int chunk = 0; chunk < UNIT_CHUNKS; ++chunk) {
                 raw[slot][chunk][i] = {};
@@ -94,11 +97,13 @@ struct Weights {
 // Computes a block's outputs; each warp multiplies one split (range of K). totals: shared memory for (SPLITS, LM_ROWS,
 // LM_COLUMNS) floats.
 template <typename End>
-__device__ __forceinline__ void multiply(const W* w, const float* scale, const float* bias, float x_scale, Input& input,
-                                         const End& end, float* totals, int N) {
+__device__ __forceinline__ void multiply(const W* w, const W* up, const float* scale, const float* up_scale,
+                                         const float* bias, float x_scale, Input& input, const End& end, float* totals,
+                                         int N) {
+    static_assert(!LM_UP || (!LM_LOOP && LM_COLUMNS % 16 == 0), "half of a block's columns are whole octets");
     constexpr int OUTPUTS = LM_ROWS * LM_COLUMNS, ENDS = (OUTPUTS + THREADS - 1) / THREADS;
     const int split = threadIdx.x / 32, start = blockIdx.x * LM_COLUMNS;
-    Weights weights(w, N);
+    Weights weights(w, up, N);
 #pragma unroll
     for (int i = 0; i < LM_FLIGHT; ++i) weights.fetch(i, split * UNITS + i, start);
 
@@ -113,6 +118,8 @@ __device__ __forceinline__ void multiply(const W* w, const float* scale, const f
         const int flat = i * THREADS + threadIdx.x, m = input.first + flat / LM_COLUMNS;
         const Column column(start + flat % LM_COLUMNS, N);
         last[i].there = flat < OUTPUTS && m < input.M && column.there;
+        if (LM_UP && flat % LM_COLUMNS >= LM_COLUMNS / 2) last[i].there = false;
+        if (LM_UP) last[i].partner_scale = up_scale ? constant(up_scale + column.n) : 1.0f;
         last[i].m = min(m, input.M - 1), last[i].n = column.n;
         last[i].scale = scale ? constant(scale + last[i].n) : 1.0f;
         last[i].bias = bias ? constant(bias + last[i].n) : 0.0f;
@@ -189,7 +196,9 @@ __device__ __forceinline__ void multiply(const W* w, const float* scale, const f
 #pragma unroll
         for (int i = 0; i < ENDS; ++i) {
             if (!last[i].there) continue;
-            const float v = finished(i * THREADS + threadIdx.x, last[i].scale, last[i].bias);
+            const int flat = i * THREADS + threadIdx.x;
+            float v = finished(flat, last[i].scale, last[i].bias);
+            if (LM_UP) v = gate_of(v) * finished(flat + LM_COLUMNS / 2, last[i].partner_scale, 0.0f);
             end.store(last[i].m, last[i].n, end.value(v, last[i].late), last[i].late);
         }
     }
@@ -202,7 +211,7 @@ __device__ __forceinline__ void multiply_all(const W* w, const float* scale, con
     constexpr int ALL = order::units(LM_K);
     static_assert(!LM_LOOP || ALL % LM_FLIGHT == 0, "the units in flight are the next ones, also of the next columns");
     int start = ((int)blockIdx.x * WARPS + (int)threadIdx.x / 32) * LM_COLUMNS;
-    Weights weights(w, N);
+    Weights weights(w, nullptr, N);
 #pragma unroll
     for (int i = 0; i < LM_FLIGHT; ++i) weights.fetch(i, i, start);
     let_next_start();
@@ -242,14 +251,15 @@ __device__ __forceinline__ void multiply_all(const W* w, const float* scale, con
 template <typename End>
 __device__ __forceinline__ void run(const float* x, const float* gamma, const float* beta, float eps, int M, const W* w,
                                     const float* scale, const float* bias, float x_scale, const End& end, int N,
-                                    const float* sums = nullptr, const float* sum_scale = nullptr) {
+                                    const float* sums = nullptr, const float* sum_scale = nullptr,
+                                    const W* up = nullptr, const float* up_scale = nullptr) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
     extern __shared__ float4 shared[];
     char* const rows = reinterpret_cast<char*>(shared);
     Input input{x, gamma, beta, eps, M, (int)blockIdx.y * LM_ROWS, rows, inverse_of(x_scale), sums, sum_scale, {}};
     float* totals = reinterpret_cast<float*>(input.shared + Input::BYTES);
     if constexpr (LM_LOOP) multiply_all(w, scale, bias, x_scale, input, end, N);
-    else multiply(w, scale, bias, x_scale, input, end, totals, N);
+    else multiply(w, up, scale, up_scale, bias, x_scale, input, end, totals, N);
 #else
     asm("trap;");
 #endif
@@ -261,6 +271,8 @@ extern "C" __global__ void __cluster_dims__(LM_CLUSTER, 1, 1) __launch_bounds__(
     const float* __restrict__ beta,       // (K), with LM_NORM 1
     const W* __restrict__ w,              // (N, K); two-part weights: (2, N, K)
     const float* __restrict__ scale,      // (N) or null
+    const W* __restrict__ up,             // (N, K), with LM_UP
+    const float* __restrict__ up_scale,   // (N) or null
     const float* __restrict__ bias,       // (N) or null
     float x_scale,                        // scale of x, with two-part weights
     const float* sums,                    // (LM_SUMS, M, N); with EPILOGUE_APPEND_ROPE (LM_SUMS, M, K), to add to x
@@ -286,6 +298,7 @@ extern "C" __global__ void __cluster_dims__(LM_CLUSTER, 1, 1) __launch_bounds__(
     const Append end{out, k_cache, v_cache, row, position, C, B, n_ctx};
     run(x, gamma, beta, eps, M, w, scale, bias, x_scale, end, N);
 #else
-    run(x, gamma, beta, eps, M, w, scale, bias, x_scale, Add{residual, out, N, gelu}, N);
+    const Add end{residual, out, N, gelu};
+    run(x, gamma, beta, eps, M, w, scale, bias, x_scale, end, N, nullptr, nullptr, up, up_scale);
 #endif
 }
