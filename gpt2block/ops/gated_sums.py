@@ -41,7 +41,7 @@ from gpt2block.weights.gguf import TYPES
 FILE, KERNEL = "matmul/decode/ffn_mma.cu", "decode_ffn_mma"
 BLOCKS_FILE, BLOCKS_KERNEL = "matmul/decode/ffn_mma_gguf.cu", "decode_ffn_mma_gguf"
 MOST_ROWS = 4  # maximum rows of x; for more rows, separate kernels are faster
-MOST_ROTATED = 8  # maximum rows of `rope_sums` without partial sums
+MOST_ROTATED = 16  # maximum rows of `rope_sums` without partial sums
 MOST_CHANNELS = mma.UNIT * mma.MOST_SPLITS  # maximum C: RMSNorm needs one unit per split
 MULTIPLE = 16  # divisor of C, for 16-byte loads of FP8 rows and equally many outputs per block
 PORTABLE, WHOLE = 8, 100  # maximum blocks of a portable cluster; minimum SMs for larger clusters
@@ -186,8 +186,7 @@ def splits_of(
     types: pairs of GGUF types of w_gate and w_down, of all layers; empty if a matrix has no GGUF
     blocks. head_size: channels per head, used for GGUF blocks.
     """
-    others = any(name.startswith("b_") or name in ("gamma_attn", "gamma_ff") for name in shapes)
-    if compute_capability() != HOPPER_CAPABILITY or others or "w_gate" not in shapes:
+    if not _is_plain(shapes):
         return 0
     if "gamma_q" in shapes and not normed_columns(*shapes["gamma_q"]):
         return 0
@@ -200,6 +199,24 @@ def splits_of(
     else:
         fits = narrow and geometry(M, C, H, dtype, sms) is not None
     return mma.splits(H)[0] if fits else 0
+
+
+def normalizes(dtype: str, shapes: Mapping[str, tuple[int, ...]], head_size: int) -> bool:
+    """Return whether products of up to MOST_ROTATED rows can fuse RMSNorm, RoPE and the gate.
+
+    dtype: dtype of the weights, not GGUF. Other arguments: as in `splits_of`.
+    """
+    if not _is_plain(shapes) or "gamma_q" in shapes or head_size % 16:
+        return False
+    C, H = shapes["w_gate"]
+    narrow = max(shapes["w_qkv"][1], 2 * H) < mma.MANY_COLUMNS
+    return dtype in DTYPES and C <= MOST_CHANNELS and C % MULTIPLE == 0 and narrow
+
+
+def _is_plain(shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Return whether a layer is Llama's without biases and norms of outputs, on a Hopper GPU."""
+    others = any(name.startswith("b_") or name in ("gamma_attn", "gamma_ff") for name in shapes)
+    return compute_capability() == HOPPER_CAPABILITY and not others and "w_gate" in shapes
 
 
 def normed_columns(D: int) -> tuple[int, ...]:

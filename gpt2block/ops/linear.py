@@ -90,11 +90,6 @@ MAX_BLOCKS = 65535  # maximum blocks along the second axis of a grid
 normalizes, wgmma_takes = blocks.normalizes, hopper.takes_blocks
 
 
-def fuses_gate(N: int) -> bool:
-    """Return whether variant mma of `linear` can have `up`, with N outputs of each matrix."""
-    return N < mma.MANY_COLUMNS // 2
-
-
 def terms_of(
     dtype: str, M: int, shapes: Mapping[str, tuple[int, int]], rounded: bool = False
 ) -> dict[str, tuple[Terms, ...]]:
@@ -168,7 +163,7 @@ def _few_rows(module: Any, c: Call, epilogue: Ends) -> Launch:
         raise UnsupportedCall("takes no GgufMatrix: use variant tiles")
     if c.to_terms or (c.terms and (module is matvec or c.terms.width)):
         raise UnsupportedCall("takes and gives floats: use variant mma_tiles for terms, or hopper")
-    if c.up and (module is matvec or c.residual is not None or not fuses_gate(c.N)):
+    if c.up and (module is matvec or c.residual is not None or 2 * c.N >= mma.MANY_COLUMNS):
         raise UnsupportedCall("takes one matrix: use variant hopper")
     size, most_shared = c.w.data.itemsize, _most_shared()
     more: dict[str, Any] = {"terms": True} if c.terms else {}

@@ -10,11 +10,11 @@ from gpt2block.architectures.architecture import Architecture
 from gpt2block.config import ModelConfig
 from gpt2block.config.formats import FILE, Formats
 from gpt2block.cuda.kernels import TWO_PART
+from gpt2block.ops.gated_sums import normalizes as fuses_norms
 from gpt2block.ops.gated_sums import splits_of
 from gpt2block.ops.linear import (
     MORE_ROWS,
     can_round,
-    fuses_gate,
     normalizes,
     terms_of,
     wgmma_takes,
@@ -26,10 +26,6 @@ from gpt2block.passes.forward import forward
 from gpt2block.passes.machine import Machine
 from gpt2block.weights.gguf import GgufMatrix
 from gpt2block.weights.matrix import WeightMatrix
-
-# Most rows whose RMSNorm and RoPE the products of 16-bit weights fuse. H200, SmolLM2 135M: 8 rows
-# take 482 µs instead of 504, 16 rows 655 instead of 644.
-NORMED_ROWS = 8
 
 
 class DecodingChoice:
@@ -43,8 +39,9 @@ class DecodingChoice:
     ====================================  =================================================
     up to 4, Hopper, Llama's block        `SumsPass`: four kernels, the feed-forward is one
     without biases (`splits_of`)
-    up to 16                              products that read floats, and fuse LayerNorm or, up to
-                                          8 rows (GGUF: 16), RMSNorm, RoPE and the gate
+    up to 16                              products that read floats, and fuse LayerNorm or, in
+                                          Llama's block without biases, RMSNorm, RoPE and the
+                                          gate (16 bits and FP8: up to 1,024 channels)
     more than 16, or fewer with large     norms are kernels of their own and write terms,
     matrices (`terms_of`)                 which mma tiles or wgmma multiply
     ====================================  =================================================
@@ -115,19 +112,15 @@ class DecodingChoice:
         norms, in_blocks = rows <= MORE_ROWS, terms is not None and self._in_blocks
         if in_blocks:
             norms = normalizes(rows, self.config.n_embd) and not terms
-        few = terms is not None and rows <= NORMED_ROWS
-        fuses = in_blocks or (few and self._fuses_norms)
+        fuses = in_blocks or (terms is not None and norms and self._fuses_norms)
         options = terms, fp8_cache, self.bounds, self.x_dtype, together, fuses
         return DecodePass(do, self.settings, norms, *options)
 
     @cached_property
     def _fuses_norms(self) -> bool:
         """Whether decode_mma can fuse RMSNorm, RoPE of q and k without norms, and the gate."""
-        c, shapes = self.config, self.config.block_shapes()
-        if self.formats.dtype == FILE or "gamma_q" in shapes or c.head_size % 16:
-            return False
-        fits = splits_of(self.formats.dtype, 1, shapes, (), c.head_size) > 0
-        return fits and fuses_gate(shapes["w_gate"][1])
+        shapes, head_size = self.config.block_shapes(), self.config.head_size
+        return fuses_norms(self.formats.dtype, shapes, head_size)
 
     @cached_property
     def _in_blocks(self) -> bool:
