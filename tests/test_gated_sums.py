@@ -415,7 +415,10 @@ def test_clusters_of_16_blocks_are_allowed() -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
 def test_the_launches_of_a_model(dtype: str) -> None:
-    """Up to four rows; all overlap the one before in a graph. A trace has every result."""
+    """Up to four rows; all overlap the one before in a graph. A trace has every result.
+
+    Products of more rows fuse norms, RoPE and the gate.
+    """
     with recording("9.0") as recorder:
         model = Llama(LlamaWeights.random(0, NARROW), device="cuda:0", dtype=dtype)
         for rows in (1, 4, 5):
@@ -429,7 +432,7 @@ def test_the_launches_of_a_model(dtype: str) -> None:
         assert sum(each.endswith("early") for each in found) == len(found) // 2
         assert all(f"grid {clusters} block 32,1,1" in each for each in found)
         turned = sum(each.startswith("rope_append") for each in steps)
-        assert turned == {"5": 6, "trace": 3}.get(label, 0)
+        assert turned == (3 if label == "trace" else 0)
 
 
 @pytest.mark.slow
