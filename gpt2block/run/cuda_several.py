@@ -12,12 +12,14 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from itertools import tee
 from typing import Any, TypeVar
 
 from numpy.typing import NDArray
 
+from gpt2block.checkpoints.stored import Stored
 from gpt2block.config import ModelConfig
 from gpt2block.config.formats import Formats
 from gpt2block.cuda import cupy
@@ -150,11 +152,11 @@ class SeveralCudaModels:
             device = devices[index]
             with cupy.cuda.Device(device):
                 mail = crew.mail.of(index)
-            sizes = config, formats.dtype, index, len(devices), crew.meeting
-            share = Share(*sizes, mail, two_part)
-            return CudaModel(config, items, formats, device, share)
+            return CudaModel(config, items, formats, device, replace(share, index=index, mail=mail))
 
-        calls = [partial(made, n, each) for n, each in enumerate(_copies(tensors, len(devices)))]
+        share = Share(config, formats.dtype, 0, len(devices), crew.meeting, two_part=two_part)
+        copies = _copies(_read_whole(tensors, share), len(devices))
+        calls = [partial(made, n, each) for n, each in enumerate(copies)]
         self.parts: list[CudaModel] = crew.run(calls)
         first = self.parts[0]
         n_layer, width, dtype, _, rope = first.cache_kind
@@ -257,6 +259,15 @@ class SeveralDecodings:
     def stop(self, slots: Ids) -> None:
         for part in self._parts:
             part.stop(slots)
+
+
+def _read_whole(tensors: Tensors, share: Share) -> Tensors:
+    """Yield the tensors. Read each `Stored` that is not divided, once for all GPUs."""
+    for name, given, layout in tensors:
+        array: Any = given
+        if isinstance(array, Stored) and not share.spans(name):
+            array = array.read()
+        yield name, array, layout
 
 
 def _copies(tensors: Tensors, count: int) -> list[Tensors]:
