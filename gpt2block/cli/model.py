@@ -15,6 +15,7 @@ from gpt2block.cli.display import progress_bar
 from gpt2block.cli.options import json_object, option, path_option
 from gpt2block.config.formats import BY_DEFAULT, FormatOptions
 from gpt2block.config.options import meaning_of
+from gpt2block.cuda import first_gpus
 from gpt2block.errors import CheckpointError, InputError
 from gpt2block.generation.options import KEYWORDS
 from gpt2block.sampling import NUMBERS
@@ -78,7 +79,7 @@ class ModelOptions:
             raise InputError("--gpus: expected no --device beside it, as it selects the devices")
         if self.gpus < 1:
             raise InputError(f"--gpus {self.gpus}: expected 1 or more")
-        object.__setattr__(self, "device", f"cuda:{','.join(map(str, range(self.gpus)))}")
+        object.__setattr__(self, "device", first_gpus(self.gpus))
 
 
 def keyword(name: str, sentence: str = "{}", names: tuple[str, ...] = (), **default: Any) -> Any:
