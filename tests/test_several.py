@@ -37,6 +37,7 @@ from gpt2block.run import recording
 from gpt2block.run.cuda_model import CudaModel
 from gpt2block.run.cuda_several import Crew, SeveralCudaModels
 from gpt2block.run.model import start_all
+from gpt2block.run.several_bytes import bytes_by_gpu
 from gpt2block.sampling import Sampling
 from tests.devices import GPU, assert_same_bits, running_on
 from tests.test_architectures_cuda import FORMATS, OWN, SIZES
@@ -214,13 +215,11 @@ def test_each_gpu_reads_its_share_alone(
         tensors = list(tensors_of(source, config, dtype, tmp_path))
         one = CudaModel(config, read_alone(tensors), formats, 0)
         read = Counter[str]()
-        for kind, method in (
-            (Stored, "read_into"),
-            (Encoded, "read_into"),
-            (Encoded, "read_bytes"),
-        ):
-            monkeypatch.setattr(kind, method, counting(read, getattr(kind, method)))
-        parts = SeveralCudaModels(config, iter(tensors), formats, gpus(count)).parts
+        for method in (Stored.read_into, Encoded.read_into, Encoded.read_bytes):
+            kind = Stored if method is Stored.read_into else Encoded
+            monkeypatch.setattr(kind, method.__name__, counting(read, method))
+        several = SeveralCudaModels(config, iter(tensors), formats, gpus(count))
+        parts = several.parts
         shares = [part._share for part in parts if part._share is not None]
         expected = Counter[str]()
         for tensor, array, _ in tensors:
@@ -230,6 +229,10 @@ def test_each_gpu_reads_its_share_alone(
             for piece in pieces:
                 expected[piece.label] += times * piece.nbytes
         assert read == expected
+        if dtype != FILE:  # bytes by shapes have no shares of biases
+            by_shapes = bytes_by_gpu(config, formats, count, {})
+            assert several.bytes_by_gpu.weights == pytest.approx(by_shapes.weights, rel=0.02)
+            assert several.bytes_by_gpu.kv_cache_per_token == by_shapes.kv_cache_per_token
         for part, share in zip(parts, shares, strict=True):
             for tensor, matrix in one._matrices.items():
                 spans = share.spans(tensor) or ((0, matrix.N),)

@@ -42,6 +42,7 @@ from gpt2block.run.model import (
     Tensors,
     describe_cache,
 )
+from gpt2block.run.several_bytes import BytesByGpu, token_bytes
 from gpt2block.run.timeline import Call, Timeline
 
 Found = TypeVar("Found")
@@ -155,6 +156,7 @@ class SeveralCudaModels:
             return CudaModel(config, items, formats, device, replace(share, index=index, mail=mail))
 
         share = Share(config, formats.dtype, 0, len(devices), crew.meeting, two_part=two_part)
+        self._share = share  # of the first GPU
         copies = _copies(_read_whole(tensors, share), len(devices))
         calls = [partial(made, n, each) for n, each in enumerate(copies)]
         self.parts: list[CudaModel] = crew.run(calls)
@@ -173,6 +175,11 @@ class SeveralCudaModels:
     @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.parts)
+
+    @property
+    def bytes_by_gpu(self) -> BytesByGpu:
+        of_token = token_bytes(self.config, self.formats, self._share)
+        return BytesByGpu([part.nbytes for part in self.parts], of_token)
 
     def describe(self) -> str:
         return f"{len(self.parts)} × {self.parts[0].describe()}"
