@@ -40,6 +40,7 @@ device_option = partial(
     "cuda, cuda:N, cuda:N,M for several GPUs, or cpu; by default the GPU if there is one.",
     complete=complete.devices,
 )
+gpus_option = partial(option, "Divide the model among the first so many GPUs.", None)
 special_option = partial(
     option, "Read names such as <|endoftext|> as special tokens.", False, "--special"
 )
@@ -70,16 +71,21 @@ class ModelOptions:
     tokenizer: Path | None = path_option(
         "A tokenizer.json, or a folder with vocab.json and merges.txt."
     )
-    gpus: int | None = option("Divide the model among the first so many GPUs.", None)
+    gpus: int | None = gpus_option()
 
     def __post_init__(self) -> None:
-        if self.gpus is None:
-            return
-        if self.device is not None:
-            raise InputError("--gpus: expected no --device beside it, as it selects the devices")
-        if self.gpus < 1:
-            raise InputError(f"--gpus {self.gpus}: expected 1 or more")
-        object.__setattr__(self, "device", first_gpus(self.gpus))
+        object.__setattr__(self, "device", device_of(self.device, self.gpus))
+
+
+def device_of(device: str | None, gpus: int | None) -> str | None:
+    """Return the device of options --device and --gpus. Raises InputError."""
+    if gpus is None:
+        return device
+    if device is not None:
+        raise InputError("--gpus: expected no --device beside it, as it selects the devices")
+    if gpus < 1:
+        raise InputError(f"--gpus {gpus}: expected 1 or more")
+    return first_gpus(gpus)
 
 
 def keyword(name: str, sentence: str = "{}", names: tuple[str, ...] = (), **default: Any) -> Any:
@@ -175,7 +181,7 @@ def load_draft(
         return
     if not speculate:
         raise InputError("--draft-model: expected --speculate with it")
-    smaller = replace(options, model=name, revision=None, tokenizer=None)
+    smaller = replace(options, model=name, revision=None, tokenizer=None, gpus=None)
     loaded.draft_model, _ = load_model(smaller, None)
 
 
