@@ -16,8 +16,9 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ PIP_CUDA12 = f"pip install 'cupy-cuda12x==14.*' '{TOOLKIT[12]}'"
 SET_CACHE = "set CUPY_CACHE_DIR to a directory that can be written"
 ADVICE = "`gpt2block check` says what to do"
 NO_DEVICE = 100
+LEAST_TO_DIVIDE = 8, 0  # compute capability of GPUs among which a model can be divided
 DRIVER_FIX = {  # fixes by error code of the driver
     34: "remove the toolkit's 'stubs' directory from LD_LIBRARY_PATH",
     802: "start the fabric manager: sudo systemctl start nvidia-fabricmanager",
@@ -180,6 +182,18 @@ def _probe_device(cuda: Any, index: int) -> VisibleDevice:
     return VisibleDevice(text, capability, multiprocessors.value, memory.value)
 
 
+def probe_apart(count: int, load: Callable[[str], Any] = ctypes.CDLL) -> tuple[str, ...]:
+    """Return the pairs "0 and 1" of devices of which one cannot access the other's memory."""
+    cuda, can = load(DRIVER_LIBRARY.get(sys.platform, "libcuda.so.1")), ctypes.c_int()
+    devices, found = [ctypes.c_int() for _ in range(count)], dict[str, None]()
+    for index, device in enumerate(devices):
+        _call(cuda, "cuDeviceGet", ctypes.byref(device), index)
+    for a, b in permutations(range(count), 2):
+        _call(cuda, "cuDeviceCanAccessPeer", ctypes.byref(can), devices[a], devices[b])
+        found |= {} if can.value else {f"{min(a, b)} and {max(a, b)}": None}
+    return tuple(found)
+
+
 def compiler_options(module: Any) -> tuple[str, ...]:
     """Return the options with which CuPy calls NVRTC, mainly include directories."""
     return tuple(module._core.core.assemble_cupy_compiler_options(()))
@@ -320,6 +334,26 @@ def check_device(driver: Driver, cupy: CuPy | None) -> Check:
     return Check("device", False, f"{detail}; found {found}", fix)
 
 
+def check_several(devices: Sequence[VisibleDevice], apart: Sequence[str]) -> Check:
+    """Report whether a model can be divided among all devices; if it cannot, this is a note.
+
+    apart: pairs of devices without access to each other's memory, as `probe_apart` returns them.
+    """
+    count, kinds = len(devices), {(each.capability, each.multiprocessors) for each in devices}
+    problem = ""
+    if len(kinds) > 1:
+        problem = "they are of different kinds"
+    elif devices[0].capability < LEAST_TO_DIVIDE:
+        problem = f"they have compute capability {_dotted(devices[0].capability)}, less than 8.0"
+    elif apart:
+        problem = f"no access to each other's memory: {', '.join(apart)}"
+    if problem:
+        detail = f"a model cannot be divided among all {count} GPUs: {problem}"
+        return Check("several GPUs", True, detail, "choose GPUs with --device, such as cuda:0,1")
+    detail = f"a model can be divided among {count} GPUs: one kind, each can access the others"
+    return Check("several GPUs", True, detail)
+
+
 def check_nvrtc(driver: Driver, cupy: CuPy) -> Check:
     """Check that NVRTC, CUDA's run-time compiler, loads and is not newer than the driver.
 
@@ -426,6 +460,8 @@ def _cuda_checks(thorough: bool) -> Iterator[Check]:
         usable = check_driver(driver, cupy)
         yield usable
         yield check_device(driver, cupy) if usable.ok else _not_examined("device", "driver")
+        if thorough and usable.ok and len(driver.devices) > 1:
+            yield check_several(driver.devices, probe_apart(len(driver.devices)))
         nvrtc = check_nvrtc(driver, cupy) if cupy else _not_examined("NVRTC", "CuPy")
         yield nvrtc
         if cupy and nvrtc.ok:

@@ -131,9 +131,9 @@ class Model(Generic[Weights]):
         formats = given.resolved(checkpoint.nbytes_in_blocks > 0 and reads_blocks(device))
         model = kind.__new__(kind)
         model._checkpoint = checkpoint
-        model._set_up(
-            checkpoint.config, progress(checkpoint.tensors(formats.dtype == FILE)), device, formats
-        )
+        several = len(resolve_devices(device)) > 1
+        tensors = checkpoint.tensors(formats.dtype == FILE, unread=several)
+        model._set_up(checkpoint.config, progress(tensors), device, formats)
         return model
 
     @classmethod

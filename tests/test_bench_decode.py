@@ -297,7 +297,7 @@ def test_json_has_everything(on_numpy: None, monkeypatch: pytest.MonkeyPatch) ->
         *("bench", "--decode", "--rows", "1,4", "--dtype", "float32", "--json"),
     )
     assert ended.code == 0
-    assert requested == [("gpt2", "float32", "1,4", None, None)]
+    assert requested == [("gpt2", "float32", "1,4", None, None, None)]
     found = ended.json
     assert list(found) == ["versions", "ceilings", "rows", "skipped"]
     assert found["skipped"] == []

@@ -23,6 +23,7 @@ from gpt2block.config import model_shapes
 from gpt2block.config.formats import USUAL, Formats
 from gpt2block.cuda import cupy
 from gpt2block.emulator import loader
+from gpt2block.model import Model
 from gpt2block.passes.forward import Product
 from gpt2block.run.model import weight_bytes
 from gpt2block.run.numpy_model import NumpyModel
@@ -53,6 +54,29 @@ def test_bytes_of_llama_7b() -> None:
     small = RandomLlama(SHAPES["1b"], "bfloat16")
     assert small.matrix_elements == pytest.approx(1.236e9, rel=0.01)
     assert small.token_bytes == 2 * 16 * 512 * 2
+
+
+@pytest.mark.usefixtures("emulated")
+def test_a_model_on_several_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: dict[str, Any] = {}
+
+    def from_tensors(config: Any, tensors: Any, device: str, *formats: str) -> Any:
+        made[device] = [array for _, array, _ in tensors]
+
+    monkeypatch.setattr(Model, "from_tensors", from_tensors)
+    one, several = (
+        bench.model_works("llama", "float16", "1", "small", None, device)
+        for device in (None, "cuda:2,3")
+    )
+    for a, b in zip(one, several, strict=True):
+        assert (b.flops, b.traffic) == (a.flops // 2, a.traffic // 2)
+        assert b.sizes == {**a.sizes, "gpus": 2}
+    assert [each.name for each in several[0].ours((), 0)] == ["gpt2block"]
+    for model in (RandomLlama(TINY, "float16"), RandomLlama(TINY, "float16", None, "cuda:2,3")):
+        model.on(0)
+    for a, b in zip(*made.values(), strict=True):
+        np.testing.assert_array_equal(a.get(), b)
+    assert [*made] == ["cuda:0", "cuda:2,3"]
 
 
 def test_the_works_and_their_order() -> None:

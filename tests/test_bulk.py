@@ -194,7 +194,8 @@ def test_wrong_options(task: Any, options: dict[str, Any], message: str) -> None
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"device": "cuda:1"}, "expected cuda or cpu, got 'cuda:1'"),
+        ({"device": "cuda:1"}, "expected cuda, cpu or the first GPUs .* got 'cuda:1'"),
+        ({"device": "cuda:1,2"}, "got 'cuda:1,2': set CUDA_VISIBLE_DEVICES"),
         ({"form": "csv"}, "format: expected 'jsonl' or 'parquet', got 'csv'"),
         ({"keep": ("n_tokens",)}, "'n_tokens' is the name of a result"),
         ({"shard_size": 0}, "shard_size: expected a positive integer"),

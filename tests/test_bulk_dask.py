@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,15 +23,18 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from gpt2block import GPT2, DeviceError, InputError
+from gpt2block import GPT2, DeviceError, InputError, doctor
 from gpt2block.bulk import identity, shards
+from gpt2block.bulk import job as bulk_job
 from gpt2block.bulk import records as bulk_records
 from gpt2block.bulk.job import Job, threads_of
 from gpt2block.bulk.records import Shard
 from gpt2block.checkpoints import Checkpoint
 from gpt2block.cli import map as cli_map
 from gpt2block.config.formats import Formats
+from gpt2block.doctor import Driver, VisibleDevice
 from gpt2block.run.model import weight_bytes
+from tests import inline_cluster
 from tests.command_line import gpt2block
 from tests.inline_cluster import contents
 
@@ -174,6 +178,53 @@ def test_one_worker_for_each_core_by_default(
     monkeypatch.setattr(cluster, "_started", start)
     with pytest.raises(StoppedError, match=f"^{count}$"), cluster.local(workers, "cpu", 1, most):
         pass
+
+
+@pytest.mark.parametrize(
+    ("visible", "workers", "of_each", "started"),
+    [
+        ("7,5,3", None, 1, ["7", "5", "3"]),
+        ("5", 2, 1, ["5", "5"]),
+        ("0,1,2,3,4", None, 2, ["0,1", "2,3"]),
+        ("0,1,2,3,4", 1, 4, ["0,1,2,3"]),
+        ("0,1", None, 4, "--gpus 4: expected at least 4 visible GPUs, got 2: use fewer"),
+        ("0,1,2", 2, 2, "--gpus 2 with --workers 2: expected at least 4 visible GPUs"),
+    ],
+)
+def test_gpus_of_workers(
+    monkeypatch: pytest.MonkeyPatch, visible: str, workers: int | None, of_each: int, started: Any
+) -> None:
+    def start(**options: Any) -> Any:
+        specs = options["workers"].values()
+        raise StoppedError([each["options"]["env"]["CUDA_VISIBLE_DEVICES"] for each in specs])
+
+    devices = [VisibleDevice("a GPU", (9, 0), 132, 0)] * len(visible.split(","))
+    driver_of = Mock(return_value=Driver("libcuda.so.1", devices=tuple(devices)))
+    monkeypatch.setattr(doctor, "probe_driver", driver_of)
+    monkeypatch.setattr(doctor, "require_cuda", Mock())
+    monkeypatch.setattr(cluster, "_started", start)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with (
+        pytest.raises((StoppedError, InputError), match=re.escape(str(started))),
+        cluster.local(workers, "cuda", of_each=of_each),
+    ):
+        pass
+
+
+def test_a_model_of_a_worker_is_on_the_job_s_gpus(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    inline_cluster.use(monkeypatch)
+    properties = {"versions": identity.versions(), "engine": "cuda", "reads_blocks": False}
+    monkeypatch.setattr(bulk_job, "worker_properties", lambda device: properties)
+    monkeypatch.setattr(driver, "engine_of", lambda device: "cuda")
+    monkeypatch.setattr(driver, "reads_blocks", lambda engine: False)
+    load = Mock(return_value=GPT2.from_pretrained(device="cpu"))
+    monkeypatch.setattr("gpt2block.bulk.predictor.load", load)
+    (tmp_path / "in.txt").write_text("To be")
+    job = Job("score", device="cuda:0,1", output=str(tmp_path / "out"))
+    assert driver.run(job, [str(tmp_path / "in.txt")], Mock()).records == 1
+    assert load.call_args[0][1] == "cuda:0,1"
 
 
 def test_workers_are_limited_by_shards_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:

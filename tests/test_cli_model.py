@@ -390,6 +390,20 @@ def test_info_as_a_table() -> None:
     assert len(out.splitlines()) < 40
 
 
+def test_info_of_several_gpus() -> None:
+    """Each GPU has a fourth of each matrix, all of the rest and, but for float32, of the heads."""
+    memory = gpt2block("info", "--gpus", "4", "--json").json["memory"]
+    matrices = 6 * 12 * 256 * 256
+    rest = 4 * (4_870_144 - matrices - 256 * 256)
+    own = 2 * (matrices // 4 + 256 * 256) + rest
+    of_heads = {"weights": [own] * 4, "kv_cache_per_token": 6 * 2 * 64 * 2}
+    assert memory["float16"]["on_each_gpu"] == of_heads
+    assert memory["float32"]["on_each_gpu"]["kv_cache_per_token"] == 6 * 2 * 256 * 4
+    assert "dtype on each of 4 GPUs" in printed("info", "--gpus", "4")
+    assert printed("info", "--gpus", "1") == printed("info")
+    assert gpt2block("info", "--gpus", "9").error == "--gpus: expected 1 to 8, got 9"
+
+
 def test_info_shows_the_scaling_of_rope(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "tests" / "golden" / "llama-plain", tmp_path / "model")
     file = tmp_path / "model" / "config.json"

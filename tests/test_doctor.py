@@ -126,7 +126,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
 
 def checks() -> dict[str, Check]:
     found = doctor.examine()
-    assert [check.name for check in found] == NAMES
+    assert [check.name for check in found if check.name != "several GPUs"] == NAMES
     return {check.name: check for check in found}
 
 
@@ -421,6 +421,30 @@ def test_every_device_is_listed_and_the_first_decides() -> None:
     refused(check, "0: Tesla P100", "1: NVIDIA H200", fix="device 1 first in CUDA_VISIBLE_DEVICES")
 
 
+@pytest.mark.parametrize(
+    ("devices", "apart", "words"),
+    [
+        ([H200, H200], (), "a model can be divided among 2 GPUs"),
+        ([H200, H200, H200], ("0 and 2",), "no access to each other's memory: 0 and 2"),
+        ([H200, V100], (), "all 2 GPUs: they are of different kinds"),
+        ([V100, V100], (), "they have compute capability 7.0, less than 8.0"),
+    ],
+)
+def test_whether_a_model_can_be_divided(
+    machine: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+    devices: list[VisibleDevice],
+    apart: tuple[str, ...],
+    words: str,
+) -> None:
+    machine.driver = Driver("libcuda.so.1", cuda=(13, 0), devices=tuple(devices))
+    monkeypatch.setattr(doctor, "probe_apart", lambda count: apart)
+    check = checks()["several GPUs"]
+    assert check.ok  # a note if it has a fix, as one GPU can run kernels
+    assert words in check.detail
+    assert bool(check.fix) == ("cannot" in check.detail)
+
+
 @pytest.mark.usefixtures("machine")
 def test_describe_device() -> None:
     expected = "NVIDIA H200 (compute capability 9.0, 132 SMs, driver CUDA 13.0, CuPy 14.2.0)"
@@ -586,6 +610,10 @@ int cuDeviceTotalMem_v2(size_t *bytes, int device) {
     *bytes = ((size_t)(device - 39)) << 36;  /* more than 32 bits hold */
     return 0;
 }
+int cuDeviceCanAccessPeer(int *can, int device, int other) {
+    *can = device < 42 && other < 42;
+    return 0;
+}
 int cuDeviceGetAttribute(int *value, int attribute, int device) {
     *value = attribute == 75 ? (device == 40 ? 9 : 7) : attribute == 76 ? device - 40
            : attribute == 16 ? 100 : -1;
@@ -629,6 +657,12 @@ def test_library_with_devices(probe: Callable[..., Driver]) -> None:
     assert "1: Fake 7000 (compute capability 7.1, 128.0 GiB)" in (
         doctor.check_device(driver, CUPY13).detail
     )
+
+
+@needs_cc
+def test_devices_without_access_to_each_other(library: Path) -> None:
+    found = doctor.probe_apart(3, lambda name: ctypes.CDLL(str(library.with_name(name))))
+    assert found == ("0 and 2", "1 and 2")
 
 
 @needs_cc

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import filecmp
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -18,15 +19,18 @@ from math import prod
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from gpt2block import GPT2Config, LlamaConfig
-from gpt2block.checkpoints import save_pretrained
+from gpt2block import GPT2Config, InputError, LlamaConfig
+from gpt2block.checkpoints import Checkpoint, save_gguf, save_pretrained
+from gpt2block.checkpoints.gguf_types import Encoded, InBlocks
+from gpt2block.checkpoints.stored import Stored
 from gpt2block.config import ModelConfig, model_shapes
-from gpt2block.config.formats import Formats
+from gpt2block.config.formats import FILE, Formats
 from gpt2block.cuda import cupy, replaced
 from gpt2block.cuda.requests import Launch
 from gpt2block.cuda.timing import interleaved_ms
@@ -43,6 +47,7 @@ from gpt2block.run import cuda_timeline, recording
 from gpt2block.run.cuda_model import CudaModel
 from gpt2block.run.cuda_several import Crew, SeveralCudaModels
 from gpt2block.run.model import Start, start_all
+from gpt2block.run.several_bytes import bytes_by_gpu
 from gpt2block.sampling import Sampling
 from tests.devices import GPU, assert_same_bits, running_on
 from tests.test_architectures_cuda import FORMATS, OWN, SIZES
@@ -117,11 +122,15 @@ def one_and_several(
     where: str, config: ModelConfig, formats: Formats, count: int
 ) -> Iterator[tuple[CudaModel, SeveralCudaModels]]:
     with running_on(where):
-        given = GPT2Weights.random(3, config).tensors() if isinstance(config, GPT2Config) else None
-        tensors = list(given or random_model(3, config))
+        tensors = arrays_of(config)
         one = CudaModel(config, iter(tensors), formats, 0)
         with emulated_together(count) if replaced() else nullcontext():
             yield one, SeveralCudaModels(config, iter(tensors), formats, gpus(count))
+
+
+def arrays_of(config: ModelConfig) -> list[Any]:
+    given = GPT2Weights.random(3, config).tensors() if isinstance(config, GPT2Config) else None
+    return list(given or random_model(3, config))
 
 
 def gpus(count: int) -> list[int]:
@@ -130,12 +139,12 @@ def gpus(count: int) -> list[int]:
     return list(range(count)) if there >= count else [0] * count
 
 
-def config_of(name: str, n_layer: int) -> ModelConfig:
+def config_of(name: str, n_layer: int, **more: int) -> ModelConfig:
     if name == "gpt2":
         return GPT2Config(n_layer=n_layer, n_head=4, n_embd=256, n_ctx=64, vocab_size=203)
     kind, own = OWN.get(name, (LlamaConfig, {}))
     layers = {key: value[:n_layer] for key, value in own.items() if isinstance(value, tuple)}
-    return kind(**{**SIZES, **SEVERAL, **own, **layers, "n_layer": n_layer})
+    return kind(**{**SIZES, **SEVERAL, **own, **layers, **more, "n_layer": n_layer})
 
 
 def prompts(count: int, vocab_size: int) -> list[NDArray[np.int32]]:
@@ -269,6 +278,108 @@ def test_an_error_of_one_gpu_ends_the_call_of_all(where: str) -> None:
             crew.run([fails, lambda: crew.meeting.exchange(1)])  # the second waits for the first
         found = crew.run([partial(crew.meeting.exchange, n, n) for n in range(2)])
         assert found == [[0, 1], [0, 1]]
+
+
+def tensors_of(source: str, config: ModelConfig, dtype: str, folder: Path) -> Iterable[Any]:
+    """A model's tensors, which are in a file and not yet read, or arrays."""
+    arrays = arrays_of(config)
+    given = Mock(config=config, tensors=lambda: arrays)
+    if source == "safetensors":
+        return Checkpoint.open(save_pretrained(folder, given, "float16")).tensors(unread=True)
+    if source == "gguf":
+        path = save_gguf(folder / "m.gguf", given, "q8_0")
+        return Checkpoint.open(path).tensors(in_blocks=dtype == FILE, unread=True)
+    if source == "device":
+        return [(name, cupy.asarray(array), layout) for name, array, layout in arrays]
+    return arrays
+
+
+def read_alone(tensors: Iterable[Any]) -> Iterator[Any]:
+    for name, array, layout in tensors:
+        yield name, array.read() if isinstance(array, Stored) else array, layout
+
+
+LOADS = [
+    ("safetensors", "llama", "float16", 2),
+    ("safetensors", "qwen3", "float8_e4m3fn", 4),
+    ("safetensors", "phi3", "float16", 2),
+    ("gguf", "llama", FILE, 2),
+    ("gguf", "llama", "float16", 4),
+    ("arrays", "gpt2", "bfloat16", 2),
+    ("device", "llama", "bfloat16", 2),
+    ("device", "gpt2", "float16", 4),
+]
+
+
+@pytest.mark.parametrize(("source", "name", "dtype", "count"), LOADS)
+@pytest.mark.parametrize("where", ["forward", pytest.param("gpu", marks=GPU.marks)])
+@pytest.mark.filterwarnings("ignore:.*has no tokenizer")
+def test_each_gpu_reads_its_share_alone(
+    where: str,
+    source: str,
+    name: str,
+    dtype: str,
+    count: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    more = {"head_size": 128} if source == "gguf" else {}  # so that heads of GGUF types are divided
+    config, formats = config_of(name, 1, **more), Formats(dtype)
+    with running_on(where):
+        tensors = list(tensors_of(source, config, dtype, tmp_path))
+        one = CudaModel(config, read_alone(tensors), formats, 0)
+        read = Counter[str]()
+        for method in (Stored.read_into, Encoded.read_into, Encoded.read_bytes):
+            kind = Stored if method is Stored.read_into else Encoded
+            monkeypatch.setattr(kind, method.__name__, counting(read, method))
+        several = SeveralCudaModels(config, iter(tensors), formats, gpus(count))
+        parts = several.parts
+        shares = [part._share for part in parts if part._share is not None]
+        expected = Counter[str]()
+        for tensor, array, _ in tensors:
+            blocks = isinstance(array, InBlocks)
+            times = count if blocks and not shares[0].spans(tensor) else 1
+            pieces = [each for _, each in array.parts] if blocks else getattr(array, "pieces", ())
+            for piece in pieces:
+                expected[piece.label] += times * piece.nbytes
+        assert read == expected
+        if dtype != FILE:  # bytes by shapes have no shares of biases
+            by_shapes = bytes_by_gpu(config, formats, count, {})
+            assert several.bytes_by_gpu.weights == pytest.approx(by_shapes.weights, rel=0.02)
+            assert several.bytes_by_gpu.kv_cache_per_token == by_shapes.kv_cache_per_token
+        for part, share in zip(parts, shares, strict=True):
+            for tensor, matrix in one._matrices.items():
+                spans = share.spans(tensor) or ((0, matrix.N),)
+                columns = [matrix.columns(*span) for span in spans]
+                own = part._matrices[tensor]
+                assert (own.whole_N, own.largest) == (matrix.N, matrix.largest)
+                assert_same_bits(own.data.get(), np.concatenate([c.data.get() for c in columns]))
+                if own.scale is not None:
+                    scales = [c.scale.get() for c in columns]
+                    assert_same_bits(own.scale.get(), np.concatenate(scales))
+
+
+def counting(read: Counter[str], method: Any) -> Any:
+    def counted(tensor: Stored, *arguments: Any) -> None:
+        whole = method.__name__ == "read_into"
+        read[tensor.label] += tensor.nbytes if whole else arguments[-1].nbytes
+        method(tensor, *arguments)
+
+    return counted
+
+
+@pytest.mark.parametrize("where", ["forward", pytest.param("gpu", marks=GPU.marks)])
+def test_an_error_names_a_weight_of_the_whole_matrix(where: str) -> None:
+    config = config_of("llama", 1)
+    tensors = {name: (array, layout) for name, array, layout in random_model(3, config)}
+    tensors["h.0.w_up"][0].reshape(-1)[-1] = np.inf
+    found = list[str]()
+    with running_on(where):
+        for kind in (partial(CudaModel, device=0), partial(SeveralCudaModels, devices=gpus(2))):
+            with pytest.raises(InputError, match="w_up: 1 of") as error:
+                kind(config, ((n, *each) for n, each in tensors.items()), Formats("float16"))
+            found.append(str(error.value))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,8 @@ Config = TypeVar("Config", bound=ModelConfig)
 class RandomModel(ABC, Generic[Config]):
     """A model with random weights in one dtype, shared by several benchmarks.
 
-    cache: dtype of keys and values, by default the dtype that suits the weights.
+    cache: dtype of keys and values, by default the dtype that suits the weights. several: a device
+    such as "cuda:0,1" if the model is divided among GPUs, else None.
     """
 
     def __init__(
@@ -67,18 +68,20 @@ class RandomModel(ABC, Generic[Config]):
         config: Config,
         dtype: str,
         cache: str | None = None,
+        several: str | None = None,
     ) -> None:
         self.config, self.formats = config, Formats(dtype, cache)
         self.dtype, self.cache_dtype = dtype, self.formats.cache_dtype
+        self._several, self.gpus = several, 1 + (several or "").count(",")
         self.device = 0  # index of the GPU in the last call of `on`
         self._on: dict[int, Model[Any]] = {}
         self._logits: dict[bytes, NDArray[np.float64]] = {}
 
     def on(self, device: int) -> Model[Any]:
-        """Return the model on this GPU; the first call creates it."""
+        """Return the model on this GPU, or on `several`; the first call creates it."""
         self.device = device
         if device not in self._on:
-            self._on[device] = self._made(f"cuda:{device}")
+            self._on[device] = self._made(self._several or f"cuda:{device}")
         return self._on[device]
 
     @abstractmethod
@@ -158,7 +161,9 @@ class RandomGPT2(RandomModel[GPT2Config]):
 
 
 class RandomLlama(RandomModel[LlamaConfig]):
-    """A Llama or similar architecture, with random weights generated in device memory.
+    """A Llama or similar architecture, with random weights.
+
+    They are generated in device memory, or in host memory for several GPUs.
 
     Results are compared with the logits of a prompt that runs other kernels: they multiply 16-bit
     weights with float32 activations.
@@ -172,7 +177,8 @@ class RandomLlama(RandomModel[LlamaConfig]):
 
     def _made(self, device: str) -> Model[Any]:
         with cupy.cuda.Device(self.device):
-            tensors = random_tensors(self.config, self.dtype)
+            library = cupy if self.gpus == 1 else np
+            tensors = random_tensors(self.config, self.dtype, library)
             stored = self.dtype, self.cache_dtype
             return Model.from_tensors(self.config, tensors, device, *stored)
 
@@ -189,9 +195,10 @@ class RandomLlama(RandomModel[LlamaConfig]):
     def _exact_logits(self, ids: Ids) -> NDArray[np.float32]:
         if self._exact is None:
             engine: Any = self.on(self.device).engine
-            if engine.on_tensor_cores:  # `stored` omits scales: generate FP8 weights again
-                fp8 = self.dtype in FP8
-                tensors = random_tensors(self.config, self.dtype) if fp8 else self.stored()
+            if self.gpus > 1 or engine.on_tensor_cores:
+                # `stored` omits scales, and has shares of weights: generate the weights again.
+                again = self.gpus > 1 or self.dtype in FP8
+                tensors = random_tensors(self.config, self.dtype) if again else self.stored()
                 engine = _Float32Activations(self.config, tensors, self.formats, self.device)
             self._exact = engine
         return self._exact.forward([ids], "last")[0]
@@ -204,22 +211,23 @@ class _Float32Activations(CudaModel):
         return "float32", {}
 
 
-def random_tensors(config: LlamaConfig, dtype: str) -> Tensors:
-    """Yield (name, array in device memory, layout) of each tensor of a random Llama.
+def random_tensors(config: LlamaConfig, dtype: str, library: Any = cupy) -> Tensors:
+    """Yield (name, array, layout) of each tensor of a random Llama.
 
     Matrices are drawn from N(0, 0.02²), in the dtype, or in float16 for FP8; the numbers repeat
-    after NUMBERS weights. Gammas are drawn from U(0.8, 1.2), in float32.
+    after NUMBERS weights. Gammas are drawn from U(0.8, 1.2), in float32. library: CuPy or NumPy,
+    whose arrays are yielded.
     """
     stored = FLOATS["float16" if dtype in FP8 else dtype]
     rng = np.random.default_rng(0)
     count = min(NUMBERS, max(int(np.prod(shape)) for shape in model_shapes(config).values()))
     numbers = rng.standard_normal(count, dtype=np.float32) * np.float32(DEVIATION)
-    block = cupy.asarray(numbers.astype(stored))
+    block = library.asarray(numbers.astype(stored))
     for n, (name, shape) in enumerate(model_shapes(config).items()):
         if len(shape) == 1:
-            yield name, cupy.asarray(rng.uniform(0.8, 1.2, shape).astype(np.float32)), None
+            yield name, library.asarray(rng.uniform(0.8, 1.2, shape).astype(np.float32)), None
             continue
-        made = cupy.empty(shape if name in ("wte", "lm_head") else shape[::-1], stored)
+        made = library.empty(shape if name in ("wte", "lm_head") else shape[::-1], stored)
         _fill(made, block, int(n * GOLDEN_RATIO * count))
         yield name, made, "NK"
 

@@ -97,12 +97,14 @@ def model_works(
     rows: str | None = None,
     name: str | None = None,
     cache: str | None = None,
+    several: str | None = None,
 ) -> list[Work]:
     """Return the benchmarks of an architecture (a key of MODELS), in the order they are timed.
 
     dtype: dtype of the weights; by default the dtype of this size's checkpoints, then `further`.
     rows: a list that `parse_rows` accepts; PyTorch is timed at all of them. name: name of the size.
-    cache: dtype of the kv_cache of all works. Raises InputError.
+    cache: dtype of the kv_cache of all works. several: a device such as "cuda:0,1", if the models
+    are divided among GPUs. Raises InputError.
     """
     timed, name = MODELS[architecture], name or MODELS[architecture].default
     config = timed.size(name)
@@ -117,7 +119,7 @@ def model_works(
         stored = [(weights, cache) for weights, kv in stored if kv is None]
     works: list[Work] = []
     for weights, kv in stored:
-        model = timed.model(config, weights, kv)
+        model = timed.model(config, weights, kv, several)
         works += [decode(model, n, peers=n in raced) for n in counts]
         works += [prompt(model, timed.prompt)] if model.checks_prompts else []
         works += [first_token(model, T) for T in timed.firsts]
@@ -148,9 +150,13 @@ def model_work(
     fields: other fields of Work. There are no copies of the inputs, as the weights exceed the L2
     cache. With an FP8 kv_cache the tolerance is bfloat16's, eight times float16's: keys and values
     near a tie may round up or down, by relative steps of 1/4 or 1/8, which attention averages.
+
+    FLOPs and bytes are those of each GPU if the model is on several.
     """
     fp8 = model.cache_dtype in FP8
     config = vars(model.config)
+    sizes = sizes if model.gpus == 1 else {**sizes, "gpus": model.gpus}
+    fields |= {each: fields[each] // model.gpus for each in ("flops", "traffic")}
     stored = [f"kv_cache {model.cache_dtype}"] if fp8 else []
     shown = [each for each in ("n_layer", "n_embd", "n_kv_head") if each in config]
 
@@ -200,10 +206,15 @@ def _by_samplings(steps: Steps, device: int) -> Captures:
 
 
 def _by_stages(steps: Steps, device: int) -> Captures:
-    """Return {name: `capture`} of the fused step and, unless kv_cache is FP8, of each stage."""
+    """Return {name: `capture`} of the fused step and, unless kv_cache is FP8, of each stage.
+
+    A model on several GPUs has no stages.
+    """
     model, step = steps.model, partial(steps.decoded, device, GREEDY)
     if model.cache_dtype in FP8:
         return {FP8_CACHE: step}
+    if model.gpus > 1:
+        return {NAME: step}
     shared: list[Any] = []
     stages = stages_of(model.dtype).items()
     return {NAME: step, **{by: partial(steps.staged, device, of, shared) for by, of in stages}}

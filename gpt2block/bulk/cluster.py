@@ -42,15 +42,16 @@ _METRIC = "gpt2block"  # name of the worker metric that reports the counter `_co
 
 @contextmanager
 def local(
-    workers: int | None, engine: str, threads: int = 1, most: int | None = None
+    workers: int | None, engine: str, threads: int = 1, most: int | None = None, of_each: int = 1
 ) -> Iterator[Client]:
     """Start a local Dask cluster, which ends with this process, and yield its client.
 
-    workers: the number of processes. Default: one for each visible GPU or, without a GPU, one for
-    each CPU core. threads: the number of shards that each process works on at once. most: the
-    maximum number of processes on the CPU; ignored if `workers` is set.
+    workers: the number of processes. Default: one for each `of_each` visible GPUs or, without a
+    GPU, one for each CPU core. threads: the number of shards that each process works on at once.
+    most: the maximum number of processes on the CPU; ignored if `workers` is set. of_each: the
+    number of GPUs of a process.
     """
-    gpus = visible_gpus() if engine == "cuda" else []
+    gpus = gpus_of_workers(workers, of_each) if engine == "cuda" else []
     count = workers or len(gpus) or min(dask.system.CPU_COUNT, most or dask.system.CPU_COUNT)
     options = {
         "nthreads": threads, "memory_limit": 0, "dashboard_address": None,
@@ -141,6 +142,23 @@ def visible_gpus() -> list[str]:
     return [name.strip() for name in names][:count]
 
 
+def gpus_of_workers(workers: int | None, of_each: int) -> list[str]:
+    """Return values of CUDA_VISIBLE_DEVICES, each with `of_each` visible GPUs.
+
+    Raises InputError if several GPUs of a worker would also be another worker's, or absent.
+    """
+    gpus = visible_gpus()
+    needed = (workers or 1) * of_each
+    if of_each > 1 and len(gpus) < needed:
+        given = f"--gpus {of_each}" + (f" with --workers {workers}" if workers else "")
+        raise InputError(
+            f"{given}: expected at least {needed} visible GPUs, got {len(gpus)}: use fewer GPUs "
+            "in a worker, or make more of them visible with CUDA_VISIBLE_DEVICES"
+        )
+    ends = range(of_each, len(gpus) + 1, of_each)
+    return [",".join(gpus[end - of_each : end]) for end in ends]
+
+
 @contextmanager
 def running(address: str) -> Iterator[Client]:
     """Yield a client of the scheduler at an address such as tcp://host:8786. Raises InputError."""
@@ -163,7 +181,7 @@ def check(client: Client, device: str | None) -> tuple[str, bool]:
     """Return the workers' engine ("cuda" or "cpu"), and whether all can multiply GGUF weights.
 
     Raises InputError if the engines of workers differ, or if the version of gpt2block, Python or a
-    library on a worker differs from this process; DeviceError if device is "cuda" and a worker has
+    library on a worker differs from this process; DeviceError if device names GPUs and a worker has
     no GPU.
     """
     try:
@@ -175,7 +193,7 @@ def check(client: Client, device: str | None) -> tuple[str, bool]:
     engines, read = set(), True
     for address, answer in _answers(client, job.worker_properties, device):
         _compare_versions(f"worker {address}", answer["versions"])
-        if device == "cuda" and answer["engine"] != "cuda":
+        if device not in (None, "cpu") and answer["engine"] != "cuda":
             raise DeviceError(f"worker {address}: {answer['no_cuda']}")
         engines.add(answer["engine"])
         read &= answer["reads_blocks"]

@@ -20,7 +20,7 @@ from distributed.system import MEMORY_LIMIT
 
 from gpt2block.block import reads_blocks
 from gpt2block.bulk import cluster, paths, records, shards
-from gpt2block.bulk.job import Failed, Job, engine_of, threads_of
+from gpt2block.bulk.job import Failed, Job, engine_of, gpus_of, threads_of
 from gpt2block.bulk.records import Shard
 from gpt2block.checkpoints import Checkpoint
 from gpt2block.config.formats import USUAL
@@ -99,8 +99,9 @@ def run(
         work = _Work(job, token, manifest, watcher)
         todo = [shard for shard in cut if shard.number not in manifest.done]
         if todo:
+            gpus = gpus_of(job.device)
             connection = (
-                cluster.local(workers, engine, threads_of(job.task, engine), _most(job, todo))
+                cluster.local(workers, engine, threads_of(job.task, engine), _most(job, todo), gpus)
                 if engine
                 else cluster.running(str(scheduler))
             )
@@ -110,7 +111,8 @@ def run(
                 formats = job.formats.resolved(read)
                 described |= {"engine": engine, "dtype": formats.dtype}
                 # Make every worker use the same engine and formats.
-                work.job = job = replace(job, device=engine, formats=formats)
+                device = engine if gpus == 1 else job.device
+                work.job = job = replace(job, device=device, formats=formats)
                 _compare(manifest, described)
                 watcher.say(f"dashboard {client.dashboard_link}")
                 devices = cluster.prepare(client, job, [(str(p), size) for p, size in sizes], token)

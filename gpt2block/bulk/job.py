@@ -20,7 +20,9 @@ from gpt2block.bulk.records import Record, Shard
 from gpt2block.bulk.tasks import Problem, Row, problem_of
 from gpt2block.checkpoints import BUNDLED_NAMES, Checkpoint
 from gpt2block.checks import check_choice, check_count
+from gpt2block.cuda import first_gpus
 from gpt2block.errors import DeviceError, InputError, printable
+from gpt2block.ops.gather import MOST_GPUS
 from gpt2block.tokenizers.lookup import Lookup
 
 FORMAT = 2  # version of the manifest's format
@@ -65,10 +67,10 @@ class Job(Arguments):
         InputError, CheckpointError for arguments that would fail on every worker.
         """
         check_count("shard_size", self.shard_size)
-        if self.device not in (None, "cuda", "cpu"):
+        if self.device not in (None, "cuda", "cpu", *map(first_gpus, range(1, MOST_GPUS + 1))):
             raise InputError(
-                f"device: expected cuda or cpu, got {self.device!r}: set CUDA_VISIBLE_DEVICES to "
-                "choose GPUs"
+                "device: expected cuda, cpu or the first GPUs of a worker, such as cuda:0,1, got "
+                f"{self.device!r}: set CUDA_VISIBLE_DEVICES to choose GPUs"
             )
         check_choice("format", self.form, shards.FORMATS)
         if self.form == "parquet":
@@ -123,7 +125,12 @@ def absolute(name: str | Path) -> str:
 
 def engine_of(device: str | None) -> str:
     """Return the engine ("cuda" or "cpu") that option `device` selects here. Raises DeviceError."""
-    return "cpu" if resolve_device(device) is None else "cuda"
+    return "cpu" if resolve_device(device and device.partition(":")[0]) is None else "cuda"
+
+
+def gpus_of(device: str | None) -> int:
+    """Return the number of GPUs of a worker: more than 1 for a device such as "cuda:0,1"."""
+    return 1 if device is None else 1 + device.count(",")
 
 
 _predictors: dict[str, Predictor] = {}
@@ -152,7 +159,7 @@ def predictor(job: Job) -> Predictor:
                 raise InputError(
                     f"{here} does not have the client's tokenizer: copy the client's files there"
                 )
-            if job.device == "cuda":
+            if job.device != "cpu":
                 sys.setswitchinterval(SWITCH_SECONDS)
             _predictors[key] = loaded
         return _predictors[key]

@@ -154,7 +154,9 @@ class Checkpoint:
         """Bytes of the weights if matrices stay in GGUF's quantized blocks; 0 if no matrix can."""
         return gguf_types.bytes_in_blocks(self.stored.values())
 
-    def tensors(self, in_blocks: bool = False) -> Iterator[tuple[str, Any, str | None]]:
+    def tensors(
+        self, in_blocks: bool = False, unread: bool = False
+    ) -> Iterator[tuple[str, Any, str | None]]:
         """Yield (name, array, layout) of every tensor, in the order of `config.model_shapes`.
 
         name: gpt2block's name. array: a new array of the stored dtype (float64 becomes float32).
@@ -166,10 +168,13 @@ class Checkpoint:
         array before the next holds one at a time. Raises CheckpointError if the file has changed.
 
         in_blocks: yield `InBlocks`, not yet read, for GGUF matrices whose types kernels can read.
+        unread: yield a `Stored` for other matrices of layout "NK", so that some rows can be read.
         """
         for name, tensor in self.stored.items():
-            matrix = gguf_types.in_blocks(tensor) if in_blocks else None
-            yield name, tensor.read() if matrix is None else matrix, tensor.layout
+            given: Any = gguf_types.in_blocks(tensor) if in_blocks else None
+            if given is None:
+                given = tensor if unread and tensor.layout == "NK" else tensor.read()
+            yield name, given, tensor.layout
 
     def check_layer(self, layer: int) -> None:
         """Raise CheckpointError unless 0 ≤ layer < n_layer."""

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block.checkpoints.files import about
-from gpt2block.checkpoints.stored import DTYPES, Stored
+from gpt2block.checkpoints.stored import DTYPES, Stored, cut
 from gpt2block.errors import CheckpointError, require
 from gpt2block.weights.gguf import BORDER, TYPES, GgufMatrix, range_bytes
 from gpt2block.weights.gguf_packing import BlockRows, packed_on_device
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _DECODED_AT_ONCE = 2**20  # maximum number of values that are dequantized at once
 FLOAT, NARROW = 4, 2  # bytes per unquantized value: 4 in vectors, 2 in matrices
@@ -59,9 +62,10 @@ class Encoded(Stored):
     def nbytes(self) -> int:
         return self.length
 
-    def rows(self, begin: int, end: int) -> Stored:
-        length = (end - begin) * (self.length // self.shape[0])
-        return replace(self, **vars(super().rows(begin, end)) | {"length": length})
+    def rows(self, begin: int, end: int) -> Self:
+        of_row, of_head = self.length // self.shape[0], self.shape[0] // (self.heads or 1)
+        length, heads = (end - begin) * of_row, (end - begin) // of_head if self.heads else 0
+        return replace(super().rows(begin, end), length=length, heads=heads)
 
     def check_type(self) -> None:
         """Raise CheckpointError if the package `gguf` cannot dequantize the tensor's type."""
@@ -143,6 +147,16 @@ class InBlocks:
 
     parts: list[tuple[str, Encoded]]
     K: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Shape (N, K) of the decoded weights, layout "NK"."""
+        return sum(part.shape[0] for _, part in self.parts), self.K
+
+    def of_spans(self, spans: Sequence[tuple[int, int]]) -> InBlocks:
+        """Return the rows in `spans`, which begin and end between heads and between BORDERs."""
+        pieces = cut([part for _, part in self.parts], spans)
+        return InBlocks([(piece.types[0], piece) for piece in pieces], self.K)
 
     def on_host(self) -> GgufMatrix:
         return GgufMatrix.pack([(name, part.read_blocks()) for name, part in self.parts], self.K)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -15,12 +15,16 @@ from numpy.typing import NDArray
 from gpt2block.checkpoints.files import about
 from gpt2block.errors import CheckpointError
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 DTYPES: Mapping[str, Any] = {
     "float64": np.float64,
     "float32": np.float32,
     "float16": np.float16,
     "bfloat16": ml_dtypes.bfloat16,
 }
+AnyStored = TypeVar("AnyStored", bound="Stored")
 _COMPARED = 1 << 22  # numbers per read of each tensor while two tensors are compared
 
 
@@ -96,11 +100,22 @@ class Stored:
             )
         return narrow
 
-    def rows(self, begin: int, end: int) -> Stored:
+    def rows(self, begin: int, end: int) -> Self:
         """Return the rows `begin` to `end` - 1 as a Stored with the same label."""
         skipped = begin * (self.nbytes // self.shape[0])
         offset = None if self.offset is None else self.offset + skipped
         return replace(self, offset=offset, shape=(end - begin, *self.shape[1:]))
+
+    def of_spans(self, spans: Sequence[tuple[int, int]]) -> Stored:
+        """Return the rows in `spans`, ranges (begin, end), one after another, as a Stored.
+
+        If the tensor has a `head_order`, spans begin and end between heads.
+        """
+        heads = sum(max(0, min(end, self.in_heads) - begin) for begin, end in spans)
+        shape = (sum(end - begin for begin, end in spans), *self.shape[1:])
+        whole = self.label, self.file, None, shape, self.dtype, self.layout
+        parts = tuple(cut(self.pieces, spans))
+        return Stored(*whole, parts=parts, head_order=self.head_order, in_heads=heads)
 
     def numbers(self, begin: int, end: int) -> NDArray[Any]:
         """Read numbers `begin` to `end` - 1 of the flattened tensor, in the dtype of `read()`."""
@@ -145,6 +160,17 @@ def joined(parts: Sequence[Stored]) -> Stored:
     label = f"{first.label} … {parts[-1].label}"
     whole = (label, first.file, None, shape, dtype, first.layout)
     return Stored(*whole, parts=tuple(parts))
+
+
+def cut(pieces: Sequence[AnyStored], spans: Sequence[tuple[int, int]]) -> Iterator[AnyStored]:
+    """Yield the parts of `pieces`, tensors whose rows are joined, that are in ranges of rows."""
+    for begin, end in spans:
+        first = 0
+        for piece in pieces:
+            own = max(begin - first, 0), min(end - first, piece.shape[0])
+            if own[0] < own[1]:
+                yield piece.rows(*own)
+            first += piece.shape[0]
 
 
 def same(a: Stored, b: Stored) -> bool:

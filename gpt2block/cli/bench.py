@@ -121,8 +121,10 @@ def _decoding(row: BenchRow) -> tuple[str, ...]:
             f"; sampled: temperature {SAMPLED.temperature}, top-k {SAMPLED.top_k}, "
             f"top-p {SAMPLED.top_p}"
         )
+    divided = f", on {sizes['gpus']} GPUs: rates are of each" if "gpus" in sizes else ""
     return (
-        f"{name} of {sizes['n_layer']} layers of {sizes['n_embd']} channels, random weights{of}",
+        f"{name} of {sizes['n_layer']} layers of {sizes['n_embd']} channels, random weights{of}"
+        f"{divided}",
         "times of calls from Python, until the result is on the host, contenders in turn",
         f"a step: median of {tasks.TURNS} turns of {tasks.STEPS}{steps}",
         "% floor: share of the least time, that of reading all weights once in each step",

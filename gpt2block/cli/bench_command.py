@@ -10,7 +10,13 @@ import typer
 
 from gpt2block.cli import complete
 from gpt2block.cli.codes import FAILED
-from gpt2block.cli.model import device_option, json_option, peer_option
+from gpt2block.cli.model import (
+    device_of,
+    device_option,
+    gpus_option,
+    json_option,
+    peer_option,
+)
 from gpt2block.cli.options import option, path_option
 from gpt2block.errors import InputError
 
@@ -50,6 +56,7 @@ class BenchOptions:
         "Plot the roofline, or the rates of decoding, to this PNG file."
     )
     as_json: bool = json_option()
+    gpus: int | None = gpus_option()
 
 
 def bench(options: BenchOptions) -> None:
@@ -59,25 +66,33 @@ def bench(options: BenchOptions) -> None:
     with the ceilings of this GPU and with PyTorch. With --decode: steps of decoding, a prompt and
     many prompts, compared with the least time that reading weights, keys and values takes, with
     PyTorch and with transformers. With --llama: the same for a Llama, whose steps are also timed
-    with fewer fusions. The exit code is then 1 if a result of gpt2block is wrong.
+    with fewer fusions. The exit code is then 1 if a result of gpt2block is wrong. With --gpus,
+    these models are divided among several GPUs.
     """
     from gpt2block.cli.bench import compare_with_document, race  # noqa: PLC0415  (slow to import)
 
-    _check_together(options)
-    works = _works(options)
+    device = device_of(options.device, options.gpus)
+    several = device if device and "," in device else None
+    _check_together(options, several)
+    works = _works(options, several)
+    if several:  # the first GPU measures the ceilings and computes the exact results
+        device = several.partition(",")[0]
     if works is None:
-        compare_with_document(options.device, options.as_json)
-    elif not race(works, options.device, options.peer, options.plot, options.as_json):
+        compare_with_document(device, options.as_json)
+    elif not race(works, device, options.peer, options.plot, options.as_json):
         raise typer.Exit(FAILED)
 
 
-def _works(options: BenchOptions) -> list[Work] | None:
-    """Return the benchmarks that the options select; None selects GPT-2's block alone."""
+def _works(options: BenchOptions, several: str | None) -> list[Work] | None:
+    """Return the benchmarks that the options select; None selects GPT-2's block alone.
+
+    several: the device of models on several GPUs, else None.
+    """
     from gpt2block.bench import chosen_works, model_works  # noqa: PLC0415
 
     if options.decode or options.llama:
         architecture = "llama" if options.llama else "gpt2"
-        stored = options.dtype, options.rows, options.size, options.kv_dtype
+        stored = options.dtype, options.rows, options.size, options.kv_dtype, several
         return model_works(architecture, *stored)
     chosen = options.what, options.dtype, options.only, options.peer, options.plot
     if chosen == (None,) * len(chosen):
@@ -85,7 +100,7 @@ def _works(options: BenchOptions) -> list[Work] | None:
     return chosen_works(options.what or "all", options.dtype, options.only)
 
 
-def _check_together(options: BenchOptions) -> None:
+def _check_together(options: BenchOptions, several: str | None) -> None:
     """Raise InputError for options that exclude each other."""
     if options.decode and options.llama:
         raise InputError("--decode times GPT-2, --llama a Llama: leave out one")
@@ -102,6 +117,10 @@ def _check_together(options: BenchOptions) -> None:
         raise InputError(f"{of_kernels} chooses kernels, {whole} times whole models: leave out one")
     if of_models and not whole:
         raise InputError(f"{of_models} is an option of --decode and --llama: add one of them")
+    if several and (options.peer or not whole):
+        given = f"--gpus or --device {several}"
+        expected = "--decode or --llama with it" if not whole else "no --peer, which has one GPU"
+        raise InputError(f"{given}: expected {expected}")
     if options.llama and options.plot is not None:
         raise InputError("--plot: expected --decode or kernels with it, got --llama")
 

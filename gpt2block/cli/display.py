@@ -6,7 +6,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from math import isfinite
 from time import perf_counter
@@ -137,3 +137,13 @@ def compiling(hidden: bool = False) -> Iterator[None]:
     finally:
         if shown_line:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def megabytes(count: int) -> str:
+    return f"{count / 1e6:,.1f} MB" if count >= 1e6 else f"{count / 1e3:,.1f} kB"
+
+
+def on_each_gpu(weights: Sequence[int], kv_cache_per_token: int) -> tuple[str, str]:
+    """Return texts of the bytes on each GPU: of the weights, and of a token's keys and values."""
+    least, most = megabytes(min(weights)), megabytes(max(weights))
+    return least if least == most else f"{least} to {most}", megabytes(kv_cache_per_token)

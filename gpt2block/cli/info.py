@@ -11,11 +11,28 @@ from operator import itemgetter
 from typing import Any
 
 from gpt2block.checkpoints import BUNDLED, Checkpoint
+from gpt2block.checks import check_integer
 from gpt2block.cli import complete
-from gpt2block.cli.display import console, new_table, print_facts, print_json, print_table, shown
+from gpt2block.cli.display import (
+    console,
+    megabytes,
+    new_table,
+    on_each_gpu,
+    print_facts,
+    print_json,
+    print_table,
+    shown,
+)
 from gpt2block.cli.model import json_option, model_option, revision_option
-from gpt2block.cli.options import argument, option_of
-from gpt2block.config.formats import CACHE_WITH_FP8, FILE, FormatOptions, itemsize, with_cache
+from gpt2block.cli.options import argument, option, option_of
+from gpt2block.config.formats import (
+    CACHE_WITH_FP8,
+    FILE,
+    FormatOptions,
+    Formats,
+    itemsize,
+    with_cache,
+)
 from gpt2block.errors import InputError
 
 
@@ -26,10 +43,13 @@ def info(
     named: str | None = model_option(None, "--model"),
     revision: str | None = revision_option(),
     kv_dtype: str | None = option_of(FormatOptions, "kv_dtype"),
+    gpus: int = option("Also show the memory on each of so many GPUs that divide the model.", 1),
     as_json: bool = json_option(),
 ) -> None:
     """Show the sizes, end tokens, memory and tensors of a model, without reading tensor data."""
+    from gpt2block.ops.gather import MOST_GPUS  # noqa: PLC0415
     from gpt2block.run.model import weight_bytes  # noqa: PLC0415
+    from gpt2block.run.several_bytes import bytes_by_gpu  # noqa: PLC0415
     from gpt2block.tokenizers.tokenizer import sources_of_end_tokens  # noqa: PLC0415
 
     given = [each for each in (model, named) if each is not None]
@@ -38,7 +58,7 @@ def info(
     checkpoint = Checkpoint.open(given[0] if given else BUNDLED, revision)
     c = checkpoint.config
     per_token = 2 * c.n_layer * c.kv_width
-    memory = {
+    memory: dict[str, dict[str, Any]] = {
         formats.dtype: {
             "weights": weight_bytes(c, formats),
             "kv_cache_dtype": formats.cache_dtype,
@@ -46,9 +66,13 @@ def info(
         }
         for formats in with_cache(kv_dtype)
     }
+    check_integer("gpus", gpus, 1, MOST_GPUS, f"1 to {MOST_GPUS}")
     in_blocks = checkpoint.nbytes_in_blocks
     if in_blocks and CACHE_WITH_FP8 in memory:  # FILE allows the kv_dtypes of float16 weights
         memory[FILE] = {**memory[CACHE_WITH_FP8], "weights": in_blocks}
+    for dtype, sizes in memory.items() if gpus > 1 else ():
+        formats = Formats(dtype, sizes["kv_cache_dtype"])
+        sizes["on_each_gpu"] = bytes_by_gpu(c, formats, gpus, checkpoint.stored)._asdict()
     facts = {
         "name": checkpoint.name,
         "file": str(checkpoint.file),
@@ -93,18 +117,24 @@ def _print_info(checkpoint: Checkpoint, facts: dict[str, Any]) -> None:
             f"{grouped}, context {c.n_ctx}, vocabulary {c.vocab_size}, lm_head {tied}",
             **_rope_facts(getattr(c, "scaling", None)),
             "parameters": f"{facts['parameters']:,}",
-            "stored": f"{', '.join(facts['dtypes'])}, {_megabytes(facts['nbytes'])}",
+            "stored": f"{', '.join(facts['dtypes'])}, {megabytes(facts['nbytes'])}",
             **_generation_facts(facts["end_tokens"], facts["generation_config"]),
         }
     )
     out = console()
     table = new_table(("dtype on a GPU", "weights", f"kv_cache, a row of {c.n_ctx}"))
+    divided: Any = None  # a table, if the model is on several GPUs
     for dtype, sizes in facts["memory"].items():
-        cache = f"{_megabytes(sizes['kv_cache_per_row'])} {sizes['kv_cache_dtype']}"
+        cache = f"{megabytes(sizes['kv_cache_per_row'])} {sizes['kv_cache_dtype']}"
         named = f"{dtype}, the default" if dtype == facts["default_dtype"] else dtype
-        table.add_row(named, _megabytes(sizes["weights"]), cache)
-    out.print()
-    print_table(out, table)
+        table.add_row(named, megabytes(sizes["weights"]), cache)
+        if own := sizes.get("on_each_gpu"):
+            title = f"dtype on each of {len(own['weights'])} GPUs"
+            divided = divided or new_table((title, "weights", "kv_cache, a token"))
+            divided.add_row(named, *on_each_gpu(**own))
+    for each in filter(None, (table, divided)):
+        out.print()
+        print_table(out, each)
     out.print("On the CPU every dtype but file takes the memory of float32.")
     if facts["default_dtype"] == FILE:
         out.print("Before compute capability 8.0, and on the CPU, the default is float32.")
@@ -157,7 +187,3 @@ def _without_repetition(tensors: list[dict[str, Any]], n_layer: int) -> Iterator
             yield tensor
         elif block == "h.0":
             yield {**tensor, "name": f"h.0 … h.{n_layer - 1}: {kind}"}
-
-
-def _megabytes(count: int) -> str:
-    return f"{count / 1e6:,.1f} MB" if count >= 1e6 else f"{count / 1e3:,.1f} kB"

@@ -42,8 +42,8 @@ class FileOptions:
 @dataclass(frozen=True)
 class JobOptions:
     workers: int | None = option(
-        "Processes; by default one for each visible GPU or, without a GPU, one for each usable "
-        "CPU core, limited by the memory for the models.",
+        "Processes; by default one for each visible GPU (with --gpus N, for each N of them) or, "
+        "without a GPU, one for each usable CPU core, limited by the memory for the models.",
         min=1,
     )
     scheduler: str | None = option(

@@ -15,6 +15,7 @@ from gpt2block.cli.display import progress_bar
 from gpt2block.cli.options import json_object, option, path_option
 from gpt2block.config.formats import BY_DEFAULT, FormatOptions
 from gpt2block.config.options import meaning_of
+from gpt2block.cuda import first_gpus
 from gpt2block.errors import CheckpointError, InputError
 from gpt2block.generation.options import KEYWORDS
 from gpt2block.sampling import NUMBERS
@@ -39,6 +40,7 @@ device_option = partial(
     "cuda, cuda:N, cuda:N,M for several GPUs, or cpu; by default the GPU if there is one.",
     complete=complete.devices,
 )
+gpus_option = partial(option, "Divide the model among the first so many GPUs.", None)
 special_option = partial(
     option, "Read names such as <|endoftext|> as special tokens.", False, "--special"
 )
@@ -69,16 +71,21 @@ class ModelOptions:
     tokenizer: Path | None = path_option(
         "A tokenizer.json, or a folder with vocab.json and merges.txt."
     )
-    gpus: int | None = option("Divide the model among the first so many GPUs.", None)
+    gpus: int | None = gpus_option()
 
     def __post_init__(self) -> None:
-        if self.gpus is None:
-            return
-        if self.device is not None:
-            raise InputError("--gpus: expected no --device beside it, as it selects the devices")
-        if self.gpus < 1:
-            raise InputError(f"--gpus {self.gpus}: expected 1 or more")
-        object.__setattr__(self, "device", f"cuda:{','.join(map(str, range(self.gpus)))}")
+        object.__setattr__(self, "device", device_of(self.device, self.gpus))
+
+
+def device_of(device: str | None, gpus: int | None) -> str | None:
+    """Return the device of options --device and --gpus. Raises InputError."""
+    if gpus is None:
+        return device
+    if device is not None:
+        raise InputError("--gpus: expected no --device beside it, as it selects the devices")
+    if gpus < 1:
+        raise InputError(f"--gpus {gpus}: expected 1 or more")
+    return first_gpus(gpus)
 
 
 def keyword(name: str, sentence: str = "{}", names: tuple[str, ...] = (), **default: Any) -> Any:

@@ -23,7 +23,7 @@ from rich.console import Console
 from gpt2block.chat.tool_forms import FormName
 from gpt2block.checks import check_count, check_integer
 from gpt2block.cli.codes import FAILED
-from gpt2block.cli.display import shown
+from gpt2block.cli.display import on_each_gpu, shown
 from gpt2block.cli.model import (
     ModelOptions,
     chat_template_option,
@@ -185,7 +185,7 @@ def serve(
     address = f"http://{address}:{listening.getsockname()[1]}" if uds is None else f"unix:{uds}"
     at = f"{address}/v1, page {address}/" if uds is None else address
     host_ = Host(loaded, encoding, settings)
-    line = f"{settings.name}, {loaded.dtypes}, {loaded.device}: {at}"
+    line = f"{settings.name}, {loaded.dtypes}, {loaded.device}{_memory(loaded.engine)}: {at}"
     reload = partial(_reload, api_key_file)
     start = FrontStart(host_.served, encoding, settings, processes, connections, proxies, log_level)
     runner = _runner(host_, start, _told(line), reload)
@@ -288,6 +288,14 @@ def _told(line: str) -> Callable[[], None]:
     """Return a function that prints a line to standard error."""
     out = Console(stderr=True, highlight=False)
     return partial(out.print, shown(line), style="dim", soft_wrap=True)
+
+
+def _memory(engine: Any) -> str:
+    """Return words about the bytes on each GPU for a model on several GPUs, else ""."""
+    if not hasattr(engine, "bytes_by_gpu"):
+        return ""
+    weights, of_token = on_each_gpu(*engine.bytes_by_gpu)
+    return f", on each GPU {weights} of weights and {of_token} for a token's keys and values"
 
 
 def _host(given: str) -> str:

@@ -70,6 +70,11 @@ def initialized() -> int:
         return 0
 
 
+def first_gpus(count: int) -> str:
+    """Return the name of the first GPUs as a device: "cuda:0,1" for two."""
+    return f"cuda:{','.join(map(str, range(count)))}"
+
+
 def begin(device: str | None) -> None:
     """Start a thread that creates a GPU's context (0.2 s) while CuPy is imported.
 

@@ -52,15 +52,20 @@ def request_kernels(config: ModelConfig, formats: Formats) -> None:
 
 def possible_products(config: ModelConfig, dtype: str) -> Products:
     """Return the kind of prefill products for a dtype: on tensor cores if GPU and sizes permit."""
-    sizes = (n for shape in config.block_shapes().values() for n in shape)
-    known = config.head_size in architecture_of(config).TENSOR_HEADS
-    if compute_capability() < MMA_CAPABILITY or not known or any(n % MULTIPLE for n in sizes):
+    if compute_capability() < MMA_CAPABILITY or not has_sizes_of_tensor_cores(config):
         return "float32"
     if dtype in SIXTEEN_BITS:
         return "16_bits"
     if dtype in (*FP8, FILE):
         return "fp8"
     return "two_part" if two_part_fits(config.head_size) else "float32"
+
+
+def has_sizes_of_tensor_cores(config: ModelConfig) -> bool:
+    """Return whether tensor cores can compute products and attention of the model's sizes."""
+    sizes = (n for shape in config.block_shapes().values() for n in shape)
+    known = config.head_size in architecture_of(config).TENSOR_HEADS
+    return known and not any(n % MULTIPLE for n in sizes)
 
 
 def two_part_bytes(config: ModelConfig, formats: Formats) -> int:

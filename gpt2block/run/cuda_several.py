@@ -13,12 +13,14 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from itertools import tee
 from typing import Any, TypeVar
 
 from numpy.typing import NDArray
 
+from gpt2block.checkpoints.stored import Stored
 from gpt2block.config import ModelConfig
 from gpt2block.config.formats import Formats
 from gpt2block.cuda import cupy
@@ -42,6 +44,7 @@ from gpt2block.run.model import (
     Tensors,
     describe_cache,
 )
+from gpt2block.run.several_bytes import BytesByGpu, token_bytes
 from gpt2block.run.timeline import Call, Timeline
 
 Found = TypeVar("Found")
@@ -156,11 +159,12 @@ class SeveralCudaModels:
             device = devices[index]
             with cupy.cuda.Device(device):
                 mail = crew.mail.of(index)
-            sizes = config, formats.dtype, index, len(devices), crew.meeting
-            share = Share(*sizes, mail, two_part)
-            return CudaModel(config, items, formats, device, share)
+            return CudaModel(config, items, formats, device, replace(share, index=index, mail=mail))
 
-        calls = [partial(made, n, each) for n, each in enumerate(_copies(tensors, len(devices)))]
+        share = Share(config, formats.dtype, 0, len(devices), crew.meeting, two_part=two_part)
+        self._share = share  # share of the first GPU
+        copies = _copies(_read_whole(tensors, share), len(devices))
+        calls = [partial(made, n, each) for n, each in enumerate(copies)]
         self.parts: list[CudaModel] = crew.run(calls)
         first = self.parts[0]
         n_layer, width, dtype, _, rope = first.cache_kind
@@ -191,6 +195,11 @@ class SeveralCudaModels:
     @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.parts)
+
+    @property
+    def bytes_by_gpu(self) -> BytesByGpu:
+        of_token = token_bytes(self.config, self.formats, self._share)
+        return BytesByGpu([part.nbytes for part in self.parts], of_token)
 
     def describe(self) -> str:
         return f"{len(self.parts)} × {self.parts[0].describe()}"
@@ -282,6 +291,15 @@ class SeveralDecodings:
     def stop(self, slots: Ids) -> None:
         for part in self._parts:
             part.stop(slots)
+
+
+def _read_whole(tensors: Tensors, share: Share) -> Tensors:
+    """Yield the tensors. Read each `Stored` that is not divided, once for all GPUs."""
+    for name, given, layout in tensors:
+        array: Any = given
+        if isinstance(array, Stored) and not share.spans(name):
+            array = array.read()
+        yield name, array, layout
 
 
 def _copies(tensors: Tensors, count: int) -> list[Tensors]:

@@ -9,11 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block.checkpoints.gguf_types import InBlocks
+from gpt2block.checkpoints.stored import Stored
 from gpt2block.config import ModelConfig
 from gpt2block.config.formats import DTYPES, FILE, Formats, itemsize
-from gpt2block.cuda import cupy
+from gpt2block.cuda import cupy, is_array
 from gpt2block.cuda.arrays import CudaArray, compute_capability
 from gpt2block.cuda.kernels import IN_BYTES
+from gpt2block.errors import InputError
 from gpt2block.ops.call import storage
 from gpt2block.ops.gemm import allocate_stream_k_workspace, widens
 from gpt2block.ops.products import MMA_CAPABILITY, MULTIPLE
@@ -67,10 +69,23 @@ class CudaWeights(StoredModel):
         return cupy.asarray(array.astype(np.float32, copy=False), order="C")
 
     def _matrix(self, name: str, array: Any, layout: str) -> WeightMatrix:
-        """Return a matrix of a checkpoint, or this GPU's share, as `_whole_matrix` does."""
-        whole = self._whole_matrix(name, array, layout)
-        spans = () if self._share is None else self._share.spans(name)
-        return joined([whole.columns(*span) for span in spans]) if spans else whole
+        """Return a matrix of a checkpoint, or this GPU's share, as `_whole_matrix` does.
+
+        Only the share is read and uploaded. `largest` is the largest magnitude of the whole matrix.
+        """
+        share = self._share
+        spans = () if share is None else share.spans(name)
+        if share is None or not spans:
+            return self._whole_matrix(name, _read(array), layout)
+        try:
+            own = self._whole_matrix(name, *_outputs(array, layout, spans))
+        except InputError:
+            # A message about the whole matrix has the positions of weights in the file.
+            self._whole_matrix(name, _read(array), layout)
+            raise
+        N = array.N if isinstance(array, GgufMatrix) else array.shape[layout.index("N")]
+        largest = float(np.max(share.exchange(own.largest)))
+        return own.trusted(**{**vars(own), "share_of": N, "largest": largest})
 
     def _take_share_of_head(self, share: Share) -> None:
         """Replace a tied lm_head by a view of this GPU's rows; the embedding needs all rows."""
@@ -107,30 +122,46 @@ class CudaWeights(StoredModel):
         )
 
 
-def joined(shares: Sequence[WeightMatrix]) -> WeightMatrix:
-    """Return shares of one matrix in device memory as one matrix, in memory of its own."""
-    first, *others = shares
-    data = _concatenated([each.data for each in shares])
-    scale = None if first.scale is None else _concatenated([each.scale for each in shares])
-    changes: dict[str, Any] = {"data": data, "scale": scale}
-    if isinstance(first, GgufMatrix):
-        ranges = list(first.ranges)
-        for name, n in (pair for each in others for pair in each.ranges):  # type: ignore[attr-defined]
-            if ranges[-1][0] == name:
-                ranges[-1] = name, ranges[-1][1] + n
-            else:
-                ranges.append((name, n))
-        changes["ranges"] = tuple(ranges)
-    return first.trusted(**{**vars(first), **changes})
+def _read(array: Any) -> Any:
+    return array.read() if isinstance(array, Stored) else array
 
 
-def _concatenated(arrays: Sequence[CudaArray]) -> CudaArray:
-    whole = cupy.empty((sum(map(len, arrays)), *arrays[0].shape[1:]), arrays[0].dtype)
-    at = 0
-    for each in arrays:
-        whole[at : at + len(each)] = each
-        at += len(each)
-    return whole
+def _outputs(array: Any, layout: str, spans: Sequence[tuple[int, int]]) -> tuple[Any, str]:
+    """Return outputs of a matrix of a checkpoint, in ranges (begin, end), and their layout.
+
+    An array in device memory may be on another GPU. Its outputs are copied to the current one.
+    """
+    if isinstance(array, (Stored, InBlocks)):
+        return _read(array.of_spans(spans)), layout
+    if isinstance(array, GgufMatrix):
+        return joined([array.columns(*span) for span in spans]), layout
+    if isinstance(array, np.ndarray):
+        columns = [slice(*span) for span in spans]
+        parts = [array[each] if layout == "NK" else array[:, each] for each in columns]
+        return np.concatenate(parts, axis=layout.index("N")), layout
+    given = array if is_array(array) else cupy.asarray(array)
+    with given.device:
+        bits = given.view(f"u{given.itemsize}")  # not every CuPy can copy bfloat16
+        rows = bits if layout == "NK" else bits.T
+        parts = [cupy.ascontiguousarray(rows[begin:end]) for begin, end in spans]
+        cupy.cuda.Device().synchronize()
+    whole, at = cupy.empty((sum(map(len, parts)), rows.shape[1]), bits.dtype), 0
+    for part in parts:
+        whole[at : at + len(part)] = cupy.asarray(part)
+        at += len(part)
+    return whole.view(given.dtype), "NK"
+
+
+def joined(shares: Sequence[GgufMatrix]) -> GgufMatrix:
+    """Return shares of one matrix in host memory as one matrix, in memory of its own."""
+    ranges = list(shares[0].ranges)
+    for name, n in (pair for each in shares[1:] for pair in each.ranges):
+        if ranges[-1][0] == name:
+            ranges[-1] = name, ranges[-1][1] + n
+        else:
+            ranges.append((name, n))
+    data = np.concatenate([each.data for each in shares])
+    return shares[0].trusted(**{**vars(shares[0]), "data": data, "ranges": tuple(ranges)})
 
 
 class PromptWeights:

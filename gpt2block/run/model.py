@@ -84,8 +84,9 @@ class StoredModel(ABC):
 
     @property
     def nbytes(self) -> int:
-        matrices = {id(matrix): matrix.nbytes for matrix in self._matrices.values()}
-        return sum(matrices.values()) + sum(int(a.nbytes) for a in self._vectors.values())
+        tied = {"lm_head"} if self.config.tie_word_embeddings else ()  # in the memory of wte
+        matrices = sum(m.nbytes for name, m in self._matrices.items() if name not in tied)
+        return matrices + sum(int(a.nbytes) for a in self._vectors.values())
 
     def _store(self, tensors: Tensors) -> dict[str, float]:
         """Store the tensors; return a dict from names to largest magnitudes. Raises InputError.
