@@ -156,7 +156,7 @@ class SeveralCudaModels:
             return CudaModel(config, items, formats, device, replace(share, index=index, mail=mail))
 
         share = Share(config, formats.dtype, 0, len(devices), crew.meeting, two_part=two_part)
-        self._share = share  # of the first GPU
+        self._share = share  # share of the first GPU
         copies = _copies(_read_whole(tensors, share), len(devices))
         calls = [partial(made, n, each) for n, each in enumerate(copies)]
         self.parts: list[CudaModel] = crew.run(calls)
