@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from gpt2block import GPT2Config, InputError, LlamaConfig
+from gpt2block import CheckpointError, GPT2Config, InputError, LlamaConfig
 from gpt2block.checkpoints import Checkpoint, save_gguf, save_pretrained
 from gpt2block.checkpoints.gguf_types import Encoded, InBlocks
 from gpt2block.checkpoints.stored import Stored
@@ -380,6 +380,18 @@ def test_an_error_names_a_weight_of_the_whole_matrix(where: str) -> None:
                 kind(config, ((n, *each) for n, each in tensors.items()), Formats("float16"))
             found.append(str(error.value))
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("where", ["forward", pytest.param("gpu", marks=GPU.marks)])
+def test_all_gpus_raise_the_error_of_a_read(where: str) -> None:
+    config = config_of("llama", 1)
+
+    def tensors() -> Iterator[Any]:
+        yield from arrays_of(config)[:3]
+        raise CheckpointError("the file has become shorter")
+
+    with running_on(where), pytest.raises(CheckpointError, match="become shorter"):
+        SeveralCudaModels(config, tensors(), Formats("float16"), gpus(4))
 
 
 @pytest.mark.parametrize(

@@ -303,13 +303,21 @@ def _read_whole(tensors: Tensors, share: Share) -> Tensors:
 
 
 def _copies(tensors: Tensors, count: int) -> list[Tensors]:
-    """Return iterators over the same tensors, one for each thread. Each tensor is read once."""
-    lock = threading.Lock()
+    """Return iterators over the same tensors, one for each thread. Each tensor is read once.
+
+    If a tensor cannot be read, all iterators raise the error.
+    """
+    lock, errors = threading.Lock(), list[Exception]()
 
     def locked(items: Iterator[Any]) -> Iterator[Any]:
         while True:
             with lock:
-                item = next(items, None)
+                try:
+                    item = next(items, None)
+                except Exception as error:
+                    errors.append(error)
+            if errors:
+                raise errors[0]
             if item is None:
                 return
             yield item
