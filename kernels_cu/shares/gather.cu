@@ -100,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(GATHER_THREADS, 2) gather(
 }
 
 extern "C" __global__ void __launch_bounds__(GATHER_THREADS, 2) gather_rows(
-    const T* share,  // these arguments: see `gather`
+    const T* share,  // the arguments up to `first` are as in `gather`
     const float* residual,
     T* out,
     int* abort,
