@@ -48,6 +48,7 @@ NOT_RUN: Mapping[str, str] = {  # files, or a kernel of a file that has others
         "an operation of a source document that no model has",
     ),
     "shares/gather.cu": "exchanges columns of models on several GPUs, which the lists do not have",
+    "norms/rmsnorm_stream.cu rmsnorm_gathered": "a gather and a norm of models on several GPUs",
     "positions/qk_norm.cu qk_norm": "the norm alone, which models launch together with RoPE",
     "learn/positions/rope.cu": "RoPE alone, which models launch for q and k together",
     "matmul/prompt/rmsnorm_wgmma.cu rmsnorm_matmul_hopper": "the operation alone, from 2^28 "
