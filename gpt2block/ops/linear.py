@@ -382,9 +382,9 @@ def _prepare(unchecked: UncheckedCall) -> Call:
     scale of x's terms. terms: the `Terms` in which x is stored (lib/terms.cuh), one of `terms_of`,
     not with gamma or x_bound, as two-part terms have a scale. to_terms: the `Terms` in which out is
     stored for another product with such weights. up: a second WeightMatrix of w's dtype and shape;
-    variant hopper then computes silu(x w) (x up) or gelu(x w) (x up). x_dtype: "float16" rounds
-    floats of x, or their LayerNorm, in tensor-core kernels of decoding with float16 or FP8 weights;
-    with `terms`, `Terms.rounded` says this.
+    variants mma and hopper then compute silu(x w) (x up) or gelu(x w) (x up). x_dtype: "float16"
+    rounds floats of x, or their norm, in tensor-core kernels of decoding with float16 or FP8
+    weights; with `terms`, `Terms.rounded` says this.
     """
     c = _checked(unchecked, TWO_PART_LINEAR)
     c.M, c.T = c.rows, "float32"
@@ -574,8 +574,9 @@ def linear(
     layout "NK", of any dtype, or on GPUs from compute capability 8.0 on a `TwoPartMatrix`. x_bound:
     with a TwoPartMatrix, the largest magnitude of x or its LayerNorm, by default 2^15. variant: by
     default mma for up to 16 rows or with gamma (matvec on GPUs before compute capability 8.0, or if
-    a row of w is no multiple of 16 bytes), else tiles, or mma_tiles with a TwoPartMatrix. For one
-    variant, the result of a row has the same bits alone and among other rows.
+    a row of w is no multiple of 16 bytes), else tiles, or mma_tiles with a TwoPartMatrix. gamma
+    without beta, for RMSNorm, needs variant mma. For one variant, the result of a row has the same
+    bits alone and among other rows.
     """
     inputs = (*contiguous(x), w, *contiguous(bias, gamma, beta, residual))
     options = {"gelu": gelu, "eps": eps, "variant": variant, "x_bound": x_bound}
