@@ -117,6 +117,9 @@ def test_gate_and_rmsnorm_have_the_bits_of_their_own_kernels(
     assert_same_bits(apart, fused)
     with pytest.raises(InputError, match="matvec: takes no gamma without beta"):
         OPERATION.bind(inputs[:4], variant="matvec")
+    long = Arguments(1, 1040, 16, dtype)
+    with pytest.raises(InputError, match=r"expected up to 1,024 inputs .*: use rmsnorm"):
+        OPERATION.bind((long.x, long.w, None, long.gamma), variant="mma")
 
 
 # --- into the kv_cache ----------------------------------------------------------------------------
@@ -280,7 +283,7 @@ def test_wrong_input_is_refused(device: Any, variant: str) -> None:
             {"w": WeightMatrix(data.T.copy(), "float32")},
             r"w: expected layout 'NK', \(N, K\) in memory, got 'KN'",
         ),
-        ({"beta": x[0]}, "gamma: expected gamma beside beta"),
+        ({"beta": x[0]}, "beta: expected gamma, too"),
         ({"out": x}, r"out: expected shape \(3, 4\), got \(3, 8\)"),
         (parts, "out: overlaps residual in part"),
         ({"variant": "wgmma"}, "linear: unknown variant 'wgmma': expected one of matvec"),

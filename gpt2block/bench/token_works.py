@@ -151,7 +151,7 @@ def model_work(
     cache. With an FP8 kv_cache the tolerance is bfloat16's, eight times float16's: keys and values
     near a tie may round up or down, by relative steps of 1/4 or 1/8, which attention averages.
 
-    FLOPs and bytes are those of each GPU if the model is on several.
+    If the model is on several GPUs, FLOPs and bytes are the model's divided by the number of GPUs.
     """
     fp8 = model.cache_dtype in FP8
     config = vars(model.config)

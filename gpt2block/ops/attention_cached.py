@@ -157,7 +157,8 @@ def split_geometry(
             break
     if clusters:
         warps, cluster = WIDE_SPLIT_WARPS, _cluster_of(wanted, at_once, WIDE_SPLIT_WARPS)
-        # As many clusters of 4 smaller blocks fit on some chips at once, but not on all.
+        # Blocks of eight warps are only used in clusters of one or two blocks. Clusters of four
+        # blocks did not all run at once on some H200s.
         if cluster <= 2 and M * teams * cluster <= sms:
             held = warps
         else:

@@ -42,7 +42,7 @@ FILE, KERNEL = "matmul/decode/ffn_mma.cu", "decode_ffn_mma"
 BLOCKS_FILE, BLOCKS_KERNEL = "matmul/decode/ffn_mma_gguf.cu", "decode_ffn_mma_gguf"
 MOST_ROWS = 4  # maximum rows of x; for more rows, separate kernels are faster
 MOST_ROTATED = 16  # maximum rows of `rope_sums` without partial sums
-MOST_CHANNELS = mma.UNIT * mma.MOST_SPLITS  # maximum C: RMSNorm needs one unit per split
+MOST_CHANNELS = mma.MOST_NORMED  # maximum C: RMSNorm needs one unit per split
 MULTIPLE = 16  # divisor of C, for 16-byte loads of FP8 rows and equally many outputs per block
 PORTABLE, WHOLE = 8, 100  # maximum blocks of a portable cluster; minimum SMs for larger clusters
 MOST_REGISTERS = 144  # maximum registers per lane for weights in flight
@@ -201,7 +201,7 @@ def splits_of(
     return mma.splits(H)[0] if fits else 0
 
 
-def normalizes(dtype: str, shapes: Mapping[str, tuple[int, ...]], head_size: int) -> bool:
+def fuses_norms(dtype: str, shapes: Mapping[str, tuple[int, ...]], head_size: int) -> bool:
     """Return whether products of up to MOST_ROTATED rows can fuse RMSNorm, RoPE and the gate.
 
     dtype: dtype of the weights, not GGUF. Other arguments: as in `splits_of`.
@@ -215,7 +215,8 @@ def normalizes(dtype: str, shapes: Mapping[str, tuple[int, ...]], head_size: int
 
 def _is_plain(shapes: Mapping[str, tuple[int, ...]]) -> bool:
     """Return whether a layer is Llama's without biases and norms of outputs, on a Hopper GPU."""
-    others = any(name.startswith("b_") or name in ("gamma_attn", "gamma_ff") for name in shapes)
+    unlike = ("b_", "beta", "gamma_attn", "gamma_ff")  # beginnings of names
+    others = any(name.startswith(unlike) for name in shapes)
     return compute_capability() == HOPPER_CAPABILITY and not others and "w_gate" in shapes
 
 

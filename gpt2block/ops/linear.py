@@ -171,9 +171,16 @@ def _few_rows(module: Any, c: Call, epilogue: Ends) -> Launch:
         more["whole_N"] = c.w.whole_N
     if c.up:
         more["columns"] = mma.PAIRED_COLUMNS
+    norm, outputs = blocks.norm_of(c.gamma, c.beta), c.N * (2 if c.up else 1)
+    if norm == mma.RMSNORM and (c.K > mma.MOST_NORMED or outputs >= mma.MANY_COLUMNS):
+        raise UnsupportedCall(
+            f"gamma without beta, K {c.K:,}, {outputs:,} outputs: expected up to "
+            f"{mma.MOST_NORMED:,} inputs and less than {mma.MANY_COLUMNS:,} outputs: use rmsnorm "
+            "before it"
+        )
     geometry: Geometry | None = module.geometry(
-        *(c.M, c.N * (2 if c.up else 1), c.K, c.w.dtype if module is mma else size),
-        norm=0 if c.gamma is None else 1 if c.beta is not None else 2,
+        *(c.M, outputs, c.K, c.w.dtype if module is mma else size),
+        norm=norm,
         sms=device_attribute("MultiProcessorCount"),
         most_shared=most_shared,
         **more,
@@ -458,7 +465,7 @@ def _prepare_rope(unchecked: UncheckedCall) -> Call:
 def _check(c: Call) -> None:
     """Raise InputError unless gamma, beta, and the `Terms` of x and of out are compatible."""
     if c.gamma is None and c.beta is not None:
-        raise InputError("gamma: expected gamma beside beta")
+        raise InputError("beta: expected gamma, too")
     if c.terms and c.x_dtype is not None:
         raise InputError("x_dtype: terms are rounded or not: expected either")
     c.rounded = rounds(c.terms.x_dtype if c.terms else c.x_dtype, c.w.dtype)
@@ -539,7 +546,7 @@ OPERATION = Operation(
         *(GATHER, GATHER_NORM),
     ),
     workload=Workload(
-        idea="[residual +] [gelu]((LayerNorm(x) or x) W + bias)",
+        idea="[residual +] [gelu]((norm(x) or x) W + bias)",
         sizes={"M": 1, "K": 768, "N": 2304},
         draw=_make,
         traffic=lambda s: s["weight"] * s["K"] * s["N"] + 4 * (s["M"] * (s["K"] + s["N"]) + s["N"]),
@@ -572,7 +579,7 @@ def linear(
 
     x (..., K), bias (N,), gamma and beta (K,), residual (..., N): float32. w: a `WeightMatrix` in
     layout "NK", of any dtype, or on GPUs from compute capability 8.0 on a `TwoPartMatrix`. x_bound:
-    with a TwoPartMatrix, the largest magnitude of x or its LayerNorm, by default 2^15. variant: by
+    with a TwoPartMatrix, the largest magnitude of x or its norm, by default 2^15. variant: by
     default mma for up to 16 rows or with gamma (matvec on GPUs before compute capability 8.0, or if
     a row of w is no multiple of 16 bytes), else tiles, or mma_tiles with a TwoPartMatrix. gamma
     without beta, for RMSNorm, needs variant mma. For one variant, the result of a row has the same

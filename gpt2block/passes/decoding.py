@@ -113,7 +113,7 @@ class DecodePass(Pass):
             inputs = (x.value, w, bias, x.gamma, x.beta, *cache)
             return self.do(name, "linear_qkv", inputs, **self._given(x), **self.kv, **w_options)
         heads: dict[str, Any] = {"n_head": self.c.n_head}
-        if x.gamma and self._fuses_rope(None):
+        if x.gamma and not x.beta and self._fuses_rope(None):
             inputs = (x.value, x.gamma, w, "", "", self.rotations[rope], *cache)
             return self.do(name, "rope_sums", inputs, **self._given(x), **heads, **self.kv)
         if self._fuses_rope(x.terms):

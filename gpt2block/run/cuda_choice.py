@@ -10,15 +10,8 @@ from gpt2block.architectures.architecture import Architecture
 from gpt2block.config import ModelConfig
 from gpt2block.config.formats import FILE, Formats
 from gpt2block.cuda.kernels import TWO_PART
-from gpt2block.ops.gated_sums import normalizes as fuses_norms
-from gpt2block.ops.gated_sums import splits_of
-from gpt2block.ops.linear import (
-    MORE_ROWS,
-    can_round,
-    normalizes,
-    terms_of,
-    wgmma_takes,
-)
+from gpt2block.ops.gated_sums import fuses_norms, splits_of
+from gpt2block.ops.linear import MORE_ROWS, can_round, normalizes, terms_of, wgmma_takes
 from gpt2block.ops.terms import ROUNDED, Terms
 from gpt2block.passes.blocks import PassSettings
 from gpt2block.passes.decoding import DecodePass, SumsPass
@@ -41,7 +34,7 @@ class DecodingChoice:
     without biases (`splits_of`)
     up to 16                              products that read floats, and fuse LayerNorm or, in
                                           Llama's block without biases, RMSNorm, RoPE and the
-                                          gate (16 bits and FP8: up to 1,024 channels)
+                                          gate (16 bits and FP8: `fuses_norms`)
     more than 16, or fewer with large     norms are kernels of their own and write terms,
     matrices (`terms_of`)                 which mma tiles or wgmma multiply
     ====================================  =================================================

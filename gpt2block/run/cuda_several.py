@@ -303,7 +303,7 @@ def _read_whole(tensors: Tensors, share: Share) -> Tensors:
 
 
 def _copies(tensors: Tensors, count: int) -> list[Tensors]:
-    """Return iterators over the same tensors, one for each thread. Each tensor is read once.
+    """Return iterators over the same tensors, one for each thread. Each item is made once.
 
     If a tensor cannot be read, all iterators raise the error.
     """

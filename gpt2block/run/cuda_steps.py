@@ -216,6 +216,7 @@ class DecodingStep:
         """
         self.rows = rows = count * together
         self.together, self._stream = together, model.stream
+        self._meet = model.recordings.meet
         self._done = [cupy.cuda.Event(disable_timing=True) for _ in range(2)]
         self.turn = cupy.zeros(rows, "int32")
         row, tokens, positions = (a[:rows] for a in (of.row, of.tokens, of.positions))
@@ -269,12 +270,14 @@ class DecodingStep:
         alternatives: whether the result includes the most likely tokens.
         """
         half = self._free_half()
+        self._prepare(alternatives)
         self.recording.repeat(self._stream)
         return self._result(half, slots, alternatives)
 
     def sample(self, slots: Ids, alternatives: bool) -> InFlight:
         """Sample tokens for `slots` from the stored logits, without a forward pass."""
         half = self._free_half()
+        self._prepare(alternatives)
         for bound in self._sampler:
             bound.run()
         return self._result(half, slots, alternatives)
@@ -296,6 +299,14 @@ class DecodingStep:
         if earlier:
             earlier.read()
         return half
+
+    def _prepare(self, alternatives: bool) -> None:
+        """Before launches, allocate what the most likely tokens need (see `Recordings.meet`)."""
+        if alternatives and "_top" not in vars(self):
+            self._meet()
+            for top in self._top:
+                _ = top.launch.launches[0].function.local_size_bytes  # loads the kernel
+            self._meet()
 
     def _result(self, half: int, slots: Ids, alternatives: bool) -> InFlight:
         if alternatives:

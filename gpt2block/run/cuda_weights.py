@@ -71,7 +71,8 @@ class CudaWeights(StoredModel):
     def _matrix(self, name: str, array: Any, layout: str) -> WeightMatrix:
         """Return a matrix of a checkpoint, or this GPU's share, as `_whole_matrix` does.
 
-        Only the share is read and uploaded. `largest` is the largest magnitude of the whole matrix.
+        Only the share is uploaded and, of a `Stored` or `InBlocks`, read. `largest` is the largest
+        magnitude of the whole matrix.
         """
         share = self._share
         spans = () if share is None else share.spans(name)

@@ -9,7 +9,8 @@
 //       gated_sums, such as matmul/decode/ffn_mma.cu, have stored these sums, one for each part of the inner dimension
 //   rmsnorm_add: adds the norm of x to the residual stream, in place: out = residual + x * r * weight
 //   rmsnorm_gathered: for a model on several GPUs, which have computed the columns of x: gathers x, adds it to the
-//       residual stream, in place, and normalizes the stream; bits of shares/gather.cu and then rmsnorm_stream
+//       residual stream, in place, and normalizes the stream; bits of shares/gather.cu and then rmsnorm_stream; only
+//       for rows that threads keep in registers
 //   operand_rows: x itself without a norm, in the formats of rmsnorm_stream, for products that read the residual stream
 //
 // Differences from norms/rmsnorm.cu: the order of additions depends only on C; x is float for every dtype of out; and
