@@ -436,6 +436,6 @@ def own_part(array: Array, spans: Sequence[tuple[int, int]], axis: int) -> Array
 
 
 def joined(parts: Sequence[Share], name: str, own: Sequence[Array], axis: int) -> Array:
-    """What the first GPU returns."""
+    """Return the part that the first GPU joins from the parts of all GPUs."""
     with ThreadPoolExecutor(len(parts)) as pool:
         return next(pool.map(lambda part: part.joined(name, own[part.index], axis), parts))

@@ -62,9 +62,8 @@ class CudaWeights(StoredModel):
     _share: Share | None = None
 
     def _vector(self, name: str, array: NDArray[Any]) -> CudaArray:
-        layer, _, base = name.rpartition(".")
-        if self._share is not None and base.startswith("b_"):
-            spans = self._share.spans(f"{layer}.w{base[1:]}") or ((0, len(array)),)
+        spans = () if self._share is None else self._share.spans(name)
+        if spans:
             array = np.concatenate([array[begin:end] for begin, end in spans])
         return cupy.asarray(array.astype(np.float32, copy=False), order="C")
 
