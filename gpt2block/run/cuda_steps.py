@@ -270,14 +270,16 @@ class DecodingStep:
         alternatives: whether the result includes the most likely tokens.
         """
         half = self._free_half()
-        self._prepare(alternatives)
+        if alternatives and "_top" not in vars(self):
+            self._prepare_likely()
         self.recording.repeat(self._stream)
         return self._result(half, slots, alternatives)
 
     def sample(self, slots: Ids, alternatives: bool) -> InFlight:
         """Sample tokens for `slots` from the stored logits, without a forward pass."""
         half = self._free_half()
-        self._prepare(alternatives)
+        if alternatives and "_top" not in vars(self):
+            self._prepare_likely()
         for bound in self._sampler:
             bound.run()
         return self._result(half, slots, alternatives)
@@ -300,13 +302,12 @@ class DecodingStep:
             earlier.read()
         return half
 
-    def _prepare(self, alternatives: bool) -> None:
+    def _prepare_likely(self) -> None:
         """Before launches, allocate what the most likely tokens need (see `Recordings.meet`)."""
-        if alternatives and "_top" not in vars(self):
-            self._meet()
-            for top in self._top:
-                _ = top.launch.launches[0].function.local_size_bytes  # loads the kernel
-            self._meet()
+        self._meet()
+        for top in self._top:
+            _ = top.launch.launches[0].function.local_size_bytes  # loads the kernel
+        self._meet()
 
     def _result(self, half: int, slots: Ids, alternatives: bool) -> InFlight:
         if alternatives:
