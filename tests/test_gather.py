@@ -95,10 +95,10 @@ CASES: list[tuple[int, tuple[int, ...], str, bool]] = [
 EPS = 1e-5
 
 
-def few_words(patch: pytest.MonkeyPatch) -> None:
-    """Make mailboxes so small that some matrices take several rounds."""
-    for name, words in {"CAPACITY": 1024, "WORDS": 1024, "ROOM": 1536}.items():
-        patch.setattr(gather, name, words)
+def few_words(patch: pytest.MonkeyPatch, words: int = 1024) -> None:
+    """Make mailboxes small: 1,024 words need several rounds, and the emulator copies few words."""
+    for name, count in {"CAPACITY": words, "WORDS": words, "ROOM": words * 3 // 2}.items():
+        patch.setattr(gather, name, count)
 
 
 @pytest.mark.parametrize("where", SOMEWHERE)
@@ -130,6 +130,7 @@ def test_a_gather_with_a_norm_has_the_bits_of_both(
     where: str, terms: Terms | None, columns: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     C, M = sum(columns), 3
+    few_words(monkeypatch, words=M * C)
     with running_on(where) as cupy:
         mail = Mailboxes([0] * len(columns))
         for seed in range(3):
@@ -173,7 +174,8 @@ def test_what_is_refused(
 
 
 @pytest.mark.parametrize("where", SOMEWHERE)
-def test_a_gather_ends_after_an_abort(where: str) -> None:
+def test_a_gather_ends_after_an_abort(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    few_words(monkeypatch)
     with running_on(where) as cupy:
         mail = Mailboxes([0, 0])
         share = cupy.zeros((1, 64), "float32")

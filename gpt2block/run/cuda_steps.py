@@ -269,17 +269,13 @@ class DecodingStep:
 
         alternatives: whether the result includes the most likely tokens.
         """
-        half = self._free_half()
-        if alternatives and "_top" not in vars(self):
-            self._prepare_likely()
+        half = self._free_half(alternatives)
         self.recording.repeat(self._stream)
         return self._result(half, slots, alternatives)
 
     def sample(self, slots: Ids, alternatives: bool) -> InFlight:
         """Sample tokens for `slots` from the stored logits, without a forward pass."""
-        half = self._free_half()
-        if alternatives and "_top" not in vars(self):
-            self._prepare_likely()
+        half = self._free_half(alternatives)
         for bound in self._sampler:
             bound.run()
         return self._result(half, slots, alternatives)
@@ -288,11 +284,14 @@ class DecodingStep:
         """Compute the logits of a step with masks, whose sampler `sample` launches later."""
         self.recording.repeat(self._stream)
 
-    def _free_half(self) -> int:
+    def _free_half(self, alternatives: bool) -> int:
         """Read earlier results; return the half (0 or 1) of their memory for the next launch.
 
         Before the first launch, the device's launch count is set to 0, after earlier launches.
+        Before the first launch with the most likely tokens, their memory is allocated.
         """
+        if alternatives and "_top" not in vars(self):
+            self._prepare_likely()
         if self._first:
             self.turn.fill(0)
             self._first = False
@@ -303,7 +302,7 @@ class DecodingStep:
         return half
 
     def _prepare_likely(self) -> None:
-        """Before launches, allocate what the most likely tokens need (see `Recordings.meet`)."""
+        """Allocate the memory of the most likely tokens (see `Recordings.meet`)."""
         self._meet()
         for top in self._top:
             _ = top.launch.launches[0].function.local_size_bytes  # loads the kernel
