@@ -53,7 +53,7 @@ constexpr bool STORED = SAMPLE_STORED > 0, FIRST_STORED = SAMPLE_STORED > 1, CHA
 constexpr bool COUNTED = SAMPLE_CHANGES > 1, GUESSES = SAMPLE_GUESSES > 0, MASKED = SAMPLE_MASKS > 0;
 constexpr int PLACES = 128;           // entries of `changes` (tokens/sample.cu), two floats each
 constexpr int CHANGES = 2 * PLACES + 2;  // floats of `changes`: the entries and two penalties
-constexpr int PASS = 1024;            // threads of the largest block; in the first pass, all blocks add in its order
+constexpr int PASS = 1024;            // threads of the largest block, in whose order all blocks add in the first pass
 constexpr int SHARE = PASS / RANKS;   // number of the PASS threads whose sums one block computes
 constexpr int FIRST = SAMPLE_LOADS, LATER = SAMPLE_LATER, LIST = SAMPLE_LIST;
 constexpr int BINS = 2048;            // bins of a histogram: 11 bits
@@ -91,7 +91,7 @@ struct Row {
     float max, inverse, scale;  // maximum of l; inverse: 1 / temperature; scale: bins per unit of l, near the maximum
     int first, end;             // columns of this block
     float* stored;              // l of this block's columns
-    const float* changes;       // (CHANGES); once min_new_tokens are drawn, the address of the next float
+    const float* changes;       // (CHANGES); shifted by one float, to the second biases, once min_new_tokens are drawn
     const int* counts;          // (V): how often each token was drawn; null if no penalty needs it
     const int* guessed;         // (guesses): tokens that count as drawn
     int guesses;

@@ -4,7 +4,7 @@
 #pragma once
 
 // Sources of the rows of Q, K and V. With ATT_CACHED, `k` and `v` are the arrays of the kv_cache. The copy engine reads
-// them through k_map and v_map; if they are FP8, threads read them.
+// these arrays through k_map and v_map, unless they are FP8: then threads read them.
 struct Source {
     const TensorMap &map, &k_map, &v_map;
     const KV *k, *v;

@@ -3,7 +3,8 @@
 //
 //   x (M, K)   w (N, K)   scale (N), bias (N), residual (M, N) or null, residual may be out   out (M, N)   any M, N, K
 //
-//   linear_tiles: many rows: register tiles in the order of k; weights narrower than fp32 are widened in shared memory
+//   linear_tiles: many rows: tiles of outputs in registers, products added in the order of k; weights narrower than
+//       fp32 are widened in shared memory
 //
 // A block computes a ROWS x COLUMNS tile of out, a thread SIDE x SPAN outputs of the tile (lib/matmul/registers.cuh).
 // Differences from matmul_forward_kernel3 in learn/matmul/registers.cu:

@@ -6,8 +6,8 @@
 //   rmsnorm_ffn_mma      h = x + residual; n = rms(h) (h gamma); out = silu(n w1) (n w3)      w1, w3 like w
 //
 //   rmsnorm_matmul_mma, rmsnorm_ffn_mma: many rows: tiles on tensor cores (mma.sync), the norm in the same loop over K
-//   rmsnorm_matmul_mma (unfused): rmsnorm in a kernel of its own, then the product, then RoPE: x is normalised once
-//   rmsnorm_ffn_mma (unfused): rmsnorm in a kernel of its own, then the products: x is normalised once
+//   rmsnorm_matmul_mma (unfused): rmsnorm in a separate kernel, then the product, then RoPE: x is normalised once
+//   rmsnorm_ffn_mma (unfused): rmsnorm in a separate kernel, then the products: x is normalised once
 //
 // The operations are taken from kernl's Llama kernels. The row's factor rms is applied at the end: x gamma, rounded to
 // T, is multiplied by w while the squares of x are added. The float sums are then multiplied by rms. Both weight
