@@ -5,8 +5,9 @@
 //
 //   rmsnorm_stream: for the float32 rows of a model: a row has the same bits in any batch, out in any dtype,
 //       overlapping launches
-//   rmsnorm_sums: rmsnorm_stream of x plus the output of a feed-forward in RS_SUMS partial sums. The kernels of
-//       gated_sums, such as matmul/decode/ffn_mma.cu, have stored these sums, one for each part of the inner dimension
+//   rmsnorm_sums: rmsnorm_stream of x plus the output of a feed-forward, which is stored as RS_SUMS partial sums. The
+//       kernels of gated_sums, such as matmul/decode/ffn_mma.cu, have stored these sums, one for each part of the inner
+//       dimension
 //   rmsnorm_add: adds the norm of x to the residual stream, in place: out = residual + x * r * weight
 //   rmsnorm_gathered: for a model on several GPUs, each of which has computed some columns of x: gathers x, adds it to
 //       the residual stream, in place, and normalizes the stream; the same bits as shares/gather.cu followed by

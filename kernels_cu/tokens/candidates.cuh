@@ -4,8 +4,8 @@
 // The blocks of a cluster share a row of logits; each block has a part of its columns. Candidates for the smallest l
 // kept are found by histograms of (max l - l) / temperature, a quantity that spreads tokens evenly over the bins:
 //
-//   top-k   for k <= 64, each warp finds its two largest l; candidates have at least the k-th largest l found. For
-//           larger k, candidates are in or above the bin of the k-th largest of the threads' maxima
+//   top-k   for k <= 64, each warp finds its two largest l. Candidates have at least the k-th largest of these l. For
+//           larger k, candidates are in the bin of the k-th largest of the threads' maxima, or in a bin of larger l
 //   top-p   tokens in the bin at which the running sum of masses reaches the fraction p of all masses
 //
 // If there is at most one candidate per thread, every block sorts all candidates. Otherwise the search continues digit
