@@ -72,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(256) matmul_forward_kernel2(
     const int col = tile % across * WIDTH + tx;
 
     // As in matmul_bias_tiled, the next slice is loaded into registers while the current slice is multiplied. Threads
-    // after the last row or column of C read the last one again and store nothing.
+    // after the end of C read its last row or column again and store nothing.
     float a_next[COARSENING], b_next[B_ROWS];
     const float* b = B + min(col, N - 1);
     auto fetch = [&](int k0) {

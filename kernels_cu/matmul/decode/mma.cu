@@ -1,8 +1,8 @@
 // Matrix products of a GPT-2 layer, and lm_head, in decoding on sm_80 and newer:
 //
-//   decode_mma: few rows on tensor cores, x rounded to one or two terms of the tensor cores' type: the same bits in any
-//       batch. out = [residual +] [gelu] (x W^T * scale + bias); with LM_NORM, x is replaced by its LayerNorm or
-//       RMSNorm; with LM_UP, for two matrices, out = silu(x W^T * scale) (x up^T * up_scale)
+//   decode_mma: few rows on tensor cores, x rounded to one or two terms of the tensor cores' input type; a row has the
+//       same bits in any batch. out = [residual +] [gelu] (x W^T * scale + bias); with LM_NORM, x is replaced by its
+//       LayerNorm or RMSNorm; with LM_UP, for two matrices, out = silu(x W^T * scale) (x up^T * up_scale)
 //
 // EPILOGUE selects other outputs (lib/decode/epilogues.cuh):
 //

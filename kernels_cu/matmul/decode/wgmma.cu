@@ -6,7 +6,7 @@
 //   decode_wgmma (qkv_hopper): EPILOGUE_APPEND stores q in an array, k and v in the KV cache
 //   decode_wgmma (rope_hopper): EPILOGUE_APPEND_ROPE rotates q and k before it stores them. A warp has 8 rows of W and
 //       the 8 rows that are D / 2 rows later, so that a lane has both sums of a pair of channels. The result has the
-//       bits of the product without RoPE followed by positions/rope_append.cu
+//       same bits as the product without RoPE followed by positions/rope_append.cu
 //
 // The additions are in the order of lib/decode/order.cuh. W (N, K), of 16 bits or FP8, is operand A of the products and
 // is loaded into registers, where FP8 is converted. x (M, K) is operand B: the previous kernel has stored x as terms
@@ -19,11 +19,11 @@
 //
 //   ring   [W | x] [W | x] [W | x] ...   barriers: full: a slice has arrived; empty: all warps have used the slice
 //
-// With two blocks on a multiprocessor, one block copies while the other begins, ends or waits. A cluster has DH_SHARES
-// neighbouring tiles of columns, which need the same x: each block copies a part of each slice of x to all of these
-// blocks. Otherwise the L2 cache would deliver as many bytes of x as of W. A cluster has DH_SPLITS blocks per tile,
-// which divide K and exchange the sums of their splits (ranges of K): block i % DH_SPLITS receives the sums of sub-tile
-// i (16 columns by 4 rows) and adds them in order.
+// With two blocks on a multiprocessor, one block copies while the other block begins, ends or waits. A cluster has
+// DH_SHARES neighbouring tiles of columns, which need the same x: each block copies a part of each slice of x to all of
+// these blocks. Otherwise the L2 cache would deliver as many bytes of x as of W. A cluster has DH_SPLITS blocks per
+// tile, which divide K and exchange the sums of their splits (ranges of K): block i % DH_SPLITS receives the sums of
+// sub-tile i (16 columns by 4 rows) and adds them in order.
 //
 // Any M and N; K is a multiple of 128. grid (DH_SHARES * DH_SPLITS * ceil(M / TERM_ROWS) * ceil(N / (COLUMNS *
 // DH_SHARES))), block (128 * DH_GROUPS + 32), or 512 with DH_GROUPS 3. gpt2block/ops/_linear_hopper.py chooses the

@@ -15,7 +15,7 @@
 // has the loop and describes the constants.
 //
 // Any M. K, x_stride and N must be multiples of 8. With FP8 weights, N (for w as (K, N)) or K (for w as (N, K)) must be
-// a multiple of 16. All arrays are aligned to 16 bytes. No output may overlap an input. Row m is at start + m %
+// a multiple of 16. All arrays are aligned to 16 bytes. No output may overlap an input. Row m has position start + m %
 // seq_len.
 //
 // Block (THREADS), grid ceil(M / MMA_ROWS) * ceil(N / columns), where columns is MMA_COLUMNS, or MMA_COLUMNS / 2 with
