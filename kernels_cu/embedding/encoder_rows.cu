@@ -6,8 +6,8 @@
 //       weight dtype
 //
 // learn/embedding/encoder.cu embeds whole sequences from position 0 on. In this kernel each token has its own position,
-// and a CUDA graph can begin with the kernel. If an id or a position is outside its table, neither table is read, and
-// the row of out becomes NaN.
+// which is read from device memory, so that a CUDA graph can begin with the kernel. If an id or a position is outside
+// its table, neither table is read, and the row of out becomes NaN.
 //
 // Grid (N), block (any).
 #include "lib/overlap.cuh"

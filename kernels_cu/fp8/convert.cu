@@ -35,7 +35,7 @@ constexpr float MOST = FP8_SATURATE ? W::LARGEST : W::BEYOND;
 // Returns the FP8 number for a magnitude, in the lowest 7 bits, without a sign.
 __device__ __forceinline__ unsigned encode(float magnitude) { return encode_fp8<W>(magnitude, MOST); }
 
-// Returns the lower two bytes of `first`, then those of `second`.
+// Returns the lower two bytes of `first`, then the lower two bytes of `second`.
 __device__ __forceinline__ unsigned in_order(unsigned first, unsigned second) {
     return __byte_perm(first, second, 0x5410);
 }

@@ -8,15 +8,15 @@
 // In a file, a block's bytes are scales, high bits and low bits. The size of a block is often no multiple of 4:
 //
 //            bytes of a block
-//   Q4_0     d[2]                           low[16]     low: code i and i + 16 of 32
+//   Q4_0     d[2]                           low[16]     low: byte i holds codes i and i + 16
 //   Q4_1     d[2] m[2]                      low[16]
-//   Q5_0     d[2]            fifth[4]       low[16]     fifth: a bit of each code
+//   Q5_0     d[2]            fifth[4]       low[16]     fifth: the highest bit of each code
 //   Q5_1     d[2] m[2]       fifth[4]       low[16]
 //   Q8_0     d[2]                           code[32]    with a sign
 //   Q4_K     d[2] dmin[2]    s and m[12]    low[128]    low: four times 32 bytes for two sub-blocks
 //   Q5_K     d[2] dmin[2]    s and m[12]    fifth[32]   low[128]    fifth: bit s of byte i: code i of sub-block s
-//   Q6_K     low[128]        upper[64]      s[16] d[2]              per 128 codes: low[64]: codes i and i + 64;
-//                                                                   upper[32]: codes i, i + 32, i + 64 and i + 96
+//   Q6_K     low[128]        upper[64]      s[16] d[2]              per 128 codes, byte i of low[64]: i, i + 64;
+//                                                                   byte i of upper[32]: i, i + 32, i + 64, i + 96
 //
 // A code takes one or two loads of a byte, whose cache lines stay in L1. The number of these loads bounds the kernel,
 // not the memory bandwidth. The copy of the bytes from the host takes several times as long as the kernel.

@@ -1,5 +1,6 @@
-// Clusters: up to 8 blocks on neighbouring multiprocessors, which can access each other's shared memory. They need
-// sm_90 or newer. On older GPUs a kernel runs with clusters of one block and must not call these functions.
+// Clusters: up to 8 blocks (16 if cuFuncSetAttribute allows them) on neighbouring multiprocessors, which can access
+// each other's shared memory. They need sm_90 or newer. On older GPUs a kernel runs with clusters of one block and must
+// not call these functions.
 #pragma once
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ < 900

@@ -1,21 +1,22 @@
 // Mailboxes through which GPUs exchange words (4 bytes). shares/gather.cu describes the protocol, and why it is safe.
 #pragma once
 
-#define OTHERS 7          // most GPUs besides this one
-#define ROUND 0           // place in a mailbox of the number of the previous round
-#define ENDED 1           // place of the number of blocks that have ended in this round
-#define FLAGS 16          // place of the flags: two halves of (OTHERS, MOST_PIECES), 4 bytes each
-#define MOST_PIECES 1024  // flags of a GPU in half a mailbox
+#define OTHERS 7          // maximum number of other GPUs
+#define ROUND 0           // entry of a mailbox that holds the number of the previous round
+#define ENDED 1           // entry that holds the number of blocks that have ended in this round
+#define FLAGS 16          // first entry of the flags: two halves of (OTHERS, MOST_PIECES) flags, 4 bytes each
+#define MOST_PIECES 1024  // flags per half for each other GPU
 #define HEADER (FLAGS + OTHERS * MOST_PIECES)  // entries before the words with the number of their round
-#define SEND 1                                 // `parts`: which parts of the kernel run
+#define SEND 1                                 // bits of `parts`: the parts of a kernel that a launch runs
 #define RECEIVE 2
 #define PATIENCE 20000000000ll  // clock cycles, about 10 s
-#define POLLS 4096              // attempts between two looks at *abort
+#define POLLS 4096              // attempts between two reads of *abort
 
 // Returns the number of this round. All blocks of a kernel call it before any of them calls end_round.
 __device__ __forceinline__ unsigned next_round(const long long* own) { return (unsigned)__ldcg(own + ROUND) + 1u; }
 
-// Ends a round. The last block to call it stores the number of the round: all blocks have read the previous one then.
+// Ends a round. The last block that calls this function stores the number of the round. All blocks have then read the
+// previous number.
 __device__ __forceinline__ void end_round(long long* own, unsigned round) {
     __syncthreads();
     if (threadIdx.x == 0 && atomicAdd(reinterpret_cast<unsigned long long*>(own + ENDED), 1ull) == gridDim.x - 1) {
@@ -24,7 +25,8 @@ __device__ __forceinline__ void end_round(long long* own, unsigned round) {
     }
 }
 
-// Stores words with the number of their round. The 8 bytes of an entry are stored and loaded at once.
+// Stores words with the number of their round. The 8 bytes of an entry (word and number) are stored, and loaded, in one
+// access.
 template <int COUNT>
 __device__ __forceinline__ void send(long long* to, const unsigned* words, unsigned round) {
     unsigned long long stamped[COUNT];
@@ -41,7 +43,7 @@ __device__ __forceinline__ void send(long long* to, const unsigned* words, unsig
         for (int w = 0; w < COUNT; ++w) *(volatile unsigned long long*)(to + w) = stamped[w];
 }
 
-// Loads words that another GPU may be storing. Returns whether all of them have come.
+// Loads words that another GPU may be storing. Returns whether all of these words have arrived.
 template <int COUNT>
 __device__ __forceinline__ bool receive(const long long* from, unsigned* words, unsigned round) {
     unsigned long long found[COUNT];

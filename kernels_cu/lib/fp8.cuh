@@ -108,7 +108,7 @@ __device__ __forceinline__ void AnyE4M3<HAS_NAN>::widen(unsigned bytes, float* v
 //
 //      |x|                1.0110011...     * 2^e
 //      + 2^(e-F+23)  100...01.10           F = 2: the sum ends at the last FP8 bit
-//      its last byte        110            plus e's position in the byte, minus the leading bit, which adds one there
+//      its lowest byte      110            plus the exponent field of e - 1, to which the leading bit of |x| adds one
 //
 // A carry out of the fraction increments e, as required. This addition is the only float arithmetic, so the result is
 // the same on every architecture. The numbers that -ftz=true flushes to zero are zero in FP8 as well. The integer

@@ -16,7 +16,7 @@
 // pairs are the lane's operand of one mma instruction.
 //
 //   tile     [ 32 lanes x 4 words: low 4 bits ] [ 32 lanes x 4 or 8 bytes: high bits ] [ 8 rows: scales ]
-//   word     of a chunk, codes by their index:   bits 0-15: 0 2 4 6    bits 16-31: 1 3 5 7    4 bits each
+//   word     codes of one chunk, 4 bits each: bits 0-15 hold codes 0, 2, 4, 6, and bits 16-31 codes 1, 3, 5, 7
 //
 // A tile of Q8_0 has two arrays of 32 lanes x 16 bytes in place of low and high bits, each for two chunks. Types with
 // blocks of 256 values have tiles of 256 values along K: the low bits of both halves, then the high bits of both
@@ -181,8 +181,8 @@ struct Part {
         pairs[1] = (first & 0xf000f0u) | (up & ONES << 4);
         pairs[2] = (second & 0xf000fu) | (down & ONES);
         pairs[3] = (second & 0xf000f0u) | (down & ONES << 4);
-        // Read as float16, the bits of even pairs are codes * 2^-24, those of odd pairs codes * 2^-20. With INTEGERS,
-        // even pairs are multiplied by s * 2^9 and odd pairs by s * 2^5.
+        // Read as float16, the bits of even pairs are codes * 2^-24, the bits of odd pairs codes * 2^-20. With
+        // INTEGERS, even pairs are multiplied by s * 2^9 and odd pairs by s * 2^5.
         const unsigned near = INTEGERS ? twice<false>(by) : NEAR, far = INTEGERS ? twice<true>(by) : FAR;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {

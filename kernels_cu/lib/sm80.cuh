@@ -23,7 +23,7 @@ __device__ __forceinline__ void copy16(void* shared, const void* global, bool th
 // Closes a group of copies: all copies that this thread has issued since its last call of end_group().
 __device__ __forceinline__ void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Waits until all groups of copies of this thread have arrived, except the LATER most recent ones.
+// Waits until all groups of copies of this thread have arrived, except the LATER most recent groups.
 template <int LATER>
 __device__ __forceinline__ void wait_for_groups() {
     asm volatile("cp.async.wait_group %0;" ::"n"(LATER) : "memory");

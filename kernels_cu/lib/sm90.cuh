@@ -219,7 +219,7 @@ __device__ __forceinline__ void give_registers() {
 }
 
 // Stores four floats in the shared memory of block `block` of the cluster, at the address that corresponds to `here`.
-// The 16 bytes arrive at the same barrier of that block.
+// The 16 bytes arrive at the barrier of that block that corresponds to `barrier`.
 __device__ __forceinline__ void store_at(int block, void* here, Barrier& barrier, float a, float b, float c, float d) {
     asm volatile(
         "{\n.reg .b32 there, bar;\nmapa.shared::cluster.u32 there, %0, %2;\nmapa.shared::cluster.u32 bar, %1, %2;\n"

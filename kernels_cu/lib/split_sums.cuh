@@ -1,7 +1,7 @@
 // Split sums: an unfinished matrix product. For every output, up to 8 sums are stored, one for each split (a contiguous
 // range of K), but not yet added up. matmul/decode/ffn_mma.cu and matmul/decode/ffn_mma_gguf.cu store split sums. The
-// next kernels add the split sums to the residual stream x when they load x; the result has the same bits as by AddSums
-// in lib/decode/epilogues.cuh.
+// next kernels add the split sums to the residual stream x when they load x; the result has the same bits as with
+// AddSums of lib/decode/epilogues.cuh.
 #pragma once
 #include "lib/common.cuh"
 #include "lib/fresh.cuh"

@@ -3,9 +3,9 @@
 //   out = (x - mean) * rstd * gamma + beta,   rstd = 1 / sqrt(var + eps)   over each row of C channels
 //
 //   layernorm_narrow, layernorm_narrow_float, layernorm_narrow_split: for tensor cores: float32 gamma and beta, out in
-//       16 bits or two-part, a few rows per team of threads, overlapping launches. The kernels differ in the types of x
-//       and out: x and out of type T; float x and out of type T; float x and two-part out, the two parts as __half
-//       (lib/two_part.cuh), with one scale for all rows
+//       16 bits or two-part, a few rows per team of threads, overlapping launches. In layernorm_narrow, x and out have
+//       type T; in layernorm_narrow_float, x is float and out has type T; in layernorm_narrow_split, x is float and out
+//       is two-part (lib/two_part.cuh): two arrays of __half, with one scale for all rows
 //
 // As in kernel 6 (norms/layernorm_rows.cu), a team of LN_THREADS neighbouring threads keeps a row in registers and
 // computes the variance around the mean (lib/rows.cuh). The differences:

@@ -8,7 +8,7 @@
 //       is used.
 //
 // The operation is the RMSNorm of kernl's Llama kernels. x, weight and out are float, __half or __nv_bfloat16; the sum
-// of squares and r are float. Rows of x may be columns of a wider matrix: row m begins at m * x_stride. lib/rows.cuh
+// of squares and r are float. x may be some columns of a wider matrix: row m begins at m * x_stride. lib/rows.cuh
 // describes how threads share a row. The Python operation chooses the constants from M and C: many threads per row if
 // there are few rows. Rows that do not fit in the registers are read twice: RMS_VECTORS = 0.
 //

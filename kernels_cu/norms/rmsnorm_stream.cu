@@ -3,14 +3,15 @@
 //   x (M, C) float, weight (C) float, out (M, C) of type T: float for decoding, 16 bits for products on tensor cores.
 //   With RS_TERMS, out holds each value as 16-bit terms (lib/terms.cuh), for the products of decoding
 //
-//   rmsnorm_stream: the float32 rows of a model: bits that do not depend on the batch, out in any dtype, overlapping
-//       launches
-//   rmsnorm_sums: rmsnorm_stream of x plus the output of a feed-forward in RS_SUMS partial sums. The kernels of
-//       gated_sums, such as matmul/decode/ffn_mma.cu, have stored these sums, one for each part of the inner dimension
+//   rmsnorm_stream: for the float32 rows of a model: a row has the same bits in any batch, out in any dtype,
+//       overlapping launches
+//   rmsnorm_sums: rmsnorm_stream of x plus the output of a feed-forward, which is stored as RS_SUMS partial sums. The
+//       kernels of gated_sums, such as matmul/decode/ffn_mma.cu, have stored these sums, one for each part of the inner
+//       dimension
 //   rmsnorm_add: adds the norm of x to the residual stream, in place: out = residual + x * r * weight
-//   rmsnorm_gathered: for a model on several GPUs, which have computed the columns of x: gathers x, adds it to the
-//       residual stream, in place, and normalizes the stream; bits of shares/gather.cu and then rmsnorm_stream; only
-//       for rows that threads keep in registers
+//   rmsnorm_gathered: for a model on several GPUs, each of which has computed some columns of x: gathers x, adds it to
+//       the residual stream, in place, and normalizes the stream; the same bits as shares/gather.cu followed by
+//       rmsnorm_stream; only for rows that threads keep in registers
 //   operand_rows: x itself without a norm, in the formats of rmsnorm_stream, for products that read the residual stream
 //
 // Differences from norms/rmsnorm.cu: the order of additions depends only on C; x is float for every dtype of out; and
@@ -186,7 +187,7 @@ extern "C" __global__ void __launch_bounds__(RS_THREADS) rmsnorm_gathered(
     T* out,                            // (M, C)
     float out_scale,                   // scale of out, used if RS_TERMS selects two-part terms
     float eps,
-    int* abort,  // from here on as in shares/gather.cu
+    int* abort,  // abort and the next arguments: see shares/gather.cu
     long long* own,
     long long* to_1,
     long long* to_2,

@@ -4,7 +4,7 @@
 //   n = x s gamma,   s = 1 / sqrt(mean(x^2) + eps)     over the D channels of a head, or over all channels of q or of k
 //   (r, i) -> (r cos a - i sin a, r sin a + i cos a)   for channels p and p + D / 2, a = position[n] frequencies[p]
 //
-//   qkv (N, heads D), heads = n_head + 2 n_kv_head     q (N, n_head D)     k, v (B, n_ctx, n_kv_head D) of KV
+//   qkv (N, heads D), heads = n_head + 2 n_kv_head     q (N, n_head D)     k, v (B, n_ctx, n_kv_head D) of type KV
 //
 //   qk_norm: the norm alone, for rows [Q | K | V]; V is copied
 //   qk_norm_rope: qk_norm and rope_qkv in one kernel, for prompts

@@ -61,7 +61,7 @@ extern "C" __global__ void rope_qkv(
     T* out,                     // (B, N, heads D)
     int N,
     int turning,                // heads that are rotated: all heads of Q and K
-    int moved,                  // heads that are written: all, or those that are rotated
+    int moved,                  // heads that are written: all heads, or only the rotated heads
     int heads) {                // heads per row
     turn_rows(qkv, positions, frequencies, out, N, turning, moved, heads, nullptr, 0);
 }

@@ -6,37 +6,39 @@
 //   out[m, n] = share_g[m, n - first_g] (+ residual[m, n])      g: the GPU that has column n
 //
 // A round is one launch of a kernel on all GPUs. Each GPU has a mailbox, into which the other GPUs store the words
-// (4 bytes) of their columns. A mailbox has an area for each kernel, and flags. Each of these has two halves, which
-// rounds use in turn.
+// (4 bytes) of their columns. A mailbox has an area for each kernel, and flags. Each area and the flags have two
+// halves, which alternate rounds use.
 //
 // gather: an entry of 8 bytes is a word and the number of its round. A GPU reads its own mailbox until every entry has
-// the number of this round. An entry is stored and loaded at once, so a word that has arrived is complete, and needs no
-// fence. norms/rmsnorm_stream.cu has a kernel that gathers in this way and normalizes the rows.
+// the number of this round. The 8 bytes of an entry are stored, and loaded, in one access. A word whose number has
+// arrived is therefore complete, and no fence is needed. norms/rmsnorm_stream.cu has a kernel that gathers in this way
+// and normalizes the rows.
 //
 // gather_rows: a block stores its words, then a fence, then the number of the round as its flag. The block of the same
-// index on another GPU waits for this flag, then reads the words. This kernel sends half of the bytes of `gather`, but
+// index on another GPU waits for this flag, then reads the words. gather_rows sends half as many bytes as `gather`, but
 // waits for the fence.
 //
-// Rounds r and r + 2 use the same half. Storing in round r + 2 is safe: a GPU stores then only after its own round r +
-// 1 has ended. That round ended only after all other GPUs had stored words of round r + 1. Each of them did so after
-// its own round r had ended, so it had read all its words and flags of round r. The two kernels have areas of their
-// own, because a word without a number could look like an entry with the number of a later round.
+// Rounds r and r + 2 use the same half. Storing in round r + 2 is safe: a GPU stores its words of round r + 2 only
+// after its own round r + 1 has ended. That round ended only after all other GPUs had stored their words of round r +
+// 1. Each of these GPUs stored them after its own round r had ended, so it had read all its words and flags of round r.
+// The two kernels have separate areas: in a shared area, `gather` could take words of gather_rows, which have no
+// number, for an entry with the number of a later round.
 //
 // A GPU waits for other GPUs while its blocks hold multiprocessors. All blocks store before they wait, and the grid is
-// small enough for all blocks to run at the same time. A kernel that waits longer than PATIENCE sets *abort, which is
-// in the memory of the host; all kernels that see it end without a result. The host then raises an error, and clears
-// the mailboxes before the next gather.
+// small enough for all blocks to run at the same time. A kernel that waits longer than PATIENCE sets *abort, a flag in
+// the memory of the host. All kernels that find the flag set end without a result. The host then raises an error, and
+// clears the mailboxes before the next gather.
 //
 // The number of the round is 32 bits: after 2^32 rounds a number recurs, in a mailbox that has long been overwritten.
 //
 // Measured in a model: see docs/several-gpus.md.
 //
-// grid (blocks), block (GATHER_THREADS). T: any type; S, N and first count words, in gather_rows multiples of 4.
+// grid (blocks), block (GATHER_THREADS). T: any type. S, N and first count words, a multiple of 4 in gather_rows.
 #include "lib/exchange.cuh"
 #include "lib/overlap.cuh"
 #include "lib/storage.cuh"
 
-#ifndef GATHER_WIDTH  // words of a thread at a time in `gather`, 1 or 2; divides S, N and first
+#ifndef GATHER_WIDTH  // words that a thread of `gather` sends or receives at a time, 1 or 2; divides S, N and first
 #define GATHER_WIDTH 2
 #endif
 #define GATHER_THREADS 512
@@ -45,9 +47,9 @@ extern "C" __global__ void __launch_bounds__(GATHER_THREADS, 2) gather(
     const T* share,         // (M, S): the columns of this GPU
     const float* residual,  // (M, N) or null
     T* out,                 // (M, N)
-    int* abort,             // 1: no GPU waits any more
+    int* abort,             // set to 1 to end the waits of all GPUs
     long long* own,         // mailbox of this GPU
-    long long* to_1,        // mailboxes of the others; null after the last one
+    long long* to_1,        // mailboxes of the other GPUs; null after the last one
     long long* to_2,
     long long* to_3,
     long long* to_4,
@@ -126,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(GATHER_THREADS, 2) gather_rows(
     const unsigned round = next_round(own);
     const long long area = HEADER + 2ll * capacity, half = (long long)(round & 1u) * most;  // entries; words
     const int row = blockIdx.x * rows, count = min(rows, M - row);
-    const int flags = (int)(round & 1u) * OTHERS * MOST_PIECES + blockIdx.x;  // the place of the flag of the first GPU
+    const int flags = (int)(round & 1u) * OTHERS * MOST_PIECES + blockIdx.x;  // index of this block's flag for g = 0
     const int4* const from = reinterpret_cast<const int4*>(share);
     const int in_share = S / 4, in_row = N / 4, mine = first / 4;  // in units of 16 bytes
     if (parts & SEND) {
@@ -148,7 +150,8 @@ extern "C" __global__ void __launch_bounds__(GATHER_THREADS, 2) gather_rows(
         }
     }
     if (!(parts & RECEIVE)) return;
-    // A GPU is others[g] of the GPU g + 1 places before it, which has stored flag number g.
+    // In the list `others` of the GPU that is g + 1 places before this GPU, this GPU is others[g]. That GPU stores flag
+    // number g.
     int count_of_others = 0;
 #pragma unroll
     for (int g = 0; g < OTHERS; ++g) count_of_others += others[g] != nullptr;

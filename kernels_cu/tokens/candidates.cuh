@@ -4,8 +4,8 @@
 // The blocks of a cluster share a row of logits; each block has a part of its columns. Candidates for the smallest l
 // kept are found by histograms of (max l - l) / temperature, a quantity that spreads tokens evenly over the bins:
 //
-//   top-k   for k <= 64, each warp finds its two largest l; candidates have at least the k-th largest l found. For
-//           larger k, candidates are in or above the bin of the k-th largest of the threads' maxima
+//   top-k   for k <= 64, each warp finds its two largest l. Candidates have at least the k-th largest of these l. For
+//           larger k, candidates are in the bin of the k-th largest of the threads' maxima, or in a bin of larger l
 //   top-p   tokens in the bin at which the running sum of masses reaches the fraction p of all masses
 //
 // If there is at most one candidate per thread, every block sorts all candidates. Otherwise the search continues digit
@@ -53,7 +53,7 @@ constexpr bool STORED = SAMPLE_STORED > 0, FIRST_STORED = SAMPLE_STORED > 1, CHA
 constexpr bool COUNTED = SAMPLE_CHANGES > 1, GUESSES = SAMPLE_GUESSES > 0, MASKED = SAMPLE_MASKS > 0;
 constexpr int PLACES = 128;           // entries of `changes` (tokens/sample.cu), two floats each
 constexpr int CHANGES = 2 * PLACES + 2;  // floats of `changes`: the entries and two penalties
-constexpr int PASS = 1024;            // threads of the largest block; in the first pass, all blocks add in its order
+constexpr int PASS = 1024;            // threads of the largest block, in whose order all blocks add in the first pass
 constexpr int SHARE = PASS / RANKS;   // number of the PASS threads whose sums one block computes
 constexpr int FIRST = SAMPLE_LOADS, LATER = SAMPLE_LATER, LIST = SAMPLE_LIST;
 constexpr int BINS = 2048;            // bins of a histogram: 11 bits
@@ -91,7 +91,7 @@ struct Row {
     float max, inverse, scale;  // maximum of l; inverse: 1 / temperature; scale: bins per unit of l, near the maximum
     int first, end;             // columns of this block
     float* stored;              // l of this block's columns
-    const float* changes;       // (CHANGES); once min_new_tokens are drawn, the address of the next float
+    const float* changes;       // (CHANGES); shifted by one float, to the second biases, once min_new_tokens are drawn
     const int* counts;          // (V): how often each token was drawn; null if no penalty needs it
     const int* guessed;         // (guesses): tokens that count as drawn
     int guesses;

@@ -1,16 +1,16 @@
 // Guesses of a sequence's next tokens from its own earlier tokens (prompt lookup), and the count of correct guesses.
 //
-// A decoding step computes `together` neighbouring rows of a slot, at successive positions: the row of the last token,
-// and rows of guesses of the tokens after it. The token of each row is drawn as if the guesses before it were correct
-// (tokens/sample.cu). Drawn tokens are taken up to and including the first token that differs from its guess. These
-// tokens are the same as with one row per step, in fewer steps.
+// A slot is the place of a sequence in the batch. A decoding step computes `together` neighbouring rows per slot, at
+// successive positions: the row of the slot's last token, and rows of guesses of the tokens after it. The token of each
+// row is drawn as if the guesses before it were correct (tokens/sample.cu). Drawn tokens are taken up to and including
+// the first token that differs from its guess. These tokens are the same as with one row per step, in fewer steps.
 //
 //   rows of a slot   last token   guess 0   guess 1   guess 2
-//   drawn                     a         b         c         d      a = guess 0, b = guess 1, c != guess 2: a, b, c
+//   drawn                     a         b         c         d      a = guess 0, b = guess 1, c != guess 2: take a, b, c
 //
 // history (B, H): the tokens of each slot; index position[b] holds the last token. guess (B, K): -1 for no guess. left
-// (B): tokens that may still be drawn. row, row_token, row_position, turn, drawn, likely (M): one entry per row of a
-// slot. A row whose position is -1 is not computed.
+// (B): tokens that may still be drawn. row, row_token, row_position, turn, drawn, likely (M): one entry per row of the
+// step. A row whose position is -1 is not computed.
 //
 //   begin_guesses: one block per new sequence copies its prompt to its history
 //   take_guesses: one block per slot takes drawn tokens, and guesses the tokens that followed the latest earlier
@@ -30,7 +30,7 @@ constexpr int PLACE = 29;  // bits of an index in a history; the bits above hold
 constexpr int HELD = 8;    // tokens of a history that a thread loads before the drawn tokens are known
 constexpr int TAKEN = 1, GUESSED = 2, RIGHT = 4;
 
-// The new tokens of a slot (place of a sequence in the batch), and the best match for the sequence's last tokens.
+// The new tokens of a slot, and the best match for the sequence's last tokens.
 struct Taken {
     int ids[32];        // the new tokens
     int count, before;  // count: number of ids; before: index in the history of the token before ids[0]

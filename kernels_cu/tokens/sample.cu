@@ -10,16 +10,16 @@
 //   with SAMPLE_MASKS: mask_index (M): 1 + the index of the row's mask, or 0 for no mask; masks (R, ceil(V / 32)): bit
 //   t % 32 of word t / 32 is 1 if token t is allowed
 //
-//   l     = -inf for a token that the row's mask excludes; else
-//           logit + bias, where a bias of -inf excludes an end token that is not yet allowed; for a seen token, times
-//           1 / repetition_penalty if positive, else times repetition_penalty; for a drawn token, minus
-//           frequency_penalty count, minus presence_penalty
+//   l     = -inf for a token that the row's mask excludes. For any other token, l is first logit + bias, where a bias
+//           of -inf excludes an end token that is not yet allowed. For a seen token, l is then multiplied by 1 /
+//           repetition_penalty if l is positive, else by repetition_penalty. For a drawn token, frequency_penalty times
+//           its count and presence_penalty are then subtracted
 //   mass  = floor(2^40 exp((l - max l) / temperature)), an integer
-//   top-k   keeps the k largest l. top-p keeps as few of the largest of these as reach the fraction p of their mass.
+//   top-k   keeps the k largest l. Of these, top-p keeps the fewest largest that reach the fraction p of their mass.
 //           Ties with the last token kept are kept as well. min-p keeps tokens with a mass of at least min_p 2^40.
 //           top_k 0, top_p 1 and min_p 0 keep all tokens.
-//   draw    r = floor(u (sum of masses kept)), with u in [0, 1) of 64 bits: the first token at which the running sum of
-//           masses kept, in order of ids, exceeds r. u is Philox4x32-10 of the counter (step, sample), with key `seed`.
+//   draw    takes the first token, in order of ids, at which the running sum of masses kept exceeds r = floor(u (sum of
+//           masses kept)). u in [0, 1) has 64 bits: Philox4x32-10 of the counter (step, sample), with key `seed`.
 //   temperature 0: the token with the largest l; of several such tokens, the lowest id
 //
 // logprob is the token's log-probability under the unmodified logits. A row with NaN, or with only -inf, gives token
@@ -98,10 +98,10 @@ __device__ void receive(const Row& row, bool greedy) {
     __syncthreads();
 }
 
-// Finds the best token of a row, and the maximum and the sum of exp of its logits. The order of additions depends only
-// on V: each warp computes the sums of one warp of a block of PASS threads, or of several such warps in turn, and every
-// block receives all results. Returns the largest l that this thread has read, or -inf. top_k: whether s.second is
-// needed.
+// Finds the best token of a row, and the maximum and the sum of exp of its logits. Sums are added as by one block of
+// PASS threads, so the order of additions depends only on V: each warp computes the sums of one or more warps of such a
+// block. Every block of the row receives all results. Returns the largest l that this thread has read, or -inf. top_k:
+// whether s.second is needed.
 __device__ float first_pass(const Row& row, Shared& s, bool top_k, Best& best, Online& all) {
     const int lane = threadIdx.x % 32, start = rank_in_row() * SHARE;
     const float* columns = FIRST_STORED ? row.stored + (row.V + RANKS - 1) / RANKS : row.x + start;

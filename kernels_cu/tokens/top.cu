@@ -54,8 +54,7 @@ struct Kept {
     }
 };
 
-// Keeps the best of this thread's columns among those that rank after `last`. Adds all columns to `online`, if not
-// null.
+// Keeps the best of this thread's columns that rank after `last`. Adds all columns to `online`, if not null.
 __device__ void scan(const float* x, int V, const Best& last, Kept& kept, Online* online) {
     kept.clear();
     for (int first = threadIdx.x; first < V; first += THREADS * LOADS) {

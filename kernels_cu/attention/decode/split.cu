@@ -3,12 +3,12 @@
 //   q, out (M, C), C = NH HS     k, v (B, n_ctx, NKV HS) of type KV    row, position (M): query m belongs to sequence
 //   row[m] of the cache, and sees keys 0..position[m] of this sequence
 //
-// A head of K and V serves NH / NKV neighbouring heads of q, AS_QUERIES of them per team of warps: fewer if the GPU has
-// room for more warps (H100, one row at position 500: Gemma 3 1B takes 1.16 ms per token instead of 1.33, Qwen3 4B 3.12
-// instead of 3.23). AS_QUERIES changes no bit. For one head of q:
+// A head of K and V serves NH / NKV neighbouring heads of q. A team of warps processes AS_QUERIES of these heads: fewer
+// if the GPU has room for more warps (H100, one row at position 500: a token of Gemma 3 1B takes 1.16 ms instead of
+// 1.33, of Qwen3 4B 3.12 instead of 3.23). Results have the same bits for any AS_QUERIES. For one head of q:
 //
 //   attention_split: decoding: one warp per 32 keys of a head, the next keys in flight; the results of warps are
-//       combined in shared memory; with few rows, the warps of a head are in all blocks of a cluster
+//       combined in shared memory; with few rows, the warps of a head are spread over a cluster
 //
 // For each of its splits (a split is 32 consecutive keys), a warp computes
 //
@@ -26,13 +26,13 @@
 // memory. With few queries, the keys of a head spread over several multiprocessors. The order of additions depends only
 // on HS, KV, AS_WIDTH and AS_VECTORS.
 //
-// A thread holds its vectors of HELD keys and HELD values in registers, and loads the next ones when these are used.
-// The first loads are issued before the previous kernel has ended, which may write `position`, and keys from the first
-// of the `together` new rows of a sequence on. A position that is read so early is a hint: if it was wrong, the loads
+// A thread holds its vectors of HELD keys and HELD values in registers. It loads the next vectors after using these.
+// The first loads are issued before the previous kernel has ended. Until its end, `position` and the keys and values of
+// a sequence's `together` new rows may change. A position that is read so early is a hint: if it was wrong, the loads
 // are repeated. With a window, split 0 contains the window's first key. The grid does not depend on positions.
 //
 // Grid (AS_CLUSTER, teams / AS_HEADS, M), block (32 AS_HEADS AS_WARPS), with AS_QUERIES > 1 sizeof(Shared) bytes of
-// dynamic shared memory. A position beyond the cache counts as its last one. Idea: Dao et al., "Flash-Decoding" (2023).
+// dynamic shared memory. A position beyond the cache means its last one. Idea: Dao et al., "Flash-Decoding" (2023).
 #include "lib/attention/unit.cuh"
 #include "lib/attention/window.cuh"
 #include "lib/cluster.cuh"
@@ -153,7 +153,7 @@ struct Held {
         });
     }
 
-    // Loads those keys of the round that are in lowest..last. Sets the vectors of the round's other keys to 0.
+    // Loads the keys of the round that are in lowest..last. Sets the vectors of the round's other keys to 0.
     __device__ __forceinline__ void load(const KV* own, int first, int lowest, int last) {
         if (first + ROUND - 1 <= last && (!WINDOW || first >= lowest)) {
             const KV* const here = own + (long long)first * KV_ROW;
@@ -196,7 +196,7 @@ __device__ __forceinline__ void score(int first, int last, float (&s)[HELD]) {
     }
 }
 
-// The softmax over those keys of a split (32 keys) that the warp has processed so far.
+// The softmax over the keys of a split (32 keys) that the warp has processed so far.
 struct Softmax {
     float m = -INFINITY, l = 0.0f;  // m: the warp's maximum score; l, o: sums over the thread's keys
     float o[PIECES][AS_WIDTH] = {};

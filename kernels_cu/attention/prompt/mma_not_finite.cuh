@@ -10,9 +10,9 @@ __device__ __forceinline__ bool any_not_finite(const unsigned (&b)[PART][2]) {
     return __any_sync(0xffffffffu, found != 0);
 }
 
-// Adds the product of P (softmax weights of 16 queries and 16 keys) and V to `out`, if b (values of V) contains
-// infinite or NaN values. Query i sees keys 0 .. ahead + i, or only the last WINDOW of these. Sets the finite values of
-// b to 0.
+// Adds the product of P (softmax weights of 16 queries and 16 keys) and b (values of V, some of which are infinite or
+// NaN) to `out`. Products with infinite and NaN values are added key by key, only for the queries that see the key:
+// query i sees keys 0 .. ahead + i, or only the last WINDOW of these. Sets the finite values of b to 0.
 __device__ __forceinline__ void multiply_apart(float (*out)[4], const unsigned (&p)[4], unsigned (&b)[PART][2],
                                                int ahead) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;

@@ -70,7 +70,7 @@ static_assert(4 * (SUMS + 6) * HALF <= STAGE, "the sums of half of the warps fit
 // A warp's state for its queries. Lane 4 g + t holds rows g and g + 8.
 struct Queries {
 #if ATT_BLOCKS > 1 || ATT_SIZE > 64 || (defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000)
-    static constexpr bool ALL_MASKED = true;  // true: the code without masks does not fit into registers
+    static constexpr bool ALL_MASKED = true;  // all tiles use the masked code: the unmasked code exceeds the registers
 #else
     static constexpr bool ALL_MASKED = false;
 #endif

@@ -9,7 +9,7 @@
 //   attention_hopper: tensor cores (wgmma), 64 queries per warpgroup: one warp copies K and V (TMA), the softmax
 //       overlaps the products, each block processes many tiles; ragged batches
 //   attention_cached_hopper: attention_hopper with ATT_CACHED: the queries of sequence b begin at position start[b]; K
-//       and V come from a kv_cache that already contains the queries' keys. The bits of a row are those of
+//       and V come from a kv_cache that already contains the queries' keys. A row has the same bits as in
 //       attention_hopper over its whole sequence
 //
 // A tile is 128 queries of a head, for two warpgroups. The queries are loaded first. Then keys and values are loaded
@@ -36,7 +36,7 @@
 // with a single sum for even and odd steps 63.6 and 42.5. 512 tokens with 32 heads of 128, causal, float16: 14.1 us
 // (attention/prompt/mma.cu 26.3). On an NVIDIA H100, float16, keys from a kv_cache of float16 / E5M2, us
 // (attention/prompt/mma.cu in parentheses): 32 heads of 128, 50 rows after 2,000 keys: 31.2 / 40.2 (47.3); 2,048 rows
-// after 2,048 keys: 180 / 241 (389); 9 heads of 64, 3 of K, 2,048 rows after 6,144 keys: 102 / 161 (182), where
+// after 2,048 keys: 180 / 241 (389); 9 heads of 64, 3 heads of K, 2,048 rows after 6,144 keys: 102 / 161 (182), where
 // attention/prompt/mma.cu has 288 tiles of 64 rows, 2.2 per multiprocessor.
 //
 // Source of the idea: Shah et al., "FlashAttention-3: Fast and Accurate Attention with Asynchrony and Low-precision"

@@ -7,7 +7,7 @@
 //   attention_cached_hopper_alternate: attention_hopper_alternate with ATT_CACHED, with the bits of
 //       attention_cached_hopper
 //
-// Arguments, products and softmax are those of attention/prompt/wgmma.cu. In that file a tile is 128 queries: one
+// Arguments, products and softmax are the same as in attention/prompt/wgmma.cu. In that file a tile is 128 queries: one
 // prompt of 1,024 tokens with 12 heads has 96 tiles, and the last tile of a head takes 8 steps of 128 keys, which is
 // the time of the whole kernel. In this file a tile is 64 queries, and each warpgroup has its own ring. A warpgroup
 // processes every other step, from the last keys that the queries see to the first. At the end the second warpgroup
@@ -52,7 +52,7 @@ struct Block : Shared {
     Passed passed;
 };
 
-// Named barriers of this file, numbered after those of lib/attention/wgmma_rows.cuh.
+// Named barriers of this file, numbered after the barriers of lib/attention/wgmma_rows.cuh.
 enum { PASS = 6, TAKEN };
 
 __device__ __forceinline__ void produce(Shared& shared, const Source& from, Work work) {

@@ -2,8 +2,8 @@
 //
 //   out[i] = sum over j of softmax_j(q[i] . k[j] / sqrt(SIZE)) v[j]     j <= i with ATT_CAUSAL, else all j
 //
-// attention/prompt/mma_two_part.cu describes matrices, scales, weights, ATT_ONE_SCALE, infinite and NaN values;
-// attention/prompt/wgmma.cu describes copies by TMA into a ring.
+// attention/prompt/mma_two_part.cu describes matrices, scales, weights, ATT_ONE_SCALE, and how infinite and NaN values
+// are treated. attention/prompt/wgmma.cu describes copies by TMA into a ring.
 //
 //   parts (2, rows, W)       hi, then lo; a row is [Q | K | V], and scale (rows) applies to its Q, K and V
 //   out_parts (2, rows, C)   the rows of all sequences, one sequence after the other
@@ -281,7 +281,7 @@ __device__ __forceinline__ bool make_finite(Consumer& own, unsigned number) {
     return false;
 }
 
-// Computes the group's part for a tile of queries: every second one of `tiles` tiles of keys. `key`: the group's first
+// Computes the group's part for a tile of queries: every second tile of `tiles` tiles of keys. `key`: the group's first
 // key; `there`: keys from `key` to the end of the sequence; `first`: the block's first query; `scale`: address of the
 // scale of the sequence's first row. Returns false if a value that only some queries see is infinite or NaN.
 __device__ __forceinline__ bool attend(Consumer& own, const char* queries, const float* scale, int there, int first,
@@ -322,7 +322,7 @@ __device__ __forceinline__ bool attend(Consumer& own, const char* queries, const
         own.soften<(WINDOW > 0)>(first + 16 * own.warp - key);
         if (is_past(key, end)) finite = make_finite(own, own.count + (step + 1 < steps)) && finite;
     }
-    const bool one_more = own.group > 0 && tiles % 2 > 0;  // group 0 has one more tile: group 1 needs one more turn
+    const bool one_more = own.group > 0 && tiles % 2 > 0;  // group 0 has one more tile; group 1 takes an extra turn
     const Matrix last = own.arrived(own.count);
     if (one_more) own.take_turn();
     fence_sums();

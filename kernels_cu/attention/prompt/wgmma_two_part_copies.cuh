@@ -17,8 +17,8 @@ constexpr int PASSED = 4 * COLUMNS + 6;  // floats that each thread of the secon
 static_assert(SIZE == 64, "a row of a head is a line of a box, and the sums fit into registers");
 static_assert(ATT_SLOTS >= 4, "K and V of one tile are multiplied while those of the next one travel");
 
-// The ring of a warpgroup. A slot holds K or V of a tile. The order is K of the first tile, then K of each next tile
-// and V of the tile before it, at last V of the last tile.
+// The ring of a warpgroup. A slot holds K or V of a tile. Slots are filled with K of the first tile; then, for each
+// further tile, with its K and the V of the tile before it; at last with V of the last tile.
 struct Ring {
     char slots[ATT_SLOTS][SLOT];
 };

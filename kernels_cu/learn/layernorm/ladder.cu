@@ -147,8 +147,8 @@ extern "C" __global__ void layernorm_forward_kernel5(
     __syncthreads();
     if (warp == 0) {
         const float m = lanes_sum<32>(lane < WARPS ? sums[lane] : 0.0f) / C;
-        // Round m * m like the squares of x. A fused multiply-add would keep m * m exact, and a constant row would have
-        // a variance.
+        // Round m * m like the squares of x. A fused multiply-add would keep m * m exact, and the variance of a
+        // constant row would not be 0.
         float var = lanes_sum<32>(lane < WARPS ? squares[lane] : 0.0f) / C - __fmul_rn(m, m);
         if (var < 0.0f) var = 0.0f;  // rounding can make var negative; fmaxf would hide a NaN
         if (lane == 0) {

@@ -84,8 +84,8 @@ extern "C" __global__ void layernorm_forward_kernel4(
         square += v * v;
     }
     const float m = cg::reduce(warp, sum, cg::plus<float>()) / C;
-    // Round m * m like the squares of x. A fused multiply-add would keep m * m exact, and a constant row would have a
-    // variance.
+    // Round m * m like the squares of x. A fused multiply-add would keep m * m exact, and the variance of a constant
+    // row would not be 0.
     float var = cg::reduce(warp, square, cg::plus<float>()) / C - __fmul_rn(m, m);
     if (var < 0.0f) var = 0.0f;  // rounding can make var negative; fmaxf would hide a NaN
     const float r = rsqrtf(var + eps);

@@ -15,7 +15,7 @@
 //   arithmetic)
 //
 // Thread coarsening means that one thread does the work of several threads. Here a value of B is loaded once instead of
-// 8 times and stays in a register. The tiles are those of matmul_bias_tiled.
+// 8 times and stays in a register. Tiles are loaded as in matmul_bias_tiled.
 //
 //                  B  | b |             a step of 4 along k, for the 8 outputs of a thread:
 //               k     | b |               4 loads of b, which neighbouring threads read from neighbouring addresses
@@ -68,11 +68,11 @@ extern "C" __global__ void __launch_bounds__(256) matmul_forward_kernel2(
     __shared__ float b_tile[WIDTH][WIDTH];
     const int tx = threadIdx.x, ty = threadIdx.y;
     const int tile = blockIdx.x, across = (N + WIDTH - 1) / WIDTH;
-    const int row = tile / across * SPAN + ty;  // row of the thread's first output; its others follow HEIGHT rows apart
+    const int row = tile / across * SPAN + ty;  // row of the thread's first output; its outputs are HEIGHT rows apart
     const int col = tile % across * WIDTH + tx;
 
     // As in matmul_bias_tiled, the next slice is loaded into registers while the current slice is multiplied. Threads
-    // after the last row or column of C read the last one again and store nothing.
+    // after the end of C read its last row or column again and store nothing.
     float a_next[COARSENING], b_next[B_ROWS];
     const float* b = B + min(col, N - 1);
     auto fetch = [&](int k0) {

@@ -13,8 +13,8 @@
 //     has bank conflicts.
 //   - Slices of DEPTH values along k pass through STAGES buffers. cp.async copies them directly to shared memory: the
 //     copies need no registers and one barrier per slice, and the next slices are in flight during the products.
-//   - The loop has no bounds checks. Threads after the last row or column of C read the last one again and store
-//     nothing. The incomplete slice is the first one, padded with leading zeros.
+//   - The loop has no bounds checks. Threads after the end of C read its last row or column again and store nothing.
+//     The incomplete slice is the first one, padded with leading zeros.
 //   - Concurrent blocks process neighbouring tiles, in bands of BAND rows of tiles, so that they find A and B in the L2
 //     cache.
 //   - If C has too few 128x128 tiles for all multiprocessors, tiles are smaller, and GROUPS groups of warps share a

@@ -77,7 +77,7 @@ extern "C" __global__ void matmul_tri_naive(
 }
 
 // Computes a thread's tile. INNER: all rows and columns of the tile exist. Otherwise each row and column is checked,
-// and missing ones count as zeros.
+// and missing rows and columns count as zeros.
 template <bool INNER>
 __device__ __forceinline__ void tile_from_registers(const Head& head, int i0, int j0, int T) {
     const float* q = head.q + (long long)i0 * ROW;

@@ -3,9 +3,9 @@
 //   out[b,h,i,j] = Q_i . K_j / sqrt(HS) for j <= i
 //
 //   qkv (B, T, 3, NH, HS)   Q and K are used; consecutive rows of a head (HS values each) are 3 NH HS values apart
-//   out (B, NH, T, T)       above the diagonal, up to 3 values next to it in a row are computed, others not written
+//   out (B, NH, T, T)       above the diagonal, up to 3 values per row next to it are written, no other values
 //
-//   matmul_tri6: tensor cores with float32 accuracy: each row as two in float16, converted on load
+//   matmul_tri6: tensor cores with float32 accuracy: each row is split into two float16 rows when it is loaded
 //
 // A block computes the products of one tile of TILE rows of Q with up to `span` tiles of K, one after the other. A row
 // x is split into two float16 rows and a scale:
@@ -310,7 +310,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, TRI_BLOCKS) matmul_tri6(
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
     extern __shared__ __align__(16) char shared[];
     const Share share;
-    char* const of_q = shared + 2 * share.BUFFER;  // scales of Q, in use longer than its rows
+    char* const of_q = shared + 2 * share.BUFFER;  // scales of Q, which are read after the memory of its rows is reused
     const Job job = choose_job(T, heads, span, together);
     const float* q = qkv + (job.head / NH * T + job.i * TILE) * ROW + job.head % NH * HS;
     const float* k = qkv + (job.head / NH * T + job.first * TILE) * ROW + (NH + job.head % NH) * HS;

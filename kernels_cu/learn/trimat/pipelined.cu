@@ -2,7 +2,7 @@
 // i.
 //
 //   qkv (B, T, 3, NH, HS)   Q and K are used; consecutive rows of a head (HS values each) are 3 NH HS values apart
-//   out (B, NH, T, T)       above the diagonal, up to 3 values next to it in a row are computed, others not written
+//   out (B, NH, T, T)       above the diagonal, up to 3 values per row next to it are written, no other values
 //
 //   matmul_tri5: two buffers and cp.async, a grid of needed tiles only, no bank conflicts
 //

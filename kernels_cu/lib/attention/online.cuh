@@ -237,7 +237,7 @@ __device__ __forceinline__ void add_values(
 }
 
 template <typename Op>
-__device__ __forceinline__ float combine_row(float value) {  // over the 8 threads that share a query
+__device__ __forceinline__ float combine_row(float value) {  // combines the values of the 8 threads that share a query
     value = Op::combine(value, __shfl_xor_sync(0xffffffffu, value, 1));
     value = Op::combine(value, __shfl_xor_sync(0xffffffffu, value, 4));
     return Op::combine(value, __shfl_xor_sync(0xffffffffu, value, 8));

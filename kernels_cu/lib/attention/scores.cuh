@@ -30,7 +30,7 @@ constexpr float UNIT = LOG2_E * ATT_SCALE;
 // exp(s / sqrt(SIZE)) = exp2(s * UNIT)
 constexpr float UNIT = LOG2_E / (SIZE == 64 ? 8 : SIZE == 128 ? 11.3137085f : 16);
 #endif
-constexpr float BELOW = 8, AT_MOST = 15;         // log2 of a row's largest P: BELOW at a new reference, <= AT_MOST else
+constexpr float BELOW = 8, AT_MOST = 15;         // log2 of a row's largest P: BELOW at a new reference, then <= AT_MOST
 
 // `pair` holds two values of T. In the result, the sign bit of each half is 1 if the value is infinite or NaN; all
 // other bits are 0. (The result, shifted right by 15 and multiplied by 0xffff, is a mask of the infinite and NaN

@@ -1,10 +1,10 @@
 // Loads of Q, K and V into the shared memory of attention/prompt/wgmma.cu and attention/prompt/wgmma_alternate.cu. The
-// copy engine (TMA) loads them; K and V from an FP8 kv_cache are loaded and widened by the threads of the copying
-// warps. Included by lib/attention/wgmma_rows.cuh.
+// copy engine (TMA) loads them, except K and V of an FP8 kv_cache, which the threads of the copying warps load and
+// widen. Included by lib/attention/wgmma_rows.cuh.
 #pragma once
 
 // Sources of the rows of Q, K and V. With ATT_CACHED, `k` and `v` are the arrays of the kv_cache. The copy engine reads
-// them through k_map and v_map; if they are FP8, threads read them.
+// these arrays through k_map and v_map, unless they are FP8: then threads read them.
 struct Source {
     const TensorMap &map, &k_map, &v_map;
     const KV *k, *v;

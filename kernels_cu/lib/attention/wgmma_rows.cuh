@@ -280,8 +280,8 @@ struct Consumer {
         }
     }
 
-    // Masks those of the lane's scores FROM to TO - 1 whose key comes after key `seen`, or in row g + 8 after key
-    // `seen` + `later`. Keys are counted from the key of score FROM.
+    // Masks each of the lane's scores FROM to TO - 1 whose key comes after key `seen`, or in row g + 8 after key `seen`
+    // + `later`. Keys are counted from the key of score FROM.
     template <int FROM, int TO>
     __device__ __forceinline__ void mask(int seen, int later) {
 #pragma unroll

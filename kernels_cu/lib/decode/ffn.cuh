@@ -1,6 +1,6 @@
 // Exchange of the hidden channels h, which the first product of matmul/decode/ffn_mma.cu and
-// matmul/decode/ffn_mma_gguf.cu computes and the second one reads: each block of a cluster computes some columns of h
-// and sends them to the other blocks.
+// matmul/decode/ffn_mma_gguf.cu computes and the second product reads: each block of a cluster computes some columns of
+// h and sends them to the other blocks.
 #pragma once
 #include "lib/cluster.cuh"
 #include "lib/decode/mma.cuh"

@@ -69,7 +69,7 @@ struct Blocks {
 
     // Cursor: addresses from which a lane copies the next unit: the low bits of both octets, and the high bits and
     // scales of the first octet (lanes 0 to 15) or of the second octet (lanes 16 to 31). AT_ONCE: high bits and scales
-    // have at most 256 bytes in total; some lanes then copy high bits and the others scales.
+    // have at most 256 bytes in total; some lanes then copy high bits, the other lanes scales.
     static constexpr bool AT_ONCE = Part::HIGH_BYTES + Part::SCALE_BYTES <= 256;
 
     struct Cursor {

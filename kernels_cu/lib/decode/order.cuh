@@ -27,8 +27,8 @@
 // FP8 weights are converted to float16, which represents all FP8 numbers exactly. Infinity in x makes the sum NaN. Zero
 // padding after the end of K does not change a sum.
 //
-// Either w or x can be operand A of an mma, with 16 rows; the other one is operand B, with 8 columns. As A, a tile has
-// 16 columns of w, or 8 columns with two terms each; or it has 8 rows of x with two terms each. As B, a tile has 8
+// Either w or x can be operand A of an mma, with 16 rows; the other matrix is operand B, with 8 columns. As A, a tile
+// has 16 columns of w, or 8 columns with two terms each; or it has 8 rows of x with two terms each. As B, a tile has 8
 // columns of w; or 4 rows of x with two terms each; or, for GGUF weights and one term, 8 rows of x. Neither this choice
 // nor the position of an output in its tile changes the output's bits. Lane 4 g + t (t = 0..3) holds the values at
 // position t of rows g and g + 8 of A and of column g of B, and the sums

@@ -2,15 +2,15 @@
 // contents, and the consumer warps, which multiply.
 //
 // A stage of the ring of x holds a unit of 128 values of K: two boxes of 64 values, and the sums of x over chunks of 32
-// values (lib/chunk_sums.cuh). W has a separate ring of GGUF tiles of 128 or 256 values of K, with one copy for each
-// eight rows. An earlier version had, for every unit of eight rows, three copies: low bits, high bits and scales. TMA,
+// values (lib/chunk_sums.cuh). W has a separate ring of GGUF tiles of 128 or 256 values of K, with one copy per eight
+// rows of W. An earlier version had, for every unit of eight rows, three copies: low bits, high bits and scales. TMA,
 // Hopper's copy engine, was then the bottleneck: a 12,288 x 4,096 matrix with 16 rows of x took 23.4 us.
 //
 // A lane unpacks the codes of two rows of W, as operand A, while the products of the previous chunk are running. In
 // Q4_K and Q5_K, codes are multiplied by the integer scale s, and a sum covers a GGUF block of 256 values; in other
 // types, a sum covers a sub-block. Each of these sums begins at 0, is multiplied by a scale and is added to the sum of
-// the split (a range of K, lib/decode/order.cuh), so that outputs have the bits of lib/decode/mma_gguf.cuh. For
-// minimums of W, a warp executes one mma per eight rows of x: it multiplies the minimums by the rows' chunk sums.
+// the split (a range of K, lib/decode/order.cuh), so that outputs have the same bits as with lib/decode/mma_gguf.cuh.
+// For minimums of W, a warp executes one mma per eight rows of x: it multiplies the minimums by the rows' chunk sums.
 //
 // NVIDIA H100, Q4_K, us in a CUDA graph. The times include gguf_chunk_sums, which takes 1.7 to 4.1 us. In brackets:
 // times of an earlier version, with sums over 64 values of K and thread blocks of one warpgroup. Thread blocks now have
@@ -26,9 +26,9 @@
 // scheduler together issue 0.4 instructions per cycle. The warps wait a quarter of the time for copies and an eighth
 // for an arithmetic unit.
 // Therefore the ring of W is as deep as the ring of x if shared memory permits. If there is at most one block per
-// multiprocessor, the block's shared memory leaves no room for another block, not even for a block of the next kernel:
-// a decoding step of 64 rows of Llama 7B in Q4_K_M takes 9.13 ms instead of 9.62, a step of 9 rows 3.42 ms instead of
-// 3.60.
+// multiprocessor, a block requests so much shared memory that no second block fits, not even a block of the next
+// kernel: a decoding step of 64 rows of Llama 7B in Q4_K_M takes 9.13 ms instead of 9.62, a step of 9 rows 3.42 ms
+// instead of 3.60.
 //
 // If such a block has only four consumer warps, no other warps hide their latencies. With DH_DEPTH 2, a block therefore
 // has two sets of warps with separate rings, which divide the values of K that the block multiplies: for 64 rows, 4,096

@@ -57,7 +57,7 @@ __device__ __forceinline__ void end_group_of_copies() {
 #endif
 }
 
-// Waits until all groups of this thread's copies have arrived, except the LAST most recent ones.
+// Waits until all groups of this thread's copies have arrived, except the LAST most recent groups.
 template <int LAST>
 __device__ __forceinline__ void wait_for_copies_but() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800

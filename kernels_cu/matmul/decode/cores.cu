@@ -14,7 +14,7 @@
 //   group   LM_SPLIT warps, which divide K into units of 32 * LM_WIDTH weights: warp p has units p, p + LM_SPLIT, ...
 //   thread  keeps a chunk of weights in flight: LM_STEPS vectors of each column of its group. It multiplies the chunk
 //           by LM_TOGETHER rows of x at a time. The code is short on purpose, because a short kernel also waits for its
-//           instructions: 8 rows at a time (1400 instructions) took 10 us, 2 rows at a time take 4.8 us
+//           instructions to load: 8 rows at a time (1400 instructions) took 10 us, 2 rows at a time take 4.8 us
 //
 // For each chunk of K, the products of an output are added within each lane and then over the lanes; these sums are
 // added over the chunks, then over the warps. The bits of an output depend only on LM_WIDTH, LM_SPLIT and LM_STEPS, not

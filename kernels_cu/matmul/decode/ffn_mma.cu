@@ -4,8 +4,9 @@
 //   h = silu(RMSNorm(x) W^T * scale) (RMSNorm(x) U^T * up_scale)           W, U (H, C), V (C, H)
 //   sums[s] = sum over split s (a range of the H channels) of h V^T
 //
-//   decode_ffn_mma: RMSNorm and a gated feed-forward of up to 4 rows in clusters, which exchange h. One kernel replaces
-//       five: a decoding step of one row is a chain of kernels, each of which waits for the previous one
+//   decode_ffn_mma: RMSNorm and a gated feed-forward of up to 4 rows, by clusters whose blocks exchange h. One kernel
+//       replaces five. This saves time because a decoding step of one row is a chain of kernels, each of which waits
+//       for the previous one
 //
 // The additions are in the order of lib/decode/order.cuh, so a row has the same bits in any batch. A cluster computes
 // one split of H: the columns of h in this split, which its blocks exchange, and the split's sums for all C outputs.
@@ -63,7 +64,7 @@ static_assert(ARRIVED % 8 == 0 && HIDDEN % 16 == 0 && STAGED % 16 == 0, "alignme
 template <int K, int CHUNKS, int OCTETS, bool IN_SHARED>
 struct Panel {
     static constexpr int TILES = (OCTETS + 1) / 2;
-    uint4* own;  // IN_SHARED: the thread's first vector; the next ones are THREADS vectors apart
+    uint4* own;  // IN_SHARED: the thread's first vector; further vectors are THREADS vectors apart
     uint4 raw[IN_SHARED ? 1 : CHUNKS][2 * TILES];
     float sums[TILES][ROW_TILES][4];
 

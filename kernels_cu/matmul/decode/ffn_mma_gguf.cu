@@ -4,10 +4,11 @@
 //   h = silu(RMSNorm(x) W^T) (RMSNorm(x) U^T)           W, U (H, C), V (C, H)
 //   sums[s] = sum over split s (a range of the H channels) of h V^T
 //
-//   decode_ffn_mma_gguf: RMSNorm and a gated feed-forward of up to 4 rows in clusters, with GGUF weights
+//   decode_ffn_mma_gguf: RMSNorm and a gated feed-forward of up to 4 rows with GGUF weights, by clusters whose blocks
+//       exchange h
 //
-// Results have the bits of decode_mma_gguf with W and U, followed by decode_mma_gguf with V, because this kernel
-// multiplies weights by the same code (lib/decode/mma_gguf.cuh). The next kernels add the sums over the splits
+// Results have the same bits as decode_mma_gguf with W and U followed by decode_mma_gguf with V, because all these
+// kernels use the products of lib/decode/mma_gguf.cuh. The next kernels add the sums over the splits
 // (lib/split_sums.cuh).
 //
 //   cluster s     h[s]     block 0 | block 1 | ...     OWN columns each, from all of x; sent to all blocks as floats
@@ -17,9 +18,9 @@
 //                 second product: tiles of 16 outputs
 //
 // A block requests all its weights of W, U and V before the wait for the previous kernel, and keeps them in shared
-// memory. The next kernel may start only once x has been loaded. A multiprocessor runs one block, or with one row two,
-// because the 16 blocks of a cluster need space on neighbouring multiprocessors. A decoding step of SmolLM2 in Q4_1
-// with 1, 2 and 4 rows, NVIDIA H100, ms:
+// memory. The next kernel may start only once x has been loaded. A multiprocessor runs one block, or two blocks if
+// there is one row, because the 16 blocks of a cluster need space on neighbouring multiprocessors. A decoding step of
+// SmolLM2 in Q4_1 with 1, 2 and 4 rows, NVIDIA H100, ms:
 //
 //   five kernels per layer                        0.36  0.40  0.47
 //   four kernels per layer, using this one        0.35  0.44  0.50    predicted for one row: 0.32

@@ -1,8 +1,8 @@
 // Matrix products of a GPT-2 layer, and lm_head, in decoding on sm_80 and newer:
 //
-//   decode_mma: few rows on tensor cores, x rounded to one or two terms of the tensor cores' type: the same bits in any
-//       batch. out = [residual +] [gelu] (x W^T * scale + bias); with LM_NORM, x is replaced by its LayerNorm or
-//       RMSNorm; with LM_UP, for two matrices, out = silu(x W^T * scale) (x up^T * up_scale)
+//   decode_mma: few rows on tensor cores, x rounded to one or two terms of the tensor cores' input type; a row has the
+//       same bits in any batch. out = [residual +] [gelu] (x W^T * scale + bias); with LM_NORM, x is replaced by its
+//       LayerNorm or RMSNorm; with LM_UP, for two matrices, out = silu(x W^T * scale) (x up^T * up_scale)
 //
 // EPILOGUE selects other outputs (lib/decode/epilogues.cuh):
 //
@@ -282,7 +282,7 @@ extern "C" __global__ void __cluster_dims__(LM_CLUSTER, 1, 1) __launch_bounds__(
     const float* sums,                    // (LM_SUMS, M, N); with EPILOGUE_APPEND_ROPE (LM_SUMS, M, K), to add to x
     const float* __restrict__ sum_scale,  // (N) or null; with EPILOGUE_APPEND_ROPE (K) or null
     const float* residual,                // (M, N) or null; may be out
-    float* out,                           // (M, N), or the q of (M, N) = [q | k | v] alone
+    float* out,                           // (M, N); with a KV cache only q, the first columns of [q | k | v]
     const float* rotations,               // (M, LM_ROPE / 2, 2), with LM_ROPE
     const int* row,                       // (M)
     const int* position,                  // (M)

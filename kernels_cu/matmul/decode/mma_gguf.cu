@@ -345,7 +345,7 @@ extern "C" __global__ void __cluster_dims__(GGUF_CLUSTER) __launch_bounds__(THRE
     const float* __restrict__ bias,   // (N) or null
     const float* sums,                // (LM_SUMS, M, N); with EPILOGUE_APPEND_ROPE (LM_SUMS, M, K), to add to x
     const float* residual,            // (M, N) or null; may be out
-    float* out,                       // (M, N), or the q of (M, N) = [q | k | v] alone
+    float* out,                       // (M, N); with a KV cache only q, the first columns of [q | k | v]
     const float* rotations,           // (M, LM_ROPE / 2, 2), with LM_ROPE
     const int* row,                   // (M)
     const int* position,              // (M)

@@ -1,6 +1,7 @@
 // Matrix products of decoding on tensor cores, in the order of additions of lib/decode/order.cuh:
 //
-//   decode_mma_tiles: more rows on tensor cores, with the bits of decode_mma: tiles, K divided in a cluster.
+//   decode_mma_tiles: more rows on tensor cores, with the same bits as decode_mma: a block computes a tile, or the
+//       blocks of a cluster divide its K.
 //       out = [residual +] [gelu] (x W^T * scale + bias)
 //   decode_mma_tiles (qkv_mma_tiles): stores q in an array, k and v in the KV cache. EPILOGUE is EPILOGUE_APPEND
 //       (lib/decode/epilogues.cuh)

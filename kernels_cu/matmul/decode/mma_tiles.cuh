@@ -175,8 +175,8 @@ struct Warp {
 // x, then two sums for the low terms.
 typedef float Sums[TILES_M][TILES_N][4];
 
-// A lane's values of 8 rows of x as operand A, with both terms: for one step or, for weights with two terms, all steps
-// of a chunk.
+// A lane's values of 8 rows of x, with both terms, as operand A. They cover one step or, for weights with two terms,
+// all steps of a chunk.
 struct RowTile {
     static constexpr int STEPS = order::TILE_OCTETS == 1 ? order::STEPS : 1;
     unsigned value[STEPS][4];

@@ -1,12 +1,12 @@
 // Matrix products of decoding whose weights stream from memory: up to 64 rows share one read of the weights.
 //
-//   decode_wgmma: large matrices or many rows on Hopper, by wgmma, with x as 16-bit terms; the bits of decode_mma.
+//   decode_wgmma: large matrices or many rows on Hopper, by wgmma, with x as 16-bit terms; the same bits as decode_mma.
 //       out = [residual +] [gelu] (x W^T * scale + bias), or with DH_GATED, for two matrices,
 //       out = silu(x W^T * scale) (x U^T * up_scale)
 //   decode_wgmma (qkv_hopper): EPILOGUE_APPEND stores q in an array, k and v in the KV cache
 //   decode_wgmma (rope_hopper): EPILOGUE_APPEND_ROPE rotates q and k before it stores them. A warp has 8 rows of W and
 //       the 8 rows that are D / 2 rows later, so that a lane has both sums of a pair of channels. The result has the
-//       bits of the product without RoPE followed by positions/rope_append.cu
+//       same bits as the product without RoPE followed by positions/rope_append.cu
 //
 // The additions are in the order of lib/decode/order.cuh. W (N, K), of 16 bits or FP8, is operand A of the products and
 // is loaded into registers, where FP8 is converted. x (M, K) is operand B: the previous kernel has stored x as terms
@@ -19,11 +19,11 @@
 //
 //   ring   [W | x] [W | x] [W | x] ...   barriers: full: a slice has arrived; empty: all warps have used the slice
 //
-// With two blocks on a multiprocessor, one block copies while the other begins, ends or waits. A cluster has DH_SHARES
-// neighbouring tiles of columns, which need the same x: each block copies a part of each slice of x to all of these
-// blocks. Otherwise the L2 cache would deliver as many bytes of x as of W. A cluster has DH_SPLITS blocks per tile,
-// which divide K and exchange the sums of their splits (ranges of K): block i % DH_SPLITS receives the sums of sub-tile
-// i (16 columns by 4 rows) and adds them in order.
+// With two blocks on a multiprocessor, one block copies while the other block begins, ends or waits. A cluster has
+// DH_SHARES neighbouring tiles of columns, which need the same x: each block copies a part of each slice of x to all of
+// these blocks. Otherwise the L2 cache would deliver as many bytes of x as of W. A cluster has DH_SPLITS blocks per
+// tile, which divide K and exchange the sums of their splits (ranges of K): block i % DH_SPLITS receives the sums of
+// sub-tile i (16 columns by 4 rows) and adds them in order.
 //
 // Any M and N; K is a multiple of 128. grid (DH_SHARES * DH_SPLITS * ceil(M / TERM_ROWS) * ceil(N / (COLUMNS *
 // DH_SHARES))), block (128 * DH_GROUPS + 32), or 512 with DH_GROUPS 3. gpt2block/ops/_linear_hopper.py chooses the
@@ -37,9 +37,10 @@
 //   4096 -> 2 x 11008     42.7   44.7   51.4   (42.7; 53.5, 120, 162, with silu_mul)
 //   11008 -> 4096         23.7   24.7   31.7   (21.3; 23.3, 138, 108)
 //
-// These times depend on how well blocks fill the multiprocessors. 11008 -> 4096 took 26.2, 27.7 and 32.8 us before each
-// multiprocessor had one block, whose ring has as many stages as fit. 4096 -> 2 x 11008 took 45.0, 44.6 and 63.4 us
-// before four blocks shared x for any number of rows and blocks had three warpgroups for 64 rows.
+// These times depend on how well blocks fill the multiprocessors. 11008 -> 4096 took 26.2, 27.7 and 32.8 us in an
+// earlier version; now each multiprocessor has one block, whose ring has as many stages as fit. 4096 -> 2 x 11008 took
+// 45.0, 44.6 and 63.4 us in an earlier version; now four blocks share x for any number of rows, and blocks have three
+// warpgroups for 64 rows.
 //
 // GPT-2 small in bfloat16, 256 rows, in us from the end of the previous kernel to the kernel's own end, by time stamps
 // in a step (in brackets: matmul/decode/mma_tiles.cu): qkv 9.1 (13.6), o 5.3 (6.5), fc 10.5 (14.2), proj 8.3 (12.3). Of
@@ -68,7 +69,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
     const float* __restrict__ up_scale,    // (N) or null
     const float* __restrict__ bias,        // (N) or null
     const float* residual,                 // (M, N) or null; may be out
-    float* out,                            // (M, N), with DH_OUT_TERMS as 16-bit terms, or the q of [q | k | v] alone
+    float* out,                            // (M, N), with DH_OUT_TERMS as 16-bit terms; with a KV cache only q
     const float* rotations,                // (M, DH_ROPE / 2, 2), with DH_ROPE
     const int* row,                        // (M)
     const int* position,                   // (M)

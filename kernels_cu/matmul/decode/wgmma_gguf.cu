@@ -1,6 +1,6 @@
 // The products of matmul/decode/wgmma.cu with GGUF weights, for many rows of decoding on Hopper:
 //
-//   decode_wgmma_gguf: GGUF weights by wgmma, with the bits of decode_mma_gguf, x rounded to one float16 term.
+//   decode_wgmma_gguf: GGUF weights by wgmma, with the same bits as decode_mma_gguf, x rounded to one float16 term.
 //       out = [residual +] [gelu] (x W^T + bias), or with DH_GATED, for two matrices, out = silu(x W^T) (x U^T)
 //   decode_wgmma_gguf (qkv_gguf_hopper): EPILOGUE_APPEND stores q in an array, k and v in the KV cache
 //   decode_wgmma_gguf (rope_gguf_hopper): EPILOGUE_APPEND_ROPE rotates q and k before it stores them
@@ -27,7 +27,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
     const float* chunk_sums,         // (M, K / 32): sums of x (lib/chunk_sums.cuh), or null
     const float* __restrict__ bias,  // (N) or null
     const float* residual,           // (M, N) or null; may be out
-    float* out,                      // (M, N), with DH_OUT_TERMS as 16-bit terms, or the q of [q | k | v] alone
+    float* out,                      // (M, N), with DH_OUT_TERMS as 16-bit terms; with a KV cache only q
     const float* rotations,          // (M, DH_ROPE / 2, 2), with DH_ROPE
     const int* row,                  // (M)
     const int* position,             // (M)

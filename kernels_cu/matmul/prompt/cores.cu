@@ -3,13 +3,14 @@
 //
 //   x (M, K)   w (N, K)   scale (N), bias (N), residual (M, N) or null, residual may be out   out (M, N)   any M, N, K
 //
-//   linear_tiles: many rows: register tiles in the order of k; weights narrower than fp32 are widened in shared memory
+//   linear_tiles: many rows: tiles of outputs in registers, products added in the order of k; weights narrower than
+//       fp32 are widened in shared memory
 //
 // A block computes a ROWS x COLUMNS tile of out, a thread SIDE x SPAN outputs of the tile (lib/matmul/registers.cuh).
 // Differences from matmul_forward_kernel3 in learn/matmul/registers.cu:
 //
 //   - Every tile adds the products of an output in the order of k, one after the other. A row therefore has the same
-//     bits for any number of rows, any position among them and any tile. So K is not divided among groups of warps.
+//     bits for any number of rows, any position among the rows and any tile. So K is not divided among groups of warps.
 //     Instead, small tiles have few outputs per thread, so that each scheduler of a multiprocessor has a warp.
 //   - k is the inner dimension of both x and w. Both are transposed while they are copied to shared memory, float by
 //     float.
@@ -19,9 +20,9 @@
 //   - scale, bias, GELU and residual are applied to the sums in registers.
 //
 // Concurrent blocks process neighbouring tiles, in bands of BAND rows of tiles. For rows or columns after the last one,
-// threads read the last one again and store nothing. If DEPTH does not divide K, the first slice is padded with leading
-// zeros, which do not change the sums. x is loaded through the L1 cache, so a launch must not overlap the previous
-// kernel (lib/overlap.cuh).
+// threads read the last row or column again and store nothing. If DEPTH does not divide K, the first slice is padded
+// with leading zeros, which do not change the sums. x is loaded through the L1 cache, so a launch must not overlap the
+// previous kernel (lib/overlap.cuh).
 //
 //   slice s        wait for x(s), narrow w(s + 1); barrier; request x(s + STAGES - 1), narrow w(s + STAGES);
 //                  widen w(s + 1); multiply x(s), w(s)

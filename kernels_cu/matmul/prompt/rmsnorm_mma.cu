@@ -6,8 +6,8 @@
 //   rmsnorm_ffn_mma      h = x + residual; n = rms(h) (h gamma); out = silu(n w1) (n w3)      w1, w3 like w
 //
 //   rmsnorm_matmul_mma, rmsnorm_ffn_mma: many rows: tiles on tensor cores (mma.sync), the norm in the same loop over K
-//   rmsnorm_matmul_mma (unfused): rmsnorm in a kernel of its own, then the product, then RoPE: x is normalised once
-//   rmsnorm_ffn_mma (unfused): rmsnorm in a kernel of its own, then the products: x is normalised once
+//   rmsnorm_matmul_mma (unfused): rmsnorm in a separate kernel, then the product, then RoPE: x is normalised once
+//   rmsnorm_ffn_mma (unfused): rmsnorm in a separate kernel, then the products: x is normalised once
 //
 // The operations are taken from kernl's Llama kernels. The row's factor rms is applied at the end: x gamma, rounded to
 // T, is multiplied by w while the squares of x are added. The float sums are then multiplied by rms. Both weight
@@ -15,7 +15,7 @@
 // has the loop and describes the constants.
 //
 // Any M. K, x_stride and N must be multiples of 8. With FP8 weights, N (for w as (K, N)) or K (for w as (N, K)) must be
-// a multiple of 16. All arrays are aligned to 16 bytes. No output may overlap an input. Row m is at start + m %
+// a multiple of 16. All arrays are aligned to 16 bytes. No output may overlap an input. Row m has position start + m %
 // seq_len.
 //
 // Block (THREADS), grid ceil(M / MMA_ROWS) * ceil(N / columns), where columns is MMA_COLUMNS, or MMA_COLUMNS / 2 with

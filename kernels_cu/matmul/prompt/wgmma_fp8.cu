@@ -10,9 +10,9 @@
 //   FP8, widened in memory     24       8 + 16 written  48
 //   FP8, widened in registers  24       8 (as 16)       32
 //
-// wgmma needs two neighbouring values of every 8 along K in a lane. A lane therefore loads 2 bytes at a time, which
-// takes twice as long as wide loads. If lanes loaded more bytes and exchanged parts of them, the exchange would take as
-// long as the wide loads save.
+// In wgmma's first operand, a lane holds two neighbouring values of every 8 along K. A lane therefore loads 2 bytes at
+// a time, which takes twice as long as wide loads. If lanes loaded more bytes and exchanged parts of them, the exchange
+// would take as long as the wide loads save.
 //
 // NVIDIA H200, E4M3 with scales, us per launch in a CUDA graph. In brackets: the times with 16-bit weights, and with
 // FP8 weights that another kernel widens in memory first:

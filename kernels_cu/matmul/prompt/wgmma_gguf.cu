@@ -10,10 +10,11 @@
 //   unpack     32 | 32 | 32 | ...
 //   multiply        32 | 32 | 32 | ...
 //
-// An earlier version computed weights as floats. For a chunk of 32 values along K in Q4_K, a lane has 16 weights and
-// executed 120 instructions; predicted were 72. Because instructions wait for results of previous ones, a warp issued
-// one instruction in 4.2 cycles: for a chunk, the two warpgroups of a block with 128 rows of a took 505 cycles, of
-// which the tensor cores need 256. Now weights are computed as pairs of float16, by 53 of 92 instructions per chunk.
+// An earlier version computed weights as floats. For a chunk of 32 values along K in Q4_K, a lane has 16 weights, for
+// which it executed 120 instructions; the prediction was 72. Because instructions wait for results of previous ones, a
+// warp issued one instruction in 4.2 cycles: for a chunk, the two warpgroups of a block with 128 rows of a took 505
+// cycles, of which the tensor cores need 256. Now weights are computed as pairs of float16; for each chunk, a lane
+// executes 92 instructions, of which 53 compute weights.
 //
 // NVIDIA H100, 512 rows, us per launch in a CUDA graph. In brackets: the times with 16-bit weights and with E5M2
 // weights; for the prompt also the time with GGUF weights that another kernel first converts to float16 in memory:
