@@ -1104,7 +1104,7 @@ def top_logprobs(logits: Array, K: int = MOST_ALTERNATIVES) -> tuple[NDArray[np.
 
 @takes("tokens i32 T -> guess i32 K")
 def guess_tokens(tokens: NDArray[np.int32], K: int = 7) -> NDArray[np.int32]:
-    """Guess a sequence's next K tokens: those after an earlier occurrence of its last tokens.
+    """Guess a sequence's next K tokens: the tokens after an earlier occurrence of its last tokens.
 
     The latest earlier occurrence of the last three tokens is used, or of the last two or one if
     there is none. If the sequence ends before the K-th guess, the guesses repeat from the first.

@@ -195,7 +195,7 @@ def attention(o: Any, h: str, x: Value) -> Value:
 
 
 def feed_forward(o: Any, h: str, x: Value, y: Value) -> Value:
-    """Compute x1 = x + norm(projected attention); return the block's x1 + norm(ffn(norm(x1)))."""
+    """Compute x1 = x + norm(projected attention); return the output x1 + norm(ffn(norm(x1)))."""
     y = o.product(f"{h}proj", y, f"{h}w_o", f"{h}b_o")
     x = o.add_norm(f"{h}x1", x, y, _of(f"{h}gamma_attn"))
     y = o.norm(f"{h}rms2", x, _of(f"{h}gamma2"), to=(f"{h}w_gate", f"{h}w_up"))
@@ -225,7 +225,7 @@ def stream_bounds(config: Gemma3Config, largest: Mapping[str, float]) -> Iterato
 def operand_bounds(
     config: Gemma3Config, largest: Mapping[str, float], norms: RowNorms
 ) -> dict[str, float]:
-    """Bound operands as Qwen3 does. A matrix row W and norm weights w: |W (1+w)| <= |W| + |W w|."""
+    """Bound operands as Qwen3 does. |W (1+w)| <= |W| + |W w| for a matrix row W, norm weights w."""
     wide = {
         name: value + name.rpartition(".")[2].startswith("gamma") for name, value in largest.items()
     }

@@ -57,7 +57,7 @@ def attention(o: Any, h: str, x: Value) -> Value:
 
 
 def feed_forward(o: Any, h: str, x: Value, y: Value) -> Value:
-    """Compute x1 = x + norm(projected attention), and return the block's x1 + norm(ffn(x1))."""
+    """Compute x1 = x + norm(projected attention), and return the output x1 + norm(ffn(x1))."""
     y = o.product(f"{h}proj", y, f"{h}w_o", f"{h}b_o")
     x = o.add_norm(f"{h}x1", x, y, f"{h}gamma_attn")
     y = o.operand(f"{h}ff_in", x, to=(f"{h}w_gate", f"{h}w_up"))

@@ -24,7 +24,7 @@ Scalar = Any  # a NumPy scalar: CuPy passes its bytes to the kernel
 Argument = Any  # a Scalar or a TensorMap
 Compile = Callable[..., Any]  # compile(*key) returns a compiled `cupy.RawKernel`
 Watcher = Callable[[int, int], None]  # receives the numbers of ready and of requested kernels
-MOST_THREADS = 16  # maximum threads: each needs memory, and programs start with few more kernels
+MOST_THREADS = 16  # maximum threads: each needs memory, and few programs start with more kernels
 
 _LIMITS, _REQUESTS = threading.Lock(), threading.Lock()
 _kernels: dict[Hashable, Future[Any]] = {}

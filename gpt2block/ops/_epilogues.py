@@ -80,7 +80,7 @@ def append_rope(c: Call) -> Epilogue:
 
 
 def append_sums(c: Call) -> Epilogue:
-    """Return the epilogue of `rope_sums`: `append_rope` of x plus partial sums, with two norms."""
+    """Return the epilogue of `rope_sums`: `append_rope`, with partial sums of x and head norms."""
     norms = {} if c.gamma_q is None else {"gamma_q": c.gamma_q, "gamma_k": c.gamma_k}
     end = append_rope(c)
     return end._replace(args={**end.args, **_sums(c), **norms}, splits=_splits(c))

@@ -174,7 +174,7 @@ def _few_rows(p: HopperProduct, rows: int, sms: int) -> list[HopperLinearTile]:
             tile = tile._replace(splits=n, rows=max(rows, n))  # each block completes some sums
             if n * grid >= 1.4 * sms:
                 break
-    if tile.splits > 1:  # clusters of 2 blocks fill SMs evenly, larger ones need room
+    if tile.splits > 1:  # clusters of 2 blocks fill SMs evenly, larger clusters need room
         blocks = min(tile.blocks, ceil(2 * grid / sms)) if tile.splits == 2 else tile.blocks
         tiles.append(tile._replace(blocks=blocks))
     if not tiles or grid >= sms:
@@ -187,9 +187,9 @@ def _few_rows(p: HopperProduct, rows: int, sms: int) -> list[HopperLinearTile]:
 def _of_blocks(p: HopperProduct, rows: int, sms: int) -> HopperLinearTile:
     """Return the tile for weights in GGUF blocks; the rules follow measurements on an H100.
 
-    Up to 32 rows, K is divided until a multiprocessor has about three blocks. For more rows, it has
-    one block with deep rings if that suffices, and two sets of warps if a block has half of K.
-    Blocks of a cluster that do not divide K share x.
+    Up to 32 rows, K is divided until a multiprocessor has about three blocks. For more rows, a
+    multiprocessor has one block with deep rings if all blocks then run at once. Such a block has
+    two sets of warps if it computes half of K. Blocks of a cluster that do not divide K share x.
     """
     parts, each = splits(p.K)
     possible = [n for n in (1, 2, 4) if parts > HALF_SPLITS * (n > 1) and (n < 3 or parts % n == 0)]

@@ -342,8 +342,8 @@ def _converted(c: Call) -> tuple[Launch, ...]:
 def widens(w: WeightMatrix) -> bool:
     """Whether the product kernel itself converts FP8 weights (N, K) or GGUF blocks to 16 bits.
 
-    The copy engine needs rows of FP8 of a multiple of 16 bytes; a tile of blocks must have one
-    type.
+    The copy engine needs FP8 rows whose bytes are a multiple of 16. All GGUF blocks of a tile must
+    have one type.
     """
     if compute_capability() != HOPPER_CAPABILITY:
         return False
@@ -364,7 +364,7 @@ def _workspace_floats() -> int:
 def _check_up(c: Call) -> None:
     """Raise InputError unless the kernel for two matrices, `w` and `up`, supports the call.
 
-    It loads both matrices before the previous kernel has ended, so no launch may convert w.
+    The kernel loads both matrices before the previous kernel has ended, so no launch may convert w.
     """
     others = {
         "two-part matrices": c.two_part,

@@ -20,7 +20,7 @@ ROUNDABLE = (ROUNDED, *FP8, GGUF)  # dtypes of weights for which x can be rounde
 class Terms(NamedTuple):
     """Format of a tensor that stores one or two 16-bit numbers (terms) instead of each float.
 
-    Products on tensor cores read them (kernels_cu/lib/terms.cuh).
+    Tensor-core products read such tensors (kernels_cu/lib/terms.cuh).
     """
 
     dtype: str  # float16, bfloat16 or two_part

@@ -42,7 +42,7 @@ def model_steps(config: ModelConfig) -> list[Step]:
 
 
 def check_read(config: ModelConfig, steps: Iterable[Step]) -> None:
-    """Raise RuntimeError if no step of a pass to logits reads one of the model's tensors.
+    """Raise RuntimeError if the model has a tensor that no step of a pass to logits reads.
 
     A matrix counts as read if its two-part form is read. A vector from which the
     architecture computes a constant counts as read, but the constant itself must be read.

@@ -79,7 +79,8 @@ class DecodePass(Pass):
         biased = any(self.do.has(w.replace("w_", "b_")) for w in to)
         if (beta and self.norms) or (to and fused and not beta and not biased):
             return Rows(x, gamma, beta, bound=bound)
-        terms = self._terms(to, bound, together=1 if beta else UNIT)  # RMSNorm adds UNIT channels
+        # The RMSNorm kernel can add up UNIT neighbouring channels, and store the sums with terms.
+        terms = self._terms(to, bound, together=1 if beta else UNIT)
         if beta:
             options: dict[str, Any] = {"variant": "decode", "stats": False, **_to(terms)}
             y = self.do(name, "layernorm", (x, gamma, beta), eps=self.c.eps, **options)
@@ -160,7 +161,7 @@ class DecodePass(Pass):
         return two_part_of(w), {"x_bound": _power_from(a.bound)}
 
     def _given(self, a: Rows) -> dict[str, Any]:
-        """Return the options of a product of rows `a`: eps with a norm; terms or x_dtype."""
+        """Return a product's options for rows `a`: eps for a norm, and terms or x_dtype."""
         normed = {"eps": self.c.eps} if a.gamma else {}
         return normed | ({"terms": a.terms} if a.terms else self.rounding)
 

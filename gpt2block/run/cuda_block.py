@@ -61,9 +61,9 @@ class _Workspace:
 class CudaEngine(BlockEngine):
     """An engine that runs a block with kernels of `gpt2block.ops`, on the caller's current stream.
 
-    dtype: of x, of every step's result and of the matrices of fused products, which are already
-    rounded to it; all other weights are float32. With `BlockSpec.bounds`, those matrices
-    and the activations they are multiplied with are TwoPartMatrix; a trace returns them as float32.
+    dtype: dtype of x, of every step's result and of the matrices of fused products, which are
+    already rounded to it; all other weights are float32. With `BlockSpec.bounds`, both operands of
+    fused products are stored as TwoPartMatrix; a trace returns such activations as float32.
     Thread-safe; calls on different streams wait for each other, since they share memory.
     """
 

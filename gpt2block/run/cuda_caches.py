@@ -43,7 +43,7 @@ def forget_oldest(kept: OrderedDict[Any, Any], most: int, stream: Any) -> None:
 class CudaCache:
     """Keys and values as one array (2 n_layer, slots, n_ctx, KV): K of layer 0, V of layer 0, …
 
-    Each layer's K and V begin at a multiple of ALIGNED bytes, so slots can be more than the batch.
+    Each layer's K and V begin at a multiple of ALIGNED bytes; unused slots are added if necessary.
     prefills, steps: a model's recordings for this cache; keys of prefills are their shapes.
     """
 

@@ -60,7 +60,7 @@ class CudaDecoding:
         with self._model.running():
             for group in _groups(starts):
                 self._start(group)
-                self._model.recordings.meet()  # the next prompts' gathers come after allocations
+                self._model.recordings.meet()  # all GPUs allocate before the next prompts' gathers
 
     def extend(self, starts: Sequence[Start]) -> None:
         with self._model.running():

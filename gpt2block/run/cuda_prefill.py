@@ -1,8 +1,8 @@
 """Prefill on a GPU: the new tokens of all sequences are the rows of one matrix.
 
-The passes are those of `gpt2block.passes.prefill`. A row's kernels, and so its bits, depend on
-its own sequence alone. Tokens, positions and lengths are in device memory: a repeated call of the
-same shape is a CUDA graph.
+`gpt2block.passes.prefill` has the passes. A row's kernels, and so its bits, depend on its own
+sequence alone. Tokens, positions and lengths are in device memory: a repeated call of the same
+shape is a CUDA graph.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class PrefillPrograms:
     Rows beyond the given tokens are padding: they belong to no sequence, and attention skips them.
 
     After `run`, `out` holds the requested output until the model's next prefill. "last": logits of
-    the given sequences, undefined for those without new tokens; "hidden" and "states": the final
-    norm, (N, C) float32; "rows": the same, in the dtype of the product with lm_head;
-    "log_likelihood": of the next token of each row, (N,), undefined for the last row of a sequence;
-    with "likeliest", the array `likeliest` also holds the most likely next token of each row.
+    the given sequences, undefined for sequences without new tokens. "hidden" and "states": the
+    final norm, (N, C) float32. "rows": the final norm in the dtype of the product with lm_head.
+    "log_likelihood": each row's log-likelihood of its next token, (N,), undefined for the last row
+    of a sequence. With "likeliest", the array `likeliest` also holds each row's most likely token.
     """
 
     def __init__(self, model: CudaPasses, cache: CudaCache, shape: Prefill) -> None:

@@ -34,8 +34,8 @@ from gpt2block.weights.two_part import TwoPartMatrix
 def check_room(config: ModelConfig, formats: Formats, share: Share | None = None) -> None:
     """Raise MemoryError, before a tensor is read, if the weights do not fit on the device.
 
-    They include the two-part copies that products on tensor cores read. The kind of products never
-    depends on free memory, and so neither do results. share: the part of them on this device.
+    The weights include the two-part copies that products on tensor cores read. Free memory affects
+    neither the kind of products nor results. share: the part of the weights on this device.
     """
     shapes = None if share is None else share.shapes()
     needed, free = weight_bytes(config, formats, shapes), free_bytes()
@@ -70,8 +70,8 @@ class CudaWeights(StoredModel):
     def _matrix(self, name: str, array: Any, layout: str) -> WeightMatrix:
         """Return a matrix of a checkpoint, or this GPU's share, as `_whole_matrix` does.
 
-        Only the share is uploaded and, of a `Stored` or `InBlocks`, read. `largest` is the largest
-        magnitude of the whole matrix.
+        Only the share is uploaded; of a `Stored` or `InBlocks`, only the share is read. `largest`
+        is the largest magnitude of the whole matrix.
         """
         share = self._share
         spans = () if share is None else share.spans(name)

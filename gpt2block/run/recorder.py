@@ -40,7 +40,7 @@ def bytes_of(shape: Shape, dtype: Any) -> int:
     return prod(shape) * int(np.dtype(dtype).itemsize)
 
 
-class ArenaFull(Exception):  # noqa: N818  (the caller takes a larger one)
+class ArenaFull(Exception):  # noqa: N818  (the caller takes a larger arena)
     """Raised if the free bytes of an arena (a preallocated buffer) do not suffice."""
 
 

@@ -128,7 +128,7 @@ class Recording:
             self._owner.meet()
 
     def agreed(self, value: Item) -> Item:
-        """Return a value that depends on times: on several GPUs, the first GPU's."""
+        """Return `value`, which depends on times; on several GPUs, the first GPU's value."""
         return value if self._owner is None else self._owner.agreed(value)
 
     def load(self) -> None:
@@ -289,13 +289,13 @@ class Recordings:
         """Wait for the threads of all GPUs, if the model is on several.
 
         An allocation can wait until a GPU is idle, and lets no other thread launch kernels
-        meanwhile. So no thread may allocate memory until all have launched what gathers wait for.
+        meanwhile. So no thread may allocate until all have launched the work that gathers wait for.
         """
         if self.share is not None:
             self.share.exchange()
 
     def agreed(self, value: Item) -> Item:
-        """Return a value that depends on times: on several GPUs, the first GPU's."""
+        """Return `value`, which depends on times; on several GPUs, the first GPU's value."""
         return value if self.share is None else self.share.exchange(value)[0]
 
     def make(
