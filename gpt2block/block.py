@@ -29,7 +29,7 @@ from gpt2block.weights.matrix import WeightMatrix
 from gpt2block.weights.two_part import LARGEST_BOUND
 
 KERNELS = ("auto", "skeleton", "fused")
-FUSED_WIDTH = 16384  # most channels per row in the kernel layernorm_narrow
+FUSED_WIDTH = 16384  # maximum channels per row in the kernel layernorm_narrow
 
 
 class BaseBlock:

@@ -241,8 +241,8 @@ class Model(Generic[Weights]):
 
         The texts stay the same. The more guesses are right, the fewer steps a text takes. The draft
         model must be on the same GPU, and have the same tokens and at least the same context. For a
-        model on several GPUs, it must be on one of them, and is copied to the others. At most 16
-        rows are then computed together. None: guesses are copied from the text. Setting another
+        model on several GPUs, it must be on one of them, and is copied to the other GPUs. At most
+        16 rows are then computed together. None: guesses are copied from the text. Setting another
         model raises InputError. Source: Leviathan et al., "Fast Inference from Transformers
         via Speculative Decoding" (2023).
         """
@@ -394,7 +394,7 @@ class Model(Generic[Weights]):
     def hidden_states(self, ids: Row | Sequence[Row]) -> Floats | list[Floats]:
         """Return hidden states in float32: the embedding, each block's output, then the final norm.
 
-        The shape is (n_layer + 2, T, C) or (n_layer + 2, B, T, C), or a list of the former.
+        Returns (n_layer + 2, T, C), (n_layer + 2, B, T, C), or a list of (n_layer + 2, T, C).
         """
         sequences, shape = inputs.sequences(self.engine, ids)
         states = self.engine.forward(sequences, "states")
@@ -411,8 +411,8 @@ class Model(Generic[Weights]):
         ids: a text or token ids (T,).
 
         The device and the options determine which steps there are. Examples of names: "embedding",
-        "h.0.ln1", "h.11.gelu", "ln_f". cached: compute the last token only, after the others are in
-        a kv_cache.
+        "h.0.ln1", "h.11.gelu", "ln_f". cached: compute the last token only, with the keys and
+        values of earlier tokens in a kv_cache.
         """
         return self.engine.trace(inputs.tokens(self.engine, self.lookup, ids, cached), cached)
 
@@ -507,7 +507,7 @@ class Model(Generic[Weights]):
     ) -> Generator[str, None, Generation]:
         """Yield the continuation of one prompt in pieces of whole characters, as it is generated.
 
-        The keywords are those of `generate`. The generator's return value is the Generation.
+        The keywords are as in `generate`. The generator's return value is the Generation.
         Raises as `generate` does; wrong arguments raise immediately.
         """
         from gpt2block.generation import generate  # noqa: PLC0415
@@ -532,7 +532,7 @@ class Model(Generic[Weights]):
         add_generation_prompt: whether the template writes the beginning of an answer; by default
         True, unless the last message is continued. continue_final_message: the answer continues the
         last message. chat_template_kwargs: variables that the template reads, such as
-        {"enable_thinking": False}. The other keywords are those of `generate`; sampling options
+        {"enable_thinking": False}. The other keywords are as in `generate`; sampling options
         that are not passed have the values of `chat_sampling`.
 
         Raises as `generate` does; InputError for messages that the template refuses and for
@@ -553,7 +553,7 @@ class Model(Generic[Weights]):
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **options: Unpack[StreamOptions],
     ) -> Generator[str, None, Generation]:
-        """Yield the answer to a conversation in pieces. Arguments are those of `chat`."""
+        """Yield the answer to a conversation in pieces. Arguments are as in `chat`."""
         own = (add_generation_prompt, continue_final_message, chat_template_kwargs)
         arguments = self.chat_template.arguments(*own)
         prompt = self.chat_template.ids(self.tokenizer, messages, **arguments)

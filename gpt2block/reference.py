@@ -1237,7 +1237,7 @@ def _is_matrix(array: Any, rows: tuple[int, ...]) -> bool:
     return known and array.shape[:1] == rows
 
 
-# Contracts of one GPU's part of `gathered`, and of `gathered` and then `rmsnorm`.
+# Contracts of a GPU's gather (its part of `gathered`), and of a gather followed by `rmsnorm`.
 _MAIL = "abort i32 Q; own to_1? to_2? to_3? to_4? to_5? to_6? to_7? i64 P"
 _GATHER = f"share mixed M S; residual? f32 M N; {_MAIL} -> out~residual mixed M N"
 _GATHER_NORM = (

@@ -38,7 +38,7 @@ class Gemma3Config(WindowedConfig):
     """Sizes of a Gemma 3 model. attention_bias: whether Q, K, V and output projections have biases.
 
     sliding_layers: whether each layer has the window; () means all but every sixth. local_theta:
-    RoPE's theta in layers with the window; theta and scaling apply to the others. scalar: scores
+    RoPE's theta in layers with the window; theta and scaling apply to other layers. scalar: scores
     are multiplied by 1 / sqrt(scalar); 0 stands for this model size's value, which GGUF files lack:
     the head size, or n_embd / n_head with 62 layers (27B). logits_cap: the limit of the magnitudes
     of logits, or None. embedding_dtype: the dtype that the embedding factor sqrt(n_embd) is rounded

@@ -164,7 +164,7 @@ class Unpickler:
         self._push(function(arguments))
 
     def _build(self) -> None:
-        """Run opcode BUILD: drop an OrderedDict's attributes; refuse attributes of other objects."""
+        """Run opcode BUILD: drop an OrderedDict's attributes, refuse other objects' attributes."""
         state, target = self._stack.pop(), self._stack[-1]
         if not isinstance(target, OrderedDict) or not isinstance(state, dict):
             raise CheckpointError(f"its pickle sets attributes of {describe(target)}: refused")

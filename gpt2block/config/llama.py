@@ -65,7 +65,7 @@ _NUMBERS = (
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Scaling of RoPE's frequencies for a longer context than that of the training.
+    """Scaling of RoPE's frequencies for a longer context than the context of the training.
 
     kind "linear": divides all frequencies by `factor`. "llama3": divides frequencies with a
     wavelength above original_context / low_freq_factor by `factor`, keeps frequencies with a

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 CudaArray = Any  # cupy.ndarray, which has no type stubs
 Shape = tuple[int, ...]
 Read = Callable[[int, NDArray[np.uint8]], None]
-PIECES, PIECE_BYTES = 2, 2**24  # most copies to the host that run at once; bytes per copy
+PIECES, PIECE_BYTES = 2, 2**24  # maximum copies to the host that run at once; bytes per copy
 READERS, READ_BYTES = 4, 2**22  # threads that read bytes for the GPU; bytes per read
 
 

@@ -42,7 +42,8 @@ class Epilogue(NamedTuple):
     ) -> Launch:
         """Return the launch of a kernel for weights w with this epilogue.
 
-        defines: macros besides those of the geometry. args: the kernel's other arguments, by name.
+        defines: macros in addition to the geometry's macros. args: the kernel's other arguments, by
+        name.
         """
         chosen: Defines = () if self.name == "ADD" else (("EPILOGUE", f"EPILOGUE_{self.name}"),)
         geometry = geometry._replace(defines=(*geometry.defines, *defines, *chosen))

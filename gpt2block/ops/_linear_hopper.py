@@ -33,7 +33,7 @@ FEWEST_COLUMNS = 8  # minimum columns of wgmma's operand x; a column is one term
 LINE = 128  # bytes of a row of W in a slice of K
 GROUP_COLUMNS, GROUP_WARPS = 64, 4  # outputs and warps per warpgroup
 MOST_GROUPS = 3  # maximum warpgroups per block that multiply
-ROPE_BOX = 32  # rows of W per copy with RoPE; half a head is a multiple
+ROPE_BOX = 32  # rows of W per copy with RoPE; a divisor of half a head's channels
 ALIGNMENT = 1024  # bytes to which shared memory is aligned
 BARRIERS, CONSTANTS = 512, 512  # maximum bytes of static shared memory per block, per warpgroup
 PAIR = 8  # bytes of two float32 sums
@@ -158,7 +158,7 @@ def _many_rows(p: HopperProduct, sms: int) -> HopperLinearTile:
 
 
 def _few_rows(p: HopperProduct, rows: int, sms: int) -> list[HopperLinearTile]:
-    """Return tiles for up to 32 rows, preferred ones first. Memory bandwidth limits the speed.
+    """Return tiles for up to 32 rows, preferred tiles first. Memory bandwidth limits the speed.
 
     One block per SM with a deep ring reads long rows of weights at the highest rate. For short rows
     there are more blocks, so that blocks of the next kernel start early.

@@ -139,9 +139,9 @@ def split_geometry(
     """Return the geometry of kernel `split` for M queries on a GPU with `sms` multiprocessors.
 
     clusters: whether the GPU has thread block clusters. shared_limit: bytes of shared memory that a
-    block can have. serves: heads of q per head of K in the whole model, if NH and NKV are those of
-    a share; None for NH / NKV. The order of additions depends only on HS and itemsize, and with FP8
-    on whether a warp of the whole model has several heads of q.
+    block can have. serves: heads of q per head of K in the whole model, if NH and NKV count the
+    heads of a share; None for NH / NKV. The order of additions depends only on HS and itemsize, and
+    with FP8 on whether a warp of the whole model has several heads of q.
     """
     _check_head(HS)
     if max(M, NH) > MOST_BLOCKS[1]:
@@ -322,7 +322,7 @@ def _hopper_few(c: Call) -> Launch:
 def _hopper(c: Call) -> Launch:
     """Launch variant `hopper`. k and v can also be FP8.
 
-    Results are bitwise equal to those of attention's variant hopper over the whole sequence.
+    Results are bitwise equal to `attention`'s variant hopper over the whole sequence.
     """
     n_head, n_kv_head, HS = _heads("qkv", c.Q, c.n_head, c.C)
     if compute_capability() != HOPPER_CAPABILITY:

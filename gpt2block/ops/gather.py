@@ -30,7 +30,7 @@ CAPACITY = 2**19  # entries in half of gather's area; an entry: a 4-byte word, i
 WORDS = 2**18  # maximum words that `gather` sends; gather_rows sends more, without round numbers
 ROOM = 2**22  # words in half of gather_rows' area; also the area's size in entries of 8 bytes
 HEADER = 16 + 7 * 1024  # entries before the areas of a mailbox, with flags (lib/exchange.cuh)
-MOST_ROWS, MOST_CHANNELS = 64, 8192  # most rows, and channels, of a gather with a norm
+MOST_ROWS, MOST_CHANNELS = 64, 8192  # maximum rows and channels of a gather with a norm
 SEND, RECEIVE = 1, 2  # parts of the kernel
 MAIL = ("abort", "own", *(f"to_{n}" for n in range(1, MOST_GPUS)))  # inputs after the residual
 
@@ -38,7 +38,7 @@ MAIL = ("abort", "own", *(f"to_{n}" for n in range(1, MOST_GPUS)))  # inputs aft
 class Mailboxes:
     """Memory through which several GPUs exchange words: a mailbox on each GPU.
 
-    devices: device numbers. Raises InputError if a GPU cannot access another one's memory.
+    devices: device numbers. Raises InputError if a GPU cannot access another GPU's memory.
     """
 
     def __init__(self, devices: Sequence[int]) -> None:

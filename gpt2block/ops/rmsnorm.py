@@ -1,6 +1,6 @@
 """RMSNorm: x / sqrt(mean(x²) + eps) · weight over each row.
 
-Kernels: norms/rmsnorm.cu (rows) and, for forward passes, norms/rmsnorm_stream.cu. In the latter,
+Kernels: norms/rmsnorm.cu (rows) and, for forward passes, norms/rmsnorm_stream.cu (stream), where
 `rmsnorm_add` adds the norm of x to the residual stream, and `operand` converts rows of the stream
 without a norm.
 """

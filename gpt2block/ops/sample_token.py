@@ -133,7 +133,7 @@ def choose_geometry(
     threads: int | None = None,
     defines: Defines = (),
 ) -> Geometry:
-    """Return a geometry of one cluster per row, as large as lets all clusters run concurrently.
+    """Return a geometry of one cluster per row: the largest clusters that all run concurrently.
 
     room: bytes of shared memory that a block can have. A block of a cluster keeps its part of the
     row in shared memory, and the columns of its first pass if they fit, too. clusters: whether the
@@ -288,9 +288,9 @@ def bind_place(
 ) -> Bound:
     """Bind a launch that copies each slot's (sequence's) token and position to its rows in `slots`.
 
-    out is `slots.token`. Rows with a number outside the state are unchanged. With guess (B, K) and
-    left (B,), a slot has `together` rows: the first is for its last token, the others are for its
-    guesses, limited by the number of tokens that it may still draw.
+    out is `slots.token`. Rows whose slot is not in the state are unchanged. With guess (B, K) and
+    left (B,), a slot has `together` rows: the first is for its last token, further rows are for its
+    guesses, limited by the number of tokens that the slot may still draw.
     """
     inputs = (slots.row, state.token, state.position, guess, left, slots.token, slots.position)
     placed = PLACE_ROWS.bind_on_device(inputs, together=together)

@@ -9,7 +9,7 @@ from gpt2block.cuda.kernels import FP8, TWO_PART, Defines
 from gpt2block.errors import InputError
 from gpt2block.weights.gguf import UNIT
 
-KINDS = {"float16": 1, "bfloat16": 2, TWO_PART: 3}  # constants of the kinds in lib/terms.cuh
+KINDS = {"float16": 1, "bfloat16": 2, TWO_PART: 3}  # dtype of terms → constant of lib/terms.cuh
 LINE = 64  # channels per line of terms in the order of wgmma
 IN_ORDER = 2  # Terms.width for GGUF blocks, whose codes are stored in the order of mma operands
 CHUNK = 32  # channels of x per sum; minimums of GGUF blocks are multiplied by these sums

@@ -1,6 +1,6 @@
 """Forward passes of all architectures: prefill, decoding, and single blocks.
 
-forward       the order of the halves of the blocks, and the outputs of a pass
+forward       a pass through all blocks of a model, and the outputs of a pass
 blocks        a pass with one step per operation, and the fused block
 prefill       passes over the new tokens of all sequences as rows of one matrix
 decoding      passes over one token for each row of a kv_cache

@@ -36,7 +36,7 @@ class DecodePass(Pass):
     preferred ones first, by the last part of the weights' name; empty if products read floats.
     Two-part terms need an operand with a bound, from which their scale is computed.
     fp8_cache: the FP8 format of the kv_cache, or None. bounds: upper bounds of the magnitudes of
-    operands, by name; products of bounded operands read two-part weights instead of float32 ones.
+    operands, by name; products of bounded operands read two-part weights instead of float32.
     x_dtype: the dtype to which x of a product without terms is rounded, or None. together: the
     number of neighbouring rows that belong to one sequence. fuses: whether products can fuse
     RMSNorm, RoPE and the gate.
@@ -65,7 +65,7 @@ class DecodePass(Pass):
         self.rotations: dict[str, Value] = {}  # key: name of a tensor of RoPE frequencies
 
     def embed(self) -> Value:
-        if self.c.rope and self._fuses_rope(self._terms(("w_qkv",))):  # layers share rotations
+        if self.c.rope and self._fuses_rope(self._terms(("w_qkv",))):  # shared by all layers
             for rope in dict.fromkeys(self.c.rope):
                 name = rope.replace("frequencies", "rotations")
                 inputs = ("positions", rope, *(("row",) if self.c.own else ()))

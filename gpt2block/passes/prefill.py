@@ -39,7 +39,7 @@ class Prefill:
     the FP8 format of the kv_cache, to which attention over new tokens also rounds K and V; or None.
     gated: whether 16-bit products can have two matrices, so that a gated feed-forward is one
     product instead of gate, up and ff. appends: whether 16-bit attention over new tokens also
-    writes K and V to the kv_cache, whose dtype equals that of the activations.
+    writes K and V to the kv_cache, whose dtype is then the activations' dtype.
     """
 
     products: Products

@@ -184,7 +184,7 @@ class Share:
         """Join the parts that all GPUs have of a result, or of a tensor, along an axis.
 
         name: as in a recording or a checkpoint. The threads of all GPUs call this; only the first
-        GPU joins the parts. The other GPUs return `own`, and so does the first if `own` is whole.
+        GPU joins the parts. The other GPUs return `own`, and the first GPU does if `own` is whole.
         """
         spans = self.spans(QKV if matrix_of(name) in HEADS else name)
         parts = self.exchange(own) if spans or self.has_part(name) else [own]

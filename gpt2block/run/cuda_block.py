@@ -32,9 +32,9 @@ from gpt2block.weights.matrix import WeightMatrix
 from gpt2block.weights.two_part import TwoPartMatrix
 
 CudaArray = Any  # cupy.ndarray, which has no type stubs
-MAX_SHAPES = 8  # most input shapes whose workspaces are kept
+MAX_SHAPES = 8  # maximum input shapes whose workspaces are kept
 OUTPUT = "output"  # name of the last step
-MAX_CALLS = 16  # most triples (shape, x pointer, out pointer) whose launches are kept
+MAX_CALLS = 16  # maximum triples (shape, x pointer, out pointer) whose launches are kept
 
 
 @dataclass
@@ -42,7 +42,7 @@ class _Workspace:
     """Device arrays and recorded steps that all calls with one input shape share.
 
     given: int32 device arrays whose values each call can change, while graphs keep their addresses.
-    known: the steps of the last recording; most of them use neither x nor the output. sent: copies
+    known: the steps of the last recording, for reuse: few steps use x or the output. sent: copies
     of the values in `given`.
     """
 

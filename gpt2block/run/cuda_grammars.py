@@ -21,7 +21,7 @@ from gpt2block.run.guessing import SpeculationPolicy
 from gpt2block.run.model import Ids
 from gpt2block.sampling import mask_words
 
-ANY_NUMBER = 2**30  # `left` of slots whose tokens only the host counts
+ANY_NUMBER = 2**30  # value of `Guesses.left` if only the host counts the tokens left to draw
 Guessed = Sequence[Sequence[int]]  # for each slot of a step, the tokens in its rows after the first
 
 

@@ -1,8 +1,8 @@
 """A model on a GPU: prefill over packed rows, decoding as a CUDA graph, sampling on the device.
 
 Every forward pass is a recording of one of `gpt2block.passes`. A decoding step reads its tokens and
-positions from device memory, where the sampler writes the next ones, so that it is the same graph
-each time.
+positions from device memory, where the sampler writes the next values, so that every step can
+replay the same graph.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ from gpt2block.run.timeline import Call, Timeline
 from gpt2block.weights.matrix import on_host
 
 TOKENS_AT_ONCE = 8192  # maximum tokens of a prefill of several sequences
-KEPT_COUNTS = 32  # most scratch caches kept for padded batches, one per number of sequences
+KEPT_COUNTS = 32  # maximum scratch caches kept for padded batches, one per number of sequences
 KEPT_OF_COUNT = 8  # prefill shapes kept per scratch cache of padded batches
 
 

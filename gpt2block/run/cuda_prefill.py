@@ -54,7 +54,7 @@ class PrefillPrograms:
         batch = dict(zip(self._sizes, cupy.split(self._numbers, ends), strict=True))
         self._tensors = {**batch, **cache_tensors(cache, model.config.n_layer)}
         self._recordings: dict[Want | None, Recording] = {}
-        self._known: Mapping[str, Recorded] = {}  # steps of the first recording, which others reuse
+        self._known: Mapping[str, Recorded] = {}  # first recording's steps, which others reuse
 
     def recording(self, model: CudaPasses, want: Want | None) -> Recording:
         """Return the recorded launches that compute the output `want`; record them on first use."""

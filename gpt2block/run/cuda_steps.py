@@ -44,7 +44,7 @@ from gpt2block.run.recorder import rounded_up
 from gpt2block.sampling import CHANGES, MOST_ALTERNATIVES, Sampling, changes
 
 CHANGED, COUNTED = 1, 2  # kinds of logit changes; COUNTED: penalties need counts of drawn tokens
-MOST_GUESSING = 64  # most rows (tokens) of a step that also computes guessed tokens
+MOST_GUESSING = 64  # maximum rows (tokens) of a step that also computes guessed tokens
 
 
 class DecodingSteps:
@@ -303,7 +303,7 @@ class DecodingStep:
         return half
 
     def _prepare_likely(self) -> None:
-        """Before launches, allocate what the most likely tokens need (see `Recordings.meet`)."""
+        """Allocate memory for the most likely tokens before launches (see `Recordings.meet`)."""
         self._meet()
         for top in self._top:
             _ = top.launch.launches[0].function.local_size_bytes  # loads the kernel
@@ -402,9 +402,9 @@ class InFlight:
         return without(found, np.concatenate(self._stopped)) if self._stopped else found
 
     def taken(self) -> list[Sampled]:
-        """Return a list of Sampled; number n has the accepted token n, from 0, of each slot.
+        """Return a list whose element n is the Sampled of each slot's n-th accepted token, from 0.
 
-        Slots without an accepted token n, and stopped slots, are left out.
+        Slots without an n-th accepted token, and stopped slots, are left out.
         """
         self.read()
         tokens, logprobs, flags = (a.reshape(-1, self.together).T for a in self._sampled)

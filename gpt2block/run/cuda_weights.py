@@ -108,7 +108,7 @@ class CudaWeights(StoredModel):
                 cupy.get_default_memory_pool().free_all_blocks()
                 return packed
             array = array.on_host()
-        if isinstance(array, WeightMatrix):  # in blocks of a file, or of a model on another GPU
+        if isinstance(array, WeightMatrix):  # GGUF blocks, or a matrix of a model on another GPU
             if reads_blocks or not isinstance(array, GgufMatrix):
                 return array.mapped(cupy.asarray)
             array, layout = array.dequantized().T, "NK"

@@ -33,7 +33,7 @@ from gpt2block.weights.two_part import TwoPartMatrix, scale_for
 VIEW = "rows"  # name of the operation whose result is a NumPy-style view of its input
 ALIGNMENT = 512  # alignment, in bytes, of each array in an arena
 _scale_for = lru_cache(maxsize=4096)(scale_for)  # cached: all layers have the same bounds
-OPEN = ("any", "strided", "mixed")  # kinds (see `contract`) of arrays that share any one dtype
+OPEN = ("any", "strided", "mixed")  # kinds (see `contract`) whose arrays have one common dtype
 
 
 def bytes_of(shape: Shape, dtype: Any) -> int:

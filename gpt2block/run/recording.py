@@ -128,7 +128,7 @@ class Recording:
             self._owner.meet()
 
     def agreed(self, value: Item) -> Item:
-        """Return `value`, which depends on times; on several GPUs, the first GPU's value."""
+        """Return `value`, which depends on measured times; on several GPUs, the first GPU's."""
         return value if self._owner is None else self._owner.agreed(value)
 
     def load(self) -> None:
@@ -295,7 +295,7 @@ class Recordings:
             self.share.exchange()
 
     def agreed(self, value: Item) -> Item:
-        """Return `value`, which depends on times; on several GPUs, the first GPU's value."""
+        """Return `value`, which depends on measured times; on several GPUs, the first GPU's."""
         return value if self.share is None else self.share.exchange(value)[0]
 
     def make(

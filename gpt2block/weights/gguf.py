@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 OCTET, UNIT = 8, 128  # rows per tile, and inputs per tile
 LANES = 4  # lanes of a warp per row of a tile
 MOST_RANGES = 3  # maximum ranges (consecutive outputs of one type): one each for q, k, v
-BORDER = 16  # a range begins at a multiple of BORDER outputs, as a warp multiplies one type
+BORDER = 16  # a range begins at a multiple of BORDER outputs, as a warp's outputs have one type
 AT_ONCE = 2**20  # number of weights that are decoded at a time
 SHIFTS = np.arange(8, dtype=np.uint8)
 QUIET: Any = {"over": "ignore", "invalid": "ignore"}  # scales of a file may be infinity or NaN
