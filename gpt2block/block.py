@@ -292,8 +292,8 @@ def fused_problem(weights: BlockWeights, capability: int) -> str | None:
 def two_part_problem(weights: BlockWeights) -> str | None:
     """Return why activations cannot be stored as two float16 numbers per value, or None.
 
-    The weights determine bounds, from which the scales of a TwoPartMatrix follow. None: no x makes
-    a tensor too large for its scale.
+    The weights determine bounds, from which the scales of a TwoPartMatrix follow. None: no x can
+    make a tensor too large for its scale.
     """
     tensors = weights.astype(np.float32).tensors()
     for name, w in tensors.items():

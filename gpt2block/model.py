@@ -525,9 +525,10 @@ class Model(Generic[Weights]):
     ) -> Generation:
         """Generate the answer to a conversation.
 
-        messages: {"role": "user", "content": "…"} and so on, with the roles that the model's
-        template knows, also as OpenAI's clients send them. The template writes the messages and the
-        beginning of the answer; names of special tokens in a message are ordinary text.
+        messages: dicts such as {"role": "user", "content": "…"}, with the roles that the model's
+        template knows; the form in which OpenAI's clients send messages is also accepted. The
+        template writes the messages and the beginning of the answer; names of special tokens in a
+        message are ordinary text.
 
         add_generation_prompt: whether the template writes the beginning of an answer; by default
         True, unless the last message is continued. continue_final_message: the answer continues the

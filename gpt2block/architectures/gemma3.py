@@ -1,7 +1,7 @@
 """Gemma 3's text models: Llama's block with four norms; 5 of 6 layers have an attention window.
 
-Norms also follow both halves of a block, before the residual additions, and each head of q and k
-has a norm. Files of `transformers` store norm weights as w, GGUF files as the factors 1 + w. RoPE
+Norms also follow attention and the feed-forward, before the residual additions. Each head of q and
+k has a norm. Files of `transformers` store norm weights as w, GGUF files as the factors 1 + w. RoPE
 rotates by other frequencies in layers with a window than in layers without. The feed-forward's gate
 is GELU, rows of wte are multiplied by sqrt(n_embd), and logits may be capped.
 

@@ -1,6 +1,7 @@
 """OLMo 2: Llama's block with norms of the outputs of attention and FFN, not of their inputs.
 
-Products read the residual stream itself. All heads of q share one norm before RoPE; so do k's.
+Products read the residual stream itself. Before RoPE, one norm applies to all heads of q, and one
+to all heads of k.
 Source: OLMo Team, "2 OLMo 2 Furious" (2024), and Olmo2 in `transformers`.
 """
 

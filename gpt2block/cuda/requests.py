@@ -1,6 +1,6 @@
 """Compile kernels or load them from CuPy's cache, in the background, and launch them.
 
-A kernel is requested when a launch is bound, and the first use of the kernel waits for it. A plan
+A kernel is requested when a launch is bound, and the first use of the kernel waits for it. A pass
 binds all its launches before the first one runs, so that their kernels are compiled in parallel.
 At exit, and after Ctrl-C, a process waits only for kernels whose compilation has begun.
 """

@@ -59,7 +59,7 @@ class HopperLinearTile(NamedTuple):
     def threads(self) -> int:
         """Threads per block, in warps that multiply and in one warp or one warpgroup that copies.
 
-        With three warpgroups that multiply, a fourth one copies.
+        With three warpgroups that multiply, a fourth warpgroup copies.
         """
         copying = GROUP_WARPS if self.groups == MOST_GROUPS else 1
         return 32 * (GROUP_WARPS * self.groups + copying) * self.depth
@@ -72,9 +72,10 @@ class HopperLinearTile(NamedTuple):
 class HopperProduct(NamedTuple):
     """The sizes and formats of a product of x (M, K) and weights (N, K).
 
-    outputs: N, for GGUF blocks the outputs of each type. two: whether each output needs two rows of
-    weights, of two gated matrices or, with RoPE, of the halves of a head. rounded: whether x has
-    one term per value. octet, units: `GgufMatrix.tile` and `.units` of the weights, or 0 and 0.
+    outputs: (N,), or the number of outputs of each GGUF type. two: whether each output needs two
+    rows of weights, of two gated matrices or, with RoPE, of the halves of a head. rounded: whether
+    x has one term per value. octet, units: `GgufMatrix.tile` and `.units` of the weights, or 0 and
+    0.
     """
 
     M: int

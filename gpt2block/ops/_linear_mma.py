@@ -122,7 +122,7 @@ def _block(M: int, N: int, K: int, dtype: str, sms: int, possible: Sequence[int]
 def _room(columns: int, flight: int, rows: int, once: bool) -> bool:
     """Return whether the registers of an SM suffice for two blocks, if weights have 4 bytes.
 
-    The second block is one of the next kernel. once: whether all units of a split are in flight at
+    The second block belongs to the next kernel. once: whether all units of a split are in flight at
     once, or enough registers remain to load the other units later.
     """
     if rows > FEW_ROWS:

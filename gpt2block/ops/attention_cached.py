@@ -387,9 +387,9 @@ def _split(c: Call) -> Launch:
 
     The cache already holds these keys, including the query's own. A position beyond the cache
     counts as the last one; for a row outside the cache, or a position below 0, nothing is written.
-    to_terms: Terms that out holds instead of floats, as `linear` takes them, in the dtype of k
-    (two-part for float32, any for FP8). together: neighbouring rows per sequence, a power of two;
-    their positions are successive or -1. serves: as in `split_geometry`.
+    to_terms: the `Terms` to store in out for `linear`, instead of floats; their dtype is the dtype
+    of k (two-part for float32, any for FP8). together: neighbouring rows per sequence, a power of
+    two; their positions are successive or -1. serves: as in `split_geometry`.
     """
     if c.together < 1 or c.together & (c.together - 1) or c.M % c.together:
         raise InputError(

@@ -233,7 +233,7 @@ def bind_state(
     position stays below n_ctx. out is `state.token`. slots: rows of the state, all different; None:
     M rows in order. report (2, 2, M) int32 gets a copy of token and of the bits of logprob, in
     report[0] if the step (with slots, their `turn`) is even, else in report[1]. report may be host
-    memory. changes (B, 258), together with state.seen: the `changes` of each row. counts (B, V)
+    memory. changes (B, 258), with state.seen: results of `sampling.changes` per row. counts (B, V)
     int32, needed for penalties: how often each token was drawn. A run increments counts. masks: the
     allowed tokens of each row; None: all.
     """

@@ -33,7 +33,7 @@ class DecodePass(Pass):
 
     norms: whether products fuse LayerNorm, which is fastest for few rows; else LayerNorm has its
     own steps, with bitwise equal results. known: the `Terms` in which x of a product can be stored,
-    preferred ones first, by the last part of the weights' name; empty if products read floats.
+    preferred terms first, by the last part of the weights' name; empty if products read floats.
     Two-part terms need an operand with a bound, from which their scale is computed.
     fp8_cache: the FP8 format of the kv_cache, or None. bounds: upper bounds of the magnitudes of
     operands, by name; products of bounded operands read two-part weights instead of float32.

@@ -82,7 +82,7 @@ class Share:
 
         Otherwise each GPU computes all heads. This is so if the heads of q or of k cannot be
         divided equally, if a GPU's channels of K are no multiple of BORDER_OF_BLOCKS with GGUF
-        types, if one norm applies to all heads, or if one scale does (two-part operands).
+        types, or if one norm or one scale (of two-part operands) applies to all heads.
         """
         c, shapes = self.config, self.config.block_shapes()
         n_kv_head = c.kv_width // c.head_size

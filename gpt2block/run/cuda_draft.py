@@ -38,7 +38,8 @@ class Draft:
     def _between(self, stream: Any) -> Iterator[None]:
         """Run the with block on the draft's stream, after work that was queued on `stream`.
 
-        Later work of `stream` waits for it. Events order the streams; the host does not wait.
+        Later work of `stream` waits for the block's work. Events order the streams; the host does
+        not wait.
         """
         given, done = (cupy.cuda.Event(disable_timing=True) for _ in range(2))
         given.record(stream)

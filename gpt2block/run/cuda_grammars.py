@@ -2,7 +2,7 @@
 
 A mask depends on all tokens before it, so that the host must read a step's tokens before it can
 compute the next step's masks. Such a step therefore runs in two parts: the forward pass is launched
-at once, the host computes the masks meanwhile, and the sampler is launched when they are copied.
+at once, the host computes the masks meanwhile, and the sampler follows when masks are copied.
 """
 
 from __future__ import annotations

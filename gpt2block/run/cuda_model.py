@@ -1,6 +1,6 @@
 """A model on a GPU: prefill over packed rows, decoding as a CUDA graph, sampling on the device.
 
-Every forward pass is a recording of one of `gpt2block.passes`. A decoding step reads its tokens and
+Every forward pass is recorded from a pass in `gpt2block.passes`. A decoding step reads tokens and
 positions from device memory, where the sampler writes the next values, so that every step can
 replay the same graph.
 """
@@ -406,7 +406,8 @@ class CudaModel(CudaWeights):
     def prompt_weights(self, head: bool) -> dict[str, Any]:
         """Return the weights that prefill reads, with memory for converted weights.
 
-        head: with the padded lm_head for logits of all tokens as "head" and "head_bias".
+        head: whether to include the padded lm_head for logits of all tokens, as "head",
+        "head_bias".
         """
         return {**self.given(), **self.prompts.of(head)}
 

@@ -195,9 +195,10 @@ def prefill_slots(
 ) -> CudaArray:
     """Compute the new tokens of sequences whose first `cached` tokens are in slots of the cache.
 
-    Slots are in ascending order. All sequences are new, or all continue. Returns their last logits
-    (N or more, V), valid until the next prefill. Without `last`, only keys and values are computed,
-    and the result is None. Sizes are rounded up, so that other sequences use the same launches.
+    Slots are in ascending order. All sequences are new, or all continue. Returns the logits of
+    their last tokens, (N or more, V), valid until the next prefill. Without `last`, only keys and
+    values are computed, and the result is None. Sizes are rounded up, so that other sequences use
+    the same launches.
     """
     lengths = [len(ids) for ids in sequences]
     kind = start_kind(cache, sum(lengths), max(lengths), any(cached), len(slots))

@@ -40,9 +40,9 @@ def start_up(
 ) -> Iterator[tuple[int, int]]:
     """Compile kernels, record CUDA graphs; yield numbers of done and all tasks before each task.
 
-    slots: slots of a decoding in which no sequence runs; their kv_cache is overwritten. most: most
-    tokens of prompts that start together. continued: whether prompts may continue cached tokens.
-    speculate: whether steps compute guesses, too.
+    slots: slots of a decoding in which no sequence runs; their kv_cache is overwritten. most:
+    maximum tokens of prompts that start together. continued: whether prompts may continue cached
+    tokens. speculate: whether steps compute guesses, too.
     """
     start = _Parts(model, cache, speculate)
     counts = sorted({rounded_up(n, 2) for n in range(1, slots + 1)})

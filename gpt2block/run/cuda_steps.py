@@ -291,7 +291,7 @@ class DecodingStep:
     def _free_half(self) -> int:
         """Read earlier results; return the half (0 or 1) of their memory for the next launch.
 
-        Before the first launch, the device's launch count is set to 0, after earlier launches.
+        The first call after `restart` also queues a reset of the device's launch count to 0.
         """
         if self._first:
             self.turn.fill(0)
@@ -369,12 +369,12 @@ class InFlight:
             self._read = True
 
     def with_masks(self, matchers: Sequence[Matcher | None]) -> InFlight:
-        """Set the matchers of the slots, which `accept` continues; return this object."""
+        """Set the slots' matchers, to which `accept` passes the tokens; return this object."""
         self._matchers, self.masked = matchers, True
         return self
 
     def accept(self) -> None:
-        """Continue the slots' matchers with their tokens, once."""
+        """Pass the tokens to the slots' matchers, on the first call only."""
         if not self._matchers:
             return
         self.read()

@@ -96,7 +96,7 @@ class CudaWeights(StoredModel):
     def _whole_matrix(self, name: str, array: Any, layout: str) -> WeightMatrix:
         """Return a matrix of a checkpoint in device memory, in the model's dtype, layout "NK".
 
-        GGUF blocks keep their bits if the GPU has tensor cores; otherwise they are dequantized. The
+        GGUF blocks stay quantized if the GPU has tensor cores; else they are dequantized. The
         first matrix starts the compilation of the kernels that convert matrices. Raises InputError,
         with the tensor's name, for weights that the dtype cannot hold.
         """
@@ -129,7 +129,7 @@ def _read(array: Any) -> Any:
 def _outputs(array: Any, layout: str, spans: Sequence[tuple[int, int]]) -> tuple[Any, str]:
     """Return outputs of a matrix of a checkpoint, in ranges (begin, end), and their layout.
 
-    An array in device memory may be on another GPU. Its outputs are copied to the current one.
+    An array in device memory may be on another GPU. Its outputs are copied to the current GPU.
     """
     if isinstance(array, (Stored, InBlocks)):
         return _read(array.of_spans(spans)), layout
@@ -215,7 +215,7 @@ class PromptWeights:
     def of(self, head: bool) -> dict[str, Any]:
         """Return {name that prefill's steps use: array}, with memory for converted weights.
 
-        head: with the padded lm_head as "head" and its bias as "head_bias".
+        head: whether to include the padded lm_head as "head" and its bias as "head_bias".
         """
         weights = dict(self._divided)
         if head:

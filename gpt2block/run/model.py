@@ -446,7 +446,7 @@ class StepResult(NamedTuple):
 class TracedEngine(ModelEngine, Protocol):
     """A model engine that returns results and times of each step of a sequence's forward pass.
 
-    cached: the pass computes the last token only, with keys and values of others in a kv_cache.
+    cached: the pass computes the last token only, with earlier keys and values in a kv_cache.
     """
 
     def trace(self, ids: Ids, cached: bool) -> dict[str, NDArray[Any]]:

@@ -47,7 +47,7 @@ class ArenaFull(Exception):  # noqa: N818  (the caller takes a larger arena)
 class Offsets:
     """Allocator of ranges of one buffer; each begins at the lowest offset with enough free bytes.
 
-    limit: bytes of the buffer; None: unlimited. `peak` is the end of the highest part so far.
+    limit: bytes of the buffer; None: unlimited. `peak` is the end of the highest range so far.
     """
 
     def __init__(self, limit: int | None = None) -> None:

@@ -39,8 +39,8 @@ class Recording:
 
     out: the result of the pass. overlapping: every kernel itself waits for the previous one
     (kernels_cu/lib/overlap.cuh), so launches may overlap. borrowed: names of tensors and results
-    that the caller keeps alive during a run; a trace cannot read them. owner: the Recordings that
-    made it.
+    that the caller keeps alive during a run; a trace cannot read them. owner: the Recordings
+    object that created this recording.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Recording:
     def replay(self, stream: Any, private: Any) -> None:
         """Replay the launches as a CUDA graph on `stream`. The first call captures it on `private`.
 
-        Every kernel must be loaded already, by a run of this recording or of another one.
+        Every kernel must be loaded already, by a run of this recording or of another recording.
         """
         self._watched()
         if self._graph is None:
