@@ -29,7 +29,7 @@ from gpt2block.weights.matrix import WeightMatrix
 from gpt2block.weights.two_part import LARGEST_BOUND
 
 KERNELS = ("auto", "skeleton", "fused")
-FUSED_WIDTH = 16384  # most channels per row in the kernel layernorm_narrow
+FUSED_WIDTH = 16384  # maximum channels per row in the kernel layernorm_narrow
 
 
 class BaseBlock:
@@ -112,13 +112,13 @@ class Block(BaseBlock):
     (LeetGPU's GPT-2 block challenge). device: "cuda", "cuda:1", "cpu", or None for the GPU where
     there is one. graph: replay a CUDA graph for repeated calls (same bits as direct launches).
 
-    dtype: "float32", "bfloat16" or "float16", of x, the result, all intermediate tensors and the
-    matrices. Sums, statistics, softmax, biases, gamma and beta are float32. With NumPy a step is
-    computed in float32 and its result rounded to the dtype.
+    dtype: dtype of x, the result, all intermediate tensors and the matrices: "float32", "bfloat16"
+    or "float16". Sums, statistics, softmax, biases, gamma and beta are float32. With NumPy a step
+    is computed in float32 and its result rounded to the dtype.
 
     kernels: "skeleton", ten steps in float32 with the kernels of LeetGPU's challenge; "fused",
     seven steps on tensor cores, for heads of 64 channels and compute capability 8.0 or newer; or
-    "auto", the faster of those that support the dtype. Fused float32 has the accuracy of float32:
+    "auto", the faster kind that supports the dtype. Fused float32 has the accuracy of float32:
     the operands of its products are two-part (TwoPartMatrix), which requires finite weights. With
     NumPy "auto" selects the ten steps for float32.
 
@@ -156,11 +156,12 @@ class Block(BaseBlock):
     def __call__(self, x: Any, out: Any | None = None) -> Any:
         """Compute the block. x (T, C) or (B, T, C) of the block's dtype → shape and dtype of x.
 
-        NumPy in, NumPy out; a CUDA array (CuPy, DLPack, `__cuda_array_interface__`) in, a CuPy
-        array out, on CuPy's current stream. That stream and the current stream of the library of x
-        or `out` wait for each other, so that x can be overwritten, and `out` read, at once. The
-        result is a new array, which later calls leave unchanged, or `out`. An x that is not
-        C-contiguous is copied first; `out` must be C-contiguous. NaN propagates. Raises InputError.
+        For a NumPy x the result is a NumPy array. For a CUDA array (CuPy, DLPack,
+        `__cuda_array_interface__`) it is a CuPy array, computed on CuPy's current stream. This
+        stream and the current stream of the library of x or `out` wait for each other, so that the
+        caller can overwrite x, and read `out`, at once. The result is a new array, which later
+        calls leave unchanged, or `out`. An x that is not C-contiguous is copied first; `out` must
+        be C-contiguous. NaN propagates. Raises InputError.
         """
         return self._engine.forward(x, out)
 
@@ -291,8 +292,8 @@ def fused_problem(weights: BlockWeights, capability: int) -> str | None:
 def two_part_problem(weights: BlockWeights) -> str | None:
     """Return why activations cannot be stored as two float16 numbers per value, or None.
 
-    The weights determine bounds, from which the scales of a TwoPartMatrix follow. None: no x makes
-    a tensor too large for its scale.
+    The weights determine bounds, from which the scales of a TwoPartMatrix follow. None: no x can
+    make a tensor too large for its scale.
     """
     tensors = weights.astype(np.float32).tensors()
     for name, w in tensors.items():
@@ -331,8 +332,8 @@ def solve(x: Any, output: Any, weights: Any, seq_len: int) -> None:
     """Entry point of LeetGPU's challenge: compute the block without a mask, write it to `output`.
 
     x, output: CuPy float32, seq_len · 768 elements in any shape; weights: CuPy float32, the packed
-    7,087,872 elements. Intermediate tensors are allocated for the call. Runs on the current stream;
-    the same bits as `Block(BlockWeights.from_packed(weights), causal=False,
+    7,087,872 elements. Intermediate tensors are allocated for the call. Runs on the current stream.
+    The result is bitwise equal to `Block(BlockWeights.from_packed(weights), causal=False,
     kernels="skeleton")(x)`. Raises InputError.
     """
     seq_len = check_count("seq_len", seq_len)

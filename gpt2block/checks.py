@@ -311,7 +311,7 @@ def _position(name: str, value: Any) -> int:
     return check_integer(name, value, 0, MOST_POSITIONS, "an integer of at least 0 below 2^31")
 
 
-# Checks of scalar arguments, by name of the argument, which all functions use alike.
+# Checks of scalar arguments by argument name. A name has the same meaning in all functions.
 SCALARS: Mapping[str, Callable[[str, Any], Any]] = {
     "n_head": check_count,
     "window": check_count,

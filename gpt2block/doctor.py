@@ -38,8 +38,8 @@ PIP_CUDA12 = f"pip install 'cupy-cuda12x==14.*' '{TOOLKIT[12]}'"
 SET_CACHE = "set CUPY_CACHE_DIR to a directory that can be written"
 ADVICE = "`gpt2block check` says what to do"
 NO_DEVICE = 100
-LEAST_TO_DIVIDE = 8, 0  # compute capability of GPUs among which a model can be divided
-MOST_TO_DIVIDE = 8  # most GPUs of a model
+LEAST_TO_DIVIDE = 8, 0  # minimum compute capability of GPUs among which a model can be divided
+MOST_TO_DIVIDE = 8  # maximum GPUs among which a model can be divided
 DRIVER_FIX = {  # fixes by error code of the driver
     34: "remove the toolkit's 'stubs' directory from LD_LIBRARY_PATH",
     802: "start the fabric manager: sudo systemctl start nvidia-fabricmanager",
@@ -420,7 +420,7 @@ def examine() -> list[Check]:
 def cuda_problem() -> str | None:
     """Return the reason why kernels cannot run on CUDA device 0, as a clause, or None if they can.
 
-    Compiles nothing and creates no context, so that a device without free memory is not noticed.
+    Compiles nothing and creates no context; therefore does not detect a device without free memory.
     """
     return None if cuda.replaced() else _first_problem()
 

@@ -165,7 +165,7 @@ def require(
 ) -> None:
     """Raise an error of class `kind` unless these modules of an optional extra are installed.
 
-    purpose: subject of the message, which needs the modules.
+    purpose: the feature that needs the modules, which is the subject of the message.
     """
     missing = [name.replace("_", "-") for name in modules if find_spec(name) is None]
     if missing:

@@ -26,14 +26,14 @@ class LlamaBlock(BaseBlock):
     "cuda:1", "cpu", or None for the GPU where there is one. graph: replay a CUDA graph for repeated
     calls (same bits as direct launches).
 
-    dtype: "float32", "bfloat16" or "float16", of x, the result, all intermediate tensors and the
-    matrices, on a GPU also of gamma. With NumPy a step is computed in float32 and its result
-    rounded to the dtype.
+    dtype: dtype of x, the result, all intermediate tensors and the matrices, on a GPU also of
+    gamma: "float32", "bfloat16" or "float16". With NumPy a step is computed in float32 and its
+    result rounded to the dtype.
 
     kernels: "skeleton", a step per operation; "fused", in which products fuse residuals and norms;
-    "auto" is skeleton for float32 and fused for 16 bits. Tensors of the same name are the same. On
-    a GPU float32 is skeleton; 16 bits are fused, and need heads that attention on tensor cores
-    takes.
+    "auto" is skeleton for float32 and fused for 16 bits. A name stands for the same tensor in both.
+    On a GPU, float32 supports skeleton only, and 16 bits support fused only, with head sizes that
+    attention on tensor cores supports.
 
     Raises InputError for wrong arguments, DeviceError when the device cannot be used.
     """
@@ -92,8 +92,8 @@ class LlamaBlock(BaseBlock):
     def __call__(self, x: Any, positions: Any = None, out: Any | None = None) -> Any:
         """Compute the block. x (T, C) or (B, T, C) of the block's dtype → shape and dtype of x.
 
-        positions: T integers on the host, from 0 to 2^31 - 1; None: 0 … T - 1. NumPy in, NumPy out;
-        a CUDA array in, a CuPy array out, as for Block. The result is a new array, or `out`. NaN
+        positions: T integers on the host, from 0 to 2^31 - 1; None: 0 … T - 1. As for Block, a
+        NumPy x gives a NumPy array, and a CUDA array a CuPy array: a new array, or `out`. NaN
         propagates. Raises InputError.
         """
         return self._engine.forward(x, out, _given(positions, x))

@@ -99,11 +99,10 @@ class Model(Generic[Weights]):
         name: "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl" (or "124M" …), another hub id, a
         Hugging Face directory or .safetensors file, an llm.c .bin, or a bundled model:
         "shakespeare", a GPT-2, or "shakespeare-llama". progress: wraps the tensors as they are
-        read. dtype: as in GPT2, or "file" for the 4 to 8 bits of a GGUF file; None for "file" where
-        the file has such matrices and a GPU of compute capability 8.0 or newer reads them, and for
-        "float32" otherwise. device, allow_nonfinite, kv_dtype: as in GPT2. revision: of a hub id, a
-        branch, tag or commit. Raises CheckpointError, and InputError for weights that are not
-        finite.
+        read. dtype: as in GPT2, or "file" for the 4 to 8 bits of a GGUF file; None selects "file"
+        if the file has such matrices and a GPU of compute capability 8.0 or newer reads them, else
+        "float32". device, allow_nonfinite, kv_dtype: as in GPT2. revision: branch, tag or commit of
+        a hub id. Raises CheckpointError, and InputError for weights that are not finite.
         """
         given = FormatOptions(dtype, kv_dtype, allow_nonfinite)
         return cls._loaded(name, device, given, progress, revision)
@@ -242,8 +241,8 @@ class Model(Generic[Weights]):
 
         The texts stay the same. The more guesses are right, the fewer steps a text takes. The draft
         model must be on the same GPU, and have the same tokens and at least the same context. For a
-        model on several GPUs, it must be on one of them, and is copied to the others. At most 16
-        rows are then computed together. None: guesses are copied from the text. Setting another
+        model on several GPUs, it must be on one of them, and is copied to the other GPUs. At most
+        16 rows are then computed together. None: guesses are copied from the text. Setting another
         model raises InputError. Source: Leviathan et al., "Fast Inference from Transformers
         via Speculative Decoding" (2023).
         """
@@ -395,7 +394,7 @@ class Model(Generic[Weights]):
     def hidden_states(self, ids: Row | Sequence[Row]) -> Floats | list[Floats]:
         """Return hidden states in float32: the embedding, each block's output, then the final norm.
 
-        The shape is (n_layer + 2, T, C) or (n_layer + 2, B, T, C), or a list of the former.
+        Returns (n_layer + 2, T, C), (n_layer + 2, B, T, C), or a list of (n_layer + 2, T, C).
         """
         sequences, shape = inputs.sequences(self.engine, ids)
         states = self.engine.forward(sequences, "states")
@@ -411,16 +410,17 @@ class Model(Generic[Weights]):
 
         ids: a text or token ids (T,).
 
-        Names are those of the plan in use, such as "embedding", "h.0.ln1", "h.11.gelu" and "ln_f".
-        cached: compute the last token only, after the others are in a kv_cache.
+        The device and the options determine which steps there are. Examples of names: "embedding",
+        "h.0.ln1", "h.11.gelu", "ln_f". cached: compute the last token only, with the keys and
+        values of earlier tokens in a kv_cache.
         """
         return self.engine.trace(inputs.tokens(self.engine, self.lookup, ids, cached), cached)
 
     def compare(self, ids: Prompt, cached: bool = False) -> Comparisons:
         """Compare all steps, in order, with a float64 forward pass of a text or token ids (T,).
 
-        cached: for the last token only, as decoding computes it. The float64 pass uses the weights
-        as they are stored. Rows are named after their steps, such as "h.3.gelu".
+        cached: compare the steps of the last token only, as decoding computes it. The float64 pass
+        uses the weights as they are stored. Rows are named after their steps, such as "h.3.gelu".
         """
         return compare(self.engine, inputs.tokens(self.engine, self.lookup, ids, cached), cached)
 
@@ -484,8 +484,8 @@ class Model(Generic[Weights]):
     ) -> Generation | list[Generation] | list[list[Generation]]:
         """Continue a prompt (text or token ids), or each prompt of a list.
 
-        A Generation (text, tokens, logprobs, finish_reason, seed) for one prompt, a list for a list
-        of prompts; with `samples` above 1 a list for each prompt.
+        Returns a Generation (text, tokens, logprobs, finish_reason, seed) for one prompt, and a
+        list of Generations for a list of prompts. With `samples` above 1, each prompt has a list.
 
         {options}
 
@@ -507,7 +507,7 @@ class Model(Generic[Weights]):
     ) -> Generator[str, None, Generation]:
         """Yield the continuation of one prompt in pieces of whole characters, as it is generated.
 
-        The keywords are those of `generate`. The generator's return value is the Generation.
+        The keywords are as in `generate`. The generator's return value is the Generation.
         Raises as `generate` does; wrong arguments raise immediately.
         """
         from gpt2block.generation import generate  # noqa: PLC0415
@@ -525,14 +525,15 @@ class Model(Generic[Weights]):
     ) -> Generation:
         """Generate the answer to a conversation.
 
-        messages: {"role": "user", "content": "…"} and so on, with the roles that the model's
-        template knows, also as OpenAI's clients send them. The template writes the messages and the
-        beginning of the answer; names of special tokens in a message are ordinary text.
+        messages: dicts such as {"role": "user", "content": "…"}, with the roles that the model's
+        template knows; the form in which OpenAI's clients send messages is also accepted. The
+        template writes the messages and the beginning of the answer; names of special tokens in a
+        message are ordinary text.
 
         add_generation_prompt: whether the template writes the beginning of an answer; by default
         True, unless the last message is continued. continue_final_message: the answer continues the
         last message. chat_template_kwargs: variables that the template reads, such as
-        {"enable_thinking": False}. The other keywords are those of `generate`; sampling options
+        {"enable_thinking": False}. The other keywords are as in `generate`; sampling options
         that are not passed have the values of `chat_sampling`.
 
         Raises as `generate` does; InputError for messages that the template refuses and for
@@ -553,7 +554,7 @@ class Model(Generic[Weights]):
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **options: Unpack[StreamOptions],
     ) -> Generator[str, None, Generation]:
-        """Yield the answer to a conversation in pieces. Arguments are those of `chat`."""
+        """Yield the answer to a conversation in pieces. Arguments are as in `chat`."""
         own = (add_generation_prompt, continue_final_message, chat_template_kwargs)
         arguments = self.chat_template.arguments(*own)
         prompt = self.chat_template.ids(self.tokenizer, messages, **arguments)
@@ -677,11 +678,11 @@ class GPT2(Model[GPT2Weights]):
     """A GPT-2 model, computed on a GPU or with NumPy.
 
     weights: a GPT2Weights; see `from_pretrained` for checkpoints. device: "cuda", "cuda:1", "cpu",
-    or None for the GPU where there is one. dtype: of the stored matrices, "float32", "bfloat16",
-    "float16", "float8_e5m2" or "float8_e4m3fn". Arithmetic is float32, except that operands of
-    tensor cores have 16 bits (docs/dtypes.md). kv_dtype: of keys and values, "float8_e5m2" or
-    "float8_e4m3fn" with weights of 16 bits or FP8, to which they are rounded when they are
-    computed; None for the dtype of the weights, float16 with FP8 weights. allow_nonfinite: accept
+    or None for the GPU where there is one. dtype: dtype of the stored matrices, "float32",
+    "bfloat16", "float16", "float8_e5m2" or "float8_e4m3fn". Arithmetic is float32, except that
+    operands of tensor cores have 16 bits (docs/dtypes.md). kv_dtype: dtype to which keys and values
+    are rounded, "float8_e5m2" or "float8_e4m3fn" with weights of 16 bits or FP8; None for the dtype
+    of the weights, or float16 if the weights are FP8. allow_nonfinite: accept
     weights that are infinite or NaN, or so large that LayerNorm may overflow float32 and return
     wrong numbers; by default they raise InputError. FP8 cannot hold infinity or NaN. `generate` and
     `score` still refuse logits that are NaN.
@@ -721,7 +722,7 @@ def from_pretrained(
 ) -> Model[Any]:
     """Load a checkpoint as the class of its architecture: GPT2, Llama, or Model for others.
 
-    The arguments are those of `GPT2.from_pretrained`. Raises as it does.
+    Arguments and errors are as in `GPT2.from_pretrained`.
     """
     given = FormatOptions(dtype, kv_dtype, allow_nonfinite)
     return load(name, device, given, progress, revision)
@@ -734,6 +735,6 @@ def load(
     progress: Progress = iter,
     revision: str | None = None,
 ) -> Model[Any]:
-    """Load a checkpoint as `from_pretrained` does, with storage formats from `options`."""
+    """Load a checkpoint as `from_pretrained` does. given: the user's storage options."""
     model: Model[Any] = Model._loaded(name, device, given, progress, revision)
     return model

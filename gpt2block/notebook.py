@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 HIGHEST_BITS = 16.0  # surprisal, in bits, from which a piece has the strongest color
-MOST_ROWS = 24  # most rows of a text table; middle rows of longer tables are omitted
-MOST_CHARACTERS = 40  # most characters per cell of a text table
+MOST_ROWS = 24  # maximum rows of a text table; middle rows of longer tables are omitted
+MOST_CHARACTERS = 40  # maximum characters per cell of a text table
 
 
 def text_table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

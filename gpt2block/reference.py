@@ -1104,7 +1104,7 @@ def top_logprobs(logits: Array, K: int = MOST_ALTERNATIVES) -> tuple[NDArray[np.
 
 @takes("tokens i32 T -> guess i32 K")
 def guess_tokens(tokens: NDArray[np.int32], K: int = 7) -> NDArray[np.int32]:
-    """Guess a sequence's next K tokens: those after an earlier occurrence of its last tokens.
+    """Guess a sequence's next K tokens: the tokens after an earlier occurrence of its last tokens.
 
     The latest earlier occurrence of the last three tokens is used, or of the last two or one if
     there is none. If the sequence ends before the K-th guess, the guesses repeat from the first.
@@ -1237,7 +1237,7 @@ def _is_matrix(array: Any, rows: tuple[int, ...]) -> bool:
     return known and array.shape[:1] == rows
 
 
-# Contracts of one GPU's part of `gathered`, and of `gathered` and then `rmsnorm`.
+# Contracts of a GPU's gather (its part of `gathered`), and of a gather followed by `rmsnorm`.
 _MAIL = "abort i32 Q; own to_1? to_2? to_3? to_4? to_5? to_6? to_7? i64 P"
 _GATHER = f"share mixed M S; residual? f32 M N; {_MAIL} -> out~residual mixed M N"
 _GATHER_NORM = (

@@ -267,7 +267,7 @@ def test_the_class_follows_the_architecture() -> None:
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: expected null or 1, got 0.5"),
         (
             {"rope_parameters": {"partial_rotary_factor": 0.5}},
-            "rope_parameters: partial_rotary_factor: expected null or 1, got 0.5: RoPE turns all",
+            "rope_parameters: partial_rotary_factor: expected null or 1, got 0.5: RoPE rotates all",
         ),
         (
             {"rope_scaling": LINEAR | {"partial_rotary_factor": 0.25}},

@@ -1,7 +1,7 @@
 """Gemma 3's text models: Llama's block with four norms; 5 of 6 layers have an attention window.
 
-Norms also follow both halves of a block, before the residual additions, and each head of q and k
-has a norm. Files of `transformers` store norm weights as w, GGUF files as the factors 1 + w. RoPE
+Norms also follow attention and the feed-forward, before the residual additions. Each head of q and
+k has a norm. Files of `transformers` store norm weights as w, GGUF files as the factors 1 + w. RoPE
 rotates by other frequencies in layers with a window than in layers without. The feed-forward's gate
 is GELU, rows of wte are multiplied by sqrt(n_embd), and logits may be capped.
 
@@ -38,7 +38,7 @@ class Gemma3Config(WindowedConfig):
     """Sizes of a Gemma 3 model. attention_bias: whether Q, K, V and output projections have biases.
 
     sliding_layers: whether each layer has the window; () means all but every sixth. local_theta:
-    RoPE's theta in layers with the window; theta and scaling apply to the others. scalar: scores
+    RoPE's theta in layers with the window; theta and scaling apply to other layers. scalar: scores
     are multiplied by 1 / sqrt(scalar); 0 stands for this model size's value, which GGUF files lack:
     the head size, or n_embd / n_head with 62 layers (27B). logits_cap: the limit of the magnitudes
     of logits, or None. embedding_dtype: the dtype that the embedding factor sqrt(n_embd) is rounded
@@ -195,7 +195,7 @@ def attention(o: Any, h: str, x: Value) -> Value:
 
 
 def feed_forward(o: Any, h: str, x: Value, y: Value) -> Value:
-    """Compute x1 = x + norm(projected attention); return the block's x1 + norm(ffn(norm(x1)))."""
+    """Compute x1 = x + norm(projected attention); return the output x1 + norm(ffn(norm(x1)))."""
     y = o.product(f"{h}proj", y, f"{h}w_o", f"{h}b_o")
     x = o.add_norm(f"{h}x1", x, y, _of(f"{h}gamma_attn"))
     y = o.norm(f"{h}rms2", x, _of(f"{h}gamma2"), to=(f"{h}w_gate", f"{h}w_up"))
@@ -225,7 +225,7 @@ def stream_bounds(config: Gemma3Config, largest: Mapping[str, float]) -> Iterato
 def operand_bounds(
     config: Gemma3Config, largest: Mapping[str, float], norms: RowNorms
 ) -> dict[str, float]:
-    """Bound operands as Qwen3 does. A matrix row W and norm weights w: |W (1+w)| <= |W| + |W w|."""
+    """Bound operands as Qwen3 does. |W (1+w)| <= |W| + |W w| for a matrix row W, norm weights w."""
     wide = {
         name: value + name.rpartition(".")[2].startswith("gamma") for name, value in largest.items()
     }

@@ -1,7 +1,8 @@
 """nanochat: a Llama whose norms have no weights, with ReLU squared in the feed-forward.
 
-A norm also follows the embedding. Heads of q and k have norms after RoPE; norms before RoPE are
-equal, as rotating pairs of channels changes no sum of squares. RoPE rotates by negative angles.
+A norm also follows the embedding. nanochat normalizes heads of q and k after RoPE. Here the norms
+precede RoPE, with equal results: rotating pairs of channels changes no sum of squares. RoPE rotates
+by negative angles.
 Logits are capped. Kernels of norms read weights of one, because nanochat has none.
 Source: Karpathy, nanochat (2025), and NanoChat in `transformers`.
 """

@@ -1,6 +1,7 @@
 """OLMo 2: Llama's block with norms of the outputs of attention and FFN, not of their inputs.
 
-Products read the residual stream itself. All heads of q share one norm before RoPE; so do k's.
+Products read the residual stream itself. Before RoPE, one norm applies to all heads of q, and one
+to all heads of k.
 Source: OLMo Team, "2 OLMo 2 Furious" (2024), and Olmo2 in `transformers`.
 """
 
@@ -57,7 +58,7 @@ def attention(o: Any, h: str, x: Value) -> Value:
 
 
 def feed_forward(o: Any, h: str, x: Value, y: Value) -> Value:
-    """Compute x1 = x + norm(projected attention), and return the block's x1 + norm(ffn(x1))."""
+    """Compute x1 = x + norm(projected attention), and return the output x1 + norm(ffn(x1))."""
     y = o.product(f"{h}proj", y, f"{h}w_o", f"{h}b_o")
     x = o.add_norm(f"{h}x1", x, y, f"{h}gamma_attn")
     y = o.operand(f"{h}ff_in", x, to=(f"{h}w_gate", f"{h}w_up"))

@@ -3,7 +3,7 @@
 Files have gate and up in one matrix, and q, k and v in another. RoPE rotates the first `rotary`
 channels of a head, as pairs from their two halves, and leaves the rest. Here the channels of heads
 of q and k are reordered, which changes no score: the rotated pairs become the first pairs of the
-whole head, and the others have frequency zero, so that Llama's RoPE kernels can be used.
+whole head, and other pairs have frequency zero, so that Llama's RoPE kernels can be used.
 
 With longrope, RoPE has a factor for each frequency and multiplies the pairs that it rotates. There
 are two sets of factors. A sequence has one set at all positions, chosen when it begins: the

@@ -29,8 +29,8 @@ def about(
 ) -> Iterator[None]:
     """Convert errors of the `with` block to CheckpointErrors whose text begins with `subject`.
 
-    Errors of gpt2block, OSError, and the exceptions in `damage` are converted; a parser raises the
-    latter for damaged content. words: message for exceptions in `damage`; {} stands for the
+    Errors of gpt2block, OSError, and the exceptions in `damage`, which a parser raises for damaged
+    content, are converted. words: message for exceptions in `damage`; {} stands for the
     parser's message. Errors of gpt2block that already begin with `subject`, or with a file in it,
     pass unchanged.
     """

@@ -83,7 +83,7 @@ def read_model(file: Path) -> tuple[ModelConfig, dict[str, Stored]]:
 
 
 def differences(config: ModelConfig, name: str) -> tuple[int, float]:
-    """Return (number of heads of a tensor that GGUF reorders for RoPE, constant that it adds)."""
+    """Return (heads of a tensor that GGUF reorders for RoPE, constant that GGUF adds to it)."""
     heads = 0
     if architecture_of(config).GGUF_ROPE_INTERLEAVED:
         n_kv_head = config.kv_width // config.head_size
@@ -249,7 +249,7 @@ def _yarn(settings: Mapping[str, Any]) -> RopeScaling:
     """Return YaRN's settings from the keys that llama.cpp or llama.cpp's converter uses.
 
     llama.cpp multiplies queries and keys by attn_factor times `yarn_attention(factor)`. The key
-    yarn_attn_factor, the attention_factor of config.json, replaces the latter if present.
+    yarn_attn_factor, the attention_factor of config.json, replaces `yarn_attention(factor)`.
     """
     given = {field: settings[key] for key, field in YARN_KEYS.items() if key in settings}
     defaults = {"factor": 1.0, "original_context": settings.get("context_length", 2048)}

@@ -244,7 +244,7 @@ def _located(
 ) -> Iterator[tuple[str, Encoded]]:
     """Yield (name, tensor), with tensor offsets counted from the start of the file.
 
-    end: bytes of the header. size: bytes of the file. Raises ValueError for gaps but padding.
+    end: bytes of the header. size: bytes of the file. Raises ValueError for gaps except padding.
     """
     start = end = -(-end // alignment) * alignment
     for tensor in sorted(tensors, key=lambda tensor: tensor.offset or 0):

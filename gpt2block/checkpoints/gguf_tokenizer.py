@@ -67,8 +67,8 @@ def _splits(*expressions: str) -> list[Mapping[str, Any]]:
 
 # Pre-tokenizers by llama.cpp's names, copied from the tokenizer.json of the model with this name;
 # for exaone, dbrx, deepseek-r1-qwen and megrez from llama.cpp. llama.cpp's own versions differ:
-# they never normalize. Letters for tekken and gpt-4o exclude combining marks, and upper and lower
-# case are told apart only in ASCII. falcon3 splits words as Llama 3 does.
+# they never normalize. In its tekken and gpt-4o, letters exclude combining marks, and upper and
+# lower case are distinguished in ASCII only. falcon3 splits words as Llama 3 does.
 PRE: Mapping[str, _Pre] = {
     **dict.fromkeys(("gpt-2", "phi-2", "granite-docling"), _Pre([_WORDS])),
     "olmo": _Pre([_WORDS], nfc=True),
@@ -244,7 +244,7 @@ def _sentence_piece(
     """Return tokenizer.json's steps of SentencePiece's BPE with byte fallback.
 
     As in llama.cpp, the text after a special or user-defined token begins with a space, too.
-    Merges of user-defined runs of spaces, such as Gemma's, come first, as in its tokenizer.json.
+    Merges of user-defined runs of spaces come first, as in the tokenizer.json of Gemma.
     """
     scores = _numbers(found, "scores", tokens)
     if kinds.count(BYTE) != 256 or unknown is None:

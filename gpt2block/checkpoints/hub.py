@@ -45,8 +45,8 @@ def check_revision(revision: str) -> None:
 def fetch(repo: str, revision: str | None = None) -> Path:
     """Download a repository if it is not cached; return its weights file or index of shards.
 
-    config.json is in the same folder. Cached files need no network. A name similar to that of a
-    bundled model is refused without network, as the hub has few repositories without an owner. All
+    config.json is in the same folder. Cached files need no network. A name similar to a
+    bundled model's is refused without network: the hub has few repositories without an owner. All
     downloaded files come from one commit and include the tokenizer's. Raises CheckpointError.
     """
     at = f"{repo} at revision {revision}" if revision else repo

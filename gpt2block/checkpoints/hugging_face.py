@@ -38,7 +38,8 @@ INDEX = "model.safetensors.index.json"
 MODEL_FILES = (WEIGHTS, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
-MODULES = "modules.json"  # this and the next are files of sentence-transformers
+# Files of the package sentence-transformers
+MODULES = "modules.json"
 POOLING_CONFIG = "1_Pooling/config.json"
 # Last words of the errors that the package safetensors raises for truncated files
 _TRUNCATED = ("header too small", "invalid header length", "file not fully covered")
@@ -182,8 +183,8 @@ def _read_config(file: Path, tensors: Sequence[Stored]) -> tuple[ModelConfig, di
     """Return config and tensors. Without config.json, the tensors' width implies a GPT-2 size.
 
     The tensors are returned by their names without prefixes. As in transformers, the end tokens of
-    generation_config.json replace those of config.json, and a config without a dtype gets the dtype
-    of the first tensor.
+    generation_config.json replace config.json's end tokens, and a config without a dtype gets the
+    dtype of the first tensor.
     """
     path = file.parent / CONFIG
     if not is_file(path):

@@ -13,7 +13,7 @@ _CAPITALS, _SMALL = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{
 _FIRST = r"[^\r\n\p{L}\p{N}]?"
 _CASES = (f"{_FIRST}{_CAPITALS}*{_SMALL}+", f"{_FIRST}{_CAPITALS}+{_SMALL}*")
 
-LLAMA_3 = rf"{_ENDINGS}|{_FIRST}\p{{L}}+|\p{{N}}{{1,3}}{_OTHERS}"  # also of GPT-4 (cl100k)
+LLAMA_3 = rf"{_ENDINGS}|{_FIRST}\p{{L}}+|\p{{N}}{{1,3}}{_OTHERS}"  # GPT-4 (cl100k) has it, too
 QWEN_2 = rf"{_ENDINGS}|{_FIRST}\p{{L}}+|\p{{N}}{_OTHERS}"
 GPT_4O = "|".join(f"{each}{_ENDINGS}?" for each in _CASES) + r"|\p{N}{1,3}" + _OTHERS_2
 TEKKEN = "|".join(_CASES) + r"|\p{N}" + _OTHERS_2  # used by Mistral Nemo

@@ -40,7 +40,7 @@ class OrderedDict(dict[Any, Any]):
 
 
 def describe(value: object) -> str:
-    """Return a text, number or name from a pickle as a short string; for others, the type."""
+    """Return a text, number or name from a pickle as a short string; for other values, the type."""
     if isinstance(value, GlobalName):
         return value.text
     return repr(value)[:80] if isinstance(value, (str, int, float)) else type(value).__name__
@@ -164,7 +164,7 @@ class Unpickler:
         self._push(function(arguments))
 
     def _build(self) -> None:
-        """Run opcode BUILD: drop attributes of an OrderedDict, refuse those of other objects."""
+        """Run opcode BUILD: drop an OrderedDict's attributes, refuse other objects' attributes."""
         state, target = self._stack.pop(), self._stack[-1]
         if not isinstance(target, OrderedDict) or not isinstance(state, dict):
             raise CheckpointError(f"its pickle sets attributes of {describe(target)}: refused")

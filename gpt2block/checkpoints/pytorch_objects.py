@@ -177,7 +177,7 @@ class Storages:
     def __call__(self, identity: Any) -> Storage:
         """Return the Storage for a persistent id: ("storage", type, key, device, numel[, None])."""
         parts = identity if type(identity) is tuple else ()
-        if len(parts) == 6 and parts[5] is None:  # legacy file; PyTorch 0.3: parts[5] is a view
+        if len(parts) == 6 and parts[5] is None:  # legacy; PyTorch 0.3 has a view in parts[5]
             parts = parts[:5]
         if (
             len(parts) != 5

@@ -197,7 +197,7 @@ def _replaced_together(directory: Path, old: Iterable[str]) -> Iterator[Path]:
             with temporary_folder(directory, "saving") as folder:
                 yield folder
                 files = sorted(folder.iterdir())
-                for file in files:  # replaces a link itself, as other models may use its target
+                for file in files:  # replaces links, not their targets, which other models may use
                     put_in_place(file, directory / file.name)
                 for stale in {*old} - {file.name for file in files}:
                     (directory / stale).unlink(missing_ok=True)

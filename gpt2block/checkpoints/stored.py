@@ -45,7 +45,7 @@ class Stored:
     file: Path
     offset: int | None  # bytes from the start of the file; None for zeros that are not stored
     shape: tuple[int, ...]
-    dtype: str  # one of `DTYPES`; before the check, possibly a file's name of an unsupported dtype
+    dtype: str  # one of `DTYPES`, or an unsupported dtype's name in the file, until it is checked
     layout: str | None = None
     order: str | None = "C"  # memory order: "C", "F" (Fortran), or None if not contiguous
     parts: tuple[Stored, ...] = ()  # stored tensors whose rows are joined into this tensor

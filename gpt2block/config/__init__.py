@@ -23,8 +23,8 @@ ALL_LIMITS: Mapping[str, int] = {**LIMITS, "n_kv_head": 2**16, "n_ff": 2**20, "h
 Config = TypeVar("Config", bound="ModelConfig")
 Shapes = Mapping[str, tuple[int, ...]]
 Settings = Iterable[tuple[str, tuple[Any, ...], str]]
-# Keys of config.json that change the result of other architectures. An entry: key, values that
-# have no effect, the computation of this package. A list in config.json has a value per layer.
+# Keys of config.json that change the result of other architectures. An entry has a key, the values
+# without effect, and what this package computes. A list in config.json has a value per layer.
 _ALL_SEEN, _PLAIN_NORMS = "attention sees all earlier tokens", "queries and keys have no norm"
 _UNSCALED = "embeddings, residuals and logits are not scaled"
 OF_OTHERS: Settings = (
@@ -32,12 +32,12 @@ OF_OTHERS: Settings = (
     ("sliding_window_pattern", (None, 1), _ALL_SEEN),
     ("use_sliding_window", (None, False), _ALL_SEEN),
     ("attention_chunk_size", (None,), _ALL_SEEN),
-    ("no_rope_layers", (None, 1), "RoPE turns all layers"),
-    ("no_rope_layer_interval", (None, 0), "RoPE turns all layers"),
-    ("rope_interleaved", (None, False), "RoPE turns the halves of a head"),
+    ("no_rope_layers", (None, 1), "all layers have RoPE"),
+    ("no_rope_layer_interval", (None, 0), "all layers have RoPE"),
+    ("rope_interleaved", (None, False), "RoPE pairs channels of the two halves of a head"),
     ("llama_4_scaling_beta", (None, 0), "queries are not scaled by their position"),
     ("attn_temperature_tuning", (None, False), "queries are not scaled by their position"),
-    ("use_rope", (None, True), "RoPE turns all layers"),
+    ("use_rope", (None, True), "all layers have RoPE"),
     ("use_qk_norm", (None, False), _PLAIN_NORMS),
     ("qk_norm", (None, False), _PLAIN_NORMS),
     ("qk_layernorm", (None, False), _PLAIN_NORMS),

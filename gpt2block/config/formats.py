@@ -79,7 +79,7 @@ class FormatOptions:
         return Formats(dtype, self.kv_dtype, self.allow_nonfinite)
 
     def identity(self) -> dict[str, Any]:
-        """Return options for a job's manifest: both dtypes, and others if they are not default."""
+        """Return options for a job's manifest: both dtypes, and options not at their defaults."""
         found: dict[str, Any] = {"dtype": self.dtype, "kv_dtype": self.kv_dtype}
         found["activations"] = None  # a removed option, still present in manifests
         for each in fields(self):

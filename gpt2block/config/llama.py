@@ -34,9 +34,9 @@ _RopeKind = Literal["linear", "llama3", "longrope", "yarn"]
 _ORIGINAL = "original_max_position_embeddings"
 _OPTIONAL = ("num_key_value_heads", "head_dim", "max_position_embeddings")
 _ROPE_SETTINGS: Settings = (
-    ("partial_rotary_factor", (None, 1), "RoPE turns all channels of a head"),
-    ("full_attention", (None,), "RoPE turns all layers alike"),  # RoPE parameters by layer type
-    ("sliding_attention", (None,), "RoPE turns all layers alike"),
+    ("partial_rotary_factor", (None, 1), "RoPE rotates all channels of a head"),
+    ("full_attention", (None,), "RoPE is the same in all layers"),  # parameters by layer type
+    ("sliding_attention", (None,), "RoPE is the same in all layers"),
     *(each for each in OF_OTHERS if each[0] == "llama_4_scaling_beta"),
 )
 _SCALING_FIELDS: Mapping[str, tuple[str, ...]] = {
@@ -65,13 +65,13 @@ _NUMBERS = (
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Scaling of RoPE's frequencies for a longer context than that of the training.
+    """Scaling of RoPE's frequencies for a longer context than the context of the training.
 
     kind "linear": divides all frequencies by `factor`. "llama3": divides frequencies with a
     wavelength above original_context / low_freq_factor by `factor`, keeps frequencies with a
     wavelength below original_context / high_freq_factor, and interpolates between. "longrope":
-    divides each frequency by its entry of `factors`, as in GGUF files, or of `long_factors`, if
-    there are any, for a sequence that may have more tokens than original_context. "yarn": keeps
+    divides each frequency by its entry of `factors`. `long_factors`, if there are any, replace
+    `factors` for a sequence that may have more tokens than original_context. "yarn": keeps
     frequencies of pairs that rotate more than beta_fast times in the original context, divides
     frequencies of pairs that rotate less than beta_slow times by `factor`, and interpolates between
     by the index of the pair; truncate: whether the ends of this range are rounded to whole pairs.
@@ -221,7 +221,7 @@ class LlamaConfig(ModelConfig):
                 f"n_head {self.n_head} is not a multiple of n_kv_head {self.n_kv_head}"
             )
         if self.head_size % 2:
-            raise InputError(f"head_size: expected an even number, as RoPE turns pairs of "
+            raise InputError(f"head_size: expected an even number, as RoPE rotates pairs of "
                              f"channels, got {self.head_size}")  # fmt: skip
         theta = check_number("theta", self.theta, 1, 2.0**100, "a number from 1 to 2^100")
         object.__setattr__(self, "theta", theta)

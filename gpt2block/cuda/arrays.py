@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 CudaArray = Any  # cupy.ndarray, which has no type stubs
 Shape = tuple[int, ...]
 Read = Callable[[int, NDArray[np.uint8]], None]
-PIECES, PIECE_BYTES = 2, 2**24  # most copies to the host that run at once; bytes per copy
+PIECES, PIECE_BYTES = 2, 2**24  # maximum copies to the host that run at once; bytes per copy
 READERS, READ_BYTES = 4, 2**22  # threads that read bytes for the GPU; bytes per read
 
 
@@ -309,7 +309,7 @@ def on_device(host: NDArray[Any]) -> CudaArray:
 
 
 def seen_from_here(array: CudaArray) -> CudaArray:
-    """Return an array of another GPU, whose memory this GPU can access, as one of this GPU."""
+    """Return another GPU's array, whose memory this GPU can access, as an array of this GPU."""
     device = cupy.cuda.Device().id
     return array if array.device.id == device else _at(array.data.ptr, array, device)
 
@@ -323,8 +323,8 @@ def to_host(parts: Iterable[CudaArray], rows: NDArray[Any]) -> None:
     """Copy the rows of 2-D arrays, one array after another, to the host array `rows`.
 
     `rows` may have fewer columns. The rows pass through pinned memory in pieces: the GPU copies a
-    piece while the host takes the previous piece. The next part, which may be in the same device
-    memory, is requested after all copies of a part have been queued on the current stream.
+    piece while the host takes the previous piece. All copies of a part are queued on the current
+    stream before the next part, which may reuse the same device memory, is requested.
     """
     # waiting: copies in flight, each as (piece, event after the copy, first row of the piece)
     waiting: deque[tuple[NDArray[Any], Any, int]] = deque()

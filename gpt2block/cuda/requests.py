@@ -1,6 +1,6 @@
 """Compile kernels or load them from CuPy's cache, in the background, and launch them.
 
-A kernel is requested when a launch is bound, and the first use of the kernel waits for it. A plan
+A kernel is requested when a launch is bound, and the first use of the kernel waits for it. A pass
 binds all its launches before the first one runs, so that their kernels are compiled in parallel.
 At exit, and after Ctrl-C, a process waits only for kernels whose compilation has begun.
 """
@@ -24,7 +24,7 @@ Scalar = Any  # a NumPy scalar: CuPy passes its bytes to the kernel
 Argument = Any  # a Scalar or a TensorMap
 Compile = Callable[..., Any]  # compile(*key) returns a compiled `cupy.RawKernel`
 Watcher = Callable[[int, int], None]  # receives the numbers of ready and of requested kernels
-MOST_THREADS = 16  # maximum threads: each needs memory, and programs start with few more kernels
+MOST_THREADS = 16  # maximum threads: each needs memory, and few programs start with more kernels
 
 _LIMITS, _REQUESTS = threading.Lock(), threading.Lock()
 _kernels: dict[Hashable, Future[Any]] = {}

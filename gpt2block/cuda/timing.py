@@ -67,8 +67,8 @@ def interleaved_ms(
 ) -> dict[str, float]:
     """Return {name: median ms of the replay}. Replays take turns, so that clock changes affect all.
 
-    replays: {name: function that launches a CUDA graph}. lead: launches work before each replay, so
-    that the GPU does not wait for the host's launch.
+    replays: {name: function that launches a CUDA graph}. lead: function that launches work before
+    each replay, so that the GPU does not wait for the host to launch the replay.
     """
     start, end = cupy.cuda.Event(), cupy.cuda.Event()
     times: dict[str, list[float]] = {name: [] for name in replays}

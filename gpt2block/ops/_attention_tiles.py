@@ -294,8 +294,8 @@ def cached_hopper_geometry(
 ) -> tuple[Geometry, int]:
     """Return the faster of `hopper_geometry` and `alternate_geometry`, for keys in a kv_cache.
 
-    N: rows of all B sequences together. A sequence has at most T rows, so about N / T sequences
-    have any. P: maximum number of keys of a sequence. Only the device knows the actual numbers.
+    N: rows of all B sequences together. P: maximum number of keys of a sequence. Only the device
+    knows the actual numbers: the estimate is for N / T sequences of T rows, the maximum.
     """
     tiles, sequences = _hopper_tiles(B, T + HOPPER_TILE, NH, ALTERNATE_TILE), ceil(N / T)
     rates = (rate.after(sequences, T, NH, sms) for rate in (ALTERNATE_KEYS, WHOLE_KEYS))

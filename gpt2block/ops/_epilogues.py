@@ -42,7 +42,8 @@ class Epilogue(NamedTuple):
     ) -> Launch:
         """Return the launch of a kernel for weights w with this epilogue.
 
-        defines: macros besides those of the geometry. args: the kernel's other arguments, by name.
+        defines: macros in addition to the geometry's macros. args: the kernel's other arguments, by
+        name.
         """
         chosen: Defines = () if self.name == "ADD" else (("EPILOGUE", f"EPILOGUE_{self.name}"),)
         geometry = geometry._replace(defines=(*geometry.defines, *defines, *chosen))
@@ -80,7 +81,7 @@ def append_rope(c: Call) -> Epilogue:
 
 
 def append_sums(c: Call) -> Epilogue:
-    """Return the epilogue of `rope_sums`: `append_rope` of x plus partial sums, with two norms."""
+    """Return the epilogue of `rope_sums`: `append_rope`, with partial sums of x and head norms."""
     norms = {} if c.gamma_q is None else {"gamma_q": c.gamma_q, "gamma_k": c.gamma_k}
     end = append_rope(c)
     return end._replace(args={**end.args, **_sums(c), **norms}, splits=_splits(c))

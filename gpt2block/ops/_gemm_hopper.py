@@ -185,7 +185,7 @@ def launched(
 ) -> Geometry:
     """Return the launch geometry of a kernel based on lib/matmul/wgmma.cuh, for a result (M, N).
 
-    ends: constants of this kernel alone.
+    ends: compile-time constants that only this kernel has.
     """
     rows, columns = tile.group
     defines = (

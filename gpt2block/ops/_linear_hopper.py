@@ -33,7 +33,7 @@ FEWEST_COLUMNS = 8  # minimum columns of wgmma's operand x; a column is one term
 LINE = 128  # bytes of a row of W in a slice of K
 GROUP_COLUMNS, GROUP_WARPS = 64, 4  # outputs and warps per warpgroup
 MOST_GROUPS = 3  # maximum warpgroups per block that multiply
-ROPE_BOX = 32  # rows of W per copy with RoPE; half a head is a multiple
+ROPE_BOX = 32  # rows of W per copy with RoPE; a divisor of half a head's channels
 ALIGNMENT = 1024  # bytes to which shared memory is aligned
 BARRIERS, CONSTANTS = 512, 512  # maximum bytes of static shared memory per block, per warpgroup
 PAIR = 8  # bytes of two float32 sums
@@ -59,7 +59,7 @@ class HopperLinearTile(NamedTuple):
     def threads(self) -> int:
         """Threads per block, in warps that multiply and in one warp or one warpgroup that copies.
 
-        With three warpgroups that multiply, a fourth one copies.
+        With three warpgroups that multiply, a fourth warpgroup copies.
         """
         copying = GROUP_WARPS if self.groups == MOST_GROUPS else 1
         return 32 * (GROUP_WARPS * self.groups + copying) * self.depth
@@ -72,9 +72,10 @@ class HopperLinearTile(NamedTuple):
 class HopperProduct(NamedTuple):
     """The sizes and formats of a product of x (M, K) and weights (N, K).
 
-    outputs: N, for GGUF blocks the outputs of each type. two: whether each output needs two rows of
-    weights, of two gated matrices or, with RoPE, of the halves of a head. rounded: whether x has
-    one term per value. octet, units: `GgufMatrix.tile` and `.units` of the weights, or 0 and 0.
+    outputs: (N,), or the number of outputs of each GGUF type. two: whether each output needs two
+    rows of weights, of two gated matrices or, with RoPE, of the halves of a head. rounded: whether
+    x has one term per value. octet, units: `GgufMatrix.tile` and `.units` of the weights, or 0 and
+    0.
     """
 
     M: int
@@ -158,7 +159,7 @@ def _many_rows(p: HopperProduct, sms: int) -> HopperLinearTile:
 
 
 def _few_rows(p: HopperProduct, rows: int, sms: int) -> list[HopperLinearTile]:
-    """Return tiles for up to 32 rows, preferred ones first. Memory bandwidth limits the speed.
+    """Return tiles for up to 32 rows, preferred tiles first. Memory bandwidth limits the speed.
 
     One block per SM with a deep ring reads long rows of weights at the highest rate. For short rows
     there are more blocks, so that blocks of the next kernel start early.
@@ -174,7 +175,7 @@ def _few_rows(p: HopperProduct, rows: int, sms: int) -> list[HopperLinearTile]:
             tile = tile._replace(splits=n, rows=max(rows, n))  # each block completes some sums
             if n * grid >= 1.4 * sms:
                 break
-    if tile.splits > 1:  # clusters of 2 blocks fill SMs evenly, larger ones need room
+    if tile.splits > 1:  # clusters of 2 blocks fill SMs evenly, larger clusters need room
         blocks = min(tile.blocks, ceil(2 * grid / sms)) if tile.splits == 2 else tile.blocks
         tiles.append(tile._replace(blocks=blocks))
     if not tiles or grid >= sms:
@@ -187,9 +188,9 @@ def _few_rows(p: HopperProduct, rows: int, sms: int) -> list[HopperLinearTile]:
 def _of_blocks(p: HopperProduct, rows: int, sms: int) -> HopperLinearTile:
     """Return the tile for weights in GGUF blocks; the rules follow measurements on an H100.
 
-    Up to 32 rows, K is divided until a multiprocessor has about three blocks. For more rows, it has
-    one block with deep rings if that suffices, and two sets of warps if a block has half of K.
-    Blocks of a cluster that do not divide K share x.
+    Up to 32 rows, K is divided until a multiprocessor has about three blocks. For more rows, a
+    multiprocessor has one block with deep rings if all blocks then run at once. Such a block has
+    two sets of warps if it computes half of K. Blocks of a cluster that do not divide K share x.
     """
     parts, each = splits(p.K)
     possible = [n for n in (1, 2, 4) if parts > HALF_SPLITS * (n > 1) and (n < 3 or parts % n == 0)]

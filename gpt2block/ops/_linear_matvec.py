@@ -22,7 +22,7 @@ HELD = 32  # maximum values of a single row of x that a thread keeps in register
 ROW_BYTES = 103_000  # maximum bytes of x in shared memory per block with several rows
 COLUMNS = (1, 2, 3, 4, 5, 6)  # possible numbers of columns per group
 BEST_COLUMNS = 6  # preferred columns per group
-FEWEST = 4, 12  # columns of a block; fewer take as long. Indexed by `rows >= MORE_ROWS`
+FEWEST = 4, 12  # minimum columns per block, by `rows >= MORE_ROWS`; fewer would take as long
 EACH_BLOCK = 4  # number of columns whose products take as long as loading x into a block
 
 

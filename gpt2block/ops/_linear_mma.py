@@ -13,8 +13,8 @@ from gpt2block.ops._rows import WARP, power_of_two
 FILE, KERNEL = "matmul/decode/mma.cu", "decode_mma"
 UNIT = 128  # values of K per unit; a split (a range of K, summed separately) is 1 or more units
 MOST_SPLITS = 8  # maximum splits of K
-RMSNORM = 2  # LM_NORM, the norm of x, if it is RMSNorm
-MOST_NORMED = UNIT * MOST_SPLITS  # most channels of x whose RMSNorm a product fuses
+RMSNORM = 2  # value of the macro LM_NORM for kernels that compute RMSNorm of x
+MOST_NORMED = UNIT * MOST_SPLITS  # maximum channels of x whose RMSNorm a product fuses
 HALF_SPLITS = 4  # with GGUF blocks, splits 0 to 3 and the other splits are added separately
 OCTET = 8  # columns of the product (rows of w) per octet
 LOADED = 16  # bytes of a row of w per load of a lane
@@ -122,7 +122,7 @@ def _block(M: int, N: int, K: int, dtype: str, sms: int, possible: Sequence[int]
 def _room(columns: int, flight: int, rows: int, once: bool) -> bool:
     """Return whether the registers of an SM suffice for two blocks, if weights have 4 bytes.
 
-    The second block is one of the next kernel. once: whether all units of a split are in flight at
+    The second block belongs to the next kernel. once: whether all units of a split are in flight at
     once, or enough registers remain to load the other units later.
     """
     if rows > FEW_ROWS:

@@ -144,7 +144,7 @@ def _fit_online(c: Call) -> None:
 def _fit_mha(c: Call) -> Geometry:
     """Return the geometry of variant mha: one block per query and head; scores in shared memory.
 
-    Raises UnsupportedCall if there are too many sequences, or if this row does not fit.
+    Raises UnsupportedCall if there are too many sequences, or if a row of scores does not fit.
     """
     _fit_naive(c)
     _fit_online(c)

@@ -68,8 +68,8 @@ SPLIT_KEYS = 32  # keys per split; one warp of kernel `split` processes a split
 SPAN_SPLITS = 32  # splits whose results are combined at a time
 SPLIT_WARPS = 4  # warps per block on a GPU with clusters; on other GPUs the minimum
 # Warps per block if each block has a multiprocessor of its own. H200, heads of Qwen3-0.6B, 8 rows
-# at position 496: clusters of two such blocks took 6.0 µs, clusters of four blocks of 4 warps 10.5,
-# as these did not all run at once. On another H200 the times were equal.
+# at position 496: clusters of two such blocks took 6.0 µs. Clusters of four blocks of 4 warps took
+# 10.5 µs, because not all of them ran at once. On another H200 the times were equal.
 WIDE_SPLIT_WARPS = 8
 SPLIT_WARPS_OF_SM = {1: 16, 2: 16, 4: 12}  # maximum warps per SM by itemsize of the cache
 SPLIT_WARPS_OF_SM_GROUPED = {1: 12, 2: 8, 4: 8}  # maximum warps per SM, with several q heads each
@@ -139,9 +139,9 @@ def split_geometry(
     """Return the geometry of kernel `split` for M queries on a GPU with `sms` multiprocessors.
 
     clusters: whether the GPU has thread block clusters. shared_limit: bytes of shared memory that a
-    block can have. serves: heads of q per head of K in the whole model, if NH and NKV are those of
-    a share; None for NH / NKV. The order of additions depends only on HS and itemsize, and with FP8
-    on whether a warp of the whole model has several heads of q.
+    block can have. serves: heads of q per head of K in the whole model, if NH and NKV count the
+    heads of a share; None for NH / NKV. The order of additions depends only on HS and itemsize, and
+    with FP8 on whether a warp of the whole model has several heads of q.
     """
     _check_head(HS)
     if max(M, NH) > MOST_BLOCKS[1]:
@@ -186,7 +186,7 @@ def _cluster_of(wanted: int, at_once: int, warps: int) -> int:
     wanted: desired warps per team. at_once: warps per team that the GPU runs at the same time.
     """
     most = max(at_once // warps, 1)
-    largest = 3 * most >= 4 * MOST_CLUSTER  # clusters of MOST_CLUSTER leave some SMs idle
+    largest = 3 * most >= 4 * MOST_CLUSTER  # clusters of MOST_CLUSTER blocks leave some SMs idle
     most = min(most, MOST_CLUSTER if largest else MOST_CLUSTER // 2)
     cluster = power_of_two(ceil(wanted / warps))
     while cluster > most:
@@ -322,7 +322,7 @@ def _hopper_few(c: Call) -> Launch:
 def _hopper(c: Call) -> Launch:
     """Launch variant `hopper`. k and v can also be FP8.
 
-    Results are bitwise equal to those of attention's variant hopper over the whole sequence.
+    Results are bitwise equal to `attention`'s variant hopper over the whole sequence.
     """
     n_head, n_kv_head, HS = _heads("qkv", c.Q, c.n_head, c.C)
     if compute_capability() != HOPPER_CAPABILITY:
@@ -362,9 +362,9 @@ def continues_exactly(head_size: int, kv_dtype: str | None) -> bool:
 def _packed(unchecked: UncheckedCall) -> Call:
     """Check an `attention_packed` call. Rows of sequence b: cu_seqlens[b] to cu_seqlens[b + 1] - 1.
 
-    These are at most `longest` queries, at positions from start[b] on, whose keys and values k and
-    v already hold. cu_seqlens and start are not read back to the host: the kernel skips rows beyond
-    qkv and positions beyond the cache.
+    A sequence has at most `longest` queries, at positions from start[b] on. k and v already contain
+    their keys and values. cu_seqlens and start are not read back to the host: the kernel skips rows
+    beyond qkv and positions beyond the cache.
     """
     c = unchecked.checked()
     c.longest = check_integer("longest", c.longest, 1, math.inf, "a number of queries")
@@ -387,9 +387,9 @@ def _split(c: Call) -> Launch:
 
     The cache already holds these keys, including the query's own. A position beyond the cache
     counts as the last one; for a row outside the cache, or a position below 0, nothing is written.
-    to_terms: Terms that out holds instead of floats, as `linear` takes them, in the dtype of k
-    (two-part for float32, any for FP8). together: neighbouring rows per sequence, a power of two;
-    their positions are successive or -1. serves: as in `split_geometry`.
+    to_terms: the `Terms` to store in out for `linear`, instead of floats; their dtype is the dtype
+    of k (two-part for float32, any for FP8). together: neighbouring rows per sequence, a power of
+    two; their positions are successive or -1. serves: as in `split_geometry`.
     """
     if c.together < 1 or c.together & (c.together - 1) or c.M % c.together:
         raise InputError(

@@ -26,11 +26,11 @@ KERNELS = "gather", "gather_rows", "rmsnorm_gathered"  # kernels that exchange w
 MOST_GPUS = 8
 THREADS = 512  # GATHER_THREADS of the kernel
 MOST_BLOCKS = 2  # per multiprocessor, so that all blocks of a gather run at the same time
-CAPACITY = 2**19  # entries of half an area; an entry is a word (4 bytes) and its round's number
-WORDS = 2**18  # most words that are sent in this way; more are sent without numbers (gather_rows)
-ROOM = 2**22  # words of half an area of gather_rows, and entries of 8 bytes of both halves
+CAPACITY = 2**19  # entries in half of gather's area; an entry: a 4-byte word, its round's number
+WORDS = 2**18  # maximum words that `gather` sends; gather_rows sends more, without round numbers
+ROOM = 2**22  # words in half of gather_rows' area; also the area's size in entries of 8 bytes
 HEADER = 16 + 7 * 1024  # entries before the areas of a mailbox, with flags (lib/exchange.cuh)
-MOST_ROWS, MOST_CHANNELS = 64, 8192  # most rows, and channels, of a gather with a norm
+MOST_ROWS, MOST_CHANNELS = 64, 8192  # maximum rows and channels of a gather with a norm
 SEND, RECEIVE = 1, 2  # parts of the kernel
 MAIL = ("abort", "own", *(f"to_{n}" for n in range(1, MOST_GPUS)))  # inputs after the residual
 
@@ -38,7 +38,7 @@ MAIL = ("abort", "own", *(f"to_{n}" for n in range(1, MOST_GPUS)))  # inputs aft
 class Mailboxes:
     """Memory through which several GPUs exchange words: a mailbox on each GPU.
 
-    devices: device numbers. Raises InputError if a GPU cannot access another one's memory.
+    devices: device numbers. Raises InputError if a GPU cannot access another GPU's memory.
     """
 
     def __init__(self, devices: Sequence[int]) -> None:
@@ -61,7 +61,7 @@ class Mailboxes:
 
     @property
     def aborted(self) -> bool:
-        """Whether gathers were told to end, by one that waited too long or by `abort`."""
+        """Whether gathers must end, because a gather waited too long or `abort` was called."""
         return bool(self._abort[0])
 
     def abort(self) -> None:
@@ -95,7 +95,7 @@ def _connect(devices: Sequence[int]) -> None:
 
 @variant("words", FILE, "gather", "gather_rows")
 def _gather(c: Call) -> tuple[Launch, ...]:
-    """Launch a gather for as many rows as a mailbox has room for, and further ones for the rest."""
+    """Launch gathers, each of as many rows as a mailbox has room for."""
     share, out, M = c.share, c.out, c.M
     if isinstance(share, TwoPartMatrix):  # two rows of parts for each row; all have one scale
         if share.one_scale is None or out.one_scale != share.one_scale or c.residual is not None:
@@ -120,7 +120,7 @@ def _gather(c: Call) -> tuple[Launch, ...]:
 
 
 def _with_numbers(arrays: tuple[Any, ...], M: int, S: int, N: int, first: int) -> Launch:
-    width = 1 if S % 2 or N % 2 or first % 2 else 2  # words of a thread at a time
+    width = 1 if S % 2 or N % 2 or first % 2 else 2  # words that a thread sends at a time
     blocks = min(_most_blocks(), ceil(M * N / (width * THREADS)))
     geometry = Geometry("gather", (blocks,), (THREADS,), defines=(("GATHER_WIDTH", width),))
     args = (*arrays, M, S, N, first, CAPACITY, SEND | RECEIVE)

@@ -2,11 +2,11 @@
 
 Use it for many rows of 16-bit activations and weights (N, K), of float16 activations and FP8
 weights, or for float32 accuracy from two-part matrices. `linear` takes float32 activations with
-weights of any dtype and size; `matmul_bias` takes plain float32 matrices (K, N). Kernels:
-matmul/prompt/mma.cu, matmul/prompt/wgmma.cu, for FP8 weights and blocks of GGUF
-matmul/prompt/wgmma_fp8.cu, matmul/prompt/wgmma_gguf.cu, fp8/widen.cu and gguf/rows.cu, and for
-two-part matrices matmul/prompt/mma_two_part.cu, matmul/prompt/wgmma_two_part.cu,
-elementwise/two_part.cu.
+weights of any dtype and size; `matmul_bias` takes plain float32 matrices (K, N).
+
+Kernels: matmul/prompt/mma.cu, matmul/prompt/wgmma.cu. For FP8 weights and GGUF blocks:
+matmul/prompt/wgmma_fp8.cu, matmul/prompt/wgmma_gguf.cu, fp8/widen.cu, gguf/rows.cu. For two-part
+matrices: matmul/prompt/mma_two_part.cu, matmul/prompt/wgmma_two_part.cu, elementwise/two_part.cu.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def _mma(c: Call) -> Any:
 
 
 def _hopper_geometry(c: Call, **of_weights: Any) -> tuple[Geometry, Boxes]:
-    """Return geometry and tensor map boxes. `of_weights`: option fp8 or octet of `geometry`."""
+    """Return geometry and boxes of tensor maps. of_weights: fp8 or octet, for `hopper.geometry`."""
     geometry, tile = hopper.geometry(*c.sizes, **_constants(c), split_k=c.split_k, **of_weights)
     a, w = (1, tile.rows, hopper.SLICE), (1, tile.columns // tile.shares, hopper.SLICE)
     return geometry, (w, a, (1, tile.chunk, 64)) if of_weights else (a, w, (1, 64, tile.chunk))
@@ -342,8 +342,8 @@ def _converted(c: Call) -> tuple[Launch, ...]:
 def widens(w: WeightMatrix) -> bool:
     """Whether the product kernel itself converts FP8 weights (N, K) or GGUF blocks to 16 bits.
 
-    The copy engine needs rows of FP8 of a multiple of 16 bytes; a tile of blocks must have one
-    type.
+    The copy engine needs FP8 rows whose bytes are a multiple of 16. All GGUF blocks of a tile must
+    have one type.
     """
     if compute_capability() != HOPPER_CAPABILITY:
         return False
@@ -364,7 +364,7 @@ def _workspace_floats() -> int:
 def _check_up(c: Call) -> None:
     """Raise InputError unless the kernel for two matrices, `w` and `up`, supports the call.
 
-    It loads both matrices before the previous kernel has ended, so no launch may convert w.
+    The kernel loads both matrices before the previous kernel has ended, so no launch may convert w.
     """
     others = {
         "two-part matrices": c.two_part,

@@ -296,10 +296,11 @@ def _decode(c: Call) -> Launch:
 def _prepare(unchecked: UncheckedCall) -> Call:
     """Check a call of `layernorm`. Bound.extra is (mean, rstd) if the variant computes them.
 
-    Variants skeleton, narrow and decode have none; variant 6 only with stats. The default is
-    skeleton for float32 and narrow for 16 bits. to_terms: Terms that out of decode holds instead of
-    floats, as `linear` takes them. A TwoPartMatrix out has one scale for all rows. dtype "two_part"
-    allocates one, with a scale from `bound`, or by default from gamma and beta.
+    Variants skeleton, narrow and decode compute neither; variant 6 computes both with stats. The
+    default is skeleton for float32 and narrow for 16 bits. to_terms: the `Terms` that variant
+    decode stores in out for `linear`, instead of floats. A TwoPartMatrix out has one scale for all
+    rows. dtype "two_part" allocates such an out, with a scale from `bound`, or by default from
+    gamma and beta.
     """
     options, out = unchecked.options, unchecked.out
     dtype, bound, variant = options["dtype"], options["bound"], options["variant"]

@@ -100,8 +100,8 @@ def terms_of(
     are faster for few rows, and necessary for products without tensor cores or with tf32. The
     caller sets the scale of two-part terms. Up to MORE_ROWS rows, all products of a layer are of
     one kind: if two kinds alternate, launches overlap less. With GGUF blocks, mma is faster up to 8
-    rows: a step of a 7B model in Q4_K_M (H100) takes 3.1 ms for 8 rows, and for 16 rows 4.9 ms, or
-    3.8 ms by wgmma.
+    rows: a step of a 7B model in Q4_K_M (H100) takes 3.1 ms for 8 rows. For 16 rows it takes 4.9 ms
+    by mma, and 3.8 ms by wgmma.
     """
     if dtype == "float32" or compute_capability() < MMA_CAPABILITY:
         return {}
@@ -383,15 +383,15 @@ def _decoding(c: Call, operation: Operation) -> tuple[Variant, ...]:
 def _prepare(unchecked: UncheckedCall) -> Call:
     """Check a call of `linear`, and list the variants to try.
 
-    decoding: whether to choose as for few rows, so that the bits of a row do not depend on other
-    rows. w: a WeightMatrix (N, K), or a TwoPartMatrix for variants mma and mma_tiles. x_bound: with
-    a TwoPartMatrix, the largest magnitude of x or its LayerNorm, by default 2^15; it determines the
-    scale of x's terms. terms: the `Terms` in which x is stored (lib/terms.cuh), one of `terms_of`,
-    not with gamma or x_bound, as two-part terms have a scale. to_terms: the `Terms` in which out is
-    stored for another product with such weights. up: a second WeightMatrix of w's dtype and shape;
-    variants mma and hopper then compute silu(x w) (x up) or gelu(x w) (x up). x_dtype: "float16"
-    rounds floats of x, or their norm, in tensor-core kernels of decoding with float16 or FP8
-    weights; with `terms`, `Terms.rounded` says this.
+    decoding: whether to use the variants for few rows, so that the bits of a row do not depend on
+    other rows. w: a WeightMatrix (N, K), or a TwoPartMatrix for variants mma and mma_tiles.
+    x_bound: with a TwoPartMatrix, the largest magnitude of x or its LayerNorm, by default 2^15; it
+    determines the scale of x's terms. terms: the `Terms` in which x is stored (lib/terms.cuh), one
+    of `terms_of`; None with gamma or x_bound. to_terms: the `Terms` in which out is stored for
+    another product with such weights. up: a second WeightMatrix of w's dtype and shape; variants
+    mma and hopper then compute silu(x w) (x up) or gelu(x w) (x up). x_dtype: "float16" rounds
+    floats of x, or their norm, in tensor-core kernels of decoding with float16 or FP8 weights.
+    Stored `terms` are rounded if `Terms.rounded` is set.
     """
     c = _checked(unchecked, TWO_PART_LINEAR)
     c.M, c.T = c.rows, "float32"
@@ -440,11 +440,11 @@ def _prepare_qkv(unchecked: UncheckedCall) -> Call:
 def _prepare_rope(unchecked: UncheckedCall) -> Call:
     """Check a call of `linear_rope`, and choose the variant.
 
-    x has `terms` in the order of wgmma; with a GgufMatrix, x may have floats, which x_dtype
-    "float16" rounds. N is (n_head + 2 n_kv_head) D, the C of the cache n_kv_head D. RoPE rotates
+    x has `terms` in the order of wgmma; with a GgufMatrix, x may be floats, which x_dtype "float16"
+    rounds. N is (n_head + 2 n_kv_head) D; the cache has C = n_kv_head D channels. RoPE rotates
     half-split pairs of q and k. k and v are as in `linear_qkv`. The host does not read row and
-    position; kernels do not store k and v outside the cache. q has the bits of `linear` followed by
-    `rope_append`.
+    position; kernels do not store k and v outside the cache. q is bitwise equal to `linear`
+    followed by `rope_append`.
     """
     c = unchecked.checked(to_terms=None, up=None)
     c.T = cache_dtype(c.w.dtype)

@@ -166,6 +166,6 @@ def matmul_bias(
 
     a (..., K), w (K, N), bias (N,) or None → (..., N). Variants: naive, tiled, coarsened,
     registers. Variant tiled takes at most 1,048,560 rows, because the second axis of its grid
-    counts tiles of 16 rows. All except registers add the products of an output in the order of k.
+    counts tiles of 16 rows. All variants except registers add an output's products in order of k.
     """
     return call(OPERATION, contiguous(a, w, bias), variant=variant).out

@@ -25,7 +25,7 @@ from gpt2block.ops.call import Call, UncheckedCall
 
 Sizes = Mapping[str, int]  # sizes of one run by name: "B", "T", "C", "NH", "HS", "N" …
 Attrs = Mapping[str, Any]
-Case = tuple[Sizes, Attrs]  # sizes, and those attributes that differ from the documented ones
+Case = tuple[Sizes, Attrs]  # sizes, and the attributes that differ from the documented attributes
 Inputs = tuple[NDArray[Any], ...]
 Count = Callable[[Sizes], int]
 Names = tuple[str, ...]
@@ -90,8 +90,8 @@ class Workload:
     sizes passed to `traffic` include "itemsize" and "weight", the bytes of an activation and of a
     weight. `axes` expresses axes of the contract by documented sizes and attributes if their
     letters differ; by default, "..." stands for the documented sizes that are no axes of the
-    required inputs. `small` lists odd sizes for checks, which blocks and vectors do not divide,
-    each with attributes that differ from `attrs`.
+    required inputs. `small` lists sizes for checks that are not multiples of blocks and vectors,
+    each with the attributes that differ from `attrs`.
 
     A user's kernel (`gpt2block.mine`) has the arguments of the contract. `arrays` maps names in the
     contract to other names in the kernels; users may use both. `aliases` are additional names of an
@@ -190,7 +190,7 @@ class Operation:
 
     @property
     def leading(self) -> Names:
-        """The names of those documented sizes that the contract's axes `...` stand for."""
+        """The names of the documented sizes that the contract's axes `...` stand for."""
         if "..." in self.workload.axes:
             return tuple(self.workload.axes["..."].split())
         required = (entry for entry in self.contract.inputs if not entry.optional)

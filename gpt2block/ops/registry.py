@@ -128,7 +128,7 @@ def stated_sizes(operation: Operation, text: str | None) -> dict[str, int]:
 
 
 def all_sizes(operation: Operation) -> list[dict[str, int]]:
-    """Return the sizes to measure: the documented sizes, or one case per size of its series."""
+    """Return the sizes to measure: the documented sizes, or a case per power of two of `series`."""
     if operation.workload.series is None:
         return [dict(operation.workload.sizes)]
     name, last = operation.workload.series

@@ -1,6 +1,6 @@
 """RMSNorm: x / sqrt(mean(x²) + eps) · weight over each row.
 
-Kernels: norms/rmsnorm.cu (rows) and, for forward passes, norms/rmsnorm_stream.cu. In the latter,
+Kernels: norms/rmsnorm.cu (rows) and, for forward passes, norms/rmsnorm_stream.cu (stream), where
 `rmsnorm_add` adds the norm of x to the residual stream, and `operand` converts rows of the stream
 without a norm.
 """
@@ -141,8 +141,8 @@ def _prepare(unchecked: UncheckedCall) -> Call:
 
     The rows of x may be any constant distance apart. block: threads per row. Variant stream takes
     contiguous float32 rows, without residual and block, and writes `dtype`, by default the dtype of
-    out; a row has the same bits in any number of rows. to_terms: Terms that a float32 out of stream
-    holds instead of floats, as `linear` takes them.
+    out; a row has the same bits in any number of rows. to_terms: the `Terms` that variant stream
+    stores in a float32 out for `linear`, instead of floats.
     """
     dtype, to_terms = unchecked.options["dtype"], unchecked.options["to_terms"]
     chosen, x = OPERATION.variant(unchecked.options["variant"] or "rows"), unchecked.inputs[0]

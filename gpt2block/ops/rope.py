@@ -64,7 +64,7 @@ def choose_geometry(
 ) -> Geometry:
     """Return the geometry for B sequences of T positions and H heads of D channels.
 
-    width: elements per load at most. If there are few threads, each gets fewer pairs, because the
+    width: elements per load at most. If threads are few, each gets fewer pairs, because the
     arithmetic of pairs takes most of the time. sms: multiprocessors of the GPU. block: threads per
     block at most.
     """

@@ -44,7 +44,7 @@ STATIC = 40 * 1024  # bytes of static shared memory per block, rounded up
 ROWS_BLOCK = 256  # threads per block of kernels with one thread per row
 MAX_V = 2**23  # maximum vocabulary: the sum of all masses stays below 2^64
 ENDLESS = 2**31 - 1  # n_ctx if positions have no limit
-MARGIN = 2.0**-10  # change of u and of top_p that does not change a token of `draw_stable`
+MARGIN = 2.0**-10  # change of random number u and of top_p that changes no token of `draw_stable`
 PARAMETERS = (
     "temperature top_p min_p repetition_penalty f32 B; top_k i32 B; seed i64 B; sample i32 B; "
     "seen u8 B V; position step i32 B"
@@ -133,7 +133,7 @@ def choose_geometry(
     threads: int | None = None,
     defines: Defines = (),
 ) -> Geometry:
-    """Return a geometry of one cluster per row, as large as possible while all run concurrently.
+    """Return a geometry of one cluster per row: the largest clusters that all run concurrently.
 
     room: bytes of shared memory that a block can have. A block of a cluster keeps its part of the
     row in shared memory, and the columns of its first pass if they fit, too. clusters: whether the
@@ -166,7 +166,7 @@ def _geometry(rows: int, V: int) -> Geometry:
 def request(V: int) -> None:
     """Start compiling the kernels that sample one row and that set the state of new sequences.
 
-    At the start of a program, the first of these takes the longest to compile.
+    Of all kernels that a program needs at its start, the sampling kernel takes longest to compile.
     """
     load(FILE, "sample_token", _geometry(1, V).defines)
     load(SLOTS_FILE, "begin_slots")
@@ -233,7 +233,7 @@ def bind_state(
     position stays below n_ctx. out is `state.token`. slots: rows of the state, all different; None:
     M rows in order. report (2, 2, M) int32 gets a copy of token and of the bits of logprob, in
     report[0] if the step (with slots, their `turn`) is even, else in report[1]. report may be host
-    memory. changes (B, 258), together with state.seen: the `changes` of each row. counts (B, V)
+    memory. changes (B, 258), with state.seen: results of `sampling.changes` per row. counts (B, V)
     int32, needed for penalties: how often each token was drawn. A run increments counts. masks: the
     allowed tokens of each row; None: all.
     """
@@ -288,9 +288,9 @@ def bind_place(
 ) -> Bound:
     """Bind a launch that copies each slot's (sequence's) token and position to its rows in `slots`.
 
-    out is `slots.token`. Rows with a number outside the state are unchanged. With guess (B, K) and
-    left (B,), a slot has `together` rows: the first is for its last token, the others are for its
-    guesses, limited by the number of tokens that it may still draw.
+    out is `slots.token`. Rows whose slot is not in the state are unchanged. With guess (B, K) and
+    left (B,), a slot has `together` rows: the first is for its last token, further rows are for its
+    guesses, limited by the number of tokens that the slot may still draw.
     """
     inputs = (slots.row, state.token, state.position, guess, left, slots.token, slots.position)
     placed = PLACE_ROWS.bind_on_device(inputs, together=together)
@@ -348,8 +348,8 @@ def draw_stable(
 ) -> NDArray[np.float32]:
     """Return logits (B, V) whose tokens do not depend on rounding. at: sizes and attributes.
 
-    A row is drawn again if another u or top_p, within MARGIN, gives another token: the sums of
-    floats in a right kernel have smaller errors. change: applied to each row of random numbers.
+    A row is drawn again if a change of u or top_p by up to MARGIN changes its token. The sums of
+    floats in a correct kernel have smaller errors. change: applied to each row of random numbers.
     """
     rows: list[NDArray[np.float32]] = []
     while len(rows) < at["B"]:
@@ -360,7 +360,7 @@ def draw_stable(
 
 
 def _stable(logits: NDArray[np.float32], sampling: Sampling, step: int) -> bool:
-    """Whether no u and top_p within MARGIN of the right ones gives another token."""
+    """Whether a change of u and top_p by up to MARGIN leaves the token unchanged."""
     if sampling.temperature == 0:
         return True
     p, u = sampling.top_p, random_bits(sampling.seed, step, sampling.sample)

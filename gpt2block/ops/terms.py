@@ -9,7 +9,7 @@ from gpt2block.cuda.kernels import FP8, TWO_PART, Defines
 from gpt2block.errors import InputError
 from gpt2block.weights.gguf import UNIT
 
-KINDS = {"float16": 1, "bfloat16": 2, TWO_PART: 3}  # constants of the kinds in lib/terms.cuh
+KINDS = {"float16": 1, "bfloat16": 2, TWO_PART: 3}  # dtype of terms → constant of lib/terms.cuh
 LINE = 64  # channels per line of terms in the order of wgmma
 IN_ORDER = 2  # Terms.width for GGUF blocks, whose codes are stored in the order of mma operands
 CHUNK = 32  # channels of x per sum; minimums of GGUF blocks are multiplied by these sums
@@ -20,7 +20,7 @@ ROUNDABLE = (ROUNDED, *FP8, GGUF)  # dtypes of weights for which x can be rounde
 class Terms(NamedTuple):
     """Format of a tensor that stores one or two 16-bit numbers (terms) instead of each float.
 
-    Products on tensor cores read them (kernels_cu/lib/terms.cuh).
+    Tensor-core products read such tensors (kernels_cu/lib/terms.cuh).
     """
 
     dtype: str  # float16, bfloat16 or two_part

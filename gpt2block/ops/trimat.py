@@ -62,7 +62,7 @@ def mma_geometry(
     """Return the geometry of variant tri6, and its arguments `heads`, `span` and `together`.
 
     sms: multiprocessors of the GPU. most_shared: bytes of shared memory that a block can have.
-    span, together, tile: used instead of the best values; the result has the same bits with any.
+    span, together, tile: used instead of the best values; the bits of the result do not change.
     Raises InputError if the grid is too large.
     """
     heads, most_blocks = B * NH, MMA_BLOCKS if HS <= 64 else MMA_BLOCKS - 1

@@ -1,6 +1,6 @@
 """Forward passes of all architectures: prefill, decoding, and single blocks.
 
-forward       the order of the halves of the blocks, and the outputs of a pass
+forward       a pass through all blocks of a model, and the outputs of a pass
 blocks        a pass with one step per operation, and the fused block
 prefill       passes over the new tokens of all sequences as rows of one matrix
 decoding      passes over one token for each row of a kv_cache
@@ -42,7 +42,7 @@ def model_steps(config: ModelConfig) -> list[Step]:
 
 
 def check_read(config: ModelConfig, steps: Iterable[Step]) -> None:
-    """Raise RuntimeError if no step of a pass to logits reads one of the model's tensors.
+    """Raise RuntimeError if the model has a tensor that no step of a pass to logits reads.
 
     A matrix counts as read if its two-part form is read. A vector from which the
     architecture computes a constant counts as read, but the constant itself must be read.

@@ -15,10 +15,11 @@ class PassSettings(NamedTuple):
     """Settings of a model or block that the operations of every pass use.
 
     causal: whether attention is causal, for a pass over a single block. rope: the name of the RoPE
-    frequencies of each layer, or (). half_split: which channels RoPE pairs. own: whether each
-    sequence has its own frequencies. qk_norm, embedding_norm, windows: as in ModelConfig, () for no
-    windows. embedding, softmax_scale, turned, cap: the fields embedding, attention, rope and cap of
-    `Scales`. gelu: whether the gate of the feed-forward is GELU.
+    frequencies of each layer, or (). half_split: whether RoPE pairs channels of the two halves of a
+    head instead of neighbours. own: whether each sequence has its own frequencies. qk_norm,
+    embedding_norm, windows: as in ModelConfig; windows is () if no layer has a window. embedding,
+    softmax_scale, turned, cap: the fields embedding, attention, rope and cap of `Scales`. gelu:
+    whether the gate of the feed-forward is GELU.
     """
 
     n_head: int

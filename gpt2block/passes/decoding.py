@@ -33,10 +33,10 @@ class DecodePass(Pass):
 
     norms: whether products fuse LayerNorm, which is fastest for few rows; else LayerNorm has its
     own steps, with bitwise equal results. known: the `Terms` in which x of a product can be stored,
-    preferred ones first, by the last part of the weights' name; empty if products read floats.
+    preferred terms first, by the last part of the weights' name; empty if products read floats.
     Two-part terms need an operand with a bound, from which their scale is computed.
     fp8_cache: the FP8 format of the kv_cache, or None. bounds: upper bounds of the magnitudes of
-    operands, by name; products of bounded operands read two-part weights instead of float32 ones.
+    operands, by name; products of bounded operands read two-part weights instead of float32.
     x_dtype: the dtype to which x of a product without terms is rounded, or None. together: the
     number of neighbouring rows that belong to one sequence. fuses: whether products can fuse
     RMSNorm, RoPE and the gate.
@@ -65,7 +65,7 @@ class DecodePass(Pass):
         self.rotations: dict[str, Value] = {}  # key: name of a tensor of RoPE frequencies
 
     def embed(self) -> Value:
-        if self.c.rope and self._fuses_rope(self._terms(("w_qkv",))):  # layers share rotations
+        if self.c.rope and self._fuses_rope(self._terms(("w_qkv",))):  # shared by all layers
             for rope in dict.fromkeys(self.c.rope):
                 name = rope.replace("frequencies", "rotations")
                 inputs = ("positions", rope, *(("row",) if self.c.own else ()))
@@ -79,7 +79,8 @@ class DecodePass(Pass):
         biased = any(self.do.has(w.replace("w_", "b_")) for w in to)
         if (beta and self.norms) or (to and fused and not beta and not biased):
             return Rows(x, gamma, beta, bound=bound)
-        terms = self._terms(to, bound, together=1 if beta else UNIT)  # RMSNorm adds UNIT channels
+        # The RMSNorm kernel can add up UNIT neighbouring channels, and store the sums with terms.
+        terms = self._terms(to, bound, together=1 if beta else UNIT)
         if beta:
             options: dict[str, Any] = {"variant": "decode", "stats": False, **_to(terms)}
             y = self.do(name, "layernorm", (x, gamma, beta), eps=self.c.eps, **options)
@@ -160,7 +161,7 @@ class DecodePass(Pass):
         return two_part_of(w), {"x_bound": _power_from(a.bound)}
 
     def _given(self, a: Rows) -> dict[str, Any]:
-        """Return the options of a product of rows `a`: eps with a norm; terms or x_dtype."""
+        """Return a product's options for rows `a`: eps for a norm, and terms or x_dtype."""
         normed = {"eps": self.c.eps} if a.gamma else {}
         return normed | ({"terms": a.terms} if a.terms else self.rounding)
 

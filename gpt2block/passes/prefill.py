@@ -33,13 +33,13 @@ class Prefill:
     or two-part. With "fp8", a product whose kernel cannot read FP8 weights first converts them
     into the tensor "wide"; other products exchange partial sums in "stream_k_workspace". rows: the
     number of new tokens of all sequences. longest: an upper bound for one sequence. cached: whether
-    there is a kv_cache, which tensor-core attention over new tokens only does not need. continued:
-    whether the sequences continue tokens in the kv_cache; used with tensor cores only. ends: the
-    number of rows of the output "last"; None for one per row of the kv_cache. fp8_cache: the FP8
-    format of the kv_cache, or None; attention over new tokens only rounds K and V to it as well.
+    there is a kv_cache; on tensor cores, attention over new tokens alone does not need it.
+    continued: whether the sequences continue tokens in the kv_cache; used with tensor cores only.
+    ends: the number of rows of the output "last"; None for one per row of the kv_cache. fp8_cache:
+    the FP8 format of the kv_cache, to which attention over new tokens also rounds K and V; or None.
     gated: whether 16-bit products can have two matrices, so that a gated feed-forward is one
     product instead of gate, up and ff. appends: whether 16-bit attention over new tokens also
-    writes K and V to the kv_cache, whose dtype equals that of the activations.
+    writes K and V to the kv_cache, whose dtype is then the activations' dtype.
     """
 
     products: Products
@@ -295,7 +295,7 @@ class TwoPartPass(TensorCorePass):
 class LastRows(DecodePass):
     """Last steps of a prefill, which have few rows and therefore use the decoding kernels.
 
-    Products read attention in the prefill's format, such as 16 bits, with the prefill's kernels.
+    The product that reads the attention's result, in 16 bits or two-part, has the prefill's kernel.
     """
 
     def __init__(self, prefill: PrefillPass) -> None:
@@ -309,7 +309,7 @@ class LastRows(DecodePass):
 
 
 class TilesOfLastRows(DecodePass):
-    """Float32 steps after the last attention: prefill kernels; for logits, decoding kernels."""
+    """Float32 steps after the last attention, by prefill kernels; logits, by decoding kernels."""
 
     def __init__(self, prefill: PrefillPass) -> None:
         super().__init__(prefill.do, prefill.c)

@@ -1,7 +1,7 @@
 """Shares of a model on several GPUs, and the machine that runs a GPU's share of a pass's steps.
 
-A share of a matrix has all of its inputs (K) and some neighbouring outputs (N). So every output has
-the order of additions of the whole matrix, and its bits. Attention and its kv_cache are divided by
+A share of a matrix has all of its inputs (K) and some neighbouring outputs (N). So every output is
+bitwise equal to the same output of the whole matrix. Attention and its kv_cache are divided by
 heads if `Share.divides_heads`; otherwise every GPU computes all heads. Steps that read whole rows
 gather them first (`ops.gather`). Norms, the residual stream and sampling are computed on every GPU.
 """
@@ -32,13 +32,13 @@ QKV = "w_qkv"
 # Operation of a product → places of its weights and of its residual among the inputs.
 PRODUCTS: Mapping[str, tuple[int, int]] = {"linear": (1, 5), "gemm": (1, 3)}
 ATTENTION = "attention", "attention_split", "attention_varlen", "attention_packed"
-ELEMENTWISE = "silu_mul", "relu_squared", "cap"  # computed on columns before these are gathered
+ELEMENTWISE = "silu_mul", "relu_squared", "cap"  # computed before a GPU's columns are gathered
 OF_SHARE = ".share"  # ends the names of results that have only this GPU's columns
-HEADS = "q", "qkv", "rope", "k", "v"  # results and caches that have this GPU's heads, if divided
+HEADS = "q", "qkv", "rope", "k", "v"  # results and caches that are divided if heads are divided
 
 
 class Meeting:
-    """The threads that drive the GPUs of a model meet here, and exchange values."""
+    """A barrier at which the threads that drive a model's GPUs exchange values."""
 
     def __init__(self, count: int) -> None:
         self._barrier = threading.Barrier(count)
@@ -53,7 +53,7 @@ class Meeting:
         return found
 
     def abort(self) -> None:
-        """Raise threading.BrokenBarrierError in all threads that wait, or will."""
+        """Raise threading.BrokenBarrierError in all threads that wait now or later."""
         self._barrier.abort()
 
     def reset(self) -> None:
@@ -82,7 +82,7 @@ class Share:
 
         Otherwise each GPU computes all heads. This is so if the heads of q or of k cannot be
         divided equally, if a GPU's channels of K are no multiple of BORDER_OF_BLOCKS with GGUF
-        types, if one norm applies to all heads, or if one scale does (two-part operands).
+        types, or if one norm or one scale (of two-part operands) applies to all heads.
         """
         c, shapes = self.config, self.config.block_shapes()
         n_kv_head = c.kv_width // c.head_size
@@ -184,7 +184,7 @@ class Share:
         """Join the parts that all GPUs have of a result, or of a tensor, along an axis.
 
         name: as in a recording or a checkpoint. The threads of all GPUs call this; only the first
-        GPU joins the parts. The other GPUs return `own`, and so does the first if `own` is whole.
+        GPU joins the parts. The other GPUs return `own`, and the first GPU does if `own` is whole.
         """
         spans = self.spans(QKV if matrix_of(name) in HEADS else name)
         parts = self.exchange(own) if spans or self.has_part(name) else [own]
@@ -232,7 +232,8 @@ class Divided(Machine):
     """A machine that runs a GPU's share of the steps on the machine `do`, and gathers rows.
 
     A pass lists the steps of the whole model; only the numbers of heads are this GPU's. fuses:
-    whether one kernel gathers the residual stream and normalizes it. The sum then has no step.
+    whether one kernel gathers columns, adds them to the residual stream and normalizes the sum,
+    which then has no step of its own.
     """
 
     def __init__(self, do: Machine, share: Share, fuses: bool = False) -> None:

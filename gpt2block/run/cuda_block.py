@@ -32,9 +32,9 @@ from gpt2block.weights.matrix import WeightMatrix
 from gpt2block.weights.two_part import TwoPartMatrix
 
 CudaArray = Any  # cupy.ndarray, which has no type stubs
-MAX_SHAPES = 8  # most input shapes whose workspaces are kept
+MAX_SHAPES = 8  # maximum input shapes whose workspaces are kept
 OUTPUT = "output"  # name of the last step
-MAX_CALLS = 16  # most triples (shape, x pointer, out pointer) whose launches are kept
+MAX_CALLS = 16  # maximum triples (shape, x pointer, out pointer) whose launches are kept
 
 
 @dataclass
@@ -42,7 +42,7 @@ class _Workspace:
     """Device arrays and recorded steps that all calls with one input shape share.
 
     given: int32 device arrays whose values each call can change, while graphs keep their addresses.
-    known: the steps of the last recording; most of them use neither x nor the output. sent: copies
+    known: the steps of the last recording, for reuse: few steps use x or the output. sent: copies
     of the values in `given`.
     """
 
@@ -61,9 +61,9 @@ class _Workspace:
 class CudaEngine(BlockEngine):
     """An engine that runs a block with kernels of `gpt2block.ops`, on the caller's current stream.
 
-    dtype: of x, of every step's result and of the matrices of fused products, which are already
-    rounded to it; all other weights are float32. With `BlockSpec.bounds`, those matrices
-    and the activations they are multiplied with are TwoPartMatrix; a trace returns them as float32.
+    dtype: dtype of x, of every step's result and of the matrices of fused products, which are
+    already rounded to it; all other weights are float32. With `BlockSpec.bounds`, both operands of
+    fused products are stored as TwoPartMatrix; a trace returns such activations as float32.
     Thread-safe; calls on different streams wait for each other, since they share memory.
     """
 

@@ -19,11 +19,11 @@ from gpt2block.passes.shares import Share
 from gpt2block.run.model import Item, RowFrequencies, cache_kind, describe_cache
 from gpt2block.run.recorder import rounded_up
 
-KEPT_SHAPES = 4  # most prefill shapes recorded per cache; also most temporary caches kept
-KEPT_STARTS = 160  # most prefill shapes recorded for the cache of a decoding
-KEPT_CACHES = 2  # most caches of ended decodings kept for reuse, with their CUDA graphs
-MOST_SLOTS = 512  # most slots of a decoding whose caller accepts fewer slots than requested
-LEAST_CONTEXT = 64  # least number of positions per slot in a decoding's cache
+KEPT_SHAPES = 4  # maximum prefill shapes recorded per cache; also maximum temporary caches kept
+KEPT_STARTS = 160  # maximum prefill shapes recorded for the cache of a decoding
+KEPT_CACHES = 2  # maximum caches of ended decodings kept for reuse, with their CUDA graphs
+MOST_SLOTS = 512  # maximum slots of a decoding whose caller accepts fewer slots than requested
+LEAST_CONTEXT = 64  # minimum positions per slot in a decoding's cache
 ALIGNED = 16  # bytes per vector load of the kernels
 
 
@@ -43,7 +43,7 @@ def forget_oldest(kept: OrderedDict[Any, Any], most: int, stream: Any) -> None:
 class CudaCache:
     """Keys and values as one array (2 n_layer, slots, n_ctx, KV): K of layer 0, V of layer 0, …
 
-    Each layer's K and V begin at a multiple of ALIGNED bytes, so slots can be more than the batch.
+    Each layer's K and V begin at a multiple of ALIGNED bytes; unused slots are added if necessary.
     prefills, steps: a model's recordings for this cache; keys of prefills are their shapes.
     """
 

@@ -86,8 +86,9 @@ class DecodingChoice:
     ) -> Any:
         """Run a decoding step of `rows` rows (tokens), up to logits, on the executor `do`.
 
-        terms: the result of `terms`. None: all results can be read, so each layer has all of its
-        steps. together: neighbouring rows of one sequence.
+        terms: the result of `terms`. None makes results readable, for traces: activations stay
+        floats, and RMSNorm, RoPE and the gate have steps of their own. together: neighbouring rows
+        of one sequence.
         """
         chosen = self._pass(do, rows, terms, together)
         return forward(chosen, self.architecture, self.config, "logits")

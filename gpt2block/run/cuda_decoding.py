@@ -17,8 +17,8 @@ from gpt2block.run.cuda_steps import MOST_GUESSING, InFlight, steps_of
 from gpt2block.run.guessing import ROWS, SpeculationPolicy
 from gpt2block.run.model import Ids, Sampled, Start, in_groups, without
 
-PREFILL_TOKENS = 8192  # most prompt tokens of one prefill
-IN_FLIGHT = 2  # most launched steps whose results the host has not read
+PREFILL_TOKENS = 8192  # maximum prompt tokens of one prefill
+IN_FLIGHT = 2  # maximum launched steps whose results the host has not read
 
 
 class CudaDecoding:
@@ -42,12 +42,12 @@ class CudaDecoding:
         self._steps = steps_of(model, cache, speculate)
         self._pace = SpeculationPolicy(cache.batch) if speculate else None
         self._steps.restart()
-        # Per slot: most tokens still to sample. Each launched step counts as one sampled token.
+        # Per slot: maximum tokens still to sample. Each launched step counts as one sampled token.
         self._left = np.zeros(slots, np.int32)
         self._alternatives = np.zeros(slots, np.int32)
-        self._matchers: SlotMatchers | None = None  # from the first sequence with a grammar on
+        self._matchers: SlotMatchers | None = None  # created for the first sequence with a grammar
         self._pending: Pending | None = None  # the step whose sampler waits for masks
-        self._stopped: list[Ids] = []  # slots that were stopped since its forward pass
+        self._stopped: list[Ids] = []  # slots stopped since the pending step's forward pass
         self._in_flight: deque[InFlight] = deque()
         self._found: deque[Sampled] = deque()  # results that are read but not yet returned
 
@@ -60,7 +60,7 @@ class CudaDecoding:
         with self._model.running():
             for group in _groups(starts):
                 self._start(group)
-                self._model.recordings.meet()  # the next prompts' gathers come after allocations
+                self._model.recordings.meet()  # all GPUs allocate before the next prompts' gathers
 
     def extend(self, starts: Sequence[Start]) -> None:
         with self._model.running():

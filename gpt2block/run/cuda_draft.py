@@ -23,9 +23,10 @@ from gpt2block.run.model import Ids, Start
 
 
 class Draft:
-    """A draft model that guesses next tokens. Its kv_cache has the slots of the Decoding's.
+    """A draft model that guesses next tokens. Its kv_cache has the same slots as the Decoding.
 
-    If the larger model is on several GPUs, each GPU has a copy of the draft, which guesses alike.
+    If the larger model is on several GPUs, each GPU has a copy of the draft. All copies make the
+    same guesses.
     """
 
     def __init__(self, model: CudaPasses, cache: CudaCache) -> None:
@@ -37,7 +38,8 @@ class Draft:
     def _between(self, stream: Any) -> Iterator[None]:
         """Run the with block on the draft's stream, after work that was queued on `stream`.
 
-        Later work of `stream` waits for it. Events order the streams; the host does not wait.
+        Later work of `stream` waits for the block's work. Events order the streams; the host does
+        not wait.
         """
         given, done = (cupy.cuda.Event(disable_timing=True) for _ in range(2))
         given.record(stream)
@@ -70,7 +72,7 @@ class Draft:
     def guess(self, slots: Ids, count: int, steps: DecodingSteps, stream: Any) -> None:
         """Write `count` guessed tokens per slot into `steps`, whose launches run on `stream`.
 
-        K and V of the last guess are also computed, as the next step continues it if it is right.
+        K and V of the last guess are also computed: if it is right, the next step continues it.
         """
         assert steps.guesses is not None
         own = self._steps

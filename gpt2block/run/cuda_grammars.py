@@ -2,7 +2,7 @@
 
 A mask depends on all tokens before it, so that the host must read a step's tokens before it can
 compute the next step's masks. Such a step therefore runs in two parts: the forward pass is launched
-at once, the host computes the masks meanwhile, and the sampler is launched when they are copied.
+at once, the host computes the masks meanwhile, and the sampler follows when masks are copied.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gpt2block.run.guessing import SpeculationPolicy
 from gpt2block.run.model import Ids
 from gpt2block.sampling import mask_words
 
-ANY_NUMBER = 2**30  # `left` of slots whose tokens only the host counts
+ANY_NUMBER = 2**30  # value of `Guesses.left` if only the host counts the tokens left to draw
 Guessed = Sequence[Sequence[int]]  # for each slot of a step, the tokens in its rows after the first
 
 
@@ -32,7 +32,7 @@ class PinnedPair:
         self._pairs = [(pinned(shape), cupy.cuda.Event(disable_timing=True)) for _ in range(2)]
 
     def next(self) -> tuple[Ids, Any]:
-        """Return a buffer whose last copy has ended, and the event to record after the next."""
+        """Return a buffer whose last copy has ended, and the event to record after a new copy."""
         self._pairs.reverse()
         buffer, sent = self._pairs[0]
         sent.synchronize()
@@ -82,8 +82,8 @@ class Pending(NamedTuple):
 class SlotMatchers:
     """The Matchers of a decoding's slots, and the tokens that the grammars determine next.
 
-    These tokens are known before they are sampled, so that their rows are computed together, in the
-    way of guesses.
+    These tokens are known before they are sampled. Therefore one step computes the rows of several
+    such tokens, as it does for guesses.
     """
 
     def __init__(self, slots: int) -> None:
@@ -105,7 +105,7 @@ class SlotMatchers:
         return [self._next[slot] for slot in slots.tolist()]
 
     def expect(self, slots: Ids, guesses: Guessed, find: bool) -> None:
-        """Find the tokens to expect after the sampler of rows with `guesses`, if `find`.
+        """Store the tokens to expect after the sampler of rows with `guesses`; none unless `find`.
 
         The matchers must have accepted all tokens of earlier samplers. Computing a mask is faster
         after this, because llguidance keeps the tokens that it finds.

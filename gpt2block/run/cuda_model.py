@@ -1,8 +1,8 @@
 """A model on a GPU: prefill over packed rows, decoding as a CUDA graph, sampling on the device.
 
-Every forward pass is a recording of one of `gpt2block.passes`. A decoding step reads its tokens and
-positions from device memory, where the sampler writes the next ones, so that it is the same graph
-each time.
+Every forward pass is recorded from a pass in `gpt2block.passes`. A decoding step reads tokens and
+positions from device memory, where the sampler writes the next values, so that every step can
+replay the same graph.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ from gpt2block.run.timeline import Call, Timeline
 from gpt2block.weights.matrix import on_host
 
 TOKENS_AT_ONCE = 8192  # maximum tokens of a prefill of several sequences
-KEPT_COUNTS = 32  # most scratch caches kept for padded batches, one per number of sequences
+KEPT_COUNTS = 32  # maximum scratch caches kept for padded batches, one per number of sequences
 KEPT_OF_COUNT = 8  # prefill shapes kept per scratch cache of padded batches
 
 
@@ -74,9 +74,9 @@ class CudaModel(CudaWeights):
     Decoding computes with float32 activations, which some products round (`DecodingChoice`).
 
     Prefill computes on tensor cores (`on_tensor_cores`) if the GPU has them and the architecture
-    permits the head size. Its activations then have the dtype of 16-bit matrices. With FP8 matrices
-    they have float16, and activations beyond its range are divided by a power of two (`divisors`).
-    With float32 matrices operands are in two parts; decoding reads these two-part matrices, too.
+    permits the head size. With 16-bit matrices, its activations have the matrices' dtype. With FP8
+    matrices they are float16; activations that may exceed its range are divided by a power of two
+    (`divisors`). With float32 matrices, operands are two-part; decoding reads these matrices, too.
 
     Thread-safe: calls run one after another on one stream.
     """
@@ -189,7 +189,7 @@ class CudaModel(CudaWeights):
                 for group in in_groups(sequences, TOKENS_AT_ONCE):
                     outputs += self._forward(group, want, self._scratch(group))
                 return outputs
-            # A row's exact result depends on its kernels, which thus must not depend on other rows.
+            # A row's bits depend on its kernels, so other rows must not affect the choice of these.
             decoded = want in ("last", "logits")
             single = [decoded and len(ids) == 1 for ids in sequences]
             several = [len(ids) > 0 and not one for one, ids in zip(single, sequences, strict=True)]
@@ -267,9 +267,10 @@ class CudaModel(CudaWeights):
         return [(scores, ids) for scores, ids in self._scored(sequences, "likeliest")]
 
     def _scored(self, sequences: Sequence[Ids], want: Want) -> list[tuple[NDArray[Any], ...]]:
-        """Return a tuple of arrays (T - 1,) for each sequence, in the order of the two callers.
+        """Return a tuple of arrays (T - 1,) for each sequence: log-likelihoods of its tokens.
 
-        Results are copied to the host after all groups have run.
+        The second array, for want "likeliest", has the most likely tokens. Results are copied to
+        the host after all groups have run.
         """
         found: list[tuple[NDArray[Any], ...]] = []
         computed: list[tuple[list[CudaArray], list[int]]] = []
@@ -405,7 +406,8 @@ class CudaModel(CudaWeights):
     def prompt_weights(self, head: bool) -> dict[str, Any]:
         """Return the weights that prefill reads, with memory for converted weights.
 
-        head: with the padded lm_head for logits of all tokens as "head" and "head_bias".
+        head: whether to include the padded lm_head for logits of all tokens, as "head",
+        "head_bias".
         """
         return {**self.given(), **self.prompts.of(head)}
 

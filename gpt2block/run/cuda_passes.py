@@ -16,7 +16,7 @@ from gpt2block.run.recording import Recordings
 class CudaPasses(Protocol):
     """Interface of `CudaModel` for the code that records launches for its kv_caches.
 
-    They get it with each call: a cache that kept its model would keep its memory, too.
+    Each call passes the model: a cache with a reference to it would keep its memory allocated.
     """
 
     config: ModelConfig

@@ -1,8 +1,8 @@
 """Prefill on a GPU: the new tokens of all sequences are the rows of one matrix.
 
-The passes are those of `gpt2block.passes.prefill`. A row's kernels, and so its bits, depend on
-its own sequence alone. Tokens, positions and lengths are in device memory: a repeated call of the
-same shape is a CUDA graph.
+`gpt2block.passes.prefill` has the passes. A row's kernels, and so its bits, depend on its own
+sequence alone. Tokens, positions and lengths are in device memory: a repeated call of the same
+shape is a CUDA graph.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class PrefillPrograms:
     Rows beyond the given tokens are padding: they belong to no sequence, and attention skips them.
 
     After `run`, `out` holds the requested output until the model's next prefill. "last": logits of
-    the given sequences, undefined for those without new tokens; "hidden" and "states": the final
-    norm, (N, C) float32; "rows": the same, in the dtype of the product with lm_head;
-    "log_likelihood": of the next token of each row, (N,), undefined for the last row of a sequence;
-    with "likeliest", the array `likeliest` also holds the most likely next token of each row.
+    the given sequences, undefined for sequences without new tokens. "hidden" and "states": the
+    final norm, (N, C) float32. "rows": the final norm in the dtype of the product with lm_head.
+    "log_likelihood": each row's log-likelihood of its next token, (N,), undefined for the last row
+    of a sequence. With "likeliest", the array `likeliest` also holds each row's most likely token.
     """
 
     def __init__(self, model: CudaPasses, cache: CudaCache, shape: Prefill) -> None:
@@ -54,7 +54,7 @@ class PrefillPrograms:
         batch = dict(zip(self._sizes, cupy.split(self._numbers, ends), strict=True))
         self._tensors = {**batch, **cache_tensors(cache, model.config.n_layer)}
         self._recordings: dict[Want | None, Recording] = {}
-        self._known: Mapping[str, Recorded] = {}  # steps of the first recording, which others reuse
+        self._known: Mapping[str, Recorded] = {}  # first recording's steps, which others reuse
 
     def recording(self, model: CudaPasses, want: Want | None) -> Recording:
         """Return the recorded launches that compute the output `want`; record them on first use."""
@@ -195,9 +195,10 @@ def prefill_slots(
 ) -> CudaArray:
     """Compute the new tokens of sequences whose first `cached` tokens are in slots of the cache.
 
-    Slots are in ascending order. All sequences are new, or all continue. Returns their last logits
-    (N or more, V), valid until the next prefill. Without `last`, only keys and values are computed,
-    and the result is None. Sizes are rounded up, so that other sequences use the same launches.
+    Slots are in ascending order. All sequences are new, or all continue. Returns the logits of
+    their last tokens, (N or more, V), valid until the next prefill. Without `last`, only keys and
+    values are computed, and the result is None. Sizes are rounded up, so that other sequences use
+    the same launches.
     """
     lengths = [len(ids) for ids in sequences]
     kind = start_kind(cache, sum(lengths), max(lengths), any(cached), len(slots))

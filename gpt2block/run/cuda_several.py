@@ -2,8 +2,8 @@
 
 Every call runs on all GPUs at once, each with its own `CudaModel`, and returns the results of the
 first. Host code is the same on all of them, so that they launch the same gathers in the same order.
-A decision that depends on measured times is the first GPU's. The number of slots is the least that
-fits into the free memory of any GPU. The threads exchange these values.
+The first GPU makes decisions that depend on measured times. The number of slots is the smallest of
+the numbers that fit into the free memory of each GPU. The threads exchange these values.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ Found = TypeVar("Found")
 
 
 class Crew:
-    """A thread for each GPU. All of them run the same calls, in the same order.
+    """A thread for each GPU. All threads run the same calls, in the same order.
 
     Gathers of two models must not run on a GPU at the same time. Their blocks wait for other GPUs
-    while they occupy multiprocessors, so each gather could keep out the blocks for which the other
-    one waits.
+    while they occupy multiprocessors. Each gather could wait for blocks of another GPU that the
+    other gather prevents from starting.
     """
 
     lock = threading.RLock()  # held by the crew that runs a call
@@ -69,7 +69,7 @@ class Crew:
     def run(self, calls: Sequence[Callable[[], Found]]) -> list[Found]:
         """Run a call on each GPU's thread, all at once; return their results.
 
-        If a call raises, the others end, too: gathers that wait for this GPU end without a result.
+        If a call raises, all other calls end: gathers that wait for this GPU end without a result.
         Raises the error of the first GPU that has one, or DeviceError if a gather has waited too
         long.
         """
@@ -141,7 +141,7 @@ class SeveralCaches:
 
 
 class SeveralCudaModels:
-    """A model on several GPUs, with the bits of the model on one. devices: their numbers.
+    """A model on several GPUs; results are bitwise equal to one GPU's. devices: GPU numbers.
 
     Raises InputError for GPUs that differ, or that cannot access each other's memory.
     """
@@ -180,7 +180,7 @@ class SeveralCudaModels:
 
     @property
     def draft(self) -> CudaModel | None:
-        """The draft model of the first GPU. Every GPU has a whole copy, and guesses alike."""
+        """The first GPU's copy of the draft model. Every GPU has one; all make equal guesses."""
         return self.parts[0].draft
 
     @draft.setter
@@ -274,7 +274,7 @@ class SeveralDecodings:
         self._with_starts("extend", starts)
 
     def _with_starts(self, name: str, starts: Sequence[Start]) -> None:
-        """Call a method of all parts, which change copies of the starts' matchers."""
+        """Call a method of all parts, with a copy of the starts' matchers for each further part."""
         own = [
             [start._replace(matcher=start.matcher and start.matcher.copy()) for start in starts]
             for _ in self._parts[1:]

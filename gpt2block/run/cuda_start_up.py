@@ -1,8 +1,8 @@
 """Compile the kernels of a decoding and record its CUDA graphs before its first sequence starts.
 
-The kernels of a decoding depend on the sizes of its steps and of the prompts that start together,
-which are rounded up, so that there are few. All steps and the usual starts are also recorded as
-CUDA graphs.
+The kernels of a decoding depend on the sizes of its steps and of the prompts that start together.
+Sizes are rounded up, so that there are few different kernels. All steps and the usual starts are
+also recorded as CUDA graphs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gpt2block.run.guessing import ROWS
 from gpt2block.run.model import Ids
 from gpt2block.run.recorder import rounded_up
 
-PROMPTS = 16, 256  # prefills to capture as CUDA graphs: least and most tokens per prompt
+PROMPTS = 16, 256  # prefills to capture as CUDA graphs: minimum and maximum tokens per prompt
 TOGETHER = 4  # largest number of prompts per prefill that `start_up` captures as a CUDA graph
 NOBODY: Ids = np.empty(0, np.int32)
 Kind = tuple[int, int, bool, int]  # arguments of `programs_of`: rows, longest, continued, ends
@@ -40,9 +40,9 @@ def start_up(
 ) -> Iterator[tuple[int, int]]:
     """Compile kernels, record CUDA graphs; yield numbers of done and all tasks before each task.
 
-    slots: slots of a decoding in which no sequence runs; their kv_cache is overwritten. most: most
-    tokens of prompts that start together. continued: whether prompts may continue cached tokens.
-    speculate: whether steps compute guesses, too.
+    slots: slots of a decoding in which no sequence runs; their kv_cache is overwritten. most:
+    maximum tokens of prompts that start together. continued: whether prompts may continue cached
+    tokens. speculate: whether steps compute guesses, too.
     """
     start = _Parts(model, cache, speculate)
     counts = sorted({rounded_up(n, 2) for n in range(1, slots + 1)})

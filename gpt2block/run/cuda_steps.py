@@ -44,7 +44,7 @@ from gpt2block.run.recorder import rounded_up
 from gpt2block.sampling import CHANGES, MOST_ALTERNATIVES, Sampling, changes
 
 CHANGED, COUNTED = 1, 2  # kinds of logit changes; COUNTED: penalties need counts of drawn tokens
-MOST_GUESSING = 64  # most rows (tokens) of a step that also computes guessed tokens
+MOST_GUESSING = 64  # maximum rows (tokens) of a step that also computes guessed tokens
 
 
 class DecodingSteps:
@@ -287,8 +287,8 @@ class DecodingStep:
     def _free_half(self, alternatives: bool) -> int:
         """Read earlier results; return the half (0 or 1) of their memory for the next launch.
 
-        Before the first launch, the device's launch count is set to 0, after earlier launches.
-        Before the first launch with the most likely tokens, their memory is allocated.
+        The first call after `restart` also queues a reset of the device's launch count to 0. The
+        first call with `alternatives` allocates memory for the most likely tokens.
         """
         if alternatives and "_top" not in vars(self):
             self._prepare_likely()
@@ -302,7 +302,7 @@ class DecodingStep:
         return half
 
     def _prepare_likely(self) -> None:
-        """Allocate the memory of the most likely tokens (see `Recordings.meet`)."""
+        """Allocate memory for the most likely tokens before launches (see `Recordings.meet`)."""
         self._meet()
         for top in self._top:
             _ = top.launch.launches[0].function.local_size_bytes  # loads the kernel
@@ -368,12 +368,12 @@ class InFlight:
             self._read = True
 
     def with_masks(self, matchers: Sequence[Matcher | None]) -> InFlight:
-        """Set the matchers of the slots, which `accept` continues; return this object."""
+        """Set the slots' matchers, to which `accept` passes the tokens; return this object."""
         self._matchers, self.masked = matchers, True
         return self
 
     def accept(self) -> None:
-        """Continue the slots' matchers with their tokens, once."""
+        """Pass the tokens to the slots' matchers, on the first call only."""
         if not self._matchers:
             return
         self.read()
@@ -401,9 +401,9 @@ class InFlight:
         return without(found, np.concatenate(self._stopped)) if self._stopped else found
 
     def taken(self) -> list[Sampled]:
-        """Return a list of Sampled; number n has the accepted token n, from 0, of each slot.
+        """Return a list whose element n is the Sampled of each slot's n-th accepted token, from 0.
 
-        Slots without an accepted token n, and stopped slots, are left out.
+        Slots without an n-th accepted token, and stopped slots, are left out.
         """
         self.read()
         tokens, logprobs, flags = (a.reshape(-1, self.together).T for a in self._sampled)

@@ -59,7 +59,7 @@ def watched(recordings: Recordings) -> Iterator[list[Timeline]]:
 def measured(recording: Recording) -> Timeline:
     """Measure the kernel times of a recording whose inputs are on the device; return a Timeline.
 
-    Its steps have the same results each time. Arrays that later launches change are restored.
+    Repeated runs of its steps have equal results. Arrays that later launches change are restored.
 
     On several GPUs, all threads measure the same launches at the same time, because gathers wait
     for each other. The time of a gather thus includes the wait for the slowest GPU. The threads
@@ -157,7 +157,8 @@ def assembled(
 def _graph(launches: Sequence[Any], overlapping: bool) -> Callable[[], None]:
     """Capture a graph of launches; return a function that launches it on the current stream.
 
-    The upload allocates the graph's memory now, because its first launch may follow a gather.
+    The upload allocates the graph's memory now, because the graph's first launch may follow a
+    gather, after which no memory may be allocated (see `Recordings.meet`).
     """
     stream = cupy.cuda.get_current_stream()
     graph = capture(launches, cupy.cuda.Stream(non_blocking=True), overlapping)

@@ -34,8 +34,8 @@ from gpt2block.weights.two_part import TwoPartMatrix
 def check_room(config: ModelConfig, formats: Formats, share: Share | None = None) -> None:
     """Raise MemoryError, before a tensor is read, if the weights do not fit on the device.
 
-    They include the two-part copies that products on tensor cores read. The kind of products never
-    depends on free memory, and so neither do results. share: the part of them on this device.
+    The weights include the two-part copies that products on tensor cores read. Free memory affects
+    neither the kind of products nor results. share: the part of the weights on this device.
     """
     shapes = None if share is None else share.shapes()
     needed, free = weight_bytes(config, formats, shapes), free_bytes()
@@ -70,8 +70,8 @@ class CudaWeights(StoredModel):
     def _matrix(self, name: str, array: Any, layout: str) -> WeightMatrix:
         """Return a matrix of a checkpoint, or this GPU's share, as `_whole_matrix` does.
 
-        Only the share is uploaded and, of a `Stored` or `InBlocks`, read. `largest` is the largest
-        magnitude of the whole matrix.
+        Only the share is uploaded; of a `Stored` or `InBlocks`, only the share is read. `largest`
+        is the largest magnitude of the whole matrix.
         """
         share = self._share
         spans = () if share is None else share.spans(name)
@@ -96,7 +96,7 @@ class CudaWeights(StoredModel):
     def _whole_matrix(self, name: str, array: Any, layout: str) -> WeightMatrix:
         """Return a matrix of a checkpoint in device memory, in the model's dtype, layout "NK".
 
-        GGUF blocks keep their bits if the GPU has tensor cores; otherwise they are dequantized. The
+        GGUF blocks stay quantized if the GPU has tensor cores; else they are dequantized. The
         first matrix starts the compilation of the kernels that convert matrices. Raises InputError,
         with the tensor's name, for weights that the dtype cannot hold.
         """
@@ -108,7 +108,7 @@ class CudaWeights(StoredModel):
                 cupy.get_default_memory_pool().free_all_blocks()
                 return packed
             array = array.on_host()
-        if isinstance(array, WeightMatrix):  # in blocks of a file, or of a model on another GPU
+        if isinstance(array, WeightMatrix):  # GGUF blocks, or a matrix of a model on another GPU
             if reads_blocks or not isinstance(array, GgufMatrix):
                 return array.mapped(cupy.asarray)
             array, layout = array.dequantized().T, "NK"
@@ -129,7 +129,7 @@ def _read(array: Any) -> Any:
 def _outputs(array: Any, layout: str, spans: Sequence[tuple[int, int]]) -> tuple[Any, str]:
     """Return outputs of a matrix of a checkpoint, in ranges (begin, end), and their layout.
 
-    An array in device memory may be on another GPU. Its outputs are copied to the current one.
+    An array in device memory may be on another GPU. Its outputs are copied to the current GPU.
     """
     if isinstance(array, (Stored, InBlocks)):
         return _read(array.of_spans(spans)), layout
@@ -215,7 +215,7 @@ class PromptWeights:
     def of(self, head: bool) -> dict[str, Any]:
         """Return {name that prefill's steps use: array}, with memory for converted weights.
 
-        head: with the padded lm_head as "head" and its bias as "head_bias".
+        head: whether to include the padded lm_head as "head" and its bias as "head_bias".
         """
         weights = dict(self._divided)
         if head:

@@ -18,8 +18,8 @@ ROWS = (4, 1 + MOST_GUESSES)  # possible rows (tokens) per sequence in a step wi
 # until measured. First pair: up to FEW sequences. Second: more sequences (compute-bound products).
 UNKNOWN = ((1.3, 1.6), (2.0, 3.2))
 FEW = 4
-RIGHT_FIRST = 0.0, 0.25  # initial shares of right guesses: after a wrong guess, after a right one
-LEAST = 0.1  # least share of right guesses at which a step with guesses is considered
+RIGHT_FIRST = 0.0, 0.25  # initial shares of right guesses: after a wrong guess; after a right guess
+LEAST = 0.1  # minimum share of right guesses at which a step with guesses is considered
 WEIGHT = 1 / 6  # weight of the newest guess in the running share of right guesses
 GAIN = 1.03  # expected speedup that a step with guesses must exceed
 OLDER = 1.01  # factor by which a stored time grows per step, so that slower new times replace it

@@ -71,7 +71,7 @@ def as_sequences(ids: Any, vocab_size: int) -> tuple[list[Ids], tuple[int, ...] 
         rows = [as_array(row, "ids") for row in (ids if ragged else [ids])]
     except InputError:
         raise
-    except (TypeError, ValueError, OverflowError) as error:  # uneven lists, CuPy arrays
+    except (TypeError, ValueError, OverflowError) as error:  # raised for uneven lists, CuPy arrays
         raise InputError(f"ids: expected rows of integers: {error}") from error
     shape: tuple[int, ...] | None = None
     if ragged and len({row.shape for row in rows}) == 1:

@@ -235,7 +235,7 @@ class RowFrequencies:
     """
 
     def __init__(self, config: ModelConfig, batch: int, n_ctx: int, library: Any) -> None:
-        """Set the frequencies of all rows to those for sequences of n_ctx tokens.
+        """Set the frequencies of all rows to the frequencies for sequences of n_ctx tokens.
 
         library: module of the cache's arrays, NumPy or CuPy.
         """
@@ -281,12 +281,12 @@ class Start(NamedTuple):
     slot: int
     ids: Ids  # (T,), the prompt's tokens, at least one
     sampling: Sampling
-    steps: int  # most tokens to sample, at least 1; len(ids) + steps - 1 is at most n_ctx
+    steps: int  # maximum tokens to sample, at least 1; len(ids) + steps - 1 is at most n_ctx
     drawn: int = 0  # number of tokens that the sequence has sampled earlier
     seen: Ids | None = None  # tokens that the repetition penalty counts as seen; None: ids
     cached: int = 0  # number of first ids whose keys and values the slot holds already
     alternatives: int = 0  # number of most likely tokens to report with each sampled token
-    limit: int = 0  # most tokens of the sequence; 0: len(ids) + steps
+    limit: int = 0  # maximum tokens of the sequence; 0: len(ids) + steps
     matcher: Matcher | None = None  # decides which tokens can be sampled; None: all tokens
 
     @property
@@ -446,7 +446,7 @@ class StepResult(NamedTuple):
 class TracedEngine(ModelEngine, Protocol):
     """A model engine that returns results and times of each step of a sequence's forward pass.
 
-    cached: the pass computes the last token only, with the others in a kv_cache.
+    cached: the pass computes the last token only, with earlier keys and values in a kv_cache.
     """
 
     def trace(self, ids: Ids, cached: bool) -> dict[str, NDArray[Any]]:

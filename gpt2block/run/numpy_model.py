@@ -40,8 +40,8 @@ from gpt2block.sampling import Sampling, choose
 from gpt2block.weights.gguf import GgufMatrix
 from gpt2block.weights.matrix import WeightMatrix
 
-ROWS_AT_ONCE = 1024  # most rows whose logits are computed at a time for likelihoods
-SLOTS = 16  # most slots of a decoding whose caller accepts fewer slots than requested
+ROWS_AT_ONCE = 1024  # maximum rows whose logits are computed at a time for likelihoods
+SLOTS = 16  # maximum slots of a decoding whose caller accepts fewer slots than requested
 
 
 class NumpyCache:

@@ -33,21 +33,21 @@ from gpt2block.weights.two_part import TwoPartMatrix, scale_for
 VIEW = "rows"  # name of the operation whose result is a NumPy-style view of its input
 ALIGNMENT = 512  # alignment, in bytes, of each array in an arena
 _scale_for = lru_cache(maxsize=4096)(scale_for)  # cached: all layers have the same bounds
-OPEN = ("any", "strided", "mixed")  # kinds (see `contract`) of arrays that share any one dtype
+OPEN = ("any", "strided", "mixed")  # kinds (see `contract`) whose arrays have one common dtype
 
 
 def bytes_of(shape: Shape, dtype: Any) -> int:
     return prod(shape) * int(np.dtype(dtype).itemsize)
 
 
-class ArenaFull(Exception):  # noqa: N818  (the caller takes a larger one)
+class ArenaFull(Exception):  # noqa: N818  (the caller takes a larger arena)
     """Raised if the free bytes of an arena (a preallocated buffer) do not suffice."""
 
 
 class Offsets:
     """Allocator of ranges of one buffer; each begins at the lowest offset with enough free bytes.
 
-    limit: bytes of the buffer; None: unlimited. `peak` is the end of the highest part so far.
+    limit: bytes of the buffer; None: unlimited. `peak` is the end of the highest range so far.
     """
 
     def __init__(self, limit: int | None = None) -> None:

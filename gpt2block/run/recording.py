@@ -39,8 +39,8 @@ class Recording:
 
     out: the result of the pass. overlapping: every kernel itself waits for the previous one
     (kernels_cu/lib/overlap.cuh), so launches may overlap. borrowed: names of tensors and results
-    that the caller keeps alive during a run; a trace cannot read them. owner: the Recordings that
-    made it.
+    that the caller keeps alive during a run; a trace cannot read them. owner: the Recordings
+    object that created this recording.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Recording:
     def replay(self, stream: Any, private: Any) -> None:
         """Replay the launches as a CUDA graph on `stream`. The first call captures it on `private`.
 
-        Every kernel must be loaded already, by a run of this recording or of another one.
+        Every kernel must be loaded already, by a run of this recording or of another recording.
         """
         self._watched()
         if self._graph is None:
@@ -128,7 +128,7 @@ class Recording:
             self._owner.meet()
 
     def agreed(self, value: Item) -> Item:
-        """Return a value that depends on times: on several GPUs, the first GPU's."""
+        """Return `value`, which depends on measured times; on several GPUs, the first GPU's."""
         return value if self._owner is None else self._owner.agreed(value)
 
     def load(self) -> None:
@@ -289,13 +289,13 @@ class Recordings:
         """Wait for the threads of all GPUs, if the model is on several.
 
         An allocation can wait until a GPU is idle, and lets no other thread launch kernels
-        meanwhile. So no thread may allocate memory until all have launched what gathers wait for.
+        meanwhile. So no thread may allocate until all have launched the work that gathers wait for.
         """
         if self.share is not None:
             self.share.exchange()
 
     def agreed(self, value: Item) -> Item:
-        """Return a value that depends on times: on several GPUs, the first GPU's."""
+        """Return `value`, which depends on measured times; on several GPUs, the first GPU's."""
         return value if self.share is None else self.share.exchange(value)[0]
 
     def make(

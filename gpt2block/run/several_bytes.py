@@ -1,4 +1,4 @@
-"""The bytes that a model on several GPUs takes on each of them, from its shapes."""
+"""Compute, from a model's shapes, the bytes that the model takes on each of several GPUs."""
 
 from __future__ import annotations
 

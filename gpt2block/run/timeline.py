@@ -49,7 +49,7 @@ class KernelTiming(NamedTuple):
 
     step: name of the step, such as "h.3.q". kernel: with NumPy the reference function, which has no
     grid and block. dtype: dtype of the result. weights: dtype of the matrix, "" without a matrix.
-    moved: bytes of the step, in the last of its kernels; 0 in the others.
+    moved: bytes of the step, in the last of its kernels; 0 in its other kernels.
 
     end: µs from the start of the pass until the kernel has ended. own: µs that the kernel takes
     while nothing else runs. apart: the end in a run in which each kernel waits until the previous

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 OCTET, UNIT = 8, 128  # rows per tile, and inputs per tile
 LANES = 4  # lanes of a warp per row of a tile
 MOST_RANGES = 3  # maximum ranges (consecutive outputs of one type): one each for q, k, v
-BORDER = 16  # a range begins at a multiple of BORDER outputs, as a warp multiplies one type
+BORDER = 16  # a range begins at a multiple of BORDER outputs, as a warp's outputs have one type
 AT_ONCE = 2**20  # number of weights that are decoded at a time
 SHIFTS = np.arange(8, dtype=np.uint8)
 QUIET: Any = {"over": "ignore", "invalid": "ignore"}  # scales of a file may be infinity or NaN
@@ -156,14 +156,14 @@ class GgufMatrix(WeightMatrix):
         return self.K, self.N
 
     def padded(self, outputs: int) -> tuple[WeightMatrix, WeightMatrix]:
-        """Return a view with `outputs` (up to 7) more outputs, all zeros, and this matrix."""
+        """Return a view that has `outputs` (up to 7) further outputs of zeros; then this matrix."""
         *others, (name, n) = self.ranges
         return replace(self, ranges=(*others, (name, n + outputs))), self
 
     def columns(self, begin: int, end: int) -> Self:
         """Return the share with outputs begin … end - 1, a view, as `WeightMatrix.columns` does.
 
-        begin, and end before the last output, are multiples of BORDER. Each range is cut.
+        begin must be a multiple of BORDER, and so must end unless it is N.
         """
         check_span(begin, end, self.N, BORDER)
         ranges = self._ranges(begin, end)

@@ -146,8 +146,8 @@ class WeightMatrix(Composite):
     def columns(self, begin: int, end: int) -> Self:
         """Return the share with outputs begin … end - 1, a view; layout "NK".
 
-        Products with the shares of a matrix have the bits of the product with the whole matrix: the
-        order of additions follows from `whole_N`. `largest` stays that of the whole matrix.
+        Products with the shares of a matrix are bitwise equal to the product with the whole matrix:
+        `whole_N` determines the order of additions. `largest` remains the whole matrix's value.
         """
         check_span(begin, end, self.N)
         if self.layout != "NK":
