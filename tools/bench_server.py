@@ -6,10 +6,10 @@
 The tool first times `generate` in a process of its own, and then starts a server for each number of
 --processes, in turn, --rounds times. Each server gets: all requests at once, as whole answers and
 as streams; streams that arrive at random with each of --rates; and one stream at a time. Several
-client processes ask (`tools/load.py`). New tokens are counted by the server.
+client processes send the requests (`tools/load.py`). The server counts new tokens.
 
-The model has GPT-2 124M's shapes and random weights, unless --model is given. Its tokenizer is that
-of the folder gpt2-bpe of $GPT2BLOCK_DATA, unless --tokenizer is given.
+The model has GPT-2 124M's shapes and random weights, unless --model is given. The files of its
+tokenizer are in the folder gpt2-bpe of $GPT2BLOCK_DATA, unless --tokenizer is given.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from urllib.request import urlopen
 
 from load import Load, report, run_all
 
-START_SECONDS = 300.0  # in which a server has to be ready
-ALONE = 24  # streams that are measured one at a time
-WARM = 64  # requests before the measurements
+START_SECONDS = 300.0  # time limit for a server to become ready
+ALONE = 24  # number of streams that are measured one at a time
+WARM = 64  # number of requests before the measurements
 PROGRAM = """
 import json, sys, time
 import gpt2block

@@ -43,7 +43,7 @@ def info(
     named: str | None = model_option(None, "--model"),
     revision: str | None = revision_option(),
     kv_dtype: str | None = option_of(FormatOptions, "kv_dtype"),
-    gpus: int = option("Also show the memory on each of so many GPUs that divide the model.", 1),
+    gpus: int = option("Also show the memory on each GPU if this many GPUs divide the model.", 1),
     as_json: bool = json_option(),
 ) -> None:
     """Show the sizes, end tokens, memory and tensors of a model, without reading tensor data."""

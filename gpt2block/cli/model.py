@@ -40,7 +40,7 @@ device_option = partial(
     "cuda, cuda:N, cuda:N,M for several GPUs, or cpu; by default the GPU if there is one.",
     complete=complete.devices,
 )
-gpus_option = partial(option, "Divide the model among the first so many GPUs.", None)
+gpus_option = partial(option, "Divide the model among this many GPUs, from GPU 0 on.", None)
 special_option = partial(
     option, "Read names such as <|endoftext|> as special tokens.", False, "--special"
 )

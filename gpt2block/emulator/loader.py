@@ -119,7 +119,7 @@ _TELLING = re.compile(
 
 # Macros of CUDA's compiler that users' files test.
 _OF_CUDA = "#define __CUDACC__ 1\n#define __CUDACC_RTC__ 1\n#define __CUDA_ARCH__ 800\n"
-# An error of g++ about a name of a CUDA library that the emulator does not have, or has otherwise.
+# Errors of g++ about a name of a CUDA library that the emulator lacks or defines differently.
 _LACKING = re.compile(
     r"^(?:.*/)?(\S+): error: (.*\{anonymous\}::(?:cg|cooperative_groups|cub|cuda)\b.*)$",
     re.MULTILINE,
@@ -568,7 +568,7 @@ def unset_variables(source: Source, defines: kernels.Defines = ()) -> list[str]:
 
 @cache
 def confiner() -> Path:
-    """Return the program that runs others with less rights (confine.cpp)."""
+    """Return the program that runs another program with restricted rights (confine.cpp)."""
     return _build("confine", {}, (str(HERE / "confine.cpp"), "-std=c++17", "-O1"))
 
 
@@ -596,8 +596,8 @@ def _runtime(name: str = "cuda_on_cpu.cpp") -> Path:
 def _precompiled(header: str, flags: tuple[str, ...]) -> dict[str, Path]:
     """Precompile the header that all programs include; return {} if no folder keeps programs.
 
-    It saves a third of the compile time of a program. For the two or three programs of a process
-    whose folder is temporary it does not pay, and {} is returned.
+    The precompiled header saves a third of the compile time of a program. A process whose folder is
+    temporary compiles only two or three programs, too few to gain from it.
     """
     if not cached.lasts():
         return {}
@@ -609,8 +609,8 @@ def _precompiled(header: str, flags: tuple[str, ...]) -> dict[str, Path]:
 def _first_header(source: Source) -> str:
     """Return the name of the header that a program includes first.
 
-    For a shipped file it includes the 16-bit types, so that it can be precompiled. A user's file
-    must include them itself. For shipped files, NVRTC reports a missing include.
+    For a shipped file, if programs are kept, this is a precompiled header with the 16-bit types. It
+    hides a missing include, which NVRTC reports. A user's file must include the types itself.
     """
     shipped = not Path(source.name).is_absolute()
     return _WITH_HALVES if shipped and cached.lasts() else _HEADER

@@ -58,9 +58,9 @@ class Matcher:
         return bits if self.problem is None else np.zeros(words, np.int32)
 
     def forced(self) -> list[int]:
-        """Return the tokens of the bytes that the grammar determines next, as an encoder cuts them.
+        """Return the tokens into which an encoder divides the bytes that the grammar forces next.
 
-        Other tokens can have the same bytes, so that these tokens are guesses.
+        The tokens are guesses, because other tokens can have the same bytes.
         """
         return self.state.compute_ff_tokens()
 

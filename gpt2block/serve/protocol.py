@@ -571,7 +571,7 @@ def parsed(kind: type[Request], data: bytes, names: Collection[str], n_ctx: int)
 def validated(
     kind: type[Request], given: dict[str, Any], names: Collection[str], n_ctx: int
 ) -> Request:
-    """Return the request with the fields `given`. Raises as `parsed`, whose arguments these are."""
+    """Return the request with the fields `given`. Other arguments and errors: as for `parsed`."""
     if given.get("function_call") == "none":
         given.pop("functions", None)
     for name in [name for name in kind.neutral if name in given and name not in kind.model_fields]:

@@ -154,7 +154,7 @@ class ResponseSent(Sent):
         return bool(self._output) and self._output[-1]["type"] == "message"
 
     def _open(self, item: dict[str, Any]) -> list[Event]:
-        """Add an item to the output. Return its first event, after the last ones of the latest."""
+        """Close the item in progress, and append a new item. Return the events of both."""
         events = self._close("completed")
         self._output.append({**item, "status": "in_progress"})
         return [*events, self._of_item("output_item.added", item={**self._output[-1]})]
@@ -181,7 +181,7 @@ class ResponseSent(Sent):
         return {"type": f"response.{kind}", "response": {**self._response}}
 
     def _of_item(self, kind: str, **more: Any) -> Event:
-        """Return an event about the item in progress, which it has or names."""
+        """Return an event that contains the item in progress, or else the item's id."""
         named = {} if "item" in more else {"item_id": self._output[-1]["id"]}
         index = len(self._output) - 1
         return {"type": f"response.{kind}", "output_index": index, **named, **more}

@@ -44,9 +44,9 @@ class CallReader:
 
     names: functions that may be called. held: whether the answer is held to a grammar of `lark`;
     then the arguments of a call are returned as they arrive, and a call that is cut is returned
-    without its end. Otherwise a call is returned when all of it has been read, and what is not a
-    call with one of these names and a JSON object of arguments stays text. White space next to a
-    call is left out unless text follows it.
+    without its end. Otherwise a call is returned when all of it has been read. It must have one of
+    these names and a JSON object of arguments, or else it is returned as text. White space next to
+    a call is left out unless text follows it.
 
     count: number of calls that have begun. cut: whether the answer ended within its last call.
     """
