@@ -137,7 +137,7 @@ class TextOptions(SamplingOptions):
     speculate: bool = keyword("speculate", names=("--speculate",))
     schema: str | None = keyword("schema", "{} (JSON text)")
     regex: str | None = keyword("regex")
-    choice: list[str] | None = option("A text that may be the result; give an option for each.")
+    choice: list[str] | None = option("A text that may be the result; repeat for each text.")
     grammar: str | None = keyword("grammar")
 
 

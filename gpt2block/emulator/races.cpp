@@ -86,7 +86,7 @@ struct Region {
     Byte& history(std::size_t byte);
 };
 
-struct Known {  // complete accesses of a block: all before `phase`, and those of each thread up to its clock
+struct Known {  // complete accesses of a block: all before `phase`, and accesses of each thread up to its clock
     unsigned phase = 0;
     std::vector<unsigned> clocks;
 

@@ -72,7 +72,7 @@ std::string hexadecimal(const char* first, std::size_t bytes) {
     return text;
 }
 
-// Returns the region that contains an address, or else the nearest one of an argument or of dynamic shared memory.
+// Returns the region that contains an address, or else the nearest region of an argument or of dynamic shared memory.
 const Region* nearest(const char* address) {
     if (const Region* region = region_of(address)) return region;
     const Region* best = nullptr;
@@ -107,7 +107,7 @@ void settle_store() {
     if (!store.now.strong && trace.searches_races()) check_access(store.first, store.bytes, store.now);
 }
 
-// Prints a write that a report ends before it happens.
+// Prints the pending write, without its value, when a report ends the launch before the write happens.
 void drop_store() {
     if (!pending) return;
     print_access(pending->now.verb.is, pending->first, pending->bytes, pending->now, "", pending->old);

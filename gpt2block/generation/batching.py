@@ -139,11 +139,11 @@ class Batch:
     def step(self, each_token: bool = True) -> list[Row]:
         """Compute parts of waiting prompts, then a token of each running row (continuation).
 
-        Returns the rows that received their new tokens. A row receives all its new tokens at once:
-        if it may have ended, and with each_token in every step unless it is `held`. Without
-        each_token, rows receive tokens in turn, every TURN steps, so that few tokens remain when
-        all rows end. If deadlines have passed, only their rows are returned. Raises RuntimeError if
-        no row runs or waits.
+        Returns the rows that received tokens. A row receives all its buffered tokens together: in a
+        step in which it may have ended, and with each_token in every step unless it is `held`.
+        Without each_token, rows receive tokens in turn, every TURN steps, so that few tokens remain
+        when all rows end. If deadlines have passed, only their rows are returned. Raises
+        RuntimeError if no row runs or waits.
         """
         self.begun = []
         if late := self._late():

@@ -151,7 +151,7 @@ class _Judge:
     limit_s: float
     pool: ThreadPoolExecutor
     steps: bool = False  # whether to yield the steps of a Finding's threads
-    # Set when large sizes may run, and when nothing else needs to run.
+    # begun: set when large sizes may run. ended: set when no further case needs to run.
     begun: Event = field(default_factory=Event)
     ended: Event = field(default_factory=Event)
 

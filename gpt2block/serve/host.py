@@ -24,7 +24,7 @@ CALLS = ("state", "show_metrics")
 
 
 class Host:
-    """Runs the engine for all fronts of a server. encoding: fits the model's token ids."""
+    """Runs the engine for all fronts of a server. encoding: tokenizer that fits the model's ids."""
 
     def __init__(self, model: Any, encoding: Encoding, settings: ServerSettings) -> None:
         self._batch = batch_of(

@@ -443,7 +443,7 @@ class TemplateFields(Body):
 
 
 def _of_object(given: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return a schema of a function's parameters. Raises ValueError unless it is of an object."""
+    """Return the schema of a function's parameters. Raises ValueError unless it has type object."""
     if given and given.get("type") != "object":
         raise ValueError("expected the JSON schema of an object, with the type 'object'")
     return given

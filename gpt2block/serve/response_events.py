@@ -48,7 +48,7 @@ class ResponseSent(Sent):
         }  # fmt: skip
         self._output: list[dict[str, Any]] = []  # items, of which only the latest is in progress
         self._calls: dict[int, int] = {}  # index of a tool call → its place in the output
-        self._logprobs: list[dict[str, Any]] = []  # tokens whose text comes with later ones
+        self._logprobs: list[dict[str, Any]] = []  # tokens whose text comes with a later token
         self._reason: str | None = None  # the choice's finish_reason
         self._usage: dict[str, Any] | None = None
         self._sequence = 0  # number of events so far

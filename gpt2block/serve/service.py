@@ -161,7 +161,7 @@ class Service:
     def cancel(self, rows: Iterable[Row], needed: int | None = None) -> None:
         """End rows (continuations), and deliver no more of their tokens.
 
-        needed: number of tokens up to the end of a stop string; further tokens are counted.
+        needed: number of tokens up to the end of a stop string; further tokens are `overdrawn`.
         """
         with self._changed:
             self._cancelled.extend((row, needed) for row in rows)
