@@ -410,29 +410,29 @@ def report(seen: Seen) -> dict[str, object]:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("url", help="of the server, with /v1")
+    parser.add_argument("url", help="address of the server, with /v1")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--key", default="any")
-    parser.add_argument("--rate", type=float, default=0, help="requests a second; 0: --at-once")
+    parser.add_argument("--rate", type=float, default=0, help="requests per second; 0: --at-once")
     parser.add_argument("--at-once", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=20)
-    parser.add_argument("--requests", type=int, help="as many, in place of --seconds")
+    parser.add_argument("--requests", type=int, help="total number, instead of --seconds")
     parser.add_argument("--lengths", type=int, nargs=2, default=(16, 256), metavar="TOKENS")
-    parser.add_argument("--new", type=int, default=128, help="tokens of an answer, at most")
+    parser.add_argument("--new", type=int, default=128, help="maximum tokens of an answer")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--vocab-size", type=int, default=256, help="ids are below this")
     parser.add_argument("--whole", action="store_true", help="answers in one piece, not streams")
-    parser.add_argument("--closing", type=float, default=0, help="share of clients that go")
+    parser.add_argument("--closing", type=float, default=0, help="share of clients that leave")
     parser.add_argument("--large-every", type=float, default=0, metavar="SECONDS",
-                        help="send the largest requests too, one each time")  # fmt: skip
+                        help="also send one of the largest requests per interval")  # fmt: skip
     parser.add_argument("--chats", type=int, default=0, help="long chats that wait at a time")
-    parser.add_argument("--messages", type=int, default=5000, help="of a long chat")
-    parser.add_argument("--characters", type=int, default=700, help="of a message there")
+    parser.add_argument("--messages", type=int, default=5000, help="messages per long chat")
+    parser.add_argument("--characters", type=int, default=700, help="characters per message there")
     parser.add_argument("--chats-key", default="any")
     parser.add_argument("--probe-every", type=float, default=0, metavar="SECONDS",
-                        help="send small requests too, one of each kind each time")  # fmt: skip
+                        help="also send a small request of each kind per interval")  # fmt: skip
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--processes", type=int, default=1, help="that ask, each on a core")
+    parser.add_argument("--processes", type=int, default=1, help="number of client processes")
     given = vars(parser.parse_args(arguments))
     processes = given.pop("processes")
     load = Load(**{**given, "lengths": tuple(given["lengths"])})

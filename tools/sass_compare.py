@@ -142,8 +142,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     parser.add_argument("trees", type=Path, nargs=2, metavar="TREE", help="OLD and NEW")
     parser.add_argument("--only", default="", help="builds with this text, such as a file's name")
-    parser.add_argument("--limit", type=int, help="compile so many pairs, spread over all")
-    parser.add_argument("--programs", nargs="+", default=PROGRAMS, help="beginnings of their names")
+    parser.add_argument("--limit", type=int, help="number of pairs to compile, spread over all")
+    parser.add_argument("--programs", nargs="+", default=PROGRAMS, help="beginnings of names")
     parser.add_argument("--names", type=Path, help="a file with lines `old new`")
     args = parser.parse_args()
     trees = [tree.resolve() for tree in args.trees]

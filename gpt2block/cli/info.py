@@ -68,7 +68,7 @@ def info(
     }
     check_integer("gpus", gpus, 1, MOST_GPUS, f"1 to {MOST_GPUS}")
     in_blocks = checkpoint.nbytes_in_blocks
-    if in_blocks and CACHE_WITH_FP8 in memory:  # FILE allows the kv_dtypes of float16 weights
+    if in_blocks and CACHE_WITH_FP8 in memory:  # FILE allows the kv_dtypes that float16 allows
         memory[FILE] = {**memory[CACHE_WITH_FP8], "weights": in_blocks}
     for dtype, sizes in memory.items() if gpus > 1 else ():
         formats = Formats(dtype, sizes["kv_cache_dtype"])

@@ -41,7 +41,7 @@ Order = Literal["forward", "reverse", "shuffled"]
 # and two barriers in the same source line count as different barriers. "fast": no checks.
 Build = Literal["usual", "patterned", "unoptimised", "fast"]
 ORDERS: tuple[Order, ...] = ("forward", "reverse", "shuffled")
-TIMEOUT_S = 60.0  # seconds of CPU time
+TIMEOUT_S = 60.0  # default limit of a launch, in seconds of CPU time
 END = "after the file"  # file name in g++'s errors past the last line, as for a missing brace
 WALL = 10  # a program is killed after WALL times its limit of CPU time plus GRACE_S seconds
 GRACE_S = 30.0
@@ -167,7 +167,7 @@ class Checks(NamedTuple):
     build: Build = "usual"
     noted: Callable[[str], None] = lambda _: None  # receives possible causes of a wrong result
     trace: Trace | None = None  # with `races`: receives the steps of threads
-    # Whether launches on arrays with a few other elements come "before" or "after" the launch.
+    # Whether further launches, on slightly changed arrays, come "before" or "after" the launch.
     varied: Literal["", "before", "after"] = ""
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 KEPT = 64  # number of compiled grammars that a Vocabulary keeps
-TEXTS = 4096  # number of determined texts whose tokens are kept, most of which occur in every row
+TEXTS = 4096  # number of forced texts whose tokens are cached; most of them occur in every row
 TOO_COMPLEX = "{}: the text cannot be continued ({}): expected a simpler one"
 
 

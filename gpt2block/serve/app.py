@@ -85,7 +85,7 @@ GRACE = 30  # seconds that running requests get to finish when the server stops
 Value = TypeVar("Value")
 AT_ONCE = 4  # threads that encode texts, render templates and write large answers
 TEMPLATE_SECONDS = 2.0  # time limit for rendering one chat template
-PING, PING_SECONDS = b": ping\n\n", 15.0  # a comment of streams, and seconds between two
+PING, PING_SECONDS = b": ping\n\n", 15.0  # keeps an idle stream open; seconds between two
 MANY_TOKENS = 1024  # most values in JSON that is written in the event loop, not in a thread
 
 

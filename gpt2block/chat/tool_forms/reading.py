@@ -55,7 +55,7 @@ class CallReader:
         self._form, self._names, self._held = form, names, held
         self._begin = regex.compile("|".join(map(regex.escape, form.begins)))
         self._end = regex.compile(rf"\s*{regex.escape(form.end)}") if form.end else None
-        self._text, self._final = "", False  # text that is not returned yet; whether it is all
+        self._text, self._final = "", False  # text not returned yet; whether no text follows it
         self._at = 0  # number of characters of _text that the current step has read
         self._space = ""  # white space after the returned text, which is returned if text follows
         self.count, self.cut, self._after_call = 0, False, False
