@@ -26,7 +26,7 @@ gpu_tests() {  # part: I/N
     local log="$logs/tests-${1%/*}.txt" failures="$logs/failures-${1%/*}.txt" result=0
     # if pytest-xdist is installed
     parallel=$(python3 -c 'import xdist' 2> /dev/null && echo "-n $(($(nproc) < 12 ? $(nproc) : 12))")
-    # An interrupted pytest prints its summary; one that hangs is killed.
+    # An interrupted pytest prints its summary. A pytest that hangs is killed.
     timeout --signal=INT --kill-after=15 "${SECONDS_OF_TESTS:-540}" python3 -m pytest --gpu -m "gpu or slow" --part "$1" \
         --failures "$failures" -v -rsfEP --tb=short --durations=20 $parallel tests > "$log" 2>&1 || result=$?
     [ $result -eq 0 ] || status=1
@@ -54,7 +54,7 @@ sanitizers() {
     for tool in $tools; do
         exclude=(--kernel-name-exclude kernel_substring=cupy)
         which=()
-        # initcheck has to see who writes what is read later, and does not see the copy engine's writes
+        # initcheck must see all writes of memory that is read later, but does not see the copy engine's writes
         [ "$tool" = initcheck ] && exclude=() && which=(--without-hopper)
         # shellcheck disable=SC2086
         timeout 500 "$sanitizer" --tool "$tool" "${exclude[@]}" \

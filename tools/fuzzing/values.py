@@ -120,7 +120,7 @@ def odd_text(rng: Rng) -> str:
 
 
 def damaged(rng: Rng, data: bytes, head: int = 400) -> bytes:
-    """Return the bytes cut, continued, or with other values, half of the time among the first."""
+    """Return data cut off, extended or with other bytes, often only among the first `head`."""
     changed = bytearray(data)
     end = rng.pick(len(data), min(len(data), head))
     for _ in range(rng.whole(1, 6)):
