@@ -6,10 +6,10 @@
 The tool first times `generate` in a process of its own, and then starts a server for each number of
 --processes, in turn, --rounds times. Each server gets: all requests at once, as whole answers and
 as streams; streams that arrive at random with each of --rates; and one stream at a time. Several
-client processes ask (`tools/load.py`). New tokens are counted by the server.
+client processes send the requests (`tools/load.py`). The server counts new tokens.
 
-The model has GPT-2 124M's shapes and random weights, unless --model is given. Its tokenizer is that
-of the folder gpt2-bpe of $GPT2BLOCK_DATA, unless --tokenizer is given.
+The model has GPT-2 124M's shapes and random weights, unless --model is given. The files of its
+tokenizer are in the folder gpt2-bpe of $GPT2BLOCK_DATA, unless --tokenizer is given.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from urllib.request import urlopen
 
 from load import Load, report, run_all
 
-START_SECONDS = 300.0  # in which a server has to be ready
-ALONE = 24  # streams that are measured one at a time
-WARM = 64  # requests before the measurements
+START_SECONDS = 300.0  # time limit for a server to become ready
+ALONE = 24  # number of streams that are measured one at a time
+WARM = 64  # number of requests before the measurements
 PROGRAM = """
 import json, sys, time
 import gpt2block
@@ -167,12 +167,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--at-once", type=int, default=512, help="requests, and rows of a batch")
-    parser.add_argument("--bursts", type=int, default=3, help="times that all come at once")
+    parser.add_argument("--bursts", type=int, default=3, help="repetitions of all requests at once")
     parser.add_argument("--rates", type=float, nargs="*", default=[20, 240], help="streams/s")
-    parser.add_argument("--seconds", type=float, default=8, help="for each rate")
-    parser.add_argument("--clients", type=int, default=8, help="processes that ask")
+    parser.add_argument("--seconds", type=float, default=8, help="time for each rate")
+    parser.add_argument("--clients", type=int, default=8, help="processes that send requests")
     parser.add_argument("--lengths", type=int, nargs=2, default=(16, 256), metavar="TOKENS")
-    parser.add_argument("--new", type=int, default=128, help="tokens of an answer")
+    parser.add_argument("--new", type=int, default=128, help="new tokens per answer")
     parser.add_argument("--vocab-size", type=int, default=256, help="ids are below this")
     parser.add_argument("--json", type=Path, help="write all measurements to this file")
     given = parser.parse_args(arguments)

@@ -42,7 +42,7 @@ def insert(page: str, folder: Path) -> str:
 def excerpt(file: Path, text: str) -> tuple[str, int]:
     """Return the lines of a file from the only line that contains `text` to its closing brace.
 
-    Returns them, and the number of the first one.
+    Also returns the number of the first line.
 
     In a Python file `text` is the name of a function, or of a class and its method, Class.method.
     Raises ValueError.

@@ -278,7 +278,7 @@ def main() -> None:
         epilog="On a GPU: --area ops.",
     )
     parser.add_argument("--area", action="append", help=f"{', '.join(NUMPY_AREAS)}, ops; repeat")
-    parser.add_argument("--calls", type=int, default=20_000, help="cases in all (20,000)")
+    parser.add_argument("--calls", type=int, default=20_000, help="total number of cases (20,000)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--case", type=int, help="run only this case of one --area, in this process"

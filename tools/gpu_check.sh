@@ -3,13 +3,13 @@
 #
 #   GPT2BLOCK_DATA=path/to/test/data tools/gpu_check.sh [folder for the logs [tests|tests=I/N] [fuzz] [sanitizer] [bench]]
 #
-# Without names of parts, all four. tests=I/N runs part I of N of the tests, for machines that limit the time of a call:
-# SECONDS_OF_TESTS (540) after their start the tests are interrupted, and the summary names those that failed until then.
-# failures-I.txt has each failure from the moment it is reported. A process whose CUDA context is lost is replaced, and
-# the test is named. The sanitizer's four tools run side by side over tools/sanitize.py, every kernel at small sizes, or
-# those of its parts that SANITIZED names.
-# Where a tool or the device refuses, the summary says "not run". The exit status is 0 only when everything ran and
-# nothing was found.
+# Without names of parts, all four parts run. tests=I/N runs part I of N of the tests, for machines that limit the time
+# of a call. SECONDS_OF_TESTS (540) after their start, the tests are interrupted, and the summary names the tests that
+# have failed. Each failure is written to failures-I.txt as soon as it is reported. A process whose CUDA context is lost
+# is replaced, and its test is named. The sanitizer's four tools run at the same time on tools/sanitize.py, with every
+# kernel at small sizes or only the parts that SANITIZED names.
+# If a tool or the device refuses, the summary says "not run". The exit status is 0 only if everything ran and nothing
+# was found.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 logs=${1:-$(mktemp -d)}
@@ -24,9 +24,9 @@ say() { echo "$*" | tee -a "$summary"; }
 
 gpu_tests() {  # part: I/N
     local log="$logs/tests-${1%/*}.txt" failures="$logs/failures-${1%/*}.txt" result=0
-    # where pytest-xdist is there
+    # if pytest-xdist is installed
     parallel=$(python3 -c 'import xdist' 2> /dev/null && echo "-n $(($(nproc) < 12 ? $(nproc) : 12))")
-    # An interrupted pytest prints its summary; one that hangs is killed.
+    # An interrupted pytest prints its summary. A pytest that hangs is killed.
     timeout --signal=INT --kill-after=15 "${SECONDS_OF_TESTS:-540}" python3 -m pytest --gpu -m "gpu or slow" --part "$1" \
         --failures "$failures" -v -rsfEP --tb=short --durations=20 $parallel tests > "$log" 2>&1 || result=$?
     [ $result -eq 0 ] || status=1
@@ -54,7 +54,7 @@ sanitizers() {
     for tool in $tools; do
         exclude=(--kernel-name-exclude kernel_substring=cupy)
         which=()
-        # initcheck has to see who writes what is read later, and does not see the copy engine's writes
+        # initcheck must see all writes of memory that is read later, but does not see the copy engine's writes
         [ "$tool" = initcheck ] && exclude=() && which=(--without-hopper)
         # shellcheck disable=SC2086
         timeout 500 "$sanitizer" --tool "$tool" "${exclude[@]}" \

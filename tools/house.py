@@ -147,7 +147,7 @@ def walk(name: str) -> Iterator[str]:
     """Return the lines of a walk, recorded in this process."""
     from gpt2block import emulator  # noqa: PLC0415
 
-    with emulator.emulated() if name != USER else nullcontext():  # which emulates by itself
+    with emulator.emulated() if name != USER else nullcontext():  # USER enters the emulator itself
         for call, way in WALKS[name]():
             yield f"{name}: {call}: {way}"
 

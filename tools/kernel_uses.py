@@ -7,9 +7,9 @@ prints each kernel with lines such as
     bfloat16 e5m2 | 8.0 9.0 | llama qwen3 | prompts 1 2 8
 
 These are the formats of weights (after a slash the dtype of the kv_cache), the compute
-capabilities, the models of tools/launch_models.py ("all" that have these formats there) or the
-blocks, and the parts of a pass: a number is a decoding step of so many rows. A line stands for all
-combinations of its words. A kernel that has no lines has a reason in `NOT_RUN`.
+capabilities, the models of tools/launch_models.py ("all": every model with these formats there) or
+the blocks, and the parts of a pass: a number is a decoding step with this number of rows. A line
+stands for all combinations of its words. A kernel that has no lines has a reason in `NOT_RUN`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ GOLDEN = Path(__file__).parents[1] / "tests" / "golden" / "kernels.txt"
 CAPABILITIES = "7.5", "8.0", "9.0"
 PROGRAMS = re.compile(r"\S+ (generation .*|block (gpt2 (2/2|12/12)x64|llama 4/1x64) .*)")
 PROMPTS = "load", "prompts", "copies", "continued", "alternatives", "scores", "logits"
-ORDER = (  # of the words of a line's fields
+ORDER = (  # order of the words in each field of a line
     (*FORMATS, "float16"),
     CAPABILITIES,
     ("all", *CONFIGS, "gpt2-block", "llama-block"),
@@ -59,7 +59,7 @@ NOT_RUN: Mapping[str, str] = {  # files, or a kernel of a file that has others
 
 
 class Use(NamedTuple):
-    """One part of one program launches the kernel."""
+    """A use of a kernel: one part of one program launches it."""
 
     formats: str
     capability: str
@@ -73,7 +73,7 @@ Uses = Mapping[
 
 
 def uses_of(programs: Iterable[tuple[str, list[str]]]) -> Uses:
-    """The uses of kernels in programs of tools/launch_lists.py, which are names and lines."""
+    """Return the uses of kernels in programs (name, lines) of tools/launch_lists.py."""
     found: dict[str, set[Use]] = defaultdict(set)
     for program, lines in programs:
         capability, kind, model, *words = program.split()
@@ -87,7 +87,7 @@ def uses_of(programs: Iterable[tuple[str, list[str]]]) -> Uses:
 
 
 def text_of(uses: Uses) -> Iterator[str]:
-    """The lines of the golden file."""
+    """Yield the lines of the golden file."""
     for kernel in sorted(uses):
         yield kernel
         models: dict[tuple[str, str, str], set[str]] = defaultdict(set)
@@ -104,7 +104,7 @@ def text_of(uses: Uses) -> Iterator[str]:
 
 
 def _boxes(points: set[tuple[int, ...]]) -> list[tuple[tuple[int, ...], ...]]:
-    """Products of sets, of which the points are the union."""
+    """Return products of sets whose union is the set of points."""
     after, same = defaultdict(set), defaultdict(list)
     for first, *others in points:
         after[first].add(tuple(others))
@@ -118,7 +118,7 @@ def _boxes(points: set[tuple[int, ...]]) -> list[tuple[tuple[int, ...], ...]]:
 
 
 def read(text: str) -> Uses:
-    """The uses that `text_of` wrote."""
+    """Return the uses in a text that `text_of` wrote."""
     found: dict[str, set[Use]] = {}
     for line in text.splitlines():
         if not line.startswith(" "):

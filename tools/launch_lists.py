@@ -126,7 +126,7 @@ def steps(engine: Any, to: Recorder) -> None:
     large = engine.config.n_embd > 512
     del engine
     if large:
-        gc.collect()  # which takes as long as a tenth of the launches
+        gc.collect()  # only for large engines: it takes a tenth of the time of the launches
 
 
 def _ids(lengths: tuple[int, ...]) -> list[Any]:
@@ -208,8 +208,8 @@ def digest(lines: list[str]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--capability", choices=DEVICES, help="by default all of them, in turn")
-    parser.add_argument("--only", default="", help="programs with this text in their name")
+    parser.add_argument("--capability", choices=DEVICES, help="by default all, one after another")
+    parser.add_argument("--only", default="", help="text in the names of programs to run")
     parser.add_argument("--digests", action="store_true", help="a line for each program")
     args = parser.parse_args()
     for capability in (args.capability,) if args.capability else DEVICES:

@@ -59,15 +59,15 @@ SOME = {"gpt2-odd": ("float32",), "gpt2-768": ("float32", "bfloat16", "e4m3/e4m3
 SOME |= dict.fromkeys(("gemma3", "nanochat", "olmo2", "phi3", "qwen3"), ("bfloat16", "Q4_K_M"))
 SOME["llama-2048"] = "bfloat16", "e4m3/e4m3", "Q8_0", "Q4_K_M"
 MODELS = [(name, each) for name in CONFIGS for each in SOME.get(name, FORMATS)]
-IN_Q4_K_M = {"wte": "Q6_K", "lm_head": "Q6_K", "h.0.w_down": "Q6_K"}  # the others are of Q4_K
+IN_Q4_K_M = {"wte": "Q6_K", "lm_head": "Q6_K", "h.0.w_down": "Q6_K"}  # other matrices: Q4_K
 
 
 def engine_of(
     config: ModelConfig, dtype: str, kv_dtype: str | None, types: str | None = None
 ) -> Any:
-    """An engine of zeros, with layout KN for GPT-2; FP8 divides what has large biases.
+    """Return an engine with matrices of zeros, in layout KN for GPT-2's blocks.
 
-    types: the blocks of a GGUF file.
+    b_up is large, so that FP8 engines divide the activations. types: GGUF type of the matrices.
     """
 
     def tensors() -> Iterator[tuple[str, Any, str | None]]:
@@ -97,14 +97,14 @@ def _blocks(config: ModelConfig, name: str, shape: tuple[int, ...], types: str) 
 
 
 def generation(name: str, formats: str, to: Recorder) -> None:
-    """Prompts in all ways in which they start, steps of rows and of guesses, scores, a trace.
+    """Start prompts in every way, run steps of rows and of guesses, scores and a trace.
 
-    The calls are named as in tests/golden/kernels.txt. A draft model guesses its own tokens.
+    The names of the calls are used in tests/golden/kernels.txt. The model is its own draft model.
     """
     dtype, kv_dtype = FORMATS[formats]
     types = formats.partition("/")[0] if dtype == FILE else None
     if types and not reads_blocks("cuda:0"):
-        return  # a model has floats there
+        return  # GPUs of this capability convert the blocks to floats
     engine = to.call("load", engine_of, CONFIGS[name], dtype, kv_dtype, types)
     decoding = engine.decode(4, 600)
     to.call("prompts", decoding.start, [_start(0, 300), _start(3, 300)])
@@ -123,7 +123,7 @@ def generation(name: str, formats: str, to: Recorder) -> None:
         to.call("prompts", decoding.start, [_start(0, 20), _start(1, 20)])
         decoding._pace.add(
             np.arange(2), np.full((2, MOST_GUESSES), RIGHT | TAKEN)
-        )  # all were right
+        )  # all guesses were right
         to.call(call, decoding._launch)  # no result, as nothing ran
     to.call("scores", engine.log_likelihood, [IDS[:70]])
     to.call("logits", engine.forward, [IDS[:70]], "logits")

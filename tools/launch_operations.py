@@ -26,7 +26,7 @@ SIZES = (
     {"B": 2, "T": 33, "C": 132, "N": 256, "NH": 2, "HS": 12, "V": 70, "M": 17, "K": 96, "H": 1}
     | {"D": 34},
 )
-OPTIONS: Mapping[str, tuple[dict[str, Any], ...]] = {  # more of them than those of an Operation
+OPTIONS: Mapping[str, tuple[dict[str, Any], ...]] = {  # in addition to an Operation's own options
     "attention": ({"n_head": 3}, {"n_head": 2, "causal": False}),
     "attention_cached": ({"n_head": 3}, {"n_head": 2}),
     "layernorm": ({"stats": False}, {"dtype": "two_part", "bound": 3.0, "variant": "narrow"}),

@@ -5,11 +5,11 @@
 Requests arrive at random (a Poisson process), or as fast as `--at-once` of them are answered. Each
 is a completion of ids drawn at random: a stream or, with `--whole`, an answer in one piece. Several
 processes ask, so that they do not limit the server. With `--large-every`, one more process sends
-the largest requests that gpt2block's server reads, so that the gaps of streams with and without
-these can be compared. With `--chats`, one more keeps so many conversations of `--messages` messages
-waiting, with `--chats-key`; with `--probe-every`, one more sends a small request of /tokenize and
-one of /v1/embeddings each time. Any server of the protocol can be loaded, as a peer, over HTTP
-without TLS.
+the largest requests that gpt2block's server reads, to compare the gaps of streams with and without
+such requests. With `--chats N`, one more process keeps N conversations of `--messages` messages
+waiting, with the key `--chats-key`. With `--probe-every S`, one more process sends a small request
+to /tokenize and one to /v1/embeddings every S seconds. Other servers of the protocol can be
+measured, too, over HTTP without TLS.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Seen:
     """Measurements of clients.
 
     first, between: seconds to the first piece of a stream, and between pieces. answer: seconds to
-    the end of an answer. tokenize, embeddings: seconds to the answers of small requests. tokens: of
-    whole answers. cut: answers that began and did not come to their end. large: of the largest
-    requests and the long chats, how many had each status.
+    the end of an answer. tokenize, embeddings: seconds to the answers of small requests. tokens:
+    number of tokens in whole answers. cut: number of answers that began but did not end. large:
+    number of the largest requests and long chats by status.
     """
 
     first: list[float] = field(default_factory=list)
@@ -73,11 +73,11 @@ class Seen:
 class Load:
     """The requests to send. lengths: minimum and maximum number of tokens of prompts.
 
-    requests: that are sent in all; None: as many as `seconds` have room for. large_every: seconds
-    from one of the largest requests to the next; 0: there are none. chats: long ones that wait at a
-    time, of so many messages and characters of text, with a key of their own; 0: there are none.
-    probe_every: seconds from one small request to the next; 0: there are none. numbers: of the
-    requests of this process, the first and the step.
+    requests: total number; None: requests are sent for `seconds`. large_every: seconds between two
+    of the largest requests; 0: none are sent. chats: number of long conversations that wait at a
+    time, each of `messages` messages of `characters` characters, with the key `chats_key`.
+    probe_every: seconds between two small requests; 0: none are sent. numbers: number of this
+    process's first request, and the step to the next number.
     """
 
     url: str
@@ -175,7 +175,7 @@ class Client:
         )
 
     async def post(self, body: bytes, address: str | None = None) -> AsyncGenerator[bytes, None]:
-        """Yield the parts of an answer as they arrive. address: by default that of completions.
+        """Yield the parts of an answer as they arrive. address: by default the path of completions.
 
         Raises Refused for a status other than 200, Cut for an answer without its end.
         """
@@ -354,7 +354,7 @@ async def run(load: Load) -> Seen:
 
 
 def _numbers(load: Load) -> Iterable[int]:
-    """Return the measurements of the requests of this process."""
+    """Return the numbers of the requests of this process."""
     first, step = load.numbers
     return count(first, step) if load.requests is None else range(first, load.requests, step)
 
@@ -410,29 +410,29 @@ def report(seen: Seen) -> dict[str, object]:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("url", help="of the server, with /v1")
+    parser.add_argument("url", help="address of the server, with /v1")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--key", default="any")
-    parser.add_argument("--rate", type=float, default=0, help="requests a second; 0: --at-once")
+    parser.add_argument("--rate", type=float, default=0, help="requests per second; 0: --at-once")
     parser.add_argument("--at-once", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=20)
-    parser.add_argument("--requests", type=int, help="as many, in place of --seconds")
+    parser.add_argument("--requests", type=int, help="total number, instead of --seconds")
     parser.add_argument("--lengths", type=int, nargs=2, default=(16, 256), metavar="TOKENS")
-    parser.add_argument("--new", type=int, default=128, help="tokens of an answer, at most")
+    parser.add_argument("--new", type=int, default=128, help="maximum tokens of an answer")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--vocab-size", type=int, default=256, help="ids are below this")
     parser.add_argument("--whole", action="store_true", help="answers in one piece, not streams")
-    parser.add_argument("--closing", type=float, default=0, help="share of clients that go")
+    parser.add_argument("--closing", type=float, default=0, help="share of clients that leave")
     parser.add_argument("--large-every", type=float, default=0, metavar="SECONDS",
-                        help="send the largest requests too, one each time")  # fmt: skip
+                        help="also send one of the largest requests per interval")  # fmt: skip
     parser.add_argument("--chats", type=int, default=0, help="long chats that wait at a time")
-    parser.add_argument("--messages", type=int, default=5000, help="of a long chat")
-    parser.add_argument("--characters", type=int, default=700, help="of a message there")
+    parser.add_argument("--messages", type=int, default=5000, help="messages per long chat")
+    parser.add_argument("--characters", type=int, default=700, help="characters per message there")
     parser.add_argument("--chats-key", default="any")
     parser.add_argument("--probe-every", type=float, default=0, metavar="SECONDS",
-                        help="send small requests too, one of each kind each time")  # fmt: skip
+                        help="also send a small request of each kind per interval")  # fmt: skip
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--processes", type=int, default=1, help="that ask, each on a core")
+    parser.add_argument("--processes", type=int, default=1, help="number of client processes")
     given = vars(parser.parse_args(arguments))
     processes = given.pop("processes")
     load = Load(**{**given, "lengths": tuple(given["lengths"])})

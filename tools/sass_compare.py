@@ -2,16 +2,17 @@
 
     python tools/sass_compare.py OLD NEW [--only TEXT] [--limit N] [--names FILE]
 
-OLD and NEW are checkouts. Each one's tools/launch_lists.py gives its builds: a kernel, its file,
-constants and architecture. A build of OLD belongs to the build of NEW that the same program
-launches in the same place, whatever names and constants it has there. Where NEW has no such place,
-it belongs to the build with the same constants and names, which --names maps: a line `old new` for
-each file or kernel. The tool compiles each pair with NVRTC, and prints those that differ:
+OLD and NEW are checkouts. Their tools/launch_lists.py list the builds: a kernel, its file,
+constants and architecture. A build of OLD is paired with the build of NEW that the same program
+launches in the same place, even if names and constants differ. If NEW has no such place, the build
+is paired with the build of the same constants and names; --names is a file that maps names, with a
+line `old new` for each file or kernel. The tool compiles each pair with NVRTC, and prints pairs
+that differ:
 
     parameters    in nothing but the places of the kernel's parameters
     different     in the instructions; with their number, registers and spills of both
 
-and the builds that have no counterpart. The exit status is 1 if there is any of these.
+and the builds that have no counterpart. The exit status is 1 if it has printed any.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ Build = tuple[str, str, str, str]  # file, kernel, constants, architecture
 Launches = dict[tuple[str, int], Build]
 ARCHITECTURES = {"7.5": "sm_75", "8.0": "sm_80", "9.0": "sm_90a"}
 PROGRAMS = ["generation", "block"]
-AT_ONCE = 40  # builds of a process: a compile may depend, rarely, on many before it
-WORD = 16  # bytes of an instruction
+AT_ONCE = 40  # builds per process: rarely, code depends on earlier compilations in the process
+WORD = 16  # bytes per instruction
 COMPILE = """
 import json, sys
 from gpt2block.cuda import kernels
@@ -46,7 +47,7 @@ for file, kernel, constants, arch in json.load(sys.stdin):
 
 
 def run(tree: Path, *command: str, given: str = "") -> list[str]:
-    """The lines that Python prints with the package of a tree."""
+    """Run Python with the package of a tree, and return the lines that it prints."""
     ran = subprocess.run(
         [sys.executable, *command], cwd=tree, env={**os.environ, "PYTHONPATH": str(tree)},
         input=given, stdout=subprocess.PIPE, text=True, check=True,
@@ -55,7 +56,7 @@ def run(tree: Path, *command: str, given: str = "") -> list[str]:
 
 
 def launches(tree: Path, programs: Sequence[str]) -> Launches:
-    """The builds by program, call and step, and by their number in these."""
+    """Return {place: build}; a place is (program, call and step; number of the launch there)."""
     found: Launches = {}
     for (capability, arch), only in ((a, p) for a in ARCHITECTURES.items() for p in programs):
         count: Counter[str] = Counter()
@@ -72,7 +73,7 @@ def launches(tree: Path, programs: Sequence[str]) -> Launches:
 def pairs_of(
     old: Launches, new: Launches, names: Mapping[str, str]
 ) -> list[tuple[Build | None, Build | None]]:
-    """Each build of a tree with its counterpart in the other one, or with None."""
+    """Return each build of one tree with its counterpart in the other tree, or with None."""
     pairs: set[tuple[Any, Any]] = {(old[place], new[place]) for place in old.keys() & new.keys()}
     known = set(new.values())
     for build in set(old.values()) - {a for a, _ in pairs}:
@@ -83,7 +84,7 @@ def pairs_of(
 
 
 def compiled(tree: Path, builds: Sequence[Build]) -> list[tuple[bytes, str]]:
-    """The code of each build, with its constants, and its registers and spills."""
+    """Return for each build its code with constants, and a text with its registers and spills."""
     found = []
     for cubin, log in map(json.loads, run(tree, "-c", COMPILE, given=json.dumps(builds))):
         used = re.findall(r"Used \d+ registers|[1-9]\d* bytes spill \w+", log)
@@ -92,20 +93,20 @@ def compiled(tree: Path, builds: Sequence[Build]) -> list[tuple[bytes, str]]:
 
 
 def code_of(cubin: bytes) -> bytes:
-    """The sections of an ELF file that have instructions, constants and variables."""
+    """Return the sections of an ELF file that have instructions, constants and variables."""
     (table,) = struct.unpack_from("<Q", cubin, 0x28)
     size, count, names = struct.unpack_from("<HHH", cubin, 0x3A)
     headers = [struct.unpack_from("<IIQQQQ", cubin, table + size * n) for n in range(count)]
     found = b""
     for start, _, _, _, at, length in headers:
         name = cubin[headers[names][4] + start :].partition(b"\0")[0].decode()
-        if re.match(r"\.text|\.nv\.(constant[1-9]|global\.init)", name):  # 0 has the arguments
+        if re.match(r"\.text|\.nv\.(constant[1-9]|global\.init)", name):  # bank 0: arguments
             found += cubin[at : at + length]
     return found
 
 
 def without_place(word: bytes) -> bytes:
-    """An instruction without the place of an argument that it reads, in constant bank 0."""
+    """Return an instruction without the offset in constant bank 0 of the argument that it reads."""
     number = int.from_bytes(word, "little")
     if number >> 9 & 7 in (3, 5) and not number >> 54 & 31:  # forms with a constant
         number &= ~(0xFFFF << 38)
@@ -113,7 +114,7 @@ def without_place(word: bytes) -> bytes:
 
 
 def verdict(old: tuple[bytes, str], new: tuple[bytes, str]) -> list[str]:
-    """equal, parameters or different, and what differs."""
+    """Return ["equal"], ["parameters"] or ["different", a text about the difference]."""
     if old[0] == new[0]:
         return ["equal"]
     a, b = ([code[n : n + WORD] for n in range(0, len(code), WORD)] for code, _ in (old, new))
@@ -124,13 +125,13 @@ def verdict(old: tuple[bytes, str], new: tuple[bytes, str]) -> list[str]:
 
 
 def compared(trees: Sequence[Path], pairs: Sequence[tuple[Build, Build]]) -> Iterator[list[str]]:
-    """The verdict on each pair of builds."""
+    """Yield the verdict on each pair of builds."""
     for first in range(0, len(pairs), AT_ONCE):
         some = pairs[first : first + AT_ONCE]
         codes = (compiled(*each) for each in zip(trees, zip(*some, strict=True), strict=True))
         for pair, *both in zip(some, *codes, strict=True):
             found = verdict(*both)
-            if found[0] == "different":  # perhaps by compiles before it in a process
+            if found[0] == "different":  # perhaps only because of earlier compilations
                 alone = zip(trees, ([build] for build in pair), strict=True)
                 found = verdict(*(compiled(*each)[0] for each in alone))
             yield found
@@ -141,8 +142,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     parser.add_argument("trees", type=Path, nargs=2, metavar="TREE", help="OLD and NEW")
     parser.add_argument("--only", default="", help="builds with this text, such as a file's name")
-    parser.add_argument("--limit", type=int, help="compile so many pairs, spread over all")
-    parser.add_argument("--programs", nargs="+", default=PROGRAMS, help="beginnings of their names")
+    parser.add_argument("--limit", type=int, help="number of pairs to compile, spread over all")
+    parser.add_argument("--programs", nargs="+", default=PROGRAMS, help="beginnings of names")
     parser.add_argument("--names", type=Path, help="a file with lines `old new`")
     args = parser.parse_args()
     trees = [tree.resolve() for tree in args.trees]

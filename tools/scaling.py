@@ -376,8 +376,8 @@ def main() -> None:
         "--threads", type=int, nargs="+", help="threads of each loop; a worker's last"
     )
     parser.add_argument("--seconds", type=float, default=60, help="minimum steady state")
-    parser.add_argument("--loop-seconds", type=float, help="of the loops; --seconds by default")
-    parser.add_argument("--limit", type=float, help="of each run; 1.5 x --seconds + 90 by default")
+    parser.add_argument("--loop-seconds", type=float, help="time of a loop; by default --seconds")
+    parser.add_argument("--limit", type=float, help="time limit of a run; 1.5 x --seconds + 90")
     parser.add_argument("--model", help="124M shapes with random weights by default")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", choices=("cuda", "cpu"))

@@ -81,7 +81,7 @@ def _by_folder(pages: list[str]) -> Iterator[Any]:
 def on_post_template(output: str, template_name: str, config: Any, **_: Any) -> str:
     """Remove sitemap.xml if mkdocs.yml has no site_url, and the 404.html of the theme.
 
-    That one needs to know the folder of the site; docs/404.html finds it.
+    The theme's 404.html needs to know the folder of the site; docs/404.html finds the folder.
     """
     return output if config.site_url and template_name != "404.html" else ""
 

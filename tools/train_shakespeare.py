@@ -128,7 +128,7 @@ def bytes_as_tensor(data: bytes, device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def evaluate(model: Model, data: Tensor, n_ctx: int, stride: int) -> float:
-    """Mean nats per byte over ``data`` after its first byte, as the module's text defines it."""
+    """Return the loss defined in the module's docstring: mean nats per byte over ``data``."""
     if not 0 < stride < n_ctx:
         raise ValueError("the stride must be positive and smaller than the context")
     torch.set_float32_matmul_precision("highest")

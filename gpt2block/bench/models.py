@@ -196,7 +196,7 @@ class RandomLlama(RandomModel[LlamaConfig]):
         if self._exact is None:
             engine: Any = self.on(self.device).engine
             if self.gpus > 1 or engine.on_tensor_cores:
-                # `stored` omits scales, and has shares of weights: generate the weights again.
+                # Generate the weights again if `stored` lacks scales (FP8) or has only shares.
                 again = self.gpus > 1 or self.dtype in FP8
                 tensors = random_tensors(self.config, self.dtype) if again else self.stored()
                 engine = _Float32Activations(self.config, tensors, self.formats, self.device)

@@ -60,7 +60,7 @@ def captured(
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = tf32
     try:
-        with torch.no_grad():  # as in the capture, which must find `function` compiled
+        with torch.no_grad():  # compile `function` in the mode in which it is captured below
             for arguments in sets:
                 function(*arguments)
         torch.cuda.synchronize()

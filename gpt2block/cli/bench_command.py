@@ -28,9 +28,11 @@ if TYPE_CHECKING:
 class BenchOptions:
     device: str | None = device_option()
     decode: bool = option(
-        "Time whole GPT-2, from tokens to tokens, random weights.", False, "--decode"
+        "Time a whole GPT-2 with random weights, from ids to new ids.", False, "--decode"
     )
-    llama: bool = option("Time a whole Llama, random weights, with each fusion.", False, "--llama")
+    llama: bool = option(
+        "Time a whole Llama with random weights, also with fewer fusions.", False, "--llama"
+    )
     what: str | None = option("block, gemm, attention or all: compare these with the ceilings.")
     rows: str | None = option(
         "With --decode or --llama: rows decoded together, such as 1,8,64; default 1 to 256, with "
@@ -50,7 +52,7 @@ class BenchOptions:
         "With --decode or --llama: float8_e5m2 or float8_e4m3fn for keys and values.",
         complete=complete.dtypes,
     )
-    only: str | None = option("Only work with this text in its name, such as 8x1024 or M=128.")
+    only: str | None = option("Run only works whose name has this text, such as 8x1024 or M=128.")
     peer: str | None = peer_option()
     plot: Path | None = path_option(
         "Plot the roofline, or the rates of decoding, to this PNG file."

@@ -51,11 +51,11 @@ HELP = f"""\
 /system TEXT         change the system message
 /save [FILE]         write the conversation as JSON, which --file reads
 /options             show the options of the answers
-/temperature X       change one of them; so too /top_k, /top_p, /min_p, /repetition_penalty,
-                     /max_new_tokens, /seed (- for a new one each time), and with on or off
+/temperature X       change an option; likewise /top_k, /top_p, /min_p, /repetition_penalty,
+                     /max_new_tokens, /seed (-: a new seed for each answer), and with on or off
                      /speculate and /add_generation_prompt
-/regex X             hold answers to a regular expression; so too /schema, /grammar, and
-                     /choice a|b; - for none
+/regex X             require answers to match a regular expression; likewise /schema, /grammar
+                     and /choice a|b; -: none
 /help                show this
 /quit                end, as Ctrl-D does
 
@@ -74,11 +74,11 @@ class ChatOptions(SamplingOptions):
     """Options that are keywords of `Conversation.stream`; None selects the model's setting."""
 
     max_new_tokens: int = option("Largest number of tokens of an answer.", 512)
-    seed: int | None = option("The same seed gives the same answers; by default a new one each.")
+    seed: int | None = option("The same seed gives the same answers; by default a new seed each.")
     speculate: bool = keyword("speculate", names=("--speculate",))
     schema: str | None = keyword("schema", "{} (JSON text)")
     regex: str | None = keyword("regex")
-    choice: list[str] | None = option("A text that may be the result; give an option for each.")
+    choice: list[str] | None = option("A text that may be the result; repeat for each text.")
     grammar: str | None = keyword("grammar")
     add_generation_prompt: bool = option(
         "Whether the chat template writes the beginning of an answer.",

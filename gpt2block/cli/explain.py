@@ -17,7 +17,7 @@ def explain(
     output: Path = path_option("The HTML file.", Path("explain.html"), "--output", "-o"),
     *,
     model: ModelOptions,
-    layer: int = option("The block that the page opens, with finer heatmaps, from 0.", 0),
+    layer: int = option("Index of the block that the page shows in detail, from 0.", 0),
     open_page: bool = option("Open the page in a browser.", False, "--open"),
 ) -> None:
     """Write one forward pass as an HTML page: tokens, every step, attention, the next token.

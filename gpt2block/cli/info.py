@@ -43,7 +43,7 @@ def info(
     named: str | None = model_option(None, "--model"),
     revision: str | None = revision_option(),
     kv_dtype: str | None = option_of(FormatOptions, "kv_dtype"),
-    gpus: int = option("Also show the memory on each of so many GPUs that divide the model.", 1),
+    gpus: int = option("Also show the memory on each GPU if this many GPUs divide the model.", 1),
     as_json: bool = json_option(),
 ) -> None:
     """Show the sizes, end tokens, memory and tensors of a model, without reading tensor data."""
@@ -68,7 +68,7 @@ def info(
     }
     check_integer("gpus", gpus, 1, MOST_GPUS, f"1 to {MOST_GPUS}")
     in_blocks = checkpoint.nbytes_in_blocks
-    if in_blocks and CACHE_WITH_FP8 in memory:  # FILE allows the kv_dtypes of float16 weights
+    if in_blocks and CACHE_WITH_FP8 in memory:  # FILE allows the kv_dtypes that float16 allows
         memory[FILE] = {**memory[CACHE_WITH_FP8], "weights": in_blocks}
     for dtype, sizes in memory.items() if gpus > 1 else ():
         formats = Formats(dtype, sizes["kv_cache_dtype"])

@@ -41,7 +41,9 @@ def judge(
     ),
     jobs: int | None = option("Processes; by default the number of cores.", min=1),
     seed: int | None = option("Seed of the random sizes of all checks; by default a new one."),
-    csv_file: Path | None = path_option("Also write this CSV file, a row a kernel.", None, "--csv"),
+    csv_file: Path | None = path_option(
+        "Also write this CSV file: a row per kernel.", None, "--csv"
+    ),
     as_json: bool = json_option(),
 ) -> None:
     """Judge every kernel of a folder, and compare the verdicts with expected ones.
@@ -49,8 +51,8 @@ def judge(
     The folder has a table.csv with the columns file, operation and optionally expected (right or
     wrong), kind, options and note. Without a table, each .cu file has a line // operation: NAME.
 
-    The checks are those of kernels --mine. Host code of the files runs with your rights. The exit
-    code is 0 if each verdict is the expected one or, without expected ones, if all kernels are
+    Each kernel is checked as by kernels --mine. Host code of the files runs with your rights. The
+    exit code is 0 if each verdict is the expected one or, without expected ones, if all kernels are
     right; otherwise it is 1.
     """
     from gpt2block.mine import folder as judging  # noqa: PLC0415  (slow to import)

@@ -35,7 +35,7 @@ class FileOptions:
     )
     # The type is str, not Path, because Path("") is the working directory.
     output: str = option(
-        "Folder of the results: new, empty, or one of the same job.", ..., metavar="FOLDER"
+        "Folder of the results: new, empty, or with results of this job.", ..., metavar="FOLDER"
     )
 
 
@@ -75,11 +75,11 @@ class ScoreTask:
 
 @dataclass(frozen=True)
 class GenerateTask(TextOptions):
-    seed: int = option("Base of each record's own seed.", 0)
+    seed: int = option("Seed from which the seed of each record is derived.", 0)
     samples: int = option("Continuations per record.", 1)
     overflow: str = option("error or truncate, as in generate.", "error")
     rows_at_once: int | None = option(
-        "Continuations computed together; by default what memory allows."
+        "Continuations computed together; by default as many as fit in memory."
     )
     logprobs: bool = _logprobs_option()
 
@@ -150,7 +150,7 @@ def _map(
 
     fields = asdict(options) | vars(model)
     workers, scheduler = fields.pop("workers"), fields.pop("scheduler")
-    del fields["gpus"]  # `device` has them
+    del fields["gpus"]  # `device` names these GPUs
     fields["keep"] = tuple(options.keep)
     fields["tokenizer"] = None if model.tokenizer is None else str(model.tokenizer)
     job = Job(task=name, output=files.output, options=asdict(task), **fields)

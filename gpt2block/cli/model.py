@@ -40,7 +40,7 @@ device_option = partial(
     "cuda, cuda:N, cuda:N,M for several GPUs, or cpu; by default the GPU if there is one.",
     complete=complete.devices,
 )
-gpus_option = partial(option, "Divide the model among the first so many GPUs.", None)
+gpus_option = partial(option, "Divide the model among this many GPUs, from GPU 0 on.", None)
 special_option = partial(
     option, "Read names such as <|endoftext|> as special tokens.", False, "--special"
 )
@@ -137,7 +137,7 @@ class TextOptions(SamplingOptions):
     speculate: bool = keyword("speculate", names=("--speculate",))
     schema: str | None = keyword("schema", "{} (JSON text)")
     regex: str | None = keyword("regex")
-    choice: list[str] | None = option("A text that may be the result; give an option for each.")
+    choice: list[str] | None = option("A text that may be the result; repeat for each text.")
     grammar: str | None = keyword("grammar")
 
 

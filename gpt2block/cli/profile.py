@@ -55,7 +55,7 @@ class ProfileOptions:
     formats: FormatOptions = BY_DEFAULT
     device: str | None = device_option()
     rows: int = option("Sequences that are computed together.", 1)
-    tokens: int = option("Tokens of each sequence; with generate those of its prompt.", 64)
+    tokens: int = option("Tokens of each sequence; with generate, of its prompt.", 64)
     steps: int = option("New tokens of generate; passes of score and block.", 3)
 
 

@@ -95,7 +95,7 @@ def serve(
     timeout: float | None = option("Seconds in which a request has to end; by default no limit."),
     connections: int = option("Connections that may be open.", 1024),
     processes: int | None = option(
-        "Processes for HTTP, JSON and text, beside the process of the model; 0: one process for "
+        "Processes for HTTP, JSON and text, in addition to the model's process; 0: one process for "
         "all. By default half of the cores, at most 8, and 0 with two cores."
     ),
     reuse_prefixes: bool = option(

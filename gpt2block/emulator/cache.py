@@ -12,8 +12,8 @@ from functools import cache
 from pathlib import Path
 
 VARIABLE = "GPT2BLOCK_CPU_CUDA_CACHE"
-MOST_BYTES = 512 * 2**20  # size from which on programs are deleted, the longest unused ones first
-IN_USE_S = 3600  # a program used in this time is kept: another process may be about to run it
+MOST_BYTES = 512 * 2**20  # size of the folder above which the least recently used files are deleted
+IN_USE_S = 3600  # seconds for which a used program is kept: another process may be about to run it
 
 
 @cache
@@ -62,10 +62,10 @@ def found(target: Path) -> bool:
 
 
 def trim(most: int = MOST_BYTES) -> None:
-    """Delete the longest unused files until the folder has at most three quarters of `most` bytes.
+    """If the folder has more than `most` bytes, reduce it to three quarters of this size.
 
-    Folders that a killed process has left are deleted, too. Other processes may delete at the same
-    time.
+    The least recently used files are deleted first. Folders that a killed process has left are
+    always deleted. Other processes may delete files at the same time.
     """
     kept: list[tuple[float, int, Path]] = []
     before = time.time() - IN_USE_S

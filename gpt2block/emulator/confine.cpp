@@ -1,4 +1,4 @@
-// Runs a program with less rights: confine WORDS... -- PROGRAM ARGUMENTS...
+// Runs a program with restricted rights: confine WORDS... -- PROGRAM ARGUMENTS...
 //   r=PATH   the program may read and execute the files below this path; w=PATH: it may also change them
 //   alone    the program may start no other process
 // A program may reach no other file (Landlock) and no network (seccomp). With the only word "probe", this program
@@ -64,8 +64,8 @@ bool restrict_files(const std::vector<const char*>& paths) {
     return syscall(RESTRICT_SELF, rules, 0) == 0;
 }
 
-// Makes system calls fail: those of networks always, and with `alone` those that start processes. Threads may start, as
-// AddressSanitizer needs one. clone3 fails with ENOSYS, after which the C library calls clone.
+// Makes system calls fail: always calls for networks, and with `alone` also calls that start processes. Threads may
+// start, as AddressSanitizer needs one. clone3 fails with ENOSYS, after which the C library calls clone.
 bool restrict_calls(bool alone) {
     if (!ARCHITECTURE) return false;
     std::vector<sock_filter> rules;

@@ -53,7 +53,7 @@ public:
 
 inline thread_block this_thread_block() { return {}; }
 
-// The grid. Only a cooperative launch has its barrier, and the emulator runs one block after the other.
+// The grid. Its barrier is an error: it needs a cooperative launch, and the emulator runs blocks one after the other.
 class grid_group {
 public:
     static bool is_valid() { return false; }

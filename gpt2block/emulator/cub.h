@@ -78,8 +78,8 @@ struct BlockStorage {
     __forceinline__ T& warp(int i) { return reinterpret_cast<T*>(bytes)[i]; }
 };
 
-// Calls of scans, for the base class of Self, which has scanned(own, op, total, extra, file, line). `scanned` returns
-// the result of op on the values of the threads before this one, and stores that of all threads in `total`.
+// Base class of scans. Self must have scanned(own, op, total, extra, file, line), which returns the result of op on the
+// values of the threads before this one, and stores the result of op on the values of all threads in `total`.
 template <typename Self, typename T>
 class Scans {
     struct Nothing {};

@@ -521,8 +521,8 @@ T read_value() {
     return value;
 }
 
-// Returns the size of the margins around an array: that of the array within limits, as a typical overrun is a row or
-// tile.
+// Returns the size of the margins around an array: the size of the array, limited to 4 KiB to 1 MiB, because a typical
+// overrun is a row or tile.
 std::size_t margin_of(std::size_t bytes) { return std::clamp<std::size_t>(bytes, 4 << 10, 1 << 20) / 256 * 256; }
 
 void free_unused() {
@@ -612,7 +612,7 @@ void restore(const Contents& before) {
 
 constexpr int CHANGES = 12;
 
-// Changes little in all arrays: one or two elements, or with the last two changes all but the first and last elements.
+// Changes all arrays: one or two elements, or with the last two changes all bytes except 1024 or 64 bytes at each end.
 void change_arrays(int change) {
     for (std::size_t i = 0; i < arrays.size(); ++i) {
         if (!arrays[i].data) continue;

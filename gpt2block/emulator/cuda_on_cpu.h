@@ -54,12 +54,12 @@ __forceinline__ To bits(const From& from) {  // copies the low bytes, with zeros
 }
 
 struct Gathered {  // the values that lanes of a warp have exchanged
-    std::uint64_t values[32];  // for a lane that did not take part: the fill bytes of unwritten memory
+    std::uint64_t values[32];  // by lane; a lane that did not take part has the fill bytes of unwritten memory
     unsigned lanes;
 };
 
 struct Sought {  // what a lane receives in an exchange, for a trace
-    int lane = -1;    // lane whose value it receives; -1: of several lanes
+    int lane = -1;    // lane whose value it receives; -1: it receives values of several lanes
     char type = '?';  // type of the values, as in type_letter
 };
 
@@ -85,7 +85,7 @@ bool copies_at_once();  // whether asynchronous copies arrive immediately
 void wait_for_previous();  // see lib/overlap.cuh
 bool each_block_first(void (*first)());  // registers a function to call before every block; returns true
 void sleep();  // lets the other threads run
-extern int uninterrupted;  // number of objects below that exist
+extern int uninterrupted;  // number of existing Uninterrupted objects
 struct Uninterrupted {     // while it exists, no other thread runs; a function that waits may not be called
     Uninterrupted() { ++uninterrupted; }
     ~Uninterrupted() { --uninterrupted; }

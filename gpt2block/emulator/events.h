@@ -32,7 +32,7 @@ __attribute__((weak)) void atomic_load(const void* address, std::size_t bytes, v
 __attribute__((weak)) bool read_is_compared(const void* address, std::size_t bytes, std::uint64_t expected);
 __attribute__((weak)) void read_only_access(const void* address, std::size_t bytes, void* place);
 __attribute__((weak)) void fence_passed(bool of_device);  // of_device: __threadfence(), else __threadfence_block()
-// A thread arrives at a meeting, such as a named barrier, or learns of the accesses of all that have arrived.
+// A thread arrives at a meeting, such as a named barrier, or learns of the accesses of all threads that have arrived.
 __attribute__((weak)) void meeting_begins(const void* meeting);
 __attribute__((weak)) void thread_arrives(const void* meeting, int thread);
 __attribute__((weak)) void thread_learns(const void* meeting, int thread);

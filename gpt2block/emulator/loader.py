@@ -41,9 +41,9 @@ Order = Literal["forward", "reverse", "shuffled"]
 # and two barriers in the same source line count as different barriers. "fast": no checks.
 Build = Literal["usual", "patterned", "unoptimised", "fast"]
 ORDERS: tuple[Order, ...] = ("forward", "reverse", "shuffled")
-TIMEOUT_S = 60.0  # seconds of CPU time
+TIMEOUT_S = 60.0  # default limit of a launch, in seconds of CPU time
 END = "after the file"  # file name in g++'s errors past the last line, as for a missing brace
-WALL = 10  # a program is killed after this many times its limit of CPU time, and GRACE_S seconds
+WALL = 10  # a program is killed after WALL times its limit of CPU time plus GRACE_S seconds
 GRACE_S = 30.0
 TIMED_OUT, PRINTED = 6, 7  # exit status of a program that exceeded its limit of time, of output
 MOST_PRINTED = "1 MiB"
@@ -119,7 +119,7 @@ _TELLING = re.compile(
 
 # Macros of CUDA's compiler that users' files test.
 _OF_CUDA = "#define __CUDACC__ 1\n#define __CUDACC_RTC__ 1\n#define __CUDA_ARCH__ 800\n"
-# An error of g++ about a name of a CUDA library that the emulator does not have, or has otherwise.
+# Errors of g++ about a name of a CUDA library that the emulator lacks or defines differently.
 _LACKING = re.compile(
     r"^(?:.*/)?(\S+): error: (.*\{anonymous\}::(?:cg|cooperative_groups|cub|cuda)\b.*)$",
     re.MULTILINE,
@@ -167,7 +167,7 @@ class Checks(NamedTuple):
     build: Build = "usual"
     noted: Callable[[str], None] = lambda _: None  # receives possible causes of a wrong result
     trace: Trace | None = None  # with `races`: receives the steps of threads
-    # Whether launches on arrays with a few other elements come "before" or "after" the launch.
+    # Whether further launches, on slightly changed arrays, come "before" or "after" the launch.
     varied: Literal["", "before", "after"] = ""
 
 
@@ -568,7 +568,7 @@ def unset_variables(source: Source, defines: kernels.Defines = ()) -> list[str]:
 
 @cache
 def confiner() -> Path:
-    """Return the program that runs others with less rights (confine.cpp)."""
+    """Return the program that runs another program with restricted rights (confine.cpp)."""
     return _build("confine", {}, (str(HERE / "confine.cpp"), "-std=c++17", "-O1"))
 
 
@@ -596,8 +596,8 @@ def _runtime(name: str = "cuda_on_cpu.cpp") -> Path:
 def _precompiled(header: str, flags: tuple[str, ...]) -> dict[str, Path]:
     """Precompile the header that all programs include; return {} if no folder keeps programs.
 
-    It saves a third of the compile time of a program. For the two or three programs of a process
-    whose folder is temporary it does not pay, and {} is returned.
+    The precompiled header saves a third of the compile time of a program. A process whose folder is
+    temporary compiles only two or three programs, too few to gain from it.
     """
     if not cached.lasts():
         return {}
@@ -609,8 +609,8 @@ def _precompiled(header: str, flags: tuple[str, ...]) -> dict[str, Path]:
 def _first_header(source: Source) -> str:
     """Return the name of the header that a program includes first.
 
-    For a shipped file it includes the 16-bit types, so that it can be precompiled. A user's file
-    must include them itself. For shipped files, NVRTC reports a missing include.
+    For a shipped file, if programs are kept, this is a precompiled header with the 16-bit types. It
+    hides a missing include, which NVRTC reports. A user's file must include the types itself.
     """
     shipped = not Path(source.name).is_absolute()
     return _WITH_HALVES if shipped and cached.lasts() else _HEADER

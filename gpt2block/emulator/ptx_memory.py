@@ -122,7 +122,8 @@ def _cp(i: Instruction) -> str:
     if i.has("wait_all"):
         return f"{N}wait_for_copies();"
     if i.has("mbarrier"):
-        # The copies arrive now. Only with .noinc, the count of the object includes this arrival.
+        # The copies complete now. Without .noinc, PTX adds 1 to the pending count before the
+        # arrival, so that the count does not change.
         i.allow("async", "mbarrier", "arrive", "noinc", _SPACES)
         barrier = i.pointer(i.operands[0], f"{N}Mbarrier")
         count = 1 if i.has("noinc") else 0

@@ -166,7 +166,7 @@ class Instruction(NamedTuple):
 
 
 def _number(text: str) -> str:
-    """Return a PTX literal in C++, or "" for another text. 0f and 0d begin bits of a number."""
+    """Return a PTX literal in C++, or "" for another text; for 0f… and 0d…, the float's bits."""
     if re.fullmatch(r"0[fF][0-9a-fA-F]{8}|0[dD][0-9a-fA-F]{16}", text):
         return f"0x{text[2:]}{'u' if len(text) == 10 else 'ull'}"
     if found := re.fullmatch(r"(-?)(0[xX][0-9a-fA-F]+|0[bB][01]+|\d+)U?", text):

@@ -86,7 +86,7 @@ struct Region {
     Byte& history(std::size_t byte);
 };
 
-struct Known {  // complete accesses of a block: all before `phase`, and those of each thread up to its clock
+struct Known {  // complete accesses of a block: all before `phase`, and accesses of each thread up to its clock
     unsigned phase = 0;
     std::vector<unsigned> clocks;
 
@@ -137,8 +137,8 @@ struct Thread {
     bool ended;
     const void* made_way_at;  // address of the last atomicCAS before which the thread yielded; null: it did not
     std::vector<Held> held;
-    // Complete accesses: `learnt` by atomic and volatile reads; those that fences have made visible to other threads of
-    // the block (fenced_for_block) and to all threads (fenced_for_all). Threads that synchronize merge all three.
+    // Complete accesses: `learnt` by atomic and volatile reads; made visible by fences to other threads of the block
+    // (fenced_for_block) and to all threads (fenced_for_all). Threads that synchronize merge all three.
     enum Fact { learnt, fenced_for_block, fenced_for_all, FACTS };
     Blocks facts[FACTS];
 };

@@ -35,8 +35,8 @@ const Trace trace = [] {
 const bool tracing = !trace.until.empty();
 constexpr int MOST_STEPS = 200'000;
 
-// A write of a traced thread, of which the value is known only after it. It is printed, and checked unless it is atomic
-// or volatile, before the next event of any thread.
+// A write of a traced thread. Its value is known only after the write. Therefore the write is printed, and unless it is
+// atomic or volatile checked for a race, before the next event of any thread.
 struct Pending {
     const char* first;
     std::size_t bytes;
@@ -72,7 +72,7 @@ std::string hexadecimal(const char* first, std::size_t bytes) {
     return text;
 }
 
-// Returns the region that contains an address, or else the nearest one of an argument or of dynamic shared memory.
+// Returns the region that contains an address, or else the nearest region of an argument or of dynamic shared memory.
 const Region* nearest(const char* address) {
     if (const Region* region = region_of(address)) return region;
     const Region* best = nullptr;
@@ -107,7 +107,7 @@ void settle_store() {
     if (!store.now.strong && trace.searches_races()) check_access(store.first, store.bytes, store.now);
 }
 
-// Prints a write that a report ends before it happens.
+// Prints the pending write, without its value, when a report ends the launch before the write happens.
 void drop_store() {
     if (!pending) return;
     print_access(pending->now.verb.is, pending->first, pending->bytes, pending->now, "", pending->old);
@@ -142,11 +142,11 @@ bool is_of_wrote(const char* first, std::size_t bytes) {
 
 // Traces an access that happens now. Returns whether races.cpp checks it now.
 bool trace_access(const char* first, std::size_t bytes, const Doing& now) {
-    if (cuda_on_cpu::stack_owner(first) == now.access.thread) return false;  // an atomic function's variable, maybe
+    if (cuda_on_cpu::stack_owner(first) == now.access.thread) return false;  // such as a variable of an atomic function
     settle_store();
     if (trace.until == "outside") trace_outside(first, bytes, now);
     if (trace.finds() && now.writes && is_of_wrote(first, bytes)) met({{block, now.access.thread}});
-    const bool known = region_of(first) || cuda_on_cpu::stack_owner(first) >= 0;  // of another thread's stack
+    const bool known = region_of(first) || cuda_on_cpu::stack_owner(first) >= 0;  // or on another thread's stack
     const bool follows = known && trace.follows(now.access.thread);
     if (follows && now.writes) {
         const bool atomic = now.strong && now.verb.is == ATOMIC.is;

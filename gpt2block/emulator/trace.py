@@ -129,7 +129,7 @@ class Trace:
             ctype, element, start = variable[1:] if variable else ("", size, 0)
         count = max(1, size // element)
         names = [f"{name}[{byte // element + i}]" for i in range(count)]
-        if name == "?":  # the variable's value is old if its thread has returned
+        if name == "?":  # omit the value: it is out of date if the variable's thread has returned
             names, now = ["a local variable of another thread"], ""
         if not name:
             found = [places.variable(detailed(), first + i * element) for i in range(count)]

@@ -39,17 +39,17 @@ class EvaluatedModel(TemplateLM):
     """A model for lm_eval, which calls it with requests and computes the metrics of tasks.
 
     model: a name or path as in `gpt2block.from_pretrained`, such as a GGUF file. device, dtype,
-    kv_dtype, revision: as there. batch_size: most rows that are computed together, or "auto" for as
-    many as fit; max_batch_size limits "auto". max_length: most tokens of a row, by default n_ctx.
-    max_gen_toks: most new tokens of a text if the task does not say. prefix_token_id: the token
-    before a text without context, by default the tokenizer's first token (<s>) or its end of text.
-    chat_template_kwargs: as in `Model.chat`.
+    kv_dtype, revision: as in this function. batch_size: most rows that are computed together, or
+    "auto" for as many as fit; max_batch_size limits "auto". max_length: most tokens of a row, by
+    default n_ctx. max_gen_toks: most new tokens of a text if the task does not say.
+    prefix_token_id: the token before a text without context, by default the tokenizer's first token
+    (<s>) or its end of text. chat_template_kwargs: as in `Model.chat`.
 
     A row of more than `max_length` tokens loses tokens at its start. A long text is divided into
-    lm_eval's rolling windows, of `max_length` tokens with the last predicted token, as in lm_eval's
-    type `vllm`; in its type `hf` they have one token more. With NumPy every row is computed alone,
-    so that results do not depend on `batch_size`; on a GPU they never do. Raises UnknownOption,
-    InputError, CheckpointError and DeviceError, as `from_pretrained` does.
+    lm_eval's rolling windows. A window has `max_length` tokens, including the last predicted token,
+    as in lm_eval's type `vllm`; in lm_eval's type `hf`, it has one token more. Results do not
+    depend on `batch_size`: with NumPy, therefore, every row is computed alone. Raises
+    UnknownOption, InputError, CheckpointError and DeviceError, as `from_pretrained` does.
     """
 
     @named_options(**REPLACED)
@@ -272,5 +272,5 @@ def _rows_of(batch_size: int | str, most: int | None) -> int | None:
 
 
 def _advance(bar: Any, start: int, done: int, total: int) -> None:
-    """Show that `done` tokens of a batch are scored, whose first token is number `start`."""
+    """Advance a progress bar to `start` tokens of earlier batches and `done` tokens of this one."""
     bar.update(start + done - bar.n)

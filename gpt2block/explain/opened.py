@@ -55,7 +55,7 @@ def opened(engine: TracedEngine, tensors: Tensors, layer: int, values: int) -> d
 
 
 def _weights(engine: TracedEngine, names: set[str]) -> dict[str, NDArray[Any]]:
-    """Return {name: array} of those of `names` that the model has: matrices (K, N), biases (N,)."""
+    """Return {name: array} for `names` that the model has: matrices (K, N), biases (N,)."""
     tied = {"wte"} if "lm_head" in names else set()
     found = {
         name: array.T if layout == "NK" else array

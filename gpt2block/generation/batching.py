@@ -32,15 +32,15 @@ class Batch:
     `cancel` ends them. The tokens of a row do not depend on other rows. After an exception in the
     engine, the batch must not be used again.
 
-    A row reuses the first tokens of an earlier prompt of the same client, if this changes no bit of
-    the result (`ModelEngine.continues_exactly`): it gets the slot that holds their keys and values,
-    or a copy of these keys and values.
+    A row reuses the keys and values of the first tokens that its prompt shares with an earlier
+    prompt of the same client, if this changes no bit of the result
+    (`ModelEngine.continues_exactly`): it gets the slot that holds them, or a copy of them.
 
     slots, n_ctx, fewer, speculate: as in ModelEngine.decode; a prompt plus its new tokens, except
-    the last one, must fit in n_ctx. reuse: whether rows also reuse tokens that an earlier row
-    sampled, with every engine. Other kernels may have computed their keys and values, so the last
-    bits can depend on the earlier row. tokens_at_once: prompt tokens before a step, as in
-    PieceScheduler, in pieces of PIECE if the engine divides prompts.
+    the last one, must fit in n_ctx. reuse: whether rows, with any engine, also reuse keys and
+    values of tokens that an earlier row sampled. Other kernels may have computed these keys and
+    values, so the last bits of a result can depend on the earlier row. tokens_at_once: `most` of
+    PieceScheduler; the engine divides prompts into pieces of PIECE tokens if it can.
     """
 
     def __init__(
@@ -139,11 +139,11 @@ class Batch:
     def step(self, each_token: bool = True) -> list[Row]:
         """Compute parts of waiting prompts, then a token of each running row (continuation).
 
-        Returns the rows that received their new tokens. A row receives all its new tokens at once:
-        if it may have ended, and with each_token in every step unless it is `held`. Without
-        each_token, rows receive tokens in turn, every TURN steps, so that few tokens remain when
-        all rows end. If deadlines have passed, only their rows are returned. Raises RuntimeError if
-        no row runs or waits.
+        Returns the rows that received tokens. A row receives all its buffered tokens together: in a
+        step in which it may have ended, and with each_token in every step unless it is `held`.
+        Without each_token, rows receive tokens in turn, every TURN steps, so that few tokens remain
+        when all rows end. If deadlines have passed, only their rows are returned. Raises
+        RuntimeError if no row runs or waits.
         """
         self.begun = []
         if late := self._late():
@@ -180,7 +180,7 @@ class Batch:
     def _late(self) -> list[Row]:
         """Remove and return the unfinished rows (continuations) whose deadlines have passed.
 
-        Entries of rows that have already ended are removed, too, if they precede all others.
+        Rows at the front of the heap that have already ended are removed from it, too.
         """
         late, now = [], monotonic()
         while self._deadlines:
@@ -246,7 +246,7 @@ class Batch:
 
         Rows wait while another row computes a prefix that they can reuse, if it is long enough.
         """
-        gains: dict[int, int] = {}  # {slot: prompt tokens that waiting for it saves}
+        gains: dict[int, int] = {}  # {slot: prompt tokens that rows save by waiting for it}
         following: list[tuple[int, int, Row]] = []
         for slot, row in (*self._following.items(), *self._scheduler.place()):
             leader, gain = self._leader(slot, row)
@@ -266,7 +266,7 @@ class Batch:
             self._copies.clear()
 
     def _leader(self, slot: int, row: Row) -> tuple[int, int]:
-        """Return the slot that will hold a prompt's longest prefix, and tokens that it saves.
+        """Return the slot that will hold a prompt's longest prefix, and the gain of waiting for it.
 
         The gain is the number of tokens of the prefix that no slot has computed yet.
         """

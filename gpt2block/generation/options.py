@@ -109,7 +109,7 @@ class Options:
     regex: str | None = option(None, "A regular expression that the whole text matches.")
     choice: Iterable[str] | None = option(None, "Texts, one of which is the result.")
     grammar: str | None = option(None, "A grammar of the text, in llguidance's Lark or in GBNF.")
-    rule: Grammar | None = field(init=False, default=None)  # made of the four fields
+    rule: Grammar | None = field(init=False, default=None)  # from schema to grammar
 
     def __post_init__(self) -> None:
         checked: dict[str, Any] = {

@@ -8,19 +8,19 @@ from typing import NamedTuple
 from gpt2block.generation.rows import Row
 from gpt2block.run.model import Ids
 
-LEAST_COPIED = 64  # least tokens for which copying a slot's keys and values is faster
-LEAST_SHARED = 200  # least tokens to wait for: 1 to 200 take equal time, to read all weights
+LEAST_COPIED = 64  # minimum tokens for which a copy of a slot's keys and values is faster
+LEAST_SHARED = 200  # minimum tokens to wait for: fewer take the time of reading all weights once
 # Times with 16-bit weights on an NVIDIA H100: seconds per layer of a pass with few tokens, and
 # seconds per token and byte of weights.
 LAYER_S, BYTE_S = 60e-6, 2.5e-15
-MOST_COMPARED = 4  # most slots, latest first, whose tokens are compared with a prompt
+MOST_COMPARED = 4  # maximum number of slots to compare with a prompt, latest first
 Key = tuple[str, bool, bytes]
 
 
 def least_shared(n_layer: int, nbytes: int) -> int:
-    """Return the least common prefix, in tokens, for which a row waits until another computes it.
+    """Return the minimum length of a common prefix that a row waits for another row to compute.
 
-    Computing this many tokens takes about as long as another pass of a model with n_layer layers
+    Computing this many tokens takes about as long as one more pass of a model with n_layer layers
     and nbytes bytes of weights.
     """
     return max(LEAST_SHARED, int(n_layer * LAYER_S / (nbytes * BYTE_S + 1e-12)))
@@ -47,7 +47,7 @@ NOTHING = HeldPrefix(-1, 0)
 class Prefixes:
     """Index of the tokens that each slot holds. Lookups find only tokens of the same client.
 
-    Slots are looked up by their first `least` tokens, twice as many, four times as many, and so on.
+    Slots are indexed by their first `least` tokens, their first 2 · `least` tokens, 4 · `least`, …
 
     least: number of first tokens that a prompt must share with a slot. short: short_context of
     ModelConfig. Rows that may exceed it and other rows do not find each other's tokens.
@@ -94,7 +94,7 @@ class Prefixes:
         done = coming = NOTHING
         sizes = self._sizes(len(ids) - 1)
         if sizes and self._key(row, ids[: sizes[0]]) not in self._alike:
-            return done, coming  # no slot has a longer prefix either
+            return done, coming  # without the shortest prefix, no slot has a longer prefix
         for n in reversed(sizes):
             slots = self._alike.get(self._key(row, ids[:n]), {})
             for slot, _ in zip(reversed(slots), range(MOST_COMPARED), strict=False):

@@ -226,9 +226,9 @@ class Row:
         self.finish_reason = reason
 
     def end_as(self, reason: EndReason) -> None:
-        """End this row with the reason of its copy without text, which alone can know the reason.
+        """End this row for the reason for which its copy without text has ended.
 
-        A deadline, an error, and a text that is complete by its grammar are known to the copy only.
+        Only the copy knows of a deadline, an error, and a text that is complete by its grammar.
         """
         if reason != "error":
             self.close()

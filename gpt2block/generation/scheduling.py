@@ -13,7 +13,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 Item = TypeVar("Item")
 
 PIECE = 4096  # most tokens of a part of a prompt; parts end at multiples of PIECE
-START_COST = 2  # to start rows takes about 1 / START_COST of a decoding step's time
+START_COST = 2  # starting rows takes about 1 / START_COST of the time of a decoding step
 MOST_REMOVED = 64  # number of removed rows above which the queues may be cleaned
 
 

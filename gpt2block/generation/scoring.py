@@ -303,7 +303,7 @@ def check_dimensions(dimensions: int | None, n_embd: int) -> None:
 
 
 def instructed(instruction: str, texts: Any) -> Any:
-    """Return a text, or a list of texts, as queries with an instruction, as Qwen3-Embedding reads.
+    """Return a text, or each text of a list, with an instruction in Qwen3-Embedding's format.
 
     No space follows "Query:". Raises InputError for token ids. Source: Zhang et al., "Qwen3
     Embedding: Advancing Text Embedding and Reranking Through Foundation Models" (2025), and the

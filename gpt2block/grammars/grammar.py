@@ -20,7 +20,7 @@ JSON_FORM: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_sep
 
 @dataclass(frozen=True)
 class Grammar:
-    """A rule for texts. source: the rule in llguidance's JSON format. name: the keyword of it.
+    """A rule for texts. source: the rule in llguidance's JSON format. name: the rule's keyword.
 
     `of` creates a Grammar from keywords of `GPT2.generate`.
     """

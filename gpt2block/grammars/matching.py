@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 KEPT = 64  # number of compiled grammars that a Vocabulary keeps
-TEXTS = 4096  # number of determined texts whose tokens are kept, most of which occur in every row
+TEXTS = 4096  # number of forced texts whose tokens are cached; most of them occur in every row
 TOO_COMPLEX = "{}: the text cannot be continued ({}): expected a simpler one"
 
 
@@ -58,9 +58,9 @@ class Matcher:
         return bits if self.problem is None else np.zeros(words, np.int32)
 
     def forced(self) -> list[int]:
-        """Return the tokens of the bytes that the grammar determines next, as an encoder cuts them.
+        """Return the tokens into which an encoder divides the bytes that the grammar forces next.
 
-        Other tokens can have the same bytes, so that these tokens are guesses.
+        The tokens are guesses, because other tokens can have the same bytes.
         """
         return self.state.compute_ff_tokens()
 

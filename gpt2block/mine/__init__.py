@@ -23,7 +23,7 @@ __all__ = ["Finding", "Verdict", "check"]
 _MODULE_OF = {"check": "kernel_check", "Finding": "finding", "Verdict": "verdict"}
 
 
-if not TYPE_CHECKING:  # completion in the shell imports `solutions` without the checks
+if not TYPE_CHECKING:  # lazy: shell completion imports `solutions`, but not the checks
 
     def __getattr__(name: str) -> Any:
         if name not in _MODULE_OF:

@@ -98,7 +98,7 @@ def _numbers(
 
 
 def scalars(attrs: Attrs) -> Attrs:
-    """Return the attributes, with the fields of an object, such as Sampling, in its place."""
+    """Return the attributes; an object, such as a Sampling, is replaced by its fields."""
     values: dict[str, Any] = {}
     for name, value in attrs.items():
         values |= vars(value) if is_dataclass(value) else {name: value}

@@ -1,8 +1,8 @@
 """Inputs of the checks of a user's kernel, including inputs that break fragile formulas.
 
-The inputs at the sizes of `sizes` are ordinary random numbers, then those of `SPECIAL`. The exact
-results of special inputs are finite, but a formula that overflows, divides by zero or cancels gives
-other results.
+The inputs are ordinary random numbers at all sizes of the module `sizes`, and special inputs
+(`SPECIAL`) at a few of them. The exact results of special inputs are finite, but a formula that
+overflows, divides by zero or cancels gives other results.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from gpt2block.ops.sample_token import draw_stable
 ULP = 2.0**-24  # largest relative rounding error of float32
 MEAN, SPREAD = 2048.0, 0.6  # mean and standard deviation of rows with a large mean
 SCORE = 1024.0  # large score: exp(SCORE) is infinite, and exp(-SCORE) is 0
-MOST_SEED = 1_000_000  # seeds that are drawn are less, so that they are short
+MOST_SEED = 1_000_000  # drawn seeds are below this number, so that they are short to type
 OTHER_SIZES = (
     "right at the sizes before; if a kernel is for some sizes only, check it at one of them with "
     "--shape (in Python shape=)"

@@ -32,8 +32,9 @@ def supervised(
 
     A child that exceeds the time limit of its stage is killed. If the child is killed or exits
     before the target returns, the last item is a `ProcessExited`. target: a function of a module
-    that the child can import; the child has its name. first: the stage in which the child begins.
-    daemon: whether the child is ended with this process; it can then have no children of its own.
+    that the child can import; the child gets the name of the target. first: the stage in which the
+    child begins. daemon: whether the child is ended with this process; it can then have no children
+    of its own.
     """
     context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
     receiver, sender = context.Pipe(duplex=False)

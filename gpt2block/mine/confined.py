@@ -30,8 +30,9 @@ _MISSING = {
 def confined(races: bool, limit_s: float) -> tuple[str, ...]:
     """Return the command prefix that runs a program with all limits that this system supports.
 
-    races: whether the program has no AddressSanitizer, and so a limited memory; shadow memory of
-    AddressSanitizer would exceed the limit, and it limits its own memory. limit_s: CPU time.
+    races: whether the program has no AddressSanitizer. Only then does prlimit limit its memory:
+    shadow memory of AddressSanitizer would exceed this limit, and AddressSanitizer has an option
+    that limits memory. limit_s: CPU time.
     """
     memory = (f"--data={MEMORY}",) if races else ()
     limits = ("prlimit", "--fsize=0", "--core=0", f"--cpu={ceil(limit_s) + GRACE_S}", *memory)
@@ -45,7 +46,7 @@ def confined(races: bool, limit_s: float) -> tuple[str, ...]:
 
 @cache
 def unconfined() -> tuple[str, ...]:
-    """Return phrases that name what this system cannot keep a program from."""
+    """Return a phrase for each kind of access that this system cannot deny to a program."""
     done = subprocess.run([confiner(), "probe"], capture_output=True, text=True, check=False)
     return tuple(what for name, what in _MISSING.items() if name not in done.stdout.split())
 

@@ -18,7 +18,7 @@ _NO_LIBRARY = (
     "\n(Kernels have no C++ library, only what <cmath>, <cfloat>, <climits> and <cstdint> declare, "
     "std::min and std::max. For std::numeric_limits write FLT_MAX or INFINITY.)"
 )
-# Message of NVRTC, or of g++ after a declaration: their line is that of the next word.
+# Messages about a missing semicolon. NVRTC, and g++ after a declaration, name the next word's line.
 _NO_SEMICOLON = re.compile(r"""expected (?:a ";"|.,. or .;.)""")
 HOST = (
     "a function without __device__ is a host function, which the compiler of kernels (NVRTC) "

@@ -224,7 +224,7 @@ class _Pool:
             self.done.put(error)
 
     def _check(self, chunk: list[KernelFile]) -> None:
-        """Check a chunk in a child process. If the process ends early, return the rest."""
+        """Check a chunk in a child process. If the process ends early, the rest waits again."""
         begun, first = perf_counter(), Stage("the check", self.limit_s)
         args = (chunk, self.limit_s, self.options)
         for message in supervised(_serve, args, first, daemon=False):

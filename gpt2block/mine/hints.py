@@ -11,7 +11,8 @@ from gpt2block.mine.source import UserSource
 
 MOST = 3  # maximum number of hints about double
 SLOW = "arithmetic in double is slow on most GPUs"
-# A literal next to an arithmetic operator or comparison; elsewhere the compiler converts it.
+# A literal of type double next to an arithmetic operator or comparison. In other places, such as an
+# initializer of a float, the compiler converts it.
 _LITERAL = r"(?<![\w.])(?:\d+\.\d*|\.\d+)(?:[eE][-+]?\d+)?|(?<![\w.])\d+[eE][-+]?\d+"
 _OPERAND = re.compile(
     rf"(?:[\w)\]]\s*(?:[-+*/<>]|[-+*/<>=!]=)\s*)(?P<after>{_LITERAL})(?![\w.])"

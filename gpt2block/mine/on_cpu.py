@@ -45,8 +45,8 @@ from gpt2block.ops.operation import Operation, Sizes
 
 LIMIT_S = 20.0  # limit of CPU time of one launch in seconds
 FIRST_S = 5.0  # the limit at the smallest size
-FACTOR = 100  # a kernel that takes this many times the CPU time of the template does not end
-FACTOR_OF_WAITS = 1000  # for a kernel that waits for another block, at larger sizes
+FACTOR = 100  # a kernel counts as endless if it takes this many times the template's CPU time
+FACTOR_OF_WAITS = 1000  # such a factor for a kernel that waits for another block, at larger sizes
 LARGE_S = 3.0  # the limit at the sizes that a GPU times
 AHEAD = 3  # cases whose launches are started ahead
 LAUNCHES = 40  # launches on other values in the same process, at the smallest size
@@ -110,10 +110,9 @@ def check_kernel(
 
     First, NVRTC compiles the file. A case runs in forward order under AddressSanitizer, then with
     the search for races, then in the other orders; a case with `once` runs only in forward order.
-    limit_s: limit of CPU time of each launch. timed: sizes that are checked, too, or if they are
-    too large, sizes of which one is as large as theirs; without the search for other errors. steps:
-    after a Finding, yield the steps of its threads. Raises NotJudged if the emulator cannot run the
-    kernel.
+    limit_s: limit of CPU time of each launch. timed: the sizes that a GPU times. At these sizes, or
+    if they are too large, at those of `sizes.parts`, only the result is checked. steps: after a
+    Finding, yield the steps of its threads. Raises NotJudged if the emulator cannot run the kernel.
     """
     require_emulator()
     check_text(kernel.source)
@@ -152,7 +151,7 @@ class _Judge:
     limit_s: float
     pool: ThreadPoolExecutor
     steps: bool = False  # whether to yield the steps of a Finding's threads
-    # Set when large sizes may run, and when nothing else needs to run.
+    # begun: set when large sizes may run. ended: set when no further case needs to run.
     begun: Event = field(default_factory=Event)
     ended: Event = field(default_factory=Event)
 
@@ -218,7 +217,7 @@ class _Judge:
     def _why(self, case: Case, found: Finding) -> Why:
         said = f"{found.text}\n{found.at}"
         run = next((run for run in RUNS if f"{run.order} order" in said), RUNS[0])
-        # Only a program that is not optimised distinguishes barriers in one line.
+        # Only a program that is not optimised distinguishes several barriers in the same line.
         build = run.build if found.kind == "divergent_barrier" else "patterned"
         launcher = Launcher(self.kernel, case, run.order, run.fill, build, self.limit_s)
         return why(launcher, found)
@@ -273,8 +272,8 @@ class _Judge:
     def _endless(self, case: Case, run: EmulatedRun, error: OverBudget, first: bool) -> Finding:
         """Return the Finding for a launch that takes FACTOR times the CPU time of the template.
 
-        At the first sizes, a kernel may take this long only if it does not end. At other sizes a
-        kernel must also wait for another block. Raises NotJudged otherwise.
+        Such a launch at the first sizes counts as endless. At other sizes the factor is
+        FACTOR_OF_WAITS, and the launch must wait for another block. Raises NotJudged otherwise.
         """
         operation = self.kernel.operation
         waits = "cooperative launch" in error.report
@@ -339,7 +338,7 @@ class _Judge:
         return found
 
     def _at_timed_sizes(self, timed: TimedSizes) -> list[Checked | Finding]:
-        """Return the results at the timed sizes, or at sizes of which one is as large."""
+        """Return results at the timed sizes or, if these take too long, at `sizes.parts`."""
         operation = self.kernel.operation
         try:
             late = _unlaunchable(self.kernel, sizes_at(operation, timed.sizes), self.needs)
@@ -353,7 +352,7 @@ class _Judge:
         return found if found or whole == parts else self._all_right(parts, timed.layout)
 
     def _all_right(self, cases: Iterable[sizes.Case], layout: str) -> list[Checked | Finding]:
-        """Run cases of large sizes up to the first Finding; leave out those that take too long."""
+        """Run cases of large sizes up to the first Finding; leave out cases that take too long."""
         found: list[Checked | Finding] = []
         for at, attrs in cases:
             case = replace(case_of(self.kernel, at, attrs, layout), hint=OTHER_SIZES, once=True)
@@ -396,7 +395,10 @@ def _small(case: Case, operation: Operation) -> bool:
 def _variation(
     run: EmulatedRun, case: Case, operation: Operation
 ) -> Literal["", "before", "after"]:
-    """Return when small cases run on a few other elements: the first case before its launch."""
+    """Return when a case also runs on slightly changed arrays: "" (never) unless it is small.
+
+    The first case runs on them "before" the launch that counts, other cases "after" it.
+    """
     if not run.rehearsed or not _small(case, operation):
         return ""
     return "before" if run.rehearsed == LAUNCHES else "after"

@@ -40,7 +40,7 @@ SAME = ("__CUDA_ARCH__", "__CUDACC__", "__CUDACC_RTC__", "__cplusplus", "defined
 
 
 def check_text(source: UserSource) -> None:
-    """Raise NotJudged if a file has a construct of the kinds above."""
+    """Raise NotJudged if a file has a construct that the module's docstring describes."""
     literal = _joined(kernels.without_comments(source.text))
     text = _joined(without_literals(source.text))
     for found in _INCLUDE.finditer(literal):
@@ -105,7 +105,7 @@ def _of_cuda() -> frozenset[str]:
 
 
 def _of_gcc(name: str) -> bool:
-    """Return whether g++ defines a macro, with some of the options that programs are built with."""
+    """Return whether g++ defines a macro, always or only with some options of the programs."""
     return name in _known() or re.match(_OF_OPTIONS, name) is not None
 
 
@@ -119,7 +119,7 @@ def _known() -> frozenset[str]:
 
 @cache
 def _of_nvrtc(name: str) -> bool:
-    """Return whether CUDA's compiler defines a macro, or may define it if it is not installed."""
+    """Return whether NVRTC defines a macro; without NVRTC, whether the name is a reserved one."""
     reserved = re.match(r"_[_A-Z]", name) is not None
     if name.startswith("__has_"):
         return True

@@ -17,11 +17,11 @@ from gpt2block.ops.operation import Attrs, Operation, Sizes
 from gpt2block.sampling import Sampling
 
 Case = tuple[Sizes, Attrs]
-COLUMNS = 41  # a prime for the size of rows, which few tables of special cases have
+COLUMNS = 41  # length of rows: a prime that kernels with special cases rarely list
 RANDOM = 2  # number of cases of random sizes
-MOST_BYTES, MOST_FLOPS = 100e6, 1.5e8  # the largest case that is run as a whole
-SMALL = 1e-3  # largest cost of a case that is launched many times
-OF_WHOLE = 0.25  # cost of a case of which only some sizes are as large as on a GPU
+MOST_BYTES, MOST_FLOPS = 100e6, 1.5e8  # limits of a case of cost 1, the largest that is run whole
+SMALL = 1e-3  # maximum cost of a case that is launched many times
+OF_WHOLE = 0.25  # maximum cost of a case in which sizes that a GPU times are reduced
 
 # Sizes of matrix products (M, K) x (K, N): odd K; K divisible by 4 and many columns N; many rows M.
 _WIDE = {"M": 2, "K": 1501, "N": 3}, {"M": 4, "K": 1036, "N": 76}, {"M": 65, "K": 1032, "N": 8}
@@ -70,13 +70,13 @@ FURTHER: Mapping[str, tuple[Mapping[str, Any], ...]] = {
     "trimat": ({"B": 1, "T": 257, "NH": 1, "HS": 4}, {"B": 1, "T": 264, "NH": 1, "HS": 8}),
 }  # fmt: skip
 
-_COLUMNS = {
+_COLUMNS = {  # operation → size of a row; by default the first of _OF_ROWS that it has
     "attention": "T",
     "qk_norm": "D",
     "rope": "D",
     "to_fp8": "N",
     "trimat": "T",
-}  # the size of a row, if not the first of
+}
 _OF_ROWS = ("C", "K", "V", "T", "N")
 # Operation → (size, attribute that divides it, number that divides their quotient).
 _DIVISORS: Mapping[str, tuple[str, str, int]] = {
@@ -146,7 +146,7 @@ def timed(operation: Operation, sizes: Sizes) -> tuple[Case, ...]:
 
 
 def parts(operation: Operation, sizes: Sizes) -> tuple[Case, ...]:
-    """Return cases in which few sizes are reduced; each size has its full value in one of them."""
+    """Return cases with reduced sizes; each size has its full value in at least one case."""
     found: dict[tuple[int, ...], Case] = {}
     names = list(sizes)
     for i in range(len(names)):
@@ -170,7 +170,7 @@ def _reduced(operation: Operation, sizes: Sizes, attrs: Attrs, order: Iterable[s
 
 
 def cost(operation: Operation, sizes: Sizes, attrs: Attrs) -> float:
-    """Return the bytes and operations of a case in relation to the largest case, the larger one."""
+    """Return the larger of a case's bytes / MOST_BYTES and its operations / MOST_FLOPS."""
     at = {"itemsize": 4, "weight": 4, **operation.workload.attrs, **attrs, **sizes}
     work = operation.workload
     table = at["itemsize"] * at["V"] * at["C"] if operation.name == "encoder" else 0

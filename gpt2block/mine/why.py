@@ -23,7 +23,7 @@ from gpt2block.mine.kernel import Kernel
 from gpt2block.mine.source import UserSource
 
 MOST_ROWS = 60  # maximum number of rows in a terminal
-_LONGEST_LOOP = 24  # steps of an iteration that is folded, at most
+_LONGEST_LOOP = 24  # maximum number of steps of an iteration that is folded
 _FIRST_ROWS = 15  # rows that are kept if a folded table is too long; the last rows are kept, too
 _UNTIL = {  # kind of a finding → problem at which a traced launch ends
     "race": "race",
@@ -240,9 +240,10 @@ def _coordinates(number: int, extents: Sequence[int]) -> str:
 def _until_race(
     steps: Sequence[traced.TraceStep], of: traced.Thread, source: UserSource, found: Finding
 ) -> list[traced.TraceStep]:
-    """Return the steps up to the last access of a kind by a thread in the first line of a Finding.
+    """Return the steps up to a thread's access that races, in the first line of a Finding.
 
-    A race of a read that an atomicCAS might compare is reported later.
+    It is the last access of the Finding's kind there. Later steps are left out: a race of a read
+    that an atomicCAS might compare is reported only after further steps.
     """
     verb = _VERB.search(found.text)
     places = [f"{source.file}:{line}" for line in found.lines[:1]]
@@ -259,8 +260,9 @@ def _until_line(
 ) -> list[traced.TraceStep]:
     """Return the steps up to the access outside of a shared variable, in the line of a Finding.
 
-    Shared variables are contiguous in the program that traces. The access is the first one that
-    the same code makes to another variable than before, or the only one.
+    In the program that traces, shared variables are contiguous, so that the access reaches another
+    variable. It is the first access in the line to another variable than the same code accessed
+    before; if there is none, the first access in the line.
     """
     places = [f"{source.file}:{line}" for line in found.lines]
     at = [i for i, step in enumerate(steps) if step.site and step.place.split("/")[-1] in places]

@@ -119,13 +119,14 @@ UsageOf = Callable[[int], dict[str, Any]]  # argument: number of new tokens; ret
 class Answer:
     """The rows (continuations) of a request, with the text and tokens that the engine has computed.
 
-    The rows get the tokens of the engine's copies of them, and find stop strings in their text.
+    The engine computes copies of the rows, without text. The rows receive the tokens of these
+    copies, and find stop strings in their text.
     """
 
     def __init__(self, engine: EngineSide, rows: Sequence[Row]) -> None:
         self.rows, self._engine, self._number = rows, engine, engine.new_number()
         self._parts: list[tuple[int, Part]] = []  # (row index, part that was not sent yet)
-        self._growing: dict[int, int] = {}  # row index: place in _parts of its part that may grow
+        self._growing: dict[int, int] = {}  # row index: index in _parts of its part to extend
         self._some = asyncio.Event()
         self._mistake: Exception | None = None  # an unexpected exception of `put`
 
@@ -156,7 +157,7 @@ class Answer:
     def _add(self, index: int, piece: Piece) -> None:
         """Add the tokens of a piece to a row. Tokens after a stop string are dropped.
 
-        The first part of a row stays alone, and later parts that are not sent yet are joined.
+        A row's first part is sent separately. Its later parts are joined until they are sent.
         """
         row = self.rows[index]
         if row.finish_reason:
@@ -204,7 +205,7 @@ class Answer:
 
 
 class Sent:
-    """Converts objects of completions to responses and events; subclasses to another API's."""
+    """Converts completion objects to responses and events; a subclass, to those of another API."""
 
     def whole(self, found: dict[str, Any]) -> dict[str, Any]:
         """Return the object of a complete response. found: the object of a completion."""
@@ -247,7 +248,7 @@ class Form(ABC):
         """Return a chunk of a stream. offsets: TextOffsets after the previous chunks."""
 
     def is_empty(self, delta: dict[str, Any]) -> bool:
-        """Return whether a chunk without log-probabilities tells nothing."""
+        """Return whether a chunk without log-probabilities has no content."""
         return False
 
     def first(self, index: int) -> dict[str, Any] | None:
@@ -375,11 +376,11 @@ async def streamed(
 ) -> AsyncIterator[bytes]:
     """Yield server-sent events; events of tokens that arrive together are sent together.
 
-    echoes: beginnings of the answers. usage_of: computes the usage for a last chunk; None: no such
-    chunk. prompts: token ids of the prompt of each choice, for the first event of the choice; None:
-    no token ids. guesses: whether events with token ids tell which were guessed. observe: called
-    with the seconds between two times at which events are sent. failed: converts an exception other
-    than ApiError to the error for the client. sent: converts objects to events.
+    echoes: texts with which the answers begin. usage_of: computes the usage for a last chunk; None:
+    no such chunk. prompts: token ids of the prompt of each choice, for the first event of the
+    choice; None: no token ids. guesses: whether events with token ids tell which were guessed.
+    observe: called with the seconds between two times at which events are sent. failed: converts an
+    exception other than ApiError to the error for the client. sent: converts objects to events.
     """
     more: dict[str, Any] = {} if usage_of is None else {"usage": None}
     untold = dict(prompts or {})

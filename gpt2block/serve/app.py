@@ -78,14 +78,14 @@ from gpt2block.tokenizers import tokenizer
 from gpt2block.tokenizers.encoding import Encoding, bytes_of_ids
 
 MOST_BODY = 4 * 2**20  # most bytes of a request's body
-MOST_DROPPED = 64 * 2**20  # most bytes read of a too large body; clients read errors only then
+MOST_DROPPED = 64 * 2**20  # bytes to read of a too large body: clients read errors after sending it
 SMALL_BODY = 4096  # most bytes of a body that is parsed in the event loop, not in a thread
 BODY_SECONDS = 30.0  # time limit for receiving a body
 GRACE = 30  # seconds that running requests get to finish when the server stops
 Value = TypeVar("Value")
 AT_ONCE = 4  # threads that encode texts, render templates and write large answers
 TEMPLATE_SECONDS = 2.0  # time limit for rendering one chat template
-PING, PING_SECONDS = b": ping\n\n", 15.0  # a comment of streams, and seconds between two
+PING, PING_SECONDS = b": ping\n\n", 15.0  # keeps an idle stream open; seconds between two
 MANY_TOKENS = 1024  # most values in JSON that is written in the event loop, not in a thread
 
 
@@ -228,7 +228,8 @@ class Server:
             return request.client.host if request.client else ""
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         data, keys = given.strip().encode(), self.keys.items()
-        names = [name for name, key in keys if hmac.compare_digest(data, key.encode())]  # all keys
+        # Compare all keys, so that the time does not tell which key matches.
+        names = [name for name, key in keys if hmac.compare_digest(data, key.encode())]
         if scheme.lower() != "bearer" or not names:
             problem = "the key: expected one of the server's, as in Authorization: Bearer KEY"
             raise ApiError(401, problem, code="invalid_api_key")
@@ -388,7 +389,7 @@ class Server:
             raise ApiError(400, f"min_tokens: expected at most max_tokens, {most}", "min_tokens")
         ids = self._stop_ids(given)
         options = given.options(max_new_tokens=most, top_logprobs=top, stop_ids=ids, **more)
-        model: Any = self.model  # has the config, which is enough for rows that are not generated
+        model: Any = self.model  # Run needs only its config, as it does not generate the rows
         rows = list(Run(model, self.encoding, prompts, options, compiles=False).rows)
         for row in rows:  # tokens of a whole answer without stop strings arrive together
             row.held = not given.stream and not row.ends.stop
@@ -461,7 +462,7 @@ class Server:
         return usage(sum(map(len, asked.prompts)), new, cached)
 
     async def _written(self, request: Request, found: Any, values: int) -> Response:
-        """Return an HTTP response with `content` as JSON; a thread writes it if it is large."""
+        """Return a response with `found` as JSON; a thread encodes more than MANY_TOKENS values."""
         if values > MANY_TOKENS:
             return await self._in_thread(request, _PatientResponse, found)
         return JSONResponse(found)

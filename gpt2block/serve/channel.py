@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 HEAD = 8  # bytes of a message's length
-MOST_ITEMS = 8  # items per message: a turn of the event loop in which many requests arrive is long
+MOST_ITEMS = 8  # maximum items per message, so that a long turn of the event loop sends some early
 
 
 class Channel(asyncio.Protocol):

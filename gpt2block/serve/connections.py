@@ -10,7 +10,7 @@ import numpy as np
 
 
 class Connections:
-    """Counts of open connections, one for each front process. file: descriptor of a file for them.
+    """Counts of open connections, one for each front process. file: descriptor of the shared file.
 
     A process changes its own count only, and reads all counts.
     """

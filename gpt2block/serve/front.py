@@ -60,7 +60,7 @@ class RemoteEngine(EngineSide):
     def __init__(self, held: socket.socket) -> None:
         super().__init__()
         self._held = held
-        self._ending = False  # whether this process closes the channel
+        self._ending = False  # whether this process, not the other one, ends the channel
         self._results: dict[int, asyncio.Future[Any]] = {}  # number of a request or call: result
         self.set_keys: Callable[[dict[str, str]], None] = lambda keys: None
         self.end_server: Callable[[], None] = lambda: None

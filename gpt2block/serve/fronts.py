@@ -35,9 +35,9 @@ class RemoteError(Exception):
 class Fronts:
     """Runs the engine of a server in this process, and HTTP in several front processes.
 
-    start: for the processes, which are counted in it. started: called as soon as all processes
-    accept connections. reload: as for Listening. Front processes that end are started again. On
-    SIGTERM or SIGINT, and if the engine fails, all processes end.
+    start: settings of the processes, including their number. started: called as soon as all
+    processes accept connections. reload: as for Listening. Front processes that end are started
+    again. On SIGTERM or SIGINT, and if the engine fails, all processes end.
     """
 
     def __init__(

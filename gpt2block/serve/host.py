@@ -24,7 +24,7 @@ CALLS = ("state", "show_metrics")
 
 
 class Host:
-    """Runs the engine for all fronts of a server. encoding: fits the model's token ids."""
+    """Runs the engine for all fronts of a server. encoding: tokenizer that fits the model's ids."""
 
     def __init__(self, model: Any, encoding: Encoding, settings: ServerSettings) -> None:
         self._batch = batch_of(
@@ -40,7 +40,7 @@ class Host:
     async def running(self, on_failure: Callable[[], None]) -> AsyncIterator[Service]:
         """Run the service in this event loop until the context ends."""
         loop = asyncio.get_running_loop()
-        if find_spec("llguidance"):  # a later creation would interrupt the generation
+        if find_spec("llguidance"):  # create it now: later, this would interrupt the generation
             _ = self._passes.vocabulary
         self.service = service = Service(self._batch, self._queue, loop, on_failure)
         service.matcher_of = self._passes.matcher
@@ -71,7 +71,7 @@ class Host:
 
 
 class LocalEngine(EngineSide):
-    """The engine of a server that has one process. host: not running yet."""
+    """The engine of a server that has one process. host: a Host that is not running yet."""
 
     def __init__(self, host: Host) -> None:
         super().__init__()

@@ -32,7 +32,8 @@ KEPT_PAGES = 8  # most `explain` pages kept per client, each of a few MB
 class Passes:
     """Computes forward passes outside the batch in threads; clients whose passes wait take turns.
 
-    A call that is cancelled begins no further pass. model, encoding: of the server.
+    A call that is cancelled begins no further pass. model, encoding: the server's model and
+    tokenizer.
     """
 
     def __init__(self, model: Any, encoding: Encoding, settings: ServerSettings) -> None:

@@ -31,7 +31,7 @@ MOST_PROMPTS = 256  # most prompts of a request
 MOST_SAMPLES = 128
 MOST_STOPS = 16
 MOST_STOP = 256  # most characters of a stop text
-MOST_VALUES = 2**14  # most biases; most values in messages, and in a body that C code decodes
+MOST_VALUES = 2**14  # most biases, stop ids, values in messages, commas of a body for C's decoder
 MOST_MESSAGES = 2**12
 MOST_TEXT = 2**20  # most bytes of the texts of all messages
 MOST_TOOLS = 128
@@ -443,7 +443,7 @@ class TemplateFields(Body):
 
 
 def _of_object(given: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return a schema of a function's parameters. Raises ValueError unless it is of an object."""
+    """Return the schema of a function's parameters. Raises ValueError unless it has type object."""
     if given and given.get("type") != "object":
         raise ValueError("expected the JSON schema of an object, with the type 'object'")
     return given
@@ -571,7 +571,7 @@ def parsed(kind: type[Request], data: bytes, names: Collection[str], n_ctx: int)
 def validated(
     kind: type[Request], given: dict[str, Any], names: Collection[str], n_ctx: int
 ) -> Request:
-    """Return the request with the fields `given`. Raises as `parsed`, whose arguments these are."""
+    """Return the request with the fields `given`. Other arguments and errors: as for `parsed`."""
     if given.get("function_call") == "none":
         given.pop("functions", None)
     for name in [name for name in kind.neutral if name in given and name not in kind.model_fields]:

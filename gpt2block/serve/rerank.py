@@ -60,7 +60,7 @@ class RerankRequest(Body):
 
 
 def check_size(given: RerankRequest) -> None:
-    """Raise ApiError if the query, which is read again for each document, is too long for them."""
+    """Raise ApiError if the query, which is read once per document, is too long in total."""
     size = len(given.documents) * len((given.query + (given.instruction or "")).encode())
     if size > 4 * MOST_TEXT:
         problem = f"query: expected at most {4 * MOST_TEXT:,} bytes, counted for each document"

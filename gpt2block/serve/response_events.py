@@ -48,7 +48,7 @@ class ResponseSent(Sent):
         }  # fmt: skip
         self._output: list[dict[str, Any]] = []  # items, of which only the latest is in progress
         self._calls: dict[int, int] = {}  # index of a tool call → its place in the output
-        self._logprobs: list[dict[str, Any]] = []  # tokens whose text comes with later ones
+        self._logprobs: list[dict[str, Any]] = []  # tokens whose text comes with a later token
         self._reason: str | None = None  # the choice's finish_reason
         self._usage: dict[str, Any] | None = None
         self._sequence = 0  # number of events so far
@@ -154,7 +154,7 @@ class ResponseSent(Sent):
         return bool(self._output) and self._output[-1]["type"] == "message"
 
     def _open(self, item: dict[str, Any]) -> list[Event]:
-        """Add an item to the output. Return its first event, after the last ones of the latest."""
+        """Close the item in progress, and append a new item. Return the events of both."""
         events = self._close("completed")
         self._output.append({**item, "status": "in_progress"})
         return [*events, self._of_item("output_item.added", item={**self._output[-1]})]
@@ -181,7 +181,7 @@ class ResponseSent(Sent):
         return {"type": f"response.{kind}", "response": {**self._response}}
 
     def _of_item(self, kind: str, **more: Any) -> Event:
-        """Return an event about the item in progress, which it has or names."""
+        """Return an event that contains the item in progress, or else the item's id."""
         named = {} if "item" in more else {"item_id": self._output[-1]["id"]}
         index = len(self._output) - 1
         return {"type": f"response.{kind}", "output_index": index, **named, **more}

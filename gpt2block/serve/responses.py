@@ -113,10 +113,10 @@ def chat_body(given: ResponsesRequest) -> dict[str, Any]:
 
 @contextmanager
 def named_as_given(fields: Collection[str]) -> Iterator[None]:
-    """Convert errors about a field of the chat request: they name the field of the request.
+    """Raise errors about a field of the chat request again, with the name in ResponsesRequest.
 
-    fields: names of the fields of ChatRequest. In errors, the position of a message counts the
-    messages made from `instructions` and `input`.
+    fields: names of the fields of ChatRequest. The position of a message in an error stays: it
+    counts the messages made from `instructions` and `input`.
     """
     try:
         yield
@@ -131,10 +131,11 @@ def named_as_given(fields: Collection[str]) -> Iterator[None]:
 
 
 def messages_of(given: str | list[Any], before: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages of a chat: `before`, then an input of a response.
+    """Return the messages of a chat: `before`, then the messages for the field `input`.
 
-    Function calls become tool calls of the assistant's message before them; consecutive calls are
-    one message's. Items of reasoning are left out, as chat templates leave out earlier reasoning.
+    Function calls become tool calls of the assistant's message before them; consecutive calls
+    become tool calls of one message. Items of reasoning are left out, as chat templates leave out
+    earlier reasoning.
     """
     if isinstance(given, str):
         return [*before, {"role": "user", "content": given}]
@@ -152,7 +153,7 @@ def messages_of(given: str | list[Any], before: list[dict[str, Any]]) -> list[di
 
 
 def _message_of(item: Any, place: str) -> dict[str, Any]:
-    """Return an item as a message of a chat; an empty one for reasoning."""
+    """Convert an item of `input` to a message of a chat; return {} for reasoning."""
     fields = _present(item, place)
     kind = fields.pop("type", "message" if "role" in fields else None)
     if kind == "message":
@@ -178,7 +179,7 @@ def _message_of(item: Any, place: str) -> dict[str, Any]:
 
 
 def _content(given: Any, place: str) -> str | list[dict[str, Any]]:
-    """Return a content in the form of chats: a text, or a list of parts with texts."""
+    """Convert the content of an item to the content of a chat message: a text, or parts of text."""
     if isinstance(given, str):
         return given
     if not isinstance(given, list):

@@ -75,15 +75,16 @@ def _no_matcher(rule: Grammar) -> Matcher:
 class Service:
     """A thread that generates the rows (continuations) of all requests in one batch.
 
-    Pieces are delivered to the Outlets that have submitted their rows.
+    Pieces of a row are delivered to the Outlet that has submitted the row.
 
-    Clients take turns. A client with less than its share of the slots and the queue is not refused
-    when other clients have filled them, until there are twice as many rows.
+    Clients take turns. If all slots and places in the queue are taken, a client with at most its
+    equal share of them may still submit rows, until there are twice as many rows.
 
     batch: an empty result of `batch_of`. most_waiting: most rows that wait for a slot. loop: event
     loop in which pieces are delivered. on_failure: called in the loop after the last pieces if the
-    engine has failed. observe_first, observe_between: called in the thread with the seconds to the
-    first token of a row, and before each further token of a step. tokens: tokens generated so far.
+    engine has failed. observe_first: called in the thread with the seconds to a row's first token.
+    observe_between: called after a step with an array, for each row that got a further token the
+    seconds since its previous token. tokens: number of tokens generated so far.
     overdrawn: number of these tokens that were generated after the stop string of their text.
     matcher_of: returns the Matcher of a row's rule, which is compiled already.
     """
@@ -160,7 +161,7 @@ class Service:
     def cancel(self, rows: Iterable[Row], needed: int | None = None) -> None:
         """End rows (continuations), and deliver no more of their tokens.
 
-        needed: number of tokens up to the end of a stop string; further tokens are counted.
+        needed: number of tokens up to the end of a stop string; further tokens are `overdrawn`.
         """
         with self._changed:
             self._cancelled.extend((row, needed) for row in rows)
@@ -304,7 +305,7 @@ class Outlet:
     ) -> None:
         self._service, self._deliver = service, deliver
         self._rows: dict[int, Sequence[Row]] = {}  # number of a request: its rows
-        self._on_the_way: deque[list[Row]] = deque()  # rows of batches that were not received yet
+        self._on_the_way: deque[list[Row]] = deque()  # rows of delivered, not yet received batches
 
     def submit(self, number: int, rows: Sequence[Row], client: str, deadline: float | None) -> None:
         """Queue the rows of a request as `Service.submit` does."""
@@ -333,9 +334,9 @@ class Outlet:
             self._service.release(rows)
 
     def received(self) -> None:
-        """Let the rows of the oldest batch on the way deliver new tokens, after a pause.
+        """Let the rows of the oldest batch that was not received deliver new tokens, after a pause.
 
-        The pause bounds the part of the time in which tokens are delivered, not computed.
+        The pause limits the share of time that is spent on delivering tokens.
         """
         rows = self._on_the_way.popleft()
         self._service.release(rows)

@@ -37,7 +37,7 @@ def gpt2_blocks(small: bool, device: str) -> Made:
 
 
 def llama_blocks(small: bool, device: str) -> Made:
-    """Grouped queries, with and without biases and scaled RoPE, and both orders of its pairs."""
+    """Blocks with grouped queries; without and with biases, scaled RoPE and rotated neighbours."""
     C, shapes = (128, ((5,), (2, 9))) if small else (1024, ((128,), (2, 512)))
     plain = LlamaConfig(n_head=C // 64, n_embd=C, n_kv_head=C // 128, n_ff=3 * C - 32)
     scaling = RopeScaling("llama3", 8.0, original_context=64)
@@ -53,7 +53,7 @@ def llama_blocks(small: bool, device: str) -> Made:
 
 
 def outputs(name: str, block: Any, C: int, shapes: tuple[tuple[int, ...], ...]) -> Made:
-    """The second call replays a graph."""
+    """Outputs of two calls, of which the second replays a graph, and the tensors of a trace."""
     for shape in shapes:
         x = random_input(1, (*shape, C)).astype(FLOATS[block.dtype])
         for turn in range(2):

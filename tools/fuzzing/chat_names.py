@@ -20,14 +20,14 @@ _TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 NAMES = ("<|im_end|>", "<｜User｜>", "→", "<|im_start|>", "<|user|>", "<|assistant|>",
          "<|end|>", "[INST]", "[/INST]", "<start_of_turn>", "<end_of_turn>", "<|eot_id|>",
          "<|im_end|>>", "</s>", "<s>")  # fmt: skip
-_SOURCES = (  # besides those of models
+_SOURCES = (  # templates in addition to the models' templates
     "{% for m in messages %}{{ m.content }}{% endfor %}<|im_end|>",
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content | trim }}<|im_end|> {% endfor %}[INST]",
     "<|im_{{ messages[0].content }}{{ messages | map(attribute='content') | join('im_end|>') }}",
     "{{ tools | tojson }}{% for m in messages %}{{ m.content[1:] ~ '<s>' }}{% endfor %}",
 )
 _METASPACE = {"type": "Metaspace", "replacement": "▁", "split": True}
-_WIDE = str.maketrans({"<": "＜", "d": "ｄ"})  # by NFKC the same characters
+_WIDE = str.maketrans({"<": "＜", "d": "ｄ"})  # wide forms, which NFKC maps back
 
 
 @lru_cache(None)
@@ -70,7 +70,7 @@ def _text(rng: Rng) -> str:
 
 
 def _words(rng: Rng) -> list[str]:
-    """What messages have in their places: names, others that a normalizer makes them, parts."""
+    """Draw words for messages: names, texts that a normalizer turns into names, parts of names."""
     name = rng.pick(*NAMES)
     cut = rng.whole(len(name) + 1)
     whole = rng.pick(name, name, name.upper(), name.translate(_WIDE))

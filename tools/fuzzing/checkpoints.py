@@ -212,7 +212,7 @@ def _rewritten(rng: Rng, folder: Path) -> None:
 
 
 def _quietly(call: Any, *arguments: Any) -> Any:
-    """Return call(*arguments) without the warnings of a factor that others compute otherwise."""
+    """Return call(*arguments) without warnings, such as about YaRN's factor in other programs."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return call(*arguments)
@@ -385,7 +385,7 @@ def _check_tensors(
         _saved(rng, folder / "saved", opened, tensors)
     elif kind < 0.5:
         every = [np.abs(array.astype(np.float64)).max(initial=0) for array in tensors.values()]
-        largest = float(np.max(every))  # NaN if there is one
+        largest = float(np.max(every))  # NaN if any value is NaN
         model = attempt(largest < 1e15, GPT2.from_pretrained, opened, device="cpu")
         check(np.isfinite(largest), "loaded weights that are infinity or NaN")
         exact = largest < 100 and sizes.eps >= 1e-6

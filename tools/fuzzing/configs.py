@@ -38,7 +38,7 @@ class Rules(NamedTuple):
     fields: dict[str, Any]
 
 
-# Keys of other architectures, each with a value that changes nothing and one that does
+# Keys of other architectures, each with a value without effect and a value with an effect
 FOREIGN: dict[str, tuple[Any, Any]] = {
     "layer_types": (["full_attention"], ["full_attention", "sliding_attention"]),
     "sliding_window": (None, 0), "embedding_multiplier": (1.0, 12.0), "logit_scale": (1, 0.0625),
@@ -127,7 +127,7 @@ def random_object(rng: Rng) -> Any:
         "torch_dtype": "float32", "architectures": ["GPT2LMHeadModel"], "use_cache": True,
     }  # fmt: skip
     config = {name: value for name, value in usual.items() if rng.chance(0.7)}
-    if "n_head" not in config or "n_embd" not in config:  # most of the others would not divide
+    if "n_head" not in config or "n_embd" not in config:  # other sizes would rarely be divisible
         config |= {"n_head": n_head, "n_embd": usual["n_embd"]} if rng.chance(0.8) else {}
     rename(rng, config)
     if rng.chance(0.2):

@@ -89,7 +89,7 @@ class _Talk:
             check(spoilt or not isinstance(error, TypeError), f"TypeError: {error}")
             return
         self.answers.append(_Answer(pieces, text, {**self.defaults, **options}))
-        if spoilt:  # whatever it does with such an argument
+        if spoilt:  # the answer for such an argument is not checked
             self.close(self.answers[-1])
 
     def read(self, rng: Rng) -> None:
@@ -132,7 +132,7 @@ class _Talk:
             answer.ended = True
 
     def check_prompt(self, answer: _Answer) -> None:
-        """The system's messages, and the latest turns; generate the answer to them."""
+        """Check that the prompt has the system messages and latest turns; generate the answer."""
         assert answer.read is not None
         head, turns = _divided(answer.read)
         left_out, ids = self.conversation.left_out, answer.row.prompt.tolist()
@@ -142,14 +142,14 @@ class _Talk:
         answer.whole = generate(self.engine, _ENCODING, ids, Options.of(answer.options))
 
     def close(self, answer: _Answer, drop: bool = False) -> None:
-        """Close the generator, or abandon it."""
+        """Close the generator, or with `drop` only delete it."""
         if not drop:
             answer.pieces.close()
         answer.pieces = (each for each in "")
         self.end(answer)
 
     def end(self, answer: _Answer) -> None:
-        """The messages after an answer was ended where it is."""
+        """Check the text of an answer that is ended early, and append it to the messages."""
         if not answer.ended and answer.read is not None and self.messages == answer.read:
             tokens, whole = tuple(answer.row.tokens), answer.whole
             check_equal("tokens so far", tokens, whole.tokens[: len(tokens)])
@@ -211,7 +211,7 @@ def _ids(messages: Sequence[dict[str, Any]]) -> list[int]:
 
 
 def _divided(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[int]]:
-    """The system's messages at the beginning, and where turns begin."""
+    """Return the system messages at the beginning, and the indices at which turns begin."""
     head = [*takewhile(lambda each: each["role"] == "system", messages)]
     users = [at for at, each in enumerate(messages) if each["role"] == "user"]
     return head, sorted({len(head), *users})

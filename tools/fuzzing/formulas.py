@@ -25,7 +25,7 @@ Arguments = dict[str, Any]
 class Small(Draw):
     """Small arrays of one float dtype, some of them strided or of another byte order.
 
-    large: the numbers may be of about 300, whose squares float16 does not hold.
+    large: the numbers may be around 300, so that their squares exceed the range of float16.
     """
 
     def __init__(self, rng: Rng, large: bool = False) -> None:
@@ -290,7 +290,7 @@ def case(rng: Rng, folder: Path) -> None:
         raise Difference(f"{name}: accepted {other} = {_description(arguments[other])}") from error
     tolerance = 2e-2 if changed else 1e-9 if d.kind == np.float64 else 2e-3
     for one, exact in zip(got, truth, strict=True) if isinstance(truth, tuple) else [(got, truth)]:
-        with np.errstate(over="ignore"):  # what float16 does not hold is infinite
+        with np.errstate(over="ignore"):  # values beyond the range of float16 become infinite
             rounded = np.asarray(exact, one.dtype) if one.dtype == np.float16 else exact
         plain.check_close(name, one, rounded, tolerance)
 

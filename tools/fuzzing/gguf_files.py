@@ -95,7 +95,7 @@ def _odd_keys(rng: Rng, keys: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _overwrite(rng: Rng, data: bytes) -> bytes:
-    """Other numbers at one to three places, most of them in the header."""
+    """Return the data with other bytes at one to three places, most of them in the header."""
     other = bytearray(data)
     for _ in range(rng.whole(1, 4)):
         at = rng.whole(min(len(data), rng.pick(32, 400, 8000, len(data))) - 8)

@@ -19,7 +19,7 @@ def tensors_of(model: TensorSource) -> dict[str, NDArray[Any]]:
 
 
 def metadata_of(model: TensorSource) -> dict[str, Any]:
-    """The keys of an architecture, of which a test may change some."""
+    """Return a model's metadata without a tokenizer; a test may change values."""
     return gguf_saving.metadata_of(model.config)
 
 

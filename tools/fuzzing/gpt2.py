@@ -54,7 +54,7 @@ class Sizes:
     exact_gelu: bool = False
     n_inner: int | None = None
     scaled: bool = True  # attention scores are divided by the square root of the head size
-    scaled_by_layer: bool = False  # and by the number of the layer, from 1
+    scaled_by_layer: bool = False  # scores are also divided by the number of the layer, from 1
 
     @property
     def inner(self) -> int:

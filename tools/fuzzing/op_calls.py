@@ -1,7 +1,8 @@
 """Random valid calls of every function of `gpt2block.ops`, and their exact results.
 
-Arrays are drawn by the operation's contract and options by name; a `Rule` has what these do not
-say, such as whole heads, and integers that belong together. A `Draw` chooses sizes and dtypes.
+Arrays are drawn by the operation's contract, and options by name. A `Rule` adds constraints that a
+contract does not state, such as whole heads or consistent integers. A `Draw` chooses sizes and
+dtypes.
 """
 
 from __future__ import annotations
@@ -67,14 +68,14 @@ class Draw:
         return int(self.rng.pick(*(n for n in SIZES if n <= most)))
 
     def rows(self) -> tuple[int, ...]:
-        """Axes before the last one."""
+        """Draw the sizes of the axes before the last axis."""
         return (self.size(65),) if self.rng.chance(0.5) else (self.size(5), self.size(33))
 
     def array(self, *shape: int, dtype: str = "float32") -> Any:
         return (self.rng.standard_normal(shape) + 0.5).astype(FLOATS[dtype])
 
     def matrix(self, kind: str, shape: tuple[int, ...], known: Known) -> Any:
-        """A matrix. All matrices of a call have the same dtype and layout."""
+        """Draw a matrix. All matrices of a call have the same dtype and layout."""
         if "weights" not in known:
             known["weights"] = self.storage(kind, known.get("any", "float32"))
         dtype, layout = known["weights"]
@@ -84,7 +85,7 @@ class Draw:
         return WeightMatrix.quantize(self.array(*in_memory), dtype, layout)
 
     def storage(self, kind: str, dtype: str) -> tuple[str, str | None]:
-        """The dtype and layout of matrices; None for an array. dtype: that of the activations."""
+        """Draw dtype and layout (None: an array) of matrices. dtype: dtype of the activations."""
         if kind == "rows":
             return self.rng.pick(*WEIGHTS), "NK"
         if self.rng.chance(0.4):
@@ -113,10 +114,10 @@ def _wide(value: Any) -> Any:
 
 
 class Rule(NamedTuple):
-    """What a contract does not say about the valid calls of an operation.
+    """Constraints on the valid calls of an operation that its contract does not state.
 
-    `given` draws sizes by letter, dtypes by kind, arrays and options by name; `drawn_call` draws
-    what it leaves out.
+    `given` draws some sizes by letter, dtypes by kind, arrays and options by name; `drawn_call`
+    draws all others.
     """
 
     op: str
@@ -126,7 +127,7 @@ class Rule(NamedTuple):
 
 
 def drawn_call(d: Draw, rule: Rule, function: Any = None) -> Call:
-    """Draw the arrays of the contract, and the options. function: that of `ops` by default."""
+    """Draw the arrays of the contract, and the options. function: None for the one in `ops`."""
     known = rule.given(d)
     operation = {**OPERATIONS, **STEPS, "mark_seen": MARK_SEEN}.get(rule.op)
     contract = operation.contract if operation else reference.CONTRACTS[rule.op]
@@ -146,7 +147,7 @@ def drawn_call(d: Draw, rule: Rule, function: Any = None) -> Call:
 
 
 def _drawn(d: Draw, entry: Entry, known: Known) -> Any:
-    """Draw an array, or None. What it draws for the first time is added to known."""
+    """Draw an array, or None. New sizes and dtypes that it draws are added to known."""
     alike = entry.kind, entry.axes  # such as gamma and beta, which are present together
     if entry.optional and not known.setdefault(alike, bool(d.rng.integers(2))):
         return None
@@ -177,13 +178,13 @@ def by_reference(name: str) -> Truth:
     return truth
 
 
-# --- what is special -----------------------------------------------------------------------------
+# --- rules of operations -------------------------------------------------------------------------
 
 
 def _layernorm(d: Draw) -> Known:
-    """More than a few channels, whose variance could be almost 0."""
+    """Draw a row length that is not tiny: the variance of a few channels could be almost 0."""
     eps, dtype = d.rng.pick(1e-5, 1e-12, 0.1), d.dtype(0.3)
-    other = d.rng.pick(dtype, "float32")  # of gamma and beta
+    other = d.rng.pick(dtype, "float32")  # dtype of gamma and beta
     return {"C": d.size() + 8, "eps": eps, "any": dtype, "other": other}
 
 
@@ -229,7 +230,7 @@ def _attention_varlen_truth(host: Arrays, options: dict[str, Any]) -> list[Any]:
 
 
 def _kv_cache(d: Draw, B: int, n_ctx: int) -> Known:
-    """A kv_cache, and q or qkv of the same heads in float32 or its dtype."""
+    """Draw a kv_cache, and q or qkv for its heads, in float32 or the dtype of the kv_cache."""
     n_head, kept = d.rng.pick(*HEADS), d.dtype()
     C = n_head * d.rng.pick(*HEAD_SIZES)
     sizes = {"B": B, "P": n_ctx, "C": C, "Q": C, "W": 3 * C}
@@ -284,7 +285,7 @@ def _encoder_rows(d: Draw) -> Known:
 
 
 def _encoder_truth(name: str) -> Truth:
-    """NaN for ids, and positions, that are out of range."""
+    """Return the exact embedding: NaN for ids and positions that are out of range."""
 
     def truth(host: Arrays, options: dict[str, Any]) -> list[Any]:
         wte, wpe = host["wte"], host["wpe"]
@@ -381,7 +382,7 @@ def _two_part_truth(host: Arrays, options: dict[str, Any]) -> list[Any]:
 
 
 def _sample_token(d: Draw) -> Known:
-    """Random settings. exp may differ in its last bit, which changes one draw in millions."""
+    """Draw random settings. The last bit of exp may differ, which changes one draw in millions."""
     sampling = Sampling(
         temperature=float(d.rng.pick(0, 0.5, 1, 2)),
         top_k=int(d.rng.pick(0, 1, 5)),

@@ -33,13 +33,13 @@ IN_PLACE: Mapping[str, tuple[str, ...]] = {"kv_append": ("k", "v"), "mark_seen":
 ODD_OPTIONS: tuple[Any, ...] = (
     None, True, False, 0, -1, 7, 33, 2**31, 2**70, 1.5, float("nan"), "mha", "", "6", [],
 )  # fmt: skip
-GUARD = 64  # elements on each side of an output that must not change
-UNWRITTEN = 0xA5  # the value of their bytes
+GUARD = 64  # number of elements on each side of an output that must not change
+UNWRITTEN = 0xA5  # value of the bytes of these elements
 T = TypeVar("T")
 
 
 def case(rng: Rng, folder: Path) -> None:
-    """One call, whose result is right or which is refused."""
+    """Check that one call is refused, or that its result is right."""
     call = drawn_call(Draw(rng), rng.pick(*RULES))
     arrays = {
         name: None if value is None else uploaded(value) for name, value in call.arrays.items()

@@ -64,7 +64,7 @@ def _change(rng: Rng, spec: dict[str, Any], vocabulary: Vocabulary) -> None:
     if name == "model":
         _change_model(rng, spec["model"])
     else:
-        spec[name] = deepcopy(rng.pick(*changes[name]))  # which may be damaged
+        spec[name] = deepcopy(rng.pick(*changes[name]))  # a copy, as it may be damaged later
 
 
 def _other_token(rng: Rng, model: dict[str, Any], vocabulary: Vocabulary) -> dict[str, Any]:
@@ -173,7 +173,7 @@ def _check(rng: Rng, folder: Path, size: int, spec: str, exact: bool) -> None:
 
 
 def _expected(truth: Any, text: str, special: bool) -> list[int]:
-    """Ids with those that the post-processor adds, once where the text begins with them."""
+    """Return ids with the post-processor's ids, but only once if the text begins with these."""
     truth.encode_special_tokens = not special
     ids: list[int] = truth.encode(text, add_special_tokens=False).ids
     whole: list[int] = truth.encode(text).ids

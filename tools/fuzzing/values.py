@@ -73,7 +73,7 @@ def spoil_json(rng: Rng, value: dict[str, Any], *others: Any) -> None:
 
 
 def swapped(array: Any) -> Any:
-    """The same numbers in the other byte order."""
+    """Return the array with its numbers stored in the other byte order."""
     return array.astype(array.dtype.newbyteorder())
 
 
@@ -120,7 +120,7 @@ def odd_text(rng: Rng) -> str:
 
 
 def damaged(rng: Rng, data: bytes, head: int = 400) -> bytes:
-    """Return the bytes cut, continued, or with other values, half of the time among the first."""
+    """Return data cut off, extended or with other bytes, often only among the first `head`."""
     changed = bytearray(data)
     end = rng.pick(len(data), min(len(data), head))
     for _ in range(rng.whole(1, 6)):
@@ -134,7 +134,7 @@ def damage(rng: Rng, file: Path) -> None:
 
 
 def replace(rng: Rng, file: Path) -> str:
-    """Replace a file by a folder, a link, other content or nothing; return by what."""
+    """Replace a file by a folder, a link, other content or nothing; return a name of the change."""
     file.unlink(missing_ok=True)
     pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
     replacements: dict[str, Callable[[], object]] = {

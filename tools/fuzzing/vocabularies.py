@@ -14,7 +14,7 @@ END = "<|endoftext|>"
 class Vocabulary(NamedTuple):
     """Tokens in GPT-2's order: 256 bytes, then the results of merges."""
 
-    ids: dict[str, int]  # by the characters that represent bytes in files
+    ids: dict[str, int]  # token in the characters that represent bytes in files → id
     merges: list[tuple[str, str]]
     proper: bool  # every merge can occur, as in a learned vocabulary
 
@@ -76,7 +76,7 @@ def sequence(*steps: dict[str, Any]) -> dict[str, Any]:
 
 
 def template(*parts: str, token_id: int = 97) -> dict[str, Any]:
-    """Return a post-processor that adds tokens with this id around a text, for which "" stands."""
+    """Return a post-processor that adds tokens with this id. parts: tokens; "" for the text."""
     single: list[dict[str, Any]] = [
         {"SpecialToken": {"id": part, "type_id": 0}}
         if part

@@ -20,7 +20,7 @@ from gpt2block.chat.tool_forms.smollm3 import SmolLM3Calls
 
 FormName = Literal[
     "hermes", "smollm3", "llama3", "mistral", "mistral-args", "granite", "phi4-mini"
-]  # for the command line
+]  # names of forms, as on the command line
 
 _ALL = (
     HermesCalls(), SmolLM3Calls(), Llama3Calls(), MistralCalls(), MistralArgsCalls(),

@@ -40,10 +40,11 @@ class ToolForm(ABC):
     """A form of calls: an object with a name and arguments, between texts that mark it.
 
     name: name of the form for users. begins: texts, one of which begins a call or a list of calls.
-    end: text that ends it, or "". line: text between `begins`, the call and `end`. listed: whether
-    models write a JSON list of calls. bare: whether an answer that begins with a call needs no
-    text of `begins`. named: whether the name is written before the object of arguments, in place of
-    an object with both. key: key of the arguments. many: whether an answer may have several calls.
+    end: text that ends the call or list, or "". line: text between `begins`, the call and `end`.
+    listed: whether models write a JSON list of calls. bare: whether an answer that begins with a
+    call needs no text of `begins`. named: whether the name is written before the object of
+    arguments, in place of an object with both. key: key of the arguments. many: whether an answer
+    may have several calls.
     """
 
     name: ClassVar[str]

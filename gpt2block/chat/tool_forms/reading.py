@@ -44,9 +44,9 @@ class CallReader:
 
     names: functions that may be called. held: whether the answer is held to a grammar of `lark`;
     then the arguments of a call are returned as they arrive, and a call that is cut is returned
-    without its end. Otherwise a call is returned when all of it has been read, and what is not a
-    call with one of these names and a JSON object of arguments stays text. White space next to a
-    call is left out unless text follows it.
+    without its end. Otherwise a call is returned when all of it has been read. It must have one of
+    these names and a JSON object of arguments, or else it is returned as text. White space next to
+    a call is left out unless text follows it.
 
     count: number of calls that have begun. cut: whether the answer ended within its last call.
     """
@@ -55,7 +55,7 @@ class CallReader:
         self._form, self._names, self._held = form, names, held
         self._begin = regex.compile("|".join(map(regex.escape, form.begins)))
         self._end = regex.compile(rf"\s*{regex.escape(form.end)}") if form.end else None
-        self._text, self._final = "", False  # text that is not returned yet; whether it is all
+        self._text, self._final = "", False  # text not returned yet; whether no text follows it
         self._at = 0  # number of characters of _text that the current step has read
         self._space = ""  # white space after the returned text, which is returned if text follows
         self.count, self.cut, self._after_call = 0, False, False

@@ -1,4 +1,4 @@
-"""The form of SmolLM3: as Hermes, with another variable of the template for the tools.
+"""The form of SmolLM3: calls as in Hermes's form; another variable of the template has the tools.
 
 Source: Hugging Face, "SmolLM3-3B" (Agentic Usage).
 """
