@@ -36,8 +36,8 @@
 // 5.4 and 8.1; temperature 0.8: 9.8 and 17.1; temperature 0.8 with top-k 50: 15.1 and 24.9, with top-p 0.9: 18.5 and
 // 31.2, with logit_bias: 16.3 and 28.7, with frequency_penalty: 23.7 and 36.6. NVIDIA H100, 64 rows, struct Row in
 // shared memory (in local memory): temperature 0: 7.5 (8.9); 0.8: 18.1 (18.2), with top-k 25.0 (26.4), with top-p 37.4
-// (39.5); for 1 row, both variants take equally long. NVIDIA H200, V 49152, without masks and with masks of all rows,
-// for 1 and 64 rows: temperature 0: 5.4 and 6.8, 7.8 and 9.9; 0.8: 10.0 and 17.0, 13.5 and 23.9
+// (39.5); for 1 row, both variants take equally long. NVIDIA H200, V 49152, without masks (with masks of all rows): for
+// 1 row, temperature 0: 5.4 (7.8), 0.8: 10.0 (13.5); for 64 rows, 0: 6.8 (9.9), 0.8: 17.0 (23.9)
 #include "tokens/candidates.cuh"
 #include "lib/copies.cuh"
 #include "lib/overlap.cuh"
