@@ -499,7 +499,10 @@ ROWS_WANTED = "--rows: expected numbers from 1 to 4,096 such as 1,8,64"
         ("--decode --llama", "--decode times GPT-2, --llama a Llama: leave out one"),
         ("--llama --what all", "--what chooses kernels, --llama times whole models"),
         ("--llama --plot x.png", "--plot: expected --decode or kernels with it"),
-        ("--llama --size 70b", "--size: expected one of 7b, 1b, qwen3-0.6b, qwen3-4b, mistral-7b"),
+        (
+            "--llama --size 70b",
+            "--size: expected one of 7b, 1b, qwen3-0.6b, qwen3-4b, smollm2-135m",
+        ),
         ("--llama --rows x", ROWS_WANTED),
         ("--llama --dtype int8", "--dtype: expected one of float32, "),
         ("--llama --peer jax", "--peer: expected torch, got 'jax'"),

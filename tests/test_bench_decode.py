@@ -19,12 +19,7 @@ from gpt2block.bench import report as reports
 from gpt2block.bench.models import RandomGPT2
 from gpt2block.bench.plots import draw_decoding, floor, points
 from gpt2block.bench.tasks import Continuations, Steps
-from gpt2block.bench.token_works import (
-    decode,
-    first_token,
-    generate,
-    prompt,
-)
+from gpt2block.bench.token_works import ManyPrompts, decode, first_token, generate, prompt
 from gpt2block.bench.works import GeneratedSequences
 from gpt2block.cli.bench import print_report
 from gpt2block.config import SIZES, model_shapes
@@ -74,7 +69,7 @@ def test_the_position_is_the_middle_of_the_timed_steps() -> None:
 
 def test_a_new_token_sees_all_before_it() -> None:
     model = tiny()
-    work = generate(model, prompts=3, new=2, longest=18)
+    work = generate(model, ManyPrompts(3, 16, 18, 2))
     lengths = np.random.default_rng(1).integers(16, 19, size=3).tolist()
     seen = sum(n + n + 1 for n in lengths)
     assert work.traffic == 2 * model.weight_bytes + seen * model.token_bytes
@@ -180,7 +175,7 @@ def few(dtype: str = "float32") -> list[Work]:
         decode(model, 4, position=10),
         prompt(model, T=11),
         first_token(model, 11),
-        generate(model, prompts=4, new=2, longest=17),
+        generate(model, ManyPrompts(4, 16, 17, 2)),
     ]
 
 
@@ -205,6 +200,7 @@ def test_all_is_measured_on_the_emulator(short: None, monkeypatch: pytest.Monkey
         ("1x11", "gpt2block"),
         ("1x11", "gpt2block"),
         ("4 prompts", "gpt2block"),
+        ("4 prompts", "sampled"),
     ]
     for each in report.rows:
         assert each.right, each
@@ -375,7 +371,7 @@ def test_transformers_generates_the_same() -> None:
     pytest.importorskip("transformers", reason="compares with transformers")
     from gpt2block.bench import token_peers  # noqa: PLC0415
 
-    work = generate(tiny(), prompts=3, new=3, longest=18)
+    work = generate(tiny(), ManyPrompts(3, 16, 18, 3))
     many = Continuations(tiny(), tiny().prompts([17, 16, 18]), 3)
     run = token_peers.generated(many, "cpu", 1)
     _, relative = work.check(run.replay, run.outs)
@@ -440,7 +436,7 @@ def test_a_small_race() -> None:
         decode(model, 1),
         decode(model, 8),
         prompt(model, 1024),
-        generate(model, prompts=20, new=8),
+        generate(model, ManyPrompts(20, 16, 256, 8)),
     ]
     report = bench.run(works)
     assert report.right
@@ -458,7 +454,7 @@ def test_a_small_race_against_pytorch() -> None:
     model = RandomGPT2(SIZES["gpt2"], "bfloat16")
     works: list[Work] = [
         decode(model, 2),
-        generate(model, prompts=20, new=8),
+        generate(model, ManyPrompts(20, 16, 256, 8)),
     ]
     report = bench.run(works, peer="torch")
     assert report.skipped == []

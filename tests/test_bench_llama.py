@@ -16,8 +16,8 @@ from gpt2block.bench import report as reports
 from gpt2block.bench.measure import tolerance
 from gpt2block.bench.models import SHAPES, RandomLlama, random_tensors
 from gpt2block.bench.stages import StagedPass, staged, stages_of
-from gpt2block.bench.tasks import Prompt, Steps
-from gpt2block.bench.token_works import decode, prompt
+from gpt2block.bench.tasks import Continuations, Prompt, Steps
+from gpt2block.bench.token_works import ManyPrompts, decode, generate, prompt
 from gpt2block.cli.bench import print_report
 from gpt2block.config import model_shapes
 from gpt2block.config.formats import USUAL, Formats
@@ -36,6 +36,7 @@ TINY = LlamaConfig(
     n_layer=1, n_head=2, n_kv_head=1, n_embd=64, n_ctx=16, vocab_size=56, n_ff=32, head_size=64,
     tie_word_embeddings=True,
 )  # fmt: skip
+MANY = ManyPrompts(3, 5, 9, new=4)
 STAGES = {
     "float16": ["unfused", "+ residuals", "+ RoPE", "+ graph", "+ overlap"],
     "float8_e5m2": ["unfused", "+ RMSNorm", "+ RoPE", "+ feed-forward", "+ graph"],
@@ -94,6 +95,12 @@ def test_the_works_and_their_order() -> None:
     one = bench.model_works("llama", None, "1", "1b")
     assert [work.dtype for work in one] == ["bfloat16", "bfloat16", "float8_e5m2", "float8_e5m2"]
     assert [work.what for work in bench.model_works("llama", "float32", "1", "small")] == ["decode"]
+    few, many = (
+        bench.model_works("llama", "bfloat16", "8", name)[-1].sizes
+        for name in ("smollm2-135m", "qwen3-0.6b")
+    )
+    assert (few["prompts"], few["n_embd"], few["new"]) == (512, 576, 128)
+    assert (many["prompts"], many["shortest"], many["longest"]) == (256, 100, 1024)
 
 
 def kernels_of(dtype: str) -> list[tuple[int, set[str]]]:
@@ -222,7 +229,7 @@ def test_a_wrong_step_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("emulated", "short")
 def test_all_stages_are_right_in_the_table_and_json(monkeypatch: pytest.MonkeyPatch) -> None:
     model = RandomLlama(TINY, "float16")
-    works = [decode(model, 2, 6), prompt(model, 7)]
+    works = [decode(model, 2, 6), prompt(model, 7), generate(model, MANY)]
     monkeypatch.setattr(bench, "model_works", lambda *arguments: works)
     benches.without_measuring(monkeypatch)
     reported: list[Report] = []
@@ -238,7 +245,8 @@ def test_all_stages_are_right_in_the_table_and_json(monkeypatch: pytest.MonkeyPa
     found = ended.json
     assert found["skipped"] == []
     rows = found["rows"]
-    assert [row["contender"] for row in rows] == ["gpt2block", *STAGES["float16"], "gpt2block"]
+    names = ["gpt2block", *STAGES["float16"], "gpt2block", "gpt2block", "sampled"]
+    assert [row["contender"] for row in rows] == names
     assert all(row["right"] and row["us"] > 0 for row in rows)
     assert rows[0]["sizes"]["n_kv_head"] == 1
     assert rows[0]["tokens_s"] == pytest.approx(2e6 / rows[0]["us"])
@@ -274,13 +282,15 @@ def test_pytorch_computes_the_same(grouped: bool) -> None:
     config = config if grouped else replace(config, n_kv_head=2, tie_word_embeddings=False)
     model = RandomLlama(config, "float32")
     steps, one = Steps(model, 2, 10), Prompt(model, 11)
-    step, whole = decode(model, 2, 10), prompt(model, 11)
+    step, whole, batch = decode(model, 2, 10), prompt(model, 11), generate(model, MANY)
+    many = Continuations(model, model.prompts([5, 9, 7]), MANY.new)
     of, called = token_peers, token_peers.called
     runs: list[tuple[Work, Callable[[int], Any]]] = [
         (step, lambda n: of.steps(steps, "cpu", called, n)),
         (step, lambda n: of.transformers_steps(steps, "cpu", n)),
         (whole, lambda n: of.prompt(one, "cpu", called, n)),
         (whole, lambda n: of.transformers_prompt(one, "cpu", n)),
+        (batch, lambda n: of.generated(many, "cpu", n)),
     ]
     for each, capture in runs:
         run = capture(2)

@@ -42,6 +42,10 @@ SHAPES: Mapping[str, LlamaConfig] = {
         n_layer=36, n_head=32, n_kv_head=8, head_size=128, n_embd=2560, n_ff=9728, n_ctx=40960,
         vocab_size=151936, eps=1e-6, theta=1e6, tie_word_embeddings=True,
     ),
+    "smollm2-135m": LlamaConfig(
+        n_layer=30, n_head=9, n_kv_head=3, n_embd=576, n_ff=1536, n_ctx=8192, vocab_size=49152,
+        theta=100000.0, tie_word_embeddings=True,
+    ),
     "mistral-7b": MistralConfig(
         n_layer=32, n_head=32, n_kv_head=8, n_embd=4096, n_ff=14336, n_ctx=32768,
         vocab_size=32768, theta=1e6,

@@ -167,40 +167,62 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Continuations:
-    """Task: continue many prompts greedily by `new` tokens each."""
+    """Task: continue many prompts by `new` tokens each."""
 
     model: RandomModel[Any]
     prompts: Sequence[Ids]
     new: int
 
-    def run(self, generate: Callable[[], Any], rounds: int) -> Captured:
-        """Return a Captured whose replay calls `generate`, which returns new tokens per prompt."""
-        tokens: list[Any] = []
+    def run(
+        self,
+        generate: Callable[[], Any],
+        rounds: int,
+        written: Callable[[Any], GeneratedSequences] | None = None,
+    ) -> Captured:
+        """Return a Captured whose replay calls `generate`.
+
+        written: function that returns the sequences to check from the result of `generate`. By
+        default the result is a list of greedy tokens per prompt.
+        """
+        found: list[Any] = []
 
         def replay() -> None:
             for _ in range(rounds):
-                tokens[:] = generate()
+                found[:] = generate()
 
-        return Captured(replay, (lambda: self.written(tokens),))
+        return Captured(replay, (lambda: (written or self.written)(found),))
 
-    def written(self, new: Sequence[Sequence[int]]) -> GeneratedSequences:
-        """Return sequences to check. Raises InputError unless each prompt got `self.new` tokens."""
+    def written(
+        self,
+        new: Sequence[Sequence[int]],
+        logprobs: Sequence[Sequence[float]] | None = None,
+        greedy: bool = True,
+    ) -> GeneratedSequences:
+        """Return sequences to check. Raises InputError unless each prompt got `self.new` tokens.
+
+        new: new tokens per prompt. logprobs: their log-probabilities, if they are known.
+        """
         lengths = sorted({len(tokens) for tokens in new})
         if lengths != [self.new]:
             raise InputError(f"expected {self.new} new tokens for each prompt, got {lengths}")
         checked = sorted({0, len(new) // 2, len(new) - 1})
         return GeneratedSequences(
-            [np.array([*self.prompts[i], *new[i]], np.int32) for i in checked]
+            [np.array([*self.prompts[i], *new[i]], np.int32) for i in checked],
+            None if logprobs is None else [logprobs[i][-1] for i in checked],
+            greedy,
         )
 
-    def generated(self, device: int, rounds: int) -> Captured:
+    def generated(self, device: int, sampling: Sampling, rounds: int) -> Captured:
         from gpt2block.generation.generate import generate  # noqa: PLC0415  (tiktoken imports slowly)
         from gpt2block.generation.options import Options  # noqa: PLC0415
 
         engine = self.model.on(device).engine
-        options = Options(max_new_tokens=self.new, sampling=Sampling(temperature=0), stop_ids=())
+        options = Options(max_new_tokens=self.new, sampling=sampling, stop_ids=())
 
-        def tokens() -> list[Sequence[int]]:
-            return [each.tokens for each in generate(engine, None, self.prompts, options)]
+        def written(found: Sequence[Any]) -> GeneratedSequences:
+            tokens, logprobs = (
+                [getattr(f, name) for f in found] for name in ("tokens", "logprobs")
+            )
+            return self.written(tokens, logprobs, sampling.temperature == 0)
 
-        return self.run(tokens, rounds)
+        return self.run(lambda: generate(engine, None, self.prompts, options), rounds, written)

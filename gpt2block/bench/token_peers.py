@@ -199,7 +199,7 @@ def weights_of(model: RandomGPT2, device: str) -> Tensors:
 
 def generated(work: Continuations, device: str, rounds: int) -> Captured:
     """Return a Captured whose replay continues all prompts by `generate` of `transformers`."""
-    model, config = transformers_gpt2(work.model, device), _greedy(work)
+    model, config = transformers_model(work.model, device), _greedy(work)
     longest = max(map(len, work.prompts))
     padded = np.zeros((2, len(work.prompts), longest), np.int64)  # tokens and attention mask
     for row, ids in enumerate(work.prompts):
@@ -216,7 +216,7 @@ def generated(work: Continuations, device: str, rounds: int) -> Captured:
 
 def generated_in_pages(work: Continuations, device: str, rounds: int) -> Captured:
     """Return a Captured whose replay continues all prompts by `transformers`' `generate_batch`."""
-    model, config = transformers_gpt2(work.model, device), _greedy(work, eos_token_id=-1)
+    model, config = transformers_model(work.model, device), _greedy(work, eos_token_id=-1)
 
     def generate() -> list[list[int]]:
         out = model.generate_batch([ids.tolist() for ids in work.prompts], generation_config=config)
@@ -244,6 +244,13 @@ def _transformers() -> Any:
     except ImportError as error:
         raise InputError("transformers is not installed") from error
     return transformers
+
+
+def transformers_model(model: Any, device: str) -> Any:
+    """Return `model` as a model of `transformers`; a Llama's device is the device of `model`."""
+    if isinstance(model, RandomLlama):
+        return transformers_llama(model)
+    return transformers_gpt2(model, device)
 
 
 def transformers_gpt2(model: Any, device: str) -> Any:

@@ -20,7 +20,7 @@ from gpt2block.bench.stages import UNFUSED, stages_of
 from gpt2block.bench.tasks import Continuations, Prompt, Steps
 from gpt2block.bench.works import STEPS_OF_A_BLOCK, Work
 from gpt2block.checks import check_choice
-from gpt2block.config import ModelConfig, size
+from gpt2block.config import ALIASES, SIZES, ModelConfig, size
 from gpt2block.config.formats import DTYPES, own_cache_dtype
 from gpt2block.cuda.kernels import FP8
 from gpt2block.errors import InputError
@@ -38,6 +38,15 @@ FLOAT16 = ("7b", "small")  # sizes with float16 weights; other sizes have bfloat
 Captures = Mapping[str, Capture]  # name of an implementation → its `capture`
 
 
+class ManyPrompts(NamedTuple):
+    """Prompts that are continued together: their number, lengths in tokens, and new tokens each."""
+
+    prompts: int
+    shortest: int
+    longest: int
+    new: int
+
+
 class ModelWorks(NamedTuple):
     """Parameters of the benchmarks of an architecture.
 
@@ -45,7 +54,7 @@ class ModelWorks(NamedTuple):
     numbers of rows of decoding steps. peer_rows: the numbers among them at which PyTorch is timed.
     further: pairs of dtypes, of the weights and of keys and values, that are timed after the size's
     default dtype if the user sets no dtype. prompt: length of a prompt in tokens. firsts: lengths
-    of prompts with one new token. batches: numbers of prompts that are continued together.
+    of prompts with one new token. many: name of a size → prompts that are continued together.
     """
 
     model: Callable[..., RandomModel[Any]]
@@ -56,7 +65,7 @@ class ModelWorks(NamedTuple):
     further: Sequence[tuple[str, str | None]]
     prompt: int
     firsts: Sequence[int]
-    batches: Sequence[int]
+    many: Mapping[str, ManyPrompts]
 
 
 def _llama(name: str) -> ModelConfig:
@@ -65,6 +74,8 @@ def _llama(name: str) -> ModelConfig:
     return SHAPES[name]
 
 
+SHORT_PROMPTS = ManyPrompts(512, 16, 256, new=128)
+LONG_PROMPTS = ManyPrompts(256, 100, 1024, new=562)  # lengths as in the benchmark of nano-vllm
 MODELS: Mapping[str, ModelWorks] = {
     "gpt2": ModelWorks(
         RandomGPT2,
@@ -75,7 +86,7 @@ MODELS: Mapping[str, ModelWorks] = {
         further=(),
         prompt=1024,
         firsts=(480, 1000),
-        batches=(512,),
+        many=dict.fromkeys((*SIZES, *ALIASES), SHORT_PROMPTS),
     ),
     "llama": ModelWorks(
         RandomLlama,
@@ -86,7 +97,7 @@ MODELS: Mapping[str, ModelWorks] = {
         further=((NARROW, None), (NARROW, NARROW)),
         prompt=512,
         firsts=(),
-        batches=(),
+        many={"smollm2-135m": SHORT_PROMPTS, "qwen3-0.6b": LONG_PROMPTS},
     ),
 }
 
@@ -123,7 +134,7 @@ def model_works(
         works += [decode(model, n, peers=n in raced) for n in counts]
         works += [prompt(model, timed.prompt)] if model.checks_prompts else []
         works += [first_token(model, T) for T in timed.firsts]
-        works += [generate(model, n) for n in timed.batches]
+        works += [generate(model, timed.many[name])] if name in timed.many else []
     return works
 
 
@@ -183,7 +194,8 @@ def decode(model: RandomModel[Any], rows: int, position: int = 512, peers: bool 
     peers: whether PyTorch is timed.
     """
     steps, keys = Steps(model, rows, position), rows * position
-    contenders = _by_stages if isinstance(model, RandomLlama) else _by_samplings
+    by_samplings = partial(_by_samplings, steps.decoded)
+    by_stages = partial(_by_stages, steps)
     return model_work(
         model,
         "decode",
@@ -192,7 +204,7 @@ def decode(model: RandomModel[Any], rows: int, position: int = 512, peers: bool 
         flops=2 * rows * model.matrix_elements + model.attention_flops(keys),
         traffic=model.weight_bytes + keys * model.token_bytes,
         truth=model.last_logits,
-        ours=partial(contenders, steps),
+        ours=by_stages if isinstance(model, RandomLlama) else by_samplings,
         for_peers=steps if peers else None,
         rounds=tasks.STEPS,
         turns=tasks.TURNS,
@@ -200,9 +212,10 @@ def decode(model: RandomModel[Any], rows: int, position: int = 512, peers: bool 
     )
 
 
-def _by_samplings(steps: Steps, device: int) -> Captures:
+def _by_samplings(run: Callable[..., Any], device: int) -> Captures:
+    """Return {name: `capture`} of a greedy and of a sampled run."""
     samplings = {NAME: GREEDY, "sampled": SAMPLED}
-    return {by: partial(steps.decoded, device, each) for by, each in samplings.items()}
+    return {by: partial(run, device, each) for by, each in samplings.items()}
 
 
 def _by_stages(steps: Steps, device: int) -> Captures:
@@ -249,18 +262,17 @@ def first_token(model: RandomModel[Any], T: int) -> Work:
         flops=model.prompt_flops(T),
         traffic=model.weight_bytes,
         truth=model.last_logits,
-        ours=lambda device: {NAME: partial(one.generated, device)},
+        ours=lambda device: {NAME: partial(one.generated, device, GREEDY)},
         rounds=4,
         turns=tasks.TURNS,
         tokens=1,
     )
 
 
-def generate(
-    model: RandomModel[Any], prompts: int = 512, new: int = 128, longest: int = 256
-) -> Work:
-    """Return the benchmark of one batch: prompts of 16 to `longest` tokens and `new` new tokens."""
-    lengths = np.random.default_rng(1).integers(16, longest + 1, size=prompts).tolist()
+def generate(model: RandomModel[Any], of: ManyPrompts = SHORT_PROMPTS) -> Work:
+    """Return the benchmark of one batch of prompts of random lengths."""
+    prompts, shortest, longest, new = of
+    lengths = np.random.default_rng(1).integers(shortest, longest + 1, size=prompts).tolist()
     seen = sum(n * new + new * (new - 1) // 2 for n in lengths)  # query-key pairs
     many = Continuations(model, model.prompts(lengths), new)
     tokens = sum(lengths) + prompts * new
@@ -268,11 +280,11 @@ def generate(
         model,
         "generate",
         f"{prompts} prompts",
-        {"prompts": prompts, "new": new},
+        of._asdict(),
         flops=2 * tokens * model.matrix_elements + model.attention_flops(seen),
         traffic=new * model.weight_bytes + seen * model.token_bytes,
         truth=model.last_logits,
-        ours=lambda device: {NAME: partial(many.generated, device)},
+        ours=partial(_by_samplings, many.generated),
         for_peers=many,
         rounds=1,
         turns=1,

@@ -28,7 +28,7 @@ TITLES = {  # kind of benchmark → title of its table; sizes replace the names 
     "decode": "A step of decoding, {position} tokens in the cache",
     "prompt": "A prompt, to the logits after its last token",
     "first": "A prompt and its first new token, by generate",
-    "generate": "Prompts of 16 to 256 tokens, {new} new tokens for each",
+    "generate": "Prompts of {shortest} to {longest} tokens, {new} new tokens for each",
 }
 COLUMNS = {  # kind of benchmark → columns of its table; kinds that are absent have RATES
     "decode": ("us", "tokens/s", "% floor"),
@@ -114,19 +114,16 @@ def _decoding(row: BenchRow) -> tuple[str, ...]:
     """Return lines that explain how whole models are timed. `row`: any result of the model."""
     sizes = row.sizes
     if "n_kv_head" in sizes:
-        name, of, exact, steps = "Llama", "", "float32", ""
+        name, of, exact = "Llama", "", "float32"
     else:
         name, of, exact = "GPT-2", f" in {row.dtype}", "NumPy"
-        steps = (
-            f"; sampled: temperature {SAMPLED.temperature}, top-k {SAMPLED.top_k}, "
-            f"top-p {SAMPLED.top_p}"
-        )
     divided = f", on {sizes['gpus']} GPUs: rates are of each" if "gpus" in sizes else ""
     return (
         f"{name} of {sizes['n_layer']} layers of {sizes['n_embd']} channels, random weights{of}"
         f"{divided}",
         "times of calls from Python, until the result is on the host, contenders in turn",
-        f"a step: median of {tasks.TURNS} turns of {tasks.STEPS}{steps}",
+        f"a step: median of {tasks.TURNS} turns of {tasks.STEPS}; sampled: temperature "
+        f"{SAMPLED.temperature}, top-k {SAMPLED.top_k}, top-p {SAMPLED.top_p}",
         "% floor: share of the least time, that of reading all weights once in each step",
         "and the keys and values of all rows once, at the rate of the copy",
         f"max rel: error of logits, log-probabilities relative to the largest logit, by {exact}",
