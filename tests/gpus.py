@@ -80,7 +80,7 @@ SPIN = """extern "C" __global__ void spin(long long cycles) {
 
 
 def busy(ms: int = 50) -> None:
-    """Keep CuPy's current stream busy for about `ms`, so that work that does not wait comes first."""
+    """Keep CuPy's current stream busy for about `ms`; work that does not wait for it runs first."""
     cupy.RawKernel(SPIN, "spin")((1,), (1,), (np.int64(ms * 2_000_000),))
 
 

@@ -93,7 +93,7 @@ def attention(
 
 
 def seen(T: int, window: int | None, xp: Any = np) -> Array:
-    """Return a causal mask (T, T): each row sees keys up to its own, or the last `window` of them."""
+    """Return a causal mask (T, T): a row sees keys up to its own, or the last `window` of them."""
     every: Array = xp.tri(T, dtype=bool)
     return every if window is None else every & ~xp.tri(T, k=-window, dtype=bool)
 
@@ -110,7 +110,7 @@ def gelu(x: Array, xp: Any = np) -> Array:
 def rope(
     x: Array, start: int = 0, theta: float = 1e4, half_split: bool = False
 ) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """Compute RoPE with every number rounded to float32, and the result to the dtype of x (NumPy)."""
+    """Compute RoPE with each step rounded to float32, and the result to the dtype of x (NumPy)."""
     T, D = x.shape[-3], x.shape[-1]
     position = np.arange(start, start + T, dtype=np.float32)[:, None, None]
     angle = position / np.float32(theta) ** (np.arange(0, D, 2, dtype=np.float32) / np.float32(D))
