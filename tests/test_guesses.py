@@ -1,4 +1,4 @@
-"""Guessed tokens: what is guessed, what is taken, and that the text is the one without them."""
+"""Guessed tokens: the guesses, the tokens taken, and texts equal to decoding without guesses."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.test_decoding import random_prompts
 Array = NDArray[Any]
 
 
-# --- what is guessed
+# --- the guesses
 
 
 @pytest.mark.parametrize(
@@ -42,10 +42,10 @@ Array = NDArray[Any]
     [
         ([5], [-1, -1, -1, -1]),
         ([1, 2, 3], [-1, -1, -1, -1]),
-        ([7, 1, 2, 3, 4, 5, 6, 1, 2, 3], [4, 5, 6, 1]),  # three tokens
-        ([2, 3, 8, 9, 3, 7, 2, 3], [8, 9, 3, 7]),  # two of them, not the later one
-        ([3, 8, 3, 9, 4, 3], [9, 4, 3, 9]),  # the latest of one, beyond the end
-        ([1, 2, 3, 6, 1, 2, 3, 7, 1, 2, 3], [7, 1, 2, 3]),  # the latest of three
+        ([7, 1, 2, 3, 4, 5, 6, 1, 2, 3], [4, 5, 6, 1]),  # after the last three tokens
+        ([2, 3, 8, 9, 3, 7, 2, 3], [8, 9, 3, 7]),  # after two tokens, not after a later single one
+        ([3, 8, 3, 9, 4, 3], [9, 4, 3, 9]),  # after the latest single token, continued past the end
+        ([1, 2, 3, 6, 1, 2, 3, 7, 1, 2, 3], [7, 1, 2, 3]),  # after the latest three
         ([4, 4], [4, 4, 4, 4]),
         ([1, 2, 1, 2, 1], [2, 1, 2, 1]),
     ],
@@ -68,11 +68,11 @@ def test_a_guess_is_what_followed_the_longest_end(tokens: list[int]) -> None:
     assert first == (followed[longest][-1] if longest else -1)
 
 
-# --- what is taken
+# --- the tokens taken
 
 
 def taken_by_hand(given: dict[str, Array], together: int) -> dict[str, Array]:
-    """The arrays after `take_guesses`, one slot after another."""
+    """Compute the arrays after `take_guesses`, slot by slot."""
     got = {name: array.copy() for name, array in given.items()}
     K = got["guess"].shape[1]
     for first in range(0, len(got["row"]), together):
@@ -113,7 +113,7 @@ def taken_by_hand(given: dict[str, Array], together: int) -> dict[str, Array]:
 
 
 def drawn_case(rng: np.random.Generator, together: int) -> dict[str, Array]:
-    """Four of five slots in a step, with few different tokens, of which some are NaN (-1)."""
+    """Draw a step with four of five slots and few distinct tokens; -1 stands for NaN logits."""
     B, N, V, H, K = 5, 4, 4, 24, 7
     position = rng.integers(0, H - K - 2, B).astype(np.int32)
     left = rng.integers(0, 10, B).astype(np.int32)
@@ -190,7 +190,7 @@ def test_a_sequence_begins_with_its_prompt(device: Any) -> None:
 @every_device
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_row_is_drawn_as_if_guesses_were_right(device: Any, masked: bool) -> None:
-    """Of three slots: with its own step, and the tokens of the rows before seen and counted."""
+    """Each row has its own step, and the guesses of earlier rows of its slot count as drawn."""
     B, V, together, rng = 3, 40, 4, np.random.default_rng(0)
     options: dict[str, Any] = {"repetition_penalty": 1.4, "frequency_penalty": 0.3}
     options |= {"presence_penalty": 0.2, "logit_bias": {7: 1.0}, "min_new_tokens": 6}
@@ -204,15 +204,15 @@ def test_a_row_is_drawn_as_if_guesses_were_right(device: Any, masked: bool) -> N
     seen, counts = np.zeros((B, V), np.uint8), rng.integers(0, 3, (B, V)).astype(np.int32)
     seen[counts > 0] = 1
     tokens, step = rng.integers(0, V, B * together).astype(np.int32), np.array([0, 4, 9], np.int32)
-    logits.reshape(B, -1, V)[np.arange(B)[:, None], :, tokens.reshape(B, -1)] += 3  # likely ones
-    at = np.arange(B * together, dtype=np.int32) % 7 - 1  # two rows are not there
+    logits.reshape(B, -1, V)[np.arange(B)[:, None], :, tokens.reshape(B, -1)] += 3  # likely tokens
+    at = np.arange(B * together, dtype=np.int32) % 7 - 1  # -1: an absent row
     state = SampleState.allocate(B, V)
     state.set(rows)
     state.step.set(step)
     tables = [changes(row, V) for row in rows]
     state.seen.set(np.stack([places for _, places in tables]) | seen)
     row = np.repeat(np.arange(B, dtype=np.int32), together)
-    row[-2:] = -1  # of no slot
+    row[-2:] = -1  # no slot
     slots = Slots(*map(device.asarray, (row, tokens, at, np.zeros_like(row))))
     drawn, likely = (
         device.asarray(np.full(len(row), 99, np.int32)),
