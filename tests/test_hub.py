@@ -1,4 +1,4 @@
-"""Models from a Hugging Face hub; the tests run a local server as the hub."""
+"""Models from a Hugging Face hub, for which the tests run a local server."""
 
 from __future__ import annotations
 
