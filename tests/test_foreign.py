@@ -292,7 +292,7 @@ class Dlpack:
 @pytest.mark.gpu
 @pytest.mark.parametrize("library", ["CuPy", "stream", "default stream", "no stream", "DLPack"])
 def test_libraries_on_streams_of_their_own(kind: str, library: str) -> None:
-    """As above; where the stream is not known, x is written before the call."""
+    """x is written late, as in the test with torch; if the stream is unknown, before the call."""
     block, host = made(kind), random_input(0, (30, WIDTH))
     expected = block(host)
     source, x, out = cupy.asarray(host), *(cupy.empty(host.shape, "float32") for _ in range(2))
