@@ -1,4 +1,4 @@
-"""Messages of our errors are one line, of bounded length, without control characters."""
+"""Messages of the package's errors are one line of bounded length, without control characters."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ def test_zeros_and_nan(form: Format) -> None:
 @formats
 @np.errstate(all="ignore")
 def test_a_fused_multiply_add_rounds_once(form: Format) -> None:
-    """With sums that are nearly halfway between two numbers: a product that is, and a small c."""
+    """Sums are nearly halfway between two numbers: a product halfway between, and a small c."""
     rng = np.random.default_rng(1)
     values = form.values(ALL)
     a, b, c = (rng.integers(0, 1 << 16, 6000).astype(np.uint16) for _ in range(3))
@@ -219,7 +219,7 @@ def test_conversions_of_float(form: Format) -> None:
     ])  # fmt: skip
     x = np.concatenate([x, np.float32(halfway)])
     nearest = x.astype(form.dtype).astype(np.float64)
-    for mode in (0, 4, 5):  # of float, twice, and of double
+    for mode in (0, 4, 5):  # from float in two ways, and from double
         np.testing.assert_array_equal(form.values(convert(form, mode, x)), nearest)
     number = ~np.isnan(x)
     v = x[number].astype(np.float64)

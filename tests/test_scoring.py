@@ -212,7 +212,7 @@ def test_token_files(tmp_path: Path, name: str, content: bytes, expected: Any) -
 
 UNREADABLE, NO_ROW = "cannot be read as a token file", "expected a row of integers, got "
 HEADERS = {
-    "{'descr': '<u2', 'fortran_order': False, 'shape': (3,), ": UNREADABLE,  # raises a TokenError in NumPy
+    "{'descr': '<u2', 'fortran_order': False, 'shape': (3,), ": UNREADABLE,  # a TokenError
     "(" * 900: UNREADABLE,
     "[" * 9000 + "]" * 9000: UNREADABLE,  # raises MemoryError or RecursionError
     "\x00": UNREADABLE,
