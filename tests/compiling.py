@@ -69,7 +69,7 @@ class Compiler:
         return there, log
 
     def close(self) -> str:
-        """End the process, and return what it has written to stderr."""
+        """End the process; return its output on stderr."""
         process, self._process = self._process, None
         return process.communicate()[1] if process else ""
 

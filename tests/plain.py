@@ -150,8 +150,8 @@ def rounding_of_bfloat16_terms(x: Array, w: Array) -> float:
 
 
 def assert_as_accurate(got: Array, truth: Array, plain: Array, terms: float = 0.0) -> None:
-    """Assert that the error of `got`, compared with float64 `truth`, is at most twice that of
-    `plain` plus a rounding term.
+    """Assert that the error of `got` against float64 `truth` is at most twice the error of `plain`
+    plus a rounding term.
 
     terms: further error that the representation of the operands permits.
     """

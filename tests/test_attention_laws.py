@@ -294,7 +294,7 @@ def test_scores_of_any_size(
 def test_prompts_that_are_continued(
     cp: Any, where: str, kernel: Kernel, heads: Heads, causal: bool
 ) -> None:
-    """They have the bits of all rows at once, and of the equal kernel without a cache.
+    """New rows have the bits of all rows at once, and of the equal kernel without a cache.
 
     Starts are before, at and after bounds of tiles of keys; a sequence has no new rows. One
     sequence is also computed in pieces, with values that are not finite, on the emulator in the

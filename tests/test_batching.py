@@ -174,7 +174,7 @@ def test_generate_has_the_pieces_of_a_server() -> None:
     ],
 )
 def test_models_that_divide_prompts(dtype: str, kv_dtype: str | None, divides: bool) -> None:
-    """They divide prompts if attention over the cache is as fast as attention of a prompt."""
+    """Models divide prompts if attention over the cache is as fast as attention of a prompt."""
     config = GPT2Config(n_layer=1, n_head=1, n_embd=64, n_ctx=24, vocab_size=37)
     weights = GPT2Weights.random(0, config)
     assert GPT2(weights, "cpu", dtype, kv_dtype=kv_dtype).engine.divides_prompts
@@ -211,7 +211,7 @@ def test_rows_end_at_their_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ended_rows_are_forgotten_before_their_deadline() -> None:
-    """So a server with a long timeout does not keep every text until its deadline."""
+    """A server with a long timeout does not keep every text until its deadline."""
     engine = MarkovEngine(cycle(8))
     batch = Batch(engine, 2, engine.config.n_ctx)
     left = []
@@ -266,7 +266,7 @@ def test_held_rows_come_where_they_may_have_ended() -> None:
 
 
 def test_a_held_row_gives_all_its_tokens_once_it_is_not() -> None:
-    """It then gives log-probabilities and flags too; a stop string ends even a held row."""
+    """A released row gives log-probabilities and flags too; a stop string ends even a held row."""
     engine = MarkovEngine(cycle(257))
     rows = [
         row_of(engine, "a", BYTES, temperature=0, max_new_tokens=9),

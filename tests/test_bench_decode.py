@@ -346,7 +346,7 @@ def test_no_label_touches_another(report: Report, tmp_path: Path) -> None:
 
 
 def test_pytorch_decodes_the_same(monkeypatch: pytest.MonkeyPatch, short: None) -> None:
-    """Its step, which a GPU would compile, runs on the CPU; the row's tokens are all different."""
+    """PyTorch's step, compiled on a GPU, runs on the CPU here; the row's tokens are different."""
     torch = pytest.importorskip("torch", reason="compares with PyTorch")
     from gpt2block.bench import token_peers  # noqa: PLC0415
 

@@ -43,7 +43,7 @@ STAGES = {
 
 
 def test_bytes_of_llama_7b() -> None:
-    """It has 13.5 GB in float16; steps do not read wte. K and V of a token take 512 KiB."""
+    """The model has 13.5 GB in float16; steps do not read wte. K and V of a token take 512 KiB."""
     model = RandomLlama(SHAPES["7b"], "float16")
     wte = 2 * 32000 * 4096
     assert model.weight_bytes == weight_bytes(model.config, Formats("float16")) - wte

@@ -467,7 +467,7 @@ def test_a_worker_and_then_the_client_is_killed(
 
 @pytest.mark.parametrize("moment", ["the lock", "the start of a worker", "the second shard"])
 def test_an_interrupt(records: Path, tmp_path: Path, moment: str) -> None:
-    """It prints one line, exits with 130 and leaves no process.
+    """An interrupted command prints one line, exits with 130 and leaves no process.
 
     A terminal interrupts all processes at once.
     """

@@ -163,7 +163,7 @@ def test_the_solutions_of_guesses_are_right(tmp_path: Path) -> None:
 
 @on_emulator
 def test_mistakes_in_the_kernels_of_guesses_are_found(tmp_path: Path) -> None:
-    """They are the mistakes that the exercises name, and other easy ones."""
+    """Mistakes are those that the exercises name, and other easy ones."""
     count, latest, copy = SOLUTIONS
     at_most = "if (found >= 0) atomicMax(&latest, found);"
     done = checked(tmp_path, replaced(latest, at_most, "if (found > latest) latest = found;"))

@@ -158,7 +158,7 @@ def as_sent(message: dict[str, Any], as_parts: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize("as_parts", [False, True])
 def test_histories_of_clients(known: list[Any], as_parts: bool) -> None:
-    """Their texts equal those by transformers for the form that the template reads."""
+    """Rendered texts equal transformers' texts for the form that the template reads."""
     template = template_of("qwen")
     for (messages, variables), expected in zip(HISTORIES, GOLDEN["histories"], strict=True):
         sent = [as_sent(message, as_parts) for message in messages]

@@ -35,7 +35,7 @@ TENSORS |= {f"h.{layer}.attn.bias": np.tri(11, dtype=np.float32)[None, None] for
 
 
 def write_weights(folder: Path, tensors: dict[str, Any] = TENSORS, dtype: Any = None) -> Path:
-    """Write model.safetensors. dtype: None keeps that of each tensor."""
+    """Write model.safetensors. dtype: convert tensors to it; None: keep their dtypes."""
     arrays = {name: array.astype(dtype or array.dtype) for name, array in tensors.items()}
     save_file(arrays, folder / "model.safetensors", {"format": "pt"})
     return folder / "model.safetensors"

@@ -146,7 +146,7 @@ def test_a_message_beyond_the_context() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", *SOMEWHERE])
 def test_only_new_tokens_are_computed(device: str) -> None:
-    """This holds after an edit too; texts equal those of the whole prompt, and are repeatable."""
+    """Edits of messages keep this; texts equal those of the whole prompt, and are repeatable."""
     config = GPT2Config(n_layer=1, n_head=2, n_embd=32, n_ctx=128, vocab_size=257)
     few = 6 if device in ("cpu", "gpu") else 3
     with nullcontext() if device == "cpu" else running_on(device):
@@ -258,7 +258,7 @@ def test_commands_in_a_pipe(chat: Any) -> None:
 def test_arguments_of_the_template(
     chat: Any, tmp_path: Path, arguments: list[str], read: str
 ) -> None:
-    """They work for lines and for JSON, in which parts and names of messages are read."""
+    """Arguments work with lines and with JSON, in which parts and names of messages are read."""
     (file := tmp_path / "talk.json").write_text(json.dumps([user("one"), answer("two")]))
     message = {"role": "user", "name": "h", "content": [{"type": "text", "text": "i"}]}
     for line, more in (("hi", ()), (json.dumps(message), ["--json"])):

@@ -119,7 +119,7 @@ def test_another_content(kind: Format, file: Path) -> None:
 
 @every_format
 def test_a_file_that_changes_after_it_was_opened(kind: Format, file: Path) -> None:
-    """It becomes shorter, or is deleted."""
+    """The file becomes shorter, or is deleted."""
     checkpoint, content = Checkpoint.open(file), file.read_bytes()
     last = max(t.offset + t.nbytes for t in checkpoint.stored.values() if t.offset is not None)
     file.write_bytes(content[: last - 1])

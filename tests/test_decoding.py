@@ -145,7 +145,7 @@ def test_sequences_come_and_go(device: str) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", *SOMEWHERE])
 def test_a_step_whose_sequences_were_all_stopped(device: str) -> None:
-    """Its result is dropped: the next result is of a sequence that started later, if any."""
+    """The step's result is dropped: the next one is of a sequence that started later, if any."""
     with nullcontext() if device == "cpu" else running_on(device):
         m, (ids, others) = model("cpu" if device == "cpu" else "cuda"), random_prompts([3, 3])
         expected = [m.generate(p, max_new_tokens=2, temperature=0) for p in (ids, others)]

@@ -285,7 +285,7 @@ def test_a_gguf_file_is_evaluated_as_any_model(smollm2_files: Path) -> None:
 
 
 def test_lm_eval_finds_the_model_type() -> None:
-    """It finds the entry point's name; model arguments replace lm_eval's own options."""
+    """lm_eval finds the entry point's name; model arguments replace lm_eval's own options."""
     tomllib = pytest.importorskip("tomllib", reason="Python before 3.11 reads no TOML")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert project["entry-points"]["lm_eval.models"] == {command.NAME: command.TARGET}

@@ -152,7 +152,7 @@ return seen;
 
 
 def test_buttons_lead_from_step_to_step(page: Any) -> None:
-    """They lead from the embedding to the logits and back; focus stays on the button."""
+    """Buttons lead from the embedding to the logits and back; focus stays on the button."""
     page.execute_script("selectLayer(0); selectStep('embedding')")
     steps = ["ln1", "qkv", "attn", "proj", "x1", "ln2", "ff1", "gelu", "ff2", "output"]
     blocks = [f"{n} · {each}" for n, each in enumerate(steps, 1)] * 6

@@ -329,7 +329,7 @@ def test_parts_of_a_matrix_on_the_host(layout: str, monkeypatch: pytest.MonkeyPa
 @on_numpy_and_gpu
 @pytest.mark.parametrize(("dtype", "limit"), [(E5M2, 2**-3), (E4M3, 2**-4)])
 def test_the_error_of_a_weight(where: str, dtype: str, limit: float) -> None:
-    """It is at most half a unit of normal numbers, or half the smallest subnormal number."""
+    """The error is at most half a unit of normal numbers, or half the smallest subnormal one."""
     w = weights(K=300, N=50)
     got = WeightMatrix.quantize(matrix(where, w), dtype)
     scale = np.ones(50) if got.scale is None else host(got.scale).astype(np.float64)
@@ -341,7 +341,7 @@ def test_the_error_of_a_weight(where: str, dtype: str, limit: float) -> None:
 
 @on_numpy_and_gpu
 def test_channels_of_almost_nothing(where: str) -> None:
-    """Their scale is 1, whether the GPU flushes subnormal float32 numbers or not."""
+    """Such channels have scale 1, whether the GPU flushes subnormal float32 numbers or not."""
     w = weights()
     for n, value in enumerate([1e-40, -1e-37, SMALLEST * 0.99, -SMALLEST]):
         w[:, n] = 0

@@ -233,7 +233,7 @@ def test_the_bits_are_those_of_kernels_apart(
 def test_the_first_layer(
     device: Any, possible: None, D: int, kv_dtype: str | None, normed: bool
 ) -> None:
-    """It has no sums to add; heads have any size, a token is out of range, a residual is -0."""
+    """No sums precede it; heads have any size, a token is out of range, and a residual is -0."""
     if normed and D > 32 and cuda.replaced():
         pytest.skip("on the emulator a cluster is one block")
     half = Half(3, 128, 128, "float16", D, normed=normed)
@@ -403,7 +403,7 @@ def test_a_model_has_the_bits_of_the_other_plan(
 
 
 def test_clusters_of_16_blocks_are_allowed() -> None:
-    """They are allowed for kernels that run only on Hopper."""
+    """Clusters of 16 blocks are allowed for kernels that run only on Hopper."""
     allowed: list[Any] = []
     with recording("9.0"), pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda.cupy.cuda.driver, "funcSetAttribute", lambda *args: allowed.append(args))

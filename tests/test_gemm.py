@@ -120,7 +120,7 @@ def with_fp8(
     indirect=["device"],
 )
 def test_a_product_with_fp8_weights(device: Any, format: str, gelu: bool) -> None:
-    """It is as accurate as float32 sums of exact weights, with scales applied to the sums."""
+    """Results are as accurate as float32 sums of exact weights, with scales applied to sums."""
     cupy_with()
     for M, N, K in ((1, 8, 8), (37, 136, 72), (5, 264, 784)):
         a, w, there = with_fp8(device, format, M, N, K)
@@ -227,7 +227,7 @@ def gate_and_up(cp: Any, M: int, N: int, K: int, dtype: str, gelu: bool) -> tupl
 def test_gate_and_up_are_one_product(
     cp: Any, gelu: bool, M: int, N: int, K: int, dtype: str
 ) -> None:
-    """It is as accurate as one rounding; a row has the same bits alone; gemm picks the variant."""
+    """Errors are at most one rounding; a row has the same bits alone; gemm picks the variant."""
     a, w, up, truth = gate_and_up(cp, M, N, K, dtype, gelu)
     memory = cp.full((M + 8, N), 7, dtype)
     GEMM.bind((a, w, None, None, up), memory[:M], gelu=gelu).run()

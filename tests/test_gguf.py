@@ -405,7 +405,7 @@ def test_ids_that_stand_for_no_token(name: str, value: int, tmp_path: Path) -> N
 
 @pytest.mark.filterwarnings("ignore:.* has no tokenizer")
 def test_values_that_no_key_has_are_skipped(tmp_path: Path) -> None:
-    """They are text that is not UTF-8, and arrays of arrays, which the package gguf reads."""
+    """Skipped values are text that is not UTF-8, and arrays of arrays, which gguf reads."""
     odd = {
         "general.author": "José", "somebody.names": ["a", "José"],
         "somebody.table": [[1, 2], [3]], "somebody.deep": [[["José"], ["c"]], [["b"]]],

@@ -362,7 +362,7 @@ def test_runs_of_white_space_of_gemma(tmp_path: Path) -> None:
 
 
 def test_the_tokenizer_json_of_gemma(tmp_path: Path) -> None:
-    """It has bytes, a normalizer for spaces, and a token before every text."""
+    """The tokenizer has bytes, a normalizer for spaces, and a token before every text."""
     runs = [*("▁" * n for n in range(2, 6)), *("\n" * n for n in range(1, 4)), "<h1>"]
     expected = gemma(trained(add_dummy_prefix=False, user_defined_symbols=runs), runs)
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]

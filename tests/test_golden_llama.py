@@ -360,7 +360,7 @@ def test_equal_values_of_rope_may_be_repeated(
 
 
 def test_longrope_in_a_shorter_context() -> None:
-    """It uses the short factors, which are all 1, and the same factor of q and k.
+    """A shorter context has the short factors, which are all 1, and the same factor of q and k.
 
     A short text without a kv_cache uses them too, but a text in a cache with room for more does
     not.

@@ -42,7 +42,7 @@ def test_the_structure_has_no_more_circles_and_names() -> None:
 
 
 def test_what_the_measures_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They count imports for types and in functions, calls, and changes of file."""
+    """The measures count imports for types and in functions, calls, and changes of file."""
     package = tmp_path / "gpt2block"
     texts = {
         "a": "import gpt2block.b\nclass Row: ...\ndef call(): ...\n",

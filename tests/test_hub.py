@@ -159,7 +159,7 @@ def forget(opened: Checkpoint) -> Path:
 
 
 def test_a_pair_of_tokenizer_files_is_downloaded(hub: Hub, folder: Path) -> None:
-    """They are downloaded once: cached files need no network."""
+    """Files are downloaded once: cached files need no network."""
     hub.put(REPO, folder)
     assert ids(REPO) == ids(folder) == [257, 32, 257]
     requests = len(hub.requests)
@@ -188,7 +188,7 @@ def test_all_files_of_a_model_are_downloaded(hub: Hub, folder: Path) -> None:
 def test_the_settings_of_a_cached_tokenizer_are_requested(
     hub: Hub, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """They are requested once, with a message; then the cache records whether they exist."""
+    """Settings are requested once, with a message; then the cache records whether they exist."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).write_text("{}")
     hub.put(REPO, folder)
@@ -205,7 +205,7 @@ def test_the_settings_of_a_cached_tokenizer_are_requested(
 def test_a_cached_model_without_its_tokenizer(
     hub: Hub, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is downloaded from the hub; offline, GPT-2's tokenizer does not replace it."""
+    """A missing tokenizer is downloaded from the hub; offline, GPT-2's does not replace it."""
     hub.put(REPO, folder)
     opened = Checkpoint.open(REPO)
     without_pair(forget(opened))
@@ -239,7 +239,7 @@ def test_a_repository_known_to_have_no_tokenizer(
 
 
 def test_a_commit_is_downloaded_as_a_whole(hub: Hub, folder: Path) -> None:
-    """The tokenizer is that of the cached weights' commit, not of a later one."""
+    """The tokenizer is from the commit of the cached weights, not from a later one."""
     hub.put(REPO, folder)
     first = Checkpoint.open(REPO).directory
     without_pair(first)
@@ -378,7 +378,7 @@ def black_hole(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.Mon
 def test_a_hub_that_never_answers(
     black_hole: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], own: str | None
 ) -> None:
-    """One request is made, with a short timeout or the user's, and with a message."""
+    """The package makes one request, with a short timeout or the user's, and with a message."""
     black_hole.setattr(module, "_FIRST_ANSWER", 600 if own else 1)
     black_hole.delenv("HF_HUB_ETAG_TIMEOUT", raising=False)
     if own:

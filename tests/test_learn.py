@@ -93,7 +93,7 @@ def test_a_page_shows_what_is_printed(
     emulator.missing() is not None, reason=f"no CUDA on the CPU: {emulator.missing()}"
 )
 def test_one_uncorrected_operand_makes_as_many_elements_wrong_as_the_other(tmp_path: Path) -> None:
-    """This is stated by chapter 6, exercise 3."""
+    """Chapter 6, exercise 3, states this number of wrong elements."""
     counts = []
     for kept in ("a.lo * c.hi", "a.hi * c.lo", "0.0f"):
         old = "sum += a.lo * c.hi + a.hi * c.lo;"

@@ -148,7 +148,7 @@ def test_every_step_is_compared_with_float64(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_the_block_of_a_model_with_yarn(dtype: str) -> None:
-    """It equals the model's first block; YaRN scales scores by 1.4², which changes every row."""
+    """A block equals the model's first one; YaRN scales scores by 1.4², which affects every row."""
     scaling = RopeScaling("yarn", 4.0, original_context=8, attention_factor=1.4)
     config = LlamaConfig(1, 4, 32, 16, 11, n_kv_head=2, n_ff=24, scaling=scaling)
     weights = LlamaWeights.random(2, config)

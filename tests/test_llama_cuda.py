@@ -168,7 +168,7 @@ def test_weights_that_do_not_fit(device: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_two_part_copies_that_do_not_fit(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They count as weights: little free memory is an error, and never changes the kernels."""
+    """Copies count as weights: little free memory is an error, and never changes the kernels."""
     weights = LlamaWeights.random(0, LlamaConfig(n_layer=1, n_head=2, n_embd=128, n_ff=256,
                                                  n_ctx=64, vocab_size=101))  # fmt: skip
     engine: Any = Llama(weights, device=device).engine

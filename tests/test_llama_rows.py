@@ -48,7 +48,7 @@ def test_the_stream_is_normalized(device: Any, C: int) -> None:
 @pytest.mark.parametrize("C", [1, 130, 1028, 8196])
 @every_device
 def test_a_norm_is_added_to_the_stream(device: Any, C: int) -> None:
-    """It has the same bits in place, for a row alone, and next to rows that are not finite."""
+    """Results have the same bits in place, for a row alone, and next to rows with NaN."""
     x, weight, residual = plain.normal(0, 3, C), plain.normal(1, C), plain.normal(2, 3, C)
     x[1] = np.nan
     y, gamma, stream = (cupy.asarray(array) for array in (x, weight, residual))
@@ -77,7 +77,7 @@ def test_the_stream_is_an_operand(device: Any, C: int) -> None:
 
 @every_device
 def test_relu_squared_and_the_cap_of_logits(device: Any) -> None:
-    """They run in place too, on more than a block; NaN and logits of -inf stay."""
+    """Both operations run in place too, on more than a block; NaN and logits of -inf stay."""
     ends = np.array([np.nan, -np.inf, np.inf, -0.0], np.float32)
     x = np.concatenate([30 * plain.normal(0, 700), ends])
     with np.errstate(invalid="ignore"):
@@ -128,7 +128,7 @@ def test_what_the_stream_refuses(device: Any) -> None:
 @pytest.mark.parametrize("dtype", NARROW)
 @one_order
 def test_the_gate(device: Any, dtype: str, gelu: bool) -> None:
-    """It runs in place, at sizes and addresses that prevent vector loads, and with large inputs."""
+    """silu_mul runs in place, at sizes and addresses without vector loads, and for large inputs."""
     unit = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}[dtype]
     for shape, offset in (((3, 40), 0), ((2, 7), 0), ((2, 8), 1)):
         gate, up = (plain.normal(seed, *shape).astype(FLOATS[dtype]) for seed in (0, 1))

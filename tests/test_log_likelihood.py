@@ -105,7 +105,7 @@ def test_rows_and_targets_that_have_none(where: str) -> None:
 @on_every_device
 @pytest.mark.parametrize("V", [33, 1001])
 def test_a_row_has_the_same_bits_alone(where: str, V: int) -> None:
-    """It has the same bits at another alignment: rows have an odd length."""
+    """A row has the same bits at another alignment: rows have an odd length."""
     x, targets = case(5, V)
     together = evaluate(where, x, targets)
     alone = [evaluate(where, x[i : i + 1], targets[i : i + 1])[0] for i in range(5)]

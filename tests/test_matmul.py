@@ -22,7 +22,7 @@ device = devices.device
 @pytest.mark.parametrize("variant", [variant.name for variant in MATMUL.OPERATION.variants])
 @pytest.mark.gpu
 def test_the_op(variant: str) -> None:
-    """It takes a batch, and rows with strided elements."""
+    """The function takes a batch, and rows with strided elements."""
     kernel, case = KERNELS[f"matmul-{variant}"], Case(42, 48, 52)
     given = kernel.made(case)
     a, w, bias = (kernel.uploaded(cupy, name, given[name]) for name in ("x", "w", "bias"))

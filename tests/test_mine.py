@@ -302,7 +302,7 @@ def test_a_template_is_right(name: str) -> None:
 
 @on_emulator
 def test_every_size_runs_in_every_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This holds for large sizes too, of which other tests omit runs; special inputs run once."""
+    """Large sizes run in every way too (other tests omit runs of them); special inputs run once."""
     ran: dict[str, list[on_cpu.EmulatedRun]] = {}
 
     def run(_: Any, case: Case, each: on_cpu.EmulatedRun, limit_s: float) -> on_cpu.Ran:

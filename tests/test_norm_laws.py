@@ -210,7 +210,7 @@ def test_arrays_that_start_anywhere(where: str, kernel: Kernel, shape: Shape) ->
 
 @every_kernel(numpy=False, shapes_of=one, only=lambda k: k.out == k.dtype != "bfloat16")
 def test_the_public_function(where: str, kernel: Kernel, shape: Shape) -> None:
-    """It takes views with any strides, and returns a new array each time."""
+    """The function takes views with any strides, and returns a new array each time."""
     host, *vectors = kernel.inputs(4, 6, shape.C)
     function, options = getattr(ops, kernel.operation.name), kernel.options
     with running_on(where, H200):

@@ -292,7 +292,7 @@ def test_the_steps_with_a_kv_cache_of_fp8(device: Any, cached: bool) -> None:
 
 @one_order
 def test_a_prompt_that_is_continued(device: Any) -> None:
-    """Its attention reads the cache, to which its keys and values were appended before."""
+    """Attention of such a prompt reads the cache, to which K and V were appended before."""
     model, ids = model_and_ids()
     with model.running():
         cache = model.new_cache(1, 33)

@@ -139,7 +139,7 @@ def test_a_layer_of_each_pass() -> None:
 
 
 def test_gate_and_up_are_one_product_of_a_prompt() -> None:
-    """They are one product if products can have two matrices and there is no bias."""
+    """Both are one product if products can have two matrices and there is no bias."""
     apart = Prefill("16_bits", 9, 2, 9, True)
     gated = replace(apart, gated=True)
     steps = prefill(gated, LLAMA, "logits")
@@ -176,7 +176,7 @@ def test_eps_reaches_every_norm(config: ModelConfig) -> None:
 
 
 def test_a_block_is_the_formula() -> None:
-    """Both passes in float64 equal `reference.block_forward`, the readable definition."""
+    """The plans of both kinds of kernels, in float64, equal `reference.block_forward`."""
     weights = BlockWeights.random(0, GPT2Config(n_head=2, n_embd=48)).astype(np.float64)
     x = np.random.default_rng(0).normal(size=(2, 7, 48))
     for causal, kernels in itertools.product((False, True), ("skeleton", "fused")):
@@ -249,7 +249,7 @@ def test_steps_with_the_same_arrays_are_bound_once(emulated: Any) -> None:
 def test_a_measured_arena_is_as_large_as_the_recording_needs(
     emulated: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This includes views that outlive their arrays: steps must not overwrite their memory."""
+    """Views may outlive their arrays: steps must not overwrite their memory."""
     arenas = Mock(wraps=Arena)
     monkeypatch.setattr("gpt2block.run.recording.Arena", arenas)
 

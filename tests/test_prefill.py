@@ -322,7 +322,7 @@ def in_chunks(
 def test_rows_that_begin_and_rows_that_continue(
     machine: Machine, config: GPT2Config, dtype: str
 ) -> None:
-    """One call has both, and rows of one token or none; each row has the same bits alone."""
+    """A call has new and continued rows, of one token or none too; each has the same bits alone."""
     cuts, wants = CUTS["emulator" if cuda.replaced() else "gpu"]
     model = on(config, dtype)
     truths = [Truth(model, random_ids(config, at[-1], b)) for b, at in enumerate(cuts)]
@@ -357,7 +357,7 @@ def test_rows_that_begin_and_rows_that_continue(
 def test_a_batch_has_the_bits_of_each_sequence(
     machine: Machine, config: GPT2Config, dtype: str
 ) -> None:
-    """This holds for "last" too, which omits the other rows after the last attention."""
+    """Outputs include "last", which omits all other rows after the last attention."""
     model = on(config, dtype)
     lengths, sizes, wants = [5, 9], [2], ["last", "hidden"]
     if not cuda.replaced():
@@ -434,7 +434,7 @@ def test_a_model_does_not_live_on_in_its_prefills(machine: Machine) -> None:
 
 @pytest.mark.parametrize(("gamma", "beta"), [(3, 1), (0.01, 100)])
 def test_bounds_hold_for_the_operands(gamma: float, beta: float) -> None:
-    """They hold for usual and for far larger inputs, with different γ and β.
+    """Bounds hold for usual and for far larger inputs, with different γ and β.
 
     Bounds use exact norms of weights, as with FP8, or norms estimated from largest magnitudes.
     """

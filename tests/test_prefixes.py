@@ -38,7 +38,7 @@ Entries = dict[int, tuple[str, list[int], int]]
 @pytest.mark.parametrize("batch", [1, 3, 16])
 @pytest.mark.parametrize("kv_dtype", [None, "float8_e5m2"])
 def test_halves_of_a_cache_are_aligned(batch: int, kv_dtype: str | None) -> None:
-    """They are aligned for loads of 16 bytes even if a sequence has an odd number of bytes."""
+    """K and V are aligned for loads of 16 bytes even if a sequence has an odd number of bytes."""
     config = GPT2Config(n_layer=2, n_head=1, n_embd=3, n_ctx=7, vocab_size=5)
     with running_on("shuffled"):
         cache = CudaCache(config, batch, 7, Formats("float16", kv_dtype))
@@ -212,7 +212,7 @@ def test_a_slot_keeps_what_another_row_may_continue() -> None:
 
 @pytest.mark.usefixtures("few")
 def test_a_row_that_others_wait_for_is_cancelled() -> None:
-    """Then another row computes the common prefix; waiting rows can be cancelled too."""
+    """If it is cancelled, another row computes the prefix; waiting rows can be cancelled too."""
     spy = Spy(4, tokens_at_once=1)
     first, *rest = [spy.row([*range(12), 20 + n]) for n in range(4)]
     spy.batch._pieces._piece = 5
@@ -225,7 +225,7 @@ def test_a_row_that_others_wait_for_is_cancelled() -> None:
 
 
 def test_a_batch_is_freed_when_it_is_not_used() -> None:
-    """It is freed at once, so that the next batch gets its kv_cache."""
+    """An unused batch is freed at once, so that the next batch gets its kv_cache."""
     engine: Any = GPT2(GPT2Weights.random(0, TINY), device="cpu").engine
     engine.continues_exactly = True
     batch = Batch(engine, 2, TINY.n_ctx)

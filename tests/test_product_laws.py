@@ -272,7 +272,7 @@ EDGES_OF_WGMMA: Table = {"gemm-hopper-bfloat16-to-bfloat16": [Case(37, 32, 48, r
 def test_an_output_depends_on_its_row_and_column_alone(
     where: str, kernel: Kernel, case: Case
 ) -> None:
-    """This holds at the edges, where kernels read other values or zeros beyond the matrices."""
+    """Rows and columns are at the edges, where kernels read other values or zeros beyond them."""
     given = kernel.made(case)
     clean = kernel(where, given, case)
     given["x"][36, case.K - 1] = given["x"][5] = np.nan

@@ -273,7 +273,7 @@ def test_a_tile_of_decoding_has_room(gpu: Gpu, capability: int, dtype: str) -> N
 def test_a_tile_of_decoding_by_wgmma_can_run(
     M: int, N: int, K: int, dtype: str, gated: bool, sms: int, rounded: bool
 ) -> None:
-    """It fits in shared memory, a cluster has at most 8 blocks, and each block has work."""
+    """A tile fits in shared memory, a cluster has at most 8 blocks, and each block has work."""
     of = _linear_hopper.HopperProduct(M, (N,), K, dtype, gated, rounded)
     tile = _linear_hopper.choose(of, sms, MOST_SHARED)
     assert of.shared_bytes(tile) <= MOST_SHARED
@@ -409,7 +409,7 @@ def gemm_fp8_tiles() -> Iterator[Job]:
     ],
 )
 def test_products_of_prompts_that_are_divided(M: int, N: int, K: int, divided: bool) -> None:
-    """They are divided if memory for partial sums is given and whole tiles leave SMs idle."""
+    """Tiles are divided if memory for partial sums is given and whole tiles leave SMs idle."""
     for streams in (False, True):
         options: Any = {"fp8": True, "streams": streams, "sms": SMS}
         how, tile = _gemm_hopper.geometry(M, N, K, **options)

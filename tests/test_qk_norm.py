@@ -32,7 +32,7 @@ def gammas(heads: Heads, together: bool = False) -> list[Any]:
 def test_right_and_the_same_bits_alone(
     device: Any, heads: Heads, dtype: str, together: bool
 ) -> None:
-    """It runs in place too; rows that are not finite do not affect others."""
+    """The norm runs in place too; rows that are not finite do not affect others."""
     NH, NKV, D = heads
     options: Any = {"n_head": NH, "n_kv_head": NKV, "eps": EPS}
     qkv = (3 * plain.normal(2, 2, 7, row_width(heads))).astype(DTYPES[dtype])
@@ -85,7 +85,7 @@ def test_few_and_many_rows_have_other_geometries() -> None:
 
 @combinations(times=1, heads=NORMED, kind=KINDS, together=(False, True))
 def test_with_the_kv_cache(device: Any, heads: Heads, kind: str, together: bool) -> None:
-    """It has the bits of qk_norm_rope, then kv_append; a row is outside the cache."""
+    """Results have the bits of qk_norm_rope, then kv_append; a row is outside the cache."""
     NH, NKV, D = heads
     fp8 = kind if kind in FORMATS else None
     qkv, row, position, turns, *gamma = (
@@ -112,7 +112,7 @@ def test_with_the_kv_cache(device: Any, heads: Heads, kind: str, together: bool)
 
 
 def test_norms_together_on_numpy() -> None:
-    """Each is the RMSNorm of one row of all heads."""
+    """Each norm is the RMSNorm of one row of all heads."""
     qkv, (of_q, of_k) = plain.normal(0, 3, 6 * 8).astype(np.float64), gammas((4, 1, 8), True)
     got = reference.qk_norm(qkv, of_q, of_k, 4, 1, EPS)
     np.testing.assert_array_equal(got[:, :32], reference.rmsnorm(qkv[:, :32], of_q, EPS))

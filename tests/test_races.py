@@ -124,7 +124,7 @@ def test_atomics_are_no_race() -> None:
     [("softmax", "online_block"), ("layernorm", "2"), ("trimat", "tri5"), ("linear", "mma")],
 )
 def test_built_in_kernels_have_no_race(name: str, variant: str) -> None:
-    """They use trees in shared memory, shuffles, asynchronous copies, and tensor cores."""
+    """Kernels use trees in shared memory, shuffles, asynchronous copies, and tensor cores."""
     operation = find(name)
     sizes, attrs = operation.cases[-1]
     own = operation.with_workload(attrs={**operation.workload.attrs, **attrs})

@@ -269,7 +269,7 @@ def frequencies(D: int) -> Array:
 
 @combinations(times=1, heads=ROTATED, dtype=list(DTYPES), half_split=[False, True])
 def test_rope_qkv(device: Any, heads: Heads, dtype: str, half_split: bool) -> None:
-    """It runs in place, on a batch, and at positions that float32 cannot represent."""
+    """rope_qkv runs in place, on a batch, and at positions that float32 cannot represent."""
     NH, NKV, HS = heads
     positions = np.array([0, 1, 77, 8191, 2**24 + 1, 2**31 - 1, 5], np.int32)
     qkv = plain.normal(2, 2, 7, row_width(heads)).astype(DTYPES[dtype])
@@ -291,7 +291,7 @@ def test_rope_qkv(device: Any, heads: Heads, dtype: str, half_split: bool) -> No
 
 @combinations(times=1, heads=ROTATED, kind=KINDS, half_split=[False, True])
 def test_rope_append(device: Any, heads: Heads, kind: str, half_split: bool) -> None:
-    """It gives the bits of rope_qkv followed by kv_append, even for values beyond FP8's range."""
+    """Results have the bits of rope_qkv, then kv_append, even for values beyond FP8's range."""
     NH, NKV, HS = heads
     fp8 = kind if kind in FORMATS else None
     qkv = device.asarray(200 * plain.normal(2, 4, row_width(heads)))

@@ -264,7 +264,7 @@ def test_biases() -> None:
 
 
 def test_penalties_of_drawn_tokens_and_end_tokens() -> None:
-    """They follow the repetition penalty and use counts of drawn tokens.
+    """Penalties follow the repetition penalty and use counts of drawn tokens.
 
     An end token has no mass before `min_new_tokens` tokens.
     """
@@ -754,7 +754,7 @@ def test_launches(rows: int, V: int, clusters: bool, expected: tuple[int, int, i
 
 @one_order
 def test_a_row_chooses_the_same_alone(device: Any) -> None:
-    """It has the same bits at another alignment: rows have an odd length."""
+    """A row has the same bits at another alignment: rows have an odd length."""
     B, V = len(EVERY_WAY), 515
     x, seen = rows_of_logits(6, B, V), some_seen(6, B, V)
     together = run(device, x, EVERY_WAY, 1, seen)

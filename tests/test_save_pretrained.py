@@ -166,7 +166,7 @@ def test_overwriting_removes_all_files_of_the_old_model(tmp_path: Path, with_pai
 
 
 def test_the_generation_config_is_copied_or_removed(tmp_path: Path, with_pair: Path) -> None:
-    """So is the chat template, which belongs to the tokenizer."""
+    """The chat template is copied or removed too, as it belongs to the tokenizer."""
     others = {"generation_config.json": '{"eos_token_id": [3, 4]}', "chat_template.jinja": "{{x}}"}
     for name, text in others.items():
         (with_pair / name).write_text(text)

@@ -73,7 +73,7 @@ def test_one_row_does_not_wait() -> None:
 
 @pytest.mark.parametrize("ended", [1, 4, 64])
 def test_rows_wait_for_others_while_many_run(ended: int) -> None:
-    """They wait until the missed steps outweigh a start: the more have ended, the sooner."""
+    """Rows wait until missed steps outweigh a start: the more rows have ended, the sooner."""
     slots = 64 * START_COST
     scheduler = scheduler_of(2 * slots, slots)
     assert scheduler.place() == [(row, row) for row in range(slots)]
@@ -170,7 +170,7 @@ def test_a_slot_has_the_row_that_runs_in_it() -> None:
 
 @pytest.mark.parametrize("removed", [1, MOST_REMOVED, MOST_REMOVED + 1])
 def test_rows_that_start_again_can_be_removed(removed: int) -> None:
-    """One is removed, or so many that they are dropped together; others start in order."""
+    """A single row is removed, or so many that they are dropped together; others keep order."""
     rows, others = ([object() for _ in range(n)] for n in (4, MOST_REMOVED + 3))
     scheduler: RowScheduler[object] = RowScheduler(4)
     scheduler.add(rows)

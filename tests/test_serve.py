@@ -1119,7 +1119,7 @@ def test_wrong_logits_end_one_request() -> None:
 
 @pytest.mark.parametrize("method", ["next", "stop"])
 def test_an_engine_that_fails(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It fails in a step, or when the row of a disconnected client is stopped."""
+    """The engine fails in a step, or when the row of a disconnected client is stopped."""
 
     def fail(*_: Any) -> None:
         raise RuntimeError("out of everything")

@@ -107,7 +107,7 @@ def test_a_rendering_has_a_limit_and_stops_nobody(monkeypatch: pytest.MonkeyPatc
 def test_a_conversation_that_is_too_long_is_rendered_once(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its characters are not traced through the template, which is slower than rendering."""
+    """Characters are not traced through the template, which would be slower than rendering."""
     asked, ask = [], ChatTemplate._ask
 
     def counted(self: ChatTemplate, line: str, *more: Any) -> Any:

@@ -159,7 +159,7 @@ def test_the_files_of_sentence_transformers(
     ],
 )
 def test_files_that_are_refused(folder: Path, kinds: Any, pooling: Any, words: str) -> None:
-    """They are refused unless the caller chooses pooling and normalization."""
+    """Models with such files refuse to embed unless the caller chooses pooling and norm."""
     model = described(folder, kinds, pooling)
     with pytest.raises(CheckpointError, match=words):
         model.embed([5, 6])

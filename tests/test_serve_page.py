@@ -247,7 +247,7 @@ def test_a_conversation(page: Any, model: GPT2) -> None:
 
 
 def test_it_opens_on_chat_and_fills_a_window(browser: Any, server: Running) -> None:
-    """Both parts end near the lower edge of the window; the conversation is the wider part."""
+    """Conversation and options end near the window's lower edge; the conversation is wider."""
     browser.set_window_size(1366, 900)
     browser.get(server.url)
     eventually(lambda: find(browser, "#chat-view").is_displayed())

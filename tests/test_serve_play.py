@@ -63,7 +63,7 @@ def get(running: Running, path: str, **headers: str) -> tuple[int, Any, str]:
 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_probabilities_are_the_frequencies_of_draws(options: dict[str, Any]) -> None:
-    """They agree within 5 standard deviations of 4,000 draws; filtered tokens are never drawn."""
+    """Both agree within 5 standard deviations of 4,000 draws; filtered tokens are never drawn."""
     logits = np.random.default_rng(3).standard_normal(50, dtype=np.float32) * 2
     draws = 4000
     drawn = [choose(logits, Sampling(**options, seed=9), step).token for step in range(draws)]
@@ -106,7 +106,7 @@ def test_the_distribution_is_that_of_the_sampler(
 
 
 def test_a_text_is_computed_once_for_all_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This includes simultaneous requests; the result is kept until newer texts replace it."""
+    """Simultaneous requests share a pass too; its result is kept until newer texts replace it."""
     engine, passes = small().engine, []
     forward = engine.forward
     both = threading.Event()

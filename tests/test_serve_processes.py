@@ -136,7 +136,7 @@ def test_a_process_for_http_that_is_killed(caplog: pytest.LogCaptureFixture) -> 
 def test_a_process_for_http_ends_with_the_engines_process(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Its exit code is 1, and its client gets an error event."""
+    """The process exits with code 1, and its client gets an error event."""
     engine = Slow()
     with serving(model_of(engine), rows=1) as running:
         connection = test_serve.sent(running, COMPLETION, STREAM)
@@ -176,7 +176,7 @@ def test_connections_of_all_processes_are_limited() -> None:
 
 
 def test_tokens_after_a_stop_string_do_not_count() -> None:
-    """They are dropped, and a metric counts them."""
+    """Tokens after a stop string are dropped, and a metric counts them."""
     body = {"prompt": "a", "max_tokens": 100, "temperature": 0, "stop": "d"}
     with serving(model_of(MarkovEngine(cycle(257), n_ctx=200)), rows=2) as running:
         for more in ({}, {"stream": True, "stream_options": {"include_usage": True}}):

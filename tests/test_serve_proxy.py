@@ -109,7 +109,7 @@ def test_a_full_queue_sends_a_request_on(model: Any, tmp_path: Path) -> None:
 
 
 def test_what_the_servers_refuse(model: Any, tmp_path: Path) -> None:
-    """Their answers pass the proxy unchanged."""
+    """The servers' answers pass the proxy unchanged."""
     with serving(model, rows=1) as server, proxy(tmp_path, server.port, server.port) as port:
         status, found = status_of(port, COMPLETION, {"prompt": "a", "max_tokens": -1})
         assert status == 400

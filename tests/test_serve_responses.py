@@ -112,7 +112,7 @@ def check_stream(events: list[dict[str, Any]]) -> dict[str, Any]:
     ],
 )  # fmt: skip
 def test_a_response_and_its_stream(server: Running, fields: dict[str, Any]) -> None:
-    """Both equal the chat's answer to the same messages, and have the fields of the schema."""
+    """Response and stream equal the chat's answer, and have the fields of the schema."""
     asked = {**fields, "seed": 3, "max_output_tokens": 9}
     status, whole = post(server, RESPONSES, asked)
     assert status == 200, whole
@@ -260,7 +260,7 @@ def test_errors_of_the_chat_name_the_fields_of_the_request() -> None:
 
 
 def test_a_stream_that_fails(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its last event is the failed response, without details of the error."""
+    """The stream's last event is the failed response, without details of the error."""
 
     def failing(piece: Any) -> Any:
         raise RuntimeError("secret")

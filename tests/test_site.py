@@ -414,7 +414,7 @@ def test_the_page_of_a_missing_address_leads_home(browser: Any, server: str) -> 
 def test_no_page_is_wider_than_the_screen(browser: Any, site: Path, width: int) -> None:
     screen = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
-    kernel = "kernels/learn/layernorm/ladder.cu.html"  # which has lines of 120 columns
+    kernel = "kernels/learn/layernorm/ladder.cu.html"  # has lines of 120 columns
     notebook = f"examples/{next((ROOT / 'examples').glob('*.ipynb')).stem}.html"
     chapter = f"learn/{CHAPTERS[0].stem}.html"
     for page in ("index.html", kernel, chapter, "kernels.html", notebook, "404.html"):

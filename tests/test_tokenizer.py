@@ -85,7 +85,7 @@ def gpt2_tokenizer_json(folder: Path) -> dict[str, Any]:
 def test_gpt2_from_each_of_its_files(
     bpe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are tiktoken's cache, a tokenizer.json (without the package tokenizers), and pairs."""
+    """Files are tiktoken's cache, a tokenizer.json (without the package tokenizers), and pairs."""
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     spec = gpt2_tokenizer_json(bpe)
     spec["truncation"] = {"max_length": 4}  # ignored, as in transformers by default

@@ -115,7 +115,7 @@ def gemma(path: Path, dtype: str) -> Path:
 
 @pytest.mark.parametrize(("rounded", "saved"), [*product(FACTORS, FACTORS)])
 def test_the_factor_of_embeddings_is_kept(rounded: str, saved: str, tmp_path: Path) -> None:
-    """It is kept in a folder of another dtype, in GGUF, back and in GGUF again, and in a pickle.
+    """The factor is kept in a folder of another dtype, in GGUF, back and again, and in a pickle.
 
     A warning tells if other programs would compute another factor for the saved file.
     """

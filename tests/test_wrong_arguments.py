@@ -128,7 +128,7 @@ def fitting_arguments(rng: random.Random, name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ["gelu", "add", "layernorm", "rmsnorm", "silu_mul", "softmax"])
 def test_an_np_matrix_is_refused(name: str) -> None:
-    """Its * is the matrix product, so square ones would give wrong results without an error."""
+    """np.matrix has * as matrix product: square matrices would silently give wrong results."""
     arrays = [x for x in inspect.signature(FUNCTIONS[name]).parameters if x not in SETTINGS]
     square = np.random.default_rng(0).standard_normal((4, 4))
     given = {x: square[0] if x in ("gamma", "beta", "weight") else square for x in arrays}
