@@ -274,7 +274,7 @@ def test_terms_of_the_result(device: Any, width: int, kind: str, kv_dtype: str) 
 
 
 def test_split_loads_again_when_the_hint_was_wrong() -> None:
-    """A wrong hint stands for a position that the previous kernel changes when it ends."""
+    """The hint is the position that `split` reads early; the previous kernel may change it."""
     shipped = loader.Source.shipped(SPLIT)
     racing = "load_racing(position + query - mine)"
     text = shipped.edited(racing, "position[1]").text  # element 1, after the row's position

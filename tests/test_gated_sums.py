@@ -233,7 +233,7 @@ def test_the_bits_are_those_of_kernels_apart(
 def test_the_first_layer(
     device: Any, possible: None, D: int, kv_dtype: str | None, normed: bool
 ) -> None:
-    """No sums precede it; heads have any size, a token is out of range, and a residual is -0."""
+    """The first layer adds no sums. Heads have any size; a token is out of range, x may be -0."""
     if normed and D > 32 and cuda.replaced():
         pytest.skip("on the emulator a cluster is one block")
     half = Half(3, 128, 128, "float16", D, normed=normed)

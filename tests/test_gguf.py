@@ -57,7 +57,7 @@ def changed(
 
 @pytest.fixture
 def tiny(tmp_path: Path) -> Path:
-    """A small GPT-2 as GGUF."""
+    """Write a small GPT-2 as GGUF."""
     return save(tmp_path / "tiny.gguf", GOLDEN / "tiny")
 
 

@@ -370,7 +370,7 @@ def test_compiles_without_spills_and_warnings(nvrtc: tuple[int, int], file: str)
 
 @pytest.mark.usefixtures("nvrtc")
 def test_a_kernel_by_itself_is_compiled_as_with_the_others() -> None:
-    """Registers and shared memory are the same."""
+    """A kernel compiled alone has the same registers and shared memory as with others."""
     file, arch = "norms/rmsnorm_stream.cu", "sm_80"
     resources = re.compile(r"Function properties for (\w+)\n(.*\n.*)")
     together = dict(resources.findall(kernels.compile_for(file, arch).log))

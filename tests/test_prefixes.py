@@ -212,7 +212,7 @@ def test_a_slot_keeps_what_another_row_may_continue() -> None:
 
 @pytest.mark.usefixtures("few")
 def test_a_row_that_others_wait_for_is_cancelled() -> None:
-    """If it is cancelled, another row computes the prefix; waiting rows can be cancelled too."""
+    """Another row then computes the common prefix; waiting rows can be cancelled too."""
     spy = Spy(4, tokens_at_once=1)
     first, *rest = [spy.row([*range(12), 20 + n]) for n in range(4)]
     spy.batch._pieces._piece = 5

@@ -184,7 +184,7 @@ def test_links_to_architectures_have_the_line_of_what_they_name() -> None:
     """The page also states the length of its example's file."""
     folder, text = ROOT / "gpt2block" / "architectures", PAGES[ROOT / "docs" / "architectures.md"]
     links = re.findall(r"\[`(\w+)`\]\(\.\./gpt2block/architectures/(\w+\.py)#L(\d+)\)", text)
-    assert len(links) >= len(list(folder.glob("*.py"))) - 4  # all but four files have an own link
+    assert len(links) >= len(list(folder.glob("*.py"))) - 4  # all but four files are linked
     for name, file, number in links:
         line = (folder / file).read_text(encoding="utf-8").splitlines()[int(number) - 1]
         assert re.match(rf" *(def|class) {name}\b", line), (name, file, line)

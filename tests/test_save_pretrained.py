@@ -89,7 +89,7 @@ def test_a_checkpoint_with_its_tokenizer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("names", PAIRS)
 def test_a_pair_of_tokenizer_files_is_copied(tmp_path: Path, names: tuple[str, str]) -> None:
-    """A Checkpoint and a model copy it; OpenAI's pair also gets the names of `transformers`."""
+    """A Checkpoint and a model copy the pair; OpenAI's also gets the names of `transformers`."""
     folder = save_pretrained(tmp_path / "first", GPT2Weights.random(1, WORDS))
     texts = [path.read_text(encoding="utf-8") for path in pair(folder, ["a b"], names)]
     (folder / "tokenizer_config.json").write_text("{}")

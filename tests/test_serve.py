@@ -303,7 +303,7 @@ def scores(choice: Any) -> list[tuple[Any, dict[str, Any]]]:
 
 
 def test_log_probabilities(client: Any, model: Any) -> None:
-    """Answers can state them for sampled tokens, alternatives, and tokens of the prompt."""
+    """Answers can state log-probabilities of sampled tokens, alternatives, and prompt tokens."""
     options: dict[str, Any] = {"model": "small", "max_tokens": 5, "temperature": 0}
     expected = model.generate([*b"ab"], max_new_tokens=5, temperature=0)
     plain = client.completions.create(prompt="ab", logprobs=0, **options).choices[0].logprobs

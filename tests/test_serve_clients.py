@@ -165,7 +165,7 @@ def test_a_turn_that_comes_with_a_cancellation_is_passed_on() -> None:
 
 
 def test_logits_are_kept_for_their_client(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise response times would reveal another client's requests."""
+    """If logits were shared, response times would reveal another client's requests."""
     engine, passes = small().engine, []
     forward = engine.forward
 

@@ -160,7 +160,7 @@ def test_a_vocabulary_need_not_have_every_byte(
 
 @pytest.mark.parametrize("changed", [{}, {"ignore_merges": True}])
 def test_ids_whose_bytes_are_not_utf_8(tmp_path: Path, changed: dict[str, Any]) -> None:
-    """Texts are equal to tokenizers' texts, whether tiktoken or tokenizers encodes."""
+    """Decoded texts equal those by the package tokenizers, also where tiktoken decodes."""
     path = small_json(tmp_path, **changed)
     encoding = tokenizer.from_path(path, 300)
     known = tokenizers.Tokenizer.from_file(str(path))
