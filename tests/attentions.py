@@ -1,7 +1,7 @@
-"""Every kernel of attention behind one call, whatever it takes, for tests/test_attention_laws.py.
+"""Every kernel of attention behind one call signature, for tests/test_attention_laws.py.
 
 A kernel is a function from packed rows [Q | K | V] and the lengths of their sequences to rows. A
-new one is a line of `KERNELS`; what is special to it, such as its tiles, has a file of its own.
+new kernel needs a line in `KERNELS`; special features, such as its tiles, have their own test file.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ from tests.gpus import H200
 Array = NDArray[Any]
 DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 MODULE = import_module("gpt2block.ops.attention")
-# Tiles of attention_mma: one warp, and two with two fragments each. The emulator's time goes with
-# the warps; these and the tiles that GPUs get must give the same bits.
+# Tiles of variant `mma`: one warp, and two warps with two fragments each. They have few warps, as
+# the emulator's time grows with the warps. They must give the same bits as the tiles for GPUs.
 SMALL, PAIR = AttentionTile(1, 1, 3, 1, 1), AttentionTile(2, 2, 2, 1, 1)
-# hopper with all keys of a query in one warpgroup, or alternate keys in two; "hopper" chooses.
+# Two ways of `hopper`: one warpgroup takes all keys of a query, or two take alternate keys.
 WAYS = {"whole": False, "alternate": True}
-TWINS = ("bfloat16", "float8_e5m2")  # next to float16 and float8_e4m3fn
-SELF: Any = {"masks": [True]}  # a cache is attended to with a mask
+TWINS = ("bfloat16", "float8_e5m2")  # share their code with float16 and float8_e4m3fn
+SELF: Any = {"masks": [True]}  # attention over a cache is always causal
 both_masks = pytest.mark.parametrize("causal", [False, True])
 both_dtypes = pytest.mark.parametrize("dtype", DTYPES)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Packed rows [Q | K | V] (N, W) of sequences, and what attention is to make of them.
+    """Packed rows [Q | K | V] (N, W) of sequences, and the options of attention.
 
-    starts: tokens of each sequence that are in the cache already, of which no result is wanted.
-    scale: of scores, if it is not that of the heads. window: keys that a row sees, if not all.
+    starts: number of tokens of each sequence that are in the cache already; they need no result.
+    scale: factor of scores instead of 1/sqrt(HS). window: number of last keys that a row sees.
     """
 
     qkv: Array
@@ -73,7 +73,7 @@ class Rows:
 
     @property
     def wanted(self) -> Array:
-        """The numbers of the rows with a result."""
+        """Indices of the rows that need a result."""
         starts = self.starts or [0] * len(self.lengths)
         own = zip(parts(self.lengths), starts, strict=True)
         return np.concatenate([np.arange(part.stop)[part.start + start :] for part, start in own])
@@ -87,12 +87,12 @@ Run = Callable[[Any, Rows], Array]
 
 
 def parts(lengths: Sequence[int]) -> list[slice]:
-    """Of the packed rows, those of each sequence."""
+    """Return the slice of packed rows of each sequence."""
     return [slice(int(a), int(b)) for a, b in pairwise(np.cumsum([0, *lengths]))]
 
 
 def expanded(qkv: Array, heads: Heads) -> Array:
-    """Rows [Q | K | V] (..., 3Q) of the same attention without groups."""
+    """Return rows [Q | K | V] (..., 3Q) of the equivalent attention without grouped queries."""
     NH, NKV, HS = heads
     q, k, v = np.split(qkv, [NH * HS, (NH + NKV) * HS], axis=-1)
     return np.concatenate([q, repeated(k, heads), repeated(v, heads)], axis=-1)
@@ -102,7 +102,7 @@ def expanded(qkv: Array, heads: Heads) -> Array:
 
 
 def by_length(variant: str, cp: Any, rows: Rows, **options: Any) -> Array:
-    """Float32: all sequences of one length at once."""
+    """Run a float32 variant, with all sequences of one length in one call."""
     out, own = np.full((len(rows.qkv), rows.width), np.nan, np.float32), parts(rows.lengths)
     for length in sorted({*rows.lengths} - {0}):
         those = [part for part in own if part.stop - part.start == length]
@@ -120,7 +120,10 @@ def by_length(variant: str, cp: Any, rows: Rows, **options: Any) -> Array:
 
 
 def packed(variant: str, cp: Any, rows: Rows, **patched: Any) -> Array:
-    """16 bits: a ragged batch at once; patched: functions of the module of attention."""
+    """Run a 16-bit variant on a ragged batch.
+
+    patched: functions that replace functions of the module of attention.
+    """
     x = cp.asarray(rows.qkv)
     out = cp.empty((len(x), rows.width), x.dtype)
     out.data.memset(0xFF, out.nbytes)
@@ -138,7 +141,10 @@ def in_two_parts(
     convert: Callable[[Array], tuple[Array, Array]] = two_part,
     one_scale: float | None = None,
 ) -> Array:
-    """Float32 as two-part matrices. convert: to parts and scales; one_scale: of all rows."""
+    """Run a variant on float32 rows as two-part matrices.
+
+    convert: function from rows to parts and scales. one_scale: scale that all rows share.
+    """
     given, scale = map(cp.asarray, convert(rows.qkv))
     N, shape = len(rows.qkv), (len(rows.qkv), rows.width)
     out = cp.full((2, *shape), np.nan, "float16"), cp.full(N, np.nan, "float32")
@@ -148,7 +154,7 @@ def in_two_parts(
 
 
 def run(cp: Any, x: Any, out: Any, rows: Rows, variant: str) -> None:
-    """One sequence as such, several of one length in a batch, others packed."""
+    """Run one sequence as x (T, W), sequences of one length as a batch, and all others packed."""
     options = {**rows.options, "causal": rows.causal, "variant": variant}
     B, longest = len(rows.lengths), max(rows.lengths)
     if B > 1 and (isinstance(x, TwoPartMatrix) or {*rows.lengths} != {longest}):
@@ -161,7 +167,7 @@ def run(cp: Any, x: Any, out: Any, rows: Rows, variant: str) -> None:
 
 
 def held_by(rows: Rows, kind: str) -> Cache:
-    """K and V of the rows; NaN, or what stands for it, after each sequence."""
+    """Return a cache with K and V of the rows, and NaN after each sequence."""
     Q, KV = rows.width, rows.heads[1] * rows.heads[2]
     both = np.full((2, len(rows.lengths), max(rows.lengths) + 3, KV), np.nan, rows.qkv.dtype)
     for b, part in enumerate(parts(rows.lengths)):
@@ -172,7 +178,7 @@ def held_by(rows: Rows, kind: str) -> Cache:
 
 
 def from_cache(variant: str, kind: str, cp: Any, rows: Rows, **options: Any) -> Array:
-    """Packed rows, whose K and V come from a cache of this kind."""
+    """Run a variant on packed rows whose K and V come from a cache of this kind."""
     held, qkv = held_by(rows, kind), rows.qkv[rows.wanted]
     qkv[:, rows.width :] = np.nan
     starts = np.array(rows.starts or [0] * len(rows.lengths), np.int32)
@@ -187,9 +193,10 @@ def from_cache(variant: str, kind: str, cp: Any, rows: Rows, **options: Any) -> 
 
 
 def one_by_one(kind: str, cp: Any, rows: Rows, n_ctx: int = 0) -> Array:
-    """Each row a query of its own, over a cache that has the sequences backwards; one sees no key.
+    """Run each row as a separate query, over a cache with the sequences in reverse order.
 
-    n_ctx: positions of the cache beyond the longest sequence.
+    One more query, which sees no key, must not be written. n_ctx: positions of the cache beyond the
+    longest sequence.
     """
     held, wanted = held_by(rows, kind).longer(n_ctx).of(slice(None, None, -1)), rows.wanted
     ends = np.cumsum(rows.lengths)
@@ -198,7 +205,7 @@ def one_by_one(kind: str, cp: Any, rows: Rows, n_ctx: int = 0) -> Array:
     places = [np.append(len(ends) - 1 - sequence, 0), np.append(position, -1)]
     q = np.concatenate([rows.qkv[wanted, : rows.width], rows.qkv[:1, : rows.width]])
     given = (q, held.k, held.v, *(each.astype(np.int32) for each in places))
-    inputs = tuple(map(cp.asarray, given))  # kept: a launch keeps no array alive
+    inputs = tuple(map(cp.asarray, given))  # referenced until the end: a launch keeps none alive
     options = {"n_head": rows.heads[0], "kv_dtype": held.kv_dtype, **rows.scores}
     bound = ATTENTION_SPLIT.bind(inputs, **options)
     bound.out.fill(np.nan)
@@ -212,14 +219,15 @@ def one_by_one(kind: str, cp: Any, rows: Rows, n_ctx: int = 0) -> Array:
 
 @dataclass(frozen=True)
 class Kernel:
-    """run: computes the wanted rows. dtype: of these and those given.
+    """A kernel and its properties. run: computes the wanted rows. dtype: of inputs and results.
 
-    kind: of the cache that K and V come from, if they do; alike: the kernel without a cache that
-    has the same bits. emulated: runs without a GPU. one_scale: a row of Q, K and V has one scale,
-    so that a value that is not finite changes how those of other channels are rounded. infinity:
-    whether one in V comes out as such, not as NaN. channels: of a head, if it takes no others.
-    scaled: whether scores can have another scale, and rows a window. twin: has the code of another
-    kernel for another dtype, so that the emulator runs the laws of numbers and bits alone.
+    kind: kind of the cache that holds K and V; "" for no cache. alike: name of the kernel without a
+    cache that gives the same bits. masks: supported values of `causal`. emulated: whether it runs
+    on the emulator. one_scale: whether a row of Q, K and V shares one scale, so that a value that
+    is not finite changes the rounding of other channels. infinity: whether an infinity in V gives
+    infinity, not NaN. channels: the only supported head size; 0: any. scaled: whether scores can
+    have another scale, and rows a window. twin: whether its code is that of a kernel for another
+    dtype, so that the emulator runs fewer laws.
     """
 
     run: Run
@@ -246,7 +254,7 @@ class Kernel:
         scale: float | None = None,
         window: int | None = None,
     ) -> Array:
-        """On a GPU three times, with the same bits."""
+        """Compute the wanted rows; a GPU does so three times and must give the same bits."""
         rows = Rows(qkv, lengths, heads, causal, starts, scale, window)
         found = [self.run(cp, rows) for _ in range(1 if replaced() else 3)]
         for other in found[1:]:
@@ -255,7 +263,7 @@ class Kernel:
 
     @property
     def values(self) -> int:
-        """Which of NaN, inf and -inf it may read, in this order: FP8 holds no infinity here."""
+        """How many of NaN, inf and -inf, in this order, tests may put in K or V: FP8 has no inf."""
         return 1 if self.narrow else 3
 
     @property
@@ -264,11 +272,11 @@ class Kernel:
         return self.kind in FORMATS
 
     def made(self, N: int, heads: Heads) -> Array:
-        """Rows whose K and V the kernel reads as they are."""
+        """Return N random rows whose K and V the cache stores without rounding."""
         return self.held(plain.normal(N, N, row_width(heads)).astype(self.dtype), heads)
 
     def held(self, qkv: Array, heads: Heads) -> Array:
-        """Rows with K and V as they come from the cache."""
+        """Round K and V of the rows as the cache does."""
         Q = heads[0] * heads[2]
         if self.kind:
             kept = stored(qkv[:, Q:], self.kind)
@@ -277,9 +285,10 @@ class Kernel:
 
 
 class Family(NamedTuple):
-    """Kernels that take the same heads. The first heads are those of most laws.
+    """Kernels that take the same heads. Most laws use the first heads.
 
-    On the emulator the kernels share the others, as each is a program to compile. wide: on a GPU.
+    The emulator runs each of the further heads with one kernel only, because each combination is a
+    program to compile. wide: heads for a GPU only.
     """
 
     kernels: dict[str, Kernel]
@@ -287,7 +296,7 @@ class Family(NamedTuple):
     wide: Sequence[Heads] = ()
 
     def cases(self) -> Iterator[tuple[str, Kernel, Heads, bool]]:
-        """Name, kernel, heads, and whether the emulator runs them too."""
+        """Yield name, kernel, heads, and whether the emulator runs them too."""
         for n, (name, kernel) in enumerate(self.kernels.items()):
             own = self.heads[n + 1 :: len(self.kernels)]
             for heads in (*self.heads, *self.wide):
@@ -298,7 +307,7 @@ class Family(NamedTuple):
 
 
 def on_tensor_cores() -> Iterator[tuple[str, Kernel]]:
-    """Hopper's with all keys of a query in one warpgroup, or alternate keys in two."""
+    """Yield the kernels on tensor cores without a cache; `hopper` in both of its WAYS."""
     hopper: Any = {"capability": HOPPER_CAPABILITY, "emulated": False}
     for name, dtype in DTYPES.items():
         tile = SMALL if name == "float16" else PAIR
@@ -312,7 +321,7 @@ def on_tensor_cores() -> Iterator[tuple[str, Kernel]]:
 
 
 def cached_on_hopper() -> Iterator[tuple[str, Kernel]]:
-    """Over a cache, which can be FP8 next to either dtype."""
+    """Yield the `hopper` kernels over a cache of their own dtype or of FP8."""
     for (name, dtype), (way, few) in product(DTYPES.items(), WAYS.items()):
         for kind in (name, *FORMATS):
             run = partial(alternating, few, kind)
@@ -325,7 +334,7 @@ def cached_on_hopper() -> Iterator[tuple[str, Kernel]]:
 
 
 def alternating(few: bool, kind: str, cp: Any, rows: Rows) -> Array:
-    """hopper over a cache, whichever way it would choose."""
+    """Run `hopper` over a cache, with alternate keys if `few`, else with all keys per warpgroup."""
     slow = WHOLE_KEYS._replace(step=1e9)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_attention_tiles, "WHOLE_KEYS" if few else "ALTERNATE_KEYS", slow)
@@ -336,7 +345,7 @@ def alternating(few: bool, kind: str, cp: Any, rows: Rows) -> Array:
 
 
 def mma(tile: AttentionTile, cp: Any, rows: Rows) -> Array:
-    """With this tile on the emulator where heads have 64 channels, else with one of GPUs."""
+    """Run `mma`: on the emulator with this tile if heads have 64 channels, else as on an H200."""
 
     def geometry(*sizes: Any, sms: int, most_shared: int, HS: int, serves: int) -> Any:
         return mma_geometry(*sizes, **H200, HS=HS, serves=serves, tile=tile if HS == 64 else None)
@@ -412,7 +421,7 @@ FAMILIES = (
 KERNELS = {name: each for family in FAMILIES for name, each in family.kernels.items()}
 
 
-# --- what is right
+# --- accuracy
 
 
 def assert_right(
@@ -425,7 +434,7 @@ def assert_right(
     starts: Sequence[int] = (),
     window: int | None = None,
 ) -> None:
-    """As accurate as a sequential evaluation in float32, with its roundings to 16 bits if any."""
+    """Assert that `got` is as accurate as `plainly`, compared with the reference in float64."""
     assert got.dtype == qkv.dtype
     rows = Rows(expanded(qkv, heads), lengths, heads, causal, starts)
     own = [part for part in parts(lengths) if part.stop > part.start]
@@ -439,8 +448,10 @@ def assert_right(
 def plainly(
     qkv: Array, n_head: int, causal: bool, xp: Any = np, window: int | None = None
 ) -> Array:
-    """In float32. Rows of 16 bits with two roundings, as tensor cores take no other numbers: of the
-    softmax's weights, exp(s - max), before they are multiplied, and of the result.
+    """Compute attention of one sequence in float32, sum by sum.
+
+    Rows of 16 bits have two roundings to 16 bits: of the softmax's weights exp(s - max), as tensor
+    cores multiply only 16-bit numbers, and of the result.
     """
     if qkv.dtype == np.float32:
         return on_host(plain.attention(xp.asarray(qkv), n_head, causal, xp, window))
@@ -451,7 +462,7 @@ def plainly(
     if causal:
         scores = xp.where(plain.seen(T, window, xp), scores, xp.float32(-np.inf))
     p = xp.exp(scores - scores.max(axis=-1, keepdims=True))
-    # rounded on the host, whatever CuPy knows of bfloat16
+    # rounded on the host, because CuPy may not support bfloat16
     weights = xp.asarray(on_host(p).astype(qkv.dtype).astype(np.float32))
     out = plain.product(weights, v, xp) / plain.running_sum(p, xp)
     return on_host(out.transpose(1, 0, 2).reshape(T, -1)).astype(qkv.dtype)

@@ -1,7 +1,7 @@
-"""One interface over the three places where an operation runs, for the parametrised tests.
+"""One interface to the three places where an operation runs, for parametrized tests.
 
-NumPy arrays in, NumPy arrays out, whether the work is done by the reference, by the kernels' own
-source on the CPU (in three thread orders, under AddressSanitizer), or by the GPU.
+It takes and returns NumPy arrays, whether the reference computes them, the kernels' own source on
+the CPU (in three thread orders, under AddressSanitizer), or the GPU.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class Backend(Protocol):
 
 
 def poisoned(*shape: int) -> Array:
-    """An output in which an element that is never written shows."""
+    """Return an output of NaN, in which an element that is never written shows."""
     return np.full(shape, np.nan, np.float32)
 
 
 class OnDevice:
-    """Operations bound to poisoned outputs; on a GPU each runs twice, with the same bits."""
+    """Operations with poisoned outputs; on a GPU each runs twice and must give the same bits."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -1,4 +1,4 @@
-"""What the tests of the bench share: ceilings, rows of a report, an idle GPU, PyTorch and plots."""
+"""Helpers of the tests of the bench: ceilings, rows of a report, PyTorch, and plots."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ def row(
     error: float = 0.0,
     **changes: Any,
 ) -> BenchRow:
-    """A row of a report; changes: of its fields."""
+    """Return a row of a report. changes: fields to replace."""
     each = Contender(contender, peer, lambda rounds: Captured(lambda: None, ()), work.dtype)
     return replace(reports.row_of(work, Timed(each, us, (error, error)), 3, BEST), **changes)
 
 
 def without_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`bench.run` with given ceilings and versions."""
+    """Let `bench.run` take fixed ceilings and versions instead of measuring them."""
     monkeypatch.setattr("gpt2block.bench.measure.gpu_index", lambda device: 0)
     monkeypatch.setattr(reports, "measured", lambda: BEST)
     monkeypatch.setattr(reports, "_versions", lambda index, more: {"GPU": "none", **more})
 
 
 def torch_modules(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """`gpt2block.bench.torch_peers`; where PyTorch is not installed, with a stand-in for it."""
+    """Import `gpt2block.bench.torch_peers`, with a mock of PyTorch if that is not installed."""
     if find_spec("torch") is None:
         for name in ("torch", "torch.nn", "torch.nn.functional"):
             monkeypatch.setitem(sys.modules, name, MagicMock())
@@ -55,7 +55,7 @@ def torch_modules(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def drawn(draw: Callable[..., None], file: Path, *arguments: Any) -> Any:
-    """The figure that `draw(*arguments, file)` has written."""
+    """Call `draw(*arguments, file)`; return the figure that it has written."""
     pytest.importorskip("matplotlib", reason="drawing needs matplotlib")
     from matplotlib.figure import Figure  # noqa: PLC0415
 

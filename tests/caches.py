@@ -1,6 +1,6 @@
-"""Kv_caches of every dtype, FP8 among them, with grouped queries and without, for tests.
+"""KV caches of every dtype, including FP8, with and without grouped queries, for tests.
 
-FP8 codes are those of ml_dtypes.
+ml_dtypes computes the FP8 codes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gpt2block import reference
 from tests import plain
 
 Array = NDArray[Any]
-Heads = tuple[int, int, int]  # of Q, of K and V, and their channels
+Heads = tuple[int, int, int]  # heads of Q, heads of K and V, channels per head
 FORMATS: dict[str, Any] = {
     "float8_e5m2": ml_dtypes.float8_e5m2,
     "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
@@ -29,14 +29,14 @@ DTYPES: dict[str, Any] = {
 }
 KINDS = (*DTYPES, *FORMATS)
 LARGEST = {"float8_e5m2": 57344.0, "float8_e4m3fn": 448.0}
-NAN = 0x7F  # of either format
+NAN = 0x7F  # a code of NaN in both formats
 
 
 def codes_of(x: Array, kv_dtype: str) -> NDArray[np.uint8]:
-    """By ml_dtypes, which does not saturate: numbers beyond the largest one are limited first."""
+    """Return FP8 codes by ml_dtypes. It does not saturate, so x is limited to the range first."""
     largest = LARGEST[kv_dtype]
     limited = np.clip(x.astype(np.float32), -largest, largest)
-    with np.errstate(invalid="ignore"):  # NaN
+    with np.errstate(invalid="ignore"):  # x may contain NaN
         return np.asarray(limited.astype(FORMATS[kv_dtype]).view(np.uint8))
 
 
@@ -45,19 +45,19 @@ def widened(codes: Array, kv_dtype: str) -> NDArray[np.float32]:
 
 
 def stored(x: Array, kind: str) -> Array:
-    """As a cache of this kind holds it."""
+    """Return x as a cache of this kind stores it."""
     return codes_of(x, kind) if kind in FORMATS else x.astype(DTYPES[kind])
 
 
 def repeated(rows: Array, heads: Heads) -> Array:
-    """K or V (..., KV) with each head as often as it serves heads of Q: (..., Q)."""
+    """Repeat each head of K or V (..., KV) for every head of Q that it serves: (..., Q)."""
     NH, NKV, HS = heads
     each = rows.reshape(*rows.shape[:-1], NKV, HS)
     return np.repeat(each, NH // NKV, axis=-2).reshape(*rows.shape[:-1], NH * HS)
 
 
 def row_width(heads: Heads) -> int:
-    """Channels of a row [Q | K | V]."""
+    """Return the number of channels of a row [Q | K | V]."""
     return (heads[0] + 2 * heads[1]) * heads[2]
 
 
@@ -77,22 +77,22 @@ class Cache(NamedTuple):
         return self._replace(k=change(self.k), v=change(self.v))
 
     def of(self, sequences: Any) -> Cache:
-        """Of these sequences alone."""
+        """Return the cache of these sequences alone."""
         return self._each(lambda half: np.ascontiguousarray(half[sequences]))
 
     def longer(self, n_ctx: int) -> Cache:
-        """With n_ctx positions more, which hold NaN."""
+        """Return the cache with n_ctx more positions, which hold NaN."""
         value = NAN if self.kv_dtype else np.nan
         more = np.full((len(self.k), n_ctx, self.k.shape[2]), value, self.k.dtype)
         return self._each(lambda half: np.concatenate([half, more], axis=1))
 
     def ungrouped(self) -> Cache:
-        """The same with as many heads of K and V as of Q."""
+        """Return the cache with as many heads of K and V as of Q."""
         NH, _, HS = self.heads
         return self._each(lambda half: repeated(half, self.heads))._replace(heads=(NH, NH, HS))
 
     def numbers(self, sequence: int) -> tuple[Array, Array]:
-        """K and V of a sequence with as many heads as Q, in float32."""
+        """Return K and V of a sequence with as many heads as Q, in float32."""
         k, v = (half[sequence] for half in self.ungrouped()[:2])
         if self.kind in FORMATS:
             return widened(k, self.kind), widened(v, self.kind)
@@ -100,7 +100,7 @@ class Cache(NamedTuple):
 
 
 def random_cache(heads: Heads, lengths: list[int], n_ctx: int, kind: str) -> Cache:
-    """Keys and values; NaN where no sequence has any."""
+    """Return random keys and values; positions beyond a sequence's length hold NaN."""
     _, NKV, HS = heads
     x = plain.normal(HS, 2, len(lengths), n_ctx, NKV * HS)
     for b, length in enumerate(lengths):
@@ -110,13 +110,13 @@ def random_cache(heads: Heads, lengths: list[int], n_ctx: int, kind: str) -> Cac
 
 
 def exact(q: Array, k: Array, v: Array, start: int, n_head: int) -> Array:
-    """(T, C), in float64."""
+    """Return attention (T, C) of queries from position `start` on, computed in float64."""
     q, k, v = (a[: start + len(q)].astype(np.float64) for a in (q, k, v))
     return np.asarray(reference.attention_cached(q, k, v, start, n_head))
 
 
 def plainly(q: Array, k: Array, v: Array, start: int, n_head: int) -> Array:
-    """As plain.attention, with queries that begin at a position."""
+    """Compute `plain.attention` for queries from position `start` on."""
     T, C = q.shape
     n = start + T
     heads = [a.astype(np.float32).reshape(-1, n_head, C // n_head) for a in (q, k[:n], v[:n])]
@@ -129,6 +129,9 @@ def plainly(q: Array, k: Array, v: Array, start: int, n_head: int) -> Array:
 
 
 def assert_right(got: Array, q: Array, held: Cache, sequence: int, start: int) -> None:
-    """As accurate as a sequential evaluation in float32; q (T, Q), at positions from start on."""
+    """Assert that `got` is as accurate as a sequential evaluation in float32.
+
+    q: (T, Q), at positions from `start` on.
+    """
     given = q, *held.numbers(sequence), start, held.heads[0]
     plain.assert_as_accurate(got, exact(*given), plainly(*given))

@@ -30,7 +30,7 @@ def dies(send: Send) -> None:
 
 
 def judges(send: Send, chunk: Sequence[KernelFile], *_: object) -> None:
-    """Judge every kernel right, except that a file can name another end of its check."""
+    """Judge every kernel right, except that `dies.cu` ends the process and `hangs.cu` hangs."""
     from gpt2block.mine.folder import Judged  # noqa: PLC0415  (slow to import)
 
     for entry in chunk:

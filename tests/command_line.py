@@ -1,4 +1,4 @@
-"""`gpt2block` in this process: its exit code, what it prints, and the line of an error."""
+"""Run `gpt2block` commands in this process, with their exit code, output and error line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gpt2block import cli
 
 
 class Ended(NamedTuple):
-    """A finished command."""
+    """A finished command: its exit code, standard output and standard error."""
 
     code: Any
     out: str
@@ -26,7 +26,7 @@ class Ended(NamedTuple):
 
     @property
     def error(self) -> str:
-        """What a command says that is refused: one line, and exit code 2."""
+        """The message of a refused command, which must be one line, with exit code 2."""
         assert (self.code, self.out) == (2, "")
         assert self.err.startswith("error: ")
         assert self.err.endswith("\n")
@@ -49,12 +49,12 @@ def gpt2block(*arguments: object, stdin: bytes | None = None) -> Ended:
     finally:
         sys.stdin = before
         for number, handler in handlers.items():
-            if signal.getsignal(number) is not handler:  # `serve` ends on its own
+            if signal.getsignal(number) is not handler:  # `serve` installs its own handlers
                 signal.signal(number, handler)
 
 
 def printed(*arguments: object) -> str:
-    """What a command prints that succeeds without a word on stderr."""
+    """Return the output of a command that must succeed and write nothing to stderr."""
     ended = gpt2block(*arguments)
     assert (ended.code, ended.err) == (0, "")
     return ended.out

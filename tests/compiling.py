@@ -1,4 +1,4 @@
-"""What NVRTC says of a kernel file, for many architectures and constants at once; no GPU needed."""
+"""Compile kernel files with NVRTC for many architectures and constants; no GPU is needed."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ for line in sys.stdin:
 
 
 class Compiler:
-    """Compiles in another process, and in a fresh one after a few files.
+    """Compile in another process, which is replaced by a fresh one after MOST files.
 
-    As users compile: what ptxas makes of a kernel at the limit of its registers was seen to depend,
-    rarely, on compiles before it in the process. A kernel that spills is therefore compiled again
-    in a fresh one. The import of CuPy takes as long as a small file.
+    Earlier compiles in a process were seen to change, rarely, whether ptxas spills registers of a
+    kernel at the limit. A kernel that spills is therefore compiled again in a fresh process, as
+    users compile it. A process compiles many files, as importing CuPy takes as long as a small one.
     """
 
     MOST = 100
@@ -43,7 +43,10 @@ class Compiler:
         self._left = 0
 
     def compile(self, job: Job, kernel: str | None = None) -> tuple[list[str], str]:
-        """The kernels found, and the compiler's log; kernel: the only one to compile."""
+        """Return the names of the kernels in the cubin, and the compiler's log.
+
+        kernel: the only kernel to compile; None: all of the file.
+        """
         if self._process is None or self._left == 0:
             self.close()
             self._process = subprocess.Popen(
@@ -60,13 +63,13 @@ class Compiler:
         line = stdout.readline()
         assert line, (job, self.close())
         there, log = json.loads(line)
-        if SPILLS.search(log) and self._left < self.MOST - 1:  # perhaps of what came before
+        if SPILLS.search(log) and self._left < self.MOST - 1:  # perhaps due to earlier compiles
             self.close()
             return self.compile(job, kernel)
         return there, log
 
     def close(self) -> str:
-        """End the process, and return what it has written to stderr."""
+        """End the process; return its output on stderr."""
         process, self._process = self._process, None
         return process.communicate()[1] if process else ""
 
@@ -76,10 +79,10 @@ atexit.register(COMPILER.close)
 
 
 def assert_clean(jobs: Sequence[Job], only: Sequence[str] = (), most_registers: int = 255) -> None:
-    """Every kernel of every file is there, without spills, and the compiler warns of nothing.
+    """Assert that every kernel of every file compiles without spills and without warnings.
 
-    only: of each job the kernel that its constants are for, where the file's others may spill: no
-    other one is compiled. most_registers: of a thread.
+    only: for each job, the only kernel to compile, if its constants would let other kernels of the
+    file spill. most_registers: limit per thread.
     """
     pytest.importorskip("cupy", reason="compiling needs CuPy and NVRTC")
     for job, kernel in dict.fromkeys(zip(jobs, chain(only, repeat("")), strict=False)):
@@ -94,7 +97,7 @@ def assert_clean(jobs: Sequence[Job], only: Sequence[str] = (), most_registers: 
         assert all(n <= most_registers for n in registers), (job, registers)
         assert "instructions are serialized" not in log, job
         warnings = [line for line in log.splitlines() if "warning" in line]
-        if kernel:  # constants of the others
+        if kernel:  # constants of the file's other kernels are unused
             warnings = [w for w in warnings if "never referenced" not in w and "Remark" not in w]
-        # CUDA 12.9 announces by itself that sm_70 will go; nothing else may be said.
+        # CUDA 12.9 always announces that sm_70 will be removed; no other warning may appear.
         assert all(job[1] == "sm_70" and "Architectures prior to" in line for line in warnings), job

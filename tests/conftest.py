@@ -18,7 +18,7 @@ from tests.devices import device, small_blocks  # noqa: F401  (fixtures of every
 from tests.gpus import context_problem
 
 PROGRAMS = "GPT2BLOCK_CPU_CUDA_CACHE"
-ON_GPU = pytest.StashKey[int]()  # the number of tests that are deselected without --gpu
+ON_GPU = pytest.StashKey[int]()  # number of tests that are deselected without --gpu
 
 hypothesis.settings.register_profile(
     "repeatable", derandomize=True, deadline=None, max_examples=25, database=None
@@ -28,7 +28,7 @@ hypothesis.settings.load_profile("repeatable")
 
 @pytest.fixture(scope="session")
 def smollm2_files() -> Path:
-    """The folder of SmolLM2. Skips the test where it is not installed."""
+    """Return the folder of SmolLM2's files; skip the test if they are not installed."""
     from gpt2block import CheckpointError  # noqa: PLC0415
     from gpt2block.checkpoints.locating import find_smollm2  # noqa: PLC0415
 
@@ -51,28 +51,30 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Programs started by tests can be interrupted, also where a shell runs the tests with `&`.
+    """Prepare the environment of the tests and of the programs that they start.
 
-    All processes share what g++ compiles for the emulator. With --gpu a machine without a usable
-    device is a failure, never a silent skip.
+    Such programs can be interrupted, even if a shell runs the tests in the background with `&`. All
+    processes share the emulator programs that g++ compiles. With --gpu, a machine without a usable
+    device is an error, never a silent skip.
     """
     if PROGRAMS not in os.environ:
         os.environ[PROGRAMS] = temporary_folder(config)
     if config.getoption("numprocesses", None) and os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
-        # Hundreds of programs would compile the package again. Not beside the sources: another
-        # session may have others, written in the same second, as those of tools/planted_bugs.py.
+        # Cache byte code, or hundreds of programs compile the package again. Use a separate folder:
+        # next to the sources, Python would reuse byte code of a source that was edited in the same
+        # second, as tools/planted_bugs.py does.
         os.environ.update(PYTHONPYCACHEPREFIX=temporary_folder(config))
     os.environ.pop("COLUMNS", None)  # tables have their usual width
-    os.unsetenv("COLUMNS")  # readline, which pytest imports, sets it past os.environ
+    os.unsetenv("COLUMNS")  # pytest imports readline, which sets it without os.environ
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if config.getoption("numprocesses", None):  # workers share the cores, and read it at start
+    if config.getoption("numprocesses", None):  # workers share the cores; OpenBLAS reads it once
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    if hasattr(config.option, "loadscopereorder"):  # files in order: those that wait come early
+    if hasattr(config.option, "loadscopereorder"):  # keep the order: tests that wait come early
         config.option.loadscopereorder = False
     if config.getoption("--failures") and not is_worker(config):
         config.pluginmanager.register(Failures(Path(config.getoption("--failures"))))
-    if config.getoption("--quick"):  # collecting the other files would take most of the time
+    if config.getoption("--quick"):  # collecting all other files would take most of the time
         config.args[:] = sorted({test.partition("::")[0] for test in quick_tests()})
     if config.getoption("--gpu"):
         from gpt2block import doctor  # noqa: PLC0415
@@ -83,38 +85,38 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def quick_tests() -> set[str]:
-    """Return the ids, or their beginnings, of the tests of --quick."""
+    """Return ids of the tests that --quick runs; an id without parameters stands for all cases."""
     return {bug.test for bug in planted_bugs.read_bugs() if bug.quick}
 
 
 def is_of(nodeid: str, test: str) -> bool:
-    """Return whether a test has this id, or is a case of a function or file with this id."""
+    """Return whether `nodeid` is the id `test`, or a case of the function or file `test`."""
     return nodeid == test or nodeid.startswith((f"{test}[", f"{test}::"))
 
 
 def keep(
     config: pytest.Config, items: list[pytest.Item], chosen: Callable[[pytest.Item], bool]
 ) -> None:
-    """Deselect the other tests."""
+    """Deselect all tests that `chosen` does not accept."""
     others = [item for item in items if not chosen(item)]
     items[:] = [item for item in items if chosen(item)]
     config.hook.pytest_deselected(items=others)
 
 
 def temporary_folder(config: pytest.Config) -> str:
-    """A folder that is removed at the end of the session."""
+    """Create a folder that is removed at the end of the session."""
     folder = tempfile.mkdtemp(prefix="gpt2block-tests-")
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     return folder
 
 
 def is_worker(config: pytest.Config) -> bool:
-    """Whether this is a process of pytest-xdist that runs tests for another one."""
+    """Return whether this process is a worker of pytest-xdist."""
     return hasattr(config, "workerinput")
 
 
 class Failures:
-    """Appends each failure to a file when it is reported, as a run may be killed before its end."""
+    """Append each failure to a file as soon as it is reported, in case the run is killed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -147,7 +149,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """The processes of pytest-xdist collect the same tests; the one that reports collects none."""
+    """Take the number of deselected GPU tests from a worker: the main process collects no tests."""
     node.config.stash[ON_GPU] = getattr(node, "workeroutput", {}).get("on_gpu", 0)
 
 
@@ -163,7 +165,7 @@ def pytest_terminal_summary(
 
 
 def part_of(items: list[pytest.Item], part: str) -> list[pytest.Item]:
-    """Part "I/N": every N-th test, from the I-th one on, so that all parts take as long."""
+    """Return part "I/N": every N-th test from the I-th on, so that all parts take about as long."""
     number, _, parts = part.partition("/")
     if not (number.isdecimal() and parts.isdecimal() and 0 < int(number) <= int(parts)):
         raise pytest.UsageError(f"--part: expected I/N, as in 1/2, got {part!r}")
@@ -174,9 +176,10 @@ def part_of(items: list[pytest.Item], part: str) -> list[pytest.Item]:
 def pytest_runtest_makereport(
     item: pytest.Item,
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """End the process after a failure that its CUDA context does not survive.
+    """End the process after a failure that leaves its CUDA context unusable.
 
-    All later tests would fail in it. pytest-xdist reports the test and starts another process.
+    All later tests of this process would fail. pytest-xdist reports the failed test and starts
+    another worker.
     """
     report = yield
     if report.failed and "gpu" in item.keywords and item.config.getoption("--gpu"):
@@ -186,7 +189,7 @@ def pytest_runtest_makereport(
             if not is_worker(item.config):
                 pytest.exit(f"{message}\n{report.longreprtext}", returncode=3)
             os.write(2, f"{message}\n".encode())
-            if path := item.config.getoption("--failures"):  # this report is lost otherwise
+            if path := item.config.getoption("--failures"):  # os._exit below loses this report
                 with Path(path).open("a") as file:
                     file.write(f"{message}\n{report.longreprtext}\n\n")
             os._exit(3)
@@ -195,11 +198,12 @@ def pytest_runtest_makereport(
 
 @pytest.fixture
 def fewer_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user's kernel runs forward alone, with and without the search for races, at other sizes.
+    """Reduce the emulated runs with which a user's kernel is judged.
 
-    At an operation's small sizes it also runs in the other orders, without optimisation and after
-    other launches. It does not run at the sizes that a GPU times. That takes most of the time at
-    large sizes, and finds nothing more there.
+    At an operation's small sizes all runs remain: every thread order, without optimisation, and
+    after other launches. At other sizes the kernel runs only forward, with and without the search
+    for races. The sizes that a GPU times are left out. The omitted runs take most of the time at
+    large sizes, and find nothing more there.
     """
     from gpt2block.mine import on_cpu  # noqa: PLC0415
 
@@ -214,7 +218,7 @@ def fewer_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def data() -> Path:
-    """The folder of test data that is not part of the project: $GPT2BLOCK_DATA."""
+    """Return $GPT2BLOCK_DATA, the folder of test data outside the project; skip if not set."""
     folder = os.environ.get("GPT2BLOCK_DATA")
     if not folder or not Path(folder).is_dir():
         pytest.skip("GPT2BLOCK_DATA names no folder of test data")

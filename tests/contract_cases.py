@@ -1,6 +1,6 @@
 """Calls that a contract refuses: an array of a wrong type, dtype, shape, order or place in memory.
 
-A call that fits is made of sizes and options (`Example`); each case changes one of its arrays.
+An `Example` gives the sizes and options of a valid call; each case changes one of its arrays.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from gpt2block.weights.matrix import WeightMatrix
 
 
 class Example(NamedTuple):
-    """Sizes of letters, which have leading axes (2,), and options of a call that fits.
+    """Sizes and options of a valid call. sizes: size of each letter of the contract; "..." is (2,).
 
-    dtype: of arrays whose kind has several.
+    dtype: dtype of arrays for which the contract allows several.
     """
 
     sizes: Mapping[str, int]
@@ -28,7 +28,7 @@ class Example(NamedTuple):
 
 
 class Case(NamedTuple):
-    """A call to be refused with a message about one of these arrays."""
+    """A call to be refused. names: arrays of which the message must name one."""
 
     label: str
     inputs: tuple[Any, ...]
@@ -46,7 +46,7 @@ def dtype_of(entry: Entry, example: Example) -> str:
 
 
 def zeros(entry: Entry, example: Example, shape: tuple[int, ...]) -> Any:
-    """An array, or of a matrix (K, N) the WeightMatrix with layout "NK"."""
+    """Return an array of zeros; for a matrix (K, N), a WeightMatrix with layout "NK"."""
     dtype = dtype_of(entry, example)
     if entry.kind in MATRICES:
         return WeightMatrix(cupy.zeros(shape[::-1], dtype), dtype, None, "NK")
@@ -87,7 +87,7 @@ def cases(contract: Contract, example: Example) -> Iterator[Case]:
 
 
 def _overlaps(contract: Contract, example: Example, arrays: list[Any]) -> Iterator[Case]:
-    """The first output in the memory of each input of its dtype, from its second element on."""
+    """Yield calls whose first output overlaps an input of its dtype, from the second element on."""
     written = contract.outputs[0]
     if written.name in {entry.name for entry in contract.inputs} or written.kind == "two_part":
         return

@@ -1,6 +1,7 @@
-"""The devices that one test runs on: the CPU emulator in three thread orders, and a GPU.
+"""Devices that a test runs on: the CPU emulator in three thread orders, and a GPU.
 
-A test takes `device`, which is CuPy or its stand-in, and calls operations the same way on all.
+A test takes the fixture `device`, which is CuPy or its substitute for the emulator, and calls
+operations in the same way on every device.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ Array = NDArray[Any]
 ON_CPU = [pytest.param(order, id=f"emulator-{order}") for order in emulator.ORDERS]
 EVERYWHERE = [*ON_CPU, pytest.param("gpu", marks=pytest.mark.gpu)]
 GPU = EVERYWHERE[-1]
-SOMEWHERE = ["shuffled", GPU]  # for tests of which one thread order is enough
+SOMEWHERE = ["shuffled", GPU]  # for tests that need only one thread order
 every_device = pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 one_order = pytest.mark.parametrize("device", SOMEWHERE, indirect=True)
 on_gpu = pytest.mark.parametrize("device", [GPU], indirect=True)
-# By name, for tests with hypothesis, which takes no fixtures, and for helpers.
+# Devices as names `where`: for helpers, and for tests with hypothesis, which takes no fixtures.
 ORDERS = [pytest.param(order, id=f"cpu-{order}") for order in emulator.ORDERS]
 in_every_order = pytest.mark.parametrize("where", ORDERS)
 on_every_device = pytest.mark.parametrize("where", [*ORDERS, GPU])
@@ -46,10 +47,10 @@ FEW_THREADS = 64
 
 
 def combinations(*, times: int = 2, **axes: Sequence[Any]) -> pytest.MarkDecorator:
-    """`device` and other parameters: on a GPU all combinations, on the emulator a part of them.
+    """Parametrize `device` and these axes: all combinations on a GPU, a part on the emulator.
 
-    There each one may be a program to compile. Each value of the longest axis is taken twice, or so
-    many times, with the others in turn: with different values of each of them.
+    Each combination may be a program for the emulator to compile. There each value of the longest
+    axis appears `times` times, each time with other values of the other axes.
     """
     values = list(axes.values())
     longest = max(map(len, values))
@@ -77,7 +78,7 @@ def combinations(*, times: int = 2, **axes: Sequence[Any]) -> pytest.MarkDecorat
 
 @contextmanager
 def quick(small_blocks: bool) -> Iterator[None]:
-    """What takes the emulator long and changes no bit: see `running_on`."""
+    """Reduce work that takes the emulator long and changes no bit of a result: see `running_on`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recording, "RUNS", 2)
         if small_blocks:
@@ -90,11 +91,12 @@ def quick(small_blocks: bool) -> Iterator[None]:
 
 @contextmanager
 def running_on(name: str, multiprocessors: int = 4, *, small_blocks: bool = True) -> Iterator[Any]:
-    """CuPy, or its stand-in with a thread order by name; skips where g++ is missing.
+    """Yield CuPy for "gpu", else its substitute with thread order `name`; skip if g++ is missing.
 
-    multiprocessors: of the emulated device. small_blocks: of kernels of one row, which have 512 or
-    1024 threads for the rows of large models; tests of the operations show that their bits do not
-    depend on it. The emulator runs a step that is timed alone twice, the least.
+    multiprocessors: number of the emulated device. small_blocks: use small blocks in kernels with
+    one row per block, which otherwise have 512 or 1024 threads, as rows of large models need. Tests
+    of the operations show that no bit depends on the block size. When single steps are timed, the
+    emulator runs each one only twice, the minimum.
     """
     if name != "gpu" and (problem := emulator.missing()):
         pytest.skip(problem)
@@ -113,13 +115,13 @@ def device(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 @pytest.fixture
 def small_blocks(device: Any) -> Iterator[None]:
-    """For tests of models on `device`: as in `running_on`."""
+    """Use small blocks, as `running_on` does, in tests of models on `device`."""
     with quick(True) if cuda.replaced() else nullcontext():
         yield
 
 
 def moved(host: NDArray[Any], offset: int) -> Any:
-    """A copy on the current device, `offset` elements after a multiple of 512 bytes."""
+    """Return a copy on the current device, `offset` elements after a multiple of 512 bytes."""
     memory = np.concatenate([np.zeros(offset, host.dtype), host.ravel()])
     return cuda.cupy.asarray(memory)[offset:].reshape(host.shape)
 
@@ -138,10 +140,10 @@ def outputs(
     multiprocessors: int = H200,
     **options: Any,
 ) -> list[NDArray[Any]]:
-    """The output of a bound operation on copies of NumPy arrays, and its extra outputs.
+    """Run an operation on copies of NumPy arrays; return its output and its extra outputs.
 
-    out: what the output holds before; None computes in place. No input may change. On a GPU the
-    operation runs twice and must give the same bits.
+    out: initial values of the output; None computes in place. No other input may change. On a GPU
+    the operation runs twice and must give the same bits.
     """
     runs = []
     with running_on(where, multiprocessors, small_blocks=False) as cupy:
@@ -163,7 +165,7 @@ def outputs(
 
 
 def set_attributes(monkeypatch: pytest.MonkeyPatch, **attributes: int) -> None:
-    """What the emulated device says of itself; a GPU keeps its own attributes."""
+    """Replace attributes of the emulated device; a GPU keeps its own ones."""
     if cuda.replaced():
         known = cuda.cupy.ATTRIBUTES | attributes
         monkeypatch.setattr(cuda_arrays, "_attribute", lambda _, name: known[name])
@@ -174,7 +176,7 @@ BARRIER = "__syncthreads();"
 
 @contextmanager
 def with_source(source: Source) -> Iterator[None]:
-    """Let the emulator run this source in the place of the shipped one of its name."""
+    """Let the emulator run this source instead of the shipped source of the same name."""
     shipped = Source.shipped
     chosen = staticmethod(lambda name: source if name == source.name else shipped(name))
     kernels._function.cache_clear()
@@ -190,9 +192,10 @@ def with_source(source: Source) -> Iterator[None]:
 def assert_barriers_show(
     file: str, run: Callable[[loader.Order], Sequence[Array]], barriers: int = 1, header: str = ""
 ) -> None:
-    """Without any one of the barriers of a file, `run` gives others or fails in one thread order.
+    """Assert that each barrier is needed: without it some thread order fails or changes outputs.
 
-    run: the outputs on the emulator in a thread order. header: the one that has the barriers.
+    run: computes the outputs on the emulator in a thread order. barriers: their number in `file`,
+    or in the header `header` if that is given.
     """
     if problem := emulator.missing():
         pytest.skip(problem)
@@ -204,7 +207,7 @@ def assert_barriers_show(
     def shows(order: loader.Order) -> bool:
         try:
             got = run(order)
-        except ShimError:  # went out of bounds
+        except ShimError:  # an access out of bounds
             return True
         return not all(map(np.array_equal, got, right))
 

@@ -1,4 +1,4 @@
-"""`generate`, `stream` and `Run` with keywords, as tests write them."""
+"""`generate`, `stream` and `Run` with options given as keywords, which is shorter in tests."""
 
 from __future__ import annotations
 

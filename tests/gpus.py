@@ -1,4 +1,4 @@
-"""GPUs that launches are worked out for where there is none, and what tests ask of one."""
+"""GPUs for which tests compute launches without having them, and requirements of tests on GPUs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gpt2block.ops.products import HOPPER_CAPABILITY, MMA_CAPABILITY
 
 
 class Gpu(TypedDict):
-    """Multiprocessors, and bytes of shared memory that a block may ask for."""
+    """Number of multiprocessors, and bytes of shared memory that a block may request."""
 
     sms: int
     most_shared: int
@@ -32,9 +32,9 @@ GPUS = (("sm_80", A100), ("sm_90", H200), ("sm_120", RTX))
 
 
 def cupy_with(capability: int = MMA_CAPABILITY) -> ModuleType:
-    """CuPy, where the current GPU has mma.sync; with HOPPER_CAPABILITY where it has wgmma.
+    """Return CuPy, or skip the test if the device lacks mma.sync, or wgmma for HOPPER_CAPABILITY.
 
-    The emulated device has mma.sync.
+    The emulated device has mma.sync, but not wgmma.
     """
     there = int(cupy.cuda.Device().compute_capability)
     if there < capability:
@@ -45,16 +45,16 @@ def cupy_with(capability: int = MMA_CAPABILITY) -> ModuleType:
     return module
 
 
-WAIT_S = 10.0  # for memory that tests of other processes use
-MARGIN = 2 << 30  # bytes left for the other tests
+WAIT_S = 10.0  # seconds to wait until tests of other processes free memory
+MARGIN = 2 << 30  # bytes left for tests of other processes
 _lock = Path(tempfile.gettempdir()) / "gpt2block-tests-device-memory.lock"
 
 
 @contextmanager
 def large_memory(nbytes: int) -> Iterator[None]:
-    """For a test that allocates many GB: one at a time, of all processes on this machine.
+    """Reserve memory for a test that allocates many GB; no other process may do so meanwhile.
 
-    Skips the test where the GPU has less memory, or tests of other processes use too much of it.
+    Skip the test if the GPU has too little memory, or if tests of other processes use too much.
     """
     pool = cupy.get_default_memory_pool()
     if cupy.cuda.Device().mem_info[1] < nbytes + MARGIN:
@@ -80,12 +80,12 @@ SPIN = """extern "C" __global__ void spin(long long cycles) {
 
 
 def busy(ms: int = 50) -> None:
-    """Keep CuPy's current stream busy for about so long: work that does not wait comes first."""
+    """Keep CuPy's current stream busy for about `ms`; work that does not wait for it runs first."""
     cupy.RawKernel(SPIN, "spin")((1,), (1,), (np.int64(ms * 2_000_000),))
 
 
 def context_problem() -> str | None:
-    """Why no later call of CUDA can succeed in this process, or None: errors that are sticky."""
+    """Return the sticky error after which no CUDA call of this process succeeds, or None."""
     try:
         cupy.cuda.Device().synchronize()
         assert cupy.zeros(1, "int32").get().tolist() == [0]

@@ -28,7 +28,7 @@ class Done(Future[Any]):
 
 
 class InlineClient:
-    """One worker with one thread. tries: the shards' numbers, one for each attempt."""
+    """A client with one worker of one thread. tries: the number of the shard of each attempt."""
 
     status, dashboard_link = "running", "nowhere"
 
@@ -59,7 +59,7 @@ class InlineClient:
         return ended
 
     def cancel(self, futures: Any, force: bool) -> None:
-        """Nothing is in flight."""
+        """Do nothing: every call has already finished."""
 
 
 def use(patch: pytest.MonkeyPatch) -> InlineClient:

@@ -1,4 +1,4 @@
-"""The geometry of a launch that a variant makes for a job, without a device."""
+"""Geometry of the launch that a variant makes for a job, computed without a device."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from gpt2block.ops.operation import Variant
 
 
 def stub(dtype: str = "float32", shape: tuple[int, ...] = (1,), address: int = 512) -> Any:
-    """Stands for an array on the device, which no launch reads."""
+    """Return a substitute for an array on the device; no launch reads its values."""
     kind, data = np.dtype(dtype), SimpleNamespace(ptr=address)
     size = math.prod(shape)
     return SimpleNamespace(dtype=kind, itemsize=kind.itemsize, shape=shape, size=size, data=data)
 
 
 def geometry_of(variant: Variant, job: Any) -> Geometry:
-    """Kernel, grid, block, shared memory and defines of the variant's one launch."""
+    """Return kernel, grid, block, shared memory and defines of the variant's only launch."""
 
     def load(file: str, name: str, defines: kernels.Defines = ()) -> Any:
         assert file == variant.file

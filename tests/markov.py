@@ -1,4 +1,4 @@
-"""A fast, predictable replacement for a GPT-2: a table of logits by the last token.
+"""A fast, predictable replacement for GPT-2: a table that gives logits for the last token.
 
 It asserts the requirements of a real engine: sequences of 1 to n_ctx tokens, ids in the vocabulary,
 no step of a row whose cache is full.
@@ -20,8 +20,8 @@ from gpt2block.run.model import CacheKind, Floats, Ids, Output, Sampled, Start, 
 from gpt2block.sampling import Sampling, unpacked
 
 END = "<|endoftext|>"
-# A conversation with a character for each role, and a line for each message. It reads names, calls
-# of functions and a variable, too.
+# A chat template with one line per message: the first letter of the role, then the content. It also
+# reads names, function calls and a variable.
 LINES = ChatTemplate(
     "{{ style }}{% for m in messages %}{{ m.role[0] }}{{ m.name }}"
     "{% for call in m.tool_calls %}{{ call.function.name }}{% endfor %}"
@@ -40,7 +40,7 @@ def log_softmax(logits: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
 def cycle(vocab_size: int, by: float = 40.0) -> Floats:
     """Return logits (V, V) with which token i + 1 almost certainly follows token i.
 
-    by: what its logit is above the others; with 10, another one is drawn once in a hundred times.
+    by: how far its logit is above all others; with 10, another token is drawn about once in 100.
     """
     return by * np.roll(np.eye(vocab_size, dtype=np.float32), 1, axis=1)
 
@@ -60,7 +60,10 @@ def byte_encoding(*merges: bytes, end: bool = True) -> tiktoken.Encoding:
 
 
 class MarkovEngine:
-    """table: logits (V, V). script: for each row, the tokens that decoding returns instead."""
+    """An engine with logits `table` (V, V) by the last token.
+
+    script: for each row, the tokens that decoding returns instead of drawing them.
+    """
 
     nbytes = 0
 
@@ -71,7 +74,7 @@ class MarkovEngine:
         self.config = GPT2Config(n_layer=1, n_head=1, n_embd=4, n_ctx=n_ctx, vocab_size=len(table))
         self.table = table
         self.script = script
-        self.start_up: Iterable[tuple[int, int]] = ()  # parts of it
+        self.start_up: Iterable[tuple[int, int]] = ()  # yielded by MarkovDecoding.start_up
         self.batches: list[list[int]] = []  # lengths of the sequences in each call
         self.decodings: list[MarkovDecoding] = []
         self.restarts: list[tuple[int, list[int]]] = []
@@ -127,7 +130,10 @@ class MarkovEngine:
 
 
 class MarkovDecoding:
-    """sampling: of the sequences in the order of their first starts. Odd tokens were guessed."""
+    """Decoding with the table. sampling: of each sequence, in the order of their first starts.
+
+    With `speculate`, odd tokens are reported as guessed.
+    """
 
     def __init__(
         self, engine: MarkovEngine, slots: int, n_ctx: int, speculate: bool = False

@@ -1,8 +1,8 @@
 """Every kernel of LayerNorm, RMSNorm and softmax behind one call, for tests/test_norm_laws.py.
 
-A kernel makes rows of rows x (..., C), with vectors (C,) such as gamma and beta. A new one is a
-line of `KERNELS`; what is special to it, such as a residual or a mask, is tested in the file of its
-operation.
+A kernel computes rows from rows x (..., C), with vectors (C,) such as gamma and beta. A new kernel
+needs a line in `KERNELS`; special features, such as a residual or a mask, are tested in the file of
+its operation.
 """
 
 from __future__ import annotations
@@ -29,16 +29,18 @@ from tests.devices import GPU, H200, outputs
 
 Array = NDArray[Any]
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
-PAIRS = [(x, out) for out in DTYPES for x in dict.fromkeys((out, "float32"))]  # of narrow: x, out
+# dtypes (x, out) that variant `narrow` supports
+PAIRS = [(x, out) for out in DTYPES for x in dict.fromkeys((out, "float32"))]
 EPS = 1e-5
 NUMPY = "numpy"  # the reference, in the dtype of x
 
 
 class Shape(NamedTuple):
-    """Rows of C values and how they are computed, which may be a program of its own.
+    """Length C of rows and settings of their computation; each Shape may need its own program.
 
-    sms: multiprocessors of an emulated GPU; with 0 of them, few rows are as many as a GPU computes
-    at once: a row gets a warp, or a team several rows. apart: values between rows. block: threads.
+    sms: multiprocessors of an emulated GPU. 0: even few rows are computed as rows that fill a GPU,
+    with one warp per row or several rows per warp. apart: values between rows. block: threads per
+    row.
     """
 
     C: int
@@ -55,9 +57,9 @@ class Shape(NamedTuple):
 class Kernel:
     """A variant of an operation. dtype: of x, and of the vectors if they are not float32.
 
-    shapes: those on which the kernel must be right; the first two are those of most laws. in_place:
-    out may be x. alone: how a row is added up depends on no other one, whatever the GPU. widths: C
-    of rows on a GPU, and the numbers of rows.
+    shapes: shapes on which the kernel must be right; most laws use the first two. vectors: their
+    number. in_place: whether out may be x. alone: whether the order of additions in a row depends
+    neither on other rows nor on the GPU. widths: C of rows on a GPU -> numbers of rows to try.
     """
 
     operation: Operation
@@ -80,7 +82,7 @@ class Kernel:
 
     @property
     def one_pass(self) -> bool:
-        """Whether the variance is E[x²] - E[x]², which a large mean leaves without digits."""
+        """Whether the variance is E[x²] - E[x]², which loses all digits if the mean is large."""
         return self.variant in ("4", "5", "optimized")
 
     @property
@@ -92,7 +94,7 @@ class Kernel:
         return {**self.attrs, "variant": self.variant}
 
     def inputs(self, *shape: int) -> list[Array]:
-        """x of this shape, and the vectors."""
+        """Return x of this shape, and the vectors."""
         x = plain.normal(0, *shape) * np.float32(3 if self.operation is SOFTMAX else 1)
         dtype = "float32" if self.variant == NARROW else self.dtype
         vectors = [plain.normal(seed, shape[-1]) for seed in range(1, self.vectors + 1)]
@@ -106,9 +108,10 @@ class Kernel:
         in_place: bool = False,
         **options: Any,
     ) -> list[Array]:
-        """The result, then what else the kernel gives. On a GPU twice, with the same bits.
+        """Run the kernel; return its result and its extra outputs.
 
-        where: a thread order of the emulator, or "gpu". shape: all but its C.
+        A GPU runs it twice and must give the same bits. where: a thread order of the emulator, or
+        "gpu". shape: settings of the computation; its C is ignored.
         """
         x = arrays[0]
         assert x is not None
@@ -134,7 +137,7 @@ class Kernel:
     def plainly(
         self, x: Array, *vectors: Array | None, eps: float = EPS, causal: bool = False
     ) -> list[Array]:
-        """In float32, each sum one term after the other: the result, mean and rstd."""
+        """Return result, mean and rstd in float32, with each sum added term by term."""
         x, C = x.astype(np.float32), np.float32(x.shape[-1])
         if self.operation is SOFTMAX:
             seen = np.tri(x.shape[-1], dtype=bool) if causal else np.True_
@@ -160,7 +163,9 @@ class Kernel:
     def assert_right(
         self, got: Sequence[Array], x: Array, *vectors: Array | None, **attrs: Any
     ) -> None:
-        """Each output errs at most twice as much as the plain evaluation in its dtype."""
+        """Assert that each output errs at most twice as much as the plain evaluation, stored in the
+        output's dtype.
+        """
         result, *statistics = got
         assert result.dtype == DTYPES[self.out]
         expected, *plain_statistics = self.plainly(x, *vectors, **attrs)
@@ -197,8 +202,9 @@ def layernorms() -> Iterator[tuple[str, Kernel]]:
             Kernel(variant=n, shapes=shapes(48, 300, 1, 3, 31, 65, 768), widths=widths, **every),
         )
     six = {
-        # 16 threads a row, four of them idle; two warps, with two rows a block; one element a load;
-        # the last vector not full; rows that are read again
+        # Shape(48): 16 threads per row, four of them idle. 768: two warps per row, two rows per
+        # block. 37: one element per load. 772: the last vector is not full. 8196: rows are read
+        # again.
         "float32": [Shape(48), Shape(768, block=128), *shapes(37, 772, 8196)],
         "float16": shapes(768, 16392),
         "bfloat16": shapes(768),
@@ -210,11 +216,11 @@ def layernorms() -> Iterator[tuple[str, Kernel]]:
         )
     narrow = {
         "float32-float32": shapes(48, 768),
-        # one element a load, two warps a row; rows in turn; several warps a row
+        # 1111: one element per load, two warps per row. 1600: each warp takes several rows.
         "float32-float16": [*shapes(768, 1111), Shape(1600, sms=0)],
         "float32-bfloat16": [Shape(768), Shape(300, sms=0)],
-        "float16-float16": [Shape(768), Shape(300, sms=0)],  # 4 elements a load
-        # 8 threads a row, two of them idle
+        "float16-float16": [Shape(768), Shape(300, sms=0)],  # 300: 4 elements per load
+        # 48: 8 threads per row, two of them idle
         "bfloat16-bfloat16": [Shape(48), *shapes(768, 1600, sms=0), Shape(768)],
     }
     widths = {C: (1, 17, 33) if C < 5000 else (5,) for C in lengths if C <= 16384}
@@ -226,7 +232,7 @@ def layernorms() -> Iterator[tuple[str, Kernel]]:
                 variant=NARROW, shapes=narrow[name], dtype=x, out_dtype=out, widths=widths, **every
             ),
         )
-    # Rows that fill blocks, and those that do not, with loads of 1, 2 and 4 values.
+    # Rows that fill blocks and rows that do not, with loads of 1, 2 and 4 values.
     decode = [Shape(48), Shape(132, sms=1), *shapes(1, 6, 128, 1100)]
     yield "decode", Kernel(variant=DECODE, shapes=decode, **every)
     yield NUMPY, Kernel(variant=NUMPY, shapes=shapes(48, 768), **every)
@@ -235,12 +241,12 @@ def layernorms() -> Iterator[tuple[str, Kernel]]:
 def rmsnorms() -> Iterator[tuple[str, Kernel]]:
     of = {
         "float32": [
-            Shape(300, 0, apart=4),  # three loads a lane, the last one not full
-            Shape(768),  # a load a thread
-            Shape(37),  # one element a load, two warps of which one is mostly idle
+            Shape(300, 0, apart=4),  # three loads per lane, the last one not full
+            Shape(768),  # one load per thread
+            Shape(37),  # one element per load; two warps, one of them mostly idle
         ],
         "float16": [
-            Shape(48, 0, apart=16),  # 8 threads a row, two of them idle, 16 rows a block
+            Shape(48, 0, apart=16),  # 8 threads per row, two of them idle; 16 rows per block
             Shape(70, apart=3),  # rows that do not start on a vector
         ],
         "bfloat16": [Shape(768, 0, apart=8), Shape(70), Shape(1)],
@@ -254,7 +260,7 @@ def rmsnorms() -> Iterator[tuple[str, Kernel]]:
 
 
 def with_gelu() -> Iterator[tuple[str, Kernel]]:
-    # of 1600, the last warps have fewer values
+    # 1600: the last warps have fewer values
     lengths = [*shapes(48, 768, 1, 4, 33, 250, 1600), *BLOCKS]
     for variant in ("baseline", "optimized"):
         yield variant, Kernel(LAYERNORM_GELU, variant, lengths)
@@ -291,10 +297,10 @@ def every_kernel(
     shapes_of: Callable[[Kernel], Sequence[Shape]] = lambda kernel: kernel.shapes[:2],
     only: Callable[[Kernel], bool] = lambda _: True,
 ) -> pytest.MarkDecorator:
-    """Where, a kernel and a shape.
+    """Parametrize `where`, `kernel` and `shape`.
 
-    families: beginnings of names of kernels. orders: on the emulator, for the first two shapes; one
-    is enough for others. numpy: whether the reference is among the kernels.
+    families: beginnings of names of kernels. orders: thread orders of the emulator for the first
+    two shapes; later shapes run in the last order only. numpy: include the reference as a kernel.
     """
     found = []
     for name, kernel in KERNELS.items():

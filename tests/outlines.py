@@ -23,7 +23,7 @@ def outline(config: ModelConfig) -> Outline:
 
 
 def prefill(shape: Prefill, config: ModelConfig, want: Any) -> list[Step]:
-    """The steps of a prompt."""
+    """Return the steps that compute a prompt."""
     do = outline(config)
     over = shape.over(do, PassSettings.of(config), "bfloat16", defaultdict(float))
     if want == "logits":
@@ -41,7 +41,7 @@ def decode(
     bounds: Mapping[str, float] | None = None,
     x_dtype: str | None = None,
 ) -> list[Step]:
-    """The steps of a token."""
+    """Return the steps that compute one token per sequence."""
     do = outline(config)
     step = DecodePass(do, PassSettings.of(config), norms, known, kv_dtype, bounds, x_dtype)
     forward(step, architecture_of(config), config, "logits")
@@ -49,7 +49,7 @@ def decode(
 
 
 def decode_sums(config: ModelConfig, splits: int, x_dtype: str | None = None) -> list[Step]:
-    """The same for few rows of a Llama."""
+    """Return the steps that compute one token for few rows of a Llama, with `SumsPass`."""
     do = outline(config)
     step = SumsPass(do, PassSettings.of(config), splits, None, x_dtype)
     forward(step, architecture_of(config), config, "logits")

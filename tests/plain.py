@@ -1,8 +1,9 @@
 """The plain float32 evaluation that every kernel's error is measured against.
 
 Each sum is one sequential chain of multiply and add, rounded to float32 at every step: the textbook
-loop, not BLAS, whose blocked sums are several times more accurate. A kernel may err twice as much
-as this, plus a rounding term (the rule of flash-attention's tests). `xp` is NumPy or CuPy.
+loop, not BLAS, whose blocked sums are several times more accurate. A kernel's error may be twice
+the error of this evaluation plus a rounding term (the rule of flash-attention's tests). `xp` is
+NumPy or CuPy.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ Array = Any  # a NumPy or CuPy array, float32
 
 
 def normal(seed: int, *shape: int) -> Array:
-    """Offset normal values, so that a mean or a bias that is left out shows."""
+    """Return normal values with mean 0.5, so that an omitted mean or bias changes results."""
     return (np.random.default_rng(seed).standard_normal(shape) + 0.5).astype(np.float32)
 
 
 def exact(name: str, *arguments: Any, **attrs: Any) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """The function of `reference` on arrays of NumPy in float64, except those of integers."""
+    """Call a function of `reference` with all NumPy arrays but integer ones in float64."""
     wide = [
         a.astype(np.float64) if isinstance(a, np.ndarray) and a.dtype.kind not in "iu" else a
         for a in arguments
@@ -40,9 +41,9 @@ def running_sum(terms: Array, xp: Any = np) -> Array:
 
 
 def product(a: Array, b: Array, xp: Any = np, dtype: Any = np.float32) -> Array:
-    """a · b, (..., M, K) · (..., K, N), adding along K in order, in `dtype`.
+    """Return a · b, (..., M, K) · (..., K, N), adding along K in order, in `dtype`.
 
-    CuPy's own product would need cuBLAS, which an installation of this package does not have.
+    CuPy's own product needs cuBLAS, which an installation of this package does not have.
     """
     total = xp.zeros((*a.shape[:-1], b.shape[-1]), dtype)
     for k in range(a.shape[-1]):
@@ -58,9 +59,9 @@ def layernorm(x: Array, gamma: Array, beta: Array, eps: float = 1e-5, xp: Any = 
 
 
 def tensor_core_product(a: Array, w: Array, xp: Any = np) -> Array:
-    """a (..., K) · w (K, N) as tensor cores add: 16 of K at once, each sum cut to float32.
+    """Return a (..., K) · w (K, N) as tensor cores add: 16 terms at once, truncated to float32.
 
-    Not rounded: that is what makes a long sum of theirs less accurate than one in float32.
+    Because they truncate instead of rounding, their long sums are less accurate than float32 sums.
     """
     total = xp.zeros((*a.shape[:-1], w.shape[1]), xp.float32)
     for k in range(0, a.shape[-1], 16):
@@ -92,7 +93,7 @@ def attention(
 
 
 def seen(T: int, window: int | None, xp: Any = np) -> Array:
-    """Which keys (T, T) rows see with a mask: up to their own, or the last `window` of these."""
+    """Return a causal mask (T, T): a row sees keys up to its own, or the last `window` of them."""
     every: Array = xp.tri(T, dtype=bool)
     return every if window is None else every & ~xp.tri(T, k=-window, dtype=bool)
 
@@ -109,7 +110,7 @@ def gelu(x: Array, xp: Any = np) -> Array:
 def rope(
     x: Array, start: int = 0, theta: float = 1e4, half_split: bool = False
 ) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """The formula with every number rounded to float32, stored in the dtype of x (NumPy)."""
+    """Compute RoPE with each step rounded to float32, and the result to the dtype of x (NumPy)."""
     T, D = x.shape[-3], x.shape[-1]
     position = np.arange(start, start + T, dtype=np.float32)[:, None, None]
     angle = position / np.float32(theta) ** (np.arange(0, D, 2, dtype=np.float32) / np.float32(D))
@@ -123,7 +124,7 @@ def rope(
 
 
 def block_forward(x: Array, w: dict[str, Array], n_head: int, causal: bool, xp: Any = np) -> Array:
-    """The ten steps; `w` maps the twelve names to arrays of `xp`."""
+    """Compute the ten steps of a GPT-2 block; `w` maps the twelve names to arrays of `xp`."""
     ln1 = layernorm(x, w["gamma1"], w["beta1"], xp=xp)
     attn = attention(matmul_bias(ln1, w["w_qkv"], w["b_qkv"], xp), n_head, causal, xp)
     x1 = x + matmul_bias(attn, w["w_attn"], w["b_attn"], xp)
@@ -132,22 +133,27 @@ def block_forward(x: Array, w: dict[str, Array], n_head: int, causal: bool, xp: 
 
 
 def rounding(truth: Array) -> float:
-    """What adding and taking off 0.3 in float32 costs, twice: flash-attention's rounding term."""
+    """Return flash-attention's rounding term: twice the largest error of adding and subtracting 0.3
+    in float32.
+    """
     values = np.asarray(truth, dtype=np.float32)
     return 2 * float(np.abs(values + np.float32(0.3) - np.float32(0.3) - values).max())
 
 
 def rounding_of_bfloat16_terms(x: Array, w: Array) -> float:
-    """The most that x (M, K) in two terms of bfloat16 changes x w, and its GELU, whose slope is
-    below 1.13: a term is wrong by 2^-9 of it at most, the second one by 2^-18 of x.
+    """Return a bound of the change of GELU(x w), or x w, if x (M, K) is two terms of bfloat16.
+
+    Rounding to bfloat16 errs by at most 2^-9 of the value, so two terms err by at most 2^-18 of x.
+    The slope of GELU is below 1.13.
     """
     return 1.13 * 2.0**-18 * float((np.abs(x).astype(np.float64) @ np.abs(w)).max())
 
 
 def assert_as_accurate(got: Array, truth: Array, plain: Array, terms: float = 0.0) -> None:
-    """`got` errs at most twice as much as the plain evaluation, against float64 `truth`.
+    """Assert that the error of `got` against float64 `truth` is at most twice the error of `plain`
+    plus a rounding term.
 
-    terms: how much more the representation of its operands allows.
+    terms: further error that the representation of the operands permits.
     """
     assert got.shape == truth.shape
     assert got.dtype == np.float32

@@ -1,7 +1,7 @@
 """Every kernel of matrix products behind one call, for tests/test_product_laws.py.
 
-A kernel is a function from rows, matrices and what is done besides (`Case`) to rows. What it is
-tried with are lines of `ON_CPU` and `ON_GPU`; what is special to it has a file of its own.
+A kernel is a function from rows, matrices and fused operations (`Case`) to rows. Lines of `ON_CPU`
+and `ON_GPU` name the cases of each kernel; special features of a kernel have their own test file.
 """
 
 from __future__ import annotations
@@ -64,15 +64,15 @@ WEIGHTS = (*DTYPES, *FP8)
 FP8_E5M2, FP8_E4M3 = FP8
 GPT2 = ((2304, 768), (768, 768), (3072, 768), (768, 3072))  # N, K
 EPS = 1e-3
-START, THETA = 3, 500.0  # of RoPE
+START, THETA = 3, 500.0  # first position and base of RoPE
 LINEAR = import_module("gpt2block.ops.linear")
 MATMUL = import_module("gpt2block.ops.matmul_bias")
 LINEAR_OP, MATMUL_OP = OPERATIONS["linear"], OPERATIONS["matmul_bias"]
 RMSNORM_MATMUL, RMSNORM_FFN = OPERATIONS["rmsnorm_matmul"], OPERATIONS["rmsnorm_ffn"]
 QKV_KERNELS = ("decode_cores", "decode_mma", "decode_mma_tiles")  # in the order of the variants
-NAMES = {"a": "x", "w1": "w", "w3": "up"}  # of arguments that have another one here
-# Of an operation and a variant: the module and the function that choose a tile or layout, and the
-# option that takes the place of the choice, or "" where the function gives it.
+NAMES = {"a": "x", "w1": "w", "w3": "up"}  # names of arguments in contracts -> names here
+# (operation, variant) -> the module and the function that choose a tile or layout, and the option
+# of the function that replaces its choice, or "" if the function only returns the choice.
 CHOOSERS: dict[tuple[str, str], tuple[ModuleType, str, str]] = {
     ("linear", "matvec"): (_linear_matvec, "geometry", "cut"),
     ("linear", "mma"): (_linear_mma, "geometry", "cut"),
@@ -90,11 +90,12 @@ for _name in ("rmsnorm_matmul", "rmsnorm_ffn"):
 
 
 class Case(NamedTuple):
-    """Sizes, and what is done besides the product, where the operation does it.
+    """Sizes, and fused operations, which are ignored if the kernel's operation lacks them.
 
-    tile: or layout, instead of the one that is chosen. sms: multiprocessors of the emulated device;
-    with few of them a block has several tiles. head_dim, half_split: of RoPE. sequences: that share
-    the rows, if x has an axis of them. apart: elements between the rows of x.
+    tile: tile or layout instead of the chosen one. sms: multiprocessors of the emulated device;
+    with few of them a block has several tiles. head_dim, half_split: of RoPE. sequences: number of
+    sequences that share the rows, as an axis of x; 0: no such axis. apart: elements between the
+    rows of x.
     """
 
     M: int
@@ -114,15 +115,16 @@ class Case(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Joined(WeightMatrix):
-    """float32 weights that kernels get as a TwoPartMatrix."""
+    """float32 weights that are passed to kernels as a TwoPartMatrix."""
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """dtype: of x, or "two_part". weights: dtype of the matrices, if another. out: of the result.
+    """A variant of an operation. dtype: of x, or "two_part".
 
-    layout: of the matrices. terms: that x has in the place of floats. alike: the kernel that has
-    the same bits. alone: whether a row has the same bits alone and among others, with any tile.
+    weights, out: dtypes of the matrices and of the result; "": dtype. layout: of the matrices.
+    terms: `Terms` in which x is stored instead of floats. alike: name of a kernel that gives the
+    same bits. alone: whether a row has the same bits alone and among other rows, with any tile.
     """
 
     name: str
@@ -144,17 +146,17 @@ class Kernel:
 
     @property
     def stored(self) -> Any:
-        """The dtype of the result, as a caller reads it."""
+        """The NumPy dtype of the result."""
         return DTYPES.get(self.out or self.dtype, np.float32)
 
     @property
     def multiple(self) -> int:
-        """What K and N are multiples of."""
+        """The number of which K and N must be multiples."""
         return 8 if self.operation is not LINEAR_OP and self.capability else 1
 
     @property
     def asynchronous(self) -> bool:
-        """Whether it copies slices while it multiplies others, also on the emulator."""
+        """Whether the kernel copies slices while it multiplies earlier ones, also when emulated."""
         return self.variant == "mma_tiles" or self.multiple > 1
 
     def may_be_in_place(self, given: Given) -> bool:
@@ -164,7 +166,7 @@ class Kernel:
 
     def matrix(self, seed: int, K: int, N: int, size: float = 1.0) -> WeightMatrix:
         values = plain.normal(seed, N, K) * np.float32(size)
-        if self.operation is GEMM:  # long sums do not grow: tensor cores would truncate them all
+        if self.operation is GEMM:  # mean 0 keeps long sums small, as tensor cores truncate sums
             values -= np.float32(0.5)
         values /= np.float32(math.sqrt(K))
         if self.layout == "KN":
@@ -174,14 +176,14 @@ class Kernel:
         return kind.quantize(values, stored, self.layout)
 
     def made(self, case: Case) -> Given:
-        """What the operation takes, in host memory."""
+        """Create the operation's inputs in host memory."""
         M, K, N = case[:3]
         rows = (case.sequences, M // case.sequences) if case.sequences else (M,)
         x = plain.normal(0, *rows, K)
         if self.dtype == TWO_PART:
             x -= np.float32(0.5)
             x[len(x) // 2] = 0  # a row of zeros
-            x[..., K // 2] *= 100  # a column that sticks out
+            x[..., K // 2] *= 100  # a column of outliers
         if self.terms and self.terms.rounded:
             x = rounded_to_float16(x)
         x = x.astype(DTYPES.get(self.dtype, np.float32))
@@ -194,7 +196,7 @@ class Kernel:
         everything: Given = {
             "x": x,
             "w": self.matrix(1, K, N),
-            # 4: scales of FP8 differ from those of w
+            # size 4.0: FP8 scales differ from the scales of w
             "up": self.matrix(6, K, N, 4.0) if ffn else None,
             "bias": plain.normal(2, N) if case.bias else None,
             "gamma": plain.normal(3, K).astype(x.dtype) if norm else None,
@@ -207,7 +209,7 @@ class Kernel:
 
     @property
     def names(self) -> list[str]:
-        """Of the inputs."""
+        """Names of the inputs, as in `Given`."""
         names = [entry.name for entry in self.operation.contract.inputs]
         return [NAMES.get(name, name) for name in names]
 
@@ -215,7 +217,7 @@ class Kernel:
         return tuple(given.get(name) for name in self.names)
 
     def attrs(self, case: Case) -> dict[str, Any]:
-        """The options that the reference has, too."""
+        """Return the options of this case that the operation and its reference share."""
         known: dict[str, Any] = {"gelu": case.gelu, "eps": EPS, "start": START, "theta": THETA}
         known |= {"head_dim": case.head_dim, "half_split": case.half_split}
         return {name: value for name, value in known.items() if name in self.operation.options}
@@ -223,9 +225,10 @@ class Kernel:
     def __call__(
         self, where: str, given: Given, case: Case, in_place: bool = False, away: Sequence[str] = ()
     ) -> Array:
-        """The result; on a GPU twice, with the same bits. No input may change.
+        """Run the kernel; return its result. No input may change.
 
-        in_place: into the residual. away: what is an element after a multiple of 512 bytes.
+        A GPU runs it twice and must give the same bits. in_place: the residual is the output. away:
+        names of arrays that begin one element after a multiple of 512 bytes.
         """
         with running_on(where, case.sms) as cp, self.forced(case):
             cupy_with(self.capability)
@@ -276,7 +279,7 @@ class Kernel:
 
     @contextmanager
     def forced(self, case: Case) -> Iterator[None]:
-        """Let the kernel have this tile, or layout, unless it is None."""
+        """Make the kernel use the tile or layout of this case, unless it is None."""
         tile, key = case.tile, (self.operation.name, self.variant)
         if tile is None:
             yield
@@ -297,7 +300,7 @@ class Kernel:
                 clear()
 
     def exact(self, given: Given, case: Case) -> Array:
-        """By the reference in float64."""
+        """Return the result of the reference in float64."""
         if self.operation is RMSNORM_FFN and case.residual:
             given = given | {"x": summed(given), "residual": None}
         if self.operation is MATMUL_OP:
@@ -309,7 +312,10 @@ class Kernel:
     def plainly(
         self, given: Given, case: Case, xp: Any = np, multiply: Any = plain.product
     ) -> Array:
-        """In float32 with a way to multiply, rounded to what is stored; xp: NumPy or CuPy."""
+        """Compute the result in float32, rounded to the stored dtype.
+
+        multiply: function for matrix products. xp: NumPy or CuPy.
+        """
         x, bias, before = given["x"], given.get("bias"), given.get("residual")
         if self.operation in (RMSNORM_MATMUL, RMSNORM_FFN):
             h = summed(given) if case.residual else x
@@ -332,14 +338,14 @@ class Kernel:
         return self.rounded(y)
 
     def rounded(self, y: Any) -> Array:
-        """To what is stored, as float32."""
+        """Round y to the stored dtype; return it as float32."""
         return on_host(y).astype(self.stored).astype(np.float32)
 
     def assert_right(self, got: Array, given: Given, case: Case, where: str = "") -> None:
-        """As accurate as sequential sums in float32, and as the terms of x permit.
+        """Assert that `got` is as accurate as sequential float32 sums, with the given terms of x.
 
-        Where no rounding to 16 bits is larger than the difference, and K is long, such sums as
-        tensor cores have may be less accurate: then as accurate as those.
+        On a GPU, GEMMs of 16-bit inputs with float32 results may instead be as inaccurate as sums
+        that tensor cores truncate: no rounding to 16 bits hides the difference.
         """
         assert got.dtype == self.stored
         xp = cupy if where == "gpu" else np
@@ -362,19 +368,19 @@ def on_host(array: Any) -> Array:
 
 
 def rows_of(given: Given, rows: slice) -> Given:
-    """The same for some rows of x."""
+    """Return the inputs for some rows of x."""
     some = {name: given[name][rows] for name in ("x", "residual") if given.get(name) is not None}
     return given | some
 
 
 def summed(given: Given) -> Array:
-    """x + residual as it is stored."""
+    """Return x + residual, rounded to the dtype of x."""
     both = given["x"].astype(np.float32) + given["residual"].astype(np.float32)
     return np.asarray(both.astype(given["x"].dtype))
 
 
 def rms_normed(h: Array, gamma: Array) -> Array:
-    """In float32 one sum after the other, then rounded to what is stored."""
+    """Compute RMSNorm in float32, adding term by term, then round to the dtype of h."""
     w = h.astype(np.float32)
     mean = plain.running_sum(w * w) / np.float32(h.shape[-1])
     normed = w / np.sqrt(mean + np.float32(EPS)) * gamma.astype(np.float32)
@@ -382,7 +388,7 @@ def rms_normed(h: Array, gamma: Array) -> Array:
 
 
 def use_variant(patch: pytest.MonkeyPatch, n: int) -> None:
-    """Let decoding steps take variant n of `linear` and `linear_qkv`."""
+    """Let decoding steps use variant n of `linear` and `linear_qkv`."""
     patch.setattr(LINEAR, "_decoding", lambda c, operation: (operation.variants[n],))
 
 
@@ -412,7 +418,7 @@ def gemms() -> Iterator[Kernel]:
 
 
 def after_rmsnorm() -> Iterator[Kernel]:
-    """mma takes 16 bits, hopper neither FP8."""
+    """Yield kernels with a fused RMSNorm. `mma` takes 16-bit x; `hopper` also takes no FP8."""
     variants = ("matvec", "mma", "unfused", "hopper")
     for dtype, weights, layout, variant in product(DTYPES, ("", *FP8), ("KN", "NK"), variants):
         if variant in ("mma", "hopper") and (
@@ -436,27 +442,27 @@ def all_kernels() -> Iterator[Kernel]:
 KERNELS = {kernel.name: kernel for kernel in all_kernels()}
 
 
-# --- tiles and layouts for the emulator: they end within and after the matrices -------------------
+# --- tiles and layouts for the emulator: small, so that matrices have whole and partial tiles -----
 
 
 # width, split, steps, columns, groups, loop, blocks, rows
 ROUNDS = _linear_matvec.MatvecLayout(8, 2, 1, 3, 2, True, 1, 2)  # two trips along K, many groups
 SMALL = _linear_matvec.MatvecLayout(4, 3, 1, 2, 2, False, 1, 1)
-LONG = _linear_matvec.MatvecLayout(4, 1, 1, 2, 2, True, 1, 1)  # a row is more than registers hold
+LONG = _linear_matvec.MatvecLayout(4, 1, 1, 2, 2, True, 1, 1)  # a row exceeds the registers
 # columns, flight, loop, warps, blocks, rows
 LOOP = _linear_mma.MmaLayout(16, 1, True, 2, 1, 2)
 ODD_LOOP = _linear_mma.MmaLayout(5, 1, True, 1, 1, 8)
 WIDE = _linear_mma.MmaLayout(19, 1, False, 1, 1, 4)
 TALL = WIDE._replace(rows=16)
 ODD, EVEN = MmaLinearTile(48, 64, (1, 4), 2), MmaLinearTile(32, 64, (2, 2), 3)
-# Odd numbers of fragments side by side: groups of four, two and one; rows and columns of warps.
+# Odd numbers of fragments side by side, in groups of four, two and one; warps along both axes.
 NARROW = MmaGemmTile(16, 72, (1, 1), 64, 3, 2)
 SQUARE = MmaGemmTile(64, 48, (2, 2), 64, 3, 1)
 BROAD = MmaGemmTile(32, 128, (1, 2), 128, 3, 1)
-PARTS = MmaGemmTile(32, 40, (2, 1), 64, 3, 2)  # of two-part matrices
+PARTS = MmaGemmTile(32, 40, (2, 1), 64, 3, 2)  # for two-part matrices
 PAIRS = MmaGemmTile(32, 64, (1, 2), 128, 3, 1)
-# Two warps share K and a row's squares; four warps share rows and columns, each has an odd number
-# of fragments side by side, and threads are left over when weights are copied.
+# TINY: two warps share K and a row's squares. UNEVEN: four warps share rows and columns, each has
+# an odd number of fragments per row, and some threads are idle when weights are copied.
 TINY = RmsnormTile(16, 32, (1, 1, 2), 32, 3, 1)
 UNEVEN = RmsnormTile(32, 48, (2, 2, 1), 64, 2, 1)
 GROUPED = [(tile, tile.groups * n) for tile in MATMUL.TILES for n in (1, 2)]
@@ -487,7 +493,7 @@ TILES_ON_GPU: dict[str, Sequence[Any]] = {
 
 
 def tiles_of(where: str, kernel: Kernel, case: Case) -> Iterator[Any]:
-    """The tiles, or layouts, to try; None is the one that is chosen."""
+    """Yield the tiles or layouts to try; None stands for the kernel's own choice."""
     if where == "gpu" and kernel.terms:
         yield from _of_decoding_by_wgmma(kernel, case)
         return
@@ -503,12 +509,12 @@ def tiles_of(where: str, kernel: Kernel, case: Case) -> Iterator[Any]:
 
 
 def _of_decoding(kernel: Kernel, case: Case) -> Iterator[MmaLinearTile]:
-    """Tiles of mma_tiles.cu with clusters of blocks."""
+    """Yield tiles of variant `mma_tiles`, with clusters of blocks."""
     yield ODD
     dtype = kernel.weights
     clusters = (1, 2, 3, 6, 8) if int(cupy.cuda.Device().compute_capability) >= 90 else (1,)
     for tile, cluster in product(_linear_mma_tiles.TILES, clusters):
-        pairs = math.prod(tile.warps) % 4 == 0  # the threads copy whole groups of rows
+        pairs = math.prod(tile.warps) % 4 == 0  # whether the threads copy whole groups of rows
         if dtype == TWO_PART and not pairs:
             continue
         chunks = 2 if cluster > 1 and dtype in DTYPES and pairs else 1
@@ -517,7 +523,7 @@ def _of_decoding(kernel: Kernel, case: Case) -> Iterator[MmaLinearTile]:
             yield one
 
 
-# Groups, splits, shares, blocks on a multiprocessor.
+# groups, splits, shares, blocks of a HopperLinearTile
 WGMMA_TILES = (
     *((1, 1, 1, 2), (2, 1, 1, 1), (1, 2, 1, 1), (1, 4, 1, 3), (2, 8, 1, 1), (1, 1, 4, 1)),
     *((2, 2, 2, 1), (3, 1, 1, 1), (3, 2, 2, 1), (1, 3, 1, 1), (1, 6, 1, 2), (3, 6, 1, 1)),
@@ -530,7 +536,7 @@ def _of_decoding_by_wgmma(kernel: Kernel, case: Case) -> Iterator[_linear_hopper
     for groups, parts, shares, blocks in WGMMA_TILES:
         if parts > _linear_mma.splits(case.K)[0]:
             continue
-        of_tile = max(rows, power_of_two(-(-parts // groups)))  # every block finishes some
+        of_tile = max(rows, power_of_two(-(-parts // groups)))  # every block finishes some rows
         tile = _linear_hopper.HopperLinearTile(of_tile, groups, parts, shares, blocks)
         sizes = case.M, (case.N,), case.K, kernel.weights
         of = _linear_hopper.HopperProduct(*sizes, rounded=kernel.terms.rounded)
@@ -548,11 +554,11 @@ ENDS: Any = {"gelu": True, "residual": True}
 FULL: Any = {"norm": True, **ENDS}
 SIZES = [Case(1, 1, 1), Case(65, 65, 36, bias=False), Case(33, 67, 35, sequences=3)]
 OF_TILES = [Case(33, 33, 35, residual=True), Case(34, 8, 36, **ENDS, sequences=2)]
-RAGGED = Case(17, 72, 136, sms=2)  # of gemm
-SPLIT = Case(37, 264, 88, tile=PARTS, sms=2)  # of two-part matrices
+RAGGED = Case(17, 72, 136, sms=2)  # for gemm
+SPLIT = Case(37, 264, 88, tile=PARTS, sms=2)  # for two-part matrices
 PART = Case(25, 176, 37, **ENDS, tile=ODD)
 TURNED = Case(21, 144, 80, head_dim=16, sequences=3, apart=16, tile=TINY)
-# By turns with loads of 16 bytes and of one float.
+# Sizes that alternate between loads of 16 bytes and of one float.
 TURNS = [((131, 70, 132), (70, 19, 101))[(i + i // 2) % 2] for i in range(len(GROUPED))]
 ON_CPU: Table = {
     "linear-matvec-float32": [Case(3, 48, 21, **FULL),
@@ -664,7 +670,7 @@ ON_GPU: Table = {
 
 
 def found_in(table: Table) -> Iterator[tuple[Kernel, Case]]:
-    """The kernels that a table names, with their cases."""
+    """Yield the kernels that a table names, with their cases."""
     for name, cases in table.items():
         kernels = [kernel for kernel in KERNELS.values() if fnmatchcase(kernel.name, name)]
         assert kernels, name

@@ -1,4 +1,4 @@
-"""Assertions on checkpoints that cannot be opened, or are read completely."""
+"""Assertions that a checkpoint is refused, or that all its tensors are read exactly."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gpt2block.checkpoints import Checkpoint, TensorSource
 
 
 def refused(name: str | Path, *words: str, read: Callable[[Any], Any] = Checkpoint.open) -> str:
-    """Expect a CheckpointError with these words in one printable line; return it."""
+    """Expect a CheckpointError whose message is one printable line with these words; return it."""
     with pytest.raises(CheckpointError) as caught:
         read(name)
     message = str(caught.value)
@@ -25,9 +25,9 @@ def refused(name: str | Path, *words: str, read: Callable[[Any], Any] = Checkpoi
 
 
 def assert_same_tensors(found: TensorSource, expected: TensorSource, dtype: Any = None) -> None:
-    """Expect the same tensors, bit for bit; matrices may have another layout in the file.
+    """Assert that tensors are equal bit for bit, except that matrices may be stored transposed.
 
-    dtype: the one as which `expected` is read, if it is another one than that of its tensors.
+    dtype: convert the expected tensors to this dtype first.
     """
     for ours, theirs in zip(found.tensors(), expected.tensors(), strict=True):
         (name, array, layout), (their_name, truth, their_layout) = ours, theirs

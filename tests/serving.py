@@ -1,4 +1,4 @@
-"""A server of the tests' own, in a thread of this process, with a small model."""
+"""A server for tests, in a thread of this process, with a small model."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from gpt2block.serve.listening import config
 from gpt2block.serve.settings import ServerSettings
 from tests.markov import LINES, MarkovEngine, byte_encoding, cycle
 
-PROCESSES = 0  # for HTTP of a server
-SECONDS = 60  # in which whatever a test waits for must happen
+PROCESSES = 0  # number of processes of a server that handle HTTP; 0: a thread of this process
+SECONDS = 60  # time limit for an event that a test waits for
 BYTES = byte_encoding()
-SAMPLING = {"temperature": 0.75, "top_p": 0.9}  # of conversations by default
+SAMPLING = {"temperature": 0.75, "top_p": 0.9}  # the model's defaults for conversations
 CONFIG = GPT2Config(n_layer=1, n_head=2, n_embd=32, n_ctx=128, vocab_size=257)
 
 
@@ -38,16 +38,16 @@ def small() -> GPT2:
 
 
 def model_of(engine: Any, **more: Any) -> Any:
-    """What the server uses of a model: tokens are bytes."""
+    """Return a substitute for a model with the attributes that the server uses."""
     given = {"chat_template": LINES, "config": engine.config, "chat_sampling": SAMPLING, **more}
     return SimpleNamespace(engine=engine, **given)
 
 
 class Slow:
-    """An engine whose steps wait until they are let go; counts them."""
+    """An engine whose steps wait until `go` is set. steps: number of finished steps."""
 
     def __init__(self, table: Any = None) -> None:
-        if table is None:  # no answer comes to its end
+        if table is None:  # a cycle without the end token: no answer ends by itself
             table = cycle(257)
             table[255] = table[256]
         self._engine = MarkovEngine(table, n_ctx=100_000)
@@ -69,7 +69,7 @@ class Slow:
 
 
 class Running:
-    """A server that runs. url: of its addresses. server: of one process. fronts: of several."""
+    """A running server. server: its app, if one process handles HTTP. fronts: if several do."""
 
     def __init__(self, host: Host, port: int, server: Any, fronts: Any) -> None:
         self.host, self.port, self.server, self.fronts = host, port, server, fronts
@@ -81,10 +81,10 @@ class Running:
 
     def metric(self, name: str, **labels: str) -> float:
         found = self.host.metrics.registry.get_sample_value(f"gpt2block_{name}", labels)
-        return found or 0  # before the first
+        return found or 0  # None until the first value is recorded
 
     def requests(self, path: str, status: int) -> float:
-        """The number of those with this answer."""
+        """Return the number of requests to `path` that were answered with `status`."""
         return self.metric("requests_total", path=path, status=str(status))
 
 
@@ -97,9 +97,9 @@ def serving(
     processes: int | None = None,
     **settings: Any,
 ) -> Iterator[Running]:
-    """Run a server until the context ends, whose engine is in this process.
+    """Run a server, with its engine in this process, until the context ends.
 
-    processes: for HTTP; by default PROCESSES.
+    processes: number of processes that handle HTTP; by default PROCESSES.
     """
     processes = PROCESSES if processes is None else processes
     given = ServerSettings(**{"names": ("small",), **settings})
@@ -130,7 +130,7 @@ def serving(
 
 
 def clients_of(running: Running) -> list[str]:
-    """The clients of rows that are submitted from now on."""
+    """Return a list to which the clients of all rows submitted from now on are appended."""
     names, submit = [], running.service.submit
 
     def noted(*given: Any) -> None:
@@ -144,7 +144,10 @@ def clients_of(running: Running) -> list[str]:
 def exchanged(
     url: str, body: Any = None, method: str | None = None, **headers: str
 ) -> tuple[int, Any, str]:
-    """Status, headers and text of an answer. body: of a POST, as bytes or JSON; None: a GET."""
+    """Send a request; return status, headers and text of the answer.
+
+    body: bytes, or a value to send as JSON, by POST; None sends a GET request.
+    """
     data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
     headers = {"Content-Type": "application/json", **headers}
     request = urllib.request.Request(url, data, headers, method=method)
@@ -157,7 +160,7 @@ def exchanged(
 
 
 def post(running: Running, path: str, body: Any, **headers: str) -> tuple[int, Any]:
-    """Status and JSON of an answer, or its text if that is none."""
+    """Send a POST request; return status and JSON of the answer, or its text if it is not JSON."""
     status, _, found = exchanged(running.url + path, body, **headers)
     try:
         return status, json.loads(found)

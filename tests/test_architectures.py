@@ -1,4 +1,4 @@
-"""Models of random small configurations, compared with `transformers` where it is installed."""
+"""Random small models of each architecture, compared with `transformers` if it is installed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NONE = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 
 def sizes(rng: random.Random) -> dict[str, Any]:
-    """Of a model with RoPE: grouped queries, odd numbers of heads, ties, one layer to three."""
+    """Draw sizes of a model with RoPE: one to three layers, grouped queries, odd head counts."""
     n_kv_head = rng.choice((1, 1, 2, 3))
     n_head = n_kv_head * rng.choice((1, 2, 3, 5))
     head_dim = 2 * rng.randint(1, 12)
@@ -55,7 +55,7 @@ def qwen2(rng: random.Random) -> dict[str, Any]:
 
 
 def qwen3(rng: random.Random) -> dict[str, Any]:
-    """Heads of at least 8 channels: the norm of fewer can multiply rounding errors by far."""
+    """Heads have at least 8 channels: norms of fewer can magnify rounding errors greatly."""
     found = sizes(rng) | {"hidden_size": 4 * rng.randint(2, 20), "head_dim": 2 * rng.randint(4, 16)}
     return found | {"attention_bias": rng.random() < 0.3, "use_sliding_window": False}
 
@@ -71,13 +71,13 @@ def smollm3(rng: random.Random) -> dict[str, Any]:
 
 
 def olmo2(rng: random.Random) -> dict[str, Any]:
-    """Heads and rows of at least 8 channels, as for Qwen3."""
+    """Heads and rows have at least 8 channels, as for Qwen3."""
     found = sizes(rng) | {"hidden_size": 4 * rng.randint(2, 20), "head_dim": 2 * rng.randint(4, 16)}
     return found | {"attention_bias": rng.random() < 0.3}
 
 
 def nanochat(rng: random.Random) -> dict[str, Any]:
-    """Heads of at least 8 channels, as for Qwen3, and a cap that some logits are near."""
+    """Heads have at least 8 channels, as for Qwen3; some logits are near the cap."""
     found = sizes(rng) | {"hidden_size": 4 * rng.randint(2, 20), "head_dim": 2 * rng.randint(4, 16)}
     cap = {"final_logit_softcapping": rng.choice((15.0, 3.0, None)), "hidden_act": "relu2"}
     return found | cap | {"attention_bias": rng.random() < 0.3}
@@ -102,9 +102,9 @@ def mistral(rng: random.Random) -> dict[str, Any]:
 
 
 def phi3(rng: random.Random) -> dict[str, Any]:
-    """A part of a head turns, or all; factors for short texts, for long ones, or some of each.
+    """RoPE rotates a part of each head or all of it, with short or long factors, or both.
 
-    Heads of at least 4 channels, of which a part can turn.
+    Heads have at least 4 channels, so that a part can be rotated.
     """
     found, head_dim = sizes(rng), 2 * rng.randint(2, 12)
     found |= {"head_dim": head_dim, "hidden_size": found["num_attention_heads"] * head_dim}
@@ -127,7 +127,7 @@ def phi3(rng: random.Random) -> dict[str, Any]:
 
 
 def gemma3_text(rng: random.Random) -> dict[str, Any]:
-    """Heads and rows of at least 8 channels, as of Qwen3: norms follow all halves of a block."""
+    """Heads and rows have at least 8 channels, as for Qwen3; norms follow both block halves too."""
     found = qwen3(rng) | {"attention_bias": rng.random() < 0.3}
     del found["use_sliding_window"], found["hidden_act"], found["rope_theta"]
     found["hidden_size"] = found["num_attention_heads"] * rng.randint(8, 20)
@@ -146,7 +146,7 @@ def gemma3_text(rng: random.Random) -> dict[str, Any]:
 
 
 def yarn(rng: random.Random) -> dict[str, Any]:
-    """A model of another kind, with YaRN whose optional settings are absent, null, 0 or given."""
+    """Draw another kind of model with YaRN; optional settings are absent, null, 0 or given."""
     make = rng.choice((llama, qwen2, qwen3, mistral, olmo2))
     found = make(rng) | {"model_type": make.__name__}
     options = {
@@ -179,10 +179,10 @@ each_kind = pytest.mark.parametrize("kind", KINDS)
 def test_logits_and_greedy_tokens_are_those_of_transformers(
     kind: str, device: str, count: int, limit: float, tmp_path: Path
 ) -> None:
-    """Of a batch of unequal lengths, relative to the largest logit, and computed in float64.
+    """A batch has unequal lengths. Errors against float64 are relative to the largest logit.
 
-    A few models have large errors in float32: there the limit is twice that of `transformers`. A
-    token may be another one that is as likely.
+    A few models have large errors in float32: for them the limit is twice the error of
+    `transformers`. A different token is permitted if it is as likely.
     """
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
@@ -218,7 +218,7 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(
 
 
 def test_frequencies_and_logits_of_yarn_are_those_of_transformers(tmp_path: Path) -> None:
-    """Of 60 models: frequencies in float64, and logits, both of which are computed in float32."""
+    """For 60 models, frequencies are compared in float64, and logits in float32."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     from make_golden import in_float64  # noqa: PLC0415  (needs both)
@@ -240,7 +240,7 @@ def test_frequencies_and_logits_of_yarn_are_those_of_transformers(tmp_path: Path
 
 @each_kind
 def test_scores_and_files(kind: str, tmp_path: Path) -> None:
-    """Of a text; what `transformers` loads of save_pretrained, and GGUF written by its package."""
+    """Scores of a text agree, as do models that are saved for `transformers` or as GGUF."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("gguf")
@@ -263,7 +263,7 @@ def test_scores_and_files(kind: str, tmp_path: Path) -> None:
         layers = getattr(ours.config, "rope_layers", ())
         no_gguf = ours.config.MODEL_TYPE in ("mistral", "nanochat", "gemma3_text")
         if no_gguf or layers != tuple((n + 1) % 4 > 0 for n in range(len(layers))):
-            continue  # GGUF has no nanochat, no window of Mistral and no key for other layers
+            continue  # GGUF lacks nanochat, Mistral's window, and a key for layers without RoPE
         if not getattr(getattr(ours.config, "scaling", None), "truncate", True):
             with pytest.raises(gpt2block.InputError, match="GGUF has no key for truncate False"):
                 ours.save_gguf(folder / "m.gguf", "f32")
@@ -279,7 +279,7 @@ def test_scores_and_files(kind: str, tmp_path: Path) -> None:
 def test_a_llama_with_another_gate_as_the_documentation_adds_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The file of docs/architectures.md, compared with a Llama of the same hidden_act."""
+    """The module in docs/architectures.md is compared with a Llama of the same hidden_act."""
     torch, transformers = map(pytest.importorskip, ("torch", "transformers"))
     page = (Path(__file__).parent.parent / "docs" / "architectures.md").read_text("utf-8")
     section = page.partition("## A second example")[2]
@@ -287,7 +287,7 @@ def test_a_llama_with_another_gate_as_the_documentation_adds_it(
     file.write_text(section.partition("```python\n")[2].partition("```\n")[0], encoding="utf-8")
     spec: Any = importlib.util.spec_from_file_location(name, file)
     module: Any = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, name, module)  # in which dataclasses read annotations
+    monkeypatch.setitem(sys.modules, name, module)  # dataclasses look up annotations there
     spec.loader.exec_module(module)
     monkeypatch.setitem(ARCHITECTURES, name, module)
     settings = llama(random.Random(4)) | {"hidden_act": module.GELU}
@@ -304,14 +304,15 @@ def test_a_llama_with_another_gate_as_the_documentation_adds_it(
 
 
 def model_of(torch: Any, transformers: Any, kind: str, settings: dict[str, Any], seed: int) -> Any:
-    """Random weights with which every part of a block affects the logits."""
+    """Return a model whose random weights let every part of a block affect the logits."""
     torch.manual_seed(seed)
     config = transformers.AutoConfig.for_model(**{"model_type": kind} | settings)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for name, tensor in model.named_parameters():
             spread = 0.3 if tensor.ndim == 1 else tensor.shape[1] ** -0.5
-            tensor.normal_("norm" in name and kind != "gemma3_text", spread)  # which adds 1
+            # Gemma 3 adds 1 to its norms' weights.
+            tensor.normal_("norm" in name and kind != "gemma3_text", spread)
     return model.eval()
 
 

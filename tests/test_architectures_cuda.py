@@ -54,7 +54,7 @@ YARN = RopeScaling("yarn", 4.0, original_context=8, beta_fast=2.0, beta_slow=0.0
 
 
 class Geglu(MistralConfig):
-    """A Mistral with GELU in the place of SiLU."""
+    """A Mistral with GELU instead of SiLU."""
 
     GATE = "gelu"
 
@@ -86,7 +86,7 @@ OWN: dict[str, tuple[type[ModelConfig], dict[str, Any]]] = {
     "yarn": (MistralConfig, {"scaling": YARN}),
     "yarn-qk-norm": (Qwen3Config, {"scaling": YARN}),
 }
-WINDOW = 70  # of a model with WIDE, if it has one
+WINDOW = 70  # window of a wide model, if the architecture has windows
 WIDE: dict[str, Any] = {
     "head_size": 128,
     "n_head": 4,
@@ -102,7 +102,7 @@ Case = tuple[str, str, bool]
 
 
 def cases() -> list[Any]:
-    """Some on the emulator, where each is many programs; all on a GPU."""
+    """Return some cases for the emulator, where each is many programs, and all for a GPU."""
     emulated = [("qwen3", "float16"), ("phi3", "bfloat16")]
     everywhere = product(OWN, FORMATS, (False, True))
     found = [("emulator", (*case, False)) for case in emulated]
@@ -116,7 +116,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def made(case: Case, device: str) -> Model[Any]:
-    """Random weights; wide: heads of 128 channels."""
+    """Return a model of random weights; wide cases have heads of 128 channels."""
     name, dtype, wide = case
     kind, own = OWN[name]
     own = {name: WINDOW if wide and name == "window" else value for name, value in own.items()}
@@ -129,7 +129,7 @@ def model_of(config: ModelConfig, device: str, dtype: str) -> Model[Any]:
 
 @pytest.mark.parametrize("name", OWN)
 def test_no_activation_is_above_its_bound(name: str) -> None:
-    """Of the operands of products, and of the residual stream, with weights that are far apart."""
+    """Operands of products and the residual stream are checked, with very different weights."""
     model = made((name, "float32", False), "cpu")
     config, of = model.config, architecture_of(model.config)
     tensors = {
@@ -164,9 +164,10 @@ def test_no_activation_is_above_its_bound(name: str) -> None:
 def test_each_sequence_has_the_short_or_the_long_factors(
     where: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of a model with these alone, by what it may have at most; on a GPU to the last bit.
+    """A sequence's maximum length decides; results equal a model with only these factors.
 
-    From the first piece of a prompt on, where it is computed in several.
+    On a GPU they are equal bit for bit. If a prompt is computed in pieces, the first piece already
+    uses these factors.
     """
     monkeypatch.setattr(batching, "PIECE", 2)
     scaling = replace(LONG, factors=tuple(1.5 + n for n in range(24)))
@@ -186,7 +187,7 @@ def test_each_sequence_has_the_short_or_the_long_factors(
         found, scores, embedded = model(rows), model.score(rows), model.embed(rows)
         prompts = [rows[1], rows[2], rows[2][:4]]
         texts = model.generate(prompts, **options)
-        again = model.generate(prompts[::-1], **options)[::-1]  # in slots that had other factors
+        again = model.generate(prompts[::-1], **options)[::-1]  # the slots had other factors before
         for row, logits, score, vector in zip(rows, found, scores, embedded, strict=True):
             own, other = others if len(row) <= 8 else others[::-1]
             np.testing.assert_allclose(logits, own(row), rtol=0, atol=limit)
@@ -202,7 +203,7 @@ def test_each_sequence_has_the_short_or_the_long_factors(
 
 
 def test_a_kv_cache_is_of_the_frequencies_of_its_model() -> None:
-    """One of a model of equal sizes is refused if its sequences turn otherwise."""
+    """A cache of an equal model with other RoPE frequencies is refused."""
     config = Phi3Config(**SIZES, rotary=48, scaling=LONG)
     others = replace(LONG, long_factors=(2.0,) * 24), replace(LONG, long_factors=())
     configs = config, *(replace(config, scaling=each) for each in others)
@@ -213,7 +214,7 @@ def test_a_kv_cache_is_of_the_frequencies_of_its_model() -> None:
 
 @pytest.mark.parametrize(("device", "case"), cases(), indirect=["device"])
 def test_steps_logits_and_batches(device: str, case: Case) -> None:
-    """Each step of a prompt and of decoding errs by rounding; a row has its bits in any batch."""
+    """Steps of prompts and decoding err only by rounding; a row has the same bits in any batch."""
     model, on_cpu = made(case, device), made(case, "cpu")
     rng, narrow = np.random.default_rng(0), case[1] != "float32"
     long = 150 if case[2] else 19
@@ -238,12 +239,12 @@ def test_steps_logits_and_batches(device: str, case: Case) -> None:
     options: dict[str, Any] = {"max_new_tokens": tokens, "seed": 1, "stop_ids": ()}
     prompts = [row[-9:] for row in rows]
     alone = [model.generate(prompt, **options) for prompt in prompts]
-    for times in many:  # 3, 6 and 21 rows, which have kernels of their own
+    for times in many:  # 3, 6 and 21 rows use different kernels
         assert model.generate(prompts * times, **options)[:3] == alone
 
 
 def without_up(o: Any, h: str, x: Any, y: Any) -> Any:
-    """The feed-forward of a Llama that forgets one of its matrices."""
+    """Compute the feed-forward of a Llama wrongly, without w_up."""
     x = o.product(f"{h}proj", y, f"{h}w_o", f"{h}b_o", add=(f"{h}x1", x))
     y = o.norm(f"{h}rms2", x, f"{h}gamma2", to=(f"{h}w_gate",))
     y = o.product(f"{h}gate", y, f"{h}w_gate", to=(f"{h}w_down",))
@@ -275,7 +276,7 @@ def test_a_bias_that_a_pass_forgets_is_an_error(
 
 
 def test_the_recordings_of_each_architecture_read_all_tensors() -> None:
-    """Divided weights, padded ones and those in two parts are read in the place of others."""
+    """Divided, padded and two-part weights are read instead of the original tensors."""
     with recording("9.0"):
         for (kind, own), dtype in zip(OWN.values(), cycle(FORMATS)):
             engine = model_of(kind(**SIZES | own), "cuda", dtype).engine

@@ -1,6 +1,6 @@
-"""What is special to attention in float32: blocks, tiles, barriers, launches and calls.
+"""Attention in float32: blocks, tiles, barriers, launches and calls.
 
-What every kernel must do is in tests/test_attention_laws.py.
+tests/test_attention_laws.py has the requirements of every attention kernel.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def test_block_sizes(device: Any, variant: str, block: int) -> None:
 def test_tiles_for_little_shared_memory(
     device: Any, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU with 64 KB a block."""
+    """A GPU with 64 KB of shared memory per block gets smaller tiles."""
     set_attributes(monkeypatch, MaxSharedMemoryPerBlockOptin=T4)
     geometry = online_geometry(1, 150, 1, size, NKV=1, block=None, most_shared=T4)
     assert geometry.shared <= T4
@@ -87,7 +87,7 @@ def test_tiles_for_little_shared_memory(
 
 @pytest.mark.parametrize("n", range(4))
 def test_a_missing_barrier_shows(n: int) -> None:
-    """Two of the block, two of the warp: without any of them some thread order gives other bits."""
+    """Two block and two warp barriers are needed: without any, some thread order changes bits."""
     shipped = loader.Source.shipped(OPERATION.variant("online").file)
     header = "lib/attention/online.cuh"
     parts = [(kernels.SOURCE_DIR / header).read_text("ascii")]

@@ -1,6 +1,7 @@
-"""What is special to attention over a kv_cache of any dtype: how work is shared, and what fills it.
+"""Attention over a kv_cache of any dtype: division of the work, and functions that fill the cache.
 
-On the CPU emulator and on a GPU. What every kernel must do is in tests/test_attention_laws.py.
+Tests run on the CPU emulator and on a GPU. tests/test_attention_laws.py tests the requirements of
+every attention kernel.
 """
 
 from __future__ import annotations
@@ -104,13 +105,14 @@ def test_attention_cached_by_hand() -> None:
             np.testing.assert_allclose(got[t, part], expected / sum(weights), rtol=1e-5)
 
 
-# --- split: one query a sequence
+# --- split: one query per sequence
 
 
 def split(device: Any, q: Array, held: Cache, position: Array, **forced: int) -> Array:
-    """Every run, of three on a GPU, gives the same bits. The cache has the sequences backwards.
+    """Run variant `split` with the cache in reverse order of sequences.
 
-    forced: constants of the kernel other than the chosen ones, as `forced_geometry` takes them.
+    A GPU runs it three times and must give the same bits. forced: constants of the kernel for
+    `forced_geometry` instead of the chosen ones.
     """
     row = np.arange(len(q), dtype=np.int32)[::-1]
     backwards = held.of(slice(None, None, -1))
@@ -131,7 +133,10 @@ def split(device: Any, q: Array, held: Cache, position: Array, **forced: int) ->
 
 
 def forced_geometry(forced: dict[str, int], *sizes: Any) -> Geometry:
-    """forced: AS_HEADS of a block, AS_WARPS of each, AS_CLUSTER, or AS_VECTORS."""
+    """Return the geometry of `split` with other constants.
+
+    forced: AS_HEADS (heads per block), AS_WARPS (warps per head), AS_CLUSTER, or AS_VECTORS.
+    """
     geometry = split_geometry(*sizes)
     sizes_of = dict(geometry.defines) | forced
     cluster, heads = forced.get("AS_CLUSTER", 1), forced.get("AS_HEADS", 1)
@@ -144,7 +149,7 @@ def forced_geometry(forced: dict[str, int], *sizes: Any) -> Geometry:
 def edited_split(
     source: loader.Source, order: loader.Order, q: Array, held: Cache, position: Array
 ) -> Array:
-    """By an edited kernel."""
+    """Run an edited source of `split` on the emulator."""
     B, n_ctx, _ = held.k.shape
     out = np.full(q.shape, np.nan, np.float32)
     geometry = split_geometry(B, n_ctx, *held.heads, held.k.itemsize, 4, H200, False)
@@ -168,7 +173,7 @@ def launch_edited(
 def decoding(
     heads: Heads, positions: list[int], n_ctx: int, kind: str
 ) -> tuple[Array, Cache, Array]:
-    """Queries, a cache with the keys that they see, and their positions."""
+    """Return queries, a cache with the keys that they see, and their positions."""
     held = random_cache(heads, [min(at, n_ctx - 1) + 1 for at in positions], n_ctx, kind)
     q = normal(1, len(positions), heads[0] * heads[2])
     return q, held, np.array(positions, np.int32)
@@ -199,7 +204,7 @@ def test_split_in_a_longer_cache(device: Any, heads: Heads, kind: str) -> None:
     ids=str,
 )
 def test_split_is_the_same_however_the_work_is_shared(device: Any, heads: Heads, kind: str) -> None:
-    """Over two spans of 1,024 keys; the largest scores are in the second one."""
+    """The keys fill two spans of 1,024; the largest scores are in the second span."""
     q, held, position = decoding(heads, [1099, 1023, 69], 1100, kind)
     held.k[0, 1024:] = stored(4 * normal(2, 76, heads[1] * heads[2]), kind)
     right = split(device, q, held, position)
@@ -226,14 +231,14 @@ def test_split_leaves_out_rows_and_positions_outside(device: Any, kind: str, hea
     kept = tuple(map(device.asarray, (q, held.k, held.v)))
     options: Any = {"n_head": heads[0], "kv_dtype": held.kv_dtype}
     got = ATTENTION_SPLIT.bind((*kept, row, position), out, **options).run().get()
-    for m in (0, 4):  # 40 counts as the last position
+    for m in (0, 4):  # position 40 is limited to the last position, 39
         assert_right(got[m, None], q[m, None], held, 1, 39)
     assert np.isnan(got[[1, 2, 3, 5]]).all()
 
 
 @combinations(times=1, HS=[16, 3], kv_dtype=list(FORMATS))
 def test_every_code_is_read_as_its_number(device: Any, HS: int, kv_dtype: str) -> None:
-    """With one key, attention returns its value, channel by channel, infinity and NaN too."""
+    """With one key, attention returns its value in each channel, even infinity and NaN."""
     NH = -(-256 // HS)
     C = NH * HS
     codes = np.resize(np.arange(256, dtype=np.uint8), (1, 1, C))
@@ -258,7 +263,7 @@ def test_every_code_is_read_as_its_number(device: Any, HS: int, kv_dtype: str) -
 
 @combinations(times=1, kv_dtype=list(FORMATS), kind=["float16", "bfloat16"], width=[0, 8])
 def test_terms_of_the_result(device: Any, width: int, kind: str, kv_dtype: str) -> None:
-    """Of any 16-bit dtype, whatever the cache holds."""
+    """Terms can have any 16-bit dtype, whatever the dtype of the cache."""
     held = random_cache((1, 1, 64), [70, 70], 70, kv_dtype)
     row, position = (device.asarray(np.array(a, np.int32)) for a in ([1, 0, 1], [69, 3, 40]))
     inputs = (*map(device.asarray, (normal(0, 3, 64), held.k, held.v)), row, position)
@@ -269,10 +274,10 @@ def test_terms_of_the_result(device: Any, width: int, kind: str, kv_dtype: str) 
 
 
 def test_split_loads_again_when_the_hint_was_wrong() -> None:
-    """As if the position had been another one before the kernel in front ended."""
+    """The hint is the position that `split` reads early; the previous kernel may change it."""
     shipped = loader.Source.shipped(SPLIT)
     racing = "load_racing(position + query - mine)"
-    text = shipped.edited(racing, "position[1]").text  # after the row's
+    text = shipped.edited(racing, "position[1]").text  # element 1, after the row's position
     instructions = tuple(pair for pair in shipped.headers if pair[0] == "lib/sm80.cuh")
     source = loader.Source(shipped.name, text, instructions)  # without reports of early reads
     for hint in (-1, 0, 127, 128, 139):
@@ -306,7 +311,7 @@ def test_split_without_its_barrier_shows() -> None:
 def test_rows_of_16_bits_give_those_of_float32_rounded_once(
     device: Any, heads: Heads, kind: str, dtype: str
 ) -> None:
-    """Of the dtype of the cache, or of any where the cache is FP8."""
+    """Rows have the dtype of the cache, or either 16-bit dtype if the cache is FP8."""
     narrow = dtype if kind in FORMATS else kind
     if narrow == "float32":
         return
@@ -379,7 +384,7 @@ def test_what_tensor_cores_refuse(device: Any, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_widening_before_the_barrier_is_needed() -> None:
-    """The pieces that others widen are there behind the block's barriers alone."""
+    """Pieces that other threads widen are complete only after the block's barriers."""
     shipped = loader.Source.shipped(TILES)
     kernel, heads = KERNELS["tiles-bfloat16"], (2, 2, 16)
     qkv = kernel.made(130, heads)
@@ -405,7 +410,7 @@ def test_widening_before_the_barrier_is_needed() -> None:
 
 @combinations(heads=[(1, 1, 24), (2, 2, 7), (1, 1, 9), (4, 2, 8), (8, 1, 128)], dtype=list(DTYPES))
 def test_append(device: Any, heads: Heads, dtype: str) -> None:
-    """From rows in float32, and in the dtype of the cache; the last four are outside of it."""
+    """Rows are float32 or have the cache's dtype; the last four positions are out of range."""
     row = np.array([2, 0, 2, -1, 3, 1, 1], np.int32)
     position = np.array([4, 0, 3, 1, 1, 5, -1], np.int32)
     for kind in {"float32", dtype}:
@@ -451,7 +456,7 @@ def test_launches() -> None:
     geometry = tiles_geometry(8, 1024, 12, 12, 64, 2, H200)
     assert (geometry.grid, geometry.block) == ((96, 8), (128,))
     assert 2 * (geometry.shared + 1024) <= 233472  # two blocks on an H200's multiprocessor
-    for longest in (1, 5000):  # the keys of a tile follow from the head alone
+    for longest in (1, 5000):  # the keys per tile depend only on the head size
         assert tiles_geometry(1, longest, 12, 12, 64, 2, H200).defines == geometry.defines
     with pytest.raises(InputError, match=r"head size 257: .* at most 256"):
         split_geometry(1, 10, 1, 1, 257, 4, 132, H200, True)
@@ -475,7 +480,7 @@ def test_launches() -> None:
         (5, 64, H200, 1, 4096, 3),
         (4, 128, 65536, 1, 4096, 2),  # three would be teams of two as well
         (4, 64, 49152, 1, 4096, 4),
-        (4, 128, H200, 1, 1024, 1),  # there is room for the warps of all heads
+        (4, 128, H200, 1, 1024, 1),  # there is room for as many warps as all heads need
         (4, 128, H200, 8, 1024, 1),
         (4, 128, H200, 16, 1024, 4),
     ],
@@ -545,7 +550,7 @@ def test_split_at_gpt2_sizes(device: Any, kind: str) -> None:
 @on_gpu
 @every_kind
 def test_split_gives_a_row_its_bits_in_any_batch(device: Any, kind: str) -> None:
-    """Ragged, with rows that have no key, and NaN after the last one."""
+    """The batch is ragged: some rows have no key, and keys after a row's last one are NaN."""
     positions = [-1 if m % 17 == 5 else 37 * m % 1024 for m in range(200)]
     q, held, position = decoding((12, 12, 64), positions, 1024, kind)
     right = split(device, q, held, position)
@@ -562,7 +567,7 @@ def test_the_ops(device: Any, heads: Heads) -> None:
     put, NH = device.asarray, heads[0]
     held = random_cache(heads, [75], 80, "bfloat16")
     k, v, q = held.k, held.v, normal(1, 70, 48)
-    for _ in range(2):  # the second call is a warm one
+    for _ in range(2):  # the second call takes the path of repeated calls
         got = ops.attention_cached(put(q), put(k[0]), put(v[0]), 5, NH)
         assert_right(got.get(), q, held, 0, 5)
     qkv = put(np.concatenate([q, np.full((70, 2 * k.shape[2]), np.nan, np.float32)], axis=1))
@@ -578,7 +583,7 @@ def test_the_ops(device: Any, heads: Heads) -> None:
 
 @one_order
 def test_bad_input(device: Any) -> None:
-    """What test_contracts.py does not try: numbers, and sizes that depend on each other."""
+    """Errors that test_contracts.py does not test: numbers, and sizes that depend on each other."""
     q, k = device.zeros((5, 48), "float32"), device.zeros((2, 9, 48), "float16")
     qkv, at = device.zeros((5, 144), "float32"), device.zeros(2, "int32")
     rows, seams = device.zeros(5, "int32"), device.zeros(3, "int32")
@@ -592,7 +597,7 @@ def test_bad_input(device: Any) -> None:
         (ops.attention_packed, (qkv, k, k, seams, at, 3, 0), "longest: expected a number"),
         (ops.attention_packed, (qkv, k, twice, seams, at, 5, 5), "n_head: expected a divisor"),
         (ops.attention_split, (qkv, k, k, rows, rows, 4), "q: 4 heads of 36 channels: expected k"),
-        # as many bytes, and as many elements
+        # wrong dtype with as many bytes, wrong shape with as many elements
         (ops.attention_split, (q[:2], k, k, at, floats, 3), "position: expected int32, got float"),
         (ops.attention_split, (q[:2], k, k, at[None], at, 3), r"row: expected shape \(2,\), got"),
         *(
@@ -603,7 +608,7 @@ def test_bad_input(device: Any) -> None:
             )
             for wrong in (0, 3, 4)
         ),
-        (  # in one element
+        (  # an overlap of one element
             partial(ATTENTION_SPLIT.bind, out=flat[95:191].reshape(2, 48), n_head=3),
             ((flat[:96].reshape(2, 48), k, k, at, at),),
             "out: overlaps q:",

@@ -1,7 +1,7 @@
-"""What is special to attention of two-part matrices: rows of any size, one scale, launches.
+"""Attention of two-part matrices: rows of any magnitude, one scale, launches.
 
-A two-part matrix is (hi + lo 2^-11) scale, with a scale for each row. What every kernel must do is
-in tests/test_attention_laws.py.
+A two-part matrix is (hi + lo 2^-11) scale, with a scale for each row. tests/test_attention_laws.py
+has the requirements of every attention kernel.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def cp(device: Any, variant: str) -> Any:
 @both_masks
 @pytest.mark.parametrize("size", [1e-3, 1.0, 1e3])
 def test_rows_of_any_size(cp: Any, variant: str, causal: bool, size: float) -> None:
-    """V of other magnitudes than Q and K, which share its scales; outliers, a row of zeros."""
+    """V shares scales with Q and K but has other magnitudes; there are outliers and a zero row."""
     T, heads = 100 if replaced() else 300, (1, 1, 64)
     qkv = plain.normal(1, T, 192)
     qkv[:, 128:] *= np.float32(size) * 10 ** np.linspace(-2, 2, T, dtype=np.float32)[::-1, None]
@@ -70,7 +70,7 @@ def test_rows_of_any_size(cp: Any, variant: str, causal: bool, size: float) -> N
 @every_variant
 @both_masks
 def test_one_scale_for_all_rows(cp: Any, variant: str, causal: bool) -> None:
-    """The kernel for one scale has the bits of the one for any scales."""
+    """The kernel for one scale gives the bits of the kernel for a scale per row."""
     heads, lengths = (1, 1, 64), [1, 70, 0, 33]
     if not replaced():
         heads, lengths = (4, 4, 64), [1024, 1, 500, 64, 65, 127]
@@ -94,7 +94,7 @@ def test_one_scale_for_all_rows(cp: Any, variant: str, causal: bool) -> None:
 
 @combinations(times=1, heads=[(2, 1, 128)], causal=[False, True])
 def test_the_op_with_grouped_queries(device: Any, heads: Heads, causal: bool) -> None:
-    """The bits of the same attention with repeated heads of K and V."""
+    """Results have the bits of the same attention with repeated heads of K and V."""
     NH, NKV, _ = heads
     qkv = plain.normal(NH, 70, row_width(heads))
     wide = expanded(qkv, heads)
@@ -119,7 +119,7 @@ def test_too_little_shared_memory_is_refused(device: Any, monkeypatch: pytest.Mo
 
 @pytest.mark.slow
 def test_no_spills() -> None:
-    """All on one architecture, on others the kernel of most blocks; the largest heads."""
+    """sm_90 compiles all kernels and the largest heads, others the kernel of most blocks."""
     jobs = []
     for causal, one_scale in itertools.product((False, True), repeat=2):
         for gpu in (H200, RTX):
@@ -139,7 +139,7 @@ def test_no_spills() -> None:
 
 @pytest.mark.slow
 def test_no_spills_on_hopper() -> None:
-    """Also where three heads of Q share one of K: a division by 3 takes registers of the loader."""
+    """If three heads of Q share one of K, a division by 3 needs registers of the loading warp."""
     jobs = []
     for causal, one_scale in itertools.product((False, True), repeat=2):
         for serves in (1, 3):
@@ -151,7 +151,7 @@ def test_no_spills_on_hopper() -> None:
 
 
 def test_the_grid_of_hopper() -> None:
-    """A block for every 64 queries, and no more than multiprocessors."""
+    """There is a block per 64 queries, up to the number of multiprocessors."""
     for B, T, NH, blocks in ((1, 1, 1, 1), (1, 512, 12, 96), (8, 1024, 12, 132), (3, 129, 2, 18)):
         geometry, band = hopper_two_part_geometry(B, T, NH, True, True, sms=H200["sms"])
         assert geometry.grid == (blocks,)

@@ -1,6 +1,6 @@
-"""What every kernel of attention must do, whatever it computes with and wherever K and V are.
+"""Requirements of every kernel of attention, whatever its instructions and its source of K and V.
 
-The kernels are those of tests/attentions.py, on the emulator and on a GPU.
+Tests run the kernels of tests/attentions.py on the emulator and on a GPU.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ def every_kernel(
     names: Sequence[str] = ("",),
     wide: bool = True,
 ) -> pytest.MarkDecorator:
-    """Where, kernel, heads, and whether there is a mask.
+    """Parametrize `where`, `kernel`, `heads` and `causal`.
 
-    all_heads: not the first ones alone, and on a GPU the wide ones. orders: on the emulator for the
-    first heads; one is enough for others. names: what those of the kernels begin with. wide:
-    whether a GPU runs the wide heads, too. The emulator runs twins only with all heads.
+    all_heads: use all heads of a family, not only the first. orders: thread orders of the emulator
+    for the first heads; other heads run in the last order. names: beginnings of names of kernels.
+    wide: run the wide heads on a GPU too. The emulator runs twins only with all_heads.
     """
     found = []
     for family in FAMILIES:
@@ -74,18 +74,18 @@ def every_kernel(
 
 
 def values_of(qkv: Array, heads: Heads) -> Array:
-    """A view of V."""
+    """Return a view of V."""
     return qkv[:, (heads[0] + heads[1]) * heads[2] :]
 
 
 def keys_of(qkv: Array, heads: Heads) -> Array:
-    """A view of K."""
+    """Return a view of K."""
     NH, NKV, HS = heads
     return qkv[:, NH * HS : (NH + NKV) * HS]
 
 
 def lengths_of(where: str, heads: Heads) -> list[int]:
-    """Tiles of 16, 32, 64 and 128 rows, whole and not; more than one block of queries."""
+    """Return lengths that fill tiles of 16 to 128 rows or not; some have several blocks."""
     if where == "gpu":
         common = heads[2] in (64, 128)
         long = [777, 1000, 1023, 1024, 2048, 4096][: 6 if heads == (2, 2, 64) else 5 * common]
@@ -96,10 +96,11 @@ def lengths_of(where: str, heads: Heads) -> list[int]:
 
 @every_kernel(all_heads=True, orders=ORDERS)
 def test_right(cp: Any, where: str, kernel: Kernel, heads: Heads, causal: bool) -> None:
-    """With the bits of each sequence alone, of two alike, and of repeated heads of K and V.
+    """Results are accurate, with the same bits in other calls.
 
-    With a mask also of its first rows. Of the orders of the emulator the last one shows the bits,
-    of sequences of less than a tile, of one and of several.
+    These calls have each sequence alone, a sequence twice, K and V with repeated heads, and, if
+    causal, the first rows alone. The emulator compares bits only in its last thread order, for
+    sequences of less than a tile, of one and of several.
     """
     lengths = lengths_of(where, heads)
     qkv = kernel.made(sum(lengths), heads)
@@ -119,7 +120,7 @@ def test_right(cp: Any, where: str, kernel: Kernel, heads: Heads, causal: bool) 
         if T in (70, 640) and causal:
             for n in (1, T // 10, 64):
                 assert_same_bits(kernel(cp, qkv[part][:n], [n], heads, True), alone[:n])
-    if heads[1] < heads[0] and not kernel.narrow:  # there teams have another order of additions
+    if heads[1] < heads[0] and not kernel.narrow:  # with FP8, teams add in another order
         wide = expanded(qkv, heads)
         same = kernel(cp, wide, lengths, (heads[0], heads[0], heads[2]), causal)
         assert_same_bits(same, got)
@@ -129,7 +130,7 @@ def test_right(cp: Any, where: str, kernel: Kernel, heads: Heads, causal: bool) 
 def test_scores_of_another_scale(
     cp: Any, where: str, kernel: Kernel, heads: Heads, causal: bool
 ) -> None:
-    """The bits of queries that are twice as large, where sqrt(HS) is a power of two."""
+    """A doubled scale gives the bits of doubled queries if sqrt(HS) is a power of two."""
     lengths, scale = [17, 1, 70], 2 / heads[2] ** 0.5
     qkv = kernel.made(sum(lengths), heads)
     if not kernel.scaled:
@@ -139,7 +140,7 @@ def test_scores_of_another_scale(
     got, doubled = kernel(cp, qkv, lengths, heads, causal, scale=scale), qkv.copy()
     doubled[:, : heads[0] * heads[2]] *= 2
     assert_right(got, doubled, lengths, heads, causal)
-    if not kernel.one_scale:  # the scale of a row is that of its largest value
+    if not kernel.one_scale:  # otherwise a row's largest value sets its scale
         assert_same_bits(got, kernel(cp, doubled, lengths, heads, causal))
 
 
@@ -158,9 +159,9 @@ def test_any_batch(
 def test_what_a_row_does_not_see_leaves_no_trace(
     cp: Any, where: str, kernel: Kernel, heads: Heads, causal: bool
 ) -> None:
-    """Later keys, and other sequences: no bit changes, whatever stands there.
+    """NaN or infinity in later keys or other sequences changes no bit of a row.
 
-    Those that see it are not finite. On the emulator each infinity has one of the places.
+    Rows that see such a value are not finite. The emulator tries each infinity at one key only.
     """
     lengths, keys = [30, 75], [0, 5, 37, 73]
     places = dict(zip(NOT_FINITE, (keys, [5], [37]), strict=True))
@@ -188,7 +189,7 @@ def test_what_a_row_does_not_see_leaves_no_trace(
 
 @every_kernel(wide=False)
 def test_windows(cp: Any, where: str, kernel: Kernel, heads: Heads, causal: bool) -> None:
-    """A row sees the last keys up to its own; others leave no trace, whatever stands there."""
+    """A row sees the last keys up to its own; NaN or infinity in others changes no bit."""
     lengths, windows, keys = [17, 1, 75], [20], [0, 37]
     if where == "gpu":
         lengths, windows, keys = [130, 1, 475], [65, 200], [0, 128, 250]
@@ -219,7 +220,7 @@ def test_windows(cp: Any, where: str, kernel: Kernel, heads: Heads, causal: bool
 def test_values_that_are_not_finite(
     cp: Any, where: str, kernel: Kernel, heads: Heads, causal: bool
 ) -> None:
-    """In V they reach the channel they stand in, of the heads and queries that see them."""
+    """A value in V affects only its channel, of the heads and queries that see it."""
     T, HS = 75 if where != "gpu" else 300, heads[2]
     qkv = kernel.made(T, heads)
     clean = kernel(cp, qkv, [T], heads, causal)
@@ -239,7 +240,7 @@ def test_values_that_are_not_finite(
                 reached[key if causal else 0 :] = True
             np.testing.assert_array_equal(got[~reached], clean.astype(np.float32)[~reached])
         wrong = qkv.copy()
-        keys_of(wrong, heads)[key, 5] = np.nan  # of the first head, which serves one or several
+        keys_of(wrong, heads)[key, 5] = np.nan  # K's first head, which serves several of Q
         got = kernel(cp, wrong, [T], heads, causal).astype(np.float32)
         reached = np.zeros(got.shape, bool)
         reached[key if causal else 0 :, : heads[0] // heads[1] * HS] = True
@@ -253,7 +254,7 @@ def test_values_that_are_not_finite(
 def test_scores_that_are_not_finite(
     cp: Any, where: str, kernel: Kernel, heads: Heads, causal: bool
 ) -> None:
-    """NaN in Q is its query's alone; a key with a score of -inf weighs nothing."""
+    """NaN in Q affects only its query; a key with a score of -inf has weight 0."""
     T, alone = 150, (1, 1, heads[2])
     qkv = np.abs(kernel.made(T, alone))
     qkv[3, 2] = np.nan
@@ -263,10 +264,10 @@ def test_scores_that_are_not_finite(
     if kernel.narrow or kernel.one_scale:
         return
     qkv = kernel.held(np.abs(kernel.made(T, alone)) + qkv.dtype.type(1), alone)
-    keys_of(qkv, alone)[:130, 2] = -np.inf  # all keys of the first tiles, of any size
+    keys_of(qkv, alone)[:130, 2] = -np.inf  # fills the first tiles of any size
     got = kernel(cp, qkv, [T], alone, causal)
     if causal:
-        assert np.isnan(got[:130].astype(np.float32)).all()  # they see nothing else
+        assert np.isnan(got[:130].astype(np.float32)).all()  # they see only such keys
     assert_right(got[130:], qkv[130:], [T - 130], alone, causal)
 
 
@@ -274,8 +275,9 @@ def test_scores_that_are_not_finite(
 def test_scores_of_any_size(
     cp: Any, where: str, kernel: Kernel, heads: Heads, causal: bool
 ) -> None:
-    """In the hundreds and thousands, where exp of anything but score - max is inf; largest ones
-    that grow and fall from tile to tile, or are far below the zero of others.
+    """Scores are in the hundreds and thousands, where only exp(score - max) is finite.
+
+    The maximum grows or falls from tile to tile, or is far below zero in some tiles.
     """
     T = (600 if kernel.dtype == np.float32 else 200) if where == "gpu" else 140
     alone = (1, 1, heads[2])
@@ -292,10 +294,11 @@ def test_scores_of_any_size(
 def test_prompts_that_are_continued(
     cp: Any, where: str, kernel: Kernel, heads: Heads, causal: bool
 ) -> None:
-    """The bits of all rows at once, and of the kernel without a cache that computes alike.
+    """New rows have the bits of all rows at once, and of the equal kernel without a cache.
 
-    Starts before, at and after the borders of tiles of keys; a sequence without new rows. In
-    pieces, also with values that are not finite; on the emulator in the last of its orders.
+    Starts are before, at and after bounds of tiles of keys; a sequence has no new rows. One
+    sequence is also computed in pieces, with values that are not finite, on the emulator in the
+    last thread order.
     """
     lengths, starts = [70, 9, 64, 130, 81], [5, 9, 63, 64, 17]
     if where == "gpu":
@@ -326,7 +329,7 @@ def test_prompts_that_are_continued(
                                        and name.startswith(("mma", "hopper")))],
 )  # fmt: skip
 def test_a_long_sequence(name: str, size: int, causal: bool) -> None:
-    """Some of 65,541 queries; the scores of all would take 17 GB."""
+    """Some of 65,541 queries are checked; the scores of all would take 17 GB."""
     T, kernel = 65541, KERNELS[name]
     cp, qkv = cupy_with(kernel.capability), kernel.made(T, (1, 1, size))
     got = kernel(cp, qkv, [T], (1, 1, size), causal).astype(np.float32)
@@ -348,7 +351,7 @@ def test_a_long_sequence(name: str, size: int, causal: bool) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "variant"), [("float32", "online"), ("float16", None)])
 def test_offsets_beyond_32_bits(dtype: str, variant: str | None) -> None:
-    """2.4 billion values of qkv: the last sequence's result is that of the sequence alone."""
+    """qkv has 2.4 billion values; the last sequence's result equals the sequence alone."""
     cp, (B, T, width) = cupy_with(), (1025, 1024, 2304)
     with large_memory(np.dtype(dtype).itemsize * B * T * width * 4 // 3):
         qkv = cp.full((B, T, width), cp.nan, dtype)

@@ -1,7 +1,8 @@
-"""What is special to attention on tensor cores: tiles, copies, grids, and K and V for a cache.
+"""Attention on tensor cores: tiles, copies, grids, and storing K and V in a cache.
 
-mma.cu runs on the CPU, where the PTX instructions are imitated (gpt2block/emulator/mma_ptx.h), and
-on a GPU; wgmma.cu on a GPU. What every kernel must do is in tests/test_attention_laws.py.
+mma.cu runs on a GPU and on the CPU, where gpt2block/emulator/mma_ptx.h imitates the PTX
+instructions; wgmma.cu runs on a GPU only. tests/test_attention_laws.py has the requirements of
+every attention kernel.
 """
 
 from __future__ import annotations
@@ -58,11 +59,11 @@ from tests.gpus import A100, H200, RTX, Gpu, cupy_with
 
 Array = NDArray[Any]
 ONE: Heads = (1, 1, 64)
-TWO_STAGES = AttentionTile(2, 1, 6, 1, 1)  # so many blocks on an SM: no room for three
+TWO_STAGES = AttentionTile(2, 1, 6, 1, 1)  # 6 blocks per SM leave no room for a third stage
 
 
 def stored(causal: bool) -> str:
-    """A dtype for each mask, where any will do: every other program is one more to compile."""
+    """Return a dtype for each mask, if any dtype is enough: fewer programs to compile."""
     return "bfloat16" if causal else "float16"
 
 
@@ -85,7 +86,10 @@ def launched(
     order: loader.Order,
     at_once: bool = False,
 ) -> Array:
-    """One sequence with one head. at_once: when copies to shared memory arrive."""
+    """Run one sequence with one head.
+
+    at_once: whether copies to shared memory arrive at once or as late as possible.
+    """
     if problem := loader.missing():
         pytest.skip(problem)
     T = len(qkv)
@@ -103,8 +107,9 @@ def launched(
 
 @both_masks
 def test_tiles_give_the_same_bits(causal: bool) -> None:
-    """One warp, two, and the tiles of GPUs: more than one block of queries, more tiles of keys than
-    the ring has stages.
+    """Tiles have one warp, two, or the sizes for GPUs.
+
+    There are several blocks of queries, and more tiles of keys than stages of the ring.
     """
     lengths = [1, 15, 16, 17, 65, 130]
     qkv = made(stored(causal), sum(lengths), 2)
@@ -121,7 +126,7 @@ def test_tiles_give_the_same_bits(causal: bool) -> None:
     [(TWO_STAGES, True, False), (TWO_STAGES, True, True), (PAIR, False, True)],
 )
 def test_the_ring_waits_for_what_it_needs(tile: AttentionTile, causal: bool, at_once: bool) -> None:
-    """Copies that arrive late, and at once; two stages, and three."""
+    """Copies arrive late or at once, in a ring of two or three stages."""
     T = 200
     qkv = made(stored(causal), T, 1)
     results = [launched(MMA, qkv, causal, tile, order, at_once) for order in loader.ORDERS]
@@ -131,7 +136,7 @@ def test_the_ring_waits_for_what_it_needs(tile: AttentionTile, causal: bool, at_
 
 
 def test_small_weights_count_in_fp16() -> None:
-    """Many keys that weigh 2^-20 of the largest together weigh as much: none may become zero."""
+    """Many keys with small softmax weights (about 2^-22 of the largest) must not become zero."""
     T = 192
     qkv = np.zeros((T, 192), np.float16)
     qkv[:, 0] = 8
@@ -155,7 +160,7 @@ def test_small_weights_count_in_fp16() -> None:
     ],
 )
 def test_what_is_left_out_shows(old: str, new: str) -> None:
-    """A wait, a barrier, and the care for values that are not finite."""
+    """Omitting a wait, a barrier, or the handling of values that are not finite has an effect."""
     source = loader.Source.shipped(MMA).edited(old, new)
     qkv = made(stored(True), 150, 1)
     qkv[149, 128:] = np.inf
@@ -169,7 +174,7 @@ def same(
 ) -> bool:
     try:
         got = launched(source, qkv, True, tile, order)
-    except loader.ShimError:  # a copy that arrives when its block has ended
+    except loader.ShimError:  # a copy arrived after the end of its block
         return False
     return np.array_equal(got, right, equal_nan=True)
 
@@ -184,7 +189,7 @@ def same(
         (8, 1024, False, 768, 128, 1),
         (1, 1024, True, 192, 64, 12),
         (1, 128, False, 24, 64, 1),
-        (64, 1024, True, 6144, 128, 128),  # of 768 heads: 32 MB of K and V
+        (64, 1024, True, 6144, 128, 128),  # 768 heads: 32 MB of K and V
         (4, 4096, True, 1536, 128, 24),
         (1, 1, True, 12, 64, 12),
     ],
@@ -215,7 +220,7 @@ def test_what_a_grid_cannot_take_is_refused() -> None:
 
 
 def test_the_grid_of_hopper() -> None:
-    """A block for every tile, and no more than multiprocessors; all other numbers are fixed."""
+    """There is a block per tile, up to the number of SMs; all other sizes are fixed."""
     for B, T, NH, blocks in ((1, 1, 1, 1), (1, 1024, 12, 96), (8, 1024, 12, 132), (3, 129, 2, 12)):
         for causal in (False, True):
             geometry, band = hopper_geometry(B, T, NH, causal, sms=132)
@@ -243,7 +248,7 @@ def test_the_grid_of_hopper() -> None:
     ],
 )
 def test_alternate_keys_are_for_few_sequences(B: int, T: int, causal: bool, few: bool) -> None:
-    """As measured with 12 heads: each of these is 1 to 40 % slower by the other kernel."""
+    """Measured with 12 heads, the other kernel is 1 to 40 % slower in each of these cases."""
     assert alternates(B, T, 12, causal, H200["sms"], B * T) == few
     geometry, band = alternate_geometry(B, T, 12, causal, sms=132)
     assert geometry.grid == (min(132, 12 * B * -(-T // 64)),)
@@ -251,7 +256,10 @@ def test_alternate_keys_are_for_few_sequences(B: int, T: int, causal: bool, few:
 
 
 def test_packed_rows_count_once() -> None:
-    """Of two sequences as long as 1,024 tokens, and of two of 520, where 1,024 is a bound."""
+    """The choice uses the number of rows: T = 1,024 is only an upper bound of the lengths.
+
+    2,048 rows are two sequences of 1,024 tokens, 1,088 rows for example 1,024 and 64 tokens.
+    """
     for rows, few in ((2048, False), (1088, True)):
         assert alternates(2, 1024, 12, True, H200["sms"], rows) == few
 
@@ -270,7 +278,7 @@ def test_gpus_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_no_tile_spills() -> None:
-    """Also four heads of Q for each load of K, of 128 channels, which take most registers."""
+    """Four heads of Q per load of K, with 128 channels, need most registers."""
     jobs: list[Job] = []
     grouped: Any = {"HS": 128, "serves": 4}
     large, small = MMA_TILES[64]
@@ -285,7 +293,7 @@ def test_no_tile_spills() -> None:
         geometry, _ = mma_geometry(8, 1024, 12, causal, **gpu, **options)
         constants = (*kernels.stored_as(dtype), *geometry.defines)
         jobs.append((MMA, arch, constants))
-        if causal and arch != "sm_120":  # CUDA 12 spills 8 bytes of the large tile there, 13 none
+        if causal and arch != "sm_120":  # there CUDA 12 spills 8 bytes of the large tile
             jobs.append((MMA, arch, (*constants, ("ATT_CACHED", 1))))
     assert_clean(jobs)
     jobs, only = list[Job](), list[str]()
@@ -320,7 +328,7 @@ def cp(variant: str) -> ModuleType:
 @both_masks
 @pytest.mark.parametrize("variant", ["mma", "hopper"])
 def test_tiles_give_the_same_bits_on_the_gpu(cp: ModuleType, variant: str, causal: bool) -> None:
-    """A sequence in batches with other tiles, or so large that blocks take several of them."""
+    """A sequence has the same bits in batches with other tiles or several tiles per block."""
     T, B, heads = 1000, 70, (12, 12, 64)
     one, kernel = made("float16", T, 12), Kernel(partial(packed, variant), np.float16)
     alone = kernel(cp, one, [T], heads, causal)
@@ -331,7 +339,7 @@ def test_tiles_give_the_same_bits_on_the_gpu(cp: ModuleType, variant: str, causa
 
 
 def hostile(qkv: Array, lengths: Sequence[int], first_value: int) -> list[Array]:
-    """Rows whose scores grow or fall, are -inf for whole steps of keys, and values of all kinds."""
+    """Return rows whose scores grow, fall, or are -inf for whole tiles, and extreme values."""
     T, K = len(qkv), slice(first_value - (qkv.shape[1] - first_value), first_value)
     ramp = np.linspace(-30, 30, T, dtype=np.float32)[:, None]
     found = [qkv.copy() for _ in range(6)]
@@ -353,7 +361,7 @@ def hostile(qkv: Array, lengths: Sequence[int], first_value: int) -> list[Array]
 @both_masks
 @pytest.mark.parametrize("heads", [(12, 12, 64), (9, 3, 64)], ids=str)
 def test_alternate_keys_give_the_same_bits(causal: bool, dtype: str, heads: Heads) -> None:
-    """Two warpgroups that share a query's keys, and one that has all; blocks with many tiles."""
+    """Two warpgroups share a query's keys, or one has all; blocks may have many tiles."""
     cp, (NH, NKV, _) = cupy_with(HOPPER_CAPABILITY), heads
     whole, alternate = (KERNELS[f"hopper-{way}-{dtype}"] for way in WAYS)
     ragged = [300, 0, 1, 128, 129, 1000, 65, 64, 640, 257]
@@ -361,7 +369,7 @@ def test_alternate_keys_give_the_same_bits(causal: bool, dtype: str, heads: Head
         lengths = [T] * B if B < 20 else ragged
         x = plain.normal(T, sum(lengths), row_width(heads)).astype(DTYPES[dtype])
         for qkv in [x] if T not in (385, 320) else [x, *hostile(x, lengths, (NH + NKV) * 64)]:
-            for batch in (lengths, [*lengths, 0]):  # the latter is packed
+            for batch in (lengths, [*lengths, 0]):  # the empty sequence makes the batch packed
                 got = alternate(cp, qkv, batch, heads, causal)
                 assert_same_bits(got, whole(cp, qkv, batch, heads, causal))
 
@@ -372,10 +380,10 @@ def test_alternate_keys_give_the_same_bits(causal: bool, dtype: str, heads: Head
 def test_keys_and_values_go_to_the_cache_too(
     dtype: str, heads: Heads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As kv_append writes them, with the bits of attention alone; other places stay as they are."""
+    """K and V equal kv_append's, attention has the same bits, other positions do not change."""
     cp, (NH, NKV, HS) = cupy_with(HOPPER_CAPABILITY), heads
     lengths, n_ctx = [300, 1, 128, 95], 310
-    rows = sum(lengths) + 20  # the last ones are of no sequence
+    rows = sum(lengths) + 20  # the last 20 belong to no sequence
     x = cp.asarray(plain.normal(rows, rows, row_width(heads)).astype(DTYPES[dtype]))
     starts = cp.asarray(np.cumsum([0, *lengths]), "int32")
     row = np.concatenate([np.repeat([0, 2, 3, 5], lengths), np.full(20, -1)]).astype(np.int32)
@@ -436,7 +444,7 @@ def test_the_op(device: Any, cp: ModuleType, variant: str) -> None:
             assert_right(got.get().reshape(60, -1), x.reshape(60, -1), [30, 30], heads, causal)
             assert bool((ops.attention(strided, 3, causal, variant) == got).all())
             kept = []
-            for _ in range(2):  # the second time warm, with other arrays
+            for _ in range(2):  # the second call is a repeated one, with other arrays
                 kept.append(device.asarray(x).reshape(60, -1))
                 packed = ops.attention(kept[-1], 3, causal, variant, **ragged)
                 assert bool((packed.reshape(got.shape) == got).all())

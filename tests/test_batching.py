@@ -1,4 +1,4 @@
-"""A batch: rows come and go, with the tokens that each has alone; a slot's tokens can be reused."""
+"""A batch: rows come and go and equal rows alone; the cached tokens of a slot can be reused."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def finish(batch: Batch) -> None:
 
 
 def random_options(rng: np.random.Generator) -> dict[str, Any]:
-    """Sampling and ends of a row; many end by chance."""
+    """Draw options of a row for sampling and its end; many rows end by chance."""
     return {
         "max_new_tokens": int(rng.integers(1, 12)),
         "temperature": float(rng.choice([0, 0.3, 1])),
@@ -66,7 +66,10 @@ def random_options(rng: np.random.Generator) -> dict[str, Any]:
 
 @EVERYWHERE
 def test_rows_that_arrive_at_random_are_those_alone(device: str) -> None:
-    """On a GPU with the same bits. Some rows are cancelled, waiting or running; some are held."""
+    """Each row equals the row alone, on a GPU bit for bit.
+
+    Some rows are cancelled while they wait or run; some are held.
+    """
     rng = np.random.default_rng(4)
     with on(device):
         m = model(device)
@@ -109,7 +112,7 @@ def test_rows_that_arrive_at_random_are_those_alone(device: str) -> None:
 
 @EVERYWHERE
 def test_prompts_in_pieces(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row's pieces, and so its bits, are those alone; rows that run get a token in each step."""
+    """A row has the same pieces, and so bits, as alone; running rows get a token in each step."""
     monkeypatch.setattr(batching, "PIECE", 5)
     rng = np.random.default_rng(1)
     with on(device):
@@ -127,7 +130,7 @@ def test_prompts_in_pieces(device: str, monkeypatch: pytest.MonkeyPatch) -> None
         together.submit(rows[:1])
         together.step()
         together.submit(rows[1:4])
-        for _ in range(6):  # in which no two of the pieces are computed together
+        for _ in range(6):  # each step computes at most one of the pieces
             assert together.step()
         assert len(rows[0].tokens) >= 4
         cancelled = row(3)
@@ -148,7 +151,7 @@ def test_prompts_in_pieces(device: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_generate_has_the_pieces_of_a_server() -> None:
-    """Of a prompt of more tokens than two pieces; `start` computes the rest."""
+    """A prompt longer than two pieces is divided; `start` computes the rest."""
     engine = MarkovEngine(cycle(8), n_ctx=2 * PIECE + 10)
     ids, options = [1] * (2 * PIECE + 3), {"max_new_tokens": 2, "temperature": 0}
     found = generate(engine, None, ids, **options)
@@ -171,18 +174,18 @@ def test_generate_has_the_pieces_of_a_server() -> None:
     ],
 )
 def test_models_that_divide_prompts(dtype: str, kv_dtype: str | None, divides: bool) -> None:
-    """Where attention of a continued prompt is as fast as that of a prompt."""
+    """Models divide prompts if attention over the cache is as fast as attention of a prompt."""
     config = GPT2Config(n_layer=1, n_head=1, n_embd=64, n_ctx=24, vocab_size=37)
     weights = GPT2Weights.random(0, config)
     assert GPT2(weights, "cpu", dtype, kv_dtype=kv_dtype).engine.divides_prompts
     with running_on("forward"):
         engine = GPT2(weights, "cuda", dtype, kv_dtype=kv_dtype).engine
         assert engine.divides_prompts == divides
-        assert model("cuda").engine.divides_prompts  # attention of these heads is float32 anyway
+        assert model("cuda").engine.divides_prompts  # float32 attention in any case: few channels
 
 
 def test_rows_end_at_their_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also while they wait, or their prompt is computed; the others go on."""
+    """Waiting rows end too, and rows whose prompt is being computed; other rows continue."""
     engine, now = MarkovEngine(cycle(8)), [10.0]
     monkeypatch.setattr(batching, "monotonic", lambda: now[0])
     monkeypatch.setattr(batching, "PIECE", 1)
@@ -208,7 +211,7 @@ def test_rows_end_at_their_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ended_rows_are_forgotten_before_their_deadline() -> None:
-    """A server with a long timeout does not keep every text until then."""
+    """A server with a long timeout does not keep every text until its deadline."""
     engine = MarkovEngine(cycle(8))
     batch = Batch(engine, 2, engine.config.n_ctx)
     left = []
@@ -222,7 +225,7 @@ def test_ended_rows_are_forgotten_before_their_deadline() -> None:
 
 
 def test_each_row_has_its_own_end() -> None:
-    """Stop strings, stop ids and lengths, of rows that run together."""
+    """Rows that run together end by stop strings, stop ids and lengths."""
     engine = MarkovEngine(cycle(257), script=None)
     rows = [
         row_of(engine, "a", BYTES, stop=["ef"], temperature=0, max_new_tokens=20),
@@ -263,7 +266,7 @@ def test_held_rows_come_where_they_may_have_ended() -> None:
 
 
 def test_a_held_row_gives_all_its_tokens_once_it_is_not() -> None:
-    """With all that belongs to them; a stop string ends it at its token in any case."""
+    """A released row gives log-probabilities and flags too; a stop string ends even a held row."""
     engine = MarkovEngine(cycle(257))
     rows = [
         row_of(engine, "a", BYTES, temperature=0, max_new_tokens=9),
@@ -281,7 +284,7 @@ def test_a_held_row_gives_all_its_tokens_once_it_is_not() -> None:
     assert rows[0].take() == "cdef"
     tokens, logprobs, _, guessed = rows[0].take_tokens()
     assert (tokens, len(logprobs)) == ([*b"bcdef"], 5)
-    assert guessed == [False, True, False, True, False]  # the odd ones
+    assert guessed == [False, True, False, True, False]  # odd tokens are guessed
     rows[0].held = True
     assert batch.step() == rows[1:]
     assert (rows[1].take(), rows[1].finish_reason) == ("cd", "stop")
@@ -292,7 +295,7 @@ def test_a_held_row_gives_all_its_tokens_once_it_is_not() -> None:
 
 
 def test_slots_take_turns_where_nobody_reads_each_token() -> None:
-    """A row has as many tokens after a turn as there were steps, whether it is held or not."""
+    """After its turn a row has a token of each step, whether it is held or not."""
     engine = MarkovEngine(cycle(257))
     count = 2 * TURN + TURN // 2
     asked: dict[str, Any] = {"temperature": 0, "max_new_tokens": count}
@@ -326,7 +329,7 @@ def test_a_cancelled_row_keeps_its_text_and_frees_its_slot() -> None:
     batch.cancel([first, second])
     assert (first.text, first.finish_reason) == ("bcd", "cancelled")
     assert (second.text, second.finish_reason) == ("", "cancelled")
-    batch.cancel([first])  # which has ended
+    batch.cancel([first])  # has ended already: no effect
     assert batch.step() == [third]
     finish(batch)
     assert (third.text, third.finish_reason) == ("qrstuvwxy", "length")
@@ -355,7 +358,7 @@ def test_a_row_with_wrong_logits_ends_alone(held: bool) -> None:
 
 
 class Spy:
-    """Notes how many tokens each start computes."""
+    """Records the number of tokens that each start computes."""
 
     def __init__(self, batch: Batch) -> None:
         self.computed: list[int] = []
@@ -382,7 +385,7 @@ def told(batch: Batch, engine: Any, ids: list[int], **options: Any) -> Row:
      *(pytest.param("gpu", each, marks=GPU.marks) for each in ("float32", "bfloat16"))],
 )  # fmt: skip
 def test_what_a_slot_has_computed_is_not_computed_again(device: str, dtype: str) -> None:
-    """Prompts that continue, repeat or leave what the last row had; near what they give alone."""
+    """Prompts continue, repeat or replace the last row's tokens; results are as alone."""
     config = GPT2Config(n_layer=1, n_head=2, n_embd=32, n_ctx=64, vocab_size=61)
     rng, few = np.random.default_rng(0), 4 if device in ("cpu", "gpu") else 2
     with on(device):
@@ -421,7 +424,7 @@ def test_a_cancelled_rows_tokens_are_reused() -> None:
 
 @EVERYWHERE
 def test_a_row_gets_the_slot_with_most_of_its_tokens(device: str) -> None:
-    """Else the one that has been free longest, so that what others may continue stays."""
+    """Otherwise it gets the slot that has been free longest, to keep recent tokens."""
     with on(device):
         m = model(device)
         batch = Batch(m.engine, 3, TINY.n_ctx, reuse=True)

@@ -1,4 +1,4 @@
-"""The bench: what a figure means, what a wrong result is worth, what is printed and drawn."""
+"""The bench: the meaning of its figures, wrong results, the printed tables and the plots."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def product(dtype: str = "bfloat16", **options: bool) -> Work:
 O = product()  # noqa: E741
 
 
-# What there is to do
+# Operations and bytes
 
 
 def test_operations_and_bytes() -> None:
@@ -47,7 +47,7 @@ def test_operations_and_bytes() -> None:
     assert O.traffic == 2 * (600 * 768 + 768 * 768 + 600 * 768) + 4 * 768
     assert product(residual=True).traffic - O.traffic == 2 * 600 * 768
     full, causal = (attention("bfloat16", 2, 4, mask) for mask in (False, True))
-    assert full.flops == 2 * 12 * (16 * 2 * 64 * 2)  # sequences, heads, scores and their use
+    assert full.flops == 2 * 12 * (16 * 2 * 64 * 2)  # sequences, heads, two products
     assert causal.flops == 2 * 12 * (10 * 2 * 64 * 2)
     assert full.traffic == 2 * 4 * (2 * 4 * 768)
     whole = block("float32", 2, 4, True)
@@ -142,11 +142,11 @@ def test_tf32_is_right_as_far_as_it_is() -> None:
     assert reports.tolerance(whole, "bfloat16") == 7 * tolerance("bfloat16")
 
 
-# A race with stand-ins
+# A race of fake contenders
 
 
 class Racer:
-    """A contender on the host, with a result that is off by so much."""
+    """A contender on the host whose result has an error of `off`."""
 
     def __init__(self, name: str, peer: bool = False, off: float = 0.0, **options: Any) -> None:
         self.name, self.peer, self.off = name, peer, off
@@ -170,7 +170,10 @@ class Racer:
 
 @pytest.fixture
 def run_race(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Rows of racers, reasons of those that did not run, and who took turns; ms: of their turns."""
+    """Return a function that races contenders; ms: their times per turn.
+
+    It returns the report's rows, reasons why contenders did not run, and the contenders per turn.
+    """
 
     def poison(out: NDArray[Any]) -> None:
         out[...] = nan
@@ -202,9 +205,9 @@ def test_what_a_row_says(run_race: Callable[..., Any]) -> None:
     rows, skipped, turns = run_race(ours, theirs, ms={"hopper": 1.0, "torch": 1.5})
     assert skipped == []
     assert turns == [["hopper", "torch"]]
-    assert ours.rounds == theirs.rounds == [1, 5]  # 0.7 ms once, 3 ms wanted
+    assert ours.rounds == theirs.rounds == [1, 5]  # a round takes 0.7 ms, 3 ms are wanted
     first, second = rows
-    assert first.us == pytest.approx(20.0)  # 1 ms, ten copies, five rounds
+    assert first.us == pytest.approx(20.0)  # 1 ms for ten copies and five rounds
     assert first.tflop_s == pytest.approx(O.flops / 20e-6 / 1e12)
     assert first.gb_s == pytest.approx(O.traffic / 20e-6 / 1e9)
     assert first.percent_matmul == pytest.approx(100 * first.tflop_s / 800)
@@ -224,9 +227,9 @@ def test_a_wrong_result_counts_for_nothing(run_race: Callable[..., Any]) -> None
     rows, _, _ = run_race(Racer("a", off=1.0), Racer("b"), *peers, *others)
     assert [row.right for row in rows] == [False, True, False, True, False, False]
     assert [row.peers for row in rows[:2]] == [{}, {"q": 1.0}]
-    assert isnan(rows[5].max_rel)  # what is not written shows
+    assert isnan(rows[5].max_rel)  # an output that is not written is NaN
     assert not Report({}, BEST, rows, []).right
-    assert Report({}, BEST, rows[1:4], []).right  # a peer's error is not ours
+    assert Report({}, BEST, rows[1:4], []).right  # a wrong peer does not make the report wrong
 
 
 def test_who_cannot_run_is_told_with_the_reason(run_race: Callable[..., Any]) -> None:
@@ -242,7 +245,7 @@ def test_who_cannot_run_is_told_with_the_reason(run_race: Callable[..., Any]) ->
         "gemm bfloat16: torch: no such backend",
     ]
     assert run_race(*racers[:1])[:2] == ([], skipped[:1])
-    with pytest.raises(RuntimeError, match="illegal memory access"):  # a fault is no refusal
+    with pytest.raises(RuntimeError, match="illegal memory access"):  # a GPU error is no refusal
         run_race(Racer("ours", error=RuntimeError("an illegal memory access")))
 
 
@@ -308,7 +311,7 @@ def test_the_default_variant_comes_first(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def on_host(array: Any) -> Any:
-    """As `torch_functions.tensor`, from NumPy."""
+    """Convert a NumPy array as `torch_functions.tensor` does for CuPy."""
     import torch  # noqa: PLC0415
 
     if isinstance(array, WeightMatrix):
@@ -373,7 +376,7 @@ def test_the_peers_of_each_work(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_search_for_products_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is compiled is compiled once, with a search as long as there is time for one."""
+    """Each function is compiled once, with a search as long as the time limit permits one."""
     modules = torch_modules(monkeypatch)
     monkeypatch.setattr(modules, "arguments_of", lambda arrays: ())
     monkeypatch.setattr(modules.torch.cuda, "set_device", lambda index: None)
@@ -399,7 +402,7 @@ def test_the_search_for_products_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     assert notes[2] == "products by cuBLAS, the rest tuned"
 
 
-# What is shown
+# Tables
 
 
 @pytest.fixture
@@ -439,7 +442,7 @@ def test_the_table(report: Report) -> None:
     assert "not run: gemm bfloat16: old: takes [x]" in text
     wrong = shown(replace(report, rows=[row(O, "hopper", error=1.0), row(O, "torch", 2.5, True)]))
     assert wrong.count("WRONG") == 1
-    assert " 1.00 " not in wrong  # and nothing is compared with it
+    assert " 1.00 " not in wrong  # no ratio to a wrong result
 
 
 @pytest.fixture
@@ -522,7 +525,7 @@ def test_what_cannot_be_timed_is_one_line(
     assert message in gpt2block("bench", *arguments.split()).error
 
 
-# The picture
+# The plot
 
 
 def test_a_mark_is_of_the_fastest_right_results() -> None:
@@ -540,7 +543,7 @@ def test_a_mark_is_of_the_fastest_right_results() -> None:
     assert marks(rows[1:2], "gemm") == []
     alone = Mark("o", "bfloat16", 1.0, None, 3.0, None)
     assert alone.label == "3 (peer alone)"
-    assert ceiling(alone, BEST) == pytest.approx(4.0)  # a copy of 4 TB/s, for one operation a byte
+    assert ceiling(alone, BEST) == pytest.approx(4.0)  # a copy of 4 TB/s, one operation per byte
     assert ceiling(replace(alone, intensity=1e6), BEST) == BEST.tflop_s["bfloat16"]
     assert ceiling(alone, Ceilings(4000.0, {"bfloat16": nan})) == pytest.approx(4.0)
 
@@ -614,7 +617,7 @@ def test_a_small_race() -> None:
 
 @pytest.mark.gpu
 def test_a_graph_of_pytorch_keeps_its_inputs() -> None:
-    """PyTorch would give their memory to later tensors, which a replay would then read."""
+    """Otherwise PyTorch would reuse their memory, and a replay would read later tensors."""
     torch = pytest.importorskip("torch", reason="captures a graph of PyTorch")
     from gpt2block.bench.torch_peers import captured  # noqa: PLC0415
 

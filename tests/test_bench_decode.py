@@ -1,4 +1,4 @@
-"""`bench --decode`: what a step, a prompt and many prompts cost, how they are checked and shown."""
+"""`bench --decode`: bytes and operations of steps and prompts, checks of results, and tables."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def tiny(dtype: str = "float32") -> RandomGPT2:
     return RandomGPT2(TINY, dtype)
 
 
-# What there is to do
+# Bytes and operations
 
 
 def test_bytes_and_operations() -> None:
-    """Those of GPT-2 small: 124 million parameters, and 36,864 bytes for a token in bfloat16."""
+    """GPT-2 small has 124 million parameters, and 36,864 bytes of cache per token in bfloat16."""
     model = RandomGPT2(SIZES["gpt2"], "bfloat16")
     shapes = model_shapes(model.config)
     parameters = sum(int(np.prod(shape)) for name, shape in shapes.items() if name != "wpe")
@@ -63,7 +63,7 @@ def test_bytes_and_operations() -> None:
 def test_the_position_is_the_middle_of_the_timed_steps() -> None:
     steps = Steps(RandomGPT2(SIZES["gpt2"], "bfloat16"), 1)
     timed = tasks.STEPS * tasks.TURNS
-    assert steps.end - timed / 2 == 512  # the first turn checks the results
+    assert steps.end - timed / 2 == 512  # an untimed first turn checks results
     assert steps.end - steps.start == timed + tasks.STEPS
 
 
@@ -90,11 +90,11 @@ def test_the_works_and_their_order() -> None:
     some = bench.model_works("gpt2", "float32", "3, 3,16", "gpt2-xl")
     assert [work.sizes["rows"] for work in some[:-4]] == raced(some[:-4]) == [3, 16]
     assert some[0].sizes["n_layer"] == 48
-    assert len({id(getattr(work.truth, "__self__", None)) for work in some[:-4]}) == 1  # a model
+    assert len({id(getattr(work.truth, "__self__", None)) for work in some[:-4]}) == 1  # one model
 
 
 def raced(works: list[Work]) -> list[int]:
-    """The numbers of rows at which PyTorch takes part."""
+    """Return the numbers of rows for which PyTorch is measured."""
     return [work.sizes["rows"] for work in works if work.for_peers is not None]
 
 
@@ -106,23 +106,23 @@ def test_numbers_of_rows_that_there_are_not(rows: str) -> None:
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One turn of two steps after the one that is checked."""
+    """Time one turn of two steps, after the turn that is checked."""
     monkeypatch.setattr(tasks, "STEPS", 2)
     monkeypatch.setattr(tasks, "TURNS", 1)
 
 
-# Whether a result is right
+# Checks of results
 
 
 def last_token(model: RandomGPT2, ids: Any) -> tuple[int, float]:
-    """The most likely token after ids, and its log-probability."""
+    """Return the most likely token after ids, and its log-probability."""
     logits = GPT2(model.weights, device="cpu")(ids, last=True).astype(np.float64)
     return int(logits.argmax()), float(logits.max() - np.log(np.exp(logits).sum()))
 
 
 @pytest.fixture
 def checked() -> Callable[..., tuple[float, float]]:
-    """The errors of what is written, checked after one replay."""
+    """Return a function that checks given results after one replay and returns their errors."""
     work = decode(tiny(), 2, position=12)
 
     def check(*written: Any) -> tuple[float, float]:
@@ -147,7 +147,7 @@ def test_the_error_of_a_token_is_the_difference_from_the_best(checked: Any) -> N
     assert off == pytest.approx(logits[token] - logits[(token + 1) % 53])
     assert relative == pytest.approx(off / np.abs(logits).max())
     assert relative > reports.tolerance(decode(model, 2), "float32")
-    # A sampled token may be another one, but its log-probability is known.
+    # A sampled token need not be the most likely one; only its log-probability is checked.
     own = logprob - off
     assert checked([other], [own], False)[0] < 1e-6
     assert checked([other], [logprob], False)[0] == pytest.approx(off, abs=1e-6)
@@ -180,7 +180,7 @@ def few(dtype: str = "float32") -> list[Work]:
 
 
 def test_all_is_measured_on_the_emulator(short: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts of a decoding start in several groups, the first tokens of each a result."""
+    """The prompts of a decoding start in several groups; each group's first tokens are a result."""
     monkeypatch.setattr(tasks, "STEPS", 1)
     steps = Steps(tiny("bfloat16"), 4, 10)
     monkeypatch.setattr(cuda_decoding, "PREFILL_TOKENS", steps.start)
@@ -216,7 +216,7 @@ def test_all_is_measured_on_the_emulator(short: None, monkeypatch: pytest.Monkey
 
 @pytest.fixture
 def on_numpy(monkeypatch: pytest.MonkeyPatch, short: None) -> None:
-    """NumPy in place of the GPU."""
+    """Use NumPy instead of the GPU."""
     monkeypatch.setattr(RandomGPT2, "on", lambda model, device: model._reference)
     if find_spec("cupy") is None or doctor.cuda_problem():
         monkeypatch.setattr(tasks, "cupy", Idle())
@@ -242,7 +242,7 @@ class Idle:
 
 @pytest.fixture
 def report(on_numpy: None) -> Report:
-    """Of four numbers of rows, with a peer at two of them."""
+    """Return a report of four numbers of rows, two of them with a peer."""
     works = few()
     found = bench.run(works)
     assert found.right
@@ -253,7 +253,7 @@ def report(on_numpy: None) -> Report:
     return found
 
 
-# What is shown
+# Tables and plots
 
 
 def test_the_table_fits_eighty_columns(report: Report) -> None:
@@ -342,7 +342,7 @@ def test_no_label_touches_another(report: Report, tmp_path: Path) -> None:
 
 
 def test_pytorch_decodes_the_same(monkeypatch: pytest.MonkeyPatch, short: None) -> None:
-    """The step that is compiled on a GPU, called on the CPU, for a row whose tokens differ."""
+    """PyTorch's step, compiled on a GPU, runs on the CPU here; the row's tokens are different."""
     torch = pytest.importorskip("torch", reason="compares with PyTorch")
     from gpt2block.bench import token_peers  # noqa: PLC0415
 
@@ -353,7 +353,7 @@ def test_pytorch_decodes_the_same(monkeypatch: pytest.MonkeyPatch, short: None) 
 
     def repeated(step: Callable[..., Any], arguments: tuple[Any, ...]) -> Callable[[], Any]:
         with torch.no_grad():
-            step(*arguments)  # as a capture runs it first: what it leaves must not count
+            step(*arguments)  # a capture runs the step first, which must not affect results
         return lambda: step(*arguments)
 
     run = token_peers.steps(steps, "cpu", repeated, 4)
@@ -383,7 +383,7 @@ def test_transformers_generates_the_same() -> None:
     [(TINY, "cpu"), *(pytest.param(SIZES[n], "cuda", marks=pytest.mark.gpu, id=n) for n in SIZES)],
 )
 def test_logits_equal_those_of_transformers(config: GPT2Config, device: str) -> None:
-    """Of random weights in the released shapes, also those of biases and LayerNorms."""
+    """All weights are random, even biases and LayerNorms, in the released shapes."""
     torch = pytest.importorskip("torch", reason="compares with transformers")
     pytest.importorskip("transformers", reason="compares with transformers")
     from gpt2block.bench import token_peers  # noqa: PLC0415
@@ -442,7 +442,7 @@ def test_a_small_race() -> None:
     assert report.right
     assert report.skipped == []
     us = {(row.work, row.contender): row.us for row in report.rows}
-    # Not compared with each other: other tests may use the GPU at the same time.
+    # Times are not compared, as other tests may use the GPU at the same time.
     assert {"1 row", "8 rows"} <= {work for work, by in us if by == "gpt2block"}
     assert all(0 < row.percent_copy < 100 for row in report.rows)
 

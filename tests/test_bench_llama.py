@@ -1,4 +1,4 @@
-"""`bench --llama`: its works, the stages of fusion, and that all of them compute the same."""
+"""`bench --llama`: its works, the stages of fusion, and equal results of all stages."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ STAGES = {
 
 
 def test_bytes_of_llama_7b() -> None:
-    """13.5 GB in float16, of which a step does not read wte; a token's keys take 512 KiB."""
+    """The model has 13.5 GB in float16; steps do not read wte. K and V of a token take 512 KiB."""
     model = RandomLlama(SHAPES["7b"], "float16")
     wte = 2 * 32000 * 4096
     assert model.weight_bytes == weight_bytes(model.config, Formats("float16")) - wte
@@ -104,7 +104,7 @@ def test_the_works_and_their_order() -> None:
 
 
 def kernels_of(dtype: str) -> list[tuple[int, set[str]]]:
-    """Of each stage: the number of steps of a layer, and their operations."""
+    """Return for each stage the number of steps of a layer, and their operations."""
     found = []
     for fusions in stages_of(dtype).values():
         do = outline(TINY)
@@ -115,7 +115,7 @@ def kernels_of(dtype: str) -> list[tuple[int, set[str]]]:
 
 
 def test_each_stage_has_fewer_kernels() -> None:
-    """A layer of one kernel for each operation has thirteen, with the append to the kv_cache."""
+    """A layer with a kernel per operation has thirteen, including the append to the kv_cache."""
     sixteen, narrow = kernels_of("float16"), kernels_of("float8_e5m2")
     assert [count for count, _ in sixteen] == [13, 11, 10, 10, 10]
     assert [count for count, _ in narrow] == [13, 9, 8, 6, 6]
@@ -157,7 +157,7 @@ def test_weights_are_made_in_device_memory() -> None:
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One turn of one step after the one that is checked."""
+    """Time one turn of one step, after the turn that is checked."""
     monkeypatch.setattr(tasks, "STEPS", 1)
     monkeypatch.setattr(tasks, "TURNS", 1)
 
@@ -170,10 +170,10 @@ def raced(work: Work) -> list[bench.BenchRow]:
 
 @pytest.mark.usefixtures("emulated", "short")
 def test_all_stages_are_right_with_fp8_weights() -> None:
-    """Compared with a prompt in float32, which is compared with NumPy.
+    """Steps are compared with a prompt in float32, which is compared with NumPy.
 
-    Then a step with a kv_cache of FP8: without stages, and compared with a prompt that rounds keys
-    and values, too.
+    A step with a kv_cache of FP8 has no stages, and is compared with a prompt that also rounds
+    keys and values.
     """
     model = RandomLlama(TINY, "float8_e5m2")
     rows = raced(decode(model, 2, 6))
@@ -201,7 +201,7 @@ def test_a_peer_takes_no_fp8_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check_exact(model: RandomLlama) -> None:
-    """The logits that results are compared with are NumPy's, but for keys stored in float16."""
+    """Assert that reference logits equal NumPy's, except for keys stored in float16."""
     ids = Steps(model, 1, 6).prompts()[0]
     tensors = list(model.on(0).tensors())
     exact = NumpyModel(TINY, tensors, USUAL).forward([ids], "last")[0]
@@ -211,7 +211,7 @@ def check_exact(model: RandomLlama) -> None:
 
 @pytest.mark.usefixtures("emulated", "short")
 def test_a_wrong_step_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks whose residual is the feed-forward itself."""
+    """The wrong blocks add the feed-forward to itself instead of to the residual."""
 
     class Wrong(StagedPass):
         def _product(self, p: Product) -> Any:
@@ -262,7 +262,7 @@ def test_all_stages_are_right_in_the_table_and_json(monkeypatch: pytest.MonkeyPa
 
 
 def both_dtypes(report: Report) -> Report:
-    """The report, and the same rows for FP8 weights, with the times of a large model."""
+    """Return the report with a large model's times, and its rows again for FP8 weights."""
     rows = [replace(row, us=23456.7) for row in report.rows]
     narrow = [replace(row, dtype="float8_e5m2") for row in rows if row.what == "decode"]
     return replace(report, rows=[*rows, *narrow])

@@ -1,4 +1,4 @@
-"""Block on the CPU, and everything about it that needs no GPU."""
+"""Block on the CPU, and all its behavior that needs no GPU."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def block(weights: BlockWeights) -> Block:
 def test_forward_is_the_reference(
     weights: BlockWeights, shape: tuple[int, ...], options: dict[str, Any]
 ) -> None:
-    """A block is causal by default. A result is the caller's, also one that is written to out."""
+    """A block is causal by default. Later calls do not change a result, even one in `out`."""
     x = random_input(0, shape)
     block = Block(weights, device="cpu", **options)
     expected = reference.block_forward(x, weights, options.get("causal", True))
@@ -156,7 +156,7 @@ def test_pinned_memory_is_host_memory() -> None:
 
 
 class Bfloat16:
-    """What a torch tensor of bfloat16 in host memory does."""
+    """A substitute for a torch tensor of bfloat16 in host memory."""
 
     dtype, shape, ndim = "torch.bfloat16", (3,), 1
 
@@ -171,7 +171,7 @@ class Bfloat16:
 
 
 class CudaTensor:
-    """What a CUDA array looks like to a Block without a GPU."""
+    """A substitute for a CUDA array, for a Block without a GPU."""
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return (2, 0)
@@ -230,7 +230,7 @@ def test_the_advice_for_a_list_names_the_dtype_of_the_block(
 
 
 def both(*options: Any) -> tuple[Any, Any]:
-    """Blocks of each kind, of 48 channels, with these arguments after the weights."""
+    """Return a Block and a LlamaBlock of 48 channels, with these arguments after the weights."""
     config = LlamaConfig(n_head=3, n_kv_head=1, n_embd=48, n_ff=64)
     of_llama = LlamaBlock(LlamaBlockWeights.random(0, config), *options)
     return Block(BlockWeights.random(0, SMALL), *options), of_llama
@@ -240,7 +240,7 @@ def both(*options: Any) -> tuple[Any, Any]:
     ("device", "dtype"), [("cpu", "float32"), ("cpu", "float16"), ("cuda", "float32")]
 )
 def test_x_can_have_any_byte_order(device: str, dtype: str) -> None:
-    """Of about 500: computed in float16, its norm would be a quarter of what it is."""
+    """x is about 500: computed in float16, its norm would be a quarter of the right value."""
     x = (500 * random_input(0, (5, 48))).astype(dtype)
     swapped = x.astype(x.dtype.newbyteorder())
     with nullcontext() if device == "cpu" else running_on("forward"):

@@ -1,4 +1,4 @@
-"""Products with blocks of Q4_K: the numbers that blocks stand for, and sums without rounding."""
+"""Products with Q4_K blocks: dequantized values, and sums without rounding."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_weights_are_those_that_the_package_decodes() -> None:
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 @pytest.mark.parametrize(("M", "B", "N"), [(1, 1, 1), (9, 2, 65), (17, 6, 15)])
 def test_no_weight_is_rounded(device: Any, variant: str, M: int, B: int, N: int) -> None:
-    """Of integers x and powers of two d, all sums are exact in float32, in any order."""
+    """With integers x and powers of two d, all sums are exact in float32, in any order."""
     cupy_with()
     rng = np.random.default_rng(M)
     w = blocks(N, B)
@@ -50,7 +50,7 @@ def test_no_weight_is_rounded(device: Any, variant: str, M: int, B: int, N: int)
 
 @one_order
 def test_a_value_that_is_not_finite_is_of_its_row_alone(device: Any) -> None:
-    """Rows and outputs that fill a tile up are those of others, which must not leave it."""
+    """Tiles are filled up with other rows and outputs, which must not affect results."""
     cupy_with()
     x = np.ones((9, 512), np.float16)
     x[8, 100] = np.inf
@@ -78,7 +78,7 @@ def test_the_default_and_arrays_that_it_copies(device: Any) -> None:
 
 @one_order
 def test_bad_input(device: Any) -> None:
-    """What the contract alone does not say."""
+    """Errors beyond those that follow from the contract."""
     x, w = device.zeros((1, 300), "float32"), device.zeros((4, 1, 144), "uint8")
     with pytest.raises(InputError, match="x: expected rows of a multiple of 256 numbers, got 300"):
         ops.blocks_matmul(x, w)

@@ -105,7 +105,7 @@ def test_group_is_the_cuda_engine_s_tokens_at_once() -> None:
 
 
 def test_results_do_not_depend_on_the_rest_of_the_batch() -> None:
-    """For each task: one record, all records, the reverse order, and a pickled Predictor."""
+    """Each task gets one record, all records, the reverse order, and a pickled Predictor."""
     texts = ["ROMEO:", "O", "What light through yonder window breaks?", "Peace! Peace!"]
     for task, options in (
         ("score", {"logprobs": True}),
@@ -141,7 +141,7 @@ def test_seeds(model: GPT2) -> None:
     predictor = Predictor("generate", device="cpu", max_new_tokens=12, seed=1)
     texts = ["ROMEO:\n", "ROMEO:\n", "JULIET:\n"]
     derived = predictor({"text": texts})["completion"]
-    assert derived[0] == derived[1]  # the seed is derived from the record
+    assert derived[0] == derived[1]  # equal records have equal derived seeds
     seeds = (1, 2, 2**64 - 1)
     completions = predictor({"text": texts, "seed": np.array(seeds, np.uint64)})["completion"]
     assert completions[0] != completions[1]
@@ -371,7 +371,7 @@ def test_a_full_disk_leaves_no_temporary_file(
 
 
 class CUDARuntimeError(RuntimeError):
-    """Like CuPy's."""
+    """An error like CuPy's."""
 
 
 def test_a_worker_ends_after_a_cuda_error(monkeypatch: pytest.MonkeyPatch) -> None:

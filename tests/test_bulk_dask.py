@@ -1,6 +1,6 @@
-"""`gpt2block map` on Dask: a local cluster, a cluster of other processes, failures of both.
+"""`gpt2block map` on Dask: a local cluster, a cluster of other processes, and their failures.
 
-After every failure, the completed output is byte for byte that of one process without Dask.
+After every failure, the completed output equals the output of one process without Dask.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from gpt2block.bulk import cluster, driver
 
 ROOT = Path(__file__).parent.parent
 TIMEOUT = 300  # seconds
-# Workers of Dask have one BLAS thread; the last bits of a product depend on their number.
+# As in Dask's workers, BLAS has one thread: the last bits of a product depend on the number.
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"}
 LINES, SHARD, FEW = 240, 10, 60
 UNREADABLE = {
@@ -61,7 +61,7 @@ BLANK = (10, 150)
 
 @pytest.fixture(scope="module")
 def records(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """240 lines: short texts, some unreadable records, and two blank lines."""
+    """Write 240 lines: short texts, some unreadable records, and two blank lines."""
     words = (ROOT / "gpt2block/models/shakespeare/passage.txt").read_text().split()
     random = np.random.default_rng(0)
     lines = []
@@ -76,7 +76,7 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def score(records: Path, output: Path) -> list[str]:
-    """The command that the tests with processes disturb."""
+    """Return the command that tests with processes disturb."""
     return ["map", "score", str(records), "--output", str(output), "--keep", "id", "--logprobs",
             "--device", "cpu", "--shard-size", str(SHARD)]  # fmt: skip
 
@@ -107,7 +107,7 @@ for seed in (1, 2):
 
 @pytest.fixture(scope="module")
 def alone(records: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The outputs of one process without Dask: score, seed1, seed2."""
+    """Write the outputs of one process without Dask: score, seed1, seed2."""
     folder = tmp_path_factory.mktemp("alone")
     command = [sys.executable, "-c", ALONE, str(records), str(folder)]
     subprocess.run(command, env=ENVIRONMENT, cwd=ROOT, check=True, timeout=TIMEOUT)
@@ -160,7 +160,7 @@ def test_the_output_has_every_record_or_its_error(alone: Path, records: Path) ->
 
 
 class StoppedError(Exception):
-    """Raised where workers would start."""
+    """Raised instead of starting workers."""
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ class StoppedError(Exception):
 def test_one_worker_for_each_core_by_default(
     monkeypatch: pytest.MonkeyPatch, workers: int | None, most: int | None, count: int
 ) -> None:
-    """At most as many as the job can use, unless --workers is given."""
+    """There are no more workers than the job can use, unless --workers is given."""
 
     def start(**options: Any) -> Any:
         raise StoppedError(len(options["workers"]))
@@ -243,9 +243,9 @@ NAMES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "OPENBLAS_NUM_THREA
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[Any]:
-    """A local cluster with a worker of two threads, as on a GPU, started with these settings.
+    """Start a local cluster with one worker of two threads, as on a GPU, with user settings.
 
-    A shard fails as soon as one worker dies while it computes it.
+    A shard fails as soon as one worker dies while computing it.
     """
     settings = {"distributed.nanny.pre-spawn-environ.SET_BY_USER": "yes"}
     with pytest.MonkeyPatch.context() as patch:
@@ -258,7 +258,7 @@ def client() -> Iterator[Any]:
 
 @pytest.fixture
 def here(client: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Jobs run on `client` instead of a cluster of their own."""
+    """Let jobs run on `client` instead of starting a cluster."""
     monkeypatch.setattr(cluster, "local", lambda *_: nullcontext(client))
     return client
 
@@ -268,7 +268,7 @@ def environment() -> dict[str, str | None]:
 
 
 def test_settings_of_the_workers(client: Any) -> None:
-    """Freed memory is kept, unless the user chose otherwise; nothing profiles the threads."""
+    """Workers keep freed memory unless the user chose otherwise; Dask does not profile them."""
     (found,) = client.run(environment).values()
     assert found == dict(zip(NAMES, ("1000000000", "5000000", "1", "yes"), strict=True))
     assert list(client.nthreads().values()) == [2]
@@ -303,7 +303,7 @@ def test_two_clients_share_a_cluster(
 
 
 def dying(job: Job, shard: Shard, token: str) -> Any:
-    """Shard 1 ends the process that computes it."""
+    """Compute a shard; shard 1 ends the worker process."""
     if shard.number == 1:
         os._exit(1)
     return cluster.run_shard(job, shard, token)
@@ -415,7 +415,7 @@ def test_a_cluster_of_other_processes_whose_scheduler_dies(
 
 @contextmanager
 def command(*words: str | Path, workers: int) -> Iterator[subprocess.Popen[str]]:
-    """`gpt2block` in a process of its own, and of a process group of its own."""
+    """Run `gpt2block` in a new process with its own process group."""
     process = subprocess.Popen(
         [sys.executable, "-m", "gpt2block", *map(str, words), "--workers", str(workers)],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT, cwd=ROOT,
@@ -467,7 +467,10 @@ def test_a_worker_and_then_the_client_is_killed(
 
 @pytest.mark.parametrize("moment", ["the lock", "the start of a worker", "the second shard"])
 def test_an_interrupt(records: Path, tmp_path: Path, moment: str) -> None:
-    """One line, exit code 130, no process left. A terminal interrupts all processes at once."""
+    """An interrupted command prints one line, exits with 130 and leaves no process.
+
+    A terminal interrupts all processes at once.
+    """
     output = tmp_path / "o"
     with command(*score(records, output), workers=1) as process:
         wait(lambda: (output / shards.LOCK).exists() or process.poll() is not None)
@@ -481,7 +484,7 @@ def test_an_interrupt(records: Path, tmp_path: Path, moment: str) -> None:
     assert process.returncode == 130, printed
     *before, last = printed.splitlines()
     assert last == "interrupted: the same command continues from here"
-    # Workers that had started are reported; how they ended is not.
+    # Started workers are reported, but not their ends.
     assert all(line.startswith(("dashboard ", "1 x CPU")) for line in before), printed
     assert not psutil.wait_procs(workers, timeout=60)[1]
     if not (output / shards.MANIFEST).exists():
@@ -511,7 +514,7 @@ except KeyboardInterrupt:
 
 
 def test_an_interrupt_comes_late_where_all_threads_block_it() -> None:
-    """As in a command, whose threads leave SIGINT to one that waits for it."""
+    """As in commands, one thread waits for SIGINT and all others block it."""
     done = subprocess.run(
         [sys.executable, "-c", HELD],
         capture_output=True, text=True, check=False, timeout=TIMEOUT, env=ENVIRONMENT,

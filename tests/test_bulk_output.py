@@ -37,7 +37,7 @@ def client(monkeypatch: pytest.MonkeyPatch) -> InlineClient:
 
 
 def run(*words: str | Path) -> Ended:
-    """`gpt2block map` on the CPU."""
+    """Run `gpt2block map` on the CPU."""
     return gpt2block("map", *words, "--device", "cpu")
 
 
@@ -54,7 +54,7 @@ def test_the_exit_code_shows_whether_any_record_has_a_result(lines: Path, tmp_pa
     assert "3 records, 1 errors in " in out
     bad = tmp_path / "bad.txt"
     bad.write_text("x\ny\n")
-    for _ in range(2):  # a second run, which has nothing to compute, reports the same
+    for _ in range(2):  # a second run has nothing to compute, and reports the same
         code, out, message = run("score", bad, "--output", tmp_path / "none")
         assert code == 1
         assert "0 records, 2 errors in " in out
@@ -202,7 +202,7 @@ def test_a_working_directory_that_was_deleted(
 
 
 def test_files_may_not_grow(lines: Path, tmp_path: Path) -> None:
-    """As with `ulimit -f 0`."""
+    """The limit of file sizes is 0, as with `ulimit -f 0`."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
     try:
@@ -217,7 +217,7 @@ def test_files_may_not_grow(lines: Path, tmp_path: Path) -> None:
 def test_a_disk_that_is_full(
     lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: int
 ) -> None:
-    """Before the first shard, or during the job, which continues when there is room."""
+    """The disk is full before the first shard or later; the job can be continued afterwards."""
     command = ("score", lines, "--shard-size", "1", "--output")
     assert run(*command, tmp_path / "whole").code == 0
     room, replace_file = [None] * written, shards.replace_file
@@ -266,7 +266,7 @@ def test_the_format_and_name_of_the_input_belong_to_the_job(tmp_path: Path) -> N
     assert "inputs.kinds was 'text', now it is 'jsonl': choose another --output" in message
     renamed = again.rename(tmp_path / "other.txt")
     assert "inputs.names_sha256 was" in run("score", renamed, *command).error
-    # The same bytes in two files: the second line has another file and line number.
+    # The same bytes in two files: the second line has another file name and line number.
     (tmp_path / "in.txt").write_text('{"text": "To be"}\n')
     (tmp_path / "rest.txt").write_text('{"text": "or not"}\n')
     message = run("score", tmp_path / "in.txt", tmp_path / "rest.txt", *command).error
@@ -284,7 +284,7 @@ def test_the_dtype_belongs_to_the_job(lines: Path, tmp_path: Path) -> None:
 def test_a_job_keeps_the_dtype_that_its_workers_chose(
     words: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As if they read blocks, which NumPy does, too, and then did not."""
+    """Workers first read GGUF blocks (dtype "file"), then pretend not to."""
     lines, file, output = (tmp_path / name for name in ("ids.jsonl", "m.gguf", "o"))
     lines.write_text('{"text": [84, 111]}')
     save(file, MODEL, lambda name: "F32" if "position" in name else "Q8_0")
@@ -296,7 +296,7 @@ def test_a_job_keeps_the_dtype_that_its_workers_chose(
         ended = gpt2block(*command)
         assert (message in ended.err, ended.code) == (True, 2 if message else 0)
         assert '"dtype": "file"' in (output / shards.MANIFEST).read_text()
-        (output / "part-00000.jsonl").unlink(missing_ok=True)  # then it is not done
+        (output / "part-00000.jsonl").unlink(missing_ok=True)  # the shard must be computed again
 
 
 def test_a_job_is_finished_repaired_or_refused(
@@ -310,7 +310,7 @@ def test_a_job_is_finished_repaired_or_refused(
     assert list(row) == ["index", "embedding", "n_tokens"]
     assert len(row["embedding"]) == 256
     assert run(*command).code == 0
-    assert client.tries == [0, 1]  # nothing was left to compute
+    assert client.tries == [0, 1]  # all shards were done already
     (output / "part-00001.jsonl").write_bytes(b"damaged")
     assert "part-00001.jsonl was changed or removed" in run(*command).err
     assert client.tries == [0, 1, 1]
@@ -351,7 +351,7 @@ DEEPER = "[" * 100_000 + "]" * 100_000
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[records.Shard]]:
-    """The manifest and the shards of a finished job."""
+    """Return the manifest and the shards of a finished job."""
     folder = tmp_path_factory.mktemp("finished")
     (folder / "lines.txt").write_text("To be,\nx\nor not\nto be\n")
     job = Job("score", device="cpu", output=str(folder / "o"))
@@ -433,7 +433,7 @@ def test_manifest(tmp_path: Path) -> None:
     errors = shards.replace_file(tmp_path / shards.errors_name(3), b"{}")
     written.add(shards.ShardEntry(3, 1, 1, 1, sha256, errors))
     with written.path.open("ab") as file:
-        file.write(b'{"shard": 4, "rec')  # killed while it was written
+        file.write(b'{"shard": 4, "rec')  # the process was killed while writing
     again = shards.Manifest(tmp_path)
     assert again.job == {"task": "score"}
     assert again.done == written.done

@@ -35,11 +35,11 @@ MODEL = Path(__file__).parent.parent / "gpt2block/models/shakespeare"
 
 
 class PanicException(BaseException):
-    """Like tiktoken's, which is not derived from Exception."""
+    """An error like tiktoken's, which is not derived from Exception."""
 
 
 class CUDARuntimeError(RuntimeError):
-    """Like CuPy's."""
+    """An error like CuPy's."""
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +59,7 @@ def run_job(tmp_path: Path, source: str | Path, **options: Any) -> tuple[driver.
 
 
 def counts(outcome: driver.Outcome) -> tuple[int, int]:
-    """The records and errors of a job without failed shards."""
+    """Return the numbers of records and errors of a job; assert that no shard failed."""
     assert outcome.failed == {}
     return outcome.records, outcome.errors
 
@@ -92,7 +92,7 @@ def test_an_exception_becomes_the_error_of_its_record(
     client: InlineClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException,
     stage: str,
 ) -> None:  # fmt: skip
-    """Raised while the record is tokenized, or while it is computed."""
+    """The exception is raised while the record is tokenized or computed."""
     ids, run = Predictor._ids, Scoring.run
 
     def tokenize(self: Predictor, value: Any) -> Any:
@@ -122,7 +122,7 @@ def test_the_reason_of_a_record_is_one_short_line() -> None:
         KeyboardInterrupt(), SystemExit(1), CUDARuntimeError("illegal address"), DeviceError("x"),
         CheckpointError("x"),
     ):  # fmt: skip
-        with pytest.raises(type(error)):  # no record causes it
+        with pytest.raises(type(error)):  # not an error of a record
             problem_of(error)
     reason = problem_of(ValueError("a\nb" * 10_000)).reason
     assert reason.isprintable()
@@ -175,7 +175,7 @@ def test_a_panic_of_the_tokenizer(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 
 def test_a_model_without_a_tokenizer(client: InlineClient, tmp_path: Path) -> None:
-    """Lines of text are refused at the start; a text among token ids has an error."""
+    """Inputs of text are refused at the start; a text among token ids gives an error record."""
     config = GPT2Config(n_layer=1, n_head=1, n_embd=8, n_ctx=16, vocab_size=20)
     model = str(save_pretrained(tmp_path / "model", GPT2Weights.random(0, config)))
     path = tmp_path / "in.txt"
@@ -193,7 +193,7 @@ def test_a_model_without_a_tokenizer(client: InlineClient, tmp_path: Path) -> No
 def test_a_tokenizer_is_looked_up_for_text_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """GPT-2's BPE for a model without a tokenizer; for ids none, also on the workers."""
+    """Text for a model without a tokenizer needs GPT-2's BPE; ids need none, even on workers."""
     config = GPT2Config(n_layer=1, n_head=1, n_embd=4, n_ctx=8, vocab_size=50257)
     model = str(save_pretrained(tmp_path / "model", GPT2Weights.random(1, config)))
     found: list[str] = []
@@ -215,7 +215,7 @@ def test_a_tokenizer_is_looked_up_for_text_only(
 
 
 def test_texts_do_not_depend_on_the_size_of_shards(tmp_path: Path) -> None:
-    """Equal records differ; `generate` with the seed of a record writes the same text."""
+    """Equal records get different seeds; `generate` with a record's seed gives its text."""
     found = []
     for size in (3, 1):
         folder = tmp_path / str(size)
@@ -246,7 +246,7 @@ def test_a_job_with_another_end_token_is_another_job(tmp_path: Path) -> None:
 
 @pytest.fixture
 def pa() -> Any:
-    """pyarrow with pyarrow.parquet."""
+    """Import pyarrow with pyarrow.parquet."""
     pytest.importorskip("pyarrow.parquet")
     return pytest.importorskip("pyarrow")
 
@@ -257,7 +257,7 @@ def nested(depth: int) -> str:
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
 def test_a_kept_field_that_is_nested_too_deep(tmp_path: Path, form: str) -> None:
-    """Python up to 3.11 reads this depth but cannot write it; then the record has an error."""
+    """Python up to 3.11 reads this depth but cannot write it, so the record gets an error."""
     if form == "parquet":
         pytest.importorskip("pyarrow")
     depth = sys.getrecursionlimit() * 9 // 10
@@ -332,7 +332,7 @@ def test_kept_columns_keep_their_arrow_types(pa: Any, tmp_path: Path) -> None:
         assert found.schema.field(name).type == stored.schema.field(name).type
     kept = pa.concat_tables([stored, stored]).take([0, 2, 3, 5]).select(names)
     assert found.select(names).combine_chunks().equals(kept.combine_chunks()) or (
-        found.select(names).drop(["float"]).equals(kept.drop(["float"]))  # NaN is not NaN
+        found.select(names).drop(["float"]).equals(kept.drop(["float"]))  # NaN is not equal to NaN
     )
 
 
@@ -349,7 +349,7 @@ def test_arrow_values_that_json_output_cannot_hold_are_errors_of_their_records(
         outcome, output = run_job(folder, folder / "in.parquet", keep=(name,))
         assert counts(outcome) == (2, 1)
         assert errors(output)[0]["reason"].startswith("its fields cannot be written: ")
-        # The text itself may be such a column.
+        # The text itself may come from such a column.
         outcome, output = run_job(folder / "other", folder / "in.parquet", column=name)
         assert counts(outcome) == (0, 3)
 
@@ -430,7 +430,7 @@ def test_a_part_as_parquet(pa: Any) -> None:
 
 
 def test_embed_truncates(tmp_path: Path) -> None:
-    """It keeps the last tokens of the context, as generate does."""
+    """embed keeps the last tokens that fit in the context, as generate does."""
     model = GPT2.from_pretrained(device="cpu")
     long = "To be, or not to be. " * 20
     ids = model.tokenizer.encode_ordinary(long)[-256:]

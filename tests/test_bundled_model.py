@@ -1,4 +1,4 @@
-"""The models that travel in the package are what their cards and docs/dtypes.md say."""
+"""The bundled models agree with their model cards and docs/dtypes.md."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def model(name: str, device: str) -> Model[Any]:
 
 
 def held_out(data: Path) -> str:
-    """The last 10 % of tinyshakespeare."""
+    """Return the last 10 % of tinyshakespeare."""
     text = (data / "tinyshakespeare" / "input.txt").read_bytes()
     return text[len(text) * 9 // 10 :].decode()
 
@@ -76,9 +76,9 @@ def llama_logits(ids: NDArray[np.int64], w: LlamaWeights, dtype: Any) -> NDArray
 
 
 def nats_by_hand(name: str, text: bytes, dtype: Any) -> Nats:
-    """Nats of each byte after the first, window by window as the card says, in `dtype`.
+    """Return nats of each byte after the first, window by window as the card states, in `dtype`.
 
-    The reference's blocks: no cache, no engine, nothing of `scoring`.
+    It uses only the reference's blocks: no cache, no engine, and nothing of `scoring`.
     """
     loaded = LlamaWeights if name == LLAMA else GPT2Weights
     by_hand: Any = llama_logits if name == LLAMA else gpt2_logits
@@ -91,13 +91,16 @@ def nats_by_hand(name: str, text: bytes, dtype: Any) -> Nats:
         window = ids[first:end]
         logits = by_hand(window, w, dtype)
         p = reference.softmax(logits.astype(np.float64))[np.arange(len(window) - 1), window[1:]]
-        nats += (-np.log(p)).tolist()[len(nats) - first :]  # the others were scored before
+        nats += (-np.log(p)).tolist()[len(nats) - first :]  # earlier bytes were scored before
         first += STRIDE
     return np.array(nats)
 
 
 def assert_scored_as_by_hand(name: str, device: str, text: bytes) -> None:
-    """In float64 by hand. It may err twice as much a byte as float32 by hand at the beginning."""
+    """Assert that scores err per byte at most twice as much as `nats_by_hand` in float32.
+
+    Errors are against float64; the float32 error is of the text's first 2,048 bytes.
+    """
     exact = nats_by_hand(name, text, np.float64)
     plain = nats_by_hand(name, text[:2048], np.float32)
     error = np.abs(plain - exact[: len(plain)]).mean()
@@ -120,7 +123,7 @@ def test_the_score_of_the_passage_in_the_package(name: str, device: str) -> None
 @pytest.mark.parametrize(
     ("name", "device", "length"),
     [
-        (BUNDLED, "cpu", 512),  # of one model: the windows do not depend on it
+        (BUNDLED, "cpu", 512),  # one model is enough: the windows do not depend on it
         *(pytest.param(name, "cuda", 4096, marks=pytest.mark.gpu) for name in BUNDLED_NAMES),
     ],
 )
@@ -133,7 +136,7 @@ def test_the_score_of_the_first_bytes_that_were_held_out(
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", BUNDLED_NAMES)
 def test_validation_loss_of_the_whole_held_out_text(data: Path, name: str) -> None:
-    """The card's figure, to the digits it prints."""
+    """The result equals the card's figure in all printed digits."""
     found = model(name, "cuda").score(held_out(data), stride=STRIDE)
     print(f"validation loss {found.nats_per_token:.6f} nats a byte over {found.bytes:,} bytes")
     assert (found.n_tokens, found.n_ctx) == (card(name)["bytes_scored"], card(name)["window"])
@@ -142,7 +145,7 @@ def test_validation_loss_of_the_whole_held_out_text(data: Path, name: str) -> No
 
 @pytest.mark.parametrize("name", BUNDLED_NAMES)
 def test_validation_loss_of_windows_all_over_the_held_out_text(data: Path, name: str) -> None:
-    """A sample of the card's figure: within three standard errors of its own."""
+    """The mean of sampled windows is within three standard errors of the card's figure."""
     ids = np.frombuffer(held_out(data).encode(), np.uint8).astype(np.int32)
     starts = np.linspace(0, len(ids) - N_CTX, 48).astype(int)
     windows = [ids[start : start + N_CTX] for start in starts]
@@ -182,7 +185,7 @@ def test_prompts_and_200_bytes_fit_the_context() -> None:
 
 
 def table(name: str) -> list[list[str]]:
-    """The rows of the table in docs/dtypes.md after the comment of this name."""
+    """Return the rows of the table in docs/dtypes.md after the comment with this name."""
     page = (ROOT / "docs" / "dtypes.md").read_text(encoding="utf-8")
     found = re.search(rf"<!-- table: {name} -->\n(.*?)(?:\n\n|\Z)", page, re.DOTALL)
     assert found, name
@@ -197,7 +200,7 @@ def rows(text: str) -> list[list[str]]:
 def printed(
     data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., list[list[str]]]:
-    """What tools/dtype_table.py prints of the held-out text."""
+    """Return a function that runs tools/dtype_table.py on the held-out text; it returns rows."""
 
     def run(*options: str) -> list[list[str]]:
         text = str(data / "tinyshakespeare" / "input.txt")
@@ -209,7 +212,7 @@ def printed(
 
 
 def assert_same_figures(found: list[list[str]], committed: list[list[str]]) -> None:
-    """Every cell as it stands there, but that the last digit of a figure may be one off."""
+    """Assert that cells are equal, except that the last digit of a figure may differ by one."""
     assert [len(row) for row in found] == [len(row) for row in committed]
     for new, old in zip(chain(*found), chain(*committed), strict=True):
         if new != old:
@@ -261,7 +264,7 @@ def test_its_tokens_are_bytes(name: str) -> None:
 
 @pytest.mark.parametrize("name", BUNDLED_NAMES)
 def test_a_bundled_model_is_small_and_its_loss_is_on_its_card(name: str) -> None:
-    """Its folder has the files that `tools/train_shakespeare.py` writes."""
+    """The model's folder has the files that `tools/train_shakespeare.py` writes."""
     checkpoint = Checkpoint.open(name)
     assert checkpoint.file.stat().st_size <= 10_000_000
     loss = json.loads((checkpoint.directory / "loss.json").read_text())["validation_loss"]

@@ -1,4 +1,4 @@
-"""What chapter 13 of docs/learn states: programs and what they print, and figures."""
+"""Statements of chapter 13 of docs/learn: programs, their output, and figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What chapters 9 to 12 of docs/learn state: figures, a snippet, and what exercises show."""
+"""Statements of chapters 9 to 12 of docs/learn: figures, a snippet, and results of exercises."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ on_emulator = pytest.mark.skipif(
 
 
 def figures(page: str) -> dict[str, list[str]]:
-    """The cells of the rows of a page's tables, by the first one."""
+    """Return the cells of all table rows of a page, by their first cell."""
     rows = (
         [cell.strip() for cell in line.strip("|").split("|")]
         for line in page.splitlines()
@@ -57,7 +57,7 @@ def test_the_bytes_of_a_step() -> None:
 
 
 def test_the_times_are_those_of_the_measurements() -> None:
-    """Every figure of a table with times is in the page that it was taken from."""
+    """Every figure in a table of times is in the page from which it was taken."""
     steps = {row["rows"]: [row["µs a step"], row["tokens/s"]] for row in charts.table("Decoding")}
     assert all(figures(TOKEN)[rows][:2] == steps[rows] for rows in ("1", "8", "64", "256"))
     assert f"the step takes {steps['8'][0]}." in TOKEN
@@ -118,7 +118,7 @@ def test_splits_that_are_not_scaled_are_wrong_except_with_one_key(tmp_path: Path
     assert "96 of 120" in TOKEN
 
 
-# Chapter 12: its page has the program that checks the kernels of its exercises
+# Chapter 12 contains the program that checks the kernels of its exercises.
 (CHECK,) = re.findall(r"```python\n(.*?)```", GUESS, re.DOTALL)
 SOLUTIONS = re.findall(r"```cuda\n(// Chapter 12, exercise \d: .*?)```", GUESS, re.DOTALL)
 KERNELS = ("count_taken", "find_latest", "find_guesses")
@@ -126,7 +126,7 @@ RUNS = ("forward", "reverse", "shuffled", "races")
 
 
 def checked(folder: Path, *texts: str) -> subprocess.CompletedProcess[str]:
-    """What the program of the page says of a file of these kernels."""
+    """Run the page's program on a file of these kernels."""
     (folder / "check.py").write_text(CHECK)
     (folder / "my.cu").write_text("\n".join(texts))
     command = [sys.executable, "check.py", "my.cu"]
@@ -163,7 +163,7 @@ def test_the_solutions_of_guesses_are_right(tmp_path: Path) -> None:
 
 @on_emulator
 def test_mistakes_in_the_kernels_of_guesses_are_found(tmp_path: Path) -> None:
-    """Those that the exercises name, and some that are easily made."""
+    """Mistakes are those that the exercises name, and other easy ones."""
     count, latest, copy = SOLUTIONS
     at_most = "if (found >= 0) atomicMax(&latest, found);"
     done = checked(tmp_path, replaced(latest, at_most, "if (found > latest) latest = found;"))

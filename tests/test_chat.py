@@ -1,6 +1,6 @@
-"""Conversations: templates against transformers, hostile ones, and special tokens in messages.
+"""Conversations: chat templates against transformers, hostile templates, and special tokens.
 
-tests/golden/chat.json is made by tools/make_golden_chat.py.
+tools/make_golden_chat.py writes tests/golden/chat.json.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ LINE = "{% for m in messages %}{{ m.content }}\n{% endfor %}{{ ':' if add_genera
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 
 
-# Two of these templates leave such a message out of the text, the third one has an error of its own
+# Two of these templates omit a message of role `tool`, the third raises its own error.
 ROLES = ("deepseek", "zephyr", "mistral")
 LEFT_OUT = dict.fromkeys(ROLES, "reads no messages with the role 'tool', at 0")
 
@@ -55,7 +55,7 @@ def template_of(name: str) -> ChatTemplate:
 
 
 def arguments_of(template: ChatTemplate, index: int) -> tuple[Any, dict[str, Any]]:
-    """A conversation, and those of its variables that the template reads."""
+    """Return a conversation, and the variables of it that the template reads."""
     messages, own = CONVERSATIONS[index]
     given, known = (
         {"date_string": "1 May 2025", **own},
@@ -133,7 +133,7 @@ def test_special_tokens_in_a_message_are_text(smollm2: Any) -> None:
         harmless = template.ids(encoding, [given[0], {"role": role, "content": "Obey."}])
         assert ids.count(end) == harmless.count(end)
         assert encoding.decode(ids) == template.render(given)
-    # also where the text has a noncharacter already
+    # the text may already have a noncharacter, which marks names
     marked = [{"role": "user", "content": "\ufdd0<|im_end|>"}]
     assert encoding.decode(template.ids(encoding, marked)) == template.render(marked)
 
@@ -142,7 +142,7 @@ def test_special_tokens_in_a_message_are_text(smollm2: Any) -> None:
 
 
 def as_sent(message: dict[str, Any], as_parts: bool) -> dict[str, Any]:
-    """A message in the form in which OpenAI's clients send it back."""
+    """Return a message in the form in which OpenAI's clients send it back."""
     message = deepcopy(message)
     if message["role"] != "assistant":
         parts = [{"type": "text", "text": each} for each in message["content"]]
@@ -158,7 +158,7 @@ def as_sent(message: dict[str, Any], as_parts: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize("as_parts", [False, True])
 def test_histories_of_clients(known: list[Any], as_parts: bool) -> None:
-    """Their texts are those of transformers for the form that the template reads."""
+    """Rendered texts equal transformers' texts for the form that the template reads."""
     template = template_of("qwen")
     for (messages, variables), expected in zip(HISTORIES, GOLDEN["histories"], strict=True):
         sent = [as_sent(message, as_parts) for message in messages]
@@ -170,7 +170,7 @@ def test_histories_of_clients(known: list[Any], as_parts: bool) -> None:
 
 
 def test_arguments_that_are_joined_to_text() -> None:
-    """Templates such as DeepSeek's take them as JSON text, as clients send it."""
+    """Templates such as DeepSeek's take arguments of calls as JSON text, as clients send them."""
     calls = "{% for c in m.tool_calls %}{{ c.function.name + c.function.arguments }}{% endfor %}"
     template = ChatTemplate(f"{{% for m in messages %}}{{{{ m.role }}}}{calls}{{% endfor %}}", {})
     text = '{"a":  1}'
@@ -192,7 +192,7 @@ CALLED = {"role": "assistant", "tool_calls": [{"id": "1", "function": CALL}]}
         ("chatml", [HELLO[0] | {"name": ""}], "reads no field 'name': leave it out, at 0"),
         ("chatml", [HELLO[0] | {"name": "me"}], "reads no field 'name': leave it out, at 0"),
         ("chatml", [*HELLO, CALLED], "reads no field 'tool_calls': leave it out, at 1"),
-        ("chatml", [{"role": "critic", "content": "x"}], None),  # which the template writes
+        ("chatml", [{"role": "critic", "content": "x"}], None),  # the template writes any role
         ("zephyr", [{"role": "critic", "content": "x"}], "no messages with the role 'critic', at"),
         ("zephyr", [{"role": "developer", "content": "x"}], "no messages with the role 'develope"),
         ("qwen", [CALLED, {"role": "tool", "content": "", "tool_call_id": "2"}],
@@ -243,7 +243,7 @@ def test_a_message_is_continued_or_another_one_begins(known: list[Any]) -> None:
         assert encoding.decode(ids) == template.render(begun, continue_final_message=True)
         before = template.ids(encoding, begun[:1], add_generation_prompt=True)
         assert ids[: len(before)] == before
-        assert max(ids[len(before) :]) < 258  # no names of tokens
+        assert max(ids[len(before) :]) < 258  # no special tokens
     wrong: list[tuple[Any, Any, str]] = [
         (True, True, "add_generation_prompt: expected False with continue_final_message"),
         (None, "content", "continue_final_message: expected True or False, got 'content'"),
@@ -264,7 +264,7 @@ NAMES = [THINK, *chat_names.NAMES]
 
 @pytest.fixture(scope="module")
 def known(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """Tokenizers of two kinds; in the second one, as models have it, two names are not special."""
+    """Return two tokenizers; in the second, as in models, two added tokens are not special."""
     folder, plain = tmp_path_factory.mktemp("names"), [n for n in NAMES if n not in (ROLE, THINK)]
     specs = [[added_token(258 + at, n, special=n in plain) for at, n in enumerate(names)]
              for names in (plain, NAMES)]  # fmt: skip
@@ -307,7 +307,7 @@ LOOKING = (
 def test_names_that_templates_handle(
     known: list[Any], source: str, contents: list[str], tools: Any
 ) -> None:
-    """Text as `render` has it, and the names of no tokens except for those of the template."""
+    """Ids decode to the text of `render`; only the template's own tokens are special."""
     roles = ("im_end", END)
     given = [{"role": r, "content": c} for r, c in zip(roles, contents, strict=False)]
     template, variables = ChatTemplate(source, {}), {} if tools is None else {"tools": tools}
@@ -338,7 +338,7 @@ def test_a_name_without_ordinary_tokens(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the weights and the tokenizer of a small Llama."""
+    """Save the weights and the tokenizer of a small Llama to a folder."""
     folder = tmp_path_factory.mktemp("chat") / "model"
     gpt2block.from_pretrained("shakespeare-llama", device="cpu").save_pretrained(folder)
     return folder
@@ -454,7 +454,7 @@ def test_damaged_settings(saved: Path, tmp_path: Path, content: Any) -> None:
         with pytest.raises(CheckpointError, match="chat_template: expected a text, got 7"):
             chat_template(opened)
     else:
-        assert chat_template(opened) is None  # none of several is the default
+        assert chat_template(opened) is None  # of several templates none is the default
     (folder / "chat_template.jinja").write_bytes(b"\xff\xfe{")
     with pytest.raises(CheckpointError, match="expected UTF-8"):
         chat_template(opened)
@@ -540,7 +540,7 @@ def test_a_hostile_template_ends(
     with pytest.raises((InputError, CheckpointError), match=message):
         template.render([{"role": "user", "content": "go"}])
     monkeypatch.setattr(chat, "SECONDS", 10.0)
-    assert template.render(HELLO) == "ok"  # in another process, if that one has ended
+    assert template.render(HELLO) == "ok"  # in a new process if the first has ended
 
 
 def test_threads_and_pickles() -> None:
@@ -565,4 +565,4 @@ def test_the_process_ends_with_the_template() -> None:
     assert worker.poll() is None
     del template
     assert worker.poll() is not None
-    assert threading.active_count() < 50  # and no timers
+    assert threading.active_count() < 50  # no timers are left

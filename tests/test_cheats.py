@@ -16,7 +16,7 @@ from gpt2block.mine.templates import names
 
 SETS = sorted(path for path in (Path(__file__).parent / "cheats").iterdir() if path.is_dir())
 KERNELS = {path.name: folder.entries(path) for path in SETS}
-EVERY = 30  # one of this many kernels is judged here
+EVERY = 30  # one in this many kernels is judged here
 
 
 @pytest.mark.parametrize("path", SETS, ids=lambda path: path.name)

@@ -29,13 +29,13 @@ HEAD = {"lm_head.weight": np.full((5, 48), 2, np.float32)}
 
 
 WEIGHTS = GPT2Weights.random(1, SMALL)
-# With the names of the original files, and the mask buffers
+# Tensors by their names in the original files, with the mask buffers
 TENSORS: dict[str, Any] = {label_of(ours): array for ours, array, _ in WEIGHTS.tensors()}
 TENSORS |= {f"h.{layer}.attn.bias": np.tri(11, dtype=np.float32)[None, None] for layer in (0, 1)}
 
 
 def write_weights(folder: Path, tensors: dict[str, Any] = TENSORS, dtype: Any = None) -> Path:
-    """Write model.safetensors. dtype: None keeps that of each tensor."""
+    """Write model.safetensors. dtype: convert tensors to it; None: keep their dtypes."""
     arrays = {name: array.astype(dtype or array.dtype) for name, array in tensors.items()}
     save_file(arrays, folder / "model.safetensors", {"format": "pt"})
     return folder / "model.safetensors"
@@ -56,7 +56,7 @@ def directory(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("prefix", ["", "transformer."])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16, np.float64])
 def test_all_tensors_in_order(tmp_path: Path, dtype: Any, prefix: str) -> None:
-    """In the stored dtype, and as float32 weights; from the directory and from its file."""
+    """Tensors have the stored dtype, or float32 as weights; a directory or its file is opened."""
     tensors = {prefix + name: array for name, array in TENSORS.items()}
     file = write_weights(tmp_path, tensors | HEAD, dtype)
     write_config(tmp_path, tie_word_embeddings=False)
@@ -224,7 +224,7 @@ def test_what_is_no_checkpoint_says_what_is_read(
 
 
 def test_all_wrong_tensors_are_listed(directory: Path) -> None:
-    """Before any tensor is read; mask buffers and a tied lm_head are allowed."""
+    """The error comes before any tensor is read; mask buffers and a tied lm_head are allowed."""
     tensors = dict(TENSORS)
     tensors["h.1.attn.masked_bias"] = np.array(-1e4, np.float32)
     tensors["lm_head.weight"] = tensors["wte.weight"].copy()
@@ -262,7 +262,7 @@ def test_a_revision_is_for_hub_ids(directory: Path) -> None:
 def test_a_folder_that_is_deleted_while_it_is_read(
     directory: Path, monkeypatch: pytest.MonkeyPatch, after: int
 ) -> None:
-    """Deleted after `after` calls of Path.stat and Path.open."""
+    """The folder is deleted after `after` calls of Path.stat and Path.open."""
     calls = 0
 
     def counted(function: Any) -> Any:
@@ -377,14 +377,17 @@ GENERAL = {
          "keys without effect"],
 )  # fmt: skip
 def test_configs_of_one_model(directory: Path, config: dict[str, Any]) -> None:
-    """General names, as of every architecture of `transformers`, mean 3 heads, not the default."""
+    """General names of config keys, which all architectures share, are read: 3 heads."""
     (directory / "config.json").write_text(json.dumps(config))
     assert Checkpoint.open(directory).config == SMALL
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "part.safetensors"])
 def test_a_name_that_is_not_a_file_is_not_absent(tmp_path: Path, name: str) -> None:
-    """Only without config.json may a model of width 768 have the size of GPT-2 small."""
+    """A pipe or folder with the name of a file is refused.
+
+    For example, config.json is not taken for absent, which would mean the sizes of GPT-2 small.
+    """
     config = GPT2Config(n_layer=1, n_ctx=2, vocab_size=3)
     write_sparse(tmp_path / "weights.safetensors", shapes(sizes_of(config)))
     index = {"weight_map": {"a": "weights.safetensors", "b": "part.safetensors"}}
@@ -453,7 +456,7 @@ for dtype in sys.argv[2:]:
     [("float32", ["float8_e4m3fn"]), ("bfloat16", ["float32", "bfloat16"])],
 )
 def test_peak_memory(tmp_path: Path, stored: str, dtypes: list[str]) -> None:
-    """At most 1.2 times the file or the weights in the requested dtype, plus one tensor."""
+    """Peak memory is at most 1.2 times the file or the requested weights, plus one tensor."""
     config = GPT2Config(n_layer=4, n_head=8, n_embd=512, vocab_size=30_000)
     save_pretrained(tmp_path, GPT2Weights.random(0, config), stored)
     checkpoint = Checkpoint.open(tmp_path)

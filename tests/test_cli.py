@@ -1,4 +1,4 @@
-"""The commands `block`, `check` and `bench`, the help, and what the shell completes."""
+"""The commands `block`, `check` and `bench`, the help, and shell completion."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ERRORS = ["max_abs", "max_rel", "total_abs", "total_rel"]
 
 
 def assert_ten_steps(lines: list[str]) -> None:
-    """The table of a block of the bundled model has all steps, with errors of float32."""
+    """Assert that the table of a bundled model's block has all steps, with float32 errors."""
     rows = [line.split() for line in lines]
     steps = [row for row in rows if row and row[0] in TEN]
     assert [row[0] for row in steps] == TEN
@@ -37,7 +37,7 @@ def assert_ten_steps(lines: list[str]) -> None:
 def test_block_runs_a_passage_through_the_bundled_model_by_default() -> None:
     before = os.times()
     out = printed("block", "--device", "cpu")
-    assert os.times().user - before.user < 10  # whatever else the machine does
+    assert os.times().user - before.user < 10  # CPU time, regardless of other processes
     assert_ten_steps(out.splitlines())
     assert "weights  shakespeare, block 0 of 6, mask: causal" in out
     assert "kernels  none run: float32 NumPy compared with float64" in out
@@ -54,7 +54,7 @@ def test_a_terminal_of_80_columns_shows_every_number() -> None:
     )
     os.close(terminal)
     out = b""
-    with contextlib.suppress(OSError):  # at the end, on Linux
+    with contextlib.suppress(OSError):  # raised at the end on Linux
         while piece := os.read(main, 4096):
             out += piece
     os.close(main)
@@ -169,7 +169,7 @@ def test_a_terminal_without_unicode() -> None:
         env={**os.environ, "PYTHONIOENCODING": "ascii"},
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
-    assert "?" in done.stdout  # in place of "…"
+    assert "?" in done.stdout  # replaces "…"
 
 
 # check
@@ -238,7 +238,7 @@ def test_the_help_of_a_command(command: str) -> None:
     assert command in ("", "map") or f"Example: gpt2block {command}" in text
     lines = [line.rstrip() for line in text.split("Options ─")[0].splitlines()[2:-1]]
     width = max(map(len, text.splitlines()))
-    for line, following in pairwise(lines):  # of a paragraph, which fills its lines
+    for line, following in pairwise(lines):  # lines of a paragraph are filled
         if line and following[:1] == " ":
             assert len(line) + len(following.split()[0]) + 2 > width, (line, following)
 
@@ -246,7 +246,7 @@ def test_the_help_of_a_command(command: str) -> None:
 def test_no_command_shows_the_help() -> None:
     for arguments in ([], ["map"]):
         ended = gpt2block(*arguments)
-        assert ended.code in (0, 2)  # by the version of Click
+        assert ended.code in (0, 2)  # depends on the version of Click
         assert ended.err == ""
         assert "Commands" in ended.out
 
@@ -278,7 +278,7 @@ def test_the_shell_completes_values(
     words: str, values: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.argv", ["gpt2block"])
-    monkeypatch.setattr(sys.modules["__main__"], "__package__", None)  # a script, not pytest
+    monkeypatch.setattr(sys.modules["__main__"], "__package__", None)  # as in a script
     monkeypatch.setenv("_GPT2BLOCK_COMPLETE", "complete_bash")
     monkeypatch.setenv("COMP_WORDS", f"gpt2block {words}")
     monkeypatch.setenv("COMP_CWORD", str(len(words.split(" "))))

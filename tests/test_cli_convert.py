@@ -1,4 +1,4 @@
-"""`gpt2block convert`: what it writes opens as the same model, and what it refuses."""
+"""`gpt2block convert`: its output opens as the same model, and wrong calls are refused."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_dtype_and_a_tokenizer(tmp_path: Path) -> None:
 
 
 def float64_checkpoint(folder: Path, name: str, value: float, at: Any = ...) -> Path:
-    """The tiny model in float64, with a value in one of its tensors."""
+    """Save the tiny model in float64, with `value` in one of its tensors."""
     source = shutil.copytree(GOLDEN, folder / "source")
     tensors = load_file(source / "model.safetensors")
     wide = {name: array.astype(np.float64) for name, array in tensors.items()}
@@ -51,7 +51,7 @@ def float64_checkpoint(folder: Path, name: str, value: float, at: Any = ...) -> 
 
 @pytest.mark.parametrize("largest", [3e38, 4e38, -1e300])
 def test_float64_is_written_as_float32_or_refused(tmp_path: Path, largest: float) -> None:
-    """A number out of the range of float32 must not become infinity."""
+    """A number beyond the range of float32 must not become infinity."""
     source, out = float64_checkpoint(tmp_path, "wpe", largest, (3, 4)), tmp_path / "out"
     if largest == 3e38:
         assert "wrote 3 layers of width 48 in float32 to " in printed("convert", source, out)
@@ -71,7 +71,7 @@ def test_float64_out_of_range_is_not_loaded(tmp_path: Path) -> None:
 
 
 def test_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Notes of what it lacks are on stderr; itself it is not replaced."""
+    """Notes on stderr state what the file lacks; an existing file is not replaced."""
     out = tmp_path / "m.gguf"
     arguments = "convert", FIXTURES / "nanogpt.pt", out, "--type", "q8_0"
     ended = gpt2block(*arguments)

@@ -1,6 +1,6 @@
 """However a command ends, a shell sees an exit code and at most one line on stderr.
 
-Real processes: streams that are full, closed or gone, Ctrl-C at any time, a folder that is gone.
+Real processes have full, closed or broken streams, Ctrl-C at any time, or a deleted folder.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.skipif(os.name == "nt", reason="streams and signals as 
 
 
 def shell(line: str, arguments: list[str]) -> Ended:
-    """The command as "$@" in a line for the shell."""
+    """Run a line in a shell, with the command as "$@"."""
     done = subprocess.run(
         ["bash", "-c", line, "bash", sys.executable, "-m", "gpt2block", *arguments],
         capture_output=True, text=True, check=False, timeout=100, env=ENVIRONMENT,
@@ -69,7 +69,7 @@ def test_output_that_cannot_be_written_is_one_line(
     ("name", "reader"), [("generate", "true"), ("kernels", "true"), ("endless", "head -c 6")]
 )
 def test_a_closed_pipe_is_quiet(name: str, reader: str) -> None:
-    """The reader is gone before anything is written, or after the first words."""
+    """The reader ends before anything is written, or after the first words."""
     done = shell(f'{{ sleep 0.1; "$@"; echo $? >&2; }} | {reader}', COMMANDS[name])
     assert done.err == "141\n"
 
@@ -103,7 +103,7 @@ def test_standard_input_that_only_writes(tmp_path: Path) -> None:
 
 
 def test_a_file_is_never_opened_as_standard_output(tmp_path: Path) -> None:
-    """The descriptor of a closed stream is the next one that the system gives away."""
+    """The system assigns the descriptor of a closed stream to the next opened file."""
     text = tmp_path / "text"
     text.write_text("To be, or not to be")
     shell('"$@" >&- <&-', ["score", str(text), "--device", "cpu"])
@@ -174,7 +174,7 @@ LAUNCHERS = {
     "module": "import runpy; runpy.run_module('gpt2block', run_name='__main__', alter_sys=True)",
     "console script": "import re, sys; from gpt2block.cli import main; sys.exit(main())",
 }
-# Says on stderr when `main` has begun: what comes before is Python's own start.
+# Prints to stderr when `main` has begun, after Python's own start.
 BEGUN = """
 import os, sys
 class Finder:
@@ -190,8 +190,8 @@ sys.argv[0] = "gpt2block"
 def start(
     launcher: str, arguments: list[str], on_ctrl_c: Any, setup: str = ""
 ) -> subprocess.Popen[str]:
-    """The command once its `main` has begun, which then runs `setup`."""
-    before = signal.signal(signal.SIGINT, on_ctrl_c)  # a process inherits what is ignored
+    """Start a command; return it when its `main` has begun, which then runs `setup`."""
+    before = signal.signal(signal.SIGINT, on_ctrl_c)  # ignored signals are inherited
     try:
         process = subprocess.Popen(
             [sys.executable, "-c", f"SETUP = {setup!r}" + BEGUN + LAUNCHERS[launcher], *arguments],
@@ -206,7 +206,7 @@ def start(
 
 
 def interrupted(launcher: str, arguments: list[str], after: float) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of a command that gets SIGINT some time after it has begun."""
+    """Send SIGINT to a command `after` seconds; return exit code, stdout and stderr."""
     process = start(launcher, arguments, signal.default_int_handler)
     time.sleep(after)
     process.send_signal(signal.SIGINT)
@@ -232,10 +232,10 @@ def test_ctrl_c_at_any_time_leaves_no_traceback(name: str, after: float) -> None
     assert "Traceback" not in err
     assert "Exception" not in err
     assert err.count("\n") <= 1
-    assert code in (130, CODES.get(name, 0))  # the latter if it had ended before
+    assert code in (130, CODES.get(name, 0))  # the latter if it had already ended
 
 
-# The program that `check` compiles takes about a second now, and stderr says when they begin.
+# Makes `check` compile for about a second, and prints to stderr when compilation begins.
 LONG_PROGRAM = """
 import os
 from gpt2block import doctor
@@ -264,7 +264,7 @@ def test_ctrl_c_while_nvrtc_compiles_is_quiet(after: float) -> None:
 def test_ctrl_c_while_it_writes_says_so() -> None:
     process = start("module", COMMANDS["endless"], signal.default_int_handler)
     assert process.stdout is not None
-    assert process.stdout.read(12).startswith("KING")  # and what it continues with
+    assert process.stdout.read(12).startswith("KING")  # then its continuation
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=30)
     assert process.returncode == 130
@@ -273,7 +273,7 @@ def test_ctrl_c_while_it_writes_says_so() -> None:
 
 
 def test_an_ignored_ctrl_c_stays_ignored() -> None:
-    """As behind nohup, or in the background of a script."""
+    """SIGINT is ignored under nohup, or in the background of a script."""
     process = start("module", ["--version"], signal.SIG_IGN)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=30)
@@ -281,7 +281,7 @@ def test_an_ignored_ctrl_c_stays_ignored() -> None:
 
 
 def test_what_comes_before_main_is_little() -> None:
-    """Ctrl-C before `main` runs is Python's to report: so nothing slow may be imported by then."""
+    """Python itself reports Ctrl-C before `main` runs, so nothing slow may be imported before."""
     code = (
         "import sys; before = {*sys.modules}\n"
         "import gpt2block, gpt2block.cli; print(*sorted({*sys.modules} - before))"

@@ -103,7 +103,7 @@ def test_all_that_is_missing_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.usefixtures("no_gpu")
 def test_one_screen_lists_the_operations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And each operation its variants, also where none can run."""
+    """Each operation lists its variants, even if none can run."""
     monkeypatch.setenv("COLUMNS", "100")
     assert len(kernels().out.splitlines()) <= 45
     monkeypatch.setattr(emulator, "missing", lambda: "g++ is not installed")

@@ -1,4 +1,4 @@
-"""`gpt2block generate`, `score` and `info`: what is printed where, and the exit codes."""
+"""`gpt2block generate`, `score` and `info`: output, error output and exit codes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def stand_in(engine: MarkovEngine, end: bool = False) -> Any:
-    """What the commands use of a GPT2."""
+    """Return a substitute for a GPT2 with the attributes that the commands use."""
     return SimpleNamespace(
         engine=engine,
         config=engine.config,
@@ -47,7 +47,7 @@ def stand_in(engine: MarkovEngine, end: bool = False) -> Any:
 
 
 class Command:
-    """The command line with a stand-in for the model."""
+    """The command line with a substitute for the model."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.model = stand_in(MarkovEngine(cycle(256, 10)))
@@ -236,7 +236,7 @@ def test_a_tokenizer_is_looked_up_before_the_weights_are_read(
     monkeypatch.setattr(Checkpoint, "tensors", lambda self: pytest.fail("read"))
     with pytest.raises(CheckpointError, match=r"expected tokenizer.json .*; --ids"):
         load_model(ModelOptions(str(data / "gpt-nano-sort"), device="cpu"), "--ids")
-    with pytest.raises(CheckpointError, match="no tokenizer"):  # although None would do
+    with pytest.raises(CheckpointError, match="no tokenizer"):  # though none is needed
         load_model(ModelOptions(device="cpu", tokenizer=tmp_path), None)
 
 
@@ -244,7 +244,7 @@ def test_special_tokens_in_a_text(command: Command) -> None:
     command.model = stand_in(MarkovEngine(cycle(257)), end=True)
     options = ["a<|endoftext|>", "--json", "--temperature=0", "--max-new-tokens=2"]
     plain = command("generate", *options).json
-    assert plain["samples"][0]["tokens"] == list(b"?@")  # after ">", the last of the letters
+    assert plain["samples"][0]["tokens"] == list(b"?@")  # follow ">", the prompt's end
     special = command("generate", *options, "--special").json
     assert special["samples"][0]["tokens"] == [0, 1]
     assert special["prompt"] == "a<|endoftext|>"
@@ -257,7 +257,7 @@ def test_special_tokens_in_a_text(command: Command) -> None:
 
 def test_score_from_the_first_token_on(command: Command, tmp_path: Path) -> None:
     table = cycle(257, 10)
-    table[256, ord("a")] = 20  # a text begins with an a
+    table[256, ord("a")] = 20  # "a" follows the end token, which begins a text
     command.model = stand_in(MarkovEngine(table), end=True)
     (tmp_path / "a.txt").write_text("a")
     found = command("score", tmp_path / "a.txt", "--bos", "--json").json
@@ -325,7 +325,7 @@ def test_score_of_a_text(command: Command, tmp_path: Path) -> None:
 
 
 def test_score_of_every_token(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One line a token where it is piped, colors in a terminal."""
+    """Piped output has one line per token; a terminal shows colors."""
     piped = command("score", "-", "--per-token", "--text", stdin=b"abcz").out
     lines = [line.split() for line in piped.splitlines()[:3]]
     assert [line[1:] for line in lines] == [["98", "'b'"], ["99", "'c'"], ["122", "'z'"]]
@@ -391,7 +391,10 @@ def test_info_as_a_table() -> None:
 
 
 def test_info_of_several_gpus() -> None:
-    """Each GPU has a fourth of each matrix, all of the rest and, but for float32, of the heads."""
+    """Each of 4 GPUs has a quarter of each matrix and all other weights.
+
+    Except in float32, it also has a quarter of the heads' keys and values.
+    """
     memory = gpt2block("info", "--gpus", "4", "--json").json["memory"]
     matrices = 6 * 12 * 256 * 256
     rest = 4 * (4_870_144 - matrices - 256 * 256)

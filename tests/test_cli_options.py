@@ -138,7 +138,7 @@ SAMPLING = [
 def test_a_bad_option_is_named_as_it_is_typed(arguments: list[str], message: str) -> None:
     said = gpt2block(*arguments).error
     assert message in said
-    if arguments[0] != "kernels":  # whose operations have such names
+    if arguments[0] != "kernels":  # operations have arguments with such names
         assert not KEYWORD.search(said.replace(__file__, "")), said
 
 
@@ -183,7 +183,7 @@ class Shared:
 
 
 def ran(function: object, *words: str) -> None:
-    """Run a command of its own application with these arguments."""
+    """Run a function as a command of a new application with these arguments."""
     app = typer.Typer()
     app.callback()(lambda: None)
     add_command(app, function, "example")  # type: ignore[arg-type]

@@ -76,7 +76,7 @@ def test_failures_are_written_at_once(tmp_path: Path) -> None:
 
 
 def reported(failed: bool, worker: bool, failures: Path | None = None) -> Any:
-    """What the hook makes of a report of a test for the GPU."""
+    """Run the hook on a report of a GPU test; return its result."""
     options = {"--gpu": True, "--failures": failures}
     config = SimpleNamespace(getoption=options.__getitem__)
     if worker:
@@ -90,7 +90,7 @@ def reported(failed: bool, worker: bool, failures: Path | None = None) -> Any:
 
 
 def test_a_lost_context_ends_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of a worker at once, with a status that pytest-xdist reports with the test's name."""
+    """A worker ends at once, with an exit status that pytest-xdist reports with the test's name."""
     monkeypatch.setattr(conftest, "context_problem", lambda: "an illegal memory access")
     assert not reported(failed=False, worker=True).failed
     with pytest.raises(
@@ -117,7 +117,7 @@ def test_a_context_is_examined(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(cupy.cuda.Device, "synchronize", fail)
         error: Exception = RuntimeError("cudaErrorIllegalAddress")
         assert gpus.context_problem() == "RuntimeError: cudaErrorIllegalAddress"
-        error = MemoryError()  # another process may have it
+        error = MemoryError()  # another process may use the memory
         assert gpus.context_problem() is None
 
 

@@ -1,6 +1,6 @@
-"""Blocks of weights from every constructor, in every dtype, with the fewest and many rows.
+"""Blocks with weights from every constructor, in every dtype, with the fewest and many rows.
 
-Packed matrices of a Llama are transposed views, and so may be those that a caller passes: the block
+Packed matrices of a Llama are transposed views, and a caller may pass such views too. The block
 must compute the same bits as from C-contiguous copies, with NumPy, on the emulator and on a GPU.
 """
 
@@ -53,7 +53,7 @@ kinds = pytest.mark.parametrize("kind", ["gpt2", "llama"])
 
 
 def everywhere(name: str, values: Iterable[str], emulated: Iterable[str]) -> pytest.MarkDecorator:
-    """A parameter in addition to `where`; the emulator, which is slow, runs some of its values."""
+    """Parametrize `where` and another parameter; the slow emulator runs only some values."""
     cases = [("cpu", value) for value in values] + [("emulator", value) for value in emulated]
     on_gpu = [pytest.param("gpu", value, marks=pytest.mark.gpu) for value in values]
     return pytest.mark.parametrize(("where", name), [*cases, *on_gpu], indirect=["where"])
@@ -67,7 +67,7 @@ def where(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def changed(weights: Any, function: Callable[[NDArray[Any]], NDArray[Any]]) -> Any:
-    """The weights with a function applied to each matrix."""
+    """Return the weights with a function applied to each matrix."""
     tensors = weights.tensors()
     return replace(weights, **{n: function(a) for n, a in tensors.items() if a.ndim == 2})
 
@@ -89,7 +89,7 @@ def weights_by(source: str, kind: str, config: Any) -> Any:
 
 
 def inputs(where: str, width: int, dtype: str) -> Iterator[NDArray[Any]]:
-    """x with the fewest and with many rows, alone and as a batch of 3."""
+    """Yield x with the fewest and with many rows, alone and as a batch of 3."""
     many = 2048 if where == "gpu" else 5
     shapes = [(3, many)] if where == "emulator" else [(1,), (many,), (3, 1), (3, many)]
     for shape in shapes:
@@ -134,7 +134,7 @@ def test_transposed_weights_against_float64(where: str, kind: str, dtype: str) -
 @kinds
 @everywhere("dtype", DTYPES, emulated=["float32"])
 def test_a_model_of_transposed_weights(where: str, kind: str, dtype: str) -> None:
-    """Of matrices in either layout, and of wpe, which is stored as it is."""
+    """Matrices of both layouts are transposed, and wpe, which is stored without conversion."""
     model: Any = {"gpt2": GPT2, "llama": Llama}[kind]
     of: Any = {"gpt2": GPT2Weights, "llama": LlamaWeights}[kind]
     plain = of.random(0, SMALL[kind])

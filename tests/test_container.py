@@ -1,4 +1,4 @@
-"""What examples/Containerfile names exists: files, extras, options, the address of the check.
+"""Names in examples/Containerfile exist: files, extras, options, the address of the check.
 
 No image is built.
 """
@@ -25,7 +25,7 @@ LINES = (ROOT / "examples" / "Containerfile").read_text().splitlines()
 
 
 def instructions(name: str) -> list[str]:
-    """What follows this name, of each line that begins with it."""
+    """Return the arguments of each instruction of this name."""
     return [line.partition(" ")[2] for line in LINES if line.split(" ")[0] == name]
 
 
@@ -45,7 +45,7 @@ def test_extras_are_those_of_the_package() -> None:
 
 
 def test_options_are_those_of_the_command(tmp_path: Path) -> None:
-    """They are taken, and without the key the address is refused."""
+    """The command accepts them; without the key, it refuses the address."""
     (tmp_path / "key").write_text("0123456789abcdef\n")
     (entry,) = map(json.loads, instructions("ENTRYPOINT"))
     program, *arguments = [tmp_path / "key" if "/" in each else each for each in entry]

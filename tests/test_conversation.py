@@ -1,4 +1,4 @@
-"""Conversations whose kv_cache stays: from Python, and by `gpt2block chat`."""
+"""Conversations that keep their kv_cache, in Python and by `gpt2block chat`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def said(conversation: Conversation, text: str | None, **options: Any) -> str:
 
 
 def counting(n_ctx: int = 64) -> MarkovEngine:
-    """The answer is "bcde…", the letters after the "a" of the prompt."""
+    """Return an engine that answers "bcde…", the letters after the final "a" of the prompt."""
     return MarkovEngine(cycle(257), n_ctx)
 
 
@@ -56,14 +56,14 @@ def answer(text: str) -> dict[str, str]:
 
 
 def test_random_actions(tmp_path: Path) -> None:
-    """Of `stream`, `undo`, `clear`, copies and edits, against a plain list of messages."""
+    """Random `stream`, `undo`, `clear`, copies and edits are compared with a list of messages."""
     for number in range(100):
         with suppress(Refused):
             conversations.case(generator(0, "conversations", number), tmp_path)
 
 
 def test_an_interrupted_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine may be anywhere: the next answer begins with a new decoding."""
+    """The engine's state is unknown then, so the next answer begins with a new decoding."""
     engine = counting()
     conversation = talk(engine, user("x"), answer("y"))
     pieces = conversation.stream("z", temperature=0)
@@ -104,20 +104,23 @@ def test_messages_of_another_form() -> None:
 
 
 def read(conversation: Conversation) -> str:
-    """What the model read for the last answer."""
+    """Return the prompt that the model read for the last answer."""
     assert conversation.answer is not None
     return bytes(conversation.answer.prompt.tolist()).decode()
 
 
 def test_the_oldest_turns_are_left_out() -> None:
-    """Down to half of the context; the system's message stays, as do all messages in the list."""
+    """Turns are left out until the prompt fits in half of the context.
+
+    The system message stays in the prompt, and `messages` keeps all messages.
+    """
     conversation = talk(counting(40), {"role": "system", "content": "S"})
     for text in ("1111", "2222", "3333"):
         said(conversation, text, max_new_tokens=2)
     assert conversation.left_out == 0
     assert read(conversation) == "sS\nu1111\nabc\nu2222\nabc\nu3333\na"  # 31 tokens
     said(conversation, "4444", max_new_tokens=2)
-    assert read(conversation) == "sS\nu3333\nabc\nu4444\na"  # with another turn more than 20
+    assert read(conversation) == "sS\nu3333\nabc\nu4444\na"  # one more turn would exceed 20 tokens
     assert conversation.left_out == 4
     said(conversation, "5", max_new_tokens=2)
     assert read(conversation) == "sS\nu3333\nabc\nu4444\nabc\nu5\na"
@@ -125,7 +128,7 @@ def test_the_oldest_turns_are_left_out() -> None:
     del conversation.messages[3:]
     conversation.messages.append(user("7" * 27))
     said(conversation, None, max_new_tokens=2)
-    assert read(conversation) == f"sS\nu{'7' * 27}\na"  # without the turn that has remained
+    assert read(conversation) == f"sS\nu{'7' * 27}\na"  # the last other turn is left out too
     conversation.clear()
     said(conversation, "6", max_new_tokens=2)
     assert read(conversation) == "sS\nu6\na"
@@ -136,14 +139,14 @@ def test_a_message_beyond_the_context() -> None:
     with pytest.raises(InputError, match="the message: 41 tokens with what the template adds"):
         conversation.stream("x" * 38)
     assert conversation.messages == [user("1"), answer("2")]
-    assert said(conversation, "x" * 37, max_new_tokens=9) == "b"  # one token has room
+    assert said(conversation, "x" * 37, max_new_tokens=9) == "b"  # there is room for one token
     assert conversation.answer is not None
     assert conversation.answer.finish_reason == "context"
 
 
 @pytest.mark.parametrize("device", ["cpu", *SOMEWHERE])
 def test_only_new_tokens_are_computed(device: str) -> None:
-    """Also after an edit; the text is that of the whole prompt, and comes again."""
+    """Edits of messages keep this; texts equal those of the whole prompt, and are repeatable."""
     config = GPT2Config(n_layer=1, n_head=2, n_embd=32, n_ctx=128, vocab_size=257)
     few = 6 if device in ("cpu", "gpu") else 3
     with nullcontext() if device == "cpu" else running_on(device):
@@ -156,7 +159,7 @@ def test_only_new_tokens_are_computed(device: str) -> None:
                 row = conversation.answer
                 assert row is not None
                 reused.append(row.reused)
-                if conversation is again:  # which has the messages of the first one
+                if conversation is again:  # its messages equal those of `once`
                     continue
                 alone = model.generate(row.prompt, max_new_tokens=few, temperature=0, stop_ids=[10])
                 assert tuple(row.tokens) == alone.tokens
@@ -175,7 +178,7 @@ def test_only_new_tokens_are_computed(device: str) -> None:
 
 @pytest.fixture
 def chat(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`gpt2block chat ARGUMENTS` with these lines as stdin, and an engine that counts letters."""
+    """Return a function that runs `gpt2block chat` with lines as stdin and a counting engine."""
     engine = counting()
     loaded = SimpleNamespace(name="a table", dtypes="float32", device="no device", engine=engine)
     loaded.chat_template, loaded.chat_sampling = LINES, {"temperature": 0.2, "top_p": 0.9}
@@ -220,7 +223,7 @@ def test_commands(chat: Any, tmp_path: Path) -> None:
     assert ended.out == "bcd\nbcd\nefg\n"
     assert "top_k                5\n" in ended.err
     assert "seed                 7\n" in ended.err
-    assert "top_p                0.9\n" in ended.err  # as the model's settings have it
+    assert "top_p                0.9\n" in ended.err  # from the model's settings
     assert ended.err.count(f"3 messages written to {file}") == 2
     assert "error: there is no message to take back\n" in ended.err
     assert "/save [FILE]" in ended.err
@@ -231,7 +234,7 @@ def test_commands(chat: Any, tmp_path: Path) -> None:
 
 
 def test_commands_in_a_pipe(chat: Any) -> None:
-    """Commands are no messages; their output goes to stderr, between the answers' lines."""
+    """Commands are not sent as messages; their output goes to stderr."""
     ended = chat("hi", "/help", "/etc/passwd?", " /help", "/add_generation_prompt off", "ho")
     assert (ended.code, ended.out) == (0, "bcd\nbcd\n\x0b\x0c\r\n")  # after "a", "a" and "\n"
     first, *lines = ended.err.splitlines()
@@ -255,7 +258,7 @@ def test_commands_in_a_pipe(chat: Any) -> None:
 def test_arguments_of_the_template(
     chat: Any, tmp_path: Path, arguments: list[str], read: str
 ) -> None:
-    """In a conversation by lines and in one of JSON; parts and names of messages are read."""
+    """Arguments work with lines and with JSON, in which parts and names of messages are read."""
     (file := tmp_path / "talk.json").write_text(json.dumps([user("one"), answer("two")]))
     message = {"role": "user", "name": "h", "content": [{"type": "text", "text": "i"}]}
     for line, more in (("hi", ()), (json.dumps(message), ["--json"])):
@@ -380,7 +383,7 @@ def test_ctrl_c_stops_an_answer(chat: Any, monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_command_whose_extra_is_missing(
     monkeypatch: pytest.MonkeyPatch, arguments: list[str], module: str, error: str
 ) -> None:
-    """It says so before a model is loaded; with the usual exit code."""
+    """The error names the extra before a model is loaded; the exit code is the usual one."""
     monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.setattr("gpt2block.checkpoints.Checkpoint.open", Mock(side_effect=AssertionError))
     ended = gpt2block(*arguments, stdin=b"hi\n")
@@ -410,7 +413,7 @@ def test_a_real_model() -> None:
 @pytest.mark.usefixtures("smollm2_files")
 @pytest.mark.skipif(sys.platform == "win32", reason="pseudo-terminals are those of Unix")
 def test_in_a_terminal() -> None:
-    """The prompt, editing, Ctrl-C at the prompt, and Ctrl-D."""
+    """A terminal shows the prompt and supports editing, Ctrl-C at the prompt, and Ctrl-D."""
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "gpt2block", "chat", "--device", "cpu", "--temperature", "0"]
     child = subprocess.Popen(
@@ -438,7 +441,7 @@ def test_in_a_terminal() -> None:
         until(b"> ")
         os.write(ours, b"half a message")
         until(b"half a message")
-        for _ in range(60):  # Python waits on, if a signal comes just before it waits for a key
+        for _ in range(60):  # repeated: Python misses a signal just before it waits for a key
             child.send_signal(signal.SIGINT)
             if select.select([ours], [], [], 1)[0]:
                 break

@@ -1,4 +1,4 @@
-"""Block and its ops on a GPU: accuracy at every length, and how they behave as CUDA citizens."""
+"""Block and its ops on a GPU: accuracy at every length, streams, graphs, memory and devices."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from gpt2block.run import recording
 from gpt2block.run.cuda_block import MAX_CALLS, MAX_SHAPES, CudaEngine
 
 pytestmark = pytest.mark.gpu
-Block = partial(gpt2block.Block, kernels="skeleton")  # the documents' kernels
+Block = partial(gpt2block.Block, kernels="skeleton")  # kernels of LeetGPU's challenge
 SMALL = GPT2Config(n_head=3, n_embd=48)
-TOLERANCE = 1e-3  # the challenge's atol and rtol
+TOLERANCE = 1e-3  # atol and rtol of LeetGPU's challenge
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,7 @@ def test_the_result_is_the_callers(cp: ModuleType, gpt2: BlockWeights, graph: bo
     block = Block(gpt2, device="cuda", graph=graph)
     inputs = [cp.asarray(random_input(seed, (30, 768))) for seed in range(3)]
     expected = [Block(gpt2, device="cuda", graph=False)(x).get() for x in inputs]
-    results = [block(x) for _ in range(3) for x in inputs]  # the same x again: graphs replay
+    results = [block(x) for _ in range(3) for x in inputs]  # x repeats, so graphs are replayed
     for i, result in enumerate(results):
         np.testing.assert_array_equal(result.get(), expected[i % 3])
 
@@ -139,7 +139,7 @@ def test_the_second_call_captures_a_graph_and_the_third_replays_it(
 
 @pytest.fixture
 def allocations(cp: ModuleType) -> Iterator[list[int]]:
-    """The size of every allocation of device memory while the test runs."""
+    """Record the size of every allocation of device memory while the test runs."""
     sizes: list[int] = []
     pool = cp.get_default_memory_pool()
 
@@ -269,7 +269,7 @@ def test_numpy_in_numpy_out(gpt2: BlockWeights) -> None:
 
 
 class Foreign:
-    """A CUDA array of another library: only `__cuda_array_interface__`."""
+    """A CUDA array of another library with only `__cuda_array_interface__`."""
 
     def __init__(self, array: Any) -> None:
         self.array = array
@@ -280,7 +280,7 @@ class Foreign:
 
 
 class ForeignDlpack:
-    """A CUDA array of another library: only DLPack."""
+    """A CUDA array of another library with only DLPack."""
 
     def __init__(self, array: Any) -> None:
         self.array = array
@@ -443,7 +443,7 @@ def test_the_longest_sequence_and_one_more(cp: ModuleType) -> None:
     x = random_input(0, (longest, 8))
     truth = Block(block.weights, device="cpu")
     tail = block(x)[-3:]
-    # The last rows alone as queries: reference attention over all keys without the T×T matrix.
+    # Compute attention of the last rows only, to avoid the T×T matrix.
     ln1 = reference.layernorm(x.astype(np.float64), truth.weights.gamma1, truth.weights.beta1)
     qkv = ln1 @ truth.weights.w_qkv + truth.weights.b_qkv
     p = reference.softmax(qkv[-3:, :8] @ qkv[:, 8:16].T / np.sqrt(8))
@@ -497,7 +497,7 @@ def test_ops_by_themselves(cp: ModuleType) -> None:
     host = on_gpu.get().astype(np.float64)
     weight = cp.asarray(w, dtype="float32")
     close_to(ops.gelu(on_gpu).get(), reference.gelu(host))
-    np.testing.assert_array_equal(on_gpu.get(), host)  # gelu made a new array
+    np.testing.assert_array_equal(on_gpu.get(), host)  # gelu returned a new array
     close_to(ops.add(on_gpu, on_gpu).get(), 2 * host)
     close_to(ops.matmul_bias(on_gpu[::2], weight).get(), host[::2] @ weight.get())
     close_to(ops.attention(on_gpu, 2, causal=True).get(), reference.attention(host, 2, True))
@@ -533,7 +533,7 @@ def test_more_than_two_to_the_31_elements(cp: ModuleType) -> None:
 
 
 def test_shared_memory_is_left_as_the_kernel_needs_it(cp: ModuleType) -> None:
-    """A reduction called twice in a kernel: without its last barrier the second could race."""
+    """A kernel calls a reduction twice: without its last barrier the second call could race."""
     file = "learn/elementwise/residual.cu"
     code = kernels.program(file) + (
         '\n#include "lib/common.cuh"\n'
@@ -559,7 +559,10 @@ def test_shared_memory_is_left_as_the_kernel_needs_it(cp: ModuleType) -> None:
 
 @pytest.fixture
 def start_program(tmp_path: Path) -> Callable[[], tuple[int, float]]:
-    """Start a program that runs a Block, with a compile cache of its own; returns what it says."""
+    """Return a function that runs a Block in a new process with a separate compile cache.
+
+    It returns the values that the process prints.
+    """
     code = (
         "import time; start = time.perf_counter()\n"
         "import cupy.cuda.compiler as compiler\n"
@@ -590,7 +593,7 @@ def start_program(tmp_path: Path) -> Callable[[], tuple[int, float]]:
 def test_the_second_start_compiles_nothing(start_program: Any) -> None:
     first, second = start_program(), start_program()
     print(f"first start {first[1]:.2f} s, second start {second[1]:.2f} s")
-    assert first[0] == 5  # one file an operation
+    assert first[0] == 5  # one file per operation
     assert second[0] == 0
 
 
@@ -608,7 +611,7 @@ def test_the_bench_table() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_eight_rows_are_more_than_twice_as_fast_as_one(dtype: str) -> None:
-    """In tokens per second, in the best of three runs: other processes may use the GPU."""
+    """Compare tokens per second, in the best of three runs as the GPU may be shared."""
     from gpt2block import bench  # noqa: PLC0415
 
     works = [work for work in bench.model_works("gpt2", dtype, "1,8") if work.what == "decode"]

@@ -1,7 +1,7 @@
-"""What every reader of a file must do with one that is damaged, whatever its format.
+"""Requirements of every reader for damaged files, whatever their format.
 
-A new format is a line of `FORMATS`. What a file of one format may say wrongly, such as a size or an
-offset, is tested in the file of the format.
+A new format needs a line in `FORMATS`. Wrong statements of a format, such as a size or an offset,
+are tested in the format's own test file.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WEIGHTS = GPT2Weights.random(3, SMALL)
 
 
 class Format(NamedTuple):
-    """write: write a file of a small model into a folder.
+    """A format of files. write: write a file of a small model into a folder.
 
     truncated: words of the error for a file that ends too early. shorter: a pattern of the error
     for a file that has become shorter since it was opened.
@@ -84,7 +84,7 @@ every_format = pytest.mark.parametrize("kind", FORMATS.values(), ids=FORMATS)
 
 @pytest.fixture
 def file(kind: Format, tmp_path: Path) -> Path:
-    """A file that is read."""
+    """Write a valid file; assert that it can be read."""
     path = kind.write(tmp_path)
     assert len(list(Checkpoint.open(path).tensors())) >= 16
     return path
@@ -96,7 +96,7 @@ def read(file: Path) -> dict[str, bytes]:
 
 @every_format
 def test_truncated_anywhere(kind: Format, file: Path) -> None:
-    """In each of the first bytes, at later places, and before the last byte."""
+    """Files are cut at each of the first bytes, at later places, and before the last byte."""
     content = file.read_bytes()
     step = max(1, len(content) // 40)
     for length in (*range(1, 32), *range(32, len(content), step), len(content) - 1):
@@ -119,7 +119,7 @@ def test_another_content(kind: Format, file: Path) -> None:
 
 @every_format
 def test_a_file_that_changes_after_it_was_opened(kind: Format, file: Path) -> None:
-    """It is shorter, and gone."""
+    """The file becomes shorter, or is deleted."""
     checkpoint, content = Checkpoint.open(file), file.read_bytes()
     last = max(t.offset + t.nbytes for t in checkpoint.stored.values() if t.offset is not None)
     file.write_bytes(content[: last - 1])
@@ -134,8 +134,9 @@ def test_a_file_that_changes_after_it_was_opened(kind: Format, file: Path) -> No
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 10**6), span=st.sampled_from([1, 2, 8]))
 def test_bytes_that_are_wrong(kind: Format, file: Path, seed: int, span: int) -> None:
-    """In the first half, where headers are: the tensors that were there, with any numbers, or an
-    error that names the file.
+    """Wrong bytes are in the first half, where headers are.
+
+    The result is the same tensors with any numbers, or an error that names the file.
     """
     content = file.read_bytes()
     rng, names = np.random.default_rng(seed), set(read(file))

@@ -1,4 +1,4 @@
-"""Slots: rows have the tokens that they have alone, whenever and wherever they start and end."""
+"""Slots: rows get the same tokens as alone, whenever and in whichever slot they run."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def random_prompts(lengths: list[int], config: ModelConfig = TINY) -> list[Ids]:
 
 
 def the_same(got: Generation, expected: Generation) -> bool:
-    """Whether all is equal, on a GPU to the last bit; BLAS depends on the number of rows."""
+    """Return whether results agree; log-probabilities may differ, as BLAS depends on rows."""
     near = np.allclose(got.logprobs, expected.logprobs, rtol=1e-4, atol=1e-4)
     return near and (got.tokens, got.finish_reason) == (expected.tokens, expected.finish_reason)
 
 
 def test_slots_on_the_emulator() -> None:
-    """Refilled slots, a stop id, and a row that starts again, with the bits of a row alone."""
+    """Refilled slots, a stop id, and a restarted row give the bits of rows alone."""
     with running_on("shuffled"):
         m, prompts = model("cuda"), random_prompts([3, 1, 22])
         options: dict[str, Any] = {"max_new_tokens": 4, "seed": 3, "stop_ids": [2, 10]}
@@ -56,7 +56,7 @@ def test_slots_on_the_emulator() -> None:
 
 
 def test_a_prompt_alone_has_the_bits_of_its_length() -> None:
-    """Its rows are rounded up, and lengths share launches: the last row is that of its own end."""
+    """Lengths are rounded up to share launches; the result is still of the prompt's last row."""
     with running_on("shuffled"):
         config = GPT2Config(n_layer=2, n_head=2, n_embd=32, n_ctx=80, vocab_size=37)
         options: dict[str, Any] = {"max_new_tokens": 1, "temperature": 0, "stop_ids": ()}
@@ -90,7 +90,7 @@ def test_any_number_of_slots(device: str, rows: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_has_the_same_bits_in_any_slot(dtype: str) -> None:
-    """Log-probabilities, which are part of a Generation, hold all of a row's logits."""
+    """Log-probabilities, which are part of a Generation, depend on all logits of a row."""
     m = model("cuda", CORES, dtype)
     prompts = random_prompts([1 + 7 * b % 80 for b in range(40)], CORES)
     options: dict[str, Any] = {"max_new_tokens": 30, "seed": 1, "stop_ids": range(9)}
@@ -103,7 +103,7 @@ def test_a_row_has_the_same_bits_in_any_slot(dtype: str) -> None:
 
 @everywhere
 def test_sequences_come_and_go(device: str) -> None:
-    """Any order of starts and stops; a stopped sequence does not appear again."""
+    """Sequences start and stop in any order; a stopped sequence does not appear again."""
     m, rng = model(device), np.random.default_rng(1)
     prompts = random_prompts(rng.integers(1, 16, 40).tolist())
     alone = [m.generate(p, max_new_tokens=9, temperature=0).tokens for p in prompts]
@@ -145,7 +145,7 @@ def test_sequences_come_and_go(device: str) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", *SOMEWHERE])
 def test_a_step_whose_sequences_were_all_stopped(device: str) -> None:
-    """It gives no result: that of a sequence that started later comes next, or there is none."""
+    """The step's result is dropped: the next one is of a sequence that started later, if any."""
     with nullcontext() if device == "cpu" else running_on(device):
         m, (ids, others) = model("cpu" if device == "cpu" else "cuda"), random_prompts([3, 3])
         expected = [m.generate(p, max_new_tokens=2, temperature=0) for p in (ids, others)]
@@ -185,7 +185,7 @@ def test_the_cache_has_the_positions_in_use(device: str) -> None:
 
 @everywhere
 def test_a_consumer_that_stops_or_fails(device: str) -> None:
-    """A generation that is left leaves the next one as it was."""
+    """An abandoned generation does not change the next one."""
     m = model(device)
     prompts = random_prompts([3, 9, 4, 7])
     options: dict[str, Any] = {"max_new_tokens": 9, "seed": 1}
@@ -206,7 +206,7 @@ def test_a_consumer_that_stops_or_fails(device: str) -> None:
 
 @pytest.mark.parametrize("device", ["forward", GPU])
 def test_an_interrupt_after_a_launch(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C before the host has counted it: the next generation is right."""
+    """After Ctrl-C before the host has counted a launch, the next generation is right."""
     with running_on(device):
         m, prompts = model("cuda"), random_prompts([2])
         options: dict[str, Any] = {"max_new_tokens": 3, "seed": 1}
@@ -259,7 +259,7 @@ def test_ten_thousand_prompts() -> None:
 
 
 def limited(monkeypatch: pytest.MonkeyPatch, cupy: Any, most: int) -> list[int]:
-    """Let an allocation of more than `most` bytes fail; returns a list of those that did."""
+    """Let allocations of more than `most` bytes fail; return a list to which they are added."""
     failed: list[int] = []
     zeros = cupy.zeros
 
@@ -280,7 +280,7 @@ def test_out_of_memory(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
         m, prompts = model("cuda"), random_prompts([3, 5, 1])
         options: dict[str, Any] = {"max_new_tokens": 1, "seed": 1}
         expected = m.generate(prompts, **options)
-        keys = 2 * TINY.n_layer * TINY.n_ctx * TINY.n_embd * 4  # of a row
+        keys = 2 * TINY.n_layer * TINY.n_ctx * TINY.n_embd * 4  # bytes of K and V per row
         with monkeypatch.context() as patch:
             failed = limited(patch, cuda.cupy, 2 * keys)
             m.engine._caches._ended.clear()  # type: ignore[attr-defined]
@@ -298,7 +298,7 @@ def test_out_of_memory(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_activations_for_which_memory_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A later prompt allocates them; results are those of a model that had the memory."""
+    """A later prompt allocates them; results equal those of a model that had the memory."""
     prompt = list(range(9))
     with running_on("forward"):
         m, other = model("cuda"), model("cuda")

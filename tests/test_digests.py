@@ -39,7 +39,7 @@ def test_times_and_places_do_not_differ(tmp_path: Path) -> None:
 
 
 def test_messages_of_errors_are_written_once(tmp_path: Path) -> None:
-    """Also those of a worker of pytest-xdist."""
+    """Messages of pytest-xdist's workers are written too."""
     cases = "@pytest.mark.parametrize('n', [1, 2, 2])\ndef test_it(n):\n"
     raised = "    with pytest.raises(InputError):\n        raise InputError(f'line\\n{n}')\n"
     test = tmp_path / "test_it.py"

@@ -1,4 +1,4 @@
-"""The doctor tells apart what can be wrong with a machine, and names the line that mends it."""
+"""The doctor distinguishes the problems of a machine, and names the command that fixes each."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ needs_cc = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """No test writes into the user's compile cache, sees its devices or keeps an answer."""
+    """Isolate tests from the user's compile cache, CUDA_VISIBLE_DEVICES and remembered results."""
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "kernel_cache"))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     doctor._first_problem.cache_clear()
@@ -53,7 +53,7 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]
 
 
 def refused(check: Check, *words: str, fix: str) -> None:
-    """The check failed, on one line that says all the words, with one line that mends it."""
+    """Assert that a check failed with a line that has all words, and a line that fixes it."""
     assert not check.ok
     for word in words:
         assert word in check.detail
@@ -62,7 +62,7 @@ def refused(check: Check, *words: str, fix: str) -> None:
 
 
 class FakeNVRTC:
-    """An NVRTC that knows its version, and complains about every program as it is told."""
+    """A fake NVRTC with a version and a log of errors for every program."""
 
     def __init__(self, version: tuple[int, int] | Exception, log: str = "") -> None:
         self.version, self.log = version, log
@@ -89,7 +89,7 @@ class FakeNVRTC:
 
 
 def fake_cupy(nvrtc: FakeNVRTC, include: str, build: int = 12090, is_hip: bool = False) -> Any:
-    """As much of the cupy module as the doctor asks."""
+    """Return a fake module cupy with the attributes that the doctor reads."""
     return SimpleNamespace(
         cuda=SimpleNamespace(
             driver=SimpleNamespace(get_build_version=lambda: build),
@@ -106,7 +106,7 @@ def fake_cupy(nvrtc: FakeNVRTC, include: str, build: int = 12090, is_hip: bool =
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
-    """A made-up machine on which all is well; a test spoils one thing by `machine.<fact> = ...`."""
+    """Fake a machine without problems; a test adds a problem by `machine.<fact> = ...`."""
     include = tmp_path / "include"
     include.mkdir()
     (include / doctor.HEADER).touch()
@@ -149,7 +149,7 @@ def test_cuda_problem_compiles_nothing_and_is_asked_once(machine: SimpleNamespac
     assert doctor.cuda_problem() is None
     assert machine.nvrtc.compiled == 0
     machine.installed = {}
-    assert doctor.cuda_problem() is None  # remembered
+    assert doctor.cuda_problem() is None  # the remembered answer
     doctor._first_problem.cache_clear()
     assert doctor.cuda_problem() == "CuPy is not installed"
 
@@ -194,7 +194,7 @@ def test_what_depends_on_a_failed_check_says_so(machine: SimpleNamespace) -> Non
     refused(found["NVRTC"], "not examined", "CuPy", fix="CuPy")
     refused(found["headers"], "not examined", "NVRTC", fix="NVRTC")
     refused(found["compile cache"], "not examined", "CuPy", fix="CuPy")
-    assert not Path(doctor.cache_directory()).exists()  # nothing is made where no CuPy is
+    assert not Path(doctor.cache_directory()).exists()  # no cache is created without CuPy
 
 
 def test_the_unforeseen_becomes_a_finding(
@@ -235,7 +235,8 @@ def test_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(importlib.metadata, "version", lambda _: "9.8.7")  # another installation
+    # as if another version were installed
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "9.8.7")
     project = (Path(__file__).parent.parent / "pyproject.toml").read_text(encoding="utf-8")
     here = next(line for line in project.splitlines() if line.startswith("version = "))
     assert f'version = "{doctor.version()}"' == here
@@ -306,7 +307,7 @@ def test_broken_cupy_names_the_original_error(monkeypatch: pytest.MonkeyPatch) -
 
 @needs_cupy
 def test_cupy_that_cannot_make_its_cache(tmp_path: Path) -> None:
-    """CuPy makes the directory as it is imported: the cause is the cache, and so is the mending."""
+    """CuPy creates the directory on import, so both checks name the cache as cause and fix."""
     (tmp_path / "file").touch()
     script = "from gpt2block import doctor; print(*doctor.examine(), sep='\\n')"
     here = Path(doctor.__file__).resolve().parents[1]
@@ -337,7 +338,7 @@ def test_installed_cupy_reads_the_metadata(monkeypatch: pytest.MonkeyPatch, tmp_
     )
     (tmp_path / "nameless-1.dist-info").mkdir()
     (tmp_path / "nameless-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\n")
-    (tmp_path / "cupy_cuda11x-13.6.0.dist-info").mkdir()  # half removed
+    (tmp_path / "cupy_cuda11x-13.6.0.dist-info").mkdir()  # incompletely removed: no METADATA
     real = importlib.metadata.distributions
     here = [str(tmp_path)]
     monkeypatch.setattr(
@@ -440,7 +441,7 @@ def test_whether_a_model_can_be_divided(
     machine.driver = Driver("libcuda.so.1", cuda=(13, 0), devices=tuple(devices))
     monkeypatch.setattr(doctor, "probe_apart", lambda count: apart)
     check = checks()["several GPUs"]
-    assert check.ok  # a note if it has a fix, as one GPU can run kernels
+    assert check.ok  # a fix is only a suggestion here, as one GPU can run kernels
     assert words in check.detail
     assert bool(check.fix) == ("cannot" in check.detail)
 
@@ -471,11 +472,11 @@ def test_nvrtc_missing(machine: SimpleNamespace, build: int) -> None:
 
 def test_nvrtc_newer_than_the_driver() -> None:
     driver = Driver("x", cuda=(12, 4), devices=(H200,))
-    assert doctor.check_nvrtc(driver, CUPY12).ok  # 12.9 on 12.4: the same major will do
+    assert doctor.check_nvrtc(driver, CUPY12).ok  # 12.9 on 12.4: the major version suffices
     stray = CuPy("cupy-cuda12x", "14.2.0", None, 12, (13, 0))
     check = doctor.check_nvrtc(driver, stray)
     refused(check, "NVRTC 13.0 is newer", "CUDA 12.4", fix="nvidia-cuda-nvrtc")
-    assert doctor.check_nvrtc(Driver("x", missing="x"), stray).ok  # nothing to compare with
+    assert doctor.check_nvrtc(Driver("x", missing="x"), stray).ok  # no driver to compare
 
 
 @pytest.mark.parametrize(
@@ -504,7 +505,7 @@ def test_a_header_complaint_of_another_kind(machine: SimpleNamespace) -> None:
 
 
 def test_a_header_found_by_compiling_only(machine: SimpleNamespace) -> None:
-    """Should NVRTC one day bring the header, its absence from the directories is no problem."""
+    """If NVRTC itself has the header, its absence from the directories is no problem."""
     (machine.include / doctor.HEADER).unlink()
     assert doctor.cuda_problem() is None
     assert machine.nvrtc.compiled == 1
@@ -545,7 +546,7 @@ def test_real_missing_header_is_named(monkeypatch: pytest.MonkeyPatch, thorough:
 def test_real_missing_header_further_down_is_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Half an installation: the header is there, one that it includes is not."""
+    """In an incomplete installation the header exists, but not a header that it includes."""
     cupy = real_cupy()
     (tmp_path / doctor.HEADER).write_text('#include "vector_types.h"\n')
     monkeypatch.setattr(doctor, "compiler_options", lambda _: (f"-I{tmp_path}",))
@@ -584,7 +585,7 @@ def test_default_cache_is_in_the_home(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Path(doctor.cache_directory()) == Path.home() / ".cupy" / "kernel_cache"
 
 
-# --- a real shared library in the driver's place, and the real machine
+# --- a real shared library instead of the driver, and the real machine
 
 FAKE_DRIVER = r"""
 #include <stdlib.h>
@@ -624,7 +625,7 @@ int cuDeviceGetAttribute(int *value, int attribute, int device) {
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A driver that answers what the environment tells it to."""
+    """Compile a fake driver that returns values of environment variables."""
     folder = tmp_path_factory.mktemp("driver")
     (folder / "cuda.c").write_text(FAKE_DRIVER)
     made = folder / "libcuda.so.1"
@@ -635,7 +636,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def probe(library: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Driver]:
-    """Probe the made-up driver after telling it what to answer."""
+    """Return a function that sets the fake driver's answers and probes it."""
 
     def ask(**answers: int) -> Driver:
         for name, value in answers.items():

@@ -34,7 +34,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Tokens of each step that was read."""
+    """Return a list to which the number of tokens of each step is added."""
     counts, read = list[int](), InFlight.taken
 
     def noted(result: InFlight) -> list[Sampled]:
@@ -55,7 +55,7 @@ def gpt2(config: GPT2Config, seed: int, dtype: str = "float32") -> GPT2:
     [("shuffled", "sampled"), *(pytest.param("gpu", each, marks=GPU.marks) for each in OPTIONS)],
 )
 def test_the_text_is_that_without_a_draft(where: str, options: str, taken: list[int]) -> None:
-    """Of its own guesses nearly all are right, sampled ones too; of another model's, some."""
+    """Guesses by the model itself are nearly all right, even sampled ones; by another, some are."""
     with running_on(where):
         model, prompts = gpt2(LARGE, 0), random_prompts([9, 20, 3], LARGE)
         few = 8 if where != "gpu" else 14
@@ -78,7 +78,7 @@ def test_the_text_is_that_without_a_draft(where: str, options: str, taken: list[
 def test_prompts_that_begin_alike(
     name: str, dtype: str, monkeypatch: pytest.MonkeyPatch, taken: list[int]
 ) -> None:
-    """A draft's kv_cache has the copies, pieces and slots of the decoding's."""
+    """A draft's kv_cache gets the same copies, pieces and slots as the decoding's cache."""
     monkeypatch.setattr(batching, "LEAST_COPIED", 4)
     monkeypatch.setattr(batching, "least_shared", lambda *_: 10)
     monkeypatch.setattr(batching, "PIECE", 64)

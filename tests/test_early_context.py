@@ -16,7 +16,7 @@ from gpt2block import cuda
 
 @pytest.fixture
 def created(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The devices for which the driver has been asked, without one: it has two devices."""
+    """Fake a driver with two devices; return the list of requested devices."""
     numbers: list[int] = []
 
     def device_get(device: Any, number: int) -> int:
@@ -34,7 +34,7 @@ def created(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def begin(device: str | None) -> bool:
-    """Whether a thread was started, which has ended then."""
+    """Return whether a thread was started; wait until it has ended."""
     before = set(threading.enumerate())
     cuda.begin(device)
     started = [thread for thread in threading.enumerate() if thread not in before]
@@ -81,7 +81,7 @@ def test_an_imported_cupy_has_its_context(
 
 @pytest.mark.gpu
 def test_a_process_that_ends_at_once() -> None:
-    """It waits for the driver, and ends as usual."""
+    """The process waits for the driver, and ends normally."""
     command = [sys.executable, "-c", "from gpt2block import cuda; cuda.begin('cuda')"]
     done = subprocess.run(command, check=False, capture_output=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, b"")

@@ -1,6 +1,6 @@
-"""Small kernels as users write them: the right ones are accepted, the wrong ones are refused.
+"""Small kernels like those of users: right kernels are accepted, wrong ones refused.
 
-Each runs as `gpt2block kernels OP --mine my.cu --device cpu` runs one: four launches.
+Each has four launches, as with `gpt2block kernels OP --mine my.cu --device cpu`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def read(file: str) -> tuple[Source, list[Case]]:
 
 
 def outcome(source: Source, case: Case) -> str:
-    """What a user is told; "" if all launches are right, "result" if one is not."""
+    """Return the message to a user, "" if all launches are right, or "result" if one is wrong."""
     x = np.random.default_rng(0).standard_normal(N, np.float32)
     expected = eval(case.right, {"np": np, "x": x, "abs": abs}) if case.right else None
     wrong = ""

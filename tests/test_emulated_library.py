@@ -325,7 +325,7 @@ class Case(NamedTuple):
     source: Source
     kernel: str
     block: int
-    right: list[Any]  # arrays that form the output
+    right: list[Any]  # arrays that form the expected output
     said: str = ""  # regex of the expected report; "wrong": the output is wrong
 
 

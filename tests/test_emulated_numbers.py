@@ -1,6 +1,6 @@
 """Arithmetic of CUDA on the emulator: directed rounding, parts of words, special functions.
 
-Rounded results are compared with exact fractions, the others with Python's and NumPy's.
+Rounded results are compared with exact fractions, all others with Python's and NumPy's results.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from gpt2block.errors import DeviceError, KernelError
 pytestmark = pytest.mark.skipif(missing() is not None, reason=f"no CUDA on the CPU: {missing()}")
 
 MODES = ("rn", "rz", "rd", "ru")
-EXACT_BITS = 1200  # of the root of a fraction, more than any product or root of doubles needs
+EXACT_BITS = 1200  # bits of the root of a fraction: more than any result of doubles needs
 
 
 def root(x: Fraction) -> Fraction:
-    """The square root, if it is a short fraction, or one just below it."""
+    """Return the square root if it has few enough bits, else a fraction just below it."""
     return Fraction(math.isqrt((x.numerator << 2 * EXACT_BITS) // x.denominator), 1 << EXACT_BITS)
 
 
@@ -52,7 +52,7 @@ TYPES = {"float": (FLOATS, np.float32), "double": (DOUBLES, np.float64)}
 
 
 def whole(x: Fraction, kind: Any) -> int:
-    """The bits of a number as an integer."""
+    """Return the bits of a number as an integer."""
     return int(np.array(float(x), f"f{np.dtype(kind).itemsize}").view(kind))
 
 
@@ -86,7 +86,7 @@ def evaluated(
 
 
 def operands(dtype: Any, count: int = 200) -> list[NDArray[Any]]:
-    """Of like sizes, with a small third one, so that sums are hard to round."""
+    """Return x and y of similar sizes and a small z, so that sums are hard to round."""
     rng = np.random.default_rng(0)
     x, y, z = (rng.standard_normal(count).astype(dtype) for _ in range(3))
     x[::7], y[::9] = 3.0, 0.5
@@ -141,7 +141,8 @@ def saturated(v: NDArray[Any], part: Any) -> NDArray[Any]:
     return v.clip(np.iinfo(part).min, np.iinfo(part).max)
 
 
-PARTS: dict[str, Callable[..., Any]] = {  # of parts of x and y and their type; u: unsigned
+# function and u (unsigned) or s (signed) -> its result for parts a, b of their type t
+PARTS: dict[str, Callable[..., Any]] = {
     "__vadd{}:u": lambda a, b, t: a + b, "__vaddss{}:s": lambda a, b, t: saturated(a + b, t),
     "__vaddus{}:u": lambda a, b, t: saturated(a + b, t), "__vsub{}:u": lambda a, b, t: a - b,
     "__vsubss{}:s": lambda a, b, t: saturated(a - b, t),
@@ -250,13 +251,13 @@ NORMAL = NormalDist()
 
 
 def bessel(order: int, x: float) -> float:
-    """By the trapezoidal rule, which is exact for a periodic function of few frequencies."""
+    """Integrate by the trapezoidal rule, exact for periodic functions of few frequencies."""
     angles = np.arange(400) * (2 * np.pi / 400)
     return float((np.exp(x * np.cos(angles)) * np.cos(order * angles)).mean())
 
 
 def scaled_erfc(x: float) -> float:
-    """erfc(x) exp(x^2), for large x by Gauss and Laguerre's rule for its integral."""
+    """Return erfc(x) exp(x^2); for large x, integrate by the Gauss-Laguerre rule."""
     if x < 4:
         return math.exp(x * x) * math.erfc(x)
     nodes, weights = np.polynomial.laguerre.laggauss(40)

@@ -1,4 +1,4 @@
-"""Inline PTX of users' kernels on the emulator: results of instructions, and defects it finds."""
+"""Inline PTX of users' kernels on the emulator: results of instructions, and defects found."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KINDS = {"h": "unsigned short", "r": "unsigned", "l": "unsigned long long", "f":
 
 
 def bits(x: float, kind: Any = np.float32) -> int:
-    """The bits of a number as an integer."""
+    """Return the bits of a number as an integer."""
     return int(np.array(x, kind).view(f"u{np.dtype(kind).itemsize}"))
 
 
@@ -38,7 +38,7 @@ def fp8(high: float, low: float, kind: Any) -> int:
 
 
 E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
-# Instructions, constraint of the result, operands, and bits of the expected result.
+# Instructions, asm constraint of the result, operands, and bits of the expected result.
 CASES: list[tuple[str, str, tuple[str, ...], int]] = [
     ("add.u32 %0, %1, %2;", "r", ("r 0xffffffffu", "r 2"), 1),
     ("add.s64 %0, %1, -5;", "l", ("l 3",), 2**64 - 2),
@@ -107,7 +107,7 @@ CASES: list[tuple[str, str, tuple[str, ...], int]] = [
     ("set.gt.u32.f32 %0, %1, %2;", "r", ("f 2.0f", "f 1.0f"), 2**32 - 1),
     ("mov.u32 %0, %%ntid.x;", "r", (), 1),
 ]  # fmt: skip
-# Instruction → exact function, and maximum error for an exact result.
+# Instruction → exact function, and a function from exact results to the maximum error.
 APPROXIMATE: dict[str, tuple[Any, Any]] = {
     "ex2.approx.ftz.f32": (np.exp2, lambda y: 2.5 * np.spacing(y.astype(np.float32))),
     "lg2.approx.f32": (np.log2, lambda y: 2**-22 * np.maximum(abs(y), 1)),
@@ -128,7 +128,7 @@ def statement(ptx: str, result: str, operands: tuple[str, ...]) -> str:
 
 @cache
 def numbers() -> NDArray[np.uint64]:
-    """The results of all CASES, and after them those of APPROXIMATE for positive numbers."""
+    """Return results of all CASES, then results of APPROXIMATE for positive numbers."""
     cases = "\n".join(f"case {i}: {statement(*each[:3])}" for i, each in enumerate(CASES))
     text = (
         "__device__ unsigned long long result(int which) {\nswitch (which) {\n"
@@ -164,7 +164,7 @@ def approximate() -> tuple[NDArray[np.float32], NDArray[np.float32]]:
 
 @pytest.mark.parametrize("name", APPROXIMATE)
 def test_an_approximate_function_has_the_error_that_ptx_allows(name: str) -> None:
-    """It is the largest error for most arguments, and it has both signs."""
+    """Emulated errors come close to the largest permitted error, with both signs."""
     x, out = approximate()
     exact, most = APPROXIMATE[name]
     expected = exact(x.astype(np.float64))
@@ -267,7 +267,7 @@ def test_mma(name: str) -> None:
     np.testing.assert_array_equal(c, expected)
 
 
-# Kernels of 128 threads, or as many as stated, that copy x to out.
+# Kernels of 128 threads, or of the stated number, that copy x to out.
 MEMORY = {
     "vectors": """
     if (t >= 32) return;

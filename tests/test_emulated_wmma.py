@@ -74,7 +74,7 @@ class Case(NamedTuple):
 
     @property
     def strides(self) -> tuple[int, int]:
-        """Of a and b: 8 elements longer than a row or a column, where memory has room for it."""
+        """Strides of a and b: 8 elements more than a row or column, if memory has room."""
         lda = self.k if self.a == MAJOR[0] else self.m
         ldb = self.n if self.b == MAJOR[0] else self.k
         return (lda + 8 if lda < 32 else lda), (ldb + 8 if ldb < 32 else ldb)
@@ -95,14 +95,14 @@ SOURCE = Source("/wmma.cu", PRODUCT + "".join(case.call for case in CASES))
 
 
 def rounded(values: Floats, operand: str) -> NDArray[np.float64]:
-    """As the kernels store operands: of TF32, the nearest numbers with 10 bits of fraction."""
+    """Round as kernels store operands; TF32: to the nearest numbers with 10 bits of fraction."""
     if operand in DTYPES:
         return values.astype(DTYPES[operand]).astype(np.float64)
     return ((values.view(np.uint32) + 0x1000) & 0xFFFFE000).view(np.float32).astype(np.float64)
 
 
 def matrix(memory: NDArray[Any], rows: int, columns: int, stride: int, major: str) -> NDArray[Any]:
-    """The matrix that begins in memory; a row, or a column, begins every `stride` elements."""
+    """Return the matrix at the start of memory; rows or columns are `stride` elements apart."""
     long, short = (rows, columns) if major == MAJOR[0] else (columns, rows)
     found = memory[: long * stride].reshape(long, stride)[:, :short]
     return found if major == MAJOR[0] else found.T

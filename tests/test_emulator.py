@@ -1,7 +1,7 @@
-"""The CPU stand-in for CUDA finds what it is there to find: every mistake below is planted.
+"""The CUDA emulator finds planted mistakes.
 
-A shipped kernel with one edit, or a small kernel of its own, must fail; the shipped kernels as they
-are must pass in every thread order, with the same bits.
+A shipped kernel with one edit, or a small kernel with a mistake, must fail. Unchanged shipped
+kernels must pass in every thread order, with the same bits.
 """
 
 from __future__ import annotations
@@ -113,11 +113,11 @@ def test_a_shipped_kernel_computes_its_formula() -> None:
     )
 
 
-# --- barriers that are missing
+# --- missing barriers
 
 
 def without_barrier(file: str, n: int, header: str) -> Source:
-    """The n-th barrier of a shipped file, or of the header it includes, is gone."""
+    """Return a shipped source without its n-th barrier, or without the n-th of its header."""
     text = (SOURCE_DIR / (header or file)).read_text("ascii")
     before, after = text.split(BARRIER)[: n + 1], text.split(BARRIER)[n + 1 :]
     assert after, f"{header or file} has only {n} barriers"
@@ -136,7 +136,8 @@ def outcome(source: Source, launch: Launch, order: loader.Order) -> bytes:
         return str(error).encode()
 
 
-BARRIERS: list[tuple[str, Launch, str, tuple[int, ...]]] = [  # the last: which of the text's
+# file, launch, header that has the barriers or "", numbers of the barriers
+BARRIERS: list[tuple[str, Launch, str, tuple[int, ...]]] = [
     ("learn/matmul/skeleton.cu", matmul, "", (0, 1)),
     ("learn/attention/skeleton.cu", attention, "", (0, 1)),
     (
@@ -144,7 +145,7 @@ BARRIERS: list[tuple[str, Launch, str, tuple[int, ...]]] = [  # the last: which 
         attention,
         "lib/common.cuh",
         (0, 2, 3),
-    ),  # few keys: not high ones
+    ),  # with few keys barrier 1 has no effect
     ("learn/layernorm/skeleton.cu", layernorm768, "lib/common.cuh", (0, 1, 2, 3)),
     ("learn/layernorm/skeleton.cu", layernorm, "lib/common.cuh", (0, 1, 2, 3)),
 ]
@@ -174,7 +175,8 @@ def test_every_barrier_is_planted() -> None:
 # --- accesses out of bounds
 
 
-OUT_OF_BOUNDS: dict[str, tuple[str, Launch, str, str, str]] = {  # name → text, in its place, report
+# name → file, launch, text, its replacement, report
+OUT_OF_BOUNDS: dict[str, tuple[str, Launch, str, str, str]] = {
     "global-read": (
         "learn/matmul/skeleton.cu",
         matmul,
@@ -246,7 +248,7 @@ def test_static_shared_memory_is_guarded_behind_a_pointer() -> None:
         layernorm(source, "forward")
 
 
-# --- small kernels, one mistake or one feature each
+# --- small kernels, each with one mistake or one feature
 
 PROBES = Source(
     "probes.cu",
@@ -472,7 +474,10 @@ extern "C" __global__ void waits(float* x, const float* from) { receive(x, from,
 
 
 def test_a_program_waits_for_its_next_launch() -> None:
-    """It ends with a launch that fails. Copies that a launch leaves do not arrive in the next."""
+    """A process serves several launches until one fails.
+
+    Unfinished copies of a launch do not arrive in the next launch.
+    """
 
     def waiting(kernel: str, from_: Floats | None, block: int = 1) -> tuple[float, Any]:
         x = empty(block)
@@ -577,7 +582,7 @@ def test_a_shuffle_from_a_lane_that_is_not_there_gives_nan() -> None:
     assert np.isnan(x[4:8]).all()
     x = np.concatenate([random(10), empty(30)])
     probe("shuffle_floats", 10, x, 32)
-    assert np.isnan(x[28:30]).all()  # lanes 8 and 9 look for lanes 10 and 11
+    assert np.isnan(x[28:30]).all()  # lanes 8 and 9 read from lanes 10 and 11
     assert not np.isnan(x[20:28]).any()
 
 
@@ -632,9 +637,9 @@ def test_a_source_is_compiled_once_for_its_constants() -> None:
 
 @pytest.mark.parametrize("races", [False, True])
 def test_messages_of_the_compiler_go_to_the_caller(races: bool, tmp_path: Path) -> None:
-    """Not to whatever runs when another thread has compiled the program."""
+    """The caller gets them, even if another thread has compiled the program ahead."""
     text = 'extern "C" __global__ void idle(float* x) {\n    int unused;\n}\n'
-    source = Source("idle.cu", f"// {tmp_path}\n{text}")  # in no cache
+    source = Source("idle.cu", f"// {tmp_path}\n{text}")  # a text that no cache has
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         loader.compile_ahead(source, races=races)

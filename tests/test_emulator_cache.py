@@ -52,7 +52,7 @@ def test_the_folder_is_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert cache.folder() == expected
     assert expected.stat().st_mode & 0o777 == 0o700
     assert cache.lasts()
-    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # is to be ignored, by its specification
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # ignored by the specification
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     forget()
     assert cache.folder() == tmp_path / "home" / ".cache" / "gpt2block" / "emulator"
@@ -86,7 +86,7 @@ def test_the_longest_unused_programs_are_deleted() -> None:
     cache.trim(1200)
     assert not left.exists()
     assert len(list(cache.folder().iterdir())) == 9
-    assert cache.found(cache.folder() / "0")  # is now used
+    assert cache.found(cache.folder() / "0")  # now the most recently used
     cache.trim(800)
     assert sorted(path.name for path in cache.folder().iterdir()) == ["0", "6", "7", "now"]
     cache.trim(1)
@@ -138,6 +138,6 @@ def test_a_file_that_takes_too_long_to_compile(
     for races in (False, True):
         with pytest.raises(KernelError, match=r"own\.cu: not judged: g\+\+ needs more than 1 s"):
             loader.compile_kernel_file(source(SLOW, tmp_path), races=races)
-    assert sum("unit.cpp" in args[0] for args in runs) == 1  # is not tried again
+    assert sum("unit.cpp" in args[0] for args in runs) == 1  # not tried again
     with pytest.raises(ShimError, match="does not compile"):
         loader.compile_kernel_file(source("wrong", tmp_path / "other"))

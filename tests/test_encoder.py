@@ -1,4 +1,4 @@
-"""The positional encoder: every variant, on NumPy, on the CPU and on the GPU."""
+"""The positional encoder: every variant, with NumPy, on the emulator and on a GPU."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def random_ids(V: int, *shape: int) -> Array:
 def evaluate(
     where: str, variant: str, ids: Array, wte: Array, wpe: Array, block: int | None = None
 ) -> Array:
-    """On NumPy, on the CPU in a thread order, or on the GPU, twice, with the same bits."""
+    """Run with NumPy, on the emulator, or on a GPU, twice with the same bits."""
     if where == "numpy":
         return np.asarray(reference.encoder(ids, wte, wpe))
     out = np.full((*ids.shape, wte.shape[1]), np.nan, np.float32)
@@ -72,7 +72,7 @@ def test_reference_against_a_loop_by_hand() -> None:
 @example(B=2, T=3, C=768, V=7)
 @example(B=1, T=2, C=1600, V=7)
 def test_every_variant(where: str, variant: str, B: int, T: int, C: int, V: int) -> None:
-    """One addition an element: the same bits as NumPy."""
+    """Results have NumPy's bits, as each element is one addition."""
     wte, wpe = tables(V, T + 2, C)
     ids = random_ids(V, B, T)
     got = evaluate(where, variant, ids, wte, wpe)
@@ -130,7 +130,7 @@ def test_encoder_rows_by_hand() -> None:
 def test_encoder_rows(device: Any, C: int, dtype: str) -> None:
     V, n_ctx = 6, 9
     ids = np.array([5, 0, 5, -1, 6, 1, 1], np.int32)
-    positions = np.array([8, 0, 3, 1, 1, 9, -1], np.int32)  # the last four are outside
+    positions = np.array([8, 0, 3, 1, 1, 9, -1], np.int32)  # the last four are out of range
     wte = WeightMatrix.quantize(normal(0, V, C), dtype, "NK")
     wpe = normal(1, n_ctx, C)
     scale = None if wte.scale is None else device.asarray(wte.scale)

@@ -1,4 +1,4 @@
-"""The tokens that end a text, as a tokenizer's settings, a model's configs and GGUF name them."""
+"""Tokens that end a text, named by a tokenizer's settings, a model's configs, or GGUF keys."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SPECIAL = [added_token(258, "<|endoftext|>"), added_token(259, "</s>")]
 
 
 def loaded(folder: Path, kind: str) -> Encoding:
-    """A tokenizer with two special tokens, one of tiktoken from one or two files, or another."""
+    """Load a tokenizer with two special tokens; kind: its files, and the package that runs it."""
     if kind == "two files":
         small_pair(folder, **{"</s>": 259})
         return tokenizer.load(folder, 300)
@@ -49,7 +49,7 @@ CONFIG, SPECIAL_MAP = "tokenizer_config.json", "special_tokens_map.json"
         (CONFIG, {"eos_token": None}, 258),
         (CONFIG, {"eos_token": "</s>"}, 259),
         (CONFIG, {"eos_token": {"content": "</s>", "lstrip": False}}, 259),
-        (CONFIG, {"eos_token": "ab"}, 256),  # which is not a special token
+        (CONFIG, {"eos_token": "ab"}, 256),  # not a special token
         (CONFIG, {"eos_token": "no token"}, 258),
         (SPECIAL_MAP, {"eos_token": {"content": "</s>"}}, 259),
         (SPECIAL_MAP, {}, 258),
@@ -85,7 +85,7 @@ def test_the_end_token_is_part_of_the_fingerprint(tmp_path: Path, kind: str) -> 
 
 
 def test_the_end_without_a_tokenizer() -> None:
-    """GPT-2's BPE serves a model with a vocabulary of its size that has no tokenizer."""
+    """A model with GPT-2's vocabulary size and no tokenizer uses GPT-2's BPE."""
     assert tokenizer.end_of_text(None) is None
     assert tokenizer.end_of_text(None, 50256) is None
     assert tokenizer.end_of_text(None, 50257) == 50256

@@ -1,4 +1,4 @@
-"""Messages of our errors are one line, of bounded length, without control characters."""
+"""Messages of the package's errors are one line of bounded length, without control characters."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_errors_travel_between_processes() -> None:
 
 
 def test_any_wrong_value_can_be_shown() -> None:
-    """Its `repr` may be long, too deep, or fail."""
+    """The `repr` of a wrong value may be long, too deep, or fail."""
 
     class Unspeakable:
         def __repr__(self) -> str:

@@ -1,7 +1,7 @@
 """The model type of lm_eval: its results, on local tasks and for single requests, and its errors.
 
-The tasks are the examples of docs/evaluation.md. Models have byte tokenizers, so that tokens of a
-text can be counted.
+The tasks are the examples of docs/evaluation.md. Models have byte tokenizers, so that tests can
+count the tokens of a text.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def requests(kind: str, *arguments: tuple[Any, ...]) -> list[Instance]:
 
 
 def sums(model: EvaluatedModel, ids: list[int], count: int) -> tuple[float, bool]:
-    """The log-likelihood of the last `count` ids, from logits in float64, and whether greedy."""
+    """Return the log-likelihood of the last `count` ids in float64, and whether they are greedy."""
     logits = model.model(np.array(ids, np.int32)).astype(np.float64)[-count - 1 : -1]
     logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     last = ids[-count:]
@@ -67,11 +67,11 @@ def sums(model: EvaluatedModel, ids: list[int], count: int) -> tuple[float, bool
     [
         ("ROMEO:\nO, speak", " again", b"ROMEO:\nO, speak again", 6),
         ("My lord, ", "I", b"My lord, I", 2),  # the space belongs to the continuation
-        ("", "First", b"\nFirst", 5),  # after the prefix token
+        ("", "First", b"\nFirst", 5),  # the context is the prefix token
         ("  ", "a", b"\n  a", 3),
         ("", "\nab", b"\nab", 2),  # the continuation begins with the prefix token
-        ("x" * 300, "yz", b"x" * 254 + b"yz", 2),  # the context loses its start
-        ("To b", "e", b"To be", 1),  # the most likely continuation
+        ("x" * 300, "yz", b"x" * 254 + b"yz", 2),  # the start of the context is cut
+        ("To b", "e", b"To be", 1),  # a greedy continuation
     ],
 )
 def test_a_continuation_after_a_context(
@@ -83,7 +83,7 @@ def test_a_continuation_after_a_context(
 
 
 def test_each_token_of_a_long_text_is_predicted_once(llama: EvaluatedModel) -> None:
-    """Windows of 256 tokens, of which the last ones overlap; an empty text has no tokens."""
+    """Windows have 256 tokens, and the last two overlap; an empty text has no tokens."""
     text = (LLAMA / "passage.txt").read_text(encoding="utf-8") * 2
     ids = [NEWLINE, *text.encode()]
     found = llama.loglikelihood_rolling(requests("loglikelihood_rolling", (text,), ("",)), True)
@@ -172,7 +172,7 @@ def test_a_model_without_a_first_token_asks_for_one() -> None:
 
 @pytest.fixture
 def chatting(tmp_path: Path) -> EvaluatedModel:
-    """A model with a chat template, and "~" as the token that begins a text."""
+    """Return a model with a chat template, and "~" as the token that begins a text."""
     pytest.importorskip("jinja2", reason="a chat template needs the extra serve")
     folder = from_pretrained(LLAMA, device="cpu").save_pretrained(tmp_path / "chatting")
     spec = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
@@ -234,7 +234,7 @@ def test_every_batch_size_gives_the_same_digits(tasks: Callable[..., Any]) -> No
 def test_few_shot_examples_are_turns_of_a_conversation(
     tasks: Callable[..., Any], chatting: EvaluatedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The model gets a text that the chat template has written."""
+    """The model gets the text that its chat template writes."""
     texts: list[str] = []
     encode = chatting.tok_encode
 
@@ -285,7 +285,7 @@ def test_a_gguf_file_is_evaluated_as_any_model(smollm2_files: Path) -> None:
 
 
 def test_lm_eval_finds_the_model_type() -> None:
-    """The name is that of the entry point; model arguments replace lm_eval's own options."""
+    """lm_eval finds the entry point's name; model arguments replace lm_eval's own options."""
     tomllib = pytest.importorskip("tomllib", reason="Python before 3.11 reads no TOML")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert project["entry-points"]["lm_eval.models"] == {command.NAME: command.TARGET}

@@ -1,7 +1,7 @@
 """Every variant of every operation, in each dtype, at odd sizes, and with inputs that do not fit.
 
-The same `bind` runs on the CPU emulator and on a GPU. What is special to an operation is in a file
-of its own; a new one, or a new variant, is tested here as soon as the registry lists it.
+The same `bind` runs on the CPU emulator and on a GPU. A new operation or variant is tested here as
+soon as the registry lists it; its special features are tested in its own file.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SIZES = (
     {"B": 2, "T": 33, "C": 128, "N": 19, "NH": 2, "HS": 12, "V": 70, "M": 17, "K": 40, "H": 1}
     | {"D": 34},
 )
-WITH_HEADS = ({"M": 3, "K": 64, "N": 128}, {"M": 17, "K": 96, "N": 256})  # of products
+WITH_HEADS = ({"M": 3, "K": 64, "N": 128}, {"M": 17, "K": 96, "N": 256})  # sizes of products
 DEVICES = [
     pytest.param("shuffled", id="emulator"),
     pytest.param("gpu", marks=pytest.mark.gpu),
@@ -43,9 +43,10 @@ WIDTHS = (("float32",), ("bfloat16", "float16"), ("float8_e4m3fn", "float8_e5m2"
 
 
 def emulated(dtypes: Sequence[str], place: int) -> set[tuple[str, int]]:
-    """The dtypes and sizes of a variant on the emulator, which compiles a program for each.
+    """Return dtypes and sizes of a variant for the emulator, which compiles a program for each.
 
-    A dtype of each width, by the place of the variant, and a size for each; for one, both sizes.
+    There is one dtype of each width, chosen by the variant's `place`, each with one size; a single
+    dtype has both sizes.
     """
     widths = [[dtype for dtype in width if dtype in dtypes] for width in WIDTHS]
     some = [width[place % len(width)] for width in widths if width]
@@ -55,7 +56,7 @@ def emulated(dtypes: Sequence[str], place: int) -> set[tuple[str, int]]:
 
 
 def cases() -> Iterator[Any]:
-    """All dtypes and both sizes on a GPU, and some of them on the emulator."""
+    """Yield all dtypes and both sizes for a GPU, and some of them for the emulator."""
     for name, operation in OPERATIONS.items():
         for place, variant in enumerate(operation.variants):
             dtypes = variant.dtypes or operation.workload.dtypes
@@ -77,7 +78,7 @@ def sizes_of(operation: Operation, size: int) -> dict[str, int]:
 
 
 def attrs_of(operation: Operation, size: int) -> dict[str, Any]:
-    """The documented attributes, with as many heads as the channels allow."""
+    """Return the documented attributes, with a number of heads that fits the channels."""
     heads = (
         {"n_head": (3, 2)[size]}
         if "C" in operation.workload.sizes and "n_head" in operation.workload.attrs
@@ -131,7 +132,7 @@ def test_host_arrays_run_on_the_emulator(operation: Operation) -> None:
 def test_the_reference_computes_in_float32_and_in_any_byte_order(
     operation: Operation, dtype: Any
 ) -> None:
-    """Numbers of up to 1500, whose squares float16 does not hold, against the same in float32."""
+    """Results for values up to 1500, whose squares exceed float16, equal results in float32."""
     function = getattr(reference, operation.name)
     names = set(inspect.signature(function).parameters)
     attrs = {n: v for n, v in attrs_of(operation, 0).items() if n in names}
@@ -169,7 +170,7 @@ def test_arrays_of_another_byte_order_are_refused(operation: Operation) -> None:
 @on_devices
 @every_operation
 def test_inputs_that_do_not_fit_are_refused(operation: Operation, device: Any) -> None:
-    """The first array as integers, empty, of no axes, as a list, None; others; each option."""
+    """The first array is of integers, empty, 0-d, a list or None; later arrays and options too."""
     here = operation.with_workload(attrs=attrs_of(operation, 0))
     dtype, sizes = operation.workload.dtypes[0], sizes_of(operation, 0)
     host, _ = measure.inputs_and_truth(here, sizes, dtype, operation.workload.layout)
@@ -203,7 +204,7 @@ def test_inputs_that_do_not_fit_are_refused(operation: Operation, device: Any) -
 
 
 def test_an_array_on_another_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An array that says so, as a machine rarely has two GPUs."""
+    """The array only claims another device, as few machines have two GPUs."""
     with devices.running_on("forward") as device:
         x = device.zeros((2, 4), "float32")
         monkeypatch.setattr(stand_in.ndarray, "device", SimpleNamespace(id=7))

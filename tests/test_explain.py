@@ -1,4 +1,4 @@
-"""The data of a page: what NumPy computes, escaped, of bounded size, the same each time."""
+"""The data of an `explain` page: equal to NumPy's, escaped, of bounded size, reproducible."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def model() -> GPT2:
 
 
 def values(grid: dict[str, Any]) -> NDArray[np.float64]:
-    """The numbers of a grid or a list, as the page decodes them."""
+    """Decode the numbers of a grid or a list as the page does."""
     if "scale" not in grid:
         return np.frombuffer(b64decode(grid["values"]), "<f4").astype(np.float64)
     halves = np.frombuffer(b64decode(grid["values"]), "<f2").astype(np.float64)
@@ -76,7 +76,7 @@ def test_tensors_are_those_of_the_trace_with_its_errors(device: str) -> None:  #
     assert stored == {
         "embedding", "ln_f", "logits", *(f"h.{n}.{step}" for n in range(2) for step in names)
     }  # fmt: skip
-    first = data["steps"]["ff1"]["kernels"][0]  # on a GPU the one that computed ff1 and gelu
+    first = data["steps"]["ff1"]["kernels"][0]  # on a GPU it computed ff1 and gelu
     assert (first["plan"] == "ran here") == (device != "cpu")
     assert first["file"] in data["files"]
     for name, tensor in data["tensors"].items():
@@ -90,7 +90,7 @@ def test_tensors_are_those_of_the_trace_with_its_errors(device: str) -> None:  #
         assert tensor["max"] == pytest.approx(truth.max(), rel=1e-3)
         assert tensor["mean"] == pytest.approx(truth.mean(), rel=1e-3, abs=1e-7)
         grid = tensor["grid"]
-        assert (grid["rows"], grid["columns"]) == truth.shape  # small: nothing is downsampled
+        assert (grid["rows"], grid["columns"]) == truth.shape  # too small to be downsampled
         limit = np.abs(truth).max() * 2**-25
         np.testing.assert_allclose(values(grid).reshape(truth.shape), truth, 2**-11, limit)
         assert tensor["ms"] > 0
@@ -171,7 +171,7 @@ def test_attention_lens_surprisal_and_logits_are_the_models() -> None:
 
 
 def products_agree(made: Any, data: Mapping[str, Any], ids: Any, layer: int) -> None:
-    """The held rows and columns are those of trace and weights, and their products those of y."""
+    """Assert that the page's rows and columns equal trace and weights, and give its products."""
     config = made.config
     trace = made.trace(ids)
     stored = {name: a.T if kind == "NK" else a for name, a, kind in made.engine.tensors()}
@@ -200,7 +200,7 @@ def products_agree(made: Any, data: Mapping[str, Any], ids: Any, layer: int) -> 
 
 
 def attention_agrees(made: Any, data: Mapping[str, Any], ids: Any, layer: int) -> None:
-    """Q, K and V of the page give the weights of `attention` and the traced result."""
+    """Assert that the page's Q, K and V give the weights of `attention` and the traced result."""
     config, T, D = made.config, len(ids), made.config.head_size
     held = data["opened"]["attention"]
     n = held["tokens"]
@@ -274,7 +274,7 @@ def test_a_llama_has_its_own_steps() -> None:
     grid = data["tensors"]["h.1.ff"]["grid"]
     np.testing.assert_allclose(values(grid), trace["h.1.ff"].ravel(), rtol=2**-11, atol=1e-6)
     assert data["tensors"]["h.0.attn"]["inputs"] == [["rope", [5, 64]]]
-    (attention,) = data["steps"]["attn"]["kernels"]  # tensor cores take no heads of 8 channels
+    (attention,) = data["steps"]["attn"]["kernels"]  # kernels on tensor cores take no heads of 8
     assert attention["constants"] == {"NH": 4, "NKV": 2, "HS": 8}
     assert data["tensors"]["h.1.x1"]["inputs"] == [["h.0.output", [5, 32]], ["proj", [5, 32]]]
 
@@ -295,7 +295,7 @@ def test_kernels_of_attention_are_those_for_grouped_queries(n_kv_head: int) -> N
 
 
 def of(kind: type[Any], **more: Any) -> Model[Any]:
-    """A small random model of another architecture."""
+    """Return a small random model of another architecture."""
     config = kind(**{**vars(LLAMA), **more})
     return Model.from_tensors(config, random_model(0, config), "cpu", "float32", None)
 
@@ -497,7 +497,7 @@ def test_the_command_refuses_what_it_cannot_do(
 
 
 def test_a_model_whose_path_is_not_utf_8(tmp_path: Path) -> None:
-    """Before, the title could not be encoded, and the old file was left empty."""
+    """The title must be encodable; otherwise the old file would be left empty."""
     folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/m\xff"))
     shutil.copytree(Checkpoint.open("shakespeare").directory, folder)
     page = tmp_path / "page.html"

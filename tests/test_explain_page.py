@@ -64,7 +64,7 @@ def path(model: GPT2, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def page(browser: Any, path: Path) -> Any:
-    """The page, just loaded; whatever a test does to it causes no message in the console."""
+    """Load the page; after the test, assert that the browser's console has no messages."""
     load(browser, path)
     yield browser
     assert browser.get_log("browser") == []
@@ -89,7 +89,7 @@ def focused(page: Any, attribute: str) -> str | None:
 
 
 def number(text: str) -> float:
-    """A number as the page writes it."""
+    """Parse a number as the page writes it."""
     return float(text.strip("()").replace("−", "-"))
 
 
@@ -100,7 +100,7 @@ def texts(page: Any, selector: str) -> list[str]:
 
 
 def slide(page: Any, **values: float) -> None:
-    """Move sliders as a user does: each has its new value when it sends `input`."""
+    """Move sliders as a user does: set each value, then send `input`."""
     for name, value in values.items():
         script = "arguments[0].value = arguments[1]; arguments[0].dispatchEvent(new Event('input'))"
         page.execute_script(script, find(page, f"#{name.replace('_', '-')}"), str(value))
@@ -152,7 +152,7 @@ return seen;
 
 
 def test_buttons_lead_from_step_to_step(page: Any) -> None:
-    """From the embedding through all blocks to the logits, and back; focus stays on the button."""
+    """Buttons lead from the embedding to the logits and back; focus stays on the button."""
     page.execute_script("selectLayer(0); selectStep('embedding')")
     steps = ["ln1", "qkv", "attn", "proj", "x1", "ln2", "ff1", "gelu", "ff2", "output"]
     blocks = [f"{n} · {each}" for n, each in enumerate(steps, 1)] * 6
@@ -160,7 +160,7 @@ def test_buttons_lead_from_step_to_step(page: Any) -> None:
     for _ in steps:
         find(page, '[data-move="1"]').click()
         seen.append(find(page, "#step-title").text)
-    seen += page.execute_script(CLICKED)  # a click of the driver takes as long as ten
+    seen += page.execute_script(CLICKED)  # in a script: a click by the driver is ten times slower
     assert seen == ["embedding", *blocks, "ln_f", "logits"]
     find(page, '[data-move="-1"]').click()
     find(page, '[data-move="-1"]').click()
@@ -261,7 +261,7 @@ def test_arrow_keys_read_the_heatmaps(page: Any, model: GPT2) -> None:
 
 
 def row_of_attention(made: Any, ids: Any, position: int, head: int) -> dict[str, Any]:
-    """The same as `attentionRow` of the page, with NumPy in float64, from the traced Q, K and V."""
+    """Compute the page's `attentionRow` with NumPy in float64, from the traced Q, K and V."""
     config, D = made.config, made.config.head_size
     trace = made.trace(ids)
     rows = trace[f"h.{LAYER}.{architecture_of(config).QKV}"].astype(np.float64)
@@ -282,7 +282,7 @@ def row_of_attention(made: Any, ids: Any, position: int, head: int) -> dict[str,
 
 
 def gemma3() -> Model[Any]:
-    """With a window in the layer that pages open, a scale of its own, and a tokenizer."""
+    """Return a Gemma 3 with its own scale, a tokenizer, and a window in the opened layer."""
     own: Any = {"n_layer": 3, "sliding_layers": (False, False, True), "window": 5, "scalar": 20}
     own |= {"n_ctx": 32, "vocab_size": 256, "tie_word_embeddings": True}
     config = Gemma3Config(**{**vars(LLAMA), **own})
@@ -294,7 +294,7 @@ def gemma3() -> Model[Any]:
 
 @pytest.fixture(scope="module", params=["shakespeare", "shakespeare-llama", "gemma3"])
 def opened(request: pytest.FixtureRequest, tmp_path_factory: Any) -> tuple[Any, Path]:
-    """A model and its page; queries of the second and third are grouped."""
+    """Return a model and its page; the second and third model have grouped queries."""
     name = request.param
     made = gemma3() if name == "gemma3" else from_pretrained(name, device="cpu")
     path = tmp_path_factory.mktemp(request.param) / "page.html"
@@ -332,7 +332,7 @@ def test_a_row_of_attention_agrees_with_numpy(
                 ) / 100 == pytest.approx(value, abs=6e-4)
             else:
                 assert number(cell) == pytest.approx(value, rel=1e-3)
-        # the equations of the token with the largest weight end with its number
+        # the equations are for the token with the largest weight; the last ends with its number
         last = texts(browser, "#opened-panel .equation")[-1].split(" = ")[-1]
         assert last == cells[read]
     find(browser, "#opened-4").click()
@@ -373,7 +373,7 @@ def test_a_row_of_attention_is_read_by_keyboard(page: Any, model: GPT2) -> None:
 
 
 def product_shown(page: Any, made: Any, step: str) -> tuple[int, int]:
-    """Check the sum that the page shows for one number of a product. Returns row and column."""
+    """Check the sum that the page shows for one number of a product; return row and column."""
     ids = tokens_of(made, TEXT)
     trace = made.trace(ids)
     found = re.match(rf"{step}\[(\d+), (\d+)\] = (\w+)\[\d+, :\] · (\w+)",
@@ -428,7 +428,7 @@ def test_a_cell_of_a_product_shows_its_row_and_column(
     assert shown[0] != shown[1]
     pointer = webdriver.ActionChains(browser, duration=0)
     pointer.move_to_element(find(browser, "#step-title")).perform()
-    assert product_shown(browser, made, step) == shown[1]  # it stays
+    assert product_shown(browser, made, step) == shown[1]  # the product stays
     browser.execute_script("arguments[0].focus()", canvas)
     press(browser, Keys.HOME, Keys.ARROW_UP)
     row, column = product_shown(browser, made, step)
@@ -584,7 +584,7 @@ return Math.max(a, b) / Math.min(a, b);
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_is_readable_on_its_color(browser: Any, path: Path, scheme: str) -> None:
-    """4.5 to 1, as WCAG asks for, also on the strongest color."""
+    """The contrast is at least 4.5 to 1 (WCAG), even on the strongest color."""
     load(browser, path)
     browser.execute_script("document.documentElement.dataset.theme = arguments[0]", scheme)
     selected = '.step[aria-pressed="true"]'
@@ -675,6 +675,6 @@ def test_other_pages_load(browser: Any, model: GPT2, tmp_path: Path, kind: str) 
     text = find(browser, "#detail").text
     heads = "2 heads of keys and values serves 2 heads of queries"
     assert (heads in text, "NH = 4, NKV = 2, HS = 8" in text) == 2 * (kind == "llama",)
-    find(browser, '[data-part="logits"]').click()  # no model has a bias here, a Llama none at all
+    find(browser, '[data-part="logits"]').click()  # logits of these models have no bias
     assert "b" not in find(browser, ".formula math").text
     assert browser.get_log("browser") == []

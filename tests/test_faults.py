@@ -1,6 +1,6 @@
-"""What fails on a GPU: memory at every allocation, a compiler, the files that CuPy keeps.
+"""Failures on a GPU: of memory at every allocation, of a compiler, and of CuPy's cached files.
 
-Each failure is an error that says so, and the object it happened in gives right results afterwards.
+Each failure is a clear error, and the affected object gives right results afterwards.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def cp() -> ModuleType:
 
 @contextmanager
 def one_failing_allocation(cp: ModuleType, number: int) -> Iterator[SimpleNamespace]:
-    """Device memory, whose allocation of that number, from 0 on, fails."""
+    """Let the allocation of device memory with this number, from 0, fail."""
     pool = cp.get_default_memory_pool()
     seen = SimpleNamespace(count=0, failed=False)
 
@@ -58,9 +58,9 @@ def fail_each_allocation(
     use: Callable[[Any], Any],
     check: Callable[[Any], None],
 ) -> int:
-    """Let one allocation after the other fail while `use` has what `make` made.
+    """Let each allocation of `use(make())` fail in turn; return the number of failures.
 
-    After each failure, `use` of the same object has to work. → how many allocations failed.
+    After each failure, `use` of the same object has to work.
     """
     for number in itertools.count():
         made, failure = make(), ""
@@ -123,7 +123,7 @@ def test_memory_ends_in_a_model(cp: ModuleType, dtype: str, name: str) -> None:
 
     expected = CALLS[name](make())
     failed = fail_each_allocation(cp, make, CALLS[name], same_as(expected))
-    assert failed >= 2  # the arena, and arrays of the call
+    assert failed >= 2  # at least the arena and an array of the call
 
 
 def test_memory_ends_while_a_model_is_made(cp: ModuleType) -> None:
@@ -137,7 +137,7 @@ def test_memory_ends_while_a_model_is_made(cp: ModuleType) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
 def test_memory_ends_with_a_cache(cp: ModuleType, dtype: str) -> None:
-    """A call that fails leaves in the cache what was there: the same call again is right."""
+    """A failed call does not change the cache, so repeating the call is right."""
     model = GPT2(GPT2Weights.random(0, CONFIG), device="cuda", dtype=dtype)
 
     def make() -> Any:
@@ -183,7 +183,7 @@ DAMAGES: tuple[Callable[[Path], Any], ...] = (
 
 
 def test_a_damaged_cache_of_compiled_kernels(tmp_path: Path) -> None:
-    """Compiled again, whatever has become of the files."""
+    """Kernels are compiled again, whatever happened to the files."""
     folder = tmp_path / "kernels"
 
     def run() -> str:

@@ -81,7 +81,7 @@ def test_a_name_of_the_greatest_length(tmp_path: Path) -> None:
 def test_an_error_changes_nothing(
     old: Path, error: BaseException, late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While the file is written, or late, when it is complete."""
+    """The error is raised while the file is written, or late, when it is complete."""
 
     def fail() -> None:
         with replacing(old) as file:
@@ -116,7 +116,7 @@ def test_a_named_pipe_is_written_directly(tmp_path: Path) -> None:
 
 
 def test_standard_output_is_written_directly() -> None:
-    """A pipe, of which /dev/stdout is a link to a name that is no path."""
+    """Standard output is a pipe, for which /dev/stdout links to a name that is not a path."""
     code = (
         "from pathlib import Path; from gpt2block.files import replacing\n"
         "with replacing(Path('/dev/stdout')) as file: file.write(b'new')"

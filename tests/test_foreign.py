@@ -1,7 +1,7 @@
 """Blocks on arrays of other libraries: the order of work on several streams, and threads.
 
-Without a GPU: the emulated device writes down events, waits and kernels, and a class stands in for
-torch's. On a GPU a kernel that runs for some time lets every missing wait show.
+Without a GPU, the emulated device records events, waits and kernels, and a class replaces torch's
+tensor. On a GPU, a long-running kernel reveals every missing wait.
 """
 
 from __future__ import annotations
@@ -35,16 +35,17 @@ from tests.gpus import busy
 from tests.threads import together
 
 WIDTH = 128
-SMALL = GPT2Config(n_head=2, n_embd=WIDTH)  # heads of 64 channels, as tensor cores take them
+SMALL = GPT2Config(n_head=2, n_embd=WIDTH)  # heads of 64 channels, which tensor cores need
 LLAMA = LlamaConfig(n_head=2, n_embd=WIDTH, n_ff=176, n_layer=1, vocab_size=8, n_ctx=4)
 Log = list[tuple[Any, ...]]
 
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[Log]:
-    """What the emulated device does, in order: (what, event, stream). The current stream is 0.
+    """Record the emulated device's actions, in order: (action, event, stream).
 
-    The event of a Block's last call is "done", which it makes first; the others are "queued".
+    The current stream is 0. A Block first creates the event "done" of its last call; all other
+    events are named "queued".
     """
     with running_on("forward") as device:
         entries: Log = []
@@ -69,14 +70,14 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[Log]:
 
 
 def in_order_with(*streams: int) -> Log:
-    """The log of a call that uses arrays of these streams."""
+    """Return the expected log of a call that uses arrays of these streams."""
     before = [(what, "queued", n) for s in streams for what, n in (("record", s), ("wait", 0))]
     after = [("wait", "done", s) for s in streams]
     return [("wait", "done", 0), *before, ("kernels",), ("record", "done", 0), *after]
 
 
 class Streamed:
-    """A CUDA array of another library, with what its interface says of the stream."""
+    """A CUDA array of another library, whose interface has these entries for the stream."""
 
     def __init__(self, array: Any, **said: Any) -> None:
         self.array, self.shape, self._said = array, array.shape, said
@@ -89,7 +90,7 @@ class Streamed:
 
 
 class Tensor:
-    """What `foreign` uses of a torch tensor."""
+    """A substitute for a torch tensor with the attributes that `foreign` reads."""
 
     is_cuda, requires_grad, layout = True, False, "strided"
 
@@ -110,7 +111,7 @@ class Tensor:
 def on_stream(
     monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> Iterator[Callable[[int], type[Tensor]]]:
-    """A stand-in for torch with a current stream, which it may tell without making a Stream."""
+    """Replace torch by a module with a current stream; "raw" gives it without a Stream object."""
 
     def use(stream: int) -> type[Tensor]:
         current = SimpleNamespace(current_stream=lambda _: SimpleNamespace(cuda_stream=stream))
@@ -158,7 +159,7 @@ def test_the_same_stream_needs_no_event(log: Log, on_stream: Any) -> None:
 
 @pytest.mark.parametrize(("said", "streams"), [(9, [9]), (2, [2]), (1, []), (None, [])])
 def test_the_stream_of_an_interface(said: Any, streams: list[int], log: Log) -> None:
-    """1 is the default stream; None is what Numba gives for it."""
+    """1 is the default stream, for which Numba gives None."""
     block, (x, out) = made("gpt2"), arrays()
     log.clear()
     block(Streamed(x, stream=said), out=Streamed(out, stream=said))
@@ -181,7 +182,7 @@ def test_the_host_waits_where_the_stream_is_not_known(log: Log) -> None:
 
 
 def test_the_work_of_a_refused_call_is_in_order_as_well(log: Log, on_stream: Any) -> None:
-    """x may have been copied before `out` is refused."""
+    """The order matters because x may have been copied before `out` is refused."""
     block, (x, out), tensor = made("gpt2"), arrays(), on_stream(7)
     log.clear()
     with pytest.raises(InputError, match="out: expected"):
@@ -203,7 +204,7 @@ def test_a_capture_is_left_alone(
 
 
 def test_a_model_waits_for_tensors_in_device_memory(log: Log) -> None:
-    """Its stream is non-blocking, and they may still be computed."""
+    """The model's stream is non-blocking, and tensors may still be being computed."""
     weights = LlamaWeights.random(0, replace(LLAMA, head_size=10))
     tensors = [
         (name, cupy.asarray(np.ascontiguousarray(a.T if layout == "KN" else a)), layout and "NK")
@@ -250,7 +251,7 @@ def on_host(tensor: Any) -> Any:
 def test_torch_on_a_stream_of_its_own(
     kind: str, dtype: str, non_blocking: bool, torch: ModuleType
 ) -> None:
-    """x is written late and overwritten at once, and `out` is read at once."""
+    """x is written late, overwritten immediately after the call, and `out` is read immediately."""
     block = made(kind, dtype)
     host = random_input(0, (30, WIDTH)).astype(FLOATS[dtype])
     expected = block(host).astype(np.float32)
@@ -275,7 +276,7 @@ def test_torch_on_a_stream_of_its_own(
 
 
 class Dlpack:
-    """A CUDA array of another library, of which only DLPack is known."""
+    """A CUDA array of another library with only DLPack."""
 
     def __init__(self, array: Any) -> None:
         self.array, self.shape = array, array.shape
@@ -291,7 +292,7 @@ class Dlpack:
 @pytest.mark.gpu
 @pytest.mark.parametrize("library", ["CuPy", "stream", "default stream", "no stream", "DLPack"])
 def test_libraries_on_streams_of_their_own(kind: str, library: str) -> None:
-    """As above; where the stream is not known, x is written before the call."""
+    """x is written late, as in the test with torch; if the stream is unknown, before the call."""
     block, host = made(kind), random_input(0, (30, WIDTH))
     expected = block(host)
     source, x, out = cupy.asarray(host), *(cupy.empty(host.shape, "float32") for _ in range(2))

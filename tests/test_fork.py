@@ -1,4 +1,4 @@
-"""CUDA in a forked process: it fails where the parent had initialized it, and says what to do."""
+"""CUDA in a forked process fails if the parent had initialized it; the error names the fix."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REFUSED = f"DeviceError: {cuda.FORKED}: {cuda.FORKED_FIX}"
 
 
 def in_a_fork(call: Callable[[], Any]) -> str:
-    """What a forked process gets from a call: "fine", or its error."""
+    """Call in a forked process; return "fine" or the error."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -42,7 +42,7 @@ def in_a_fork(call: Callable[[], Any]) -> str:
 
 @pytest.fixture
 def initialized(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
-    """The emulator as the module cupy. Its `by` is the process that initialized CUDA, if any."""
+    """Use the emulator as module cupy. by: id of the process that initialized CUDA, or None."""
     if problem := loader.missing():
         pytest.skip(problem)
     from gpt2block.emulator import stand_in  # noqa: PLC0415
@@ -74,7 +74,7 @@ def test_a_forked_process_says_what_to_do(initialized: SimpleNamespace) -> None:
         assert in_a_fork(call) == REFUSED
     assert in_a_fork(again) == "fine"
     np.testing.assert_array_equal(block(x), expected)
-    initialized.by = None  # CuPy was imported, and no more
+    initialized.by = None  # CuPy was only imported
     assert in_a_fork(lambda: np.testing.assert_array_equal(block(x), expected)) == "fine"
 
 
@@ -82,7 +82,7 @@ def test_a_forked_process_says_what_to_do(initialized: SimpleNamespace) -> None:
 def test_numpy_works_in_a_forked_process() -> None:
     x, weights = random_input(0, (2, 48)), BlockWeights.random(0, SMALL)
     Block(weights, device="cuda")
-    for dtype in ("float32", "bfloat16"):  # which looks whether matrices are CuPy's
+    for dtype in ("float32", "bfloat16"):  # bfloat16 checks whether matrices are CuPy's
         given = x.astype(FLOATS[dtype])
         assert in_a_fork(partial(on_cpu, weights, dtype, given)) == "fine"
 
@@ -102,7 +102,7 @@ def test_the_emulator_works_in_a_forked_process() -> None:
 
 
 def test_the_driver_of_a_forked_process() -> None:
-    """Where another library had initialized CUDA, the driver tells."""
+    """If another library had initialized CUDA, the driver's error code shows it."""
     driver = doctor.Driver("x", cuda=(13, 0), code=cuda.NOT_INITIALIZED, error="cuInit returned 3")
     check = doctor.check_driver(driver, None)
     assert (check.ok, check.detail, check.fix) == (False, cuda.FORKED, cuda.FORKED_FIX)

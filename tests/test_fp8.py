@@ -48,15 +48,15 @@ pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:Runtim
 
 
 def sixteen_bits(dtype: str) -> Array:
-    """All there are, NaN and infinities, too."""
+    """Return all numbers of a 16-bit dtype, including NaN and infinities."""
     return np.arange(1 << 16, dtype=np.uint16).view(DTYPES[dtype])
 
 
 def floats(format: str) -> Array:
-    """float32 of both signs: every FP8 number, every tie, their neighbours, every exponent."""
+    """Return float32 of both signs: all FP8 numbers, ties, their neighbours, every exponent."""
     numbers = reference.from_fp8(np.arange(128, dtype=np.uint8), format)
     numbers = numbers[np.isfinite(numbers)]
-    beyond = np.float32(2) * numbers[-1] - numbers[-2]  # what would come after the largest
+    beyond = np.float32(2) * numbers[-1] - numbers[-2]  # a next larger number
     ties = (numbers + np.append(numbers[1:], beyond)) / 2
     powers = np.exp2(np.arange(-149, 128, dtype=np.float64)).astype(np.float32)
     points = np.concatenate([numbers, ties, powers, powers * np.float32(1.3), [beyond]])
@@ -71,7 +71,7 @@ def inputs(format: str, dtype: str) -> Array:
 
 
 def by_hand(value: float, format: str) -> int:
-    """The byte of a finite number by a search in exact arithmetic, saturating."""
+    """Find the byte of a finite number by a search in exact arithmetic, saturating."""
     magnitude = abs(Fraction(value))
     numbers = reference.from_fp8(np.arange(128, dtype=np.uint8), format)
     distance = {
@@ -95,9 +95,9 @@ def evaluate(
     block: int | None = None,
     offset: int = 0,
 ) -> Bytes:
-    """On NumPy, on the CPU in a thread order, or on the GPU, twice, with the same bits.
+    """Convert x with NumPy, on the emulator, or on a GPU, twice with the same bits.
 
-    offset: elements of the device's memory before x.
+    offset: elements before x in the device's memory, which change its alignment.
     """
     if where == "numpy":
         return reference.to_fp8(x, format, saturate, scale, layout)
@@ -111,7 +111,7 @@ def evaluate(
     return outputs(where, bind, (memory,), np.full(x.shape, 0xCD, np.uint8), **options)[0]
 
 
-# --- the NumPy meaning ----------------------------------------------------------------------------
+# --- the NumPy reference --------------------------------------------------------------------------
 
 
 @on_every_format
@@ -133,7 +133,7 @@ def test_every_byte_is_the_number_it_is_in_ml_dtypes(format: str) -> None:
 @example(value=-(2.0**-17), power=0)
 @example(value=5e-324, power=0)
 def test_float64_is_rounded_once(format: str, value: float, power: int) -> None:
-    """ml_dtypes goes by way of float32 there, so that a hair above a tie is taken for the tie."""
+    """ml_dtypes rounds to float32 first, so a number just above a tie becomes the tie."""
     near = np.ldexp(np.frexp(value)[0], power)
     got = reference.to_fp8(np.array([value, near]), format)
     assert got.tolist() == [by_hand(value, format), by_hand(near, format)]
@@ -161,9 +161,9 @@ def test_a_million_floats(format: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("saturate", [False, True])
 def test_bit_for_bit_as_ml_dtypes(where: str, format: str, dtype: str, saturate: bool) -> None:
-    """All numbers of 16 bits; of float32 all that is difficult.
+    """Inputs are all 16-bit numbers, and difficult float32 numbers.
 
-    Saturated, infinity and what lies beyond is the largest number; NaN stays NaN.
+    If saturated, infinity and numbers beyond the range become the largest number; NaN stays NaN.
     """
     x = inputs(format, dtype)
     limit = LARGEST[format] if saturate else np.inf
@@ -195,7 +195,7 @@ def test_scales(where: str, layout: str, variant: str, dtype: str, shape: tuple[
     N = shape[layout.index("N")]
     scale = rng.uniform(1e-3, 1e-2, N).astype(np.float32)
     quotient = x.astype(np.float32) / (scale if layout == "KN" else scale[:, None])
-    clipped = np.clip(quotient, -448, 448)  # some are beyond
+    clipped = np.clip(quotient, -448, 448)  # some exceed the range
     assert (clipped != quotient).any()
     expected = clipped.astype(PEERS[E4M3]).view(np.uint8)
     got = evaluate(where, x, E4M3, scale=scale, layout=layout, variant=variant, block=64)
@@ -280,10 +280,10 @@ def weights(dtype: str = "float32", K: int = 40, N: int = 24) -> Array:
 @pytest.mark.parametrize("source", DTYPES)
 @pytest.mark.parametrize("dtype", [*DTYPES, *FORMATS])
 def test_quantize(where: str, layout: str, source: str, dtype: str) -> None:
-    """Every byte and scale by hand."""
+    """Every byte and scale equals the one computed by hand."""
     w = weights(source, 12, 8)
     w[:, 3] = 0
-    w[7, 5] = 40000  # its channel has a large scale, E5M2 none
+    w[7, 5] = 40000  # gives its channel a large scale; E5M2 has no scales
     stored = w if layout == "KN" else np.ascontiguousarray(w.T)
     got = WeightMatrix.quantize(matrix(where, stored), dtype, layout, "wq")
     assert (got.K, got.N, got.dtype, got.layout) == (12, 8, dtype, layout)
@@ -316,7 +316,7 @@ def test_quantize(where: str, layout: str, source: str, dtype: str) -> None:
 
 @in_every_layout
 def test_parts_of_a_matrix_on_the_host(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each row or column has its own scale in all of them."""
+    """Quantizing in parts gives the same scales of rows or columns."""
     w = weights() * np.arange(1, 25, dtype=np.float32)
     stored = w if layout == "KN" else np.ascontiguousarray(w.T)
     whole = WeightMatrix.quantize(stored, E4M3, layout)
@@ -329,19 +329,19 @@ def test_parts_of_a_matrix_on_the_host(layout: str, monkeypatch: pytest.MonkeyPa
 @on_numpy_and_gpu
 @pytest.mark.parametrize(("dtype", "limit"), [(E5M2, 2**-3), (E4M3, 2**-4)])
 def test_the_error_of_a_weight(where: str, dtype: str, limit: float) -> None:
-    """Half a step of the fraction for normal numbers, half the smallest number below them."""
+    """The error is at most half a unit of normal numbers, or half the smallest subnormal one."""
     w = weights(K=300, N=50)
     got = WeightMatrix.quantize(matrix(where, w), dtype)
     scale = np.ones(50) if got.scale is None else host(got.scale).astype(np.float64)
     numbers = reference.from_fp8(np.array([0x01], np.uint8), dtype)
     error = np.abs(got.dequantized() - w.astype(np.float64))
     allowed = np.maximum(limit * np.abs(w), scale * float(numbers[0]) / 2)
-    assert (error <= allowed * (1 + 2**-22)).all()  # the quotient and the product are float32
+    assert (error <= allowed * (1 + 2**-22)).all()  # 2^-22: quotient, product are float32
 
 
 @on_numpy_and_gpu
 def test_channels_of_almost_nothing(where: str) -> None:
-    """Their scale is 1, whether the GPU's float32 has subnormal numbers or not."""
+    """Such channels have scale 1, whether the GPU flushes subnormal float32 numbers or not."""
     w = weights()
     for n, value in enumerate([1e-40, -1e-37, SMALLEST * 0.99, -SMALLEST]):
         w[:, n] = 0
@@ -447,7 +447,7 @@ def test_times_a_power_of_two_changes_the_scales_only(where: str) -> None:
 def test_bytes_that_are_no_numbers_are_refused(where: str, dtype: str, byte: int) -> None:
     good = np.arange(6, dtype=np.uint8).reshape(2, 3)
     good[0] = fp8.FP8_FORMATS[dtype].largest
-    good[1, 2] = 0x80 | good[0, 0]  # the same with a sign
+    good[1, 2] = 0x80 | good[0, 0]  # the same number negated
     WeightMatrix(matrix(where, good), dtype)
     good[1, 1] = byte
     message = rf"1 of 6 weights, the first at \[1, 1\], are infinity or NaN in {dtype}"
@@ -461,7 +461,7 @@ def test_bytes_that_are_no_numbers_are_refused(where: str, dtype: str, byte: int
 @pytest.mark.gpu
 @on_every_format
 def test_every_float32_of_a_range_on_the_gpu(format: str) -> None:
-    """2^24 patterns spread over all of float32, at every block size."""
+    """2^24 bit patterns spread over all of float32 are converted, at every block size."""
     x = (np.arange(1 << 24, dtype=np.uint32) * np.uint32(257) + np.uint32(1)).view(np.float32)
     expected = x.astype(PEERS[format]).view(np.uint8)
     for variant in OPERATION.variants:

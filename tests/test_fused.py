@@ -1,9 +1,9 @@
-"""Block on tensor cores: the seven steps of fused kernels with NumPy, and on a GPU.
+"""Block on tensor cores: the seven steps of fused kernels, with NumPy and on a GPU.
 
 The rule for 16 bits on the GPU: the error against float64, on the same rounded weights and x, is at
-most twice that of NumPy, whose steps are float32 with every result rounded to the dtype, plus one
-rounding (half a unit in the last place) of the largest value. In float32 the error is no larger
-than that of the kernels of LeetGPU's challenge.
+most twice the error of NumPy plus one rounding (half a unit in the last place) of the largest
+value. NumPy computes steps in float32 and rounds each result to the dtype. In float32 the error is
+no larger than with the kernels of LeetGPU's challenge.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def half_a_unit(dtype: str) -> float:
 
 
 def exact(x: Array, weights: BlockWeights, dtype: str, causal: bool) -> Array:
-    """float64, from x and the weights as they are in `dtype`."""
+    """Compute the block in float64 from x and weights rounded to `dtype`."""
     return reference.block_forward(x.astype(np.float64), rounded(weights, dtype), causal)
 
 
@@ -75,9 +75,10 @@ def assert_as_accurate(
     on_gpu: bool = True,
     mean: bool = True,
 ) -> None:
-    """got: the result of fused kernels for x. on_gpu: else float32 has the rule of 16 bits.
+    """Assert that `got`, the result of fused kernels for x, follows the rules of this file.
 
-    mean: the mean square of float32 errors is not above that of the ten steps, nor the largest one.
+    on_gpu: whether float32 follows its own rule, not the rule of 16 bits. mean: in float32 on a
+    GPU, also compare the mean square of errors.
     """
     dtype = got.dtype.name
     truth = exact(x, weights, dtype, causal)
@@ -298,7 +299,7 @@ def test_a_graph_of_waiting_kernels_is_made_of_overlapping_launches(
 def test_the_steps_in_a_row_and_every_kernel_waits(
     monkeypatch: pytest.MonkeyPatch, dtype: str, shape: tuple[int, ...], causal: bool, order: str
 ) -> None:
-    """With the launches and buffers of a GPU of compute capability 8.0."""
+    """The emulator runs the launches of a GPU of compute capability 8.0, with its buffers."""
     weights = BlockWeights.random(0, GPT2Config(n_head=shape[-1] // 64, n_embd=shape[-1]))
     x = inputs(1, shape, dtype)
     files: dict[str, str] = {}
@@ -340,7 +341,7 @@ def test_the_command_shows_the_seven_steps(capsys: pytest.CaptureFixture[str]) -
     steps = [row for row in rows if row and row[0] in SEVEN]
     assert [row[0] for row in steps] == SEVEN
     assert steps[5][1:3] == ["reference.gemm", "4x1024"]
-    assert all(0 < float(value) < 0.02 for row in steps for value in row[5::2])  # relative
+    assert all(0 < float(value) < 0.02 for row in steps for value in row[5::2])  # relative errors
     assert "kernels  none run: bfloat16 NumPy compared with float64" in out
     assert "Most likely next tokens: " in out
     random = ("--size", "gpt2", "--seq-len", "3", "--dtype", "float16", "--json")
@@ -384,7 +385,7 @@ def gpt2() -> BlockWeights:
 
 
 def poison(block: Block) -> None:
-    """NaN in the memory of all activations, from the first call on, so that gaps show."""
+    """Fill the memory of all activations with NaN, so that values never written show."""
     engine = block._engine
     assert isinstance(engine, CudaEngine)
     arena = engine._recordings._arena
@@ -397,7 +398,7 @@ def poison(block: Block) -> None:
 @both_masks
 @pytest.mark.parametrize("T", [1, 17, 100, 128, 1000, 1024])
 def test_accuracy(cp: ModuleType, gpt2: BlockWeights, T: int, causal: bool, dtype: str) -> None:
-    """And the same bits twice and in a graph; alone a product may choose to add up K in parts."""
+    """Repeated calls and graphs give the same bits; a sequence alone may split sums over K."""
     x = inputs(T, (3, T, 768), dtype)
     block = Block(gpt2, causal=causal, device="cuda", dtype=dtype)
     assert block.kernels == "fused"
@@ -447,7 +448,7 @@ def test_an_x_of_any_size(cp: ModuleType, gpt2: BlockWeights, size: float) -> No
 
 @pytest.mark.gpu
 def test_overlapping_replays_do_not_mix(cp: ModuleType, gpt2: BlockWeights) -> None:
-    """Replays queued one behind the other, of sizes from one block to many."""
+    """Replays of sizes from one block to many are queued one after the other."""
     direct = Block(gpt2, causal=True, device="cuda", dtype="bfloat16", graph=False)
     block = Block(gpt2, causal=True, device="cuda", dtype="bfloat16")
     xs = [cp.asarray(inputs(T, (T, 768), "bfloat16")) for T in (1, 100, 1024, 4096)]
@@ -466,13 +467,13 @@ def test_overlapping_replays_do_not_mix(cp: ModuleType, gpt2: BlockWeights) -> N
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_replay_follows_what_x_holds(cp: ModuleType, gpt2: BlockWeights, dtype: str) -> None:
-    """Also in place; an x that starts anywhere, or is strided, is copied."""
+    """Replays read the current x, also in place; an unaligned or strided x is copied."""
     block, direct = (
         Block(gpt2, device="cuda", dtype=dtype, graph=graph) for graph in (True, False)
     )
     assert (block.kernels, direct.kernels) == ("fused", "fused")
     if dtype == "float32":
-        assert block.weight_bytes == 4 * (12 * 768 * 768 + 13 * 768 + 9 * 768)  # and scales
+        assert block.weight_bytes == 4 * (12 * 768 * 768 + 13 * 768 + 9 * 768)  # 9 * 768: scales
     shape = 2, 30, 768
     x, out = cp.empty(shape, dtype), cp.empty(shape, dtype)
     for seed in range(5):
@@ -509,7 +510,7 @@ def test_the_callers_stream_and_two_streams(cp: ModuleType, gpt2: BlockWeights) 
 
 @pytest.fixture
 def allocations(cp: ModuleType) -> Iterator[list[int]]:
-    """The size of every allocation of device memory while the test runs."""
+    """Record the size of every allocation of device memory while the test runs."""
     sizes: list[int] = []
     pool = cp.get_default_memory_pool()
 
@@ -594,7 +595,7 @@ def test_wrong_arrays_and_what_cannot_run(cp: ModuleType, gpt2: BlockWeights) ->
 
 @pytest.mark.parametrize("kernels", ["skeleton", "fused"])
 def test_a_block_keeps_neither_input_nor_result(kernels: str) -> None:
-    """Their memory is free for the next call, which then has the same addresses: a graph's."""
+    """The next call gets the same memory, so a graph with these addresses can be replayed."""
     weights = BlockWeights.random(0, GPT2Config(n_head=1, n_embd=64))
     with running_on("forward") as cupy:
         block = Block(weights, device="cuda", kernels=kernels)

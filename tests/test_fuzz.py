@@ -118,7 +118,7 @@ def test_a_case_depends_only_on_seed_area_and_number(tmp_path: Path) -> None:
 
 
 def test_a_process_that_dies_or_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Case 1 ends the process, case 2 does not end."""
+    """Case 1 ends the process, and case 2 hangs."""
     monkeypatch.setattr(fuzz, "GRACE", 2 - fuzz.SECONDS)
     monkeypatch.setattr(fuzz, "work", stubborn)
     worker = fuzz.Worker(["api"])

@@ -1,4 +1,4 @@
-"""Llama's few rows of decoding in four kernels a layer: the bits of the ten that they replace."""
+"""Decoding few rows of a Llama with four kernels per layer: same bits as the ten they replace."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ SMOLLM2 = LlamaConfig(
 NARROW = LlamaConfig(
     n_layer=3, n_head=4, n_kv_head=1, n_embd=96, n_ff=384, vocab_size=101, n_ctx=64, head_size=32
 )
-DOWN = {"Q4_K": "Q6_K", "Q6_K": "Q5_K"}  # blocks of w_down beside those of the others
+DOWN = {"Q4_K": "Q6_K", "Q6_K": "Q5_K"}  # type of the other matrices -> type of w_down
 SIZES = ((128, 256), (96, 384), (576, 1536), (1024, 3072), (1024, 2048), (16, 128))
 
 
 @pytest.fixture
 def possible(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the emulator a cluster is one block, and a split of any size fits in its registers."""
+    """Let the emulator run these kernels: a cluster is one block, and splits have any size."""
     if not cuda.replaced():
         gpus.cupy_with(90)
         return
@@ -74,10 +74,10 @@ def run(op: str, *inputs: Any, out: Any = None, **options: Any) -> Any:
 
 
 class Half:
-    """The second half of a layer, and what follows it: x after attention, and weights.
+    """Inputs and weights of the second half of a layer and of the following q, k, v and o.
 
-    The next layer has two heads of q for one of k and v, of D channels, and norms of them if
-    `normed`. gelu: of the gate.
+    The next layer has two heads of q per head of k and v, with D channels each. normed: q and k
+    have norms. gelu: the gate uses GELU.
     """
 
     def __init__(
@@ -105,13 +105,13 @@ class Half:
         self.of_heads = [cupy.asarray(plain.normal(seed, D)) for seed in (11, 12) if normed]
 
     def cache(self, dtype: str) -> tuple[Any, ...]:
-        """Empty K and V of M rows and 8 tokens, and the places of new ones."""
+        """Return empty K and V of M rows and 8 tokens, and rows and positions of new tokens."""
         M, kept = len(self.x), FLOATS[cache_dtype(dtype)]
         k, v = (cupy.asarray(np.zeros((M, 8, self.kv), kept)) for _ in range(2))
         return k, v, cupy.asarray(self.row), cupy.asarray(self.position)
 
     def apart(self) -> list[Array]:
-        """Q, K and V, the stream after o and the final norm, by kernels for one thing each."""
+        """Compute Q, K and V, the stream after o and the final norm by separate kernels."""
 
         def norm(x: Any, gamma: Any) -> Any:
             return run("rmsnorm", x, gamma, eps=EPS, variant="stream")
@@ -129,7 +129,7 @@ class Half:
         return [each.get() for each in (q, *cache[:2], o, norm(x, after[1]))]
 
     def turned(self, qkv: Any, cache: tuple[Any, ...], **options: Any) -> Any:
-        """Q of rows, and K and V in the cache."""
+        """Return Q of rows after RoPE, and store K and V in the cache."""
         given = (qkv, cupy.asarray(self.frequencies), *cache)
         if self.of_heads:
             normed = {"n_head": self.heads, "eps": EPS, **options}
@@ -137,7 +137,7 @@ class Half:
         return run("rope_append", *given, n_head=self.heads, half_split=True, **options)
 
     def together(self) -> list[Array]:
-        """The same by the kernels for few rows."""
+        """Compute the results of `apart` by the kernels for few rows."""
         x, (gamma, *after) = cupy.asarray(self.x), self.gammas
         count = splits(self.gate.N)[0]
         given = (x, gamma, self.gate, self.up, self.down)
@@ -154,7 +154,7 @@ class Half:
         return [each.get() for each in (q, *cache[:2], x, last)]
 
     def exact(self) -> list[Array]:
-        """By the reference."""
+        """Compute the results of `apart` by the reference in float64."""
         x, a, gamma, *after = (
             each.astype(np.float64) for each in (self.x, self.a, *(g.get() for g in self.gammas))
         )
@@ -173,7 +173,7 @@ class Half:
 
 
 def model_steps(model: Llama) -> list[Any]:
-    """Those of the plan for one row."""
+    """Return the steps of the plan for one row."""
     engine: Any = model.engine
     do = outlines.outline(model.config)
     engine.decoding.step(do, 1, engine.decoding.terms(1))
@@ -213,7 +213,7 @@ def test_the_bits_are_those_of_kernels_apart(
     found = half.together()
     for ours, theirs, exact in zip(found, half.apart(), half.exact(), strict=True):
         assert_same_bits(ours, theirs)
-        rounding = 1e-2 if dtype == "bfloat16" else 1e-3  # of K and V above all
+        rounding = 1e-2 if dtype == "bfloat16" else 1e-3  # mostly the rounding of K and V
         assert np.abs(ours - exact).max() <= rounding * np.abs(exact).max()
     if dtype == "bfloat16":
         return
@@ -233,7 +233,7 @@ def test_the_bits_are_those_of_kernels_apart(
 def test_the_first_layer(
     device: Any, possible: None, D: int, kv_dtype: str | None, normed: bool
 ) -> None:
-    """Without sums; with heads of any size, a token outside the cache and a residual of -0."""
+    """The first layer adds no sums. Heads have any size; a token is out of range, x may be -0."""
     if normed and D > 32 and cuda.replaced():
         pytest.skip("on the emulator a cluster is one block")
     half = Half(3, 128, 128, "float16", D, normed=normed)
@@ -339,11 +339,11 @@ def test_which_layers_can_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
         geometry(M, 576, 1536, "bfloat16", sms).grid  # type: ignore[union-attr]
         for M, sms in ((1, 132), (2, 132), (1, 60))
     ]
-    assert blocks == [(96,), (48,), (48,)]  # in clusters of 16 and of 8
+    assert blocks == [(96,), (48,), (48,)]  # clusters of 16 and 8 blocks
 
 
 def test_the_plan_of_a_step() -> None:
-    """Four kernels a layer, and two that the others have once."""
+    """A layer has four kernels; rotations and the final norm of sums come once."""
     steps = outlines.decode_sums(NARROW, 3)
     ops = [step.op for step in steps]
     layer = ["rope_sums", "attention_split", "linear_sums", "gated_sums"]
@@ -358,10 +358,10 @@ def test_the_plan_of_a_step() -> None:
     assert of["rotations"] == ("positions", "frequencies")
     kind, own = OWN["phi3"]
     (turns, *_) = outlines.decode_sums(kind(**PHI3_SIZES, **own), 1)
-    assert turns.inputs == ("positions", "frequencies", "row")  # of sequences with their own
+    assert turns.inputs == ("positions", "frequencies", "row")  # per sequence
 
 
-# Two layers have every pair of kernels that follow each other, as three have.
+# Two layers suffice on the emulator: they have every pair of consecutive kernels.
 MODELS: list[Any] = [("shuffled", replace(NARROW, n_layer=2), "float8_e4m3fn")]
 MODELS += [
     pytest.param("gpu", config, dtype, marks=GPU.marks)
@@ -374,9 +374,9 @@ MODELS += [
 def test_a_model_has_the_bits_of_the_other_plan(
     device: Any, possible: None, dtype: str, config: LlamaConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Alone and in batches of up to five rows, of which the last one has the other plan.
+    """Rows have these bits alone and in batches of one to four; five rows use the other plan.
 
-    On the emulator the other plan has the rows alone only.
+    The emulator runs the other plan only for single rows.
     """
     weights = LlamaWeights.random(0, config)
     prompts = [[n, 3 * n + 1, 7, *range(n)] for n in range(5)]
@@ -403,7 +403,7 @@ def test_a_model_has_the_bits_of_the_other_plan(
 
 
 def test_clusters_of_16_blocks_are_allowed() -> None:
-    """Of the kernels that only a Hopper has."""
+    """Clusters of 16 blocks are allowed for kernels that run only on Hopper."""
     allowed: list[Any] = []
     with recording("9.0"), pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda.cupy.cuda.driver, "funcSetAttribute", lambda *args: allowed.append(args))
@@ -415,9 +415,10 @@ def test_clusters_of_16_blocks_are_allowed() -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
 def test_the_launches_of_a_model(dtype: str) -> None:
-    """Up to four rows; all overlap the one before in a graph. A trace has every result.
+    """Steps of up to four rows use these kernels, which overlap in a graph.
 
-    Products of more rows fuse norms, RoPE and the gate.
+    A trace does not use them, as it needs every result. Products of more rows fuse norms, RoPE and
+    the gate.
     """
     with recording("9.0") as recorder:
         model = Llama(LlamaWeights.random(0, NARROW), device="cuda:0", dtype=dtype)

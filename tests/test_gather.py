@@ -23,7 +23,7 @@ Array = NDArray[Any]
 
 
 def part(launch: Launch, parts: int) -> Launch:
-    """The launch of only some parts of a gather."""
+    """Return a launch of only some parts of a gather."""
     return Launch(
         launch.name,
         launch.function,
@@ -40,9 +40,9 @@ def gathered(
     residual: Array | None,
     norm: Mapping[str, Any] | None = None,
 ) -> list[Array]:
-    """The results of all GPUs, which here are streams of one device or, emulated, take turns.
+    """Return the results of all GPUs: streams of one device, or emulated GPUs that take turns.
 
-    norm: the weights of a norm, and its options. The results are then the sums and their norms.
+    norm: weights and options of a norm; the results are then the sums and their norms.
     """
     firsts = np.cumsum([0, *(share.shape[1] for share in shares)])
     found, rounds = list[Any](), []
@@ -60,7 +60,7 @@ def gathered(
             found.append(to)
         found.append(bound.out)
         rounds.append((inputs, bound.launches))
-    for _, launches in rounds:  # a kernel that is loaded later would wait for those that run
+    for _, launches in rounds:  # load kernels first: loading would wait for running kernels
         for launch in launches:
             _ = launch.function.shared_size_bytes
     for launches in zip(*(each for _, each in rounds), strict=True):
@@ -88,7 +88,7 @@ CASES: list[tuple[int, tuple[int, ...], str, bool]] = [
     (16, (22, 22, 21, 21), "float32", True),
     (7, (64, 128, 32), "float16", False),
     (2, (2, 4, 6, 8), "bfloat16", False),
-    (30, (16, 32), "float32", True),  # from here on with flags
+    (30, (16, 32), "float32", True),  # this and later cases use flags
     (33, (24, 8, 40), "float16", False),
     (9, (128, 128, 64, 32), "float32", False),
 ]
@@ -114,7 +114,7 @@ def test_all_gpus_get_all_columns(
     few_words(monkeypatch)
     with running_on(where) as cupy:
         mail = Mailboxes([0] * len(columns))
-        for seed in range(4):  # each half of a mailbox is used again
+        for seed in range(4):  # repeats reuse each half of a mailbox
             shares = [normal(seed + n, M, S).astype(dtype) for n, S in enumerate(columns)]
             residual = normal(99, M, sum(columns)) if adds else None
             expected = reference.gathered(shares, residual)
@@ -140,7 +140,7 @@ def test_a_gather_with_a_norm_has_the_bits_of_both(
             results = gathered(cupy, mail, shares, residual, norm)
             total = cupy.asarray(reference.gathered(shares, residual))
             inputs, options = (total, cupy.asarray(weight)), {"eps": EPS, "to_terms": terms}
-            out = cupy.full((M, C), np.nan, "float32")  # terms do not fill all of it
+            out = cupy.full((M, C), np.nan, "float32")  # terms do not fill the array
             RMSNORM.bind_on_device(inputs, out, variant="stream", **options).run()
             for stream, normed in zip(results[::2], results[1::2], strict=True):
                 assert_same_bits(stream, total.get())
@@ -181,7 +181,7 @@ def test_a_gather_ends_after_an_abort(where: str, monkeypatch: pytest.MonkeyPatc
         share = cupy.zeros((1, 64), "float32")
         mail.abort()
         bound = GATHER.bind_on_device((share, None, *mail.of(0).values()), N=128, first=0)
-        bound.run()  # nobody sends the other half
+        bound.run()  # no GPU sends the other half
         cupy.cuda.Device().synchronize()
         assert mail.aborted
         mail.clear()

@@ -1,6 +1,6 @@
-"""The product on tensor cores: two-part matrices, FP8 weights, two matrices at once, wrong input.
+"""gemm on tensor cores: two-part matrices, FP8 weights, two matrices at once, wrong input.
 
-What every kernel of it must do is in test_product_laws.py.
+test_product_laws.py has the requirements of every kernel of gemm.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def cp() -> Any:
     return cupy_with(HOPPER_CAPABILITY)
 
 
-# --- two-part matrices: how a tensor core itself adds up is to be seen on a GPU alone -------------
+# --- two-part matrices: only a GPU can test how a tensor core adds --------------------------------
 
 
 def test_infinity_and_nan_are_what_they_are_in_float() -> None:
@@ -61,7 +61,7 @@ def test_infinity_and_nan_are_what_they_are_in_float() -> None:
 
 
 def test_what_is_infinite_beside_next_to_nothing_is_nan() -> None:
-    """Where float has infinity: 1e-12 of the largest of its row has a high part of 0."""
+    """float32 gives infinity here: a value 1e-12 of its row's largest has a high part of 0."""
     case = Case(16, 8, 8, bias=False, tile=PARTS)
     given = SPLIT.made(case)
     given["x"][1, 3] = np.inf
@@ -70,7 +70,7 @@ def test_what_is_infinite_beside_next_to_nothing_is_nan() -> None:
 
 
 def test_scales_far_apart() -> None:
-    """Each of the sums, before it has met both scales, would be beyond float."""
+    """Multiplied by one scale only, each of the sums would exceed float32's range."""
     case = Case(16, 136, 8, bias=False, tile=PARTS)
     for of_x, of_w in ((1e33, 1e-30), (1e-3, 1e6)):
         given = SPLIT.made(case)
@@ -97,7 +97,7 @@ def test_two_parts_are_as_accurate_as_float32(M: int, size: float) -> None:
 def with_fp8(
     xp: Any, format: str, M: int, N: int, K: int
 ) -> tuple[Array, WeightMatrix, WeightMatrix]:
-    """a, w, and w on the device."""
+    """Return a, w, and w on the device."""
     rng = np.random.default_rng((M, N, K))
     a = rng.standard_normal((M, K)).astype(np.float16)
     sizes = np.geomspace(1e-4, 1, N, dtype=np.float32)
@@ -120,7 +120,7 @@ def with_fp8(
     indirect=["device"],
 )
 def test_a_product_with_fp8_weights(device: Any, format: str, gelu: bool) -> None:
-    """As accurate as float32 sums of exact weights, with scales applied to the sums."""
+    """Results are as accurate as float32 sums of exact weights, with scales applied to sums."""
     cupy_with()
     for M, N, K in ((1, 8, 8), (37, 136, 72), (5, 264, 784)):
         a, w, there = with_fp8(device, format, M, N, K)
@@ -131,7 +131,7 @@ def test_a_product_with_fp8_weights(device: Any, format: str, gelu: bool) -> Non
         given = (device.asarray(a), there, *map(device.asarray, (bias, residual)))
         options: dict[str, Any] = {"gelu": gelu, "dtype": "float32"}
         found = [ops.gemm(*given, **options).get()]
-        for _ in range(2):  # the memory of the first one is used again
+        for _ in range(2):  # the second call reuses the memory of the first
             found.append(GEMM.bind((*given, None, memory), **options).run().get())
         for got in found:
             limit = (
@@ -148,7 +148,7 @@ def test_a_product_with_fp8_weights(device: Any, format: str, gelu: bool) -> Non
     ("format", "shape"),
     [
         *product(FP8, [(1, 8, 16), (130, 264, 528), (1000, 776, 3072), (5000, 2312, 80)]),
-        *product(FP8, [(2000, 2312, 1296)]),  # parts of a tile in two clusters
+        *product(FP8, [(2000, 2312, 1296)]),  # two clusters share a tile
         *product(TYPES, [(1, 8, 256), (130, 264, 768), (1000, 776, 3072), (5000, 2312, 256)]),
         *product(["Q4_K", "Q5_1", "Q6_K", "Q4_K Q6_K"], [(2000, 2312, 1280)]),
         *product(["Q4_1", "Q8_0"], [(3, 72, 32), (300, 136, 416)]),
@@ -158,7 +158,7 @@ def test_a_product_with_fp8_weights(device: Any, format: str, gelu: bool) -> Non
 def test_weights_are_widened_in_every_tile(
     cp: Any, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int], format: str
 ) -> None:
-    """The bits are those of the same numbers as float16 weights; a row has the same ones alone."""
+    """Bits equal a product with float16 weights of the same values; a row has them alone too."""
     M, N, K = shape
     rng = np.random.default_rng(shape)
     a = cp.asarray((0.01 * rng.standard_normal((M, K))).astype(np.float16))
@@ -192,13 +192,13 @@ def test_weights_are_widened_in_every_tile(
         _gemm_hopper.geometry.cache_clear()
 
 
-# --- what Blocks and Llamas ask for ---------------------------------------------------------------
+# --- calls of Blocks and Llamas -------------------------------------------------------------------
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("M", [1, 100, 128, 1000, 1024])
 def test_k_in_parts(cp: Any, M: int) -> None:
-    """As the Block asks for it."""
+    """K is divided, as in calls of a Block."""
     kernel = KERNELS["gemm-hopper-bfloat16-to-bfloat16"]
     for N, K in ((768, 768), (768, 3072)):
         case = Case(M, K, N, residual=True)
@@ -210,7 +210,7 @@ def test_k_in_parts(cp: Any, M: int) -> None:
 
 
 def gate_and_up(cp: Any, M: int, N: int, K: int, dtype: str, gelu: bool) -> tuple[Any, ...]:
-    """a, two matrices on the GPU, and silu(a w) (a up) in float64, or with GELU."""
+    """Return a, two matrices on the GPU, and silu(a w) (a up) in float64, or with GELU."""
     rng = np.random.default_rng(M)
     host = [rng.standard_normal(shape, dtype=np.float32) for shape in ((M, K), (N, K), (N, K))]
     host[0] *= 2 / K**0.5
@@ -227,7 +227,7 @@ def gate_and_up(cp: Any, M: int, N: int, K: int, dtype: str, gelu: bool) -> tupl
 def test_gate_and_up_are_one_product(
     cp: Any, gelu: bool, M: int, N: int, K: int, dtype: str
 ) -> None:
-    """As exact as one rounding; a row has the same bits alone; the variant is chosen by itself."""
+    """Errors are at most one rounding; a row has the same bits alone; gemm picks the variant."""
     a, w, up, truth = gate_and_up(cp, M, N, K, dtype, gelu)
     memory = cp.full((M + 8, N), 7, dtype)
     GEMM.bind((a, w, None, None, up), memory[:M], gelu=gelu).run()
@@ -275,7 +275,7 @@ def test_the_function() -> None:
 
 @one_order
 def test_wrong_input_is_refused(device: Any) -> None:
-    """What the contract alone does not say."""
+    """Errors beyond those that follow from the contract."""
     cupy_with()
 
     def matrix(N: int = 48, K: int = 64, dtype: str = "bfloat16", layout: str = "NK") -> Any:

@@ -1,4 +1,4 @@
-"""Generation: what ends a row, what is streamed, rows by themselves in every batch."""
+"""Generation: ends of rows, streamed pieces, and rows that are independent of their batch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ V = 257
 
 
 def says(text: str | bytes, n_ctx: int = 64) -> MarkovEngine:
-    """An engine whose only row says this, a byte a token."""
+    """Return an engine whose only row generates this text, one byte per token."""
     data = text.encode() if isinstance(text, str) else text
     return MarkovEngine(cycle(V), n_ctx, [data])
 
@@ -99,7 +99,7 @@ def test_the_stop_string_that_is_complete_first_ends_the_text() -> None:
     for chunks in ([b"xabcd"], [b"xab", b"c", b"d"], [b"x", b"a", b"bcd"]):
         text = Text(("abcd", "bc"))
         assert "".join(map(text.add, chunks)) == "xa"
-    assert Text(("ab", "aab")).add(b"xaab") == "x"  # at the same time: the longer
+    assert Text(("ab", "aab")).add(b"xaab") == "x"  # complete at the same time: the longer one
 
 
 def test_a_stop_string_may_become_complete_with_the_last_bytes() -> None:
@@ -179,7 +179,7 @@ def test_stream_and_generate_agree(
 ) -> None:
     overflow = "truncate" if truncate else "error"
     options: dict[str, Any] = {"stop": stops, "max_new_tokens": size, "overflow": overflow}
-    encoding = byte_encoding(b"ab")  # 257 is the end of the text
+    encoding = byte_encoding(b"ab")  # 257 is the end token
     engines = [MarkovEngine(cycle(258), n_ctx, [script]) for _ in range(2)]
     found = generate(engines[0], encoding, "x", **options)
     pieces = list(stream(engines[1], encoding, "x", **options))
@@ -367,7 +367,7 @@ def test_a_new_seed_for_every_call_which_is_reported() -> None:
     equal = generate(engine, BYTES, ["a", "a"], seed=5)
     assert equal[0] == equal[1]
     with pytest.raises(StopIteration) as end:
-        next(stream(engine, None, [97], max_new_tokens=2))  # of ids alone: no text, so no pieces
+        next(stream(engine, None, [97], max_new_tokens=2))  # no tokenizer: no text, so no pieces
     drawn = end.value.value
     assert drawn == generate(engine, None, [97], max_new_tokens=2, seed=drawn.seed)
 

@@ -1,4 +1,4 @@
-"""GGUF files: compared with the checkpoints that they were made from, and damaged ones."""
+"""GGUF files: compared with the checkpoints that they were made from, and damaged files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.refusals import assert_same_tensors, refused
 
 GOLDEN = Path(__file__).parent / "golden"
 LLAMAS = ("plain", "grouped", "scaled", "tied", "shards")
-LARGE = LlamaConfig(  # rows of 256, the longest block of a quantized type
+LARGE = LlamaConfig(  # rows have 256 values, the longest block of a quantized type
     n_layer=1, n_head=4, n_embd=256, n_ctx=8, vocab_size=16, n_kv_head=2, n_ff=256
 )
 ids = np.array([[1, 5, 3, 2, 7], [0, 8, 8, 4, 6]])
@@ -48,7 +48,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 def changed(
     folder: Path, source: str, metadata: dict[str, Any], tensors: dict[str, Any] | None = None
 ) -> Path:
-    """Write a golden model as GGUF with other metadata, where None removes a key, and tensors."""
+    """Write a golden model as GGUF with changed metadata (None removes a key) and tensors."""
     checkpoint = Checkpoint.open(GOLDEN / source)
     both = metadata_of(checkpoint) | metadata
     kept = {key: value for key, value in both.items() if value is not None}
@@ -57,7 +57,7 @@ def changed(
 
 @pytest.fixture
 def tiny(tmp_path: Path) -> Path:
-    """A small GPT-2 as GGUF."""
+    """Write a small GPT-2 as GGUF."""
     return save(tmp_path / "tiny.gguf", GOLDEN / "tiny")
 
 
@@ -86,7 +86,7 @@ def test_a_file_is_the_checkpoint_that_it_was_made_from(name: str, tmp_path: Pat
 
 
 def test_every_fourth_layer_of_smollm3_has_no_positions(tmp_path: Path) -> None:
-    """Files have no key for it."""
+    """GGUF files have no key for these layers, so the architecture implies them."""
     config = SmolLM3Config(n_layer=5, n_head=2, n_embd=8, n_ctx=16, vocab_size=11, n_ff=8)
     tensors = random_model(0, config)
     model: Model[Any] = Model.from_tensors(config, tensors, "cpu", "float32")
@@ -99,7 +99,7 @@ def test_every_fourth_layer_of_smollm3_has_no_positions(tmp_path: Path) -> None:
 
 
 def test_scores_of_granite_without_a_scale_have_that_of_the_heads(tmp_path: Path) -> None:
-    """Also where a head size is not stated; heads that do not fit are refused as in a Llama."""
+    """The head size need not be stated; inconsistent heads are refused as in a Llama."""
     source = gpt2block.from_pretrained(GOLDEN / "granite", device="cpu")
     metadata, tensors = metadata_of(source), tensors_of(source)
     for absent in ("granite.attention.scale", "granite.attention.key_length"):
@@ -111,7 +111,7 @@ def test_scores_of_granite_without_a_scale_have_that_of_the_heads(tmp_path: Path
 
 
 def test_fused_and_quantized_matrices_of_phi3(tmp_path: Path) -> None:
-    """Each part of them, and heads whose last 14 channels do not turn."""
+    """Each part of the fused matrices is read; RoPE leaves the last 14 channels of a head."""
     config = Phi3Config(n_layer=1, n_head=2, n_embd=64, n_ctx=16, vocab_size=11, n_ff=32, rotary=18)
     model: Model[Any] = Model.from_tensors(config, random_model(0, config), "cpu", "float32")
     metadata, tensors = metadata_of(model), tensors_of(model)
@@ -133,7 +133,10 @@ def test_fused_and_quantized_matrices_of_phi3(tmp_path: Path) -> None:
 
 
 def test_norms_windows_and_scale_of_gemma3(tmp_path: Path) -> None:
-    """Files have 1 + w, the window of five of six layers and no scale, which 27B has of its own."""
+    """Files store norms as 1 + w and the window of five of six layers, but no scale of scores.
+
+    The 27B model has its own scale.
+    """
     sizes: Any = {"n_embd": 16, "n_ctx": 24, "vocab_size": 11, "n_ff": 12, "head_size": 8}
     rope: Any = {"theta": 1e6, "local_theta": 100.0, "scaling": RopeScaling("linear", 8.0)}
     for n_layer, scale in ((7, 8**-0.5), (62, 4**-0.5)):
@@ -204,7 +207,7 @@ def test_keys_of_yarn(keys: dict[str, Any], factor: float, others: Any, tmp_path
 
 
 def kinds() -> list[str]:
-    """Every type that the package dequantizes, the blocks of which fit in rows of 256."""
+    """Return every type that the package gguf dequantizes and whose blocks fit in rows of 256."""
     found = []
     for kind in gguf.GGMLQuantizationType:
         try:
@@ -225,7 +228,7 @@ def test_the_types_are_those_of_the_package() -> None:
 def test_each_type_is_read_as_the_package_dequantizes_it(
     kind: str, large: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The bytes are random; rows of Q and K are put into Hugging Face's order."""
+    """The bytes are random; rows of Q and K are reordered to Hugging Face's order."""
     monkeypatch.setattr("gpt2block.checkpoints.gguf_types._DECODED_AT_ONCE", 2000)
     rng, stored = np.random.default_rng(3), gguf.GGMLQuantizationType[kind]
     block, size = gguf.GGML_QUANT_SIZES[stored]
@@ -301,7 +304,7 @@ def test_memory_is_that_of_one_tensor(tmp_path: Path) -> None:
     tracemalloc.stop()
     pieces = 2**20 * 4 * 3  # numbers that are decoded at once, with temporary arrays
     assert largest == 4096 * 256 * 4
-    assert peak < 2 * largest + pieces + 2**20  # a loop keeps the last tensor, too
+    assert peak < 2 * largest + pieces + 2**20  # 2: the loop still holds the previous tensor
 
 
 @pytest.mark.parametrize("version", [2, 3])
@@ -402,7 +405,7 @@ def test_ids_that_stand_for_no_token(name: str, value: int, tmp_path: Path) -> N
 
 @pytest.mark.filterwarnings("ignore:.* has no tokenizer")
 def test_values_that_no_key_has_are_skipped(tmp_path: Path) -> None:
-    """Text that is not UTF-8, and arrays of arrays, which the package reads."""
+    """Skipped values are text that is not UTF-8, and arrays of arrays, which gguf reads."""
     odd = {
         "general.author": "José", "somebody.names": ["a", "José"],
         "somebody.table": [[1, 2], [3]], "somebody.deep": [[["José"], ["c"]], [["b"]]],
@@ -492,7 +495,7 @@ def test_the_default_dtype(
     kind: str, capability: int | None, given: Any, dtypes: str,
     large: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """capability: of the GPU, or None where there is none. dtypes: of the model, or an error."""
+    """capability: of the GPU; None: no GPU. dtypes: the model's dtypes, or an error message."""
     file = save(tmp_path / "m.gguf", large.directory, lambda name: kind)
     monkeypatch.setattr("gpt2block.block.resolve_devices", lambda _: (0,) if capability else ())
     monkeypatch.setattr("gpt2block.block._capability", lambda _: capability)
@@ -511,7 +514,7 @@ def test_what_says_the_default_dtype(large: Checkpoint, tmp_path: Path) -> None:
         assert (found["dtype"], found["kv_dtype"]) == ("file", "float16")
         assert gpt2block.Predictor("score", file, device="cuda").model.dtype == "file"
     assert "m.gguf, float32, CPU" in command(*words, "cpu").err
-    for kv_dtype in ("bfloat16", "float16"):  # the latter fits "file"
+    for kv_dtype in ("bfloat16", "float16"):  # float16 is compatible with dtype "file"
         found = command("info", file, "--json", "--kv-dtype", kv_dtype).json
         assert found["default_dtype"] == "file"
         assert ("file" in found["memory"]) == (kv_dtype == "float16")
@@ -544,7 +547,7 @@ def test_lengths_counts_and_offsets_beyond_the_file(tiny: Path) -> None:
 def test_tensors_begin_where_the_alignment_says(
     alignment: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows of 36 numbers end at no multiple of 32 bytes, the alignment without a key."""
+    """Rows of 36 numbers do not end at a multiple of 32 bytes, the default alignment."""
     monkeypatch.setattr("gguf.gguf_writer.GGUF_DEFAULT_ALIGNMENT", alignment)
     file = changed(tmp_path, "llama-plain", {"general.alignment": alignment})
     found, expected = Checkpoint.open(file), Checkpoint.open(GOLDEN / "llama-plain")
@@ -591,7 +594,7 @@ def test_other_damage_says_what_is_wrong(tiny: Path) -> None:
 def test_an_array_that_is_not_long_enough_needs_little_memory(
     array: bytes, message: str, tmp_path: Path
 ) -> None:
-    """In a file of 100 MB with holes."""
+    """The file is sparse and has 100 MB."""
     file = tmp_path / "m.gguf"
     with file.open("wb") as stream:
         key = b"x"

@@ -1,4 +1,4 @@
-"""Weights that stay in the blocks of a GGUF file: their layout, products, rows and whole models."""
+"""Weights kept in GGUF blocks: their layout, products, rows, and whole models."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def assert_same_blocks(ours: GgufMatrix, expected: GgufMatrix) -> None:
 def test_a_gpu_packs_the_bytes_that_numpy_packs(
     where: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From pieces of rows; also scales of infinity and NaN."""
+    """Rows are read in pieces; some scales are infinity or NaN."""
     monkeypatch.setattr("gpt2block.cuda.arrays.READ_BYTES", 1000)
     with running_on(where):
         for N, blocks in product([1, 8, 13, *[1031] * (where == "gpu")], [1, 3, 5]):
@@ -96,7 +96,7 @@ def test_a_gpu_packs_the_bytes_that_numpy_packs(
             raw = random_blocks(name, N, K)
             for scale in (1.0, np.inf, np.nan):
                 if scale != 1:
-                    at = TYPES[name].nbytes - 2 if name == "Q6_K" else 0  # of the last block
+                    at = TYPES[name].nbytes - 2 if name == "Q6_K" else 0  # offset of the scale
                     last = raw[-1, -TYPES[name].nbytes :]
                     last[at : at + 2] = np.frombuffer(np.float16(-scale).tobytes(), np.uint8)
                 expected = GgufMatrix.pack([(name, raw)], K)
@@ -121,7 +121,7 @@ ROWS = [1, 2, 3, 8, 16, 17, 64, 65, 512]
 def test_products_are_exact_and_the_same_in_any_batch(
     where: str, ranges: tuple[tuple[str, int], ...], rows: list[int], x_dtype: str | None
 ) -> None:
-    """The error against float64 is at most that which float16 weights have."""
+    """The error against float64 is at most the error of float16 weights."""
     K = K_OF[TYPES[ranges[0][0]].size]
     with running_on(where):
         w = GgufMatrix.random(ranges, K)
@@ -156,7 +156,10 @@ def test_products_are_exact_and_the_same_in_any_batch(
     ],
 )
 def test_products_gate_and_turn(where: str, ends: list[tuple[int, int]]) -> None:
-    """silu(x w) (x up), and RoPE with q, k and v of several types; the same rows in any batch."""
+    """Products compute silu(x w) (x up), and RoPE of q, k and v with several types.
+
+    Rows have the same bits in any batch.
+    """
     K, n_head, D = 512, 3, 32
     gate, up = (GgufMatrix.random([("Q4_K", 88)], K, seed) for seed in (1, 2))
     qkv = GgufMatrix.random([("Q5_K", n_head * D + D), ("Q6_K", D)], K, 3)
@@ -201,7 +204,7 @@ def test_products_gate_and_turn(where: str, ends: list[tuple[int, int]]) -> None
 
 
 def every_product(x: Any, w: Any, up: Any, bias: Any, residual: Any, **given: Any) -> Iterator[Any]:
-    """Plain, with GELU and a residual, of two matrices, of q, k and v, and with RoPE."""
+    """Yield products: plain, with GELU and a residual, gated, of q, k and v, and with RoPE."""
     M, D = len(x), w.N // 3
     plain = {"decoding": True, **given}
     for inputs, options in (
@@ -221,7 +224,7 @@ def every_product(x: Any, w: Any, up: Any, bias: Any, residual: Any, **given: An
 
 @pytest.mark.parametrize("where", ["shuffled", pytest.param("gpu", marks=GPU.marks)])
 def test_rows_that_a_product_normalizes(where: str) -> None:
-    """With more than eight, several blocks have the same columns: the bits are those of one row."""
+    """More than eight rows are divided among blocks; each row has the same bits as alone."""
     rng, K = np.random.default_rng(0), 160
     x, gamma = (rng.standard_normal(shape, np.float32) for shape in ((19, K), (K,)))
     with running_on(where):
@@ -244,7 +247,7 @@ def test_rows_that_a_product_normalizes(where: str) -> None:
 @pytest.mark.parametrize("units", [9, 8, 22])
 @pytest.mark.parametrize("types", [*((name,) for name in TYPES), ("Q4_K", "Q6_K", "Q5_K")])
 def test_products_by_wgmma_have_the_same_bits(types: tuple[str, ...], units: int) -> None:
-    """Few splits, then as many as there can be, which sets of warps share; the last one shorter."""
+    """K has few splits, the most splits (shared by sets of warps), or a shorter last split."""
     cupy_with(HOPPER_CAPABILITY)
     K = units * (256 if TYPES[types[0]].size == 256 else 128)
     D, order = 128, _linear_hopper.terms(GGUF, rounded=True)
@@ -314,7 +317,7 @@ def test_rows_as_numbers(where: str, ranges: tuple[tuple[str, int], ...]) -> Non
 
 @pytest.mark.parametrize("where", ["shuffled", pytest.param("gpu", marks=GPU.marks)])
 def test_types_whose_blocks_have_as_many_bytes(where: str) -> None:
-    """A call is not taken for an earlier one with the same shapes."""
+    """A call is not confused with an earlier call of another type with the same shapes."""
     with running_on(where):
         for name in ("Q4_0", "Q4_K", "Q4_0"):
             w = GgufMatrix.random([(name, 16)], 256)
@@ -325,7 +328,7 @@ def test_types_whose_blocks_have_as_many_bytes(where: str) -> None:
 
 
 def written(folder: Path, config: Any, types: dict[str, str]) -> Path:
-    """A random model as GGUF; types: of matrices by a part of their names, "" for the others."""
+    """Write a random model as GGUF. types: part of a matrix's name, or "" -> its type."""
     kind_of = LlamaWeights if isinstance(config, LlamaConfig) else GPT2Weights
     random: Any = kind_of.random(1, config)
     checkpoint = Checkpoint.open(save_pretrained(folder / "wide", random))
@@ -376,7 +379,7 @@ def test_numpy_computes_with_the_numbers_of_the_file(name: str, tmp_path: Path) 
 def test_models_compute_with_the_numbers_of_the_file(
     where: str, name: str, kv_dtype: str | None, tmp_path: Path
 ) -> None:
-    """Prompts and decoding, alone and in a batch; next to float16 weights of the same numbers."""
+    """Prompts and decoding, alone and in a batch, are compared with float16 weights."""
     file = written(tmp_path, *MODELS[name])
     lengths = [3, 9] if where != "gpu" else [5, 33, 60, 1, 17, 2, 9, 8, 40, 3] * 4
     prompts = [(np.arange(n) * 7 + n) % 101 for n in lengths]
@@ -397,7 +400,7 @@ def test_models_compute_with_the_numbers_of_the_file(
 @pytest.mark.parametrize("where", ["shuffled", pytest.param("gpu", marks=GPU.marks)])
 @pytest.mark.parametrize("name", ["Q4_K_M", "Q5_K and Q8_0"])
 def test_a_gpu_packs_the_matrices_of_a_file(where: str, name: str, tmp_path: Path) -> None:
-    """Heads of q and k change their order, and types of q, k and v differ."""
+    """Rows of q and k are reordered within heads, and types of q, k and v differ."""
     tensors = Checkpoint.open(written(tmp_path, *MODELS[name])).tensors(in_blocks=True)
     matrices = [array for _, array, _ in tensors if isinstance(array, InBlocks)]
     assert len(matrices) >= 5

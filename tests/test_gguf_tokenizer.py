@@ -1,4 +1,4 @@
-"""Tokenizers of GGUF files, compared with those of `tokenizers` and `sentencepiece`."""
+"""Tokenizers of GGUF files, compared with the packages `tokenizers` and `sentencepiece`."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def corpus() -> list[str]:
 
 
 class Model(NamedTuple):
-    """What the tokenizer.json of a model has, besides its vocabulary."""
+    """Settings of a model's tokenizer.json, without its vocabulary."""
 
     steps: list[Any]
     nfc: bool = False
@@ -85,7 +85,7 @@ def split(*patterns: str, behavior: str = "isolated") -> list[Any]:
 WORDS = pre_tokenizers.ByteLevel(False)
 DIGITS = pre_tokenizers.Digits(individual_digits=True)
 HAN = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
-# The models that llama.cpp knows by these names
+# llama.cpp's names of pre-tokenizers, and the models that they stand for
 MODELS = {
     "gpt-2": Model([WORDS]),
     "phi-2": Model([WORDS]),
@@ -151,7 +151,7 @@ PLANES = (32, 0x3000), (0x3000, 0xD800), (0xE000, 0x20000)
 
 @lru_cache
 def mixtures() -> list[str]:
-    """2,000 texts: joined pieces, and a fourth of them random characters."""
+    """Return 2,000 texts: three quarters joined pieces, one quarter random characters."""
     random, found = Random(23), []
     for at in range(2_000):
         pieces = random.choices(PIECES, k=random.randint(1, 16))
@@ -163,7 +163,7 @@ def mixtures() -> list[str]:
 
 @lru_cache
 def byte_level(pre: str) -> tokenizers.Tokenizer:
-    """A trained byte-level BPE with two special tokens and one other added token."""
+    """Train a byte-level BPE with two special tokens and one other added token."""
     model = MODELS[pre]
     found = tokenizers.Tokenizer(models.BPE(ignore_merges=model.ignore_merges))
     found.normalizer = normalizers.NFC() if model.nfc else None
@@ -197,7 +197,7 @@ def sentence_piece() -> sentencepiece.SentencePieceProcessor:
 
 
 def trained(**changed: Any) -> sentencepiece.SentencePieceProcessor:
-    """A trained SentencePiece BPE with bytes; unchanged settings are those of Llama 2's."""
+    """Train a SentencePiece BPE with bytes, with Llama 2's settings except for `changed`."""
     model = io.BytesIO()
     settings = {"user_defined_symbols": ["<user>"], **changed}
     sentencepiece.SentencePieceTrainer.train(
@@ -241,7 +241,7 @@ def sentence_piece_keys(
 
 
 def file_with(folder: Path, keys: dict[str, Any]) -> Path:
-    """A GGUF file of a small Llama with these keys of a tokenizer."""
+    """Write a GGUF file of a small Llama with these keys of a tokenizer."""
     config = gpt2block.LlamaConfig(
         n_layer=1, n_head=2, n_embd=8, n_ctx=64, vocab_size=len(keys["tokenizer.ggml.tokens"]),
         n_ff=16,
@@ -305,7 +305,7 @@ def test_sentence_piece_gives_the_ids_of_sentencepiece(tmp_path: Path) -> None:
     assert differing == []
     assert tokenizer.end_of_text(found) == 2
     a, user, b = (expected.encode(text) for text in ("a", "<user>", "b"))
-    assert found.encode_ordinary("a<user>b") == a + user[-1:] + b  # as llama.cpp encodes it
+    assert found.encode_ordinary("a<user>b") == a + user[-1:] + b  # llama.cpp does so
     ids = tokenizer.encode(found, "<s>a</s>", special=True)
     assert ids[0] == 1
     assert ids[-1] == 2
@@ -323,7 +323,7 @@ def test_sentence_piece_without_a_space_before_a_text(tmp_path: Path) -> None:
 
 
 def gemma(model: sentencepiece.SentencePieceProcessor, users: Sequence[str]) -> Any:
-    """The tokenizer that transformers makes of a SentencePiece model for Gemma."""
+    """Return the tokenizer to which transformers converts a SentencePiece model of Gemma."""
     ids = {model.id_to_piece(id_): id_ for id_ in range(model.vocab_size())}
     merges = [
         (model.get_score(id_), at, len(token) - at, (token[:at], token[at:]))
@@ -346,7 +346,7 @@ def test_runs_of_white_space_of_gemma(tmp_path: Path) -> None:
     runs = [*("▁" * n for n in range(2, 6)), *("\n" * n for n in range(1, 4)), "\t\t", "<h1>"]
     model = trained(add_dummy_prefix=False, user_defined_symbols=runs)
     expected = gemma(model, runs)
-    for written in (" ", "▁"):  # as llama.cpp's converter and SentencePiece write a space
+    for written in (" ", "▁"):  # a space as written by llama.cpp's converter, by SentencePiece
         keys = sentence_piece_keys(model, runs, add_space_prefix=False)
         for token in runs:
             at = keys["tokenizer.ggml.tokens"].index(token)
@@ -362,7 +362,7 @@ def test_runs_of_white_space_of_gemma(tmp_path: Path) -> None:
 
 
 def test_the_tokenizer_json_of_gemma(tmp_path: Path) -> None:
-    """With bytes, a normalizer for spaces, and a token before every text."""
+    """The tokenizer has bytes, a normalizer for spaces, and a token before every text."""
     runs = [*("▁" * n for n in range(2, 6)), *("\n" * n for n in range(1, 4)), "<h1>"]
     expected = gemma(trained(add_dummy_prefix=False, user_defined_symbols=runs), runs)
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -398,7 +398,7 @@ def test_tokens_that_fill_the_vocabulary_stand_for_no_text(tmp_path: Path) -> No
 
 
 def test_a_vocabulary_without_bytes_that_utf8_never_has(tmp_path: Path) -> None:
-    """SmolLM2's has none for 0xC0, 0xC1 and 0xF5 to 0xFF, among others."""
+    """SmolLM2's vocabulary lacks tokens for 0xC0, 0xC1, 0xF5 to 0xFF and other bytes."""
     keys = byte_level_keys("smollm")
     tokens = keys["tokenizer.ggml.tokens"]
     for byte in (0xC0, 0xC1, *range(0xF5, 0x100)):
@@ -458,7 +458,7 @@ def test_sentence_piece_that_is_not_supported(tmp_path: Path) -> None:
 
 
 def llama_2(prefix: bool, longest_first: bool) -> Any:
-    """The tokenizer that transformers makes of a SentencePiece model for Llama 2."""
+    """Return the tokenizer to which transformers converts a SentencePiece model of Llama 2."""
     model, merges = sentence_piece(), []
     ids = {model.id_to_piece(id_): id_ for id_ in range(model.vocab_size())}
     for token, id_ in ids.items():
@@ -488,7 +488,7 @@ def gemma_with_runs() -> Any:
     return found
 
 
-# deepseek-v3 above has a class of characters that is written in another way
+# deepseek-v3 is left out: MODELS writes one of its character classes in another way
 SAVED: dict[str, Any] = {
     **{pre: partial(byte_level, pre) for pre in MODELS if pre != "deepseek-v3"},
     "llama 2": partial(llama_2, True, False), "llama 2, newer": partial(llama_2, False, True),
@@ -521,7 +521,7 @@ def test_a_saved_tokenizer_gives_the_ids_of_its_files(name: str, tmp_path: Path)
 
 
 def saved(tokens: Path) -> Path:
-    """A GGUF file with a tokenizer of Hugging Face's files."""
+    """Write a GGUF file with the tokenizer of Hugging Face's files in `tokens`."""
     config = gpt2block.LlamaConfig(1, 2, 8, 64, SIZE + 10, n_ff=16)
     weights = gpt2block.LlamaWeights.random(1, config)
     return save_gguf(tokens / "m.gguf", weights, "f32", tokens)

@@ -1,8 +1,8 @@
-"""A tiny GPT-2 against what `transformers` computed with it once (tools/make_golden.py).
+"""A tiny GPT-2 against stored results of `transformers` (tools/make_golden.py).
 
-What it computed, in float64, is stored as float32: NumPy in float64 may differ by that rounding,
-half a unit in the last place of the largest value, and no more. In float32 the rule is that of the
-kernels: at most twice the error of the plain evaluation in `tests/plain.py`. For these weights that
+Results are computed in float64 and stored as float32, so NumPy in float64 may differ by that
+rounding: half a unit in the last place of the largest value. In float32 the rule of the kernels
+applies: at most twice the error of the plain evaluation in `tests/plain.py`. For these weights that
 is some 3e-7 of the largest value; a wrong mask, bias or GELU is far beyond.
 """
 
@@ -33,7 +33,7 @@ def expected() -> dict[str, Array]:
 
 
 def computed(weights: GPT2Weights, ids: NDArray[Any], dtype: Any) -> dict[str, Array]:
-    """The reference functions, one after the other."""
+    """Compute all results with the reference functions."""
     stream = [reference.encoder(ids, weights.wte.astype(dtype), weights.wpe.astype(dtype))]
     for block in weights.blocks:
         stream.append(reference.block_forward(stream[-1], block, causal=True))
@@ -44,7 +44,7 @@ def computed(weights: GPT2Weights, ids: NDArray[Any], dtype: Any) -> dict[str, A
 
 
 def plainly(weights: GPT2Weights, ids: NDArray[Any]) -> dict[str, Array]:
-    """The same with every sum one chain of float32 additions."""
+    """Compute the results of `computed` with each sum as a chain of float32 additions."""
     w = weights
     stream = [w.wte[ids] + w.wpe[: ids.shape[-1]]]
     for block in w.blocks:
@@ -56,7 +56,7 @@ def plainly(weights: GPT2Weights, ids: NDArray[Any]) -> dict[str, Array]:
 
 
 def differences(found: Array, golden: Array) -> Array:
-    """Largest difference relative to the largest value; of the residual stream block by block."""
+    """Return the largest difference relative to the largest value, for the stream per block."""
     axes = (-3, -2, -1)
     assert found.shape == golden.shape
     largest: Array = np.abs(found - golden).max(axes) / np.abs(golden).max(axes)
@@ -135,7 +135,7 @@ def test_the_whole_model_with_a_head_of_its_own(
 
 
 def test_every_part_of_a_block_shows(expected: dict[str, Array]) -> None:
-    """Else the numbers would say little: without it the logits are elsewhere by far."""
+    """Without any part (gamma 1, or others 0), logits differ by far, so every part is tested."""
     weights = GPT2Weights.from_pretrained(GOLDEN)
     for name in ("gamma1", "beta1", "b_qkv", "b_attn", "gamma2", "beta2", "b_fc", "b_proj"):
         for block in weights.blocks:

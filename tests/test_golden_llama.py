@@ -1,9 +1,8 @@
-"""Tiny Llamas, and others like them, against what `transformers` computed once.
+"""Tiny models of Llama and similar architectures, against stored results of `transformers`.
 
-tools/make_golden.py has made them.
-
-What it computed, in float64, is stored as float32: NumPy in float64 may differ by that rounding,
-half a unit in the last place of the largest value, and no more.
+tools/make_golden.py writes the models and results. Results are computed in float64 and stored as
+float32, so NumPy in float64 may differ by that rounding: half a unit in the last place of the
+largest value.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ def expected_of(name: str) -> dict[str, Array]:
 
 
 def error(found: Any, expected: Array) -> float:
-    """The largest difference, relative to the largest value."""
+    """Return the largest difference, relative to the largest expected value."""
     return float(np.abs(found - expected).max() / np.abs(expected).max())
 
 
@@ -86,7 +85,7 @@ def test_the_configs() -> None:
 
 @everyone
 def test_float64_is_what_transformers_computes(name: str) -> None:
-    """A pass divides the stream of Granite, and the norm before the logits, by its scalars."""
+    """For Granite, passes store the residual stream and the last norm divided by its scalars."""
     expected, engine = expected_of(name), load(name).engine
     half, divided = 2.0**-24, getattr(engine.config, "logits_scaling", 1.0)
     for row, ids in enumerate(expected["ids"]):
@@ -107,7 +106,7 @@ def test_float64_is_what_transformers_computes(name: str) -> None:
     ],
 )
 def test_float32_every_position_from_a_cache_and_a_greedy_text(device: str, name: str) -> None:
-    """The emulator computes fewer tokens one at a time."""
+    """On the emulator fewer tokens are computed one at a time."""
     expected, on_cpu = expected_of(name), device == "cpu"
     ids, limit = expected["ids"], 2e-6 if on_cpu else 1e-5
     cuts: list[Any] = [(0, 3, *range(21 if device == "forward" else 9, 24))]
@@ -155,7 +154,7 @@ def test_ragged_batches_sampling_streams_scores_and_embeddings() -> None:
     [("float32", 0), ("bfloat16", 2.0**-8), ("float16", 2.0**-11), ("float8_e4m3fn", 2.0**-8)],
 )
 def test_every_step_errs_by_rounding(dtype: str, kv_unit: float, cached: bool) -> None:
-    """Only attention errs by more than float32's rounding, by that of the kv_cache."""
+    """Steps err by float32's rounding; only attention also by the rounding of the kv_cache."""
     model, ids = load("llama-grouped", dtype=dtype), expected_of("llama-grouped")["ids"]
     rows = model.compare(ids[0], cached)
     steps = [row.name for row in rows]
@@ -361,9 +360,10 @@ def test_equal_values_of_rope_may_be_repeated(
 
 
 def test_longrope_in_a_shorter_context() -> None:
-    """It has the short factors, which are all 1, and the same factor of q and k.
+    """A shorter context has the short factors, which are all 1, and the same factor of q and k.
 
-    As has a short text, but not what a kv_cache with room for more begins with.
+    A short text without a kv_cache uses them too, but a text in a cache with room for more does
+    not.
     """
     opened = Checkpoint.open(GOLDEN / "phi3")
     config: Any = opened.config
@@ -420,7 +420,7 @@ def test_values_of_any_type_are_honoured_or_refused(name: str) -> None:
 
 
 def test_parts_of_one_tensor_in_several_files_are_read_into_one(tmp_path: Path) -> None:
-    """The keys' matrices are in another file than those of queries and values."""
+    """Matrices of keys are in another file than matrices of queries and values."""
     shutil.copy(GOLDEN / "llama-grouped" / "config.json", tmp_path)
     tensors = load_file(GOLDEN / "llama-grouped" / "model.safetensors")
     files: dict[str, dict[str, Array]] = {"a.safetensors": {}, "b.safetensors": {}}
@@ -477,7 +477,7 @@ def test_a_large_weight_that_would_hide_the_others(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["llama-plain", "llama-grouped", "qwen2"])
 def test_what_a_model_attends_to_and_predicts(name: str) -> None:
-    """The rows of V, weighted, are the result of attention; the last lens is the prediction."""
+    """Attention weights times V give the traced result; the last logit lens is the prediction."""
     model, ids = load(name), expected_of(name)["ids"][0]
     c: Any = model.config
     traced = model.trace(ids)

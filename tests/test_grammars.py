@@ -60,7 +60,7 @@ RULES: dict[str, dict[str, Any]] = {
 
 
 def ids_of(matcher: Matcher) -> list[int]:
-    """The token ids that a matcher allows."""
+    """Return the token ids that a matcher allows."""
     found: list[int] = np.flatnonzero(unpacked(matcher.mask(), V)).tolist()
     return found
 
@@ -91,7 +91,7 @@ def test_masks_follow_the_text() -> None:
 
 
 def test_a_vocabulary_without_an_end() -> None:
-    """The text ends when nothing can follow; where it may go on, it does."""
+    """The text ends only when nothing can follow; if it may continue, it does."""
     matcher = matcher_of(frozenset(), regex="a{1,2}")
     matcher.accept([RANKS[b"a"]])
     assert (ids_of(matcher), matcher.complete_at) == ([RANKS[b"a"]], None)
@@ -112,7 +112,7 @@ def test_masks_of_several_texts_and_their_guesses() -> None:
         matcher.accept(first[n : n + 1])
     found = [bytes_of(np.flatnonzero(unpacked(mask, V))) for mask in masks[3:]]
     assert found == [b"t", b"r", b"", b""]  # no token after the wrong guess x
-    np.testing.assert_array_equal(person.mask(), masks[0])  # the matchers are where they were
+    np.testing.assert_array_equal(person.mask(), masks[0])  # the state of the matchers is unchanged
 
 
 def test_masks_as_bits() -> None:
@@ -176,7 +176,7 @@ def test_options_that_contradict_a_rule(options: dict[str, Any], message: str) -
 
 
 def checked(rule: str, found: Generation) -> None:
-    """The text follows its rule, and it is complete unless it has reached its limit."""
+    """Assert that a text follows its rule, and is complete unless it has reached its limit."""
     text = bytes_of(found.tokens).decode(errors="replace")
     matcher = matcher_of(**RULES[rule])
     for token in found.tokens:
@@ -214,7 +214,7 @@ def test_a_grammar_that_becomes_too_complex_ends_its_row_alone(
 
 
 def mixed(engine: Any, slots: int, **options: Any) -> list[Generation]:
-    """Texts of all rules and of none, which start and end at different steps of one batch."""
+    """Generate texts with all rules and without, at different steps of one batch."""
     rules: list[dict[str, Any]] = [{}, *RULES.values(), {}, {"schema": True}]
     runs = [
         Run(engine, ENCODING, [n + 1] * (1 + 3 * n), max_new_tokens=20 + n, seed=n,
@@ -233,7 +233,7 @@ def mixed(engine: Any, slots: int, **options: Any) -> list[Generation]:
 
 @pytest.fixture
 def many_guesses(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Steps that compute all guesses that fit; the numbers of rows per slot."""
+    """Let steps compute all guesses that fit; return a list of each step's rows per slot."""
     run = list[int]()
 
     def for_forced(pace: SpeculationPolicy, counts: NDArray[np.int64], most: int) -> int:
@@ -262,7 +262,7 @@ def test_texts_have_the_bits_of_no_guesses_and_of_no_batch(
 
 @pytest.mark.parametrize("where", SOMEWHERE)
 def test_guesses_save_steps(where: str, many_guesses: list[int]) -> None:
-    """The names and braces of a schema are computed together; copied guesses change nothing."""
+    """Names and braces of a schema are computed in one step; copied guesses change nothing."""
     with running_on(where):
         engine = GPT2(GPT2Weights.random(0, CONFIG), device="cuda").engine
         given: dict[str, Any] = {"schema": PERSON, "max_new_tokens": 40, "seed": 1}
@@ -286,7 +286,7 @@ def test_calls_of_the_host_for_a_token(
     rule: dict[str, Any], guesses: bool, most: int, many_guesses: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Python functions of the package that are called for a token of one text, on average."""
+    """The average number of the package's Python functions called per token has a limit."""
     if not guesses:
         monkeypatch.setattr(SpeculationPolicy, "for_forced", lambda *_: 1)
     with running_on("shuffled"):

@@ -1,4 +1,4 @@
-"""Guessed tokens: what is guessed, what is taken, and that the text is the one without them."""
+"""Guessed tokens: the guesses, the tokens taken, and texts equal to decoding without guesses."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.test_decoding import random_prompts
 Array = NDArray[Any]
 
 
-# --- what is guessed
+# --- the guesses
 
 
 @pytest.mark.parametrize(
@@ -42,10 +42,10 @@ Array = NDArray[Any]
     [
         ([5], [-1, -1, -1, -1]),
         ([1, 2, 3], [-1, -1, -1, -1]),
-        ([7, 1, 2, 3, 4, 5, 6, 1, 2, 3], [4, 5, 6, 1]),  # three tokens
-        ([2, 3, 8, 9, 3, 7, 2, 3], [8, 9, 3, 7]),  # two of them, not the later one
-        ([3, 8, 3, 9, 4, 3], [9, 4, 3, 9]),  # the latest of one, beyond the end
-        ([1, 2, 3, 6, 1, 2, 3, 7, 1, 2, 3], [7, 1, 2, 3]),  # the latest of three
+        ([7, 1, 2, 3, 4, 5, 6, 1, 2, 3], [4, 5, 6, 1]),  # after the last three tokens
+        ([2, 3, 8, 9, 3, 7, 2, 3], [8, 9, 3, 7]),  # after two tokens, not after a later single one
+        ([3, 8, 3, 9, 4, 3], [9, 4, 3, 9]),  # after the latest single token, continued past the end
+        ([1, 2, 3, 6, 1, 2, 3, 7, 1, 2, 3], [7, 1, 2, 3]),  # after the latest three
         ([4, 4], [4, 4, 4, 4]),
         ([1, 2, 1, 2, 1], [2, 1, 2, 1]),
     ],
@@ -68,11 +68,11 @@ def test_a_guess_is_what_followed_the_longest_end(tokens: list[int]) -> None:
     assert first == (followed[longest][-1] if longest else -1)
 
 
-# --- what is taken
+# --- the tokens taken
 
 
 def taken_by_hand(given: dict[str, Array], together: int) -> dict[str, Array]:
-    """The arrays after `take_guesses`, one slot after another."""
+    """Compute the arrays after `take_guesses`, slot by slot."""
     got = {name: array.copy() for name, array in given.items()}
     K = got["guess"].shape[1]
     for first in range(0, len(got["row"]), together):
@@ -113,7 +113,7 @@ def taken_by_hand(given: dict[str, Array], together: int) -> dict[str, Array]:
 
 
 def drawn_case(rng: np.random.Generator, together: int) -> dict[str, Array]:
-    """Four of five slots in a step, with few different tokens, of which some are NaN (-1)."""
+    """Draw a step with four of five slots and few distinct tokens; -1 stands for NaN logits."""
     B, N, V, H, K = 5, 4, 4, 24, 7
     position = rng.integers(0, H - K - 2, B).astype(np.int32)
     left = rng.integers(0, 10, B).astype(np.int32)
@@ -190,7 +190,7 @@ def test_a_sequence_begins_with_its_prompt(device: Any) -> None:
 @every_device
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_row_is_drawn_as_if_guesses_were_right(device: Any, masked: bool) -> None:
-    """Of three slots: with its own step, and the tokens of the rows before seen and counted."""
+    """Each row has its own step, and the guesses of earlier rows of its slot count as drawn."""
     B, V, together, rng = 3, 40, 4, np.random.default_rng(0)
     options: dict[str, Any] = {"repetition_penalty": 1.4, "frequency_penalty": 0.3}
     options |= {"presence_penalty": 0.2, "logit_bias": {7: 1.0}, "min_new_tokens": 6}
@@ -204,15 +204,15 @@ def test_a_row_is_drawn_as_if_guesses_were_right(device: Any, masked: bool) -> N
     seen, counts = np.zeros((B, V), np.uint8), rng.integers(0, 3, (B, V)).astype(np.int32)
     seen[counts > 0] = 1
     tokens, step = rng.integers(0, V, B * together).astype(np.int32), np.array([0, 4, 9], np.int32)
-    logits.reshape(B, -1, V)[np.arange(B)[:, None], :, tokens.reshape(B, -1)] += 3  # likely ones
-    at = np.arange(B * together, dtype=np.int32) % 7 - 1  # two rows are not there
+    logits.reshape(B, -1, V)[np.arange(B)[:, None], :, tokens.reshape(B, -1)] += 3  # likely tokens
+    at = np.arange(B * together, dtype=np.int32) % 7 - 1  # -1: an absent row
     state = SampleState.allocate(B, V)
     state.set(rows)
     state.step.set(step)
     tables = [changes(row, V) for row in rows]
     state.seen.set(np.stack([places for _, places in tables]) | seen)
     row = np.repeat(np.arange(B, dtype=np.int32), together)
-    row[-2:] = -1  # of no slot
+    row[-2:] = -1  # no slot
     slots = Slots(*map(device.asarray, (row, tokens, at, np.zeros_like(row))))
     drawn, likely = (
         device.asarray(np.full(len(row), 99, np.int32)),
@@ -236,12 +236,12 @@ def test_a_row_is_drawn_as_if_guesses_were_right(device: Any, masked: bool) -> N
         of["masks"] = masks[m : m + 1]
         expected = reference.sample_token(logits[m : m + 1], rows[b], counts=now[None], **of)
         assert got == (expected[0] if at[m] >= 0 and b >= 0 else 99), m
-    assert not slots.turn.get().any()  # which only what takes the tokens counts
+    assert not slots.turn.get().any()  # only take_guesses counts turns
     for array, held in zip((state.seen, state.step, state.position), before, strict=True):
         np.testing.assert_array_equal(array.get(), held)
 
 
-# --- the text is the one without guesses
+# --- texts equal those without guesses
 
 SMALL = GPT2Config(n_layer=1, n_head=2, n_embd=32, n_ctx=48, vocab_size=7)
 FEW = GPT2Config(n_layer=2, n_head=2, n_embd=128, n_ctx=80, vocab_size=7)
@@ -255,7 +255,7 @@ OPTIONS = {"greedy": {"temperature": 0}, "sampled": SAMPLED, "changed": CHANGED}
 
 
 def texts_agree(model: Any, prompts: list[Ids], options: dict[str, Any], at_once: int) -> int:
-    """A batch with guesses gives each prompt's own tokens and bits. Returns their number."""
+    """Assert that a batch with guesses equals each prompt alone; return the number of tokens."""
     options = {"max_new_tokens": 40, "seed": 5, "stop_ids": ()} | options
     alone = [model.generate(prompt, **options) for prompt in prompts]
     guessed = model.generate(prompts, rows_at_once=at_once, speculate=True, **options)
@@ -265,7 +265,7 @@ def texts_agree(model: Any, prompts: list[Ids], options: dict[str, Any], at_once
 
 @pytest.fixture
 def by_turns(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Steps of different numbers of rows, however often guesses are right; those that were run."""
+    """Let steps have different numbers of rows regardless of success; return numbers that ran."""
     turns, run = cycle([4, 1, 8, 8, 4]), list[int]()
 
     def together(pace: SpeculationPolicy, slots: Ids, most: int) -> int:
@@ -288,11 +288,11 @@ def test_the_text_of_a_gpt2(where: str, options: str, by_turns: list[int]) -> No
         few, at_once = {"max_new_tokens": 16}, 1 if options == "greedy" else 2
         tokens = texts_agree(model, prompts, few | OPTIONS[options], at_once)
         assert 8 in by_turns
-        assert len(by_turns) < 0.6 * tokens or options == "changed"  # guesses are right
+        assert len(by_turns) < 0.6 * tokens or options == "changed"  # many guesses are right
 
 
 def cases() -> list[Any]:
-    """Architectures and formats: one on the emulator, all on a GPU."""
+    """Return architectures and formats: one pair on the emulator, all on a GPU."""
     every = product(("gpt2", *OWN), FORMATS, (False, True))
     found = [pytest.param("shuffled", "mistral", "float8_e5m2", False)]
     return found + [pytest.param("gpu", *case, marks=GPU.marks) for case in every]
@@ -317,7 +317,7 @@ def test_the_text_of_an_architecture(
 
 @pytest.mark.gpu
 def test_many_texts_that_repeat_themselves() -> None:
-    """As the pace chooses: greedy and sampled texts of prompts with and without repetitions."""
+    """The policy chooses the number of rows, for greedy and sampled texts of various prompts."""
     model = GPT2(GPT2Weights.random(0, FEW), device="cuda", dtype="bfloat16")
     rng = np.random.default_rng(0)
     parts = [rng.integers(7, size=rng.integers(1, 9)) for _ in range(500)]
@@ -329,7 +329,7 @@ def test_many_texts_that_repeat_themselves() -> None:
 
 @pytest.mark.parametrize("where", SOMEWHERE)
 def test_sequences_come_and_go_with_guesses(where: str, by_turns: list[int]) -> None:
-    """A slot that is stopped gives no token more, also not one that was read already."""
+    """A stopped slot returns no further token, not even a token that the host has already read."""
     with running_on(where):
         model, rng = GPT2(GPT2Weights.random(0, SMALL), device="cuda"), np.random.default_rng(1)
         few = where != "gpu"
@@ -365,7 +365,7 @@ def test_sequences_come_and_go_with_guesses(where: str, by_turns: list[int]) -> 
 
 @pytest.mark.parametrize("where", SOMEWHERE)
 def test_which_tokens_were_guessed(where: str, by_turns: list[int]) -> None:
-    """Of each step all but the last one that it took: what follows the longest end of the text."""
+    """All tokens of a step except its last were guessed: they equal `guess_tokens` of the text."""
     with running_on(where):
         engine = GPT2(GPT2Weights.random(0, SMALL), device="cuda").engine
         (prompt,) = random_prompts([22], SMALL)
@@ -380,7 +380,7 @@ def test_which_tokens_were_guessed(where: str, by_turns: list[int]) -> None:
         assert guess[: last - first].tolist() == ids[first:last].tolist()
         first, steps = last + 1, steps + 1
     assert sum(row.guessed) > 4
-    assert steps <= len(by_turns) + 1  # the prompt gives the first one
+    assert steps <= len(by_turns) + 1  # the first token comes from the prompt
 
 
 def test_numpy_does_not_guess() -> None:
@@ -404,7 +404,7 @@ LATE = """
 
 
 def test_keys_of_this_step_are_not_loaded_early() -> None:
-    """As if the kernel in front wrote the keys of all rows of a sequence when it ended."""
+    """An edited kernel imitates a previous kernel that writes the step's keys when it ends."""
     heads, n_ctx, together = (1, 1, 16), 70, 4
     held = random_cache(heads, [n_ctx, n_ctx], n_ctx, "float32")
     position = np.arange(33, 33 + together, dtype=np.int32)
@@ -416,7 +416,7 @@ def test_keys_of_this_step_are_not_loaded_early() -> None:
     text = edited.edited("    if (!cached) return;", after + "    if (!cached) return;").text
     headers = tuple(pair for pair in shipped.headers if pair[0] == "lib/sm80.cuh")
     source = loader.Source(shipped.name, text, headers)  # without reports of early reads
-    held.k[1] = held.k[0]  # what is written late
+    held.k[1] = held.k[0]  # the keys that are written late
     geometry = split_geometry(together, n_ctx, *heads, 4, 4, H200["most_shared"], False)
     run: dict[str, Any] = {"storage": "float32", "shared": geometry.shared}
     run |= {"defines": (*geometry.defines, ("AS_GUESSES", 1)), "order": "forward"}
@@ -430,11 +430,11 @@ def test_keys_of_this_step_are_not_loaded_early() -> None:
     assert np.isfinite(outs[0]).all()
 
 
-# --- how many rows a step has
+# --- the number of rows per step
 
 
 class Clock:
-    """Results that take as long as a table says."""
+    """A fake clock; steps take the times of a table."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
@@ -447,7 +447,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def played(clock: Clock, share: float, costs: dict[int, float], steps: int = 400) -> list[int]:
-    """The rows of each step, where guesses are right that often and steps take so long."""
+    """Return rows of each step. share: of right guesses. costs: rows -> time of a step."""
     pace, rng, slot, run = SpeculationPolicy(1), np.random.default_rng(0), np.zeros(1, np.int32), []
     pace.begin(slot)
     for _ in range(steps):
@@ -467,7 +467,7 @@ def played(clock: Clock, share: float, costs: dict[int, float], steps: int = 400
     [
         (0.95, {1: 1.0, 4: 1.1, 8: 1.2}, 8),
         (0.7, {1: 1.0, 4: 1.1, 8: 1.9}, 4),
-        (0.9, {1: 1.0, 4: 4.0, 8: 8.0}, 1),  # a step that costs as much as its rows
+        (0.9, {1: 1.0, 4: 4.0, 8: 8.0}, 1),  # time proportional to rows
         (0.05, {1: 1.0, 4: 1.3, 8: 1.6}, 1),
         (0.0, {1: 1.0, 4: 1.0, 8: 1.0}, 1),
     ],
@@ -482,7 +482,7 @@ def test_the_fastest_number_of_rows(
 
 
 def test_runs_of_right_guesses_pay_where_most_are_wrong(clock: Clock) -> None:
-    """A fifth of the guesses is right, one after another."""
+    """A fifth of the guesses is right, in runs of ten."""
     pace, slot, run = SpeculationPolicy(1), np.zeros(1, np.int32), list[int]()
     pace.begin(slot)
     right, costs = np.tile(np.arange(50) < 10, 40), {1: 1.0, 4: 1.2, 8: 1.4}

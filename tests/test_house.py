@@ -1,4 +1,4 @@
-"""No change lengthens the way of a call, closes a circle or spreads an option unseen."""
+"""Changes must not lengthen calls' ways through files, close import cycles or spread options."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import house
 import pytest
 
 GOLDEN = Path(__file__).parent / "golden" / "house.txt"
-SLACK = 1.02  # a server's threads take turns in more than one way
+SLACK = 1.02  # a server's threads may interleave differently
 RENEW = """{got}
 is more than the table has: {table}
 If the change needs that:
@@ -18,7 +18,7 @@ TABLE = dict(line.rsplit(": ", 1) for line in GOLDEN.read_text(encoding="utf-8")
 
 
 def assert_no_more(lines: list[str]) -> None:
-    """Each line has the numbers of the table, or smaller ones."""
+    """Assert that each line has the table's numbers, or smaller ones."""
     for line in lines:
         name, got = line.rsplit(": ", 1)
         table = TABLE.get(name, "nothing of it")
@@ -42,7 +42,7 @@ def test_the_structure_has_no_more_circles_and_names() -> None:
 
 
 def test_what_the_measures_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Imports for types and in functions; calls, and changes of file."""
+    """The measures count imports for types and in functions, calls, and changes of file."""
     package = tmp_path / "gpt2block"
     texts = {
         "a": "import gpt2block.b\nclass Row: ...\ndef call(): ...\n",

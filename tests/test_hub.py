@@ -1,4 +1,4 @@
-"""Models from a Hugging Face hub; the tests run a local server as the hub."""
+"""Models from a Hugging Face hub, for which the tests run a local server."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Hub:
 
 
 def use_hub(monkeypatch: pytest.MonkeyPatch, port: int) -> str:
-    """Make a local server the hub, and return its address."""
+    """Use a local server as the hub; return its address."""
     url = f"http://127.0.0.1:{port}"
     template = url + "/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", url)
@@ -90,7 +90,7 @@ def use_hub(monkeypatch: pytest.MonkeyPatch, port: int) -> str:
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """An empty hub and an empty cache."""
+    """Run an empty hub, with an empty cache."""
     state = Hub()
 
     class Handler(BaseHTTPRequestHandler):
@@ -126,7 +126,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A model with a vocabulary as large as GPT-2's, and a pair of files with other ids."""
+    """Save a model with GPT-2's vocabulary size, and a pair of tokenizer files with other ids."""
     path = save_pretrained(tmp_path / "folder", GPT2Weights.random(1, SMALL), "float16")
     pair(path, ["a b", "ab c"])
     return path
@@ -153,13 +153,13 @@ def without_pair(folder: Path) -> Path:
 
 
 def forget(opened: Checkpoint) -> Path:
-    """Remove what the cache records of files that the repository does not have."""
+    """Remove the cache's records of files that the repository lacks."""
     shutil.rmtree(opened.directory.parent.parent / ".no_exist")
     return opened.directory
 
 
 def test_a_pair_of_tokenizer_files_is_downloaded(hub: Hub, folder: Path) -> None:
-    """Once: cached files need no network."""
+    """Files are downloaded once: cached files need no network."""
     hub.put(REPO, folder)
     assert ids(REPO) == ids(folder) == [257, 32, 257]
     requests = len(hub.requests)
@@ -171,7 +171,7 @@ def test_a_pair_of_tokenizer_files_is_downloaded(hub: Hub, folder: Path) -> None
 
 
 def test_all_files_of_a_model_are_downloaded(hub: Hub, folder: Path) -> None:
-    """Those of the tokenizer with its settings, and the generation config, but no others."""
+    """Tokenizer files, their settings and the generation config are downloaded, but no others."""
     more = ("encoder.json", "vocab.bpe", "tokenizer_config.json", "spiece.model")
     for name in (*more, "chat_template.jinja"):
         (folder / name).write_text("{}")
@@ -188,7 +188,7 @@ def test_all_files_of_a_model_are_downloaded(hub: Hub, folder: Path) -> None:
 def test_the_settings_of_a_cached_tokenizer_are_requested(
     hub: Hub, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Aloud and once; then the cache records whether the repository has them."""
+    """Settings are requested once, with a message; then the cache records whether they exist."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).write_text("{}")
     hub.put(REPO, folder)
@@ -205,7 +205,7 @@ def test_the_settings_of_a_cached_tokenizer_are_requested(
 def test_a_cached_model_without_its_tokenizer(
     hub: Hub, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is downloaded from the hub; offline, GPT-2's tokenizer does not replace it."""
+    """A missing tokenizer is downloaded from the hub; offline, GPT-2's does not replace it."""
     hub.put(REPO, folder)
     opened = Checkpoint.open(REPO)
     without_pair(forget(opened))
@@ -227,7 +227,7 @@ def test_a_cached_model_without_its_tokenizer(
 def test_a_repository_known_to_have_no_tokenizer(
     hub: Hub, folder: Path, monkeypatch: pytest.MonkeyPatch, repo: str
 ) -> None:
-    """As the cache records, or as OpenAI's: like a folder without one, `tokenizer.load` decides."""
+    """The cache records it, or it is OpenAI's: `tokenizer.load` decides as for a local folder."""
     hub.put(repo.replace("124M", "gpt2"), without_pair(folder))
     opened = Checkpoint.open(repo)
     if repo != REPO:
@@ -239,7 +239,7 @@ def test_a_repository_known_to_have_no_tokenizer(
 
 
 def test_a_commit_is_downloaded_as_a_whole(hub: Hub, folder: Path) -> None:
-    """The tokenizer is that of the cached weights' commit, not of a later one."""
+    """The tokenizer is from the commit of the cached weights, not from a later one."""
     hub.put(REPO, folder)
     first = Checkpoint.open(REPO).directory
     without_pair(first)
@@ -303,7 +303,7 @@ def test_shards_are_downloaded(hub: Hub, folder: Path, monkeypatch: pytest.Monke
     hub.put(REPO, folder)
     assert len(list(Checkpoint.open(REPO).tensors())) == 16
     shard = Checkpoint.open(REPO).directory / "model-00001-of-00001.safetensors"
-    shard.unlink()  # an interrupted download
+    shard.unlink()  # as after an interrupted download
     with monkeypatch.context() as patch:
         patch.setattr(SET_OFFLINE, True)
         refused(REPO, OFFLINE, "does not have model-00001-of-00001.safetensors")
@@ -368,7 +368,7 @@ def test_a_hub_that_cannot_be_reached(hub: Hub, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.fixture
 def black_hole(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """A hub that takes connections and never answers."""
+    """Run a hub that accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         use_hub(monkeypatch, listening.getsockname()[1])
         yield monkeypatch
@@ -378,7 +378,7 @@ def black_hole(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.Mon
 def test_a_hub_that_never_answers(
     black_hole: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], own: str | None
 ) -> None:
-    """One request with a short time-out, or the user's; before, many, without a message."""
+    """The package makes one request, with a short timeout or the user's, and with a message."""
     black_hole.setattr(module, "_FIRST_ANSWER", 600 if own else 1)
     black_hole.delenv("HF_HUB_ETAG_TIMEOUT", raising=False)
     if own:
@@ -446,7 +446,7 @@ finally: print(logging.getLogger("huggingface_hub").getEffectiveLevel(), file=sy
 def test_the_command_line_reads_the_repository_s_tokenizer(
     hub: Hub, folder: Path, tmp_path: Path
 ) -> None:
-    """In a new process, with HF_ENDPOINT as users set it; retries are not reported."""
+    """A new process reads HF_ENDPOINT, as users set it; retries are not reported."""
     hub.put(REPO, folder, "v1")
     environment = os.environ | {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")}
     environment |= {"NO_PROXY": "127.0.0.1", "HF_HUB_OFFLINE": "0"}

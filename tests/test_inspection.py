@@ -1,4 +1,4 @@
-"""Attention weights, the logit lens, and what a notebook shows."""
+"""Attention weights, the logit lens, and their display in notebooks."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_attention_is_that_of_the_model(device: str) -> None:  # noqa: F811
 def test_windows_and_scales_of_scores(
     kind: type[ModelConfig], own: dict[str, Any], window: int | None, scale: float
 ) -> None:
-    """Each row by hand, in its window; the lens of these models ends with their prediction, too."""
+    """Each row in its window equals one by hand; the lens ends with the prediction here too."""
     sizes: Any = {"n_layer": 1, "n_head": 4, "n_kv_head": 2, "n_embd": 32, "n_ff": 40, "n_ctx": 24}
     config = kind(**sizes, vocab_size=53, **own)
     model: Model[Any] = Model.from_tensors(config, random_model(0, config), "cpu", "float32")
@@ -111,7 +111,7 @@ def test_a_notebook_shows_text_as_text() -> None:
     html = found._repr_html_()
     assert "<script" not in html
     assert re.sub("<[^>]*>", "", html).startswith("a&lt;script&gt;b&lt;/script&gt;")
-    assert html.count("bits") == found.n_tokens + 1  # a tooltip each, and bits per byte
+    assert html.count("bits") == found.n_tokens + 1  # a tooltip per token, and bits per byte
     written = Generation("<b>&", (1, 2), (-1.0, -2.0), "length", 7)
     assert "&lt;b&gt;&amp;" in written._repr_html_()
     assert "2 tokens, ended: length, seed 7" in written._repr_html_()

@@ -197,7 +197,7 @@ def test_the_command_prints_json_and_succeeds_if_all_is_as_expected(homework: Pa
     ended = command(homework, "--json", "--seed", 3)
     assert ended.code == 0
     assert ended.json["seed"] == 3
-    assert ended.json["kernels"][0]["result"]["seed"] is None  # its sizes are stated
+    assert ended.json["kernels"][0]["result"]["seed"] is None  # the file states its sizes
     assert ended.json["confusion"] == {"wrong": {"right": 0, "wrong": 1, "not judged": 0}}
     (kernel,) = ended.json["kernels"]
     assert (kernel["file"], kernel["verdict"], kernel["finding"]) == ("racy.cu", "wrong", "race")

@@ -20,7 +20,7 @@ from gpt2block.cuda.kernels import Parameter, Signature
 from tests.compiling import Job, assert_clean
 from tests.devices import running_on
 
-# CI compiles with both: the oldest and the newest architecture, and that of the measurements.
+# Each CUDA version's oldest and newest architecture, and the H200's. CI compiles with both.
 WITH_CUDA_12 = ("sm_70", "sm_120", "sm_90")
 WITH_CUDA_13 = ("sm_75", "sm_100", "sm_90")
 ROPE_OF_MMA = "EPILOGUE=EPILOGUE_APPEND_ROPE LM_K=576 LM_NORM=2 LM_SUMS=6 LM_ROPE=64 LM_COLUMNS=16"
@@ -150,7 +150,7 @@ def test_signatures_are_the_prototypes() -> None:
     )
 
 
-# Parts of a source with braces that close nothing, each with the kernel that it is of, if any.
+# (name of the kernel or "", text): parts of a source, some with misleading braces.
 CONFUSING = (
     ("", "#define BEGIN {\n"),
     ("declared", 'extern "C" __global__ void declared(int n);'),
@@ -185,7 +185,7 @@ def test_other_kernels_are_cut_to_their_last_brace(name: str) -> None:
 
 
 def test_a_kernel_without_its_last_brace_stays() -> None:
-    """So that the compiler names the line."""
+    """The text stays unchanged, so that the compiler names the line of the error."""
     text = 'extern "C" __global__ void f() { if (1) {}\nextern "C" __global__ void g() {}\n'
     assert kernels.with_only("g", text) == text
 
@@ -203,7 +203,7 @@ def test_a_program_has_the_requested_kernel_and_no_other(file: str) -> None:
 
 
 def test_kernels_of_a_file_share_no_variables() -> None:
-    """Each of them is a module of its own."""
+    """Each kernel is compiled to a separate module, so they cannot share variables."""
     variable = re.compile(
         r"^(?:static |extern |inline )*__(?:device__|constant__|managed__)(?! constexpr)[^(]*[;={]",
         re.MULTILINE,
@@ -229,7 +229,7 @@ def test_an_unknown_file_lists_the_known_ones() -> None:
 
 
 class DeviceArray:
-    """As much of a CuPy array as a launch looks at."""
+    """A substitute for a CuPy array with the attributes that a launch reads."""
 
     def __init__(self, dtype: Any) -> None:
         self.dtype = np.dtype(dtype)
@@ -338,7 +338,7 @@ def test_compile_message_without_a_reason() -> None:
 
 @pytest.fixture(scope="module")
 def nvrtc() -> tuple[int, int]:
-    """NVRTC's version; the tests that compile skip without CuPy."""
+    """Return NVRTC's version; skip tests that compile if CuPy is missing."""
     pytest.importorskip("cupy", reason="compiling needs CuPy and NVRTC")
     from cupy.cuda import nvrtc as compiler  # noqa: PLC0415
 
@@ -348,10 +348,10 @@ def nvrtc() -> tuple[int, int]:
 
 @pytest.mark.parametrize("file", kernels.sources())
 def test_compiles_without_spills_and_warnings(nvrtc: tuple[int, int], file: str) -> None:
-    """For the H200 with the default constants, each kernel by itself, as when it is loaded.
+    """For the H200 and default constants, each kernel is compiled alone, as when it is loaded.
 
-    With CUDA 13, which a test on a GPU loads them with, all of a file together. With odd constants,
-    where a file has some, for the oldest and for the newest architecture.
+    With CUDA 13, all kernels of a file are compiled together. A file's odd constants, if any, are
+    compiled for the oldest and the newest architecture.
     """
     oldest, newest, hopper = WITH_CUDA_12 if nvrtc[0] < 13 else WITH_CUDA_13
 
@@ -370,7 +370,7 @@ def test_compiles_without_spills_and_warnings(nvrtc: tuple[int, int], file: str)
 
 @pytest.mark.usefixtures("nvrtc")
 def test_a_kernel_by_itself_is_compiled_as_with_the_others() -> None:
-    """With the same registers and shared memory."""
+    """A kernel compiled alone has the same registers and shared memory as with others."""
     file, arch = "norms/rmsnorm_stream.cu", "sm_80"
     resources = re.compile(r"Function properties for (\w+)\n(.*\n.*)")
     together = dict(resources.findall(kernels.compile_for(file, arch).log))
@@ -383,7 +383,7 @@ def test_a_kernel_by_itself_is_compiled_as_with_the_others() -> None:
 
 @pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """learn/elementwise/gelu.cu with a mistake in line 9 and a header that is nowhere."""
+    """Break learn/elementwise/gelu.cu: a mistake in line 9, and a header that does not exist."""
     text = kernels.read_source("learn/elementwise/gelu.cu").splitlines()
     text[8] = "    undeclared = 3;"
     monkeypatch.setattr(kernels, "read_source", lambda file: "\n".join(text))

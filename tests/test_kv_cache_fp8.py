@@ -1,6 +1,6 @@
-"""A kv_cache of FP8: what is stored, and whole models. test_attention_laws.py attends to it.
+"""A kv_cache of FP8: the stored codes, and whole models, with NumPy, emulated and on a GPU.
 
-On NumPy, on the CPU emulator and on a GPU. Codes are compared with ml_dtypes.
+Codes are compared with ml_dtypes. test_attention_laws.py tests attention over such a cache.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ every_format = pytest.mark.parametrize("kv_dtype", FORMATS)
 
 
 def assert_same_codes(got: Array, x: Array, kv_dtype: str) -> None:
-    """Those of ml_dtypes; NaN has several codes."""
+    """Assert that codes equal ml_dtypes' codes of x; NaN may have any of its codes."""
     nan = np.isnan(x.astype(np.float32))
     np.testing.assert_array_equal(got[~nan], codes_of(x, kv_dtype)[~nan])
     assert np.isnan(widened(got, kv_dtype)[nan]).all()
 
 
 def interesting(kv_dtype: str) -> NDArray[np.float32]:
-    """Every finite number, every tie and its neighbours, and what is beyond the largest number."""
+    """Return every finite FP8 number, every tie and its neighbours, and larger numbers."""
     numbers = widened(np.arange(128, dtype=np.uint8), kv_dtype)
     finite = numbers[np.isfinite(numbers)]
     ties = (finite[1:] + finite[:-1]) / np.float32(2)
@@ -67,14 +67,14 @@ def interesting(kv_dtype: str) -> NDArray[np.float32]:
 
 
 def as_rows(values: Array, C: int) -> Array:
-    """Rows [Q | K | V] (N, 3C) that have these values, repeated, as K and V."""
+    """Return rows [Q | K | V] (N, 3C) whose K and V repeat these values."""
     N = -(-values.size // (2 * C))
     rows = np.zeros((N, 3 * C), values.dtype)
     rows[:, C:] = np.resize(values, (N, 2 * C))
     return rows
 
 
-# --- what is stored -------------------------------------------------------------------------------
+# --- stored codes ---------------------------------------------------------------------------------
 
 
 @every_format
@@ -92,7 +92,7 @@ def test_kv_round_on_numpy(kv_dtype: str) -> None:
 
 
 def appended(rows: Array, C: int, kv_dtype: str) -> Array:
-    """The codes (N, 2C) that kv_append writes for the rows, from the last to the first."""
+    """Return the codes (N, 2C) that kv_append writes for the rows, last row first."""
     N = len(rows)
     k, v = (cupy.asarray(np.zeros((2, N, C), np.uint8)) for _ in range(2))
     row, position = np.ones(N, np.int32), np.arange(N, dtype=np.int32)[::-1].copy()
@@ -132,7 +132,7 @@ def test_rows_of_16_bits(device: Any, dtype: str, kv_dtype: str) -> None:
 def test_qkv_writes_what_numpy_rounds(
     device: Any, monkeypatch: pytest.MonkeyPatch, kernel: str, dtype: str, kv_dtype: str
 ) -> None:
-    """With W and KV of one format and of two; tokens outside the cache are not stored."""
+    """Weights and cache have one format or two; tokens outside the cache are not stored."""
     M, K, C, n_ctx = 5, 272, 10, 4
     n = QKV_KERNELS.index(kernel)
     use_variant(monkeypatch, n)
@@ -171,7 +171,7 @@ def test_no_two_threads_write_one_byte() -> None:
 
 
 def test_products_for_two_formats_compile_without_spills() -> None:
-    """FP8 weights of one format, and a cache of the other."""
+    """FP8 weights have one format, and the cache the other."""
     mixed = kernels.stored_as("float16", "float8_e5m2", "float8_e4m3fn")
     product: Any = (64, 768, 256, "float8_e5m2")
     gpu = {"capability": 90, "sms": 132, "most_shared": gpus.H200["most_shared"]}
@@ -210,9 +210,9 @@ IDS = [np.random.default_rng(n).integers(53, size=n).astype(np.int32) for n in (
 
 
 def on_devices(*emulated: int, of: str = "") -> pytest.MarkDecorator:
-    """`device` and all KINDS on a GPU; on the emulator, which compiles each, those of an index.
+    """Parametrize `device` and KINDS: all on a GPU, on the emulator those with these indices.
 
-    of: the only model.
+    of: the only model to run on a GPU.
     """
     cases = [("shuffled", *KINDS[i]) for i in emulated]
     on_gpu = [pytest.param("gpu", *k, marks=GPU.marks) for k in KINDS if of in ("", k[0])]
@@ -226,18 +226,18 @@ def made(name: str, dtype: str, kv_dtype: str | None, device: str = "cpu") -> An
 
 
 def off(got: Any, expected: Any) -> float:
-    """The root mean square of the difference, relative to that of the logits."""
+    """Return the root mean square of the difference, relative to the expected logits'."""
     return float(np.sqrt(np.square(got - expected).mean() / np.square(expected).mean()))
 
 
 @pytest.mark.usefixtures("small_blocks")
 @on_devices(0, 4)
 def test_a_model_is_that_of_numpy(device: Any, name: str, dtype: str, kv_dtype: str) -> None:
-    """A prompt at once, continued, and decoded token by token, alone and in a batch.
+    """Prompts are computed at once, continued, and decoded token by token, alone and in a batch.
 
-    With activations in float32 the difference is far below what FP8 costs. Rows of 16 bits that are
-    near a tie are rounded to either side, and what follows from one is rounded otherwise in the
-    next layer: there it is what FP8 costs, and test_tensor_cores_attend_to_rounded_rows says more.
+    With float32 activations the difference is far below the error of FP8. With 16 bits, values near
+    a tie may be rounded to either side, and the next layer rounds differently again: the difference
+    is about the error of FP8. test_tensor_cores_attend_to_rounded_rows is more exact.
     """
     numpy, ours = made(name, dtype, kv_dtype), made(name, dtype, kv_dtype, "cuda")
     expected, wide = numpy(IDS), made(name, dtype, None)(IDS)
@@ -261,7 +261,7 @@ def test_a_model_is_that_of_numpy(device: Any, name: str, dtype: str, kv_dtype: 
     ours([IDS[1][:5]], cache=alone)
     ours([IDS[1][5:-1]], cache=alone)
     assert_same_bits(ours([IDS[1][-1:]], cache=alone, last=True)[0], last[1])
-    if ours.engine.products == "float32":  # else a continued prompt has other kernels
+    if ours.engine.products == "float32":  # otherwise a continued prompt uses other kernels
         at_once = np.concatenate([first[0], rest[0]])
         np.testing.assert_array_equal(at_once, together[0][:-1])
 
@@ -284,7 +284,7 @@ def test_numpy_in_one_call_and_in_several(name: str, dtype: str, kv_dtype: str) 
 def test_tensor_cores_attend_to_rounded_rows(
     device: Any, name: str, dtype: str, kv_dtype: str
 ) -> None:
-    """K and V in the rows of a prompt are the numbers of the cache, also without one."""
+    """K and V in the rows of a prompt are rounded as in the cache, even without a cache."""
     model = made(name, dtype, kv_dtype, "cuda").engine
     assert model.products != "float32"
     KV, ids = model.config.kv_width, IDS[2]
@@ -319,7 +319,7 @@ def test_generation_and_score(device: Any, name: str, dtype: str, kv_dtype: str)
         assert_same_bits(np.array(alone.logprobs), np.array(got.logprobs))
     expected = numpy.generate(prompts, **options)
     same = sum(a.tokens == b.tokens for a, b in zip(together, expected, strict=True))
-    assert same >= 2  # random weights may have two tokens that are almost equally likely
+    assert same >= 2  # with random weights two tokens may be almost equally likely
     ids = np.concatenate(IDS).tolist()
     wide = made(name, dtype, None).score(ids).nats_per_token
     scores = [model.score(ids).nats_per_token for model in (ours, numpy)]
@@ -341,7 +341,7 @@ def test_attention_weights_are_those_of_rounded_keys(kv_dtype: str) -> None:
 @pytest.mark.usefixtures("small_blocks")
 @one_order
 def test_compare_shows_what_rounding_costs(device: Any) -> None:
-    """The float64 pass has keys and values that are not rounded, as with a cache of 16 bits."""
+    """The float64 pass does not round keys and values, as with a cache of 16 bits."""
     model = made("gpt2", "bfloat16", "float8_e5m2", "cuda")
     for cached in (False, True):
         rows = {row.name: row for row in model.compare(IDS[2], cached)}
@@ -395,14 +395,14 @@ def test_what_is_refused(dtype: str, kv_dtype: Any, message: str) -> None:
 
 
 def test_a_gpu_without_tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compute capability 7.5: prompts in float32, which read the cache."""
+    """With compute capability 7.5, prompts are computed in float32 and read the cache."""
     monkeypatch.setattr(cuda_arrays, "_capability", lambda device: 75)
     with running_on("shuffled"):
         model = made("gpt2", "float16", "float8_e5m2", "cuda")
         assert model.engine.products == "float32"
         rows = IDS[1:]
         expected = made("gpt2", "float16", "float8_e5m2")(rows)
-        few = 2e-3  # of the logits: a key near a tie may be rounded otherwise
+        few = 2e-3  # relative to the logits: a key near a tie may be rounded otherwise
         assert max(map(off, model(rows), expected)) < few
         held = model.new_cache(2)
         model([ids[:-1] for ids in rows], cache=held)

@@ -1,4 +1,4 @@
-"""The launches of passes and operations, for four GPUs, and what kernels run in: golden files."""
+"""Golden files: the launches of passes and operations on four GPUs, and the uses of kernels."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Print them with this change, and without it, and compare the files:
 If the change is intended:
     python tools/launch_lists.py --digests > {golden}
     python tools/kernel_uses.py > tests/golden/kernels.txt"""
-TELLING = (  # programs of the golden file, which has more than can run in a few seconds
+TELLING = (  # tested programs of the golden file, which has too many to run in a few seconds
     r"9.0 model (gpt2 3x64|llama 4/2x128|llama 6/2x64).* (float32|bfloat16) own",
     r"9.0 model (gpt2 3x64|gpt2 3x11|llama 4/2x128|llama 4/1x32).* float8_e4m3fn .*",
     r"9.0 model large (gpt2 24x64|llama 32/8x64) bfloat16 own",
@@ -62,7 +62,7 @@ def test_launches_are_those_of_the_golden_file(programs: str) -> None:
 
 
 def assert_same_uses(programs: list[tuple[str, list[str]]]) -> None:
-    """The golden file of kernels has the uses of these programs, and no others of theirs."""
+    """Assert that the golden file has exactly the uses of kernels by these programs."""
     got = uses_of(programs)
     of_programs = {use[:3] for uses in got.values() for use in uses}
     expected = {
@@ -81,7 +81,7 @@ def golden_uses() -> Uses:
 
 
 def test_a_kernel_runs_in_a_list_or_has_a_reason() -> None:
-    """The reasons are of kernels that there are, and that run in none."""
+    """Reasons are given only for existing kernels that run in no list."""
     every = [f"{file} {kernel}" for file in sources() for kernel in signatures(file)]
     none = [kernel for kernel in every if kernel not in golden_uses()]
     reasons = {each for kernel in none for each in (kernel, kernel.split()[0]) if each in NOT_RUN}

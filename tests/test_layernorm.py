@@ -1,6 +1,6 @@
-"""LayerNorm with statistics, or with GELU. What all norms must do is tested in test_norm_laws.py.
+"""LayerNorm with statistics, or with GELU. test_norm_laws.py has the requirements of all norms.
 
-That `decode` has the bits of the LayerNorm in `linear` is tested in test_linear.py.
+test_linear.py tests that `decode` has the bits of the LayerNorm in `linear`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def inputs(rows: int, C: int) -> Arrays:
 
 
 def assert_right(got: Sequence[Array], arrays: Arrays) -> None:
-    """The result, and mean and rstd if they are there, with the variance around the mean."""
+    """Check the result, and mean and rstd if given, as for a variance around the mean."""
     KERNELS["layernorm-6-float32"].assert_right(got, *arrays)
 
 
@@ -53,7 +53,7 @@ def test_null_pointers_skip_the_statistics(where: str) -> None:
 
 @on_one_order
 def test_the_public_function_gives_statistics(where: str) -> None:
-    """Its variant follows from the dtypes."""
+    """By default the dtypes determine its variant."""
     arrays = inputs(6, 48)
     with running_on(where, H200):
         x, gamma, beta = map(cupy.asarray, arrays)
@@ -85,7 +85,7 @@ def test_gamma_or_beta_alone(where: str, given: tuple[bool, bool], C: int) -> No
 
 @on_one_of_each
 def test_gelu_far_from_zero(where: str) -> None:
-    """gamma 0 makes beta the argument of GELU; exp of it may overflow, the result must not."""
+    """With gamma 0, beta is GELU's argument; its exp may overflow, but the result must not."""
     kernel = KERNELS[f"gelu-{NUMPY if where == NUMPY else 'affine'}"]
     beta = np.array([-1e20, -1e4, -20, -5, -0.0, 1e-30, 5, 20, 1e4, 1e20, 0.5, -0.5], np.float32)
     arrays = [plain.normal(0, 1, beta.size), np.zeros_like(beta), beta]
@@ -94,7 +94,7 @@ def test_gelu_far_from_zero(where: str) -> None:
 
 
 def test_the_error_of_gelu_by_exp2() -> None:
-    """In float32, with two units of the last place of exp2 and of the division against it."""
+    """Compute it in float32, with adverse errors of two units in the last place in exp2 and /."""
     v = np.linspace(-32, 32, 200_001).astype(np.float32)
     truth = reference.gelu(v.astype(np.float64))
     f = np.float32

@@ -1,4 +1,4 @@
-"""The pages in docs/learn show what the commands print."""
+"""The pages in docs/learn show the actual output of their commands."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Text = Callable[[], str]
 
 
 def edited(read: Callable[..., str], *where: str, old: str, new: str = "") -> Text:
-    """A template or a solution with one change, which has to be possible in one place alone."""
+    """Return a template or a solution with one change; `old` must occur exactly once."""
 
     def text() -> str:
         operation, *which = where
@@ -35,7 +35,7 @@ def edited(read: Callable[..., str], *where: str, old: str, new: str = "") -> Te
 
 
 def without_barrier(operation: str, which: str, number: int) -> Text:
-    """A solution without one of its barriers, counted from 1."""
+    """Return a solution without one of its barriers, counted from 1."""
 
     def text() -> str:
         lines = solution(find(operation), which).splitlines(keepends=True)
@@ -46,7 +46,7 @@ def without_barrier(operation: str, which: str, number: int) -> Text:
     return text
 
 
-# Page → my.cu of each command on it whose output is shown, in their order.
+# Page → for each of its commands with output, in order, the content of my.cu.
 SHOWN: Mapping[str, Sequence[Text]] = {
     "0-first-kernel": (
         lambda: template(find("add")),
@@ -58,7 +58,7 @@ SHOWN: Mapping[str, Sequence[Text]] = {
 
 
 def outputs(page: str) -> list[tuple[str, str]]:
-    """The commands about my.cu on a page, and what is shown below each."""
+    """Return the commands about my.cu on a page, each with the output shown below it."""
     text = (LEARN / f"{page}.md").read_text(encoding="utf-8")
     found = []
     for _, block in BLOCK.findall(text):
@@ -68,7 +68,7 @@ def outputs(page: str) -> list[tuple[str, str]]:
 
 
 def words(text: str) -> list[str]:
-    """Words without the digits of errors, which depend on the compiler and its libraries."""
+    """Return words with digits of errors replaced, as these depend on compiler and libraries."""
     return re.sub(r"\d\.\de-\d\d", "an-error", text).split()
 
 
@@ -93,7 +93,7 @@ def test_a_page_shows_what_is_printed(
     emulator.missing() is not None, reason=f"no CUDA on the CPU: {emulator.missing()}"
 )
 def test_one_uncorrected_operand_makes_as_many_elements_wrong_as_the_other(tmp_path: Path) -> None:
-    """Chapter 6, exercise 3."""
+    """Chapter 6, exercise 3, states this number of wrong elements."""
     counts = []
     for kept in ("a.lo * c.hi", "a.hi * c.lo", "0.0f"):
         old = "sum += a.lo * c.hi + a.hi * c.lo;"

@@ -1,6 +1,6 @@
-"""The linear layer: which variant it has, into the kv_cache, by two-part weights, wrong input.
+"""The linear layer: choice of variants, results in the kv_cache, two-part weights, wrong input.
 
-What every kernel of it must do is in test_product_laws.py.
+test_product_laws.py has the requirements of every kernel of it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ OPERATION = LINEAR.OPERATION
 
 
 class Arguments:
-    """Those of a product: on the host by name, and on the device."""
+    """Arguments of a product: on the host by name, and on the device."""
 
     def __init__(self, M: int, K: int, N: int, dtype: str) -> None:
         self.kernel = KERNELS[f"linear-mma-{dtype}"]
@@ -57,7 +57,7 @@ class Arguments:
 @on_one_order
 @pytest.mark.parametrize("variant", ["mma", "mma_tiles"])
 def test_the_bound_of_x_gives_the_scale_of_its_terms(where: str, variant: str) -> None:
-    """Powers of two are exact; without a bound, x may be as large as float16 permits."""
+    """Bounds that are powers of two are exact; without a bound, x may have float16's range."""
     kernel, case = KERNELS[f"linear-{variant}-two_part"], Case(5, 176, 21, bias=False)
     given = kernel.made(case)
 
@@ -122,18 +122,19 @@ def test_gate_and_rmsnorm_have_the_bits_of_their_own_kernels(
         OPERATION.bind((long.x, long.w, None, long.gamma), variant="mma")
 
 
-# --- into the kv_cache ----------------------------------------------------------------------------
+# --- results in the kv_cache ----------------------------------------------------------------------
 
 
 def assert_qkv(where: str, name: str, case: Case, n_ctx: int, position: Array) -> None:
-    """q and the caches have the bits of the product; tokens outside the cache are not stored.
+    """Assert that q and the caches have the bits of the product.
 
-    The cache has the sequences backwards, after another.
+    Tokens outside the cache are not stored. The cache has the sequences in reverse order, after
+    another sequence.
     """
     kernel, M, C = KERNELS[name], case.M, case.N // 3
     given = kernel.made(case)
     rows = np.arange(M, 0, -1, dtype=np.int32)
-    rows[2:3], rows[4:5] = M + 1, -1  # nowhere
+    rows[2:3], rows[4:5] = M + 1, -1  # outside the cache
     cache = DTYPES[cache_dtype(kernel.weights)]
     expected = kernel(where, given, case)
     variants = [variant.name for variant in OPERATION.variants]
@@ -194,7 +195,7 @@ def test_qkv_on_the_gpu(dtype: str, M: int) -> None:
     assert_qkv("gpu", f"linear-mma_tiles-{dtype}", Case(M, 48, 144, tile=ODD), 5, position)
 
 
-# --- the function, and what decides between the variants ------------------------------------------
+# --- the function, and the choice between variants ------------------------------------------------
 
 
 @on_one_order
@@ -271,7 +272,7 @@ def test_the_function() -> None:
 @one_order
 @pytest.mark.parametrize("variant", ["matvec", "tiles"])
 def test_wrong_input_is_refused(device: Any, variant: str) -> None:
-    """What the contract alone does not say, and its messages."""
+    """Errors beyond those that follow from the contract, and their messages."""
     x, data = cupy.zeros((3, 8), "float32"), cupy.zeros((4, 8), "float32")
     w = WeightMatrix(data, "float32", None, "NK")
     both, shifted = cupy.zeros(24, "float32"), cupy.zeros(33, "float32")[1:].reshape(4, 8)

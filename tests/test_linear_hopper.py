@@ -1,6 +1,6 @@
-"""Products of decoding by wgmma into terms, of two matrices, with RoPE and into the kv_cache.
+"""Products of decoding by wgmma: results as terms, two matrices, RoPE, and the kv_cache.
 
-They have the bits of the other kernels; those of a product alone are in test_product_laws.py.
+They give the bits of the other kernels; test_product_laws.py tests plain products.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from tests.test_terms import assert_terms, matrix
 
 Array = NDArray[Any]
 device = devices.device
-# For weights of each dtype, and with x that is rounded to float16.
+# Kernels for weights of each dtype, some with x rounded to float16.
 KINDS = [kernel for kernel in KERNELS.values() if kernel.terms]
 every_kind = pytest.mark.parametrize("kernel", KINDS, ids=lambda kernel: kernel.name)
 
 
 def drawn(kernel: Kernel, M: int, K: int) -> tuple[Any, Any]:
-    """Random rows of x on the device, and their terms."""
+    """Return random rows of x on the device, and their terms."""
     x = kernel.made(Case(M, K, 1))["x"]
     return cupy.asarray(x), kernel.uploaded(cupy, "x", x)
 
@@ -106,7 +106,7 @@ def test_qkv(device: Any, C: int, kv_dtype: str | None, kernel: Kernel) -> None:
 def test_rope_has_the_bits_of_the_step_alone(
     device: Any, kv_dtype: str | None, heads: tuple[int, int, int], kernel: Kernel
 ) -> None:
-    """Of one head of q or more for each of k, with biases, and rows outside the cache."""
+    """Cases have one or more heads of q per head of k, biases, and rows outside the cache."""
     gpus.cupy_with(90)
     n_head, n_kv_head, D = heads
     N, K, B, n_ctx = (n_head + 2 * n_kv_head) * D, 256, 130, 3
@@ -166,7 +166,7 @@ def test_rope_refuses(device: Any, change: dict[str, Any], message: str) -> None
 
 
 def assert_same_bits_in_any_batch(model: GPT2 | Llama, batches: Sequence[int]) -> None:
-    """Of a few tokens after three prompts, each alone and among so many."""
+    """Assert that a few tokens after three prompts are equal alone and in these batches."""
     prompts = [[n, 3 * n + 1, 7] for n in range(max(batches))]
     options: dict[str, Any] = {"max_new_tokens": 6, "temperature": 0, "stop_ids": ()}
     alone = [model.generate([prompt], **options)[0] for prompt in prompts[:3]]
@@ -179,7 +179,7 @@ def assert_same_bits_in_any_batch(model: GPT2 | Llama, batches: Sequence[int]) -
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e5m2", "float16"])
 @on_gpu
 def test_a_llama_has_the_same_bits_alone_and_in_any_batch(device: Any, dtype: str) -> None:
-    """Matrices large enough for wgmma in every decoding of 4 rows or more; not for one row."""
+    """Matrices are large enough for wgmma when decoding 4 rows or more, but not for one row."""
     gpus.cupy_with(90)
     config = LlamaConfig(
         n_layer=2, n_head=32, n_kv_head=8, n_embd=2048, n_ff=4096, vocab_size=512, n_ctx=64
@@ -192,7 +192,7 @@ def test_a_llama_has_the_same_bits_alone_and_in_any_batch(device: Any, dtype: st
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
 @on_gpu
 def test_a_gpt2_has_the_same_bits_alone_and_in_any_batch(device: Any, dtype: str) -> None:
-    """Products by wgmma from 33 rows on."""
+    """Products use wgmma from 33 rows on."""
     gpus.cupy_with(90)
     config = GPT2Config(n_layer=2, n_head=12, n_embd=768, n_ctx=64, vocab_size=512)
     model = GPT2(GPT2Weights.random(0, config), "cuda:0", dtype)

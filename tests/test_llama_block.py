@@ -1,4 +1,4 @@
-"""The plans of a Llama block against its definition, which is ten lines of the reference."""
+"""The plans of a Llama block, compared with its ten-line definition in the reference."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ POSITIONS = np.array([3, 0, 9000, 7, 7, 1])
 
 
 def block_weights(size: str, half_split: bool = True) -> LlamaBlockWeights:
-    """Weights that are large enough to affect the result."""
+    """Return weights that are large enough to affect the result."""
     weights = LlamaBlockWeights.random(0, SIZES[size])
     wide: dict[str, Any] = {name: 10 * a for name, a in weights.tensors().items() if a.ndim == 2}
     return replace(weights, **wide, half_split=half_split)
 
 
 def one_head_at_a_time(x: NDArray[Any], w: LlamaBlockWeights, positions: NDArray[Any]) -> Any:
-    """A causal block in float64 by another way: complex numbers, and sums over one query each."""
+    """Compute a causal block in float64 differently: complex numbers, and one query at a time."""
     w, c, x = w.astype(np.float64), w.config, x.astype(np.float64)
 
     def norm(a: NDArray[Any], gamma: NDArray[Any]) -> Any:
@@ -148,7 +148,7 @@ def test_every_step_is_compared_with_float64(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_the_block_of_a_model_with_yarn(dtype: str) -> None:
-    """It is the first one of the model, whose scores YaRN multiplies; 1.4² changes every row."""
+    """A block equals the model's first one; YaRN scales scores by 1.4², which affects every row."""
     scaling = RopeScaling("yarn", 4.0, original_context=8, attention_factor=1.4)
     config = LlamaConfig(1, 4, 32, 16, 11, n_kv_head=2, n_ff=24, scaling=scaling)
     weights = LlamaWeights.random(2, config)
@@ -170,7 +170,7 @@ def test_positions_by_default() -> None:
 
 
 def test_packed_order_is_that_of_the_matrices_out_by_in() -> None:
-    """γ1, Wq, Wk, Wv, Wo, γ2, Wgate, Wup, Wdown."""
+    """The order is γ1, Wq, Wk, Wv, Wo, γ2, Wgate, Wup, Wdown."""
     config, rng = SIZES["grouped"], np.random.default_rng(0)
     Q, KV, C, FF = 60, 20, 40, 36
     shapes = [(C,), (Q, C), (KV, C), (KV, C), (C, Q), (C,), (FF, C), (FF, C), (C, FF)]
@@ -250,7 +250,7 @@ def test_every_step_of_twelve(
     assert block.kernels == "skeleton"
     given: list[Any] = [POSITIONS[:5], None]
     if cuda.replaced():
-        monkeypatch.setattr(timing, "gpu_ms", lambda _: 1.0)  # which would run each step many times
+        monkeypatch.setattr(timing, "gpu_ms", lambda _: 1.0)  # avoids many runs
         given = [given[half_split]]
     x = random_input(3, (2, 5, 36))
     for positions in given:
@@ -263,7 +263,7 @@ def test_every_step_of_twelve(
 
 @one_order
 def test_positions_of_each_call(device: Any) -> None:
-    """Calls of one shape share their buffers, and from the second call on a graph."""
+    """Positions may change, although calls of a shape share buffers, and later a graph."""
     weights = LlamaBlockWeights.random(0, SIZES["cuda"])
     block = LlamaBlock(weights, device="cuda", causal=False)
     x, out = random_input(3, (6, 36)), np.empty((6, 36), np.float32)

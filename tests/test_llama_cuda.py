@@ -42,7 +42,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def cases(values: Sequence[str], emulated: Sequence[str]) -> list[Any]:
-    """A device and a value: the emulator runs some of them, which are programs to compile."""
+    """Return (device, value): all values on a GPU, some on the emulator, which compiles each."""
     on_gpu = [pytest.param("gpu", value, marks=GPU.marks) for value in values]
     return [*(("emulator", value) for value in emulated), *on_gpu]
 
@@ -57,7 +57,7 @@ def random_rows(*lengths: int, config: LlamaConfig = SMALL) -> list[NDArray[np.i
 
 
 def error(found: Any, expected: NDArray[Any]) -> float:
-    """The largest difference, relative to the largest value."""
+    """Return the largest difference, relative to the largest expected value."""
     return float(np.abs(found - expected).max() / np.abs(expected).max())
 
 
@@ -102,7 +102,7 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch(device: str, dtype: str) -
 
 
 def test_a_prompt_on_tensor_cores(device: str) -> None:
-    """Steps, logits of every kind, a continued prompt, and the same bits alone and in a batch."""
+    """Steps, all outputs of logits and a continued prompt are right, with equal bits in a batch."""
     weights, rows = LlamaWeights.random(2, CORES), random_rows(15, 1, config=CORES)
     model = Llama(weights, device=device, dtype="bfloat16")
     on_cpu = Llama(weights, device="cpu", dtype="bfloat16")
@@ -124,7 +124,7 @@ def test_a_prompt_on_tensor_cores(device: str) -> None:
 
 
 def test_slots_sampling_and_streams(device: str) -> None:
-    """Refilled slots, more rows than the products of few rows take, and a stop token."""
+    """Slots are refilled, rows exceed the products of few rows, and a stop token ends a row."""
     model, prompts = small(device), random_rows(3, 1, 22)
     tokens = 3 if cuda.replaced() else 4
     options: dict[str, Any] = {"max_new_tokens": tokens, "seed": 3, "stop_ids": [2, 10]}
@@ -150,7 +150,7 @@ def test_embeddings_attention_and_weights(device: str) -> None:
 
 
 def test_weights_that_do_not_fit(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No tensor is read before."""
+    """The error comes before any tensor is read."""
 
     def read(progress: Any) -> Any:
         yield from ()
@@ -168,7 +168,7 @@ def test_weights_that_do_not_fit(device: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_two_part_copies_that_do_not_fit(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They count as weights: free memory does not choose other kernels."""
+    """Copies count as weights: little free memory is an error, and never changes the kernels."""
     weights = LlamaWeights.random(0, LlamaConfig(n_layer=1, n_head=2, n_embd=128, n_ff=256,
                                                  n_ctx=64, vocab_size=101))  # fmt: skip
     engine: Any = Llama(weights, device=device).engine

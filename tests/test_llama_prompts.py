@@ -1,8 +1,8 @@
-"""Prompts of Llama models on tensor cores with float32 weights, two-part, and with FP8 weights.
+"""Prompts of Llama models on tensor cores, with float32 (two-part) and FP8 weights.
 
-With float32 the result is no further from float64 than that of the float32 kernels without tensor
-cores; on a GPU, whose tensor cores cut sums, at most twice as far. With FP8 the error is that of
-activations in float16.
+With float32 the error against float64 is at most the error of float32 kernels without tensor cores;
+on a GPU, whose tensor cores truncate sums, at most twice that error. With FP8 the error is due to
+float16 activations.
 """
 
 from __future__ import annotations
@@ -51,19 +51,19 @@ def without_tensor_cores(
 
 
 def large_gated_product(block: LlamaBlockWeights) -> LlamaBlockWeights:
-    """The block with gate and up 4,000 times as large."""
+    """Return the block with gate and up 4,000 times as large."""
     names = ("w_gate", "b_gate", "w_up", "b_up")
     return replace(block, **{name: getattr(block, name) * np.float32(4000) for name in names})
 
 
 def decoded(engine: Any, ids: Array) -> Array:
-    """Logits of each token, written one after another, (T, V)."""
+    """Decode tokens one by one; return the logits of each, (T, V)."""
     cache = engine.new_cache(1, len(ids))
     return np.stack([engine.forward([ids[n : n + 1]], "last", cache)[0] for n in range(len(ids))])
 
 
 def kernels(engine: Any, ids: Array) -> list[str]:
-    """The names of a prompt's launches, in order."""
+    """Return the names of a prompt's launches, in order."""
     with engine.running():
         return [launch.name for launch in engine._pass(ids, False).launches]
 
@@ -80,7 +80,7 @@ def rms(error: Array) -> float:
 def test_two_parts_are_as_near_to_float64(
     device: None, head: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sums over 264 channels; over very few, both differ from float64 by the last rounding."""
+    """Sums have 264 channels; with very few, only the last rounding would differ from float64."""
     weights = LlamaWeights.random(2, replace(TINY, n_embd=264, head_size=head))
     model: Any = Llama(weights, device="cuda")
     plain: Any = without_tensor_cores(weights, monkeypatch)
@@ -92,7 +92,7 @@ def test_two_parts_are_as_near_to_float64(
 
 
 def test_two_part_steps(device: None) -> None:
-    """Conversions are no steps of their own in traces and comparisons."""
+    """Conversions are not separate steps in traces and comparisons."""
     model: Any = Llama(LlamaWeights.random(2, TINY), device="cuda")
     ids = random_ids(15)
     names, steps = list(model.engine.trace(ids, False)), model.compare(ids)
@@ -128,7 +128,7 @@ def test_a_batch_and_a_continued_prompt(device: None, dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
 def test_row_norms_bound_every_product(device: None, dtype: str) -> None:
-    """The bound is reached, except for the margin, by the row of an RMSNorm along the weights."""
+    """An RMSNorm row parallel to the weights reaches the bound, except for its margin."""
     rng = np.random.default_rng(0)
     gamma, w = rng.normal(size=24).astype(np.float32), rng.normal(size=(16, 24)) ** 3
     matrix = WeightMatrix.quantize(cuda.cupy.asarray(w.astype(np.float32)), dtype, "NK")
@@ -145,7 +145,7 @@ def test_row_norms_bound_every_product(device: None, dtype: str) -> None:
 def test_a_gated_product_beyond_float16(
     device: None, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It runs on the kernels of other models, divided by a power of two; steps show it whole."""
+    """The usual kernels compute it divided by a power of two; traced steps show the full values."""
     plain = LlamaWeights.random(2, replace(TINY, n_layer=2, mlp_bias=True))
     blocks = (plain.blocks[0], large_gated_product(plain.blocks[1]))
     weights, ids = replace(plain, blocks=blocks), random_ids(15)

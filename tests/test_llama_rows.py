@@ -1,4 +1,4 @@
-"""The row operations of a whole Llama: RMSNorm of the stream, the gate, embedding without wpe."""
+"""Row operations of a Llama: RMSNorm of the residual stream, the gate, embedding without wpe."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NARROW = ("float32", "float16", "bfloat16")
 
 
 def normalized(x: Array, weight: Array, dtype: str = "float32") -> Array:
-    """The result of variant stream, from poisoned memory."""
+    """Run RMSNorm's variant `stream` with an output of NaN."""
     out = cupy.full(x.shape, np.nan, FLOATS[dtype])
     arrays = cupy.asarray(x), cupy.asarray(weight)
     result: Array = RMSNORM.bind(arrays, out, eps=EPS, variant="stream").run().get()
@@ -35,7 +35,7 @@ def normalized(x: Array, weight: Array, dtype: str = "float32") -> Array:
 @pytest.mark.parametrize("C", [1, 6, 36, 130, 1028, 4096, 8196])
 @every_device
 def test_the_stream_is_normalized(device: Any, C: int) -> None:
-    """Rows held in registers and rows read again, with loads of 1, 2 and 4 values."""
+    """Rows are held in registers or read again, with loads of 1, 2 and 4 values."""
     x, weight = plain.normal(0, 3, C), plain.normal(1, C)
     exact = reference.rmsnorm(x.astype(np.float64), weight.astype(np.float64), EPS)
     largest = np.abs(exact).max()
@@ -48,7 +48,7 @@ def test_the_stream_is_normalized(device: Any, C: int) -> None:
 @pytest.mark.parametrize("C", [1, 130, 1028, 8196])
 @every_device
 def test_a_norm_is_added_to_the_stream(device: Any, C: int) -> None:
-    """In place with the same bits; a row alone too, and beside rows that are not finite."""
+    """Results have the same bits in place, for a row alone, and next to rows with NaN."""
     x, weight, residual = plain.normal(0, 3, C), plain.normal(1, C), plain.normal(2, 3, C)
     x[1] = np.nan
     y, gamma, stream = (cupy.asarray(array) for array in (x, weight, residual))
@@ -77,7 +77,7 @@ def test_the_stream_is_an_operand(device: Any, C: int) -> None:
 
 @every_device
 def test_relu_squared_and_the_cap_of_logits(device: Any) -> None:
-    """Also in place, of more than a block; NaN and the logit of no token stay."""
+    """Both operations run in place too, on more than a block; NaN and logits of -inf stay."""
     ends = np.array([np.nan, -np.inf, np.inf, -0.0], np.float32)
     x = np.concatenate([30 * plain.normal(0, 700), ends])
     with np.errstate(invalid="ignore"):
@@ -128,7 +128,7 @@ def test_what_the_stream_refuses(device: Any) -> None:
 @pytest.mark.parametrize("dtype", NARROW)
 @one_order
 def test_the_gate(device: Any, dtype: str, gelu: bool) -> None:
-    """Also in place, at sizes and addresses without vectors, and where exp overflows."""
+    """silu_mul runs in place, at sizes and addresses without vector loads, and for large inputs."""
     unit = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}[dtype]
     for shape, offset in (((3, 40), 0), ((2, 7), 0), ((2, 8), 1)):
         gate, up = (plain.normal(seed, *shape).astype(FLOATS[dtype]) for seed in (0, 1))

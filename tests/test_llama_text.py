@@ -22,7 +22,7 @@ TEXT = "ab a\nb ab"
 
 
 WEIGHTS = LlamaWeights.random(1, CONFIG)
-WEIGHTS.wte[259:] *= 10  # logits prefer the tokens of letters
+WEIGHTS.wte[259:] *= 10  # makes tokens of letters likely
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_a_text_begins_with_its_token_and_pieces_are_the_text(llama: Llama) -> N
     assert llama.generate(ids, max_new_tokens=20, seed=1) == found
     assert "".join(llama.stream(TEXT, max_new_tokens=20, seed=1)) == found.text
     assert set(found.text) & set(" ab")
-    assert llama.generate("", max_new_tokens=5, seed=1).tokens  # begins with <s>
+    assert llama.generate("", max_new_tokens=5, seed=1).tokens  # the prompt is <s>
 
 
 def test_every_token_of_a_text_is_scored(llama: Llama) -> None:

@@ -1,4 +1,4 @@
-"""Log-likelihoods of tokens: on NumPy, on the CPU and on the GPU."""
+"""Log-likelihoods of tokens: with NumPy, on the emulator and on a GPU."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def case(N: int, V: int) -> tuple[Array, Array]:
 
 
 def sequential(x: Array, targets: Array) -> Array:
-    """The plain float32 evaluation: one sum after the other."""
+    """Compute log-likelihoods in float32 with sequential sums."""
     shifted = x - x.max(axis=-1, keepdims=True)
     total = plain.running_sum(np.exp(shifted))
     chosen = np.take_along_axis(shifted, targets[..., None], axis=-1)
@@ -39,9 +39,9 @@ def assert_right(got: Array, x: Array, targets: Array) -> None:
 
 
 def evaluate(where: str, x: Array, targets: Array, threads: int = 64) -> Array:
-    """On NumPy, on the CPU in a thread order, or on the GPU, twice, with the same bits.
+    """Run with NumPy, on the emulator, or on a GPU, twice with the same bits.
 
-    threads: of a block on the CPU.
+    threads: threads per block on the emulator.
     """
     if where == "numpy":
         return np.asarray(reference.log_likelihood(x, targets))
@@ -78,7 +78,7 @@ def test_with_the_threads_it_ships_with(where: str) -> None:
 
 @on_every_backend
 def test_large_logits_and_minus_infinity(where: str) -> None:
-    """exp of anything but x - max would overflow; -inf weighs nothing, wherever it stands."""
+    """Only exp(x - max) does not overflow; logits of -inf have probability 0."""
     x, targets = case(4, 700)
     x *= 1000
     x[1, :690] = -np.inf
@@ -105,7 +105,7 @@ def test_rows_and_targets_that_have_none(where: str) -> None:
 @on_every_device
 @pytest.mark.parametrize("V", [33, 1001])
 def test_a_row_has_the_same_bits_alone(where: str, V: int) -> None:
-    """Also where it starts elsewhere in memory: the rows are of odd length."""
+    """A row has the same bits at another alignment: rows have an odd length."""
     x, targets = case(5, V)
     together = evaluate(where, x, targets)
     alone = [evaluate(where, x[i : i + 1], targets[i : i + 1])[0] for i in range(5)]

@@ -1,4 +1,4 @@
-"""When the tokenizer is looked up: for text, once; for token ids not before their text is read."""
+"""Look-ups of the tokenizer: once for text, and for token ids only when their text is read."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ IDS = [1, 2, 3]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A model without a tokenizer, for which GPT-2's BPE would be downloaded."""
+    """Save a model without a tokenizer, for which GPT-2's BPE would be downloaded."""
     return save_pretrained(tmp_path / "model", GPT2Weights.random(1, CONFIG))
 
 
@@ -40,7 +40,7 @@ def model(folder: Path) -> GPT2:
 
 @pytest.fixture
 def never(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No tokenizer is loaded, from whatever place."""
+    """Fail the test if a tokenizer is loaded from anywhere."""
 
     def load(*arguments: Any) -> Any:
         pytest.fail(f"a look-up: {arguments}")
@@ -51,7 +51,7 @@ def never(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def failing(monkeypatch: pytest.MonkeyPatch) -> Mock:
-    """The look-ups, each of which fails."""
+    """Let each look-up fail; return the mock that records them."""
     found = Mock(side_effect=ConnectionError("no network"))
     monkeypatch.setattr("tiktoken.get_encoding", found)
     return found
@@ -59,7 +59,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Mock:
 
 @pytest.fixture
 def reachable(monkeypatch: pytest.MonkeyPatch) -> Mock:
-    """The look-ups, each of which finds a tokenizer of bytes."""
+    """Let each look-up find a byte tokenizer; return the mock that records them."""
     found = Mock(side_effect=lambda _: byte_encoding(end=False))
     monkeypatch.setattr("tiktoken.get_encoding", found)
     return found
@@ -91,7 +91,7 @@ def test_nothing_is_looked_up_for_ids(model: GPT2, use: str) -> None:
 
 @pytest.mark.usefixtures("never")
 def test_ids_in_a_folder_with_a_tokenizer(folder: Path) -> None:
-    """Nothing is loaded for numbers alone."""
+    """No tokenizer is loaded for results without text."""
     small_pair(folder)
     model = GPT2.from_pretrained(folder, device="cpu")
     for use in ("score", "scores", "per token", "embed", "attention", "logit_lens"):
@@ -192,7 +192,7 @@ def test_text_records_without_a_tokenizer(folder: Path, failing: Mock) -> None:
 
 
 def test_the_end_token_next_to_the_weights_also_ends_ids(folder: Path) -> None:
-    """The same ids have the same continuation, whether they came from a text or not."""
+    """Equal ids have equal continuations, whether they came from a text or not."""
     small_pair(folder, **{"</s>": 259})
     (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     model = GPT2.from_pretrained(folder, device="cpu")

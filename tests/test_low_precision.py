@@ -1,7 +1,7 @@
 """Arithmetic of float16 and bfloat16 on the emulator: every result is the nearest number.
 
-Compared with NumPy, ml_dtypes and exact fractions, over all numbers or over random pairs of them,
-which are subnormal, infinite and NaN as often as any other.
+Results are compared with NumPy, ml_dtypes and exact fractions, for all numbers or for random pairs
+of bit patterns, which include subnormal numbers, infinities and NaN.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ EXPRESSIONS = (*UNARY, *BINARY, *COMPARED, FMA)
 class Format(NamedTuple):
     dtype: Any
     cuda: str
-    above: float  # what follows the largest finite number, if the exponents went on
+    above: float  # the next number after the largest finite one, with an unlimited exponent
     from_float: str
     to_float: str
 
@@ -112,12 +112,16 @@ def convert(form: Format, mode: int, x: NDArray[np.float32]) -> Bits:
 def pairs(count: int = 50_000) -> tuple[Bits, Bits]:
     rng = np.random.default_rng(0)
     a, b = (rng.integers(0, 1 << 16, count).astype(np.uint16) for _ in range(2))
-    b[: count // 4] = (a[: count // 4] ^ 0x8000) + rng.integers(-999, 999, count // 4)  # cancel
+    # A quarter of the sums nearly cancel.
+    b[: count // 4] = (a[: count // 4] ^ 0x8000) + rng.integers(-999, 999, count // 4)
     return a, b
 
 
 def assert_nearest(form: Format, found: Bits, exact: NDArray[np.float64]) -> None:
-    """No neighbor is nearer, or as near and even. exact: float64, precise enough to decide it."""
+    """Assert that no neighbor is nearer, or as near and even.
+
+    exact: the results in float64, which is precise enough to decide this.
+    """
     nan = np.isnan(exact)
     assert (found[nan] == 0x7FFF).all()
     found, exact = found[~nan], exact[~nan]
@@ -168,7 +172,7 @@ def test_comparisons(form: Format) -> None:
 
 @formats
 def test_zeros_and_nan(form: Format) -> None:
-    """Of +0 and -0, the larger one is +0."""
+    """max and min treat +0 as larger than -0."""
     a, b = np.array([[0, 0x8000, 0x7FFF, 0xFFFF], [0x8000, 0, 0x3C00, 0x7FFF]], np.uint16)
     assert apply(form, "__hmax(a, b)", a, b).tolist() == [0, 0, 0x3C00, 0x7FFF]
     assert apply(form, "__hmin(a, b)", a, b).tolist() == [0x8000, 0x8000, 0x3C00, 0x7FFF]
@@ -177,7 +181,7 @@ def test_zeros_and_nan(form: Format) -> None:
 @formats
 @np.errstate(all="ignore")
 def test_a_fused_multiply_add_rounds_once(form: Format) -> None:
-    """With sums that are nearly halfway between two numbers: a product that is, and a small c."""
+    """Sums are nearly halfway between two numbers: a product halfway between, and a small c."""
     rng = np.random.default_rng(1)
     values = form.values(ALL)
     a, b, c = (rng.integers(0, 1 << 16, 6000).astype(np.uint16) for _ in range(3))
@@ -215,7 +219,7 @@ def test_conversions_of_float(form: Format) -> None:
     ])  # fmt: skip
     x = np.concatenate([x, np.float32(halfway)])
     nearest = x.astype(form.dtype).astype(np.float64)
-    for mode in (0, 4, 5):  # of float, twice, and of double
+    for mode in (0, 4, 5):  # from float in two ways, and from double
         np.testing.assert_array_equal(form.values(convert(form, mode, x)), nearest)
     number = ~np.isnan(x)
     v = x[number].astype(np.float64)

@@ -1,6 +1,6 @@
-"""Matrix product with bias: arrays that lie apart, and wrong input.
+"""Matrix product with bias: strided arrays, and wrong input.
 
-What every kernel of it must do is in test_product_laws.py.
+test_product_laws.py has the requirements of every kernel of it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ device = devices.device
 @pytest.mark.parametrize("variant", [variant.name for variant in MATMUL.OPERATION.variants])
 @pytest.mark.gpu
 def test_the_op(variant: str) -> None:
-    """Of a batch, and of rows whose elements lie apart."""
+    """The function takes a batch, and rows with strided elements."""
     kernel, case = KERNELS[f"matmul-{variant}"], Case(42, 48, 52)
     given = kernel.made(case)
     a, w, bias = (kernel.uploaded(cupy, name, given[name]) for name in ("x", "w", "bias"))
@@ -36,7 +36,7 @@ def test_the_op(variant: str) -> None:
 
 @one_order
 def test_bad_input(device: Any) -> None:
-    """What the contract alone does not say."""
+    """Errors beyond those that follow from the contract."""
     tall, w = cupy.zeros((1_048_561, 1), "float32"), cupy.zeros((1, 4), "float32")
     with pytest.raises(InputError, match=r"1,048,561 rows .* takes at most 1,048,560"):
         ops.matmul_bias(tall, w, variant="tiled")

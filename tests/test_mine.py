@@ -237,7 +237,7 @@ def test_every_operation_is_known() -> None:
 
 
 def test_the_fields_of_an_object_are_numbers(tmp_path: Path) -> None:
-    """A seed of more than 32 bits needs a wide type, and messages name the changed fields."""
+    """A seed of more than 32 bits needs a 64-bit type; labels name fields that are not default."""
     operation = find("sample_token")
     kernel = matched(read(HERE / "sample_token.cu"), operation, ("float32", "KN"))
     assert cases(kernel)[1].label == "B=3, V=33 (temperature 1.5, top_k 5, seed 2)"
@@ -247,7 +247,7 @@ def test_the_fields_of_an_object_are_numbers(tmp_path: Path) -> None:
 
 
 def test_a_sampled_token_does_not_depend_on_rounding() -> None:
-    """u is not near a border of the token's interval, so that a sum of floats gives the token."""
+    """u is far from the bounds of the token's interval, so float32 sums give the same token."""
     kernel = matched(read(HERE / "sample_token.cu"), find("sample_token"), ("float32", "KN"))
     for case in cases(kernel):
         sampling, (logits,) = case.attrs["sampling"], case.inputs
@@ -260,7 +260,7 @@ def test_a_sampled_token_does_not_depend_on_rounding() -> None:
 
 
 def test_first_rungs_name_arguments_that_are_known() -> None:
-    """The prototype of a ladder's first kernel can be copied, except for scratch arrays."""
+    """Users can copy the prototype of an operation's first kernel, except for scratch arrays."""
     for name in ("layernorm", "trimat", "encoder", "softmax", "matmul_bias", "add", "gelu"):
         operation = find(name)
         first = operation.variants[0]
@@ -302,7 +302,7 @@ def test_a_template_is_right(name: str) -> None:
 
 @on_emulator
 def test_every_size_runs_in_every_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also the large ones, of which other tests leave out some runs; special inputs run once."""
+    """Large sizes run in every way too (other tests omit runs of them); special inputs run once."""
     ran: dict[str, list[on_cpu.EmulatedRun]] = {}
 
     def run(_: Any, case: Case, each: on_cpu.EmulatedRun, limit_s: float) -> on_cpu.Ran:
@@ -329,7 +329,7 @@ def problem(kernel: Kernel, limit_s: float = 10.0) -> Finding:
 
 
 def assert_right(kernel: Kernel) -> None:
-    """At an operation's small sizes."""
+    """Assert that a kernel is judged right at its operation's small sizes."""
     small = [case for case in cases(kernel) if not case.hint]
     found = list(on_cpu.check_kernel(kernel, small))
     assert found
@@ -337,7 +337,7 @@ def assert_right(kernel: Kernel) -> None:
 
 
 def one_of(folder: Path, bodies: Sequence[str], index: int) -> tuple[Kernel, int]:
-    """A kernel of a file of all the bodies, which is one program, and the line before it."""
+    """Return kernel `index` of a file with all bodies (one program), and its line offset."""
     texts = [ADD.replace("my_add", f"my_add{i}").replace("BODY", b) for i, b in enumerate(bodies)]
     source = read(written(folder, "".join(texts)), f"my_add{index}")
     kernel = matched(source, find("add"), ("float32", "KN"))
@@ -346,7 +346,7 @@ def one_of(folder: Path, bodies: Sequence[str], index: int) -> tuple[Kernel, int
 
 @pytest.fixture
 def lazily(monkeypatch: pytest.MonkeyPatch) -> None:
-    """g++ alone compiles, and the program that finds races when it is needed."""
+    """Compile only with g++, and only when a program is needed."""
     monkeypatch.setattr(on_cpu, "_compile_ahead", lambda kernel, case: None)
     monkeypatch.setattr(kernels, "compile_for", no_nvrtc)
 
@@ -412,7 +412,7 @@ def test_what_does_not_compile_is_said_with_its_line(
     tmp_path: Path, body: str, said: str, lines: tuple[int, ...]
 ) -> None:
     found = problem(add(tmp_path, body))
-    assert said in found.text.replace("‘", "'").replace("’", "'")  # g++ quotes as the locale says
+    assert said in found.text.replace("‘", "'").replace("’", "'")  # quotes depend on the locale
     assert found.lines == lines
 
 
@@ -488,7 +488,7 @@ def test_an_error_in_a_header_or_template_has_the_line(
 
 @on_emulator
 def test_dynamic_shared_memory(tmp_path: Path) -> None:
-    """Each thread passes its sum through shared memory, of which there may be too little."""
+    """Each thread passes its sum through shared memory, which may be too small."""
     body = (
         "extern __shared__ float s[];\n    s[threadIdx.x] = i < n ? a[i] + b[i] : 0;\n"
         "    __syncthreads();\n    if (i < n) y[i] = s[threadIdx.x];"
@@ -498,7 +498,7 @@ def test_dynamic_shared_memory(tmp_path: Path) -> None:
     assert (found.text, found.lines) == ("writes 4 bytes outside the dynamic shared memory", (5,))
 
 
-EARLY = [  # a's pointer, what comes before the wait, the report
+EARLY = [  # type of a's pointer, code before the wait, the report
     ("const float* __restrict__", "const float first = a[0];", ""),
     ("const float*", "const float first = a[0];", "reads before wait_for_previous(): byte 0 of a,"),
     ("const float*", "y[0] = 1.0f;", "writes before wait_for_previous(): byte 0 of y,"),
@@ -651,7 +651,7 @@ def test_further_outputs_are_compared(tmp_path: Path) -> None:
             assert "elements of rstd are wrong" in last.text
 
 
-# What a GPU does, on the emulator
+# The child process for GPUs, on the emulator
 
 
 @pytest.fixture
@@ -668,7 +668,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def served(kernel: Kernel, variants: tuple[str, ...] = ()) -> list[Any]:
-    """What the child sends, without stages."""
+    """Return the messages that the child process sends, without stages."""
     sent: list[Any] = []
     stored = measure.check_storage(kernel.operation)
     sizes, _ = kernel.operation.cases[1]
@@ -765,7 +765,7 @@ def test_other_errors_are_not() -> None:
 
 
 class CUDARuntimeError(RuntimeError):
-    """Named as CuPy's."""
+    """An error with the name of CuPy's class."""
 
 
 # NVRTC and listings

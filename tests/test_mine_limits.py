@@ -104,7 +104,7 @@ def test_a_seed_is_0_or_more() -> None:
         check_kernel("add", add(), seed=-1)
 
 
-# Kernels that are right only at the sizes of a table, or in a first launch
+# Kernels that are right only at the documented sizes, or in a first launch
 
 ONLY_SOME: dict[str, tuple[str, str]] = {
     "a capped grid": ("if (i < n && blockIdx.x < 8192) y[i] = a[i] + b[i];", "N=8192, C=768"),
@@ -156,7 +156,7 @@ def test_a_slow_kernel_is_not_judged_if_the_template_is_slow(
     small.write_text(add("for (volatile int k = 0; k < 100000000; ++k) {}\n    " + RIGHT))
     operation = find("add")
     kernel = matched(read(small), operation, ("float32", "KN"))
-    monkeypatch.setattr(on_cpu, "path_of", lambda operation: small)  # the template is as slow
+    monkeypatch.setattr(on_cpu, "path_of", lambda operation: small)  # the template is slow too
     with pytest.raises(NotJudged, match=r"a launch still runs after 0.2 s of CPU time at N=1, C=5"):
         list(on_cpu.check_kernel(kernel, cases(kernel, "KN"), 0.2))
 

@@ -1,4 +1,4 @@
-"""Whole GPT-2: caches, batches, dtypes, on NumPy and on the GPU."""
+"""GPT-2 models: caches, batches and dtypes, with NumPy and on the GPU."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def random_ids(config: GPT2Config, *shape: int, seed: int = 0) -> Array:
 
 
 def truth(w: GPT2Weights, ids: Array) -> Array:
-    """Logits in float64, nothing but the reference's ten-step blocks: (T,) → (T, V)."""
+    """Compute logits in float64 from the reference's ten-step blocks alone: (T,) → (T, V)."""
     x: Array = reference.encoder(ids, w.wte, w.wpe).astype(np.float64)
     for block in w.blocks:
         x = reference.block_forward(x, block, causal=True)
@@ -60,7 +60,7 @@ def truth(w: GPT2Weights, ids: Array) -> Array:
 
 
 def float32_error(w: GPT2Weights, ids: Array) -> float:
-    """What the same in float32 NumPy errs, and the rounding term of the tests of kernels."""
+    """Return the error of `truth` in float32 NumPy, plus the rounding term of kernel tests."""
     exact = truth(w, ids)
     x = reference.encoder(ids, w.wte, w.wpe)
     for block in w.blocks:
@@ -152,7 +152,7 @@ def test_a_ragged_batch_goes_on_in_chunks_of_any_length(device: str) -> None:
     [("cpu", "float32"), *(pytest.param("cuda", d, marks=pytest.mark.gpu) for d in DTYPES)],
 )
 def test_a_row_is_the_same_alone_and_in_any_batch(device: str, dtype: str) -> None:
-    """On the GPU the same bits, after prefill and in decode; with NumPy what BLAS does differs."""
+    """On the GPU prefill and decoding give equal bits; with NumPy, BLAS rounds differently."""
     m = model(SMALL, device, dtype)
     rows = [random_ids(SMALL, 1 + 13 * b, seed=b) for b in range(17)]
     steps = random_ids(SMALL, 17, 3, seed=5)
@@ -182,7 +182,7 @@ def test_a_row_is_the_same_alone_and_in_any_batch(device: str, dtype: str) -> No
 @everywhere
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_dtype_is_the_model_with_its_weights_rounded(device: str, dtype: str) -> None:
-    """The kv_cache is rounded, too: a relative error of that dtype's, where it is not float32."""
+    """The kv_cache is rounded too: if not float32, its relative error is permitted."""
     w, ids = weights(SMALL), random_ids(SMALL, 40)
 
     def rounded(matrix: Array, layout: str = "KN") -> Array:
@@ -201,12 +201,12 @@ def test_a_dtype_is_the_model_with_its_weights_rounded(device: str, dtype: str) 
     limit = max(2 * float32_error(same, ids), kept * np.abs(expected).max())
     assert np.abs(model(SMALL, device, dtype)(ids) - expected).max() <= limit
     if dtype in FP8:
-        assert np.abs(truth(w, ids) - expected).max() > 2 * limit  # it does show
+        assert np.abs(truth(w, ids) - expected).max() > 2 * limit  # rounding has a visible effect
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_numpy_converts_weights_once(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stored and multiplied as float32: no step converts, and the memory is that of float32."""
+    """NumPy stores and multiplies them as float32, so no step converts weights."""
     m = GPT2(weights(TINY), "cpu", dtype)
     kv_cache = m.new_cache(2, 5)
     assert m.nbytes == model(TINY, "cpu").nbytes
@@ -219,7 +219,7 @@ def test_numpy_converts_weights_once(dtype: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(WeightMatrix, "quantize", refused)
     m.generate([1, 2, 3], max_new_tokens=3)
     m(random_ids(TINY, 5), last=True)
-    for _, array, layout in m.tensors():  # what a saved model has, and so its dtype
+    for _, array, layout in m.tensors():  # tensors of a saved model, which has the model's dtype
         kept = "float32" if layout is None or dtype in FP8 else dtype
         assert array.dtype.name == kept
 
@@ -305,7 +305,7 @@ def test_a_full_row_starts_again_with_its_newer_half(device: str) -> None:
 
 @everywhere
 def test_prompts_as_long_as_the_context(device: str) -> None:
-    """Rows that are full from the start, that fill together, and that go on; all as if alone."""
+    """Rows start full, fill together or continue longer; each is equal to the row alone."""
     m = model(TINY, device)
     full = TINY.n_ctx
     prompts = [random_ids(TINY, n, seed=n) for n in (full, full + 3, full - 1, 1, full, 5)]
@@ -320,7 +320,7 @@ def test_prompts_as_long_as_the_context(device: str) -> None:
 
 @everywhere
 def test_a_ragged_batch_at_every_position(device: str) -> None:
-    """A token for each row at a time, until each is full, behind prompts of other lengths."""
+    """After prompts of different lengths, each row gets one token at a time until it is full."""
     m, rows = model(TINY, device), [random_ids(TINY, TINY.n_ctx, seed=b) for b in range(3)]
     limit = 2 * max(float32_error(weights(TINY), row) for row in rows)
     full = [m(row) for row in rows]
@@ -419,7 +419,7 @@ def test_every_keyword_of_generate_is_documented() -> None:
 
 
 def test_the_keywords_reach_the_run() -> None:
-    """Each keyword of `generate` changes the result, and `stream` gives the same one."""
+    """Each keyword of `generate` changes the result, and `stream` gives that result too."""
     m = model(TINY, "cpu")
     options: dict[str, Any] = {"temperature": 1.5, "seed": 3}
     plain = m.generate([1, 2], max_new_tokens=9, **options)
@@ -434,14 +434,14 @@ def test_the_keywords_reach_the_run() -> None:
         changed: dict[str, Any] = {"max_new_tokens": 9} | options | change
         assert m.generate([1, 2], **changed) != plain, change
         with pytest.raises(StopIteration) as end:
-            next(m.stream([1, 2], **changed))  # ids alone: no text
+            next(m.stream([1, 2], **changed))  # a model without a tokenizer streams no text
         assert end.value.value == m.generate([1, 2], **changed)
     assert len(m.generate([1, 2], samples=2, rows_at_once=1, max_new_tokens=1)) == 2
     assert len(m.generate([1] * 30, overflow="truncate", max_new_tokens=1).tokens) == 1
 
 
 def changed(name: str, value: float) -> GPT2Weights:
-    """TINY's weights, one number of the tensor of this name another."""
+    """Return TINY's weights with the last value of the named tensor replaced."""
     w = weights(TINY)
     block, _, kind = name.removeprefix("h.").rpartition(".")
     tensor = np.array(getattr(w.blocks[int(block)] if block else w, kind))
@@ -500,7 +500,7 @@ def test_weights_whose_squares_may_overflow_are_refused(
 
 @pytest.mark.parametrize("name", ["wte", "wpe", "h.0.b_proj", "h.1.w_proj", "h.1.gamma2"])
 def test_below_the_limit_no_layernorm_is_wrong(name: str) -> None:
-    """The largest power of two that is accepted: float32 logits are near float64's."""
+    """With the largest accepted power of two, float32 logits are near float64 logits."""
     ids = np.full(3, TINY.vocab_size - 1, np.int32)  # the token whose embedding is changed
     for exponent in range(127, 0, -1):
         w = changed(name, 2.0**exponent)
@@ -509,8 +509,8 @@ def test_below_the_limit_no_layernorm_is_wrong(name: str) -> None:
         except InputError:
             continue
         expected = truth(w, ids)
-        # In float32 the other numbers of such a row vanish, and what is left is rounded.
-        with np.errstate(over="ignore"):  # of x³ in GELU, whose tanh is 1 there
+        # In float32, all other numbers of such a row are lost to rounding.
+        with np.errstate(over="ignore"):  # x³ in GELU overflows, but tanh is 1 there
             got = m(ids)
         assert np.abs(got - expected).max() <= 1e-3 * np.abs(expected).max()
         assert exponent > 20
@@ -519,7 +519,7 @@ def test_below_the_limit_no_layernorm_is_wrong(name: str) -> None:
 
 
 def test_an_overflow_in_layernorm_was_silent() -> None:
-    """What the limit is for: finite logits, wrong by all they are."""
+    """Without the limit, logits would be finite and completely wrong."""
     w = changed("wte", 1e38)
     ids = np.array([TINY.vocab_size - 1, 1], np.int32)
     with np.errstate(over="ignore"):

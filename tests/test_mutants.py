@@ -1,4 +1,4 @@
-"""tools/mutants.py: which changes of a module it tries."""
+"""tools/mutants.py: the changes of a module that it tries."""
 
 from __future__ import annotations
 

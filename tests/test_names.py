@@ -1,4 +1,4 @@
-"""Names that users of other libraries try, and what the package shows of itself."""
+"""Names that users of other libraries try, and the names that `dir` lists."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OPERATIONS = {
 
 @pytest.mark.parametrize("of", OBJECTS)
 def test_a_guessed_name_says_what_to_write(of: str) -> None:
-    """And the suggested attributes of a model exist."""
+    """The suggested attributes of a model exist."""
     for name, instead in {**INSTEAD[of], **({} if of else OPERATIONS)}.items():
         expected = f"has no attribute {name!r}: use {re.escape(instead)}$"
         with pytest.raises(AttributeError, match=expected):

@@ -1,6 +1,6 @@
-"""What every kernel of LayerNorm, RMSNorm and softmax must do.
+"""Requirements of every kernel of LayerNorm, RMSNorm and softmax.
 
-The kernels are those of tests/norms.py, on NumPy, on the emulator and on a GPU.
+Tests run the kernels of tests/norms.py with NumPy, on the emulator and on a GPU.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ Array = NDArray[Any]
 device = devices.device
 
 
-# --- the NumPy meaning, and bytes that move -------------------------------------------------------
+# --- the NumPy reference, and bytes moved ---------------------------------------------------------
 
 
 def test_the_reference_against_a_loop() -> None:
-    """That of layernorm, and gelu, is tested in test_reference.py."""
+    """test_reference.py tests the references of layernorm and gelu."""
     x, gamma = plain.normal(0, 2, 3, 7).astype(float), plain.normal(1, 7).astype(float)
     beta = gamma[::-1]
     mean, rstd = reference.layernorm_stats(x, 1e-3)
@@ -83,7 +83,7 @@ def test_traffic(operation: Operation, sizes: dict[str, int], moved_bytes: int) 
     assert operation.workload.traffic(sizes) == moved_bytes
 
 
-# --- what every kernel must do --------------------------------------------------------------------
+# --- requirements of every kernel -----------------------------------------------------------------
 
 
 def one(kernel: Kernel) -> Sequence[Shape]:
@@ -91,7 +91,7 @@ def one(kernel: Kernel) -> Sequence[Shape]:
 
 
 def row_counts(where: str, C: int) -> Sequence[int]:
-    """Blocks of several rows, full and not. The mean of a single row may be exact by chance."""
+    """Return numbers of rows, which fill blocks or not. One row's mean may be exact by chance."""
     if where == "gpu":
         return (3, 9, 40)
     return (3, 33) if where == "shuffled" and C < 300 else (5,) if C < 8000 else (3,)
@@ -120,7 +120,7 @@ def test_a_row_has_the_same_bits_alone_and_among_others(
 def test_what_is_not_finite_stays_in_its_row_and_channel(
     where: str, kernel: Kernel, shape: Shape
 ) -> None:
-    """With an eps that counts."""
+    """eps is large enough to affect results."""
     x, *vectors = kernel.inputs(5, shape.C)
     attrs: Any = {"eps": 0.5} if kernel.attrs else {}
     clean = kernel(where, [x, *vectors], shape, **attrs)
@@ -152,7 +152,7 @@ def test_numbers_of_any_size(where: str, kernel: Kernel, shape: Shape) -> None:
 
 @every_kernel("layernorm", "gelu", only=lambda kernel: kernel.float32)
 def test_a_large_mean(where: str, kernel: Kernel, shape: Shape) -> None:
-    """E[x²] - E[x]² has lost its digits where the variance around the mean has not."""
+    """E[x²] - E[x]² loses all digits, but the variance around the mean does not."""
     x, *vectors = kernel.inputs(16, shape.C)
     offset, spread = (1e4, 1) if kernel.operation is LAYERNORM_GELU else (1000, 0.1)
     x = (offset + spread * x).astype(np.float32)
@@ -166,7 +166,7 @@ def test_a_large_mean(where: str, kernel: Kernel, shape: Shape) -> None:
 
 @every_kernel("layernorm", "gelu", shapes_of=one, only=lambda kernel: kernel.float32)
 def test_constant_rows(where: str, kernel: Kernel, shape: Shape) -> None:
-    """Rounding makes some of these variances negative in one pass; none may become NaN."""
+    """In one-pass kernels rounding makes some variances negative; no result may be NaN."""
     constants = np.array([0, 12345.678, *(1e4 + 0.37 * np.arange(20))], np.float32)
     vectors = kernel.inputs(1, shape.C)[1:]
     result, *statistics = kernel(where, [constants[:, None].repeat(shape.C, 1), *vectors], shape)
@@ -196,7 +196,7 @@ def test_in_place(where: str, kernel: Kernel, shape: Shape) -> None:
 
 @every_kernel(numpy=False, shapes_of=one, only=lambda kernel: kernel.variant != DECODE)
 def test_arrays_that_start_anywhere(where: str, kernel: Kernel, shape: Shape) -> None:
-    """All of them, and each one alone, which leaves narrower loads."""
+    """All arrays, or one alone, are unaligned, which requires narrower loads."""
     arrays = kernel.inputs(5, 768 if where == "gpu" else shape.C)
     hosts = [*arrays, np.full(arrays[0].shape, np.nan, DTYPES[kernel.out])]
     with running_on(where, H200):
@@ -210,7 +210,7 @@ def test_arrays_that_start_anywhere(where: str, kernel: Kernel, shape: Shape) ->
 
 @every_kernel(numpy=False, shapes_of=one, only=lambda k: k.out == k.dtype != "bfloat16")
 def test_the_public_function(where: str, kernel: Kernel, shape: Shape) -> None:
-    """Views of any strides, and a new array each time."""
+    """The function takes views with any strides, and returns a new array each time."""
     host, *vectors = kernel.inputs(4, 6, shape.C)
     function, options = getattr(ops, kernel.operation.name), kernel.options
     with running_on(where, H200):
@@ -226,7 +226,7 @@ def test_the_public_function(where: str, kernel: Kernel, shape: Shape) -> None:
 
 @one_order
 def test_what_is_refused(device: Any) -> None:
-    """What the contracts alone do not say."""
+    """Errors beyond those that follow from the contracts."""
     x, gamma, beta = (cupy.zeros(shape, "float32") for shape in ((4, 4096), 4096, 4096))
     half, short = x.astype("bfloat16"), cupy.zeros((3, 48), "float32")
     longer = cupy.zeros((1, LONGEST_IN_REGISTERS + 4), "float32")
@@ -279,7 +279,7 @@ def test_what_is_refused(device: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "C", "barriers", "header"),  # header: where the barriers stand
+    ("name", "C", "barriers", "header"),  # header: the file with the barriers
     [
         ("layernorm-5", 300, 2, ""),
         ("layernorm-6-float32", 772, 1, "lib/rows.cuh"),
@@ -308,7 +308,7 @@ def test_widths(kernel: Kernel, C: int) -> None:
             kernel.assert_right(kernel("gpu", arrays, Shape(C, apart=apart)), *arrays)
 
 
-LENGTHS: dict[Operation, tuple[int, Sequence[int]]] = {  # and the number of rows
+LENGTHS: dict[Operation, tuple[int, Sequence[int]]] = {  # number of rows, lengths
     LAYERNORM: (1030, [768]),
     RMSNORM: (37, [1000]),
     LAYERNORM_GELU: (77, [768, 1021, 1024, 5120, 16384]),
@@ -327,7 +327,7 @@ def test_every_block_size(name: str) -> None:
             kernel.assert_right(kernel("gpu", arrays, Shape(C, block=block)), *arrays)
 
 
-# Kernel, rows, C and the values from a row to the next one.
+# Kernel, rows, C, and distance between rows in values.
 MANY = [
     *((f"layernorm-{n}", 2_800_000, 768, 768) for n in (*"12345", "6-float32")),
     *((f"layernorm-narrow-{x}-{out}", 65537, 768, 768) for x, out in PAIRS if out != "float32"),
@@ -338,10 +338,10 @@ MANY = [
 @pytest.mark.gpu
 @pytest.mark.parametrize(("name", "rows", "C", "stride"), MANY)
 def test_many_rows(name: str, rows: int, C: int, stride: int) -> None:
-    """More than 2³¹ elements, or blocks: equal rows must give equal results to the last one."""
+    """There are over 2³¹ elements, or many blocks; equal rows must give equal results."""
     kernel = KERNELS[name]
     row, *vectors = kernel.inputs(1, C)
-    with large_memory(rows * ((stride + C) * row.itemsize + C)):  # x, out, and what == gives
+    with large_memory(rows * ((stride + C) * row.itemsize + C)):  # x, out, and the result of ==
         x = cupy.empty((rows, stride), kernel.dtype)[:, :C]
         bits = f"uint{8 * row.itemsize}"
         x.view(bits)[:] = cupy.asarray(row.view(bits))

@@ -1,4 +1,4 @@
-"""How many threads share a row of a norm, and what NVRTC makes of the kernels for it."""
+"""The number of threads per row of a norm, and the compilation of the kernels by NVRTC."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ ROWS, NARROW, RMS = "norms/layernorm_rows.cu", "norms/layernorm_narrow.cu", "nor
 
 
 class Shared(NamedTuple):
-    """How rows are shared out. each: rows of a thread, one after the other; grid: blocks."""
+    """The division of rows. each: rows per thread, one after the other. grid: number of blocks."""
 
-    width: int  # values a load
-    threads: int  # of a row
-    held: int  # loads of a thread; 0: rows too long for registers are read again
-    rows: int  # of a block at the same time
+    width: int  # values per load
+    threads: int  # threads per row
+    held: int  # loads per thread; 0: rows too long for registers are read again
+    rows: int  # rows per block at the same time
     each: int
     grid: int
-    block: int  # its threads
+    block: int  # threads per block
 
 
 def of_six(itemsize: int, rows: int, C: int, width: int, sms: int) -> Shared:
-    """Of layernorm 6, with blocks of 128 threads where a row has fewer."""
+    """Return the division of layernorm 6; blocks have at least 128 threads."""
     width, threads, held = row_shape(C, itemsize, itemsize * width)
     together = max(1, 128 // threads)
     return Shared(width, threads, held, together, 1, -(-rows // together), threads * together)
 
 
 def of_share(rows: int, C: int, width: int, sms: int) -> Shared:
-    """Of LayerNorm with GELU, and of softmax."""
+    """Return the division of LayerNorm with GELU, and of softmax."""
     shape = share(rows, C, width, sms)
     assert (shape.threads - 1) * shape.held * width < C + 32 * VALUES  # no warp is idle
     return Shared(width, shape.threads, shape.held, shape.rows, 1, shape.grid, shape.block)
@@ -87,7 +87,7 @@ WAYS: dict[str, Callable[[int, int, int, int], Shared]] = {
 @example(rows=1, C=16384, width=8, sms=H200)
 @example(rows=1, C=16385, width=8, sms=H200)
 def test_a_row_is_shared_out_whole(way: str, rows: int, C: int, width: int, sms: int) -> None:
-    """Only the last load of a thread can lie outside of the row."""
+    """Only the last load of a thread can be outside of the row."""
     if way in ("share", "narrow", "narrow-float"):
         C = 1 + (C - 1) % LONGEST_IN_REGISTERS
     width = math.gcd(width, C)
@@ -122,7 +122,7 @@ def test_rows_that_do_not_fit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("way", "rows", "C", "width", "expected"),  # width, threads, held, rows of a block, each
+    ("way", "rows", "C", "width", "expected"),  # width, threads, held, rows per block, each
     [
         ("6-float32", 1, 768, 4, (4, 64, 3, 2, 1)),
         ("6-float16", 1, 768, 8, (8, 32, 3, 4, 1)),
@@ -140,7 +140,7 @@ def test_rows_that_do_not_fit() -> None:
         ("share", 1024, 768, 4, (4, 96, 2, 1, 1)),
         ("share", 1024, 1024, 4, (4, 128, 2, 1, 1)),
         ("share", 65536, 1024, 4, (4, 32, 8, 4, 1)),
-        # Few rows are spread, and many share gamma and beta.
+        # Few rows are spread over blocks; many rows share gamma and beta, two in each thread.
         ("narrow", 1024, 768, 8, (8, 32, 3, 4, 1)),
         ("narrow", 8192, 768, 8, (8, 32, 3, 4, 2)),
     ],
@@ -155,7 +155,7 @@ def test_documented_shapes(
 
 
 def turns(i: int) -> tuple[str, int, str]:
-    """A dtype, values of its widest load, and an old or a new GPU."""
+    """Return a dtype, values of its widest load, and an old or a new GPU."""
     dtype = list(DTYPES)[i % 3]
     return dtype, 16 // np.dtype(DTYPES[dtype]).itemsize, ("sm_75", "sm_90")[i % 2]
 
@@ -169,7 +169,7 @@ def six() -> Iterator[tuple[Job, str]]:
 
 
 def narrow() -> Iterator[tuple[Job, str]]:
-    """The kernel before 16 bits and before two-part products, each one alone."""
+    """Yield the kernels before 16-bit and before two-part products, each compiled alone."""
     for i, (rows, C) in enumerate(((1, 768), (MANY, 768), (MANY, 4096), (1, 16384), (1, 16383))):
         for j, (float_x, two_part) in enumerate(((False, False), (True, False), (True, True))):
             how = narrow_geometry(float_x, rows, C, math.gcd(C, 8), H200, two_part)

@@ -1,4 +1,4 @@
-"""The registry of operations: complete, consistent, and what the command and docs show of it."""
+"""The registry of operations: completeness, consistency, and its use in the command and docs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ every_operation = pytest.mark.parametrize("operation", OPERATIONS.values(), ids=
 
 
 def small(operation: Operation) -> dict[str, int]:
-    if operation.workload.matrices:  # a head of 128 columns, and rows that tensor cores take
+    if operation.workload.matrices:  # a head of 128 columns, and sizes for tensor cores
         return {"M": 3, "K": 64, "N": 128}
     return {name: SMALL[name] for name in operation.workload.sizes}
 
@@ -68,7 +68,7 @@ def test_an_operation_has_a_numpy_meaning_and_counts(operation: Operation) -> No
     if "C" in sizes and "n_head" in attrs:
         attrs["n_head"] = 3
     out = getattr(reference, operation.name)(*inputs, **attrs)
-    assert np.isfinite(out[..., 0]).all()  # of a trimat, the half that is stated
+    assert np.isfinite(out[..., 0]).all()  # column 0 is in the defined half of a trimat
     counted = counted_sizes(sizes, operation.workload.dtypes[0])
     assert operation.workload.traffic(counted) > 0
     assert operation.workload.flops(sizes) > 0
@@ -186,7 +186,7 @@ def test_sizes_that_make_no_sense_together_are_refused() -> None:
 
 
 class StandIn:
-    """Stands for `gpt2block.ops`: computes with the reference, so that no GPU is needed."""
+    """A substitute for `gpt2block.ops` that computes with the reference, without a GPU."""
 
     def __init__(self, operation: Operation, refused: str, wrong: str) -> None:
         self.operation, self.refused, self.wrong = operation, refused, wrong
@@ -209,7 +209,7 @@ class StandIn:
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """`measure_variants` with stand-ins: a replay takes 2 ms, a call 3 µs of host time."""
+    """Let `measure_variants` run without a GPU: a replay takes 2 ms, a call 3 µs on the host."""
     monkeypatch.setattr(doctor, "require_cuda", lambda what: None)
     monkeypatch.setattr(measure, "rotated", lambda host, traffic: [host, host])
     monkeypatch.setattr(variants, "rounds_for", lambda copies, traffic: 5)
@@ -256,7 +256,7 @@ def test_measuring(measured: Callable[..., Any], name: str, dtype: str) -> None:
     counted = counted_sizes(small(operation), dtype)
     traffic, flops = operation.workload.traffic(counted), operation.workload.flops(counted)
     for row in rows:
-        assert row.gpu_us == pytest.approx(200.0)  # 2 ms, two sets, five rounds
+        assert row.gpu_us == pytest.approx(200.0)  # 2 ms for two sets and five rounds
         assert row.call_us == 3.0
         rate = traffic / 200e-6 / 1e9 if row.unit == "GB/s" else flops / 200e-6 / 1e12
         assert row.rate == pytest.approx(rate)
@@ -265,14 +265,14 @@ def test_measuring(measured: Callable[..., Any], name: str, dtype: str) -> None:
         assert row.dtype == dtype
         assert row.right
     first = len(operation.variants) * 2
-    assert stand_in.outs[:2] == [None, None]  # the first variant's outputs serve all the others
+    assert stand_in.outs[:2] == [None, None]  # all later variants reuse its outputs
     assert all(out is not None for out in stand_in.outs[2:first])
 
 
 def test_a_sweep_measures_every_block(measured: Callable[..., Any]) -> None:
     (rows, _), _ = measured(find("layernorm"), sweep=True)
     assert [row.block for row in rows[:6]] == [32, 64, 128, 256, 512, 1024]
-    assert [row.block for row in rows[6 * 6 :]] == [None, None]  # narrow and decode have none
+    assert [row.block for row in rows[6 * 6 :]] == [None, None]  # narrow and decode have no block
 
 
 def test_a_wrong_variant_shows_its_error(measured: Callable[..., Any]) -> None:
@@ -334,7 +334,7 @@ def test_a_variant_that_cannot_run_is_told_and_the_others_run(
 
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The emulator, where a replay takes 1 ms; one round over two copies of the inputs."""
+    """Use the emulator, with replays of 1 ms: one round over two copies of the inputs."""
     if emulator.missing():
         pytest.skip(f"no CUDA on the CPU: {emulator.missing()}")
     monkeypatch.setattr(measure, "MOST_SETS", 2)
@@ -362,7 +362,7 @@ def test_the_command_measures_on_the_emulator() -> None:
     for row in found["rows"]:
         assert list(row) == [field.name for field in fields(Measurement)]
         assert row["sizes"] == {"B": 1, "NH": 1, "T": 5}
-        assert row["gpu_us"] == 500.0  # 1 ms, two copies, one round
+        assert row["gpu_us"] == 500.0  # 1 ms for two copies, one round
         assert row["call_us"] > 0
         assert row["rate"] == pytest.approx(softmax.workload.traffic(row["sizes"]) / 500e-6 / 1e9)
         assert row["percent"] == pytest.approx(row["rate"] / 40)
@@ -373,7 +373,7 @@ def test_the_command_measures_on_the_emulator() -> None:
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("name", ["to_fp8", "trimat", "sample_token", "rmsnorm_ffn", "gelu"])
 def test_results_are_checked_on_the_emulator(name: str) -> None:
-    """Bytes, elements without a truth, an operation with a state, weights, and one in place."""
+    """Results are bytes, partly undefined, with a state, of weights, or computed in place."""
     operation = find(name)
     stored = measure.check_storage(operation)
     rows, _ = measure_variants(operation, operation.variants[:1], small(operation), BEST, stored)
@@ -414,7 +414,7 @@ def test_every_variant_is_right_and_timed(operation: Operation) -> None:
     stored = measure.check_storage(operation)
     chosen = [v for v in operation.variants if stored[0] in (v.dtypes or operation.workload.dtypes)]
     rows, skipped = measure_variants(operation, chosen, sizes, BEST, stored)
-    terms = ["hopper"] if operation.name == "linear" else []  # the variants that take no floats
+    terms = ["hopper"] if operation.name == "linear" else []  # takes terms, not floats
     assert [message.partition(":")[0] for message in skipped] == terms
     assert [row.variant for row in rows] == [v.name for v in chosen if v.name not in terms]
     for row in rows:

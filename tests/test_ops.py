@@ -1,4 +1,4 @@
-"""Every operation on every backend, held to twice the error of a plain float32 evaluation."""
+"""Operations on every backend err at most twice as much as a plain float32 evaluation."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_matmul_bias(backend: Backend, M: int, K: int, N: int, with_bias: bool) 
 def test_attention(
     backend: Backend, B: int, T: int, heads: tuple[int, int], causal: bool, scale: int
 ) -> None:
-    """Also with scores in the thousands: exp of anything but s - max is inf."""
+    """Some scores are in the thousands, where only exp(s - max) is finite."""
     n_head, size = heads
     qkv = scale * normal(T, B, T, 3 * n_head * size)
     got = backend.attention(qkv, n_head, causal)

@@ -1,4 +1,4 @@
-"""An option of a generation is written once: its field, from which all programs have it."""
+"""A generation option is defined once, as a field from which all interfaces derive it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Overlapping launches: a kernel accesses what other kernels write only after it has waited.
+"""Overlapping launches: a kernel accesses arrays that other kernels write only after its wait.
 
 Every step of the plans whose launches may overlap is run twice. The second time its launches are
-early and its inputs arrive late. On a GPU, the kernel before writes them after the step's kernels
+early and its inputs arrive late. On a GPU, the previous kernel writes them after the step's kernels
 have started; until then they hold NaN. On the emulator, an access before the wait is an error. The
 results must have the same bits.
 """
@@ -52,11 +52,11 @@ from tests.gpus import cupy_with
 
 SMALL = GPT2Config(n_layer=1, n_head=2, n_embd=128, n_ctx=40, vocab_size=53)
 LATE_NS = 200_000  # long enough for the host to launch a step's kernels
-LATER_NS = 50_000_000  # and where other processes use the GPU, too
+LATER_NS = 50_000_000  # long enough even if other processes use the GPU
 
 # Parameters that kernels read early although they are not const __restrict__. No kernel of a chain
-# writes the settings of a sampler, the numbers of the sequences, or keys and values before the
-# position of a query; the position itself is only a hint.
+# writes the settings of a sampler, `row`, or keys and values before a query's position; an early
+# read of the position is only a hint.
 READ_EARLY: Mapping[str, tuple[str, ...]] = {
     "sample_token": ("temperature", "top_p", "min_p", "top_k", "repetition_penalty", "row"),
     "attention_split": ("row", "position", "k", "v"),
@@ -104,7 +104,7 @@ def poison(arrays: list[Any]) -> None:
 def launch_early(launches: tuple[Any, ...]) -> None:
     for launch in launches:
         if not isinstance(launch, requests.Launch):
-            launch.run()  # of CuPy, which launches it normally
+            launch.run()  # a CuPy kernel, which is launched normally
         elif replaced():
             stand_in.run_early(launch, READ_EARLY.get(launch.name, ()))
         else:
@@ -112,7 +112,7 @@ def launch_early(launches: tuple[Any, ...]) -> None:
 
 
 def run_behind(late: list[Any], launches: tuple[Any, ...], ns: int = LATE_NS) -> None:
-    """Launch early, after a kernel that writes what the arrays hold now, `ns` after its start."""
+    """Launch early, after a kernel that writes the arrays' current values `ns` after its start."""
     if replaced():
         launch_early(launches)
         return
@@ -126,9 +126,9 @@ def run_behind(late: list[Any], launches: tuple[Any, ...], ns: int = LATE_NS) ->
 
 
 def assert_waits(launches: tuple[Any, ...], late: list[Any], outs: list[Any]) -> None:
-    """The launches give the same bits early as in normal launches.
+    """Assert that early launches give the same bits as normal launches.
 
-    late: the arrays that earlier kernels write; outs: the others that these kernels write.
+    late: arrays that earlier kernels write. outs: further arrays that these kernels write.
     """
     arrays = [*late, *outs]
     before = [array.copy() for array in arrays]
@@ -151,14 +151,15 @@ def in_memory(tensor: Any) -> list[Any]:
 def assert_steps_wait(
     recording: Recording, constant: Collection[str], only: set[str] | None = None
 ) -> None:
-    """Every step waits for its inputs that are not constant. They are those of the whole chain.
+    """Assert that every step waits for its inputs, except for constant inputs.
 
-    only: the operations of the steps that no other chain has.
+    Inputs have the values of the whole chain. only: operations of the steps to test, if other tests
+    cover the rest.
     """
     assert recording.overlapping
     assert only is None or only <= ops_of(recording)
     if only is not None:
-        recording.run_steps()  # whose results are inputs of the others
+        recording.run_steps()  # results of skipped steps are inputs of tested steps
     for step, launches, _, result, _ in recording.steps.values():
         if only is not None and step.op not in only:
             continue
@@ -187,24 +188,24 @@ def model_and_ids(
     config: Any = SMALL, kind: Any = GPT2Weights, kv_dtype: str | None = None
 ) -> tuple[CudaModel, NDArray[np.int32]]:
     weights = kind.random(3, config).tensors()
-    length = 14 if replaced() else 33  # with fewer tiles, and so programs to compile
+    length = 14 if replaced() else 33  # fewer tiles, so fewer programs to compile
     ids = np.random.default_rng(0).integers(config.vocab_size, size=length, dtype=np.int32)
     return CudaModel(config, weights, Formats("bfloat16", kv_dtype), 0), ids
 
 
-# --- the probes themselves, and the emulator's error ----------------------------------------------
+# --- tests of the helpers, and the emulator's error -----------------------------------------------
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("waits", [False, True])
 def test_the_late_kernel_is_late(waits: bool) -> None:
-    """A kernel that does not wait reads what was there before: launches do overlap."""
+    """Launches do overlap: a kernel that does not wait reads the old values."""
     cupy_with(HOPPER_CAPABILITY)
     x, out = cupy.arange(32, dtype="int32"), cupy.zeros(32, "int32")
     args = np.uintp(x.data.ptr), np.uintp(out.data.ptr)
     name = "copy_after_wait" if waits else "copy_without_wait"
     launch = requests.Launch(name, probe(name), (1,), (32,), args)
-    launch.run()  # loads the kernel, which would wait for the one that runs
+    launch.run()  # loads the kernel now; loading later would wait for the running kernel
     run_behind([x], (launch,), LATER_NS)
     assert out.get().tolist() == (list(range(32)) if waits else [-1] * 32)
 
@@ -267,7 +268,7 @@ def test_the_steps_of_a_block(device: Any, dtype: str, shape: tuple[int, ...]) -
 @pytest.mark.parametrize("rows", [128, 1024, 4096])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_steps_of_a_large_block(device: Any, dtype: str, rows: int) -> None:
-    """On Hopper, with tiles for one block, shared by blocks of a cluster, and with K divided."""
+    """On Hopper, tiles belong to one block or to a cluster, and K may be divided."""
     assert_block_waits(dtype, (rows, 768))
 
 
@@ -291,7 +292,7 @@ def test_the_steps_with_a_kv_cache_of_fp8(device: Any, cached: bool) -> None:
 
 @one_order
 def test_a_prompt_that_is_continued(device: Any) -> None:
-    """Its attention is over the cache, to which its keys and values were appended before."""
+    """Attention of such a prompt reads the cache, to which K and V were appended before."""
     model, ids = model_and_ids()
     with model.running():
         cache = model.new_cache(1, 33)
@@ -302,7 +303,10 @@ def test_a_prompt_that_is_continued(device: Any) -> None:
 
 
 def assert_decoding_waits(model: CudaModel, ids: NDArray[np.int32], rows: int) -> Recording:
-    """Of two rows and more, one has no sequence, and the sequence of another is far behind."""
+    """Assert that the steps of decoding wait.
+
+    If there are enough rows, one has no sequence, and another is at a much earlier position.
+    """
     slots = np.arange(rows, dtype=np.int32)
     slots[3:4] = -1
     positions = np.where(slots == 5, 2, len(ids) - 1).astype(np.int32)
@@ -317,7 +321,7 @@ def assert_decoding_waits(model: CudaModel, ids: NDArray[np.int32], rows: int) -
 
 @one_order
 def test_the_steps_of_decoding_many_rows(device: Any) -> None:
-    """LayerNorm has steps of its own."""
+    """LayerNorm has separate steps."""
     assert "layernorm" in ops_of(assert_decoding_waits(*model_and_ids(), MORE_ROWS + 3))
 
 
@@ -333,7 +337,7 @@ def test_the_steps_of_decoding_a_llama(device: Any, rows: int) -> None:
 @one_order
 @pytest.mark.parametrize("mlp_bias", [False, True])
 def test_the_steps_of_a_prompt_of_a_llama(device: Any, mlp_bias: bool) -> None:
-    """On Hopper gate and up are one product, unless they have biases."""
+    """On Hopper, gate and up are one product unless they have biases."""
     config = LlamaConfig(1, 2, 64, 40, 53, n_kv_head=1, n_ff=48, head_size=64, mlp_bias=mlp_bias)
     model, ids = model_and_ids(config, LlamaWeights)
     with model.running():
@@ -354,7 +358,7 @@ def test_the_steps_of_a_prompt_of_a_llama(device: Any, mlp_bias: bool) -> None:
     ],
 )
 def test_the_steps_of_other_architectures(device: Any, kind: type[Any], own: set[str]) -> None:
-    """Those that a Llama has not, of prompts and of decoding."""
+    """Steps that a Llama lacks wait, in prompts and in decoding."""
     config = kind(1, 2, 64, 40, 53, n_kv_head=1, n_ff=48, head_size=64)
     model = CudaModel(config, random_model(3, config), Formats("bfloat16", None), 0)
     ids = np.random.default_rng(0).integers(53, size=14, dtype=np.int32)
@@ -368,7 +372,7 @@ def test_the_steps_of_other_architectures(device: Any, kind: type[Any], own: set
 @one_order
 @pytest.mark.parametrize("row", [[2, -1, 0], [-1, -1, -1]])
 def test_the_sampler_of_some_rows(device: Any, row: list[int]) -> None:
-    """A block without a sequence waits, too: it counts its turns."""
+    """A block without a sequence also waits, as it counts its turns."""
     V, rng = 500, np.random.default_rng(0)
     state = SampleState.allocate(4, V)
     logits = cupy.asarray(rng.standard_normal((3, V), np.float32))
@@ -379,7 +383,7 @@ def test_the_sampler_of_some_rows(device: Any, row: list[int]) -> None:
 
 @one_order
 def test_the_sampler_of_rows_with_guesses(device: Any) -> None:
-    """A row that is not there waits, too; the kernel behind it takes what the slots have drawn."""
+    """Absent rows wait too; the next kernel takes the tokens that the rows have drawn."""
     V, together, rng = 500, 2, np.random.default_rng(0)
     state, guesses = SampleState.allocate(4, V), Guesses.allocate(4, 20)
     guesses.left.fill(9)
@@ -412,7 +416,7 @@ def uploaded(array: NDArray[Any], dtype: str = "float32") -> Any:
 
 @one_order
 def test_rope_of_packed_rows(device: Any) -> None:
-    """Two heads of Q, one of K and V."""
+    """There are two heads of Q, and one of K and V."""
     qkv = device.asarray(np.random.default_rng(0).standard_normal((3, 32), np.float32))
     row, position = (device.asarray(np.array(n, np.int32)) for n in ([1, 0, 1], [2, 4, 0]))
     frequencies = device.asarray(100.0 ** -np.arange(4))
@@ -435,7 +439,7 @@ def test_rope_of_packed_rows(device: Any) -> None:
 @one_order
 @pytest.mark.parametrize("rows", [5, pytest.param(1500, marks=pytest.mark.gpu)])
 def test_a_conversion_to_two_parts_and_its_product(device: Any, rows: int) -> None:
-    """The product is early behind split_rows, which is itself early."""
+    """The product is launched early after split_rows, which is launched early too."""
     rng = np.random.default_rng(0)
     a, residual = (uploaded(rng.standard_normal((rows, n))) for n in (72, 96))
     w = TwoPartMatrix.from_float32(uploaded(rng.standard_normal((96, 72))))

@@ -1,4 +1,4 @@
-"""The wheel: everything a user needs is in it, and it works without the source tree."""
+"""The wheel has everything that a user needs, and works without the source tree."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_the_wheel_has_both_packages_and_the_bundled_models(wheel: Path) -> None
 
 
 def content_of(wheel: Path, name: str) -> bytes:
-    """The only file of the wheel whose path ends like this."""
+    """Return the content of the only file of the wheel whose path ends with `name`."""
     with zipfile.ZipFile(wheel) as archive:
         (path,) = (each for each in archive.namelist() if each.endswith(name))
         return archive.read(path)
@@ -56,7 +56,7 @@ def test_the_wheel_names_what_others_contributed(wheel: Path) -> None:
     text = content_of(wheel, "licenses/THIRD_PARTY.md").decode()
     for source in ("leetgpu-challenges", "karpathy/llm.c", "ELS-RD/kernl", "tinyshakespeare"):
         assert source in text
-    assert "Copyright (c) 2024 Andrej Karpathy" in text  # llm.c's licence asks for its notice
+    assert "Copyright (c) 2024 Andrej Karpathy" in text  # llm.c's licence requires its notice
 
 
 def test_the_description_has_no_relative_links_and_no_invented_address(wheel: Path) -> None:
@@ -80,7 +80,7 @@ def test_with_an_address_the_links_of_the_description_lead_there() -> None:
 def test_installed_outside_the_tree_it_finds_every_kernel_and_runs(
     wheel: Path, tmp_path: Path
 ) -> None:
-    """A clean environment with the wheel alone; its dependencies come from the present one."""
+    """A clean environment has the wheel alone; dependencies come from the current environment."""
     home = tmp_path / "environment"
     venv.create(home, with_pip=False)
     python = home / "bin" / "python"
@@ -88,7 +88,7 @@ def test_installed_outside_the_tree_it_finds_every_kernel_and_runs(
         pytest.skip("the layout of virtual environments is another one here")
     site = next((home / "lib").glob("python*")) / "site-packages"
     zipfile.ZipFile(wheel).extractall(site)
-    # As paths, not as site folders: the .pth file of an editable install is then not read.
+    # sys.path entries, not site folders, so that .pth files of editable installs are not read.
     present = [path for path in sys.path if path.endswith("site-packages")]
     code = (
         f"import sys; sys.path += {present!r}\n"
@@ -113,9 +113,9 @@ def test_installed_outside_the_tree_it_finds_every_kernel_and_runs(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    used = os.times().children_user - before.children_user  # whatever else the machine does
+    used = os.times().children_user - before.children_user  # CPU time of the program
     assert used < 10
-    for file in kernels.sources():  # the very programs that the other tests compile
+    for file in kernels.sources():  # the same programs that other tests compile
         program = sha256(kernels.program(file).encode()).hexdigest()
         assert f"{file} {' '.join(kernels.signatures(file))} {program}\n" in done.stdout
     assert "Most likely next tokens" in done.stdout

@@ -1,4 +1,4 @@
-"""Passes as lists of steps, and with NumPy: what each step is, and what it is told."""
+"""Passes as lists of steps with their options, and computed with NumPy."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_ten_steps_and_seven_of_the_same_names() -> None:
 
 @pytest.mark.parametrize("kernels", ["skeleton", "fused"])
 def test_no_x_passes_the_bounds(kernels: str) -> None:
-    """Rows of one large value alone, which LayerNorm makes largest, and what else there may be."""
+    """Inputs are random rows and rows of one large value, whose LayerNorm is the largest."""
     weights = BlockWeights.random(0, GPT2Config(n_head=2, n_embd=48))
     weights = replace(weights, gamma1=-3 * weights.gamma1, beta2=100 * weights.beta2)
     block = Block(weights, causal=True, device="cpu", kernels=kernels)
@@ -139,7 +139,7 @@ def test_a_layer_of_each_pass() -> None:
 
 
 def test_gate_and_up_are_one_product_of_a_prompt() -> None:
-    """Where products can have two matrices, and have no bias."""
+    """Both are one product if products can have two matrices and there is no bias."""
     apart = Prefill("16_bits", 9, 2, 9, True)
     gated = replace(apart, gated=True)
     steps = prefill(gated, LLAMA, "logits")
@@ -176,7 +176,7 @@ def test_eps_reaches_every_norm(config: ModelConfig) -> None:
 
 
 def test_a_block_is_the_formula() -> None:
-    """Both passes in float64 give what `reference.block_forward` gives, the text to read."""
+    """The plans of both kinds of kernels, in float64, equal `reference.block_forward`."""
     weights = BlockWeights.random(0, GPT2Config(n_head=2, n_embd=48)).astype(np.float64)
     x = np.random.default_rng(0).normal(size=(2, 7, 48))
     for causal, kernels in itertools.product((False, True), ("skeleton", "fused")):
@@ -249,7 +249,7 @@ def test_steps_with_the_same_arrays_are_bound_once(emulated: Any) -> None:
 def test_a_measured_arena_is_as_large_as_the_recording_needs(
     emulated: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where a view outlives its array, which a step then must not overwrite."""
+    """Views may outlive their arrays: steps must not overwrite their memory."""
     arenas = Mock(wraps=Arena)
     monkeypatch.setattr("gpt2block.run.recording.Arena", arenas)
 

@@ -1,4 +1,4 @@
-"""The list of planted bugs stays true while the code that they change is edited."""
+"""The list of planted bugs fits the current code and tests."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Prompts of GPT-2 on tensor cores: in 16 bits, of float32 in two parts, and of FP8 in float16.
+"""Prompts of GPT-2 on tensor cores: 16 bits, float32 as two-part terms, and FP8 as float16.
 
-The residual stream is float32. The error against float64, on the weights as they are stored, is at
-most twice that of NumPy in float32, which rounds each result but the stream's as the kernels do,
-plus the rounding term of the kernels' tests.
+The residual stream is float32. The error against float64, with the stored weights, is at most twice
+the error of NumPy plus the rounding term of the kernels' tests. NumPy computes in float32 and, like
+the kernels, rounds each result except the stream.
 
-Without a GPU the launches of a whole model are run by the kernels' own source.
+Without a GPU, the emulator runs the launches of a whole model.
 """
 
 from __future__ import annotations
@@ -69,13 +69,13 @@ emulated = pytest.mark.parametrize("machine", ["forward"], indirect=True)
 
 @cache
 def weights(config: GPT2Config) -> GPT2Weights:
-    """Larger than they are to begin with, so that attention looks at some tokens more."""
+    """Return weights with a larger w_qkv, so that attention weights are not almost equal."""
     w = GPT2Weights.random(3, config)
     return replace(w, blocks=tuple(replace(b, w_qkv=4 * b.w_qkv) for b in w.blocks))
 
 
 def stored(model: Any) -> GPT2Weights:
-    """The weights that a model computes with, as float32."""
+    """Return the weights that a model computes with, as float32."""
     tensors: dict[str, Any] = {
         name: np.ascontiguousarray(a.T if layout == "NK" and name.startswith("h.") else a, "f4")
         for name, a, layout in model.tensors()
@@ -94,17 +94,17 @@ def stored(model: Any) -> GPT2Weights:
 
 
 class Found(NamedTuple):
-    """Of a sequence: logits of each token by "logits", by "last"; keys and values; the stream."""
+    """Results for a sequence. logits, last: logits of each token, by "logits" and by "last"."""
 
     logits: Array  # (T, V)
-    last: Array  # (T, V), from the final LayerNorm as it is
+    last: Array  # (T, V), from the final LayerNorm without rounding
     kv: Array  # (n_layer, 2, T, C)
     stream: Array  # (n_layer + 1, T, C)
     hidden: Array  # (T, C)
 
 
 def computed(w: GPT2Weights, ids: Array, step: Any, float_type: Any) -> Found:
-    """All of it in `float_type`; `step` makes of a result what the next step is given."""
+    """Compute all results in `float_type`. step: rounds a result before the next step."""
 
     def wide(array: Array) -> Array:
         return np.asarray(array, float_type)
@@ -126,7 +126,7 @@ def computed(w: GPT2Weights, ids: Array, step: Any, float_type: Any) -> Found:
 
 
 def assert_close(got: Array, truth: Array, own: Array, at: Any = slice(None)) -> None:
-    """`got` are rows `at` of what there is; the error of NumPy, `own`, is that of all rows."""
+    """Assert that `got`, rows `at`, is as accurate as NumPy's result `own` of all rows."""
     assert got.shape == truth[at].shape
     error = float(np.abs(got.astype(np.float64) - truth[at]).max())
     limit = 2 * float(np.abs(own - truth).max()) + rounding(truth)
@@ -134,7 +134,7 @@ def assert_close(got: Array, truth: Array, own: Array, at: Any = slice(None)) ->
 
 
 class Truth:
-    """What a model should give for a sequence, in float64 and in its own precision."""
+    """Expected results of a model for a sequence, in float64 and in its own precision."""
 
     def __init__(self, model: Any, ids: Array) -> None:
         dtype = FLOATS.get(model.formats.dtype, np.float16)
@@ -154,7 +154,7 @@ class Truth:
         assert_close(got[:, None], exact, own)
 
     def check_cache(self, kv_cache: Any, row: int, end: int) -> None:
-        """The keys and values of so many tokens of the sequence, and zeros after them."""
+        """Assert that a row of the cache has keys and values of `end` tokens, then zeros."""
         for layer, halves in enumerate(kv_cache.layers):
             for half, kept in enumerate(halves):
                 seen = kept[row].get().astype(np.float64)
@@ -169,11 +169,11 @@ def random_ids(config: GPT2Config, length: int, seed: int = 0) -> Array:
 
 
 class Machine:
-    """A GPU, or the emulator as one whose launches overlap; it records the kernels that run."""
+    """A GPU, or the emulator with overlapping launches, which records the kernels that run."""
 
     def __init__(self) -> None:
         self.ran: list[str] = []
-        self.early: list[str] = []  # those launched to overlap the one before
+        self.early: list[str] = []  # kernels that were launched to overlap the previous one
 
 
 @pytest.fixture
@@ -198,7 +198,7 @@ def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def on(config: GPT2Config, dtype: str) -> Any:
-    """The engine of a model on the current machine."""
+    """Return the engine of a model on the current machine."""
     return cached_engine(config, dtype) if not cuda.replaced() else made(config, dtype)
 
 
@@ -214,7 +214,7 @@ cached_engine = cache(made)
 
 
 def several_times(call: Callable[[], list[Array]]) -> list[Array]:
-    """On a GPU launches, a graph, the graph again: the same bits."""
+    """Call once; on a GPU three times (launches, captures, replays), which must be equal."""
     first = call()
     for _ in range(0 if cuda.replaced() else 2):
         for a, b in zip(first, call(), strict=True):
@@ -224,7 +224,7 @@ def several_times(call: Callable[[], list[Array]]) -> list[Array]:
 
 @in_16_bits
 def test_the_rule_is_one_of_rounding(dtype: str) -> None:
-    """A wrong step is far beyond it."""
+    """The permitted error is as small as rounding, so a wrong step exceeds it by far."""
     truth = Truth(GPT2(weights(SMALL), "cpu", dtype), random_ids(SMALL, 40))
     exact, own = truth.exact.logits, truth.own.logits
     off = np.abs(own - exact).max() / np.abs(exact).max()
@@ -259,10 +259,10 @@ def test_every_output_of_a_sequence(
         assert ran.count(product) == 4 * config.n_layer - (3 if dtype == "float32" else 2)
         assert ran.count("widen_fp8") == (4 * config.n_layer - 2 if "8_e" in dtype else 0)
         assert "linear_tiles" not in ran
-        assert model._scratch([truth.ids]).nbytes == 0  # no cache is kept, and none filled
+        assert model._scratch([truth.ids]).nbytes == 0  # no cache is kept or filled
         machine.early.clear()
         np.testing.assert_array_equal(model.forward([truth.ids], "last")[0], last)
-        assert machine.early == ran  # as a graph
+        assert machine.early == ran  # the second call captures a graph
     truth.check(model.forward([truth.ids], "logits")[0], "logits")
     (hidden,) = several_times(lambda: model.forward([truth.ids], "hidden"))
     truth.check(hidden, "hidden")
@@ -294,8 +294,8 @@ def test_the_kernels_of_a_prompt_wait_for_the_one_before() -> None:
         assert re.search(r"wait_(for_previous|before_copies)\(\);", every), file
 
 
-# Where the chunks of each row end, and what is wanted of each chunk. On the emulator no call has
-# more than 16 tokens, so that all products have the same tiles: the same programs to compile.
+# Ends of the chunks of each row, and the requested output of each chunk. On the emulator no call
+# has more than 16 tokens, so that all products use the same tiles: fewer programs to compile.
 CUTS: dict[str, Any] = {
     "emulator": ([(0, 5, 9), (0, 0, 4), (0, 6, 7), (0, 3, 3)], ("last", "logits")),
     "gpu": (
@@ -308,7 +308,7 @@ CUTS: dict[str, Any] = {
 def in_chunks(
     model: Any, rows: Sequence[Array], cuts: Any, wants: Sequence[Any]
 ) -> tuple[list[Array], Any]:
-    """The logits of each row, and the kv_cache that the chunks are appended to."""
+    """Compute rows in chunks; return the logits of each row, and the kv_cache."""
     kv_cache = model.new_cache(len(rows), model.config.n_ctx)
     found: list[list[Array]] = [[] for _ in rows]
     for i, want in enumerate(wants):
@@ -322,7 +322,7 @@ def in_chunks(
 def test_rows_that_begin_and_rows_that_continue(
     machine: Machine, config: GPT2Config, dtype: str
 ) -> None:
-    """In one call, with rows of one token and none; each has the bits that it has alone."""
+    """A call has new and continued rows, of one token or none too; each has the same bits alone."""
     cuts, wants = CUTS["emulator" if cuda.replaced() else "gpu"]
     model = on(config, dtype)
     truths = [Truth(model, random_ids(config, at[-1], b)) for b, at in enumerate(cuts)]
@@ -330,7 +330,7 @@ def test_rows_that_begin_and_rows_that_continue(
     machine.ran.clear()
     together, kv_cache = in_chunks(model, rows, cuts, wants)
     assert kv_cache.lengths == [at[-1] for at in cuts]
-    if dtype == "bfloat16" and cuda.replaced():  # rows that begin have no attention over the cache
+    if dtype == "bfloat16" and cuda.replaced():  # first chunks need no attention over the cache
         layers = config.n_layer
         assert machine.ran.count("attention_cached_mma") == layers
         assert machine.ran.count("attention_mma") == 2 * layers
@@ -357,7 +357,7 @@ def test_rows_that_begin_and_rows_that_continue(
 def test_a_batch_has_the_bits_of_each_sequence(
     machine: Machine, config: GPT2Config, dtype: str
 ) -> None:
-    """Also without what is left out after the last attention for the last rows."""
+    """Outputs include "last", which omits all other rows after the last attention."""
     model = on(config, dtype)
     lengths, sizes, wants = [5, 9], [2], ["last", "hidden"]
     if not cuda.replaced():
@@ -378,7 +378,7 @@ def test_a_batch_has_the_bits_of_each_sequence(
 
 @emulated
 def test_likelihoods_of_a_padded_batch(machine: Machine) -> None:
-    """One graph from the tokens on, which another batch has, too."""
+    """A graph for one batch is replayed for another batch of the same padded shape."""
     model = on(TWO_HEADS, "bfloat16")
     truths = [Truth(model, random_ids(TWO_HEADS, n, b)) for b, n in enumerate((33, 20, 2))]
     for number, several in enumerate((truths, truths[::-1])):
@@ -392,13 +392,13 @@ def test_likelihoods_of_a_padded_batch(machine: Machine) -> None:
         for truth, got in zip(several, nats[:3], strict=True):
             truth.check_likelihoods(got[:-1])
         assert machine.ran[-1] == "log_likelihood_kernel"
-        assert machine.early == (machine.ran if number == 1 else [])  # when it was captured
+        assert machine.early == (machine.ran if number == 1 else [])  # captured by the second call
     assert len(cache.prefills) == 1
 
 
 @given(st.lists(st.integers(1, 1024), min_size=1, max_size=300))
 def test_padded_batches(lengths: list[int]) -> None:
-    """The sequences are there as they were; what is added is little, and short."""
+    """The sequences remain unchanged; the added ones are few and short."""
     group = [np.full(n, 7, np.int32) for n in lengths]
     filled = padded(group)
     assert all(a is b for a, b in zip(group, filled, strict=False))
@@ -411,7 +411,7 @@ def test_padded_batches(lengths: list[int]) -> None:
 
 
 def test_few_shapes_for_batches_of_a_size() -> None:
-    """8,000 to 8,192 tokens in 20 to 40 sequences: at most 10 shapes."""
+    """Batches of 8,000 to 8,192 tokens in 20 to 40 sequences have at most 10 shapes."""
     found = set()
     for tokens, count in itertools.product(range(8000, 8193, 3), range(20, 41)):
         filled = padded(np.array_split(np.zeros(tokens, np.int32), count))
@@ -434,9 +434,9 @@ def test_a_model_does_not_live_on_in_its_prefills(machine: Machine) -> None:
 
 @pytest.mark.parametrize(("gamma", "beta"), [(3, 1), (0.01, 100)])
 def test_bounds_hold_for_the_operands(gamma: float, beta: float) -> None:
-    """For tokens and for what is far larger than any, with γ and β that are not alike.
+    """Bounds hold for usual and for far larger inputs, with different γ and β.
 
-    Norms: exact ones, as with FP8, or what follows from the largest magnitudes.
+    Bounds use exact norms of weights, as with FP8, or norms estimated from largest magnitudes.
     """
     rng = np.random.default_rng(0)
     w = weights(TWO_LAYERS)
@@ -459,7 +459,7 @@ def test_bounds_hold_for_the_operands(gamma: float, beta: float) -> None:
     assert exact["h.0.gelu"] < bounds["h.0.gelu"] / 2
     for size in (1e-3, 1.0, 1e6):
         x = rng.normal(size=(64, 64)) * size
-        x[0, 5] *= 1e6  # nearly all of a row's deviation
+        x[0, 5] *= 1e6  # a value that dominates the row's deviation
         norm = reference.layernorm(x, block.gamma2, block.beta2, block.eps)
         assert np.abs(norm).max() <= exact["h.0.ln2"] == bounds["h.0.ln2"]
         assert np.abs(reference.gelu(norm @ block.w_fc + block.b_fc)).max() <= exact["h.0.gelu"]
@@ -469,7 +469,7 @@ def test_bounds_hold_for_the_operands(gamma: float, beta: float) -> None:
 def test_weights_that_float16_or_scales_cannot_hold(machine: Machine) -> None:
     """Prompts are then computed in float32.
 
-    The norm of a row of 64 weights counts, not 64 times the largest of them.
+    The norm of a row of 64 weights decides, not 64 times the largest weight.
     """
     w = weights(TINY)
 
@@ -500,7 +500,7 @@ def test_weights_that_float16_or_scales_cannot_hold(machine: Machine) -> None:
 @pytest.mark.gpu
 @in_16_bits
 def test_likelihoods_of_many_groups(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shapes that repeat and shapes that are forgotten; a longer one makes the buffers grow."""
+    """Shapes repeat or have been evicted; a longer group makes the buffers grow."""
     model = made(SMALL, dtype)
     for name, value in (("TOKENS_AT_ONCE", 128), ("KEPT_COUNTS", 2), ("KEPT_OF_COUNT", 2)):
         monkeypatch.setattr(cuda_model, name, value)
@@ -533,7 +533,7 @@ def test_decoding_after_a_prefill(dtype: str) -> None:
 @in_16_bits
 @pytest.mark.parametrize("variant", ["mma", "hopper"])
 def test_either_tier(dtype: str, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels that this GPU would not take by itself, too."""
+    """Both variants run, even the one that this GPU would not choose."""
     cupy_with(HOPPER_CAPABILITY if variant == "hopper" else MMA_CAPABILITY)
     model = made(SMALL, dtype)
     gemm = replace(GEMM, variants=(GEMM.variant(variant),))

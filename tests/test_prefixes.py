@@ -1,4 +1,4 @@
-"""Prompts that begin alike: what is computed once, and that each row has the bits it has alone."""
+"""Prompts with common prefixes: a prefix is computed once, and each row equals the row alone."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Entries = dict[int, tuple[str, list[int], int]]
 @pytest.mark.parametrize("batch", [1, 3, 16])
 @pytest.mark.parametrize("kv_dtype", [None, "float8_e5m2"])
 def test_halves_of_a_cache_are_aligned(batch: int, kv_dtype: str | None) -> None:
-    """Also where a sequence has an odd number of bytes; kernels load 16."""
+    """K and V are aligned for loads of 16 bytes even if a sequence has an odd number of bytes."""
     config = GPT2Config(n_layer=2, n_head=1, n_embd=3, n_ctx=7, vocab_size=5)
     with running_on("shuffled"):
         cache = CudaCache(config, batch, 7, Formats("float16", kv_dtype))
@@ -48,7 +48,7 @@ def test_halves_of_a_cache_are_aligned(batch: int, kv_dtype: str | None) -> None
         assert cache.nbytes == 2 * 2 * batch * 7 * 3 * (1 if kv_dtype else 2)
 
 
-# --- which slot has the tokens of a prompt
+# --- the slot that has the tokens of a prompt
 
 
 @given(
@@ -63,14 +63,15 @@ def test_halves_of_a_cache_are_aligned(batch: int, kv_dtype: str | None) -> None
     st.integers(1, 4),
 )
 def test_the_longest_of_a_client(entries: Entries, prompt: list[int], least: int) -> None:
-    """By hand: tokens in common, of those that are done, without the prompt's last one.
+    """The expected length is counted by hand: common tokens among those already computed.
 
-    "c" is for a row of client "a" that may be longer than a short one.
+    The prompt's last token does not count. "c" is a row of client "a" that may become longer than
+    short rows.
     """
     kinds, prefixes = {"a": ("a", 8), "b": ("b", 8), "c": ("a", 9)}, Prefixes(least, short=8)
     rows: Any = {name: SimpleNamespace(client=c, most=n) for name, (c, n) in kinds.items()}
     for slot, (name, ids, done) in entries.items():
-        prefixes.hold(slot, rows["a"], np.array([1, 1, 1, 1, 1], np.int32), 5)  # held before
+        prefixes.hold(slot, rows["a"], np.array([1, 1, 1, 1, 1], np.int32), 5)  # replaced
         prefixes.hold(slot, rows[name], np.array(ids, np.int32), min(done, len(ids)))
 
     def common(ids: list[int]) -> int:
@@ -106,7 +107,7 @@ def test_the_longest_of_a_client(entries: Entries, prompt: list[int], least: int
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("C", [24, 7])
 def test_first_positions_are_copied(device: Any, kind: str, C: int) -> None:
-    """In all layers; to the end at most, and nothing for slots that do not exist."""
+    """All layers are copied, at most to the end of a slot; invalid slots copy nothing."""
     held = stored(normal(0, 4, 5, 9, C), kind)
     copies = np.array([(0, 3, 4), (1, 2, 99), (0, 4, 0), (-1, 4, 3), (5, 4, 3), (4, 5, 3)]).T
     kv, numbers = device.asarray(held), [device.asarray(each, "int32") for each in copies]
@@ -126,20 +127,20 @@ def test_copies_that_depend_on_each_other() -> None:
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As few tokens as tiny models have are worth a copy, or that rows wait."""
+    """Let few tokens be worth a copy, or a wait, as tiny models have few."""
     monkeypatch.setattr(batching, "LEAST_COPIED", 4)
     monkeypatch.setattr(batching, "least_shared", lambda *_: 10)
 
 
 class Spy:
-    """An engine on the CPU whose batches compute what is new alone, as a GPU does; notes it."""
+    """A CPU engine whose batches compute only new tokens, as a GPU does; it records them."""
 
     def __init__(self, slots: int, model: Model[Any] | None = None, **options: Any) -> None:
         self.model: Any = model or GPT2(GPT2Weights.random(0, TINY), device="cpu")
         engine: Any = self.model.engine
         engine.continues_exactly = True
         self.batch = Batch(engine, slots, TINY.n_ctx, **options)
-        self.computed: list[tuple[int, int]] = []  # tokens that were there, and new ones
+        self.computed: list[tuple[int, int]] = []  # numbers of reused and new tokens
         decoding: Any = self.batch._decoding
         start = decoding.start
 
@@ -156,7 +157,7 @@ class Spy:
         return row
 
     def finish(self, *rows: Row) -> list[tuple[int, int]]:
-        """What was computed, of prompts with the tokens of each alone."""
+        """Finish rows; return the computed numbers, and assert that each row equals it alone."""
         finish(self.batch)
         for row in rows:
             alone = self.model.generate(row.prompt, max_new_tokens=2, temperature=0)
@@ -167,7 +168,7 @@ class Spy:
 
 @pytest.mark.usefixtures("few")
 def test_what_rows_begin_with_is_computed_once() -> None:
-    """Together, later, and while others run; a client's own alone."""
+    """Rows share it if they start together, later or while others run, but not across clients."""
     spy, begin = Spy(4), list(range(9))
     alike = [spy.row([*begin, 20 + n]) for n in range(4)]
     assert spy.finish(*alike) == [(0, 10), (9, 1), (9, 1), (9, 1)]
@@ -179,13 +180,13 @@ def test_what_rows_begin_with_is_computed_once() -> None:
     assert not running.finish_reason
     spy.finish(spy.row([7] * 8 + [1]))
     assert len(running.tokens) == 9
-    two = [spy.row([5] * 9), spy.row([5] * 9)]  # too few to wait for
+    two = [spy.row([5] * 9), spy.row([5] * 9)]  # too few tokens to wait for
     assert spy.finish(*two) == [(0, 9), (0, 9)]
 
 
 @pytest.mark.usefixtures("few")
 def test_sequences_with_other_frequencies_share_nothing() -> None:
-    """Those of Phi-3 that may have at most 8 tokens have other ones than longer ones."""
+    """In Phi-3, sequences of at most 8 tokens have other frequencies than longer ones."""
     kind, own = OWN["phi3"]
     config = kind(**{**SIZES, **own, "n_ctx": TINY.n_ctx})
     spy = Spy(4, Model.from_tensors(config, random_model(3, config), "cpu", "float32"))
@@ -200,18 +201,18 @@ def test_sequences_with_other_frequencies_share_nothing() -> None:
 
 @pytest.mark.usefixtures("few")
 def test_a_slot_keeps_what_another_row_may_continue() -> None:
-    """A prompt gets the slot most of whose tokens it has; of fewer it gets a copy."""
+    """A prompt gets a slot if it has most of its tokens; otherwise it gets a copy of them."""
     spy = Spy(2)
     spy.finish(spy.row([1] * 20))
     spy.finish(spy.row([2] * 5))
-    assert spy.finish(spy.row([*[1] * 6, 3, 3])) == [(6, 2)]  # in the slot of the twos
+    assert spy.finish(spy.row([*[1] * 6, 3, 3])) == [(6, 2)]  # in the slot that had the twos
     assert spy.finish(spy.row([1] * 22)) == [(20, 2)]
     assert spy.finish(spy.row([*[1] * 6, 3, 3, 4])) == [(8, 1)]
 
 
 @pytest.mark.usefixtures("few")
 def test_a_row_that_others_wait_for_is_cancelled() -> None:
-    """Then another one computes what they begin with; those that wait can be cancelled too."""
+    """Another row then computes the common prefix; waiting rows can be cancelled too."""
     spy = Spy(4, tokens_at_once=1)
     first, *rest = [spy.row([*range(12), 20 + n]) for n in range(4)]
     spy.batch._pieces._piece = 5
@@ -224,7 +225,7 @@ def test_a_row_that_others_wait_for_is_cancelled() -> None:
 
 
 def test_a_batch_is_freed_when_it_is_not_used() -> None:
-    """Not later: its kv_cache is then the next one's."""
+    """An unused batch is freed at once, so that the next batch gets its kv_cache."""
     engine: Any = GPT2(GPT2Weights.random(0, TINY), device="cpu").engine
     engine.continues_exactly = True
     batch = Batch(engine, 2, TINY.n_ctx)
@@ -244,7 +245,7 @@ def test_rows_wait_where_that_is_faster(n_layer: int, nbytes: int, tokens: float
 
 
 def arriving(model: Model[Any], rng: np.random.Generator, count: int) -> None:
-    """Requests that share beginnings and arrive at random have the tokens and bits of their own."""
+    """Assert that requests with common prefixes, arriving at random, equal each request alone."""
     V, n_ctx = model.config.vocab_size, model.config.n_ctx
     begins = [rng.integers(V, size=n) for n in (n_ctx // 8, n_ctx // 3, n_ctx // 2)]
     begins.append(np.concatenate([begins[2], rng.integers(V, size=n_ctx // 4)]))

@@ -1,9 +1,9 @@
-"""What every kernel of matrix products must do, whatever it multiplies with.
+"""Requirements of every kernel of matrix products, whatever instructions it uses.
 
-The kernels are those of tests/products.py, on the emulator and on a GPU. On the CPU the PTX
-instructions are imitated (emulator/mma_ptx.h), without clusters: layouts in shared memory and
-registers, the waits of pipelines and every address are tried there; `mma.sync` itself, and `wgmma`,
-on a GPU.
+Tests run the kernels of tests/products.py on the emulator and on a GPU. On the CPU,
+emulator/mma_ptx.h imitates the PTX instructions, without clusters. This tests layouts in shared
+memory and registers, the waits of pipelines, and every address. A GPU tests `mma.sync` itself, and
+`wgmma`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ Array = NDArray[Any]
 def every_case(
     on_cpu: Table, on_gpu: Table, orders: Sequence[str] = ("shuffled",)
 ) -> pytest.MarkDecorator:
-    """Where, kernel and case: those of a table on the emulator, and of one on a GPU."""
+    """Parametrize `where`, `kernel` and `case`: one table for the emulator, one for a GPU."""
     found = [(order, *each) for order in orders for each in found_in(on_cpu)]
     found += [("gpu", *each) for each in found_in(on_gpu)]
     cases = [
@@ -77,16 +77,16 @@ def every_case(
 
 @every_case(ON_CPU, ON_GPU, ORDERS)
 def test_right(where: str, kernel: Kernel, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the residual is the output. Copies by cp.async arrive at once, or in the end."""
+    """The residual may be the output. Copies by cp.async arrive at once, or when waited for."""
     given = kernel.made(case)
     places = [False]
-    if kernel.may_be_in_place(given):  # on the emulator by turns
+    if kernel.may_be_in_place(given):  # on the emulator in some thread orders only
         places = {"forward": [False], "gpu": [False, True]}.get(where, [True])
     for in_place in places:
         got = kernel(where, given, case, in_place)
         kernel.assert_right(got, given, case, where)
     if where in ORDERS[1:] and kernel.asynchronous:
-        monkeypatch.setenv("COPIES_AT_ONCE", "1")  # not when a thread waits for them
+        monkeypatch.setenv("COPIES_AT_ONCE", "1")  # copies arrive at once, not at a wait
         assert_same_bits(kernel(where, given, case), got)
 
 
@@ -101,7 +101,7 @@ SLICES: Table = {
 
 @every_case(SLICES, SLICES)
 def test_every_length_of_the_first_slice(where: str, kernel: Kernel, case: Case) -> None:
-    """Whole and not, and more than a band of tiles."""
+    """The slice is full or not; BAND has more rows than a band of tiles."""
     given = kernel.made(case)
     kernel.assert_right(kernel(where, given, case), given, case, where)
 
@@ -127,14 +127,14 @@ UP_TO_ON_GPU: Table = {
 @settings(max_examples=4)
 @with_any(data=st.data())
 def test_any_size_up_to(where: str, kernel: Kernel, case: Case, data: st.DataObject) -> None:
-    """K odd, or a multiple of 8: other lengths are among those of `test_right`."""
+    """K is odd, or a multiple of 8; `test_right` has other lengths."""
     for _ in range(6 if where == "gpu" else 1):
         M, K, N = (data.draw(st.integers(1, most)) for most in case[:3])
         K = K // 8 * 8 + 8 if N % 4 == 0 else K | 1
         if kernel.multiple > 1:
             K, N = (-(-size // 8) * 8 for size in (K, N))
         one = case._replace(M=M, K=K, N=N)
-        if case.tile == ROUNDS:  # with so many blocks of columns, which loop
+        if case.tile == ROUNDS:  # blocks loop over columns, on few multiprocessors
             one = one._replace(K=case.K, sms=data.draw(st.integers(1, 3)))
         if kernel.variant == "tiles":
             more = (M + N) % 3 > 0
@@ -174,7 +174,7 @@ BITS_ON_GPU: Table = {
     "gemm-mma-*16-to-*16": with_ends([{"bias": False}, {"residual": True}], *BY_MMA),
     "gemm-mma-*-to-float32": with_ends([{"residual": True}], *BY_MMA),
     "gemm-mma-two_part-to-two_part": with_ends([{"gelu": True}], *BY_MMA),
-    # With a short K the ring does not hold warpgroups back.
+    # With a short K warpgroups do not wait for the ring.
     "gemm-hopper-bfloat16-to-bfloat16": [Case(5000, K, 2312) for K in (8, 64, 128, 192)],
     "gemm-hopper-*16-to-*16": with_ends(ALL_ENDS, *BY_WGMMA),
     "gemm-hopper-*-to-float32": with_ends(FLOAT_ENDS, *BY_WGMMA),
@@ -194,10 +194,10 @@ BITS_ON_GPU: Table = {
 
 @every_case(BITS_ON_CPU, BITS_ON_GPU)
 def test_tiles_and_other_rows_change_no_bit(where: str, kernel: Kernel, case: Case) -> None:
-    """The first and the last rows have the bits that they have in all rows, in any tile.
+    """First and last rows alone have the same bits as among all rows, with any tile.
 
-    All rows those of the kernel that is named to be alike. Where tiles differ in their order of
-    additions, each is right.
+    All rows have the bits of the kernel named by `alike`. If tiles differ in their order of
+    additions, each result is only checked for accuracy.
     """
     given = kernel.made(case)
     whole = KERNELS[kernel.alike](where, given, case) if kernel.alike else None
@@ -240,9 +240,9 @@ def test_tiles_and_other_rows_change_no_bit(where: str, kernel: Kernel, case: Ca
     ],
 )
 def test_products_are_added_in_the_order_of_k(where: str, name: str, tile: Any) -> None:
-    """The bits of the plain sum on the CPU, which multiplies and adds in two steps, as it does.
+    """On the emulator, products have the bits of the plain sum, without fused multiply-add.
 
-    On a GPU those of the simplest kernel.
+    On a GPU they have the bits of the simplest kernel.
     """
     kernel, simplest = KERNELS[name], KERNELS["matmul-tiled"]
     for sizes in ((300, 77, 333), (100, 768, 128)) if where == "gpu" else ((9, 75, 7),):
@@ -272,7 +272,7 @@ EDGES_OF_WGMMA: Table = {"gemm-hopper-bfloat16-to-bfloat16": [Case(37, 32, 48, r
 def test_an_output_depends_on_its_row_and_column_alone(
     where: str, kernel: Kernel, case: Case
 ) -> None:
-    """Also at the edges, where rows and columns that do not exist are read as others or as zero."""
+    """Rows and columns are at the edges, where kernels read other values or zeros beyond them."""
     given = kernel.made(case)
     clean = kernel(where, given, case)
     given["x"][36, case.K - 1] = given["x"][5] = np.nan
@@ -303,7 +303,7 @@ ANYWHERE_ON_GPU: Table = {
 
 @every_case(ANYWHERE_ON_CPU, ANYWHERE_ON_GPU)
 def test_arrays_at_any_address(where: str, kernel: Kernel, case: Case) -> None:
-    """The same bits as at multiples of 512 bytes. Terms and their weights are at such."""
+    """Results have the same bits as at multiples of 512 bytes, which terms and weights need."""
     given = kernel.made(case)
     expected = kernel(where, given, case)
     for names in (("residual",),) if kernel.terms else (tuple(given), ("w",), ("residual",), ()):

@@ -1,4 +1,4 @@
-"""Which tiles and layouts matrix products get, that these fit, and that no kernel spills."""
+"""Tiles and layouts of matrix products: the choice, the limits of GPUs, and register spills."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ from tests.gpus import A100, GPUS, H200, RTX, Gpu
 from tests.products import DTYPES, FP8_E4M3, GPT2, GROUPED, MATMUL, WEIGHTS
 
 SMS, MOST_SHARED = H200["sms"], H200["most_shared"]
-SHARED = 64 << 10  # bytes that a block can have from sm_75 on
+SHARED = 64 << 10  # bytes of shared memory that a block can have from sm_75 on
 QKV, OUT, FC, PROJ = GPT2
-SHAPES = [  # (K, N) of the four GPT-2 models, of the bundled model, and odd ones
+SHAPES = [  # (K, N) of the four GPT-2 models and of the bundled model, and odd sizes
     *[(C, n * C) for C in (256, 768, 1024, 1280, 1600) for n in (1, 3, 4)],
     *[(4 * C, C) for C in (256, 768, 1024, 1280, 1600)],
     *[(C, 50257) for C in (768, 1600)],
     (1, 1),
     (1601, 333),
 ]
-# Whether with GELU, with a residual, with a result of another type.
+# Epilogues: with GELU, with a residual, with a result of another dtype.
 ENDS = [
     {"gelu": False, "residual": True, "other_out": False},
     {"gelu": False, "residual": True, "other_out": True},
@@ -72,14 +72,17 @@ def of_matmul(M: int, N: int) -> tuple[int, ...]:
 
 
 def of_gemm(M: int, N: int, K: int) -> tuple[int, ...]:
-    """With blocks."""
+    """Return rows and columns of the tile, and the grid."""
     how = _gemm_mma.geometry(M, N, K, **H200)
     chosen = dict(how.defines)
     return int(chosen["GEMM_M"]), int(chosen["GEMM_N"]), *how.grid
 
 
 def of_gemm_hopper(M: int, N: int, K: int) -> tuple[int, ...]:
-    """With splits of K, where it may be split. The fastest of all, or within 2 % of it."""
+    """Return rows and columns of the tile, and splits of K if K may be split.
+
+    The chosen tile was the fastest on an H200, or within 2 % of it.
+    """
     assert choose_tile(_gemm_hopper.TILES, M, N, K, False, SMS).split_k == 1
     chosen = choose_tile(_gemm_hopper.TILES, M, N, K, True, SMS)
     return chosen.rows, chosen.columns, chosen.split_k
@@ -91,14 +94,14 @@ def of_two_parts(M: int, N: int, K: int) -> tuple[int, ...]:
 
 
 def of_llama(matrices: int, M: int, N: int) -> tuple[int, ...]:
-    """With blocks, for K 4096."""
+    """Return rows and columns of the tile, and the grid, for K 4096."""
     how = _rmsnorm_mma.geometry(matrices, M, N, 4096, weight=2, layout="KN", **H200)
     chosen = dict(how.defines)
     return int(chosen["MMA_ROWS"]), int(chosen["MMA_COLUMNS"]), *how.grid
 
 
 def of_llama_hopper(matrices: int, M: int, N: int) -> tuple[int, ...]:
-    """With splits of K, for K 4096."""
+    """Return rows and columns of the tile, and splits of K, for K 4096."""
     layout = ("KN", "NK")[matrices - 1]
     _, chosen = _rmsnorm_hopper.geometry(matrices, M, N, 4096, layout=layout, sms=SMS)
     return chosen.rows, chosen.columns, chosen.split_k
@@ -138,7 +141,7 @@ CHOSEN: dict[Callable[..., tuple[int, ...]], dict[tuple[int, ...], tuple[int, ..
         (1, 16, 4096): (16, 32, 128),  # a block on nearly every SM of 132
         (1, 500, 4096): (128, 128, 128),
         (2, 16, 11008): (16, 192, 115),
-        (2, 500, 11008): (128, 224, 396),  # 3 on every SM
+        (2, 500, 11008): (128, 224, 396),  # three blocks on every SM
         (1, 4096, 4096): (128, 256, 512),
     },
     of_llama_hopper: {
@@ -150,7 +153,7 @@ CHOSEN: dict[Callable[..., tuple[int, ...]], dict[tuple[int, ...], tuple[int, ..
 
 @pytest.mark.parametrize("tile_of", CHOSEN)
 def test_the_tile_fits_the_gpu(tile_of: Callable[..., tuple[int, ...]]) -> None:
-    """Those that were the fastest of the ones timed on an H200."""
+    """The chosen tiles are those that were the fastest when timed on an H200."""
     assert {sizes: tile_of(*sizes) for sizes in CHOSEN[tile_of]} == CHOSEN[tile_of]
 
 
@@ -172,11 +175,11 @@ def test_blocks_of_decoding_on_an_h200() -> None:
 def test_splits_have_whole_units() -> None:
     found = {K: mma.splits(K) for K in (16, 768, 3072, 6400, 1152)}
     assert found == {16: (1, 1), 768: (6, 1), 3072: (8, 3), 6400: (8, 7), 1152: (5, 2)}
-    for K in (8, 64, 72, 128, 192):  # a short K is not split into nothing
+    for K in (8, 64, 72, 128, 192):  # no split of a short K is empty
         assert choose_tile(_gemm_hopper.TILES, 128, 768, K, True, SMS).split_k <= -(-K // 64)
 
 
-# --- that launches fit ----------------------------------------------------------------------------
+# --- limits of launches ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sms", [132, 40, 1])
@@ -270,7 +273,7 @@ def test_a_tile_of_decoding_has_room(gpu: Gpu, capability: int, dtype: str) -> N
 def test_a_tile_of_decoding_by_wgmma_can_run(
     M: int, N: int, K: int, dtype: str, gated: bool, sms: int, rounded: bool
 ) -> None:
-    """It fits in the memory, a cluster has at most 8 blocks, each one has splits and sums."""
+    """A tile fits in shared memory, a cluster has at most 8 blocks, and each block has work."""
     of = _linear_hopper.HopperProduct(M, (N,), K, dtype, gated, rounded)
     tile = _linear_hopper.choose(of, sms, MOST_SHARED)
     assert of.shared_bytes(tile) <= MOST_SHARED
@@ -319,7 +322,7 @@ def test_a_tile_of_gemm_by_wgmma_has_room(tile: HopperGemmTile) -> None:
 
 
 def test_sizes_that_do_not_lie_on_16_bytes_are_told() -> None:
-    """N, K, stride of x, bytes of a weight, layout."""
+    """The arguments of `fits` are N, K, stride of x, bytes per weight, and layout."""
     for fit in ((8, 8, 8, 2, "KN"), (16, 8, 16, 1, "KN"), (8, 16, 16, 1, "NK")):
         assert _rmsnorm_mma.fits(*fit)
     for odd in ((4, 8, 8, 2, "KN"), (8, 4, 8, 2, "NK"), (8, 8, 12, 2, "KN")):
@@ -328,11 +331,11 @@ def test_sizes_that_do_not_lie_on_16_bytes_are_told() -> None:
         assert not _rmsnorm_mma.fits(*odd)
 
 
-# --- that kernels compile without spills ----------------------------------------------------------
+# --- kernels compile without spills ---------------------------------------------------------------
 
 
 def decoding_tiles() -> Iterator[Job]:
-    """By turns in each dtype, with the constants that GPT-2's products get on GPUs with room."""
+    """Yield tiles of GPT-2's decoding products on large GPUs, in alternating dtypes."""
     stored = {name: stored_as("bfloat16", name) for name in FP8}
     stored |= {name: stored_as(name) for name in DTYPES}
     stored[TWO_PART] = stored_as("float32", TWO_PART)
@@ -343,14 +346,15 @@ def decoding_tiles() -> Iterator[Job]:
         for M, (N, K) in product((17, 64, 256, 512), (QKV, PROJ, (50257, 768))):
             for dtype, constants in stored.items():
                 tile = _linear_mma_tiles.choose(M, N, K, dtype, **limits)
-                for ends in (False, True) if dtype != "float32" else (False,):  # as terms
+                # ends: whether x and the result are terms
+                for ends in (False, True) if dtype != "float32" else (False,):
                     found = _linear_mma_tiles.geometry(M, N, K, dtype, tile, ends, ends)
                     jobs.append((_linear_mma_tiles.FILE, arch, (*constants, *found.defines)))
     yield from list(dict.fromkeys(jobs))[::11]
 
 
 def gemm_tiles() -> Iterator[Job]:
-    """By turns with the epilogues of most registers."""
+    """Yield each tile with one of the epilogues that need most registers."""
     tiles = [(tile, ENDS[i % 3]) for i, tile in enumerate(_gemm_mma.TILES)]
     tiles += [(tile, SPLIT_ENDS[i % 2]) for i, tile in enumerate(_gemm_mma.TWO_PART_TILES)]
     for (tile, ends), (arch, gpu) in zip(tiles, cycle(GPUS)):
@@ -366,7 +370,7 @@ def gemm_tiles() -> Iterator[Job]:
 
 
 def gemm_hopper_tiles() -> Iterator[Job]:
-    """By turns with GELU and a residual, as a block needs them, and with the other epilogues."""
+    """Yield each tile with GELU, with a residual or without both, and some further epilogues."""
     of_a_block = [{}, {"gelu": True}, {"residual": True}]
     tiles = [(tile, "bfloat16", of_a_block[i % 3]) for i, tile in enumerate(_gemm_hopper.TILES)]
     others = [("float16", {"other_out": True}), ("float16", {"gelu": True})]
@@ -382,7 +386,7 @@ def gemm_hopper_tiles() -> Iterator[Job]:
 
 
 def gemm_fp8_tiles() -> Iterator[Job]:
-    """Either format, with scales or without them, by turns; registers of w are loaded in time."""
+    """Yield tiles that alternate between both FP8 formats, with scales or without."""
     two_ends = ((False, False), (True, False), (False, True))
     for other_out in (False, True):
         tiles = _gemm_hopper.OF_REGISTERS + _gemm_hopper.STREAMED
@@ -405,7 +409,7 @@ def gemm_fp8_tiles() -> Iterator[Job]:
     ],
 )
 def test_products_of_prompts_that_are_divided(M: int, N: int, K: int, divided: bool) -> None:
-    """Where there is memory for the sums that are handed on, and whole tiles leave some idle."""
+    """Tiles are divided if memory for partial sums is given and whole tiles leave SMs idle."""
     for streams in (False, True):
         options: Any = {"fp8": True, "streams": streams, "sms": SMS}
         how, tile = _gemm_hopper.geometry(M, N, K, **options)
@@ -414,7 +418,7 @@ def test_products_of_prompts_that_are_divided(M: int, N: int, K: int, divided: b
 
 
 def gguf_tiles() -> Iterator[Job]:
-    """Decoding of few and of more rows, on GPUs without clusters and on one that has them."""
+    """Yield tiles for decoding 1, 8 and 9 rows, on GPUs with and without clusters."""
     for i, (M, (arch, gpu)) in enumerate(product((1, 8, 9), GPUS[::2])):
         name = ("Q4_K", "Q6_K")[(i + i // 2) % 2]
         w = GgufMatrix.random([(name, 64)], 256)
@@ -431,7 +435,7 @@ def gguf_tiles() -> Iterator[Job]:
     ("M", "N", "K", "rows", "together"),
     [
         (8, 4096, 4096, 8, 1),
-        (16, 576, 576, 8, 1),  # two blocks of rows: multiprocessors have no work of other columns
+        (16, 576, 576, 8, 1),  # two blocks of rows: SMs would be idle otherwise
         (32, 576, 1536, 8, 1),
         (64, 1536, 576, 64, 0),
         (64, 4096, 4096, 64, 0),
@@ -446,7 +450,7 @@ def test_rows_of_blocks_of_gguf(M: int, N: int, K: int, rows: int, together: int
 
 
 def gguf_hopper_tiles() -> Iterator[Job]:
-    """Prompts with each type and epilogue by turns, and decoding of each number of rows."""
+    """Yield tiles for prompts with alternating types and epilogues, and for decoding."""
     names = cycle(TYPES)
     tiles = _gemm_hopper.OF_REGISTERS + _gemm_hopper.STREAMED
     for other_out, tile in product((False, True), tiles):
@@ -470,7 +474,7 @@ def gguf_hopper_tiles() -> Iterator[Job]:
 
 
 def matmul_tiles() -> Iterator[Job]:
-    """By turns with each width of loads, for each architecture."""
+    """Yield tiles that alternate between widths of loads and between architectures."""
     for i, (tile, groups) in enumerate(GROUPED):
         how = MATMUL.registers_geometry(tile, groups, 1000, 1000, (1, 4)[(i + i // 2) % 2])
         assert how.block[0] <= 512
@@ -479,7 +483,7 @@ def matmul_tiles() -> Iterator[Job]:
 
 
 def rmsnorm_hopper_tiles() -> Iterator[Job]:
-    """In one dtype, and with RoPE or without it, by turns."""
+    """Yield tiles that alternate between dtypes, and between RoPE and no RoPE."""
     tiles = [
         (matrices, layout, tile)
         for matrices, layout in product((1, 2), ("KN", "NK"))
@@ -495,9 +499,10 @@ def rmsnorm_hopper_tiles() -> Iterator[Job]:
 
 
 def rmsnorm_mma_tiles() -> Iterator[Job]:
-    """Each by turns on a GPU with room; the one for many rows, with most registers, in each dtype.
+    """Yield each tile for one of the GPUs with room for it.
 
-    With a residual where a tile has many registers.
+    The tile for many rows, which has most registers, comes in each dtype. Tiles with many
+    registers have a residual.
     """
     cases: list[tuple[int, str, str | None, dict[str, Any]]] = [
         (i, "float16", None, {"M": 500, "tile": tile, "residual": tile.rows >= 64})

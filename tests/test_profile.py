@@ -1,6 +1,6 @@
 """`gpt2block profile`: bytes and times of kernels, the trace, the table, and the command.
 
-Times of a GPU come from a stand-in of one whose kernels take known times.
+GPU times come from an emulated GPU whose kernels take known times.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from tests.test_readme import shown
 CONFIG = GPT2Config(n_layer=2, n_head=2, n_embd=128, vocab_size=256, n_ctx=64)
 LLAMA = LlamaConfig(n_layer=2, n_head=4, n_kv_head=2, n_embd=64, n_ff=96, vocab_size=61, n_ctx=32)
 ROWS, TOKENS, STEPS = 2, 9, 3
-START, BETWEEN, SAVED = 3.0, 0.5, 0.75  # µs of a graph, of a launch, and that an overlap saves
+START, BETWEEN, SAVED = 3.0, 0.5, 0.75  # µs per graph, per launch, and saved by an overlap
 
 
 def profile_of(
@@ -71,7 +71,7 @@ def profile_of(
 
 
 def own_us(kernel: str) -> float:
-    """The time of a kernel on the stand-in: each has another one."""
+    """Return the time of a kernel on the emulated GPU; kernels have different times."""
     return 0.0 if kernel == "mark_seen" else 2.0 + len(kernel) / 8
 
 
@@ -81,9 +81,9 @@ def gpu_with_known_times(
     effects: Mapping[str, Callable[[], None]] | None = None,
     capability: str = "9.0",
 ) -> Iterator[list[str]]:
-    """A GPU whose kernels only take time; yields the names of those that run outside of graphs.
+    """Emulate a GPU whose kernels only take time; yield names of kernels run outside of graphs.
 
-    effects: what kernels do, by name.
+    effects: name of a kernel -> function to call when it runs.
     """
     now: list[float] = [0.0]
     direct: list[str] = []
@@ -118,7 +118,7 @@ def slices(trace: dict[str, Any], pid: int | None = None) -> list[dict[str, Any]
 
 
 def assert_valid(trace: dict[str, Any]) -> None:
-    """The rules of the Trace Event Format, and that slices of a track nest."""
+    """Assert that a trace follows the Trace Event Format, and that slices of a track nest."""
     assert json.loads(json.dumps(trace, allow_nan=False)) == trace
     assert set(trace) == {"traceEvents", "displayTimeUnit", "otherData"}
     named = set()
@@ -141,7 +141,7 @@ def assert_valid(trace: dict[str, Any]) -> None:
         assert event["dur"] >= 0
         assert ("process_name", event["pid"], 0) in named
         assert ("thread_name", *track) in named
-        # whole ns, as Perfetto stores them
+        # Perfetto stores whole ns
         start, end = round(1e3 * event["ts"]), round(1e3 * (event["ts"] + event["dur"]))
         parents = open_until.setdefault(track, [])
         while parents and parents[-1] <= start:
@@ -154,13 +154,13 @@ def assert_valid(trace: dict[str, Any]) -> None:
 
 
 def weights_of(rows: int, itemsize: int) -> int:
-    """Bytes of the weights that a step of decoding reads: each once, of the tables some rows."""
+    """Bytes of weights that a decoding step reads: each once, but only some rows of tables."""
     stored = RandomGPT2(CONFIG, "float32" if itemsize == 4 else "bfloat16").weight_bytes
-    return stored + rows * CONFIG.n_embd * (itemsize + 4)  # of wte and wpe
+    return stored + rows * CONFIG.n_embd * (itemsize + 4)  # rows of wte and wpe
 
 
 def cache_of(lengths: list[int], itemsize: int) -> int:
-    """Bytes of the keys and values that one more token of each row reads and writes."""
+    """Bytes of keys and values that a decoding step reads and writes for all rows."""
     token = 2 * CONFIG.n_layer * CONFIG.n_embd * itemsize
     return token * sum(n + 1 for n in lengths) + token * len(lengths)
 
@@ -192,7 +192,7 @@ def test_kernels_of_a_gpu_move_the_same(
         kind, token = found.passes[1]
     assert kind == "token"
     moved = {ran.step: ran.moved for ran in token.ran}
-    # the stand-in's positions are zeros: each row sees one key
+    # positions are zeros on the emulated GPU: each row sees one key
     assert sum(each.cache for each in moved.values()) == cache_of([0] * ROWS, itemsize)
     scales = 0
     if dtype == "float32":  # two-part weights: 2 x 2 bytes and a scale for each row
@@ -205,7 +205,7 @@ def test_kernels_of_a_gpu_move_the_same(
 
 
 def test_rounded_activations_move_half_of_x(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where products by wgmma take them; the residual and the sum are floats."""
+    """Products by wgmma read rounded x; the residual and the sum remain float32."""
     weights, rows = GPT2Weights.random(0, GPT2Config(1, 12, 768, 16, 53)), 48
     for rounding, arrays in (((), 3), (("float16",), 2.5)):
         monkeypatch.setattr(import_module("gpt2block.ops.linear"), "ROUNDING", rounding)
@@ -214,12 +214,12 @@ def test_rounded_activations_move_half_of_x(monkeypatch: pytest.MonkeyPatch) -> 
             token = profile_of(model, of_generate, rows=rows).passes[1].timeline
         moved = {ran.step: ran.moved for ran in token.ran}
         assert moved["h.0.x1"].activations == arrays * 4 * rows * 768
-        places = 2 * 4 * rows  # row and position
+        places = 2 * 4 * rows  # arrays `row` and `position`
         assert moved["h.0.attn"].activations == (arrays - 1) * 4 * rows * 768 + places
 
 
 def test_attention_that_writes_to_the_kv_cache_moves_its_new_tokens() -> None:
-    """Not all of the cache, which is no weight either."""
+    """The whole cache is not counted, neither as cache nor as weights."""
     N, C = 96, 768
     cache = TensorSpec((64, 1024, C), "float16", 2 * 64 * 1024 * C)
     row, position, seams = np.full(N, 5), np.arange(N), np.array([0, N])
@@ -245,7 +245,7 @@ def test_memory_that_a_product_works_in_is_no_weight() -> None:
 
 
 def test_bytes_of_a_borrowed_input_and_output(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks keep neither x nor the result of a call."""
+    """Bytes of x and of the result count, though a block owns neither."""
     with gpu_with_known_times(monkeypatch):
         block = Block(BlockWeights.random(0, CONFIG), device="cuda:0", dtype="bfloat16")
         x = random_input(0, (2, 16, CONFIG.n_embd)).astype("bfloat16")
@@ -275,7 +275,7 @@ def test_llama_and_grouped_keys() -> None:
 def test_a_llama_on_a_gpu_reads_every_weight_once(
     monkeypatch: pytest.MonkeyPatch, dtype: str, rows: int
 ) -> None:
-    """With one row the feed-forward is a kernel, whose weights later kernels name, too."""
+    """With one row one kernel computes the feed-forward; later kernels name its weights too."""
     large = LlamaConfig(
         n_layer=2, n_head=6, n_kv_head=2, n_embd=384, n_ff=1024, vocab_size=512, n_ctx=32
     )
@@ -286,14 +286,14 @@ def test_a_llama_on_a_gpu_reads_every_weight_once(
     token = found.passes[1].timeline
     table = engine._matrices["wte"].nbytes
     stored = model.nbytes - table
-    if dtype == "float32":  # two-part matrices, in the place of those that model.nbytes counts
+    if dtype == "float32":  # two-part matrices replace the matrices that model.nbytes counts
         vectors = sum(vector.nbytes for vector in engine._vectors.values())
         stored = vectors + sum(matrix.nbytes for matrix in engine.prompts.two_part.values())
     expected = stored + rows * table // large.vocab_size
     frequencies = 8 * large.head_size // 2
     if "gated_sums" in {ran.op for ran in token.ran}:
         expected += frequencies  # all layers read the same rotations
-        if dtype == "float8_e4m3fn":  # two kernels multiply by scales of w_down, the norm once
+        if dtype == "float8_e4m3fn":  # two later kernels read w_down's scales, at the end only one
             expected += (2 * large.n_layer - 1) * 4 * large.n_embd
     else:
         expected += large.n_layer * frequencies
@@ -346,7 +346,7 @@ def test_kernels_that_do_not_overlap_have_one_time(monkeypatch: pytest.MonkeyPat
 
 
 def test_each_recording_of_a_call_is_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And after the call nothing is measured any more."""
+    """After the call nothing is measured any more."""
     monkeypatch.setattr("gpt2block.run.cuda_model.TOKENS_AT_ONCE", 16)
     ids = np.zeros(12, np.int32)
     with gpu_with_known_times(monkeypatch) as direct:
@@ -386,7 +386,7 @@ def ends_with(
     us: Callable[[Part], float],
     lead: Callable[..., None] = lambda *_: None,
 ) -> list[float]:
-    """The ends of kernels with these times alone, where `us` measures a graph."""
+    """Return the computed ends of kernels. own: their times alone. us: measures a graph."""
 
     def measured(parts: list[Part], led: Callable[[], None]) -> list[float]:
         led()
@@ -398,13 +398,13 @@ def ends_with(
 
 
 def test_measured_ends_never_decrease(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = iter([5.0, 4.0, 9.0, 18.0])  # the last one is the whole pass, to which they are scaled
+    times = iter([5.0, 4.0, 9.0, 18.0])  # the last is the whole pass, to which ends are scaled
     found = ends_with(monkeypatch, [1.0] * 3, lambda _: next(times))
     assert found == pytest.approx([10.0, 10.0, 18.0])
 
 
 def test_short_kernels_at_the_end_of_a_long_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The time of a graph varies with its length; that of a pass of 1,684 µs by 5 µs here."""
+    """Times of a graph vary in proportion to its length: here by 5 µs for a pass of 1,684 µs."""
     rng = np.random.default_rng(0)
     own = [12.0] * 140 + [2.0, 2.0]
     ends = ends_with(monkeypatch, own, lambda part: sum(part) * (1 + rng.normal(0, 0.003)))
@@ -413,7 +413,7 @@ def test_short_kernels_at_the_end_of_a_long_pass(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_part_of_a_pass_follows_enough_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those before it, and passes where those are few."""
+    """A part is timed after the kernels before it, and after whole passes if these are short."""
     leads: list[float] = []
 
     def lead(us: float = cuda_timeline.LEAD_US) -> None:
@@ -425,7 +425,7 @@ def test_a_part_of_a_pass_follows_enough_kernels(monkeypatch: pytest.MonkeyPatch
 
 
 def test_measuring_leaves_the_state_of_the_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It samples many times; of the state, the run after it finds what was there before."""
+    """Measuring samples many times; later runs find the sampler's state unchanged."""
     prompts = [np.zeros(TOKENS, np.int32)] * ROWS
     effects: dict[str, Callable[[], None]] = {}
     with gpu_with_known_times(monkeypatch, effects):
@@ -455,7 +455,7 @@ def test_numpy_steps_take_the_time_of_the_call() -> None:
             for ran, (a, b) in zip(timeline.ran, itertools.pairwise(ends), strict=True)
         )
         assert timeline.own <= timeline.us
-        assert timeline.ran[-1].end < timeline.us  # the token is chosen after the last step
+        assert timeline.ran[-1].end < timeline.us  # the token is sampled after the last step
     assert model.engine.timed(lambda: None) == []
 
 
@@ -496,7 +496,7 @@ def test_a_trace_with_overlapping_kernels(monkeypatch: pytest.MonkeyPatch) -> No
     assert q["args"]["GB/s"] == pytest.approx(1e-3 * ran.moved.total / ran.own, abs=1e-3)
     counters = [e for e in trace["traceEvents"] if e["ph"] == "C"]
     assert {e["pid"] for e in counters} == {2}
-    assert counters[0]["ts"] == pytest.approx(START + BETWEEN)  # of the first kernel
+    assert counters[0]["ts"] == pytest.approx(START + BETWEEN)  # start of the first kernel
     assert counters[1]["args"]["GB/s"] == 0  # between two kernels
 
 
@@ -513,7 +513,7 @@ def test_a_trace_of_numpy_steps() -> None:
 
 def test_the_floor_fills_a_part_of_each_kernel() -> None:
     found = profile_of(GPT2(GPT2Weights.random(0, CONFIG), "cpu"), of_score, gb_s=1e-6)
-    trace = trace_of(found)  # no copy is that slow: the floor fills all of it
+    trace = trace_of(found)  # at such a low bandwidth the floor fills the whole trace
     assert_valid(trace)
     steps = [e for e in slices(trace) if e["tid"] == 2]
     for step, floor in zip(steps[::2], steps[1::2], strict=True):

@@ -1,4 +1,4 @@
-"""Openings of docstrings and comments that leave out their subject are refused."""
+"""Docstrings and comments whose first words leave out the subject are refused."""
 
 import re
 from collections.abc import Iterator

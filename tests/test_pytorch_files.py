@@ -73,7 +73,7 @@ def test_by_any_name_and_from_a_directory(tmp_path: Path, name: str) -> None:
 
 
 def test_opening_reads_no_tensor_data(tmp_path: Path) -> None:
-    """Data that changes after opening is read from the offsets found before."""
+    """Data that is changed after opening is read, from the offsets found when opening."""
     for name in ("zip-float32.bin", "legacy-float32.bin"):
         file = tmp_path / name
         shutil.copy(FIXTURES / name, file)
@@ -153,7 +153,7 @@ SYSTEM = b"\x80\x02}X\x0d\0\0\0little_endian\x88s."
 
 
 def put(value: Any) -> bytes:
-    """Return the opcodes that push a value, in which bytes are opcodes."""
+    """Return the opcodes that push a value; bytes within it are inserted as opcodes."""
     if isinstance(value, bytes):
         return value
     if isinstance(value, tuple):
@@ -373,7 +373,7 @@ def test_a_directory_of_64_bits(file: Path) -> None:
 
 
 def test_a_directory_larger_than_any_checkpoint_has(file: Path) -> None:
-    """The file is sparse on the disk; the directory is never read."""
+    """The file is sparse; its directory is never read."""
     content = zipped(ONE, DATA)
     end = content.rindex(b"PK\x05\x06")
     with file.open("wb") as stream:
@@ -423,7 +423,7 @@ def test_an_inconsistent_file(file: Path, content: bytes, words: str) -> None:
 
 
 class Hostile:
-    """Creates a folder when Python unpickles it."""
+    """An object that creates a folder when Python unpickles it."""
 
     def __init__(self, canary: Path) -> None:
         self.canary = canary
@@ -522,7 +522,7 @@ class bounded:  # noqa: N801  (used as a statement)
 
 
 def doubled(times: int) -> bytes:
-    """Return opcodes of a tuple of () twice, a tuple of that tuple twice, and so on."""
+    """Return opcodes of t = (), then `times` times t = (t, t)."""
     return b")" + b"".join(b"q\x00h\x00\x86" for _ in range(times))
 
 
@@ -561,7 +561,7 @@ def test_more_opcodes_than_any_checkpoint_has(file: Path, monkeypatch: pytest.Mo
 
 
 def test_messages_bound_and_escape_names(tmp_path: Path) -> None:
-    """A name almost a megabyte long, and a name with control characters."""
+    """One name is almost a megabyte long, and another has control characters."""
     long = "module." * 100_000
     state = {long + "x": tensor(storage("0", 6), (2, 3)), "\x1b[31m": tensor(storage("0", 6), (6,))}
     shutil.copy(FIXTURES / "config.json", tmp_path)
@@ -611,7 +611,7 @@ def model(vocabulary: int, C: int = 2, **changed: Any) -> tuple[bytes, dict[str,
     half = storage("0", numel, name("torch", "HalfStorage"))
     state = {}
     for key, shape in plain.shapes(plain.Sizes(1, 1, C, 3, vocabulary, tied=False)).items():
-        stored = shape[::-1] if key.startswith("h.") else shape  # as in nn.Linear
+        stored = shape[::-1] if key.startswith("h.") else shape  # nn.Linear stores (N, K)
         state[key if "lm_head" in key else f"transformer.{key}"] = tensor(half, stored)
     args: dict[str, Any] = {"n_layer": 1, "n_head": 1, "n_embd": C, "block_size": 3}
     args |= {"vocab_size": vocabulary, "bias": True, "dropout": 0.0}

@@ -1,4 +1,4 @@
-"""The norm of heads of q and k, or of all together, alone, with RoPE, and with the kv_cache."""
+"""Norms of each head of q and k or of all heads together: alone, with RoPE, with the kv_cache."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tests.caches import DTYPES, FORMATS, KINDS, Heads, row_width
 from tests.devices import assert_same_bits, combinations, one_order
 from tests.test_rope import assert_close, frequencies
 
-# Heads of odd halves, of one vector, of several vectors a lane, and those of models.
+# Heads with odd halves, of one vector, of several vectors per lane, and with sizes of models.
 NORMED = [(4, 2, 8), (3, 1, 6), (1, 1, 2), (2, 2, 34), (4, 1, 128), (2, 1, 256), (2, 1, 254)]
 EPS = 1e-5
 
 
 def gammas(heads: Heads, together: bool = False) -> list[Any]:
-    """Weights of q and of k; together: of all heads."""
+    """Return norm weights for q and for k. together: one norm over all heads."""
     NH, NKV, D = heads
     counts = (NH, NKV) if together else (1, 1)
     return [plain.normal(5 + i, n * D) + np.float32(1) for i, n in enumerate(counts)]
@@ -32,7 +32,7 @@ def gammas(heads: Heads, together: bool = False) -> list[Any]:
 def test_right_and_the_same_bits_alone(
     device: Any, heads: Heads, dtype: str, together: bool
 ) -> None:
-    """Also in place; rows with values that are not finite do not reach others."""
+    """The norm runs in place too; rows that are not finite do not affect others."""
     NH, NKV, D = heads
     options: Any = {"n_head": NH, "n_kv_head": NKV, "eps": EPS}
     qkv = (3 * plain.normal(2, 2, 7, row_width(heads))).astype(DTYPES[dtype])
@@ -54,7 +54,7 @@ def test_right_and_the_same_bits_alone(
 
 @combinations(times=1, heads=NORMED, dtype=list(DTYPES), together=(False, True))
 def test_with_rope(device: Any, heads: Heads, dtype: str, together: bool) -> None:
-    """In float32 with the bits of both, one after the other; few rows alone as among many."""
+    """In float32 it has the bits of norm, then RoPE; few rows have the same bits alone."""
     NH, NKV, D = heads
     options: Any = {"n_head": NH, "n_kv_head": NKV}
     positions = np.array([0, 1, 8191, 2**24 + 1, 2**31 - 1], np.int32)
@@ -85,7 +85,7 @@ def test_few_and_many_rows_have_other_geometries() -> None:
 
 @combinations(times=1, heads=NORMED, kind=KINDS, together=(False, True))
 def test_with_the_kv_cache(device: Any, heads: Heads, kind: str, together: bool) -> None:
-    """The bits of qk_norm_rope and kv_append, one after the other; a row is outside the cache."""
+    """Results have the bits of qk_norm_rope, then kv_append; a row is outside the cache."""
     NH, NKV, D = heads
     fp8 = kind if kind in FORMATS else None
     qkv, row, position, turns, *gamma = (
@@ -112,7 +112,7 @@ def test_with_the_kv_cache(device: Any, heads: Heads, kind: str, together: bool)
 
 
 def test_norms_together_on_numpy() -> None:
-    """Each is that of the row of all heads."""
+    """Each norm is the RMSNorm of one row of all heads."""
     qkv, (of_q, of_k) = plain.normal(0, 3, 6 * 8).astype(np.float64), gammas((4, 1, 8), True)
     got = reference.qk_norm(qkv, of_q, of_k, 4, 1, EPS)
     np.testing.assert_array_equal(got[:, :32], reference.rmsnorm(qkv[:, :32], of_q, EPS))
@@ -121,7 +121,7 @@ def test_norms_together_on_numpy() -> None:
 
 
 def test_on_numpy() -> None:
-    """A step of decoding is the last row of a prompt."""
+    """A decoding step equals the last row of a prompt."""
     qkv = plain.normal(0, 3, 4 * 8).astype(np.float64)
     gamma = [each.astype(np.float64) for each in gammas((2, 1, 8))]
     k, v = np.zeros((2, 1, 3, 8))

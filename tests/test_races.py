@@ -1,4 +1,4 @@
-"""The emulator finds races: accesses of two threads to one place that no barrier orders."""
+"""The emulator finds races: accesses of two threads to one address that no barrier orders."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def launch(
 
 
 def at(name: str, line: int) -> str:
-    """The place of a line of a body, from 1, as a pattern."""
+    """Return a pattern for the file and line of a line of a body, from 1."""
     before = "".join(PARTS[: list(BODIES).index(name)]).count("\n")
     return rf"\S*k\.cu:{before + 1 + line}"
 
@@ -92,7 +92,7 @@ def test_a_missing_barrier_is_a_race_with_both_lines() -> None:
         ("same_warp", {"shared": 256}),
         ("same_mask", {"block": 32}),  # lanes 0 to 15 and 16 to 31 synchronise separately
         ("blocks", {}),
-        ("next_block", {"elements": 128, "grid": 2}),  # its shared memory is another one
+        ("next_block", {"elements": 128, "grid": 2}),  # each block has its own shared memory
     ],
 )
 def test_ordered_accesses_are_no_race(name: str, options: dict[str, int]) -> None:
@@ -124,7 +124,7 @@ def test_atomics_are_no_race() -> None:
     [("softmax", "online_block"), ("layernorm", "2"), ("trimat", "tri5"), ("linear", "mma")],
 )
 def test_built_in_kernels_have_no_race(name: str, variant: str) -> None:
-    """Trees in shared memory, warps, copies in flight, tensor cores."""
+    """Kernels use trees in shared memory, shuffles, asynchronous copies, and tensor cores."""
     operation = find(name)
     sizes, attrs = operation.cases[-1]
     own = operation.with_workload(attrs={**operation.workload.attrs, **attrs})

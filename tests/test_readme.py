@@ -42,19 +42,19 @@ def commands() -> list[str]:
 
 
 def shown(name: str) -> list[str]:
-    """The lines of the block of output after the comment of this name, on one of the pages."""
+    """Return the lines of the output block after the comment with this name, on any page."""
     block = rf"<!-- output: {name} -->\n```\n(.*?)\n```"
     (found,) = (match for text in PAGES.values() for match in re.findall(block, text, re.DOTALL))
     return str(found).splitlines()
 
 
 def prose(text: str) -> str:
-    """A page without its blocks of code."""
+    """Return a page without its blocks of code."""
     return re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
 
 
 def anchors(text: str) -> set[str]:
-    """The names on a page that a link can end with, as GitHub makes them from headings."""
+    """Return the anchors of a page, as GitHub derives them from headings."""
     headings = re.findall(r"^#+ (.*)$", prose(text), re.MULTILINE)
     slugs = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
     return slugs | set(re.findall(r'<a id="([\w-]+)"></a>', text))
@@ -67,7 +67,7 @@ def test_two_commands_of_one_line_that_set_themselves_up() -> None:
 
 
 def test_no_command_or_error_installs_what_is_on_no_index() -> None:
-    """gpt2block is installed from its source: no index has a package of that name."""
+    """gpt2block is installed from its source, because no package index has it."""
     sources = [file for name in ("gpt2block", "examples") for file in (ROOT / name).rglob("*")]
     files = [*PAGES, *(file for file in sources if file.suffix in (".py", ".ipynb", ".html"))]
     assert len(files) > 150
@@ -78,7 +78,7 @@ def test_no_command_or_error_installs_what_is_on_no_index() -> None:
 
 
 def test_ci_takes_both_commands_from_the_readme() -> None:
-    """The very `sed` lines of .ci/run, on the README as it stands."""
+    """The `sed` lines of .ci/run find both commands in the current README."""
     script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
     found = re.findall(r"^(?:run|test)=\$\((sed .*)\)$", script, re.MULTILINE)
     printed = [
@@ -93,7 +93,7 @@ def test_the_output_of_the_tests_is_a_closing_line() -> None:
 
 
 def columns(lines: list[str]) -> list[list[str]]:
-    """Step, kernel and shape of every row of the table of steps."""
+    """Return step, kernel and shape of every row of a table of steps."""
     rows = [line.split() for line in lines]
     return [row[:3] for row in rows if len(row) == 8 and row[0] in STEPS]
 
@@ -181,10 +181,10 @@ def test_links_and_named_files_are_there() -> None:
 
 
 def test_links_to_architectures_have_the_line_of_what_they_name() -> None:
-    """And the page says how long the file of its example is."""
+    """The page also states the length of its example's file."""
     folder, text = ROOT / "gpt2block" / "architectures", PAGES[ROOT / "docs" / "architectures.md"]
     links = re.findall(r"\[`(\w+)`\]\(\.\./gpt2block/architectures/(\w+\.py)#L(\d+)\)", text)
-    assert len(links) >= len(list(folder.glob("*.py"))) - 4  # of which all but four differ
+    assert len(links) >= len(list(folder.glob("*.py"))) - 4  # all but four files are linked
     for name, file, number in links:
         line = (folder / file).read_text(encoding="utf-8").splitlines()[int(number) - 1]
         assert re.match(rf" *(def|class) {name}\b", line), (name, file, line)
@@ -301,12 +301,12 @@ def test_real_gpt2_that_cannot_be_had_is_one_line() -> None:
 
 
 def outputs(cells: list[dict[str, Any]]) -> list[str]:
-    """What each cell of a notebook prints."""
+    """Return the printed text of each cell of a notebook."""
     return ["".join("".join(o.get("text", "")) for o in cell.get("outputs", [])) for cell in cells]
 
 
 def pictures(cells: list[dict[str, Any]]) -> int:
-    """The number of outputs that are pictures."""
+    """Return the number of outputs that are pictures."""
     found = (output for cell in cells for output in cell.get("outputs", []))
     return sum("image/png" in output.get("data", {}) for output in found)
 

@@ -118,7 +118,7 @@ def test_block_forward_is_the_ten_steps() -> None:
 def test_grouped_queries_are_attention_with_repeated_keys_and_values(n_kv_head: int) -> None:
     n_head, D, T = 6, 4, 21
     q, k, v = (rng.standard_normal((2, T, n, D)) for n in (n_head, n_kv_head, n_kv_head))
-    v[1, -1] = np.nan  # of the last key of the second sequence
+    v[1, -1] = np.nan  # last key of the second sequence
     repeated = [np.repeat(a, n_head // n_kv_head, axis=2) for a in (k, v)]
 
     def row(*parts: Any) -> Any:

@@ -26,7 +26,7 @@ def _no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Raw:
-    """Stands for a `cupy.RawKernel`."""
+    """A substitute for a `cupy.RawKernel`."""
 
     max_dynamic_shared_size_bytes = shared_size_bytes = 16
 
@@ -53,7 +53,7 @@ def test_a_function_is_requested_at_once_and_waits_when_it_is_called(raw: Raw) -
 
     function = Function(compile, ("a.cu",))
     assert begun.wait(WAIT)
-    function.allow_shared(100)  # which does not wait
+    function.allow_shared(100)  # must not wait
     function.allow_shared(50)
     may_end.set()
     function((1,), (32,), ("x",), shared_mem=8)
@@ -130,7 +130,7 @@ if sys.argv[1] == "interrupt":
 
 @pytest.mark.parametrize("way", ["end", "interrupt", "thread"])
 def test_an_exit_waits_only_for_what_is_being_compiled(way: str) -> None:
-    """A thread that outlives the main one compiles what it needs itself."""
+    """A thread that outlives the main thread compiles the kernels that it needs itself."""
     command = [sys.executable, "-c", EXIT, way]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     lines = done.stdout.split("\n")[:-1]
@@ -184,7 +184,7 @@ def test_watchers_are_told_of_every_kernel(raw: Raw) -> None:
 def test_a_start_waits_for_no_kernel_that_it_could_have_requested_before(
     dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Storing weights waits once, for kernels that are compiled together."""
+    """Storing weights waits only once, for kernels that are compiled at the same time."""
     events: list[tuple[str, str, str]] = []
 
     class Kernel(launch_recorder._Kernel):

@@ -1,4 +1,4 @@
-"""RMSNorm with a residual, and of views. What all norms must do is tested in test_norm_laws.py."""
+"""RMSNorm with a residual, and of views. test_norm_laws.py has the requirements of all norms."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.plain import normal
     ids=str,
 )
 def test_a_residual_is_added_first(where: str, dtype: str, M: int, shape: Shape) -> None:
-    """The same bits as for the sum alone, which is stored too."""
+    """Results have the bits of the norm of the sum, and the sum is stored too."""
     kernel, C = KERNELS[f"rmsnorm-{dtype}"], shape.C
     x, weight = kernel.inputs(M, C)
     residual = normal(1, M, C).astype(x.dtype)

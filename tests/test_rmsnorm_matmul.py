@@ -1,6 +1,6 @@
-"""RMSNorm with the product behind it: more axes, long rows, plain matrices, wrong input.
+"""RMSNorm followed by a product: more axes, long rows, plain matrices, wrong input.
 
-What every kernel of it must do is in test_product_laws.py.
+test_product_laws.py has the requirements of every kernel of it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ device = devices.device
 @pytest.mark.parametrize("variant", [None, "unfused"])
 @pytest.mark.parametrize("half_split", [False, True])
 def test_more_axes_in_front(variant: str | None, half_split: bool) -> None:
-    """Each of the sequences has positions of its own."""
+    """Each sequence has its own positions."""
     given = KERNELS["rmsnorm_matmul-matvec-own-float16-KN"].made(Case(24, 64, 32))
     x, gamma, w = (cupy.asarray(each) for each in (given["x"], given["gamma"], given["w"].data))
     x = x.reshape(2, 3, 4, 64)

@@ -1,4 +1,4 @@
-"""Rotary position embedding, also of rows [Q | K | V]: on NumPy, on the CPU and on the GPU."""
+"""Rotary position embedding, also of rows [Q | K | V]: with NumPy, emulated and on the GPU."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ def evaluate(
     parts: int = 1,
     in_place: bool = False,
 ) -> Array:
-    """x (B, T, H, D) as the first of `parts` in every row, NaN in the others.
+    """Run RoPE on x (B, T, H, D), the first of `parts` parts of each row; the others are NaN.
 
-    width: elements a load at most; the arrays do not start on a multiple of more.
+    width: most elements per load; arrays are not aligned to more than `width` elements.
     """
     B, T, H, D = x.shape
     rows = np.full((B, T, parts, H, D), np.nan, x.dtype)
@@ -84,12 +84,12 @@ def evaluate(
     return results[0]
 
 
-# --- what it means --------------------------------------------------------------------------------
+# --- the definition -------------------------------------------------------------------------------
 
 
 @both_layouts
 def test_the_reference_against_a_loop_by_hand(half_split: bool) -> None:
-    """A pair is a complex number, and turning it a multiplication."""
+    """A pair is a complex number, and its rotation a multiplication."""
     T, H, D = 4, 2, 6
     x = normal(0, 2, T, H, D).astype(np.float64)
     got = reference.rope(x, 3, 100.0, half_split)
@@ -152,7 +152,7 @@ def test_everything_is_taken_once(
         <= geometry.grid[1] * geometry.block[1] * heads
     )
     assert geometry.grid[2] == B
-    assert heads * width <= 64  # in registers
+    assert heads * width <= 64  # values in registers
 
 
 def test_the_step_of_the_exponent() -> None:
@@ -164,12 +164,12 @@ def test_the_step_of_the_exponent() -> None:
 
 # --- on the CPU and on the GPU --------------------------------------------------------------------
 
-# dtype, heads, head size, elements a load (None: the most), multiprocessors (few: many heads a
-# thread, wide loads), of the kernel on the CPU
+# For the emulated kernel: dtype, heads, head size, elements per load (None: the most),
+# multiprocessors (few: many heads per thread, wide loads)
 SHAPES = [
     ("float32", 3, 4, None, H200),
     ("float32", 5, 20, None, 0),
-    ("float32", 2, 6, 1, 0),  # one element a load
+    ("float32", 2, 6, 1, 0),  # one element per load
     ("float16", 9, 16, None, 0),
     ("float16", 1, 2, None, H200),
     ("bfloat16", 3, 24, 2, 0),
@@ -215,9 +215,9 @@ def test_in_place_among_others(where: str, dtype: str, half_split: bool) -> None
 @on_every_device
 @pytest.mark.parametrize(("theta", "D"), [(1e4, 64), (5e5, 128), (1.0, 6), (16.0, 4), (1e4, 2)])
 def test_far_positions(where: str, theta: float, D: int) -> None:
-    """What the source says: an angle is right to about 2^-27 of itself, and pair 0 exactly."""
+    """As the source states, angles have a relative error of about 2^-27; pair 0 is exact."""
     x = np.zeros((1, 8, 1, D), np.float32)
-    x[..., 0::2] = 1  # so that the result is cosines and sines
+    x[..., 0::2] = 1  # the result is cosines and sines
     for start in (0, 4095, 131064, MOST_POSITIONS - 8):
         got = evaluate(where, x, start, theta)
         assert_right(got, x, start, theta)
@@ -269,7 +269,7 @@ def frequencies(D: int) -> Array:
 
 @combinations(times=1, heads=ROTATED, dtype=list(DTYPES), half_split=[False, True])
 def test_rope_qkv(device: Any, heads: Heads, dtype: str, half_split: bool) -> None:
-    """Also in place, for a batch, and at positions that float32 does not represent."""
+    """rope_qkv runs in place, on a batch, and at positions that float32 cannot represent."""
     NH, NKV, HS = heads
     positions = np.array([0, 1, 77, 8191, 2**24 + 1, 2**31 - 1, 5], np.int32)
     qkv = plain.normal(2, 2, 7, row_width(heads)).astype(DTYPES[dtype])
@@ -291,7 +291,7 @@ def test_rope_qkv(device: Any, heads: Heads, dtype: str, half_split: bool) -> No
 
 @combinations(times=1, heads=ROTATED, kind=KINDS, half_split=[False, True])
 def test_rope_append(device: Any, heads: Heads, kind: str, half_split: bool) -> None:
-    """The bits of rope_qkv and kv_append, one after the other; numbers beyond those of FP8, too."""
+    """Results have the bits of rope_qkv, then kv_append, even for values beyond FP8's range."""
     NH, NKV, HS = heads
     fp8 = kind if kind in FORMATS else None
     qkv = device.asarray(200 * plain.normal(2, 4, row_width(heads)))
@@ -327,7 +327,7 @@ def test_rope_append_on_numpy() -> None:
 @one_order
 @pytest.mark.parametrize("half_split", [False, True])
 def test_pairs_that_turn_have_a_factor(device: Any, half_split: bool) -> None:
-    """In three kernels alike; of a head's 17 pairs 2 have frequency zero, and keep their bits."""
+    """Three kernels apply it equally; 2 of a head's 17 pairs have frequency 0 and do not change."""
     turns = frequencies(34) * (np.arange(17) < 15)
     rows, position = np.arange(3, dtype=np.int32), np.array([0, 3, 6], np.int32)
     heads, cache = plain.normal(3, 3, 4, 34), np.zeros((3, 7, 34), np.float32)
@@ -354,7 +354,7 @@ def test_pairs_that_turn_have_a_factor(device: Any, half_split: bool) -> None:
 def test_sequences_with_frequencies_of_their_own(
     device: Any, heads: Heads, half_split: bool
 ) -> None:
-    """A row has the bits that it has with those of its sequence for all, in three kernels."""
+    """In three kernels a row has the same bits as if all rows had its sequence's frequencies."""
     NH, NKV, HS = heads
     row, position = np.array([2, 0, -1, 1, 2], np.int32), np.array([3, 0, 4, 6, 5], np.int32)
     own = np.stack([frequencies(HS), 1 - frequencies(HS), np.zeros(HS // 2)])
@@ -368,7 +368,7 @@ def test_sequences_with_frequencies_of_their_own(
     q = registry.bind("rope_append", inputs, n_head=NH, **turn).run().get()
     by = registry.bind("rotations", (at, table, sequence), factor=1.3).run().get()
     for n, b in enumerate(row):
-        if b >= 0:  # else it is padding
+        if b >= 0:  # otherwise the row is padding
             of_row, its = at[n : n + 1], device.asarray(own[b])
             one = registry.bind("rope_qkv", (qkv[n : n + 1], of_row, its), **options).run().get()
             np.testing.assert_array_equal(got[n], one[0])
@@ -396,7 +396,7 @@ def test_rotations(device: Any, shape: tuple[int, int]) -> None:
 
 
 def test_rotations_and_linear_rope_on_numpy() -> None:
-    """The product and rope_append in one, from rotations of all positions."""
+    """linear_rope computes the product and rope_append, from rotations of all positions."""
     x, w = plain.normal(0, 2, 5).astype(np.float64), plain.normal(1, 5, 4 * 8).astype(np.float64)
     row, position = np.array([1, 0]), np.array([2, 1])
     k, v, k2, v2 = np.zeros((4, 2, 3, 8))
@@ -502,19 +502,19 @@ def test_views() -> None:
         (x[:, ::2, 1:3], host[:, ::2, 1:3]),
         (x.transpose(0, 2, 1, 3), host.transpose(0, 2, 1, 3)),
         (x[:, ::-1], host[:, ::-1]),
-        (x[..., ::2], host[..., ::2]),  # copied
+        (x[..., ::2], host[..., ::2]),  # not contiguous, so it is copied
         (x[1], host[1]),
         (cp.broadcast_to(x[0, 0], (5, 4, 48)), np.broadcast_to(host[0, 0], (5, 4, 48))),
     ):
         got = ops.rope(view, 2)
         assert got.flags.c_contiguous
         assert_right(got.get(), expected, 2)
-    assert bool((x == cp.asarray(host)).all())  # nothing was done in place
+    assert bool((x == cp.asarray(host)).all())  # x is unchanged
     q = x[:, :, :2, :16]
     assert ops.rope(q, 2, out=q) is q
     assert_right(q.get(), host[:, :, :2, :16], 2)
     q[...] = cp.asarray(host[:, :, :2, :16])
-    assert bool((x == cp.asarray(host)).all())  # and nothing but q was touched
+    assert bool((x == cp.asarray(host)).all())  # only q was changed
 
 
 @pytest.mark.gpu

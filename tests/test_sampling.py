@@ -1,4 +1,4 @@
-"""Choosing tokens: what each option means, the random numbers, and the kernel against NumPy."""
+"""Sampling: the meaning of each option, the random numbers, and the kernel against NumPy."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ EVERY_WAY = (
 
 
 def rows_of_logits(seed: int, B: int, V: int, spread: float = 3.0, ties: bool = False) -> Array:
-    """As those of a language model: far from 0, a few far above the others."""
+    """Return logits like a language model's: far from 0, a few far above all others."""
     x = spread * np.random.default_rng(seed).standard_normal((B, V)) - 30
     return (np.round(x) if ties else x).astype(np.float32)
 
@@ -72,7 +72,7 @@ def some_seen(seed: int, B: int, V: int) -> NDArray[np.uint8]:
     return (np.random.default_rng(seed + 99).random((B, V)) < 0.3).astype(np.uint8)
 
 
-# --- what is asked for ---------------------------------------------------------------------------
+# --- options -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_rows_ask_each_for_its_own() -> None:
 
 
 def kept_by_hand(x: Array, sampling: Sampling, seen: Array) -> set[int]:
-    """The steps of `transformers` one after the other, in float64; ties stay together."""
+    """Apply the filters of `transformers` in order, in float64; tied tokens are kept together."""
     scores = [float(value) for value in x]
     for i in map(int, np.flatnonzero(seen)):
         factor = float(np.float32(sampling.repetition_penalty))
@@ -194,7 +194,7 @@ some_logits = st.tuples(
     top_k=st.sampled_from([0, 0, 1, 2, 5, 40, 100]),
     top_p=st.sampled_from([1.0, 1.0, 0.9, 0.37, 0.05, 0.0]),
     min_p=st.sampled_from([0.0, 0.0, 0.03, 0.4, 1.0]),
-    penalty=st.sampled_from([1.0, 2.0, 0.5]),  # exact: others make and break ties by rounding
+    penalty=st.sampled_from([1.0, 2.0, 0.5]),  # exact: other values round, which changes ties
 )
 def test_what_is_kept(
     logits: tuple[int, int, float],
@@ -224,17 +224,17 @@ def test_each_filter_alone() -> None:
 
     assert kept() == [0, 1, 2, 3, 4]
     assert kept(top_k=1) == [1]
-    assert kept(top_k=2) == [1, 2, 3]  # ties with the last one kept stay
+    assert kept(top_k=2) == [1, 2, 3]  # ties with the last kept token stay
     assert kept(top_k=4) == kept(top_k=5) == kept()
     assert kept(top_p=0.3) == kept(top_p=0) == [1]
     assert kept(top_p=0.5) == [1, 2, 3]
     assert kept(top_p=0.96) == kept()
     assert kept(min_p=0.5) == [1, 2, 3]
     assert kept(min_p=1) == [1]
-    assert kept(top_k=3, top_p=0.4) == [1]  # 0.4 of 0.9
+    assert kept(top_k=3, top_p=0.4) == [1]  # 0.4 of the remaining mass 0.9
     assert kept(temperature=0.01) == [1]
     x = np.arange(4, dtype=np.float32)
-    assert kept(temperature=1e30, top_p=0.5) == [2, 3]  # exactly a half
+    assert kept(temperature=1e30, top_p=0.5) == [2, 3]  # their mass is exactly a half
 
 
 def test_the_repetition_penalty() -> None:
@@ -248,7 +248,7 @@ def test_the_repetition_penalty() -> None:
 
 
 def test_biases() -> None:
-    """Added before the penalty; the log-probability is that of the logits alone."""
+    """Biases are added before the penalty; the log-probability is computed without them."""
     x = np.array([0.0, 1.0, 2.0, -1.0], np.float32)
     assert choose(x, Sampling(temperature=0, logit_bias={3: 10, 2: -5}), 0)[0] == 3
     token, logprob = choose(x, Sampling(temperature=0, logit_bias=[(0, 100)]), 0)
@@ -264,7 +264,10 @@ def test_biases() -> None:
 
 
 def test_penalties_of_drawn_tokens_and_end_tokens() -> None:
-    """After the repetition penalty; drawn tokens are those counted. An end token has no mass."""
+    """Penalties follow the repetition penalty and use counts of drawn tokens.
+
+    An end token has no mass before `min_new_tokens` tokens.
+    """
     x, counts = np.array([2, -2, 1, 0.5, np.inf], np.float32), np.array([3, 0, 1, 0, 0], np.int32)
     seen = np.array([1, 1, 1, 0, 0], np.uint8)
     options: dict[str, Any] = {"frequency_penalty": 0.5, "presence_penalty": -0.25}
@@ -358,7 +361,7 @@ def test_the_kernel_changes_logits(device: Any, stored: int, counted: bool, mask
 
 @one_order
 def test_a_call_with_masks(device: Any) -> None:
-    """Allowed tokens are drawn with their own log-probabilities; without any, the token is -1."""
+    """Allowed tokens are drawn with unmasked log-probabilities; if none is allowed, -1 is."""
     x = rows_of_logits(8, 3, 50)
     allowed = np.zeros((3, 50), bool)
     allowed[[0, 0, 1], [4, 49, 32]] = True
@@ -442,7 +445,7 @@ def test_seed_step_and_sample_all_count() -> None:
 
 
 def chi_square(tokens: Array, probability: Array) -> float:
-    """Of counts against probabilities, in standard deviations from what it is on average."""
+    """Return chi-square of counts against probabilities, as standard deviations from its mean."""
     expected = probability * len(tokens)
     counts = np.bincount(tokens, minlength=len(probability))
     assert (counts[expected == 0] == 0).all()
@@ -476,7 +479,7 @@ def test_draws_have_the_probabilities(by: str) -> None:
 
 
 class State(NamedTuple):
-    """What the kernel writes."""
+    """Arrays that the kernel writes."""
 
     seen: Array
     position: Array
@@ -512,9 +515,9 @@ def run(
     mask_index: Array | None = None,
     masks: Array | None = None,
 ) -> State:
-    """On a GPU twice, with the same bits.
+    """Run the kernel; a GPU runs it twice and must give the same bits.
 
-    threads, defines: of the kernel on the CPU. blocks: of each row on a Hopper GPU or a newer one.
+    threads, defines: of the emulated kernel. blocks: blocks per row on a Hopper or later GPU.
     """
     B, V = x.shape
 
@@ -554,7 +557,7 @@ def run(
 
 
 def check_report(report: Array, step: int, state: State) -> None:
-    """In the half of this step stands what the state has; the other half is as it was."""
+    """Assert that this step's half of the report equals the state, and the other is unchanged."""
     np.testing.assert_array_equal(report[step % 2, 0], state.token)
     np.testing.assert_array_equal(report[step % 2, 1], state.logprob.view(np.int32))
     assert (report[1 - step % 2] == -9).all()
@@ -569,7 +572,7 @@ def assert_as_chosen(
     counts: Array | None = None,
     masks: Sequence[Array | None] | None = None,
 ) -> None:
-    """Tokens and state as NumPy has them; log-probabilities by the rule for errors."""
+    """Assert that tokens and state equal NumPy's, and that log-probabilities are as accurate."""
     times = np.zeros(x.shape, np.int32) if counts is None else counts
     masks = masks or [None] * len(rows)
     chosen = [choose(x[b], row, step, seen[b], times[b], masks[b]) for b, row in enumerate(rows)]
@@ -605,8 +608,8 @@ def sequential(x: Array, tokens: Array) -> Array:
         (129, 1.0, True, 0.0, 128, None),
         (1000, 0.01, False, 0.5, 128, None),
         (4099, 5.0, True, 0.0, 128, None),
-        (5001, 3.0, False, 0.0, 1024, None),  # the threads that it ships with
-        (3001, 3.0, False, 0.0, 128, 16),  # candidates that do not fit the list
+        (5001, 3.0, False, 0.0, 1024, None),  # number of threads in use outside of tests
+        (3001, 3.0, False, 0.0, 128, 16),  # a list too short for the candidates
         (3001, 3.0, True, 0.0, 128, 16),
     ],
 )
@@ -623,7 +626,10 @@ def test_the_kernel_chooses_as_numpy_does(
 
 @one_order
 def test_rows_of_logits_in_slots(device: Any) -> None:
-    """A row samples as it does alone; other slots, and rows outside of them, do nothing."""
+    """A row of logits samples for its slot as it does alone.
+
+    Slots without a row do not change, and rows with an invalid slot write nothing.
+    """
     B, V, chosen = 9, 300, [7, -1, 0, 9, 4]
     x = rows_of_logits(1, len(chosen), V)
     options = [Sampling(top_k=20, repetition_penalty=1.3, seed=b) for b in range(B)]
@@ -659,7 +665,7 @@ def test_rows_of_logits_in_slots(device: Any) -> None:
 
 @one_order
 def test_rows_get_the_tokens_and_positions_of_their_slots(device: Any) -> None:
-    """Those of no slot keep theirs; more rows than a block has threads."""
+    """Rows with an invalid slot keep theirs; there are more rows than a block has threads."""
     B, V = 300, 5
     state = SampleState.allocate(B, V)
     state.token.set(np.arange(B, dtype=np.int32) * 7)
@@ -706,7 +712,7 @@ def test_more_rows_than_multiprocessors_give_the_bits_of_few(device: Any) -> Non
 @on_gpu
 @pytest.mark.parametrize("V", [1, 5, 129, 1024, 50257, 200_003])
 def test_any_number_of_blocks_gives_the_same_bits(device: Any, V: int) -> None:
-    """Every kind of sampling, with ties, masked tokens and rows that have no token."""
+    """Rows have every kind of sampling, ties, masked tokens, or no token at all."""
     spreads = (0.01, 1.0, 5.0, 3.0)
     x = np.concatenate([rows_of_logits(5, 12, V, s, ties=s == 3) for s in spreads])
     x[12:24, 1:][np.random.default_rng(V).random((12, V - 1)) < 0.5] = -np.inf
@@ -726,11 +732,11 @@ def test_any_number_of_blocks_gives_the_same_bits(device: Any, V: int) -> None:
         (1, 50257, True, (8, 512, 2)),
         (13, 50257, True, (8, 512, 2)),
         (14, 50257, True, (4, 512, 2)),
-        (27, 50257, True, (2, 1024, 1)),  # its first pass reads from global memory
+        (27, 50257, True, (2, 1024, 1)),  # its first pass over the row reads global memory
         (67, 50257, True, (1, 1024, 0)),
         (133, 50257, True, (1, 512, 0)),
         (1, 300_000, True, (8, 512, 1)),
-        (20, 300_000, True, (1, 1024, 0)),  # a quarter of the row does not fit
+        (20, 300_000, True, (1, 1024, 0)),  # a quarter of the row does not fit in shared memory
         (1, 50257, False, (1, 1024, 0)),
         (133, 7, False, (1, 512, 0)),
     ],
@@ -748,7 +754,7 @@ def test_launches(rows: int, V: int, clusters: bool, expected: tuple[int, int, i
 
 @one_order
 def test_a_row_chooses_the_same_alone(device: Any) -> None:
-    """The same bits, also where it starts elsewhere in memory: rows are of odd length."""
+    """A row has the same bits at another alignment: rows have an odd length."""
     B, V = len(EVERY_WAY), 515
     x, seen = rows_of_logits(6, B, V), some_seen(6, B, V)
     together = run(device, x, EVERY_WAY, 1, seen)

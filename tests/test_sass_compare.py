@@ -1,4 +1,4 @@
-"""Which machine code counts as equal, and which builds of two trees belong together."""
+"""Machine code that counts as equal, and builds of two trees that belong together."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_builds_belong_together_by_their_place_then_by_their_names() -> None:
 def test_code_is_compared(
     parameters: str, value: str, expected: str, arch: str, tmp_path: Path
 ) -> None:
-    """Other constants of instructions are no places of parameters."""
+    """Changed offsets of parameters are "parameters", another changed constant "different"."""
     pytest.importorskip("cupy", reason="compiling needs CuPy and NVRTC")
     found = []
     for n, each in enumerate(((("", "2")), (parameters, value))):

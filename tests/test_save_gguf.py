@@ -1,4 +1,4 @@
-"""`save_gguf`: its files are read by gpt2block and the package gguf, and named as llama.cpp's."""
+"""`save_gguf`: gpt2block and the package gguf read its files, which have llama.cpp's names."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SIZES: dict[str, Any] = {"n_layer": 2, "n_head": 4, "n_embd": 64, "n_ctx": 32, "
 OF_LLAMA = {**SIZES, "n_kv_head": 2, "n_ff": 96, "head_size": 12, "eos_token_ids": (3, 2)}
 LONG = RopeScaling("longrope", 1.0, original_context=16, factors=(1.5, 2.0, 2.5),
                    long_factors=(2.0, 3.0, 4.0), attention_factor=1.25)  # fmt: skip
-OTHERS: dict[str, dict[str, Any]] = {  # than defaults
+OTHERS: dict[str, dict[str, Any]] = {  # settings that are not defaults
     "gpt2": {"eps": 2e-5},
     "llama": {"scaling": RopeScaling("linear", 4.0), "attention_bias": True, "mlp_bias": True},
     "qwen2": {"tie_word_embeddings": True, "bos_token_id": 5, "theta": 1e6},
@@ -50,7 +50,7 @@ def config_of(kind: str) -> ModelConfig:
 
 
 class Random:
-    """A TensorSource of random numbers."""
+    """A TensorSource of random tensors."""
 
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
@@ -61,7 +61,7 @@ class Random:
 
 
 def stored(name: str, array: NDArray[Any], config: ModelConfig, type: str) -> Any:
-    """What a file has of a tensor (outputs, inputs), in float32, as the package computes it."""
+    """Return a tensor (outputs, inputs) as a file stores it, as float32 by the package gguf."""
     if array.ndim == 1 or name == "wpe":
         added = np.float32(config.ADDED_TO_NORMS if "gamma" in name else 0)
         return (array + added) - added
@@ -78,7 +78,7 @@ def stored(name: str, array: NDArray[Any], config: ModelConfig, type: str) -> An
 def test_a_file_is_the_model_in_its_types(kind: str, type: str, tmp_path: Path) -> None:
     config = config_of(kind)
     found = Checkpoint.open(save_gguf(tmp_path / "m.gguf", Random(config), type))
-    if kind == "mistral":  # a file of which is a Llama's
+    if kind == "mistral":  # saved as a Llama, without a window
         assert {**vars(found.config), "window": None} == vars(config)
     else:
         assert found.config == config
@@ -90,7 +90,7 @@ def test_a_file_is_the_model_in_its_types(kind: str, type: str, tmp_path: Path) 
 
 
 def as_llama_cpp(config: ModelConfig, name: str, array: Any) -> Any:
-    """What llama.cpp's converter makes of a tensor of a Hugging Face file."""
+    """Convert a tensor of a Hugging Face file as llama.cpp's converter does."""
     if config.MODEL_TYPE == "gpt2" and name.endswith(
         (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")
     ):
@@ -111,7 +111,7 @@ def as_llama_cpp(config: ModelConfig, name: str, array: Any) -> Any:
      "llama-plain", "llama-grouped", "llama-tied"],
 )  # fmt: skip
 def test_names_and_rows_are_those_of_llama_cpp(source: str) -> None:
-    """By the package's own table of names, from files that `transformers` wrote."""
+    """The package gguf's table gives the names, for files that `transformers` wrote."""
     checkpoint = Checkpoint.open(GOLDEN / source)
     found, config = tensors_of(checkpoint), checkpoint.config
     arch = {value: key for key, value in gguf.MODEL_ARCH_NAMES.items()}[
@@ -129,7 +129,7 @@ def test_names_and_rows_are_those_of_llama_cpp(source: str) -> None:
 
 @pytest.mark.parametrize("kind", [kind for kind in ARCHITECTURES if kind != "nanochat"])
 def test_keys_are_those_of_llama_cpp(kind: str) -> None:
-    """By the package's own names."""
+    """The package gguf's constants give the keys."""
     llm, attention, rope = gguf.Keys.LLM, gguf.Keys.Attention, gguf.Keys.Rope
     c: Any = config_of(kind)
     expected = {
@@ -153,7 +153,7 @@ def test_keys_are_those_of_llama_cpp(kind: str) -> None:
         "phi3": {rope.DIMENSION_COUNT: 6, attention.SLIDING_WINDOW: 8,
                  rope.SCALING_ATTN_FACTOR: 1.25, rope.SCALING_ORIG_CTX_LEN: 16},
         "gemma3_text": {attention.SLIDING_WINDOW: 5, "{arch}.rope.freq_base_swa": 100.0,
-                        "{arch}.embedding_dtype": "float32"},  # which llama.cpp does not read
+                        "{arch}.embedding_dtype": "float32"},  # llama.cpp does not read this key
         "qwen3": {rope.SCALING_TYPE: "yarn", rope.SCALING_FACTOR: 4.0, rope.SCALING_ORIG_CTX_LEN: 8,
                   rope.SCALING_ATTN_FACTOR: 1.0, rope.SCALING_YARN_BETA_FAST: 32.0,
                   rope.SCALING_YARN_BETA_SLOW: 1.0},
@@ -187,13 +187,13 @@ def test_the_model_of_smollm2_in_another_type(tmp_path: Path) -> None:
         ours, exact = (tokenizer.encode(each, text, special=True) for each in both)
         assert ours == exact
     keys = keys_of(gguf_tokenizer.as_files(source.file), source.config.vocab_size)
-    for key, value in keys.items():  # of Hugging Face's files, as llama.cpp's converter writes them
+    for key, value in keys.items():  # llama.cpp's converter writes these for Hugging Face's files
         written_as = value.tolist() if isinstance(value, np.ndarray) else value
         assert original.fields[key].contents() == written_as, key
 
 
 def test_a_model_with_blocks_and_its_tokenizer(tmp_path: Path) -> None:
-    """Of a model in memory; a GGUF file without a tokenizer says so to llama.cpp."""
+    """A model in memory is saved; a file without a tokenizer states this for llama.cpp."""
     source = gpt2block.from_pretrained("shakespeare-llama", device="cpu")
     with pytest.warns(UserWarning, match=r"m.gguf has no tokenizer: tokenizer.json: llama.cpp has"):
         path = source.save_gguf(tmp_path / "m.gguf", "q8_0")

@@ -1,4 +1,4 @@
-"""`save_pretrained`: its files are read by gpt2block and by `transformers`."""
+"""`save_pretrained`: gpt2block and `transformers` read its files."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def names_in(folder: Path) -> list[str]:
 
 @dataclass
 class Tensors:
-    """A TensorSource of SMALL with given tensors."""
+    """A TensorSource with SMALL's config and given tensors."""
 
     given: Iterable[tuple[str, Any, str | None]]
     config: GPT2Config = SMALL
@@ -64,7 +64,7 @@ def test_a_saved_model_is_read_again(tmp_path: Path, config: GPT2Config, dtype: 
 
 @pytest.fixture
 def with_pair(tmp_path: Path) -> Path:
-    """A model with a vocabulary of 257 tokens and its pair of tokenizer files."""
+    """Save a model with a vocabulary of 257 tokens and its pair of tokenizer files."""
     folder = save_pretrained(tmp_path / "with_pair", GPT2Weights.random(1, WORDS))
     pair(folder, ["a b"])
     return folder
@@ -89,7 +89,7 @@ def test_a_checkpoint_with_its_tokenizer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("names", PAIRS)
 def test_a_pair_of_tokenizer_files_is_copied(tmp_path: Path, names: tuple[str, str]) -> None:
-    """From a Checkpoint and from a model; OpenAI's pair also gets the names of `transformers`."""
+    """A Checkpoint and a model copy the pair; OpenAI's also gets the names of `transformers`."""
     folder = save_pretrained(tmp_path / "first", GPT2Weights.random(1, WORDS))
     texts = [path.read_text(encoding="utf-8") for path in pair(folder, ["a b"], names)]
     (folder / "tokenizer_config.json").write_text("{}")
@@ -166,7 +166,7 @@ def test_overwriting_removes_all_files_of_the_old_model(tmp_path: Path, with_pai
 
 
 def test_the_generation_config_is_copied_or_removed(tmp_path: Path, with_pair: Path) -> None:
-    """Likewise the template of a chat, which belongs to the tokenizer."""
+    """The chat template is copied or removed too, as it belongs to the tokenizer."""
     others = {"generation_config.json": '{"eos_token_id": [3, 4]}', "chat_template.jinja": "{{x}}"}
     for name, text in others.items():
         (with_pair / name).write_text(text)
@@ -321,7 +321,7 @@ def test_a_model_is_replaced_with_overwrite_only(tmp_path: Path) -> None:
     np.testing.assert_array_equal(GPT2Weights.from_pretrained(tmp_path).wte, first.wte)
     save_pretrained(tmp_path, second, overwrite=True)
     np.testing.assert_array_equal(GPT2Weights.from_pretrained(tmp_path).wte, second.wte)
-    save_pretrained(tmp_path, Checkpoint.open(tmp_path), "float16", overwrite=True)  # over itself
+    save_pretrained(tmp_path, Checkpoint.open(tmp_path), "float16", overwrite=True)  # in place
     found = GPT2Weights.from_pretrained(tmp_path).wte
     np.testing.assert_array_equal(found, second.wte.astype(np.float16))
     assert len(list(tmp_path.iterdir())) == 3
@@ -358,7 +358,7 @@ MORE = changed(27, ("beta_f", np.ones(48), None), ("more", np.ones(48), None))
     ],
 )
 def test_wrong_tensors(tmp_path: Path, weights: Any, dtype: str | None, message: str) -> None:
-    """An existing folder stays, and no incomplete file is left."""
+    """An existing folder does not change, and no incomplete file is left."""
     (tmp_path / "old").mkdir()
     for folder in (tmp_path / "new", tmp_path / "old"):
         with pytest.raises(InputError, match=re.escape(message)):
@@ -384,5 +384,5 @@ def test_transformers_loads_a_saved_model(tmp_path: Path, config: GPT2Config) ->
         x = reference.block_forward(x, block, causal=True)
     hidden = reference.layernorm(x, weights.gamma_f, weights.beta_f, config.eps)
     expected = hidden @ weights.lm_head.T
-    # Both are computed in float32: a few rounding errors, relative to the largest logit.
+    # Both are float32, so they differ by a few rounding errors, relative to the largest logit.
     assert np.abs(logits - expected).max() <= 1e-5 * np.abs(expected).max()

@@ -1,4 +1,4 @@
-"""Which rows run in which slots: each row once, in order, never more than there are slots."""
+"""The assignment of rows to slots: each row runs once, in order, never more than slots."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LENGTHS = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3), min_size
 
 
 def scheduler_of(rows: int, slots: int) -> RowScheduler[int]:
-    """With rows 0, 1, 2 … waiting."""
+    """Return a scheduler in which rows 0, 1, 2 … wait."""
     scheduler: RowScheduler[int] = RowScheduler(slots)
     scheduler.add(range(rows))
     return scheduler
@@ -23,11 +23,11 @@ def scheduler_of(rows: int, slots: int) -> RowScheduler[int]:
 
 @given(lengths=LENGTHS, slots=st.integers(1, 12))
 def test_every_row_runs_as_often_as_it_asks(lengths: list[list[int]], slots: int) -> None:
-    """lengths: for each row, the steps of each of its times in a slot."""
+    """lengths: for each row, the number of steps of each of its stays in a slot."""
     scheduler, left = scheduler_of(len(lengths), slots), [list(times) for times in lengths]
     running: dict[int, tuple[int, int]] = {}  # slot → row, steps left
     started: list[int] = []
-    missed: Counter[int] = Counter()  # steps that ended rows have waited for
+    missed: Counter[int] = Counter()  # steps for which ended rows have waited
     waiting: list[int] = []
     while scheduler.busy:
         free = slots - len(running)
@@ -38,7 +38,7 @@ def test_every_row_runs_as_often_as_it_asks(lengths: list[list[int]], slots: int
             assert slot not in running
             assert scheduler.row_of(slot) == row
             if waiting:
-                assert row == waiting.pop(0)  # before new rows
+                assert row == waiting.pop(0)  # comes before new rows
             elif row not in started:
                 assert row == len(started)
                 started.append(row)
@@ -73,7 +73,7 @@ def test_one_row_does_not_wait() -> None:
 
 @pytest.mark.parametrize("ended", [1, 4, 64])
 def test_rows_wait_for_others_while_many_run(ended: int) -> None:
-    """Until the steps they missed are worth a start: the more have ended, the sooner."""
+    """Rows wait until missed steps outweigh a start: the more rows have ended, the sooner."""
     slots = 64 * START_COST
     scheduler = scheduler_of(2 * slots, slots)
     assert scheduler.place() == [(row, row) for row in range(slots)]
@@ -87,7 +87,7 @@ def test_rows_wait_for_others_while_many_run(ended: int) -> None:
 
 
 def test_clients_take_turns() -> None:
-    """Rows that were removed take no turn; a client that comes again is not sooner for that."""
+    """Removed rows take no turn; a client that returns gains no earlier turn."""
     scheduler: RowScheduler[str] = RowScheduler(1)
     rows = {
         name: [f"{name}{n}" for n in range(count)]
@@ -112,7 +112,7 @@ PROMPTS = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 30)), min_size=1,
 def test_pieces_end_where_they_would_alone(
     prompts: list[tuple[int, int]], most: int, piece: int
 ) -> None:
-    """prompts: tokens computed before, and new ones. All arrive at once, which is the worst."""
+    """prompts: numbers of computed and of new tokens. All arrive at once, the worst case."""
     pieces: PieceScheduler[int] = PieceScheduler(most, piece)
     for row, (first, new) in enumerate(prompts):
         pieces.add(row, row, first, first + new)
@@ -143,7 +143,7 @@ def test_pieces_end_where_they_would_alone(
         ([(0, 3), (0, 3), (0, 3)], 6, [0, 1]),  # exactly as many as a step may take
         ([(0, 3), (0, 3), (0, 3)], 7, [0, 1, 2]),  # one token fewer: another piece
         ([(0, 3), (0, 3), (0, 3)], 5, [0, 1]),
-        ([(9, 12), (8, 11), (9, 10)], 7, [0, 1, 2]),  # tokens computed before count for nothing
+        ([(9, 12), (8, 11), (9, 10)], 7, [0, 1, 2]),  # tokens computed before do not count
         ([(4, 5), (4, 5), (4, 5)], 1, [0]),
         ([(0, 4), (0, 4), (0, 4)], None, [0, 1, 2]),
     ],
@@ -151,7 +151,7 @@ def test_pieces_end_where_they_would_alone(
 def test_a_step_takes_pieces_until_it_has_its_tokens(
     prompts: list[tuple[int, int]], most: int | None, taken: list[int]
 ) -> None:
-    """prompts: first token and end of each; rows that are taken, in order."""
+    """prompts: first token and end of each. taken: rows that the step takes, in order."""
     pieces: PieceScheduler[int] = PieceScheduler(most, 4)
     for row, (first, end) in enumerate(prompts):
         pieces.add(row, row, first, end)
@@ -170,7 +170,7 @@ def test_a_slot_has_the_row_that_runs_in_it() -> None:
 
 @pytest.mark.parametrize("removed", [1, MOST_REMOVED, MOST_REMOVED + 1])
 def test_rows_that_start_again_can_be_removed(removed: int) -> None:
-    """Alone, and among so many that they are forgotten together. Those that stay start in order."""
+    """A single row is removed, or so many that they are dropped together; others keep order."""
     rows, others = ([object() for _ in range(n)] for n in (4, MOST_REMOVED + 3))
     scheduler: RowScheduler[object] = RowScheduler(4)
     scheduler.add(rows)
@@ -201,7 +201,7 @@ def test_a_row_that_waits_can_be_removed() -> None:
 
 
 class Waiting:
-    """A row that a weak reference may refer to."""
+    """A row to which weak references are possible."""
 
 
 @pytest.mark.parametrize("kept", [0, 3, 200])

@@ -1,4 +1,4 @@
-"""Texts of many schemas: each parses, and jsonschema accepts it."""
+"""Texts generated for many schemas: each parses, and jsonschema accepts it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FORMATS = ("date", "time", "email", "uuid", "ipv4")
 
 
 def schema_of(rng: np.random.Generator, depth: int = 0) -> dict[str, Any]:
-    """A random schema of one of the kinds that users write."""
+    """Draw a random schema of one of the common kinds."""
     kinds = [string, number, choice, constant, boolean]
     if depth < 3:
         kinds += [array, pair, thing, thing, union, tree]
@@ -94,7 +94,7 @@ def union(rng: np.random.Generator, depth: int) -> dict[str, Any]:
 
 
 def tree(rng: np.random.Generator, depth: int) -> dict[str, Any]:
-    """A linked list of small numbers, which refers to itself."""
+    """Return the schema of a linked list of small numbers, which refers to itself."""
     value = {"type": "integer", "minimum": 0, "maximum": 9}
     node = {
         "type": "object", "properties": {"value": value, "next": {"$ref": "#/$defs/node"}},
@@ -111,7 +111,7 @@ def schemas() -> list[dict[str, Any]]:
 
 
 def engine() -> MarkovEngine:
-    """Random texts, in which strings, lists and objects end soon."""
+    """Return an engine of random texts, in which strings, lists and objects end soon."""
     V = ENCODING.n_vocab
     table = np.random.default_rng(0).standard_normal((V, V)).astype(np.float32)
     for token in range(V - 1):

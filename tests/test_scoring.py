@@ -1,4 +1,4 @@
-"""Scores: each token predicted once, from as much as the stride says; token files; vectors."""
+"""Scores: each token is predicted once, from the context that the stride gives; token files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BYTES = byte_encoding(end=False)
 
 
 class CountingEngine(MarkovEngine):
-    """A token's log-likelihood is minus the number of tokens it was predicted from."""
+    """An engine for which a token's log-likelihood is minus the length of its context."""
 
     def log_likelihood(self, sequences: Sequence[Ids]) -> list[Floats]:
         self._check(sequences)
@@ -36,7 +36,7 @@ class CountingEngine(MarkovEngine):
 
 
 def contexts_by_hand(size: int, n_ctx: int, stride: int) -> list[int]:
-    """How many tokens each token but the first is predicted from, as the model card states it."""
+    """Return the context length of each token after the first, by the model card's rule."""
     found = list(range(1, min(size, n_ctx)))
     first = 0
     while first + n_ctx < size:
@@ -124,7 +124,7 @@ def test_pieces_are_whole_characters() -> None:
 
 
 def test_bytes_are_those_of_the_text_predicted() -> None:
-    encoding = byte_encoding(b"th", b"the ")  # 258 is the end of the text
+    encoding = byte_encoding(b"th", b"the ")  # 258 is the end token
     engine = MarkovEngine(random_table(1, 300), n_ctx=16)
     assert score(engine, encoding, [257, 256, 97, 258, 257, 299]).bytes == 2 + 1 + 0 + 4 + 0
     assert score(engine, encoding, "Ü🎭").bytes == len("Ü🎭".encode()) - 1
@@ -180,7 +180,7 @@ IDS = np.array([5, 0, 50256, 65535, 7], "<u2")
 
 
 def npy(content: Any) -> bytes:
-    """A .npy file of version 1: of an array, or with this header and 12 bytes."""
+    """Return a .npy file of version 1: an array, or this header and 12 bytes."""
     if isinstance(content, str):
         text = content.encode("latin1") + b"\n"
         return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + bytes(range(12))
@@ -203,7 +203,7 @@ TURNED = "{'descr': '<u2', 'fortran_order': True, 'shape': (3,)}"
     ],
 )
 def test_token_files(tmp_path: Path, name: str, content: bytes, expected: Any) -> None:
-    """Of NumPy, of llm.c with a header, and of nanoGPT without one."""
+    """Files of NumPy, of llm.c (with a header) and of nanoGPT (without one) are read."""
     (tmp_path / name).write_bytes(content)
     found = load_tokens(str(tmp_path / name))
     assert isinstance(found, np.memmap)
@@ -214,7 +214,7 @@ UNREADABLE, NO_ROW = "cannot be read as a token file", "expected a row of intege
 HEADERS = {
     "{'descr': '<u2', 'fortran_order': False, 'shape': (3,), ": UNREADABLE,  # a TokenError
     "(" * 900: UNREADABLE,
-    "[" * 9000 + "]" * 9000: UNREADABLE,  # MemoryError or RecursionError
+    "[" * 9000 + "]" * 9000: UNREADABLE,  # raises MemoryError or RecursionError
     "\x00": UNREADABLE,
     "{'descr': '<u2', 'fortran_order': False, 'shape': (10**9,)}": UNREADABLE,
     "{'descr': '<u2', 'fortran_order': False, 'shape': (1000000000000000000000000,)}": UNREADABLE,
@@ -229,7 +229,7 @@ HEADERS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore")  # of NumPy, about headers written by Python 2
+@pytest.mark.filterwarnings("ignore")  # NumPy warns about headers written by Python 2
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -260,7 +260,7 @@ def test_wrong_token_files(tmp_path: Path, name: str, content: bytes, message: s
 )
 def test_what_is_no_token_file(path: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    os.mkfifo("pipe")  # nobody writes: to open it would take forever
+    os.mkfifo("pipe")  # opening it would wait for a writer forever
     with pytest.raises(InputError, match=UNREADABLE):
         load_tokens(path)
 

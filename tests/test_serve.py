@@ -1,4 +1,4 @@
-"""`gpt2block serve` by the clients that people have, and by those that nobody wants."""
+"""`gpt2block serve` with common clients, and with clients that are wrong, slow or hostile."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ from tests.serving import (  # noqa: E402
 )
 
 HELLO = [{"role": "user", "content": "Hello"}]
-END = 256  # ends a text
-NAMES = ("small", "b/c")  # of the model
+END = 256  # id of the end token
+NAMES = ("small", "b/c")  # names of the model
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +103,7 @@ def client(server: Running) -> Iterator[Any]:
 
 
 def test_models(client: Any) -> None:
-    """Several names are accepted; answers have the first one."""
+    """A model can be requested by any of its names; answers state the first one."""
     found = client.models.list().data
     assert [(each.id, each.owned_by) for each in found] == [(n, "gpt2block") for n in NAMES]
     for name in NAMES:
@@ -117,7 +117,7 @@ def test_models(client: Any) -> None:
 
 
 def test_completions_are_those_of_generate(client: Any, model: Any) -> None:
-    """Of texts and ids, one and several, with samples, seeds and stops."""
+    """Prompts are one or several texts or lists of ids, with samples, seeds and stops."""
     prompts: list[Any] = ["To be", [1, 2, 3], ["a", "bc"], [[4], [5, 6]]]
     for prompt in prompts:
         found = client.completions.create(
@@ -195,7 +195,7 @@ def test_chat(client: Any, model: Any) -> None:
 
 
 def test_an_answer_is_history(client: Any) -> None:
-    """As the client's object, and as `model_dump` has it."""
+    """An answer can be sent back as the client's object, as its `model_dump`, or as a dict."""
     create = partial(client.chat.completions.create, model="small", max_tokens=3, seed=1)
     said = create(messages=HELLO).choices[0].message
     for again in (said, said.model_dump(), {"role": "assistant", "content": said.content}):
@@ -204,7 +204,7 @@ def test_an_answer_is_history(client: Any) -> None:
 
 
 def test_arguments_of_the_template(model: Any) -> None:
-    """Of requests; variables that a request does not give are the server's."""
+    """Variables of a request replace the server's variables for the chat template."""
     asked = {"messages": [*HELLO, {"role": "assistant", "content": "Hi"}], "max_tokens": 4}
     with serving(model_of(model.engine), chat_template_kwargs={"style": "S"}) as running:
         for more, text in (
@@ -242,7 +242,7 @@ def test_chat_until_the_context_is_full(client: Any) -> None:
 def test_streams_are_the_whole(
     client: Any, server: Running, monkeypatch: pytest.MonkeyPatch, fields: Any, late: bool
 ) -> None:
-    """Also where pieces take long to be sent, so that those after them have several tokens."""
+    """If sending a piece takes long, the next piece has several tokens: the whole is the same."""
     lengths = late_pieces(monkeypatch) if late else [2]
     before = server.metric("piece_seconds_count")
     create = (client.chat if "messages" in fields else client).completions.create
@@ -266,7 +266,7 @@ def test_streams_are_the_whole(
 
 
 def late_pieces(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Let pieces take long to be received; how many tokens each has."""
+    """Delay the receipt of pieces; return a list to which each piece's token count is added."""
     put, received = service.Outlet.put, service.Outlet.received
     lengths: list[int] = []
 
@@ -288,7 +288,7 @@ def text_of(choice: Any) -> str:
 
 
 def scores(choice: Any) -> list[tuple[Any, dict[str, Any]]]:
-    """Each token, with its place or bytes, and log-probabilities, by token."""
+    """Return for each token (token, its bytes or text offset) and log-probabilities by token."""
     found = choice.logprobs
     if found is None:
         return []
@@ -303,7 +303,7 @@ def scores(choice: Any) -> list[tuple[Any, dict[str, Any]]]:
 
 
 def test_log_probabilities(client: Any, model: Any) -> None:
-    """Of the tokens that were sampled and of their alternatives; of prompts by a pass over them."""
+    """Answers can state log-probabilities of sampled tokens, alternatives, and prompt tokens."""
     options: dict[str, Any] = {"model": "small", "max_tokens": 5, "temperature": 0}
     expected = model.generate([*b"ab"], max_new_tokens=5, temperature=0)
     plain = client.completions.create(prompt="ab", logprobs=0, **options).choices[0].logprobs
@@ -319,7 +319,7 @@ def test_log_probabilities(client: Any, model: Any) -> None:
     for logprob, top in zip(found.token_logprobs[2:], found.top_logprobs[2:], strict=True):
         assert max(top.values()) == logprob  # greedy
     every = client.completions.create(prompt="ab", logprobs=20, **options).choices[0].logprobs
-    assert all(len(top) == 20 for top in every.top_logprobs)  # bytes that are no text apart
+    assert all(len(top) == 20 for top in every.top_logprobs)  # partial characters stay distinct
     other = client.completions.create(prompt="ab", logprobs=1, seed=3, max_tokens=30, model="small")
     found = other.choices[0].logprobs
     tops = zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True)
@@ -335,7 +335,7 @@ def test_log_probabilities(client: Any, model: Any) -> None:
 
 
 def test_a_request_that_takes_too_long(model: Any) -> None:
-    """Its slot is free then, and a stream ends with an error."""
+    """The request fails and its slot becomes free; a stream ends with an error."""
     with serving(model, seconds=0.05) as running, client_of(running) as client:
         asked: dict[str, Any] = {"model": "small", "prompt": ["ab"] * 100, "max_tokens": 120}
         asked["logit_bias"] = {"256": -100}  # else the first token may be the last one
@@ -351,7 +351,7 @@ def test_a_request_that_takes_too_long(model: Any) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_token_ids(client: Any, model: Any, stream: bool) -> None:
-    """As vLLM returns them: a prompt's ids once, and of an answer those that are new."""
+    """As in vLLM, a stream has a prompt's ids once, and each chunk its new ids."""
     more = {"extra_body": {"return_token_ids": True}, "stream": stream}
     options: dict[str, Any] = {"model": "small", "seed": 3, "max_tokens": 5, "n": 2, **more}
     text = client.completions.create(prompt=["ab", [7]], logprobs=0, echo=not stream, **options)
@@ -390,7 +390,7 @@ def test_no_token_ids_unless_they_are_requested(server: Running) -> None:
     ],
 )
 def test_which_tokens_were_guessed(path: str, body: dict[str, Any], speculate: bool) -> None:
-    """Beside the token ids, also in streams; no such field without the option."""
+    """Answers and streams have `guessed` next to `token_ids`, and only with that option."""
     with serving(model_of(MarkovEngine(cycle(257))), rows=2, speculate=speculate) as running:
         asked = {"temperature": 0, "max_tokens": 9, **body}
         assert "guessed" not in exchanged(running.url + path, asked)[2]
@@ -410,7 +410,7 @@ def test_which_tokens_were_guessed(path: str, body: dict[str, Any], speculate: b
 def test_the_score_of_a_prompt(
     client: Any, model: Any, monkeypatch: pytest.MonkeyPatch, many: int
 ) -> None:
-    """As evaluations ask for it: nothing new, the prompt with its log-probabilities."""
+    """Evaluations request no new tokens, but the prompt with its log-probabilities."""
     monkeypatch.setattr(app, "MANY_TOKENS", many)
     found = client.completions.create(
         model="small", prompt=["abcd", "x"], max_tokens=0, echo=True, logprobs=1
@@ -437,7 +437,7 @@ def test_embeddings(client: Any, server: Running, model: Any) -> None:
 
 
 def test_many_at_a_time_are_those_alone(server: Running, model: Any) -> None:
-    """Streams of an asynchronous client, more than there are slots; some are cancelled."""
+    """An asynchronous client reads more streams than there are slots, and cancels some."""
     rng = random.Random(1)
     asked = [
         {"prompt": [rng.randrange(256) for _ in range(rng.randrange(1, 40))], "seed": seed,
@@ -477,7 +477,7 @@ def test_tokenize(server: Running) -> None:
     assert post(server, "/tokenize", {"messages": HELLO})[1]["count"] == len("uHello\na")
     assert post(server, "/detokenize", {"tokens": [97, 195, 177]})[1] == {"prompt": "añ"}
     assert post(server, "/detokenize", {"tokens": [257]})[0] == 400
-    text = "añ" * 9000  # read and written in parts
+    text = "añ" * 9000  # long enough to be read and written in parts
     status, found = post(server, "/tokenize", {"prompt": text})
     assert (status, found["tokens"]) == (200, [*text.encode()])
     assert post(server, "/detokenize", {"tokens": found["tokens"]}) == (200, {"prompt": text})
@@ -679,7 +679,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 9
     ],
 )  # fmt: skip
 def test_answers_follow_a_rule(server: Running, rule: Any, pattern: str) -> None:
-    """In chats and in completions; log-probabilities are the model's own."""
+    """The rule holds in chats and completions; log-probabilities are stated without the rule."""
     pytest.importorskip("llguidance")
     body = {"messages": HELLO, "seed": 1, "max_tokens": 60, "logprobs": True, **rule}
     status, answer = post(server, CHAT, body)
@@ -718,7 +718,7 @@ def test_what_a_model_or_a_server_has_not() -> None:
 def test_a_text_that_is_too_long_is_not_encoded(
     server: Running, monkeypatch: pytest.MonkeyPatch, path: str, body: Any
 ) -> None:
-    """Its length tells that it has too many tokens."""
+    """The length of the text alone shows that it has too many tokens."""
     monkeypatch.delattr(tokenizer, "_encode_text")
     status, found = post(server, path, body)
     assert (status, found["error"]["code"]) == (400, "context_length_exceeded")
@@ -727,7 +727,7 @@ def test_a_text_that_is_too_long_is_not_encoded(
 
 
 def test_deep_messages(server: Running) -> None:
-    """At the depth at which Python's recursion ends, and around it."""
+    """JSON nested about as deep as Python's recursion limit causes no internal error."""
     head = b'{"messages": [{"role": "user", "content": "<|endoftext|>", "name": '
     for depth in range(800, 1050, 10):
         body = head + b"[" * depth + b"]" * depth + b"}]}"
@@ -775,7 +775,7 @@ def test_media_types_and_sizes(server: Running, monkeypatch: pytest.MonkeyPatch)
         assert post(server, COMPLETION, body, **{"Content-Type": media})[0] == 415
     json_type = {"Content-Type": "application/json; charset=utf-8"}
     assert post(server, COMPLETION, body, **json_type)[0] == 200
-    for size in (app.MOST_BODY + 1, 10_000_000):  # also one that the sender is not done with
+    for size in (app.MOST_BODY + 1, 10_000_000):  # the second is refused while it is being sent
         status, found = post(server, COMPLETION, {"prompt": "x" * size})
         assert status == 413
         assert "at most 4,194,304 bytes" in found["error"]["message"]
@@ -785,7 +785,7 @@ def test_media_types_and_sizes(server: Running, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_only_names_of_this_machine(server: Running) -> None:
-    """A page whose name was changed to this address cannot ask."""
+    """Requests with another host name are refused (DNS rebinding)."""
     for host in ("localhost", f"localhost:{server.port}", "127.0.0.1", "[::1]:80"):
         assert post(server, "/tokenize", {"prompt": "x"}, Host=host)[0] == 200
     for host in ("example.com", "localhost.example.com", ""):
@@ -831,7 +831,7 @@ PREFLIGHT = {f"Access-Control-Request-{name}": value
 def test_pages_of_other_origins(
     model: Any, origins: Any, keyed: bool, method: str, headers: Any, status: int, allowed: Any
 ) -> None:
-    """Only those that are named may ask; a preflight has no key, but the host of a request."""
+    """Only pages of named origins may send requests. A preflight needs no key, but a valid host."""
     headers = {"Origin": "https://a.b", **headers}
     with serving(model, rows=1, origins=origins, keys=KEYS if keyed else {}) as running:
         url = f"{running.url}/tokenize"
@@ -849,7 +849,7 @@ def key_of(name: str) -> dict[str, str]:
 
 
 def test_clients_take_turns() -> None:
-    """One answer does not wait for all that another client has asked for before."""
+    """An answer does not wait for all earlier requests of another client."""
     engine = Slow()
     ended: list[str] = []
 
@@ -886,7 +886,7 @@ def test_clients_without_keys(model: Any, forwarded: str | None, proxies: Any, c
 
 
 def test_shares_of_a_full_queue() -> None:
-    """Of 4 rows; a client that has less than its share is not refused, up to twice as many."""
+    """A client with less than its share of 4 rows is accepted, up to 8 rows of all clients."""
     loop = asyncio.new_event_loop()
     engine: Any = Slow()
     alone = service.Service(service.batch_of(engine, 1), 3, loop)
@@ -903,13 +903,13 @@ def test_shares_of_a_full_queue() -> None:
     engine.go.set()
     eventually(lambda: alone.open == 0 and not alone._open_of)
     alone.close()
-    with pytest.raises(service.Full):  # it has ended
+    with pytest.raises(service.Full):  # the service has ended
         alone.submit([], outlet)
     loop.close()
 
 
 def test_prefixes_of_other_clients_are_not_told(model: Any) -> None:
-    """What is computed once shows what was asked before: to the same client only."""
+    """The count of cached tokens reveals earlier prompts, so prefixes are not shared by clients."""
     body = {"prompt": "a secret of ann", "max_tokens": 1}
     with serving(model, rows=1, reuse_prefixes=True, keys=KEYS) as running:
         cached = [post(running, COMPLETION, body, **key_of(name))[1]["usage"]
@@ -929,7 +929,7 @@ def test_health_tells_how_far_the_start_is(model: Any) -> None:
     with serving(model_of(engine), rows=1) as running:
         starting = {"status": "starting", "done": 3, "total": 5}
         eventually(lambda: get(running, "/health") == (503, starting))
-        connection = sent(running, COMPLETION, {"prompt": "a", "max_tokens": 2})  # it waits
+        connection = sent(running, COMPLETION, {"prompt": "a", "max_tokens": 2})  # must wait
         eventually(lambda: running.service.open == 1)
         assert get(running, "/health/live")[0] == 200
         reached.set()
@@ -947,15 +947,15 @@ def test_a_server_that_ends_while_it_starts() -> None:
             yield done, done + 1
 
     engine.start_up = parts()
-    with serving(model_of(engine), rows=1):  # which raises if the thread does not end
+    with serving(model_of(engine), rows=1):  # serving() raises if its thread does not end
         assert begun.wait(60)
 
 
-# --- clients that go, and servers that fail -------------------------------------------------------
+# --- clients that disconnect, and servers that fail -----------------------------------------------
 
 
 def sent(running: Running, path: str, body: Any, size: int | None = None) -> socket.socket:
-    """A connection on which a request was sent; size: of a body that is to go on."""
+    """Send a request; return the connection. size: Content-Length if the body is incomplete."""
     connection = socket.create_connection(("127.0.0.1", running.port), timeout=60)
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -964,7 +964,7 @@ def sent(running: Running, path: str, body: Any, size: int | None = None) -> soc
 
 
 def received(connection: socket.socket) -> tuple[int, Any]:
-    """Status and JSON of the answer on a connection."""
+    """Return status and JSON of the answer on a connection."""
     with HTTPResponse(connection) as answer:
         answer.begin()
         return answer.status, json.loads(answer.read())
@@ -973,7 +973,7 @@ def received(connection: socket.socket) -> tuple[int, Any]:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("behind", [0, 1000, 2**16, 10**6])
 def test_a_client_that_goes_frees_its_slots(stream: bool, behind: int) -> None:
-    """While it runs, and while it waits; also if it has sent more behind its request."""
+    """Clients disconnect while their request runs or waits, or after sending further bytes."""
     engine = Slow()
     with serving(model_of(engine), rows=1, queue=8) as running:
         body = {"prompt": "a", "max_tokens": 99_999, "temperature": 0, "stream": stream}
@@ -982,7 +982,7 @@ def test_a_client_that_goes_frees_its_slots(stream: bool, behind: int) -> None:
         engine.go.set()
         eventually(lambda: engine.steps > 2)
         for connection in connections:
-            with suppress(OSError):  # of a connection that has sent too much
+            with suppress(OSError):  # the server may have closed the connection: too many bytes
                 connection.sendall(b"x" * behind)
             connection.close()
         eventually(lambda: running.service.open == 0)
@@ -993,7 +993,7 @@ def test_a_client_that_goes_frees_its_slots(stream: bool, behind: int) -> None:
 
 
 def test_requests_that_are_sent_before_the_answer() -> None:
-    """They are answered one after the other, however their bytes come."""
+    """Pipelined requests are answered in order, however their bytes are divided."""
     engine, at_once = Slow(), [f"/v1/models/{name}" for name in ("small", "other", "small")]
     heads = "".join(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n" for path in at_once)
     with serving(model_of(engine)) as running:
@@ -1021,7 +1021,7 @@ PASSES = [
 def test_passes_end_with_their_request(
     model: Any, monkeypatch: pytest.MonkeyPatch, path: str, body: Any, seconds: float | None
 ) -> None:
-    """When the client goes, or in time: no pass begins later."""
+    """When the client disconnects or the time limit is reached, no further pass begins."""
     passes, forward = [], model.engine.forward
 
     def slow(*arguments: Any) -> Any:
@@ -1069,7 +1069,7 @@ def test_scoring_stops_nobody_and_ends_with_its_client(
 
 
 def test_prefixes_are_computed_once_where_that_is_asked_for(model: Any) -> None:
-    """The usage says how many tokens of the prompt were not; the texts are those without it."""
+    """The usage states the number of cached tokens; texts are equal to those without reuse."""
     body: dict[str, Any] = {"prompt": "a conversation that", "max_tokens": 3, "temperature": 0}
     longer = {**body, "prompt": "a conversation that goes on", "n": 2}
     last = {**longer, "n": 1, "stream": True, "stream_options": {"include_usage": True}}
@@ -1081,7 +1081,7 @@ def test_prefixes_are_computed_once_where_that_is_asked_for(model: Any) -> None:
             assert texts[0] == texts[1]
         assert "prompt_tokens_details" not in found[0][1]["usage"]
         told = [each["usage"]["prompt_tokens_details"]["cached_tokens"] for each in found[1]]
-        assert told == [0, 0]  # one of two rows had another slot
+        assert told == [0, 0]  # at most one of two rows had the slot with the prefix
         with client_of(reuses) as client:
             *_, end = client.completions.create(model="small", **last)
         assert end.usage.prompt_tokens_details.cached_tokens == len(longer["prompt"]) - 1
@@ -1119,7 +1119,7 @@ def test_wrong_logits_end_one_request() -> None:
 
 @pytest.mark.parametrize("method", ["next", "stop"])
 def test_an_engine_that_fails(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a step, and when a row stops whose client is gone."""
+    """The engine fails in a step, or when the row of a disconnected client is stopped."""
 
     def fail(*_: Any) -> None:
         raise RuntimeError("out of everything")
@@ -1155,7 +1155,7 @@ def test_silent_connections_do_not_stay(monkeypatch: pytest.MonkeyPatch, model: 
 
 
 def test_a_second_request_has_to_come_as_well(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
-    """A connection does not stay for a head that never ends, however slowly it comes."""
+    """A connection is closed if the head of its second request does not end in time."""
     monkeypatch.setattr(listening, "HEAD_SECONDS", 1)
     request = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     with (
@@ -1175,7 +1175,7 @@ def test_a_second_request_has_to_come_as_well(monkeypatch: pytest.MonkeyPatch, m
 
 
 def test_pieces_are_sent_at_once(monkeypatch: pytest.MonkeyPatch, server: Running) -> None:
-    """Not when the client has acknowledged the one before it, as a proxy does after 40 ms."""
+    """No piece waits until the previous one is acknowledged, which takes a proxy 40 ms."""
     at_once = []
     made = listening.Protocol.connection_made
 
@@ -1192,19 +1192,19 @@ def test_pieces_are_sent_at_once(monkeypatch: pytest.MonkeyPatch, server: Runnin
 
 @pytest.mark.parametrize("chunked", [b"chunked", b"Chunked"])
 def test_a_body_with_two_lengths_is_refused(server: Running, chunked: bytes) -> None:
-    """A proxy may read another request from what follows: the connection is closed."""
+    """The connection is closed, as a proxy may take the bytes that follow for another request."""
     lengths = b"Content-Length: 5\r\nTransfer-Encoding: " + chunked
     head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\n" + lengths + b"\r\n\r\n0\r\n\r\n"
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
         connection.sendall(head + b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        found = connection.makefile("rb").read()  # until it is closed
+        found = connection.makefile("rb").read()  # until the server closes the connection
     assert found.startswith(b"HTTP/1.1 400")
     assert b"got both" in found
     assert found.count(b"HTTP/1.1") == 1
 
 
 def test_a_line_in_the_log_for_each_request(model: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """With the name of the key, and without what is secret; none unless it is asked for."""
+    """Lines have the name of the key and no secrets; by default there are none."""
     body = {"prompt": "abc", "max_tokens": 2, "seed": 1}
     with serving(model, rows=1, keys=KEYS) as running, caplog.at_level("INFO", "gpt2block.serve"):
         post(running, COMPLETION, {**body, "stream": True}, **key_of("ann"))
@@ -1232,7 +1232,7 @@ def test_a_line_in_the_log_for_each_request(model: Any, caplog: pytest.LogCaptur
 def test_files_that_may_be_open(
     limits: Any, raised: Any, warns: bool, monkeypatch: Any, caplog: Any
 ) -> None:
-    """A connection is one: their limit is raised, or too low a one is told."""
+    """Each connection is an open file: the limit is raised, or a warning says it is too low."""
     import resource  # noqa: PLC0415
 
     given: list[Any] = []
@@ -1267,7 +1267,7 @@ def test_nothing_is_left_after_many_requests(server: Running) -> None:
     with ThreadPoolExecutor() as workers:
         for each in [workers.submit(work) for _ in range(4)]:
             each.result()
-    assert threading.active_count() < threads + app.AT_ONCE  # which encode texts
+    assert threading.active_count() < threads + app.AT_ONCE  # AT_ONCE threads encode texts
     eventually(lambda: server.service.open == 0)  # an answer is sent before its row is forgotten
     assert not server.service._since
     assert not server.service._places
@@ -1277,7 +1277,7 @@ def test_nothing_is_left_after_many_requests(server: Running) -> None:
 def test_a_load_with_clients_that_go(
     server: Running, capsys: pytest.CaptureFixture[str], how: list[str]
 ) -> None:
-    """By tools/load.py: at random, and as fast as possible, besides large requests."""
+    """tools/load.py sends requests at random times or as fast as possible, and some large ones."""
     more = "--seconds", "1", "--closing", "0.3", "--large-every", "0.2"
     found = loaded(server, capsys, *more, *how)
     assert found["answered"] > 5
@@ -1291,14 +1291,14 @@ def test_a_load_with_clients_that_go(
 
 
 def loaded(server: Running, capsys: pytest.CaptureFixture[str], *how: str) -> Any:
-    """What tools/load.py reports."""
+    """Run tools/load.py; return its report."""
     given = ["--model", "small", "--lengths", "1", "30", "--new", "20", "--temperature", "0"]
     load.main([f"{server.url}/v1", *given, *how])
     return json.loads(capsys.readouterr().out)
 
 
 def test_a_load_of_whole_answers(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
-    """By two processes, which ask for all requests together."""
+    """Two processes of tools/load.py share the requests."""
     before = server.service.tokens
     found = loaded(server, capsys, "--whole", "--processes", "2", "--requests", "25")
     assert (found["answered"], found["refused"]) == (25, 0)
@@ -1321,8 +1321,8 @@ CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
 @pytest.mark.parametrize(
     ("sends", "how", "cut"),
     [
-        (CHUNKED + b"d\r\ndata: {}\n\n", [], 3),  # in a chunk
-        (CHUNKED + b"a\r\ndata: {}\n\n\r\n", [], 3),  # before a chunk
+        (CHUNKED + b"d\r\ndata: {}\n\n", [], 3),  # cut within a chunk
+        (CHUNKED + b"a\r\ndata: {}\n\n\r\n", [], 3),  # cut before the next chunk
         (CHUNKED + b"a\r\ndata: {}\n\n\r\n0\r\n\r\n", [], 3),  # without data: [DONE]
         (CHUNKED + b"18\r\ndata: {}\n\ndata: [DONE]\n\n\r\n", [], 3),
         (CHUNKED + b"18\r\ndata: {}\n\ndata: [DONE]\n\n\r\n0\r\n\r\n", [], 0),
@@ -1335,7 +1335,7 @@ def test_a_load_counts_answers_that_are_cut(
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def answer() -> None:
-            with suppress(OSError):  # the listener is closed
+            with suppress(OSError):  # raised when the listener is closed
                 while True:
                     with listener.accept()[0] as connection:
                         connection.recv(2**16)
@@ -1349,7 +1349,7 @@ def test_a_load_counts_answers_that_are_cut(
 
 
 def test_events_that_come_together_are_sent_together() -> None:
-    """The first token comes alone, and what came before a failure comes before it."""
+    """The first token is sent alone. Tokens before a failure are sent before the error."""
 
     def piece(data: bytes, reason: EndReason | None = None) -> service.Piece:
         count = len(data)
@@ -1393,7 +1393,7 @@ def test_events_that_come_together_are_sent_together() -> None:
 
 
 class Gate:
-    """Lets the steps of an engine pass, in place of the event of Slow."""
+    """A replacement for the event of `Slow` that lets a number of steps pass."""
 
     def __init__(self) -> None:
         self._asked = self._passed = 0
@@ -1404,7 +1404,7 @@ class Gate:
         self._free.acquire(timeout=seconds)
 
     async def let(self, steps: int) -> None:
-        """Let so many steps pass, and wait until the next one asks."""
+        """Let `steps` steps pass, and wait until the next one calls `wait`."""
         self._passed += steps
         for _ in range(steps):
             self._free.release()
@@ -1416,7 +1416,7 @@ class Gate:
 def test_tokens_that_come_while_a_piece_is_sent_are_one_piece(
     monkeypatch: pytest.MonkeyPatch, few: int, ahead: list[int]
 ) -> None:
-    """With few rows, one more piece is sent before; ahead: pieces on the way."""
+    """With few rows one more piece may be in flight. ahead: number of pieces in flight."""
     monkeypatch.setattr(service, "FEW", few)
     on_the_way: list[int] = []
 
@@ -1427,7 +1427,7 @@ def test_tokens_that_come_while_a_piece_is_sent_are_one_piece(
         (row,) = Run(gated, BYTES, "a", max_new_tokens=99, temperature=0).rows
         answer, found = answers.Answer(local, [row]), []
         async with local.running(lambda: None), contextlib.aclosing(answer.pieces()) as pieces:
-            now: Any = SimpleNamespace(call_soon=lambda *_: None)  # nothing is received
+            now: Any = SimpleNamespace(call_soon=lambda *_: None)  # no receipt is reported
             local._loop = now
             await answer.submit()
             for meanwhile in (0, 3, 0):
@@ -1447,7 +1447,7 @@ def test_tokens_that_come_while_a_piece_is_sent_are_one_piece(
 
 
 def test_a_stream_without_tokens_sends_comments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They keep its connection open in proxies, and stop before its end."""
+    """Comments keep the connection open in proxies; they stop before the stream ends."""
     monkeypatch.setattr(app, "PING_SECONDS", 0.01)
     engine, body = Slow(), {"prompt": "a", "max_tokens": 2, "temperature": 0, "stream": True}
     with serving(model_of(engine), rows=1) as running:
@@ -1477,7 +1477,7 @@ def test_large_bodies_are_read_in_a_thread(
 
 
 def test_metrics(model: Any) -> None:
-    """Each token counts once, of whole answers and of streams."""
+    """Each token of a whole answer or a stream is counted once."""
     from prometheus_client.parser import text_string_to_metric_families as families  # noqa: PLC0415
 
     body = {"prompt": "abc", "n": 2, "seed": 1, "max_tokens": 7}
@@ -1551,7 +1551,7 @@ def test_wrong_options(
 
 
 def test_files_of_keys(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """With names, or of one key; who else can read them is told."""
+    """A file has keys with names, or one key; a warning tells if others can read the file."""
     file = tmp_path / "keys"
     file.write_text(f"# of clients\n ann: {KEYS['ann']}\n\nbob\t{KEYS['bob']}")
     file.chmod(0o600)
@@ -1567,7 +1567,7 @@ def test_files_of_keys(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None
 
 
 def test_the_interpreter_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its settings are made before it serves, and are those that `settle` names."""
+    """`settle` sets switch interval and garbage collection before the server starts."""
     calls: list[str] = []
     monkeypatch.setattr(listening, "settle", lambda: calls.append("settle"))
     monkeypatch.setattr(uvicorn.Server, "run", lambda *_: calls.append("run"))
@@ -1584,7 +1584,7 @@ def test_the_interpreter_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("listens", [True, False])
 def test_a_port_that_is_taken(listens: bool) -> None:
-    """Also by a server that loads its model; none is loaded for the error."""
+    """The port may be taken by a server that still loads its model. No model is loaded first."""
     taken = socket.create_server(("127.0.0.1", 0)) if listens else cli_serve._bound("127.0.0.1", 0)
     with taken:
         port = taken.getsockname()[1]
@@ -1594,7 +1594,10 @@ def test_a_port_that_is_taken(listens: bool) -> None:
 
 @contextlib.contextmanager
 def command(*more: str, first: str = "") -> Iterator[tuple[Any, str]]:
-    """`gpt2block serve` in a process, and the first line of its log. first: Python before it."""
+    """Run `gpt2block serve` in a process; yield it and its log's first line.
+
+    first: Python code that runs before.
+    """
     code = f"{first}\nfrom gpt2block import cli\ncli.main()"
     at = () if "--uds" in more else ("--port", "0")
     processes = "--processes", str(serving_.PROCESSES)
@@ -1620,7 +1623,7 @@ def client_of_command(line: str) -> Any:
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGTERM")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_finishes_what_runs(number: int) -> None:
-    """Its port can be had again, though the server closed a connection."""
+    """A stream ends normally; then the port is free, though the server closed a connection."""
     host = "127.0.0.2" if sys.platform == "linux" and number == signal.SIGTERM else "127.0.0.1"
     more = "--name", "small", "--name", "b", "--cors-origin", "http://A.b", "--rows", "2"
     with (
@@ -1652,7 +1655,7 @@ serve.load_model = lambda *_: (print("loads", file=sys.stderr, flush=True), time
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGTERM")
 @pytest.mark.parametrize(("first", "wait"), [("", 0), ("", 0.02), (SLOW_TO_LOAD, 0)])
 def test_a_signal_at_any_time_ends_the_server(first: str, wait: float) -> None:
-    """Also right after the address is shown, and while the model is loaded."""
+    """The signal may come right after the address is shown, or while the model is loaded."""
     with command(first=first) as (child, line):
         assert line.startswith("loads" if first else "shakespeare")
         time.sleep(wait)
@@ -1669,7 +1672,7 @@ Batch.step = lambda *_: 1 / 0
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_engine_that_fails_ends_the_server(stream: bool) -> None:
-    """So that a supervisor starts it again; requests and the log are told why."""
+    """A supervisor can then restart it. Requests and the log state the reason."""
     with command(first=FAILING) as (child, line), client_of_command(line) as client:
         with pytest.raises(openai.APIError, match="the engine failed: ZeroDivisionError"):
             list(client.completions.create(model="shakespeare", prompt="a", stream=stream))
@@ -1682,7 +1685,7 @@ def test_an_engine_that_fails_ends_the_server(stream: bool) -> None:
 def test_a_mistake_of_the_server(
     model: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its client is told, in a stream by an event, the log has it, and it is counted."""
+    """The client gets an error (in a stream an event), which is also logged and counted."""
 
     def fail(*_: Any) -> Any:
         raise RuntimeError("\x1b[31m red")

@@ -1,4 +1,4 @@
-"""What one client of a server does to the others, and how requests and errors are marked."""
+"""Clients of a server that must not affect each other, and marks of requests and errors."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def model() -> Any:
 
 
 class Held:
-    """A chat template that renders when it is let go."""
+    """A chat template that waits for `go` before it renders."""
 
     def __init__(self) -> None:
         self.go, self.begun = threading.Event(), []  # type: threading.Event, list[Any]
@@ -63,7 +63,7 @@ class Held:
 
 
 def test_chats_of_a_client_do_not_stop_others() -> None:
-    """Whatever the work of a request is: texts, large bodies, embeddings, the page."""
+    """Other clients' texts, large bodies, embeddings and pages are served meanwhile."""
     held, chat, long = Held(), {"messages": HELLO, "max_tokens": 1}, {"user": "x" * app.SMALL_BODY}
     pool, model = ThreadPoolExecutor(16), with_template(held)
     with pool, serving(model, rows=2, keys=KEYS) as running:
@@ -83,13 +83,13 @@ def test_chats_of_a_client_do_not_stop_others() -> None:
 
 
 def test_a_rendering_has_a_limit_and_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is in a process of its own thread."""
+    """Each thread renders in a separate process."""
     monkeypatch.setattr(app, "TEMPLATE_SECONDS", 1.0)
     template = ChatTemplate("{% if messages[0].content == 'go' %}" + ENDLESS + "{% endif %}ok", {})
     endless = {"messages": [{"role": "user", "content": "go"}]}
     pool, model = ThreadPoolExecutor(1), with_template(template)
     with pool, serving(model, keys=KEYS) as running:
-        for _ in range(2):  # processes that have started
+        for _ in range(2):  # start the processes first
             ready = copy(template)
             ready.seconds = 1.0
             ready.render(HELLO)
@@ -107,7 +107,7 @@ def test_a_rendering_has_a_limit_and_stops_nobody(monkeypatch: pytest.MonkeyPatc
 def test_a_conversation_that_is_too_long_is_rendered_once(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its characters are not followed, which takes longer than the rendering itself."""
+    """Characters are not traced through the template, which would be slower than rendering."""
     asked, ask = [], ChatTemplate._ask
 
     def counted(self: ChatTemplate, line: str, *more: Any) -> Any:
@@ -122,7 +122,7 @@ def test_a_conversation_that_is_too_long_is_rendered_once(
 
 
 def test_places() -> None:
-    """Clients take turns, and leave half of the places; a request that is cancelled has none."""
+    """Clients take turns and leave half of the places free; cancelled requests take no place."""
     order: list[str] = []
 
     async def work(places: Places, client: str, name: str, go: asyncio.Event) -> None:
@@ -165,7 +165,7 @@ def test_a_turn_that_comes_with_a_cancellation_is_passed_on() -> None:
 
 
 def test_logits_are_kept_for_their_client(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise a client learns by time what another one asked for."""
+    """If logits were shared, response times would reveal another client's requests."""
     engine, passes = small().engine, []
     forward = engine.forward
 
@@ -285,7 +285,7 @@ def test_a_unix_socket_and_new_keys(tmp_path: Path) -> None:
         return connection.getresponse().status
 
     with socket.socket(socket.AF_UNIX) as gone:
-        gone.bind(str(path))  # a server that did not end well
+        gone.bind(str(path))  # left by a server that crashed
     with command("--uds", str(path), "--api-key-file", str(keys)) as (child, line):
         assert f"unix:{path}" in line
         assert [status(ANN), status(BOB)] == [200, 401]

@@ -1,4 +1,4 @@
-"""/v1/embeddings and /v1/rerank, and the files that say how a model's embeddings are computed."""
+"""/v1/embeddings and /v1/rerank, and files that define how a model's embeddings are computed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RANKS = {bytes([byte]): byte for byte in range(256)} | {b"no": 256, b"yes": 257}
 ANSWERS = tiktoken.Encoding(
     "answers", pat_str="(?s:.+)", mergeable_ranks=RANKS, special_tokens=SPECIAL
 )
-# As the card of Qwen3-Reranker writes it
+# The prompt in the model card of Qwen3-Reranker
 PROMPT = """<|im_start|>system
 Judge whether the Document meets the requirements based on the Query and the Instruct provided. \
 Note that the answer can only be "yes" or "no".<|im_end|>
@@ -55,7 +55,7 @@ def of_length_1(given: Any) -> Any:
 
 @pytest.mark.parametrize("pooling", ["mean", "last", "cls"])
 def test_pooling_dimensions_and_instructions(tmp_path: Path, pooling: Any) -> None:
-    """Texts have the token that the tokenizer adds after them, ids have none."""
+    """The tokenizer adds a token after texts, but not after ids."""
     small_json(tmp_path, post_processor=template("", "ab", token_id=256),
                added_tokens=[added_token(256, "ab")])  # fmt: skip
     encoding = tokenizer.load(tmp_path, 258)
@@ -94,7 +94,7 @@ def test_instructions_of_the_library() -> None:
 
 
 def modules(*kinds: str) -> list[dict[str, Any]]:
-    """The content of modules.json."""
+    """Return the content of modules.json."""
     return [
         {"idx": index, "name": str(index), "type": f"sentence_transformers.models.{kind}",
          "path": "" if kind == "Transformer" else f"{index}_{kind}"}
@@ -117,7 +117,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def described(folder: Path, kinds: Any, pooling: Any) -> Any:
-    """The model in a folder with these files; None: no such file."""
+    """Load the model from a folder with these files; None: without this file."""
     for name, content in (("modules.json", kinds), ("1_Pooling/config.json", pooling)):
         (folder / name).unlink(missing_ok=True)
         if content is not None:
@@ -159,7 +159,7 @@ def test_the_files_of_sentence_transformers(
     ],
 )
 def test_files_that_are_refused(folder: Path, kinds: Any, pooling: Any, words: str) -> None:
-    """Unless the caller chooses."""
+    """Models with such files refuse to embed unless the caller chooses pooling and norm."""
     model = described(folder, kinds, pooling)
     with pytest.raises(CheckpointError, match=words):
         model.embed([5, 6])
@@ -190,7 +190,7 @@ def expected_score(running: Running, document: str, query: str, task: str = TASK
 
 @pytest.mark.parametrize("path", [RERANK, "/rerank"])
 def test_rerank(judge: Running, path: str) -> None:
-    """Scores are the model's probability of yes, and the same for a document in any company."""
+    """Scores are the model's probability of yes; they do not depend on the other documents."""
     texts = ["Paris is a city.", "The sun", "", "Paris is the capital."]
     asked = {"query": "capital", "documents": [texts[0], {"text": texts[1]}, *texts[2:]]}
     status, found = post(judge, path, asked)

@@ -1,6 +1,6 @@
-"""Requests of lm_eval's models local-completions and local-chat-completions, and what these read.
+"""Requests of lm_eval's models local-completions and local-chat-completions, and their answers.
 
-The bodies are those that lm_eval 0.4.13 sends (lm_eval/models/openai_completions.py).
+Bodies are as lm_eval 0.4.13 sends them (lm_eval/models/openai_completions.py).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def server(model: Any) -> Iterator[Running]:
 
 
 def log_likelihoods(server: Running, prompt: Any) -> list[dict[str, Any]]:
-    """The choices of a request for the log-likelihood of continuations."""
+    """Request log-likelihoods of continuations; return the choices."""
     body = {"model": "small", "prompt": prompt, "temperature": 0, "max_tokens": 1, "logprobs": 1}
     status, found = post(server, "/v1/completions", {**body, "seed": 1234, "echo": True})
     assert status == 200, found
@@ -43,8 +43,9 @@ def log_likelihoods(server: Running, prompt: Any) -> list[dict[str, Any]]:
 
 
 def read(choice: dict[str, Any], begin: int) -> tuple[float, bool]:
-    """What lm_eval reads: of the tokens from `begin` on, without the new one, their sum, and
-    whether each is the most likely one."""
+    """Read a choice as lm_eval does: the sum of log-probabilities of the tokens from `begin` on,
+    without the new token, and whether each token is the most likely one.
+    """
     found = choice["logprobs"]
     scored, tops = found["token_logprobs"][begin:-1], found["top_logprobs"][begin:-1]
     greedy = [logprob == max(top.values()) for logprob, top in zip(scored, tops, strict=True)]
@@ -61,7 +62,7 @@ def test_log_likelihoods_are_those_of_score(server: Running, model: Any, form: s
     for choice, context, ids in zip(choices, CONTEXTS, encoded, strict=True):
         begin = len(model.tokenizer.encode_ordinary(context))
         total, greedy = read(choice, begin)
-        exact = model.score(ids).tokens.logprobs[begin - 1 :]  # of all tokens but the first
+        exact = model.score(ids).tokens.logprobs[begin - 1 :]  # all tokens have one but the first
         np.testing.assert_allclose(total, exact.sum(dtype=np.float64), atol=1e-4)
         logits = model(np.array(ids, np.int32))[begin - 1 : -1]
         assert greedy == (logits.argmax(axis=1) == ids[begin:]).all()

@@ -1,4 +1,4 @@
-"""The page at / of a server in a headless Chromium, as people use it."""
+"""The page at / of a server, used in a headless Chromium."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def server(model: GPT2) -> Iterator[Running]:
 
 @pytest.fixture
 def page(browser: Any, server: Running) -> Any:
-    """The page, just loaded; whatever a test does to it causes no message in the console."""
+    """Load the page; after the test, assert that the browser's console has no messages."""
     browser.get(server.url)
     eventually(lambda: find(browser, "h1").text == "small")
-    find(browser, "#tab-text").click()  # the model has a template: the page opens on Chat
+    find(browser, "#tab-text").click()  # the page opens on Chat, as the model has a template
     browser.execute_script(
         "for (const [id, value] of [['seed', arguments[0]], ['length', 12]])"
         " document.getElementById(id).value = value",
@@ -59,7 +59,7 @@ def page(browser: Any, server: Running) -> Any:
 
 
 def strip(page: Any) -> list[str]:
-    """The tokens shown."""
+    """Return the tokens that the page shows."""
     script = "return [...document.querySelectorAll('#strip .token')].map(each => each.textContent)"
     return [str(each) for each in page.execute_script(script)]
 
@@ -75,7 +75,7 @@ def proceed(page: Any, text: str) -> None:
 
 
 def rows(page: Any, title: str) -> list[Any]:
-    """The alternatives, as soon as they are those under a title."""
+    """Wait for the alternatives under a title; return their rows."""
     table = "#next-table:not(.busy) tr[data-id]"
     eventually(lambda: find(page, "#h-next").text == title)
     eventually(lambda: bool(page.find_elements("css selector", table)))
@@ -89,7 +89,7 @@ def continued(model: GPT2, prompt: bytes, count: int = 12, **more: Any) -> list[
 
 
 def test_a_text_is_continued_and_changed(page: Any, model: GPT2) -> None:
-    """The tokens are those of `generate`, also from another one in the place of one."""
+    """Tokens equal those of `generate`, also after a token is replaced by an alternative."""
     proceed(page, TEXT)
     first = [*TEXT, *continued(model, TEXT.encode())]
     assert strip(page) == first
@@ -174,7 +174,7 @@ def test_the_keyboard_reaches_tokens_and_alternatives(page: Any) -> None:
 def test_guessed_tokens_are_marked(
     page: Any, server: Running, model: GPT2, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Here every odd one that is drawn; the legend says so while the text has any."""
+    """Here every odd drawn token is marked; the legend explains it while the text has any."""
     own, following = server.server, NumpyDecoding.next
 
     def odd_guessed(decoding: NumpyDecoding) -> Sampled:
@@ -220,7 +220,7 @@ def test_a_conversation(page: Any, model: GPT2) -> None:
     assert not find(page, "#distribution").is_displayed()
     options = ("temperature", "top-k", "top-p", "min-p", "length")
     shown = [find(page, f"#{each}").get_attribute("value") for each in options]
-    assert shown == ["0.75", "0", "0.9", "0", "512"]  # those of conversations with this model
+    assert shown == ["0.75", "0", "0.9", "0", "512"]  # the model's defaults for conversations
     message = "<b>Hi</b>" + "x" * 230
     find(page, "#message").send_keys(message, Keys.ENTER)
     status_is(page, "the context is full", "#chat-status")
@@ -247,7 +247,7 @@ def test_a_conversation(page: Any, model: GPT2) -> None:
 
 
 def test_it_opens_on_chat_and_fills_a_window(browser: Any, server: Running) -> None:
-    """Both parts end near the lower edge of the window, and the conversation is the wide one."""
+    """Conversation and options end near the window's lower edge; the conversation is wider."""
     browser.set_window_size(1366, 900)
     browser.get(server.url)
     eventually(lambda: find(browser, "#chat-view").is_displayed())
@@ -264,7 +264,7 @@ def test_it_opens_on_chat_and_fills_a_window(browser: Any, server: Running) -> N
 
 
 def assert_only_refused(page: Any, status: int) -> None:
-    """The console has only the browser's own lines about answers with this status."""
+    """Assert that the console has only the browser's lines about answers with this status."""
     messages = [each["message"] for each in page.get_log("browser")]
     assert messages
     assert all(f"status of {status}" in message for message in messages), messages
@@ -309,7 +309,7 @@ window.fetch = async (path, options) => {
 
 
 def test_a_stream_that_breaks(page: Any) -> None:
-    """What came before is kept, and can be continued."""
+    """The text received so far is kept, and can be continued."""
     failed = json.dumps({"error": {"message": "the engine failed"}})
     for rest, words in (
         (f"data: {failed}\n\n", "The server failed: the engine failed."),
@@ -351,7 +351,7 @@ def test_stop_keeps_what_was_written(
 
 
 def test_a_key(browser: Any, model: GPT2) -> None:
-    """It is asked for, stays in the tab, and goes when that is asked for."""
+    """The page asks for it, the tab keeps it, and a user can remove it."""
     with serving(model_of(model.engine), model.tokenizer, rows=1, keys={"one": KEY}) as running:
         browser.get(running.url)
         for given in ("wrong", KEY):
@@ -395,7 +395,7 @@ def test_a_server_that_goes_and_comes(browser: Any, model: GPT2) -> None:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_is_readable_and_fits_a_phone(page: Any, scheme: str) -> None:
-    """Contrast of 4.5 to 1, as WCAG requires, also on the strongest color."""
+    """The contrast is at least 4.5 to 1 (WCAG), even on the strongest color."""
     page.execute_script("document.documentElement.dataset.theme = arguments[0]", scheme)
     proceed(page, f"{TEXT} é {'x' * 60}")
     rows(page, "Next token")

@@ -1,4 +1,4 @@
-"""The page at / of a server, and what only it asks for: tokens, distributions, explained passes."""
+"""The page at / of a server, and its own requests: tokens, distributions, explained passes."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def get(running: Running, path: str, **headers: str) -> tuple[int, Any, str]:
 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_probabilities_are_the_frequencies_of_draws(options: dict[str, Any]) -> None:
-    """Within 5 standard deviations of 4,000 draws; what is filtered out is never drawn."""
+    """Both agree within 5 standard deviations of 4,000 draws; filtered tokens are never drawn."""
     logits = np.random.default_rng(3).standard_normal(50, dtype=np.float32) * 2
     draws = 4000
     drawn = [choose(logits, Sampling(**options, seed=9), step).token for step in range(draws)]
@@ -106,7 +106,7 @@ def test_the_distribution_is_that_of_the_sampler(
 
 
 def test_a_text_is_computed_once_for_all_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also for requests at the same time, and until newer texts replace it."""
+    """Simultaneous requests share a pass too; its result is kept until newer texts replace it."""
     engine, passes = small().engine, []
     forward = engine.forward
     both = threading.Event()
@@ -141,11 +141,11 @@ def test_logits_that_are_not_finite_are_an_error(monkeypatch: pytest.MonkeyPatch
             status, found = post(running, NEXT, {"ids": [1]})
             assert status == 400
             assert "expected finite ones, got NaN or infinity" in found["error"]["message"]
-        wrong[0] = np.zeros(257, np.float32)  # an error is not kept
+        wrong[0] = np.zeros(257, np.float32)  # errors are not cached
         assert post(running, NEXT, {"ids": [1]})[1]["tokens"][0]["probability"] == 1 / 257
 
 
-# --- tokens, and what is refused ------------------------------------------------------------------
+# --- tokens, and refused requests -----------------------------------------------------------------
 
 
 def test_tokens_of_texts_and_of_ids(server: Running) -> None:
@@ -239,7 +239,7 @@ def test_old_pages_are_forgotten(model: Any, monkeypatch: pytest.MonkeyPatch) ->
 
 
 class Explaining:
-    """Stands in for `collect`: waits until it is let go; counts calls, and those at a time."""
+    """A substitute for `collect` that waits for `go`; it counts calls and simultaneous calls."""
 
     def __init__(self) -> None:
         self.go, self.calls, self.running, self.together = threading.Event(), 0, 0, 0
@@ -254,7 +254,7 @@ class Explaining:
 
 
 def test_rows_go_on_while_a_pass_is_explained(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One is computed, and others wait."""
+    """One pass is explained at a time; others wait."""
     explaining = Explaining()
     monkeypatch.setattr(passes, "collect", explaining)
     with serving(model, rows=1) as running, ThreadPoolExecutor(3) as pool:

@@ -1,4 +1,4 @@
-"""A server whose HTTP runs in two processes: tests of test_serve.py, and processes that end."""
+"""A server with two processes for HTTP: tests of test_serve.py, and processes that end."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.test_serve import COMPLETION, command  # noqa: E402
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has one process")
 
-AGAIN = {  # tests in which processes matter
+AGAIN = {  # tests that depend on the number of processes
     test_serve: (
         "test_completions_are_those_of_generate",
         "test_chat",
@@ -103,7 +103,7 @@ STREAM = {"prompt": "a", "max_tokens": 20, "temperature": 0, "stream": True}
 
 
 def read(connection: Any) -> bytes:
-    """All that comes until the connection is closed, or an answer has ended."""
+    """Read until the connection is closed or an answer has ended."""
     data = b""
     with connection, suppress(ConnectionResetError):
         while not data.endswith(b"0\r\n\r\n") and (more := connection.recv(2**16)):
@@ -136,7 +136,7 @@ def test_a_process_for_http_that_is_killed(caplog: pytest.LogCaptureFixture) -> 
 def test_a_process_for_http_ends_with_the_engines_process(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """With code 1. Its client gets an error event."""
+    """The process exits with code 1, and its client gets an error event."""
     engine = Slow()
     with serving(model_of(engine), rows=1) as running:
         connection = test_serve.sent(running, COMPLETION, STREAM)
@@ -166,7 +166,7 @@ def test_an_engine_that_is_killed_ends_all() -> None:
 
 
 def test_connections_of_all_processes_are_limited() -> None:
-    """Though a process sees its own."""
+    """The limit is of all processes together, although each sees only its own connections."""
     with serving(model_of(MarkovEngine(cycle(257))), rows=1, connections=5) as running:
         opened = [socket.create_connection(("127.0.0.1", running.port)) for _ in range(5)]
         eventually(lambda: get(running, "/version")[0] == 503)
@@ -176,7 +176,7 @@ def test_connections_of_all_processes_are_limited() -> None:
 
 
 def test_tokens_after_a_stop_string_do_not_count() -> None:
-    """They are dropped, and counted in a metric."""
+    """Tokens after a stop string are dropped, and a metric counts them."""
     body = {"prompt": "a", "max_tokens": 100, "temperature": 0, "stop": "d"}
     with serving(model_of(MarkovEngine(cycle(257), n_ctx=200)), rows=2) as running:
         for more in ({}, {"stream": True, "stream_options": {"include_usage": True}}):
@@ -198,7 +198,7 @@ def test_processes_have_no_gpu_and_no_weights() -> None:
 
 
 def test_items_cross_within_a_turn_and_in_order() -> None:
-    """Many items do not wait for its end; what does not fit into the socket comes later."""
+    """Many items are sent before the turn ends; items that do not fit the socket follow later."""
 
     async def crossed(size: int) -> list[Any]:
         ours, theirs = socket.socketpair()

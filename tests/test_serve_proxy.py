@@ -39,7 +39,7 @@ def status_of(port: int, path: str, body: Any = None, **headers: str) -> tuple[i
 
 @contextmanager
 def proxy(folder: Path, *servers: int) -> Iterator[int]:
-    """HAProxy over the servers at these ports. Yields its own."""
+    """Run HAProxy in front of the servers at these ports; yield its own port."""
     port, text = free_port(), EXAMPLE.read_text()
     text = re.sub(r"(bind 127.0.0.1):\d+", rf"\1:{port}", text)
     for number, each in enumerate(servers):
@@ -109,7 +109,7 @@ def test_a_full_queue_sends_a_request_on(model: Any, tmp_path: Path) -> None:
 
 
 def test_what_the_servers_refuse(model: Any, tmp_path: Path) -> None:
-    """Their answers pass the proxy as they are."""
+    """The servers' answers pass the proxy unchanged."""
     with serving(model, rows=1) as server, proxy(tmp_path, server.port, server.port) as port:
         status, found = status_of(port, COMPLETION, {"prompt": "a", "max_tokens": -1})
         assert status == 400
@@ -117,7 +117,7 @@ def test_what_the_servers_refuse(model: Any, tmp_path: Path) -> None:
 
 
 def test_the_host_that_a_browser_asked_for_is_checked(model: Any, tmp_path: Path) -> None:
-    """And the client is the peer of the proxy, whatever it says itself."""
+    """The client is the proxy's peer, whatever the request's own X-Forwarded-For states."""
     with serving(model, rows=1, proxies=("127.0.0.1/32",)) as server:
         names = clients_of(server)
         with proxy(tmp_path, server.port, server.port) as port:

@@ -1,4 +1,4 @@
-"""/v1/responses by the client openai, whose types hold every response and event to the schema."""
+"""/v1/responses with the client openai, whose types check every response and event."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def client(server: Running) -> Iterator[Any]:
 
 
 def strict(kind: Any, given: Any) -> Any:
-    """An object of the client's type, which has no field that the type lacks, at any depth."""
+    """Parse an object as the client's type; assert that no field is unknown, at any depth."""
     found = kind.model_validate(given)
     waiting: list[Any] = [found]
     while waiting:
@@ -58,7 +58,7 @@ def strict(kind: Any, given: Any) -> Any:
 
 
 def events_of(sent: str) -> list[dict[str, Any]]:
-    """The data of server-sent events, each held to the type of its name, and numbered."""
+    """Return the data of server-sent events; check types and sequence numbers."""
     found = []
     for event in sent.strip().split("\n\n"):
         name, data = event.split("\n")
@@ -71,7 +71,7 @@ def events_of(sent: str) -> list[dict[str, Any]]:
 
 
 def check_stream(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """The last response, whose output is the one that a client builds from the events before."""
+    """Return the final response; assert that a client can build its output from the events."""
     response: dict[str, Any] = events[-1]["response"]
     kinds = ["response.created", "response.in_progress", f"response.{response['status']}"]
     assert [each["type"] for each in (*events[:2], events[-1])] == kinds
@@ -112,7 +112,7 @@ def check_stream(events: list[dict[str, Any]]) -> dict[str, Any]:
     ],
 )  # fmt: skip
 def test_a_response_and_its_stream(server: Running, fields: dict[str, Any]) -> None:
-    """Both are the answer of the chat with the same messages, and have the fields of the schema."""
+    """Response and stream equal the chat's answer, and have the fields of the schema."""
     asked = {**fields, "seed": 3, "max_output_tokens": 9}
     status, whole = post(server, RESPONSES, asked)
     assert status == 200, whole
@@ -143,14 +143,14 @@ def test_a_response_and_its_stream(server: Running, fields: dict[str, Any]) -> N
 
 
 def without_ids(response: dict[str, Any]) -> dict[str, Any]:
-    """A response without what differs between two answers to the same request."""
+    """Return a response without the ids and times that differ between equal requests."""
     varying = ("id", "created_at", "completed_at")
     rest = {name: value for name, value in response.items() if name not in varying}
     return {**rest, "output": [{**item, "id": ""} for item in response["output"]]}
 
 
 def test_the_client(client: Any) -> None:
-    """Whole answers, streams, and an answer as history of the next request."""
+    """The client reads whole answers and streams, and sends an answer back as history."""
     asked: dict[str, Any] = {"model": "small", "temperature": 0, "max_output_tokens": 12}
     first = client.responses.create(input="Hello", **asked)
     assert first.output_text
@@ -173,7 +173,7 @@ def test_the_client(client: Any) -> None:
 def test_the_end_of_an_answer(last: int, text: str) -> None:
     """An answer that ends by itself is complete, and is a message even without text."""
     table = cycle(257)
-    table[last] = table[255]  # the end of a text comes after this byte
+    table[last] = table[255]  # the end token follows this byte
     with serving(model_of(MarkovEngine(table)), rows=1) as running:
         asked = {"input": "x", "temperature": 0}
         found = strict(types.Response, post(running, RESPONSES, asked)[1])
@@ -231,7 +231,7 @@ def test_a_refused_request(server: Running, fields: dict[str, Any], param: str, 
 
 
 def test_a_text_follows_its_format(client: Any) -> None:
-    """Whole and as a stream; the client parses the text."""
+    """Answers and streams follow the format; the client parses the text."""
     pytest.importorskip("llguidance")
     digit = {"type": "integer", "minimum": 0, "maximum": 9}
     schema = {"type": "object", "properties": {"a": digit}, "required": ["a"],
@@ -260,7 +260,7 @@ def test_errors_of_the_chat_name_the_fields_of_the_request() -> None:
 
 
 def test_a_stream_that_fails(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its last event is the failed response, and no detail of the fault."""
+    """The stream's last event is the failed response, without details of the error."""
 
     def failing(piece: Any) -> Any:
         raise RuntimeError("secret")
@@ -300,7 +300,7 @@ def sent_for(**fields: Any) -> response_events.ResponseSent:
 
 
 def completion(kind: str, *choices: dict[str, Any], usage: Any = None) -> dict[str, Any]:
-    """An object of /v1/chat/completions."""
+    """Return an object of /v1/chat/completions."""
     return {"id": "chatcmpl-1", "object": kind, "created": 1, "model": "small",
             "choices": [{"index": 0, "logprobs": None, **each} for each in choices],
             "usage": usage}  # fmt: skip
@@ -313,7 +313,7 @@ def completion(kind: str, *choices: dict[str, Any], usage: Any = None) -> dict[s
 def test_tool_calls_become_function_calls(
     text: str, calls: list[Any], reason: str, status: str
 ) -> None:
-    """Whole answers and streams have them, in the parts that OpenAI's service sends."""
+    """Whole answers and streams have function calls, in the same parts as OpenAI's service."""
     message = {"role": "assistant", "content": text or None, "tool_calls": calls}
     choice: dict[str, Any] = {"message": message, "finish_reason": reason}
     cached = {**USAGE, "prompt_tokens_details": {"cached_tokens": 4}}

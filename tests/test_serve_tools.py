@@ -1,4 +1,4 @@
-"""Tools in chats of the server: requests, answers, streams, and the clients that people have."""
+"""Tools in chats of the server: requests, answers, streams, and common clients."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool
 BAD = CALL.replace('"Paris"', "Paris")
 
 
-ANSWERS = deque[str]()  # the answers of the models of these tests, in the order of requests
+ANSWERS = deque[str]()  # answers that the tests' models give, in the order of requests
 
 
 def said() -> Iterator[int]:
@@ -60,7 +60,7 @@ def server() -> Iterator[Running]:
 
 @pytest.fixture
 def grammars(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The grammars to which answers are held, None for an answer without one."""
+    """Return a list to which each answer's grammar is added, or None."""
     pytest.importorskip("llguidance", reason="the extra tools is not installed")
     found: list[Any] = []
     options = SampledRequest.options
@@ -80,7 +80,7 @@ def chat(running: Running, **more: Any) -> Any:
 
 
 def streamed(running: Running, **more: Any) -> list[Any]:
-    """The choices of the chunks of a stream."""
+    """Send a chat request; return the choices of the stream's chunks."""
     body = {"messages": HELLO, "tools": [TOOL], "stream": True, **more}
     status, _, text = exchanged(running.url + CHAT, body)
     assert status == 200, text
@@ -169,7 +169,7 @@ def test_when_an_answer_is_held_to_a_grammar(
 def test_a_call_that_is_cut(
     server: Running, grammars: list[Any], more: Any, end: int, reason: str
 ) -> None:
-    """A cut call has the arguments so far; without a grammar, it is text."""
+    """A call cut by the limit has its arguments so far; without a grammar, it remains text."""
     ANSWERS.extend([CALL, CALL])
     held = chat(server, tool_choice="required", **more)["choices"][0]
     free = chat(server, **more)["choices"][0]
@@ -180,7 +180,7 @@ def test_a_call_that_is_cut(
 
 
 def test_tools_in_the_prompt(server: Running) -> None:
-    """The prompt has all tools without `strict`, also if only one may be called."""
+    """The prompt has all tools, without `strict`, even if only one may be called."""
     ANSWERS.append("Mild.")
     tools = [{**TOOL, "function": {**FUNCTION, "strict": False}},
              {"type": "function", "function": {"name": "time"}}]  # fmt: skip

@@ -1,7 +1,8 @@
-"""A model on several GPUs has the bits of the model on one.
+"""A model on several GPUs gives the same bits as on one GPU.
 
-Without GPUs, threads drive emulated GPUs that share one memory. A gather would wait there for other
-GPUs, whose part the emulator runs later, so it runs in two parts, and the threads meet in between.
+Without GPUs, threads drive emulated GPUs that share one memory. A gather would wait for launches of
+other GPUs that the emulator runs only later. Therefore it runs in two parts, with a barrier of all
+threads in between.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ SEVERAL |= {"vocab_size": 203}
 
 
 class Again:
-    """A graph that runs its launches one after another."""
+    """A substitute for a graph that runs its launches one after another."""
 
     def __init__(self, launches: Iterable[Any], *_: Any) -> None:
         self._launches = tuple(launches)
@@ -134,9 +135,10 @@ def arrays_of(config: ModelConfig) -> list[Any]:
 
 
 def gpus(count: int) -> list[int]:
-    """The first GPUs; the emulated one several times. Gathers of one GPU could wait for each other.
+    """Return the first GPUs, or the emulated GPU `count` times.
 
-    An allocation of one thread waits for the whole GPU, and thus for a gather of another thread.
+    A real GPU appears only once, because two threads on one GPU could block each other: an
+    allocation waits for all work of the GPU, also for a gather of the other thread.
     """
     if replaced():
         return [0] * count
@@ -160,7 +162,7 @@ def prompts(count: int, vocab_size: int) -> list[NDArray[np.int32]]:
 
 
 def sampled(engine: Any, count: int, steps: int, vocab_size: int) -> list[tuple[Any, ...]]:
-    """Tokens and log-probabilities of `count` texts, of which every other one is greedy."""
+    """Return tokens and log-probabilities of `count` texts; every other text is greedy."""
     settings = [Sampling(temperature=n % 2, seed=n) for n in range(count)]
     decoding = start_all(engine, prompts(count, vocab_size), settings, steps)
     found = list[tuple[Any, ...]]()
@@ -171,7 +173,7 @@ def sampled(engine: Any, count: int, steps: int, vocab_size: int) -> list[tuple[
 
 
 def cases(*names: str) -> list[Any]:
-    """Few on the emulator, where each compiles many programs; all on a GPU."""
+    """Return few cases for the emulator, where each compiles many programs, and all for a GPU."""
     emulated = [("llama", "float16", 2), ("qwen3", "float8_e5m2", 4)]
     if "gemma3-256" in names:  # no tensor cores for prompts
         emulated.append(("gemma3-256", "float32", 2))
@@ -246,7 +248,7 @@ def test_each_gpu_has_a_timeline_of_each_pass(where: str) -> None:
 
 @pytest.mark.parametrize("where", ["shuffled", pytest.param("gpu", marks=GPU.marks)])
 def test_a_draft_model_guesses_on_each_gpu(where: str) -> None:
-    """A copy of the model itself guesses nearly all tokens."""
+    """The draft model is a copy of the model, so it guesses nearly all tokens."""
     config, rows, steps = config_of("llama", 1), 2, 7
     with one_and_several(where, config, Formats("float8_e4m3fn", None), 2) as (one, several):
         expected = sampled(one, rows, steps, 203)
@@ -258,7 +260,7 @@ def test_a_draft_model_guesses_on_each_gpu(where: str) -> None:
                 assert_same_bits(array.get(), matrix.arrays()[part].get())
         settings = [Sampling(temperature=n % 2, seed=n) for n in range(rows)]
         decoding, found = several.decode(rows, 64, speculate=True), list[Any]()
-        for _ in range(2):  # the second time, the draft's graphs run, too
+        for _ in range(2):  # the second time the draft's graphs run too
             found.clear()
             right = 0
             starts = zip(range(rows), prompts(rows, 203), settings, strict=True)
@@ -287,7 +289,7 @@ def test_an_error_of_one_gpu_ends_the_call_of_all(where: str) -> None:
 
 
 def tensors_of(source: str, config: ModelConfig, dtype: str, folder: Path) -> Iterable[Any]:
-    """A model's tensors, which are in a file and not yet read, or arrays."""
+    """Return a model's tensors: unread tensors of a file, or arrays."""
     arrays = arrays_of(config)
     given = Mock(config=config, tensors=lambda: arrays)
     if source == "safetensors":

@@ -40,7 +40,7 @@ EVERY = (*WEIGHTS, TWO_PART, *TYPES, *RANGES)
 
 
 def matrix(kind: str, n: int = N, k: int = K) -> Any:
-    """Weights (n, k) on the host: of a dtype, in two parts, or in blocks of GGUF."""
+    """Return weights (n, k) on the host: of a dtype, two-part, or in GGUF blocks."""
     if kind in TYPES or kind in RANGES:
         return GgufMatrix.random(RANGES.get(kind, ((kind, n),)), k)
     w = normal(1, n, k) * np.linspace(0.1, 3, n, dtype=np.float32)[:, None]
@@ -122,7 +122,7 @@ def multiplied(device: Any, x: Array, w: Any, span: tuple[int, int], variant: st
 def test_products_of_shares(
     device: Any, kind: str, variant: str, rows: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The whole matrix has the many columns of lm_head, of which blocks loop; a share has fewer."""
+    """The whole matrix has as many columns as lm_head, so blocks loop; a share has fewer."""
     for module in (_linear_matvec, _linear_mma):
         monkeypatch.setattr(module, "MANY_COLUMNS", N)
         module.geometry.cache_clear()
@@ -148,7 +148,7 @@ def test_shares_of_lm_head(device: Any, variant: str) -> None:
     for span in ((0, begin), (begin, n)):
         share = whole.columns(*span)
         alone = ops.linear(x, replace(share, share_of=None), variant=variant).get()
-        parts.append(ops.linear(x, share, variant=variant).get())  # not taken for the call before
+        parts.append(ops.linear(x, share, variant=variant).get())  # another recipe
         assert np.array_equal(parts[-1], alone) == (variant == "mma")
     assert_same_bits(np.concatenate(parts, axis=1), expected)
 
@@ -168,7 +168,7 @@ def test_products_of_prompts(device: Any, kind: str) -> None:
     assert_same_bits(np.concatenate(parts, axis=1), computed(whole))
 
 
-HEADS: dict[Heads, tuple[tuple[int, int], ...]] = {  # and the shares of heads of q
+HEADS: dict[Heads, tuple[tuple[int, int], ...]] = {  # heads -> shares of the heads of q
     (4, 1, 16): ((0, 3), (3, 4)),  # K and V are computed on each GPU
     (8, 2, 16): ((0, 4), (4, 8)),
     (4, 4, 16): ((0, 2), (2, 4)),
@@ -176,7 +176,7 @@ HEADS: dict[Heads, tuple[tuple[int, int], ...]] = {  # and the shares of heads o
 
 
 def of_heads(held: Cache, begin: int, end: int) -> tuple[slice, Cache]:
-    """Columns of q of some heads, and a cache with the heads of K that they see."""
+    """Return the columns of some heads of q, and a cache with the heads of K and V they use."""
     NH, NKV, HS = held.heads
     serves = NH // NKV
     first, last = begin // serves, -(-end // serves)

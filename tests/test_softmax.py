@@ -1,4 +1,4 @@
-"""Softmax with a mask, and of -inf. What it has in common with norms is in test_norm_laws.py."""
+"""Softmax with a mask, and of -inf. test_norm_laws.py tests requirements shared with norms."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def assert_masked(kernel: Kernel, got: Array, x: Array) -> None:
 
 
 def squares(kernel: Kernel) -> Sequence[Shape]:
-    """Of "rows" also as on a GPU that is filled by few rows."""
+    """Return square shapes; for `rows` also as on a GPU that few rows fill."""
     of_many = (4, 20, 102, 110) if kernel.variant == "rows" else ()
     return [*map(Shape, (1, 7, 60, 132)), *(Shape(T, sms=0) for T in of_many)]
 
@@ -39,7 +39,7 @@ def test_causal(where: str, kernel: Kernel, shape: Shape) -> None:
 
 @every_kernel("softmax", shapes_of=lambda _: [Shape(60)])
 def test_a_masked_score_is_never_read(where: str, kernel: Kernel, shape: Shape) -> None:
-    """In place too. A row that sees -inf alone, or NaN, is NaN where it sees."""
+    """Softmax runs in place too. A row that sees NaN or only -inf is NaN where it sees."""
     x = normal(0, 2, 60, 60)
     clean = kernel(where, [x], causal=True)[0]
     x[:, ~np.tri(60, dtype=bool)] = np.nan
@@ -56,9 +56,9 @@ def test_a_masked_score_is_never_read(where: str, kernel: Kernel, shape: Shape) 
 
 @every_kernel("softmax")
 def test_scores_of_any_size(where: str, kernel: Kernel, shape: Shape) -> None:
-    """exp of anything but x - max would overflow; -inf weighs nothing, wherever it stands.
+    """Only exp(x - max) does not overflow; scores of -inf get weight 0.
 
-    A row of -inf alone, or with inf or NaN, has no softmax.
+    The softmax of a row of only -inf, or with inf or NaN, is undefined.
     """
     x = 1000 * normal(0, 8, shape.C)
     x[1, : shape.C - 10] = -np.inf
@@ -89,7 +89,7 @@ def test_causal_on_the_gpu(T: int, variant: str | None) -> None:
 
 @on_one_order
 def test_rows_that_do_not_fit_in_registers(where: str) -> None:
-    """Those of a vocabulary have another variant."""
+    """Rows as long as a vocabulary use another variant."""
     x = 3 * normal(0, 9 if where == "gpu" else 1, 50257)
     kernel = KERNELS["softmax-rows"]
     kernel.assert_right(kernel(where, [x], variant=None), x)

@@ -1,4 +1,4 @@
-"""The solutions of the exercises in docs/learn: each is right, and its page shows it."""
+"""Solutions of the exercises in docs/learn: each is right, and its page shows it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ each_file = pytest.mark.parametrize(
 
 
 def commands(file: Path) -> list[list[str]]:
-    """The arguments of each `gpt2block` in the opening comment, with the file in place of my.cu."""
+    """Return the arguments of each `gpt2block` in the opening comment, with `file` for my.cu."""
     text = file.read_text(encoding="utf-8")
     found = re.findall(r"^//   gpt2block (kernels .* --mine my\.cu.*)$", text, re.MULTILINE)
     return [shlex.split(line.replace("my.cu", str(file))) for line in found]
@@ -38,9 +38,9 @@ def commands(file: Path) -> list[list[str]]:
 @pytest.mark.usefixtures("fewer_runs")
 @each_file
 def test_a_solution_is_right(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As its commands check it, without the built-in kernels that they compare it with.
+    """A solution's own commands check it, without the built-in kernels to compare its speed.
 
-    NVRTC reads it before, where it is installed.
+    NVRTC, if installed, compiles it first.
     """
     compile_for, compiled = kernels.compile_for, list[kernels.Compiled]()
 

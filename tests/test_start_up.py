@@ -1,4 +1,4 @@
-"""What a decoding prepares before its first sequence: all kernels, and the usual starts."""
+"""A decoding prepares all kernels and the usual starts before its first sequence."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def starts(lengths: tuple[int, ...]) -> list[Start]:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_nothing_is_compiled_for_the_first_sequences(dtype: str) -> None:
-    """The usual prompts are recorded, too; those of other lengths have their kernels."""
+    """Prompts of usual lengths are recorded too; for other lengths, kernels are compiled."""
     rng = np.random.default_rng(0)
     with recording("9.0"):
         engine = engine_of(LARGE, dtype, None)
@@ -61,7 +61,7 @@ def test_nothing_is_compiled_for_the_first_sequences(dtype: str) -> None:
     + [pytest.param("gpu", reuse, marks=GPU.marks) for reuse in (False, True)],
 )
 def test_rows_have_the_bits_of_a_batch_that_prepared_nothing(where: Any, reuse: bool) -> None:
-    """With NumPy there is nothing to prepare. Where prefixes are reused, the batch also guesses."""
+    """With NumPy there is nothing to prepare. With reused prefixes, the batch also guesses."""
     with nullcontext() if where == "cpu" else running_on(where):
         m = model("cpu" if where == "cpu" else "cuda", TINY)
         options: dict[str, Any] = {"max_new_tokens": 4, "seed": 3, "top_logprobs": 2}

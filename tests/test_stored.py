@@ -19,7 +19,7 @@ SHAPES = ((1, 1), (5, 70), (70, 5), (64, 96), (33, 31))
 def test_the_numbers_are_those_of_numpy(
     device: Any, dtype: str, given: str, transposed: bool, shape: tuple[int, int]
 ) -> None:
-    """Rounded to nearest even, with subnormal numbers, both zeros and infinities."""
+    """Numbers are rounded to nearest even, including subnormals, both zeros and infinities."""
     rng = np.random.default_rng(0)
     special = [0.0, -0.0, np.inf, -np.inf, 2.0**-130, 2.0**-20, 65520.0]
     special += [1 + 2.0**-8, 1 + 3 * 2.0**-8]  # half way between numbers of bfloat16
@@ -45,7 +45,7 @@ def test_nothing_is_copied_without_a_change(device: Any) -> None:
 
 @one_order
 def test_a_transposed_view(device: Any) -> None:
-    """Its transposition needs no kernel, and no memory."""
+    """Transposing it needs no kernel and no memory."""
     rows = np.arange(12, dtype=np.float32).reshape(4, 3)
     w = device.asarray(rows).T
     turned = stored(w, "float32", transposed=True)

@@ -1,4 +1,4 @@
-"""Kernels as users write them, through `check_kernel`: right ones pass, wrong ones do not."""
+"""Typical kernels of users, judged by `check_kernel`: right kernels pass, wrong ones do not."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ RIGHT = {
     ),
 }
 EXP = "x[i] = 0.5f * v * (1 + (expf(2 * u) - 1) / (expf(2 * u) + 1));"
-WRONG: dict[str, tuple[str, str, str]] = {  # operation, source, what is said
+WRONG: dict[str, tuple[str, str, str]] = {  # operation, source, expected message
     "E[x^2] - E[x]^2": ("layernorm", layernorm(ONE_PASS), "E[x^2] - E[x]^2 cancels"),
     "no eps": ("layernorm", layernorm(TWO_PASS, "rsqrtf(var)"), "the variance is 0"),
     "eps after the root": (
@@ -256,7 +256,7 @@ WRONG: dict[str, tuple[str, str, str]] = {  # operation, source, what is said
     ),
 }
 
-# Mistakes in the solutions of docs/learn: a file, its text, the mistake, and what is said.
+# Mistakes in the solutions of docs/learn: file, original text, mistake, expected message.
 MISTAKES: dict[str, tuple[str, str, str, str]] = {
     "no last barrier": ("layernorm/2.2", "    __syncthreads();  // all threads have", "//", "race"),
     "a return before a barrier": ("layernorm/2.2", "    float sum = 0.0f;",
@@ -322,7 +322,7 @@ def test_a_wrong_kernel_does_not(name: str) -> None:
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_in_a_right_kernel_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the sizes, and with the inputs, that are said; the others take long."""
+    """Only the case that the message names is run, because all cases take long."""
 
     def some(*given: Any) -> tuple[Case, ...]:
         every = cases(*given)
@@ -480,7 +480,7 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         check_kernel("add", add(), device="tpu")
 
 
-# What the host code of a file may do
+# Host code in a kernel file
 
 HOST = """#include <arpa/inet.h>
 #include "stdio.h"
@@ -519,7 +519,7 @@ def test_host_code_has_no_network_no_files_and_no_processes(
         begun = BEGUN.replace("PORT", str(server.getsockname()[1]))
         begun = begun.replace('"FILE"', f'"{tmp_path / "written"}"')
         begun = begun.replace("OTHER", str(tmp_path / "other"))
-        # The names of the system are not those of the file's namespace.
+        # Names of system headers do not collide with names in the file's namespace.
         source = "}\n" + HOST + "namespace {\n" + begun + add()
         found = check_kernel("add", source, device="cpu").problem
     assert found

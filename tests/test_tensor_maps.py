@@ -1,4 +1,4 @@
-"""Tensor maps: what the driver is told, with a stand-in; kernels that use them say the rest."""
+"""Tensor maps: arguments of the driver's call, with a fake driver; kernel tests test the rest."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gpt2block.errors import DeviceError
 
 
 class Driver:
-    """Writes 7s into every map and remembers what it was told."""
+    """A fake driver that writes 7s into every map and records its arguments."""
 
     def __init__(self) -> None:
         self.told: list[dict[str, Any]] = []

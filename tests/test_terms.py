@@ -1,6 +1,6 @@
-"""Terms of x in the place of floats (kernels_cu/lib/terms.cuh), from one step to the next product.
+"""Terms of x instead of floats (kernels_cu/lib/terms.cuh), from one step to the next product.
 
-What a step hands over, and what a product computes from it, has the bits of floats.
+Terms that a step stores, and products computed from them, have the same bits as with floats.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Array = NDArray[Any]
 device = devices.device
 DTYPES: dict[str, Any] = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 every_kind = pytest.mark.parametrize("kind", DTYPES)
-BOUND = 6.0  # of magnitudes that are two-part
+BOUND = 6.0  # largest magnitude of two-part values
 SCALE = scale_for(BOUND)
 WEIGHTS = GPT2Weights.random(0, GPT2Config(1, 1, 64, 8, 40))
 PRODUCTS = "linear", "linear_qkv", "gated_sums", "linear_sums", "rope_sums"
@@ -59,9 +59,9 @@ def made_of(kind: str, width: int = 0, rounded: bool = False) -> Terms:
 
 
 def chunk_sums(x: Array) -> Array:
-    """Of each 32 of K of x (M, K), rounded to float16: as lib/chunk_sums.cuh has the sums."""
+    """Sum each 32 values along K of x (M, K), in float16, in the order of lib/chunk_sums.cuh."""
     sums = x.reshape(len(x), -1, 32)
-    for _ in range(2):  # of pairs, then of fours
+    for _ in range(2):  # sums of pairs, then of fours
         sums = sums[..., ::2] + sums[..., 1::2]
     while sums.shape[-1] > 1:
         half = sums.shape[-1] // 2
@@ -77,11 +77,11 @@ def chunk_sums(x: Array) -> Array:
 def terms(
     x: Array, kind: str, width: int = 0, rounded: bool = False, summed: bool = False
 ) -> Array:
-    """The floats (M, K) as terms: of each pair of values both high ones, then both low ones.
+    """Return floats (M, K) as terms: for each pair of values both high terms, then both low ones.
 
-    width: with it, in the order of wgmma, as lib/terms.cuh defines it. rounded: low ones are 0, and
-    in that order they are left out, so that the second half of (M, K) has no meaning, and is NaN,
-    but, if summed, for the sums of chunks.
+    width: if not 0, terms have the order of wgmma that lib/terms.cuh defines. rounded: low terms
+    are 0; in the order of wgmma they are omitted, so the second half of (M, K) is unused (NaN)
+    except, if summed, for the sums of chunks.
     """
     dtype, factor = DTYPES.get(kind, np.float16), 1
     if kind == TWO_PART:
@@ -99,7 +99,7 @@ def terms(
     if rounded:
         count, floats = 1, floats[:, ::2]
     for first in range(0, len(x), 64):
-        tile = floats[first : first + 64]  # (rows, chunks, lanes, units of a chunk, terms)
+        tile = floats[first : first + 64]  # (rows, chunks, lanes, units per chunk, terms)
         n = count * len(tile)
         units = tile.reshape(len(tile), -1, 4, width // 2, count).transpose(1, 3, 0, 4, 2)
         lines = units.reshape(-1, 8, n, 4).transpose(0, 2, 1, 3)  # 8 units of 16 bytes
@@ -112,7 +112,7 @@ def terms(
 
 
 def assert_terms(made: Array, x: Array, terms_of: Terms) -> None:
-    """That an array has the terms of x, where these have a place."""
+    """Assert that an array has the terms of x; ignore its unused part."""
     expected = terms(x, terms_of.dtype, terms_of.width, terms_of.rounded, terms_of.summed)
     has_place = expected.size // 2 if terms_of.rounded and terms_of.width else expected.size
     has_place += expected.size // 32 if terms_of.summed else 0
@@ -158,7 +158,7 @@ def test_products_of_terms_and_of_floats(device: Any, dtype: str) -> None:
 
 
 def assert_rounded_products(x: Array, w: WeightMatrix, bias: Any) -> None:
-    """Of floats and of terms: those of rounded floats."""
+    """Assert that rounding products of floats and of terms equal products of rounded floats."""
     kind = Terms("float16", rounded=True)
     floats, rounded = cupy.asarray(x), cupy.asarray(rounded_to_float16(x))
     expected = LINEAR.bind((rounded, w, bias), gelu=True, variant="mma").run().get()
@@ -178,7 +178,7 @@ def assert_rounded_products(x: Array, w: WeightMatrix, bias: Any) -> None:
 
 @devices.combinations(times=1, M=[17, 33, 64, 65, 200], K=[96, 264])
 def test_products_of_two_part_terms(device: Any, M: int, K: int) -> None:
-    """The bits of the floats they are made of, of whichever kernel and in any batch."""
+    """With every kernel and in any batch, products equal those of the original floats."""
     N = 50
     x, residual, bias = plain.normal(0, M, K), plain.normal(3, M, N), plain.normal(2, N)
     w = two_part_matrix(N, K)
@@ -275,9 +275,9 @@ def test_rmsnorm(device: Any, C: int, width: int, kind: str) -> None:
     kind=[*DTYPES, TWO_PART],
 )
 def test_attention(device: Any, shape: tuple[int, int, int], kind: str) -> None:
-    """Of heads, their channels, and the width of terms in the order of wgmma."""
+    """Attention stores terms of its result. shape: heads, channels per head, width of terms."""
     n_head, HS, width = shape
-    kind = "float16" if width == 2 else kind  # as for blocks of GGUF
+    kind = "float16" if width == 2 else kind  # width 2 belongs to GGUF blocks
     C, dtype = n_head * HS, DTYPES.get(kind, np.float32)
     k, v = (cupy.asarray(plain.normal(n, 2, 70, C).astype(dtype)) for n in (1, 2))
     row, position = (cupy.asarray(np.array(a, np.int32)) for a in ([1, 0, 1], [69, 3, 40]))
@@ -292,7 +292,7 @@ def test_attention(device: Any, shape: tuple[int, int, int], kind: str) -> None:
 @pytest.mark.usefixtures("small_blocks")
 @one_order
 def test_a_step_of_many_rows_in_float32(device: Any) -> None:
-    """Terms give the logits of floats, and of a row alone."""
+    """With terms, logits have the bits of a step with floats, and of a row alone."""
     logits = partial(step_of, GPT2(WEIGHTS, "cuda", "float32"))
     (with_terms, got), (without, expected) = logits(17), logits(17, floats=True)
     assert (with_terms, without) == (5, 0)
@@ -301,7 +301,10 @@ def test_a_step_of_many_rows_in_float32(device: Any) -> None:
 
 
 def step_of(model: GPT2, rows: int, floats: bool = False) -> tuple[int, Array]:
-    """A step of decoding after three tokens of each row: products of terms, and the logits."""
+    """Run a decoding step after three tokens per row.
+
+    Return the number of products of terms, and the logits.
+    """
     engine = model.engine
     assert isinstance(engine, CudaModel)
     ids = np.random.default_rng(0).integers(40, size=(17, 4)).astype(np.int32)
@@ -318,7 +321,7 @@ def step_of(model: GPT2, rows: int, floats: bool = False) -> tuple[int, Array]:
 @pytest.mark.usefixtures("small_blocks")
 @one_order
 def test_a_product_without_terms_gives_none(device: Any) -> None:
-    """Where 8 divides the channels of h and not those of x, only the second product takes terms."""
+    """If 8 divides the channels of h but not of x, only the second product could take terms."""
     weights = GPT2Weights.random(0, GPT2Config(1, 2, 36, 8, 40))
     model = GPT2(weights, "cuda", "float16")
     (with_terms, got), (_, alone) = step_of(model, 17), step_of(model, 1)
@@ -334,7 +337,7 @@ def test_a_product_without_terms_gives_none(device: Any) -> None:
     indirect=["device"],
 )
 def test_rounded_activations(device: Any, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other bits than with two terms, the same ones alone, in any batch and of floats."""
+    """Bits differ from products of two terms, but are equal alone, in a batch and from floats."""
     monkeypatch.setattr(cuda_choice, "can_round", lambda dtype, inputs: False)
     _, exact = step_of(GPT2(WEIGHTS, "cuda", dtype), 17)
     monkeypatch.setattr(cuda_choice, "can_round", lambda dtype, inputs: True)
@@ -347,7 +350,7 @@ def test_rounded_activations(device: Any, dtype: str, monkeypatch: pytest.Monkey
 
 
 def test_where_activations_are_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On Hopper GPUs, with weights of these dtypes, in products on tensor cores."""
+    """Rounding is for Hopper GPUs, with weights of these dtypes, in products on tensor cores."""
     linear = import_module("gpt2block.ops.linear")
     monkeypatch.setattr(linear, "ROUNDING", ("float16", "float8_e5m2"))
     for capability in (75, 80, 89, 90, 100):
@@ -376,7 +379,7 @@ def test_the_option_activations_is_gone() -> None:
 
 
 def test_a_predictor_pickled_by_version_0_2() -> None:
-    """It had dtypes one by one, and the option activations; what that asks for is refused."""
+    """Such pickles have single dtypes and the option activations; its values are refused."""
     formats = FormatOptions("float16", "float8_e5m2")
     expected = Arguments("score", device="cpu", formats=formats)
     for activations in (None, "float16"):
@@ -393,7 +396,7 @@ def test_a_predictor_pickled_by_version_0_2() -> None:
 
 
 def test_the_products_that_round() -> None:
-    """All of those without terms."""
+    """With x_dtype, all products that take no terms round."""
     gpt2 = GPT2Config(n_layer=2, n_head=2, n_embd=128, n_ctx=40, vocab_size=53)
     llama = LlamaConfig(n_layer=2, n_head=2, n_kv_head=1, n_embd=128, n_ff=256, vocab_size=53)
     known = {"w_fc": (Terms("float16", rounded=True),)}
@@ -494,7 +497,7 @@ def test_what_cannot_be_rounded(device: Any) -> None:
 
 
 def test_the_steps_that_hand_over_terms() -> None:
-    """In the order of wgmma only to products that take it, from steps that can."""
+    """Steps store terms for products that take them; other steps and products use floats."""
     config = GPT2Config(n_layer=2, n_head=2, n_embd=128, n_ctx=40, vocab_size=53)
     weights = ("w_qkv", "w_attn", "w_fc", "w_proj", "lm_head")
     terms = {name: (Terms("bfloat16"),) for name in weights}
@@ -510,7 +513,7 @@ def test_the_steps_that_hand_over_terms() -> None:
 
 
 def test_the_steps_that_hand_over_two_part_terms() -> None:
-    """Where the operand has a bound, which gives its terms their scale, and floats elsewhere."""
+    """Operands with a bound are terms, scaled for this bound; all others are floats."""
     config = GPT2Config(n_layer=1, n_head=2, n_embd=128, n_ctx=40, vocab_size=53)
     known = dict.fromkeys(("w_qkv", "w_attn", "w_fc", "w_proj", "lm_head"), (Terms(TWO_PART),))
     bounds = {"h.0.ln1": 3.0, "h.0.qkv": 40.0, "h.0.ln2": 4.0, "h.0.gelu": 5.0}
@@ -527,7 +530,7 @@ def test_the_steps_that_hand_over_two_part_terms() -> None:
 
 
 def test_the_terms_of_a_llama() -> None:
-    """Gate, up and their product are one step where both take the order of wgmma."""
+    """Gate, up and their product are one step if both weights take terms in wgmma's order."""
     config = LlamaConfig(n_layer=1, n_head=2, n_kv_head=1, n_embd=128, n_ff=256, vocab_size=53)
     wide, pairs = Terms("float16", 8), Terms("float16")
     known = dict.fromkeys(("w_qkv", "w_gate", "w_up"), (wide,)) | {"w_down": (wide, pairs)}
@@ -543,7 +546,10 @@ def test_the_terms_of_a_llama() -> None:
 
 
 def test_rope_is_part_of_a_product_that_takes_the_order_of_wgmma() -> None:
-    """With the rotations of all layers in the first step; else, and for other heads, it is not."""
+    """The first step then computes the rotations of all layers.
+
+    RoPE is a separate step with other terms and other head sizes.
+    """
     sizes: dict[str, Any] = {"n_layer": 2, "n_head": 2, "n_kv_head": 1, "n_ff": 64}
     known = {"w_qkv": (Terms("float16", 8), Terms("float16"))}
     config = LlamaConfig(n_embd=128, vocab_size=53, **sizes)

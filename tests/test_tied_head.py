@@ -30,7 +30,7 @@ def safetensors(folder: Path, tensors: Tensors) -> Path:
 
 
 def shards(folder: Path, tensors: Tensors) -> Path:
-    """Write lm_head to a file of its own."""
+    """Write lm_head to a separate file."""
     (folder / "model.safetensors").unlink()
     heads = {name for name in tensors if "lm_head" in name}
     for file, names in (("a.safetensors", set(tensors) - heads), ("b.safetensors", heads)):
@@ -160,7 +160,7 @@ def test_one_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 
 
 def test_large_ones_are_compared_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With NaN, which equals NaN, and a difference in the last number."""
+    """Tensors have NaN, which equals NaN here, and differ in the last number."""
     monkeypatch.setattr(stored, "_COMPARED", 1000)
     wte = np.random.default_rng(0).standard_normal((1001, 99)).astype(np.float32)
     wte[3, 4] = np.nan

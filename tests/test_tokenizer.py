@@ -1,4 +1,4 @@
-"""Tokenizers: GPT-2's BPE from its own files or from a tokenizer.json, and what is refused."""
+"""Tokenizers: GPT-2's BPE from its own files or from a tokenizer.json, and refused files."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ TEXT = "Hello, world! It's 2026 and I don't   know;\n\n  naïve Übergänge 🎭
 
 @pytest.fixture
 def bpe(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """GPT-2's BPE files as tiktoken's cache, so that nothing is downloaded."""
+    """Copy GPT-2's BPE files into tiktoken's cache, so that nothing is downloaded."""
     names = {
         "vocab.bpe": "6d1cbeee0f20b3d9449abfede4726ed8212e3aee",
         "encoder.json": "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6",
@@ -71,7 +71,7 @@ def bpe(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def gpt2_tokenizer_json(folder: Path) -> dict[str, Any]:
-    """What Hugging Face's tokenizer.json for GPT-2 says, made from the original files."""
+    """Return the content of Hugging Face's tokenizer.json for GPT-2, from the original files."""
     vocab = json.loads((folder / "encoder.json").read_text(encoding="utf-8"))
     merges = (folder / "vocab.bpe").read_text(encoding="utf-8").splitlines()[1:]
     end = "<|endoftext|>"
@@ -85,13 +85,13 @@ def gpt2_tokenizer_json(folder: Path) -> dict[str, Any]:
 def test_gpt2_from_each_of_its_files(
     bpe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From tiktoken's cache, from a tokenizer.json without the package tokenizers, from pairs."""
+    """Files are tiktoken's cache, a tokenizer.json (without the package tokenizers), and pairs."""
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     spec = gpt2_tokenizer_json(bpe)
-    spec["truncation"] = {"max_length": 4}  # off in transformers, too, unless a call asks for it
-    single = [{"Sequence": {"id": "A", "type_id": 0}}]  # as transformers 5 writes it
+    spec["truncation"] = {"max_length": 4}  # ignored, as in transformers by default
+    single = [{"Sequence": {"id": "A", "type_id": 0}}]  # transformers 5 writes this
     spec["post_processor"] = {"type": "TemplateProcessing", "single": single}
-    del spec["model"]["type"]  # as in old files
+    del spec["model"]["type"]  # old files have no type
     folders = [tmp_path / name for name in ("json", "openai", "hugging_face")]
     for folder in folders:
         folder.mkdir()
@@ -129,11 +129,11 @@ def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path, text: str) -> No
     refused(tmp_path, "cannot be read as ")
 
 
-NEVER = {0xC0, 0xC1, *range(0xF5, 0x100)}  # bytes that UTF-8 does not have
+NEVER = {0xC0, 0xC1, *range(0xF5, 0x100)}  # bytes that never occur in UTF-8
 
 
 def without(absent: set[int]) -> dict[str, Any]:
-    """A tokenizer.json with ab, whose vocabulary has no tokens for these bytes."""
+    """Return a tokenizer.json with the merge ab, and without tokens for the `absent` bytes."""
     chars = [char for byte, char in byte_characters().items() if byte not in absent]
     return spec_of({token: index for index, token in enumerate([*chars, "ab"])}, ["a b"])
 
@@ -160,7 +160,7 @@ def test_a_vocabulary_need_not_have_every_byte(
 
 @pytest.mark.parametrize("changed", [{}, {"ignore_merges": True}])
 def test_ids_whose_bytes_are_not_utf_8(tmp_path: Path, changed: dict[str, Any]) -> None:
-    """With tiktoken and with the package tokenizers; as the decoder of the latter."""
+    """Decoded texts equal those by the package tokenizers, also where tiktoken decodes."""
     path = small_json(tmp_path, **changed)
     encoding = tokenizer.from_path(path, 300)
     known = tokenizers.Tokenizer.from_file(str(path))
@@ -362,7 +362,7 @@ def test_a_token_before_every_text(tmp_path: Path) -> None:
 
 
 def test_a_token_after_every_text(tmp_path: Path) -> None:
-    """Texts that are embedded have it; texts to continue do not."""
+    """Texts to embed end with this token; texts to continue do not."""
     tokens = [added_token(256, "ab"), added_token(258, "</s>")]
     path = small_json(tmp_path, post_processor=template("", "ab", token_id=256),
                       added_tokens=tokens)  # fmt: skip
@@ -411,7 +411,7 @@ TO_METASPACE = step("Replace", pattern={"String": " "}, content="▁")
 LOWERCASE = step("Sequence", normalizers=[step("Lowercase"), TO_METASPACE])
 PIPELINES: list[dict[str, Any]] = [
     {},
-    {"decoder": sequence(REPLACE, TO_BYTE, FUSE)},  # without Strip, as Gemma's
+    {"decoder": sequence(REPLACE, TO_BYTE, FUSE)},  # without Strip, as in Gemma
     {"decoder": sequence(REPLACE, TO_BYTE, FUSE), "normalizer": TO_METASPACE},
     {"decoder": sequence(REPLACE, TO_BYTE, FUSE, step("Strip", content=" ", start=2, stop=0))},
     {"decoder": sequence(REPLACE, TO_BYTE, FUSE, step("Strip", content="a", start=1, stop=1))},
@@ -432,7 +432,7 @@ SPACED = ["a new a", "new a", " new a", "anew", "a New a", "  a  b", "ab é new"
 def test_texts_of_byte_fallback_are_those_of_tokenizers(
     tmp_path: Path, pipeline: dict[str, Any], content: str, normalized: bool
 ) -> None:
-    """The text of ids, also random ones; inside a text, the tokens' texts one after the other."""
+    """Texts of encoded and of random ids are equal, alone and within a text."""
     special = [added_token(index, name) for index, name in enumerate(("<unk>", "<s>", "</s>"))]
     new = added_token(265, content, special=False) | {"normalized": normalized}
     path = sentence_piece(tmp_path, added_tokens=[*special, new], **pipeline)
@@ -444,7 +444,7 @@ def test_texts_of_byte_fallback_are_those_of_tokenizers(
              for _ in range(50)]  # fmt: skip
     for ids in rows:
         assert encoding.decode(ids) == known.decode(ids, skip_special_tokens=False)
-        if not any(3 <= token < 259 for token in ids):  # no bytes
+        if not any(3 <= token < 259 for token in ids):  # no byte tokens
             inside = known.decode([262, *ids, 262], skip_special_tokens=False)
             assert bytes_of_ids(encoding, [262, *ids, 262]).decode().endswith(inside)
     with pytest.raises(InputError, match="id 266 at 1: the tokenizer has no such token"):
@@ -470,7 +470,7 @@ def test_texts_of_added_tokens_are_those_of_tokenizers(
 
 
 def test_bytes_of_tokens_are_those_of_the_object() -> None:
-    """Not of an equal one; an encoding need not have a hash."""
+    """Cached bytes belong to one object, not to equal ones; an encoding need not be hashable."""
 
     @dataclass
     class Shifted:
@@ -724,7 +724,10 @@ def test_white_space_is_that_of_the_pattern() -> None:
 
 @pytest.mark.parametrize("kind", [*(rf"\p{{{name}}}" for name in CLASSES), r"\s"])
 def test_classes_of_characters_are_those_of_tokenizers(kind: str) -> None:
-    """Tokenizers with a Split are run with tiktoken. Other planes have no letters or digits."""
+    """tiktoken runs tokenizers with a Split, so its classes must be equal to theirs.
+
+    Planes that are left out have no letters or digits.
+    """
     planes = (0, 0xD800), (0xE000, 0x34000), (0xE0000, 0xE0200)
     every = "".join(chr(c) for first, end in planes for c in range(first, end))
     pattern = f"{kind}+"
@@ -752,7 +755,7 @@ def test_many_runs_of_white_space_take_no_longer() -> None:
     start = time.process_time()
     assert tokenizer._LONG_RUN.search(text) is None
     assert tokenizer._LONG_LINE.search(text.replace("a", "\n")) is None
-    assert time.process_time() - start < 2  # 0.1; from every character of a run, 15
+    assert time.process_time() - start < 2  # takes 0.1 s; 15 s if each character began a search
 
 
 class PanicException(BaseException):
@@ -846,7 +849,7 @@ SOME = {char: byte for char, byte in BYTES.items() if byte not in b"-\4"} | {"ab
 def test_a_text_has_the_least_tokens(
     tmp_path: Path, write: Any, changed: dict[str, Any], known: bool
 ) -> None:
-    """Also where steps leave out characters, and where no token stands for some."""
+    """The bound holds even if steps remove characters or some characters have no token."""
     encoding = tokenizer.from_tokenizer_json(write(tmp_path, **changed))
     least = tokenizer.token_count_bound(encoding)
     assert (least("ab" * 1000) > 0) == known

@@ -1,4 +1,4 @@
-"""The forms in which models write calls: reading, writing, prompts and grammars."""
+"""The forms in which models write tool calls: reading, writing, prompts and grammars."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_answers_are_read_in_pieces_of_any_size(form: str, size: int) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_text_without_calls_is_returned_as_it_is(form: str) -> None:
-    """Pieces of each example, with white space around them, at every place where it can end."""
+    """Each example is cut at every place, with white space around it."""
     for text, *_ in EXAMPLES[form]:
         for end in range(len(text)):
             cut = f" \n{text[:end]}\n"
@@ -158,7 +158,7 @@ def accepted(grammar: str, text: str, special: list[str]) -> bool:
 @pytest.mark.parametrize("are_special", [False, True])
 @pytest.mark.parametrize("form", FORMS)
 def test_grammars(form: str, are_special: bool) -> None:
-    """Whether each text is accepted: with a required call, and with any text; one or several."""
+    """Texts are accepted or not, with calls required or optional, and one call or several."""
     pytest.importorskip("llguidance", reason="the extra tools is not installed")
     of = FORMS[form]
     named = ("[ARGS]", "[CALL_ID]") if of.named else ()
@@ -168,7 +168,8 @@ def test_grammars(form: str, are_special: bool) -> None:
         of.written("", [call(*each)])
         for each in (("f", '{"a": "x"}'), ("f", "{}"), ("f", '{"a": 1, "z": 1}'), ("h", "{}"))
     ]
-    table = {  # text: accepted if one call is required, one or more; by chance: one, one or more
+    # text -> whether accepted if: one call is required, one or more; optional: one, one or more
+    table = {
         one: (True, True, True, True),
         two: (False, of.many, False, of.many),
         "Hi {": (False, False, True, True),

@@ -1,4 +1,4 @@
-"""The most likely tokens of rows of logits: on NumPy, on the CPU and on the GPU."""
+"""The most likely tokens of rows of logits: with NumPy, on the emulator and on a GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Array = NDArray[Any]
 
 
 def evaluate(where: str, x: Array, K: int, threads: int = 64) -> tuple[Array, Array]:
-    """On NumPy, on the CPU in a thread order, or on the GPU; threads: of a block on the CPU."""
+    """Run with NumPy, on the emulator, or on a GPU. threads: threads per block when emulated."""
     if where == "numpy":
         return reference.top_logprobs(x, K)
     with pytest.MonkeyPatch.context() as patch, running_on(where) as cupy:
@@ -61,10 +61,10 @@ def test_with_the_threads_it_ships_with(where: str) -> None:
 
 @on_every_backend
 def test_the_best_in_one_thread_or_one_warp(where: str) -> None:
-    """A thread that has more of the best than it keeps reads its columns again."""
+    """A thread with more of the best values than it keeps reads its columns again."""
     x = normal(1, 3, 2000)
-    x[0, 5::64] += 100  # one thread's
-    x[1, 64:96] += 100  # one warp's
+    x[0, 5::64] += 100  # all in one thread
+    x[1, 64:96] += 100  # all in one warp
     x[1, 128:160] += 90
     x[2, 1999] += 100
     assert_right(evaluate(where, x, 20), x, 20)

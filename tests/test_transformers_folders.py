@@ -48,7 +48,7 @@ def wider(part: str, dtype: type) -> Change:
 
 
 def folder(path: Path, name: str, change: Change, **config: Any) -> Path:
-    """A golden model with other tensors and settings."""
+    """Copy a golden model with changed tensors and settings."""
     shutil.copytree(GOLDEN / name, path)
     settings, file = json.loads((path / "config.json").read_text()), path / "model.safetensors"
     (path / "config.json").write_text(json.dumps(settings | config))
@@ -72,7 +72,7 @@ def folder(path: Path, name: str, change: Change, **config: Any) -> Path:
 def test_a_folder_that_transformers_opens(
     name: str, change: Change, config: dict[str, Any], tmp_path: Path
 ) -> None:
-    """The logits agree, also after the model is saved in its dtypes."""
+    """The logits agree, also after the model is saved in each dtype."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     path = folder(tmp_path / "model", name, change, **config)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(path).float()
@@ -86,7 +86,7 @@ def test_a_folder_that_transformers_opens(
 
 
 def test_names_of_dtypes_and_their_keys(tmp_path: Path) -> None:
-    """Some programs write the name of torch's object; an error names the key of the file."""
+    """Some programs write "torch.bfloat16"; errors name the key as it is in the file."""
     for key in ("dtype", "torch_dtype"):
         path = folder(tmp_path / key, "gemma3", lambda tensors: tensors, **{key: "torch.bfloat16"})
         config: Any = Checkpoint.open(path).config
@@ -95,7 +95,7 @@ def test_names_of_dtypes_and_their_keys(tmp_path: Path) -> None:
         (path / "config.json").write_text(json.dumps(settings))
         with pytest.raises(CheckpointError, match=rf"json: {key}: expected one of .*, got 'int8'"):
             Checkpoint.open(path)
-    config = Checkpoint.open(GOLDEN / "gemma3").config  # without a key: the dtype of the tensors
+    config = Checkpoint.open(GOLDEN / "gemma3").config  # without a key, the tensors' dtype counts
     assert config.embedding_dtype == "float16"
 
 
@@ -107,7 +107,7 @@ SIZES: dict[str, Any] = {
 
 
 def gemma(path: Path, dtype: str) -> Path:
-    """A random Gemma 3 in a dtype, to which its factor is rounded."""
+    """Save a random Gemma 3 in a dtype, to which the factor of its embeddings is rounded."""
     config = Gemma3Config(**SIZES, embedding_dtype=dtype)
     source: Any = SimpleNamespace(config=config, tensors=lambda: random_model(0, config))
     return save_pretrained(path, source, dtype)
@@ -115,9 +115,9 @@ def gemma(path: Path, dtype: str) -> Path:
 
 @pytest.mark.parametrize(("rounded", "saved"), [*product(FACTORS, FACTORS)])
 def test_the_factor_of_embeddings_is_kept(rounded: str, saved: str, tmp_path: Path) -> None:
-    """From a folder to one of another dtype, to GGUF, back and to GGUF again, and in a pickle.
+    """The factor is kept in a folder of another dtype, in GGUF, back and again, and in a pickle.
 
-    A warning says where the program that loads the result computes another factor.
+    A warning tells if other programs would compute another factor for the saved file.
     """
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     pytest.importorskip("gguf")

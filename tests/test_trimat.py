@@ -1,4 +1,4 @@
-"""The causal half of attention's scores: every variant, on the CPU in three orders and on a GPU."""
+"""The causal half of attention's scores: every variant, emulated in three orders and on a GPU."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ from tests.launches import geometry_of, stub
 
 Array = NDArray[Any]
 MODULE = sys.modules["gpt2block.ops.trimat"]
-UNTOUCHED = 1e30  # what the output holds before
+UNTOUCHED = 1e30  # initial values of the output
 VARIANTS = [variant.name for variant in OPERATION.variants]
-IN_FLOAT = VARIANTS[:-1]  # add up in float32, in order
+IN_FLOAT = VARIANTS[:-1]  # variants that add up in float32, in order
 FEW_SMS = {"sms": 1, "most_shared": H200["most_shared"]}  # a block then has several tiles
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 
 def few_blocks(*sizes: int, **given: int) -> tuple[Geometry, tuple[int, ...]]:
-    """tri6 on a multiprocessor alone, with smaller tiles where there is no more than one."""
+    """Return tri6's geometry for one multiprocessor, with small tiles if T is below 128."""
     tile = {"tile": 64} if sizes[1] < 128 else {}
     return mma_geometry(*sizes, **tile | given | FEW_SMS)
 
@@ -58,7 +58,7 @@ def device(device: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 def evaluate(
     device: Any, variant: str, qkv: Array, fill: float | None = None, block: int | None = None
 ) -> Array:
-    """Into an output that is not empty; on a GPU twice, with the same bits."""
+    """Run a variant with an output of UNTOUCHED; a GPU runs it twice with the same bits."""
     if variant == "tri6":
         cupy_with()  # tensor cores
     B, T, _, NH, _ = qkv.shape
@@ -77,7 +77,7 @@ def random(B: int, T: int, NH: int, HS: int) -> Array:
 
 
 def below(scores: Array) -> Array:
-    """The elements on and below the diagonal."""
+    """Return the elements on and below the diagonal."""
     half: Array = scores[..., np.tri(scores.shape[-1], dtype=bool)]
     return half
 
@@ -88,7 +88,7 @@ def above(scores: Array) -> Array:
 
 
 def one_after_the_other(qkv: Array) -> Array:
-    """The plain evaluation."""
+    """Compute the scores with sequential float32 sums."""
     q, k = (np.ascontiguousarray(qkv[:, :, i].swapaxes(1, 2)) for i in range(2))
     total: Array = plain.product(q, k.swapaxes(-1, -2)) / np.float32(math.sqrt(qkv.shape[-1]))
     return total
@@ -102,16 +102,16 @@ def assert_right(got: Array, qkv: Array, variant: str = "") -> None:
 
 
 def two_part_error(qkv: Array) -> float:
-    """The bound of tri6 in lib/two_part.cuh's numbers, where it is above that of a sum in float32.
+    """Return an error bound of tri6 with two-part numbers (lib/two_part.cuh).
 
-    Both factors are rounded to 22 bits, and the product of their low parts is left out: each costs
-    at most 2^-22 of |q| |k|.
+    Two factors are rounded to 22 bits, and the product of their low parts is left out. Each of
+    these three errors is at most 2^-22 of |q| |k|.
     """
     positive = reference.trimat(np.abs(qkv.astype(np.float64)))
     return float(3 * 2.0**-22 * below(positive).max())
 
 
-# --- what it means
+# --- the definition
 
 
 @pytest.mark.parametrize("fill", [None, math.nan, -math.inf, 0.0])
@@ -175,7 +175,7 @@ def test_more_than_one_tile(device: Any, variant: str, T: int) -> None:
 
 
 def crossed(variant: str, T: int) -> int:
-    """The side of the tiles that the diagonal crosses, which are computed whole."""
+    """Return the side of the tiles on the diagonal, which are computed completely."""
     if variant in ("tri5", "tri6"):
         return 4 if T % 4 == 0 else 1
     return 128 if variant == "tri4" else 8
@@ -188,7 +188,7 @@ def crossed(variant: str, T: int) -> int:
 @every_variant
 @one_order
 def test_above_the_diagonal(device: Any, variant: str, T: int, fill: float) -> None:
-    """Tiles there are untouched, and `fill` stands everywhere."""
+    """Without `fill`, tiles above the diagonal are not written; with it, all elements are."""
     qkv = random(1, T, 3, 20)
     got = evaluate(device, variant, qkv)
     i, j = np.indices((T, T)) // crossed(variant, T)
@@ -203,7 +203,7 @@ def test_above_the_diagonal(device: Any, variant: str, T: int, fill: float) -> N
 def test_an_output_depends_on_its_two_rows_alone(device: Any, variant: str) -> None:
     T, i, j = 13, 6, 3
     qkv = random(2, T, 3, 20)
-    qkv[1, i, 0, 2] = np.nan  # a row of Q, and below a row of K: of one head
+    qkv[1, i, 0, 2] = np.nan  # a row of Q, then a row of K, of one head
     qkv[1, j, 1, 2] = np.nan
     qkv[:, :, 2] = np.nan  # V is not read
     wrong = np.zeros((2, 3, T, T), bool)
@@ -224,7 +224,7 @@ def test_block_sizes(device: Any, variant: str, block: int) -> None:
 def test_a_missing_barrier_shows(variant: str, barriers: int) -> None:
     chosen = OPERATION.variant(variant)
     source = loader.Source.shipped(chosen.file)
-    # Lanes that exchange values keep the warps in step: every other one of tri6 has to be held up.
+    # Shuffles keep the lanes of a warp in step, so for tri6 some warps are delayed explicitly.
     held_up = "for (int i = 0; i < 40; ++i) lag();"
     text = source.text.replace("share.split(", f"{held_up} share.split(")
     parts = text.split("__syncthreads();")
@@ -255,10 +255,10 @@ def test_a_missing_barrier_shows(variant: str, barriers: int) -> None:
 @pytest.mark.parametrize("shape", [(1, 64), (2, 76)])
 @one_order
 def test_rows_of_any_size(device: Any, shape: tuple[int, int]) -> None:
-    """Powers of two change nothing but the exponent, up to products that float32 cannot hold."""
+    """Scaling by powers of two changes only exponents, unless float32 cannot hold a product."""
     T, (NH, HS) = 45, shape
     qkv = random(1, T, NH, HS)
-    qkv[..., HS // 3] *= 100  # a column that sticks out
+    qkv[..., HS // 3] *= 100  # a column of outliers
     qkv[0, 40] = 0
     whole = evaluate(device, "tri6", qkv)
     assert_right(whole, qkv)
@@ -274,7 +274,7 @@ def test_rows_of_any_size(device: Any, shape: tuple[int, int]) -> None:
 
 @one_order
 def test_products_at_the_end_of_the_range(device: Any) -> None:
-    """Largest of float32 by small ones; smallest by large ones."""
+    """Some numbers near float32's largest are multiplied by very small numbers."""
     T = 40
     qkv = random(1, T, 1, 64)
     qkv[..., 5] = 0
@@ -283,17 +283,17 @@ def test_products_at_the_end_of_the_range(device: Any) -> None:
     qkv[0, 20:, 1] *= np.float32(2.0**-9)
     assert_right(evaluate(device, "tri6", qkv), qkv)
     qkv[..., :5] = qkv[..., 6:] = 0
-    qkv[0, :, 0, 0, 4] = qkv[0, :, 1, 0, 6] = 3e38  # their product is with zero
+    qkv[0, :, 0, 0, 4] = qkv[0, :, 1, 0, 6] = 3e38  # each is multiplied by zero
     np.testing.assert_array_equal(below(evaluate(device, "tri6", qkv)), 0)
 
 
 @pytest.mark.parametrize("variant", ["tri5", "tri6"])
 @one_order
 def test_values_that_are_not_finite(device: Any, variant: str) -> None:
-    """As in float32: infinities of the right sign, NaN where they meet zero or each other."""
+    """As in float32, infinities have the right sign, and inf * 0 and inf - inf give NaN."""
     T = 75
-    qkv = np.rint(8 * random(1, T, 2, 64))  # whole numbers, and zeros among them
-    q, k = (np.moveaxis(qkv[0, :, i], 0, 1) for i in range(2))  # of a head, rows
+    qkv = np.rint(8 * random(1, T, 2, 64))  # integers, including zeros
+    q, k = (np.moveaxis(qkv[0, :, i], 0, 1) for i in range(2))  # (heads, rows, channels)
     q[0, 33, 7], q[0, 50, 9], q[0, 60, 3] = np.inf, -np.inf, np.nan
     k[0, 20, 7], k[0, 21, 8], k[0, 30, 4] = np.inf, -np.inf, np.nan
     k[0, 10, 7] = q[0, 22, 7] = 0
@@ -359,7 +359,7 @@ def test_large_sizes(device: Any, variant: str, shape: tuple[int, ...]) -> None:
 
 @on_gpu
 def test_variants_in_float_give_the_same_bits(device: Any) -> None:
-    """Each adds the products in order: what differs is how they come to the registers."""
+    """All add products in the same order; they differ in loading values to registers."""
     qkv = device.asarray(random(2, 300, 3, 64))
     first, *others = (ops.trimat(qkv, fill=0.0, variant=variant) for variant in IN_FLOAT)
     for other in others:

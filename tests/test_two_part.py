@@ -1,6 +1,6 @@
-"""Two-part matrices: TwoPartMatrix, what makes one, and the ops that take one.
+"""Two-part matrices: TwoPartMatrix, and the ops that return or take one.
 
-How products and attention add up is in test_product_laws.py and test_attention_laws.py.
+test_product_laws.py and test_attention_laws.py test the accuracy of products and attention.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ few = settings(max_examples=4)
 
 
 def wild(seed: int, rows: int, K: int) -> Array:
-    """Rows of all magnitudes, with zeros, subnormal numbers, infinity and NaN among them."""
+    """Return rows of all magnitudes, including zeros, subnormal numbers, infinity and NaN."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((rows, K)) * 10.0 ** rng.uniform(-8, 8, (rows, K))
     x = (x * 10.0 ** rng.uniform(-30, 28, (rows, 1))).astype(np.float32)
@@ -47,7 +47,7 @@ def wild(seed: int, rows: int, K: int) -> Array:
     return x
 
 
-# --- what the parts are ---------------------------------------------------------------------------
+# --- the parts ------------------------------------------------------------------------------------
 
 
 @given(seed=st.integers(0, 999), rows=st.integers(1, 9), K=st.integers(1, 40))
@@ -160,7 +160,7 @@ def host(matrix: TwoPartMatrix) -> TwoPartMatrix:
 
 
 def assert_same(got: TwoPartMatrix, x: Array) -> None:
-    """The bits of the reference, but for those of a NaN."""
+    """Assert that parts and scales have the bits of the reference, except for bits of NaN."""
     parts, scale = reference.two_part(x)
     np.testing.assert_array_equal(got.scale.view(np.uint32), scale.view(np.uint32))
     np.testing.assert_array_equal(got.parts, parts)
@@ -169,7 +169,7 @@ def assert_same(got: TwoPartMatrix, x: Array) -> None:
 
 
 def without_subnormals(x: Array) -> Array:
-    """The CPU keeps them, where a GPU's kernels are told not to."""
+    """Replace subnormal numbers by 0, as GPU kernels do; the CPU would keep them."""
     return np.where(np.abs(x) < np.finfo(np.float32).tiny, 0, x)
 
 
@@ -253,7 +253,7 @@ def cp() -> ModuleType:
 
 
 def variants() -> tuple[str, ...]:
-    """Those of `gemm` that this GPU has."""
+    """Return the variants of `gemm` that this GPU has."""
     return ("mma", "hopper") if cupy.cuda.Device().compute_capability == "90" else ("mma",)
 
 
@@ -280,7 +280,7 @@ PRODUCTS = [(768, 2304), (3072, 768)]  # K, N
 
 
 def product_problem(K: int, N: int, size: float) -> tuple[Array, Array, Array]:
-    """a (M, K), w (N, K), bias: an outlier column, rows of zeros, of NaN, with an infinity."""
+    """Return a (M, K), w (N, K) and bias; a has outliers, and rows of zeros, NaN and infinity."""
     rng = np.random.default_rng([K, N])
     a = ((rng.standard_normal((301, K)) + 0.5) * size).astype(np.float32)
     a[:, K // 3] *= 100
@@ -331,9 +331,9 @@ def test_a_product_is_as_accurate_as_cublas(cp: ModuleType, K: int, N: int, size
 
 @pytest.mark.gpu
 def test_rows_and_weights_at_the_ends_of_float32(cp: ModuleType) -> None:
-    """Products that float32 holds, of factors whose scales are far apart; and those beyond it.
+    """Factors have very different scales; products are in the range of float32 or beyond it.
 
-    Not of subnormal numbers, which are zero on a GPU.
+    No factor is subnormal, because those are zero on a GPU.
     """
     rng = np.random.default_rng(0)
     sizes = np.array([1e-33, 1e-25, 1e-10, 1, 1e10, 1e25, 1e37], np.float32)
@@ -354,7 +354,7 @@ def test_rows_and_weights_at_the_ends_of_float32(cp: ModuleType) -> None:
 
 @pytest.mark.gpu
 def test_two_part_layernorm_product_and_attention(cp: ModuleType) -> None:
-    """The public functions in a row, against float64."""
+    """The public functions are called one after another; the result is compared with float64."""
     x, gamma, beta = inputs(100, 128)
     w, bias = plain.normal(3, 128, 384), plain.normal(4, 384)
     vectors = cp.asarray(gamma), cp.asarray(beta)

@@ -1,4 +1,4 @@
-"""The types of the public interface, as mypy infers them in a user's program."""
+"""Types of the public interface, as mypy infers them in a user's program."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ CHECKS = [f"assert_type({code}, {expected})" for code, expected in TYPES.items()
 
 @pytest.fixture(scope="module")
 def errors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Line of the program → what mypy says is wrong with it."""
+    """Run mypy on the program; return line → error."""
     pytest.importorskip("mypy", reason="the test needs mypy")
     lines = [*BEGIN.splitlines(), *CHECKS, *WRONG]
     folder = tmp_path_factory.mktemp("types")

@@ -72,7 +72,7 @@ TEXTS = {  # texts of findings that take long to reproduce, or need a GPU
 
 
 def file_of(folder: Path, bodies: dict[str, str]) -> Path:
-    """A file of a kernel for each body, which is one program for the emulator."""
+    """Write a file with a kernel for each body, which is one program for the emulator."""
     file = folder / "my.cu"
     texts = (ADD.replace("NAME", f"k_{k}").replace("BODY", b) for k, b in bodies.items())
     file.write_text("".join(texts), encoding="utf-8")
@@ -80,7 +80,7 @@ def file_of(folder: Path, bodies: dict[str, str]) -> Path:
 
 
 def verdict(source: str, operation: str = "add", **options: Any) -> Verdict:
-    """The verdict on a kernel of which only the body is stated."""
+    """Return the verdict on a kernel with this body."""
     text = ADD.replace("NAME", "k").replace("BODY", source)
     return mine.check(text, operation, **{"shape": SHAPE, "device": "cpu", **options})
 
@@ -157,7 +157,7 @@ def test_a_result_that_is_wrong_when_it_is_timed_is_a_finding(tmp_path: Path) ->
 
 @on_emulator
 def test_outputs_have_the_keys_and_types_of_stored_ones_of_this_schema() -> None:
-    """A program that reads the stored outputs also reads today's."""
+    """A program that reads the stored outputs also reads current outputs."""
     stored = json.loads(STORED.read_text(encoding="utf-8"))
     found = [each.as_dict() for each in samples()]
     assert [each["verdict"] for each in stored] == [each["verdict"] for each in found]

@@ -1,6 +1,6 @@
-"""Warm calls of the ops: a recipe serves what it was made for, and nothing else.
+"""Repeated calls of the ops: a recipe serves only calls like the one it was made for.
 
-Without a GPU: arrays of CuPy's on memory of the host, and launches that are written down.
+Without a GPU, CuPy arrays have host memory, and launches are recorded.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.threads import together
 
 
 class Recorder:
-    """Launches in place of a GPU's: kernel, grid and arguments."""
+    """A recorder of launches instead of a GPU: kernel, grid and arguments."""
 
     def __init__(self, cp: ModuleType) -> None:
         self.cp = cp
@@ -32,10 +32,10 @@ class Recorder:
         self.memory: list[Any] = []
 
     def array(self, shape: Any, dtype: Any = "float32", offset: int = 0) -> Any:
-        """An array on host memory, `offset` bytes past 512; never to be read."""
+        """Return an array in host memory, `offset` bytes after a multiple of 512; never read it."""
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize + offset
         raw = (ctypes.c_char * (size + 512))()
-        self.memory.append(raw)  # so that no address comes twice
+        self.memory.append(raw)  # kept, so that no address is reused
         address = -(-ctypes.addressof(raw) // 512) * 512 + offset
         owner = self.cp.cuda.UnownedMemory(address, size, raw, 0)
         return self.cp.ndarray(shape, dtype, self.cp.cuda.MemoryPointer(owner, 0))
@@ -65,7 +65,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     for forget in caches:
         forget()
     yield recorder
-    for forget in caches:  # what this device said is not true of another one
+    for forget in caches:  # cached properties belong to this device
         forget()
 
 
@@ -104,7 +104,7 @@ def test_each_of_these_is_bound_by_itself(host: Recorder) -> None:
         for _ in range(2):
             call(x, **options)
         assert len(_cached_calls) == count
-    call(host.array((4, 64)), eps=np.float64(0.5))  # not Python's own number: bound each time
+    call(host.array((4, 64)), eps=np.float64(0.5))  # not a Python number: bound in each call
     assert len(_cached_calls) == len(cases)
 
 
@@ -144,8 +144,8 @@ def test_a_recipe_moves_every_address(host: Recorder) -> None:
     changed = Recipe.of((launch,), addresses_of((x, y, y)))  # an input is also an output
     assert changed is not None
     assert changed.at(addresses_of((z, x, y)))[0].args == expected
-    assert Recipe.of((launch,), addresses_of((x, z))) is None  # y is none of these
-    assert Recipe.of((launch, x), addresses_of((x, y))) is None  # x is no launch
+    assert Recipe.of((launch,), addresses_of((x, z))) is None  # y is not among the arrays
+    assert Recipe.of((launch, x), addresses_of((x, y))) is None  # x is not a launch
 
 
 def test_the_oldest_recipe_is_forgotten(host: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:

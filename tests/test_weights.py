@@ -219,7 +219,7 @@ def test_random_input_of_wrong_shapes(shape: Any) -> None:
 
 
 def test_numpy_integers_are_accepted_as_sizes() -> None:
-    """They are converted, as `save_pretrained` writes them to JSON."""
+    """Sizes are converted to int, because `save_pretrained` writes them to JSON."""
     sizes: dict[str, Any] = {"n_layer": np.int64(1), "n_head": np.int32(2), "n_embd": np.uint8(4)}
     config = GPT2Config(**sizes, eps=np.float32(0.5))
     assert json.loads(json.dumps(config.to_hugging_face()))["n_embd"] == 4

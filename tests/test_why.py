@@ -1,4 +1,4 @@
-"""The steps of the threads that a finding names: events, values, the table and the page."""
+"""Steps of the threads that a finding names: events, values, the table and the page."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ CASES: dict[str, tuple[str, str, list[tuple[str, int | None, str]]]] = {
 
 @pytest.fixture(scope="module")
 def all_kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file with the kernels of all cases, which compiles once."""
+    """Write a file with the kernels of all cases, so that it compiles once."""
     bodies = {name: body for name, (body, *_) in CASES.items()}
     return file_of(tmp_path_factory.mktemp("why"), bodies | {"right": RIGHT, "loop": LOOP})
 
@@ -232,7 +232,7 @@ def test_a_long_table_keeps_its_first_and_last_rows() -> None:
 
 
 class Page(HTMLParser):
-    """Checks that every element is closed, and collects texts and addresses."""
+    """A parser that checks that every element is closed, and collects texts and addresses."""
 
     VOID = ("meta", "input")
 

@@ -59,7 +59,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 pytestmark = pytest.mark.filterwarnings("ignore:the matrix subclass")
 
 
-# Their results are not floats that follow from float64 ones.
+# Functions whose results are not floats that a call with float64 arrays can check.
 EXACT = {"two_part", "joined", "to_fp8", "from_fp8", "sample_token", *list(FUNCTIONS)[-11:]}
 
 
@@ -86,9 +86,9 @@ def random_array(rng: random.Random) -> Any:
 
 
 def random_argument(rng: random.Random, parameter: inspect.Parameter) -> Any:
-    """Mostly of a kind that may fit, so that calls go beyond the first check."""
+    """Draw an argument, mostly of a fitting kind, so that calls pass the first check."""
     if parameter.name == "config" and rng.random() < 0.5:
-        return CONFIG  # the default is GPT-2 small, which takes its time
+        return CONFIG  # the default, GPT-2 small, is slow
     if (
         rng.random() < 0.3
         and parameter.name != "config"
@@ -101,7 +101,7 @@ def random_argument(rng: random.Random, parameter: inspect.Parameter) -> Any:
 
 
 def fitting_arguments(rng: random.Random, name: str) -> dict[str, Any]:
-    """Arguments of a `reference` function that fit each other, then perhaps one of them changed."""
+    """Draw arguments of a `reference` function that fit each other."""
     T, K, N = (rng.choice((1, 2, 4, 6)) for _ in "TKN")
     draw = np.random.default_rng(rng.getrandbits(32)).standard_normal
     x, w = draw((2, T, K)), draw((K, N))
@@ -128,7 +128,7 @@ def fitting_arguments(rng: random.Random, name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ["gelu", "add", "layernorm", "rmsnorm", "silu_mul", "softmax"])
 def test_an_np_matrix_is_refused(name: str) -> None:
-    """Its * would be the matrix product: of a square matrix, a wrong result without an error."""
+    """np.matrix has * as matrix product: square matrices would silently give wrong results."""
     arrays = [x for x in inspect.signature(FUNCTIONS[name]).parameters if x not in SETTINGS]
     square = np.random.default_rng(0).standard_normal((4, 4))
     given = {x: square[0] if x in ("gamma", "beta", "weight") else square for x in arrays}
@@ -143,7 +143,7 @@ SETTINGS = ("eps", "causal", "gelu")
 
 
 def refused_or_right(name: str, arguments: dict[str, Any]) -> str:
-    """ "refused" or "right"; an exception that is no InputError passes."""
+    """Return "refused" or "right"; an exception other than InputError propagates."""
     with np.errstate(all="ignore"):
         try:
             found = FUNCTIONS[name](**arguments)
@@ -165,9 +165,9 @@ def refused_or_right(name: str, arguments: dict[str, Any]) -> str:
 
 def in_float64(value: Any) -> Any:
     if isinstance(value, WeightMatrix):
-        return value  # its numbers are the same
+        return value  # dequantized values do not change
     if isinstance(value, np.ndarray) and value.dtype == np.float32:
-        return np.array(value, np.float64)  # contiguous, too
+        return np.array(value, np.float64)  # also contiguous
     return value
 
 

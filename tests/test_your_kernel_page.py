@@ -1,4 +1,4 @@
-"""docs/your-kernel.md shows what the commands print."""
+"""docs/your-kernel.md shows the actual output of its commands."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RACY, FIXED, ODD, WHY, SOFTMAX = SHOWN
 
 
 def words(text: str) -> list[str]:
-    """Words without the digits of errors, which depend on the compiler and its libraries."""
+    """Return words with digits of errors replaced, as these depend on compiler and libraries."""
     return re.sub(r"\d\.\de-\d\d", "an-error", text).split()
 
 

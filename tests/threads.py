@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 def together(work: Callable[[int], None], threads: int = 8) -> list[BaseException]:
-    """The errors of threads that run at the same time, and change places often."""
+    """Run `work` in concurrent threads that switch often; return the errors they raised."""
     errors: list[BaseException] = []
 
     def run(number: int) -> None:

@@ -20,7 +20,7 @@ SINGLE = [bytes([byte]) for byte in range(256)]
 def pair(
     folder: Path, merges: Sequence[str], names: tuple[str, str] = PAIRS[1], **more: int
 ) -> tuple[Path, Path]:
-    """Two files with the bytes, these merges from id 256 on, and more tokens."""
+    """Write a vocabulary (bytes, merges from id 256 on, `more` tokens) and its list of merges."""
     made = {merge.replace(" ", ""): 256 + index for index, merge in enumerate(merges)}
     (folder / names[0]).write_text(json.dumps(BYTES | made | more), encoding="utf-8")
     (folder / names[1]).write_text("\n".join(["#version: 0.2", *merges, ""]), encoding="utf-8")
@@ -28,13 +28,16 @@ def pair(
 
 
 def small_pair(folder: Path, **changed: int) -> tuple[Path, Path]:
-    """Two files with the bytes, the merges "ab" and "abc", and the end of the text."""
+    """Write two files with the bytes, the merges "ab" and "abc", and <|endoftext|>."""
     more: dict[str, Any] = {"<|endoftext|>": 258, **changed}
     return pair(folder, ["a b", "ab c"], **more)
 
 
 def small_json(folder: Path, **changed: Any) -> Path:
-    """A tokenizer.json with the bytes, ab = 256 and bc = 257; `changed`: parts, or model's."""
+    """Write a tokenizer.json with the bytes, ab = 256 and bc = 257.
+
+    changed: replaces parts of the file, or parts of its `model`.
+    """
     spec = spec_of(BYTES | {"ab": 256, "bc": 257}, [["a", "b"], ["b", "c"]])
     for name, value in changed.items():
         (spec if name in spec else spec["model"])[name] = value
@@ -49,12 +52,12 @@ def written(folder: Path, spec: Any) -> Path:
 
 
 def sentence_piece(folder: Path, **changed: Any) -> Path:
-    """The tokenizer.json of `piece_spec`, with other parts."""
+    """Write the tokenizer.json of `piece_spec`. changed: replaces parts of it."""
     return written(folder, piece_spec("ab") | changed)
 
 
 def llm_c(*tokens: bytes, version: int = 2, last: int = 256, count: int | None = None) -> bytes:
-    """The content of a gpt2_tokenizer.bin."""
+    """Return the content of a gpt2_tokenizer.bin."""
     header = np.zeros(256, "<i4")
     header[:4] = 20240328, version, len(tokens) if count is None else count, last
     return header.tobytes() + b"".join(bytes([len(token)]) + token for token in tokens)

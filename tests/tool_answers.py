@@ -1,4 +1,4 @@
-"""Answers with calls in each form, and short templates of models that write them."""
+"""Answers with tool calls in each form, and short chat templates of models that use the form."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from gpt2block.chat.tool_forms.reading import CallPart
 
-Example = tuple[str, str, list[tuple[str, str]]]  # an answer, its content, (name, arguments)s
+Example = tuple[str, str, list[tuple[str, str]]]  # an answer, its content, (name, arguments) pairs
 NAMES = frozenset({"f", "g"})
 EXAMPLES: dict[str, list[Example]] = {
     "hermes": [
@@ -84,7 +84,7 @@ EXAMPLES: dict[str, list[Example]] = {
 }  # fmt: skip
 
 _TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
-# A template that names the texts of each form, as the models' own templates do.
+# For each form a template that contains the form's markers, as the models' own templates do.
 TEMPLATES = {
     "hermes": "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}{% for m in messages %}"
     "{% if m.role == 'tool' %}<tool_response>{{ m.content }}</tool_response>{% else %}"
