@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +98,33 @@ def test_an_expression_is_exact(text: str, value: int) -> None:
 def test_an_expression_of_anything_else_is_refused(text: str, said: str) -> None:
     with pytest.raises(InputError, match=said):
         evaluated(text, {"N": 100, "C": 3})
+
+
+def test_threads_evaluate_expressions_at_once() -> None:
+    """Threads parse while garbage is collected, which makes CPython 3.11 raise without a lock."""
+
+    class Cycle:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            for _ in range(50):  # long enough for a change of threads
+                pass
+
+    def at_depth(depth: int) -> int:
+        if depth:
+            return at_depth(depth - 1)
+        return sum(bool(Cycle()) * evaluated("ceil(N / 256)", {"N": 300}) for _ in range(2000))
+
+    interval, thresholds = sys.getswitchinterval(), gc.get_threshold()
+    sys.setswitchinterval(1e-6)
+    gc.set_threshold(5)
+    try:
+        with ThreadPoolExecutor(3) as pool:
+            assert list(pool.map(at_depth, (3, 30, 60))) == [4000] * 3
+    finally:
+        sys.setswitchinterval(interval)
+        gc.set_threshold(*thresholds)
 
 
 # The file

@@ -69,13 +69,24 @@ def test_matmul_bias(backend: Backend, M: int, K: int, N: int, with_bias: bool) 
 def test_attention(
     backend: Backend, B: int, T: int, heads: tuple[int, int], causal: bool, scale: int
 ) -> None:
-    """Some scores are in the thousands, where only exp(s - max) is finite."""
+    """Some scores are in the thousands, where only exp(s - max) is finite.
+
+    The rounding of such scores, and with it the error, depends on the order in which the channels
+    of a head are added. The result is compared with the worst of several orders.
+    """
     n_head, size = heads
     qkv = scale * normal(T, B, T, 3 * n_head * size)
     got = backend.attention(qkv, n_head, causal)
-    expected = plain.attention(qkv, n_head, causal)
     truth = plain.exact("attention", qkv, n_head=n_head, causal=causal)
-    plain.assert_as_accurate(got, truth, expected)
+    q, k, v = (a.reshape(B, T, n_head, size) for a in np.split(qkv, 3, axis=-1))
+    orders = [np.roll(np.arange(size), n) for n in range(0, size, -(-size // 7))]
+    in_orders = [
+        np.concatenate([a.reshape(B, T, -1) for a in (q[..., order], k[..., order], v)], axis=-1)
+        for order in orders
+    ]
+    results = [plain.attention(each, n_head, causal) for each in in_orders]
+    worst = max(results, key=lambda result: np.abs(result - truth).max())
+    plain.assert_as_accurate(got, truth, worst)
 
 
 @on_every_backend

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import threading
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 from math import ceil, floor
@@ -11,6 +12,8 @@ from gpt2block.errors import InputError
 
 LONGEST = 200  # maximum length of an expression in characters
 LARGEST = 2**63
+# CPython 3.11 may raise SystemError if two threads parse at once, and one of them collects garbage.
+_parsing = threading.Lock()
 _OPERATORS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: lambda a, b: a + b,
     ast.Sub: lambda a, b: a - b,
@@ -36,7 +39,9 @@ def evaluated(text: str, sizes: Mapping[str, int]) -> int:
     try:
         if len(text) > LONGEST:
             raise InputError(f"more than {LONGEST} characters")
-        value = _value(ast.parse(text.strip(), mode="eval").body, sizes)
+        with _parsing:
+            tree = ast.parse(text.strip(), mode="eval")
+        value = _value(tree.body, sizes)
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
         why = error if isinstance(error, InputError) else "expected something like ceil(N / 256)"
         raise InputError(f"{text.strip()[:LONGEST]!r}: {why}") from None
