@@ -14,7 +14,7 @@ from gpt2block import InputError, LlamaConfig, bench, emulator
 from gpt2block.bench import Report, Work, stages, tasks, token_works
 from gpt2block.bench import report as reports
 from gpt2block.bench.measure import tolerance
-from gpt2block.bench.models import SHAPES, RandomLlama, random_tensors
+from gpt2block.bench.models import SHAPES, RandomLlama, gguf_ranges, random_tensors
 from gpt2block.bench.stages import StagedPass, staged, stages_of
 from gpt2block.bench.tasks import Continuations, Prompt, Steps
 from gpt2block.bench.token_works import ManyPrompts, decode, generate, prompt
@@ -27,6 +27,7 @@ from gpt2block.model import Model
 from gpt2block.passes.forward import Product
 from gpt2block.run.model import weight_bytes
 from gpt2block.run.numpy_model import NumpyModel
+from gpt2block.weights.gguf import GgufMatrix
 from tests import benches
 from tests.benches import BEST
 from tests.command_line import gpt2block
@@ -90,10 +91,12 @@ def test_the_works_and_their_order() -> None:
             ("decode", "float8_e5m2", f"{name}, kv_cache float8_e5m2")
             for name in ("1 row", "4 rows", "16 rows", "64 rows")
         ],
+        *[("decode", "file", name) for name in ("1 row", "4 rows", "16 rows", "64 rows")],
     ]
     assert works[0].sizes["n_kv_head"] == 32
     one = bench.model_works("llama", None, "1", "1b")
-    assert [work.dtype for work in one] == ["bfloat16", "bfloat16", "float8_e5m2", "float8_e5m2"]
+    dtypes = ["bfloat16", "bfloat16", "float8_e5m2", "float8_e5m2"]
+    assert [work.dtype for work in one] == [*dtypes, "file"]
     assert [work.what for work in bench.model_works("llama", "float32", "1", "small")] == ["decode"]
     few, many = (
         bench.model_works("llama", "bfloat16", "8", name)[-1].sizes
@@ -189,6 +192,31 @@ def test_all_stages_are_right_with_fp8_weights() -> None:
     assert rows[0].right, rows[0]
 
 
+@pytest.mark.usefixtures("emulated", "short")
+def test_a_step_with_gguf_blocks_is_right() -> None:
+    config = replace(TINY, n_layer=2, n_embd=256, n_ff=256)
+    model = RandomLlama(config, "file")
+    rows = raced(decode(model, 2, 6))
+    assert [(row.contender, row.right) for row in rows] == [("gpt2block", True)]
+    stored = [w for w in model.on(0).engine.given().values() if isinstance(w, GgufMatrix)]
+    vectors = sum(len(array) for _, array, layout in model.on(0).tensors() if layout is None)
+    read = {id(w): w.nbytes for w in stored}  # lm_head is wte
+    assert model.weight_bytes == sum(read.values()) + 4 * vectors
+    check_exact(model)
+
+
+def test_gguf_types_are_those_of_q4_k_m() -> None:
+    """Half of the layers have Q6_K in w_down and v, as llama.cpp chooses them."""
+    config = SHAPES["7b"]
+    of = {n: gguf_ranges(config, f"h.{n}.w_down") for n in range(32)}
+    precise = [n for n, ranges in of.items() if ranges == (("Q6_K", 4096),)]
+    assert precise == [0, 1, 2, 3, 6, 9, 12, 15, 18, 21, 24, 27, 28, 29, 30, 31]
+    assert gguf_ranges(config, "h.0.w_qkv") == (("Q4_K", 8192), ("Q6_K", 4096))
+    assert gguf_ranges(config, "lm_head") == (("Q6_K", 32000),)
+    assert gguf_ranges(config, "wte") == (("Q4_K", 32000),)
+    assert RandomLlama(config, "file").weight_bytes == pytest.approx(4.0e9, rel=0.02)
+
+
 def test_a_peer_takes_no_fp8_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     work = decode(RandomLlama(TINY, "float8_e5m2", "float8_e5m2"), 2, 6)
     modules = benches.torch_modules(monkeypatch)
@@ -204,7 +232,7 @@ def check_exact(model: RandomLlama) -> None:
     """Assert that reference logits equal NumPy's, except for keys stored in float16."""
     ids = Steps(model, 1, 6).prompts()[0]
     tensors = list(model.on(0).tensors())
-    exact = NumpyModel(TINY, tensors, USUAL).forward([ids], "last")[0]
+    exact = NumpyModel(model.config, tensors, USUAL).forward([ids], "last")[0]
     off = np.abs(model.last_logits(ids) - exact).max() / np.abs(exact).max()
     assert off < tolerance("float16")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -15,7 +15,7 @@ from gpt2block.architectures.mistral import MistralConfig
 from gpt2block.architectures.qwen3 import Qwen3Config
 from gpt2block.checks import FLOATS
 from gpt2block.config import GPT2Config, ModelConfig, model_shapes
-from gpt2block.config.formats import Formats, itemsize
+from gpt2block.config.formats import FILE, GGUF, Formats, itemsize
 from gpt2block.config.llama import LlamaConfig
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import CudaArray
@@ -26,6 +26,7 @@ from gpt2block.parameters.gpt2 import GPT2Weights
 from gpt2block.passes.prefill import Products
 from gpt2block.run.cuda_model import CudaModel
 from gpt2block.run.model import Ids, Tensors
+from gpt2block.weights.gguf import TYPES, GgufMatrix, range_bytes
 from gpt2block.weights.matrix import WeightMatrix
 
 SHAPES: Mapping[str, LlamaConfig] = {
@@ -56,6 +57,8 @@ SHAPES: Mapping[str, LlamaConfig] = {
 }  # fmt: skip
 NUMBERS = 2**22 - 3  # count of different random weights; a prime, so that rows of a matrix differ
 DEVIATION = 0.02  # standard deviation of random weights
+BLOCK_ROWS = 4096  # different rows of random GGUF blocks of a type; larger matrices repeat them
+Ranges = tuple[tuple[str, int], ...]  # pairs (GGUF type, number of outputs)
 GOLDEN_RATIO = (5**0.5 - 1) / 2  # multiples of the golden ratio modulo 1 are spread evenly
 Config = TypeVar("Config", bound=ModelConfig)
 
@@ -126,7 +129,11 @@ class RandomModel(ABC, Generic[Config]):
         """Bytes of weights that a decoding step reads: matrices in `dtype`, vectors in float32."""
         shapes = model_shapes(self.config).values()
         vectors = sum(shape[0] for shape in shapes if len(shape) == 1)
-        return itemsize(self.dtype) * self.matrix_elements + 4 * vectors
+        return self._matrix_bytes + 4 * vectors
+
+    @property
+    def _matrix_bytes(self) -> int:
+        return itemsize(self.dtype) * self.matrix_elements
 
     @property
     def token_bytes(self) -> int:
@@ -176,6 +183,19 @@ class RandomLlama(RandomModel[LlamaConfig]):
     _exact: CudaModel | None = None
 
     @property
+    def _matrix_bytes(self) -> int:
+        if self.dtype != FILE:
+            return super()._matrix_bytes
+        shapes = model_shapes(self.config)
+        read = [name for name, shape in shapes.items() if len(shape) == 2]
+        if "lm_head" in shapes:
+            read.remove("wte")
+        inputs = {name: shapes[name][name in ("wte", "lm_head")] for name in read}
+        return sum(
+            sum(range_bytes(gguf_ranges(self.config, name), K)) for name, K in inputs.items()
+        )
+
+    @property
     def checks_prompts(self) -> bool:
         return self.dtype in SIXTEEN_BITS
 
@@ -201,7 +221,7 @@ class RandomLlama(RandomModel[LlamaConfig]):
             engine: Any = self.on(self.device).engine
             if self.gpus > 1 or engine.on_tensor_cores:
                 # Generate the weights again if `stored` lacks scales (FP8) or has only shares.
-                again = self.gpus > 1 or self.dtype in FP8
+                again = self.gpus > 1 or self.dtype in (*FP8, FILE)
                 tensors = random_tensors(self.config, self.dtype) if again else self.stored()
                 engine = _Float32Activations(self.config, tensors, self.formats, self.device)
             self._exact = engine
@@ -219,10 +239,10 @@ def random_tensors(config: LlamaConfig, dtype: str, library: Any = cupy) -> Tens
     """Yield (name, array, layout) of each tensor of a random Llama.
 
     Matrices are drawn from N(0, 0.02²), in the dtype, or in float16 for FP8; the numbers repeat
-    after NUMBERS weights. Gammas are drawn from U(0.8, 1.2), in float32. library: CuPy or NumPy,
-    whose arrays are yielded.
+    after NUMBERS weights. For dtype "file", matrices have random blocks of `gguf_ranges`. Gammas
+    are drawn from U(0.8, 1.2), in float32. library: CuPy or NumPy, whose arrays are yielded.
     """
-    stored = FLOATS["float16" if dtype in FP8 else dtype]
+    stored = FLOATS["float16" if dtype in (*FP8, FILE) else dtype]
     rng = np.random.default_rng(0)
     count = min(NUMBERS, max(int(np.prod(shape)) for shape in model_shapes(config).values()))
     numbers = rng.standard_normal(count, dtype=np.float32) * np.float32(DEVIATION)
@@ -231,9 +251,51 @@ def random_tensors(config: LlamaConfig, dtype: str, library: Any = cupy) -> Tens
         if len(shape) == 1:
             yield name, library.asarray(rng.uniform(0.8, 1.2, shape).astype(np.float32)), None
             continue
-        made = library.empty(shape if name in ("wte", "lm_head") else shape[::-1], stored)
+        of_outputs = shape if name in ("wte", "lm_head") else shape[::-1]
+        if dtype == FILE:
+            ranges = gguf_ranges(config, name)
+            yield name, _random_blocks(ranges, of_outputs[1], n, library), "NK"
+            continue
+        made = library.empty(of_outputs, stored)
         _fill(made, block, int(n * GOLDEN_RATIO * count))
         yield name, made, "NK"
+
+
+def gguf_ranges(config: ModelConfig, name: str) -> Ranges:
+    """Return the GGUF types of the outputs of a matrix, as in llama.cpp's mixture Q4_K_M.
+
+    Matrices have type Q4_K. lm_head, and w_down and the outputs v of w_qkv in half of the layers,
+    have type Q6_K.
+    """
+    of_layer = name.split(".")
+    outputs = model_shapes(config)[name][name not in ("wte", "lm_head")]
+    if len(of_layer) == 1:
+        tied = config.tie_word_embeddings
+        return (("Q6_K" if tied or name == "lm_head" else "Q4_K", outputs),)
+    n, last = int(of_layer[1]), config.n_layer
+    precise = n < last // 8 or n >= 7 * last // 8 or (n - last // 8) % 3 == 2
+    if not precise or of_layer[2] not in ("w_qkv", "w_down"):
+        return (("Q4_K", outputs),)
+    if of_layer[2] == "w_down":
+        return (("Q6_K", outputs),)
+    return ("Q4_K", outputs - config.kv_width), ("Q6_K", config.kv_width)
+
+
+def _random_blocks(ranges: Ranges, K: int, start: int, library: Any) -> GgufMatrix:
+    """Return a matrix of random blocks, in memory of `library`. `start` selects the first row."""
+    sizes, at, largest = range_bytes(ranges, K), 0, 0.0
+    data = library.empty(sum(sizes), "uint8")
+    for (name, _), size in zip(ranges, sizes, strict=True):
+        block = _different_rows(name, K)
+        own = library.asarray(block.data)
+        _fill(data[at : at + size], own, start * TYPES[name].row_bytes(K))
+        at, largest = at + size, max(largest, block.largest)
+    return GgufMatrix(data, GGUF, None, "NK", largest, ranges, K)
+
+
+@lru_cache
+def _different_rows(name: str, K: int) -> GgufMatrix:
+    return GgufMatrix.random([(name, BLOCK_ROWS)], K, size=DEVIATION)
 
 
 def _fill(array: CudaArray, block: CudaArray, start: int) -> None:

@@ -21,7 +21,7 @@ from gpt2block.bench.tasks import Continuations, Prompt, Steps
 from gpt2block.bench.works import STEPS_OF_A_BLOCK, Work
 from gpt2block.checks import check_choice
 from gpt2block.config import ALIASES, SIZES, ModelConfig, size
-from gpt2block.config.formats import DTYPES, own_cache_dtype
+from gpt2block.config.formats import DTYPES, FILE, own_cache_dtype
 from gpt2block.cuda.kernels import FP8
 from gpt2block.errors import InputError
 from gpt2block.sampling import Sampling
@@ -33,6 +33,7 @@ NAME = "gpt2block"
 FP8_CACHE = "+ FP8 kv_cache"  # name of the decoding step with all fusions and an FP8 kv_cache
 NOTES = {UNFUSED: "a kernel for each operation, launched from Python; + adds to the line above"}
 NARROW = "float8_e5m2"
+GGUF_MULTIPLE = 256  # divisor of the inputs of matrices with blocks of Q4_K
 FLOAT16 = ("7b", "small")  # sizes with float16 weights; other sizes have bfloat16 weights
 
 Captures = Mapping[str, Capture]  # name of an implementation → its `capture`
@@ -94,7 +95,7 @@ MODELS: Mapping[str, ModelWorks] = {
         "7b",
         rows=(1, 4, 16, 64),
         peer_rows=(1, 4, 16, 64),
-        further=((NARROW, None), (NARROW, NARROW)),
+        further=((NARROW, None), (NARROW, NARROW), (FILE, None)),
         prompt=512,
         firsts=(),
         many={"smollm2-135m": SHORT_PROMPTS, "qwen3-0.6b": LONG_PROMPTS},
@@ -119,13 +120,15 @@ def model_works(
     """
     timed, name = MODELS[architecture], name or MODELS[architecture].default
     config = timed.size(name)
+    in_blocks = architecture == "llama" and not config.n_embd % GGUF_MULTIPLE
     if dtype is not None:
-        check_choice("--dtype", dtype, DTYPES)
+        check_choice("--dtype", dtype, (*DTYPES, FILE) if in_blocks else DTYPES)
     counts = timed.rows if rows is None else parse_rows(rows)
     raced = timed.peer_rows if rows is None else counts
     own = "float16" if name in FLOAT16 else "bfloat16"
     stored: list[tuple[str, str | None]]
-    stored = [(dtype, None)] if dtype else [(own, None), *timed.further]
+    further = [each for each in timed.further if each[0] != FILE or in_blocks]
+    stored = [(dtype, None)] if dtype else [(own, None), *further]
     if cache is not None:
         stored = [(weights, cache) for weights, kv in stored if kv is None]
     works: list[Work] = []
@@ -221,12 +224,12 @@ def _by_samplings(run: Callable[..., Any], device: int) -> Captures:
 def _by_stages(steps: Steps, device: int) -> Captures:
     """Return {name: `capture`} of the fused step and, unless kv_cache is FP8, of each stage.
 
-    A model on several GPUs has no stages.
+    A model on several GPUs, or with GGUF blocks, has no stages.
     """
     model, step = steps.model, partial(steps.decoded, device, GREEDY)
     if model.cache_dtype in FP8:
         return {FP8_CACHE: step}
-    if model.gpus > 1:
+    if model.gpus > 1 or model.dtype == FILE:
         return {NAME: step}
     shared: list[Any] = []
     stages = stages_of(model.dtype).items()

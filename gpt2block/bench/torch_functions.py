@@ -14,6 +14,7 @@ import torch
 from torch.nn import attention, functional
 
 from gpt2block.bench.works import NH
+from gpt2block.config.formats import FILE
 from gpt2block.cuda.kernels import FP8
 from gpt2block.errors import InputError
 from gpt2block.weights.matrix import WeightMatrix
@@ -30,8 +31,8 @@ Function = Callable[..., Tensor]
 
 
 def check_weights(dtype: str, option: str = "") -> None:
-    """Raise InputError if `dtype`, the dtype of weights, is FP8."""
-    if dtype in FP8:
+    """Raise InputError if `dtype`, the dtype of weights, is FP8 or stands for GGUF blocks."""
+    if dtype in (*FP8, FILE):
         raise InputError(f"{option}no PyTorch operation here takes {dtype} weights")
 
 

@@ -44,8 +44,8 @@ class BenchOptions:
     )
     dtype: str | None = option(
         "Run only bfloat16, float16 or float32. With --decode: dtype of the weights, by default "
-        "bfloat16; also float8_e5m2 or float8_e4m3fn. With --llama: by default float16 (1b: "
-        "bfloat16), then float8_e5m2.",
+        "bfloat16; also float8_e5m2 or float8_e4m3fn. With --llama: also file, GGUF blocks as in "
+        "Q4_K_M; by default 16 bits, then float8_e5m2, then file.",
         complete=complete.dtypes,
     )
     kv_dtype: str | None = option(

@@ -123,9 +123,14 @@ class GgufMatrix(WeightMatrix):
         return cls(data, GGUF, None, "NK", largest, ranges, K)
 
     @classmethod
-    def random(cls, ranges: Sequence[tuple[str, int]], K: int, seed: int = 0) -> GgufMatrix:
-        """Create a matrix of random blocks. ranges: pairs (GGUF type, number of outputs)."""
-        return cls.pack([(name, random_blocks(name, n, K, seed)) for name, n in ranges], K)
+    def random(
+        cls, ranges: Sequence[tuple[str, int]], K: int, seed: int = 0, size: float = 1.0
+    ) -> GgufMatrix:
+        """Create a matrix of random blocks, with weights roughly in ±`size`.
+
+        ranges: pairs (GGUF type, number of outputs).
+        """
+        return cls.pack([(name, random_blocks(name, n, K, seed, size)) for name, n in ranges], K)
 
     @property
     def K(self) -> int:  # noqa: N802

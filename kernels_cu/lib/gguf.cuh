@@ -148,8 +148,8 @@ struct Part {
             const float2 of_block = floats_of(scale.raw.x);
             const unsigned low = own_byte(scale.raw.w);
             return {FINE * of_block.x, -134217728.0f * of_block.y,  // -2^27: 2^22 for `least` times 32 for split_sum()
-                    {own_byte(scale.raw.y) & 0xc000c0u | low << 2 & 0x3c003cu,
-                     own_byte(scale.raw.z) & 0xc000c0u | low >> 2 & 0x3c003cu}};
+                    {(own_byte(scale.raw.y) & 0xc000c0u) | (low << 2 & 0x3c003cu),
+                     (own_byte(scale.raw.z) & 0xc000c0u) | (low >> 2 & 0x3c003cu)}};
         } else {
             return {0.0f, 32.0f, {__byte_perm((unsigned)scale.raw, 0u, 0x3232)}};
         }
