@@ -60,7 +60,7 @@ def test_the_times_are_those_of_the_measurements() -> None:
     """Every figure in a table of times is in the page from which it was taken."""
     steps = {row["rows"]: [row["µs a step"], row["tokens/s"]] for row in charts.table("Decoding")}
     assert all(figures(TOKEN)[rows][:2] == steps[rows] for rows in ("1", "8", "64", "256"))
-    assert f"the step takes {steps['8'][0]}." in TOKEN
+    assert f"the measured step takes {steps['8'][0]} µs." in TOKEN
     assert f"but the step takes {steps['1'][0]} µs" in re.sub(r"\s+", " ", FUSION)
     sources = "".join(
         (DOCS / name).read_text("utf-8")
