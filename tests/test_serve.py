@@ -1481,13 +1481,22 @@ def test_metrics(model: Any) -> None:
     from prometheus_client.parser import text_string_to_metric_families as families  # noqa: PLC0415
 
     body = {"prompt": "abc", "n": 2, "seed": 1, "max_tokens": 7}
+
+    def samples(running: Running) -> dict[tuple[str, ...], float]:
+        found = [each for f in families(get(running, "/metrics")[1]) for each in f.samples]
+        return {(each.name.removeprefix("gpt2block_"), *each.labels.values()): each.value
+                for each in found}  # fmt: skip
+
+    def requests(running: Running) -> float:
+        counted = samples(running).items()
+        return sum(n for key, n in counted if key[:2] == ("requests_total", COMPLETION))
+
     with serving(model, rows=3) as running:
         for more in ({}, {"max_tokens": 5, "stream": True}, {"prompt": 3}):
             post(running, COMPLETION, body | more)
         eventually(lambda: running.service.open == 0)
-        samples = [each for f in families(get(running, "/metrics")[1]) for each in f.samples]
-    found = {(each.name.removeprefix("gpt2block_"), *each.labels.values()): each.value
-             for each in samples}  # fmt: skip
+        eventually(lambda: requests(running) == 3)  # a process counts a request after its response
+        found = samples(running)
     assert found.items() >= {
         ("requests_total", COMPLETION, "200"): 2, ("requests_total", COMPLETION, "400"): 1,
         ("slots",): 3, ("new_tokens_total",): 24, ("first_token_seconds_count",): 4,

@@ -336,10 +336,10 @@ def test_each_gpu_reads_its_share_alone(
     with running_on(where):
         tensors = list(tensors_of(source, config, dtype, tmp_path))
         one = CudaModel(config, read_alone(tensors), formats, 0)
-        read = Counter[str]()
+        read, lock = Counter[str](), threading.Lock()
         for method in (Stored.read_into, Encoded.read_into, Encoded.read_bytes):
             kind = Stored if method is Stored.read_into else Encoded
-            monkeypatch.setattr(kind, method.__name__, counting(read, method))
+            monkeypatch.setattr(kind, method.__name__, counting(read, lock, method))
         several = SeveralCudaModels(config, iter(tensors), formats, gpus(count))
         parts = several.parts
         shares = [part._share for part in parts if part._share is not None]
@@ -367,10 +367,11 @@ def test_each_gpu_reads_its_share_alone(
                     assert_same_bits(own.scale.get(), np.concatenate(scales))
 
 
-def counting(read: Counter[str], method: Any) -> Any:
+def counting(read: Counter[str], lock: threading.Lock, method: Any) -> Any:
     def counted(tensor: Stored, *arguments: Any) -> None:
         whole = method.__name__ == "read_into"
-        read[tensor.label] += tensor.nbytes if whole else arguments[-1].nbytes
+        with lock:
+            read[tensor.label] += tensor.nbytes if whole else arguments[-1].nbytes
         method(tensor, *arguments)
 
     return counted
