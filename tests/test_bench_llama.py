@@ -11,10 +11,11 @@ import pytest
 from rich.console import Console
 
 from gpt2block import InputError, LlamaConfig, bench, emulator
-from gpt2block.bench import Report, Work, stages, tasks, token_works
+from gpt2block.bench import Report, Work, models, stages, tasks, token_works
 from gpt2block.bench import report as reports
 from gpt2block.bench.measure import tolerance
-from gpt2block.bench.models import SHAPES, RandomLlama, gguf_ranges, random_tensors
+from gpt2block.bench.models import SHAPES, RandomLlama
+from gpt2block.bench.random_weights import gguf_types, random_tensors
 from gpt2block.bench.stages import StagedPass, staged, stages_of
 from gpt2block.bench.tasks import Continuations, Prompt, Steps
 from gpt2block.bench.token_works import ManyPrompts, decode, generate, prompt
@@ -37,6 +38,7 @@ TINY = LlamaConfig(
     n_layer=1, n_head=2, n_kv_head=1, n_embd=64, n_ctx=16, vocab_size=56, n_ff=32, head_size=64,
     tie_word_embeddings=True,
 )  # fmt: skip
+OF_BLOCKS = replace(TINY, n_layer=2, n_embd=256, n_ff=256)
 MANY = ManyPrompts(3, 5, 9, new=4)
 STAGES = {
     "float16": ["unfused", "+ residuals", "+ RoPE", "+ graph", "+ overlap"],
@@ -74,11 +76,14 @@ def test_a_model_on_several_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (b.flops, b.traffic) == (a.flops // 2, a.traffic // 2)
         assert b.sizes == {**a.sizes, "gpus": 2}
     assert [each.name for each in several[0].ours((), 0)] == ["gpt2block"]
-    for model in (RandomLlama(TINY, "float16"), RandomLlama(TINY, "float16", None, "cuda:2,3")):
-        model.on(0)
-    for a, b in zip(*made.values(), strict=True):
-        np.testing.assert_array_equal(a.get(), b)
-    assert [*made] == ["cuda:0", "cuda:2,3"]
+    monkeypatch.setattr(models, "reads_blocks", lambda device: True)
+    for config, dtype in ((TINY, "float16"), (OF_BLOCKS, "file")):
+        for device in (None, "cuda:2,3"):
+            RandomLlama(config, dtype, None, device).on(0)
+        for pair in zip(*made.values(), strict=True):
+            a, b = (w.data if isinstance(w, GgufMatrix) else w for w in pair)
+            np.testing.assert_array_equal(a.get(), b)
+        assert [*made] == ["cuda:0", "cuda:2,3"]
 
 
 def test_the_works_and_their_order() -> None:
@@ -193,28 +198,62 @@ def test_all_stages_are_right_with_fp8_weights() -> None:
 
 
 @pytest.mark.usefixtures("emulated", "short")
-def test_a_step_with_gguf_blocks_is_right() -> None:
-    config = replace(TINY, n_layer=2, n_embd=256, n_ff=256)
-    model = RandomLlama(config, "file")
+@pytest.mark.parametrize(("cache", "by"), [(None, "gpt2block"), ("float8_e5m2", "+ FP8 kv_cache")])
+def test_a_step_with_gguf_blocks_is_right(cache: str | None, by: str) -> None:
+    model = RandomLlama(OF_BLOCKS, "file", cache)
     rows = raced(decode(model, 2, 6))
-    assert [(row.contender, row.right) for row in rows] == [("gpt2block", True)]
-    stored = [w for w in model.on(0).engine.given().values() if isinstance(w, GgufMatrix)]
-    vectors = sum(len(array) for _, array, layout in model.on(0).tensors() if layout is None)
-    read = {id(w): w.nbytes for w in stored}  # lm_head is wte
-    assert model.weight_bytes == sum(read.values()) + 4 * vectors
-    check_exact(model)
+    assert [(row.contender, row.right) for row in rows] == [(by, True)]
+    if cache is None:
+        engine: Any = model.on(0).engine
+        stored = [w for w in engine.given().values() if isinstance(w, GgufMatrix)]
+        vectors = sum(len(array) for _, array, layout in model.on(0).tensors() if layout is None)
+        read = {id(w): w.nbytes for w in stored}  # lm_head is wte
+        assert model.weight_bytes == sum(read.values()) + 4 * vectors
+        check_exact(model)
 
 
 def test_gguf_types_are_those_of_q4_k_m() -> None:
     """Half of the layers have Q6_K in w_down and v, as llama.cpp chooses them."""
     config = SHAPES["7b"]
-    of = {n: gguf_ranges(config, f"h.{n}.w_down") for n in range(32)}
-    precise = [n for n, ranges in of.items() if ranges == (("Q6_K", 4096),)]
+    of = {n: gguf_types(config, f"h.{n}.w_down", 4096) for n in range(32)}
+    precise = [n for n, types in of.items() if types == (("Q6_K", 4096),)]
     assert precise == [0, 1, 2, 3, 6, 9, 12, 15, 18, 21, 24, 27, 28, 29, 30, 31]
-    assert gguf_ranges(config, "h.0.w_qkv") == (("Q4_K", 8192), ("Q6_K", 4096))
-    assert gguf_ranges(config, "lm_head") == (("Q6_K", 32000),)
-    assert gguf_ranges(config, "wte") == (("Q4_K", 32000),)
+    assert gguf_types(config, "h.0.w_qkv", 12288) == (("Q4_K", 8192), ("Q6_K", 4096))
+    assert gguf_types(config, "lm_head", 32000) == (("Q6_K", 32000),)
+    assert gguf_types(config, "wte", 32000) == (("Q4_K", 32000),)
     assert RandomLlama(config, "file").weight_bytes == pytest.approx(4.0e9, rel=0.02)
+
+
+def test_rows_of_gguf_blocks_differ() -> None:
+    """Rows repeat after 4,072 rows, so that heads and matrices of a usual width differ."""
+    config = replace(OF_BLOCKS, n_embd=512, head_size=256, vocab_size=4100)
+    made = {name: w for name, w, _ in random_tensors(config, "file", np)}
+    wide = made["wte"].dequantized().T
+    assert wide.std() == pytest.approx(0.02, rel=0.1)
+    assert len(np.unique(wide[:4072], axis=0)) == 4072
+    np.testing.assert_array_equal(wide[4072:], wide[: 4100 - 4072])
+    q, k, v = np.split(made["h.0.w_qkv"].dequantized().T, [512, 768])
+    gate, up = (made[f"h.0.w_{name}"].dequantized() for name in ("gate", "up"))
+    pairs = (q[:256], k), (k, v), (gate, up), (gate[:, :248], up[:, 8:])
+    assert not any(np.array_equal(a, b) for a, b in pairs)
+
+
+def test_a_size_without_gguf_blocks() -> None:
+    works = bench.model_works("llama", None, "1", "smollm2-135m")
+    assert "file" not in {work.dtype for work in works}
+    with pytest.raises(InputError, match=r"--dtype file: .* 256 inputs, w.* has 576 in smoll"):
+        bench.model_works("llama", "file", "1", "smollm2-135m")
+    with pytest.raises(InputError, match="--dtype: expected one of float32"):
+        bench.model_works("gpt2", "file", "1")
+
+
+def test_dtypes_of_a_cache_that_weights_cannot_have_are_left_out() -> None:
+    found = bench.model_works("llama", None, "1", "1b", "bfloat16")
+    assert [work.dtype for work in found] == ["bfloat16", "bfloat16"]
+    found = bench.model_works("llama", None, "1", "1b", "float8_e5m2")
+    assert [work.dtype for work in found if work.what == "decode"] == [
+        *("bfloat16", "float8_e5m2", "file"),
+    ]
 
 
 def test_a_peer_takes_no_fp8_cache(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,6 +314,7 @@ def test_all_stages_are_right_in_the_table_and_json(monkeypatch: pytest.MonkeyPa
     rows = found["rows"]
     names = ["gpt2block", *STAGES["float16"], "gpt2block", "gpt2block", "sampled"]
     assert [row["contender"] for row in rows] == names
+    assert "sampled: temperature" in gpt2block("bench", "--llama").out
     assert all(row["right"] and row["us"] > 0 for row in rows)
     assert rows[0]["sizes"]["n_kv_head"] == 1
     assert rows[0]["tokens_s"] == pytest.approx(2e6 / rows[0]["us"])

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -13,20 +14,20 @@ from numpy.typing import NDArray
 
 from gpt2block.architectures.mistral import MistralConfig
 from gpt2block.architectures.qwen3 import Qwen3Config
-from gpt2block.checks import FLOATS
+from gpt2block.bench.random_weights import bytes_in_blocks, random_tensors
+from gpt2block.block import reads_blocks
 from gpt2block.config import GPT2Config, ModelConfig, model_shapes
-from gpt2block.config.formats import FILE, GGUF, Formats, itemsize
+from gpt2block.config.formats import FILE, Formats, itemsize
 from gpt2block.config.llama import LlamaConfig
 from gpt2block.cuda import cupy
-from gpt2block.cuda.arrays import CudaArray
 from gpt2block.cuda.kernels import FP8
+from gpt2block.errors import InputError
 from gpt2block.model import GPT2, Model
 from gpt2block.ops.attention import SIXTEEN_BITS
 from gpt2block.parameters.gpt2 import GPT2Weights
 from gpt2block.passes.prefill import Products
 from gpt2block.run.cuda_model import CudaModel
 from gpt2block.run.model import Ids, Tensors
-from gpt2block.weights.gguf import TYPES, GgufMatrix, range_bytes
 from gpt2block.weights.matrix import WeightMatrix
 
 SHAPES: Mapping[str, LlamaConfig] = {
@@ -55,11 +56,6 @@ SHAPES: Mapping[str, LlamaConfig] = {
         n_layer=4, n_head=4, n_kv_head=2, n_embd=256, n_ff=768, vocab_size=4096, n_ctx=1024,
     ),
 }  # fmt: skip
-NUMBERS = 2**22 - 3  # count of different random weights; a prime, so that rows of a matrix differ
-DEVIATION = 0.02  # standard deviation of random weights
-BLOCK_ROWS = 4096  # different rows of random GGUF blocks of a type; larger matrices repeat them
-Ranges = tuple[tuple[str, int], ...]  # pairs (GGUF type, number of outputs)
-GOLDEN_RATIO = (5**0.5 - 1) / 2  # multiples of the golden ratio modulo 1 are spread evenly
 Config = TypeVar("Config", bound=ModelConfig)
 
 
@@ -90,6 +86,12 @@ class RandomModel(ABC, Generic[Config]):
         if device not in self._on:
             self._on[device] = self._made(self._several or f"cuda:{device}")
         return self._on[device]
+
+    def release(self) -> None:
+        """Free the device memory of the model. The next call of `on` creates the model again."""
+        self._on.clear()
+        gc.collect()
+        cupy.get_default_memory_pool().free_all_blocks()
 
     @abstractmethod
     def _made(self, device: str) -> Model[Any]:
@@ -182,24 +184,24 @@ class RandomLlama(RandomModel[LlamaConfig]):
 
     _exact: CudaModel | None = None
 
+    def release(self) -> None:
+        self._exact = None
+        super().release()
+
     @property
     def _matrix_bytes(self) -> int:
         if self.dtype != FILE:
             return super()._matrix_bytes
-        shapes = model_shapes(self.config)
-        read = [name for name, shape in shapes.items() if len(shape) == 2]
-        if "lm_head" in shapes:
-            read.remove("wte")
-        inputs = {name: shapes[name][name in ("wte", "lm_head")] for name in read}
-        return sum(
-            sum(range_bytes(gguf_ranges(self.config, name), K)) for name, K in inputs.items()
-        )
+        unread = "" if self.config.tie_word_embeddings else "wte"
+        return bytes_in_blocks(self.config, unread)
 
     @property
     def checks_prompts(self) -> bool:
         return self.dtype in SIXTEEN_BITS
 
     def _made(self, device: str) -> Model[Any]:
+        if self.dtype == FILE and not reads_blocks(device):
+            raise InputError("GGUF blocks: expected a GPU of compute capability 8.0 or newer")
         with cupy.cuda.Device(self.device):
             library = cupy if self.gpus == 1 else np
             tensors = random_tensors(self.config, self.dtype, library)
@@ -233,77 +235,3 @@ class _Float32Activations(CudaModel):
 
     def _choose_products(self, largest: Mapping[str, float]) -> tuple[Products, dict[str, float]]:
         return "float32", {}
-
-
-def random_tensors(config: LlamaConfig, dtype: str, library: Any = cupy) -> Tensors:
-    """Yield (name, array, layout) of each tensor of a random Llama.
-
-    Matrices are drawn from N(0, 0.02²), in the dtype, or in float16 for FP8; the numbers repeat
-    after NUMBERS weights. For dtype "file", matrices have random blocks of `gguf_ranges`. Gammas
-    are drawn from U(0.8, 1.2), in float32. library: CuPy or NumPy, whose arrays are yielded.
-    """
-    stored = FLOATS["float16" if dtype in (*FP8, FILE) else dtype]
-    rng = np.random.default_rng(0)
-    count = min(NUMBERS, max(int(np.prod(shape)) for shape in model_shapes(config).values()))
-    numbers = rng.standard_normal(count, dtype=np.float32) * np.float32(DEVIATION)
-    block = library.asarray(numbers.astype(stored))
-    for n, (name, shape) in enumerate(model_shapes(config).items()):
-        if len(shape) == 1:
-            yield name, library.asarray(rng.uniform(0.8, 1.2, shape).astype(np.float32)), None
-            continue
-        of_outputs = shape if name in ("wte", "lm_head") else shape[::-1]
-        if dtype == FILE:
-            ranges = gguf_ranges(config, name)
-            yield name, _random_blocks(ranges, of_outputs[1], n, library), "NK"
-            continue
-        made = library.empty(of_outputs, stored)
-        _fill(made, block, int(n * GOLDEN_RATIO * count))
-        yield name, made, "NK"
-
-
-def gguf_ranges(config: ModelConfig, name: str) -> Ranges:
-    """Return the GGUF types of the outputs of a matrix, as in llama.cpp's mixture Q4_K_M.
-
-    Matrices have type Q4_K. lm_head, and w_down and the outputs v of w_qkv in half of the layers,
-    have type Q6_K.
-    """
-    of_layer = name.split(".")
-    outputs = model_shapes(config)[name][name not in ("wte", "lm_head")]
-    if len(of_layer) == 1:
-        tied = config.tie_word_embeddings
-        return (("Q6_K" if tied or name == "lm_head" else "Q4_K", outputs),)
-    n, last = int(of_layer[1]), config.n_layer
-    precise = n < last // 8 or n >= 7 * last // 8 or (n - last // 8) % 3 == 2
-    if not precise or of_layer[2] not in ("w_qkv", "w_down"):
-        return (("Q4_K", outputs),)
-    if of_layer[2] == "w_down":
-        return (("Q6_K", outputs),)
-    return ("Q4_K", outputs - config.kv_width), ("Q6_K", config.kv_width)
-
-
-def _random_blocks(ranges: Ranges, K: int, start: int, library: Any) -> GgufMatrix:
-    """Return a matrix of random blocks, in memory of `library`. `start` selects the first row."""
-    sizes, at, largest = range_bytes(ranges, K), 0, 0.0
-    data = library.empty(sum(sizes), "uint8")
-    for (name, _), size in zip(ranges, sizes, strict=True):
-        block = _different_rows(name, K)
-        own = library.asarray(block.data)
-        _fill(data[at : at + size], own, start * TYPES[name].row_bytes(K))
-        at, largest = at + size, max(largest, block.largest)
-    return GgufMatrix(data, GGUF, None, "NK", largest, ranges, K)
-
-
-@lru_cache
-def _different_rows(name: str, K: int) -> GgufMatrix:
-    return GgufMatrix.random([(name, BLOCK_ROWS)], K, size=DEVIATION)
-
-
-def _fill(array: CudaArray, block: CudaArray, start: int) -> None:
-    """Fill `array` with repetitions of `block`, beginning with the element `start` of `block`."""
-    bits = np.dtype(f"u{array.dtype.itemsize}")  # not every CuPy can copy bfloat16 and FP8
-    to, of = array.reshape(-1).view(bits), block.view(bits)
-    at, start = 0, start % of.size
-    while at < to.size:
-        part = of[start : start + to.size - at]
-        to[at : at + part.size] = part
-        at, start = at + part.size, 0

@@ -82,7 +82,11 @@ def run(
         # Import PyTorch before CuPy uses cuBLAS, so that PyTorch's cuBLAS is loaded.
         torch = torch_peers().TorchPeers(index) if peer else None
         best = measured()
+        model = None
         for work in progress(list(works)):
+            if model is not None and work.model is not model:
+                model.release()  # frees its weights and kv_caches for the next model
+            model = work.model
             try:
                 sets = work.sets()
                 entrants = [*work.ours(sets, index)]

@@ -217,7 +217,9 @@ class Continuations:
         from gpt2block.generation.options import Options  # noqa: PLC0415
 
         engine = self.model.on(device).engine
-        options = Options(max_new_tokens=self.new, sampling=sampling, stop_ids=())
+        options = Options(
+            max_new_tokens=self.new, sampling=sampling, seed=sampling.seed, stop_ids=()
+        )
 
         def written(found: Sequence[Any]) -> GeneratedSequences:
             tokens, logprobs = (

@@ -16,6 +16,7 @@ import numpy as np
 from gpt2block.bench import tasks
 from gpt2block.bench.models import SHAPES, RandomGPT2, RandomLlama, RandomModel
 from gpt2block.bench.race import Capture, Contender
+from gpt2block.bench.random_weights import blocks_problem
 from gpt2block.bench.stages import UNFUSED, stages_of
 from gpt2block.bench.tasks import Continuations, Prompt, Steps
 from gpt2block.bench.works import STEPS_OF_A_BLOCK, Work
@@ -33,7 +34,6 @@ NAME = "gpt2block"
 FP8_CACHE = "+ FP8 kv_cache"  # name of the decoding step with all fusions and an FP8 kv_cache
 NOTES = {UNFUSED: "a kernel for each operation, launched from Python; + adds to the line above"}
 NARROW = "float8_e5m2"
-GGUF_MULTIPLE = 256  # divisor of the inputs of matrices with blocks of Q4_K
 FLOAT16 = ("7b", "small")  # sizes with float16 weights; other sizes have bfloat16 weights
 
 Captures = Mapping[str, Capture]  # name of an implementation → its `capture`
@@ -120,17 +120,14 @@ def model_works(
     """
     timed, name = MODELS[architecture], name or MODELS[architecture].default
     config = timed.size(name)
-    in_blocks = architecture == "llama" and not config.n_embd % GGUF_MULTIPLE
-    if dtype is not None:
-        check_choice("--dtype", dtype, (*DTYPES, FILE) if in_blocks else DTYPES)
+    _check_dtype(dtype, architecture, name, config)
     counts = timed.rows if rows is None else parse_rows(rows)
     raced = timed.peer_rows if rows is None else counts
     own = "float16" if name in FLOAT16 else "bfloat16"
-    stored: list[tuple[str, str | None]]
-    further = [each for each in timed.further if each[0] != FILE or in_blocks]
-    stored = [(dtype, None)] if dtype else [(own, None), *further]
+    first, further = (dtype or own, cache), () if dtype else timed.further
     if cache is not None:
-        stored = [(weights, cache) for weights, kv in stored if kv is None]
+        further = [(weights, cache) for weights, kv in further if kv is None]
+    stored = [first, *(each for each in further if _can_be_stored(config, *each))]
     works: list[Work] = []
     for weights, kv in stored:
         model = timed.model(config, weights, kv, several)
@@ -139,6 +136,22 @@ def model_works(
         works += [first_token(model, T) for T in timed.firsts]
         works += [generate(model, timed.many[name])] if name in timed.many else []
     return works
+
+
+def _check_dtype(dtype: str | None, architecture: str, name: str, config: ModelConfig) -> None:
+    """Raise InputError unless benchmarks of these weights can have this dtype."""
+    if dtype is None:
+        return
+    check_choice("--dtype", dtype, (*DTYPES, FILE) if architecture == "llama" else DTYPES)
+    if dtype == FILE and (problem := blocks_problem(config)):
+        raise InputError(f"--dtype file: {problem} in {name}: choose another --size")
+
+
+def _can_be_stored(config: ModelConfig, dtype: str, cache: str | None) -> bool:
+    """Return whether weights of these sizes can have this dtype, with this dtype of the cache."""
+    if dtype == FILE and blocks_problem(config):
+        return False
+    return cache in (None, own_cache_dtype(dtype), *FP8)
 
 
 def parse_rows(text: str) -> tuple[int, ...]:
@@ -187,6 +200,7 @@ def model_work(
         ours=contenders,
         roundings=STEPS_OF_A_BLOCK,
         rounding="bfloat16" if fp8 else None,
+        model=model,
         **fields,
     )
 

@@ -33,7 +33,8 @@ Function = Callable[..., Tensor]
 def check_weights(dtype: str, option: str = "") -> None:
     """Raise InputError if `dtype`, the dtype of weights, is FP8 or stands for GGUF blocks."""
     if dtype in (*FP8, FILE):
-        raise InputError(f"{option}no PyTorch operation here takes {dtype} weights")
+        weights = "GGUF blocks" if dtype == FILE else f"{dtype} weights"
+        raise InputError(f"{option}no PyTorch operation here takes {weights}")
 
 
 def tensor(array: Any) -> Tensor:

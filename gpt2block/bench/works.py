@@ -74,7 +74,7 @@ class Work:
     rounding errors are tolerated; None: the dtype of the arithmetic. rounds: rounds over all copies
     in one turn; None: as many as take some milliseconds. turns: number of timed calls that return
     when their results are in host memory; None: times of CUDA graphs. tokens: number of tokens that
-    a call generates; None without generation.
+    a call generates; None without generation. model: the `RandomModel` that runs; None for kernels.
     """
 
     what: str
@@ -92,6 +92,7 @@ class Work:
     rounds: int | None = None
     turns: int | None = None
     tokens: int | None = None
+    model: Any = None
 
     def sets(self) -> Sets:
         """Return copies of the inputs in device memory, which successive calls use in turn."""

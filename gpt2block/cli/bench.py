@@ -87,7 +87,7 @@ def print_report(out: Console, report: Report) -> None:
     out.print(f"ceilings in this run: copy {report.ceilings.copy_gb_s:.0f} GB/s; cuBLAS for")
     out.print(f"M = N = K = 8192: {rates} TFLOP/s")
     models = [row for row in report.rows if "n_layer" in row.sizes]
-    for line in _decoding(models[0]) if models else _KERNELS:
+    for line in _decoding(models) if models else _KERNELS:
         out.print(line)
     out.print("x ours: time divided by that of our first line; wrong results are left out")
     for kind in TITLES:
@@ -110,9 +110,14 @@ _KERNELS = (
 )
 
 
-def _decoding(row: BenchRow) -> tuple[str, ...]:
-    """Return lines that explain how whole models are timed. `row`: any result of the model."""
-    sizes = row.sizes
+def _decoding(rows: list[BenchRow]) -> tuple[str, ...]:
+    """Return lines that explain how whole models are timed. `rows`: results of the models."""
+    row, sizes = rows[0], rows[0].sizes
+    sampled = (
+        f"; sampled: temperature {SAMPLED.temperature}, top-k {SAMPLED.top_k}, "
+        f"top-p {SAMPLED.top_p}"
+    )
+    steps = sampled if any(each.contender == "sampled" for each in rows) else ""
     if "n_kv_head" in sizes:
         name, of, exact = "Llama", "", "float32"
     else:
@@ -122,8 +127,7 @@ def _decoding(row: BenchRow) -> tuple[str, ...]:
         f"{name} of {sizes['n_layer']} layers of {sizes['n_embd']} channels, random weights{of}"
         f"{divided}",
         "times of calls from Python, until the result is on the host, contenders in turn",
-        f"a step: median of {tasks.TURNS} turns of {tasks.STEPS}; sampled: temperature "
-        f"{SAMPLED.temperature}, top-k {SAMPLED.top_k}, top-p {SAMPLED.top_p}",
+        f"a step: median of {tasks.TURNS} turns of {tasks.STEPS}{steps}",
         "% floor: share of the least time, that of reading all weights once in each step",
         "and the keys and values of all rows once, at the rate of the copy",
         f"max rel: error of logits, log-probabilities relative to the largest logit, by {exact}",

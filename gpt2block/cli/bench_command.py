@@ -46,7 +46,7 @@ class BenchOptions:
         "Run only bfloat16, float16 or float32. With --decode: dtype of the weights, by default "
         "bfloat16; also float8_e5m2 or float8_e4m3fn. With --llama: also file, GGUF blocks as in "
         "Q4_K_M; by default 16 bits, then float8_e5m2, then file.",
-        complete=complete.dtypes,
+        complete=complete.weight_dtypes,
     )
     kv_dtype: str | None = option(
         "With --decode or --llama: float8_e5m2 or float8_e4m3fn for keys and values.",

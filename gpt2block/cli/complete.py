@@ -9,7 +9,7 @@ import typer
 from gpt2block.checkpoints import BUNDLED_NAMES
 from gpt2block.checkpoints.locating import SMOLLM2
 from gpt2block.config import SIZES
-from gpt2block.config.formats import DTYPES
+from gpt2block.config.formats import DTYPES, FILE
 from gpt2block.ops.operation import Operation
 from gpt2block.ops.registry import OPERATIONS
 
@@ -28,6 +28,7 @@ def one_of(*names: str) -> Completion:
 models = one_of(*BUNDLED_NAMES, SMOLLM2, *SIZES)
 sizes = one_of(*SIZES)
 dtypes = one_of(*DTYPES)
+weight_dtypes = one_of(*DTYPES, FILE)
 devices = one_of("cpu", "cuda")
 operations = one_of(*OPERATIONS)
 
