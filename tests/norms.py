@@ -57,9 +57,10 @@ class Shape(NamedTuple):
 class Kernel:
     """A variant of an operation. dtype: of x, and of the vectors if they are not float32.
 
-    shapes: shapes on which the kernel must be right; most laws use the first two. vectors: their
-    number. in_place: whether out may be x. alone: whether the order of additions in a row depends
-    neither on other rows nor on the GPU. widths: C of rows on a GPU -> numbers of rows to try.
+    shapes: shapes on which the kernel must be right; most laws use the first two. vectors: the
+    number of vectors. in_place: whether out may be x. alone: whether the order of additions in a
+    row depends neither on other rows nor on the GPU. widths: C of rows on a GPU -> numbers of rows
+    to try.
     """
 
     operation: Operation

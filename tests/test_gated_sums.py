@@ -374,9 +374,9 @@ MODELS += [
 def test_a_model_has_the_bits_of_the_other_plan(
     device: Any, possible: None, dtype: str, config: LlamaConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows have these bits alone and in batches of one to four; five rows use the other plan.
+    """Rows in batches of one to five have the bits of a row alone with the other plan.
 
-    The emulator runs the other plan only for single rows.
+    Five rows always use the other plan. The emulator runs it otherwise only for single rows.
     """
     weights = LlamaWeights.random(0, config)
     prompts = [[n, 3 * n + 1, 7, *range(n)] for n in range(5)]

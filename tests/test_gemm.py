@@ -70,7 +70,7 @@ def test_what_is_infinite_beside_next_to_nothing_is_nan() -> None:
 
 
 def test_scales_far_apart() -> None:
-    """Multiplied by one scale only, each of the sums would exceed float32's range."""
+    """Multiplied by the scale of x alone, many sums of the first case would exceed float32."""
     case = Case(16, 136, 8, bias=False, tile=PARTS)
     for of_x, of_w in ((1e33, 1e-30), (1e-3, 1e6)):
         given = SPLIT.made(case)

@@ -192,7 +192,7 @@ def test_kernels_of_a_gpu_move_the_same(
         kind, token = found.passes[1]
     assert kind == "token"
     moved = {ran.step: ran.moved for ran in token.ran}
-    # positions are zeros on the emulated GPU: each row sees one key
+    # positions stay zero, as kernels here only take time: each row sees one key
     assert sum(each.cache for each in moved.values()) == cache_of([0] * ROWS, itemsize)
     scales = 0
     if dtype == "float32":  # two-part weights: 2 x 2 bytes and a scale for each row

@@ -1,4 +1,4 @@
-"""Scores: each token is predicted once, from the context that the stride gives; token files."""
+"""Scores: each token is predicted once, from the context of the stride; token files; vectors."""
 
 from __future__ import annotations
 

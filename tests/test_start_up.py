@@ -30,7 +30,7 @@ def starts(lengths: tuple[int, ...]) -> list[Start]:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_nothing_is_compiled_for_the_first_sequences(dtype: str) -> None:
-    """Prompts of usual lengths are recorded too; for other lengths, kernels are compiled."""
+    """Prompts of usual lengths are recorded too; other lengths have compiled kernels."""
     rng = np.random.default_rng(0)
     with recording("9.0"):
         engine = engine_of(LARGE, dtype, None)

@@ -115,8 +115,8 @@ def tracked(items: Collection[T], label: str, hidden: bool = False) -> Iterator[
 def compiling(hidden: bool = False) -> Iterator[None]:
     """Show how many kernels are compiled during the `with` block, if stderr is a terminal.
 
-    The line appears if this takes longer than to read kernels from CuPy's cache, and is removed at
-    the end.
+    The line appears if the kernels take longer than if CuPy's cache had them, and is removed at the
+    end.
     """
     begun: list[float] = []
     shown_line = False

@@ -39,7 +39,7 @@ class EvaluatedModel(TemplateLM):
     """A model for lm_eval, which calls it with requests and computes the metrics of tasks.
 
     model: a name or path as in `gpt2block.from_pretrained`, such as a GGUF file. device, dtype,
-    kv_dtype, revision: as in this function. batch_size: most rows that are computed together, or
+    kv_dtype, revision: as in `from_pretrained`. batch_size: most rows computed together, or
     "auto" for as many as fit; max_batch_size limits "auto". max_length: most tokens of a row, by
     default n_ctx. max_gen_toks: most new tokens of a text if the task does not say.
     prefix_token_id: the token before a text without context, by default the tokenizer's first token

@@ -189,8 +189,10 @@ def _of_blocks(p: HopperProduct, rows: int, sms: int) -> HopperLinearTile:
     """Return the tile for weights in GGUF blocks; the rules follow measurements on an H100.
 
     Up to 32 rows, K is divided until a multiprocessor has about three blocks. For more rows, a
-    multiprocessor has one block with deep rings if all blocks then run at once. Such a block has
-    two sets of warps if it computes half of K. Blocks of a cluster that do not divide K share x.
+    multiprocessor has one block, with a deep ring, if the block has MOST_GROUPS warpgroups or if
+    all blocks then run at once; otherwise two blocks. If it has one block, of one warpgroup, with
+    half of a K of MOST_SPLITS splits, this block has two sets of warps. Blocks of one warpgroup
+    that do not divide K form clusters that share x.
     """
     parts, each = splits(p.K)
     possible = [n for n in (1, 2, 4) if parts > HALF_SPLITS * (n > 1) and (n < 3 or parts % n == 0)]

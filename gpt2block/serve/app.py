@@ -78,7 +78,7 @@ from gpt2block.tokenizers import tokenizer
 from gpt2block.tokenizers.encoding import Encoding, bytes_of_ids
 
 MOST_BODY = 4 * 2**20  # most bytes of a request's body
-MOST_DROPPED = 64 * 2**20  # bytes to read of a too large body: clients read errors after sending it
+MOST_DROPPED = 64 * 2**20  # most bytes read of a too large body: clients read errors after it
 SMALL_BODY = 4096  # most bytes of a body that is parsed in the event loop, not in a thread
 BODY_SECONDS = 30.0  # time limit for receiving a body
 GRACE = 30  # seconds that running requests get to finish when the server stops

@@ -334,9 +334,10 @@ class Outlet:
             self._service.release(rows)
 
     def received(self) -> None:
-        """Let the rows of the oldest batch that was not received deliver new tokens, after a pause.
+        """Let the rows of the batch that the front has received deliver new tokens, after a pause.
 
-        The pause limits the share of time that is spent on delivering tokens.
+        Batches are received in the order of their delivery. The pause limits the share of time that
+        is spent on delivering tokens.
         """
         rows = self._on_the_way.popleft()
         self._service.release(rows)

@@ -32,7 +32,7 @@
 // are repeated. With a window, split 0 contains the window's first key. The grid does not depend on positions.
 //
 // Grid (AS_CLUSTER, teams / AS_HEADS, M), block (32 AS_HEADS AS_WARPS), with AS_QUERIES > 1 sizeof(Shared) bytes of
-// dynamic shared memory. A position beyond the cache means its last one. Idea: Dao et al., "Flash-Decoding" (2023).
+// dynamic shared memory. Positions beyond the cache mean its last position. Idea: Dao et al., "Flash-Decoding" (2023).
 #include "lib/attention/unit.cuh"
 #include "lib/attention/window.cuh"
 #include "lib/cluster.cuh"
