@@ -190,6 +190,15 @@ def test_all_is_measured_on_the_emulator(short: None, monkeypatch: pytest.Monkey
             rows, lines = reports.rows_of(work, work.ours([{}], 0), 1, BEST)
             report.rows.extend(rows)
             report.skipped.extend(lines)
+        many = Continuations(tiny("bfloat16"), tiny().prompts([5, 9]), 12)
+        sampled, again = (many.generated(0, token_works.SAMPLED, 1) for _ in range(2))
+        greedy = many.generated(0, token_works.GREEDY, 1)
+        texts = []
+        for one in (sampled, again, greedy):
+            one.replay()
+            texts.append([ids.tolist() for ids in one.outs[0]().sequences])
+        assert texts[0] == texts[1] != texts[2]
+        assert [one.outs[0]().greedy for one in (sampled, greedy)] == [False, True]
         run = steps.decoded(0, token_works.GREEDY, 1)
         run.replay()
         assert {len(ids) for ids in run.outs[0]().sequences} == {steps.start + 2}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -227,7 +228,7 @@ def test_gguf_types_are_those_of_q4_k_m() -> None:
 def test_rows_of_gguf_blocks_differ() -> None:
     """Rows repeat after 4,072 rows, so that heads and matrices of a usual width differ."""
     config = replace(OF_BLOCKS, n_embd=512, head_size=256, vocab_size=4100)
-    made = {name: w for name, w, _ in random_tensors(config, "file", np)}
+    made: dict[str, Any] = {name: w for name, w, _ in random_tensors(config, "file", np)}
     wide = made["wte"].dequantized().T
     assert wide.std() == pytest.approx(0.02, rel=0.1)
     assert len(np.unique(wide[:4072], axis=0)) == 4072
@@ -236,6 +237,24 @@ def test_rows_of_gguf_blocks_differ() -> None:
     gate, up = (made[f"h.0.w_{name}"].dequantized() for name in ("gate", "up"))
     pairs = (q[:256], k), (k, v), (gate, up), (gate[:, :248], up[:, 8:])
     assert not any(np.array_equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.usefixtures("emulated", "short")
+def test_a_run_releases_each_model_before_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    benches.without_measuring(monkeypatch)
+    first, last = RandomLlama(TINY, "float16"), RandomLlama(TINY, "bfloat16")
+    engines: list[weakref.ref[Any]] = []
+
+    def truth(ids: Any) -> Any:
+        if first._on:
+            engines.append(weakref.ref(first.on(0).engine))
+        return np.zeros(TINY.vocab_size)
+
+    bench.run([replace(decode(model, 1, 6), truth=truth) for model in (first, last)])
+    assert engines
+    assert all(engine() is None for engine in engines)
+    assert (first._on, first._exact) == ({}, None)
+    assert last._on
 
 
 def test_a_size_without_gguf_blocks() -> None:
