@@ -248,7 +248,7 @@ def test_a_run_releases_each_model_before_the_next_one(monkeypatch: pytest.Monke
     def truth(ids: Any) -> Any:
         if first._on:
             engines.append(weakref.ref(first.on(0).engine))
-        return np.zeros(TINY.vocab_size)
+        return np.ones(TINY.vocab_size)
 
     bench.run([replace(decode(model, 1, 6), truth=truth) for model in (first, last)])
     assert engines
