@@ -39,7 +39,7 @@ SET_CACHE = "set CUPY_CACHE_DIR to a directory that can be written"
 ADVICE = "`gpt2block check` says what to do"
 NO_DEVICE = 100
 LEAST_TO_DIVIDE = 8, 0  # minimum compute capability of GPUs among which a model can be divided
-MOST_TO_DIVIDE = 8  # maximum GPUs among which a model can be divided
+MOST_GPUS = 8  # maximum GPUs among which a model can be divided
 DRIVER_FIX = {  # fixes by error code of the driver
     34: "remove the toolkit's 'stubs' directory from LD_LIBRARY_PATH",
     802: "start the fabric manager: sudo systemctl start nvidia-fabricmanager",
@@ -344,8 +344,8 @@ def check_several(devices: Sequence[VisibleDevice], apart: Sequence[str]) -> Che
     problem = ""
     if len(kinds) > 1:
         problem = "they are of different kinds"
-    elif count > MOST_TO_DIVIDE:
-        problem = f"expected at most {MOST_TO_DIVIDE}"
+    elif count > MOST_GPUS:
+        problem = f"expected at most {MOST_GPUS}"
     elif devices[0].capability < LEAST_TO_DIVIDE:
         problem = f"they have compute capability {_dotted(devices[0].capability)}, less than 8.0"
     elif apart:

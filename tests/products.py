@@ -71,8 +71,8 @@ LINEAR_OP, MATMUL_OP = OPERATIONS["linear"], OPERATIONS["matmul_bias"]
 RMSNORM_MATMUL, RMSNORM_FFN = OPERATIONS["rmsnorm_matmul"], OPERATIONS["rmsnorm_ffn"]
 QKV_KERNELS = ("decode_cores", "decode_mma", "decode_mma_tiles")  # in the order of the variants
 NAMES = {"a": "x", "w1": "w", "w3": "up"}  # names of arguments in contracts -> names here
-# (operation, variant) -> the module and the function that choose a tile or layout, and the option
-# of the function that replaces its choice, or "" if the function only returns the choice.
+# (operation, variant) -> module and function that choose a tile or layout, and the option of this
+# function that replaces the choice, or "" if the function only returns the choice.
 CHOOSERS: dict[tuple[str, str], tuple[ModuleType, str, str]] = {
     ("linear", "matvec"): (_linear_matvec, "geometry", "cut"),
     ("linear", "mma"): (_linear_mma, "geometry", "cut"),

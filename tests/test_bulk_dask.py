@@ -46,7 +46,7 @@ from gpt2block.bulk import cluster, driver
 
 ROOT = Path(__file__).parent.parent
 TIMEOUT = 300  # seconds
-# As in Dask's workers, BLAS has one thread: the last bits of a product depend on the number.
+# BLAS has one thread, as in Dask's workers: the number changes the last bits of a product.
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"}
 LINES, SHARD, FEW = 240, 10, 60
 UNREADABLE = {
@@ -514,7 +514,7 @@ except KeyboardInterrupt:
 
 
 def test_an_interrupt_comes_late_where_all_threads_block_it() -> None:
-    """As in commands, one thread waits for SIGINT and all others block it."""
+    """One thread waits for SIGINT and all others block it, as in commands."""
     done = subprocess.run(
         [sys.executable, "-c", HELD],
         capture_output=True, text=True, check=False, timeout=TIMEOUT, env=ENVIRONMENT,

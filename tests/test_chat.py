@@ -454,7 +454,7 @@ def test_damaged_settings(saved: Path, tmp_path: Path, content: Any) -> None:
         with pytest.raises(CheckpointError, match="chat_template: expected a text, got 7"):
             chat_template(opened)
     else:
-        assert chat_template(opened) is None  # of several templates none is the default
+        assert chat_template(opened) is None  # no template is the default
     (folder / "chat_template.jinja").write_bytes(b"\xff\xfe{")
     with pytest.raises(CheckpointError, match="expected UTF-8"):
         chat_template(opened)

@@ -215,7 +215,7 @@ def test_in_place_among_others(where: str, dtype: str, half_split: bool) -> None
 @on_every_device
 @pytest.mark.parametrize(("theta", "D"), [(1e4, 64), (5e5, 128), (1.0, 6), (16.0, 4), (1e4, 2)])
 def test_far_positions(where: str, theta: float, D: int) -> None:
-    """As the source states, angles have a relative error of about 2^-27; pair 0 is exact."""
+    """Angles have a relative error of about 2^-27, as the source states; pair 0 is exact."""
     x = np.zeros((1, 8, 1, D), np.float32)
     x[..., 0::2] = 1  # the result is cosines and sines
     for start in (0, 4095, 131064, MOST_POSITIONS - 8):

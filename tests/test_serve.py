@@ -365,7 +365,7 @@ def test_a_request_that_takes_too_long(model: Any) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_token_ids(client: Any, model: Any, stream: bool) -> None:
-    """As in vLLM, a stream has a prompt's ids once, and each chunk its new ids."""
+    """A stream has a prompt's ids once, and each chunk has its new ids, as in vLLM."""
     more = {"extra_body": {"return_token_ids": True}, "stream": stream}
     options: dict[str, Any] = {"model": "small", "seed": 3, "max_tokens": 5, "n": 2, **more}
     text = client.completions.create(prompt=["ab", [7]], logprobs=0, echo=not stream, **options)

@@ -290,7 +290,7 @@ def test_products_at_the_end_of_the_range(device: Any) -> None:
 @pytest.mark.parametrize("variant", ["tri5", "tri6"])
 @one_order
 def test_values_that_are_not_finite(device: Any, variant: str) -> None:
-    """As in float32, infinities have the right sign, and inf * 0 and inf - inf give NaN."""
+    """Infinities have the right sign, and inf * 0 and inf - inf give NaN, as in float32."""
     T = 75
     qkv = np.rint(8 * random(1, T, 2, 64))  # integers, including zeros
     q, k = (np.moveaxis(qkv[0, :, i], 0, 1) for i in range(2))  # (heads, rows, channels)

@@ -70,10 +70,10 @@ def _floats(
 def _blocks(config: LlamaConfig, library: Any) -> Iterator[GgufMatrix]:
     for n, name, N, K in _matrices(config):
         ranges = gguf_types(config, name, N)
-        data, at, largest = library.empty(sum(range_bytes(ranges, K)), "uint8"), 0, 0.0
-        for (kind, _), size in zip(ranges, range_bytes(ranges, K), strict=True):
+        sizes, first = range_bytes(ranges, K), int(n * GOLDEN_RATIO * OCTETS)
+        data, at, largest = library.empty(sum(sizes), "uint8"), 0, 0.0
+        for (kind, _), size in zip(ranges, sizes, strict=True):
             rows = _different_rows(kind, K)
-            first = int(n * GOLDEN_RATIO * OCTETS)
             block = library.asarray(rows.data)
             _fill(data[at : at + size], block, first * TYPES[kind].row_bytes(K))
             at, largest = at + size, max(largest, rows.largest or 0.0)

@@ -22,7 +22,6 @@ from gpt2block.checkpoints import BUNDLED_NAMES, Checkpoint
 from gpt2block.checks import check_choice, check_count
 from gpt2block.cuda import first_gpus
 from gpt2block.errors import DeviceError, InputError, printable
-from gpt2block.ops.gather import MOST_GPUS
 from gpt2block.tokenizers.lookup import Lookup
 
 FORMAT = 2  # version of the manifest's format
@@ -67,7 +66,8 @@ class Job(Arguments):
         InputError, CheckpointError for arguments that would fail on every worker.
         """
         check_count("shard_size", self.shard_size)
-        if self.device not in (None, "cuda", "cpu", *map(first_gpus, range(1, MOST_GPUS + 1))):
+        several = map(first_gpus, range(1, doctor.MOST_GPUS + 1))
+        if self.device not in (None, "cuda", "cpu", *several):
             raise InputError(
                 "device: expected cuda, cpu or the first GPUs of a worker, such as cuda:0,1, got "
                 f"{self.device!r}: set CUDA_VISIBLE_DEVICES to choose GPUs"

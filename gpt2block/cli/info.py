@@ -33,6 +33,7 @@ from gpt2block.config.formats import (
     itemsize,
     with_cache,
 )
+from gpt2block.doctor import MOST_GPUS
 from gpt2block.errors import InputError
 
 
@@ -47,7 +48,6 @@ def info(
     as_json: bool = json_option(),
 ) -> None:
     """Show the sizes, end tokens, memory and tensors of a model, without reading tensor data."""
-    from gpt2block.ops.gather import MOST_GPUS  # noqa: PLC0415
     from gpt2block.run.model import weight_bytes  # noqa: PLC0415
     from gpt2block.run.several_bytes import bytes_by_gpu  # noqa: PLC0415
     from gpt2block.tokenizers.tokenizer import sources_of_end_tokens  # noqa: PLC0415

@@ -14,6 +14,7 @@ from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import CudaArray, device_attribute, on_device, pinned, seen_from_here
 from gpt2block.cuda.kernels import Geometry, dtype_name, launch_at
 from gpt2block.cuda.requests import Launch
+from gpt2block.doctor import MOST_GPUS
 from gpt2block.errors import InputError
 from gpt2block.ops.call import Call, UncheckedCall
 from gpt2block.ops.operation import REQUIRED, Operation, variant
@@ -23,7 +24,6 @@ from gpt2block.weights.two_part import TwoPartMatrix
 
 FILE = "shares/gather.cu"
 KERNELS = "gather", "gather_rows", "rmsnorm_gathered"  # kernels that exchange words
-MOST_GPUS = 8
 THREADS = 512  # GATHER_THREADS of the kernel
 MOST_BLOCKS = 2  # per multiprocessor, so that all blocks of a gather run at the same time
 CAPACITY = 2**19  # entries in half of gather's area; an entry: a 4-byte word, its round's number

@@ -79,8 +79,8 @@ class DecodePass(Pass):
         biased = any(self.do.has(w.replace("w_", "b_")) for w in to)
         if (beta and self.norms) or (to and fused and not beta and not biased):
             return Rows(x, gamma, beta, bound=bound)
-        # The RMSNorm kernel computes UNIT neighbouring channels together, so that it can store sums
-        # of CHUNK channels with the terms (`Terms.with_sums`).
+        # The RMSNorm kernel computes UNIT neighbouring channels together. Therefore it can store
+        # sums of CHUNK channels with the terms (`Terms.with_sums`).
         terms = self._terms(to, bound, together=1 if beta else UNIT)
         if beta:
             options: dict[str, Any] = {"variant": "decode", "stats": False, **_to(terms)}
