@@ -48,10 +48,12 @@ from gpt2block.cuda import arrays as _arrays
 from gpt2block.cuda.kernels import FP8
 from gpt2block.ops import _linear_hopper, _linear_mma, registry
 from gpt2block.ops.attention_cached import KV_COPY
+from gpt2block.ops.gather import GATHER, GATHER_NORM, RECEIVE, SEND, Mailboxes, normalizes
 from gpt2block.ops.gemm import allocate_stream_k_workspace
 from gpt2block.ops.linear import LINEAR_ROPE, MORE_ROWS
 from gpt2block.ops.products import HOPPER_CAPABILITY
 from gpt2block.ops.registry import OPERATIONS, STEPS, Operation
+from gpt2block.ops.terms import Terms
 from gpt2block.parameters.arrays import random_model
 from gpt2block.run.guessing import SpeculationPolicy
 from gpt2block.run.model import Ids, start_all
@@ -541,6 +543,39 @@ def guessed(model: Model[Any], prompts: list[Ids]) -> None:
     assert found == model.generate(prompts, **options)
 
 
+def gathers() -> None:
+    """Gather columns with and without a norm.
+
+    The GPUs are one device. All of them send first, then all receive: gathers that wait for each
+    other could not run, as compute-sanitizer runs kernels one after another.
+    """
+    cases = [(3, (40, 24)), (16, (256, 128, 128, 64)), (2500, (64, 48)), (4, (1024, 1024))]
+    for (M, widths), norm in product(cases, (None, Terms("float32"), Terms("float16"))):
+        N, mail = sum(widths), Mailboxes([0] * len(widths))
+        if norm and not normalizes(M, N):
+            continue
+        for seed in range(3):  # the third round uses the first half of the mailboxes again
+            shares = [cupy.asarray(random_input(seed + n, (M, S))) for n, S in enumerate(widths)]
+            residual = cupy.asarray(random_input(9, (M, N)))
+            truth = reference.gathered([share.get() for share in shares], residual.get())
+            streams, bound = [], []
+            for me, share in enumerate(shares):
+                streams.append(residual.copy())
+                inputs: list[Any] = [share, streams[-1], *mail.of(me).values()]
+                sizes: dict[str, Any] = {"N": N, "first": sum(widths[:me])}
+                if norm is None:
+                    bound.append(GATHER.bind_on_device(inputs, streams[-1], **sizes))
+                    continue
+                inputs.insert(2, residual[0])  # weights of the norm
+                terms = None if norm.dtype == "float32" else norm
+                bound.append(GATHER_NORM.bind_on_device(inputs, **sizes, to_terms=terms))
+            for launches in zip(*(each.launches for each in bound), strict=True):
+                for parts, launch in product((SEND, RECEIVE), launches):
+                    replace(launch, args=(*launch.args[:-1], np.int32(parts))).run()
+            for stream in streams:
+                checked(f"gather {M} {widths} {norm}", truth, 0, stream.copy)
+
+
 def main() -> None:
     if "--without-hopper" in sys.argv[1:]:
         own = _arrays.compute_capability()
@@ -563,6 +598,7 @@ def main() -> None:
         blocks_by_wgmma,
         own_frequencies,
         prefixes,
+        gathers,
     ):
         parts[part.__name__] = part
     names = [name for name in sys.argv[1:] if not name.startswith("--")]
