@@ -157,9 +157,10 @@ struct Consumer {
 
    private:
     // Marks stage `used` as empty. The caller must have used, not only loaded, all data of the stage: otherwise a copy
-    // into this stage could overtake a load. Each lane arrives for its own loads. An arrival of lane 0 after
-    // __syncwarp() takes the same time, but racecheck does not see this synchronisation of the warp and reports the
-    // loads of the other lanes.
+    // into this stage can overtake a load. This happened to chunk sums in Q4_K (H200, 16 and 32 rows of Llama 7B): the
+    // first loads of attention blocks that had started early on the same SM delayed the loads from shared memory. Each
+    // lane arrives for its own loads. An arrival of lane 0 after __syncwarp() takes the same time, but racecheck does
+    // not see this synchronisation of the warp and reports the loads of the other lanes.
     __device__ __forceinline__ void release(int used) const {
         if (DH_SHARES == 1) arrive(ring.empty[used]);
 #pragma unroll
@@ -216,7 +217,8 @@ struct Consumer {
 #pragma unroll
             for (int chunk = 0; chunk < 4; ++chunk) {
                 wait_for_products<1>();  // products of chunk - 2, which used the same registers, are complete
-                if (i > 0 && chunk == 1) load_sums<Part, 0>(of_x, before), release(before);
+                if (i > 0 && chunk == 0) load_sums<Part, 0>(of_x, before);
+                if (i > 0 && chunk == 1) release(before + zero_of<Part, 0>(of_x));
                 unpack(parts[i], own[i], chunk, codes[chunk % 2]);
                 fence_sums();
 #pragma unroll
@@ -313,6 +315,16 @@ struct Consumer {
         const unsigned* const from = reinterpret_cast<const unsigned*>(ring.stage(used) + SUMS_AT);
 #pragma unroll
         for (int j = 0; Part::MINIMUM && j < TERMS / 8; ++j) of_x[j][AT] = from[32 * j + threadIdx.x % 32];
+    }
+
+    // Returns 0, which the compiler cannot know, from the sums that load_sums<Part, AT>() has loaded. The address of a
+    // barrier that includes this 0 is known only when the loads are complete.
+    template <typename Part, int AT>
+    __device__ __forceinline__ int zero_of(const unsigned (&of_x)[TERMS / 8][2]) const {
+        unsigned bits = 0;
+#pragma unroll
+        for (int j = 0; Part::MINIMUM && j < TERMS / 8; ++j) bits |= of_x[j][AT];
+        return (int)(bits & (unsigned)end >> 31);  // end >= 0
     }
 
     // Adds the products of minimums and chunk sums of x to `sums`. Lane 4 g + t has the minimum m and the sum of x for
