@@ -12,7 +12,8 @@ from launch_lists import _decode
 from launch_recorder import recording
 from numpy.typing import NDArray
 
-from gpt2block import Llama, LlamaConfig, LlamaWeights, WeightMatrix, cuda, reference
+from gpt2block import Llama, LlamaConfig, LlamaWeights, Model, WeightMatrix, cuda, reference
+from gpt2block.architectures.qwen3 import Qwen3Config
 from gpt2block.checks import FLOATS
 from gpt2block.config.formats import GGUF
 from gpt2block.cuda import cupy, kernels
@@ -24,6 +25,7 @@ from gpt2block.ops._linear_mma import splits
 from gpt2block.ops.gated_sums import Cluster, blocks_geometry, geometry, splits_of
 from gpt2block.ops.registry import STEPS, bind
 from gpt2block.ops.rmsnorm import STREAM, stream_geometry
+from gpt2block.parameters.arrays import random_model
 from gpt2block.run import cuda_choice
 from gpt2block.weights.gguf import TYPES, GgufMatrix
 from tests import devices, gpus, outlines, plain
@@ -43,6 +45,7 @@ SMOLLM2 = LlamaConfig(
 NARROW = LlamaConfig(
     n_layer=3, n_head=4, n_kv_head=1, n_embd=96, n_ff=384, vocab_size=101, n_ctx=64, head_size=32
 )
+NORMED = Qwen3Config(**{**vars(NARROW), "n_layer": 2})  # heads have norms
 DOWN = {"Q4_K": "Q6_K", "Q6_K": "Q5_K"}  # type of the other matrices -> type of w_down
 SIZES = ((128, 256), (96, 384), (576, 1536), (1024, 3072), (1024, 2048), (16, 128))
 
@@ -172,7 +175,7 @@ class Half:
         return [q, k, v, reference.linear_sums(a, on_host(o), x, *left), final]
 
 
-def model_steps(model: Llama) -> list[Any]:
+def model_steps(model: Model[Any]) -> list[Any]:
     """Return the steps of the plan for one row."""
     engine: Any = model.engine
     do = outlines.outline(model.config)
@@ -363,9 +366,10 @@ def test_the_plan_of_a_step() -> None:
 
 # Two layers suffice on the emulator: they have every pair of consecutive kernels.
 MODELS: list[Any] = [("shuffled", replace(NARROW, n_layer=2), "float8_e4m3fn")]
+MODELS += [("shuffled", NORMED, "bfloat16")]
 MODELS += [
     pytest.param("gpu", config, dtype, marks=GPU.marks)
-    for config, dtype in product((SMOLLM2, NARROW), DTYPES)
+    for config, dtype in product((SMOLLM2, NARROW, NORMED), DTYPES)
 ]
 
 
@@ -374,25 +378,28 @@ MODELS += [
 def test_a_model_has_the_bits_of_the_other_plan(
     device: Any, possible: None, dtype: str, config: LlamaConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows in batches of one to five have the bits of a row alone with the other plan.
+    """Rows in batches of one to five have the bits of a row alone without fused norms.
 
-    Five rows always use the other plan. The emulator runs it otherwise only for single rows.
+    Plan "sums" has four kernels a layer, plan "norms" five. The emulator runs the plan without
+    fused norms only for single rows.
     """
-    weights = LlamaWeights.random(0, config)
+    tensors = list(random_model(0, config))
     prompts = [[n, 3 * n + 1, 7, *range(n)] for n in range(5)]
     tokens = 3 if cuda.replaced() else 12
     options: dict[str, Any] = {"max_new_tokens": tokens, "temperature": 0, "stop_ids": ()}
     found = []
-    for fused in (True, False):
+    for plan, few in {"sums": (1, 3, 5), "norms": (3,), "none": ()}.items():
         with monkeypatch.context() as patch:
-            if not fused:
+            if plan != "sums":
                 patch.setattr(cuda_choice, "splits_of", lambda *_: 0)
-            model = Llama(weights, device="cuda:0", dtype=dtype)
-            for rows in (1, 2, 3, 4, 5) if tokens > 3 else (1, 3, 5) if fused else ():
+            if plan == "none":
+                patch.setattr(cuda_choice, "fuses_norms", lambda *_: False)
+            model: Model[Any] = Model.from_tensors(config, iter(tensors), "cuda:0", dtype)
+            for rows in (1, 2, 3, 4, 5) if tokens > 3 else few:
                 found.append(model.generate(prompts[:rows], **options))
             steps = {step.op for step in model_steps(model)}
-            assert ("gated_sums" in steps) == fused
-            if fused:
+            assert ("gated_sums" in steps, "rope_sums" in steps) == (plan == "sums", plan != "none")
+            if plan == "sums":
                 names = {row.name for row in model.compare(prompts[4], cached=True)}
                 assert {"h.0.rms2", "h.0.gate", "h.1.output"} <= names
     alone = [model.generate([prompt], **options)[0] for prompt in prompts]

@@ -28,8 +28,9 @@ from gpt2block import (
 )
 from gpt2block.architectures.nanochat import NanoChatConfig
 from gpt2block.architectures.olmo2 import Olmo2Config
+from gpt2block.bench.random_weights import random_tensors
 from gpt2block.checks import FLOATS
-from gpt2block.config.formats import Formats
+from gpt2block.config.formats import FILE, Formats
 from gpt2block.cuda import cupy, overlap, replaced, requests
 from gpt2block.cuda.arrays import compute_capability
 from gpt2block.emulator import stand_in
@@ -44,6 +45,7 @@ from gpt2block.parameters.arrays import random_model
 from gpt2block.parameters.gpt2 import GPT2Weights
 from gpt2block.run.cuda_model import CudaModel
 from gpt2block.run.cuda_steps import steps_of
+from gpt2block.run.model import start_all
 from gpt2block.run.recording import Recording
 from gpt2block.sampling import Sampling
 from gpt2block.weights.matrix import WeightMatrix
@@ -323,6 +325,25 @@ def assert_decoding_waits(model: CudaModel, ids: NDArray[np.int32], rows: int) -
 def test_the_steps_of_decoding_many_rows(device: Any) -> None:
     """LayerNorm has separate steps."""
     assert "layernorm" in ops_of(assert_decoding_waits(*model_and_ids(), MORE_ROWS + 3))
+
+
+@on_gpu
+@pytest.mark.parametrize("rows", [16, 32])
+@pytest.mark.parametrize("dtype", [FILE, "float16", "float8_e5m2"])
+def test_early_attention_changes_no_bit_of_a_wide_layer(
+    device: Any, dtype: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attention loads keys while blocks of the product before it still run on the same SM."""
+    config, steps = LlamaConfig(2, 32, 4096, 256, 512, n_ff=1024), 12
+    ids, found = [np.full(200, row, np.int32) for row in range(rows)], list[list[Any]]()
+    for overlapping in (False, True):
+        monkeypatch.setattr(overlap, "possible", lambda early=overlapping: early)
+        engine = CudaModel(config, random_tensors(config, dtype), Formats(dtype), 0)
+        for _ in range(4):
+            decoding = start_all(engine, ids, [Sampling(temperature=0)] * rows, steps)
+            each = [decoding.next() for _ in range(steps)]
+            found.append([(e.slots.tolist(), e.tokens.tolist(), e.logprobs.tolist()) for e in each])
+    assert all(each == found[0] for each in found)
 
 
 @one_order

@@ -550,7 +550,7 @@ def gathers() -> None:
     other could not run, as compute-sanitizer runs kernels one after another.
     """
     cases = [(3, (40, 24)), (16, (256, 128, 128, 64)), (2500, (64, 48)), (4, (1024, 1024))]
-    for (M, widths), norm in product(cases, (None, Terms("float32"), Terms("float16"))):
+    for (M, widths), norm in product(cases, ("", "floats", "terms")):
         N, mail = sum(widths), Mailboxes([0] * len(widths))
         if norm and not normalizes(M, N):
             continue
@@ -558,22 +558,26 @@ def gathers() -> None:
             shares = [cupy.asarray(random_input(seed + n, (M, S))) for n, S in enumerate(widths)]
             residual = cupy.asarray(random_input(9, (M, N)))
             truth = reference.gathered([share.get() for share in shares], residual.get())
-            streams, bound = [], []
-            for me, share in enumerate(shares):
-                streams.append(residual.copy())
-                inputs: list[Any] = [share, streams[-1], *mail.of(me).values()]
-                sizes: dict[str, Any] = {"N": N, "first": sum(widths[:me])}
-                if norm is None:
-                    bound.append(GATHER.bind_on_device(inputs, streams[-1], **sizes))
-                    continue
-                inputs.insert(2, residual[0])  # weights of the norm
-                terms = None if norm.dtype == "float32" else norm
-                bound.append(GATHER_NORM.bind_on_device(inputs, **sizes, to_terms=terms))
-            for launches in zip(*(each.launches for each in bound), strict=True):
-                for parts, launch in product((SEND, RECEIVE), launches):
-                    replace(launch, args=(*launch.args[:-1], np.int32(parts))).run()
-            for stream in streams:
+            for stream in gathered(mail, shares, residual, norm):
                 checked(f"gather {M} {widths} {norm}", truth, 0, stream.copy)
+
+
+def gathered(mail: Mailboxes, shares: list[Any], residual: Any, norm: str) -> list[Any]:
+    """Return the residual stream of each GPU after a gather; norm: "", "floats" or "terms"."""
+    streams, bound, first = [residual.copy() for _ in shares], list[Any](), 0
+    for me, (share, stream) in enumerate(zip(shares, streams, strict=True)):
+        own, sizes = tuple(mail.of(me).values()), {"N": stream.shape[1], "first": first}
+        if norm:
+            options = {**sizes, "to_terms": Terms("float16") if norm == "terms" else None}
+            inputs = share, stream, residual[0], *own  # residual[0]: weights of the norm
+            bound.append(GATHER_NORM.bind_on_device(inputs, **options))
+        else:
+            bound.append(GATHER.bind_on_device((share, stream, *own), stream, **sizes))
+        first += share.shape[1]
+    for launches in zip(*(each.launches for each in bound), strict=True):
+        for parts, launch in product((SEND, RECEIVE), launches):
+            replace(launch, args=(*launch.args[:-1], np.int32(parts))).run()
+    return streams
 
 
 def main() -> None:

@@ -55,8 +55,9 @@ class DecodePass(Pass):
         x_dtype: str | None = None,
         together: int = 1,
         fuses: bool = False,
+        norms_heads: bool = False,
     ) -> None:
-        self.fuses = fuses
+        self.fuses, self.norms_heads = fuses, norms_heads
         self.together: dict[str, Any] = {"together": together} if together > 1 else {}
         self.do, self.c, self.norms, self.known = do, settings, norms, known or {}
         self.rounding: dict[str, Any] = {} if x_dtype is None else {"x_dtype": x_dtype}
@@ -116,7 +117,7 @@ class DecodePass(Pass):
             return self.do(name, "linear_qkv", inputs, **self._given(x), **self.kv, **w_options)
         heads: dict[str, Any] = {"n_head": self.c.n_head}
         if x.gamma and not x.beta and self._fuses_rope(None):
-            inputs = (x.value, x.gamma, w, "", "", self.rotations[rope], *cache)
+            inputs = (x.value, x.gamma, w, "", "", self.rotations[rope], *cache, *norms)
             return self.do(name, "rope_sums", inputs, **self._given(x), **heads, **self.kv)
         if self._fuses_rope(x.terms):
             inputs = (x.value, w, bias, self.rotations[rope], *cache)
@@ -170,7 +171,9 @@ class DecodePass(Pass):
         """Return whether the QKV product fuses RoPE and appends to the kv_cache."""
         multiple = 16 if terms is None else 64
         possible = self.fuses or (terms is not None and terms.width > 0)
-        return possible and not self.c.qk_norm and self.c.head_size % multiple == 0
+        if self.c.qk_norm and not (self.norms_heads and terms is None):
+            return False
+        return possible and self.c.head_size % multiple == 0
 
     def _terms(
         self, to: To, bound: float | None = None, width: int | None = None, together: int = 1

@@ -34,7 +34,8 @@ class DecodingChoice:
     without biases (`splits_of`)
     up to 16                              products that read floats, and fuse LayerNorm or, in
                                           Llama's block without biases, RMSNorm, RoPE and the
-                                          gate (16 bits and FP8: `fuses_norms`)
+                                          gate (16 bits and FP8: `fuses_norms`; if heads have
+                                          norms, these are fused too, up to 4 rows)
     more than 16, or fewer with large     norms are kernels of their own and write terms,
     matrices (`terms_of`)                 which mma tiles or wgmma multiply
     ====================================  =================================================
@@ -79,7 +80,10 @@ class DecodingChoice:
             if len(shapes) < len(matrices):
                 return {}
         dtype = TWO_PART if self.bounds else self.formats.dtype
-        return terms_of(dtype, rows, shapes, self.x_dtype is not None)
+        found = terms_of(dtype, rows, shapes, self.x_dtype is not None)
+        if rows > 1 and "gamma_q" in self.config.block_shapes() and self._fuses_norms(rows):
+            return {name: each for name, each in found.items() if name == "lm_head"}
+        return found
 
     def step(
         self, do: Machine, rows: int, terms: Mapping[str, Any] | None, together: int = 1
@@ -106,15 +110,14 @@ class DecodingChoice:
         norms, in_blocks = rows <= MORE_ROWS, terms is not None and self._in_blocks
         if in_blocks:
             norms = normalizes(rows, self.config.n_embd) and not terms
-        fuses = in_blocks or (terms is not None and norms and self._fuses_norms)
-        options = terms, fp8_cache, self.bounds, self.x_dtype, together, fuses
+        fused = terms is not None and norms and self._fuses_norms(rows)
+        options = terms, fp8_cache, self.bounds, self.x_dtype, together, in_blocks or fused, fused
         return DecodePass(do, self.settings, norms, *options)
 
-    @cached_property
-    def _fuses_norms(self) -> bool:
-        """Whether decode_mma can fuse RMSNorm, RoPE of q and k without norms, and the gate."""
+    def _fuses_norms(self, rows: int) -> bool:
+        """Whether decode_mma can fuse RMSNorm, RoPE, norms of heads, and the gate."""
         shapes, head_size = self.config.block_shapes(), self.config.head_size
-        return fuses_norms(self.formats.dtype, shapes, head_size)
+        return fuses_norms(self.formats.dtype, rows, shapes, head_size)
 
     @cached_property
     def _in_blocks(self) -> bool:
