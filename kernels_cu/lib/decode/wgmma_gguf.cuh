@@ -158,9 +158,10 @@ struct Consumer {
    private:
     // Marks stage `used` as empty. The caller must have used, not only loaded, all data of the stage: otherwise a copy
     // into this stage can overtake a load. This happened to chunk sums in Q4_K (H200, 16 and 32 rows of Llama 7B): the
-    // first loads of attention blocks that had started early on the same SM delayed the loads from shared memory. Each
-    // lane arrives for its own loads. An arrival of lane 0 after __syncwarp() takes the same time, but racecheck does
-    // not see this synchronisation of the warp and reports the loads of the other lanes.
+    // first loads of attention blocks that had started early on the same SM delayed the loads from shared memory. The
+    // compiler can also move the use of a sum after an arrival. Therefore callers add the 0 that load_sums() returns to
+    // `used`. Each lane arrives for its own loads. An arrival of lane 0 after __syncwarp() takes the same time, but
+    // racecheck does not see this synchronisation of the warp and reports the loads of the other lanes.
     __device__ __forceinline__ void release(int used) const {
         if (DH_SHARES == 1) arrive(ring.empty[used]);
 #pragma unroll
@@ -203,7 +204,7 @@ struct Consumer {
         Products found;
         unsigned codes[2][2][4];           // [chunk % 2][wgmma step][register]
         unsigned of_x[TERMS / 8][2] = {};  // sums of x over chunks
-        int used;
+        int used, free = 0;
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) {
             load(parts[i], COUNT == 1 ? first : i);
@@ -217,8 +218,8 @@ struct Consumer {
 #pragma unroll
             for (int chunk = 0; chunk < 4; ++chunk) {
                 wait_for_products<1>();  // products of chunk - 2, which used the same registers, are complete
-                if (i > 0 && chunk == 0) load_sums<Part, 0>(of_x, before);
-                if (i > 0 && chunk == 1) release(before + zero_of<Part, 0>(of_x));
+                if (i > 0 && chunk == 0) free = before + load_sums<Part, 0>(of_x, before);
+                if (i > 0 && chunk == 1) release(free);
                 unpack(parts[i], own[i], chunk, codes[chunk % 2]);
                 fence_sums();
 #pragma unroll
@@ -231,14 +232,14 @@ struct Consumer {
         }
         load(parts[0], first);  // load the scales again: no registers were free to keep them
         const typename Part::End ends[2] = {parts[0][0].end(), parts[0][1].end()};
-        if (COUNT == 2 || first % 2 == 1) load_sums<Part, 1>(of_x, used);
-        else load_sums<Part, 0>(of_x, used);
+        if (COUNT == 2 || first % 2 == 1) free = used + load_sums<Part, 1>(of_x, used);
+        else free = used + load_sums<Part, 0>(of_x, used);
         add_minimums(sums, ends, of_x);
         wait_for_products<0>();
         pin(found);
 #pragma unroll
         for (int i = 0; i < TERMS / 2; ++i) sums[i] = fmaf(ends[i % 4 / 2].d, found[i], sums[i]);
-        release(used);
+        release(free);
     }
 
     // For types without INTEGERS: adds the products of a unit (128 values of K), whose sub-blocks have separate sums,
@@ -272,13 +273,14 @@ struct Consumer {
         }
         wait_for_products<0>();
         add<Part>(sums, found[(PIECES - 1) % 2], own, PIECES - 1);
+        int free = used;
         if constexpr (Part::MINIMUM) {
             const typename Part::End ends[2] = {parts[0].end(), parts[1].end()};
             unsigned of_x[TERMS / 8][2] = {};
-            load_sums<Part, 0>(of_x, used);
+            free += load_sums<Part, 0>(of_x, used);
             add_minimums(sums, ends, of_x);
         }
-        release(used);
+        release(free);
     }
 
     template <typename Part>
@@ -309,21 +311,14 @@ struct Consumer {
     }
 
     // Lane 4 g + t loads the sums of all rows of x over chunk t (32 values) of a unit. AT: index of the unit in its
-    // GGUF tile.
+    // GGUF tile. Returns 0, computed from the loaded sums in a way that the compiler cannot simplify. An address that
+    // contains this 0 is known only when the loads are complete.
     template <typename Part, int AT>
-    __device__ __forceinline__ void load_sums(unsigned (&of_x)[TERMS / 8][2], int used) const {
+    __device__ __forceinline__ int load_sums(unsigned (&of_x)[TERMS / 8][2], int used) const {
         const unsigned* const from = reinterpret_cast<const unsigned*>(ring.stage(used) + SUMS_AT);
-#pragma unroll
-        for (int j = 0; Part::MINIMUM && j < TERMS / 8; ++j) of_x[j][AT] = from[32 * j + threadIdx.x % 32];
-    }
-
-    // Returns 0, which the compiler cannot know, from the sums that load_sums<Part, AT>() has loaded. The address of a
-    // barrier that includes this 0 is known only when the loads are complete.
-    template <typename Part, int AT>
-    __device__ __forceinline__ int zero_of(const unsigned (&of_x)[TERMS / 8][2]) const {
         unsigned bits = 0;
 #pragma unroll
-        for (int j = 0; Part::MINIMUM && j < TERMS / 8; ++j) bits |= of_x[j][AT];
+        for (int j = 0; Part::MINIMUM && j < TERMS / 8; ++j) bits |= of_x[j][AT] = from[32 * j + threadIdx.x % 32];
         return (int)(bits & (unsigned)end >> 31);  // end >= 0
     }
 
