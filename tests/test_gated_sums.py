@@ -13,9 +13,11 @@ from launch_recorder import recording
 from numpy.typing import NDArray
 
 from gpt2block import Llama, LlamaConfig, LlamaWeights, Model, WeightMatrix, cuda, reference
+from gpt2block.architectures import architecture_of
 from gpt2block.architectures.qwen3 import Qwen3Config
+from gpt2block.bench.models import SHAPES
 from gpt2block.checks import FLOATS
-from gpt2block.config.formats import GGUF
+from gpt2block.config.formats import GGUF, Formats
 from gpt2block.cuda import cupy, kernels
 from gpt2block.cuda.kernels import FP8, cache_dtype, stored_as
 from gpt2block.errors import InputError
@@ -26,6 +28,7 @@ from gpt2block.ops.gated_sums import Cluster, blocks_geometry, geometry, splits_
 from gpt2block.ops.registry import STEPS, bind
 from gpt2block.ops.rmsnorm import STREAM, stream_geometry
 from gpt2block.parameters.arrays import random_model
+from gpt2block.passes.blocks import PassSettings
 from gpt2block.run import cuda_choice
 from gpt2block.weights.gguf import TYPES, GgufMatrix
 from tests import devices, gpus, outlines, plain
@@ -362,6 +365,27 @@ def test_the_plan_of_a_step() -> None:
     kind, own = OWN["phi3"]
     (turns, *_) = outlines.decode_sums(kind(**PHI3_SIZES, **own), 1)
     assert turns.inputs == ("positions", "frequencies", "row")  # per sequence
+
+
+def test_norms_of_heads_are_fused_in_steps_of_few_rows() -> None:
+    """Five kernels a layer for two to four rows of Qwen3-0.6B; rows of lm_head are terms."""
+    config = SHAPES["qwen3-0.6b"]
+    made = architecture_of(config), PassSettings.of(config)
+    with recording("9.0"):
+        choice = cuda_choice.DecodingChoice(config, Formats("bfloat16"), {}, {}, *made)
+        terms = {rows: choice.terms(rows) for rows in (1, 2, 4, 5)}
+        assert [set(each) for each in terms.values()] == [
+            set(), {"lm_head"}, {"lm_head"}, {"w_qkv", "w_o", "w_gate", "w_up", "w_down", "lm_head"}
+        ]  # fmt: skip
+        found = []
+        for rows, known in terms.items():
+            do = outlines.outline(config)
+            choice.step(do, rows, known)
+            found.append([step.op for step in do.steps if step.name.startswith("h.3.")])
+    five = ["rope_sums", "attention_split", "linear", "linear", "linear"]
+    assert found[0] == ["rope_sums", "attention_split", "linear_sums", "gated_sums"]
+    assert found[1] == found[2] == five
+    assert len(found[3]) == 8
 
 
 # Two layers suffice on the emulator: they have every pair of consecutive kernels.
