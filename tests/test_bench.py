@@ -503,7 +503,7 @@ ROWS_WANTED = "--rows: expected numbers from 1 to 4,096 such as 1,8,64"
         ("--llama --what all", "--what chooses kernels, --llama times whole models"),
         ("--llama --plot x.png", "--plot: expected --decode or kernels with it"),
         (
-            "--llama --size 70b",
+            "--llama --size 13b",
             "--size: expected one of 7b, 1b, qwen3-0.6b, qwen3-4b, smollm2-135m",
         ),
         ("--llama --rows x", ROWS_WANTED),

@@ -52,6 +52,10 @@ SHAPES: Mapping[str, LlamaConfig] = {
         n_layer=32, n_head=32, n_kv_head=8, n_embd=4096, n_ff=14336, n_ctx=32768,
         vocab_size=32768, theta=1e6,
     ),
+    "70b": LlamaConfig(
+        n_layer=80, n_head=64, n_kv_head=8, n_embd=8192, n_ff=28672, n_ctx=8192, vocab_size=128256,
+        theta=500000.0,
+    ),
     "small": LlamaConfig(
         n_layer=4, n_head=4, n_kv_head=2, n_embd=256, n_ff=768, vocab_size=4096, n_ctx=1024,
     ),

@@ -40,7 +40,7 @@ class BenchOptions:
     )
     size: str | None = option(
         "With --decode: gpt2 (the default), gpt2-medium, -large or -xl. With --llama: 7b (the "
-        "default), 1b, qwen3-0.6b, qwen3-4b, smollm2-135m, mistral-7b or small."
+        "default), 1b, qwen3-0.6b, qwen3-4b, smollm2-135m, mistral-7b, 70b or small."
     )
     dtype: str | None = option(
         "Run only bfloat16, float16 or float32. With --decode: dtype of the weights, by default "
