@@ -28,7 +28,7 @@ from gpt2block import (
 )
 from gpt2block.architectures.nanochat import NanoChatConfig
 from gpt2block.architectures.olmo2 import Olmo2Config
-from gpt2block.bench.random_weights import random_tensors
+from gpt2block.bench import random_weights
 from gpt2block.checks import FLOATS
 from gpt2block.config.formats import FILE, Formats
 from gpt2block.cuda import cupy, overlap, replaced, requests
@@ -48,6 +48,7 @@ from gpt2block.run.cuda_steps import steps_of
 from gpt2block.run.model import start_all
 from gpt2block.run.recording import Recording
 from gpt2block.sampling import Sampling
+from gpt2block.weights.gguf import TYPES
 from gpt2block.weights.matrix import WeightMatrix
 from tests.devices import assert_same_bits, on_gpu, one_order
 from tests.gpus import cupy_with
@@ -329,16 +330,18 @@ def test_the_steps_of_decoding_many_rows(device: Any) -> None:
 
 @on_gpu
 @pytest.mark.parametrize("rows", [16, 32])
-@pytest.mark.parametrize("dtype", [FILE, "float16", "float8_e5m2"])
+@pytest.mark.parametrize("kind", ["Q4_K", "Q4_1", "Q5_1", "Q6_K", "float16", "float8_e5m2"])
 def test_early_attention_changes_no_bit_of_a_wide_layer(
-    device: Any, dtype: str, rows: int, monkeypatch: pytest.MonkeyPatch
+    device: Any, kind: str, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Attention loads keys while blocks of the product before it still run on the same SM."""
+    """Texts are equal if attention starts while blocks of the product before it still run."""
+    dtype = FILE if kind in TYPES else kind
+    monkeypatch.setattr(random_weights, "gguf_types", lambda config, name, N: ((kind, N),))
     config, steps = LlamaConfig(2, 32, 4096, 256, 512, n_ff=1024), 12
     ids, found = [np.full(200, row, np.int32) for row in range(rows)], list[list[Any]]()
     for overlapping in (False, True):
         monkeypatch.setattr(overlap, "possible", lambda early=overlapping: early)
-        engine = CudaModel(config, random_tensors(config, dtype), Formats(dtype), 0)
+        engine = CudaModel(config, random_weights.random_tensors(config, dtype), Formats(dtype), 0)
         for _ in range(4):
             decoding = start_all(engine, ids, [Sampling(temperature=0)] * rows, steps)
             each = [decoding.next() for _ in range(steps)]

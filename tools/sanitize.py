@@ -544,10 +544,10 @@ def guessed(model: Model[Any], prompts: list[Ids]) -> None:
 
 
 def gathers() -> None:
-    """Gather columns with and without a norm.
+    """Gather columns with and without a norm; compare the residual streams.
 
-    The GPUs are one device. All of them send first, then all receive: gathers that wait for each
-    other could not run, as compute-sanitizer runs kernels one after another.
+    One device stands in for all GPUs. compute-sanitizer runs kernels one after another, so that a
+    gather must not wait for a later one: all gathers send first, then all receive.
     """
     cases = [(3, (40, 24)), (16, (256, 128, 128, 64)), (2500, (64, 48)), (4, (1024, 1024))]
     for (M, widths), norm in product(cases, ("", "floats", "terms")):
@@ -558,11 +558,11 @@ def gathers() -> None:
             shares = [cupy.asarray(random_input(seed + n, (M, S))) for n, S in enumerate(widths)]
             residual = cupy.asarray(random_input(9, (M, N)))
             truth = reference.gathered([share.get() for share in shares], residual.get())
-            for stream in gathered(mail, shares, residual, norm):
+            for stream in streams_after(mail, shares, residual, norm):
                 checked(f"gather {M} {widths} {norm}", truth, 0, stream.copy)
 
 
-def gathered(mail: Mailboxes, shares: list[Any], residual: Any, norm: str) -> list[Any]:
+def streams_after(mail: Mailboxes, shares: list[Any], residual: Any, norm: str) -> list[Any]:
     """Return the residual stream of each GPU after a gather; norm: "", "floats" or "terms"."""
     streams, bound, first = [residual.copy() for _ in shares], list[Any](), 0
     for me, (share, stream) in enumerate(zip(shares, streams, strict=True)):

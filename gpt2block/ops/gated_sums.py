@@ -42,8 +42,9 @@ FILE, KERNEL = "matmul/decode/ffn_mma.cu", "decode_ffn_mma"
 BLOCKS_FILE, BLOCKS_KERNEL = "matmul/decode/ffn_mma_gguf.cu", "decode_ffn_mma_gguf"
 MOST_ROWS = 4  # maximum rows of x; for more rows, separate kernels are faster
 MOST_ROTATED = 16  # maximum rows of `rope_sums` without partial sums
-# Maximum rows of `rope_sums` with norms of heads, without partial sums. Qwen3-0.6B, NVIDIA H200:
-# steps of 2 and 4 rows take 601 and 652 us instead of 743 and 798, but 8 rows 954 instead of 871.
+# Decoding uses `rope_sums` with norms of heads, without partial sums, up to this number of rows.
+# The operation itself takes MOST_ROTATED rows. Qwen3-0.6B, NVIDIA H200: steps of 2 and 4 rows take
+# 601 and 652 us instead of 743 and 798, but steps of 8 rows take 954 us instead of 871.
 MOST_NORMED_HEADS = 4
 MOST_CHANNELS = mma.MOST_NORMED  # maximum C: RMSNorm needs one unit per split
 MULTIPLE = 16  # divides C: FP8 rows allow 16-byte loads, and all blocks have equally many outputs
@@ -205,14 +206,16 @@ def splits_of(
 
 
 def fuses_norms(dtype: str, M: int, shapes: Mapping[str, tuple[int, ...]], head_size: int) -> bool:
-    """Return whether products of M rows can fuse RMSNorm, RoPE, norms of heads, and the gate.
+    """Return whether products of M rows fuse RMSNorm, RoPE, norms of heads, and the gate.
 
     dtype: dtype of the weights, not GGUF. Other arguments: as in `splits_of`.
     """
     most = MOST_NORMED_HEADS if "gamma_q" in shapes else MOST_ROTATED
     if most < M or not _is_plain(shapes) or head_size % 16:
         return False
-    if "gamma_q" in shapes and not normed_columns(*shapes["gamma_q"]):
+    if shapes.get("gamma_q", (head_size,)) != (head_size,):  # a norm of all heads together
+        return False
+    if "gamma_q" in shapes and not normed_columns(head_size):
         return False
     C, H = shapes["w_gate"]
     narrow = max(shapes["w_qkv"][1], 2 * H) < mma.MANY_COLUMNS

@@ -39,7 +39,8 @@ class DecodePass(Pass):
     operands, by name; products of bounded operands read two-part weights instead of float32.
     x_dtype: the dtype to which x of a product without terms is rounded, or None. together: the
     number of neighbouring rows that belong to one sequence. fuses: whether products can fuse
-    RMSNorm, RoPE and the gate.
+    RMSNorm, RoPE and the gate. norms_heads: whether the fused QKV product also computes the norms
+    of heads.
     """
 
     of_stream: Mapping[str, Any] = {"variant": "stream"}
@@ -119,7 +120,7 @@ class DecodePass(Pass):
         if x.gamma and not x.beta and self._fuses_rope(None):
             inputs = (x.value, x.gamma, w, "", "", self.rotations[rope], *cache, *norms)
             return self.do(name, "rope_sums", inputs, **self._given(x), **heads, **self.kv)
-        if self._fuses_rope(x.terms):
+        if not norms and self._fuses_rope(x.terms):
             inputs = (x.value, w, bias, self.rotations[rope], *cache)
             return self.do(name, "linear_rope", inputs, **self._given(x), **heads, **self.kv)
         y = self.product(f"{h}qkv", x, w, bias)

@@ -34,8 +34,9 @@ class DecodingChoice:
     without biases (`splits_of`)
     up to 16                              products that read floats, and fuse LayerNorm or, in
                                           Llama's block without biases, RMSNorm, RoPE and the
-                                          gate (16 bits and FP8: `fuses_norms`; if heads have
-                                          norms, these are fused too, up to 4 rows)
+                                          gate (16 bits and FP8: `fuses_norms`). If heads have
+                                          norms, these are fused too, up to 4 rows, also with
+                                          large matrices (`terms_of`)
     more than 16, or fewer with large     norms are kernels of their own and write terms,
     matrices (`terms_of`)                 which mma tiles or wgmma multiply
     ====================================  =================================================
@@ -67,7 +68,8 @@ class DecodingChoice:
     def terms(self, rows: int) -> dict[str, tuple[Terms, ...]]:
         """Return {name of a matrix: `Terms` (formats) in which its product can read x}.
 
-        The result is empty for few rows if LayerNorm is fused with the products.
+        The result is empty for few rows if LayerNorm is fused with the products. If norms of heads
+        are fused, only lm_head has terms.
         """
         fused = rows <= MORE_ROWS and self.architecture.NORM == "LayerNorm"
         if fused or self.config.head_size % 2:
@@ -81,7 +83,7 @@ class DecodingChoice:
                 return {}
         dtype = TWO_PART if self.bounds else self.formats.dtype
         found = terms_of(dtype, rows, shapes, self.x_dtype is not None)
-        if rows > 1 and "gamma_q" in self.config.block_shapes() and self._fuses_norms(rows):
+        if self._norms_heads and self._fuses_norms(rows):  # not measured for other models
             return {name: each for name, each in found.items() if name == "lm_head"}
         return found
 
@@ -111,11 +113,17 @@ class DecodingChoice:
         if in_blocks:
             norms = normalizes(rows, self.config.n_embd) and not terms
         fused = terms is not None and norms and self._fuses_norms(rows)
-        options = terms, fp8_cache, self.bounds, self.x_dtype, together, in_blocks or fused, fused
+        fuses = in_blocks or fused, fused and self._norms_heads
+        options = terms, fp8_cache, self.bounds, self.x_dtype, together, *fuses
         return DecodePass(do, self.settings, norms, *options)
 
+    @property
+    def _norms_heads(self) -> bool:
+        """Whether the heads of q and k have norms with weights."""
+        return "gamma_q" in self.config.block_shapes()
+
     def _fuses_norms(self, rows: int) -> bool:
-        """Whether decode_mma can fuse RMSNorm, RoPE, norms of heads, and the gate."""
+        """Whether decode_mma fuses RMSNorm, RoPE, norms of heads, and the gate in these steps."""
         shapes, head_size = self.config.block_shapes(), self.config.head_size
         return fuses_norms(self.formats.dtype, rows, shapes, head_size)
 

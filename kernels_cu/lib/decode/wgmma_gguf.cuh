@@ -157,11 +157,12 @@ struct Consumer {
 
    private:
     // Marks stage `used` as empty. The caller must have used, not only loaded, all data of the stage: otherwise a copy
-    // into this stage can overtake a load. This happened to chunk sums in Q4_K (H200, 16 and 32 rows of Llama 7B): the
-    // first loads of attention blocks that had started early on the same SM delayed the loads from shared memory. The
-    // compiler can also move the use of a sum after an arrival. Therefore callers add the 0 that load_sums() returns to
-    // `used`. Each lane arrives for its own loads. An arrival of lane 0 after __syncwarp() takes the same time, but
-    // racecheck does not see this synchronisation of the warp and reports the loads of the other lanes.
+    // into this stage can overtake a load. Such copies overtook loads of chunk sums in Q4_K (H200, 16 and 32 rows of
+    // Llama 7B), when the first loads of attention blocks that had started early on the same SM delayed the loads from
+    // shared memory. The compiler can also move the use of a sum after the arrival, as it did in Q4_1 and Q5_1.
+    // Therefore each caller adds to `used` the 0 that load_sums() returns: the address of the arrival is then known
+    // only after the loads. Each lane arrives for its own loads. An arrival of lane 0 after __syncwarp() takes the same
+    // time, but racecheck does not see this synchronisation of the warp and reports the loads of the other lanes.
     __device__ __forceinline__ void release(int used) const {
         if (DH_SHARES == 1) arrive(ring.empty[used]);
 #pragma unroll
@@ -311,15 +312,16 @@ struct Consumer {
     }
 
     // Lane 4 g + t loads the sums of all rows of x over chunk t (32 values) of a unit. AT: index of the unit in its
-    // GGUF tile. Returns 0, computed from the loaded sums in a way that the compiler cannot simplify. An address that
-    // contains this 0 is known only when the loads are complete.
+    // GGUF tile. Returns 0, computed from the loaded sums. The compiler cannot simplify this 0: it does not know that
+    // end >= 0, because K is an argument of the kernel. An address to which this 0 was added is known only when the
+    // loads are complete.
     template <typename Part, int AT>
     __device__ __forceinline__ int load_sums(unsigned (&of_x)[TERMS / 8][2], int used) const {
         const unsigned* const from = reinterpret_cast<const unsigned*>(ring.stage(used) + SUMS_AT);
         unsigned bits = 0;
 #pragma unroll
         for (int j = 0; Part::MINIMUM && j < TERMS / 8; ++j) bits |= of_x[j][AT] = from[32 * j + threadIdx.x % 32];
-        return (int)(bits & (unsigned)end >> 31);  // end >= 0
+        return (int)(bits & (unsigned)end >> 31);
     }
 
     // Adds the products of minimums and chunk sums of x to `sums`. Lane 4 g + t has the minimum m and the sum of x for
