@@ -11,26 +11,14 @@ from numpy.typing import NDArray
 
 from gpt2block import InputError, reference
 from gpt2block.cuda import replaced
-from gpt2block.cuda.requests import Launch
 from gpt2block.ops import gather
-from gpt2block.ops.gather import GATHER, GATHER_NORM, RECEIVE, SEND, Mailboxes
+from gpt2block.ops.gather import GATHER, GATHER_NORM, RECEIVE, SEND, Mailboxes, part_of
 from gpt2block.ops.rmsnorm import OPERATION as RMSNORM
 from gpt2block.ops.terms import Terms
 from tests.devices import SOMEWHERE, assert_same_bits, running_on
 from tests.plain import normal
 
 Array = NDArray[Any]
-
-
-def part(launch: Launch, parts: int) -> Launch:
-    """Return a launch of only some parts of a gather."""
-    return Launch(
-        launch.name,
-        launch.function,
-        launch.grid,
-        launch.block,
-        (*launch.args[:-1], np.int32(parts)),
-    )
 
 
 def gathered(
@@ -67,7 +55,7 @@ def gathered(
         if replaced():
             for parts in (SEND, RECEIVE):
                 for launch in launches:
-                    part(launch, parts).run()
+                    part_of(launch, parts).run()
         else:
             for stream, launch in zip(streams(cupy, len(shares)), launches, strict=True):
                 with stream:

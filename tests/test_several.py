@@ -39,7 +39,7 @@ from gpt2block.emulator import stand_in
 from gpt2block.explain import collect
 from gpt2block.inspect.compare import compare_tensors, exact_tensors
 from gpt2block.ops import gather
-from gpt2block.ops.gather import RECEIVE, SEND
+from gpt2block.ops.gather import RECEIVE, SEND, part_of
 from gpt2block.parameters.arrays import random_model
 from gpt2block.parameters.gpt2 import GPT2Weights
 from gpt2block.passes.shares import Meeting, Share
@@ -100,9 +100,8 @@ def emulated_together(count: int) -> Iterator[None]:
             return
         assert not since_met.allocated
         for parts in (SEND, RECEIVE):
-            args = (*launch.args[:-1], np.int32(parts))
             with one_at_a_time:
-                run(Launch(launch.name, launch.function, launch.grid, launch.block, args))
+                run(part_of(launch, parts))
             barrier.wait(600)  # a thread may compile meanwhile
 
     with pytest.MonkeyPatch.context() as patch:

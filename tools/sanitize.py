@@ -48,7 +48,15 @@ from gpt2block.cuda import arrays as _arrays
 from gpt2block.cuda.kernels import FP8
 from gpt2block.ops import _linear_hopper, _linear_mma, registry
 from gpt2block.ops.attention_cached import KV_COPY
-from gpt2block.ops.gather import GATHER, GATHER_NORM, RECEIVE, SEND, Mailboxes, normalizes
+from gpt2block.ops.gather import (
+    GATHER,
+    GATHER_NORM,
+    RECEIVE,
+    SEND,
+    Mailboxes,
+    normalizes,
+    part_of,
+)
 from gpt2block.ops.gemm import allocate_stream_k_workspace
 from gpt2block.ops.linear import LINEAR_ROPE, MORE_ROWS
 from gpt2block.ops.products import HOPPER_CAPABILITY
@@ -576,7 +584,7 @@ def streams_after(mail: Mailboxes, shares: list[Any], residual: Any, norm: str) 
         first += share.shape[1]
     for launches in zip(*(each.launches for each in bound), strict=True):
         for parts, launch in product((SEND, RECEIVE), launches):
-            replace(launch, args=(*launch.args[:-1], np.int32(parts))).run()
+            part_of(launch, parts).run()
     return streams
 
 

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from math import ceil
 from typing import Any
+
+import numpy as np
 
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import CudaArray, device_attribute, on_device, pinned, seen_from_here
@@ -136,6 +139,14 @@ def _with_flags(arrays: tuple[Any, ...], M: int, S: int, N: int, first: int) -> 
 
 def _most_blocks() -> int:
     return MOST_BLOCKS * device_attribute("MultiProcessorCount")
+
+
+def part_of(launch: Launch, parts: int) -> Launch:
+    """Return a launch of a gather that only sends or only receives, for GPUs that take turns.
+
+    launch: a launch of a kernel in KERNELS. parts: SEND or RECEIVE.
+    """
+    return replace(launch, args=(*launch.args[:-1], np.int32(parts)))
 
 
 def _mail(c: Call) -> tuple[CudaArray | None, ...]:
