@@ -184,7 +184,11 @@ def test_tokens_after_a_stop_string_do_not_count() -> None:
             assert re.findall('"completion_tokens": ?([0-9]+)', text) == ["3"]
             assert '"finish_reason": "stop"' in text.replace('":"', '": "')
         eventually(lambda: running.service.open == 0)
-        assert running.metric("new_tokens_total") - running.metric("overdrawn_tokens_total") == 6
+
+        def needed() -> float:
+            return running.metric("new_tokens_total") - running.metric("overdrawn_tokens_total")
+
+        eventually(lambda: needed() == 6)  # a row may end before its stop string is reported
 
 
 def test_processes_have_no_gpu_and_no_weights() -> None:
