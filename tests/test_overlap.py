@@ -318,8 +318,9 @@ def assert_decoding_waits(model: CudaModel, ids: NDArray[np.int32], rows: int) -
         model.prefill([ids[:-1], *[ids[:0]] * (rows - 1)], cache)
         tokens = np.resize(ids, rows)
         step = steps_of(model, cache).next_token(model, slots, tokens, positions)
-        assert_steps_wait(step.recording, {*model.given(), "row"})
-        return step.recording
+        recording = step.recording(model)
+        assert_steps_wait(recording, {*model.given(), "row"})
+        return recording
 
 
 @one_order

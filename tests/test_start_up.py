@@ -13,7 +13,10 @@ from launch_recorder import recording
 from gpt2block import GPT2Config, Sampling
 from gpt2block.cuda import requests
 from gpt2block.generation.batching import Batch
+from gpt2block.run import cuda_decoding, cuda_draft, cuda_prefill
+from gpt2block.run.cuda_choice import DecodingChoice
 from gpt2block.run.cuda_start_up import PROMPTS, TOGETHER
+from gpt2block.run.guessing import ROWS
 from gpt2block.run.model import Start
 from tests.devices import GPU, running_on
 from tests.generating import Run
@@ -23,9 +26,9 @@ LARGE = GPT2Config(n_layer=1, n_head=12, n_embd=768, n_ctx=1024, vocab_size=5025
 SLOTS = 32
 
 
-def starts(lengths: tuple[int, ...]) -> list[Start]:
+def starts(lengths: tuple[int, ...], steps: int = 3) -> list[Start]:
     sampling = Sampling(temperature=0)
-    return [Start(n, np.zeros(k, np.int32), sampling, 3) for n, k in enumerate(lengths)]
+    return [Start(n, np.zeros(k, np.int32), sampling, steps) for n, k in enumerate(lengths)]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -53,6 +56,46 @@ def test_nothing_is_compiled_for_the_first_sequences(dtype: str) -> None:
             decoding.next()
             decoding.stop(np.arange(len(lengths)))
         assert set(requests._kernels) == known
+
+
+@pytest.mark.parametrize(
+    ("count", "steps", "draft", "recorded"),
+    [
+        (1, 3, False, [1, "prompts"]),
+        (20, 3, False, ["prompts", "prompts", 24, "prompts"]),
+        (20, 1, False, ["prompts"] * 3),
+        (16, 3, True, ["prompts", "prompts", 16 * ROWS[0], "prompts", "prompts", 16]),
+    ],
+)
+def test_only_steps_that_run_are_recorded(
+    count: int, steps: int, draft: bool, recorded: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight prompts start together. The step after them is recorded before the last ones run.
+
+    Other steps only sample first tokens. recorded: numbers of rows. A draft model also records.
+    """
+    events, step, prefill = list[Any](), DecodingChoice.step, cuda_prefill.prefill_starts
+
+    def noted_step(self: DecodingChoice, do: Any, rows: int, *args: Any) -> Any:
+        if rows not in events:  # else a second run measures its memory
+            events.append(rows)
+        return step(self, do, rows, *args)
+
+    def noted_prefill(*args: Any, **options: Any) -> Any:
+        events.append("prompts")
+        return prefill(*args, **options)
+
+    monkeypatch.setattr(DecodingChoice, "step", noted_step)
+    for module in (cuda_decoding, cuda_draft):
+        monkeypatch.setattr(module, "prefill_starts", noted_prefill)
+    with recording("9.0"):
+        engine = engine_of(LARGE, "bfloat16", None)
+        engine.draft = engine_of(LARGE, "bfloat16", None) if draft else None
+        decoding = engine.decode(count, LARGE.n_ctx, speculate=draft)
+        decoding.start(starts((1000,) * count, steps))
+        with engine.running():
+            decoding._launch()
+        assert events == recorded
 
 
 @pytest.mark.parametrize(

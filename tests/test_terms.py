@@ -314,7 +314,7 @@ def step_of(model: GPT2, rows: int, floats: bool = False) -> tuple[int, Array]:
         steps, at = DecodingSteps(engine, cache, floats), np.full(rows, 3, np.int32)
         slots = np.arange(rows, dtype=np.int32)
         made = steps.logits_of(engine, slots, ids[:rows, 3], at)
-        recorded = steps.of(engine, slots).recording.steps.values()
+        recorded = steps.of(engine, slots).recording(engine).steps.values()
         return sum("terms" in each.step.attrs for each in recorded), made
 
 

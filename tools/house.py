@@ -100,7 +100,7 @@ def of_generate() -> Iterator[tuple[str, str]]:
 
     model = gpt2block.GPT2.from_pretrained("shakespeare", device="cuda")
     prompts = [*map(list, PROMPTS)]
-    yield "first, 3 prompts, 1 token", Way().of(model.generate, prompts, max_new_tokens=1)
+    yield "first, 3 prompts, 2 tokens", Way().of(model.generate, prompts, max_new_tokens=2)
     yield "second, 3 tokens", Way().of(model.generate, prompts, max_new_tokens=3)
 
 

@@ -58,8 +58,9 @@ class CudaDecoding:
 
     def start(self, starts: Sequence[Start]) -> None:
         with self._model.running():
-            for group in _groups(starts):
-                self._start(group)
+            groups = list(_groups(starts))
+            for group in groups:
+                self._start(group, last=group is groups[-1])
                 self._model.recordings.meet()  # all GPUs allocate before the next prompts' gathers
 
     def extend(self, starts: Sequence[Start]) -> None:
@@ -76,14 +77,16 @@ class CudaDecoding:
             if self._draft:
                 self._draft.copy(copies)
 
-    def _start(self, group: Sequence[Start]) -> None:
+    def _start(self, group: Sequence[Start], last: bool) -> None:
         self._sample_pending()
         slots = np.array([start.slot for start in group], np.int32)
         masked = any(start.matcher for start in group)
         if masked:
             self._steps.allow_guesses()
-        # Compile the step's kernels while the prompts run.
-        self._steps.of(self._model, slots, masked=masked)
+        self._steps.of(self._model, slots, masked=masked)  # allocates memory for first tokens
+        self._left[slots] = [start.steps - 1 for start in group]
+        if last:
+            self._record_next(masked)
         logits = prefill_starts(self._model, self._cache, group, last=True)
         if self._draft:
             self._draft.start(group)
@@ -98,9 +101,15 @@ class CudaDecoding:
             self._sample(Pending(step, slots, [()] * len(group)))
         else:
             self._in_flight.append(step.sample(slots, bool(self._alternatives[slots].any())))
-        self._left[slots] = [start.steps - 1 for start in group]
         if self._pace:
             self._pace.begin(slots)
+
+    def _record_next(self, masked: bool) -> None:
+        """Record the step after the prompts, whose kernels are compiled while the prompts run."""
+        slots, masked = self._running(), masked or self._with_grammars()
+        together = ROWS[0] if self._draft and not masked else 1
+        if len(slots):
+            self._steps.of(self._model, slots, together, masked).recording(self._model)
 
     def stop(self, slots: Ids) -> None:
         self._left[slots] = 0
@@ -190,7 +199,7 @@ class CudaDecoding:
             assert self._steps.guesses is not None
             self._matchers.write(slots, guesses, self._steps.guesses)
         self._steps.place(slots, step, again=several)
-        step.forward()
+        step.forward(self._model)
         self._left[slots] -= 1
         self._pending, self._stopped = planned, []
 
@@ -241,7 +250,8 @@ class CudaDecoding:
             self._model.recordings.meet()
         step = self._steps.of(self._model, slots, together)
         self._steps.place(slots, step, again=self._draft is not None)
-        self._in_flight.append(step.run(slots, bool(self._alternatives[slots].any())))
+        alternatives = bool(self._alternatives[slots].any())
+        self._in_flight.append(step.run(self._model, slots, alternatives))
         self._left[slots] -= 1
         return True
 

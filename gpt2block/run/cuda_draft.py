@@ -84,6 +84,6 @@ class Draft:
             row, tokens, positions = (a[: step.rows] for a in (own.row, own.tokens, own.positions))
             bind_place(steps.state, Slots(row, tokens, positions, step.turn)).run()
             for n in range(count + 1):
-                step.recording.repeat(self._model.stream)
+                step.recording(self._model).repeat(self._model.stream)
                 if n < count:
                     cupy.copyto(steps.guesses.guess[:, n], own.state.token)

@@ -330,7 +330,7 @@ class CudaModel(CudaWeights):
         self.prefill([ids[:-1]], cache)
         at = np.array([len(ids) - 1], np.int32)
         steps = DecodingSteps(self, cache, floats=True)
-        return steps.next_token(self, np.zeros(1, np.int32), ids[-1:], at).recording
+        return steps.next_token(self, np.zeros(1, np.int32), ids[-1:], at).recording(self)
 
     def decode(
         self, slots: int, n_ctx: int, fewer: bool = False, speculate: bool = False

@@ -82,7 +82,7 @@ class _Parts:
         self._request(programs.recording(self._model, "last").launches)
 
     def bind_step(self, count: int, together: int) -> None:
-        self._request(self._step(count, together).recording.launches)
+        self._request(self._step(count, together).recording(self._model).launches)
 
     def _step(self, count: int, together: int) -> DecodingStep:
         return self._steps.of(self._model, np.arange(count, dtype=np.int32), together)
@@ -95,7 +95,7 @@ class _Parts:
         step = self._step(count, together)
         self._steps.place(NOBODY, step)
         for _ in range(2):
-            step.recording.repeat(self._model.stream)
+            step.recording(self._model).repeat(self._model.stream)
 
     def record(self, kind: Kind) -> None:
         """Run twice a prefill of one token plus padding; the second run captures a CUDA graph."""

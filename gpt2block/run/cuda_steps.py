@@ -41,6 +41,7 @@ from gpt2block.run.model import (
     without,
 )
 from gpt2block.run.recorder import rounded_up
+from gpt2block.run.recording import Recording
 from gpt2block.sampling import CHANGES, MOST_ALTERNATIVES, Sampling, changes
 
 CHANGED, COUNTED = 1, 2  # kinds of logit changes; COUNTED: penalties need counts of drawn tokens
@@ -140,7 +141,7 @@ class DecodingSteps:
 
     def logits_of(self, model: CudaPasses, slots: Ids, tokens: Ids, positions: Ids) -> Floats:
         """Process one token in each of N slots, and return the logits (N, V) after these tokens."""
-        self.next_token(model, slots, tokens, positions).recording.run_steps()
+        self.next_token(model, slots, tokens, positions).recording(model).run_steps()
         logits: Floats = self.logits[: len(slots)].get()
         return logits
 
@@ -244,19 +245,26 @@ class DecodingStep:
                 bind_drawn(logits, state, slots, together, tables, counts, masks),
                 bind_take(self._drawn, slots, self.guesses, of.state, together, counts, report),
             )
-        given = {"tokens": tokens, "row": row, "positions": positions}
-        terms = None if of.floats else model.decoding.terms(rows)
-        self.recording = model.recordings.make(
-            lambda do: model.decoding.step(do, rows, terms, together),
-            {**model.given(), **of.cache_tensors, **given},
-            {"logits": logits},
-            overlapping=True,
-            fuses=not of.floats,
-        )
-        check_read(model.config, (each.step for each in self.recording.steps.values()))
-        self._sampler = after
-        self.recording.after = () if masked else after
+        self._given = {**of.cache_tensors, "tokens": tokens, "row": row, "positions": positions}
+        self._sampler, self._masked, self._floats = after, masked, of.floats
+        self._recording: Recording | None = None
         self.restart()
+
+    def recording(self, model: CudaPasses) -> Recording:
+        """Return the recorded launches; record them on first use. A step may only call `sample`."""
+        if self._recording is None:
+            terms = None if self._floats else model.decoding.terms(self.rows)
+            made = model.recordings.make(
+                lambda do: model.decoding.step(do, self.rows, terms, self.together),
+                {**model.given(), **self._given},
+                {"logits": self._logits},
+                overlapping=True,
+                fuses=not self._floats,
+            )
+            check_read(model.config, (each.step for each in made.steps.values()))
+            made.after = () if self._masked else self._sampler
+            self._recording = made
+        return self._recording
 
     def restart(self) -> None:
         """Reset the count of launches to 0, and drop the results of earlier launches."""
@@ -264,13 +272,13 @@ class DecodingStep:
         self._launched = 0
         self._results: list[InFlight | None] = [None, None]  # last results of even and odd launches
 
-    def run(self, slots: Ids, alternatives: bool) -> InFlight:
+    def run(self, model: CudaPasses, slots: Ids, alternatives: bool) -> InFlight:
         """Compute the step and sample tokens for `slots`; from the second run on as a CUDA graph.
 
         alternatives: whether the result includes the most likely tokens.
         """
         half = self._free_half(alternatives)
-        self.recording.repeat(self._stream)
+        (self._recording or self.recording(model)).repeat(self._stream)
         return self._result(half, slots, alternatives)
 
     def sample(self, slots: Ids, alternatives: bool) -> InFlight:
@@ -280,9 +288,9 @@ class DecodingStep:
             bound.run()
         return self._result(half, slots, alternatives)
 
-    def forward(self) -> None:
+    def forward(self, model: CudaPasses) -> None:
         """Compute the logits of a step with masks, whose sampler `sample` launches later."""
-        self.recording.repeat(self._stream)
+        (self._recording or self.recording(model)).repeat(self._stream)
 
     def _free_half(self, alternatives: bool) -> int:
         """Read earlier results; return the half (0 or 1) of their memory for the next launch.
