@@ -399,8 +399,11 @@ def contiguous(*arrays: Any) -> tuple[Any, ...]:
 
 def on_16_bytes(name: str, array: Any) -> Any:
     """Return the array. Copy a CuPy array unless it is C-contiguous and aligned to 16 bytes."""
-    (array,) = contiguous(array)
-    if isinstance(array, cupy.ndarray) and array.data.ptr % 16:
+    if not isinstance(array, cupy.ndarray):
+        return array
+    if not array.flags.c_contiguous:
+        return _copied(array)
+    if array.data.ptr % 16:
         check_alignment(name, array)
         return array.copy()
     return array

@@ -19,19 +19,25 @@ LEGACY = 1  # default stream in `__cuda_array_interface__`; CUDA's functions als
 
 
 class InOrder:
-    """Synchronize a call's work on CuPy's current stream with other libraries' streams.
+    """Synchronize a call's work on CuPy's current stream with the streams of other work.
 
-    CUDA itself orders only the default stream with blocking streams. PyTorch's streams are
-    non-blocking, and CuPy's can be. Therefore the call's stream waits by an event for each
-    different stream, and each of these streams waits for the call. Raises InputError if a stream
-    is capturing a graph.
+    The work in the with block runs after the previous call, whose end is the event `done`, which
+    this call records again. CUDA itself orders only the default stream with blocking streams.
+    PyTorch's streams are non-blocking, and CuPy's can be. Therefore the call's stream waits by the
+    event `queued` for each different stream of another library, and each of these streams waits
+    for the call. Raises InputError if a stream is capturing a graph.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, done: Any, queued: Any) -> None:
         self.stream = cupy.cuda.get_current_stream()
+        self._done, self._queued = done, queued
         self._others: set[int | None] = set()
         if self.stream.is_capturing():
             raise _capturing("the current stream")
+
+    def __enter__(self) -> InOrder:
+        self.stream.wait_event(self._done)
+        return self
 
     def join(self, array: Any) -> None:
         """Make the call's stream wait for the work that the array's library has queued."""
@@ -41,18 +47,18 @@ class InOrder:
         if theirs is not None:
             if cupy.cuda.runtime.streamIsCapturing(theirs):
                 raise _capturing(f"the current stream of {type(array).__module__}")
-            queued = cupy.cuda.Event(disable_timing=True)
-            cupy.cuda.runtime.eventRecord(queued.ptr, theirs)
-            self.stream.wait_event(queued)
+            cupy.cuda.runtime.eventRecord(self._queued.ptr, theirs)
+            self.stream.wait_event(self._queued)
         self._others.add(theirs)
 
-    def release(self, done: Any) -> None:
-        """Make other streams wait for the event `done`. If a stream is unknown, the host waits."""
+    def __exit__(self, *_: object) -> None:
+        """Make other streams wait for the call. If a stream is unknown, the host waits."""
+        self._done.record(self.stream)
         for theirs in self._others:
             if theirs is None:
-                done.synchronize()
+                self._done.synchronize()
             else:
-                cupy.cuda.runtime.streamWaitEvent(theirs, done.ptr)
+                cupy.cuda.runtime.streamWaitEvent(theirs, self._done.ptr)
 
 
 def _capturing(stream: str) -> InputError:
@@ -81,28 +87,18 @@ def _torch_stream(torch: Any, device: int) -> int:
     torch's private function is preferred, as the public function spends most of its time on
     creating a Stream object.
     """
-    raw = getattr(getattr(torch, "_C", None), "_cuda_getCurrentRawStream", None)
-    stream = torch.cuda.current_stream(device).cuda_stream if raw is None else raw(device)
-    return int(stream)
-
-
-def on_torch_gpu(array: Any) -> bool:
-    """Return whether `array` is a torch tensor in device memory, without a slow DLPack query."""
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(array, torch.Tensor) and array.is_cuda
+    try:
+        return int(torch._C._cuda_getCurrentRawStream(device))
+    except AttributeError:
+        return int(torch.cuda.current_stream(device).cuda_stream)
 
 
 def as_cupy(array: Any) -> CudaArray:
-    """Return a CuPy view of a CUDA array of any library.
+    """Return a CuPy view of a CUDA array for which `direct_view` returns None.
 
     array: an object that supports DLPack or `__cuda_array_interface__`. Raises InputError for other
     objects.
     """
-    if isinstance(array, cupy.ndarray):
-        return array
-    view = _torch_view(array)
-    if view is not None:
-        return view
     if hasattr(array, "__dlpack__") and host_array(array) is None:
         # DLPack is preferred, as it orders streams even if the library's stream is not known.
         return imported(cupy.from_dlpack, array)
@@ -114,15 +110,17 @@ def as_cupy(array: Any) -> CudaArray:
     )
 
 
-def _torch_view(array: Any) -> CudaArray | None:
-    """Return a view of a torch tensor in a fifth of the host time that DLPack takes.
+def direct_view(array: Any) -> CudaArray | None:
+    """Return a CuPy array itself, or a view of a torch tensor in a fifth of DLPack's host time.
 
     Return None for other types, and for tensors that torch does not export.
     """
+    if isinstance(array, cupy.ndarray):
+        return array
     torch = sys.modules.get("torch")
     if torch is None or type(array) is not torch.Tensor:
         return None
-    if not array.is_cuda or array.requires_grad or array.layout != torch.strided:
+    if not array.is_cuda or array.requires_grad or array.layout is not torch.strided:
         return None
     device = array.get_device()
     return _new_view(array.data_ptr(), array.dtype, array.shape, array.stride(), device)

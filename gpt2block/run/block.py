@@ -123,7 +123,7 @@ def check_array(name: str, array: Any, n_embd: int, dtype: str = "float32") -> N
         )
     if array.size == 0:
         raise InputError(f"{name}: expected at least one token, got shape {array.shape}")
-    if array.dtype.name != dtype:
+    if dtype_name(array.dtype) != dtype:
         target = "ml_dtypes.bfloat16" if dtype == "bfloat16" else f"'{dtype}'"
         raise InputError(f"{name}: expected {dtype}, got {array.dtype}: use .astype({target})")
 

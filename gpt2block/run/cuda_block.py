@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +16,7 @@ from gpt2block import doctor
 from gpt2block.checks import host_array
 from gpt2block.cuda import cupy, timing
 from gpt2block.cuda.arrays import Shape, contiguous, on_16_bytes
-from gpt2block.cuda.foreign import InOrder, as_cupy, on_torch_gpu
+from gpt2block.cuda.foreign import InOrder, as_cupy, direct_view
 from gpt2block.errors import InputError
 from gpt2block.ops.attention import check_limits
 from gpt2block.ops.stored import stored
@@ -85,6 +84,7 @@ class CudaEngine(BlockEngine):
             self._weights = {name: self._stored(name, w) for name, w in weights.items()}
             self._done = cupy.cuda.Event(disable_timing=True)
             self._done.record()  # event: calls wait until the weights are copied
+            self._queued = cupy.cuda.Event(disable_timing=True)
             self._private = cupy.cuda.Stream(non_blocking=True)
         # Wait before memory is freed: CuPy reuses it even while other streams still use it.
         weakref.finalize(self, self._done.synchronize).atexit = False
@@ -113,7 +113,7 @@ class CudaEngine(BlockEngine):
         return doctor.describe_device(self.device)
 
     def forward(self, x: Any, out: Any | None, given: Given = NOTHING) -> Any:
-        with self._in_order() as order:
+        with self._lock, cupy.cuda.Device(self.device), InOrder(self._done, self._queued) as order:
             array, on_host = self._accept(x, order)
             if on_host:
                 target = cupy.empty(array.shape, dtype=self._dtype)
@@ -121,15 +121,16 @@ class CudaEngine(BlockEngine):
                     check_out(out, array.shape, np.ndarray, self._dtype)
                 self._run(array, target, given, order.stream)
                 return target.get(out=out)
-            target = (
-                cupy.empty(array.shape, self._dtype) if out is None else self._adopt(out, order)
-            )
+            if out is None:
+                target = cupy.empty(array.shape, self._dtype)
+            else:
+                target = self._adopt(out, direct_view(out), order)
             check_out(target, array.shape, cupy.ndarray, self._dtype)
             self._run(array, target, given, order.stream)
             return target if out is None else out
 
     def trace(self, x: Any, given: Given = NOTHING) -> dict[str, Any]:
-        with self._in_order() as order:
+        with self._lock, cupy.cuda.Device(self.device), InOrder(self._done, self._queued) as order:
             array, on_host = self._accept(x, order)
             recording = self._recorded(array, cupy.empty(array.shape, dtype=self._dtype), given)
             self._workspace(array.shape, given).send(given)
@@ -156,18 +157,22 @@ class CudaEngine(BlockEngine):
 
         For products on tensor cores the array is also aligned to 16 bytes.
         """
-        on_gpu = isinstance(x, cupy.ndarray) or on_torch_gpu(x)
-        host = None if on_gpu else host_array(x)
+        view = direct_view(x)
+        host = host_array(x) if view is None else None
         if host is not None:
             check_array("x", host, self.spec.width, self._dtype)
             return cupy.asarray(host, order="C"), True
-        array = self._adopt(x, order)
+        array = self._adopt(x, view, order)
         check_array("x", array, self.spec.width, self._dtype)
         return (on_16_bytes("x", array) if self.spec.matrices else contiguous(array)[0]), False
 
-    def _adopt(self, array: Any, order: InOrder) -> CudaArray:
-        """Return a CuPy view of another library's array. Raises InputError for another GPU."""
-        view = as_cupy(array)
+    def _adopt(self, array: Any, view: CudaArray | None, order: InOrder) -> CudaArray:
+        """Return a CuPy view of another library's array. Raises InputError for another GPU.
+
+        view: the result of `direct_view`.
+        """
+        if view is None:
+            view = as_cupy(array)
         if view.device.id != self.device:
             raise InputError(
                 f"expected an array on cuda:{self.device}, the device of this Block, "
@@ -179,7 +184,7 @@ class CudaEngine(BlockEngine):
 
     def _run(self, x: CudaArray, out: CudaArray, given: Given, stream: Any) -> None:
         key = (x.shape, x.data.ptr, out.data.ptr)
-        recording = self._calls.get(key)
+        recording = self._calls.pop(key, None)
         repeated = recording is not None
         if recording is None:
             # A kept recording must not hold references to x and out, which would keep their memory.
@@ -190,21 +195,8 @@ class CudaEngine(BlockEngine):
         else:
             recording.run()
         self._calls[key] = recording  # only after a run: a graph capture needs loaded kernels
-        self._calls.move_to_end(key)
         if len(self._calls) > MAX_CALLS:
             self._calls.popitem(last=False)
-
-    @contextmanager
-    def _in_order(self) -> Iterator[InOrder]:
-        """Hold the lock. GPU work in the with block runs after the previous call's GPU work."""
-        with self._lock, cupy.cuda.Device(self.device):
-            order = InOrder()
-            order.stream.wait_event(self._done)
-            try:
-                yield order
-            finally:
-                self._done.record(order.stream)
-                order.release(self._done)
 
     def _recorded(
         self, x: CudaArray, out: CudaArray, given: Given = NOTHING, borrowed: Collection[str] = ()
