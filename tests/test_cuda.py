@@ -479,8 +479,8 @@ def test_wrong_arrays_are_refused(cp: ModuleType, gpt2: BlockWeights) -> None:
 def test_an_array_on_another_device_is_refused(cp: ModuleType) -> None:
     block = Block(BlockWeights.random(0, SMALL), device="cuda")
     block._engine.device = 1  # type: ignore[attr-defined]  # as if the Block were elsewhere
+    x = cp.zeros((5, 48), "float32")
     with pytest.raises(InputError, match=r"expected an array on cuda:1, .* got one on cuda:0"):
-        x = cp.zeros((5, 48), "float32")
         block._engine._adopt(x, x, None)  # type: ignore[attr-defined]
 
 

@@ -109,7 +109,7 @@ def test_rope_has_the_bits_of_the_step_alone(
     """Cases have one or more heads of q per head of k, biases, and rows outside the cache."""
     gpus.cupy_with(90)
     n_head, n_kv_head, D = heads
-    N, K, B, n_ctx = (n_head + 2 * n_kv_head) * D, 256, 130, 3
+    N, K, B, n_ctx = (n_head + 2 * n_kv_head) * D, 192, 130, 3
     w, bias = matrix(N, K, kernel.weights), on_device(1, N)
     frequencies = cupy.asarray(10000.0 ** (-np.arange(0, D, 2) / D))
     kept = np.uint8 if kv_dtype else DTYPES[cache_dtype(kernel.weights)]

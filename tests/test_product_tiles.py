@@ -264,7 +264,7 @@ def test_a_tile_of_decoding_has_room(gpu: Gpu, capability: int, dtype: str) -> N
 @given(
     st.integers(1, 600),
     st.integers(1, 9000) | st.integers(1, 300_000),
-    st.integers(1, 256).map(lambda units: 128 * units),
+    st.integers(1, 512).map(lambda boxes: 64 * boxes),
     st.sampled_from(("float16", "bfloat16", *FP8)),
     st.booleans(),
     st.sampled_from([132, 114, 8]),

@@ -349,6 +349,45 @@ def test_rounded_activations(device: Any, dtype: str, monkeypatch: pytest.Monkey
     assert 0 < np.abs(got - exact).max() <= 2e-3 * np.abs(exact).max()
 
 
+def shapes_of(C: int, qkv: int, ff: int) -> dict[str, tuple[int, int]]:
+    """Return (K, N) of a Llama's matrices with C channels."""
+    gated = dict.fromkeys(("w_gate", "w_up"), (C, ff))
+    return {"w_qkv": (C, qkv), "w_o": (C, C), **gated, "w_down": (ff, C), "lm_head": (C, 49152)}
+
+
+SMOLLM2, LARGER = shapes_of(576, 960, 1536), shapes_of(960, 1600, 2560)
+WIDE_ONES = {"w_qkv", "w_gate", "w_up", "w_down", "lm_head"}  # SmolLM2's w_o is small
+
+
+@pytest.mark.parametrize(
+    ("dtype", "M", "shapes", "fused", "expected"),
+    [
+        ("bfloat16", 16, SMOLLM2, True, set()),
+        ("bfloat16", 16, LARGER, True, set(LARGER)),
+        ("bfloat16", 8, LARGER, True, set()),
+        ("bfloat16", 8, LARGER, False, set(LARGER)),
+        ("bfloat16", 32, SMOLLM2, False, {"lm_head"}),
+        ("bfloat16", 17, LARGER, False, set(LARGER)),
+        ("float8_e5m2", 17, LARGER, False, {"lm_head"}),
+        ("bfloat16", 33, SMOLLM2, False, WIDE_ONES),
+        ("float16", 64, SMOLLM2, False, WIDE_ONES),
+        ("float8_e5m2", 64, SMOLLM2, False, WIDE_ONES),
+        ("bfloat16", 64, shapes_of(608, 960, 1536), False, {"w_down"}),  # 64 does not divide 608
+    ],
+)
+def test_the_products_that_wgmma_multiplies(
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: str,
+    M: int,
+    shapes: dict[str, tuple[int, int]],
+    fused: bool,
+    expected: set[str],
+) -> None:
+    monkeypatch.setattr(import_module("gpt2block.ops.linear"), "compute_capability", lambda: 90)
+    found = terms_of(dtype, M, shapes, fused=fused)
+    assert {name for name, terms in found.items() if terms[0].width} == expected
+
+
 def test_where_activations_are_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounding is for Hopper GPUs, with weights of these dtypes, in products on tensor cores."""
     linear = import_module("gpt2block.ops.linear")

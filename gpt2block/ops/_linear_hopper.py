@@ -31,6 +31,7 @@ TERM_ROWS = 64  # rows of x per tile of 16-bit terms, and maximum rows per block
 FEWEST_ROWS = 4  # minimum rows of x per block
 FEWEST_COLUMNS = 8  # minimum columns of wgmma's operand x; a column is one term of a row of x
 LINE = 128  # bytes of a row of W in a slice of K
+BOX = 64  # values of K of x per copy; divides K
 GROUP_COLUMNS, GROUP_WARPS = 64, 4  # outputs and warps per warpgroup
 MOST_GROUPS = 3  # maximum warpgroups per block that multiply
 ROPE_BOX = 32  # rows of W per copy with RoPE; a divisor of half a head's channels
@@ -306,10 +307,8 @@ def _product(c: Call, head: int) -> HopperProduct:
     """Return the product of a call, or raise UnsupportedCall."""
     two = c.up is not None or head > 0
     if c.w.dtype != GGUF:
-        if c.K % UNIT:
-            raise UnsupportedCall(
-                f"K {c.K:,}: expected a multiple of {UNIT}: use variant mma_tiles"
-            )
+        if c.K % BOX:
+            raise UnsupportedCall(f"K {c.K:,}: expected a multiple of {BOX}: use variant mma_tiles")
         outputs = (c.N // 2 if head else c.N,)
         return HopperProduct(c.M, outputs, c.K, c.w.dtype, two, c.rounded)
     if not c.rounded or not takes_blocks(c.w, head):

@@ -71,10 +71,16 @@ FEW_ROWS = 16  # maximum rows of x for which the kernels of decoding are the def
 MORE_ROWS = 16  # maximum rows with fused LayerNorm; for more, mma_tiles can be faster than mma
 FEW_PRODUCTS = 80_000_000  # maximum M N K for which mma is faster than mma_tiles for M > MORE_ROWS
 # Sizes from which variant hopper is faster. With more than MANY_ROWS rows, and with 17 to MANY_ROWS
-# rows, N K of the matrix decides. With fewer rows, the smallest matrix of a layer decides: its
-# N K or, for 2 to 16 rows, its M N K. The limit of M N K differs for 16-bit and for FP8 weights.
-MANY_ROWS, SMALL_MATRIX, MEDIUM_MATRIX = 32, 500_000, 4_000_000
+# rows, N K of the matrix decides: MEDIUM_GATED for a gate, which hopper fuses, in 16 bits. With
+# fewer rows, the smallest matrix of a layer decides: its N K or, for 2 to 16 rows, its M N K. The
+# limit of M N K differs for 16-bit weights, for FP8 weights, and for layers in which variant mma
+# fuses RMSNorm, RoPE and the gate. NVIDIA H200, us of a step: SmolLM2-135M, whose smallest matrices
+# have 332,000 weights, 16 rows by mma and hopper 529 and 706, 32 rows 747 and 928; a model of the
+# sizes of SmolLM2-360M (922,000 weights) 8 rows 651 and 695, 16 rows 955 and 826, 24 rows 1,063 and
+# 967; Qwen3-0.6B (2.1 million) 32 rows 1,546 and 1,366.
+MANY_ROWS, SMALL_MATRIX, MEDIUM_MATRIX, MEDIUM_GATED = 32, 500_000, 4_000_000, 900_000
 LARGE_MATRIX, LARGE_PRODUCTS, LARGE_FP8_PRODUCTS = 10_000_000, 4_000_000, 9_000_000
+FUSED_PRODUCTS = 10_000_000
 # Contracts of `reference.linear` and `reference.linear_qkv` if w is a TwoPartMatrix.
 TWO_PART_LINEAR = Contract.parse(
     "x f32 ... K; w two_part N K; bias? f32 N; gamma? beta? f32 K; residual? f32 ... N; "
@@ -91,17 +97,22 @@ normalizes, wgmma_takes = blocks.normalizes, hopper.takes_blocks
 
 
 def terms_of(
-    dtype: str, M: int, shapes: Mapping[str, tuple[int, int]], rounded: bool = False
+    dtype: str,
+    M: int,
+    shapes: Mapping[str, tuple[int, int]],
+    rounded: bool = False,
+    fused: bool = False,
 ) -> dict[str, tuple[Terms, ...]]:
     """Return, for each product of a layer, the `Terms` in which x can be stored, fastest first.
 
     M: rows of x. dtype: dtype of the weights. shapes: (K, N) of the matrices, by name. rounded:
-    whether x is rounded to one term per value. A product without `Terms` reads x as floats: floats
-    are faster for few rows, and necessary for products without tensor cores or with tf32. The
-    caller sets the scale of two-part terms. Up to MORE_ROWS rows, all products of a layer are of
-    one kind: if two kinds alternate, launches overlap less. With GGUF blocks, mma is faster up to 8
-    rows: a step of a 7B model in Q4_K_M (H100) takes 3.1 ms for 8 rows. For 16 rows it takes 4.9 ms
-    by mma, and 3.8 ms by wgmma.
+    whether x is rounded to one term per value. fused: whether products that read floats fuse
+    RMSNorm, RoPE and the gate. A product without `Terms` reads x as floats: floats are faster for
+    few rows, and necessary for products without tensor cores or with tf32. The caller sets the
+    scale of two-part terms. Up to MORE_ROWS rows, all products of a layer are of one kind: if two
+    kinds alternate, launches overlap less. With GGUF blocks, mma is faster up to 8 rows: a step of
+    a 7B model in Q4_K_M (H100) takes 3.1 ms for 8 rows. For 16 rows it takes 4.9 ms by mma, and
+    3.8 ms by wgmma.
     """
     if dtype == "float32" or compute_capability() < MMA_CAPABILITY:
         return {}
@@ -116,14 +127,18 @@ def terms_of(
     wide = hopper.terms(dtype, rounded)
     smallest = min(K * N for K, N in shapes.values())
     products = LARGE_FP8_PRODUCTS if dtype in FP8 else LARGE_PRODUCTS
+    products = max(products, FUSED_PRODUCTS) if fused else products
+    gated = "w_gate" in shapes and dtype not in FP8  # not measured with FP8
+    medium = MEDIUM_GATED if gated else MEDIUM_MATRIX
 
     def terms_for(K: int, N: int) -> tuple[Terms, ...]:
         if M > MORE_ROWS:
-            enough = SMALL_MATRIX if M > MANY_ROWS else MEDIUM_MATRIX
+            enough = SMALL_MATRIX if M > MANY_ROWS else medium
             faster = enough <= N * K
         else:
             faster = smallest >= LARGE_MATRIX or (M > 1 and M * smallest >= products)
-        possible = compute_capability() == HOPPER_CAPABILITY and K % mma.UNIT == 0
+        on_hopper = compute_capability() == HOPPER_CAPABILITY
+        possible = on_hopper and K % hopper.BOX == 0
         in_place = (wide._replace(width=0),) if M > MORE_ROWS and K % multiple == 0 else ()
         return (wide, *in_place) if possible and faster else in_place
 

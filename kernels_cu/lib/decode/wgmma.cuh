@@ -114,7 +114,7 @@ struct Share {
         int last = min(first + each, splits);
         if (DH_DEPTH > 1) (set ? first : last) = min(first + order::HALF_SPLITS / 2, last);
         k = first * order::split_length(K);
-        slices = (min(last * order::split_length(K), K) - k) / SLICE;
+        slices = (min(last * order::split_length(K), order::units(K) * order::UNIT) - k) / SLICE;
     }
 
 #if defined(WEIGHT_GGUF)
@@ -163,15 +163,18 @@ __device__ __forceinline__ void produce(const Ring& ring, const Share& share, co
     };
     const long long first = (long long)share.row * K + (long long)share.k * share.rows;  // index of first value in x
     const char* of_tile = reinterpret_cast<const char*>(x) + 2 * TERM_COUNT * first;
+    // The last box of x. If K ends in the middle of a unit, the copy engine fills the rest of W with zeros, and this
+    // box is loaded again: for finite x, its products with the zeros are 0.
+    const int last = (K - share.k) / BOX - 1;
     const auto load_x = [&](int slice, int stage) {
         const int box = BOX * of_rows, own = box / DH_SHARES, at = share.part * own;
         const unsigned short all = ((1 << DH_SHARES) - 1) << share.rank * DH_SHARES;
         char* to = ring.stage(stage) + W_BYTES + at;
-        const char* of_x = of_tile + (long long)slice * SLICE * of_rows + at;
 #pragma unroll
         for (int i = 0; i < SLICE / BOX; ++i) {
-            if (DH_SHARES > 1) load_bytes_for(all, to + i * BOX_BYTES, of_x + i * box, own, ring.full[stage]);
-            else load_bytes(to + i * BOX_BYTES, of_x + i * box, own, ring.full[stage]);
+            const char* of_x = of_tile + (long long)min(slice * (SLICE / BOX) + i, last) * box + at;
+            if (DH_SHARES > 1) load_bytes_for(all, to + i * BOX_BYTES, of_x, own, ring.full[stage]);
+            else load_bytes(to + i * BOX_BYTES, of_x, own, ring.full[stage]);
         }
     };
     const bool one = threadIdx.x % 32 == 0;
