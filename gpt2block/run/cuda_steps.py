@@ -106,6 +106,7 @@ class DecodingSteps:
         if kind not in self._steps:
             model.recordings.meet()  # before memory is allocated
             self._steps[kind] = DecodingStep(model, self, *kind)
+            model.recordings.meet()  # no GPU launches gathers while another one still allocates
         return self._steps[kind]
 
     def place(self, slots: Ids, step: DecodingStep, again: bool = False) -> None:
