@@ -275,6 +275,25 @@ def test_a_draft_model_guesses_on_each_gpu(where: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["shuffled", pytest.param("gpu", marks=GPU.marks)])
+@pytest.mark.parametrize("steps", [1, 3])
+def test_prompts_run_after_all_gpus_have_allocated(where: str, steps: int) -> None:
+    """Prompts whose launches are recorded already start in a new decoding, with other steps."""
+    config = config_of("llama", 2)
+    with one_and_several(where, config, Formats("float16"), 2) as (one, several):
+        expected = first_tokens(one, steps, False)
+        for speculate in (False, False, False, True):
+            assert first_tokens(several, steps, speculate) == expected
+
+
+def first_tokens(model: Any, steps: int, speculate: bool) -> list[int]:
+    decoding = model.decode(3, 40, speculate=speculate)
+    ids = prompts(3, SEVERAL["vocab_size"])
+    decoding.start([Start(n, each, Sampling(temperature=0), steps) for n, each in enumerate(ids)])
+    tokens: list[int] = decoding.next().tokens.tolist()
+    return tokens
+
+
+@pytest.mark.parametrize("where", ["shuffled", pytest.param("gpu", marks=GPU.marks)])
 def test_an_error_of_one_gpu_ends_the_call_of_all(where: str) -> None:
     def fails() -> None:
         raise MemoryError("no room")

@@ -72,7 +72,8 @@ def test_only_steps_that_run_are_recorded(
 ) -> None:
     """Eight prompts start together. The step after them is recorded before the last ones run.
 
-    Other steps only sample first tokens. recorded: numbers of rows. A draft model also records.
+    Other steps only sample first tokens. recorded: numbers of rows of the steps, and prompts, of
+    the model and of its draft model.
     """
     events, step, prefill = list[Any](), DecodingChoice.step, cuda_prefill.prefill_starts
 

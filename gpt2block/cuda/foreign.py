@@ -19,7 +19,7 @@ LEGACY = 1  # default stream in `__cuda_array_interface__`; CUDA's functions als
 
 
 class InOrder:
-    """Synchronize a call's work on CuPy's current stream with the streams of other work.
+    """Order a call on CuPy's current stream after the previous call and other libraries' work.
 
     The work in the with block runs after the previous call, whose end is the event `done`, which
     this call records again. CUDA itself orders only the default stream with blocking streams.

@@ -70,10 +70,11 @@ from gpt2block.weights.two_part import TwoPartMatrix, scale_for
 FEW_ROWS = 16  # maximum rows of x for which the kernels of decoding are the default variants
 MORE_ROWS = 16  # maximum rows with fused LayerNorm; for more, mma_tiles can be faster than mma
 FEW_PRODUCTS = 80_000_000  # maximum M N K for which mma is faster than mma_tiles for M > MORE_ROWS
-# Sizes from which variant hopper is faster. With more than MANY_ROWS rows, and with 17 to MANY_ROWS
-# rows, N K of the matrix decides: MEDIUM_GATED for a gate, which hopper fuses, in 16 bits. With
-# fewer rows, the smallest matrix of a layer decides: its N K or, for 2 to 16 rows, its M N K. The
-# limit of M N K differs for 16-bit weights, for FP8 weights, and for layers in which variant mma
+# Sizes from which variant hopper is faster. With more than MANY_ROWS rows, N K of a matrix must be
+# at least SMALL_MATRIX. With 17 to MANY_ROWS rows, it must be at least MEDIUM_MATRIX, or
+# MEDIUM_GATED in 16-bit models with a gate, which hopper fuses. With fewer rows, the smallest
+# matrix of a layer decides for all: N K must be at least LARGE_MATRIX or, for 2 to 16 rows, M N K
+# at least LARGE_PRODUCTS, LARGE_FP8_PRODUCTS with FP8 weights, or FUSED_PRODUCTS if variant mma
 # fuses RMSNorm, RoPE and the gate. NVIDIA H200, us of a step: SmolLM2-135M, whose smallest matrices
 # have 332,000 weights, 16 rows by mma and hopper 529 and 706, 32 rows 747 and 928; a model of the
 # sizes of SmolLM2-360M (922,000 weights) 8 rows 651 and 695, 16 rows 955 and 826, 24 rows 1,063 and

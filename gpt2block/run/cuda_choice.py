@@ -40,9 +40,9 @@ class DecodingChoice:
                                           large matrices (`terms_of`). Qwen3-0.6B, 2 and 4
                                           rows: 743 -> 601, 798 -> 652
     more than 16, or fewer with large     norms are kernels of their own and write terms,
-    matrices (`terms_of`)                 which mma tiles or wgmma multiply; wgmma also fuses
-                                          RoPE and the gate. SmolLM2-135M, 64 rows: 1,117 ->
-                                          911; Qwen3-0.6B, 32 rows: 1,546 -> 1,369
+    matrices (`terms_of`)                 which wgmma, mma tiles or mma multiply; wgmma also
+                                          fuses RoPE and the gate. SmolLM2-135M, 64 rows: 1,117
+                                          -> 911; Qwen3-0.6B, 32 rows: 1,546 -> 1,366
     ====================================  =================================================
 
     Products with the same weights have the same order of additions in all engines, so a row has

@@ -84,12 +84,15 @@ class CudaDecoding:
         if masked:
             self._steps.allow_guesses()
         self._steps.of(self._model, slots, masked=masked)  # allocates memory for first tokens
+        grammars = self._with_grammars() or any(each.matcher and each.steps > 1 for each in group)
         self._left[slots] = [start.steps - 1 for start in group]
         if last:
-            self._record_next(masked)
+            self._record_next(grammars)
+        self._model.recordings.meet()  # all GPUs have allocated before the prompts' gathers
         logits = prefill_starts(self._model, self._cache, group, last=True)
         if self._draft:
-            self._draft.start(group)
+            self._model.recordings.meet()  # the draft may allocate memory
+            self._draft.start(group, self._running() if last else slots[:0])
         step = self._steps.begin(self._model, group, slots, logits)
         self._alternatives[slots] = [start.alternatives for start in group]
         if masked and self._matchers is None:
@@ -104,12 +107,15 @@ class CudaDecoding:
         if self._pace:
             self._pace.begin(slots)
 
-    def _record_next(self, masked: bool) -> None:
-        """Record the step after the prompts, whose kernels are compiled while the prompts run."""
-        slots, masked = self._running(), masked or self._with_grammars()
-        together = ROWS[0] if self._draft and not masked else 1
+    def _record_next(self, grammars: bool) -> None:
+        """Record the step after the prompts, whose kernels are compiled while the prompts run.
+
+        It has one row per slot, or the first number of ROWS with a draft model. grammars: whether a
+        slot with tokens left to sample has a grammar.
+        """
+        slots, together = self._running(), ROWS[0] if self._draft and not grammars else 1
         if len(slots):
-            self._steps.of(self._model, slots, together, masked).recording(self._model)
+            self._steps.of(self._model, slots, together, grammars).recording(self._model)
 
     def stop(self, slots: Ids) -> None:
         self._left[slots] = 0

@@ -59,15 +59,18 @@ class Draft:
         with self._model.running():
             prefill_starts(self._model, self._cache, group, last=False)
 
-    def start(self, group: Sequence[Start]) -> None:
+    def start(self, group: Sequence[Start], running: Ids) -> None:
         """Compute the rest of the prompts, and start their sequences in the draft's slots.
 
-        All prompts are new, or all continue cached tokens.
+        All prompts are new, or all continue cached tokens. running: slots of the next guesses, for
+        which kernels are compiled while the prompts run; empty if other prompts follow.
         """
         slots = np.array([start.slot for start in group], np.int32)
         with self._model.running():
             logits = prefill_starts(self._model, self._cache, group, last=True)
             self._steps.begin(self._model, group, slots, logits)
+            if len(running):
+                self._steps.of(self._model, running).recording(self._model)
 
     def guess(self, slots: Ids, count: int, steps: DecodingSteps, stream: Any) -> None:
         """Write `count` guessed tokens per slot into `steps`, whose launches run on `stream`.

@@ -106,7 +106,6 @@ class DecodingSteps:
         if kind not in self._steps:
             model.recordings.meet()  # before memory is allocated
             self._steps[kind] = DecodingStep(model, self, *kind)
-            model.recordings.meet()  # no GPU launches gathers while another one still allocates
         return self._steps[kind]
 
     def place(self, slots: Ids, step: DecodingStep, again: bool = False) -> None:
@@ -252,7 +251,7 @@ class DecodingStep:
         self.restart()
 
     def recording(self, model: CudaPasses) -> Recording:
-        """Return the recorded launches; record them on first use. A step may only call `sample`."""
+        """Return the recorded launches. The first call records them: some steps only `sample`."""
         if self._recording is None:
             terms = None if self._floats else model.decoding.terms(self.rows)
             made = model.recordings.make(
@@ -279,7 +278,7 @@ class DecodingStep:
         alternatives: whether the result includes the most likely tokens.
         """
         half = self._free_half(alternatives)
-        (self._recording or self.recording(model)).repeat(self._stream)
+        self.recording(model).repeat(self._stream)
         return self._result(half, slots, alternatives)
 
     def sample(self, slots: Ids, alternatives: bool) -> InFlight:
@@ -291,7 +290,7 @@ class DecodingStep:
 
     def forward(self, model: CudaPasses) -> None:
         """Compute the logits of a step with masks, whose sampler `sample` launches later."""
-        (self._recording or self.recording(model)).repeat(self._stream)
+        self.recording(model).repeat(self._stream)
 
     def _free_half(self, alternatives: bool) -> int:
         """Read earlier results; return the half (0 or 1) of their memory for the next launch.

@@ -24,8 +24,8 @@
 // The total is the sum of splits 0 to 3 plus the sum of the other splits. Two thread blocks can therefore compute one
 // of these two sums each.
 //
-// FP8 weights are converted to float16, which represents all FP8 numbers exactly. Infinity in x makes the sum NaN. Zero
-// padding after the end of K does not change a sum.
+// FP8 weights are converted to float16, which represents all FP8 numbers exactly. Infinity in x makes the sum NaN, or
+// with one term infinity or NaN. Zero padding after the end of K does not change a sum.
 //
 // Either w or x can be operand A of an mma, with 16 rows; the other matrix is operand B, with 8 columns. As A, a tile
 // has 16 columns of w, or 8 columns with two terms each; or it has 8 rows of x with two terms each. As B, a tile has 8

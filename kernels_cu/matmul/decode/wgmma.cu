@@ -50,10 +50,10 @@
 // small, float16, 256 and 512 rows, 1.75 -> 1.72 and 3.14 -> 3.08; Llama 7B, 16 and 64 rows, float16 4.64 -> 4.52 and
 // 8.44 -> 8.08, E5M2 3.26 -> 3.11 and 7.51 -> 6.76.
 //
-// K can be any multiple of 64, not only of 128. Therefore SmolLM2-135M, whose rows have 576 channels, uses this kernel
-// for more than 32 rows. Before, it used mma.cu, which fuses neither RoPE nor the gate for so many rows. On an NVIDIA
-// H200, a step takes, in us, with 64 rows 1,117 -> 911 and with 256 rows 2,849 -> 2,193 in bfloat16; in E4M3 983 -> 875
-// and 2,705 -> 2,019.
+// K can be any multiple of 64, not only of 128. Therefore this kernel computes the products of SmolLM2-135M, whose rows
+// have 576 channels, for more than 32 rows, except the small product o. Before, mma.cu and mma_tiles.cu computed them;
+// these fuse neither RoPE nor the gate for so many rows. On an NVIDIA H200, a step takes, in us, with 64 rows 1,117 ->
+// 911 and with 256 rows 2,849 -> 2,193 in bfloat16; in E4M3 983 -> 875 and 2,705 -> 2,019.
 //
 // architecture: sm_90a
 #if !defined(STORAGE_BF16) && !defined(STORAGE_FP16) && !defined(WEIGHT_E5M2) && !defined(WEIGHT_E4M3)
