@@ -278,7 +278,7 @@ class DecodingStep:
         alternatives: whether the result includes the most likely tokens.
         """
         half = self._free_half(alternatives)
-        self.recording(model).repeat(self._stream)
+        (self._recording or self.recording(model)).repeat(self._stream)  # a host call less a token
         return self._result(half, slots, alternatives)
 
     def sample(self, slots: Ids, alternatives: bool) -> InFlight:
@@ -290,7 +290,7 @@ class DecodingStep:
 
     def forward(self, model: CudaPasses) -> None:
         """Compute the logits of a step with masks, whose sampler `sample` launches later."""
-        self.recording(model).repeat(self._stream)
+        (self._recording or self.recording(model)).repeat(self._stream)
 
     def _free_half(self, alternatives: bool) -> int:
         """Read earlier results; return the half (0 or 1) of their memory for the next launch.
