@@ -324,7 +324,7 @@ def test_a_template_is_right(name: str) -> None:
     for each in found:
         assert isinstance(each, Checked)
         assert each.max_rel <= each.bound
-        assert each.inputs or each.bound == measure.tolerance(kernel.dtype)
+        assert each.inputs or "V" in each.sizes or each.bound == measure.tolerance(kernel.dtype)
     for made in cases(kernel):
         own = operation.with_workload(attrs=made.attrs)
         assert sizes_at(own, made.sizes) == values(own, made.inputs, made.attrs).sizes

@@ -14,6 +14,7 @@ from gpt2block import InputError, check_kernel, emulator
 from gpt2block.cuda import kernels
 from gpt2block.mine.solutions import HERE, names, operations, solution
 from gpt2block.mine.source import read
+from gpt2block.mine.templates import HERE as TEMPLATES
 from gpt2block.mine.verdict import ALL_ORDERS
 from gpt2block.ops.registry import find
 from tests.command_line import gpt2block
@@ -62,6 +63,24 @@ def test_a_solution_is_right(file: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         assert found.summary == ALL_ORDERS
     if find_spec("cupy"):
         assert read(file).name.encode() in compiled[0].cubin
+
+
+@pytest.mark.skipif(
+    emulator.missing() is not None, reason=f"no CUDA on the CPU: {emulator.missing()}"
+)
+@pytest.mark.usefixtures("fewer_runs")
+@pytest.mark.parametrize(
+    ("operation", "file", "shape"),
+    [
+        # The first value of row 3 is far from the mean.
+        ("layernorm", HERE / "layernorm" / "1.2.cu", {"B": 1, "T": 4, "C": 9689}),
+        # A sum of so many terms in one accumulator is off by 2e-4.
+        ("log_likelihood", TEMPLATES / "log_likelihood.cu", {"N": 1, "V": 151936}),
+    ],
+)
+def test_a_long_row_is_right(operation: str, file: Path, shape: dict[str, int]) -> None:
+    found = check_kernel(operation, file, shape=shape, device="cpu")
+    assert found.right, str(found)
 
 
 @each_file

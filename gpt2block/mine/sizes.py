@@ -116,10 +116,15 @@ def several_rows(operation: Operation) -> Case:
     return operation.cases[min(1, len(operation.cases) - 1)]
 
 
+def name_of_row(operation: Operation, sizes: Sizes) -> str:
+    """Return the name of the size that is the length of a row."""
+    return _COLUMNS.get(operation.name) or next(name for name in _OF_ROWS if name in sizes)
+
+
 def unusual(operation: Operation) -> Case:
     """Return a case whose rows have COLUMNS elements, or a multiple of it that the sizes allow."""
     sizes, attrs = several_rows(operation)
-    row = _COLUMNS.get(operation.name) or next(name for name in _OF_ROWS if name in sizes)
+    row = name_of_row(operation, sizes)
     return {**sizes, row: COLUMNS * _unit(operation, row, attrs)}, attrs
 
 

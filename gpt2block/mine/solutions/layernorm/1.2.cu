@@ -1,8 +1,8 @@
 // Chapter 1, exercise 2: LayerNorm, one thread per row, mean and variance in one pass
 //
-// The variance is E[d^2] - E[d]^2 with d = x - x_row[0]: a variance does not change if one
-// number is subtracted from all values. Even if the mean is large, the differences d are
-// small, so that nothing cancels.
+// Welford's algorithm (1962): after c + 1 values, mean is their mean, and squares is the sum of
+// their squared differences from it. Both change with every value by products of differences,
+// which are small even if the mean is large, so that nothing cancels.
 //   gpt2block kernels layernorm --mine my.cu
 //
 // launch: grid=ceil(N / block) block=64
@@ -17,16 +17,13 @@ extern "C" __global__ void my_layernorm(
     const float* x_row = x + (long long)row * C;
     float* out_row = out + (long long)row * C;
 
-    const float first = x_row[0];
-    float sum = 0.0f, squares = 0.0f;  // sums of x - first and of its square
+    float mean = 0.0f, squares = 0.0f;
     for (int c = 0; c < C; ++c) {
-        const float d = x_row[c] - first;
-        sum += d;
-        squares += d * d;
+        const float d = x_row[c] - mean;  // difference from the mean of the values before
+        mean += d / (c + 1);
+        squares += d * (x_row[c] - mean);
     }
-    const float mean = sum / C;  // mean of x - first
-    const float var = fmaxf(squares / C - mean * mean, 0.0f);  // rounding may make it slightly negative
-    const float rstd = rsqrtf(var + eps);
+    const float rstd = rsqrtf(squares / C + eps);
 
-    for (int c = 0; c < C; ++c) out_row[c] = (x_row[c] - first - mean) * rstd * gamma[c] + beta[c];
+    for (int c = 0; c < C; ++c) out_row[c] = (x_row[c] - mean) * rstd * gamma[c] + beta[c];
 }
