@@ -214,6 +214,7 @@ def fewer_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     runs_of = on_cpu._Judge._runs
     monkeypatch.setattr(on_cpu._Judge, "_runs", few)
     monkeypatch.setattr(on_cpu._Judge, "_all_right", lambda *_: [])
+    monkeypatch.setattr(on_cpu, "LARGE_RUN", on_cpu.RUNS[0])  # its program is compiled ahead
 
 
 @pytest.fixture(scope="session")
