@@ -21,6 +21,9 @@ from tests.command_line import gpt2block
 
 LEARN = Path(__file__).parent.parent / "docs" / "learn"
 FILES = sorted(HERE.glob("*/*.cu"))
+on_emulator = pytest.mark.skipif(
+    emulator.missing() is not None, reason=f"no CUDA on the CPU: {emulator.missing()}"
+)
 each_file = pytest.mark.parametrize(
     "file", FILES, ids=lambda file: f"{file.parent.name} {file.stem}"
 )
@@ -33,9 +36,7 @@ def commands(file: Path) -> list[list[str]]:
     return [shlex.split(line.replace("my.cu", str(file))) for line in found]
 
 
-@pytest.mark.skipif(
-    emulator.missing() is not None, reason=f"no CUDA on the CPU: {emulator.missing()}"
-)
+@on_emulator
 @pytest.mark.usefixtures("fewer_runs")
 @each_file
 def test_a_solution_is_right(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,9 +66,7 @@ def test_a_solution_is_right(file: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         assert read(file).name.encode() in compiled[0].cubin
 
 
-@pytest.mark.skipif(
-    emulator.missing() is not None, reason=f"no CUDA on the CPU: {emulator.missing()}"
-)
+@on_emulator
 @pytest.mark.usefixtures("fewer_runs")
 @pytest.mark.parametrize(
     ("operation", "file", "shape"),

@@ -45,7 +45,7 @@ class Case:
     truths: Mapping[str, NDArray[Any]]
     name: str = ""  # name of special inputs; "" for ordinary inputs
     hint: str = ""  # advice if a kernel fails this case after passing all earlier cases
-    slack: float = 0.0  # relative error, in addition to rounding, that a stable formula may have
+    slack: float = 0.0  # further relative error that a stable formula or the sum of a long row has
     once: bool = False  # whether the case runs in forward order only
 
     @property
