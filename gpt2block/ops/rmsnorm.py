@@ -120,7 +120,9 @@ def _operand(c: Call) -> Launch:
     for name in ("x", "out"):
         array = getattr(c, name)
         check_address(name, array, array.itemsize * gcd(4, c.C))
-    geometry = stream_geometry(c.rows, c.C)._replace(kernel="operand_rows")
+    geometry = stream_geometry(c.rows, c.C)
+    loads = ceil(c.C / (geometry.block[0] * gcd(4, c.C)))
+    geometry = geometry._replace(kernel="operand_rows", grid=(c.rows, loads))
     geometry = geometry.with_defines(stored_defines("RS_TERMS", c.to_terms))
     return launch_at(STREAM, geometry, (c.x, c.out, stored_scale(c.to_terms)), storage=c.out_dtype)
 

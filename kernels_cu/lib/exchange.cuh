@@ -3,7 +3,7 @@
 
 #define OTHERS 7          // maximum number of other GPUs
 #define ROUND 0           // entry of a mailbox that holds the number of the previous round
-#define ENDED 1           // entry that holds the number of blocks that have ended in this round
+#define STORED 1          // entry that holds the number of blocks that have called store_round in this round
 #define FLAGS 16          // first entry of the flags: two halves of (OTHERS, MOST_PIECES) flags, 4 bytes each
 #define MOST_PIECES 1024  // flags per half for each other GPU
 #define HEADER (FLAGS + OTHERS * MOST_PIECES)  // entries before the words with the number of their round
@@ -12,15 +12,16 @@
 #define PATIENCE 20000000000ll  // clock cycles, about 10 s
 #define POLLS 4096              // attempts between two reads of *abort
 
-// Returns the number of this round. All blocks of a kernel call it before any of them calls end_round.
+// Returns the number of this round. All threads of a kernel call it before they call store_round.
 __device__ __forceinline__ unsigned next_round(const long long* own) { return (unsigned)__ldcg(own + ROUND) + 1u; }
 
-// Ends a round. The last block that calls this function stores the number of the round. All blocks have then read the
-// previous number.
-__device__ __forceinline__ void end_round(long long* own, unsigned round) {
-    __syncthreads();
-    if (threadIdx.x == 0 && atomicAdd(reinterpret_cast<unsigned long long*>(own + ENDED), 1ull) == gridDim.x - 1) {
-        own[ENDED] = 0;
+// Stores the number of the round for the next kernel. The last block that calls this function stores it: all blocks have
+// then read the previous number. A block calls it before it waits for words, so that no later kernel waits for the
+// atomic operation. The barrier takes the number from all threads, so that their loads have ended.
+__device__ __forceinline__ void store_round(long long* own, unsigned round) {
+    __syncthreads_or((int)round);
+    if (threadIdx.x == 0 && atomicAdd(reinterpret_cast<unsigned long long*>(own + STORED), 1ull) == gridDim.x - 1) {
+        own[STORED] = 0;
         own[ROUND] = round;
     }
 }

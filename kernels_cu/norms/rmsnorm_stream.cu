@@ -19,7 +19,7 @@
 //
 // One block per row. Each thread keeps its part of the row in registers, if it takes at most RS_HELD loads; longer rows
 // are read again from the L2 cache. x and weight are aligned to RS_WIDTH floats, out to RS_WIDTH elements. Grid (M),
-// block (RS_THREADS).
+// block (RS_THREADS). operand_rows: grid (M, LOADS), a load for each thread.
 #include "lib/common.cuh"
 #include "lib/exchange.cuh"
 #include "lib/fresh.cuh"
@@ -62,7 +62,7 @@ __device__ __forceinline__ void each_load(Use use) {
 #pragma unroll(HELD ? LOADS : 1)
     for (int i = 0; i < LOADS; ++i) {
         const int c = i * STEP + threadIdx.x * RS_WIDTH;
-        if (c < RS_C) use(HELD ? i : 0, c);
+        if ((i + 1) * STEP <= RS_C || c < RS_C) use(HELD ? i : 0, c);
     }
 }
 
@@ -152,12 +152,11 @@ extern "C" __global__ void __launch_bounds__(RS_THREADS) operand_rows(
 {
     let_next_start();
     wait_for_previous();
-    const float* from = x + (long long)blockIdx.x * RS_C;
-    each_load([&](int, int c) {
-        float v[RS_WIDTH];
-        load_fresh<float, RS_WIDTH>(from + c).unpack(v);
-        store(out, out_scale, c, v);
-    });
+    const int c = blockIdx.y * STEP + threadIdx.x * RS_WIDTH;
+    if (c >= RS_C) return;
+    float v[RS_WIDTH];
+    load_fresh<float, RS_WIDTH>(x + (long long)blockIdx.x * RS_C + c).unpack(v);
+    store(out, out_scale, c, v);
 }
 
 extern "C" __global__ void __launch_bounds__(RS_THREADS) rmsnorm_sums(
@@ -207,26 +206,34 @@ extern "C" __global__ void __launch_bounds__(RS_THREADS) rmsnorm_gathered(
         long long* const others[OTHERS] = {to_1, to_2, to_3, to_4, to_5, to_6, to_7};
         round = next_round(own);
         const long long half = HEADER + (long long)(round & 1u) * capacity + row;
-        const unsigned* const from = reinterpret_cast<const unsigned*>(share) + (long long)blockIdx.x * S;
-        for (int i = 2 * threadIdx.x; (parts & SEND) && i < S; i += 2 * RS_THREADS) {
-            const unsigned pair[2] = {__ldcg(from + i), __ldcg(from + i + 1)};
+        const float* const from = share + (long long)blockIdx.x * S - first;
+        const auto mine = [&](int c) { return c >= first && c < first + S; };
+        each_load([&](int i, int c) {  // all loads come before the first store: the block waits for memory once
+            old[i] = load_fresh<float, RS_WIDTH>(stream + row + c);
+            float v[RS_WIDTH] = {};
+            if (mine(c)) load_fresh<float, RS_WIDTH>(from + c).unpack(v);
 #pragma unroll
-            for (int g = 0; g < OTHERS; ++g)
-                if (others[g] != nullptr) send<2>(others[g] + half + first + i, pair, round);
+            for (int e = 0; e < RS_WIDTH; ++e) words[i][e] = __float_as_uint(v[e]);
+        });
+#pragma unroll
+        for (int g = 0; g < OTHERS; ++g) {
+            if (!(parts & SEND) || others[g] == nullptr) continue;
+            each_load([&](int i, int c) {
+#pragma unroll
+                for (int e = 0; e + 1 < RS_WIDTH; e += 2)
+                    if (mine(c)) send<2>(others[g] + half + c + e, &words[i][e], round);
+            });
         }
-        each_load([&](int i, int c) { old[i] = load_fresh<float, RS_WIDTH>(stream + row + c); });
+        if (!(parts & RECEIVE)) return;
+        store_round(own, round);
         const long long begun = clock64();
-        bool all = !(parts & RECEIVE);
+        bool all = false;
         for (int polls = 1; !all && !gives_up(polls, abort, begun); ++polls) {
             all = true;
             each_load([&](int i, int c) {
-                const bool mine = c >= first && c < first + S;
 #pragma unroll
-                for (int e = 0; e + 1 < RS_WIDTH; e += 2) {
-                    if (!mine) all &= receive<2>(own + half + c + e, &words[i][e], round);
-                    else
-                        for (int w = e; w < e + 2; ++w) words[i][w] = __ldcg(from + (c - first) + w);
-                }
+                for (int e = 0; e + 1 < RS_WIDTH; e += 2)
+                    if (!mine(c)) all &= receive<2>(own + half + c + e, &words[i][e], round);
             });
         }
     };
@@ -244,5 +251,4 @@ extern "C" __global__ void __launch_bounds__(RS_THREADS) rmsnorm_gathered(
         return Values::pack(v);
     };
     normalize(weight, eps, exchange, read, [&](int c, const float (&v)[RS_WIDTH]) { store(out, out_scale, c, v); });
-    end_round(own, round);
 }

@@ -42,6 +42,7 @@
 #define GATHER_WIDTH 2
 #endif
 #define GATHER_THREADS 512
+#define BATCH 4  // loads of a thread of gather_rows that are requested before the first store: the thread waits once
 
 extern "C" __global__ void __launch_bounds__(GATHER_THREADS, 2) gather(
     const T* share,         // (M, S): the columns of this GPU
@@ -81,6 +82,7 @@ extern "C" __global__ void __launch_bounds__(GATHER_THREADS, 2) gather(
         }
     }
     if (!(parts & RECEIVE)) return;
+    store_round(own, round);
     const long long begun = clock64();
     bool ends = false;
     for (int i = thread * GATHER_WIDTH; i < M * N && !ends; i += threads * GATHER_WIDTH) {
@@ -98,7 +100,25 @@ extern "C" __global__ void __launch_bounds__(GATHER_THREADS, 2) gather(
             reinterpret_cast<unsigned*>(out)[i + w] = words[w];
         }
     }
-    end_round(own, round);
+}
+
+struct Summands {
+    float4 residual;
+    int4 word;
+};
+
+// Calls store(i, load(i)) for each index i below `count`, BATCH at a time.
+template <typename Load, typename Store>
+__device__ __forceinline__ void in_batches(int count, Load load, Store store) {
+    for (int i = threadIdx.x; i < count; i += BATCH * GATHER_THREADS) {
+        decltype(load(0)) loaded[BATCH];
+#pragma unroll
+        for (int b = 0; b < BATCH; ++b)
+            if (i + b * GATHER_THREADS < count) loaded[b] = load(i + b * GATHER_THREADS);
+#pragma unroll
+        for (int b = 0; b < BATCH; ++b)
+            if (i + b * GATHER_THREADS < count) store(i + b * GATHER_THREADS, loaded[b]);
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(GATHER_THREADS, 2) gather_rows(
@@ -132,14 +152,14 @@ extern "C" __global__ void __launch_bounds__(GATHER_THREADS, 2) gather_rows(
     const int4* const from = reinterpret_cast<const int4*>(share);
     const int in_share = S / 4, in_row = N / 4, mine = first / 4;  // in units of 16 bytes
     if (parts & SEND) {
-        for (int i = threadIdx.x; i < count * in_share; i += GATHER_THREADS) {
-            const int4 words = __ldcg(from + row * in_share + i);
+        const auto send_words = [&](int i, int4 words) {
             const int at = (row + i / in_share) * in_row + mine + i % in_share;
 #pragma unroll
             for (int g = 0; g < OTHERS; ++g)
                 if (others[g] != nullptr)
                     reinterpret_cast<int4*>(reinterpret_cast<int*>(others[g] + area) + half)[at] = words;
-        }
+        };
+        in_batches(count * in_share, [&](int i) { return __ldcg(from + row * in_share + i); }, send_words);
         __syncthreads();
         if (threadIdx.x == 0) {
             __threadfence_system();
@@ -150,6 +170,7 @@ extern "C" __global__ void __launch_bounds__(GATHER_THREADS, 2) gather_rows(
         }
     }
     if (!(parts & RECEIVE)) return;
+    store_round(own, round);
     // In the list `others` of the GPU that is g + 1 places before this GPU, this GPU is others[g]. That GPU stores flag
     // number g.
     int count_of_others = 0;
@@ -164,18 +185,23 @@ extern "C" __global__ void __launch_bounds__(GATHER_THREADS, 2) gather_rows(
     }
     __syncthreads();
     const int4* const arrived = reinterpret_cast<const int4*>(reinterpret_cast<const int*>(own + area) + half);
-    for (int i = threadIdx.x; i < count * in_row; i += GATHER_THREADS) {
-        const int m = row + i / in_row, n = i % in_row, at = row * in_row + i;
+    const auto word = [&](int i) {
+        const int m = row + i / in_row, n = i % in_row;
         const bool own_column = n >= mine && n < mine + in_share;
-        int4 v = __ldcg(own_column ? from + m * in_share + (n - mine) : arrived + at);
-        if (residual != nullptr) {
-            const float4 r = __ldcg(reinterpret_cast<const float4*>(residual) + at);
-            v.x = __float_as_int(r.x + __int_as_float(v.x));
-            v.y = __float_as_int(r.y + __int_as_float(v.y));
-            v.z = __float_as_int(r.z + __int_as_float(v.z));
-            v.w = __float_as_int(r.w + __int_as_float(v.w));
-        }
-        reinterpret_cast<int4*>(out)[at] = v;
-    }
-    end_round(own, round);
+        return __ldcg(own_column ? from + m * in_share + (n - mine) : arrived + row * in_row + i);
+    };
+    const auto store = [&](int i, int4 v) { reinterpret_cast<int4*>(out)[row * in_row + i] = v; };
+    const auto summands = [&](int i) {
+        return Summands{__ldcg(reinterpret_cast<const float4*>(residual) + row * in_row + i), word(i)};
+    };
+    const auto store_sum = [&](int i, const Summands& of) {
+        int4 v;
+        v.x = __float_as_int(of.residual.x + __int_as_float(of.word.x));
+        v.y = __float_as_int(of.residual.y + __int_as_float(of.word.y));
+        v.z = __float_as_int(of.residual.z + __int_as_float(of.word.z));
+        v.w = __float_as_int(of.residual.w + __int_as_float(of.word.w));
+        store(i, v);
+    };
+    if (residual != nullptr) in_batches(count * in_row, summands, store_sum);
+    else in_batches(count * in_row, word, store);
 }
