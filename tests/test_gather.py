@@ -13,6 +13,7 @@ from gpt2block import InputError, reference
 from gpt2block.cuda import replaced
 from gpt2block.ops import gather
 from gpt2block.ops.gather import GATHER, GATHER_NORM, RECEIVE, SEND, Mailboxes, part_of
+from gpt2block.ops.rmsnorm import OPERAND
 from gpt2block.ops.rmsnorm import OPERATION as RMSNORM
 from gpt2block.ops.terms import Terms
 from tests.devices import SOMEWHERE, assert_same_bits, running_on
@@ -27,10 +28,12 @@ def gathered(
     shares: Sequence[Array],
     residual: Array | None,
     norm: Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> list[Array]:
     """Return the results of all GPUs: streams of one device, or emulated GPUs that take turns.
 
-    norm: weights and options of a norm; the results are then the sums and their norms.
+    norm: weights and options of a norm; the results are then the sums and their norms. options: of
+    a gather without a norm.
     """
     firsts = np.cumsum([0, *(share.shape[1] for share in shares)])
     found, rounds = list[Any](), []
@@ -40,11 +43,11 @@ def gathered(
         inputs = (cupy.asarray(share), to, *mail.of(me).values())
         sizes = {"N": int(firsts[-1]), "first": int(firsts[me])}
         if norm is None:
-            bound = GATHER.bind_on_device(inputs, out if to is None else to, **sizes)
+            bound = GATHER.bind_on_device(inputs, out if to is None else to, **sizes, **options)
         else:
             inputs = (*inputs[:2], cupy.asarray(norm["weight"]), *inputs[2:])
-            options = {"eps": EPS, "to_terms": norm["to_terms"]}
-            bound = GATHER_NORM.bind_on_device(inputs, out, **sizes, **options)
+            sizes |= {"eps": EPS, "to_terms": norm["to_terms"]}
+            bound = GATHER_NORM.bind_on_device(inputs, out, **sizes)
             found.append(to)
         found.append(bound.out)
         rounds.append((inputs, bound.launches))
@@ -137,12 +140,44 @@ def test_a_gather_with_a_norm_has_the_bits_of_both(
         assert not mail.aborted
 
 
+@pytest.mark.parametrize("where", SOMEWHERE)
+@pytest.mark.parametrize(
+    "terms",
+    [
+        Terms("bfloat16"),
+        Terms("bfloat16", 8),
+        Terms("float16", 16, 1.0, True),
+        Terms("float16", 2, 1.0, True, True),
+        Terms("two_part", 0, 0.25),
+    ],
+    ids=str,
+)
+def test_a_gather_of_terms_has_the_bits_of_operand(
+    where: str, terms: Terms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of 384 columns are parts of two tiles of terms."""
+    columns, M = (128, 192, 64), 67
+    few_words(monkeypatch, words=M * sum(columns))
+    with running_on(where) as cupy:
+        mail = Mailboxes([0] * len(columns))
+        for seed in range(2):
+            shares = [normal(seed + n, M, S) for n, S in enumerate(columns)]
+            out = cupy.full((M, sum(columns)), np.nan, "float32")  # terms do not fill the array
+            whole = cupy.asarray(np.concatenate(shares, axis=1))
+            OPERAND.bind_on_device((whole,), out, to_terms=terms).run()
+            for result in gathered(cupy, mail, shares, None, to_terms=terms):
+                assert_same_bits(result, out.get())
+        assert not mail.aborted
+
+
 @pytest.mark.parametrize(
     ("shape", "dtype", "options", "said"),
     [
         ((2, 3), "float16", {"N": 8, "first": 0}, "even numbers"),
         ((2, 4), "float32", {"N": 8, "first": 5}, "columns 5 to 9: expected columns of 8"),
         ((1, 4), "float32", {"N": 2**23, "first": 0}, "expected at most"),
+        ((1, 8), "float32", {"N": 16, "first": 0, "to_terms": Terms("float16")}, "expected floats"),
+        ((1, 64), "float16", {"N": 64, "first": 0, "to_terms": Terms("float16")}, "got float16"),
         ((65, 4), "float32", {"N": 8, "first": 0, "eps": EPS}, "at most 64 rows of 8,192 columns"),
         ((1, 4), "float32", {"N": 8, "first": 2, "eps": EPS}, "expected multiples of 4 columns"),
     ],

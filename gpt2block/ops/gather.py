@@ -22,7 +22,7 @@ from gpt2block.errors import InputError
 from gpt2block.ops.call import Call, UncheckedCall
 from gpt2block.ops.operation import REQUIRED, Operation, variant
 from gpt2block.ops.rmsnorm import STREAM, stream_geometry
-from gpt2block.ops.terms import check_terms, stored_defines, stored_scale
+from gpt2block.ops.terms import LINE, Terms, check_terms, stored_defines, stored_scale
 from gpt2block.weights.two_part import TwoPartMatrix
 
 FILE = "shares/gather.cu"
@@ -110,6 +110,8 @@ def _gather(c: Call) -> tuple[Launch, ...]:
         raise InputError(f"columns {c.first} to {c.first + c.S} of {c.N}: expected even numbers")
     _check_columns(c.first, c.S, c.N)
     flagged = M * N > WORDS and not any(n % 4 for n in (S, N, first))
+    if c.to_terms and not stores_terms(M, N):
+        raise InputError(f"{M:,} rows of {N:,} columns: expected floats, without to_terms")
     room, launched = (ROOM, _with_flags) if flagged else (CAPACITY, _with_numbers)
     if room < N:
         raise InputError(f"rows of {N:,} words: expected at most {room:,}")
@@ -118,19 +120,29 @@ def _gather(c: Call) -> tuple[Launch, ...]:
         rows = slice(row, min(M, row + at_once))
         residual = None if c.residual is None else c.residual[rows]
         arrays = share[rows], residual, out[rows], *_mail(c)
-        launches.append(launched(arrays, rows.stop - row, S, N, first))
+        launches.append(launched(arrays, rows.stop - row, S, N, first, c.to_terms))
     return tuple(launches)
 
 
-def _with_numbers(arrays: tuple[Any, ...], M: int, S: int, N: int, first: int) -> Launch:
+def stores_terms(M: int, N: int) -> bool:
+    """Return whether `gather` can store M rows of N columns as `Terms`."""
+    return M * N <= WORDS and N % LINE == 0
+
+
+def _with_numbers(
+    arrays: tuple[Any, ...], M: int, S: int, N: int, first: int, terms: Terms | None
+) -> Launch:
     width = 1 if S % 2 or N % 2 or first % 2 else 2  # words that a thread sends at a time
     blocks = min(_most_blocks(), ceil(M * N / (width * THREADS)))
     geometry = Geometry("gather", (blocks,), (THREADS,), defines=(("GATHER_WIDTH", width),))
-    args = (*arrays, M, S, N, first, CAPACITY, SEND | RECEIVE)
+    geometry = geometry.with_defines(stored_defines("GATHER_TERMS", terms))
+    args = (*arrays, M, S, N, first, CAPACITY, stored_scale(terms), SEND | RECEIVE)
     return launch_at(FILE, geometry, args, storage=dtype_name(arrays[0].dtype))
 
 
-def _with_flags(arrays: tuple[Any, ...], M: int, S: int, N: int, first: int) -> Launch:
+def _with_flags(
+    arrays: tuple[Any, ...], M: int, S: int, N: int, first: int, _: Terms | None
+) -> Launch:
     rows = ceil(M / _most_blocks())
     geometry = Geometry("gather_rows", (ceil(M / rows),), (THREADS,))
     args = (*arrays, M, S, N, first, CAPACITY, ROOM, rows, SEND | RECEIVE)
@@ -188,6 +200,15 @@ def _prepare_norm(unchecked: UncheckedCall) -> Call:
     return unchecked.checked()
 
 
+def _prepare_gather(unchecked: UncheckedCall) -> Call:
+    """Check a call of `gather`. to_terms: the `Terms` to store in out, with an even share."""
+    N, c = unchecked.options["N"], unchecked.checked()
+    check_terms(c.to_terms, N, N)
+    if c.to_terms and dtype_name(c.share.dtype) != "float32":
+        raise InputError(f"to_terms: expected float32, got {c.share.dtype}")
+    return c
+
+
 GATHER_NORM = Operation(
     name="gather_norm",
     variants=(_gather_norm,),
@@ -197,5 +218,6 @@ GATHER_NORM = Operation(
 GATHER = Operation(
     name="gather",
     variants=(_gather,),
-    options={"N": REQUIRED, "first": REQUIRED},
+    options={"N": REQUIRED, "first": REQUIRED, "to_terms": None},
+    prepare=_prepare_gather,
 )

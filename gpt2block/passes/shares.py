@@ -22,7 +22,7 @@ from gpt2block.architectures.architecture import Value
 from gpt2block.checks import normed_together
 from gpt2block.config import ModelConfig, model_shapes
 from gpt2block.config.formats import FILE
-from gpt2block.ops.gather import MAIL, normalizes
+from gpt2block.ops.gather import MAIL, normalizes, stores_terms
 from gpt2block.ops.products import MULTIPLE
 from gpt2block.passes.machine import Machine, Step
 
@@ -316,8 +316,11 @@ class Divided(Machine):
         step = columns.step
         sizes: dict[str, Any] = {"N": columns.N, "first": columns.first}
         terms = step.attrs.get("to_terms")
-        name = f"{step.name}.floats" if terms else step.name
         inputs = (columns.value, residual, *self._mail)
+        if terms and stores_terms(columns.value.shape[0], columns.N):
+            sizes["to_terms"] = terms
+            return self._do(step.name, "gather", inputs, into=into, bound=step.bound, **sizes)
+        name = f"{step.name}.floats" if terms else step.name
         y = self._do(name, "gather", inputs, into=into, bound=step.bound, **sizes)
         if terms is None:
             return y

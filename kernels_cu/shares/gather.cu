@@ -1,6 +1,7 @@
 // Gathers rows whose columns several GPUs have computed: every GPU gets whole rows.
 //
-//   gather: stores words with the number of their round into the memory of the other GPUs; no flag, no barrier
+//   gather: stores words with the number of their round into the memory of the other GPUs; no flag, no barrier. With
+//       GATHER_TERMS, out holds each value as 16-bit terms (lib/terms.cuh), for the products of decoding
 //   gather_rows: many rows: stores words alone, and a flag after the rows of a block
 //
 //   out[m, n] = share_g[m, n - first_g] (+ residual[m, n])      g: the GPU that has column n
@@ -37,12 +38,35 @@
 #include "lib/exchange.cuh"
 #include "lib/overlap.cuh"
 #include "lib/storage.cuh"
+#include "lib/sm80.cuh"
+#include "lib/chunk_sums.cuh"  // includes lib/terms.cuh
 
 #ifndef GATHER_WIDTH  // words that a thread of `gather` sends or receives at a time, 1 or 2; divides S, N and first
 #define GATHER_WIDTH 2
 #endif
+#ifndef GATHER_TERMS  // format of out: a kind of terms (16-bit parts of floats, lib/terms.cuh); 0: no terms
+#define GATHER_TERMS 0
+#endif
+static_assert(!GATHER_TERMS || (GATHER_WIDTH == 2 && sizeof(T) == 4), "a thread has a pair of floats");
 #define GATHER_THREADS 512
 #define BATCH 4  // loads of a thread of gather_rows that are requested before the first store: the thread waits once
+
+// Stores the terms of the values n and n + 1 of row m, and with TERM_SUMS the sum of their chunk of 32 values.
+// Neighbouring lanes have neighbouring pairs.
+__device__ __forceinline__ void store_terms(float* out, const unsigned* pair, float scale, int m, int n, int M, int N) {
+    unsigned high, low;
+    split_pair<GATHER_TERMS>(__uint_as_float(pair[0]), __uint_as_float(pair[1]), inverse_of(scale), high, low);
+    const long long place = term_place(m, n, M, N);
+    out[place] = __int_as_float((int)high);
+    if (has_low()) out[low_place(place)] = __int_as_float((int)low);
+    if constexpr (TERM_SUMS) {
+        float sum = sum_of(high);
+        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+#pragma unroll
+        for (int distance = 8; distance > 1; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+        if (threadIdx.x % 16 == 0) store_sum(out + (long long)M * N / 2, sum, m, n, M, N);
+    }
+}
 
 extern "C" __global__ void __launch_bounds__(GATHER_THREADS, 2) gather(
     const T* share,         // (M, S): the columns of this GPU
@@ -62,6 +86,7 @@ extern "C" __global__ void __launch_bounds__(GATHER_THREADS, 2) gather(
     int N,         // words of a row of `out`
     int first,     // first word of this GPU in a row of `out`
     int capacity,  // entries of half a mailbox, at least M N
+    float scale,   // scale of out, used if GATHER_TERMS selects two-part terms
     int parts) {   // SEND, RECEIVE or both; both, unless the GPUs are emulated one after another
     let_next_start();
     wait_for_previous();
@@ -97,7 +122,11 @@ extern "C" __global__ void __launch_bounds__(GATHER_THREADS, 2) gather(
 #pragma unroll
         for (int w = 0; w < GATHER_WIDTH; ++w) {
             if (residual != nullptr) words[w] = __float_as_uint(__ldcg(residual + i + w) + __uint_as_float(words[w]));
-            reinterpret_cast<unsigned*>(out)[i + w] = words[w];
+            if (!GATHER_TERMS) reinterpret_cast<unsigned*>(out)[i + w] = words[w];
+        }
+        if constexpr (GATHER_TERMS) {
+            ends = __any_sync(0xffffffffu, ends);  // store_terms() needs all lanes
+            store_terms(reinterpret_cast<float*>(out), words, scale, m, n, M, N);
         }
     }
 }
