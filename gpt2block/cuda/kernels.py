@@ -59,6 +59,7 @@ SCALARS: Mapping[str, type[np.generic]] = {
 }
 TENSOR_MAP = TensorMap.__name__  # type of parameters that are tensor maps, passed by value
 # Arguments of parameters that a launch does not use; null for pointers.
+NULL = np.uintp(0)
 UNUSED: Mapping[str, Any] = {TENSOR_MAP: NO_MAP, **dict.fromkeys(SCALARS, 0)}
 
 # Macros by dtype, for the types `T`, `W` and `KV` of a source (kernels_cu/lib/storage.cuh). FP8
@@ -312,7 +313,14 @@ def typed_arguments(
         expected = ", ".join(f"{p.ctype} {p.name}" for p in signature.parameters)
         raise KernelError(f"{signature.name}: expected ({expected}), got {len(args)} arguments")
     dtypes, pairs = (storage, weights, cache), zip(signature.parameters, args, strict=True)
-    return tuple([_typed(signature.name, parameter, arg, dtypes) for parameter, arg in pairs])
+    return tuple(
+        [
+            NULL
+            if arg is None and each.ctype[-1] == "*"
+            else _typed(signature.name, each, arg, dtypes)
+            for each, arg in pairs
+        ]
+    )
 
 
 def _typed(
@@ -325,8 +333,6 @@ def _typed(
     if not parameter.ctype.endswith("*"):
         return typed_scalar(kernel, parameter, arg)
     expected, label = element(kernel, parameter, *dtypes)
-    if arg is None:
-        return np.uintp(0)
     dtype = getattr(arg, "dtype", None)
     if dtype is None or dtype_name(dtype) != expected:
         raise KernelError(f"{label}: got {dtype or type(arg).__name__}")
