@@ -43,6 +43,7 @@ from tests.caches import (
     DTYPES,
     FORMATS,
     KINDS,
+    UNSENT,
     Cache,
     Heads,
     assert_right,
@@ -154,6 +155,7 @@ def edited_split(
     out = np.full(q.shape, np.nan, np.float32)
     geometry = split_geometry(B, n_ctx, *held.heads, held.k.itemsize, 4, H200, False)
     args = [q, held.k, held.v, np.arange(B, dtype=np.int32), position, B, n_ctx, 1, 1.0, out]
+    args += UNSENT
     launch_edited(source, order, geometry, args, held.kind)
     return out
 

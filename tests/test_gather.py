@@ -41,7 +41,7 @@ def gathered(
         out = cupy.full((len(share), int(firsts[-1])), np.nan, share.dtype)
         to = None if residual is None else cupy.asarray(residual)
         inputs = (cupy.asarray(share), to, *mail.of(me).values())
-        sizes = {"N": int(firsts[-1]), "first": int(firsts[me])}
+        sizes: dict[str, Any] = {"N": int(firsts[-1]), "first": int(firsts[me])}
         if norm is None:
             bound = GATHER.bind_on_device(inputs, out if to is None else to, **sizes, **options)
         else:

@@ -22,7 +22,7 @@ from gpt2block.parameters.gpt2 import GPT2Weights
 from gpt2block.run.guessing import ROWS, SpeculationPolicy
 from gpt2block.run.model import Ids, Start
 from gpt2block.sampling import Sampling, changes, packed
-from tests.caches import random_cache
+from tests.caches import UNSENT, random_cache
 from tests.devices import GPU, SOMEWHERE, every_device, running_on
 from tests.generating import Run
 from tests.gpus import H200
@@ -392,6 +392,7 @@ def test_numpy_does_not_guess() -> None:
 
 # --- keys that are loaded early
 
+ENDS = "    if (!cached) return end_without_keys();"
 LATE = """
     {
         __syncthreads();
@@ -413,7 +414,7 @@ def test_keys_of_this_step_are_not_loaded_early() -> None:
     before, after = LATE.replace("VALUE", "NAN"), LATE.replace("VALUE", "keys[n_ctx * KV_ROW + i]")
     begins = "    const int warp = threadIdx.x / 32, lane"
     edited = shipped.edited(begins, before + begins)
-    text = edited.edited("    if (!cached) return;", after + "    if (!cached) return;").text
+    text = edited.edited(ENDS, after + ENDS).text
     headers = tuple(pair for pair in shipped.headers if pair[0] == "lib/sm80.cuh")
     source = loader.Source(shipped.name, text, headers)  # without reports of early reads
     held.k[1] = held.k[0]  # the keys that are written late
@@ -423,7 +424,7 @@ def test_keys_of_this_step_are_not_loaded_early() -> None:
     outs = []
     for each in (loader.Source(shipped.name, shipped.text, headers), source):
         out = np.full(q.shape, np.nan, np.float32)
-        args = [q, held.k.copy(), held.v, row, position, 2, n_ctx, together, 1.0, out]
+        args = [q, held.k.copy(), held.v, row, position, 2, n_ctx, together, 1.0, out, *UNSENT]
         loader.run(each, geometry.kernel, geometry.grid, geometry.block, args, **run)
         outs.append(out)
     np.testing.assert_array_equal(outs[1], outs[0])

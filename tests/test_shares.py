@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -16,6 +17,7 @@ from gpt2block.cuda.kernels import FP8, TWO_PART
 from gpt2block.ops import _linear_hopper, _linear_matvec, _linear_mma
 from gpt2block.ops.attention import VARLEN
 from gpt2block.ops.attention_cached import ATTENTION_PACKED, ATTENTION_SPLIT
+from gpt2block.ops.gather import GATHER, Mailboxes, Sends
 from gpt2block.ops.gemm import OPERATION as GEMM
 from gpt2block.ops.linear import OPERATION as LINEAR
 from gpt2block.weights.gguf import TYPES, GgufMatrix
@@ -25,6 +27,7 @@ from tests.attentions import DTYPES
 from tests.caches import KINDS, Cache, Heads, random_cache
 from tests.devices import GPU, SOMEWHERE, assert_same_bits, combinations, one_order
 from tests.plain import normal
+from tests.test_gather import few_words
 from tests.test_terms import terms
 
 Array = NDArray[Any]
@@ -98,16 +101,25 @@ ON_GPU = (
 )
 
 
-def multiplied(device: Any, x: Array, w: Any, span: tuple[int, int], variant: str) -> Array:
-    """Return the product of x with a share of the outputs, plus the share of the bias."""
+def multiplied(
+    device: Any,
+    x: Array,
+    w: Any,
+    span: tuple[int, int],
+    variant: str,
+    sends: Any = None,
+    gated: bool = False,
+) -> Array:
+    """Return the product of x with a share of the outputs, plus the share of the bias, or gated."""
     bias = device.asarray(normal(2, N)[slice(*span)])
-    options: dict[str, Any] = {"variant": variant or None, "decoding": not variant}
+    options: dict[str, Any] = {"variant": variant or None, "decoding": not variant, "sends": sends}
     if variant == "hopper":
         rounded = w.dtype == GGUF
         order = _linear_hopper.terms(w.dtype, rounded)
         x = terms(x, order.dtype, order.width, rounded=rounded)
-        options = {"decoding": True, "terms": order}
-    inputs = device.asarray(x), w, bias
+        options = {"decoding": True, "terms": order, "sends": sends}
+    more = (None, None, None, None, w) if gated else (bias,)
+    inputs = device.asarray(x), w, *more
     return np.asarray(LINEAR.bind(inputs, **options).run().get())
 
 
@@ -168,6 +180,58 @@ def test_products_of_prompts(device: Any, kind: str) -> None:
     assert_same_bits(np.concatenate(parts, axis=1), computed(whole))
 
 
+def received(
+    device: Any, mail: Mailboxes, parts: Sequence[Array], firsts: Sequence[int]
+) -> list[Array]:
+    """Return the whole matrices that the GPUs receive after their kernels have sent `parts`."""
+    options = {"N": sum(part.shape[1] for part in parts), "sent": True}
+    found = []
+    for me, (part, first) in enumerate(zip(parts, firsts, strict=True)):
+        inputs = device.asarray(part), None, *mail.of(me).values()
+        found.append(GATHER.bind_on_device(inputs, first=first, **options).run().get())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("device", "kind", "variant", "gated"),
+    [
+        *(
+            pytest.param(SOMEWHERE[0], *case)
+            for case in (
+                ("float32", "matvec", False),
+                ("float32", "tiles", False),
+                ("float16", "mma", False),
+                ("float16", "mma", True),
+                ("Q4_K", "", False),
+                ("Q4_K", "", True),
+            )
+        ),
+        *(pytest.param("gpu", *case, False, marks=GPU.marks) for case in ON_GPU),
+        *(
+            pytest.param("gpu", *case, True, marks=GPU.marks)
+            for case in ON_GPU
+            if case[1] in ("mma", "hopper", "") and case[0] not in (TWO_PART, "float32")
+        ),
+    ],
+    indirect=["device"],
+)
+def test_products_send_their_columns(
+    device: Any, kind: str, variant: str, gated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few_words(monkeypatch, 8 * N)
+    whole, x = matrix(kind).mapped(device.asarray), normal(3, 8, K)
+    mail, firsts = Mailboxes([0, 0]), [begin for begin, _ in SHARES]
+    for M in (1, 5, 8):  # the third round uses the first half of the mailboxes again
+        expected = multiplied(device, x[:M], whole, (0, N), variant, gated=gated)
+        parts = []
+        for me, span in enumerate(SHARES):
+            sends, share = Sends(mail.of(me), N, span[0]), whole.columns(*span)
+            parts.append(multiplied(device, x[:M], share, span, variant, sends, gated))
+        for result in received(device, mail, parts, firsts):
+            assert_same_bits(result, expected)
+    assert not mail.aborted
+
+
 HEADS: dict[Heads, tuple[tuple[int, int], ...]] = {  # heads -> shares of the heads of q
     (4, 1, 16): ((0, 3), (3, 4)),  # K and V are computed on each GPU
     (8, 2, 16): ((0, 4), (4, 8)),
@@ -209,6 +273,34 @@ def test_attention_of_shares(device: Any, heads: Heads, kind: str) -> None:
     parts = [computed(*of_heads(held, *share), serves) for share in HEADS[heads]]
     for got, right in zip(zip(*parts, strict=True), expected, strict=True):
         assert_same_bits(np.concatenate(got, axis=1), right)
+
+
+@combinations(times=1, heads=[(8, 2, 16), (4, 4, 64)], kind=KINDS)
+def test_attention_sends_its_columns(
+    device: Any, heads: Heads, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Row 1 has no position, row 2 no sequence: their words are arbitrary, but must arrive."""
+    few_words(monkeypatch)
+    (NH, _, HS), held = heads, random_cache(heads, [70, 70], 70, kind)
+    q, width, mail = normal(1, 4, NH * HS), NH * HS // 2, Mailboxes([0, 0])
+    numbers = (0, 1, -1, 1), (69, -1, 5, 40)
+    places = [device.asarray(np.array(each, np.int32)) for each in numbers]
+
+    def computed(columns: slice, held: Cache, sends: Sends | None = None) -> Array:
+        own = device.asarray(np.ascontiguousarray(q[:, columns]))
+        inputs = own, *map(device.asarray, (held.k, held.v)), *places
+        given: Any = {"n_head": held.heads[0], "kv_dtype": held.kv_dtype, "sends": sends}
+        return np.asarray(ATTENTION_SPLIT.bind(inputs, **given).run().get())
+
+    expected, halves = computed(slice(None), held), ((0, NH // 2), (NH // 2, NH))
+    for _ in range(3):
+        parts = [
+            computed(*of_heads(held, *half), Sends(mail.of(me), NH * HS, me * width))
+            for me, half in enumerate(halves)
+        ]
+        for result in received(device, mail, parts, (0, width)):
+            assert_same_bits(result[::3], expected[::3])
+    assert not mail.aborted
 
 
 @one_order

@@ -54,6 +54,7 @@ from gpt2block.ops.gather import (
     RECEIVE,
     SEND,
     Mailboxes,
+    Sends,
     normalizes,
     part_of,
 )
@@ -575,6 +576,34 @@ def gathers() -> None:
                 checked(f"gather {M} {widths} {norm}", truth, 0, stream.copy)
 
 
+def sent_columns() -> None:
+    """Send the columns of products and of attention; compare what the other GPU receives."""
+    columns, M, K, N = 128, 5, 256, 256
+    row, position = (cupy.asarray(np.arange(n, n + M, dtype=np.int32)) for n in (0, 40))
+    k, v = (cupy.asarray(random_input(n, (M, 64, columns)).astype("float16")) for n in (6, 7))
+    x, q = cupy.asarray(random_input(5, (M, K))), cupy.asarray(random_input(8, (M, columns)))
+    half = cupy.asarray(random_input(9, (columns, K)).astype("float16"))
+    weights: dict[str, Any] = {"float16": WeightMatrix(half, "float16", None, "NK")}
+    weights["Q4_K"] = GgufMatrix.random([("Q4_K", columns)], K).mapped(cupy.asarray)
+    mail = Mailboxes([0, 0])
+    for kind in (*weights, "attention"):
+        sent, bound = [], []
+        for me in range(2):
+            sends = Sends(mail.of(me), N, me * columns)
+            if kind == "attention":
+                options = {"n_head": 2, "sends": sends}
+                made = registry.bind("attention_split", (q, k, v, row, position), **options)
+            else:
+                made = registry.bind("linear", (x, weights[kind]), decoding=True, sends=sends)
+            sent.append(made.run())
+            inputs = sent[-1], None, *mail.of(me).values()
+            sizes = {"N": N, "first": me * columns, "sent": True}
+            bound.append(registry.bind("gather", inputs, **sizes))
+        truth = np.concatenate([each.get() for each in sent], axis=1)
+        for each in bound:
+            checked(f"sent {kind}", truth, 0, each.run)
+
+
 def streams_after(mail: Mailboxes, shares: list[Any], residual: Any, norm: str) -> list[Any]:
     """Return the residual stream of each GPU after a gather; norm: "", "floats" or "terms"."""
     streams, bound, first = [residual.copy() for _ in shares], list[Any](), 0
@@ -616,6 +645,7 @@ def main() -> None:
         own_frequencies,
         prefixes,
         gathers,
+        sent_columns,
     ):
         parts[part.__name__] = part
     names = [name for name in sys.argv[1:] if not name.startswith("--")]

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from gpt2block.cuda.kernels import Defines, Geometry, cache_dtype, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.ops.call import Call
+from gpt2block.ops.operation import UnsupportedCall
 from gpt2block.ops.products import Parts, storage_of
 from gpt2block.weights.matrix import WeightMatrix
 
@@ -22,7 +23,8 @@ class Epilogue(NamedTuple):
     name: value of the macro EPILOGUE, without "EPILOGUE_". args: the kernel's arguments that only
     the epilogue reads, by name. head: channels of a head, with RoPE, else 0. splits: partial sums
     per value that the kernel adds to x or to the residual stream. T: the kernel's type `T`, if the
-    weights are FP8 or two-part. fp8_cache: the FP8 format of the kv_cache, or None.
+    weights are FP8 or two-part. fp8_cache: the FP8 format of the kv_cache, or None. defines: macros
+    of the epilogue.
     """
 
     name: str
@@ -31,6 +33,7 @@ class Epilogue(NamedTuple):
     splits: int = 0
     T: str = "float32"
     fp8_cache: str | None = None
+    defines: Defines = ()
 
     def launch(
         self,
@@ -46,7 +49,7 @@ class Epilogue(NamedTuple):
         name.
         """
         chosen: Defines = () if self.name == "ADD" else (("EPILOGUE", f"EPILOGUE_{self.name}"),)
-        geometry = geometry._replace(defines=(*geometry.defines, *defines, *chosen))
+        geometry = geometry._replace(defines=(*geometry.defines, *defines, *chosen, *self.defines))
         storage = storage_of(w, self.T)
         return launch_at(file, geometry, {**args, **self.args}, *storage, self.fp8_cache)
 
@@ -55,8 +58,13 @@ Ends = Callable[[Call], Epilogue]  # chooses the epilogue of a call
 
 
 def add(c: Call) -> Epilogue:
-    """Return the epilogue of `linear`: [residual +] [gelu] sum."""
-    return Epilogue("ADD", {"residual": c.residual, "out": c.out, "gelu": int(c.gelu)})
+    """Return the epilogue of `linear`: [residual +] [gelu] sum, which option `sends` also sends."""
+    args = {"out": c.out, "gelu": int(c.gelu)}
+    if c.sends is None:
+        return Epilogue("ADD", {**args, "residual": c.residual})
+    if c.residual is not None or c.to_terms:
+        raise UnsupportedCall("sends floats, without residual")
+    return Epilogue("SEND", {**args, **c.sends.args}, defines=c.sends.defines)
 
 
 def add_sums(c: Call) -> Epilogue:

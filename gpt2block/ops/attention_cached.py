@@ -389,7 +389,8 @@ def _split(c: Call) -> Launch:
     counts as the last one; for a row outside the cache, or a position below 0, nothing is written.
     to_terms: the `Terms` to store in out for `linear`, instead of floats; their dtype is the dtype
     of k (two-part for float32, any for FP8). together: neighbouring rows per sequence, a power of
-    two; their positions are successive or -1. serves: as in `split_geometry`.
+    two; their positions are successive or -1. serves: as in `split_geometry`. sends: the `Sends` of
+    out, which is then sent to other GPUs, too.
     """
     if c.together < 1 or c.together & (c.together - 1) or c.M % c.together:
         raise InputError(
@@ -421,7 +422,13 @@ def _split(c: Call) -> Launch:
     for name, array in (("q", c.q), ("k", c.k), ("v", c.v)):
         check_address(name, array, min(16, width * array.itemsize))
     scale = stored_scale(c.to_terms)
-    args = (c.q, c.k, c.v, c.row, c.position, c.B, c.P, c.together, scale, c.out)
+    args = {"q": c.q, "k": c.k, "v": c.v, "row": c.row, "position": c.position, "out": c.out}
+    args |= {"B": c.B, "n_ctx": c.P, "together": c.together, "out_scale": scale}
+    if c.sends is not None:
+        if c.to_terms:
+            raise InputError("sends: expected floats, without to_terms")
+        geometry = geometry.with_defines((("AS_SENDS", 1), *c.sends.defines))
+        args |= c.sends.args
     return launch_at(SPLIT, geometry, args, T, cache=c.fp8_cache)
 
 
@@ -518,6 +525,7 @@ ATTENTION_SPLIT = Operation(
         "kv_dtype": None,
         "together": 1,
         "serves": None,
+        "sends": None,
     },
 )
 KV_APPEND = Operation(

@@ -42,6 +42,7 @@ class Call(SimpleNamespace):
     `prepare` may add derived values. `kept` holds arrays that launches need and that nothing else
     keeps alive. `order` lists the preferred variants; if it is empty, all variants are tried, the
     last one first. `before` and `after` are launches before and after the launches of the variant.
+    `sends` is the `ops.gather.Sends` of the output, if the kernel also sends it to other GPUs.
     """
 
     contract: Contract
@@ -50,6 +51,7 @@ class Call(SimpleNamespace):
     after: tuple[Any, ...] = ()
     kept: tuple[Any, ...] = ()
     fp8_cache: str | None = None
+    sends: Any = None
 
     def __getattr__(self, name: str) -> Any:
         """Return a newly allocated array for a required output that the caller did not pass."""

@@ -5,7 +5,7 @@ Kernels: shares/gather.cu and, for a gather and the RMSNorm after it, norms/rmsn
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from math import ceil
@@ -15,7 +15,7 @@ import numpy as np
 
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import CudaArray, device_attribute, on_device, pinned, seen_from_here
-from gpt2block.cuda.kernels import Geometry, dtype_name, launch_at
+from gpt2block.cuda.kernels import Defines, Geometry, dtype_name, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.doctor import MOST_GPUS
 from gpt2block.errors import InputError
@@ -34,8 +34,37 @@ WORDS = 2**18  # maximum words that `gather` sends; gather_rows sends more, with
 ROOM = 2**22  # words in half of gather_rows' area; also the area's size in entries of 8 bytes
 HEADER = 16 + 7 * 1024  # entries before the areas of a mailbox, with flags (lib/exchange.cuh)
 MOST_ROWS, MOST_CHANNELS = 64, 8192  # maximum rows and channels of a gather with a norm
+MOST_SENT = 8  # maximum rows that a product or attention sends itself
 SEND, RECEIVE = 1, 2  # parts of the kernel
 MAIL = ("abort", "own", *(f"to_{n}" for n in range(1, MOST_GPUS)))  # inputs after the residual
+
+
+class Sends:
+    """Columns of a matrix of N columns, from `first` on, that a product or attention also sends.
+
+    The next gather on these mailboxes must receive them. mail: {name: array}, as `Mailboxes.of`
+    returns. args, defines: arguments of the kernel that sends (Mail in lib/exchange.cuh), and its
+    macros. addresses: of the arrays in `mail`.
+    """
+
+    def __init__(self, mail: Mapping[str, CudaArray], N: int, first: int) -> None:
+        boxes = {name: box for name, box in mail.items() if name != "abort"}
+        self.args = {**boxes, "first_column": first, "all_columns": N, "capacity": CAPACITY}
+        self.defines = _others(len(boxes) - 1)
+        self._mail = tuple(mail.get(name) for name in MAIL)
+        self.addresses = tuple(box.data.ptr for box in mail.values())
+
+    def launch(self, columns: CudaArray) -> Launch:
+        """Return a launch that only sends `columns`, the float32 output of a kernel that cannot."""
+        M, S = columns.shape
+        N, first = self.args["all_columns"], self.args["first_column"]
+        arrays = columns, None, columns, *self._mail
+        return part_of(_with_numbers(arrays, M, S, N, first, None), SEND)
+
+
+def _others(count: int) -> Defines:
+    """Return the macro with the number of other GPUs."""
+    return (("OTHERS", count),)
 
 
 class Mailboxes:
@@ -109,6 +138,8 @@ def _gather(c: Call) -> tuple[Launch, ...]:
     if c.S % per_word or c.N % per_word or c.first % per_word:
         raise InputError(f"columns {c.first} to {c.first + c.S} of {c.N}: expected even numbers")
     _check_columns(c.first, c.S, c.N)
+    if c.sent and not can_send(M, N):
+        raise InputError(f"{M:,} rows of {N:,} columns: expected fewer, or sent=False")
     flagged = M * N > WORDS and not any(n % 4 for n in (S, N, first))
     if c.to_terms and not stores_terms(M, N):
         raise InputError(f"{M:,} rows of {N:,} columns: expected floats, without to_terms")
@@ -120,8 +151,14 @@ def _gather(c: Call) -> tuple[Launch, ...]:
         rows = slice(row, min(M, row + at_once))
         residual = None if c.residual is None else c.residual[rows]
         arrays = share[rows], residual, out[rows], *_mail(c)
-        launches.append(launched(arrays, rows.stop - row, S, N, first, c.to_terms))
+        launch = launched(arrays, rows.stop - row, S, N, first, c.to_terms)
+        launches.append(part_of(launch, RECEIVE) if c.sent else launch)
     return tuple(launches)
+
+
+def can_send(M: int, N: int) -> bool:
+    """Return whether kernels can send their columns of M rows of N floats (`Sends`)."""
+    return M <= MOST_SENT and M * N <= WORDS
 
 
 def stores_terms(M: int, N: int) -> bool:
@@ -135,7 +172,8 @@ def _with_numbers(
     width = 1 if S % 2 or N % 2 or first % 2 else 2  # words that a thread sends at a time
     blocks = min(_most_blocks(), ceil(M * N / (width * THREADS)))
     geometry = Geometry("gather", (blocks,), (THREADS,), defines=(("GATHER_WIDTH", width),))
-    geometry = geometry.with_defines(stored_defines("GATHER_TERMS", terms))
+    defines = (*stored_defines("GATHER_TERMS", terms), *_others_of(arrays))
+    geometry = geometry.with_defines(defines)
     args = (*arrays, M, S, N, first, CAPACITY, stored_scale(terms), SEND | RECEIVE)
     return launch_at(FILE, geometry, args, storage=dtype_name(arrays[0].dtype))
 
@@ -144,9 +182,14 @@ def _with_flags(
     arrays: tuple[Any, ...], M: int, S: int, N: int, first: int, _: Terms | None
 ) -> Launch:
     rows = ceil(M / _most_blocks())
-    geometry = Geometry("gather_rows", (ceil(M / rows),), (THREADS,))
+    geometry = Geometry("gather_rows", (ceil(M / rows),), (THREADS,), defines=_others_of(arrays))
     args = (*arrays, M, S, N, first, CAPACITY, ROOM, rows, SEND | RECEIVE)
     return launch_at(FILE, geometry, args, storage=dtype_name(arrays[0].dtype))
+
+
+def _others_of(arrays: tuple[Any, ...]) -> Defines:
+    """Return the macro with the number of other GPUs. arrays: end with the inputs MAIL."""
+    return _others(sum(box is not None for box in arrays[1 - MOST_GPUS :]))
 
 
 def _most_blocks() -> int:
@@ -154,11 +197,12 @@ def _most_blocks() -> int:
 
 
 def part_of(launch: Launch, parts: int) -> Launch:
-    """Return a launch of a gather that only sends or only receives, for GPUs that take turns.
+    """Return a launch of a gather that only sends or only receives.
 
-    launch: a launch of a kernel in KERNELS. parts: SEND or RECEIVE.
+    launch: a launch of a kernel in KERNELS. parts: SEND or RECEIVE. The result runs only parts that
+    `launch` runs.
     """
-    return replace(launch, args=(*launch.args[:-1], np.int32(parts)))
+    return replace(launch, args=(*launch.args[:-1], launch.args[-1] & np.int32(parts)))
 
 
 def _mail(c: Call) -> tuple[CudaArray | None, ...]:
@@ -186,22 +230,30 @@ def _gather_norm(c: Call) -> Launch:
             f"at most {CAPACITY:,} values"
         )
     geometry = stream_geometry(c.M, c.N)._replace(kernel="rmsnorm_gathered")
-    geometry = geometry.with_defines(stored_defines("RS_TERMS", c.to_terms))
+    mail = _mail(c)
+    defines = (*stored_defines("RS_TERMS", c.to_terms), *_others_of(mail))
     scale = stored_scale(c.to_terms)
-    sizes = c.S, c.first, CAPACITY, SEND | RECEIVE
-    args = (c.share, c.residual, c.weight, c.out, scale, c.eps, *_mail(c), *sizes)
-    return launch_at(STREAM, geometry, args)
+    sizes = c.S, c.first, CAPACITY, RECEIVE if c.sent else SEND | RECEIVE
+    args = (c.share, c.residual, c.weight, c.out, scale, c.eps, *mail, *sizes)
+    return launch_at(STREAM, geometry.with_defines(defines), args)
 
 
 def _prepare_norm(unchecked: UncheckedCall) -> Call:
-    """Check a call of `gather_norm`. to_terms is as in variant stream of `rmsnorm`."""
+    """Check a call of `gather_norm`.
+
+    to_terms is as in variant stream of `rmsnorm`. sent: whether the products have sent the columns
+    (`Sends`), so that the kernel only receives.
+    """
     N = unchecked.options["N"]
     check_terms(unchecked.options["to_terms"], N, N)
     return unchecked.checked()
 
 
 def _prepare_gather(unchecked: UncheckedCall) -> Call:
-    """Check a call of `gather`. to_terms: the `Terms` to store in out, with an even share."""
+    """Check a call of `gather`.
+
+    to_terms: the `Terms` to store in out, with an even share. sent: as in `gather_norm`.
+    """
     N, c = unchecked.options["N"], unchecked.checked()
     check_terms(c.to_terms, N, N)
     if c.to_terms and dtype_name(c.share.dtype) != "float32":
@@ -212,12 +264,12 @@ def _prepare_gather(unchecked: UncheckedCall) -> Call:
 GATHER_NORM = Operation(
     name="gather_norm",
     variants=(_gather_norm,),
-    options={"N": REQUIRED, "first": REQUIRED, "eps": 1e-6, "to_terms": None},
+    options={"N": REQUIRED, "first": REQUIRED, "eps": 1e-6, "to_terms": None, "sent": False},
     prepare=_prepare_norm,
 )
 GATHER = Operation(
     name="gather",
     variants=(_gather,),
-    options={"N": REQUIRED, "first": REQUIRED, "to_terms": None},
+    options={"N": REQUIRED, "first": REQUIRED, "to_terms": None, "sent": False},
     prepare=_prepare_gather,
 )

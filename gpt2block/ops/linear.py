@@ -246,6 +246,12 @@ def _on_cuda_cores(c: Call) -> None:
         raise UnsupportedCall("does not round x: use variant mma")
 
 
+def _send_after(c: Call) -> None:
+    """Let another kernel send out to the other GPUs, if option `sends` is given."""
+    if c.sends is not None:
+        c.after, c.sends = (*c.after, c.sends.launch(c.out)), None
+
+
 def _check_sizes(c: Call) -> None:
     """Raise UnsupportedCall if there are more rows or outputs than kernels can index."""
     expected = f"expected at most {MAX_OUTPUTS:,} of both"
@@ -258,6 +264,7 @@ def _by_cores(c: Call, epilogue: Ends) -> Launch:
     _on_cuda_cores(c)
     if c.gamma is not None and c.beta is None:
         raise UnsupportedCall("takes no gamma without beta: use variant mma")
+    _send_after(c)
     return _few_rows(matvec, c, epilogue)
 
 
@@ -275,6 +282,7 @@ def _by_mma_tiles(c: Call, epilogue: Ends) -> Launch:
         raise UnsupportedCall(
             "takes no gamma and beta: use variant mma, or layernorm's variant decode before it"
         )
+    _send_after(c)
     _check_sizes(c)
     if c.up or any(terms and terms.width for terms in (c.terms, c.to_terms)):
         raise UnsupportedCall(
@@ -307,6 +315,8 @@ def _by_wgmma(c: Call, epilogue: Ends) -> tuple[Launch, ...]:
     ordered = c.terms and c.terms.width and (not c.to_terms or c.to_terms.width)
     if not ordered:
         raise UnsupportedCall("takes and gives terms in the order of wgmma: use variant mma_tiles")
+    if c.sends and (c.w.dtype == GGUF or c.N % 2 or c.sends.args["all_columns"] % 2):
+        _send_after(c)  # the kernel sends pairs of columns
     return hopper.launch(c, epilogue(c))
 
 
@@ -362,6 +372,7 @@ def _tiles(c: Call) -> Any:
         raise UnsupportedCall("takes no gamma and beta: use variant matvec")
     if c.terms or c.to_terms or c.up:
         raise UnsupportedCall("takes and gives floats, of one matrix: use variant hopper")
+    _send_after(c)
     M, N, K, data = c.M, c.N, c.K, c.w.data
     if max(M, N) > tiles.MAX_SIZE or K > tiles.MAX_K:
         raise UnsupportedCall(
@@ -408,6 +419,7 @@ def _prepare(unchecked: UncheckedCall) -> Call:
     WeightMatrix of w's dtype and shape; variants mma and hopper then compute silu(x w) (x up) or
     gelu(x w) (x up). x_dtype: "float16" rounds floats of x, or their norm, in tensor-core kernels
     of decoding with float16 or FP8 weights. Stored `terms` are rounded if `Terms.rounded` is set.
+    sends: the `Sends` of out, which is then sent to other GPUs, too, by this kernel if it can.
     """
     c = _checked(unchecked, TWO_PART_LINEAR)
     c.M, c.T = c.rows, "float32"
@@ -554,6 +566,7 @@ OPERATION = Operation(
         "to_terms": None,
         "x_bound": None,
         "x_dtype": None,
+        "sends": None,
     },
     prepare=_prepare,
     parts=(*LINEAR_GGUF, *QKV_GGUF, *ROPE_GGUF, chunk_sums),

@@ -22,7 +22,7 @@ from gpt2block.architectures.architecture import Value
 from gpt2block.checks import normed_together
 from gpt2block.config import ModelConfig, model_shapes
 from gpt2block.config.formats import FILE
-from gpt2block.ops.gather import MAIL, normalizes, stores_terms
+from gpt2block.ops.gather import MAIL, Sends, can_send, normalizes, stores_terms
 from gpt2block.ops.products import MULTIPLE
 from gpt2block.passes.machine import Machine, Step
 
@@ -33,6 +33,8 @@ QKV = "w_qkv"
 PRODUCTS: Mapping[str, tuple[int, int]] = {"linear": (1, 5), "gemm": (1, 3)}
 ATTENTION = "attention", "attention_split", "attention_varlen", "attention_packed"
 ELEMENTWISE = "silu_mul", "relu_squared", "cap"  # computed before a GPU's columns are gathered
+SENT = "w_o", "w_down", "w_proj"  # matrices whose products can send their columns
+GATED = 6  # inputs of `linear` before the second matrix, with which a product can also send
 OF_SHARE = ".share"  # ends the names of results that have only this GPU's columns
 HEADS = "q", "qkv", "rope", "k", "v"  # results and caches that are divided if heads are divided
 
@@ -172,6 +174,14 @@ class Share:
                 found[name] = shape
         return found
 
+    @cached_property
+    def _sends(self) -> dict[tuple[int, int], Sends]:
+        return {}
+
+    def sends(self, N: int, first: int) -> Sends:
+        """Return the `Sends` of columns from `first` on; the same object for equal arguments."""
+        return self._sends.setdefault((N, first), Sends(self.mail, N, first))
+
     def exchange(self, value: Any = None) -> list[Any]:
         """Wait for the threads of all GPUs; return their values in the order of the GPUs."""
         return self.meeting.exchange(self.index, value)
@@ -233,13 +243,15 @@ class Divided(Machine):
 
     A pass lists the steps of the whole model; only the numbers of heads are this GPU's. fuses:
     whether one kernel gathers columns, adds them to the residual stream and normalizes the sum,
-    which then has no step of its own.
+    which then has no step of its own, and whether products and attention send their columns
+    themselves. The gather after them cannot run alone then.
     """
 
     def __init__(self, do: Machine, share: Share, fuses: bool = False) -> None:
         super().__init__({**do.tensors, **share.mail})
         do.tensors = self.tensors
         self._do, self._share, self._fuses = do, share, fuses
+        self._sent: Columns | None = None  # columns that the next gather must receive
 
     def do(self, step: Step, into: Value) -> Value:
         given = step.inputs
@@ -247,15 +259,16 @@ class Divided(Machine):
             return self._gather_norm(step, given[0])
         if step.op in PRODUCTS and (N := self._share.width(given[PRODUCTS[step.op][0]])):
             return self._product(step, N, into)
-        if step.op in ELEMENTWISE and all(isinstance(each, Columns) for each in given):
+        if step.op in ELEMENTWISE and all(self._is_unsent(each) for each in given):
             to = into.value if isinstance(into, Columns) else None
             value = self._own(step, tuple(each.value for each in given), to)
             return Columns(value, given[0].N, given[0].first, step)
         inputs = tuple(self.whole(each) for each in given)
         if step.op in ATTENTION and self._share.divides_heads:
             width = self._share.config.q_width
-            value = self._own(step, inputs)
-            return Columns(value, width, self._share.index * width // self._share.count, step)
+            first = self._share.index * width // self._share.count
+            sends = step.op == "attention_split" and self._sends(inputs[0], width)
+            return self._columns(Columns(None, width, first, step), inputs, sends)
         return self._do.do(step._replace(inputs=inputs), self.whole(into))
 
     def _product(self, step: Step, N: int, into: Value) -> Value:
@@ -268,23 +281,47 @@ class Divided(Machine):
         if not self._is_given(added):
             added = None
         dtype = "float32" if added is not None and step.op == "gemm" else step.dtype
-        value = self._own(step._replace(dtype=dtype), tuple(inputs))
         first, into = self._share.first(step.inputs[weights]), self.whole(into)
-        columns = Columns(value, N, first, step, added, into)
+        columns = Columns(None, N, first, step._replace(dtype=dtype), added, into)
+        ends = matrix_of(step.inputs[weights]) in SENT or len(inputs) > GATED
+        sends = ends and step.attrs.get("decoding", False) and self._sends(inputs[0], N)
+        value = self._columns(columns, tuple(inputs), sends).value
         deferred = added is None or (
             self._fuses and added is into and normalizes(value.shape[0], N)
         )
         return columns if deferred else self.whole(columns)
 
+    def _sends(self, x: Value, N: int) -> bool:
+        """Whether a kernel can send its columns of a result with the rows of x and N columns."""
+        return self._fuses and bool(self._share.mail) and can_send(x.shape[0], N)
+
+    def _columns(self, columns: Columns, inputs: tuple[Value, ...], sends: bool) -> Columns:
+        """Compute this GPU's columns. The kernel also sends them if `sends` is true."""
+        step, more = columns.step, {}
+        if sends:
+            self.receive()
+            more["sends"] = self._share.sends(columns.N, columns.first)
+            self._sent = columns
+        columns.value = self._own(step._replace(attrs={**step.attrs, **more}), inputs)
+        return columns
+
+    def receive(self, but: Columns | None = None) -> None:
+        """Gather the columns that a kernel has sent, unless they are `but`, before other words."""
+        if self._sent is not None and self._sent is not but:
+            self.whole(self._sent)
+
     def _is_given(self, value: Value) -> bool:
         return value is not None and (not isinstance(value, str) or self.has(value))
+
+    def _is_unsent(self, value: Value) -> bool:
+        return isinstance(value, Columns) and value.whole is None and value is not self._sent
 
     def _is_stream_to_gather(self, value: Value) -> bool:
         return isinstance(value, Columns) and value.stream is not None and value.whole is None
 
     def _gather_norm(self, step: Step, columns: Columns) -> Value:
         """Add the gathered columns to the residual stream, and return the norm of the stream."""
-        sizes = {"N": columns.N, "first": columns.first, "eps": step.attrs["eps"]}
+        sizes = {**self._sizes(columns), "eps": step.attrs["eps"]}
         inputs = (columns.value, columns.stream, step.inputs[1], *self._mail)
         terms = step.attrs.get("to_terms")
         y = self._do(step.name, "gather_norm", inputs, to_terms=terms, bound=step.bound, **sizes)
@@ -312,9 +349,14 @@ class Divided(Machine):
     def _mail(self) -> tuple[str, ...]:
         return tuple(name for name in MAIL if name in self._share.mail)
 
+    def _sizes(self, columns: Columns) -> dict[str, Any]:
+        """Return the options of the gather of these columns, which is the next gather."""
+        self.receive(columns)
+        sent, self._sent = self._sent is columns, None
+        return {"N": columns.N, "first": columns.first, "sent": sent}
+
     def _gather(self, columns: Columns, residual: Value, into: Value) -> Value:
-        step = columns.step
-        sizes: dict[str, Any] = {"N": columns.N, "first": columns.first}
+        step, sizes = columns.step, self._sizes(columns)
         terms = step.attrs.get("to_terms")
         inputs = (columns.value, residual, *self._mail)
         if terms and stores_terms(columns.value.shape[0], columns.N):
@@ -330,4 +372,6 @@ class Divided(Machine):
 def of_share(run: Callable[[Machine], Any], do: Machine, share: Share, fuses: bool = False) -> Any:
     """Run a GPU's share of a pass's steps on the machine `do`; return the pass's whole result."""
     divided = Divided(do, share, fuses)
-    return divided.whole(run(divided))
+    found = divided.whole(run(divided))
+    divided.receive()
+    return found

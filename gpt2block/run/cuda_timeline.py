@@ -105,6 +105,10 @@ def ends_us(launches: Sequence[Any], overlapping: bool, lead: Callable[..., None
     lead: function that launches work before the pass, for a number of µs, by default LEAD_US. A
     graph that begins later in the pass follows the kernels before it, and `lead` if these kernels
     take less time. The sum of all differences is scaled to the time of the pass.
+
+    On several GPUs, a graph can end after a kernel that sends columns and before the gather that
+    receives them. The first gather of the next graph can then take these columns for its own, and
+    wait too short a time. The last graph is the whole pass, whose gathers receive all columns.
     """
     ends: list[float] = []
     for first in range(0, len(launches), TOGETHER):

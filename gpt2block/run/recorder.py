@@ -349,7 +349,8 @@ class Binder(Recorder):
         if recipe is not None:
             return recipe.at((*places, *further)), extra
         _, launches, extra = BY_NAME[step.op].bind_on_device(inputs, out, **step.attrs)
-        further = addresses_of(extra)
+        sends = step.attrs.get("sends")
+        further = (*addresses_of(extra), *(sends.addresses if sends else ()))
         self._recipes[alike] = Recipe.of(launches, (*places, *further)), extra, further
         return launches, extra
 

@@ -1,28 +1,31 @@
 // Mailboxes through which GPUs exchange words (4 bytes). shares/gather.cu describes the protocol, and why it is safe.
 #pragma once
 
-#define OTHERS 7          // maximum number of other GPUs
-#define ROUND 0           // entry of a mailbox that holds the number of the previous round
+#define MOST_OTHERS 7     // maximum number of other GPUs
+#define LAST_ROUND 0      // entry of a mailbox that holds the number of the previous round
 #define STORED 1          // entry that holds the number of blocks that have called store_round in this round
-#define FLAGS 16          // first entry of the flags: two halves of (OTHERS, MOST_PIECES) flags, 4 bytes each
+#define FLAGS 16          // first entry of the flags: two halves of (MOST_OTHERS, MOST_PIECES) flags, 4 bytes each
 #define MOST_PIECES 1024  // flags per half for each other GPU
-#define HEADER (FLAGS + OTHERS * MOST_PIECES)  // entries before the words with the number of their round
-#define SEND 1                                 // bits of `parts`: the parts of a kernel that a launch runs
+#define HEADER (FLAGS + MOST_OTHERS * MOST_PIECES)  // entries before the words with the number of their round
+#define SEND 1                                      // bits of `parts`: the parts of a kernel that a launch runs
 #define RECEIVE 2
+#ifndef OTHERS  // number of other GPUs
+#define OTHERS MOST_OTHERS
+#endif
 #define PATIENCE 20000000000ll  // clock cycles, about 10 s
 #define POLLS 4096              // attempts between two reads of *abort
 
 // Returns the number of this round. All threads of a kernel call it before they call store_round.
-__device__ __forceinline__ unsigned next_round(const long long* own) { return (unsigned)__ldcg(own + ROUND) + 1u; }
+__device__ __forceinline__ unsigned next_round(const long long* own) { return (unsigned)__ldcg(own + LAST_ROUND) + 1u; }
 
-// Stores the number of the round for the next kernel. The last block that calls this function stores it: all blocks have
-// then read the previous number. A block calls it before it waits for words, so that no later kernel waits for the
-// atomic operation. The barrier takes the number from all threads, so that their loads have ended.
+// Stores the number of the round for the next kernel. The last block that calls this function stores it: all blocks
+// have then read the previous number. A block calls it before it waits for words, so that no later kernel waits for
+// the atomic operation. The barrier takes the number from all threads, so that their loads have ended.
 __device__ __forceinline__ void store_round(long long* own, unsigned round) {
     __syncthreads_or((int)round);
     if (threadIdx.x == 0 && atomicAdd(reinterpret_cast<unsigned long long*>(own + STORED), 1ull) == gridDim.x - 1) {
         own[STORED] = 0;
-        own[ROUND] = round;
+        own[LAST_ROUND] = round;
     }
 }
 
@@ -43,6 +46,24 @@ __device__ __forceinline__ void send(long long* to, const unsigned* words, unsig
 #pragma unroll
         for (int w = 0; w < COUNT; ++w) *(volatile unsigned long long*)(to + w) = stamped[w];
 }
+
+// The mailboxes through which a kernel sends its outputs, this GPU's columns of a matrix (M, whole).
+struct Mail {
+    const long long* own;
+    long long* others[MOST_OTHERS];
+    int first, whole, capacity;  // first column of this GPU; columns of all GPUs; entries of half a mailbox
+
+    // Sends the outputs n, n + 1, ... of this GPU in row m. A gather that only receives must follow as the next gather.
+    template <int COUNT>
+    __device__ __forceinline__ void send_outputs(int m, int n, const float (&v)[COUNT], unsigned round) const {
+        const long long at = HEADER + (long long)(round & 1u) * capacity + (long long)m * whole + first + n;
+        unsigned words[COUNT];
+#pragma unroll
+        for (int e = 0; e < COUNT; ++e) words[e] = (unsigned)__float_as_int(v[e]);
+#pragma unroll
+        for (int g = 0; g < OTHERS; ++g) send<COUNT>(others[g] + at, words, round);
+    }
+};
 
 // Loads words that another GPU may be storing. Returns whether all of these words have arrived.
 template <int COUNT>

@@ -85,8 +85,8 @@ __device__ __forceinline__ void store(T* out, float out_scale, int c, const floa
     }
 }
 
-// Normalises the block's row. before() runs when the previous kernel has ended. read(i, c) returns the values of load
-// i, which start at channel c; write(c, v) receives the normalised values.
+// Normalises the block's row, unless before(), which runs when the previous kernel has ended, returns false. read(i, c)
+// returns the values of load i, which start at channel c; write(c, v) receives the normalised values.
 template <typename Before, typename Read, typename Write>
 __device__ __forceinline__ void normalize(const float* weight, float eps, Before before, Read read, Write write) {
     __shared__ float scratch[RS_THREADS / 32];
@@ -94,7 +94,7 @@ __device__ __forceinline__ void normalize(const float* weight, float eps, Before
     if (HELD) each_load([&](int i, int c) { weights[i] = load_parameters<RS_WIDTH>(weight + c); });
     let_next_start();
     wait_for_previous();
-    before();
+    if (!before()) return;
     if (HELD) each_load([&](int i, int c) { rows[i] = read(i, c); });
 
     float square = 0.0f;
@@ -116,6 +116,8 @@ __device__ __forceinline__ void normalize(const float* weight, float eps, Before
     });
 }
 
+__device__ __forceinline__ bool always() { return true; }
+
 extern "C" __global__ void __launch_bounds__(RS_THREADS) rmsnorm_stream(
     const float* x,                    // (M, C)
     const float* __restrict__ weight,  // (C)
@@ -123,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(RS_THREADS) rmsnorm_stream(
     float out_scale,                   // scale of out, used if RS_TERMS selects two-part terms
     float eps) {
     const float* from = x + (long long)blockIdx.x * RS_C;
-    normalize(weight, eps, [] {}, [&](int, int c) { return load_fresh<float, RS_WIDTH>(from + c); },
+    normalize(weight, eps, always, [&](int, int c) { return load_fresh<float, RS_WIDTH>(from + c); },
               [&](int c, const float (&v)[RS_WIDTH]) { store(out, out_scale, c, v); });
 }
 
@@ -135,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(RS_THREADS) rmsnorm_add(
     float eps) {
     const long long row = (long long)blockIdx.x * RS_C;
     const auto read = [&](int, int c) { return load_fresh<float, RS_WIDTH>(x + row + c); };
-    normalize(weight, eps, [] {}, read,
+    normalize(weight, eps, always, read,
               [&](int c, float (&v)[RS_WIDTH]) {
                   float old[RS_WIDTH];
                   load_fresh<float, RS_WIDTH>(residual + row + c).unpack(old);
@@ -176,7 +178,7 @@ extern "C" __global__ void __launch_bounds__(RS_THREADS) rmsnorm_sums(
         for (int e = 0; e < RS_WIDTH; ++e) v[e] = added.added_to(v[e], e);
         return Values::pack(v);
     };
-    normalize(weight, eps, [] {}, read, [&](int c, const float (&v)[RS_WIDTH]) { store(out, 1.0f, c, v); });
+    normalize(weight, eps, always, read, [&](int c, const float (&v)[RS_WIDTH]) { store(out, 1.0f, c, v); });
 }
 
 extern "C" __global__ void __launch_bounds__(RS_THREADS) rmsnorm_gathered(
@@ -188,12 +190,7 @@ extern "C" __global__ void __launch_bounds__(RS_THREADS) rmsnorm_gathered(
     float eps,
     int* abort,  // abort and the next arguments: see shares/gather.cu
     long long* own,
-    long long* to_1,
-    long long* to_2,
-    long long* to_3,
-    long long* to_4,
-    long long* to_5,
-    long long* to_6,
+    long long* to_1, long long* to_2, long long* to_3, long long* to_4, long long* to_5, long long* to_6,
     long long* to_7,
     int S,
     int first,
@@ -203,7 +200,7 @@ extern "C" __global__ void __launch_bounds__(RS_THREADS) rmsnorm_gathered(
     Values old[HELD ? LOADS : 1];
     unsigned words[HELD ? LOADS : 1][RS_WIDTH], round = 0;
     const auto exchange = [&] {
-        long long* const others[OTHERS] = {to_1, to_2, to_3, to_4, to_5, to_6, to_7};
+        long long* const others[MOST_OTHERS] = {to_1, to_2, to_3, to_4, to_5, to_6, to_7};
         round = next_round(own);
         const long long half = HEADER + (long long)(round & 1u) * capacity + row;
         const float* const from = share + (long long)blockIdx.x * S - first;
@@ -216,15 +213,14 @@ extern "C" __global__ void __launch_bounds__(RS_THREADS) rmsnorm_gathered(
             for (int e = 0; e < RS_WIDTH; ++e) words[i][e] = __float_as_uint(v[e]);
         });
 #pragma unroll
-        for (int g = 0; g < OTHERS; ++g) {
-            if (!(parts & SEND) || others[g] == nullptr) continue;
+        for (int g = 0; (parts & SEND) && g < OTHERS; ++g) {
             each_load([&](int i, int c) {
 #pragma unroll
                 for (int e = 0; e + 1 < RS_WIDTH; e += 2)
                     if (mine(c)) send<2>(others[g] + half + c + e, &words[i][e], round);
             });
         }
-        if (!(parts & RECEIVE)) return;
+        if (!(parts & RECEIVE)) return false;
         store_round(own, round);
         const long long begun = clock64();
         bool all = false;
@@ -236,12 +232,8 @@ extern "C" __global__ void __launch_bounds__(RS_THREADS) rmsnorm_gathered(
                     if (!mine(c)) all &= receive<2>(own + half + c + e, &words[i][e], round);
             });
         }
+        return true;
     };
-    if (!(parts & RECEIVE)) {
-        wait_for_previous();
-        exchange();
-        return;
-    }
     const auto read = [&](int i, int c) {
         float v[RS_WIDTH];
         old[i].unpack(v);

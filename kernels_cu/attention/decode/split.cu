@@ -33,10 +33,12 @@
 //
 // Grid (AS_CLUSTER, teams / AS_HEADS, M), block (32 AS_HEADS AS_WARPS), with AS_QUERIES > 1 sizeof(Shared) bytes of
 // dynamic shared memory. Positions beyond the cache mean its last position. Idea: Dao et al., "Flash-Decoding" (2023).
+#include "lib/attention/spans.cuh"
 #include "lib/attention/unit.cuh"
 #include "lib/attention/window.cuh"
 #include "lib/cluster.cuh"
 #include "lib/common.cuh"
+#include "lib/exchange.cuh"
 #include "lib/fresh.cuh"
 #include "lib/overlap.cuh"
 #include "lib/sm80.cuh"
@@ -78,6 +80,9 @@
 #endif
 #ifndef AS_VECTORS  // vectors of K, and of V, in flight per thread
 #define AS_VECTORS 8
+#endif
+#ifndef AS_SENDS  // 1: out, as floats, is also sent to the other GPUs
+#define AS_SENDS 0
 #endif
 #ifndef AS_GUESSES  // 1: each sequence has `together` consecutive rows, for guessed tokens
 #define AS_GUESSES 0
@@ -254,34 +259,6 @@ struct Softmax {
     }
 };
 
-// The sums over all spans so far, for 32 channels of a head, one channel per lane. All lanes hold the same m and l.
-struct Whole {
-    float m, l, o;
-
-    // Adds the first `count` splits of a span. `later`: whether an earlier span has been added.
-    __device__ __forceinline__ void add(const Shared& shared, int slot, int channel, int count, bool later) {
-        const int lane = threadIdx.x % 32;
-        const float own = lane < count ? shared.m[slot][lane] : -INFINITY;
-        const float max = lanes_max<32>(own), point = max == -INFINITY ? 0.0f : max;
-        const float weight = exp2f(own - point);
-        const float total = lanes_sum<32>(lane < count ? __fmul_rn(weight, shared.l[slot][lane]) : 0.0f);
-        float sum = 0.0f;
-#pragma unroll 8
-        for (int s = 0; s < count; ++s) {
-            sum = fmaf(__shfl_sync(0xffffffffu, weight, s), shared.parts[slot][s][min(channel, HS - 1)], sum);
-        }
-        if (later) {
-            const float both = fmaxf(m, max), from = both == -INFINITY ? 0.0f : both;
-            const float before = exp2f(m - from), now = exp2f(max - from);
-            m = both;
-            l = fmaf(now, total, before * l);
-            o = fmaf(now, sum, before * o);
-        } else {
-            m = max, l = total, o = sum;
-        }
-    }
-};
-
 // A barrier for all warps of a team. Writes to shared memory before the barrier are visible after it.
 __device__ __forceinline__ void sync_team() {
     if (AS_CLUSTER > 1) {
@@ -289,6 +266,14 @@ __device__ __forceinline__ void sync_team() {
         acquire_from_cluster();
     } else {
         __syncthreads();
+    }
+}
+
+// Sends zeros for the block's heads of a query without a sequence: the other GPUs wait for words of all queries.
+__device__ __forceinline__ void send_zeros(const Mail& mail, int query, unsigned round) {
+    for (int i = threadIdx.x; i < SLOTS * HS; i += 32 * WARPS) {
+        const int own = i / HS % AS_QUERIES, team = blockIdx.y * AS_HEADS + i / HS / AS_QUERIES;
+        if (own < queries_of(team)) mail.send_outputs<1>(query, (head_of(team) + own) * HS + i % HS, {0.0f}, round);
     }
 }
 
@@ -300,7 +285,9 @@ extern "C" __global__ void __cluster_dims__(AS_CLUSTER, 1, 1) __launch_bounds__(
     const int* position,  // (M)
     int B, int n_ctx, int together,  // together: consecutive rows per sequence, a power of two
     float out_scale,      // scale of out, used if AS_TERMS selects two-part terms
-    float* out) {         // (M, C)
+    float* out,           // (M, C)
+    const long long* own, long long* to_1, long long* to_2, long long* to_3, long long* to_4, long long* to_5,
+    long long* to_6, long long* to_7, int first_column, int all_columns, int capacity) {  // with AS_SENDS: Mail
 #if AS_QUERIES > 1  // sizeof(Shared) can exceed the limit of static shared memory
     extern __shared__ __align__(16) char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
@@ -327,7 +314,12 @@ extern "C" __global__ void __cluster_dims__(AS_CLUSTER, 1, 1) __launch_bounds__(
     values.load(own_v, first, lowest, hint - mine - 1);
     let_next_start();
     wait_for_previous();
-    if (!cached) return;
+    const Mail mail{own, {to_1, to_2, to_3, to_4, to_5, to_6, to_7}, first_column, all_columns, capacity};
+    const unsigned exchange = AS_SENDS ? next_round(own) : 0;
+    const auto end_without_keys = [&] {
+        if (AS_SENDS && rank == 0) send_zeros(mail, query, exchange);
+    };
+    if (!cached) return end_without_keys();
 
     float x[AS_QUERIES][PIECES][AS_WIDTH] = {};
 #pragma unroll
@@ -344,7 +336,7 @@ extern "C" __global__ void __cluster_dims__(AS_CLUSTER, 1, 1) __launch_bounds__(
         values.add(own_v, first, AS_GUESSES ? max(hint - mine, lowest) : hint, hint);
     }
     const int last = min(__ldcg(position + query), n_ctx - 1);
-    if (last < 0) return;
+    if (last < 0) return end_without_keys();
     if (last != hint) {  // the hint was wrong: repeat the loads
         lowest = first_seen(last), origin = lowest / KEYS * KEYS, first = origin + worker * KEYS;
         keys.load(own_k, first, lowest, last);
@@ -385,12 +377,14 @@ extern "C" __global__ void __cluster_dims__(AS_CLUSTER, 1, 1) __launch_bounds__(
         for (int i = 0; i < ITEMS; ++i) {
             const int item = warp + i * WARPS, channel = item % CHUNKS * 32 + lane;
             if (rank > 0 || item >= SLOTS * CHUNKS) continue;
-            const int slot = item / CHUNKS, own = slot % AS_QUERIES, of = blockIdx.y * AS_HEADS + slot / AS_QUERIES;
-            whole[i].add(shared, slot, channel, count, begin > 0);
-            if (more || own >= queries_of(of)) continue;
+            const int slot = item / CHUNKS, own_query = slot % AS_QUERIES;
+            const int of = blockIdx.y * AS_HEADS + slot / AS_QUERIES;
+            whole[i].add<HS>(shared, slot, channel, count, begin > 0);
+            if (more || own_query >= queries_of(of)) continue;
             float result = whole[i].o / whole[i].l;
+            const int at = (head_of(of) + own_query) * HS + channel, m = query, M = gridDim.z;
+            if (AS_SENDS && channel < HS) mail.send_outputs<1>(m, at, {result}, exchange);
             if constexpr (AS_TERMS) result = term_of<AS_TERMS>(result, inverse_of(out_scale));
-            const int at = (head_of(of) + own) * HS + channel, m = query, M = gridDim.z;
             if constexpr (TERM_SUMS) store_sum_of_pairs(out, (unsigned)__float_as_int(result), m, at, M, ROW);
             if (channel < HS && (has_low() || channel % 2 == 0)) out[term_place(m, at, M, ROW)] = result;
         }

@@ -290,7 +290,9 @@ extern "C" __global__ void __cluster_dims__(LM_CLUSTER, 1, 1) __launch_bounds__(
     KV* v_cache,                          // (B, n_ctx, C), or (B, n_ctx, n_kv_head LM_ROPE)
     const float* __restrict__ gamma_q,    // (LM_ROPE), with LM_QK_NORM
     const float* __restrict__ gamma_k,    // (LM_ROPE), with LM_QK_NORM
-    float eps, int M, int N, int gelu, int C, int n_head, int n_kv_head, int B, int n_ctx) {
+    float eps, int M, int N, int gelu, int C, int n_head, int n_kv_head, int B, int n_ctx,
+    const long long* own, long long* to_1, long long* to_2, long long* to_3, long long* to_4, long long* to_5,
+    long long* to_6, long long* to_7, int first_column, int all_columns, int capacity) {  // EPILOGUE_SEND: Mail
 #if EPILOGUE == EPILOGUE_ADD_SUMS
     const AddSums<LM_SUMS> end{residual, sums, sum_scale, out, M, N};
     run(x, nullptr, nullptr, 0.0f, M, w, scale, nullptr, 1.0f, end, N);
@@ -302,7 +304,12 @@ extern "C" __global__ void __cluster_dims__(LM_CLUSTER, 1, 1) __launch_bounds__(
     const Append end{out, k_cache, v_cache, row, position, C, B, n_ctx};
     run(x, gamma, beta, eps, M, w, scale, bias, x_scale, end, N);
 #else
+#if EPILOGUE == EPILOGUE_SEND
+    const Mail mail{own, {to_1, to_2, to_3, to_4, to_5, to_6, to_7}, first_column, all_columns, capacity};
+    const Send end(out, N, gelu, mail);
+#else
     const Add end{residual, out, N, gelu};
+#endif
     run(x, gamma, beta, eps, M, w, scale, bias, x_scale, end, N, nullptr, nullptr, up, up_scale);
 #endif
 }

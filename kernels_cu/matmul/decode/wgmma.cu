@@ -75,7 +75,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
     const int* position,                   // (M)
     KV* k_cache,                           // (B, n_ctx, C), or (B, n_ctx, n_kv_head DH_ROPE)
     KV* v_cache,                           // (B, n_ctx, C), or (B, n_ctx, n_kv_head DH_ROPE)
-    int M, int N, int K, int gelu, int C, int n_head, int n_kv_head, int B, int n_ctx) {
+    int M, int N, int K, int gelu, int C, int n_head, int n_kv_head, int B, int n_ctx,
+    const long long* own, long long* to_1, long long* to_2, long long* to_3, long long* to_4, long long* to_5,
+    long long* to_6, long long* to_7, int first_column, int all_columns, int capacity) {  // EPILOGUE_SEND: Mail
 #if EPILOGUE == EPILOGUE_APPEND_ROPE
     const Scales scales{scale, scale ? scale + HALF_HEAD : nullptr, bias};
     const AppendRopeTwo end{{rotations, out, k_cache, v_cache, row, position, n_head, n_kv_head, B, n_ctx}};
@@ -83,6 +85,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
 #elif EPILOGUE == EPILOGUE_APPEND
     const AppendTwo end{{out, k_cache, v_cache, row, position, C, B, n_ctx}};
     run(x, {w, w}, Scales{scale, nullptr, bias}, end, M, N, K);
+#elif EPILOGUE == EPILOGUE_SEND
+    const Mail mail{own, {to_1, to_2, to_3, to_4, to_5, to_6, to_7}, first_column, all_columns, capacity};
+    run(x, {w, up}, Scales{scale, up_scale, bias}, SendTwo(out, N, gelu, mail), M, N, K);
 #elif DH_OUT_TERMS
     run(x, {w, up}, Scales{scale, up_scale, bias}, AddTerms{{{residual, out, N, gelu}}, M}, M, N, K);
 #else
