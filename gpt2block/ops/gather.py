@@ -44,7 +44,7 @@ class Sends:
 
     The next gather on these mailboxes must receive them. mail: {name: array}, as `Mailboxes.of`
     returns. args, defines: arguments of the kernel that sends (Mail in lib/exchange.cuh), and its
-    macros. addresses: of the arrays in `mail`.
+    macros. addresses: the addresses of the arrays in `mail`.
     """
 
     def __init__(self, mail: Mapping[str, CudaArray], N: int, first: int) -> None:

@@ -33,7 +33,7 @@ QKV = "w_qkv"
 PRODUCTS: Mapping[str, tuple[int, int]] = {"linear": (1, 5), "gemm": (1, 3)}
 ATTENTION = "attention", "attention_split", "attention_varlen", "attention_packed"
 ELEMENTWISE = "silu_mul", "relu_squared", "cap"  # computed before a GPU's columns are gathered
-SENT = "w_o", "w_down", "w_proj"  # matrices whose products can send their columns
+SENT = "w_o", "w_attn", "w_down", "w_proj"  # matrices whose products can send their columns
 GATED = 6  # inputs of `linear` before the second matrix, with which a product can also send
 OF_SHARE = ".share"  # ends the names of results that have only this GPU's columns
 HEADS = "q", "qkv", "rope", "k", "v"  # results and caches that are divided if heads are divided
@@ -217,11 +217,13 @@ def matrix_of(name: str) -> str:
 
 
 class Columns:
-    """This GPU's columns of a result, which the first step that reads the whole result gathers.
+    """This GPU's columns of a result. They are gathered before the first step that reads it whole.
 
-    N: number of columns of the whole. first: this GPU's first column. step: the step that computes
-    the whole result on one GPU. stream: the residual stream to which the gather adds the whole
-    result, or None. into: the array for the sum. whole: the gathered result, or None before that.
+    Columns that a kernel has sent are gathered earlier if another gather comes first. value: the
+    array of the columns, or None after the gather. N: number of columns of the whole. first: this
+    GPU's first column. step: the step that computes the whole result on one GPU. stream: the
+    residual stream to add to the gathered result, or None. into: the array that receives the result
+    of the gather, or None. whole: this result, including the stream, or None before the gather.
     """
 
     def __init__(
@@ -241,10 +243,10 @@ class Columns:
 class Divided(Machine):
     """A machine that runs a GPU's share of the steps on the machine `do`, and gathers rows.
 
-    A pass lists the steps of the whole model; only the numbers of heads are this GPU's. fuses:
-    whether one kernel gathers columns, adds them to the residual stream and normalizes the sum,
-    which then has no step of its own, and whether products and attention send their columns
-    themselves. The gather after them cannot run alone then.
+    A pass lists the steps of the whole model, with this GPU's numbers of heads. fuses: if true, one
+    kernel gathers columns, adds them to the residual stream and normalizes the sum, so that the
+    addition has no step. Attention and products then also send their columns. A gather of sent
+    columns only receives, so it cannot be run without the kernel that sends them.
     """
 
     def __init__(self, do: Machine, share: Share, fuses: bool = False) -> None:

@@ -19,8 +19,9 @@
 __device__ __forceinline__ unsigned next_round(const long long* own) { return (unsigned)__ldcg(own + LAST_ROUND) + 1u; }
 
 // Stores the number of the round for the next kernel. The last block that calls this function stores it: all blocks
-// have then read the previous number. A block calls it before it waits for words, so that no later kernel waits for
-// the atomic operation. The barrier takes the number from all threads, so that their loads have ended.
+// have then read the previous number. A block calls it before it waits for words: the atomic operation takes place
+// during this wait, and does not lengthen the kernel. Each thread passes the number to the barrier, and thus reaches
+// the barrier only after its load of the previous number has ended.
 __device__ __forceinline__ void store_round(long long* own, unsigned round) {
     __syncthreads_or((int)round);
     if (threadIdx.x == 0 && atomicAdd(reinterpret_cast<unsigned long long*>(own + STORED), 1ull) == gridDim.x - 1) {
@@ -51,7 +52,7 @@ __device__ __forceinline__ void send(long long* to, const unsigned* words, unsig
 struct Mail {
     const long long* own;
     long long* others[MOST_OTHERS];
-    int first, whole, capacity;  // first column of this GPU; columns of all GPUs; entries of half a mailbox
+    int first, whole, capacity;  // first column of this GPU; columns of all GPUs; entries in half the area of `gather`
 
     // Sends the outputs n, n + 1, ... of this GPU in row m. A gather that only receives must follow as the next gather.
     template <int COUNT>
