@@ -58,8 +58,8 @@ SCALARS: Mapping[str, type[np.generic]] = {
     "unsigned char": np.uint8,
 }
 TENSOR_MAP = TensorMap.__name__  # type of parameters that are tensor maps, passed by value
+POINTERS, NULL = frozenset(f"{name}*" for name in (*SCALARS, "T", "W", "KV")), np.uintp(0)
 # Arguments of parameters that a launch does not use; null for pointers.
-NULL = np.uintp(0)
 UNUSED: Mapping[str, Any] = {TENSOR_MAP: NO_MAP, **dict.fromkeys(SCALARS, 0)}
 
 # Macros by dtype, for the types `T`, `W` and `KV` of a source (kernels_cu/lib/storage.cuh). FP8
@@ -312,13 +312,11 @@ def typed_arguments(
     if len(args) != len(signature.parameters):
         expected = ", ".join(f"{p.ctype} {p.name}" for p in signature.parameters)
         raise KernelError(f"{signature.name}: expected ({expected}), got {len(args)} arguments")
-    dtypes, pairs = (storage, weights, cache), zip(signature.parameters, args, strict=True)
+    name, dtypes = signature.name, (storage, weights, cache)
     return tuple(
         [
-            NULL
-            if arg is None and each.ctype[-1] == "*"
-            else _typed(signature.name, each, arg, dtypes)
-            for each, arg in pairs
+            NULL if arg is None and p.ctype in POINTERS else _typed(name, p, arg, dtypes)
+            for p, arg in zip(signature.parameters, args, strict=True)
         ]
     )
 

@@ -59,7 +59,7 @@ class Sends:
         M, S = columns.shape
         N, first = self.args["all_columns"], self.args["first_column"]
         arrays = columns, None, columns, *self._mail
-        return part_of(_with_numbers(arrays, M, S, N, first, None), SEND)
+        return part_of(_with_numbers(arrays, M, S, N, first), SEND)
 
 
 def _others(count: int) -> Defines:
@@ -143,15 +143,15 @@ def _gather(c: Call) -> tuple[Launch, ...]:
     flagged = M * N > WORDS and not any(n % 4 for n in (S, N, first))
     if c.to_terms and not stores_terms(M, N):
         raise InputError(f"{M:,} rows of {N:,} columns: expected floats, without to_terms")
-    room, launched = (ROOM, _with_flags) if flagged else (CAPACITY, _with_numbers)
+    room = ROOM if flagged else CAPACITY
     if room < N:
         raise InputError(f"rows of {N:,} words: expected at most {room:,}")
     launches, at_once = [], room // N
     for row in range(0, M, at_once):
         rows = slice(row, min(M, row + at_once))
         residual = None if c.residual is None else c.residual[rows]
-        arrays = share[rows], residual, out[rows], *_mail(c)
-        launch = launched(arrays, rows.stop - row, S, N, first, c.to_terms)
+        given = (share[rows], residual, out[rows], *_mail(c)), rows.stop - row, S, N, first
+        launch = _with_flags(*given) if flagged else _with_numbers(*given, c.to_terms)
         launches.append(part_of(launch, RECEIVE) if c.sent else launch)
     return tuple(launches)
 
@@ -167,7 +167,7 @@ def stores_terms(M: int, N: int) -> bool:
 
 
 def _with_numbers(
-    arrays: tuple[Any, ...], M: int, S: int, N: int, first: int, terms: Terms | None
+    arrays: tuple[Any, ...], M: int, S: int, N: int, first: int, terms: Terms | None = None
 ) -> Launch:
     width = 1 if S % 2 or N % 2 or first % 2 else 2  # words that a thread sends at a time
     blocks = min(_most_blocks(), ceil(M * N / (width * THREADS)))
@@ -178,9 +178,7 @@ def _with_numbers(
     return launch_at(FILE, geometry, args, storage=dtype_name(arrays[0].dtype))
 
 
-def _with_flags(
-    arrays: tuple[Any, ...], M: int, S: int, N: int, first: int, _: Terms | None
-) -> Launch:
+def _with_flags(arrays: tuple[Any, ...], M: int, S: int, N: int, first: int) -> Launch:
     rows = ceil(M / _most_blocks())
     geometry = Geometry("gather_rows", (ceil(M / rows),), (THREADS,), defines=_others_of(arrays))
     args = (*arrays, M, S, N, first, CAPACITY, ROOM, rows, SEND | RECEIVE)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property, partial
 from itertools import pairwise
 from typing import Any
 
@@ -175,12 +175,9 @@ class Share:
         return found
 
     @cached_property
-    def _sends(self) -> dict[tuple[int, int], Sends]:
-        return {}
-
-    def sends(self, N: int, first: int) -> Sends:
-        """Return the `Sends` of columns from `first` on; the same object for equal arguments."""
-        return self._sends.setdefault((N, first), Sends(self.mail, N, first))
+    def sends(self) -> Callable[[int, int], Sends]:
+        """A function that returns `Sends(mail, N, first)`, one object for each pair N, first."""
+        return cache(partial(Sends, self.mail))
 
     def exchange(self, value: Any = None) -> list[Any]:
         """Wait for the threads of all GPUs; return their values in the order of the GPUs."""
@@ -287,9 +284,9 @@ class Divided(Machine):
         columns = Columns(None, N, first, step._replace(dtype=dtype), added, into)
         ends = matrix_of(step.inputs[weights]) in SENT or len(inputs) > GATED
         sends = ends and step.attrs.get("decoding", False) and self._sends(inputs[0], N)
-        value = self._columns(columns, tuple(inputs), sends).value
+        self._columns(columns, tuple(inputs), sends)
         deferred = added is None or (
-            self._fuses and added is into and normalizes(value.shape[0], N)
+            self._fuses and added is into and normalizes(columns.value.shape[0], N)
         )
         return columns if deferred else self.whole(columns)
 

@@ -18,6 +18,11 @@
 // Returns the number of this round. All threads of a kernel call it before they call store_round.
 __device__ __forceinline__ unsigned next_round(const long long* own) { return (unsigned)__ldcg(own + LAST_ROUND) + 1u; }
 
+// Returns the first entry of a round in the area of `gather`, whose halves have `capacity` entries.
+__device__ __forceinline__ long long first_entry(unsigned round, int capacity) {
+    return HEADER + (long long)(round & 1u) * capacity;
+}
+
 // Stores the number of the round for the next kernel. The last block that calls this function stores it: all blocks
 // have then read the previous number. A block calls it before it waits for words: the atomic operation takes place
 // during this wait, and does not lengthen the kernel. Each thread passes the number to the barrier, and thus reaches
@@ -57,7 +62,7 @@ struct Mail {
     // Sends the outputs n, n + 1, ... of this GPU in row m. A gather that only receives must follow as the next gather.
     template <int COUNT>
     __device__ __forceinline__ void send_outputs(int m, int n, const float (&v)[COUNT], unsigned round) const {
-        const long long at = HEADER + (long long)(round & 1u) * capacity + (long long)m * whole + first + n;
+        const long long at = first_entry(round, capacity) + (long long)m * whole + first + n;
         unsigned words[COUNT];
 #pragma unroll
         for (int e = 0; e < COUNT; ++e) words[e] = (unsigned)__float_as_int(v[e]);

@@ -91,6 +91,18 @@ __device__ constexpr bool has_low() {
     return TERM_COUNT == 2 || WIDTH == 0;
 }
 
+// Stores the terms of the values k and k + 1 of row m, for even k, in out (M, K). Returns the word with the high terms.
+template <int KIND, int WIDTH = TERM_WIDTH>
+__device__ __forceinline__ unsigned store_term_pair(float* out, float first, float second, float inverse, int m, int k,
+                                                    int M, int K) {
+    unsigned high, low;
+    split_pair<KIND>(first, second, inverse, high, low);
+    const long long place = term_place<WIDTH>(m, k, M, K);
+    out[place] = __int_as_float((int)high);
+    if (has_low<WIDTH>()) out[low_place<WIDTH>(place)] = __int_as_float((int)low);
+    return high;
+}
+
 // Returns the index of the word with the high terms of values k + e and k + e + 1, given `first`, the index of the word
 // for values k and k + 1. k is a multiple of 4 and e = 0 or 2; or k is a multiple of 8 and e = 0, 2, 4 or 6.
 __device__ __forceinline__ long long further_place(long long first, int e) {

@@ -202,7 +202,7 @@ extern "C" __global__ void __launch_bounds__(RS_THREADS) rmsnorm_gathered(
     const auto exchange = [&] {
         long long* const others[MOST_OTHERS] = {to_1, to_2, to_3, to_4, to_5, to_6, to_7};
         round = next_round(own);
-        const long long half = HEADER + (long long)(round & 1u) * capacity + row;
+        const long long half = first_entry(round, capacity) + row;
         const float* const from = share + (long long)blockIdx.x * S - first;
         const auto mine = [&](int c) { return c >= first && c < first + S; };
         each_load([&](int i, int c) {  // all loads come before the first store: the block waits for memory once

@@ -61,11 +61,8 @@ static_assert(!GATHER_TERMS || (GATHER_WIDTH == 2 && sizeof(T) == 4), "a thread 
 // Stores the terms of the values n and n + 1 of row m, and with TERM_SUMS the sum of their chunk of 32 values.
 // Neighbouring lanes have neighbouring pairs.
 __device__ __forceinline__ void store_terms(float* out, const unsigned* pair, float scale, int m, int n, int M, int N) {
-    unsigned high, low;
-    split_pair<GATHER_TERMS>(__uint_as_float(pair[0]), __uint_as_float(pair[1]), inverse_of(scale), high, low);
-    const long long place = term_place(m, n, M, N);
-    out[place] = __int_as_float((int)high);
-    if (has_low()) out[low_place(place)] = __int_as_float((int)low);
+    const float first = __uint_as_float(pair[0]), second = __uint_as_float(pair[1]);
+    const unsigned high = store_term_pair<GATHER_TERMS>(out, first, second, inverse_of(scale), m, n, M, N);
     if constexpr (TERM_SUMS) {
         float sum = sum_of(high);
         sum += __shfl_xor_sync(0xffffffffu, sum, 1);
@@ -94,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(GATHER_THREADS, 2) gather(
     wait_for_previous();
     long long* const others[MOST_OTHERS] = {to_1, to_2, to_3, to_4, to_5, to_6, to_7};
     const unsigned round = next_round(own);
-    const long long half = HEADER + (long long)(round & 1u) * capacity;
+    const long long half = first_entry(round, capacity);
     const int thread = blockIdx.x * GATHER_THREADS + threadIdx.x, threads = gridDim.x * GATHER_THREADS;
     const unsigned* from = reinterpret_cast<const unsigned*>(share);
     unsigned words[GATHER_WIDTH];

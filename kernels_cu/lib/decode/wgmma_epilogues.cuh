@@ -83,11 +83,7 @@ struct AddTerms : AddTwo {
     }
 
     __device__ void store_two(int m, int n, float2 v, LateTwo) const {
-        unsigned high, low;
-        split_pair<order::KIND>(v.x, v.y, 1.0f, high, low);
-        const long long place = term_place<ORDERED>(m, n, M, N);
-        out[place] = __int_as_float((int)high);
-        if (has_low<ORDERED>()) out[low_place<ORDERED>(place)] = __int_as_float((int)low);
+        store_term_pair<order::KIND, ORDERED>(out, v.x, v.y, 1.0f, m, n, M, N);
     }
 };
 
