@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib import import_module
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -262,11 +263,23 @@ def test_products_by_wgmma_have_the_same_bits(types: tuple[str, ...], units: int
         expected = list(every_product(cupy.asarray(x), *weights, x_dtype="float16"))
         for got, one in zip(every_product(ordered, *weights, terms=order), expected, strict=True):
             np.testing.assert_array_equal(got.get(), one.get())
-        options = {"decoding": True, "terms": order, "to_terms": order}
+        options = {"decoding": True, "terms": order}
         gated = (ordered, w, None, None, None, None, up)
-        for inputs, floats in (((ordered, w, bias), expected[0]), (gated, expected[2])):
-            made = LINEAR.bind_on_device(inputs, **options).run()
-            assert_terms(made.get(), floats.get(), order)
+        cases = ((ordered, w, bias), expected[0], order), (gated, expected[2], order.with_sums(32))
+        for inputs, floats, to in cases:
+            made = LINEAR.bind_on_device(inputs, **options, to_terms=to).run()
+            assert_terms(made.get(), floats.get(), to)
+
+
+def test_a_chunk_of_two_types_has_no_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = import_module("gpt2block.ops.linear")
+    monkeypatch.setattr(module, "compute_capability", lambda: HOPPER_CAPABILITY)
+    order = _linear_hopper.terms(GGUF, rounded=True)
+    with running_on("shuffled"):
+        w = GgufMatrix.random([("Q4_0", 48), ("Q8_0", 80)], 128).mapped(cupy.asarray)
+        gated = cupy.zeros((9, 128), "float32"), w, None, None, None, None, w
+        with pytest.raises(InputError, match="of 16 of 128 channels: expected"):
+            LINEAR.bind_on_device(gated, terms=order, to_terms=order.with_sums(32))
 
 
 @pytest.mark.parametrize("M", [2, 9])

@@ -291,9 +291,8 @@ def blocks_by_wgmma() -> None:
                 x = norm(variant="stream", to_terms=terms).run()
                 to.append(multiply((x, w)).run().get())
                 gated = x, w, None, None, None, None, w
-                y = multiply(gated, to_terms=terms and order).run()
-                of_gated = {"terms": order} if terms else options
-                to.append(multiply((y, down), **of_gated).run().get())
+                y = multiply(gated, to_terms=terms).run()
+                to.append(multiply((y, down)).run().get())
                 heads = queries, keys, keys, row, cupy.zeros_like(row)
                 y = registry.bind("attention_split", heads, n_head=4, to_terms=terms).run()
                 to.append(multiply((y, down)).run().get())

@@ -22,7 +22,7 @@ from gpt2block.ops.call import Call
 from gpt2block.ops.gguf import chunk_sums, range_defines
 from gpt2block.ops.operation import UnsupportedCall
 from gpt2block.ops.products import check_addresses, filled, gate_define, room
-from gpt2block.ops.terms import IN_ORDER, Terms, count_define
+from gpt2block.ops.terms import CHUNK, IN_ORDER, Terms, count_define
 from gpt2block.weights.gguf import BORDER, OCTET, TYPES, GgufMatrix
 
 FILE, KERNEL = "matmul/decode/wgmma.cu", "decode_wgmma"
@@ -76,7 +76,7 @@ class HopperProduct(NamedTuple):
     outputs: (N,), or the number of outputs of each GGUF type. two: whether each output needs two
     rows of weights, of two gated matrices or, with RoPE, of the halves of a head. rounded: whether
     x has one term per value. octet, units: `GgufMatrix.tile` and `.units` of the weights, or 0 and
-    0.
+    0. summed: whether the kernel also stores the sums of chunks of the outputs.
     """
 
     M: int
@@ -87,6 +87,7 @@ class HopperProduct(NamedTuple):
     rounded: bool = False
     octet: int = 0
     units: int = 0
+    summed: bool = False
 
     def grid(self, tile: HopperLinearTile) -> int:
         """Return the number of blocks in the grid."""
@@ -111,6 +112,11 @@ class HopperProduct(NamedTuple):
             messages, kept = (0, halves) if tile.splits == 1 else (1, 2 * tile.depth - 1)
             kept *= max(tiles, 2 * GROUP_WARPS * tile.groups)
         return (messages * ceil(tiles / tile.splits) + kept) * 32 * PAIR
+
+    def static_bytes(self, tile: HopperLinearTile) -> int:
+        """Return the maximum bytes of static shared memory of a block."""
+        fours = 4 * CHUNK // 4 * tile.rows if self.summed else 0  # sums of four columns
+        return BARRIERS + (CONSTANTS + fours) * tile.groups
 
     def shared_bytes(self, tile: HopperLinearTile) -> int:
         """Return the bytes of dynamic shared memory of a block: rings of slices, and sums."""
@@ -197,6 +203,8 @@ def _of_blocks(p: HopperProduct, rows: int, sms: int) -> HopperLinearTile:
     """
     parts, each = splits(p.K)
     possible = [n for n in (1, 2, 4) if parts > HALF_SPLITS * (n > 1) and (n < 3 or parts % n == 0)]
+    if p.summed:  # each block finishes the same rows in all warps, and adds up their outputs
+        possible = [n for n in possible if rows // FEWEST_ROWS % n == 0]
 
     def duration(tile: HopperLinearTile) -> float:
         """Estimate the µs for more than 32 rows: a time per 128 values of K, and a constant."""
@@ -225,9 +233,8 @@ def _with_stages(
 ) -> HopperLinearTile | None:
     """Return the tile with all stages that fit, and fewer blocks per SM if 2 stages do not fit."""
     slices = ceil(p.K * BYTES.get(p.dtype, 1) / LINE)
-    static = BARRIERS + CONSTANTS * tile.groups
     for blocks in range(tile.blocks, 0, -1):
-        left = room(most_shared, blocks) - static - p.shared_bytes(tile)
+        left = room(most_shared, blocks) - p.static_bytes(tile) - p.shared_bytes(tile)
         stages = tile.stages + left // (tile.depth * p.stage_bytes(tile))
         if stages >= tile.stages:
             most = max(2, slices // (tile.splits * tile.depth))
@@ -292,6 +299,7 @@ def geometry(
         *((("DH_ROPE", head),) if head else ()),
         *((("DH_TILES", tile.tiles),) if p.octet else ()),
         *((("DH_DEPTH", tile.depth),) if tile.depth > 1 else ()),
+        *((("TERM_SUMS", 1),) if p.summed else ()),
         *count_define(p.rounded),
     )
     kernel = GGUF_KERNEL if p.octet else KERNEL
@@ -318,7 +326,8 @@ def _product(c: Call, head: int) -> HopperProduct:
     if c.up is not None and c.up.ranges != c.w.ranges:
         raise UnsupportedCall(f"up: expected types {c.w.ranges}, got {c.up.ranges}")
     outputs = tuple(n // 2 if head else n for _, n in c.w.ranges)
-    return HopperProduct(c.M, outputs, c.K, GGUF, two, True, c.w.tile, c.w.units)
+    summed = c.to_terms is not None and c.to_terms.summed
+    return HopperProduct(c.M, outputs, c.K, GGUF, two, True, c.w.tile, c.w.units, summed)
 
 
 def launch(c: Call, epilogue: Epilogue) -> tuple[Launch, ...]:

@@ -62,7 +62,7 @@ from gpt2block.ops.products import (
     gate_define,
     storage_of,
 )
-from gpt2block.ops.terms import Terms, check_terms, count_define, rounds, stored_scale
+from gpt2block.ops.terms import CHUNK, Terms, check_terms, count_define, rounds, stored_scale
 from gpt2block.ops.warm import call
 from gpt2block.weights.matrix import WeightMatrix
 from gpt2block.weights.two_part import TwoPartMatrix, scale_for
@@ -512,7 +512,8 @@ def _check(c: Call) -> None:
             f"w: {c.w.dtype}, {c.K} inputs, {c.N} outputs: expected terms of "
             f"{' or '.join(kinds) or 'no dtype'}, without gamma and beta: pass floats"
         )
-    check_terms(c.to_terms, c.N)
+    begins = c.w.begins if c.w.dtype == GGUF else ()  # a block computes columns of one type
+    check_terms(c.to_terms, c.N, gcd(CHUNK, *begins) if c.up is not None else 1)
 
 
 def _make(s: Sizes, rng: np.random.Generator) -> Inputs:

@@ -143,7 +143,7 @@ class DecodePass(Pass):
         weights, biases = (f"{h}w_gate", f"{h}w_up"), (f"{h}b_gate", f"{h}b_up")
         ordered = x.terms is not None and x.terms.width > 0
         if (ordered or self.fuses) and not any(map(self.do.has, biases)):
-            terms = self._terms(to, width=x.terms.width) if x.terms else None
+            terms = self._terms(to, width=x.terms.width, together=UNIT) if x.terms else None
             inputs = (x.value, weights[0], "", x.gamma, "", "", weights[1])
             options = {**self._given(x), **_to(terms), **self.c.gate}
             return Rows(self.do(f"{h}ff", "linear", inputs, decoding=True, **options), terms=terms)

@@ -5,6 +5,7 @@
 #include "lib/storage.cuh"
 #include "lib/gate.cuh"
 #include "lib/sm80.cuh"
+#include "lib/chunk_sums.cuh"
 #include "lib/decode/wgmma_sums.cuh"
 #include "lib/decode/wgmma_epilogues.cuh"
 
@@ -38,10 +39,46 @@ __device__ __forceinline__ void load_constants(float4* of_warp, int n, int N, co
     __syncwarp();
 }
 
+// The first row and column of a block's tile, kept in shared memory because the products need the registers.
+struct Corner {
+    int row, column;
+
+    __device__ __forceinline__ int rows(int M) const { return min((int)TERM_ROWS, M - row); }
+    __device__ __forceinline__ int own_column() const { return column + (TWO ? 8 : 16) * own_warp() + own_row(); }
+};
+
+// With TERM_SUMS, the sums of a warpgroup's outputs over groups of four columns, for all rows of the tile. A warp has
+// two groups of four columns, a warpgroup the eight groups of a chunk of 32 columns (lib/chunk_sums.cuh).
+typedef float Fours[DH_ROWS][8];
+static_assert(!TERM_SUMS || (DH_GATED && TILES % DH_SPLITS == 0), "a block finishes the same rows in all warps");
+
+// Adds up the sums of a warpgroup's chunk of columns, one row per thread, and stores them after the terms in end.out.
+// column: the first column of the chunk. limit: end of the block's columns.
+template <typename End>
+__device__ __forceinline__ void store_sums(const End& end, const Fours& fours, const Corner& corner, int rank,
+                                           int column, int limit, int M) {
+    const int row = threadIdx.x % 128;
+    sync_threads(DH_GROUPS > 1 ? 2 + own_warp() / 4 : 2, 128);  // barrier 1 is for the sets of warps
+    if (row >= corner.rows(M) || row / 4 % DH_SPLITS != rank || column >= limit) return;
+    float sums[4];  // the order of additions of lanes_sum<8>
+#pragma unroll
+    for (int l = 0; l < 4; ++l) sums[l] = fours[row][l] + fours[row][l + 4];
+    const float sum = (sums[0] + sums[2]) + (sums[1] + sums[3]);
+    store_sum(end.out + (long long)M * end.N / 2, sum, corner.row + row, column, M, end.N);
+}
+
 // The outputs of a lane for a row of x: output n, from the lane's two rows of A, or with TWO false outputs n and n + 1.
 struct Outputs {
     int n;
-    float4 by;  // scale and bias of the first row of A, then of the second
+    float4 by;     // scale and bias of the first row of A, then of the second
+    float* fours;  // with TERM_SUMS: place in `Fours` of this lane's group of columns, in the row 0 of x
+
+    // Stores the sum over the lane's group of four outputs of row m, given the terms of the lanes' outputs.
+    __device__ __forceinline__ void keep(float terms, int m) const {
+        float sum = sum_of((unsigned)__float_as_int(terms));
+        sum += __shfl_xor_sync(0xffffffffu, sum, 2 * NEXT_ROW);
+        if (threadIdx.x % 16 < 4) fours[8 * m] = sum;
+    }
 
     // Computes the outputs of AHEAD rows, m, m + 4 DH_SPLITS, ..., and stores the outputs for which `here` is true. All
     // lanes of a warp must call this function.
@@ -61,6 +98,7 @@ struct Outputs {
             if constexpr (DH_GATED) {
                 float one = end.added(gate_of(first) * second, late[i]);
                 if (DH_OUT_TERMS) one = term_of<order::KIND, NEXT_ROW>(one);
+                if (TERM_SUMS) keep(one, m);
                 if (here[i]) end.store(m, n, one, late[i]);
             } else if (here[i]) {
                 if constexpr (DH_ROPE) end.store_pair(m, n, first, second, late[i]);
@@ -75,14 +113,6 @@ __device__ __forceinline__ auto late_of(const End& end, int m, int n) {
     if constexpr (TWO) return end.late(m, n);
     else return end.late_two(m, n);
 }
-
-// The first row and column of a block's tile, kept in shared memory because the products need the registers.
-struct Corner {
-    int row, column;
-
-    __device__ __forceinline__ int rows(int M) const { return min((int)TERM_ROWS, M - row); }
-    __device__ __forceinline__ int own_column() const { return column + (TWO ? 8 : 16) * own_warp() + own_row(); }
-};
 
 // Data that the epilogue needs for the rows of a tile besides the sums. If the data is the same for all columns
 // (BY_ROW), it is loaded once, one row per lane.
@@ -162,7 +192,9 @@ __device__ __forceinline__ void consume(const Ring& ring, const Share& share, co
 
     if (DH_GROUPS > 1) rows.load(end, corner, M);
     const int top = corner.row, count = corner.rows(M), n = corner.own_column();
-    const Outputs outputs{n, constants[8 * warp + threadIdx.x % 32 / 4]};
+    __shared__ Fours fours[TERM_SUMS ? DH_GROUPS : 1];
+    float* const of_lane = fours[warp / 4 % DH_GROUPS][0] + 2 * (warp % 4) + threadIdx.x % 32 / 16;
+    const Outputs outputs{n, constants[8 * warp + threadIdx.x % 32 / 4], of_lane - 8 * top};
     // This loop over tiles is not unrolled: its instructions are fetched once and executed several times.
     const int begin = DH_SPLITS > 1 ? (share.rank + DH_SPLITS - warp * TILES % DH_SPLITS) % DH_SPLITS : 0;
 #pragma unroll 1
@@ -179,6 +211,9 @@ __device__ __forceinline__ void consume(const Ring& ring, const Share& share, co
         float2 total[AHEAD];
         all.get(total, first, splits);
         outputs.store(end, top + first * 4 + t, here, total, late);
+    }
+    if constexpr (TERM_SUMS) {
+        store_sums(end, fours[warp / 4], corner, share.rank, corner.column + 8 * (warp - warp % 4), N, M);
     }
 }
 
