@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from fuzzing.gguf_writer import metadata_of, tensors_of, write
 from gguf.quants import dequantize, quantize
+from launch_recorder import recording
 from numpy.typing import NDArray
 
 from gpt2block import (
@@ -25,9 +26,10 @@ from gpt2block import (
     ops,
     reference,
 )
+from gpt2block.architectures import architecture_of
 from gpt2block.checkpoints import Checkpoint, save_pretrained
 from gpt2block.checkpoints.gguf_types import InBlocks
-from gpt2block.config.formats import GGUF
+from gpt2block.config.formats import GGUF, Formats
 from gpt2block.cuda import cupy
 from gpt2block.emulator import Checks, emulated
 from gpt2block.ops import _linear_hopper
@@ -36,9 +38,12 @@ from gpt2block.ops.linear import LINEAR_QKV, LINEAR_ROPE
 from gpt2block.ops.linear import OPERATION as LINEAR
 from gpt2block.ops.products import HOPPER_CAPABILITY
 from gpt2block.ops.to_fp8 import ROW_NORMS
+from gpt2block.passes.blocks import PassSettings
+from gpt2block.run.cuda_choice import DecodingChoice
 from gpt2block.weights.gguf import TYPES, GgufMatrix, random_blocks
 from gpt2block.weights.gguf_packing import BlockRows, packed_on_device
 from gpt2block.weights.matrix import WeightMatrix
+from tests import outlines
 from tests.devices import GPU, running_on
 from tests.gpus import cupy_with
 from tests.test_terms import assert_terms, terms
@@ -280,6 +285,35 @@ def test_a_chunk_of_two_types_has_no_sum(monkeypatch: pytest.MonkeyPatch) -> Non
         gated = cupy.zeros((9, 128), "float32"), w, None, None, None, None, w
         with pytest.raises(InputError, match="of 16 of 128 channels: expected"):
             LINEAR.bind_on_device(gated, terms=order, to_terms=order.with_sums(32))
+
+
+@pytest.mark.parametrize(
+    ("of_down", "others", "expected"),
+    [
+        ("Q8_0", "Q8_0", ""),
+        ("Q4_K", "Q4_K", "rms1 attn rms2 ff rms_f"),
+        ("Q6_K", "Q4_K", "rms1 attn rms2 rms_f"),
+        ("Q4_K", "Q8_0", "ff"),
+    ],
+)
+def test_kernels_store_sums_of_chunks_that_a_product_reads(
+    of_down: str, others: str, expected: str
+) -> None:
+    config = LlamaConfig(
+        n_layer=1, n_head=4, n_embd=256, n_ff=512, vocab_size=256, tie_word_embeddings=True
+    )
+    shapes = {f"h.0.{n}": s for n, s in config.block_shapes().items() if len(s) == 2}
+    with recording("9.0"):
+        matrices = {
+            name: GgufMatrix.random([(of_down if "down" in name else others, N)], K)
+            for name, (K, N) in (shapes | {"lm_head": (256, 256)}).items()
+        }
+        made = architecture_of(config), PassSettings.of(config)
+        choice = DecodingChoice(config, Formats("file"), matrices, {}, *made)
+        do = outlines.outline(config)
+        choice.step(do, 16, choice.terms(16))
+    summed = {s.name for s in do.steps if (to := s.attrs.get("to_terms")) and to.summed}
+    assert {name.removeprefix("h.0.") for name in summed} == set(expected.split())
 
 
 @pytest.mark.parametrize("M", [2, 9])

@@ -461,14 +461,14 @@ def gguf_hopper_tiles() -> Iterator[Job]:
         assert how.shared <= MOST_SHARED
         defines = (*stored_as("float16", GGUF), *how.defines, *range_defines(w))
         yield _gemm_hopper.GGUF_FILE, "sm_90a", defines
-    kinds = cycle((False, True, True, False))
+    kinds = cycle(((0, 0, 0), (1, 1, 1), (0, 1, 0), (1, 1, 1), (1, 0, 0)))
     for rows, (N, K) in product((1, 8, 16, 32, 64), ((4096, 4096), (12288, 4096), (384, 1024))):
-        gated = next(kinds)
+        gated, terms, summed = map(bool, next(kinds))
         w = GgufMatrix.random([(next(names), 64)], 256)
-        of = _linear_hopper.HopperProduct(rows, (N,), K, GGUF, gated, True, w.tile, w.units, gated)
+        of = _linear_hopper.HopperProduct(rows, (N,), K, GGUF, gated, True, w.tile, w.units, summed)
         chosen = _linear_hopper.choose(of, SMS, MOST_SHARED)
-        how = _linear_hopper.geometry(of, chosen, gated=gated, to_terms=gated)
-        assert how.shared <= MOST_SHARED
+        how = _linear_hopper.geometry(of, chosen, gated=gated, to_terms=terms)
+        assert how.shared + of.static_bytes(chosen) <= MOST_SHARED
         defines = (*stored_as("float16", GGUF), *how.defines, *range_defines(w))
         yield _linear_hopper.GGUF_FILE, "sm_90a", defines
 

@@ -20,7 +20,6 @@ from gpt2block import InputError, ops, reference
 from gpt2block.cuda import replaced
 from gpt2block.cuda.kernels import Defines, Geometry
 from gpt2block.ops.sample_token import (
-    PASS,
     Masks,
     SampleState,
     Slots,
@@ -43,7 +42,6 @@ from tests import plain
 from tests.devices import H200, every_device, on_gpu, one_order, running_on
 
 Array = NDArray[Any]
-STORED = "SAMPLE_STORED"
 MODULE = sys.modules[bind_state.__module__]
 GREEDY = Sampling(temperature=0)
 EVERY_WAY = (
@@ -306,8 +304,7 @@ def test_biases_that_mean_nothing(given: Any, message: str) -> None:
 @every_device
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("counted", [False, True])
-@pytest.mark.parametrize("stored", [0, 1, 2])
-def test_the_kernel_changes_logits(device: Any, stored: int, counted: bool, masked: bool) -> None:
+def test_the_kernel_changes_logits(device: Any, counted: bool, masked: bool) -> None:
     """Some rows have no changes, and some change a token in several ways."""
     B, V, step = 7 + 2 * counted, 777, 3
     x, seen = rows_of_logits(3, B, V), some_seen(3, B, V)
@@ -330,7 +327,6 @@ def test_the_kernel_changes_logits(device: Any, stored: int, counted: bool, mask
     counts = np.random.default_rng(4).integers(0, 9, (B, V), dtype=np.int32) * seen
     counts[6, x[6].argmax()] = seen[6, x[6].argmax()] = counted
     defines: Defines = (("SAMPLE_CHANGES", 1 + counted),)
-    defines += ((STORED, stored),) if stored else ()
     table = np.zeros((B, CHANGES), np.float32)
     places = np.zeros((B, V), np.uint8)
     for b, row in enumerate(rows):
@@ -521,12 +517,11 @@ def run(
     """
     B, V = x.shape
 
-    def geometry(rows: int, V: int, sms: int, room: int, clusters: bool) -> Geometry:
+    def geometry(rows: int, sms: int, clusters: bool) -> Geometry:
         if not replaced():
             few = {8: 10 * rows, 4: 5 * rows, 2: 2 * rows, 1: rows}
-            return choose_geometry(rows, V, few.get(blocks or 0, sms), room, clusters)
-        found = choose_geometry(rows, V, sms, room, clusters, threads, defines)
-        return found._replace(shared=8 * (V + PASS)) if dict(defines).get(STORED) else found
+            return choose_geometry(rows, few.get(blocks or 0, sms), clusters)
+        return choose_geometry(rows, sms, clusters, threads, defines)
 
     before = state_before(B, V, step, seen, position)
     results = []
@@ -680,15 +675,6 @@ def test_rows_get_the_tokens_and_positions_of_their_slots(device: Any) -> None:
     assert (turn.get() == -5).all()
 
 
-@every_device
-@pytest.mark.parametrize("stored", [1, 2])
-def test_a_row_in_shared_memory(device: Any, stored: int) -> None:
-    V = 3001
-    x, seen = rows_of_logits(3, 12, V), some_seen(3, 12, V)
-    got = run(device, x, EVERY_WAY, 4, seen, defines=((STORED, stored),))
-    assert_as_chosen(x, EVERY_WAY, 4, seen, got)
-
-
 def test_any_number_of_threads_gives_the_same_bits() -> None:
     x, seen = rows_of_logits(5, 4, 5001), some_seen(5, 4, 5001)
     with running_on("shuffled") as device:
@@ -727,29 +713,24 @@ def test_any_number_of_blocks_gives_the_same_bits(device: Any, V: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "V", "clusters", "expected"),
+    ("rows", "clusters", "blocks", "threads"),
     [
-        (1, 50257, True, (8, 512, 2)),
-        (13, 50257, True, (8, 512, 2)),
-        (14, 50257, True, (4, 512, 2)),
-        (27, 50257, True, (2, 1024, 1)),  # its first pass over the row reads global memory
-        (67, 50257, True, (1, 1024, 0)),
-        (133, 50257, True, (1, 512, 0)),
-        (1, 300_000, True, (8, 512, 1)),
-        (20, 300_000, True, (1, 1024, 0)),  # a quarter of the row does not fit in shared memory
-        (1, 50257, False, (1, 1024, 0)),
-        (133, 7, False, (1, 512, 0)),
+        (1, True, 8, 512),
+        (13, True, 8, 512),
+        (14, True, 4, 512),
+        (26, True, 4, 512),
+        (27, True, 2, 1024),
+        (66, True, 2, 1024),
+        (67, True, 1, 1024),
+        (133, True, 1, 512),
+        (1, False, 1, 1024),
+        (133, False, 1, 512),
     ],
 )
-def test_launches(rows: int, V: int, clusters: bool, expected: tuple[int, int, int]) -> None:
-    got = choose_geometry(rows, V, H200, 232448, clusters)
-    blocks, threads, stored = expected
-    constants = dict(got.defines)
+def test_launches(rows: int, clusters: bool, blocks: int, threads: int) -> None:
+    got = choose_geometry(rows, H200, clusters)
     assert (got.grid, got.block) == ((rows * blocks,), (threads,))
-    assert constants.get("SAMPLE_CLUSTER", 1) == blocks
-    assert constants.get(STORED, 0) == stored
-    floats = (-(-V // blocks), 1024 // blocks * -(-V // 1024))[:stored]
-    assert got.shared == 4 * sum(floats)
+    assert dict(got.defines).get("SAMPLE_CLUSTER", 1) == blocks
 
 
 @one_order

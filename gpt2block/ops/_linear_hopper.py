@@ -115,7 +115,8 @@ class HopperProduct(NamedTuple):
 
     def static_bytes(self, tile: HopperLinearTile) -> int:
         """Return the maximum bytes of static shared memory of a block."""
-        fours = 4 * CHUNK // 4 * tile.rows if self.summed else 0  # sums of four columns
+        # With `summed`, a float for each four columns of a chunk, in each row of the tile.
+        fours = 4 * (CHUNK // 4) * tile.rows if self.summed else 0
         return BARRIERS + (CONSTANTS + fours) * tile.groups
 
     def shared_bytes(self, tile: HopperLinearTile) -> int:

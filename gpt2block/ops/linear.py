@@ -415,11 +415,12 @@ def _prepare(unchecked: UncheckedCall) -> Call:
     x_bound: with a TwoPartMatrix, the largest magnitude of x or its LayerNorm, by default 2^15; it
     determines the scale of x's terms. terms: the `Terms` in which x is stored (lib/terms.cuh), one
     of `terms_of`; None with gamma, and with x_bound, because two-part terms have a scale. to_terms:
-    the `Terms` in which out is stored for another product with such weights. up: a second
-    WeightMatrix of w's dtype and shape; variants mma and hopper then compute silu(x w) (x up) or
-    gelu(x w) (x up). x_dtype: "float16" rounds floats of x, or their norm, in tensor-core kernels
-    of decoding with float16 or FP8 weights. Stored `terms` are rounded if `Terms.rounded` is set.
-    sends: the `Sends` of out, which is then sent to other GPUs, too, by this kernel if it can.
+    the `Terms` in which out is stored for another product with such weights; with `Terms.summed`,
+    only with `up` and GGUF blocks. up: a second WeightMatrix of w's dtype and shape; variants mma
+    and hopper then compute silu(x w) (x up) or gelu(x w) (x up). x_dtype: "float16" rounds floats
+    of x, or their norm, in tensor-core kernels of decoding with float16 or FP8 weights. Stored
+    `terms` are rounded if `Terms.rounded` is set. sends: the `Sends` of out, which is then sent to
+    other GPUs, too, by this kernel if it can.
     """
     c = _checked(unchecked, TWO_PART_LINEAR)
     c.M, c.T = c.rows, "float32"

@@ -39,8 +39,7 @@ from gpt2block.sampling import (
 
 FILE = "tokens/sample.cu"
 SLOTS_FILE = "tokens/slots.cu"
-THREADS = PASS = 1024
-STATIC = 40 * 1024  # bytes of static shared memory per block, rounded up
+THREADS = 1024
 ROWS_BLOCK = 256  # threads per block of kernels with one thread per row
 MAX_V = 2**23  # maximum vocabulary: the sum of all masses stays below 2^64
 ENDLESS = 2**31 - 1  # n_ctx if positions have no limit
@@ -125,50 +124,38 @@ def _per_row(file: str, kernel: str, rows: int, args: tuple[Any, ...]) -> Launch
 
 
 def choose_geometry(
-    rows: int,
-    V: int,
-    sms: int,
-    room: int,
-    clusters: bool,
-    threads: int | None = None,
-    defines: Defines = (),
+    rows: int, sms: int, clusters: bool, threads: int | None = None, defines: Defines = ()
 ) -> Geometry:
     """Return a geometry of one cluster per row: the largest clusters that all run concurrently.
 
-    room: bytes of shared memory that a block can have. A block of a cluster keeps its part of the
-    row in shared memory, and the columns of its first pass if they fit, too. clusters: whether the
-    GPU has clusters; otherwise each row has one block. Tests pass other numbers of threads and
-    other constants.
+    clusters: whether the GPU has clusters; otherwise each row has one block. Tests pass other
+    numbers of threads and other constants.
     """
-    blocks, stored, shared = 1, 0, 0
+    blocks = 1
     for n in (8, 4, 2) if clusters else ():
-        part, columns = ceil(V / n), PASS // n * ceil(V / PASS)
-        sizes = [4 * part, 4 * (part + columns)]
-        fitting = [size for size in sizes if size <= room - STATIC]
         at_once = sms if n == 2 else sms * 4 // 5  # larger clusters leave some SMs idle
-        if rows * n <= at_once and fitting:
-            blocks, stored, shared = n, len(fitting), fitting[-1]
+        if rows * n <= at_once:
+            blocks = n
             break
     if threads is None:
         threads = THREADS // 2 if blocks > 2 or rows > sms else THREADS
-    known = {"THREADS": (threads, THREADS), "CLUSTER": (blocks, 1), "STORED": (stored, 0)}
+    known = {"THREADS": (threads, THREADS), "CLUSTER": (blocks, 1)}
     changed = tuple((f"SAMPLE_{name}", n) for name, (n, usual) in known.items() if n != usual)
-    return Geometry("sample_token", (rows * blocks,), (threads,), shared, (*changed, *defines))
+    return Geometry("sample_token", (rows * blocks,), (threads,), defines=(*changed, *defines))
 
 
-def _geometry(rows: int, V: int) -> Geometry:
+def _geometry(rows: int) -> Geometry:
     """Return the launch geometry for the current device."""
-    sms = device_attribute("MultiProcessorCount")
-    room = device_attribute("MaxSharedMemoryPerBlockOptin")
-    return choose_geometry(rows, V, sms, room, compute_capability() >= HOPPER_CAPABILITY)
+    clusters = compute_capability() >= HOPPER_CAPABILITY
+    return choose_geometry(rows, device_attribute("MultiProcessorCount"), clusters)
 
 
-def request(V: int) -> None:
+def request() -> None:
     """Start compiling the kernels that sample one row and that set the state of new sequences.
 
     Of all kernels that a program needs at its start, the sampling kernel takes longest to compile.
     """
-    load(FILE, "sample_token", _geometry(1, V).defines)
+    load(FILE, "sample_token", _geometry(1).defines)
     load(SLOTS_FILE, "begin_slots")
 
 
@@ -179,7 +166,7 @@ def _block(c: Call) -> Launch:
     changed = 0 if c.changes is None else 1 if c.counts is None else 2
     parts = {"CHANGES": changed, "GUESSES": c.together > 0, "MASKS": c.masks is not None}
     defines = tuple((f"SAMPLE_{name}", int(part)) for name, part in parts.items() if part)
-    geometry = _geometry(c.M, c.V).with_defines(defines)
+    geometry = _geometry(c.M).with_defines(defines)
     return launch_at(FILE, geometry, (*args, c.B, c.V, c.n_ctx, max(c.together, 1)))
 
 

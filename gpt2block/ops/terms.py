@@ -31,7 +31,7 @@ class Terms(NamedTuple):
     summed: bool = False  # whether sums of CHUNK channels are stored after all terms
 
     def with_sums(self, together: int) -> Terms:
-        """Return these terms with `summed` True if sums are needed and the kernel can compute them.
+        """Return these terms with sums, if GGUF blocks read the terms and the kernel can add them.
 
         together: neighbouring channels that the kernel computes together.
         """

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from gpt2block.architectures.architecture import To, Value
 from gpt2block.config.formats import cache_option
 from gpt2block.cuda.kernels import TWO_PART
-from gpt2block.ops.terms import Terms
+from gpt2block.ops.terms import CHUNK, Terms
 from gpt2block.passes.blocks import PassSettings
 from gpt2block.passes.forward import Pass, Product
 from gpt2block.passes.machine import Machine, two_part_of
@@ -40,7 +40,7 @@ class DecodePass(Pass):
     x_dtype: the dtype to which x of a product without terms is rounded, or None. together: the
     number of neighbouring rows that belong to one sequence. fuses: whether products can fuse
     RMSNorm, RoPE and the gate. norms_heads: whether the fused QKV product also computes the norms
-    of heads.
+    of heads. summed: the names in `known` of the products that read sums of chunks of x.
     """
 
     of_stream: Mapping[str, Any] = {"variant": "stream"}
@@ -57,7 +57,9 @@ class DecodePass(Pass):
         together: int = 1,
         fuses: bool = False,
         norms_heads: bool = False,
+        summed: Collection[str] = (),
     ) -> None:
+        self.summed = summed
         self.fuses, self.norms_heads = fuses, norms_heads
         self.together: dict[str, Any] = {"together": together} if together > 1 else {}
         self.do, self.c, self.norms, self.known = do, settings, norms, known or {}
@@ -143,7 +145,8 @@ class DecodePass(Pass):
         weights, biases = (f"{h}w_gate", f"{h}w_up"), (f"{h}b_gate", f"{h}b_up")
         ordered = x.terms is not None and x.terms.width > 0
         if (ordered or self.fuses) and not any(map(self.do.has, biases)):
-            terms = self._terms(to, width=x.terms.width, together=UNIT) if x.terms else None
+            # A warpgroup computes CHUNK neighbouring outputs of a gated product together.
+            terms = self._terms(to, width=x.terms.width, together=CHUNK) if x.terms else None
             inputs = (x.value, weights[0], "", x.gamma, "", "", weights[1])
             options = {**self._given(x), **_to(terms), **self.c.gate}
             return Rows(self.do(f"{h}ff", "linear", inputs, decoding=True, **options), terms=terms)
@@ -189,7 +192,8 @@ class DecodePass(Pass):
             if not all(terms in each for each in others) or width not in (None, terms.width):
                 continue
             if terms.dtype != TWO_PART:
-                return terms.with_sums(together)
+                summed = any(_matrix_of(w) in self.summed for w in to)
+                return terms.with_sums(together) if summed else terms
             if bound is not None and all(self.do.has(two_part_of(w)) for w in to):
                 return terms._replace(scale=scale_for(_power_from(bound)))
         return None

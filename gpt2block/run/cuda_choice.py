@@ -17,7 +17,7 @@ from gpt2block.passes.blocks import PassSettings
 from gpt2block.passes.decoding import DecodePass, SumsPass
 from gpt2block.passes.forward import forward
 from gpt2block.passes.machine import Machine
-from gpt2block.weights.gguf import GgufMatrix
+from gpt2block.weights.gguf import TYPES, GgufMatrix
 from gpt2block.weights.matrix import WeightMatrix
 
 
@@ -121,7 +121,8 @@ class DecodingChoice:
         fused = terms is not None and norms and self._fuses_norms(rows)
         fuses = in_blocks or fused, fused and self._norms_heads
         options = terms, fp8_cache, self.bounds, self.x_dtype, together, *fuses
-        return DecodePass(do, self.settings, norms, *options)
+        summed = tuple(name for name in terms or () if self._reads_sums(name))
+        return DecodePass(do, self.settings, norms, *options, summed=summed)
 
     @property
     def _norms_heads(self) -> bool:
@@ -167,6 +168,15 @@ class DecodingChoice:
     def _by_wgmma(self, name: str) -> bool:
         """Whether wgmma kernels support the GGUF blocks of the matrix `name` in all layers."""
         head = self.config.head_size if name == "w_qkv" and self.settings.rope else 0
-        matrices = [w for n, w in self.matrices.items() if n == name or n.endswith(f".{name}")]
         gates = name not in ("w_gate", "w_up") or self._in_blocks
-        return gates and all(isinstance(w, GgufMatrix) and wgmma_takes(w, head) for w in matrices)
+        found = self._of(name)
+        return gates and all(isinstance(w, GgufMatrix) and wgmma_takes(w, head) for w in found)
+
+    def _reads_sums(self, name: str) -> bool:
+        """Whether products with the matrix `name` read sums of x: its GGUF blocks have minimums."""
+        of_blocks = [w for w in self._of(name) if isinstance(w, GgufMatrix)]
+        return any(TYPES[kind].minimum for w in of_blocks for kind, _ in w.ranges)
+
+    def _of(self, name: str) -> list[WeightMatrix]:
+        """Return the matrices `name` of all layers."""
+        return [w for n, w in self.matrices.items() if n == name or n.endswith(f".{name}")]

@@ -35,7 +35,7 @@ def request_kernels(config: ModelConfig, formats: Formats) -> None:
 
     These two kernels take longest to compile.
     """
-    request_sampler(config.vocab_size)
+    request_sampler()
     products, width = possible_products(config, formats.dtype), config.q_width + 2 * config.kv_width
     if products == "float32":
         return

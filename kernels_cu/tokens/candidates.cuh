@@ -24,9 +24,6 @@
 #ifndef SAMPLE_CLUSTER  // blocks per row: 1, 2, 4 or 8; more than one needs sm_90
 #define SAMPLE_CLUSTER 1
 #endif
-#ifndef SAMPLE_STORED  // 1: a block keeps its part of the row in shared memory; 2: also its columns of the first pass
-#define SAMPLE_STORED 0
-#endif
 #ifndef SAMPLE_LOADS  // loads in flight per thread in the first pass
 #define SAMPLE_LOADS 10
 #endif
@@ -49,8 +46,8 @@
 typedef unsigned long long u64;
 
 constexpr int THREADS = SAMPLE_THREADS, WARPS = THREADS / 32, RANKS = SAMPLE_CLUSTER;
-constexpr bool STORED = SAMPLE_STORED > 0, FIRST_STORED = SAMPLE_STORED > 1, CHANGED = SAMPLE_CHANGES > 0;
-constexpr bool COUNTED = SAMPLE_CHANGES > 1, GUESSES = SAMPLE_GUESSES > 0, MASKED = SAMPLE_MASKS > 0;
+constexpr bool CHANGED = SAMPLE_CHANGES > 0, COUNTED = SAMPLE_CHANGES > 1, GUESSES = SAMPLE_GUESSES > 0;
+constexpr bool MASKED = SAMPLE_MASKS > 0;
 constexpr int PLACES = 128;           // entries of `changes` (tokens/sample.cu), two floats each
 constexpr int CHANGES = 2 * PLACES + 2;  // floats of `changes`: the entries and two penalties
 constexpr int PASS = 1024;            // threads of the largest block, in whose order all blocks add in the first pass
@@ -90,7 +87,6 @@ struct Row {
     float frequency, presence;  // frequency_penalty, presence_penalty
     float max, inverse, scale;  // maximum of l; inverse: 1 / temperature; scale: bins per unit of l, near the maximum
     int first, end;             // columns of this block
-    float* stored;              // l of this block's columns
     const float* changes;       // (CHANGES); shifted by one float, to the second biases, once min_new_tokens are drawn
     const int* counts;          // (V): how often each token was drawn; null if no penalty needs it
     const int* guessed;         // (guesses): tokens that count as drawn
@@ -139,14 +135,14 @@ template <typename F>
 __device__ __forceinline__ void visit(const Row& row, int first, int end, int step, F f) {
     for (; first < end; first += LATER * step) {
         float l[LATER];
-        load_columns(STORED ? row.stored + first - row.first : row.x + first, end - first, step, -INFINITY, l);
-        if (!STORED && row.seen) {
+        load_columns(row.x + first, end - first, step, -INFINITY, l);
+        if (row.seen) {
             unsigned char seen[LATER];
             load_columns(row.seen + first, end - first, step, (unsigned char)0, seen);
 #pragma unroll
             for (int i = 0; i < LATER; ++i) l[i] = row.changed(l[i], seen[i], first + i * step);
         }
-        if (!STORED) row.exclude(l, first, step);
+        row.exclude(l, first, step);
         f(l);
     }
 }

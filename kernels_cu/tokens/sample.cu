@@ -32,14 +32,21 @@
 //       The last pass adds the masses kept and draws
 //   mark_seen: sets `seen` for tokens of prompts, for the repetition penalty
 //
-// NVIDIA H200, V 50257, us per launch in a graph, for 1 row (eight blocks) and 64 rows (one block each): temperature 0:
-// 5.4 and 8.1; temperature 0.8: 9.8 and 17.1; temperature 0.8 with top-k 50: 15.1 and 24.9, with top-p 0.9: 18.5 and
-// 31.2, with logit_bias: 16.3 and 28.7, with frequency_penalty: 23.7 and 36.6. NVIDIA H100, 64 rows, struct Row in
-// shared memory (in local memory): temperature 0: 7.5 (8.9); 0.8: 18.1 (18.2), with top-k 25.0 (26.4), with top-p 37.4
-// (39.5); for 1 row, both variants take equally long. NVIDIA H200, V 49152, without masks (with masks of all rows): for
-// 1 row, temperature 0: 5.4 (7.8), 0.8: 10.0 (13.5); for 64 rows, 0: 6.8 (9.9), 0.8: 17.0 (23.9)
+// NVIDIA H200, us per launch in a graph, for 1 row (eight blocks) and 64 rows (two blocks each), logits from a normal
+// distribution. In brackets: an earlier version, whose blocks first copied their parts of the row to shared memory:
+//
+//   temperature                             V 50257, 1 row   64 rows        V 151936, 1 row   64 rows
+//   0                                        4.6  (5.5)       6.4  (6.7)     6.7  (8.6)        9.8  (13.1)
+//   0.8                                      8.9 (10.1)      14.4 (17.3)    14.6 (18.0)       26.6  (42.4)
+//   0.8, top-k 50                           13.9 (14.9)      21.3 (23.7)    20.2 (23.0)
+//   0.8, top-p 0.9                          20.2 (20.9)      33.2 (35.1)    34.6 (36.5)       65.8 (108)
+//   0.8, repetition_penalty 1.2             10.3 (14.6)      17.5 (25.3)    18.4 (29.8)
+//   0.8, top-p 0.9, repetition_penalty 1.2  21.9 (23.7)      40.2 (43.1)    40.9 (47.2)
+//
+// The figures of 151,936 logits and 64 rows in brackets are with one block per row, because half of a row did not fit
+// in shared memory. Masks, logit_bias and frequency_penalty were not measured in the present version. On an NVIDIA
+// H100, struct Row in local memory took up to 2.1 us longer than in shared memory.
 #include "tokens/candidates.cuh"
-#include "lib/copies.cuh"
 #include "lib/overlap.cuh"
 
 #if SAMPLE_CLUSTER == 1  // a single block is launched without a cluster
@@ -63,49 +70,13 @@ __device__ u64 philox(unsigned step, unsigned sample, u64 seed) {
     return (u64)c[1] << 32 | c[0];
 }
 
-// Starts copies to shared memory: this block's part of the row, unless `greedy`; after it, with FIRST_STORED, the
-// columns that the block reads in the first pass.
-__device__ void request(const Row& row, bool greedy) {
-    const int length = row.end - row.first, lines = (row.V + PASS - 1) / PASS;
-    for (int i = threadIdx.x; i < length && !greedy; i += THREADS) copy_float(row.stored + i, row.x + row.first + i);
-    if (!FIRST_STORED) return;
-    float* columns = row.stored + (row.V + RANKS - 1) / RANKS;
-    for (int i = threadIdx.x; i < lines * SHARE; i += THREADS) {
-        const int column = i / SHARE * PASS + rank_in_row() * SHARE + i % SHARE;
-        if (column < row.V) copy_float(columns + i, row.x + column);
-    }
-}
-
-// Waits for the copies, and changes the logits of seen and of excluded tokens in this block's part.
-__device__ void receive(const Row& row, bool greedy) {
-    wait_for_copies();
-    const int begin = row.first + threadIdx.x;  // the thread changes the elements that it copied
-    if (row.seen && !greedy) {
-        for (int i = begin; i < row.end; i += THREADS) {
-            float& l = row.stored[i - row.first];
-            l = row.changed(l, row.seen[i], i);
-        }
-    }
-    for (int i = begin; MASKED && row.allowed && !greedy && i < row.end; i += LATER * THREADS) {
-        float l[LATER];
-        load_columns(row.stored + i - row.first, row.end - i, THREADS, -INFINITY, l);
-        row.exclude(l, i, THREADS);
-#pragma unroll
-        for (int n = 0; n < LATER; ++n) {
-            if (i + n * THREADS < row.end) row.stored[i + n * THREADS - row.first] = l[n];
-        }
-    }
-    __syncthreads();
-}
-
 // Finds the best token of a row, and the maximum and the sum of exp of its logits. Sums are added as by one block of
 // PASS threads, so the order of additions depends only on V: each warp computes the sums of one or more warps of such a
 // block. Every block of the row receives all results. Returns the largest l that this thread has read, or -inf. top_k:
 // whether s.second is needed.
 __device__ float first_pass(const Row& row, Shared& s, bool top_k, Best& best, Online& all) {
     const int lane = threadIdx.x % 32, start = rank_in_row() * SHARE;
-    const float* columns = FIRST_STORED ? row.stored + (row.V + RANKS - 1) / RANKS : row.x + start;
-    constexpr int STEP = FIRST_STORED ? SHARE : PASS;
+    const float* columns = row.x + start;
     float largest = -INFINITY;
 #pragma unroll 1
     for (int thread = threadIdx.x; thread < SHARE; thread += THREADS) {
@@ -113,13 +84,13 @@ __device__ float first_pass(const Row& row, Shared& s, bool top_k, Best& best, O
         Best own = {-INFINITY, 0x7fffffff};
         Online online = {-INFINITY, 0.0f};
         float next[FIRST];
-        load_columns(columns + thread, count * STEP, STEP, -INFINITY, next);
+        load_columns(columns + thread, count * PASS, PASS, -INFINITY, next);
         for (int done = 0; done < count; done += FIRST) {
             float raw[FIRST], l[FIRST];
             const int first = column + done * PASS, left = count - done - FIRST;
 #pragma unroll
             for (int i = 0; i < FIRST; ++i) l[i] = raw[i] = next[i];
-            if (left > 0) load_columns(columns + thread + (done + FIRST) * STEP, left * STEP, STEP, -INFINITY, next);
+            if (left > 0) load_columns(columns + thread + (done + FIRST) * PASS, left * PASS, PASS, -INFINITY, next);
             if (row.seen) {
                 unsigned char seen[FIRST];
                 load_columns(row.seen + first, row.V - first, PASS, (unsigned char)0, seen);
@@ -254,8 +225,7 @@ __device__ __noinline__ int draw(const Row& row, Shared& s, float cut, u64 least
     return s.token;
 }
 
-// grid (M SAMPLE_CLUSTER), block (SAMPLE_THREADS). Dynamic shared memory: with SAMPLE_STORED, ceil(V / SAMPLE_CLUSTER)
-// floats; with 2, another 1024 ceil(V / 1024) / SAMPLE_CLUSTER floats.
+// grid (M SAMPLE_CLUSTER), block (SAMPLE_THREADS)
 extern "C" __global__ void __cluster_dims__(SAMPLE_CLUSTER, 1, 1) __launch_bounds__(SAMPLE_THREADS) sample_token(
     const float* logits,              // (M, V)
     const float* temperature,         // (B)
@@ -282,7 +252,6 @@ extern "C" __global__ void __cluster_dims__(SAMPLE_CLUSTER, 1, 1) __launch_bound
     int B, int V, int n_ctx,
     int together) {                   // SAMPLE_GUESSES: consecutive rows per sequence, at successive positions
     __shared__ Shared s;
-    extern __shared__ float stored[];
     const int m = blockIdx.x / RANKS, rank = rank_in_row(), thread = threadIdx.x;
     const auto sequence = [&] { return row ? row[m] : m; };
     int b = sequence();
@@ -321,7 +290,6 @@ extern "C" __global__ void __cluster_dims__(SAMPLE_CLUSTER, 1, 1) __launch_bound
         if (penalty == 1.0f && !(CHANGED && own[0] != 0.0f)) values.seen = nullptr;
         values.first = min(rank * length, V);
         values.end = min(values.first + length, V);
-        values.stored = stored;
         if (GUESSES) {
             values.guessed = next_token + m - guesses + 1;
             values.guesses = guesses;
@@ -330,14 +298,11 @@ extern "C" __global__ void __cluster_dims__(SAMPLE_CLUSTER, 1, 1) __launch_bound
     if (heat != 0.0f && thread == THREADS - 1) s.random = philox(step[b] + guesses, sample[b], seed[b]);
     if (at_position < 0) return;
     __syncthreads();
-    if (STORED) request(values, heat == 0.0f);
-    if (FIRST_STORED) receive(values, heat == 0.0f);
     if (RANKS > 1) wait_for_cluster();  // all blocks have started: their shared memory can be written
 
     Best best;
     Online online;
     const float largest = first_pass(values, s, k > 0, best, online);
-    if (STORED && !FIRST_STORED) receive(values, heat == 0.0f);
     const bool none = hopeless(values, s, best.l, online);
     int id = rank == 0 ? best.id : -1;
     if (heat != 0.0f && !none) {
@@ -352,8 +317,7 @@ extern "C" __global__ void __cluster_dims__(SAMPLE_CLUSTER, 1, 1) __launch_bound
     }
     if (thread > 0 || id < 0) return;
     float raw = best.l;
-    if (!none && values.seen) raw = values.x[id];
-    else if (!none && heat != 0.0f) raw = STORED ? stored[id - values.first] : values.x[id];
+    if (!none && (values.seen || heat != 0.0f)) raw = values.x[id];
     b = sequence();  // recomputed, because a register for it would spill
     const int now = step[b], chosen = none ? -1 : id;
     const float likely = none ? __int_as_float(0x7fffffff) : raw - online.max - logf(online.sum);

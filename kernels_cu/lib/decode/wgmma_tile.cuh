@@ -49,11 +49,12 @@ struct Corner {
 
 // With TERM_SUMS, the sums of a warpgroup's outputs over groups of four columns, for all rows of the tile. A warp has
 // two groups of four columns, a warpgroup the eight groups of a chunk of 32 columns (lib/chunk_sums.cuh).
-typedef float Fours[DH_ROWS][8];
-static_assert(!TERM_SUMS || (DH_GATED && TILES % DH_SPLITS == 0), "a block finishes the same rows in all warps");
+typedef float Fours[TERM_SUMS ? DH_ROWS : 1][8];
+static_assert(!TERM_SUMS || (DH_GATED && DH_OUT_TERMS && TERM_COUNT == 1), "sums are of rounded outputs of a gate");
+static_assert(!TERM_SUMS || TILES % DH_SPLITS == 0, "a block finishes the same rows in all warps");
 
 // Adds up the sums of a warpgroup's chunk of columns, one row per thread, and stores them after the terms in end.out.
-// column: the first column of the chunk. limit: end of the block's columns.
+// column: the first column of the chunk. limit: end of the columns of this GGUF type.
 template <typename End>
 __device__ __forceinline__ void store_sums(const End& end, const Fours& fours, const Corner& corner, int rank,
                                            int column, int limit, int M) {
@@ -71,7 +72,7 @@ __device__ __forceinline__ void store_sums(const End& end, const Fours& fours, c
 struct Outputs {
     int n;
     float4 by;     // scale and bias of the first row of A, then of the second
-    float* fours;  // with TERM_SUMS: place in `Fours` of this lane's group of columns, in the row 0 of x
+    float* fours;  // with TERM_SUMS: place in `Fours` of this lane's group of columns, for row 0 of x
 
     // Stores the sum over the lane's group of four outputs of row m, given the terms of the lanes' outputs.
     __device__ __forceinline__ void keep(float terms, int m) const {

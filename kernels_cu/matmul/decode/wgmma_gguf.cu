@@ -5,7 +5,8 @@
 //   decode_wgmma_gguf (qkv_gguf_hopper): EPILOGUE_APPEND stores q in an array, k and v in the KV cache
 //   decode_wgmma_gguf (rope_gguf_hopper): EPILOGUE_APPEND_ROPE rotates q and k before it stores them
 //
-// lib/decode/wgmma_gguf.cuh multiplies the GGUF blocks.
+// lib/decode/wgmma_gguf.cuh multiplies the GGUF blocks. With TERM_SUMS, a product with DH_GATED also stores the sums of
+// chunks of its outputs (lib/chunk_sums.cuh).
 //
 // Any M and N; K is a multiple of 128; the columns of a thread block have one GGUF type.
 //
@@ -27,7 +28,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
     const float* chunk_sums,         // (M, K / 32): sums of x (lib/chunk_sums.cuh), or null
     const float* __restrict__ bias,  // (N) or null
     const float* residual,           // (M, N) or null; may be out
-    float* out,                      // (M, N), with DH_OUT_TERMS as 16-bit terms; with a KV cache only q
+    float* out,                      // (M, N), or 16-bit terms (DH_OUT_TERMS), sums (TERM_SUMS); with a KV cache only q
     const float* rotations,          // (M, DH_ROPE / 2, 2), with DH_ROPE
     const int* row,                  // (M)
     const int* position,             // (M)
