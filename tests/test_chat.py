@@ -95,6 +95,18 @@ def test_ctrl_c_is_not_for_the_template() -> None:
     assert template.render(HELLO) == "user: Hello\n"
 
 
+def test_the_process_ends_after_its_pipes() -> None:
+    """Python may close the pipes first, as at the end of `gpt2block chat`."""
+    template = ChatTemplate(PLAIN, {})
+    assert template.render(HELLO) == "user: Hello\n"
+    worker = template._worker
+    assert worker is not None
+    assert worker.stdin is not None
+    worker.stdin.close()
+    template.__del__()
+    assert worker.returncode is not None
+
+
 def test_the_date_of_today() -> None:
     template = ChatTemplate("{{ strftime_now('%Y-%m-%d') }}", {})
     days = {str(np.datetime64("today", "D")), template.render(HELLO), str(np.datetime64("today"))}

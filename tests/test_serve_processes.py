@@ -90,8 +90,9 @@ def test_passes_end(
     test_serve.test_passes_end_with_their_request(model, monkeypatch, path, body, seconds)
 
 
-def test_a_signal_finishes_what_runs() -> None:
-    test_serve.test_a_signal_finishes_what_runs(signal.SIGTERM)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_finishes_what_runs(number: int) -> None:
+    test_serve.test_a_signal_finishes_what_runs(number)
 
 
 @pytest.mark.parametrize("stream", [True])

@@ -263,8 +263,10 @@ class ChatTemplate:
     def _end(self) -> None:
         worker, self._worker = self._worker, None
         if worker is not None:
-            worker.kill()
-            worker.communicate()
+            # The garbage collector may have closed the pipes before it calls __del__. Therefore
+            # communicate(), which flushes stdin, could fail; `with` closes open pipes and waits.
+            with suppress(OSError), worker:
+                worker.kill()
 
     def __del__(self) -> None:
         if vars(self).get("_worker") is not None:

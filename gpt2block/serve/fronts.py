@@ -98,9 +98,16 @@ class Fronts:
 
     def _end_on_signals(self) -> None:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
-                self._loop.add_signal_handler(number, self.end)
+            self._loop.add_signal_handler(signal.SIGTERM, self.end)
             self._loop.add_signal_handler(signal.SIGHUP, self._reload, self.set_keys)
+            # SIGINT arrives as SIGUSR1; cli/interrupts.py then calls Python's handler of SIGINT.
+            # The handler that add_signal_handler sets does nothing, because asyncio reads the
+            # signal's number from a file descriptor. This number would be SIGUSR1.
+            signal.signal(signal.SIGINT, self._end_soon)
+
+    def _end_soon(self, *_: Any) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self.end)
 
     async def _keep(
         self, service: Service, index: int, files: tuple[int, int], counts: Connections
