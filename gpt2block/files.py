@@ -99,18 +99,28 @@ def temporary_folder(directory: Path, name: str) -> Iterator[Path]:
     folder has another name, and no other folder is removed. Raises OSError.
     """
     with ExitStack() as held:
-        with _lock(directory) as locks:  # no process sees the new folder before it is locked
-            for left in directory.glob(f".{name}-*") if locks else ():
-                if left.is_symlink() or not left.is_dir():
-                    continue
-                with suppress(OSError), _lock(left, wait=False) as dead:
-                    if dead:
-                        shutil.rmtree(left, ignore_errors=True)
+        with cleared(directory, name) as locks:  # no process sees the new folder before its lock
             prefix = f".{name}-" if locks else f".unlocked-{name}-"
             new = Path(held.enter_context(TemporaryDirectory(dir=directory, prefix=prefix)))
             if locks:
                 held.enter_context(_lock(new))
         yield new
+
+
+@contextmanager
+def cleared(directory: Path, name: str) -> Iterator[bool]:
+    """Remove folders `.name-…` of killed processes, and lock `directory` during the with block.
+
+    Yields whether folders can be locked; if not, none is removed. Raises OSError.
+    """
+    with _lock(directory) as locks:
+        for left in directory.glob(f".{name}-*") if locks else ():
+            if left.is_symlink() or not left.is_dir():
+                continue
+            with suppress(OSError), _lock(left, wait=False) as dead:
+                if dead:
+                    shutil.rmtree(left, ignore_errors=True)
+        yield locks
 
 
 @contextmanager

@@ -378,8 +378,9 @@ GENERAL = {
 )  # fmt: skip
 def test_configs_of_one_model(directory: Path, config: dict[str, Any]) -> None:
     """General names of config keys, which all architectures share, are read: 3 heads."""
-    (directory / "config.json").write_text(json.dumps(config))
-    assert Checkpoint.open(directory).config == SMALL
+    for encoding in ("utf-8", "utf-8-sig"):
+        (directory / "config.json").write_text(json.dumps(config), encoding=encoding)
+        assert Checkpoint.open(directory).config == SMALL
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "part.safetensors"])

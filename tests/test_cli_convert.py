@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from gpt2block import GPT2, CheckpointError
 from gpt2block.checkpoints import Checkpoint
+from gpt2block.files import temporary_folder
 from tests.command_line import gpt2block, printed
 
 FIXTURES = Path(__file__).parent / "data" / "pytorch"
@@ -99,6 +100,20 @@ def test_what_is_there_is_replaced_only_with_overwrite(tmp_path: Path) -> None:
     printed("convert", FIXTURES / "nanogpt.pt", tmp_path, "--overwrite")
     assert Checkpoint.open(tmp_path).config.n_embd == 8
     assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_what_a_killed_process_left_is_no_model(tmp_path: Path) -> None:
+    """A temporary folder that is still being written, and thus locked, counts."""
+    (tmp_path / ".saving-left").mkdir()
+    (tmp_path / ".saving-left" / "model.safetensors").write_text("")
+    with temporary_folder(tmp_path, "saving") as other:
+        (tmp_path / ".saving-left").mkdir()
+        said = gpt2block("convert", FIXTURES / "nanogpt.pt", tmp_path).error
+        assert said == f"{tmp_path}: already exists: give another directory or --overwrite"
+        assert [*tmp_path.iterdir()] == [other]
+    (tmp_path / ".saving-left").mkdir()
+    printed("convert", FIXTURES / "nanogpt.pt", tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
 
 
 def test_the_checkpoint_itself_is_not_replaced(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pty
@@ -303,6 +304,31 @@ def test_a_file_of_another_is_not_overwritten(chat: Any, tmp_path: Path) -> None
     ended = chat(f"/save {file}")
     assert f"error: {file}: exists already: choose another name" in ended.err
     assert file.read_text() == "mine"
+
+
+def test_a_file_that_cannot_be_written_keeps_its_conversation(
+    chat: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "talk.json"
+    before = json.dumps([user("one"), answer("two")])
+    file.write_text(before)
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(errno.EFBIG, "File too large")))
+    lines = "hi", "/save", f"/save {tmp_path}/no/talk.json", "/system \udcff", "/save"
+    ended = chat(*lines, arguments=("--file", file))
+    assert f"error: {file}: cannot be written: File too large\n" in ended.err
+    assert f"{tmp_path}/no/talk.json: there is no directory {tmp_path}/no: create" in ended.err
+    assert "error: the messages: " in ended.err.splitlines()[-1]
+    assert file.read_text() == before
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_texts_that_begin_with_a_byte_order_mark(chat: Any, tmp_path: Path) -> None:
+    (file := tmp_path / "talk.json").write_text(json.dumps([user("x")]), encoding="utf-8-sig")
+    for line, more in (("hi", ()), ('"hi"', ["--json"])):
+        ended = chat(f"\ufeff{line}", arguments=("--file", file, *more))
+        assert ended.code == 0
+        found, read = (ended.out if more else ended.err), len("ux\nuhi\na")
+        assert f'prompt_tokens": {read}' in found if more else f"prompt {read};" in found
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -183,9 +184,12 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="a path with quotes or backslashes"):
         read(tmp_path / 'a"b.cu')
     (tmp_path / "large.cu").write_bytes(b"x" * (1 << 21))
+    os.mkfifo(tmp_path / "pipe.cu")
     for name, said in (
         ("none.cu", "no such file: `gpt2block kernels OPERATION --template` prints one"),
-        ("", "directory"), ("binary.cu", "expected UTF-8, byte 0 is not"),
+        ("", "expected a regular file, got a directory: write the kernel to a .cu file"),
+        ("pipe.cu", "expected a regular file, got a pipe or a device"),
+        ("binary.cu", "expected UTF-8, byte 0 is not"),
         ("large.cu", "more than 1,048,576 bytes"),
         ("powershell.cu", "expected UTF-8, got UTF-16: save the file as UTF-8"),
     ):  # fmt: skip

@@ -99,7 +99,7 @@ def read_json(file: Path) -> Any:
     if size > _LONGEST_JSON:
         raise CheckpointError(f"{file}: expected at most {_LONGEST_JSON:,} bytes, got {size:,}")
     with about(file, (ValueError, RecursionError), "cannot be read as JSON: {}"):
-        return json.loads(read_start(file).decode("utf-8"))
+        return json.loads(read_start(file).decode("utf-8-sig"))
 
 
 def read_object(file: Path) -> dict[str, Any]:

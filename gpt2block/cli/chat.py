@@ -6,6 +6,7 @@ Modules that are slow to import are imported where they are used.
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from gpt2block.checkpoints.chat_files import OPTIONS
-from gpt2block.checks import check_choice
+from gpt2block.checks import check_choice, check_encodable
 from gpt2block.cli.display import compiling, print_json, printable_lines, shown
 from gpt2block.cli.model import (
     ModelOptions,
@@ -33,8 +34,9 @@ from gpt2block.cli.model import (
     with_numbers,
 )
 from gpt2block.cli.options import option, path_of, path_option
-from gpt2block.cli.texts import read_text
+from gpt2block.cli.texts import BYTE_ORDER_MARK, read_text
 from gpt2block.errors import InputError, PrintableError, require
+from gpt2block.files import write_file
 from gpt2block.generation.options import KEYWORDS, Options
 from gpt2block.grammars.grammar import RULES
 
@@ -114,7 +116,10 @@ def chat(
     from gpt2block.chat.conversation import Conversation, read_messages  # noqa: PLC0415
 
     if isinstance(sys.stdin, TextIOWrapper):
-        sys.stdin.reconfigure(errors="surrogateescape")  # invalid UTF-8 affects only one message
+        # A terminal keeps its encoding. Some programs begin text in UTF-8 with U+FEFF.
+        # Invalid UTF-8 affects only one message.
+        utf_8 = None if sys.stdin.isatty() else "utf-8-sig"
+        sys.stdin.reconfigure(encoding=utf_8, errors="surrogateescape")
     messages = [] if file is None else _read(file, read_messages)
     if system is not None:
         messages = [_system(system), *(m for m in messages if m["role"] != "system")]
@@ -139,7 +144,7 @@ def _system(text: str) -> dict[str, str]:
 
 
 def _read(file: Path, read: Callable[[Any], list[Any]]) -> list[Any]:
-    text = read_text(str(file), MOST_FILE)
+    text = read_text(str(file), MOST_FILE).removeprefix(BYTE_ORDER_MARK)
     try:
         return read(json.loads(text))
     except (ValueError, RecursionError) as error:  # InputError is a ValueError
@@ -328,13 +333,11 @@ class Session:
         file = path_of(name) if name else self.file
         if file is None:
             raise InputError("expected a file, as in /save talk.json")
-        mode = "w" if file in self._written else "x"
-        try:
-            with file.open(mode, encoding="utf-8") as opened:
-                json.dump(self.conversation.messages, opened, indent=2, ensure_ascii=False)
-                opened.write("\n")
-        except FileExistsError:
-            raise InputError(f"{file}: exists already: choose another name") from None
+        if file not in self._written and os.path.lexists(file):
+            raise InputError(f"{file}: exists already: choose another name")
+        text = json.dumps(self.conversation.messages, indent=2, ensure_ascii=False)
+        check_encodable("the messages", text)  # /system takes any text
+        write_file(file, f"{text}\n".encode())
         self._written.add(file)
         self._say(f"{len(self.conversation.messages)} messages written to {file}")
 

@@ -6,6 +6,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from gpt2block.checks import check_choice
 from gpt2block.cli import complete
 from gpt2block.cli.options import argument, option
 from gpt2block.errors import InputError, printable
+from gpt2block.files import cleared
 
 
 def convert(
@@ -55,7 +57,7 @@ def convert(
         raise InputError(f"dtype: expected none for a .gguf, got {dtype!r}: give --type only")
     if type is not None and not to_gguf:
         raise InputError(f"type: expected an OUT that ends in .gguf with it, got {output!r}")
-    if os.path.lexists(os.path.expanduser(output)) and not overwrite:
+    if not overwrite and _is_there(Path(os.path.expanduser(output))):
         kind = "file" if to_gguf else "directory"
         raise InputError(f"{output}: already exists: give another {kind} or --overwrite")
     source = Checkpoint.open(checkpoint)
@@ -77,6 +79,17 @@ def convert(
         f"wrote {layers} layers of width {width} in {types} to "
         f"{printable(str(written))}: {size / 1e6:,.1f} MB"
     )
+
+
+def _is_there(output: Path) -> bool:
+    """Return whether OUT exists. An empty directory does not count.
+
+    A `convert` that was killed leaves a directory with only its temporary folder.
+    """
+    if output.is_dir():
+        with suppress(OSError), cleared(output, "saving"):
+            return any(output.iterdir())
+    return os.path.lexists(output)
 
 
 def _with_notes(save: Callable[..., Path], *arguments: Any, **options: Any) -> Path:

@@ -34,7 +34,7 @@ from gpt2block.cli.model import (
     model_option,
 )
 from gpt2block.cli.options import option, path_option
-from gpt2block.cli.texts import read_text
+from gpt2block.cli.texts import BYTE_ORDER_MARK, read_text
 from gpt2block.errors import InputError, printable, require
 from gpt2block.serve.log import log, set_up_log
 
@@ -314,7 +314,8 @@ def _name(model: str) -> str:
 
 def _keys(file: Path) -> dict[str, str]:
     """Read API keys from a file: name → key. Error messages never contain a key."""
-    lines = [line.split() for line in read_text(str(file), MOST_KEYS).splitlines()]
+    text = read_text(str(file), MOST_KEYS).removeprefix(BYTE_ORDER_MARK)
+    lines = [line.split() for line in text.splitlines()]
     lines = [line for line in lines if line and not line[0].startswith("#")]
     if len(lines) == 1 and len(lines[0]) == 1:
         lines = [[ONLY_KEY, *lines[0]]]

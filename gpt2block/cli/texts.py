@@ -10,6 +10,8 @@ from typing import BinaryIO
 from gpt2block.cli.options import path_of
 from gpt2block.errors import InputError
 
+BYTE_ORDER_MARK = "\ufeff"  # some editors begin a file in UTF-8 with it
+
 
 def read_text(file: str, most: int, or_tokens: bool = False) -> str:
     """Return a file's text, or stdin's for "-". Raises InputError for more than `most` bytes."""

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
+from stat import S_ISREG
 
 from gpt2block.cuda import kernels
 from gpt2block.cuda.kernels import Parameter
@@ -169,7 +170,12 @@ def read_text(path: Path) -> str:
     try:
         if any(not c.isprintable() or c in '"\\' for c in str(path.resolve())):
             raise InputError(OWN, f" {path}: a path with quotes or backslashes: rename it")
-        if path.stat().st_size > LARGEST_FILE:
+        found = path.stat()
+        if not S_ISREG(found.st_mode):  # compiling reads the file again: no pipe
+            kind = "a directory" if path.is_dir() else "a pipe or a device"
+            what = f" {path}: expected a regular file, got {kind}: write the kernel to a .cu file"
+            raise InputError(OWN, what)
+        if found.st_size > LARGEST_FILE:
             raise InputError(OWN, f" {path}: more than {LARGEST_FILE:,} bytes: expected a .cu file")
         data = path.read_bytes()
         if data.startswith((b"\xff\xfe", b"\xfe\xff")):  # > in Windows PowerShell writes UTF-16
