@@ -230,7 +230,12 @@ def test_the_index_of_kernels_has_every_header() -> None:
 
 @pytest.mark.parametrize(
     ("page", "expected"),
-    [("README.md", "text"), ("docs/gpt2.md", "python"), ("docs/block.md", None)],
+    [
+        ("README.md", "text"),
+        ("docs/gpt2.md", "python"),
+        ("docs/tokenizers.md", "tokenizer"),
+        ("docs/block.md", None),
+    ],
 )
 def test_the_python_snippets_run(page: str, expected: str | None) -> None:
     code, *_ = re.findall(r"```python\n(.*?)```", PAGES[ROOT / page], re.DOTALL)
