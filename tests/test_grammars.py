@@ -90,6 +90,13 @@ def test_masks_follow_the_text() -> None:
     assert other.complete_at == 2
 
 
+def test_thousands_of_choices() -> None:
+    matcher = matcher_of(choice=[f"word{n}" for n in range(5000)])
+    matcher.accept([RANKS[b"w"]])
+    assert bytes_of(matcher.forced()) == b"ord"
+    assert matcher.problem is None
+
+
 def test_a_vocabulary_without_an_end() -> None:
     """The text ends only when nothing can follow; if it may continue, it does."""
     matcher = matcher_of(frozenset(), regex="a{1,2}")

@@ -47,6 +47,7 @@ from gpt2block.serve import (  # noqa: E402
     service,
     settings,
 )
+from gpt2block.serve.answers import TextOffsets  # noqa: E402
 from gpt2block.serve.host import Host, LocalEngine  # noqa: E402
 from gpt2block.serve.prompts import scored_prompt  # noqa: E402
 from gpt2block.tokenizers import tokenizer  # noqa: E402
@@ -319,6 +320,21 @@ def scores(choice: Any) -> list[tuple[Any, dict[str, Any]]]:
     ]
 
 
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        ([b"The", b"\xe2", b"The", b"!"], [0, 3, 4, 7]),  # the text is "The\ufffdThe!"
+        ([b"\xe2", b"\x82", b"\xac", b"a"], [0, 0, 0, 1]),
+        ([b"\xe2\x82", b"\xe2", b"\x82\xaca", b"b"], [0, 1, 1, 3]),
+        ([b"\xff", b"\xffa", b"", b"b"], [0, 1, 3, 3]),
+    ],
+)
+def test_offsets_in_a_text(tokens: list[bytes], expected: list[int]) -> None:
+    """Bytes that are no whole character become U+FFFD when another character begins."""
+    offsets = TextOffsets()
+    assert [offsets.next(token) for token in tokens] == expected
+
+
 def test_log_probabilities(client: Any, model: Any) -> None:
     """Answers can state log-probabilities of sampled tokens, alternatives, and prompt tokens."""
     options: dict[str, Any] = {"model": "small", "max_tokens": 5, "temperature": 0}
@@ -522,6 +538,8 @@ WRONG_RULES: list[Any] = [
     ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, 400, "structured_outputs", "got 2"),
     ({"structured_outputs": {"regex": "(a"}}, 400, "structured_outputs",
      "structured_outputs.regex: at 1(8): invalid regex"),
+    ({"structured_outputs": {"json": {"$ref": "#"}}}, 400, None,
+     "schema: the text cannot be continued"),
     ({"structured_outputs": {"structural_tag": "x"}}, 400, "structured_outputs", "no such field"),
     ({"structured_outputs": {"choice": ["a" * 70_000]}}, 413, "structured_outputs",
      "structured_outputs.choice: expected at most 65,536 characters"),
@@ -576,6 +594,8 @@ WRONG_RULES: list[Any] = [
         (COMPLETION, {"temperature": True}, 400, "temperature", "expected a valid number"),
         (COMPLETION, {"top_p": 1.5}, 400, "top_p", "less than or equal to 1"),
         (COMPLETION, {"max_tokens": 0}, 400, "max_tokens", "expected at least 1, or echo"),
+        (COMPLETION, {"max_tokens": 0, "echo": True, "stream": True}, 400, "stream",
+         "expected max_tokens of at least 1"),
         (COMPLETION, {"max_tokens": 2**31}, 400, "max_tokens", "less than or equal to 2147483647"),
         (CHAT, {"messages": HELLO, "max_completion_tokens": 2**31}, 400, "max_completion_tokens",
          "less than or equal to 2147483647"),
@@ -586,7 +606,7 @@ WRONG_RULES: list[Any] = [
         (COMPLETION, {"stop": ["a", "b" * 257]}, 400, "stop", "at most 256 characters each"),
         (CHAT, {"messages": HELLO, "reasoning_effort": "low"}, 400, "reasoning_effort", "is not"),
         (COMPLETION, {"stop": [""]}, 400, "stop", "at least one character"),
-        (COMPLETION, {"seed": 2**63}, 400, "seed", "less than"),
+        (COMPLETION, {"seed": 2**64}, 400, "seed", "less than"),
         (COMPLETION, {"model": "gpt-5"}, 404, "model", "there is no 'gpt-5': expected small"),
         (COMPLETION, {"tempratur": 1}, 400, "tempratur", "there is no such field"),
         (COMPLETION, {"x" * 5000: 1}, 400, f"{'x' * 64} … {'x' * 33}", f"{'x' * 33}: there is no"),
@@ -1583,7 +1603,7 @@ def test_files_of_keys(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None
     file.chmod(0o600)
     assert cli_serve._keys(file) == KEYS
     assert not caplog.text
-    file.write_text(f"{KEYS['ann']}\n")
+    file.write_text(f"# of a client\n{KEYS['ann']}\n", encoding="utf-8-sig")
     file.chmod(0o604)
     assert cli_serve._keys(file) == {"default": KEYS["ann"]}
     assert sys.platform == "win32" or "all users can read the keys" in caplog.text
@@ -1624,7 +1644,9 @@ def command(*more: str, first: str = "") -> Iterator[tuple[Any, str]]:
 
     first: Python code that runs before.
     """
-    code = f"{first}\nfrom gpt2block import cli\ncli.main()"
+    # The imports are those of __main__.py: `from gpt2block import cli` would also import NumPy,
+    # whose threads would then receive SIGINT, because `main` has not yet blocked it.
+    code = f"{first}\nfrom gpt2block.cli import main\nmain()"
     at = () if "--uds" in more else ("--port", "0")
     processes = "--processes", str(serving_.PROCESSES)
     given = ["serve", "--model", "shakespeare", "--device", "cpu", *processes, *at, *more]

@@ -21,7 +21,7 @@ from gpt2block.tokenizers.encoding import Encoding, bytes_of_ids
 from gpt2block.tokenizers.lookup import ReadLater, Tokenizer, of_outputs
 
 FinishReason = Literal["length", "stop", "context"]
-EndReason = Literal["length", "stop", "context", "error", "cancelled", "deadline"]
+EndReason = Literal["length", "stop", "context", "error", "rule", "cancelled", "deadline"]
 SHOWN_TEXT = 200  # most characters of a text in `repr`
 Tops = tuple[tuple[int, float], ...]  # (id, log-probability) of a position's most likely tokens
 # Arguments of `Row.add`: tokens, log-probabilities, most likely tokens, whether each was guessed
@@ -86,7 +86,8 @@ class Row:
 
     Tokens are decoded when the text is read, or immediately if there are stop strings.
     finish_reason: None until the row ends; a FinishReason; "error" if its logits were NaN or
-    infinite, with the InputError in `error`; "cancelled"; or "deadline" if its time ran out.
+    infinite, or "rule" if its grammar is too complex to continue the text, with the InputError in
+    `error`; "cancelled"; or "deadline" if its time ran out.
     """
 
     def __init__(
@@ -170,7 +171,7 @@ class Row:
         for token, logprob, top in zip(tokens, logprobs, tops, strict=False):
             self.tops.append(tuple((id, logprob if id == token else p) for id, p in top))
         if wrong:
-            self.error, self.finish_reason = self._problem(wrong), "error"
+            self.error, self.finish_reason = self._problem(wrong)
             return
         self._at_end_token = tokens[-1] in self.ends.stop_ids
         if self.ends.stop:
@@ -186,12 +187,12 @@ class Row:
             self.close()
             self.finish_reason = "stop" if self._stopped else reason
 
-    def _problem(self, wrong: str) -> InputError:
-        """Return the error of a row without a valid token. wrong: "NaN" or "infinite"."""
+    def _problem(self, wrong: str) -> tuple[InputError, EndReason]:
+        """Return the error of a row without a valid token, and the reason. wrong: see `add`."""
         if self.matcher is not None and self.matcher.problem is not None:
-            return InputError(self.matcher.problem)
+            return InputError(self.matcher.problem), "rule"
         problem = f"the logits are {wrong} after {len(self.tokens)} new tokens: "
-        return InputError(problem, *BAD_WEIGHTS)
+        return InputError(problem, *BAD_WEIGHTS), "error"
 
     @property
     def _complete(self) -> bool:
@@ -230,7 +231,7 @@ class Row:
 
         Only the copy knows of a deadline, an error, and a text that is complete by its grammar.
         """
-        if reason != "error":
+        if reason not in ("error", "rule"):
             self.close()
         self.finish_reason = self.finish_reason or reason
 
@@ -279,6 +280,7 @@ class Row:
         reason = self.finish_reason
         assert reason is not None
         assert reason != "error"
+        assert reason != "rule"
         assert reason != "cancelled"
         assert reason != "deadline"
         tokens, logprobs, tops = tuple(self.tokens), tuple(self.logprobs), tuple(self.tops)

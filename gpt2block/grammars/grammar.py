@@ -115,7 +115,8 @@ def _of_choice(given: Any) -> str:
     for text in texts:
         check_encodable("choice", text)
     literals = " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
-    return LLMatcher.grammar_from_lark(f"start: {literals}")
+    # A single terminal, because llguidance allows a rule at most 2,000 alternatives.
+    return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {literals}")
 
 
 def _of_lark(given: Any) -> str:

@@ -94,16 +94,22 @@ class TextOffsets:
         self._characters = 0
 
     def next(self, data: bytes) -> int:
-        """Return the offset of the character that contains the first byte of the next token."""
-        found = self._characters
-        self._characters += len(self._decoder.decode(data))
-        return found
+        """Return the offset of the character that contains the first byte of the next token.
+
+        If earlier bytes are no whole character, the first byte decides whether they become U+FFFD.
+        """
+        before = self._characters + len(self._decoder.decode(data[:1]))
+        ended = data and not self._decoder.getstate()[0]  # whether the byte ends a character
+        self._characters = before + len(self._decoder.decode(data[1:]))
+        return before - 1 if ended else before
 
 
 def _failure(part: Part) -> ApiError | None:
     """Return the error to send if a row (a continuation) failed or ran out of time, else None."""
     if part.finish_reason == "error":
         return ApiError(500, part.error or "an error")
+    if part.finish_reason == "rule":
+        return ApiError(400, part.error or "the rule is too complex")
     return late() if part.finish_reason == "deadline" else None
 
 

@@ -285,8 +285,10 @@ class Server:
 
     def _completion(self, given: CompletionRequest) -> Asked:
         n, top, new = given.n or 1, given.logprobs or 0, given.max_tokens
-        if new == 0 and (given.stream or not given.echo):
+        if new == 0 and not given.echo:
             raise ApiError(400, "max_tokens: expected at least 1, or echo", "max_tokens")
+        if new == 0 and given.stream:
+            raise ApiError(400, "stream: expected max_tokens of at least 1", "stream")
         prompts = [self._ids(*each) for each in named("prompt", given.prompt)]
         rows = self._rows(prompts, given, 16 if new is None else new, top) if new != 0 else []
         echoes = [AnswerChoice() for _ in prompts]

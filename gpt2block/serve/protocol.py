@@ -342,7 +342,7 @@ class SampledRequest(Drawn):
     n: int | None = Field(1, ge=1, le=MOST_SAMPLES)
     best_of: Annotated[int | None, AfterValidator(_as_n)] = None  # must be n: all answers are sent
     stop: Annotated[str | list[str] | None, _at_most(MOST_STOPS, "texts")] = None
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**64)  # answers contain the seed modulo 2^64
     stream: bool | None = False
     stream_options: Annotated[StreamFields | None, AfterValidator(_with_stream)] = None
     repetition_penalty: float | None = Field(1.0, gt=0)

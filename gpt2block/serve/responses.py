@@ -78,7 +78,7 @@ class ResponsesRequest(Drawn):
     top_logprobs: int | None = Field(None, ge=0, le=MOST_ALTERNATIVES)
     metadata: dict[str, str] | None = Field(None, max_length=16)
     user: str | None = None
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
     chat_template_kwargs: Variables | None = None
 
     @property
