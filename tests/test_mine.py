@@ -250,6 +250,36 @@ def test_a_prototype_that_does_not_match_is_refused(
         matched(source, find("add"), ("float32", "KN"))
 
 
+OLD = """extern "C" __global__ void k(const float* a, const float* b, float* y, int n) {
+    for (int i = threadIdx.x; i < n; i += 32) y[i] = a[i] + b[i];
+}
+"""
+NEW = """// launch: grid=ceil(n / block) block=256
+extern "C" __global__ void k(const float* a, const float* b, float* y, int n) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) y[i] = a[i] + b[i];
+}
+"""
+
+
+@on_emulator
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"// launch: grid=1 block=32\n/* first attempt:\n{OLD}*/\n{NEW}",
+        f"{OLD.partition('{')[0].rstrip()};\n{NEW}",
+        f"#if 0\n// launch: grid=1 block=32\n{OLD}#else\n{NEW}#endif\n",
+        NEW.replace("const float* b", "const float b[]").replace("int n)", "int n = 5)"),
+    ],
+)
+def test_a_kernel_beside_its_older_forms(tmp_path: Path, text: str) -> None:
+    """The launch line above the definition counts, and each form of a parameter is read."""
+    source = read(written(tmp_path, text))
+    assert source.launch.block == "256"
+    assert source.line(source.number).startswith('extern "C" __global__ void k(')
+    assert_right(matched(source, find("add"), ("float32", "KN")))
+
+
 def test_eps_is_a_number_and_t_the_dtype(tmp_path: Path) -> None:
     text = template(find("rmsnorm")).replace("float eps", "int eps")
     with pytest.raises(InputError, match="int eps: expected float"):

@@ -245,9 +245,10 @@ def _parameters(text: str) -> tuple[Parameter, ...]:
 
 
 def _parameter(text: str) -> Parameter:
-    plain = re.sub(r"\bconst\b|\b__restrict(__)?\b|__grid_constant__", " ", text.replace("*", "* "))
-    words = plain.split()
-    ctype = " ".join(words[:-1]).replace(" *", "*")
+    declared, arrays = re.subn(r"\[[^]]*\]", "", text.partition("=")[0])
+    spaced = declared.replace("*", "* ")
+    words = re.sub(r"\bconst\b|\b__restrict(__)?\b|__grid_constant__", " ", spaced).split()
+    ctype = " ".join(words[:-1]).replace(" *", "*") + "*" * arrays  # x[] declares a pointer
     const = bool(re.search(r"\bconst\b", text))
     return Parameter(ctype, words[-1], const, restrict="__restrict" in text)
 

@@ -94,10 +94,17 @@ class UserSource:
 
     @property
     def _named(self) -> tuple[int, int]:
-        """Offsets in the file: start of the kernel's prototype, and end of the kernel's name."""
+        """Offsets in the file: start of the kernel's definition, and end of the kernel's name.
+
+        Of several definitions, such as in #if and #else, it is the last one. A declaration counts
+        only without a definition.
+        """
         plain = kernels.without_comments(self.text)
-        found = re.search(rf"__global__[^;{{]*?\b{self.name}\s*(?=\()", plain)
-        return found.span() if found else (0, 0)
+        prototype = rf"__global__[^;{{]*?\b{self.name}\s*(?=\([^;{{]*"
+        for end in (r"\{)", ")"):
+            if found := [each.span() for each in re.finditer(prototype + end, plain)]:
+                return found[-1]
+        return 0, 0
 
     def line(self, number: int) -> str:
         lines = self.text.splitlines()
@@ -208,9 +215,8 @@ def _no_kernel(text: str) -> str:
 
 def _stated(source: UserSource) -> tuple[int, Mapping[str, str]]:
     """Return (line number, settings) of the last `// launch:` comment before the kernel."""
-    text = source.text
-    at = re.search(rf"^[^/\n]*__global__[^;{{]*?\b{source.name}\s*\(", text, re.MULTILINE)
-    above = [found for found in _LAUNCH.finditer(text) if at is None or found.start() < at.start()]
+    text, (at, _) = source.text, source._named
+    above = [found for found in _LAUNCH.finditer(text) if found.start() < at]
     if not above:
         return 0, {}
     number = text[: above[-1].start()].count("\n") + 1
