@@ -148,6 +148,9 @@ def test_seeds(model: GPT2) -> None:
     for text, seed, completion in zip(texts, seeds, completions, strict=True):
         assert model.generate(text, seed=seed, max_new_tokens=12).text == completion
     assert record_seed(0, 1) != record_seed(1, 0) != record_seed(0, 0)
+    assert record_seed(np.int64(7), np.int32(3)) == record_seed(7, 3)
+    numbered = Predictor("generate", device="cpu", max_new_tokens=12, seed=np.int64(1))
+    assert numbered({"text": texts})["completion"].tolist() == derived.tolist()
 
 
 def test_a_model_that_is_not_there() -> None:

@@ -68,7 +68,8 @@ def values(grid: dict[str, Any]) -> NDArray[np.float64]:
 
 def test_tensors_are_those_of_the_trace_with_its_errors(device: str) -> None:  # noqa: F811
     made = GPT2(GPT2Weights.random(0, CONFIG), device)
-    data = made.explain(IDS, layer=1).data
+    data = made.explain(IDS, layer=np.int64(1)).data
+    assert type(data["layer"]) is int  # json cannot write integers of NumPy
     trace = made.trace(IDS)
     compared = {row.name: row for row in made.compare(IDS)} if device == "cpu" else {}
     stored = {name for name, tensor in data["tensors"].items() if tensor["stored"]}

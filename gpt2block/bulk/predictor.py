@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
@@ -345,7 +346,7 @@ def record_seed(seed: int, record: int | bytes) -> int:
 
     seed: the job's seed, the key. record: the record's index, or its bytes.
     """
-    if isinstance(record, int):
-        record = record.to_bytes(8, "little")
-    key = seed.to_bytes(8, "little")
+    if not isinstance(record, bytes):
+        record = operator.index(record).to_bytes(8, "little")
+    key = operator.index(seed).to_bytes(8, "little")
     return int.from_bytes(blake2b(record, digest_size=8, key=key).digest(), "little")

@@ -125,6 +125,8 @@ def files_from(metadata: Mapping[str, Any]) -> dict[str, Any]:
             isinstance(value, (list, np.ndarray)) or value != _NEUTRAL.get(key, _NEUTRAL)
         ):
             raise _unsupported(key, value)
+    if "tokens" not in found:
+        raise CheckpointError(f"no {PREFIX}tokens: the file has no tokenizer: pass one, or ids")
     tokens = _strings(found, "tokens")
     kinds = _numbers(found, "token_type", tokens, np.full(len(tokens), NORMAL))
     ids = token_ids(metadata, len(tokens))

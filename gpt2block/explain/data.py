@@ -48,7 +48,7 @@ def collect(
     finite.
     """
     config = engine.config
-    check(config, len(ids), layer)
+    layer = check(config, len(ids), layer)
     exact = exact_tensors(engine, ids)
     traced = _by_plan_names(engine.trace(ids, cached=False))
     rows = compare_tensors(engine, ids, False, exact, traced)
@@ -84,14 +84,14 @@ def collect(
     }
 
 
-def check(config: ModelConfig, tokens: int, layer: int) -> None:
-    """Raise InputError if the page cannot show this number of tokens or this layer."""
+def check(config: ModelConfig, tokens: int, layer: int) -> int:
+    """Return the layer. Raise InputError if the page cannot show it, or this number of tokens."""
     most = min(MOST_TOKENS, config.n_ctx)
     if not 1 <= tokens <= most:
         advice = "shorten it" if tokens else "give some text"
         raise InputError(f"text: expected 1 to {most:,} tokens, got {tokens:,}: {advice}")
     last = config.n_layer - 1
-    check_integer("layer", layer, 0, last, f"0 to {last}")
+    return check_integer("layer", layer, 0, last, f"0 to {last}")
 
 
 class _Plan:
