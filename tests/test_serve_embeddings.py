@@ -16,6 +16,7 @@ pytest.importorskip("starlette", reason="the extra serve is not installed")
 from fuzzing.vocabularies import added_token, template
 
 from gpt2block import GPT2, GPT2Config, from_pretrained
+from gpt2block.bulk import Predictor
 from gpt2block.errors import CheckpointError, InputError
 from gpt2block.parameters.gpt2 import GPT2Weights
 from gpt2block.tokenizers import tokenizer
@@ -144,6 +145,14 @@ def test_the_files_of_sentence_transformers(
     assert model.embedding_defaults == expected
     found, plain = model.embed([5, 6, 7]), model.embed([5, 6, 7], expected[0], normalize=False)
     np.testing.assert_allclose(found, of_length_1(plain) if expected[1] else plain, rtol=1e-6)
+    batch = {"tokens": [[5, 6, 7]]}
+    np.testing.assert_array_equal(
+        Predictor("embed", folder, device="cpu")(batch)["embedding"], [found]
+    )
+    mean = Predictor("embed", folder, device="cpu", pooling="mean", normalize=False)
+    np.testing.assert_array_equal(
+        mean(batch)["embedding"], [model.embed([5, 6, 7], "mean", normalize=False)]
+    )
 
 
 @pytest.mark.parametrize(

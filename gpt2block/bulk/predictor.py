@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from gpt2block.bulk.tasks import TASKS, Kind, Problem, Row, Task, TaskName, problem_of
+from gpt2block.bulk.tasks import TASKS, Embedding, Kind, Problem, Row, Task, TaskName, problem_of
 from gpt2block.checkpoints import BUNDLED
 from gpt2block.checks import check_choice, check_count, check_integer
 from gpt2block.config import ModelConfig
@@ -158,7 +158,10 @@ class Predictor:
 
     @cached_property
     def _task(self) -> Task:
-        return self.arguments.checked_task(self.model.config, self.encoding)
+        task = self.arguments.checked_task(self.model.config, self.encoding)
+        if isinstance(task, Embedding):
+            task.defaults = self.model.embedding_defaults
+        return task
 
     @property
     def columns(self) -> Mapping[str, Kind]:

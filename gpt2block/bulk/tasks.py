@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from gpt2block.checkpoints.embedding_files import Pooling
+from gpt2block.checkpoints.embedding_files import EmbeddingDefaults, Pooling
 from gpt2block.checks import check_integer
 from gpt2block.config import ModelConfig
 from gpt2block.errors import CheckpointError, DeviceError, InputError, KernelError, printable
@@ -177,22 +177,25 @@ class Generating(Task):
 
 
 class Embedding(Task):
-    """Task `embed`: the mean, last or first of a record's hidden states after the final norm.
+    """Task `embed`: the embedding of a record, as `Model.embed` computes it.
 
-    pooling, overflow: as in `scoring.embed`.
+    pooling, overflow, normalize: as in `scoring.embed`; None stands for the value in `defaults`.
     """
+
+    defaults = EmbeddingDefaults()
 
     def __init__(
         self,
         config: ModelConfig,
         encoding: Encoding | None,
         batch_tokens: int,
-        pooling: Pooling = "mean",
+        pooling: Pooling | None = None,
         overflow: Overflow = "error",
+        normalize: bool | None = None,
     ) -> None:
-        scoring.check_embed_options(pooling, overflow)
+        scoring.check_embed_options("mean" if pooling is None else pooling, overflow)
         self._n_ctx, self.tokens_at_once = config.n_ctx, batch_tokens
-        self._pooling: Pooling = pooling
+        self._pooling, self._normalize = pooling, normalize
         self._overflow: Overflow = overflow
         self.columns = {"embedding": "vector", "n_tokens": "int"}
 
@@ -201,9 +204,12 @@ class Embedding(Task):
         return None if fits else f"expected 1 to {self._n_ctx} tokens, got {len(ids)}"
 
     def run(self, engine: ModelEngine, records: Sequence[Ids], seeds: Sequence[int]) -> list[Row]:
+        pooling = self.defaults.pooling if self._pooling is None else self._pooling
+        normalize = self.defaults.normalize if self._normalize is None else self._normalize
         vectors = scoring.embed(
-            engine, None, list(records), self._pooling, self.tokens_at_once, self._overflow
-        )
+            engine, None, list(records), pooling, self.tokens_at_once, self._overflow,
+            normalize=normalize,
+        )  # fmt: skip
         if not np.isfinite(vectors).all():
             raise InputError("the vector holds NaN: ", *BAD_WEIGHTS)
         return [

@@ -86,7 +86,9 @@ class GenerateTask(TextOptions):
 
 @dataclass(frozen=True)
 class EmbedTask:
-    pooling: str = option("mean, last or first (cls) of the final hidden states.", "mean")
+    pooling: str | None = option(
+        "mean, last or first (cls) of the final hidden states; by default as the model's files say."
+    )
     overflow: str = option(
         "For records longer than the context: error, or truncate to the last tokens.", "error"
     )
