@@ -656,21 +656,19 @@ class Model(Generic[Weights]):
 
         Raises InputError, and CheckpointError as `embedding_defaults` does.
         """
+        from gpt2block.checkpoints.embedding_files import chosen  # noqa: PLC0415
         from gpt2block.generation import scoring  # noqa: PLC0415
 
-        if pooling is None or normalize is None:
-            own = self.embedding_defaults
-            pooling = own.pooling if pooling is None else pooling
-            normalize = own.normalize if normalize is None else normalize
+        own = chosen(pooling, normalize, lambda: self.embedding_defaults)
         given: Any = texts if instruction is None else scoring.instructed(instruction, texts)
         return scoring.embed(
             self.engine,
             self.lookup,
             given,
-            pooling,
+            own.pooling,
             overflow=overflow,
             dimensions=dimensions,
-            normalize=check_flag("normalize", normalize),
+            normalize=check_flag("normalize", own.normalize),
         )
 
 

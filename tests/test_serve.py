@@ -1603,7 +1603,7 @@ def test_files_of_keys(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None
     file.chmod(0o600)
     assert cli_serve._keys(file) == KEYS
     assert not caplog.text
-    file.write_text(f"# of a client\n{KEYS['ann']}\n", encoding="utf-8-sig")
+    file.write_text(f"# key of a client\n{KEYS['ann']}\n", encoding="utf-8-sig")
     file.chmod(0o604)
     assert cli_serve._keys(file) == {"default": KEYS["ann"]}
     assert sys.platform == "win32" or "all users can read the keys" in caplog.text

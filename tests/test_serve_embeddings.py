@@ -17,6 +17,7 @@ from fuzzing.vocabularies import added_token, template
 
 from gpt2block import GPT2, GPT2Config, from_pretrained
 from gpt2block.bulk import Predictor
+from gpt2block.bulk.job import Job
 from gpt2block.errors import CheckpointError, InputError
 from gpt2block.parameters.gpt2 import GPT2Weights
 from gpt2block.tokenizers import tokenizer
@@ -173,6 +174,12 @@ def test_files_that_are_refused(folder: Path, kinds: Any, pooling: Any, words: s
     with pytest.raises(CheckpointError, match=words):
         model.embed([5, 6])
     assert model.embed([5, 6], "last", normalize=False).shape == (32,)
+    with pytest.raises(CheckpointError, match=words):
+        Predictor("embed", folder, device="cpu", pooling="last")
+    with pytest.raises(CheckpointError, match=words):  # before a worker starts
+        Job(task="embed", model=folder, output=str(folder / "out"), device="cpu").checked()
+    predictor = Predictor("embed", folder, device="cpu", pooling="last", normalize=False)
+    assert predictor({"tokens": [[5, 6]]})["embedding"].shape == (1, 32)
 
 
 # --- rerank ---------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from gpt2block.bulk.predictor import Arguments, Predictor, record_seed
 from gpt2block.bulk.records import Record, Shard
 from gpt2block.bulk.tasks import Problem, Row, problem_of
 from gpt2block.checkpoints import BUNDLED_NAMES, Checkpoint
+from gpt2block.checkpoints.embedding_files import embedding_defaults
 from gpt2block.checks import check_choice, check_count
 from gpt2block.cuda import first_gpus
 from gpt2block.errors import DeviceError, InputError, printable
@@ -79,7 +81,8 @@ class Job(Arguments):
         checkpoint = Checkpoint.open(self.model, self.revision)
         lookup = Lookup(checkpoint, checkpoint.config.vocab_size, self.tokenizer)
         encoding = lookup.encoding if has_text else lookup.at_hand
-        columns = self.checked_task(checkpoint.config, encoding).columns
+        defaults = partial(embedding_defaults, checkpoint)
+        columns = self.checked_task(checkpoint.config, encoding, defaults).columns
         of_blocks = checkpoint.nbytes_in_blocks > 0 and self.device != "cpu"
         clash = {*columns, "index"} & {*self.keep}
         if clash:

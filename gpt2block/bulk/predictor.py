@@ -16,6 +16,7 @@ import numpy as np
 
 from gpt2block.bulk.tasks import TASKS, Embedding, Kind, Problem, Row, Task, TaskName, problem_of
 from gpt2block.checkpoints import BUNDLED
+from gpt2block.checkpoints.embedding_files import EmbeddingDefaults
 from gpt2block.checks import check_choice, check_count, check_integer
 from gpt2block.config import ModelConfig
 from gpt2block.config.formats import BY_DEFAULT, REMOVED, FormatOptions, refuse_removed
@@ -60,14 +61,25 @@ class Arguments:
             state["formats"] = formats
         vars(self).update(state)
 
-    def checked_task(self, config: ModelConfig, encoding: Encoding | None) -> Task:
-        """Check the task and its options, and return the Task. Raises InputError."""
+    def checked_task(
+        self,
+        config: ModelConfig,
+        encoding: Encoding | None,
+        defaults: Callable[[], EmbeddingDefaults],
+    ) -> Task:
+        """Check the task and its options, and return the Task. Raises InputError.
+
+        defaults: see `chosen`; only the task `embed` calls it, and can raise CheckpointError.
+        """
         check_choice("task", self.task, TASKS)
         check_count("batch_tokens", self.batch_tokens)
         try:
-            return TASKS[self.task](config, encoding, self.batch_tokens, **self.options)
+            task = TASKS[self.task](config, encoding, self.batch_tokens, **self.options)
         except TypeError as error:
             raise InputError(f"{self.task}: {str(error).rpartition('() ')[2]}") from error
+        if isinstance(task, Embedding):
+            task.choose(defaults)
+        return task
 
 
 class Predictor:
@@ -158,10 +170,10 @@ class Predictor:
 
     @cached_property
     def _task(self) -> Task:
-        task = self.arguments.checked_task(self.model.config, self.encoding)
-        if isinstance(task, Embedding):
-            task.defaults = self.model.embedding_defaults
-        return task
+        model = self.model
+        return self.arguments.checked_task(
+            model.config, self.encoding, lambda: model.embedding_defaults
+        )
 
     @property
     def columns(self) -> Mapping[str, Kind]:

@@ -10,8 +10,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from gpt2block.checkpoints.embedding_files import EmbeddingDefaults, Pooling
-from gpt2block.checks import check_integer
+from gpt2block.checkpoints.embedding_files import EmbeddingDefaults, Pooling, chosen
+from gpt2block.checks import check_flag, check_integer
 from gpt2block.config import ModelConfig
 from gpt2block.errors import CheckpointError, DeviceError, InputError, KernelError, printable
 from gpt2block.generation import scoring
@@ -179,10 +179,9 @@ class Generating(Task):
 class Embedding(Task):
     """Task `embed`: the embedding of a record, as `Model.embed` computes it.
 
-    pooling, overflow, normalize: as in `scoring.embed`; None stands for the value in `defaults`.
+    pooling, overflow, normalize: as in `scoring.embed`. None stands for the model's own value,
+    which `choose` looks up.
     """
-
-    defaults = EmbeddingDefaults()
 
     def __init__(
         self,
@@ -193,22 +192,26 @@ class Embedding(Task):
         overflow: Overflow = "error",
         normalize: bool | None = None,
     ) -> None:
-        scoring.check_embed_options("mean" if pooling is None else pooling, overflow)
         self._n_ctx, self.tokens_at_once = config.n_ctx, batch_tokens
         self._pooling, self._normalize = pooling, normalize
         self._overflow: Overflow = overflow
         self.columns = {"embedding": "vector", "n_tokens": "int"}
+
+    def choose(self, defaults: Callable[[], EmbeddingDefaults]) -> None:
+        """Choose pooling and normalization as `chosen` does, and check the options."""
+        self._own = chosen(self._pooling, self._normalize, defaults)
+        scoring.check_embed_options(self._own.pooling, self._overflow)
+        check_flag("normalize", self._own.normalize)
 
     def problem(self, ids: Ids) -> str | None:
         fits = len(ids) >= 1 and (len(ids) <= self._n_ctx or self._overflow == "truncate")
         return None if fits else f"expected 1 to {self._n_ctx} tokens, got {len(ids)}"
 
     def run(self, engine: ModelEngine, records: Sequence[Ids], seeds: Sequence[int]) -> list[Row]:
-        pooling = self.defaults.pooling if self._pooling is None else self._pooling
-        normalize = self.defaults.normalize if self._normalize is None else self._normalize
+        own = self._own
         vectors = scoring.embed(
-            engine, None, list(records), pooling, self.tokens_at_once, self._overflow,
-            normalize=normalize,
+            engine, None, list(records), own.pooling, self.tokens_at_once, self._overflow,
+            normalize=own.normalize,
         )  # fmt: skip
         if not np.isfinite(vectors).all():
             raise InputError("the vector holds NaN: ", *BAD_WEIGHTS)

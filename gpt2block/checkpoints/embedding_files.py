@@ -5,7 +5,7 @@ Source: sentence-transformers, "Creating Custom Models" (modules.json) and "Pool
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -34,6 +34,23 @@ class EmbeddingDefaults(NamedTuple):
 
     pooling: Pooling = "mean"
     normalize: bool = False
+
+
+def chosen(
+    pooling: Pooling | None, normalize: bool | None, defaults: Callable[[], EmbeddingDefaults]
+) -> EmbeddingDefaults:
+    """Return pooling and normalize, with the model's own value in the place of None.
+
+    defaults: returns the model's own values. It is called only if a value is None, because it can
+    raise CheckpointError.
+    """
+    if pooling is not None and normalize is not None:
+        return EmbeddingDefaults(pooling, normalize)
+    own = defaults()
+    return EmbeddingDefaults(
+        own.pooling if pooling is None else pooling,
+        own.normalize if normalize is None else normalize,
+    )
 
 
 def embedding_defaults(checkpoint: Checkpoint | None) -> EmbeddingDefaults:

@@ -89,6 +89,11 @@ class EmbedTask:
     pooling: str | None = option(
         "mean, last or first (cls) of the final hidden states; by default as the model's files say."
     )
+    normalize: bool | None = option(
+        "Whether vectors are scaled to length 1; by default as the model's files say.",
+        None,
+        "--normalize/--no-normalize",
+    )
     overflow: str = option(
         "For records longer than the context: error, or truncate to the last tokens.", "error"
     )

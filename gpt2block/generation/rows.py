@@ -188,7 +188,10 @@ class Row:
             self.finish_reason = "stop" if self._stopped else reason
 
     def _problem(self, wrong: str) -> tuple[InputError, EndReason]:
-        """Return the error of a row without a valid token, and the reason. wrong: see `add`."""
+        """Return the error of a row without a valid token, and the reason of its end.
+
+        wrong: "NaN" or "infinite".
+        """
         if self.matcher is not None and self.matcher.problem is not None:
             return InputError(self.matcher.problem), "rule"
         problem = f"the logits are {wrong} after {len(self.tokens)} new tokens: "
