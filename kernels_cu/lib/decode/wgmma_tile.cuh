@@ -72,13 +72,13 @@ __device__ __forceinline__ void store_sums(const End& end, const Fours& fours, c
 struct Outputs {
     int n;
     float4 by;     // scale and bias of the first row of A, then of the second
-    float* fours;  // with TERM_SUMS: place in `Fours` of this lane's group of columns, for row 0 of x
+    float* fours;  // with TERM_SUMS: place in `Fours` of this lane's group of columns, for the first row of the tile
 
     // Stores the sum over the lane's group of four outputs of row m, given the terms of the lanes' outputs.
     __device__ __forceinline__ void keep(float terms, int m) const {
         float sum = sum_of((unsigned)__float_as_int(terms));
         sum += __shfl_xor_sync(0xffffffffu, sum, 2 * NEXT_ROW);
-        if (threadIdx.x % 16 < 4) fours[8 * m] = sum;
+        if (threadIdx.x % 16 < 4) fours[8 * (m % (unsigned)DH_ROWS)] = sum;
     }
 
     // Computes the outputs of AHEAD rows, m, m + 4 DH_SPLITS, ..., and stores the outputs for which `here` is true. All
@@ -193,9 +193,9 @@ __device__ __forceinline__ void consume(const Ring& ring, const Share& share, co
 
     if (DH_GROUPS > 1) rows.load(end, corner, M);
     const int top = corner.row, count = corner.rows(M), n = corner.own_column();
-    __shared__ Fours fours[TERM_SUMS ? DH_GROUPS : 1];
-    float* const of_lane = fours[warp / 4 % DH_GROUPS][0] + 2 * (warp % 4) + threadIdx.x % 32 / 16;
-    const Outputs outputs{n, constants[8 * warp + threadIdx.x % 32 / 4], of_lane - 8 * top};
+    __shared__ Fours fours[DH_GROUPS];
+    float* const of_lane = fours[warp / 4][0] + 2 * (warp % 4) + threadIdx.x % 32 / 16;
+    const Outputs outputs{n, constants[8 * warp + threadIdx.x % 32 / 4], of_lane};
     // This loop over tiles is not unrolled: its instructions are fetched once and executed several times.
     const int begin = DH_SPLITS > 1 ? (share.rank + DH_SPLITS - warp * TILES % DH_SPLITS) % DH_SPLITS : 0;
 #pragma unroll 1
