@@ -305,7 +305,7 @@ class Divided(Machine):
         return columns
 
     def receive(self, but: Columns | None = None) -> None:
-        """Gather the columns that a kernel has sent, unless they are `but`, before other words."""
+        """Gather columns that a kernel has sent before the next gather, unless they are `but`."""
         if self._sent is not None and self._sent is not but:
             self.whole(self._sent)
 

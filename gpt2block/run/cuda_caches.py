@@ -44,7 +44,7 @@ class CudaCache:
     """Keys and values as one array (2 n_layer, slots, n_ctx, KV): K of layer 0, V of layer 0, …
 
     Each layer's K and V begin at a multiple of ALIGNED bytes; unused slots are added if necessary.
-    prefills, steps: a model's recordings for this cache; keys of prefills are their shapes.
+    prefills, steps: a model's recordings for this cache. A key of `prefills` is a prefill's sizes.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class DecodingCaches:
         return kept
 
     def _of_all_gpus(self, value: Item) -> list[Item]:
-        """Return the values of this call on all GPUs of the model."""
+        """Return the `value` that each GPU of the model passes, in the order of the GPUs."""
         return [value] if self._share is None else self._share.exchange(value)
 
     def new(self, batch: int, n_ctx: int) -> CudaCache:

@@ -105,10 +105,11 @@ class SlotMatchers:
         return [self._next[slot] for slot in slots.tolist()]
 
     def expect(self, slots: Ids, guesses: Guessed, find: bool) -> None:
-        """Store the tokens to expect after the sampler of rows with `guesses`; none unless `find`.
+        """Store the tokens that are determined after the next sampler's tokens; none unless `find`.
 
-        The matchers must have accepted all tokens of earlier samplers. Computing a mask is faster
-        after this, because llguidance keeps the tokens that it finds.
+        guesses: of the rows that this sampler reads. The matchers must have accepted all tokens of
+        earlier samplers. Computing a mask is faster after this call, because llguidance keeps the
+        tokens that it finds.
         """
         for slot, guessed in zip(slots.tolist(), guesses, strict=True):
             matcher = self.of[slot]

@@ -103,8 +103,9 @@ def ends_us(launches: Sequence[Any], overlapping: bool, lead: Callable[..., None
     """Return the µs from the start of the pass to the end of each of its launches, ascending.
 
     lead: function that launches work before the pass, for a number of µs, by default LEAD_US. A
-    graph that begins later in the pass follows the kernels before it, and `lead` if these kernels
-    take less time. The sum of all differences is scaled to the time of the pass.
+    graph that begins later in the pass runs after the earlier kernels of the pass. If these kernels
+    take less than LEAD_US, `lead` runs before them. The sum of all differences is scaled to the
+    time of the pass.
 
     On several GPUs, a graph can end after a kernel that sends columns and before the gather that
     receives them. The first gather of the next graph can then take these columns for its own, and

@@ -28,10 +28,10 @@ OLDER = 1.01  # factor by which a stored time grows per step, so that slower new
 class SpeculationPolicy:
     """Chooses the rows (tokens) per sequence of a step from recent guess accuracy and step times.
 
-    Guesses are counted in steps with one row, too: to compare the sampled token with the guess
-    costs nothing. Right guesses come in runs. Therefore guesses after a right guess and guesses
-    after a wrong guess have separate shares. Times are intervals between results, including the
-    host's work. The choice changes no token.
+    A step with one row, too, counts whether the guess of its next token is right: comparing the
+    sampled token with the guess costs nothing. Right guesses come in runs. Therefore guesses after
+    a right guess and guesses after a wrong guess have separate shares. Times are intervals between
+    results, including the host's work. The choice changes no token.
     """
 
     def __init__(self, slots: int) -> None:

@@ -4,9 +4,11 @@
 // The blocks of a cluster share a row of logits; each block has a part of its columns. Candidates for the smallest l
 // kept are found by histograms of (max l - l) / temperature, a quantity that spreads tokens evenly over the bins:
 //
-//   top-k   for k <= 64, each warp finds its two largest l. Candidates have at least the k-th largest of these l. For
-//           larger k, candidates are in the bin of the k-th largest of the threads' maxima, or in a bin of larger l
-//   top-p   tokens in the bin at which the running sum of masses reaches the fraction p of all masses
+//   top-k   for k <= 64, each warp finds its two largest l. Candidates are the tokens whose l is at least the
+//           k-th largest of these l. For larger k, candidates are the tokens in the bin of the k-th largest of the
+//           threads' maxima, and in bins of larger l
+//   top-p   candidates are the tokens in the bin at which the running sum of masses reaches the fraction p of the
+//           sum of all masses
 //
 // If there is at most one candidate per thread, every block sorts all candidates. Otherwise the search continues digit
 // by digit of the bits of l, as in a radix sort that follows only the digit of the last token kept. Bins hold token

@@ -15,9 +15,9 @@
 //           repetition_penalty if l is positive, else by repetition_penalty. For a drawn token, frequency_penalty times
 //           its count and presence_penalty are then subtracted
 //   mass  = floor(2^40 exp((l - max l) / temperature)), an integer
-//   top-k   keeps the k largest l. Of these, top-p keeps the fewest largest that reach the fraction p of their mass.
-//           Ties with the last token kept are kept as well. min-p keeps tokens with a mass of at least min_p 2^40.
-//           top_k 0, top_p 1 and min_p 0 keep all tokens.
+//   top-k   keeps the k largest l. Of these tokens, top-p keeps the fewest tokens, largest l first, whose masses
+//           add up to at least the fraction p of the mass of these tokens. Ties with the last token kept are kept as
+//           well. min-p keeps tokens with a mass of at least min_p 2^40. top_k 0, top_p 1 and min_p 0 keep all tokens.
 //   draw    takes the first token, in order of ids, at which the running sum of masses kept exceeds r = floor(u (sum of
 //           masses kept)). u in [0, 1) has 64 bits: Philox4x32-10 of the counter (step, sample), with key `seed`.
 //   temperature 0: the token with the largest l; of several such tokens, the lowest id

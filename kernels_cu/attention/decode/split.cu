@@ -3,9 +3,10 @@
 //   q, out (M, C), C = NH HS     k, v (B, n_ctx, NKV HS) of type KV    row, position (M): query m belongs to sequence
 //   row[m] of the cache, and sees keys 0..position[m] of this sequence
 //
-// A head of K and V serves NH / NKV neighbouring heads of q. A team of warps processes AS_QUERIES of these heads: fewer
-// if the GPU has room for more warps (H100, one row at position 500: a token of Gemma 3 1B takes 1.16 ms instead of
-// 1.33, of Qwen3 4B 3.12 instead of 3.23). Results have the same bits for any AS_QUERIES. For one head of q:
+// A head of K and V serves NH / NKV neighbouring heads of q. A team of warps processes AS_QUERIES of these heads.
+// AS_QUERIES is smaller if the GPU has room for more teams (H100, one row at position 500: a token of Gemma 3 1B takes
+// 1.16 ms instead of 1.33, of Qwen3 4B 3.12 instead of 3.23). Results have the same bits for any AS_QUERIES. For one
+// head of q:
 //
 //   attention_split: decoding: one warp per 32 keys of a head, the next keys in flight; the results of warps are
 //       combined in shared memory; with few rows, the warps of a head are spread over a cluster
@@ -27,9 +28,10 @@
 // on HS, KV, AS_WIDTH and AS_VECTORS.
 //
 // A thread holds its vectors of HELD keys and HELD values in registers. It loads the next vectors after using these.
-// The first loads are issued before the previous kernel has ended. Until its end, `position` and the keys and values of
-// a sequence's `together` new rows may change. A position that is read so early is a hint: if it was wrong, the loads
-// are repeated. With a window, split 0 contains the window's first key. The grid does not depend on positions.
+// The first loads are issued before the previous kernel has ended. Until its end, `position` may change, and so may the
+// keys and values of the newest `together` positions of each sequence. A position that is read so early is a hint: if
+// it was wrong, the loads are repeated. With a window, split 0 contains the window's first key. The grid does not
+// depend on positions.
 //
 // Grid (AS_CLUSTER, teams / AS_HEADS, M), block (32 AS_HEADS AS_WARPS), with AS_QUERIES > 1 sizeof(Shared) bytes of
 // dynamic shared memory. Positions beyond the cache mean its last position. Idea: Dao et al., "Flash-Decoding" (2023).

@@ -23,7 +23,7 @@
 // SmolLM2 in Q4_1 with 1, 2 and 4 rows, NVIDIA H100, ms:
 //
 //   five kernels per layer                        0.36  0.40  0.47
-//   four kernels per layer, using this one        0.35  0.44  0.50    predicted for one row: 0.32
+//   four kernels per layer, using this kernel     0.35  0.44  0.50    predicted for one row: 0.32
 //   ... with this limit of blocks per SM          0.33  0.39  0.45
 //   ... and a later start of the next kernel      0.32  0.37  0.44
 //

@@ -29,8 +29,8 @@
 //
 // A block of 64 rows needs all registers and shared memory of a multiprocessor, so only its own warps can hide
 // latencies. Clusters of eight blocks fit on 112 of the 132 multiprocessors of an H100. NVIDIA H200, Q4_K, us in a CUDA
-// graph. For each number of rows: 12,288 x 4,096 (in brackets: an earlier version, with sums over 64 values of K), then
-// 4,096 x 11,008:
+// graph. For each number of rows, the first time is for a 12,288 x 4,096 matrix (in brackets: an earlier version, with
+// sums over 64 values of K), the last time for a 4,096 x 11,008 matrix:
 //
 //   rows    1                       8
 //           10.9 (13.0)  12.1       15.2 (17.7)  16.9

@@ -9,8 +9,8 @@
 //   MV_NK 1   W (N, K): a column of the product is a row in memory; one warp computes a pair, its lanes along K
 //   MV_NK 0   W (K, N): MV_LANES neighbouring threads read a strip of columns of one row of W, other threads the same
 //             strip in other rows; the sums of all these threads are added in shared memory. MV_STRIPS 1: a block
-//             processes one strip; pairs are neighbouring columns. MV_STRIPS 2: two strips; pairs are at equal
-//             positions
+//             processes one strip; pairs are neighbouring columns. MV_STRIPS 2: two strips; the columns of a
+//             pair have the same position in the two strips
 //
 // A vector has MV_WIDTH weights; MV_WIDTH divides K (MV_NK 1) or N (MV_NK 0). A block processes MV_ROWS rows. If there
 // are more rows, other blocks read W again, at best from the L2 cache.
