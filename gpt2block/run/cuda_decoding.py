@@ -263,7 +263,7 @@ class CudaDecoding:
 
 
 def _groups(starts: Sequence[Start]) -> Iterator[list[Start]]:
-    """Split Starts into a list per prefill. All or none of the Starts of a list have cached tokens."""
+    """Split Starts into a list per prefill. All or none of a list have cached tokens."""
     for continued in (False, True):
         chosen = sorted(start for start in starts if (start.cached > 0) == continued)
         yield from in_groups(chosen, PREFILL_TOKENS, _tokens_of)
