@@ -90,8 +90,11 @@ def test_sizes_are_random_unusual_and_those_of_a_gpu(name: str) -> None:
     row, _ = sizes.unusual(operation)
     assert any(size % sizes.COLUMNS == 0 for size in row.values())
     full = operation.workload.sizes
-    parts = [at for at, _ in sizes.parts(operation, full)]
+    parts = [at for at, _ in sizes.parts(operation, full, ())]
     assert all(any(at[each] == full[each] for at in parts) for each in full)
+    for stated in full:
+        of_stated = sizes.timed(operation, full, {stated})
+        assert all(at[stated] == full[stated] for at, _ in of_stated)
     kernel = matched(read(path_of(operation)), operation, ("float32", operation.workload.layout))
     smallest = min(parts, key=lambda at: sum(at.values()))
     assert cases(kernel, operation.workload.layout, smallest)
@@ -107,6 +110,10 @@ def test_a_seed_is_0_or_more() -> None:
 # Kernels that are right only at the documented sizes, or in a first launch
 
 ONLY_SOME: dict[str, tuple[str, str]] = {
+    "an address of large sizes": (
+        "if (i < n) y[i] = a[n > 1000000 ? i + 40000000 : i] + b[i];",
+        "accesses an address that belongs to no argument",
+    ),
     "a capped grid": ("if (i < n && blockIdx.x < 8192) y[i] = a[i] + b[i];", "N=8192, C=768"),
     "a count of launches": (
         "static __device__ int launches[1 << 16];\n    "

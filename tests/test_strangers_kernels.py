@@ -234,6 +234,16 @@ WRONG: dict[str, tuple[str, str, str]] = {  # operation, source, expected messag
         ),
         "a function without __device__ is a host function",
     ),
+    "a main function": (
+        "add",
+        add("if (i < n) y[i] = a[i] + b[i];", "int main() { return 0; }\n"),
+        "gpt2block launches the kernel, and no file has a main function: delete it",
+    ),
+    "a header of the C++ library": (
+        "add",
+        add("if (i < n) y[i] = a[i] + b[i];", "#include <iostream>\n"),
+        'cannot open source file "iostream"',
+    ),
     "a store to a constant": (
         "gelu",
         gelu("c[1] = v;\n    " + GELU_TANH, "__constant__ float c[2] = {1, 2};\n"),

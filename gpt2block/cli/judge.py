@@ -134,6 +134,6 @@ def _print_unexpected(out: Console, unexpected: Sequence[Judged]) -> None:
         entry = each.entry
         told = f" ({shown(entry.note)})" if entry.note else ""
         expected = f"expected {entry.expected or 'right'}"
-        out.print(f"[bold]{shown(entry.file)}[/]: {expected}, {each.verdict}{told}")
+        out.print(f"[bold]{shown(entry.file)}[/]: {expected}, found {each.verdict}{told}")
         if each.said:
             out.print(f"  {escape(each.said)}")

@@ -234,12 +234,13 @@ def _own_cases(request: Request, user: Kernel) -> tuple[Case, ...]:
 
 def _own_on_cpu(request: Request, user: Kernel) -> bool:
     at = parse_sizes(request.operation, request.options.shape)
-    timed = on_cpu.TimedSizes(at, request.stored[1])
+    stated = stated_sizes(request.operation, request.options.shape)
+    timed = on_cpu.TimedSizes(at, request.stored[1], stated)
     given = _own_cases(request, user)
     for what in () if request.options.as_json else confined.unconfined():
         print(f"note: this system cannot keep the program from {what}", file=sys.stderr)
     found = on_cpu.check_kernel(user, given, timed=timed, steps=request.steps)
-    return _show_own(request, Verdict.of(user, CPU, found, request.drawn, request.steps))
+    return _show_own(request, Verdict.of(user, CPU, found, request.drawn, request.steps, at))
 
 
 def _own_on_gpu(request: Request, user: Kernel) -> bool:

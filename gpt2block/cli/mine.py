@@ -32,7 +32,7 @@ NO_TIMES = "No times: those of an emulator say nothing about a GPU."
 
 def print_verdict(out: Console, found: Verdict) -> None:
     """Print a kernel's checks, then its error or, if it was timed, its rank among the variants."""
-    source, operation = found.kernel.source, found.kernel.operation
+    source = found.kernel.source
     out.print(escape(found.title))
     if found.printed:  # the output for one size; other sizes print similar text
         _print_text(out, source, found.printed)
@@ -42,7 +42,7 @@ def print_verdict(out: Console, found: Verdict) -> None:
         print_finding(out, source, each)
     if found.right and found.device == "cpu":
         out.print(ALL_ORDERS)
-        out.print(f"A GPU times {described(operation.workload.sizes)}: {found.at_timed_sizes}.")
+        out.print(f"A GPU times {described(found.timed_sizes)}: {found.at_timed_sizes}.")
         if found.seed is not None:
             out.print(f"Random sizes: seed {found.seed}.")
         out.print(NO_TIMES)

@@ -10,6 +10,7 @@ import hashlib
 import os
 import re
 import shutil
+import signal
 import struct
 import subprocess
 import tempfile
@@ -47,6 +48,8 @@ WALL = 10  # a program is killed after WALL times its limit of CPU time plus GRA
 GRACE_S = 30.0
 TIMED_OUT, PRINTED = 6, 7  # exit status of a program that exceeded its limit of time, of output
 MOST_PRINTED = "1 MiB"
+FAULTS = -signal.SIGSEGV, -signal.SIGBUS  # exit status of a program that an access has ended
+OUTSIDE = "accesses memory outside its arrays, which has ended the program"
 KILLED = (-9, -24, 128 + 9, 128 + 24)  # exit status of a program that SIGKILL or SIGXCPU has ended
 STAND_INS = {
     "lib/sm80.cuh": "mma_ptx.h",
@@ -448,7 +451,8 @@ def _execute(
         return done.stdout
     checks.printed(done.stdout.decode(errors="replace"))
     report = _NOTE.sub("", report)
-    found = _readable(report) or f"exit status {done.returncode}"
+    ended = OUTSIDE if done.returncode in FAULTS else f"exit status {done.returncode}"
+    found = _readable(report) or ended
     if done.returncode in KILLED or "hard rss limit" in report:
         raise NotJudged(
             f"{launch}: not judged: the system has ended the program, which takes too much time or "

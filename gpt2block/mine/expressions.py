@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import threading
 from collections.abc import Callable, Mapping
 from fractions import Fraction
@@ -44,6 +45,8 @@ def evaluated(text: str, sizes: Mapping[str, int]) -> int:
         value = _value(tree.body, sizes)
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
         why = error if isinstance(error, InputError) else "expected something like ceil(N / 256)"
+        if re.search(r"\d\s*x\s*\d", text):
+            why = f"separate the dimensions by commas: {re.sub(r' *x *', ', ', text.strip())}"
         raise InputError(f"{text.strip()[:LONGEST]!r}: {why}") from None
     except ZeroDivisionError:
         raise InputError(f"{text.strip()!r}: division by zero") from None

@@ -14,7 +14,7 @@ from gpt2block.mine.source import UserSource
 
 MOST_ERRORS = 3  # maximum number of compiler errors shown
 _CONTEXT = re.compile(r": (note|warning):|: {2,}(recursively )?required (from|by) ")
-_NO_LIBRARY = (
+NO_LIBRARY = (
     "\n(Kernels have no C++ library, only what <cmath>, <cfloat>, <climits> and <cstdint> declare, "
     "std::min and std::max. For std::numeric_limits write FLT_MAX or INFINITY.)"
 )
@@ -24,6 +24,7 @@ HOST = (
     "a function without __device__ is a host function, which the compiler of kernels (NVRTC) "
     "refuses: write __device__ before it"
 )
+MAIN = "gpt2block launches the kernel, and no file has a main function: delete it"
 _HOST_OF_NVRTC = re.compile(r"A function without execution space annotations .*")
 _OUTSIDE = re.compile(r"(READ|WRITE) out of bounds: (byte .*)")
 _EARLY = re.compile(r"(READ|WRITE) (before wait_for_previous\(\): byte .*)")
@@ -160,19 +161,24 @@ def of_compiler(source: UserSource, log: str) -> Finding:
         return Finding(f"{source.file} does not compile: {said}", (source.number,))
     inside = re.search(rf" from (?:.*/)?{file}:(\d+)(?:.|\n)*?: error: (.+)", log)
     if not errors and inside:
-        errors = [(int(inside[1]), f"in the header: {inside[2]}{_NO_LIBRARY}")]
+        errors = [(int(inside[1]), f"in the header: {inside[2]}{NO_LIBRARY}")]
     if not errors:
         return Finding(f"{source.file} does not compile:\n{log.strip()}")
     shown = errors[:MOST_ERRORS]
     rest = len(errors) - len(shown)
     more = f"\nand {rest} more error{'s' if rest > 1 else ''}" if rest else ""
-    what = "\n".join(f"{source.file}:{line}: {message}" for line, message in shown)
-    what = _HOST_OF_NVRTC.sub(HOST, what)
+    what = "\n".join(f"{source.file}:{each[0]}: {_explained_host(source, *each)}" for each in shown)
     hint = (
-        _NO_LIBRARY if re.search('cannot open source file|"std" has no|not.* of .std', what) else ""
+        NO_LIBRARY if re.search('cannot open source file|"std" has no|not.* of .std', what) else ""
     )
     lines = _with_line_before(source, *shown[0])
     return Finding(f"{source.file} does not compile:\n{what}{more}{hint}", lines)
+
+
+def _explained_host(source: UserSource, line: int, message: str) -> str:
+    """Explain NVRTC's message about a host function."""
+    text = "".join(source.text.splitlines()[line - 1 : line])
+    return _HOST_OF_NVRTC.sub(MAIN if re.search(r"\bmain\s*\(", text) else HOST, message)
 
 
 def _with_line_before(source: UserSource, line: int, message: str) -> tuple[int, ...]:

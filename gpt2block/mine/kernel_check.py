@@ -77,9 +77,10 @@ def check(
     if why and not problem:
         raise InputError(f"why: {EMULATOR_ONLY}: expected ", Argument("device", "cpu"))
     if problem:
-        timed = on_cpu.TimedSizes({**found.workload.sizes, **stated}, stored[1])
+        sizes = {**found.workload.sizes, **stated}
+        timed = on_cpu.TimedSizes(sizes, stored[1], stated)
         results = on_cpu.check_kernel(user, given, timed=timed, steps=why)
-        return Verdict.of(user, "cpu", results, drawn, why)
+        return Verdict.of(user, "cpu", results, drawn, why, sizes)
     job = on_gpu.ChildJob(user, given, (), None, stored)
     return Verdict.of(user, "cuda", on_gpu.run(job), drawn)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -27,7 +27,7 @@ from gpt2block.emulator import (
     stand_in,
 )
 from gpt2block.emulator.library import supported
-from gpt2block.errors import Argument, DeviceError, InputError, NotJudged
+from gpt2block.errors import DeviceError, InputError, NotJudged
 from gpt2block.mine import comparison, sizes
 from gpt2block.mine.arguments import sizes_at, values
 from gpt2block.mine.cases import OTHER_SIZES, Case
@@ -93,10 +93,11 @@ def require_emulator() -> None:
 
 
 class TimedSizes(NamedTuple):
-    """The sizes that a GPU times, and the layout of the weights."""
+    """The sizes that a GPU times, the layout of the weights, and the names of stated sizes."""
 
     sizes: Sizes
     layout: str
+    stated: Collection[str]
 
 
 def check_kernel(
@@ -289,8 +290,7 @@ class _Judge:
             raise NotJudged(
                 f"{self.kernel.source.file}: not judged: a launch still runs after "
                 f"{error.limit_s:g} s of CPU time at {case.label}: check the kernel on a GPU, or "
-                "at other sizes with ",
-                Argument("shape"),
+                "state other sizes"
             )
         at = f"at {case.label}, {run.order} order"
         found = of_emulator(self.kernel.source, error.report, at)
@@ -347,7 +347,8 @@ class _Judge:
         if late:
             text = f"{late.text}\nright at the sizes before; a GPU times {described(timed.sizes)}"
             return [replace(late, text=f"{text}: {OTHER}")]
-        whole, parts = (of(operation, timed.sizes) for of in (sizes.timed, sizes.parts))
+        of = operation, timed.sizes, timed.stated
+        whole, parts = sizes.timed(*of), sizes.parts(*of)
         found = self._all_right(whole, timed.layout)
         return found if found or whole == parts else self._all_right(parts, timed.layout)
 
@@ -361,6 +362,10 @@ class _Judge:
                 break
             with suppress(OverBudget):
                 result, _ = self._run(case, LARGE_RUN, LARGE_S)
+                if isinstance(result, Finding) and result.kind == "out_of_bounds":
+                    with suppress(OverBudget, NotJudged):  # AddressSanitizer reports the line
+                        again, _ = self._run(case, RUNS[0], self.limit_s)
+                        result = again if isinstance(again, Finding) else result
                 if isinstance(result, Checked) and result.problem:
                     result = comparison.finding(result, case)
                 found.append(result)

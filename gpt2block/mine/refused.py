@@ -15,7 +15,7 @@ from typing import NamedTuple
 from gpt2block.cuda import kernels
 from gpt2block.errors import DeviceError, InputError, KernelError
 from gpt2block.mine.expressions import evaluated
-from gpt2block.mine.finding import HOST, Finding, of_compiler
+from gpt2block.mine.finding import HOST, MAIN, NO_LIBRARY, Finding, of_compiler
 from gpt2block.mine.kernel import Geometry, Kernel
 from gpt2block.mine.source import UserSource, numbers
 
@@ -35,6 +35,16 @@ _DECLARED = (
     r"(?P<type>\w+)\s+(?P<names>[^;={{]+)"
 )
 _NAMED = re.compile(r"(\w+)\s*((?:\[[^\]]*\]\s*)*)")
+# Headers of the C++ library that NVRTC does not have.
+_LIBRARY_HEADER = re.compile(
+    r"^[ \t]*#[ \t]*include[ \t]*<(any|array|atomic|bit|bitset|chrono|compare|complex|concepts|"
+    r"deque|exception|execution|filesystem|format|forward_list|fstream|functional|future|"
+    r"initializer_list|iomanip|ios|iostream|istream|iterator|limits|list|locale|map|memory|mutex|"
+    r"new|numbers|numeric|optional|ostream|queue|random|ranges|ratio|regex|set|span|sstream|stack|"
+    r"stdexcept|string|string_view|thread|tuple|type_traits|typeinfo|unordered_map|unordered_set|"
+    r"valarray|variant|vector)>",
+    re.MULTILINE,
+)
 _TRANSPARENT = re.compile(r'(extern\s+"[^"]*"|namespace(\s+\w+)*)\s*$')
 _FUNCTION = re.compile(r"(\w+)\s*\((?:[^()]|\([^()]*\))*\)\s*(?:const|noexcept|\s)*$")
 _TYPE = re.compile(r"\b(struct|class|union|enum)\s+\w*\s*(:[^{]*)?$|=\s*$")
@@ -56,7 +66,7 @@ def refused(kernel: Kernel) -> Finding | ResourceUsage:
     if isinstance(needs, Finding):
         return needs
     if needs is None:
-        found = _host_function(kernel.source, text) or _too_large(kernel.source, text)
+        found = next(filter(None, (find(kernel.source, text) for find in _WITHOUT_NVRTC)), None)
         if found:
             return found
     return _stored_constant(kernel.source, text) or needs or ResourceUsage()
@@ -112,11 +122,19 @@ def _compiled(kernel: Kernel) -> Finding | ResourceUsage | None:
     return ResourceUsage(*found, accepted=True)
 
 
+def _library_header(source: UserSource, text: str) -> Finding | None:
+    if found := _LIBRARY_HEADER.search(text):
+        line = text.count("\n", 0, found.start()) + 1
+        what = f'cannot open source file "{found[1]}"{NO_LIBRARY}'
+        return Finding(f"{source.file} does not compile:\n{source.file}:{line}: {what}", (line,))
+    return None
+
+
 def _host_function(source: UserSource, text: str) -> Finding | None:
     for name, header, start in _functions(text):
         if not re.search(r"__(device|global)__", header):
             line = text.count("\n", 0, start) + 1
-            return Finding(f"{name}: {HOST}", (line,))
+            return Finding(f"{name}: {MAIN if name == 'main' else HOST}", (line,))
     return None
 
 
@@ -151,6 +169,9 @@ def _too_large(source: UserSource, text: str) -> Finding | None:
             return Finding(f"{taken:,} bytes of {kind} variables: a GPU has {most:,} for {what}",
                            (line,))  # fmt: skip
     return None
+
+
+_WITHOUT_NVRTC = _library_header, _host_function, _too_large  # checks without NVRTC
 
 
 def _declared(kind: str, text: str, source: UserSource) -> Iterator[tuple[str, int]]:

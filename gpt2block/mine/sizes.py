@@ -7,7 +7,7 @@ registers. They are not multiples of a block's or a vector's size.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from math import gcd, lcm
 from typing import Any
 
@@ -142,20 +142,24 @@ def random(operation: Operation, seed: int) -> Iterator[Case]:
             yield drawn, attrs
 
 
-def timed(operation: Operation, sizes: Sizes) -> tuple[Case, ...]:
+def timed(operation: Operation, sizes: Sizes, stated: Collection[str]) -> tuple[Case, ...]:
     """Return the case of these sizes, or if it is too large, the cases of `parts`."""
     attrs = dict(operation.workload.attrs)
     if cost(operation, sizes, attrs) <= 1:
         return ((sizes, attrs),)
-    return parts(operation, sizes)
+    return parts(operation, sizes, stated)
 
 
-def parts(operation: Operation, sizes: Sizes) -> tuple[Case, ...]:
-    """Return cases with reduced sizes; each size has its full value in at least one case."""
+def parts(operation: Operation, sizes: Sizes, stated: Collection[str]) -> tuple[Case, ...]:
+    """Return cases with reduced sizes; each size has its full value in at least one case.
+
+    stated: names of sizes that the user states, and that keep their values in all cases.
+    """
     found: dict[tuple[int, ...], Case] = {}
     names = list(sizes)
     for i in range(len(names)):
-        order = (names[i:] + names[:i])[:-1]  # the last size keeps its value
+        rotated = names[i:] + names[:i]
+        order = [n for n in rotated[:-1] if n not in stated]  # the last size keeps its value
         reduced, attrs = _reduced(operation, sizes, operation.workload.attrs, order)
         divided = _DIVISORS.get(operation.name, ("",))[0]
         if divided in order and reduced[divided] == _unit(operation, divided, attrs):

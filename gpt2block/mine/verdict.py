@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from html import escape
 from math import isnan
 from time import perf_counter
@@ -19,6 +19,7 @@ from gpt2block.mine.on_gpu import BenchmarkResult
 from gpt2block.mine.why import RIGHT as NOTHING_WRONG
 from gpt2block.mine.why import Why
 from gpt2block.notebook import paragraph, table, text_table
+from gpt2block.ops.operation import Sizes
 
 SCHEMA = 1  # version of `Verdict.as_dict`; docs/verdict.schema.json describes it
 RIGHT, WRONG, NOT_JUDGED = "right", "wrong", "not judged"
@@ -48,7 +49,7 @@ class Verdict:
     None if the checks had none. `summary`: the last lines of the text. `hints`: properties of the
     source that are no errors, such as arithmetic in double. `why`: with `why=True` the steps of the
     threads that the problem names, as `steps` with `thread`, `line`, `event` and `problem`, or no
-    steps and a `note` that says why; else None.
+    steps and a `note` that says why; else None. `timed_sizes`: the sizes that a GPU times.
     """
 
     kernel: Kernel
@@ -60,6 +61,7 @@ class Verdict:
     seed: int | None = None
     benchmark: BenchmarkResult | None = None
     why: Why | None = None
+    timed_sizes: Sizes = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -69,10 +71,12 @@ class Verdict:
         results: Iterable[Checked | Finding | BenchmarkResult | Why],
         seed: int | None = None,
         steps: bool = False,
+        timed_sizes: Sizes | None = None,
     ) -> Verdict:
         """Collect the results of the checks, which run while this function iterates over them.
 
-        steps: whether `why` is requested.
+        steps: whether `why` is requested. timed_sizes: sizes that a GPU times; None: the documented
+        sizes of the operation.
         """
         found: list[Checked | Finding | BenchmarkResult | Why] = []
         reason, begun = None, perf_counter()
@@ -95,6 +99,7 @@ class Verdict:
             seed,
             timed,
             told,
+            timed_sizes or kernel.operation.workload.sizes,
         )
 
     @property
@@ -128,8 +133,7 @@ class Verdict:
     @property
     def at_timed_sizes(self) -> str:
         """Whether the kernel is right at the sizes that a GPU times: a phrase."""
-        timed = self.kernel.operation.workload.sizes
-        checked = [dict(each.sizes) for each in self.checks]
+        timed, checked = self.timed_sizes, [dict(each.sizes) for each in self.checks]
         if dict(timed) in checked:
             return "right at these sizes, too"
         if all(any(at[name] == size for at in checked) for name, size in timed.items()):
