@@ -176,6 +176,8 @@ def test_mistakes_in_the_kernels_of_guesses_are_found(tmp_path: Path) -> None:
     assert " 21 of 30 sequences are wrong in forward order" in re.sub(r"\s+", " ", GUESS)
     assert re.search(r"race .* best at my\.cu:\d+; .* at my\.cu:\d+, and no", done.stderr)
 
+    done = checked(tmp_path, replaced(count, "count_taken(", "count_token("))
+    assert "expected a kernel with the name count_taken" in done.stderr
     wrong = r"forward: [1-9]\d* of 30 sequences"
     early = replaced(latest, "int at = 1 + threadIdx.x", "int at = threadIdx.x")
     for text, found in (
@@ -188,3 +190,4 @@ def test_mistakes_in_the_kernels_of_guesses_are_found(tmp_path: Path) -> None:
     ):
         done = checked(tmp_path, text)
         assert re.search(found, done.stdout + done.stderr), found
+        assert done.returncode == 1

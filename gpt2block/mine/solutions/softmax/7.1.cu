@@ -6,7 +6,6 @@
 //   gpt2block kernels softmax --mine my.cu
 //
 // launch: grid=ceil(rows / block) block=64
-#include "lib/common.cuh"  // INFINITY, which NVRTC does not define
 
 extern "C" __global__ void my_softmax(
     const float* x,  // (rows, n)

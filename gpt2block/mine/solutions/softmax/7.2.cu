@@ -6,7 +6,6 @@
 //   gpt2block kernels softmax --mine my.cu
 //
 // launch: grid=ceil(rows / 8) block=256
-#include "lib/common.cuh"  // INFINITY, which NVRTC does not define
 
 struct Online {
     float m, s;  // the largest value, the sum of exp(value - m)
