@@ -618,7 +618,8 @@ class Model(Generic[Weights]):
         list of texts or of rows of ids, a list of Scores.
 
         Windows of n_ctx tokens slide by `stride` (None: n_ctx // 2), see `scoring.score`.
-        tokens_at_once: tokens of the windows computed together; results do not depend on it.
+        tokens_at_once: tokens of the windows computed together; on a GPU, results do not depend on
+        it.
         progress: called with the numbers of tokens scored so far and in total. likeliest: whether
         `tokens.likeliest` holds the most likely token at each position. Raises InputError.
         """

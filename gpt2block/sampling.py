@@ -30,7 +30,7 @@ MOST_BIAS = 2.0**64  # largest bias: a finite logit plus a bias stays finite
 MOST_ALTERNATIVES = 20  # limit of most likely tokens to report per position
 
 _USUAL = f"{SMALLEST:.1e} to {LARGEST:.1e}"
-_PENALTY = Range(-MOST_BIAS, MOST_BIAS, "a finite number, 0 for none")
+_PENALTY = Range(-MOST_BIAS, MOST_BIAS, "a finite number, -2^64 to 2^64, 0 for none")
 Floats = NDArray[np.floating[Any]]
 LogitBias = Mapping[int, float] | Iterable[tuple[int, float]]
 Masses = NDArray[np.uint64]

@@ -314,12 +314,15 @@ def test_unreadable_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         b"[" * 60,
         b'{"text": "' + b"x" * 200 + b'"}',
         b'{"text": [1, 2]}',
+        b'{"text": "%s"}' % (b"y" * 52),  # LONGEST bytes
+        b'{"text": [1, 2]}',
     ]
     file = tmp_path / "lines.jsonl"
     file.write_bytes(b"\n".join(lines))
     (part,) = read_shards([file], 100)
     assert part[0] == Record(0, "lines.jsonl", 0, "with a BOM")
-    assert part[-1] == Record(8, "lines.jsonl", 8, [1, 2])
+    assert part[-1] == Record(10, "lines.jsonl", 10, [1, 2])
+    assert part[-2] == Record(9, "lines.jsonl", 9, "y" * 52)
     reasons = {
         entry.index: entry.value.reason for entry in part if isinstance(entry.value, Problem)
     }

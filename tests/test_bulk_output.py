@@ -321,7 +321,7 @@ def test_a_job_is_finished_repaired_or_refused(
         file.seek(-1, os.SEEK_END)
         file.write(b"\x00")
     changes: dict[str, tuple[str | Path, ...]] = {
-        "of another job: options.pooling was None": (*command, "--pooling", "last"),
+        "of another job: options.pooling was 'mean'": (*command, "--pooling", "last"),
         "overflow: expected 'error' or 'truncate', got 'x'": (*command, "--overflow", "x"),
         "--shard-size was 2, now it is 7": (*command, "--shard-size", "7"),
         "task was 'embed', now it is 'score'": ("score", *command[1:]),

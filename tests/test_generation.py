@@ -321,6 +321,8 @@ def test_wrong_options(options: dict[str, Any], message: str) -> None:
         (None, "prompt: expected text, token ids or a list of them, got None"),
         ([], "prompt: expected text, token ids or a list of them, got []"),
         (b"abc", "prompt: expected text, token ids or a list of them, got b'abc'"),
+        ({"text": "a"}, "prompt: expected text, token ids or a list of them, got {'text'"),
+        ({1, 2}, "prompt: expected text, token ids or a list of them, got {1, 2}"),
         ([1, 256], "prompt: token 1 is 256: expected ids from 0 to 255"),
         ([[1], [2, 300]], "prompt 1: token 1 is 300"),
         ([1.5, 2.0], "prompt 0: expected text or a row of integers"),

@@ -335,6 +335,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "general.architecture: expected one of 'gpt2', ",
     ),
     "split": ({"split.count": 3}, "split.count is 3: expected one file"),
+    "splits": ({"split.count": [1, 1]}, "split.count is "),
+    "numbers of layers": ({"llama.block_count": [1, 1]}, "block_count: expected a number"),
     "window": ({"llama.attention.sliding_window": 9}, "llama.attention.sliding_window: 9"),
     "logits": ({"llama.logit_scale": 0.5}, "llama.logit_scale: 0.5 is not supported"),
     "embedding": ({"llama.embedding_scale": 12.0}, "llama.embedding_scale: 12.0 is not supported"),

@@ -104,6 +104,10 @@ def test_a_vocabulary_without_an_end() -> None:
     assert (ids_of(matcher), matcher.complete_at) == ([RANKS[b"a"]], None)
     matcher.accept([RANKS[b"a"]])
     assert (ids_of(matcher), matcher.complete_at) == ([], 2)
+    even = {"type": "number", "minimum": 0, "maximum": 100.5, "multipleOf": 2}
+    matcher = matcher_of(frozenset(), schema=even)
+    matcher.accept([RANKS[b"3"], RANKS[b"2"]])
+    assert (ids_of(matcher), matcher.complete_at) == ([], 2)
 
 
 def test_masks_of_several_texts_and_their_guesses() -> None:

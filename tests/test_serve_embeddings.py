@@ -164,6 +164,7 @@ def test_the_files_of_sentence_transformers(
         ({"type": "x"}, None, "expected a list of objects with the texts type and path"),
         (None, {"pooling_mode_max_tokens": True}, r"got \['pooling_mode_max_tokens'\]: choose one"),
         (None, QWEN3 | {"pooling_mode_cls_token": True}, "expected one pooling of mean, lasttoken"),
+        (None, {"pooling_mode": [["mean"]]}, "expected one pooling of mean, lasttoken"),
         (None, {"pooling_mode": "mean", "include_prompt": False}, "include_prompt false"),
         (None, [], "expected a JSON object"),
     ],

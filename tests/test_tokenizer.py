@@ -354,6 +354,10 @@ def test_a_token_before_every_text(tmp_path: Path) -> None:
     assert tokenizer.encode(encoding, "abc", special=True) == [256, 99]
     assert tokenizer.encode(encoding, "c</s>", special=True) == [256, 99, 258]
     assert tokenizer.end_of_text(encoding) == 258
+    small_json(tmp_path, post_processor=template("ab", "", token_id=700), added_tokens=tokens)
+    with pytest.raises(CheckpointError, match="it has token id 700, the model has 700 tokens"):
+        tokenizer.load(tmp_path, 700)
+    small_json(tmp_path, post_processor=before, added_tokens=tokens)
     set_options(tmp_path, {"add_bos_token": False})
     refused(path, "add_bos_token to False, the post_processor adds a")
     small_json(tmp_path)

@@ -14,13 +14,19 @@ from gpt2block.tokenizers.encoding import Encoding, rules, special_id, tokens_of
 from gpt2block.tokenizers.tokenizer import end_of_text
 
 
-@lru_cache(maxsize=4)
-def of_model(name: str, revision: str | None = None) -> str:
+def of_model(name: str | Path, revision: str | None = None) -> str:
     """Return the SHA-256 of the checkpoint's config and weights files. Raises CheckpointError."""
     checkpoint = Checkpoint.open(name, revision)
     stored = checkpoint.stored.values()
     files = sorted({piece.file for tensor in stored for piece in tensor.pieces})
-    return paths.sha256(files, repr(checkpoint.config).encode()).hex()
+    found = ((file, file.stat()) for file in files)
+    states = tuple((file, status.st_size, status.st_mtime_ns) for file, status in found)
+    return _of_files(states, repr(checkpoint.config))
+
+
+@lru_cache(maxsize=4)
+def _of_files(states: tuple[tuple[Path, int, int], ...], config: str) -> str:
+    return paths.sha256([file for file, *_ in states], config.encode()).hex()
 
 
 def of_tokenizer(encoding: Encoding | None) -> str | None:

@@ -18,7 +18,7 @@ from gpt2block.block import reads_blocks, resolve_device
 from gpt2block.bulk import identity, paths, records, shards
 from gpt2block.bulk.predictor import Arguments, Predictor, record_seed
 from gpt2block.bulk.records import Record, Shard
-from gpt2block.bulk.tasks import Problem, Row, problem_of
+from gpt2block.bulk.tasks import Embedding, Problem, Row, problem_of
 from gpt2block.checkpoints import BUNDLED_NAMES, Checkpoint
 from gpt2block.checkpoints.embedding_files import embedding_defaults
 from gpt2block.checks import check_choice, check_count
@@ -82,13 +82,15 @@ class Job(Arguments):
         lookup = Lookup(checkpoint, checkpoint.config.vocab_size, self.tokenizer)
         encoding = lookup.encoding if has_text else lookup.at_hand
         defaults = partial(embedding_defaults, checkpoint)
-        columns = self.checked_task(checkpoint.config, encoding, defaults).columns
+        task = self.checked_task(checkpoint.config, encoding, defaults)
+        options = self.options | (task.chosen if isinstance(task, Embedding) else {})
         of_blocks = checkpoint.nbytes_in_blocks > 0 and self.device != "cpu"
-        clash = {*columns, "index"} & {*self.keep}
+        clash = {*task.columns, "index"} & {*self.keep}
         if clash:
             raise InputError(f"keep: {min(clash)!r} is the name of a result")
         return replace(
             self,
+            options=options,
             model=absolute(self.model),
             formats=self.formats if of_blocks else self.formats.resolved(in_blocks=False),
             tokenizer=None if self.tokenizer is None else absolute(self.tokenizer),

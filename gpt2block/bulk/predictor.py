@@ -86,8 +86,8 @@ class Predictor:
     """A callable that scores, continues or embeds the records of a batch.
 
     task: "score" (options: stride, logprobs), "generate" (options of `GPT2.generate`, and logprobs)
-    or "embed" (options: pooling, overflow). model, device, dtype, kv_dtype, revision: as in
-    `GPT2.from_pretrained`. tokenizer: a path, as for `tokenizer.from_path`. batch_tokens: the
+    or "embed" (options: pooling, overflow, normalize). model, device, dtype, kv_dtype, revision: as
+    in `GPT2.from_pretrained`. tokenizer: a path, as for `tokenizer.from_path`. batch_tokens: the
     maximum number of tokens scored or embedded together. Generation uses the engine's
     `rows_at_once` instead.
 
@@ -187,6 +187,8 @@ class Predictor:
         2**64 - 1 for each record; by default it is derived from the option `seed` and the record.
         The result column `error` is "", or the reason why a record has no result; the other result
         columns of such a record are NaN, 0 or empty.
+
+        A column of the batch that has the name of a result column is replaced.
 
         score: log_likelihood (nats), perplexity, n_tokens and n_bytes (predicted), logprobs.
         generate: completion, finish_reason, n_tokens, completion_tokens, logprobs.

@@ -319,7 +319,7 @@ def _lines(span: Span, found: Any) -> Iterator[bytes | None]:
         file.seek(span.start)
         at, whole = span.start, True
         while at < span.end:
-            line = file.readline(min(LONGEST, span.end - at))
+            line = file.readline(min(LONGEST + 1, span.end - at))  # with the line end
             found.update(line)
             at += len(line)
             if not line:

@@ -203,6 +203,11 @@ class Embedding(Task):
         scoring.check_embed_options(self._own.pooling, self._overflow)
         check_flag("normalize", self._own.normalize)
 
+    @property
+    def chosen(self) -> dict[str, Any]:
+        """The options pooling and normalize, with the model's own values in place of None."""
+        return {"pooling": self._own.pooling, "normalize": self._own.normalize}
+
     def problem(self, ids: Ids) -> str | None:
         fits = len(ids) >= 1 and (len(ids) <= self._n_ctx or self._overflow == "truncate")
         return None if fits else f"expected 1 to {self._n_ctx} tokens, got {len(ids)}"

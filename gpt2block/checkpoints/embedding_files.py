@@ -94,7 +94,7 @@ def _pooling(file: Path) -> Pooling:
         on = [name for name, value in given.items() if name.startswith("pooling_mode_") and value]
         modes = [FLAGS.get(name, name) for name in on]
     several = modes if isinstance(modes, list) else [modes]
-    if len(several) != 1 or several[0] not in NAMES:
+    if len(several) != 1 or not isinstance(several[0], str) or several[0] not in NAMES:
         raise CheckpointError(
             f"{file}: expected one pooling of mean, lasttoken and cls, got {shown(modes)}: choose "
             "one with the argument or the option pooling"

@@ -130,15 +130,18 @@ def _config(header: Header) -> ModelConfig:
     if known is None:
         names, got = ", ".join(map(repr, GGUF_ARCHITECTURES)), shown(architecture)
         raise CheckpointError(f"general.architecture: expected one of {names}, got {got}")
-    if metadata.get("split.count", 0) not in (0, 1):
+    parts = metadata.get("split.count", 0)
+    if isinstance(parts, (list, np.ndarray)) or parts not in (0, 1):
         raise CheckpointError(
-            f"split.count is {shown(metadata['split.count'])}: expected one file: join the parts "
+            f"split.count is {shown(parts)}: expected one file: join the parts "
             "with llama-gguf-split --merge"
         )
     prefix = f"{architecture}."
     header.check_usable(prefix)
     settings = header.under(prefix)
     blocks = settings.get("block_count")
+    if isinstance(blocks, (list, np.ndarray)):
+        raise CheckpointError(f"{prefix}block_count: expected a number, got {shown(blocks)}")
     settings = {key: _of_all_blocks(prefix + key, settings[key], blocks) for key in settings}
     for key, value in settings.items():
         wide = key.endswith(".sliding_window") and sees_all(

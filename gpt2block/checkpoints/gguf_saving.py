@@ -268,7 +268,8 @@ def _described(
     source = next((each for each in (weights, given) if isinstance(each, Checkpoint)), None)
     found: dict[str, Any] = {"general.type": "model"}
     if source is not None:
-        found["general.name"] = source.repo or Path(source.name).name
+        name = source.repo or Path(source.name).name
+        found["general.name"] = name.encode("utf-8", "replace").decode()
     reason = "its source has none"
     if isinstance(given, Checkpoint) and gguf.is_gguf(given.file):
         metadata = gguf.header_of(given.file).metadata

@@ -132,6 +132,8 @@ def files_from(metadata: Mapping[str, Any]) -> dict[str, Any]:
     ids = token_ids(metadata, len(tokens))
     named = {name: tokens[ids[key]] for name, key in NAMED.items() if key in ids}
     model = found.get("model")
+    if not isinstance(model, str):
+        raise _unsupported("model", model)
     if model == "gpt2":
         spec, adds_bos = _byte_level(found, tokens, kinds, metadata.get("general.architecture"))
     elif model == "llama":

@@ -17,7 +17,12 @@ def read_text(file: str, most: int, or_tokens: bool = False) -> str:
     """Return a file's text, or stdin's for "-". Raises InputError for more than `most` bytes."""
     if file == "-":
         return _decoded(sys.stdin.buffer, "stdin", most)
-    with regular_file(file).open("rb") as opened:
+    path = regular_file(file)
+    try:
+        opened = path.open("rb")
+    except OSError as error:
+        raise InputError(f"{file}: cannot be read: {error.strerror}") from error
+    with opened:
         return _decoded(opened, file, most, or_tokens)
 
 

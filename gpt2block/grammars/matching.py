@@ -28,11 +28,15 @@ class Matcher:
     """The state of a text in its grammar, after the tokens that were accepted so far.
 
     complete_at: number of tokens after which the text was complete, so that no token can follow;
-    None: not yet. words: number of 32-bit words of llguidance's masks.
+    None: not yet. words: number of 32-bit words of llguidance's masks. has_end: whether the model
+    has an end token.
     """
 
-    def __init__(self, grammar: Grammar, matcher: LLMatcher, vocab_size: int, words: int) -> None:
+    def __init__(
+        self, grammar: Grammar, matcher: LLMatcher, vocab_size: int, words: int, has_end: bool
+    ) -> None:
         self.grammar, self.vocab_size, self.words = grammar, vocab_size, words
+        self._has_end = has_end
         self.state, self._count = matcher, 0
         self.complete_at: int | None = None
 
@@ -49,6 +53,11 @@ class Matcher:
             self.state.consume_token(token)
             self._count += 1
             if self.state.is_stopped() and not self.state.is_error():
+                self.complete_at = self._count
+        if not self._has_end and self.complete_at is None and self.state.is_accepting():
+            # Where only the end may follow, a model without an end token has no allowed token.
+            bits = np.unpackbits(self.mask().view(np.uint8), bitorder="little")
+            if not bits[: self.vocab_size].any():
                 self.complete_at = self._count
 
     def mask(self) -> Mask:
@@ -69,7 +78,10 @@ class Matcher:
         """A message, if the grammar is too complex to continue the text; else None."""
         if not self.state.is_error():
             return None
-        return TOO_COMPLEX.format(self.grammar.name, self.state.get_error().splitlines()[0])
+        reason = self.state.get_error().splitlines()[0]
+        if "NoExtensionBias" in reason:
+            return f"{self.grammar.name}: the model has no token that the grammar allows next"
+        return TOO_COMPLEX.format(self.grammar.name, reason)
 
 
 class Vocabulary:
@@ -83,7 +95,7 @@ class Vocabulary:
         require("a grammar", "tools", "llguidance")
         # llguidance requires an end token: without any, there is one after the vocabulary's last.
         self._tokenizer = _tokenizer(encoding, vocab_size, sorted(ends) or [vocab_size])
-        self._vocab_size = vocab_size
+        self._vocab_size, self._has_end = vocab_size, bool(ends)
         self._made: OrderedDict[Grammar, Matcher] = OrderedDict()  # the latest one last
         self._lock = Lock()
 
@@ -102,7 +114,7 @@ class Vocabulary:
                 problem = state.get_error().splitlines()[0]
                 raise InputError(f"{grammar.name}: it cannot be compiled: {problem}")
             words = mask_words(self._tokenizer.vocab_size)
-            made = Matcher(grammar, state, self._vocab_size, words)
+            made = Matcher(grammar, state, self._vocab_size, words, self._has_end)
         with self._lock:
             self._made[grammar] = made
             self._made.move_to_end(grammar)

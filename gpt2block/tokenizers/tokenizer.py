@@ -166,9 +166,10 @@ def _settings(directory: Path, may_add: bool = False) -> Mapping[str, Any]:
 
 
 def _fitting(encoding: Encoding, vocab_size: int, path: Path | str) -> Encoding:
-    if encoding.max_token_value >= vocab_size:
+    largest = max((encoding.max_token_value, *prefix_of(encoding), *suffix_of(encoding)))
+    if largest >= vocab_size:
         raise CheckpointError(
-            f"{path}: it has token id {encoding.max_token_value}, the model has {vocab_size} tokens"
+            f"{path}: it has token id {largest}, the model has {vocab_size} tokens"
         )
     return encoding
 
@@ -447,7 +448,7 @@ def as_list(given: Any, name: str) -> tuple[bool, list[Any]]:
         several = list(given)
     except TypeError:
         several = []
-    if not several or isinstance(given, bytes):
+    if not several or isinstance(given, (bytes, Mapping, set, frozenset)):
         raise InputError(f"{name}: expected text, token ids or a list of them, got {given!r:.40}")
     if all(issubclass(each, (int, np.integer)) for each in {*map(type, several)}):
         return True, [several]
