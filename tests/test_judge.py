@@ -177,7 +177,7 @@ def test_the_command_prints_verdicts_a_confusion_matrix_and_disagreements(homewo
     ]  # fmt: skip
     assert ["right", "1", "1", "0"] in lines
     assert ["wrong", "0", "1", "0"] in lines
-    assert "broken.cu: expected right, wrong (of a stranger)" in ended.out
+    assert "broken.cu: expected right, found wrong (of a stranger)" in ended.out
     assert "  broken.cu does not compile: broken.cu:4: " in ended.out
     with (homework / "out.csv").open(encoding="utf-8", newline="") as stream:
         rows = list(csv.DictReader(stream))

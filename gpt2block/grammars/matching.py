@@ -80,7 +80,8 @@ class Matcher:
             return None
         reason = self.state.get_error().splitlines()[0]
         if "NoExtensionBias" in reason:
-            return f"{self.grammar.name}: the model has no token that the grammar allows next"
+            reason = "the model has no token that the grammar allows next"
+            return f"{self.grammar.name}: the text cannot be continued: {reason}"
         return TOO_COMPLEX.format(self.grammar.name, reason)
 
 
