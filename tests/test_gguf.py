@@ -335,7 +335,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "general.architecture: expected one of 'gpt2', ",
     ),
     "split": ({"split.count": 3}, "split.count is 3: expected one file"),
-    "splits": ({"split.count": [1, 1]}, "split.count is "),
+    "splits": ({"split.count": [1, 1]}, "split.count is array([1, 1]"),
     "numbers of layers": ({"llama.block_count": [1, 1]}, "block_count: expected a number"),
     "window": ({"llama.attention.sliding_window": 9}, "llama.attention.sliding_window: 9"),
     "logits": ({"llama.logit_scale": 0.5}, "llama.logit_scale: 0.5 is not supported"),

@@ -410,6 +410,7 @@ def test_a_vocabulary_without_bytes_that_utf8_never_has(tmp_path: Path) -> None:
 
 REFUSED: dict[str, tuple[str, Any, str]] = {
     "model": ("model", "bert", "tokenizer.ggml.model: 'bert' is not supported"),
+    "models": ("model", [1, 2], "tokenizer.ggml.model: array([1, 2]"),
     "pre": ("pre", "deepseek-llm", "tokenizer.ggml.pre: 'deepseek-llm' is not supported"),
     "unknown": ("pre", "default", "'default' is not supported (known are codeshell, command-r, "),
     "number": ("pre", [1, 2], "tokenizer.ggml.pre: array([1, 2]"),

@@ -244,17 +244,18 @@ def _own_on_cpu(request: Request, user: Kernel) -> bool:
 
 
 def _own_on_gpu(request: Request, user: Kernel) -> bool:
-    operation, options = request.operation, request.options
+    options = request.options
+    at = parse_sizes(request.operation, options.shape)
     job = on_gpu.ChildJob(
         user,
         _own_cases(request, user),
         tuple(each.name for each in request.variants),
-        parse_sizes(operation, options.shape),
+        at,
         request.stored,
         options.peer,
         request.sweep,
     )
-    found = Verdict.of(user, CUDA, on_gpu.run(job), request.drawn)
+    found = Verdict.of(user, CUDA, on_gpu.run(job), request.drawn, timed_sizes=at)
     timed = found.benchmark
     if timed and options.plot is not None:
         draw_sweep(timed.rows, timed.ceiling, doctor.describe_device(0), options.plot)

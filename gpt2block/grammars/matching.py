@@ -13,7 +13,7 @@ import numpy as np
 
 from gpt2block.errors import InputError, require
 from gpt2block.grammars.grammar import Grammar
-from gpt2block.sampling import Mask, mask_words
+from gpt2block.sampling import Mask, mask_words, unpacked
 from gpt2block.tokenizers.encoding import Encoding, bytes_of_ids, special_id, tokens_of
 
 if TYPE_CHECKING:
@@ -54,11 +54,10 @@ class Matcher:
             self._count += 1
             if self.state.is_stopped() and not self.state.is_error():
                 self.complete_at = self._count
-        if not self._has_end and self.complete_at is None and self.state.is_accepting():
-            # Where only the end may follow, a model without an end token has no allowed token.
-            bits = np.unpackbits(self.mask().view(np.uint8), bitorder="little")
-            if not bits[: self.vocab_size].any():
-                self.complete_at = self._count
+        # Where only the end may follow, a model without an end token has no allowed token.
+        ends = not self._has_end and self.complete_at is None and self.state.is_accepting()
+        if ends and not unpacked(self.mask(), self.vocab_size).any():
+            self.complete_at = self._count
 
     def mask(self) -> Mask:
         """Return the Mask of the tokens that the grammar allows next; no token after an error."""

@@ -14,7 +14,7 @@ from gpt2block.mine.source import UserSource
 
 MOST_ERRORS = 3  # maximum number of compiler errors shown
 _CONTEXT = re.compile(r": (note|warning):|: {2,}(recursively )?required (from|by) ")
-NO_LIBRARY = (
+_NO_LIBRARY = (
     "\n(Kernels have no C++ library, only what <cmath>, <cfloat>, <climits> and <cstdint> declare, "
     "std::min and std::max. For std::numeric_limits write FLT_MAX or INFINITY.)"
 )
@@ -161,7 +161,7 @@ def of_compiler(source: UserSource, log: str) -> Finding:
         return Finding(f"{source.file} does not compile: {said}", (source.number,))
     inside = re.search(rf" from (?:.*/)?{file}:(\d+)(?:.|\n)*?: error: (.+)", log)
     if not errors and inside:
-        errors = [(int(inside[1]), f"in the header: {inside[2]}{NO_LIBRARY}")]
+        errors = [(int(inside[1]), f"in the header: {inside[2]}{_NO_LIBRARY}")]
     if not errors:
         return Finding(f"{source.file} does not compile:\n{log.strip()}")
     shown = errors[:MOST_ERRORS]
@@ -169,7 +169,7 @@ def of_compiler(source: UserSource, log: str) -> Finding:
     more = f"\nand {rest} more error{'s' if rest > 1 else ''}" if rest else ""
     what = "\n".join(f"{source.file}:{each[0]}: {_explained_host(source, *each)}" for each in shown)
     hint = (
-        NO_LIBRARY if re.search('cannot open source file|"std" has no|not.* of .std', what) else ""
+        _NO_LIBRARY if re.search('cannot open source file|"std" has no|not.* of .std', what) else ""
     )
     lines = _with_line_before(source, *shown[0])
     return Finding(f"{source.file} does not compile:\n{what}{more}{hint}", lines)

@@ -76,13 +76,13 @@ def check(
         raise DeviceError(f"device 'cuda': {problem}: {doctor.ADVICE}")
     if why and not problem:
         raise InputError(f"why: {EMULATOR_ONLY}: expected ", Argument("device", "cpu"))
+    sizes = {**found.workload.sizes, **stated}
     if problem:
-        sizes = {**found.workload.sizes, **stated}
         timed = on_cpu.TimedSizes(sizes, stored[1], stated)
         results = on_cpu.check_kernel(user, given, timed=timed, steps=why)
         return Verdict.of(user, "cpu", results, drawn, why, sizes)
     job = on_gpu.ChildJob(user, given, (), None, stored)
-    return Verdict.of(user, "cuda", on_gpu.run(job), drawn)
+    return Verdict.of(user, "cuda", on_gpu.run(job), drawn, timed_sizes=sizes)
 
 
 def check_kernel(operation: str, source: str | Path, **options: Any) -> Verdict:

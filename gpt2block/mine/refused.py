@@ -15,7 +15,7 @@ from typing import NamedTuple
 from gpt2block.cuda import kernels
 from gpt2block.errors import DeviceError, InputError, KernelError
 from gpt2block.mine.expressions import evaluated
-from gpt2block.mine.finding import HOST, MAIN, NO_LIBRARY, Finding, of_compiler
+from gpt2block.mine.finding import HOST, MAIN, Finding, of_compiler
 from gpt2block.mine.kernel import Geometry, Kernel
 from gpt2block.mine.source import UserSource, numbers
 
@@ -125,8 +125,8 @@ def _compiled(kernel: Kernel) -> Finding | ResourceUsage | None:
 def _library_header(source: UserSource, text: str) -> Finding | None:
     if found := _LIBRARY_HEADER.search(text):
         line = text.count("\n", 0, found.start()) + 1
-        what = f'cannot open source file "{found[1]}"{NO_LIBRARY}'
-        return Finding(f"{source.file} does not compile:\n{source.file}:{line}: {what}", (line,))
+        log = f'{source.file}({line}): error: cannot open source file "{found[1]}"'
+        return of_compiler(source, log)
     return None
 
 
