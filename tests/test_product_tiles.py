@@ -282,6 +282,7 @@ def test_a_tile_of_decoding_by_wgmma_can_run(
     of_block = -(-mma.splits(K)[0] // tile.splits)
     assert (tile.splits - 1) * of_block < mma.splits(K)[0]
     assert tile.splits <= tile.groups * tile.rows
+    assert tile.teams == 1 or tile.splits > 1
     assert min(M, 64) <= tile.rows <= 64
     assert tile.stages >= 2
     columns = of.grid(tile) // (tile.splits * -(-M // 64)) * tile.columns(gated)
@@ -553,10 +554,12 @@ def test_the_chosen_kernels_of_wgmma_compile_without_spills() -> None:
     jobs: list[Job] = []
     of_q_k_v = (("EPILOGUE", "EPILOGUE_APPEND"),)
     large = ((4096, 11008, False, 0), (11008, 4096, True, 0), (6144, 4096, False, 128))
-    for (i, M), (N, K, gated, head) in product(enumerate((1, 16, 64)), large):
+    small = ((1536, 576, True, 0), (480, 576, False, 64))
+    for (i, M), (N, K, gated, head) in product(enumerate((1, 16, 64)), (*large, *small)):
         stored = (("bfloat16",), ("float16", "float8_e4m3fn"))[(i + gated) % 2]
         of = _linear_hopper.HopperProduct(M, (N,), K, stored[-1], gated or head > 0)
         tile = _linear_hopper.choose(of, SMS, MOST_SHARED)
+        assert tile.teams == (2 if M == 64 and K == 576 else 1)
         options: dict[str, Any] = {"gated": gated, "to_terms": gated, "head": head}
         made = _linear_hopper.geometry(of, tile, **options)
         ends = (("EPILOGUE", "EPILOGUE_APPEND_ROPE"),) if head else ()

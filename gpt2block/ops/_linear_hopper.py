@@ -39,6 +39,7 @@ ALIGNMENT = 1024  # bytes to which shared memory is aligned
 BARRIERS, CONSTANTS = 512, 512  # maximum bytes of static shared memory per block, per warpgroup
 PAIR = 8  # bytes of two float32 sums
 LONG_ROW = 16_384  # bytes of a row of weights from which on one block per SM is fastest
+SHORT_K = 1024  # K up to which two sets of warps, which both load the weights, were faster than one
 LEAST_STAGES = 4  # minimum stages of a ring, if another tile is possible
 PLACES = {1: 1.0, 2: 1.0, 3: 0.85}  # blocks per cluster: fraction of the SMs that are usable
 FEWER_PLACES = 0.75  # fraction of the SMs that clusters of 4 or more blocks can use
@@ -55,6 +56,7 @@ class HopperLinearTile(NamedTuple):
     stages: int = 2  # slices of K in the ring
     tiles: int = 2  # tiles of GGUF blocks in the ring of weights
     depth: int = 1  # sets of warps, each with rings, that divide the K of a block
+    teams: int = 1  # sets of warps that divide the rows of x of a block
 
     @property
     def threads(self) -> int:
@@ -63,7 +65,7 @@ class HopperLinearTile(NamedTuple):
         With three warpgroups that multiply, a fourth warpgroup copies.
         """
         copying = GROUP_WARPS if self.groups == MOST_GROUPS else 1
-        return 32 * (GROUP_WARPS * self.groups + copying) * self.depth
+        return 32 * (GROUP_WARPS * self.groups * self.teams + copying) * self.depth
 
     def columns(self, two: bool) -> int:
         """Outputs per block. two: whether the block multiplies two rows of weights per output."""
@@ -117,7 +119,7 @@ class HopperProduct(NamedTuple):
         """Return the maximum bytes of static shared memory of a block."""
         # With `summed`, a float for each four columns of a chunk, in each row of the tile.
         fours = 4 * (CHUNK // 4) * tile.rows if self.summed else 0
-        return BARRIERS + (CONSTANTS + fours) * tile.groups
+        return BARRIERS + (CONSTANTS * tile.teams + fours) * tile.groups
 
     def shared_bytes(self, tile: HopperLinearTile) -> int:
         """Return the bytes of dynamic shared memory of a block: rings of slices, and sums."""
@@ -147,8 +149,9 @@ def _many_rows(p: HopperProduct, sms: int) -> HopperLinearTile:
     """Return a tile for more than 32 rows, for which wgmma and shared memory limit the speed.
 
     The tile has the fewest warpgroups with which no SM has a second block. If less than half of the
-    SMs have a block, several blocks divide K; large clusters can use fewer SMs. Blocks that share x
-    read it less often.
+    SMs have a block, several blocks divide K; large clusters can use fewer SMs. Such a block has
+    two sets of warps if the epilogue combines two rows of weights and K is short. Blocks that share
+    x read it less often.
     """
     tiles = [HopperLinearTile(TERM_ROWS, groups) for groups in range(1, MOST_GROUPS + 1)]
     grids = {tile: p.grid(tile) for tile in tiles}
@@ -163,7 +166,7 @@ def _many_rows(p: HopperProduct, sms: int) -> HopperLinearTile:
         return tile._replace(shares=shares)
     shared = [n for n in range(1, MOST_SPLITS + 1) if _can_share(splits(p.K)[0], n)]
     most = max(n for n in shared if n * grids[tile] <= sms * PLACES.get(n, FEWER_PLACES))
-    return tile._replace(splits=most)
+    return tile._replace(splits=most, teams=2 if p.two and most > 1 and p.K <= SHORT_K else 1)
 
 
 def _few_rows(p: HopperProduct, rows: int, sms: int) -> list[HopperLinearTile]:
@@ -271,7 +274,7 @@ def choose(p: HopperProduct, sms: int, most_shared: int) -> HopperLinearTile:
         fitted = _fitted(p, tile, most_shared)
         if fitted and (fitted.stages >= LEAST_STAGES or tile is tiles[-1]):
             return fitted
-    return HopperLinearTile(rows, 1) if p.octet else tiles[-1]._replace(splits=1, blocks=1)
+    return HopperLinearTile(rows, 1) if p.octet else tiles[-1]._replace(splits=1, blocks=1, teams=1)
 
 
 @lru_cache(maxsize=1024)
@@ -300,6 +303,7 @@ def geometry(
         *((("DH_ROPE", head),) if head else ()),
         *((("DH_TILES", tile.tiles),) if p.octet else ()),
         *((("DH_DEPTH", tile.depth),) if tile.depth > 1 else ()),
+        *((("DH_TEAMS", tile.teams),) if tile.teams > 1 else ()),
         *((("TERM_SUMS", 1),) if p.summed else ()),
         *count_define(p.rounded),
     )

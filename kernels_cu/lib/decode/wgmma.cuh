@@ -31,6 +31,9 @@
 #ifndef DH_DEPTH  // 2: two sets of warps per block, with separate rings, divide the block's half of the splits
 #define DH_DEPTH 1
 #endif
+#ifndef DH_TEAMS  // 2: two sets of warps per block divide the rows of x; requires DH_SPLITS > 1, without GGUF weights
+#define DH_TEAMS 1
+#endif
 #ifndef DH_BLOCKS  // minimum blocks per SM (__launch_bounds__)
 #define DH_BLOCKS 2
 #endif
@@ -40,21 +43,23 @@ constexpr int CLUSTER = DH_SHARES * DH_SPLITS;
 #undef __cluster_dims__
 #define __cluster_dims__(...)
 #endif
-constexpr int WARPS = 4 * DH_GROUPS;         // consumer warps per set
-constexpr int CONSUMERS = DH_DEPTH * WARPS;  // consumer warps per block
+constexpr int WARPS = 4 * DH_GROUPS, SETS = DH_DEPTH * DH_TEAMS;  // consumer warps per set; sets of warps
+constexpr int CONSUMERS = SETS * WARPS;                           // consumer warps per block
+constexpr int FINISHERS = DH_TEAMS * WARPS;                       // consumer warps per block that complete outputs
 // Three consumer warpgroups need more registers than each warp of a block of 13 warps can have. Therefore the producer
 // becomes a fourth warpgroup, which gives most of its registers to the consumers.
 constexpr bool MOVES_REGISTERS = DH_GROUPS == 3;
 constexpr int FEW_REGISTERS = 32, MANY_REGISTERS = 160;  // per thread: FEW: producer; MANY: consumer
 constexpr int THREADS = 32 * CONSUMERS + (MOVES_REGISTERS ? 128 : 32 * DH_DEPTH);
-constexpr int TERMS = DH_ROWS > 4 ? TERM_COUNT * DH_ROWS : 8;  // columns of B: at least 8, of which 4 can be unused
-constexpr int TILES = DH_ROWS / 4;                           // tiles of 4 rows of x, per warp
+constexpr int ALL_TERMS = DH_ROWS > 4 ? TERM_COUNT * DH_ROWS : 8;  // columns of B: at least 8, of which 4 can be unused
+constexpr int TERMS = ALL_TERMS / DH_TEAMS;                  // columns of B per warp
+constexpr int TILES = DH_ROWS / 4 / DH_TEAMS;                // tiles of 4 rows of x, per warp
 constexpr bool TWO = DH_GATED || DH_ROPE;                    // an output combines two rows of A (of W and U, or a pair)
 constexpr int OUTPUTS = TWO ? 1 : 2;                         // output columns per lane
 constexpr int COLUMNS = 32 * OUTPUTS * DH_GROUPS;            // output columns per block
 constexpr int SLICE = 128 / sizeof(W), CHUNKS = SLICE / order::CHUNK;
-constexpr int W_BYTES = 64 * DH_GROUPS * 128, X_BYTES = 2 * SLICE * TERMS;
-constexpr int BOX = 64, BOX_BYTES = 2 * BOX * TERMS;  // box of x: length in values of K; bytes in shared memory
+constexpr int W_BYTES = 64 * DH_GROUPS * 128, X_BYTES = 2 * SLICE * ALL_TERMS;
+constexpr int BOX = 64, BOX_BYTES = 2 * BOX * ALL_TERMS;  // box of x: length in values of K; bytes in shared memory
 #if defined(WEIGHT_GGUF)
 constexpr int STAGE = (X_BYTES + 16 * TERMS + 1023) / 1024 * 1024;  // bytes of x per stage; W has a separate ring
 #else
@@ -63,15 +68,17 @@ constexpr int STAGE = W_BYTES + X_BYTES;
 constexpr int HALF_HEAD = DH_ROPE ? DH_ROPE / 2 : 1, ROPE_BOX = 32;  // pairs of channels per head; rows of W per box
 static_assert(!order::FLOATS, "terms are of 16 bits");
 static_assert(DH_DEPTH == 1 || (order::BLOCKS && DH_SPLITS == 2 && DH_SHARES == 1), "sets share a half of the splits");
+static_assert(DH_TEAMS == 1 || (DH_SPLITS > 1 && !order::BLOCKS && !MOVES_REGISTERS), "teams share a ring");
+static_assert(TERMS % 8 == 0, "wgmma multiplies groups of 8 columns");
 static_assert(HALF_HEAD % ROPE_BOX == 0 || !DH_ROPE, "a box is of one half of a head");
 
 // Returns the row of W for output column n. With RoPE, column n is a pair of channels: returns the row of its first
 // channel; the row of the second channel is HALF_HEAD rows after it.
 __device__ __forceinline__ int first_row(int n) { return DH_ROPE ? n / HALF_HEAD * DH_ROPE + n % HALF_HEAD : n; }
 
-// own_set() returns the index of the set of warps that contains this consumer warp (0 or 1, see DH_DEPTH), own_warp()
-// the warp's index in the set.
-__device__ __forceinline__ int own_set() { return DH_DEPTH > 1 ? threadIdx.x / 32 / WARPS : 0; }
+// own_set() returns the index of the set of warps that contains this consumer warp (see DH_DEPTH and DH_TEAMS),
+// own_warp() the warp's index in the set.
+__device__ __forceinline__ int own_set() { return SETS > 1 ? threadIdx.x / 32 / WARPS : 0; }
 __device__ __forceinline__ int own_warp() { return threadIdx.x / 32 - WARPS * own_set(); }
 
 struct Ring {
@@ -226,7 +233,7 @@ struct Consumer {
     int own[2];  // offsets in a stage: the lane's first 16 bytes of rows g and g + 8 of A
 
     __device__ __forceinline__ Consumer(const Ring& ring, const Share& share) : ring(ring), rank(share.rank) {
-        const int of_warp = (TWO ? 1024 : 2048) * (threadIdx.x / 32);
+        const int of_warp = (TWO ? 1024 : 2048) * own_warp();
         const int first = 128 * own_row() + threadIdx.x % 4 * 16;
         own[0] = of_warp + swizzled(first);
         own[1] = TWO ? own[0] + W_BYTES / 2 : of_warp + swizzled(first + 128);
@@ -250,7 +257,7 @@ struct Consumer {
                 for (int i = 0; i < 4; ++i) piece.w[chunk * order::STEPS + s][i] = columns.value[s][i];
             }
         }
-        piece.x = matrix_at(w + W_BYTES + (PIECES > 1 ? HALF * BOX_BYTES : 0));
+        piece.x = matrix_at(w + W_BYTES + (PIECES > 1 ? HALF * BOX_BYTES : 0) + own_set() * TERMS * 128);
         if ((HALF == 1 || PIECES == 1) && ++stage == DH_STAGES) stage = 0, phase ^= 1;
         return piece;
     }

@@ -3,7 +3,7 @@
 #pragma once
 #include "lib/decode/wgmma.cuh"
 
-constexpr int OWN = (WARPS * TILES + DH_SPLITS - 1) / DH_SPLITS;  // 4-row tiles whose sums a block completes
+constexpr int OWN = (FINISHERS * TILES + DH_SPLITS - 1) / DH_SPLITS;  // 4-row tiles whose sums a block completes
 constexpr int OF_WARP = (TILES + DH_SPLITS - 1) / DH_SPLITS;      // maximum of 4-row tiles that a warp completes
 constexpr int AHEAD = OF_WARP < 4 ? OF_WARP : 4;                  // 4-row tiles that a warp completes at a time
 // With TERM_COUNT 1, columns of B are rows of x, and lane 4 g + t has the sums of rows 2t and 2t + 1 of each eight
@@ -21,7 +21,7 @@ constexpr bool OF_HALVES = IN_HALVES && DH_SPLITS == 2;  // true: blocks exchang
 __device__ __forceinline__ int messages(int splits) { return OF_HALVES ? 1 : splits; }
 
 static_assert(order::BLOCKS || DH_SPLITS > 1 || TILES <= 8 * DH_STAGES, "W of a warp has room for its sums");
-static_assert(WARPS * TILES >= DH_SPLITS, "every block finishes a tile");
+static_assert(FINISHERS * TILES >= DH_SPLITS, "every block finishes a tile");
 
 // The sums of a lane's two rows of A over all splits, for all of its warp's tiles of 4 rows of x. The blocks of a
 // cluster exchange the sums of their splits through shared memory, as pairs of floats (messages(), OWN tiles, 32
@@ -33,7 +33,7 @@ struct Totals {
     const Ring& ring;
     float2* pairs;
     Barrier& arrived;
-    int part, warp;
+    int part, warp;  // warp: index among the FINISHERS
     float2* halves;  // with IN_HALVES: sums over halves of the splits
 
     static constexpr int PLACES = DH_DEPTH > 1 ? 1 + order::HALF_SPLITS / 2 : 2;  // partial sums in `halves`

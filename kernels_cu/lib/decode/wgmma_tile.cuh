@@ -146,10 +146,10 @@ struct Rows<End, true> {
 template <typename End>
 __device__ __forceinline__ void consume(const Ring& ring, const Share& share, const Corner& corner, const Totals& all,
                                         const Scales& scales, const End& end, int M, int N, int K) {
-    const int warp = own_warp(), set = own_set(), t = threadIdx.x % 4, splits = order::splits(K);
+    const int warp = all.warp, set = own_set(), t = threadIdx.x % 4, splits = order::splits(K);
     const int each = order::split_length(K) / SLICE;
-    __shared__ float4 constants[8 * WARPS];
-    if (set == 0) load_constants(constants + 8 * warp, corner.own_column(), N, scales);
+    __shared__ float4 constants[8 * FINISHERS];
+    if (DH_DEPTH == 1 || set == 0) load_constants(constants + 8 * warp, corner.own_column(), N, scales);
     [[maybe_unused]] float totals[FOUND] = {};
     Consumer consumer(ring, share);
     if (CLUSTER > 1) wait_for_cluster();  // the barriers of the other blocks are initialised
@@ -193,6 +193,8 @@ __device__ __forceinline__ void consume(const Ring& ring, const Share& share, co
 
     if (DH_GROUPS > 1) rows.load(end, corner, M);
     const int top = corner.row, count = corner.rows(M), n = corner.own_column();
+    const int rows_begin = DH_TEAMS > 1 ? 4 * TILES * set : 0;
+    const int rows_end = DH_TEAMS > 1 ? min(count, rows_begin + 4 * TILES) : count;
     __shared__ Fours fours[DH_GROUPS];
     float* const of_lane = fours[warp / 4][0] + 2 * (warp % 4) + threadIdx.x % 32 / 16;
     const Outputs outputs{n, constants[8 * warp + threadIdx.x % 32 / 4], of_lane};
@@ -204,14 +206,14 @@ __device__ __forceinline__ void consume(const Ring& ring, const Share& share, co
         bool here[AHEAD];
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i) {
-            const int row = (first + i * DH_SPLITS) * 4 + t;
-            here[i] = row < count && n < N;
+            const int row = rows_begin + (first + i * DH_SPLITS) * 4 + t;
+            here[i] = row < rows_end && n < N;
             late[i] = rows.late(end, top + row, n, row % DH_ROWS, here[i]);
         }
         if (DH_SPLITS > 1 && first == begin) wait<true>(all.arrived, 0, "sums");
         float2 total[AHEAD];
         all.get(total, first, splits);
-        outputs.store(end, top + first * 4 + t, here, total, late);
+        outputs.store(end, top + rows_begin + first * 4 + t, here, total, late);
     }
     if constexpr (TERM_SUMS) {
         store_sums(end, fours[warp / 4], corner, share.rank, corner.column + 8 * (warp - warp % 4), N, M);
@@ -238,7 +240,7 @@ __device__ __forceinline__ void run(const float* x, const Sources& from, const S
     const Share share(M, N, K, set);
     float2* const pairs = reinterpret_cast<float2*>(after);
     float2* const halves = pairs + (OF_HALVES ? OWN * 32 : 0);
-    const Totals totals{ring, pairs, arrived, share.part, own_warp(), halves};
+    const Totals totals{ring, pairs, arrived, share.part, DH_TEAMS > 1 ? warp : own_warp(), halves};
     __shared__ Corner corner;
     if (threadIdx.x == 32 * CONSUMERS) {
         corner = {share.row, share.column};
@@ -248,10 +250,10 @@ __device__ __forceinline__ void run(const float* x, const Sources& from, const S
         prefetch(from.w);
 #endif
         constexpr int EACH = order::BLOCKS ? 32 : 1;  // arrivals per warp
-        for (int i = 0; i < DH_DEPTH * DH_STAGES; ++i) init(full[i], 1), init(empty[i], EACH * DH_SHARES * WARPS);
+        for (int i = 0; i < DH_DEPTH * DH_STAGES; ++i) init(full[i], 1), init(empty[i], EACH * DH_SHARES * FINISHERS);
         init(arrived, 1);
         fence_inits();
-        const int tiles = (WARPS * TILES - share.rank + DH_SPLITS - 1) / DH_SPLITS;
+        const int tiles = (FINISHERS * TILES - share.rank + DH_SPLITS - 1) / DH_SPLITS;
         if (DH_SPLITS > 1) arrive_and_expect(arrived, tiles * messages(order::splits(K)) * 32 * (int)sizeof(float2));
     }
     __syncthreads();
@@ -259,7 +261,7 @@ __device__ __forceinline__ void run(const float* x, const Sources& from, const S
     if (CLUSTER > 1) arrive_in_cluster();
     if (threadIdx.x >= 32 * CONSUMERS) {
         if constexpr (MOVES_REGISTERS) give_registers<FEW_REGISTERS>();
-        if (DH_DEPTH > 1 || warp == WARPS) produce(ring, share, from, x, share.limit, K);
+        if (DH_DEPTH > 1 || warp == CONSUMERS) produce(ring, share, from, x, share.limit, K);
         return;
     }
     if constexpr (MOVES_REGISTERS) take_registers<MANY_REGISTERS>();

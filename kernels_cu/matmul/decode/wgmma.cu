@@ -15,7 +15,8 @@
 //   block        64 * DH_GROUPS rows of A, for up to DH_ROWS rows of x; with DH_SPLITS > 1 only a part of K
 //   last warp    requests slices of K, 128 bytes of each row of W: W through a tensor map, x as contiguous memory. It
 //                requests as much of W as the ring can hold before the previous kernel has ended
-//   warpgroup    64 rows of A, 16 per warp: rows of W or, with DH_GATED, 8 rows of W and the same 8 rows of U
+//   warpgroup    64 rows of A, 16 per warp: rows of W or, with DH_GATED, 8 rows of W and the same 8 rows of U. With
+//                DH_TEAMS 2, two sets of warpgroups have the same rows of A, each with half of the rows of x
 //
 //   ring   [W | x] [W | x] [W | x] ...   barriers: full: a slice has arrived; empty: all warps have used the slice
 //
@@ -26,8 +27,8 @@
 // sub-tile i (16 columns by 4 rows) and adds them in order.
 //
 // Any M and N; K is a multiple of 64. grid (DH_SHARES * DH_SPLITS * ceil(M / TERM_ROWS) * ceil(N / (COLUMNS *
-// DH_SHARES))), block (128 * DH_GROUPS + 32), or 512 with DH_GROUPS 3. gpt2block/ops/_linear_hopper.py chooses the
-// constants and computes the dynamic shared memory.
+// DH_SHARES))), block (128 * DH_GROUPS * DH_TEAMS + 32), or 512 with DH_GROUPS 3. gpt2block/ops/_linear_hopper.py
+// chooses the constants and computes the dynamic shared memory.
 //
 // On an NVIDIA H200, float16 weights of Llama 7B, in us for 1, 16 and 64 rows, in a version whose epilogue was
 // unrolled. In brackets: the time to read the weights at the rate of a memory copy; then the times of
@@ -53,7 +54,9 @@
 // K can be any multiple of 64, not only of 128. Therefore this kernel computes the products of SmolLM2-135M, whose rows
 // have 576 channels, for more than 32 rows, except the small product o. Before, mma.cu and mma_tiles.cu computed them;
 // these fuse neither RoPE nor the gate for so many rows. On an NVIDIA H200, a step takes, in us, with 64 rows 1,117 ->
-// 911 and with 256 rows 2,849 -> 2,193 in bfloat16; in E4M3 983 -> 875 and 2,705 -> 2,019.
+// 911 and with 256 rows 2,849 -> 2,193 in bfloat16; in E4M3 983 -> 875 and 2,705 -> 2,019. With DH_TEAMS 2 for the
+// products with RoPE and the gate, alternately with DH_TEAMS 1 on another H200: 937 -> 900 and 2,247 -> 2,206 in
+// bfloat16, 895 -> 865 and 2,076 -> 2,022 in E4M3. The gain is in the epilogue: each warp has half of the outputs.
 //
 // architecture: sm_90a
 #if !defined(STORAGE_BF16) && !defined(STORAGE_FP16) && !defined(WEIGHT_E5M2) && !defined(WEIGHT_E4M3)
