@@ -543,7 +543,8 @@ def _of_decoding_by_wgmma(kernel: Kernel, case: Case) -> Iterator[_linear_hopper
         if of.shared_bytes(tile) <= H200_LIMITS["most_shared"]:
             tried += 1
             yield tile
-            if of_tile == _linear_hopper.TERM_ROWS and parts > 1 and groups < 3:
+            divides = parts > 1 and groups < _linear_hopper.MOST_GROUPS
+            if divides and of_tile == _linear_hopper.TERM_ROWS:
                 yield tile._replace(teams=2)
     assert tried >= 3
 
