@@ -22,6 +22,7 @@ from gpt2block.run.recorder import rounded_up
 KEPT_SHAPES = 4  # maximum prefill shapes recorded per cache; also maximum temporary caches kept
 KEPT_STARTS = 160  # maximum prefill shapes recorded for the cache of a decoding
 KEPT_CACHES = 2  # maximum caches of ended decodings kept for reuse, with their CUDA graphs
+MOST_LARGER = 2  # maximum size of a reused cache, relative to the size of a new cache
 MOST_SLOTS = 512  # maximum slots of a decoding whose caller accepts fewer slots than requested
 LEAST_CONTEXT = 64  # minimum positions per slot in a decoding's cache
 ALIGNED = 16  # bytes per vector load of the kernels
@@ -169,16 +170,17 @@ class DecodingCaches:
             ) from error
 
     def _kept(self, slots: int, n_ctx: int) -> CudaCache | None:
-        """Return a kept cache of an ended decoding with exactly this size, or None.
+        """Return a kept cache of an ended decoding with `slots` slots, or None.
 
-        Decodings may end, and give back their caches, while this runs.
+        A cache has at least n_ctx and at most MOST_LARGER * n_ctx positions per slot. Decodings may
+        end, and give back their caches, while this runs.
         """
         for _ in range(len(self._ended)):
             try:
                 cache = self._ended.popleft()
             except IndexError:
                 return None
-            if (cache.batch, cache.n_ctx) == (slots, n_ctx):
+            if cache.batch == slots and n_ctx <= cache.n_ctx <= MOST_LARGER * n_ctx:
                 return cache
             self._ended.append(cache)
         return None

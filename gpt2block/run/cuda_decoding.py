@@ -40,7 +40,7 @@ class CudaDecoding:
         self.slots, self.n_ctx = slots, cache.n_ctx
         self._model, self._cache, self._draft = model, cache, draft
         self._steps = steps_of(model, cache, speculate)
-        self._pace = SpeculationPolicy(cache.batch) if speculate else None
+        self._pace = SpeculationPolicy(cache.batch, self._steps.times) if speculate else None
         self._steps.restart()
         # Per slot: maximum tokens still to sample. Each launched step counts as one sampled token.
         self._left = np.zeros(slots, np.int32)
@@ -194,6 +194,8 @@ class CudaDecoding:
             most = np.minimum(self._left[slots] - 1, together - 1).tolist()
             guesses = [each[:n] for each, n in zip(expected, most, strict=True)]
         step = self._steps.of(self._model, slots, together, masked=True)
+        if not step.captured:
+            matchers.pace.skip()
         return Pending(step, slots, guesses)
 
     def _launch_forward(self, planned: Pending) -> None:
@@ -255,6 +257,8 @@ class CudaDecoding:
             self._draft.guess(slots, together - 1, self._steps, self._model.stream)
             self._model.recordings.meet()
         step = self._steps.of(self._model, slots, together)
+        if self._pace and not step.captured:
+            self._pace.skip()
         self._steps.place(slots, step, again=self._draft is not None)
         alternatives = bool(self._alternatives[slots].any())
         self._in_flight.append(step.run(self._model, slots, alternatives))

@@ -30,6 +30,7 @@ from gpt2block.passes import check_read
 from gpt2block.run.cuda_caches import CudaCache
 from gpt2block.run.cuda_grammars import ANY_NUMBER, HostMasks
 from gpt2block.run.cuda_passes import CudaPasses
+from gpt2block.run.guessing import StepTimes
 from gpt2block.run.model import (
     Alternatives,
     Floats,
@@ -74,6 +75,7 @@ class DecodingSteps:
         self._changed = np.zeros(B, np.int8)  # result of `_kind_of` for each slot
         # Arguments of the last assignment by `place`: number of rows, rows per slot, slots.
         self._placed: tuple[int, int, Ids] | None = None
+        self.times = StepTimes()  # of steps that compute guesses
 
     @cached_property
     def masks(self) -> HostMasks:
@@ -265,6 +267,11 @@ class DecodingStep:
             made.after = () if self._masked else self._sampler
             self._recording = made
         return self._recording
+
+    @property
+    def captured(self) -> bool:
+        """Whether the next launch replays a CUDA graph, and records and compiles nothing."""
+        return self._recording is not None and self._recording.captured
 
     def restart(self) -> None:
         """Reset the count of launches to 0, and drop the results of earlier launches."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from time import perf_counter
 from typing import Any
@@ -22,7 +23,36 @@ RIGHT_FIRST = 0.0, 0.25  # initial shares of right guesses: after a wrong guess;
 LEAST = 0.1  # minimum share of right guesses at which a step with guesses is considered
 WEIGHT = 1 / 6  # weight of the newest guess in the running share of right guesses
 GAIN = 1.03  # expected speedup that a step with guesses must exceed
-OLDER = 1.01  # factor by which a stored time grows per step, so that slower new times replace it
+NEWEST = 9  # number of a kind's newest times, of which the median counts
+FORGOTTEN = 128  # number of timed steps after which the times of a kind that did not run are dropped
+
+
+class StepTimes:
+    """Times of decoding steps by kind: number of slots, a power of two, and rows per slot.
+
+    The median ignores single times in which the host was interrupted, or read results late. A kind
+    that has not run for FORGOTTEN steps has no time, so that a step can try the kind again.
+    """
+
+    def __init__(self) -> None:
+        self._newest: dict[tuple[int, int], deque[float]] = {}
+        self._ran: dict[tuple[int, int], int] = {}  # number of the kind's last timed step
+        self._steps = 0
+
+    def add(self, kind: tuple[int, int], seconds: float) -> None:
+        """Add the time of a step."""
+        self._steps += 1
+        if self.get(kind) is None:
+            self._newest[kind] = deque(maxlen=NEWEST)
+        self._newest[kind].append(seconds)
+        self._ran[kind] = self._steps
+
+    def get(self, kind: tuple[int, int]) -> float | None:
+        """Return the median of a kind's newest times, in seconds, or None if it has no time."""
+        if self._steps - self._ran.get(kind, -FORGOTTEN) >= FORGOTTEN:
+            return None
+        newest = self._newest[kind]
+        return sorted(newest)[(len(newest) - 1) // 2]
 
 
 class SpeculationPolicy:
@@ -34,19 +64,23 @@ class SpeculationPolicy:
     results, including the host's work. The choice changes no token.
     """
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: int, times: StepTimes | None = None) -> None:
+        """times: times that earlier policies have measured for the same steps."""
         # (slots, 2): shares of right guesses among guesses after a wrong and after a right guess.
         self._shares = np.tile(RIGHT_FIRST, (slots, 1))
         self._state = np.zeros(slots, np.int64)  # per slot: 1 if the last guess was right
-        # (number of slots rounded up to a power of two, rows per slot) → seconds of a step.
-        self._times: dict[tuple[int, int], float] = {}
+        self._times = StepTimes() if times is None else times
         self._last: float | None = None
 
     def begin(self, slots: Ids) -> None:
         """Reset the shares of right guesses of slots in which new sequences begin."""
         self._shares[slots] = RIGHT_FIRST
         self._state[slots] = 0
-        self._last = None  # do not time the next interval, which includes prompts
+        self.skip()  # the next interval includes prompts
+
+    def skip(self) -> None:
+        """Do not time the current interval, in which the host records a step or starts prompts."""
+        self._last = None
 
     def add(self, slots: Ids, flags: Ids) -> None:
         """Update the shares of right guesses of N slots. flags: (N, rows per slot), of a step."""
@@ -64,8 +98,7 @@ class SpeculationPolicy:
         now, before = perf_counter(), self._last
         self._last = now
         if before is not None:
-            kind = rounded_up(slots, 1), together
-            self._times[kind] = min(self._times.get(kind, np.inf) * OLDER, now - before)
+            self._times.add((rounded_up(slots, 1), together), now - before)
 
     def for_forced(self, counts: NDArray[np.int64], most: int) -> int:
         """Return the rows per slot of a step whose guesses are almost certainly right.
@@ -89,12 +122,12 @@ class SpeculationPolicy:
         expected: function from the rows per slot to the expected number of tokens of a step.
         """
         count = rounded_up(slots, 1)
-        one = self._times.get((count, 1), 1.0)
+        one = self._times.get((count, 1)) or 1.0
         best, fastest = 1, slots / one * GAIN
         for rows, unknown in zip(ROWS, UNKNOWN[count > FEW], strict=True):
             if count * rows > most:
                 break
-            time = self._times.get((count, rows), one * unknown)
+            time = self._times.get((count, rows)) or one * unknown
             rate = float(expected(rows)) / time
             if rate > fastest:
                 best, fastest = rows, rate

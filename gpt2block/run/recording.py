@@ -98,6 +98,11 @@ class Recording:
             finally:
                 cupy.cuda.nvtx.RangePop()
 
+    @property
+    def captured(self) -> bool:
+        """Whether the launches have been captured as a CUDA graph."""
+        return self._graph is not None
+
     def replay(self, stream: Any, private: Any) -> None:
         """Replay the launches as a CUDA graph on `stream`. The first call captures it on `private`.
 
