@@ -184,6 +184,30 @@ def test_models_that_divide_prompts(dtype: str, kv_dtype: str | None, divides: b
         assert model("cuda").engine.divides_prompts  # float32 attention in any case: few channels
 
 
+@pytest.mark.parametrize(
+    "options", [{"stop_ids": [3]}, {"stop": ["\x03"]}, {"choice": ["\x02\x03"]}, {}]
+)
+def test_a_divided_prompt_follows_a_row_that_has_ended_early(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No slot counts as decoding after its row has ended: by a stop, a rule, or wrong logits."""
+    if "choice" in options:
+        pytest.importorskip("llguidance")
+    monkeypatch.setattr(batching, "PIECE", 4)
+    table = cycle(257)
+    table[2] = np.nan if not options else table[2]
+    engine = MarkovEngine(table)
+    rows = [
+        row_of(engine, [1], BYTES, max_new_tokens=9, **options),
+        row_of(engine, [5] * 10, max_new_tokens=3),
+    ]
+    batch = Batch(engine, 1, engine.config.n_ctx, tokens_at_once=4)
+    batch.submit(rows)
+    finish(batch)
+    assert rows[0].finish_reason == ("stop" if options else "error")
+    assert (rows[1].tokens, rows[1].finish_reason) == ([6, 7, 8], "length")
+
+
 def test_rows_end_at_their_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Waiting rows end too, and rows whose prompt is being computed; other rows continue."""
     engine, now = MarkovEngine(cycle(8)), [10.0]

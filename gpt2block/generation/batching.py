@@ -162,19 +162,15 @@ class Batch:
             taken = taken | [not row.held for row in rows_of(self.latest.tolist())]
         else:
             taken = taken | ((self.latest + next(self._steps)) % TURN == 0)
-        updated, stopped = [], []
+        updated, ended = [], []
         for slot, new in self._new.take(self.latest[taken]):
             row = self._scheduler.row_of(slot)
             row.add(*new)
             updated.append(row)
-            if row.finish_reason:
-                if self._new.left[slot]:
-                    stopped.append(slot)
-                self._release(slot, row)
-            elif not self._new.left[slot]:
-                self._release(slot, row, again=True)
-        if stopped:
-            self._decoding.stop(np.array(stopped, np.int32))
+            if row.finish_reason or not self._new.left[slot]:
+                ended.append(slot)
+        if ended:
+            self._release(ended)
         return updated
 
     def _late(self) -> list[Row]:
@@ -196,28 +192,21 @@ class Batch:
         self, rows: Sequence[Row], reason: Literal["cancelled", "deadline"] = "cancelled"
     ) -> None:
         """End these rows (continuations). Rows that have already ended are unchanged."""
+        slots = []
         for row in rows:
             if row.finish_reason:
                 continue
             slot = self._scheduler.slot_of(row)
             if slot is None:
                 self._scheduler.remove(row)
-            elif self._following.pop(slot, None) is not None:
-                self._scheduler.release(slot)
-            elif self._pieces.remove(row):
-                del self._starts[slot]
-                self._scheduler.release(slot)
-                if self._prefixes is not None:
-                    self._prefixes.drop(slot)
             else:
+                slots.append(slot)
                 ((_, new),) = self._new.take(np.array([slot]))
                 if new[0]:
                     row.add(*new)
-                self._new.left[slot] = 0
-                self._decoding.stop(np.array([slot], np.int32))
-                self._release(slot, row)
             if not row.finish_reason:
                 row.cancel(reason)
+        self._release(slots)
 
     def _compute_prompts(self) -> None:
         """Compute parts of prompts; start the continuations whose prompts are then complete."""
@@ -288,15 +277,24 @@ class Batch:
         self._starts[slot] = start._replace(cached=row.reused)
         self._pieces.add(slot, row, row.reused, len(start.ids))
 
-    def _release(self, slot: int, row: Row, again: bool = False) -> None:
-        self._scheduler.release(slot, again)
-        self._new.matchers.pop(slot, None)
-        if self._prefixes is not None and self._reuse:
-            start = self._started.pop(slot)
-            # The last token is left out: its keys and values have not been computed.
-            drawn = np.array(row.tokens[start.drawn : -1], np.int32)
-            ids = np.concatenate([start.ids, drawn])
-            self._prefixes.hold(slot, row, ids, len(ids))
+    def _release(self, slots: Sequence[int]) -> None:
+        """Free the slots of rows that leave them. A row that has not ended waits to start again."""
+        if len(stopped := self._new.end(slots)):
+            self._decoding.stop(stopped)
+        for slot in slots:
+            row = self._scheduler.row_of(slot)
+            self._scheduler.release(slot, again=row.finish_reason is None)
+            self._following.pop(slot, None)
+            started = self._started.pop(slot, None)
+            if self._starts.pop(slot, None):  # the row's prompt is incomplete
+                self._pieces.remove(row)
+                if self._prefixes is not None:
+                    self._prefixes.drop(slot)
+            elif self._prefixes is not None and started:
+                # The last token is left out: its keys and values have not been computed.
+                drawn = np.array(row.tokens[started.drawn : -1], np.int32)
+                ids = np.concatenate([started.ids, drawn])
+                self._prefixes.hold(slot, row, ids, len(ids))
 
 
 class _Endings:
@@ -399,6 +397,15 @@ class _NewTokens:
             same = np.array([each == key for each in keys])
             may_end[same] = self._endings[key].of(tokens[same])
         return may_end
+
+    def end(self, slots: Sequence[int]) -> Ids:
+        """Expect no more tokens for these slots; return the slots that had tokens left to sample."""
+        ended = np.array(slots, np.int32)
+        stopped = ended[self.left[ended] > 0]
+        self.left[ended] = 0
+        for slot in slots:
+            self.matchers.pop(slot, None)
+        return stopped
 
     def take(self, slots: Ids) -> Iterator[tuple[int, NewTokens]]:
         """Remove buffered tokens; yield each slot with them as arguments of `Row.add`.
