@@ -37,9 +37,9 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list to which the number of tokens of each step is added."""
     counts, read = list[int](), InFlight.taken
 
-    def noted(result: InFlight) -> list[Sampled]:
+    def noted(result: InFlight) -> Sampled:
         found = read(result)
-        counts.append(sum(len(each.slots) for each in found))
+        counts.append(len(found.slots))
         return found
 
     monkeypatch.setattr(InFlight, "taken", noted)

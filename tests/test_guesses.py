@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import cycle, product
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,7 @@ from gpt2block.ops.attention_cached import SPLIT, split_geometry
 from gpt2block.ops.guesses import GUESSED, MOST_GUESSES, RIGHT, TAKE_GUESSES, TAKEN, Guesses
 from gpt2block.ops.sample_token import Masks, SampleState, Slots, bind_drawn
 from gpt2block.parameters.gpt2 import GPT2Weights
-from gpt2block.run.guessing import ROWS, SpeculationPolicy
+from gpt2block.run.guessing import FORGOTTEN, ROWS, SpeculationPolicy, StepTimes
 from gpt2block.run.model import Ids, Start
 from gpt2block.sampling import Sampling, changes, packed
 from tests.caches import UNSENT, random_cache
@@ -447,8 +449,17 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return Clock(monkeypatch)
 
 
-def played(clock: Clock, share: float, costs: dict[int, float], steps: int = 400) -> list[int]:
-    """Return rows of each step. share: of right guesses. costs: rows -> time of a step."""
+def played(
+    clock: Clock,
+    share: float,
+    costs: dict[int, float],
+    steps: int = 400,
+    odd: Mapping[int, list[float]] = MappingProxyType({}),
+) -> list[int]:
+    """Return rows of each step. share: of right guesses. costs: rows -> time of a step.
+
+    odd: rows -> times of the first steps with this number of rows, which are removed from it.
+    """
     pace, rng, slot, run = SpeculationPolicy(1), np.random.default_rng(0), np.zeros(1, np.int32), []
     pace.begin(slot)
     for _ in range(steps):
@@ -456,7 +467,7 @@ def played(clock: Clock, share: float, costs: dict[int, float], steps: int = 400
         right = rng.random(together) < share
         flags = np.full((1, together), GUESSED, np.int32) | RIGHT * right
         flags[0, : int(np.argmin([*right[:-1], False])) + 1] |= TAKEN
-        clock.now += costs[together]
+        clock.now += odd[together].pop(0) if odd.get(together) else costs[together]
         pace.result(1, together)
         pace.add(slot, flags)
         run.append(together)
@@ -480,6 +491,45 @@ def test_the_fastest_number_of_rows(
     assert max(1, *ROWS, key=run[50:].count) == usual
     if share == 0:
         assert set(run) == {1}
+
+
+@pytest.mark.parametrize("kind", [1, 4, 8])
+@pytest.mark.parametrize("wrong", [0.01, 300.0], ids=["read late", "interrupted"])
+def test_a_wrong_time_of_the_host_does_not_last(clock: Clock, kind: int, wrong: float) -> None:
+    """One time of each number of rows is wrong, the first one of the text, or a later one."""
+    times = {1: 1.0, 4: 1.1, 8: 1.2}
+    for first in (0, 3):
+        run = played(clock, 0.95, times, odd={kind: [*[times[kind]] * first, wrong]})
+        assert run[200:].count(8) > 150
+
+
+def test_times_are_medians_of_the_newest_and_are_forgotten() -> None:
+    times = StepTimes()
+    assert times.get((1, 4)) is None
+    for seconds in (9.0, 1.0, 2.0):
+        times.add(1, 4, seconds)
+    assert times.get((1, 4)) == 2
+    for _ in range(9):
+        times.add(1, 4, 5.0)
+    assert times.get((1, 4)) == 5
+    for _ in range(FORGOTTEN - 1):
+        times.add(1, 1, 1.0)
+    assert times.get((1, 4)) == 5
+    times.add(1, 1, 1.0)
+    assert times.get((1, 4)) is None
+    times.add(1, 4, 7.0)
+    assert times.get((1, 4)) == 7
+
+
+def test_steps_that_record_launches_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed = list[tuple[int, int]]()
+    monkeypatch.setattr(StepTimes, "add", lambda self, *step: timed.append(step[:2]))
+    with running_on("forward"):
+        model = GPT2(GPT2Weights.random(0, SMALL), device="cuda")
+        for expected in (5, 6):  # the first text records and captures a step
+            timed.clear()
+            model.generate(np.arange(3), max_new_tokens=7, speculate=True, stop_ids=(), seed=1)
+            assert timed == [(1, 1)] * expected
 
 
 def test_runs_of_right_guesses_pay_where_most_are_wrong(clock: Clock) -> None:

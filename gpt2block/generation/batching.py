@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from itertools import count
+from itertools import chain, count, pairwise
 from time import monotonic
 from typing import Any, Literal
 
@@ -163,9 +163,12 @@ class Batch:
         else:
             taken = taken | ((self.latest + next(self._steps)) % TURN == 0)
         updated, ended = [], []
-        for slot, new in self._new.take(self.latest[taken]):
+        for slot, parts in self._new.take(self.latest[taken]):
             row = self._scheduler.row_of(slot)
-            row.add(*new)
+            for part in parts:
+                row.add(*part)
+                if row.finish_reason:
+                    break
             updated.append(row)
             if row.finish_reason or not self._new.left[slot]:
                 ended.append(slot)
@@ -201,9 +204,8 @@ class Batch:
                 self._scheduler.remove(row)
             else:
                 slots.append(slot)
-                ((_, new),) = self._new.take(np.array([slot]))
-                if new[0]:
-                    row.add(*new)
+                for part in chain(*(parts for _, parts in self._new.take(np.array([slot])))):
+                    row.add(*part)
             if not row.finish_reason:
                 row.cancel(reason)
         self._release(slots)
@@ -336,6 +338,7 @@ class _NewTokens:
         self.matchers: dict[int, Matcher] = {}  # {slot: matcher of its row} while the row runs
         self._drawn = np.zeros(slots, np.int64)  # number of tokens that each row has sampled
         self._count = np.zeros(slots, np.int64)  # number of buffered tokens per slot
+        self._cuts: dict[int, list[int]] = {}  # slot: buffered tokens up to each that may end it
         self._tokens = np.empty((slots, n_ctx), np.int32)
         self._logprobs = np.empty((slots, n_ctx), np.float32)
         self._guessed = np.zeros((slots, n_ctx), bool)
@@ -360,26 +363,32 @@ class _NewTokens:
             self._endings[key] = _Endings(ends, self._vocab_size)
 
     def add(self, sampled: Sampled) -> None:
-        """Store one sampled token for each slot of `sampled`."""
-        slots, tokens, logprobs, top, guessed = sampled
+        """Store the sampled tokens of slots."""
+        slots, tokens, logprobs, top, guessed, nth = sampled
         if top is not None:
             self._add_top(slots, top)
-        index = self._count[slots]
-        self._tokens[slots, index] = tokens
-        self._logprobs[slots, index] = logprobs
+        place = slots, self._count[slots] if nth is None else self._count[slots] + nth
+        drawn = self._drawn[slots] + place[1] - self._count[slots] + 1  # up to each token
+        self._tokens[place], self._logprobs[place] = tokens, logprobs
         if guessed is not None:
-            self._guessed[slots, index], self._guesses = guessed, True
-        self._count[slots] = index + 1
-        self._drawn[slots] += 1
-        self.left[slots] -= 1
-        wrong = (tokens < 0) | np.isnan(logprobs)
-        self.latest, self.firsts = slots, ~self._begun[slots]
-        self._begun[slots] = True
-        self.ending = (self.left[slots] == 0) | wrong | self._may_end(slots, tokens)
+            self._guessed[place], self._guesses = guessed, True
+        new = np.bincount(slots, minlength=len(self.left))
+        self._count += new
+        self._drawn += new
+        self.left -= new
+        self.latest = slots if nth is None else slots[nth == 0]
+        self.firsts = ~self._begun[self.latest]
+        self._begun[self.latest] = True
+        may_end = (tokens < 0) | np.isnan(logprobs) | self._may_end(slots, tokens)
         for at, slot in enumerate(slots.tolist() if self.matchers else ()):
             matcher = self.matchers.get(slot)
-            if matcher is not None and matcher.complete_at == self._drawn[slot]:
-                self.ending[at] = True
+            if matcher is not None and matcher.complete_at == drawn[at]:
+                may_end[at] = True
+        self.ending = self.left[self.latest] == 0
+        if may_end.any():
+            self.ending |= np.isin(self.latest, slots[may_end])
+            for slot, at in zip(*(a[may_end].tolist() for a in place), strict=True):
+                self._cuts.setdefault(slot, []).append(at + 1)
 
     def _add_top(self, slots: Ids, top: Alternatives) -> None:
         for n in np.flatnonzero(self._alternatives[slots]).tolist():
@@ -399,7 +408,7 @@ class _NewTokens:
         return may_end
 
     def end(self, slots: Sequence[int]) -> Ids:
-        """Expect no more tokens for these slots; return the slots that had tokens left to sample."""
+        """Expect no more tokens for these slots; return the slots with tokens left to sample."""
         ended = np.array(slots, np.int32)
         stopped = ended[self.left[ended] > 0]
         self.left[ended] = 0
@@ -407,10 +416,11 @@ class _NewTokens:
             self.matchers.pop(slot, None)
         return stopped
 
-    def take(self, slots: Ids) -> Iterator[tuple[int, NewTokens]]:
-        """Remove buffered tokens; yield each slot with them as arguments of `Row.add`.
+    def take(self, slots: Ids) -> Iterator[tuple[int, list[NewTokens]]]:
+        """Remove buffered tokens; yield each slot with parts of them, as arguments of `Row.add`.
 
-        The arrays are converted together, which is faster if there are many slots.
+        Only the last token of a part may end its row. The arrays are converted together, which is
+        faster if there are many slots.
         """
         counts = self._count[slots]
         self._count[slots] = 0
@@ -418,4 +428,11 @@ class _NewTokens:
         each = zip(slots.tolist(), counts.tolist(), *both, strict=True)
         for slot, n, tokens, logprobs in each:
             guessed = self._guessed[slot, :n].tolist() if self._guesses else [False] * n
-            yield slot, (tokens[:n], logprobs[:n], self._top.pop(slot, []), guessed)
+            top, ends = self._top.pop(slot, []), sorted({n, *self._cuts.pop(slot, ())} - {0})
+            yield (
+                slot,
+                [
+                    (tokens[i:j], logprobs[i:j], top[i:j], guessed[i:j])
+                    for i, j in pairwise([0, *ends])
+                ],
+            )

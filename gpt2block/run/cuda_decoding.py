@@ -146,9 +146,10 @@ class CudaDecoding:
         """Wait for a speculative step; append the accepted tokens of its slots to `_found`."""
         found = result.taken()
         result.accept()  # the last token of a row may complete its text
-        self._found.extend(found)
-        for more in found[1:]:
-            self._left[more.slots] = np.maximum(self._left[more.slots] - 1, 0)
+        self._found.append(found)
+        assert found.nth is not None
+        more = found.slots[found.nth > 0]  # each launched step counts as one token already
+        self._left[:] = np.maximum(self._left - np.bincount(more, minlength=self.slots), 0)
         pace = self._pace
         if result.masked and self._matchers is not None:
             pace = self._matchers.pace

@@ -38,7 +38,6 @@ from gpt2block.run.model import (
     Sampled,
     Start,
     cache_tensors,
-    chosen,
     without,
 )
 from gpt2block.run.recorder import rounded_up
@@ -250,6 +249,7 @@ class DecodingStep:
         self._given = {**of.cache_tensors, "tokens": tokens, "row": row, "positions": positions}
         self._sampler, self._masked, self._floats = after, masked, of.floats
         self._recording: Recording | None = None
+        self.captured = False  # whether the next launch only replays a CUDA graph
         self.restart()
 
     def recording(self, model: CudaPasses) -> Recording:
@@ -268,11 +268,6 @@ class DecodingStep:
             self._recording = made
         return self._recording
 
-    @property
-    def captured(self) -> bool:
-        """Whether the next launch replays a CUDA graph, and records and compiles nothing."""
-        return self._recording is not None and self._recording.captured
-
     def restart(self) -> None:
         """Reset the count of launches to 0, and drop the results of earlier launches."""
         self._first = True
@@ -285,7 +280,8 @@ class DecodingStep:
         alternatives: whether the result includes the most likely tokens.
         """
         half = self._free_half(alternatives)
-        (self._recording or self.recording(model)).repeat(self._stream)  # a host call less a token
+        (recording := self._recording or self.recording(model)).repeat(self._stream)
+        self.captured = recording.captured
         return self._result(half, slots, alternatives)
 
     def sample(self, slots: Ids, alternatives: bool) -> InFlight:
@@ -297,7 +293,8 @@ class DecodingStep:
 
     def forward(self, model: CudaPasses) -> None:
         """Compute the logits of a step with masks, whose sampler `sample` launches later."""
-        (self._recording or self.recording(model)).repeat(self._stream)
+        (recording := self._recording or self.recording(model)).repeat(self._stream)
+        self.captured = recording.captured
 
     def _free_half(self, alternatives: bool) -> int:
         """Read earlier results; return the half (0 or 1) of their memory for the next launch.
@@ -415,27 +412,23 @@ class InFlight:
         found = Sampled(self.slots, tokens, logprobs.view(np.float32), self._top)
         return without(found, np.concatenate(self._stopped)) if self._stopped else found
 
-    def taken(self) -> list[Sampled]:
-        """Return a list whose element n is the Sampled of each slot's n-th accepted token, from 0.
-
-        Slots without an n-th accepted token, and stopped slots, are left out.
-        """
+    def taken(self) -> Sampled:
+        """Return the accepted tokens of a speculative step, without tokens of stopped slots."""
         self.read()
         tokens, logprobs, flags = (a.reshape(-1, self.together).T for a in self._sampled)
         taken = flags & TAKEN > 0
         guessed = np.zeros_like(taken)
         guessed[:-1] = taken[1:]  # row n + 1 is taken if its guess is row n's token
-        stopped = np.concatenate(self._stopped) if self._stopped else None
-        found = list[Sampled]()
-        for n in range(self.together):
-            if not taken[n].any():
-                break
-            top, every = self._top, slice(n, None, self.together)
-            top = top and Alternatives(top.ids[every], top.logprobs[every])
-            rows = Sampled(self.slots, tokens[n], logprobs[n].view(np.float32), top, guessed[n])
-            rows = chosen(rows, taken[n])
-            found.append(rows if stopped is None else without(rows, stopped))
-        return found
+        place = nth, at = np.nonzero(taken)
+        top = self._top
+        if top:
+            rows = at * self.together + nth
+            top = Alternatives(top.ids[rows], top.logprobs[rows])
+        likely = logprobs[place].view(np.float32)
+        found = Sampled(
+            self.slots[at], tokens[place], likely, top, guessed[place], nth.astype(np.int32)
+        )
+        return without(found, np.concatenate(self._stopped)) if self._stopped else found
 
 
 def _on_host(shape: tuple[int, ...]) -> tuple[Ids, CudaArray]:

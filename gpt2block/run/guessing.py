@@ -24,7 +24,9 @@ LEAST = 0.1  # minimum share of right guesses at which a step with guesses is co
 WEIGHT = 1 / 6  # weight of the newest guess in the running share of right guesses
 GAIN = 1.03  # expected speedup that a step with guesses must exceed
 NEWEST = 9  # number of a kind's newest times, of which the median counts
-FORGOTTEN = 128  # number of timed steps after which the times of a kind that did not run are dropped
+FORGOTTEN = (
+    128  # number of timed steps after which the times of a kind that did not run are dropped
+)
 
 
 class StepTimes:
@@ -39,10 +41,11 @@ class StepTimes:
         self._ran: dict[tuple[int, int], int] = {}  # number of the kind's last timed step
         self._steps = 0
 
-    def add(self, kind: tuple[int, int], seconds: float) -> None:
-        """Add the time of a step."""
+    def add(self, slots: int, rows: int, seconds: float) -> None:
+        """Add the time of a step with `rows` rows for each of `slots` slots."""
+        kind = 1 << (slots - 1).bit_length(), rows
         self._steps += 1
-        if self.get(kind) is None:
+        if self._steps - self._ran.get(kind, -FORGOTTEN) > FORGOTTEN:
             self._newest[kind] = deque(maxlen=NEWEST)
         self._newest[kind].append(seconds)
         self._ran[kind] = self._steps
@@ -51,8 +54,8 @@ class StepTimes:
         """Return the median of a kind's newest times, in seconds, or None if it has no time."""
         if self._steps - self._ran.get(kind, -FORGOTTEN) >= FORGOTTEN:
             return None
-        newest = self._newest[kind]
-        return sorted(newest)[(len(newest) - 1) // 2]
+        newest = sorted(self._newest[kind])
+        return newest[(len(newest) - 1) // 2]
 
 
 class SpeculationPolicy:
@@ -98,7 +101,7 @@ class SpeculationPolicy:
         now, before = perf_counter(), self._last
         self._last = now
         if before is not None:
-            self._times.add((rounded_up(slots, 1), together), now - before)
+            self._times.add(slots, together, now - before)
 
     def for_forced(self, counts: NDArray[np.int64], most: int) -> int:
         """Return the rows per slot of a step whose guesses are almost certainly right.

@@ -308,7 +308,7 @@ class Alternatives(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """The tokens just sampled for N slots, as arrays (N,)."""
+    """The tokens just sampled for slots, as arrays (N,). A slot can have several entries."""
 
     slots: Ids
     tokens: Ids  # token ids; -1 if the logits were NaN
@@ -316,6 +316,8 @@ class Sampled(NamedTuple):
     top: Alternatives | None = None  # the most likely tokens, if any slot requests them
     # Whether each token was guessed, so that its step also samples the next; None: no guesses.
     guessed: NDArray[np.bool_] | None = None
+    # The number of the entry among its slot's entries, from 0, ascending; None: one for each slot.
+    nth: Ids | None = None
 
 
 def without(sampled: Sampled, slots: Ids) -> Sampled:
@@ -325,10 +327,11 @@ def without(sampled: Sampled, slots: Ids) -> Sampled:
 
 def chosen(sampled: Sampled, kept: NDArray[np.bool_]) -> Sampled:
     """Return the sampled tokens for which the boolean array `kept`, (N,), is true."""
-    slots, tokens, logprobs, top, guessed = sampled
+    slots, tokens, logprobs, top, guessed, nth = sampled
     top = top and Alternatives(top.ids[kept], top.logprobs[kept])
     guessed = guessed if guessed is None else guessed[kept]
-    return Sampled(slots[kept], tokens[kept], logprobs[kept], top, guessed)
+    nth = nth if nth is None else nth[kept]
+    return Sampled(slots[kept], tokens[kept], logprobs[kept], top, guessed, nth)
 
 
 class Decoding(Protocol):

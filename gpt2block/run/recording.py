@@ -62,6 +62,7 @@ class Recording:
         self._owner = owner
         self.share = None if owner is None else owner.share
         self._ran = self._loaded = False
+        self.captured = False  # whether `replay` launches a graph that is captured already
         self._graph: Any = None
 
     def value(self, name: str) -> Any:
@@ -98,11 +99,6 @@ class Recording:
             finally:
                 cupy.cuda.nvtx.RangePop()
 
-    @property
-    def captured(self) -> bool:
-        """Whether the launches have been captured as a CUDA graph."""
-        return self._graph is not None
-
     def replay(self, stream: Any, private: Any) -> None:
         """Replay the launches as a CUDA graph on `stream`. The first call captures it on `private`.
 
@@ -117,6 +113,7 @@ class Recording:
                 self._graph.upload(stream)
                 stream.synchronize()
                 self.meet()
+            self.captured = True
         self._graph.launch(stream)
 
     def repeat(self, stream: Any) -> None:
