@@ -540,12 +540,12 @@ def _of_decoding_by_wgmma(kernel: Kernel, case: Case) -> Iterator[_linear_hopper
         tile = _linear_hopper.HopperLinearTile(of_tile, groups, parts, shares, blocks)
         sizes = case.M, (case.N,), case.K, kernel.weights
         of = _linear_hopper.HopperProduct(*sizes, rounded=kernel.terms.rounded)
-        if of.shared_bytes(tile) <= H200_LIMITS["most_shared"]:
-            tried += 1
-            yield tile
-            divides = parts > 1 and groups < _linear_hopper.MOST_GROUPS
-            if divides and of_tile == _linear_hopper.TERM_ROWS:
-                yield tile._replace(teams=2)
+        divides = parts > 1 and groups < _linear_hopper.MOST_GROUPS
+        for teams in (1, 2) if divides and of_tile == _linear_hopper.TERM_ROWS else (1,):
+            one = tile._replace(teams=teams)
+            if of.block_bytes(one) <= H200_LIMITS["most_shared"]:
+                tried += 1
+                yield one
     assert tried >= 3
 
 

@@ -28,7 +28,7 @@ from gpt2block.ops import _linear_mma as mma
 from gpt2block.ops._gemm_hopper import HopperGemmTile, choose_tile
 from gpt2block.ops._rmsnorm_matvec import geometry as rmsnorm_matvec
 from gpt2block.ops.gguf import range_defines
-from gpt2block.ops.products import fastest
+from gpt2block.ops.products import fastest, room
 from gpt2block.weights.gguf import TYPES, GgufMatrix
 from tests.compiling import Job, assert_clean
 from tests.gpus import A100, GPUS, H200, RTX, Gpu
@@ -276,7 +276,7 @@ def test_a_tile_of_decoding_by_wgmma_can_run(
     """A tile fits in shared memory, a cluster has at most 8 blocks, and each block has work."""
     of = _linear_hopper.HopperProduct(M, (N,), K, dtype, gated, rounded)
     tile = _linear_hopper.choose(of, sms, MOST_SHARED)
-    assert of.shared_bytes(tile) <= MOST_SHARED
+    assert of.block_bytes(tile) <= room(MOST_SHARED, tile.blocks)
     assert tile.rows >= 4
     assert tile.splits * tile.shares <= 8
     of_block = -(-mma.splits(K)[0] // tile.splits)
@@ -287,6 +287,17 @@ def test_a_tile_of_decoding_by_wgmma_can_run(
     assert tile.stages >= 2
     columns = of.grid(tile) // (tile.splits * -(-M // 64)) * tile.columns(gated)
     assert columns >= N
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_a_tile_of_decoding_with_blocks_has_room(name: str) -> None:
+    w = GgufMatrix.random([(name, 64)], 256)
+    for M, N, units in product((1, 5, 9, 17, 33, 64, 200), (64, 576, 4096, 12288), range(1, 130, 4)):
+        for gated, summed, sms in ((False, False, 132), (True, True, 132), (True, False, 8)):
+            sizes = M, (N,), 128 * units, GGUF, gated, True, w.tile, w.units, summed
+            of = _linear_hopper.HopperProduct(*sizes)
+            tile = _linear_hopper.choose(of, sms, MOST_SHARED)
+            assert of.block_bytes(tile) <= room(MOST_SHARED, tile.blocks)
 
 
 @pytest.mark.parametrize("gpu", [A100, H200, RTX], ids=["A100", "H200", "RTX"])

@@ -64,6 +64,28 @@ def test_a_function_is_requested_at_once_and_waits_when_it_is_called(raw: Raw) -
     assert (function.kernel.ptr, function.shared_size_bytes) == (7, 16)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_launch_with_too_much_shared_memory_fails_alone(compiled: bool) -> None:
+    """Later launches of the kernel set the limit that they need."""
+
+    class Limited(Raw):
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name == "max_dynamic_shared_size_bytes" and value > 1000:
+                raise RuntimeError("CUDA_ERROR_INVALID_VALUE")
+            super().__setattr__(name, value)
+
+    raw = Limited()
+    function = Function(lambda file: raw, ("a.cu",))
+    if compiled:
+        function((1,), (1,), ())
+    with pytest.raises(RuntimeError, match="INVALID_VALUE"):
+        function.allow_shared(1001)
+        function((1,), (1,), (), shared_mem=1001)
+    function.allow_shared(900)
+    function((1,), (1,), (), shared_mem=900)
+    assert raw.max_dynamic_shared_size_bytes == raw.calls[-1][-1] == 900
+
+
 def test_several_are_compiled_at_the_same_time(raw: Raw, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 3)
     together, running = threading.Barrier(3), set[int]()

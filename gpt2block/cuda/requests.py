@@ -50,8 +50,8 @@ class Function:
         if self._found is None:
             found = _result(self._compile, self._key)
             with _LIMITS:
-                if self._shared:
-                    found.max_dynamic_shared_size_bytes = self._shared
+                allowed, self._shared = self._shared, 0
+                self._allow(found, allowed)
                 self._found = found
         return self._found
 
@@ -71,10 +71,14 @@ class Function:
     def allow_shared(self, nbytes: int) -> None:
         """Allow launches of the kernel at least `nbytes` bytes of dynamic shared memory."""
         with _LIMITS:  # threads share Function objects
-            if nbytes > self._shared:
-                self._shared = nbytes
-                if self._found is not None:
-                    self._found.max_dynamic_shared_size_bytes = nbytes
+            self._allow(self._found, nbytes)
+
+    def _allow(self, found: Any, nbytes: int) -> None:
+        """Set the limit of a compiled kernel, and store the limit if the driver accepts it."""
+        if nbytes > self._shared:
+            if found is not None:
+                found.max_dynamic_shared_size_bytes = nbytes
+            self._shared = nbytes
 
     def __call__(
         self, grid: tuple[int, ...], block: tuple[int, ...], args: Any, shared_mem: int = 0

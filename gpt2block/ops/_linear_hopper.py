@@ -127,6 +127,10 @@ class HopperProduct(NamedTuple):
         ring += tile.tiles * GROUP_COLUMNS // OCTET * tile.groups * self.octet
         return ALIGNMENT + tile.depth * ring + self.sums_bytes(tile)
 
+    def block_bytes(self, tile: HopperLinearTile) -> int:
+        """Return the maximum bytes of shared memory of a block, static and dynamic."""
+        return self.static_bytes(tile) + self.shared_bytes(tile)
+
 
 def width(dtype: str) -> int:
     """Return `Terms.width` for weights of `dtype`: values of a row that a lane loads at once."""
@@ -238,7 +242,7 @@ def _with_stages(
     """Return the tile with all stages that fit, and fewer blocks per SM if 2 stages do not fit."""
     slices = ceil(p.K * BYTES.get(p.dtype, 1) / LINE)
     for blocks in range(tile.blocks, 0, -1):
-        left = room(most_shared, blocks) - p.static_bytes(tile) - p.shared_bytes(tile)
+        left = room(most_shared, blocks) - p.block_bytes(tile)
         stages = tile.stages + left // (tile.depth * p.stage_bytes(tile))
         if stages >= tile.stages:
             most = max(2, slices // (tile.splits * tile.depth))
