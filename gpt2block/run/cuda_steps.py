@@ -74,7 +74,7 @@ class DecodingSteps:
         self._changed = np.zeros(B, np.int8)  # result of `_kind_of` for each slot
         # Arguments of the last assignment by `place`: number of rows, rows per slot, slots.
         self._placed: tuple[int, int, Ids] | None = None
-        self.times = StepTimes()  # of steps that compute guesses
+        self.times = StepTimes()  # measured times of steps that compute guesses
 
     @cached_property
     def masks(self) -> HostMasks:
