@@ -314,6 +314,8 @@ LOOKING = (
         ("{{ messages | map(attribute='content') | join(' ') | title }}", [END, ONE], None),
         (f"{{% if {FIRST} in 'x <|im_end|>' %}}{{{{ {FIRST} | int }}}}"
          f"{{{{ {FIRST} | list | reverse | join }}}}{{% endif %}}", [END], None),
+        ("{% set g = messages | groupby('role') | list %}{{ g | length }}{{ g | tojson }}"
+         "{{ g[0] | join }}{{ messages[0].values() | join }}", [END, ONE], None),
     ],
 )  # fmt: skip
 def test_names_that_templates_handle(
