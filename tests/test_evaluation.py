@@ -281,7 +281,9 @@ def test_a_gguf_file_is_evaluated_as_any_model(smollm2_files: Path) -> None:
     pairs = [("The capital of France is", " Paris"), ("The capital of Fran", "ce")]
     found = model.loglikelihood(requests("loglikelihood", *pairs), True)
     for each, (context, continuation) in zip(found, pairs, strict=True):
-        expected, greedy = sums(model, model.tok_encode(context) + model.tok_encode(continuation), 1)
+        expected, greedy = sums(
+            model, model.tok_encode(context) + model.tok_encode(continuation), 1
+        )
         assert each == (pytest.approx(expected, abs=1e-4), greedy)
     assert model.model.tokenizer.decode([model.prefix_token_id]) == "<|im_start|>"
 

@@ -663,7 +663,7 @@ WRONG_RULES: list[Any] = [
         ("/v1/rerank", {"query": "x", "documents": []}, 400, "documents", "at least 1 item"),
         ("/v1/rerank", {"query": "x", "documents": ["a", {"text": "b", "image": "c"}]}, 400,
          "documents", "documents.1.image: there is no such field"),
-        ("/v1/rerank", {"query": "x", "documents": ["a"], "top_n": -1}, 400, "top_n", "equal to 0"),
+        ("/v1/rerank", {"query": "x", "documents": ["a"], "top_n": 0}, 400, "top_n", "equal to 1"),
         ("/v1/rerank", {"query": "x" * 40_000, "documents": ["a"] * 200}, 413, "query",
          "expected at most 4,194,304 bytes, counted for each document"),
         ("/rerank", {"query": "x", "documents": ["a"]}, 400, "model",
@@ -1027,6 +1027,23 @@ def test_a_client_that_goes_frees_its_slots(stream: bool, behind: int) -> None:
         found = post(running, COMPLETION, {"prompt": "a", "max_tokens": 3, "temperature": 0})
         assert found[1]["choices"][0]["text"] == "bcd"
         eventually(lambda: running.requests(COMPLETION, 200 if stream else 499) == 3 + stream)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_sends_no_more_gets_its_answers(stream: bool) -> None:
+    """Its side of the connection ends; then the server answers all requests, and closes."""
+    engine, body = Slow(), {"prompt": "a", "max_tokens": 3, "temperature": 0, "stream": stream}
+    with serving(model_of(engine), rows=1) as running:
+        connection = sent(running, COMPLETION, body)
+        connection.sendall(b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        connection.shutdown(socket.SHUT_WR)
+        first = connection.recv(12)  # an interim response shows that the server knows
+        engine.go.set()
+        found = first + connection.makefile("rb").read()
+    statuses = re.findall(rb"HTTP/1.1 (\d+)", found)
+    assert [each for each in statuses if each != b"100"] == [b"200", b"200"]
+    assert (b"[DONE]" if stream else b'"bcd"') in found
+    assert found.endswith(b'{"status":"live"}')
 
 
 def test_requests_that_are_sent_before_the_answer() -> None:

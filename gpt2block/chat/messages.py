@@ -79,6 +79,8 @@ def normalized(
             if not isinstance(given, list) or not all(isinstance(call, Mapping) for call in given):
                 _refuse(f"tool_calls: expected a list of objects, got {shown(given)}", index)
             calls = [call.get("id") for call in given]
+            if twice := [id for id in calls if id is not None and calls.count(id) > 1]:
+                _refuse(f"tool_calls: expected each id once, got {shown(twice[0])} again", index)
             if write_calls is not None and written:
                 fields["content"] = write_calls(fields["content"], fields.pop("tool_calls"))
             elif arguments_as_objects:
