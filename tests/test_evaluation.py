@@ -280,10 +280,8 @@ def test_a_gguf_file_is_evaluated_as_any_model(smollm2_files: Path) -> None:
     # "France" is a single token: after "Fran", "ce" has the ids of a text alone.
     pairs = [("The capital of France is", " Paris"), ("The capital of Fran", "ce")]
     found = model.loglikelihood(requests("loglikelihood", *pairs), True)
-    for each, (context, continuation) in zip(found, pairs, strict=True):
-        expected, greedy = sums(
-            model, model.tok_encode(context) + model.tok_encode(continuation), 1
-        )
+    for each, pair in zip(found, pairs, strict=True):
+        expected, greedy = sums(model, [id for text in pair for id in model.tok_encode(text)], 1)
         assert each == (pytest.approx(expected, abs=1e-4), greedy)
     assert model.model.tokenizer.decode([model.prefix_token_id]) == "<|im_start|>"
 
