@@ -413,6 +413,28 @@ def test_no_token_ids_unless_they_are_requested(server: Running) -> None:
     assert (choice["token_ids"], choice["prompt_token_ids"]) == ([], [*b"ab"])
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("skips", [True, False, None])
+def test_special_tokens_in_a_text(stream: bool, skips: bool | None) -> None:
+    """They can be left out; stop strings then extend over them. Log-probabilities keep them."""
+    table = cycle(257)
+    table[98], table[END] = table[END - 1].copy(), table[98].copy()  # b, the end token, c
+    asked: dict[str, Any] = {"model": "small", "prompt": [END, 97], "temperature": 0}
+    more = {"extra_body": {"ignore_eos": True, "skip_special_tokens": skips}}
+    with serving(model_of(MarkovEngine(table)), rows=1) as running, client_of(running) as client:
+        create = partial(client.completions.create, max_tokens=5, stop="bcd", **asked, **more)
+        found = create(logprobs=0, stream=stream)
+        parts = [each.choices[0] for each in (found if stream else [found])]
+        echo = create(echo=True).choices[0].text
+    text, reason = ("", "stop") if skips else ("b<|endoftext|>cde", "length")
+    assert ("".join(part.text for part in parts), parts[-1].finish_reason) == (text, reason)
+    assert echo == ("a" if skips else "<|endoftext|>a") + text
+    told = [part.logprobs for part in parts]
+    assert [token for each in told for token in each.tokens][:2] == ["b", "<|endoftext|>"]
+    offsets = [offset for each in told for offset in each.text_offset]
+    assert offsets == ([0, 1, 1, 2] if skips else [0, 1, 14, 15, 16])
+
+
 @pytest.mark.parametrize("speculate", [False, True])
 @pytest.mark.parametrize(
     ("path", "body"),
@@ -1755,7 +1777,7 @@ def test_a_mistake_of_the_server(
     def fail(*_: Any) -> Any:
         raise RuntimeError("\x1b[31m red")
 
-    monkeypatch.setattr(answers.TextForm, "delta", fail)
+    monkeypatch.setattr(answers.TextForm, "deltas", fail)
     monkeypatch.setattr(passes, "vectors_of", fail)
     with serving(model, rows=1) as running, client_of(running) as client:
         asked: dict[str, Any] = {"model": "small", "prompt": "a", "stream": True}

@@ -50,6 +50,8 @@ def model() -> Any:
 class Held:
     """A chat template that waits for `go` before it renders."""
 
+    names = SimpleNamespace(fields=(), variables=())
+
     def __init__(self) -> None:
         self.go, self.begun = threading.Event(), []  # type: threading.Event, list[Any]
 

@@ -23,7 +23,7 @@ sys.path[:] = [each for each in sys.path if each != os.path.dirname(__file__)]
 
 import json  # noqa: E402
 import re  # noqa: E402
-from collections.abc import Callable, Iterator, MappingView  # noqa: E402
+from collections.abc import Callable, ItemsView, Iterator, KeysView, ValuesView  # noqa: E402
 from contextlib import suppress  # noqa: E402
 from datetime import datetime  # noqa: E402
 from functools import wraps  # noqa: E402
@@ -175,8 +175,8 @@ def _followed_filter(do: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(do)
     def filtered(*args: Any, **options: Any) -> Any:
-        views = (Iterator, MappingView)  # `plain` does not copy them
-        args = tuple(list(each) if isinstance(each, views) else each for each in args)
+        read = (Iterator, KeysView, ValuesView, ItemsView)  # `plain` does not copy them
+        args = tuple(list(each) if isinstance(each, read) else each for each in args)
         found = do(*args, **options)
         if not isinstance(found, (str, int, float)):
             return found

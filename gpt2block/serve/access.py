@@ -7,7 +7,6 @@ import re
 from collections.abc import Collection
 from random import getrandbits
 from time import perf_counter
-from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
