@@ -42,8 +42,7 @@ ANSWERS = deque[str]()  # answers that the tests' models give, in the order of r
 
 
 # Bytes, the end token, and special tokens of Mistral
-SPECIAL = {"<|endoftext|>": END, "[TOOL_CALLS]": 257, "[ARGS]": 258}
-RANKS = BYTES._mergeable_ranks
+RANKS, SPECIAL = BYTES._mergeable_ranks, {"<|endoftext|>": END, "[TOOL_CALLS]": 257, "[ARGS]": 258}
 ENCODING = tiktoken.Encoding("x", pat_str="(?s:.)", mergeable_ranks=RANKS, special_tokens=SPECIAL)
 
 

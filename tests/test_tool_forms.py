@@ -93,6 +93,7 @@ def test_a_text_in_place_of_calls(form: str) -> None:
     text = f'{{"a": "{FORMS[form].begins[0]}{{", "b": {json.dumps(written)}}}'
     assert joined(read(form, text, 3, True, "instead")) == (text, [])
     assert joined(read(form, written, 3, True, "instead")) == ("", CALLS)
+    assert joined(read(form, FORMS[form].begins[0][:-1], 3, True, "instead"))[0] == ""
 
 
 @pytest.mark.parametrize("form", FORMS)

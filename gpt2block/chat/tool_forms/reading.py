@@ -84,7 +84,7 @@ class CallReader:
                 yield
             yield from self._calls(0)
         if self._texts == "instead" and not self.count:
-            calls = (yield from self._matched(self._begin)) is not None
+            calls = (yield from self._matched(self._begin, drops=True)) is not None
             self._texts = "none" if calls else "around"
         while True:
             begin: Any = self._begin.search(self._text, partial=True) if calls else None
