@@ -106,7 +106,7 @@ class ToolUse:
         """
         if not self.held_by:
             return {}
-        require(f"{self.held_by} with tools", "tools", "llguidance")
+        require(f"a grammar of tool calls ({self.held_by})", "tools", "llguidance")
         tools = [self._tool(tool) for tool in self.allowed]
         special, format = partial(_special_id, encoding), self.format and _checked(*self.format)
         return {"grammar": lark(self.form, tools, self.required, self.parallel, special, format)}
