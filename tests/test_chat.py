@@ -192,7 +192,7 @@ def test_arguments_that_are_joined_to_text() -> None:
 
 
 EMPTY: list[Any] = [None, "", [], {}]
-CALLED = {"role": "assistant", "tool_calls": [{"id": "1", "function": CALL}]}
+CALLED: dict[str, Any] = {"role": "assistant", "tool_calls": [{"id": "1", "function": CALL}]}
 
 
 @pytest.mark.parametrize(
@@ -211,6 +211,7 @@ CALLED = {"role": "assistant", "tool_calls": [{"id": "1", "function": CALL}]}
          "expected the results in the order of the calls, got '2', at 1"),
         ("qwen", [{"role": "tool", "content": "", "tool_call_id": "1"}], "in the order of the ca"),
         ("qwen", [CALLED | {"tool_calls": "f"}], "tool_calls: expected a list of objects, got 'f'"),
+        ("qwen", [CALLED | {"tool_calls": CALLED["tool_calls"] * 2}], "each id once, got '1'"),
         ("qwen", [CALLED | {"refusal": "No"}], "reads no field 'refusal'"),
     ],
 )  # fmt: skip
@@ -314,6 +315,8 @@ LOOKING = (
         ("{{ messages | map(attribute='content') | join(' ') | title }}", [END, ONE], None),
         (f"{{% if {FIRST} in 'x <|im_end|>' %}}{{{{ {FIRST} | int }}}}"
          f"{{{{ {FIRST} | list | reverse | join }}}}{{% endif %}}", [END], None),
+        ("{% set g = messages | groupby('role') | list %}{{ g | length }}{{ g | tojson }}"
+         "{{ g[0] | join }}{{ messages[0].values() | join }}", [END, ONE], None),
     ],
 )  # fmt: skip
 def test_names_that_templates_handle(

@@ -413,6 +413,28 @@ def test_no_token_ids_unless_they_are_requested(server: Running) -> None:
     assert (choice["token_ids"], choice["prompt_token_ids"]) == ([], [*b"ab"])
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("skips", [True, False, None])
+def test_special_tokens_in_a_text(stream: bool, skips: bool | None) -> None:
+    """They can be left out; stop strings then extend over them. Log-probabilities keep them."""
+    table = cycle(257)
+    table[98], table[END] = table[END - 1].copy(), table[98].copy()  # b, the end token, c
+    asked: dict[str, Any] = {"model": "small", "prompt": [END, 97], "temperature": 0}
+    more = {"extra_body": {"ignore_eos": True, "skip_special_tokens": skips}}
+    with serving(model_of(MarkovEngine(table)), rows=1) as running, client_of(running) as client:
+        create = partial(client.completions.create, max_tokens=5, stop="bcd", **asked, **more)
+        found = create(logprobs=0, stream=stream)
+        parts = [each.choices[0] for each in (found if stream else [found])]
+        echo = create(echo=True).choices[0].text
+    text, reason = ("", "stop") if skips else ("b<|endoftext|>cde", "length")
+    assert ("".join(part.text for part in parts), parts[-1].finish_reason) == (text, reason)
+    assert echo == ("a" if skips else "<|endoftext|>a") + text
+    told = [part.logprobs for part in parts]
+    assert [token for each in told for token in each.tokens][:2] == ["b", "<|endoftext|>"]
+    offsets = [offset for each in told for offset in each.text_offset]
+    assert offsets == ([0, 1, 1, 2] if skips else [0, 1, 14, 15, 16])
+
+
 @pytest.mark.parametrize("speculate", [False, True])
 @pytest.mark.parametrize(
     ("path", "body"),
@@ -663,7 +685,7 @@ WRONG_RULES: list[Any] = [
         ("/v1/rerank", {"query": "x", "documents": []}, 400, "documents", "at least 1 item"),
         ("/v1/rerank", {"query": "x", "documents": ["a", {"text": "b", "image": "c"}]}, 400,
          "documents", "documents.1.image: there is no such field"),
-        ("/v1/rerank", {"query": "x", "documents": ["a"], "top_n": -1}, 400, "top_n", "equal to 0"),
+        ("/v1/rerank", {"query": "x", "documents": ["a"], "top_n": 0}, 400, "top_n", "equal to 1"),
         ("/v1/rerank", {"query": "x" * 40_000, "documents": ["a"] * 200}, 413, "query",
          "expected at most 4,194,304 bytes, counted for each document"),
         ("/rerank", {"query": "x", "documents": ["a"]}, 400, "model",
@@ -1027,6 +1049,23 @@ def test_a_client_that_goes_frees_its_slots(stream: bool, behind: int) -> None:
         found = post(running, COMPLETION, {"prompt": "a", "max_tokens": 3, "temperature": 0})
         assert found[1]["choices"][0]["text"] == "bcd"
         eventually(lambda: running.requests(COMPLETION, 200 if stream else 499) == 3 + stream)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_sends_no_more_gets_its_answers(stream: bool) -> None:
+    """Its side of the connection ends; then the server answers all requests, and closes."""
+    engine, body = Slow(), {"prompt": "a", "max_tokens": 3, "temperature": 0, "stream": stream}
+    with serving(model_of(engine), rows=1) as running:
+        connection = sent(running, COMPLETION, body)
+        connection.sendall(b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        connection.shutdown(socket.SHUT_WR)
+        first = connection.recv(12)  # an interim response shows that the server knows
+        engine.go.set()
+        found = first + connection.makefile("rb").read()
+    statuses = re.findall(rb"HTTP/1.1 (\d+)", found)
+    assert [each for each in statuses if each != b"100"] == [b"200", b"200"]
+    assert (b"[DONE]" if stream else b'"bcd"') in found
+    assert found.endswith(b'{"status":"live"}')
 
 
 def test_requests_that_are_sent_before_the_answer() -> None:
@@ -1738,7 +1777,7 @@ def test_a_mistake_of_the_server(
     def fail(*_: Any) -> Any:
         raise RuntimeError("\x1b[31m red")
 
-    monkeypatch.setattr(answers.TextForm, "delta", fail)
+    monkeypatch.setattr(answers.TextForm, "deltas", fail)
     monkeypatch.setattr(passes, "vectors_of", fail)
     with serving(model, rows=1) as running, client_of(running) as client:
         asked: dict[str, Any] = {"model": "small", "prompt": "a", "stream": True}

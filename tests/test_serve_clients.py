@@ -50,6 +50,8 @@ def model() -> Any:
 class Held:
     """A chat template that waits for `go` before it renders."""
 
+    names = SimpleNamespace(fields=(), variables=())
+
     def __init__(self) -> None:
         self.go, self.begun = threading.Event(), []  # type: threading.Event, list[Any]
 
@@ -240,6 +242,7 @@ def test_an_id_for_each_request(model: Any, caplog: pytest.LogCaptureFixture) ->
         (b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", 400, "Host"),
         (b"GET / HTTP/1.1\r\nX: " + b"x" * 70_000, 431, "expected HTTP/1.1"),
         (b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: gzip\r\n\r\n", 501, "chunked"),
+        (b"GET / HTTP/9.9\r\nHost: localhost\r\n\r\n", 505, "expected HTTP/1.1"),
     ],
 )
 def test_errors_of_http_are_those_of_the_protocol(

@@ -291,6 +291,8 @@ CALLS: list[dict[str, Any]] = [
     {"id": f"call_{name}", "type": "function", "function": {"name": name, "arguments": arguments}}
     for name, arguments in (("f", '{"a": 1}'), ("g", "{}"))
 ]
+ADDED = {"top_k": 4, "min_p": 0.5, "seed": 1, "chat_template_kwargs": {"a": 1},
+         "skip_special_tokens": True}  # fmt: skip
 USAGE = {"prompt_tokens": 5, "completion_tokens": 7, "total_tokens": 12}
 
 
@@ -314,8 +316,9 @@ def test_tool_calls_become_function_calls(
     text: str, calls: list[Any], reason: str, status: str
 ) -> None:
     """Whole answers and streams have function calls, in the same parts as OpenAI's service."""
-    message = {"role": "assistant", "content": text or None, "tool_calls": calls}
-    choice: dict[str, Any] = {"message": message, "finish_reason": reason}
+    indexed = [{"index": index, **call} for index, call in enumerate(calls)]
+    message = {"role": "assistant", "content": text or None, "tool_calls": indexed}
+    choice: dict[str, Any] = {"deltas": [{"delta": message, "finish_reason": reason}]}
     cached = {**USAGE, "prompt_tokens_details": {"cached_tokens": 4}}
     fields: dict[str, Any] = {"tools": [TOOL], "text": {"format": SCHEMA},
                               "tool_choice": {"type": "function", "name": "f"}}  # fmt: skip
@@ -414,8 +417,7 @@ def test_items_become_messages(given: Any, messages: list[Any]) -> None:
          {"response_format": {"type": "json_object"}}),
         ({"include": [responses.LOGPROBS], "top_logprobs": 3},
          {"logprobs": True, "top_logprobs": 3}),
-        ({"top_k": 4, "min_p": 0.5, "seed": 1, "chat_template_kwargs": {"a": 1}},
-         {"top_k": 4, "min_p": 0.5, "seed": 1, "chat_template_kwargs": {"a": 1}}),
+        ({**ADDED}, ADDED),
     ],
 )  # fmt: skip
 def test_fields_of_the_chat(fields: dict[str, Any], body: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import tiktoken
 
 pytest.importorskip("starlette", reason="the extra serve is not installed")
 pytest.importorskip("uvicorn", reason="the extra serve is not installed")
@@ -17,7 +18,7 @@ from gpt2block.chat.template import ChatTemplate
 from gpt2block.generation.options import Options
 from gpt2block.serve.protocol import SampledRequest
 from tests.markov import MarkovEngine, cycle
-from tests.serving import Running, exchanged, model_of, post, serving
+from tests.serving import BYTES, Running, exchanged, model_of, post, serving
 from tests.tool_answers import TEMPLATES
 
 CHAT, END = "/v1/chat/completions", 256
@@ -29,6 +30,8 @@ SCHEMA = {
 FUNCTION = {"name": "weather", "description": "Weather of a city.", "parameters": SCHEMA}
 TOOL = {"type": "function", "function": FUNCTION}
 STRICT = {"type": "function", "function": {**FUNCTION, "strict": True}}
+FLAT = [{"type": "function", **FUNCTION}]  # for /v1/responses
+FORMAT = {"type": "json_schema", "json_schema": {"schema": SCHEMA}}
 NAMED = {"type": "function", "function": {"name": "weather"}}
 PARIS = '{"city": "Paris"}'
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
@@ -38,17 +41,22 @@ BAD = CALL.replace('"Paris"', "Paris")
 ANSWERS = deque[str]()  # answers that the tests' models give, in the order of requests
 
 
+# Bytes, the end token, and special tokens of Mistral
+RANKS, SPECIAL = BYTES._mergeable_ranks, {"<|endoftext|>": END, "[TOOL_CALLS]": 257, "[ARGS]": 258}
+ENCODING = tiktoken.Encoding("x", pat_str="(?s:.)", mergeable_ranks=RANKS, special_tokens=SPECIAL)
+
+
 def said() -> Iterator[int]:
-    yield from ANSWERS.popleft().encode()
+    yield from ENCODING.encode(ANSWERS.popleft(), allowed_special="all")
     yield END
 
 
 @contextmanager
 def answering(source: str, **settings: Any) -> Iterator[Running]:
     """Run a server whose model has a chat template and gives the ANSWERS."""
-    engine = MarkovEngine(cycle(257), n_ctx=4096, script=[said() for _ in range(200)])
+    engine = MarkovEngine(cycle(259), n_ctx=4096, script=[said() for _ in range(200)])
     model = model_of(engine, chat_template=ChatTemplate(source, {}))
-    with serving(model, rows=4, **settings) as running:
+    with serving(model, ENCODING, rows=4, **settings) as running:
         yield running
 
 
@@ -107,12 +115,11 @@ def test_answers_and_streams(
     ANSWERS.extend([answer, answer])
     (choice,) = chat(server)["choices"]
     chunks = streamed(server)
-    message, calls = choice["message"], choice["message"].pop("tool_calls", [])
-    assert message == {"role": "assistant", "content": content, "refusal": None}
+    calls = choice["message"].pop("tool_calls", [])
+    assert choice["message"] == {"role": "assistant", "content": content, "refusal": None}
     assert choice["finish_reason"] == chunks[-1]["finish_reason"] == reason
-    assert [each["function"] for each in calls] == [
-        {"name": "weather", "arguments": each} for each in arguments
-    ]
+    functions = [{"name": "weather", "arguments": each} for each in arguments]
+    assert [each["function"] for each in calls] == functions
     assert len({each["id"] for each in calls}) == len(calls)
     deltas = [chunk["delta"] for chunk in chunks]
     assert deltas[0] == {"role": "assistant", "content": ""}
@@ -141,6 +148,8 @@ def test_choices_are_read_on_their_own(server: Running) -> None:
         ({"tool_choice": NAMED}, "start: begin body\n"),
         ({"tools": [STRICT]}, "start: (head body)* text"),
         ({"parallel_tool_calls": False}, "start: text | head body"),
+        ({"response_format": FORMAT}, 'start: %json {"type": "object", "properties": {"city": '),
+        ({"response_format": FORMAT, "tool_choice": "required"}, "start: begin body ("),
     ],
 )
 def test_when_an_answer_is_held_to_a_grammar(
@@ -164,17 +173,22 @@ def test_when_an_answer_is_held_to_a_grammar(
 
 
 @pytest.mark.parametrize(
-    ("more", "end", "reason"), [({"max_tokens": 60}, 60, "length"), ({"stop": '"Par'}, 54, "stop")]
-)
+    ("more", "end", "reason"),
+    [({"max_tokens": 60}, 60, "length"), ({"stop": '"Par'}, 54, "stop"),
+     ({"max_tokens": 20}, 20, "length"), ({"stop": "_call"}, 5, "stop")],
+)  # fmt: skip
 def test_a_call_that_is_cut(
     server: Running, grammars: list[Any], more: Any, end: int, reason: str
 ) -> None:
     """A call cut by the limit has its arguments so far; without a grammar, it remains text."""
-    ANSWERS.extend([CALL, CALL])
+    ANSWERS.extend([CALL] * 3)
     held = chat(server, tool_choice="required", **more)["choices"][0]
+    chunks = streamed(server, tool_choice="required", **more)
     free = chat(server, **more)["choices"][0]
+    assert not any(chunk["delta"].get("content") for chunk in chunks)
+    assert held["message"]["content"] is None
     (found,) = held["message"]["tool_calls"]
-    assert found["function"]["arguments"] == PARIS[: end - CALL.index('{"city')]
+    assert found["function"]["arguments"] == PARIS[: max(0, end - CALL.index('{"city'))]
     assert free["message"]["content"] == CALL[:end]
     assert held["finish_reason"] == free["finish_reason"] == reason
 
@@ -209,6 +223,12 @@ def test_tools_in_the_prompt(server: Running) -> None:
         ({"functions": [FUNCTION]}, "functions", "is not supported"),
         ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", "expected no tools besi"),
         ({"messages": [1]}, "messages", "expected a list of messages"),
+        ({"tool_choice": "required", "min_tokens": 3}, "min_tokens",
+         "min_tokens: expected none with tool_choice, which decides where the text ends"),
+        ({"tool_choice": NAMED, "ignore_eos": True}, "ignore_eos", "expected none with tool_cho"),
+        ({"tools": [STRICT], "stop_token_ids": [3]}, "stop_token_ids", "expected none with tools"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "a"}}}},
+         "response_format", "response_format.json_schema.schema: Invalid type: a"),
     ],
 )  # fmt: skip
 def test_a_wrong_request(server: Running, more: Any, param: str, words: str) -> None:
@@ -220,14 +240,14 @@ def test_a_wrong_request(server: Running, more: Any, param: str, words: str) -> 
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ("{{ messages }}", "reads no tools: leave them out, or set tool_choice"),
-        ("<tool_call></tool_call>{{ messages }}", "reads no tools: leave them out"),
+        ("<tool_call></tool_call>{{ messages }}", "reads no tools: leave them out, set tool_choice "
+         'to "none", or start the server with --tool-form general'),
         ("{{ tools }}{{ messages }}", "does not show the form in which this model writes calls: "
          "start the server with --tool-form hermes or "),
     ],
 )  # fmt: skip
 def test_a_template_that_does_not_do(source: str, words: str) -> None:
-    with answering(source) as running:
+    with answering(source, tool_form=None if "tools" in source else "hermes") as running:
         status, found = post(running, CHAT, {"messages": HELLO, "tools": [TOOL]})
     assert (status, found["error"]["param"]) == (400, "tools")
     assert words in found["error"]["message"]
@@ -240,15 +260,67 @@ def test_a_schema_that_a_grammar_cannot_follow(server: Running, part: Any) -> No
     body = {"messages": HELLO, "tools": [TOOL, {**TOOL, "function": function}]}
     status, found = post(server, CHAT, {**body, "tool_choice": "required"})
     assert (status, found["error"]["param"]) == (400, "tools")
-    expected = "tools.1.function.parameters: "
-    assert found["error"]["message"].startswith(expected)
+    assert found["error"]["message"].startswith("tools.1.function.parameters: ")
 
 
 def test_the_form_of_the_settings() -> None:
     ANSWERS.append("[TOOL_CALLS]weather[ARGS]{}")
     with answering("{{ tools }}{{ messages }}", tool_form="mistral-args") as running:
-        (found,) = chat(running)["choices"][0]["message"]["tool_calls"]
+        (found,) = chat(running, skip_special_tokens=True)["choices"][0]["message"]["tool_calls"]
     assert (found["function"]["name"], len(found["id"])) == ("weather", 9)
+
+
+ROLES = "{{ 'system' if m.role == 'system' else 'user' if m.role == 'user' else 'assistant' }}"
+
+
+@pytest.mark.parametrize(
+    ("form", "role"), [("general", "{{ tools[0] }}{{ m.role }}"), (None, ROLES)]
+)
+def test_tools_for_any_template(grammars: list[Any], form: str | None, role: str) -> None:
+    """A system message describes the tools; calls, which are not required, follow a rule."""
+    ANSWERS.extend(["Mild.", CALL, WARM])
+    with answering(TEMPLATES["general"].replace("{{ m.role }}", role), tool_form=form) as running:
+        asked = [{"role": "system", "content": [{"type": "text", "text": "Be brief."}]}, *HELLO]
+        first = chat(running, messages=asked, return_token_ids=True)
+        message = chat(running)["choices"][0]["message"]
+        (made,) = message["tool_calls"]
+        asked = [*HELLO, message, {"role": "tool", "tool_call_id": made["id"], "content": "20"}]
+        last = chat(running, messages=asked, tool_choice="none", return_token_ids=True)
+    assert first["choices"][0]["message"]["content"] == "Mild."
+    assert made["function"]["arguments"] == PARIS
+    prompts = [bytes(each["prompt_token_ids"]).decode() for each in (first, last)]
+    assert "system\nBe brief.\n\nYou may call functions." in prompts[0]
+    assert f"{json.dumps([TOOL])}\nTo call a function" in prompts[0]
+    assert f"assistant\n{CALL}<|im_end|>\n<|im_start|>" in prompts[1]
+    assert prompts[1].endswith("tool\n20<|im_end|>\n" if form else "user\n20<|im_end|>\n")
+    assert '"city"' in grammars[0]
+    assert "start: (head body)* text" in grammars[0]
+
+
+def test_items_of_a_response_are_those_of_its_stream(server: Running) -> None:
+    answer = f"I look.\n{CALL} Done.\n{CALL} And"
+    ANSWERS.extend([answer, answer])
+    body = {"input": "x", "tools": FLAT, "max_output_tokens": len(answer) - 1}
+    whole = post(server, "/v1/responses", body)[1]["output"]
+    events = exchanged(f"{server.url}/v1/responses", {**body, "stream": True})[2].split("\n\n")
+    last = json.loads(events[-2].partition("data: ")[2])["response"]["output"]
+    texts = ["I look.", PARIS, " Done.", PARIS, " An"]
+    for items in (whole, last):
+        assert [item["status"] for item in items] == ["completed"] * 4 + ["incomplete"]
+        assert [item.get("arguments") or item["content"][0]["text"] for item in items] == texts
+
+
+def test_a_text_of_a_format_or_a_call(server: Running, grammars: list[Any]) -> None:
+    """The first request is the one of instructor's mode RESPONSES_TOOLS."""
+    text, named = json.dumps({"city": CALL}), {"type": "function", "name": "weather"}
+    given = {"type": "json_schema", "name": "weather", "strict": True, "schema": SCHEMA}
+    for choice, answer in ((named, CALL), ("auto", CALL), ("auto", text)):
+        ANSWERS.append(answer)
+        body = {"input": HELLO, "tools": FLAT, "tool_choice": choice, "text": {"format": given}}
+        (item,) = post(server, "/v1/responses", body)[1]["output"]
+        assert item.get("arguments", PARIS) == PARIS
+        assert [part["text"] for part in item.get("content", ())] == [text] * (answer == text)
+    assert ["start: %json" in each for each in grammars] == [False, True, True]
 
 
 # --- clients --------------------------------------------------------------------------------------
@@ -286,9 +358,8 @@ def test_a_round_of_langchain(server: Running) -> None:
     model = langchain.ChatOpenAI(model="small", base_url=f"{server.url}/v1", api_key="x")
     asking, messages = model.bind_tools([weather]), [("user", "How warm is it?")]
     message = asking.invoke(messages)
-    assert [(each["name"], each["args"]) for each in message.tool_calls] == [
-        ("weather", {"city": "Paris"})
-    ]
+    called = [(each["name"], each["args"]) for each in message.tool_calls]
+    assert called == [("weather", {"city": "Paris"})]
     result = weather.invoke(message.tool_calls[0])
     assert asking.invoke([*messages, message, result]).content == WARM
     whole = None
@@ -317,14 +388,16 @@ def test_a_round_of_pydantic_ai(server: Running, grammars: list[Any]) -> None:
     assert asked == ["Paris"]
 
 
-def test_an_object_of_instructor(server: Running, grammars: list[Any]) -> None:
+@pytest.mark.parametrize("mode", ["TOOLS", "RESPONSES_TOOLS"])
+def test_an_object_of_instructor(server: Running, grammars: list[Any], mode: str) -> None:
     instructor = pytest.importorskip("instructor", reason="instructor is not installed")
     openai = pytest.importorskip("openai", reason="openai, a client, is not installed")
     pydantic = pytest.importorskip("pydantic")
     Weather = pydantic.create_model("weather", city=(str, ...))
     ANSWERS.extend([CALL])
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0)
-    create = instructor.from_openai(client).chat.completions.create
+    made = instructor.from_openai(client, mode=getattr(instructor.Mode, mode))
+    create = made.chat.completions.create
     found = create(model="small", messages=HELLO, response_model=Weather, max_retries=0)
     assert found.city == "Paris"
     assert "start: begin body\n" in grammars[0]

@@ -82,6 +82,7 @@ EXAMPLES: dict[str, list[Example]] = {
         ("functools.cache(f)", "functools.cache(f)", []),
     ],
 }  # fmt: skip
+EXAMPLES["general"] = EXAMPLES["hermes"]
 
 _TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
 # For each form a template that contains the form's markers, as the models' own templates do.
@@ -120,6 +121,7 @@ TEMPLATES = {
     "phi4-mini": "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
     "{% if m.role == 'system' and 'tools' in m %}<|tool|>{{ m.tools }}<|/tool|>{% endif %}<|end|>"
     "{% endfor %}",
+    "general": "{% for m in messages %}" + _TURN + "{% endfor %}",
 }  # fmt: skip
 
 

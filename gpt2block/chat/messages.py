@@ -6,6 +6,7 @@ Sources: OpenAI, "API reference" (Chat Completions); Hugging Face, "Chat templat
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -58,19 +59,22 @@ def normalized(
     joined from its parts; a missing content of the assistant becomes "". Arguments of tool calls
     that are the text of a JSON object become the object; other arguments stay. If the template does
     not read tool_calls, `write_calls`(content, tool_calls) returns the content with the calls in
-    it; None: such a message is refused. Raises InputError for messages of another form, and for
-    roles and fields that the template would ignore.
+    it, and results become messages of the user if the template does not read their role; None: such
+    messages are refused. Raises InputError for messages of another form, and for roles and fields
+    that the template would ignore.
     """
     checked(messages)
     read = {"role", "content", "tool_call_id", *names.fields}
+    written = write_calls is not None and "tool_calls" not in read
     found, calls = [], list[Any]()  # calls: ids of tool calls that still lack a result
     for index, message in enumerate(messages):
         fields = {name: value for name, value in message.items() if not _absent(name, value)}
         fields["content"] = _text(message, index)
         role = fields["role"]
         if not (names.any_role or role in names.fields or role in USUAL_ROLES):
-            _refuse(f"the chat template reads no messages with the role {shown(role)}", index)
-        written = write_calls is not None and "tool_calls" not in read
+            if not (written and role == "tool"):
+                _refuse(f"the chat template reads no messages with the role {shown(role)}", index)
+            fields["role"] = "user"
         unread = [n for n in fields if n not in read and not (written and n == "tool_calls")]
         if unread:
             _refuse(f"the chat template reads no field {shown(unread[0])}: leave it out", index)
@@ -79,6 +83,9 @@ def normalized(
             if not isinstance(given, list) or not all(isinstance(call, Mapping) for call in given):
                 _refuse(f"tool_calls: expected a list of objects, got {shown(given)}", index)
             calls = [call.get("id") for call in given]
+            ids = Counter(str(id) for id in calls if id is not None)
+            if twice := [id for id, count in ids.items() if count > 1]:
+                _refuse(f"tool_calls: expected each id once, got {shown(twice[0])} again", index)
             if write_calls is not None and written:
                 fields["content"] = write_calls(fields["content"], fields.pop("tool_calls"))
             elif arguments_as_objects:
@@ -154,6 +161,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def continued(message: Message, text: str) -> dict[str, Any]:
-    """Return a message with `text` appended to its content."""
-    return {**message, "content": _text(message, 0) + text}
+def continued(message: Message, text: str, between: str = "") -> dict[str, Any]:
+    """Return a message with `text` appended to its content. between: text between both, if any."""
+    content = _text(message, 0)
+    return {**message, "content": f"{content}{between if content else ''}{text}"}

@@ -23,7 +23,7 @@ sys.path[:] = [each for each in sys.path if each != os.path.dirname(__file__)]
 
 import json  # noqa: E402
 import re  # noqa: E402
-from collections.abc import Callable, Iterator  # noqa: E402
+from collections.abc import Callable, ItemsView, Iterator, KeysView, ValuesView  # noqa: E402
 from contextlib import suppress  # noqa: E402
 from datetime import datetime  # noqa: E402
 from functools import wraps  # noqa: E402
@@ -80,8 +80,10 @@ def plain(value: Any) -> Any:
     """Return a copy of a value with each mark replaced by the character that it stands for."""
     if isinstance(value, str):
         return str.translate(value, marks.back)
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(plain, value))
+    if isinstance(value, list):
+        return [*map(plain, value)]
+    if isinstance(value, tuple):
+        return tuple.__new__(type(value), map(plain, value))  # also a named tuple, as of `groupby`
     return {plain(k): plain(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
@@ -173,7 +175,8 @@ def _followed_filter(do: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(do)
     def filtered(*args: Any, **options: Any) -> Any:
-        args = tuple(list(each) if isinstance(each, Iterator) else each for each in args)
+        read = (Iterator, KeysView, ValuesView, ItemsView)  # `plain` does not copy them
+        args = tuple(list(each) if isinstance(each, read) else each for each in args)
         found = do(*args, **options)
         if not isinstance(found, (str, int, float)):
             return found

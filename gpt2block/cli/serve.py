@@ -113,7 +113,7 @@ def serve(
     ),
     tool_form: FormName | None = option(
         "Form in which the model writes calls of tools; by default the form that its chat template "
-        "shows."
+        "shows, or general if the template reads no tools."
     ),
     log_level: Literal["error", "warning", "info"] = option(
         "Messages on standard error; info: also a line for each request.", "warning"

@@ -132,6 +132,16 @@ class EvaluatedModel(TemplateLM):
         found = token_ids(self.model.tokenizer, string, self._vocab_size, "text", special=True)
         return [int(token) for token in found]
 
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Return the ids of a context and of its continuation, as lm_eval divides them.
+
+        If a token extends over the end of the context so that no id is left for the continuation,
+        the continuation gets the ids that it has as a text of its own.
+        """
+        before, after = super()._encode_pair(context, continuation)
+        spaces = context[len(context.rstrip()) :]  # lm_eval moves them to the continuation
+        return before, after or self.tok_encode(spaces + continuation, add_special_tokens=False)
+
     def _loglikelihood_tokens(
         self, requests: Sequence[Request], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[Scored]:

@@ -116,6 +116,7 @@ class Row:
         self.reused = 0  # number of prompt tokens whose keys and values were reused
         self.client = ""  # owner: prompts are reused only within a client
         self.held = False  # whether Batch.step may deliver tokens later
+        self.unwritten: frozenset[int] = frozenset()  # ids of tokens that the text leaves out
         self._encoding = encoding
         self._at_end_token = self._closed = False
         self._decoded = 0  # number of decoded tokens
@@ -132,7 +133,7 @@ class Row:
         found.ends = replace(self.ends, stop=(), encoding=None)
         found._encoding = None
         found.tokens, found.logprobs, found.tops, found.guessed = [], [], [], []
-        found._pieces = []
+        found._pieces, found.unwritten = [], frozenset()
         return found
 
     @cached_property
@@ -292,6 +293,8 @@ class Row:
 
     def _bytes(self, tokens: Sequence[int]) -> bytes:
         encoding = of_outputs(self._encoding) if tokens else None
+        if self.unwritten:
+            tokens = [token for token in tokens if token not in self.unwritten]
         return b"" if encoding is None else bytes_of_ids(encoding, tokens)
 
 

@@ -7,7 +7,6 @@ import re
 from collections.abc import Collection
 from random import getrandbits
 from time import perf_counter
-from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
@@ -21,6 +20,7 @@ FRAMED_TWICE = ApiError(400, "expected Content-Length or Transfer-Encoding, got 
 OVERLOADED = ApiError(
     503, "the server has as many connections as it takes: try again later", code="overloaded"
 )
+OTHER_VERSION = ApiError(505, "the request: expected HTTP/1.1")
 REQUEST_ID = re.compile("[!-~]{1,128}")
 HOST = re.compile(r"(\[[^]]*\]|[^:]*)(:[0-9]*)?")
 HEADERS = {
@@ -67,15 +67,17 @@ class Access:
             await send(message)
 
         try:
-            app = self._refusal(headers, state) or self._app
+            app = self._refusal(scope, headers) or self._app
             await app(scope, receive, noted)
         finally:
             if log.isEnabledFor(logging.INFO):
                 seconds = perf_counter() - begun
                 log.info("%s", printable(_line(scope, f"{status} {seconds:.3f} s")))
 
-    def _refusal(self, headers: Headers, state: dict[str, Any]) -> ASGIApp | None:
-        if state.get("overloaded"):
+    def _refusal(self, scope: Scope, headers: Headers) -> ASGIApp | None:
+        if not scope["http_version"].startswith("1."):
+            return error_response(OTHER_VERSION, connection="close")
+        if scope["state"].get("overloaded"):
             return error_response(OVERLOADED)
         if "content-length" in headers and "transfer-encoding" in headers:
             return error_response(FRAMED_TWICE, connection="close")

@@ -12,7 +12,7 @@ import math
 import random
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from time import monotonic, perf_counter
@@ -213,6 +213,12 @@ class Answer:
 class Sent:
     """Converts completion objects to responses and events; a subclass, to those of another API."""
 
+    def choice(
+        self, form: Form, index: int, choice: AnswerChoice, logprobs: bool
+    ) -> dict[str, Any]:
+        """Return a choice of the completion from which `whole` makes a response."""
+        return form.choice(index, choice, logprobs)
+
     def whole(self, found: dict[str, Any]) -> dict[str, Any]:
         """Return the object of a complete response. found: the object of a completion."""
         return found
@@ -231,13 +237,19 @@ class Sent:
 
 
 class Form(ABC):
-    """Base class of response formats. encoding: tokenizer; None for a model without tokenizer."""
+    """Base class of response formats. encoding: tokenizer; None for a model without tokenizer.
+
+    unwritten: as in Row.
+    """
 
     prefix, whole, chunk = "", "", ""
 
-    def __init__(self, model: str, encoding: Encoding | None) -> None:
+    def __init__(
+        self, model: str, encoding: Encoding | None, unwritten: Collection[int] = ()
+    ) -> None:
         self.id = f"{self.prefix}-{random.getrandbits(128):032x}"
         self._model, self._encoding, self._created = model, encoding, int(time.time())
+        self._unwritten = unwritten
 
     def object(self, kind: str, choices: list[Any], **more: Any) -> dict[str, Any]:
         head = {"id": self.id, "object": kind, "created": self._created, "model": self._model}
@@ -248,10 +260,10 @@ class Form(ABC):
         """Return a complete response. logprobs: whether it includes tokens' log-probabilities."""
 
     @abstractmethod
-    def delta(
+    def deltas(
         self, index: int, part: AnswerChoice, logprobs: bool, offsets: TextOffsets
-    ) -> dict[str, Any]:
-        """Return a chunk of a stream. offsets: TextOffsets after the previous chunks."""
+    ) -> list[dict[str, Any]]:
+        """Return one or more chunks of a stream. offsets: TextOffsets after the previous chunks."""
 
     def is_empty(self, delta: dict[str, Any]) -> bool:
         """Return whether a chunk without log-probabilities has no content."""
@@ -288,14 +300,14 @@ class TextForm(Form):
     prefix, whole, chunk = "cmpl", "text_completion", "text_completion"
 
     def choice(self, index: int, choice: AnswerChoice, logprobs: bool) -> dict[str, Any]:
-        return self.delta(index, choice, logprobs, TextOffsets())
+        return self.deltas(index, choice, logprobs, TextOffsets())[0]
 
-    def delta(
+    def deltas(
         self, index: int, part: AnswerChoice, logprobs: bool, offsets: TextOffsets
-    ) -> dict[str, Any]:
+    ) -> list[dict[str, Any]]:
         found = self._logprobs(part.scored, offsets) if logprobs else None
         text, reason = part.text, part.reason
-        return {"index": index, "text": text, "logprobs": found, "finish_reason": reason}
+        return [{"index": index, "text": text, "logprobs": found, "finish_reason": reason}]
 
     def _logprobs(self, scored: Scored, offsets: TextOffsets) -> dict[str, Any]:
         """Return the logprobs object; alternatives, if requested, include the token itself."""
@@ -310,7 +322,10 @@ class TextForm(Form):
             "tokens": texts,
             "token_logprobs": [None if each is None else finite(each) for each in scored.logprobs],
             "top_logprobs": found if any(found) else None,
-            "text_offset": [offsets.next(self.bytes_of(token)) for token in scored.tokens],
+            "text_offset": [
+                offsets.next(b"" if token in self._unwritten else self.bytes_of(token))
+                for token in scored.tokens
+            ],
         }
 
 
@@ -323,11 +338,26 @@ class ChatForm(Form):
         message = {"role": "assistant", "content": choice.text, "refusal": None}
         return self._told({"index": index, "message": message}, choice, logprobs)
 
-    def delta(
+    def deltas(
         self, index: int, part: AnswerChoice, logprobs: bool, offsets: TextOffsets
-    ) -> dict[str, Any]:
-        new = {"content": part.text} if part.text else {}
-        return self._told({"index": index, "delta": new}, part, logprobs)
+    ) -> list[dict[str, Any]]:
+        new, part = self._read(index, part, part.reason is not None)
+        found = [
+            self._told({"index": index, "delta": each}, AnswerChoice(), False)
+            for each in new or [{}]
+        ]
+        found[0]["logprobs"] = self._logprobs(part.scored) if logprobs else None
+        found[-1]["finish_reason"] = part.reason
+        return found
+
+    def _read(
+        self, index: int, part: AnswerChoice, final: bool
+    ) -> tuple[list[dict[str, Any]], AnswerChoice]:
+        """Return what a part adds to the message, in order, and the part with its end's reason.
+
+        final: whether the answer ends with this part.
+        """
+        return [{"content": part.text}] if part.text else [], part
 
     def first(self, index: int) -> dict[str, Any]:
         delta = {"role": "assistant", "content": ""}
@@ -397,16 +427,16 @@ async def streamed(
         form.with_prompts(found, {index: untold.pop(index) for index in first})
         return sent.chunk(found)
 
-    def delta(
+    def deltas(
         index: int, part: AnswerChoice, new: list[int], guessed: list[bool]
-    ) -> dict[str, Any]:
-        found = form.delta(index, part, logprobs, offsets[index])
+    ) -> list[dict[str, Any]]:
+        found = form.deltas(index, part, logprobs, offsets[index])
         if part.reason and answer.rows:
-            found["seed"] = answer.rows[index].sampling.seed
+            found[-1]["seed"] = answer.rows[index].sampling.seed
         if prompts is not None:
-            found["token_ids"] = new
+            found[0]["token_ids"] = new
             if guesses:
-                found["guessed"] = guessed
+                found[0]["guessed"] = guessed
         return found
 
     offsets, count, last = [TextOffsets() for _ in echoes], 0, 0.0
@@ -416,14 +446,15 @@ async def streamed(
             if beginning := form.first(index):
                 yield event(beginning)
             if echo.text:
-                yield event(delta(index, echo, [], []))
+                yield event(*deltas(index, echo, [], []))
         async with aclosing(answer.pieces()) as pieces:
             async for new in pieces:
                 count += sum(len(part.tokens) for _, part in new)
                 parts = [
-                    delta(index, _choice(part), part.tokens, part.guessed)
+                    each
                     for index, part in new
                     if part.text or part.finish_reason or (part.tokens and detailed)
+                    for each in deltas(index, _choice(part), part.tokens, part.guessed)
                 ]
                 found = [event(part) for part in parts if detailed or not form.is_empty(part)]
                 if found:

@@ -30,6 +30,7 @@ from starlette.types import Receive, Scope, Send
 import gpt2block
 from gpt2block.chat.template import ChatTemplate, RenderingTimeoutError
 from gpt2block.chat.tool_forms import FORMS
+from gpt2block.chat.tool_forms.base import reads_tools
 from gpt2block.errors import CheckpointError, InputError
 from gpt2block.generation.generate import Run
 from gpt2block.generation.rows import Row
@@ -75,7 +76,7 @@ from gpt2block.serve.settings import ServedModel, ServerSettings
 from gpt2block.serve.tools import ToolChatForm, ToolUse
 from gpt2block.serve.workers import Workers
 from gpt2block.tokenizers import tokenizer
-from gpt2block.tokenizers.encoding import Encoding, bytes_of_ids
+from gpt2block.tokenizers.encoding import Encoding, bytes_of_ids, special_id
 
 MOST_BODY = 4 * 2**20  # most bytes of a request's body
 MOST_DROPPED = 64 * 2**20  # most bytes read of a too large body: clients read errors after it
@@ -290,13 +291,16 @@ class Server:
         if new == 0 and given.stream:
             raise ApiError(400, "stream: expected max_tokens of at least 1", "stream")
         prompts = [self._ids(*each) for each in named("prompt", given.prompt)]
-        rows = self._rows(prompts, given, 16 if new is None else new, top) if new != 0 else []
+        most, unwritten = 16 if new is None else new, self._unwritten(given, None)
+        rows = self._rows(prompts, given, most, top, None) if most else []
         echoes = [AnswerChoice() for _ in prompts]
         if given.echo:
             for echo, ids, prompt in zip(echoes, prompts, given.prompt, strict=True):
-                data = bytes_of_ids(self.encoding, ids.tolist())
+                data = bytes_of_ids(
+                    self.encoding, [id for id in ids.tolist() if id not in unwritten]
+                )
                 echo.text = prompt if isinstance(prompt, str) else data.decode(errors="replace")
-        form = TextForm(self.settings.name, self.encoding)
+        form = TextForm(self.settings.name, self.encoding, unwritten)
         of_rows = [each for each in echoes for _ in range(n)]
         return Asked(given, rows, prompts, of_rows, form, given.logprobs is not None)
 
@@ -314,8 +318,7 @@ class Server:
         self._check_length(len(found), "messages")
         ids = np.array(found, np.int32)
         most = given.max_completion_tokens or given.max_tokens or self.model.config.n_ctx
-        grammar = {} if use is None else use.grammar(self.encoding)
-        rows = self._rows([ids], given, most, top, **grammar)
+        rows = self._rows([ids], given, most, top, use)
         named = (self.settings.name, self.encoding)
         form = ChatForm(*named) if use is None else ToolChatForm(*named, use)
         return Asked(given, rows, [ids], [AnswerChoice()] * len(rows), form, logprobs)
@@ -357,6 +360,8 @@ class Server:
             template.seconds = TEMPLATE_SECONDS
             if self.settings.tool_form is not None:
                 template.tool_form = FORMS[self.settings.tool_form]
+            elif not reads_tools(template.names):
+                template.tool_form = FORMS["general"]
         template.check = check
         try:
             yield template
@@ -376,12 +381,18 @@ class Server:
     def _check_length(self, count: int, field: str, least: str = "") -> None:
         check_length(count, self.model.config.n_ctx, field, least)
 
+    def _unwritten(self, given: SampledRequest, use: ToolUse | None) -> frozenset[int]:
+        """Return ids of tokens that the texts leave out. The marks of calls stay, to be read."""
+        names = self.encoding.special_tokens_set if given.skip_special_tokens else set[str]()
+        kept = () if use is None else use.form.marks
+        return frozenset(special_id(self.encoding, name) for name in names.difference(kept))
+
     def _rows(
-        self, prompts: list[Ids], given: SampledRequest, most: int, top: int, **more: Any
+        self, prompts: list[Ids], given: SampledRequest, most: int, top: int, use: ToolUse | None
     ) -> list[Row]:
         """Return a request's rows (continuations).
 
-        top: alternatives to report per token. more: further keywords of `GPT2.generate`.
+        top: alternatives to report per token.
         """
         count, most_rows = len(prompts) * (given.n or 1), self.model.slots + self.settings.queue
         if count > most_rows:
@@ -389,12 +400,13 @@ class Server:
             raise ApiError(400, problem, "n")
         if (given.min_tokens or 0) > most:
             raise ApiError(400, f"min_tokens: expected at most max_tokens, {most}", "min_tokens")
-        ids = self._stop_ids(given)
-        options = given.options(max_new_tokens=most, top_logprobs=top, stop_ids=ids, **more)
+        ids, grammar = self._stop_ids(given), {} if use is None else use.grammar(self.encoding)
+        options = given.options(max_new_tokens=most, top_logprobs=top, stop_ids=ids, **grammar)
         model: Any = self.model  # Run needs only its config, as it does not generate the rows
         rows = list(Run(model, self.encoding, prompts, options, compiles=False).rows)
+        unwritten = self._unwritten(given, use)
         for row in rows:  # tokens of a whole answer without stop strings arrive together
-            row.held = not given.stream and not row.ends.stop
+            row.held, row.unwritten = not given.stream and not row.ends.stop, unwritten
         return rows
 
     def _stop_ids(self, given: SampledRequest) -> list[int] | None:
@@ -442,7 +454,9 @@ class Server:
     ) -> Response:
         """Return the response object for complete answers with `new` tokens in total."""
         form, logprobs = asked.form, asked.logprobs
-        written = [form.choice(index, each, logprobs) for index, each in enumerate(choices)]
+        written = [
+            asked.sent.choice(form, index, each, logprobs) for index, each in enumerate(choices)
+        ]
         for each, row in zip(written, asked.rows, strict=False):
             each["seed"] = row.sampling.seed
         found = form.object(form.whole, written, usage=self._usage(asked, new))

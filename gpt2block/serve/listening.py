@@ -28,6 +28,7 @@ from gpt2block.serve.protocol import ApiError
 OTHER_FILES = 64  # number of open files that are not connections
 BACKLOG = 2048  # most connections that wait until the server accepts them
 MOST_BEHIND = 2**16  # most bytes that a client may send before the previous response is complete
+PROBE_SECONDS = 0.001  # between the first two interim responses to a client that sends no more
 HEAD_SECONDS = 20  # time limit for the headers of a connection's next request
 # Longest wait of the thread that runs decoding steps for the GIL (sys.setswitchinterval). Python's
 # default of 5 ms is longer than a step.
@@ -43,7 +44,10 @@ class Protocol(H11Protocol):
     """An HTTP connection that is closed if no request arrives within HEAD_SECONDS.
 
     The connection is also read while a request is answered, to detect a disconnect. uvicorn stops
-    reading as soon as the next request has begun to arrive.
+    reading as soon as the next request has begun to arrive. A client that has ended only its own
+    side of the connection (HTTP/1.1) gets the answer. TCP does not tell it from a client that is
+    gone, but only the latter resets a connection on which it receives something: interim responses,
+    until the answer begins.
 
     open_connections: gets the number of connections of this process, and returns the number of
     all processes of the server.
@@ -52,7 +56,7 @@ class Protocol(H11Protocol):
     open_connections: ClassVar[Callable[[int], int]] = int
 
     def connection_made(self, transport: Any) -> None:
-        self._behind = b""
+        self._behind, self._half_closed = b"", False
         super().connection_made(transport)
         self._counted()
         self._most, self.limit_concurrency = self.limit_concurrency, None  # see data_received
@@ -78,6 +82,26 @@ class Protocol(H11Protocol):
             if len(self._behind) > MOST_BEHIND:
                 self.transport.abort()
 
+    @property
+    def _answers(self) -> bool:
+        """Whether a request has arrived as a whole, and its response is not complete."""
+        return self.conn.their_state in (h11.DONE, h11.MUST_CLOSE)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Return whether to keep the connection open, because a client waits for an answer."""
+        keeps = self._answers and self.scope["http_version"] != "1.0"
+        if keeps and not self._half_closed:
+            self._half_closed = True
+            self._probe(PROBE_SECONDS)
+        return keeps
+
+    def _probe(self, seconds: float) -> None:
+        """Send an interim response; send the next one after `seconds`, until the answer begins."""
+        if not (self.transport.is_closing() or self.cycle.response_started):
+            event = h11.InformationalResponse(status_code=100, headers=[], reason="Continue")
+            self.transport.write(self.conn.send(event))
+            self.loop.call_later(seconds, self._probe, 2 * seconds)
+
     def send_400_response(self, msg: str) -> None:
         """Send an error in OpenAI's format for the h11 exception that is being handled."""
         error = sys.exc_info()[1]
@@ -97,6 +121,8 @@ class Protocol(H11Protocol):
         if behind:  # not b"", which h11 takes for the end of the connection
             self.conn.receive_data(behind)
         super().on_response_complete()
+        if self._half_closed and not self._answers:
+            self.transport.close()
         self._read_on()
         self._waiting.cancel()
         self._expect_request()

@@ -56,14 +56,13 @@ NEUTRAL: Mapping[str, Any] = {
     "verbosity": ("medium",),
     **dict.fromkeys(("reasoning_effort", "prediction", "audio", "web_search_options"), ()),
     # vLLM
-    **dict.fromkeys(
-        ("add_generation_prompt", "add_special_tokens", "skip_special_tokens"), (True,)
-    ),
+    **dict.fromkeys(("add_generation_prompt", "add_special_tokens"), (True,)),
     **dict.fromkeys(
         ("continue_final_message", "echo", "early_stopping", "use_beam_search"), (False,)
     ),
     **dict.fromkeys(("include_stop_str_in_output", "return_tokens_as_token_ids"), (False,)),
-    **dict.fromkeys(("spaces_between_special_tokens", "include_reasoning"), (True, False)),
+    **dict.fromkeys(("spaces_between_special_tokens", "skip_special_tokens"), (True, False)),
+    "include_reasoning": (True, False),
     **dict.fromkeys(("documents", "bad_words", "logits_processors"), ([],)),
     **dict.fromkeys(("chat_template_kwargs", "mm_processor_kwargs", "vllm_xargs"), ({},)),
     **dict.fromkeys(("chat_template", "guided_json", "guided_regex", "guided_choice"), ()),
@@ -356,6 +355,7 @@ class SampledRequest(Drawn):
     stop_token_ids: Annotated[Tokens | None, _at_most(MOST_VALUES, "token ids")] = None
     ignore_eos: bool | None = False
     min_tokens: int | None = Field(0, ge=0)
+    skip_special_tokens: bool | None = False
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
 
@@ -369,7 +369,7 @@ class SampledRequest(Drawn):
         }
         if self.seed is not None:
             found["seed"] = self.seed % 2**64
-        place, rule = self.rule()
+        place, rule = ("", {}) if "grammar" in more else self.rule()
         try:
             return Options.of({**found, **rule, **more})
         except InputError as error:
@@ -393,11 +393,15 @@ class SampledRequest(Drawn):
         if size > MOST_RULE:
             problem = f"{place}: expected at most {MOST_RULE:,} characters, got {size:,}"
             raise ApiError(413, problem, field)
+        self.check_ends(field)
+        return place, rule
+
+    def check_ends(self, field: str) -> None:
+        """Raise ApiError for fields that contradict the rule that `field` causes."""
         for name in ("stop_token_ids", "ignore_eos", "min_tokens"):
             if getattr(self, name):
                 problem = f"{name}: expected none with {field}, which decides where the text ends"
                 raise ApiError(400, problem, name)
-        return place, rule
 
     def _stops(self) -> list[str]:
         stop = self.stop if isinstance(self.stop, list) else [self.stop] if self.stop else []

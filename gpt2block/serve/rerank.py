@@ -49,12 +49,12 @@ Document = Annotated[str | DocumentFields, AfterValidator(_text_of)]
 class RerankRequest(Body):
     """The body of a request to /v1/rerank. instruction: the task, an addition to Jina's fields.
 
-    top_n: number of results; 0 or null: all documents.
+    top_n: number of results; null: all documents.
     """
 
     query: str = Field(min_length=1)
     documents: list[Document] = Field(min_length=1, max_length=MOST_PROMPTS)
-    top_n: int | None = Field(None, ge=0)
+    top_n: int | None = Field(None, ge=1)
     return_documents: bool | None = True
     instruction: str | None = None
 
@@ -112,7 +112,7 @@ def ranking(
     """Return the response object: the `top_n` results, by descending score."""
     order = sorted(range(len(scores)), key=lambda index: -scores[index])
     results: list[dict[str, Any]] = [
-        {"index": index, "relevance_score": scores[index]} for index in order[: given.top_n or None]
+        {"index": index, "relevance_score": scores[index]} for index in order[: given.top_n]
     ]
     if given.return_documents is not False:
         for each in results:

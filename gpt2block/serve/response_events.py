@@ -10,7 +10,7 @@ import random
 import time
 from typing import Any
 
-from gpt2block.serve.answers import Sent, server_sent
+from gpt2block.serve.answers import AnswerChoice, Form, Sent, TextOffsets, server_sent
 from gpt2block.serve.protocol import ApiError
 from gpt2block.serve.responses import ResponsesRequest
 
@@ -31,7 +31,7 @@ NULL = ("error", "incomplete_details", "usage", "completed_at", "conversation", 
 class ResponseSent(Sent):
     """Converts the chat completion of a request to a response, or its chunks to events.
 
-    A whole completion is converted as a single chunk, so that a stream ends with the same response.
+    A whole completion is converted as the chunks of a stream, which ends with the same response.
     """
 
     def __init__(self, given: ResponsesRequest, model: str) -> None:
@@ -53,12 +53,14 @@ class ResponseSent(Sent):
         self._usage: dict[str, Any] | None = None
         self._sequence = 0  # number of events so far
 
+    def choice(
+        self, form: Form, index: int, choice: AnswerChoice, logprobs: bool
+    ) -> dict[str, Any]:
+        return {"deltas": form.deltas(index, choice, logprobs, TextOffsets())}
+
     def whole(self, found: dict[str, Any]) -> dict[str, Any]:
-        (choice,) = found["choices"]
-        message = choice["message"]
-        calls = [{"index": i, **call} for i, call in enumerate(message.get("tool_calls") or ())]
-        delta = {"content": message["content"], "tool_calls": calls}
-        self._take({**found, "choices": [{**choice, "delta": delta}]})
+        for choice in found["choices"]:
+            self._take({**found, "choices": choice["deltas"]})
         self._end()
         return self._response
 

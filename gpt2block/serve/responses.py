@@ -39,7 +39,7 @@ FIELDS = {"messages": "input", "response_format.json_schema": "text.format",
           "max_completion_tokens": "max_output_tokens"}  # fmt: skip
 # Fields that chat requests have, too
 SAME = ("model", "temperature", "top_p", "top_k", "min_p", "seed", "stream", "parallel_tool_calls",
-        "chat_template_kwargs")  # fmt: skip
+        "chat_template_kwargs", "skip_special_tokens")  # fmt: skip
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 
 
@@ -55,7 +55,7 @@ class TextFields(BaseModel):
 class ResponsesRequest(Drawn):
     """The body of a request to /v1/responses.
 
-    seed and chat_template_kwargs are additions, as are top_k and min_p.
+    Additions: seed, chat_template_kwargs, skip_special_tokens, top_k and min_p.
     """
 
     neutral: ClassVar[Mapping[str, Any]] = {
@@ -80,6 +80,7 @@ class ResponsesRequest(Drawn):
     user: str | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
     chat_template_kwargs: Variables | None = None
+    skip_special_tokens: bool | None = None
 
     @property
     def logprobs(self) -> bool:

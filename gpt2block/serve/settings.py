@@ -30,7 +30,7 @@ class ServerSettings:
     origins of web pages that may send requests and read answers; "*": all. speculate: as in
     `GPT2.generate`, for all requests. chat_template_kwargs: defaults of a request's variables.
     pooling: as for `Model.embed`. tool_form: name of the form in which the model writes calls of
-    tools; None: the form that its chat template shows.
+    tools; None: the form that its chat template shows, or "general" if it reads no tools.
     """
 
     names: tuple[str, ...]

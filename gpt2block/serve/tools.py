@@ -6,7 +6,7 @@ Source: OpenAI, "API reference" (Chat Completions); "Function calling".
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,12 +14,12 @@ from typing import Any
 from gpt2block.chat.messages import checked
 from gpt2block.chat.template import ChatTemplate
 from gpt2block.chat.tool_forms import FORMS
-from gpt2block.chat.tool_forms.base import NO_TOOLS, Tool, ToolForm
+from gpt2block.chat.tool_forms.base import Tool, ToolForm
 from gpt2block.chat.tool_forms.grammar import closed, lark
-from gpt2block.chat.tool_forms.reading import CallReader
+from gpt2block.chat.tool_forms.reading import CallPart, CallReader, Texts
 from gpt2block.errors import InputError, require
-from gpt2block.grammars import Grammar
-from gpt2block.serve.answers import AnswerChoice, ChatForm, TextOffsets
+from gpt2block.grammars.grammar import Grammar, parsed_schema
+from gpt2block.serve.answers import AnswerChoice, ChatForm
 from gpt2block.serve.protocol import ApiError, ChatRequest, NamedChoice, ToolFields
 from gpt2block.tokenizers.encoding import Encoding, special_id
 
@@ -33,7 +33,8 @@ class ToolUse:
     """The tools of a request, and how the model may call them.
 
     given: the tools that the prompt shows. allowed: the tools that may be called. required: whether
-    the answer must be a call. parallel: whether it may have several calls.
+    the answer must be a call. parallel: whether it may have several calls. format: place of a JSON
+    schema in the request, and the schema, which a text follows if the answer has no call.
     """
 
     form: ToolForm
@@ -41,6 +42,7 @@ class ToolUse:
     allowed: Sequence[ToolFields]
     required: bool
     parallel: bool
+    format: tuple[str, Any] | None
 
     @classmethod
     def of(cls, given: ChatRequest, template: ChatTemplate) -> ToolUse | None:
@@ -52,28 +54,38 @@ class ToolUse:
         if not tools or choice == "none":
             return None
         place, rule = given.rule()
-        if rule:
-            field = place.partition(".")[0]
-            raise ApiError(400, f'{field}: expected tool_choice "none" with it', field)
+        if given.structured_outputs is not None:
+            problem = 'structured_outputs: expected tool_choice "none" with it'
+            raise ApiError(400, problem, "structured_outputs")
         form = template.tool_form
         if form is None:
             told = f"{UNKNOWN_FORM}: start the server with --tool-form {' or '.join(FORMS)}"
-            reads = "tools" in template.names.variables
-            raise ApiError(400, told if reads else NO_TOOLS, "tools")
+            raise ApiError(400, told, "tools")
         only = choice.function.name if isinstance(choice, NamedChoice) else None
-        return cls(
+        use = cls(
             form,
             tools,
             [tool for tool in tools if only in (None, tool.name)],
             choice == "required" or only is not None,
             only is None and given.parallel_tool_calls is not False,
+            (place, rule["schema"]) if rule else None,
         )
+        if use.held_by:
+            given.check_ends(use.held_by)
+        return use
 
     @property
-    def held(self) -> bool:
-        """Whether the answer is held to a grammar."""
-        strict = any(tool.function.strict for tool in self.allowed)
-        return self.required or strict or not self.parallel
+    def held_by(self) -> str:
+        """The field because of which the answer is held to a grammar; "" if it is not."""
+        strict = self.form.general or any(tool.function.strict for tool in self.allowed)
+        reasons = {"tool_choice": self.required, "response_format": self.format,
+                   "parallel_tool_calls": not self.parallel, "tools": strict}  # fmt: skip
+        return next((field for field, holds in reasons.items() if holds), "")
+
+    @property
+    def texts(self) -> Texts:
+        """Where an answer may have text, as for CallReader."""
+        return "none" if self.required else "instead" if self.format else "around"
 
     def offered(
         self, template: ChatTemplate, messages: list[Any], arguments: dict[str, Any]
@@ -92,24 +104,29 @@ class ToolUse:
 
         Raises ApiError for a schema that cannot be part of a grammar.
         """
-        if not self.held:
+        if not self.held_by:
             return {}
-        require("tool_choice, strict or parallel_tool_calls: false", "tools", "llguidance")
+        require(f"a grammar of tool calls ({self.held_by})", "tools", "llguidance")
         tools = [self._tool(tool) for tool in self.allowed]
-        special = partial(_special_id, encoding)
-        return {"grammar": lark(self.form, tools, self.required, self.parallel, special)}
+        special, format = partial(_special_id, encoding), self.format and _checked(*self.format)
+        return {"grammar": lark(self.form, tools, self.required, self.parallel, special, format)}
 
     def _tool(self, tool: ToolFields) -> Tool:
-        if not self.required and not tool.function.strict:
+        if not (self.required or tool.function.strict or self.form.general):
             return Tool(tool.name, ANY_OBJECT)
-        schema = closed(tool.function.parameters or NO_PARAMETERS)
-        try:
-            Grammar.of(schema=schema)
-        except InputError as error:
-            place = f"tools.{self.given.index(tool)}.function.parameters"
-            problem = str(error).removeprefix("schema: ")
-            raise ApiError(400, f"{place}: {problem}", "tools") from None
-        return Tool(tool.name, schema)
+        place = f"tools.{self.given.index(tool)}.function.parameters"
+        return Tool(tool.name, _checked(place, closed(tool.function.parameters or NO_PARAMETERS)))
+
+
+def _checked(place: str, schema: Any) -> Mapping[str, Any]:
+    """Return a schema. Raises ApiError, with its place, if a grammar cannot follow it."""
+    try:
+        Grammar.of(schema=schema)
+    except InputError as error:
+        problem = f"{place}: {str(error).removeprefix('schema: ')}"
+        raise ApiError(400, problem, place.partition(".")[0]) from None
+    found: Mapping[str, Any] = {} if schema is True else parsed_schema(schema)
+    return found
 
 
 def _as_shown(tool: ToolFields) -> dict[str, Any]:
@@ -128,47 +145,50 @@ class ToolChatForm(ChatForm):
 
     def __init__(self, model: str, encoding: Encoding | None, use: ToolUse) -> None:
         super().__init__(model, encoding)
-        names = frozenset(tool.name for tool in use.allowed)
-        self._tool_form = use.form
+        names, held = frozenset(tool.name for tool in use.allowed), bool(use.held_by)
+        self._use = use
         # index of the choice → its reader
-        self._readers = defaultdict[int, CallReader](partial(CallReader, use.form, names, use.held))
+        self._readers = defaultdict[int, CallReader](
+            partial(CallReader, use.form, names, held, use.texts)
+        )
 
     def choice(self, index: int, choice: AnswerChoice, logprobs: bool) -> dict[str, Any]:
-        content, calls, choice = self._read(index, choice, True)
+        deltas, choice = self._read(index, choice, True)
+        content = "".join(each.get("content", "") for each in deltas)
+        calls = [call for each in deltas for call in each.get("tool_calls", ())]
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if calls or self._use.required:
+            message["content"] = content or None
         if calls:
-            message |= {"content": content or None, "tool_calls": calls}
+            message["tool_calls"] = calls
         for call in calls:
             del call["index"]
         return self._told({"index": index, "message": message}, choice, logprobs)
-
-    def delta(
-        self, index: int, part: AnswerChoice, logprobs: bool, offsets: TextOffsets
-    ) -> dict[str, Any]:
-        content, calls, part = self._read(index, part, part.reason is not None)
-        new: dict[str, Any] = {"content": content} if content else {}
-        if calls:
-            new["tool_calls"] = calls
-        return self._told({"index": index, "delta": new}, part, logprobs)
 
     def is_empty(self, delta: dict[str, Any]) -> bool:
         return not delta["delta"] and delta["finish_reason"] is None
 
     def _read(
         self, index: int, part: AnswerChoice, final: bool
-    ) -> tuple[str, list[dict[str, Any]], AnswerChoice]:
-        """Return (content, new entries of tool_calls, the part with the reason of its end)."""
-        reader, content, calls = self._readers[index], "", dict[int, dict[str, Any]]()
+    ) -> tuple[list[dict[str, Any]], AnswerChoice]:
+        reader, deltas = self._readers[index], list[dict[str, Any]]()
         for each in reader.read(part.text, final):
+            kind = "content" if isinstance(each, str) else "tool_calls"
+            if not deltas or kind not in deltas[-1]:
+                deltas.append({kind: "" if isinstance(each, str) else []})
             if isinstance(each, str):
-                content += each
-                continue
-            call = calls.setdefault(each.call, {"index": each.call, "function": {}})
-            if each.name is not None:
-                head = {"index": each.call, "id": self._tool_form.new_id(), "type": "function"}
-                call = calls[each.call] = {**head, "function": {"name": each.name}}
-            function = call["function"]
-            function["arguments"] = function.get("arguments", "") + each.arguments
+                deltas[-1]["content"] += each
+            else:
+                self._add(deltas[-1]["tool_calls"], each)
         if part.reason == "stop" and reader.count and not reader.cut:
             part = replace(part, reason="tool_calls")
-        return content, [*calls.values()], part
+        return deltas, part
+
+    def _add(self, calls: list[dict[str, Any]], part: CallPart) -> None:
+        """Add a part of a call to the entries of tool_calls, of which it may continue the last."""
+        if part.name is not None:
+            id, function = self._use.form.new_id(), {"name": part.name, "arguments": ""}
+            calls.append({"index": part.call, "id": id, "type": "function", "function": function})
+        elif not calls:
+            calls.append({"index": part.call, "function": {"arguments": ""}})
+        calls[-1]["function"]["arguments"] += part.arguments

@@ -6,6 +6,7 @@ Source: guidance-ai, "Syntax of LLGuidance Grammars".
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ def lark(
     required: bool,
     parallel: bool,
     special: Callable[[str], int | None] = lambda text: None,
+    format: Mapping[str, Any] | None = None,
 ) -> str:
     """Return a grammar of the answers of a model with this form.
 
@@ -30,7 +32,8 @@ def lark(
     everything after the beginning of a call must be a call. parallel: whether there may be several
     calls; without `required`, the answer then may also go on after a call. special: returns the id
     of a special token by its name, None if the tokenizer has no such special token. A special token
-    is matched by its id, because its text would be matched by the tokens of the text only.
+    is matched by its id, because its text would be matched by the tokens of the text only. format:
+    JSON schema of a text; an answer that need not be a call is then either such a text or calls.
     """
 
     def literal(text: str) -> str:
@@ -52,7 +55,10 @@ def lark(
         rules["text_begin[lazy]"] = f"{text} ({' | '.join(map(literal, texts))})"
     for index, (name, schema) in enumerate(tools):
         rules[f"call_{index}"] = _call(form, name, f"%json {schema_text(schema)}", literal)
-    rules["start"] = _start(form, required, parallel and form.many)
+    either = format is not None and not required
+    rules["start"] = _start(form, required or either, parallel and form.many)
+    if format is not None and either:
+        rules["start"] = f"%json {schema_text(format)} | {rules['start']}"
     return "".join(f"{name}: {rule}\n" for name, rule in rules.items())
 
 
@@ -81,8 +87,9 @@ def _call(form: ToolForm, name: str, arguments: str, literal: Callable[[str], st
     if form.named:
         id = f"({literal('[CALL_ID]')} /[a-zA-Z0-9]{{9}}/)?"
         return f"{json.dumps(name)} {id} {literal('[ARGS]')} {arguments}"
-    head = f'{{"name": {json.dumps(name)}, "{form.key}": '
-    return f'{json.dumps(head)} {arguments} "}}"'
+    # In the tokens of JSON, so that a text of `format` may begin with the same characters.
+    head = " ".join(map(json.dumps, re.findall('[{]|"[^"]*"|[:,] ', form.head(name))))
+    return f'{head} {arguments} "}}"'
 
 
 def schema_text(schema: Mapping[str, Any]) -> str:

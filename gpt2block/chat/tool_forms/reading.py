@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Generator
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import regex
 
@@ -23,6 +23,7 @@ _CLOSE = regex.compile(rf"\s*(?:,\s*{_NAME}\s*)?(?:,\s*{_OTHER}\s*)?\}}")
 _NEXT = regex.compile(r"\s*[,;]\s*(?=\{)")
 _LIST_END = regex.compile(r"\s*\]")
 
+Texts = Literal["around", "instead", "none"]
 Result = TypeVar("Result")
 Step = Generator[None, None, Result]  # yields when it needs more text
 
@@ -44,15 +45,18 @@ class CallReader:
 
     names: functions that may be called. held: whether the answer is held to a grammar of `lark`;
     then the arguments of a call are returned as they arrive, and a call that is cut is returned
-    without its end. Otherwise a call is returned when all of it has been read. It must have one of
-    these names and a JSON object of arguments, or else it is returned as text. White space next to
-    a call is left out unless text follows it.
+    without its end, if its name is certain. Otherwise a call is returned when all of it has been
+    read. It must have one of these names and a JSON object of arguments, or else it is returned as
+    text. White space next to a call is left out unless text follows it. texts: whether a held
+    answer has text around its calls, text instead of calls, or none.
 
     count: number of calls that have begun. cut: whether the answer ended within its last call.
     """
 
-    def __init__(self, form: ToolForm, names: Collection[str], held: bool = False) -> None:
-        self._form, self._names, self._held = form, names, held
+    def __init__(
+        self, form: ToolForm, names: Collection[str], held: bool = False, texts: Texts = "around"
+    ) -> None:
+        self._form, self._names, self._held, self._texts = form, names, held, texts
         self._begin = regex.compile("|".join(map(regex.escape, form.begins)))
         self._end = regex.compile(rf"\s*{regex.escape(form.end)}") if form.end else None
         self._text, self._final = "", False  # text not returned yet; whether no text follows it
@@ -74,12 +78,16 @@ class CallReader:
         return found
 
     def _all(self) -> Step[None]:
+        calls = True  # whether calls may follow
         if self._form.bare:
             while not self._text.strip() and not self._final:
                 yield
             yield from self._calls(0)
+        if self._texts == "instead" and not self.count:
+            calls = (yield from self._matched(self._begin, drops=True)) is not None
+            self._texts = "none" if calls else "around"
         while True:
-            begin = self._begin.search(self._text, partial=True)
+            begin: Any = self._begin.search(self._text, partial=True) if calls else None
             if begin is not None and not begin.partial:
                 self._say(begin.start())
                 yield from self._calls(len(begin[0]))
@@ -89,6 +97,8 @@ class CallReader:
             if self._final:
                 break
             yield
+        if self._texts == "none" and not self.count:
+            self._cut("")
         if self._space and not self._after_call:
             self._found.append(self._space)
 
@@ -101,15 +111,17 @@ class CallReader:
             name = head and head["name"]
             known = head is not None and (name in self._names or (name is None and not self._held))
             if not known or not (yield from self._call(name)):
+                if self._held and self._final and (prefix or self._texts == "none"):
+                    self._cut(self._text[prefix:])
                 self._say(prefix)
                 return
             self._drop()
             listed = listed or head["list"] is not None
-            if (yield from self._matched(_NEXT)) is None:
+            if (yield from self._matched(_NEXT, drops=True)) is None:
                 break
             prefix = self._at
         for end in (_LIST_END if listed else None, self._end):
-            if end is not None and (yield from self._matched(end)):
+            if end is not None and (yield from self._matched(end, drops=True)):
                 self._drop()
 
     def _call(self, name: str | None) -> Step[bool]:
@@ -146,21 +158,36 @@ class CallReader:
         self._add(CallPart(index, name, arguments))
         return True
 
-    def _matched(self, pattern: Any) -> Step[Any]:
-        """Return the match of a pattern at `_at`, which moves to its end, or None."""
+    def _matched(self, pattern: Any, drops: bool = False) -> Step[Any]:
+        """Return the match of a pattern at `_at`, which moves to its end, or None.
+
+        drops: whether to leave out a beginning of a match at the end of the answer.
+        """
         while True:
             match = pattern.match(self._text, self._at, partial=True)
             if match is None or not match.partial:
                 break
             if self._final:
+                self._text = self._text[: self._at] if drops else self._text
                 return None
             yield
         if match is not None:
             self._at = match.end()
         return match
 
+    def _cut(self, text: str) -> None:
+        """Return a call that the answer ends in, if its name is certain. text: the part of it."""
+        written = text.lstrip(" \n[")
+        names = [name for name in self._names if self._form.head(name).startswith(written)]
+        if len(names) == 1:
+            self._add(CallPart(self.count, names[0], ""))
+        self._text, self.cut = "", True
+
     def _say(self, count: int) -> None:
         """Return the next `count` characters as text, except for white space at their end."""
+        if self._texts == "none":
+            self._text = self._text[count:]
+            count = 0
         text = self._space + self._text[:count]
         said = text.rstrip()
         self._space, self._at = text[len(said) :], count
