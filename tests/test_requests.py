@@ -74,11 +74,12 @@ def test_a_launch_with_too_much_shared_memory_fails_alone(before: int) -> None:
                 raise RuntimeError("CUDA_ERROR_INVALID_VALUE")
             super().__setattr__(name, value)
 
+    function = Function(lambda file: Limited(), ("a.cu",))
+
     def launch(shared: int) -> None:
         function.allow_shared(shared)
         function((1,), (1,), ())
 
-    function = Function(lambda file: Limited(), ("a.cu",))
     if before:
         launch(before)
     with pytest.raises(RuntimeError, match="INVALID_VALUE"):
