@@ -232,7 +232,8 @@ class Batch:
                     row.add(*new)
             if not row.finish_reason:
                 row.cancel(reason)
-        self._release(slots)
+        if slots:
+            self._release(slots)
 
     def _compute_prompts(self) -> None:
         """Compute parts of prompts; start the continuations whose prompts are then complete."""

@@ -90,8 +90,8 @@ class Service:
     service has failed. observe_first: called in the thread with the seconds to a row's first token.
     observe_between: called after a step with an array, for each row that got a further token the
     seconds since its previous token. tokens: number of tokens generated so far.
-    failed: number of failed steps.
     overdrawn: number of these tokens that were generated after the stop string of their text.
+    failed: number of failed steps.
     matcher_of: returns the Matcher of a row's rule, which is compiled already.
     """
 
