@@ -79,6 +79,13 @@ class Running:
     def service(self) -> Any:
         return self.host.service
 
+    @property
+    def outlets(self) -> list[Any]:
+        """The Outlets of all fronts. `_rows` of an Outlet has the requests that are not ended."""
+        if self.fronts is None:
+            return [self.server.engine._outlet]
+        return [front._outlet for front in self.fronts.fronts]
+
     def metric(self, name: str, **labels: str) -> float:
         found = self.host.metrics.registry.get_sample_value(f"gpt2block_{name}", labels)
         return found or 0  # None until the first value is recorded

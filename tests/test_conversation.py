@@ -451,7 +451,7 @@ def test_in_a_terminal() -> None:
 
     def until(text: bytes) -> None:
         nonlocal shown
-        end = time.monotonic() + 120
+        end = time.monotonic() + 300
         while text not in shown:
             assert time.monotonic() < end, shown
             if select.select([ours], [], [], 1)[0]:
@@ -473,7 +473,7 @@ def test_in_a_terminal() -> None:
                 break
         until(b"> ")
         os.write(ours, b"\x04")
-        assert child.wait(30) == 0
+        assert child.wait(60) == 0
     finally:
         child.kill()
         os.close(ours)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from gpt2block import GPT2, GPT2Config, InputError, cuda
 from gpt2block.config import ModelConfig
 from gpt2block.config.formats import DTYPES
+from gpt2block.emulator.stand_in import Stream
 from gpt2block.generation.rows import Generation
 from gpt2block.parameters.gpt2 import GPT2Weights
 from gpt2block.run import cuda_steps
@@ -161,6 +162,15 @@ def test_a_step_whose_sequences_were_all_stopped(device: str) -> None:
         decoding.stop(np.array([1], np.int32))
         with pytest.raises(RuntimeError, match="expected a sequence in at least one slot"):
             decoding.next()
+
+
+def test_a_lost_gpu_gets_no_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = Mock(side_effect=RuntimeError("an illegal memory access was encountered"))
+    with running_on("forward"):
+        engine = GPT2(GPT2Weights.random(0, TINY), device="cuda").engine
+        monkeypatch.setattr(Stream, "synchronize", lost)
+        with pytest.raises(RuntimeError, match="an illegal memory access"):
+            engine.decode(1, 8)
 
 
 @everywhere

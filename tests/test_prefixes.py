@@ -25,7 +25,7 @@ from gpt2block.run.cuda_caches import CudaCache, apart
 from gpt2block.run.model import Ids, Start
 from gpt2block.sampling import Sampling
 from tests.caches import KINDS, stored
-from tests.devices import SOMEWHERE, every_device, running_on
+from tests.devices import every_device, running_on
 from tests.plain import normal
 from tests.test_architectures_cuda import FORMATS, OWN, SIZES, WIDE, WINDOW
 from tests.test_batching import finish, random_options, row_of
@@ -269,14 +269,6 @@ def arriving(model: Model[Any], rng: np.random.Generator, count: int) -> None:
         assert tuple(row.tops) == expected.top_logprobs
     exact: bool = model.engine.continues_exactly
     assert any(row.reused for row in rows) == exact
-
-
-@pytest.mark.usefixtures("few")
-@pytest.mark.parametrize("where", SOMEWHERE)
-def test_requests_that_arrive_at_random_have_their_own_bits(where: str) -> None:
-    with running_on(where):
-        model = GPT2(GPT2Weights.random(0, TINY), device="cuda")
-        arriving(model, np.random.default_rng(3), 2000 if where == "gpu" else 9)
 
 
 @pytest.mark.gpu

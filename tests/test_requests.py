@@ -64,26 +64,28 @@ def test_a_function_is_requested_at_once_and_waits_when_it_is_called(raw: Raw) -
     assert (function.kernel.ptr, function.shared_size_bytes) == (7, 16)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_launch_with_too_much_shared_memory_fails_alone(compiled: bool) -> None:
-    """Later launches of the kernel set the limit that they need."""
+@pytest.mark.parametrize("before", [0, 900])
+def test_a_launch_with_too_much_shared_memory_fails_alone(before: int) -> None:
+    """Later launches of the kernel set the limit that they need, also before its first use."""
 
     class Limited(Raw):
         def __setattr__(self, name: str, value: Any) -> None:
-            if name == "max_dynamic_shared_size_bytes" and value > 1000:
+            if value == 1001:
                 raise RuntimeError("CUDA_ERROR_INVALID_VALUE")
             super().__setattr__(name, value)
 
-    raw = Limited()
-    function = Function(lambda file: raw, ("a.cu",))
-    if compiled:
+    function = Function(lambda file: Limited(), ("a.cu",))
+
+    def launch(shared: int) -> None:
+        function.allow_shared(shared)
         function((1,), (1,), ())
+
+    if before:
+        launch(before)
     with pytest.raises(RuntimeError, match="INVALID_VALUE"):
-        function.allow_shared(1001)
-        function((1,), (1,), (), shared_mem=1001)
-    function.allow_shared(900)
-    function((1,), (1,), (), shared_mem=900)
-    assert raw.max_dynamic_shared_size_bytes == raw.calls[-1][-1] == 900
+        launch(1001)
+    launch(1000)
+    assert function.found.max_dynamic_shared_size_bytes == 1000
 
 
 def test_several_are_compiled_at_the_same_time(raw: Raw, monkeypatch: pytest.MonkeyPatch) -> None:

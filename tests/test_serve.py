@@ -50,11 +50,12 @@ from gpt2block.serve import (  # noqa: E402
 from gpt2block.serve.answers import TextOffsets  # noqa: E402
 from gpt2block.serve.host import Host, LocalEngine  # noqa: E402
 from gpt2block.serve.prompts import scored_prompt  # noqa: E402
+from gpt2block.serve.service import MOST_FAILED  # noqa: E402
 from gpt2block.tokenizers import tokenizer  # noqa: E402
 from tests import serving as serving_  # noqa: E402
 from tests.command_line import gpt2block  # noqa: E402
 from tests.generating import Run, generate  # noqa: E402
-from tests.markov import MarkovEngine, cycle  # noqa: E402
+from tests.markov import MarkovDecoding, MarkovEngine, cycle  # noqa: E402
 from tests.serving import (  # noqa: E402
     BYTES,
     CONFIG,
@@ -275,12 +276,9 @@ def test_streams_are_the_whole(
 
 
 def pieces_so_far(server: Running) -> float:
-    """Return the number of pieces, after the late pieces of earlier requests are counted."""
-    while True:
-        counted = server.metric("piece_seconds_count")
-        time.sleep(2 * LATE_S)
-        if server.metric("piece_seconds_count") == counted:
-            return counted
+    """Return the number of pieces, after the pieces of earlier requests are counted."""
+    eventually(lambda: not any(outlet._rows for outlet in server.outlets))
+    return server.metric("piece_seconds_count")
 
 
 def late_pieces(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -1098,11 +1096,11 @@ def test_passes_end_with_their_request(
     model: Any, monkeypatch: pytest.MonkeyPatch, path: str, body: Any, seconds: float | None
 ) -> None:
     """When the client disconnects or the time limit is reached, no further pass begins."""
-    passes, forward = [], model.engine.forward
+    passes, forward, go = [], model.engine.forward, threading.Event()
 
     def slow(*arguments: Any) -> Any:
         passes.append(arguments)
-        time.sleep(0.2)
+        assert go.wait(60)
         return forward(*arguments)
 
     monkeypatch.setattr(model.engine, "forward", slow)
@@ -1116,6 +1114,7 @@ def test_passes_end_with_their_request(
             connection.close()
         eventually(lambda: running.requests(path, 504 if seconds else 499) == 1)
         begun = len(passes)
+        go.set()
         time.sleep(0.5)
         assert len(passes) <= begun + 1
 
@@ -1193,29 +1192,56 @@ def test_wrong_logits_end_one_request() -> None:
             list(client.completions.create(model="small", prompt="a", stream=True, **options))
 
 
+def fail(*_: Any) -> Any:
+    raise RuntimeError("out of everything")
+
+
 @pytest.mark.parametrize("method", ["next", "stop"])
-def test_an_engine_that_fails(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_fails_ends_its_requests_alone(
+    method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """The engine fails in a step, or when the row of a disconnected client is stopped."""
-
-    def fail(*_: Any) -> None:
-        raise RuntimeError("out of everything")
-
     engine = Slow()
     with serving(model_of(engine), rows=1) as running:
-        batch, body = running.service._batch, {"prompt": "a", "max_tokens": 99_999}
-        connection = sent(running, COMPLETION, body)
+        batch = running.service._batch
+        connection = sent(running, COMPLETION, {"prompt": "a", "max_tokens": 99_999})
         eventually(lambda: not batch.waiting and batch.busy)
+        waits = sent(running, COMPLETION, {"prompt": "a", "max_tokens": 3, "temperature": 0})
+        eventually(lambda: running.service.open == 2)
         monkeypatch.setattr(batch._decoding, method, fail)
         if method == "stop":
             connection.close()
             eventually(lambda: len(running.service._cancelled) == 1)
         engine.go.set()
         if method == "next":
-            assert received(connection)[0] == 500
+            status, found = received(connection)
+            assert (status, found["error"]["type"]) == (500, "server_error")
+            assert "the engine failed: RuntimeError('out of everything')" in str(found)
+        status, found = received(waits)
+        assert (status, found["choices"][0]["text"]) == (200, "bcd")
+        assert running.metric("failed_steps_total") == 1
+        assert get(running, "/health")[0] == 200
+        eventually(lambda: running.service.open == 0)
+    (message,) = caplog.messages
+    assert message.startswith("a step of the engine failed\nTraceback")
+
+
+@pytest.mark.parametrize(("lost", "outcomes"), [(False, "-+--+---"), (True, "-")])
+def test_an_engine_that_cannot_go_on(
+    lost: bool, outcomes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three steps in a row fail (outcome -), or the engine is lost, so that it cannot restart."""
+    engine = MarkovEngine(cycle(257))
+    body, following = {"prompt": "a", "max_tokens": 1}, MarkovDecoding.next
+    with serving(model_of(engine), rows=1) as running:
+        if lost:
+            monkeypatch.setattr(engine, "decode", fail)
+        for outcome in outcomes:
+            assert get(running, "/health")[0] == 200
+            monkeypatch.setattr(MarkovDecoding, "next", fail if outcome == "-" else following)
+            assert post(running, COMPLETION, body)[0] == (500 if outcome == "-" else 200)
         eventually(lambda: running.service.failure is not None)
-        status, found = post(running, COMPLETION, body)
-        assert (status, found["error"]["type"]) == (500, "server_error")
-        assert "out of everything" in found["error"]["message"]
+        assert "RuntimeError('out of everything')" in str(post(running, COMPLETION, body))
         assert get(running, "/health")[0] == 503
 
 
@@ -1236,10 +1262,11 @@ def test_a_second_request_has_to_come_as_well(monkeypatch: pytest.MonkeyPatch, m
     request = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     with (
         serving(model, rows=1) as running,
-        socket.create_connection(("127.0.0.1", running.port), timeout=0.2) as connection,
+        socket.create_connection(("127.0.0.1", running.port), timeout=60) as connection,
     ):
         connection.sendall(request)
         assert connection.recv(12) == b"HTTP/1.1 200"
+        connection.settimeout(0.2)
         more, found = iter(request * 10), b"x"
         end = time.monotonic() + 10
         while found and time.monotonic() < end:
@@ -1271,7 +1298,7 @@ def test_a_body_with_two_lengths_is_refused(server: Running, chunked: bytes) -> 
     """The connection is closed, as a proxy may take the bytes that follow for another request."""
     lengths = b"Content-Length: 5\r\nTransfer-Encoding: " + chunked
     head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\n" + lengths + b"\r\n\r\n0\r\n\r\n"
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
         connection.sendall(head + b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         found = connection.makefile("rb").read()  # until the server closes the connection
     assert found.startswith(b"HTTP/1.1 400")
@@ -1526,11 +1553,16 @@ def test_a_stream_without_tokens_sends_comments(monkeypatch: pytest.MonkeyPatch)
     """Comments keep the connection open in proxies; they stop before the stream ends."""
     monkeypatch.setattr(app, "PING_SECONDS", 0.01)
     engine, body = Slow(), {"prompt": "a", "max_tokens": 2, "temperature": 0, "stream": True}
-    with serving(model_of(engine), rows=1) as running:
-        threading.Timer(0.3, engine.go.set).start()
-        status, headers, text = exchanged(running.url + COMPLETION, body)
-    assert (status, headers["cache-control"]) == (200, "no-store")
-    assert headers["content-type"].startswith("text/event-stream")
+    with (
+        serving(model_of(engine), rows=1) as running,
+        HTTPResponse(sent(running, COMPLETION, body)) as answer,
+    ):
+        answer.begin()
+        comment = answer.readline()
+        engine.go.set()
+        text = (comment + answer.read()).decode()
+    assert (answer.status, answer.headers["cache-control"]) == (200, "no-store")
+    assert answer.headers["content-type"].startswith("text/event-stream")
     comments, _, rest = text.partition("data: ")
     assert set(comments.split("\n\n")) == {": ping", ""}
     assert rest.endswith("data: [DONE]\n\n")
@@ -1752,8 +1784,8 @@ def test_a_signal_at_any_time_ends_the_server(first: str, wait: float) -> None:
 
 
 FAILING = """
-from gpt2block.generation.batching import Batch
-Batch.step = lambda *_: 1 / 0
+from gpt2block.run.numpy_model import NumpyDecoding
+NumpyDecoding.next = lambda *_: 1 / 0
 """
 
 
@@ -1761,11 +1793,13 @@ Batch.step = lambda *_: 1 / 0
 def test_an_engine_that_fails_ends_the_server(stream: bool) -> None:
     """A supervisor can then restart it. Requests and the log state the reason."""
     with command(first=FAILING) as (child, line), client_of_command(line) as client:
-        with pytest.raises(openai.APIError, match="the engine failed: ZeroDivisionError"):
-            list(client.completions.create(model="shakespeare", prompt="a", stream=stream))
+        for _ in range(MOST_FAILED):
+            with pytest.raises(openai.APIError, match="the engine failed: ZeroDivisionError"):
+                list(client.completions.create(model="shakespeare", prompt="a", stream=stream))
         assert child.wait(60) == 1
         log = child.stderr.read()
-    assert "CRITICAL the engine failed\nTraceback" in log
+    assert log.count("ERROR a step of the engine failed\nTraceback") == MOST_FAILED - 1
+    assert log.count("CRITICAL the engine failed\nTraceback") == 1
     assert log.endswith("ZeroDivisionError: division by zero\n")
 
 

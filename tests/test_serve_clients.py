@@ -60,7 +60,7 @@ class Held:
 
     def placed(self, messages: Any, *more: Any) -> Any:
         self.begun.append(messages)
-        assert self.go.wait(20)
+        assert self.go.wait(60)
         return "x", []
 
 
@@ -86,14 +86,14 @@ def test_chats_of_a_client_do_not_stop_others() -> None:
 
 def test_a_rendering_has_a_limit_and_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each thread renders in a separate process."""
-    monkeypatch.setattr(app, "TEMPLATE_SECONDS", 1.0)
+    monkeypatch.setattr(app, "TEMPLATE_SECONDS", 5.0)
     template = ChatTemplate("{% if messages[0].content == 'go' %}" + ENDLESS + "{% endif %}ok", {})
     endless = {"messages": [{"role": "user", "content": "go"}]}
     pool, model = ThreadPoolExecutor(1), with_template(template)
     with pool, serving(model, keys=KEYS) as running:
         for _ in range(2):  # start the processes first
             ready = copy(template)
-            ready.seconds = 1.0
+            ready.seconds = 5.0
             ready.render(HELLO)
             running.server._templates.append(ready)
         slow = pool.submit(post, running, "/tokenize", endless, **ANN)
@@ -102,7 +102,7 @@ def test_a_rendering_has_a_limit_and_stops_nobody(monkeypatch: pytest.MonkeyPatc
         assert (status, found["tokens"], slow.done()) == (200, [*b"ok"], False)
         status, found = slow.result()
         assert (status, found["error"]["param"]) == (413, "messages")
-        assert "takes more than 1,000 ms" in found["error"]["message"]
+        assert "takes more than 5,000 ms" in found["error"]["message"]
         assert post(running, "/tokenize", {"messages": HELLO}, **ANN)[0] == 200
 
 
@@ -249,7 +249,7 @@ def test_errors_of_http_are_those_of_the_protocol(
     model: Any, head: bytes, status: int, words: str
 ) -> None:
     with serving(model, rows=1) as running:
-        with socket.create_connection(("127.0.0.1", running.port), timeout=20) as connection:
+        with socket.create_connection(("127.0.0.1", running.port), timeout=60) as connection:
             connection.sendall(head)
             found, _, body = connection.makefile("rb").read().partition(b"\r\n\r\n")
         assert found.startswith(b"HTTP/1.1 %d" % status)
@@ -281,7 +281,7 @@ def test_a_unix_socket_and_new_keys(tmp_path: Path) -> None:
     keys.chmod(0o600)
 
     def status(key: Any) -> int:
-        connection = HTTPConnection("localhost", timeout=20)
+        connection = HTTPConnection("localhost", timeout=60)
         connection.sock = socket.socket(socket.AF_UNIX)
         connection.sock.connect(str(path))
         connection.request("GET", "/version", headers=key)

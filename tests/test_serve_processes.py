@@ -119,7 +119,7 @@ def test_a_process_for_http_that_is_killed(caplog: pytest.LogCaptureFixture) -> 
         first, second = running.fronts.fronts
         while not (first._outlet._rows and second._outlet._rows):
             connections.append(test_serve.sent(running, COMPLETION, STREAM))
-            eventually(lambda: running.service.open == len(connections))
+            eventually(lambda: sum(len(o._rows) for o in running.outlets) == len(connections))
             assert len(connections) < 100
         stays = len(second._outlet._rows)
         first.process.kill()
@@ -141,7 +141,7 @@ def test_a_process_for_http_ends_with_the_engines_process(
     engine = Slow()
     with serving(model_of(engine), rows=1) as running:
         connection = test_serve.sent(running, COMPLETION, STREAM)
-        eventually(lambda: running.service.open == 1)
+        eventually(lambda: any(outlet._rows for outlet in running.outlets))
         (front,) = [each for each in running.fronts.fronts if each._outlet._rows]
         abort = front._channel._transport.abort  # as if this process had ended
         running.fronts._loop.call_soon_threadsafe(abort)
@@ -153,7 +153,9 @@ def test_a_process_for_http_ends_with_the_engines_process(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_an_engine_that_is_killed_ends_all() -> None:
-    with command() as (child, line), test_serve.client_of_command(line) as client:
+    slow = "import time; from gpt2block.serve.service import Service as S; S._note = lambda _: "
+    first = slow + "time.sleep(0.05)"  # a step takes longer, so that the stream does not end
+    with command(first=first) as (child, line), test_serve.client_of_command(line) as client:
         stream = iter(client.completions.create(
             model="shakespeare", prompt="a", stream=True, max_tokens=250
         ))  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import heapq
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -29,8 +30,8 @@ class Batch:
     """Generates rows (continuations), each with its own prompt, sampling and end conditions.
 
     `step` computes the next tokens of all running rows; `submit` adds rows at any time, and
-    `cancel` ends them. The tokens of a row do not depend on other rows. After an exception in the
-    engine, the batch must not be used again.
+    `cancel` ends them. The tokens of a row do not depend on other rows. After an exception in
+    `step` or `cancel`, the batch must not be used again before `restart`.
 
     A row reuses the keys and values of the first tokens that its prompt shares with an earlier
     prompt of the same client, if this changes no bit of the result
@@ -54,27 +55,31 @@ class Batch:
         speculate: bool = False,
     ) -> None:
         self.n_ctx, self.speculate = n_ctx, speculate
-        piece = PIECE if engine.divides_prompts else 0
-        self._reuse = reuse
+        self._engine, self._reuse, self._tokens_at_once = engine, reuse, tokens_at_once
+        self._piece = PIECE if engine.divides_prompts else 0
         self._prefixes: Prefixes | None = None
         if reuse or engine.continues_exactly:
             self._prefixes = Prefixes(1 if reuse else LEAST_COPIED, engine.config.short_context)
         self._least_shared = least_shared(engine.config.n_layer, engine.nbytes)
-        self._continues = self._prefixes is not None or 0 < piece < n_ctx
-        self._pieces: PieceScheduler[Row] = PieceScheduler(tokens_at_once, piece)
-        self._starts: dict[int, Start] = {}  # {slot: Start of a row with incomplete prompt}
-        self._decoding = engine.decode(slots, n_ctx, fewer, speculate)
-        self.slots = slots = self._decoding.slots
+        self._continues = self._prefixes is not None or 0 < self._piece < n_ctx
+        self._begin(slots, fewer)
         choose = self._prefixes.slot_for if self._prefixes is not None else None
-        self._scheduler: RowScheduler[Row] = RowScheduler(slots, choose)
+        self._scheduler: RowScheduler[Row] = RowScheduler(self.slots, choose)
         self._vocab_size = engine.config.vocab_size
+        self._deadlines: list[tuple[float, int, Row]] = []  # heap: (deadline, unique number, row)
+        self._numbers, self._steps = count(), count()
+
+    def _begin(self, slots: int, fewer: bool) -> None:
+        """Create a Decoding, whose slots are free, and the state of its slots."""
+        self._decoding = self._engine.decode(slots, self.n_ctx, fewer, self.speculate)
+        self.slots = self._decoding.slots
+        self._pieces: PieceScheduler[Row] = PieceScheduler(self._tokens_at_once, self._piece)
+        self._starts: dict[int, Start] = {}  # {slot: Start of a row with incomplete prompt}
         # {slot: row that waits until another row has computed the prefix of both prompts}
         self._following: dict[int, Row] = {}
         self._copies: list[tuple[int, int, int]] = []  # (source slot, target slot, tokens)
         self._started: dict[int, Start] = {}  # {slot: Start of its row} if reuse is on
         self.begun: list[Row] = []  # rows whose first token was computed in the last step
-        self._deadlines: list[tuple[float, int, Row]] = []  # heap: (deadline, unique number, row)
-        self._numbers, self._steps = count(), count()
 
     @cached_property
     def _new(self) -> _NewTokens:
@@ -176,6 +181,27 @@ class Batch:
             self._release(ended)
         return updated
 
+    def restart(self, error: Exception) -> None:
+        """Free all slots after an exception in the engine. Rows that wait for a slot go on.
+
+        Rows in slots end with `error`. Their tokens that they have not received are lost. Call this
+        after the exception is handled: its traceback keeps the memory of the earlier Decoding.
+        Raises an exception if the engine cannot begin again.
+        """
+        for slot, row in enumerate(self._scheduler.rows_of(range(self.slots))):
+            if row is None:
+                continue
+            follows = slot in self._following  # no part of its prompt has been computed
+            if not follows and row.finish_reason is None:
+                row.error, row.finish_reason = error, "error"
+            self._scheduler.release(slot, again=follows)
+        if self._prefixes is not None:
+            self._prefixes.clear()
+        vars(self).pop("_new", None)
+        del self._decoding
+        gc.collect()  # frees tracebacks in cycles of references
+        self._begin(self.slots, fewer=False)
+
     def _late(self) -> list[Row]:
         """Remove and return the unfinished rows (continuations) whose deadlines have passed.
 
@@ -208,7 +234,8 @@ class Batch:
                     row.add(*part)
             if not row.finish_reason:
                 row.cancel(reason)
-        self._release(slots)
+        if slots:
+            self._release(slots)
 
     def _compute_prompts(self) -> None:
         """Compute parts of prompts; start the continuations whose prompts are then complete."""

@@ -86,8 +86,8 @@ class Row:
 
     Tokens are decoded when the text is read, or immediately if there are stop strings.
     finish_reason: None until the row ends; a FinishReason; "error" if its logits were NaN or
-    infinite, or "rule" if its grammar is too complex to continue the text, with the InputError in
-    `error`; "cancelled"; or "deadline" if its time ran out.
+    infinite or the engine has failed, or "rule" if its grammar is too complex to continue the text,
+    with the exception in `error`; "cancelled"; or "deadline" if its time ran out.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Row:
         self.tops: list[Tops] = []
         self.guessed: list[bool] = []  # for each token, whether it was guessed (speculation)
         self.finish_reason: EndReason | None = None
-        self.error: InputError | None = None
+        self.error: Exception | None = None
         self.reused = 0  # number of prompt tokens whose keys and values were reused
         self.client = ""  # owner: prompts are reused only within a client
         self.held = False  # whether Batch.step may deliver tokens later

@@ -116,8 +116,8 @@ class RowScheduler(Generic[Item]):
             slot = self._free[0] if self._choose is None else self._choose(row, self._free)
             self._free.remove(slot)
             self._row_of[slot] = row
+            self._running += 1
             placed.append((slot, row))
-        self._running += count
         return placed
 
     def _take(self) -> Item:

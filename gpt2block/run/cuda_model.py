@@ -347,6 +347,7 @@ class CudaModel(CudaWeights):
                 )
             slots = min(slots, most)
         with self.running():
+            self.stream.synchronize()  # raises an exception if the GPU is lost
             cache = self._caches.take(slots, n_ctx, fewer)
             slots = min(slots, cache.batch)
             if smaller is None:

@@ -86,6 +86,8 @@ class Metrics:
         self.registry.register(Total("gpt2block_new_tokens", tokens, lambda: service.tokens))
         over = "Of these, tokens after the stop string of their text."
         self.registry.register(Total("gpt2block_overdrawn_tokens", over, lambda: service.overdrawn))
+        failed = "Steps of the engine that failed, which the log has."
+        self.registry.register(Total("gpt2block_failed_steps", failed, lambda: service.failed))
         first = Histogram(
             "gpt2block_first_token_seconds", "From a request's arrival in the queue to its first "
             "token.", buckets=TO_FIRST, registry=self.registry,

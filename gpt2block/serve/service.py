@@ -27,6 +27,7 @@ from gpt2block.serve.log import log, traceback_of
 PAUSE = 4e-5  # seconds per open row between deliveries; twice the time of delivering its tokens
 LEAST_PAUSE = 5e-4  # seconds; shorter pauses are left out
 FEW = 4  # open rows up to which a piece is sent before the front has received the previous one
+MOST_FAILED = 3  # failed steps in a row after which the engine is not used any more
 TOKENS_AT_ONCE = 4096  # prompt tokens in a step after which the step computes no further prompt
 
 
@@ -54,7 +55,7 @@ class Full(Exception):  # noqa: N818  (a reason, not a fault)
 
 
 class EngineFailed(Exception):  # noqa: N818
-    """Raised for any row (continuation) after the engine has raised an exception."""
+    """Raised if the engine has failed in a step of a row (continuation), or cannot go on."""
 
 
 def batch_of(
@@ -80,12 +81,17 @@ class Service:
     Clients take turns. If all slots and places in the queue are taken, a client with at most its
     equal share of them may still submit rows, until there are twice as many rows.
 
+    If the engine raises an exception, the rows in slots end with an error, and the batch restarts
+    with the waiting rows. The service fails if the batch cannot restart, or after MOST_FAILED
+    failed steps in a row.
+
     batch: an empty result of `batch_of`. most_waiting: most rows that wait for a slot. loop: event
     loop in which pieces are delivered. on_failure: called in the loop after the last pieces if the
-    engine has failed. observe_first: called in the thread with the seconds to a row's first token.
+    service has failed. observe_first: called in the thread with the seconds to a row's first token.
     observe_between: called after a step with an array, for each row that got a further token the
     seconds since its previous token. tokens: number of tokens generated so far.
     overdrawn: number of these tokens that were generated after the stop string of their text.
+    failed: number of failed steps.
     matcher_of: returns the Matcher of a row's rule, which is compiled already.
     """
 
@@ -104,15 +110,16 @@ class Service:
         # (cancelled row, number of its tokens that are needed, None if this is not known)
         self._cancelled: deque[tuple[Row, int | None]] = deque()
         self._open_of: Counter[str] = Counter()  # client: number of rows that run or wait
-        self._places: dict[int, Place] = {}  # id(row): outlet and key
-        self._since: dict[int, float] = {}  # id(row): time of submission, until its first token
+        self._places: dict[Row, Place] = {}  # row: outlet and key
+        self._since: dict[Row, float] = {}  # row: time of submission, until its first token
         self._last = np.zeros(batch.slots)  # time of each slot's last token
         self._pieces: deque[tuple[Place, Row | None, Piece]] = deque()  # not delivered yet
         self._called = False  # whether a delivery is scheduled in the event loop
         self.observe_first: Callable[[float], None] = lambda seconds: None
         self.observe_between: Callable[[NDArray[np.float64]], None] = lambda seconds: None
         self.matcher_of: Callable[[Grammar], Matcher] = _no_matcher
-        self.tokens = self.overdrawn = 0
+        self.tokens = self.overdrawn = self.failed = 0
+        self._failed_in_a_row = 0
         self._ends = False
         self.failure: str | None = None
         self.starting: tuple[int, int] | None = (0, 1)  # (tasks done, all tasks); None: ready
@@ -189,8 +196,9 @@ class Service:
     def _run(self) -> None:
         try:
             self._start_up()
-            while self._take_changes():
-                self._step()
+            while not self._ends:
+                if problem := self._turn():
+                    self._go_on(problem)
         except BaseException as error:
             self._fail(error)
 
@@ -202,43 +210,68 @@ class Service:
                 return
         self.starting = None
 
+    def _turn(self) -> str | None:
+        """Take changes and run a step. If the engine fails, log the reason, and return a message.
+
+        Raises the exception of the last of MOST_FAILED failed steps in a row.
+        """
+        try:
+            self._take_changes()
+            if self._batch.busy and not self._ends:
+                self._step()
+        except BaseException as error:
+            self.failed += 1
+            self._failed_in_a_row += 1
+            if self._failed_in_a_row == MOST_FAILED:
+                raise
+            log.error("a step of the engine failed\n%s", traceback_of(error))
+            return f"the engine failed: {error!r}"
+        return None
+
+    def _go_on(self, problem: str) -> None:
+        """Restart the batch after a failed step, and deliver the errors of the rows in slots."""
+        self._batch.restart(EngineFailed(problem))
+        self._deliver([row for row in self._places if row.finish_reason])
+
     def _step(self) -> None:
-        if not self._batch.busy:
-            return
         rows = self._batch.step()
+        self._failed_in_a_row = 0
         self._note()
+        self._deliver(rows)
+
+    def _deliver(self, rows: Sequence[Row]) -> None:
+        """Deliver the new tokens of rows (continuations), and forget the rows that have ended."""
         for row in rows:
             row.held = True
-        self._send([(self._places[id(row)], row, piece_of(row)) for row in rows])
+        self._send([(self._places[row], row, piece_of(row)) for row in rows])
         for row in rows:
             if row.finish_reason:
                 self._forget(row)
 
-    def _take_changes(self) -> bool:
-        """Add submitted rows, end cancelled rows; wait if idle. Return whether to continue."""
+    def _take_changes(self) -> None:
+        """Add submitted rows, end cancelled rows; wait if idle."""
         with self._changed:
             while not (self._ends or self._new or self._cancelled or self._batch.busy):
                 self._changed.wait()
             new, self._new = self._new, deque()
             cancelled, self._cancelled = self._cancelled, deque()
-            self._places |= {id(row): place for row, place, _ in new}
+            self._places |= {row: place for row, place, _ in new}
         now = perf_counter()
-        self._since |= {id(row): now for row, *_ in new}
+        self._since |= {row: now for row, *_ in new}
         for (client, deadline), each in groupby(new, lambda each: (each[0].client, each[2])):
             self._batch.submit([row for row, *_ in each], deadline, client)
-        gone = [row for row, _ in cancelled if id(row) in self._places]
-        self._batch.cancel(gone)
+        gone = [row for row, _ in cancelled if row in self._places]
         for row in gone:
             self._forget(row)
+        self._batch.cancel(gone)
         self.overdrawn += sum(
             len(row.tokens) - needed for row, needed in cancelled if needed is not None
         )
-        return not self._ends
 
     def _forget(self, row: Row) -> None:
-        if self._places.pop(id(row), None) is None:
+        if self._places.pop(row, None) is None:
             return
-        self._since.pop(id(row), None)
+        self._since.pop(row, None)
         with self._changed:
             self._open_of[row.client] -= 1
             if not self._open_of[row.client]:
@@ -252,7 +285,7 @@ class Service:
         self.observe_between(now - self._last[slots[~self._batch.firsts]])
         self._last[slots] = now
         for row in self._batch.begun:
-            if since := self._since.pop(id(row), None):
+            if since := self._since.pop(row, None):
                 self.observe_first(now - since)
 
     def _send(self, pieces: Iterable[tuple[Place, Row | None, Piece]]) -> None:
