@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib.util import find_spec
 from reprlib import Repr
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 LONGEST = 500  # characters per message at most
 _KEPT_END = 160  # characters kept at the end of a shortened message: the advice
@@ -99,6 +99,10 @@ class DeviceError(PrintableError, RuntimeError):
     """The requested device cannot be used."""
 
 
+_BLOCK = (
+    "Block(BlockWeights.from_pretrained(name, 0)), for a Llama "
+    "LlamaBlock(LlamaBlockWeights.from_pretrained(name, 0))"
+)
 # For each class ("" for the package): code to suggest, and names that other libraries have for it.
 _ANSWERS = {
     "": {
@@ -115,6 +119,13 @@ _ANSWERS = {
         "model.tensors()": "named_parameters parameters state_dict",
         "model.score(text).perplexity": "perplexity",
         "model.save_pretrained(directory), or model.save_gguf(path, type)": "save",
+        _BLOCK: "block blocks h layers transformer",
+        f"model.tensors(), or for one block {_BLOCK}": "weights",
+    },
+    "Block": {
+        "block(x)": "forward predict",
+        _BLOCK: "from_pretrained load",
+        "Block(BlockWeights.random()), or LlamaBlock(LlamaBlockWeights.random())": "random",
     },
 }
 INSTEAD = {
@@ -126,13 +137,35 @@ INSTEAD = {
 def no_attribute(table: str, owner: object, name: str, instead: str | None = None) -> Exception:
     """Return an AttributeError for a name that an object does not have; suggest the name to use.
 
-    table: a key of INSTEAD. owner: the object, a module or an instance. instead: code to suggest
-    for a name that the table does not have.
+    table: a key of INSTEAD. owner: the object: a module, a class or an instance. instead: code to
+    suggest for a name that the table does not have.
     """
-    of = "module 'gpt2block'" if not table else f"{type(owner).__name__!r} object"
+    kind = owner.__name__ if isinstance(owner, type) else type(owner).__name__
+    of = f"{kind!r} {'class' if isinstance(owner, type) else 'object'}"
+    of = of if table else "module 'gpt2block'"
     instead = INSTEAD[table].get(name, instead)
     hint = f": use {instead}" if instead else ""
     return AttributeError(f"{of} has no attribute {name!r}{hint}", name=name, obj=owner)
+
+
+class _HintedClass(type):
+    """Metaclass of classes that suggest code for names that they do not have."""
+
+    if not TYPE_CHECKING:  # __getattr__ would hide unknown names from type checkers
+
+        def __getattr__(cls, name: str) -> Any:
+            raise no_attribute(cls.HINTS, cls, name)
+
+
+class Hinted(metaclass=_HintedClass):
+    """Base class whose subclasses and instances suggest code for names that they do not have."""
+
+    HINTS: ClassVar[str]  # key of INSTEAD
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise no_attribute(self.HINTS, self, name)
 
 
 class KernelError(RuntimeError):
