@@ -103,7 +103,8 @@ _BLOCK = (
     "Block(BlockWeights.from_pretrained(name, 0)), for a Llama "
     "LlamaBlock(LlamaBlockWeights.from_pretrained(name, 0))"
 )
-# For each class ("" for the package): code to suggest, and names that other libraries have for it.
+# For each class ("" for the package) and the command line: code to suggest, and names that other
+# libraries and programs have for it.
 _ANSWERS = {
     "": {
         "gpt2block.from_pretrained(name)": "AutoModel AutoModelForCausalLM load load_model",
@@ -121,6 +122,14 @@ _ANSWERS = {
         "model.save_pretrained(directory), or model.save_gguf(path, type)": "save",
         _BLOCK: "block blocks h layers transformer",
         f"model.tensors(), or for one block {_BLOCK}": "weights",
+    },
+    "command line": {
+        "gpt2block check": "doctor env",
+        "gpt2block generate": "complete predict run",
+        "gpt2block score": "eval evaluate perplexity",
+        "gpt2block generate - < FILE": "--file --input --prompt-file -f",
+        "the text without an option: gpt2block generate 'To be'": "--prompt --text -p",
+        "--max-new-tokens": "--max-length --max-tokens -n",
     },
     "Block": {
         "block(x)": "forward predict",

@@ -169,7 +169,7 @@ def test_each_kernel_has_the_launch_line_above_it(tmp_path: Path) -> None:
             '// launch: blocks=3\nextern "C" __global__ void k(float* x) { }',
             r"my\.cu:1: launch line: unknown setting 'blocks': expected 'grid='",
         ),
-        ("", "no kernel"),
+        ("", "no kernel: the source is empty: `gpt2block kernels OPERATION --template` prints"),
         ('\n/*\n*/extern "C" __global__ int k() { }', r"my\.cu:3: kernel k: expected"),
     ],
 )
@@ -538,6 +538,7 @@ def test_what_a_kernel_prints_is_kept(tmp_path: Path) -> None:
     ("begin", "value", "said", "line"),
     [
         ("#include <vector>\n", "a[i]", "Kernels have no C++ library", 1),
+        ("#include <iostream>\n", "a[i]", "for std::cout printf", 1),
         ("template <typename T>\n__device__ T f(T a) { return a.x; }\n", "f(a[i])", "class", 2),
     ],
 )

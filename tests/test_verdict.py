@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gpt2block import Verdict, emulator, mine
+from gpt2block import InputError, Verdict, check_kernel, emulator, mine
 from gpt2block.bench import Ceilings, Measurement
 from gpt2block.cuda import kernels
 from gpt2block.mine import on_cpu
@@ -112,6 +113,20 @@ def test_a_finding_has_a_kind_lines_threads_and_sizes(
     assert (found.printed, found.reason) == ("" if kind else "60\n", None)
     assert 0 < found.seconds < 600
     validate(found.as_dict())
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "said"),
+    [
+        ("", {}, "my.cu: no kernel: the source is empty"),
+        ("my.cu", {"girds": "1"}, "check: unknown keyword 'girds': did you mean 'grid'?"),
+    ],
+)
+def test_a_call_that_cannot_be_judged_is_refused(
+    source: str, options: dict[str, str], said: str
+) -> None:
+    with pytest.raises(InputError, match=re.escape(said)):
+        check_kernel("add", source, **options)
 
 
 @pytest.mark.parametrize("text", TEXTS)

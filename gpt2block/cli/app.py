@@ -28,7 +28,7 @@ from gpt2block.cli.profile import profile
 from gpt2block.cli.score import score
 from gpt2block.cli.serve import serve
 from gpt2block.config.formats import refuse_removed
-from gpt2block.errors import InputError
+from gpt2block.errors import INSTEAD, InputError
 
 _UsageError: Any = typer.BadParameter.__base__  # UsageError of Click, or of Typer's copy of Click
 
@@ -87,4 +87,12 @@ def run(arguments: list[str]) -> int:
             return WRONG
         refuse_removed([getattr(error, "option_name", "").lstrip("-")], "--")
         more = f" (see {context.command_path} --help)" if context else ""
-        raise InputError(f"{message.rstrip('.')}{more}") from None
+        raise InputError(f"{message.rstrip('.')}{_advice(message)}{more}") from None
+
+
+def _advice(message: str) -> str:
+    """Return words for a usage error: the command or option that does what was typed."""
+    if "extra argument" in message:
+        return ": write a text with spaces in quotes, as in gpt2block generate 'To be, or not'"
+    typed = message.rstrip(".").split()[-1].strip("'")
+    return f": type {INSTEAD['command line'][typed]}" if typed in INSTEAD["command line"] else ""

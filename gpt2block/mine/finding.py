@@ -16,7 +16,8 @@ MOST_ERRORS = 3  # maximum number of compiler errors shown
 _CONTEXT = re.compile(r": (note|warning):|: {2,}(recursively )?required (from|by) ")
 _NO_LIBRARY = (
     "\n(Kernels have no C++ library, only what <cmath>, <cfloat>, <climits> and <cstdint> declare, "
-    "std::min and std::max. For std::numeric_limits write FLT_MAX or INFINITY.)"
+    "std::min and std::max. For std::numeric_limits write FLT_MAX or INFINITY, for std::cout "
+    "printf.)"
 )
 # Messages about a missing semicolon. NVRTC, and g++ after a declaration, name the next word's line.
 _NO_SEMICOLON = re.compile(r"""expected (?:a ";"|.,. or .;.)""")
