@@ -225,11 +225,15 @@ def test_the_command_prints_the_verdict_as_json(
         ("if (i < n) y[i] = (a[i] + b[i]) * 1.0;", ["my.cu:4: 1.0 is a double: write 1.0f; ar"]),
         (f"{RIGHT} if (n < 1e-3) y[0] += -.5 * i;", ["my.cu:4: 1e-3", "my.cu:4: .5 is a double"]),
         ("y += 0 * 1.5, y += 0 / 2., y -= 0 * 3.5, y += 0 * 4.5;\n    " + RIGHT, ["my.cu:4"] * 3),
+        ("__shared__ float s[1]; if (i) __syncwarp;\n    __syncthreads ;\n    " + RIGHT,
+         ["my.cu:4: __syncwarp; calls nothing: a call has parentheses: __syncwarp();",
+          "my.cu:5: __syncthreads; calls nothing"]),
+        ("int __x; int __y = n; __x = i;\n    if (__x < __y) y[__x] = a[i] + b[i];", []),
         ("double d = 0.5 * i;\n    d = d * 0.5;\n    const float z = 0.0;\n    // 2.0 * i\n    "
          "if (i < n) y[i] = a[i] + b[i] + z * 1.0f * 0x1p3f * (float)d * 0;", []),
     ],
 )  # fmt: skip
-def test_arithmetic_in_double_is_a_hint(
+def test_arithmetic_in_double_and_a_name_without_a_call_are_hints(
     body: str, hints: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = ADD.replace("NAME", "k").replace("BODY", body)
