@@ -230,6 +230,8 @@ def _of_a_program(source: UserSource, report: str) -> str:
         access = _ACCESS.search(report)
         verb = f"{_VERBS[access[1]]} {access[2]} bytes " if access and "outside" in what else ""
         return verb + what
+    if first.endswith(":DEADLYSIGNAL"):  # a report that AddressSanitizer could not complete
+        return _SUMMARIES["SEGV"]
     cooperative = next((line for line in report.splitlines() if "cooperative launch" in line), "")
     if cooperative:
         first += f"\n{cooperative}"
