@@ -184,7 +184,9 @@ def _map(
 
 def _summary(output: Path, outcome: Outcome) -> list[str]:
     errors = f", {outcome.errors:,} errors in {output / ERRORS}" if outcome.errors else ""
-    lines = [f"{output}: {outcome.records:,} records{errors}"]
+    blank = outcome.lines_done - outcome.records - outcome.errors
+    skipped = f", {blank:,} blank lines skipped" if blank else ""
+    lines = [f"{output}: {outcome.records:,} records{errors}{skipped}"]
     if outcome.done_now:
         records, tokens = (
             count / outcome.seconds for count in (outcome.done_now, outcome.tokens_now)
