@@ -1755,9 +1755,18 @@ def test_a_mistake_of_the_server(
 
 @pytest.mark.usefixtures("smollm2_files")
 def test_a_real_model() -> None:
+    """The stream has the same events as on the page docs/serve.md, except for random numbers."""
+    page = (Path(__file__).parents[1] / "docs" / "serve.md").read_text(encoding="utf-8")
+    (sent, shown), *_ = re.findall(r"-d '(.*)'\n((?:data: .*\n\n?)+)", page)
+    events = [json.loads(line) for line in re.findall("data: ({.*)", shown)]
     loaded = from_pretrained("smollm2", device="cpu")
     with serving(loaded, loaded.tokenizer, rows=2) as running, client_of(running) as client:
         question = [{"role": "user", "content": "What is the capital of France?"}]
         found = client.chat.completions.create(model="small", messages=question, temperature=0)
+        stream = [e.to_dict() for e in client.completions.create(model="small", **json.loads(sent))]
+    for found_event, event in zip(stream, events, strict=True):
+        (choice,), (expected,) = found_event.pop("choices"), event.pop("choices")
+        assert {**choice, "seed": 0} == {**expected, "seed": 0}
+        assert ("seed" in choice, found_event.keys()) == ("seed" in expected, event.keys())
     assert found.choices[0].message.content == "The capital of France is Paris."
     assert found.choices[0].finish_reason == "stop"

@@ -43,7 +43,7 @@ app = typer.Typer(
 add_command(app, generate, "generate 'To be, or not to be' --seed 7")
 add_command(app, chat, "chat --system 'You answer in one sentence.'")
 add_command(app, serve, "serve --model smollm2 --port 8000")
-add_command(app, score, "score hamlet.txt --stride 64")
+add_command(app, score, "score LICENSE --stride 64")
 add_command(app, explain, "explain 'To be, or not to be' -o page.html")
 add_command(app, compare, "compare 'To be, or not to be' --dtype bfloat16")
 add_command(app, profile, "profile generate --rows 8 --dtype bfloat16 -o trace.json")
