@@ -80,7 +80,7 @@ def test_no_command_or_error_installs_what_is_on_no_index() -> None:
 def test_a_quiet_installation_is_announced_and_files_to_score_exist() -> None:
     quiet = re.findall(r"(.*)\n\n```\n.*pip install -q ", README)
     assert ["prints nothing:" in line for line in quiet] == [True] * README.count("install -q")
-    (file,) = {name for name in re.findall(r"gpt2block score ([^-\s`]+)", README)}
+    (file,) = set(re.findall(r"gpt2block score ([^-\s`]+)", README))
     assert "perplexity" in printed("score", ROOT / file, "--device", "cpu")
 
 

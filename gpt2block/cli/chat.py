@@ -21,7 +21,7 @@ from rich.console import Console
 
 from gpt2block.checkpoints.chat_files import OPTIONS
 from gpt2block.checks import check_choice, check_encodable
-from gpt2block.cli.display import compiling, print_json, printable_lines, shown
+from gpt2block.cli.display import compiling, print_json, printable_lines, shown, unechoed
 from gpt2block.cli.model import (
     ModelOptions,
     SamplingOptions,
@@ -46,6 +46,12 @@ if TYPE_CHECKING:
     from gpt2block.chat.messages import Message
 
 MOST_FILE = 2**24  # maximum bytes of a conversation's file: 16 MiB
+DONE = {  # command → confirmation
+    "reset": "the conversation begins anew",
+    "undo": "the last message and its answer are taken back",
+    "system": "the system message is changed",
+}
+HOT = 2.0  # temperature above which even unlikely tokens are drawn often
 QUOTES = '"""'  # begins and ends a message of several lines
 HELP = f"""\
 /reset               begin anew; the system message stays
@@ -124,9 +130,10 @@ def chat(
     messages = [] if file is None else _read(file, read_messages)
     if system is not None:
         messages = [_system(system), *(m for m in messages if m["role"] != "system")]
-    loaded, encoding = load_model(model, "generate --ids takes token ids instead of text")
+    with unechoed():
+        loaded, encoding = load_model(model, "generate --ids takes token ids instead of text")
+        load_draft(loaded, model, draft_model, options.speculate)
     assert encoding is not None
-    load_draft(loaded, model, draft_model, options.speculate)
     usual = asdict(SamplingOptions()) | loaded.chat_sampling
     given = {name: value for name, value in asdict(options).items() if value is not None}
     options = ChatOptions(**usual | {"max_new_tokens": options.max_new_tokens} | given)
@@ -275,7 +282,7 @@ class Session:
                 f"the context of {n_ctx:,} tokens is full: the model no longer reads the oldest "
                 f"{conversation.left_out} messages"
             )
-        with _noticed() as interrupted, compiling():
+        with _noticed() as interrupted, compiling(), unechoed():
             for piece in pieces:
                 self._write(piece)
                 if interrupted():
@@ -303,6 +310,8 @@ class Session:
     def _command(self, name: str, argument: str) -> None:
         if name in self._commands:
             self._commands[name](argument)
+            if name in DONE:
+                self._say(DONE[name])
         elif name in {each.name for each in fields(self.options)}:
             self._set(name, argument)
         else:
@@ -366,6 +375,9 @@ class Session:
                 raise InputError(f"{name}: expected {number}, got {text!r}") from None
             Options.of({name: value})
         self.options = replace(self.options, **{name: value})
+        hot = name == "temperature" and value > HOT
+        doubt = f"; above {HOT:g}, an answer is mostly random tokens" if hot else ""
+        self._say(f"{name}: {'-' if value is None else text}{doubt}")
 
 
 @contextmanager

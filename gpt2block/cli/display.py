@@ -140,6 +140,22 @@ def compiling(hidden: bool = False) -> Iterator[None]:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
+@contextmanager
+def unechoed() -> Iterator[None]:
+    """Let a terminal show what is typed during the `with` block when it is read, not at once."""
+    if sys.platform == "win32" or not os.isatty(0):
+        yield
+        return
+    import termios  # noqa: PLC0415  (not on Windows)
+
+    before = termios.tcgetattr(0)
+    termios.tcsetattr(0, termios.TCSANOW, [*before[:3], before[3] & ~termios.ECHO, *before[4:]])
+    try:
+        yield
+    finally:
+        termios.tcsetattr(0, termios.TCSANOW, before)
+
+
 def megabytes(count: int) -> str:
     return f"{count / 1e6:,.1f} MB" if count >= 1e6 else f"{count / 1e3:,.1f} kB"
 
