@@ -209,6 +209,13 @@ def test_a_conversation_by_lines(chat: Any) -> None:
     assert "prompt 14, 7 of them computed before; ended: length" in lines[1]
 
 
+def test_the_step_before_an_answer_is_shown(chat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[Any] = []
+    monkeypatch.setattr(cli_chat, "working", lambda step: nullcontext(steps.append(step)))
+    chat("hi", "ho")
+    assert [step() for step in steps] == ["reading 7 tokens"] * 2  # both of the second answer
+
+
 def test_several_lines_and_a_slash(chat: Any, tmp_path: Path) -> None:
     file = tmp_path / "talk.json"
     chat('"""one', " two", '/three"""', '"""four"""', " /five", f"/save {file}")

@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from io import TextIOWrapper
 from pathlib import Path
@@ -21,7 +21,7 @@ from rich.console import Console
 
 from gpt2block.checkpoints.chat_files import OPTIONS
 from gpt2block.checks import check_choice, check_encodable
-from gpt2block.cli.display import compiling, print_json, printable_lines, shown, unechoed
+from gpt2block.cli.display import print_json, printable_lines, shown, unechoed, working
 from gpt2block.cli.model import (
     ModelOptions,
     SamplingOptions,
@@ -282,8 +282,10 @@ class Session:
                 f"the context of {n_ctx:,} tokens is full: the model no longer reads the oldest "
                 f"{conversation.left_out} messages"
             )
-        with _noticed() as interrupted, compiling(), unechoed():
+        with _noticed() as interrupted, unechoed(), ExitStack() as first:
+            first.enter_context(working(self._reading))  # until the first piece
             for piece in pieces:
+                first.close()
                 self._write(piece)
                 if interrupted():
                     break
@@ -300,6 +302,11 @@ class Session:
             f"{len(row.tokens)} tokens, {rate:,.1f} tokens/s; prompt {len(row.prompt):,}{reused}; "
             f"ended: {why}"
         )
+
+    def _reading(self) -> str:
+        """Return the step that runs before the answer begins."""
+        row = self.conversation.answer
+        return f"reading {len(row.prompt) - row.reused:,} tokens" if row else ""
 
     def _write(self, text: str) -> None:
         sys.stdout.write(printable_lines(text) if sys.stdout.isatty() else text)
