@@ -18,7 +18,7 @@ import pytest
 
 import gpt2block as gpt2block_package
 from gpt2block import Block, Comparison, doctor
-from gpt2block.cli import display, kernels_run
+from gpt2block.cli import display, kernels_run, threads
 from gpt2block.cli.block import BlockReport, _print_report, _rows
 from gpt2block.cuda import requests
 from gpt2block.emulator import loader
@@ -67,6 +67,42 @@ def test_a_terminal_of_80_columns_shows_every_number() -> None:
     assert_ten_steps(lines)
     assert max(map(len, lines)) <= 80
     assert not [line for line in lines if "…" in line and not line.startswith("input")]
+
+
+def test_threads_are_set_before_numpy_is_imported() -> None:
+    code = (
+        "import atexit, os, sys; from gpt2block.cli import main; "
+        "name = 'OPENBLAS_NUM_THREADS'; "
+        "atexit.register(lambda: print(os.environ[name], 'numpy' in sys.modules)); main()"
+    )
+    words = ["generate", "KING", "--max-new-tokens", "1", "--device", "cpu", "--threads=3"]
+    command = [sys.executable, "-c", code, *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("\n3 True\n")
+
+
+def test_one_thread_is_advised_once_after_slow_steps(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert threads.seconds_of_product() > 0
+    monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
+    monkeypatch.setattr(threads, "seconds_of_product", lambda **more: 2 if more else 5)
+    monkeypatch.setattr(threads, "Thread", lambda target, daemon: SimpleNamespace(start=target))
+    told: list[str] = []
+    for seconds, tokens, expected in ((0.9, 1, 0), (9.0, 99, 0), (1.1, 1, 1)):
+        at_once, later = threads.SlowSteps(10**9, told.append), threads.SlowSteps(10**9)
+        for _ in range(9):
+            at_once(tokens, seconds)
+            later(tokens, seconds)
+        for _ in range(2):
+            threads.advise(SimpleNamespace(watcher=later))
+        said = capsys.readouterr().err
+        assert said.count("a matrix product is 2.5 times as fast with one thread") == expected
+        assert said.count("\n") == len(told) == expected
+    monkeypatch.setattr(threads, "SLOW", 1e99)
+    for words in (("generate", "KING", "--seed", "1"), ("score", "-")):
+        ended = gpt2block(*words, "--device", "cpu", stdin=b"To be, or not to be")
+        assert ("is 2.5 times as fast" in ended.err) == (words[0] == "generate")
 
 
 class Terminal(io.StringIO):

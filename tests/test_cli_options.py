@@ -136,6 +136,8 @@ SAMPLING = [
             ["generate", "hi", "there"],
             "(there): write a text with spaces in quotes, as in gpt2block ",
         ),
+        (["generate", "KING", "--threads", "64"], "--threads: NumPy is loaded already: set OPENBL"),
+        (["generate", "KING", "--threads", "0"], "Invalid value for '--threads': "),
         (["doctor"], "No such command 'doctor': type gpt2block check (see "),
         (["generate", "--file", "a.txt"], "option: --file: type gpt2block generate - < FILE (see "),
         (["generate", "KING", "--dtype", "float64"], "got 'float64': did you mean float32?"),

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from typing import Any, NoReturn, TextIO
 
 
+# Variables from which libraries of matrix products read their number of threads; OpenBLAS's first.
+THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
+
+
 class OutputError(Exception):
     """Raised if writing to standard output fails.
 
@@ -67,10 +71,12 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     if arguments is None:
         receive_on_a_thread()
     _set_up_streams()
+    words = sys.argv[1:] if arguments is None else arguments
+    _set_threads(words)
     code = WRONG
     try:
         try:
-            code = _run(sys.argv[1:] if arguments is None else arguments)
+            code = _run(words)
         finally:
             sys.stdout.flush()
     except KeyboardInterrupt:
@@ -82,6 +88,14 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     if arguments is None:  # from now on, Ctrl-C can only interrupt Python's shutdown
         end_at_once_on_interrupt()
     sys.exit(code)
+
+
+def _set_threads(words: list[str]) -> None:
+    """Set the number of threads that --threads states, which NumPy reads when it is imported."""
+    for word, next_word in zip(words, [*words[1:], ""], strict=False):
+        name, _, value = word.partition("=")
+        if name == "--threads" and "numpy" not in sys.modules:
+            os.environ.update(dict.fromkeys(THREADS, value or next_word))
 
 
 def _run(arguments: list[str]) -> int:

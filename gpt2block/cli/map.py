@@ -157,7 +157,7 @@ def _map(
 
     fields = asdict(options) | vars(model)
     workers, scheduler = fields.pop("workers"), fields.pop("scheduler")
-    del fields["gpus"]  # `device` names these GPUs
+    del fields["gpus"], fields["threads"]  # `device` names these GPUs; workers inherit the threads
     fields["keep"] = tuple(options.keep)
     fields["tokenizer"] = None if model.tokenizer is None else str(model.tokenizer)
     job = Job(task=name, output=files.output, options=asdict(task), **fields)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, make_dataclass, replace
@@ -11,9 +12,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from gpt2block.checkpoints import BUNDLED, BUNDLED_NAMES, Checkpoint
 from gpt2block.checkpoints.locating import SMOLLM2
-from gpt2block.cli import complete
+from gpt2block.cli import THREADS, complete
 from gpt2block.cli.display import progress_bar
 from gpt2block.cli.options import json_object, option, path_option
+from gpt2block.cli.threads import SlowSteps
 from gpt2block.config.formats import BY_DEFAULT, FormatOptions
 from gpt2block.config.options import meaning_of
 from gpt2block.cuda import first_gpus
@@ -73,8 +75,17 @@ class ModelOptions:
         "A tokenizer.json, or a folder with vocab.json and merges.txt."
     )
     gpus: int | None = gpus_option()
+    threads: int | None = option(
+        "Threads of a matrix product on the CPU, by default one for each core; 1 is faster if "
+        "other programs use the cores.",
+        min=1,
+    )
 
     def __post_init__(self) -> None:
+        if self.threads is not None and os.environ.get(THREADS[0]) != str(self.threads):
+            raise InputError(
+                f"--threads: NumPy is loaded already: set {THREADS[0]} before Python starts"
+            )
         object.__setattr__(self, "device", device_of(self.device, self.gpus))
 
 
@@ -153,11 +164,13 @@ def require_for(purpose: str, model: str, *modules: str) -> None:
     require(purpose, ",".join(extras), *modules, *of_model, *of_package)
 
 
-def load_model(options: ModelOptions, hint: str | None) -> tuple[Model[Any], Encoding | None]:
+def load_model(
+    options: ModelOptions, hint: str | None, tell: Callable[[str], None] | None = None
+) -> tuple[Model[Any], Encoding | None]:
     """Load a model's tokenizer, then the model, with a progress bar on stderr.
 
     hint: advice that is added to the error if the model has no tokenizer. None: the command works
-    with token ids, and only tokenizer files next to the weights are read.
+    with token ids, and only tokenizer files next to the weights are read. tell: see SlowSteps.
     """
     from gpt2block.model import load  # noqa: PLC0415
     from gpt2block.tokenizers.lookup import Lookup  # noqa: PLC0415
@@ -177,7 +190,10 @@ def load_model(options: ModelOptions, hint: str | None) -> tuple[Model[Any], Enc
         with progress_bar("loading", hidden) as bar:
             yield from bar.track(tensors, len(checkpoint.stored))
 
-    return load(checkpoint, options.device, options.formats, progress), encoding
+    loaded = load(checkpoint, options.device, options.formats, progress)
+    if hasattr(loaded.engine, "watcher"):
+        loaded.engine.watcher = SlowSteps(loaded.nbytes, tell)
+    return loaded, encoding
 
 
 def load_draft(
