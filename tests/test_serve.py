@@ -37,6 +37,7 @@ from gpt2block import from_pretrained  # noqa: E402
 from gpt2block.cli import serve as cli_serve  # noqa: E402
 from gpt2block.errors import InputError  # noqa: E402
 from gpt2block.generation.rows import EndReason  # noqa: E402
+from gpt2block.run import numpy_model  # noqa: E402
 from gpt2block.serve import (  # noqa: E402
     answers,
     app,
@@ -1751,6 +1752,17 @@ def test_a_mistake_of_the_server(
             assert running.metric("faults_total", path=path) == 1
             assert re.match(f"{path}, req-[0-9a-f]{{32}}: Traceback", logged)
             assert logged.endswith("RuntimeError: \\x1b[31m red")
+
+
+def test_memory_is_given_back_after_a_time_without_requests(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "REST_S", 0.01)
+    monkeypatch.setattr(numpy_model, "FIRST_POSITIONS", 4)
+    with serving(model, rows=2) as running:
+        assert post(running, COMPLETION, {"prompt": "abcdefgh", "max_tokens": 9})[0] == 200
+        cache: Any = running.service._batch._decoding._cache
+        eventually(lambda: cache.layers.shape[3] == 4 and cache.lengths == [0, 0])
 
 
 @pytest.mark.usefixtures("smollm2_files")

@@ -27,6 +27,7 @@ from gpt2block.serve.log import log, traceback_of
 PAUSE = 4e-5  # seconds per open row between deliveries; twice the time of delivering its tokens
 LEAST_PAUSE = 5e-4  # seconds; shorter pauses are left out
 FEW = 4  # open rows up to which a piece is sent before the front has received the previous one
+REST_S = 60.0  # seconds without a request after which the batch gives memory back
 TOKENS_AT_ONCE = 4096  # prompt tokens in a step after which the step computes no further prompt
 
 
@@ -218,7 +219,8 @@ class Service:
         """Add submitted rows, end cancelled rows; wait if idle. Return whether to continue."""
         with self._changed:
             while not (self._ends or self._new or self._cancelled or self._batch.busy):
-                self._changed.wait()
+                if not self._changed.wait(REST_S):
+                    self._batch.rest()
             new, self._new = self._new, deque()
             cancelled, self._cancelled = self._cancelled, deque()
             self._places |= {id(row): place for row, place, _ in new}
