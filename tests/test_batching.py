@@ -458,6 +458,7 @@ def test_the_cache_of_numpy_grows_with_the_texts_and_is_given_back(
     for first in (200, 8):
         monkeypatch.setattr(numpy_model, "FIRST_POSITIONS", first)
         batch = Batch(m.engine, 4, 200, reuse=True, tokens_at_once=1)
+        cache: Any = batch._decoding._cache  # type: ignore[attr-defined]  # a NumpyDecoding
         sizes = []
         for _ in range(2):  # again after the memory has been given back
             options: dict[str, Any] = {"max_new_tokens": 9, "stop_ids": (), "seed": 1}
@@ -467,14 +468,14 @@ def test_the_cache_of_numpy_grows_with_the_texts_and_is_given_back(
             )
             batch.submit([early])
             batch.step()
-            sizes.append(batch._decoding._cache.layers.shape[3])
+            sizes.append(cache.layers.shape[3])
             batch.submit([long, copied])
             batch.rest()  # changes nothing while rows run
             finish(batch)
-            sizes.append(batch._decoding._cache.layers.shape[3])
+            sizes.append(cache.layers.shape[3])
             assert copied.reused == 66
             found.append([(row.tokens, row.logprobs) for row in (early, long, copied)])
             batch.rest()
-            sizes.append(batch._decoding._cache.layers.shape[3])
+            sizes.append(cache.layers.shape[3])
         assert sizes == [max(70, first), 200, first] * 2
     assert found == found[:1] * 4

@@ -125,9 +125,9 @@ def test_a_terminal_shows_the_step_that_runs(monkeypatch: pytest.MonkeyPatch) ->
     assert "reading 120 tokens, 1 s" in said
     assert "compiling kernels, at the first start only: 2 of 3, 1 s" in said
     assert re.search(r"compiling, then at N=1 .*at N=2 .*at sizes that a GPU", said, re.DOTALL)
-    with contextlib.redirect_stderr(io.StringIO()) as err, display.working(lambda: "x"):
+    with contextlib.redirect_stderr(io.StringIO()) as file, display.working(lambda: "x"):
         time.sleep(0.5)
-    assert err.getvalue() == ""
+    assert file.getvalue() == ""
 
 
 @pytest.mark.parametrize("width", [80, 120])

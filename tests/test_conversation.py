@@ -210,10 +210,10 @@ def test_a_conversation_by_lines(chat: Any) -> None:
 
 
 def test_the_step_before_an_answer_is_shown(chat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    steps: list[Any] = []
-    monkeypatch.setattr(cli_chat, "working", lambda step: nullcontext(steps.append(step)))
+    spy = Mock(side_effect=lambda step: nullcontext())
+    monkeypatch.setattr(cli_chat, "working", spy)
     chat("hi", "ho")
-    assert [step() for step in steps] == ["reading 7 tokens"] * 2  # both of the second answer
+    assert [call.args[0]() for call in spy.mock_calls] == ["reading 7 tokens"] * 2  # the last row's
 
 
 def test_several_lines_and_a_slash(chat: Any, tmp_path: Path) -> None:

@@ -252,8 +252,8 @@ class _Judge:
         for run, each in zip(RUNS, done, strict=False):
             if each.problem:
                 problem = each.problem + (ORDER_COUNTS if run.order != ORDERS[0] else "")
-                wrong = replace(each, problem=problem, printed=done[0].printed)
-                return self._explained(wrong, case, notes)
+                off = replace(each, problem=problem, printed=done[0].printed)
+                return self._explained(off, case, notes)
         worst = max(done, key=lambda each: inf if isnan(each.max_rel) else each.max_rel)
         return replace(worst, printed=done[0].printed)
 
