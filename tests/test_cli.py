@@ -87,18 +87,13 @@ def test_one_thread_is_advised_once_after_slow_steps(
     assert threads.seconds_of_product() > 0
     monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
     monkeypatch.setattr(threads, "seconds_of_product", lambda **more: 2 if more else 5)
-    monkeypatch.setattr(threads, "Thread", lambda target, daemon: SimpleNamespace(start=target))
-    told: list[str] = []
     for seconds, tokens, expected in ((0.9, 1, 0), (9.0, 99, 0), (1.1, 1, 1)):
-        at_once, later = threads.SlowSteps(10**9, told.append), threads.SlowSteps(10**9)
+        watch = threads.slow_steps(10**9)
         for _ in range(9):
-            at_once(tokens, seconds)
-            later(tokens, seconds)
-        for _ in range(2):
-            threads.advise(SimpleNamespace(watcher=later))
+            watch(tokens, seconds)
         said = capsys.readouterr().err
         assert said.count("a matrix product is 2.5 times as fast with one thread") == expected
-        assert said.count("\n") == len(told) == expected
+        assert said.count("\n") == expected
     monkeypatch.setattr(threads, "SLOW", 1e99)
     for words in (("generate", "KING", "--seed", "1"), ("score", "-")):
         ended = gpt2block(*words, "--device", "cpu", stdin=b"To be, or not to be")

@@ -36,7 +36,6 @@ from gpt2block.cli.model import (
 )
 from gpt2block.cli.options import option, path_of, path_option
 from gpt2block.cli.texts import BYTE_ORDER_MARK, read_text
-from gpt2block.cli.threads import advise
 from gpt2block.errors import InputError, PrintableError
 from gpt2block.files import write_file
 from gpt2block.generation.options import KEYWORDS, Options
@@ -145,7 +144,7 @@ def chat(
         _answer_lines(conversation, options)
     else:
         name = f"{loaded.name}, {loaded.dtypes}, {loaded.device}"
-        Session(conversation, options, file, loaded.engine).run(name)
+        Session(conversation, options, file).run(name)
 
 
 def _system(text: str) -> dict[str, str]:
@@ -203,11 +202,8 @@ def _answered(conversation: Conversation, message: Message, options: ChatOptions
 class Session:
     """An interactive conversation, read from stdin. `file`: default file of the command /save."""
 
-    def __init__(
-        self, conversation: Conversation, options: ChatOptions, file: Path | None, engine: Any
-    ) -> None:
+    def __init__(self, conversation: Conversation, options: ChatOptions, file: Path | None) -> None:
         self.conversation, self.options, self.file = conversation, options, file
-        self._engine = engine
         self._typed = sys.stdin.isatty()
         self._stderr = Console(stderr=True, highlight=False)
         self._written = {file}  # files that /save may overwrite
@@ -306,7 +302,6 @@ class Session:
             f"{len(row.tokens)} tokens, {rate:,.1f} tokens/s; prompt {len(row.prompt):,}{reused}; "
             f"ended: {why}"
         )
-        advise(self._engine)
 
     def _reading(self) -> str:
         """Return the step that runs before the answer begins."""

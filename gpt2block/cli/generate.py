@@ -32,7 +32,6 @@ from gpt2block.cli.model import (
 )
 from gpt2block.cli.options import argument, option
 from gpt2block.cli.texts import read_text
-from gpt2block.cli.threads import advise
 from gpt2block.cli.writer import Writer
 from gpt2block.errors import InputError
 from gpt2block.generation.options import Options
@@ -112,7 +111,6 @@ def generate(
         writer.rest(logprobs)
         line = _summary(loaded, options.seed, run, clock)
         Console(stderr=True, highlight=False).print(shown(line), style="dim", soft_wrap=True)
-    advise(loaded.engine)
     if interrupted:
         raise typer.Exit(INTERRUPTED)
 

@@ -15,7 +15,7 @@ from gpt2block.checkpoints.locating import SMOLLM2
 from gpt2block.cli import THREADS, complete
 from gpt2block.cli.display import progress_bar
 from gpt2block.cli.options import json_object, option, path_option
-from gpt2block.cli.threads import SlowSteps
+from gpt2block.cli.threads import slow_steps
 from gpt2block.config.formats import BY_DEFAULT, FormatOptions
 from gpt2block.config.options import meaning_of
 from gpt2block.cuda import first_gpus
@@ -164,13 +164,11 @@ def require_for(purpose: str, model: str, *modules: str) -> None:
     require(purpose, ",".join(extras), *modules, *of_model, *of_package)
 
 
-def load_model(
-    options: ModelOptions, hint: str | None, tell: Callable[[str], None] | None = None
-) -> tuple[Model[Any], Encoding | None]:
+def load_model(options: ModelOptions, hint: str | None) -> tuple[Model[Any], Encoding | None]:
     """Load a model's tokenizer, then the model, with a progress bar on stderr.
 
     hint: advice that is added to the error if the model has no tokenizer. None: the command works
-    with token ids, and only tokenizer files next to the weights are read. tell: see SlowSteps.
+    with token ids, and only tokenizer files next to the weights are read.
     """
     from gpt2block.model import load  # noqa: PLC0415
     from gpt2block.tokenizers.lookup import Lookup  # noqa: PLC0415
@@ -192,7 +190,7 @@ def load_model(
 
     loaded = load(checkpoint, options.device, options.formats, progress)
     if hasattr(loaded.engine, "watcher"):
-        loaded.engine.watcher = SlowSteps(loaded.nbytes, tell)
+        loaded.engine.watcher = slow_steps(loaded.nbytes)
     return loaded, encoding
 
 

@@ -21,7 +21,6 @@ from gpt2block.cli.model import (
 )
 from gpt2block.cli.options import argument, option
 from gpt2block.cli.texts import read_text, regular_file
-from gpt2block.cli.threads import advise
 from gpt2block.errors import InputError
 
 if TYPE_CHECKING:
@@ -85,7 +84,6 @@ def score(
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
     seconds = perf_counter() - begun
-    advise(loaded.engine)
     if as_json:
         _print_json(file, loaded, found, seconds, per_token)
         return

@@ -161,7 +161,7 @@ def serve(
         raise InputError(f"--timeout: expected a positive number of seconds, got {timeout}")
     allow_files(connections)
     listening = _bound(host, port) if uds is None else _bound_file(uds)
-    loaded, encoding = load_model(model, "this server needs text", log.warning)
+    loaded, encoding = load_model(model, "this server needs text")
     assert encoding is not None
     load_draft(loaded, model, draft_model, speculate)
     if chat_template_kwargs:

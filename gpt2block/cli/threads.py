@@ -10,8 +10,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from threading import Thread
-from typing import Any
 
 from gpt2block.cli import THREADS
 
@@ -25,32 +23,30 @@ PRODUCTS = (
 )
 
 
-class SlowSteps:
-    """Counts the slow steps of a model on the CPU, as its `watcher`. nbytes: of its weights.
+def slow_steps(nbytes: int) -> Callable[[int, float], None]:
+    """Return a function that gets tokens and seconds of each step of a model on the CPU.
 
-    tell: function that gets the advice as soon as steps are slow, from another thread; by default,
-    `advise` prints the advice.
+    After slow steps, it prints a note on stderr, once, if one thread is faster. nbytes: of the
+    model's weights.
     """
+    slow = 0
 
-    def __init__(self, nbytes: int, tell: Callable[[str], None] | None = None) -> None:
-        self._nbytes, self._tell, self._slow = nbytes, tell, 0
-
-    def __call__(self, tokens: int, seconds: float) -> None:
-        self._slow += tokens <= FEW and seconds * SLOW > self._nbytes
-        if self._tell and self._slow == STEPS:
-            Thread(target=lambda: self.advise(self._tell), daemon=True).start()
-
-    def advise(self, tell: Any = lambda line: print(f"note: {line}", file=sys.stderr)) -> None:
-        """Tell, once after slow steps, if one thread is faster."""
-        if self._slow < STEPS or os.environ.get(THREADS[0]) == "1":
+    def watch(tokens: int, seconds: float) -> None:
+        nonlocal slow
+        slow += tokens <= FEW and seconds * SLOW > nbytes
+        if slow != STEPS or os.environ.get(THREADS[0]) == "1":
             return
-        self._slow = -sys.maxsize
+        slow += 1
         ratio = seconds_of_product() / seconds_of_product(**dict.fromkeys(THREADS, "1"))
         if ratio >= LEAST:
-            tell(
-                f"while other programs use the cores, a matrix product is {ratio:.1f} times as "
-                "fast with one thread: --threads 1, or OPENBLAS_NUM_THREADS=1 before Python starts"
+            line = (
+                f"note: while other programs use the cores, a matrix product is {ratio:.1f} times "
+                "as fast with one thread: --threads 1, or OPENBLAS_NUM_THREADS=1 before Python "
+                "starts"
             )
+            print(f"\n{line}" if sys.stderr.isatty() else line, file=sys.stderr)
+
+    return watch
 
 
 def seconds_of_product(**variables: str) -> float:
@@ -58,9 +54,3 @@ def seconds_of_product(**variables: str) -> float:
     command = [sys.executable, "-c", PRODUCTS]
     environment = {**os.environ, **variables}
     return float(subprocess.run(command, env=environment, capture_output=True, check=True).stdout)
-
-
-def advise(engine: Any) -> None:
-    """Print a note on stderr if the steps of an engine on the CPU were slow."""
-    if getattr(engine, "watcher", None):
-        engine.watcher.advise()
