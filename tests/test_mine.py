@@ -740,6 +740,7 @@ def test_further_outputs_are_compared(tmp_path: Path) -> None:
 
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Use the emulator, with replays of 1 ms: one round over two copies of the inputs."""
     if NO_EMULATOR:
         pytest.skip(NO_EMULATOR)
     monkeypatch.setattr(measure, "MOST_SETS", 2)
