@@ -17,15 +17,12 @@ from gpt2block.cli.interrupts import (
     raise_on_interrupt,
     receive_on_a_thread,
 )
+from gpt2block.cli.threads import set_threads
 
 TYPE_CHECKING = False  # type checkers assume True; importing `typing` would be slow
 if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any, NoReturn, TextIO
-
-
-# Variables from which libraries of matrix products read their number of threads; OpenBLAS's first.
-THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 class OutputError(Exception):
@@ -72,7 +69,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         receive_on_a_thread()
     _set_up_streams()
     words = sys.argv[1:] if arguments is None else arguments
-    _set_threads(words)
+    set_threads(words)
     code = WRONG
     try:
         try:
@@ -88,14 +85,6 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     if arguments is None:  # from now on, Ctrl-C can only interrupt Python's shutdown
         end_at_once_on_interrupt()
     sys.exit(code)
-
-
-def _set_threads(words: list[str]) -> None:
-    """Set the number of threads that --threads states, which NumPy reads when it is imported."""
-    for word, next_word in zip(words, [*words[1:], ""], strict=False):
-        name, _, value = word.partition("=")
-        if name == "--threads" and "numpy" not in sys.modules:
-            os.environ.update(dict.fromkeys(THREADS, value or next_word))
 
 
 def _run(arguments: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""Advise one thread for matrix products if other programs keep the cores busy.
+"""Set the number of threads for matrix products; advise one thread if the cores are busy.
 
 OpenBLAS's threads wait for each other in busy loops, so that a thread without a core delays all.
 The number of threads is never changed within a process, as the last bits of results depend on it.
@@ -7,12 +7,11 @@ The number of threads is never changed within a process, as the last bits of res
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 
-from gpt2block.cli import THREADS
-
+# Variables from which libraries of matrix products read their number of threads; OpenBLAS's first.
+THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 SLOW = 1e9  # bytes per second: a step that reads the weights more slowly is slow
 FEW = 16  # tokens of a step whose time is that of reading the weights
 STEPS = 3  # number of slow steps after which products are measured
@@ -21,6 +20,14 @@ PRODUCTS = (
     "import numpy, timeit; x, w = numpy.ones((1, 1024), 'f'), numpy.ones((1024, 8192), 'f'); "
     "count, seconds = timeit.Timer(lambda: x @ w).autorange(); print(seconds / count)"
 )
+
+
+def set_threads(words: list[str]) -> None:
+    """Set the number of threads that --threads states, which NumPy reads when it is imported."""
+    for word, next_word in zip(words, [*words[1:], ""], strict=False):
+        name, _, value = word.partition("=")
+        if name == "--threads" and "numpy" not in sys.modules:
+            os.environ.update(dict.fromkeys(THREADS, value or next_word))
 
 
 def slow_steps(nbytes: int) -> Callable[[int, float], None]:
@@ -51,6 +58,8 @@ def slow_steps(nbytes: int) -> Callable[[int, float], None]:
 
 def seconds_of_product(**variables: str) -> float:
     """Return the time of a matrix product in a child process with these environment variables."""
+    import subprocess  # noqa: PLC0415  (slow to import)
+
     command = [sys.executable, "-c", PRODUCTS]
     environment = {**os.environ, **variables}
     return float(subprocess.run(command, env=environment, capture_output=True, check=True).stdout)
