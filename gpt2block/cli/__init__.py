@@ -17,7 +17,6 @@ from gpt2block.cli.interrupts import (
     raise_on_interrupt,
     receive_on_a_thread,
 )
-from gpt2block.cli.threads import set_threads
 
 TYPE_CHECKING = False  # type checkers assume True; importing `typing` would be slow
 if TYPE_CHECKING:
@@ -68,12 +67,10 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     if arguments is None:
         receive_on_a_thread()
     _set_up_streams()
-    words = sys.argv[1:] if arguments is None else arguments
-    set_threads(words)
     code = WRONG
     try:
         try:
-            code = _run(words)
+            code = _run(sys.argv[1:] if arguments is None else arguments)
         finally:
             sys.stdout.flush()
     except KeyboardInterrupt:
@@ -89,6 +86,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 
 def _run(arguments: list[str]) -> int:
     """Run a command and return its exit code. Expected errors become one line on stderr."""
+    from gpt2block.cli.threads import set_threads  # noqa: PLC0415
     from gpt2block.errors import (  # noqa: PLC0415
         CheckpointError,
         DeviceError,
@@ -98,6 +96,7 @@ def _run(arguments: list[str]) -> int:
     )
 
     try:
+        set_threads(arguments)
         return int(_import_commands().run(arguments))
     except MemoryError as error:  # CuPy's OutOfMemoryError is a subclass
         line = f"not enough memory: {error}"
