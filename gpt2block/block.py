@@ -13,7 +13,7 @@ from gpt2block.architectures import gpt2
 from gpt2block.checks import FLOATS, check_choice, check_count, check_flag, named_options
 from gpt2block.config import block_shapes
 from gpt2block.cuda import cupy
-from gpt2block.errors import Argument, DeviceError, InputError, shown
+from gpt2block.errors import Argument, DeviceError, Hinted, InputError, shown
 from gpt2block.inspect.compare import Comparisons, compare_steps
 from gpt2block.ops.attention import SIXTEEN_BITS, TENSOR_HEAD
 from gpt2block.ops.products import MMA_CAPABILITY
@@ -32,12 +32,13 @@ KERNELS = ("auto", "skeleton", "fused")
 FUSED_WIDTH = 16384  # maximum channels per row in the kernel layernorm_narrow
 
 
-class BaseBlock:
+class BaseBlock(Hinted):
     """Base class of transformer blocks: weights, and an object that runs steps on one device.
 
     Copying or unpickling a block constructs a new block from the same arguments.
     """
 
+    HINTS = "Block"
     causal: bool
     spec: BlockSpec
     dtype: str

@@ -86,7 +86,7 @@ def check_flag(name: str, value: object) -> bool:
 
 # Common names of dtypes that differ from the names in NumPy
 _DTYPE_OF = {
-    **dict.fromkeys(("fp32", "f32"), "float32"),
+    **dict.fromkeys(("fp32", "f32", "fp64", "f64", "float64", "double"), "float32"),  # the widest
     **dict.fromkeys(("fp16", "f16", "half"), "float16"),
     "bf16": "bfloat16",
     **dict.fromkeys(("e4m3", "e4m3fn", "fp8", "float8"), "float8_e4m3fn"),

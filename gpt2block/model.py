@@ -17,7 +17,7 @@ from gpt2block.config import GPT2Config, ModelConfig
 from gpt2block.config.formats import FILE, REMOVED, FormatOptions, Formats
 from gpt2block.config.llama import LlamaConfig
 from gpt2block.cuda import begin
-from gpt2block.errors import CheckpointError, InputError, no_attribute
+from gpt2block.errors import CheckpointError, Hinted, InputError
 from gpt2block.generation.options import Options, with_keywords
 from gpt2block.inspect import lens
 from gpt2block.inspect.compare import Comparisons, compare
@@ -55,13 +55,14 @@ Weights = TypeVar("Weights", bound=ModelArrays[Any])
 Loaded = TypeVar("Loaded", bound="Model[Any]")
 
 
-class Model(Generic[Weights]):
+class Model(Hinted, Generic[Weights]):
     """A language model. `from_pretrained` returns GPT2, Llama, or Model for other architectures.
 
     Token ids are a sequence (T,), a batch (B, T), or a list of sequences of different lengths.
     Raises InputError for wrong arguments, DeviceError when the device cannot be used.
     """
 
+    HINTS = "Model"
     CONFIG: ClassVar[type[ModelConfig]] = ModelConfig  # type: ignore[type-abstract]
     WEIGHTS: ClassVar[type[ModelArrays[Any]]] = ModelArrays
 
@@ -181,11 +182,6 @@ class Model(Generic[Weights]):
             from gpt2block.run.cuda_model import CudaModel  # noqa: PLC0415
 
             self.engine = CudaModel(config, tensors, formats, indices[0])
-
-    if not TYPE_CHECKING:  # __getattr__ would hide unknown names from type checkers
-
-        def __getattr__(self, name: str) -> Any:
-            raise no_attribute("Model", self, name)
 
     def __repr__(self) -> str:
         c = self.config

@@ -15,7 +15,7 @@ import planted_bugs
 import pytest
 
 from tests.devices import device, small_blocks  # noqa: F401  (fixtures of every test)
-from tests.gpus import context_problem
+from tests.gpus import allocations, context_problem  # noqa: F401  (a fixture)
 
 PROGRAMS = "GPT2BLOCK_CPU_CUDA_CACHE"
 ON_GPU = pytest.StashKey[int]()  # number of tests that are deselected without --gpu

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
 import pytest
@@ -94,3 +94,17 @@ def context_problem() -> str | None:
             return None
         return f"{type(error).__name__}: {error}"
     return None
+
+
+@pytest.fixture
+def allocations(cp: ModuleType) -> Iterator[list[int]]:
+    """Record the size of every allocation of device memory while the test runs."""
+    sizes: list[int] = []
+    pool = cp.get_default_memory_pool()
+
+    def counting(size: int) -> Any:
+        sizes.append(size)
+        return pool.malloc(size)
+
+    with cp.cuda.using_allocator(counting):
+        yield sizes

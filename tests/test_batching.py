@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from contextlib import nullcontext
+from dataclasses import replace
 from time import monotonic
 from typing import Any
 
@@ -16,6 +17,7 @@ from gpt2block.generation.batching import TURN, Batch
 from gpt2block.generation.rows import Row
 from gpt2block.generation.scheduling import PIECE
 from gpt2block.parameters.gpt2 import GPT2Weights
+from gpt2block.run import numpy_model
 from gpt2block.run.model import Ids, Start
 from gpt2block.serve.service import batch_of
 from tests.devices import GPU, SOMEWHERE, running_on
@@ -414,3 +416,36 @@ def test_a_row_gets_the_slot_with_most_of_its_tokens(device: str) -> None:
         batch.submit(together)
         finish(batch)
         assert [row.reused for row in together] == [6, 3, 1]
+
+
+def test_the_cache_of_numpy_grows_with_the_texts_and_is_given_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The bits stay the same, also of a prefix that is copied before the cache grows."""
+    m = model("cpu", replace(TINY, n_ctx=200))
+    ids = np.random.default_rng(0).integers(37, size=200)
+    found: list[Any] = []
+    for first in (200, 8):
+        monkeypatch.setattr(numpy_model, "FIRST_POSITIONS", first)
+        batch = Batch(m.engine, 4, 200, reuse=True, tokens_at_once=1)
+        cache: Any = batch._decoding._cache  # type: ignore[attr-defined]  # a NumpyDecoding
+        sizes = []
+        for _ in range(2):  # again after the memory has been given back
+            options: dict[str, Any] = {"max_new_tokens": 9, "stop_ids": (), "seed": 1}
+            early, long, copied = (
+                row_of(m.engine, prompt, **options)
+                for prompt in (ids[:70], ids[::-1][:190], [*ids[:66], 1, 2])
+            )
+            batch.submit([early])
+            batch.step()
+            sizes.append(cache.layers.shape[3])
+            batch.submit([long, copied])
+            batch.rest()  # changes nothing while rows run
+            finish(batch)
+            sizes.append(cache.layers.shape[3])
+            assert copied.reused == 66
+            found.append([(row.tokens, row.logprobs) for row in (early, long, copied)])
+            batch.rest()
+            sizes.append(cache.layers.shape[3])
+        assert sizes == [max(70, first), 200, first] * 2
+    assert found == found[:1] * 4

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import resource
 import shutil
 from pathlib import Path
@@ -53,11 +54,11 @@ def test_the_exit_code_shows_whether_any_record_has_a_result(lines: Path, tmp_pa
     assert code == 0
     assert "3 records, 1 errors in " in out
     bad = tmp_path / "bad.txt"
-    bad.write_text("x\ny\n")
+    bad.write_text("x\n \ny\n\n")
     for _ in range(2):  # a second run has nothing to compute, and reports the same
         code, out, message = run("score", bad, "--output", tmp_path / "none")
         assert code == 1
-        assert "0 records, 2 errors in " in out
+        assert re.search("0 records, 2 errors in .*/errors, 2 blank lines skipped\n", out)
         assert message.endswith(
             "error: none of 2 records could be computed: bad.txt, line 1: expected at least two "
             "tokens, got 1\n"

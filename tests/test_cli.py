@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import re
 import subprocess
 import sys
+import time
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import gpt2block as gpt2block_package
 from gpt2block import Block, Comparison, doctor
-from gpt2block.cli import display
+from gpt2block.cli import display, kernels_run, threads
 from gpt2block.cli.block import BlockReport, _print_report, _rows
+from gpt2block.cuda import requests
 from gpt2block.emulator import loader
 from tests.command_line import gpt2block, printed
 
@@ -63,6 +67,62 @@ def test_a_terminal_of_80_columns_shows_every_number() -> None:
     assert_ten_steps(lines)
     assert max(map(len, lines)) <= 80
     assert not [line for line in lines if "…" in line and not line.startswith("input")]
+
+
+def test_threads_are_set_before_numpy_is_imported() -> None:
+    code = (
+        "import atexit, os, sys; from gpt2block.cli import main; "
+        "name = 'OPENBLAS_NUM_THREADS'; "
+        "atexit.register(lambda: print(os.environ[name], 'numpy' in sys.modules)); main()"
+    )
+    words = ["generate", "KING", "--max-new-tokens", "1", "--device", "cpu", "--threads=3"]
+    command = [sys.executable, "-c", code, *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("\n3 True\n")
+
+
+def test_one_thread_is_advised_once_after_slow_steps(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert threads.seconds_of_product() > 0
+    monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
+    monkeypatch.setattr(threads, "seconds_of_product", lambda **more: 2 if more else 5)
+    for seconds, tokens, expected in ((0.9, 1, 0), (9.0, 99, 0), (1.1, 1, 1)):
+        watch = threads.slow_steps(10**9)
+        for _ in range(9):
+            watch(tokens, seconds)
+        said = capsys.readouterr().err
+        assert said.count("a matrix product is 2.5 times as fast with one thread") == expected
+        assert said.count("\n") == expected
+    monkeypatch.setattr(threads, "SLOW", 1e99)
+    for words in (("generate", "KING", "--seed", "1"), ("score", "-")):
+        ended = gpt2block(*words, "--device", "cpu", stdin=b"To be, or not to be")
+        assert ("is 2.5 times as fast" in ended.err) == (words[0] == "generate")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_shows_the_step_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"COLUMNS": "80", "TERM": "xterm"}.items():
+        monkeypatch.setenv(name, value)
+    given: Any = [SimpleNamespace(label=label) for label in ("N=1", "N=2")]
+    with contextlib.redirect_stderr(Terminal()) as err:
+        with display.working(lambda: "reading 120 tokens"):
+            time.sleep(1)
+            requests._watchers[-1](2, 3)
+            time.sleep(0.5)
+        for _ in kernels_run._watched(iter("abc"), given, False):
+            time.sleep(0.3)
+    said = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", err.getvalue())
+    assert "reading 120 tokens, 1 s" in said
+    assert "compiling kernels, at the first start only: 2 of 3, 1 s" in said
+    assert re.search(r"compiling, then at N=1 .*at N=2 .*at sizes that a GPU", said, re.DOTALL)
+    with contextlib.redirect_stderr(io.StringIO()) as file, display.working(lambda: "x"):
+        time.sleep(0.5)
+    assert file.getvalue() == ""
 
 
 @pytest.mark.parametrize("width", [80, 120])

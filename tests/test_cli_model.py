@@ -184,7 +184,7 @@ def test_where_the_prompt_comes_from(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["generate", "-"], "prompt: expected at least one token"),
+        (["generate", "-"], "this model has no token that begins a text: write the"),
         (["generate", "x" * 65], "prompt: 65 tokens, the model's context is 64"),
         (["generate", "x", "--tokenizer", "/no/where"], "/no/where: no tokenizer: expected"),
         (["score", "/no/file"], "/no/file: cannot be read: No such file"),

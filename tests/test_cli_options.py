@@ -132,6 +132,19 @@ SAMPLING = [
         (["bench", "--dtype", "int8"], "--dtype: expected one of"),
         (["bench", "--peer", "jax"], "--peer: expected torch"),
         (["check", "now"], "Got unexpected extra argument"),
+        (
+            ["generate", "hi", "there"],
+            "(there): write a text with spaces in quotes, as in gpt2block ",
+        ),
+        (["generate", "KING", "--threads", "64"], "--threads: NumPy is loaded already: set OPENBL"),
+        (["generate", "KING", "--threads", "0"], "Invalid value for '--threads': "),
+        (["doctor"], "No such command 'doctor': type gpt2block check (see "),
+        (["generate", "--file", "a.txt"], "option: --file: type gpt2block generate - < FILE (see "),
+        (["generate", "KING", "--dtype", "float64"], "got 'float64': did you mean float32?"),
+        (
+            ["generate", "KING", "--schema", "a.json"],
+            ", got 'a.json': of a file, pass the text: \"$(",
+        ),
         (["genrate"], "No such command 'genrate'"),
     ],
 )

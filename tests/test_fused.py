@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import re
 import weakref
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
@@ -506,20 +505,6 @@ def test_the_callers_stream_and_two_streams(cp: ModuleType, gpt2: BlockWeights) 
         stream.synchronize()
     for out, want in zip(outs, expected, strict=True):
         np.testing.assert_array_equal(out.get(), want)
-
-
-@pytest.fixture
-def allocations(cp: ModuleType) -> Iterator[list[int]]:
-    """Record the size of every allocation of device memory while the test runs."""
-    sizes: list[int] = []
-    pool = cp.get_default_memory_pool()
-
-    def counting(size: int) -> Any:
-        sizes.append(size)
-        return pool.malloc(size)
-
-    with cp.cuda.using_allocator(counting):
-        yield sizes
 
 
 @pytest.mark.gpu

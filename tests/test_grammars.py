@@ -152,7 +152,12 @@ def test_masks_as_bits() -> None:
         ({"schema": 3}, "schema: expected an object, got 3"),
         ({"schema": False}, "schema: expected a schema that allows a text, got False"),
         ({"schema": {"const": b"x"}}, "schema: expected a JSON schema: Object of type bytes"),
-        ({"regex": "(a"}, "regex: .*unclosed group"),
+        ({"schema": "a.json"}, ", got 'a.json': of a file, pass the text"),
+        ({"regex": "(a"}, r'regex: "\(a": unclosed group at character 1$'),
+        (
+            {"schema": {"type": "string", "pattern": "a[b"}},
+            r'"a\[b": unclosed character class at char',
+        ),
         ({"regex": 3}, "regex: expected a text, got 3"),
         ({"choice": []}, r"choice: expected texts of at least one character, got \[\]"),
         ({"choice": ["a", ""]}, "choice: expected texts"),

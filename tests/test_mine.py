@@ -169,7 +169,7 @@ def test_each_kernel_has_the_launch_line_above_it(tmp_path: Path) -> None:
             '// launch: blocks=3\nextern "C" __global__ void k(float* x) { }',
             r"my\.cu:1: launch line: unknown setting 'blocks': expected 'grid='",
         ),
-        ("", "no kernel"),
+        ("", "no kernel: the source is empty: `gpt2block kernels OPERATION --template` prints"),
         ('\n/*\n*/extern "C" __global__ int k() { }', r"my\.cu:3: kernel k: expected"),
     ],
 )
@@ -430,6 +430,13 @@ WRONG: list[tuple[str, str, tuple[int, ...]]] = [  # body, report, lines of the 
     ("y[0] = i;", "race: thread (1, 0, 0) writes y[0] at my.cu:{4}", (4,)),
     ("y[i % n] = 1 / (n - 5);", "division by zero", (4,)),
     ("*(float*)(4096LL * n) = 1;", "accesses an address that belongs to no argument", (4,)),
+    ("((void (*)(int))8)(n);", "accesses an address that belongs to no argument", ()),
+    (
+        "__shared__ int at;\n    if (i % 64 == 0) at = 0;\n    __syncthreads();\n    "
+        "if (i < n) y[i] = a[i - threadIdx.x + atomicAdd(&at, 1)] + b[i];",
+        "reverse order, and the result is right if they run one after the other from",
+        (),
+    ),
     ("__shared__ float s[2];\n    s[i] = 0;", "index 2 out of bounds", (5,)),
     (
         "if (i < n - 4) y[i] = reinterpret_cast<const float4*>(a + 1)[i].x;",
@@ -482,6 +489,17 @@ def test_what_does_not_compile_is_said_with_its_line(
 
 
 MISTAKES = [  # operation, code of its template, the mistake, the report
+    (
+        "matmul_bias",
+        "A[(long long)m * K + k]",
+        "A[k * M + m]",
+        "if two indexes of A, of shape (17, 40)",
+    ),
+    ("matmul_bias", "B[(long long)k * N + n]", "B[n * K + k]", "right if two indexes of B, of"),
+    ("matmul_bias", "C[(long long)m * N + n]", "C[n * M + m]", "right if two indexes of C, of"),
+    ("linear", "w[(long long)n * K + k]", "w[k * N + n]", "right if two indexes of w, of shape"),
+    ("trimat", "* T + i) * T + j]", "* T + j) * T + i]", "right if two indexes of out, of shape"),
+    ("softmax", "expf(x", "logf(x", "error: NaN or infinity: look for a division by 0"),
     ("qk_norm", "head < n_head ? gamma_q : gamma_k", "gamma_q", "elements of out are wrong"),
     ("qk_norm", "is_v ? x[d] : ", "", "elements of out are wrong"),
     ("qk_norm", "D + eps)", "D)", "fragile: right for ordinary inputs, wrong for these (zeros)"),
@@ -538,6 +556,7 @@ def test_what_a_kernel_prints_is_kept(tmp_path: Path) -> None:
     ("begin", "value", "said", "line"),
     [
         ("#include <vector>\n", "a[i]", "Kernels have no C++ library", 1),
+        ("#include <iostream>\n", "a[i]", "for std::cout printf", 1),
         ("template <typename T>\n__device__ T f(T a) { return a.x; }\n", "f(a[i])", "class", 2),
     ],
 )
@@ -594,7 +613,7 @@ def test_a_kernel_of_overlapping_launches_waits_first(tmp_path: Path, index: int
 
 @on_emulator
 def test_a_file_that_changes_is_read_again(tmp_path: Path) -> None:
-    assert "(forward order)" in problem(add(tmp_path, "if (i < n) y[i] = 0.0f;")).text
+    assert "are wrong: y[0" in problem(add(tmp_path, "if (i < n) y[i] = 0.0f;")).text
     assert_right(add(tmp_path))
 
 
@@ -721,6 +740,7 @@ def test_further_outputs_are_compared(tmp_path: Path) -> None:
 
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Use the emulator, with replays of 1 ms: one round over two copies of the inputs."""
     if NO_EMULATOR:
         pytest.skip(NO_EMULATOR)
     monkeypatch.setattr(measure, "MOST_SETS", 2)

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 
 import gpt2block
-from gpt2block import GPT2, GPT2Config, InputError
+from gpt2block import GPT2, Block, GPT2Config, InputError
 from gpt2block.errors import INSTEAD
 
 CONFIG = GPT2Config(n_layer=1, n_head=1, n_embd=64, n_ctx=8, vocab_size=9)
 OBJECTS: dict[str, Any] = {
     "": gpt2block,
     "Model": GPT2(gpt2block.GPT2Weights.random(0, CONFIG), "cpu"),
+    "Block": Block(gpt2block.BlockWeights.random(0, CONFIG), device="cpu"),
 }
 OPERATIONS = {
     "layernorm": "gpt2block.reference.layernorm with NumPy, gpt2block.ops.layernorm with CuPy",
@@ -33,6 +34,8 @@ def test_a_guessed_name_says_what_to_write(of: str) -> None:
         expected = f"has no attribute {name!r}: use {re.escape(instead)}$"
         with pytest.raises(AttributeError, match=expected):
             getattr(OBJECTS[of], name)
+        with pytest.raises(AttributeError, match=expected if of else "no attribute"):
+            getattr(type(OBJECTS[of]), name)
         assert not hasattr(OBJECTS[of], name)
         assert name not in dir(OBJECTS[of])
         for suggested in re.findall(r"(?:\bmodel|\(name\))\.(\w+)", instead):

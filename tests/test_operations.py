@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from gpt2block import InputError, doctor, emulator, reference
-from gpt2block.bench import Ceilings, Measurement, ceilings, measure, measure_variants, variants
+from gpt2block.bench import Ceilings, Measurement, measure, measure_variants, variants
 from gpt2block.bench.measure import counted_sizes, inputs_and_truth, tolerance
 from gpt2block.cli.kernels import draw_sweep, print_series
 from gpt2block.cuda import kernels, timing
@@ -24,9 +24,9 @@ from gpt2block.ops.call import UncheckedCall
 from gpt2block.ops.registry import OPERATIONS, Operation, all_sizes, find, parse_sizes
 from tests.benches import drawn
 from tests.command_line import gpt2block, printed
+from tests.test_mine import BEST, emulated  # noqa: F401  (a fixture)
 
 SMALL = {"B": 2, "T": 5, "C": 24, "N": 7, "NH": 3, "HS": 8, "V": 11, "M": 3, "K": 5, "H": 3, "D": 8}
-BEST = Ceilings(4000.0, {"float32": 50.0, "float16": 700.0})
 every_operation = pytest.mark.parametrize("operation", OPERATIONS.values(), ids=lambda o: o.name)
 
 
@@ -330,20 +330,6 @@ def test_a_variant_that_cannot_run_is_told_and_the_others_run(
     assert skipped == [why]
     with pytest.raises(InputError, match=f"softmax: {why}"):
         measured(replace(softmax, variants=(softmax.variant("rows"),)), refused="rows")
-
-
-@pytest.fixture
-def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Use the emulator, with replays of 1 ms: one round over two copies of the inputs."""
-    if emulator.missing():
-        pytest.skip(f"no CUDA on the CPU: {emulator.missing()}")
-    monkeypatch.setattr(measure, "MOST_SETS", 2)
-    monkeypatch.setattr(variants, "MOST_LAUNCHES", 2)
-    monkeypatch.setattr(timing, "CALLS", 1)
-    monkeypatch.setattr(timing, "REPLAYS", 1)
-    monkeypatch.setattr(ceilings, "measured", lambda names: BEST)
-    with emulator.emulated():
-        yield
 
 
 @pytest.mark.usefixtures("emulated")

@@ -37,6 +37,7 @@ from gpt2block import from_pretrained  # noqa: E402
 from gpt2block.cli import serve as cli_serve  # noqa: E402
 from gpt2block.errors import InputError  # noqa: E402
 from gpt2block.generation.rows import EndReason  # noqa: E402
+from gpt2block.run import numpy_model  # noqa: E402
 from gpt2block.serve import (  # noqa: E402
     answers,
     app,
@@ -1826,11 +1827,31 @@ def test_a_mistake_of_the_server(
             assert logged.endswith("RuntimeError: \\x1b[31m red")
 
 
+def test_memory_is_given_back_after_a_time_without_requests(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "REST_S", 0.01)
+    monkeypatch.setattr(numpy_model, "FIRST_POSITIONS", 4)
+    with serving(model, rows=2) as running:
+        assert post(running, COMPLETION, {"prompt": "abcdefgh", "max_tokens": 9})[0] == 200
+        cache: Any = running.service._batch._decoding._cache
+        eventually(lambda: cache.layers.shape[3] == 4 and cache.lengths == [0, 0])
+
+
 @pytest.mark.usefixtures("smollm2_files")
 def test_a_real_model() -> None:
+    """The stream has the same events as on the page docs/serve.md, except for random numbers."""
+    page = (Path(__file__).parents[1] / "docs" / "serve.md").read_text(encoding="utf-8")
+    (sent, shown), *_ = re.findall(r"-d '(.*)'\n((?:data: .*\n\n?)+)", page)
+    events = [json.loads(line) for line in re.findall("data: ({.*)", shown)]
     loaded = from_pretrained("smollm2", device="cpu")
     with serving(loaded, loaded.tokenizer, rows=2) as running, client_of(running) as client:
         question = [{"role": "user", "content": "What is the capital of France?"}]
         found = client.chat.completions.create(model="small", messages=question, temperature=0)
+        stream = [e.to_dict() for e in client.completions.create(model="small", **json.loads(sent))]
+    for found_event, event in zip(stream, events, strict=True):
+        (choice,), (expected,) = found_event.pop("choices"), event.pop("choices")
+        assert {**choice, "seed": 0} == {**expected, "seed": 0}
+        assert ("seed" in choice, found_event.keys()) == ("seed" in expected, event.keys())
     assert found.choices[0].message.content == "The capital of France is Paris."
     assert found.choices[0].finish_reason == "stop"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gpt2block import Verdict, emulator, mine
+from gpt2block import InputError, Verdict, check_kernel, emulator, mine
 from gpt2block.bench import Ceilings, Measurement
 from gpt2block.cuda import kernels
 from gpt2block.mine import on_cpu
@@ -114,6 +115,20 @@ def test_a_finding_has_a_kind_lines_threads_and_sizes(
     validate(found.as_dict())
 
 
+@pytest.mark.parametrize(
+    ("source", "options", "said"),
+    [
+        ("", {}, "my.cu: no kernel: the source is empty"),
+        ("my.cu", {"girds": "1"}, "check: unknown keyword 'girds': did you mean 'grid'?"),
+    ],
+)
+def test_a_call_that_cannot_be_judged_is_refused(
+    source: str, options: dict[str, str], said: str
+) -> None:
+    with pytest.raises(InputError, match=re.escape(said)):
+        check_kernel("add", source, **options)
+
+
 @pytest.mark.parametrize("text", TEXTS)
 def test_the_kind_of_a_text(text: str) -> None:
     assert Finding(text).kind == TEXTS[text]
@@ -210,11 +225,15 @@ def test_the_command_prints_the_verdict_as_json(
         ("if (i < n) y[i] = (a[i] + b[i]) * 1.0;", ["my.cu:4: 1.0 is a double: write 1.0f; ar"]),
         (f"{RIGHT} if (n < 1e-3) y[0] += -.5 * i;", ["my.cu:4: 1e-3", "my.cu:4: .5 is a double"]),
         ("y += 0 * 1.5, y += 0 / 2., y -= 0 * 3.5, y += 0 * 4.5;\n    " + RIGHT, ["my.cu:4"] * 3),
+        ("__shared__ float s[1]; if (i) __syncwarp;\n    __syncthreads ;\n    " + RIGHT,
+         ["my.cu:4: __syncwarp; calls nothing: a call has parentheses: __syncwarp();",
+          "my.cu:5: __syncthreads; calls nothing"]),
+        ("int __x; int __y = n; __x = i;\n    if (__x < __y) y[__x] = a[i] + b[i];", []),
         ("double d = 0.5 * i;\n    d = d * 0.5;\n    const float z = 0.0;\n    // 2.0 * i\n    "
          "if (i < n) y[i] = a[i] + b[i] + z * 1.0f * 0x1p3f * (float)d * 0;", []),
     ],
 )  # fmt: skip
-def test_arithmetic_in_double_is_a_hint(
+def test_arithmetic_in_double_and_a_name_without_a_call_are_hints(
     body: str, hints: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = ADD.replace("NAME", "k").replace("BODY", body)
@@ -266,4 +285,4 @@ def test_a_race_with_an_asynchronous_copy_has_the_line_of_the_copy() -> None:
 def test_values_that_are_not_finite_are_counted() -> None:
     (found,) = verdict("if (i < n) y[i] = i % 2 ? 1 / 0.0f : a[i] + b[i];").findings
     assert "30 of 60 elements of y are wrong, 30 of them NaN or infinite: y[0, 1]" in found.text
-    assert "largest error: not finite; the limit is 1.0e-05, because rounding" in found.text
+    assert "largest error: NaN or infinity: look for a division by 0, for expf" in found.text

@@ -54,12 +54,19 @@ def inputs_and_truth(
             else _stored(array, dtype)
             for i, array in enumerate(operation.make(sizes, np.random.default_rng(0)))
         )
-        wide = [a if isinstance(a, WeightMatrix) else widened(a) for a in stored]
-        truth = getattr(reference, operation.name)(*wide, **operation.workload.attrs)
+        truth = truth_of(operation, stored, operation.workload.attrs)
     except ValueError as error:
         at = ", ".join(f"{name}={size}" for name, size in sizes.items())
         raise InputError(f"{operation.name} cannot run at {at}: {error}") from error
-    return stored, truth[0] if isinstance(truth, tuple) else truth
+    return stored, truth
+
+
+def truth_of(operation: Operation, inputs: Iterable[Any], attrs: Mapping[str, Any]) -> Truth:
+    """Return the result of the NumPy reference in float64."""
+    wide = [a if isinstance(a, WeightMatrix) else widened(a) for a in inputs]
+    truth: Any = getattr(reference, operation.name)(*wide, **attrs)
+    found: Truth = truth[0] if isinstance(truth, tuple) else truth
+    return found
 
 
 def _stored(array: NDArray[Any], dtype: str) -> NDArray[Any]:

@@ -98,6 +98,8 @@ def run(
         manifest = _open_manifest(folder, described, cut, watcher)
         work = _Work(job, token, manifest, watcher)
         todo = [shard for shard in cut if shard.number not in manifest.done]
+        work.outcome.lines = lines
+        work.outcome.lines_done = finished = lines - sum(shard.lines for shard in todo)
         if todo:
             gpus = gpus_of(job.device)
             connection = (
@@ -121,8 +123,6 @@ def run(
                 watcher.say(f"{len(devices)} x {devices[0]}, {ready}")
                 with _job_errors(f"{folder} cannot be written", OSError):
                     manifest.write(described)
-                work.outcome.lines = lines
-                work.outcome.lines_done = finished = lines - sum(shard.lines for shard in todo)
                 if finished:
                     watcher.say(f"{finished:,} of {lines:,} lines are done already")
                 work.compute(client, todo)

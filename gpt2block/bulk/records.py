@@ -277,7 +277,7 @@ class _Cutter:
 
 
 def read(shard: Shard, column: str, keep: Sequence[str] = ()) -> Iterator[Record]:
-    """Yield the records of a shard; blank lines of JSONL are skipped.
+    """Yield the records of a shard; blank lines are skipped.
 
     Raises OSError for a file that cannot be read, and at the end ChangedError if the hash of the
     bytes differs from the shard's hash.
@@ -336,15 +336,15 @@ def _record(
     keep: Sequence[str],
     as_json: bool,
 ) -> Record | None:
-    """Parse a line of JSONL or text into a Record. Return None for a blank line of JSONL."""
+    """Parse a line of JSONL or text into a Record. Return None for a blank line."""
     if line is None:
         return Record(*place, Problem(f"a line of more than {LONGEST:,} bytes"))
     try:
         text = line.decode("utf-8-sig" if place[2] == 0 else "utf-8")
-        if not as_json:
-            return Record(*place, text, dict.fromkeys(keep, text))
         if not text.strip():
             return None
+        if not as_json:
+            return Record(*place, text, dict.fromkeys(keep, text))
         entry = json.loads(text)
     except UnicodeDecodeError as error:
         problem = f"not UTF-8: byte {error.start} of the line"

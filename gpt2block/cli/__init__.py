@@ -86,6 +86,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 
 def _run(arguments: list[str]) -> int:
     """Run a command and return its exit code. Expected errors become one line on stderr."""
+    from gpt2block.cli.threads import set_threads  # noqa: PLC0415
     from gpt2block.errors import (  # noqa: PLC0415
         CheckpointError,
         DeviceError,
@@ -95,6 +96,7 @@ def _run(arguments: list[str]) -> int:
     )
 
     try:
+        set_threads(arguments)
         return int(_import_commands().run(arguments))
     except MemoryError as error:  # CuPy's OutOfMemoryError is a subclass
         line = f"not enough memory: {error}"

@@ -28,7 +28,7 @@ from gpt2block.cli.profile import profile
 from gpt2block.cli.score import score
 from gpt2block.cli.serve import serve
 from gpt2block.config.formats import refuse_removed
-from gpt2block.errors import InputError
+from gpt2block.errors import INSTEAD, InputError
 
 _UsageError: Any = typer.BadParameter.__base__  # UsageError of Click, or of Typer's copy of Click
 
@@ -43,7 +43,7 @@ app = typer.Typer(
 add_command(app, generate, "generate 'To be, or not to be' --seed 7")
 add_command(app, chat, "chat --system 'You answer in one sentence.'")
 add_command(app, serve, "serve --model smollm2 --port 8000")
-add_command(app, score, "score hamlet.txt --stride 64")
+add_command(app, score, "score LICENSE --stride 64")
 add_command(app, explain, "explain 'To be, or not to be' -o page.html")
 add_command(app, compare, "compare 'To be, or not to be' --dtype bfloat16")
 add_command(app, profile, "profile generate --rows 8 --dtype bfloat16 -o trace.json")
@@ -87,4 +87,12 @@ def run(arguments: list[str]) -> int:
             return WRONG
         refuse_removed([getattr(error, "option_name", "").lstrip("-")], "--")
         more = f" (see {context.command_path} --help)" if context else ""
-        raise InputError(f"{message.rstrip('.')}{more}") from None
+        raise InputError(f"{message.rstrip('.')}{_advice(message)}{more}") from None
+
+
+def _advice(message: str) -> str:
+    """Return words for a usage error: the command or option that does what was typed."""
+    if "extra argument" in message:
+        return ": write a text with spaces in quotes, as in gpt2block generate 'To be, or not'"
+    typed = message.rstrip(".").split()[-1].strip("'")
+    return f": type {INSTEAD['command line'][typed]}" if typed in INSTEAD["command line"] else ""

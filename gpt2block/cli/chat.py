@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from io import TextIOWrapper
 from pathlib import Path
@@ -21,7 +21,7 @@ from rich.console import Console
 
 from gpt2block.checkpoints.chat_files import OPTIONS
 from gpt2block.checks import check_choice, check_encodable
-from gpt2block.cli.display import compiling, print_json, printable_lines, shown
+from gpt2block.cli.display import print_json, printable_lines, shown, unechoed, working
 from gpt2block.cli.model import (
     ModelOptions,
     SamplingOptions,
@@ -31,11 +31,12 @@ from gpt2block.cli.model import (
     load_draft,
     load_model,
     model_option,
+    require_for,
     with_numbers,
 )
 from gpt2block.cli.options import option, path_of, path_option
 from gpt2block.cli.texts import BYTE_ORDER_MARK, read_text
-from gpt2block.errors import InputError, PrintableError, require
+from gpt2block.errors import InputError, PrintableError
 from gpt2block.files import write_file
 from gpt2block.generation.options import KEYWORDS, Options
 from gpt2block.grammars.grammar import RULES
@@ -45,6 +46,12 @@ if TYPE_CHECKING:
     from gpt2block.chat.messages import Message
 
 MOST_FILE = 2**24  # maximum bytes of a conversation's file: 16 MiB
+DONE = {  # command → confirmation
+    "reset": "the conversation begins anew",
+    "undo": "the last message and its answer are taken back",
+    "system": "the system message is changed",
+}
+HOT = 2.0  # temperature above which even unlikely tokens are drawn often
 QUOTES = '"""'  # begins and ends a message of several lines
 HELP = f"""\
 /reset               begin anew; the system message stays
@@ -112,7 +119,7 @@ def chat(
     stdout, everything else to stderr. The keys and values of what the model has read stay in the
     kv_cache: only new tokens are computed.
     """
-    require("chat", "serve", "jinja2")
+    require_for("chat", model.model, "jinja2")
     from gpt2block.chat.conversation import Conversation, read_messages  # noqa: PLC0415
 
     if isinstance(sys.stdin, TextIOWrapper):
@@ -123,9 +130,10 @@ def chat(
     messages = [] if file is None else _read(file, read_messages)
     if system is not None:
         messages = [_system(system), *(m for m in messages if m["role"] != "system")]
-    loaded, encoding = load_model(model, "generate --ids takes token ids instead of text")
+    with unechoed():
+        loaded, encoding = load_model(model, "generate --ids takes token ids instead of text")
+        load_draft(loaded, model, draft_model, options.speculate)
     assert encoding is not None
-    load_draft(loaded, model, draft_model, options.speculate)
     usual = asdict(SamplingOptions()) | loaded.chat_sampling
     given = {name: value for name, value in asdict(options).items() if value is not None}
     options = ChatOptions(**usual | {"max_new_tokens": options.max_new_tokens} | given)
@@ -274,8 +282,10 @@ class Session:
                 f"the context of {n_ctx:,} tokens is full: the model no longer reads the oldest "
                 f"{conversation.left_out} messages"
             )
-        with _noticed() as interrupted, compiling():
+        with _noticed() as interrupted, unechoed(), ExitStack() as first:
+            first.enter_context(working(self._reading))  # until the first piece
             for piece in pieces:
+                first.close()
                 self._write(piece)
                 if interrupted():
                     break
@@ -293,6 +303,11 @@ class Session:
             f"ended: {why}"
         )
 
+    def _reading(self) -> str:
+        """Return the step that runs before the answer begins."""
+        row = self.conversation.answer
+        return f"reading {len(row.prompt) - row.reused:,} tokens" if row else ""
+
     def _write(self, text: str) -> None:
         sys.stdout.write(printable_lines(text) if sys.stdout.isatty() else text)
         sys.stdout.flush()
@@ -302,6 +317,8 @@ class Session:
     def _command(self, name: str, argument: str) -> None:
         if name in self._commands:
             self._commands[name](argument)
+            if name in DONE:
+                self._say(DONE[name])
         elif name in {each.name for each in fields(self.options)}:
             self._set(name, argument)
         else:
@@ -365,6 +382,9 @@ class Session:
                 raise InputError(f"{name}: expected {number}, got {text!r}") from None
             Options.of({name: value})
         self.options = replace(self.options, **{name: value})
+        hot = name == "temperature" and value > HOT
+        doubt = f"; above {HOT:g}, an answer is mostly random tokens" if hot else ""
+        self._say(f"{name}: {'-' if value is None else text}{doubt}")
 
 
 @contextmanager

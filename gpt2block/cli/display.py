@@ -6,16 +6,18 @@ import json
 import os
 import re
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from math import isfinite
 from time import perf_counter
 from typing import Any, TypeVar
 
 from rich.console import Console
+from rich.live import Live
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from gpt2block.cuda import requests
 from gpt2block.errors import printable
@@ -25,7 +27,7 @@ WIDTH_WHEN_PIPED = 120
 _ANY_WIDTH = 10_000
 _COLUMNS = re.compile("[1-9][0-9]{0,3}")
 _LONGEST_LINE = 4096  # maximum characters of a name or path
-_UNNOTICED = 0.3  # seconds of compilation before a message appears
+_UNNOTICED = 0.3  # seconds of a step before a message appears
 
 
 def console() -> Console:
@@ -112,32 +114,46 @@ def tracked(items: Collection[T], label: str, hidden: bool = False) -> Iterator[
 
 
 @contextmanager
-def compiling(hidden: bool = False) -> Iterator[None]:
-    """Show how many kernels are compiled during the `with` block, if stderr is a terminal.
+def working(step: Callable[[], str] = lambda: "", hidden: bool = False) -> Iterator[None]:
+    """Show on a line of stderr, if it is a terminal, the step that runs, and for how long.
 
-    The line appears if the kernels take longer than if CuPy's cache had them, and is removed at the
-    end.
+    step: returns the name of the step; while kernels are compiled, their number is shown instead.
+    The line appears if the `with` block takes longer than a moment, and is removed at the end.
     """
-    begun: list[float] = []
-    shown_line = False
+    begun, kernels = perf_counter(), (0, 0)
 
-    def show(ready: int, requested: int) -> None:
-        nonlocal shown_line
-        begun.append(perf_counter())
-        if ready < requested and begun[-1] > begun[0] + _UNNOTICED:
-            shown_line = True
-            text = f"compiling kernels, at the first start only: {ready} of {requested}"
-            print(f"\r{text}", end="", file=sys.stderr, flush=True)
+    def count(ready: int, requested: int) -> None:
+        nonlocal kernels
+        kernels = ready, requested
+
+    def line() -> Text:
+        ready, requested = kernels
+        compiling = f"compiling kernels, at the first start only: {ready} of {requested}"
+        text, seconds = step() if ready == requested else compiling, perf_counter() - begun
+        return Text(f"{text}, {seconds:.0f} s" if text and seconds > _UNNOTICED else "")
 
     if hidden or not sys.stderr.isatty():
         yield
         return
+    own: dict[str, Any] = {"transient": True, "redirect_stdout": False, "redirect_stderr": False}
+    with requests.watched(count), Live(get_renderable=line, console=Console(stderr=True), **own):
+        yield
+
+
+@contextmanager
+def unechoed() -> Iterator[None]:
+    """Let a terminal show what is typed during the `with` block when it is read, not at once."""
+    if sys.platform == "win32" or not os.isatty(0):
+        yield
+        return
+    import termios  # noqa: PLC0415  (not on Windows)
+
+    before = termios.tcgetattr(0)
+    termios.tcsetattr(0, termios.TCSANOW, [*before[:3], before[3] & ~termios.ECHO, *before[4:]])
     try:
-        with requests.watched(show):
-            yield
+        yield
     finally:
-        if shown_line:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+        termios.tcsetattr(0, termios.TCSANOW, before)
 
 
 def megabytes(count: int) -> str:

@@ -6,7 +6,7 @@ import webbrowser
 from pathlib import Path
 
 from gpt2block.cli.compare import DEFAULT_TEXT, text_argument
-from gpt2block.cli.display import compiling, console, shown
+from gpt2block.cli.display import console, shown, working
 from gpt2block.cli.model import ModelOptions, load_model
 from gpt2block.cli.options import option, path_option
 from gpt2block.files import check_file
@@ -32,7 +32,7 @@ def explain(
     loaded, encoding = load_model(model, "--tokenizer takes the path of one")
     text = DEFAULT_TEXT if text is None else text
     ids = token_ids(encoding, text, loaded.config.vocab_size, "text")
-    with compiling():
+    with working():
         data = explaining.collect(loaded.engine, encoding, loaded.name, ids, layer)
     path = explaining.Page(data).save(output)
     console().print(f"{shown(str(path))}  {len(ids)} tokens, {path.stat().st_size / 1e6:.1f} MB")

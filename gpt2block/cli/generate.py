@@ -19,7 +19,7 @@ from rich.console import Console
 
 from gpt2block.checkpoints import BUNDLED_NAMES
 from gpt2block.cli.codes import INTERRUPTED
-from gpt2block.cli.display import compiling, print_json, shown
+from gpt2block.cli.display import print_json, shown, working
 from gpt2block.cli.model import (
     ModelOptions,
     TextOptions,
@@ -152,7 +152,8 @@ def _follow(run: Run, clock: Stopwatch, writer: Writer | None) -> bool:
     The first Ctrl-C closes the rows, a second one raises KeyboardInterrupt.
     """
     with ExitStack() as first:  # contexts that end at the first token
-        first.enter_context(compiling(hidden=writer is None))
+        step = f"reading {len(run.rows[0].prompt):,} tokens"
+        first.enter_context(working(lambda: step, hidden=writer is None))
         try:
             for row in run:
                 first.close()

@@ -33,13 +33,15 @@ def _check_together(options: KernelsOptions, own: OwnOptions) -> None:
     given = [name for name, value in values.items() if value is not None]
     if len(given) > 1:
         raise InputError(f"{given[0]} and {given[1]}: choose one of them")
-    if given and options.operation is None:
-        raise InputError(f"{given[0]} needs an operation: gpt2block kernels layernorm {given[0]}")
-    needing = {**vars(options), "as_json": None, "operation": None}
-    needing = {name: value for name, value in needing.items() if value not in (None, False)}
+    needing = {f"--{name}": value for name, value in vars(options).items() if name != "as_json"}
+    needing = {name: each for name, each in (values | needing).items() if each not in (None, False)}
     if needing and options.operation is None:
-        name = f"--{next(iter(needing))}"
-        raise InputError(f"{name} needs an operation: gpt2block kernels layernorm {name}")
+        name, value = next(iter(needing.items()))
+        typed = name if value is True else f"{name} {value}"
+        raise InputError(
+            f"{name} needs an operation, such as layernorm: gpt2block kernels layernorm {typed}; "
+            "gpt2block kernels lists all operations"
+        )
     for name in ("kernel", "grid", "block", "shared", "seed", "args", "why", "why_page"):
         if getattr(own, name) not in (None, False) and own.mine is None:
             raise InputError(f"--{name.replace('_', '-')} is an option of --mine: add it")

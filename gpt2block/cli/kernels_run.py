@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import typer
 
@@ -16,7 +16,7 @@ from gpt2block.bench.peers import check_peer
 from gpt2block.bench.plots import check_file
 from gpt2block.bench.variants import CEILINGS, measure_variants
 from gpt2block.cli.codes import WRONG as NO_VERDICT
-from gpt2block.cli.display import console, print_json, tracked
+from gpt2block.cli.display import console, print_json, progress_bar, tracked
 from gpt2block.cli.kernels import (
     draw_sweep,
     list_operations,
@@ -48,6 +48,7 @@ from gpt2block.mine.why_page import WhyPage
 from gpt2block.ops.operation import Attrs, Operation, Sizes, Variant
 from gpt2block.ops.registry import all_sizes, find, parse_sizes, stated_sizes
 
+T = TypeVar("T")
 CPU, CUDA = "cpu", "cuda"
 SIZES_OF_A_VARIANT = 2  # sizes to emulate; most variants compile one program per size
 
@@ -232,6 +233,16 @@ def _own_cases(request: Request, user: Kernel) -> tuple[Case, ...]:
     return cases(user, request.stored[1], stated, request.seed)
 
 
+def _watched(results: Iterator[T], given: Sequence[Case], hidden: bool) -> Iterator[T]:
+    """Yield results of checks; meanwhile, a progress bar shows the check that runs."""
+    labels = [*(each.label for each in given), "sizes that a GPU times"]
+    with progress_bar("{task.description}", hidden) as bar:
+        task = bar.add_task(f"compiling, then at {labels[0]}", total=len(labels))
+        for done, found in enumerate(results, 1):
+            yield found
+            bar.update(task, completed=done, description=f"at {labels[min(done, len(given))]}")
+
+
 def _own_on_cpu(request: Request, user: Kernel) -> bool:
     at = parse_sizes(request.operation, request.options.shape)
     stated = stated_sizes(request.operation, request.options.shape)
@@ -239,23 +250,27 @@ def _own_on_cpu(request: Request, user: Kernel) -> bool:
     given = _own_cases(request, user)
     for what in () if request.options.as_json else confined.unconfined():
         print(f"note: this system cannot keep the program from {what}", file=sys.stderr)
-    found = on_cpu.check_kernel(user, given, timed=timed, steps=request.steps)
+    results = on_cpu.check_kernel(user, given, timed=timed, steps=request.steps)
+    found = _watched(results, given, request.options.as_json)
     return _show_own(request, Verdict.of(user, CPU, found, request.drawn, request.steps, at))
 
 
 def _own_on_gpu(request: Request, user: Kernel) -> bool:
     options = request.options
     at = parse_sizes(request.operation, options.shape)
+    given = _own_cases(request, user)
     job = on_gpu.ChildJob(
         user,
-        _own_cases(request, user),
+        given,
         tuple(each.name for each in request.variants),
         at,
         request.stored,
         options.peer,
         request.sweep,
     )
-    found = Verdict.of(user, CUDA, on_gpu.run(job), request.drawn, timed_sizes=at)
+    found = Verdict.of(
+        user, CUDA, _watched(on_gpu.run(job), given, options.as_json), request.drawn, timed_sizes=at
+    )
     timed = found.benchmark
     if timed and options.plot is not None:
         draw_sweep(timed.rows, timed.ceiling, doctor.describe_device(0), options.plot)

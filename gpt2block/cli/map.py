@@ -157,7 +157,7 @@ def _map(
 
     fields = asdict(options) | vars(model)
     workers, scheduler = fields.pop("workers"), fields.pop("scheduler")
-    del fields["gpus"]  # `device` names these GPUs
+    del fields["gpus"], fields["threads"]  # `device` names these GPUs; workers inherit the threads
     fields["keep"] = tuple(options.keep)
     fields["tokenizer"] = None if model.tokenizer is None else str(model.tokenizer)
     job = Job(task=name, output=files.output, options=asdict(task), **fields)
@@ -184,7 +184,9 @@ def _map(
 
 def _summary(output: Path, outcome: Outcome) -> list[str]:
     errors = f", {outcome.errors:,} errors in {output / ERRORS}" if outcome.errors else ""
-    lines = [f"{output}: {outcome.records:,} records{errors}"]
+    blank = outcome.lines_done - outcome.records - outcome.errors
+    skipped = f", {blank:,} blank lines skipped" if blank else ""
+    lines = [f"{output}: {outcome.records:,} records{errors}{skipped}"]
     if outcome.done_now:
         records, tokens = (
             count / outcome.seconds for count in (outcome.done_now, outcome.tokens_now)

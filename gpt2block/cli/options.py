@@ -7,7 +7,7 @@
 
     def score(file: str = argument("A text.", ...), *, model: ModelOptions) -> None: ...
 
-    add_command(app, score, "score hamlet.txt --device cpu")
+    add_command(app, score, "score LICENSE --device cpu")
 
 A parameter whose type is a dataclass stands for the options that are its fields, so that commands
 can share them; so does a field of this kind. Other parameters are options themselves. The help

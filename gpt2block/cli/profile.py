@@ -14,13 +14,13 @@ from gpt2block.checkpoints import BUNDLED, Checkpoint
 from gpt2block.checks import check_choice
 from gpt2block.cli import complete
 from gpt2block.cli.display import (
-    compiling,
     console,
     for_json,
     new_table,
     print_json,
     print_table,
     shown,
+    working,
 )
 from gpt2block.cli.model import (
     ModelOptions,
@@ -84,7 +84,7 @@ def profile(
     sizes = options.rows, options.tokens, options.steps
     profiling.check_sizes(*sizes)
     of: Model[Any] | Block | LlamaBlock
-    with compiling():
+    with working():
         if what == "block":
             of, name, dtype = _block(options)
             passes = profiling.of_block(of, *sizes)

@@ -32,10 +32,11 @@ from gpt2block.cli.model import (
     load_draft,
     load_model,
     model_option,
+    require_for,
 )
 from gpt2block.cli.options import option, path_option
 from gpt2block.cli.texts import BYTE_ORDER_MARK, read_text
-from gpt2block.errors import InputError, printable, require
+from gpt2block.errors import InputError, printable
 from gpt2block.serve.log import log, set_up_log
 
 if TYPE_CHECKING:
@@ -126,7 +127,7 @@ def serve(
     /metrics. On SIGTERM or Ctrl-C the server finishes running requests, for up to 30 s, and exits.
     """
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-    require("serve", "serve", *NEEDED)
+    require_for("serve", model.model, *NEEDED)
     from gpt2block.serve.front import FrontStart  # noqa: PLC0415
     from gpt2block.serve.host import Host  # noqa: PLC0415
     from gpt2block.serve.listening import allow_files, settle  # noqa: PLC0415

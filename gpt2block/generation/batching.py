@@ -202,6 +202,14 @@ class Batch:
         gc.collect()  # frees tracebacks in cycles of references
         self._begin(self.slots, fewer=False)
 
+    def rest(self) -> None:
+        """Give the memory of keys and values back if no row runs or waits, on the CPU."""
+        release = getattr(self._decoding, "release", None)
+        if release is not None and not self.busy:
+            release()
+            if self._prefixes is not None:
+                self._prefixes.clear()
+
     def _late(self) -> list[Row]:
         """Remove and return the unfinished rows (continuations) whose deadlines have passed.
 

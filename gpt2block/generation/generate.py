@@ -242,7 +242,8 @@ def _fitting(ids: Ids, name: str, end: int | None, ends: Ends) -> Ids:
     if not len(ids):
         if end is None:
             raise InputError(
-                f"{name}: expected at least one token: there is no <|endoftext|> to start from"
+                f"{name}: expected a text to continue, got an empty one: this model has no token "
+                "that begins a text: write the first words"
             )
         return np.array([end], np.int32)
     if len(ids) > ends.n_ctx and not ends.truncate:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from gpt2block.grammars.schema import check_schema, place_of
 
 RULES = ("schema", "regex", "choice", "grammar")  # keywords of `GPT2.generate`
 Schema = Mapping[str, Any] | bool | str
+_REGEX_ERROR = re.compile(r"regex parse error:\n {4}(.*)\n {4}( *)\^.*\nerror: (.*)")
 # JSON is written on one line. With free white space, models can write spaces without end, and
 # fewer bytes of a text are determined by its schema.
 JSON_FORM: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -74,6 +76,8 @@ def _problem(source: str) -> str:
     from llguidance import LLMatcher  # noqa: PLC0415  (optional dependency)
 
     is_error, messages = LLMatcher.validate_grammar_with_warnings(source)
+    if is_error and (refused := _REGEX_ERROR.search(messages[0])):
+        return f'"{refused[1]}": {refused[3]} at character {len(refused[2]) + 1}'
     lines = [line.strip() for line in messages[0].splitlines()] if is_error else []
     return "; ".join(line for line in lines if line.strip("^ "))
 
@@ -97,7 +101,10 @@ def parsed_schema(given: Any) -> Any:
     try:
         return json.loads(given)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"schema: expected a JSON schema: {error}, got {shown(given)}") from None
+        file = "" if given.lstrip()[:1] in "[{" else ': of a file, pass the text: "$(cat FILE)"'
+        raise InputError(
+            f"schema: expected a JSON schema: {error}, got {shown(given)}{file}"
+        ) from None
 
 
 def _of_regex(given: Any) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import combinations
 from math import isnan
 from typing import Any
 
@@ -11,18 +13,24 @@ from numpy.typing import NDArray
 
 from gpt2block.bench import measure
 from gpt2block.cuda import cupy
+from gpt2block.cuda.arrays import mapped
 from gpt2block.mine.arguments import Output, Values, values
 from gpt2block.mine.cases import Case
 from gpt2block.mine.finding import Finding
 from gpt2block.mine.kernel import Geometry, Kernel
-from gpt2block.ops.operation import Sizes
+from gpt2block.ops.operation import Operation, Sizes
 
 GUARD = 4096  # bytes of each guard area, before and after an output
 GUARD_BYTE = 0xA5
 # Bytes that fill an output before a launch: NaN, a large positive and a large negative number.
 # fmaxf and fminf ignore NaN, so that only the two numbers reveal a kernel that reads its output.
 NAN_BYTE, POSITIVE_BYTE, NEGATIVE_BYTE = 0xFF, 0x7B, 0xFB
-LIMIT = "the limit is {:.1e}, because rounding alone explains no more"
+MOST_EXCHANGED = 2**16  # elements of a result up to which exchanged indexes are tried
+LIMIT = "rounding explains at most {:.1e} of the largest value"
+NOT_FINITE = (
+    "look for a division by 0, for expf of a number above 88, for sqrtf or logf of a negative "
+    "number, and for memory that is read before it is written"
+)
 
 
 @dataclass(frozen=True)
@@ -76,9 +84,10 @@ def compare(kernel: Kernel, given: Case, guarded: bool, fill: int = NAN_BYTE) ->
     off = [measure.errors(out, given.truths[name].reshape(out.shape)) for name, out in pairs]
     worst = max(off, key=lambda each: np.inf if np.isnan(each[1]) else each[1])
     bound = measure.tolerance(kernel.dtype) + given.slack
+    off_by = next(filter(None, (wrong(n, o, given.truths[n], bound) for n, o in pairs)), "")
     problem = (
         (guarded and _overwritten(names, guards))
-        or next(filter(None, (wrong(n, o, given.truths[n], bound) for n, o in pairs)), "")
+        or (off_by and off_by + exchanged(kernel.operation, given, outs[0], bound))
         or _changed(found, names, given, kernel)
     )
     geometry = kernel.geometry(found.sizes)
@@ -95,11 +104,11 @@ def finding(found: Checked, given: Case) -> Finding:
     if exact:
         numbers = ()
     elif isnan(found.max_rel):
-        what += f"\nlargest error: not finite; {LIMIT.format(found.bound)}"
+        what += f"\nlargest error: NaN or infinity: {NOT_FINITE}"
     elif found.max_rel > found.bound:
         what += (
-            f"\nlargest error {found.max_abs:.1e}, relative to the largest value "
-            f"{found.max_rel:.1e}: {LIMIT.format(found.bound)}"
+            f"\nlargest error {found.max_abs:.1e}, which is {found.max_rel:.1e} of the largest "
+            f"value: {LIMIT.format(found.bound)}"
         )
     else:
         numbers = ()
@@ -136,13 +145,7 @@ def wrong(name: str, out: NDArray[Any], truth: NDArray[Any], bound: float) -> st
     """
     truth = truth.reshape(out.shape)
     exact = truth.dtype.kind in "iu"
-    if exact:
-        bad = out != truth
-    else:
-        known = np.isfinite(truth)
-        limit = bound * float(np.abs(truth).max(where=known, initial=0.0))
-        with np.errstate(invalid="ignore"):
-            bad = known & ~(np.abs(out.astype(np.float64) - truth) <= limit)
+    bad = _bad(out, truth, bound)
     count = int(bad.sum())
     if not count:
         return ""
@@ -159,6 +162,49 @@ def wrong(name: str, out: NDArray[Any], truth: NDArray[Any], bound: float) -> st
     infinite = 0 if exact else int((bad & ~np.isfinite(out)).sum())
     of += f", {infinite:,} of them NaN or infinite" if infinite else ""
     return f"{of}: {where} is {_number(out[place])}, expected {_number(truth[place])}"
+
+
+def _bad(out: NDArray[Any], truth: NDArray[Any], bound: float) -> NDArray[np.bool_]:
+    """Return the mask of the elements that are wrong; see `wrong`."""
+    if truth.dtype.kind in "iu":
+        return np.asarray(out != truth)
+    known = np.isfinite(truth)
+    limit = bound * float(np.abs(truth).max(where=known, initial=0.0))
+    with np.errstate(invalid="ignore"):
+        return np.asarray(known & ~(np.abs(out.astype(np.float64) - truth) <= limit))
+
+
+def exchanged(operation: Operation, given: Case, out: NDArray[Any], bound: float) -> str:
+    """Name the array of which a kernel exchanges two indexes; return "" if there is none.
+
+    out: the result of the operation as the kernel has computed it.
+    """
+    if out.size > MOST_EXCHANGED:
+        return ""
+    result, exact = next(iter(given.truths.items()))
+    tried = [(result, out.shape, view, exact) for view in _exchanges(out)]
+    for at, (name, array) in enumerate(values(operation, given.inputs, given.attrs).inputs.items()):
+        for view in _exchanges(array):
+            inputs = list(given.inputs)
+            inputs[at] = mapped(lambda part: view if part is array else part, inputs[at])  # noqa: B023
+            tried.append((name, array.shape, out, measure.truth_of(operation, inputs, given.attrs)))
+    return next(
+        (
+            f"\nthe result is right if two indexes of {name}, of shape {shape}, are exchanged: "
+            "elements that are adjacent in memory differ in the last index"
+            for name, shape, seen, truth in tried
+            if not _bad(seen, truth.reshape(out.shape), bound).any()
+        ),
+        "",
+    )
+
+
+def _exchanges(array: NDArray[Any]) -> Iterator[NDArray[Any]]:
+    """Yield the array as it is read with each pair of its indexes exchanged."""
+    for i, j in combinations([axis for axis, n in enumerate(array.shape) if n > 1], 2):
+        shape = list(array.shape)
+        shape[i], shape[j] = shape[j], shape[i]
+        yield np.ascontiguousarray(array.reshape(shape).swapaxes(i, j))
 
 
 def _number(value: Any) -> str:

@@ -16,7 +16,8 @@ MOST_ERRORS = 3  # maximum number of compiler errors shown
 _CONTEXT = re.compile(r": (note|warning):|: {2,}(recursively )?required (from|by) ")
 _NO_LIBRARY = (
     "\n(Kernels have no C++ library, only what <cmath>, <cfloat>, <climits> and <cstdint> declare, "
-    "std::min and std::max. For std::numeric_limits write FLT_MAX or INFINITY.)"
+    "std::min and std::max. For std::numeric_limits write FLT_MAX or INFINITY, for std::cout "
+    "printf.)"
 )
 # Messages about a missing semicolon. NVRTC, and g++ after a declaration, name the next word's line.
 _NO_SEMICOLON = re.compile(r"""expected (?:a ";"|.,. or .;.)""")
@@ -229,6 +230,8 @@ def _of_a_program(source: UserSource, report: str) -> str:
         access = _ACCESS.search(report)
         verb = f"{_VERBS[access[1]]} {access[2]} bytes " if access and "outside" in what else ""
         return verb + what
+    if first.endswith(":DEADLYSIGNAL"):  # a report that AddressSanitizer could not complete
+        return _SUMMARIES["SEGV"]
     cooperative = next((line for line in report.splitlines() if "cooperative launch" in line), "")
     if cooperative:
         first += f"\n{cooperative}"

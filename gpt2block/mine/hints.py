@@ -19,6 +19,7 @@ _OPERAND = re.compile(
     rf"|(?P<before>{_LITERAL})(?![\w.])(?=\s*(?:[-+*/<>]|[<>=!]=))"
 )
 _DOUBLE = re.compile(r"\bdouble\s+(\w+)")
+_UNCALLED = re.compile(r"(?:[;{})]|\belse|\bdo)\s*(__\w+)(?=\s*;)")
 _SHARED = re.compile(r"\bextern\s+__shared__\s[^;]*?(\w+)\s*\[\s*\]")
 
 
@@ -29,7 +30,8 @@ def hints(source: UserSource, wrong: bool) -> tuple[str, ...]:
     """
     text = kernels.with_only(source.name, without_literals(source.text))
     doubles = [f"{source.file}:{line}: {what}; {SLOW}" for line, what in _doubles(text)]
-    causes = [f"{source.file}:{line}: {what}" for line, what in _shared(text)] if wrong else []
+    found = [*_uncalled(text), *(_shared(text) if wrong else ())]
+    causes = [f"{source.file}:{line}: {what}" for line, what in found]
     return (*causes, *list(dict.fromkeys(doubles))[:MOST])
 
 
@@ -45,6 +47,13 @@ def _doubles(text: str) -> Iterator[tuple[int, str]]:
         for found in _OPERAND.finditer(line):
             value = found["after"] or found["before"]
             yield number, f"{value} is a double: write {value}f"
+
+
+def _uncalled(text: str) -> Iterator[tuple[int, str]]:
+    """Yield (line, hint) for statements that are only the name of a function, such as a barrier."""
+    for found in _UNCALLED.finditer(text):
+        line = text.count("\n", 0, found.start(1)) + 1
+        yield line, f"{found[1]}; calls nothing: a call has parentheses: {found[1]}();"
 
 
 def _shared(text: str) -> Iterator[tuple[int, str]]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from gpt2block import doctor
 from gpt2block.bench import measure
+from gpt2block.checks import named_options
 from gpt2block.errors import Argument, DeviceError, InputError, shown
 from gpt2block.mine import on_cpu, on_gpu
 from gpt2block.mine.cases import cases, resolved_seed
@@ -26,6 +27,7 @@ from gpt2block.ops.registry import find, stated_sizes
 FILE = "my.cu"  # file name of a source that is passed as text
 
 
+@named_options()
 def check(
     source: str | Path,
     operation: str,
@@ -119,7 +121,7 @@ def _file(source: str | Path) -> Path:
         raise InputError(
             f"source: expected the text of a .cu file or its path, got {shown(source)}"
         )
-    if isinstance(source, Path) or not ("\n" in source or "__global__" in source):
+    if isinstance(source, Path) or (source and not ("\n" in source or "__global__" in source)):
         return Path(source)
     data = source.encode(errors="surrogatepass")
     folder = _folder() / hashlib.sha256(data).hexdigest()[:16]  # equal texts compile once

@@ -50,6 +50,10 @@ FACTOR_OF_WAITS = 1000  # such a factor for a kernel that waits for another bloc
 LARGE_S = 3.0  # the limit at the sizes that a GPU times
 AHEAD = 3  # cases whose launches are started ahead
 LAUNCHES = 40  # launches on other values in the same process, at the smallest size
+ORDER_COUNTS = (
+    ", and the result is right if they run one after the other from the first: it depends on the "
+    "order of threads, which a GPU does not define"
+)
 OTHER = "--shape checks and times others"
 
 
@@ -245,9 +249,11 @@ class _Judge:
             if isinstance(found, Finding):
                 return found
             done.append(found)
-        for each in done:
+        for run, each in zip(RUNS, done, strict=False):
             if each.problem:
-                return self._explained(replace(each, printed=done[0].printed), case, notes)
+                problem = each.problem + (ORDER_COUNTS if run.order != ORDERS[0] else "")
+                off = replace(each, problem=problem, printed=done[0].printed)
+                return self._explained(off, case, notes)
         worst = max(done, key=lambda each: inf if isnan(each.max_rel) else each.max_rel)
         return replace(worst, printed=done[0].printed)
 
@@ -324,7 +330,8 @@ class _Judge:
             at = f"at {case.label}, {run.order} order"
             wrong = of_emulator(source, error.report, at)
             return replace(wrong, printed="".join(texts)), notes
-        problem = found.problem and f"{found.problem} ({run.order} order)"
+        ran = f"\nthe threads ran in {run.order} order" if run.order != ORDERS[0] else ""
+        problem = found.problem and found.problem + ran
         return replace(found, problem=problem, printed="".join(texts)), notes
 
     def _uncompiled(self, found: Finding) -> Finding:

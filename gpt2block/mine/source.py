@@ -204,6 +204,8 @@ def _no_kernel(text: str) -> str:
     """Return the reason why a file has no readable kernel, as text after the file's name."""
     plain = kernels.without_comments(text)
     found = _GLOBAL.search(plain)
+    if not text.strip():
+        return f": no kernel: the source is empty: {TEMPLATE} prints one to start from"
     if found is None:
         return ': no kernel: expected extern "C" __global__ void name(...), as in ' + TEMPLATE
     line = plain.count("\n", 0, found.end()) + 1

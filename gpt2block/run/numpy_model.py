@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from time import perf_counter
 from typing import Any, Literal
 
 import numpy as np
@@ -44,10 +45,14 @@ ROWS_AT_ONCE = 1024  # maximum rows whose logits are computed at a time for like
 SLOTS = 16  # maximum slots of a decoding whose caller accepts fewer slots than requested
 
 
-class NumpyCache:
-    """Keys and values (layers, 2, batch, n_ctx, KV): float32, rounded to the cache's dtype.
+FIRST_POSITIONS = 256  # positions of each row for which a kv_cache has memory at first
 
-    layers: number of layers to store; None for all. With 1, all layers share its memory.
+
+class NumpyCache:
+    """Keys and values (layers, 2, batch, positions, KV): float32, rounded to the cache's dtype.
+
+    The memory grows with the longest row, up to n_ctx positions. layers: number of layers to store;
+    None for all. With 1, all layers share its memory.
     """
 
     def __init__(
@@ -60,10 +65,26 @@ class NumpyCache:
     ) -> None:
         self.batch, self.n_ctx = batch, n_ctx
         self.kind = cache_kind(config, formats, "cpu")
-        self.lengths = [0] * batch
-        layers = layers or config.n_layer
-        self.layers = np.zeros((layers, 2, batch, n_ctx, config.kv_width), np.float32)
+        self._sizes = layers or config.n_layer, config.kv_width
+        self.release()
         self.frequencies = RowFrequencies(config, batch, n_ctx, np)
+
+    def release(self) -> None:
+        """Forget all tokens, and give back the memory of later positions."""
+        self.lengths = [0] * self.batch
+        self.layers = self._zeros(min(self.n_ctx, FIRST_POSITIONS))
+
+    def reserve(self, count: int) -> None:
+        """Provide memory for `count` positions of each row."""
+        before = self.layers
+        if count > before.shape[3]:
+            self.layers = self._zeros(min(self.n_ctx, max(count, 2 * before.shape[3])))
+            for row, n in enumerate(self.lengths):
+                self.layers[:, :, row, :n] = before[:, :, row, :n]
+
+    def _zeros(self, positions: int) -> Floats:
+        layers, width = self._sizes
+        return np.zeros((layers, 2, self.batch, positions, width), np.float32)
 
     @property
     def nbytes(self) -> int:
@@ -79,6 +100,8 @@ class NumpyModel(NumpySteps, StoredModel):
     Matrices are rounded to their dtype and stored as float32: NumPy multiplies in no narrower type,
     and converting a matrix for every product takes many times as long as the product.
     """
+
+    watcher: Callable[[int, float], None] | None = None  # gets tokens and seconds of each pass
 
     def __init__(self, config: ModelConfig, tensors: Tensors, formats: Formats) -> None:
         super().__init__(config, formats, "cpu")
@@ -125,11 +148,15 @@ class NumpyModel(NumpySteps, StoredModel):
                 cache.frequencies.begin(row, len(ids))
         lengths = [len(ids) for ids in sequences]
         starts = list(cache.lengths)
+        cache.reserve(max(map(sum, zip(starts, lengths, strict=True))))
         streams = ["embedding", *(f"h.{n}.output" for n in range(self.config.n_layer))]
         keep = streams if want == "states" else []
         do = self.machine(self._tensors(sequences, cache), keep)
+        begun = perf_counter()
         found = self._run(do, "hidden" if want == "states" else want, max(lengths))
         ends = np.cumsum(lengths)
+        if self.watcher is not None:
+            self.watcher(int(ends[-1]), perf_counter() - begun)
         cache.lengths = [s + n for s, n in zip(starts, lengths, strict=True)]
         if want == "last":
             rows_of = iter(found)
@@ -272,10 +299,15 @@ class NumpyDecoding:
 
     def copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
         for source, target, count in copies:
+            self._cache.lengths[target] = count
             self._cache.layers[:, :, target, :count] = self._cache.layers[:, :, source, :count]
 
     def stop(self, slots: Ids) -> None:
         self._left[slots] = 0
+
+    def release(self) -> None:
+        """Forget the keys and values of all slots, and give their memory back."""
+        self._cache.release()
 
     def next(self) -> Sampled:
         active = np.flatnonzero(self._left)

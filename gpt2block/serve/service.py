@@ -28,6 +28,7 @@ PAUSE = 4e-5  # seconds per open row between deliveries; twice the time of deliv
 LEAST_PAUSE = 5e-4  # seconds; shorter pauses are left out
 FEW = 4  # open rows up to which a piece is sent before the front has received the previous one
 MOST_FAILED = 3  # failed steps in a row after which the engine is not used any more
+REST_S = 60.0  # seconds without a request after which the batch gives memory back
 TOKENS_AT_ONCE = 4096  # prompt tokens in a step after which the step computes no further prompt
 
 
@@ -252,7 +253,8 @@ class Service:
         """Add submitted rows, end cancelled rows; wait if idle."""
         with self._changed:
             while not (self._ends or self._new or self._cancelled or self._batch.busy):
-                self._changed.wait()
+                if not self._changed.wait(REST_S):
+                    self._batch.rest()
             new, self._new = self._new, deque()
             cancelled, self._cancelled = self._cancelled, deque()
             self._places |= {row: place for row, place, _ in new}
