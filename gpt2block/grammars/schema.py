@@ -5,10 +5,17 @@ Source: JSON Schema, drafts 4 to 2020-12; llguidance, "JSON Schema".
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import json
+import re
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from decimal import Decimal
+from itertools import combinations
+from math import prod
 from typing import Any
 
 from gpt2block.errors import InputError, printable, shown
+from gpt2block.grammars import numbers
 
 # Keywords with an effect on the text. docs/structured.md has the same list.
 SUPPORTED = frozenset({
@@ -24,29 +31,41 @@ ANNOTATIONS = frozenset({
     "examples", "readOnly", "writeOnly", "deprecated", "contentMediaType", "contentEncoding",
     "discriminator",
 })  # fmt: skip
-_OF_NAMES = ("properties", "patternProperties", "$defs", "definitions")
-_OF_LISTS = ("anyOf", "allOf", "oneOf", "prefixItems")
-_OF_ONE = ("additionalProperties", "additionalItems", "items")
+DEFINITIONS = ("$defs", "definitions")
+_OF_NAMES = ("properties", "patternProperties", *DEFINITIONS)
+_OF_SCHEMAS = ("anyOf", "allOf", "oneOf", "prefixItems", "items", "additionalItems",
+               "additionalProperties")  # fmt: skip
+LITERAL = re.compile(r"\^([\w -]+|\([\w |-]+\))\$$")  # a pattern that matches only listed names
+DEEPEST = 118  # keys from a schema to the schemas in it: llguidance reads 127 levels of JSON
+KINDS: dict[str, Any] = {
+    **dict.fromkeys(_OF_NAMES, dict), "anyOf": list, "allOf": list, "oneOf": list, "enum": list,
+    "required": list, "type": (str, list), "$ref": str, "minProperties": int,
+}  # fmt: skip
 Path = tuple[str | int, ...]
 
 
-def parts(schema: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+def parsed(given: Any) -> Any:
+    """Return a schema, which is a value or JSON text, as JSON values with Decimals for floats."""
+    try:
+        text = given if isinstance(given, str) else json.dumps(given)
+        return json.loads(text, parse_float=Decimal)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InputError(f"schema: expected a JSON schema: {error}, got {shown(given)}") from None
+
+
+def parts(schema: Any) -> Iterator[tuple[Path, Any]]:
     """Yield the path and the value of a schema and of all schemas in it, outer schemas first."""
-    waiting = [(path, schema)]
+    waiting: list[tuple[Path, Any]] = [((), schema)]
     while waiting:
         path, each = waiting.pop()
         yield path, each
-        if not isinstance(each, Mapping):
-            continue
         inner: list[tuple[Path, Any]] = []
-        for name in _OF_NAMES:
-            if isinstance(named := each.get(name), Mapping):
-                inner += [((*path, name, key), value) for key, value in named.items()]
-        for name in (*_OF_LISTS, *_OF_ONE):
-            value = each.get(name)
-            if isinstance(value, (list, tuple)):
+        for name, value in each.items() if isinstance(each, dict) else ():
+            if name in _OF_NAMES and isinstance(value, dict):
+                inner += [((*path, name, key), one) for key, one in value.items()]
+            elif name in _OF_SCHEMAS and isinstance(value, list):
                 inner += [((*path, name, index), one) for index, one in enumerate(value)]
-            elif name in each:
+            elif name in _OF_SCHEMAS:
                 inner.append(((*path, name), value))
         waiting += reversed(inner)
 
@@ -54,26 +73,101 @@ def parts(schema: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 def check_schema(schema: Any) -> None:
     """Raise InputError, which names the place, for a part that is no schema or not supported."""
     for path, part in parts(schema):
-        if not isinstance(part, (bool, Mapping)):
+        if not isinstance(part, (bool, dict)):
             raise InputError(f"schema: {place(path)}expected an object, got {shown(part)}")
         if part is False and not path:
             raise InputError("schema: expected a schema that allows a text, got False")
-        for name in part if isinstance(part, Mapping) else ():
+        for name, value in part.items() if isinstance(part, dict) else ():
             if name not in SUPPORTED and name not in ANNOTATIONS:
                 raise InputError(f"schema: {place(path)}the keyword {shown(name)} is not supported")
+            if name in KINDS and not isinstance(value, KINDS[name]):
+                raise InputError(f"schema: {place(path)}{name}: got {shown(value)}")
+        if isinstance(part, dict) and (problem := numbers.fault(part) or _fault(part, schema)):
+            raise InputError(f"schema: {place(path)}{problem}")
+        if len(path) > DEEPEST:
+            raise InputError(f"schema: {place(path[:DEEPEST])}: nested too deeply: write the schemas in "
+                             "it in $defs, and refer to them by $ref")  # fmt: skip
+
+
+def _fault(part: dict[str, Any], schema: Any) -> str:
+    """Return what llguidance would compile to a wrong grammar, and a remedy, or an empty text."""
+    required = len(part.get("required", ()))
+    if part.get("minProperties", 0) > required + 1:
+        return (f"minProperties: expected at most {required + 1}, because names that are not in "
+                "required can occur twice: list more names in required")
+    inner = [each for _, each in parts(part) if isinstance(each, dict)]
+    if any("$ref" in each for each in inner):
+        inner += [each for _, each in parts(schema) if isinstance(each, dict)]
+    units = {Decimal(each["multipleOf"]) for each in inner if "multipleOf" in each}
+    decimals = max((-int(unit.as_tuple().exponent) for unit in units), default=0)
+    if "allOf" in part and prod(units) * 10 ** (decimals * len(units)) >= 2**32:
+        return "allOf: the least common multiple of multipleOf is too large: write one multipleOf"
+    return ""
+
+
+def translated(schema: Any) -> str:
+    """Return JSON of a schema that permits the same values, and that llguidance compiles exactly.
+
+    schema: a result of `parsed`.
+    """
+    schema = {} if schema is True else deepcopy(schema)
+    every = [part for _, part in parts(schema) if isinstance(part, dict)]
+    zeros = 0 if any("multipleOf" in part for part in every) else numbers.ZEROS
+    for part in every:
+        for pattern in [each for each in part.get("patternProperties", ()) if LITERAL.match(each)]:
+            value = part["patternProperties"].pop(pattern)
+            for name in pattern.strip("^$()").split("|"):
+                named = part.setdefault("properties", {})
+                named[name] = {"allOf": [named[name], value]} if name in named else value
+        options = [_resolved(option, schema) for option in part.get("oneOf", ())]
+        if options and all(_are_apart(*pair) for pair in combinations(options, 2)):
+            numbers.permit(part, part.pop("oneOf"))
+        numbers.translate(part, zeros)
+    return json.dumps(schema, default=float)
+
+
+def _resolved(part: Any, schema: Any) -> Any:
+    """Return the part of a schema to which another part refers, or else this other part."""
+    reference = part.get("$ref", "") if isinstance(part, dict) else ""
+    for key in reference.split("/")[1:]:
+        schema = schema.get(key) if isinstance(schema, dict) else None
+    return schema if reference else part
+
+
+def _are_apart(first: Any, second: Any, inner: bool = True) -> bool:
+    """Return whether it is certain that no value fits two schemas.
+
+    By their constants, their types, the ranges of their numbers, or by a required property.
+    """
+    if not (isinstance(first, dict) and isinstance(second, dict)):
+        return False
+    values, others = ([part["const"]] if "const" in part else part.get("enum") for part in (first, second))
+    if values and others:
+        return not any(value in others for value in values)
+    common = numbers.types_of(first) & numbers.types_of(second)
+    if common == {"number"}:
+        (low, high), (least, most) = numbers.bounds(first), numbers.bounds(second)
+        return high < least or most < low
+    if common == {"object"} and inner:
+        named, names = first.get("properties", {}), second.get("properties", {})
+        required = {*first.get("required", ()), *second.get("required", ())} & named.keys()
+        return any(_are_apart(named[name], names.get(name), False) for name in required)
+    return not common
 
 
 def place_of(schema: Any, fails: Callable[[Any], bool]) -> str:
     """Return the place of the innermost part of a schema that fails alone, "" if it is unknown.
 
-    fails: function of a part. Parts with references are skipped, because they need the whole.
+    fails: function of a part with the definitions of the whole schema. Definitions come first,
+    because parts with references to them fail, too. Parts with other references are skipped.
     """
     found: Path = ()
-    for path, part in parts(schema):
-        inside = path[: len(found)] == found
-        if inside and path and isinstance(part, Mapping) and "$ref" not in str(part):
+    defined = {name: schema[name] for name in DEFINITIONS if name in schema}
+    for path, part in sorted(parts(schema), key=lambda each: each[0][:1] not in [(name,) for name in DEFINITIONS]):
+        text = re.sub(r"'\$ref': '#/(\$defs|definitions)/", "", str(part))
+        if path and path[: len(found)] == found and isinstance(part, dict) and "$ref" not in text:
             try:
-                if fails(dict(part)):
+                if fails({**defined, **part}):
                     found = path
             except (TypeError, ValueError):
                 found = path
