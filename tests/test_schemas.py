@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ pytest.importorskip("llguidance")
 import jsonschema
 
 from gpt2block.generation.rows import Generation
+from gpt2block.grammars import Grammar, vocabulary_of
 from tests.generating import generate
 from tests.markov import MarkovEngine, byte_encoding
 
@@ -44,14 +47,26 @@ def string(rng: np.random.Generator, depth: int) -> dict[str, Any]:
     return {"type": "string", "minLength": least, "maxLength": least + int(rng.integers(1, 9))}
 
 
+def bounds(rng: np.random.Generator) -> dict[str, Any]:
+    """Draw one or two bounds with up to 4 decimals, at least 9 apart, included or excluded."""
+    width, decimals = 10.0 ** rng.integers(5), int(rng.integers(5))
+    low = round(float(rng.uniform(-width, width)), decimals)
+    high = round(low + 9 + float(rng.uniform(0, width)), decimals)
+    lower, upper = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+    both = {lower[rng.integers(2)]: low, upper[rng.integers(2)]: high}
+    return dict([*both.items()][: rng.integers(1, 4)])
+
+
 def number(rng: np.random.Generator, depth: int) -> dict[str, Any]:
-    low = int(rng.integers(-50, 50))
-    more: dict[str, Any] = {"minimum": low, "maximum": low + int(rng.integers(40))}
-    if rng.integers(2):
-        more = {"exclusiveMinimum": low, "exclusiveMaximum": low + 10.5}
-    if rng.integers(3) == 0:
-        return {"type": "integer", "multipleOf": int(rng.integers(2, 9)), "minimum": 0}
-    return {"type": ("integer", "number")[rng.integers(2)], **more}
+    kind = ("integer", "number", ["number", "null"])[rng.integers(3)]
+    kinds: list[dict[str, Any]] = [
+        {"type": kind, **bounds(rng)},
+        {"type": "integer", "multipleOf": int(rng.integers(2, 9)), "minimum": 0},
+        {"type": "number", "multipleOf": (0.25, 1.5, 2)[rng.integers(3)], **bounds(rng)},
+        {"allOf": [{"type": kind}, bounds(rng)], "exclusiveMaximum": 1e6},
+        {"oneOf": [{"type": "number", "exclusiveMaximum": 0}, {"type": "number", "minimum": 0.5}]},
+    ]
+    return kinds[rng.integers(len(kinds))]
 
 
 def choice(rng: np.random.Generator, depth: int) -> dict[str, Any]:
@@ -125,13 +140,15 @@ def engine() -> MarkovEngine:
 
 
 def problem(schema: Any, found: Generation) -> str | None:
-    """Return the reason why a finished text is wrong, or None."""
-    try:
-        value = json.loads(found.text)
-        kind = jsonschema.Draft202012Validator
-        kind(schema, format_checker=kind.FORMAT_CHECKER).validate(value)
-    except (ValueError, jsonschema.ValidationError) as error:
-        return f"{schema}: {found.text!r}: {error}"
+    """Return the reason why a finished text is wrong, with numbers as Decimal or float, or None."""
+    kind = jsonschema.Draft202012Validator
+    for number in (Decimal, float):
+        try:
+            given = json.loads(json.dumps(schema), parse_float=number)
+            value = json.loads(found.text, parse_float=number)
+            kind(given, format_checker=kind.FORMAT_CHECKER).validate(value)
+        except (ValueError, jsonschema.ValidationError) as error:
+            return f"{schema}: {found.text!r}: {error}"
     return None
 
 
@@ -151,3 +168,101 @@ def test_finished_texts_are_valid() -> None:
     counts = run(2)
     assert counts["stop"] >= 0.95 * counts.total()
     assert counts.total() == 2 * SCHEMAS
+
+
+# --- numbers: what a matcher permits is what jsonschema accepts
+
+OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": False}
+DRAFT4 = "http://json-schema.org/draft-04/schema#"
+KINDS = {name: {"type": "object", "properties": {"kind": {"const": name}, **more},
+                "required": ["kind"], "additionalProperties": False}
+         for name, more in (("x", {"n": {"type": "integer"}}), ("y", {}))}  # fmt: skip
+UNION = {"oneOf": [{"$ref": "#/$defs/x"}, {"$ref": "#/$defs/y"}], "$defs": KINDS}
+NAMED = {"^a$": {"minimum": 5}, "^(b|c)$": {"type": "null"}}
+
+
+def permitted(schema: Any, texts: Sequence[str]) -> list[str]:
+    """Return the texts that a matcher permits as whole texts."""
+    grammar = Grammar.of(schema=schema)
+    assert grammar is not None
+    matcher = vocabulary_of(ENCODING, ENCODING.n_vocab, frozenset({ENCODING.eot_token}))
+    found = []
+    for text in texts:
+        state: Any = matcher.matcher(grammar).state
+        data = [*text.encode()]
+        if state.try_consume_tokens(data) == len(data) and state.is_accepting():
+            found.append(text)
+    return found
+
+
+def accepted(schema: Any, texts: Sequence[str]) -> list[str]:
+    """Return the texts that jsonschema accepts, with decimal numbers."""
+    given = json.loads(json.dumps(schema), parse_float=Decimal)
+    kind = jsonschema.validators.validator_for(given, jsonschema.Draft202012Validator)(given)
+    return [text for text in texts if kind.is_valid(json.loads(text, parse_float=Decimal))]
+
+
+@pytest.mark.parametrize(
+    ("schema", "texts"),
+    [
+        ({"exclusiveMinimum": 0, "maximum": 0.5}, "0 -0 0.0 0.1 0.10 0.5 0.50 0.51 true [] {}"),
+        ({"minimum": -0.5, "exclusiveMaximum": 0}, "0 -0 0.0 -0.1 -0.50 -0.51 null"),
+        ({"type": "number", "maximum": 0.25}, "0.2 0.25 0.250 0.251 0.3 -7.50 -0 1"),
+        ({"type": "number", "minimum": 0, "maximum": 0.0025}, "0 0.0 0.00 0.002 0.0025 0.0026"),
+        ({"type": "number", "minimum": 3, "maximum": 3.05}, "2.99 3 3.0 3.00 3.04 3.05 3.050 3.1"),
+        ({"type": "number", "exclusiveMaximum": 1}, "0.999999 1 1.0 2 -3"),
+        ({"type": "integer", "minimum": 0, "maximum": 2**63 - 1}, f"-1 0 {2**63 - 1} {2**63}"),
+        (
+            {"type": "integer", "minimum": -(2**53), "maximum": -0.5},
+            f"{-(2**53)} {-(2**53) - 1} -1 0",
+        ),
+        ({"type": ["integer", "null"], "exclusiveMinimum": 1.5}, "null 1 2"),
+        ({"$schema": DRAFT4, "minimum": 1, "exclusiveMinimum": True}, "1 1.0 1.01 2"),
+        ({"allOf": [{"type": "integer"}, {"minimum": 0.5}], "maximum": 2.5}, "0 1 2 3"),
+        ({"$ref": "#/$defs/a", "minimum": 0.25, "$defs": {"a": {"maximum": 0.75}}}, "0.2 0.5 0.8"),
+        ({"anyOf": [{"type": "number"}, {"type": "null"}], "minimum": 1.25}, "null 1.2 1.25 1.3"),
+        ({"enum": [1, 2.5, -3, "a"], "minimum": 1.5}, '1 2.5 -3 "a"'),
+        ({"type": "number", "multipleOf": 0.1, "maximum": 0.3}, "0 0.1 0.3 0.4 0.25 -0.7"),
+        (
+            {"oneOf": [{"type": "integer", "maximum": 5}, {"minimum": 5.5, "type": "number"}]},
+            "5 5.2 6",
+        ),
+        ({"oneOf": [{"const": 1}, {"const": 2}, {"enum": ["a", None]}]}, '1 2 3 "a" null'),
+        ({**OBJECT, "patternProperties": NAMED}, '{"a":7} {"a":3} {"b":null} {"b":7} {"d":7}'),
+        (UNION, '{"kind":"x","n":1} {"kind":"y"} {"kind":"z"} {"kind":"y","n":1} null'),
+    ],
+)
+def test_values_that_jsonschema_accepts(schema: Any, texts: str) -> None:
+    each = [text.replace(":", ": ").replace(",", ", ") for text in texts.split()]
+    expected = accepted(schema, each)
+    assert permitted(schema, each) == expected
+    assert 0 < len(expected) < len(each)
+
+
+def test_a_decimal_that_is_an_excluded_bound_as_a_float() -> None:
+    assert permitted({"exclusiveMaximum": 1}, ["0." + "9" * 15, "0." + "9" * 20]) == [
+        "0." + "9" * 15
+    ]
+
+
+def test_decimals_of_random_ranges() -> None:
+    """Numbers near the ends and near 0, also with zeros at their end. Minus zero is only "-0"."""
+    rng, count = np.random.default_rng(3), 0
+    for _ in range(240):
+        width, decimals = 10.0 ** int(rng.integers(-3, 6)), int(rng.integers(6))
+        ends = [round(float(end), decimals) for end in rng.uniform(-width, width, 2)]
+        ends[rng.integers(2)] *= int(rng.integers(4)) > 0  # 0 in a quarter of the ranges
+        low, high = min(ends), max(ends) + (ends[0] == ends[1])
+        names = [("minimum", "exclusiveMinimum")[rng.integers(2)],
+                 ("maximum", "exclusiveMaximum")[rng.integers(2)]]  # fmt: skip
+        both = [*zip(names, (low, high), strict=True)]
+        schema = {"type": "number", **dict(both[rng.integers(3) // 2 : rng.integers(1, 4)] or both)}
+        texts = []
+        for n in range(17):
+            near = Decimal(repr((low, high, 0.0, -width)[n % 4]))
+            number = near + Decimal(int(rng.integers(-9, 10))).scaleb(-int(rng.integers(7)))
+            number = number.quantize(Decimal(1).scaleb(-int(rng.integers(7))))
+            texts.append(format(number or abs(number), "f"))
+        assert permitted(schema, texts) == accepted(schema, texts), schema
+        count += len(texts)
+    assert count >= 4000

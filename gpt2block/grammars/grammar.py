@@ -83,7 +83,8 @@ def _problem(source: str) -> str:
     is_error, messages = LLMatcher.validate_grammar_with_warnings(source)
     lines = [line.strip() for line in messages[0].splitlines()] if is_error else []
     problem = "; ".join(line for line in lines if line.strip("^ "))
-    return next((remedy.format(problem) for part, remedy in REMEDIES.items() if part in problem), problem)
+    remedies = [remedy for part, remedy in REMEDIES.items() if part in problem]
+    return remedies[0].format(problem) if remedies else problem
 
 
 def _of_schema(given: Any) -> str:

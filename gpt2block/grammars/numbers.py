@@ -16,10 +16,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from decimal import ROUND_CEILING, ROUND_DOWN, ROUND_FLOOR, Context, Decimal
+from decimal import ROUND_CEILING, ROUND_DOWN, Context, Decimal
 from typing import Any
-
-from gpt2block.errors import shown
 
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 INT64 = 2**63 - 1  # as the maximum of integers, llguidance rounds it to itself
@@ -45,29 +43,33 @@ def is_integer(part: Part) -> bool:
 
 def fault(part: Part) -> str:
     """Return which number of a schema is not supported, and a remedy; "" if all are supported."""
-    for name in (*BOUNDS, "multipleOf"):
-        value = part.get(name, 1)
-        if not _is_number(value) and (type(value) is not bool or "exclusive" not in name):
-            return f"{name}: expected a number, got {shown(value)}"
-        if abs(value) > 2**53 and (name, value) != ("maximum", INT64):
+    for name, value in [(name, part[name]) for name in BOUNDS if name in part]:
+        is_boolean = isinstance(value, bool) and name.startswith("exclusive")  # draft 4
+        is_small = type(value) in (int, Decimal) and abs(value) <= 2**53
+        if not is_boolean and not is_small and (name, value) != ("maximum", INT64):
             return (f"{name}: expected a number from -2^53 to 2^53, or 2^63 - 1 as the maximum of "
-                    f"integers, got {value}: write a narrower bound, or none")  # fmt: skip
-    if part.get("multipleOf", 1) <= 0:
-        return f"multipleOf: expected a number above 0, got {part['multipleOf']}"
+                    f"integers, got {_text(value)}: write a narrower bound, or none")  # fmt: skip
+    unit = part.get("multipleOf", 1)
+    if type(unit) not in (int, Decimal) or unit <= 0 or not _is_exact(Decimal(unit)):
+        return f"multipleOf: expected a number above 0 of at most 15 digits, got {_text(unit)}"
     texts: list[str] = []
-    values = json.dumps([part.get("const"), part.get("enum")], default=float)
-    json.loads(values, parse_int=texts.append, parse_float=texts.append)
+    find: dict[str, Any] = dict.fromkeys(
+        ("parse_int", "parse_float", "parse_constant"), texts.append
+    )
+    json.loads(json.dumps([part.get("const"), part.get("enum")], default=float), **find)
     for text in [text for text in texts if not _is_exact(Decimal(text))]:
         return f"const, enum: expected numbers of at most 15 digits, got {text}: write a string"
     return ""
 
 
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, Decimal)
+def _text(value: Any) -> str:
+    return json.dumps(value, default=float)[:100]
 
 
 def _is_exact(number: Decimal) -> bool:
     """Return whether llguidance reads a number exactly, and writes it with the same digits."""
+    if not number.is_finite():
+        return False
     decimals = max(0, -int(number.normalize().as_tuple().exponent))
     return decimals <= 22 and abs(number.scaleb(decimals)) <= 2**53
 
@@ -100,32 +102,26 @@ def translate(part: dict[str, Any], zeros: int) -> None:
 
     zeros: number of zeros that may follow the last decimal of the largest number.
     """
-    bounded = {name: part.pop(name) for name in BOUNDS if name in part}
-    kept = {name: part[name] for name in ("type", "multipleOf") if name in part}
-    (low, high), types = bounds({**bounded, **kept}), types_of(kept)
-    if not bounded or "number" not in types:
-        return
+    (low, high), types = bounds(part), types_of(part)
+    bounded = [part.pop(name) for name in BOUNDS if name in part]
     if is_integer(part):
-        part |= {name: end for name, end in zip(BOUNDS, (low, high)) if end.is_finite()}
-        return
-    part.pop("multipleOf", None)
-    unit = kept.pop("multipleOf", None)
-    number = {"type": "number"} if unit is None else {"type": "number", "multipleOf": unit}
-    options: list[Any] = [{"type": [*types - {"number"}]}] if len(types) > 1 else []
-    for piece in _pieces(low, high, zeros):
-        if "const" not in piece:
-            options.append({**number, **piece})
-        elif unit is None or not Decimal(piece["const"]) % unit:
-            options.append(piece)
-    permit(part, options)
+        ends = {"minimum": low, "maximum": high}
+        part |= {name: end for name, end in ends.items() if end.is_finite()}
+    elif bounded and "number" in types:
+        unit = part.pop("multipleOf", None)
+        number = {"type": "number", **({"multipleOf": unit} if unit else {})}
+        options = [{"type": [*types - {"number"}]}] if len(types) > 1 else []
+        options += [
+            piece if "const" in piece else {**number, **piece}
+            for piece in _pieces(low, high, zeros)
+            if not unit or not Decimal(piece.get("const", 0)) % unit
+        ]
+        permit(part, options)
 
 
 def permit(part: dict[str, Any], options: list[Any]) -> None:
     """Let a schema permit only values that fit one of the schemas `options`."""
-    if "anyOf" in part:
-        part["allOf"] = [*part.get("allOf", ()), {"anyOf": options}]
-    else:
-        part["anyOf"] = options
+    part["allOf"] = [*part.get("allOf", ()), {"anyOf": options}]
 
 
 def _pieces(low: Decimal, high: Decimal, zeros: int) -> Iterator[dict[str, Any]]:

@@ -10,7 +10,8 @@ import re
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from decimal import Decimal
-from itertools import combinations
+from functools import partial
+from itertools import combinations, starmap
 from math import prod
 from typing import Any
 
@@ -31,15 +32,19 @@ ANNOTATIONS = frozenset({
     "examples", "readOnly", "writeOnly", "deprecated", "contentMediaType", "contentEncoding",
     "discriminator",
 })  # fmt: skip
-DEFINITIONS = ("$defs", "definitions")
-_OF_NAMES = ("properties", "patternProperties", *DEFINITIONS)
+DEFINED = (("$defs",), ("definitions",))
+_OF_NAMES = ("properties", "patternProperties", "$defs", "definitions")
 _OF_SCHEMAS = ("anyOf", "allOf", "oneOf", "prefixItems", "items", "additionalItems",
                "additionalProperties")  # fmt: skip
 LITERAL = re.compile(r"\^([\w -]+|\([\w |-]+\))\$$")  # a pattern that matches only listed names
+COMBINING = frozenset({"anyOf", "allOf", "oneOf", "$ref"})
 DEEPEST = 118  # keys from a schema to the schemas in it: llguidance reads 127 levels of JSON
-KINDS: dict[str, Any] = {
-    **dict.fromkeys(_OF_NAMES, dict), "anyOf": list, "allOf": list, "oneOf": list, "enum": list,
-    "required": list, "type": (str, list), "$ref": str, "minProperties": int,
+MANY = 200  # schemas of oneOf that are compared in pairs
+NESTED = "nested too deeply: write this schema in $defs, and refer to it by $ref"
+KINDS: dict[str, tuple[str, Any]] = {
+    **dict.fromkeys(_OF_NAMES, ("an object", dict)), "type": ("a text or an array", (str, list)),
+    **dict.fromkeys(("anyOf", "allOf", "oneOf", "enum", "required"), ("an array", list)),
+    "$ref": ("a text", str), "minProperties": ("an integer", int),
 }  # fmt: skip
 Path = tuple[str | int, ...]
 
@@ -48,7 +53,7 @@ def parsed(given: Any) -> Any:
     """Return a schema, which is a value or JSON text, as JSON values with Decimals for floats."""
     try:
         text = given if isinstance(given, str) else json.dumps(given)
-        return json.loads(text, parse_float=Decimal)
+        return json.loads(text, parse_float=lambda digits: Decimal(repr(float(digits))))
     except (TypeError, ValueError, RecursionError) as error:
         raise InputError(f"schema: expected a JSON schema: {error}, got {shown(given)}") from None
 
@@ -72,37 +77,45 @@ def parts(schema: Any) -> Iterator[tuple[Path, Any]]:
 
 def check_schema(schema: Any) -> None:
     """Raise InputError, which names the place, for a part that is no schema or not supported."""
-    for path, part in parts(schema):
-        if not isinstance(part, (bool, dict)):
-            raise InputError(f"schema: {place(path)}expected an object, got {shown(part)}")
-        if part is False and not path:
-            raise InputError("schema: expected a schema that allows a text, got False")
-        for name, value in part.items() if isinstance(part, dict) else ():
-            if name not in SUPPORTED and name not in ANNOTATIONS:
-                raise InputError(f"schema: {place(path)}the keyword {shown(name)} is not supported")
-            if name in KINDS and not isinstance(value, KINDS[name]):
-                raise InputError(f"schema: {place(path)}{name}: got {shown(value)}")
-        if isinstance(part, dict) and (problem := numbers.fault(part) or _fault(part, schema)):
-            raise InputError(f"schema: {place(path)}{problem}")
-        if len(path) > DEEPEST:
-            raise InputError(f"schema: {place(path[:DEEPEST])}: nested too deeply: write the schemas in "
-                             "it in $defs, and refer to them by $ref")  # fmt: skip
+    if schema is False:
+        raise InputError("schema: expected a schema that allows a text, got False")
+    every = [(path, part) for path, part in parts(schema) if not isinstance(part, bool)]
+    for find in (_fault, numbers.fault, partial(_overflow, every)):
+        for path, part in every:
+            if problem := find(part) or (NESTED if len(path) > DEEPEST else ""):
+                raise InputError(f"schema: {place(path)}{problem}")
 
 
-def _fault(part: dict[str, Any], schema: Any) -> str:
-    """Return what llguidance would compile to a wrong grammar, and a remedy, or an empty text."""
-    required = len(part.get("required", ()))
-    if part.get("minProperties", 0) > required + 1:
-        return (f"minProperties: expected at most {required + 1}, because names that are not in "
-                "required can occur twice: list more names in required")
-    inner = [each for _, each in parts(part) if isinstance(each, dict)]
-    if any("$ref" in each for each in inner):
-        inner += [each for _, each in parts(schema) if isinstance(each, dict)]
-    units = {Decimal(each["multipleOf"]) for each in inner if "multipleOf" in each}
-    decimals = max((-int(unit.as_tuple().exponent) for unit in units), default=0)
-    if "allOf" in part and prod(units) * 10 ** (decimals * len(units)) >= 2**32:
-        return "allOf: the least common multiple of multipleOf is too large: write one multipleOf"
+def _fault(part: Any) -> str:
+    """Return which keyword or value has a wrong type or is not supported, or an empty text."""
+    if not isinstance(part, dict):
+        return f"expected an object, got {shown(part)}"
+    for name, value in part.items():
+        if name not in SUPPORTED and name not in ANNOTATIONS:
+            return f"the keyword {shown(name)} is not supported"
+        expected, kind = KINDS.get(name, ("", object))
+        if not isinstance(value, kind):
+            return f"{name}: expected {expected}, got {shown(value)}"
+    most = len(part.get("required", ())) + 1
+    if part.get("minProperties", 0) > most:
+        return (f"minProperties: expected at most {most}, because a name that is not in required "
+                "can occur twice: list more names in required")  # fmt: skip
     return ""
+
+
+def _overflow(every: list[tuple[Path, Any]], part: dict[str, Any]) -> str:
+    """Return an error if llguidance may compute a wrong common multiple, or an empty text.
+
+    It multiplies the digits of several values of multipleOf as integers of 32 bits.
+    """
+    both = "multipleOf" in part and not COMBINING.isdisjoint(part)
+    if not both and len(part.get("allOf", ())) < 2:
+        return ""
+    units = {Decimal(each["multipleOf"]).normalize() for _, each in every if "multipleOf" in each}
+    decimals = max([0, *(-int(unit.as_tuple().exponent) for unit in units)])
+    if prod(unit.scaleb(decimals) for unit in units) < 2**32:
+        return ""
+    return "multipleOf: the product of several is too large: write one that is their multiple"
 
 
 def translated(schema: Any) -> str:
@@ -120,7 +133,7 @@ def translated(schema: Any) -> str:
                 named = part.setdefault("properties", {})
                 named[name] = {"allOf": [named[name], value]} if name in named else value
         options = [_resolved(option, schema) for option in part.get("oneOf", ())]
-        if options and all(_are_apart(*pair) for pair in combinations(options, 2)):
+        if 0 < len(options) <= MANY and all(starmap(_are_apart, combinations(options, 2))):
             numbers.permit(part, part.pop("oneOf"))
         numbers.translate(part, zeros)
     return json.dumps(schema, default=float)
@@ -141,8 +154,8 @@ def _are_apart(first: Any, second: Any, inner: bool = True) -> bool:
     """
     if not (isinstance(first, dict) and isinstance(second, dict)):
         return False
-    values, others = ([part["const"]] if "const" in part else part.get("enum") for part in (first, second))
-    if values and others:
+    values, others = (part.get("enum", [part.get("const")]) for part in (first, second))
+    if (values, others).count([None]) == 0:
         return not any(value in others for value in values)
     common = numbers.types_of(first) & numbers.types_of(second)
     if common == {"number"}:
@@ -162,8 +175,8 @@ def place_of(schema: Any, fails: Callable[[Any], bool]) -> str:
     because parts with references to them fail, too. Parts with other references are skipped.
     """
     found: Path = ()
-    defined = {name: schema[name] for name in DEFINITIONS if name in schema}
-    for path, part in sorted(parts(schema), key=lambda each: each[0][:1] not in [(name,) for name in DEFINITIONS]):
+    defined = {name: schema[name] for (name,) in DEFINED if name in schema}
+    for path, part in sorted(parts(schema), key=lambda each: each[0][:1] not in DEFINED):
         text = re.sub(r"'\$ref': '#/(\$defs|definitions)/", "", str(part))
         if path and path[: len(found)] == found and isinstance(part, dict) and "$ref" not in text:
             try:
