@@ -15,6 +15,7 @@ pytest.importorskip("llguidance")
 
 import jsonschema
 
+from gpt2block.errors import InputError
 from gpt2block.generation.rows import Generation
 from gpt2block.grammars import Grammar, vocabulary_of
 from tests.generating import generate
@@ -47,14 +48,14 @@ def string(rng: np.random.Generator, depth: int) -> dict[str, Any]:
     return {"type": "string", "minLength": least, "maxLength": least + int(rng.integers(1, 9))}
 
 
-def bounds(rng: np.random.Generator) -> dict[str, Any]:
-    """Draw one or two bounds with up to 4 decimals, at least 9 apart, included or excluded."""
-    width, decimals = 10.0 ** rng.integers(5), int(rng.integers(5))
-    low = round(float(rng.uniform(-width, width)), decimals)
-    high = round(low + 9 + float(rng.uniform(0, width)), decimals)
-    lower, upper = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
-    both = {lower[rng.integers(2)]: low, upper[rng.integers(2)]: high}
-    return dict([*both.items()][: rng.integers(1, 4)])
+def bounds(rng: np.random.Generator, apart: float = 9.0) -> dict[str, float]:
+    """Draw one or two bounds with up to 5 decimals, `apart` or more, included or excluded."""
+    width, decimals = 10.0 ** int(rng.integers(-2, 5)), int(rng.integers(6))
+    low = round(float(rng.uniform(-width, width)) * int(rng.integers(4) > 0), decimals)
+    high = round(low + max(apart, 10.0**-decimals) + float(rng.uniform(0, width)), decimals)
+    first, last = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+    both = [(first[rng.integers(2)], low), (last[rng.integers(2)], high)]
+    return dict([both, both, both[:1], both[1:]][rng.integers(4)])
 
 
 def number(rng: np.random.Generator, depth: int) -> dict[str, Any]:
@@ -170,99 +171,107 @@ def test_finished_texts_are_valid() -> None:
     assert counts.total() == 2 * SCHEMAS
 
 
-# --- numbers: what a matcher permits is what jsonschema accepts
+# --- numbers: a matcher permits the texts that jsonschema accepts
 
-OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": False}
-DRAFT4 = "http://json-schema.org/draft-04/schema#"
-KINDS = {name: {"type": "object", "properties": {"kind": {"const": name}, **more},
-                "required": ["kind"], "additionalProperties": False}
-         for name, more in (("x", {"n": {"type": "integer"}}), ("y", {}))}  # fmt: skip
-UNION = {"oneOf": [{"$ref": "#/$defs/x"}, {"$ref": "#/$defs/y"}], "$defs": KINDS}
+NUMBER, INTEGER = {"type": "number"}, {"type": "integer"}
+OBJECT = {"type": "object", "properties": {"a": INTEGER}, "additionalProperties": False}
 NAMED = {"^a$": {"minimum": 5}, "^(b|c)$": {"type": "null"}}
+KINDS = {name: {**OBJECT, "properties": {"a": {"const": name}}, "required": ["a"]} for name in "xy"}
+VALUES: list[tuple[dict[str, Any], str]] = [
+    ({"exclusiveMinimum": 0, "maximum": 0.5}, "0 -0 0.0 0.1 0.10 0.5 0.50 0.51 true [] {}"),
+    ({"minimum": -0.5, "exclusiveMaximum": 0}, "0 -0 0.0 -0.1 -0.50 -0.51 null"),
+    ({**NUMBER, "maximum": 0.25}, "0.2 0.25 0.250 0.251 0.3 -7.50 -0 1"),
+    ({**NUMBER, "minimum": 0, "maximum": 0.0025}, "0 0.0 0.00 0.002 0.0025 0.0026"),
+    ({**NUMBER, "minimum": 3, "maximum": 3.05}, "2.99 3 3.0 3.00 3.04 3.05 3.050 3.1"),
+    ({**NUMBER, "multipleOf": 0.1, "maximum": 0.3}, "0 0.1 0.3 0.4 0.25 -0.7"),
+    ({**INTEGER, "minimum": 0, "maximum": 2**63 - 1}, f"-1 0 {2**63 - 1} {2**63}"),
+    ({**INTEGER, "minimum": -(2**53), "maximum": -0.5}, f"{-(2**53)} {-(2**53) - 1} -1 0"),
+    ({"type": ["integer", "null"], "exclusiveMinimum": 1.5}, "null 1 2"),
+    ({"$schema": "http://json-schema.org/draft-04/schema#", "minimum": 1,
+      "exclusiveMinimum": True}, "1 1.0 1.01 2"),
+    ({"allOf": [INTEGER, {"minimum": 0.5}], "maximum": 2.5}, "0 1 2 3"),
+    ({"$ref": "#/$defs/a", "minimum": 0.25, "$defs": {"a": {"maximum": 0.75}}}, "0.2 0.5 0.8"),
+    ({"anyOf": [NUMBER, {"type": "null"}], "minimum": 1.25}, "null 1.2 1.25 1.3"),
+    ({"enum": [1, 2.5, -3, "a"], "minimum": 1.5}, '1 2.5 -3 "a"'),
+    ({"oneOf": [{**INTEGER, "maximum": 5}, {**NUMBER, "minimum": 5.5}]}, "5 5.2 6"),
+    ({"oneOf": [{"const": 1}, {"const": 2}, {"enum": ["a", None]}]}, '1 2 3 "a" null'),
+    ({"oneOf": [{"$ref": "#/$defs/x"}, {"$ref": "#/$defs/y"}], "$defs": KINDS},
+     '{"a":"x"} {"a":"y"} {"a":"z"} null'),
+    ({**OBJECT, "patternProperties": NAMED}, '{"a":7} {"a":3} {"b":null} {"b":7} {"d":7}'),
+]  # fmt: skip
+
+SMALL, LONG = {"type": "string", "maxLength": 3}, {"type": "string", "minLength": 2}
+PRIMES = [{"multipleOf": 65537}, {"multipleOf": 65539}]
+REFUSED: list[tuple[Any, str]] = [
+    ({"required": "a"}, 'required: expected an array, got "a"'),
+    ({"minimum": "1"}, 'minimum: expected a number from .*, got "1": write a narrower bound, or'),
+    ({"minimum": float("nan")}, "minimum: expected a number from .*, got NaN: write"),
+    ({"maximum": 1e20}, r"maximum: expected a number from .* or 2.63 - 1 .*, got 1e\+20: write"),
+    ({**INTEGER, "minimum": -(2**63)}, "minimum: expected a number from .*, got -9223372036854775"),
+    ({"const": -(2**63)}, "const, enum: expected numbers of at most 15 digits, got -9.*: write"),
+    ({"enum": [[{"a": float("inf")}]]}, "const, enum: expected numbers .*, got Infinity: write"),
+    ({"multipleOf": 0}, "multipleOf: expected a number above 0 of at most 15 digits, got 0"),
+    ({"multipleOf": 0.07}, "multipleOf: expected a number of few digits, such as 3, 0.01 or"),
+    ({"allOf": PRIMES}, "multipleOf: the product of several is too large: write one that is"),
+    ({"multipleOf": 3, "anyOf": PRIMES}, "multipleOf: the product of several is too large"),
+    ({"oneOf": [SMALL, LONG]}, "oneOf: it is not certain that no value fits two .*: write any"),
+    ({"minProperties": 2}, "minProperties: expected at most 1, because .*: list more names in req"),
+    ({"type": "object", "properties": {"a": {}}, "maxProperties": 3}, "minProperties, maxPropert"),
+    ({"patternProperties": {"^a": {}, "b": {}}}, "patternProperties: expected patterns of which"),
+    ({"type": "string", "format": "x"}, "Unknown format: x: leave it out, or write a pattern"),
+]  # fmt: skip
 
 
 def permitted(schema: Any, texts: Sequence[str]) -> list[str]:
-    """Return the texts that a matcher permits as whole texts."""
     grammar = Grammar.of(schema=schema)
     assert grammar is not None
-    matcher = vocabulary_of(ENCODING, ENCODING.n_vocab, frozenset({ENCODING.eot_token}))
-    found = []
-    for text in texts:
-        state: Any = matcher.matcher(grammar).state
-        data = [*text.encode()]
-        if state.try_consume_tokens(data) == len(data) and state.is_accepting():
-            found.append(text)
-    return found
+    tokens = vocabulary_of(ENCODING, ENCODING.n_vocab, frozenset({ENCODING.eot_token}))
+    states: dict[str, Any] = {text: tokens.matcher(grammar).state for text in texts}
+    return [text for text, state in states.items()
+            if state.consume_tokens([*text.encode()]) and state.is_accepting()]  # fmt: skip
 
 
 def accepted(schema: Any, texts: Sequence[str]) -> list[str]:
-    """Return the texts that jsonschema accepts, with decimal numbers."""
     given = json.loads(json.dumps(schema), parse_float=Decimal)
     kind = jsonschema.validators.validator_for(given, jsonschema.Draft202012Validator)(given)
     return [text for text in texts if kind.is_valid(json.loads(text, parse_float=Decimal))]
 
 
-@pytest.mark.parametrize(
-    ("schema", "texts"),
-    [
-        ({"exclusiveMinimum": 0, "maximum": 0.5}, "0 -0 0.0 0.1 0.10 0.5 0.50 0.51 true [] {}"),
-        ({"minimum": -0.5, "exclusiveMaximum": 0}, "0 -0 0.0 -0.1 -0.50 -0.51 null"),
-        ({"type": "number", "maximum": 0.25}, "0.2 0.25 0.250 0.251 0.3 -7.50 -0 1"),
-        ({"type": "number", "minimum": 0, "maximum": 0.0025}, "0 0.0 0.00 0.002 0.0025 0.0026"),
-        ({"type": "number", "minimum": 3, "maximum": 3.05}, "2.99 3 3.0 3.00 3.04 3.05 3.050 3.1"),
-        ({"type": "number", "exclusiveMaximum": 1}, "0.999999 1 1.0 2 -3"),
-        ({"type": "integer", "minimum": 0, "maximum": 2**63 - 1}, f"-1 0 {2**63 - 1} {2**63}"),
-        (
-            {"type": "integer", "minimum": -(2**53), "maximum": -0.5},
-            f"{-(2**53)} {-(2**53) - 1} -1 0",
-        ),
-        ({"type": ["integer", "null"], "exclusiveMinimum": 1.5}, "null 1 2"),
-        ({"$schema": DRAFT4, "minimum": 1, "exclusiveMinimum": True}, "1 1.0 1.01 2"),
-        ({"allOf": [{"type": "integer"}, {"minimum": 0.5}], "maximum": 2.5}, "0 1 2 3"),
-        ({"$ref": "#/$defs/a", "minimum": 0.25, "$defs": {"a": {"maximum": 0.75}}}, "0.2 0.5 0.8"),
-        ({"anyOf": [{"type": "number"}, {"type": "null"}], "minimum": 1.25}, "null 1.2 1.25 1.3"),
-        ({"enum": [1, 2.5, -3, "a"], "minimum": 1.5}, '1 2.5 -3 "a"'),
-        ({"type": "number", "multipleOf": 0.1, "maximum": 0.3}, "0 0.1 0.3 0.4 0.25 -0.7"),
-        (
-            {"oneOf": [{"type": "integer", "maximum": 5}, {"minimum": 5.5, "type": "number"}]},
-            "5 5.2 6",
-        ),
-        ({"oneOf": [{"const": 1}, {"const": 2}, {"enum": ["a", None]}]}, '1 2 3 "a" null'),
-        ({**OBJECT, "patternProperties": NAMED}, '{"a":7} {"a":3} {"b":null} {"b":7} {"d":7}'),
-        (UNION, '{"kind":"x","n":1} {"kind":"y"} {"kind":"z"} {"kind":"y","n":1} null'),
-    ],
-)
-def test_values_that_jsonschema_accepts(schema: Any, texts: str) -> None:
-    each = [text.replace(":", ": ").replace(",", ", ") for text in texts.split()]
-    expected = accepted(schema, each)
-    assert permitted(schema, each) == expected
-    assert 0 < len(expected) < len(each)
+@pytest.mark.parametrize(("schema", "values"), VALUES)
+def test_values_that_jsonschema_accepts(schema: Any, values: str) -> None:
+    texts = [text.replace(":", ": ") for text in values.split()]
+    assert permitted(schema, texts) == accepted(schema, texts)
+    assert 0 < len(accepted(schema, texts)) < len(texts)
+    nines = ["0.999", "0.99999999999999999999"]  # the second one is 1 as a float
+    assert permitted({"exclusiveMaximum": 1}, nines) == nines[:1]
 
 
-def test_a_decimal_that_is_an_excluded_bound_as_a_float() -> None:
-    assert permitted({"exclusiveMaximum": 1}, ["0." + "9" * 15, "0." + "9" * 20]) == [
-        "0." + "9" * 15
-    ]
+@pytest.mark.parametrize(("schema", "message"), REFUSED)
+def test_refusals_name_the_place_and_a_remedy(schema: Any, message: str) -> None:
+    for of, place in (({"items": {"$ref": "#/$defs/a"}, "$defs": {"a": schema}}, r"/\$defs/a"),
+                      ({"items": schema}, "/items")):  # fmt: skip
+        with pytest.raises(InputError, match=f"schema: {place}: {message}"):
+            Grammar.of(schema=of)
+
+
+def test_the_deepest_schemas() -> None:
+    schema: dict[str, Any] = {"exclusiveMinimum": 0, "maximum": 0.5}
+    for _ in range(59):
+        schema = {"properties": {"a": schema}}
+    assert permitted(schema, ["{}", "[]", "7"]) == ["{}", "[]", "7"]
+    with pytest.raises(InputError, match=r"schema: (/properties/a)+.*: nested too deeply: write"):
+        Grammar.of(schema={"properties": {"a": schema}})
 
 
 def test_decimals_of_random_ranges() -> None:
     """Numbers near the ends and near 0, also with zeros at their end. Minus zero is only "-0"."""
-    rng, count = np.random.default_rng(3), 0
+    rng = np.random.default_rng(3)
     for _ in range(240):
-        width, decimals = 10.0 ** int(rng.integers(-3, 6)), int(rng.integers(6))
-        ends = [round(float(end), decimals) for end in rng.uniform(-width, width, 2)]
-        ends[rng.integers(2)] *= int(rng.integers(4)) > 0  # 0 in a quarter of the ranges
-        low, high = min(ends), max(ends) + (ends[0] == ends[1])
-        names = [("minimum", "exclusiveMinimum")[rng.integers(2)],
-                 ("maximum", "exclusiveMaximum")[rng.integers(2)]]  # fmt: skip
-        both = [*zip(names, (low, high), strict=True)]
-        schema = {"type": "number", **dict(both[rng.integers(3) // 2 : rng.integers(1, 4)] or both)}
-        texts = []
-        for n in range(17):
-            near = Decimal(repr((low, high, 0.0, -width)[n % 4]))
+        ends, texts = bounds(rng, 0.0), set[str]()
+        while len(texts) < 17:
+            near = Decimal(repr([*ends.values(), 0.0][rng.integers(len(ends) + 1)]))
             number = near + Decimal(int(rng.integers(-9, 10))).scaleb(-int(rng.integers(7)))
             number = number.quantize(Decimal(1).scaleb(-int(rng.integers(7))))
-            texts.append(format(number or abs(number), "f"))
-        assert permitted(schema, texts) == accepted(schema, texts), schema
-        count += len(texts)
-    assert count >= 4000
+            texts.add(format(number or abs(number), "f"))
+        schema = {"type": "number", **ends}
+        assert permitted(schema, [*texts]) == accepted(schema, [*texts]), schema

@@ -16,16 +16,15 @@ Schema = Mapping[str, Any] | bool | str
 # JSON is written on one line. With free white space, models can write spaces without end, and
 # fewer bytes of a text are determined by its schema.
 JSON_FORM: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-# Messages for problems that llguidance reports without a remedy, or with names of its own.
+# Remedies for problems that llguidance reports: part of its message -> message.
 REMEDIES = {
     "oneOf constraints": "oneOf: it is not certain that no value fits two of its schemas: write "
     "anyOf, or give them different types, constants, or ranges of numbers",
-    "min/maxProperties": "minProperties, maxProperties: expected all names of properties in "
-    "required, or additionalProperties: false and a limit of 1",
-    "has too many digits": "multipleOf: expected a number with few digits, such as 3, 0.01 or 0.25",
+    "min/maxProperties": "minProperties, maxProperties: write all names of properties in required",
+    "too many digits": "multipleOf: expected a number of few digits, such as 3, 0.01 or 0.25",
     "disjoint": "patternProperties: expected patterns of which no name fits two",
     "Unknown format": "{}: leave it out, or write a pattern",
-    "circular references": "{}: write the keywords beside $ref in the schema to which it refers",
+    "circular references": "{}: write the other keywords in the schema to which $ref refers",
     "Resource": "{}: write the schema in $defs",
 }
 

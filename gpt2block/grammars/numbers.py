@@ -48,10 +48,10 @@ def fault(part: Part) -> str:
         is_small = type(value) in (int, Decimal) and abs(value) <= 2**53
         if not is_boolean and not is_small and (name, value) != ("maximum", INT64):
             return (f"{name}: expected a number from -2^53 to 2^53, or 2^63 - 1 as the maximum of "
-                    f"integers, got {_text(value)}: write a narrower bound, or none")  # fmt: skip
+                    f"integers, got {as_json(value)}: write a narrower bound, or none")  # fmt: skip
     unit = part.get("multipleOf", 1)
     if type(unit) not in (int, Decimal) or unit <= 0 or not _is_exact(Decimal(unit)):
-        return f"multipleOf: expected a number above 0 of at most 15 digits, got {_text(unit)}"
+        return f"multipleOf: expected a number above 0 of at most 15 digits, got {as_json(unit)}"
     texts: list[str] = []
     find: dict[str, Any] = dict.fromkeys(
         ("parse_int", "parse_float", "parse_constant"), texts.append
@@ -62,7 +62,8 @@ def fault(part: Part) -> str:
     return ""
 
 
-def _text(value: Any) -> str:
+def as_json(value: Any) -> str:
+    """Return a value of a schema for an error message."""
     return json.dumps(value, default=float)[:100]
 
 
@@ -116,12 +117,7 @@ def translate(part: dict[str, Any], zeros: int) -> None:
             for piece in _pieces(low, high, zeros)
             if not unit or not Decimal(piece.get("const", 0)) % unit
         ]
-        permit(part, options)
-
-
-def permit(part: dict[str, Any], options: list[Any]) -> None:
-    """Let a schema permit only values that fit one of the schemas `options`."""
-    part["allOf"] = [*part.get("allOf", ()), {"anyOf": options}]
+        part["allOf"] = [*part.get("allOf", ()), {"anyOf": options}]
 
 
 def _pieces(low: Decimal, high: Decimal, zeros: int) -> Iterator[dict[str, Any]]:

@@ -40,6 +40,7 @@ LITERAL = re.compile(r"\^([\w -]+|\([\w |-]+\))\$$")  # a pattern that matches o
 COMBINING = frozenset({"anyOf", "allOf", "oneOf", "$ref"})
 DEEPEST = 118  # keys from a schema to the schemas in it: llguidance reads 127 levels of JSON
 MANY = 200  # schemas of oneOf that are compared in pairs
+LARGE = 2**14  # characters of a schema in which parts are compiled without the definitions
 NESTED = "nested too deeply: write this schema in $defs, and refer to it by $ref"
 KINDS: dict[str, tuple[str, Any]] = {
     **dict.fromkeys(_OF_NAMES, ("an object", dict)), "type": ("a text or an array", (str, list)),
@@ -89,13 +90,13 @@ def check_schema(schema: Any) -> None:
 def _fault(part: Any) -> str:
     """Return which keyword or value has a wrong type or is not supported, or an empty text."""
     if not isinstance(part, dict):
-        return f"expected an object, got {shown(part)}"
+        return f"expected an object, got {numbers.as_json(part)}"
     for name, value in part.items():
         if name not in SUPPORTED and name not in ANNOTATIONS:
             return f"the keyword {shown(name)} is not supported"
         expected, kind = KINDS.get(name, ("", object))
         if not isinstance(value, kind):
-            return f"{name}: expected {expected}, got {shown(value)}"
+            return f"{name}: expected {expected}, got {numbers.as_json(value)}"
     most = len(part.get("required", ())) + 1
     if part.get("minProperties", 0) > most:
         return (f"minProperties: expected at most {most}, because a name that is not in required "
@@ -134,7 +135,8 @@ def translated(schema: Any) -> str:
                 named[name] = {"allOf": [named[name], value]} if name in named else value
         options = [_resolved(option, schema) for option in part.get("oneOf", ())]
         if 0 < len(options) <= MANY and all(starmap(_are_apart, combinations(options, 2))):
-            numbers.permit(part, part.pop("oneOf"))
+            part["allOf"] = [*part.get("allOf", ()), {"anyOf": part.pop("oneOf")}]
+    for part in every:
         numbers.translate(part, zeros)
     return json.dumps(schema, default=float)
 
@@ -172,15 +174,17 @@ def place_of(schema: Any, fails: Callable[[Any], bool]) -> str:
     """Return the place of the innermost part of a schema that fails alone, "" if it is unknown.
 
     fails: function of a part with the definitions of the whole schema. Definitions come first,
-    because parts with references to them fail, too. Parts with other references are skipped.
+    because parts with references to them fail, too. Parts with other references are skipped, and
+    in a large schema, all parts with references.
     """
     found: Path = ()
-    defined = {name: schema[name] for (name,) in DEFINED if name in schema}
+    definitions = {name: schema[name] for (name,) in DEFINED if name in schema}
+    known = r"#/(\$defs|definitions)/" if len(str(schema)) < LARGE else "no reference"
     for path, part in sorted(parts(schema), key=lambda each: each[0][:1] not in DEFINED):
-        text = re.sub(r"'\$ref': '#/(\$defs|definitions)/", "", str(part))
+        text = re.sub(rf"'\$ref': '{known}", "", str(part))
         if path and path[: len(found)] == found and isinstance(part, dict) and "$ref" not in text:
             try:
-                if fails({**defined, **part}):
+                if fails({**definitions, **part}):
                     found = path
             except (TypeError, ValueError):
                 found = path
