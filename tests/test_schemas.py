@@ -203,7 +203,8 @@ VALUES: list[tuple[dict[str, Any], str]] = [
 SMALL, LONG = {"type": "string", "maxLength": 3}, {"type": "string", "minLength": 2}
 PRIMES = [{"multipleOf": 65537}, {"multipleOf": 65539}]
 REFUSED: list[tuple[Any, str]] = [
-    ({"required": "a"}, 'required: expected an array, got "a"'),
+    ({"required": "a"}, 'required: expected an array of texts, got "a"'),
+    ({"type": [["a"]]}, "type: expected a text or texts, got"),
     ({"minimum": "1"}, 'minimum: expected a number from .*, got "1": write a narrower bound, or'),
     ({"minimum": float("nan")}, "minimum: expected a number from .*, got NaN: write"),
     ({"maximum": 1e20}, r"maximum: expected a number from .* or 2.63 - 1 .*, got 1e\+20: write"),

@@ -43,9 +43,10 @@ MANY = 200  # schemas of oneOf that are compared in pairs
 LARGE = 2**14  # characters of a schema in which parts are compiled without the definitions
 NESTED = "nested too deeply: write this schema in $defs, and refer to it by $ref"
 KINDS: dict[str, tuple[str, Any]] = {
-    **dict.fromkeys(_OF_NAMES, ("an object", dict)), "type": ("a text or an array", (str, list)),
-    **dict.fromkeys(("anyOf", "allOf", "oneOf", "enum", "required"), ("an array", list)),
-    "$ref": ("a text", str), "minProperties": ("an integer", int),
+    **dict.fromkeys(_OF_NAMES, ("an object", dict)), "$ref": ("a text", str),
+    **dict.fromkeys(("anyOf", "allOf", "oneOf", "enum"), ("an array", list)),
+    "type": ("a text or texts", (str, list)), "required": ("an array of texts", list),
+    "minProperties": ("an integer", int),
 }  # fmt: skip
 Path = tuple[str | int, ...]
 
@@ -95,7 +96,8 @@ def _fault(part: Any) -> str:
         if name not in SUPPORTED and name not in ANNOTATIONS:
             return f"the keyword {shown(name)} is not supported"
         expected, kind = KINDS.get(name, ("", object))
-        if not isinstance(value, kind):
+        each = value if name in ("type", "required") and isinstance(value, list) else ()
+        if not isinstance(value, kind) or not all(isinstance(one, str) for one in each):
             return f"{name}: expected {expected}, got {numbers.as_json(value)}"
     most = len(part.get("required", ())) + 1
     if part.get("minProperties", 0) > most:
