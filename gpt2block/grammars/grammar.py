@@ -72,6 +72,8 @@ class Grammar:
         place = ""
         if self.name == "schema":
             place = place_of(parsed(given), lambda part: bool(_problem(_compiled(part))))
+            remedies = [remedy for part, remedy in REMEDIES.items() if part in problem]
+            problem = remedies[0].format(problem) if remedies else problem
         raise InputError(f"{self.name}: {place}{problem}")
 
 
@@ -81,9 +83,7 @@ def _problem(source: str) -> str:
 
     is_error, messages = LLMatcher.validate_grammar_with_warnings(source)
     lines = [line.strip() for line in messages[0].splitlines()] if is_error else []
-    problem = "; ".join(line for line in lines if line.strip("^ "))
-    remedies = [remedy for part, remedy in REMEDIES.items() if part in problem]
-    return remedies[0].format(problem) if remedies else problem
+    return "; ".join(line for line in lines if line.strip("^ "))
 
 
 def _of_schema(given: Any) -> str:

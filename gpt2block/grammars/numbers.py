@@ -9,7 +9,7 @@ ranges: it permits 0 for 0 < x <= 0.5, and not 0.2 for x <= 0.25. For 0 <= a < b
     x = a          without zeros after the last decimal
 
 and, with a > 0, for the same ranges of -x. The third kind has no text of a number that is written
-with fewer decimals than b. `pieces` divides a range of numbers into ranges of these kinds.
+with fewer decimals than b. `_pieces` divides a range of numbers into ranges of these kinds.
 """
 
 from __future__ import annotations
@@ -44,27 +44,25 @@ def is_integer(part: Part) -> bool:
 def fault(part: Part) -> str:
     """Return which number of a schema is not supported, and a remedy; "" if all are supported."""
     for name, value in [(name, part[name]) for name in BOUNDS if name in part]:
-        is_boolean = isinstance(value, bool) and name.startswith("exclusive")  # draft 4
-        is_small = type(value) in (int, Decimal) and abs(value) <= 2**53
-        if not is_boolean and not is_small and (name, value) != ("maximum", INT64):
+        is_draft_4 = isinstance(value, bool) and name.startswith("exclusive")
+        is_int64 = (name, value) == ("maximum", INT64) and is_integer(part)
+        if not (is_draft_4 or is_int64 or (type(value) in (int, Decimal) and abs(value) <= 2**53)):
             return (f"{name}: expected a number from -2^53 to 2^53, or 2^63 - 1 as the maximum of "
                     f"integers, got {as_json(value)}: write a narrower bound, or none")  # fmt: skip
     unit = part.get("multipleOf", 1)
     if type(unit) not in (int, Decimal) or unit <= 0 or not _is_exact(Decimal(unit)):
         return f"multipleOf: expected a number above 0 of at most 15 digits, got {as_json(unit)}"
     texts: list[str] = []
-    find: dict[str, Any] = dict.fromkeys(
-        ("parse_int", "parse_float", "parse_constant"), texts.append
-    )
-    json.loads(json.dumps([part.get("const"), part.get("enum")], default=float), **find)
+    values, add = as_json([part.get("const"), part.get("enum")]), texts.append
+    json.loads(values, parse_int=add, parse_float=add, parse_constant=add)
     for text in [text for text in texts if not _is_exact(Decimal(text))]:
         return f"const, enum: expected numbers of at most 15 digits, got {text}: write a string"
     return ""
 
 
 def as_json(value: Any) -> str:
-    """Return a value of a schema for an error message."""
-    return json.dumps(value, default=float)[:100]
+    """Return JSON of a value of a schema."""
+    return json.dumps(value, default=float)
 
 
 def _is_exact(number: Decimal) -> bool:

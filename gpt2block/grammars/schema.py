@@ -1,4 +1,4 @@
-"""Check the keywords of a JSON schema, and find the part of a schema that cannot be compiled.
+"""Check the keywords of a JSON schema, translate it, and find a part that cannot be compiled.
 
 Source: JSON Schema, drafts 4 to 2020-12; llguidance, "JSON Schema".
 """
@@ -140,7 +140,7 @@ def translated(schema: Any) -> str:
             part["allOf"] = [*part.get("allOf", ()), {"anyOf": part.pop("oneOf")}]
     for part in every:
         numbers.translate(part, zeros)
-    return json.dumps(schema, default=float)
+    return numbers.as_json(schema)
 
 
 def _resolved(part: Any, schema: Any) -> Any:
