@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
-from copy import deepcopy
 from decimal import Decimal
 from functools import partial
 from itertools import combinations, starmap
@@ -126,7 +125,7 @@ def translated(schema: Any) -> str:
 
     schema: a result of `parsed`.
     """
-    schema = {} if schema is True else deepcopy(schema)
+    schema = {} if schema is True else parsed(numbers.as_json(schema))  # a copy
     every = [part for _, part in parts(schema) if isinstance(part, dict)]
     zeros = 0 if any("multipleOf" in part for part in every) else numbers.ZEROS
     for part in every:
