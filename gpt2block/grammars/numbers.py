@@ -5,11 +5,10 @@ ranges: it permits 0 for 0 < x <= 0.5, and not 0.2 for x <= 0.25. For 0 <= a < b
 
     x >= a
     a <= x <= b    if b is an integer
-    a <= x < b     if a is at least b without its last decimal
+    a <= x < b     except for the texts with which the text of b begins, such as 0.2 for b = 0.25
     x = a          without zeros after the last decimal
 
-and, with a > 0, for the same ranges of -x. The third kind has no text of a number that is written
-with fewer decimals than b. `_pieces` divides a range of numbers into ranges of these kinds.
+and, with a > 0, for the same ranges of -x. `_pieces` divides a range into ranges of these kinds.
 """
 
 from __future__ import annotations
@@ -137,14 +136,14 @@ def _above_zero(low: Decimal, high: Decimal, zeros: int) -> Iterator[dict[str, A
         yield {"minimum": low}
         return
     last = high.to_integral_value(ROUND_DOWN)
-    if low <= last:
-        yield {"minimum": low, "maximum": last} if low < last else {"const": last}
-    places = 0 if low < last == high else zeros - int(high.normalize().as_tuple().exponent)
-    for decimals in range(1, 1 + places):
+    if low < last == high:
+        yield {"minimum": low, "maximum": high}
+        return
+    if low <= high:
+        yield {"minimum": low, "exclusiveMaximum": high} if low < high else {"const": high}
+    for decimals in range(1, 1 + zeros - int(high.normalize().as_tuple().exponent)):
         unit = Decimal(1).scaleb(-decimals)
         end = high.quantize(unit, ROUND_DOWN)
-        if max(low, last) < end:
-            yield {"minimum": max(low, last), "exclusiveMaximum": end}
         if last < end >= low:
             yield {"const": end}
         elif low <= end and zeros and decimals < 10:
