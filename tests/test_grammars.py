@@ -97,6 +97,18 @@ def test_thousands_of_choices() -> None:
     assert matcher.problem is None
 
 
+def test_characters_that_a_choice_escapes() -> None:
+    matcher = matcher_of(choice=['\x7f\x00\n"\\é😀'])
+    assert bytes_of(matcher.forced()) == '\x7f\x00\n"\\é😀'.encode()
+
+
+def test_no_name_follows_if_all_names_of_a_pattern_are_properties() -> None:
+    named = {"properties": {"a": True}, "patternProperties": {"^a$": {"const": 7}}}
+    matcher = matcher_of(schema={"type": "object", **named, "additionalProperties": False})
+    matcher.accept(b'{"a": 7')
+    assert bytes_of(ids_of(matcher)) == b"}"
+
+
 def test_a_vocabulary_without_an_end() -> None:
     """The text ends only when nothing can follow; if it may continue, it does."""
     matcher = matcher_of(frozenset(), regex="a{1,2}")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,9 @@ pytest.importorskip("llguidance")
 
 import jsonschema
 
+from gpt2block.errors import InputError
 from gpt2block.generation.rows import Generation
+from gpt2block.grammars import Grammar, vocabulary_of
 from tests.generating import generate
 from tests.markov import MarkovEngine, byte_encoding
 
@@ -44,14 +48,26 @@ def string(rng: np.random.Generator, depth: int) -> dict[str, Any]:
     return {"type": "string", "minLength": least, "maxLength": least + int(rng.integers(1, 9))}
 
 
+def bounds(rng: np.random.Generator, apart: float = 9.0) -> dict[str, float]:
+    """Draw one or two bounds with up to 5 decimals, `apart` or more, included or excluded."""
+    width, decimals = 10.0 ** int(rng.integers(-2, 5)), int(rng.integers(6))
+    low = round(float(rng.uniform(-width, width)) * int(rng.integers(4) > 0), decimals)
+    high = round(low + max(apart, 10.0**-decimals) + float(rng.uniform(0, width)), decimals)
+    first, last = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+    both = [(first[rng.integers(2)], low), (last[rng.integers(2)], high)]
+    return dict([both, both, both[:1], both[1:]][rng.integers(4)])
+
+
 def number(rng: np.random.Generator, depth: int) -> dict[str, Any]:
-    low = int(rng.integers(-50, 50))
-    more: dict[str, Any] = {"minimum": low, "maximum": low + int(rng.integers(40))}
-    if rng.integers(2):
-        more = {"exclusiveMinimum": low, "exclusiveMaximum": low + 10.5}
-    if rng.integers(3) == 0:
-        return {"type": "integer", "multipleOf": int(rng.integers(2, 9)), "minimum": 0}
-    return {"type": ("integer", "number")[rng.integers(2)], **more}
+    kind = ("integer", "number", ["number", "null"])[rng.integers(3)]
+    kinds: list[dict[str, Any]] = [
+        {"type": kind, **bounds(rng)},
+        {"type": "integer", "multipleOf": int(rng.integers(2, 9)), "minimum": 0},
+        {"type": "number", "multipleOf": (0.25, 1.5, 2)[rng.integers(3)], **bounds(rng)},
+        {"allOf": [{"type": kind}, bounds(rng)], "exclusiveMaximum": 1e6},
+        {"oneOf": [{"type": "number", "exclusiveMaximum": 0}, {"type": "number", "minimum": 0.5}]},
+    ]
+    return kinds[rng.integers(len(kinds))]
 
 
 def choice(rng: np.random.Generator, depth: int) -> dict[str, Any]:
@@ -125,13 +141,15 @@ def engine() -> MarkovEngine:
 
 
 def problem(schema: Any, found: Generation) -> str | None:
-    """Return the reason why a finished text is wrong, or None."""
-    try:
-        value = json.loads(found.text)
-        kind = jsonschema.Draft202012Validator
-        kind(schema, format_checker=kind.FORMAT_CHECKER).validate(value)
-    except (ValueError, jsonschema.ValidationError) as error:
-        return f"{schema}: {found.text!r}: {error}"
+    """Return the reason why a finished text is wrong, with numbers as Decimal or float, or None."""
+    kind = jsonschema.Draft202012Validator
+    for number in (Decimal, float):
+        try:
+            given = json.loads(json.dumps(schema), parse_float=number)
+            value = json.loads(found.text, parse_float=number)
+            kind(given, format_checker=kind.FORMAT_CHECKER).validate(value)
+        except (ValueError, jsonschema.ValidationError) as error:
+            return f"{schema}: {found.text!r}: {error}"
     return None
 
 
@@ -151,3 +169,110 @@ def test_finished_texts_are_valid() -> None:
     counts = run(2)
     assert counts["stop"] >= 0.95 * counts.total()
     assert counts.total() == 2 * SCHEMAS
+
+
+# --- numbers: a matcher permits the texts that jsonschema accepts
+
+NUMBER, INTEGER = {"type": "number"}, {"type": "integer"}
+OBJECT = {"type": "object", "properties": {"a": INTEGER}, "additionalProperties": False}
+NAMED = {"^a$": {"minimum": 5}, "^(b|c)$": {"type": "null"}}
+KINDS = {name: {**OBJECT, "properties": {"a": {"const": name}}, "required": ["a"]} for name in "xy"}
+VALUES: list[tuple[dict[str, Any], str]] = [
+    ({"exclusiveMinimum": 0, "maximum": 0.5}, "0 -0 0.0 0.1 0.10 0.5 0.50 0.51 true [] {}"),
+    ({"minimum": -0.5, "exclusiveMaximum": 0}, "0 -0 0.0 -0.1 -0.50 -0.51 null"),
+    ({**NUMBER, "maximum": 0.25}, "0.2 0.25 0.250 0.251 0.3 -7.50 -0 1"),
+    ({**NUMBER, "minimum": 0, "maximum": 0.0025}, "0 0.0 0.00 0.002 0.0025 0.0026"),
+    ({**NUMBER, "minimum": 3, "maximum": 3.05}, "2.99 3 3.0 3.00 3.04 3.05 3.050 3.1"),
+    ({**NUMBER, "multipleOf": 0.1, "maximum": 0.3}, "0 0.1 0.3 0.4 0.25 -0.7"),
+    ({**INTEGER, "minimum": 0, "maximum": 2**63 - 1}, f"-1 0 {2**63 - 1} {2**63}"),
+    ({**INTEGER, "minimum": -(2**53), "maximum": -0.5}, f"{-(2**53)} {-(2**53) - 1} -1 0"),
+    ({"type": ["integer", "null"], "exclusiveMinimum": 1.5}, "null 1 2"),
+    ({"$schema": "http://json-schema.org/draft-04/schema#", "minimum": 1,
+      "exclusiveMinimum": True}, "1 1.0 1.01 2"),
+    ({"allOf": [INTEGER, {"minimum": 0.5}], "maximum": 2.5}, "0 1 2 3"),
+    ({"$ref": "#/$defs/a", "minimum": 0.25, "$defs": {"a": {"maximum": 0.75}}}, "0.2 0.5 0.8"),
+    ({"anyOf": [NUMBER, {"type": "null"}], "minimum": 1.25}, "null 1.2 1.25 1.3"),
+    ({"enum": [1, 2.5, -3, "a"], "minimum": 1.5}, '1 2.5 -3 "a"'),
+    ({"oneOf": [{**INTEGER, "maximum": 5}, {**NUMBER, "minimum": 5.5}]}, "5 5.2 6"),
+    ({"oneOf": [{"const": 1}, {"const": 2}, {"enum": ["a", None]}]}, '1 2 3 "a" null'),
+    ({"oneOf": [{"$ref": "#/$defs/x"}, {"$ref": "#/$defs/y"}], "$defs": KINDS},
+     '{"a":"x"} {"a":"y"} {"a":"z"} null'),
+    ({**OBJECT, "patternProperties": NAMED}, '{"a":7} {"a":3} {"b":null} {"b":7} {"d":7}'),
+]  # fmt: skip
+
+SMALL, LONG = {"type": "string", "maxLength": 3}, {"type": "string", "minLength": 2}
+PRIMES = [{"multipleOf": 65537}, {"multipleOf": 65539}]
+REFUSED: list[tuple[Any, str]] = [
+    ({"required": "a"}, 'required: expected an array of texts, got "a"'),
+    ({"type": [["a"]]}, "type: expected a text or texts, got"),
+    ({"minimum": "1"}, 'minimum: expected a number from .*, got "1": write a narrower bound, or'),
+    ({"minimum": float("nan")}, "minimum: expected a number from .*, got NaN: write"),
+    ({"maximum": 1e20}, r"maximum: expected a number from .* or 2.63 - 1 .*, got 1e\+20: write"),
+    ({**INTEGER, "minimum": -(2**63)}, "minimum: expected a number from .*, got -9223372036854775"),
+    ({"const": -(2**63)}, "const, enum: expected numbers of at most 15 digits, got -9.*: write"),
+    ({"enum": [[{"a": float("inf")}]]}, "const, enum: expected numbers .*, got Infinity: write"),
+    ({"multipleOf": 0}, "multipleOf: expected a number above 0 of at most 15 digits, got 0"),
+    ({"multipleOf": 0.07}, "multipleOf: expected a number of few digits, such as 3, 0.01 or"),
+    ({"allOf": PRIMES}, "multipleOf: the product of several is too large: write one that is"),
+    ({"multipleOf": 3, "anyOf": PRIMES}, "multipleOf: the product of several is too large"),
+    ({"oneOf": [SMALL, LONG]}, "oneOf: it is not certain that no value fits two .*: write any"),
+    ({"minProperties": 2}, "minProperties: expected at most 1, because .*: list more names in req"),
+    ({"type": "object", "properties": {"a": {}}, "maxProperties": 3}, "minProperties, maxPropert"),
+    ({"patternProperties": {"^a": {}, "b": {}}}, "patternProperties: expected patterns of which"),
+    ({"type": "string", "format": "x"}, "Unknown format: x: leave it out, or write a pattern"),
+]  # fmt: skip
+
+
+def permitted(schema: Any, texts: Sequence[str]) -> list[str]:
+    grammar = Grammar.of(schema=schema)
+    assert grammar is not None
+    tokens = vocabulary_of(ENCODING, ENCODING.n_vocab, frozenset({ENCODING.eot_token}))
+    states: dict[str, Any] = {text: tokens.matcher(grammar).state for text in texts}
+    return [text for text, state in states.items()
+            if state.consume_tokens([*text.encode()]) and state.is_accepting()]  # fmt: skip
+
+
+def accepted(schema: Any, texts: Sequence[str]) -> list[str]:
+    given = json.loads(json.dumps(schema), parse_float=Decimal)
+    kind = jsonschema.validators.validator_for(given, jsonschema.Draft202012Validator)(given)
+    return [text for text in texts if kind.is_valid(json.loads(text, parse_float=Decimal))]
+
+
+@pytest.mark.parametrize(("schema", "values"), VALUES)
+def test_values_that_jsonschema_accepts(schema: Any, values: str) -> None:
+    texts = [text.replace(":", ": ") for text in values.split()]
+    assert permitted(schema, texts) == accepted(schema, texts)
+    assert 0 < len(accepted(schema, texts)) < len(texts)
+    nines = ["0.999", "0.99999999999999999999"]  # the second one is 1 as a float
+    assert permitted({"exclusiveMaximum": 1}, nines) == nines[:1]
+
+
+@pytest.mark.parametrize(("schema", "message"), REFUSED)
+def test_refusals_name_the_place_and_a_remedy(schema: Any, message: str) -> None:
+    for of, place in (({"items": {"$ref": "#/$defs/a"}, "$defs": {"a": schema}}, r"/\$defs/a"),
+                      ({"items": schema}, "/items")):  # fmt: skip
+        with pytest.raises(InputError, match=f"schema: {place}: {message}"):
+            Grammar.of(schema=of)
+
+
+def test_the_deepest_schemas() -> None:
+    schema: dict[str, Any] = {"exclusiveMinimum": 0, "maximum": 0.5}
+    for _ in range(59):
+        schema = {"properties": {"a": schema}}
+    assert permitted(schema, ["{}", "[]", "7"]) == ["{}", "[]", "7"]
+    with pytest.raises(InputError, match=r"schema: (/properties/a)+.*: nested too deeply: write"):
+        Grammar.of(schema={"properties": {"a": schema}})
+
+
+def test_decimals_of_random_ranges() -> None:
+    """Numbers near the ends and near 0, also with zeros at their end. Minus zero is only "-0"."""
+    rng = np.random.default_rng(3)
+    for _ in range(240):
+        ends, texts = bounds(rng, 0.0), set[str]()
+        while len(texts) < 17:
+            near = Decimal(repr([*ends.values(), 0.0][rng.integers(len(ends) + 1)]))
+            number = near + Decimal(int(rng.integers(-9, 10))).scaleb(-int(rng.integers(7)))
+            number = number.quantize(Decimal(1).scaleb(-int(rng.integers(7))))
+            texts.add(format(number or abs(number), "f"))
+        schema = {"type": "number", **ends}
+        assert permitted(schema, [*texts]) == accepted(schema, [*texts]), schema

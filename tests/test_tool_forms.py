@@ -18,10 +18,11 @@ from gpt2block.errors import InputError
 from tests.tool_answers import EXAMPLES, NAMES, TEMPLATES, call, joined
 
 USER = {"role": "user", "content": "Hi"}
-A_NUMBER = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+A_NUMBER = {"type": "object", "properties": {"a": {"type": "number", "maximum": 1.25}},
+            "required": ["a"]}  # fmt: skip
 SHOWN = [{"type": "function", "function": {"name": "f", "description": "Counts."}}]
 TOOLS = [Tool("f", closed(A_NUMBER)), Tool("g", closed({"type": "object", "properties": {}}))]
-CALLS = [("f", '{"a": 1}'), ("g", "{}")]
+CALLS = [("f", '{"a": 1.2}'), ("g", "{}")]
 
 
 def read(form: str, text: str, size: int, *more: Any) -> list[str | CallPart]:

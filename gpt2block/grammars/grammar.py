@@ -10,7 +10,7 @@ from typing import Any
 
 from gpt2block.checks import check_encodable, several
 from gpt2block.errors import InputError, require, shown
-from gpt2block.grammars.schema import check_schema, place_of
+from gpt2block.grammars.schema import check_schema, parsed, place_of, translated
 
 RULES = ("schema", "regex", "choice", "grammar")  # keywords of `GPT2.generate`
 Schema = Mapping[str, Any] | bool | str
@@ -18,6 +18,17 @@ _REGEX_ERROR = re.compile(r"regex parse error:\n {4}(.*)\n {4}( *)\^.*\nerror: (
 # JSON is written on one line. With free white space, models can write spaces without end, and
 # fewer bytes of a text are determined by its schema.
 JSON_FORM: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+# Remedies for problems that llguidance reports: part of its message -> message.
+REMEDIES = {
+    "oneOf constraints": "oneOf: it is not certain that no value fits two of its schemas: write "
+    "anyOf, or give them different types, constants, or ranges of numbers",
+    "min/maxProperties": "minProperties, maxProperties: write all names of properties in required",
+    "too many digits": "multipleOf: expected a number of few digits, such as 3, 0.01 or 0.25",
+    "disjoint": "patternProperties: expected patterns of which no name fits two",
+    "Unknown format": "{}: leave it out, or write a pattern",
+    "circular references": "{}: write the other keywords in the schema to which $ref refers",
+    "Resource": "{}: write the schema in $defs",
+}
 
 
 @dataclass(frozen=True)
@@ -57,17 +68,14 @@ class Grammar:
 
     def _check(self, given: Any) -> None:
         """Raise InputError, which names the place if it is known, unless the grammar compiles."""
-        from llguidance import LLMatcher  # noqa: PLC0415  (optional dependency)
-
         problem = _problem(self.source)
         if not problem:
             return
         place = ""
         if self.name == "schema":
-            compiles = LLMatcher.grammar_from_json_schema
-            place = place_of(
-                parsed_schema(given), lambda part: bool(_problem(compiles(part, JSON_FORM)))
-            )
+            place = place_of(parsed(given), lambda part: bool(_problem(_compiled(part))))
+            remedies = [remedy for part, remedy in REMEDIES.items() if part in problem]
+            problem = remedies[0].format(problem) if remedies else problem
         raise InputError(f"{self.name}: {place}{problem}")
 
 
@@ -83,28 +91,18 @@ def _problem(source: str) -> str:
 
 
 def _of_schema(given: Any) -> str:
+    schema = parsed(given)
+    check_schema(schema)
+    return _compiled(schema)
+
+
+def _compiled(schema: Any) -> str:
     from llguidance import LLMatcher  # noqa: PLC0415  (optional dependency)
 
-    given = parsed_schema(given)
-    check_schema(given)
     try:
-        text = json.dumps({} if given is True else given)
-        return LLMatcher.grammar_from_json_schema(text, JSON_FORM)
+        return LLMatcher.grammar_from_json_schema(translated(schema), JSON_FORM)
     except (TypeError, ValueError, RecursionError) as error:
         raise InputError(f"schema: expected a JSON schema: {error}") from None
-
-
-def parsed_schema(given: Any) -> Any:
-    """Return a schema that is a mapping, a boolean or JSON text as a Python value."""
-    if not isinstance(given, str):
-        return given
-    try:
-        return json.loads(given)
-    except (ValueError, RecursionError) as error:
-        file = "" if given.lstrip()[:1] in "[{" else ': of a file, pass the text: "$(cat FILE)"'
-        raise InputError(
-            f"schema: expected a JSON schema: {error}, got {shown(given)}{file}"
-        ) from None
 
 
 def _of_regex(given: Any) -> str:
@@ -121,7 +119,7 @@ def _of_choice(given: Any) -> str:
         raise InputError(f"choice: expected texts of at least one character, got {shown(given)}")
     for text in texts:
         check_encodable("choice", text)
-    literals = " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
+    literals = " | ".join(json.dumps(text) for text in texts)
     # A single terminal, because llguidance allows a rule at most 2,000 alternatives.
     return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {literals}")
 

@@ -6,6 +6,7 @@ Source: OpenAI, "API reference" (Chat Completions); "Function calling".
 from __future__ import annotations
 
 from collections import defaultdict
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +19,7 @@ from gpt2block.chat.tool_forms.base import Tool, ToolForm
 from gpt2block.chat.tool_forms.grammar import closed, lark
 from gpt2block.chat.tool_forms.reading import CallPart, CallReader, Texts
 from gpt2block.errors import InputError, require
-from gpt2block.grammars.grammar import Grammar, parsed_schema
+from gpt2block.grammars.grammar import Grammar
 from gpt2block.serve.answers import AnswerChoice, ChatForm
 from gpt2block.serve.protocol import ApiError, ChatRequest, NamedChoice, ToolFields
 from gpt2block.tokenizers.encoding import Encoding, special_id
@@ -125,8 +126,8 @@ def _checked(place: str, schema: Any) -> Mapping[str, Any]:
     except InputError as error:
         problem = f"{place}: {str(error).removeprefix('schema: ')}"
         raise ApiError(400, problem, place.partition(".")[0]) from None
-    found: Mapping[str, Any] = {} if schema is True else parsed_schema(schema)
-    return found
+    found: Mapping[str, Any] = json.loads(schema) if isinstance(schema, str) else schema
+    return {} if schema is True else found
 
 
 def _as_shown(tool: ToolFields) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from gpt2block.chat.tool_forms.base import Tool, ToolForm
 from gpt2block.grammars.grammar import JSON_FORM
+from gpt2block.grammars.schema import parsed, translated
 
 COMBINING = frozenset({"anyOf", "allOf", "oneOf", "$ref", "if", "dependentSchemas"})
 ANY_TEXT = r"/(.|\n)*/"
@@ -94,7 +95,7 @@ def _call(form: ToolForm, name: str, arguments: str, literal: Callable[[str], st
 
 def schema_text(schema: Mapping[str, Any]) -> str:
     """Return the JSON text of a schema, with the options of llguidance."""
-    return json.dumps({**schema, "x-guidance": JSON_FORM})
+    return translated(parsed({**schema, "x-guidance": JSON_FORM}))
 
 
 def closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
