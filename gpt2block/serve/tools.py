@@ -5,8 +5,8 @@ Source: OpenAI, "API reference" (Chat Completions); "Function calling".
 
 from __future__ import annotations
 
-from collections import defaultdict
 import json
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
