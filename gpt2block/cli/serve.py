@@ -115,6 +115,11 @@ def serve(
         "Form in which the model writes calls of tools; by default the form that its chat template "
         "shows."
     ),
+    rule_seconds: float = option(
+        "Seconds of CPU time in which a schema, regular expression, choice or grammar of a request "
+        "must be compiled.",
+        5.0,
+    ),
     log_level: Literal["error", "warning", "info"] = option(
         "Messages on standard error; info: also a line for each request.", "warning"
     ),
@@ -158,6 +163,8 @@ def serve(
     processes = _processes(processes)
     if timeout is not None and not 0 < timeout < math.inf:
         raise InputError(f"--timeout: expected a positive number of seconds, got {timeout}")
+    if not 0 < rule_seconds < math.inf:
+        raise InputError(f"--rule-seconds: expected a positive number, got {rule_seconds}")
     allow_files(connections)
     listening = _bound(host, port) if uds is None else _bound_file(uds)
     loaded, encoding = load_model(model, "this server needs text")
@@ -181,6 +188,7 @@ def serve(
         chat_template_kwargs or {},
         pooling or loaded.embedding_defaults.pooling,
         tool_form,
+        rule_seconds,
     )
     address = f"http://{address}:{listening.getsockname()[1]}" if uds is None else f"unix:{uds}"
     at = f"{address}/v1, page {address}/" if uds is None else address

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from gpt2block.checks import check_encodable, several
@@ -20,13 +20,16 @@ JSON_FORM: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_sep
 
 @dataclass(frozen=True)
 class Grammar:
-    """A rule for texts. source: the rule in llguidance's JSON format. name: the rule's keyword.
+    """A rule for texts. source: the rule in llguidance's JSON format.
 
-    `of` creates a Grammar from keywords of `GPT2.generate`.
+    name: the rule's keyword, or its place in a request; errors begin with it. schemas: for each
+    JSON schema in the rule, its place after the name, and its JSON. `of` creates a Grammar from
+    keywords of `GPT2.generate`.
     """
 
     source: str
     name: str
+    schemas: tuple[tuple[str, str], ...] = field(default=(), compare=False)
 
     @classmethod
     def of(cls, **keywords: Any) -> Grammar | None:
@@ -41,6 +44,17 @@ class Grammar:
         with keywords that are not supported (docs/structured.md), and if llguidance is not
         installed.
         """
+        made = cls.unchecked(**keywords)
+        if made is not None:
+            made.check()
+        return made
+
+    @classmethod
+    def unchecked(cls, **keywords: Any) -> Grammar | None:
+        """Return a Grammar as `of` does, without checking whether it can be compiled.
+
+        This takes little time for any rule, while compiling can take any time and memory.
+        """
         given = {name: value for name, value in keywords.items() if value is not None}
         if not given:
             return None
@@ -48,25 +62,22 @@ class Grammar:
             raise InputError(f"{' and '.join(given)}: expected only one of them")
         require(f"{next(iter(given))}=", "tools", "llguidance")
         ((name, value),) = given.items()
-        made = cls({"schema": _of_schema, "regex": _of_regex, "choice": _of_choice,
-                    "grammar": _of_lark}[name](value), name)  # fmt: skip
-        made._check(value)
-        return made
+        if name == "schema":
+            text = _schema_text(value)
+            return cls(_source_of(text), name, (("", text),))
+        sources = {"regex": _of_regex, "choice": _of_choice, "grammar": _of_lark}
+        return cls(sources[name](value), name)
 
-    def _check(self, given: Any) -> None:
+    def check(self) -> None:
         """Raise InputError, which names the place if it is known, unless the grammar compiles."""
-        from llguidance import LLMatcher  # noqa: PLC0415  (optional dependency)
-
         problem = _problem(self.source)
         if not problem:
             return
-        place = ""
-        if self.name == "schema":
-            compiles = LLMatcher.grammar_from_json_schema
-            place = place_of(
-                parsed_schema(given), lambda part: bool(_problem(compiles(part, JSON_FORM)))
-            )
-        raise InputError(f"{self.name}: {place}{problem}")
+        for place, text in self.schemas:
+            if wrong := _problem(_source_of(text)):
+                inner = place_of(json.loads(text), lambda part: bool(_problem(_source_of(part))))
+                raise InputError(f"{self.name}{place}: {inner}{wrong}")
+        raise InputError(f"{self.name}: {problem}")
 
 
 def _problem(source: str) -> str:
@@ -78,15 +89,23 @@ def _problem(source: str) -> str:
     return "; ".join(line for line in lines if line.strip("^ "))
 
 
-def _of_schema(given: Any) -> str:
-    from llguidance import LLMatcher  # noqa: PLC0415  (optional dependency)
-
+def _schema_text(given: Any) -> str:
+    """Return the JSON of a schema. Raises InputError for parts that are not supported."""
     given = parsed_schema(given)
     check_schema(given)
     try:
-        text = json.dumps({} if given is True else given)
-        return LLMatcher.grammar_from_json_schema(text, JSON_FORM)
+        return json.dumps({} if given is True else given)
     except (TypeError, ValueError, RecursionError) as error:
+        raise InputError(f"schema: expected a JSON schema: {error}") from None
+
+
+def _source_of(schema: Any) -> str:
+    """Return the source of a Grammar for a JSON schema, which is a mapping or JSON text."""
+    from llguidance import LLMatcher  # noqa: PLC0415  (optional dependency)
+
+    try:
+        return LLMatcher.grammar_from_json_schema(schema, JSON_FORM)
+    except ValueError as error:
         raise InputError(f"schema: expected a JSON schema: {error}") from None
 
 

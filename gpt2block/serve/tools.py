@@ -5,6 +5,7 @@ Source: OpenAI, "API reference" (Chat Completions); "Function calling".
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -87,24 +88,29 @@ class ToolUse:
             raise ApiError(400, problem, "chat_template_kwargs")
         return messages, {**arguments, **more}
 
-    def grammar(self, encoding: Encoding) -> dict[str, str]:
-        """Return keywords of `SampledRequest.options`: a grammar if the answer is held to one.
+    def grammar(self, encoding: Encoding) -> Grammar | None:
+        """Return the grammar of the answer, which is not compiled yet; None if it has none.
 
         Raises ApiError for a schema that cannot be part of a grammar.
         """
         if not self.held:
-            return {}
+            return None
         require("tool_choice, strict or parallel_tool_calls: false", "tools", "llguidance")
         tools = [self._tool(tool) for tool in self.allowed]
         special = partial(_special_id, encoding)
-        return {"grammar": lark(self.form, tools, self.required, self.parallel, special)}
+        made = Grammar.unchecked(
+            grammar=lark(self.form, tools, self.required, self.parallel, special)
+        )
+        places = (f".{self.given.index(tool)}.function.parameters" for tool in self.allowed)
+        texts = (json.dumps(tool.schema) for tool in tools)
+        return made and replace(made, name="tools", schemas=(*zip(places, texts, strict=True),))
 
     def _tool(self, tool: ToolFields) -> Tool:
         if not self.required and not tool.function.strict:
             return Tool(tool.name, ANY_OBJECT)
         schema = closed(tool.function.parameters or NO_PARAMETERS)
         try:
-            Grammar.of(schema=schema)
+            Grammar.unchecked(schema=schema)
         except InputError as error:
             place = f"tools.{self.given.index(tool)}.function.parameters"
             problem = str(error).removeprefix("schema: ")
