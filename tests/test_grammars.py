@@ -16,7 +16,7 @@ pytest.importorskip("llguidance")
 from gpt2block import GPT2, GPT2Config, InputError
 from gpt2block.generation.batching import Batch
 from gpt2block.generation.rows import Generation
-from gpt2block.grammars import Grammar, Matcher, fill, vocabulary_of
+from gpt2block.grammars import Grammar, Matcher, vocabulary_of
 from gpt2block.parameters.gpt2 import GPT2Weights
 from gpt2block.run.guessing import SpeculationPolicy
 from gpt2block.sampling import mask_words, packed, unpacked
@@ -114,9 +114,9 @@ def test_masks_of_several_texts_and_their_guesses() -> None:
     person, true = matcher_of(schema=PERSON), matcher_of(choice=["true"])
     first, second = person.forced(), true.forced()
     assert (bytes_of(first), bytes_of(second)) == (b'{"name": ', b"true")
-    guessed = [(person, first[:2]), (true, [RANKS[b"t"], RANKS[b"x"], RANKS[b"u"]])]
     masks = np.full((7, mask_words(V)), -1, np.int32)
-    fill(guessed, masks)
+    person.write(first[:2], masks[:3])
+    true.write([RANKS[b"t"], RANKS[b"x"], RANKS[b"u"]], masks[3:])
     matcher = person.copy()
     for n in range(3):
         np.testing.assert_array_equal(masks[n], matcher.mask())

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 import pytest
@@ -13,12 +13,12 @@ pytest.importorskip("starlette", reason="the extra serve is not installed")
 pytest.importorskip("llguidance", reason="the extra tools is not installed")
 pytest.importorskip("openai", reason="test_serve needs the client openai")
 
-from gpt2block.errors import InputError  # noqa: E402
-from gpt2block.grammars import Grammar, Vocabulary  # noqa: E402
-from gpt2block.serve.protocol import ApiError  # noqa: E402
-from gpt2block.serve.trials import POSSIBLE, Trials  # noqa: E402
-from tests.serving import BYTES, post, serving, small  # noqa: E402
-from tests.test_serve import COMPLETION, client_of_command, command  # noqa: E402
+from gpt2block.errors import InputError
+from gpt2block.grammars import Grammar, Vocabulary
+from gpt2block.serve.protocol import ApiError
+from gpt2block.serve.trials import POSSIBLE, Trial
+from tests.serving import BYTES, post, serving, small
+from tests.test_serve import COMPLETION, client_of_command, command
 
 pytestmark = pytest.mark.skipif(not POSSIBLE, reason="limits need Linux")
 
@@ -42,18 +42,19 @@ SECONDS = "compiling takes more than 0.2 s of CPU time: expected a simpler one"
 )
 def test_a_rule_that_exceeds_a_limit(rule: dict[str, Any], mib: int, problem: str) -> None:
     """The process compiles the next rule; a process that was killed is started again."""
-    trials = Trials(1, VOCABULARY, 0.2 if "CPU" in problem else 60, mib << 20)
+    trial = Trial(VOCABULARY, 0.2 if "CPU" in problem else 60, mib << 20)
     given, good = Grammar.unchecked(**rule), Grammar.unchecked(choice=["yes"])
     assert given is not None
     assert good is not None
     with pytest.raises(InputError, match=problem):
-        trials.run(given)
-    assert 0 <= trials.run(good) < 2**20
-    trials.close()
+        trial.run(given)
+    assert 0 <= trial.run(good) < 2**20
+    assert trial._process is not None
+    os.killpg(trial._process.pid, signal.SIGKILL)
     with pytest.raises(ApiError, match="has ended: try again"):
-        trials.run(good)
-    assert trials.run(good) >= 0
-    trials.close()
+        trial.run(good)
+    assert trial.run(good) >= 0
+    trial.close()
 
 
 def test_one_clients_rules_delay_no_other_client() -> None:
@@ -106,15 +107,15 @@ LATE = "from gpt2block.serve import listening; listening.EXIT_SECONDS = 2"
 
 
 def test_a_signal_ends_a_server_that_compiles() -> None:
-    asked = partial(dict, model="shakespeare", prompt="a", max_tokens=2)
+    asked: dict[str, Any] = {"model": "shakespeare", "prompt": "a", "max_tokens": 2}
     with (
         command("--rule-seconds", "2", first=LATE) as (child, line),
         client_of_command(line) as client,
         ThreadPoolExecutor(1) as threads,
     ):
         body = {"structured_outputs": {"json": ENDLESS}}
-        slow = threads.submit(client.completions.create, **asked(extra_body=body))
-        client.completions.create(**asked())
+        slow = threads.submit(client.completions.create, **asked, extra_body=body)
+        client.completions.create(**asked)
         child.send_signal(signal.SIGTERM)
         assert child.wait(20) == 1
         with pytest.raises(Exception, match="Connection error"):

@@ -158,13 +158,12 @@ def serve(
         )
     if not 0 <= port < 2**16:
         raise InputError(f"--port: expected 0 to 65535, got {port}")
-    for option_, value in (("rows", rows), ("queue", queue), ("connections", connections)):
-        check_count(option_, value)
+    for option_, count in (("rows", rows), ("queue", queue), ("connections", connections)):
+        check_count(option_, count)
     processes = _processes(processes)
-    if timeout is not None and not 0 < timeout < math.inf:
-        raise InputError(f"--timeout: expected a positive number of seconds, got {timeout}")
-    if not 0 < rule_seconds < math.inf:
-        raise InputError(f"--rule-seconds: expected a positive number, got {rule_seconds}")
+    for option_, value in (("timeout", timeout), ("rule-seconds", rule_seconds)):
+        if value is not None and not 0 < value < math.inf:
+            raise InputError(f"--{option_}: expected a positive number of seconds, got {value}")
     allow_files(connections)
     listening = _bound(host, port) if uds is None else _bound_file(uds)
     loaded, encoding = load_model(model, "this server needs text")

@@ -11,6 +11,7 @@ from time import thread_time
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gpt2block.errors import InputError, require
 from gpt2block.grammars.grammar import Grammar
@@ -24,6 +25,7 @@ KEPT, KEPT_BYTES = 64, 2**28  # most compiled grammars that a Vocabulary keeps, 
 BYTES_PER_S = 2**27  # most bytes by which a compiled grammar grows in a second of computing masks
 TEXTS = 4096  # number of forced texts whose tokens are cached; most of them occur in every row
 FORCED = 256  # most characters of a forced text that are divided into tokens
+LONG_S = 0.005  # a step does not wait for a mask that takes more CPU time than this
 SLOW_S = 0.05  # a row ends if its masks take more CPU time than this, on average over SLOW_MASKS
 SLOW_MASKS = 8
 TOO_COMPLEX = "{}: the text cannot be continued ({}): expected a simpler one"
@@ -53,6 +55,7 @@ class Matcher:
     complete_at: number of tokens after which the text was complete, so that no token can follow;
     None: not yet. words: number of 32-bit words of llguidance's masks. has_end: whether the model
     has an end token. compiled: shared by all copies. latest: CPU seconds of the latest masks.
+    slow: whether one of them took long.
     """
 
     def __init__(
@@ -69,12 +72,14 @@ class Matcher:
         self.state, self._count = matcher, 0
         self.complete_at: int | None = None
         self.latest: deque[float] = deque(maxlen=SLOW_MASKS)
+        self.slow = False
         # The mask and the forced tokens at the start of a text, which are the same in all copies.
         self._first, self._first_forced = self._next_mask(), self.state.compute_ff_tokens()
 
-    def copy(self) -> Matcher:
+    def copy(self, judges: bool = True) -> Matcher:
+        """Return a copy. judges: whether the time of its masks may end its text."""
         made = copy(self)
-        made.state, made.latest = self.state.deep_copy(), self.latest.copy()
+        made.state, made.latest = self.state.deep_copy(), deque(maxlen=SLOW_MASKS * judges)
         return made
 
     def accept(self, tokens: Sequence[int]) -> None:
@@ -114,13 +119,15 @@ class Matcher:
             seconds = thread_time() - began
             self.compiled.seconds += seconds
         self.latest.append(seconds / len(masks))
+        self.slow = max(self.latest, default=0.0) > LONG_S
         masks[...] = wide[:, : masks.shape[1]] if self.problem is None else 0
 
     def mask(self) -> Mask:
         """Return the Mask of the tokens that the grammar allows next; no token after an error."""
         masks = np.empty((1, mask_words(self.vocab_size)), np.int32)
         self.write((), masks)
-        return masks[0]
+        found: Mask = masks[0]
+        return found
 
     def _next_mask(self) -> Mask:
         return np.frombuffer(self.state.compute_bitmask(), np.int32)
@@ -222,22 +229,6 @@ def vocabulary_of(encoding: Encoding, vocab_size: int, ends: frozenset[int]) -> 
         vocabulary = Vocabulary(encoding, vocab_size, ends)
         _latest.append((encoding, vocab_size, ends, vocabulary))
         return vocabulary
-
-
-def fill(rows: Sequence[tuple[Matcher, Sequence[int]]], masks: Any) -> None:
-    """Write the masks of several texts and of their guesses to `masks`.
-
-    rows: for each text, its Matcher and guesses of its next tokens. masks: (R, ceil(V / 32)) int32,
-    C-contiguous. Each text has the mask of its next token, followed by the mask after each guess.
-    After a wrong guess, and for a text with a problem, no token is allowed.
-
-    One thread computes all masks: copies of a matcher share a lock, so that several are slower.
-    """
-    at = 0
-    for matcher, guesses in rows:
-        count = 1 + len(guesses)
-        matcher.write(guesses, masks[at : at + count])
-        at += count
 
 
 def _tokenizer(encoding: Encoding, vocab_size: int, ends: list[int]) -> LLTokenizer:

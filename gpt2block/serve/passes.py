@@ -20,7 +20,7 @@ from gpt2block.serve.prompts import scored_prompt
 from gpt2block.serve.protocol import ApiError
 from gpt2block.serve.rerank import scores_of
 from gpt2block.serve.settings import ServerSettings
-from gpt2block.serve.trials import POSSIBLE, Trials
+from gpt2block.serve.trials import POSSIBLE, Trial
 from gpt2block.serve.workers import Places, Workers
 from gpt2block.tokenizers import tokenizer
 from gpt2block.tokenizers.encoding import Encoding
@@ -42,6 +42,9 @@ class Passes:
         self._model, self._encoding, self._settings = model, encoding, settings
         self._threads, self._one = Workers(PASSES_AT_ONCE), Workers(1)
         self._compiling = Workers(COMPILING_AT_ONCE)
+        seconds = settings.rule_seconds
+        self._trials = [Trial(self._tokens, seconds) for _ in range(COMPILING_AT_ONCE)]
+        self._idle = [*self._trials]
         self._caches = Places(PASSES_AT_ONCE)  # limits kv_caches for scoring prompts
         # Pages are stored by client, so that response times reveal no other client's requests.
         self._pages: Kept[Kept[str]] = OrderedDict()
@@ -62,7 +65,11 @@ class Passes:
             await self._compiling.run(client, self._compile, rule)
 
     def _compile(self, rule: Grammar) -> None:
-        grown = self._trials.run(rule) if POSSIBLE else 0
+        trial = self._idle.pop()
+        try:
+            grown = trial.run(rule) if POSSIBLE else 0
+        finally:
+            self._idle.append(trial)
         self.vocabulary.matcher(rule, grown)
 
     def matcher(self, rule: Grammar) -> Matcher | None:
@@ -73,10 +80,6 @@ class Passes:
     def vocabulary(self) -> Vocabulary:
         """The model's tokens for grammars. Raises InputError if llguidance is not installed."""
         return vocabulary_of(*self._tokens)
-
-    @cached_property
-    def _trials(self) -> Trials:
-        return Trials(COMPILING_AT_ONCE, self._tokens, self._settings.rule_seconds)
 
     @property
     def _tokens(self) -> tuple[Encoding, int, frozenset[int]]:
@@ -121,7 +124,8 @@ class Passes:
         """Begin no further passes."""
         for threads in (self._threads, self._one, self._compiling):
             threads.close()
-        self._trials.close()
+        for trial in self._trials:
+            trial.close()
 
     def _last_logits(self, ids: Ids) -> Floats:
         (logits,) = self._model.engine.forward([ids], "last")
