@@ -197,6 +197,7 @@ class CudaDecoding:
             self._sample_pending()
             slots = np.array(ready, np.int32)
             step = self._steps.again(self._model, slots, [matchers.late[n][1] for n in ready])
+            self._model.recordings.meet()  # the step may have allocated memory
             matchers.some[slots] = True
             self._sample(Pending(step, slots, [()] * len(ready)))
 
@@ -208,6 +209,7 @@ class CudaDecoding:
         assert self._matchers is not None
         self._model.recordings.meet()  # the copies need memory
         copies = self._steps.skip(pending.slots, pending.step, late)
+        self._model.recordings.meet()
         for n, slot, logits in zip(late, pending.slots[late].tolist(), copies, strict=True):
             job, jobs[n] = jobs[n], None
             assert job is not None
