@@ -128,7 +128,7 @@ def serve(
 
     The page is at /. For clients there are /v1/models, /v1/completions, /v1/chat/completions,
     /v1/responses, /v1/embeddings, /v1/rerank, /tokenize, /detokenize, /version, /health and
-    /metrics. On SIGTERM or Ctrl-C the server finishes running requests, for up to 30 s, and exits.
+    /metrics. On SIGTERM or Ctrl-C the server finishes running requests, for up to 25 s, and exits.
     """
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     require("serve", "serve", *NEEDED)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from gpt2block.grammars.matching import LONG_S, Matcher
 from gpt2block.sampling import mask_words
 
-THREADS, LATE_THREADS = 16, 2  # threads for masks that are waited for, and for other masks
+THREADS, LATE_THREADS = 256, 2  # most threads of masks that are waited for, and of others
 
 
 @dataclass(eq=False)

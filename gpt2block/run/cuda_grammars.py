@@ -110,13 +110,10 @@ class SlotMatchers:
         None: all tokens are allowed. guesses: of the rows that this sampler reads. find: whether to
         find determined tokens. The matchers must have accepted all tokens of earlier samplers.
         """
-        given = zip(slots.tolist(), guesses, strict=True)
-        jobs = [(matcher := self.of[slot]) and Job(matcher, each, find) for slot, each in given]
-        if self.late:
-            jobs = [
-                self.late.pop(slot)[0] if slot in self.late else job
-                for slot, job in zip(slots.tolist(), jobs, strict=True)
-            ]
+        jobs: list[Job | None] = []
+        for slot, guessed in zip(slots.tolist(), guesses, strict=True):
+            matcher, (late, _) = self.of[slot], self.late.pop(slot, (None, None))
+            jobs.append(late or (matcher and Job(matcher, guessed, find)))
         self.masker.compute(job for job in jobs if job is not None and job.future is None)
         if not self.masker.late:
             return jobs, []
