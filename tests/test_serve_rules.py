@@ -26,6 +26,14 @@ STRINGS = [{"type": "string", "pattern": f"[ab]*a[ab]{{{n}}}b[ab]*"} for n in ra
 PATTERNS = {f"^a{n}x.*b$": {"type": "string"} for n in range(400)}
 ENDLESS = {"allOf": STRINGS}
 VOCABULARY = BYTES, 257, frozenset({256})
+
+
+def rule_of(**rule: Any) -> Grammar:
+    made = Grammar.unchecked(**rule)
+    assert made is not None
+    return made
+
+
 SECONDS = "compiling takes more than 0.2 s of CPU time: expected a simpler one"
 
 
@@ -42,12 +50,9 @@ SECONDS = "compiling takes more than 0.2 s of CPU time: expected a simpler one"
 )
 def test_a_rule_that_exceeds_a_limit(rule: dict[str, Any], mib: int, problem: str) -> None:
     """The process compiles the next rule; a process that was killed is started again."""
-    trial = Trial(VOCABULARY, 0.2 if "CPU" in problem else 60, mib << 20)
-    given, good = Grammar.unchecked(**rule), Grammar.unchecked(choice=["yes"])
-    assert given is not None
-    assert good is not None
+    trial, good = Trial(VOCABULARY, 0.2 if "CPU" in problem else 60, mib << 20), rule_of(choice="a")
     with pytest.raises(InputError, match=problem):
-        trial.run(given)
+        trial.run(rule_of(**rule))
     assert 0 <= trial.run(good) < 2**20
     assert trial._process is not None
     os.killpg(trial._process.pid, signal.SIGKILL)
@@ -83,24 +88,20 @@ def test_one_clients_rules_delay_no_other_client() -> None:
 
 
 def test_kept_rules_have_a_limit_of_bytes() -> None:
-    """The latest rule stays, however large; the CPU time of masks counts as bytes, too."""
-    vocabulary = Vocabulary(*VOCABULARY)
-    rules = [Grammar.unchecked(choice=[f"yes{n}"]) for n in range(4)]
-
-    def kept() -> list[int]:
-        return [n for n, rule in enumerate(rules) if rule and vocabulary.kept(rule)]
-
-    for rule, mib in zip(rules[:2], (100, 100), strict=True):
-        assert rule is not None
-        matcher = vocabulary.matcher(rule, mib << 20)
-    assert kept() == [0, 1]
-    matcher.compiled.seconds += 1
-    assert rules[2] is not None
-    vocabulary.matcher(rules[2], 100 << 20)
-    assert kept() == [2]
-    assert rules[3] is not None
-    vocabulary.matcher(rules[3], 300 << 20)
-    assert kept() == [3]
+    """The latest rule stays, however large. Growth by masks that take long counts, too."""
+    vocabulary, rules = Vocabulary(*VOCABULARY), [rule_of(choice=[f"a{n}"]) for n in range(4)]
+    matchers = []
+    for rule, mib, kept in zip(
+        rules, (100, 110, 110, 300), ([0], [0, 1], [1, 2], [3]), strict=True
+    ):
+        matchers.append(vocabulary.matcher(rule, mib << 20))
+        assert [n for n in range(4) if vocabulary.kept(rules[n])] == kept
+    assert vocabulary.grown == 620 << 20
+    del matchers[1:3]
+    assert vocabulary.grown == 400 << 20
+    assert vocabulary.matcher(rules[0], 100 << 20).compiled.nbytes == 100 << 20
+    matchers[0].compiled.seconds += 1
+    assert matchers[0].compiled.nbytes == 164 << 20
 
 
 LATE = "from gpt2block.serve import listening; listening.EXIT_SECONDS = 2"

@@ -9,6 +9,7 @@ from functools import lru_cache
 from threading import Lock
 from time import thread_time
 from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakSet
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,9 +23,9 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 KEPT, KEPT_BYTES = 64, 2**28  # most compiled grammars that a Vocabulary keeps, and their bytes
-# Most bytes by which a compiled grammar grows in a second of CPU time of masks. Measured: up to
-# 75 MB, and up to 62 MB in all until llguidance ends the text.
-BYTES_PER_S = 2**27
+# A compiled grammar grows while masks take more than USUAL_S of CPU time, by at most BYTES_PER_S
+# (measured: 75 MB/s) and by at most MOST_GROWTH (measured: 62 MB until llguidance ends the text).
+USUAL_S, BYTES_PER_S, MOST_GROWTH = 1e-4, 2**27, 2**26
 TEXTS = 4096  # number of forced texts whose tokens are cached; most of them occur in every row
 FORCED = 256  # most characters of a forced text that are divided into tokens
 LONG_S = 0.005  # a step does not wait for a mask that takes more CPU time than this
@@ -39,7 +40,7 @@ class Compiled:
 
     lock: held while a Matcher uses the automaton. It is taken before llguidance's own lock, for
     which llguidance also waits with the GIL. grown: bytes that compiling took, 0 if not measured.
-    seconds: CPU time of all masks.
+    seconds: CPU time of masks beyond USUAL_S each.
     """
 
     def __init__(self, grown: int) -> None:
@@ -48,7 +49,7 @@ class Compiled:
     @property
     def nbytes(self) -> int:
         """An upper bound of the bytes."""
-        return self.grown + int(BYTES_PER_S * self.seconds)
+        return self.grown + min(int(BYTES_PER_S * self.seconds), MOST_GROWTH)
 
 
 class Matcher:
@@ -119,7 +120,7 @@ class Matcher:
                 else:
                     state.unsafe_compute_mask_ptr(address, nbytes)
             seconds = thread_time() - began
-            self.compiled.seconds += seconds
+            self.compiled.seconds += max(0.0, seconds - USUAL_S * len(masks))
         self.latest.append(seconds / len(masks))
         self.slow = max(self.latest, default=0.0) > LONG_S
         masks[...] = wide[:, : masks.shape[1]] if self.problem is None else 0
@@ -171,8 +172,15 @@ class Vocabulary:
         # llguidance requires an end token: without any, there is one after the vocabulary's last.
         self._tokenizer = _tokenizer(encoding, vocab_size, sorted(ends) or [vocab_size])
         self._vocab_size, self._has_end = vocab_size, bool(ends)
-        self._made: OrderedDict[str, Matcher] = OrderedDict()  # by source; the latest one last
+        self._made: OrderedDict[str, Matcher] = OrderedDict()  # key: source; the latest one last
+        self._used: WeakSet[Compiled] = WeakSet()
         self._lock = Lock()
+
+    @property
+    def grown(self) -> int:
+        """Bytes that compiling took for all grammars that are kept or in use."""
+        with self._lock:
+            return sum(each.grown for each in self._used)
 
     def matcher(self, grammar: Grammar, grown: int = 0) -> Matcher:
         """Return a Matcher at the start of a text. Raises InputError if it cannot be compiled.
@@ -184,6 +192,7 @@ class Vocabulary:
         made = self._compile(grammar, grown)
         with self._lock:
             self._made[grammar.source] = made
+            self._used.add(made.compiled)
             nbytes = sum(each.compiled.nbytes for each in self._made.values())
             while len(self._made) > 1 and (len(self._made) > KEPT or nbytes > KEPT_BYTES):
                 nbytes -= self._made.popitem(last=False)[1].compiled.nbytes

@@ -27,6 +27,7 @@ from gpt2block.tokenizers.encoding import Encoding
 
 PASSES_AT_ONCE = 4  # threads that compute passes
 COMPILING_AT_ONCE = 2  # threads that compile rules; a client gets one of them
+MOST_OF_RULES = 2**31  # most bytes that compiling the rules took that are kept or in use
 MOST_EXPLAINING = 8  # most `explain` requests per client that run (one at a time) or wait
 KEPT_PAGES = 8  # most `explain` pages kept per client, each of a few MB
 
@@ -70,6 +71,9 @@ class Passes:
             grown = trial.run(rule) if POSSIBLE else 0
         finally:
             self._idle.append(trial)
+        if self.vocabulary.grown + grown > MOST_OF_RULES:
+            problem = f"{rule.name}: the rules in use take too much memory: try again later"
+            raise ApiError(503, problem, code="overloaded")
         self.vocabulary.matcher(rule, grown)
 
     def matcher(self, rule: Grammar) -> Matcher | None:
