@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import json
+import threading
+from contextlib import nullcontext
 from typing import Any
 
 import house
@@ -16,7 +20,7 @@ pytest.importorskip("llguidance")
 from gpt2block import GPT2, GPT2Config, InputError
 from gpt2block.generation.batching import Batch
 from gpt2block.generation.rows import Generation
-from gpt2block.grammars import Grammar, Matcher, fill, vocabulary_of
+from gpt2block.grammars import Grammar, Matcher, matching, vocabulary_of
 from gpt2block.parameters.gpt2 import GPT2Weights
 from gpt2block.run.guessing import SpeculationPolicy
 from gpt2block.sampling import mask_words, packed, unpacked
@@ -126,9 +130,9 @@ def test_masks_of_several_texts_and_their_guesses() -> None:
     person, true = matcher_of(schema=PERSON), matcher_of(choice=["true"])
     first, second = person.forced(), true.forced()
     assert (bytes_of(first), bytes_of(second)) == (b'{"name": ', b"true")
-    guessed = [(person, first[:2]), (true, [RANKS[b"t"], RANKS[b"x"], RANKS[b"u"]])]
     masks = np.full((7, mask_words(V)), -1, np.int32)
-    fill(guessed, masks)
+    person.write(first[:2], masks[:3])
+    true.write([RANKS[b"t"], RANKS[b"x"], RANKS[b"u"]], masks[3:])
     matcher = person.copy()
     for n in range(3):
         np.testing.assert_array_equal(masks[n], matcher.mask())
@@ -301,6 +305,57 @@ def test_guesses_save_steps(where: str, many_guesses: list[int]) -> None:
         assert first.tokens == second.tokens
         assert sum(first.guessed) >= 5
         assert len(many_guesses) < 2 * len(first.tokens)
+
+
+@pytest.mark.parametrize("others", [{}, {"schema": PERSON}])
+@pytest.mark.parametrize("where", ["cpu", *SOMEWHERE])
+def test_a_mask_that_takes_long_delays_no_other_text(
+    where: str, others: dict[str, Any], many_guesses: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Texts with its grammar wait. All texts have the tokens, on a GPU the bits, as if alone."""
+    go, write = threading.Event(), Matcher.write
+
+    def slow(self: Matcher, *given: Any) -> None:
+        while self.grammar.name == "regex" and self._count >= 5 and not go.is_set():
+            hashlib.sha256(bytes(2**20))  # takes CPU time without the GIL
+        write(self, *given)
+
+    with running_on("shuffled" if where == "cpu" else where):
+        device = "cpu" if where == "cpu" else "cuda"
+        engine = GPT2(GPT2Weights.random(0, CONFIG), device=device).engine
+        options = [HALF, others, others, HALF]
+        runs = [
+            Run(engine, ENCODING, [n % 4], max_new_tokens=20, seed=n % 4, **each)
+            for n, each in enumerate([*options, *options])
+        ]
+        for run in runs[4:]:
+            run.finish()
+        monkeypatch.setattr(Matcher, "write", slow)
+        batch, rows = Batch(engine, 4, CONFIG.n_ctx), [run.rows[0] for run in runs[:4]]
+        batch.submit(rows[:3])
+        while len(rows[0].tokens) < 5:
+            batch.step()
+        batch.submit(rows[3:])
+        while any(row.finish_reason is None for row in rows[1:3]):
+            batch.step()
+        assert (len(rows[3].tokens), rows[0].finish_reason) == (0, None)
+        go.set()
+        while batch.busy:
+            batch.step()
+    for row, run in zip(rows, runs[4:], strict=True):
+        assert row.tokens == run.rows[0].tokens
+        assert where == "cpu" or row.result() == run.rows[0].result()
+
+
+@pytest.mark.parametrize(("seconds", "fails"), [(0.04, False), (0.06, True)])
+def test_a_text_whose_masks_all_take_long_ends(
+    seconds: float, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = GPT2(GPT2Weights.random(0, CONFIG), device="cpu").engine
+    monkeypatch.setattr(matching, "thread_time", itertools.count(0, seconds).__next__)
+    message = "regex: the text cannot be continued .8 masks of allowed tokens in a row take more"
+    with pytest.raises(InputError, match=message) if fails else nullcontext():
+        assert generate(engine, ENCODING, [1], regex="[ab]{20}").finish_reason == "stop"
 
 
 HALF = {"regex": "([a-f]true12){30}"}  # two of three tokens are determined

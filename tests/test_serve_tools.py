@@ -74,7 +74,7 @@ def grammars(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     options = SampledRequest.options
 
     def noted(self: SampledRequest, **more: Any) -> Options:
-        found.append(more.get("grammar"))
+        found.append(more["rule"] and more["rule"].source)
         return options(self, **more)
 
     monkeypatch.setattr(SampledRequest, "options", noted)

@@ -116,6 +116,11 @@ def serve(
         "Form in which the model writes calls of tools; by default the form that its chat template "
         "shows, or general if the template reads no tools."
     ),
+    rule_seconds: float = option(
+        "Seconds of CPU time in which a schema, regular expression, choice or grammar of a request "
+        "must be compiled.",
+        5.0,
+    ),
     log_level: Literal["error", "warning", "info"] = option(
         "Messages on standard error; info: also a line for each request.", "warning"
     ),
@@ -124,7 +129,7 @@ def serve(
 
     The page is at /. For clients there are /v1/models, /v1/completions, /v1/chat/completions,
     /v1/responses, /v1/embeddings, /v1/rerank, /tokenize, /detokenize, /version, /health and
-    /metrics. On SIGTERM or Ctrl-C the server finishes running requests, for up to 30 s, and exits.
+    /metrics. On SIGTERM or Ctrl-C the server finishes running requests, for up to 25 s, and exits.
     """
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     require_for("serve", model.model, *NEEDED)
@@ -154,11 +159,12 @@ def serve(
         )
     if not 0 <= port < 2**16:
         raise InputError(f"--port: expected 0 to 65535, got {port}")
-    for option_, value in (("rows", rows), ("queue", queue), ("connections", connections)):
-        check_count(option_, value)
+    for option_, count in (("rows", rows), ("queue", queue), ("connections", connections)):
+        check_count(option_, count)
     processes = _processes(processes)
-    if timeout is not None and not 0 < timeout < math.inf:
-        raise InputError(f"--timeout: expected a positive number of seconds, got {timeout}")
+    for option_, value in (("timeout", timeout), ("rule-seconds", rule_seconds)):
+        if value is not None and not 0 < value < math.inf:
+            raise InputError(f"--{option_}: expected a positive number of seconds, got {value}")
     allow_files(connections)
     listening = _bound(host, port) if uds is None else _bound_file(uds)
     loaded, encoding = load_model(model, "this server needs text")
@@ -182,6 +188,7 @@ def serve(
         chat_template_kwargs or {},
         pooling or loaded.embedding_defaults.pooling,
         tool_form,
+        rule_seconds,
     )
     address = f"http://{address}:{listening.getsockname()[1]}" if uds is None else f"unix:{uds}"
     at = f"{address}/v1, page {address}/" if uds is None else address

@@ -164,7 +164,8 @@ class Batch:
         rows_of, taken = self._scheduler.rows_of, self._new.ending
         self.begun = rows_of(self.latest[self.firsts].tolist())
         if each_token:
-            taken = taken | [not row.held for row in rows_of(self.latest.tolist())]
+            held = np.array([row.held for row in rows_of(self.latest.tolist())], bool)
+            taken = taken | ~held
         else:
             taken = taken | ((self.latest + next(self._steps)) % TURN == 0)
         updated, ended = [], []

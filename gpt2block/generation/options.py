@@ -146,6 +146,10 @@ class Options:
             return
         rule = Grammar.of(**rules)
         assert rule is not None
+        self.follow(rule)
+
+    def follow(self, rule: Grammar) -> None:
+        """Set `rule`. Raises InputError for options that contradict a rule."""
         object.__setattr__(self, "rule", rule)
         because = f" with {rule.name}, which decides where the text ends"
         if self.stop_ids is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from gpt2block.checks import check_encodable, several
@@ -33,13 +33,16 @@ REMEDIES = {
 
 @dataclass(frozen=True)
 class Grammar:
-    """A rule for texts. source: the rule in llguidance's JSON format. name: the rule's keyword.
+    """A rule for texts. source: the rule in llguidance's JSON format.
 
-    `of` creates a Grammar from keywords of `GPT2.generate`.
+    name: the rule's keyword, or its place in a request; errors begin with it. schemas: for each
+    JSON schema in the rule, its place ("": the place of the rule) and its JSON. `of` creates one
+    from keywords of `GPT2.generate`.
     """
 
     source: str
     name: str
+    schemas: tuple[tuple[str, str], ...] = field(default=(), compare=False)
 
     @classmethod
     def of(cls, **keywords: Any) -> Grammar | None:
@@ -54,6 +57,17 @@ class Grammar:
         with keywords that are not supported (docs/structured.md), and if llguidance is not
         installed.
         """
+        made = cls.unchecked(**keywords)
+        if made is not None:
+            made.check()
+        return made
+
+    @classmethod
+    def unchecked(cls, **keywords: Any) -> Grammar | None:
+        """Return a Grammar as `of` does, without checking whether it can be compiled.
+
+        This takes little time for any rule, while compiling can take any time and memory.
+        """
         given = {name: value for name, value in keywords.items() if value is not None}
         if not given:
             return None
@@ -61,22 +75,27 @@ class Grammar:
             raise InputError(f"{' and '.join(given)}: expected only one of them")
         require(f"{next(iter(given))}=", "tools", "llguidance")
         ((name, value),) = given.items()
-        made = cls({"schema": _of_schema, "regex": _of_regex, "choice": _of_choice,
-                    "grammar": _of_lark}[name](value), name)  # fmt: skip
-        made._check(value)
-        return made
+        if name == "schema":
+            schema = parsed(value)
+            check_schema(schema)
+            text = value if isinstance(value, str) else json.dumps(value)
+            return cls(_compiled(schema), name, (("", text),))
+        sources = {"regex": _of_regex, "choice": _of_choice, "grammar": _of_lark}
+        return cls(sources[name](value), name)
 
-    def _check(self, given: Any) -> None:
+    def check(self) -> None:
         """Raise InputError, which names the place if it is known, unless the grammar compiles."""
         problem = _problem(self.source)
         if not problem:
             return
-        place = ""
-        if self.name == "schema":
-            place = place_of(parsed(given), lambda part: bool(_problem(_compiled(part))))
-            remedies = [remedy for part, remedy in REMEDIES.items() if part in problem]
-            problem = remedies[0].format(problem) if remedies else problem
-        raise InputError(f"{self.name}: {place}{problem}")
+        for place, text in self.schemas:
+            schema = parsed(text)
+            if wrong := _problem(_compiled(schema)):
+                inner = place_of(schema, lambda part: bool(_problem(_compiled(part))))
+                remedies = [remedy for part, remedy in REMEDIES.items() if part in wrong]
+                wrong = remedies[0].format(wrong) if remedies else wrong
+                raise InputError(f"{place or self.name}: {inner}{wrong}")
+        raise InputError(f"{self.name}: {problem}")
 
 
 def _problem(source: str) -> str:
@@ -90,13 +109,8 @@ def _problem(source: str) -> str:
     return "; ".join(line for line in lines if line.strip("^ "))
 
 
-def _of_schema(given: Any) -> str:
-    schema = parsed(given)
-    check_schema(schema)
-    return _compiled(schema)
-
-
 def _compiled(schema: Any) -> str:
+    """Return the source of a Grammar for a schema of `parsed`."""
     from llguidance import LLMatcher  # noqa: PLC0415  (optional dependency)
 
     try:

@@ -7,9 +7,12 @@ from collections.abc import Collection, Sequence
 from copy import copy
 from functools import lru_cache
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from time import thread_time
+from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakSet
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gpt2block.errors import InputError, require
 from gpt2block.grammars.grammar import Grammar
@@ -19,9 +22,34 @@ from gpt2block.tokenizers.encoding import Encoding, bytes_of_ids, special_id, to
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-KEPT = 64  # number of compiled grammars that a Vocabulary keeps
+KEPT, KEPT_BYTES = 64, 2**28  # most compiled grammars that a Vocabulary keeps, and their bytes
+# A compiled grammar grows while masks take more than USUAL_S of CPU time, by at most BYTES_PER_S
+# (measured: 75 MB/s) and by at most MOST_GROWTH (measured: 62 MB until llguidance ends the text).
+USUAL_S, BYTES_PER_S, MOST_GROWTH = 1e-4, 2**27, 2**26
 TEXTS = 4096  # number of forced texts whose tokens are cached; most of them occur in every row
+FORCED = 256  # most characters of a forced text that are divided into tokens
+LONG_S = 0.005  # a step does not wait for a mask that takes more CPU time than this
+SLOW_S = 0.05  # a row ends if its masks take more CPU time than this, on average over SLOW_MASKS
+SLOW_MASKS = 8
 TOO_COMPLEX = "{}: the text cannot be continued ({}): expected a simpler one"
+TOO_SLOW = f"{SLOW_MASKS} masks of allowed tokens in a row take more than {1e3 * SLOW_S:g} ms each"
+
+
+class Compiled:
+    """The automaton that all copies of a compiled grammar's Matcher share, and that grows.
+
+    lock: held while a Matcher uses the automaton. It is taken before llguidance's own lock, for
+    which llguidance also waits with the GIL. grown: bytes that compiling took, 0 if not measured.
+    seconds: CPU time of masks beyond USUAL_S each.
+    """
+
+    def __init__(self, grown: int) -> None:
+        self.lock, self.grown, self.seconds = Lock(), grown, 0.0
+
+    @property
+    def nbytes(self) -> int:
+        """An upper bound of the bytes."""
+        return self.grown + min(int(BYTES_PER_S * self.seconds), MOST_GROWTH)
 
 
 class Matcher:
@@ -29,52 +57,100 @@ class Matcher:
 
     complete_at: number of tokens after which the text was complete, so that no token can follow;
     None: not yet. words: number of 32-bit words of llguidance's masks. has_end: whether the model
-    has an end token.
+    has an end token. compiled: shared by all copies. latest: CPU seconds of the latest masks.
+    slow: whether one of them took long.
     """
 
     def __init__(
-        self, grammar: Grammar, matcher: LLMatcher, vocab_size: int, words: int, has_end: bool
+        self,
+        grammar: Grammar,
+        matcher: LLMatcher,
+        vocab_size: int,
+        words: int,
+        has_end: bool,
+        compiled: Compiled,
     ) -> None:
         self.grammar, self.vocab_size, self.words = grammar, vocab_size, words
-        self._has_end = has_end
+        self._has_end, self.compiled = has_end, compiled
         self.state, self._count = matcher, 0
         self.complete_at: int | None = None
+        self.latest: deque[float] = deque(maxlen=SLOW_MASKS)
+        self.slow = False
+        # The mask and the forced tokens at the start of a text, which are the same in all copies.
+        self._first, self._first_forced = self._next_mask(), self.state.compute_ff_tokens()
 
-    def copy(self) -> Matcher:
+    def copy(self, judges: bool = True) -> Matcher:
+        """Return a copy. judges: whether the time of its masks may end its text."""
         made = copy(self)
-        made.state = self.state.deep_copy()
+        made.state, made.latest = self.state.deep_copy(), deque(maxlen=SLOW_MASKS * judges)
         return made
 
     def accept(self, tokens: Sequence[int]) -> None:
         """Append tokens to the text. Tokens after a complete text, or after -1, have no effect."""
-        for token in tokens:
-            if token < 0 or self.state.is_stopped():
-                return
-            self.state.consume_token(token)
-            self._count += 1
-            if self.state.is_stopped() and not self.state.is_error():
+        with self.compiled.lock:
+            for token in tokens:
+                if token < 0 or self.state.is_stopped():
+                    return
+                self.state.consume_token(token)
+                self._count += 1
+                if self.state.is_stopped() and not self.state.is_error():
+                    self.complete_at = self._count
+            # Where only the end may follow, a model without an end token has no allowed token.
+            ends = not self._has_end and self.complete_at is None and self.state.is_accepting()
+            if ends and not unpacked(self._next_mask(), self.vocab_size).any():
                 self.complete_at = self._count
-        # Where only the end may follow, a model without an end token has no allowed token.
-        ends = not self._has_end and self.complete_at is None and self.state.is_accepting()
-        if ends and not unpacked(self.mask(), self.vocab_size).any():
-            self.complete_at = self._count
+
+    def write(self, guesses: Sequence[int], masks: NDArray[np.int32]) -> None:
+        """Write the mask of the next token, and the mask after each guess, to `masks`.
+
+        masks: (1 + number of guesses, ceil(V / 32)) int32. After a wrong guess, and for a text with
+        a problem, no token is allowed.
+        """
+        if not self._count and not guesses:
+            masks[...] = self._first[: masks.shape[1]]
+            return
+        wide, state = np.zeros((len(masks), self.words), np.int32), cast("Any", self.state)
+        with self.compiled.lock:
+            began = thread_time()
+            if self.problem is None:
+                address, nbytes = wide.ctypes.data, self.words * wide.itemsize
+                if guesses:
+                    draft = list(guesses)
+                    state.unsafe_compute_mask_ptr_with_draft_token(address, nbytes, draft)
+                else:
+                    state.unsafe_compute_mask_ptr(address, nbytes)
+            seconds = thread_time() - began
+            self.compiled.seconds += max(0.0, seconds - USUAL_S * len(masks))
+        self.latest.append(seconds / len(masks))
+        self.slow = max(self.latest, default=0.0) > LONG_S
+        masks[...] = wide[:, : masks.shape[1]] if self.problem is None else 0
 
     def mask(self) -> Mask:
         """Return the Mask of the tokens that the grammar allows next; no token after an error."""
-        words = mask_words(self.vocab_size)
-        bits = np.frombuffer(self.state.compute_bitmask(), np.int32)[:words]
-        return bits if self.problem is None else np.zeros(words, np.int32)
+        masks = np.empty((1, mask_words(self.vocab_size)), np.int32)
+        self.write((), masks)
+        found: Mask = masks[0]
+        return found
+
+    def _next_mask(self) -> Mask:
+        return np.frombuffer(self.state.compute_bitmask(), np.int32)
 
     def forced(self) -> list[int]:
         """Return the tokens into which an encoder divides the bytes that the grammar forces next.
 
-        The tokens are guesses, because other tokens can have the same bytes.
+        The tokens are guesses, because other tokens can have the same bytes. Call this after
+        `write`: llguidance then knows the bytes, which it finds here without releasing the GIL.
         """
-        return self.state.compute_ff_tokens()
+        if not self._count:
+            return self._first_forced
+        with self.compiled.lock:
+            return self.state.compute_ff_tokens()
 
     @property
     def problem(self) -> str | None:
         """A message, if the grammar is too complex to continue the text; else None."""
+        if sum(self.latest) > SLOW_MASKS * SLOW_S:
+            return TOO_COMPLEX.format(self.grammar.name, TOO_SLOW)
         if not self.state.is_error():
             return None
         reason = self.state.get_error().splitlines()[0]
@@ -96,31 +172,56 @@ class Vocabulary:
         # llguidance requires an end token: without any, there is one after the vocabulary's last.
         self._tokenizer = _tokenizer(encoding, vocab_size, sorted(ends) or [vocab_size])
         self._vocab_size, self._has_end = vocab_size, bool(ends)
-        self._made: OrderedDict[Grammar, Matcher] = OrderedDict()  # the latest one last
+        self._made: OrderedDict[str, Matcher] = OrderedDict()  # key: source; the latest one last
+        self._used: WeakSet[Compiled] = WeakSet()
         self._lock = Lock()
 
-    def matcher(self, grammar: Grammar) -> Matcher:
+    @property
+    def grown(self) -> int:
+        """Bytes that compiling took for all grammars that are kept or in use."""
+        with self._lock:
+            return sum(each.grown for each in self._used)
+
+    def matcher(self, grammar: Grammar, grown: int = 0) -> Matcher:
         """Return a Matcher at the start of a text. Raises InputError if it cannot be compiled.
 
-        Compiling takes up to about a second for a large grammar, and releases the GIL.
+        Compiling can take any time and memory, and releases the GIL. grown: as for Compiled.
         """
+        if (kept := self.kept(grammar)) is not None:
+            return kept
+        made = self._compile(grammar, grown)
+        with self._lock:
+            self._made[grammar.source] = made
+            self._used.add(made.compiled)
+            nbytes = sum(each.compiled.nbytes for each in self._made.values())
+            while len(self._made) > 1 and (len(self._made) > KEPT or nbytes > KEPT_BYTES):
+                nbytes -= self._made.popitem(last=False)[1].compiled.nbytes
+        return made.copy()
+
+    def kept(self, grammar: Grammar) -> Matcher | None:
+        """Return a Matcher at the start of a text if its grammar is compiled already, else None."""
+        with self._lock:
+            made = self._made.get(grammar.source)
+            if made is None:
+                return None
+            self._made.move_to_end(grammar.source)
+        found = made.copy()
+        found.grammar = grammar
+        return found
+
+    def _compile(self, grammar: Grammar, grown: int) -> Matcher:
         from llguidance import LLMatcher  # noqa: PLC0415  (optional dependency)
 
-        with self._lock:
-            made = self._made.get(grammar)
-        if made is None:
-            state = LLMatcher(self._tokenizer, grammar.source, log_level=0)
-            if state.is_error():
-                problem = state.get_error().splitlines()[0]
-                raise InputError(f"{grammar.name}: it cannot be compiled: {problem}")
-            words = mask_words(self._tokenizer.vocab_size)
-            made = Matcher(grammar, state, self._vocab_size, words, self._has_end)
-        with self._lock:
-            self._made[grammar] = made
-            self._made.move_to_end(grammar)
-            while len(self._made) > KEPT:
-                self._made.popitem(last=False)
-        return made.copy()
+        state = LLMatcher(self._tokenizer, grammar.source, log_level=0)
+        if not state.is_error():
+            words, compiled = mask_words(self._tokenizer.vocab_size), Compiled(grown)
+            made = Matcher(grammar, state, self._vocab_size, words, self._has_end, compiled)
+            if made.problem is None:
+                return made
+            raise InputError(made.problem)
+        grammar.check()  # names the place
+        problem = state.get_error().splitlines()[0]
+        raise InputError(f"{grammar.name}: it cannot be compiled: {problem}")
 
 
 _latest: deque[tuple[Encoding, int, frozenset[int], Vocabulary]] = deque(maxlen=4)
@@ -139,34 +240,6 @@ def vocabulary_of(encoding: Encoding, vocab_size: int, ends: frozenset[int]) -> 
         vocabulary = Vocabulary(encoding, vocab_size, ends)
         _latest.append((encoding, vocab_size, ends, vocabulary))
         return vocabulary
-
-
-def fill(rows: Sequence[tuple[Matcher, Sequence[int]]], masks: Any) -> None:
-    """Write the masks of several texts and of their guesses to `masks`.
-
-    rows: for each text, its Matcher and guesses of its next tokens. masks: (R, ceil(V / 32)) int32,
-    C-contiguous. Each text has the mask of its next token, followed by the mask after each guess.
-    After a wrong guess, and for a text with a problem, no token is allowed.
-
-    One thread computes all masks: copies of a matcher share a lock, so that several are slower.
-    """
-    masks[...] = 0
-    words = max((matcher.words for matcher, _ in rows), default=0)
-    wide = masks if words <= masks.shape[1] else np.zeros((len(masks), words), np.int32)
-    address, nbytes, at = wide.ctypes.data, wide.shape[1] * wide.itemsize, 0
-    for matcher, guesses in rows:
-        state: Any = matcher.state
-        place, count = address + at * nbytes, 1 + len(guesses)
-        if not state.is_error():
-            if count == 1:
-                state.unsafe_compute_mask_ptr(place, nbytes)
-            else:
-                state.unsafe_compute_mask_ptr_with_draft_token(place, nbytes, list(guesses))
-        if state.is_error():
-            wide[at : at + count] = 0
-        at += count
-    if wide is not masks:
-        masks[...] = wide[:, : masks.shape[1]]
 
 
 def _tokenizer(encoding: Encoding, vocab_size: int, ends: list[int]) -> LLTokenizer:
@@ -195,8 +268,8 @@ class _Tokens:
         self._known = lru_cache(TEXTS)(self._encode)
 
     def __call__(self, text: str) -> list[int]:
-        """Return the token ids of a text; none if the encoder adds or changes characters."""
-        return self._known(text)
+        """Return the first token ids of a text; none if the encoder adds or changes characters."""
+        return self._known(text[:FORCED])
 
     def _encode(self, text: str) -> list[int]:
         ids = self._encoding.encode_ordinary(text)

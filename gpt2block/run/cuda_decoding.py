@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from gpt2block.grammars import Job
 from gpt2block.run.cuda_caches import CudaCache, copy_slots
 from gpt2block.run.cuda_draft import Draft
 from gpt2block.run.cuda_grammars import Guessed, Pending, SlotMatchers
@@ -15,7 +16,7 @@ from gpt2block.run.cuda_prefill import prefill_starts
 from gpt2block.run.cuda_start_up import start_up
 from gpt2block.run.cuda_steps import MOST_GUESSING, InFlight, steps_of
 from gpt2block.run.guessing import ROWS, SpeculationPolicy
-from gpt2block.run.model import Ids, Sampled, Start, in_groups, without
+from gpt2block.run.model import NOTHING, Ids, Sampled, Start, in_groups, without
 
 PREFILL_TOKENS = 8192  # maximum prompt tokens of one prefill
 IN_FLIGHT = 2  # maximum launched steps whose results the host has not read
@@ -119,6 +120,8 @@ class CudaDecoding:
 
     def stop(self, slots: Ids) -> None:
         self._left[slots] = 0
+        if self._matchers is not None:
+            self._matchers.stop(slots)
         if self._pending is not None:
             self._stopped.append(slots)
         for result in self._in_flight:
@@ -130,6 +133,9 @@ class CudaDecoding:
             while True:
                 self._launch_more()
                 if not self._found:
+                    if not self._in_flight and self._matchers and self._matchers.late:
+                        self._matchers.wait()
+                        return NOTHING
                     if not self._in_flight:
                         raise RuntimeError("next: expected a sequence in at least one slot")
                     result = self._in_flight.popleft()
@@ -159,11 +165,14 @@ class CudaDecoding:
             pace.add(result.slots, result.flags)
 
     def _running(self) -> Ids:
-        """Return the slots with tokens left to sample."""
-        return np.flatnonzero(self._left).astype(np.int32)
+        """Return the slots with tokens left to sample that are not late."""
+        running = self._left > 0
+        if self._matchers is not None and self._matchers.late:
+            running[[*self._matchers.late]] = False
+        return np.flatnonzero(running).astype(np.int32)
 
     def _with_grammars(self) -> bool:
-        """Whether any slot with tokens left to sample has a grammar."""
+        """Whether any of the running slots has a grammar."""
         return self._matchers is not None and bool(self._left[self._matchers.some].any())
 
     def _launch_more(self) -> None:
@@ -172,6 +181,8 @@ class CudaDecoding:
         The forward pass of a step with grammars is launched before the results of the previous
         step are read, its sampler after them.
         """
+        if self._matchers is not None and self._matchers.late:
+            self._resume(self._matchers)
         if self._pending is None and not self._with_grammars():
             while len(self._in_flight) < IN_FLIGHT and self._launch():
                 pass
@@ -179,6 +190,32 @@ class CudaDecoding:
             if self._pending is None:
                 self._launch_forward(self._plan())
             self._sample_pending(go_on=True)
+
+    def _resume(self, matchers: SlotMatchers) -> None:
+        """Sample tokens of sequences whose masks have taken long, and are ready."""
+        ready = self._model.recordings.agreed(matchers.ready())
+        if ready:
+            self._sample_pending()
+            slots = np.array(ready, np.int32)
+            step = self._steps.again(self._model, slots, [matchers.late[n][1] for n in ready])
+            self._model.recordings.meet()  # the step may have allocated memory
+            matchers.some[slots] = True
+            self._sample(Pending(step, slots, [()] * len(ready)))
+
+    def _set_aside(self, pending: Pending, jobs: list[Job | None], late: Sequence[int]) -> None:
+        """Leave sequences out of a pending sampler, and out of further steps until `_resume`.
+
+        late: indices of the sequences in the pending step. jobs: their entries become None.
+        """
+        assert self._matchers is not None
+        self._model.recordings.meet()  # the copies need memory
+        copies = self._steps.skip(pending.slots, pending.step, late)
+        self._model.recordings.meet()
+        for n, slot, logits in zip(late, pending.slots[late].tolist(), copies, strict=True):
+            job, jobs[n] = jobs[n], None
+            assert job is not None
+            self._matchers.late[slot] = job, logits
+            self._matchers.some[slot] = False
 
     def _plan(self) -> Pending:
         """Choose the next step, in which at least one slot has a grammar, and its guesses."""
@@ -230,16 +267,22 @@ class CudaDecoding:
         assert self._matchers is not None
         for result in self._in_flight:
             result.accept()
-        matchers = self._matchers.given(slots)
         # Determined tokens are computed as guesses, if rows for them fit into the next step.
         find = len(slots) * ROWS[0] <= MOST_GUESSING and bool(self._matchers.some[slots].all())
-        self._matchers.expect(slots, guesses, find)
-        self._steps.masks.write(matchers, guesses, step.together)
+        jobs, late = self._matchers.compute(slots, guesses, find)
+        late = self._model.recordings.agreed(late)  # other GPUs wait for masks that the first has
+        if late:
+            self._set_aside(pending, jobs, late)
+            for each in stopped:
+                self._matchers.stop(each)
+            stopped = [*stopped, slots[late]]
+        self._steps.masks.write(jobs, step.together)
+        self._matchers.expect(slots, jobs, step.together)
         planned = self._plan() if go_on and self._with_grammars() else None
         result = step.sample(slots, bool(self._alternatives[slots].any()))
         if planned:
             self._launch_forward(planned)
-        self._in_flight.append(result.with_masks(matchers))
+        self._in_flight.append(result.with_masks([job and job.matcher for job in jobs]))
         for each in stopped:
             result.leave_out(each)
 

@@ -3,6 +3,9 @@
 A mask depends on all tokens before it, so that the host must read a step's tokens before it can
 compute the next step's masks. Such a step therefore runs in two parts: the forward pass is launched
 at once, the host computes the masks meanwhile, and the sampler follows when masks are copied.
+
+The sampler leaves out a sequence whose mask takes long, and its logits are copied. The sequence is
+in no further step until its mask is there. Then a sampler draws its token from the copied logits.
 """
 
 from __future__ import annotations
@@ -13,8 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gpt2block.cuda import cupy
-from gpt2block.cuda.arrays import pinned
-from gpt2block.grammars import Matcher, fill
+from gpt2block.cuda.arrays import CudaArray, pinned
+from gpt2block.grammars import Job, Masker, Matcher
 from gpt2block.ops.guesses import MOST_GUESSES, Guesses
 from gpt2block.ops.sample_token import Masks
 from gpt2block.run.guessing import SpeculationPolicy
@@ -50,22 +53,22 @@ class HostMasks:
         self._numbers = np.arange(1, rows + 1, dtype=np.int32)
         self.on_device = Masks(self._both[:rows], self._both[rows:].reshape(rows, self._words))
 
-    def write(self, matchers: Sequence[Matcher | None], guesses: Guessed, together: int) -> None:
-        """Compute the masks of slots with `together` rows each, and copy them on the stream.
+    def write(self, jobs: Sequence[Job | None], together: int) -> None:
+        """Copy the masks of slots with `together` rows each on the stream.
 
-        matchers: for each slot; None: all tokens are allowed.
+        jobs: for each slot, its masks; None: all tokens are allowed.
         """
         both, sent = self._host.next()
         index, masks = both[: self._rows], both[self._rows :].reshape(-1, self._words)
         index[:] = 0
-        rows, at = list[tuple[Matcher, Sequence[int]]](), 0
-        for slot, (matcher, guessed) in enumerate(zip(matchers, guesses, strict=True)):
-            if matcher is not None:
-                first, count = slot * together, 1 + len(guessed)
+        at = 0
+        for slot, job in enumerate(jobs):
+            if job is not None:
+                made, first = job.result(), slot * together
+                count = min(len(made), together)
                 index[first : first + count] = self._numbers[at : at + count]
-                rows.append((matcher, guessed))
+                masks[at : at + count] = made[:count]
                 at += count
-        fill(rows, masks[:at])
         used = self._rows + at * self._words
         self._both[:used].set(both[:used])
         sent.record()
@@ -88,36 +91,59 @@ class SlotMatchers:
 
     def __init__(self, slots: int) -> None:
         self.of: list[Matcher | None] = [None] * slots
-        self.some = np.zeros(slots, bool)  # whether each slot has a matcher
+        self.some = np.zeros(slots, bool)  # whether each slot has a matcher, and is not late
         self.pace = SpeculationPolicy(slots)  # times of steps with different numbers of rows
+        self.late: dict[int, tuple[Job, CudaArray]] = {}  # {slot: long mask, copy of its logits}
+        self.masker = Masker()
         self._next: list[list[int]] = [[] for _ in range(slots)]
         self._buffer = PinnedPair((slots, MOST_GUESSES))
 
     def begin(self, slot: int, matcher: Matcher | None) -> None:
         """Set the Matcher of a new sequence."""
         self.of[slot], self.some[slot], self._next[slot] = matcher, matcher is not None, []
+        self.late.pop(slot, None)  # of a sequence that had ended before its last step was sampled
 
-    def given(self, slots: Ids) -> list[Matcher | None]:
-        return [self.of[slot] for slot in slots.tolist()]
+    def compute(
+        self, slots: Ids, guesses: Guessed, find: bool
+    ) -> tuple[list[Job | None], list[int]]:
+        """Return for each slot the masks of the next sampler, and the indices of late masks.
+
+        None: all tokens are allowed. guesses: of the rows that this sampler reads. find: whether to
+        find determined tokens. The matchers must have accepted all tokens of earlier samplers.
+        """
+        jobs: list[Job | None] = []
+        for slot, guessed in zip(slots.tolist(), guesses, strict=True):
+            matcher, (late, _) = self.of[slot], self.late.pop(slot, (None, None))
+            jobs.append(late or (matcher and Job(matcher, guessed, find)))
+        self.masker.compute(job for job in jobs if job is not None and job.future is None)
+        if not self.masker.late:
+            return jobs, []
+        return jobs, [n for n, job in enumerate(jobs) if job and not self.masker.ready(job)]
+
+    def ready(self) -> list[int]:
+        """Return the late slots whose masks are ready."""
+        return [slot for slot, (job, _) in self.late.items() if self.masker.ready(job)]
+
+    def wait(self) -> None:
+        """Wait for one of the late masks, but not long."""
+        self.masker.wait(job for job, _ in self.late.values())
+
+    def stop(self, slots: Ids) -> None:
+        for slot in slots.tolist():
+            self.late.pop(slot, None)
 
     def expected(self, slots: Ids) -> list[list[int]]:
         """Return for each slot the tokens that are determined after the last sampler's tokens."""
         return [self._next[slot] for slot in slots.tolist()]
 
-    def expect(self, slots: Ids, guesses: Guessed, find: bool) -> None:
-        """Store the tokens that are determined after the next sampler's tokens; none unless `find`.
-
-        guesses: of the rows that this sampler reads. The matchers must have accepted all tokens of
-        earlier samplers. Computing a mask is faster after this call, because llguidance keeps the
-        tokens that it finds.
-        """
-        for slot, guessed in zip(slots.tolist(), guesses, strict=True):
-            matcher = self.of[slot]
-            forced = matcher.forced() if find and matcher is not None else []
+    def expect(self, slots: Ids, jobs: Sequence[Job | None], together: int) -> None:
+        """Store the tokens that are determined after the tokens of a sampler with these masks."""
+        for slot, job in zip(slots.tolist(), jobs, strict=True):
+            guessed, forced = (job.guesses[: together - 1], job.forced) if job else ((), [])
             right = 0
             while right < min(len(guessed), len(forced)) and guessed[right] == forced[right]:
                 right += 1
-            self._next[slot] = forced[right + 1 : right + 1 + MOST_GUESSES]
+            self._next[slot] = [*forced[right + 1 : right + 1 + MOST_GUESSES]]
 
     def write(self, slots: Ids, guesses: Guessed, to: Guesses) -> None:
         """Copy the guesses of `slots` to the device. All other slots get none."""

@@ -274,9 +274,12 @@ class SeveralDecodings:
         self._with_starts("extend", starts)
 
     def _with_starts(self, name: str, starts: Sequence[Start]) -> None:
-        """Call a method of all parts, with a copy of the starts' matchers for each further part."""
+        """Call a method of all parts, with a copy of the starts' matchers for each further part.
+
+        The times of masks end a text on the first GPU alone.
+        """
         own = [
-            [start._replace(matcher=start.matcher and start.matcher.copy()) for start in starts]
+            [each._replace(matcher=each.matcher and each.matcher.copy(False)) for each in starts]
             for _ in self._parts[1:]
         ]
         pairs = zip(self._parts, [starts, *own], strict=True)

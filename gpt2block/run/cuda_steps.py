@@ -124,6 +124,24 @@ class DecodingSteps:
         step.placing.run()
         self._placed = rows, together, slots
 
+    def skip(self, slots: Ids, step: DecodingStep, late: Sequence[int]) -> list[CudaArray]:
+        """Let the sampler of `step` leave out some of its slots; return copies of their logits.
+
+        late: indices into `slots`.
+        """
+        left = slots.copy()
+        left[late] = -1
+        self._set_rows(np.repeat(left, step.together), step.rows)
+        return [self.logits[n * step.together].copy() for n in late]
+
+    def again(self, model: CudaPasses, slots: Ids, logits: Sequence[CudaArray]) -> DecodingStep:
+        """Return a step whose sampler draws tokens of slots from their copied logits."""
+        step = self.of(model, slots, masked=True)
+        for n, each in enumerate(logits):
+            cupy.copyto(self.logits[n], each)
+        self.place(slots, step)
+        return step
+
     def _set_rows(self, slots: Ids, rows: int) -> None:
         row = np.full(rows, -1, np.int32)
         row[: len(slots)] = slots

@@ -320,6 +320,9 @@ class Sampled(NamedTuple):
     nth: Ids | None = None
 
 
+NOTHING = Sampled(np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.float32))
+
+
 def without(sampled: Sampled, slots: Ids) -> Sampled:
     """Return `sampled` without the tokens of `slots`."""
     return chosen(sampled, ~np.isin(sampled.slots, slots))
@@ -367,6 +370,7 @@ class Decoding(Protocol):
     def next(self) -> Sampled:
         """Return the next sampled tokens: at most one of each sequence, in the sequence's order.
 
+        Returns no tokens if all sequences wait for masks that take long.
         Raises RuntimeError when no slot holds a sequence.
         """
 

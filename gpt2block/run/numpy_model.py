@@ -16,7 +16,7 @@ from gpt2block.checks import FLOATS
 from gpt2block.config import ModelConfig
 from gpt2block.config.formats import Formats
 from gpt2block.contract import unchecked
-from gpt2block.grammars import Matcher
+from gpt2block.grammars import Job, Masker, Matcher
 from gpt2block.passes import model_steps
 from gpt2block.passes.blocks import ModelStepPass, PassSettings, StepPass
 from gpt2block.passes.forward import forward
@@ -37,7 +37,7 @@ from gpt2block.run.model import (
     stored_tensors,
 )
 from gpt2block.run.numpy_machine import NumpyMachine, NumpySteps, apply
-from gpt2block.sampling import Sampling, choose
+from gpt2block.sampling import Mask, Sampling, choose
 from gpt2block.weights.gguf import GgufMatrix
 from gpt2block.weights.matrix import WeightMatrix
 
@@ -272,6 +272,8 @@ class NumpyDecoding:
         self._seen = np.zeros((slots, model.config.vocab_size), np.uint8)
         self._counts = np.zeros(self._seen.shape, np.int32)  # times that each token was drawn
         self._next = [np.empty(0, np.int32)] * slots  # per slot: ids to process before sampling
+        self._masker = Masker()
+        self._late: dict[int, tuple[Job, Floats]] = {}  # {slot: mask that takes long, its logits}
 
     def start_up(self, continued: bool) -> Iterator[tuple[int, int]]:
         return iter(())
@@ -304,23 +306,46 @@ class NumpyDecoding:
 
     def stop(self, slots: Ids) -> None:
         self._left[slots] = 0
+        for slot in slots.tolist():
+            self._late.pop(slot, None)
 
     def release(self) -> None:
         """Forget the keys and values of all slots, and give their memory back."""
         self._cache.release()
 
     def next(self) -> Sampled:
-        active = np.flatnonzero(self._left)
-        if not len(active):
+        if not self._left.any():
             raise RuntimeError("next: expected a sequence in at least one slot")
-        nothing = np.empty(0, np.int32)
-        new = [ids if left else nothing for ids, left in zip(self._next, self._left, strict=True)]
-        logits = self._model.forward(new, "last", self._cache)
+        logits, masks = self._logits(), dict[int, Mask]()
+        if not logits:
+            self._masker.wait(job for job, _ in self._late.values())
+        for slot, (job, of_slot) in [*self._late.items()]:
+            if self._masker.ready(job):
+                logits[slot], masks[slot] = of_slot, job.result()[0]
+                del self._late[slot]
+        return self._sampled(np.array(sorted(logits), np.int32), logits, masks)
+
+    def _logits(self) -> dict[int, Floats]:
+        """Compute the next logits of each slot; put those whose masks take long into `_late`."""
+        nothing, running = np.empty(0, np.int32), self._left > 0
+        running[[*self._late]] = False
+        active = np.flatnonzero(running).tolist()
+        if not active:
+            return {}
+        new = [ids if runs else nothing for ids, runs in zip(self._next, running, strict=True)]
+        every = self._model.forward(new, "last", self._cache)
+        jobs = {n: Job(matcher) for n in active if (matcher := self._matchers[n]) is not None}
+        self._masker.compute(jobs.values())
+        self._late |= {slot: (job, every[slot]) for slot, job in jobs.items()}
+        return {slot: every[slot] for slot in active if slot not in jobs}
+
+    def _sampled(self, active: Ids, logits: dict[int, Floats], masks: dict[int, Mask]) -> Sampled:
+        """Sample a token for each active slot."""
         tokens, logprobs = np.empty(len(active), np.int32), np.empty(len(active), np.float32)
-        for n, slot in enumerate(active):
+        for n, slot in enumerate(active.tolist()):
             seen, counts = self._seen[slot], self._counts[slot]
             options, matcher = self._sampling[slot], self._matchers[slot]
-            step, allowed = self._drawn[slot], None if matcher is None else matcher.mask()
+            step, allowed = self._drawn[slot], masks.get(slot)
             token, logprobs[n] = choose(logits[slot], options, step, seen, counts, allowed)
             tokens[n] = token
             if matcher is not None:
@@ -332,6 +357,6 @@ class NumpyDecoding:
         self._left[active] -= 1
         top = None
         if self._alternatives[active].any():
-            found = np.stack([logits[slot] for slot in active])
+            found = np.stack([logits[slot] for slot in active.tolist()])
             top = Alternatives(*reference.top_logprobs(found))
-        return Sampled(active.astype(np.int32), tokens, logprobs, top)
+        return Sampled(active, tokens, logprobs, top)

@@ -82,7 +82,7 @@ MOST_BODY = 4 * 2**20  # most bytes of a request's body
 MOST_DROPPED = 64 * 2**20  # most bytes read of a too large body: clients read errors after it
 SMALL_BODY = 4096  # most bytes of a body that is parsed in the event loop, not in a thread
 BODY_SECONDS = 30.0  # time limit for receiving a body
-GRACE = 30  # seconds that running requests get to finish when the server stops
+GRACE = 25  # seconds that running requests get to finish when the server stops
 Value = TypeVar("Value")
 AT_ONCE = 4  # threads that encode texts, render templates and write large answers
 TEMPLATE_SECONDS = 2.0  # time limit for rendering one chat template
@@ -260,10 +260,7 @@ class Server:
     # --- endpoints of completions -----------------------------------------------------------------
 
     async def completions(self, request: Request, given: CompletionRequest) -> Response:
-        # Compiling a grammar can take a second.
-        ruled = given.response_format is not None or given.structured_outputs is not None
-        prepared = self._in_thread if ruled else self._prepared
-        asked = await prepared(request, self._completion, given)
+        asked = await self._prepared(request, self._completion, given)
         if given.echo and given.logprobs is not None:
             for echo, ids in zip(asked.echoes[:: given.n or 1], asked.prompts, strict=True):
                 client = request.state.client
@@ -276,7 +273,7 @@ class Server:
     async def responses(self, request: Request, given: ResponsesRequest) -> Response:
         with named_as_given(ChatRequest.model_fields):
             asked = await self._in_thread(request, self._response, given)
-        return await self._answer(request, asked)
+            return await self._answer(request, asked)
 
     def _response(self, given: ResponsesRequest) -> Asked:
         """Return the chat request that answers a request to /v1/responses."""
@@ -400,8 +397,9 @@ class Server:
             raise ApiError(400, problem, "n")
         if (given.min_tokens or 0) > most:
             raise ApiError(400, f"min_tokens: expected at most max_tokens, {most}", "min_tokens")
-        ids, grammar = self._stop_ids(given), {} if use is None else use.grammar(self.encoding)
-        options = given.options(max_new_tokens=most, top_logprobs=top, stop_ids=ids, **grammar)
+        rule = None if use is None else use.grammar(self.encoding)
+        ids = self._stop_ids(given)
+        options = given.options(rule=rule, max_new_tokens=most, top_logprobs=top, stop_ids=ids)
         model: Any = self.model  # Run needs only its config, as it does not generate the rows
         rows = list(Run(model, self.encoding, prompts, options, compiles=False).rows)
         unwritten = self._unwritten(given, use)

@@ -19,13 +19,13 @@ from gpt2block.serve.channel import Channel
 from gpt2block.serve.connections import Connections
 from gpt2block.serve.front import FrontStart
 from gpt2block.serve.host import Host
-from gpt2block.serve.listening import BACKLOG, SetKeys
+from gpt2block.serve.listening import BACKLOG, SetKeys, exit_in_time
 from gpt2block.serve.log import log, traceback_of
 from gpt2block.serve.protocol import ApiError
 from gpt2block.serve.service import EngineFailed, Full, Key, Outlet, Piece, Service
 
 PAUSE = 1.0  # seconds before a process that was never ready is started again
-LAST_SECONDS = 5.0  # seconds after the grace time in which processes have to end
+LAST_SECONDS = 3.0  # seconds after the grace time in which processes have to end
 
 
 class RemoteError(Exception):
@@ -98,7 +98,7 @@ class Fronts:
 
     def _end_on_signals(self) -> None:
         if threading.current_thread() is threading.main_thread():
-            self._loop.add_signal_handler(signal.SIGTERM, self.end)
+            self._loop.add_signal_handler(signal.SIGTERM, self._end_in_time)
             self._loop.add_signal_handler(signal.SIGHUP, self._reload, self.set_keys)
             # SIGINT arrives as SIGUSR1; cli/interrupts.py then calls Python's handler of SIGINT.
             # The handler that add_signal_handler sets does nothing, because asyncio reads the
@@ -107,7 +107,11 @@ class Fronts:
 
     def _end_soon(self, *_: Any) -> None:
         if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self.end)
+            self._loop.call_soon_threadsafe(self._end_in_time)
+
+    def _end_in_time(self) -> None:
+        exit_in_time()
+        self.end()
 
     async def _keep(
         self, service: Service, index: int, files: tuple[int, int], counts: Connections

@@ -10,9 +10,11 @@ import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from types import FrameType
 from typing import Any, ClassVar
 
 import h11
@@ -25,6 +27,7 @@ from gpt2block.serve.app import GRACE, Server
 from gpt2block.serve.log import log
 from gpt2block.serve.protocol import ApiError
 
+EXIT_SECONDS = 29.0  # seconds after SIGTERM or SIGINT in which a server has to end
 OTHER_FILES = 64  # number of open files that are not connections
 BACKLOG = 2048  # most connections that wait until the server accepts them
 MOST_BEHIND = 2**16  # most bytes that a client may send before the previous response is complete
@@ -166,6 +169,10 @@ class Listening(uvicorn.Server):
         for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn sets the same handler later
             signal.signal(number, self.handle_exit)
 
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        exit_in_time()
+        super().handle_exit(sig, frame)
+
     def _fail(self) -> None:
         self.failed = self.should_exit = True
 
@@ -176,6 +183,16 @@ class Listening(uvicorn.Server):
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._reload)
         await super().startup(sockets)
         self._told()
+
+
+def exit_in_time() -> None:
+    """End this process with code 1 if it still runs after EXIT_SECONDS.
+
+    Otherwise a thread that cannot be interrupted, such as one that compiles a rule, could keep it.
+    """
+    timer = threading.Timer(EXIT_SECONDS, os._exit, [1])
+    timer.daemon = True
+    timer.start()
 
 
 def allow_files(connections: int) -> None:

@@ -20,11 +20,14 @@ from gpt2block.serve.prompts import scored_prompt
 from gpt2block.serve.protocol import ApiError
 from gpt2block.serve.rerank import scores_of
 from gpt2block.serve.settings import ServerSettings
+from gpt2block.serve.trials import POSSIBLE, Trial
 from gpt2block.serve.workers import Places, Workers
 from gpt2block.tokenizers import tokenizer
 from gpt2block.tokenizers.encoding import Encoding
 
 PASSES_AT_ONCE = 4  # threads that compute passes
+COMPILING_AT_ONCE = 2  # threads that compile rules; a client gets one of them
+MOST_OF_RULES = 2**31  # most bytes that compiling the rules took that are kept or in use
 MOST_EXPLAINING = 8  # most `explain` requests per client that run (one at a time) or wait
 KEPT_PAGES = 8  # most `explain` pages kept per client, each of a few MB
 
@@ -39,6 +42,10 @@ class Passes:
     def __init__(self, model: Any, encoding: Encoding, settings: ServerSettings) -> None:
         self._model, self._encoding, self._settings = model, encoding, settings
         self._threads, self._one = Workers(PASSES_AT_ONCE), Workers(1)
+        self._compiling = Workers(COMPILING_AT_ONCE)
+        seconds = settings.rule_seconds
+        self._trials = [Trial(self._tokens, seconds) for _ in range(COMPILING_AT_ONCE)]
+        self._idle = [*self._trials]
         self._caches = Places(PASSES_AT_ONCE)  # limits kv_caches for scoring prompts
         # Pages are stored by client, so that response times reveal no other client's requests.
         self._pages: Kept[Kept[str]] = OrderedDict()
@@ -54,19 +61,35 @@ class Passes:
         return await self._threads.run(client, scores_of, self._model.engine, answers, ids)
 
     async def compile(self, client: str, rule: Grammar) -> None:
-        """Compile a grammar, for rows that are submitted next. Raises InputError."""
-        await self._threads.run(client, self.matcher, rule)
+        """Compile a grammar, for rows that are submitted next. Raises InputError and ApiError."""
+        if self.matcher(rule) is None:
+            await self._compiling.run(client, self._compile, rule)
 
-    def matcher(self, rule: Grammar) -> Matcher:
-        """Return a Matcher at the start of a text. Raises InputError."""
-        return self.vocabulary.matcher(rule)
+    def _compile(self, rule: Grammar) -> None:
+        trial = self._idle.pop()
+        try:
+            grown = trial.run(rule) if POSSIBLE else 0
+        finally:
+            self._idle.append(trial)
+        if self.vocabulary.grown + grown > MOST_OF_RULES:
+            problem = f"{rule.name}: the rules in use take too much memory: try again later"
+            raise ApiError(503, problem, code="overloaded")
+        self.vocabulary.matcher(rule, grown)
+
+    def matcher(self, rule: Grammar) -> Matcher | None:
+        """Return a Matcher at the start of a text; None if the grammar is not compiled."""
+        return self.vocabulary.kept(rule)
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
         """The model's tokens for grammars. Raises InputError if llguidance is not installed."""
+        return vocabulary_of(*self._tokens)
+
+    @property
+    def _tokens(self) -> tuple[Encoding, int, frozenset[int]]:
+        """Arguments of `vocabulary_of`."""
         config = self._model.config
-        ends = tokenizer.end_tokens(config, self._encoding)
-        return vocabulary_of(self._encoding, config.vocab_size, ends)
+        return self._encoding, config.vocab_size, tokenizer.end_tokens(config, self._encoding)
 
     async def score(self, client: str, ids: Ids, alternatives: int) -> Scored:
         """Return the tokens of a prompt with log-probabilities and alternatives."""
@@ -103,8 +126,10 @@ class Passes:
 
     def close(self) -> None:
         """Begin no further passes."""
-        self._threads.close()
-        self._one.close()
+        for threads in (self._threads, self._one, self._compiling):
+            threads.close()
+        for trial in self._trials:
+            trial.close()
 
     def _last_logits(self, ids: Ids) -> Floats:
         (logits,) = self._model.engine.forward([ids], "last")

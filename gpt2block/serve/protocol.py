@@ -9,6 +9,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 from pydantic import (
@@ -25,6 +26,7 @@ from pydantic import (
 from gpt2block.config.options import meaning_of
 from gpt2block.errors import InputError, printable, shown
 from gpt2block.generation.options import KEYWORDS, Options
+from gpt2block.grammars import Grammar
 from gpt2block.sampling import MOST_ALTERNATIVES, NUMBERS, LogitBias
 
 MOST_PROMPTS = 256  # most prompts of a request
@@ -359,8 +361,11 @@ class SampledRequest(Drawn):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
 
-    def options(self, **more: Any) -> Options:
-        """Return this request's generation options. more: further keywords of `GPT2.generate`."""
+    def options(self, rule: Grammar | None = None, **more: Any) -> Options:
+        """Return this request's generation options. The rule of the answers is not compiled yet.
+
+        rule: replaces the request's own rule. more: further keywords of `GPT2.generate`.
+        """
         found: dict[str, Any] = {
             **self.drawing(),
             "samples": self.n or 1,
@@ -369,15 +374,23 @@ class SampledRequest(Drawn):
         }
         if self.seed is not None:
             found["seed"] = self.seed % 2**64
-        place, rule = ("", {}) if "grammar" in more else self.rule()
+        options, rule = Options.of({**found, **more}), rule or self._grammar()
+        if rule is not None:
+            options.follow(rule)
+        return options
+
+    def _grammar(self) -> Grammar | None:
+        """Return the rule that the answers follow, named by its place in the request."""
+        place, rule = self.rule()
         try:
-            return Options.of({**found, **rule, **more})
+            made = Grammar.unchecked(**rule)
         except InputError as error:
-            keyword = next(iter(rule), "")
-            if not rule or not str(error).startswith(f"{keyword}: "):
+            keyword = next(iter(rule))
+            if not str(error).startswith(f"{keyword}: "):
                 raise
             problem = str(error).replace(keyword, place, 1)
             raise ApiError(400, problem, place.partition(".")[0]) from None
+        return made and replace(made, name=place)
 
     def rule(self) -> tuple[str, dict[str, Any]]:
         """Return the place of the rule that the answers follow, and the rule as a keyword."""

@@ -17,7 +17,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block.errors import InputError
 from gpt2block.generation.batching import Batch
 from gpt2block.generation.rows import EndReason, Row, Tops
 from gpt2block.grammars import Grammar, Matcher
@@ -70,10 +69,6 @@ def batch_of(
     return Batch(engine, slots, n_ctx, True, reuse, tokens_at_once=most, speculate=speculate)
 
 
-def _no_matcher(rule: Grammar) -> Matcher:
-    raise InputError(f"{rule.name}: this service compiles no grammars")
-
-
 class Service:
     """A thread that generates the rows (continuations) of all requests in one batch.
 
@@ -93,7 +88,7 @@ class Service:
     seconds since its previous token. tokens: number of tokens generated so far.
     overdrawn: number of these tokens that were generated after the stop string of their text.
     failed: number of failed steps.
-    matcher_of: returns the Matcher of a row's rule, which is compiled already.
+    matcher_of: returns the Matcher of a row's rule; None if the compiled rule is no longer kept.
     """
 
     def __init__(
@@ -118,7 +113,7 @@ class Service:
         self._called = False  # whether a delivery is scheduled in the event loop
         self.observe_first: Callable[[float], None] = lambda seconds: None
         self.observe_between: Callable[[NDArray[np.float64]], None] = lambda seconds: None
-        self.matcher_of: Callable[[Grammar], Matcher] = _no_matcher
+        self.matcher_of: Callable[[Grammar], Matcher | None] = lambda rule: None
         self.tokens = self.overdrawn = self.failed = 0
         self._failed_in_a_row = 0
         self._ends = False
@@ -148,7 +143,8 @@ class Service:
     ) -> None:
         """Queue the rows (continuations) of a client's request, or raise Full or EngineFailed.
 
-        number: identifies the request in the outlet. deadline: as for Batch.
+        Also raises Full if the compiled rule of a row is no longer kept. number: identifies the
+        request in the outlet. deadline: as for Batch.
         """
         with self._changed:
             if self.failure is not None:
@@ -158,11 +154,14 @@ class Service:
             share = most // len(self._open_of.keys() | {client})
             if self._ends or (count > most and (own > share or count > 2 * most)):
                 raise Full
-            self._open_of[client] = own
-            for index, row in enumerate(rows):
+            for row in rows:
                 row.client = client
                 if row.rule is not None:
                     row.matcher = self.matcher_of(row.rule)
+                    if row.matcher is None:
+                        raise Full
+            self._open_of[client] = own
+            for index, row in enumerate(rows):
                 self._new.append((row, (outlet, (number, index)), deadline))
             self._changed.notify()
 

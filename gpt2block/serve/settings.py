@@ -31,6 +31,7 @@ class ServerSettings:
     `GPT2.generate`, for all requests. chat_template_kwargs: defaults of a request's variables.
     pooling: as for `Model.embed`. tool_form: name of the form in which the model writes calls of
     tools; None: the form that its chat template shows, or "general" if it reads no tools.
+    rule_seconds: CPU time in which a rule must be compiled.
     """
 
     names: tuple[str, ...]
@@ -46,6 +47,7 @@ class ServerSettings:
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     pooling: Pooling = "mean"
     tool_form: str | None = None
+    rule_seconds: float = 5.0
 
     @property
     def name(self) -> str:

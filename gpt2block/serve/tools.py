@@ -100,29 +100,38 @@ class ToolUse:
             raise ApiError(400, problem, "chat_template_kwargs")
         return messages, {**arguments, **more}
 
-    def grammar(self, encoding: Encoding) -> dict[str, str]:
-        """Return keywords of `SampledRequest.options`: a grammar if the answer is held to one.
+    def grammar(self, encoding: Encoding) -> Grammar | None:
+        """Return the grammar of the answer, which is not compiled yet; None if it has none.
 
         Raises ApiError for a schema that cannot be part of a grammar.
         """
         if not self.held_by:
-            return {}
+            return None
         require(f"a grammar of tool calls ({self.held_by})", "tools", "llguidance")
         tools = [self._tool(tool) for tool in self.allowed]
         special, format = partial(_special_id, encoding), self.format and _checked(*self.format)
-        return {"grammar": lark(self.form, tools, self.required, self.parallel, special, format)}
+        text = lark(self.form, tools, self.required, self.parallel, special, format)
+        schemas = [(self._place(tool), json.dumps(made.schema))
+                   for tool, made in zip(self.allowed, tools, strict=True)]  # fmt: skip
+        if self.format:
+            schemas.append((self.format[0], json.dumps(format)))
+        made = Grammar.unchecked(grammar=text)
+        return made and replace(made, name="tools", schemas=tuple(schemas))
+
+    def _place(self, tool: ToolFields) -> str:
+        return f"tools.{self.given.index(tool)}.function.parameters"
 
     def _tool(self, tool: ToolFields) -> Tool:
         if not (self.required or tool.function.strict or self.form.general):
             return Tool(tool.name, ANY_OBJECT)
-        place = f"tools.{self.given.index(tool)}.function.parameters"
-        return Tool(tool.name, _checked(place, closed(tool.function.parameters or NO_PARAMETERS)))
+        parameters = closed(tool.function.parameters or NO_PARAMETERS)
+        return Tool(tool.name, _checked(self._place(tool), parameters))
 
 
 def _checked(place: str, schema: Any) -> Mapping[str, Any]:
-    """Return a schema. Raises ApiError, with its place, if a grammar cannot follow it."""
+    """Return a schema. Raises ApiError, with its place, for parts that are not supported."""
     try:
-        Grammar.of(schema=schema)
+        Grammar.unchecked(schema=schema)
     except InputError as error:
         problem = f"{place}: {str(error).removeprefix('schema: ')}"
         raise ApiError(400, problem, place.partition(".")[0]) from None
