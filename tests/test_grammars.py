@@ -288,6 +288,9 @@ def test_texts_have_the_bits_of_no_guesses_and_of_no_batch(
         for found, rule in zip(alone[1:], RULES, strict=False):
             checked(rule, found)
         assert mixed(engine, 3, repetition_penalty=1.2) == alone
+        with monkeypatch.context() as patch:  # all masks after a text's second one take long
+            patch.setattr(matching, "LONG_S", 0.0)
+            assert mixed(engine, 3, repetition_penalty=1.2) == alone
         monkeypatch.setattr(SpeculationPolicy, "for_forced", lambda *_: 1)
         assert mixed(engine, 7, repetition_penalty=1.2) == alone
 

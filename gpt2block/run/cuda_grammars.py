@@ -101,7 +101,7 @@ class SlotMatchers:
     def begin(self, slot: int, matcher: Matcher | None) -> None:
         """Set the Matcher of a new sequence."""
         self.of[slot], self.some[slot], self._next[slot] = matcher, matcher is not None, []
-        self.late.pop(slot, None)  # of a sequence that had ended before its last step was sampled
+        self.late.pop(slot, None)  # left by a sequence that ended before its last step
 
     def compute(
         self, slots: Ids, guesses: Guessed, find: bool

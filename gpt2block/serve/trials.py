@@ -21,7 +21,6 @@ from typing import Any, NoReturn, cast
 
 from gpt2block.errors import InputError
 from gpt2block.grammars import Grammar, Vocabulary
-from gpt2block.serve.protocol import ApiError
 
 POSSIBLE = sys.platform == "linux"  # other systems lack limits of memory, or forks
 MEMORY = 2**29  # default of `memory`
@@ -48,6 +47,8 @@ class Trial:
         Raises InputError if the rule cannot be compiled within the limits, and ApiError if the
         process has ended. The next call then starts another process.
         """
+        from gpt2block.serve.protocol import ApiError  # noqa: PLC0415  (the child needs no pydantic)
+
         try:
             if self._process is None:
                 self._begin()
