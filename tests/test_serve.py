@@ -558,7 +558,7 @@ WRONG_RULES: list[Any] = [
     ({"structured_outputs": {}}, 400, "structured_outputs", "expected one of json, regex"),
     ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, 400, "structured_outputs", "got 2"),
     ({"structured_outputs": {"regex": "(a"}}, 400, "structured_outputs",
-     "structured_outputs.regex: at 1(8): invalid regex"),
+     "structured_outputs.regex: \"(a\": unclosed group"),
     ({"structured_outputs": {"json": {"$ref": "#"}}}, 400, "structured_outputs",
      "structured_outputs.json: the text cannot be continued"),
     ({"structured_outputs": {"structural_tag": "x"}}, 400, "structured_outputs", "no such field"),
