@@ -68,8 +68,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.unsetenv("COLUMNS")  # pytest imports readline, which sets it without os.environ
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if config.getoption("numprocesses", None):  # workers share the cores; OpenBLAS reads it once
-        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    # Workers share the cores. Programs that tests start print no advice to set this variable.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     if hasattr(config.option, "loadscopereorder"):  # keep the order: tests that wait come early
         config.option.loadscopereorder = False
     if config.getoption("--failures") and not is_worker(config):
