@@ -17,7 +17,7 @@ from gpt2block.generation import batching
 from gpt2block.generation.batching import Batch
 from gpt2block.generation.rows import Generation, Row
 from tests.generating import Run, generate
-from tests.test_batching import EVERYWHERE, model, on, random_options
+from tests.test_batching import EVERYWHERE, finish, model, on, random_options
 from tests.test_grammars import CONFIG, ENCODING, RULES
 
 SMALL = {"PIECE": 8, "LEAST_COPIED": 4, "least_shared": lambda *_: 10}  # for short prompts
@@ -115,9 +115,7 @@ class Machine(sm.RuleBasedStateMachine):
 
     def teardown(self) -> None:
         batch = self.batch
-        for _ in range(2000):
-            if batch.busy:
-                batch.step()
+        finish(batch)
         self.rows_are_as_alone()
         assert all(row.finish_reason for row, _ in self.rows)
         assert (batch.busy, batch.waiting, len(batch._pieces)) == (False, 0, 0)
