@@ -82,9 +82,8 @@ class Running:
     @property
     def outlets(self) -> list[Any]:
         """The Outlets of all fronts. `_rows` of an Outlet has the requests that are not ended."""
-        if self.fronts is None:
-            return [self.server.engine._outlet]
-        return [front._outlet for front in self.fronts.fronts]
+        engines = self.fronts.fronts if self.fronts else [self.server.engine]
+        return [each._outlet for each in engines]
 
     def metric(self, name: str, **labels: str) -> float:
         found = self.host.metrics.registry.get_sample_value(f"gpt2block_{name}", labels)

@@ -292,10 +292,9 @@ def test_a_tile_of_decoding_by_wgmma_can_run(
 @pytest.mark.parametrize("name", TYPES)
 def test_a_tile_of_decoding_with_blocks_has_room(name: str) -> None:
     w = GgufMatrix.random([(name, 64)], 256)
-    sizes = product((1, 5, 9, 17, 33, 200), (64, 576, 4096, 12288), range(1, 130, 4))
-    for (M, N, units), sms, summed in product(sizes, (132, 8), (False, True)):
-        more = 128 * units, GGUF, summed, True, w.tile, w.units, summed
-        of = _linear_hopper.HopperProduct(M, (N,), *more)
+    sizes = product((1, 5, 9, 17, 33, 200), (64, 576, 4096, 12288), range(128, 16640, 512))
+    for (M, N, K), sms, summed in product(sizes, (132, 8), (False, True)):
+        of = _linear_hopper.HopperProduct(M, (N,), K, GGUF, summed, True, w.tile, w.units, summed)
         tile = _linear_hopper.choose(of, sms, MOST_SHARED)
         assert of.block_bytes(tile) <= room(MOST_SHARED, tile.blocks)
 

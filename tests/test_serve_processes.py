@@ -153,8 +153,10 @@ def test_a_process_for_http_ends_with_the_engines_process(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_an_engine_that_is_killed_ends_all() -> None:
-    slow = "import time; from gpt2block.serve.service import Service as S; S._note = lambda _: "
-    first = slow + "time.sleep(0.05)"  # a step takes longer, so that the stream does not end
+    # A step takes longer, so that the stream does not end.
+    first = (
+        "import time, gpt2block.serve.service as s; s.Service._note = lambda _: time.sleep(0.05)"
+    )
     with command(first=first) as (child, line), test_serve.client_of_command(line) as client:
         stream = iter(client.completions.create(
             model="shakespeare", prompt="a", stream=True, max_tokens=250
