@@ -97,13 +97,6 @@ def test_numbers_of_rows_that_there_are_not(rows: str) -> None:
         token_works.parse_rows(rows)
 
 
-@pytest.fixture
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Time one turn of two steps, after the turn that is checked."""
-    monkeypatch.setattr(tasks, "STEPS", 2)
-    monkeypatch.setattr(tasks, "TURNS", 1)
-
-
 # Checks of results
 
 
@@ -171,9 +164,10 @@ def few(dtype: str = "float32") -> list[Work]:
     ]
 
 
-def test_all_is_measured_on_the_emulator(short: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_is_measured_on_the_emulator(monkeypatch: pytest.MonkeyPatch) -> None:
     """The prompts of a decoding start in several groups; each group's first tokens are a result."""
     monkeypatch.setattr(tasks, "STEPS", 1)
+    monkeypatch.setattr(tasks, "TURNS", 1)
     steps = Steps(tiny("bfloat16"), 4, 10)
     monkeypatch.setattr(cuda_decoding, "PREFILL_TOKENS", steps.start)
     report = Report({"GPU": "a GPU"}, BEST, [], [])

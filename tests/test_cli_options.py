@@ -128,10 +128,7 @@ SAMPLING = [
         (["score", ""], "expected a path, got an empty string"),
         (["bench", "--what", "mlp"], "--what: expected one of"),
         (["bench", "--dtype", "int8"], "--dtype: expected one of"),
-        (
-            ["bench", "--peer", "torch"],
-            "--peer is no option any more: to compare with",
-        ),
+        (["bench", "--peer", "torch"], "--peer is no option any more: to compare with"),
         (["check", "now"], "Got unexpected extra argument"),
         (["genrate"], "No such command 'genrate'"),
     ],
