@@ -1,16 +1,11 @@
-"""Helpers of the tests of the bench: ceilings, rows of a report, PyTorch, and plots."""
+"""Helpers of the tests of the bench: ceilings, rows of a report, and plots."""
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 
@@ -39,19 +34,7 @@ def without_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `bench.run` take fixed ceilings and versions instead of measuring them."""
     monkeypatch.setattr("gpt2block.bench.measure.gpu_index", lambda device: 0)
     monkeypatch.setattr(reports, "measured", lambda: BEST)
-    monkeypatch.setattr(reports, "_versions", lambda index, more: {"GPU": "none", **more})
-
-
-def torch_modules(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Import `gpt2block.bench.torch_peers`, with a mock of PyTorch if that is not installed."""
-    if find_spec("torch") is None:
-        for name in ("torch", "torch.nn", "torch.nn.functional"):
-            monkeypatch.setitem(sys.modules, name, MagicMock())
-        for name in ("torch_functions", "token_peers", "torch_peers"):
-            full = f"gpt2block.bench.{name}"
-            monkeypatch.delitem(sys.modules, full, raising=False)
-            monkeypatch.setitem(sys.modules, full, importlib.import_module(full))
-    return importlib.import_module("gpt2block.bench.torch_peers")
+    monkeypatch.setattr(reports, "_versions", lambda index: {"GPU": "none"})
 
 
 def drawn(draw: Callable[..., None], file: Path, *arguments: Any) -> Any:

@@ -20,15 +20,13 @@ from gpt2block import Block, InputError, bench, doctor
 from gpt2block.bench import Ceilings, Report, Work, chosen_works, measure, works
 from gpt2block.bench import report as reports
 from gpt2block.bench.measure import copies_for, errors, tolerance
-from gpt2block.bench.peers import OPERATIONS
-from gpt2block.bench.plots import Mark, ceiling, draw, draw_decoding, marks, spread
+from gpt2block.bench.plots import ceiling, draw, draw_decoding, fastest, spread
 from gpt2block.bench.race import Captured, Contender, rounds_for
 from gpt2block.bench.works import PRODUCTS, ROWS, attention, block, gemm
 from gpt2block.cli.bench import print_report
 from gpt2block.cuda import timing
 from gpt2block.errors import KernelError
-from gpt2block.weights.matrix import WeightMatrix
-from tests.benches import BEST, NO_GPU, drawn, row, torch_modules
+from tests.benches import BEST, NO_GPU, drawn, row
 from tests.command_line import gpt2block
 
 
@@ -264,7 +262,7 @@ def test_the_drivers_version(tmp_path: Path) -> None:
     assert reports._driver(tmp_path / "none") == "unknown"
 
 
-# Ours and theirs
+# Variants
 
 
 def test_the_default_variant_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,98 +306,6 @@ def test_the_default_variant_comes_first(monkeypatch: pytest.MonkeyPatch) -> Non
     assert all(gelu for _, _, gelu, _ in bound)
     with pytest.raises(InputError, match="old takes float32"):
         found[2].capture(1)
-
-
-def on_host(array: Any) -> Any:
-    """Convert a NumPy array as `torch_functions.tensor` does for CuPy."""
-    import torch  # noqa: PLC0415
-
-    if isinstance(array, WeightMatrix):
-        return on_host(array.data).T
-    if array.dtype == ml_dtypes.bfloat16:
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(np.ascontiguousarray(array))
-
-
-@pytest.mark.parametrize(
-    "work",
-    [
-        *(gemm("bfloat16", name, 40, *of_it) for name, of_it in PRODUCTS.items()),
-        block("float32", 2, 6, True),
-        block("bfloat16", 1, 6, False),
-        attention("float32", 2, 6, True),
-        attention("float32", 1, 6, False),
-    ],
-    ids=lambda work: f"{work.what} {work.name} {work.dtype}",
-)
-def test_pytorch_computes_the_same(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("torch", reason="compares with PyTorch")
-    from gpt2block.bench import torch_functions, torch_peers  # noqa: PLC0415
-
-    monkeypatch.setattr(torch_functions, "BACKENDS", {"math": "MATH"})
-    monkeypatch.setattr(works, "TOKENS", 18)
-    given: list[Any] = []
-
-    def contenders(functions: Any, *_: Any, **__: Any) -> list[Contender]:
-        given.append(functions)
-        return []
-
-    peers: Any = SimpleNamespace(contenders=contenders)
-    list(torch_peers.TorchPeers.contenders_of(peers, work, []))
-    arguments = torch_peers.arguments_of(work.inputs(), on_host)
-    for function in given[0].values():
-        out = torch_peers.in_rows(function(*arguments))
-        assert out.dtype == arguments[0].dtype
-        found = errors(out.float().contiguous().numpy(), work.truth())
-        assert found[1] <= reports.tolerance(work, work.dtype)
-
-
-def test_the_peers_of_each_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    modules = torch_modules(monkeypatch)
-    monkeypatch.setattr(modules, "arguments_of", lambda arrays: ())
-    monkeypatch.setattr(modules.torch.cuda, "set_device", lambda index: None)
-    peers = modules.TorchPeers(0)
-    compiled = ["torch", "torch.compile"]
-    for work, names in (
-        (block("bfloat16", 1, 128, True), compiled),
-        (block("float32", 1, 128, True), [*compiled, *(f"{name}, TF32" for name in compiled)]),
-        (O, ["torch"]),
-        (product(gelu=True), ["torch", "torch, cuBLASLt's GELU", "torch.compile"]),
-        (product(residual=True), compiled),
-        (attention("float32", 1, 16, True), ["torch, flash", "torch, cuDNN", "torch, efficient"]),
-    ):
-        found = list(peers.contenders_of(work, [{}]))
-        assert [each.name for each in found] == names
-        for each in found:
-            assert each.arithmetic == ("tf32" if "TF32" in each.name else work.dtype)
-    assert tuple(modules.torch_functions.FUNCTIONS) == OPERATIONS
-
-
-def test_the_search_for_products_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each function is compiled once, with a search as long as the time limit permits one."""
-    modules = torch_modules(monkeypatch)
-    monkeypatch.setattr(modules, "arguments_of", lambda arrays: ())
-    monkeypatch.setattr(modules.torch.cuda, "set_device", lambda index: None)
-    searches: list[bool] = []
-
-    def compiled(self: Any, function: Any, search: bool) -> Any:
-        searches.append(search)
-        return function
-
-    monkeypatch.setattr(modules.TorchPeers, "compiled", compiled)
-    monkeypatch.setattr(modules, "_capture", lambda *arguments: Captured(lambda: None, ()))
-    seconds = iter(range(0, 1000, 70))
-    monkeypatch.setattr(modules, "perf_counter", lambda: next(seconds))
-    torch = modules.TorchPeers(0)
-    notes = []
-    for work in (*[block("bfloat16", 1, T, True) for T in (1, 2, 3)], product(gelu=True)):
-        contender = list(torch.contenders_of(work, [{}]))[-1]
-        contender.capture(1)
-        contender.capture(5)
-        notes.append(contender.note())
-    assert searches == [True, True, False, False]
-    assert notes[1] == "max-autotune-no-cudagraphs"
-    assert notes[2] == "products by cuBLAS, the rest tuned"
 
 
 # Tables
@@ -449,7 +355,7 @@ def test_the_table(report: Report) -> None:
 def measured(monkeypatch: pytest.MonkeyPatch, report: Report) -> list[list[Work]]:
     requested: list[list[Work]] = []
 
-    def run(works: Any, device: Any, peer: Any, progress: Any) -> Report:
+    def run(works: Any, device: Any, progress: Any) -> Report:
         requested.append(list(progress(works)))
         return report
 
@@ -490,14 +396,12 @@ ROWS_WANTED = "--rows: expected numbers from 1 to 4,096 such as 1,8,64"
         ("--what mlp", "--what: expected one of block, gemm, attention, all, got 'mlp'"),
         ("--dtype int8", "--dtype: expected one of bfloat16, float16, float32, got 'int8'"),
         ("--only 9x9", "--only '9x9': no name contains it"),
-        ("--peer jax", "--peer: expected torch, got 'jax'"),
         ("--plot no/such/place.png", "there is no directory no/such"),
         ("--decode --what all", "--what chooses kernels, --decode times whole models"),
         ("--decode --only 8x", "--only chooses kernels, --decode times whole models"),
         ("--decode --rows 8;9", ROWS_WANTED),
         ("--decode --dtype int8", "--dtype: expected one of float32, "),
         ("--decode --size gpt3", "unknown --size 'gpt3': expected one of gpt2, "),
-        ("--decode --peer jax", "--peer: expected torch, got 'jax'"),
         ("--decode --plot no/such/place.png", "there is no directory no/such"),
         ("--decode --llama", "--decode times GPT-2, --llama a Llama: leave out one"),
         ("--llama --what all", "--what chooses kernels, --llama times whole models"),
@@ -508,7 +412,6 @@ ROWS_WANTED = "--rows: expected numbers from 1 to 4,096 such as 1,8,64"
         ),
         ("--llama --rows x", ROWS_WANTED),
         ("--llama --dtype int8", "--dtype: expected one of float32, "),
-        ("--llama --peer jax", "--peer: expected torch, got 'jax'"),
         ("--rows 8", "--rows is an option of --decode and --llama: add one"),
         ("--size gpt2", "--size is an option of --decode and --llama: add one"),
         ("--kv-dtype float8_e5m2", "--kv-dtype is an option of --decode and --llama: add one"),
@@ -528,24 +431,19 @@ def test_what_cannot_be_timed_is_one_line(
 # The plot
 
 
-def test_a_mark_is_of_the_fastest_right_results() -> None:
+def test_the_fastest_right_result_is_drawn() -> None:
     rows = [
+        row(O, "old", 3.0),
         row(O, "hopper", 2.0),
         row(O, "mma", 1.0, error=1.0),
-        row(O, "torch", 4.0, True),
-        row(O, "torch.compile", 2.5, True),
-        row(O, "torch, TF32", 1.6, True, arithmetic="tf32"),
+        row(O, "torch", 1.5, True),
     ]
-    (mark,) = marks(rows, "gemm")
-    assert (mark.ours, mark.peer, mark.work) == (rows[0].tflop_s, rows[3].tflop_s, "o M=600")
-    assert mark.label == f"{rows[0].tflop_s:.3g}, 1.25 x peer, 0.80 x TF32"
-    assert marks(rows, "block") == []
-    assert marks(rows[1:2], "gemm") == []
-    alone = Mark("o", "bfloat16", 1.0, None, 3.0, None)
-    assert alone.label == "3 (peer alone)"
-    assert ceiling(alone, BEST) == pytest.approx(4.0)  # a copy of 4 TB/s, one operation per byte
-    assert ceiling(replace(alone, intensity=1e6), BEST) == BEST.tflop_s["bfloat16"]
-    assert ceiling(alone, Ceilings(4000.0, {"bfloat16": nan})) == pytest.approx(4.0)
+    assert fastest(rows, "gemm") == [rows[1]]
+    assert fastest(rows, "block") == fastest(rows[2:], "gemm") == []
+    one = replace(rows[0], intensity=1.0)
+    assert ceiling(one, BEST) == pytest.approx(4.0)  # a copy of 4 TB/s, one operation per byte
+    assert ceiling(replace(one, intensity=1e6), BEST) == BEST.tflop_s["bfloat16"]
+    assert ceiling(one, Ceilings(4000.0, {"bfloat16": nan})) == pytest.approx(4.0)
 
 
 def test_labels_stand_apart() -> None:
@@ -568,16 +466,15 @@ def test_the_picture_is_of_the_given_rows(report: Report, tmp_path: Path) -> Non
     blocks, products = figure.axes
     assert blocks.get_title(loc="left").startswith("Blocks")
     assert products.get_title(loc="left").startswith("Products")
-    texts = [text.get_text() for text in blocks.texts]
-    assert len(texts) == 3
-    assert all("1.50 x TF32" in text and "2.50 x peer" in text for text in texts)
+    own = [each for each in report.rows if each.contender == "fused"]
+    assert [text.get_text() for text in blocks.texts] == [f"{each.tflop_s:.3g}" for each in own]
     assert [label.get_text() for label in products.get_yticklabels()] == ["o M=600"]
     rates = {
         float(line.get_xdata()[0])
         for line in products.lines
         if line.get_marker() == "o" and line.get_ydata()[0] == 0
     }
-    assert rates == {report.rows[0].tflop_s, report.rows[2].tflop_s}
+    assert rates == {report.rows[0].tflop_s}
     assert figure.get_size_inches()[0] == 8
 
 
@@ -613,32 +510,3 @@ def test_a_small_race() -> None:
         assert each.us > 0
         assert each.max_rel > 0
     assert report.versions["GPU"]
-
-
-@pytest.mark.gpu
-def test_a_graph_of_pytorch_keeps_its_inputs() -> None:
-    """Otherwise PyTorch would reuse their memory, and a replay would read later tensors."""
-    torch = pytest.importorskip("torch", reason="captures a graph of PyTorch")
-    from gpt2block.bench.torch_peers import captured  # noqa: PLC0415
-
-    run = captured(lambda x: x + 1, [(torch.full((4,), 2.0, device="cuda"),)], rounds=1)
-    later = [torch.zeros(4, device="cuda") for _ in range(8)]
-    run.replay()
-    assert run.outs[0].tolist() == [3.0] * 4
-    assert not torch.stack(later).any()
-
-
-@pytest.mark.gpu
-def test_a_small_race_against_pytorch() -> None:
-    pytest.importorskip("torch", reason="races against PyTorch")
-    report = bench.run(
-        [
-            block("float32", 1, 16, True),
-            gemm("bfloat16", "proj+residual", 600, *PRODUCTS["proj+residual"]),
-            attention("bfloat16", 2, 64, True),
-        ],
-        peer="torch",
-    )
-    names = {(row.what, row.contender) for row in report.rows if row.peer and row.right}
-    assert names >= {("block", "torch"), ("block", "torch, TF32"), ("gemm", "torch")}
-    assert ("attention", "torch, flash") in names

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from importlib.util import find_spec
 from math import isnan, nan
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from gpt2block import GPT2, GPT2Config, InputError, bench, doctor
+from gpt2block import GPT2, GPT2Config, InputError, bench
 from gpt2block.bench import Report, Work, tasks, token_works
 from gpt2block.bench import report as reports
 from gpt2block.bench.models import RandomGPT2
@@ -83,32 +82,19 @@ def test_the_works_and_their_order() -> None:
     works = bench.model_works("gpt2")
     assert [work.name for work in works[:2]] == ["1 row", "2 rows"]
     assert [w.sizes["rows"] for w in works[:-4]] == [1, 2, 4, 8, 16, 32, 64, 128, 256]
-    assert raced(works[:-4]) == [1, 8, 64, 256]
     assert [work.what for work in works[-4:]] == ["prompt", "first", "first", "generate"]
     assert [work.name for work in works[-3:-1]] == ["1x480", "1x1000"]
     assert {work.dtype for work in works} == {"bfloat16"}
     some = bench.model_works("gpt2", "float32", "3, 3,16", "gpt2-xl")
-    assert [work.sizes["rows"] for work in some[:-4]] == raced(some[:-4]) == [3, 16]
+    assert [work.sizes["rows"] for work in some[:-4]] == [3, 16]
     assert some[0].sizes["n_layer"] == 48
     assert len({id(getattr(work.truth, "__self__", None)) for work in some[:-4]}) == 1  # one model
-
-
-def raced(works: list[Work]) -> list[int]:
-    """Return the numbers of rows for which PyTorch is measured."""
-    return [work.sizes["rows"] for work in works if work.for_peers is not None]
 
 
 @pytest.mark.parametrize("rows", ["", "0", "1,", "x", "-1", "1.5", "4097", "9" * 5000, "²"])
 def test_numbers_of_rows_that_there_are_not(rows: str) -> None:
     with pytest.raises(InputError, match="--rows: expected numbers from 1 to 4,096 such as 1,8,64"):
         token_works.parse_rows(rows)
-
-
-@pytest.fixture
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Time one turn of two steps, after the turn that is checked."""
-    monkeypatch.setattr(tasks, "STEPS", 2)
-    monkeypatch.setattr(tasks, "TURNS", 1)
 
 
 # Checks of results
@@ -171,7 +157,6 @@ def test_a_continuation_of_a_wrong_length_is_refused() -> None:
 def few(dtype: str = "float32") -> list[Work]:
     model = tiny(dtype)
     return [
-        decode(model, 1, position=10),
         decode(model, 4, position=10),
         prompt(model, T=11),
         first_token(model, 11),
@@ -179,14 +164,15 @@ def few(dtype: str = "float32") -> list[Work]:
     ]
 
 
-def test_all_is_measured_on_the_emulator(short: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_is_measured_on_the_emulator(monkeypatch: pytest.MonkeyPatch) -> None:
     """The prompts of a decoding start in several groups; each group's first tokens are a result."""
     monkeypatch.setattr(tasks, "STEPS", 1)
+    monkeypatch.setattr(tasks, "TURNS", 1)
     steps = Steps(tiny("bfloat16"), 4, 10)
     monkeypatch.setattr(cuda_decoding, "PREFILL_TOKENS", steps.start)
     report = Report({"GPU": "a GPU"}, BEST, [], [])
     with running_on("shuffled"):
-        for work in few("bfloat16")[1:]:
+        for work in few("bfloat16"):
             rows, lines = reports.rows_of(work, work.ours([{}], 0), 1, BEST)
             report.rows.extend(rows)
             report.skipped.extend(lines)
@@ -224,42 +210,12 @@ def test_all_is_measured_on_the_emulator(short: None, monkeypatch: pytest.Monkey
 
 
 @pytest.fixture
-def on_numpy(monkeypatch: pytest.MonkeyPatch, short: None) -> None:
-    """Use NumPy instead of the GPU."""
-    monkeypatch.setattr(RandomGPT2, "on", lambda model, device: model._reference)
-    if find_spec("cupy") is None or doctor.cuda_problem():
-        monkeypatch.setattr(tasks, "cupy", Idle())
-    benches.without_measuring(monkeypatch)
-    monkeypatch.setattr(reports, "cupy", Idle())
-
-
-class Idle:
-    """A device that does nothing."""
-
-    def __getattr__(self, name: str) -> Any:
-        return Idle()
-
-    def __call__(self, *arguments: Any) -> Any:
-        return Idle()
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
-@pytest.fixture
-def report(on_numpy: None) -> Report:
-    """Return a report of four numbers of rows, two of them with a peer."""
-    works = few()
-    found = bench.run(works)
-    assert found.right
-    more = [decode(tiny(), rows, position=10) for rows in (8, 64)]
-    found.rows.extend(row(work, "gpt2block", 50.0) for work in more)
-    found.rows.append(row(works[0], "torch.compile", 20.0, True))
-    found.rows.append(row(more[1], "torch.compile", 200.0, True))
-    return found
+def report() -> Report:
+    """Return a report of steps with four numbers of rows."""
+    works = [decode(tiny(), rows, position=10) for rows in (1, 4, 8, 64)]
+    us = {"gpt2block": 50.0, "sampled": 60.0}
+    rows = [row(work, by, us[by]) for work in works for by in us]
+    return Report({"GPU": "none"}, BEST, rows, [])
 
 
 # Tables and plots
@@ -290,7 +246,7 @@ def test_the_table_fits_eighty_columns(report: Report) -> None:
     assert sum("new tokens for each" in line for line in lines) == 1
 
 
-def test_json_has_everything(on_numpy: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_json_has_everything(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
     requested: list[Any] = []
 
     def works(*arguments: Any) -> list[Work]:
@@ -298,132 +254,36 @@ def test_json_has_everything(on_numpy: None, monkeypatch: pytest.MonkeyPatch) ->
         return few()
 
     monkeypatch.setattr(bench, "model_works", works)
-    ended = gpt2block(
-        *("bench", "--decode", "--rows", "1,4", "--dtype", "float32", "--json"),
-    )
+    monkeypatch.setattr(bench, "run", lambda *arguments: report)
+    ended = gpt2block("bench", "--decode", "--rows", "1,4", "--dtype", "float32", "--json")
     assert ended.code == 0
     assert requested == [("gpt2", "float32", "1,4", None, None, None)]
     found = ended.json
     assert list(found) == ["versions", "ceilings", "rows", "skipped"]
-    assert found["skipped"] == []
-    steps = [entry for entry in found["rows"] if entry["what"] == "decode"]
-    assert [entry["contender"] for entry in steps] == ["gpt2block", "sampled"] * 2
+    steps = found["rows"]
+    assert [entry["contender"] for entry in steps] == ["gpt2block", "sampled"] * 4
     assert steps[2]["sizes"] == {"rows": 4, "position": 10, "n_layer": 1, "n_embd": 64}
-    assert steps[2]["tokens_s"] == pytest.approx(4e6 / steps[2]["us"])
-    assert found["rows"][-1]["sizes"]["prompts"] == 4
+    assert steps[2]["tokens_s"] == pytest.approx(4e6 / 50)
 
 
 def test_the_picture_is_of_the_given_rows(report: Report, tmp_path: Path) -> None:
     figure = benches.drawn(draw_decoding, tmp_path / "decoding.png", report)
-    (ax,) = figure.axes
-    assert (ax.get_xscale(), ax.get_yscale()) == ("log", "log")
-    steps = [r for r in report.rows if r.what == "decode"]
-    ours, peers = points(steps, "gpt2block"), points(steps, "torch.compile")
-    assert [n for n, _ in ours] == [1, 4, 8, 64]
-    assert [n for n, _ in peers] == [1, 64]
-    limit = floor(steps)
-    assert limit[3][1] == pytest.approx(64 / (steps[-1].gb_s * 200e-6 / 4000))
-    lines = [list(zip(*line.get_data(), strict=True)) for line in ax.lines]
-    assert lines == [limit, ours, peers]
-    texts = [text.get_text() for text in ax.texts]
-    assert f"{ours[0][1] / peers[0][1]:.2f}x" in texts
-    assert "4.00x" in texts
-    assert (
-        sum(text.startswith(("floor, ", "gpt2block, ", "torch.compile, ")) for text in texts) == 3
-    )
-
-
-def test_no_label_touches_another(report: Report, tmp_path: Path) -> None:
-    figure = benches.drawn(draw_decoding, tmp_path / "decoding.png", report)
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
     from matplotlib.text import Text  # noqa: PLC0415
 
+    (ax,) = figure.axes
+    assert (ax.get_xscale(), ax.get_yscale()) == ("log", "log")
+    ours, limit = points(report.rows), floor(report.rows)
+    assert [n for n, _ in ours] == [1, 4, 8, 64]
+    assert limit[3][1] == pytest.approx(64 / (report.rows[-1].gb_s * 60e-6 / 4000))
+    assert [list(zip(*line.get_data(), strict=True)) for line in ax.lines] == [limit, ours]
+    assert [text.get_text().split(", ")[0] for text in ax.texts] == ["floor", "gpt2block"]
     canvas: Any = FigureCanvasAgg(figure)
     canvas.draw()
-    boxes = [Text.get_window_extent(text) for text in figure.axes[0].texts]
-    assert len(boxes) == 5
-    assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
+    one, other = (Text.get_window_extent(text) for text in ax.texts)
+    assert not one.overlaps(other)
     width = figure.get_size_inches()[0] * figure.dpi
-    assert all(box.x0 >= 0 and box.x1 <= width for box in boxes)
-
-
-# PyTorch and transformers
-
-
-def test_pytorch_decodes_the_same(monkeypatch: pytest.MonkeyPatch, short: None) -> None:
-    """PyTorch's step, compiled on a GPU, runs on the CPU here; the row's tokens are different."""
-    torch = pytest.importorskip("torch", reason="compares with PyTorch")
-    from gpt2block.bench import token_peers  # noqa: PLC0415
-
-    config = GPT2Config(n_layer=2, n_head=2, n_embd=128, n_ctx=128, vocab_size=211)
-    monkeypatch.setattr(tasks, "STEPS", 4)
-    model = RandomGPT2(config, "float32")
-    steps, work = Steps(model, 4, 60), decode(model, 4, position=60)
-
-    def repeated(step: Callable[..., Any], arguments: tuple[Any, ...]) -> Callable[[], Any]:
-        with torch.no_grad():
-            step(*arguments)  # a capture runs the step first, which must not affect results
-        return lambda: step(*arguments)
-
-    run = token_peers.steps(steps, "cpu", repeated, 4)
-    run.replay()
-    off, relative = work.check(run.replay, run.outs)
-    assert off > 0
-    assert relative <= reports.tolerance(work, "float32")
-    sequences = run.outs[0]().sequences
-    assert [len(ids) for ids in sequences] == [steps.start + 9] * 4
-    assert len(set(sequences[1][steps.start :].tolist())) == 3
-
-
-def test_transformers_generates_the_same() -> None:
-    pytest.importorskip("torch", reason="compares with transformers")
-    pytest.importorskip("transformers", reason="compares with transformers")
-    from gpt2block.bench import token_peers  # noqa: PLC0415
-
-    work = generate(tiny(), ManyPrompts(3, 16, 18, 3))
-    many = Continuations(tiny(), tiny().prompts([17, 16, 18]), 3)
-    run = token_peers.generated(many, "cpu", 1)
-    _, relative = work.check(run.replay, run.outs)
-    assert relative <= reports.tolerance(work, "float32")
-
-
-@pytest.mark.parametrize(
-    ("config", "device"),
-    [(TINY, "cpu"), *(pytest.param(SIZES[n], "cuda", marks=pytest.mark.gpu, id=n) for n in SIZES)],
-)
-def test_logits_equal_those_of_transformers(config: GPT2Config, device: str) -> None:
-    """All weights are random, even biases and LayerNorms, in the released shapes."""
-    torch = pytest.importorskip("torch", reason="compares with transformers")
-    pytest.importorskip("transformers", reason="compares with transformers")
-    from gpt2block.bench import token_peers  # noqa: PLC0415
-
-    torch.set_float32_matmul_precision("highest")
-    model = RandomGPT2(config, "float32")
-    length, split = (200, 150) if device == "cuda" else (20, 15)
-    ids = np.random.default_rng(0).integers(config.vocab_size, size=(2, length))
-    theirs = token_peers.transformers_gpt2(model, device)
-    with torch.no_grad():
-        expected = theirs(torch.from_numpy(ids).to(device)).logits.cpu().numpy()
-    del theirs
-    if device == "cuda":
-        torch.cuda.empty_cache()
-    ours = GPT2(model.weights, device=device)
-    error = np.abs(ours(ids) - expected).max() / np.abs(expected).max()
-    kv_cache = ours.new_cache(2)
-    ours(ids[:, :split], cache=kv_cache)
-    steps = [ours(ids[:, t : t + 1], cache=kv_cache, last=True) for t in range(split, length)]
-    off = np.abs(np.stack(steps, axis=1) - expected[:, split:])
-    decoded = off.max() / np.abs(expected).max()
-    print(f"{config}: relative to transformers {error:.1e}, decoded with a cache {decoded:.1e}")
-    assert error <= 1e-4
-    assert decoded <= 1e-4
-
-
-def test_a_peer_without_fp8_says_so(short: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    modules = benches.torch_modules(monkeypatch)
-    model = tiny("float8_e5m2")
-    with pytest.raises(InputError, match="no PyTorch operation here takes float8_e5m2 weights"):
-        modules.token_peers.steps(Steps(model, 1, 12), "cpu", modules.token_peers.called, 2)
+    assert all(box.x0 >= 0 and box.x1 <= width for box in (one, other))
 
 
 def test_replays_on_the_host_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -454,21 +314,3 @@ def test_a_small_race() -> None:
     # Times are not compared, as other tests may use the GPU at the same time.
     assert {"1 row", "8 rows"} <= {work for work, by in us if by == "gpt2block"}
     assert all(0 < row.percent_copy < 100 for row in report.rows)
-
-
-@pytest.mark.gpu
-def test_a_small_race_against_pytorch() -> None:
-    pytest.importorskip("torch", reason="races against PyTorch")
-    pytest.importorskip("transformers", reason="races against transformers")
-    model = RandomGPT2(SIZES["gpt2"], "bfloat16")
-    works: list[Work] = [
-        decode(model, 2),
-        generate(model, ManyPrompts(20, 16, 256, 8)),
-    ]
-    report = bench.run(works, peer="torch")
-    assert report.skipped == []
-    assert {row.contender for row in report.rows if row.peer and row.right} == {
-        "torch.compile",
-        "transformers",
-        "transformers, paged",
-    }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,10 +16,12 @@ from gpt2block.bench import Report, Work, models, stages, tasks, token_works
 from gpt2block.bench import report as reports
 from gpt2block.bench.measure import tolerance
 from gpt2block.bench.models import SHAPES, RandomLlama
+from gpt2block.bench.race import Captured, Contender
 from gpt2block.bench.random_weights import gguf_types, random_tensors
 from gpt2block.bench.stages import StagedPass, staged, stages_of
-from gpt2block.bench.tasks import Continuations, Prompt, Steps
+from gpt2block.bench.tasks import Steps
 from gpt2block.bench.token_works import ManyPrompts, decode, generate, prompt
+from gpt2block.bench.works import GeneratedSequences
 from gpt2block.cli.bench import print_report
 from gpt2block.config import model_shapes
 from gpt2block.config.formats import USUAL, Formats
@@ -250,7 +252,12 @@ def test_a_run_releases_each_model_before_the_next_one(monkeypatch: pytest.Monke
             engines.append(weakref.ref(first.on(0).engine))
         return np.ones(TINY.vocab_size)
 
-    bench.run([replace(decode(model, 1, 6), truth=truth) for model in (first, last)])
+    found = GeneratedSequences([np.zeros(2, np.int32)])
+    done = Captured(lambda: None, (lambda: found,))
+    peer = Contender("other", True, lambda rounds: done, "bfloat16")
+    works = [replace(decode(model, 1, 6), truth=truth) for model in (first, last)]
+    report = bench.run(works, peers=lambda work, sets: [peer] if work is works[1] else [])
+    assert [row.dtype for row in report.rows if row.peer and row.right] == ["bfloat16"]
     assert engines
     assert all(engine() is None for engine in engines)
     assert (first._on, first._exact) == ({}, None)
@@ -273,17 +280,6 @@ def test_dtypes_of_a_cache_that_weights_cannot_have_are_left_out() -> None:
     assert [work.dtype for work in found if work.what == "decode"] == [
         *("bfloat16", "float8_e5m2", "file"),
     ]
-
-
-def test_a_peer_takes_no_fp8_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    work = decode(RandomLlama(TINY, "float8_e5m2", "float8_e5m2"), 2, 6)
-    modules = benches.torch_modules(monkeypatch)
-    monkeypatch.setattr(modules.torch.cuda, "set_device", lambda index: None)
-    peers = list(modules.TorchPeers(0).contenders_of(work, [{}]))
-    assert [peer.name for peer in peers] == ["torch", "torch.compile", "transformers"]
-    for peer in peers:
-        with pytest.raises(InputError, match="no PyTorch operation here takes a kv_cache of float"):
-            peer.capture(1)
 
 
 def check_exact(model: RandomLlama) -> None:
@@ -353,33 +349,3 @@ def both_dtypes(report: Report) -> Report:
     rows = [replace(row, us=23456.7) for row in report.rows]
     narrow = [replace(row, dtype="float8_e5m2") for row in rows if row.what == "decode"]
     return replace(report, rows=[*rows, *narrow])
-
-
-# PyTorch and transformers, on the CPU
-
-
-@pytest.mark.usefixtures("emulated", "short")
-@pytest.mark.parametrize("grouped", [False, True])
-def test_pytorch_computes_the_same(grouped: bool) -> None:
-    pytest.importorskip("torch", reason="compares with PyTorch")
-    pytest.importorskip("transformers", reason="compares with transformers")
-    from gpt2block.bench import token_peers  # noqa: PLC0415
-
-    config = replace(TINY, n_layer=2)
-    config = config if grouped else replace(config, n_kv_head=2, tie_word_embeddings=False)
-    model = RandomLlama(config, "float32")
-    steps, one = Steps(model, 2, 10), Prompt(model, 11)
-    step, whole, batch = decode(model, 2, 10), prompt(model, 11), generate(model, MANY)
-    many = Continuations(model, model.prompts([5, 9, 7]), MANY.new)
-    of, called = token_peers, token_peers.called
-    runs: list[tuple[Work, Callable[[int], Any]]] = [
-        (step, lambda n: of.steps(steps, "cpu", called, n)),
-        (step, lambda n: of.transformers_steps(steps, "cpu", n)),
-        (whole, lambda n: of.prompt(one, "cpu", called, n)),
-        (whole, lambda n: of.transformers_prompt(one, "cpu", n)),
-        (batch, lambda n: of.generated(many, "cpu", n)),
-    ]
-    for each, capture in runs:
-        run = capture(2)
-        _, relative = each.check(run.replay, run.outs)
-        assert relative <= reports.tolerance(each, "float32")

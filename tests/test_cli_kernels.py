@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gpt2block import doctor, emulator, errors
-from gpt2block.bench import Ceilings, Measurement, peers
+from gpt2block.bench import Ceilings, Measurement
 from gpt2block.cli import mine as cli_mine
 from gpt2block.cli.mine import placed
 from gpt2block.mine import on_gpu
@@ -93,11 +93,10 @@ def test_what_needs_a_gpu_says_so(
 
 @pytest.mark.usefixtures("no_gpu")
 def test_all_that_is_missing_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (errors, peers):
-        monkeypatch.setattr(module, "find_spec", lambda name: None)
+    monkeypatch.setattr(errors, "find_spec", lambda name: None)
     for command in (["kernels", "softmax", "--sweep"], ["bench"]):
-        said = gpt2block(*command, "--plot", "a.png", "--peer", "torch").error
-        for missing in ("PyTorch is not installed", "--plot needs matplotlib", NO_GPU):
+        said = gpt2block(*command, "--plot", "a.png").error
+        for missing in ("--plot needs matplotlib", NO_GPU):
             assert missing in said
 
 
@@ -195,15 +194,9 @@ def test_a_wrong_kernel_shows_its_line(my_softmax: Path) -> None:
         (["norm"], "unknown operation 'norm' (did you mean rmsnorm?): expected one of layernorm, "),
         (["trimat", "--variant", "9"], "unknown --variant '9'"),
         (["trimat", "--shape", "B"], "expected sizes such as"),
-        (["trimat", "--peer", "jax"], "--peer: expected torch, got 'jax'"),
-        (["add", "--peer", "torch"], "--peer torch: PyTorch is not installed"),
-        (["encoder_rows", "--peer", "torch"], "--peer torch: expected one of add, attention, "),
     ],
 )
-def test_options_that_do_not_fit(
-    arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(peers, "find_spec", lambda name: None)
+def test_options_that_do_not_fit(arguments: list[str], said: str) -> None:
     assert said in kernels(*arguments).error
 
 

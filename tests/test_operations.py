@@ -17,6 +17,7 @@ from rich.console import Console
 from gpt2block import InputError, doctor, emulator, reference
 from gpt2block.bench import Ceilings, Measurement, measure, measure_variants, variants
 from gpt2block.bench.measure import counted_sizes, inputs_and_truth, tolerance
+from gpt2block.bench.race import Captured, Contender
 from gpt2block.cli.kernels import draw_sweep, print_series
 from gpt2block.cuda import kernels, timing
 from gpt2block.cuda.arrays import Bound
@@ -354,6 +355,22 @@ def test_the_command_measures_on_the_emulator() -> None:
         assert row["percent"] == pytest.approx(row["rate"] / 40)
         assert 0 < row["max_rel"] < tolerance("float32")
         assert row["peers"] == {}
+
+
+@pytest.mark.usefixtures("emulated")
+def test_other_libraries_are_timed_on_the_same_copies() -> None:
+    softmax, copies = find("softmax"), []
+
+    def peers(inputs: Any) -> list[Contender]:
+        copies.append(len(inputs))
+        return [Contender("other", True, lambda rounds: Captured(lambda: None, ()), "float32")]
+
+    stored = measure.check_storage(softmax)
+    rows, _ = measure_variants(
+        softmax, softmax.variants[:1], small(softmax), BEST, stored, peers=peers
+    )
+    assert [row.peers for row in rows] == [{"other": 500.0}]
+    assert copies == [2]
 
 
 @pytest.mark.usefixtures("emulated")

@@ -41,7 +41,8 @@ def test_the_wheel_has_both_packages_and_the_bundled_models(wheel: Path) -> None
     for name in BUNDLED_NAMES:
         for file in (ROOT / "gpt2block" / "models" / name).iterdir():
             assert file.relative_to(ROOT).as_posix() in names
-    assert not any(name.startswith(("tests/", "tools/", "examples/")) for name in names)
+    folders = {name.split("/")[0] for name in names if "dist-info/" not in name}
+    assert folders == {"gpt2block", "kernels_cu"}
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
@@ -136,8 +137,8 @@ assert len(names) > 30 and not wrong, wrong
 for module in pkgutil.walk_packages(gpt2block.__path__, "gpt2block."):
     if module.name == "gpt2block.__main__": continue
     try: importlib.import_module(module.name)
-    except ModuleNotFoundError as error:  # peers, and the extra eval, may be absent
-        assert error.name in ("torch", "lm_eval"), error
+    except ModuleNotFoundError as error:  # the extra eval may be absent
+        assert error.name == "lm_eval", error
 try: ops.add(1, 2)
 except gpt2block.DeviceError as error: print(error)
 """

@@ -19,6 +19,7 @@ from safetensors import safe_open
 
 from gpt2block import GPT2, CheckpointError, GPT2Config, GPT2Weights, InputError, files, reference
 from gpt2block.checkpoints import Checkpoint, save_pretrained
+from gpt2block.config import SIZES
 from tests.refusals import assert_same_tensors
 from tests.tokenizer_files import PAIRS, SINGLE, llm_c, pair
 
@@ -386,3 +387,28 @@ def test_transformers_loads_a_saved_model(tmp_path: Path, config: GPT2Config) ->
     expected = hidden @ weights.lm_head.T
     # Both are float32, so they differ by a few rounding errors, relative to the largest logit.
     assert np.abs(logits - expected).max() <= 1e-5 * np.abs(expected).max()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SIZES)
+def test_logits_equal_those_of_transformers(tmp_path: Path, name: str) -> None:
+    """All weights are random, even biases and LayerNorms, in the released shapes."""
+    torch = pytest.importorskip("torch", reason="compares with transformers")
+    transformers = pytest.importorskip("transformers", reason="compares with transformers")
+    torch.set_float32_matmul_precision("highest")
+    weights = GPT2Weights.random(0, SIZES[name])
+    save_pretrained(tmp_path, weights)
+    theirs = transformers.GPT2LMHeadModel.from_pretrained(tmp_path).to("cuda").eval()
+    ids = np.random.default_rng(0).integers(weights.config.vocab_size, size=(2, 200))
+    with torch.no_grad():
+        expected = theirs(torch.from_numpy(ids).to("cuda")).logits.cpu().numpy()
+    del theirs
+    torch.cuda.empty_cache()
+    ours = GPT2(weights, device="cuda")
+    kv_cache = ours.new_cache(2)
+    ours(ids[:, :150], cache=kv_cache)
+    steps = [ours(ids[:, t : t + 1], cache=kv_cache, last=True) for t in range(150, 200)]
+    pairs = (ours(ids), expected), (np.stack(steps, axis=1), expected[:, 150:])
+    off = [np.abs(found - exact).max() / np.abs(expected).max() for found, exact in pairs]
+    print(f"{name}: relative to transformers {off[0]:.1e}, decoded with a cache {off[1]:.1e}")
+    assert max(off) <= 1e-4

@@ -1,10 +1,11 @@
 """Benchmarks on a GPU.
 
 A `Work` is a computation to time: its sizes, operations, bytes, exact result and contenders, which
-are implementations by gpt2block and PyTorch. `run` times the contenders of each work on the same
-buffers and returns a `Report`. The works are blocks, matrix products and attention (`works`), and
-whole models (`token_works`): GPT-2 and Llama. `measure_variants` times the variants of one
-operation, and `document` compares the block's times with LeetGPU's.
+are implementations by gpt2block. `run` times the contenders of each work on the same buffers and
+returns a `Report`. The works are blocks, matrix products and attention (`works`), and whole models
+(`token_works`): GPT-2 and Llama. `measure_variants` times the variants of one operation, and
+`document` compares the block's times with LeetGPU's. A caller can add contenders of other
+libraries, as the scripts in the repository's folder `benchmarks/` do.
 """
 
 from gpt2block.bench.ceilings import Ceilings

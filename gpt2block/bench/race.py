@@ -33,8 +33,9 @@ Capture = Callable[[int], Captured]
 class Contender:
     """One implementation of a benchmark's computation.
 
-    `capture(rounds)` returns a graph that computes all copies of the inputs `rounds` times.
-    `arithmetic` is a dtype or "tf32", and determines the ceiling and the tolerance.
+    `peer`: whether another library computes. `capture(rounds)` returns a graph that computes all
+    copies of the inputs `rounds` times. `arithmetic` is a dtype or "tf32", and determines the
+    ceiling and the tolerance.
     """
 
     name: str

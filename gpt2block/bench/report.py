@@ -1,4 +1,4 @@
-"""Run benchmarks of gpt2block and PyTorch; compare rates with those of cuBLAS and a copy.
+"""Run benchmarks; compare rates with the rates of cuBLAS and of a copy.
 
 Every contender reads the same buffers, and its result is compared with float64.
 """
@@ -18,9 +18,8 @@ import numpy as np
 
 from gpt2block.bench import measure
 from gpt2block.bench.ceilings import TF32, Ceilings, measured
-from gpt2block.bench.peers import check_peer, torch_peers
 from gpt2block.bench.race import Contender, Timed, first_line, race
-from gpt2block.bench.works import Work
+from gpt2block.bench.works import Sets, Work
 from gpt2block.cuda import cupy
 
 
@@ -47,7 +46,7 @@ class BenchRow:
     copies: int  # number of copies of the inputs, used in turn
     tokens_s: float | None = None  # generated tokens per second; None without generation
     note: str = ""
-    # Name of PyTorch's implementation → its time / this row's time; in gpt2block's correct rows.
+    # Name of another library's contender → its time / this row's time; in gpt2block's correct rows.
     peers: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -70,17 +69,17 @@ class Report:
 def run(
     works: Iterable[Work],
     device: str | None = None,
-    peer: str | None = None,
     progress: Callable[[list[Work]], Iterable[Work]] = iter,
+    peers: Callable[[Work, Sets], Iterable[Contender]] = lambda work, sets: (),
 ) -> Report:
-    """Run all benchmarks. peer: "torch" to add PyTorch, or None. Raises InputError, DeviceError."""
-    check_peer(peer)
+    """Run all benchmarks. Raises InputError, DeviceError.
+
+    peers: returns contenders of other libraries for a work and copies of its inputs.
+    """
     index = measure.gpu_index(device)
     rows: list[BenchRow] = []
     skipped: list[str] = []
     with cupy.cuda.Device(index):
-        # Import PyTorch before CuPy uses cuBLAS, so that PyTorch's cuBLAS is loaded.
-        torch = torch_peers().TorchPeers(index) if peer else None
         best = measured()
         model = None
         for work in progress(list(works)):
@@ -89,8 +88,7 @@ def run(
             model = work.model
             try:
                 sets = work.sets()
-                entrants = [*work.ours(sets, index)]
-                entrants += torch.contenders_of(work, sets) if torch else ()
+                entrants = [*work.ours(sets, index), *peers(work, sets)]
                 found, lines = rows_of(work, entrants, len(sets), best)
             except MemoryError as error:
                 found, lines = [], [f"{work.what} {work.dtype} {work.name}: {first_line(error)}"]
@@ -98,9 +96,7 @@ def run(
             skipped += lines
             sets, entrants = [], []  # drop references, so that device memory can be freed
             cupy.get_default_memory_pool().free_all_blocks()
-            if torch:
-                torch.tidy()
-        versions = _versions(index, torch.versions if torch else {})
+        versions = _versions(index)
     return Report(versions, best, rows, list(dict.fromkeys(skipped)))
 
 
@@ -146,7 +142,7 @@ def tolerance(work: Work, arithmetic: str) -> float:
 
 
 def with_peers(rows: list[BenchRow]) -> list[BenchRow]:
-    """Return report rows; `peers` has {name: PyTorch's time / gpt2block's} if both are correct."""
+    """Return report rows; `peers` has {peer: its time / gpt2block's time} if both are correct."""
     peers = {row.contender: row.us for row in rows if row.peer and row.right}
     return [
         row
@@ -156,7 +152,7 @@ def with_peers(rows: list[BenchRow]) -> list[BenchRow]:
     ]
 
 
-def _versions(index: int, torch: Mapping[str, str]) -> dict[str, str]:
+def _versions(index: int) -> dict[str, str]:
     runtime = cupy.cuda.runtime
     properties = runtime.getDeviceProperties(index)
     found = {
@@ -169,7 +165,6 @@ def _versions(index: int, torch: Mapping[str, str]) -> dict[str, str]:
         "CuPy": cupy.__version__,
         "NumPy": np.__version__,
         "Python": platform.python_version(),
-        **torch,
     }
     with suppress(PackageNotFoundError):
         found["gpt2block"] = version("gpt2block")

@@ -52,17 +52,16 @@ class ModelWorks(NamedTuple):
     """Parameters of the benchmarks of an architecture.
 
     size: returns the config for the name of a size. default: name of the default size. rows:
-    numbers of rows of decoding steps. peer_rows: the numbers among them at which PyTorch is timed.
-    further: pairs of dtypes, of the weights and of keys and values, that are timed after the size's
-    default dtype if the user sets no dtype. prompt: length of a prompt in tokens. firsts: lengths
-    of prompts with one new token. many: name of a size → prompts that are continued together.
+    numbers of rows of decoding steps. further: pairs of dtypes, of the weights and of keys and
+    values, that are timed after the size's default dtype if the user sets no dtype. prompt: length
+    of a prompt in tokens. firsts: lengths of prompts with one new token. many: name of a size →
+    prompts that are continued together.
     """
 
     model: Callable[..., RandomModel[Any]]
     size: Callable[[str], ModelConfig]
     default: str
     rows: Sequence[int]
-    peer_rows: Sequence[int]
     further: Sequence[tuple[str, str | None]]
     prompt: int
     firsts: Sequence[int]
@@ -83,7 +82,6 @@ MODELS: Mapping[str, ModelWorks] = {
         size,
         "gpt2",
         rows=(1, 2, 4, 8, 16, 32, 64, 128, 256),
-        peer_rows=(1, 8, 64, 256),  # few: PyTorch takes seconds to compile each step
         further=(),
         prompt=1024,
         firsts=(480, 1000),
@@ -94,7 +92,6 @@ MODELS: Mapping[str, ModelWorks] = {
         _llama,
         "7b",
         rows=(1, 4, 16, 64),
-        peer_rows=(1, 4, 16, 64),
         further=((NARROW, None), (NARROW, NARROW), (FILE, None)),
         prompt=512,
         firsts=(),
@@ -114,15 +111,14 @@ def model_works(
     """Return the benchmarks of an architecture (a key of MODELS), in the order they are timed.
 
     dtype: dtype of the weights; by default the dtype of this size's checkpoints, then `further`.
-    rows: a list that `parse_rows` accepts; PyTorch is timed at all of them. name: name of the size.
-    cache: dtype of the kv_cache of all works. several: a device such as "cuda:0,1", if the models
+    rows: a list that `parse_rows` accepts. name: name of the size. cache: dtype of the kv_cache of
+    all works. several: a device such as "cuda:0,1", if the models
     are divided among GPUs. Raises InputError.
     """
     timed, name = MODELS[architecture], name or MODELS[architecture].default
     config = timed.size(name)
     _check_dtype(dtype, architecture, name, config)
     counts = timed.rows if rows is None else parse_rows(rows)
-    raced = timed.peer_rows if rows is None else counts
     own = "float16" if name in FLOAT16 else "bfloat16"
     first, further = (dtype or own, cache), () if dtype else timed.further
     if cache is not None:
@@ -131,7 +127,7 @@ def model_works(
     works: list[Work] = []
     for weights, kv in stored:
         model = timed.model(config, weights, kv, several)
-        works += [decode(model, n, peers=n in raced) for n in counts]
+        works += [decode(model, n) for n in counts]
         works += [prompt(model, timed.prompt)] if model.checks_prompts else []
         works += [first_token(model, T) for T in timed.firsts]
         works += [generate(model, timed.many[name])] if name in timed.many else []
@@ -205,11 +201,8 @@ def model_work(
     )
 
 
-def decode(model: RandomModel[Any], rows: int, position: int = 512, peers: bool = True) -> Work:
-    """Return the benchmark of a decoding step, which reads all weights, keys and values once.
-
-    peers: whether PyTorch is timed.
-    """
+def decode(model: RandomModel[Any], rows: int, position: int = 512) -> Work:
+    """Return the benchmark of a decoding step, which reads all weights, keys and values once."""
     steps, keys = Steps(model, rows, position), rows * position
     by_samplings = partial(_by_samplings, steps.decoded)
     by_stages = partial(_by_stages, steps)
@@ -222,7 +215,7 @@ def decode(model: RandomModel[Any], rows: int, position: int = 512, peers: bool 
         traffic=model.weight_bytes + keys * model.token_bytes,
         truth=model.last_logits,
         ours=by_stages if isinstance(model, RandomLlama) else by_samplings,
-        for_peers=steps if peers else None,
+        for_peers=steps,
         rounds=tasks.STEPS,
         turns=tasks.TURNS,
         tokens=rows,

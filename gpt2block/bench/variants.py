@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -10,7 +10,6 @@ from typing import Any
 from gpt2block import doctor, ops
 from gpt2block.bench import measure
 from gpt2block.bench.ceilings import Ceilings
-from gpt2block.bench.peers import check_peer, torch_peers
 from gpt2block.bench.race import Contender, race
 from gpt2block.bench.works import bind_copies, capture_bound
 from gpt2block.cuda import timing
@@ -37,7 +36,7 @@ class Measurement:
     percent: float  # rate as % of the rate of a copy or of cuBLAS
     max_abs: float  # largest absolute difference from float64
     max_rel: float  # max_abs relative to the largest absolute value
-    peers: Mapping[str, float] = field(default_factory=dict)  # "torch", "torch.compile" → GPU µs
+    peers: Mapping[str, float] = field(default_factory=dict)  # other libraries, by name → GPU µs
     dtype: str = "float32"
 
     @property
@@ -53,13 +52,13 @@ def measure_variants(
     ceilings: Ceilings,
     stored: tuple[str, str],
     sweep: bool = False,
-    peer: str | None = None,
+    peers: Callable[[Sequence[tuple[Any, ...]]], list[Contender]] = lambda inputs: [],
 ) -> tuple[list[Measurement], list[str]]:
     """Measure variants; return the measurements, and a line of text per variant that cannot run.
 
     stored: (dtype, layout), as `measure.check_storage` returns them. sweep: measure every block
-    size. peer: "torch" or None. Raises InputError if no variant can run, or for invalid sizes or an
-    unavailable peer; DeviceError without a GPU.
+    size. peers: returns contenders of other libraries for copies of the inputs. Raises InputError
+    if no variant can run, or for invalid sizes; DeviceError without a GPU.
     """
     doctor.require_cuda("kernels")
     dtype, layout = stored
@@ -68,10 +67,9 @@ def measure_variants(
     traffic = operation.workload.traffic(counted)
     copies = measure.rotated({str(i): array for i, array in enumerate(host)}, traffic)
     inputs = [tuple(each.values()) for each in copies]
-    check_peer(peer, operation.name)
     of = operation.name
-    entrants = torch_peers().operation_peers(of, inputs, dtype) if peer else []
-    peers = [each.name for each in entrants]
+    entrants = peers(inputs)
+    others = [each.name for each in entrants]
     outs: list[Any] = [None] * len(inputs)
     measured: list[tuple[Variant, int | None, tuple[float, float], partial[Any]]] = []
     skipped = []
@@ -112,7 +110,7 @@ def measure_variants(
                 percent=percent,
                 max_abs=max_abs,
                 max_rel=max_rel,
-                peers={peer: us[peer] for peer in peers},
+                peers={name: us[name] for name in others},
                 dtype=dtype,
             )
         )

@@ -67,8 +67,8 @@ class Work:
     truth: returns the exact output (n, columns), whose row i mod n is compared with row i of an
     output; for a task of a whole model, the exact logits after a sequence. ours: returns
     gpt2block's contenders for copies of the inputs and a device, the default one first; a capture
-    shows whether a contender can run. for_peers: the peers' counterpart of `ours`: options of a
-    kernel, or a task of a whole model (`tasks`); None: no peers.
+    shows whether a contender can run. for_peers: options of a kernel, or a task of a whole model
+    (`tasks`), from which contenders of other libraries are made; None: no such contenders.
 
     roundings: number of consecutive results that are rounded to the dtype. rounding: dtype whose
     rounding errors are tolerated; None: the dtype of the arithmetic. rounds: rounds over all copies

@@ -50,7 +50,7 @@ add_command(app, profile, "profile generate --rows 8 --dtype bfloat16 -o trace.j
 add_command(app, kernels, "kernels layernorm --mine my.cu")
 add_command(app, judge, "judge homework --csv verdicts.csv")
 add_command(app, block, "block --text 'To be, or not to be' --layer 2")
-add_command(app, bench, "bench --what gemm --peer torch --plot roofline.png")
+add_command(app, bench, "bench --what gemm --plot roofline.png")
 add_command(app, info, "info shakespeare --json")
 add_command(app, convert, "convert out/ckpt.pt my-model --dtype bfloat16")
 add_command(app, check, "check --json")

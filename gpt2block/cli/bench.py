@@ -1,4 +1,4 @@
-"""`gpt2block bench`: compare times with other libraries and hardware limits, or time a block."""
+"""`gpt2block bench`: compare times with hardware limits, or time a block."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from gpt2block import bench
 from gpt2block.bench import BenchRow, Report, measure, tasks
 from gpt2block.bench.ceilings import TF32
 from gpt2block.bench.measure import CACHES, MOST_SETS
-from gpt2block.bench.peers import check_peer
 from gpt2block.bench.plots import check_file, draw, draw_decoding
 from gpt2block.bench.token_works import SAMPLED
 from gpt2block.cli.display import console, new_table, print_json, print_table, shown, tracked
@@ -40,14 +39,13 @@ RATES = ("us", "TFLOP/s", "% matmul", "% copy")
 def race(
     works: list[bench.Work],
     device: str | None,
-    peer: str | None,
     plot: Path | None,
     as_json: bool,
 ) -> bool:
-    """Time kernels and other libraries. Return False if a result of gpt2block is wrong."""
-    checks = [] if plot is None else [partial(check_file, plot)]
-    check_all(partial(check_peer, peer), *checks, later=partial(measure.gpu_index, device))
-    report = bench.run(works, device, peer, lambda each: tracked(each, "bench"))
+    """Time kernels or models. Return False if a result is wrong."""
+    if plot is not None:
+        check_all(partial(check_file, plot), later=partial(measure.gpu_index, device))
+    report = bench.run(works, device, lambda each: tracked(each, "bench"))
     if as_json:
         print_json(report.as_dict())
     else:

@@ -15,7 +15,6 @@ from gpt2block.cli.model import (
     device_option,
     gpus_option,
     json_option,
-    peer_option,
 )
 from gpt2block.cli.options import option, path_option
 from gpt2block.errors import InputError
@@ -53,7 +52,6 @@ class BenchOptions:
         complete=complete.dtypes,
     )
     only: str | None = option("Run only works whose name has this text, such as 8x1024 or M=128.")
-    peer: str | None = peer_option()
     plot: Path | None = path_option(
         "Plot the roofline, or the rates of decoding, to this PNG file."
     )
@@ -64,12 +62,11 @@ class BenchOptions:
 def bench(options: BenchOptions) -> None:
     """Time GPT-2's block, and compare it with the figures of LeetGPU's GPT-2 block challenge.
 
-    With --what, --dtype, --only, --peer or --plot: compare blocks, matrix products and attention
-    with the ceilings of this GPU and with PyTorch. With --decode: steps of decoding, a prompt and
-    many prompts, compared with the least time that reading weights, keys and values takes, with
-    PyTorch and with transformers. With --llama: the same for a Llama, whose steps are also timed
-    with fewer fusions. The exit code is then 1 if a result of gpt2block is wrong. With --gpus,
-    these models are divided among several GPUs.
+    With --what, --dtype, --only or --plot: compare blocks, matrix products and attention with the
+    ceilings of this GPU. With --decode: steps of decoding, a prompt and many prompts, compared with
+    the least time that reading weights, keys and values takes. With --llama: the same for a Llama,
+    whose steps are also timed with fewer fusions. The exit code is then 1 if a result is wrong.
+    With --gpus, these models are divided among several GPUs.
     """
     from gpt2block.cli.bench import compare_with_document, race  # noqa: PLC0415  (slow to import)
 
@@ -81,7 +78,7 @@ def bench(options: BenchOptions) -> None:
         device = several.partition(",")[0]
     if works is None:
         compare_with_document(device, options.as_json)
-    elif not race(works, device, options.peer, options.plot, options.as_json):
+    elif not race(works, device, options.plot, options.as_json):
         raise typer.Exit(FAILED)
 
 
@@ -96,7 +93,7 @@ def _works(options: BenchOptions, several: str | None) -> list[Work] | None:
         architecture = "llama" if options.llama else "gpt2"
         stored = options.dtype, options.rows, options.size, options.kv_dtype, several
         return model_works(architecture, *stored)
-    chosen = options.what, options.dtype, options.only, options.peer, options.plot
+    chosen = options.what, options.dtype, options.only, options.plot
     if chosen == (None,) * len(chosen):
         return None
     return chosen_works(options.what or "all", options.dtype, options.only)
@@ -119,10 +116,8 @@ def _check_together(options: BenchOptions, several: str | None) -> None:
         raise InputError(f"{of_kernels} chooses kernels, {whole} times whole models: leave out one")
     if of_models and not whole:
         raise InputError(f"{of_models} is an option of --decode and --llama: add one of them")
-    if several and (options.peer or not whole):
-        given = f"--gpus or --device {several}"
-        expected = "--decode or --llama with it" if not whole else "no --peer, which has one GPU"
-        raise InputError(f"{given}: expected {expected}")
+    if several and not whole:
+        raise InputError(f"--gpus or --device {several}: expected --decode or --llama with it")
     if options.llama and options.plot is not None:
         raise InputError("--plot: expected --decode or kernels with it, got --llama")
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpt2block.cli import complete
-from gpt2block.cli.model import json_option, peer_option
+from gpt2block.cli.model import json_option
 from gpt2block.cli.options import argument, option, path_option
 
 OWN = "Your own kernel"
@@ -24,7 +24,6 @@ class KernelsOptions:
     shape: str | None = option("Sizes that differ from the default ones, such as B=1,T=128.")
     sweep: bool = option("Time every block size of a variant.", False)
     plot: Path | None = path_option("Sweep, and plot the rates by block size to this PNG file.")
-    peer: str | None = peer_option()
     dtype: str | None = option(
         "Dtype of the arrays; float8_e5m2 and float8_e4m3fn are for weights.",
         complete=complete.dtypes,

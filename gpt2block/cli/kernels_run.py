@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -12,7 +12,6 @@ import typer
 
 from gpt2block import doctor
 from gpt2block.bench import ceilings, measure
-from gpt2block.bench.peers import check_peer
 from gpt2block.bench.plots import check_file
 from gpt2block.bench.variants import CEILINGS, measure_variants
 from gpt2block.cli.codes import WRONG as NO_VERDICT
@@ -79,11 +78,6 @@ class Request(NamedTuple):
         """The seed, or None with --shape, which states all sizes."""
         return None if self.options.shape else self.seed
 
-    @property
-    def needed(self) -> str:
-        """Names of the requested options that need a GPU; "" if there are none."""
-        return "--peer" if self.options.peer else "--sweep and --plot" if self.sweep else ""
-
 
 def run(options: KernelsOptions, own: OwnOptions) -> bool:
     """List, print or run kernels. Return False if a result is wrong or no kernel could run."""
@@ -106,7 +100,8 @@ def run(options: KernelsOptions, own: OwnOptions) -> bool:
     parse_sizes(found, options.shape)
     variants = found.variants if options.variant is None else (found.variant(options.variant),)
     stored = measure.check_storage(found, options.dtype, options.layout)
-    _check_installed(found, options)
+    if options.plot is not None:
+        check_all(partial(check_file, options.plot), later=partial(doctor.require_cuda, "the GPU"))
     user = None
     if own.mine is not None:
         text = read(own.mine, own.kernel, own.grid, own.block, own.shared)
@@ -114,14 +109,6 @@ def run(options: KernelsOptions, own: OwnOptions) -> bool:
     seed = resolved_seed(own.seed)
     request = Request(found, variants, stored, options, seed, own.why, own.why_page)
     return _run(request, user, options.device)
-
-
-def _check_installed(operation: Operation, options: KernelsOptions) -> None:
-    """Raise one InputError that lists everything that --peer and --plot lack: packages, a GPU."""
-    checks: list[Callable[[], object]] = [partial(check_peer, options.peer, operation.name)]
-    if options.plot is not None:
-        checks.append(partial(check_file, options.plot))
-    check_all(*checks, later=partial(doctor.require_cuda, "the GPU"))
 
 
 def _run(request: Request, user: Kernel | None, device: str | None) -> bool:
@@ -134,11 +121,11 @@ def _run(request: Request, user: Kernel | None, device: str | None) -> bool:
             option = "--why" if request.why else "--why-page"
             raise InputError(f"{option}: {EMULATOR_ONLY}: add --device cpu")
         return _own_on_gpu(request, user) if user else _on_gpu(request)
-    if device == CUDA or (request.needed and problem):
+    if device == CUDA or (request.sweep and problem):
         why = f"{problem}: this needs a GPU, and {doctor.ADVICE}"
         return _not_run(request, user, why)
-    if request.needed:
-        raise InputError(f"{request.needed}: times are measured on a GPU: leave out --device cpu")
+    if request.sweep:
+        raise InputError("--sweep and --plot: times are measured on a GPU: leave out --device cpu")
     try:
         on_cpu.require_emulator()
     except DeviceError as error:
@@ -167,9 +154,9 @@ def _not_run(request: Request, user: Kernel | None, problem: str) -> bool:
 
 
 def _list(request: Request) -> None:
-    """List all variants, unless one variant, JSON or an option that needs a GPU was requested."""
+    """List all variants, unless one variant, JSON, --sweep or --plot was requested."""
     every = request.variants == request.operation.variants
-    if every and not request.needed and not request.options.as_json:
+    if every and not request.sweep and not request.options.as_json:
         list_variants(console(), request.operation)
 
 
@@ -210,9 +197,7 @@ def _on_gpu(request: Request) -> bool:
     _list(request)
     ceiling = ceilings.measured(CEILINGS)
     results = [
-        measure_variants(
-            operation, request.variants, at, ceiling, request.stored, request.sweep, options.peer
-        )
+        measure_variants(operation, request.variants, at, ceiling, request.stored, request.sweep)
         for at in ([sizes] if single else all_sizes(operation))
     ]
     measured = [rows for rows, _ in results]
@@ -265,7 +250,6 @@ def _own_on_gpu(request: Request, user: Kernel) -> bool:
         tuple(each.name for each in request.variants),
         at,
         request.stored,
-        options.peer,
         request.sweep,
     )
     found = Verdict.of(

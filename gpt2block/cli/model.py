@@ -53,7 +53,6 @@ draft_option = partial(
     "A smaller model with the same tokens that guesses for --speculate, named as for --model.",
     complete=complete.models,
 )
-peer_option = partial(option, "torch: also time PyTorch, on the same buffers and in turn.")
 json_option = partial(option, "Print JSON.", False, "--json")
 chat_template_option = partial(
     option,

@@ -19,7 +19,9 @@ CACHE_WITH_FP8 = "float16"  # dtype of KV cache and prompts' activations with FP
 REMOVED = {  # explanations for the user, by removed option
     "activations": "activations is no option any more: decoding rounds what it multiplies to "
     "float16 where the weights are float16 or FP8 and the GPU is a Hopper, and keeps 22 bits "
-    "elsewhere: leave it out"
+    "elsewhere: leave it out",
+    "peer": "peer is no option any more: to compare with PyTorch, run a script of the folder "
+    "benchmarks/ in gpt2block's repository",
 }
 
 

@@ -281,7 +281,7 @@ def _other(rng: Rng, folder: Path) -> None:
         rng.pick(
             [], ["--help"], ["-h"], ["--version"], ["check"], ["check", "--json"],
             ["kernels"], ["kernels", "--json"], ["kernels", "softmax", "--sweep", "--json"],
-            ["kernels", "softmax", "--peer", "torch"], ["kernels", "nothing"],
+            ["kernels", "nothing"],
             ["kernels", "layernorm", "--sweep",
              "--shape", str(rng.pick(*_texts(), "B=1", "B=-1,T=x"))],
             ["kernels", "gemm", "--sweep", "--dtype", str(rng.pick(*_texts()))],

@@ -3,25 +3,30 @@
 For a block in 16 bits the compiler searches for the fastest products (max-autotune), which takes up
 to a minute for each shape, until all searches together have taken SEARCH_S. Otherwise, as for
 float32, where cuBLAS is fastest anyway, and for a product with an epilogue, the compiler leaves
-products to cuBLAS, and fuses and tunes the other operations. This module imports PyTorch; `peers`
-imports it only if it is requested.
+products to cuBLAS, and fuses and tunes the other operations.
+
+Import this module before CuPy uses cuBLAS, so that PyTorch's cuBLAS is loaded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from typing import Any
 
 import torch
 
-from gpt2block.bench import token_peers, torch_functions
+from benchmarks import token_peers, torch_functions
+from benchmarks.torch_functions import Function, Tensor, tensor
+from gpt2block import bench
 from gpt2block.bench.ceilings import TF32
 from gpt2block.bench.measure import Host
 from gpt2block.bench.race import Capture, Captured, Contender, first_and_last
-from gpt2block.bench.torch_functions import Function, Tensor, tensor
 from gpt2block.bench.works import Sets, Work
+from gpt2block.cli.bench import print_report
+from gpt2block.cli.display import console, print_json, tracked
 from gpt2block.cuda import cupy
 from gpt2block.weights.matrix import WeightMatrix
 
@@ -30,8 +35,29 @@ SEARCH = "max-autotune-no-cudagraphs"
 NO_SEARCH = {"max_autotune_pointwise": True}
 
 
+def compare(works: list[Work], as_json: bool) -> bool:
+    """Time works by gpt2block and PyTorch; print tables or JSON; return Report.right."""
+    report = bench.run(works, progress=_tidied, peers=TorchPeers().contenders_of)
+    cudnn = str(torch.backends.cudnn.version())
+    torchs = {"torch": torch.__version__, "torch's CUDA": torch.version.cuda, "cuDNN": cudnn}
+    report = replace(report, versions={**report.versions, **torchs})
+    if as_json:
+        print_json(report.as_dict())
+    else:
+        print_report(console(), report)
+    return report.right
+
+
+def _tidied(works: list[Work]) -> Iterator[Work]:
+    """Yield works; after each, free PyTorch's unused memory and compiled functions."""
+    for work in tracked(works, "benchmarks"):
+        yield work
+        torch.compiler.reset()
+        torch.cuda.empty_cache()
+
+
 def operation_peers(
-    operation: str, inputs: Sequence[tuple[Any, ...]], dtype: str
+    operation: str, dtype: str, inputs: Sequence[tuple[Any, ...]]
 ) -> list[Contender]:
     """Return PyTorch's function of an operation as two contenders, eager and compiled, not in TF32.
 
@@ -77,14 +103,8 @@ def captured(
 class TorchPeers:
     """Create PyTorch's implementations of benchmarks; limit the time of the compiler's searches."""
 
-    def __init__(self, device: int) -> None:
-        torch.cuda.set_device(device)
+    def __init__(self) -> None:
         self._searched_s = 0.0
-
-    @property
-    def versions(self) -> Mapping[str, str]:
-        cudnn = torch.backends.cudnn.version()
-        return {"torch": torch.__version__, "torch's CUDA": torch.version.cuda, "cuDNN": str(cudnn)}
 
     def contenders_of(self, work: Work, sets: Sets) -> Iterator[Contender]:
         """Yield PyTorch's implementations of a benchmark. sets: copies of the inputs."""
@@ -171,11 +191,6 @@ class TorchPeers:
 
         return replay
 
-    def tidy(self) -> None:
-        """Free PyTorch's unused memory and compiled functions after a benchmark."""
-        torch.compiler.reset()
-        torch.cuda.empty_cache()
-
 
 def _capture(function: Function, tensors: list[Any], tf32: bool, rounds: int) -> Captured:
     run = captured(function, tensors, rounds, tf32)
@@ -193,9 +208,9 @@ def _array(out: Tensor) -> Any:
     return cupy.from_dlpack(out)
 
 
-def arguments_of(arrays: Host, convert: Callable[[Any], Tensor] = tensor) -> Any:
+def arguments_of(arrays: Host) -> Any:
     """Convert arrays to tensors; all but weight matrices get the first array's dtype."""
-    tensors = [convert(array) for array in arrays.values()]
+    tensors = [tensor(array) for array in arrays.values()]
     matrices = [isinstance(array, WeightMatrix) for array in arrays.values()]
     dtype = tensors[0].dtype
     return tuple(t if m else t.to(dtype) for t, m in zip(tensors, matrices, strict=True))

@@ -25,10 +25,10 @@ from torch.nn.functional import (
     silu,
 )
 
+from benchmarks.torch_functions import check_weights, tensor
 from gpt2block.bench.models import RandomGPT2, RandomLlama
 from gpt2block.bench.race import Capture, Captured, Contender, refuse
 from gpt2block.bench.tasks import Continuations, Prompt, Steps
-from gpt2block.bench.torch_functions import check_weights, tensor
 from gpt2block.bench.works import GeneratedSequences
 from gpt2block.checkpoints.naming import GPT2_NAMING, naming_of
 from gpt2block.config.formats import own_cache_dtype

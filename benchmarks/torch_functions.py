@@ -1,7 +1,4 @@
-"""PyTorch implementations of blocks, matrix products, attention and other operations.
-
-This module imports PyTorch; other modules import it only if a peer is requested.
-"""
+"""PyTorch implementations of blocks, matrix products, attention and other operations."""
 
 from __future__ import annotations
 
@@ -30,17 +27,17 @@ Tensor = Any
 Function = Callable[..., Tensor]
 
 
-def check_weights(dtype: str, option: str = "") -> None:
+def check_weights(dtype: str) -> None:
     """Raise InputError if `dtype`, the dtype of weights, is FP8 or stands for GGUF blocks."""
     if dtype in (*FP8, FILE):
         weights = "GGUF blocks" if dtype == FILE else f"{dtype} weights"
-        raise InputError(f"{option}no PyTorch operation here takes {weights}")
+        raise InputError(f"no PyTorch operation here takes {weights}")
 
 
 def tensor(array: Any) -> Tensor:
     """Return a PyTorch tensor that shares the array's memory; a weight matrix becomes (K, N)."""
     if isinstance(array, WeightMatrix):
-        check_weights(array.dtype, "--peer torch: ")
+        check_weights(array.dtype)
         stored = tensor(array.data)
         return stored if array.layout == "KN" else stored.T
     if array.dtype.name == "bfloat16":  # DLPack cannot export NumPy's bfloat16
