@@ -25,7 +25,7 @@ THREADS, LATE_THREADS = 256, 2  # most threads of masks that are waited for, and
 
 
 @dataclass(eq=False)
-class Job:
+class MaskJob:
     """Computes the mask of a text's next token, and the masks after guesses of its next tokens.
 
     find: whether to find `forced`, the result of Matcher.forced. future: of the job's thread.
@@ -62,7 +62,7 @@ class Job:
 class _Thread:
     """Runs jobs in order, and measures the CPU time of the job that runs."""
 
-    jobs: deque[Job]
+    jobs: deque[MaskJob]
     clock: Callable[[], float] = time.perf_counter
     since: float = field(default_factory=time.perf_counter)
 
@@ -76,11 +76,11 @@ class _Thread:
                 self.since = self.clock()
                 job.run()
 
-    def rest(self) -> deque[Job] | None:
+    def rest(self) -> deque[MaskJob] | None:
         """Take the jobs that are not begun if the one that runs takes long; else return None."""
         if self.clock() - self.since <= LONG_S:
             return None
-        taken = deque[Job]()
+        taken = deque[MaskJob]()
         with suppress(IndexError):
             while True:
                 taken.append(self.jobs.popleft())
@@ -92,9 +92,9 @@ class Masker:
 
     def __init__(self) -> None:
         self._quick, self._slow = ThreadPoolExecutor(THREADS), ThreadPoolExecutor(LATE_THREADS)
-        self.late: list[Job] = []
+        self.late: list[MaskJob] = []
 
-    def compute(self, jobs: Iterable[Job]) -> None:
+    def compute(self, jobs: Iterable[MaskJob]) -> None:
         """Run jobs, and wait until each is `ready` or takes long: more than LONG_S of CPU time.
 
         A job is not waited for if a recent mask of its text took long, or its grammar is in use.
@@ -121,11 +121,11 @@ class Masker:
             quick = rest or deque()
             self.late += [job for job in begun if not (job.done or job in quick)]
 
-    def ready(self, job: Job) -> bool:
+    def ready(self, job: MaskJob) -> bool:
         """Whether a job is done, and no late job of its grammar runs."""
         compiled = job.matcher.compiled
         return not any(each.runs for each in self.late if each.matcher.compiled is compiled)
 
-    def wait(self, jobs: Iterable[Job]) -> None:
+    def wait(self, jobs: Iterable[MaskJob]) -> None:
         """Wait until one of these jobs is done, or for LONG_S."""
         wait([job.future for job in jobs if job.future is not None], LONG_S, FIRST_COMPLETED)

@@ -35,7 +35,7 @@ TOO_COMPLEX = "{}: the text cannot be continued ({}): expected a simpler one"
 TOO_SLOW = f"{SLOW_MASKS} masks of allowed tokens in a row take more than {1e3 * SLOW_S:g} ms each"
 
 
-class Compiled:
+class CompiledGrammar:
     """The automaton that all copies of a compiled grammar's Matcher share, and that grows.
 
     lock: held while a Matcher uses the automaton. It is taken before llguidance's own lock, for
@@ -68,7 +68,7 @@ class Matcher:
         vocab_size: int,
         words: int,
         has_end: bool,
-        compiled: Compiled,
+        compiled: CompiledGrammar,
     ) -> None:
         self.grammar, self.vocab_size, self.words = grammar, vocab_size, words
         self._has_end, self.compiled = has_end, compiled
@@ -173,7 +173,7 @@ class Vocabulary:
         self._tokenizer = _tokenizer(encoding, vocab_size, sorted(ends) or [vocab_size])
         self._vocab_size, self._has_end = vocab_size, bool(ends)
         self._made: OrderedDict[str, Matcher] = OrderedDict()  # key: source; the latest one last
-        self._used: WeakSet[Compiled] = WeakSet()
+        self._used: WeakSet[CompiledGrammar] = WeakSet()
         self._lock = Lock()
 
     @property
@@ -185,7 +185,7 @@ class Vocabulary:
     def matcher(self, grammar: Grammar, grown: int = 0) -> Matcher:
         """Return a Matcher at the start of a text. Raises InputError if it cannot be compiled.
 
-        Compiling can take any time and memory, and releases the GIL. grown: as for Compiled.
+        Compiling can take any time and memory, and releases the GIL. grown: as for CompiledGrammar.
         """
         if (kept := self.kept(grammar)) is not None:
             return kept
@@ -214,7 +214,7 @@ class Vocabulary:
 
         state = LLMatcher(self._tokenizer, grammar.source, log_level=0)
         if not state.is_error():
-            words, compiled = mask_words(self._tokenizer.vocab_size), Compiled(grown)
+            words, compiled = mask_words(self._tokenizer.vocab_size), CompiledGrammar(grown)
             made = Matcher(grammar, state, self._vocab_size, words, self._has_end, compiled)
             if made.problem is None:
                 return made

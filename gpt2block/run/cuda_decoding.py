@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from gpt2block.grammars import Job
+from gpt2block.grammars import MaskJob
 from gpt2block.run.cuda_caches import CudaCache, copy_slots
 from gpt2block.run.cuda_draft import Draft
 from gpt2block.run.cuda_grammars import Guessed, Pending, SlotMatchers
@@ -202,7 +202,7 @@ class CudaDecoding:
             matchers.some[slots] = True
             self._sample(Pending(step, slots, [()] * len(ready)))
 
-    def _set_aside(self, pending: Pending, jobs: list[Job | None], late: Sequence[int]) -> None:
+    def _set_aside(self, pending: Pending, jobs: list[MaskJob | None], late: Sequence[int]) -> None:
         """Leave sequences out of a pending sampler, and out of further steps until `_resume`.
 
         late: indices of the sequences in the pending step. jobs: their entries become None.

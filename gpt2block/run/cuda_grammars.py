@@ -17,7 +17,7 @@ import numpy as np
 
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import CudaArray, pinned
-from gpt2block.grammars import Job, Masker, Matcher
+from gpt2block.grammars import Masker, MaskJob, Matcher
 from gpt2block.ops.guesses import MOST_GUESSES, Guesses
 from gpt2block.ops.sample_token import Masks
 from gpt2block.run.guessing import SpeculationPolicy
@@ -53,7 +53,7 @@ class HostMasks:
         self._numbers = np.arange(1, rows + 1, dtype=np.int32)
         self.on_device = Masks(self._both[:rows], self._both[rows:].reshape(rows, self._words))
 
-    def write(self, jobs: Sequence[Job | None], together: int) -> None:
+    def write(self, jobs: Sequence[MaskJob | None], together: int) -> None:
         """Copy the masks of slots with `together` rows each on the stream.
 
         jobs: for each slot, its masks; None: all tokens are allowed.
@@ -93,7 +93,9 @@ class SlotMatchers:
         self.of: list[Matcher | None] = [None] * slots
         self.some = np.zeros(slots, bool)  # whether each slot has a matcher, and is not late
         self.pace = SpeculationPolicy(slots)  # times of steps with different numbers of rows
-        self.late: dict[int, tuple[Job, CudaArray]] = {}  # {slot: long mask, copy of its logits}
+        self.late: dict[
+            int, tuple[MaskJob, CudaArray]
+        ] = {}  # {slot: long mask, copy of its logits}
         self.masker = Masker()
         self._next: list[list[int]] = [[] for _ in range(slots)]
         self._buffer = PinnedPair((slots, MOST_GUESSES))
@@ -105,16 +107,16 @@ class SlotMatchers:
 
     def compute(
         self, slots: Ids, guesses: Guessed, find: bool
-    ) -> tuple[list[Job | None], list[int]]:
+    ) -> tuple[list[MaskJob | None], list[int]]:
         """Return for each slot the masks of the next sampler, and the indices of late masks.
 
         None: all tokens are allowed. guesses: of the rows that this sampler reads. find: whether to
         find determined tokens. The matchers must have accepted all tokens of earlier samplers.
         """
-        jobs: list[Job | None] = []
+        jobs: list[MaskJob | None] = []
         for slot, guessed in zip(slots.tolist(), guesses, strict=True):
             matcher, (late, _) = self.of[slot], self.late.pop(slot, (None, None))
-            jobs.append(late or (matcher and Job(matcher, guessed, find)))
+            jobs.append(late or (matcher and MaskJob(matcher, guessed, find)))
         self.masker.compute(job for job in jobs if job is not None and job.future is None)
         if not self.masker.late:
             return jobs, []
@@ -136,7 +138,7 @@ class SlotMatchers:
         """Return for each slot the tokens that are determined after the last sampler's tokens."""
         return [self._next[slot] for slot in slots.tolist()]
 
-    def expect(self, slots: Ids, jobs: Sequence[Job | None], together: int) -> None:
+    def expect(self, slots: Ids, jobs: Sequence[MaskJob | None], together: int) -> None:
         """Store the tokens that are determined after the tokens of a sampler with these masks."""
         for slot, job in zip(slots.tolist(), jobs, strict=True):
             guessed, forced = (job.guesses[: together - 1], job.forced) if job else ((), [])

@@ -16,7 +16,7 @@ from gpt2block.checks import FLOATS
 from gpt2block.config import ModelConfig
 from gpt2block.config.formats import Formats
 from gpt2block.contract import unchecked
-from gpt2block.grammars import Job, Masker, Matcher
+from gpt2block.grammars import Masker, MaskJob, Matcher
 from gpt2block.passes import model_steps
 from gpt2block.passes.blocks import ModelStepPass, PassSettings, StepPass
 from gpt2block.passes.forward import forward
@@ -273,7 +273,9 @@ class NumpyDecoding:
         self._counts = np.zeros(self._seen.shape, np.int32)  # times that each token was drawn
         self._next = [np.empty(0, np.int32)] * slots  # per slot: ids to process before sampling
         self._masker = Masker()
-        self._late: dict[int, tuple[Job, Floats]] = {}  # {slot: mask that takes long, its logits}
+        self._late: dict[
+            int, tuple[MaskJob, Floats]
+        ] = {}  # {slot: mask that takes long, its logits}
 
     def start_up(self, continued: bool) -> Iterator[tuple[int, int]]:
         return iter(())
@@ -334,7 +336,7 @@ class NumpyDecoding:
             return {}
         new = [ids if runs else nothing for ids, runs in zip(self._next, running, strict=True)]
         every = self._model.forward(new, "last", self._cache)
-        jobs = {n: Job(matcher) for n in active if (matcher := self._matchers[n]) is not None}
+        jobs = {n: MaskJob(matcher) for n in active if (matcher := self._matchers[n]) is not None}
         self._masker.compute(jobs.values())
         self._late |= {slot: (job, every[slot]) for slot, job in jobs.items()}
         return {slot: every[slot] for slot in active if slot not in jobs}
