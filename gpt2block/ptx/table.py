@@ -18,6 +18,8 @@ HINTS = (
     "nc ca cg cs lu cv wb wt L1::evict_normal L1::evict_unchanged L1::evict_first L1::evict_last "
     "L1::no_allocate L2::64B L2::128B L2::256B L2::cache_hint unified"
 )
+FLOATS = "f16 f16x2 bf16 bf16x2 f32 f64"
+WAYS = "rn rz rm rp ftz sat"
 COMPARED = "eq ne lt le gt ge lo ls hi hs equ neu ltu leu gtu geu num nan"
 
 
@@ -29,6 +31,14 @@ class Row(NamedTuple):
     modifiers: str
     meaning: str
     fidelity: str = EXACT
+
+
+def _ulp(units: int) -> str:
+    return f"approximate: at most {units} ulp; the nearest number here"
+
+
+def _error(bound: str) -> str:
+    return f"approximate: an error of at most {bound}; the nearest number here"
 
 
 ROWS = (
@@ -81,6 +91,32 @@ ROWS = (
     Row("elect", "", "sync", "one lane of a mask: the first"),
     Row("vprintf assertfail", "", "", "printed text; a failed assertion is a finding"),
     Row("clock", "u32 u64", "", "a counter: executed instructions"),
+    Row("add sub mul", FLOATS, WAYS, "sum, difference, product of numbers"),
+    Row("fma mad", FLOATS, f"{WAYS} relu", "product, then sum, with one rounding"),
+    Row("div rcp sqrt", "f32 f64", "rn rz rm rp ftz", "quotient, reciprocal, square root"),
+    Row("abs neg", FLOATS, "ftz", "absolute value, negative of a number"),
+    Row("copysign", "f32 f64", "", "a number with the sign of another"),
+    Row("min max", FLOATS, "ftz NaN", "the smaller, the larger number; -0 < +0; a NaN is ignored"),
+    Row("setp", FLOATS, f"{COMPARED} and or xor ftz", "comparison of numbers"),
+    Row("set", f"{FLOATS} u16 u32 s32", f"{COMPARED} and or xor ftz", "comparison of numbers"),
+    Row("testp", "f32 f64", "finite infinite number notanumber normal subnormal", "kind of number"),
+    Row(
+        "cvt",
+        f"{FLOATS} u8 s8 {INTEGERS} tf32 e4m3x2 e5m2x2",
+        f"{WAYS} rni rzi rmi rpi rna relu satfinite",
+        "conversion",
+    ),
+    Row("div rcp sqrt", "f32", "approx full ftz", "quotient, reciprocal, square root", _ulp(2)),
+    Row("rcp rsqrt", "f64", "approx ftz", "reciprocal, of the square root", _error("2^-20")),
+    Row("rsqrt", "f32", "approx ftz", "reciprocal of the square root", _error("2^-22.9")),
+    Row("ex2", "f32", "approx ftz", "power of 2", _ulp(2)),
+    Row("ex2", "f16 f16x2", "approx", "power of 2", _error("2^-9.9")),
+    Row("ex2", "bf16 bf16x2", "approx ftz", "power of 2", _error("2^-7")),
+    Row("lg2", "f32", "approx ftz", "logarithm to base 2", _error("2^-22")),
+    Row("sin cos", "f32", "approx ftz", "sine, cosine", _error("2^-20.5")),
+    Row("tanh", "f32", "approx", "hyperbolic tangent", _error("2^-11")),
+    Row("tanh", "f16 f16x2", "approx", "hyperbolic tangent", _error("2^-10.987")),
+    Row("tanh", "bf16 bf16x2", "approx", "hyperbolic tangent", _error("2^-8")),
 )
 
 
