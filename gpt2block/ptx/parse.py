@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 BITS = re.compile(r"\d+")
 _VARIABLE = re.compile(
@@ -57,6 +57,7 @@ class Variable:
     align: int
     bytes: int
     element: int
+    type: str = "b8"
     value: str = ""
     extern: bool = False
 
@@ -91,6 +92,8 @@ class Module:
     """PTX text of one compilation. Functions are read when they are asked for."""
 
     text: str
+    memory: dict[str, bytearray] = field(default_factory=dict)  # of variables, as launches left it
+    loaded: dict[str, Any] = field(default_factory=dict)  # kernels, as engine.py keeps them
 
     @cached_property
     def files(self) -> dict[int, str]:
@@ -108,7 +111,8 @@ class Module:
         return found
 
     @cached_property
-    def _headers(self) -> dict[str, tuple[bool, re.Match[str]]]:
+    def functions(self) -> dict[str, tuple[bool, re.Match[str]]]:
+        """Return, by name, whether a function is a kernel, and its header."""
         found = {}
         for match in _FUNCTION.finditer(self.text):
             header = _HEADER.search(self.text, match.end())
@@ -119,11 +123,11 @@ class Module:
     @cached_property
     def kernels(self) -> list[str]:
         """Return the names of the kernels."""
-        return [name for name, (entry, _) in self._headers.items() if entry]
+        return [name for name, (entry, _) in self.functions.items() if entry]
 
     def function(self, name: str) -> Function:
         """Return a kernel or a function. Raises KeyError if the module has none of this name."""
-        entry, header = self._headers[name]
+        entry, header = self.functions[name]
         start, end = self._body(header.end())
         made = Function(
             name,
@@ -169,6 +173,7 @@ def _variable(match: re.Match[str]) -> Variable:
         int(match["align"] or element),
         0 if empty else count * element,
         element,
+        match["type"],
         (match["value"] or "").strip(),
     )
 
@@ -255,7 +260,9 @@ class _Reader:
         numbers = tuple(int(each or 0) for each in match.groups())
         here = numbers[:3]
         self.outer[here] = numbers[3:]
-        while here[0] in self.headers and any(self.outer.get(here, ())):
+        for _ in range(32):  # positions may name each other in a circle
+            if here[0] not in self.headers or not any(self.outer.get(here, ())):
+                break
             here = self.outer[here]
         if here[1]:
             self.place = Place(here[0], here[1])

@@ -18,8 +18,8 @@
 // A vector operand {a, b, c, d} has i.op[k].count rows: w.in(i, k, j), w.out(i, k, j). "_" as a destination is a row that
 // nobody reads. An address operand [a+8]: w.address(i, k, lane).
 //
-// Instructions of several lanes: the form's `gathers` is the operand with the mask of lanes, or WHOLE_WARP (mma,
-// ldmatrix). The scheduler then calls the handler once, when all lanes of the mask have arrived at the instruction.
+// Instructions of several lanes: the form's `gathers` is the number of the operand with the mask of lanes, LAST, or
+// WHOLE_WARP (mma, ldmatrix). The scheduler then calls the handler once, when all lanes of the mask have arrived at the instruction.
 // A handler that cannot complete calls w.again(lanes): these lanes execute the instruction again at their next turn. If
 // nothing else proceeds in the whole launch, this is a deadlock and becomes a finding.
 //
@@ -64,7 +64,7 @@ struct Form;
 struct Machine;
 using Handler = void (*)(Warp&, const Instr&, Mask active);
 
-enum Gathers { NO_LANES = -1, WHOLE_WARP = -2 };
+enum Gathers { NO_LANES = -1, WHOLE_WARP = -2, LAST = -3 };  // LAST: the last operand
 enum class Control : uint8_t { none, branch, branch_index, call, ret, exit, barrier };
 
 // An opcode with its types and modifiers: "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32".
@@ -93,7 +93,7 @@ struct Form {
 struct Operand {
     enum Kind : int32_t { row, predicate, not_predicate, address, label, none } kind = none;
     int32_t index = 0;   // of the first row in Program::rows; of the predicate; of the label's instruction
-    int32_t count = 0;   // number of rows (vectors: several)
+    int32_t count = 0;   // number of rows; more than 1: `index` is of the first in Program::parts
     int32_t pad = 0;
     int64_t offset = 0;  // address: added to the row
 };
@@ -132,8 +132,9 @@ struct Finding {
     std::string text;   // a clause in plain words, such as "the mask names the lane of a thread that has returned"
     Access now, other;  // other: the second access or lane, if thread >= 0
     std::string verb, other_verb;  // "reads", "wrote"
-    int array = -1;     // of Machine::arrays; -1: none
-    int64_t byte = 0;   // in the array
+    enum Where { nowhere = -1, in_shared = -2, in_local = -3, in_params = -4 };
+    int array = nowhere;  // of Machine::arrays, or a Where
+    int64_t byte = 0;     // in the array
     int64_t bytes = 0;  // of the access
 };
 
@@ -157,18 +158,21 @@ enum Use : unsigned {  // how an instruction touches memory; sums of these
     READ_ONLY = 16,  // by the read-only cache (ld.global.nc)
 };
 
+struct Races;   // races.h
+struct Shadow;  // races.h: the last accesses to the cells of an array
+
 struct Array {  // an argument, a variable of the module, or the image of a constant
     std::string name;
     uint8_t* data = nullptr;
     uint64_t bytes = 0;
-    bool tracked = false;          // reading a byte that nobody has written is a finding
-    std::vector<uint8_t> written;  // per byte, if tracked
+    uint8_t* written = nullptr;  // per byte, whether it was written; null: all were
+    bool constant = false;       // writing is a finding
+    std::shared_ptr<Shadow> shadow;
     uint64_t address = 0;          // of its first byte, generic
 };
 
 struct Program;
 struct Block;
-struct Races;       // races.h
 struct AsyncBlock;  // async.h: what a block has in flight (copies, mbarriers); made there when first used
 
 enum class Lane : uint8_t { runs, gathers, waits, done };  // gathers: at a mask; waits: at a barrier of the block
@@ -178,18 +182,20 @@ struct Warp {
     Block& block;
     int first = 0;   // number of lane 0's thread in the block
     Mask exist = 0;  // lanes that are threads
-    std::vector<uint64_t> rows;
+    std::vector<uint64_t> rows;  // row 0 is written by the destination "_"
     std::vector<Mask> predicates;
     std::array<uint32_t, LANES> pc{};
     std::array<Lane, LANES> state{};
     std::array<Mask, LANES> mask{};  // of lanes that gather
     Mask repeats = 0;                // lanes that have called again()
-    uint32_t turn = 0;               // last pc of the group that had to give way
+    Mask gives_way = 0;              // lanes whose loop has run long while others are ready
+    bool yields = false;             // an instruction such as nanosleep ends the turn
+    uint32_t met = 0;                // stamp up to which all lanes know each other's accesses
 
     Warp(Machine& m, Block& b) : machine(m), block(b) {}
     int thread(int lane) const { return first + lane; }
     inline const uint64_t* in(const Instr& i, int k, int j = 0) const;
-    uint64_t* out(const Instr& i, int k, int j = 0) { return rows.data() + (i.op[k].index + j) * LANES; }
+    inline uint64_t* out(const Instr& i, int k, int j = 0);
     Mask predicate(const Instr& i, int k) const {  // operands "%p1", "!%p1"
         const Operand& op = i.op[k];
         return op.kind == Operand::not_predicate ? ~predicates[op.index] : predicates[op.index];
@@ -204,10 +210,16 @@ struct Warp {
 };
 
 struct Barrier {
-    uint32_t arrived = 0, expected = 0;  // threads; expected 0: nobody is here
-    std::vector<int> waiting;            // their threads
-    int place = -1;                      // of the first arrival
-    int64_t count = 0;                   // bar.red: threads whose predicate holds
+    int arrived = 0, expected = 0;   // threads; expected 0: nobody is here
+    const Instr* first = nullptr;    // the instruction of the first arrival
+    int thread = 0;                  // its thread
+    int holds = 0;                   // bar.red: threads whose predicate holds
+    std::vector<int> came;           // threads that have arrived, with those that do not wait
+};
+
+struct Thread {  // what a thread knows about accesses of others (races.h)
+    std::vector<uint32_t> of;  // by lane of its warp: stamp of the last known access; empty: only Warp::met
+    std::shared_ptr<struct Facts> facts;
 };
 
 struct Block {
@@ -222,6 +234,9 @@ struct Block {
     std::array<Barrier, 16> barriers;
     std::shared_ptr<AsyncBlock> async;
     int alive = 0;                         // threads that have not returned
+    uint32_t phase = 0;                    // stamp up to which all threads know each other's accesses
+    std::vector<Thread> knowledge;         // of threads
+    std::shared_ptr<Shadow> shadow;        // last accesses to shared memory
 
     explicit Block(Machine& m) : machine(m) {}
     inline int threads() const;
@@ -231,7 +246,8 @@ struct Program {  // of one kernel; made by encode.py
     std::vector<std::unique_ptr<Form>> forms;
     std::vector<Instr> code;
     std::vector<Operand> operands;
-    std::vector<uint64_t> constants;  // rows of 32 equal values; an operand's index -1 - n is row n
+    std::vector<int32_t> parts;       // rows of vector operands
+    std::vector<uint64_t> constants;  // rows of 32 equal values; row -1 - n is the n-th
     int rows = 0, predicates = 0;
     uint32_t shared_bytes = 0;        // static
     uint32_t local_bytes = 0;         // of a thread
@@ -253,8 +269,11 @@ struct Machine {
     uint32_t variant = 0;        // 0 or 1: two values of %smid, %warpid, %clock, ...
     std::deque<Array> arrays;    // number FIRST_ARRAY + n in addresses
     std::string printed;
+    std::vector<Finding> notes;  // what does not end the launch: reading memory that nobody has written
     std::shared_ptr<Races> races;
     std::vector<std::unique_ptr<Block>> in_flight;
+    uint32_t entry = 0;                // index of the kernel's first instruction
+    bool (*idle)(Machine&) = nullptr;  // called when nothing proceeds (async.h: completes copies); whether something changed
 
     // Returns where `bytes` bytes at an address of a lane are on the host. Throws a Finding if the lane must not touch
     // them in this way. space: of the instruction; `generic` for generic addresses.
@@ -269,8 +288,14 @@ struct Machine {
 };
 
 inline const uint64_t* Warp::in(const Instr& i, int k, int j) const {
-    const int index = i.op[k].index;
-    return index < 0 ? machine.program->constants.data() + (-1 - index + j) * LANES : rows.data() + (index + j) * LANES;
+    const Operand& op = i.op[k];
+    const int row = op.count > 1 ? machine.program->parts[op.index + j] : op.index;
+    return row < 0 ? machine.program->constants.data() + (-1 - row) * LANES : rows.data() + row * LANES;
+}
+
+inline uint64_t* Warp::out(const Instr& i, int k, int j) {
+    const Operand& op = i.op[k];
+    return rows.data() + (op.count > 1 ? machine.program->parts[op.index + j] : op.index) * LANES;
 }
 
 inline int Block::threads() const { return machine.block[0] * machine.block[1] * machine.block[2]; }
