@@ -74,9 +74,9 @@ def encode(module: Module, kernel: str) -> Encoded:
     return _Encoder(module, kernel).encode()
 
 
-def number_of(variables: list[Variable], variable: Variable) -> int:
-    """Return the address of a variable in global or constant memory."""
-    return (FIRST_ARRAY + variables.index(variable) << ARRAY_SHIFT) + ARRAY_START
+def address_of(number: int) -> int:
+    """Return the address of an array of a launch: first come variables, then arguments."""
+    return (FIRST_ARRAY + number << ARRAY_SHIFT) + ARRAY_START
 
 
 @lru_cache(maxsize=4096)
@@ -339,7 +339,7 @@ class _Encoder:
             for name, _ in re.findall(r"([A-Za-z_$][\w$]*)(\+\d+)?", variable.value):
                 if name in self.module.variables:
                     self._global(self.module.variables[name])
-        return number_of(self.made.variables, variable)
+        return address_of(self.made.variables.index(variable))
 
     def _shared(self, variable: Variable) -> int:
         made = self.made

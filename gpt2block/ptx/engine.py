@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block.ptx.encode import Encoded, encode, number_of
+from gpt2block.ptx.encode import Encoded, address_of, encode
 from gpt2block.ptx.parse import Module, Place, Variable
 
 CACHE = "GPT2BLOCK_CPU_CUDA_CACHE"
@@ -92,6 +92,13 @@ class Result:
     instructions: int
     lanes: int
     printed: str
+
+
+class Pointer(NamedTuple):
+    """An argument that points into an array, a number of bytes after its start."""
+
+    array: NDArray[Any]
+    offset: int
 
 
 class Unable(RuntimeError):
@@ -209,7 +216,7 @@ class _Arrays:
         self.data.append(data)
         self.written.append(written)
         self.constant.append(constant)
-        return (4 + len(self.data) - 1 << 36) + (1 << 35)
+        return len(self.data) - 1
 
     def arguments(
         self,
@@ -222,16 +229,21 @@ class _Arrays:
         if len(args) != len(parameters):
             raise Unable(f"{self.encoded.kernel} has {len(parameters)} parameters, got {len(args)}")
         made = bytearray(self.encoded.parameter_bytes)
+        numbers: dict[tuple[int, int], int] = {}  # an array that is passed twice has one address
         for k, ((offset, parameter), value) in enumerate(zip(parameters, args, strict=True)):
-            if isinstance(value, np.ndarray):
-                if not value.flags.c_contiguous:
-                    raise Unable(f"argument {k} of {self.encoded.kernel} is not contiguous")
+            array, start = value if isinstance(value, Pointer) else (value, 0)
+            if not isinstance(array, np.ndarray):
+                made[offset : offset + parameter.bytes] = _scalar(value, parameter)
+                continue
+            if not array.flags.c_contiguous:
+                raise Unable(f"argument {k} of {self.encoded.kernel} is not contiguous")
+            key = array.ctypes.data, array.nbytes
+            if key not in numbers:
                 name = names[k] if names else f"argument {k}"
                 shadow = written[k] if written else None
-                address = self._add(name, value.reshape(-1).view(np.uint8), shadow)
-                made[offset : offset + 8] = address.to_bytes(8, "little")
-            else:
-                made[offset : offset + parameter.bytes] = _scalar(value, parameter)
+                numbers[key] = self._add(name, array.reshape(-1).view(np.uint8), shadow)
+            address = address_of(numbers[key]) + start
+            made[offset : offset + 8] = address.to_bytes(8, "little")
         return bytes(made)
 
     def fill(self, data: _LaunchData) -> None:
@@ -271,7 +283,7 @@ def _initial(variable: Variable, module: Module, encoded: Encoded) -> bytearray:
         if literal:
             value = int(literal[1], 16)
         elif symbol:
-            value = number_of(encoded.variables, module.variables[symbol[1]])
+            value = address_of(encoded.variables.index(module.variables[symbol[1]]))
             value += int(symbol[2] or 0)
         else:
             value = int(text.rstrip("U"), 0)

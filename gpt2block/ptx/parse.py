@@ -18,6 +18,7 @@ _OF_MODULE = re.compile(rf"^(?P<extern>\.extern\s+)?(?:\.\w+\s+)??{_VARIABLE.pat
 _FUNCTION = re.compile(r"^(?:\.visible\s+|\.weak\s+)?\.(entry|func)\b", re.M)
 _FILE = re.compile(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', re.M)
 _HEADER = re.compile(r"(?:\((?P<results>[^)]*)\)\s*)?(?P<name>[\w$]+)\s*(?:\((?P<params>[^)]*)\))?")
+_BRACE = re.compile(r"[{}]")
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
 _TOKEN = re.compile(
     r"\s*(?:(?P<scope>[{}])|\.loc\s+(?P<loc>[^\n]*)|(?P<label>[\w$]+)\s*:(?!:)(?!\s*\.(?:callprototype|branchtargets))"
@@ -145,8 +146,12 @@ class Module:
         semicolon = self.text.find(";", at)
         if start < 0 or 0 <= semicolon < start:
             return at, at  # a prototype
-        end = self.text.find("\n}", start)
-        return start, end if end >= 0 else self.text.rindex("}")
+        depth = 0
+        for brace in _BRACE.finditer(self.text, start):
+            depth += 1 if brace[0] == "{" else -1
+            if not depth:
+                return start, brace.start()
+        raise Unreadable("a brace is not closed")
 
 
 def _directives(text: str) -> dict[str, tuple[int, ...]]:
@@ -213,8 +218,8 @@ class _Reader:
                 self.renamed.pop()
 
     def _statement(self, word: str, rest: str, guard: str) -> None:
-        if word == ".reg":
-            kind, _, names = rest.strip().lstrip(".").partition(" ")
+        if word.startswith(".reg"):
+            kind, _, names = f"{word[4:]} {rest}".strip(" .").partition(" ")
             self._registers(kind, names)
         elif word in (".param", ".local", ".shared"):
             match = _VARIABLE.match(f"{word} {rest}")
