@@ -1,7 +1,10 @@
 // Executes one instruction for many warps whose operands are rows of registers, without a program or memory.
 #include "floats.h"
+#include "tensor.h"
 
-// kinds: of the operands, "d" or a digit: so many rows of registers; "p": predicate. registers: the rows of all operands
+uint8_t* Machine::access(Warp&, const Instr&, int, uint64_t, unsigned, Space, unsigned) { return nullptr; }
+
+// kinds: of the operands, a digit: so many rows of registers; "p": predicate. registers: the rows of all operands
 // of the first warp, then those of the next. A predicate has one row, whose values are 0 or 1. Returns 0 if no handler
 // knows the opcode.
 extern "C" int run(const char* opcode, const char* kinds, int warps, uint64_t* registers) {
@@ -18,11 +21,11 @@ extern "C" int run(const char* opcode, const char* kinds, int warps, uint64_t* r
     int rows = 0;
     for (const char* kind = kinds; *kind; ++kind) {
         const int count = *kind == 'p' ? 1 : *kind - '0';
-        operands.push_back({*kind == 'p' ? Operand::predicate : Operand::row, rows, count});
-        rows += count;
+        operands.push_back({*kind == 'p' ? Operand::predicate : Operand::row, rows, count, 0, 0});
+        for (int end = rows + count; rows < end; ++rows) program.parts.push_back(rows);
     }
     warp.predicates.resize(rows);
-    const Instr instruction = {&form, handler, operands.data(), (int)operands.size()};
+    const Instr instruction = {&form, handler, operands.data(), (int)operands.size(), -1, false, 0};
     for (; warps--; registers += rows * LANES) {
         warp.rows.assign(registers, registers + rows * LANES);
         for (int r = 0; r < rows; ++r) {

@@ -33,6 +33,13 @@ class Row(NamedTuple):
     fidelity: str = EXACT
 
 
+SHAPES = "m16n8k4 m16n8k8 m16n8k16 m16n8k32 m8n8k4 m8n8k16"
+SUMS = (
+    "exact products; sums in f32 and f16 are aligned to the largest term and cut off 25 bits below "
+    "it, as tensor cores of Hopper were found to do"
+)
+
+
 def _ulp(units: int) -> str:
     return f"approximate: at most {units} ulp; the nearest number here"
 
@@ -117,6 +124,26 @@ ROWS = (
     Row("tanh", "f32", "approx", "hyperbolic tangent", _error("2^-11")),
     Row("tanh", "f16 f16x2", "approx", "hyperbolic tangent", _error("2^-10.987")),
     Row("tanh", "bf16 bf16x2", "approx", "hyperbolic tangent", _error("2^-8")),
+    Row(
+        "mma",
+        "f16 bf16 tf32 f32 e4m3 e5m2 s8 u8 s32 f64",
+        f"sync aligned row col satfinite {SHAPES}",
+        "product of matrices by a warp",
+        SUMS,
+    ),
+    Row(
+        "wmma",
+        "f16 bf16 tf32 f32 s8 u8 s32",
+        f"sync aligned row col satfinite load store mma a b c d m16n16k16 m16n16k8 {SPACES}",
+        "product of matrices by a warp; loads and stores of its fragments",
+        SUMS,
+    ),
+    Row(
+        "ldmatrix stmatrix",
+        "b16",
+        f"sync aligned m8n8 x1 x2 x4 trans {SPACES}",
+        "load, store of 8 x 8 matrices by a warp",
+    ),
 )
 
 

@@ -1,6 +1,7 @@
 // The C interface of the engine: load a program, launch it.
 #include "calls.h"
 #include "schedule.h"
+#include "tensor.h"
 
 #include <sstream>
 
