@@ -65,18 +65,27 @@ inline Region find(Warp& w, const Instr& i, int lane, uint64_t address, Space sp
     throw found;
 }
 
-inline void check_written(Warp& w, const Instr& i, int lane, const Region& region, unsigned bytes, unsigned use) {
-    uint8_t* written = region.written + region.offset;
-    if (use & READS && !std::all_of(written, written + bytes, [](uint8_t b) { return b; })) {
-        if (w.machine.notes.empty()) {
-            try {
-                refuse(w, i, lane, region, bytes, use, "unwritten");
-            } catch (const Finding& found) {
-                w.machine.notes.push_back(found);
-            }
-        }
+inline void note_unwritten(Warp& w, const Instr& i, int lane, Region region, uint64_t from, unsigned bytes, unsigned use) {
+    if (!w.machine.notes.empty()) return;
+    region.offset = (int64_t)from;
+    try {
+        refuse(w, i, lane, region, bytes, use, "unwritten");
+    } catch (const Finding& found) {
+        w.machine.notes.push_back(found);
     }
+}
+
+inline void check_written(Warp& w, const Instr& i, int lane, const Region& region, uint64_t from, unsigned bytes,
+                          unsigned use) {
+    uint8_t* written = region.written + from;
+    if (use & READS && std::memchr(written, 0, bytes)) note_unwritten(w, i, lane, region, from, bytes, use);
     if (use & WRITES) std::memset(written, 1, bytes);
+}
+
+inline void check_place(Warp& w, const Instr& i, int lane, const Region& region, unsigned bytes, unsigned use) {
+    if (region.offset < 0 || (uint64_t)region.offset + bytes > region.bytes || (region.constant && use & WRITES)) {
+        refuse(w, i, lane, region, bytes, use, "out of bounds");
+    }
 }
 
 inline Space space_of(const Form& f) {
@@ -92,15 +101,14 @@ inline Space space_of(const Form& f) {
 }
 
 // Loads and stores. arg[0]: space, arg[1]: bytes of an element, arg[2]: use, arg[3]: a sum of Details.
-enum Details { RELEASES = 1, OF_BLOCK = 2, SIGNED = 4 };
+enum Details { RELEASES = 1, OF_BLOCK = 2 };
 
 inline void prepare(Form& f, unsigned use) {
     const bool relaxed = f.has("relaxed") || f.has("volatile") || f.has("acquire") || f.has("release") || f.has("acq_rel");
     f.arg[0] = (int64_t)space_of(f);
     f.arg[1] = f.type().bits / 8;
     f.arg[2] = use | (relaxed && use != (READS | WRITES) ? +STRONG : 0) | (f.has("nc") ? +READ_ONLY : 0);
-    f.arg[3] = (f.has("release") || f.has("acq_rel") ? +RELEASES : 0) | (f.has("cta") ? +OF_BLOCK : 0) |
-               (f.type().is_signed() ? +SIGNED : 0);
+    f.arg[3] = (f.has("release") || f.has("acq_rel") ? +RELEASES : 0) | (f.has("cta") ? +OF_BLOCK : 0);
 }
 
 inline uint64_t generic_address(const Warp& w, int lane, uint64_t address, Space space) {
@@ -121,33 +129,65 @@ inline void after(Warp& w, const Form& f, int lane, uint64_t address, unsigned u
     if (use & WRITES) w.machine.races->tell(w, lane, key, !(use & ATOMIC));
 }
 
-template <bool STORE>
+// Where lanes access memory, with all checks. The region of a lane usually serves the next lanes, too.
+inline void locate(Warp& w, const Instr& i, Mask active, int where, unsigned bytes, Space space, unsigned use,
+                   uint8_t* (&at)[LANES]) {
+    Machine& m = w.machine;
+    const uint64_t* base = w.in(i, where);
+    const uint64_t offset = (uint64_t)i.op[where].offset;
+    const bool narrow = space == Space::shared || space == Space::cluster;
+    const bool own = space == Space::local || space == Space::generic;  // lanes may have regions of their own
+    Region region;
+    uint64_t origin = 0, room = 0;  // address of the region's first byte; bytes where an access may begin
+    for (Mask rest = active; rest; rest &= rest - 1) {
+        const int l = __builtin_ctz(rest);
+        const uint64_t address = narrow ? (uint32_t)(base[l] + offset) : base[l] + offset;
+        uint64_t from = address - origin;
+        if (from >= room || own) {
+            region = find(w, i, l, address, space);
+            check_place(w, i, l, region, bytes, use);
+            from = (uint64_t)region.offset, origin = address - from, room = region.bytes - bytes + 1;
+        }
+        if (from & (bytes - 1)) region.offset = (int64_t)from, refuse(w, i, l, region, bytes, use, "misaligned");
+        at[l] = region.data + from;
+        if (!m.checks) continue;
+        if (region.written) check_written(w, i, l, region, from, bytes, use);
+        if (region.shadow) m.races->record(w, i, l, *region.shadow, from, bytes, use, at[l]);
+    }
+}
+
+template <class T, bool STORE>
 void move(Warp& w, const Instr& i, Mask active) {
     const Form& f = *i.form;
     const int value = STORE ? 1 : 0, where = STORE ? 0 : 1, count = i.op[value].count;
-    const unsigned bytes = (unsigned)f.arg[1], use = (unsigned)f.arg[2];
-    const Space space = (Space)f.arg[0];
-    const unsigned part = bytes > 8 ? 8 : bytes, shift = 64 - 8 * part;
-    const unsigned total = bytes > 8 ? bytes : part * count;
-    const uint64_t* base = w.in(i, where);
-    const int64_t offset = i.op[where].offset;
+    const unsigned use = (unsigned)f.arg[2];
+    uint8_t* at[LANES];
     if (STORE) before(w, f, active);
-    for (Mask rest = active; rest; rest &= rest - 1) {
-        const int l = __builtin_ctz(rest);
-        const uint64_t address = base[l] + offset;
-        uint8_t* at = w.machine.access(w, i, l, address, total, space, use);
-        for (int k = 0; k < count; ++k, at += part) {
-            if (STORE) {
-                std::memcpy(at, w.in(i, value, k) + l, part);
-                continue;
-            }
-            uint64_t bits = 0;
-            std::memcpy(&bits, at, part);
-            if (f.arg[3] & SIGNED) bits = (uint64_t)((int64_t)(bits << shift) >> shift);
-            w.out(i, value, k)[l] = bits;
+    locate(w, i, active, where, sizeof(T) * count, (Space)f.arg[0], use, at);
+    for (int k = 0; k < count; ++k) {
+        if constexpr (STORE) {
+            const uint64_t* a = w.in(i, value, k);
+            for_lanes(active, [&](int l) {
+                const T bits = (T)a[l];
+                std::memcpy(at[l] + k * sizeof(T), &bits, sizeof bits);
+            });
+        } else {
+            uint64_t* d = w.out(i, value, k);
+            for_lanes(active, [&](int l) {
+                T bits;
+                std::memcpy(&bits, at[l] + k * sizeof(T), sizeof bits);
+                d[l] = (uint64_t)(int64_t)bits;
+            });
         }
-        if (use & STRONG) after(w, f, l, address, use);
     }
+    if (use & STRONG) for_lanes(active, [&](int l) { after(w, f, l, w.address(i, where, l), use); });
+}
+
+template <bool STORE>
+Handler pick_move(Form& f) {
+    prepare(f, STORE ? WRITES : READS);
+    if (f.type().bits == 128) return move<uint64_t, STORE>;  // a .b128 is a vector of two
+    return alu::for_type(f.type(), [](auto zero) -> Handler { return move<decltype(zero), STORE>; });
 }
 
 // Atomic operations, one lane after the other. `from` and `to` are values of the element's width.
@@ -282,8 +322,8 @@ static void fence(Warp& w, const Instr& i, Mask active) {
 static void nothing(Warp&, const Instr&, Mask) {}
 
 static const Register all_[] = {
-    {{"ld", "ldu"}, [](Form& f) -> Handler { prepare(f, READS); return move<false>; }},
-    {{"st"}, [](Form& f) -> Handler { prepare(f, WRITES); return move<true>; }},
+    {{"ld", "ldu"}, pick_move<false>},
+    {{"st"}, pick_move<true>},
     {{"atom", "red"}, pick_atom},
     {{"cvta"}, [](Form& f) -> Handler { f.arg[0] = (int64_t)space_of(f), f.arg[1] = f.has("to"); return cvta; }},
     {{"isspacep"}, [](Form& f) -> Handler { f.arg[0] = (int64_t)space_of(f); return isspacep; }},
@@ -298,13 +338,11 @@ inline uint8_t* Machine::access(Warp& w, const Instr& i, int lane, uint64_t addr
                                 unsigned use) {
     using namespace memory;
     const Region region = find(w, i, lane, address, space);
-    if (region.offset < 0 || (uint64_t)region.offset + bytes > region.bytes || (region.constant && use & WRITES)) {
-        refuse(w, i, lane, region, bytes, use, "out of bounds");
-    }
+    check_place(w, i, lane, region, bytes, use);
     if ((uint64_t)region.offset % bytes) refuse(w, i, lane, region, bytes, use, "misaligned");
     uint8_t* data = region.data + region.offset;
     if (!checks) return data;
-    if (region.written) check_written(w, i, lane, region, bytes, use);
+    if (region.written) check_written(w, i, lane, region, (uint64_t)region.offset, bytes, use);
     if (region.shadow) races->record(w, i, lane, *region.shadow, (uint64_t)region.offset, bytes, use, data);
     return data;
 }

@@ -17,11 +17,18 @@
 
 #include <algorithm>
 
+constexpr int BLOCK_SHIFT = 10;  // a block has at most 1024 threads
+
 struct Stamped {
-    uint32_t thread = 0, stamp = 0;  // number in the launch; stamp 0: no access so far
-    int32_t place = 0;
+    uint32_t thread = 0, stamp = 0;  // block << BLOCK_SHIFT | thread; stamp 0: no access so far
+    uint32_t place : 31, last : 1;   // last, of a read: its thread has not accessed the cell again
     uint32_t value = 0;              // of a read
-    bool last = false;               // of a read: its thread has not accessed the cell again
+
+    Stamped() : place(0), last(0) {}
+    Stamped(uint32_t t, uint32_t s, int32_t at, bool l) : thread(t), stamp(s), place((uint32_t)at & 0x7fffffff), last(l) {}
+    int64_t block() const { return thread >> BLOCK_SHIFT; }
+    int in_block() const { return thread & ((1 << BLOCK_SHIFT) - 1); }
+    bool same_warp(uint32_t other) const { return thread / LANES == other / LANES; }
 };
 
 struct Cell {  // the last write, and three reads: the last, by another thread of its warp, by another warp
@@ -100,23 +107,22 @@ struct Races {
         return *thread.facts;
     }
     uint32_t number_of(const Warp& w, int lane) const {
-        return (uint32_t)(w.block.number * w.block.threads() + w.thread(lane));
+        return (uint32_t)(w.block.number << BLOCK_SHIFT | w.thread(lane));
     }
-    int64_t block_of(const Stamped& a) const { return a.thread / (machine.block[0] * machine.block[1] * machine.block[2]); }
-    int thread_of(const Stamped& a) const { return (int)(a.thread % (machine.block[0] * machine.block[1] * machine.block[2])); }
+
+    // Whether an access precedes those of a thread because of barriers alone, as almost all do.
+    static bool usual(const Stamped& before, const Warp& w, uint32_t self) {
+        if (!before.stamp || before.thread == self) return true;
+        if (before.block() != w.block.number) return false;
+        return before.stamp <= w.block.phase || (before.same_warp(self) && before.stamp <= w.met);
+    }
 
     bool ordered(const Stamped& before, const Warp& w, int lane, uint32_t self) const {
-        if (!before.stamp || before.thread == self) return true;
-        const int64_t block = block_of(before);
-        const int thread = thread_of(before);
+        if (usual(before, w, self)) return true;
+        const int64_t block = before.block();
+        const int thread = before.in_block();
         const Thread& own = w.block.knowledge[w.thread(lane)];
-        if (block == w.block.number) {
-            if (before.stamp <= w.block.phase) return true;
-            if (thread / LANES == w.first / LANES) {
-                if (before.stamp <= w.met) return true;
-                if (!own.of.empty() && before.stamp <= own.of[thread % LANES]) return true;
-            }
-        }
+        if (before.same_warp(self) && !own.of.empty() && before.stamp <= own.of[thread % LANES]) return true;
         if (!own.facts) return false;
         const Blocks& learnt = own.facts->of[Facts::LEARNT];
         const auto known = learnt.find(block);
@@ -145,8 +151,8 @@ struct Races {
     Finding race(const Now& now, const Stamped& before, const char* was) const {
         Finding found;
         found.kind = "race";
-        found.now = {now.w.block.number, now.w.thread(now.lane), now.access.place};
-        found.other = {block_of(before), thread_of(before), before.place};
+        found.now = {now.w.block.number, now.w.thread(now.lane), (int32_t)now.access.place};
+        found.other = {before.block(), before.in_block(), (int32_t)before.place};
         found.verb = is(now.use), found.other_verb = was;
         found.array = now.shadow.array;
         found.byte = (int64_t)(now.cell * machine.program->granule), found.bytes = now.bytes;
@@ -158,7 +164,7 @@ struct Races {
 
     // Whether the thread of a plain read may still compare the value with an atom.cas.
     bool may_compare(const Stamped& read, const Now& now) const {
-        return read.last && block_of(read) == now.w.block.number && read.stamp > now.w.block.phase;
+        return read.last && read.block() == now.w.block.number && read.stamp > now.w.block.phase;
     }
 
     Held* held_at(Thread& thread, const Shadow& shadow, uint64_t cell) const {
@@ -180,11 +186,10 @@ struct Races {
         if (kept[0].thread != now.thread) kept[1] = kept[0];
         kept[0] = now;
     }
-    void keep_read(Stamped (&kept)[3], const Stamped& now) const {
+    static void keep_read(Stamped (&kept)[3], const Stamped& now) {
         const Stamped last = kept[0];
         if (last.stamp && last.thread != now.thread) {
-            const bool near = block_of(last) == block_of(now) && thread_of(last) / LANES == thread_of(now) / LANES;
-            kept[near ? 1 : 2] = last;
+            kept[last.same_warp(now.thread) ? 1 : 2] = last;
         }
         kept[0] = now;
     }
@@ -194,7 +199,7 @@ struct Races {
             if (ordered(read, now.w, now.lane, now.access.thread)) continue;
             const Finding found = race(now, read, "read");
             if (!(now.use & ATOMIC) || !may_compare(read, now)) throw found;
-            hold(now.w.block.knowledge[thread_of(read)], {&now.shadow, now.cell, read.value, found});
+            hold(now.w.block.knowledge[read.in_block()], {&now.shadow, now.cell, read.value, found});
         }
     }
 
@@ -218,10 +223,6 @@ struct Races {
     void check(const Now& now) {
         Cell& cell = now.shadow.at(now.cell);
         const uint32_t self = now.access.thread;
-        if (now.use == READS && cell.read[0].thread == self && cell.read[0].stamp == now.access.stamp &&
-            cell.read[0].last && !facts) {
-            return;  // as before
-        }
         if (facts) {
             if (Held* held = held_at(now.w.block.knowledge[now.w.thread(now.lane)], now.shadow, now.cell)) throw held->race;
         }
@@ -246,22 +247,39 @@ struct Races {
 
     // Lanes of a warp that exchange values by volatile shared memory alone, as before Volta.
     void check_volatile(const Now& now, const StrongAccess& before) const {
-        if (!before.stamp || block_of(before) != now.w.block.number || before.atomic) return;
-        if (thread_of(before) / LANES != now.w.first / LANES) return;
+        if (!before.stamp || before.block() != now.w.block.number || before.atomic) return;
+        if (!before.same_warp(now.access.thread)) return;
         if (ordered(before, now.w, now.lane, now.access.thread)) return;
         Finding found = race(now, before, was(before));
         found.text = "volatile orders no threads, which __syncwarp() does";
         throw found;
     }
 
+    // Records an access that needs no look at strong accesses and facts. Returns false if it may race.
+    static bool plain(Cell& cell, const Warp& w, const Stamped& access, bool writes) {
+        if (!usual(cell.written, w, access.thread)) return false;
+        for (Stamped& read : cell.read) {
+            if (read.thread == access.thread) read.last = 0;
+            if (writes && !usual(read, w, access.thread)) return false;
+        }
+        if (writes) {
+            cell.written = access;
+        } else {
+            keep_read(cell.read, access);
+        }
+        return true;
+    }
+
     // Records the access of a lane to bytes from `start` on of an array or of shared memory. data: where they are.
     void record(Warp& w, const Instr& i, int lane, Shadow& shadow, uint64_t start, unsigned bytes, unsigned use,
                 const uint8_t* data) {
-        const unsigned granule = machine.program->granule;
-        const uint32_t self = number_of(w, lane);
-        for (uint64_t cell = start / granule; cell * granule < start + bytes; ++cell) {
-            Stamped access = {self, now, i.place, 0, true};
-            if (!(use & WRITES)) std::memcpy(&access.value, data + (cell * granule - start), std::min(granule, 4u));
+        const unsigned granule = machine.program->granule, shift = (unsigned)__builtin_ctz(granule);
+        const bool simple = !facts && shadow.strong.empty() && !(use & STRONG);
+        Stamped access(number_of(w, lane), now, i.place, true);
+        const uint64_t end = (start + bytes + granule - 1) >> shift;
+        for (uint64_t cell = start >> shift; cell < end; ++cell) {
+            if (!(use & WRITES)) std::memcpy(&access.value, data + ((cell << shift) - start), std::min(granule, 4u));
+            if (simple && plain(shadow.at(cell), w, access, use & WRITES)) continue;
             check({w, i, lane, use, shadow, cell, access, bytes});
         }
     }
