@@ -68,6 +68,7 @@ Loaded* ptx_load(const ProgramData* data) {
         const auto pick = pickers().find(form.name);
         form.run = pick == pickers().end() ? nullptr : pick->second(form);
         if (!form.run) loaded->unknown += text + "\n";
+        p.compares |= form.has("cas");
     }
     for (int64_t k = 0; k < data->operand_count; ++k) {
         const int64_t* each = data->operands + 4 * k;

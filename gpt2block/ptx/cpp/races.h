@@ -258,16 +258,31 @@ struct Races {
     // Records an access that needs no look at strong accesses and facts. Returns false if it may race.
     static bool plain(Cell& cell, const Warp& w, const Stamped& access, bool writes) {
         if (!usual(cell.written, w, access.thread)) return false;
-        for (Stamped& read : cell.read) {
-            if (read.thread == access.thread) read.last = 0;
-            if (writes && !usual(read, w, access.thread)) return false;
-        }
         if (writes) {
+            for (Stamped& read : cell.read) {
+                if (read.thread == access.thread) read.last = 0;
+                if (!usual(read, w, access.thread)) return false;
+            }
             cell.written = access;
-        } else {
-            keep_read(cell.read, access);
+            return true;
         }
+        Stamped &last = cell.read[0], &other = cell.read[1];
+        const bool near = last.stamp == access.stamp && last.same_warp(access.thread);
+        if (near && other.stamp == access.stamp && other.same_warp(access.thread) && other.thread != access.thread) {
+            last.thread = access.thread, last.place = access.place, last.last = 1, last.value = access.value;
+            return true;  // two lanes of a warp that read a cell stand for all
+        }
+        for (int k = 1; k < 3; ++k) {
+            if (cell.read[k].thread == access.thread) cell.read[k].last = 0;
+        }
+        keep_read(cell.read, access);
         return true;
+    }
+
+    static uint32_t value_at(const uint8_t* data, unsigned granule) {
+        uint32_t value = 0;
+        std::memcpy(&value, data, std::min(granule, 4u));
+        return value;
     }
 
     // Records the access of a lane to bytes from `start` on of an array or of shared memory. data: where they are.
@@ -275,10 +290,12 @@ struct Races {
                 const uint8_t* data) {
         const unsigned granule = machine.program->granule, shift = (unsigned)__builtin_ctz(granule);
         const bool simple = !facts && shadow.strong.empty() && !(use & STRONG);
-        Stamped access(number_of(w, lane), now, i.place, true);
+        const bool values = machine.program->compares && !(use & WRITES);
+        const uint32_t self = number_of(w, lane);
         const uint64_t end = (start + bytes + granule - 1) >> shift;
         for (uint64_t cell = start >> shift; cell < end; ++cell) {
-            if (!(use & WRITES)) std::memcpy(&access.value, data + ((cell << shift) - start), std::min(granule, 4u));
+            Stamped access(self, now, i.place, true);
+            if (values) access.value = value_at(data + ((cell << shift) - start), granule);
             if (simple && plain(shadow.at(cell), w, access, use & WRITES)) continue;
             check({w, i, lane, use, shadow, cell, access, bytes});
         }
