@@ -162,9 +162,14 @@ struct Races {
         return a.atomic ? "atomically changed" : a.writes ? "wrote (volatile)" : "read (volatile)";
     }
 
-    // Whether the thread of a plain read may still compare the value with an atom.cas.
-    bool may_compare(const Stamped& read, const Now& now) const {
-        return read.last && read.block() == now.w.block.number && read.stamp > now.w.block.phase;
+    // Returns the thread of a plain read if it may still compare the value with an atom.cas, or null.
+    Thread* may_compare(const Stamped& read) const {
+        for (const auto& block : machine.in_flight) {
+            if (block->number != read.block() || !read.last || read.stamp <= block->phase) continue;
+            const Warp& w = block->warps[read.in_block() / LANES];
+            if (w.state[read.in_block() % LANES] != Lane::done) return &block->knowledge[read.in_block()];
+        }
+        return nullptr;
     }
 
     Held* held_at(Thread& thread, const Shadow& shadow, uint64_t cell) const {
@@ -198,8 +203,9 @@ struct Races {
         for (const Stamped& read : cell.read) {
             if (ordered(read, now.w, now.lane, now.access.thread)) continue;
             const Finding found = race(now, read, "read");
-            if (!(now.use & ATOMIC) || !may_compare(read, now)) throw found;
-            hold(now.w.block.knowledge[read.in_block()], {&now.shadow, now.cell, read.value, found});
+            Thread* reader = now.use & ATOMIC ? may_compare(read) : nullptr;
+            if (!reader) throw found;
+            hold(*reader, {&now.shadow, now.cell, read.value, found});
         }
     }
 

@@ -354,7 +354,7 @@ struct Run {
             Warp& w = block->warps.emplace_back(m, *block);
             w.first = first;
             w.exist = threads - first >= LANES ? ~0u : (1u << (threads - first)) - 1;
-            w.rows.assign((std::size_t)p.rows * LANES, 0x7ff4dead7fa0deadull);
+            w.rows.assign((std::size_t)p.rows * LANES, fill * 0x0101010101010101ull);
             w.predicates.assign(p.predicates, 0);
             w.pc.fill(m.entry);
             for (int l = 0; l < LANES; ++l) w.state[l] = w.exist >> l & 1 ? Lane::runs : Lane::done;
