@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from gpt2block.ptx import table
 from gpt2block.ptx.parse import (
@@ -28,7 +29,7 @@ CODE = 1 << 60  # + the index of an instruction: the address of a function
 BUILT_IN = ("vprintf", "__assertfail")
 _ADDRESS = re.compile(r"^([\w$%.]+)\s*(?:\+\s*(-?\w+)|(-\w+))?$")
 _PARTS = re.compile(r"\{[^}]*\}|[^,\s{}]+")
-_SYMBOL = re.compile(r"(?:generic\()?([A-Za-z_$%][\w$]*)\)?(?:\s*\+\s*(\d+))?$")
+_WORD = re.compile(r"[A-Za-z_$][\w$]*")
 _VARYING = frozenset(("%clock", "%clock64", "%clock_hi", "%globaltimer", "%globaltimer_lo"))
 _MEMORY = frozenset(("ld", "ldu", "st", "atom", "red"))
 
@@ -106,6 +107,8 @@ class _Encoder:
         self.returns: dict[str, int] = {}  # function → row of the return address
         self.aliases: dict[str, int] = {}  # variables in local memory → their offsets
         self.constants: dict[int, int] = {}
+        self.shared_frames: dict[tuple[tuple[int, int], ...], tuple[int, list[int]]] = {}
+        self.later: dict[str, list[int]] = {}  # function → operands that wait for its place
 
     def encode(self) -> Encoded:
         made = self.made
@@ -122,18 +125,42 @@ class _Encoder:
     def _order(self, name: str, open_: list[str]) -> list[str]:
         """Return a function's name after the names of the functions that it calls."""
         if name in open_:
-            raise Unsupported(f"the recursive function {name}")
+            for other in open_[open_.index(name) :]:
+                if any(v.space == "local" for v in self.functions[other].variables.values()):
+                    raise Unsupported(f"the recursive function {other}, which has local arrays")
         if name in self.functions:
             return []
         self.functions[name] = function = self.module.function(name)
-        names = [each for each in called(function) if each not in BUILT_IN and each[0] != "%"]
-        below = [each for other in names for each in self._order(other, [*open_, name])]
         if not function.entry:
-            self.returns[name] = self._new_row()
-            self.frames[name] = {
-                each.name: self._local(each) for each in (*function.results, *function.parameters)
-            }
+            formal = (*function.results, *function.parameters)
+            row, offsets = self._frame(formal, name not in self._pointed)
+            self.returns[name] = row
+            self.frames[name] = dict(zip((each.name for each in formal), offsets, strict=True))
+        names = [each for each in called(function) if each not in BUILT_IN and each[0] != "%"]
+        names += self._pointed if any(each[0] == "%" for each in called(function)) else ()
+        below = [each for other in names for each in self._order(other, [*open_, name])]
         return [*below, name]
+
+    @cached_property
+    def _pointed(self) -> list[str]:
+        """Return the functions to which a variable or an instruction points."""
+        names = [name for name, (entry, _) in self.module.functions.items() if not entry]
+        values = " ".join(each.value for each in self.module.variables.values())
+        words = {*_WORD.findall(values), *re.findall(r"\smov\.u64\s+%\w+, ([\w$]+);", self.module.text)}
+        return [name for name in names if name in words]
+
+    def _frame(self, formal: Sequence[Variable], own: bool) -> tuple[int, list[int]]:
+        """Return the row of a function's return address, and the offsets of its parameters.
+
+        Functions that are called through pointers share them if their parameters are alike.
+        """
+        alike = tuple((each.bytes, each.align) for each in formal)
+        if own or alike not in self.shared_frames:
+            made = self._new_row(), [self._local(each) for each in formal]
+            if own:
+                return made
+            self.shared_frames[alike] = made
+        return self.shared_frames[alike]
 
     def _function(self, function: Function) -> None:
         self.function = function
@@ -141,6 +168,8 @@ class _Encoder:
         self.aliases = dict(self._arguments(function))
         start = len(self.made.code)
         self.made.functions[function.name] = start
+        for operand in self.later.pop(function.name, ()):
+            self.made.operands[operand] = LABEL, start, 0, 0
         for instruction in function.code:
             try:
                 self._instruction(instruction, start)
@@ -156,12 +185,12 @@ class _Encoder:
             if instruction.opcode.split(".")[0] != "call":
                 continue
             results, name, arguments = call_target(instruction)
+            actual = (*results, *arguments)
             if name in self.frames:
-                formal = self.functions[name]
-                for actual, each in zip(
-                    (*results, *arguments), (*formal.results, *formal.parameters), strict=True
-                ):
-                    found.append((actual, self.frames[name][each.name]))
+                found += zip(actual, self.frames[name].values(), strict=True)
+            elif name.startswith("%"):
+                formal = [function.variables[each] for each in actual]
+                found += zip(actual, self._frame(formal, own=False)[1], strict=True)
         return found
 
     def _local(self, variable: Variable) -> int:
@@ -218,18 +247,29 @@ class _Encoder:
     def _call(self, each: Instruction) -> tuple[str, list[str]]:
         results, name, arguments = call_target(each)
         if name in self.functions:
-            return "call", [f"@code {self.made.functions[name]}", f"@{self.returns[name]}"]
+            known = self.made.functions
+            running = name not in known or name == self.function.name
+            saved = [f"@saved {name}"] if running else []
+            return "call", [f"@code {name}", f"@{self.returns[name]}", *saved]
         if name in BUILT_IN:
             return name.strip("_"), [f"[{argument}]" for argument in (*results, *arguments)]
         if name.startswith("%"):
-            raise Unsupported("a call through a pointer", each.place)
+            formal = [self.function.variables[each] for each in (*results, *arguments)]
+            return "call", [name, f"@{self._frame(formal, own=False)[0]}"]
         known = "dynamic parallelism: " if "Launch" in name or "GetParameterBuffer" in name else ""
         raise Unsupported(f"{known}a call of {name}", each.place)
 
     def _operand(self, text: str, each: Instruction, start: int) -> None:
         add = self.made.operands.append
         if text.startswith("@code "):
-            add((LABEL, int(text[6:]), 0, 0))
+            name = text[6:]
+            if name not in self.made.functions:
+                self.later.setdefault(name, []).append(len(self.made.operands))
+            add((LABEL, self.made.functions.get(name, 0), 0, 0))
+        elif text.startswith("@saved "):  # a call of a function that may be running
+            results = self.functions[text[7:]].results
+            offset = self.frames[text[7:]][results[0].name] if results else 0
+            add((NONE, offset, results[0].bytes if results else 0, 0))
         elif text.startswith("@"):
             add((ROW, int(text[1:]), 1, 0))
         elif text == "_":
@@ -323,6 +363,8 @@ class _Encoder:
             for offset, parameter in made.parameters:
                 if parameter.name == name:
                     return offset
+        if name in made.functions:
+            return CODE + made.functions[name]
         variable = self.function.variables.get(name) or self.module.variables.get(name)
         if variable is None:
             raise Unreadable(f"the name {name}")
@@ -336,7 +378,7 @@ class _Encoder:
     def _global(self, variable: Variable) -> int:
         if variable not in self.made.variables:
             self.made.variables.append(variable)
-            for name, _ in re.findall(r"([A-Za-z_$][\w$]*)(\+\d+)?", variable.value):
+            for name in _WORD.findall(variable.value):
                 if name in self.module.variables:
                     self._global(self.module.variables[name])
         return address_of(self.made.variables.index(variable))

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block.ptx.encode import Encoded, address_of, encode
+from gpt2block.ptx.encode import CODE, Encoded, address_of, encode
 from gpt2block.ptx.parse import Module, Place, Variable
 
 CACHE = "GPT2BLOCK_CPU_CUDA_CACHE"
@@ -231,7 +231,7 @@ class _Arrays:
         made = bytearray(self.encoded.parameter_bytes)
         numbers: dict[tuple[int, int], int] = {}  # an array that is passed twice has one address
         for k, ((offset, parameter), value) in enumerate(zip(parameters, args, strict=True)):
-            array, start = value if isinstance(value, Pointer) else (value, 0)
+            array, start = value[:2] if isinstance(value, Pointer | TensorMap) else (value, 0)
             if not isinstance(array, np.ndarray):
                 made[offset : offset + parameter.bytes] = _scalar(value, parameter)
                 continue
@@ -242,8 +242,11 @@ class _Arrays:
                 name = names[k] if names else f"argument {k}"
                 shadow = written[k] if written else None
                 numbers[key] = self._add(name, array.reshape(-1).view(np.uint8), shadow)
-            address = address_of(numbers[key]) + start
-            made[offset : offset + 8] = address.to_bytes(8, "little")
+            address = address_of(numbers[key])
+            if isinstance(value, TensorMap):
+                made[offset : offset + parameter.bytes] = value.encoded(address)
+            else:
+                made[offset : offset + 8] = (address + start).to_bytes(8, "little")
         return bytes(made)
 
     def fill(self, data: _LaunchData) -> None:
@@ -283,13 +286,18 @@ def _initial(variable: Variable, module: Module, encoded: Encoded) -> bytearray:
         if literal:
             value = int(literal[1], 16)
         elif symbol:
-            value = address_of(encoded.variables.index(module.variables[symbol[1]]))
-            value += int(symbol[2] or 0)
+            value = _address(symbol[1], module, encoded) + int(symbol[2] or 0)
         else:
             value = int(text.rstrip("U"), 0)
         size = variable.element
         made[k * size : (k + 1) * size] = (value & (1 << 8 * size) - 1).to_bytes(size, "little")
     return made
+
+
+def _address(name: str, module: Module, encoded: Encoded) -> int:
+    if name in encoded.functions:
+        return CODE + encoded.functions[name]
+    return address_of(encoded.variables.index(module.variables[name]))
 
 
 def plain_name(name: str) -> str:

@@ -148,6 +148,7 @@ constexpr uint64_t SHARED_WINDOW = 1ull << ARRAY_SHIFT;  // + (rank of the block
 constexpr uint64_t LOCAL_WINDOW = 2ull << ARRAY_SHIFT;   // + thread << 24
 constexpr uint64_t PARAM_WINDOW = 3ull << ARRAY_SHIFT;
 constexpr int FIRST_ARRAY = 4;
+constexpr uint64_t CODE = 1ull << 60;  // + the number of an instruction: the address of a function
 constexpr int RANK_SHIFT = 24;
 
 enum Use : unsigned {  // how an instruction touches memory; sums of these
@@ -177,6 +178,13 @@ struct AsyncBlock;  // async.h: what a block has in flight (copies, mbarriers); 
 
 enum class Lane : uint8_t { runs, gathers, waits, done };  // gathers: at a mask; waits: at a barrier of the block
 
+struct Saved {  // the registers and the local memory of a thread that has called a running function again
+    std::vector<uint64_t> rows;
+    std::vector<bool> predicates;
+    std::vector<uint8_t> local;
+    int result = 0, result_bytes = 0;  // in local memory
+};
+
 struct Warp {
     Machine& machine;
     Block& block;
@@ -190,6 +198,7 @@ struct Warp {
     Mask repeats = 0;                // lanes that have called again()
     Mask gives_way = 0;              // lanes whose loop has run long while others are ready
     bool yields = false;             // an instruction such as nanosleep ends the turn
+    std::array<std::vector<Saved>, LANES> calls;
     uint32_t met = 0;                // stamp up to which all lanes know each other's accesses
 
     Warp(Machine& m, Block& b) : machine(m), block(b) {}

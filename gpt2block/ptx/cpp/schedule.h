@@ -17,6 +17,7 @@ constexpr int64_t BLOCK_TURN = 1 << 18;  // of a block, before another block sta
 constexpr int64_t SHORT_TURN = 24;       // of a warp if blocks are interleaved
 constexpr std::size_t INTERLEAVED = 6;   // blocks in flight then
 constexpr std::size_t MOST_IN_FLIGHT = 512;
+constexpr std::size_t MOST_CALLS = 1000;
 
 inline uint64_t special(const std::string& name, const Warp& w, int lane) {
     const Machine& m = w.machine;
@@ -321,11 +322,8 @@ struct Run {
         switch (i.form->control) {
             case Control::exit: return end_lanes(w, active, pc);
             case Control::barrier: return arrive(w, i, pc, active);
-            case Control::call:
-                for_lanes(active, [&](int l) { w.rows[i.op[1].index * LANES + l] = pc + 1; });
-                return put(w, active, (uint32_t)i.op[0].index);
-            case Control::ret:
-                return for_lanes(active, [&](int l) { w.pc[l] = (uint32_t)w.in(i, 0)[l]; });
+            case Control::call: return for_lanes(active, [&](int l) { call(w, i, pc, l); });
+            case Control::ret: return for_lanes(active, [&](int l) { ret(w, i, l); });
             default:  // brx.idx: the index, then the targets
                 for_lanes(active, [&](int l) {
                     const uint64_t n = w.in(i, 0)[l];
@@ -333,6 +331,41 @@ struct Run {
                     w.pc[l] = (uint32_t)i.op[1 + n].index;
                 });
         }
+    }
+
+    // Operands: the function or a pointer to it; the row of its return address; if the function may be running already, where
+    // in local memory its result lies. All registers and local memory of the thread are then kept until it returns.
+    void call(Warp& w, const Instr& i, uint32_t pc, int lane) {
+        const bool saves = i.count > 2;
+        uint64_t target = (uint64_t)i.op[0].index;
+        if (i.op[0].kind == Operand::row) target = w.in(i, 0)[lane] - CODE;
+        if (target >= p.code.size()) m.fail(w, i, lane, "branch", "a pointer to a function has another value");
+        if (saves) {
+            Saved& kept = w.calls[lane].emplace_back();
+            for (int r = 0; r < p.rows; ++r) kept.rows.push_back(w.rows[r * LANES + lane]);
+            for (Mask each : w.predicates) kept.predicates.push_back(each >> lane & 1);
+            const uint8_t* local = w.block.local.data() + (std::size_t)w.thread(lane) * p.local_bytes;
+            kept.local.assign(local, local + p.local_bytes);
+            kept.result = i.op[2].index, kept.result_bytes = i.op[2].count;
+            if (w.calls[lane].size() > MOST_CALLS) m.fail(w, i, lane, "endless", "functions call themselves without an end");
+        }
+        w.rows[i.op[1].index * LANES + lane] = pc + 1 + (saves ? CODE : 0);
+        w.pc[lane] = (uint32_t)target;
+    }
+
+    void ret(Warp& w, const Instr& i, int lane) {
+        const uint64_t back = w.in(i, 0)[lane];
+        w.pc[lane] = (uint32_t)back;
+        if (!(back & CODE)) return;
+        Saved& kept = w.calls[lane].back();
+        for (int r = 0; r < p.rows; ++r) w.rows[r * LANES + lane] = kept.rows[r];
+        for (std::size_t k = 0; k < kept.predicates.size(); ++k) {
+            w.predicates[k] = (w.predicates[k] & ~(1u << lane)) | (Mask)kept.predicates[k] << lane;
+        }
+        uint8_t* local = w.block.local.data() + (std::size_t)w.thread(lane) * p.local_bytes;
+        std::copy(local + kept.result, local + kept.result + kept.result_bytes, kept.local.begin() + kept.result);
+        std::copy(kept.local.begin(), kept.local.end(), local);
+        w.calls[lane].pop_back();
     }
 
     // --- blocks
