@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from gpt2block.ptx.encode import CODE, Encoded, address_of, encode
 from gpt2block.ptx.parse import Module, Place, Variable
+from gpt2block.ptx.tensor_maps import TensorMap
 
 CACHE = "GPT2BLOCK_CPU_CUDA_CACHE"
 ORDERS = ("forward", "reverse", "shuffled", "interleaved")
@@ -112,7 +113,7 @@ def launch(
     block: Sequence[int],
     args: Sequence[Any],
     *,
-    cluster: Sequence[int] = (1, 1, 1),
+    cluster: Sequence[int] = (),
     shared: int = 0,
     order: str = "forward",
     checks: bool = True,
@@ -135,7 +136,8 @@ def launch(
     arrays = _Arrays(module, encoded)
     params = arrays.arguments(args, names, written)
     data = _LaunchData()
-    data.grid, data.block, data.cluster = _three(grid), _three(block), _three(cluster)
+    clusters = cluster or encoded.directives.get("reqnctapercluster", ())
+    data.grid, data.block, data.cluster = _three(grid), _three(block), _three(clusters)
     data.shared, data.order, data.checks = shared, ORDERS.index(order), checks
     data.variant, data.entry, data.budget = variant, encoded.entry, budget
     data.params = ctypes.cast(ctypes.create_string_buffer(params, len(params) + 1), _BYTES)

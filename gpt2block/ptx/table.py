@@ -144,6 +144,45 @@ ROWS = (
         f"sync aligned m8n8 x1 x2 x4 trans {SPACES}",
         "load, store of 8 x 8 matrices by a warp",
     ),
+    Row(
+        "cp",
+        "b64",
+        f"async ca cg commit_group wait_group wait_all bulk bulk_group mbarrier arrive noinc {SPACES} "
+        "mbarrier::complete_tx::bytes multicast::cluster prefetch tensor 1d 2d 3d 4d 5d tile read "
+        f"L2 {HINTS}",
+        "asynchronous copy; it lands when a thread waits for it",
+    ),
+    Row(
+        "mbarrier",
+        "b64",
+        f"init inval arrive arrive_drop expect_tx complete_tx test_wait try_wait parity {SPACES} "
+        f"{ORDERS}",
+        "barrier with phases, for threads and bytes",
+    ),
+    Row(
+        "st",
+        WORDS + " u32 s32 u64 s64 f32 f64",
+        f"async mbarrier::complete_tx::bytes v2 v4 {SPACES} {ORDERS}",
+        "asynchronous store in a block of the cluster",
+    ),
+    Row("mapa getctarank", "u32 u64", SPACES, "address in a block of the cluster; its rank"),
+    Row("barrier", "", "cluster arrive wait aligned acquire release relaxed", "barrier of a cluster"),
+    Row(
+        "fence",
+        "",
+        "proxy alias async async.global global shared::cta shared::cluster mbarrier_init release "
+        "acquire sync_restrict::shared::cta sync_restrict::shared::cluster cluster cta gpu sys",
+        "fence between threads and copies",
+    ),
+    Row(
+        "wgmma",
+        "f16 bf16 tf32 f32 s8 u8 s32",
+        "fence commit_group wait_group mma_async sync aligned satfinite "
+        + " ".join(f"m64n{n}k{k}" for n in range(8, 257, 8) for k in (8, 16, 32)),
+        "product of matrices by a warpgroup",
+        SUMS,
+    ),
+    Row("setmaxnreg griddepcontrol", "u32", "inc dec sync aligned wait launch_dependents", "nothing"),
 )
 
 

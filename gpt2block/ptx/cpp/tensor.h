@@ -368,9 +368,10 @@ struct Described {
     }
 };
 
-// Reads rows `first` to `first + count` - 1 of a described matrix (rows, depth) into `to`, which is transposed for b.
+// Reads rows `first` to `first + count` - 1 of a described matrix (rows, depth) into `to`, which is transposed for b. units:
+// gets the addresses of the 16 bytes that are read together.
 inline void read_described(Warp& w, const Instr& i, uint64_t code, int first, int count, bool across, char matrix,
-                           const Product& p, Numbers& to) {
+                           const Product& p, Numbers& to, std::vector<uint32_t>& units) {
     const Described from(code);
     const int item = (int)p.width / 8, per = 16 / item, depth = p.shape.depth;
     const Decode decode = matrix == 'a' ? p.a : p.b;
@@ -379,6 +380,7 @@ inline void read_described(Warp& w, const Instr& i, uint64_t code, int first, in
         for (int k = 0; k < depth; k += across ? 1 : per) {
             const uint32_t address = from.unit(first + r, k, item, across);
             const uint8_t* data = w.machine.access(w, i, 0, address, 16, Space::shared, READS);
+            units.push_back(address);
             for (int e = 0; e < per; ++e) {
                 const int row = across ? r + e : r, column = across ? k : k + e;
                 const int at = matrix == 'a' ? row * depth + column : column * count + row;
@@ -396,15 +398,15 @@ inline void negate(Numbers& numbers, bool negative) {
 
 // d, a, b, whether to add to d, signs of a and b, then whether a (if in shared memory) and b are stored across. A warp
 // computes its 16 rows of the 64.
-static void wgmma_product(Warp& w, const Instr& i) {
+inline void wgmma_product(Warp& w, const Instr& i, std::vector<uint32_t>& units) {
     static thread_local Numbers a, b;
     static thread_local std::vector<double> sums;
     const Product& p = product_of(i);
     const auto constant = [&](int k) { return k < i.count ? (int32_t)w.in(i, k)[0] : 0; };
     const bool registers = i.op[1].count > 1;
     if (registers) read_matrix('a', w, i, 1, p, a);
-    else read_described(w, i, w.in(i, 1)[0], w.first / LANES % 4 * 16, 16, constant(6), 'a', p, a);
-    read_described(w, i, w.in(i, 2)[0], 0, p.shape.columns, constant(registers ? 6 : 7), 'b', p, b);
+    else read_described(w, i, w.in(i, 1)[0], w.first / LANES % 4 * 16, 16, constant(6), 'a', p, a, units);
+    read_described(w, i, w.in(i, 2)[0], 0, p.shape.columns, constant(registers ? 6 : 7), 'b', p, b, units);
     negate(a, constant(4) < 0), negate(b, constant(5) < 0);
     if (w.predicate(i, 3) & 1) read_sums(w, i, 0, p, sums);
     else sums.assign(p.shape.rows * p.shape.columns, 0.0);
