@@ -1,19 +1,18 @@
-// Copies that proceed beside the threads, the barriers at which they arrive, clusters, and products of warpgroups.
+// Copies that proceed beside the threads, the barriers at which they arrive, and clusters.
 //
 // A copy lands as late as its kernel permits: when a thread waits for it. Until then its destination counts as unwritten and
 // holds bytes of 0xff; its source is read when it lands. A copy touches memory twice in the eyes of the race detector, when
 // it is issued and when it lands, both times as the thread that issued it. A store of the copy engine reads shared memory
 // when the thread waits for this, and writes global memory when the thread waits for that, or when its block ends.
-//
-// A product of a warpgroup (wgmma) is computed when it is issued, and its reads of shared memory count until its wait.
 #pragma once
 #include "memory.h"
-#include "tensor.h"
 #include "warp.h"
 
 namespace async {
 
 using memory::Region;
+
+constexpr unsigned UNWRITTEN = 64;  // with Use: may read bytes that nobody has written
 
 // Where bytes are on the host, with all checks. align: that of the address.
 inline uint8_t* touch(Warp& w, const Instr& i, int lane, uint64_t address, unsigned bytes, Space space, unsigned use,
@@ -24,7 +23,7 @@ inline uint8_t* touch(Warp& w, const Instr& i, int lane, uint64_t address, unsig
     if (from % align) memory::refuse(w, i, lane, region, bytes, use, "misaligned");
     uint8_t* data = region.data + from;
     if (!w.machine.checks || !bytes) return data;
-    if (region.written) memory::check_written(w, i, lane, region, from, bytes, use);
+    if (region.written && !(use & UNWRITTEN)) memory::check_written(w, i, lane, region, from, bytes, use);
     if (region.shadow) w.machine.races->record(w, i, lane, *region.shadow, from, bytes, use, data);
     return data;
 }
@@ -45,6 +44,8 @@ struct Copy {  // between a range of shared memory and runs of bytes elsewhere, 
     Space space = Space::cluster, other = Space::global;  // of the range, of the runs
     std::vector<Run> runs;
     std::vector<uint8_t> data;  // on their way
+
+    Copy(Warp& warp, const Instr& instruction, int l) : w(&warp), i(&instruction), lane(l) {}
 
     void each_unit(uint8_t* range, uint8_t* linear, bool out) const {
         const unsigned unit = swizzle ? 16 : bytes;
@@ -200,7 +201,7 @@ static void nothing(Warp&, const Instr&, Mask) {}
 static void copy(Warp& w, const Instr& i, Mask active) {
     const int count = i.count - (i.form->has("L2::cache_hint") ? 1 : 0);
     for_lanes(active, [&](int l) {
-        Copy made{&w, &i, l};
+        Copy made(w, i, l);
         made.shared = w.address(i, 0, l), made.space = Space::shared;
         made.bytes = made.align = (unsigned)w.in(i, 2)[l];
         unsigned reads = made.bytes;
@@ -409,7 +410,7 @@ enum Bulk { TENSOR = 1, BETWEEN_BLOCKS = 2, MULTICAST = 4 };
 static void bulk_load(Warp& w, const Instr& i, Mask active) {
     const int64_t kind = i.form->arg[1];
     for_lanes(active, [&](int l) {
-        Copy made{&w, &i, l};
+        Copy made(w, i, l);
         if (kind & TENSOR) {
             add_box(w, i, l, 1, made);
         } else {
@@ -440,7 +441,7 @@ static void bulk_load(Warp& w, const Instr& i, Mask active) {
 // to, from, bytes; or of tensors: map, corner, from
 static void bulk_store(Warp& w, const Instr& i, Mask active) {
     for_lanes(active, [&](int l) {
-        Copy made{&w, &i, l};
+        Copy made(w, i, l);
         made.to_shared = false, made.space = Space::shared;
         if (i.form->arg[1] & TENSOR) {
             made.shared = w.address(i, 2, l);
@@ -491,7 +492,7 @@ static Handler pick_copy(Form& f) {
 static void store(Warp& w, const Instr& i, Mask active) {
     const unsigned size = i.form->type().bits / 8;
     for_lanes(active, [&](int l) {
-        Copy made{&w, &i, l};
+        Copy made(w, i, l);
         made.shared = (uint32_t)w.address(i, 0, l);
         made.bytes = made.align = size * (unsigned)i.op[1].count;
         made.begin();
@@ -556,37 +557,6 @@ static void elect(Warp& w, const Instr& i, Mask active) {
     w.set_predicate(i, 1, active, 1u << leader);
 }
 
-// --- products of warpgroups
-
-static void multiply(Warp& w, const Instr& i, Mask active) {
-    tensor::whole_warp(w, i, active);
-    Products& own = of(w).products;
-    own.reads.push_back({own.group, &i, {}});
-    tensor::wgmma_product(w, i, own.reads.back().units);
-}
-
-static void commit_products(Warp& w, const Instr&, Mask) { ++of(w).products.group; }
-
-static void wait_for_products(Warp& w, const Instr& i, Mask) {
-    Products& own = of(w).products;
-    const uint32_t later = (uint32_t)w.in(i, 0)[0];
-    while (!own.reads.empty() && own.reads.front().group + later < own.group) {
-        const Products::Read& read = own.reads.front();
-        if (w.machine.checks) {
-            for (uint32_t unit : read.units) touch(w, *read.i, 0, unit, 16, Space::shared, READS, 16);
-        }
-        own.reads.pop_front();
-    }
-}
-
-static Handler pick_wgmma(Form& f) {
-    f.gathers = WHOLE_WARP;
-    if (f.has("fence")) return nothing;
-    if (f.has("commit_group")) return commit_products;
-    if (f.has("wait_group")) return wait_for_products;
-    return tensor::describe_wgmma(f) ? multiply : nullptr;
-}
-
 static const Pick barrier_of_block = pickers()["barrier"], usual_fence = pickers()["fence"];
 
 static Handler pick_barrier(Form& f) {
@@ -607,7 +577,6 @@ static const Register async_[] = {
     {{"barrier"}, pick_barrier},
     {{"fence"}, [](Form& f) -> Handler { return of_proxies(f) ? nothing : usual_fence(f); }},
     {{"elect"}, [](Form& f) -> Handler { return f.gathers = LAST, elect; }},
-    {{"wgmma"}, pick_wgmma},
     {{"setmaxnreg", "griddepcontrol"}, [](Form&) -> Handler { return nothing; }},
 };
 

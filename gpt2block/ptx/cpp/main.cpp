@@ -1,7 +1,7 @@
 // The C interface of the engine: load a program, launch it.
-#include "async.h"
 #include "calls.h"
 #include "schedule.h"
+#include "wgmma.h"
 
 #include <sstream>
 

@@ -370,9 +370,9 @@ struct Run {
 
     // --- blocks
 
-    std::unique_ptr<Block> make_block(int64_t number) {
+    std::unique_ptr<Block> make_block(int64_t number, int rank) {
         auto block = std::make_unique<Block>(m);
-        block->number = number;
+        block->number = number, block->rank = rank;
         block->id = {(uint32_t)(number % m.grid[0]), (uint32_t)(number / m.grid[0] % m.grid[1]), (uint32_t)(number / m.grid[0] / m.grid[1])};
         const uint8_t fill = m.order == Order::reverse ? 0x7f : m.order == Order::shuffled ? 0x3c : 0xff;
         block->shared.assign(p.shared_bytes + m.dynamic_bytes, fill);
@@ -408,8 +408,7 @@ struct Run {
         std::vector<Block*> members;
         for (uint32_t k = 0; k < c[0] * c[1] * c[2]; ++k) {
             const int64_t bx = x * c[0] + k % c[0], by = y * c[1] + k / c[0] % c[1], bz = z * c[2] + k / c[0] / c[1];
-            m.in_flight.push_back(make_block(bx + m.grid[0] * (by + (int64_t)m.grid[1] * bz)));
-            m.in_flight.back()->rank = (int)k;
+            m.in_flight.push_back(make_block(bx + m.grid[0] * (by + (int64_t)m.grid[1] * bz), (int)k));
             members.push_back(m.in_flight.back().get());
         }
         for (Block* block : members) block->cluster = members;
