@@ -14,7 +14,7 @@ from gpt2block.ptx.parse import (
     Instruction,
     Module,
     Place,
-    Unreadable,
+    PtxError,
     Variable,
     call_target,
     called,
@@ -34,7 +34,7 @@ _VARYING = frozenset(("%clock", "%clock64", "%clock_hi", "%globaltimer", "%globa
 _MEMORY = frozenset(("ld", "ldu", "st", "atom", "red"))
 
 
-class Unsupported(ValueError):
+class UnsupportedError(ValueError):
     """An instruction that the engine does not execute. place: its line."""
 
     def __init__(self, text: str, place: Place | None = None) -> None:
@@ -71,7 +71,7 @@ class Encoded:
 
 
 def encode(module: Module, kernel: str) -> Encoded:
-    """Encode a kernel with the functions that it calls. Raises Unsupported."""
+    """Encode a kernel with the functions that it calls. Raises UnsupportedError."""
     return _Encoder(module, kernel).encode()
 
 
@@ -103,7 +103,9 @@ class _Encoder:
         self.rows: dict[str, int] = {}
         self.predicates: dict[str, int] = {}
         self.functions: dict[str, Function] = {}
-        self.frames: dict[str, dict[str, int]] = {}  # function → parameters' offsets in local memory
+        self.frames: dict[
+            str, dict[str, int]
+        ] = {}  # function → parameters' offsets in local memory
         self.returns: dict[str, int] = {}  # function → row of the return address
         self.aliases: dict[str, int] = {}  # variables in local memory → their offsets
         self.constants: dict[int, int] = {}
@@ -127,7 +129,9 @@ class _Encoder:
         if name in open_:
             for other in open_[open_.index(name) :]:
                 if any(v.space == "local" for v in self.functions[other].variables.values()):
-                    raise Unsupported(f"the recursive function {other}, which has local arrays")
+                    raise UnsupportedError(
+                        f"the recursive function {other}, which has local arrays"
+                    )
         if name in self.functions:
             return []
         self.functions[name] = function = self.module.function(name)
@@ -146,7 +150,10 @@ class _Encoder:
         """Return the functions to which a variable or an instruction points."""
         names = [name for name, (entry, _) in self.module.functions.items() if not entry]
         values = " ".join(each.value for each in self.module.variables.values())
-        words = {*_WORD.findall(values), *re.findall(r"\smov\.u64\s+%\w+, ([\w$]+);", self.module.text)}
+        words = {
+            *_WORD.findall(values),
+            *re.findall(r"\smov\.u64\s+%\w+, ([\w$]+);", self.module.text),
+        }
         return [name for name in names if name in words]
 
     def _frame(self, formal: Sequence[Variable], own: bool) -> tuple[int, list[int]]:
@@ -173,14 +180,14 @@ class _Encoder:
         for instruction in function.code:
             try:
                 self._instruction(instruction, start)
-            except Unreadable as error:
-                raise Unsupported(str(error), instruction.place) from error
+            except PtxError as error:
+                raise UnsupportedError(str(error), instruction.place) from error
         last = function.code[-1].place if function.code else Place(0, 0)
         self._instruction(Instruction("ret", (), "", last, 0), start)
 
     def _arguments(self, function: Function) -> list[tuple[str, int]]:
         """Return the offsets of the variables that hold arguments and results of calls."""
-        found = []
+        found: list[tuple[str, int]] = []
         for instruction in function.code:
             if instruction.opcode.split(".")[0] != "call":
                 continue
@@ -213,15 +220,17 @@ class _Encoder:
         elif name in ("ret", "exit"):
             entry = self.function.entry or name == "exit"
             opcode = "exit" if entry else "ret"
-            operands = [] if entry else [f"@{self.returns[self.function.name]}"]
+            operands = [] if entry else [f"@back {self.returns[self.function.name]}"]
         elif name == "mov" and operands[1] in _VARYING:
             opcode, operands = f"clock.{rest}", operands[:1]
         elif name in ("ld", "st") and ".param" in opcode and not self._of_kernel(operands):
             opcode = re.sub(r"\.param(::\w+)?", ".local", opcode)
         if table.find(opcode) is None:
-            raise Unsupported(f"{each.opcode} {', '.join(each.operands)}", each.place)
+            raise UnsupportedError(f"{each.opcode} {', '.join(each.operands)}", each.place)
         if name in _MEMORY and ".param" not in opcode and ".local" not in opcode:
-            width = min(type_bytes(word) for word in rest.split(".") if re.match(r"b?[busf]\d", word))
+            width = min(
+                type_bytes(word) for word in rest.split(".") if re.match(r"b?[busf]\d", word)
+            )
             self.made.granule = min(self.made.granule, width)
         self._record(opcode, operands, each, start)
 
@@ -247,54 +256,51 @@ class _Encoder:
     def _call(self, each: Instruction) -> tuple[str, list[str]]:
         results, name, arguments = call_target(each)
         if name in self.functions:
-            known = self.made.functions
-            running = name not in known or name == self.function.name
+            running = name not in self.made.functions or name == self.function.name
             saved = [f"@saved {name}"] if running else []
-            return "call", [f"@code {name}", f"@{self.returns[name]}", *saved]
+            return "call", [f"@code {name}", f"@back {self.returns[name]}", *saved]
         if name in BUILT_IN:
             return name.strip("_"), [f"[{argument}]" for argument in (*results, *arguments)]
         if name.startswith("%"):
             formal = [self.function.variables[each] for each in (*results, *arguments)]
-            return "call", [name, f"@{self._frame(formal, own=False)[0]}"]
+            return "call", [name, f"@back {self._frame(formal, own=False)[0]}"]
         known = "dynamic parallelism: " if "Launch" in name or "GetParameterBuffer" in name else ""
-        raise Unsupported(f"{known}a call of {name}", each.place)
+        raise UnsupportedError(f"{known}a call of {name}", each.place)
 
     def _operand(self, text: str, each: Instruction, start: int) -> None:
         add = self.made.operands.append
-        if text.startswith("@code "):
-            name = text[6:]
-            if name not in self.made.functions:
-                self.later.setdefault(name, []).append(len(self.made.operands))
-            add((LABEL, self.made.functions.get(name, 0), 0, 0))
-        elif text.startswith("@saved "):  # a call of a function that may be running
-            results = self.functions[text[7:]].results
-            offset = self.frames[text[7:]][results[0].name] if results else 0
-            add((NONE, offset, results[0].bytes if results else 0, 0))
-        elif text.startswith("@"):
-            add((ROW, int(text[1:]), 1, 0))
+        if text.startswith("@"):
+            add(self._of_call(*text[1:].split()))
         elif text == "_":
             add((NONE, 0, 1, 0))
         elif text.startswith("["):
             self._address(text[1:-1].strip(), each, start)
         elif text.startswith("{"):
-            rows = [self._row(part.strip()) for part in _PARTS.findall(text[1:-1])]
-            self._vector(rows)
+            self._vector([self._row(part.strip()) for part in _PARTS.findall(text[1:-1])])
         elif "|" in text:
             for part in text.split("|"):
                 self._operand(part.strip(), each, start)
         elif text.startswith("!") or self._type(text) == "pred":
             kind = NOT_PREDICATE if text[0] == "!" else PREDICATE
             add((kind, self._predicate(text.lstrip("!")), 0, 0))
-        elif each.opcode.startswith("bra"):
-            add((LABEL, start + self.function.target(text, each.scope), 0, 0))
-        elif each.opcode.startswith("brx") and text in self.function.tables:
-            for label in self.function.tables[text]:
+        elif each.opcode.startswith("br") and not self._type(text):
+            for label in self.function.tables.get(text, (text,)):
                 add((LABEL, start + self.function.target(label, each.scope), 0, 0))
-        elif self._type(text) == "b128":
-            row = self._row(text)
-            self._vector([row, row + 1])
         else:
-            add((ROW, self._row(text), 1, 0))
+            row = self._row(text)
+            self._vector([row, row + 1] if self._type(text) == "b128" else [row])
+
+    def _of_call(self, what: str, name: str) -> tuple[int, int, int, int]:
+        """Return an operand of a call or a return, which PTX does not have."""
+        if what == "back":  # the row of the return address
+            return ROW, int(name), 1, 0
+        if what == "saved":  # the result in local memory of a function that may be running
+            results = self.functions[name].results
+            offset = self.frames[name][results[0].name] if results else 0
+            return NONE, offset, results[0].bytes if results else 0, 0
+        if name not in self.made.functions:
+            self.later.setdefault(name, []).append(len(self.made.operands))
+        return LABEL, self.made.functions.get(name, 0), 0, 0
 
     def _vector(self, rows: list[int]) -> None:
         if len(rows) == 1:
@@ -307,7 +313,7 @@ class _Encoder:
         base, comma, more = text.partition(",")
         match = _ADDRESS.match(base.strip())
         if not match:
-            raise Unreadable(f"the address [{text}]")
+            raise PtxError(f"the address [{text}]")
         offset = _number(match[2] or match[3] or "0") or 0
         offset -= 2**64 if offset >= 2**63 else 0
         self.made.operands.append((ADDRESS, self._row(match[1]), 1, offset))
@@ -320,7 +326,7 @@ class _Encoder:
 
     def _predicate(self, name: str) -> int:
         if self._type(name) != "pred":
-            raise Unreadable(f"{name} is no predicate")
+            raise PtxError(f"{name} is no predicate")
         if name not in self.predicates:
             self.predicates[name] = self.made.predicates
             self.made.predicates += 1
@@ -353,27 +359,21 @@ class _Encoder:
         return -1 - self.constants[value]
 
     def _symbol(self, name: str) -> int:
-        """Return the address of a variable in its space, or in .param of the kernel."""
+        """Return the address of a variable in its space, of a parameter, or of a function."""
         made = self.made
-        if name in self.aliases:
-            return self.aliases[name]
-        if name in self.frames.get(self.function.name, {}):
-            return self.frames[self.function.name][name]
-        if self.function.entry:
-            for offset, parameter in made.parameters:
-                if parameter.name == name:
-                    return offset
-        if name in made.functions:
-            return CODE + made.functions[name]
+        of_kernel = made.parameters if self.function.entry else ()
+        known = {each.name: offset for offset, each in of_kernel}
+        known |= self.frames.get(self.function.name, {}) | self.aliases
+        known |= {each: CODE + start for each, start in made.functions.items()}
+        if name in known:
+            return known[name]
         variable = self.function.variables.get(name) or self.module.variables.get(name)
         if variable is None:
-            raise Unreadable(f"the name {name}")
+            raise PtxError(f"the name {name}")
         if variable.space in ("local", "param"):
             self.aliases[name] = self._local(variable)
             return self.aliases[name]
-        if variable.space == "shared":
-            return self._shared(variable)
-        return self._global(variable)
+        return self._shared(variable) if variable.space == "shared" else self._global(variable)
 
     def _global(self, variable: Variable) -> int:
         if variable not in self.made.variables:

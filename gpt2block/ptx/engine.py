@@ -73,7 +73,9 @@ class Finding:
         here = f"{self.now} of block {self.now.block}, line {self.now.line}"
         there = ""
         if self.other:
-            there = f"thread {self.other.thread} of block {self.other.block}, line {self.other.line}"
+            there = (
+                f"thread {self.other.thread} of block {self.other.block}, line {self.other.line}"
+            )
         if self.kind == "race":
             why = self.text or "nothing orders the two accesses"
             if not self.other_verb:
@@ -102,7 +104,7 @@ class Pointer(NamedTuple):
     offset: int
 
 
-class Unable(RuntimeError):
+class LaunchError(RuntimeError):
     """The engine cannot run a kernel: a tool is missing, or arguments do not fit."""
 
 
@@ -129,7 +131,7 @@ def launch(
     1 where it has a value; None if all of it has. variant: 0 or 1 chooses the values of registers
     on which no result may depend, such as %smid.
 
-    Raises encode.Unsupported if the engine does not know an instruction of the kernel.
+    Raises encode.UnsupportedError if the engine does not know an instruction of the kernel.
     """
     loaded = _load(module, kernel)
     encoded = loaded.encoded
@@ -229,7 +231,9 @@ class _Arrays:
         """Return the parameters' bytes, and add arrays."""
         parameters = self.encoded.parameters
         if len(args) != len(parameters):
-            raise Unable(f"{self.encoded.kernel} has {len(parameters)} parameters, got {len(args)}")
+            raise LaunchError(
+                f"{self.encoded.kernel} has {len(parameters)} parameters, got {len(args)}"
+            )
         made = bytearray(self.encoded.parameter_bytes)
         numbers: dict[tuple[int, int], int] = {}  # an array that is passed twice has one address
         for k, ((offset, parameter), value) in enumerate(zip(parameters, args, strict=True)):
@@ -238,7 +242,7 @@ class _Arrays:
                 made[offset : offset + parameter.bytes] = _scalar(value, parameter)
                 continue
             if not array.flags.c_contiguous:
-                raise Unable(f"argument {k} of {self.encoded.kernel} is not contiguous")
+                raise LaunchError(f"argument {k} of {self.encoded.kernel} is not contiguous")
             key = array.ctypes.data, array.nbytes
             if key not in numbers:
                 name = names[k] if names else f"argument {k}"
@@ -406,7 +410,7 @@ def _loaded(encoded: Encoded) -> _Loaded:
     handle = library.ptx_load(ctypes.byref(data))
     unknown = library.ptx_unknown(handle).decode().split()
     if unknown:
-        raise Unable(f"no handler for {', '.join(unknown)}")
+        raise LaunchError(f"no handler for {', '.join(unknown)}")
     return _Loaded(library, handle, encoded)
 
 
@@ -425,7 +429,7 @@ def _library() -> Any:
 def _built() -> Path:
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
-        raise Unable("g++, which compiles the engine once, is not installed: apt install g++")
+        raise LaunchError("g++, which compiles the engine once, is not installed: apt install g++")
     texts = b"".join(path.read_bytes() for path in sorted(SOURCES.iterdir()))
     key = hashlib.sha256(texts + "".join((*FLAGS, compiler, _processor())).encode()).hexdigest()
     target = _folder() / f"engine-{key[:20]}.so"
@@ -435,7 +439,7 @@ def _built() -> Path:
             command = [compiler, *FLAGS, str(SOURCES / "main.cpp"), "-o", str(made)]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
-                raise Unable(f"g++ cannot compile the engine: {done.stderr[:2000]}")
+                raise LaunchError(f"g++ cannot compile the engine: {done.stderr[:2000]}")
             made.replace(target)
     return target
 
@@ -455,5 +459,3 @@ def _folder() -> Path:
     kept = Path(os.environ.get(CACHE) or Path(of_user) / "gpt2block" / "ptx")
     kept.mkdir(mode=0o700, parents=True, exist_ok=True)
     return kept
-
-

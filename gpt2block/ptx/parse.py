@@ -28,7 +28,7 @@ _OPERAND = re.compile(r"\{[^}]*\}|\[[^\]]*\]|\((?:[^)]*)\)|[^,\s{}\[\]()]+")
 _LOC = re.compile(r"(\d+)\s+(\d+)\s+(\d+)(?:.*inlined_at\s+(\d+)\s+(\d+)\s+(\d+))?")
 
 
-class Unreadable(ValueError):
+class PtxError(ValueError):
     """PTX text that has another form than this module knows."""
 
 
@@ -83,7 +83,7 @@ class Function:
         """Return the index of the instruction after a label, as seen from a scope."""
         while (scope, label) not in self.labels:
             if not scope:
-                raise Unreadable(f"no label {label} in {self.name}")
+                raise PtxError(f"no label {label} in {self.name}")
             scope = self.scopes[scope]
         return self.labels[scope, label]
 
@@ -151,7 +151,7 @@ class Module:
             depth += 1 if brace[0] == "{" else -1
             if not depth:
                 return start, brace.start()
-        raise Unreadable("a brace is not closed")
+        raise PtxError("a brace is not closed")
 
 
 def _directives(text: str) -> dict[str, tuple[int, ...]]:
@@ -224,7 +224,7 @@ class _Reader:
         elif word in (".param", ".local", ".shared"):
             match = _VARIABLE.match(f"{word} {rest}")
             if not match:
-                raise Unreadable(f"{word} {rest}")
+                raise PtxError(f"{word} {rest}")
             variable = _variable(match)
             variable.name = self._declare(variable.name)
             self.function.variables[variable.name] = variable
@@ -236,9 +236,7 @@ class _Reader:
                 rest = re.sub(r"[\w$%]+", self._current, rest)
                 guard = re.sub(r"[\w$%]+", self._current, guard)
             operands = tuple(_OPERAND.findall(rest))
-            self.function.code.append(
-                Instruction(word, operands, guard, self.place, self.scope)
-            )
+            self.function.code.append(Instruction(word, operands, guard, self.place, self.scope))
 
     def _current(self, name: re.Match[str]) -> str:
         return self.renamed[-1].get(name[0], name[0])
