@@ -14,17 +14,22 @@ using u128 = unsigned __int128;
 template <class T>
 using Unsigned = std::make_unsigned_t<T>;
 
-// Calls make with a value of the C++ type for an integer type of PTX. Returns null for other types.
-template <class F>
+// Calls make with a value of the C++ type for an integer type of PTX. Returns null for other types. SIGNS: whether the sign
+// of the type matters. BYTES: whether there are operations on bytes.
+template <bool SIGNS = true, bool BYTES = false, class F>
 Handler for_type(const Type& type, F make) {
-    const bool sign = type.kind == 's';
-    switch (type.kind == 'p' ? 0 : type.bits) {
-        case 8: return sign ? make(int8_t()) : make(uint8_t());
-        case 16: return sign ? make(int16_t()) : make(uint16_t());
-        case 32: return sign ? make(int32_t()) : make(uint32_t());
-        case 64: return sign ? make(int64_t()) : make(uint64_t());
+    if constexpr (SIGNS) {
+        if (type.kind != 's') return for_type<false, BYTES>(type, make);
+        if constexpr (BYTES) {
+            if (type.bits == 8) return make(int8_t());
+        }
+        return type.bits == 16 ? make(int16_t()) : type.bits == 32 ? make(int32_t()) : type.bits == 64 ? make(int64_t()) : nullptr;
+    } else {
+        if constexpr (BYTES) {
+            if (type.bits == 8) return make(uint8_t());
+        }
+        return type.bits == 16 ? make(uint16_t()) : type.bits == 32 ? make(uint32_t()) : type.bits == 64 ? make(uint64_t()) : nullptr;
     }
-    return nullptr;
 }
 
 // d = Op::of(a, b, ...) for N operands of type T. A result of another type is written with its own width.
@@ -41,38 +46,42 @@ static void elementwise(Warp& w, const Instr& i, Mask active) {
 
 template <class Op, int N>
 Handler pick(const Type& type) {
-    return for_type(type, [](auto zero) -> Handler { return elementwise<Op, decltype(zero), N>; });
+    return for_type<Op::SIGNS>(type, [](auto zero) -> Handler { return elementwise<Op, decltype(zero), N>; });
 }
 
-#define OPERATION(NAME, PARAMETERS, ...) \
-    struct NAME {                        \
-        template <class T>               \
-        static auto of PARAMETERS {      \
-            __VA_ARGS__;                 \
-        }                                \
+#define OPERATION_(NAME, SIGNED, PARAMETERS, ...) \
+    struct NAME {                                 \
+        static constexpr bool SIGNS = SIGNED;     \
+        template <class T>                        \
+        static auto of PARAMETERS {               \
+            __VA_ARGS__;                          \
+        }                                         \
     };
+#define OPERATION(NAME, ...) OPERATION_(NAME, true, __VA_ARGS__)
+#define OF_BITS(NAME, ...) OPERATION_(NAME, false, __VA_ARGS__)  // the sign of the type does not matter
 
-OPERATION(Add, (T a, T b), return (T)((Unsigned<T>)a + (Unsigned<T>)b))
-OPERATION(Sub, (T a, T b), return (T)((Unsigned<T>)a - (Unsigned<T>)b))
+OF_BITS(Add, (T a, T b), return (T)((Unsigned<T>)a + (Unsigned<T>)b))
+OF_BITS(Sub, (T a, T b), return (T)((Unsigned<T>)a - (Unsigned<T>)b))
 OPERATION(AddSat, (T a, T b), const int64_t s = (int64_t)a + b; return (T)std::clamp<int64_t>(s, INT32_MIN, INT32_MAX))
 OPERATION(SubSat, (T a, T b), const int64_t s = (int64_t)a - b; return (T)std::clamp<int64_t>(s, INT32_MIN, INT32_MAX))
-OPERATION(MulLo, (T a, T b), return (T)((u128)a * (u128)b))
+OF_BITS(MulLo, (T a, T b), return (T)((u128)a * (u128)b))
 OPERATION(Min, (T a, T b), return std::min(a, b))
 OPERATION(Max, (T a, T b), return std::max(a, b))
-OPERATION(Neg, (T a), return (T)(0 - (Unsigned<T>)a))
+OF_BITS(Neg, (T a), return (T)(0 - (Unsigned<T>)a))
 OPERATION(Abs, (T a), return a < 0 ? (T)(0 - (Unsigned<T>)a) : a)
-OPERATION(And, (T a, T b), return (T)(a & b))
-OPERATION(Or, (T a, T b), return (T)(a | b))
-OPERATION(Xor, (T a, T b), return (T)(a ^ b))
-OPERATION(Not, (T a), return (T)~a)
-OPERATION(Cnot, (T a), return (T)(a == 0))
+OF_BITS(And, (T a, T b), return (T)(a & b))
+OF_BITS(Or, (T a, T b), return (T)(a | b))
+OF_BITS(Xor, (T a, T b), return (T)(a ^ b))
+OF_BITS(Not, (T a), return (T)~a)
+OF_BITS(Cnot, (T a), return (T)(a == 0))
 OPERATION(Sad, (T a, T b, T c), return (T)((Unsigned<T>)c + (a < b ? (Unsigned<T>)b - (Unsigned<T>)a : (Unsigned<T>)a - (Unsigned<T>)b)))
-OPERATION(Popc, (T a), return (uint32_t)__builtin_popcountll(a))
-OPERATION(Clz, (T a), return (uint32_t)(a ? __builtin_clzll(a) - (64 - 8 * (int)sizeof(T)) : 8 * sizeof(T)))
-OPERATION(Brev, (T a), T r = 0; for (unsigned k = 0; k < 8 * sizeof(T); ++k) r |= (a >> k & 1) << (8 * sizeof(T) - 1 - k); return r)
+OF_BITS(Popc, (T a), return (uint32_t)__builtin_popcountll(a))
+OF_BITS(Clz, (T a), return (uint32_t)(a ? __builtin_clzll(a) - (64 - 8 * (int)sizeof(T)) : 8 * sizeof(T)))
+OF_BITS(Brev, (T a), T r = 0; for (unsigned k = 0; k < 8 * sizeof(T); ++k) r |= (a >> k & 1) << (8 * sizeof(T) - 1 - k); return r)
 
 template <bool HIGH>
 struct Mul24 {
+    static constexpr bool SIGNS = true;
     template <class T>
     static T of(T a, T b, T c) {
         const int64_t x = (int64_t)(T)((uint32_t)a << 8) >> 8, y = (int64_t)(T)((uint32_t)b << 8) >> 8;
@@ -86,7 +95,7 @@ template <class T>
 using Wide = std::conditional_t<std::is_signed_v<T>, s128, u128>;
 
 OPERATION(MulHi, (T a, T b), return (T)((Wide<T>)a * (Wide<T>)b >> 8 * sizeof(T)))
-OPERATION(MadLo, (T a, T b, T c), return (T)((u128)a * (u128)b + (u128)c))
+OF_BITS(MadLo, (T a, T b, T c), return (T)((u128)a * (u128)b + (u128)c))
 OPERATION(MadHi, (T a, T b, T c), return (T)(((Wide<T>)a * (Wide<T>)b >> 8 * sizeof(T)) + (Wide<T>)c))
 
 template <class T, class R, bool ADD>
@@ -107,7 +116,7 @@ Handler pick_wide(const Type& type) {
 }
 
 // Shifts: the distance is always a .u32, and at least the width gives 0 or the sign.
-OPERATION(Shl, (T a, uint32_t n), return (T)(n >= 8 * sizeof(T) ? 0 : (Unsigned<T>)a << n))
+OF_BITS(Shl, (T a, uint32_t n), return (T)(n >= 8 * sizeof(T) ? 0 : (Unsigned<T>)a << n))
 OPERATION(Shr, (T a, uint32_t n), return (T)(n >= 8 * sizeof(T) ? (a < 0 ? -1 : 0) : a >> n))
 
 template <class Op, class T>
@@ -119,7 +128,7 @@ static void shift(Warp& w, const Instr& i, Mask active) {
 
 template <class Op>
 Handler pick_shift(Form& f) {
-    return for_type(f.type(), [](auto zero) -> Handler { return shift<Op, decltype(zero)>; });
+    return for_type<Op::SIGNS>(f.type(), [](auto zero) -> Handler { return shift<Op, decltype(zero)>; });
 }
 
 template <bool LEFT, bool WRAP>
@@ -160,6 +169,7 @@ static void bfi(Warp& w, const Instr& i, Mask active) {
 
 template <bool AMOUNT>
 struct Bfind {
+    static constexpr bool SIGNS = true;
     template <class T>
     static uint32_t of(T a) {
         const Unsigned<T> bits = a < 0 ? ~a : a;

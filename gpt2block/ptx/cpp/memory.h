@@ -187,7 +187,7 @@ template <bool STORE>
 Handler pick_move(Form& f) {
     prepare(f, STORE ? WRITES : READS);
     if (f.type().bits == 128) return move<uint64_t, STORE>;  // a .b128 is a vector of two
-    return alu::for_type(f.type(), [](auto zero) -> Handler { return move<decltype(zero), STORE>; });
+    return alu::for_type<true, true>(f.type(), [](auto zero) -> Handler { return move<decltype(zero), STORE>; });
 }
 
 // Atomic operations, one lane after the other. `from` and `to` are values of the element's width.
