@@ -29,5 +29,15 @@ class TensorMap(NamedTuple):
         """Return the map's bytes for an array at an address; see Map in cpp/async.h."""
         rank, unused = len(self.sizes), (0,) * (5 - len(self.sizes))
         strides = self.item, *self.strides, *unused
-        numbers = rank, self.item, self.swizzle, 0, *strides, *self.sizes, *unused, *self.box, *unused
+        numbers = (
+            rank,
+            self.item,
+            self.swizzle,
+            0,
+            *strides,
+            *self.sizes,
+            *unused,
+            *self.box,
+            *unused,
+        )
         return struct.pack("<Q4I5Q5I5I", address + self.offset, *numbers).ljust(BYTES, b"\0")

@@ -40,7 +40,8 @@ struct Copy {  // between a range of shared memory and runs of bytes elsewhere, 
     int lane;
     bool to_shared = true;
     uint64_t shared = 0;
-    unsigned bytes = 0, swizzle = 0, align = 16;
+    unsigned bytes = 0, swizzle = 0;
+    unsigned align = 16, run_align = 16;  // of the range, of each run
     Space space = Space::cluster, other = Space::global;  // of the range, of the runs
     std::vector<Run> runs;
     std::vector<uint8_t> data;  // on their way
@@ -58,7 +59,7 @@ struct Copy {  // between a range of shared memory and runs of bytes elsewhere, 
     }
     uint8_t* touch_shared(unsigned use) const { return touch(*w, *i, lane, shared, bytes, space, use, align); }
     uint8_t* touch_run(const Run& run, unsigned use) const {
-        return touch(*w, *i, lane, run.address, run.bytes, other, use, std::min(align, 16u));
+        return touch(*w, *i, lane, run.address, run.bytes, other, use, run_align);
     }
 
     void begin() {
@@ -203,7 +204,7 @@ static void copy(Warp& w, const Instr& i, Mask active) {
     for_lanes(active, [&](int l) {
         Copy made(w, i, l);
         made.shared = w.address(i, 0, l), made.space = Space::shared;
-        made.bytes = made.align = (unsigned)w.in(i, 2)[l];
+        made.bytes = made.align = made.run_align = (unsigned)w.in(i, 2)[l];
         unsigned reads = made.bytes;
         if (count > 3) {
             const bool predicate = i.op[3].kind == Operand::predicate || i.op[3].kind == Operand::not_predicate;
@@ -380,7 +381,7 @@ inline void add_box(Warp& w, const Instr& i, int lane, int where, Copy& copy) {
     Map map;
     std::memcpy(&map, touch(w, i, lane, w.address(i, where, lane), 128, Space::generic, READS, 64), sizeof map);
     if (map.rank != (uint32_t)i.op[where + 1].count) w.machine.fail(w, i, lane, "async", "the tensor map has another rank");
-    copy.swizzle = map.swizzle, copy.bytes = map.item, copy.align = 128;
+    copy.swizzle = map.swizzle, copy.bytes = map.item, copy.align = 128, copy.run_align = map.item;
     int64_t corner[5] = {};
     uint32_t rows = 1;
     for (uint32_t d = 0; d < map.rank; ++d) {
