@@ -260,6 +260,9 @@ WRONG = {  # body of a kernel → what the finding says
     "if (threadIdx.x == 5) __trap();": r"trap: thread \(5, 0, 0\)",
     "__shared__ int lock; if (threadIdx.x == 0) lock = 1; __syncthreads();\n"
     "while (atomicCAS(&lock, 0, 1) != 0) {}": r"endless: .* line 2",
+    "out[threadIdx.x] = 1.0f; __syncthreads();\nout[threadIdx.x + 64] = __ldg(out + n % 64);": (
+        r"read-only: .* line 2, reads out\[40\]; .* line 1, wrote it: the read-only cache may hold"
+    ),
     '__shared__ float s[64]; s[threadIdx.x] = x[0];\nasm volatile("bar.sync 1, 96;");': (
         r"barrier: .* line 2: other threads never reach it"
     ),

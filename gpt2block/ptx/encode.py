@@ -23,7 +23,7 @@ from gpt2block.ptx.parse import (
 
 # Kinds of operands, as in machine.h.
 ROW, PREDICATE, NOT_PREDICATE, ADDRESS, LABEL, NONE = range(6)
-FIRST_ARRAY, ARRAY_SHIFT, ARRAY_START = 4, 36, 1 << 35  # of addresses, as in machine.h
+FIRST_ARRAY, ARRAY_SHIFT, ARRAY_START = 4, 36, 1 << 35  # bits of addresses, as in machine.h
 LOCAL_WINDOW, PARAM_WINDOW = 2 << ARRAY_SHIFT, 3 << ARRAY_SHIFT
 CODE = 1 << 60  # + the index of an instruction: the address of a function
 BUILT_IN = ("vprintf", "__assertfail")
@@ -65,7 +65,9 @@ class Encoded:
     local_bytes: int = 0
     parameters: list[tuple[int, Variable]] = field(default_factory=list)
     parameter_bytes: int = 0
-    variables: list[Variable] = field(default_factory=list)  # of global and constant memory
+    variables: list[Variable] = field(
+        default_factory=list
+    )  # variables of global and constant memory
     functions: dict[str, int] = field(default_factory=dict)
     directives: dict[str, tuple[int, ...]] = field(default_factory=dict)
 

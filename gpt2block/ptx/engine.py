@@ -12,6 +12,7 @@ import struct
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -28,7 +29,7 @@ CACHE = "GPT2BLOCK_CPU_CUDA_CACHE"
 ORDERS = ("forward", "reverse", "shuffled", "interleaved")
 BUDGET = 100_000_000  # warp instructions of a launch
 SOURCES = Path(__file__).parent / "cpp"
-FLAGS = ("-std=c++17", "-O2", "-march=native", "-ffp-contract=off", "-shared", "-fPIC")
+FLAGS = ("-std=c++17", "-O2", "-march=native", "-ffp-contract=off", "-fPIC")
 IN_SHARED, IN_LOCAL, IN_PARAMS = -2, -3, -4  # Finding::Where of machine.h
 
 
@@ -46,10 +47,10 @@ class Where(NamedTuple):
 
 @dataclass(frozen=True)
 class Finding:
-    """What is wrong with a kernel.
+    """An error that a launch has found in a kernel.
 
     kind: "race", "out of bounds", "misaligned", "unwritten", "barrier", "mask", "division",
-    "branch", "assert", "trap" or "endless". array: the name of the accessed array or variable, or
+    "branch", "assert", "trap", "read-only" or "endless". array: the name of the accessed array or variable, or
     "". other: the thread of the second access, or None.
     """
 
@@ -76,11 +77,12 @@ class Finding:
             there = (
                 f"thread {self.other.thread} of block {self.other.block}, line {self.other.line}"
             )
-        if self.kind == "race":
+        if self.other_verb:
             why = self.text or "nothing orders the two accesses"
-            if not self.other_verb:
-                return f"race: {here}, {self.verb} {self.text}: {there}"
-            return f"race: {here}, {self.verb} {self.element}; {there}, {self.other_verb} it: {why}"
+            both = f"{here}, {self.verb} {self.element}; {there}, {self.other_verb} it"
+            return f"{self.kind}: {both}: {why}"
+        if self.kind == "race":
+            return f"race: {here}, {self.verb} {self.text}: {there}"
         if self.verb:
             place = f"byte {self.byte} of {self.array or 'no array'}"
             return f"{self.kind}: {here}, {self.verb} {self.bytes} bytes at {place}"
@@ -89,7 +91,10 @@ class Finding:
 
 @dataclass(frozen=True)
 class Result:
-    """What a launch has found. instructions: of warps; lanes: instructions of single lanes."""
+    """The findings of a launch.
+
+    instructions: number of executed instructions of warps; lanes: the sum over their active lanes.
+    """
 
     findings: tuple[Finding, ...]
     instructions: int
@@ -430,18 +435,28 @@ def _built() -> Path:
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
         raise LaunchError("g++, which compiles the engine once, is not installed: apt install g++")
-    texts = b"".join(path.read_bytes() for path in sorted(SOURCES.iterdir()))
+    texts = b"".join(path.read_bytes() for path in sorted(SOURCES.glob("*.[ch]*")))
     key = hashlib.sha256(texts + "".join((*FLAGS, compiler, _processor())).encode()).hexdigest()
     target = _folder() / f"engine-{key[:20]}.so"
     if not target.is_file():
         with tempfile.TemporaryDirectory(dir=target.parent) as own:
             made = Path(own) / "engine.so"
-            command = [compiler, *FLAGS, str(SOURCES / "main.cpp"), "-o", str(made)]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode:
-                raise LaunchError(f"g++ cannot compile the engine: {done.stderr[:2000]}")
+            objects = [made.with_name(f"{path.stem}.o") for path in sorted(SOURCES.glob("*.cpp"))]
+            commands = [
+                [compiler, *FLAGS, "-c", str(SOURCES / f"{each.stem}.cpp"), "-o", str(each)]
+                for each in objects
+            ]
+            with ThreadPoolExecutor(len(commands)) as pool:
+                list(pool.map(_compile, commands))
+            _compile([compiler, "-shared", *map(str, objects), "-o", str(made)])
             made.replace(target)
     return target
+
+
+def _compile(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise LaunchError(f"g++ cannot compile the engine: {done.stderr[:2000]}")
 
 
 def _processor() -> str:

@@ -93,7 +93,9 @@ class Module:
     """PTX text of one compilation. Functions are read when they are asked for."""
 
     text: str
-    memory: dict[str, bytearray] = field(default_factory=dict)  # of variables, as launches left it
+    memory: dict[str, bytearray] = field(
+        default_factory=dict
+    )  # bytes of variables, as launches left them
     loaded: dict[str, Any] = field(default_factory=dict)  # kernels, as engine.py keeps them
 
     @cached_property
@@ -228,7 +230,7 @@ class _Reader:
             variable = _variable(match)
             variable.name = self._declare(variable.name)
             self.function.variables[variable.name] = variable
-        elif rest.startswith(":"):  # of a table or a prototype, whose name stands before it
+        elif rest.startswith(":"):  # a table or a prototype: its name stands before it
             if ".branchtargets" in rest:
                 self.function.tables[word] = tuple(_OPERAND.findall(rest.split("targets")[1]))
         elif not word.startswith("."):

@@ -1,6 +1,6 @@
 // Handlers of integer arithmetic, logic, comparisons, and of moves and choices.
 #pragma once
-#include "floats.h"
+#include "compare.h"
 #include "machine.h"
 
 #include <algorithm>

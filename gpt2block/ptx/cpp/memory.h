@@ -1,6 +1,7 @@
 // Memory: where addresses lead, bounds, alignment, bytes that nobody has written; loads, stores and atomic operations.
 #pragma once
-#include "alu.h"
+#include "numbers.h"
+#include "alu.h"  // defines a macro that numbers.h removes
 #include "races.h"
 
 namespace memory {

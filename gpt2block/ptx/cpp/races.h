@@ -291,6 +291,19 @@ struct Races {
         return value;
     }
 
+    // The read-only cache may hold the old value of what the kernel has written, until the kernel ends.
+    void check_read_only(Now now, uint64_t end) const {
+        now.access = Stamped(number_of(now.w, now.lane), this->now, now.i.place, true);
+        for (; now.cell < end; ++now.cell) {
+            const Stamped& written = now.shadow.at(now.cell).written;
+            if (!written.stamp) continue;
+            Finding found = race(now, written, "wrote");
+            found.kind = "read-only";
+            found.text = "the read-only cache may hold the old value";
+            throw found;
+        }
+    }
+
     // Records the access of a lane to bytes from `start` on of an array or of shared memory. data: where they are.
     void record(Warp& w, const Instr& i, int lane, Shadow& shadow, uint64_t start, unsigned bytes, unsigned use,
                 const uint8_t* data) {
@@ -299,6 +312,7 @@ struct Races {
         const bool values = machine.program->compares && !(use & WRITES);
         const uint32_t self = number_of(w, lane);
         const uint64_t end = (start + bytes + granule - 1) >> shift;
+        if (use & READ_ONLY) check_read_only({w, i, lane, use, shadow, start >> shift, {}, bytes}, end);
         for (uint64_t cell = start >> shift; cell < end; ++cell) {
             Stamped access(self, now, i.place, true);
             if (values) access.value = value_at(data + ((cell << shift) - start), granule);

@@ -1,6 +1,5 @@
 // Handlers of floating-point instructions, and of all conversions.
-#pragma once
-#include "machine.h"
+#include "compare.h"
 #include "numbers.h"
 
 namespace floats {
@@ -104,24 +103,6 @@ static Handler pick_division(Form& f) {
 }
 
 // --- comparisons
-
-inline unsigned accepted(const Form& f) {  // the relations for which a comparison holds, or 0
-    static const std::unordered_map<std::string, unsigned> all = {
-        {"eq", 2}, {"ne", 5}, {"lt", 1}, {"le", 3}, {"gt", 4}, {"ge", 6}, {"num", 7},
-        {"equ", 10}, {"neu", 13}, {"ltu", 9}, {"leu", 11}, {"gtu", 12}, {"geu", 14}, {"nan", 8}};
-    for (const std::string& word : f.modifiers) {
-        const auto found = all.find(word);
-        if (found != all.end()) return found->second;
-    }
-    return 0;
-}
-
-enum Joined { ALONE, AND, OR, XOR };
-inline int joined(const Form& f) { return f.has("and") ? AND : f.has("or") ? OR : f.has("xor") ? XOR : ALONE; }
-
-inline Mask join(int how, Mask found, Mask other) {
-    return how == AND ? found & other : how == OR ? found | other : how == XOR ? found ^ other : found;
-}
 
 template <class F>
 static Mask compared(const uint64_t* a, const uint64_t* b, Mask active, unsigned accepts, bool ftz, int shift = 0) {
@@ -323,7 +304,7 @@ static Handler pick_cvt(Form& f) {
 }  // namespace floats
 
 // Returns the handler of an instruction with operands of a floating-point type, or null.
-inline Handler pick_float(Form& f) {
+Handler pick_float(Form& f) {
     using namespace floats;
     static const std::unordered_map<std::string, Pick> all = {
         {"add", pick<Add, 2>},
