@@ -50,8 +50,8 @@ class Finding:
     """An error that a launch has found in a kernel.
 
     kind: "race", "out of bounds", "misaligned", "unwritten", "barrier", "mask", "division",
-    "branch", "assert", "trap", "read-only" or "endless". array: the name of the accessed array or variable, or
-    "". other: the thread of the second access, or None.
+    "branch", "assert", "trap", "read-only" or "endless". array: the name of the accessed array or
+    variable, or "". other: the thread of the second access, or None.
     """
 
     kind: str

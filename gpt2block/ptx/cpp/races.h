@@ -99,6 +99,7 @@ struct Races {
     uint32_t now = 1;
     std::unordered_map<uint64_t, Blocks> told[2];  // address → what its last strong writes made visible: to the block, to all
     bool facts = false;                            // whether any thread has any
+    bool holds = false;                            // whether races have been held
 
     explicit Races(Machine& m) : machine(m) {}
 
@@ -180,7 +181,7 @@ struct Races {
         return nullptr;
     }
     void hold(Thread& thread, const Held& held) {
-        facts = true;
+        facts = holds = true;
         if (!held_at(thread, *held.shadow, held.cell)) facts_of(thread).held.push_back(held);
     }
     void report_held(const Thread& thread) const {
@@ -229,7 +230,7 @@ struct Races {
     void check(const Now& now) {
         Cell& cell = now.shadow.at(now.cell);
         const uint32_t self = now.access.thread;
-        if (facts) {
+        if (holds) {
             if (Held* held = held_at(now.w.block.knowledge[now.w.thread(now.lane)], now.shadow, now.cell)) throw held->race;
         }
         for (Stamped& read : cell.read) {
@@ -308,7 +309,7 @@ struct Races {
     void record(Warp& w, const Instr& i, int lane, Shadow& shadow, uint64_t start, unsigned bytes, unsigned use,
                 const uint8_t* data) {
         const unsigned granule = machine.program->granule, shift = (unsigned)__builtin_ctz(granule);
-        const bool simple = !facts && shadow.strong.empty() && !(use & STRONG);
+        const bool simple = !holds && shadow.strong.empty() && !(use & STRONG);
         const bool values = machine.program->compares && !(use & WRITES);
         const uint32_t self = number_of(w, lane);
         const uint64_t end = (start + bytes + granule - 1) >> shift;
