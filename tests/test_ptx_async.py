@@ -305,6 +305,18 @@ def test_a_product_of_a_warpgroup(across: bool, order: str) -> None:
     np.testing.assert_array_equal(c, 1 + a.astype(np.float32) @ (right if across else right.T))
 
 
+def test_every_lane_knows_that_its_warp_has_read() -> None:
+    text = WGMMA.replace("ACROSS", "false")
+    text = text.replace("show_writes();", "__shared__ Barrier read; init(read, 4); show_writes();")
+    arrives = "if (threadIdx.x % 32 == 1) arrive(read);"
+    writes = 'if (threadIdx.x == 0) { wait(read, 0, "read"); s[0][0] = s[1][640] = 1; }'
+    text = text.replace("init(read, 4);", "if (threadIdx.x == 0) init(read, 4);")
+    a, b, c = _matrices()
+    args = [a.view(np.uint16), b.view(np.uint16), c]
+    assert run(text.replace("// here", arrives + writes), args).findings == ()
+    assert kinds(run(text.replace("// here", writes.replace('wait(read, 0, "read");', "")), args))
+
+
 def _matrices() -> tuple[Array, Array, Array]:
     rng = np.random.default_rng(5)
     a, b = (rng.integers(-8, 9, (64, 64)).astype(np.float16) for _ in range(2))
