@@ -1,5 +1,5 @@
 // Executes one instruction for many warps whose operands are rows of registers, without a program or memory.
-#include "floats.h"
+#include "floats.cpp"
 #include "tensor.h"
 
 uint8_t* Machine::access(Warp&, const Instr&, int, uint64_t, unsigned, Space, unsigned) { return nullptr; }

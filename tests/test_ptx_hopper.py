@@ -15,8 +15,9 @@ from gpt2block.cuda import kernels, replaced_by, requests, tensor_maps
 from gpt2block.emulator import stand_in
 from gpt2block.ptx import engine, nvrtc, parse
 from gpt2block.ptx.tensor_maps import TensorMap
+from tests.attentions import assert_right
 from tests.products import KERNELS, Case
-from tests.test_attention_mma import assert_right, made
+from tests.test_attention_mma import made
 
 MAP = struct.Struct("<Q4I5Q5I5I")  # as TensorMap.encoded
 ITEMS = {0: 1, 6: 2, 7: 4, 9: 2}  # values of CUtensorMapDataType → bytes

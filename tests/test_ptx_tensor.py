@@ -54,7 +54,8 @@ def _packed(matrix: Array, places: list[list[tuple[int, int]]]) -> Array:
     lanes = [np.array([matrix[place] for place in of_lane]) for of_lane in places]
     width = max(4, matrix.dtype.itemsize)
     unsigned = f"u{width}"
-    return np.array([lane.view(unsigned) for lane in lanes], np.uint64).T
+    packed: Array = np.array([lane.view(unsigned) for lane in lanes], np.uint64).T
+    return packed
 
 
 def _unpacked(registers: Array, places: list[list[tuple[int, int]]], dtype: Any) -> Array:

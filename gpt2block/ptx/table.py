@@ -70,7 +70,9 @@ ROWS = (
     Row("prmt", "b32", "f4e b4e rc8 ecl ecr rc16", "bytes chosen from two registers"),
     Row("dp4a dp2a", "u32 s32", "lo hi", "sum of products of bytes"),
     Row("setp set", f"{INTEGERS} {WORDS} f32", f"{COMPARED} and or xor", "comparison of integers"),
-    Row("selp slct", f"{INTEGERS} {WORDS} f32 f64 f16 bf16", "ftz", "choice by a predicate or sign"),
+    Row(
+        "selp slct", f"{INTEGERS} {WORDS} f32 f64 f16 bf16", "ftz", "choice by a predicate or sign"
+    ),
     Row("mov", f"{NUMBERS} b128 pred", "", "copy; packing and unpacking of vectors"),
     Row("cvta", "u32 u64", f"to {SPACES}", "generic address from or to one of a space"),
     Row("isspacep", "", SPACES, "whether a generic address lies in a space"),
@@ -166,7 +168,9 @@ ROWS = (
         "asynchronous store in a block of the cluster",
     ),
     Row("mapa getctarank", "u32 u64", SPACES, "address in a block of the cluster; its rank"),
-    Row("barrier", "", "cluster arrive wait aligned acquire release relaxed", "barrier of a cluster"),
+    Row(
+        "barrier", "", "cluster arrive wait aligned acquire release relaxed", "barrier of a cluster"
+    ),
     Row(
         "fence",
         "",
@@ -182,7 +186,9 @@ ROWS = (
         "product of matrices by a warpgroup",
         SUMS,
     ),
-    Row("setmaxnreg griddepcontrol", "u32", "inc dec sync aligned wait launch_dependents", "nothing"),
+    Row(
+        "setmaxnreg griddepcontrol", "u32", "inc dec sync aligned wait launch_dependents", "nothing"
+    ),
 )
 
 
