@@ -66,6 +66,11 @@ class Finding:
     bytes: int = 0
 
     @property
+    def fatal(self) -> bool:
+        """Return whether the finding has ended the launch, as all kinds but "unwritten" do."""
+        return self.kind != "unwritten"
+
+    @property
     def element(self) -> str:
         """Return the array with the index of an element of the size of the access."""
         return f"{self.array}[{self.byte // max(1, self.bytes)}]" if self.array else "no array"
@@ -151,10 +156,11 @@ def launch(
     data.param_bytes, data.array_count = len(params), len(arrays.data)
     arrays.fill(data)
     text = loaded.library.ptx_launch(loaded.handle, ctypes.byref(data)).decode(errors="replace")
-    arrays.keep(module, encoded)
     found, _, printed = text.partition("\x1d")
     read = _Findings(module, encoded, arrays.names, data.grid, data.block)
     findings = tuple(read.finding(each) for each in found.split("\x1e")[:-1])
+    if not any(each.fatal for each in findings):
+        arrays.keep(module, encoded)
     return Result(findings, data.executed, data.lanes, printed)
 
 
