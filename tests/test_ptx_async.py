@@ -244,6 +244,24 @@ def test_wrong_clusters_are_found(old: str, new: str, found: str) -> None:
     ]
 
 
+LATE = """__global__ void __cluster_dims__(2, 1, 1) late(float* to) {
+    __shared__ float s[32];
+    const int rank = rank_in_cluster();
+    if (threadIdx.x >= 32) return arrive_in_cluster();
+    *in_block_of_cluster(&s[threadIdx.x], 1 - rank) = 100 * rank + threadIdx.x;
+    release_to_cluster();
+    acquire_from_cluster();
+    to[32 * rank + threadIdx.x] = s[31 - threadIdx.x];
+}"""
+
+
+@every_order
+def test_threads_that_arrive_and_return_count_once(order: str) -> None:
+    to = np.zeros((2, 32), np.float32)
+    assert run(LATE, [to], 96, 2, order).findings == ()
+    np.testing.assert_array_equal(to, np.array([[100], [0]]) + np.arange(31, -1, -1))
+
+
 MULTICAST = """__global__ void __cluster_dims__(2, 1, 1) everywhere(const float* from, float* to) {
     __shared__ __align__(128) float s[128];
     __shared__ Barrier full;

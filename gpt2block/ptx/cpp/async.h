@@ -132,7 +132,7 @@ struct AsyncBlock {
     Block& block;
     struct OfThread {
         async::Queue copies, stores;
-        uint32_t cluster_phase = 0;  // at which the thread has arrived
+        uint32_t cluster_arrivals = 0;  // at the barrier of the cluster
     };
     struct OfWarp {
         async::Products products;
@@ -143,8 +143,7 @@ struct AsyncBlock {
     std::vector<OfWarp> warps;
     std::unordered_map<uint32_t, async::Waiting> barriers;  // by offset in shared memory
     // In the first block of a cluster:
-    uint32_t cluster_phase = 0;
-    int cluster_arrived = 0;
+    uint32_t cluster_phase = 0;  // phases of its barrier that have ended
     Blocks cluster_told[2];
 
     explicit AsyncBlock(Block& b) : block(b), threads(b.threads()), warps(b.warps.size()) {}
@@ -525,27 +524,36 @@ static void getctarank(Warp& w, const Instr& i, Mask active) {
 static void arrive_in_cluster(Warp& w, const Instr& i, Mask active) {
     AsyncBlock& cluster = of(*w.block.cluster[0]);
     for_lanes(active, [&](int l) {
-        Blocks& told = cluster.cluster_told[cluster.cluster_phase & 1];
-        of(w, l).cluster_phase = cluster.cluster_phase;
-        ++cluster.cluster_arrived;
+        Blocks& told = cluster.cluster_told[of(w, l).cluster_arrivals++ & 1];
         if (!i.form->has("relaxed")) return tell(w, l, told);
         const Thread& own = w.block.knowledge[w.thread(l)];
         if (own.facts) join(told, own.facts->of[Facts::FOR_ALL]);  // what its fences make visible
     });
 }
 
+// Whether all threads of a cluster have arrived in the current phase. Threads that have returned count as arrived.
+inline bool all_arrived(const AsyncBlock& cluster) {
+    for (Block* block : cluster.block.cluster) {
+        const AsyncBlock& own = of(*block);
+        for (const Warp& w : block->warps) {
+            for (int l = 0; l < LANES; ++l) {
+                if (w.state[l] == Lane::done) continue;
+                if (own.threads[w.thread(l)].cluster_arrivals <= cluster.cluster_phase) return false;
+            }
+        }
+    }
+    return true;
+}
+
 static void wait_for_cluster(Warp& w, const Instr&, Mask active) {
     AsyncBlock& cluster = of(*w.block.cluster[0]);
-    int alive = 0;
-    for (const Block* each : w.block.cluster) alive += each->alive;
     for_lanes(active, [&](int l) {
-        const uint32_t own = of(w, l).cluster_phase;
-        if (own == cluster.cluster_phase) {
-            if (cluster.cluster_arrived < alive) return w.again(1u << l);
-            ++cluster.cluster_phase, cluster.cluster_arrived = 0;
-            cluster.cluster_told[cluster.cluster_phase & 1].clear();
+        const uint32_t awaited = of(w, l).cluster_arrivals;  // phases that must have ended
+        if (cluster.cluster_phase < awaited) {
+            if (!all_arrived(cluster)) return w.again(1u << l);
+            cluster.cluster_told[++cluster.cluster_phase & 1].clear();
         }
-        learn(w, l, cluster.cluster_told[own & 1]);
+        learn(w, l, cluster.cluster_told[(awaited - 1) & 1]);
     });
 }
 
