@@ -328,6 +328,17 @@ def test_an_unknown_instruction_has_its_text_and_line() -> None:
     assert raised.value.place.line == 2
 
 
-def test_wrong_numbers_of_arguments() -> None:
-    with pytest.raises(engine.LaunchError, match="3 parameters, got 1"):
-        launch(module(f"{KERNEL} }}"), "k", (1,), (1,), [X])
+@pytest.mark.parametrize(
+    ("grid", "block", "args", "said"),
+    [
+        ((1,), (1,), [X], "3 parameters, got 1"),
+        ((1,), (1,), [X[::2], X, N], "argument 0 of k is not contiguous"),
+        ((1,), (33, 32), [X, X, N], "1 to 1024 threads"),
+        ((0,), (32,), [X, X, N], "expected a grid"),
+    ],
+)
+def test_wrong_launches(
+    grid: tuple[int, ...], block: tuple[int, ...], args: list[Any], said: str
+) -> None:
+    with pytest.raises(engine.LaunchError, match=said):
+        launch(module(f"{KERNEL} }}"), "k", grid, block, args)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import math
 import os
 import platform
 import re
@@ -27,6 +28,7 @@ from gpt2block.ptx.tensor_maps import TensorMap
 
 CACHE = "GPT2BLOCK_CPU_CUDA_CACHE"
 ORDERS = ("forward", "reverse", "shuffled", "interleaved")
+MOST_THREADS = 1024  # threads of a block
 BUDGET = 100_000_000  # warp instructions of a launch
 SOURCES = Path(__file__).parent / "cpp"
 FLAGS = ("-std=c++17", "-O2", "-march=native", "-ffp-contract=off", "-fPIC")
@@ -143,6 +145,7 @@ def launch(
 
     Raises encode.UnsupportedError if the engine does not know an instruction of the kernel.
     """
+    _check_sizes(kernel, grid, block, cluster)
     loaded = _load(module, kernel)
     encoded = loaded.encoded
     arrays = _Arrays(module, encoded)
@@ -162,6 +165,17 @@ def launch(
     if not any(each.fatal for each in findings):
         arrays.keep(module, encoded)
     return Result(findings, data.executed, data.lanes, printed)
+
+
+def _check_sizes(
+    kernel: str, grid: Sequence[int], block: Sequence[int], cluster: Sequence[int]
+) -> None:
+    if not 0 < math.prod(block) <= MOST_THREADS:
+        raise LaunchError(f"{kernel}: a block has 1 to {MOST_THREADS} threads, got {tuple(block)}")
+    if min(grid) < 1 or any(n % m for n, m in zip(grid, cluster, strict=False)):
+        raise LaunchError(
+            f"{kernel}: expected a grid of whole clusters {tuple(cluster)}, got {tuple(grid)}"
+        )
 
 
 def _three(sizes: Sequence[int]) -> Any:

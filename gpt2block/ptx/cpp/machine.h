@@ -75,6 +75,7 @@ struct Form {
     Handler run = nullptr;
     Control control = Control::none;
     int gathers = NO_LANES;
+    bool stores = false;              // whether a warp as a whole stores (wmma.store, stmatrix)
     int64_t arg[4] = {};              // settings for the handler
 
     explicit Form(const std::string& text);
@@ -338,4 +339,5 @@ inline Form::Form(const std::string& whole) : text(whole) {
         type.bits ? types.push_back(type) : modifiers.push_back(word);
         at = next;
     }
+    stores = name == "stmatrix" || has("store");
 }

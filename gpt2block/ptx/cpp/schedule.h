@@ -100,8 +100,8 @@ struct Run {
     void run_gathered(Warp& w, const Instr& i, Mask lanes) {
         if (m.races) m.races->lanes_meet(w, lanes);
         i.run(w, i, lanes);
-        // The warp as a whole has then read and written: every lane knows the accesses of the others.
-        if (m.races && i.form->gathers == WHOLE_WARP) m.races->lanes_meet(w, lanes);
+        // The warp as a whole has then read: every lane knows the reads of the others. Stores are not ordered.
+        if (m.races && i.form->gathers == WHOLE_WARP && !i.form->stores) m.races->lanes_meet(w, lanes);
     }
 
     // Lanes arrive at an instruction of several lanes. Returns whether the whole group has executed it, as is usual.
