@@ -32,7 +32,7 @@ MISSING = (
 
 
 class Limits(NamedTuple):
-    """What the compiler may use for one source."""
+    """The limits of the compiler for one source."""
 
     cpu_seconds: int = 60
     memory_bytes: int = 3 * 2**30
@@ -138,7 +138,7 @@ class _Child:
             return Refused(self._end(limits))
         status, ptx, log = json.loads(answer)
         if status == "NVRTC_ERROR_OUT_OF_MEMORY" or "catastrophic error: out of memory" in log:
-            self.process.kill()  # its memory is in pieces
+            self.process.kill()  # the memory of the child is in pieces
             self.process.wait()
             return Refused(f"the compiler needs more than {limits.gib} of memory", log)
         _Child.idle.append(self)
