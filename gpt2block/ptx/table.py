@@ -149,9 +149,9 @@ ROWS = (
     Row(
         "cp",
         "b64",
-        f"async ca cg commit_group wait_group wait_all bulk bulk_group mbarrier arrive noinc {SPACES} "
+        "async ca cg commit_group wait_group wait_all bulk bulk_group mbarrier arrive noinc "
         "mbarrier::complete_tx::bytes multicast::cluster prefetch tensor 1d 2d 3d 4d 5d tile read "
-        f"L2 {HINTS}",
+        f"L2 {HINTS} {SPACES}",
         "asynchronous copy; it lands when a thread waits for it",
     ),
     Row(
