@@ -1,0 +1,1 @@
+"""Run the PTX of CUDA kernels on the CPU, with checks."""

@@ -1,0 +1,343 @@
+// The machine that executes PTX: values, instructions, warps, blocks, and how handlers of instructions register.
+//
+// To add a handler of an opcode, in any header that main.cpp includes:
+//
+//     static void run_popc(Warp& w, const Instr& i, Mask active) {
+//         const uint64_t* a = w.in(i, 1);                      // operand 1: a row, the values of 32 lanes
+//         uint64_t* d = w.out(i, 0);
+//         for_lanes(active, [&](int l) { d[l] = __builtin_popcountll(a[l]); });
+//     }
+//     static const Register popc_{{"popc"}, [](Form& f) -> Handler { return f.type().bits == 32 ? run_popc : nullptr; }};
+//
+// The second argument of Register is called once per form ("popc.b32") when a program is loaded. It chooses the handler
+// by types and modifiers, may store settings in f.arg, and returns null for a form that it does not know: the kernel is
+// then not judged. A handler is called with the lanes that are active after the guard; it writes only their values.
+//
+// Rows: a value is zero-extended to 64 bits when it is written (a .b32 register holds 32 bits, an .f16x2 too). Immediates
+// and special registers are rows as well. Predicates are masks: w.predicate(i, k), w.set_predicate(i, k, active, mask).
+// A vector operand {a, b, c, d} has i.op[k].count rows: w.in(i, k, j), w.out(i, k, j). "_" as a destination is a row that
+// nobody reads. An address operand [a+8]: w.address(i, k, lane).
+//
+// Instructions of several lanes: the form's `gathers` is the number of the operand with the mask of lanes, LAST, or
+// WHOLE_WARP (mma, ldmatrix). The scheduler then calls the handler once, when all lanes of the mask have arrived at the instruction.
+// A handler that cannot complete calls w.again(lanes): these lanes execute the instruction again at their next turn. If
+// nothing else proceeds in the whole launch, this is a deadlock and becomes a finding.
+//
+// Memory: Machine::access() checks bounds, alignment, unwritten bytes and races, and returns the address of the bytes on
+// the host. Wrong kernels: Machine::fail() throws a Finding, which ends the launch.
+#pragma once
+#include <array>
+#include <cstdint>
+#include <cstring>
+#include <deque>
+#include <initializer_list>
+#include <map>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+constexpr int LANES = 32;
+using Mask = uint32_t;  // bit l: lane l
+
+template <class F>
+inline void for_lanes(Mask active, F f) {
+    if (active == ~0u) {
+#pragma GCC ivdep
+        for (int l = 0; l < LANES; ++l) f(l);
+        return;
+    }
+    for (Mask rest = active; rest; rest &= rest - 1) f(__builtin_ctz(rest));
+}
+
+struct Type {
+    char kind = 'b';    // u, s, b, f (floating point of any format), p (predicate)
+    unsigned bits = 0;  // of the whole value: 32 for f16x2
+    std::string name;   // "f16x2"
+    bool is(const char* other) const { return name == other; }
+    bool is_signed() const { return kind == 's'; }
+};
+
+struct Warp;
+struct Instr;
+struct Form;
+struct Machine;
+using Handler = void (*)(Warp&, const Instr&, Mask active);
+
+enum Gathers { NO_LANES = -1, WHOLE_WARP = -2, LAST = -3 };  // LAST: the last operand
+enum class Control : uint8_t { none, branch, branch_index, call, ret, exit, barrier };
+
+// An opcode with its types and modifiers: "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32".
+struct Form {
+    std::string text, name;           // name: "mma"
+    std::vector<std::string> modifiers;  // the words that are no types: "sync", "aligned", "m16n8k16", "row", "col"
+    std::vector<Type> types;          // in order: f32, f16, f16, f32
+    Handler run = nullptr;
+    Control control = Control::none;
+    int gathers = NO_LANES;
+    bool stores = false;              // whether a warp as a whole stores (wmma.store, stmatrix)
+    int64_t arg[4] = {};              // settings for the handler
+
+    explicit Form(const std::string& text);
+    bool has(const char* word) const {
+        for (const std::string& each : modifiers) {
+            if (each == word) return true;
+        }
+        return false;
+    }
+    const Type& type(std::size_t n = 0) const {
+        static const Type none;
+        return n < types.size() ? types[n] : none;
+    }
+};
+
+struct Operand {
+    enum Kind : int32_t { row, predicate, not_predicate, address, label, none } kind = none;
+    int32_t index = 0;   // of the first row in Program::rows; of the predicate; of the label's instruction
+    int32_t count = 0;   // number of rows; more than 1: `index` is of the first in Program::parts
+    int32_t pad = 0;
+    int64_t offset = 0;  // address: added to the row
+};
+
+struct Instr {
+    const Form* form;
+    Handler run;
+    const Operand* op;
+    int32_t count;       // number of operands
+    int32_t guard = -1;  // predicate, or -1
+    bool guard_not = false;
+    int32_t place = 0;   // number of the line (file and line of the .cu) in the program's table
+};
+
+using Pick = Handler (*)(Form&);
+
+inline std::unordered_map<std::string, Pick>& pickers() {
+    static std::unordered_map<std::string, Pick> all;
+    return all;
+}
+
+struct Register {
+    Register(std::initializer_list<const char*> names, Pick pick) {
+        for (const char* name : names) pickers()[name] = pick;
+    }
+};
+
+// What is wrong with a kernel. Python makes the sentence: it knows the lines, the names and the elements.
+struct Access {  // who touched memory, and where in the program
+    int64_t block = -1, thread = -1;
+    int32_t place = -1;
+};
+
+struct Finding {
+    std::string kind;   // "race", "out of bounds", "unwritten", "misaligned", "barrier", "mask", "endless", "trap", ...
+    std::string text;   // a clause in plain words, such as "the mask names the lane of a thread that has returned"
+    Access now, other;  // other: the second access or lane, if thread >= 0
+    std::string verb, other_verb;  // "reads", "wrote"
+    enum Where { nowhere = -1, in_shared = -2, in_local = -3, in_params = -4 };
+    int array = nowhere;  // of Machine::arrays, or a Where
+    int64_t byte = 0;     // in the array
+    int64_t bytes = 0;  // of the access
+};
+
+enum class Space : uint8_t { generic, global, shared, local, param, constant, cluster };
+
+// Generic addresses: the number of an array in the bits from 36 on. Arrays begin in the middle of their range, so that
+// addresses before them name them, too. Windows of shared memory, local memory and parameters have numbers of their own.
+constexpr int ARRAY_SHIFT = 36;
+constexpr uint64_t ARRAY_START = 1ull << 35;
+constexpr uint64_t SHARED_WINDOW = 1ull << ARRAY_SHIFT;  // + (rank of the block in its cluster + 1, or 0: own) << 24
+constexpr uint64_t LOCAL_WINDOW = 2ull << ARRAY_SHIFT;   // + thread << 24
+constexpr uint64_t PARAM_WINDOW = 3ull << ARRAY_SHIFT;
+constexpr int FIRST_ARRAY = 4;
+constexpr uint64_t CODE = 1ull << 60;  // + the number of an instruction: the address of a function
+constexpr int RANK_SHIFT = 24;
+
+enum Use : unsigned {  // how an instruction touches memory; sums of these
+    READS = 1,
+    WRITES = 2,
+    STRONG = 4,      // volatile, relaxed or stronger: two strong accesses are no race
+    ATOMIC = 8,      // reads, changes and writes at once (with READS | WRITES | STRONG)
+    READ_ONLY = 16,  // by the read-only cache (ld.global.nc)
+};
+
+struct Races;   // races.h
+struct Shadow;  // races.h: the last accesses to the cells of an array
+
+struct Array {  // an argument, a variable of the module, or the image of a constant
+    std::string name;
+    uint8_t* data = nullptr;
+    uint64_t bytes = 0;
+    uint8_t* written = nullptr;  // per byte, whether it was written; null: all were
+    bool constant = false;       // writing is a finding
+    std::shared_ptr<Shadow> shadow;
+    uint64_t address = 0;          // of its first byte, generic
+};
+
+struct Program;
+struct Block;
+struct AsyncBlock;  // async.h: what a block has in flight (copies, mbarriers); made there when first used
+
+enum class Lane : uint8_t { runs, gathers, waits, done };  // gathers: at a mask; waits: at a barrier of the block
+
+struct Saved {  // the registers and the local memory of a thread that has called a running function again
+    std::vector<uint64_t> rows;
+    std::vector<bool> predicates;
+    std::vector<uint8_t> local;
+    int result = 0, result_bytes = 0;  // in local memory
+};
+
+struct Warp {
+    Machine& machine;
+    Block& block;
+    int first = 0;   // number of lane 0's thread in the block
+    Mask exist = 0;  // lanes that are threads
+    std::vector<uint64_t> rows;  // row 0 is written by the destination "_"
+    std::vector<Mask> predicates;
+    std::array<uint32_t, LANES> pc{};
+    std::array<Lane, LANES> state{};
+    std::array<Mask, LANES> mask{};  // of lanes that gather
+    Mask repeats = 0;                // lanes that have called again()
+    Mask gives_way = 0;              // lanes whose loop has run long while others are ready
+    bool yields = false;             // an instruction such as nanosleep ends the turn
+    std::array<std::vector<Saved>, LANES> calls;
+    uint32_t met = 0;                // stamp up to which all lanes know each other's accesses
+
+    Warp(Machine& m, Block& b) : machine(m), block(b) {}
+    int thread(int lane) const { return first + lane; }
+    inline const uint64_t* in(const Instr& i, int k, int j = 0) const;
+    inline uint64_t* out(const Instr& i, int k, int j = 0);
+    Mask predicate(const Instr& i, int k) const {  // operands "%p1", "!%p1"
+        const Operand& op = i.op[k];
+        return op.kind == Operand::not_predicate ? ~predicates[op.index] : predicates[op.index];
+    }
+    void set_predicate(const Instr& i, int k, Mask active, Mask value) {
+        if (i.op[k].kind == Operand::none) return;
+        Mask& p = predicates[i.op[k].index];
+        p = (p & ~active) | (value & active);
+    }
+    uint64_t address(const Instr& i, int k, int lane) const { return in(i, k)[lane] + i.op[k].offset; }
+    void again(Mask lanes) { repeats |= lanes; }
+};
+
+struct Barrier {
+    int arrived = 0, expected = 0;   // threads; expected 0: nobody is here
+    const Instr* first = nullptr;    // the instruction of the first arrival
+    int thread = 0;                  // its thread
+    int holds = 0;                   // bar.red: threads whose predicate holds
+    std::vector<int> came;           // threads that have arrived, with those that do not wait
+};
+
+struct Thread {  // what a thread knows about accesses of others (races.h)
+    std::vector<uint32_t> of;  // by lane of its warp: stamp of the last known access; empty: only Warp::met
+    std::shared_ptr<struct Facts> facts;
+};
+
+struct Block {
+    Machine& machine;
+    int64_t number = 0;                    // linear, in the grid
+    std::array<uint32_t, 3> id{};
+    int rank = 0;                          // in its cluster
+    std::vector<Block*> cluster;           // blocks of the cluster by rank; only itself without clusters
+    std::deque<Warp> warps;
+    std::vector<uint8_t> shared, written;  // bytes, and which of them were written
+    std::vector<uint8_t> local, local_written;  // of all threads, one after the other
+    std::array<Barrier, 16> barriers;
+    std::shared_ptr<AsyncBlock> async;
+    int alive = 0;                         // threads that have not returned
+    uint32_t phase = 0;                    // stamp up to which all threads know each other's accesses
+    std::vector<Thread> knowledge;         // of threads
+    std::shared_ptr<Shadow> shadow;        // last accesses to shared memory
+
+    explicit Block(Machine& m) : machine(m) {}
+    inline int threads() const;
+};
+
+struct Program {  // of one kernel; made by encode.py
+    std::vector<std::unique_ptr<Form>> forms;
+    std::vector<Instr> code;
+    std::vector<Operand> operands;
+    std::vector<int32_t> parts;       // rows of vector operands
+    std::vector<uint64_t> constants;  // rows of 32 equal values; row -1 - n is the n-th
+    int rows = 0, predicates = 0;
+    uint32_t shared_bytes = 0;        // static
+    uint32_t local_bytes = 0;         // of a thread
+    unsigned granule = 4;             // bytes of the smallest access of the program
+    bool compares = false;            // whether the program has an atom.cas
+    std::vector<std::pair<int, std::string>> specials;  // row -> "%tid.x", set when a warp starts
+};
+
+enum class Order { forward, reverse, shuffled, interleaved };
+
+struct Machine {
+    const Program* program = nullptr;
+    std::array<uint32_t, 3> grid{}, block{}, cluster{1, 1, 1};
+    std::vector<uint8_t> params;
+    uint32_t dynamic_bytes = 0;  // of shared memory
+    Order order = Order::forward;
+    bool checks = true;          // bounds, races, unwritten memory
+    int64_t budget = 0;          // warp instructions that are left
+    int64_t executed = 0, lanes_executed = 0;
+    uint32_t variant = 0;        // 0 or 1: two values of %smid, %warpid, %clock, ...
+    std::deque<Array> arrays;    // number FIRST_ARRAY + n in addresses
+    std::string printed;
+    std::vector<Finding> notes;  // what does not end the launch: reading memory that nobody has written
+    std::shared_ptr<Races> races;
+    std::vector<std::unique_ptr<Block>> in_flight;
+    uint32_t entry = 0;                // index of the kernel's first instruction
+    bool (*idle)(Machine&) = nullptr;  // called when nothing proceeds (async.h: completes copies); whether something changed
+
+    // Returns where `bytes` bytes at an address of a lane are on the host. Throws a Finding if the lane must not touch
+    // them in this way. space: of the instruction; `generic` for generic addresses.
+    uint8_t* access(Warp& w, const Instr& i, int lane, uint64_t address, unsigned bytes, Space space, unsigned use);
+
+    [[noreturn]] void fail(const Warp& w, const Instr& i, int lane, std::string kind, std::string text) const {
+        Finding found;
+        found.kind = std::move(kind), found.text = std::move(text);
+        found.now = {w.block.number, w.thread(lane), i.place};
+        throw found;
+    }
+};
+
+inline const uint64_t* Warp::in(const Instr& i, int k, int j) const {
+    const Operand& op = i.op[k];
+    const int row = op.count > 1 ? machine.program->parts[op.index + j] : op.index;
+    return row < 0 ? machine.program->constants.data() + (-1 - row) * LANES : rows.data() + row * LANES;
+}
+
+inline uint64_t* Warp::out(const Instr& i, int k, int j) {
+    const Operand& op = i.op[k];
+    return rows.data() + (op.count > 1 ? machine.program->parts[op.index + j] : op.index) * LANES;
+}
+
+inline int Block::threads() const { return machine.block[0] * machine.block[1] * machine.block[2]; }
+
+inline Type type_named(const std::string& word) {
+    static const std::unordered_map<std::string, Type> all = [] {
+        std::unordered_map<std::string, Type> made;
+        const auto add = [&](const std::string& name, char kind, unsigned bits) { made[name] = {kind, bits, name}; };
+        for (unsigned bits : {8, 16, 32, 64, 128}) {
+            for (char kind : {'u', 's', 'b'}) add(kind + std::to_string(bits), kind, bits);
+        }
+        for (unsigned bits : {16, 32, 64}) add("f" + std::to_string(bits), 'f', bits);
+        add("u16x2", 'u', 32), add("s16x2", 's', 32), add("f16x2", 'f', 32), add("bf16x2", 'f', 32);
+        add("bf16", 'f', 16), add("tf32", 'f', 32), add("pred", 'p', 1), add("f32x2", 'f', 64);
+        for (const char* name : {"e4m3", "e5m2"}) add(name, 'f', 8), add(name + std::string("x2"), 'f', 16);
+        for (const char* name : {"u4", "s4", "b1", "e2m1"}) add(name, name[0] == 'e' ? 'f' : name[0], name[1] - '0');
+        return made;
+    }();
+    const auto found = all.find(word);
+    return found == all.end() ? Type() : found->second;
+}
+
+inline Form::Form(const std::string& whole) : text(whole) {
+    std::size_t at = whole.find('.');
+    name = whole.substr(0, at);
+    while (at != std::string::npos) {
+        const std::size_t next = whole.find('.', at + 1);
+        const std::string word = whole.substr(at + 1, next == std::string::npos ? next : next - at - 1);
+        const Type type = type_named(word);
+        type.bits ? types.push_back(type) : modifiers.push_back(word);
+        at = next;
+    }
+    stores = name == "stmatrix" || has("store");
+}

@@ -1,0 +1,43 @@
+"""Tensor maps, which describe arrays to the copy engine, as arguments of kernels."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any, NamedTuple
+
+from numpy.typing import NDArray
+
+BYTES = 128
+
+
+class TensorMap(NamedTuple):
+    """A tensor map. Sizes, strides and boxes begin with the dimension whose elements are adjacent.
+
+    strides: bytes between elements along each other dimension. swizzle: bytes of a row of a
+    swizzled box, 32, 64 or 128; 0 without swizzle.
+    """
+
+    array: NDArray[Any]
+    offset: int  # bytes from the array's start
+    item: int  # bytes of an element
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    swizzle: int = 0
+
+    def encoded(self, address: int) -> bytes:
+        """Return the map's bytes for an array at an address; see Map in cpp/async.h."""
+        rank, unused = len(self.sizes), (0,) * (5 - len(self.sizes))
+        strides = self.item, *self.strides, *unused
+        numbers = (
+            rank,
+            self.item,
+            self.swizzle,
+            0,
+            *strides,
+            *self.sizes,
+            *unused,
+            *self.box,
+            *unused,
+        )
+        return struct.pack("<Q4I5Q5I5I", address + self.offset, *numbers).ljust(BYTES, b"\0")
