@@ -18,7 +18,7 @@ from gpt2block.generation.rows import Row
 from gpt2block.generation.scheduling import PIECE
 from gpt2block.parameters.gpt2 import GPT2Weights
 from gpt2block.run import numpy_model
-from gpt2block.run.model import Ids, Start
+from gpt2block.run.model import Ids, Sampled, Start
 from gpt2block.serve.service import batch_of
 from tests.devices import GPU, SOMEWHERE, running_on
 from tests.generating import Run, generate
@@ -212,6 +212,31 @@ def test_each_row_has_its_own_end() -> None:
     assert [row.text for row in rows] == ["bcd", "bcdefg", "bc", "bcd", "bcd"]
     reasons = [row.finish_reason for row in rows]
     assert reasons == ["stop", "stop", "stop", "length", "stop"]
+
+
+@pytest.mark.parametrize(
+    ("ends", "text", "count"),
+    [({"stop_ids": [ord("c")]}, "b", 2), ({"stop": ["de"]}, "bc", 4), ({}, "bcdefghi", 8)],
+)
+def test_tokens_of_a_step_after_the_end_of_a_row_are_left_out(
+    ends: dict[str, Any], text: str, count: int
+) -> None:
+    """Each step returns four tokens of the slot, as a step with right guesses does."""
+    engine = MarkovEngine(cycle(257))
+    row = row_of(engine, "a", BYTES, temperature=0, max_new_tokens=8, **ends)
+    batch = Batch(engine, 1, 64)
+    decoding: Any = batch._decoding
+    one = decoding.next
+
+    def four() -> Sampled:
+        slots, tokens, logprobs = zip(*(one()[:3] for _ in range(4)), strict=True)
+        place = np.concatenate(slots), np.concatenate(tokens), np.concatenate(logprobs)
+        return Sampled(*place, nth=np.arange(4, dtype=np.int32))
+
+    decoding.next = four
+    batch.submit([row])
+    finish(batch)
+    assert (row.text, len(row.tokens), len(row.logprobs)) == (text, count, count)
 
 
 def test_held_rows_come_where_they_may_have_ended() -> None:

@@ -317,4 +317,5 @@ __device__ __forceinline__ void run(const Product& p, Weights weights) {
         if (GEMM_FLOAT_OUT) store_float(sums, group, own_bias, p.residual_float, p.out_float, row, column, p.M, p.N);
         else chunks.store(sums, own_bias, p.residual, p.out, row, column);
     }
+    if (group.thread == 0) wait_for_reads<0>();  // a block must not end while copies read its shared memory
 }
