@@ -184,6 +184,15 @@ def test_one_token_each(device: str) -> None:
     assert {one.finish_reason for one in first} == {"stop"}
 
 
+def test_a_later_text_reuses_a_cache_of_at_most_twice_its_size() -> None:
+    config = GPT2Config(n_layer=1, n_head=2, n_embd=32, n_ctx=400, vocab_size=37)
+    with running_on("forward"):
+        engine: Any = model("cuda", config).engine
+        caches = [engine.decode(1, n)._cache for n in (200, 180, 110, 90, 250)]
+    assert caches[0] is caches[1] is caches[2]
+    assert [cache.n_ctx for cache in caches] == [224, 224, 224, 96, 256]
+
+
 @everywhere
 def test_the_cache_has_the_positions_in_use(device: str) -> None:
     m = model(device, GPT2Config(1, 1, 8, 1024, 37))

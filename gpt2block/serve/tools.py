@@ -85,7 +85,7 @@ class ToolUse:
 
     @property
     def texts(self) -> Texts:
-        """Where an answer may have text, as for CallReader."""
+        """Return where an answer may have text, as for CallReader."""
         return "none" if self.required else "instead" if self.format else "around"
 
     def offered(
