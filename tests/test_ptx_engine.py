@@ -18,9 +18,12 @@ from gpt2block.ptx.encode import UnsupportedError, encode
 from gpt2block.ptx.engine import ORDERS, Finding, Result, launch
 from gpt2block.ptx.parse import Module
 
-pytestmark = pytest.mark.skipif(
-    nvrtc.find_library() is None or shutil.which("g++") is None, reason="no NVRTC or no g++"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        nvrtc.find_library() is None or shutil.which("g++") is None, reason="no NVRTC or no g++"
+    ),
+]
 
 HERE = Path(__file__).parent / "kernels"
 N = 1000

@@ -11,13 +11,15 @@ import numpy as np
 import pytest
 
 from gpt2block import ops
-from gpt2block.cuda import kernels, replaced_by, requests, tensor_maps
+from gpt2block.cuda import arrays, kernels, replaced_by, requests, tensor_maps
 from gpt2block.emulator import stand_in
 from gpt2block.ptx import engine, nvrtc, parse
 from gpt2block.ptx.tensor_maps import TensorMap
 from tests.attentions import assert_right
 from tests.products import KERNELS, Case
 from tests.test_attention_mma import made
+
+pytestmark = pytest.mark.slow  # the engine is compiled first
 
 MAP = struct.Struct("<Q4I5Q5I5I")  # as TensorMap.encoded
 ITEMS = {0: 1, 6: 2, 7: 4, 9: 2}  # values of CUtensorMapDataType → bytes
@@ -96,7 +98,7 @@ def cp(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         monkeypatch.setattr(stand_in, name, getattr(np, name), raising=False)
     monkeypatch.setattr(tensor_maps, "_encode", lambda: _encode)
     monkeypatch.setattr(requests, "_kernels", {})
-    caches = tensor_maps._encoded, kernels._function
+    caches = tensor_maps._encoded, kernels._function, arrays._capability, arrays._attribute
     for cache in caches:
         cache.cache_clear()
     with replaced_by(stand_in), stand_in.device("forward", 4):

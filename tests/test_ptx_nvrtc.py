@@ -6,6 +6,8 @@ import pytest
 
 from gpt2block.ptx import nvrtc
 
+pytestmark = pytest.mark.slow  # the engine is compiled first
+
 KERNEL = 'extern "C" __global__ void f(float* a) { a[threadIdx.x] = a[threadIdx.x] * 2 + 1; }'
 BOMB = """#define A(x) x x x x x x x x x x
 #define B(x) A(A(A(A(x))))

@@ -452,7 +452,7 @@ def _library() -> Any:
 
 
 def _built() -> Path:
-    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    compiler = shutil.which("g++")
     if compiler is None:
         raise LaunchError("g++, which compiles the engine once, is not installed: apt install g++")
     texts = b"".join(path.read_bytes() for path in sorted(SOURCES.glob("*.[ch]*")))

@@ -110,7 +110,7 @@ def _of_wheels(folder: str) -> list[Path]:
 
 
 def _of_toolkit(folder: str) -> list[Path]:
-    return [Path(os.environ.get("CUDA_PATH", "/usr/local/cuda")) / folder]
+    return [Path("/usr/local/cuda") / folder]
 
 
 class _Child:

@@ -205,6 +205,7 @@ class NumpyModel(NumpySteps, StoredModel):
         if cached:
             self.forward([ids[:-1]], "last", cache)
             ids = ids[-1:]
+        cache.reserve(cache.n_ctx)
         return self._tensors([ids], cache)
 
     def log_likelihood(self, sequences: Sequence[Ids]) -> list[Floats]:

@@ -161,7 +161,7 @@ def _expected(index: int, line: bytes, start: bool, text: bool) -> Expected:
     line = line.removesuffix(b"\r")
     try:
         found = line.decode("utf-8-sig" if start else "utf-8")
-        if not text and not found.strip():
+        if not found.strip():
             return []
         entry = {"text": found} if text else json.loads(found)
     except (ValueError, RecursionError):
