@@ -66,9 +66,7 @@ Loaded* ptx_load(const ProgramData* data) {
     Program& p = loaded->program;
     for (const std::string& text : lines_of(data->forms)) {
         Form& form = *p.forms.emplace_back(std::make_unique<Form>(text));
-        const auto pick = pickers().find(form.name);
-        form.run = pick == pickers().end() ? nullptr : pick->second(form);
-        if (!form.run) loaded->unknown += text + "\n";
+        if (!find_handler(form)) loaded->unknown += text + "\n";
         p.compares |= form.has("cas");
     }
     for (int64_t k = 0; k < data->operand_count; ++k) {
