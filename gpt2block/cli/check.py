@@ -10,7 +10,7 @@ from rich.table import Table
 from gpt2block import doctor, emulator
 from gpt2block.cli.codes import FAILED
 from gpt2block.cli.display import console, print_json, shown
-from gpt2block.cli.model import json_option
+from gpt2block.cli.options import json_option
 
 
 def check(as_json: bool = json_option()) -> None:

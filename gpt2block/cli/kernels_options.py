@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpt2block.cli import complete
-from gpt2block.cli.model import json_option
-from gpt2block.cli.options import argument, option, path_option
+from gpt2block.cli.options import argument, json_option, option, path_option
 
 OWN = "Your own kernel"
 
