@@ -84,10 +84,10 @@ def _gpt2block(version: bool = VERSION) -> None:
     pass
 
 
-def run(arguments: list[str]) -> int:
+def run(app: typer.Typer, arguments: list[str]) -> int:
     """Run one command line and return its exit code. Raises InputError for usage errors."""
     try:
-        command = typer.main.get_command(application(*arguments[:1]))
+        command = typer.main.get_command(app)
         return int(command.main(arguments, standalone_mode=False) or 0)
     except typer.Abort:  # raised for Ctrl-C by older versions of Typer
         return INTERRUPTED

@@ -30,6 +30,7 @@ dtypes = one_of(*DTYPES)
 weight_dtypes = one_of(*DTYPES, FILE)
 devices = one_of("cpu", "cuda")
 
+
 def models(incomplete: str) -> list[str]:
     """Complete the name of a model that is bundled, installed or on the hub."""
     from gpt2block.checkpoints import BUNDLED_NAMES  # noqa: PLC0415  (slow to import)
