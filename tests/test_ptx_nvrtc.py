@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
-from gpt2block.ptx import nvrtc
+from gpt2block.ptx import cache, nvrtc
 
 pytestmark = pytest.mark.slow  # the engine is compiled first
 
@@ -12,6 +15,11 @@ KERNEL = 'extern "C" __global__ void f(float* a) { a[threadIdx.x] = a[threadIdx.
 BOMB = """#define A(x) x x x x x x x x x x
 #define B(x) A(A(A(A(x))))
 __global__ void f() { int a = 0; B(B(++a;)) }"""
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(cache, "folder", lambda: tmp_path)
 
 
 def _compile(
@@ -60,6 +68,38 @@ def test_a_limit_refuses_the_source_and_not_the_next_one(
     assert isinstance(_compile(KERNEL), nvrtc.Compiled)
 
 
+def test_ptx_is_kept_until_a_text_changes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ran: list[str] = []
+    run = nvrtc._Child.compile
+
+    def counted(child: nvrtc._Child, source: str, *more: Any) -> Any:
+        ran.append(source)
+        return run(child, source, *more)
+
+    def compiles(source: str, *options: str) -> bool:
+        ran.clear()
+        made = nvrtc.compile(source, name=str(tmp_path / "a.cu"), arch="sm_80", options=options)
+        assert isinstance(made, nvrtc.Compiled), made
+        assert "multiply" in made.ptx
+        return bool(ran)
+
+    monkeypatch.setattr(nvrtc._Child, "compile", counted)
+    text = '#include "lib/a.cuh"\nextern "C" __global__ void multiply(float* a) { *a *= FACTOR; }'
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "a.cuh").write_text('#include "b.cuh"\n', "utf-8")
+    (tmp_path / "lib" / "b.cuh").write_text("#define FACTOR 2", "utf-8")
+    assert [compiles(text), compiles(text)] == [True, False]
+    (tmp_path / "lib" / "b.cuh").write_text("#define FACTOR 3", "utf-8")
+    assert [compiles(text), compiles(text), compiles(text, "-G")] == [True, False, True]
+    for path in tmp_path.glob("*.ptx.gz"):
+        path.write_bytes(path.read_bytes()[:99])  # of a full disk
+    assert [compiles(text), compiles(text)] == [True, False]
+    unknown = text.replace('"lib/a.cuh"', "HEADER").replace("#", '#define HEADER "lib/a.cuh"\n#', 1)
+    assert [compiles(unknown), compiles(unknown)] == [True, True]
+    cache.trim(0)
+    assert compiles(text)
+
+
 def test_one_process_compiles_several_sources() -> None:
     _compile(KERNEL)
     before = nvrtc._Child.idle[-1].process.pid
@@ -70,7 +110,7 @@ def test_one_process_compiles_several_sources() -> None:
 def test_a_process_that_has_ended_is_named_and_replaced() -> None:
     _compile(KERNEL)
     nvrtc._Child.idle[-1].process.kill()
-    refused = _compile(KERNEL)
+    refused = _compile(KERNEL.replace("2", "3"))
     assert isinstance(refused, nvrtc.Refused)
     assert refused.reason == "the compiler ended by SIGKILL; it may use 3.0 GiB of memory"
     assert isinstance(_compile(KERNEL), nvrtc.Compiled)
