@@ -19,7 +19,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
-from importlib.util import find_spec
+from importlib.machinery import PathFinder
 from pathlib import Path
 from signal import SIGXCPU, Signals
 from typing import IO, Any, NamedTuple
@@ -142,7 +142,7 @@ def find_library() -> Path | None:
 @cache
 def _includes_of_cupy() -> tuple[str, ...]:
     """Return the options for CUDA's C++ libraries in CuPy, if CuPy is installed."""
-    cupy = find_spec("cupy")
+    cupy = PathFinder.find_spec("cupy")  # also if a test has replaced the module
     own = Path(cupy.origin).parent / "_core" / "include" if cupy and cupy.origin else Path()
     core = own / "cupy" / "_cccl"  # cub, thrust and libcu++
     folders = (core / "cub", core / "thrust", core / "libcudacxx", own) if core.is_dir() else ()
@@ -158,7 +158,7 @@ def _includes_of_cuda() -> tuple[str, ...]:
 
 
 def _of_wheels(folder: str) -> list[Path]:
-    spec = find_spec("nvidia")  # a namespace: each of NVIDIA's wheels adds a folder
+    spec = PathFinder.find_spec("nvidia")  # a namespace: each of NVIDIA's wheels adds a folder
     parents = spec.submodule_search_locations if spec else None
     return [path for each in parents or () for path in sorted(Path(each).glob(f"*/{folder}"))]
 
