@@ -12,7 +12,7 @@ import shutil
 import struct
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from gpt2block.ptx.counters import Counted, Counts, Line
 from gpt2block.ptx.encode import CODE, Encoded, address_of, encode
 from gpt2block.ptx.parse import Module, Place, Variable
 from gpt2block.ptx.tensor_maps import TensorMap
@@ -101,12 +102,14 @@ class Result:
     """The findings of a launch.
 
     instructions: number of executed instructions of warps; lanes: the sum over their active lanes.
+    counts: by line of the source, if they were requested.
     """
 
     findings: tuple[Finding, ...]
     instructions: int
     lanes: int
     printed: str
+    counts: Mapping[Line, Counts]
 
 
 class Pointer(NamedTuple):
@@ -135,13 +138,15 @@ def launch(
     written: Sequence[NDArray[np.uint8] | None] = (),
     budget: int = BUDGET,
     variant: int = 0,
+    counters: bool = False,
 ) -> Result:
     """Launch a kernel.
 
     args: NumPy arrays, which the launch changes; numbers; bytes for structures; None for a null
     pointer. names: of the parameters. written: for each argument, an array with one byte per byte,
     1 where it has a value; None if all of it has. variant: 0 or 1 chooses the values of registers
-    on which no result may depend, such as %smid.
+    on which no result may depend, such as %smid. counters: whether to count accesses and other
+    events of each line.
 
     Raises encode.UnsupportedError if the engine does not know an instruction of the kernel.
     """
@@ -158,13 +163,16 @@ def launch(
     data.params = ctypes.cast(ctypes.create_string_buffer(params, len(params) + 1), _BYTES)
     data.param_bytes, data.array_count = len(params), len(arrays.data)
     arrays.fill(data)
+    counted = Counted(encoded.places, module.files) if counters else None
+    data.counts = counted.counts.ctypes.data if counted else None
     text = loaded.library.ptx_launch(loaded.handle, ctypes.byref(data)).decode(errors="replace")
     found, _, printed = text.partition("\x1d")
     read = _Findings(module, encoded, arrays.names, data.grid, data.block)
     findings = tuple(read.finding(each) for each in found.split("\x1e")[:-1])
     if not any(each.fatal for each in findings):
         arrays.keep(module, encoded)
-    return Result(findings, data.executed, data.lanes, printed)
+    counts = counted.by_line() if counted else {}
+    return Result(findings, data.executed, data.lanes, printed, counts)
 
 
 def _check_sizes(
@@ -214,6 +222,7 @@ class _LaunchData(ctypes.Structure):
         ("array_bytes", ctypes.POINTER(ctypes.c_int64)),
         ("written", ctypes.POINTER(ctypes.c_void_p)),
         ("constant", _BYTES),
+        ("counts", ctypes.c_void_p),
         ("executed", ctypes.c_int64),
         ("lanes", ctypes.c_int64),
     )
