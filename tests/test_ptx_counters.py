@@ -19,7 +19,8 @@ pytestmark = pytest.mark.skipif(
 
 HEAD = r"""
 #define AT(p) "r"((unsigned)__cvta_generic_to_shared(p))
-#define COPY(to, from) asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: AT(to), "l"(from))
+#define COPY(to, from) \
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: AT(to), "l"(from))
 #define MATRICES(d, row) \
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];" \
                  : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3]) : AT(row))
@@ -55,7 +56,10 @@ LINES = {
     "atomicAdd(&tile[16 * t], v);": {"shared_requests": 1, "bank_conflicts": 15, "atomics": 1},
     "MATRICES(d, tile + 4 * t);": {"shared_requests": 1},
     "MATRICES(d, tile + 32 * t);": {"shared_requests": 1, "bank_conflicts": 28},
-    "COPY(tile + 4 * t, x + 4 * t);": {"copied_bytes": 512},
+    "COPY(tile + 4 * t, x + 4 * t);": {"copied_bytes": 512, "shared_requests": 1},
+    "COPY(tile + 32 * t, x + 4 * t);": {
+        "copied_bytes": 512, "shared_requests": 1, "bank_conflicts": 28,
+    },
     "own[n & 7] = v;": {"local_bytes": 128},
     "v = __shfl_xor_sync(~0u, v, 1) + __shfl_xor_sync(~0u, v, 2);": {"shuffles": 2},
     "__syncthreads();": {"barriers": 1},

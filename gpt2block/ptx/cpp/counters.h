@@ -22,6 +22,7 @@ inline Counted kind_of(const Form& f) {
     if (f.name == "st") return f.has("async") ? Counted::nothing : Counted::store;
     if (f.name == "atom" || f.name == "red") return Counted::atomic;
     if (f.name == "ldmatrix" || f.name == "stmatrix") return Counted::matrices;
+    if (f.name == "cp" && (f.has("ca") || f.has("cg")) && !f.has("bulk")) return Counted::copy;
     if (f.name == "shfl") return Counted::shuffle;
     if (f.name == "bra" || f.name == "brx") return Counted::branch;
     return (f.name == "bar" || f.name == "barrier") && !f.has("warp") ? Counted::barrier : Counted::nothing;
@@ -73,14 +74,18 @@ inline void count_global(Counts& line, const uint64_t* address, Mask lanes, unsi
     each_pass(lanes, bytes, [&](Mask pass) { sectors += (int64_t)units(address, pass, bytes, SECTOR).size(); });
 }
 
+inline unsigned bytes_of(Warp& w, const Instr& i, int value, Mask active) {
+    if (i.form->counted == Counted::copy) return (unsigned)w.in(i, 2)[__builtin_ctz(active)];
+    return i.form->counted == Counted::matrices ? 16 : std::min(i.form->type().bits, 64u) / 8 * (unsigned)i.op[value].count;
+}
+
 inline void count_access(Counts& line, Warp& w, const Instr& i, Mask active) {
     const Form& f = *i.form;
-    const bool matrices = f.counted == Counted::matrices, loads = f.counted == Counted::load;
+    const bool loads = f.counted == Counted::load;
     const int where = loads || f.name == "atom" || f.name == "ldmatrix" ? 1 : 0, value = where == 1 && !f.has("cas") ? 0 : where + 1;
-    const int count = i.op[value].count;
-    const unsigned bytes = matrices ? 16 : std::min(f.type().bits, 64u) / 8 * (unsigned)count;
-    if (matrices && count < 4) active &= (1u << 8 * count) - 1;
-    const Space space = memory::space_of(f);
+    const unsigned bytes = bytes_of(w, i, value, active);
+    if (f.counted == Counted::matrices && i.op[value].count < 4) active &= (1u << 8 * i.op[value].count) - 1;
+    const Space space = f.counted == Counted::copy ? Space::shared : memory::space_of(f);
     uint64_t address[LANES];
     Mask shared = 0, local = 0, global = 0;
     for_lanes(active, [&](int l) {

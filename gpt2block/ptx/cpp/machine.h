@@ -65,7 +65,7 @@ struct Machine;
 using Handler = void (*)(Warp&, const Instr&, Mask active);
 
 enum Gathers { NO_LANES = -1, WHOLE_WARP = -2, LAST = -3 };  // LAST: the last operand
-enum class Counted : uint8_t { nothing, branch, shuffle, barrier, load, store, atomic, matrices };  // counters.h
+enum class Counted : uint8_t { nothing, branch, shuffle, barrier, load, store, atomic, matrices, copy };  // counters.h
 enum class Control : uint8_t { none, branch, branch_index, call, ret, exit, barrier };
 
 // An opcode with its types and modifiers: "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32".
