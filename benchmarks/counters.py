@@ -58,7 +58,7 @@ def counted() -> Iterator[tuple[str, Counts]]:
     args = np.zeros(ELEMENTS, np.float32), np.zeros(ELEMENTS, np.float32)
     for kernel in module.kernels:
         result = engine.launch(module, kernel, GRID, BLOCK, args, checks=False, counters=True)
-        yield kernel, total(result.counts)
+        yield kernel, total(result.counts.values())
 
 
 def launch(own: Sequence[str]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -44,9 +44,10 @@ class Counts(NamedTuple):
     branches: int = 0
     uniform_branches: int = 0
 
-    def plus(self, other: Counts) -> Counts:
-        """Return the sums of two lines' counters."""
-        return Counts(*(a + b for a, b in zip(self, other, strict=True)))
+
+def total(lines: Iterable[Counts]) -> Counts:
+    """Return the sums of the counters of lines."""
+    return Counts(*map(sum, zip(Counts(), *lines, strict=True)))
 
 
 # Nsight Compute's names of the counters that have the same meaning and value there.
