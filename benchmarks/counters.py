@@ -53,7 +53,7 @@ def counted() -> Iterator[tuple[str, Counts]]:
             yield each.kernel, each.total
     compiled = nvrtc.compile(OWN.read_text("ascii"), name=OWN.name, arch="sm_90")
     if isinstance(compiled, nvrtc.Refused):
-        raise SystemExit(f"not run: {compiled.reason or compiled.log}")
+        raise SystemExit(f"not run: {compiled}")
     module = Module(compiled.ptx)
     args = np.zeros(ELEMENTS, np.float32), np.zeros(ELEMENTS, np.float32)
     for kernel in module.kernels:
@@ -78,16 +78,16 @@ def launch(own: Sequence[str]) -> None:
     cupy.cuda.Device().synchronize()
 
 
-def profiled(kernels: Sequence[str]) -> list[dict[str, str]] | str:
+def profiled(kernels: Sequence[str]) -> tuple[list[dict[str, str]], str]:
     """Return the metrics of the kernels as ncu reads them, or why they were not read."""
     ncu = shutil.which("ncu") or shutil.which("ncu", path=":".join(map(str, FOLDERS)))
     if ncu is None:
-        return "ncu is not installed"
+        return [], "ncu is not installed"
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "ncu.csv"
+        options = "--clock-control none --csv --page raw --print-units base --print-kernel-base"
         command = [
-            ncu, "--clock-control", "none", "--csv", "--page", "raw", "--print-units", "base",
-            "--log-file", str(log), "--metrics", ",".join(READ), "--print-kernel-base", "function",
+            ncu, *options.split(), "function", "--log-file", str(log), "--metrics", ",".join(READ),
             "--kernel-name", f"regex:^({'|'.join(kernels)})$",
             sys.executable, "-m", "benchmarks.counters", "--launch", *kernels[len(CASES) :],
         ]  # fmt: skip
@@ -96,8 +96,8 @@ def profiled(kernels: Sequence[str]) -> list[dict[str, str]] | str:
     rows = list(csv.DictReader(line for line in text.splitlines() if line.startswith('"')))
     rows = [row for row in rows if row.get("ID")]  # without the row of units
     if [row["Kernel Name"] for row in rows] != list(kernels):
-        return "ncu did not read the counters:\n" + (done.stderr + done.stdout + text)[-3000:]
-    return rows
+        return [], (done.stderr + done.stdout + text)[-3000:]
+    return rows, ""
 
 
 def main() -> None:
@@ -105,19 +105,19 @@ def main() -> None:
     if sys.argv[1:2] == ["--launch"]:
         return launch(sys.argv[2:])
     ours = list(counted())
-    read = profiled([kernel for kernel, _ in ours])
-    print(f"{'kernel':28}{'counter':17}{'engine':>11}{'ncu':>11}{'difference':>12}")
+    rows, reason = profiled([kernel for kernel, _ in ours])
+    print(f"{nvrtc.find_library()}\n{'kernel':28}{'counter':17}{'engine':>11}{'ncu':>11}")
     for number, (kernel, counts) in enumerate(ours):
-        row = {} if isinstance(read, str) else read[number]
+        row = rows[number] if rows else {}
         share = 100 * counts.uniform_branches / max(1, counts.branches)
-        found = {metric: getattr(counts, name) for name, metric in zip(METRICS, READ, strict=False)}
-        for name, (metric, value) in zip(
-            (*METRICS, "uniform, %"), (found | {UNIFORM: share}).items(), strict=True
-        ):
+        values = *(getattr(counts, name) for name in METRICS), share
+        for name, metric, value in zip((*METRICS, "uniform, %"), READ, values, strict=True):
             theirs = float(row.get(metric, "nan").replace(",", ""))
-            print(f"{kernel:28}{name:17}{value:11,.0f}{theirs:11,.0f}{theirs - value:+12,.0f}")
-    if isinstance(read, str):
-        raise SystemExit(f"not run: {read}")
+            if value or theirs > 0:
+                off = "" if abs(theirs - value) <= 0.02 * theirs else f"{theirs - value:+,.0f}"
+                print(f"{kernel:28}{name:17}{value:11,.0f}{theirs:11,.0f}  {off}")
+    if reason:
+        raise SystemExit(f"not run: {reason}")
 
 
 if __name__ == "__main__":
