@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from gpt2block.ptx import cache, nvrtc
 
 pytestmark = pytest.mark.slow  # the engine is compiled first
 
+ROOT = Path(__file__).parents[1]
 KERNEL = 'extern "C" __global__ void f(float* a) { a[threadIdx.x] = a[threadIdx.x] * 2 + 1; }'
 BOMB = """#define A(x) x x x x x x x x x x
 #define B(x) A(A(A(A(x))))
@@ -122,4 +125,20 @@ def test_a_machine_without_nvrtc_names_the_command_that_installs_it(
     monkeypatch.setattr(nvrtc, "find_library", lambda: None)
     refused = _compile(KERNEL)
     assert isinstance(refused, nvrtc.Refused)
-    assert "pip install" in refused.reason
+    requirement = refused.reason.partition("pip install ")[2].strip("'")
+    assert f'judge = ["{requirement}"]' in (ROOT / "pyproject.toml").read_text("utf-8")
+
+
+@pytest.mark.parametrize(
+    ("library", "own"),
+    [({"nvrtcInstallBundledHeaders": lambda *_: 0}, ["-Ih", "-Ih/cccl"]),
+     ({"nvrtcInstallBundledHeaders": lambda *_: 1}, []),  # such as a full disk
+     ({}, [])],
+    ids=["13.3", "not installed", "12.9"],
+)  # fmt: skip
+def test_headers_in_nvrtc_come_before_others(
+    library: dict[str, Any], own: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    functions = SimpleNamespace(nvrtcGetErrorString=SimpleNamespace(), **library)
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: functions)
+    assert [*nvrtc._Library("libnvrtc.so", "h", "-Iwheel").includes] == [*own, "-Iwheel"]

@@ -35,7 +35,7 @@ def judge(
         complete=complete.operations,
     ),
     device: str | None = option(
-        "cuda, or cpu: an emulator, which needs g++. By default the GPU if there is one.",
+        "cuda, or cpu: an emulator. By default the GPU if there is one.",
         complete=complete.devices,
     ),
     jobs: int | None = option("Processes; by default the number of cores.", min=1),
