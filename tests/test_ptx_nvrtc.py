@@ -6,6 +6,7 @@ import ctypes
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -20,9 +21,34 @@ BOMB = """#define A(x) x x x x x x x x x x
 __global__ void f() { int a = 0; B(B(++a;)) }"""
 
 
+USUAL_FOLDER = cache.folder.__wrapped__
+
+
 @pytest.fixture(autouse=True)
 def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(cache, "folder", lambda: tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("named", "of_caches", "expected"),
+    [("here", "xdg", "here"), ("", "xdg", "xdg/gpt2block/emulator"),
+     ("", None, "home/.cache/gpt2block/emulator"), ("file", "xdg", None)],
+)  # fmt: skip
+def test_the_folder_is_of_the_user_or_temporary(
+    named: str,
+    of_caches: str | None,
+    expected: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "file").write_text("", "utf-8")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv(cache.VARIABLE, str(tmp_path / named) if named else "")
+    of_caches = str(tmp_path / of_caches) if of_caches else "relative"  # which is ignored
+    monkeypatch.setenv("XDG_CACHE_HOME", of_caches)
+    found = USUAL_FOLDER()
+    assert found.stat().st_mode & 0o777 == 0o700
+    assert found == tmp_path / expected if expected else tmp_path not in found.parents
 
 
 def _compile(
@@ -71,22 +97,15 @@ def test_a_limit_refuses_the_source_and_not_the_next_one(
     assert isinstance(_compile(KERNEL), nvrtc.Compiled)
 
 
-def test_ptx_is_kept_until_a_text_changes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    ran: list[str] = []
-    run = nvrtc._Child.compile
-
-    def counted(child: nvrtc._Child, source: str, *more: Any) -> Any:
-        ran.append(source)
-        return run(child, source, *more)
-
+def test_ptx_is_kept_until_a_text_changes(tmp_path: Path) -> None:
     def compiles(source: str, *options: str) -> bool:
-        ran.clear()
-        made = nvrtc.compile(source, name=str(tmp_path / "a.cu"), arch="sm_80", options=options)
+        with patch.object(nvrtc._Child, "compile", autospec=True, side_effect=run) as ran:
+            made = nvrtc.compile(source, name=str(tmp_path / "a.cu"), arch="sm_80", options=options)
         assert isinstance(made, nvrtc.Compiled), made
         assert "multiply" in made.ptx
-        return bool(ran)
+        return bool(ran.called)
 
-    monkeypatch.setattr(nvrtc._Child, "compile", counted)
+    run = nvrtc._Child.compile
     text = '#include "lib/a.cuh"\nextern "C" __global__ void multiply(float* a) { *a *= FACTOR; }'
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "a.cuh").write_text('#include "b.cuh"\n', "utf-8")

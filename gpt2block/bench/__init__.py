@@ -22,19 +22,9 @@ if TYPE_CHECKING:
     from gpt2block.bench.works import KINDS, Work, chosen_works
 
 __all__ = [
-    "KINDS",
-    "BenchRow",
-    "BlockTime",
-    "Ceilings",
-    "Measurement",
-    "Report",
-    "Work",
-    "block_against_document",
-    "chosen_works",
-    "measure_variants",
-    "model_works",
-    "run",
-]
+    "KINDS", "BenchRow", "BlockTime", "Ceilings", "Measurement", "Report", "Work",
+    "block_against_document", "chosen_works", "measure_variants", "model_works", "run",
+]  # fmt: skip
 _NAMES = {
     "ceilings": "Ceilings",
     "document": "BlockTime block_against_document",

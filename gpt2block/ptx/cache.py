@@ -25,7 +25,9 @@ def folder() -> Path:
     temporary folder.
     """
     with suppress(OSError, RuntimeError):  # RuntimeError: there is no home folder
-        kept = Path(os.environ.get(VARIABLE) or _of_user() / "gpt2block" / "emulator").absolute()
+        stated = os.environ.get("XDG_CACHE_HOME", "")
+        user = Path(stated) if os.path.isabs(stated) else Path.home() / ".cache"
+        kept = Path(os.environ.get(VARIABLE) or user / "gpt2block" / "emulator").absolute()
         kept.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=kept):
             if kept.stat().st_uid == os.getuid():
@@ -33,11 +35,6 @@ def folder() -> Path:
     made = tempfile.mkdtemp(prefix="gpt2block-emulator-")
     atexit.register(shutil.rmtree, made, ignore_errors=True)
     return Path(made)
-
-
-def _of_user() -> Path:
-    given = os.environ.get("XDG_CACHE_HOME", "")
-    return Path(given) if os.path.isabs(given) else Path.home() / ".cache"
 
 
 def read(name: str) -> str | None:
@@ -60,10 +57,9 @@ def write(name: str, text: str) -> None:
 
 def trim(most: int = MOST_BYTES) -> None:
     """If the files have more than `most` bytes, delete those that were not used for longest."""
-    files = [path for path in folder().iterdir() if path.is_file()]
-    sized = sorted((path.stat().st_mtime, path.stat().st_size, path) for path in files)
-    total = sum(size for _, size, _ in sized)
-    for _, size, path in sized if total > most else ():
+    files = [(path.stat(), path) for path in folder().iterdir() if path.is_file()]
+    total = sum(stat.st_size for stat, _ in files)
+    for stat, path in sorted(files, key=lambda each: each[0].st_mtime) if total > most else ():
         if total > most * 3 // 4:
             path.unlink(missing_ok=True)
-            total -= size
+            total -= stat.st_size

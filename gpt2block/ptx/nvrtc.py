@@ -27,6 +27,7 @@ from typing import IO, Any, NamedTuple
 # The options of CuPy's own compilations, so that the PTX is the text that a GPU would run.
 OPTIONS = ("-std=c++17", "-ftz=true", "--device-as-default-execution-space", "-lineinfo")
 MOST_TEXT = 2**26  # bytes of PTX or of a log that a child returns
+TOOLKIT = Path("/usr/local/cuda")
 MISSING = (
     "NVRTC, CUDA's run-time compiler, is not installed: pip install 'nvidia-cuda-nvrtc>=13.3,<14'"
 )
@@ -131,12 +132,8 @@ def _installed() -> list[tuple[str, int, int]]:
 @cache
 def find_library() -> Path | None:
     """Return the path of NVRTC's library, in a wheel or in a CUDA toolkit."""
-    found = [
-        path
-        for folder in (*_of_wheels("lib"), *_of_toolkit("lib64"))
-        for path in sorted(folder.glob("libnvrtc.so*"))
-    ]
-    return found[0] if found else None
+    folders = (*_of_wheels("lib"), TOOLKIT / "lib64")
+    return next((path for each in folders for path in sorted(each.glob("libnvrtc.so*"))), None)
 
 
 @cache
@@ -152,7 +149,7 @@ def _includes_of_cupy() -> tuple[str, ...]:
 @cache
 def _includes_of_cuda() -> tuple[str, ...]:
     """Return the options for CUDA's headers in wheels and in a toolkit."""
-    folders = (*_of_wheels("include"), *_of_toolkit("include"))
+    folders = (*_of_wheels("include"), TOOLKIT / "include")
     known = ("cuda_fp16.h", "crt/mma.h")
     return tuple(f"-I{each}" for each in folders if any((each / name).is_file() for name in known))
 
@@ -161,10 +158,6 @@ def _of_wheels(folder: str) -> list[Path]:
     spec = PathFinder.find_spec("nvidia")  # a namespace: each of NVIDIA's wheels adds a folder
     parents = spec.submodule_search_locations if spec else None
     return [path for each in parents or () for path in sorted(Path(each).glob(f"*/{folder}"))]
-
-
-def _of_toolkit(folder: str) -> list[Path]:
-    return [Path("/usr/local/cuda") / folder]
 
 
 class _Child:
