@@ -83,15 +83,14 @@ def compare(kernel: Kernel, given: Case, guarded: bool, fill: int = NAN_BYTE) ->
     pairs = list(zip(names, outs, strict=True))
     off = [measure.errors(out, given.truths[name].reshape(out.shape)) for name, out in pairs]
     worst = max(off, key=lambda each: np.inf if np.isnan(each[1]) else each[1])
-    bound = measure.tolerance(kernel.dtype) + given.slack
-    off_by = next(filter(None, (wrong(n, o, given.truths[n], bound) for n, o in pairs)), "")
+    off_by = next(filter(None, (wrong(n, o, given.truths[n], given.bound) for n, o in pairs)), "")
     problem = (
         (guarded and _overwritten(names, guards))
-        or (off_by and off_by + exchanged(kernel.operation, given, outs[0], bound))
+        or (off_by and off_by + exchanged(kernel.operation, given, outs[0]))
         or _changed(found, names, given, kernel)
     )
     geometry = kernel.geometry(found.sizes)
-    return Checked(given.sizes, geometry, *worst, bound, problem, inputs=given.name)
+    return Checked(given.sizes, geometry, *worst, given.bound, problem, inputs=given.name)
 
 
 def finding(found: Checked, given: Case) -> Finding:
@@ -174,7 +173,7 @@ def _bad(out: NDArray[Any], truth: NDArray[Any], bound: float) -> NDArray[np.boo
         return np.asarray(known & ~(np.abs(out.astype(np.float64) - truth) <= limit))
 
 
-def exchanged(operation: Operation, given: Case, out: NDArray[Any], bound: float) -> str:
+def exchanged(operation: Operation, given: Case, out: NDArray[Any]) -> str:
     """Name the array of which a kernel exchanges two indexes; return "" if there is none.
 
     out: the result of the operation as the kernel has computed it.
@@ -193,7 +192,7 @@ def exchanged(operation: Operation, given: Case, out: NDArray[Any], bound: float
             f"\nthe result is right if two indexes of {name}, of shape {shape}, are exchanged: "
             "elements that are adjacent in memory differ in the last index"
             for name, shape, seen, truth in tried
-            if not _bad(seen, truth.reshape(out.shape), bound).any()
+            if not _bad(seen, truth.reshape(out.shape), given.bound).any()
         ),
         "",
     )

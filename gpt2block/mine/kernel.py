@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from math import prod
@@ -16,7 +16,7 @@ from gpt2block.cuda import cupy, kernels, replaced
 from gpt2block.cuda.arrays import Bound, compute_capability, device_attribute
 from gpt2block.cuda.kernels import Parameter
 from gpt2block.cuda.requests import Launch
-from gpt2block.errors import Argument, InputError
+from gpt2block.errors import LINE, Argument, InputError
 from gpt2block.mine import arguments
 from gpt2block.mine.arguments import Output, Values
 from gpt2block.mine.expressions import evaluated
@@ -33,8 +33,11 @@ ELEMENTS: Mapping[str, str] = {  # C++ element type → dtype; type T has the ac
     "__half": "float16",
     "half": "float16",
     "__nv_bfloat16": "bfloat16",
+    "nv_bfloat16": "bfloat16",
     "int": "int32",
+    "int32_t": "int32",
     "unsigned char": "uint8",
+    "uint8_t": "uint8",
 }
 INTEGERS: dict[str, type[np.generic]] = {
     "int": np.int32,
@@ -45,6 +48,10 @@ INTEGERS: dict[str, type[np.generic]] = {
     "unsigned long long": np.int64,  # np.int64 has the same bytes; np.uint64 marks pointers
     "long long int": np.int64,
     "size_t": np.int64,
+    "int32_t": np.int32,
+    "uint32_t": np.uint32,
+    "int64_t": np.int64,
+    "uint64_t": np.int64,
     "bool": np.bool_,
 }
 REALS: dict[str, type[np.generic]] = {"float": np.float32, "double": np.float64}
@@ -106,8 +113,11 @@ class Kernel:
         hashed = hashlib.sha256(self.source.text.encode()).hexdigest()[:16]
         return *kernels.stored_as(self.dtype), (f"GPT2BLOCK_SOURCE_{hashed}", 1)
 
-    def geometry(self, sizes: Mapping[str, int]) -> Geometry:
-        """Return grid, block and shared memory for these sizes. Raises InputError if invalid."""
+    def geometry(self, sizes: Mapping[str, int], most: int | None = None) -> Geometry:
+        """Return grid, block and shared memory for these sizes. Raises InputError if invalid.
+
+        most: maximum bytes of dynamic shared memory; by default the device's.
+        """
         text = self.source.launch
         block = self._extents("block", text.block, sizes)
         if prod(block) > THREADS:
@@ -130,7 +140,8 @@ class Kernel:
                 *self.source.setting("grid", text.grid), f" is {grid} at {at}: at most {GRID}"
             )
         shared = self._value("shared", text.shared, named)
-        most = int(device_attribute("MaxSharedMemoryPerBlockOptin"))
+        if most is None:
+            most = int(device_attribute("MaxSharedMemoryPerBlockOptin"))
         if not 0 <= shared <= most:
             raise InputError(
                 *self.source.setting("shared", text.shared),
@@ -192,22 +203,40 @@ def matched(
     )
     values = arguments.values(operation, host, all_attrs)
     label = f"{source.place()}: {source.name}"
-    parameters = source.parameters
-    given = [p.name for p in parameters] if args is None else [*_parts(args)]
-    if len(given) != len(parameters):
-        raise InputError(
-            Argument("args"), f" {args}: {label} has {len(parameters)} parameters, not {len(given)}"
-        )
-    labels = [f"{source.place(p.name)}: {source.name}" for p in parameters]
-    names = tuple(
-        _known(at, name, operation, values) for at, name in zip(labels, given, strict=True)
-    )
-    for at, parameter, name in zip(labels, parameters, names, strict=True):
-        _check_type(at, parameter, name, dtype, values)
+    given = [p.name for p in source.parameters] if args is None else [*_parts(args)]
+    problems: list[Sequence[object]] = [*source.problems]
+    names: list[str] = []
+    told: list[object] = []
+    if len(given) != len(source.parameters):
+        count = f"{label} has {len(source.parameters)} parameters, not {len(given)}"
+        problems.append((Argument("args"), f" {args}: {count}"))
+        given = []
+    for parameter, text in zip(source.parameters, given, strict=False):
+        at = f"{source.place(parameter.name)}: {source.name}"
+        try:
+            names.append(_known(at, text, operation, values))
+            _check_type(at, parameter, names[-1], dtype, values)
+        except InputError as error:
+            problems.append([part for part in error.parts if part not in told])  # advice once
+            told += error.parts
     result = next(iter(values.outputs))
-    if result not in names:
-        raise InputError(f"{label} has no parameter {result}, the result: see {TEMPLATE}")
-    return Kernel(source, operation.name, dtype, names)
+    if result not in names and len(names) == len(source.parameters):
+        problems.append((f"{label} has no parameter {result}, the result: see {TEMPLATE}",))
+    _raise(source, problems)
+    return Kernel(source, operation.name, dtype, tuple(names))
+
+
+def _raise(source: UserSource, problems: list[Sequence[object]]) -> None:
+    """Raise one InputError with all problems of a file, if there are any."""
+    host = source.host_code
+    if host and (problems or not host[0].startswith("#")):
+        what = "gpt2block allocates the arrays and launches the kernel: delete the host code: "
+        problems.append((f"{source.file}: {what}{', '.join(host)}",))
+    if len(problems) == 1:
+        raise InputError(*problems[0])
+    if problems:
+        lines = (part for each in problems for part in (LINE, *each))
+        raise InputError(f"{source.file}: {len(problems)} changes are needed:", *lines)
 
 
 def _device() -> str:
@@ -242,8 +271,8 @@ def _known(label: str, name: str, operation: Operation, values: Values) -> str:
     near = get_close_matches(name, (*known, *values.aliases), 1)
     hint = f" (did you mean {near[0]}?)" if near else ""
     raise InputError(
-        f"{label}: {operation.name} has no argument {name!r}{hint}: expected {', '.join(known)}; "
-        "or name the argument of each parameter with ",
+        f"{label}: {operation.name} has no argument {name!r}{hint}",
+        f": expected {', '.join(known)}; or name the argument of each parameter with ",
         Argument("args"),
     )
 
