@@ -166,7 +166,9 @@ def read(
         use = f"use {', '.join(near)}"
         raise InputError(Argument("kernel"), f" {name}: {path.name} has no such kernel: {use}")
     source = UserSource(path.resolve(), text, name, found[name].parameters, LaunchText(""))
-    problems: list[tuple[object, ...]] = [] if linked else [(f"{source.place()}{_not_linked(name)}",)]
+    problems: list[tuple[object, ...]] = []
+    if not linked:
+        problems.append((f"{source.place()}{_not_linked(name)}",))
     line, stated = _stated(source)
     options = {"grid": grid, "block": block, "shared": shared}
     given = {key: value for key, value in options.items() if value is not None}
