@@ -12,27 +12,28 @@ one rounding in float32. A limit is the sum of three parts:
   argument counts with the derivative of the function.
 - Sums of n terms. A thread that adds the terms in order rounds each partial sum. The partial sum
   after k terms is about k / n of the sum, and a rounding has a standard deviation of u / sqrt(3).
-  The sum therefore has a standard deviation of u sqrt(n) / 3. The limit allows for five standard
-  deviations. Sums in any other order have smaller errors.
+  The sum therefore has a standard deviation of u sqrt(n) / 3. The limit allows for 4.5 standard
+  deviations. Sums in any other order have smaller errors. The errors of several sums are
+  independent, so that the numbers of their terms are added.
 
 The numbers of `_ROUNDINGS` follow:
 
     add, encoder    one addition, whose rounding is the rounding of the result
     gelu            argument of tanh 2, tanh 2 (with exp and a division 4), 1 + tanh 1, product 1
     silu_mul        exp 4, weighted by 1 - sigmoid < 1; 1 + exp 1, division 2, product 1
-    layernorm       x - mean 1, division by C 1, rsqrt 4, two products 2; the root halves the error
-                    of the variance, so that mean and variance together count as one sum
+    layernorm       x - mean 1, division by C 1, rsqrt 4, two products 2; mean and variance, of
+                    which the root halves the error, count as one sum
     layernorm_gelu  the formulas of layernorm and gelu
     softmax         x - max - log(sum), of magnitude up to 8: 8, exp 4, division 4
     log_likelihood  as softmax
     trimat          two-part products 4, root 2, division 2
-    attention       as trimat and softmax; the sums are scores, weights and weighted values
+    attention       trimat and softmax; the sums are scores, weights and weighted values
     products        two-part or separately rounded products 4, bias 1, scale 3
     blocks_matmul   products, and the rounded values of the weights: scale, minimum and difference
     rmsnorm         as layernorm
     rmsnorm_ffn     rmsnorm and silu_mul; the sums are squares, gate and up
-    rope            sines of angles of up to 40 radians, each with four roundings in float
-    rmsnorm_matmul  rmsnorm and rope
+    rope            angles of up to 40 radians in float, each with four roundings
+    rmsnorm_matmul  products, rmsnorm and angles of up to 14 radians; the sums are squares, products
 """
 
 from __future__ import annotations
@@ -45,22 +46,21 @@ from gpt2block.contract import size_of
 from gpt2block.ops.operation import Operation
 
 ULP = 2.0**-24  # largest relative rounding error of float32
-DEVIATIONS = 5  # standard deviations of a sum's error that are allowed
+DEVIATIONS = 4.5  # standard deviations of a sum's error that are allowed
 _STORED = {"float32": ULP, "bfloat16": 2.0**-8}  # largest relative rounding error of other dtypes
 
 
 class _Roundings(NamedTuple):
-    """Roundings of a formula. count: those outside of sums. terms: number of terms of a sum."""
+    """Roundings of a formula. count: those outside of sums. terms: number of terms of all sums."""
 
     count: int
     terms: str = "0"
-    sums: int = 1
 
 
 _PRODUCTS = _Roundings(8, "K")
 _ROUNDINGS: Mapping[str, _Roundings] = {
     "add": _Roundings(0),
-    "attention": _Roundings(24, "T + C // n_head", 3),
+    "attention": _Roundings(24, "2 * T + C // n_head"),
     "blocks_matmul": _Roundings(16, "256 * B"),
     "encoder": _Roundings(0),
     "gelu": _Roundings(8),
@@ -72,8 +72,8 @@ _ROUNDINGS: Mapping[str, _Roundings] = {
     "matmul_bias": _PRODUCTS,
     "qk_norm": _Roundings(8, "D"),
     "rmsnorm": _Roundings(8, "C"),
-    "rmsnorm_ffn": _Roundings(16, "K", 3),
-    "rmsnorm_matmul": _Roundings(168, "K", 2),
+    "rmsnorm_ffn": _Roundings(16, "3 * K"),
+    "rmsnorm_matmul": _Roundings(72, "2 * K"),
     "rope": _Roundings(160),
     "silu_mul": _Roundings(8),
     "softmax": _Roundings(16, "T"),
@@ -87,6 +87,6 @@ def limit(operation: Operation, dtype: str, at: Mapping[str, Any]) -> float:
     dtype: dtype of the activations. at: sizes and attributes. Operations whose results are integers
     are compared exactly.
     """
-    count, terms, sums = _ROUNDINGS.get(operation.name, _Roundings(0))
-    deviation = sqrt(size_of(terms, at)) / 3
-    return 2 * _STORED.get(dtype, 2.0**-11) + ULP * (count + sums * DEVIATIONS * deviation)
+    count, terms = _ROUNDINGS.get(operation.name, _Roundings(0))
+    of_sums = DEVIATIONS * sqrt(size_of(terms, at)) / 3
+    return 2 * _STORED.get(dtype, 2.0**-11) + ULP * (count + of_sums)
