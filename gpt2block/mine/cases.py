@@ -144,9 +144,10 @@ def _long(kernel: Kernel) -> tuple[tuple[Sizes, Attrs], ...]:
     """
     number = largest_number(kernel.source.text, sizes.LONGEST)
     for at, attrs in sizes.longer(kernel.operation, number):
+        own = kernel.operation.with_workload(attrs={**kernel.operation.workload.attrs, **attrs})
         with suppress(InputError):
-            kernel.geometry(sizes_at(kernel.operation.with_workload(attrs=attrs), at), DYNAMIC)
-            return ((at, attrs),)
+            if kernel.stated_geometry(sizes_at(own, at))[2] <= DYNAMIC:
+                return ((at, attrs),)
     return ()
 
 

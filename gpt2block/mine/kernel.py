@@ -113,41 +113,34 @@ class Kernel:
         hashed = hashlib.sha256(self.source.text.encode()).hexdigest()[:16]
         return *kernels.stored_as(self.dtype), (f"GPT2BLOCK_SOURCE_{hashed}", 1)
 
-    def geometry(self, sizes: Mapping[str, int], most: int | None = None) -> Geometry:
-        """Return grid, block and shared memory for these sizes. Raises InputError if invalid.
-
-        most: maximum bytes of dynamic shared memory; by default the device's.
-        """
-        text = self.source.launch
-        block = self._extents("block", text.block, sizes)
-        if prod(block) > THREADS:
-            raise InputError(
-                *self.source.setting("block", text.block),
-                f": {prod(block)} threads: at most {THREADS}",
-            )
-        allowed = self.source.most_threads
-        if allowed is not None and prod(block) > allowed:
-            raise InputError(
-                *self.source.setting("block", text.block),
-                f": {prod(block)} threads: __launch_bounds__ of {self.source.name} "
-                f"allows {allowed}",
-            )
-        named = {**sizes, "block": prod(block)}
-        grid = self._extents("grid", text.grid, named)
-        if any(extent > most for extent, most in zip(grid, GRID, strict=False)):
-            at = described(sizes)
-            raise InputError(
-                *self.source.setting("grid", text.grid), f" is {grid} at {at}: at most {GRID}"
-            )
-        shared = self._value("shared", text.shared, named)
-        if most is None:
-            most = int(device_attribute("MaxSharedMemoryPerBlockOptin"))
+    def geometry(self, sizes: Mapping[str, int]) -> Geometry:
+        """Return grid, block and shared memory for these sizes. Raises InputError if invalid."""
+        grid, block, shared = self.stated_geometry(sizes)
+        most = int(device_attribute("MaxSharedMemoryPerBlockOptin"))
         if not 0 <= shared <= most:
             raise InputError(
-                *self.source.setting("shared", text.shared),
+                *self.source.setting("shared", self.source.launch.shared),
                 f" is {shared:,} bytes at {described(sizes)}: expected 0 to {most:,}{_device()}",
             )
         return grid, block, shared
+
+    def stated_geometry(self, sizes: Mapping[str, int]) -> Geometry:
+        """Do the same as `geometry`, but for a device of any size of shared memory."""
+        text, setting = self.source.launch, self.source.setting
+        block = self._extents("block", text.block, sizes)
+        threads, allowed = prod(block), self.source.most_threads
+        if threads > THREADS:
+            what = f": {threads} threads: at most {THREADS}"
+            raise InputError(*setting("block", text.block), what)
+        if allowed is not None and threads > allowed:
+            bounds = f"__launch_bounds__ of {self.source.name} allows {allowed}"
+            raise InputError(*setting("block", text.block), f": {threads} threads: {bounds}")
+        named = {**sizes, "block": threads}
+        grid = self._extents("grid", text.grid, named)
+        if any(extent > most for extent, most in zip(grid, GRID, strict=False)):
+            what = f" is {grid} at {described(sizes)}: at most {GRID}"
+            raise InputError(*setting("grid", text.grid), what)
+        return grid, block, self._value("shared", text.shared, named)
 
     def _extents(self, option: str, text: str, sizes: Sizes) -> tuple[int, ...]:
         found = tuple(self._value(option, part, sizes) for part in _parts(text))

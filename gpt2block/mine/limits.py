@@ -14,7 +14,10 @@ one rounding in float32. A limit is the sum of three parts:
   after k terms is about k / n of the sum, and a rounding has a standard deviation of u / sqrt(3).
   The sum therefore has a standard deviation of u sqrt(n) / 3. The limit allows for 4.5 standard
   deviations. Sums in any other order have smaller errors. The errors of several sums are
-  independent, so that the numbers of their terms are added.
+  independent, so that the numbers of their terms are added. Terms below half an ulp of a partial
+  sum are lost, which matters for more than 30,000 terms: the limit includes this loss for squares
+  of normally distributed numbers (231u for 65,544 terms, halved by the root) and for the logarithm
+  of a sum of exponentials, which is divided by the log-likelihood (160u for 100,001 terms).
 
 The numbers of `_ROUNDINGS` follow:
 
