@@ -95,9 +95,7 @@ def cases(
     seed: seed of the random sizes. Raises InputError for inconsistent sizes.
     """
     operation = kernel.operation
-    usual = sizes.usual(operation)
-    if stated:
-        usual = (sizes.stated(operation, stated),)
+    usual = (sizes.stated(operation, stated),) if stated else operation.cases
     further = () if stated else sizes.further(operation)
     found = [case(kernel, *each, layout) for each in usual]
     found += [replace(case(kernel, *each, layout), hint=OTHER_SIZES) for each in further]

@@ -111,10 +111,6 @@ def stated(operation: Operation, given: Sizes) -> Case:
     return {**last, **given}, attrs
 
 
-def usual(operation: Operation) -> tuple[Case, ...]:
-    return operation.cases
-
-
 def further(operation: Operation) -> tuple[Case, ...]:
     """Return the cases of `FURTHER`, with their attributes."""
     return operation.with_workload(small=FURTHER.get(operation.name, ())).cases
@@ -159,7 +155,7 @@ def unusual(operation: Operation) -> Case:
 def random(operation: Operation, seed: int) -> Iterator[Case]:
     """Yield RANDOM cases of random sizes, half of which are primes where any size is allowed."""
     rng = np.random.default_rng(seed)
-    known = (*usual(operation), *further(operation))
+    known = (*operation.cases, *further(operation))
     most = max(cost(operation, *case) for case in known)
     found = 0
     while found < RANDOM:
@@ -216,7 +212,7 @@ def cost(operation: Operation, sizes: Sizes, attrs: Attrs) -> float:
 
 def _unit(operation: Operation, name: str, attrs: Attrs) -> int:
     """Return a number that divides all allowed values of a size."""
-    known = (sizes.get(name, 0) for sizes, _ in (*usual(operation), *further(operation)))
+    known = (sizes.get(name, 0) for sizes, _ in (*operation.cases, *further(operation)))
     unit = gcd(*known)
     size, attribute, multiple = _DIVISORS.get(operation.name, ("", "", 1))
     if size == name:
