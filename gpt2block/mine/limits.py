@@ -35,7 +35,7 @@ _ROUNDINGS: Mapping[str, tuple[int, str]] = {
     "attention": (
         24,
         "2 * T + C // n_head",
-    ),  # trimat and softmax; scores, weights, weighted values
+    ),  # trimat and softmax; scores, weights, values
     "blocks_matmul": (16, "256 * B"),  # as linear; the rounded value of a weight 8
     "encoder": (0, "0"),
     "gelu": (8, "0"),  # argument of tanh 2, tanh by exp and division 4, 1 + tanh 1, product 1
