@@ -11,9 +11,10 @@ one rounding in float32. A limit is the sum of three parts:
 - Sums of n terms. A thread that adds the terms in order rounds each partial sum. The sum after k
   terms is about k / n of the whole, and a rounding has a standard deviation of u / sqrt(3). The
   standard deviation of the sum is therefore u sqrt(n) / 3; other orders have smaller errors. The
-  errors of several sums are independent, so that their numbers of terms are added. Terms below half
-  an ulp of a partial sum are lost, which matters for more than 30,000 terms: the limit includes
-  this loss for squares of normally distributed numbers (231u for 65,544 terms, halved by the root),
+  errors of several sums are independent, so that their numbers of terms are added. Mean and
+  variance count as one sum, as the root halves the error of the variance. Terms below half an ulp
+  of a partial sum are lost, which matters for more than 30,000 terms: the limit includes this
+  loss for squares of normally distributed numbers (231u for 65,544 terms, halved by the root),
   and for the logarithm of a sum of exponentials (160u of the log-likelihood for 100,001 terms).
 """
 
@@ -32,16 +33,13 @@ _STORED = {"float32": ULP, "bfloat16": 2.0**-8}  # largest relative rounding err
 # Operation → roundings outside of sums and beside the result's, and number of terms of all sums.
 _ROUNDINGS: Mapping[str, tuple[int, str]] = {
     "add": (0, "0"),  # one addition, whose rounding is the result's
-    "attention": (
-        24,
-        "2 * T + C // n_head",
-    ),  # trimat and softmax; scores, weights, values
-    "blocks_matmul": (16, "256 * B"),  # as linear; the rounded value of a weight 8
+    "attention": (24, "2 * T + C // n_head"),  # trimat and softmax; sums of weights and values
+    "blocks_matmul": (16, "256 * B"),  # linear, rounded value of a weight 8
     "encoder": (0, "0"),
     "gelu": (8, "0"),  # argument of tanh 2, tanh by exp and division 4, 1 + tanh 1, product 1
     "gemm": (8, "K"),
-    "layernorm": (8, "C"),  # x - mean 1, division by C 1, rsqrt 4, products 2; mean and variance,
-    "layernorm_gelu": (16, "C"),  # of which the root halves the error, count as one sum
+    "layernorm": (8, "C"),  # x - mean 1, division by C 1, rsqrt 4, products 2
+    "layernorm_gelu": (16, "C"),
     "linear": (8, "K"),  # two-part or separately rounded products 4, bias 1, scale 3
     "log_likelihood": (16, "V"),
     "matmul_bias": (8, "K"),
