@@ -85,7 +85,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 
 
 def _run(arguments: list[str]) -> int:
-    """Run a command and return its exit code. Expected errors become one line on stderr."""
+    """Run a command and return its exit code. Expected errors become lines on stderr."""
     from gpt2block.cli.threads import set_threads  # noqa: PLC0415
     from gpt2block.errors import (  # noqa: PLC0415
         CheckpointError,
@@ -99,10 +99,12 @@ def _run(arguments: list[str]) -> int:
         set_threads(arguments)
         return _import_commands(arguments)(arguments)
     except MemoryError as error:  # CuPy's OutOfMemoryError is a subclass
-        line = f"not enough memory: {error}"
-    except (CheckpointError, DeviceError, InputError, KernelError, OSError) as error:
-        line = str(error)
-    print(f"error: {printable(line)}", file=sys.stderr)
+        said = printable(f"not enough memory: {error}")
+    except (CheckpointError, DeviceError, InputError) as error:
+        said = str(error)
+    except (KernelError, OSError) as error:
+        said = printable(str(error))
+    print(f"error: {said}", file=sys.stderr)
     return WRONG
 
 

@@ -105,7 +105,7 @@ def add_command(app: typer.Typer, function: Callable[..., None], example: str) -
                 values[name] = _made(group, values)
             function(**values)
         except PrintableError as error:
-            raise type(error)(error.message(_spelling(infos, given))) from error
+            raise type(error)(*error.texts(_spelling(infos, given))) from error
 
     run.__annotations__ = types  # Typer reads the annotations with the signature
     run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
