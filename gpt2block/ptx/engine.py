@@ -12,7 +12,7 @@ import shutil
 import struct
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block.ptx import nvrtc
+from gpt2block.ptx.counters import Counted, Counts, Line
 from gpt2block.ptx.encode import CODE, Encoded, address_of, encode
 from gpt2block.ptx.parse import Module, Place, Variable
 from gpt2block.ptx.tensor_maps import TensorMap
@@ -104,12 +105,14 @@ class Result:
     """The findings of a launch.
 
     instructions: number of executed instructions of warps; lanes: the sum over their active lanes.
+    counts: by line of the source, if they were requested.
     """
 
     findings: tuple[Finding, ...]
     instructions: int
     lanes: int
     printed: str
+    counts: Mapping[Line, Counts]
 
 
 class Pointer(NamedTuple):
@@ -139,6 +142,7 @@ def launch(
     early: Sequence[bool] | None = None,
     budget: int = BUDGET,
     variant: int = 0,
+    counters: bool = False,
 ) -> Result:
     """Launch a kernel.
 
@@ -146,7 +150,8 @@ def launch(
     pointer. names: of the parameters. written: for each argument, an array with one byte per byte,
     1 where it has a value; None if all of it has. early: for a launch that overlaps the previous
     kernel, whether each argument may be accessed before the wait for that kernel. variant: 0 or 1
-    chooses the values of registers on which no result may depend, such as %smid.
+    chooses the values of registers on which no result may depend, such as %smid. counters: whether
+    to count accesses and other events of each line.
 
     Raises encode.UnsupportedError if the engine does not know an instruction of the kernel.
     """
@@ -163,6 +168,8 @@ def launch(
     data.params = ctypes.cast(ctypes.create_string_buffer(params, len(params) + 1), _BYTES)
     data.param_bytes, data.array_count = len(params), len(arrays.data)
     arrays.fill(data)
+    counted = Counted(encoded.places, module.files) if counters else None
+    data.counts = counted.counts.ctypes.data if counted else None
     if early is not None:
         data.early = arrays.early(args, early)
     text = loaded.library.ptx_launch(loaded.handle, ctypes.byref(data)).decode(errors="replace")
@@ -171,7 +178,8 @@ def launch(
     findings = tuple(read.finding(each) for each in found.split("\x1e")[:-1])
     if not any(each.fatal for each in findings):
         arrays.keep(module, encoded)
-    return Result(findings, data.executed, data.lanes, printed)
+    counts = counted.by_line() if counted else {}
+    return Result(findings, data.executed, data.lanes, printed, counts)
 
 
 def _check_sizes(
@@ -222,6 +230,7 @@ class _LaunchData(ctypes.Structure):
         ("written", ctypes.POINTER(ctypes.c_void_p)),
         ("constant", _BYTES),
         ("early", _BYTES),
+        ("counts", ctypes.c_void_p),
         ("executed", ctypes.c_int64),
         ("lanes", ctypes.c_int64),
     )
