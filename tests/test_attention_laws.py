@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from gpt2block import InputError, ops, reference
+from gpt2block.ops.products import HOPPER_CAPABILITY
 from tests import plain
 from tests.attentions import (
     FAMILIES,
@@ -56,11 +57,12 @@ def every_kernel(
     """
     found = []
     for family in FAMILIES:
-        for name, kernel, heads, emulated in family.cases():
+        for name, kernel, heads, there in family.cases():
             first = heads == family.heads[0]
             places: list[str] = []
-            if emulated and (all_heads or (first and not kernel.twin)):
-                places += orders if first else orders[-1:]
+            if there and (all_heads or (first and not kernel.twin)):
+                of_hopper = kernel.capability == HOPPER_CAPABILITY
+                places += ["hopper"] if of_hopper else orders if first else orders[-1:]
             if first or all_heads or (wide and heads in family.wide):
                 places += ["gpu"]
             for where, causal in product(places, kernel.masks):

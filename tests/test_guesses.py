@@ -412,7 +412,10 @@ def test_keys_of_this_step_are_not_loaded_early() -> None:
     held = random_cache(heads, [n_ctx, n_ctx], n_ctx, "float32")
     position = np.arange(33, 33 + together, dtype=np.int32)
     q, row = normal(1, together, 16), np.zeros(together, np.int32)
-    before, after = LATE.replace("VALUE", "__int_as_float(-1)"), LATE.replace("VALUE", "keys[n_ctx * KV_ROW + i]")
+    before, after = (
+        LATE.replace("VALUE", "__int_as_float(-1)"),
+        LATE.replace("VALUE", "keys[n_ctx * KV_ROW + i]"),
+    )
     begins = "    const int warp = threadIdx.x / 32, lane"
     text = edited(SPLIT, begins, before + begins).replace(ENDS, after + ENDS)
     held.k[1] = held.k[0]  # the keys that are written late
