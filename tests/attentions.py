@@ -222,11 +222,12 @@ class Kernel:
     """A kernel and its properties. run: computes the wanted rows. dtype: of inputs and results.
 
     kind: kind of the cache that holds K and V; "" for no cache. alike: name of the kernel without a
-    cache that gives the same bits. masks: supported values of `causal`. one_scale: whether a row of Q, K and V shares one scale, so that a value that
-    is not finite changes the rounding of other channels. infinity: whether an infinity in V gives
-    infinity, not NaN. channels: the only supported head size; 0: any. scaled: whether scores can
-    have another scale, and rows a window. twin: whether its code is that of a kernel for another
-    dtype, so that the emulator runs fewer laws.
+    cache that gives the same bits. masks: supported values of `causal`. one_scale: whether a
+    row of Q, K and V shares one scale, so that a value that is not finite changes the rounding of
+    other channels. infinity: whether an infinity in V gives infinity, not NaN. channels: the only
+    supported head size; 0: any. scaled: whether scores can have another scale, and rows a window.
+    twin: whether its code is that of a kernel for another dtype, so that the emulator runs fewer
+    laws.
     """
 
     run: Run

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -97,24 +97,23 @@ def quick(small_blocks: bool) -> Iterator[None]:
 def running_on(name: str, multiprocessors: int = 4, *, small_blocks: bool = True) -> Iterator[Any]:
     """Yield CuPy for "gpu", else its substitute with thread order `name`, if it can run.
 
-    Name "hopper" stands for the last order on a device of compute capability 9.0, which has at
-    least 8 multiprocessors, as clusters need.
+    In the last order of IN_TESTS, launches also search for races. Name "hopper" stands for this
+    order on a device of compute capability 9.0 with at least 8 multiprocessors, as clusters need.
     multiprocessors: number of the emulated device. small_blocks: use small blocks in kernels with
     one row per block, which otherwise have 512 or 1024 threads, as rows of large models need. Tests
     of the operations show that no bit depends on the block size. When single steps are timed, the
     emulator runs each one only twice, the minimum.
     """
-    if name != "gpu" and (problem := emulator.missing()):
+    if name == "gpu":
+        yield cuda.cupy
+        return
+    if problem := emulator.missing():
         pytest.skip(problem)
     order: Any = IN_TESTS[-1] if name == "hopper" else name
+    checks = CHECKED if order == IN_TESTS[-1] else None
     capability = "90" if name == "hopper" else stand_in.CAPABILITY
     multiprocessors = max(multiprocessors, 8 if name == "hopper" else 1)
-    context: AbstractContextManager[Any] = (
-        nullcontext()
-        if name == "gpu"
-        else emulator.emulated(order, multiprocessors, capability=capability)
-    )
-    with context, nullcontext() if name == "gpu" else quick(small_blocks):
+    with emulator.emulated(order, multiprocessors, checks, capability), quick(small_blocks):
         yield cuda.cupy
 
 

@@ -110,7 +110,6 @@ extern "C" __global__ void take_guesses(
             to[2 * M] = (thread < count) * TAKEN + (there && known >= 0) * GUESSED + right * RIGHT;
         }
         if (thread < count) {
-            if (before + 1 + thread < H) own[before + 1 + thread] = id;
             if (id >= 0 && id < V) {
                 seen[(long long)b * V + id] |= 1;
                 if (counts) atomicAdd(counts + (long long)b * V + id, 1);
@@ -127,6 +126,7 @@ extern "C" __global__ void take_guesses(
     __syncthreads();
     const Tokens tokens{own, taken};
     const int count = taken.count, last = before + count;
+    if (thread < count && before + 1 + thread < H) own[before + 1 + thread] = taken.ids[thread];
     if (count) {
         const int end = taken.ids[count - 1];
         unsigned found = 0;
