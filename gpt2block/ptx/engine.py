@@ -33,6 +33,19 @@ BUDGET = 100_000_000  # warp instructions of a launch
 SOURCES = Path(__file__).parent / "cpp"
 FLAGS = ("-std=c++17", "-O2", "-march=native", "-ffp-contract=off", "-fPIC")
 IN_SHARED, IN_LOCAL, IN_PARAMS = -2, -3, -4  # Finding::Where of machine.h
+MOST_STEPS = 20_000
+STEPS = (  # as in trace.h
+    "reads", "writes", "atomically changes", "waits", "arrives", "passes", "gathers", "receives",
+    "fence", "fence of the block", "returns",
+)  # fmt: skip
+_STEP = np.dtype(
+    [(name, np.int64) for name in ("block", "byte")]
+    + [(name, np.int32) for name in ("thread", "pc", "place", "kind", "array", "bytes")]
+    + [(name, np.int32) for name in ("known", "old", "source")]
+    + [("value", "V16"), ("before", "V16")],
+    align=True,
+)
+Thread = tuple[tuple[int, int, int], tuple[int, int, int]]  # block and thread
 
 
 class Where(NamedTuple):
@@ -96,17 +109,54 @@ class Finding:
         return f"{self.kind}: {here}: {self.text}" + (f"; {there}" if there else "")
 
 
+class Trace(NamedTuple):
+    """Which steps of a launch are recorded.
+
+    threads: whose steps. element: name of an array and number of a byte, whose writes by any thread
+    are steps, too. most: number of steps that are kept, the last ones.
+    """
+
+    threads: Sequence[Thread] = ()
+    element: tuple[str, int] | None = None
+    most: int = MOST_STEPS
+
+
+class Step(NamedTuple):
+    """A step of a thread, in the order of the launch.
+
+    kind: one of STEPS. array, byte, size: the accessed bytes; size of the value that a lane sends
+    ("gathers") or receives. value: the first bytes, or b"" if they are not known. before: the bytes
+    that an atomic operation changes. opcode, function: of the instruction. mask: of the lanes that
+    exchange values. source: the lane whose value a shuffle takes, or -1.
+    """
+
+    at: Where
+    kind: str
+    opcode: str
+    function: str
+    array: str = ""
+    byte: int = 0
+    size: int = 0
+    value: bytes = b""
+    before: bytes = b""
+    mask: int = 0
+    source: int = -1
+
+
 @dataclass(frozen=True)
 class Result:
     """The findings of a launch.
 
     instructions: number of executed instructions of warps; lanes: the sum over their active lanes.
+    steps: of the threads of a Trace; left_out: number of earlier steps, which are not kept.
     """
 
     findings: tuple[Finding, ...]
     instructions: int
     lanes: int
     printed: str
+    steps: tuple[Step, ...] = ()
+    left_out: int = 0
 
 
 class Pointer(NamedTuple):
@@ -135,6 +185,7 @@ def launch(
     written: Sequence[NDArray[np.uint8] | None] = (),
     budget: int = BUDGET,
     variant: int = 0,
+    trace: Trace | None = None,
 ) -> Result:
     """Launch a kernel.
 
@@ -158,13 +209,36 @@ def launch(
     data.params = ctypes.cast(ctypes.create_string_buffer(params, len(params) + 1), _BYTES)
     data.param_bytes, data.array_count = len(params), len(arrays.data)
     arrays.fill(data)
+    if trace:
+        _request(trace, data, arrays.names)
     text = loaded.library.ptx_launch(loaded.handle, ctypes.byref(data)).decode(errors="replace")
     found, _, printed = text.partition("\x1d")
     read = _Findings(module, encoded, arrays.names, data.grid, data.block)
     findings = tuple(read.finding(each) for each in found.split("\x1e")[:-1])
     if not any(each.fatal for each in findings):
         arrays.keep(module, encoded)
-    return Result(findings, data.executed, data.lanes, printed)
+    steps = tuple(map(read.step, _steps(data))) if trace else ()
+    return Result(findings, data.executed, data.lanes, printed, steps, data.left_out)
+
+
+def _request(trace: Trace, data: _LaunchData, names: Sequence[str]) -> None:
+    """Pass a Trace to the C++ side."""
+    numbers: list[int] = []
+    for block, thread in trace.threads:
+        numbers += _number(block, data.grid), _number(thread, data.block)
+    data.traced = (ctypes.c_int64 * (len(numbers) + 1))(*numbers)
+    data.traced_count, data.most, data.array = len(trace.threads), trace.most, -1
+    if trace.element:
+        data.array, data.byte = names.index(trace.element[0]), trace.element[1]
+
+
+def _number(at: Sequence[int], sizes: Any) -> int:
+    return int(at[0] + sizes[0] * (at[1] + sizes[1] * at[2]))
+
+
+def _steps(data: _LaunchData) -> NDArray[np.void]:
+    raw = ctypes.string_at(data.steps, data.step_count * _STEP.itemsize)
+    return np.frombuffer(raw, _STEP)
 
 
 def _check_sizes(
@@ -216,6 +290,10 @@ class _LaunchData(ctypes.Structure):
         ("constant", _BYTES),
         ("executed", ctypes.c_int64),
         ("lanes", ctypes.c_int64),
+        ("traced", ctypes.POINTER(ctypes.c_int64)),
+        *((name, ctypes.c_int64) for name in ("traced_count", "array", "byte", "most")),
+        ("steps", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("step_count", "left_out")),
     )
 
 
@@ -352,6 +430,7 @@ class _Findings:
         self.module, self.encoded, self.names = module, encoded, names
         self.grid, self.block = list(grid), list(block)
         self.places = list(encoded.places)
+        self.forms = list(encoded.forms)
 
     def finding(self, text: str) -> Finding:
         kind, why, verb, other_verb, *numbers = text.split("\x1f")
@@ -363,6 +442,19 @@ class _Findings:
         return Finding(
             kind, why, kernel, now, other, verb, other_verb, name, byte - start, size
         )  # fmt: skip
+
+    def step(self, each: Any) -> Step:
+        """Return a step of trace.h as a value."""
+        pc, byte, size = int(each["pc"]), int(each["byte"]), int(each["bytes"])
+        begun = [(start, name) for name, start in self.encoded.functions.items() if start <= pc]
+        at = self._where(int(each["block"]), int(each["thread"]), int(each["place"]))
+        opcode = self.forms[self.encoded.code[pc][0]]
+        same = at, STEPS[each["kind"]], opcode, max(begun)[1]
+        known = bytes(each["value"])[: each["known"]], bytes(each["before"])[: each["old"]]
+        if same[1] in ("gathers", "receives"):
+            return Step(*same, "", 0, size, *known, byte, int(each["source"]))
+        name, start = self._named(int(each["array"]), byte)
+        return Step(*same, name, byte - start, size, *known)
 
     def _where(self, block: int, thread: int, place: int) -> Where:
         at = self.places[place] if place >= 0 else Place(0, 0)

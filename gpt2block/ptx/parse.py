@@ -269,7 +269,7 @@ class _Reader:
             if here[0] not in self.headers or not any(self.outer.get(here, ())):
                 break
             here = self.outer[here]
-        if here[1]:
+        if here[1] and here[0] not in self.headers:
             self.place = Place(here[0], here[1])
 
 

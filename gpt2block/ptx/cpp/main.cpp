@@ -33,6 +33,10 @@ struct LaunchData {
     uint8_t** written;         // null: all bytes are
     const uint8_t* constant;
     int64_t executed, lanes;   // results
+    const int64_t* traced;     // a block and a thread each; null: no trace
+    int64_t traced_count, array, byte, most;
+    const Step* steps;         // results, until the thread's next launch
+    int64_t step_count, left_out;
 };
 
 struct Loaded {
@@ -97,6 +101,7 @@ void ptx_unload(Loaded* loaded) { delete loaded; }
 // Returns findings, then the printed text, as one text. The caller copies it before the thread's next launch.
 const char* ptx_launch(const Loaded* loaded, LaunchData* data) {
     static thread_local std::string result;
+    static thread_local std::vector<Step> steps;
     Machine m;
     m.program = &loaded->program;
     std::copy(data->grid, data->grid + 3, m.grid.begin());
@@ -112,6 +117,11 @@ const char* ptx_launch(const Loaded* loaded, LaunchData* data) {
         if (m.checks) array.shadow = std::make_shared<Shadow>(array.bytes / m.program->granule + 1, false, (int)k);
     }
     if (m.checks) m.races = std::make_shared<Races>(m);
+    if (data->traced) {
+        m.trace = std::make_unique<Trace>();
+        for (int64_t k = 0; k < data->traced_count; ++k) m.trace->threads.insert({data->traced[2 * k], data->traced[2 * k + 1]});
+        m.trace->array = (int)data->array, m.trace->byte = data->byte, m.trace->most = (std::size_t)data->most;
+    }
     std::ostringstream out;
     try {
         schedule::Run(m).run();
@@ -119,6 +129,10 @@ const char* ptx_launch(const Loaded* loaded, LaunchData* data) {
         write(out, found);
     }
     for (const Finding& note : m.notes) write(out, note);
+    if (m.trace) {
+        steps.assign(m.trace->steps.begin(), m.trace->steps.end());
+        data->steps = steps.data(), data->step_count = (int64_t)steps.size(), data->left_out = m.trace->left_out;
+    }
     data->executed = m.executed, data->lanes = m.lanes_executed;
     out << '\x1d' << m.printed;
     result = out.str();

@@ -76,6 +76,7 @@ struct Run {
         for_lanes(lanes, [&](int l) {
             w.state[l] = Lane::done, w.pc[l] = pc;
             --w.block.alive;
+            if (m.trace) m.trace->each(w, p.code[pc], 1u << l, Step::returns);
             if (m.races) m.races->thread_ends(w, l);
         });
         for_lanes(in_state(w, Lane::gathers), [&](int l) {
@@ -86,8 +87,7 @@ struct Run {
     [[noreturn]] void absent(const Warp& w, int waits, int gone) const {
         Finding found;
         found.kind = "mask", found.text = "the mask names the lane of a thread that has returned";
-        found.now = {w.block.number, w.thread(waits), p.code[w.pc[waits]].place};
-        found.other = {w.block.number, w.thread(gone), p.code[w.pc[gone]].place};
+        found.now = w.here(p.code[w.pc[waits]], waits), found.other = w.here(p.code[w.pc[gone]], gone);
         throw found;
     }
 
@@ -100,6 +100,7 @@ struct Run {
     void run_gathered(Warp& w, const Instr& i, Mask lanes) {
         if (m.races) m.races->lanes_meet(w, lanes);
         i.run(w, i, lanes);
+        if (m.trace) m.trace->settle();
         // The warp as a whole has then read: every lane knows the reads of the others. Stores are not ordered.
         if (m.races && i.form->gathers == WHOLE_WARP && !i.form->stores) m.races->lanes_meet(w, lanes);
     }
@@ -110,7 +111,12 @@ struct Run {
         const Mask mask = mask_of(w, i, first);
         bool same = (mask & w.exist) == active;
         if (same && i.form->gathers != WHOLE_WARP) for_lanes(active, [&](int l) { same &= mask_of(w, i, l) == mask; });
-        if (same) return run_gathered(w, i, active), true;
+        if (m.trace) for_lanes(active, [&](int l) { m.trace->arrives(w, i, l, mask_of(w, i, l)); });
+        if (same) {
+            run_gathered(w, i, active);
+            if (m.trace) for_lanes(active, [&](int l) { m.trace->receives(w, i, l); });
+            return true;
+        }
         for_lanes(active, [&](int l) {
             w.state[l] = Lane::gathers, w.pc[l] = pc, w.mask[l] = mask_of(w, i, l) & w.exist;
             if (!(w.mask[l] >> l & 1)) m.fail(w, i, l, "mask", "the mask does not name the lane that executes the instruction");
@@ -140,7 +146,10 @@ struct Run {
         bool together = true;
         for_lanes(group, [&](int l) { together &= &p.code[w.pc[l]] == one; });
         together ? run_gathered(w, *one, group) : run_apart(w, *one, group);
-        for_lanes(group, [&](int l) { w.state[l] = Lane::runs, ++w.pc[l]; });
+        for_lanes(group, [&](int l) {
+            if (m.trace) m.trace->receives(w, p.code[w.pc[l]], l);
+            w.state[l] = Lane::runs, ++w.pc[l];
+        });
     }
 
     // Lanes at several places execute the same form, each with its own operands: in turn for the lanes of each place, with the
@@ -190,15 +199,16 @@ struct Run {
         const int lane = __builtin_ctz(active), number = (int)w.in(i, at)[lane] & 15;
         const int expected = count > 1 ? (int)w.in(i, at + 1)[lane] : w.block.threads();
         Barrier& b = w.block.barriers[number];
-        if (!b.expected) b.first = &i, b.thread = w.thread(lane), b.expected = expected;
-        if (b.expected != expected || (count == 1 && b.first->place != i.place)) {
+        if (!b.expected) b.here = w.here(i, lane), b.expected = expected;
+        if (b.expected != expected || (count == 1 && b.here.place != w.here(i, lane).place)) {
             Finding found;
             found.kind = "barrier";
             found.text = b.expected != expected ? "threads expect different numbers of threads at the barrier" : "threads wait at different barriers";
-            found.now = {w.block.number, w.thread(lane), i.place}, found.other = {w.block.number, b.thread, b.first->place};
+            found.now = w.here(i, lane), found.other = b.here;
             throw found;
         }
         const bool waits = !f.has("arrive");
+        if (m.trace) m.trace->each(w, i, active, waits ? Step::waits : Step::arrives);
         for_lanes(active, [&](int l) {
             if (waits) w.state[l] = Lane::waits;
             w.pc[l] = waits ? pc : pc + 1;
@@ -219,7 +229,7 @@ struct Run {
             Finding found;
             found.kind = "barrier";
             found.text = other.place == i.place ? "threads wait at two barriers in one line, or in two calls of a function" : "threads wait at different barriers";
-            found.now = {w.block.number, w.thread(lane), i.place}, found.other = {w.block.number, w.thread(l), other.place};
+            found.now = w.here(i, lane), found.other = w.here(other, l);
             throw found;
         });
     }
@@ -233,6 +243,7 @@ struct Run {
                 if (((int)w.in(i, red ? 1 : 0)[l] & 15) != number) return;
                 waiting.push_back(w.thread(l));
                 if (red) reduce(w, i, l, b);
+                if (m.trace) m.trace->each(w, i, 1u << l, Step::passes);
                 w.state[l] = Lane::runs, ++w.pc[l];
             });
         }
@@ -309,6 +320,7 @@ struct Run {
                 ++pc;
             } else {
                 i.run(w, i, active);
+                if (m.trace) m.trace->settle();
                 if (w.repeats & group) {
                     put(w, w.repeats & group, pc), put(w, group & ~w.repeats, pc + 1);
                     return m.executed - before > 1 || (group & ~w.repeats);
@@ -353,6 +365,7 @@ struct Run {
         }
         w.rows[i.op[1].index * LANES + lane] = pc + 1 + (saves ? CODE : 0);
         w.pc[lane] = (uint32_t)target;
+        if (i.place) w.caller[lane] = pc;
     }
 
     void ret(Warp& w, const Instr& i, int lane) {
@@ -391,7 +404,7 @@ struct Run {
             w.exist = threads - first >= LANES ? ~0u : (1u << (threads - first)) - 1;
             w.rows.assign((std::size_t)p.rows * LANES, fill * 0x0101010101010101ull);
             w.predicates.assign(p.predicates, 0);
-            w.pc.fill(m.entry);
+            w.pc.fill(m.entry), w.caller.fill(m.entry);
             for (int l = 0; l < LANES; ++l) w.state[l] = w.exist >> l & 1 ? Lane::runs : Lane::done;
             for (const auto& [row, name] : p.specials) {
                 for_lanes(w.exist, [&, row = row, &name = name](int l) { w.rows[row * LANES + l] = special(name, w, l); });
@@ -439,7 +452,7 @@ struct Run {
         found.kind = "endless", found.text = "the kernel does not end: its budget of instructions is used up";
         for (const Warp& w : block.warps) {
             const Mask runs = in_state(w, Lane::runs);
-            if (runs) found.now = {block.number, w.thread(__builtin_ctz(runs)), p.code[w.pc[__builtin_ctz(runs)]].place};
+            if (runs) found.now = w.here(p.code[w.pc[__builtin_ctz(runs)]], __builtin_ctz(runs));
         }
         throw found;
     }
@@ -450,7 +463,7 @@ struct Run {
         for (const auto& block : m.in_flight) {
             for (const Warp& w : block->warps) {
                 for_lanes(w.exist, [&](int l) {
-                    const Access here = {block->number, w.thread(l), p.code[w.pc[l]].place};
+                    const Access here = w.here(p.code[w.pc[l]], l);
                     if (w.state[l] == Lane::done) {
                         if (found.other.thread < 0) found.other = here;
                     } else if (found.now.thread < 0) {
