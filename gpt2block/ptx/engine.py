@@ -204,7 +204,7 @@ def launch(
     data = _LaunchData()
     clusters = cluster or encoded.directives.get("reqnctapercluster", ())
     data.grid, data.block, data.cluster = _three(grid), _three(block), _three(clusters)
-    data.shared, data.order, data.checks = shared, ORDERS.index(order), checks
+    data.shared, data.order, data.checks = shared, ORDERS.index(order), checks or trace is not None
     data.variant, data.entry, data.budget = variant, encoded.entry, budget
     data.params = ctypes.cast(ctypes.create_string_buffer(params, len(params) + 1), _BYTES)
     data.param_bytes, data.array_count = len(params), len(arrays.data)

@@ -118,7 +118,7 @@ const char* ptx_launch(const Loaded* loaded, LaunchData* data) {
     }
     if (m.checks) m.races = std::make_shared<Races>(m);
     if (data->traced) {
-        m.trace = std::make_unique<Trace>();
+        m.trace = std::make_unique<Trace>(), m.races->holds = true;
         for (int64_t k = 0; k < data->traced_count; ++k) m.trace->threads.insert({data->traced[2 * k], data->traced[2 * k + 1]});
         m.trace->array = (int)data->array, m.trace->byte = data->byte, m.trace->most = (std::size_t)data->most;
     }

@@ -56,7 +56,7 @@ inline Region find(Warp& w, const Instr& i, int lane, uint64_t address, Space sp
     return {nullptr, nullptr, 0, (int64_t)address, Finding::nowhere};
 }
 
-inline Finding refused(const Warp& w, const Instr& i, int lane, const Region& region, unsigned bytes, unsigned use,
+[[gnu::cold]] inline Finding refused(const Warp& w, const Instr& i, int lane, const Region& region, unsigned bytes, unsigned use,
                        const char* kind) {
     Finding found;
     found.kind = kind;
@@ -72,7 +72,7 @@ inline Finding refused(const Warp& w, const Instr& i, int lane, const Region& re
     throw refused(w, i, lane, region, bytes, use, kind);
 }
 
-inline void note_unwritten(Warp& w, const Instr& i, int lane, Region region, uint64_t from, unsigned bytes, unsigned use) {
+[[gnu::cold]] inline void note_unwritten(Warp& w, const Instr& i, int lane, Region region, uint64_t from, unsigned bytes, unsigned use) {
     if (!w.machine.notes.empty()) return;
     region.offset = (int64_t)from;
     w.machine.notes.push_back(refused(w, i, lane, region, bytes, use, "unwritten"));

@@ -99,7 +99,7 @@ struct Races {
     uint32_t now = 1;
     std::unordered_map<uint64_t, Blocks> told[2];  // address → what its last strong writes made visible: to the block, to all
     bool facts = false;                            // whether any thread has any
-    bool holds = false;                            // whether races have been held
+    bool holds = false;                            // whether races have been held, or steps are recorded
 
     explicit Races(Machine& m) : machine(m) {}
 
@@ -263,7 +263,7 @@ struct Races {
     }
 
     // Records an access that needs no look at strong accesses and facts. Returns false if it may race.
-    static bool plain(Cell& cell, const Warp& w, const Stamped& access, bool writes) {
+    [[gnu::always_inline]] static bool plain(Cell& cell, const Warp& w, const Stamped& access, bool writes) {
         if (!usual(cell.written, w, access.thread)) return false;
         if (writes) {
             for (Stamped& read : cell.read) {
@@ -313,7 +313,7 @@ struct Races {
         const bool values = machine.program->compares && !(use & WRITES);
         const uint32_t self = number_of(w, lane);
         const uint64_t end = (start + bytes + granule - 1) >> shift;
-        if (machine.trace) machine.trace->access(w, i, lane, shadow.array, (int64_t)start, bytes, use, data);
+        if (!simple && machine.trace) machine.trace->access(w, i, lane, shadow.array, (int64_t)start, bytes, use, data);
         if (use & READ_ONLY) check_read_only({w, i, lane, use, shadow, start >> shift, {}, bytes}, end);
         for (uint64_t cell = start >> shift; cell < end; ++cell) {
             Stamped access(self, now, w.here(i, lane).place, true);

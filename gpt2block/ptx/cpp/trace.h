@@ -38,7 +38,7 @@ struct Trace {
     }
 
     // The instruction, or its part for a lane, has ended: reads what it has written.
-    void settle() {
+    [[gnu::cold]] void settle() {
         if (!written) return;
         keep(written, steps.back().bytes);
         written = nullptr;
