@@ -1,7 +1,7 @@
 """One interface to the three places where an operation runs, for parametrized tests.
 
-It takes and returns NumPy arrays, whether the reference computes them, the kernels' own source on
-the CPU (in three thread orders, under AddressSanitizer), or the GPU.
+It takes and returns NumPy arrays, whether the reference computes them, the emulator (in three
+orders of threads), or the GPU.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ import pytest
 from numpy.typing import NDArray
 
 from gpt2block import reference
-from gpt2block.emulator import ORDERS
 from gpt2block.ops.registry import OPERATIONS
-from tests.devices import running_on
+from tests.devices import IN_TESTS, running_on
 
 Array = NDArray[Any]
 
@@ -68,6 +67,6 @@ class OnDevice:
 
 BACKENDS = [
     pytest.param(reference, id="numpy"),
-    *(pytest.param(OnDevice(order), id=order) for order in ORDERS),
+    *(pytest.param(OnDevice(order), id=order) for order in IN_TESTS),
     pytest.param(OnDevice("gpu"), id="gpu", marks=pytest.mark.gpu),
 ]

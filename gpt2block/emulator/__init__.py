@@ -1,66 +1,46 @@
-"""Run CUDA kernels on the CPU: the shipped sources, compiled by g++ with AddressSanitizer.
+"""Run CUDA kernels on the CPU: NVRTC compiles them, and an engine executes their PTX.
 
 `run` launches one kernel on NumPy arrays. Within `emulated()`, all code that uses a GPU through
-CuPy runs on the CPU. A launch needs g++.
+CuPy runs on the CPU. A launch needs NVRTC, and g++, which compiles the engine once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from gpt2block.cuda import replaced_by
-from gpt2block.emulator.loader import (
-    INSTALL,
-    ORDERS,
-    USUAL,
-    Build,
-    Checks,
-    Order,
-    OverBudget,
-    ShimError,
-    Source,
-    check,
-    compile_kernel_file,
-    missing,
-    run,
-    unset_variables,
-)
+import numpy as np
 
-__all__ = [
-    "INSTALL",
-    "ORDERS",
-    "Build",
-    "Checks",
-    "Order",
-    "OverBudget",
-    "ShimError",
-    "Source",
-    "adopted",
-    "check",
-    "compile_kernel_file",
-    "emulated",
-    "missing",
-    "run",
-    "unset_variables",
-]
+from gpt2block.cuda import kernels, replaced_by
+from gpt2block.doctor import Check
+from gpt2block.ptx.engine import ORDERS, Order, missing
+
+if TYPE_CHECKING:
+    from gpt2block.emulator.stand_in import Checks
+
+__all__ = ["ORDERS", "Order", "adopted", "check", "emulated", "missing", "run"]
 
 
 @contextmanager
 def emulated(
-    order: Order = "forward", multiprocessors: int = 4, checks: Checks = USUAL
+    order: Order = "forward",
+    multiprocessors: int = 4,
+    checks: Checks | None = None,
+    capability: str = "80",
 ) -> Iterator[Any]:
     """Emulate a GPU on the CPU, in the whole process, until the context ends.
 
-    order: the order of the threads of a block between two barriers, and of the blocks.
-    multiprocessors: the number of multiprocessors that the device reports, on which launches
-    depend. checks: the errors that every launch searches for. Yields the replacement of the cupy
-    module, whose arrays every function of this package accepts.
+    order: the order of the warps of a block, and of the blocks. multiprocessors: the number of
+    multiprocessors that the device reports, on which launches depend. checks: the errors that every
+    launch searches for; by default only accesses out of bounds. capability: the compute capability,
+    "80" or "90". Yields the replacement of the cupy module, whose arrays every function of this
+    package accepts.
     """
     from gpt2block.emulator import stand_in  # noqa: PLC0415  (replaces CuPy only if it is used)
 
-    with replaced_by(stand_in), stand_in.device(order, multiprocessors, checks):
+    chosen = checks or stand_in.USUAL
+    with replaced_by(stand_in), stand_in.device(order, multiprocessors, chosen, capability):
         yield stand_in
 
 
@@ -69,3 +49,48 @@ def adopted(array: Any) -> Any:
     from gpt2block.emulator import stand_in  # noqa: PLC0415
 
     return stand_in.adopt(array)
+
+
+def run(
+    file: str,
+    kernel: str,
+    grid: tuple[int, ...],
+    block: tuple[int, ...],
+    args: Sequence[Any],
+    *,
+    shared: int = 0,
+    defines: kernels.Defines = (),
+    storage: str = "float32",
+    cache: str | None = None,
+    order: Order = "forward",
+    early: Collection[str] | None = None,
+    checks: Checks | None = None,
+) -> None:
+    """Launch a kernel on NumPy arrays, which the launch changes; None is a null pointer.
+
+    file: a file of kernels_cu, or the path of another file. storage: the dtype of the type `T`.
+    cache: the FP8 format of the type `KV`, if it is not `T`. early: for a launch that overlaps the
+    previous kernel (lib/overlap.cuh), names of parameters that may be accessed before the wait, in
+    addition to const __restrict__ parameters. checks: by default all. An array that is passed
+    twice becomes the same pointer twice. Raises EmulatorError for an error of the kernel, and
+    KernelError for arguments that do not fit.
+    """
+    from gpt2block.emulator import stand_in  # noqa: PLC0415
+
+    with emulated(order, checks=checks or stand_in.CHECKED):
+        values = tuple(adopted(arg) if isinstance(arg, np.ndarray) else arg for arg in args)
+        geometry = kernels.Geometry(kernel, grid, block, shared, defines)
+        launch = kernels.launch_at(file, geometry, values, storage, None, cache)
+        if early is None:
+            launch.run()
+        else:
+            stand_in.run_early(launch, early)
+
+
+def check() -> Check:
+    """Report whether the emulator can run here, and the command that installs what it lacks."""
+    problem = missing()
+    if problem is None:
+        return Check("emulator", True, "NVRTC and g++")
+    what, _, fix = problem.partition(": ")
+    return Check("emulator", False, what, fix)

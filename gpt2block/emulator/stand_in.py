@@ -1,9 +1,10 @@
-"""A replacement of the CuPy functions that gpt2block uses: NumPy arrays, emulated kernels.
+"""A replacement of the CuPy functions that gpt2block uses: NumPy arrays, and kernels on the engine.
 
 `emulated()` replaces CuPy by this module. Code that launches kernels, from an operation's `bind` to
-a whole model, then runs unchanged without a GPU. Device memory is a list of live allocations. A
-launch that reads freed memory raises ShimError, and so does a launch in which AddressSanitizer
-finds an error. New arrays are filled with 0xFF bytes, which are NaN.
+a whole model, then runs unchanged without a GPU: NVRTC compiles a kernel as for a GPU, and the
+engine of `gpt2block.ptx` runs its PTX. Device memory is a list of live allocations. A launch in
+which the engine finds an error raises EmulatorError. New arrays are filled with 0xFF bytes, which
+are NaN.
 
 Streams run every call immediately; a captured graph is a list of calls.
 """
@@ -12,27 +13,35 @@ from __future__ import annotations
 
 import ctypes
 import re
+import struct
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes  # noqa: F401  (makes "bfloat16" a dtype's name)
 import numpy as np
 
 from gpt2block.cuda import kernels, requests
-from gpt2block.emulator import loader
+from gpt2block.errors import DeviceError
+from gpt2block.ptx import engine, nvrtc
+from gpt2block.ptx.parse import Module
+from gpt2block.ptx.tensor_maps import TensorMap
 
-CAPABILITY = "80"  # compute capability: mma.sync is emulated; wgmma and TMA are not
+CAPABILITY = "80"
 ALIGNMENT = 512  # bytes to which allocations are aligned, as in CuPy's pool
 MULTIPROCESSORS = 4
+MOST_SHARED = {"80": 166912, "90": 232448}  # compute capability → bytes of shared memory of a block
 ATTRIBUTES = {
     "MultiProcessorCount": MULTIPROCESSORS,
-    "MaxSharedMemoryPerBlockOptin": 166912,  # bytes, as on GPUs of compute capability 8.0
+    "MaxSharedMemoryPerBlockOptin": MOST_SHARED[CAPABILITY],
     "L2CacheSize": 1 << 20,
 }
+BUDGET = 10_000_000_000  # warp instructions of a launch without checks
 __version__ = "emulated"
 float32, float16, int32, uint8 = np.float32, np.float16, np.int32, np.uint8
 
@@ -208,29 +217,86 @@ def split(array: ndarray, ends: Sequence[int]) -> list[ndarray]:
     return np.split(array, ends)  # type: ignore[return-value]
 
 
+class EmulatorError(Exception):
+    """The engine has found an error in a launch. finding: the error."""
+
+    def __init__(self, finding: engine.Finding) -> None:
+        super().__init__(f"{finding.kernel}: {finding}")
+        self.finding = finding
+
+
+class CompileException(Exception):  # noqa: N818  (CuPy's name)
+    """A source does not compile."""
+
+    def get_message(self) -> str:
+        return str(self)
+
+
+class Checks(NamedTuple):
+    """Settings of launches.
+
+    errors: whether to search for races and for memory that is read before it is written; accesses
+    out of bounds are always errors. budget: number of instructions of warps after which a launch
+    counts as endless. variant: 0 or 1, for values on which no result may depend, such as the number
+    of the multiprocessor. debug: whether to compile without optimisation (-G), so that no access is
+    removed. trace: the threads whose steps are recorded. seen: receives the result of each launch.
+    """
+
+    errors: bool = False
+    budget: int = BUDGET
+    variant: int = 0
+    debug: bool = False
+    trace: engine.Trace | None = None
+    seen: Callable[[engine.Result], None] = lambda _: None
+
+
+USUAL, CHECKED = Checks(), Checks(errors=True, budget=engine.BUDGET)
+
+
 class RawModule:
     """A replacement of cupy.RawModule, for code that `kernels.program` has returned."""
 
     def __init__(self, code: str, options: tuple[str, ...] = (), backend: str = "nvrtc") -> None:
-        constants, _, text = code.replace(kernels.prelude(), "").partition("#line 1 ")
-        defines = re.findall(r"^#define (\w+) (.*)$", constants, re.MULTILINE)
-        self._defines: kernels.Defines = tuple(defines)
-        self._source = loader.Source.shipped(text.partition("\n")[0].strip('"'))
+        self._code, self._options = code, options
+        self._arch = f"sm_{Device.compute_capability}"
+        self._modules: dict[bool, Module] = {}
 
     def compile(self) -> None:
-        pass
+        self.module(_state.checks.debug)
+
+    def module(self, debug: bool) -> Module:
+        """Return the compiled module, whose variables keep their values between launches."""
+        if debug not in self._modules:
+            compiled = _compiled(self._code, self._options, self._arch, debug)
+            self._modules[debug] = replace(compiled, memory={})
+        return self._modules[debug]
 
     def get_function(self, name: str) -> EmulatedFunction:
-        return EmulatedFunction(self._source.with_only(name), name, self._defines)
+        found = re.search(r'^#line 1 "(.*)"$', self._code, re.MULTILINE)
+        assert found
+        return EmulatedFunction(self, kernels.signatures(found[1])[name])
+
+
+@cache
+def _compiled(code: str, options: tuple[str, ...], arch: str, debug: bool) -> Module:
+    chosen = [each.partition("=")[2] for each in options if each.startswith("-arch=")]
+    own = [each for each in options if each.startswith("-I")]
+    made = nvrtc.compile(
+        code, name="kernel.cu", arch=(*chosen, arch)[0], options=[*own, *["-G"] * debug]
+    )
+    if isinstance(made, nvrtc.Refused):
+        raise CompileException(made.log) if made.log else DeviceError(made.reason)
+    return Module(made.ptx)
 
 
 class EmulatedFunction:
     """A kernel; calling this object runs the kernel on the CPU."""
 
     shared_size_bytes = max_dynamic_shared_size_bytes = local_size_bytes = 0
+    kernel = SimpleNamespace(ptr=0)
 
-    def __init__(self, source: loader.Source, name: str, defines: kernels.Defines) -> None:
-        self._source, self.name, self._defines = source, name, defines
+    def __init__(self, module: RawModule, signature: kernels.Signature) -> None:
+        self._module, self.name, self._signature = module, signature.name, signature
 
     def __call__(
         self,
@@ -250,32 +316,65 @@ class EmulatedFunction:
         shared: int,
         early: Collection[str] | None,
     ) -> None:
-        values = [
-            _span(self.name, arg) if isinstance(arg, np.uintp) and arg else arg for arg in args
-        ]
-        loader.run_spans(
-            self._source,
+        checks = _state.checks
+        spans: dict[int, Any] = {}
+        parameters = self._signature.parameters
+        of_inputs = [(p.const and p.restrict) or p.name in (early or ()) for p in parameters]
+        result = engine.launch(
+            self._module.module(checks.debug),
             self.name,
             grid,
             block,
-            values,
-            shared,
-            self._defines,
-            _state.order,
-            early,
-            _state.checks,
+            [_value(self.name, arg, spans) for arg in args],
+            shared=shared,
+            order=_state.order,
+            checks=checks.errors,
+            names=[each.name for each in parameters],
+            early=None if early is None else of_inputs,
+            budget=checks.budget,
+            variant=checks.variant,
+            trace=checks.trace,
         )
+        checks.seen(result)
+        for finding in result.findings:
+            if finding.fatal:
+                raise EmulatorError(finding)
 
 
-def _span(kernel: str, pointer: Any) -> loader.DevicePointer:
-    """Return a DevicePointer: the allocation that contains an address, and the address's offset."""
-    address = int(pointer)
+_MAP = struct.Struct("<Q4I5Q5I5I")  # as TensorMap.encoded
+
+
+def encode_tensor_map(place: int, dtype: int, rank: int, address: int, *layout: Any) -> int:
+    """Write a tensor map that holds an address of the host, instead of cuTensorMapEncodeTiled."""
+    sizes, strides, box, _, _, swizzle, *_ = layout
+    item, unused = {0: 1, 6: 2, 7: 4, 9: 2}[dtype], (0,) * (5 - rank)
+    numbers = (0, item, *strides, *unused, *sizes, *unused, *box, *unused)
+    ctypes.memmove(place, _MAP.pack(address, rank, item, 16 << swizzle, *numbers), _MAP.size)
+    return 0
+
+
+def _value(kernel: str, arg: Any, spans: dict[int, Any]) -> Any:
+    """Return an argument in the form that the engine takes."""
+    if isinstance(arg, np.void):
+        address, rank, item, swizzle, _, *numbers = _MAP.unpack_from(arg.tobytes())
+        if not address:
+            return arg.tobytes()
+        strides, sizes, box = (tuple(numbers[k : k + rank]) for k in (0, 5, 10))
+        return TensorMap(*_span(kernel, address, spans), item, sizes, strides[1:], box, swizzle)
+    if isinstance(arg, np.uintp):
+        return engine.Pointer(*_span(kernel, int(arg), spans)) if arg else None
+    return arg
+
+
+def _span(kernel: str, address: int, spans: dict[int, Any]) -> tuple[Any, int]:
+    """Return the allocation that contains an address, as an array, and the address's offset."""
     found = _allocation(address)
     if found is None:
-        raise loader.ShimError(f"{kernel}: an argument points to memory that is not allocated")
+        raise engine.LaunchError(f"{kernel}: an argument points to memory that is not allocated")
     start, nbytes = found
-    flat = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(start))
-    return loader.DevicePointer(flat, address - start)
+    if start not in spans:
+        spans[start] = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(start))
+    return spans[start], address - start
 
 
 def _allocation(address: int) -> tuple[int, int] | None:
@@ -349,7 +448,7 @@ class Event:
 class Device:
     """The emulated device. There is only one."""
 
-    id = -1 - MULTIPROCESSORS  # negative, unlike the index of a real device
+    id = -MULTIPROCESSORS - int(CAPABILITY) * 1000  # negative, unlike the index of a real device
     compute_capability = CAPABILITY
     attributes = ATTRIBUTES
     mem_info = (1 << 32, 1 << 32)  # (free bytes, total bytes)
@@ -370,17 +469,14 @@ class Device:
         pass
 
 
-BOTH = (loader.USUAL, loader.Checks(races=True))  # checks for wrong accesses, checks for races
-
-
 class _State(threading.local):
     """The settings of launches, which each thread has for itself, and the current stream."""
 
     def __init__(self) -> None:
         self.stream = Stream()
-        self.order: loader.Order = "forward"
+        self.order: engine.Order = "forward"
         self.early: Collection[str] | None = None
-        self.checks = loader.USUAL
+        self.checks = Checks()
 
 
 _state = _State()
@@ -406,34 +502,28 @@ def run_early(launch: requests.Launch, early: Collection[str] = ()) -> None:
         launch.run()
 
 
-def compile_ahead(
-    launches: Iterable[requests.Launch], checks: Iterable[loader.Checks] = BOTH
-) -> None:
-    """Start compiling, in other threads, the programs that `launches` need for `checks`."""
-    programs = tuple(dict.fromkeys((each.races, each.build) for each in checks))
-    for each in launches:
-        kernel = each.function.found
-        for races, build in programs:
-            loader.compile_ahead(kernel._source, kernel._defines, races, build)
-
-
 @contextmanager
 def device(
-    order: loader.Order, multiprocessors: int, checks: loader.Checks = loader.USUAL
+    order: engine.Order,
+    multiprocessors: int,
+    checks: Checks = Checks(),  # noqa: B008  (a constant)
+    capability: str = CAPABILITY,
 ) -> Iterator[None]:
-    """Set the order of threads, the checks of launches, and the number of multiprocessors.
+    """Set the order of threads, the checks of launches, and properties of the device.
 
-    The index of the device depends on the number of multiprocessors, so that caches per device stay
-    valid.
+    The index of the device depends on its properties, so that caches per device stay valid.
     """
-    before = _state.order, _state.checks, Device.id
-    _state.order, _state.checks, Device.id = order, checks, -1 - multiprocessors
+    before = _state.order, _state.checks, Device.id, Device.compute_capability
+    attributes = dict(ATTRIBUTES)
+    _state.order, _state.checks = order, checks
+    Device.id, Device.compute_capability = -multiprocessors - int(capability) * 1000, capability
     ATTRIBUTES["MultiProcessorCount"] = multiprocessors
+    ATTRIBUTES["MaxSharedMemoryPerBlockOptin"] = MOST_SHARED[capability]
     try:
         yield
     finally:
-        _state.order, _state.checks, Device.id = before
-        ATTRIBUTES["MultiProcessorCount"] = -1 - Device.id
+        _state.order, _state.checks, Device.id, Device.compute_capability = before
+        ATTRIBUTES.update(attributes)
 
 
 def _now_or_captured(call: Callable[[], None]) -> None:
@@ -454,7 +544,7 @@ class OutOfMemoryError(MemoryError):
 
 
 cuda = SimpleNamespace(
-    compiler=SimpleNamespace(CompileException=loader.ShimError),
+    compiler=SimpleNamespace(CompileException=CompileException),
     Device=Device,
     Stream=Stream,
     Event=Event,
@@ -468,7 +558,7 @@ cuda = SimpleNamespace(
     driver=SimpleNamespace(funcSetAttribute=lambda function, attribute, value: None),
     runtime=SimpleNamespace(
         getDevice=lambda: Device.id,
-        driverGetVersion=lambda: 12000,
+        driverGetVersion=lambda: 12030,
         runtimeGetVersion=lambda: 12000,
         getDeviceCount=lambda: 1,
         eventRecord=lambda event, stream: None,

@@ -17,21 +17,24 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from gpt2block.ptx import nvrtc
 from gpt2block.ptx.encode import CODE, Encoded, address_of, encode
 from gpt2block.ptx.parse import Module, Place, Variable
 from gpt2block.ptx.tensor_maps import TensorMap
 
 CACHE = "GPT2BLOCK_CPU_CUDA_CACHE"
-ORDERS = ("forward", "reverse", "shuffled", "interleaved")
+Order = Literal["forward", "reverse", "shuffled", "interleaved"]
+ORDERS: tuple[Order, ...] = ("forward", "reverse", "shuffled", "interleaved")
 MOST_THREADS = 1024  # threads of a block
 BUDGET = 100_000_000  # warp instructions of a launch
 SOURCES = Path(__file__).parent / "cpp"
 FLAGS = ("-std=c++17", "-O2", "-march=native", "-ffp-contract=off", "-fPIC")
+NO_COMPILER = "g++, which compiles the engine once, is not installed: apt install g++"
 IN_SHARED, IN_LOCAL, IN_PARAMS = -2, -3, -4  # Finding::Where of machine.h
 MOST_STEPS = 20_000
 STEPS = (  # as in trace.h
@@ -64,9 +67,9 @@ class Where(NamedTuple):
 class Finding:
     """An error that a launch has found in a kernel.
 
-    kind: "race", "out of bounds", "misaligned", "unwritten", "barrier", "mask", "division",
-    "branch", "assert", "trap", "read-only" or "endless". array: the name of the accessed array or
-    variable, or "". other: the thread of the second access, or None.
+    kind: "race", "out of bounds", "before the wait", "misaligned", "unwritten", "barrier", "mask",
+    "division", "branch", "assert", "trap", "read-only" or "endless". array: the name of the
+    accessed array or variable, or "". other: the thread of the second access, or None.
     """
 
     kind: str
@@ -179,10 +182,11 @@ def launch(
     *,
     cluster: Sequence[int] = (),
     shared: int = 0,
-    order: str = "forward",
+    order: Order = "forward",
     checks: bool = True,
     names: Sequence[str] = (),
     written: Sequence[NDArray[np.uint8] | None] = (),
+    early: Sequence[bool] | None = None,
     budget: int = BUDGET,
     variant: int = 0,
     trace: Trace | None = None,
@@ -191,8 +195,9 @@ def launch(
 
     args: NumPy arrays, which the launch changes; numbers; bytes for structures; None for a null
     pointer. names: of the parameters. written: for each argument, an array with one byte per byte,
-    1 where it has a value; None if all of it has. variant: 0 or 1 chooses the values of registers
-    on which no result may depend, such as %smid.
+    1 where it has a value; None if all of it has. early: for a launch that overlaps the previous
+    kernel, whether each argument may be accessed before the wait for that kernel. variant: 0 or 1
+    chooses the values of registers on which no result may depend, such as %smid.
 
     Raises encode.UnsupportedError if the engine does not know an instruction of the kernel.
     """
@@ -211,6 +216,8 @@ def launch(
     arrays.fill(data)
     if trace:
         _request(trace, data, arrays.names)
+    if early is not None:
+        data.early = arrays.early(args, early)
     text = loaded.library.ptx_launch(loaded.handle, ctypes.byref(data)).decode(errors="replace")
     found, _, printed = text.partition("\x1d")
     read = _Findings(module, encoded, arrays.names, data.grid, data.block)
@@ -288,6 +295,7 @@ class _LaunchData(ctypes.Structure):
         ("array_bytes", ctypes.POINTER(ctypes.c_int64)),
         ("written", ctypes.POINTER(ctypes.c_void_p)),
         ("constant", _BYTES),
+        ("early", _BYTES),
         ("executed", ctypes.c_int64),
         ("lanes", ctypes.c_int64),
         ("traced", ctypes.POINTER(ctypes.c_int64)),
@@ -306,6 +314,8 @@ class _Arrays:
         self.data: list[NDArray[np.uint8]] = []
         self.written: list[NDArray[np.uint8] | None] = []
         self.constant: list[bool] = []
+        # (address, bytes) → number: an array that is passed twice has one address.
+        self.numbers: dict[tuple[int, int], int] = {}
         for variable in encoded.variables:
             if variable.name not in module.memory:
                 module.memory[variable.name] = _initial(variable, module, encoded)
@@ -338,7 +348,7 @@ class _Arrays:
                 f"{self.encoded.kernel} has {len(parameters)} parameters, got {len(args)}"
             )
         made = bytearray(self.encoded.parameter_bytes)
-        numbers: dict[tuple[int, int], int] = {}  # an array that is passed twice has one address
+        numbers = self.numbers
         for k, ((offset, parameter), value) in enumerate(zip(parameters, args, strict=True)):
             array, start = value[:2] if isinstance(value, Pointer | TensorMap) else (value, 0)
             if not isinstance(array, np.ndarray):
@@ -366,6 +376,15 @@ class _Arrays:
         data.array_bytes = (ctypes.c_int64 * count)(*[each.nbytes for each in self.data])
         data.written = (ctypes.c_void_p * count)(*shadows)
         data.constant = (ctypes.c_uint8 * count)(*self.constant)
+
+    def early(self, args: Sequence[Any], early: Sequence[bool]) -> Any:
+        """Return for each array whether it may be accessed before the wait."""
+        found = [True] * len(self.encoded.variables) + [False] * len(self.data)
+        for value, each in zip(args, early, strict=True):
+            array = value[0] if isinstance(value, Pointer | TensorMap) else value
+            if isinstance(array, np.ndarray) and each:
+                found[self.numbers[array.ctypes.data, array.nbytes]] = True
+        return (ctypes.c_uint8 * max(1, len(self.data)))(*found[: len(self.data)])
 
     def keep(self, module: Module, encoded: Encoded) -> None:
         """Keep the values of variables for later launches."""
@@ -543,10 +562,17 @@ def _library() -> Any:
     return library
 
 
+def missing() -> str | None:
+    """Say what the engine needs but this computer lacks, and how to install it, or return None."""
+    if nvrtc.find_library() is None:
+        return nvrtc.MISSING
+    return None if shutil.which("g++") else NO_COMPILER
+
+
 def _built() -> Path:
     compiler = shutil.which("g++")
     if compiler is None:
-        raise LaunchError("g++, which compiles the engine once, is not installed: apt install g++")
+        raise LaunchError(NO_COMPILER)
     texts = b"".join(path.read_bytes() for path in sorted(SOURCES.glob("*.[ch]*")))
     key = hashlib.sha256(texts + "".join((*FLAGS, compiler, _processor())).encode()).hexdigest()
     target = _folder() / f"engine-{key[:20]}.so"

@@ -194,6 +194,7 @@ inline void learn(const Warp& w, int lane, const Blocks& told) {
 }
 
 static void nothing(Warp&, const Instr&, Mask) {}
+static void wait_for_previous(Warp& w, const Instr&, Mask active) { w.waited |= active, w.block.waited = true; }
 
 // --- cp.async: copies of 4, 8 or 16 bytes by each thread. to, from, bytes, then perhaps the bytes to read, or a predicate
 // that nothing is read
@@ -586,7 +587,8 @@ static const Register async_[] = {
     {{"barrier"}, pick_barrier},
     {{"fence"}, [](Form& f) -> Handler { return of_proxies(f) ? nothing : usual_fence(f); }},
     {{"elect"}, [](Form& f) -> Handler { return f.gathers = LAST, elect; }},
-    {{"setmaxnreg", "griddepcontrol"}, [](Form&) -> Handler { return nothing; }},
+    {{"setmaxnreg"}, [](Form&) -> Handler { return nothing; }},
+    {{"griddepcontrol"}, [](Form& f) -> Handler { return f.has("wait") ? wait_for_previous : nothing; }},
 };
 
 }  // namespace async

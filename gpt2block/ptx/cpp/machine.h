@@ -199,6 +199,7 @@ struct Warp {
     std::array<Mask, LANES> mask{};  // of lanes that gather
     Mask repeats = 0;                // lanes that have called again()
     Mask gives_way = 0;              // lanes whose loop has run long while others are ready
+    Mask waited = 0;                 // lanes for which the previous kernel has ended (griddepcontrol.wait)
     bool yields = false;             // an instruction such as nanosleep ends the turn
     std::array<std::vector<Saved>, LANES> calls;
     std::array<uint32_t, LANES> caller{};  // pc of the last call in a line that is known
@@ -246,6 +247,7 @@ struct Block {
     std::array<Barrier, 16> barriers;
     std::shared_ptr<AsyncBlock> async;
     int alive = 0;                         // threads that have not returned
+    bool waited = false;                   // whether a thread has waited for the previous kernel
     uint32_t phase = 0;                    // stamp up to which all threads know each other's accesses
     std::vector<Thread> knowledge;         // of threads
     std::shared_ptr<Shadow> shadow;        // last accesses to shared memory
@@ -279,6 +281,7 @@ struct Machine {
     bool checks = true;          // bounds, races, unwritten memory
     int64_t budget = 0;          // warp instructions that are left
     int64_t executed = 0, lanes_executed = 0;
+    const uint8_t* early = nullptr;  // of a launch that overlaps the previous kernel: per array, whether it may be accessed at once
     uint32_t variant = 0;        // 0 or 1: two values of %smid, %warpid, %clock, ...
     std::deque<Array> arrays;    // number FIRST_ARRAY + n in addresses
     std::string printed;

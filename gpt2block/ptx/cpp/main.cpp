@@ -32,6 +32,7 @@ struct LaunchData {
     const int64_t* array_bytes;
     uint8_t** written;         // null: all bytes are
     const uint8_t* constant;
+    const uint8_t* early;      // null: the launch does not overlap the previous kernel
     int64_t executed, lanes;   // results
     const int64_t* traced;     // a block and a thread each; null: no trace
     int64_t traced_count, array, byte, most;
@@ -108,7 +109,7 @@ const char* ptx_launch(const Loaded* loaded, LaunchData* data) {
     std::copy(data->block, data->block + 3, m.block.begin());
     std::copy(data->cluster, data->cluster + 3, m.cluster.begin());
     m.dynamic_bytes = data->shared, m.order = (Order)data->order, m.checks = data->checks, m.variant = data->variant;
-    m.budget = data->budget, m.entry = data->entry;
+    m.budget = data->budget, m.entry = data->entry, m.early = data->early;
     m.params.assign(data->params, data->params + data->param_bytes);
     for (int64_t k = 0; k < data->array_count; ++k) {
         Array& array = m.arrays.emplace_back();

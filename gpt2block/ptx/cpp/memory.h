@@ -90,6 +90,10 @@ inline void check_place(Warp& w, const Instr& i, int lane, const Region& region,
     if (region.offset < 0 || (uint64_t)region.offset + bytes > region.bytes || (region.constant && use & WRITES)) {
         refuse(w, i, lane, region, bytes, use, "out of bounds");
     }
+    const uint8_t* early = w.machine.early;
+    if (early && region.array >= 0 && !early[region.array] && !(w.waited >> lane & 1)) {
+        refuse(w, i, lane, region, bytes, use, "before the wait");
+    }
 }
 
 inline Space space_of(const Form& f) {
@@ -147,7 +151,7 @@ inline void locate(Warp& w, const Instr& i, Mask active, int where, unsigned byt
         const int l = __builtin_ctz(rest);
         const uint64_t address = narrow ? (uint32_t)(base[l] + offset) : base[l] + offset;
         uint64_t from = address - origin;
-        if (from >= room || own) {
+        if (from >= room || own || m.early) {
             region = find(w, i, l, address, space);
             check_place(w, i, l, region, bytes, use);
             from = (uint64_t)region.offset, origin = address - from, room = region.bytes - bytes + 1;

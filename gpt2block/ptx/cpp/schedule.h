@@ -75,8 +75,10 @@ struct Run {
     void end_lanes(Warp& w, Mask lanes, uint32_t pc) {
         for_lanes(lanes, [&](int l) {
             w.state[l] = Lane::done, w.pc[l] = pc;
-            --w.block.alive;
             if (m.trace) m.trace->each(w, p.code[pc], 1u << l, Step::returns);
+            if (--w.block.alive == 0 && m.early && !w.block.waited) {
+                m.fail(w, p.code[pc], l, "before the wait", "no thread of the block waits for the previous kernel");
+            }
             if (m.races) m.races->thread_ends(w, l);
         });
         for_lanes(in_state(w, Lane::gathers), [&](int l) {
@@ -237,6 +239,7 @@ struct Run {
     void open(Block& block, Barrier& b, int number) {
         std::vector<int> waiting;
         for (Warp& w : block.warps) {
+            if (block.waited) w.waited = w.exist;
             for_lanes(in_state(w, Lane::waits), [&](int l) {
                 const Instr& i = p.code[w.pc[l]];
                 const bool red = i.form->has("red");
