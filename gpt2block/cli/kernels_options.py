@@ -38,6 +38,12 @@ class KernelsOptions:
         "Print the source of a variant, given by name or by position, starting at 1.",
         complete=complete.variants,
     )
+    counters: bool = option(
+        "Count accesses to memory, bank conflicts and other events of each variant, on the CPU at "
+        "reduced sizes; with --mine of each line of your kernel and of the fastest variant.",
+        False,
+        "--counters",
+    )
     as_json: bool = json_option()
 
 

@@ -12,7 +12,7 @@ import shutil
 import struct
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block.ptx import nvrtc
+from gpt2block.ptx.counters import Counted, Counts, Line
 from gpt2block.ptx.encode import CODE, Encoded, address_of, encode
 from gpt2block.ptx.parse import Module, Place, Variable
 from gpt2block.ptx.tensor_maps import TensorMap
@@ -151,13 +152,15 @@ class Result:
     """The findings of a launch.
 
     instructions: number of executed instructions of warps; lanes: the sum over their active lanes.
-    steps: of the threads of a Trace; left_out: number of earlier steps, which are not kept.
+    counts: by line of the source, if they were requested. steps: of the threads of a Trace;
+    left_out: number of earlier steps, which are not kept.
     """
 
     findings: tuple[Finding, ...]
     instructions: int
     lanes: int
     printed: str
+    counts: Mapping[Line, Counts]
     steps: tuple[Step, ...] = ()
     left_out: int = 0
 
@@ -189,6 +192,7 @@ def launch(
     early: Sequence[bool] | None = None,
     budget: int = BUDGET,
     variant: int = 0,
+    counters: bool = False,
     trace: Trace | None = None,
 ) -> Result:
     """Launch a kernel.
@@ -197,7 +201,8 @@ def launch(
     pointer. names: of the parameters. written: for each argument, an array with one byte per byte,
     1 where it has a value; None if all of it has. early: for a launch that overlaps the previous
     kernel, whether each argument may be accessed before the wait for that kernel. variant: 0 or 1
-    chooses the values of registers on which no result may depend, such as %smid.
+    chooses the values of registers on which no result may depend, such as %smid. counters: whether
+    to count accesses and other events of each line.
 
     Raises encode.UnsupportedError if the engine does not know an instruction of the kernel.
     """
@@ -216,6 +221,8 @@ def launch(
     arrays.fill(data)
     if trace:
         _request(trace, data, arrays.names)
+    counted = Counted(encoded.places, module.files) if counters else None
+    data.counts = counted.counts.ctypes.data if counted else None
     if early is not None:
         data.early = arrays.early(args, early)
     text = loaded.library.ptx_launch(loaded.handle, ctypes.byref(data)).decode(errors="replace")
@@ -225,7 +232,8 @@ def launch(
     if not any(each.fatal for each in findings):
         arrays.keep(module, encoded)
     steps = tuple(map(read.step, _steps(data))) if trace else ()
-    return Result(findings, data.executed, data.lanes, printed, steps, data.left_out)
+    counts = counted.by_line() if counted else {}
+    return Result(findings, data.executed, data.lanes, printed, counts, steps, data.left_out)
 
 
 def _request(trace: Trace, data: _LaunchData, names: Sequence[str]) -> None:
@@ -296,6 +304,7 @@ class _LaunchData(ctypes.Structure):
         ("written", ctypes.POINTER(ctypes.c_void_p)),
         ("constant", _BYTES),
         ("early", _BYTES),
+        ("counts", ctypes.c_void_p),
         ("executed", ctypes.c_int64),
         ("lanes", ctypes.c_int64),
         ("traced", ctypes.POINTER(ctypes.c_int64)),

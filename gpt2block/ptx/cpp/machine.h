@@ -65,6 +65,7 @@ struct Machine;
 using Handler = void (*)(Warp&, const Instr&, Mask active);
 
 enum Gathers { NO_LANES = -1, WHOLE_WARP = -2, LAST = -3 };  // LAST: the last operand
+enum class Counted : uint8_t { nothing, branch, shuffle, barrier, load, store, atomic, matrices, copy };  // counters.h
 enum class Control : uint8_t { none, branch, branch_index, call, ret, exit, barrier };
 
 // An opcode with its types and modifiers: "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32".
@@ -75,6 +76,7 @@ struct Form {
     Handler run = nullptr;
     Control control = Control::none;
     int gathers = NO_LANES;
+    Counted counted = Counted::nothing;
     bool stores = false;              // whether a warp as a whole stores (wmma.store, stmatrix)
     int64_t arg[4] = {};              // settings for the handler
 
@@ -161,6 +163,7 @@ enum Use : unsigned {  // how an instruction touches memory; sums of these
 };
 
 struct Trace;   // trace.h
+struct Counts;  // counters.h
 struct Races;   // races.h
 struct Shadow;  // races.h: the last accesses to the cells of an array
 
@@ -283,6 +286,7 @@ struct Machine {
     int64_t executed = 0, lanes_executed = 0;
     const uint8_t* early = nullptr;  // of a launch that overlaps the previous kernel: per array, whether it may be accessed at once
     uint32_t variant = 0;        // 0 or 1: two values of %smid, %warpid, %clock, ...
+    Counts* counts = nullptr;    // of each line; null: nothing is counted
     std::deque<Array> arrays;    // number FIRST_ARRAY + n in addresses
     std::string printed;
     std::vector<Finding> notes;  // what does not end the launch: reading memory that nobody has written

@@ -33,6 +33,7 @@ struct LaunchData {
     uint8_t** written;         // null: all bytes are
     const uint8_t* constant;
     const uint8_t* early;      // null: the launch does not overlap the previous kernel
+    Counts* counts;            // of each line; null: nothing is counted
     int64_t executed, lanes;   // results
     const int64_t* traced;     // a block and a thread each; null: no trace
     int64_t traced_count, array, byte, most;
@@ -71,6 +72,7 @@ Loaded* ptx_load(const ProgramData* data) {
     for (const std::string& text : lines_of(data->forms)) {
         Form& form = *p.forms.emplace_back(std::make_unique<Form>(text));
         const auto pick = pickers().find(form.name);
+        form.counted = counters::kind_of(form);
         form.run = pick == pickers().end() ? nullptr : pick->second(form);
         if (!form.run) loaded->unknown += text + "\n";
         p.compares |= form.has("cas");
@@ -109,7 +111,7 @@ const char* ptx_launch(const Loaded* loaded, LaunchData* data) {
     std::copy(data->block, data->block + 3, m.block.begin());
     std::copy(data->cluster, data->cluster + 3, m.cluster.begin());
     m.dynamic_bytes = data->shared, m.order = (Order)data->order, m.checks = data->checks, m.variant = data->variant;
-    m.budget = data->budget, m.entry = data->entry, m.early = data->early;
+    m.budget = data->budget, m.entry = data->entry, m.early = data->early, m.counts = data->counts;
     m.params.assign(data->params, data->params + data->param_bytes);
     for (int64_t k = 0; k < data->array_count; ++k) {
         Array& array = m.arrays.emplace_back();

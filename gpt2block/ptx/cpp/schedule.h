@@ -4,6 +4,7 @@
 // compilers put the common successor last. A group that has jumped back LOOPS times while other lanes are ready gives way to
 // them, so that a lane can wait in a loop for another lane of its warp.
 #pragma once
+#include "counters.h"
 #include "memory.h"
 #include "warp.h"
 
@@ -307,6 +308,7 @@ struct Run {
             if (i.guard >= 0) active &= i.guard_not ? ~w.predicates[i.guard] : w.predicates[i.guard];
             ++m.executed;
             m.lanes_executed += __builtin_popcount(active);
+            if (m.counts) counters::count(w, i, group, active);
             if (!active) {
                 ++pc;
             } else if (i.form->control == Control::branch) {
