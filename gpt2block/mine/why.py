@@ -5,40 +5,44 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
-from math import prod
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gpt2block.emulator import Build, Checks, Order, ShimError, stand_in
-from gpt2block.emulator import trace as traced
-from gpt2block.emulator.loader import dynamic_arrays
-from gpt2block.emulator.trace import Trace
-from gpt2block.errors import NotJudged
+import numpy as np
+
+from gpt2block.cuda import kernels
+from gpt2block.emulator import stand_in
 from gpt2block.mine import comparison
 from gpt2block.mine.arguments import values
 from gpt2block.mine.cases import Case
-from gpt2block.mine.confined import confined
-from gpt2block.mine.finding import Finding
+from gpt2block.mine.comparison import Checked
+from gpt2block.mine.finding import Finding, declared, dtype_of, element
 from gpt2block.mine.kernel import Kernel
-from gpt2block.mine.source import UserSource
+from gpt2block.ptx import engine
+from gpt2block.ptx.engine import Result, Step, Thread, Trace
+
+if TYPE_CHECKING:
+    from gpt2block.mine.on_cpu import EmulatedRun
 
 MOST_ROWS = 60  # maximum number of rows in a terminal
 _LONGEST_LOOP = 24  # maximum number of steps of an iteration that is folded
 _FIRST_ROWS = 15  # rows that are kept if a folded table is too long; the last rows are kept, too
-_UNTIL = {  # kind of a finding → problem at which a traced launch ends
-    "race": "race",
-    "read_only": "race",
-    "divergent_barrier": "barrier",
-    "out_of_bounds": "outside",
+_TEXTS = {
+    "waits": "waits at the barrier",
+    "arrives": "arrives at the barrier",
+    "passes": "passes the barrier",
+    "fence": "__threadfence()",
+    "fence of the block": "__threadfence_block()",
 }
-_TYPES = {"float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16"}  # dtype → type T
-_NUMBERS = r"\((\d+), (\d+), (\d+)\)"
-_PLACE = re.compile(rf"block {_NUMBERS}, thread {_NUMBERS}")
-_VERB = re.compile("reads|writes|atomically changes")  # event of an access that races
-_WRONG = re.compile(r"elements of (\w+) are wrong.*?\b\1\[([\d, ]+)\]", re.DOTALL)
-UNWRITTEN = "which no thread has written"
+_OF_TYPE = {"f": "float", "d": "double", "i": "int", "j": "unsigned", "l": "long", "m": "size_t"}
+_WRITER = (
+    "No thread is known to be wrong: these are the steps of the thread that wrote the first wrong "
+    "element."
+)
+NO_STEPS = "There are no steps to show"
 EMULATOR_ONLY = "the emulator shows the steps of threads"
-RIGHT = "The kernel is right: there are no steps to show."
+RIGHT = f"The kernel is right: {NO_STEPS[0].lower()}{NO_STEPS[1:]}."
 
 
 @dataclass(frozen=True)
@@ -142,214 +146,197 @@ def _iterations(keys: Sequence[object], at: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Launcher:
-    """Launches a kernel on the inputs of a case, in the order in which a problem was found."""
+    """Launches a kernel on the inputs of a case, in the run in which a problem was found."""
 
     kernel: Kernel
     case: Case
-    order: Order
-    fill: int
-    build: Build
-    limit_s: float
+    run: EmulatedRun
+    capability: str
 
-    def run(self, until: str, threads: Sequence[traced.Thread] = ()) -> Trace:
-        """Launch the kernel, and return its steps up to the problem `until` (see `Trace`)."""
-        trace = Trace(until, _types(self.kernel), threads)
-        within = confined(True, self.limit_s)
-        checks = Checks(
-            races=True, limit_s=self.limit_s, within=within, build=self.build, trace=trace
-        )
-        device = stand_in.device(self.order, stand_in.MULTIPROCESSORS, checks)
-        early = stand_in.early_launches() if self.kernel.source.waits else nullcontext()
-        with suppress(ShimError), device, early:  # the problem ends the launch
-            comparison.compare(self.kernel, self.case, guarded=False, fill=self.fill)
-        return trace
+    def launch(self, debug: bool, trace: Trace) -> tuple[Result, Checked | None]:
+        """Launch the kernel; return what the engine has found, and the result if the launch ends.
 
+        debug: whether the kernel is compiled without optimisation.
+        """
+        run, source, seen = self.run, self.kernel.source, list[Result]()
+        checks = stand_in.Checks(True, engine.BUDGET, run.variant, debug, trace=trace, seen=seen.append)
+        device = stand_in.device(run.order, stand_in.MULTIPROCESSORS, checks, self.capability)
+        early = stand_in.early_launches() if source.waits else nullcontext()
+        checked = None
+        with suppress(stand_in.EmulatorError), device, early:  # the problem ends the launch
+            loaded = kernels.load(str(source.path), source.name, self.kernel.defines)
+            loaded.found.module.module(debug).memory.clear()
+            checked = comparison.compare(self.kernel, self.case, guarded=False, fill=run.fill)
+        return seen[-1], checked
 
-def _types(kernel: Kernel) -> dict[str, str]:
-    """Return the C++ types of the elements of arguments and of dynamic shared arrays."""
-    types = {p.name: p.ctype.rstrip("*") for p in kernel.source.parameters}
-    types |= dynamic_arrays(kernel.source.text)
-    own = _TYPES[kernel.dtype]
-    return {name: own if ctype in ("T", "W") else ctype for name, ctype in types.items()}
+    def element(self, name: str, index: int) -> tuple[str, int] | None:
+        """Return the parameter and the byte of an element of an output."""
+        kernel, case = self.kernel, self.case
+        output = values(kernel.operation, case.inputs, case.attrs).outputs[name]
+        parameters = zip(kernel.source.parameters, kernel.names, strict=True)
+        found = [each.name for each, argument in parameters if argument == name]
+        return (found[0], index * comparison.itemsize(output)) if found else None
 
 
 def why(launcher: Launcher, found: Finding) -> Why:
-    """Return the steps of the threads that a Finding names, or a note that says why not."""
-    unwritten = UNWRITTEN in found.text
-    until = "unwritten" if unwritten else _UNTIL.get(found.kind, "")
-    wrong = _WRONG.search(found.text)
-    if not until and wrong:
-        until = _wrote(launcher, wrong[1], wrong[2])
-    if not until:
-        return Why(note=f"There are no steps to show for a finding of kind {found.kind}.")
-    try:
-        return _steps(launcher, found, until)
-    except NotJudged as error:
-        return Why(note=f"There are no steps to show: {error}")
+    """Return the steps of the threads that a Finding names, or a note that says why not.
 
-
-def _steps(launcher: Launcher, found: Finding, until: str) -> Why:
-    threads = _named(launcher, found) if until == "outside" else launcher.run(until).met
-    if not threads:
-        return Why(note="There are no steps to show: the problem did not occur again.")
-    trace = launcher.run(until, tuple(dict.fromkeys(threads)))
-    if trace.long:
-        return Why(note=f"There are no steps to show: there are {len(trace.steps):,} or more.")
-    steps = trace.steps
-    if until == "outside" and not any(step.outside for step in steps[-1:]):
-        steps = _until_line(steps, launcher.kernel.source, found)
-    if until == "race":
-        steps = _until_race(steps, trace.threads[0], launcher.kernel.source, found)
-    if until.startswith("wrote:"):
-        steps = _until_write(steps, until)
-    if not steps:
-        return Why(note="There are no steps to show: the threads access no memory.")
-    note = ""
-    if until.startswith("wrote:"):
-        note = "No thread is known to be wrong: these are the steps of the thread that wrote the "
-        note += "first wrong element."
-    return Why(_described(launcher, steps, until, trace.threads), note)
-
-
-def _geometry(launcher: Launcher) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    case, kernel = launcher.case, launcher.kernel
-    grid, block, _ = kernel.geometry(values(kernel.operation, case.inputs, case.attrs).sizes)
-    return grid, block
-
-
-def _named(launcher: Launcher, found: Finding) -> tuple[traced.Thread, ...]:
-    """Return the thread whose block and thread a Finding names, if it names one."""
-    place = _PLACE.search(found.at)
-    if not place:
-        return ()
-    grid, block = _geometry(launcher)
-    numbers = [*map(int, place.groups())]
-    return ((_number(numbers[:3], grid), _number(numbers[3:], block)),)
-
-
-def _number(at: Sequence[int], extents: Sequence[int]) -> int:
-    """Return the number of a block or thread, whose first coordinate changes fastest."""
-    return sum(each * prod(extents[:i]) for i, each in enumerate(at))
-
-
-def _coordinates(number: int, extents: Sequence[int]) -> str:
-    x, y, _ = (*extents, 1, 1)[:3]
-    return f"({number % x}, {number // x % y}, {number // x // y})"
-
-
-def _until_race(
-    steps: Sequence[traced.TraceStep], of: traced.Thread, source: UserSource, found: Finding
-) -> list[traced.TraceStep]:
-    """Return the steps up to a thread's access that races, in the first line of a Finding.
-
-    It is the last access of the Finding's kind there. Later steps are left out: a race of a read
-    that an atomicCAS might compare is reported only after further steps.
+    The steps of a kernel that is compiled without optimisation have the order of the source. If
+    the problem does not occur in it, the steps are those of the compilation that has the problem.
     """
-    verb = _VERB.search(found.text)
-    places = [f"{source.file}:{line}" for line in found.lines[:1]]
-    for i in range(len(steps) - 1, -1, -1):
-        step = steps[i]
-        same = verb and step.of == of and step.event.startswith(verb[0])
-        if same and step.place.split("/")[-1] in places:
-            return list(steps[: i + 1])
-    return list(steps)
+    for debug in dict.fromkeys((True, launcher.run.debug)):
+        result, checked = launcher.launch(debug, Trace())
+        problems = [each for each in result.findings if _same(each, found)]
+        if problems:
+            return _up_to(launcher, debug, problems[0])
+        if checked and checked.off and not found.lines:
+            return _up_to_write(launcher, debug, *checked.off)
+    return Why(note=f"{NO_STEPS}: the problem did not occur again.")
 
 
-def _until_line(
-    steps: Sequence[traced.TraceStep], source: UserSource, found: Finding
-) -> list[traced.TraceStep]:
-    """Return the steps up to the access outside of a shared variable, in the line of a Finding.
-
-    In the program that traces, shared variables are contiguous, so that the access reaches another
-    variable. It is the first access in the line to another variable than the same code accessed
-    before; if there is none, the first access in the line.
-    """
-    places = [f"{source.file}:{line}" for line in found.lines]
-    at = [i for i, step in enumerate(steps) if step.site and step.place.split("/")[-1] in places]
-    variables: dict[int, int] = {}  # address of the code → variable that it has accessed before
-    for i in at:
-        if variables.setdefault(steps[i].site, steps[i].variable) != steps[i].variable:
-            break
-    else:
-        i = at[0] if at else -1
-    return [*steps[:i], _of_unknown(steps[i])] if at else []
+def _same(problem: engine.Finding, found: Finding) -> bool:
+    """Return whether an error of a launch has a line and a thread that a Finding names."""
+    named = found.threads or (str(problem.now),)
+    return problem.now.line in found.lines and str(problem.now) in named
 
 
-def _of_unknown(step: traced.TraceStep) -> traced.TraceStep:
-    event = f"{step.event.partition(' ')[0]} outside of a shared or constant variable"
-    return replace(step, event=event, values=())
+def _thread(at: engine.Where) -> Thread:
+    return at.block, at.thread
 
 
-def _wrote(launcher: Launcher, name: str, index: str) -> str:
-    """Return the problem "wrote:…" for an element of an output, or "" if it is not known."""
-    case, kernel = launcher.case, launcher.kernel
-    output = values(kernel.operation, case.inputs, case.attrs).outputs.get(name)
-    parameters = zip(kernel.source.parameters, kernel.names, strict=True)
-    parameter = next((p.name for p, argument in parameters if argument == name), None)
-    numbers = [int(each) for each in index.split(",")]
-    if output is None or parameter is None or len(numbers) != len(output.shape):
-        return ""
-    flat = 0
-    for extent, each in zip(output.shape, numbers, strict=True):
-        flat = flat * extent + each
-    size = comparison.itemsize(output)
-    return f"wrote:{parameter}:{flat * size}:{flat}"
-
-
-def _until_write(steps: Sequence[traced.TraceStep], until: str) -> list[traced.TraceStep]:
-    """Return the steps up to the last write of the element that `until` names."""
-    _, name, _, index = until.split(":")
-    writes = [
-        i
-        for i, step in enumerate(steps)
-        if not step.event.startswith("reads")
-        and any(element == f"{name}[{index}]" for element, _ in step.values)
-    ]
-    return list(steps[: writes[-1] + 1]) if writes else []
-
-
-def _described(
-    launcher: Launcher,
-    steps: Sequence[traced.TraceStep],
-    until: str,
-    threads: Sequence[traced.Thread],
-) -> tuple[ThreadStep, ...]:
-    """Return the steps with names of threads, and with the problem in the last one."""
-    grid, block = _geometry(launcher)
-    blocks = {number for number, _ in threads}
-
-    def named(of: traced.Thread) -> str:
-        name = f"thread {_coordinates(of[1], block)}"
-        return name if len(blocks) == 1 else f"block {_coordinates(of[0], grid)}, {name}"
-
-    file = re.escape(launcher.kernel.source.file)
-    described = []
-    for step in steps:
-        place = step.place.split("/")[-1]
-        line = re.fullmatch(rf"{file}:(\d+)", place)
-        number = int(line[1]) if line else None
-        described.append(ThreadStep(named(step.of), number, place, step.event, step.values))
-    return tuple(_with_problem(described, until))
-
-
-def _with_problem(steps: list[ThreadStep], until: str) -> list[ThreadStep]:
-    """Mark the last step, or for a divergent barrier the last step of each thread."""
-    if until == "barrier":
+def _up_to(launcher: Launcher, debug: bool, problem: engine.Finding) -> Why:
+    """Return the steps of the threads of a problem. The last one is the problem."""
+    places = [problem.now, *([problem.other] if problem.other else [])]
+    threads = tuple(dict.fromkeys(map(_thread, places)))
+    result, _ = launcher.launch(debug, Trace(threads))
+    told = _Telling(launcher.kernel, len({block for block, _ in threads}) > 1)
+    at = [i for i, step in enumerate(result.steps) if _is(step, problem)]
+    end = at[0 if problem.kind == "unwritten" else -1] + 1 if at else len(result.steps)
+    steps = [told.step(each) for each in result.steps[:end]]
+    if problem.kind in ("barrier", "mask"):
         last = {step.thread: i for i, step in enumerate(steps)}
         for i in last.values():
             steps[i] = replace(steps[i], problem=True)
-        return steps
-    end = steps[-1]
-    event = end.event
-    if until == "race":
-        event += _earlier(steps)
-    elif until == "unwritten":
-        event += f", {UNWRITTEN}"
-    return [*steps[:-1], replace(end, event=event, problem=True)]
+    elif at:
+        event = steps[-1].event + told.problem(problem, steps)
+        steps[-1] = replace(steps[-1], event=event, problem=True)
+    else:
+        said = f"{problem.verb} {problem.text}".strip()
+        steps.append(replace(told.step(Step(problem.now, said)), problem=True))
+    return _noted(result, steps)
+
+
+def _noted(result: Result, steps: Sequence[ThreadStep], note: str = "") -> Why:
+    left = f"The first {result.left_out:,} steps are left out." if result.left_out else ""
+    return Why(tuple(steps), " ".join(filter(None, (note, left))))
+
+
+def _is(step: Step, problem: engine.Finding) -> bool:
+    """Return whether a step is the access that is a problem."""
+    return (
+        _thread(step.at) == _thread(problem.now)
+        and step.at.line == problem.now.line
+        and step.array == problem.array
+        and problem.verb.startswith(step.kind)
+        and step.byte <= problem.byte < step.byte + max(1, step.size)
+    )
+
+
+def _up_to_write(launcher: Launcher, debug: bool, name: str, index: int) -> Why:
+    """Return the steps of the thread that writes an element of an output, up to the last write."""
+    wrong = launcher.element(name, index)
+    writes = launcher.launch(debug, Trace(element=wrong))[0].steps if wrong else ()
+    if not writes:
+        return Why(note=f"{NO_STEPS}: no thread writes the first wrong element.")
+    result, _ = launcher.launch(debug, Trace([_thread(writes[-1].at)]))
+    told = _Telling(launcher.kernel, several=False)
+    at = [i for i, step in enumerate(result.steps) if step == writes[-1]]
+    steps = [told.step(each) for each in result.steps[: at[-1] + 1]]
+    return _noted(result, [*steps[:-1], replace(steps[-1], problem=True)], _WRITER)
+
+
+@dataclass
+class _Telling:
+    """Describes steps. several: whether the threads have different blocks."""
+
+    kernel: Kernel
+    several: bool
+    sent: dict[Thread, Step] = field(default_factory=dict)  # the last exchange of a thread
+
+    def step(self, step: Step) -> ThreadStep:
+        """Describe a step."""
+        at, file = step.at, Path(step.at.file).name
+        thread = f"block {at.block}, {at}" if self.several else str(at)
+        line = at.line if at.line and file == self.kernel.source.file else None
+        place = f"{file}:{at.line}" if at.line else ""
+        if step.size and not step.opcode.startswith(("shfl", "vote", "match", "redux")):
+            return ThreadStep(thread, line, place, *self._access(step))
+        if step.kind in ("gathers", "receives"):
+            return ThreadStep(thread, line, place, self._exchange(step))
+        return ThreadStep(thread, line, place, _TEXTS.get(step.kind, step.kind))
+
+    def problem(self, problem: engine.Finding, steps: Sequence[ThreadStep]) -> str:
+        """Return a clause that says what is wrong with the last step."""
+        ctype, _ = declared(self.kernel.source, problem.array)
+        count = problem.size // max(1, dtype_of(ctype, self.kernel.dtype).itemsize or problem.bytes)
+        return {
+            "race": _earlier(steps),
+            "read-only": _earlier(steps),
+            "out of bounds": f", outside: {problem.array} has {count:,} elements" if count else "",
+            "misaligned": f": the address must be divisible by {problem.bytes}",
+            "unwritten": ", which no thread has written",
+            "before the wait": ", before wait_for_previous()",
+        }.get(problem.kind, "")
+
+    def _access(self, step: Step) -> tuple[str, tuple[tuple[str, str], ...]]:
+        if not step.array:
+            return f"{step.kind} address {step.byte:#x}, outside of all arrays", ()
+        source = self.kernel.source
+        dtype = dtype_of(declared(source, step.array)[0], self.kernel.dtype)
+        size = dtype.itemsize if dtype.itemsize and step.size % dtype.itemsize == 0 else step.size
+        ends = range(step.byte, step.byte + step.size, size)
+        names = [element(source, step.array, byte, size) for byte in ends]
+        now, before = (_shown(data, dtype, size, step.opcode) for data in (step.value, step.before))
+        label = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+        event, known = f"{step.kind} {label}", ", ".join(now)
+        if before:
+            old = ", ".join(before)
+            event += f": {old} → {known}" if now else f", which holds {old}"
+        elif now:
+            event += f" = {known}{', …' if len(now) < len(names) else ''}"
+        filled = [*now, *[""] * len(names)]
+        return event, tuple(zip(names, filled, strict=False))
+
+    def _exchange(self, step: Step) -> str:
+        shuffled = re.search(r"_syncj([a-z])", step.function) if "shfl" in step.opcode else None
+        dtype = dtype_of(_OF_TYPE.get(shuffled[1], "") if shuffled else "", "")
+        value = "".join(_shown(step.value, dtype, step.size, step.opcode))
+        if step.kind == "gathers":
+            self.sent[_thread(step.at)] = step
+            return f"waits for the lanes {step.byte:#010x}" + (f", sends {value}" if value else "")
+        sent = self.sent[_thread(step.at)]
+        if sent.source < 0:
+            return f"receives {value}"
+        if not sent.byte >> sent.source & 1:
+            return f"receives no value: lane {sent.source} does not take part"
+        return f"receives {value} from lane {sent.source}"
+
+
+def _shown(data: bytes, dtype: np.dtype[Any], size: int, opcode: str) -> list[str]:
+    """Return the values of elements of `size` bytes, hexadecimal if their type is not known."""
+    if size % (dtype.itemsize or size + 1):  # a part of a vector, or no known type
+        of = re.search(r"\.([fs])(?:16|32|64)$", opcode)
+        dtype = dtype.base if size == dtype.base.itemsize else np.dtype(f"{of[1]}{size}".replace("s", "i")) if of else np.dtype("V")
+    parts = [data[i : i + size] for i in range(0, len(data) // size * size, size)] if size else []
+    if not dtype.itemsize:
+        return [f"0x{part[::-1].hex()}" for part in parts]
+    found = [np.frombuffer(part, dtype.base).tolist() for part in parts]
+    texts = [[f"{x:g}" if isinstance(x, float) else str(int(x)) for x in each] for each in found]
+    return [each[0] if len(each) == 1 else f"({', '.join(each)})" for each in texts]
 
 
 def _earlier(steps: Sequence[ThreadStep]) -> str:
-    """Return a phrase that names the other thread's step with which the last step races."""
+    """Return a clause that names the other thread's step with which the last step races."""
     end = steps[-1]
     elements = {element for element, _ in end.values}
     reads = end.event.startswith("reads")

@@ -37,18 +37,6 @@ SOURCES = Path(__file__).parent / "cpp"
 FLAGS = ("-std=c++17", "-O2", "-march=native", "-ffp-contract=off", "-fPIC")
 NO_COMPILER = "g++, which compiles the engine once, is not installed: apt install g++"
 IN_SHARED, IN_LOCAL, IN_PARAMS = -2, -3, -4  # Finding::Where of machine.h
-MOST_STEPS = 20_000
-STEPS = (  # as in trace.h
-    "reads", "writes", "atomically changes", "waits", "arrives", "passes", "gathers", "receives",
-    "fence", "fence of the block", "returns",
-)  # fmt: skip
-_STEP = np.dtype(
-    [(name, np.int64) for name in ("block", "byte")]
-    + [(name, np.int32) for name in ("thread", "pc", "place", "kind", "array", "bytes")]
-    + [(name, np.int32) for name in ("known", "old", "source")]
-    + [("value", "V16"), ("before", "V16")],
-    align=True,
-)
 Thread = tuple[tuple[int, int, int], tuple[int, int, int]]  # block and thread
 
 
@@ -114,37 +102,37 @@ class Finding:
 
 
 class Trace(NamedTuple):
-    """Which steps of a launch are recorded.
+    """Which steps of a launch are recorded: at most 20,000, the last ones.
 
     threads: whose steps. element: name of an array and number of a byte, whose writes by any thread
-    are steps, too. most: number of steps that are kept, the last ones.
+    are steps, too.
     """
 
     threads: Sequence[Thread] = ()
     element: tuple[str, int] | None = None
-    most: int = MOST_STEPS
 
 
 class Step(NamedTuple):
     """A step of a thread, in the order of the launch.
 
-    kind: one of STEPS. array, byte, size: the accessed bytes; size of the value that a lane sends
-    ("gathers") or receives. value: the first bytes, or b"" if they are not known. before: the bytes
-    that an atomic operation changes. opcode, function: of the instruction. mask: of the lanes that
-    exchange values. source: the lane whose value a shuffle takes, or -1.
+    kind: "reads", "writes", "atomically changes"; "waits", "arrives" or "passes" at a barrier;
+    "gathers" or "receives" in an exchange of lanes; "fence", "fence of the block" or "returns".
+    array, byte, size: the accessed bytes. size of an exchange: of the value that the lane sends or
+    receives; byte: the mask of the lanes; source: the lane whose value a shuffle takes, or -1.
+    value: the first 16 bytes, or b"" if they are not known. before: those that an atomic operation
+    changes. opcode, function: of the instruction.
     """
 
     at: Where
     kind: str
-    opcode: str
-    function: str
+    opcode: str = ""
+    function: str = ""
     array: str = ""
     byte: int = 0
     size: int = 0
+    source: int = -1
     value: bytes = b""
     before: bytes = b""
-    mask: int = 0
-    source: int = -1
 
 
 @dataclass(frozen=True)
@@ -226,12 +214,12 @@ def launch(
     if early is not None:
         data.early = arrays.early(args, early)
     text = loaded.library.ptx_launch(loaded.handle, ctypes.byref(data)).decode(errors="replace")
-    found, _, printed = text.partition("\x1d")
+    found, traced, printed = text.split("\x1d", 2)
     read = _Findings(module, encoded, arrays.names, data.grid, data.block)
     findings = tuple(read.finding(each) for each in found.split("\x1e")[:-1])
     if not any(each.fatal for each in findings):
         arrays.keep(module, encoded)
-    steps = tuple(map(read.step, _steps(data))) if trace else ()
+    steps = tuple(read.step(each) for each in traced.split("\x1e")[:-1])
     counts = counted.by_line() if counted else {}
     return Result(findings, data.executed, data.lanes, printed, counts, steps, data.left_out)
 
@@ -242,18 +230,13 @@ def _request(trace: Trace, data: _LaunchData, names: Sequence[str]) -> None:
     for block, thread in trace.threads:
         numbers += _number(block, data.grid), _number(thread, data.block)
     data.traced = (ctypes.c_int64 * (len(numbers) + 1))(*numbers)
-    data.traced_count, data.most, data.array = len(trace.threads), trace.most, -1
+    data.traced_count, data.array = len(trace.threads), -1
     if trace.element:
         data.array, data.byte = names.index(trace.element[0]), trace.element[1]
 
 
 def _number(at: Sequence[int], sizes: Any) -> int:
     return int(at[0] + sizes[0] * (at[1] + sizes[1] * at[2]))
-
-
-def _steps(data: _LaunchData) -> NDArray[np.void]:
-    raw = ctypes.string_at(data.steps, data.step_count * _STEP.itemsize)
-    return np.frombuffer(raw, _STEP)
 
 
 def _check_sizes(
@@ -308,9 +291,7 @@ class _LaunchData(ctypes.Structure):
         ("executed", ctypes.c_int64),
         ("lanes", ctypes.c_int64),
         ("traced", ctypes.POINTER(ctypes.c_int64)),
-        *((name, ctypes.c_int64) for name in ("traced_count", "array", "byte", "most")),
-        ("steps", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("step_count", "left_out")),
+        *((name, ctypes.c_int64) for name in ("traced_count", "array", "byte", "left_out")),
     )
 
 
@@ -471,18 +452,15 @@ class _Findings:
             kind, why, kernel, now, other, verb, other_verb, name, byte - start, size
         )  # fmt: skip
 
-    def step(self, each: Any) -> Step:
-        """Return a step of trace.h as a value."""
-        pc, byte, size = int(each["pc"]), int(each["byte"]), int(each["bytes"])
+    def step(self, text: str) -> Step:
+        *numbers, kind, value, before = text.split("\x1f")
+        block, thread, place, pc, array, byte, size, source = map(int, numbers)
         begun = [(start, name) for name, start in self.encoded.functions.items() if start <= pc]
-        at = self._where(int(each["block"]), int(each["thread"]), int(each["place"]))
-        opcode = self.forms[self.encoded.code[pc][0]]
-        same = at, STEPS[each["kind"]], opcode, max(begun)[1]
-        known = bytes(each["value"])[: each["known"]], bytes(each["before"])[: each["old"]]
-        if same[1] in ("gathers", "receives"):
-            return Step(*same, "", 0, size, *known, byte, int(each["source"]))
-        name, start = self._named(int(each["array"]), byte)
-        return Step(*same, name, byte - start, size, *known)
+        opcode, function = self.forms[self.encoded.code[pc][0]], max(begun)[1]
+        name, start, *_ = self._named(array, byte)
+        known = bytes.fromhex(value), bytes.fromhex(before)
+        at = self._where(block, thread, place)
+        return Step(at, kind, opcode, function, name, byte - start, size, source, *known)
 
     def _where(self, block: int, thread: int, place: int) -> Where:
         at = self.places[place] if place >= 0 else Place(0, 0)

@@ -36,9 +36,8 @@ struct LaunchData {
     Counts* counts;            // of each line; null: nothing is counted
     int64_t executed, lanes;   // results
     const int64_t* traced;     // a block and a thread each; null: no trace
-    int64_t traced_count, array, byte, most;
-    const Step* steps;         // results, until the thread's next launch
-    int64_t step_count, left_out;
+    int64_t traced_count, array, byte;
+    int64_t left_out;          // result
 };
 
 struct Loaded {
@@ -60,6 +59,11 @@ void write(std::ostringstream& out, const Finding& found) {
         out << separator << each.block << separator << each.thread << separator << each.place;
     }
     out << separator << found.array << separator << found.byte << separator << found.bytes << '\x1e';
+}
+
+void write(std::ostringstream& out, const Step& step) {
+    for (int64_t each : {step.at.block, step.at.thread, (int64_t)step.at.place, step.pc, (int64_t)step.array, step.byte}) out << each << '\x1f';
+    out << step.bytes << '\x1f' << step.source << '\x1f' << step.kind << '\x1f' << step.value << '\x1f' << step.before << '\x1e';
 }
 
 }  // namespace
@@ -104,7 +108,6 @@ void ptx_unload(Loaded* loaded) { delete loaded; }
 // Returns findings, then the printed text, as one text. The caller copies it before the thread's next launch.
 const char* ptx_launch(const Loaded* loaded, LaunchData* data) {
     static thread_local std::string result;
-    static thread_local std::vector<Step> steps;
     Machine m;
     m.program = &loaded->program;
     std::copy(data->grid, data->grid + 3, m.grid.begin());
@@ -123,7 +126,7 @@ const char* ptx_launch(const Loaded* loaded, LaunchData* data) {
     if (data->traced) {
         m.trace = std::make_unique<Trace>(), m.races->holds = true;
         for (int64_t k = 0; k < data->traced_count; ++k) m.trace->threads.insert({data->traced[2 * k], data->traced[2 * k + 1]});
-        m.trace->array = (int)data->array, m.trace->byte = data->byte, m.trace->most = (std::size_t)data->most;
+        m.trace->array = (int)data->array, m.trace->byte = data->byte;
     }
     std::ostringstream out;
     try {
@@ -132,9 +135,10 @@ const char* ptx_launch(const Loaded* loaded, LaunchData* data) {
         write(out, found);
     }
     for (const Finding& note : m.notes) write(out, note);
+    out << '\x1d';
     if (m.trace) {
-        steps.assign(m.trace->steps.begin(), m.trace->steps.end());
-        data->steps = steps.data(), data->step_count = (int64_t)steps.size(), data->left_out = m.trace->left_out;
+        for (const Step& step : m.trace->steps) write(out, step);
+        data->left_out = m.trace->left_out;
     }
     data->executed = m.executed, data->lanes = m.lanes_executed;
     out << '\x1d' << m.printed;

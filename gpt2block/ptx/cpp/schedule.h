@@ -76,7 +76,7 @@ struct Run {
     void end_lanes(Warp& w, Mask lanes, uint32_t pc) {
         for_lanes(lanes, [&](int l) {
             w.state[l] = Lane::done, w.pc[l] = pc;
-            if (m.trace) m.trace->each(w, p.code[pc], 1u << l, Step::returns);
+            if (m.trace) m.trace->each(w, p.code[pc], 1u << l, "returns");
             if (--w.block.alive == 0 && m.early && !w.block.waited) {
                 m.fail(w, p.code[pc], l, "before the wait", "no thread of the block waits for the previous kernel");
             }
@@ -103,7 +103,7 @@ struct Run {
     void run_gathered(Warp& w, const Instr& i, Mask lanes) {
         if (m.races) m.races->lanes_meet(w, lanes);
         i.run(w, i, lanes);
-        if (m.trace) m.trace->settle();
+        if (m.trace) for_lanes(lanes, [&](int l) { m.trace->receives(w, i, l); });
         // The warp as a whole has then read: every lane knows the reads of the others. Stores are not ordered.
         if (m.races && i.form->gathers == WHOLE_WARP && !i.form->stores) m.races->lanes_meet(w, lanes);
     }
@@ -115,11 +115,7 @@ struct Run {
         bool same = (mask & w.exist) == active;
         if (same && i.form->gathers != WHOLE_WARP) for_lanes(active, [&](int l) { same &= mask_of(w, i, l) == mask; });
         if (m.trace) for_lanes(active, [&](int l) { m.trace->arrives(w, i, l, mask_of(w, i, l)); });
-        if (same) {
-            run_gathered(w, i, active);
-            if (m.trace) for_lanes(active, [&](int l) { m.trace->receives(w, i, l); });
-            return true;
-        }
+        if (same) return run_gathered(w, i, active), true;
         for_lanes(active, [&](int l) {
             w.state[l] = Lane::gathers, w.pc[l] = pc, w.mask[l] = mask_of(w, i, l) & w.exist;
             if (!(w.mask[l] >> l & 1)) m.fail(w, i, l, "mask", "the mask does not name the lane that executes the instruction");
@@ -149,10 +145,7 @@ struct Run {
         bool together = true;
         for_lanes(group, [&](int l) { together &= &p.code[w.pc[l]] == one; });
         together ? run_gathered(w, *one, group) : run_apart(w, *one, group);
-        for_lanes(group, [&](int l) {
-            if (m.trace) m.trace->receives(w, p.code[w.pc[l]], l);
-            w.state[l] = Lane::runs, ++w.pc[l];
-        });
+        for_lanes(group, [&](int l) { w.state[l] = Lane::runs, ++w.pc[l]; });
     }
 
     // Lanes at several places execute the same form, each with its own operands: in turn for the lanes of each place, with the
@@ -180,6 +173,7 @@ struct Run {
             rest &= ~lanes;
         }
         w.rows = result, w.predicates = truths;
+        if (m.trace) for_lanes(group, [&](int l) { m.trace->receives(w, p.code[w.pc[l]], l); });
     }
 
     void copy_operand(Warp& w, const Instr& to, const Instr& from, int k, int lane, const std::vector<uint64_t>& rows,
@@ -211,7 +205,7 @@ struct Run {
             throw found;
         }
         const bool waits = !f.has("arrive");
-        if (m.trace) m.trace->each(w, i, active, waits ? Step::waits : Step::arrives);
+        if (m.trace) m.trace->each(w, i, active, waits ? "waits" : "arrives");
         for_lanes(active, [&](int l) {
             if (waits) w.state[l] = Lane::waits;
             w.pc[l] = waits ? pc : pc + 1;
@@ -247,7 +241,7 @@ struct Run {
                 if (((int)w.in(i, red ? 1 : 0)[l] & 15) != number) return;
                 waiting.push_back(w.thread(l));
                 if (red) reduce(w, i, l, b);
-                if (m.trace) m.trace->each(w, i, 1u << l, Step::passes);
+                if (m.trace) m.trace->each(w, i, 1u << l, "passes");
                 w.state[l] = Lane::runs, ++w.pc[l];
             });
         }

@@ -4,34 +4,35 @@
 
 #include <set>
 
+constexpr std::size_t MOST_STEPS = 20'000;  // that are kept: the last ones
+constexpr std::size_t MOST_BYTES = 16;      // of a value
+
 struct Step {
-    enum Kind : int32_t { reads, writes, changes, waits, arrives, passes, gathers, receives, fence, fence_of_block, returns };
-    int64_t block, byte;  // byte: in the array; of `gathers`: the mask of lanes
-    int32_t thread, pc, place, kind;
-    int32_t array = Finding::nowhere, bytes = 0;  // bytes: of the access; of the value that is sent or received
-    int32_t known = 0, old = 0;  // number of known bytes in `value` and `before`
-    int32_t source = -1;         // of `gathers`: the lane whose value a shuffle takes
-    uint8_t value[16] = {}, before[16] = {};  // before: of what an atomic operation changes
+    Access at;
+    const char* kind;
+    int64_t pc, byte;  // byte: in the array; of "gathers": the mask of lanes
+    int array = Finding::nowhere;
+    std::size_t bytes = 0;      // of the access; of the value that is sent or received
+    int source = -1;            // of "gathers": the lane whose value a shuffle takes
+    std::string value, before;  // the bytes that are known, hexadecimal; before: of what an atomic operation changes
 };
 
 struct Trace {
     std::set<std::pair<int64_t, int64_t>> threads;  // (block, thread)
     int array = Finding::nowhere;  // any thread's write of this byte is a step, too
     int64_t byte = 0;
-    std::size_t most = 0;          // steps that are kept: the last ones
     int64_t left_out = 0;
     std::deque<Step> steps;
     const uint8_t* written = nullptr;  // where the last step writes a value that is not known yet
 
     bool follows(const Warp& w, int lane) const { return threads.count({w.block.number, w.thread(lane)}); }
 
-    void add(const Warp& w, const Instr& i, int lane, Step::Kind kind, int64_t byte = 0) {
+    Step& add(const Warp& w, const Instr& i, int lane, const char* kind, int64_t byte = 0) {
         settle();
-        if (steps.size() == most) steps.pop_front(), ++left_out;
-        const int32_t pc = (int32_t)(&i - w.machine.program->code.data());
-        steps.push_back({w.block.number, byte, w.thread(lane), pc, w.here(i, lane).place, kind});
+        if (steps.size() == MOST_STEPS) steps.pop_front(), ++left_out;
+        return steps.emplace_back(Step{w.here(i, lane), kind, &i - w.machine.program->code.data(), byte});
     }
-    void each(const Warp& w, const Instr& i, Mask lanes, Step::Kind kind) {
+    void each(const Warp& w, const Instr& i, Mask lanes, const char* kind) {
         for_lanes(lanes, [&](int l) {
             if (follows(w, l)) add(w, i, l, kind);
         });
@@ -39,13 +40,16 @@ struct Trace {
 
     // The instruction, or its part for a lane, has ended: reads what it has written.
     [[gnu::cold]] void settle() {
-        if (!written) return;
-        keep(written, steps.back().bytes);
+        if (written) steps.back().value = bytes_at(written, steps.back().bytes);
         written = nullptr;
     }
-    void keep(const void* data, int bytes) {
-        steps.back().known = std::min(bytes, 16);
-        std::memcpy(steps.back().value, data, steps.back().known);
+    static std::string bytes_at(const void* data, std::size_t bytes) {  // hexadecimal
+        std::string text;
+        for (std::size_t k = 0; k < std::min(bytes, MOST_BYTES); ++k) {
+            const uint8_t byte = static_cast<const uint8_t*>(data)[k];
+            text += "0123456789abcdef"[byte >> 4], text += "0123456789abcdef"[byte & 15];
+        }
+        return text;
     }
 
     // An access to bytes of an array. data: where they are; null outside of it.
@@ -54,42 +58,36 @@ struct Trace {
         settle();
         const bool named = number == array && use & WRITES && from <= byte && byte < from + (int64_t)bytes;
         if (!named && !follows(w, lane)) return;
-        add(w, i, lane, use & ATOMIC ? Step::changes : use & WRITES ? Step::writes : Step::reads, from);
-        Step& step = steps.back();
-        step.array = number, step.bytes = (int32_t)bytes;
-        if (i.form->name == "st" && !(use & READS)) return keep_operand(w, i, lane, bytes / (unsigned)i.op[1].count);
-        if (!data) return;
-        if (!(use & WRITES)) return keep(data, (int)bytes);
-        if (use & ATOMIC) std::memcpy(step.before, data, step.old = std::min(step.bytes, 16));
-        written = data;
-    }
-    void keep_operand(const Warp& w, const Instr& i, int lane, unsigned size) {  // a store's, written after all checks
-        Step& step = steps.back();
-        for (int k = 0; k < i.op[1].count && step.known + size <= 16; ++k, step.known += (int)size) {
-            std::memcpy(step.value + step.known, w.in(i, 1, k) + lane, size);
+        Step& step = add(w, i, lane, use & ATOMIC ? "atomically changes" : use & WRITES ? "writes" : "reads", from);
+        step.array = number, step.bytes = bytes;
+        if (i.form->name == "st" && !(use & READS)) {  // it writes after all checks
+            for (int k = 0; k < i.op[1].count; ++k) step.value += bytes_at(w.in(i, 1, k) + lane, bytes / (unsigned)i.op[1].count);
+        } else if (data && use & WRITES) {
+            written = data;
+            if (use & ATOMIC) step.before = bytes_at(data, bytes);
+        } else if (data) {
+            step.value = bytes_at(data, bytes);
         }
     }
 
     // A lane comes to an instruction of several lanes, and sends a value.
     void arrives(const Warp& w, const Instr& i, int lane, Mask mask) {
         if (!follows(w, lane)) return;
-        add(w, i, lane, Step::gathers, mask);
+        Step& step = add(w, i, lane, "gathers", mask);
         const std::string& name = i.form->name;
-        const bool shuffles = name == "shfl";
-        if (!shuffles && name != "vote" && name != "redux" && name != "match") return;
         bool within;
-        if (shuffles) steps.back().source = warp::source(w, i, lane, within);
-        keep_row(w, i, lane, shuffles ? i.count - 4 : name == "match" ? i.count - 2 : 1);
+        if (name == "shfl") step.source = warp::source(w, i, lane, within);
+        if (name == "vote" || name == "redux") keep(step, w, i, lane, 1);
+        if (name == "shfl" || name == "match") keep(step, w, i, lane, i.count - (name == "shfl" ? 4 : 2));
     }
     void receives(const Warp& w, const Instr& i, int lane) {
-        if (!follows(w, lane) || i.op[0].kind == Operand::address || i.form->gathers == WHOLE_WARP) return;
-        if (i.count < 3) return;  // bar.warp.sync
-        add(w, i, lane, Step::receives);
-        keep_row(w, i, lane, 0);
+        settle();
+        const bool value = i.form->gathers != WHOLE_WARP && i.count > 2;  // not of bar.warp.sync
+        if (value && follows(w, lane)) keep(add(w, i, lane, "receives"), w, i, lane, 0);
     }
-    void keep_row(const Warp& w, const Instr& i, int lane, int k) {
+    static void keep(Step& step, const Warp& w, const Instr& i, int lane, int k) {
         const bool row = i.op[k].kind == Operand::row;
         const uint64_t value = row ? w.in(i, k)[lane] : w.predicate(i, k) >> lane & 1;
-        keep(&value, steps.back().bytes = row ? std::max(4u, i.form->type().bits / 8) : 1);
+        step.value = bytes_at(&value, step.bytes = row ? std::max(4u, i.form->type().bits / 8) : 1);
     }
 };
