@@ -478,8 +478,18 @@ class _Findings:
                     return plain_name(variable.name), offset
             name = encoded.dynamic.name if encoded.dynamic else "the dynamic shared memory"
             return plain_name(name), encoded.shared_bytes
+        if array == IN_LOCAL and (found := self._local(byte)):
+            return found
         places = {IN_LOCAL: "local memory", IN_PARAMS: "the parameters"}
         return places.get(array, ""), 0
+
+    def _local(self, byte: int) -> tuple[str, int] | None:
+        """Return the local variable before a byte of local memory, and where it starts."""
+        known = self.module.locals
+        at = [(start, each.name) for start, each in self.encoded.local if start <= byte]
+        start, array = max(at, default=(0, ""))
+        inside = [(start + k, name) for k, name in known.get(array, ()) if start + k <= byte]
+        return max(inside)[::-1] if inside else None
 
 
 def _split(number: int, sizes: list[int]) -> tuple[int, int, int]:
