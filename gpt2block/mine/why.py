@@ -28,21 +28,15 @@ if TYPE_CHECKING:
 MOST_ROWS = 60  # maximum number of rows in a terminal
 _LONGEST_LOOP = 24  # maximum number of steps of an iteration that is folded
 _FIRST_ROWS = 15  # rows that are kept if a folded table is too long; the last rows are kept, too
-_TEXTS = {
-    "waits": "waits at the barrier",
-    "arrives": "arrives at the barrier",
-    "passes": "passes the barrier",
-    "fence": "__threadfence()",
-    "fence of the block": "__threadfence_block()",
-}
-_OF_TYPE = {"f": "float", "d": "double", "i": "int", "j": "unsigned", "l": "long", "m": "size_t"}
+# Letter of a mangled name → dtype of the value that a shuffle sends.
+_SENT = {"f": "f4", "d": "f8", "i": "i4", "j": "u4", "l": "i8", "m": "u8"}
 _WRITER = (
     "No thread is known to be wrong: these are the steps of the thread that wrote the first wrong "
     "element."
 )
 NO_STEPS = "There are no steps to show"
 EMULATOR_ONLY = "the emulator shows the steps of threads"
-RIGHT = f"The kernel is right: {NO_STEPS[0].lower()}{NO_STEPS[1:]}."
+RIGHT = "The kernel is right: there are no steps to show."
 
 
 @dataclass(frozen=True)
@@ -64,12 +58,7 @@ class ThreadStep:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the step as a dict that can be written as JSON."""
-        return {
-            "thread": self.thread,
-            "line": self.line,
-            "event": self.event,
-            "problem": self.problem,
-        }
+        return {name: getattr(self, name) for name in ("thread", "line", "event", "problem")}
 
 
 class StepRow(NamedTuple):
@@ -98,11 +87,11 @@ class Why:
         if len(rows) <= most:
             return rows
         last = most - _FIRST_ROWS - 1
-        shown = sum(row.step is not None for row in (*rows[:_FIRST_ROWS], *rows[-last:]))
-        hidden = sum(row.step is None for row in (*rows[:_FIRST_ROWS], *rows[-last:]))
-        left = len(self.steps) - shown
-        text = f"… {left:,} steps are left out{' here and below' if hidden else ''}"
-        return [*rows[:_FIRST_ROWS], StepRow(0, None, text), *rows[-last:]]
+        kept = [*rows[:_FIRST_ROWS], *rows[-last:]]
+        left = len(self.steps) - sum(row.step is not None for row in kept)
+        text = f"… {left:,} steps are left out"
+        text += " here and below" if any(row.step is None for row in kept) else ""
+        return [*kept[:_FIRST_ROWS], StepRow(0, None, text), *kept[_FIRST_ROWS:]]
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as a dict that can be written as JSON."""
@@ -119,15 +108,12 @@ def folded(steps: Sequence[ThreadStep]) -> list[StepRow]:
     at = 0
     while at < len(steps):
         period, count = _iterations(keys, at)
-        if count < 4:
-            rows.append(StepRow(at + 1, steps[at]))
-            at += 1
-            continue
         end = at + period * count
-        left = period * (count - 2)
         rows += [StepRow(i + 1, steps[i]) for i in range(at, at + period)]
-        rows.append(StepRow(0, None, f"… {left:,} steps of the same lines are left out"))
-        rows += [StepRow(i + 1, steps[i]) for i in range(end - period, end)]
+        if count > 1:
+            left = f"… {period * (count - 2):,} steps of the same lines are left out"
+            last = [StepRow(i + 1, steps[i]) for i in range(end - period, end)]
+            rows += [StepRow(0, None, left), *last]
         at = end
     return rows
 
@@ -159,7 +145,9 @@ class Launcher:
         debug: whether the kernel is compiled without optimisation.
         """
         run, source, seen = self.run, self.kernel.source, list[Result]()
-        checks = stand_in.Checks(True, engine.BUDGET, run.variant, debug, trace=trace, seen=seen.append)
+        checks = stand_in.Checks(
+            True, engine.BUDGET, run.variant, debug, trace=trace, seen=seen.append
+        )
         device = stand_in.device(run.order, stand_in.MULTIPROCESSORS, checks, self.capability)
         early = stand_in.early_launches() if source.waits else nullcontext()
         checked = None
@@ -200,14 +188,10 @@ def _same(problem: engine.Finding, found: Finding) -> bool:
     return problem.now.line in found.lines and str(problem.now) in named
 
 
-def _thread(at: engine.Where) -> Thread:
-    return at.block, at.thread
-
-
 def _up_to(launcher: Launcher, debug: bool, problem: engine.Finding) -> Why:
     """Return the steps of the threads of a problem. The last one is the problem."""
     places = [problem.now, *([problem.other] if problem.other else [])]
-    threads = tuple(dict.fromkeys(map(_thread, places)))
+    threads = tuple(dict.fromkeys(each[:2] for each in places))
     result, _ = launcher.launch(debug, Trace(threads))
     told = _Telling(launcher.kernel, len({block for block, _ in threads}) > 1)
     at = [i for i, step in enumerate(result.steps) if _is(step, problem)]
@@ -234,7 +218,7 @@ def _noted(result: Result, steps: Sequence[ThreadStep], note: str = "") -> Why:
 def _is(step: Step, problem: engine.Finding) -> bool:
     """Return whether a step is the access that is a problem."""
     return (
-        _thread(step.at) == _thread(problem.now)
+        step.at[:2] == problem.now[:2]
         and step.at.line == problem.now.line
         and step.array == problem.array
         and problem.verb.startswith(step.kind)
@@ -248,7 +232,7 @@ def _up_to_write(launcher: Launcher, debug: bool, name: str, index: int) -> Why:
     writes = launcher.launch(debug, Trace(element=wrong))[0].steps if wrong else ()
     if not writes:
         return Why(note=f"{NO_STEPS}: no thread writes the first wrong element.")
-    result, _ = launcher.launch(debug, Trace([_thread(writes[-1].at)]))
+    result, _ = launcher.launch(debug, Trace([writes[-1].at[:2]]))
     told = _Telling(launcher.kernel, several=False)
     at = [i for i, step in enumerate(result.steps) if step == writes[-1]]
     steps = [told.step(each) for each in result.steps[: at[-1] + 1]]
@@ -268,17 +252,16 @@ class _Telling:
         at, file = step.at, Path(step.at.file).name
         thread = f"block {at.block}, {at}" if self.several else str(at)
         line = at.line if at.line and file == self.kernel.source.file else None
-        place = f"{file}:{at.line}" if at.line else ""
-        if step.size and not step.opcode.startswith(("shfl", "vote", "match", "redux")):
-            return ThreadStep(thread, line, place, *self._access(step))
+        said: tuple[str, tuple[tuple[str, str], ...]] = step.kind, ()
         if step.kind in ("gathers", "receives"):
-            return ThreadStep(thread, line, place, self._exchange(step))
-        return ThreadStep(thread, line, place, _TEXTS.get(step.kind, step.kind))
+            said = self._exchange(step), ()
+        elif step.size:
+            said = self._access(step)
+        return ThreadStep(thread, line, f"{file}:{at.line}" if at.line else "", *said)
 
     def problem(self, problem: engine.Finding, steps: Sequence[ThreadStep]) -> str:
         """Return a clause that says what is wrong with the last step."""
-        ctype, _ = declared(self.kernel.source, problem.array)
-        count = problem.size // max(1, dtype_of(ctype, self.kernel.dtype).itemsize or problem.bytes)
+        count = problem.size // self._dtype(problem.array, problem.now, problem.bytes).itemsize
         return {
             "race": _earlier(steps),
             "read-only": _earlier(steps),
@@ -288,33 +271,41 @@ class _Telling:
             "before the wait": ", before wait_for_previous()",
         }.get(problem.kind, "")
 
+    def _dtype(self, array: str, at: engine.Where, size: int, opcode: str = "") -> np.dtype[Any]:
+        """Return the dtype of the accessed elements, of bytes if it is not known."""
+        declared_as = dtype_of(declared(self.kernel.source, array, at.line)[0], self.kernel.dtype)
+        for dtype in (declared_as, declared_as.base):
+            if dtype.itemsize and size % dtype.itemsize == 0:
+                return dtype
+        of = re.search(r"\.([fs])(16|32|64)$", opcode)
+        return np.dtype(f"{'f' if of[1] == 'f' else 'i'}{int(of[2]) // 8}" if of else f"V{size}")
+
     def _access(self, step: Step) -> tuple[str, tuple[tuple[str, str], ...]]:
         if not step.array:
             return f"{step.kind} address {step.byte:#x}, outside of all arrays", ()
-        source = self.kernel.source
-        dtype = dtype_of(declared(source, step.array)[0], self.kernel.dtype)
-        size = dtype.itemsize if dtype.itemsize and step.size % dtype.itemsize == 0 else step.size
-        ends = range(step.byte, step.byte + step.size, size)
-        names = [element(source, step.array, byte, size) for byte in ends]
-        now, before = (_shown(data, dtype, size, step.opcode) for data in (step.value, step.before))
+        dtype = self._dtype(step.array, step.at, step.size, step.opcode)
+        names = [
+            element(self.kernel.source, step.array, byte, dtype.itemsize, step.at.line)
+            for byte in range(step.byte, step.byte + step.size, dtype.itemsize)
+        ]
+        now, old = _texts(step.value, dtype), ", ".join(_texts(step.before, dtype))
         label = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
-        event, known = f"{step.kind} {label}", ", ".join(now)
-        if before:
-            old = ", ".join(before)
+        known = ", ".join([*now, *["…"] * (len(now) < len(names))])
+        event = f"{step.kind} {label}"
+        if old:
             event += f": {old} → {known}" if now else f", which holds {old}"
         elif now:
-            event += f" = {known}{', …' if len(now) < len(names) else ''}"
-        filled = [*now, *[""] * len(names)]
-        return event, tuple(zip(names, filled, strict=False))
+            event += f" = {known}"
+        return event, tuple(zip(names, [*now, *[""] * len(names)], strict=False))
 
     def _exchange(self, step: Step) -> str:
-        shuffled = re.search(r"_syncj([a-z])", step.function) if "shfl" in step.opcode else None
-        dtype = dtype_of(_OF_TYPE.get(shuffled[1], "") if shuffled else "", "")
-        value = "".join(_shown(step.value, dtype, step.size, step.opcode))
+        type_ = re.search(r"_syncj([a-z])", step.function) if "shfl" in step.opcode else None
+        known = "?" if step.size == 1 else _SENT.get(type_[1] if type_ else "", "")
+        value = "".join(_texts(step.value, np.dtype(known or f"V{step.size or 1}")))
         if step.kind == "gathers":
-            self.sent[_thread(step.at)] = step
+            self.sent[step.at[:2]] = step
             return f"waits for the lanes {step.byte:#010x}" + (f", sends {value}" if value else "")
-        sent = self.sent[_thread(step.at)]
+        sent = self.sent[step.at[:2]]
         if sent.source < 0:
             return f"receives {value}"
         if not sent.byte >> sent.source & 1:
@@ -322,17 +313,18 @@ class _Telling:
         return f"receives {value} from lane {sent.source}"
 
 
-def _shown(data: bytes, dtype: np.dtype[Any], size: int, opcode: str) -> list[str]:
-    """Return the values of elements of `size` bytes, hexadecimal if their type is not known."""
-    if size % (dtype.itemsize or size + 1):  # a part of a vector, or no known type
-        of = re.search(r"\.([fs])(?:16|32|64)$", opcode)
-        dtype = dtype.base if size == dtype.base.itemsize else np.dtype(f"{of[1]}{size}".replace("s", "i")) if of else np.dtype("V")
-    parts = [data[i : i + size] for i in range(0, len(data) // size * size, size)] if size else []
-    if not dtype.itemsize:
-        return [f"0x{part[::-1].hex()}" for part in parts]
-    found = [np.frombuffer(part, dtype.base).tolist() for part in parts]
-    texts = [[f"{x:g}" if isinstance(x, float) else str(int(x)) for x in each] for each in found]
-    return [each[0] if len(each) == 1 else f"({', '.join(each)})" for each in texts]
+def _texts(data: bytes, dtype: np.dtype[Any]) -> list[str]:
+    """Return the values of the elements of which all bytes are known."""
+    whole = data[: len(data) // dtype.itemsize * dtype.itemsize]
+    return list(map(_text, np.frombuffer(whole, dtype).tolist())) if whole else []
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list):
+        return f"({', '.join(map(_text, value))})"
+    if isinstance(value, bytes):
+        return f"0x{value[::-1].hex()}"
+    return f"{value:g}" if isinstance(value, float) else str(int(value))
 
 
 def _earlier(steps: Sequence[ThreadStep]) -> str:

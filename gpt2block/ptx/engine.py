@@ -115,8 +115,9 @@ class Trace(NamedTuple):
 class Step(NamedTuple):
     """A step of a thread, in the order of the launch.
 
-    kind: "reads", "writes", "atomically changes"; "waits", "arrives" or "passes" at a barrier;
-    "gathers" or "receives" in an exchange of lanes; "fence", "fence of the block" or "returns".
+    kind: "reads", "writes", "atomically changes"; in an exchange of lanes "gathers" or "receives";
+    or "waits at the barrier", "arrives at the barrier", "passes the barrier", "__threadfence()",
+    "__threadfence_block()" or "returns".
     array, byte, size: the accessed bytes. size of an exchange: of the value that the lane sends or
     receives; byte: the mask of the lanes; source: the lane whose value a shuffle takes, or -1.
     value: the first 16 bytes, or b"" if they are not known. before: those that an atomic operation

@@ -325,7 +325,7 @@ static void isspacep(Warp& w, const Instr& i, Mask active) {
 
 static void fence(Warp& w, const Instr& i, Mask active) {
     const bool of_device = i.form->arg[0];
-    if (w.machine.trace) w.machine.trace->each(w, i, active, of_device ? "fence" : "fence of the block");
+    if (w.machine.trace) w.machine.trace->each(w, i, active, of_device ? "__threadfence()" : "__threadfence_block()");
     if (w.machine.races) w.machine.races->fence(w, active, of_device);
 }
 

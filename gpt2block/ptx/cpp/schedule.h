@@ -205,7 +205,7 @@ struct Run {
             throw found;
         }
         const bool waits = !f.has("arrive");
-        if (m.trace) m.trace->each(w, i, active, waits ? "waits" : "arrives");
+        if (m.trace) m.trace->each(w, i, active, waits ? "waits at the barrier" : "arrives at the barrier");
         for_lanes(active, [&](int l) {
             if (waits) w.state[l] = Lane::waits;
             w.pc[l] = waits ? pc : pc + 1;
@@ -241,7 +241,7 @@ struct Run {
                 if (((int)w.in(i, red ? 1 : 0)[l] & 15) != number) return;
                 waiting.push_back(w.thread(l));
                 if (red) reduce(w, i, l, b);
-                if (m.trace) m.trace->each(w, i, 1u << l, "passes");
+                if (m.trace) m.trace->each(w, i, 1u << l, "passes the barrier");
                 w.state[l] = Lane::runs, ++w.pc[l];
             });
         }
