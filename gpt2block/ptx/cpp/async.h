@@ -5,8 +5,7 @@
 // it is issued and when it lands, both times as the thread that issued it. A store of the copy engine reads shared memory
 // when the thread waits for this, and writes global memory when the thread waits for that, or when its block ends.
 #pragma once
-#include "memory.h"
-#include "warp.h"
+#include "counters.h"
 
 namespace async {
 
@@ -50,7 +49,10 @@ struct Copy {  // between a range of shared memory and runs of bytes elsewhere, 
     }
 
     void begin() {
-        for (const Run& run : runs) touch_run(run, to_shared ? READS : WRITES);
+        for (const Run& run : runs) {
+            touch_run(run, to_shared ? READS : WRITES);
+            counters::count_copied(*w, *i, run.bytes);
+        }
         uint8_t* range = touch_shared(to_shared ? WRITES : READS);
         if (!to_shared) return;
         std::memset(range, 0xff, bytes);
@@ -148,7 +150,7 @@ inline void finish(Block& block) {
     if (!block.async) return;
     Machine& m = block.machine;
     const auto note = [&](const Warp& w, const Instr& i, int lane, const char* text) {
-        m.note({.kind = "async", .text = text, .now = Machine::at(w, i, lane)});
+        m.note({.kind = "async", .text = text, .now = w.here(i, lane)});
     };
     for (AsyncBlock::OfThread& thread : block.async->threads) {
         for (auto& [group, copy] : thread.stores.items) {

@@ -45,7 +45,7 @@ inline Region shared_at(Block& block, uint64_t address) {
 inline Region local_at(Warp& w, const Instr& i, int lane, uint64_t address, bool generic) {
     const uint64_t owner = generic ? (address - LOCAL_WINDOW) >> RANK_SHIFT : (uint64_t)w.thread(lane);
     if (owner != (uint64_t)w.thread(lane)) {
-        throw Finding{.kind = "race", .text = "a local variable of another thread", .now = Machine::at(w, i, lane),
+        throw Finding{.kind = "race", .text = "a local variable of another thread", .now = w.here(i, lane),
                       .other = {w.block.number, (int64_t)owner, -1}, .verb = "touches", .array = Finding::in_local};
     }
     const uint64_t bytes = w.machine.program->local_bytes, start = bytes * owner;
@@ -72,9 +72,11 @@ inline Region find(Warp& w, const Instr& i, int lane, uint64_t address, Space sp
     return {a.data, a.written, a.bytes, origin, (int)number, a.shadow.get(), a.constant};
 }
 
-inline Finding misuse(Warp& w, const Instr& i, int lane, const Region& region, uint64_t from, unsigned bytes, unsigned use,
-                      const char* kind) {
-    return {.kind = kind, .now = Machine::at(w, i, lane), .verb = Races::is(use), .array = region.array,
+[[gnu::cold]] inline Finding misuse(Warp& w, const Instr& i, int lane, const Region& region, uint64_t from, unsigned bytes,
+                                    unsigned use, const char* kind, const uint8_t* data = nullptr) {
+    Trace* trace = w.machine.trace.get();
+    if (trace && !(data && region.shadow)) trace->access(w, i, lane, region.array, (int64_t)from, bytes, use, data);
+    return {.kind = kind, .now = w.here(i, lane), .verb = Races::is(use), .array = region.array,
             .byte = (int64_t)from, .bytes = bytes};
 }
 
@@ -101,8 +103,8 @@ inline void check(Warp& w, const Instr& i, int lane, const Region& region, uint6
     if (!w.machine.checks) return;
     if (region.written && !(use & UNWRITTEN)) {
         uint8_t* written = region.written + from;
-        if (use & READS && std::memchr(written, 0, bytes)) {
-            w.machine.note(misuse(w, i, lane, region, from, bytes, use, "unwritten"));
+        if (use & READS && w.machine.notes.empty() && std::memchr(written, 0, bytes)) {
+            w.machine.note(misuse(w, i, lane, region, from, bytes, use, "unwritten", region.data + from));
         }
         if (use & WRITES) std::memset(written, 1, bytes);
     }
@@ -280,7 +282,9 @@ static void isspacep(Warp& w, const Instr& i, Mask active) {
 }
 
 static void fence(Warp& w, const Instr& i, Mask active) {
-    if (w.machine.races) w.machine.races->fence(w, active, !i.form->has("cta"));
+    const bool of_device = !i.form->has("cta");
+    if (w.machine.trace) w.machine.trace->each(w, i, active, of_device ? "__threadfence()" : "__threadfence_block()");
+    if (w.machine.races) w.machine.races->fence(w, active, of_device);
 }
 
 static const Rows rows_{

@@ -65,7 +65,7 @@ struct Run {
 
     // --- lanes
 
-    Access here(const Warp& w, int lane) const { return m.at(w, p.code[w.pc[lane]], lane); }
+    Access here(const Warp& w, int lane) const { return w.here(p.code[w.pc[lane]], lane); }
 
     static Mask in_state(const Warp& w, Lane state) {
         Mask found = 0;
@@ -76,6 +76,7 @@ struct Run {
     void end_lanes(Warp& w, Mask lanes, uint32_t pc) {
         for_lanes(lanes, [&](int l) {
             w.state[l] = Lane::done, w.pc[l] = pc;
+            if (m.trace) m.trace->each(w, p.code[pc], 1u << l, "returns");
             if (--w.block.alive == 0 && m.early && !w.block.waited) {
                 m.fail(w, p.code[pc], l, "before the wait", "no thread of the block waits for the previous kernel");
             }
@@ -100,6 +101,7 @@ struct Run {
     void run_gathered(Warp& w, const Instr& i, Mask lanes) {
         if (m.races) m.races->lanes_meet(w, lanes);
         i.run(w, i, lanes);
+        if (m.trace) for_lanes(lanes, [&](int l) { m.trace->receives(w, i, l); });
         // The warp as a whole has then read: every lane knows the reads of the others. Stores are not ordered.
         if (m.races && i.form->gathers == WHOLE_WARP && !i.form->stores) m.races->lanes_meet(w, lanes);
     }
@@ -110,6 +112,7 @@ struct Run {
         const Mask mask = mask_of(w, i, first);
         bool same = (mask & w.exist) == active;
         if (same && i.form->gathers != WHOLE_WARP) for_lanes(active, [&](int l) { same &= mask_of(w, i, l) == mask; });
+        if (m.trace) for_lanes(active, [&](int l) { m.trace->arrives(w, i, l, mask_of(w, i, l)); });
         if (same) return run_gathered(w, i, active), true;
         for_lanes(active, [&](int l) {
             w.state[l] = Lane::gathers, w.pc[l] = pc, w.mask[l] = mask_of(w, i, l) & w.exist;
@@ -168,6 +171,7 @@ struct Run {
             rest &= ~lanes;
         }
         w.rows = result, w.predicates = truths;
+        if (m.trace) for_lanes(group, [&](int l) { m.trace->receives(w, p.code[w.pc[l]], l); });
     }
 
     void copy_operand(Warp& w, const Instr& to, const Instr& from, int k, int lane, const std::vector<uint64_t>& rows,
@@ -190,14 +194,15 @@ struct Run {
         const int lane = __builtin_ctz(active), number = (int)w.in(i, at)[lane] & 15;
         const int expected = count > 1 ? (int)w.in(i, at + 1)[lane] : w.block.threads();
         Barrier& b = w.block.barriers[number];
-        if (!b.expected) b.first = &i, b.thread = w.thread(lane), b.expected = expected;
-        if (b.expected != expected || (count == 1 && b.first->place != i.place)) {
+        if (!b.expected) b.here = w.here(i, lane), b.expected = expected;
+        if (b.expected != expected || (count == 1 && b.here.place != w.here(i, lane).place)) {
             const bool same = b.expected == expected;
             throw Finding{.kind = "barrier",
                           .text = same ? "threads wait at different barriers" : "threads expect different numbers of threads at the barrier",
-                          .now = m.at(w, i, lane), .other = {w.block.number, b.thread, b.first->place}};
+                          .now = w.here(i, lane), .other = b.here};
         }
         const bool waits = !f.has("arrive");
+        if (m.trace) m.trace->each(w, i, active, waits ? "waits at the barrier" : "arrives at the barrier");
         for_lanes(active, [&](int l) {
             if (waits) w.state[l] = Lane::waits;
             w.pc[l] = waits ? pc : pc + 1;
@@ -217,7 +222,7 @@ struct Run {
             if (&other == &i || i.form->name != "bar") return;
             const char* of_line = "threads wait at two barriers in one line, or in two calls of a function";
             throw Finding{.kind = "barrier", .text = other.place == i.place ? of_line : "threads wait at different barriers",
-                          .now = m.at(w, i, lane), .other = here(w, l)};
+                          .now = w.here(i, lane), .other = here(w, l)};
         });
     }
 
@@ -231,6 +236,7 @@ struct Run {
                 if (((int)w.in(i, red ? 1 : 0)[l] & 15) != number) return;
                 waiting.push_back(w.thread(l));
                 if (red) reduce(w, i, l, b);
+                if (m.trace) m.trace->each(w, i, 1u << l, "passes the barrier");
                 w.state[l] = Lane::runs, ++w.pc[l];
             });
         }
@@ -291,6 +297,7 @@ struct Run {
             if (i.guard >= 0) active &= i.guard_not ? ~w.predicates[i.guard] : w.predicates[i.guard];
             ++m.executed;
             m.lanes_executed += __builtin_popcount(active);
+            if (m.counts) counters::count(w, i, group, active);
             if (!active) {
                 ++pc;
             } else if (i.form->control == Control::branch) {
@@ -307,6 +314,7 @@ struct Run {
                 ++pc;
             } else {
                 i.run(w, i, active);
+                if (m.trace) m.trace->settle();
                 if (w.repeats & group) {
                     put(w, w.repeats & group, pc), put(w, group & ~w.repeats, pc + 1);
                     return m.executed - before > 1 || (group & ~w.repeats);
@@ -351,6 +359,7 @@ struct Run {
         }
         w.rows[i.op[1].index * LANES + lane] = pc + 1 + (saves ? CODE : 0);
         w.pc[lane] = (uint32_t)target;
+        if (i.place) w.caller[lane] = pc;
     }
 
     void ret(Warp& w, const Instr& i, int lane) {
@@ -389,7 +398,7 @@ struct Run {
             w.exist = threads - first >= LANES ? ~0u : (1u << (threads - first)) - 1;
             w.rows.assign((std::size_t)p.rows * LANES, fill * 0x0101010101010101ull);
             w.predicates.assign(p.predicates, 0);
-            w.pc.fill(m.entry);
+            w.pc.fill(m.entry), w.caller.fill(m.entry);
             for (int l = 0; l < LANES; ++l) w.state[l] = w.exist >> l & 1 ? Lane::runs : Lane::done;
             for (const auto& [row, name] : p.specials) {
                 for_lanes(w.exist, [&, row = row, &name = name](int l) { w.rows[row * LANES + l] = special(name, w, l); });

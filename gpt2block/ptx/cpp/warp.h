@@ -8,27 +8,36 @@ namespace warp {
 // What a lane receives from a lane that is not in the mask, or that does not exist: NaN, or a large number.
 constexpr uint32_t NOBODY = 0x7fedcba9;
 
-// d, perhaps with a predicate, a, b, c, membermask. Source: returns the lane that a lane reads, or -1, from the lane, b, and
-// the bits and the last lane of its segment.
-template <class Source>
-constexpr Handler shfl(Source) {
-    return [](Warp& w, const Instr& i, Mask active) {
-        const int at = i.count - 4;
-        const uint64_t *b = w.in(i, at + 1), *c = w.in(i, at + 2);
-        uint64_t a[LANES];
-        std::copy_n(w.in(i, at), LANES, a);
-        uint64_t* d = w.out(i, 0);
-        Mask valid = 0;
-        for_lanes(active, [&](int l) {
-            const int segment = c[l] >> 8 & 31, high = (l & segment) | (c[l] & 31 & ~segment);
-            const int from = Source()(l, (int)(b[l] & 31), segment, high), j = from < 0 ? l : from;
-            valid |= (Mask)(from >= 0) << l;
-            d[l] = active >> j & 1 ? (uint32_t)a[j] : NOBODY;
-        });
-        if (i.count == 6) w.set_predicate(i, 1, active, valid);
-    };
+enum Shuffle { UP, DOWN, BUTTERFLY, INDEX };
+
+// The lane whose value a lane takes. within: whether this lane is in its segment; if not, it is the lane itself.
+inline int source(const Warp& w, const Instr& i, int l, bool& within) {  // operands: a, b, c, membermask
+    const int n = w.in(i, i.count - 3)[l] & 31, c = (int)w.in(i, i.count - 2)[l], segment = c >> 8 & 31;
+    const int low = l & segment, high = low | (c & 31 & ~segment);
+    const int64_t way = i.form->arg[0];
+    const int j = way == UP ? l - n : way == DOWN ? l + n : way == BUTTERFLY ? l ^ n : low | (n & ~segment);
+    within = way == UP ? j >= high : j <= high;
+    return within ? j : l;
 }
-constexpr int up_to(int lane, int high) { return lane <= high ? lane : -1; }
+
+static void shfl(Warp& w, const Instr& i, Mask active) {
+    uint64_t a[LANES];
+    std::copy_n(w.in(i, i.count - 4), LANES, a);
+    uint64_t* d = w.out(i, 0);
+    Mask valid = 0;
+    for_lanes(active, [&](int l) {
+        bool within;
+        const int from = source(w, i, l, within);
+        valid |= (Mask)within << l;
+        d[l] = active >> from & 1 ? (uint32_t)a[from] : NOBODY;
+    });
+    if (i.count == 6) w.set_predicate(i, 1, active, valid);
+}
+template <Shuffle WAY>
+Handler pick_shfl(Form& f) {
+    f.arg[0] = WAY;
+    return shfl;
+}
 
 // A predicate from the lanes where another one holds.
 template <class Vote>
@@ -74,10 +83,10 @@ constexpr Pick redux(F) {
 static void nanosleep(Warp& w, const Instr&, Mask) { w.yields = true; }
 
 static const Rows rows_{
-    {"shfl.up", shfl([](int l, int n, int, int high) { return l - n >= high ? l - n : -1; }), LAST},
-    {"shfl.down", shfl([](int l, int n, int, int high) { return up_to(l + n, high); }), LAST},
-    {"shfl.bfly", shfl([](int l, int n, int, int high) { return up_to(l ^ n, high); }), LAST},
-    {"shfl.idx", shfl([](int l, int n, int segment, int high) { return up_to((l & segment) | (n & ~segment), high); }), LAST},
+    {"shfl.up", pick_shfl<UP>, LAST},
+    {"shfl.down", pick_shfl<DOWN>, LAST},
+    {"shfl.bfly", pick_shfl<BUTTERFLY>, LAST},
+    {"shfl.idx", pick_shfl<INDEX>, LAST},
     {"vote.sync.ballot", ballot, LAST},
     {"vote.sync.all", vote([](Mask holds, Mask active) { return holds == active; }), LAST},
     {"vote.sync.any", vote([](Mask holds, Mask) { return holds != 0; }), LAST},
