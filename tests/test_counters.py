@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -11,10 +10,8 @@ import pytest
 from gpt2block import emulator
 from gpt2block.bench import measure
 from gpt2block.mine import counters
-from gpt2block.mine.templates import template
 from gpt2block.ops.registry import OPERATIONS, find, parse_sizes
 from gpt2block.ptx.counters import METRICS, Counts, total
-from tests.command_line import gpt2block
 
 pytestmark = pytest.mark.skipif(
     emulator.missing() is not None, reason=f"no CUDA on the CPU: {emulator.missing()}"
@@ -44,7 +41,7 @@ def test_the_page_shows_the_counters_of_the_engine(name: str, shape: str, text: 
 def test_the_page_names_all_counters() -> None:
     assert len(TABLES) == 3
     table = PAGE[PAGE.index("## What is counted") :]
-    assert {name for name in re.findall(r"`(\w+)`", table)} >= {*Counts._fields, *METRICS.values()}
+    assert set(re.findall(r"`(\w+)`", table)) >= {*Counts._fields, *METRICS.values()}
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
