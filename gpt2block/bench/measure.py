@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from math import ceil, nan
 from typing import Any
 
@@ -10,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block import doctor, reference
-from gpt2block.block import resolve_device
 from gpt2block.checks import meant
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import mapped
@@ -34,6 +34,8 @@ def gpu_index(device: str | None) -> int:
             "--device cpu` to run kernels in the emulator, which measures no speed"
         )
     doctor.require_cuda("the bench")
+    from gpt2block.block import resolve_device  # noqa: PLC0415  (slow to import)
+
     index = resolve_device(device)
     assert index is not None  # only the device "cpu" has no index
     return index
@@ -42,23 +44,36 @@ def gpu_index(device: str | None) -> int:
 def inputs_and_truth(
     operation: Operation, sizes: Mapping[str, int], dtype: str = "float32", layout: str = "KN"
 ) -> tuple[tuple[Any, ...], Truth]:
-    """Return random inputs on the host and the result of the NumPy reference in float64.
+    """Return `stored_inputs`, and the result of the NumPy reference in float64."""
+    stored = stored_inputs(operation, sizes, dtype, layout)
+    with _at(operation, sizes):
+        return stored, truth_of(operation, stored, operation.workload.attrs)
 
-    The inputs are in the dtype and layout that kernels read. Raises InputError for inconsistent
-    sizes.
+
+def stored_inputs(
+    operation: Operation, sizes: Mapping[str, int], dtype: str = "float32", layout: str = "KN"
+) -> tuple[Any, ...]:
+    """Return random inputs on the host, in the dtype and layout that kernels read.
+
+    Raises InputError for inconsistent sizes.
     """
-    try:
-        stored = tuple(
+    with _at(operation, sizes):
+        return tuple(
             matrix(array, dtype, layout)
             if i in operation.workload.matrices
             else _stored(array, dtype)
             for i, array in enumerate(operation.make(sizes, np.random.default_rng(0)))
         )
-        truth = truth_of(operation, stored, operation.workload.attrs)
+
+
+@contextmanager
+def _at(operation: Operation, sizes: Mapping[str, int]) -> Iterator[None]:
+    """Name the sizes in the error of inconsistent ones."""
+    try:
+        yield
     except ValueError as error:
         at = ", ".join(f"{name}={size}" for name, size in sizes.items())
         raise InputError(f"{operation.name} cannot run at {at}: {error}") from error
-    return stored, truth
 
 
 def truth_of(operation: Operation, inputs: Iterable[Any], attrs: Mapping[str, Any]) -> Truth:
