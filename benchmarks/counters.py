@@ -68,7 +68,7 @@ def launch(own: Sequence[str]) -> None:
     for operation, variant, dtype, sizes in CASES:
         found = find(operation)
         stored = measure.check_storage(found, dtype, None)
-        host = measure.stored_inputs(found, parse_sizes(found, sizes), *stored)
+        host, _ = measure.inputs_and_truth(found, parse_sizes(found, sizes), *stored)
         options = measure.options_for(found, found.variant(variant))
         arrays = tuple(map(measure.uploaded, host))
         found.bind(arrays, **found.workload.attrs, **options).run()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from math import ceil, nan
 from typing import Any
 
@@ -44,36 +43,23 @@ def gpu_index(device: str | None) -> int:
 def inputs_and_truth(
     operation: Operation, sizes: Mapping[str, int], dtype: str = "float32", layout: str = "KN"
 ) -> tuple[tuple[Any, ...], Truth]:
-    """Return `stored_inputs`, and the result of the NumPy reference in float64."""
-    stored = stored_inputs(operation, sizes, dtype, layout)
-    with _at(operation, sizes):
-        return stored, truth_of(operation, stored, operation.workload.attrs)
+    """Return random inputs on the host and the result of the NumPy reference in float64.
 
-
-def stored_inputs(
-    operation: Operation, sizes: Mapping[str, int], dtype: str = "float32", layout: str = "KN"
-) -> tuple[Any, ...]:
-    """Return random inputs on the host, in the dtype and layout that kernels read.
-
-    Raises InputError for inconsistent sizes.
+    The inputs are in the dtype and layout that kernels read. Raises InputError for inconsistent
+    sizes.
     """
-    with _at(operation, sizes):
-        return tuple(
+    try:
+        stored = tuple(
             matrix(array, dtype, layout)
             if i in operation.workload.matrices
             else _stored(array, dtype)
             for i, array in enumerate(operation.make(sizes, np.random.default_rng(0)))
         )
-
-
-@contextmanager
-def _at(operation: Operation, sizes: Mapping[str, int]) -> Iterator[None]:
-    """Name the sizes in the error of inconsistent ones."""
-    try:
-        yield
+        truth = truth_of(operation, stored, operation.workload.attrs)
     except ValueError as error:
         at = ", ".join(f"{name}={size}" for name, size in sizes.items())
         raise InputError(f"{operation.name} cannot run at {at}: {error}") from error
+    return stored, truth
 
 
 def truth_of(operation: Operation, inputs: Iterable[Any], attrs: Mapping[str, Any]) -> Truth:

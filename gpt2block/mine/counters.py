@@ -73,7 +73,7 @@ def count(
     layout), as `measure.check_storage` returns them. Raises InputError if the variant does not
     support the sizes, or if the engine finds an error in it.
     """
-    host = measure.stored_inputs(operation, sizes, *stored)
+    host, _ = measure.inputs_and_truth(operation, sizes, *stored)
     chosen = {} if variant is None else measure.options_for(operation, variant)
     results: list[Result] = []
     checks = Checks(counters=True, seen=results.append)
