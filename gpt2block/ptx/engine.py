@@ -23,12 +23,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block.ptx import nvrtc
+from gpt2block.ptx.cache import folder as cache_folder
 from gpt2block.ptx.counters import Counted, Counts, Line
 from gpt2block.ptx.encode import CODE, Encoded, address_of, encode
 from gpt2block.ptx.parse import Module, Place, Variable
 from gpt2block.ptx.tensor_maps import TensorMap
 
-CACHE = "GPT2BLOCK_CPU_CUDA_CACHE"
 Order = Literal["forward", "reverse", "shuffled", "interleaved"]
 ORDERS: tuple[Order, ...] = ("forward", "reverse", "shuffled", "interleaved")
 MOST_THREADS = 1024  # threads of a block
@@ -580,7 +580,7 @@ def _built() -> Path:
         raise LaunchError(NO_COMPILER)
     texts = b"".join(path.read_bytes() for path in sorted(SOURCES.glob("*.[ch]*")))
     key = hashlib.sha256(texts + "".join((*FLAGS, compiler, _processor())).encode()).hexdigest()
-    target = _folder() / f"engine-{key[:20]}.so"
+    target = cache_folder() / f"engine-{key[:20]}.so"
     if not target.is_file():
         with tempfile.TemporaryDirectory(dir=target.parent) as own:
             made = Path(own) / "engine.so"
@@ -593,6 +593,7 @@ def _built() -> Path:
                 list(pool.map(_compile, commands))
             _compile([compiler, "-shared", *map(str, objects), "-o", str(made)])
             made.replace(target)
+    os.utime(target)  # not one of the files that were not used for longest
     return target
 
 
@@ -610,10 +611,3 @@ def _processor() -> str:
         return platform.machine()
     flags = re.search(r"^(?:flags|Features)\s*:.*$", text, re.MULTILINE)
     return flags[0] if flags else platform.machine()
-
-
-def _folder() -> Path:
-    of_user = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    kept = Path(os.environ.get(CACHE) or Path(of_user) / "gpt2block" / "ptx")
-    kept.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return kept
