@@ -49,8 +49,8 @@ _CLOSING = re.compile(rf"{_LITERAL}|{_DIRECTIVE}|[{{}};]", re.DOTALL | re.MULTIL
 # Headers whose #include is removed: prelude.cuh has the declarations, or no compiler needs them.
 _HOST_HEADER = re.compile(
     r"^[ \t]*#[ \t]*include[ \t]*<(?:(?:assert|float|limits|math|stddef|stdint|stdio|stdlib|string|"
-    r"cuda|cuda_runtime_api|device_launch_parameters)\.h|c(?:assert|float|limits|math|stddef|stdint|"
-    r"stdio|stdlib|string)|algorithm|utility)>",
+    r"cuda|cuda_runtime(?:_api)?|device_launch_parameters)\.h|c(?:assert|float|limits|math|stddef|"
+    r"stdint|stdio|stdlib|string)|algorithm|utility)>",
     re.MULTILINE,
 )
 _ALL_OF_CUB = re.compile(r"^([ \t]*#[ \t]*include[ \t]*)<cub/cub\.cuh>", re.MULTILINE)
