@@ -164,6 +164,7 @@ def test_each_kernel_has_the_launch_line_above_it(tmp_path: Path) -> None:
     [
         ("int x;", "no kernel: expected extern"),
         ("__global__ void k(float* x) { }", r'my\.cu:1: kernel k: expected extern "C"'),
+        ("template <int N>\n__global__ void k(float* y) { }", "name, which a template cannot have"),
         (
             "#include <iostream>\n__global__ void k(const float* a, float* p, int m) { }\n"
             "int main() {\n  cudaMalloc(0, 4);\n  k<<<1, 2>>>(0, 0, 1);\n}\n",
