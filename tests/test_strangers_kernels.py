@@ -442,7 +442,10 @@ def test_the_result_is_shown_as_text_and_in_a_notebook(tmp_path: Path) -> None:
         (("add", 3), "source: expected the text of a .cu file or its path, got 3"),
         (("add", "nope.cu"), "source nope.cu: no such file"),
         (("add", "int x;\n"), "no kernel: expected extern"),
-        (("add", add(first="int main() { }\n")), "my.cu: gpt2block allocates the arrays and launches"),
+        (
+            ("add", add(first="int main() { }\n")),
+            "my.cu: gpt2block allocates the arrays and launches",
+        ),
         (
             ("add", template(find("gelu")).replace("float* x", "float* q")),
             "name the argument of each",

@@ -87,11 +87,12 @@ class UserSource:
     def host_code(self) -> list[str]:
         """The first place of each kind of host code, such as "main (line 9)"; headers come last."""
         plain = _outside_conditions(kernels.without_comments(self.text))
-        headers = _HEADER.finditer(kernels.without_host_headers(plain))
         found: dict[str, int] = {}
         for each in _HOST.finditer(plain):
             found.setdefault(next(filter(None, each.groups())), each.start())
-        found |= {f"#include {each[1]}": each.start() for each in headers}
+        for each in _HEADER.finditer(plain):
+            if kernels.without_host_headers(each[0]):
+                found[f"#include {each[1]}"] = each.start()
         return [f"{name} (line {plain.count(chr(10), 0, at) + 1})" for name, at in found.items()]
 
     @property
