@@ -166,7 +166,8 @@ def test_each_kernel_has_the_launch_line_above_it(tmp_path: Path) -> None:
         ("__global__ void k(float* x) { }", r'my\.cu:1: kernel k: expected extern "C"'),
         ("template <int N>\n__global__ void k(float* y) { }", "name, which a template cannot have"),
         (
-            "#include <cmath>\n#include <iostream>\n__global__ void k(const float* a, float* p, int m) {}\n"
+            "#include <cmath>\n#include <iostream>\n"
+            "__global__ void k(const float* a, float* p, int m) { }\n"
             "int main() {\n  cudaMalloc(0, 4);\n  k<<<1, 2>>>(0, 0, 1);\n}\n",
             r"(?s)5 changes.*cu:3: kernel k: expected extern.*cu:3: the grid.*'p': expected.*'m'\n"
             r".*main \(line 4\), cudaMalloc \(line 5\), <<< .*6\), #.*iostream> \(line 2\)$",
