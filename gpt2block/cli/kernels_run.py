@@ -34,7 +34,7 @@ from gpt2block.cli.mine import (
     rungs_report,
 )
 from gpt2block.errors import DeviceError, InputError, NotJudged, check_all
-from gpt2block.mine import confined, on_cpu, on_gpu, variants_on_cpu
+from gpt2block.mine import on_cpu, on_gpu, variants_on_cpu
 from gpt2block.mine.cases import Case, cases, resolved_seed
 from gpt2block.mine.kernel import Kernel, matched
 from gpt2block.mine.listing import rung
@@ -233,8 +233,6 @@ def _own_on_cpu(request: Request, user: Kernel) -> bool:
     stated = stated_sizes(request.operation, request.options.shape)
     timed = on_cpu.TimedSizes(at, request.stored[1], stated)
     given = _own_cases(request, user)
-    for what in () if request.options.as_json else confined.unconfined():
-        print(f"note: this system cannot keep the program from {what}", file=sys.stderr)
     results = on_cpu.check_kernel(user, given, timed=timed, steps=request.steps)
     found = _watched(results, given, request.options.as_json)
     return _show_own(request, Verdict.of(user, CPU, found, request.drawn, request.steps, at))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
 from math import isnan
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,6 +57,12 @@ class Checked:
         """Grid, block and bytes of dynamic shared memory, for tables."""
         grid, block, shared = self.geometry
         return " x ".join(map(str, grid)), " x ".join(map(str, block)), shared
+
+
+class Fidelity(NamedTuple):
+    """Says how many instructions a kernel has, and which of them the emulator approximates."""
+
+    text: str
 
 
 def compare(kernel: Kernel, given: Case, guarded: bool, fill: int = NAN_BYTE) -> Checked:

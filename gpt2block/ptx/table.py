@@ -5,6 +5,7 @@ An instruction is known if its opcode has a row that permits its types and all i
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 from typing import NamedTuple
 
@@ -216,3 +217,17 @@ def find(opcode: str) -> Row | None:
         if types.union(modifiers).issuperset(words):
             return row
     return None
+
+
+def fidelity(opcodes: Iterable[str], count: int) -> str:
+    """Describe in a line how exactly a kernel of `count` instructions is executed."""
+    inexact: dict[str, str] = {}
+    for opcode in opcodes:
+        row = find(opcode)
+        if row and row.fidelity == SUMS:
+            inexact[opcode.split(".")[0]] = "products exact, sums as tensor cores of Hopper round"
+        elif row and row.fidelity != EXACT:
+            name = ".".join(opcode.split(".")[:2])
+            inexact[name] = row.fidelity.removeprefix("approximate: ").partition(";")[0]
+    said = ", ".join(f"{name} ({bound})" for name, bound in sorted(inexact.items()))
+    return f"{count:,} instructions, {f'exact except {said}' if said else 'all exact'}"

@@ -67,7 +67,9 @@ inline Region find(Warp& w, const Instr& i, int lane, uint64_t address, Space sp
 }
 
 inline void note_unwritten(Warp& w, const Instr& i, int lane, Region region, uint64_t from, unsigned bytes, unsigned use) {
-    if (!w.machine.notes.empty()) return;
+    for (const Finding& note : w.machine.notes) {
+        if (note.array == region.array) return;
+    }
     region.offset = (int64_t)from;
     try {
         refuse(w, i, lane, region, bytes, use, "unwritten");
@@ -84,9 +86,10 @@ inline void check_written(Warp& w, const Instr& i, int lane, const Region& regio
 }
 
 inline void check_place(Warp& w, const Instr& i, int lane, const Region& region, unsigned bytes, unsigned use) {
-    if (region.offset < 0 || (uint64_t)region.offset + bytes > region.bytes || (region.constant && use & WRITES)) {
+    if (region.offset < 0 || (uint64_t)region.offset + bytes > region.bytes) {
         refuse(w, i, lane, region, bytes, use, "out of bounds");
     }
+    if (region.constant && use & WRITES) refuse(w, i, lane, region, bytes, use, "constant");
     const uint8_t* early = w.machine.early;
     if (early && region.array >= 0 && !early[region.array] && !(w.waited >> lane & 1)) {
         refuse(w, i, lane, region, bytes, use, "before the wait");
