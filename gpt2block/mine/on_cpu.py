@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
 from math import inf, isnan
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gpt2block import emulator
 from gpt2block.cuda import kernels
@@ -32,11 +31,13 @@ from gpt2block.mine.templates import path_of
 from gpt2block.mine.why import Launcher, Why, why
 from gpt2block.ops.operation import Sizes
 from gpt2block.ptx import engine, table
-from gpt2block.ptx.encode import UnsupportedError, encode
+from gpt2block.ptx.encode import Encoded, UnsupportedError, encode
 from gpt2block.ptx.parse import Module
 
 LARGE_BUDGET = 20_000_000  # warp instructions of a launch at the sizes that a GPU times
-FACTOR = 100  # a kernel counts as endless if it executes this many times the template's instructions
+FACTOR = (
+    100  # a kernel counts as endless if it executes this many times the template's instructions
+)
 ORDER_COUNTS = (
     ", and the result is right if they run one after the other from the first: it depends on the "
     "order of threads, which a GPU does not define"
@@ -46,6 +47,8 @@ PLACE_COUNTS = (
     "between GPUs and launches"
 )
 OTHER = "--shape checks and times others"
+MOST_BUDGET = 2_000_000_000  # warp instructions of a launch that the template needs, too
+MOST_AGAIN = 1_000_000  # warp instructions of a launch that is repeated in other orders
 MOST_KEPT = 64  # bytes of a variable that may hold counts from one launch for the next
 LATER = (*range(40), 1000, 1_000_000, 2**29, 2**31)  # launches after which such counts are tried
 # Names by which a file can tell compilers and GPUs apart; such a file must be right for several.
@@ -139,50 +142,77 @@ def _compile_unoptimised(kernel: Kernel, capability: str) -> None:
     stand_in.RawModule(code, kernels.options(path, capability)).module(debug=True)
 
 
-class _OverBudget(Exception):
-    """A launch has executed as many instructions as it may. finding: a thread that still runs."""
+class _OverBudgetError(Exception):
+    """A launch has executed as many instructions as it may. found: a thread that still runs."""
 
     def __init__(self, found: engine.Finding, budget: int) -> None:
         super().__init__(str(found))
         self.found, self.budget = found, budget
 
 
+class _Ran(NamedTuple):
+    """A launch's result, what else the emulator has noted, and the executed instructions."""
+
+    found: Checked | Finding
+    notes: tuple[engine.Finding, ...]
+    instructions: int
+
+    @property
+    def wrong(self) -> bool:
+        return _wrong(self.found)
+
+
 @dataclass
 class _Judge:
-    """Launches a kernel on the cases, one after the other."""
+    """Launches a kernel on the cases, in two threads."""
 
     kernel: Kernel
     needs: ResourceUsage
     function: Any
     capability: str
     steps: bool = False  # whether to yield the steps of a Finding's threads
-    failed: EmulatedRun = RUNS[0]  # the run that has found a problem
-    notes: list[engine.Finding] = field(default_factory=list)  # what is no error in a right kernel
-    printed: str = ""
-    instructions: int = 0  # that the last launch has executed
-    kept: bool = False  # whether variables that launches leave changed were examined
+    ended: bool = False  # whether no further case needs to run
+    examined: bool = False  # whether values that launches leave in variables were examined
 
     def results(
         self, cases: Sequence[Case], timed: TimedSizes | None
     ) -> Iterator[Checked | Finding | Fidelity | Why]:
         """Yield the results of all cases, up to the first Finding."""
+        source = self.kernel.source
         try:
-            self._forget()
+            made = self._encoded()
         except KernelError as error:
-            yield of_compiler(self.kernel.source, str(error))
+            yield of_compiler(source, str(error))
             return
         except DeviceError as error:
-            raise NotJudged(f"{self.kernel.source.file}: not judged: {error}") from None
-        yield self._fidelity()
-        for case in cases:
-            found = self._checked(case)
-            yield found
-            if isinstance(found, Finding):
-                if self.steps:
-                    yield self._why(case, found)
-                return
-        if timed and timed.sizes not in [each.sizes for each in cases]:
-            yield from self._at_timed_sizes(timed)
+            raise NotJudged(f"{source.file}: not judged: {error}") from None
+        yield Fidelity(table.fidelity(made.forms, len(made.code)))
+        keeps = any(v.space == "global" and v.name[0] != "$" for v in made.variables)
+        with self._pool(1 if keeps else 2) as pool:
+            launched = [pool.submit(self._checked, case) for case in cases]
+            large: Future[list[Checked | Finding]] | None = None
+            if timed and timed.sizes not in [each.sizes for each in cases]:
+                large = pool.submit(self._at_timed_sizes, timed)
+            for case, each in zip(cases, launched, strict=True):
+                found, run = each.result()
+                yield found
+                if isinstance(found, Finding):
+                    self.ended = True
+                    if self.steps:
+                        yield why(Launcher(self.kernel, case, run, self.capability), found)
+                    return
+            if large:
+                yield from large.result()
+
+    @contextmanager
+    def _pool(self, threads: int) -> Iterator[ThreadPoolExecutor]:
+        """Return a pool whose waiting launches are left out when the context ends."""
+        pool = ThreadPoolExecutor(threads)
+        try:
+            yield pool
+        finally:
+            self.ended = True
+            pool.shutdown(cancel_futures=True)
 
     def _module(self, debug: bool) -> Module:
         found: Module = self.function.found.module.module(debug)
@@ -193,12 +223,13 @@ class _Judge:
         for debug in (False, True):
             self._module(debug).memory.clear()
 
-    def _fidelity(self) -> Fidelity:
-        """Describe the kernel's instructions. Raises NotJudged if the emulator lacks one."""
+    def _encoded(self) -> Encoded:
+        """Return the kernel's instructions. Raises NotJudged if the emulator lacks one."""
         source = self.kernel.source
+        self._forget()
         module = self._module(debug=False)
         try:
-            made = encode(module, source.name)
+            return encode(module, source.name)
         except UnsupportedError as error:
             at = error.place
             own = at and Path(module.files.get(at.file, "")).name == source.file
@@ -207,52 +238,55 @@ class _Judge:
                 f"{place}: not judged: the emulator does not execute {error}: check the kernel on "
                 "a GPU"
             ) from None
-        return Fidelity(table.fidelity(made.forms, len(made.code)))
 
-    def _checked(self, case: Case) -> Checked | Finding:
-        """Return the result of a case, or a Finding if there is a problem.
+    def _checked(self, case: Case) -> tuple[Checked | Finding, EmulatedRun]:
+        """Return the result of a case, or a Finding if there is a problem, and the last run.
 
         Raises InputError for a case of usual sizes with an invalid launch geometry.
         """
         try:
             at = values(self.kernel.operation, case.inputs, case.attrs).sizes
             if finding := _unlaunchable(self.kernel, at, self.needs):
-                return replace(finding, at=f"at {case.label}")
+                return replace(finding, at=f"at {case.label}"), RUNS[0]
             return self._in_every_order(case)
         except NotJudged:
             raise
         except InputError as error:
             if not case.hint:
                 raise
-            return Finding(f"{error}\n{case.hint}", at=f"at {case.label}")
+            return Finding(f"{error}\n{case.hint}", at=f"at {case.label}"), RUNS[0]
 
-    def _in_every_order(self, case: Case) -> Checked | Finding:
+    def _in_every_order(self, case: Case) -> tuple[Checked | Finding, EmulatedRun]:
         """Return the worst result of a case in all thread orders, or the first Finding."""
         done: list[Checked] = []
-        for run in self._runs(case):
+        for run in RUNS:
             try:
-                found = self._run(case, run)
-                if not _wrong(found) and (kept := self._examined(case, run)):
-                    found = kept
-            except _OverBudget as error:
-                found = self._endless(case, run, error)
+                ran = self._run(case, run)
+            except _OverBudgetError as error:
+                ran = self._endless(case, run, error)
+            found = ran.found if ran.wrong else self._examined(case, run, ran) or ran.found
             if _wrong(found):
-                self.failed = run
                 printed = done[0].printed if done else found.printed
-                return replace(self._explained(case, run, found), printed=printed)
+                return replace(
+                    self._explained(case, run, ran._replace(found=found)), printed=printed
+                ), run
             assert isinstance(found, Checked)
             done.append(found)
+            if not self._again(case, ran):
+                break
         worst = max(done, key=lambda each: inf if isnan(each.max_rel) else each.max_rel)
-        return replace(worst, printed=done[0].printed)
+        return replace(worst, printed=done[0].printed), RUNS[0]
 
-    def _runs(self, case: Case) -> Sequence[EmulatedRun]:
-        return RUNS[: 1 if case.once else None]
+    def _again(self, case: Case, ran: _Ran) -> bool:
+        """Return whether to run a case in other orders, too."""
+        small = case.sizes == self.kernel.operation.cases[0][0]
+        return not case.once and (small or ran.instructions < MOST_AGAIN)
 
-    def _explained(self, case: Case, run: EmulatedRun, found: Checked | Finding) -> Finding:
+    def _explained(self, case: Case, run: EmulatedRun, ran: _Ran) -> Finding:
         """Return the Finding of a wrong run; name the setting without which the kernel is right."""
-        notes = list(self.notes)
+        found = ran.found
         wrong = found if isinstance(found, Finding) else comparison.finding(found, case)
-        if isinstance(found, Finding) and found.kind in ("race", "does_not_end", "kept_state"):
+        if wrong.kind in ("race", "does_not_end", "kept_state", "read_only"):
             return wrong
         for easier, cause in (
             (run, comparison.of_second_launch),
@@ -262,97 +296,90 @@ class _Judge:
         ):
             self._forget()
             if easier != run or cause is comparison.of_second_launch:
-                try:
-                    if not _wrong(self._run(case, easier)):
+                with suppress(_OverBudgetError):
+                    if not self._run(case, easier).wrong:
                         return cause(wrong)
-                except _OverBudget:
-                    continue
-        said = [f"\nPossibly because {of_engine(self.kernel.source, each, '').text}" for each in notes]
-        lines = tuple(each.now.line for each in notes)
-        return replace(wrong, text=wrong.text + "".join(said), lines=wrong.lines or lines)
+        if isinstance(found, Finding):
+            return wrong
+        notes = [of_engine(self.kernel.source, each, "") for each in ran.notes]
+        said = "".join(f"\nPossibly because a thread {each.text}" for each in notes)
+        return replace(wrong, text=wrong.text + said, lines=sum((n.lines for n in notes), ()))
 
-    def _examined(self, case: Case, run: EmulatedRun) -> Finding | None:
+    def _examined(self, case: Case, run: EmulatedRun, ran: _Ran) -> Finding | None:
         """Return a Finding if values that earlier launches left make a later launch wrong."""
-        source, at = self.kernel.source, f"at {case.label}, {run.order} order"
-        left = next((each for each in self.notes if each.kind == "kept"), None)
-        if left is None or self.kept:
+        left = next((each for each in ran.notes if each.kind == "kept"), None)
+        if left is None or self.examined:
             return None
-        self.kept = True
-        found = of_engine(source, left, at)
+        self.examined = True
+        found = of_engine(self.kernel.source, left, f"at {case.label}, {run.order} order")
         if left.size > MOST_KEPT:
             return found
         memory = self._module(run.debug).memory
-        before = {name: np.frombuffer(bytes(data), np.uint8) for name, data in memory.items()}
-        self._run(case, run)
-        after = {name: np.frombuffer(bytes(data), np.uint8) for name, data in memory.items()}
+        before = {name: bytes(data) for name, data in memory.items()}
+        if self._run(case, run).wrong:
+            return found
+        after = {name: bytes(data) for name, data in memory.items()}
         for launches in LATER:
             for name, data in after.items():
                 memory[name] = _advanced(before[name], data, launches)
-            if _wrong(self._run(case, run)):
+            if self._run(case, run).wrong:
                 return found
         self._forget()
         return None
 
-    def _endless(self, case: Case, run: EmulatedRun, error: _OverBudget) -> Finding:
-        """Return the Finding for a launch that executes FACTOR times the template's instructions.
+    def _endless(self, case: Case, run: EmulatedRun, error: _OverBudgetError) -> _Ran:
+        """Return the result of a launch that executes more than `engine.BUDGET` instructions.
 
-        Raises NotJudged for other launches.
+        It is a Finding if the launch executes FACTOR times the instructions of the template. Raises
+        NotJudged if both are very many.
         """
-        operation = self.kernel.operation
+        operation, source = self.kernel.operation, self.kernel.source
         stored = (self.kernel.dtype, operation.workload.layout)
         template = matched(read(path_of(operation)), operation, stored)
         function = kernels.load(str(template.source.path), template.source.name, template.defines)
         judge = replace(self, kernel=template, function=function)
-        judge._run(case, run)
-        if judge.instructions * FACTOR > error.budget:
+        usual = judge._run(case, EmulatedRun("forward"), MOST_BUDGET).instructions
+        budget = FACTOR * usual
+        try:
+            if budget > error.budget:
+                budget = min(budget, MOST_BUDGET)
+                return self._run(case, run, budget)
+        except _OverBudgetError as late:
+            error = late
+        if budget < FACTOR * usual:
             raise NotJudged(
-                f"{self.kernel.source.file}: not judged: a launch still runs after "
-                f"{error.budget:,} instructions of warps at {case.label}: check the kernel on a "
-                "GPU, or state other sizes"
+                f"{source.file}: not judged: a launch still runs after {budget:,} instructions of "
+                f"warps at {case.label}: check the kernel on a GPU, or state other sizes"
             )
-        found = of_engine(self.kernel.source, error.found, f"at {case.label}, {run.order} order")
-        return replace(
-            found,
-            text=f"{found.text} after {error.budget:,} instructions of warps\nthe template executes "
-            f"{judge.instructions:,}",
-        )
+        found = of_engine(source, error.found, f"at {case.label}, {run.order} order")
+        text = f"{found.text} after {error.budget:,} instructions of warps"
+        return _Ran(replace(found, text=f"{text}\nthe template executes {usual:,}"), (), 0)
 
-    def _run(
-        self, case: Case, run: EmulatedRun, budget: int = engine.BUDGET
-    ) -> Checked | Finding:
-        """Launch the kernel once. Return the result, or a Finding if the emulator finds an error.
-
-        Raises _OverBudget, and NotJudged.
-        """
-        source = self.kernel.source
+    def _run(self, case: Case, run: EmulatedRun, budget: int = engine.BUDGET) -> _Ran:
+        """Launch the kernel once. Raises _OverBudgetError, and NotJudged."""
+        source, at = self.kernel.source, f"at {case.label}, {run.order} order"
         seen: list[engine.Result] = []
         checks = stand_in.Checks(run.checks, budget, run.variant, run.debug, seen.append)
         device = stand_in.device(run.order, stand_in.MULTIPROCESSORS, checks, self.capability)
         early = stand_in.early_launches() if source.waits else nullcontext()
-        error: engine.Finding | None = None
+        found: Checked | Finding
         try:
             with device, early:
-                found = comparison.compare(self.kernel, case, guarded=False, fill=run.fill)
-        except stand_in.EmulatorError as failed:
-            error = failed.finding
-        except engine.LaunchError as failed:
-            raise NotJudged(f"{source.file}: not judged: {failed}") from None
-        self.instructions = sum(each.instructions for each in seen)
-        self.notes = [note for each in seen for note in each.findings if not note.fatal]
+                checked = comparison.compare(self.kernel, case, guarded=False, fill=run.fill)
+            ran = f"\nthe threads ran in {run.order} order" if run.order != ORDERS[0] else ""
+            found = replace(checked, problem=checked.problem and checked.problem + ran)
+        except stand_in.EmulatorError as error:
+            if error.finding.kind == "endless":
+                raise _OverBudgetError(error.finding, budget) from None
+            found = of_engine(source, error.finding, at)
+        except engine.LaunchError as error:
+            raise NotJudged(f"{source.file}: not judged: {error}") from None
+        notes = tuple(note for each in seen for note in each.findings if not note.fatal)
+        unwritten = [each for each in notes if each.kind == "unwritten" and run.debug]
+        if isinstance(found, Checked) and unwritten:
+            found = of_engine(source, unwritten[0], at)
         printed = "".join(each.printed for each in seen)
-        unwritten = [each for each in self.notes if each.kind == "unwritten" and run.debug]
-        if error is None and unwritten:
-            error = unwritten[0]
-        if error and error.kind == "endless":
-            raise _OverBudget(error, budget)
-        if error:
-            at = f"at {case.label}, {run.order} order"
-            return replace(of_engine(source, error, at), printed=printed)
-        ran = f"\nthe threads ran in {run.order} order" if run.order != ORDERS[0] else ""
-        return replace(found, problem=found.problem and found.problem + ran, printed=printed)
-
-    def _why(self, case: Case, found: Finding) -> Why:
-        return why(Launcher(self.kernel, case, self.failed, self.capability), found)
+        return _Ran(replace(found, printed=printed), notes, sum(r.instructions for r in seen))
 
     def _at_timed_sizes(self, timed: TimedSizes) -> list[Checked | Finding]:
         """Return results at the timed sizes or, if these take too long, at `sizes.parts`."""
@@ -373,13 +400,14 @@ class _Judge:
         """Run cases of large sizes up to the first Finding; leave out cases that take too long."""
         found: list[Checked | Finding] = []
         for at, attrs in cases:
+            if self.ended:
+                break
             case = replace(case_of(self.kernel, at, attrs, layout), hint=OTHER_SIZES, once=True)
-            with suppress(_OverBudget):
-                result = self._run(case, LARGE_RUN, LARGE_BUDGET)
-                if _wrong(result):
-                    found.append(self._explained(case, LARGE_RUN, result))
-                    break
-                found.append(result)
+            with suppress(_OverBudgetError):
+                ran = self._run(case, LARGE_RUN, LARGE_BUDGET)
+                found.append(self._explained(case, LARGE_RUN, ran) if ran.wrong else ran.found)
+            if found and isinstance(found[-1], Finding):
+                break
         return found
 
 
@@ -404,9 +432,9 @@ def _of_place(found: Finding) -> Finding:
     return replace(found, text=f"{PLACE_COUNTS}\n{found.text}")
 
 
-def _advanced(before: NDArray[np.uint8], after: NDArray[np.uint8], launches: int) -> bytearray:
+def _advanced(before: bytes, after: bytes, launches: int) -> bytearray:
     """Return a variable after further launches, each of which changes its words as one did."""
     end = len(after) // 4 * 4
-    words, old = (each[:end].view(np.uint32) for each in (after, before))
+    words, old = (np.frombuffer(each[:end], np.uint32) for each in (after, before))
     made = words + (words - old) * np.uint32(launches)
-    return bytearray(made.tobytes() + after[end:].tobytes())
+    return bytearray(made.tobytes() + after[end:])

@@ -245,7 +245,9 @@ class _Arrays:
                 module.memory[variable.name] = _initial(variable, module, encoded)
             data = np.frombuffer(module.memory[variable.name], np.uint8).copy()
             kept = np.array(_initial(variable, module, encoded), np.uint8) == data
-            self._add(plain_name(variable.name), data, kept.view(np.uint8), variable.space == "const")
+            self._add(
+                plain_name(variable.name), data, kept.view(np.uint8), variable.space == "const"
+            )
 
     def _add(
         self,

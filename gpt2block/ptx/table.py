@@ -53,6 +53,8 @@ ROWS = (
     Row("add sub", f"{INTEGERS} u16x2 s16x2", "sat", "sum, difference of integers"),
     Row("mul", INTEGERS, "lo hi wide", "product of integers: low or high half, or both"),
     Row("mad", INTEGERS, "lo hi wide sat", "product of integers, then sum"),
+    Row("add addc sub subc", "u32 s32 u64 s64", "cc", "sum, difference with a carry"),
+    Row("mad madc", "u32 s32 u64 s64", "lo hi cc", "product, then sum with a carry"),
     Row("mul24 mad24", "u32 s32", "lo hi", "product of 24-bit integers, then sum"),
     Row("sad", INTEGERS, "", "sum of an absolute difference"),
     Row("div rem", INTEGERS, "", "quotient, remainder of integers; division by 0 is a finding"),
