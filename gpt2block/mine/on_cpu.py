@@ -34,7 +34,7 @@ from gpt2block.ptx import engine, table
 from gpt2block.ptx.encode import Encoded, UnsupportedError, encode
 from gpt2block.ptx.parse import Module
 
-LARGE_BUDGET = 20_000_000  # warp instructions of a launch at the sizes that a GPU times
+LARGE_BUDGET = 60_000_000  # warp instructions of a launch at the sizes that a GPU times
 FACTOR = (
     100  # a kernel counts as endless if it executes this many times the template's instructions
 )
@@ -259,7 +259,7 @@ class _Judge:
     def _in_every_order(self, case: Case) -> tuple[Checked | Finding, EmulatedRun]:
         """Return the worst result of a case in all thread orders, or the first Finding."""
         done: list[Checked] = []
-        for run in RUNS:
+        for run in self._runs():
             try:
                 ran = self._run(case, run)
             except _OverBudgetError as error:
@@ -277,6 +277,14 @@ class _Judge:
         worst = max(done, key=lambda each: inf if isnan(each.max_rel) else each.max_rel)
         return replace(worst, printed=done[0].printed), RUNS[0]
 
+    def _runs(self) -> Sequence[EmulatedRun]:
+        """Return all runs, or if the emulator lacks an unoptimised instruction, the optimised."""
+        try:
+            encode(self._module(debug=True), self.kernel.source.name)
+        except UnsupportedError:
+            return [run for run in RUNS if not run.debug]
+        return RUNS
+
     def _again(self, case: Case, ran: _Ran) -> bool:
         """Return whether to run a case in other orders, too."""
         small = case.sizes == self.kernel.operation.cases[0][0]
@@ -286,18 +294,19 @@ class _Judge:
         """Return the Finding of a wrong run; name the setting without which the kernel is right."""
         found = ran.found
         wrong = found if isinstance(found, Finding) else comparison.finding(found, case)
-        if wrong.kind in ("race", "does_not_end", "kept_state", "read_only"):
+        if wrong.kind in ("race", "does_not_end", "kept_state", "uninitialized", "read_only"):
             return wrong
-        for easier, cause in (
+        easier = [
             (run, comparison.of_second_launch),
             (run._replace(fill=comparison.NAN_BYTE), comparison.of_old_values),
             (run._replace(variant=0), _of_place),
             (run._replace(order=ORDERS[0], debug=False, variant=0), _of_order),
-        ):
+        ]
+        for tried, cause in easier[: 2 if isinstance(found, Finding) else None]:
             self._forget()
-            if easier != run or cause is comparison.of_second_launch:
+            if tried != run or cause is comparison.of_second_launch:
                 with suppress(_OverBudgetError):
-                    if not self._run(case, easier).wrong:
+                    if not self._run(case, tried).wrong:
                         return cause(wrong)
         if isinstance(found, Finding):
             return wrong

@@ -160,8 +160,8 @@ ROWS = (
     Row(
         "mbarrier",
         "b64",
-        f"init inval arrive arrive_drop expect_tx complete_tx test_wait try_wait parity {SPACES} "
-        f"{ORDERS}",
+        f"init inval arrive arrive_drop noComplete expect_tx complete_tx test_wait try_wait parity "
+        f"{SPACES} {ORDERS}",
         "barrier with phases, for threads and bytes",
     ),
     Row(
