@@ -222,12 +222,12 @@ class Kernel:
     """A kernel and its properties. run: computes the wanted rows. dtype: of inputs and results.
 
     kind: kind of the cache that holds K and V; "" for no cache. alike: name of the kernel without a
-    cache that gives the same bits. masks: supported values of `causal`. emulated: whether it runs
-    on the emulator. one_scale: whether a row of Q, K and V shares one scale, so that a value that
-    is not finite changes the rounding of other channels. infinity: whether an infinity in V gives
-    infinity, not NaN. channels: the only supported head size; 0: any. scaled: whether scores can
-    have another scale, and rows a window. twin: whether its code is that of a kernel for another
-    dtype, so that the emulator runs fewer laws.
+    cache that gives the same bits. masks: supported values of `causal`. one_scale: whether a
+    row of Q, K and V shares one scale, so that a value that is not finite changes the rounding of
+    other channels. infinity: whether an infinity in V gives infinity, not NaN. channels: the only
+    supported head size; 0: any. scaled: whether scores can have another scale, and rows a window.
+    twin: whether its code is that of a kernel for another dtype, so that the emulator runs fewer
+    laws.
     """
 
     run: Run
@@ -236,7 +236,6 @@ class Kernel:
     alike: str = ""
     masks: Sequence[bool] = (False, True)
     capability: int = MMA_CAPABILITY
-    emulated: bool = True
     one_scale: bool = False
     infinity: bool = True
     channels: int = 0
@@ -303,12 +302,12 @@ class Family(NamedTuple):
                 if kernel.channels not in (0, heads[2]):
                     continue
                 there = heads in own or heads == self.heads[0]
-                yield name, kernel, heads, kernel.emulated and there
+                yield name, kernel, heads, there
 
 
 def on_tensor_cores() -> Iterator[tuple[str, Kernel]]:
     """Yield the kernels on tensor cores without a cache; `hopper` in both of its WAYS."""
-    hopper: Any = {"capability": HOPPER_CAPABILITY, "emulated": False}
+    hopper: Any = {"capability": HOPPER_CAPABILITY}
     for name, dtype in DTYPES.items():
         tile = SMALL if name == "float16" else PAIR
         yield f"mma-{name}", Kernel(partial(mma, tile), dtype)
@@ -325,7 +324,7 @@ def cached_on_hopper() -> Iterator[tuple[str, Kernel]]:
     for (name, dtype), (way, few) in product(DTYPES.items(), WAYS.items()):
         for kind in (name, *FORMATS):
             run = partial(alternating, few, kind)
-            how: Any = {"capability": HOPPER_CAPABILITY, "emulated": False, **SELF}
+            how: Any = {"capability": HOPPER_CAPABILITY, **SELF}
             how |= {"channels": 64} if few else {}
             yield (
                 f"cached-hopper-{way}-{name}-{kind}",

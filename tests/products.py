@@ -601,6 +601,12 @@ ON_CPU: Table = {
     "matmul-*": SIZES,
     "matmul-registers": [
         Case(*sizes, tile=tile) for sizes, tile in zip(TURNS, GROUPED, strict=True)],
+    "linear-hopper-*": [Case(5, 256, 72, residual=True)],
+    "gemm-hopper-*-to-*16": [Case(70, 72, 136, **ENDS)],
+    "gemm-hopper-*-to-float32": [Case(70, 72, 136, residual=True)],
+    "gemm-hopper-two_part-to-two_part": [Case(70, 72, 136, gelu=True)],
+    "rmsnorm_matmul-hopper-*": [TURNED._replace(M=30, N=128, tile=None)],
+    "rmsnorm_ffn-hopper-*": [Case(20, 144, 80, residual=True, apart=8)],
     "rmsnorm_matmul-matvec-own-float32-KN": [Case(1, 40, 24, sequences=1)],
     "rmsnorm_matmul-matvec-own-float16-KN": [
         Case(3, 300, 16, head_dim=8, half_split=True, sequences=1, apart=3)],

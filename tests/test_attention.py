@@ -13,15 +13,24 @@ import pytest
 from numpy.typing import NDArray
 
 from gpt2block import InputError, ops, reference
-from gpt2block.cuda import cupy, kernels
-from gpt2block.emulator import emulated, loader
+from gpt2block.cuda import cupy
+from gpt2block.emulator import Order, emulated
 from gpt2block.ops._attention_tiles import online_geometry
 from gpt2block.ops.attention import ONLINE, OPERATION, naive_geometry
 from tests import plain
 from tests.attentions import Kernel, assert_right, both_masks, by_length
 from tests.caches import Heads, row_width
 from tests.compiling import assert_clean
-from tests.devices import GPU, every_device, on_gpu, one_order, running_on, set_attributes
+from tests.devices import (
+    BARRIER,
+    GPU,
+    assert_barriers_show,
+    every_device,
+    on_gpu,
+    one_order,
+    running_on,
+    set_attributes,
+)
 from tests.plain import normal
 
 Array = NDArray[Any]
@@ -85,30 +94,16 @@ def test_tiles_for_little_shared_memory(
     assert_computed(device, ONLINE_KERNEL, 150, (1, 1, size), True)
 
 
-@pytest.mark.parametrize("n", range(4))
-def test_a_missing_barrier_shows(n: int) -> None:
-    """Two block and two warp barriers are needed: without any, some thread order changes bits."""
-    shipped = loader.Source.shipped(OPERATION.variant("online").file)
-    header = "lib/attention/online.cuh"
-    parts = [(kernels.SOURCE_DIR / header).read_text("ascii")]
-    for barrier in ("__syncthreads();", "__syncwarp();"):
-        parts = [piece for part in parts for piece in part.split(barrier)]
-    assert len(parts) == 5
-    names = ["__syncthreads();", "__syncthreads();", "__syncwarp();", "__syncwarp();"]
-    names[n] = ""
-    text = "".join(a + b for a, b in zip(parts, [*names, ""], strict=True))
-    racing = loader.Source(shipped.name, shipped.text, ((header, text),))
+def test_missing_barriers_show() -> None:
+    """Two block and two warp barriers are needed."""
     qkv = normal(0, 150, 48)
-    with running_on("forward") as device:
-        right = ONLINE_KERNEL(device, qkv, [150], (1, 1, 16), False)
-    geometry = online_geometry(1, 150, 1, 16, NKV=1, block=None, most_shared=H200)
-    options: dict[str, Any] = {"shared": geometry.shared, "defines": geometry.defines}
-    results = []
-    for order in loader.ORDERS:
-        results.append(np.full((150, 16), np.nan, np.float32))
-        args, launch = [qkv, results[-1], 150, 0], (geometry.kernel, geometry.grid, geometry.block)
-        loader.run(racing, *launch, args, **options, order=order)
-    assert any(not np.array_equal(result, right) for result in results)
+
+    def run(order: Order) -> None:
+        with running_on(order) as device:
+            ONLINE_KERNEL(device, qkv, [150], (1, 1, 16), False)
+
+    for barrier in (BARRIER, "__syncwarp();"):
+        assert_barriers_show("lib/attention/online.cuh", run, 2, barrier)
 
 
 # --- launches

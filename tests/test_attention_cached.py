@@ -21,7 +21,7 @@ from gpt2block import InputError, ops, reference
 from gpt2block.cuda import kernels, replaced
 from gpt2block.cuda.arrays import compute_capability
 from gpt2block.cuda.kernels import Geometry
-from gpt2block.emulator import loader
+from gpt2block.emulator import Order
 from gpt2block.ops.attention_cached import (
     APPEND,
     ATTENTION_PACKED,
@@ -38,12 +38,11 @@ from gpt2block.ops.rope_qkv import APPEND as ROPE_APPEND
 from gpt2block.ops.terms import Terms
 from gpt2block.weights.two_part import TwoPartMatrix
 from tests import gpus
-from tests.attentions import KERNELS, Rows, held_by
+from tests.attentions import KERNELS
 from tests.caches import (
     DTYPES,
     FORMATS,
     KINDS,
-    UNSENT,
     Cache,
     Heads,
     assert_right,
@@ -55,12 +54,15 @@ from tests.caches import (
 )
 from tests.compiling import Job, assert_clean
 from tests.devices import (
+    assert_barriers_show,
     assert_same_bits,
     combinations,
+    edited,
     on_gpu,
     one_order,
     running_on,
     set_attributes,
+    with_source,
 )
 from tests.plain import normal
 from tests.test_terms import terms as terms_of
@@ -145,31 +147,6 @@ def forced_geometry(forced: dict[str, int], *sizes: Any) -> Geometry:
     sizes_of["AS_CLUSTER"] = cluster
     grid = (cluster, geometry.grid[1] // heads, geometry.grid[2])
     return geometry._replace(grid=grid, block=(32 * warps,), defines=tuple(sizes_of.items()))
-
-
-def edited_split(
-    source: loader.Source, order: loader.Order, q: Array, held: Cache, position: Array
-) -> Array:
-    """Run an edited source of `split` on the emulator."""
-    B, n_ctx, _ = held.k.shape
-    out = np.full(q.shape, np.nan, np.float32)
-    geometry = split_geometry(B, n_ctx, *held.heads, held.k.itemsize, 4, H200, False)
-    args = [q, held.k, held.v, np.arange(B, dtype=np.int32), position, B, n_ctx, 1, 1.0, out]
-    args += UNSENT
-    launch_edited(source, order, geometry, args, held.kind)
-    return out
-
-
-def launch_edited(
-    source: loader.Source,
-    order: loader.Order,
-    geometry: Geometry,
-    args: list[Any],
-    dtype: str,
-) -> None:
-    options: dict[str, Any] = {"storage": dtype, "order": order}
-    options |= {"shared": geometry.shared, "defines": geometry.defines}
-    loader.run(source, geometry.kernel, geometry.grid, geometry.block, args, **options)
 
 
 def decoding(
@@ -277,28 +254,26 @@ def test_terms_of_the_result(device: Any, width: int, kind: str, kv_dtype: str) 
 
 def test_split_loads_again_when_the_hint_was_wrong() -> None:
     """The hint is the position that `split` reads early; the previous kernel may change it."""
-    shipped = loader.Source.shipped(SPLIT)
-    racing = "load_racing(position + query - mine)"
-    text = shipped.edited(racing, "position[1]").text  # element 1, after the row's position
-    instructions = tuple(pair for pair in shipped.headers if pair[0] == "lib/sm80.cuh")
-    source = loader.Source(shipped.name, text, instructions)  # without reports of early reads
+    text = edited(SPLIT, "load_racing(position + query - mine)", "position[1]")  # not the row's
     for hint in (-1, 0, 127, 128, 139):
         held = random_cache((3, 3, 16), [130 if hint < 139 else 140], 140, "bfloat16")
         q, position = normal(1, 1, 48), np.array([129, hint], np.int32)
         with running_on("shuffled") as device:
             right = split(device, q, held, position[:1])
-        again = edited_split(source, "shuffled", q, held, position)
+            with with_source(SPLIT, text):
+                again = split(device, q, held, device.asarray(position)[:1])
         np.testing.assert_array_equal(again, right)
 
 
 def test_split_without_its_barrier_shows() -> None:
-    shipped = loader.Source.shipped(SPLIT)
-    racing = shipped.edited("    } else {\n        __syncthreads();\n", "    } else {\n")
+    barrier = "    } else {\n        __syncthreads();\n"
     q, held, position = decoding((3, 3, 16), [127], 128, "float32")
-    with running_on("forward") as device:
-        right = split(device, q, held, position)
-    racing_outs = (edited_split(racing, order, q, held, position) for order in loader.ORDERS)
-    assert not all(np.array_equal(out, right) for out in racing_outs)
+
+    def run(order: Order) -> None:
+        with running_on(order) as device:
+            split(device, q, held, position)
+
+    assert_barriers_show(SPLIT, run, 1, barrier)
 
 
 # --- tiles: packed rows
@@ -385,26 +360,16 @@ def test_what_tensor_cores_refuse(device: Any, monkeypatch: pytest.MonkeyPatch) 
     refused("float16", 64, "needs a GPU of compute capability 8.0 or newer")
 
 
-def test_widening_before_the_barrier_is_needed() -> None:
-    """Pieces that other threads widen are complete only after the block's barriers."""
-    shipped = loader.Source.shipped(TILES)
+def test_barriers_after_widening_are_needed() -> None:
+    """Pieces of K and V that other threads widen are complete only after the block's barriers."""
     kernel, heads = KERNELS["tiles-bfloat16"], (2, 2, 16)
     qkv = kernel.made(130, heads)
-    held = held_by(Rows(qkv, [130], heads, True), "bfloat16")
-    seams, starts = np.array([0, 130], np.int32), np.zeros(1, np.int32)
-    with running_on("forward") as device:
-        right = kernel(device, qkv, [130], heads, True)
-    geometry = tiles_geometry(1, 130, 2, 2, 16, 2, H200)
-    for barrier in ("  // the tile of K is complete;", "  // the tile of V is complete;"):
-        edit = f"        __syncthreads();{barrier}"
-        racing = shipped.edited(edit, f"        {barrier}", header="lib/attention/online.cuh")
-        different = False
-        for order in loader.ORDERS:
-            out = np.full((130, 32), np.nan, np.float32)
-            args = [qkv, held.k, held.v, seams, starts, out, 96, held.k.shape[1], 130, 1, 0]
-            launch_edited(racing, order, geometry, args, "bfloat16")
-            different |= not np.array_equal(out, right)
-        assert different
+
+    def run(order: Order) -> None:
+        with running_on(order) as device:
+            kernel(device, qkv, [130], heads, True)
+
+    assert_barriers_show("lib/attention/online.cuh", run, 2)
 
 
 # --- append

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from gpt2block import InputError, ops, reference
-from gpt2block.emulator import ORDERS
+from gpt2block.ops.products import HOPPER_CAPABILITY
 from tests import plain
 from tests.attentions import (
     FAMILIES,
@@ -28,7 +28,7 @@ from tests.attentions import (
     parts,
 )
 from tests.caches import Heads
-from tests.devices import GPU, assert_same_bits, running_on, set_attributes
+from tests.devices import GPU, IN_TESTS, assert_same_bits, running_on, set_attributes
 from tests.gpus import H200, cupy_with, large_memory
 
 Array = NDArray[Any]
@@ -57,11 +57,12 @@ def every_kernel(
     """
     found = []
     for family in FAMILIES:
-        for name, kernel, heads, emulated in family.cases():
+        for name, kernel, heads, there in family.cases():
             first = heads == family.heads[0]
             places: list[str] = []
-            if emulated and (all_heads or (first and not kernel.twin)):
-                places += orders if first else orders[-1:]
+            if there and (all_heads or (first and not kernel.twin)):
+                of_hopper = kernel.capability == HOPPER_CAPABILITY
+                places += ["hopper"] if of_hopper else orders if first else orders[-1:]
             if first or all_heads or (wide and heads in family.wide):
                 places += ["gpu"]
             for where, causal in product(places, kernel.masks):
@@ -94,7 +95,7 @@ def lengths_of(where: str, heads: Heads) -> list[int]:
     return [1, 70, 16, 0, 65, 15, 17, 5, 135, 33] if few else [37, 0, 70, 1, 17]
 
 
-@every_kernel(all_heads=True, orders=ORDERS)
+@every_kernel(all_heads=True, orders=IN_TESTS)
 def test_right(cp: Any, where: str, kernel: Kernel, heads: Heads, causal: bool) -> None:
     """Results are accurate, with the same bits in other calls.
 
@@ -106,7 +107,7 @@ def test_right(cp: Any, where: str, kernel: Kernel, heads: Heads, causal: bool) 
     qkv = kernel.made(sum(lengths), heads)
     got = kernel(cp, qkv, lengths, heads, causal)
     assert_right(got, qkv, lengths, heads, causal, cp if where == "gpu" else np)
-    if where in ORDERS[:-1]:
+    if where in IN_TESTS[:-1]:
         return
     for part in filter(lambda part: part.stop > part.start, parts(lengths)):
         T = part.stop - part.start
@@ -290,7 +291,7 @@ def test_scores_of_any_size(
         assert_right(got, qkv, [T], alone, causal, cp if where == "gpu" else np)
 
 
-@every_kernel(all_heads=True, orders=ORDERS, names=["tiles", "cached"])
+@every_kernel(all_heads=True, orders=IN_TESTS, names=["tiles", "cached"])
 def test_prompts_that_are_continued(
     cp: Any, where: str, kernel: Kernel, heads: Heads, causal: bool
 ) -> None:
@@ -310,7 +311,7 @@ def test_prompts_that_are_continued(
     got = kernel(cp, qkv, lengths, heads, causal, starts)
     tails = zip(parts(lengths), starts, strict=True)
     assert_same_bits(got, np.concatenate([whole[p][start:] for p, start in tails]))
-    if where in ORDERS[:-1]:
+    if where in IN_TESTS[:-1]:
         return
     own = qkv[parts(lengths)[3]][:130]
     for value, keys in ((1, []), *((value, [18, 80]) for value in NOT_FINITE[: kernel.values])):

@@ -26,7 +26,6 @@ from gpt2block.cli.bench import print_report
 from gpt2block.config import model_shapes
 from gpt2block.config.formats import USUAL, Formats
 from gpt2block.cuda import cupy
-from gpt2block.emulator import loader
 from gpt2block.model import Model
 from gpt2block.passes.forward import Product
 from gpt2block.run.model import weight_bytes
@@ -141,7 +140,7 @@ def test_each_stage_has_fewer_kernels() -> None:
 
 @pytest.fixture
 def emulated() -> Iterator[None]:
-    if problem := loader.missing():
+    if problem := emulator.missing():
         pytest.skip(problem)
     with emulator.emulated():
         yield

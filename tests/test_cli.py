@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 
 import gpt2block as gpt2block_package
-from gpt2block import Block, Comparison, doctor
+from gpt2block import Block, Comparison, doctor, emulator
 from gpt2block.cli import display, kernels_run, threads
 from gpt2block.cli.block import BlockReport, _print_report, _rows
 from gpt2block.cuda import requests
-from gpt2block.emulator import loader
+from gpt2block.ptx import engine
 from tests.command_line import gpt2block, printed
 
 TEN = ["ln1", "qkv", "attn", "proj", "x1", "ln2", "ff1", "gelu", "ff2", "output"]
@@ -79,6 +79,17 @@ def test_threads_are_set_before_numpy_is_imported() -> None:
     command = [sys.executable, "-c", code, *words]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.endswith("\n3 True\n")
+
+
+@pytest.mark.parametrize("words", [["--version"], ["kernels", "add", "--mine", "missing.cu"]])
+def test_a_command_does_not_import_models_and_other_commands(words: list[str]) -> None:
+    code = "import atexit, sys; from gpt2block.cli import main; "
+    code += "atexit.register(lambda: print(*sys.modules)); main()"
+    command = [sys.executable, "-c", code, *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    slow = ("checkpoints", "model", "block", "cli.model", "cli.generate", "bench.works", "explain")
+    assert not {f"gpt2block.{name}" for name in slow} & {*done.stdout.split()}
+    assert "gpt2block.cli.app" in done.stdout.split()
 
 
 def test_one_thread_is_advised_once_after_slow_steps(
@@ -238,11 +249,13 @@ def test_a_terminal_without_unicode() -> None:
 def test_check_prints_all_that_it_finds() -> None:
     table, as_json = gpt2block("check"), gpt2block("check", "--json")
     found = as_json.json
-    assert found["ok"] == all(check["ok"] for check in found["checks"] if check["name"] != "g++")
+    assert found["ok"] == all(
+        check["ok"] for check in found["checks"] if check["name"] != "emulator"
+    )
     assert table.code == as_json.code == (0 if found["ok"] else 1)
     assert found["runs"]["GPU"] == found["ok"]
     names = [check["name"] for check in found["checks"]]
-    assert [*names[1:4], names[-1]] == ["Python", "NumPy", "CuPy", "g++"]
+    assert [*names[1:4], names[-1]] == ["Python", "NumPy", "CuPy", "emulator"]
     assert all(check["ok"] or check["fix"] for check in found["checks"])
     assert all(name in table.out for name in names)
 
@@ -271,13 +284,12 @@ def test_the_check_ends_with_what_runs_here(
 ) -> None:
     parts = [doctor.Check("NumPy", numpy, "2"), doctor.Check("driver", gpu, "CUDA", "install it")]
     monkeypatch.setattr(doctor, "examine", lambda: parts)
-    monkeypatch.setattr(loader, "missing", lambda: None if compiler else "g++ is not installed")
-    monkeypatch.setattr(loader, "_output", lambda *command: "12.3.0")
+    monkeypatch.setattr(emulator, "missing", lambda: None if compiler else engine.NO_COMPILER)
     ended, as_json = gpt2block("check"), gpt2block("check", "--json")
     assert ended.code == as_json.code == (0 if gpu else 1)
     *table, last = ended.out.splitlines()
     assert last == line
-    assert any("g++" in row and ("12.3.0" in row) == compiler for row in table)
+    assert any("emulator" in row and ("NVRTC and g++" in row) == compiler for row in table)
     assert any("apt install g++" in row for row in table) != compiler
     assert as_json.json["runs"] == {"NumPy": numpy, "emulator": numpy and compiler, "GPU": gpu}
 

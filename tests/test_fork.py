@@ -15,7 +15,6 @@ import pytest
 
 from gpt2block import Block, BlockWeights, GPT2Config, cuda, doctor, emulator, random_input
 from gpt2block.checks import FLOATS
-from gpt2block.emulator import loader
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 SMALL = GPT2Config(n_head=3, n_embd=48)
@@ -43,7 +42,7 @@ def in_a_fork(call: Callable[[], Any]) -> str:
 @pytest.fixture
 def initialized(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """Use the emulator as module cupy. by: id of the process that initialized CUDA, or None."""
-    if problem := loader.missing():
+    if problem := emulator.missing():
         pytest.skip(problem)
     from gpt2block.emulator import stand_in  # noqa: PLC0415
 
@@ -92,7 +91,7 @@ def on_cpu(weights: BlockWeights, dtype: str, x: Any) -> None:
 
 
 def test_the_emulator_works_in_a_forked_process() -> None:
-    if problem := loader.missing():
+    if problem := emulator.missing():
         pytest.skip(problem)
     x = random_input(0, (2, 48))
     with emulator.emulated():

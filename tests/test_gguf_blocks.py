@@ -31,7 +31,8 @@ from gpt2block.checkpoints import Checkpoint, save_pretrained
 from gpt2block.checkpoints.gguf_types import InBlocks
 from gpt2block.config.formats import GGUF, Formats
 from gpt2block.cuda import cupy
-from gpt2block.emulator import Checks, emulated
+from gpt2block.emulator import emulated
+from gpt2block.emulator.stand_in import CHECKED
 from gpt2block.ops import _linear_hopper
 from gpt2block.ops.gemm import WIDEN
 from gpt2block.ops.linear import LINEAR_QKV, LINEAR_ROPE
@@ -321,7 +322,7 @@ def test_products_have_no_race(M: int) -> None:
     raw = random_blocks("Q4_1", 160, 160)
     w = GgufMatrix.pack([("Q4_1", raw)], 160)
     x = np.random.default_rng(4).standard_normal((M, 160)).astype(np.float32)
-    with emulated(checks=Checks(races=True)) as device:
+    with emulated(checks=CHECKED) as device:
         arrays = device.asarray(x), packed_on_device([BlockRows.of("Q4_1", raw)], 160)
         got = LINEAR.bind_on_device(arrays, decoding=True).run().get()
     np.testing.assert_allclose(got, x @ w, rtol=1e-4, atol=1e-4)

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from gpt2block import GPT2, GPT2Config, InputError, Model, reference
-from gpt2block.cuda import replaced
-from gpt2block.emulator import loader
+from gpt2block import GPT2, GPT2Config, InputError, Model, emulator, reference
+from gpt2block.cuda import kernels, replaced
+from gpt2block.emulator.stand_in import USUAL
 from gpt2block.generation.batching import Batch
 from gpt2block.ops.attention_cached import SPLIT, split_geometry
 from gpt2block.ops.guesses import GUESSED, MOST_GUESSES, RIGHT, TAKE_GUESSES, TAKEN, Guesses
@@ -25,7 +25,7 @@ from gpt2block.run.guessing import FORGOTTEN, ROWS, SpeculationPolicy, StepTimes
 from gpt2block.run.model import Ids, Start
 from gpt2block.sampling import Sampling, changes, packed
 from tests.caches import UNSENT, random_cache
-from tests.devices import GPU, SOMEWHERE, every_device, running_on
+from tests.devices import GPU, SOMEWHERE, edited, every_device, running_on, with_source
 from tests.generating import Run
 from tests.gpus import H200
 from tests.plain import normal
@@ -412,22 +412,22 @@ def test_keys_of_this_step_are_not_loaded_early() -> None:
     held = random_cache(heads, [n_ctx, n_ctx], n_ctx, "float32")
     position = np.arange(33, 33 + together, dtype=np.int32)
     q, row = normal(1, together, 16), np.zeros(together, np.int32)
-    shipped = loader.Source.shipped(SPLIT)
-    before, after = LATE.replace("VALUE", "NAN"), LATE.replace("VALUE", "keys[n_ctx * KV_ROW + i]")
+    before, after = (
+        LATE.replace("VALUE", "__int_as_float(-1)"),
+        LATE.replace("VALUE", "keys[n_ctx * KV_ROW + i]"),
+    )
     begins = "    const int warp = threadIdx.x / 32, lane"
-    edited = shipped.edited(begins, before + begins)
-    text = edited.edited(ENDS, after + ENDS).text
-    headers = tuple(pair for pair in shipped.headers if pair[0] == "lib/sm80.cuh")
-    source = loader.Source(shipped.name, text, headers)  # without reports of early reads
+    text = edited(SPLIT, begins, before + begins).replace(ENDS, after + ENDS)
     held.k[1] = held.k[0]  # the keys that are written late
     geometry = split_geometry(together, n_ctx, *heads, 4, 4, H200["most_shared"], False)
-    run: dict[str, Any] = {"storage": "float32", "shared": geometry.shared}
-    run |= {"defines": (*geometry.defines, ("AS_GUESSES", 1)), "order": "forward"}
+    run: dict[str, Any] = {"shared": geometry.shared, "checks": USUAL}
+    run |= {"defines": (*geometry.defines, ("AS_GUESSES", 1))}
     outs = []
-    for each in (loader.Source(shipped.name, shipped.text, headers), source):
+    for each in (kernels.read_source(SPLIT), text):
         out = np.full(q.shape, np.nan, np.float32)
         args = [q, held.k.copy(), held.v, row, position, 2, n_ctx, together, 1.0, out, *UNSENT]
-        loader.run(each, geometry.kernel, geometry.grid, geometry.block, args, **run)
+        with with_source(SPLIT, each):
+            emulator.run(SPLIT, geometry.kernel, geometry.grid, geometry.block, args, **run)
         outs.append(out)
     np.testing.assert_array_equal(outs[1], outs[0])
     assert np.isfinite(outs[0]).all()

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from gpt2block import GPT2, InputError, Llama, LlamaConfig, ops, reference
+from gpt2block import GPT2, InputError, Llama, LlamaConfig, emulator, ops, reference
 from gpt2block.bench import model_works
 from gpt2block.bench.models import SHAPES, RandomGPT2, RandomLlama
 from gpt2block.bench.report import tolerance
@@ -25,7 +25,6 @@ from gpt2block.config import GPT2Config
 from gpt2block.config.formats import USUAL, Formats, with_cache
 from gpt2block.cuda import arrays as cuda_arrays
 from gpt2block.cuda import cupy, kernels
-from gpt2block.emulator import loader
 from gpt2block.ops import _linear_mma_tiles
 from gpt2block.ops.attention_cached import APPEND, append_geometry
 from gpt2block.ops.linear import OPERATION as LINEAR
@@ -155,12 +154,12 @@ def test_qkv_writes_what_numpy_rounds(
 
 
 def test_no_two_threads_write_one_byte() -> None:
-    if problem := loader.missing():
+    if problem := emulator.missing():
         pytest.skip(problem)
     rows = as_rows(interesting("float8_e5m2")[:480].astype(np.float16), 24)
     geometry = append_geometry(len(rows), 24, 72, 1, 16, 16, narrow=True)
-    options: dict[str, Any] = {"defines": geometry.defines, "storage": "float16", "races": True}
-    launch = partial(loader.run, APPEND, grid=geometry.grid, block=geometry.block)
+    options: dict[str, Any] = {"defines": geometry.defines, "storage": "float16"}
+    launch = partial(emulator.run, APPEND, grid=geometry.grid, block=geometry.block)
     k, v = np.zeros((2, 1, len(rows), 24), np.uint8)
     row, position = np.zeros(len(rows), np.int32), np.arange(len(rows), dtype=np.int32)
     args: list[Any] = [rows, row, position, k, v, 24, 72, 1, len(rows)]

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from gpt2block import InputError, ops, reference
 from gpt2block.cuda import cupy
-from gpt2block.emulator import ORDERS
 from gpt2block.ops._rows import LONGEST_IN_REGISTERS, VALUES
 from gpt2block.ops.layernorm import DECODE, NARROW
 from gpt2block.ops.layernorm import OPERATION as LAYERNORM
@@ -27,6 +26,7 @@ from gpt2block.ops.softmax import OPERATION as SOFTMAX
 from tests import devices, plain
 from tests.devices import (
     H200,
+    IN_TESTS,
     assert_barriers_show,
     assert_same_bits,
     moved,
@@ -97,7 +97,7 @@ def row_counts(where: str, C: int) -> Sequence[int]:
     return (3, 33) if where == "shuffled" and C < 300 else (5,) if C < 8000 else (3,)
 
 
-@every_kernel(orders=ORDERS, shapes_of=lambda kernel: kernel.shapes)
+@every_kernel(orders=IN_TESTS, shapes_of=lambda kernel: kernel.shapes)
 def test_right(where: str, kernel: Kernel, shape: Shape) -> None:
     for rows in row_counts(where, shape.C):
         arrays = kernel.inputs(rows, shape.C)
@@ -290,7 +290,7 @@ def test_what_is_refused(device: Any) -> None:
 def test_a_missing_barrier_shows(name: str, C: int, barriers: int, header: str) -> None:
     kernel = KERNELS[name]
     arrays, file = kernel.inputs(2, C), kernel.operation.variant(kernel.variant).file
-    assert_barriers_show(file, lambda order: kernel(order, arrays), barriers, header)
+    assert_barriers_show(header or file, lambda order: kernel(order, arrays), barriers)
 
 
 # --- on the GPU -----------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -50,7 +51,7 @@ from gpt2block.run.recording import Recording
 from gpt2block.sampling import Sampling
 from gpt2block.weights.gguf import TYPES
 from gpt2block.weights.matrix import WeightMatrix
-from tests.devices import assert_same_bits, on_gpu, one_order
+from tests.devices import assert_same_bits, on_gpu, on_hopper
 from tests.gpus import cupy_with
 
 SMALL = GPT2Config(n_layer=1, n_head=2, n_embd=128, n_ctx=40, vocab_size=53)
@@ -65,6 +66,8 @@ READ_EARLY: Mapping[str, tuple[str, ...]] = {
     "attention_split": ("row", "position", "k", "v"),
     "take_guesses": ("row",),
 }
+
+WEIGHT_MAPS = ("w", "w1", "w3", "up")  # tensor maps of weights, which no kernel writes
 
 PROBES = r"""
 // jobs (count, 3): addresses of a source and a destination, bytes to copy after `ns` nanoseconds
@@ -109,7 +112,7 @@ def launch_early(launches: tuple[Any, ...]) -> None:
         if not isinstance(launch, requests.Launch):
             launch.run()  # a CuPy kernel, which is launched normally
         elif replaced():
-            stand_in.run_early(launch, READ_EARLY.get(launch.name, ()))
+            stand_in.run_early(launch, READ_EARLY.get(launch.name, ()) + WEIGHT_MAPS)
         else:
             overlap.run(launch)
 
@@ -225,43 +228,41 @@ extern "C" __global__ void scaled(const float* x, const float* __restrict__ w, f
 """
 
 
-@pytest.mark.parametrize("order", emulator.ORDERS)
 @pytest.mark.parametrize(
     ("before", "report"),
     [
         ("", ""),
-        ("if (i == 3) out[i] = 0.0f;", r"WRITE before wait_for_previous\(\): byte 12 of out"),
-        ("if (x[6] < 0.0f) return;", r"READ before wait_for_previous\(\): byte 24 of x"),
-        ("if (i < 9) return;", "scaled, block .*: no thread waits for the previous kernel"),
+        ("if (i == 3) out[i] = 0.0f;", "before the wait: .*, writes 4 bytes at byte 12 of out"),
+        ("if (x[6] < 0.0f) return;", "before the wait: .*, reads 4 bytes at byte 24 of x"),
+        ("if (i < 9) return;", "before the wait: .* no thread of the block waits"),
     ],
 )
-def test_the_emulator_reports_an_early_access(
-    order: emulator.Order, before: str, report: str
-) -> None:
+def test_the_emulator_reports_an_early_access(before: str, report: str, tmp_path: Path) -> None:
     if problem := emulator.missing():
         pytest.skip(problem)
-    headers = emulator.Source.shipped("elementwise/two_part.cu").headers
-    source = emulator.Source("scaled.cu", SOURCE.replace("BEFORE", before), headers)
+    file = tmp_path / "scaled.cu"
+    file.write_text(SOURCE.replace("BEFORE", before))
     x, w, out = np.arange(7, dtype=np.float32), np.full(7, 2, np.float32), np.zeros(7, np.float32)
 
     def run(early: tuple[str, ...] | None) -> None:
-        emulator.run(source, "scaled", (2,), (7,), (x, w, out), order=order, early=early)
+        args: Any = (str(file), "scaled", (1,), (7,), (x, w, out))
+        emulator.run(*args, capability="90", early=early)
 
     run(None)
     if not report:
         run(())
         assert out.tolist() == [0, 2, 4, 6, 8, 10, 12]
         return
-    with pytest.raises(emulator.ShimError, match=report):
+    with pytest.raises(stand_in.EmulatorError, match=report):
         run(())
-    if "before" in report:
+    if "bytes" in report:
         run(("x", "out"))
 
 
 # --- the chains -----------------------------------------------------------------------------------
 
 
-@one_order
+@on_hopper
 @pytest.mark.parametrize(("dtype", "shape"), [("bfloat16", (2, 37, 128)), ("float32", (2, 7, 64))])
 def test_the_steps_of_a_block(device: Any, dtype: str, shape: tuple[int, ...]) -> None:
     assert_block_waits(dtype, shape)
@@ -275,7 +276,7 @@ def test_the_steps_of_a_large_block(device: Any, dtype: str, rows: int) -> None:
     assert_block_waits(dtype, (rows, 768))
 
 
-@one_order
+@on_hopper
 @pytest.mark.parametrize("cached", [False, True], ids=["prefill", "decoding"])
 def test_the_steps_of_a_model(device: Any, cached: bool) -> None:
     model, ids = model_and_ids()
@@ -283,7 +284,7 @@ def test_the_steps_of_a_model(device: Any, cached: bool) -> None:
         assert_steps_wait(model._pass(ids, cached), {*model.prompt_weights(head=True), "row"})
 
 
-@one_order
+@on_hopper
 @pytest.mark.parametrize("cached", [False, True], ids=["prefill", "decoding"])
 def test_the_steps_with_a_kv_cache_of_fp8(device: Any, cached: bool) -> None:
     model, ids = model_and_ids(kv_dtype="float8_e5m2")
@@ -293,7 +294,7 @@ def test_the_steps_with_a_kv_cache_of_fp8(device: Any, cached: bool) -> None:
         assert_steps_wait(model._pass(ids, cached), constant, only)
 
 
-@one_order
+@on_hopper
 def test_a_prompt_that_is_continued(device: Any) -> None:
     """Attention of such a prompt reads the cache, to which K and V were appended before."""
     model, ids = model_and_ids()
@@ -323,7 +324,7 @@ def assert_decoding_waits(model: CudaModel, ids: NDArray[np.int32], rows: int) -
         return recording
 
 
-@one_order
+@on_hopper
 def test_the_steps_of_decoding_many_rows(device: Any) -> None:
     """LayerNorm has separate steps."""
     assert "layernorm" in ops_of(assert_decoding_waits(*model_and_ids(), MORE_ROWS + 3))
@@ -350,7 +351,7 @@ def test_early_attention_changes_no_bit_of_a_wide_layer(
     assert all(each == found[0] for each in found)
 
 
-@one_order
+@on_hopper
 @pytest.mark.parametrize("rows", [1, MORE_ROWS + 1])
 def test_the_steps_of_decoding_a_llama(device: Any, rows: int) -> None:
     config = LlamaConfig(1, 4, 64, 40, 53, n_kv_head=2, n_ff=48)
@@ -360,7 +361,7 @@ def test_the_steps_of_decoding_a_llama(device: Any, rows: int) -> None:
     assert {"rmsnorm", *(("rope_sums",) if fused else ("rope_append", "silu_mul"))} < found
 
 
-@one_order
+@on_hopper
 @pytest.mark.parametrize("mlp_bias", [False, True])
 def test_the_steps_of_a_prompt_of_a_llama(device: Any, mlp_bias: bool) -> None:
     """On Hopper, gate and up are one product unless they have biases."""
@@ -375,7 +376,7 @@ def test_the_steps_of_a_prompt_of_a_llama(device: Any, mlp_bias: bool) -> None:
         assert_steps_wait(program, constant, {"silu_mul", "gemm"} if mlp_bias else None)
 
 
-@one_order
+@on_hopper
 @pytest.mark.parametrize(
     ("kind", "own"),
     [
@@ -395,7 +396,7 @@ def test_the_steps_of_other_architectures(device: Any, kind: type[Any], own: set
     assert own - {"operand", "qk_norm_rope"} < found
 
 
-@one_order
+@on_hopper
 @pytest.mark.parametrize("row", [[2, -1, 0], [-1, -1, -1]])
 def test_the_sampler_of_some_rows(device: Any, row: list[int]) -> None:
     """A block without a sequence also waits, as it counts its turns."""
@@ -407,7 +408,7 @@ def test_the_sampler_of_some_rows(device: Any, row: list[int]) -> None:
     assert_waits(launches, [logits, turn], [*state[-4:], token, position])
 
 
-@one_order
+@on_hopper
 def test_the_sampler_of_rows_with_guesses(device: Any) -> None:
     """Absent rows wait too; the next kernel takes the tokens that the rows have drawn."""
     V, together, rng = 500, 2, np.random.default_rng(0)
@@ -425,7 +426,7 @@ def test_the_sampler_of_rows_with_guesses(device: Any) -> None:
     assert_waits(taking.launches, [*drawn, *slots[1:], *guesses, *state[-4:]], [report])
 
 
-@one_order
+@on_hopper
 def test_the_sampler(device: Any) -> None:
     V, rng = 500, np.random.default_rng(0)
     state = SampleState.allocate(3, V)
@@ -440,7 +441,7 @@ def uploaded(array: NDArray[Any], dtype: str = "float32") -> Any:
     return cupy.asarray(array.astype(FLOATS[dtype]))
 
 
-@one_order
+@on_hopper
 def test_rope_of_packed_rows(device: Any) -> None:
     """There are two heads of Q, and one of K and V."""
     qkv = device.asarray(np.random.default_rng(0).standard_normal((3, 32), np.float32))
@@ -462,7 +463,7 @@ def test_rope_of_packed_rows(device: Any) -> None:
     assert_waits(turns.launches, [position, row], [turns.out])
 
 
-@one_order
+@on_hopper
 @pytest.mark.parametrize("rows", [5, pytest.param(1500, marks=pytest.mark.gpu)])
 def test_a_conversion_to_two_parts_and_its_product(device: Any, rows: int) -> None:
     """The product is launched early after split_rows, which is launched early too."""

@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 
 from gpt2block import ops
 from gpt2block.cuda import cupy
-from gpt2block.emulator import ORDERS
 from gpt2block.ops.softmax import OPERATION as SOFTMAX
-from tests.devices import assert_same_bits, on_one_order, running_on
+from tests.devices import IN_TESTS, assert_same_bits, on_one_order, running_on
 from tests.norms import KERNELS, Kernel, Shape, every_kernel
 from tests.plain import normal
 
@@ -31,7 +30,7 @@ def squares(kernel: Kernel) -> Sequence[Shape]:
     return [*map(Shape, (1, 7, 60, 132)), *(Shape(T, sms=0) for T in of_many)]
 
 
-@every_kernel("softmax", orders=ORDERS, shapes_of=squares)
+@every_kernel("softmax", orders=IN_TESTS, shapes_of=squares)
 def test_causal(where: str, kernel: Kernel, shape: Shape) -> None:
     x = 3 * normal(shape.C, 2 if shape.C <= 60 else 1, shape.C, shape.C)
     assert_masked(kernel, kernel(where, [x], shape, causal=True)[0], x)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,9 +16,8 @@ from numpy.typing import NDArray
 from gpt2block import ops, reference
 from gpt2block.cuda import replaced
 from gpt2block.cuda.kernels import Geometry, signatures
-from gpt2block.emulator import loader
+from gpt2block.emulator import Order
 from gpt2block.errors import InputError
-from gpt2block.ops.call import Call
 from gpt2block.ops.products import MMA_CAPABILITY
 from gpt2block.ops.trimat import (
     MMA,
@@ -29,9 +27,8 @@ from gpt2block.ops.trimat import (
 from gpt2block.ops.trimat import OPERATION as TRIMAT
 from tests import plain
 from tests.compiling import assert_clean
-from tests.devices import every_device, on_gpu, one_order, running_on
+from tests.devices import assert_barriers_show, every_device, on_gpu, one_order, running_on
 from tests.gpus import GPUS, H200, cupy_with
-from tests.launches import geometry_of, stub
 
 Array = NDArray[Any]
 MODULE = sys.modules["gpt2block.ops.trimat"]
@@ -221,32 +218,16 @@ def test_block_sizes(device: Any, variant: str, block: int) -> None:
 
 
 @pytest.mark.parametrize(("variant", "barriers"), [("tri4", 2), ("tri5", 1), ("tri6", 2)])
-def test_a_missing_barrier_shows(variant: str, barriers: int) -> None:
-    chosen = OPERATION.variant(variant)
-    source = loader.Source.shipped(chosen.file)
-    # Shuffles keep the lanes of a warp in step, so for tri6 some warps are delayed explicitly.
-    held_up = "for (int i = 0; i < 40; ++i) lag();"
-    text = source.text.replace("share.split(", f"{held_up} share.split(")
-    parts = text.split("__syncthreads();")
-    assert len(parts) == barriers + 1
-    qkv = random(1, 40, 1, 64)
-    geometry, more = few_blocks(1, 40, 1, 64)
-    if variant != "tri6":
-        sizes = {"B": 1, "T": 40, "NH": 1, "HS": 64, "qkv": stub(), "out": stub()}
-        geometry, more = geometry_of(chosen, Call(contract=OPERATION.contract, **sizes)), ()
-    with running_on("forward") as device:
-        right = below(evaluate(device, variant, qkv))
-    for n in range(barriers):
-        edited = "__syncthreads();".join([*parts[:n], parts[n] + parts[n + 1], *parts[n + 2 :]])
-        results = []
-        for order in loader.ORDERS:
-            out = np.full((1, 1, 40, 40), UNTOUCHED, np.float32)
-            racing = replace(source, text=edited)
-            where, args = (geometry.kernel, geometry.grid, geometry.block), [qkv, out, 40, *more]
-            options: dict[str, Any] = {"shared": geometry.shared, "defines": geometry.defines}
-            loader.run(racing, *where, args, **options, order=order)
-            results.append(below(out))
-        assert any(not np.array_equal(result, right) for result in results)
+def test_missing_barriers_show(
+    variant: str, barriers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MODULE, "mma_geometry", few_blocks)
+
+    def run(order: Order) -> None:
+        with running_on(order) as device:
+            evaluate(device, variant, random(1, 40, 1, 64))
+
+    assert_barriers_show(OPERATION.variant(variant).file, run, barriers)
 
 
 # --- tensor cores

@@ -18,19 +18,18 @@ from numpy.typing import NDArray
 from gpt2block import InputError, TwoPartMatrix, ops, reference
 from gpt2block.checks import FLOATS
 from gpt2block.cuda import cupy
-from gpt2block.emulator import ORDERS
 from gpt2block.ops.layernorm import OPERATION as LAYERNORM
 from gpt2block.ops.layernorm import layernorm_bound
 from gpt2block.ops.registry import OPERATIONS, STEPS
 from gpt2block.weights.two_part import scale_for
 from tests import plain
-from tests.devices import H200, every_device, one_order, running_on
+from tests.devices import H200, IN_TESTS, every_device, one_order, running_on
 from tests.gpus import cupy_with
 from tests.test_layernorm import EPS, inputs
 from tests.test_layernorm import assert_right as assert_normalized
 
 Array = NDArray[Any]
-every_order = pytest.mark.parametrize("order", ORDERS)
+every_order = pytest.mark.parametrize("order", IN_TESTS)
 few = settings(max_examples=4)
 
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpt2block.cli import complete
-from gpt2block.cli.model import json_option
-from gpt2block.cli.options import argument, option, path_option
+from gpt2block.cli.options import argument, json_option, option, path_option
 
 OWN = "Your own kernel"
 
@@ -30,13 +29,19 @@ class KernelsOptions:
     )
     layout: str | None = option("Memory layout of the weights: KN or NK.")
     device: str | None = option(
-        "cuda, or cpu: an emulator, which needs g++ and checks results at small sizes. By default "
-        "the GPU if there is one.",
+        "cuda, or cpu: an emulator, which checks results at small sizes. By default the GPU if "
+        "there is one.",
         complete=complete.devices,
     )
     source: str | None = option(
         "Print the source of a variant, given by name or by position, starting at 1.",
         complete=complete.variants,
+    )
+    counters: bool = option(
+        "Count accesses to memory, bank conflicts and other events of each variant, on the CPU at "
+        "reduced sizes; with --mine of each line of your kernel and of the fastest variant.",
+        False,
+        "--counters",
     )
     as_json: bool = json_option()
 
@@ -46,8 +51,7 @@ class OwnOptions:
     """Options for a user's own kernel, which the help shows in a separate panel."""
 
     mine: Path | None = path_option(
-        "Check a kernel of your own; on a GPU, time it together with the variants. Host code of "
-        "the file runs with your rights: run only files that you have read.",
+        "Check a kernel of your own; on a GPU, time it together with the variants.",
         metavar="FILE.cu",
         rich_help_panel=OWN,
     )

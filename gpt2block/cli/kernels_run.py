@@ -10,11 +10,12 @@ from typing import NamedTuple, TypeVar
 
 import typer
 
-from gpt2block import doctor
+from gpt2block import doctor, emulator
 from gpt2block.bench import ceilings, measure
-from gpt2block.bench.plots import check_file
 from gpt2block.bench.variants import CEILINGS, measure_variants
 from gpt2block.cli.codes import WRONG as NO_VERDICT
+from gpt2block.cli.counters import print_lines, print_totals
+from gpt2block.cli.counters import report as counters_report
 from gpt2block.cli.display import console, print_json, progress_bar, tracked
 from gpt2block.cli.kernels import (
     draw_sweep,
@@ -34,8 +35,9 @@ from gpt2block.cli.mine import (
     rungs_report,
 )
 from gpt2block.errors import DeviceError, InputError, NotJudged, check_all
-from gpt2block.mine import on_cpu, on_gpu, variants_on_cpu
+from gpt2block.mine import counters, on_cpu, on_gpu, variants_on_cpu
 from gpt2block.mine.cases import Case, cases, resolved_seed
+from gpt2block.mine.counters import KernelCounts
 from gpt2block.mine.kernel import Kernel, matched
 from gpt2block.mine.listing import rung
 from gpt2block.mine.solutions import solution as solution_of
@@ -43,7 +45,6 @@ from gpt2block.mine.source import read
 from gpt2block.mine.templates import template as template_of
 from gpt2block.mine.verdict import Verdict
 from gpt2block.mine.why import EMULATOR_ONLY
-from gpt2block.mine.why_page import WhyPage
 from gpt2block.ops.operation import Attrs, Operation, Sizes, Variant
 from gpt2block.ops.registry import all_sizes, find, parse_sizes, stated_sizes
 
@@ -101,13 +102,19 @@ def run(options: KernelsOptions, own: OwnOptions) -> bool:
     variants = found.variants if options.variant is None else (found.variant(options.variant),)
     stored = measure.check_storage(found, options.dtype, options.layout)
     if options.plot is not None:
+        from gpt2block.bench.plots import check_file  # noqa: PLC0415  (slow to import)
+
         check_all(partial(check_file, options.plot), later=partial(doctor.require_cuda, "the GPU"))
     user = None
     if own.mine is not None:
         text = read(own.mine, own.kernel, own.grid, own.block, own.shared)
         user = matched(text, found, stored, own.args)
+    if options.counters and (lacking := emulator.missing()):
+        raise DeviceError(f"--counters: {lacking}")
     seed = resolved_seed(own.seed)
     request = Request(found, variants, stored, options, seed, own.why, own.why_page)
+    if options.counters and user is None:
+        return _count_variants(request)
     return _run(request, user, options.device)
 
 
@@ -259,12 +266,44 @@ def _own_on_gpu(request: Request, user: Kernel) -> bool:
     return _show_own(request, found)
 
 
+def _counted_sizes(request: Request) -> Sizes:
+    stated = stated_sizes(request.operation, request.options.shape)
+    sizes = parse_sizes(request.operation, request.options.shape)
+    return counters.reduced(request.operation, sizes, stated)
+
+
+def _count_variants(request: Request) -> bool:
+    """Print the counters of the built-in variants. Return False if none could run."""
+    counted, skipped = counters.count_variants(
+        request.operation, request.variants, _counted_sizes(request), request.stored
+    )
+    if request.options.as_json:
+        print_json({**counters_report(counted), "skipped": skipped})
+    else:
+        print_totals(console(), counted, skipped)
+    return bool(counted)
+
+
+def _counted(request: Request, found: Verdict) -> list[KernelCounts]:
+    """Return the counters of a right kernel and of the fastest variant, if they are requested."""
+    if not (request.options.counters and found.right):
+        return []
+    at, stored = _counted_sizes(request), request.stored
+    return [
+        *counters.count_own(found.kernel, at, stored),
+        *counters.count_fastest(request.operation, at, stored),
+    ]
+
+
 def _show_own(request: Request, found: Verdict) -> bool:
     """Print the verdict. Raise an exception, for exit code 2, if the kernel was not judged."""
     if request.why_page is not None and found.why is not None:
+        from gpt2block.mine.why_page import WhyPage  # noqa: PLC0415  (slow to import)
+
         WhyPage(found).save(request.why_page)
     if request.options.as_json:
-        print_json(found.as_dict())
+        counted = {"counters": counters_report(_counted(request, found))}
+        print_json(found.as_dict() | (counted if request.options.counters else {}))
         if found.reason is not None:
             raise typer.Exit(NO_VERDICT)
     elif found.reason is not None:
@@ -273,6 +312,7 @@ def _show_own(request: Request, found: Verdict) -> bool:
         print_verdict(console(), found)
         if request.why and found.why is not None:
             print_why(console(), found.kernel.source, found.why)
+        print_lines(console(), _counted(request, found))
         if request.why_page is not None:
             print(f"The steps are in {request.why_page}.")
     return found.right

@@ -63,6 +63,7 @@ def run(
     storage: str = "float32",
     cache: str | None = None,
     order: Order = "forward",
+    capability: str = "80",
     early: Collection[str] | None = None,
     checks: Checks | None = None,
 ) -> None:
@@ -70,14 +71,14 @@ def run(
 
     file: a file of kernels_cu, or the path of another file. storage: the dtype of the type `T`.
     cache: the FP8 format of the type `KV`, if it is not `T`. early: for a launch that overlaps the
-    previous kernel (lib/overlap.cuh), names of parameters that may be accessed before the wait, in
-    addition to const __restrict__ parameters. checks: by default all. An array that is passed
-    twice becomes the same pointer twice. Raises EmulatorError for an error of the kernel, and
-    KernelError for arguments that do not fit.
+    previous kernel (lib/overlap.cuh), which capability "90" permits, names of parameters that
+    may be accessed before the wait, in addition to const __restrict__ parameters. checks: by
+    default all. An array that is passed twice becomes the same pointer twice. Raises EmulatorError
+    for an error of the kernel, and KernelError for arguments that do not fit.
     """
     from gpt2block.emulator import stand_in  # noqa: PLC0415
 
-    with emulated(order, checks=checks or stand_in.CHECKED):
+    with emulated(order, checks=checks or stand_in.CHECKED, capability=capability):
         values = tuple(adopted(arg) if isinstance(arg, np.ndarray) else arg for arg in args)
         geometry = kernels.Geometry(kernel, grid, block, shared, defines)
         launch = kernels.launch_at(file, geometry, values, storage, None, cache)

@@ -8,6 +8,9 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes  # noqa: F401  (makes "bfloat16" a dtype's name)
+import numpy as np
+
 from gpt2block.cuda import kernels
 from gpt2block.errors import InputError
 from gpt2block.mine.expressions import evaluated
@@ -28,11 +31,12 @@ HOST = (
 )
 MAIN = "gpt2block launches the kernel, and no file has a main function: delete it"
 _HOST_OF_NVRTC = re.compile(r"A function without execution space annotations .*")
-_BYTES = {
-    "bool": 1, "char": 1, "short": 2, "half": 2, "__half": 2, "__nv_bfloat16": 2,
-    "int": 4, "unsigned": 4, "float": 4, "half2": 4, "__half2": 4, "__nv_bfloat162": 4,
-    "long": 8, "double": 8, "size_t": 8, "int2": 8, "float2": 8, "float3": 12,
-    "int4": 16, "uint4": 16, "float4": 16,
+# C++ type → dtype of a value; types of vectors have the dtype of an array.
+_DTYPES = {
+    "bool": "u1", "char": "i1", "short": "i2", "half": "f2", "__half": "f2",
+    "__nv_bfloat16": "bfloat16", "int": "i4", "unsigned": "u4", "float": "f4", "long": "i8",
+    "double": "f8", "size_t": "u8", "half2": "2f2", "__half2": "2f2", "int2": "2i4",
+    "float2": "2f4", "float3": "3f4", "int4": "4i4", "uint4": "4u4", "float4": "4f4",
 }  # fmt: skip
 _BETWEEN = {True: "no barrier is between them", False: "nothing orders two blocks"}
 _MAY_BE_READ = (
@@ -207,7 +211,7 @@ def _race(source: UserSource, found: engine.Finding) -> str:
         )
     same = now.block == other.block
     return (
-        f"{first}{element(source, found)} at {_place(now)}; {other}"
+        f"{first}{_element(source, found)} at {_place(now)}; {other}"
         f"{'' if same else ' of another block'} {found.other_verb} it at {_place(other)}, and "
         f"{found.text or _BETWEEN[same]}"
     )
@@ -217,9 +221,9 @@ def _read_only(source: UserSource, found: engine.Finding) -> str:
     assert found.other
     block = "" if found.now.block == found.other.block else " of another block"
     return (
-        f"read-only load: {found.now} reads {element(source, found)} at {_place(found.now)} by the "
-        f"read-only cache, and {found.other}{block} wrote it at {_place(found.other)}: the cache "
-        "may hold the old value until the kernel ends"
+        f"read-only load: {found.now} reads {_element(source, found)} at {_place(found.now)} by "
+        f"the read-only cache, and {found.other}{block} wrote it at {_place(found.other)}: the "
+        "cache may hold the old value until the kernel ends"
     )
 
 
@@ -257,7 +261,7 @@ def _misaligned(_: UserSource, found: engine.Finding) -> str:
 def _unwritten(source: UserSource, found: engine.Finding) -> str:
     if found.array == "local memory":
         return "reads a local variable, which nothing has written"
-    return f"reads {element(source, found)}, which no thread has written"
+    return f"reads {_element(source, found)}, which no thread has written"
 
 
 _SAID = {
@@ -270,7 +274,7 @@ _SAID = {
     "misaligned": _misaligned,
     "unwritten": _unwritten,
     "kept": lambda source, found: (
-        f"reads {element(source, found)}, which an earlier launch left changed: {_KEPT}"
+        f"reads {_element(source, found)}, which an earlier launch left changed: {_KEPT}"
     ),
     "constant": lambda _, found: (
         f"stores to {found.array}: a kernel can only read __constant__ variables"
@@ -281,33 +285,51 @@ _SAID = {
 }
 
 
-def element(source: UserSource, found: engine.Finding) -> str:
-    """Return an accessed element with its indexes, such as x[12], tile[3][0] or count."""
-    ctype, extents = declared(source, found.array)
-    size = _BYTES.get(ctype, found.bytes) or 1
-    index, further = found.byte // size, []
+def element(source: UserSource, array: str, byte: int, size: int, line: int) -> str:
+    """Return an accessed element with its indexes, such as x[12], tile[3][0] or count.
+
+    size: bytes of the access, which counts if the type is not known. line: of the access.
+    """
+    ctype, extents = declared(source, array, line)
+    index, further = byte // (dtype_of(ctype).itemsize or size or 1), []
     for extent in extents[:0:-1]:
-        index, inner = divmod(index, extent)
+        index, inner = divmod(index, extent or 1)
         further.insert(0, f"[{inner}]")
-    return f"{found.array}[{index}]{''.join(further)}" if extents else found.array
+    return f"{array}[{index}]{''.join(further)}" if extents else array
 
 
-def declared(source: UserSource, name: str) -> tuple[str, list[int]]:
-    """Return the type and the extents of a pointer (one, not known) or an array; [] for others."""
+def dtype_of(ctype: str, storage: str = "V0") -> np.dtype[Any]:
+    """Return the dtype of a C++ type, of 0 bytes if not known. storage: of the types T and W."""
+    return np.dtype(storage if ctype in ("T", "W") else _DTYPES.get(ctype, "V0"))
+
+
+def declared(source: UserSource, name: str, line: int) -> tuple[str, list[int]]:
+    """Return the type and the extents of a variable; a pointer has one that is not known: 0.
+
+    Of several declarations, it is the last one before the line.
+    """
     known = {each.name: each.ctype for each in source.parameters}
     if name in known:
         return known[name].removesuffix("*"), [0]
-    found = re.search(
-        rf"\b(\w+)[\s*&]+(?:\w+\s*(?:\[[^;\]]*\]\s*)*,\s*)*{re.escape(name)}\s*((?:\[[^;]*?\]\s*)*)[;,={{]",
-        kernels.without_comments(source.text),
+    plain = kernels.without_comments(source.text)
+    pattern = re.compile(
+        rf"\b(\w+)[\s*&]+(?:\w+\s*(?:\[[^;\]]*\]\s*)*,\s*)*{re.escape(name)}"
+        r"\s*((?:\[[^;]*?\]\s*)*)[;,={]"
     )
+    found = [m for m in pattern.finditer(plain) if m[1] != "return"]
     if not found:
         return "", [0]
+    before = [each for each in found if plain.count("\n", 0, each.end()) < line]
+    last = (before or found)[-1]
     try:
-        text = re.findall(r"\[([^\]]*)\]", found[2])
-        return found[1], [evaluated(each or "0", numbers(source.text)) for each in text]
+        text = re.findall(r"\[([^\]]*)\]", last[2])
+        return last[1], [evaluated(each or "0", numbers(source.text)) for each in text]
     except InputError:
-        return found[1], [0]
+        return last[1], [0]
+
+
+def _element(source: UserSource, found: engine.Finding) -> str:
+    return element(source, found.array, found.byte, found.bytes, found.now.line)
 
 
 def _place(where: engine.Where) -> str:

@@ -2,17 +2,39 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
+from gpt2block.cuda import kernels
+from gpt2block.emulator import stand_in
+from gpt2block.mine import comparison
+from gpt2block.mine.arguments import values
 from gpt2block.mine.cases import Case
-from gpt2block.mine.finding import Finding
+from gpt2block.mine.comparison import Checked
+from gpt2block.mine.finding import Finding, declared, dtype_of, element
 from gpt2block.mine.kernel import Kernel
+from gpt2block.ptx import engine
+from gpt2block.ptx.engine import Result, Step, Thread, Trace
+
+if TYPE_CHECKING:
+    from gpt2block.mine.on_cpu import EmulatedRun
 
 MOST_ROWS = 60  # maximum number of rows in a terminal
 _LONGEST_LOOP = 24  # maximum number of steps of an iteration that is folded
 _FIRST_ROWS = 15  # rows that are kept if a folded table is too long; the last rows are kept, too
+# Letter of a mangled name → dtype of the value that a shuffle sends.
+_SENT = {"f": "f4", "d": "f8", "i": "i4", "j": "u4", "l": "i8", "m": "u8"}
+_WRITER = (
+    "No thread is known to be wrong: these are the steps of the thread that wrote the first wrong "
+    "element."
+)
+NO_STEPS = "There are no steps to show"
 EMULATOR_ONLY = "the emulator shows the steps of threads"
 RIGHT = "The kernel is right: there are no steps to show."
 
@@ -36,12 +58,7 @@ class ThreadStep:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the step as a dict that can be written as JSON."""
-        return {
-            "thread": self.thread,
-            "line": self.line,
-            "event": self.event,
-            "problem": self.problem,
-        }
+        return {name: getattr(self, name) for name in ("thread", "line", "event", "problem")}
 
 
 class StepRow(NamedTuple):
@@ -70,11 +87,11 @@ class Why:
         if len(rows) <= most:
             return rows
         last = most - _FIRST_ROWS - 1
-        shown = sum(row.step is not None for row in (*rows[:_FIRST_ROWS], *rows[-last:]))
-        hidden = sum(row.step is None for row in (*rows[:_FIRST_ROWS], *rows[-last:]))
-        left = len(self.steps) - shown
-        text = f"… {left:,} steps are left out{' here and below' if hidden else ''}"
-        return [*rows[:_FIRST_ROWS], StepRow(0, None, text), *rows[-last:]]
+        kept = [*rows[:_FIRST_ROWS], *rows[-last:]]
+        left = len(self.steps) - sum(row.step is not None for row in kept)
+        text = f"… {left:,} steps are left out"
+        text += " here and below" if any(row.step is None for row in kept) else ""
+        return [*kept[:_FIRST_ROWS], StepRow(0, None, text), *kept[_FIRST_ROWS:]]
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as a dict that can be written as JSON."""
@@ -91,15 +108,12 @@ def folded(steps: Sequence[ThreadStep]) -> list[StepRow]:
     at = 0
     while at < len(steps):
         period, count = _iterations(keys, at)
-        if count < 4:
-            rows.append(StepRow(at + 1, steps[at]))
-            at += 1
-            continue
         end = at + period * count
-        left = period * (count - 2)
         rows += [StepRow(i + 1, steps[i]) for i in range(at, at + period)]
-        rows.append(StepRow(0, None, f"… {left:,} steps of the same lines are left out"))
-        rows += [StepRow(i + 1, steps[i]) for i in range(end - period, end)]
+        if count > 1:
+            left = f"… {period * (count - 2):,} steps of the same lines are left out"
+            last = [StepRow(i + 1, steps[i]) for i in range(end - period, end)]
+            rows += [StepRow(0, None, left), *last]
         at = end
     return rows
 
@@ -122,10 +136,205 @@ class Launcher:
 
     kernel: Kernel
     case: Case
-    run: Any  # an EmulatedRun of on_cpu
+    run: EmulatedRun
     capability: str
+
+    def launch(self, debug: bool, trace: Trace) -> tuple[Result, Checked | None]:
+        """Launch the kernel; return what the engine has found, and the result if the launch ends.
+
+        debug: whether the kernel is compiled without optimisation.
+        """
+        run, source, seen = self.run, self.kernel.source, list[Result]()
+        checks = stand_in.Checks(
+            True, engine.BUDGET, run.variant, debug, trace=trace, seen=seen.append
+        )
+        device = stand_in.device(run.order, stand_in.MULTIPROCESSORS, checks, self.capability)
+        early = stand_in.early_launches() if source.waits else nullcontext()
+        checked = None
+        with suppress(stand_in.EmulatorError), device, early:  # the problem ends the launch
+            loaded = kernels.load(str(source.path), source.name, self.kernel.defines)
+            loaded.found.module.module(debug).memory.clear()
+            checked = comparison.compare(self.kernel, self.case, guarded=False, fill=run.fill)
+        return seen[-1], checked
+
+    def element(self, name: str, index: int) -> tuple[str, int] | None:
+        """Return the parameter and the byte of an element of an output."""
+        kernel, case = self.kernel, self.case
+        output = values(kernel.operation, case.inputs, case.attrs).outputs[name]
+        parameters = zip(kernel.source.parameters, kernel.names, strict=True)
+        found = [each.name for each, argument in parameters if argument == name]
+        return (found[0], index * comparison.itemsize(output)) if found else None
 
 
 def why(launcher: Launcher, found: Finding) -> Why:
-    """Return the steps of the threads that a Finding names, or a note that says why not."""
-    return Why(note=f"There are no steps to show for a finding of kind {found.kind}.")
+    """Return the steps of the threads that a Finding names, or a note that says why not.
+
+    The steps of a kernel that is compiled without optimisation have the order of the source. If
+    the problem does not occur in it, the steps are those of the compilation that has the problem.
+    """
+    for debug in dict.fromkeys((True, launcher.run.debug)):
+        result, checked = launcher.launch(debug, Trace())
+        problems = [each for each in result.findings if _same(each, found)]
+        if problems:
+            return _up_to(launcher, debug, problems[0])
+        if checked and checked.off and not found.lines:
+            return _up_to_write(launcher, debug, *checked.off)
+    return Why(note=f"{NO_STEPS}: the problem did not occur again.")
+
+
+def _same(problem: engine.Finding, found: Finding) -> bool:
+    """Return whether an error of a launch has a line and a thread that a Finding names."""
+    named = found.threads or (str(problem.now),)
+    return problem.now.line in found.lines and str(problem.now) in named
+
+
+def _up_to(launcher: Launcher, debug: bool, problem: engine.Finding) -> Why:
+    """Return the steps of the threads of a problem. The last one is the problem."""
+    places = [problem.now, *([problem.other] if problem.other else [])]
+    threads = tuple(dict.fromkeys(each[:2] for each in places))
+    result, _ = launcher.launch(debug, Trace(threads))
+    told = _Telling(launcher.kernel, len({block for block, _ in threads}) > 1)
+    at = [i for i, step in enumerate(result.steps) if _is(step, problem)]
+    end = at[0 if problem.kind == "unwritten" else -1] + 1 if at else len(result.steps)
+    steps = [told.step(each) for each in result.steps[:end]]
+    if problem.kind in ("barrier", "mask"):
+        last = {step.thread: i for i, step in enumerate(steps)}
+        for i in last.values():
+            steps[i] = replace(steps[i], problem=True)
+    elif at:
+        event = steps[-1].event + told.problem(problem, steps)
+        steps[-1] = replace(steps[-1], event=event, problem=True)
+    else:
+        said = f"{problem.verb} {problem.text}".strip()
+        steps.append(replace(told.step(Step(problem.now, said)), problem=True))
+    return _noted(result, steps)
+
+
+def _noted(result: Result, steps: Sequence[ThreadStep], note: str = "") -> Why:
+    left = f"The first {result.left_out:,} steps are left out." if result.left_out else ""
+    return Why(tuple(steps), " ".join(filter(None, (note, left))))
+
+
+def _is(step: Step, problem: engine.Finding) -> bool:
+    """Return whether a step is the access that is a problem."""
+    return (
+        step.at[:2] == problem.now[:2]
+        and step.at.line == problem.now.line
+        and step.array == problem.array
+        and problem.verb.startswith(step.kind)
+        and step.byte <= problem.byte < step.byte + max(1, step.size)
+    )
+
+
+def _up_to_write(launcher: Launcher, debug: bool, name: str, index: int) -> Why:
+    """Return the steps of the thread that writes an element of an output, up to the last write."""
+    wrong = launcher.element(name, index)
+    writes = launcher.launch(debug, Trace(element=wrong))[0].steps if wrong else ()
+    if not writes:
+        return Why(note=f"{NO_STEPS}: no thread writes the first wrong element.")
+    result, _ = launcher.launch(debug, Trace([writes[-1].at[:2]]))
+    told = _Telling(launcher.kernel, several=False)
+    at = [i for i, step in enumerate(result.steps) if step == writes[-1]]
+    steps = [told.step(each) for each in result.steps[: at[-1] + 1]]
+    return _noted(result, [*steps[:-1], replace(steps[-1], problem=True)], _WRITER)
+
+
+@dataclass
+class _Telling:
+    """Describes steps. several: whether the threads have different blocks."""
+
+    kernel: Kernel
+    several: bool
+    sent: dict[Thread, Step] = field(default_factory=dict)  # the last exchange of a thread
+
+    def step(self, step: Step) -> ThreadStep:
+        """Describe a step."""
+        at, file = step.at, Path(step.at.file).name
+        thread = f"block {at.block}, {at}" if self.several else str(at)
+        line = at.line if at.line and file == self.kernel.source.file else None
+        said: tuple[str, tuple[tuple[str, str], ...]] = step.kind, ()
+        if step.kind in ("gathers", "receives"):
+            said = self._exchange(step), ()
+        elif step.size:
+            said = self._access(step)
+        return ThreadStep(thread, line, f"{file}:{at.line}" if at.line else "", *said)
+
+    def problem(self, problem: engine.Finding, steps: Sequence[ThreadStep]) -> str:
+        """Return a clause that says what is wrong with the last step."""
+        count = problem.size // self._dtype(problem.array, problem.now, problem.bytes).itemsize
+        return {
+            "race": _earlier(steps),
+            "read-only": _earlier(steps),
+            "out of bounds": f", outside: {problem.array} has {count:,} elements" if count else "",
+            "misaligned": f": the address must be divisible by {problem.bytes}",
+            "unwritten": ", which no thread has written",
+            "before the wait": ", before wait_for_previous()",
+        }.get(problem.kind, "")
+
+    def _dtype(self, array: str, at: engine.Where, size: int, opcode: str = "") -> np.dtype[Any]:
+        """Return the dtype of the accessed elements, of bytes if it is not known."""
+        declared_as = dtype_of(declared(self.kernel.source, array, at.line)[0], self.kernel.dtype)
+        for dtype in (declared_as, declared_as.base):
+            if dtype.itemsize and size % dtype.itemsize == 0:
+                return dtype
+        of = re.search(r"\.([fs])(16|32|64)$", opcode)
+        return np.dtype(f"{'f' if of[1] == 'f' else 'i'}{int(of[2]) // 8}" if of else f"V{size}")
+
+    def _access(self, step: Step) -> tuple[str, tuple[tuple[str, str], ...]]:
+        if not step.array:
+            return f"{step.kind} address {step.byte:#x}, outside of all arrays", ()
+        dtype = self._dtype(step.array, step.at, step.size, step.opcode)
+        names = [
+            element(self.kernel.source, step.array, byte, dtype.itemsize, step.at.line)
+            for byte in range(step.byte, step.byte + step.size, dtype.itemsize)
+        ]
+        now, old = _texts(step.value, dtype), ", ".join(_texts(step.before, dtype))
+        label = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+        known = ", ".join([*now, *["…"] * (len(now) < len(names))])
+        event = f"{step.kind} {label}"
+        if old:
+            event += f": {old} → {known}" if now else f", which holds {old}"
+        elif now:
+            event += f" = {known}"
+        return event, tuple(zip(names, [*now, *[""] * len(names)], strict=False))
+
+    def _exchange(self, step: Step) -> str:
+        type_ = re.search(r"_syncj([a-z])", step.function) if "shfl" in step.opcode else None
+        known = "?" if step.size == 1 else _SENT.get(type_[1] if type_ else "", "")
+        value = "".join(_texts(step.value, np.dtype(known or f"V{step.size or 1}")))
+        if step.kind == "gathers":
+            self.sent[step.at[:2]] = step
+            return f"waits for the lanes {step.byte:#010x}" + (f", sends {value}" if value else "")
+        sent = self.sent[step.at[:2]]
+        if sent.source < 0:
+            return f"receives {value}"
+        if not sent.byte >> sent.source & 1:
+            return f"receives no value: lane {sent.source} does not take part"
+        return f"receives {value} from lane {sent.source}"
+
+
+def _texts(data: bytes, dtype: np.dtype[Any]) -> list[str]:
+    """Return the values of the elements of which all bytes are known."""
+    whole = data[: len(data) // dtype.itemsize * dtype.itemsize]
+    return list(map(_text, np.frombuffer(whole, dtype).tolist())) if whole else []
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list):
+        return f"({', '.join(map(_text, value))})"
+    if isinstance(value, bytes):
+        return f"0x{value[::-1].hex()}"
+    return f"{value:g}" if isinstance(value, float) else str(int(value))
+
+
+def _earlier(steps: Sequence[ThreadStep]) -> str:
+    """Return a clause that names the other thread's step with which the last step races."""
+    end = steps[-1]
+    elements = {element for element, _ in end.values}
+    reads = end.event.startswith("reads")
+    for i in range(len(steps) - 2, -1, -1):
+        step = steps[i]
+        other = step.thread != end.thread and elements & {element for element, _ in step.values}
+        if other and not (reads and step.event.startswith("reads")):
+            return f": nothing orders it after step {i + 1}"
+    return ""

@@ -81,6 +81,7 @@ extern "C" __global__ void take_guesses(
     wait_for_previous();
     const int turns = turn[first];
     if (b < 0 || b >= B) {
+        __syncthreads();  // all threads have read `turn`
         if (thread == 0) turn[first] = turns + 1;
         return;
     }
@@ -94,15 +95,13 @@ extern "C" __global__ void take_guesses(
     if (thread < 32) {
         const bool there = thread < together && at >= 0;
         const int id = there ? one : -1, known = thread < K ? its_guess : -1;
+        const unsigned same = __match_any_sync(0xffffffffu, id);  // lanes with the same token
         const bool right = there && known >= 0 && id == known;
         const bool next = __shfl_down_sync(0xffffffffu, there, 1) && thread + 1 < together;
         const int goes_on = __ffs(~__ballot_sync(0xffffffffu, right && next));  // rows up to the first wrong guess
         const int count = __shfl_sync(0xffffffffu, there, 0) ? goes_on : 0;
         taken.ids[thread] = id;
-        if (thread == 0) {
-            taken.count = count, taken.before = before, taken.best = 0;
-            turn[first] = turns + 1;
-        }
+        if (thread == 0) taken.count = count, taken.before = before, taken.best = 0;
         if (thread < together) {
             int* const to = report + turns % 2 * 3 * M + m;
             to[0] = id;
@@ -110,23 +109,24 @@ extern "C" __global__ void take_guesses(
             to[2 * M] = (thread < count) * TAKEN + (there && known >= 0) * GUESSED + right * RIGHT;
         }
         if (thread < count) {
-            if (before + 1 + thread < H) own[before + 1 + thread] = id;
             if (id >= 0 && id < V) {
-                seen[(long long)b * V + id] |= 1;
+                if (thread == __ffs(same) - 1) seen[(long long)b * V + id] |= 1;
                 if (counts) atomicAdd(counts + (long long)b * V + id, 1);
             }
         }
-        if (count && thread == count - 1) {
-            position[b] = before + count;
-            step[b] += count;
-            left[b] = now_left - count;
-            token[b] = id;
-            logprob[b] = probability;
-        }
     }
-    __syncthreads();
+    __syncthreads();  // all threads have read the state of the slot
     const Tokens tokens{own, taken};
     const int count = taken.count, last = before + count;
+    if (thread == 0) turn[first] = turns + 1;
+    if (thread < count && before + 1 + thread < H) own[before + 1 + thread] = taken.ids[thread];
+    if (count && thread == count - 1) {
+        position[b] = last;
+        step[b] += count;
+        left[b] = now_left - count;
+        token[b] = taken.ids[thread];
+        logprob[b] = probability;
+    }
     if (count) {
         const int end = taken.ids[count - 1];
         unsigned found = 0;

@@ -5,6 +5,7 @@
 // it is issued and when it lands, both times as the thread that issued it. A store of the copy engine reads shared memory
 // when the thread waits for this, and writes global memory when the thread waits for that, or when its block ends.
 #pragma once
+#include "counters.h"
 #include "memory.h"
 #include "warp.h"
 
@@ -63,7 +64,7 @@ struct Copy {  // between a range of shared memory and runs of bytes elsewhere, 
     }
 
     void begin() {
-        for (const Run& run : runs) touch_run(run, to_shared ? READS : WRITES);
+        for (const Run& run : runs) touch_run(run, to_shared ? READS : WRITES), counters::count_copied(*w, *i, run.bytes);
         uint8_t* range = touch_shared(to_shared ? WRITES : READS);
         if (!to_shared) return;
         std::memset(range, 0xff, bytes);
@@ -151,8 +152,8 @@ struct AsyncBlock {
     void note(const Warp& w, const Instr& i, int lane, const char* text) const {
         Finding found;
         found.kind = "async", found.text = text;
-        found.now = {w.block.number, w.thread(lane), i.place};
-        if (block.machine.notes.empty()) block.machine.notes.push_back(found);
+        found.now = w.here(i, lane);
+        if (block.machine.notes.size() < 4) block.machine.notes.push_back(found);
     }
 };
 
@@ -164,7 +165,7 @@ inline AsyncBlock::~AsyncBlock() {
             try {
                 copy.put();
             } catch (const Finding& found) {
-                if (block.machine.notes.empty()) block.machine.notes.push_back(found);
+                if (block.machine.notes.size() < 4) block.machine.notes.push_back(found);
             }
         }
     }

@@ -65,6 +65,7 @@ struct Machine;
 using Handler = void (*)(Warp&, const Instr&, Mask active);
 
 enum Gathers { NO_LANES = -1, WHOLE_WARP = -2, LAST = -3 };  // LAST: the last operand
+enum class Counted : uint8_t { nothing, branch, shuffle, barrier, load, store, atomic, matrices, copy };  // counters.h
 enum class Control : uint8_t { none, branch, branch_index, call, ret, exit, barrier };
 
 // An opcode with its types and modifiers: "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32".
@@ -75,6 +76,7 @@ struct Form {
     Handler run = nullptr;
     Control control = Control::none;
     int gathers = NO_LANES;
+    Counted counted = Counted::nothing;
     bool stores = false;              // whether a warp as a whole stores (wmma.store, stmatrix)
     int64_t arg[4] = {};              // settings for the handler
 
@@ -106,7 +108,7 @@ struct Instr {
     int32_t count;       // number of operands
     int32_t guard = -1;  // predicate, or -1
     bool guard_not = false;
-    int32_t place = 0;   // number of the line (file and line of the .cu) in the program's table
+    int32_t place = 0;   // number of the line (file and line of the .cu) in the program's table; 0: not known
 };
 
 using Pick = Handler (*)(Form&);
@@ -160,6 +162,8 @@ enum Use : unsigned {  // how an instruction touches memory; sums of these
     READ_ONLY = 16,  // by the read-only cache (ld.global.nc)
 };
 
+struct Trace;   // trace.h
+struct Counts;  // counters.h
 struct Races;   // races.h
 struct Shadow;  // races.h: the last accesses to the cells of an array
 
@@ -202,10 +206,12 @@ struct Warp {
     Mask carry = 0;                  // of the last add.cc, sub.cc or mad.cc of each lane
     bool yields = false;             // an instruction such as nanosleep ends the turn
     std::array<std::vector<Saved>, LANES> calls;
+    std::array<uint32_t, LANES> caller{};  // pc of the last call in a line that is known
     uint32_t met = 0;                // stamp up to which all lanes know each other's accesses
 
     Warp(Machine& m, Block& b) : machine(m), block(b) {}
     int thread(int lane) const { return first + lane; }
+    inline Access here(const Instr& i, int lane) const;
     inline const uint64_t* in(const Instr& i, int k, int j = 0) const;
     inline uint64_t* out(const Instr& i, int k, int j = 0);
     Mask predicate(const Instr& i, int k) const {  // operands "%p1", "!%p1"
@@ -223,8 +229,7 @@ struct Warp {
 
 struct Barrier {
     int arrived = 0, expected = 0;   // threads; expected 0: nobody is here
-    const Instr* first = nullptr;    // the instruction of the first arrival
-    int thread = 0;                  // its thread
+    Access here;                     // of the first arrival
     int holds = 0;                   // bar.red: threads whose predicate holds
     std::vector<int> came;           // threads that have arrived, with those that do not wait
 };
@@ -282,10 +287,12 @@ struct Machine {
     int64_t executed = 0, lanes_executed = 0;
     const uint8_t* early = nullptr;  // of a launch that overlaps the previous kernel: per array, whether it may be accessed at once
     uint32_t variant = 0;        // 0 or 1: two values of %smid, %warpid, %clock, ...
+    Counts* counts = nullptr;    // of each line; null: nothing is counted
     std::deque<Array> arrays;    // number FIRST_ARRAY + n in addresses
     std::string printed;
     std::vector<Finding> notes;  // what does not end the launch: reading memory that nobody has written
     std::shared_ptr<Races> races;
+    std::unique_ptr<Trace> trace;
     std::vector<std::unique_ptr<Block>> in_flight;
     uint32_t entry = 0;                // index of the kernel's first instruction
     bool (*idle)(Machine&) = nullptr;  // called when nothing proceeds (async.h: completes copies); whether something changed
@@ -297,7 +304,7 @@ struct Machine {
     [[noreturn]] void fail(const Warp& w, const Instr& i, int lane, std::string kind, std::string text) const {
         Finding found;
         found.kind = std::move(kind), found.text = std::move(text);
-        found.now = {w.block.number, w.thread(lane), i.place};
+        found.now = w.here(i, lane);
         throw found;
     }
 };
@@ -311,6 +318,11 @@ inline const uint64_t* Warp::in(const Instr& i, int k, int j) const {
 inline uint64_t* Warp::out(const Instr& i, int k, int j) {
     const Operand& op = i.op[k];
     return rows.data() + (op.count > 1 ? machine.program->parts[op.index + j] : op.index) * LANES;
+}
+
+// Where a lane is: in a function without lines of its own, in the line that calls it.
+inline Access Warp::here(const Instr& i, int lane) const {
+    return {block.number, thread(lane), i.place ? i.place : machine.program->code[caller[lane]].place};
 }
 
 inline int Block::threads() const { return machine.block[0] * machine.block[1] * machine.block[2]; }

@@ -34,7 +34,11 @@ struct LaunchData {
     uint8_t** written;         // null: all bytes are
     const uint8_t* constant;
     const uint8_t* early;      // null: the launch does not overlap the previous kernel
+    Counts* counts;            // of each line; null: nothing is counted
     int64_t executed, lanes;   // results
+    const int64_t* traced;     // a block and a thread each; null: no trace
+    int64_t traced_count, array, byte;
+    int64_t left_out;          // result
 };
 
 struct Loaded {
@@ -58,6 +62,11 @@ void write(std::ostringstream& out, const Finding& found) {
     out << separator << found.array << separator << found.byte << separator << found.bytes << '\x1e';
 }
 
+void write(std::ostringstream& out, const Step& step) {
+    for (int64_t each : {step.at.block, step.at.thread, (int64_t)step.at.place, step.pc, (int64_t)step.array, step.byte}) out << each << '\x1f';
+    out << step.bytes << '\x1f' << step.source << '\x1f' << step.kind << '\x1f' << step.value << '\x1f' << step.before << '\x1e';
+}
+
 }  // namespace
 
 extern "C" {
@@ -68,6 +77,7 @@ Loaded* ptx_load(const ProgramData* data) {
     for (const std::string& text : lines_of(data->forms)) {
         Form& form = *p.forms.emplace_back(std::make_unique<Form>(text));
         const auto pick = pickers().find(form.name);
+        form.counted = counters::kind_of(form);
         form.run = pick == pickers().end() ? nullptr : pick->second(form);
         if (!form.run) loaded->unknown += text + "\n";
         p.compares |= form.has("cas");
@@ -105,7 +115,7 @@ const char* ptx_launch(const Loaded* loaded, LaunchData* data) {
     std::copy(data->block, data->block + 3, m.block.begin());
     std::copy(data->cluster, data->cluster + 3, m.cluster.begin());
     m.dynamic_bytes = data->shared, m.order = (Order)data->order, m.checks = data->checks, m.variant = data->variant;
-    m.budget = data->budget, m.entry = data->entry, m.early = data->early;
+    m.budget = data->budget, m.entry = data->entry, m.early = data->early, m.counts = data->counts;
     m.params.assign(data->params, data->params + data->param_bytes);
     for (int64_t k = 0; k < data->array_count; ++k) {
         Array& array = m.arrays.emplace_back();
@@ -114,6 +124,11 @@ const char* ptx_launch(const Loaded* loaded, LaunchData* data) {
         if (m.checks) array.shadow = std::make_shared<Shadow>(array.bytes / m.program->granule + 1, false, (int)k);
     }
     if (m.checks) m.races = std::make_shared<Races>(m);
+    if (data->traced) {
+        m.trace = std::make_unique<Trace>(), m.races->holds = true;
+        for (int64_t k = 0; k < data->traced_count; ++k) m.trace->threads.insert({data->traced[2 * k], data->traced[2 * k + 1]});
+        m.trace->array = (int)data->array, m.trace->byte = data->byte;
+    }
     std::ostringstream out;
     try {
         schedule::Run(m).run();
@@ -121,6 +136,11 @@ const char* ptx_launch(const Loaded* loaded, LaunchData* data) {
         write(out, found);
     }
     for (const Finding& note : m.notes) write(out, note);
+    out << '\x1d';
+    if (m.trace) {
+        for (const Step& step : m.trace->steps) write(out, step);
+        data->left_out = m.trace->left_out;
+    }
     data->executed = m.executed, data->lanes = m.lanes_executed;
     out << '\x1d' << m.printed;
     result = out.str();

@@ -151,8 +151,8 @@ __device__ __forceinline__ void multiply(const W* w, const float* scale, const f
     const auto late = [&] {
 #pragma unroll
         for (int i = 0; i < ENDS; ++i) {
-            const int n = min(start + apart + last[i].column, N - 1), m = min(input.first + last[i].r, M - 1);
-            last[i].late = end.late(m, n);
+            const int n = start + apart + last[i].column;
+            if (last[i].there && n < N) last[i].late = end.late(input.first + last[i].r, n);
         }
     };
 

@@ -140,7 +140,7 @@ __device__ __forceinline__ void multiply(const W* w, const W* up, const float* s
     wait_for_previous();
     input.bring();
 #pragma unroll
-    for (int i = 0; i < ENDS; ++i) last[i].late = end.late(last[i].m, last[i].n);
+    for (int i = 0; i < ENDS; ++i) if (last[i].there) last[i].late = end.late(last[i].m, last[i].n);
 
     Sums sums = {};
 #pragma unroll 1

@@ -124,7 +124,7 @@ struct Output {
         const Column column(start + at_, of.N);
         m = min(m_, M - 1), n = column.n, at = at_;
         there = m_ < M && column.there && !(LM_UP && at % PAIRED >= PAIRED / 2);
-        late = end.late(m, n);
+        if (there) late = end.late(m, n);
         bias = of.bias ? constant(of.bias + n) : 0.0f;
         if constexpr (End::ROTATES) partner_bias = of.bias ? constant(of.bias + end.partner(n)) : 0.0f;
     }

@@ -1,0 +1,138 @@
+"""Counters of the kernels of an operation on the engine: accesses, conflicts and other events.
+
+The numbers do not depend on a GPU. Counters with the value that Nsight Compute reads on a GPU also
+have its metric's name (`gpt2block.ptx.counters.METRICS`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gpt2block.bench import measure
+from gpt2block.cuda import kernels
+from gpt2block.emulator import emulated
+from gpt2block.emulator.stand_in import Checks, EmulatorError
+from gpt2block.errors import InputError
+from gpt2block.mine.kernel import MINE, Kernel
+from gpt2block.mine.sizes import cost, name_of_row
+from gpt2block.ops.operation import Operation, Sizes, Variant
+from gpt2block.ptx.counters import Counts, Line, total
+from gpt2block.ptx.engine import Result
+
+CAPABILITY, MULTIPROCESSORS = "90", 132  # of an NVIDIA H200
+# The fastest float32 variants there of operations whose default has the bits of another document.
+FASTEST = {
+    "attention": "online", "layernorm": "6", "matmul_bias": "registers", "to_fp8": "vectors"
+}  # fmt: skip
+MOST_COST = 0.3  # of sizes that are counted (mine.sizes.cost)
+KEPT = {"attention": "C", "trimat": "HS"}  # size that is not reduced, if it is no row's length
+
+
+@dataclass(frozen=True)
+class KernelCounts:
+    """The counters of a launch. variant: its name, or "" for a kernel that no variant names."""
+
+    variant: str
+    kernel: str
+    file: str
+    sizes: Sizes
+    lines: Mapping[Line, Counts]
+
+    @property
+    def total(self) -> Counts:
+        return total(self.lines.values())
+
+    def place(self, line: Line) -> str:
+        """Return the number of a line of the kernel's file; for a line elsewhere also its file."""
+        own = line.file.endswith(self.file)
+        return str(line.number) if own else f"{Path(line.file).name}:{line.number}"
+
+    def text(self, line: Line) -> str:
+        """Return the source of a line, or "" for a line that no file has."""
+        path = Path(line.file)
+        path = path if path.is_file() else kernels.SOURCE_DIR / self.file
+        lines = path.read_text("utf-8-sig").splitlines()
+        return lines[line.number - 1].strip() if 0 < line.number <= len(lines) else ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return a dict for JSON."""
+        named = {name: getattr(self, name) for name in ("variant", "kernel", "file", "sizes")}
+        lines = [{**line._asdict(), **counts._asdict()} for line, counts in self.lines.items()]
+        return {**named, "total": self.total._asdict(), "lines": lines}
+
+
+def count(
+    operation: Operation, variant: Variant | None, sizes: Sizes, stored: tuple[str, str]
+) -> tuple[KernelCounts, ...]:
+    """Launch a variant on the engine and return the counters of its kernels.
+
+    variant: None for the variant that the operation chooses on an NVIDIA H200. stored: (dtype,
+    layout), as `measure.check_storage` returns them. Raises InputError if the variant does not
+    support the sizes, or if the engine finds an error in it.
+    """
+    host, _ = measure.inputs_and_truth(operation, sizes, *stored)
+    chosen = {} if variant is None else measure.options_for(operation, variant)
+    results: list[Result] = []
+    checks = Checks(counters=True, seen=results.append)
+    with emulated("forward", MULTIPROCESSORS, checks, CAPABILITY):
+        arrays = tuple(map(measure.uploaded, host))  # which stay alive until the kernels have run
+        bound = operation.bind(arrays, **operation.workload.attrs, **chosen)
+        try:
+            bound.run()
+        except EmulatorError as error:
+            raise InputError(f"not counted: {error}") from error
+    found = []
+    for kernel, result in zip((each.name for each in bound.launches), results, strict=True):
+        of = next((each for each in operation.table if kernel in each.kernels), None)
+        name, file = (of.name, of.file) if of else ("", "")
+        found.append(KernelCounts(name, kernel, file, sizes, result.counts))
+    return tuple(found)
+
+
+def count_variants(
+    operation: Operation, variants: Iterable[Variant], sizes: Sizes, stored: tuple[str, str]
+) -> tuple[list[KernelCounts], list[str]]:
+    """Return the counters of variants, and a line of text for each one that cannot run."""
+    found: list[KernelCounts] = []
+    skipped: list[str] = []
+    for variant in variants:
+        try:
+            found += count(operation, variant, sizes, stored)
+        except InputError as error:
+            skipped.append(f"{variant.name}: {error}")
+    return found, skipped
+
+
+def count_own(kernel: Kernel, sizes: Sizes, stored: tuple[str, str]) -> tuple[KernelCounts, ...]:
+    """Count a user's kernel."""
+    operation = kernel.as_operation()
+    return count(operation, operation.variant(MINE), sizes, stored)
+
+
+def count_fastest(
+    operation: Operation, sizes: Sizes, stored: tuple[str, str]
+) -> tuple[KernelCounts, ...]:
+    """Count the built-in variant that is the fastest on an NVIDIA H200, or the default one."""
+    name = FASTEST.get(operation.name) if stored[0] == "float32" else None
+    try:
+        return count(operation, operation.variant(name) if name else None, sizes, stored)
+    except InputError:
+        return count(operation, None, sizes, stored)
+
+
+def reduced(operation: Operation, sizes: Sizes, stated: Collection[str]) -> Sizes:
+    """Halve sizes, B first and then the largest, until a launch is short.
+
+    The sizes that a user states, and the length of a row, keep their values.
+    """
+    found = dict(sizes)
+    kept = {*stated, KEPT.get(operation.name) or name_of_row(operation, sizes)}
+    while cost(operation, found, operation.workload.attrs) > MOST_COST:
+        free = [name for name, size in found.items() if name not in kept and size > 1]
+        if not free:
+            break
+        found[max(free, key=lambda name: (name == "B", found[name]))] //= 2
+    return found
