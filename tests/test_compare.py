@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from gpt2block import GPT2, GPT2Config, GPT2Weights, InputError, reference
 from gpt2block.bench.measure import tolerance
-from gpt2block.cli.app import app
+from gpt2block.cli.app import application
 from tests.devices import GPU, running_on
 
 CONFIG = GPT2Config(n_layer=2, n_head=1, n_embd=64, n_ctx=24, vocab_size=53)
@@ -102,7 +102,9 @@ def test_bad_ids_are_refused() -> None:
 
 def test_the_command() -> None:
     def printed(*arguments: str) -> str:
-        ran = CliRunner().invoke(app, ["compare", "O Romeo", "--device", "cpu", *arguments])
+        ran = CliRunner().invoke(
+            application(), ["compare", "O Romeo", "--device", "cpu", *arguments]
+        )
         assert ran.exit_code == 0, ran.output
         return ran.stdout
 
@@ -123,7 +125,7 @@ def test_the_command_refuses_what_does_not_fit() -> None:
         (["x" * 300], "expected at most 256 tokens, got 300"),
         (["x", "--cached"], "TEXT: expected at least two tokens for a decoding step, got 1"),
     ):
-        ran = CliRunner().invoke(app, ["compare", "--device", "cpu", *arguments])
+        ran = CliRunner().invoke(application(), ["compare", "--device", "cpu", *arguments])
         assert ran.exit_code != 0
         assert isinstance(ran.exception, InputError)
         assert message in str(ran.exception)

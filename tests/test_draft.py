@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from gpt2block import GPT2, GPT2Config, InputError, Model
-from gpt2block.cli.app import app
+from gpt2block.cli.app import application
 from gpt2block.generation import batching
 from gpt2block.generation.batching import Batch
 from gpt2block.parameters.arrays import random_model
@@ -137,6 +137,6 @@ def test_what_cannot_guess() -> None:
 )
 def test_on_the_command_line(given: list[str], message: str) -> None:
     command = ["generate", "a", "--device", "cpu", "--draft-model", "shakespeare", *given]
-    ran = CliRunner().invoke(app, command)
+    ran = CliRunner().invoke(application(), command)
     assert ran.exit_code
     assert message in " ".join(f"{ran.output}{ran.exception}".split())

@@ -35,7 +35,7 @@ from gpt2block.architectures.nanochat import NanoChatConfig
 from gpt2block.architectures.olmo2 import Olmo2Config
 from gpt2block.architectures.qwen3 import Qwen3Config
 from gpt2block.checkpoints import Checkpoint
-from gpt2block.cli.app import app
+from gpt2block.cli.app import application
 from gpt2block.config.llama import LlamaConfig
 from gpt2block.cuda import kernels
 from gpt2block.explain import Page, collect, grids
@@ -453,7 +453,7 @@ def test_logits_that_are_not_finite_are_refused() -> None:
 
 
 def run(*arguments: str) -> Any:
-    return CliRunner().invoke(app, ["explain", "--device", "cpu", *arguments])
+    return CliRunner().invoke(application(), ["explain", "--device", "cpu", *arguments])
 
 
 def test_the_command_writes_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

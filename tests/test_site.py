@@ -23,6 +23,7 @@ from typing import Any
 
 import charts
 import excerpts
+import instruction_table
 import pictures
 import pytest
 
@@ -443,6 +444,11 @@ def test_the_terms_of_the_glossary_are_sorted() -> None:
     assert all(terms)
     names = [term[1].lower() for term in terms if term]
     assert names == sorted(set(names))
+
+
+def test_the_emulator_lists_the_instructions_of_the_engine() -> None:
+    text = (DOCS / "emulator.md").read_text("utf-8")
+    assert instruction_table.written(text) == text, "run python tools/instruction_table.py"
 
 
 # Pictures

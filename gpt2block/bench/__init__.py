@@ -8,24 +8,37 @@ returns a `Report`. The works are blocks, matrix products and attention (`works`
 libraries, as the scripts in the repository's folder `benchmarks/` do.
 """
 
-from gpt2block.bench.ceilings import Ceilings
-from gpt2block.bench.document import BlockTime, block_against_document
-from gpt2block.bench.report import BenchRow, Report, run
-from gpt2block.bench.token_works import model_works
-from gpt2block.bench.variants import Measurement, measure_variants
-from gpt2block.bench.works import KINDS, Work, chosen_works
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gpt2block.bench.ceilings import Ceilings
+    from gpt2block.bench.document import BlockTime, block_against_document
+    from gpt2block.bench.report import BenchRow, Report, run
+    from gpt2block.bench.token_works import model_works
+    from gpt2block.bench.variants import Measurement, measure_variants
+    from gpt2block.bench.works import KINDS, Work, chosen_works
 
 __all__ = [
-    "KINDS",
-    "BenchRow",
-    "BlockTime",
-    "Ceilings",
-    "Measurement",
-    "Report",
-    "Work",
-    "block_against_document",
-    "chosen_works",
-    "measure_variants",
-    "model_works",
-    "run",
-]
+    "KINDS", "BenchRow", "BlockTime", "Ceilings", "Measurement", "Report", "Work",
+    "block_against_document", "chosen_works", "measure_variants", "model_works", "run",
+]  # fmt: skip
+_NAMES = {
+    "ceilings": "Ceilings",
+    "document": "BlockTime block_against_document",
+    "report": "BenchRow Report run",
+    "token_works": "model_works",
+    "variants": "Measurement measure_variants",
+    "works": "KINDS Work chosen_works",
+}
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
+
+
+if not TYPE_CHECKING:  # lazy: checks of a kernel import `measure`, but no models
+
+    def __getattr__(name: str) -> Any:
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

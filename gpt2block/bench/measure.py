@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block import doctor, reference
-from gpt2block.block import resolve_device
 from gpt2block.checks import meant
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import mapped
@@ -34,6 +33,8 @@ def gpu_index(device: str | None) -> int:
             "--device cpu` to run kernels in the emulator, which measures no speed"
         )
     doctor.require_cuda("the bench")
+    from gpt2block.block import resolve_device  # noqa: PLC0415  (slow to import)
+
     index = resolve_device(device)
     assert index is not None  # only the device "cpu" has no index
     return index

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, nan
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gpt2block.cuda import timing
+from gpt2block.cuda import overlap, timing
+from gpt2block.cuda.arrays import Bound
 from gpt2block.errors import InputError, KernelError
+
+if TYPE_CHECKING:
+    from gpt2block.run.recording import Recording
 
 REFUSALS = (InputError, KernelError, MemoryError)  # errors of a variant that cannot run
 REPLAY_MS = 3.0  # ms of a graph's replay: long enough to make the graph's launch time negligible
@@ -114,3 +118,34 @@ def rounds_for(once_ms: float, copies: int) -> int:
 def first_line(error: BaseException) -> str:
     """Return the first line of an exception's message, or the name of its type."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def bind_copies(
+    bind: Callable[..., Bound], inputs: Sequence[tuple[Any, ...]], outs: list[Any]
+) -> list[Bound]:
+    """Return `bind(arrays, out)` for each copy of the inputs and the entry of `outs` for this copy.
+
+    outs: initially None for each copy, and replaced by the outputs, so that the variants of an
+    operation share one output for each copy.
+    """
+    bound = [bind(arrays, out) for arrays, out in zip(inputs, outs, strict=True)]
+    outs[:] = [each.out for each in bound]
+    return bound
+
+
+def capture_bound(
+    bound: Sequence[Bound | Recording],
+    rounds: int,
+    overlapping: bool = False,
+    outs: Sequence[Any] = (),
+) -> Captured:
+    """Capture all launches in one graph. Only the first and last of `outs` will be checked.
+
+    outs: outputs of the graph; by default the outputs of `bound`. overlapping: every kernel waits
+    for the previous kernel itself, so that launches may overlap.
+    """
+    launches = [launch for each in bound for launch in each.launches]
+    if overlapping:
+        launches = [overlap.overlapped(launch) for launch in launches]
+    ends = first_and_last(outs or [each.out for each in bound])
+    return Captured(timing.captured(launches * rounds), ends, bound)

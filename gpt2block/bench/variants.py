@@ -10,8 +10,7 @@ from typing import Any
 from gpt2block import doctor, ops
 from gpt2block.bench import measure
 from gpt2block.bench.ceilings import Ceilings
-from gpt2block.bench.race import Contender, race
-from gpt2block.bench.works import bind_copies, capture_bound
+from gpt2block.bench.race import Contender, bind_copies, capture_bound, race
 from gpt2block.cuda import timing
 from gpt2block.errors import InputError
 from gpt2block.ops.registry import Operation, Variant

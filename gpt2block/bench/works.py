@@ -26,13 +26,13 @@ from gpt2block.bench.race import (
     Captured,
     Contender,
     Replay,
-    first_and_last,
+    bind_copies,
+    capture_bound,
     refuse,
 )
 from gpt2block.block import Block
 from gpt2block.checks import check_choice
-from gpt2block.cuda import cupy, overlap, timing
-from gpt2block.cuda.arrays import Bound
+from gpt2block.cuda import cupy, timing
 from gpt2block.errors import InputError, KernelError
 from gpt2block.ops.registry import OPERATIONS
 from gpt2block.parameters.gpt2 import BlockWeights
@@ -323,37 +323,6 @@ def _block_truth(T: int, causal: bool, dtype: str) -> NDArray[Any]:
 def _attention_truth(T: int, causal: bool, dtype: str) -> NDArray[Any]:
     qkv = widened(_sequences(T, 3 * C, dtype))
     return reference.attention(qkv, NH, causal).reshape(-1, C)
-
-
-def bind_copies(
-    bind: Callable[..., Bound], inputs: Sequence[tuple[Any, ...]], outs: list[Any]
-) -> list[Bound]:
-    """Return `bind(arrays, out)` for each copy of the inputs and the entry of `outs` for this copy.
-
-    outs: initially None for each copy, and replaced by the outputs, so that the variants of an
-    operation share one output for each copy.
-    """
-    bound = [bind(arrays, out) for arrays, out in zip(inputs, outs, strict=True)]
-    outs[:] = [each.out for each in bound]
-    return bound
-
-
-def capture_bound(
-    bound: Sequence[Bound | Recording],
-    rounds: int,
-    overlapping: bool = False,
-    outs: Sequence[Any] = (),
-) -> Captured:
-    """Capture all launches in one graph. Only the first and last of `outs` will be checked.
-
-    outs: outputs of the graph; by default the outputs of `bound`. overlapping: every kernel waits
-    for the previous kernel itself, so that launches may overlap.
-    """
-    launches = [launch for each in bound for launch in each.launches]
-    if overlapping:
-        launches = [overlap.overlapped(launch) for launch in launches]
-    ends = first_and_last(outs or [each.out for each in bound])
-    return Captured(timing.captured(launches * rounds), ends, bound)
 
 
 def _variants(

@@ -1,7 +1,7 @@
 """Entry point of the command line: standard streams, exit codes and one-line error messages.
 
-The commands are defined in `gpt2block.cli.app`. Only `main` imports it: the import takes a third
-of a second, and Ctrl-C must not print a traceback during it.
+The commands are defined in `gpt2block.cli.app`. Only `main` imports it: the import takes a fifth
+of a second or more, and Ctrl-C must not print a traceback during it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gpt2block.cli.interrupts import (
 
 TYPE_CHECKING = False  # type checkers assume True; importing `typing` would be slow
 if TYPE_CHECKING:
-    from types import ModuleType
+    from collections.abc import Callable
     from typing import Any, NoReturn, TextIO
 
 
@@ -85,7 +85,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 
 
 def _run(arguments: list[str]) -> int:
-    """Run a command and return its exit code. Expected errors become one line on stderr."""
+    """Run a command and return its exit code. Expected errors become lines on stderr."""
     from gpt2block.cli.threads import set_threads  # noqa: PLC0415
     from gpt2block.errors import (  # noqa: PLC0415
         CheckpointError,
@@ -97,26 +97,30 @@ def _run(arguments: list[str]) -> int:
 
     try:
         set_threads(arguments)
-        return int(_import_commands().run(arguments))
+        return _import_commands(arguments)(arguments)
     except MemoryError as error:  # CuPy's OutOfMemoryError is a subclass
-        line = f"not enough memory: {error}"
-    except (CheckpointError, DeviceError, InputError, KernelError, OSError) as error:
-        line = str(error)
-    print(f"error: {printable(line)}", file=sys.stderr)
+        said = printable(f"not enough memory: {error}")
+    except (CheckpointError, DeviceError, InputError) as error:
+        said = str(error)
+    except (KernelError, OSError) as error:
+        said = printable(str(error))
+    print(f"error: {said}", file=sys.stderr)
     return WRONG
 
 
-def _import_commands() -> ModuleType:
-    """Import the commands. Afterwards, Ctrl-C raises KeyboardInterrupt instead of exiting.
+def _import_commands(arguments: list[str]) -> Callable[[list[str]], int]:
+    """Import the command to run; return a function that runs command lines of this command.
 
-    During the import Ctrl-C ends the process at once, because extension modules turn a
-    KeyboardInterrupt into other exceptions.
+    Afterwards, Ctrl-C raises KeyboardInterrupt instead of exiting. During the import Ctrl-C ends
+    the process at once, because extension modules turn a KeyboardInterrupt into other exceptions.
     """
     try:
-        from gpt2block.cli import app as cli_app  # noqa: PLC0415
+        from gpt2block.cli import app  # noqa: PLC0415
+
+        application = app.application(*arguments[:1])
     finally:
         raise_on_interrupt()
-    return cli_app
+    return lambda words: app.run(application, words)
 
 
 def _set_up_streams() -> None:

@@ -5,60 +5,72 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
 import typer
 
-from gpt2block import doctor
-from gpt2block.cli import map as cli_map
-from gpt2block.cli.bench_command import bench
-from gpt2block.cli.block import block
-from gpt2block.cli.chat import chat
-from gpt2block.cli.check import check
 from gpt2block.cli.codes import INTERRUPTED, WRONG
-from gpt2block.cli.compare import compare
-from gpt2block.cli.convert import convert
-from gpt2block.cli.explain import explain
-from gpt2block.cli.generate import generate
-from gpt2block.cli.info import info
-from gpt2block.cli.judge import judge
-from gpt2block.cli.kernels_command import kernels
 from gpt2block.cli.options import add_command
-from gpt2block.cli.profile import profile
-from gpt2block.cli.score import score
-from gpt2block.cli.serve import serve
-from gpt2block.config.formats import refuse_removed
 from gpt2block.errors import INSTEAD, InputError
 
 _UsageError: Any = typer.BadParameter.__base__  # UsageError of Click, or of Typer's copy of Click
 
-app = typer.Typer(
-    no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
-    pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
-    help="GPT-2, Llama, Qwen, Gemma and others on readable CUDA kernels, each compared with a "
-    "NumPy reference.",
-)
-add_command(app, generate, "generate 'To be, or not to be' --seed 7")
-add_command(app, chat, "chat --system 'You answer in one sentence.'")
-add_command(app, serve, "serve --model smollm2 --port 8000")
-add_command(app, score, "score LICENSE --stride 64")
-add_command(app, explain, "explain 'To be, or not to be' -o page.html")
-add_command(app, compare, "compare 'To be, or not to be' --dtype bfloat16")
-add_command(app, profile, "profile generate --rows 8 --dtype bfloat16 -o trace.json")
-add_command(app, kernels, "kernels layernorm --mine my.cu")
-add_command(app, judge, "judge homework --csv verdicts.csv")
-add_command(app, block, "block --text 'To be, or not to be' --layer 2")
-add_command(app, bench, "bench --what gemm --plot roofline.png")
-add_command(app, info, "info shakespeare --json")
-add_command(app, convert, "convert out/ckpt.pt my-model --dtype bfloat16")
-add_command(app, check, "check --json")
-app.add_typer(cli_map.app, name="map")
+MODULES = {"kernels": "kernels_command", "bench": "bench_command"}  # else named as the command
+EXAMPLES = {  # command → its example, in the order of the help
+    "generate": "generate 'To be, or not to be' --seed 7",
+    "chat": "chat --system 'You answer in one sentence.'",
+    "serve": "serve --model smollm2 --port 8000",
+    "score": "score LICENSE --stride 64",
+    "explain": "explain 'To be, or not to be' -o page.html",
+    "compare": "compare 'To be, or not to be' --dtype bfloat16",
+    "profile": "profile generate --rows 8 --dtype bfloat16 -o trace.json",
+    "kernels": "kernels layernorm --mine my.cu",
+    "judge": "judge homework --csv verdicts.csv",
+    "block": "block --text 'To be, or not to be' --layer 2",
+    "bench": "bench --what gemm --plot roofline.png",
+    "info": "info shakespeare --json",
+    "convert": "convert out/ckpt.pt my-model --dtype bfloat16",
+    "check": "check --json",
+    "map": "",  # a group, whose commands have examples
+}
+
+
+def application(first: str = "") -> typer.Typer:
+    """Return the application. first: first word of the command line.
+
+    If `first` is a command, the application has only this command: importing the modules of all
+    commands takes longer than most commands.
+    """
+    app = typer.Typer(
+        no_args_is_help=True,
+        context_settings={"help_option_names": ["-h", "--help"]},
+        pretty_exceptions_enable=False,
+        rich_markup_mode="rich",
+        help="GPT-2, Llama, Qwen, Gemma and others on readable CUDA kernels, each compared with a "
+        "NumPy reference.",
+    )
+    app.callback()(_gpt2block)
+    for name in _commands(first):
+        module = import_module(f"gpt2block.cli.{MODULES.get(name, name)}")
+        if name == "map":
+            app.add_typer(module.app, name=name)
+        else:
+            add_command(app, getattr(module, name), EXAMPLES[name])
+    return app
+
+
+def _commands(first: str) -> Sequence[str]:
+    if first == "--version":
+        return ()
+    return (first,) if first in EXAMPLES else tuple(EXAMPLES)
 
 
 def _print_version(wanted: bool) -> None:
     if wanted:
+        from gpt2block import doctor  # noqa: PLC0415  (slow to import)
+
         print(f"gpt2block {doctor.version()}")
         raise typer.Exit
 
@@ -68,12 +80,11 @@ VERSION: Any = typer.Option(
 )
 
 
-@app.callback()
 def _gpt2block(version: bool = VERSION) -> None:
     pass
 
 
-def run(arguments: list[str]) -> int:
+def run(app: typer.Typer, arguments: list[str]) -> int:
     """Run one command line and return its exit code. Raises InputError for usage errors."""
     try:
         command = typer.main.get_command(app)
@@ -85,6 +96,8 @@ def run(arguments: list[str]) -> int:
         if type(error).__name__ == "NoArgsIsHelpError":  # message: the help text or ""
             print(message, end="")
             return WRONG
+        from gpt2block.config.formats import refuse_removed  # noqa: PLC0415  (slow to import)
+
         refuse_removed([getattr(error, "option_name", "").lstrip("-")], "--")
         more = f" (see {context.command_path} --help)" if context else ""
         raise InputError(f"{message.rstrip('.')}{_advice(message)}{more}") from None

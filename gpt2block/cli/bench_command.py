@@ -14,9 +14,8 @@ from gpt2block.cli.model import (
     device_of,
     device_option,
     gpus_option,
-    json_option,
 )
-from gpt2block.cli.options import option, path_option
+from gpt2block.cli.options import json_option, option, path_option
 from gpt2block.errors import InputError
 
 if TYPE_CHECKING:

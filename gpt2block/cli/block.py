@@ -14,8 +14,8 @@ from gpt2block.checkpoints import BUNDLED, Checkpoint
 from gpt2block.checks import FLOATS, check_choice
 from gpt2block.cli import complete
 from gpt2block.cli.display import console, new_table, print_json, print_table, shown, tracked
-from gpt2block.cli.model import device_option, json_option, note_on_cpu, revision_option
-from gpt2block.cli.options import option
+from gpt2block.cli.model import device_option, note_on_cpu, revision_option
+from gpt2block.cli.options import json_option, option
 from gpt2block.errors import InputError
 from gpt2block.inspect.compare import Comparison, errors
 from gpt2block.inspect.lens import most_likely

@@ -10,15 +10,15 @@ from rich.table import Table
 from gpt2block import doctor, emulator
 from gpt2block.cli.codes import FAILED
 from gpt2block.cli.display import console, print_json, shown
-from gpt2block.cli.model import json_option
+from gpt2block.cli.options import json_option
 
 
 def check(as_json: bool = json_option()) -> None:
     """Check Python, CuPy, driver, device and compilers; print the command that fixes each problem.
 
     A note marks a part that works but should be changed. The last line says what runs here: NumPy,
-    the emulator, which needs g++, and kernels on a GPU. The exit code is 0 if kernels can run on a
-    GPU of this machine, else 1.
+    the emulator, which needs NVRTC and g++, and kernels on a GPU. The exit code is 0 if kernels can
+    run on a GPU of this machine, else 1.
     """
     of_gpu, of_emulator = doctor.examine(), emulator.check()
     numpy = all(found.ok for found in of_gpu if found.name in ("Python", "NumPy"))

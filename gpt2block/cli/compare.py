@@ -10,8 +10,8 @@ from typing import Any
 from rich.console import Console
 
 from gpt2block.cli.display import console, new_table, print_json, print_table, shown
-from gpt2block.cli.model import ModelOptions, json_option, load_model, model_facts
-from gpt2block.cli.options import argument, option
+from gpt2block.cli.model import ModelOptions, load_model, model_facts
+from gpt2block.cli.options import argument, json_option, option
 from gpt2block.errors import InputError
 from gpt2block.inspect.compare import Comparison
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import typer
 
-from gpt2block.checkpoints import BUNDLED_NAMES
-from gpt2block.checkpoints.locating import SMOLLM2
 from gpt2block.config import SIZES
 from gpt2block.config.formats import DTYPES, FILE
-from gpt2block.ops.operation import Operation
-from gpt2block.ops.registry import OPERATIONS
+
+if TYPE_CHECKING:
+    from gpt2block.ops.operation import Operation
 
 Completion = Callable[[str], list[str]]
 
@@ -25,12 +25,25 @@ def one_of(*names: str) -> Completion:
     return matching
 
 
-models = one_of(*BUNDLED_NAMES, SMOLLM2, *SIZES)
 sizes = one_of(*SIZES)
 dtypes = one_of(*DTYPES)
 weight_dtypes = one_of(*DTYPES, FILE)
 devices = one_of("cpu", "cuda")
-operations = one_of(*OPERATIONS)
+
+
+def models(incomplete: str) -> list[str]:
+    """Complete the name of a model that is bundled, installed or on the hub."""
+    from gpt2block.checkpoints import BUNDLED_NAMES  # noqa: PLC0415  (slow to import)
+    from gpt2block.checkpoints.locating import SMOLLM2  # noqa: PLC0415
+
+    return one_of(*BUNDLED_NAMES, SMOLLM2, *SIZES)(incomplete)
+
+
+def operations(incomplete: str) -> list[str]:
+    """Complete the name of an operation."""
+    from gpt2block.ops.registry import OPERATIONS  # noqa: PLC0415  (slow to import)
+
+    return one_of(*OPERATIONS)(incomplete)
 
 
 def variants(context: typer.Context, incomplete: str) -> list[str]:
@@ -48,6 +61,8 @@ def solutions(context: typer.Context, incomplete: str) -> list[str]:
 
 
 def _operation(context: typer.Context) -> Operation | None:
+    from gpt2block.ops.registry import OPERATIONS  # noqa: PLC0415  (slow to import)
+
     # While an option without a value is completed, Typer puts the operation's name in `args`.
     words = (str(context.params.get("operation")), *context.args)
     return next((OPERATIONS[word] for word in words if word in OPERATIONS), None)

@@ -24,13 +24,12 @@ from gpt2block.cli.model import (
     ModelOptions,
     TextOptions,
     draft_option,
-    json_option,
     load_draft,
     load_model,
     model_facts,
     special_option,
 )
-from gpt2block.cli.options import argument, option
+from gpt2block.cli.options import argument, json_option, option
 from gpt2block.cli.texts import read_text
 from gpt2block.cli.writer import Writer
 from gpt2block.errors import InputError

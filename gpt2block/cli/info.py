@@ -23,8 +23,8 @@ from gpt2block.cli.display import (
     print_table,
     shown,
 )
-from gpt2block.cli.model import json_option, model_option, revision_option
-from gpt2block.cli.options import argument, option, option_of
+from gpt2block.cli.model import model_option, revision_option
+from gpt2block.cli.options import argument, json_option, option, option_of
 from gpt2block.config.formats import (
     CACHE_WITH_FP8,
     FILE,

@@ -15,8 +15,7 @@ from rich.markup import escape
 from gpt2block.cli import complete
 from gpt2block.cli.codes import FAILED
 from gpt2block.cli.display import console, new_table, print_json, print_table, progress_bar, shown
-from gpt2block.cli.model import json_option
-from gpt2block.cli.options import argument, option, path_of, path_option
+from gpt2block.cli.options import argument, json_option, option, path_of, path_option
 from gpt2block.errors import InputError
 from gpt2block.files import check_file, write_file
 
@@ -36,7 +35,7 @@ def judge(
         complete=complete.operations,
     ),
     device: str | None = option(
-        "cuda, or cpu: an emulator, which needs g++. By default the GPU if there is one.",
+        "cuda, or cpu: an emulator. By default the GPU if there is one.",
         complete=complete.devices,
     ),
     jobs: int | None = option("Processes; by default the number of cores.", min=1),

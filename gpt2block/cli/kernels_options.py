@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpt2block.cli import complete
-from gpt2block.cli.model import json_option
-from gpt2block.cli.options import argument, option, path_option
+from gpt2block.cli.options import argument, json_option, option, path_option
 
 OWN = "Your own kernel"
 
@@ -30,8 +29,8 @@ class KernelsOptions:
     )
     layout: str | None = option("Memory layout of the weights: KN or NK.")
     device: str | None = option(
-        "cuda, or cpu: an emulator, which needs g++ and checks results at small sizes. By default "
-        "the GPU if there is one.",
+        "cuda, or cpu: an emulator, which checks results at small sizes. By default the GPU if "
+        "there is one.",
         complete=complete.devices,
     )
     source: str | None = option(
@@ -52,8 +51,7 @@ class OwnOptions:
     """Options for a user's own kernel, which the help shows in a separate panel."""
 
     mine: Path | None = path_option(
-        "Check a kernel of your own; on a GPU, time it together with the variants. Host code of "
-        "the file runs with your rights: run only files that you have read.",
+        "Check a kernel of your own; on a GPU, time it together with the variants.",
         metavar="FILE.cu",
         rich_help_panel=OWN,
     )

@@ -12,7 +12,6 @@ import typer
 
 from gpt2block import doctor, emulator
 from gpt2block.bench import ceilings, measure
-from gpt2block.bench.plots import check_file
 from gpt2block.bench.variants import CEILINGS, measure_variants
 from gpt2block.cli.codes import WRONG as NO_VERDICT
 from gpt2block.cli.counters import print_lines, print_totals
@@ -46,7 +45,6 @@ from gpt2block.mine.source import read
 from gpt2block.mine.templates import template as template_of
 from gpt2block.mine.verdict import Verdict
 from gpt2block.mine.why import EMULATOR_ONLY
-from gpt2block.mine.why_page import WhyPage
 from gpt2block.ops.operation import Attrs, Operation, Sizes, Variant
 from gpt2block.ops.registry import all_sizes, find, parse_sizes, stated_sizes
 
@@ -104,6 +102,8 @@ def run(options: KernelsOptions, own: OwnOptions) -> bool:
     variants = found.variants if options.variant is None else (found.variant(options.variant),)
     stored = measure.check_storage(found, options.dtype, options.layout)
     if options.plot is not None:
+        from gpt2block.bench.plots import check_file  # noqa: PLC0415  (slow to import)
+
         check_all(partial(check_file, options.plot), later=partial(doctor.require_cuda, "the GPU"))
     user = None
     if own.mine is not None:
@@ -300,6 +300,8 @@ def _counted(request: Request, found: Verdict) -> list[KernelCounts]:
 def _show_own(request: Request, found: Verdict) -> bool:
     """Print the verdict. Raise an exception, for exit code 2, if the kernel was not judged."""
     if request.why_page is not None and found.why is not None:
+        from gpt2block.mine.why_page import WhyPage  # noqa: PLC0415  (slow to import)
+
         WhyPage(found).save(request.why_page)
     if request.options.as_json:
         counted = {"counters": counters_report(_counted(request, found))}

@@ -9,7 +9,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.syntax import Syntax
 
 from gpt2block.bench import Measurement
 from gpt2block.cli.display import new_table, print_table, printable_lines
@@ -183,6 +182,8 @@ def print_source(out: Console, operation: Operation, variant: Variant) -> None:
     if not sys.stdout.isatty():
         print("\n\n".join(text.strip("\n") for _, text in parts))
         return
+    from rich.syntax import Syntax  # noqa: PLC0415  (slow to import)
+
     out.print(f"[bold]{operation.name} {variant.name}[/]: {escape(variant.idea)}")
     out.print(f"kernels_cu/{escape(variant.file)}\n")
     for i, (start, text) in enumerate(parts):

@@ -53,7 +53,6 @@ draft_option = partial(
     "A smaller model with the same tokens that guesses for --speculate, named as for --model.",
     complete=complete.models,
 )
-json_option = partial(option, "Print JSON.", False, "--json")
 chat_template_option = partial(
     option,
     'Variables that the chat template reads, as a JSON object such as {"enable_thinking": false}.',

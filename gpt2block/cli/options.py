@@ -21,6 +21,7 @@ import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import Field, field, fields, is_dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -53,6 +54,9 @@ def argument(text: str, default: Any = None, complete: Any = None, **settings: A
 def path_option(text: str, default: Any = None, *names: str, **settings: Any) -> Any:
     """Declare a field or parameter as an option with a path; `~` is the home directory."""
     return option(text, default, *names, **{"parser": path_of, "metavar": "PATH"} | settings)
+
+
+json_option = partial(option, "Print JSON.", False, "--json")
 
 
 def json_object(text: str) -> dict[str, Any]:
@@ -101,7 +105,7 @@ def add_command(app: typer.Typer, function: Callable[..., None], example: str) -
                 values[name] = _made(group, values)
             function(**values)
         except PrintableError as error:
-            raise type(error)(error.message(_spelling(infos, given))) from error
+            raise type(error)(*error.texts(_spelling(infos, given))) from error
 
     run.__annotations__ = types  # Typer reads the annotations with the signature
     run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]

@@ -25,12 +25,11 @@ from gpt2block.cli.display import (
 from gpt2block.cli.model import (
     ModelOptions,
     device_option,
-    json_option,
     load_model,
     model_option,
     revision_option,
 )
-from gpt2block.cli.options import argument, option, path_option
+from gpt2block.cli.options import argument, json_option, option, path_option
 from gpt2block.config.formats import BY_DEFAULT, FormatOptions
 from gpt2block.errors import InputError
 from gpt2block.files import check_file, write_file

@@ -13,13 +13,12 @@ from rich.text import Text
 from gpt2block.cli.display import print_facts, print_json, printable_lines, progress_bar
 from gpt2block.cli.model import (
     ModelOptions,
-    json_option,
     load_model,
     model_facts,
     special_option,
     stride_option,
 )
-from gpt2block.cli.options import argument, option
+from gpt2block.cli.options import argument, json_option, option
 from gpt2block.cli.texts import read_text, regular_file
 from gpt2block.errors import InputError
 

@@ -32,6 +32,10 @@ _KERNEL = re.compile(
     r'(?P<own>extern\s+"C"\s+)?__global__\s+(?:__\w+__\([^)]*\)\s*)*void\s+'
     r"(?:__\w+__\([^)]*\)\s*)*(?P<name>\w+)\s*\((?P<parameters>[^)]*)\)"
 )
+_ALIAS = re.compile(
+    r"\btypedef\s+(?P<old>[\w:][\w:\s*]*?)\s*\b(?P<new>\w+)\s*;|"
+    r"\busing\s+(?P<name>\w+)\s*=\s*(?P<type>[\w:][\w:\s*]*?)\s*;"
+)
 _C_BLOCK = re.compile(r'extern\s+"C"\s*(?={)')
 _ARCHITECTURE = re.compile(r"^// architecture: (sm_\w+)$", re.MULTILINE)
 _IDEA = re.compile(
@@ -45,8 +49,8 @@ _CLOSING = re.compile(rf"{_LITERAL}|{_DIRECTIVE}|[{{}};]", re.DOTALL | re.MULTIL
 # Headers whose #include is removed: prelude.cuh has the declarations, or no compiler needs them.
 _HOST_HEADER = re.compile(
     r"^[ \t]*#[ \t]*include[ \t]*<(?:(?:assert|float|limits|math|stddef|stdint|stdio|stdlib|string|"
-    r"cuda|cuda_runtime_api|device_launch_parameters)\.h|c(?:assert|float|limits|math|stddef|stdint|"
-    r"stdio|stdlib|string)|algorithm|utility)>",
+    r"cuda|cuda_runtime(?:_api)?|device_launch_parameters)\.h|c(?:assert|float|limits|math|stddef|"
+    r"stdint|stdio|stdlib|string)|algorithm|utility)>",
     re.MULTILINE,
 )
 _ALL_OF_CUB = re.compile(r"^([ \t]*#[ \t]*include[ \t]*)<cub/cub\.cuh>", re.MULTILINE)
@@ -144,23 +148,28 @@ def signatures(file: str) -> dict[str, Signature]:
     return parse(read_source(file), file)
 
 
-def parse(text: str, file: str) -> dict[str, Signature]:
-    """Return {kernel name: signature} from the text of a source."""
+def parse(text: str, file: str, any_linkage: bool = False) -> dict[str, Signature]:
+    """Return {kernel name: signature} from the text of a source. any_linkage: see `_prototypes`."""
+    plain = without_comments(text)
+    aliases = {a["new"] or a["name"]: a["old"] or a["type"] for a in _ALIAS.finditer(plain)}
     return {
-        each["name"]: Signature(file, each["name"], _parameters(each["parameters"]))
-        for each in _prototypes(without_comments(text))
+        each["name"]: Signature(file, each["name"], _parameters(each["parameters"], aliases))
+        for each in _prototypes(plain, any_linkage)
     }
 
 
-def _prototypes(plain: str) -> list[re.Match[str]]:
-    """Find prototypes of kernels with C linkage: `extern "C"` precedes the kernel or its block."""
+def _prototypes(plain: str, any_linkage: bool = False) -> list[re.Match[str]]:
+    """Find prototypes of kernels with C linkage: `extern "C"` precedes the kernel or its block.
+
+    any_linkage: find the prototypes of all kernels.
+    """
     blocks = [
         range(each.start(), _end(plain, each, len(plain))) for each in _C_BLOCK.finditer(plain)
     ]
     return [
         found
         for found in _KERNEL.finditer(plain)
-        if found["own"] or any(found.start() in block for block in blocks)
+        if any_linkage or found["own"] or any(found.start() in block for block in blocks)
     ]
 
 
@@ -240,16 +249,21 @@ def _end(plain: str, start: re.Match[str], unclosed: int) -> int:
     return unclosed
 
 
-def _parameters(text: str) -> tuple[Parameter, ...]:
-    return tuple(map(_parameter, filter(str.strip, text.split(","))))
+def _parameters(text: str, aliases: Mapping[str, str]) -> tuple[Parameter, ...]:
+    return tuple(_parameter(each, aliases) for each in text.split(",") if each.strip())
 
 
-def _parameter(text: str) -> Parameter:
+def _parameter(text: str, aliases: Mapping[str, str]) -> Parameter:
+    """Parse a parameter. aliases: {name: type}; the type of an alias may be another alias."""
     declared, arrays = re.subn(r"\[[^]]*\]", "", text.partition("=")[0])
+    left, before = dict(aliases), ""
+    while declared != before:
+        before = declared
+        declared = re.sub(r"\w+(?=\W+\w)", lambda word: left.pop(word[0], word[0]), before)
     spaced = declared.replace("*", "* ")
     words = re.sub(r"\bconst\b|\b__restrict(__)?\b|__grid_constant__", " ", spaced).split()
     ctype = " ".join(words[:-1]).replace(" *", "*") + "*" * arrays  # x[] declares a pointer
-    const = bool(re.search(r"\bconst\b", text))
+    const = bool(re.search(r"\bconst\b", declared))
     return Parameter(ctype, words[-1], const, restrict="__restrict" in text)
 
 

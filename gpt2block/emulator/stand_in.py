@@ -239,16 +239,17 @@ class Checks(NamedTuple):
     out of bounds are always errors. budget: number of instructions of warps after which a launch
     counts as endless. variant: 0 or 1, for values on which no result may depend, such as the number
     of the multiprocessor. debug: whether to compile without optimisation (-G), so that no access is
-    removed. counters: whether to count accesses and other events of each line. seen: receives the
-    result of each launch.
+    removed. seen: receives the result of each launch. counters: whether to count accesses and other
+    events of each line. trace: the threads whose steps are recorded.
     """
 
     errors: bool = False
     budget: int = BUDGET
     variant: int = 0
     debug: bool = False
-    counters: bool = False
     seen: Callable[[engine.Result], None] = lambda _: None
+    counters: bool = False
+    trace: engine.Trace | None = None
 
 
 USUAL, CHECKED = Checks(), Checks(errors=True, budget=engine.BUDGET)
@@ -334,6 +335,7 @@ class EmulatedFunction:
             early=None if early is None else of_inputs,
             budget=checks.budget,
             variant=checks.variant,
+            trace=checks.trace,
             counters=checks.counters,
         )
         checks.seen(result)

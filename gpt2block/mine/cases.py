@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, is_dataclass, replace
 from math import inf
 from typing import Any
@@ -18,15 +19,17 @@ from numpy.typing import NDArray
 
 from gpt2block.bench import measure
 from gpt2block.checks import check_integer
+from gpt2block.errors import InputError
 from gpt2block.mine import sizes
-from gpt2block.mine.arguments import values
+from gpt2block.mine.arguments import sizes_at, values
 from gpt2block.mine.kernel import Kernel, described
+from gpt2block.mine.limits import ULP, limit
+from gpt2block.mine.source import largest_number
 from gpt2block.ops.operation import Attrs, Inputs, Operation, Sizes
 from gpt2block.ops.sample_token import draw_stable
 
-ULP = 2.0**-24  # largest relative rounding error of float32
 MEAN, SPREAD = 2048.0, 0.6  # mean and standard deviation of rows with a large mean
-LONG = 2**15  # in a sum of more terms in one accumulator, small terms are rounded away
+DYNAMIC = 65536  # maximum bytes of dynamic shared memory of a case with long rows
 SCORE = 1024.0  # large score: exp(SCORE) is infinite, and exp(-SCORE) is 0
 MOST_SEED = 1_000_000  # drawn seeds are below this number, so that they are short to type
 OTHER_SIZES = (
@@ -43,9 +46,9 @@ class Case:
     attrs: Attrs
     inputs: tuple[Any, ...]
     truths: Mapping[str, NDArray[Any]]
+    bound: float  # largest error that rounding explains, relative to the largest value
     name: str = ""  # name of special inputs; "" for ordinary inputs
     hint: str = ""  # advice if a kernel fails this case after passing all earlier cases
-    slack: float = 0.0  # further relative error that a stable formula or the sum of a long row has
     once: bool = False  # whether the case runs in forward order only
 
     @property
@@ -70,7 +73,7 @@ class Special:
     name: str
     why: str  # why a naive formula fails on these inputs, and which formula is stable
     change: Callable[[Inputs, Mapping[str, Any]], Inputs]
-    slack: float = 0.0
+    slack: float = 0.0  # further relative error that a stable formula has
     attrs: Attrs = field(default_factory=dict)  # attributes that differ from the case's
 
 
@@ -92,9 +95,7 @@ def cases(
     seed: seed of the random sizes. Raises InputError for inconsistent sizes.
     """
     operation = kernel.operation
-    usual = sizes.usual(operation)
-    if stated:
-        usual = (sizes.stated(operation, stated),)
+    usual = (sizes.stated(operation, stated),) if stated else operation.cases
     further = () if stated else sizes.further(operation)
     found = [case(kernel, *each, layout) for each in usual]
     found += [replace(case(kernel, *each, layout), hint=OTHER_SIZES) for each in further]
@@ -103,8 +104,8 @@ def cases(
         for special in SPECIAL.get(operation.name, ()):
             found.append(case(kernel, *at, layout, special))
     if not stated:
-        unusual = replace(case(kernel, *sizes.unusual(operation), layout), hint=OTHER_SIZES)
-        found.append(replace(unusual, once=True))
+        for at in (sizes.unusual(operation), *_long(kernel)):
+            found.append(replace(case(kernel, *at, layout), hint=OTHER_SIZES, once=True))
         hint = f"{OTHER_SIZES}\nrandom sizes: the same ones with --seed {seed} (in Python seed=)"
         drawn = tuple(sizes.random(operation, seed))
         for each in drawn:
@@ -117,21 +118,35 @@ def case(
     kernel: Kernel, at: Sizes, attrs: Attrs, layout: str, special: Special | None = None
 ) -> Case:
     """Create inputs of these sizes and the exact outputs. Raises InputError for wrong sizes."""
-    all_attrs = {**kernel.operation.workload.attrs, **attrs, **(special.attrs if special else {})}
-    own = kernel.operation.with_workload(attrs=all_attrs)
+    operation = kernel.operation
+    all_attrs = {**operation.workload.attrs, **attrs, **(special.attrs if special else {})}
+    own = operation.with_workload(attrs=all_attrs)
     drawn = own.with_workload(draw=_changed(own, special)) if special else own
     host, truth = measure.inputs_and_truth(drawn, at, kernel.dtype, layout)
     truths = [truth]
     if own.workload.further is not None:
-        truths += own.workload.further(*map(measure.widened, host), **own.workload.attrs)
-    outputs = values(own, host, own.workload.attrs).outputs
-    length = at[sizes.name_of_row(own, at)]
-    slack = ULP / 128 * length if length > LONG else 0.0
-    found = Case(at, own.workload.attrs, host, dict(zip(outputs, truths, strict=True)), slack=slack)
+        truths += own.workload.further(*map(measure.widened, host), **all_attrs)
+    outputs = values(own, host, all_attrs).outputs
+    bound = limit(operation, kernel.dtype, {**all_attrs, **at})
+    found = Case(at, all_attrs, host, dict(zip(outputs, truths, strict=True)), bound)
     if special is None:
         return found
-    slack += special.slack
-    return replace(found, name=special.name, hint=special.why, slack=slack, once=True)
+    bound += special.slack
+    return replace(found, name=special.name, hint=special.why, bound=bound, once=True)
+
+
+def _long(kernel: Kernel) -> tuple[tuple[Sizes, Attrs], ...]:
+    """Return a case whose rows are longer than every number of the file, or none.
+
+    The rows of a kernel that keeps a row in dynamic shared memory are as long as this permits.
+    """
+    number = largest_number(kernel.source.text, sizes.LONGEST)
+    for at, attrs in sizes.longer(kernel.operation, number):
+        own = kernel.operation.with_workload(attrs={**kernel.operation.workload.attrs, **attrs})
+        with suppress(InputError):
+            if kernel.stated_geometry(sizes_at(own, at))[2] <= DYNAMIC:
+                return ((at, attrs),)
+    return ()
 
 
 def _changed(

@@ -83,15 +83,14 @@ def compare(kernel: Kernel, given: Case, guarded: bool, fill: int = NAN_BYTE) ->
     pairs = list(zip(names, outs, strict=True))
     off = [measure.errors(out, given.truths[name].reshape(out.shape)) for name, out in pairs]
     worst = max(off, key=lambda each: np.inf if np.isnan(each[1]) else each[1])
-    bound = measure.tolerance(kernel.dtype) + given.slack
-    off_by = next(filter(None, (wrong(n, o, given.truths[n], bound) for n, o in pairs)), "")
+    off_by = next(filter(None, (wrong(n, o, given.truths[n], given.bound) for n, o in pairs)), "")
     problem = (
         (guarded and _overwritten(names, guards))
-        or (off_by and off_by + exchanged(kernel.operation, given, outs[0], bound))
+        or (off_by and off_by + exchanged(kernel.operation, given, outs[0]))
         or _changed(found, names, given, kernel)
     )
     geometry = kernel.geometry(found.sizes)
-    return Checked(given.sizes, geometry, *worst, bound, problem, inputs=given.name)
+    return Checked(given.sizes, geometry, *worst, given.bound, problem, inputs=given.name)
 
 
 def finding(found: Checked, given: Case) -> Finding:
@@ -99,33 +98,24 @@ def finding(found: Checked, given: Case) -> Finding:
     what = found.problem
     if given.name:
         what = f"fragile: right for ordinary inputs, wrong for these ({given.name}): {what}"
-    numbers: tuple[float, ...] = (found.max_abs, found.max_rel, found.bound)
+    error: dict[str, float] = {}
     exact = all(truth.dtype.kind in "iu" for truth in given.truths.values())
-    if exact:
-        numbers = ()
-    elif isnan(found.max_rel):
-        what += f"\nlargest error: NaN or infinity: {NOT_FINITE}"
-    elif found.max_rel > found.bound:
-        what += (
-            f"\nlargest error {found.max_abs:.1e}, which is {found.max_rel:.1e} of the largest "
-            f"value: {LIMIT.format(found.bound)}"
-        )
-    else:
-        numbers = ()
+    if not exact and not found.max_rel <= found.bound:
+        error = {name: getattr(found, name) for name in ("max_abs", "max_rel", "bound")}
+        share = f" {found.max_abs:.1e}, which is {found.max_rel:.1e} of the largest value: "
+        said = f": NaN or infinity: {NOT_FINITE}" if isnan(found.max_rel) else share + LIMIT
+        what += "\nlargest error" + said.format(found.bound)
     what += f"\n{given.hint}" if given.hint else ""
-    names = ("max_abs", "max_rel", "bound")
-    error = dict(zip(names, numbers, strict=False))
-    where = f"at {given.label}"
-    return Finding(what, (), where, found.printed, **error)
+    return Finding(what, (), f"at {given.label}", found.printed, **error)
 
 
 def of_second_launch(found: Finding) -> Finding:
     """Return the Finding for a kernel that is right in a first launch and wrong in a later one."""
     what = (
         "right in the first launch of a process, wrong in a later one: variables of the file "
-        "(__device__) keep their values between launches: set them back in the kernel"
+        "(__device__) keep their values between launches: set them back in the kernel\n"
     )
-    return replace(found, text=f"{what}\n{found.text}")
+    return replace(found, text=what + found.text)
 
 
 def of_old_values(found: Finding) -> Finding:
@@ -133,9 +123,9 @@ def of_old_values(found: Finding) -> Finding:
     what = (
         "right if the output holds NaN before the launch, wrong if it holds other numbers: the "
         "kernel reads elements of the output that it has not written, as in "
-        "out[i] = fmaxf(out[i], v); fmaxf and fminf ignore NaN"
+        "out[i] = fmaxf(out[i], v); fmaxf and fminf ignore NaN\n"
     )
-    return replace(found, text=f"{what}\n{found.text}")
+    return replace(found, text=what + found.text)
 
 
 def wrong(name: str, out: NDArray[Any], truth: NDArray[Any], bound: float) -> str:
@@ -161,7 +151,9 @@ def wrong(name: str, out: NDArray[Any], truth: NDArray[Any], bound: float) -> st
         )
     infinite = 0 if exact else int((bad & ~np.isfinite(out)).sum())
     of += f", {infinite:,} of them NaN or infinite" if infinite else ""
-    return f"{of}: {where} is {_number(out[place])}, expected {_number(truth[place])}"
+    pairs = ([_number(each[place], digits) for each in (out, truth)] for digits in (6, 9, 17))
+    got, expected = next(pair for pair in pairs if pair[0] != pair[1] or exact)
+    return f"{of}: {where} is {got}, expected {expected}"
 
 
 def _bad(out: NDArray[Any], truth: NDArray[Any], bound: float) -> NDArray[np.bool_]:
@@ -174,7 +166,7 @@ def _bad(out: NDArray[Any], truth: NDArray[Any], bound: float) -> NDArray[np.boo
         return np.asarray(known & ~(np.abs(out.astype(np.float64) - truth) <= limit))
 
 
-def exchanged(operation: Operation, given: Case, out: NDArray[Any], bound: float) -> str:
+def exchanged(operation: Operation, given: Case, out: NDArray[Any]) -> str:
     """Name the array of which a kernel exchanges two indexes; return "" if there is none.
 
     out: the result of the operation as the kernel has computed it.
@@ -193,7 +185,7 @@ def exchanged(operation: Operation, given: Case, out: NDArray[Any], bound: float
             f"\nthe result is right if two indexes of {name}, of shape {shape}, are exchanged: "
             "elements that are adjacent in memory differ in the last index"
             for name, shape, seen, truth in tried
-            if not _bad(seen, truth.reshape(out.shape), bound).any()
+            if not _bad(seen, truth.reshape(out.shape), given.bound).any()
         ),
         "",
     )
@@ -207,8 +199,9 @@ def _exchanges(array: NDArray[Any]) -> Iterator[NDArray[Any]]:
         yield np.ascontiguousarray(array.reshape(shape).swapaxes(i, j))
 
 
-def _number(value: Any) -> str:
-    return str(int(value)) if np.asarray(value).dtype.kind in "iu" else f"{float(value):.6g}"
+def _number(value: Any, digits: int = 6) -> str:
+    exact = np.asarray(value).dtype.kind in "iu"
+    return str(int(value)) if exact else f"{float(value):.{digits}g}"
 
 
 def _poisoned(out: NDArray[Any]) -> NDArray[np.bool_]:

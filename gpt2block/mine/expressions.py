@@ -22,6 +22,7 @@ _OPERATORS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]
     ast.Div: lambda a, b: a / b,
     ast.FloorDiv: lambda a, b: Fraction(a // b),
     ast.Mod: lambda a, b: a % b,
+    ast.LShift: lambda a, b: a * 2 ** min(int(b), 64),
 }
 _FUNCTIONS: Mapping[str, Callable[[list[Fraction]], Fraction]] = {
     "ceil": lambda values: Fraction(ceil(values[0])),
@@ -32,7 +33,7 @@ _FUNCTIONS: Mapping[str, Callable[[list[Fraction]], Fraction]] = {
 
 
 def evaluated(text: str, sizes: Mapping[str, int]) -> int:
-    """Evaluate an expression of + - * / // %, ceil, floor, min, max and the names in `sizes`.
+    """Evaluate an expression of + - * / // % <<, ceil, floor, min, max and the names in `sizes`.
 
     `/` is exact, so that ceil(N / 8) is correct for any N. Raises InputError for any other syntax,
     and if the result is not an integer.
@@ -73,7 +74,7 @@ def _value(node: ast.expr, sizes: Mapping[str, int]) -> Fraction:
             raise InputError(f"{name}: expected {'one number' if len(values) > 1 else 'a number'}")
         value = _FUNCTIONS[name](values)
     else:
-        raise InputError("expected + - * / // %, ceil, floor, min, max, numbers and names")
+        raise InputError("expected + - * / // % <<, ceil, floor, min, max, numbers and names")
     if abs(value) > LARGEST:
         raise InputError("a number is too large")
     return value

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from multiprocessing import active_children, resource_tracker
 from pathlib import Path
 from queue import SimpleQueue
-from threading import Event, Thread
+from threading import Thread
 from time import perf_counter
 from typing import Any
 
@@ -178,70 +178,56 @@ def judge(
 
     limit_s: time limit of each check, in seconds. options: keywords of `check` for all kernels.
     """
-    pool = _Pool(deque(kernels), max(1, min(CHUNK, len(kernels) // jobs)), limit_s, options)
-    threads = [Thread(target=pool.work, daemon=True) for _ in range(min(jobs, len(kernels)))]
+    most = max(1, min(CHUNK, len(kernels) // jobs))
+    chunks = deque(list(kernels[i : i + most]) for i in range(0, len(kernels), most))
+    done: SimpleQueue[Judged | Exception] = SimpleQueue()
+    args = chunks, limit_s, options, done
+    threads = [Thread(target=_work, args=args, daemon=True) for _ in range(min(jobs, len(chunks)))]
     for thread in threads:
         thread.start()
     try:
         for _ in kernels:
-            found = pool.done.get()
+            found = done.get()
             if isinstance(found, Exception):
                 raise found
             yield found
     finally:
-        pool.stopped.set()
         while any(thread.is_alive() for thread in threads):
+            chunks.clear()
             for child in active_children():
                 if child.name == _serve.__name__:
                     child.kill()
             threads[0].join(0.05)
 
 
-@dataclass
-class _Pool:
-    """Kernels that wait, shared by threads of which each supervises one child process at a time.
+def _work(
+    chunks: deque[list[KernelFile]],
+    limit_s: float,
+    options: Mapping[str, Any],
+    done: SimpleQueue[Judged | Exception],
+) -> None:
+    """Check chunks of kernels until none is left, each in a child process.
 
-    most: maximum number of kernels for one child process. done: verdicts, or the exception of a
-    thread. stopped: set if no further check may start.
+    If a process ends early, the rest of its chunk becomes another chunk. An exception ends the
+    thread, and is put in the queue of verdicts.
     """
-
-    waiting: deque[KernelFile]
-    most: int
-    limit_s: float
-    options: Mapping[str, Any]
-    done: SimpleQueue[Judged | Exception] = field(default_factory=SimpleQueue)
-    stopped: Event = field(default_factory=Event)
-
-    def work(self) -> None:
-        """Give kernels to child processes until none waits."""
-        if hasattr(signal, "pthread_sigmask"):  # Ctrl-C ends the parent, which kills the children
-            resource_tracker.ensure_running()  # starting it unblocks the signal
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            while not self.stopped.is_set() and (chunk := self._taken()):
-                self._check(chunk)
-        except Exception as error:
-            self.done.put(error)
-
-    def _check(self, chunk: list[KernelFile]) -> None:
-        """Check a chunk in a child process. If the process ends early, the rest waits again."""
-        begun, first = perf_counter(), Stage("the check", self.limit_s)
-        args = (chunk, self.limit_s, self.options)
-        for message in supervised(_serve, args, first, daemon=False):
-            entry = chunk.pop(0)
-            if isinstance(message, ProcessExited):
-                self.done.put(_ended(entry, message, perf_counter() - begun))
-                self.waiting.extendleft(reversed(chunk))
-            else:
-                self.done.put(message)
-                begun = perf_counter()
-
-    def _taken(self) -> list[KernelFile]:
-        found: list[KernelFile] = []
-        with suppress(IndexError):  # no kernel waits
-            while len(found) < self.most:
-                found.append(self.waiting.popleft())
-        return found
+    if hasattr(signal, "pthread_sigmask"):  # Ctrl-C ends the parent, which kills the children
+        resource_tracker.ensure_running()  # starting it unblocks the signal
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        with suppress(IndexError):  # no chunk is left
+            while chunk := chunks.popleft():
+                begun, args = perf_counter(), (chunk, limit_s, options)
+                for found in supervised(_serve, args, Stage("the check", limit_s), daemon=False):
+                    entry = chunk.pop(0)
+                    if isinstance(found, ProcessExited):
+                        done.put(_ended(entry, found, perf_counter() - begun))
+                        chunks.extendleft([chunk] if chunk else ())
+                    else:
+                        done.put(found)
+                        begun = perf_counter()
+    except Exception as error:
+        done.put(error)
 
 
 def _ended(entry: KernelFile, end: ProcessExited, seconds: float) -> Judged:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from math import prod
@@ -16,7 +16,7 @@ from gpt2block.cuda import cupy, kernels, replaced
 from gpt2block.cuda.arrays import Bound, compute_capability, device_attribute
 from gpt2block.cuda.kernels import Parameter
 from gpt2block.cuda.requests import Launch
-from gpt2block.errors import Argument, InputError
+from gpt2block.errors import LINE, Argument, InputError
 from gpt2block.mine import arguments
 from gpt2block.mine.arguments import Output, Values
 from gpt2block.mine.expressions import evaluated
@@ -33,8 +33,11 @@ ELEMENTS: Mapping[str, str] = {  # C++ element type → dtype; type T has the ac
     "__half": "float16",
     "half": "float16",
     "__nv_bfloat16": "bfloat16",
+    "nv_bfloat16": "bfloat16",
     "int": "int32",
+    "int32_t": "int32",
     "unsigned char": "uint8",
+    "uint8_t": "uint8",
 }
 INTEGERS: dict[str, type[np.generic]] = {
     "int": np.int32,
@@ -45,6 +48,10 @@ INTEGERS: dict[str, type[np.generic]] = {
     "unsigned long long": np.int64,  # np.int64 has the same bytes; np.uint64 marks pointers
     "long long int": np.int64,
     "size_t": np.int64,
+    "int32_t": np.int32,
+    "uint32_t": np.uint32,
+    "int64_t": np.int64,
+    "uint64_t": np.int64,
     "bool": np.bool_,
 }
 REALS: dict[str, type[np.generic]] = {"float": np.float32, "double": np.float64}
@@ -108,35 +115,32 @@ class Kernel:
 
     def geometry(self, sizes: Mapping[str, int]) -> Geometry:
         """Return grid, block and shared memory for these sizes. Raises InputError if invalid."""
-        text = self.source.launch
-        block = self._extents("block", text.block, sizes)
-        if prod(block) > THREADS:
-            raise InputError(
-                *self.source.setting("block", text.block),
-                f": {prod(block)} threads: at most {THREADS}",
-            )
-        allowed = self.source.most_threads
-        if allowed is not None and prod(block) > allowed:
-            raise InputError(
-                *self.source.setting("block", text.block),
-                f": {prod(block)} threads: __launch_bounds__ of {self.source.name} "
-                f"allows {allowed}",
-            )
-        named = {**sizes, "block": prod(block)}
-        grid = self._extents("grid", text.grid, named)
-        if any(extent > most for extent, most in zip(grid, GRID, strict=False)):
-            at = described(sizes)
-            raise InputError(
-                *self.source.setting("grid", text.grid), f" is {grid} at {at}: at most {GRID}"
-            )
-        shared = self._value("shared", text.shared, named)
+        grid, block, shared = self.stated_geometry(sizes)
         most = int(device_attribute("MaxSharedMemoryPerBlockOptin"))
         if not 0 <= shared <= most:
             raise InputError(
-                *self.source.setting("shared", text.shared),
+                *self.source.setting("shared", self.source.launch.shared),
                 f" is {shared:,} bytes at {described(sizes)}: expected 0 to {most:,}{_device()}",
             )
         return grid, block, shared
+
+    def stated_geometry(self, sizes: Mapping[str, int]) -> Geometry:
+        """Do the same as `geometry`, but for a device of any size of shared memory."""
+        text, setting = self.source.launch, self.source.setting
+        block = self._extents("block", text.block, sizes)
+        threads, allowed = prod(block), self.source.most_threads
+        if threads > THREADS:
+            what = f": {threads} threads: at most {THREADS}"
+            raise InputError(*setting("block", text.block), what)
+        if allowed is not None and threads > allowed:
+            bounds = f"__launch_bounds__ of {self.source.name} allows {allowed}"
+            raise InputError(*setting("block", text.block), f": {threads} threads: {bounds}")
+        named = {**sizes, "block": threads}
+        grid = self._extents("grid", text.grid, named)
+        if any(extent > most for extent, most in zip(grid, GRID, strict=False)):
+            what = f" is {grid} at {described(sizes)}: at most {GRID}"
+            raise InputError(*setting("grid", text.grid), what)
+        return grid, block, self._value("shared", text.shared, named)
 
     def _extents(self, option: str, text: str, sizes: Sizes) -> tuple[int, ...]:
         found = tuple(self._value(option, part, sizes) for part in _parts(text))
@@ -192,22 +196,40 @@ def matched(
     )
     values = arguments.values(operation, host, all_attrs)
     label = f"{source.place()}: {source.name}"
-    parameters = source.parameters
-    given = [p.name for p in parameters] if args is None else [*_parts(args)]
-    if len(given) != len(parameters):
-        raise InputError(
-            Argument("args"), f" {args}: {label} has {len(parameters)} parameters, not {len(given)}"
-        )
-    labels = [f"{source.place(p.name)}: {source.name}" for p in parameters]
-    names = tuple(
-        _known(at, name, operation, values) for at, name in zip(labels, given, strict=True)
-    )
-    for at, parameter, name in zip(labels, parameters, names, strict=True):
-        _check_type(at, parameter, name, dtype, values)
+    given = [p.name for p in source.parameters] if args is None else [*_parts(args)]
+    problems: list[Sequence[object]] = [*source.problems]
+    names: list[str] = []
+    told: list[object] = []
+    if len(given) != len(source.parameters):
+        count = f"{label} has {len(source.parameters)} parameters, not {len(given)}"
+        problems.append((Argument("args"), f" {args}: {count}"))
+        given = []
+    for parameter, text in zip(source.parameters, given, strict=False):
+        at = f"{source.place(parameter.name)}: {source.name}"
+        try:
+            names.append(_known(at, text, operation, values))
+            _check_type(at, parameter, names[-1], dtype, values)
+        except InputError as error:
+            problems.append([part for part in error.parts if part not in told])  # advice once
+            told += error.parts
     result = next(iter(values.outputs))
-    if result not in names:
-        raise InputError(f"{label} has no parameter {result}, the result: see {TEMPLATE}")
-    return Kernel(source, operation.name, dtype, names)
+    if result not in names and len(names) == len(source.parameters):
+        problems.append((f"{label} has no parameter {result}, the result: see {TEMPLATE}",))
+    _raise(source, problems)
+    return Kernel(source, operation.name, dtype, tuple(names))
+
+
+def _raise(source: UserSource, problems: list[Sequence[object]]) -> None:
+    """Raise one InputError with all problems of a file, if there are any."""
+    host = source.host_code
+    if host and (problems or not host[0].startswith("#")):
+        what = "gpt2block allocates the arrays and launches the kernel: delete the host code: "
+        problems.append((f"{source.file}: {what}{', '.join(host)}",))
+    if len(problems) == 1:
+        raise InputError(*problems[0])
+    if problems:
+        lines = (part for each in problems for part in (LINE, *each))
+        raise InputError(f"{source.file}: {len(problems)} changes are needed:", *lines)
 
 
 def _device() -> str:
@@ -242,8 +264,8 @@ def _known(label: str, name: str, operation: Operation, values: Values) -> str:
     near = get_close_matches(name, (*known, *values.aliases), 1)
     hint = f" (did you mean {near[0]}?)" if near else ""
     raise InputError(
-        f"{label}: {operation.name} has no argument {name!r}{hint}: expected {', '.join(known)}; "
-        "or name the argument of each parameter with ",
+        f"{label}: {operation.name} has no argument {name!r}{hint}",
+        f": expected {', '.join(known)}; or name the argument of each parameter with ",
         Argument("args"),
     )
 

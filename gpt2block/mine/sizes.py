@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from gpt2block.ops.blocks_matmul import TYPE
 from gpt2block.ops.operation import Attrs, Operation, Sizes
 from gpt2block.sampling import Sampling
 
@@ -21,10 +22,15 @@ COLUMNS = 41  # length of rows: a prime that kernels with special cases rarely l
 RANDOM = 2  # number of cases of random sizes
 MOST_BYTES, MOST_FLOPS = 100e6, 1.5e8  # limits of a case of cost 1, the largest that is run whole
 SMALL = 1e-3  # maximum cost of a case that is launched many times
-OF_WHOLE = 0.25  # maximum cost of a case in which sizes that a GPU times are reduced
+OF_WHOLE = 0.25  # maximum cost of a case with reduced sizes
+LONGEST = 65536  # a number of a file that is larger is no length of a row
 
-# Sizes of matrix products (M, K) x (K, N): odd K; K divisible by 4 and many columns N; many rows M.
-_WIDE = {"M": 2, "K": 1501, "N": 3}, {"M": 4, "K": 1036, "N": 76}, {"M": 65, "K": 1032, "N": 8}
+# Sizes of matrix products (M, K) x (K, N): K or N divisible by 8 and the other one odd; odd K; K
+# divisible by 4 and many columns N; many rows M.
+_WIDE = (
+    {"M": 9, "K": 72, "N": 61}, {"M": 9, "K": 61, "N": 72}, {"M": 2, "K": 1501, "N": 3},
+    {"M": 4, "K": 1036, "N": 76}, {"M": 65, "K": 1032, "N": 8},
+)  # fmt: skip
 # Operation → sizes (and attributes) to check in addition to `Operation.small`. In the last entry of
 # an operation, a row consists of whole 4-element vectors, and a thread block loops several times
 # over a row; heads of qk_norm and rope are shorter. Positions of rope are small, so that a float
@@ -55,8 +61,9 @@ FURTHER: Mapping[str, tuple[Mapping[str, Any], ...]] = {
                 {"M": 65, "C": 1032}),
     "rmsnorm_ffn": ({"M": 3, "K": 37, "N": 19}, *_WIDE),
     "rmsnorm_matmul": ({"M": 3, "K": 37, "N": 24, "head_dim": 8},
+                       {"M": 9, "K": 72, "N": 60, "head_dim": 4},
                        {"M": 2, "K": 1501, "N": 8, "head_dim": 4},
-                       *({**each, "head_dim": 4} for each in _WIDE[1:])),
+                       *({**each, "head_dim": 4} for each in _WIDE[3:])),
     "rope": ({"T": 3, "H": 300, "D": 6}, {"T": 2, "H": 70, "D": 130, "start": 9},
              {"T": 5, "H": 2, "D": 258}, {"T": 33, "H": 16, "D": 132}),
     "sample_token": ({"B": 300, "V": 13, "sampling": Sampling(0.7, top_p=0.6, seed=9)},
@@ -72,12 +79,14 @@ FURTHER: Mapping[str, tuple[Mapping[str, Any], ...]] = {
 
 _COLUMNS = {  # operation → size of a row; by default the first of _OF_ROWS that it has
     "attention": "T",
+    "blocks_matmul": "B",
     "qk_norm": "D",
     "rope": "D",
     "to_fp8": "N",
     "trimat": "T",
 }
 _OF_ROWS = ("C", "K", "V", "T", "N")
+_WITHOUT_ROWS = {"add", "gelu", "qk_norm", "rope", "silu_mul", "to_fp8"}
 # Operation → (size, attribute that divides it, number that divides their quotient).
 _DIVISORS: Mapping[str, tuple[str, str, int]] = {
     "attention": ("C", "n_head", 4),
@@ -102,10 +111,6 @@ def stated(operation: Operation, given: Sizes) -> Case:
     return {**last, **given}, attrs
 
 
-def usual(operation: Operation) -> tuple[Case, ...]:
-    return operation.cases
-
-
 def further(operation: Operation) -> tuple[Case, ...]:
     """Return the cases of `FURTHER`, with their attributes."""
     return operation.with_workload(small=FURTHER.get(operation.name, ())).cases
@@ -114,6 +119,25 @@ def further(operation: Operation) -> tuple[Case, ...]:
 def several_rows(operation: Operation) -> Case:
     """Return a small case with several rows and odd sizes."""
     return operation.cases[min(1, len(operation.cases) - 1)]
+
+
+def longer(operation: Operation, number: int) -> Iterator[Case]:
+    """Yield cases of few rows of more than `number` elements, then of more than half of it ...
+
+    The cases have longer rows than all others, and are not too large: rows of an operation that
+    computes a square matrix are therefore shorter.
+    """
+    if operation.name in _WITHOUT_ROWS:
+        return
+    row = name_of_row(operation, operation.workload.sizes)
+    at, attrs = max(further(operation), key=lambda each: each[0][row])
+    per = TYPE.size if row == "B" else 1  # elements of a block of weights
+    unit = lcm(8, per * _unit(operation, row, attrs))
+    while (size := (number // unit + 1) * unit) > per * at[row]:
+        found = {**at, row: size // per}
+        if cost(operation, found, attrs) <= OF_WHOLE:
+            yield found, attrs
+        number //= 2
 
 
 def name_of_row(operation: Operation, sizes: Sizes) -> str:
@@ -131,7 +155,7 @@ def unusual(operation: Operation) -> Case:
 def random(operation: Operation, seed: int) -> Iterator[Case]:
     """Yield RANDOM cases of random sizes, half of which are primes where any size is allowed."""
     rng = np.random.default_rng(seed)
-    known = (*usual(operation), *further(operation))
+    known = (*operation.cases, *further(operation))
     most = max(cost(operation, *case) for case in known)
     found = 0
     while found < RANDOM:
@@ -188,7 +212,7 @@ def cost(operation: Operation, sizes: Sizes, attrs: Attrs) -> float:
 
 def _unit(operation: Operation, name: str, attrs: Attrs) -> int:
     """Return a number that divides all allowed values of a size."""
-    known = (sizes.get(name, 0) for sizes, _ in (*usual(operation), *further(operation)))
+    known = (sizes.get(name, 0) for sizes, _ in (*operation.cases, *further(operation)))
     unit = gcd(*known)
     size, attribute, multiple = _DIVISORS.get(operation.name, ("", "", 1))
     if size == name:

@@ -25,9 +25,14 @@ _SETTING = re.compile(r"(\w+)\s*=\s*(.*?)\s*(?=\w+\s*=|$)")
 _GLOBAL = re.compile(r"__global__\s[^;{(]*?(\w+)\s*\(")
 _NUMBER = re.compile(
     r"(?:^[ \t]*#[ \t]*define[ \t]+|\b(?:constexpr|const)\s+(?:unsigned\s+)?\w+\s+)(\w+)"
-    r"(?:[ \t]+|\s*=\s*)([\w \t+*/()-]+)",
+    r"(?:[ \t]+|\s*=\s*)([\w \t+*/()<-]+)",
     re.MULTILINE,
 )
+_HOST = re.compile(
+    r"\b(?:int|void)\s+(main)\s*\(|(<<<)|\b(cuda(?:Malloc|Memcpy|Memset|Free|Get|Set|Device|Event"
+    r"|Stream)\w*)\s*\("
+)
+_HEADER = re.compile(r"^[ \t]*#[ \t]*include[ \t]*(<\w+>)", re.MULTILINE)
 _WAIT = re.compile(r"\bwait_for_previous\(|\bgriddepcontrol\.wait\b")
 _KEYS = ("grid", "block", "shared")
 
@@ -46,6 +51,7 @@ class UserSource:
     """A kernel in a user's file.
 
     launch_line: line number of the `// launch:` comment. stated: settings in this comment.
+    problems: parts of messages about what must change; `matched` raises them.
     """
 
     path: Path
@@ -55,6 +61,7 @@ class UserSource:
     launch: LaunchText
     launch_line: int = 0
     stated: frozenset[str] = frozenset()
+    problems: tuple[tuple[object, ...], ...] = ()
 
     @property
     def file(self) -> str:
@@ -75,6 +82,17 @@ class UserSource:
             return Argument(key), f" {value}" if value else ""
         written = f"{key}={value}" if value else key
         return (f"{self.file}:{self.launch_line}: launch line: {written}",)
+
+    @property
+    def host_code(self) -> list[str]:
+        """The first place of each kind of host code, such as "main (line 9)"; headers come last."""
+        plain = _outside_conditions(kernels.without_comments(self.text))
+        headers = _HEADER.finditer(kernels.without_host_headers(plain))
+        found: dict[str, int] = {}
+        for each in _HOST.finditer(plain):
+            found.setdefault(next(filter(None, each.groups())), each.start())
+        found |= {f"#include {each[1]}": each.start() for each in headers}
+        return [f"{name} (line {plain.count(chr(10), 0, at) + 1})" for name, at in found.items()]
 
     @property
     def number(self) -> int:
@@ -127,10 +145,13 @@ def read(
 
     kernel: name of the kernel, if the file has several. grid, block, shared: expressions that
     replace the launch line's. Raises InputError, which says what to write in the file or on the
-    command line.
+    command line; the result has problems that do not prevent further checks.
     """
     text = read_text(path)
     found = kernels.parse(text, str(path.resolve()))
+    linked = bool(found)
+    if not found:
+        found = kernels.parse(text, str(path.resolve()), any_linkage=True)
     if not found:
         raise InputError(f"{path}{_no_kernel(text)}")
     if kernel is None and len(found) > 1:
@@ -145,21 +166,23 @@ def read(
         use = f"use {', '.join(near)}"
         raise InputError(Argument("kernel"), f" {name}: {path.name} has no such kernel: {use}")
     source = UserSource(path.resolve(), text, name, found[name].parameters, LaunchText(""))
+    problems: list[tuple[object, ...]] = []
+    if not linked:
+        problems.append((f"{source.place()}{_not_linked(name)}",))
     line, stated = _stated(source)
     options = {"grid": grid, "block": block, "shared": shared}
     given = {key: value for key, value in options.items() if value is not None}
     settings = {**stated, **given}
     if "grid" not in settings:
-        raise InputError(
-            f"{source.place()}: the grid of {name} is not stated: pass ",
-            Argument("grid"),
-            f", or write a launch line above the kernel, such as `{EXAMPLE}`",
-        )
+        advice = f", or write a launch line above the kernel, such as `{EXAMPLE}`"
+        what = f"{source.place()}: the grid of {name} is not stated: pass "
+        problems.append((what, Argument("grid"), advice))
     return replace(
         source,
-        launch=LaunchText(**settings),
+        launch=LaunchText(**{"grid": "", **settings}),
         launch_line=line,
         stated=frozenset(stated) - frozenset(given),
+        problems=tuple(problems),
     )
 
 
@@ -170,6 +193,18 @@ def numbers(text: str) -> dict[str, int]:
         with suppress(InputError):
             found[name] = evaluated(value, found)
     return found
+
+
+def largest_number(text: str, most: int) -> int:
+    """Return the largest integer up to `most` in a file: a constant, or a product or shift."""
+    known = numbers(text)
+    number = rf"(?:0[xX][\da-fA-F]+|\d+|{'|'.join(known) or 0})"
+    plain = re.sub(r"\b(0[xX][\da-fA-F]+|\d+)[uUlL]+\b", r"\1", kernels.without_comments(text))
+    found = [0]
+    for each in re.findall(rf"(?<![\w.]){number}(?:\s*(?:\*|<<)\s*{number})*(?![\w.])", plain):
+        with suppress(InputError):
+            found.append(evaluated(each, known))
+    return max(value for value in found if value <= most)
 
 
 def read_text(path: Path) -> str:
@@ -208,11 +243,24 @@ def _no_kernel(text: str) -> str:
         return f": no kernel: the source is empty: {TEMPLATE} prints one to start from"
     if found is None:
         return ': no kernel: expected extern "C" __global__ void name(...), as in ' + TEMPLATE
-    line = plain.count("\n", 0, found.end()) + 1
+    return f":{plain.count(chr(10), 0, found.end()) + 1}" + _not_linked(found[1])
+
+
+def _not_linked(name: str) -> str:
     return (
-        f':{line}: kernel {found[1]}: expected extern "C" __global__ void {found[1]}(...), so that '
-        "it can be found by name"
+        f': kernel {name}: expected extern "C" __global__ void {name}(...), so that it can be '
+        "found by name"
     )
+
+
+def _outside_conditions(text: str) -> str:
+    """Replace lines inside of #if ... #endif by empty lines."""
+    depth, kept = 0, []
+    for line in text.splitlines():
+        depth += bool(re.match(r"\s*#\s*if", line))
+        kept.append("" if depth else line)
+        depth -= bool(re.match(r"\s*#\s*endif", line))
+    return "\n".join(kept)
 
 
 def _stated(source: UserSource) -> tuple[int, Mapping[str, str]]:

@@ -5,38 +5,36 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
-from math import prod
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gpt2block.emulator import Build, Checks, Order, ShimError, stand_in
-from gpt2block.emulator import trace as traced
-from gpt2block.emulator.loader import dynamic_arrays
-from gpt2block.emulator.trace import Trace
-from gpt2block.errors import NotJudged
+import numpy as np
+
+from gpt2block.cuda import kernels
+from gpt2block.emulator import stand_in
 from gpt2block.mine import comparison
 from gpt2block.mine.arguments import values
 from gpt2block.mine.cases import Case
-from gpt2block.mine.confined import confined
-from gpt2block.mine.finding import Finding
+from gpt2block.mine.comparison import Checked
+from gpt2block.mine.finding import Finding, declared, dtype_of, element
 from gpt2block.mine.kernel import Kernel
-from gpt2block.mine.source import UserSource
+from gpt2block.ptx import engine
+from gpt2block.ptx.engine import Result, Step, Thread, Trace
+
+if TYPE_CHECKING:
+    from gpt2block.mine.on_cpu import EmulatedRun
 
 MOST_ROWS = 60  # maximum number of rows in a terminal
 _LONGEST_LOOP = 24  # maximum number of steps of an iteration that is folded
 _FIRST_ROWS = 15  # rows that are kept if a folded table is too long; the last rows are kept, too
-_UNTIL = {  # kind of a finding → problem at which a traced launch ends
-    "race": "race",
-    "read_only": "race",
-    "divergent_barrier": "barrier",
-    "out_of_bounds": "outside",
-}
-_TYPES = {"float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16"}  # dtype → type T
-_NUMBERS = r"\((\d+), (\d+), (\d+)\)"
-_PLACE = re.compile(rf"block {_NUMBERS}, thread {_NUMBERS}")
-_VERB = re.compile("reads|writes|atomically changes")  # event of an access that races
-_WRONG = re.compile(r"elements of (\w+) are wrong.*?\b\1\[([\d, ]+)\]", re.DOTALL)
-UNWRITTEN = "which no thread has written"
+# Letter of a mangled name → dtype of the value that a shuffle sends.
+_SENT = {"f": "f4", "d": "f8", "i": "i4", "j": "u4", "l": "i8", "m": "u8"}
+_WRITER = (
+    "No thread is known to be wrong: these are the steps of the thread that wrote the first wrong "
+    "element."
+)
+NO_STEPS = "There are no steps to show"
 EMULATOR_ONLY = "the emulator shows the steps of threads"
 RIGHT = "The kernel is right: there are no steps to show."
 
@@ -60,12 +58,7 @@ class ThreadStep:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the step as a dict that can be written as JSON."""
-        return {
-            "thread": self.thread,
-            "line": self.line,
-            "event": self.event,
-            "problem": self.problem,
-        }
+        return {name: getattr(self, name) for name in ("thread", "line", "event", "problem")}
 
 
 class StepRow(NamedTuple):
@@ -94,11 +87,11 @@ class Why:
         if len(rows) <= most:
             return rows
         last = most - _FIRST_ROWS - 1
-        shown = sum(row.step is not None for row in (*rows[:_FIRST_ROWS], *rows[-last:]))
-        hidden = sum(row.step is None for row in (*rows[:_FIRST_ROWS], *rows[-last:]))
-        left = len(self.steps) - shown
-        text = f"… {left:,} steps are left out{' here and below' if hidden else ''}"
-        return [*rows[:_FIRST_ROWS], StepRow(0, None, text), *rows[-last:]]
+        kept = [*rows[:_FIRST_ROWS], *rows[-last:]]
+        left = len(self.steps) - sum(row.step is not None for row in kept)
+        text = f"… {left:,} steps are left out"
+        text += " here and below" if any(row.step is None for row in kept) else ""
+        return [*kept[:_FIRST_ROWS], StepRow(0, None, text), *kept[_FIRST_ROWS:]]
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as a dict that can be written as JSON."""
@@ -115,15 +108,12 @@ def folded(steps: Sequence[ThreadStep]) -> list[StepRow]:
     at = 0
     while at < len(steps):
         period, count = _iterations(keys, at)
-        if count < 4:
-            rows.append(StepRow(at + 1, steps[at]))
-            at += 1
-            continue
         end = at + period * count
-        left = period * (count - 2)
         rows += [StepRow(i + 1, steps[i]) for i in range(at, at + period)]
-        rows.append(StepRow(0, None, f"… {left:,} steps of the same lines are left out"))
-        rows += [StepRow(i + 1, steps[i]) for i in range(end - period, end)]
+        if count > 1:
+            left = f"… {period * (count - 2):,} steps of the same lines are left out"
+            last = [StepRow(i + 1, steps[i]) for i in range(end - period, end)]
+            rows += [StepRow(0, None, left), *last]
         at = end
     return rows
 
@@ -142,214 +132,203 @@ def _iterations(keys: Sequence[object], at: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Launcher:
-    """Launches a kernel on the inputs of a case, in the order in which a problem was found."""
+    """Launches a kernel on the inputs of a case, in the run in which a problem was found."""
 
     kernel: Kernel
     case: Case
-    order: Order
-    fill: int
-    build: Build
-    limit_s: float
+    run: EmulatedRun
+    capability: str
 
-    def run(self, until: str, threads: Sequence[traced.Thread] = ()) -> Trace:
-        """Launch the kernel, and return its steps up to the problem `until` (see `Trace`)."""
-        trace = Trace(until, _types(self.kernel), threads)
-        within = confined(True, self.limit_s)
-        checks = Checks(
-            races=True, limit_s=self.limit_s, within=within, build=self.build, trace=trace
+    def launch(self, debug: bool, trace: Trace) -> tuple[Result, Checked | None]:
+        """Launch the kernel; return what the engine has found, and the result if the launch ends.
+
+        debug: whether the kernel is compiled without optimisation.
+        """
+        run, source, seen = self.run, self.kernel.source, list[Result]()
+        checks = stand_in.Checks(
+            True, engine.BUDGET, run.variant, debug, trace=trace, seen=seen.append
         )
-        device = stand_in.device(self.order, stand_in.MULTIPROCESSORS, checks)
-        early = stand_in.early_launches() if self.kernel.source.waits else nullcontext()
-        with suppress(ShimError), device, early:  # the problem ends the launch
-            comparison.compare(self.kernel, self.case, guarded=False, fill=self.fill)
-        return trace
+        device = stand_in.device(run.order, stand_in.MULTIPROCESSORS, checks, self.capability)
+        early = stand_in.early_launches() if source.waits else nullcontext()
+        checked = None
+        with suppress(stand_in.EmulatorError), device, early:  # the problem ends the launch
+            loaded = kernels.load(str(source.path), source.name, self.kernel.defines)
+            loaded.found.module.module(debug).memory.clear()
+            checked = comparison.compare(self.kernel, self.case, guarded=False, fill=run.fill)
+        return seen[-1], checked
 
-
-def _types(kernel: Kernel) -> dict[str, str]:
-    """Return the C++ types of the elements of arguments and of dynamic shared arrays."""
-    types = {p.name: p.ctype.rstrip("*") for p in kernel.source.parameters}
-    types |= dynamic_arrays(kernel.source.text)
-    own = _TYPES[kernel.dtype]
-    return {name: own if ctype in ("T", "W") else ctype for name, ctype in types.items()}
+    def element(self, name: str, index: int) -> tuple[str, int] | None:
+        """Return the parameter and the byte of an element of an output."""
+        kernel, case = self.kernel, self.case
+        output = values(kernel.operation, case.inputs, case.attrs).outputs[name]
+        parameters = zip(kernel.source.parameters, kernel.names, strict=True)
+        found = [each.name for each, argument in parameters if argument == name]
+        return (found[0], index * comparison.itemsize(output)) if found else None
 
 
 def why(launcher: Launcher, found: Finding) -> Why:
-    """Return the steps of the threads that a Finding names, or a note that says why not."""
-    unwritten = UNWRITTEN in found.text
-    until = "unwritten" if unwritten else _UNTIL.get(found.kind, "")
-    wrong = _WRONG.search(found.text)
-    if not until and wrong:
-        until = _wrote(launcher, wrong[1], wrong[2])
-    if not until:
-        return Why(note=f"There are no steps to show for a finding of kind {found.kind}.")
-    try:
-        return _steps(launcher, found, until)
-    except NotJudged as error:
-        return Why(note=f"There are no steps to show: {error}")
+    """Return the steps of the threads that a Finding names, or a note that says why not.
 
-
-def _steps(launcher: Launcher, found: Finding, until: str) -> Why:
-    threads = _named(launcher, found) if until == "outside" else launcher.run(until).met
-    if not threads:
-        return Why(note="There are no steps to show: the problem did not occur again.")
-    trace = launcher.run(until, tuple(dict.fromkeys(threads)))
-    if trace.long:
-        return Why(note=f"There are no steps to show: there are {len(trace.steps):,} or more.")
-    steps = trace.steps
-    if until == "outside" and not any(step.outside for step in steps[-1:]):
-        steps = _until_line(steps, launcher.kernel.source, found)
-    if until == "race":
-        steps = _until_race(steps, trace.threads[0], launcher.kernel.source, found)
-    if until.startswith("wrote:"):
-        steps = _until_write(steps, until)
-    if not steps:
-        return Why(note="There are no steps to show: the threads access no memory.")
-    note = ""
-    if until.startswith("wrote:"):
-        note = "No thread is known to be wrong: these are the steps of the thread that wrote the "
-        note += "first wrong element."
-    return Why(_described(launcher, steps, until, trace.threads), note)
-
-
-def _geometry(launcher: Launcher) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    case, kernel = launcher.case, launcher.kernel
-    grid, block, _ = kernel.geometry(values(kernel.operation, case.inputs, case.attrs).sizes)
-    return grid, block
-
-
-def _named(launcher: Launcher, found: Finding) -> tuple[traced.Thread, ...]:
-    """Return the thread whose block and thread a Finding names, if it names one."""
-    place = _PLACE.search(found.at)
-    if not place:
-        return ()
-    grid, block = _geometry(launcher)
-    numbers = [*map(int, place.groups())]
-    return ((_number(numbers[:3], grid), _number(numbers[3:], block)),)
-
-
-def _number(at: Sequence[int], extents: Sequence[int]) -> int:
-    """Return the number of a block or thread, whose first coordinate changes fastest."""
-    return sum(each * prod(extents[:i]) for i, each in enumerate(at))
-
-
-def _coordinates(number: int, extents: Sequence[int]) -> str:
-    x, y, _ = (*extents, 1, 1)[:3]
-    return f"({number % x}, {number // x % y}, {number // x // y})"
-
-
-def _until_race(
-    steps: Sequence[traced.TraceStep], of: traced.Thread, source: UserSource, found: Finding
-) -> list[traced.TraceStep]:
-    """Return the steps up to a thread's access that races, in the first line of a Finding.
-
-    It is the last access of the Finding's kind there. Later steps are left out: a race of a read
-    that an atomicCAS might compare is reported only after further steps.
+    The steps of a kernel that is compiled without optimisation have the order of the source. If
+    the problem does not occur in it, the steps are those of the compilation that has the problem.
     """
-    verb = _VERB.search(found.text)
-    places = [f"{source.file}:{line}" for line in found.lines[:1]]
-    for i in range(len(steps) - 1, -1, -1):
-        step = steps[i]
-        same = verb and step.of == of and step.event.startswith(verb[0])
-        if same and step.place.split("/")[-1] in places:
-            return list(steps[: i + 1])
-    return list(steps)
+    for debug in dict.fromkeys((True, launcher.run.debug)):
+        result, checked = launcher.launch(debug, Trace())
+        problems = [each for each in result.findings if _same(each, found)]
+        if problems:
+            return _up_to(launcher, debug, problems[0])
+        if checked and checked.off and not found.lines:
+            return _up_to_write(launcher, debug, *checked.off)
+    return Why(note=f"{NO_STEPS}: the problem did not occur again.")
 
 
-def _until_line(
-    steps: Sequence[traced.TraceStep], source: UserSource, found: Finding
-) -> list[traced.TraceStep]:
-    """Return the steps up to the access outside of a shared variable, in the line of a Finding.
-
-    In the program that traces, shared variables are contiguous, so that the access reaches another
-    variable. It is the first access in the line to another variable than the same code accessed
-    before; if there is none, the first access in the line.
-    """
-    places = [f"{source.file}:{line}" for line in found.lines]
-    at = [i for i, step in enumerate(steps) if step.site and step.place.split("/")[-1] in places]
-    variables: dict[int, int] = {}  # address of the code → variable that it has accessed before
-    for i in at:
-        if variables.setdefault(steps[i].site, steps[i].variable) != steps[i].variable:
-            break
-    else:
-        i = at[0] if at else -1
-    return [*steps[:i], _of_unknown(steps[i])] if at else []
+def _same(problem: engine.Finding, found: Finding) -> bool:
+    """Return whether an error of a launch has a line and a thread that a Finding names."""
+    named = found.threads or (str(problem.now),)
+    return problem.now.line in found.lines and str(problem.now) in named
 
 
-def _of_unknown(step: traced.TraceStep) -> traced.TraceStep:
-    event = f"{step.event.partition(' ')[0]} outside of a shared or constant variable"
-    return replace(step, event=event, values=())
-
-
-def _wrote(launcher: Launcher, name: str, index: str) -> str:
-    """Return the problem "wrote:…" for an element of an output, or "" if it is not known."""
-    case, kernel = launcher.case, launcher.kernel
-    output = values(kernel.operation, case.inputs, case.attrs).outputs.get(name)
-    parameters = zip(kernel.source.parameters, kernel.names, strict=True)
-    parameter = next((p.name for p, argument in parameters if argument == name), None)
-    numbers = [int(each) for each in index.split(",")]
-    if output is None or parameter is None or len(numbers) != len(output.shape):
-        return ""
-    flat = 0
-    for extent, each in zip(output.shape, numbers, strict=True):
-        flat = flat * extent + each
-    size = comparison.itemsize(output)
-    return f"wrote:{parameter}:{flat * size}:{flat}"
-
-
-def _until_write(steps: Sequence[traced.TraceStep], until: str) -> list[traced.TraceStep]:
-    """Return the steps up to the last write of the element that `until` names."""
-    _, name, _, index = until.split(":")
-    writes = [
-        i
-        for i, step in enumerate(steps)
-        if not step.event.startswith("reads")
-        and any(element == f"{name}[{index}]" for element, _ in step.values)
-    ]
-    return list(steps[: writes[-1] + 1]) if writes else []
-
-
-def _described(
-    launcher: Launcher,
-    steps: Sequence[traced.TraceStep],
-    until: str,
-    threads: Sequence[traced.Thread],
-) -> tuple[ThreadStep, ...]:
-    """Return the steps with names of threads, and with the problem in the last one."""
-    grid, block = _geometry(launcher)
-    blocks = {number for number, _ in threads}
-
-    def named(of: traced.Thread) -> str:
-        name = f"thread {_coordinates(of[1], block)}"
-        return name if len(blocks) == 1 else f"block {_coordinates(of[0], grid)}, {name}"
-
-    file = re.escape(launcher.kernel.source.file)
-    described = []
-    for step in steps:
-        place = step.place.split("/")[-1]
-        line = re.fullmatch(rf"{file}:(\d+)", place)
-        number = int(line[1]) if line else None
-        described.append(ThreadStep(named(step.of), number, place, step.event, step.values))
-    return tuple(_with_problem(described, until))
-
-
-def _with_problem(steps: list[ThreadStep], until: str) -> list[ThreadStep]:
-    """Mark the last step, or for a divergent barrier the last step of each thread."""
-    if until == "barrier":
+def _up_to(launcher: Launcher, debug: bool, problem: engine.Finding) -> Why:
+    """Return the steps of the threads of a problem. The last one is the problem."""
+    places = [problem.now, *([problem.other] if problem.other else [])]
+    threads = tuple(dict.fromkeys(each[:2] for each in places))
+    result, _ = launcher.launch(debug, Trace(threads))
+    told = _Telling(launcher.kernel, len({block for block, _ in threads}) > 1)
+    at = [i for i, step in enumerate(result.steps) if _is(step, problem)]
+    end = at[0 if problem.kind == "unwritten" else -1] + 1 if at else len(result.steps)
+    steps = [told.step(each) for each in result.steps[:end]]
+    if problem.kind in ("barrier", "mask"):
         last = {step.thread: i for i, step in enumerate(steps)}
         for i in last.values():
             steps[i] = replace(steps[i], problem=True)
-        return steps
-    end = steps[-1]
-    event = end.event
-    if until == "race":
-        event += _earlier(steps)
-    elif until == "unwritten":
-        event += f", {UNWRITTEN}"
-    return [*steps[:-1], replace(end, event=event, problem=True)]
+    elif at:
+        event = steps[-1].event + told.problem(problem, steps)
+        steps[-1] = replace(steps[-1], event=event, problem=True)
+    else:
+        said = f"{problem.verb} {problem.text}".strip()
+        steps.append(replace(told.step(Step(problem.now, said)), problem=True))
+    return _noted(result, steps)
+
+
+def _noted(result: Result, steps: Sequence[ThreadStep], note: str = "") -> Why:
+    left = f"The first {result.left_out:,} steps are left out." if result.left_out else ""
+    return Why(tuple(steps), " ".join(filter(None, (note, left))))
+
+
+def _is(step: Step, problem: engine.Finding) -> bool:
+    """Return whether a step is the access that is a problem."""
+    return (
+        step.at[:2] == problem.now[:2]
+        and step.at.line == problem.now.line
+        and step.array == problem.array
+        and problem.verb.startswith(step.kind)
+        and step.byte <= problem.byte < step.byte + max(1, step.size)
+    )
+
+
+def _up_to_write(launcher: Launcher, debug: bool, name: str, index: int) -> Why:
+    """Return the steps of the thread that writes an element of an output, up to the last write."""
+    wrong = launcher.element(name, index)
+    writes = launcher.launch(debug, Trace(element=wrong))[0].steps if wrong else ()
+    if not writes:
+        return Why(note=f"{NO_STEPS}: no thread writes the first wrong element.")
+    result, _ = launcher.launch(debug, Trace([writes[-1].at[:2]]))
+    told = _Telling(launcher.kernel, several=False)
+    at = [i for i, step in enumerate(result.steps) if step == writes[-1]]
+    steps = [told.step(each) for each in result.steps[: at[-1] + 1]]
+    return _noted(result, [*steps[:-1], replace(steps[-1], problem=True)], _WRITER)
+
+
+@dataclass
+class _Telling:
+    """Describes steps. several: whether the threads have different blocks."""
+
+    kernel: Kernel
+    several: bool
+    sent: dict[Thread, Step] = field(default_factory=dict)  # the last exchange of a thread
+
+    def step(self, step: Step) -> ThreadStep:
+        """Describe a step."""
+        at, file = step.at, Path(step.at.file).name
+        thread = f"block {at.block}, {at}" if self.several else str(at)
+        line = at.line if at.line and file == self.kernel.source.file else None
+        said: tuple[str, tuple[tuple[str, str], ...]] = step.kind, ()
+        if step.kind in ("gathers", "receives"):
+            said = self._exchange(step), ()
+        elif step.size:
+            said = self._access(step)
+        return ThreadStep(thread, line, f"{file}:{at.line}" if at.line else "", *said)
+
+    def problem(self, problem: engine.Finding, steps: Sequence[ThreadStep]) -> str:
+        """Return a clause that says what is wrong with the last step."""
+        count = problem.size // self._dtype(problem.array, problem.now, problem.bytes).itemsize
+        return {
+            "race": _earlier(steps),
+            "read-only": _earlier(steps),
+            "out of bounds": f", outside: {problem.array} has {count:,} elements" if count else "",
+            "misaligned": f": the address must be divisible by {problem.bytes}",
+            "unwritten": ", which no thread has written",
+            "before the wait": ", before wait_for_previous()",
+        }.get(problem.kind, "")
+
+    def _dtype(self, array: str, at: engine.Where, size: int, opcode: str = "") -> np.dtype[Any]:
+        """Return the dtype of the accessed elements, of bytes if it is not known."""
+        declared_as = dtype_of(declared(self.kernel.source, array, at.line)[0], self.kernel.dtype)
+        for dtype in (declared_as, declared_as.base):
+            if dtype.itemsize and size % dtype.itemsize == 0:
+                return dtype
+        of = re.search(r"\.([fs])(16|32|64)$", opcode)
+        return np.dtype(f"{'f' if of[1] == 'f' else 'i'}{int(of[2]) // 8}" if of else f"V{size}")
+
+    def _access(self, step: Step) -> tuple[str, tuple[tuple[str, str], ...]]:
+        if not step.array:
+            return f"{step.kind} address {step.byte:#x}, outside of all arrays", ()
+        dtype = self._dtype(step.array, step.at, step.size, step.opcode)
+        names = [
+            element(self.kernel.source, step.array, byte, dtype.itemsize, step.at.line)
+            for byte in range(step.byte, step.byte + step.size, dtype.itemsize)
+        ]
+        now, old = _texts(step.value, dtype), ", ".join(_texts(step.before, dtype))
+        label = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+        known = ", ".join([*now, *["…"] * (len(now) < len(names))])
+        event = f"{step.kind} {label}"
+        if old:
+            event += f": {old} → {known}" if now else f", which holds {old}"
+        elif now:
+            event += f" = {known}"
+        return event, tuple(zip(names, [*now, *[""] * len(names)], strict=False))
+
+    def _exchange(self, step: Step) -> str:
+        type_ = re.search(r"_syncj([a-z])", step.function) if "shfl" in step.opcode else None
+        known = "?" if step.size == 1 else _SENT.get(type_[1] if type_ else "", "")
+        value = "".join(_texts(step.value, np.dtype(known or f"V{step.size or 1}")))
+        if step.kind == "gathers":
+            self.sent[step.at[:2]] = step
+            return f"waits for the lanes {step.byte:#010x}" + (f", sends {value}" if value else "")
+        sent = self.sent[step.at[:2]]
+        if sent.source < 0:
+            return f"receives {value}"
+        if not sent.byte >> sent.source & 1:
+            return f"receives no value: lane {sent.source} does not take part"
+        return f"receives {value} from lane {sent.source}"
+
+
+def _texts(data: bytes, dtype: np.dtype[Any]) -> list[str]:
+    """Return the values of the elements of which all bytes are known."""
+    whole = data[: len(data) // dtype.itemsize * dtype.itemsize]
+    return list(map(_text, np.frombuffer(whole, dtype).tolist())) if whole else []
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list):
+        return f"({', '.join(map(_text, value))})"
+    if isinstance(value, bytes):
+        return f"0x{value[::-1].hex()}"
+    return f"{value:g}" if isinstance(value, float) else str(int(value))
 
 
 def _earlier(steps: Sequence[ThreadStep]) -> str:
-    """Return a phrase that names the other thread's step with which the last step races."""
+    """Return a clause that names the other thread's step with which the last step races."""
     end = steps[-1]
     elements = {element for element, _ in end.values}
     reads = end.event.startswith("reads")

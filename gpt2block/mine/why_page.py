@@ -65,13 +65,12 @@ class WhyPage:
         ]
 
     def _row(self, number: int, step: ThreadStep) -> str:
-        column = self._why.threads.index(step.thread)
         line = step.line or step.place
         text = escape(f"{line}: {step.event}" if line else step.event)
-        cells = [""] * len(self._why.threads)
-        cells[column] = text
         kind = ' class="problem"' if step.problem else ""
-        shown = "".join(f"<td>{cell}</td>" for cell in cells)
+        shown = "".join(
+            f"<td>{text if thread == step.thread else ''}</td>" for thread in self._why.threads
+        )
         return f'<tr{kind}><td class="step">{number}</td>{shown}</tr>'
 
     def _data(self, number: int, step: ThreadStep) -> dict[str, object]:

@@ -55,7 +55,7 @@ class Encoded:
     rows: int = 1  # row 0 is written by the destination "_"
     predicates: int = 0
     specials: dict[str, int] = field(default_factory=dict)
-    places: dict[Place, int] = field(default_factory=dict)
+    places: dict[Place, int] = field(default_factory=lambda: {Place(0, 0): 0})
     entry: int = 0
     granule: int = 4  # bytes of the smallest access
     shared: list[tuple[int, Variable]] = field(default_factory=list)  # with their offsets

@@ -23,12 +23,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block.ptx import nvrtc
+from gpt2block.ptx.cache import folder as cache_folder
 from gpt2block.ptx.counters import Counted, Counts, Line
 from gpt2block.ptx.encode import CODE, Encoded, address_of, encode
 from gpt2block.ptx.parse import Module, Place, Variable
 from gpt2block.ptx.tensor_maps import TensorMap
 
-CACHE = "GPT2BLOCK_CPU_CUDA_CACHE"
 Order = Literal["forward", "reverse", "shuffled", "interleaved"]
 ORDERS: tuple[Order, ...] = ("forward", "reverse", "shuffled", "interleaved")
 MOST_THREADS = 1024  # threads of a block
@@ -37,6 +37,7 @@ SOURCES = Path(__file__).parent / "cpp"
 FLAGS = ("-std=c++17", "-O2", "-march=native", "-ffp-contract=off", "-fPIC")
 NO_COMPILER = "g++, which compiles the engine once, is not installed: apt install g++"
 IN_SHARED, IN_LOCAL, IN_PARAMS = -2, -3, -4  # Finding::Where of machine.h
+Thread = tuple[tuple[int, int, int], tuple[int, int, int]]  # block and thread
 
 
 class Where(NamedTuple):
@@ -100,12 +101,48 @@ class Finding:
         return f"{self.kind}: {here}: {self.text}" + (f"; {there}" if there else "")
 
 
+class Trace(NamedTuple):
+    """Which steps of a launch are recorded: at most 20,000, the last ones.
+
+    threads: whose steps. element: name of an array and number of a byte, whose writes by any thread
+    are steps, too.
+    """
+
+    threads: Sequence[Thread] = ()
+    element: tuple[str, int] | None = None
+
+
+class Step(NamedTuple):
+    """A step of a thread, in the order of the launch.
+
+    kind: "reads", "writes", "atomically changes"; in an exchange of lanes "gathers" or "receives";
+    or "waits at the barrier", "arrives at the barrier", "passes the barrier", "__threadfence()",
+    "__threadfence_block()" or "returns".
+    array, byte, size: the accessed bytes. size of an exchange: of the value that the lane sends or
+    receives; byte: the mask of the lanes; source: the lane whose value a shuffle takes, or -1.
+    value: the first 16 bytes, or b"" if they are not known. before: those that an atomic operation
+    changes. opcode, function: of the instruction.
+    """
+
+    at: Where
+    kind: str
+    opcode: str = ""
+    function: str = ""
+    array: str = ""
+    byte: int = 0
+    size: int = 0
+    source: int = -1
+    value: bytes = b""
+    before: bytes = b""
+
+
 @dataclass(frozen=True)
 class Result:
     """The findings of a launch.
 
     instructions: number of executed instructions of warps; lanes: the sum over their active lanes.
-    counts: by line of the source, if they were requested.
+    counts: by line of the source, if they were requested. steps: of the threads of a Trace;
+    left_out: number of earlier steps, which are not kept.
     """
 
     findings: tuple[Finding, ...]
@@ -113,6 +150,8 @@ class Result:
     lanes: int
     printed: str
     counts: Mapping[Line, Counts]
+    steps: tuple[Step, ...] = ()
+    left_out: int = 0
 
 
 class Pointer(NamedTuple):
@@ -143,6 +182,7 @@ def launch(
     budget: int = BUDGET,
     variant: int = 0,
     counters: bool = False,
+    trace: Trace | None = None,
 ) -> Result:
     """Launch a kernel.
 
@@ -163,23 +203,41 @@ def launch(
     data = _LaunchData()
     clusters = cluster or encoded.directives.get("reqnctapercluster", ())
     data.grid, data.block, data.cluster = _three(grid), _three(block), _three(clusters)
-    data.shared, data.order, data.checks = shared, ORDERS.index(order), checks
+    data.shared, data.order, data.checks = shared, ORDERS.index(order), checks or trace is not None
     data.variant, data.entry, data.budget = variant, encoded.entry, budget
     data.params = ctypes.cast(ctypes.create_string_buffer(params, len(params) + 1), _BYTES)
     data.param_bytes, data.array_count = len(params), len(arrays.data)
     arrays.fill(data)
+    if trace:
+        _request(trace, data, arrays.names)
     counted = Counted(encoded.places, module.files) if counters else None
     data.counts = counted.counts.ctypes.data if counted else None
     if early is not None:
         data.early = arrays.early(args, early)
     text = loaded.library.ptx_launch(loaded.handle, ctypes.byref(data)).decode(errors="replace")
-    found, _, printed = text.partition("\x1d")
+    found, traced, printed = text.split("\x1d", 2)
     read = _Findings(module, encoded, arrays.names, data.grid, data.block)
     findings = tuple(read.finding(each) for each in found.split("\x1e")[:-1])
     if not any(each.fatal for each in findings):
         arrays.keep(module, encoded)
+    steps = tuple(read.step(each) for each in traced.split("\x1e")[:-1])
     counts = counted.by_line() if counted else {}
-    return Result(findings, data.executed, data.lanes, printed, counts)
+    return Result(findings, data.executed, data.lanes, printed, counts, steps, data.left_out)
+
+
+def _request(trace: Trace, data: _LaunchData, names: Sequence[str]) -> None:
+    """Pass a Trace to the C++ side."""
+    numbers: list[int] = []
+    for block, thread in trace.threads:
+        numbers += _number(block, data.grid), _number(thread, data.block)
+    data.traced = (ctypes.c_int64 * (len(numbers) + 1))(*numbers)
+    data.traced_count, data.array = len(trace.threads), -1
+    if trace.element:
+        data.array, data.byte = names.index(trace.element[0]), trace.element[1]
+
+
+def _number(at: Sequence[int], sizes: Any) -> int:
+    return int(at[0] + sizes[0] * (at[1] + sizes[1] * at[2]))
 
 
 def _check_sizes(
@@ -233,6 +291,8 @@ class _LaunchData(ctypes.Structure):
         ("counts", ctypes.c_void_p),
         ("executed", ctypes.c_int64),
         ("lanes", ctypes.c_int64),
+        ("traced", ctypes.POINTER(ctypes.c_int64)),
+        *((name, ctypes.c_int64) for name in ("traced_count", "array", "byte", "left_out")),
     )
 
 
@@ -380,6 +440,7 @@ class _Findings:
         self.module, self.encoded, self.names = module, encoded, names
         self.grid, self.block = list(grid), list(block)
         self.places = list(encoded.places)
+        self.forms = list(encoded.forms)
 
     def finding(self, text: str) -> Finding:
         kind, why, verb, other_verb, *numbers = text.split("\x1f")
@@ -391,6 +452,16 @@ class _Findings:
         return Finding(
             kind, why, kernel, now, other, verb, other_verb, name, byte - start, size
         )  # fmt: skip
+
+    def step(self, text: str) -> Step:
+        *numbers, kind, value, before = text.split("\x1f")
+        block, thread, place, pc, array, byte, size, source = map(int, numbers)
+        begun = [(start, name) for name, start in self.encoded.functions.items() if start <= pc]
+        opcode, function = self.forms[self.encoded.code[pc][0]], max(begun)[1]
+        name, start, *_ = self._named(array, byte)
+        known = bytes.fromhex(value), bytes.fromhex(before)
+        at = self._where(block, thread, place)
+        return Step(at, kind, opcode, function, name, byte - start, size, source, *known)
 
     def _where(self, block: int, thread: int, place: int) -> Where:
         at = self.places[place] if place >= 0 else Place(0, 0)
@@ -408,8 +479,18 @@ class _Findings:
                     return plain_name(variable.name), offset
             name = encoded.dynamic.name if encoded.dynamic else "the dynamic shared memory"
             return plain_name(name), encoded.shared_bytes
+        if array == IN_LOCAL and (found := self._local(byte)):
+            return found
         places = {IN_LOCAL: "local memory", IN_PARAMS: "the parameters"}
         return places.get(array, ""), 0
+
+    def _local(self, byte: int) -> tuple[str, int] | None:
+        """Return the local variable before a byte of local memory, and where it starts."""
+        known = self.module.locals
+        at = [(start, each.name) for start, each in self.encoded.local if start <= byte]
+        start, array = max(at, default=(0, ""))
+        inside = [(start + k, name) for k, name in known.get(array, ()) if start + k <= byte]
+        return max(inside)[::-1] if inside else None
 
 
 def _split(number: int, sizes: list[int]) -> tuple[int, int, int]:
@@ -492,7 +573,7 @@ def _built() -> Path:
         raise LaunchError(NO_COMPILER)
     texts = b"".join(path.read_bytes() for path in sorted(SOURCES.glob("*.[ch]*")))
     key = hashlib.sha256(texts + "".join((*FLAGS, compiler, _processor())).encode()).hexdigest()
-    target = _folder() / f"engine-{key[:20]}.so"
+    target = cache_folder() / f"engine-{key[:20]}.so"
     if not target.is_file():
         with tempfile.TemporaryDirectory(dir=target.parent) as own:
             made = Path(own) / "engine.so"
@@ -505,6 +586,7 @@ def _built() -> Path:
                 list(pool.map(_compile, commands))
             _compile([compiler, "-shared", *map(str, objects), "-o", str(made)])
             made.replace(target)
+    os.utime(target)  # not one of the files that were not used for longest
     return target
 
 
@@ -522,10 +604,3 @@ def _processor() -> str:
         return platform.machine()
     flags = re.search(r"^(?:flags|Features)\s*:.*$", text, re.MULTILINE)
     return flags[0] if flags else platform.machine()
-
-
-def _folder() -> Path:
-    of_user = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    kept = Path(os.environ.get(CACHE) or Path(of_user) / "gpt2block" / "ptx")
-    kept.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return kept

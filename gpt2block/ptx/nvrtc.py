@@ -8,16 +8,18 @@ program, without the packages of this process.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import json
 import math
 import os
+import re
 import resource
 import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
-from importlib.util import find_spec
+from importlib.machinery import PathFinder
 from pathlib import Path
 from signal import SIGXCPU, Signals
 from typing import IO, Any, NamedTuple
@@ -25,9 +27,14 @@ from typing import IO, Any, NamedTuple
 # The options of CuPy's own compilations, so that the PTX is the text that a GPU would run.
 OPTIONS = ("-std=c++17", "-ftz=true", "--device-as-default-execution-space", "-lineinfo")
 MOST_TEXT = 2**26  # bytes of PTX or of a log that a child returns
+TOOLKIT = Path("/usr/local/cuda")
 MISSING = (
-    "NVRTC, CUDA's run-time compiler, is not installed: "
-    "pip install 'cuda-toolkit[nvrtc,cudart]==12.*,>=12.8'"
+    "NVRTC, CUDA's run-time compiler, is not installed: pip install 'nvidia-cuda-nvrtc>=13.3,<14'"
+)
+# Names of included files, "" for an include or a macro whose effect the text does not tell.
+_INCLUDED = re.compile(
+    r'^[ \t]*#[ \t]*include[ \t]*(?:["<]([^">\n]+))?|__has_include|__(?:DATE|TIME|TIMESTAMP)__',
+    re.MULTILINE,
 )
 
 
@@ -67,50 +74,90 @@ def compile(
     options: Sequence[str] = (),
     limits: Limits = Limits(),  # noqa: B008  (a constant)
 ) -> Compiled | Refused:
-    """Compile a source for an architecture such as "sm_90a". name: its file in messages."""
+    """Compile a source for an architecture such as "sm_90a". name: its file in messages.
+
+    PTX is kept for later processes, until the source, an included file or NVRTC changes.
+    """
     library = find_library()
     if library is None:
         return Refused(MISSING)
-    flags = (f"-arch={arch.replace('sm_', 'compute_')}", *OPTIONS, *options, *includes())
-    with suppress(IndexError):
-        return _Child.idle.pop().compile(source, name, flags, limits)
-    return _Child(library).compile(source, name, flags, limits)
+    flags = (f"-arch={arch.replace('sm_', 'compute_')}", *OPTIONS, *options, *_includes_of_cupy())
+    key = _key([source, name, *flags], [each[2:] for each in options if each.startswith("-I")])
+    from gpt2block.ptx import cache  # noqa: PLC0415  (a child has no packages)
+
+    if key and (kept := cache.read(key)):
+        return Compiled(*json.loads(kept))
+    try:
+        child = _Child.idle.pop()
+    except IndexError:
+        child = _Child(library, cache.folder())
+    compiled = child.compile(source, name, flags, limits)
+    if key and isinstance(compiled, Compiled):
+        cache.write(key, json.dumps(compiled))
+    return compiled
+
+
+def _key(request: Sequence[str], folders: Sequence[str]) -> str | None:
+    """Return the name of the file that keeps the PTX; None if unknown files can change the PTX.
+
+    request: the source, its name and options. folders: of included files that are not CUDA's.
+    """
+    source, name, *_ = request
+    here = Path(name).absolute().parent
+    digest = hashlib.sha256(json.dumps([str(here), request, _installed()]).encode())
+    waiting, seen = [(source, here)], set()
+    with suppress(OSError, ValueError):  # such as an include of a name with a null byte
+        while waiting:
+            text, parent = waiting.pop()
+            included = _INCLUDED.findall(text)
+            if "" in included:
+                return None
+            for path in (Path(each, file) for file in included for each in (str(parent), *folders)):
+                if path not in seen and path.is_file():
+                    seen.add(path)
+                    with path.open(encoding="utf-8", errors="replace") as opened:
+                        waiting.append((opened.read(MOST_TEXT), path.parent))
+                    digest.update(f"{path} {waiting[-1][0]}".encode())
+        return f"{digest.hexdigest()[:32]}.ptx.gz"
+    return None
+
+
+@cache
+def _installed() -> list[tuple[str, int, int]]:
+    """Return what changes if another NVRTC, or other headers of CUDA, are installed."""
+    paths = [find_library(), *(each[2:] for each in (*_includes_of_cuda(), *_includes_of_cupy()))]
+    return [(str(each), os.stat(each).st_size, os.stat(each).st_mtime_ns) for each in paths if each]
 
 
 @cache
 def find_library() -> Path | None:
     """Return the path of NVRTC's library, in a wheel or in a CUDA toolkit."""
-    found = [
-        path
-        for folder in (*_of_wheels("lib"), *_of_toolkit("lib64"))
-        for path in sorted(folder.glob("libnvrtc.so*"))
-    ]
-    return found[0] if found else None
+    folders = (*_of_wheels("lib"), TOOLKIT / "lib64")
+    return next((path for each in folders for path in sorted(each.glob("libnvrtc.so*"))), None)
 
 
 @cache
-def includes() -> tuple[str, ...]:
-    """Return the options that name the folders of CUDA's headers."""
-    cupy = find_spec("cupy")
+def _includes_of_cupy() -> tuple[str, ...]:
+    """Return the options for CUDA's C++ libraries in CuPy, if CuPy is installed."""
+    cupy = PathFinder.find_spec("cupy")  # also if a test has replaced the module
     own = Path(cupy.origin).parent / "_core" / "include" if cupy and cupy.origin else Path()
     core = own / "cupy" / "_cccl"  # cub, thrust and libcu++
-    folders = [core / "cub", core / "thrust", core / "libcudacxx", own] if core.is_dir() else []
-    of_cuda = [*_of_wheels("include"), *_of_toolkit("include")]
-    return tuple(
-        f"-I{folder}"
-        for folder in (*folders, *of_cuda)
-        if folder in folders or (folder / "cuda_fp16.h").is_file()
-    )
+    folders = (core / "cub", core / "thrust", core / "libcudacxx", own) if core.is_dir() else ()
+    return tuple(f"-I{folder}" for folder in folders)
+
+
+@cache
+def _includes_of_cuda() -> tuple[str, ...]:
+    """Return the options for CUDA's headers in wheels and in a toolkit."""
+    folders = (*_of_wheels("include"), TOOLKIT / "include")
+    known = ("cuda_fp16.h", "crt/mma.h")
+    return tuple(f"-I{each}" for each in folders if any((each / name).is_file() for name in known))
 
 
 def _of_wheels(folder: str) -> list[Path]:
-    spec = find_spec("nvidia")  # a namespace: each of NVIDIA's wheels adds a folder
+    spec = PathFinder.find_spec("nvidia")  # a namespace: each of NVIDIA's wheels adds a folder
     parents = spec.submodule_search_locations if spec else None
     return [path for each in parents or () for path in sorted(Path(each).glob(f"*/{folder}"))]
-
-
-def _of_toolkit(folder: str) -> list[Path]:
-    return [Path("/usr/local/cuda") / folder]
 
 
 class _Child:
@@ -118,11 +165,16 @@ class _Child:
 
     idle: list[_Child] = []  # noqa: RUF012  (shared by all threads)
 
-    def __init__(self, library: Path) -> None:
-        command = [sys.executable, "-I", "-S", __file__, str(library)]
+    def __init__(self, library: Path, folder: Path) -> None:
+        headers = folder / f"headers-{hashlib.sha256(str(_installed()).encode()).hexdigest()[:20]}"
+        command = [sys.executable, "-I", "-S", __file__, str(library), str(headers)]
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True
+            [*command, *_includes_of_cuda()],
+            stdin=pipe,
+            stdout=pipe,
+            stderr=subprocess.DEVNULL,
+            text=True,
         )
 
     def compile(
@@ -166,15 +218,24 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 
 
 class _Library:
-    """NVRTC's functions, in the child."""
+    """NVRTC's functions, in the child.
 
-    def __init__(self, path: str) -> None:
+    NVRTC 13.3 and later contain CUDA's headers, which become the folder `headers`, once. includes:
+    options for other headers.
+    """
+
+    def __init__(self, path: str, headers: str, *includes: str) -> None:
         self.functions = ctypes.CDLL(path)
         self.functions.nvrtcGetErrorString.restype = ctypes.c_char_p
+        install = getattr(self.functions, "nvrtcInstallBundledHeaders", lambda *_: 1)
+        installed = install(headers.encode(), 0, None) == 0
+        own = (f"-I{headers}", f"-I{headers}/cccl") if installed else ()
+        self.includes = (*own, *includes)
 
     def compile(self, source: str, name: str, options: list[str]) -> tuple[str, str, str]:
         """Return the status, the PTX and the log."""
         program = ctypes.c_void_p()
+        options = [*options, *self.includes]
         texts = [each.encode(errors="surrogateescape") for each in (source, name, *options)]
         call = self.functions.nvrtcCreateProgram
         status = call(ctypes.byref(program), texts[0], texts[1], 0, None, None)
@@ -217,4 +278,4 @@ def _serve(requests: IO[str], library: _Library) -> None:
 
 if __name__ == "__main__":
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    _serve(sys.stdin, _Library(sys.argv[1]))
+    _serve(sys.stdin, _Library(*sys.argv[1:]))

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 BITS = re.compile(r"\d+")
@@ -25,6 +26,9 @@ _TOKEN = re.compile(
     r"|(?:@(?P<guard>!?%?[\w$]+)\s+)?(?P<word>[\w$.:]+)\s*(?P<rest>(?:[^;])*);)"
 )
 _OPERAND = re.compile(r"\{[^}]*\}|\[[^\]]*\]|\((?:[^)]*)\)|[^,\s{}\[\]()]+")
+_LOCAL = re.compile(
+    r"\.b64 (__local_depot\d+)\s+\.b8 35\s+((?:\.b8 [\d,]+\s+)+)"
+)  # DWARF: address + offset
 _LOC = re.compile(r"(\d+)\s+(\d+)\s+(\d+)(?:.*inlined_at\s+(\d+)\s+(\d+)\s+(\d+))?")
 
 
@@ -111,6 +115,24 @@ class Module:
             variable = _variable(match)
             variable.extern = bool(match["extern"])
             found[variable.name] = variable
+        return found
+
+    @cached_property
+    def locals(self) -> dict[str, list[tuple[int, str]]]:
+        """Return the local variables that the debug information places in arrays of functions.
+
+        By name of the array: offsets and names.
+        """
+        found: dict[str, list[tuple[int, str]]] = {}
+        for array, text in _LOCAL.findall(self.text):
+            numbers = map(int, re.findall(r"(?<=[ ,])\d+", text))
+            offset = 0
+            for shift, each in zip(range(0, 64, 7), numbers, strict=False):
+                offset |= (each & 127) << shift
+                if each < 128:
+                    break
+            name = bytes(takewhile(bool, numbers)).decode()
+            found.setdefault(array, []).extend([(offset, name)] if name else [])
         return found
 
     @cached_property
@@ -269,7 +291,7 @@ class _Reader:
             if here[0] not in self.headers or not any(self.outer.get(here, ())):
                 break
             here = self.outer[here]
-        if here[1]:
+        if here[1] and here[0] not in self.headers:
             self.place = Place(here[0], here[1])
 
 

@@ -186,9 +186,8 @@ ROWS = (
         "product of matrices by a warpgroup",
         SUMS,
     ),
-    Row(
-        "setmaxnreg griddepcontrol", "u32", "inc dec sync aligned wait launch_dependents", "nothing"
-    ),
+    Row("setmaxnreg", "u32", "inc dec sync aligned", "no effect"),
+    Row("griddepcontrol", "", "wait launch_dependents", "waits for the previous kernel"),
 )
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import typer
 
 from gpt2block import cli
-from gpt2block.cli.app import app
+from gpt2block.cli.app import application
 
 Made = Iterator[tuple[str, Any]]
 
@@ -70,7 +70,7 @@ def command_line(small: bool) -> Made:
         (files / "text.txt").write_text("To be, or not to be.\n")
         template, _, _ = printed(["kernels", "layernorm", "--template"]).partition(END)
         (files / "mine.cu").write_text(template)
-        for command in helps(typer.main.get_command(app)):
+        for command in helps(typer.main.get_command(application())):
             yield shlex.join(command), normal(printed(command), folder)
         for run in RUNS:
             arguments = shlex.split(run.format(files=files, data=ROOT / "tests"))

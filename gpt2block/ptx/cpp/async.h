@@ -152,7 +152,7 @@ struct AsyncBlock {
     void note(const Warp& w, const Instr& i, int lane, const char* text) const {
         Finding found;
         found.kind = "async", found.text = text;
-        found.now = {w.block.number, w.thread(lane), i.place};
+        found.now = w.here(i, lane);
         if (block.machine.notes.empty()) block.machine.notes.push_back(found);
     }
 };

@@ -108,7 +108,7 @@ struct Instr {
     int32_t count;       // number of operands
     int32_t guard = -1;  // predicate, or -1
     bool guard_not = false;
-    int32_t place = 0;   // number of the line (file and line of the .cu) in the program's table
+    int32_t place = 0;   // number of the line (file and line of the .cu) in the program's table; 0: not known
 };
 
 using Pick = Handler (*)(Form&);
@@ -162,6 +162,7 @@ enum Use : unsigned {  // how an instruction touches memory; sums of these
     READ_ONLY = 16,  // by the read-only cache (ld.global.nc)
 };
 
+struct Trace;   // trace.h
 struct Counts;  // counters.h
 struct Races;   // races.h
 struct Shadow;  // races.h: the last accesses to the cells of an array
@@ -204,10 +205,12 @@ struct Warp {
     Mask waited = 0;                 // lanes for which the previous kernel has ended (griddepcontrol.wait)
     bool yields = false;             // an instruction such as nanosleep ends the turn
     std::array<std::vector<Saved>, LANES> calls;
+    std::array<uint32_t, LANES> caller{};  // pc of the last call in a line that is known
     uint32_t met = 0;                // stamp up to which all lanes know each other's accesses
 
     Warp(Machine& m, Block& b) : machine(m), block(b) {}
     int thread(int lane) const { return first + lane; }
+    inline Access here(const Instr& i, int lane) const;
     inline const uint64_t* in(const Instr& i, int k, int j = 0) const;
     inline uint64_t* out(const Instr& i, int k, int j = 0);
     Mask predicate(const Instr& i, int k) const {  // operands "%p1", "!%p1"
@@ -225,8 +228,7 @@ struct Warp {
 
 struct Barrier {
     int arrived = 0, expected = 0;   // threads; expected 0: nobody is here
-    const Instr* first = nullptr;    // the instruction of the first arrival
-    int thread = 0;                  // its thread
+    Access here;                     // of the first arrival
     int holds = 0;                   // bar.red: threads whose predicate holds
     std::vector<int> came;           // threads that have arrived, with those that do not wait
 };
@@ -289,6 +291,7 @@ struct Machine {
     std::string printed;
     std::vector<Finding> notes;  // what does not end the launch: reading memory that nobody has written
     std::shared_ptr<Races> races;
+    std::unique_ptr<Trace> trace;
     std::vector<std::unique_ptr<Block>> in_flight;
     uint32_t entry = 0;                // index of the kernel's first instruction
     bool (*idle)(Machine&) = nullptr;  // called when nothing proceeds (async.h: completes copies); whether something changed
@@ -300,7 +303,7 @@ struct Machine {
     [[noreturn]] void fail(const Warp& w, const Instr& i, int lane, std::string kind, std::string text) const {
         Finding found;
         found.kind = std::move(kind), found.text = std::move(text);
-        found.now = {w.block.number, w.thread(lane), i.place};
+        found.now = w.here(i, lane);
         throw found;
     }
 };
@@ -314,6 +317,11 @@ inline const uint64_t* Warp::in(const Instr& i, int k, int j) const {
 inline uint64_t* Warp::out(const Instr& i, int k, int j) {
     const Operand& op = i.op[k];
     return rows.data() + (op.count > 1 ? machine.program->parts[op.index + j] : op.index) * LANES;
+}
+
+// Where a lane is: in a function without lines of its own, in the line that calls it.
+inline Access Warp::here(const Instr& i, int lane) const {
+    return {block.number, thread(lane), i.place ? i.place : machine.program->code[caller[lane]].place};
 }
 
 inline int Block::threads() const { return machine.block[0] * machine.block[1] * machine.block[2]; }

@@ -35,6 +35,9 @@ struct LaunchData {
     const uint8_t* early;      // null: the launch does not overlap the previous kernel
     Counts* counts;            // of each line; null: nothing is counted
     int64_t executed, lanes;   // results
+    const int64_t* traced;     // a block and a thread each; null: no trace
+    int64_t traced_count, array, byte;
+    int64_t left_out;          // result
 };
 
 struct Loaded {
@@ -56,6 +59,11 @@ void write(std::ostringstream& out, const Finding& found) {
         out << separator << each.block << separator << each.thread << separator << each.place;
     }
     out << separator << found.array << separator << found.byte << separator << found.bytes << '\x1e';
+}
+
+void write(std::ostringstream& out, const Step& step) {
+    for (int64_t each : {step.at.block, step.at.thread, (int64_t)step.at.place, step.pc, (int64_t)step.array, step.byte}) out << each << '\x1f';
+    out << step.bytes << '\x1f' << step.source << '\x1f' << step.kind << '\x1f' << step.value << '\x1f' << step.before << '\x1e';
 }
 
 }  // namespace
@@ -115,6 +123,11 @@ const char* ptx_launch(const Loaded* loaded, LaunchData* data) {
         if (m.checks) array.shadow = std::make_shared<Shadow>(array.bytes / m.program->granule + 1, false, (int)k);
     }
     if (m.checks) m.races = std::make_shared<Races>(m);
+    if (data->traced) {
+        m.trace = std::make_unique<Trace>(), m.races->holds = true;
+        for (int64_t k = 0; k < data->traced_count; ++k) m.trace->threads.insert({data->traced[2 * k], data->traced[2 * k + 1]});
+        m.trace->array = (int)data->array, m.trace->byte = data->byte;
+    }
     std::ostringstream out;
     try {
         schedule::Run(m).run();
@@ -122,6 +135,11 @@ const char* ptx_launch(const Loaded* loaded, LaunchData* data) {
         write(out, found);
     }
     for (const Finding& note : m.notes) write(out, note);
+    out << '\x1d';
+    if (m.trace) {
+        for (const Step& step : m.trace->steps) write(out, step);
+        data->left_out = m.trace->left_out;
+    }
     data->executed = m.executed, data->lanes = m.lanes_executed;
     out << '\x1d' << m.printed;
     result = out.str();

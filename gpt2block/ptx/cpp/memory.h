@@ -45,7 +45,7 @@ inline Region find(Warp& w, const Instr& i, int lane, uint64_t address, Space sp
         Finding found;
         found.kind = "race", found.verb = "touches", found.array = Finding::in_local;
         found.text = "a local variable of another thread";
-        found.now = {w.block.number, w.thread(lane), i.place}, found.other = {w.block.number, owner, -1};
+        found.now = w.here(i, lane), found.other = {w.block.number, owner, -1};
         throw found;
     }
     if (tag >= FIRST_ARRAY && tag - FIRST_ARRAY < m.arrays.size()) {
@@ -56,24 +56,27 @@ inline Region find(Warp& w, const Instr& i, int lane, uint64_t address, Space sp
     return {nullptr, nullptr, 0, (int64_t)address, Finding::nowhere};
 }
 
-[[noreturn]] inline void refuse(Warp& w, const Instr& i, int lane, const Region& region, unsigned bytes, unsigned use,
-                                const char* kind) {
+[[gnu::cold]] inline Finding refused(const Warp& w, const Instr& i, int lane, const Region& region, unsigned bytes, unsigned use,
+                       const char* kind) {
     Finding found;
     found.kind = kind;
     found.verb = Races::is(use);
-    found.now = {w.block.number, w.thread(lane), i.place};
+    found.now = w.here(i, lane);
     found.array = region.array, found.byte = region.offset, found.bytes = bytes;
-    throw found;
+    return found;
 }
 
-inline void note_unwritten(Warp& w, const Instr& i, int lane, Region region, uint64_t from, unsigned bytes, unsigned use) {
+[[noreturn]] inline void refuse(Warp& w, const Instr& i, int lane, const Region& region, unsigned bytes, unsigned use,
+                                const char* kind) {
+    if (w.machine.trace) w.machine.trace->access(w, i, lane, region.array, region.offset, bytes, use, nullptr);
+    throw refused(w, i, lane, region, bytes, use, kind);
+}
+
+[[gnu::cold]] inline void note_unwritten(Warp& w, const Instr& i, int lane, Region region, uint64_t from, unsigned bytes, unsigned use) {
     if (!w.machine.notes.empty()) return;
     region.offset = (int64_t)from;
-    try {
-        refuse(w, i, lane, region, bytes, use, "unwritten");
-    } catch (const Finding& found) {
-        w.machine.notes.push_back(found);
-    }
+    w.machine.notes.push_back(refused(w, i, lane, region, bytes, use, "unwritten"));
+    if (w.machine.trace && !region.shadow) w.machine.trace->access(w, i, lane, region.array, region.offset, bytes, use, region.data + from);
 }
 
 inline void check_written(Warp& w, const Instr& i, int lane, const Region& region, uint64_t from, unsigned bytes,
@@ -321,7 +324,9 @@ static void isspacep(Warp& w, const Instr& i, Mask active) {
 }
 
 static void fence(Warp& w, const Instr& i, Mask active) {
-    if (w.machine.races) w.machine.races->fence(w, active, i.form->arg[0]);
+    const bool of_device = i.form->arg[0];
+    if (w.machine.trace) w.machine.trace->each(w, i, active, of_device ? "__threadfence()" : "__threadfence_block()");
+    if (w.machine.races) w.machine.races->fence(w, active, of_device);
 }
 
 static void nothing(Warp&, const Instr&, Mask) {}

@@ -13,7 +13,7 @@
 // an atom.cas that expects the value read, the read counts as atomic. Until then, its races with atomic accesses are held.
 // They are reported if the thread accesses the address in another way, reaches a barrier or ends.
 #pragma once
-#include "machine.h"
+#include "trace.h"
 
 #include <algorithm>
 
@@ -99,7 +99,7 @@ struct Races {
     uint32_t now = 1;
     std::unordered_map<uint64_t, Blocks> told[2];  // address → what its last strong writes made visible: to the block, to all
     bool facts = false;                            // whether any thread has any
-    bool holds = false;                            // whether races have been held
+    bool holds = false;                            // whether races have been held, or steps are recorded
 
     explicit Races(Machine& m) : machine(m) {}
 
@@ -263,7 +263,7 @@ struct Races {
     }
 
     // Records an access that needs no look at strong accesses and facts. Returns false if it may race.
-    static bool plain(Cell& cell, const Warp& w, const Stamped& access, bool writes) {
+    [[gnu::always_inline]] static bool plain(Cell& cell, const Warp& w, const Stamped& access, bool writes) {
         if (!usual(cell.written, w, access.thread)) return false;
         if (writes) {
             for (Stamped& read : cell.read) {
@@ -294,7 +294,7 @@ struct Races {
 
     // The read-only cache may hold the old value of what the kernel has written, until the kernel ends.
     void check_read_only(Now now, uint64_t end) const {
-        now.access = Stamped(number_of(now.w, now.lane), this->now, now.i.place, true);
+        now.access = Stamped(number_of(now.w, now.lane), this->now, now.w.here(now.i, now.lane).place, true);
         for (; now.cell < end; ++now.cell) {
             const Stamped& written = now.shadow.at(now.cell).written;
             if (!written.stamp) continue;
@@ -313,9 +313,10 @@ struct Races {
         const bool values = machine.program->compares && !(use & WRITES);
         const uint32_t self = number_of(w, lane);
         const uint64_t end = (start + bytes + granule - 1) >> shift;
+        if (!simple && machine.trace) machine.trace->access(w, i, lane, shadow.array, (int64_t)start, bytes, use, data);
         if (use & READ_ONLY) check_read_only({w, i, lane, use, shadow, start >> shift, {}, bytes}, end);
         for (uint64_t cell = start >> shift; cell < end; ++cell) {
-            Stamped access(self, now, i.place, true);
+            Stamped access(self, now, w.here(i, lane).place, true);
             if (values) access.value = value_at(data + ((cell << shift) - start), granule);
             if (simple && plain(shadow.at(cell), w, access, use & WRITES)) continue;
             check({w, i, lane, use, shadow, cell, access, bytes});

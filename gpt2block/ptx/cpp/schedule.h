@@ -76,6 +76,7 @@ struct Run {
     void end_lanes(Warp& w, Mask lanes, uint32_t pc) {
         for_lanes(lanes, [&](int l) {
             w.state[l] = Lane::done, w.pc[l] = pc;
+            if (m.trace) m.trace->each(w, p.code[pc], 1u << l, "returns");
             if (--w.block.alive == 0 && m.early && !w.block.waited) {
                 m.fail(w, p.code[pc], l, "before the wait", "no thread of the block waits for the previous kernel");
             }
@@ -89,8 +90,7 @@ struct Run {
     [[noreturn]] void absent(const Warp& w, int waits, int gone) const {
         Finding found;
         found.kind = "mask", found.text = "the mask names the lane of a thread that has returned";
-        found.now = {w.block.number, w.thread(waits), p.code[w.pc[waits]].place};
-        found.other = {w.block.number, w.thread(gone), p.code[w.pc[gone]].place};
+        found.now = w.here(p.code[w.pc[waits]], waits), found.other = w.here(p.code[w.pc[gone]], gone);
         throw found;
     }
 
@@ -103,6 +103,7 @@ struct Run {
     void run_gathered(Warp& w, const Instr& i, Mask lanes) {
         if (m.races) m.races->lanes_meet(w, lanes);
         i.run(w, i, lanes);
+        if (m.trace) for_lanes(lanes, [&](int l) { m.trace->receives(w, i, l); });
         // The warp as a whole has then read: every lane knows the reads of the others. Stores are not ordered.
         if (m.races && i.form->gathers == WHOLE_WARP && !i.form->stores) m.races->lanes_meet(w, lanes);
     }
@@ -113,6 +114,7 @@ struct Run {
         const Mask mask = mask_of(w, i, first);
         bool same = (mask & w.exist) == active;
         if (same && i.form->gathers != WHOLE_WARP) for_lanes(active, [&](int l) { same &= mask_of(w, i, l) == mask; });
+        if (m.trace) for_lanes(active, [&](int l) { m.trace->arrives(w, i, l, mask_of(w, i, l)); });
         if (same) return run_gathered(w, i, active), true;
         for_lanes(active, [&](int l) {
             w.state[l] = Lane::gathers, w.pc[l] = pc, w.mask[l] = mask_of(w, i, l) & w.exist;
@@ -171,6 +173,7 @@ struct Run {
             rest &= ~lanes;
         }
         w.rows = result, w.predicates = truths;
+        if (m.trace) for_lanes(group, [&](int l) { m.trace->receives(w, p.code[w.pc[l]], l); });
     }
 
     void copy_operand(Warp& w, const Instr& to, const Instr& from, int k, int lane, const std::vector<uint64_t>& rows,
@@ -193,15 +196,16 @@ struct Run {
         const int lane = __builtin_ctz(active), number = (int)w.in(i, at)[lane] & 15;
         const int expected = count > 1 ? (int)w.in(i, at + 1)[lane] : w.block.threads();
         Barrier& b = w.block.barriers[number];
-        if (!b.expected) b.first = &i, b.thread = w.thread(lane), b.expected = expected;
-        if (b.expected != expected || (count == 1 && b.first->place != i.place)) {
+        if (!b.expected) b.here = w.here(i, lane), b.expected = expected;
+        if (b.expected != expected || (count == 1 && b.here.place != w.here(i, lane).place)) {
             Finding found;
             found.kind = "barrier";
             found.text = b.expected != expected ? "threads expect different numbers of threads at the barrier" : "threads wait at different barriers";
-            found.now = {w.block.number, w.thread(lane), i.place}, found.other = {w.block.number, b.thread, b.first->place};
+            found.now = w.here(i, lane), found.other = b.here;
             throw found;
         }
         const bool waits = !f.has("arrive");
+        if (m.trace) m.trace->each(w, i, active, waits ? "waits at the barrier" : "arrives at the barrier");
         for_lanes(active, [&](int l) {
             if (waits) w.state[l] = Lane::waits;
             w.pc[l] = waits ? pc : pc + 1;
@@ -222,7 +226,7 @@ struct Run {
             Finding found;
             found.kind = "barrier";
             found.text = other.place == i.place ? "threads wait at two barriers in one line, or in two calls of a function" : "threads wait at different barriers";
-            found.now = {w.block.number, w.thread(lane), i.place}, found.other = {w.block.number, w.thread(l), other.place};
+            found.now = w.here(i, lane), found.other = w.here(other, l);
             throw found;
         });
     }
@@ -237,6 +241,7 @@ struct Run {
                 if (((int)w.in(i, red ? 1 : 0)[l] & 15) != number) return;
                 waiting.push_back(w.thread(l));
                 if (red) reduce(w, i, l, b);
+                if (m.trace) m.trace->each(w, i, 1u << l, "passes the barrier");
                 w.state[l] = Lane::runs, ++w.pc[l];
             });
         }
@@ -314,6 +319,7 @@ struct Run {
                 ++pc;
             } else {
                 i.run(w, i, active);
+                if (m.trace) m.trace->settle();
                 if (w.repeats & group) {
                     put(w, w.repeats & group, pc), put(w, group & ~w.repeats, pc + 1);
                     return m.executed - before > 1 || (group & ~w.repeats);
@@ -358,6 +364,7 @@ struct Run {
         }
         w.rows[i.op[1].index * LANES + lane] = pc + 1 + (saves ? CODE : 0);
         w.pc[lane] = (uint32_t)target;
+        if (i.place) w.caller[lane] = pc;
     }
 
     void ret(Warp& w, const Instr& i, int lane) {
@@ -396,7 +403,7 @@ struct Run {
             w.exist = threads - first >= LANES ? ~0u : (1u << (threads - first)) - 1;
             w.rows.assign((std::size_t)p.rows * LANES, fill * 0x0101010101010101ull);
             w.predicates.assign(p.predicates, 0);
-            w.pc.fill(m.entry);
+            w.pc.fill(m.entry), w.caller.fill(m.entry);
             for (int l = 0; l < LANES; ++l) w.state[l] = w.exist >> l & 1 ? Lane::runs : Lane::done;
             for (const auto& [row, name] : p.specials) {
                 for_lanes(w.exist, [&, row = row, &name = name](int l) { w.rows[row * LANES + l] = special(name, w, l); });
@@ -444,7 +451,7 @@ struct Run {
         found.kind = "endless", found.text = "the kernel does not end: its budget of instructions is used up";
         for (const Warp& w : block.warps) {
             const Mask runs = in_state(w, Lane::runs);
-            if (runs) found.now = {block.number, w.thread(__builtin_ctz(runs)), p.code[w.pc[__builtin_ctz(runs)]].place};
+            if (runs) found.now = w.here(p.code[w.pc[__builtin_ctz(runs)]], __builtin_ctz(runs));
         }
         throw found;
     }
@@ -455,7 +462,7 @@ struct Run {
         for (const auto& block : m.in_flight) {
             for (const Warp& w : block->warps) {
                 for_lanes(w.exist, [&](int l) {
-                    const Access here = {block->number, w.thread(l), p.code[w.pc[l]].place};
+                    const Access here = w.here(p.code[w.pc[l]], l);
                     if (w.state[l] == Lane::done) {
                         if (found.other.thread < 0) found.other = here;
                     } else if (found.now.thread < 0) {

@@ -12,28 +12,33 @@ constexpr uint32_t NOBODY = 0x7fedcba9;
 
 enum Shuffle { UP, DOWN, BUTTERFLY, INDEX };
 
+// The lane whose value a lane takes. within: whether this lane is in its segment; if not, it is the lane itself.
+inline int source(const Warp& w, const Instr& i, int l, bool& within) {  // operands: a, b, c, membermask
+    const int n = w.in(i, i.count - 3)[l] & 31, c = (int)w.in(i, i.count - 2)[l], segment = c >> 8 & 31;
+    const int low = l & segment, high = low | (c & 31 & ~segment);
+    int j = 0;
+    switch (i.form->arg[0]) {
+        case UP: j = l - n; break;
+        case DOWN: j = l + n; break;
+        case BUTTERFLY: j = l ^ n; break;
+        default: j = low | (n & ~segment);
+    }
+    within = i.form->arg[0] == UP ? j >= high : j <= high;
+    return within ? j : l;
+}
+
 static void shfl(Warp& w, const Instr& i, Mask active) {
     const bool two = i.op[1].kind == Operand::predicate || i.op[1].kind == Operand::none;
-    const int at = i.count - 4;  // a, b, c, membermask
-    const uint64_t *b = w.in(i, at + 1), *c = w.in(i, at + 2);
     uint64_t a[LANES];
-    std::memcpy(a, w.in(i, at), sizeof a);
+    std::memcpy(a, w.in(i, i.count - 4), sizeof a);
     uint64_t* d = w.out(i, 0);
     Mask valid = 0;
+    int from[LANES];
+    bool within[LANES];
+    for_lanes(active, [&](int l) { from[l] = source(w, i, l, within[l]); });  // before d, which may be one of the operands
     for_lanes(active, [&](int l) {
-        const int segment = c[l] >> 8 & 31, clamp = c[l] & 31, n = b[l] & 31;
-        const int low = l & segment, high = low | (clamp & ~segment);
-        int j = 0;
-        bool within = false;
-        switch (i.form->arg[0]) {
-            case UP: j = l - n, within = j >= high; break;
-            case DOWN: j = l + n, within = j <= high; break;
-            case BUTTERFLY: j = l ^ n, within = j <= high; break;
-            default: j = low | (n & ~segment), within = j <= high;
-        }
-        if (!within) j = l;
-        valid |= (Mask)within << l;
-        d[l] = active >> j & 1 ? (uint32_t)a[j] : NOBODY;
+        valid |= (Mask)within [l] << l;
+        d[l] = active >> from[l] & 1 ? (uint32_t)a[from[l]] : NOBODY;
     });
     if (two && i.count == 6) w.set_predicate(i, 1, active, valid);
 }
