@@ -13,8 +13,6 @@ import pytest
 
 from gpt2block.ptx import cache, nvrtc
 
-pytestmark = pytest.mark.slow  # the engine is compiled first
-
 ROOT = Path(__file__).parents[1]
 KERNEL = 'extern "C" __global__ void f(float* a) { a[threadIdx.x] = a[threadIdx.x] * 2 + 1; }'
 BOMB = """#define A(x) x x x x x x x x x x

@@ -74,15 +74,18 @@ def compile(
     arch: str,
     options: Sequence[str] = (),
     limits: Limits = Limits(),  # noqa: B008  (a constant)
+    assemble: bool = False,
 ) -> Compiled | Refused:
     """Compile a source for an architecture such as "sm_90a". name: its file in messages.
 
-    PTX is kept for later processes, until the source, an included file or NVRTC changes.
+    PTX is kept for later processes, until the source, an included file or NVRTC changes. assemble:
+    whether ptxas compiles the PTX, too: the log then has its messages.
     """
     library = find_library()
     if library is None:
         return Refused(MISSING)
-    flags = (f"-arch={arch.replace('sm_', 'compute_')}", *OPTIONS, *options, *_includes_of_cupy())
+    target = arch if assemble else arch.replace("sm_", "compute_")
+    flags = (f"-arch={target}", *OPTIONS, *options, *_includes_of_cupy())
     key = _key([source, name, *flags], [each[2:] for each in options if each.startswith("-I")])
     from gpt2block.ptx import cache  # noqa: PLC0415  (a child has no packages)
 
@@ -256,7 +259,7 @@ class _Library:
             sys.exit(f"more than {MOST_TEXT} bytes of {what}")
         text = ctypes.create_string_buffer(size.value)
         getattr(self.functions, f"nvrtcGet{what}")(program, text)
-        return text.value.decode(errors="replace")
+        return text.raw.replace(b"\0", b"").decode(errors="replace")
 
 
 def _limit(cpu_seconds: int, memory_bytes: int) -> None:
