@@ -12,123 +12,135 @@ from typing import Any
 import pytest
 
 from gpt2block import InputError, Verdict, emulator, mine
-from gpt2block.cuda import kernels
-from gpt2block.mine import on_cpu
 from gpt2block.mine.why import RIGHT as NOTHING_TO_SHOW
 from gpt2block.mine.why import ThreadStep, Why
 from tests.command_line import gpt2block
-from tests.test_mine import no_nvrtc
 from tests.test_verdict import ADD, RIGHT, SHAPE, file_of, validate
 
 pytestmark = pytest.mark.skipif(
     emulator.missing() is not None, reason=f"no CUDA on the CPU: {emulator.missing()}"
 )
 SHARED = "__shared__ float s[64];\n    "
-SECOND_BLOCK = "block (1, 0, 0), thread (0, 0, 0)"
-# Kernel → (kind of the finding, its last steps as (thread, line in the body, event)).
+ZERO, ONE = "thread (0, 0, 0)", "thread (1, 0, 0)"
+FIRST_BLOCK, SECOND_BLOCK = (f"block ({i}, 0, 0), {ZERO}" for i in range(2))
+# Kernel → body, kind of the finding, its last steps: thread, line in the body, event.
 CASES: dict[str, tuple[str, str, list[tuple[str, int | None, str]]]] = {
     "race": (
         f"{SHARED}s[threadIdx.x] = 0.5f;\n    if (i < n) y[i] = s[threadIdx.x ^ 1];",
         "race",
         [
-            ("thread (0, 0, 0)", 2, "writes s[0] = 0.5"),
-            ("thread (0, 0, 0)", 3, "reads s[1] = nan"),
-            ("thread (0, 0, 0)", 3, "writes y[0] = nan"),
-            ("thread (0, 0, 0)", None, "returns"),
-            ("thread (1, 0, 0)", 2, "writes s[1] = 0.5: nothing orders it after step 2"),
+            (ZERO, 2, "writes s[0] = 0.5"),
+            (ONE, 2, "writes s[1] = 0.5"),
+            (ZERO, 3, "reads s[1] = 0.5: nothing orders it after step 2"),
         ],
     ),
     "dynamic": (  # an array of another type, in one of two dimensions
         "extern __shared__ int part[];\n    __shared__ unsigned char t[2][32];\n"
         "    t[threadIdx.x / 32][threadIdx.x % 32] = 7, part[threadIdx.x] = -3;\n"
-        "    __syncthreads();\n    if (threadIdx.x < 2) part[5] = t[1][3];",
+        "    __syncthreads();\n    if (threadIdx.x < 2) part[5] = t[1][3] + part[6];",
         "race",
         [
-            ("thread (0, 0, 0)", 5, "reads t[1][3] = 7"),
-            ("thread (0, 0, 0)", 5, "writes part[5] = 7"),
-            ("thread (0, 0, 0)", None, "returns"),
-            ("thread (1, 0, 0)", 5, "reads t[1][3] = 7"),
-            ("thread (1, 0, 0)", 5, "writes part[5] = 7: nothing orders it after step 10"),
+            (ZERO, 5, "reads t[1][3] = 7"),
+            (ONE, 5, "reads t[1][3] = 7"),
+            (ZERO, 5, "reads part[6] = -3"),
+            (ONE, 5, "reads part[6] = -3"),
+            (ZERO, 5, "writes part[5] = 4"),
+            (ONE, 5, "writes part[5] = 4: nothing orders it after step 15"),
         ],
     ),
     "blocks": (
         "if (threadIdx.x == 0) y[7] = 0.25f;",
         "race",
         [
-            ("block (0, 0, 0), thread (0, 0, 0)", 1, "writes y[7] = 0.25"),
-            ("block (0, 0, 0), thread (0, 0, 0)", None, "returns"),
+            (FIRST_BLOCK, 1, "writes y[7] = 0.25"),
+            (FIRST_BLOCK, 2, "returns"),
             (SECOND_BLOCK, 1, "writes y[7] = 0.25: nothing orders it after step 1"),
         ],
     ),
     "atomic": (
         "__shared__ int c[2];\n    if (threadIdx.x == 0) c[1] = 4;\n    __syncthreads();\n"
-        "    atomicAdd(&c[1], 2);\n    if (i < n) y[i] = c[1];",
+        "    if (threadIdx.x < 2) atomicAdd(&c[1], 2);\n    if (i < 2) y[i] = c[1];",
         "race",
         [
-            ("thread (1, 0, 0)", 3, "passes the barrier"),
-            ("thread (0, 0, 0)", 4, "atomically changes c[1]: 4 → 6"),
-            ("thread (0, 0, 0)", 5, "reads c[1] = 6"),
-            ("thread (0, 0, 0)", 5, "writes y[0] = 6"),
-            ("thread (0, 0, 0)", None, "returns"),
-            (
-                "thread (1, 0, 0)",
-                4,
-                "atomically changes c[1], which holds 6: nothing orders it after step 7",
-            ),
+            (ONE, 3, "passes the barrier"),
+            (ZERO, 4, "atomically changes c[1]: 4 → 6"),
+            (ONE, 4, "atomically changes c[1]: 6 → 8"),
+            (ZERO, 5, "reads c[1] = 8: nothing orders it after step 7"),
         ],
     ),
-    "held": (  # a race that is reported at the next barrier
+    "held": (  # a race that is reported when the thread that reads ends
         "__shared__ int c;\n    if (threadIdx.x == 0) c = 0;\n    __syncthreads();\n"
-        "    if (threadIdx.x == 0) atomicAdd(&c, 1);\n    else if (i < n) y[i] = c;",
+        "    if (i == 1) y[i] = c;\n    if (threadIdx.x == 0) atomicAdd(&c, 1);",
         "race",
         [
-            ("thread (0, 0, 0)", 4, "atomically changes c: 0 → 1"),
-            ("thread (0, 0, 0)", None, "returns"),
-            ("thread (1, 0, 0)", 5, "reads c = 1: nothing orders it after step 6"),
+            (ONE, 4, "reads c = 0"),
+            (ONE, 4, "writes y[1] = 0"),
+            (ZERO, 5, "atomically changes c, which holds 0: nothing orders it after step 6"),
+        ],
+    ),
+    "vectors": (  # a part of a vector, whole vectors, a type that is not known
+        "typedef unsigned word;\n    __shared__ float4 v[64];\n    __shared__ word w[64];\n"
+        "    v[threadIdx.x] = make_float4(1, 2, 3, i), w[threadIdx.x] = 10;\n"
+        "    ((float4*)y)[0] = v[threadIdx.x], y[1] = v[threadIdx.x].w + w[threadIdx.x];",
+        "race",
+        [
+            (ONE, 5, "reads v[1] = (1, 2, 3, 1)"),
+            (ZERO, 5, "writes y[0] to y[3] = 1, 2, 3, 0"),
+            (ONE, 5, "writes y[0] to y[3] = 1, 2, 3, 1: nothing orders it after step 7"),
         ],
     ),
     "local": (
         "__shared__ float* p;\n    float own[2] = {0.5f, 0.25f};\n    if (i == 0) p = own;\n"
         "    __syncthreads();\n    if (i == 1) y[0] = p[1];",
         "race",
-        [
-            ("thread (1, 0, 0)", 5, "reads a local variable of another thread"),
-        ],
+        [(ONE, 5, "touches a local variable of another thread")],
+    ),
+    "unwritten_local": (
+        "float own[2][3];\n    for (int k = 0; k < 6; ++k)\n        if (k != n - 55) own[k / 3][k % 3] = k;\n"
+        "    if (i < n) y[i] = own[n / 60][n % 60 + 2];",
+        "uninitialized",
+        [("thread (63, 0, 0)", 4, "reads own[1][2] = nan, which no thread has written")],
     ),
     "read_only": (
         "if (i < n) y[i] = 0.5f;\n    __syncthreads();\n    if (i == 1) y[3] = __ldg(&y[2]);",
         "read_only",
         [
-            ("thread (1, 0, 0)", 2, "passes the barrier"),
+            (ONE, 2, "passes the barrier"),
             ("thread (2, 0, 0)", 2, "passes the barrier"),
-            ("thread (1, 0, 0)", 3, "reads y[2] = 0.5: nothing orders it after step 3"),
+            (ONE, 3, "reads y[2] = 0.5: nothing orders it after step 2"),
         ],
     ),
     "divergent": (
         f"{SHARED}s[threadIdx.x] = 2;\n    if (threadIdx.x == 3) return;\n    __syncthreads();",
         "divergent_barrier",
         [
-            ("thread (0, 0, 0)", 2, "writes s[0] = 2"),
-            ("thread (0, 0, 0)", 4, "waits at the barrier"),
+            (ZERO, 2, "writes s[0] = 2"),
             ("thread (3, 0, 0)", 2, "writes s[3] = 2"),
-            ("thread (3, 0, 0)", None, "returns"),
+            (ZERO, 4, "waits at the barrier"),
+            ("thread (3, 0, 0)", 5, "returns"),
+        ],
+    ),
+    "mask": (
+        "if (threadIdx.x == 3) return;\n    __threadfence();\n    __syncwarp();",
+        "divergent_barrier",
+        [
+            (ZERO, 2, "__threadfence()"),
+            (ZERO, 3, "waits for the lanes 0xffffffff"),
         ],
     ),
     "outside": (
         "if (i < n) y[i] = 0.5f;\n    if (i == 63) y[i + 1] = a[n + 2];",
         "out_of_bounds",
-        [
-            ("thread (63, 0, 0)", 2, "reads a[62], outside: a has 60 elements"),
-        ],
+        [("thread (63, 0, 0)", 2, "reads a[62], outside: a has 60 elements")],
     ),
     "outside_of_shared": (
         "__shared__ float s[8], t[64];\n    t[threadIdx.x] = 0.5f;\n"
-        "    for (int k = 0; k <= 8; ++k)\n        if (i == 1) s[k] = t[1];",
+        "    for (int k = 0; k <= 8; ++k)\n        if (i == 1) s[k] = t[1];\n    y[i % n] = s[7];",
         "out_of_bounds",
         [
-            ("thread (1, 0, 0)", 4, "writes s[7] = 0.5"),
-            ("thread (1, 0, 0)", 4, "reads t[1] = 0.5"),
-            ("thread (1, 0, 0)", 4, "writes outside of a shared or constant variable"),
+            (ONE, 4, "writes s[7] = 0.5"),
+            (ONE, 4, "reads t[1] = 0.5"),
+            (ONE, 4, "writes s[8] = 0.5, outside: s has 8 elements"),
         ],
     ),
     "unwritten": (
@@ -142,25 +154,35 @@ CASES: dict[str, tuple[str, str, list[tuple[str, int | None, str]]]] = {
         ],
     ),
     "shuffle": (
-        "float v = threadIdx.x;\n    v += __shfl_xor_sync(0xffffffffu, v, 1);\n    y[0] = v;",
+        "float v = threadIdx.x;\n    v += __shfl_xor_sync(~0u, v, 1) + __any_sync(~0u, i == 2);\n"
+        "    y[0] = v;",
         "race",
         [
-            ("thread (0, 0, 0)", 2, "waits for the lanes 0xffffffff, sends 0"),
-            ("thread (1, 0, 0)", 2, "waits for the lanes 0xffffffff, sends 1"),
-            ("thread (0, 0, 0)", 2, "receives 1 from lane 1"),
-            ("thread (1, 0, 0)", 2, "receives 0 from lane 0"),
-            ("thread (0, 0, 0)", 3, "writes y[0] = 1"),
-            ("thread (0, 0, 0)", None, "returns"),
-            ("thread (1, 0, 0)", 3, "writes y[0] = 1: nothing orders it after step 5"),
+            (ZERO, 2, "waits for the lanes 0xffffffff, sends 0"),
+            (ONE, 2, "waits for the lanes 0xffffffff, sends 1"),
+            (ZERO, 2, "receives 1 from lane 1"),
+            (ONE, 2, "receives 0 from lane 0"),
+            (ZERO, 2, "waits for the lanes 0xffffffff, sends 0"),
+            (ONE, 2, "waits for the lanes 0xffffffff, sends 0"),
+            (ZERO, 2, "receives 1"),
+            (ONE, 2, "receives 1"),
+            (ZERO, 3, "writes y[0] = 2"),
+            (ONE, 3, "writes y[0] = 2: nothing orders it after step 9"),
+        ],
+    ),
+    "assertion": (
+        f"{SHARED}s[threadIdx.x] = 2;\n    assert(s[threadIdx.x] < i + 2);",
+        "assertion",
+        [
+            (ZERO, 2, "writes s[0] = 2"),
+            (ZERO, 3, "reads s[0] = 2"),
+            (ZERO, 3, "s[threadIdx.x] < i + 2"),
         ],
     ),
     "wrong_result": (
         "if (i >= n) return;\n    y[i] = 0.25f;\n    y[i] = 0.125f;",
         "wrong_result",
-        [
-            ("thread (0, 0, 0)", 2, "writes y[0] = 0.25"),
-            ("thread (0, 0, 0)", 3, "writes y[0] = 0.125"),
-        ],
+        [(ZERO, 2, "writes y[0] = 0.25"), (ZERO, 3, "writes y[0] = 0.125")],
     ),
 }  # fmt: skip
 
@@ -173,12 +195,6 @@ def all_kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 LOOP = "if (i == 0) for (int k = 0; k < 40; ++k) y[k] = a[k] + b[k];\n    y[0] = i;"
-
-
-@pytest.fixture(autouse=True)
-def without_compiling_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "compile_for", no_nvrtc)
-    monkeypatch.setattr(on_cpu, "_compile_ahead", lambda kernel, case: None)
 
 
 def check(file: Path, name: str, **options: Any) -> Verdict:
