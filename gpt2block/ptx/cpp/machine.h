@@ -203,6 +203,7 @@ struct Warp {
     Mask repeats = 0;                // lanes that have called again()
     Mask gives_way = 0;              // lanes whose loop has run long while others are ready
     Mask waited = 0;                 // lanes for which the previous kernel has ended (griddepcontrol.wait)
+    Mask carry = 0;                  // of the last add.cc, sub.cc or mad.cc of each lane
     bool yields = false;             // an instruction such as nanosleep ends the turn
     std::array<std::vector<Saved>, LANES> calls;
     std::array<uint32_t, LANES> caller{};  // pc of the last call in a line that is known

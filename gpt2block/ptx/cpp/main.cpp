@@ -1,5 +1,6 @@
 // The C interface of the engine: load a program, launch it.
 #include "calls.h"
+#include "carry.h"
 #include "schedule.h"
 #include "wgmma.h"
 

@@ -80,7 +80,9 @@ inline Region find(Warp& w, const Instr& i, int lane, uint64_t address, Space sp
 }
 
 [[gnu::cold]] inline void note_unwritten(Warp& w, const Instr& i, int lane, Region region, uint64_t from, unsigned bytes, unsigned use) {
-    if (!w.machine.notes.empty()) return;
+    for (const Finding& note : w.machine.notes) {
+        if (note.array == region.array) return;
+    }
     region.offset = (int64_t)from;
     w.machine.notes.push_back(refused(w, i, lane, region, bytes, use, "unwritten"));
     if (w.machine.trace && !region.shadow) w.machine.trace->access(w, i, lane, region.array, region.offset, bytes, use, region.data + from);
@@ -90,14 +92,17 @@ inline void check_written(Warp& w, const Instr& i, int lane, const Region& regio
                           unsigned use) {
     uint8_t* written = region.written + from;
     if ((written[0] | written[bytes - 1]) & GAP) refuse_gap(w, i, lane, region, from, bytes, use);
-    if (use & READS && std::memchr(written, 0, bytes)) note_unwritten(w, i, lane, region, from, bytes, use);
+    // Copies of structures read the padding of local variables, and a byte of empty ones.
+    const bool padded = region.array == Finding::in_local && (bytes == 1 || std::memchr(written, 1, bytes));
+    if (use & READS && !padded && std::memchr(written, 0, bytes)) note_unwritten(w, i, lane, region, from, bytes, use);
     if (use & WRITES) std::memset(written, 1, bytes);
 }
 
 inline void check_place(Warp& w, const Instr& i, int lane, const Region& region, unsigned bytes, unsigned use) {
-    if (region.offset < 0 || (uint64_t)region.offset + bytes > region.bytes || (region.constant && use & WRITES)) {
+    if (region.offset < 0 || (uint64_t)region.offset + bytes > region.bytes) {
         refuse(w, i, lane, region, bytes, use, "out of bounds");
     }
+    if (region.constant && use & WRITES) refuse(w, i, lane, region, bytes, use, "constant");
     const uint8_t* early = w.machine.early;
     if (early && region.array >= 0 && !early[region.array] && !(w.waited >> lane & 1)) {
         refuse(w, i, lane, region, bytes, use, "before the wait");
