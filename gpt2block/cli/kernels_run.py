@@ -35,7 +35,7 @@ from gpt2block.cli.mine import (
     rungs_report,
 )
 from gpt2block.errors import DeviceError, InputError, NotJudged, check_all
-from gpt2block.mine import confined, counters, on_cpu, on_gpu, variants_on_cpu
+from gpt2block.mine import counters, on_cpu, on_gpu, variants_on_cpu
 from gpt2block.mine.cases import Case, cases, resolved_seed
 from gpt2block.mine.counters import KernelCounts
 from gpt2block.mine.kernel import Kernel, matched
@@ -240,8 +240,6 @@ def _own_on_cpu(request: Request, user: Kernel) -> bool:
     stated = stated_sizes(request.operation, request.options.shape)
     timed = on_cpu.TimedSizes(at, request.stored[1], stated)
     given = _own_cases(request, user)
-    for what in () if request.options.as_json else confined.unconfined():
-        print(f"note: this system cannot keep the program from {what}", file=sys.stderr)
     results = on_cpu.check_kernel(user, given, timed=timed, steps=request.steps)
     found = _watched(results, given, request.options.as_json)
     return _show_own(request, Verdict.of(user, CPU, found, request.drawn, request.steps, at))

@@ -41,6 +41,7 @@ def print_verdict(out: Console, found: Verdict) -> None:
         print_finding(out, source, each)
     if found.right and found.device == "cpu":
         out.print(ALL_ORDERS)
+        out.print(f"{escape(found.fidelity or '')}.")
         out.print(f"A GPU times {described(found.timed_sizes)}: {found.at_timed_sizes}.")
         if found.seed is not None:
             out.print(f"Random sizes: seed {found.seed}.")

@@ -153,7 +153,7 @@ struct AsyncBlock {
         Finding found;
         found.kind = "async", found.text = text;
         found.now = w.here(i, lane);
-        if (block.machine.notes.empty()) block.machine.notes.push_back(found);
+        if (block.machine.notes.size() < 4) block.machine.notes.push_back(found);
     }
 };
 
@@ -165,7 +165,7 @@ inline AsyncBlock::~AsyncBlock() {
             try {
                 copy.put();
             } catch (const Finding& found) {
-                if (block.machine.notes.empty()) block.machine.notes.push_back(found);
+                if (block.machine.notes.size() < 4) block.machine.notes.push_back(found);
             }
         }
     }

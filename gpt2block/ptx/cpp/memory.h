@@ -6,6 +6,8 @@
 
 namespace memory {
 
+constexpr uint8_t GAP = 2;  // in place of 0 or 1, whether a byte was written: it is between variables
+
 struct Region {  // what an address points to
     uint8_t *data = nullptr, *written = nullptr;  // of the first byte
     uint64_t bytes = 0;
@@ -72,8 +74,15 @@ inline Region find(Warp& w, const Instr& i, int lane, uint64_t address, Space sp
     throw refused(w, i, lane, region, bytes, use, kind);
 }
 
+[[noreturn, gnu::cold]] inline void refuse_gap(Warp& w, const Instr& i, int lane, Region region, uint64_t from, unsigned bytes, unsigned use) {
+    region.offset = (int64_t)from;
+    refuse(w, i, lane, region, bytes, use, "out of bounds");
+}
+
 [[gnu::cold]] inline void note_unwritten(Warp& w, const Instr& i, int lane, Region region, uint64_t from, unsigned bytes, unsigned use) {
-    if (!w.machine.notes.empty()) return;
+    for (const Finding& note : w.machine.notes) {
+        if (note.array == region.array) return;
+    }
     region.offset = (int64_t)from;
     w.machine.notes.push_back(refused(w, i, lane, region, bytes, use, "unwritten"));
     if (w.machine.trace && !region.shadow) w.machine.trace->access(w, i, lane, region.array, region.offset, bytes, use, region.data + from);
@@ -82,14 +91,18 @@ inline Region find(Warp& w, const Instr& i, int lane, uint64_t address, Space sp
 inline void check_written(Warp& w, const Instr& i, int lane, const Region& region, uint64_t from, unsigned bytes,
                           unsigned use) {
     uint8_t* written = region.written + from;
-    if (use & READS && std::memchr(written, 0, bytes)) note_unwritten(w, i, lane, region, from, bytes, use);
+    if ((written[0] | written[bytes - 1]) & GAP) refuse_gap(w, i, lane, region, from, bytes, use);
+    // Copies of structures read the padding of local variables, and a byte of empty ones.
+    const bool padded = region.array == Finding::in_local && (bytes == 1 || std::memchr(written, 1, bytes));
+    if (use & READS && !padded && std::memchr(written, 0, bytes)) note_unwritten(w, i, lane, region, from, bytes, use);
     if (use & WRITES) std::memset(written, 1, bytes);
 }
 
 inline void check_place(Warp& w, const Instr& i, int lane, const Region& region, unsigned bytes, unsigned use) {
-    if (region.offset < 0 || (uint64_t)region.offset + bytes > region.bytes || (region.constant && use & WRITES)) {
+    if (region.offset < 0 || (uint64_t)region.offset + bytes > region.bytes) {
         refuse(w, i, lane, region, bytes, use, "out of bounds");
     }
+    if (region.constant && use & WRITES) refuse(w, i, lane, region, bytes, use, "constant");
     const uint8_t* early = w.machine.early;
     if (early && region.array >= 0 && !early[region.array] && !(w.waited >> lane & 1)) {
         refuse(w, i, lane, region, bytes, use, "before the wait");
