@@ -164,11 +164,13 @@ def test_each_kernel_has_the_launch_line_above_it(tmp_path: Path) -> None:
     [
         ("int x;", "no kernel: expected extern"),
         ("__global__ void k(float* x) { }", r'my\.cu:1: kernel k: expected extern "C"'),
+        ("template <int N>\n__global__ void k(float* y) { }", "name, which a template cannot have"),
         (
-            "#include <iostream>\n__global__ void k(const float* a, float* p, int m) { }\n"
+            "#include <cmath>\n#include <iostream>\n"
+            "__global__ void k(const float* a, float* p, int m) { }\n"
             "int main() {\n  cudaMalloc(0, 4);\n  k<<<1, 2>>>(0, 0, 1);\n}\n",
-            r"(?s)5 changes.*cu:2: kernel k: expected extern.*cu:2: the grid.*'p': expected.*'m'\n"
-            r".*main \(line 3\), cudaMalloc \(line 4\), <<< .*5\), #.*iostream> \(li",
+            r"(?s)5 changes.*cu:3: kernel k: expected extern.*cu:3: the grid.*'p': expected.*'m'\n"
+            r".*main \(line 4\), cudaMalloc \(line 5\), <<< .*6\), #.*iostream> \(line 2\)$",
         ),
         (f"#ifdef HOST\nint main() {{ }}\n#endif\n{ADD}int main() {{ }}", r"^my.cu: .*line 9\)$"),
         ('// extern "C" __global__ void k(float* x) { }', "no kernel"),

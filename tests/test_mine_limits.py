@@ -11,7 +11,8 @@ from gpt2block.errors import InputError, NotJudged
 from gpt2block.mine import on_cpu, sizes
 from gpt2block.mine.cases import cases, resolved_seed
 from gpt2block.mine.kernel import matched
-from gpt2block.mine.source import read
+from gpt2block.mine.limits import limit
+from gpt2block.mine.source import largest_number, read
 from gpt2block.mine.templates import names, path_of
 from gpt2block.ops.registry import find
 
@@ -52,6 +53,35 @@ def test_sizes_are_random_unusual_and_those_of_a_gpu(name: str) -> None:
     kernel = matched(read(path_of(operation)), operation, ("float32", operation.workload.layout))
     smallest = min(parts, key=lambda at: sum(at.values()))
     assert cases(kernel, operation.workload.layout, smallest)
+
+
+@pytest.mark.parametrize(
+    ("text", "number", "row"),
+    [
+        ("float row[6144];", 6144, 6152),
+        ("#define HELD (1 << 13)\nconstexpr int C = HELD * 2; // 50000", 16384, 8200),
+        ("float row[64 * 0x30u * 4]; if (m == 0xffffffff) x = 30000.0f + 2e4f;", 12288, 12296),
+        ("", 0, 5001),
+    ],
+)
+def test_rows_are_longer_than_the_numbers_of_a_file(
+    tmp_path: Path, text: str, number: int, row: int
+) -> None:
+    assert largest_number(text, sizes.LONGEST) == number
+    operation = find("rmsnorm")
+    (tmp_path / "my.cu").write_text(text + path_of(operation).read_text())
+    kernel = matched(read(tmp_path / "my.cu", shared="4 * C"), operation, ("float16", "KN"))
+    assert row == max(each.sizes["C"] for each in cases(kernel, "KN", seed=1))
+
+
+@pytest.mark.parametrize("name", names())
+def test_limits_grow_with_sums_alone(name: str) -> None:
+    operation = find(name)
+    at = [{**operation.workload.attrs, **attrs, **each} for each, attrs in operation.cases]
+    found = [limit(operation, "float32", each) * 2**24 for each in at]
+    assert 2 <= found[0] <= 170
+    if name in ("add", "encoder", "gelu", "silu_mul"):
+        assert found == [10 if name in ("gelu", "silu_mul") else 2] * len(at)
 
 
 def test_a_seed_is_0_or_more() -> None:

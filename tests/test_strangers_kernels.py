@@ -228,11 +228,6 @@ WRONG: dict[str, tuple[str, str, str]] = {  # operation, source, expected messag
         ),
         "a function without __device__ is a host function",
     ),
-    "a main function": (
-        "add",
-        add("if (i < n) y[i] = a[i] + b[i];", "int main() { return 0; }\n"),
-        "gpt2block launches the kernel, and no file has a main function: delete it",
-    ),
     "a header of the C++ library": (
         "add",
         add("if (i < n) y[i] = a[i] + b[i];", "#include <iostream>\n"),
@@ -408,6 +403,10 @@ def test_the_result_is_shown_as_text_and_in_a_notebook(tmp_path: Path) -> None:
         (("add", 3), "source: expected the text of a .cu file or its path, got 3"),
         (("add", "nope.cu"), "source nope.cu: no such file"),
         (("add", "int x;\n"), "no kernel: expected extern"),
+        (
+            ("add", add(first="int main() { }\n")),
+            "my.cu: gpt2block allocates the arrays and launches",
+        ),
         (
             ("add", template(find("gelu")).replace("float* x", "float* q")),
             "name the argument of each",

@@ -22,12 +22,12 @@ from gpt2block.ops.operation import Operation, Sizes, Variant
 from gpt2block.ptx.counters import Counts, Line, total
 from gpt2block.ptx.engine import Result
 
-CAPABILITY, MULTIPROCESSORS = "90", 132  # of an NVIDIA H200
+CAPABILITY, MULTIPROCESSORS = "90", 132  # an NVIDIA H200
 # The fastest float32 variants there of operations whose default has the bits of another document.
 FASTEST = {
     "attention": "online", "layernorm": "6", "matmul_bias": "registers", "to_fp8": "vectors"
 }  # fmt: skip
-MOST_COST = 0.3  # of sizes that are counted (mine.sizes.cost)
+MOST_COST = 0.3  # largest mine.sizes.cost of reduced sizes
 KEPT = {"attention": "C", "trimat": "HS"}  # size that is not reduced, if it is no row's length
 
 
@@ -78,7 +78,7 @@ def count(
     results: list[Result] = []
     checks = Checks(counters=True, seen=results.append)
     with emulated("forward", MULTIPROCESSORS, checks, CAPABILITY):
-        arrays = tuple(map(measure.uploaded, host))  # which stay alive until the kernels have run
+        arrays = tuple(map(measure.uploaded, host))  # keep them alive while the kernels run
         bound = operation.bind(arrays, **operation.workload.attrs, **chosen)
         try:
             bound.run()

@@ -275,6 +275,8 @@ class _ProgramData(ctypes.Structure):
         ("specials", ctypes.c_char_p),
         *((name, ctypes.c_uint32) for name in ("rows", "predicates")),
         *((name, ctypes.c_uint32) for name in ("shared_bytes", "local_bytes", "granule")),
+        ("gaps", ctypes.c_void_p),
+        ("gap_count", ctypes.c_int64),
     )
 
 
@@ -532,6 +534,10 @@ def _loaded(encoded: Encoded) -> _Loaded:
     operands = np.array(encoded.operands, np.int64)
     parts = np.array(encoded.parts, np.int32)
     constants = np.array(encoded.constants, np.uint64)
+    ends = [*(offset for offset, _ in encoded.shared[1:]), encoded.shared_bytes]
+    each = zip(encoded.shared, ends, strict=False)
+    between = [(at + variable.bytes, end) for (at, variable), end in each]
+    gaps = np.array(between, np.int64)
     data = _ProgramData(
         "\n".join(encoded.forms).encode(),
         code.ctypes.data,
@@ -548,6 +554,8 @@ def _loaded(encoded: Encoded) -> _Loaded:
         encoded.shared_bytes,
         encoded.local_bytes,
         encoded.granule,
+        gaps.ctypes.data,
+        len(gaps),
     )
     library = _library()
     handle = library.ptx_load(ctypes.byref(data))

@@ -26,6 +26,7 @@ from typing import IO, Any, NamedTuple
 
 # The options of CuPy's own compilations, so that the PTX is the text that a GPU would run.
 OPTIONS = ("-std=c++17", "-ftz=true", "--device-as-default-execution-space", "-lineinfo")
+ASK, FIXED_ADDRESSES = 0xFFFFFFFF, 0x0040000  # arguments of personality(2)
 MOST_TEXT = 2**26  # bytes of PTX or of a log that a child returns
 TOOLKIT = Path("/usr/local/cuda")
 MISSING = (
@@ -279,6 +280,18 @@ def _serve(requests: IO[str], library: _Library) -> None:
         print(json.dumps(answer), flush=True)
 
 
+def _fix_addresses() -> None:
+    """Start this program again without random addresses, if the system permits it.
+
+    NVRTC's optimisations depend on addresses: which neighbouring loads it joins, for example.
+    """
+    personality = ctypes.CDLL(None).personality
+    now = personality(ASK)
+    if now >= 0 and not now & FIXED_ADDRESSES and personality(now | FIXED_ADDRESSES) >= 0:
+        os.execv(sys.executable, [sys.executable, "-I", "-S", *sys.argv])
+
+
 if __name__ == "__main__":
+    _fix_addresses()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _serve(sys.stdin, _Library(*sys.argv[1:]))

@@ -269,6 +269,7 @@ struct Program {  // of one kernel; made by encode.py
     int rows = 0, predicates = 0;
     uint32_t shared_bytes = 0;        // static
     uint32_t local_bytes = 0;         // of a thread
+    std::vector<std::pair<int64_t, int64_t>> gaps;  // in static shared memory, between variables
     unsigned granule = 4;             // bytes of the smallest access of the program
     bool compares = false;            // whether the program has an atom.cas
     std::vector<std::pair<int, std::string>> specials;  // row -> "%tid.x", set when a warp starts

@@ -6,6 +6,8 @@
 
 namespace memory {
 
+constexpr uint8_t GAP = 2;  // in place of 0 or 1, whether a byte was written: it is between variables
+
 struct Region {  // what an address points to
     uint8_t *data = nullptr, *written = nullptr;  // of the first byte
     uint64_t bytes = 0;
@@ -72,6 +74,11 @@ inline Region find(Warp& w, const Instr& i, int lane, uint64_t address, Space sp
     throw refused(w, i, lane, region, bytes, use, kind);
 }
 
+[[noreturn, gnu::cold]] inline void refuse_gap(Warp& w, const Instr& i, int lane, Region region, uint64_t from, unsigned bytes, unsigned use) {
+    region.offset = (int64_t)from;
+    refuse(w, i, lane, region, bytes, use, "out of bounds");
+}
+
 [[gnu::cold]] inline void note_unwritten(Warp& w, const Instr& i, int lane, Region region, uint64_t from, unsigned bytes, unsigned use) {
     for (const Finding& note : w.machine.notes) {
         if (note.array == region.array) return;
@@ -84,6 +91,7 @@ inline Region find(Warp& w, const Instr& i, int lane, uint64_t address, Space sp
 inline void check_written(Warp& w, const Instr& i, int lane, const Region& region, uint64_t from, unsigned bytes,
                           unsigned use) {
     uint8_t* written = region.written + from;
+    if ((written[0] | written[bytes - 1]) & GAP) refuse_gap(w, i, lane, region, from, bytes, use);
     // Copies of structures read the padding of local variables, and a byte of empty ones.
     const bool padded = region.array == Finding::in_local && (bytes == 1 || std::memchr(written, 1, bytes));
     if (use & READS && !padded && std::memchr(written, 0, bytes)) note_unwritten(w, i, lane, region, from, bytes, use);
