@@ -24,7 +24,7 @@ from gpt2block.errors import InputError
 from gpt2block.ops import gated_sums
 from gpt2block.ops._linear_mma import geometry as product_geometry
 from gpt2block.ops._linear_mma import splits
-from gpt2block.ops.gated_sums import Cluster, blocks_geometry, geometry, splits_of
+from gpt2block.ops.gated_sums import blocks_geometry, geometry, splits_of
 from gpt2block.ops.registry import STEPS, bind
 from gpt2block.ops.rmsnorm import STREAM, stream_geometry
 from gpt2block.parameters.arrays import random_model
@@ -33,7 +33,7 @@ from gpt2block.run import cuda_choice
 from gpt2block.weights.gguf import TYPES, GgufMatrix
 from tests import devices, gpus, outlines, plain
 from tests.compiling import assert_clean
-from tests.devices import GPU, assert_same_bits, one_order
+from tests.devices import GPU, assert_same_bits, on_hopper
 from tests.test_architectures_cuda import OWN
 from tests.test_architectures_cuda import SIZES as PHI3_SIZES
 
@@ -54,18 +54,8 @@ SIZES = ((128, 256), (96, 384), (576, 1536), (1024, 3072), (1024, 2048), (16, 12
 
 
 @pytest.fixture
-def possible(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the emulator run these kernels: a cluster is one block, and splits have any size."""
-    if not cuda.replaced():
-        gpus.cupy_with(90)
-        return
-    monkeypatch.setattr(kernels, "architecture", lambda file: None)
-    monkeypatch.setattr(gated_sums, "compute_capability", lambda: 90)
-    monkeypatch.setattr(gated_sums, "ONE_ROW", (Cluster(1, False),))
-    monkeypatch.setattr(gated_sums, "MORE_ROWS", (Cluster(1, True),))
-    monkeypatch.setattr(gated_sums, "MOST_REGISTERS", 10_000)
-    monkeypatch.setattr(gated_sums, "geometry", geometry.__wrapped__)
-    monkeypatch.setattr(gated_sums, "blocks_geometry", blocks_geometry.__wrapped__)
+def possible(device: Any) -> None:
+    gpus.cupy_with(90)
 
 
 def matrix(seed: int, N: int, K: int, dtype: str) -> WeightMatrix:
@@ -190,7 +180,7 @@ def on_host(w: WeightMatrix) -> WeightMatrix:
     return w.mapped(lambda array: array.get())
 
 
-CASES = [("shuffled", *case) for case in (
+CASES = [("hopper", *case) for case in (
     (1, 128, 256, "bfloat16"), (4, 160, 384, "float16"), (3, 128, 256, "float8_e4m3fn"),
     (1, 160, 1280, "Q4_1"), (3, 256, 256, "Q4_K"),
 )]  # fmt: skip
@@ -235,13 +225,11 @@ def test_the_bits_are_those_of_kernels_apart(
      (32, "float8_e5m2", True), (40, None, True), (64, None, True), (128, None, True),
      (96, "float8_e4m3fn", True), (256, None, True)],
 )  # fmt: skip
-@one_order
+@on_hopper
 def test_the_first_layer(
     device: Any, possible: None, D: int, kv_dtype: str | None, normed: bool
 ) -> None:
     """The first layer adds no sums. Heads have any size; a token is out of range, x may be -0."""
-    if normed and D > 32 and cuda.replaced():
-        pytest.skip("on the emulator a cluster is one block")
     half = Half(3, 128, 128, "float16", D, normed=normed)
     half.position[1] = 8
     x, gamma, w = cupy.asarray(half.x), half.gammas[0], half.qkv
@@ -268,7 +256,7 @@ def test_the_first_layer(
                                      decoding=True).get())  # fmt: skip
 
 
-@one_order
+@on_hopper
 def test_refusals(device: Any, possible: None, monkeypatch: pytest.MonkeyPatch) -> None:
     half = Half(2, 128, 256, "bfloat16")
     x, (gamma, *_) = cupy.asarray(half.x), half.gammas
@@ -388,8 +376,8 @@ def test_norms_of_heads_are_fused_in_steps_of_few_rows() -> None:
 
 
 # Two layers suffice on the emulator: they have every pair of consecutive kernels.
-MODELS: list[Any] = [("shuffled", replace(NARROW, n_layer=2), "float8_e4m3fn")]
-MODELS += [("shuffled", NORMED, "bfloat16")]
+MODELS: list[Any] = [("hopper", replace(NARROW, n_layer=2), "float8_e4m3fn")]
+MODELS += [("hopper", NORMED, "bfloat16")]
 MODELS += [
     pytest.param("gpu", config, dtype, marks=GPU.marks)
     for config, dtype in product((SMOLLM2, NARROW, NORMED), DTYPES)

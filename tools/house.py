@@ -60,7 +60,7 @@ class Way:
         file, name = frame.f_code.co_filename, frame.f_code.co_name
         if not self._follows or event != "call" or name.startswith("<"):
             return
-        if not file.startswith(f"{PACKAGE}/") or "/emulator/" in file:
+        if not file.startswith(f"{PACKAGE}/") or re.search("/(emulator|ptx)/", file):
             return
         self.calls += 1
         self.files.add(file)

@@ -149,6 +149,7 @@ def recording(capability: str) -> Iterator[Recorder]:
         (stand_in, "zeros", empty),
         (stand_in, "_allocation", lambda address: (address, 0)),
         (stand_in.ndarray, "data", property(_pointer)),
+        (overlap, "replaced", lambda: False),
         (overlap, "_launch_kernel", lambda: recorder.launch_early),
         (tensor_maps, "_encode", lambda: recorder.encode),
     )

@@ -355,5 +355,5 @@ extern "C" __global__ void mark_seen(
     const long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= N) return;
     const int token = tokens[i], row = rows[i];
-    if (0 <= token && token < V && 0 <= row && row < B) seen[(long long)row * V + token] = 1;
+    if (0 <= token && token < V && 0 <= row && row < B) ((volatile unsigned char*)seen)[(long long)row * V + token] = 1;
 }

@@ -239,6 +239,7 @@ struct Warp {
     Mask repeats = 0;                // lanes that have called again()
     Mask gives_way = 0;              // lanes whose loop has run long while others are ready
     Mask waited = 0;                 // lanes for which the previous kernel has ended (griddepcontrol.wait)
+    Mask carry = 0;                  // of the last add.cc, sub.cc or mad.cc of each lane
     bool yields = false;             // an instruction such as nanosleep ends the turn
     std::array<std::vector<Saved>, LANES> calls;
     std::array<uint32_t, LANES> caller{};  // pc of the last call in a line that is known
@@ -316,6 +317,7 @@ struct Program {  // of one kernel; made by encode.py
     int rows = 0, predicates = 0;
     uint32_t shared_bytes = 0;        // static
     uint32_t local_bytes = 0;         // of a thread
+    std::vector<std::pair<int64_t, int64_t>> gaps;  // in static shared memory, between variables
     unsigned granule = 4;             // bytes of the smallest access of the program
     bool compares = false;            // whether the program has an atom.cas
     std::vector<std::pair<int, std::string>> specials;  // row -> "%tid.x", set when a warp starts
@@ -351,8 +353,12 @@ struct Machine {
     [[noreturn]] void fail(const Warp& w, const Instr& i, int lane, const char* kind, std::string text) const {
         throw Finding{.kind = kind, .text = std::move(text), .now = w.here(i, lane)};
     }
-    void note(const Finding& found) {  // what does not end the launch; the first is enough
-        if (notes.empty()) notes.push_back(found);
+    // What does not end the launch: the first of each kind and array is enough.
+    bool noted(const std::string& kind, int array) const {
+        return std::any_of(notes.begin(), notes.end(), [&](const Finding& n) { return n.kind == kind && n.array == array; });
+    }
+    void note(const Finding& found) {
+        if (!noted(found.kind, found.array)) notes.push_back(found);
     }
 };
 

@@ -1,5 +1,6 @@
 // The C interface of the engine: load a program, launch it.
 #include "calls.h"
+#include "carry.h"
 #include "schedule.h"
 #include "wgmma.h"
 
@@ -19,6 +20,8 @@ struct ProgramData {
     int64_t constant_count;
     const char* specials;  // lines "row name"
     uint32_t rows, predicates, shared_bytes, local_bytes, granule;
+    const int64_t* gaps;  // two numbers each: the first byte, the byte after the last
+    int64_t gap_count;
 };
 
 struct LaunchData {
@@ -99,6 +102,7 @@ Loaded* ptx_load(const ProgramData* data) {
     }
     p.rows = (int)data->rows, p.predicates = (int)data->predicates;
     p.shared_bytes = data->shared_bytes, p.local_bytes = data->local_bytes, p.granule = data->granule;
+    for (int64_t k = 0; k < data->gap_count; ++k) p.gaps.emplace_back(data->gaps[2 * k], data->gaps[2 * k + 1]);
     return loaded.release();
 }
 

@@ -5,6 +5,8 @@
 
 namespace memory {
 
+constexpr uint8_t GAP = 2;  // in place of 0 or 1, whether a byte was written: it is between variables
+
 struct Region {  // an array, or what belongs to a block or a thread; nothing unless an address leads to it
     uint8_t *data = nullptr, *written = nullptr;  // of the first byte
     uint64_t bytes = 0, origin = 0;               // origin: generic address of the first byte
@@ -84,9 +86,8 @@ inline Region find(Warp& w, const Instr& i, int lane, uint64_t address, Space sp
 inline Region enter(Warp& w, const Instr& i, int lane, uint64_t address, unsigned bytes, Space space, unsigned use) {
     Region region = find(w, i, lane, address, space);
     const uint64_t from = address - region.origin;
-    if (!region.holds(from, bytes) || (region.constant && use & WRITES)) {
-        throw misuse(w, i, lane, region, from, bytes, use, "out of bounds");
-    }
+    if (!region.holds(from, bytes)) throw misuse(w, i, lane, region, from, bytes, use, "out of bounds");
+    if (region.constant && use & WRITES) throw misuse(w, i, lane, region, from, bytes, use, "constant");
     const uint8_t* early = w.machine.early;
     if (early && region.array >= 0 && !early[region.array] && !(w.waited >> lane & 1)) {
         throw misuse(w, i, lane, region, from, bytes, use, "before the wait");
@@ -103,7 +104,10 @@ inline void check(Warp& w, const Instr& i, int lane, const Region& region, uint6
     if (!w.machine.checks) return;
     if (region.written && !(use & UNWRITTEN)) {
         uint8_t* written = region.written + from;
-        if (use & READS && w.machine.notes.empty() && std::memchr(written, 0, bytes)) {
+        if ((written[0] | written[bytes - 1]) & GAP) throw misuse(w, i, lane, region, from, bytes, use, "out of bounds");
+        // Copies of structures read the padding of local variables, and a byte of empty ones.
+        const bool padded = region.array == Finding::in_local && (bytes == 1 || std::memchr(written, 1, bytes));
+        if (use & READS && !padded && std::memchr(written, 0, bytes) && !w.machine.noted("unwritten", region.array)) {
             w.machine.note(misuse(w, i, lane, region, from, bytes, use, "unwritten", region.data + from));
         }
         if (use & WRITES) std::memset(written, 1, bytes);

@@ -386,6 +386,7 @@ struct Run {
         const uint8_t fill = m.order == Order::reverse ? 0x7f : m.order == Order::shuffled ? 0x3c : 0xff;
         block->shared.assign(p.shared_bytes + m.dynamic_bytes, fill);
         block->written.assign(block->shared.size(), 0);
+        for (const auto& [from, to] : p.gaps) std::fill(block->written.begin() + from, block->written.begin() + to, memory::GAP);
         const int threads = block->threads();
         block->local.assign((std::size_t)p.local_bytes * threads, fill);
         block->local_written.assign(block->local.size(), 0);
