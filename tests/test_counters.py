@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 PAGE = (Path(__file__).parents[1] / "docs" / "learn" / "counters.md").read_text("utf-8")
-TABLES = re.findall(r"<!-- counters: (\w+) (\S+) -->\n\|(.*)\n.*\n((?:\|.*\n)+)", PAGE)
+TABLES = re.findall(r"<!-- counters: (\w+) (\S+) -->\n\n\|(.*)\n.*\n((?:\|.*\n)+)", PAGE)
 
 
 @pytest.mark.parametrize(("name", "shape", "head", "rows"), TABLES, ids=lambda text: text[:6])
