@@ -15,13 +15,14 @@ from gpt2block.mine.templates import template
 from gpt2block.ops.registry import find, parse_sizes
 from gpt2block.ptx.counters import METRICS, Counts, total
 from tests.command_line import gpt2block
+from tests.test_verdict import validate
 
 pytestmark = pytest.mark.skipif(
     emulator.missing() is not None, reason=f"no CUDA on the CPU: {emulator.missing()}"
 )
 
 PAGE = (Path(__file__).parents[1] / "docs" / "learn" / "counters.md").read_text("utf-8")
-TABLES = re.findall(r"<!-- counters: (\w+) (\S+) -->\n\|(.*)\n.*\n((?:\|.*\n)+)", PAGE)
+TABLES = re.findall(r"<!-- counters: (\w+) (\S+) -->\n\n\|(.*)\n.*\n((?:\|.*\n)+)", PAGE)
 
 
 @pytest.mark.parametrize(("name", "shape", "head", "rows"), TABLES, ids=lambda text: text[:6])
@@ -57,7 +58,9 @@ def test_the_command_counts_the_lines_of_a_kernel_and_of_the_fastest_variant(
     file, shape = tmp_path / "my.cu", ("--shape", "B=1,T=64,C=768")
     file.write_text(template(find("layernorm")), encoding="utf-8")
     command = ("kernels", "layernorm", "--mine", file, "--device", "cpu", "--counters", *shape)
-    mine, other = json.loads(gpt2block(*command, "--json").out)["counters"]["kernels"]
+    found = json.loads(gpt2block(*command, "--json").out)
+    validate(found)
+    mine, other = found["counters"]["kernels"]
     assert [mine["variant"], other["variant"]] == ["mine", "6"]
     assert mine["total"]["load_sectors"] > other["total"]["load_sectors"]
     reads = [each for each in mine["lines"] if each["load_requests"]]
