@@ -130,7 +130,7 @@ CASES: dict[str, tuple[str, str, list[str]]] = {
         f"{SHARED}s[threadIdx.x] = 2;\n    assert(s[threadIdx.x] < i + 2);",
         "assertion",
         ["0 2 writes s[0] = 2", "0 3 reads s[0] = 2",
-         "0 3 assertion fails: s[threadIdx.x] < i + 2"],
+         "0 3 assert: s[threadIdx.x] < i + 2"],
     ),
     "wrong_result": (
         "if (i >= n) return;\n    y[i] = 0.25f;\n    y[i] = 0.125f;",

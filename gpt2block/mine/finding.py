@@ -35,7 +35,8 @@ _HOST_OF_NVRTC = re.compile(r"A function without execution space annotations .*"
 _DTYPES = {
     "bool": "u1", "char": "i1", "unsigned char": "u1", "uint8_t": "u1", "unsigned int": "u4",
     "uint32_t": "u4", "long long": "i8", "unsigned long long": "u8", "short": "i2",
-    "half": "f2", "__half": "f2", "__nv_bfloat16": "bfloat16", "int": "i4", "unsigned": "u4", "float": "f4", "long": "i8",
+    "half": "f2", "__half": "f2", "__nv_bfloat16": "bfloat16", "int": "i4", "unsigned": "u4",
+    "float": "f4", "long": "i8",
     "double": "f8", "size_t": "u8", "half2": "2f2", "__half2": "2f2", "int2": "2i4",
     "float2": "2f4", "float3": "3f4", "int4": "4i4", "uint4": "4u4", "float4": "4f4",
 }  # fmt: skip
