@@ -265,10 +265,11 @@ class _Telling:
     def problem(self, problem: engine.Finding, steps: Sequence[ThreadStep]) -> str:
         """Return a clause that says what is wrong with the last step."""
         count = problem.size // self._dtype(problem.array, problem.now, problem.bytes).itemsize
+        has = f", outside: {problem.array} has {count:,} elements"
         return {
             "race": _earlier(steps),
             "read-only": _earlier(steps),
-            "out of bounds": f", outside: {problem.array} has {count:,} elements" if count else "",
+            "out of bounds": has if count else ", outside" if problem.array else "",
             "misaligned": f": the address must be divisible by {problem.bytes}",
             "unwritten": ", which no thread has written",
             "before the wait": ", before wait_for_previous()",
