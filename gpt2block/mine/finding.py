@@ -259,8 +259,8 @@ def _misaligned(_: UserSource, found: engine.Finding) -> str:
 
 
 def _unwritten(source: UserSource, found: engine.Finding) -> str:
-    if found.array == "local memory":
-        return "reads a local variable, which nothing has written"
+    if found.local:
+        return f"reads the local variable {found.array}, which nothing has written"
     return f"reads {_element(source, found)}, which no thread has written"
 
 

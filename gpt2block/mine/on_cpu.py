@@ -23,7 +23,7 @@ from gpt2block.mine.arguments import sizes_at, values
 from gpt2block.mine.cases import OTHER_SIZES, Case
 from gpt2block.mine.cases import case as case_of
 from gpt2block.mine.comparison import Checked, Fidelity
-from gpt2block.mine.finding import Finding, of_compiler, of_engine
+from gpt2block.mine.finding import Finding, declared, dtype_of, of_compiler, of_engine
 from gpt2block.mine.kernel import Kernel, described, matched
 from gpt2block.mine.refused import HOPPER, USUAL, ResourceUsage, refused, too_many, without_literals
 from gpt2block.mine.source import read
@@ -34,6 +34,7 @@ from gpt2block.ptx import engine, table
 from gpt2block.ptx.encode import Encoded, UnsupportedError, encode
 from gpt2block.ptx.parse import Module
 
+BUDGET = engine.BUDGET  # warp instructions of a launch
 LARGE_BUDGET = 60_000_000  # warp instructions of a launch at the sizes that a GPU times
 FACTOR = (
     100  # a kernel counts as endless if it executes this many times the template's instructions
@@ -113,6 +114,7 @@ def check_kernel(
     require_emulator()
     path = str(kernel.source.path)
     needs: Finding | ResourceUsage | None = None
+    wrong = False
     for capability in (USUAL, HOPPER):
         if capability == USUAL and kernels.architecture(path):
             continue
@@ -130,9 +132,8 @@ def check_kernel(
             for found in judge.results(cases, None if again else timed):
                 if not (again and isinstance(found, Checked | Fidelity)):
                     yield found
-                if isinstance(found, Finding):
-                    return
-        if not _TELLS.search(without_literals(kernel.source.text)):
+                wrong |= isinstance(found, Finding)  # its steps follow
+        if wrong or not _TELLS.search(without_literals(kernel.source.text)):
             return
 
 
@@ -189,10 +190,11 @@ class _Judge:
         yield Fidelity(table.fidelity(made.forms, len(made.code)))
         keeps = any(v.space == "global" and v.name[0] != "$" for v in made.variables)
         with self._pool(1 if keeps else 2) as pool:
-            launched = [pool.submit(self._checked, case) for case in cases]
+            launched = [pool.submit(self._checked, case) for case in cases[:1]]
             large: Future[list[Checked | Finding]] | None = None
             if timed and timed.sizes not in [each.sizes for each in cases]:
                 large = pool.submit(self._at_timed_sizes, timed)
+            launched += [pool.submit(self._checked, case) for case in cases[1:]]
             for case, each in zip(cases, launched, strict=True):
                 found, run = each.result()
                 yield found
@@ -337,7 +339,7 @@ class _Judge:
         return None
 
     def _endless(self, case: Case, run: EmulatedRun, error: _OverBudgetError) -> _Ran:
-        """Return the result of a launch that executes more than `engine.BUDGET` instructions.
+        """Return the result of a launch that executes more than BUDGET instructions.
 
         It is a Finding if the launch executes FACTOR times the instructions of the template. Raises
         NotJudged if both are very many.
@@ -364,10 +366,11 @@ class _Judge:
         text = f"{found.text} after {error.budget:,} instructions of warps"
         return _Ran(replace(found, text=f"{text}\nthe template executes {usual:,}"), (), 0)
 
-    def _run(self, case: Case, run: EmulatedRun, budget: int = engine.BUDGET) -> _Ran:
+    def _run(self, case: Case, run: EmulatedRun, budget: int | None = None) -> _Ran:
         """Launch the kernel once. Raises _OverBudgetError, and NotJudged."""
         source, at = self.kernel.source, f"at {case.label}, {run.order} order"
         seen: list[engine.Result] = []
+        budget = budget or BUDGET
         checks = stand_in.Checks(run.checks, budget, run.variant, run.debug, seen.append)
         device = stand_in.device(run.order, stand_in.MULTIPROCESSORS, checks, self.capability)
         early = stand_in.early_launches() if source.waits else nullcontext()
@@ -384,11 +387,21 @@ class _Judge:
         except engine.LaunchError as error:
             raise NotJudged(f"{source.file}: not judged: {error}") from None
         notes = tuple(note for each in seen for note in each.findings if not note.fatal)
-        unwritten = [each for each in notes if each.kind == "unwritten" and run.debug]
+        unwritten = [each for each in notes if run.debug and self._matters(each)]
         if isinstance(found, Checked) and unwritten:
             found = of_engine(source, unwritten[0], at)
         printed = "".join(each.printed for each in seen)
         return _Ran(replace(found, printed=printed), notes, sum(r.instructions for r in seen))
+
+    def _matters(self, note: engine.Finding) -> bool:
+        """Return whether a kernel that is not optimised reads a value that nothing has written.
+
+        Objects of classes are copied with members that have no value, such as padding.
+        """
+        source, now = self.kernel.source, note.now
+        of_user = note.kind == "unwritten" and Path(now.file).name == source.file
+        ctype, _ = declared(source, note.array, now.line)
+        return of_user and (not note.local or dtype_of(ctype, self.kernel.dtype).itemsize > 0)
 
     def _at_timed_sizes(self, timed: TimedSizes) -> list[Checked | Finding]:
         """Return results at the timed sizes or, if these take too long, at `sizes.parts`."""

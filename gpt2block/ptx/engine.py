@@ -34,7 +34,7 @@ ORDERS: tuple[Order, ...] = ("forward", "reverse", "shuffled", "interleaved")
 MOST_THREADS = 1024  # threads of a block
 BUDGET = 100_000_000  # warp instructions of a launch
 SOURCES = Path(__file__).parent / "cpp"
-FLAGS = ("-std=c++17", "-O2", "-march=native", "-ffp-contract=off", "-fPIC")
+FLAGS = ("-std=c++20", "-O2", "-march=native", "-ffp-contract=off", "-fPIC", "-fno-gnu-unique")
 NO_COMPILER = "g++, which compiles the engine once, is not installed: apt install g++"
 IN_SHARED, IN_LOCAL, IN_PARAMS = -2, -3, -4  # Finding::Where of machine.h
 Thread = tuple[tuple[int, int, int], tuple[int, int, int]]  # block and thread
@@ -58,8 +58,8 @@ class Finding:
 
     kind: "race", "out of bounds", "constant", "before the wait", "misaligned", "unwritten", "kept",
     "barrier", "mask", "async", "division", "branch", "assert", "trap", "read-only" or "endless".
-    array: the name of the accessed array or variable, or "". size: its bytes, or 0. other: the
-    thread of the second access, or None.
+    array: the name of the accessed array or variable, or "". size: its bytes, or 0. local: whether
+    it is in local memory. other: the thread of the second access, or None.
     """
 
     kind: str
@@ -73,6 +73,7 @@ class Finding:
     byte: int = 0
     bytes: int = 0
     size: int = 0
+    local: bool = False
 
     @property
     def fatal(self) -> bool:
@@ -459,7 +460,8 @@ class _Findings:
         other = self._where(block2, thread2, place2) if thread2 >= 0 else None
         kernel = self.encoded.kernel
         return Finding(
-            kind, why, kernel, now, other, verb, other_verb, name, byte - start, size, whole
+            kind, why, kernel, now, other, verb, other_verb, name, byte - start, size, whole,
+            array == IN_LOCAL,
         )  # fmt: skip
 
     def step(self, text: str) -> Step:
