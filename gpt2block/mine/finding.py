@@ -59,7 +59,7 @@ _KINDS = {
         "does_not_compile": r".* does not compile|.*host function|.* bytes of __\w+__ variables",
         "launch": r"(?:grid|block|shared)\b|\S+: launch line|\w+ takes \d+ registers|.* of extern ",
         "does_not_end": r".*\bstill run",
-        "early_access": r".* before wait_for_previous|.*no thread waits for the previous kernel",
+        "early_access": r".* before wait_for_previous|no thread of the block waits",
         "out_of_bounds": r"(?:reads|writes|index|accesses) .*(?:out of bounds|outside|no argument)",
         "misaligned": ".*misaligned",
         "changed_input": "the kernel changes its input",
@@ -228,7 +228,7 @@ def _read_only(source: UserSource, found: engine.Finding) -> str:
 
 
 def _barrier(_: UserSource, found: engine.Finding) -> str:
-    other = f", {found.other} is at {_place(found.other)}" if found.other else ""
+    other = f", {found.other} has come to {_place(found.other)}" if found.other else ""
     return f"divergent barrier: {found.now} waits at {_place(found.now)}{other}: {found.text}"
 
 
@@ -238,15 +238,18 @@ def _outside(_: UserSource, found: engine.Finding) -> str:
             f"{found.verb} {found.bytes} bytes at an address that belongs to no argument, such as "
             "a null pointer"
         )
-    has = f", which has {found.size:,} bytes" if found.size else ""
-    return f"{found.verb} out of bounds: byte {found.byte:,} of {found.array}{has}"
+    return f"{found.verb} out of bounds: {_byte(found)}"
 
 
 def _early(_: UserSource, found: engine.Finding) -> str:
     if not found.array:
         return found.text
-    at = f"byte {found.byte:,} of {found.array}"
-    return f"{found.verb} before wait_for_previous(): {at}{_MAY_BE_READ}"
+    return f"{found.verb} before wait_for_previous(): {_byte(found)}{_MAY_BE_READ}"
+
+
+def _byte(found: engine.Finding) -> str:
+    has = f", which has {found.size:,} bytes" if found.size else ""
+    return f"byte {found.byte:,} of {found.array}{has}"
 
 
 def _misaligned(_: UserSource, found: engine.Finding) -> str:

@@ -25,7 +25,15 @@ from gpt2block.mine.cases import case as case_of
 from gpt2block.mine.comparison import Checked, Fidelity
 from gpt2block.mine.finding import Finding, declared, dtype_of, of_compiler, of_engine
 from gpt2block.mine.kernel import Kernel, described, matched
-from gpt2block.mine.refused import HOPPER, USUAL, ResourceUsage, refused, too_many, without_literals
+from gpt2block.mine.refused import (
+    HOPPER,
+    USUAL,
+    ResourceUsage,
+    capability_of,
+    refused,
+    too_many,
+    without_literals,
+)
 from gpt2block.mine.source import read
 from gpt2block.mine.templates import path_of
 from gpt2block.mine.why import Launcher, Why, why
@@ -115,7 +123,7 @@ def check_kernel(
     path = str(kernel.source.path)
     needs: Finding | ResourceUsage | None = None
     for capability in (USUAL, HOPPER):
-        if capability == USUAL and kernels.architecture(path):
+        if capability < capability_of(kernel):
             continue
         with emulated(capability=capability), ThreadPoolExecutor(1) as pool:
             function = kernels.load(path, kernel.source.name, kernel.defines)  # starts to compile
@@ -312,6 +320,10 @@ class _Judge:
                         return cause(wrong)
         if isinstance(found, Finding):
             return wrong
+        with suppress(_OverBudgetError):  # the compiler may have removed the cause
+            cause_of = self._run(case, run._replace(debug=True, checks=True)).found
+            if isinstance(cause_of, Finding):
+                return cause_of
         notes = [of_engine(self.kernel.source, each, "") for each in ran.notes]
         said = "".join(f"\nPossibly because a thread {each.text}" for each in notes)
         return replace(wrong, text=wrong.text + said, lines=sum((n.lines for n in notes), ()))
@@ -447,7 +459,9 @@ def _wrong(found: Checked | Finding) -> bool:
 
 
 def _of_order(found: Finding) -> Finding:
-    return replace(found, text=found.text + ORDER_COUNTS)
+    return replace(
+        found, text=re.sub(r"\nthe threads ran in \w+ order", rf"\g<0>{ORDER_COUNTS}", found.text)
+    )
 
 
 def _of_place(found: Finding) -> Finding:
