@@ -180,6 +180,8 @@ class _Judge:
     function: Any
     capability: str
     steps: bool = False  # whether to yield the steps of a Finding's threads
+    runs: Sequence[EmulatedRun] = RUNS
+    first: Case | None = None
     ended: bool = False  # whether no further case needs to run
     examined: bool = False  # whether values that launches leave in variables were examined
 
@@ -196,6 +198,7 @@ class _Judge:
         except DeviceError as error:
             raise NotJudged(f"{source.file}: not judged: {error}") from None
         yield Fidelity(table.fidelity(made.forms, len(made.code)))
+        self.first = cases[0]
         keeps = any(v.space == "global" and v.name[0] != "$" for v in made.variables)
         with self._pool(1 if keeps else 2) as pool:
             launched = [pool.submit(self._checked, case) for case in cases[:1]]
@@ -239,6 +242,10 @@ class _Judge:
         self._forget()
         module = self._module(debug=False)
         try:
+            encode(self._module(debug=True), source.name)
+        except UnsupportedError:
+            self.runs = [run for run in RUNS if not run.debug]
+        try:
             return encode(module, source.name)
         except UnsupportedError as error:
             at = error.place
@@ -269,7 +276,7 @@ class _Judge:
     def _in_every_order(self, case: Case) -> tuple[Checked | Finding, EmulatedRun]:
         """Return the worst result of a case in all thread orders, or the first Finding."""
         done: list[Checked] = []
-        for run in self._runs():
+        for run in self.runs:
             try:
                 ran = self._run(case, run)
             except _OverBudgetError as error:
@@ -287,18 +294,9 @@ class _Judge:
         worst = max(done, key=lambda each: inf if isnan(each.max_rel) else each.max_rel)
         return replace(worst, printed=done[0].printed), RUNS[0]
 
-    def _runs(self) -> Sequence[EmulatedRun]:
-        """Return all runs, or if the emulator lacks an unoptimised instruction, the optimised."""
-        try:
-            encode(self._module(debug=True), self.kernel.source.name)
-        except UnsupportedError:
-            return [run for run in RUNS if not run.debug]
-        return RUNS
-
     def _again(self, case: Case, ran: _Ran) -> bool:
-        """Return whether to run a case in other orders, too."""
-        small = case.sizes == self.kernel.operation.cases[0][0]
-        return not case.once and (small or ran.instructions < MOST_AGAIN)
+        """Return whether to run a case in other orders, too: the first one, and small ones."""
+        return not case.once and (case is self.first or ran.instructions < MOST_AGAIN)
 
     def _explained(self, case: Case, run: EmulatedRun, ran: _Ran) -> Finding:
         """Return the Finding of a wrong run; name the setting without which the kernel is right."""
