@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -267,7 +268,7 @@ def _unwritten(source: UserSource, found: engine.Finding) -> str:
     return f"reads {_element(source, found)}, which no thread has written"
 
 
-_SAID = {
+_SAID: Mapping[str, Callable[[UserSource, engine.Finding], str]] = {
     "race": _race,
     "read-only": _read_only,
     "barrier": _barrier,
@@ -283,7 +284,7 @@ _SAID = {
         f"stores to {found.array}: a kernel can only read __constant__ variables"
     ),
     "assert": lambda _, found: f"assertion fails: {found.text}",
-    "trap": lambda *_: "the kernel calls __trap()",
+    "trap": lambda _, found: "the kernel calls __trap()",
     "endless": lambda source, found: f"{source.name} does not end: {found.now} still runs",
 }
 
@@ -294,7 +295,8 @@ def element(source: UserSource, array: str, byte: int, size: int, line: int) -> 
     size: bytes of the access, which counts if the type is not known. line: of the access.
     """
     ctype, extents = declared(source, array, line)
-    index, further = byte // (dtype_of(ctype).itemsize or size or 1), []
+    index = byte // (dtype_of(ctype).itemsize or size or 1)
+    further: list[str] = []
     for extent in extents[:0:-1]:
         index, inner = divmod(index, extent or 1)
         further.insert(0, f"[{inner}]")

@@ -322,9 +322,7 @@ class _Judge:
             cause_of = self._run(case, run._replace(debug=True, checks=True)).found
             if isinstance(cause_of, Finding):
                 return cause_of
-        notes = [of_engine(self.kernel.source, each, "") for each in ran.notes]
-        said = "".join(f"\nPossibly because a thread {each.text}" for each in notes)
-        return replace(wrong, text=wrong.text + said, lines=sum((n.lines for n in notes), ()))
+        return wrong
 
     def _examined(self, case: Case, run: EmulatedRun, ran: _Ran) -> Finding | None:
         """Return a Finding if values that earlier launches left make a later launch wrong."""
