@@ -280,7 +280,7 @@ extern "C" __global__ void k(const float* a, const float* b, float* y, int n) {
         f"#if 0\n// launch: grid=1 block=32\n{OLD}#else\n{NEW}#endif\n",
         NEW.replace("const float* b", "const float b[]").replace("int n)", "int n = 5)"),
         "typedef float real; using R = real;\n"
-        + NEW.replace("float", "R").replace("int n", "size_t n"),
+        + NEW.replace("float", "R").replace("* y", "* const y").replace("int n", "size_t n"),
     ],
 )
 def test_a_kernel_beside_its_older_forms(tmp_path: Path, text: str) -> None:

@@ -122,6 +122,7 @@ def check_kernel(
     require_emulator()
     path = str(kernel.source.path)
     needs: Finding | ResourceUsage | None = None
+    wrong = False
     for capability in (USUAL, HOPPER):
         if capability < capability_of(kernel):
             continue
@@ -139,9 +140,8 @@ def check_kernel(
             for found in judge.results(cases, None if again else timed):
                 if not (again and isinstance(found, Checked | Fidelity)):
                     yield found
-                if isinstance(found, Finding):
-                    return
-        if not _TELLS.search(without_literals(kernel.source.text)):
+                wrong |= isinstance(found, Finding)  # its steps follow
+        if wrong or not _TELLS.search(without_literals(kernel.source.text)):
             return
 
 

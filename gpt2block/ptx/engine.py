@@ -34,7 +34,7 @@ ORDERS: tuple[Order, ...] = ("forward", "reverse", "shuffled", "interleaved")
 MOST_THREADS = 1024  # threads of a block
 BUDGET = 100_000_000  # warp instructions of a launch
 SOURCES = Path(__file__).parent / "cpp"
-FLAGS = ("-std=c++17", "-O2", "-march=native", "-ffp-contract=off", "-fPIC")
+FLAGS = ("-std=c++20", "-O2", "-march=native", "-ffp-contract=off", "-fPIC", "-fno-gnu-unique")
 NO_COMPILER = "g++, which compiles the engine once, is not installed: apt install g++"
 IN_SHARED, IN_LOCAL, IN_PARAMS = -2, -3, -4  # Finding::Where of machine.h
 Thread = tuple[tuple[int, int, int], tuple[int, int, int]]  # block and thread

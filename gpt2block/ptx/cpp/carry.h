@@ -15,8 +15,7 @@ void run(Warp& w, const Instr& i, Mask active) {
     uint64_t* d = w.out(i, 0);
     Mask carries = 0;
     for_lanes(active, [&](int l) {
-        const auto product = (alu::Wide<T>)(T)a[l] * (alu::Wide<T>)(T)b[l];
-        const U first = !PRODUCT ? (U)a[l] : how & HIGH ? (U)(product >> BITS) : (U)product;
+        const U first = !PRODUCT ? (U)a[l] : how & HIGH ? (U)alu::high((T)a[l], (T)b[l]) : (U)((U)a[l] * (U)b[l]);
         const alu::u128 second = (alu::u128)(U)c[l] + (how & IN ? w.carry >> l & 1 : 0);
         const alu::u128 sum = how & SUBTRACTS ? first - second : first + second;
         d[l] = (U)sum, carries |= (Mask)(sum >> BITS & 1) << l;
@@ -31,13 +30,9 @@ Handler pick(Form& f) {
     return alu::for_type(f.type(), [](auto zero) -> Handler { return run<decltype(zero), PRODUCT>; });
 }
 
-static const Pick add = pickers()["add"], sub = pickers()["sub"], mad = pickers()["mad"];
-static const Register all_[] = {
-    {{"add"}, [](Form& f) { return f.has("cc") ? pick<false>(f) : add(f); }},
-    {{"sub"}, [](Form& f) { return f.has("cc") ? pick<false>(f) : sub(f); }},
-    {{"mad"}, [](Form& f) { return f.has("cc") ? pick<true>(f) : mad(f); }},
-    {{"addc", "subc"}, pick<false>},
-    {{"madc"}, pick<true>},
+static const Rows rows_{
+    {"add.cc sub.cc addc subc", pick<false>},
+    {"mad.cc mad.lo.cc mad.hi.cc madc", pick<true>},
 };
 
 }  // namespace carry
