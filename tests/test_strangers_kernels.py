@@ -152,6 +152,10 @@ RIGHT = {
         "gelu",
         gelu(GELU_TANH.replace("0.5f", "half[0]"), "__constant__ float half[2] = {0.5f, 1};\n"),
     ),
+    "a count of launches on which nothing depends": (
+        "add",
+        add("if (i == 0) ++launches;\n    " + ADD_RIGHT, "__device__ unsigned launches;\n"),
+    ),
     "a counter that is set back": (
         "add",
         add(

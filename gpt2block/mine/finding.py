@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -61,7 +62,7 @@ _KINDS = {
         "does_not_compile": r".* does not compile|.*host function|.* bytes of __\w+__ variables",
         "launch": r"(?:grid|block|shared)\b|\S+: launch line|\w+ takes \d+ registers|.* of extern ",
         "does_not_end": r".*\bstill run",
-        "early_access": r".* before wait_for_previous|.*no thread waits for the previous kernel",
+        "early_access": r".* before wait_for_previous|no thread of the block waits",
         "out_of_bounds": r"(?:reads|writes|index|accesses) .*(?:out of bounds|outside|no argument)",
         "misaligned": ".*misaligned",
         "changed_input": "the kernel changes its input",
@@ -230,7 +231,7 @@ def _read_only(source: UserSource, found: engine.Finding) -> str:
 
 
 def _barrier(_: UserSource, found: engine.Finding) -> str:
-    other = f", {found.other} is at {_place(found.other)}" if found.other else ""
+    other = f", {found.other} has come to {_place(found.other)}" if found.other else ""
     return f"divergent barrier: {found.now} waits at {_place(found.now)}{other}: {found.text}"
 
 
@@ -240,15 +241,18 @@ def _outside(_: UserSource, found: engine.Finding) -> str:
             f"{found.verb} {found.bytes} bytes at an address that belongs to no argument, such as "
             "a null pointer"
         )
-    has = f", which has {found.size:,} bytes" if found.size else ""
-    return f"{found.verb} out of bounds: byte {found.byte:,} of {found.array}{has}"
+    return f"{found.verb} out of bounds: {_byte(found)}"
 
 
 def _early(_: UserSource, found: engine.Finding) -> str:
     if not found.array:
         return found.text
-    at = f"byte {found.byte:,} of {found.array}"
-    return f"{found.verb} before wait_for_previous(): {at}{_MAY_BE_READ}"
+    return f"{found.verb} before wait_for_previous(): {_byte(found)}{_MAY_BE_READ}"
+
+
+def _byte(found: engine.Finding) -> str:
+    has = f", which has {found.size:,} bytes" if found.size else ""
+    return f"byte {found.byte:,} of {found.array}{has}"
 
 
 def _misaligned(_: UserSource, found: engine.Finding) -> str:
@@ -266,7 +270,7 @@ def _unwritten(source: UserSource, found: engine.Finding) -> str:
     return f"reads {_element(source, found)}, which no thread has written"
 
 
-_SAID = {
+_SAID: Mapping[str, Callable[[UserSource, engine.Finding], str]] = {
     "race": _race,
     "read-only": _read_only,
     "barrier": _barrier,
@@ -282,7 +286,7 @@ _SAID = {
         f"stores to {found.array}: a kernel can only read __constant__ variables"
     ),
     "assert": lambda _, found: f"assertion fails: {found.text}",
-    "trap": lambda *_: "the kernel calls __trap()",
+    "trap": lambda _, found: "the kernel calls __trap()",
     "endless": lambda source, found: f"{source.name} does not end: {found.now} still runs",
 }
 
@@ -293,7 +297,8 @@ def element(source: UserSource, array: str, byte: int, size: int, line: int) -> 
     size: bytes of the access, which counts if the type is not known. line: of the access.
     """
     ctype, extents = declared(source, array, line)
-    index, further = byte // (dtype_of(ctype).itemsize or size or 1), []
+    index = byte // (dtype_of(ctype).itemsize or size or 1)
+    further: list[str] = []
     for extent in extents[:0:-1]:
         index, inner = divmod(index, extent or 1)
         further.insert(0, f"[{inner}]")
