@@ -198,23 +198,10 @@ def pytest_runtest_makereport(
 
 @pytest.fixture
 def fewer_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reduce the emulated runs with which a user's kernel is judged.
-
-    At an operation's small sizes all runs remain: every thread order, without optimisation, and
-    after other launches. At other sizes the kernel runs only forward, with and without the search
-    for races. The sizes that a GPU times are left out. The omitted runs take most of the time at
-    large sizes, and find nothing more there.
-    """
+    """Judge a user's kernel without the sizes that a GPU times, which take most of the time."""
     from gpt2block.mine import on_cpu  # noqa: PLC0415
 
-    def few(judge: Any, case: Any) -> Any:
-        usual = case.sizes in [sizes for sizes, _ in judge.kernel.operation.cases]
-        return runs_of(judge, case)[: None if usual else 2]
-
-    runs_of = on_cpu._Judge._runs
-    monkeypatch.setattr(on_cpu._Judge, "_runs", few)
-    monkeypatch.setattr(on_cpu._Judge, "_all_right", lambda *_: [])
-    monkeypatch.setattr(on_cpu, "LARGE_RUN", on_cpu.RUNS[0])  # its program is compiled ahead
+    monkeypatch.setattr(on_cpu._Judge, "_at_timed_sizes", lambda *_: [])
 
 
 @pytest.fixture(scope="session")

@@ -9,9 +9,7 @@ uint8_t* Machine::access(Warp&, const Instr&, int, uint64_t, unsigned, Space, un
 // knows the opcode.
 extern "C" int run(const char* opcode, const char* kinds, int warps, uint64_t* registers) {
     Form form(opcode);
-    const auto pick = pickers().find(form.name);
-    const Handler handler = pick == pickers().end() ? pick_float(form) : pick->second(form);
-    if (!handler) return 0;
+    if (!find_handler(form)) return 0;
     Program program;
     Machine machine;
     machine.program = &program;
@@ -25,14 +23,14 @@ extern "C" int run(const char* opcode, const char* kinds, int warps, uint64_t* r
         for (int end = rows + count; rows < end; ++rows) program.parts.push_back(rows);
     }
     warp.predicates.resize(rows);
-    const Instr instruction = {&form, handler, operands.data(), (int)operands.size(), -1, false, 0};
+    const Instr instruction = {&form, form.run, operands.data(), (int)operands.size(), -1, false, 0};
     for (; warps--; registers += rows * LANES) {
         warp.rows.assign(registers, registers + rows * LANES);
         for (int r = 0; r < rows; ++r) {
             warp.predicates[r] = 0;
             for (int l = 0; l < LANES; ++l) warp.predicates[r] |= (Mask)(registers[r * LANES + l] & 1) << l;
         }
-        handler(warp, instruction, ~0u);
+        form.run(warp, instruction, ~0u);
         for (const Operand& op : operands) {
             for (int j = 0; j < op.count * LANES; ++j) {
                 const int at = op.index * LANES + j;

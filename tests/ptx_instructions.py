@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 import gpt2block.ptx
+from gpt2block.ptx.engine import FLAGS
 
 Rows = npt.NDArray[np.uint64]
 HERE = Path(__file__).parent
@@ -26,8 +27,7 @@ LANES = 32
 def _library() -> ctypes.CDLL:
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder) / "instruction.so"
-        flags = ("-std=c++17", "-O1", "-march=native", "-ffp-contract=off", "-fPIC", "-shared")
-        command = ("g++", *flags, f"-I{HEADERS}", str(HERE / "ptx_instruction.cpp"))
+        command = ("g++", *FLAGS, "-O1", "-shared", f"-I{HEADERS}", str(HERE / "ptx_instruction.cpp"))
         subprocess.run([*command, "-o", str(library)], check=True)
         return ctypes.CDLL(str(library))
 

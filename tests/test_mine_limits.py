@@ -1,4 +1,4 @@
-"""Files that are not judged, sizes of the checks, and limits of time and output."""
+"""Sizes of the checks, kernels that are right by chance, and limits of launches."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import pytest
 
 from gpt2block import check_kernel, emulator
 from gpt2block.errors import InputError, NotJudged
-from gpt2block.mine import on_cpu, reserved, sizes
+from gpt2block.mine import on_cpu, sizes
 from gpt2block.mine.cases import cases, resolved_seed
 from gpt2block.mine.kernel import matched
-from gpt2block.mine.source import read
+from gpt2block.mine.limits import limit
+from gpt2block.mine.source import largest_number, read
 from gpt2block.mine.templates import names, path_of
 from gpt2block.ops.registry import find
 
@@ -30,52 +31,6 @@ RIGHT = "if (i < n) y[i] = a[i] + b[i];"
 
 def add(body: str = RIGHT, head: str = "") -> str:
     return head + ADD.replace("BODY", body)
-
-
-# Files that are not judged
-
-
-@pytest.mark.parametrize(
-    ("head", "said"),
-    [
-        ('#include "/etc/passwd"\n', r'my\.cu:1: not judged: #include "/etc/passwd": a file may'),
-        ("#include <../secret.h>\n", "only headers by a plain name"),
-        ("#define H <cmath>\n#include H\n", r"my\.cu:2: not judged: #include H"),
-        ("#inc\\\nlude </etc/passwd>\n", "#include </etc/passwd>"),
-        ("%:include </etc/passwd>\n", "#include </etc/passwd>"),
-        ("__device__ void __asan_load4(void*) {}\n", "__asan_load4: it would change how"),
-        ("#define NO(x) no_##x\n__attribute__((NO(sanitize)(1))) int f();\n", "no_sanitize"),
-        ('__attribute__((section(".init"))) __device__ int z;\n', "not judged: section"),
-        ("[[gnu::optimize(0)]] __device__ void f() {}\n", "not judged: optimize"),
-        ("#pragma GCC optimize 3\n", "pragma GCC optimize"),
-        ("#define __shared__\n", "#define __shared__: a name of CUDA"),
-        ("#ifdef __GNUC__\n#endif\n", "__GNUC__: a condition on it may choose other code"),
-        ("#if defined(__SANITIZE_ADDRESS__)\n#endif\n", "__SANITIZE_ADDRESS__"),
-        ("#if __has_include(<cstdio>)\n#endif\n", "__has_include"),
-    ],
-)
-def test_a_file_that_would_be_another_program_is_not_judged(
-    tmp_path: Path, head: str, said: str
-) -> None:
-    (tmp_path / "my.cu").write_text(add(head=head))
-    with pytest.raises(NotJudged, match=said):
-        reserved.check_text(read(tmp_path / "my.cu"))
-
-
-@pytest.mark.parametrize(
-    "head",
-    [
-        "",
-        "#include <cuda_fp16.h>\n#include <cmath>\n",
-        "#if __CUDA_ARCH__ >= 800 && defined(__CUDACC__)\n#endif\n",
-        "#ifndef M_PI\n#define M_PI 3.14\n#endif\n#ifdef OWN_NAME\n#endif\n",
-        "#define WARP 32\n#if WARP == 32\n#endif\n#pragma unroll\n",
-        "#define JOIN(a, b) a##b\n__device__ int JOIN(x, y)() { return 1; }\n",
-    ],
-)
-def test_usual_directives_are_judged(tmp_path: Path, head: str) -> None:
-    (tmp_path / "my.cu").write_text(add(head=head))
-    reserved.check_text(read(tmp_path / "my.cu"))
 
 
 # Sizes
@@ -100,6 +55,35 @@ def test_sizes_are_random_unusual_and_those_of_a_gpu(name: str) -> None:
     assert cases(kernel, operation.workload.layout, smallest)
 
 
+@pytest.mark.parametrize(
+    ("text", "number", "row"),
+    [
+        ("float row[6144];", 6144, 6152),
+        ("#define HELD (1 << 13)\nconstexpr int C = HELD * 2; // 50000", 16384, 8200),
+        ("float row[64 * 0x30u * 4]; if (m == 0xffffffff) x = 30000.0f + 2e4f;", 12288, 12296),
+        ("", 0, 5001),
+    ],
+)
+def test_rows_are_longer_than_the_numbers_of_a_file(
+    tmp_path: Path, text: str, number: int, row: int
+) -> None:
+    assert largest_number(text, sizes.LONGEST) == number
+    operation = find("rmsnorm")
+    (tmp_path / "my.cu").write_text(text + path_of(operation).read_text())
+    kernel = matched(read(tmp_path / "my.cu", shared="4 * C"), operation, ("float16", "KN"))
+    assert row == max(each.sizes["C"] for each in cases(kernel, "KN", seed=1))
+
+
+@pytest.mark.parametrize("name", names())
+def test_limits_grow_with_sums_alone(name: str) -> None:
+    operation = find(name)
+    at = [{**operation.workload.attrs, **attrs, **each} for each, attrs in operation.cases]
+    found = [limit(operation, "float32", each) * 2**24 for each in at]
+    assert 2 <= found[0] <= 170
+    if name in ("add", "encoder", "gelu", "silu_mul"):
+        assert found == [10 if name in ("gelu", "silu_mul") else 2] * len(at)
+
+
 def test_a_seed_is_0_or_more() -> None:
     assert resolved_seed(0) == 0
     assert resolved_seed(None) in range(1_000_000)
@@ -112,13 +96,13 @@ def test_a_seed_is_0_or_more() -> None:
 ONLY_SOME: dict[str, tuple[str, str]] = {
     "an address of large sizes": (
         "if (i < n) y[i] = a[n > 1000000 ? i + 40000000 : i] + b[i];",
-        "accesses an address that belongs to no argument",
+        "reads out of bounds: byte 160,000,0",
     ),
     "a capped grid": ("if (i < n && blockIdx.x < 8192) y[i] = a[i] + b[i];", "N=8192, C=768"),
     "a count of launches": (
         "static __device__ int launches[1 << 16];\n    "
         "if (i < n) y[i] = threadIdx.x || launches[blockIdx.x]++ < 20 ? a[i] + b[i] : 0.0f;",
-        "right in the first launch of a process, wrong in a later one",
+        "reads launches[0], which an earlier launch left changed",
     ),
     "a stored sum": (
         "static __device__ float kept[8], first;\n    "
@@ -126,7 +110,53 @@ ONLY_SOME: dict[str, tuple[str, str]] = {
         "    if (i == 1) first = a[0];\n    "
         "if (i == 1 && n < 8) for (int k = 0; k < n; ++k) y[k] = kept[k];\n    "
         "if (n >= 8 && i < n) y[i] = a[i] + b[i];",
-        "right in the first launch of a process, wrong in a later one",
+        "reads kept[0], which an earlier launch left changed",
+    ),
+    "a counter that is never reset": (
+        "__shared__ int before;\n    if (threadIdx.x == 0) before = atomicAdd(&calls, 1);\n    "
+        "__syncthreads();\n    if (i < n) y[i] = before < 1000000 ? a[i] + b[i] : 0.0f;",
+        "reads calls, which an earlier launch left changed",
+    ),
+    "a name of the emulator's compiler": (
+        "constexpr char c = __PRETTY_FUNCTION__[0];\n    "
+        "if (i < n) y[i] = c == 'v' ? a[i] - b[i] : a[i] + b[i];",
+        "are wrong",
+    ),
+    "80 bits": (
+        "const long double little = 1e-18L * n;\n    "
+        "if (i < n) y[i] = a[i] + (1 + little > 1 ? b[i] : -b[i]);",
+        "are wrong",
+    ),
+    "arguments with side effects": (
+        "int k = i;\n    const bool first = second(k += 1, k += 1) == i + 1;\n    "
+        "if (i < n) y[i] = a[i] + (first ? b[i] : -b[i]);",
+        "are wrong",
+    ),
+    "the number of multiprocessors": (
+        'unsigned count;\n    asm("mov.u32 %0, %%nsmid;" : "=r"(count));\n    '
+        "if (i < n) y[i] = a[i] + (count > 120 ? 0 : b[i]);",
+        "are wrong",
+    ),
+    "the multiprocessor": (
+        'unsigned number;\n    asm("mov.u32 %0, %%smid;" : "=r"(number));\n    '
+        "if (i < n) y[i] = number < 108 && (number != 7 || blockIdx.x == 7) ? a[i] + b[i] : 0;",
+        "depends on the multiprocessor",
+    ),
+    "the number of blocks in flight": (
+        "if (threadIdx.x == 0) atomicAdd(&calls, 1);\n    __syncthreads();\n    "
+        "if (i < n) y[i] = atomicAdd(&calls, 0) < 2 ? a[i] + b[i] : 0;\n    __syncthreads();\n    "
+        "if (threadIdx.x == 0) atomicSub(&calls, 1);",
+        "depends on the order of threads",
+    ),
+    "a global variable as a row's state": (
+        "if (threadIdx.x == 0) atomicExch(&calls, blockIdx.x);\n    __syncthreads();\n    "
+        "if (i < n) y[i] = atomicAdd(&calls, 0) == blockIdx.x ? a[i] + b[i] : 0;\n    "
+        "__syncthreads();\n    if (threadIdx.x == 0) atomicExch(&calls, 0);",
+        "depends on the order of threads",
+    ),
+    "another architecture": (
+        "#if __CUDA_ARCH__ < 900\n    if (i < n) y[i] = a[i] + b[i];\n#endif",
+        "are wrong",
     ),
 }
 
@@ -135,7 +165,8 @@ ONLY_SOME: dict[str, tuple[str, str]] = {
 @pytest.mark.parametrize("name", ONLY_SOME)
 def test_a_kernel_that_is_right_at_some_sizes_or_once_is_wrong(name: str) -> None:
     body, said = ONLY_SOME[name]
-    found = check_kernel("add", add(body), device="cpu", seed=0)
+    head = "static __device__ int calls;\n__device__ int second(int, int k) { return k; }\n"
+    found = check_kernel("add", add(body, head), device="cpu", seed=0)
     assert found.verdict == "wrong"
     assert said in str(found)
 
@@ -160,36 +191,30 @@ def small(tmp_path: Path) -> Path:
 def test_a_slow_kernel_is_not_judged_if_the_template_is_slow(
     small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    small.write_text(add("for (volatile int k = 0; k < 100000000; ++k) {}\n    " + RIGHT))
-    operation = find("add")
-    kernel = matched(read(small), operation, ("float32", "KN"))
-    monkeypatch.setattr(on_cpu, "path_of", lambda operation: small)  # the template is slow too
-    with pytest.raises(NotJudged, match=r"a launch still runs after 0.2 s of CPU time at N=1, C=5"):
-        list(on_cpu.check_kernel(kernel, cases(kernel, "KN"), 0.2))
-
-
-@on_emulator
-def test_a_block_that_waits_for_a_later_one_is_named(small: Path) -> None:
-    waits = (
-        "static __device__ volatile int here;\n"
-        "    if (threadIdx.x == 0) atomicAdd((int*)&here, 1);\n"
-        "    while (n > 64 && here < gridDim.x) {}\n    " + RIGHT
-    )
-    small.write_text(add(waits))
+    loop = "for (volatile int k = 0; k < {}; ++k) {{}}\n    " + RIGHT
+    slow = small.with_name("slow.cu")
+    small.write_text(add(loop.format(400000)))
+    slow.write_text(add(loop.format(4000)))
     kernel = matched(read(small), find("add"), ("float32", "KN"))
-    *_, found = on_cpu.check_kernel(kernel, cases(kernel, "KN"), 0.5)
-    assert "only a cooperative launch" in getattr(found, "text", "")
+    monkeypatch.setattr(on_cpu, "path_of", lambda operation: slow)  # of the template
+    monkeypatch.setattr(on_cpu, "BUDGET", 10_000)
+    monkeypatch.setattr(on_cpu, "MOST_BUDGET", 1_000_000)
+    with pytest.raises(NotJudged, match="a launch still runs after 1,000,000 instructions of w"):
+        list(on_cpu.check_kernel(kernel, cases(kernel, "KN")))
 
 
 @on_emulator
-def test_a_copy_without_a_commit_is_named() -> None:
-    body = (
-        "__shared__ float s[64];\n"
-        "    if (i < n) __pipeline_memcpy_async(&s[threadIdx.x], a + i, 4);\n"
-        "    __pipeline_wait_prior(0);\n    if (i < n) y[i] = s[threadIdx.x] + b[i];"
-    )
-    found = check_kernel("add", add(body, "#include <cuda_pipeline.h>\n"), device="cpu")
-    assert "Possibly because a thread waits for an asynchronous copy that neither" in str(found)
+def test_a_file_that_the_compiler_cannot_finish_is_not_judged() -> None:
+    bomb = "#define A(x) x x x x x x x x\n#define B(x) A(A(A(A(A(x)))))\n"
+    found = check_kernel("add", add(RIGHT + " B(B(B(y[0] += 0;)))", bomb), device="cpu")
+    assert found.verdict == "not judged"
+    assert "the compiler" in (found.reason or "")
+
+
+@on_emulator
+def test_a_launch_of_a_kernel_by_a_kernel_is_refused_by_name() -> None:
+    found = check_kernel("add", add("my_add<<<1, 1>>>(a, b, y, n);"), device="cpu")
+    assert "kernel launch" in str(found)
 
 
 @on_emulator

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,8 +12,6 @@ from unittest.mock import patch
 import pytest
 
 from gpt2block.ptx import cache, nvrtc
-
-pytestmark = pytest.mark.slow  # the engine is compiled first
 
 ROOT = Path(__file__).parents[1]
 KERNEL = 'extern "C" __global__ void f(float* a) { a[threadIdx.x] = a[threadIdx.x] * 2 + 1; }'
@@ -72,6 +71,15 @@ def test_a_source_becomes_ptx_with_lines_contracted_and_flushed(arch: str) -> No
 def test_the_headers_of_cuda_are_found(header: str) -> None:
     compiled = _compile(f"#include <{header}>\n{KERNEL}")
     assert isinstance(compiled, nvrtc.Compiled), compiled
+
+
+def test_the_compiler_has_no_random_addresses() -> None:
+    """With them, it joins other loads in one process than in the next."""
+    if subprocess.run(["setarch", "-R", "true"], check=False).returncode:
+        pytest.skip("this system does not permit it")
+    assert isinstance(_compile(KERNEL), nvrtc.Compiled)
+    process = nvrtc._Child.idle[-1].process
+    assert int(Path(f"/proc/{process.pid}/personality").read_text(), 16) & nvrtc.FIXED_ADDRESSES
 
 
 def test_errors_of_the_source_are_in_the_log() -> None:

@@ -12,155 +12,130 @@ from typing import Any
 import pytest
 
 from gpt2block import InputError, Verdict, emulator, mine
-from gpt2block.cuda import kernels
-from gpt2block.mine import on_cpu
 from gpt2block.mine.why import RIGHT as NOTHING_TO_SHOW
 from gpt2block.mine.why import ThreadStep, Why
 from tests.command_line import gpt2block
-from tests.test_mine import no_nvrtc
 from tests.test_verdict import ADD, RIGHT, SHAPE, file_of, validate
 
 pytestmark = pytest.mark.skipif(
     emulator.missing() is not None, reason=f"no CUDA on the CPU: {emulator.missing()}"
 )
 SHARED = "__shared__ float s[64];\n    "
-SECOND_BLOCK = "block (1, 0, 0), thread (0, 0, 0)"
-# Kernel → (kind of the finding, its last steps as (thread, line in the body, event)).
-CASES: dict[str, tuple[str, str, list[tuple[str, int | None, str]]]] = {
+# Kernel → body, kind of the finding, its last steps: (block and) thread, line in the body, event.
+CASES: dict[str, tuple[str, str, list[str]]] = {
     "race": (
         f"{SHARED}s[threadIdx.x] = 0.5f;\n    if (i < n) y[i] = s[threadIdx.x ^ 1];",
         "race",
-        [
-            ("thread (0, 0, 0)", 2, "writes s[0] = 0.5"),
-            ("thread (0, 0, 0)", 3, "reads s[1] = nan"),
-            ("thread (0, 0, 0)", 3, "writes y[0] = nan"),
-            ("thread (0, 0, 0)", None, "returns"),
-            ("thread (1, 0, 0)", 2, "writes s[1] = 0.5: nothing orders it after step 2"),
-        ],
+        ["0 2 writes s[0] = 0.5", "1 2 writes s[1] = 0.5",
+         "0 3 reads s[1] = 0.5: nothing orders it after step 2"],
     ),
     "dynamic": (  # an array of another type, in one of two dimensions
         "extern __shared__ int part[];\n    __shared__ unsigned char t[2][32];\n"
         "    t[threadIdx.x / 32][threadIdx.x % 32] = 7, part[threadIdx.x] = -3;\n"
-        "    __syncthreads();\n    if (threadIdx.x < 2) part[5] = t[1][3];",
+        "    __syncthreads();\n    if (threadIdx.x < 2) part[5] = t[1][3] + part[6];",
         "race",
-        [
-            ("thread (0, 0, 0)", 5, "reads t[1][3] = 7"),
-            ("thread (0, 0, 0)", 5, "writes part[5] = 7"),
-            ("thread (0, 0, 0)", None, "returns"),
-            ("thread (1, 0, 0)", 5, "reads t[1][3] = 7"),
-            ("thread (1, 0, 0)", 5, "writes part[5] = 7: nothing orders it after step 10"),
-        ],
+        ["0 5 reads t[1][3] = 7", "1 5 reads t[1][3] = 7", "0 5 reads part[6] = -3",
+         "1 5 reads part[6] = -3", "0 5 writes part[5] = 4",
+         "1 5 writes part[5] = 4: nothing orders it after step 15"],
     ),
     "blocks": (
         "if (threadIdx.x == 0) y[7] = 0.25f;",
         "race",
-        [
-            ("block (0, 0, 0), thread (0, 0, 0)", 1, "writes y[7] = 0.25"),
-            ("block (0, 0, 0), thread (0, 0, 0)", None, "returns"),
-            (SECOND_BLOCK, 1, "writes y[7] = 0.25: nothing orders it after step 1"),
-        ],
+        ["0.0 1 writes y[7] = 0.25", "0.0 2 returns",
+         "1.0 1 writes y[7] = 0.25: nothing orders it after step 1"],
     ),
     "atomic": (
         "__shared__ int c[2];\n    if (threadIdx.x == 0) c[1] = 4;\n    __syncthreads();\n"
-        "    atomicAdd(&c[1], 2);\n    if (i < n) y[i] = c[1];",
+        "    if (threadIdx.x < 2) atomicAdd(&c[1], 2);\n    if (i < 2) y[i] = c[1];",
         "race",
-        [
-            ("thread (1, 0, 0)", 3, "passes the barrier"),
-            ("thread (0, 0, 0)", 4, "atomically changes c[1]: 4 → 6"),
-            ("thread (0, 0, 0)", 5, "reads c[1] = 6"),
-            ("thread (0, 0, 0)", 5, "writes y[0] = 6"),
-            ("thread (0, 0, 0)", None, "returns"),
-            (
-                "thread (1, 0, 0)",
-                4,
-                "atomically changes c[1], which holds 6: nothing orders it after step 7",
-            ),
-        ],
+        ["1 3 passes the barrier", "0 4 atomically changes c[1]: 4 → 6",
+         "1 4 atomically changes c[1]: 6 → 8",
+         "0 5 reads c[1] = 8: nothing orders it after step 7"],
     ),
-    "held": (  # a race that is reported at the next barrier
+    "held": (  # a race that is reported when the thread that reads ends
         "__shared__ int c;\n    if (threadIdx.x == 0) c = 0;\n    __syncthreads();\n"
-        "    if (threadIdx.x == 0) atomicAdd(&c, 1);\n    else if (i < n) y[i] = c;",
+        "    if (i == 1) y[i] = c;\n    if (threadIdx.x == 0) atomicAdd(&c, 1);",
         "race",
-        [
-            ("thread (0, 0, 0)", 4, "atomically changes c: 0 → 1"),
-            ("thread (0, 0, 0)", None, "returns"),
-            ("thread (1, 0, 0)", 5, "reads c = 1: nothing orders it after step 6"),
-        ],
+        ["1 4 reads c = 0", "1 4 writes y[1] = 0",
+         "0 5 atomically changes c: 0 → 1: nothing orders it after step 6"],
+    ),
+    "vectors": (  # a part of a vector, whole vectors, a type that is not known
+        "typedef unsigned word;\n    __shared__ float4 v[64];\n    __shared__ word w[64];\n"
+        "    v[threadIdx.x] = make_float4(1, 2, 3, i), w[threadIdx.x] = 10;\n"
+        "    ((float4*)y)[0] = v[threadIdx.x], y[1] = v[threadIdx.x].w + w[threadIdx.x];",
+        "race",
+        ["1 5 reads v[1] = (1, 2, 3, 1)", "0 5 writes y[0] to y[3] = 1, 2, 3, 0",
+         "1 5 writes y[0] to y[3] = 1, 2, 3, 1: nothing orders it after step 15"],
     ),
     "local": (
         "__shared__ float* p;\n    float own[2] = {0.5f, 0.25f};\n    if (i == 0) p = own;\n"
         "    __syncthreads();\n    if (i == 1) y[0] = p[1];",
         "race",
-        [
-            ("thread (1, 0, 0)", 5, "reads a local variable of another thread"),
-        ],
+        ["1 5 touches a local variable of another thread"],
+    ),
+    "unwritten_local": (
+        "float own[2][3];\n    for (int k = 0; k < 6; ++k)\n"
+        "        if (k != n - 55) own[k / 3][k % 3] = k;\n"
+        "    if (i < n) y[i] = own[n / 60][n % 60 + 2];",
+        "wrong_result",
+        ["0 4 reads own[1][2] = nan, which no thread has written"],
     ),
     "read_only": (
         "if (i < n) y[i] = 0.5f;\n    __syncthreads();\n    if (i == 1) y[3] = __ldg(&y[2]);",
         "read_only",
-        [
-            ("thread (1, 0, 0)", 2, "passes the barrier"),
-            ("thread (2, 0, 0)", 2, "passes the barrier"),
-            ("thread (1, 0, 0)", 3, "reads y[2] = 0.5: nothing orders it after step 3"),
-        ],
+        ["1 2 passes the barrier", "2 2 passes the barrier",
+         "1 3 reads y[2] = 0.5: nothing orders it after step 2"],
     ),
     "divergent": (
         f"{SHARED}s[threadIdx.x] = 2;\n    if (threadIdx.x == 3) return;\n    __syncthreads();",
         "divergent_barrier",
-        [
-            ("thread (0, 0, 0)", 2, "writes s[0] = 2"),
-            ("thread (0, 0, 0)", 4, "waits at the barrier"),
-            ("thread (3, 0, 0)", 2, "writes s[3] = 2"),
-            ("thread (3, 0, 0)", None, "returns"),
-        ],
+        ["0 2 writes s[0] = 2", "3 2 writes s[3] = 2", "0 4 waits at the barrier", "3 5 returns"],
+    ),
+    "mask": (
+        "if (threadIdx.x == 3) return;\n    __threadfence();\n    __syncwarp();",
+        "divergent_barrier",
+        ["0 2 __threadfence()", "0 3 waits for the lanes 0xffffffff", "3 4 returns"],
     ),
     "outside": (
         "if (i < n) y[i] = 0.5f;\n    if (i == 63) y[i + 1] = a[n + 2];",
         "out_of_bounds",
-        [
-            ("thread (63, 0, 0)", 2, "reads a[62], outside: a has 60 elements"),
-        ],
+        ["63 2 reads a[62], outside: a has 60 elements"],
     ),
     "outside_of_shared": (
         "__shared__ float s[8], t[64];\n    t[threadIdx.x] = 0.5f;\n"
-        "    for (int k = 0; k <= 8; ++k)\n        if (i == 1) s[k] = t[1];",
+        "    for (int k = 0; k <= 8; ++k)\n        if (i == 1) s[k] = t[1];\n"
+        "    if (i == 1) y[1] = s[7];",
         "out_of_bounds",
-        [
-            ("thread (1, 0, 0)", 4, "writes s[7] = 0.5"),
-            ("thread (1, 0, 0)", 4, "reads t[1] = 0.5"),
-            ("thread (1, 0, 0)", 4, "writes outside of a shared or constant variable"),
-        ],
+        ["1 4 writes s[7] = 0.5", "1 4 reads t[1] = 0.5",
+         "1 4 writes s[8] = 0.5, outside: s has 8 elements"],
     ),
     "unwritten": (
         f"{SHARED}if (threadIdx.x != 5) s[threadIdx.x] = 1;\n    __syncthreads();\n"
         "    if (i < n) y[i] = s[threadIdx.x];",
         "wrong_result",
-        [
-            ("thread (5, 0, 0)", 3, "waits at the barrier"),
-            ("thread (5, 0, 0)", 3, "passes the barrier"),
-            ("thread (5, 0, 0)", 4, "reads s[5] = nan, which no thread has written"),
-        ],
+        ["5 3 waits at the barrier", "5 3 passes the barrier",
+         "5 4 reads s[5] = nan, which no thread has written"],
     ),
     "shuffle": (
-        "float v = threadIdx.x;\n    v += __shfl_xor_sync(0xffffffffu, v, 1);\n    y[0] = v;",
+        "float v = threadIdx.x;\n    v += __shfl_xor_sync(~0u, v, 1) + __any_sync(~0u, i == 2);\n"
+        "    y[0] = v;",
         "race",
-        [
-            ("thread (0, 0, 0)", 2, "waits for the lanes 0xffffffff, sends 0"),
-            ("thread (1, 0, 0)", 2, "waits for the lanes 0xffffffff, sends 1"),
-            ("thread (0, 0, 0)", 2, "receives 1 from lane 1"),
-            ("thread (1, 0, 0)", 2, "receives 0 from lane 0"),
-            ("thread (0, 0, 0)", 3, "writes y[0] = 1"),
-            ("thread (0, 0, 0)", None, "returns"),
-            ("thread (1, 0, 0)", 3, "writes y[0] = 1: nothing orders it after step 5"),
-        ],
+        ["0 2 waits for the lanes 0xffffffff, sends 0",
+         "1 2 waits for the lanes 0xffffffff, sends 1", "0 2 receives 1 from lane 1",
+         "1 2 receives 0 from lane 0", "0 2 waits for the lanes 0xffffffff, sends 0",
+         "1 2 waits for the lanes 0xffffffff, sends 0", "0 2 receives 1", "1 2 receives 1",
+         "0 3 writes y[0] = 2", "1 3 writes y[0] = 2: nothing orders it after step 9"],
+    ),
+    "assertion": (
+        f"{SHARED}s[threadIdx.x] = 2;\n    assert(s[threadIdx.x] < i + 2);",
+        "assertion",
+        ["0 2 writes s[0] = 2", "0 3 reads s[0] = 2",
+         "0 3 assertion fails: s[threadIdx.x] < i + 2"],
     ),
     "wrong_result": (
         "if (i >= n) return;\n    y[i] = 0.25f;\n    y[i] = 0.125f;",
         "wrong_result",
-        [
-            ("thread (0, 0, 0)", 2, "writes y[0] = 0.25"),
-            ("thread (0, 0, 0)", 3, "writes y[0] = 0.125"),
-        ],
+        ["0 2 writes y[0] = 0.25", "0 3 writes y[0] = 0.125"],
     ),
 }  # fmt: skip
 
@@ -169,16 +144,15 @@ CASES: dict[str, tuple[str, str, list[tuple[str, int | None, str]]]] = {
 def all_kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write a file with the kernels of all cases, so that it compiles once."""
     bodies = {name: body for name, (body, *_) in CASES.items()}
-    return file_of(tmp_path_factory.mktemp("why"), bodies | {"right": RIGHT, "loop": LOOP})
+    return file_of(
+        tmp_path_factory.mktemp("why"), bodies | {"right": RIGHT, "loop": LOOP, "long": LONG}
+    )
 
 
+LONG = (
+    "if (i == 0) for (int k = 0; k < 21000; ++k) y[k % n] = k;\n    __syncthreads();\n    y[0] = i;"
+)
 LOOP = "if (i == 0) for (int k = 0; k < 40; ++k) y[k] = a[k] + b[k];\n    y[0] = i;"
-
-
-@pytest.fixture(autouse=True)
-def without_compiling_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "compile_for", no_nvrtc)
-    monkeypatch.setattr(on_cpu, "_compile_ahead", lambda kernel, case: None)
 
 
 def check(file: Path, name: str, **options: Any) -> Verdict:
@@ -196,8 +170,10 @@ def test_the_last_steps_before_a_problem(name: str, all_kernels: Path) -> None:
     assert found.problem.kind == kind
     assert found.why
     last = found.why.steps[-len(expected) :]
-    lines = [(thread, line and line + before, event) for thread, line, event in expected]
-    assert [(step.thread, step.line, step.event) for step in last] == lines
+    threads = [".".join(re.findall(r"\((\d+)", step.thread)) for step in last]
+    lines = [step.line and step.line - before for step in last]
+    shown = zip(threads, lines, last, strict=True)
+    assert [f"{thread} {line} {step.event}" for thread, line, step in shown] == expected
     problems = [step.thread for step in found.why.steps if step.problem]
     assert problems == list(found.why.threads if kind == "divergent_barrier" else [last[-1].thread])
     assert found.as_dict()["why"]["steps"][-1] == last[-1].as_dict()
@@ -217,11 +193,18 @@ def test_loops_are_folded(all_kernels: Path) -> None:
     found = check(all_kernels, "loop")
     assert found.why
     rows = found.why.rows()
-    assert len(found.why.steps) == 123
+    assert len(found.why.steps) == 122
     assert [row.text for row in rows if row.step is None] == [
         "… 114 steps of the same lines are left out"
     ]
-    assert [row.number for row in rows] == [1, 2, 3, 0, 118, 119, 120, 121, 122, 123]
+    assert [row.number for row in rows] == [1, 2, 3, 0, 118, 119, 120, 121, 122]
+
+
+def test_the_last_20_000_steps_are_shown(all_kernels: Path) -> None:
+    found = check(all_kernels, "long").why
+    assert found
+    assert (len(found.steps), found.note) == (20_000, "The first 1,006 steps are left out.")
+    assert found.steps[-1].event == "writes y[0] = 1: nothing orders it after step 19999"
 
 
 def test_a_long_table_keeps_its_first_and_last_rows() -> None:
@@ -262,7 +245,7 @@ def test_the_page_has_the_source_and_the_steps(all_kernels: Path, tmp_path: Path
     shown = ("--why", "--why-page", page)
     ended = gpt2block("kernels", "add", "--mine", all_kernels, *options, *shown)
     assert ended.code == 1
-    assert "writes s[1] = 0.5: nothing orders it" in ended.out
+    assert "reads s[1] = 0.5: nothing orders it" in ended.out
     assert ended.out.splitlines()[-1] == f"The steps are in {page}."
     text = page.read_text(encoding="utf-8")
     found = Page(text)

@@ -35,10 +35,10 @@ from gpt2block.cli.mine import (
     rungs_report,
 )
 from gpt2block.errors import DeviceError, InputError, NotJudged, check_all
-from gpt2block.mine import confined, counters, on_cpu, on_gpu, variants_on_cpu
+from gpt2block.mine import counters, on_cpu, on_gpu, variants_on_cpu
 from gpt2block.mine.cases import Case, cases, resolved_seed
 from gpt2block.mine.counters import KernelCounts
-from gpt2block.mine.kernel import Kernel, matched
+from gpt2block.mine.kernel import MINE, Kernel, matched
 from gpt2block.mine.listing import rung
 from gpt2block.mine.solutions import solution as solution_of
 from gpt2block.mine.source import read
@@ -240,8 +240,6 @@ def _own_on_cpu(request: Request, user: Kernel) -> bool:
     stated = stated_sizes(request.operation, request.options.shape)
     timed = on_cpu.TimedSizes(at, request.stored[1], stated)
     given = _own_cases(request, user)
-    for what in () if request.options.as_json else confined.unconfined():
-        print(f"note: this system cannot keep the program from {what}", file=sys.stderr)
     results = on_cpu.check_kernel(user, given, timed=timed, steps=request.steps)
     found = _watched(results, given, request.options.as_json)
     return _show_own(request, Verdict.of(user, CPU, found, request.drawn, request.steps, at))
@@ -268,33 +266,26 @@ def _own_on_gpu(request: Request, user: Kernel) -> bool:
     return _show_own(request, found)
 
 
-def _counted_sizes(request: Request) -> Sizes:
+def _counted(request: Request, user: Kernel | None = None) -> tuple[list[KernelCounts], list[str]]:
+    """Count a user's kernel and the fastest variant, or all built-in variants."""
     stated = stated_sizes(request.operation, request.options.shape)
-    sizes = parse_sizes(request.operation, request.options.shape)
-    return counters.reduced(request.operation, sizes, stated)
+    operation = request.operation
+    variants: Sequence[Variant | None] = request.variants
+    if user is not None:
+        operation = user.as_operation()
+        variants = operation.variant(MINE), counters.fastest(operation, request.stored[0])
+    at = counters.reduced(request.operation, stated)
+    return counters.count_all(operation, variants, at, request.stored)
 
 
 def _count_variants(request: Request) -> bool:
     """Print the counters of the built-in variants. Return False if none could run."""
-    counted, skipped = counters.count_variants(
-        request.operation, request.variants, _counted_sizes(request), request.stored
-    )
+    found = _counted(request)
     if request.options.as_json:
-        print_json({**counters_report(counted), "skipped": skipped})
+        print_json(counters_report(*found))
     else:
-        print_totals(console(), counted, skipped)
-    return bool(counted)
-
-
-def _counted(request: Request, found: Verdict) -> list[KernelCounts]:
-    """Return the counters of a right kernel and of the fastest variant, if they are requested."""
-    if not (request.options.counters and found.right):
-        return []
-    at, stored = _counted_sizes(request), request.stored
-    return [
-        *counters.count_own(found.kernel, at, stored),
-        *counters.count_fastest(request.operation, at, stored),
-    ]
+        print_totals(console(), *found)
+    return bool(found[0])
 
 
 def _show_own(request: Request, found: Verdict) -> bool:
@@ -303,9 +294,10 @@ def _show_own(request: Request, found: Verdict) -> bool:
         from gpt2block.mine.why_page import WhyPage  # noqa: PLC0415  (slow to import)
 
         WhyPage(found).save(request.why_page)
+    wanted = request.options.counters and found.right
+    counted = _counted(request, found.kernel) if wanted else None
     if request.options.as_json:
-        counted = {"counters": counters_report(_counted(request, found))}
-        print_json(found.as_dict() | (counted if request.options.counters else {}))
+        print_json(found.as_dict() | ({"counters": counters_report(*counted)} if counted else {}))
         if found.reason is not None:
             raise typer.Exit(NO_VERDICT)
     elif found.reason is not None:
@@ -314,7 +306,8 @@ def _show_own(request: Request, found: Verdict) -> bool:
         print_verdict(console(), found)
         if request.why and found.why is not None:
             print_why(console(), found.kernel.source, found.why)
-        print_lines(console(), _counted(request, found))
+        if counted:
+            print_lines(console(), *counted)
         if request.why_page is not None:
             print(f"The steps are in {request.why_page}.")
     return found.right

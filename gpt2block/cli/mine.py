@@ -41,6 +41,7 @@ def print_verdict(out: Console, found: Verdict) -> None:
         print_finding(out, source, each)
     if found.right and found.device == "cpu":
         out.print(ALL_ORDERS)
+        out.print(f"{escape(found.fidelity or '')}.")
         out.print(f"A GPU times {described(found.timed_sizes)}: {found.at_timed_sizes}.")
         if found.seed is not None:
             out.print(f"Random sizes: seed {found.seed}.")
@@ -157,7 +158,7 @@ def print_rungs(
     for line in skipped:
         out.print(f"not run: {escape(line)}")
     if rungs:
-        out.print("Worst errors of forward, reverse and shuffled thread order, against float64.")
+        out.print("Worst errors of forward, reverse, shuffled and interleaved order, against float64.")
     if rungs and not any(rung.problem for rung in rungs):
         out.print(FOUND_NONE)
     out.print(NO_TIMES)

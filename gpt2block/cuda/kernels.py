@@ -263,8 +263,8 @@ def _parameter(text: str, aliases: Mapping[str, str]) -> Parameter:
     spaced = declared.replace("*", "* ")
     words = re.sub(r"\bconst\b|\b__restrict(__)?\b|__grid_constant__", " ", spaced).split()
     ctype = " ".join(words[:-1]).replace(" *", "*") + "*" * arrays  # x[] declares a pointer
-    const = bool(re.search(r"\bconst\b", declared))
-    return Parameter(ctype, words[-1], const, restrict="__restrict" in text)
+    const = bool(re.search(r"\bconst\b", declared.partition("*")[0]))
+    return Parameter(ctype, words[-1], const, restrict="__restrict" in declared)
 
 
 def launch_at(

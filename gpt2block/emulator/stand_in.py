@@ -298,7 +298,7 @@ class EmulatedFunction:
     kernel = SimpleNamespace(ptr=0)
 
     def __init__(self, module: RawModule, signature: kernels.Signature) -> None:
-        self._module, self.name, self._signature = module, signature.name, signature
+        self.module, self.name, self._signature = module, signature.name, signature
 
     def __call__(
         self,
@@ -323,7 +323,7 @@ class EmulatedFunction:
         parameters = self._signature.parameters
         of_inputs = [(p.const and p.restrict) or p.name in (early or ()) for p in parameters]
         result = engine.launch(
-            self._module.module(checks.debug),
+            self.module.module(checks.debug),
             self.name,
             grid,
             block,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
 from math import isnan
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,6 +45,7 @@ class Checked:
     problem: str = ""
     printed: str = ""  # text that the kernel printed in the first run
     inputs: str = ""  # name of special inputs; "" for ordinary inputs
+    off: tuple[str, int] | None = None  # the first wrong element: output and flat index
 
     @property
     def label(self) -> str:
@@ -57,6 +58,12 @@ class Checked:
         """Grid, block and bytes of dynamic shared memory, for tables."""
         grid, block, shared = self.geometry
         return " x ".join(map(str, grid)), " x ".join(map(str, block)), shared
+
+
+class Fidelity(NamedTuple):
+    """Says how many instructions a kernel has, and which of them the emulator approximates."""
+
+    text: str
 
 
 def compare(kernel: Kernel, given: Case, guarded: bool, fill: int = NAN_BYTE) -> Checked:
@@ -90,7 +97,10 @@ def compare(kernel: Kernel, given: Case, guarded: bool, fill: int = NAN_BYTE) ->
         or _changed(found, names, given, kernel)
     )
     geometry = kernel.geometry(found.sizes)
-    return Checked(given.sizes, geometry, *worst, given.bound, problem, inputs=given.name)
+    bad = ((n, _bad(o, given.truths[n].reshape(o.shape), given.bound)) for n, o in pairs)
+    first = next(((name, int(np.argmax(each))) for name, each in bad if each.any()), None)
+    checked = Checked(given.sizes, geometry, *worst, given.bound, problem, inputs=given.name)
+    return replace(checked, off=first)
 
 
 def finding(found: Checked, given: Case) -> Finding:

@@ -6,7 +6,7 @@ have its metric's name (`gpt2block.ptx.counters.METRICS`).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,24 +16,21 @@ from gpt2block.cuda import kernels
 from gpt2block.emulator import emulated
 from gpt2block.emulator.stand_in import Checks, EmulatorError
 from gpt2block.errors import InputError
-from gpt2block.mine.kernel import MINE, Kernel
 from gpt2block.mine.sizes import cost, name_of_row
 from gpt2block.ops.operation import Operation, Sizes, Variant
 from gpt2block.ptx.counters import Counts, Line, total
 from gpt2block.ptx.engine import Result
 
-CAPABILITY, MULTIPROCESSORS = "90", 132  # of an NVIDIA H200
+CAPABILITY, MULTIPROCESSORS = "90", 132  # an NVIDIA H200
 # The fastest float32 variants there of operations whose default has the bits of another document.
-FASTEST = {
-    "attention": "online", "layernorm": "6", "matmul_bias": "registers", "to_fp8": "vectors"
-}  # fmt: skip
-MOST_COST = 0.3  # of sizes that are counted (mine.sizes.cost)
+FASTEST = {"attention": "online", "layernorm": "6", "matmul_bias": "registers"}
+MOST_COST = 0.3  # largest mine.sizes.cost of reduced sizes
 KEPT = {"attention": "C", "trimat": "HS"}  # size that is not reduced, if it is no row's length
 
 
 @dataclass(frozen=True)
 class KernelCounts:
-    """The counters of a launch. variant: its name, or "" for a kernel that no variant names."""
+    """The counters of a launch of a variant's kernel."""
 
     variant: str
     kernel: str
@@ -64,72 +61,63 @@ class KernelCounts:
         return {**named, "total": self.total._asdict(), "lines": lines}
 
 
+def count_all(
+    operation: Operation,
+    variants: Iterable[Variant | None],
+    sizes: Sizes,
+    stored: tuple[str, str],
+) -> tuple[list[KernelCounts], list[str]]:
+    """Return the counters of variants, and a line of text for each one that cannot run.
+
+    variants: None for the variant that the operation chooses on an NVIDIA H200. stored: (dtype,
+    layout), as `measure.check_storage` returns them.
+    """
+    found: list[KernelCounts] = []
+    skipped: list[str] = []
+    for variant in variants:
+        try:
+            found += count(operation, variant, sizes, stored)
+        except (InputError, EmulatorError) as error:
+            skipped.append(f"{variant.name if variant else operation.name}: {error}")
+    return found, skipped
+
+
 def count(
     operation: Operation, variant: Variant | None, sizes: Sizes, stored: tuple[str, str]
-) -> tuple[KernelCounts, ...]:
+) -> list[KernelCounts]:
     """Launch a variant on the engine and return the counters of its kernels.
 
-    variant: None for the variant that the operation chooses on an NVIDIA H200. stored: (dtype,
-    layout), as `measure.check_storage` returns them. Raises InputError if the variant does not
-    support the sizes, or if the engine finds an error in it.
+    Raises InputError if the variant does not support the sizes, and EmulatorError.
     """
     host, _ = measure.inputs_and_truth(operation, sizes, *stored)
     chosen = {} if variant is None else measure.options_for(operation, variant)
     results: list[Result] = []
     checks = Checks(counters=True, seen=results.append)
     with emulated("forward", MULTIPROCESSORS, checks, CAPABILITY):
-        arrays = tuple(map(measure.uploaded, host))  # which stay alive until the kernels have run
+        arrays = tuple(map(measure.uploaded, host))  # keep them alive while the kernels run
         bound = operation.bind(arrays, **operation.workload.attrs, **chosen)
-        try:
-            bound.run()
-        except EmulatorError as error:
-            raise InputError(f"not counted: {error}") from error
-    found = []
-    for kernel, result in zip((each.name for each in bound.launches), results, strict=True):
-        of = next((each for each in operation.table if kernel in each.kernels), None)
-        name, file = (of.name, of.file) if of else ("", "")
-        found.append(KernelCounts(name, kernel, file, sizes, result.counts))
-    return tuple(found)
+        bound.run()
+    names = [each.name for each in bound.launches]
+    of = variant or next(v for v in operation.table if names[0] in v.kernels)
+    return [
+        KernelCounts(of.name, name, of.file, sizes, result.counts)
+        for name, result in zip(names, results, strict=True)
+    ]
 
 
-def count_variants(
-    operation: Operation, variants: Iterable[Variant], sizes: Sizes, stored: tuple[str, str]
-) -> tuple[list[KernelCounts], list[str]]:
-    """Return the counters of variants, and a line of text for each one that cannot run."""
-    found: list[KernelCounts] = []
-    skipped: list[str] = []
-    for variant in variants:
-        try:
-            found += count(operation, variant, sizes, stored)
-        except InputError as error:
-            skipped.append(f"{variant.name}: {error}")
-    return found, skipped
+def fastest(operation: Operation, dtype: str) -> Variant | None:
+    """Return the fastest built-in variant on an NVIDIA H200, or None for the default one."""
+    known = dtype == "float32" and operation.name in FASTEST
+    return operation.variant(FASTEST[operation.name]) if known else None
 
 
-def count_own(kernel: Kernel, sizes: Sizes, stored: tuple[str, str]) -> tuple[KernelCounts, ...]:
-    """Count a user's kernel."""
-    operation = kernel.as_operation()
-    return count(operation, operation.variant(MINE), sizes, stored)
-
-
-def count_fastest(
-    operation: Operation, sizes: Sizes, stored: tuple[str, str]
-) -> tuple[KernelCounts, ...]:
-    """Count the built-in variant that is the fastest on an NVIDIA H200, or the default one."""
-    name = FASTEST.get(operation.name) if stored[0] == "float32" else None
-    try:
-        return count(operation, operation.variant(name) if name else None, sizes, stored)
-    except InputError:
-        return count(operation, None, sizes, stored)
-
-
-def reduced(operation: Operation, sizes: Sizes, stated: Collection[str]) -> Sizes:
-    """Halve sizes, B first and then the largest, until a launch is short.
+def reduced(operation: Operation, stated: Sizes) -> Sizes:
+    """Return the documented sizes, halved until a launch is short: B first, then the largest.
 
     The sizes that a user states, and the length of a row, keep their values.
     """
-    found = dict(sizes)
-    kept = {*stated, KEPT.get(operation.name) or name_of_row(operation, sizes)}
+    found = {**operation.workload.sizes, **stated}
+    kept = {*stated, KEPT.get(operation.name) or name_of_row(operation, found)}
     while cost(operation, found, operation.workload.attrs) > MOST_COST:
         free = [name for name, size in found.items() if name not in kept and size > 1]
         if not free:

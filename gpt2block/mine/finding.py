@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import isfinite
+from pathlib import Path
 from typing import Any
 
+import ml_dtypes  # noqa: F401  (makes "bfloat16" a dtype's name)
+import numpy as np
+
 from gpt2block.cuda import kernels
-from gpt2block.emulator.loader import END
-from gpt2block.mine.source import UserSource
+from gpt2block.errors import InputError
+from gpt2block.mine.expressions import evaluated
+from gpt2block.mine.source import UserSource, numbers
+from gpt2block.ptx import engine
 
 MOST_ERRORS = 3  # maximum number of compiler errors shown
-_CONTEXT = re.compile(r": (note|warning):|: {2,}(recursively )?required (from|by) ")
 _NO_LIBRARY = (
     "\n(Kernels have no C++ library, only what <cmath>, <cfloat>, <climits> and <cstdint> declare, "
     "std::min and std::max. For std::numeric_limits write FLT_MAX or INFINITY, for std::cout "
     "printf.)"
 )
-# Messages about a missing semicolon. NVRTC, and g++ after a declaration, name the next word's line.
+# Messages about a missing semicolon, which NVRTC reports at the next word's line.
 _NO_SEMICOLON = re.compile(r"""expected (?:a ";"|.,. or .;.)""")
 HOST = (
     "a function without __device__ is a host function, which the compiler of kernels (NVRTC) "
@@ -27,25 +31,18 @@ HOST = (
 )
 MAIN = "gpt2block launches the kernel, and no file has a main function: delete it"
 _HOST_OF_NVRTC = re.compile(r"A function without execution space annotations .*")
-_OUTSIDE = re.compile(r"(READ|WRITE) out of bounds: (byte .*)")
-_EARLY = re.compile(r"(READ|WRITE) (before wait_for_previous\(\): byte .*)")
+# C++ type → dtype of a value; types of vectors have the dtype of an array.
+_DTYPES = {
+    "bool": "u1", "char": "i1", "short": "i2", "half": "f2", "__half": "f2",
+    "__nv_bfloat16": "bfloat16", "int": "i4", "unsigned": "u4", "float": "f4", "long": "i8",
+    "double": "f8", "size_t": "u8", "half2": "2f2", "__half2": "2f2", "int2": "2i4",
+    "float2": "2f4", "float3": "3f4", "int4": "4i4", "uint4": "4u4", "float4": "4f4",
+}  # fmt: skip
+_BETWEEN = {True: "no barrier is between them", False: "nothing orders two blocks"}
 _MAY_BE_READ = (
     "\n(Only what const __restrict__ points to may be read before: no earlier kernel writes it.)"
 )
-_ACCESS = re.compile(r"^(READ|WRITE) of size (\d+)", re.MULTILINE)
-_SUMMARY = re.compile(r"SUMMARY: AddressSanitizer: ([\w-]+)")
-_MISALIGNED = re.compile(
-    r"misaligned address \S+ for type '(?:const )?(?:struct )?(.+)', which requires (\d+) byte"
-)
-_PLACE = re.compile(r"^in \w+, (block .*)$", re.MULTILINE)
-_VERBS = {"READ": "reads", "WRITE": "writes"}
-_SUMMARIES = {
-    "heap-buffer-overflow": "outside the dynamic shared memory",
-    "global-buffer-overflow": "outside a shared or constant variable",
-    "stack-buffer-overflow": "outside a local array",
-    "stack-overflow": "uses more local memory than a thread has here, 256 KiB",
-    "SEGV": "accesses an address that belongs to no argument, such as a null pointer",
-}
+_KEPT = "__device__ variables keep their values between launches: set them back in the kernel"
 
 
 # Kind of a finding → regex of the beginning of its text; the first one that matches counts.
@@ -53,8 +50,8 @@ _KINDS = {
     kind: re.compile(pattern)
     for kind, pattern in {
         "fragile": "fragile: ",
-        "kept_state": "right in the first launch",
-        "uninitialized": "right if the output holds NaN",
+        "kept_state": "right in the first launch|.* which an earlier launch left",
+        "uninitialized": "right if the output holds NaN|.* which (?:no thread|nothing) has written",
         "assertion": "assertion fails|the kernel calls __trap",
         "race": "race: ",
         "read_only": "read-only load: ",
@@ -143,28 +140,23 @@ def numbered(source: UserSource, found: Finding) -> list[str]:
 
 
 def of_compiler(source: UserSource, log: str) -> Finding:
-    """Return the Finding with the first errors in the log of g++ or NVRTC."""
+    """Return the Finding with the first errors in the log of NVRTC, or of a GPU's compilation."""
     file = re.escape(source.file)
     found = re.findall(
-        rf"^(?:.*/)?{file}:(\d+)(?::\d+)?: (?:(?:fatal )?error: )?(.+)$|"
-        rf"^(?:.*/)?{file}\((\d+)\): (?:catastrophic )?error: (.+)$",
-        "\n".join(line for line in log.splitlines() if not _CONTEXT.search(line)),
-        re.MULTILINE,
+        rf"^(?:.*/)?{file}(?:\((\d+)\): (?:catastrophic )?error: |:(\d+): )(.+)$", log, re.MULTILINE
     )
-    errors = [(int(a or c), b or d) for a, b, c, d in found if "In function" not in (b or d)]
-    if not errors and (f"{END}:" in log or "At end of source" in log):
+    errors = [(int(a or b), said) for a, b, said in found]
+    if not errors and "At end of source" in log:
         return Finding(
             f"{source.file} does not compile: a brace is missing, or there is one too many"
         )
-    refused = re.search(r"ptxas error +: (.+)", log)
+    refused = re.search(r"(?:ptxas|line \d+;) error +: (.+)", log)
     if not errors and refused:
         said = re.sub(r"0x[0-9a-f]+", lambda number: f"{int(number[0], 16):,}", refused[1])
         return Finding(f"{source.file} does not compile: {said}", (source.number,))
-    inside = re.search(rf" from (?:.*/)?{file}:(\d+)(?:.|\n)*?: error: (.+)", log)
-    if not errors and inside:
-        errors = [(int(inside[1]), f"in the header: {inside[2]}{_NO_LIBRARY}")]
     if not errors:
-        return Finding(f"{source.file} does not compile:\n{log.strip()}")
+        plain = re.sub(r"(?:/[^\s/:(]+)+/", "", log.strip())  # without folders of this machine
+        return Finding(f"{source.file} does not compile:\n{plain}")
     shown = errors[:MOST_ERRORS]
     rest = len(errors) - len(shown)
     more = f"\nand {rest} more error{'s' if rest > 1 else ''}" if rest else ""
@@ -191,60 +183,154 @@ def _with_line_before(source: UserSource, line: int, message: str) -> tuple[int,
     return (line,)
 
 
-def of_emulator(source: UserSource, report: str, at: str) -> Finding:
-    """Return the Finding for a report of an emulated launch, such as AddressSanitizer's."""
-    place = _PLACE.search(report)
-    where = f"in {place[1]}, {at}" if place else at
-    lines = _lines(source, report)
-    return Finding(_said(source, report), lines, where)
+def of_engine(source: UserSource, found: engine.Finding, at: str) -> Finding:
+    """Return the Finding for an error that the emulator has found in a launch."""
+    now = found.now
+    where = f"in block {now.block}, thread {now.thread}, {at}"
+    of_user = [
+        each.line
+        for each in (now, found.other)
+        if each and each.line and Path(each.file).name == source.file
+    ]
+    said = _SAID.get(found.kind, _said)(source, found)
+    return Finding(said, tuple(dict.fromkeys(of_user)), where)
 
 
-def explained(source: UserSource, found: Finding, notes: Sequence[str]) -> Finding:
-    """Add possible causes, noted by the emulator, to the Finding of a wrong result."""
-    said = "".join(f"\nPossibly because {note}" for note in dict.fromkeys(notes))
-    return replace(found, text=found.text + said, lines=_lines(source, said))
+def _said(_: UserSource, found: engine.Finding) -> str:
+    return found.text
 
 
-def _said(source: UserSource, report: str) -> str:
-    return _of_an_access(report) or _of_a_program(source, report)
+def _race(source: UserSource, found: engine.Finding) -> str:
+    now, other = found.now, found.other
+    assert other
+    first = f"race: {now} {found.verb} "
+    if not found.other_verb:
+        return (
+            f"{first}a local variable of {other} at {_place(now)}: each thread has its own ones, "
+            "which no other can reach"
+        )
+    same = now.block == other.block
+    return (
+        f"{first}{_element(source, found)} at {_place(now)}; {other}"
+        f"{'' if same else ' of another block'} {found.other_verb} it at {_place(other)}, and "
+        f"{found.text or _BETWEEN[same]}"
+    )
 
 
-def _of_an_access(report: str) -> str:
-    """Describe the invalid array access in an emulator's report; return "" if there is none."""
-    if outside := _OUTSIDE.search(report):
-        return f"{_VERBS[outside[1]]} out of bounds: {outside[2]}"
-    if early := _EARLY.search(report):
-        return f"{_VERBS[early[1]]} {early[2]}{_MAY_BE_READ}"
-    if misaligned := _MISALIGNED.search(report.splitlines()[0]):
-        kind, bytes_ = misaligned.groups()
-        return f"misaligned access: the address of a {kind} must be divisible by {bytes_}"
-    return ""
+def _read_only(source: UserSource, found: engine.Finding) -> str:
+    assert found.other
+    block = "" if found.now.block == found.other.block else " of another block"
+    return (
+        f"read-only load: {found.now} reads {_element(source, found)} at {_place(found.now)} by "
+        f"the read-only cache, and {found.other}{block} wrote it at {_place(found.other)}: the "
+        "cache may hold the old value until the kernel ends"
+    )
 
 
-def _of_a_program(source: UserSource, report: str) -> str:
-    first = report.splitlines()[0]
-    if "runtime error: " in first:
-        return first.partition("runtime error: ")[2]
-    if summary := _SUMMARY.search(report):
-        what = _SUMMARIES.get(summary[1], summary[1])
-        access = _ACCESS.search(report)
-        verb = f"{_VERBS[access[1]]} {access[2]} bytes " if access and "outside" in what else ""
-        return verb + what
-    if first.endswith(":DEADLYSIGNAL"):  # a report that AddressSanitizer could not complete
-        return _SUMMARIES["SEGV"]
-    cooperative = next((line for line in report.splitlines() if "cooperative launch" in line), "")
-    if cooperative:
-        first += f"\n{cooperative}"
-    named = re.sub(rf" in {re.escape(source.name)}(?=[:,])", "", first)
-    return named.replace("after 1 barriers", "after 1 barrier")
+def _barrier(_: UserSource, found: engine.Finding) -> str:
+    other = f", {found.other} is at {_place(found.other)}" if found.other else ""
+    return f"divergent barrier: {found.now} waits at {_place(found.now)}{other}: {found.text}"
 
 
-def _lines(source: UserSource, report: str) -> tuple[int, ...]:
-    """Return the distinct line numbers of the user's file in a report, at most two.
+def _outside(_: UserSource, found: engine.Finding) -> str:
+    if not found.array:
+        return (
+            f"{found.verb} {found.bytes} bytes at an address that belongs to no argument, such as "
+            "a null pointer"
+        )
+    has = f", which has {found.size:,} bytes" if found.size else ""
+    return f"{found.verb} out of bounds: byte {found.byte:,} of {found.array}{has}"
 
-    A race or a divergent barrier has two lines, every other problem one.
+
+def _early(_: UserSource, found: engine.Finding) -> str:
+    if not found.array:
+        return found.text
+    at = f"byte {found.byte:,} of {found.array}"
+    return f"{found.verb} before wait_for_previous(): {at}{_MAY_BE_READ}"
+
+
+def _misaligned(_: UserSource, found: engine.Finding) -> str:
+    if not found.array:
+        return f"misaligned access: {found.text}"
+    return (
+        f"misaligned access: the address of {found.bytes} bytes must be divisible by "
+        f"{found.bytes}: {found.verb} byte {found.byte:,} of {found.array}"
+    )
+
+
+def _unwritten(source: UserSource, found: engine.Finding) -> str:
+    if found.local:
+        return f"reads the local variable {found.array}, which nothing has written"
+    return f"reads {_element(source, found)}, which no thread has written"
+
+
+_SAID = {
+    "race": _race,
+    "read-only": _read_only,
+    "barrier": _barrier,
+    "mask": _barrier,
+    "out of bounds": _outside,
+    "before the wait": _early,
+    "misaligned": _misaligned,
+    "unwritten": _unwritten,
+    "kept": lambda source, found: (
+        f"reads {_element(source, found)}, which an earlier launch left changed: {_KEPT}"
+    ),
+    "constant": lambda _, found: (
+        f"stores to {found.array}: a kernel can only read __constant__ variables"
+    ),
+    "assert": lambda _, found: f"assertion fails: {found.text}",
+    "trap": lambda *_: "the kernel calls __trap()",
+    "endless": lambda source, found: f"{source.name} does not end: {found.now} still runs",
+}
+
+
+def element(source: UserSource, array: str, byte: int, size: int, line: int) -> str:
+    """Return an accessed element with its indexes, such as x[12], tile[3][0] or count.
+
+    size: bytes of the access, which counts if the type is not known. line: of the access.
     """
-    numbers = re.findall(rf"{re.escape(source.file)}:(\d+)", report)
-    distinct = tuple(dict.fromkeys(map(int, numbers)))
-    several = re.search("race in |read-only load in |divergent barrier", report) is not None
-    return distinct[: 2 if several else 1]
+    ctype, extents = declared(source, array, line)
+    index, further = byte // (dtype_of(ctype).itemsize or size or 1), []
+    for extent in extents[:0:-1]:
+        index, inner = divmod(index, extent or 1)
+        further.insert(0, f"[{inner}]")
+    return f"{array}[{index}]{''.join(further)}" if extents else array
+
+
+def dtype_of(ctype: str, storage: str = "V0") -> np.dtype[Any]:
+    """Return the dtype of a C++ type, of 0 bytes if not known. storage: of the types T and W."""
+    return np.dtype(storage if ctype in ("T", "W") else _DTYPES.get(ctype, "V0"))
+
+
+def declared(source: UserSource, name: str, line: int) -> tuple[str, list[int]]:
+    """Return the type and the extents of a variable; a pointer has one that is not known: 0.
+
+    Of several declarations, it is the last one before the line.
+    """
+    known = {each.name: each.ctype for each in source.parameters}
+    if name in known:
+        return known[name].removesuffix("*"), [0]
+    plain = kernels.without_comments(source.text)
+    pattern = re.compile(
+        rf"\b(\w+)[\s*&]+(?:\w+\s*(?:\[[^;\]]*\]\s*)*,\s*)*{re.escape(name)}"
+        r"\s*((?:\[[^;]*?\]\s*)*)[;,={]"
+    )
+    found = [m for m in pattern.finditer(plain) if m[1] != "return"]
+    if not found:
+        return "", [0]
+    before = [each for each in found if plain.count("\n", 0, each.end()) < line]
+    last = (before or found)[-1]
+    try:
+        text = re.findall(r"\[([^\]]*)\]", last[2])
+        return last[1], [evaluated(each or "0", numbers(source.text)) for each in text]
+    except InputError:
+        return last[1], [0]
+
+
+def _element(source: UserSource, found: engine.Finding) -> str:
+    return element(source, found.array, found.byte, found.bytes, found.now.line)
+
+
+def _place(where: engine.Where) -> str:
+    return f"{Path(where.file).name}:{where.line}"

@@ -39,19 +39,11 @@ ELEMENTS: Mapping[str, str] = {  # C++ element type → dtype; type T has the ac
     "unsigned char": "uint8",
     "uint8_t": "uint8",
 }
+_LONG = "long", "long long", "long long int", "int64_t", "size_t", "unsigned long long", "uint64_t"
 INTEGERS: dict[str, type[np.generic]] = {
-    "int": np.int32,
-    "long long": np.int64,
-    "unsigned": np.uint32,
-    "unsigned int": np.uint32,
-    "long": np.int64,
-    "unsigned long long": np.int64,  # np.int64 has the same bytes; np.uint64 marks pointers
-    "long long int": np.int64,
-    "size_t": np.int64,
-    "int32_t": np.int32,
-    "uint32_t": np.uint32,
-    "int64_t": np.int64,
-    "uint64_t": np.int64,
+    **dict.fromkeys(("int", "int32_t"), np.int32),
+    **dict.fromkeys(("unsigned", "unsigned int", "uint32_t"), np.uint32),
+    **dict.fromkeys(_LONG, np.int64),  # np.uint64, of the same bytes, marks pointers
     "bool": np.bool_,
 }
 REALS: dict[str, type[np.generic]] = {"float": np.float32, "double": np.float64}
@@ -290,11 +282,8 @@ def _check_type(label: str, parameter: Parameter, name: str, dtype: str, values:
         known = "T" if wanted == dtype != "float32" else known
         const = "" if output else "const "
         expected = f"expected {const}{known}* {parameter.name}"
-        advice = (
-            ("",)
-            if dtype == "float32"
-            else (f" ({dtype}: ", Argument("dtype"), " chooses another)")
-        )
+        chosen = (f" ({dtype}: ", Argument("dtype"), " chooses another)")
+        advice = () if dtype == "float32" else chosen
         raise InputError(f"{label}: {ctype} {parameter.name}: {expected}", *advice)
     if output and parameter.const:
         raise InputError(f"{label}: {parameter.name} is const, but the kernel must write to it")

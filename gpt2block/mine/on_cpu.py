@@ -1,99 +1,93 @@
-"""Check a user's kernel on the emulator, in three orders of threads."""
+"""Check a user's kernel on the emulator, in four orders of threads."""
 
 from __future__ import annotations
 
-import os
 import re
-import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import inf, isnan
-from threading import Event
-from typing import Literal, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from gpt2block import emulator
-from gpt2block.bench import measure
+from gpt2block.cuda import kernels
 from gpt2block.cuda.arrays import device_attribute
-from gpt2block.emulator import (
-    ORDERS,
-    Build,
-    Checks,
-    OverBudget,
-    ShimError,
-    emulated,
-    programs,
-    stand_in,
-)
-from gpt2block.emulator.library import supported
-from gpt2block.errors import DeviceError, InputError, NotJudged
+from gpt2block.emulator import ORDERS, emulated, stand_in
+from gpt2block.errors import DeviceError, InputError, KernelError, NotJudged
 from gpt2block.mine import comparison, sizes
 from gpt2block.mine.arguments import sizes_at, values
 from gpt2block.mine.cases import OTHER_SIZES, Case
 from gpt2block.mine.cases import case as case_of
-from gpt2block.mine.comparison import Checked
-from gpt2block.mine.confined import confined
-from gpt2block.mine.finding import Finding, explained, of_compiler, of_emulator
+from gpt2block.mine.comparison import Checked, Fidelity
+from gpt2block.mine.finding import Finding, declared, dtype_of, of_compiler, of_engine
 from gpt2block.mine.kernel import Kernel, described, matched
-from gpt2block.mine.refused import ResourceUsage, refused, too_many, without_literals
-from gpt2block.mine.reserved import check_text
-from gpt2block.mine.source import UserSource, read
+from gpt2block.mine.refused import HOPPER, USUAL, ResourceUsage, refused, too_many, without_literals
+from gpt2block.mine.source import read
 from gpt2block.mine.templates import path_of
 from gpt2block.mine.why import Launcher, Why, why
-from gpt2block.ops.operation import Operation, Sizes
+from gpt2block.ops.operation import Sizes
+from gpt2block.ptx import engine, table
+from gpt2block.ptx.encode import Encoded, UnsupportedError, encode
+from gpt2block.ptx.parse import Module
 
-LIMIT_S = 20.0  # limit of CPU time of one launch in seconds
-FIRST_S = 5.0  # the limit at the smallest size
-FACTOR = 100  # a kernel counts as endless if it takes this many times the template's CPU time
-FACTOR_OF_WAITS = 1000  # such a factor for a kernel that waits for another block, at larger sizes
-LARGE_S = 3.0  # the limit at the sizes that a GPU times
-AHEAD = 3  # cases whose launches are started ahead
-LAUNCHES = 40  # launches on other values in the same process, at the smallest size
+BUDGET = engine.BUDGET  # warp instructions of a launch
+LARGE_BUDGET = 60_000_000  # warp instructions of a launch at the sizes that a GPU times
+FACTOR = (
+    100  # a kernel counts as endless if it executes this many times the template's instructions
+)
 ORDER_COUNTS = (
     ", and the result is right if they run one after the other from the first: it depends on the "
     "order of threads, which a GPU does not define"
 )
+PLACE_COUNTS = (
+    "the result depends on the multiprocessor, the clock or the addresses of arrays, which differ "
+    "between GPUs and launches"
+)
 OTHER = "--shape checks and times others"
+MOST_BUDGET = 2_000_000_000  # warp instructions of a launch that the template needs, too
+MOST_AGAIN = 1_000_000  # warp instructions of a launch that is repeated in other orders
+MOST_KEPT = 64  # bytes of a variable that may hold counts from one launch for the next
+LATER = (*range(40), 1000, 1_000_000, 2**29, 2**31)  # launches after which such counts are tried
+# Names by which a file can tell compilers and GPUs apart; such a file must be right for several.
+_TELLS = re.compile(
+    r"\b(?:__CUDA_ARCH\w*|__CUDACC\w*|__NVCC\w*|__CUDA_API\w*|CUDA\w*_VERSION|CUDART_VERSION|"
+    r"__NV_ARCH\w*|NV_(?:IF|DISPATCH|PROVIDES|IS)\w*|__GNUC\w*|__VERSION__|__clang\w*|__PTX\w*|"
+    r"__EDG\w*|__cplusplus|arch::\w+|current_arch)\b"
+)
 
 
 class EmulatedRun(NamedTuple):
-    """Settings of an emulated launch: thread order, errors to search for, mode of compilation.
+    """Settings of an emulated launch.
 
-    A user's kernel is built "patterned": g++ fills uninitialized variables with a pattern, so that
-    a kernel that reads them cannot be right by chance.
+    order: of threads and blocks. debug: whether the kernel is compiled without optimisation, which
+    removes accesses. variant: chooses the values of registers on which no result may depend. fill:
+    byte that fills the outputs before the launch. checks: whether to search for errors.
     """
 
     order: emulator.Order
-    races: bool = False
-    rehearsed: int = 0  # launches on other values that come first in the same process
-    build: Build = "patterned"
-    fill: int = comparison.NAN_BYTE  # byte that fills the outputs before the launch
+    debug: bool = False
+    variant: int = 0
+    fill: int = comparison.NAN_BYTE
+    checks: bool = True
 
 
-# The first run uses AddressSanitizer, whose reports have the most details.
 RUNS = (
-    EmulatedRun(ORDERS[0]),
-    EmulatedRun(ORDERS[0], races=True),
-    EmulatedRun(ORDERS[1], rehearsed=2, build="unoptimised", fill=comparison.POSITIVE_BYTE),
-    EmulatedRun(ORDERS[2], fill=comparison.NEGATIVE_BYTE),
+    EmulatedRun("forward"),
+    EmulatedRun("reverse", debug=True, variant=1, fill=comparison.POSITIVE_BYTE),
+    EmulatedRun("interleaved", variant=1, fill=comparison.NEGATIVE_BYTE),
+    EmulatedRun("shuffled"),
 )
-LARGE_RUN = EmulatedRun(ORDERS[0], build="fast")
-_INCLUDED = r"^[ \t]*#[ \t]*include[ \t]*<(%s)>"
-# Regex of code that the emulator cannot run → the limitation, and what to do instead.
-_ON_GPU = {
-    _INCLUDED % rf"(?!(?:{'|'.join(map(re.escape, supported()))})>)"
-    r"(?:(?:cub|cuda|cute|cutlass|thrust|cooperative_groups)/[^>]*|cu\w+\.h)": "does not have this "
-    "header: write by hand what the file uses",
-}
+LARGE_RUN = EmulatedRun("forward", checks=False)
 
 
 def require_emulator() -> None:
     """Raise DeviceError, which says what to install, if the emulator cannot run."""
     if problem := emulator.missing():
-        raise DeviceError(
-            f"the emulator compiles kernels with g++, but {problem}: {emulator.INSTALL}"
-        )
+        raise DeviceError(f"the emulator cannot run: {problem}")
 
 
 class TimedSizes(NamedTuple):
@@ -107,242 +101,307 @@ class TimedSizes(NamedTuple):
 def check_kernel(
     kernel: Kernel,
     cases: Sequence[Case],
-    limit_s: float = LIMIT_S,
     timed: TimedSizes | None = None,
     steps: bool = False,
-) -> Iterator[Checked | Finding | Why]:
+) -> Iterator[Checked | Finding | Fidelity | Why]:
     """Check a user's kernel on each case; yield the results, and stop with a Finding at a problem.
 
-    First, NVRTC compiles the file. A case runs in forward order under AddressSanitizer, then with
-    the search for races, then in the other orders; a case with `once` runs only in forward order.
-    limit_s: limit of CPU time of each launch. timed: the sizes that a GPU times. At these sizes, or
-    if they are too large, at those of `sizes.parts`, only the result is checked. steps: after a
-    Finding, yield the steps of its threads. Raises NotJudged if the emulator cannot run the kernel.
+    A case runs in all `RUNS`; a case with `once` runs only in the first. timed: the sizes that a
+    GPU times. At these sizes, or if they are too large, at those of `sizes.parts`, only the result
+    is checked. steps: after a Finding, yield the steps of its threads. Raises NotJudged if the
+    emulator cannot run the kernel.
     """
     require_emulator()
-    check_text(kernel.source)
-    _check_judged(kernel.source)
-    emulator.loader.translated(emulator.Source.shipped(str(kernel.source.path)), kernel.defines)
-    needs = refused(kernel)
-    if isinstance(needs, Finding):
-        yield needs
-        return
-    with warnings.catch_warnings(), emulated(), _pool() as pool:
-        warnings.simplefilter("ignore")  # g++ does not repeat warnings for a cached program
-        _compile_ahead(kernel, cases[0])
-        yield from _Judge(kernel, needs, limit_s, pool, steps).results(cases, timed)
+    path = str(kernel.source.path)
+    needs: Finding | ResourceUsage | None = None
+    wrong = False
+    for capability in (USUAL, HOPPER):
+        if capability == USUAL and kernels.architecture(path):
+            continue
+        with emulated(capability=capability), ThreadPoolExecutor(1) as pool:
+            function = kernels.load(path, kernel.source.name, kernel.defines)  # starts to compile
+            pool.submit(_compile_unoptimised, kernel, capability)
+            needs = needs or refused(kernel)
+            if isinstance(needs, Finding):
+                yield needs
+                return
+            if needs.capability != capability == USUAL:
+                continue
+            judge = _Judge(kernel, needs, function, capability, steps)
+            again = capability != needs.capability
+            for found in judge.results(cases, None if again else timed):
+                if not (again and isinstance(found, Checked | Fidelity)):
+                    yield found
+                wrong |= isinstance(found, Finding)  # its steps follow
+        if wrong or not _TELLS.search(without_literals(kernel.source.text)):
+            return
 
 
-@contextmanager
-def _pool() -> Iterator[ThreadPoolExecutor]:
-    """Return a pool whose launches end when the context ends, also if they still run."""
-    pool = ThreadPoolExecutor(1 + (os.cpu_count() or 1))  # a thread prepares large inputs
-    try:
-        yield pool
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-        programs.stop_confined()
+def _compile_unoptimised(kernel: Kernel, capability: str) -> None:
+    path = str(kernel.source.path)
+    code = kernels.program(path, kernel.defines, kernel.source.name)
+    stand_in.RawModule(code, kernels.options(path, capability)).module(debug=True)
 
 
-Ran = tuple[Checked | Finding, list[str]]  # a launch's result, and notes about possible causes
+class _OverBudgetError(Exception):
+    """A launch has executed as many instructions as it may. found: a thread that still runs."""
+
+    def __init__(self, found: engine.Finding, budget: int) -> None:
+        super().__init__(str(found))
+        self.found, self.budget = found, budget
+
+
+class _Ran(NamedTuple):
+    """A launch's result, what else the emulator has noted, and the executed instructions."""
+
+    found: Checked | Finding
+    notes: tuple[engine.Finding, ...]
+    instructions: int
+
+    @property
+    def wrong(self) -> bool:
+        return _wrong(self.found)
 
 
 @dataclass
 class _Judge:
-    """Launches a kernel in threads, and collects the results in the order of the cases."""
+    """Launches a kernel on the cases, in two threads."""
 
     kernel: Kernel
     needs: ResourceUsage
-    limit_s: float
-    pool: ThreadPoolExecutor
+    function: Any
+    capability: str
     steps: bool = False  # whether to yield the steps of a Finding's threads
-    # begun: set when large sizes may run. ended: set when no further case needs to run.
-    begun: Event = field(default_factory=Event)
-    ended: Event = field(default_factory=Event)
+    ended: bool = False  # whether no further case needs to run
+    examined: bool = False  # whether values that launches leave in variables were examined
 
     def results(
         self, cases: Sequence[Case], timed: TimedSizes | None
-    ) -> Iterator[Checked | Finding | Why]:
+    ) -> Iterator[Checked | Finding | Fidelity | Why]:
         """Yield the results of all cases, up to the first Finding."""
-        launched: dict[int, list[Future[Ran]]] = {}
-        large: Future[list[Checked | Finding]] | None = None
-        if timed and timed.sizes not in [each.sizes for each in cases]:
-            large = self.pool.submit(self._at_timed_sizes, timed)
+        source = self.kernel.source
         try:
-            for i, case in enumerate(cases):
-                for ahead in range(i, min(len(cases), i + (AHEAD if i else 1))):
-                    if ahead not in launched:
-                        launched[ahead] = self._launched(cases[ahead], first=ahead == 0)
-                found = self._checked(case, launched[i], first=i == 0)
+            made = self._encoded()
+        except KernelError as error:
+            yield of_compiler(source, str(error))
+            return
+        except DeviceError as error:
+            raise NotJudged(f"{source.file}: not judged: {error}") from None
+        yield Fidelity(table.fidelity(made.forms, len(made.code)))
+        keeps = any(v.space == "global" and v.name[0] != "$" for v in made.variables)
+        with self._pool(1 if keeps else 2) as pool:
+            launched = [pool.submit(self._checked, case) for case in cases[:1]]
+            large: Future[list[Checked | Finding]] | None = None
+            if timed and timed.sizes not in [each.sizes for each in cases]:
+                large = pool.submit(self._at_timed_sizes, timed)
+            launched += [pool.submit(self._checked, case) for case in cases[1:]]
+            for case, each in zip(cases, launched, strict=True):
+                found, run = each.result()
                 yield found
                 if isinstance(found, Finding):
+                    self.ended = True
                     if self.steps:
-                        self.pool.shutdown(wait=False, cancel_futures=True)
-                        yield self._why(case, found)
+                        yield why(Launcher(self.kernel, case, run, self.capability), found)
                     return
-                self.begun.set()
             if large:
                 yield from large.result()
+
+    @contextmanager
+    def _pool(self, threads: int) -> Iterator[ThreadPoolExecutor]:
+        """Return a pool whose waiting launches are left out when the context ends."""
+        pool = ThreadPoolExecutor(threads)
+        try:
+            yield pool
         finally:
-            self.ended.set()
-            self.begun.set()
+            self.ended = True
+            pool.shutdown(cancel_futures=True)
 
-    def _launched(self, case: Case, first: bool) -> list[Future[Ran]]:
-        """Start the launches of a case. first: whether it is the first case."""
-        first &= _small(case, self.kernel.operation)
-        limit_s = min(FIRST_S, self.limit_s) if first else self.limit_s
-        launched = []
-        for run in self._runs(case):
-            count = LAUNCHES if first and run.rehearsed else run.rehearsed
-            settings = run._replace(rehearsed=count)
-            launched.append(self.pool.submit(self._run, case, settings, limit_s))
-        return launched
+    def _module(self, debug: bool) -> Module:
+        found: Module = self.function.found.module.module(debug)
+        return found
 
-    def _runs(self, case: Case) -> Sequence[EmulatedRun]:
-        return RUNS[: 1 if case.once else None]
+    def _forget(self) -> None:
+        """Give the variables of the file the values that they have before the first launch."""
+        for debug in (False, True):
+            self._module(debug).memory.clear()
 
-    def _checked(
-        self, case: Case, launched: Sequence[Future[Ran]], first: bool
-    ) -> Checked | Finding:
-        """Return the result of a case, or a Finding if there is a problem.
+    def _encoded(self) -> Encoded:
+        """Return the kernel's instructions. Raises NotJudged if the emulator lacks one."""
+        source = self.kernel.source
+        self._forget()
+        module = self._module(debug=False)
+        try:
+            return encode(module, source.name)
+        except UnsupportedError as error:
+            at = error.place
+            own = at and Path(module.files.get(at.file, "")).name == source.file
+            place = f"{source.file}:{at.line}" if at and own else source.file
+            raise NotJudged(
+                f"{place}: not judged: the emulator does not execute {error}: check the kernel on "
+                "a GPU"
+            ) from None
+
+    def _checked(self, case: Case) -> tuple[Checked | Finding, EmulatedRun]:
+        """Return the result of a case, or a Finding if there is a problem, and the last run.
 
         Raises InputError for a case of usual sizes with an invalid launch geometry.
         """
         try:
-            if finding := self._unlaunchable(case):
-                return replace(finding, at=f"at {case.label}")
-            return self._in_every_order(case, launched, first)
+            at = values(self.kernel.operation, case.inputs, case.attrs).sizes
+            if finding := _unlaunchable(self.kernel, at, self.needs):
+                return replace(finding, at=f"at {case.label}"), RUNS[0]
+            return self._in_every_order(case)
         except NotJudged:
             raise
         except InputError as error:
             if not case.hint:
                 raise
-            return Finding(f"{error}\n{case.hint}", at=f"at {case.label}")
+            return Finding(f"{error}\n{case.hint}", at=f"at {case.label}"), RUNS[0]
 
-    def _why(self, case: Case, found: Finding) -> Why:
-        said = f"{found.text}\n{found.at}"
-        run = next((run for run in RUNS if f"{run.order} order" in said), RUNS[0])
-        # Only a program that is not optimised distinguishes several barriers in the same line.
-        build = run.build if found.kind == "divergent_barrier" else "patterned"
-        launcher = Launcher(self.kernel, case, run.order, run.fill, build, self.limit_s)
-        return why(launcher, found)
-
-    def _unlaunchable(self, case: Case) -> Finding | None:
-        at = values(self.kernel.operation, case.inputs, case.attrs).sizes
-        return _unlaunchable(self.kernel, at, self.needs)
-
-    def _in_every_order(
-        self, case: Case, launched: Sequence[Future[Ran]], first: bool
-    ) -> Checked | Finding:
+    def _in_every_order(self, case: Case) -> tuple[Checked | Finding, EmulatedRun]:
         """Return the worst result of a case in all thread orders, or the first Finding."""
         done: list[Checked] = []
-        notes: list[str] = []
-        for run, future in zip(RUNS, launched, strict=False):
+        for run in self._runs():
             try:
-                found, noted = future.result()
-            except OverBudget as error:
-                return self._endless(case, run, error, first)
-            notes += noted
-            if _wrong(found) and (cause := self._right_if_easier(case, run)):
-                wrong = found if isinstance(found, Finding) else comparison.finding(found, case)
-                return cause(wrong)
-            if isinstance(found, Finding):
-                return found
+                ran = self._run(case, run)
+            except _OverBudgetError as error:
+                ran = self._endless(case, run, error)
+            found = ran.found if ran.wrong else self._examined(case, run, ran) or ran.found
+            if _wrong(found):
+                printed = done[0].printed if done else found.printed
+                return replace(
+                    self._explained(case, run, ran._replace(found=found)), printed=printed
+                ), run
+            assert isinstance(found, Checked)
             done.append(found)
-        for run, each in zip(RUNS, done, strict=False):
-            if each.problem:
-                problem = each.problem + (ORDER_COUNTS if run.order != ORDERS[0] else "")
-                off = replace(each, problem=problem, printed=done[0].printed)
-                return self._explained(off, case, notes)
+            if not self._again(case, ran):
+                break
         worst = max(done, key=lambda each: inf if isnan(each.max_rel) else each.max_rel)
-        return replace(worst, printed=done[0].printed)
+        return replace(worst, printed=done[0].printed), RUNS[0]
 
-    def _right_if_easier(self, case: Case, run: EmulatedRun) -> Callable[[Finding], Finding] | None:
-        """Explain a wrong run by the setting without which the kernel is right, if there is one."""
-        for easier, cause in (
-            (run._replace(rehearsed=0), comparison.of_second_launch),
+    def _runs(self) -> Sequence[EmulatedRun]:
+        """Return all runs, or if the emulator lacks an unoptimised instruction, the optimised."""
+        try:
+            encode(self._module(debug=True), self.kernel.source.name)
+        except UnsupportedError:
+            return [run for run in RUNS if not run.debug]
+        return RUNS
+
+    def _again(self, case: Case, ran: _Ran) -> bool:
+        """Return whether to run a case in other orders, too."""
+        small = case.sizes == self.kernel.operation.cases[0][0]
+        return not case.once and (small or ran.instructions < MOST_AGAIN)
+
+    def _explained(self, case: Case, run: EmulatedRun, ran: _Ran) -> Finding:
+        """Return the Finding of a wrong run; name the setting without which the kernel is right."""
+        found = ran.found
+        wrong = found if isinstance(found, Finding) else comparison.finding(found, case)
+        if wrong.kind in ("race", "does_not_end", "kept_state", "uninitialized", "read_only"):
+            return wrong
+        easier = [
+            (run, comparison.of_second_launch),
             (run._replace(fill=comparison.NAN_BYTE), comparison.of_old_values),
-        ):
-            if easier != run:
-                with suppress(OverBudget):
-                    found, _ = self._run(case, easier, self.limit_s)
-                    if not _wrong(found):
-                        return cause
+            (run._replace(variant=0), _of_place),
+            (run._replace(order=ORDERS[0], debug=False, variant=0), _of_order),
+        ]
+        for tried, cause in easier[: 2 if isinstance(found, Finding) else None]:
+            self._forget()
+            if tried != run or cause is comparison.of_second_launch:
+                with suppress(_OverBudgetError):
+                    if not self._run(case, tried).wrong:
+                        return cause(wrong)
+        if isinstance(found, Finding):
+            return wrong
+        notes = [of_engine(self.kernel.source, each, "") for each in ran.notes]
+        said = "".join(f"\nPossibly because a thread {each.text}" for each in notes)
+        return replace(wrong, text=wrong.text + said, lines=sum((n.lines for n in notes), ()))
+
+    def _examined(self, case: Case, run: EmulatedRun, ran: _Ran) -> Finding | None:
+        """Return a Finding if values that earlier launches left make a later launch wrong."""
+        left = next((each for each in ran.notes if each.kind == "kept"), None)
+        if left is None or self.examined:
+            return None
+        self.examined = True
+        found = of_engine(self.kernel.source, left, f"at {case.label}, {run.order} order")
+        if left.size > MOST_KEPT:
+            return found
+        memory = self._module(run.debug).memory
+        before = {name: bytes(data) for name, data in memory.items()}
+        if self._run(case, run).wrong:
+            return found
+        after = {name: bytes(data) for name, data in memory.items()}
+        for launches in LATER:
+            for name, data in after.items():
+                memory[name] = _advanced(before[name], data, launches)
+            if self._run(case, run).wrong:
+                return found
+        self._forget()
         return None
 
-    def _explained(self, found: Checked, case: Case, notes: Sequence[str]) -> Finding:
-        source = self.kernel.source
-        text = emulator.Source.shipped(str(source.path))
-        unset = emulator.unset_variables(text, self.kernel.defines)
-        return explained(source, comparison.finding(found, case), [*notes, *unset])
+    def _endless(self, case: Case, run: EmulatedRun, error: _OverBudgetError) -> _Ran:
+        """Return the result of a launch that executes more than BUDGET instructions.
 
-    def _endless(self, case: Case, run: EmulatedRun, error: OverBudget, first: bool) -> Finding:
-        """Return the Finding for a launch that takes FACTOR times the CPU time of the template.
-
-        Such a launch at the first sizes counts as endless. At other sizes the factor is
-        FACTOR_OF_WAITS, and the launch must wait for another block. Raises NotJudged otherwise.
+        It is a Finding if the launch executes FACTOR times the instructions of the template. Raises
+        NotJudged if both are very many.
         """
-        operation = self.kernel.operation
-        waits = "cooperative launch" in error.report
-        limit_s = error.limit_s / (FACTOR if first else FACTOR_OF_WAITS)
+        operation, source = self.kernel.operation, self.kernel.source
         stored = (self.kernel.dtype, operation.workload.layout)
         template = matched(read(path_of(operation)), operation, stored)
+        function = kernels.load(str(template.source.path), template.source.name, template.defines)
+        judge = replace(self, kernel=template, function=function)
+        usual = judge._run(case, EmulatedRun("forward"), MOST_BUDGET).instructions
+        budget = FACTOR * usual
         try:
-            if first or waits:
-                replace(self, kernel=template)._run(case, run, limit_s)
-        except OverBudget:
-            first = waits = False
-        if not (first or waits):
+            if budget > error.budget:
+                budget = min(budget, MOST_BUDGET)
+                return self._run(case, run, budget)
+        except _OverBudgetError as late:
+            error = late
+        if budget < FACTOR * usual:
             raise NotJudged(
-                f"{self.kernel.source.file}: not judged: a launch still runs after "
-                f"{error.limit_s:g} s of CPU time at {case.label}: check the kernel on a GPU, or "
-                "state other sizes"
+                f"{source.file}: not judged: a launch still runs after {budget:,} instructions of "
+                f"warps at {case.label}: check the kernel on a GPU, or state other sizes"
             )
-        at = f"at {case.label}, {run.order} order"
-        found = of_emulator(self.kernel.source, error.report, at)
-        return replace(found, text=f"{found.text}\nthe template needs less than {limit_s:g} s")
+        found = of_engine(source, error.found, f"at {case.label}, {run.order} order")
+        text = f"{found.text} after {error.budget:,} instructions of warps"
+        return _Ran(replace(found, text=f"{text}\nthe template executes {usual:,}"), (), 0)
 
-    def _run(self, case: Case, run: EmulatedRun, limit_s: float) -> Ran:
-        """Launch the kernel once. Return the result, or a Finding if the emulator finds an error.
+    def _run(self, case: Case, run: EmulatedRun, budget: int | None = None) -> _Ran:
+        """Launch the kernel once. Raises _OverBudgetError, and NotJudged."""
+        source, at = self.kernel.source, f"at {case.label}, {run.order} order"
+        seen: list[engine.Result] = []
+        budget = budget or BUDGET
+        checks = stand_in.Checks(run.checks, budget, run.variant, run.debug, seen.append)
+        device = stand_in.device(run.order, stand_in.MULTIPROCESSORS, checks, self.capability)
+        early = stand_in.early_launches() if source.waits else nullcontext()
+        found: Checked | Finding
+        try:
+            with device, early:
+                checked = comparison.compare(self.kernel, case, guarded=False, fill=run.fill)
+            ran = f"\nthe threads ran in {run.order} order" if run.order != ORDERS[0] else ""
+            found = replace(checked, problem=checked.problem and checked.problem + ran)
+        except stand_in.EmulatorError as error:
+            if error.finding.kind == "endless":
+                raise _OverBudgetError(error.finding, budget) from None
+            found = of_engine(source, error.finding, at)
+        except engine.LaunchError as error:
+            raise NotJudged(f"{source.file}: not judged: {error}") from None
+        notes = tuple(note for each in seen for note in each.findings if not note.fatal)
+        unwritten = [each for each in notes if run.debug and self._matters(each)]
+        if isinstance(found, Checked) and unwritten:
+            found = of_engine(source, unwritten[0], at)
+        printed = "".join(each.printed for each in seen)
+        return _Ran(replace(found, printed=printed), notes, sum(r.instructions for r in seen))
 
-        Raises OverBudget, and NotJudged.
+    def _matters(self, note: engine.Finding) -> bool:
+        """Return whether a kernel that is not optimised reads a value that nothing has written.
+
+        Objects of classes are copied with members that have no value, such as padding.
         """
-        texts: list[str] = []
-        notes: list[str] = []
-        limit_s *= 2 if run.rehearsed else 1
-        without_asan = run.races or run.build == "fast"
-        checks = Checks(
-            run.races, limit_s, texts.append, run.rehearsed, confined(without_asan, limit_s),
-            run.build, notes.append, varied=_variation(run, case, self.kernel.operation),
-        )  # fmt: skip
-        source = self.kernel.source
-        try:
-            with (
-                stand_in.device(run.order, stand_in.MULTIPROCESSORS, checks),
-                stand_in.early_launches() if source.waits else nullcontext(),
-            ):
-                found = comparison.compare(self.kernel, case, guarded=False, fill=run.fill)
-        except OverBudget:
-            raise
-        except ShimError as error:
-            if "does not compile" in str(error):
-                return self._uncompiled(of_compiler(source, error.report)), notes
-            at = f"at {case.label}, {run.order} order"
-            wrong = of_emulator(source, error.report, at)
-            return replace(wrong, printed="".join(texts)), notes
-        ran = f"\nthe threads ran in {run.order} order" if run.order != ORDERS[0] else ""
-        problem = found.problem and found.problem + ran
-        return replace(found, problem=problem, printed="".join(texts)), notes
-
-    def _uncompiled(self, found: Finding) -> Finding:
-        """Return the Finding of g++'s errors; raise NotJudged if NVRTC has accepted the file."""
-        if self.needs.accepted:
-            said = found.text.replace(":\n", ": ").partition("\n")[0]
-            raise NotJudged(
-                f"{said}: not judged: CUDA's compiler accepts the file, but the emulator lacks "
-                "something that it uses: check the kernel on a GPU"
-            )
-        return found
+        source, now = self.kernel.source, note.now
+        of_user = note.kind == "unwritten" and Path(now.file).name == source.file
+        ctype, _ = declared(source, note.array, now.line)
+        return of_user and (not note.local or dtype_of(ctype, self.kernel.dtype).itemsize > 0)
 
     def _at_timed_sizes(self, timed: TimedSizes) -> list[Checked | Finding]:
         """Return results at the timed sizes or, if these take too long, at `sizes.parts`."""
@@ -363,19 +422,12 @@ class _Judge:
         """Run cases of large sizes up to the first Finding; leave out cases that take too long."""
         found: list[Checked | Finding] = []
         for at, attrs in cases:
-            case = replace(case_of(self.kernel, at, attrs, layout), hint=OTHER_SIZES, once=True)
-            self.begun.wait()
-            if self.ended.is_set():
+            if self.ended:
                 break
-            with suppress(OverBudget):
-                result, _ = self._run(case, LARGE_RUN, LARGE_S)
-                if isinstance(result, Finding) and result.kind == "out_of_bounds":
-                    with suppress(OverBudget, NotJudged):  # AddressSanitizer reports the line
-                        again, _ = self._run(case, RUNS[0], self.limit_s)
-                        result = again if isinstance(again, Finding) else result
-                if isinstance(result, Checked) and result.problem:
-                    result = comparison.finding(result, case)
-                found.append(result)
+            case = replace(case_of(self.kernel, at, attrs, layout), hint=OTHER_SIZES, once=True)
+            with suppress(_OverBudgetError):
+                ran = self._run(case, LARGE_RUN, LARGE_BUDGET)
+                found.append(self._explained(case, LARGE_RUN, ran) if ran.wrong else ran.found)
             if found and isinstance(found[-1], Finding):
                 break
         return found
@@ -390,38 +442,21 @@ def _unlaunchable(kernel: Kernel, at: Mapping[str, int], needs: ResourceUsage) -
     return too_many(kernel, needs, kernel.geometry(at), most)
 
 
-def _check_judged(source: UserSource) -> None:
-    """Raise NotJudged for instructions and headers that the emulator does not support."""
-    text = without_literals(source.text)
-    for pattern, what in _ON_GPU.items():
-        if match := re.search(pattern, text, re.MULTILINE):
-            place = f"{source.file}:{text.count(chr(10), 0, match.start()) + 1}"
-            raise NotJudged(f"{place}: {match[1]}: the emulator {what}, or check it on a GPU")
-
-
-def _small(case: Case, operation: Operation) -> bool:
-    """Return whether a case is so small that it can be launched many times."""
-    return sizes.cost(operation, case.sizes, case.attrs) < sizes.SMALL
-
-
-def _variation(
-    run: EmulatedRun, case: Case, operation: Operation
-) -> Literal["", "before", "after"]:
-    """Return when a case also runs on slightly changed arrays: "" (never) unless it is small.
-
-    The first case runs on them "before" the launch that counts, other cases "after" it.
-    """
-    if not run.rehearsed or not _small(case, operation):
-        return ""
-    return "before" if run.rehearsed == LAUNCHES else "after"
-
-
 def _wrong(found: Checked | Finding) -> bool:
     return isinstance(found, Finding) or bool(found.problem)
 
 
-def _compile_ahead(kernel: Kernel, case: Case) -> None:
-    """Start compiling the emulator's programs for a kernel, so that they compile in parallel."""
-    arrays = tuple(map(measure.uploaded, case.inputs))
-    checks = [Checks(run.races, build=run.build) for run in (*RUNS, LARGE_RUN)]
-    stand_in.compile_ahead(kernel.bind(arrays, **case.attrs).launches, checks)
+def _of_order(found: Finding) -> Finding:
+    return replace(found, text=found.text + ORDER_COUNTS)
+
+
+def _of_place(found: Finding) -> Finding:
+    return replace(found, text=f"{PLACE_COUNTS}\n{found.text}")
+
+
+def _advanced(before: bytes, after: bytes, launches: int) -> bytearray:
+    """Return a variable after further launches, each of which changes its words as one did."""
+    end = len(after) // 4 * 4
+    words, old = (np.frombuffer(each[:end], np.uint32) for each in (after, before))
+    made = words + (words - old) * np.uint32(launches)
+    return bytearray(made.tobytes() + after[end:])

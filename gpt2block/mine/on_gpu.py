@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from gpt2block.bench import Ceilings, Measurement, ceilings, measure, measure_variants
 from gpt2block.bench.variants import CEILINGS
-from gpt2block.errors import DeviceError, InputError, KernelError
+from gpt2block.cuda import cupy, kernels
+from gpt2block.errors import DeviceError, InputError, KernelError, NotJudged
 from gpt2block.mine import comparison
 from gpt2block.mine.cases import Case
 from gpt2block.mine.child import ProcessExited, Send, Stage, supervised
@@ -19,6 +20,7 @@ from gpt2block.mine.comparison import Checked
 from gpt2block.mine.finding import Finding, of_compiler
 from gpt2block.mine.kernel import MINE, Kernel, described
 from gpt2block.ops.operation import Sizes
+from gpt2block.ptx import nvrtc
 
 START = Stage("the start of CUDA", 120.0)
 COMPILE = Stage("the compiler", 60.0)
@@ -89,9 +91,21 @@ def _race(send: Send, job: ChildJob, sizes: Sizes) -> None:
 
 
 def _compiled(send: Send, job: ChildJob) -> bool:
-    """Compile the file with NVRTC; send its errors, and return whether there were none."""
+    """Compile the file with NVRTC; send its errors, and return whether there were none.
+
+    NVRTC first compiles within limits of time and memory, which a file may exceed.
+    """
     send(COMPILE)
-    case = job.cases[0]
+    case, path = job.cases[0], str(job.kernel.source.path)
+    capability = cupy.cuda.Device().compute_capability
+    made = nvrtc.compile(
+        kernels.program(path, job.kernel.defines),
+        name="kernel.cu",
+        arch=f"sm_{capability}",
+        options=[each for each in kernels.options(path, capability) if each[:2] == "-I"],
+    )
+    if isinstance(made, nvrtc.Refused) and made.reason:
+        raise NotJudged(f"{job.kernel.source.file}: not judged: {made.reason}")
     arrays = tuple(map(measure.uploaded, case.inputs))
     try:
         for launch in job.kernel.bind(arrays, **case.attrs).launches:

@@ -79,7 +79,6 @@ FURTHER: Mapping[str, tuple[Mapping[str, Any], ...]] = {
 
 _COLUMNS = {  # operation → size of a row; by default the first of _OF_ROWS that it has
     "attention": "T",
-    "blocks_matmul": "B",
     "qk_norm": "D",
     "rope": "D",
     "to_fp8": "N",
@@ -129,9 +128,10 @@ def longer(operation: Operation, number: int) -> Iterator[Case]:
     """
     if operation.name in _WITHOUT_ROWS:
         return
-    row = name_of_row(operation, operation.workload.sizes)
+    row, per = name_of_row(operation, operation.workload.sizes), 1
+    if operation.name == "blocks_matmul":  # a row is a sum over blocks of weights
+        row, per = "B", TYPE.size
     at, attrs = max(further(operation), key=lambda each: each[0][row])
-    per = TYPE.size if row == "B" else 1  # elements of a block of weights
     unit = lcm(8, per * _unit(operation, row, attrs))
     while (size := (number // unit + 1) * unit) > per * at[row]:
         found = {**at, row: size // per}

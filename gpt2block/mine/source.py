@@ -87,11 +87,12 @@ class UserSource:
     def host_code(self) -> list[str]:
         """The first place of each kind of host code, such as "main (line 9)"; headers come last."""
         plain = _outside_conditions(kernels.without_comments(self.text))
-        headers = _HEADER.finditer(kernels.without_host_headers(plain))
         found: dict[str, int] = {}
         for each in _HOST.finditer(plain):
             found.setdefault(next(filter(None, each.groups())), each.start())
-        found |= {f"#include {each[1]}": each.start() for each in headers}
+        for each in _HEADER.finditer(plain):
+            if kernels.without_host_headers(each[0]):
+                found[f"#include {each[1]}"] = each.start()
         return [f"{name} (line {plain.count(chr(10), 0, at) + 1})" for name, at in found.items()]
 
     @property
@@ -168,7 +169,7 @@ def read(
     source = UserSource(path.resolve(), text, name, found[name].parameters, LaunchText(""))
     problems: list[tuple[object, ...]] = []
     if not linked:
-        problems.append((f"{source.place()}{_not_linked(name)}",))
+        problems.append((f"{source.place()}{_not_linked(name, text)}",))
     line, stated = _stated(source)
     options = {"grid": grid, "block": block, "shared": shared}
     given = {key: value for key, value in options.items() if value is not None}
@@ -243,13 +244,15 @@ def _no_kernel(text: str) -> str:
         return f": no kernel: the source is empty: {TEMPLATE} prints one to start from"
     if found is None:
         return ': no kernel: expected extern "C" __global__ void name(...), as in ' + TEMPLATE
-    return f":{plain.count(chr(10), 0, found.end()) + 1}" + _not_linked(found[1])
+    return f":{plain.count(chr(10), 0, found.end()) + 1}" + _not_linked(found[1], text)
 
 
-def _not_linked(name: str) -> str:
+def _not_linked(name: str, text: str) -> str:
+    template = re.search(rf"\btemplate\s*<[^;{{]*\b{name}\s*\(", kernels.without_comments(text))
+    advice = ", which a template cannot have: write the types instead" if template else ""
     return (
         f': kernel {name}: expected extern "C" __global__ void {name}(...), so that it can be '
-        "found by name"
+        f"found by name{advice}"
     )
 
 

@@ -1,9 +1,8 @@
-"""Check built-in kernels on the emulator, in three orders of threads."""
+"""Check built-in kernels on the emulator, in four orders of threads."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from math import inf, isnan
 from typing import Any
@@ -13,10 +12,11 @@ import numpy as np
 from gpt2block.bench import measure
 from gpt2block.cuda import kernels
 from gpt2block.cuda.arrays import Bound
-from gpt2block.emulator import Checks, ShimError, emulated, stand_in
-from gpt2block.errors import InputError, KernelError
+from gpt2block.emulator import ORDERS, emulated, stand_in
+from gpt2block.errors import InputError
 from gpt2block.mine.kernel import described
-from gpt2block.mine.on_cpu import RUNS, require_emulator
+from gpt2block.mine.on_cpu import require_emulator
+from gpt2block.mine.refused import HOPPER, USUAL
 from gpt2block.ops.operation import Attrs, Operation, Sizes, Variant
 
 Prepared = tuple[Operation, Sizes, tuple[Any, ...], measure.Truth]
@@ -58,14 +58,8 @@ def check_variants(
         own = operation.with_workload(attrs={**operation.workload.attrs, **attrs})
         prepared.append((own, sizes, *measure.inputs_and_truth(own, sizes, dtype, layout)))
     variants = tuple(variants)
-    _compile_all(variants, prepared)
     rungs, skipped = [], []
     for variant in seen(variants):
-        if required := kernels.architecture(variant.file):
-            skipped.append(
-                f"{variant.name}: wgmma and TMA, instructions of {required}, are not emulated"
-            )
-            continue
         found = _variant(variant, prepared, dtype)
         if isinstance(found, str):
             skipped.append(f"{variant.name}: {found}")
@@ -82,10 +76,11 @@ def _variant(
     """Check a variant at each size that it supports; if it supports none, return the reason."""
     taken: list[Sizes] = []
     off, why = (0.0, 0.0), ""
+    capability = HOPPER if kernels.architecture(variant.file) else USUAL
     for operation, sizes, host, truth in prepared:
         try:
-            for run in sorted(RUNS, key=lambda run: run.races):  # search for races last
-                with emulated(run.order, checks=Checks(run.races)):
+            for order in ORDERS:
+                with emulated(order, checks=stand_in.CHECKED, capability=capability):
                     arrays = tuple(map(measure.uploaded, host))  # keep arrays alive
                     bound = _bound(operation, variant, arrays)
                     measure.poison(bound.out, arrays)
@@ -95,23 +90,13 @@ def _variant(
             prefix = f"{operation.name} variant {variant.name}: "
             why = why or str(error).removeprefix(prefix)
             continue
-        except ShimError as error:
-            problem = f"{error.report.splitlines()[0]} at {described(sizes)}"
+        except stand_in.EmulatorError as error:
+            problem = f"{error} at {described(sizes)}"
             return Rung(variant.name, variant.kernels, (sizes,), *off, dtype, problem)
         taken.append(sizes)
     if not taken:
         return why
     return Rung(variant.name, variant.kernels, tuple(taken), *off, dtype)
-
-
-def _compile_all(variants: Iterable[Variant], prepared: Sequence[Prepared]) -> None:
-    """Start compiling the programs of all variants, so that some compile while others run."""
-    with emulated():
-        for variant in variants:
-            for operation, _, host, _ in prepared:
-                with suppress(InputError, KernelError):  # `_variant` reports these errors
-                    arrays = tuple(map(measure.uploaded, host))
-                    stand_in.compile_ahead(_bound(operation, variant, arrays).launches)
 
 
 def _bound(operation: Operation, variant: Variant, arrays: tuple[Any, ...]) -> Bound:

@@ -11,7 +11,7 @@ from typing import Any
 
 from gpt2block.bench import Measurement
 from gpt2block.errors import NotJudged
-from gpt2block.mine.comparison import Checked
+from gpt2block.mine.comparison import Checked, Fidelity
 from gpt2block.mine.finding import Finding, finite, headline, numbered
 from gpt2block.mine.hints import hints
 from gpt2block.mine.kernel import MINE, Kernel, described
@@ -26,7 +26,7 @@ RIGHT, WRONG, NOT_JUDGED = "right", "wrong", "not judged"
 VERDICTS = (RIGHT, WRONG, NOT_JUDGED)
 CPU, GPU = "on the CPU, by an emulator of CUDA", "on the GPU"
 FOUND_NONE = "Found no access out of bounds, no race and no divergent barrier."
-ALL_ORDERS = f"Right in forward, reverse and shuffled thread order. {FOUND_NONE}"
+ALL_ORDERS = f"Right in forward, reverse, shuffled and interleaved thread order. {FOUND_NONE}"
 COLUMNS = ("sizes", "grid", "block", "shared", "max abs", "max rel")  # columns of the checks' table
 NO_STEPS = "There are no steps to show: no launch at a small size has found the problem."
 RED = "color: #c62828; font-weight: bold"
@@ -50,6 +50,7 @@ class Verdict:
     source that are no errors, such as arithmetic in double. `why`: with `why=True` the steps of the
     threads that the problem names, as `steps` with `thread`, `line`, `event` and `problem`, or no
     steps and a `note` that says why; else None. `timed_sizes`: the sizes that a GPU times.
+    `fidelity`: which of the kernel's instructions the emulator approximates; None on a GPU.
     """
 
     kernel: Kernel
@@ -62,13 +63,14 @@ class Verdict:
     benchmark: BenchmarkResult | None = None
     why: Why | None = None
     timed_sizes: Sizes = field(default_factory=dict)
+    fidelity: str | None = None
 
     @classmethod
     def of(
         cls,
         kernel: Kernel,
         device: str,
-        results: Iterable[Checked | Finding | BenchmarkResult | Why],
+        results: Iterable[Checked | Finding | Fidelity | BenchmarkResult | Why],
         seed: int | None = None,
         steps: bool = False,
         timed_sizes: Sizes | None = None,
@@ -78,7 +80,7 @@ class Verdict:
         steps: whether `why` is requested. timed_sizes: sizes that a GPU times; None: the documented
         sizes of the operation.
         """
-        found: list[Checked | Finding | BenchmarkResult | Why] = []
+        found: list[Checked | Finding | Fidelity | BenchmarkResult | Why] = []
         reason, begun = None, perf_counter()
         try:
             found.extend(results)
@@ -100,6 +102,7 @@ class Verdict:
             timed,
             told,
             timed_sizes or kernel.operation.workload.sizes,
+            next((each.text for each in found if isinstance(each, Fidelity)), None),
         )
 
     @property
@@ -152,7 +155,7 @@ class Verdict:
         if self.reason is not None:
             return f"Not judged: {self.reason}"
         if self.problem is None:
-            return ALL_ORDERS if self.device == "cpu" else "Right."
+            return f"{ALL_ORDERS}\n{self.fidelity}" if self.device == "cpu" else "Right."
         source = self.kernel.source
         lines = (headline(source, self.problem), *numbered(source, self.problem), self.problem.at)
         return "\n".join(filter(None, lines))
@@ -172,6 +175,7 @@ class Verdict:
             "device": self.device,
             "seconds": self.seconds,
             "seed": self.seed,
+            "fidelity": self.fidelity,
             "findings": [each.as_dict() for each in self.findings],
             "checks": [_check_as_dict(each) for each in self.checks],
             "hints": list(self.hints),

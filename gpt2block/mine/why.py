@@ -176,7 +176,7 @@ def why(launcher: Launcher, found: Finding) -> Why:
         result, checked = launcher.launch(debug, Trace())
         problems = [each for each in result.findings if _same(each, found)]
         if problems:
-            return _up_to(launcher, debug, problems[0])
+            return _up_to(launcher, debug, problems[0], found.text.partition("\n")[0])
         if checked and checked.off and not found.lines:
             return _up_to_write(launcher, debug, *checked.off)
     return Why(note=f"{NO_STEPS}: the problem did not occur again.")
@@ -188,7 +188,7 @@ def _same(problem: engine.Finding, found: Finding) -> bool:
     return problem.now.line in found.lines and str(problem.now) in named
 
 
-def _up_to(launcher: Launcher, debug: bool, problem: engine.Finding) -> Why:
+def _up_to(launcher: Launcher, debug: bool, problem: engine.Finding, said: str) -> Why:
     """Return the steps of the threads of a problem. The last one is the problem."""
     places = [problem.now, *([problem.other] if problem.other else [])]
     threads = tuple(dict.fromkeys(each[:2] for each in places))
@@ -205,7 +205,7 @@ def _up_to(launcher: Launcher, debug: bool, problem: engine.Finding) -> Why:
         event = steps[-1].event + told.problem(problem, steps)
         steps[-1] = replace(steps[-1], event=event, problem=True)
     else:
-        said = f"{problem.verb} {problem.text}".strip()
+        said = f"{problem.verb} {problem.text}" if problem.verb else said
         steps.append(replace(told.step(Step(problem.now, said)), problem=True))
     return _noted(result, steps)
 

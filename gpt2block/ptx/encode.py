@@ -25,6 +25,7 @@ from gpt2block.ptx.parse import (
 ROW, PREDICATE, NOT_PREDICATE, ADDRESS, LABEL, NONE = range(6)
 FIRST_ARRAY, ARRAY_SHIFT, ARRAY_START = 4, 36, 1 << 35  # bits of addresses, as in machine.h
 LOCAL_WINDOW, PARAM_WINDOW = 2 << ARRAY_SHIFT, 3 << ARRAY_SHIFT
+GAP = 128  # least bytes after a variable of shared memory, in which any access is out of bounds
 CODE = 1 << 60  # + the index of an instruction: the address of a function
 BUILT_IN = ("vprintf", "__assertfail")
 _ADDRESS = re.compile(r"^([\w$%.]+)\s*(?:\+\s*(-?\w+)|(-\w+))?$")
@@ -393,7 +394,8 @@ class _Encoder:
         if not variable.bytes:
             made.dynamic = variable
             return DYNAMIC
-        at = -(-made.shared_bytes // variable.align) * variable.align
+        gap = GAP if made.shared else 0
+        at = -(-(made.shared_bytes + gap) // variable.align) * variable.align
         made.shared.append((at, variable))
         made.shared_bytes = at + variable.bytes
         return at
@@ -402,7 +404,8 @@ class _Encoder:
         """Put dynamic shared memory after the variables whose size the kernel declares."""
         made = self.made
         align = max(16, made.dynamic.align if made.dynamic else 16)
-        made.shared_bytes = -(-made.shared_bytes // align) * align
+        gap = GAP if made.shared else 0
+        made.shared_bytes = -(-(made.shared_bytes + gap) // align) * align
         if DYNAMIC in self.constants:
             made.constants[self.constants[DYNAMIC]] = made.shared_bytes
 

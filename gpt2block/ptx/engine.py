@@ -34,7 +34,7 @@ ORDERS: tuple[Order, ...] = ("forward", "reverse", "shuffled", "interleaved")
 MOST_THREADS = 1024  # threads of a block
 BUDGET = 100_000_000  # warp instructions of a launch
 SOURCES = Path(__file__).parent / "cpp"
-FLAGS = ("-std=c++17", "-O2", "-march=native", "-ffp-contract=off", "-fPIC")
+FLAGS = ("-std=c++20", "-O2", "-march=native", "-ffp-contract=off", "-fPIC", "-fno-gnu-unique")
 NO_COMPILER = "g++, which compiles the engine once, is not installed: apt install g++"
 IN_SHARED, IN_LOCAL, IN_PARAMS = -2, -3, -4  # Finding::Where of machine.h
 Thread = tuple[tuple[int, int, int], tuple[int, int, int]]  # block and thread
@@ -56,9 +56,10 @@ class Where(NamedTuple):
 class Finding:
     """An error that a launch has found in a kernel.
 
-    kind: "race", "out of bounds", "before the wait", "misaligned", "unwritten", "barrier", "mask",
-    "division", "branch", "assert", "trap", "read-only" or "endless". array: the name of the
-    accessed array or variable, or "". other: the thread of the second access, or None.
+    kind: "race", "out of bounds", "constant", "before the wait", "misaligned", "unwritten", "kept",
+    "barrier", "mask", "async", "division", "branch", "assert", "trap", "read-only" or "endless".
+    array: the name of the accessed array or variable, or "". size: its bytes, or 0. local: whether
+    it is in local memory. other: the thread of the second access, or None.
     """
 
     kind: str
@@ -71,11 +72,13 @@ class Finding:
     array: str = ""
     byte: int = 0
     bytes: int = 0
+    size: int = 0
+    local: bool = False
 
     @property
     def fatal(self) -> bool:
-        """Return whether the finding has ended the launch, as all kinds but "unwritten" do."""
-        return self.kind != "unwritten"
+        """Return whether the finding has ended the launch, as all kinds but two do."""
+        return self.kind not in ("unwritten", "kept")
 
     @property
     def element(self) -> str:
@@ -216,7 +219,7 @@ def launch(
         data.early = arrays.early(args, early)
     text = loaded.library.ptx_launch(loaded.handle, ctypes.byref(data)).decode(errors="replace")
     found, traced, printed = text.split("\x1d", 2)
-    read = _Findings(module, encoded, arrays.names, data.grid, data.block)
+    read = _Findings(module, encoded, arrays, data.grid, data.block)
     findings = tuple(read.finding(each) for each in found.split("\x1e")[:-1])
     if not any(each.fatal for each in findings):
         arrays.keep(module, encoded)
@@ -272,6 +275,8 @@ class _ProgramData(ctypes.Structure):
         ("specials", ctypes.c_char_p),
         *((name, ctypes.c_uint32) for name in ("rows", "predicates")),
         *((name, ctypes.c_uint32) for name in ("shared_bytes", "local_bytes", "granule")),
+        ("gaps", ctypes.c_void_p),
+        ("gap_count", ctypes.c_int64),
     )
 
 
@@ -311,7 +316,10 @@ class _Arrays:
             if variable.name not in module.memory:
                 module.memory[variable.name] = _initial(variable, module, encoded)
             data = np.frombuffer(module.memory[variable.name], np.uint8).copy()
-            self._add(plain_name(variable.name), data, None, variable.space == "const")
+            kept = np.array(_initial(variable, module, encoded), np.uint8) == data
+            self._add(
+                plain_name(variable.name), data, kept.view(np.uint8), variable.space == "const"
+            )
 
     def _add(
         self,
@@ -435,9 +443,9 @@ class _Findings:
     """Turns the C++ side's findings into values with names."""
 
     def __init__(
-        self, module: Module, encoded: Encoded, names: list[str], grid: Any, block: Any
+        self, module: Module, encoded: Encoded, arrays: _Arrays, grid: Any, block: Any
     ) -> None:
-        self.module, self.encoded, self.names = module, encoded, names
+        self.module, self.encoded, self.arrays = module, encoded, arrays
         self.grid, self.block = list(grid), list(block)
         self.places = list(encoded.places)
         self.forms = list(encoded.forms)
@@ -445,12 +453,15 @@ class _Findings:
     def finding(self, text: str) -> Finding:
         kind, why, verb, other_verb, *numbers = text.split("\x1f")
         block, thread, place, block2, thread2, place2, array, byte, size = map(int, numbers)
-        name, start = self._named(array, byte)
+        if kind == "unwritten" and 0 <= array < len(self.encoded.variables):
+            kind = "kept"
+        name, start, whole = self._named(array, byte)
         now = self._where(block, thread, place)
         other = self._where(block2, thread2, place2) if thread2 >= 0 else None
         kernel = self.encoded.kernel
         return Finding(
-            kind, why, kernel, now, other, verb, other_verb, name, byte - start, size
+            kind, why, kernel, now, other, verb, other_verb, name, byte - start, size, whole,
+            array == IN_LOCAL,
         )  # fmt: skip
 
     def step(self, text: str) -> Step:
@@ -468,21 +479,21 @@ class _Findings:
         file = self.module.files.get(at.file, "")
         return Where(_split(block, self.grid), _split(thread, self.block), file, at.line)
 
-    def _named(self, array: int, byte: int) -> tuple[str, int]:
-        """Return the name of an array, and where it starts."""
+    def _named(self, array: int, byte: int) -> tuple[str, int, int]:
+        """Return the name of an array, where it starts, and its bytes, or 0 if not known."""
         encoded = self.encoded
         if array >= 0:
-            return self.names[array], 0
+            return self.arrays.names[array], 0, self.arrays.data[array].nbytes
         if array == IN_SHARED:
             for offset, variable in reversed(encoded.shared):
                 if offset <= byte < encoded.shared_bytes:
-                    return plain_name(variable.name), offset
+                    return plain_name(variable.name), offset, variable.bytes
             name = encoded.dynamic.name if encoded.dynamic else "the dynamic shared memory"
-            return plain_name(name), encoded.shared_bytes
+            return plain_name(name), encoded.shared_bytes, 0
         if array == IN_LOCAL and (found := self._local(byte)):
-            return found
+            return *found, 0
         places = {IN_LOCAL: "local memory", IN_PARAMS: "the parameters"}
-        return places.get(array, ""), 0
+        return places.get(array, ""), 0, 0
 
     def _local(self, byte: int) -> tuple[str, int] | None:
         """Return the local variable before a byte of local memory, and where it starts."""
@@ -523,6 +534,10 @@ def _loaded(encoded: Encoded) -> _Loaded:
     operands = np.array(encoded.operands, np.int64)
     parts = np.array(encoded.parts, np.int32)
     constants = np.array(encoded.constants, np.uint64)
+    ends = [*(offset for offset, _ in encoded.shared[1:]), encoded.shared_bytes]
+    each = zip(encoded.shared, ends, strict=False)
+    between = [(at + variable.bytes, end) for (at, variable), end in each]
+    gaps = np.array(between, np.int64)
     data = _ProgramData(
         "\n".join(encoded.forms).encode(),
         code.ctypes.data,
@@ -539,6 +554,8 @@ def _loaded(encoded: Encoded) -> _Loaded:
         encoded.shared_bytes,
         encoded.local_bytes,
         encoded.granule,
+        gaps.ctypes.data,
+        len(gaps),
     )
     library = _library()
     handle = library.ptx_load(ctypes.byref(data))

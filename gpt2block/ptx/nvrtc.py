@@ -26,6 +26,7 @@ from typing import IO, Any, NamedTuple
 
 # The options of CuPy's own compilations, so that the PTX is the text that a GPU would run.
 OPTIONS = ("-std=c++17", "-ftz=true", "--device-as-default-execution-space", "-lineinfo")
+ASK, FIXED_ADDRESSES = 0xFFFFFFFF, 0x0040000  # arguments of personality(2)
 MOST_TEXT = 2**26  # bytes of PTX or of a log that a child returns
 TOOLKIT = Path("/usr/local/cuda")
 MISSING = (
@@ -73,15 +74,18 @@ def compile(
     arch: str,
     options: Sequence[str] = (),
     limits: Limits = Limits(),  # noqa: B008  (a constant)
+    assemble: bool = False,
 ) -> Compiled | Refused:
     """Compile a source for an architecture such as "sm_90a". name: its file in messages.
 
-    PTX is kept for later processes, until the source, an included file or NVRTC changes.
+    PTX is kept for later processes, until the source, an included file or NVRTC changes. assemble:
+    whether ptxas compiles the PTX, too: the log then has its messages.
     """
     library = find_library()
     if library is None:
         return Refused(MISSING)
-    flags = (f"-arch={arch.replace('sm_', 'compute_')}", *OPTIONS, *options, *_includes_of_cupy())
+    target = arch if assemble else arch.replace("sm_", "compute_")
+    flags = (f"-arch={target}", *OPTIONS, *options, *_includes_of_cupy())
     key = _key([source, name, *flags], [each[2:] for each in options if each.startswith("-I")])
     from gpt2block.ptx import cache  # noqa: PLC0415  (a child has no packages)
 
@@ -255,7 +259,7 @@ class _Library:
             sys.exit(f"more than {MOST_TEXT} bytes of {what}")
         text = ctypes.create_string_buffer(size.value)
         getattr(self.functions, f"nvrtcGet{what}")(program, text)
-        return text.value.decode(errors="replace")
+        return text.raw.replace(b"\0", b"").decode(errors="replace")
 
 
 def _limit(cpu_seconds: int, memory_bytes: int) -> None:
@@ -276,6 +280,18 @@ def _serve(requests: IO[str], library: _Library) -> None:
         print(json.dumps(answer), flush=True)
 
 
+def _fix_addresses() -> None:
+    """Start this program again without random addresses, if the system permits it.
+
+    NVRTC's optimisations depend on addresses: which neighbouring loads it joins, for example.
+    """
+    personality = ctypes.CDLL(None).personality
+    now = personality(ASK)
+    if now >= 0 and not now & FIXED_ADDRESSES and personality(now | FIXED_ADDRESSES) >= 0:
+        os.execv(sys.executable, [sys.executable, "-I", "-S", *sys.argv])
+
+
 if __name__ == "__main__":
+    _fix_addresses()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _serve(sys.stdin, _Library(*sys.argv[1:]))

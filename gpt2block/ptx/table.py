@@ -5,6 +5,7 @@ An instruction is known if its opcode has a row that permits its types and all i
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 from typing import NamedTuple
 
@@ -52,11 +53,13 @@ ROWS = (
     Row("add sub", f"{INTEGERS} u16x2 s16x2", "sat", "sum, difference of integers"),
     Row("mul", INTEGERS, "lo hi wide", "product of integers: low or high half, or both"),
     Row("mad", INTEGERS, "lo hi wide sat", "product of integers, then sum"),
+    Row("add addc sub subc", "u32 s32 u64 s64", "cc", "sum, difference with a carry"),
+    Row("mad madc", "u32 s32 u64 s64", "lo hi cc", "product, then sum with a carry"),
     Row("mul24 mad24", "u32 s32", "lo hi", "product of 24-bit integers, then sum"),
     Row("sad", INTEGERS, "", "sum of an absolute difference"),
     Row("div rem", INTEGERS, "", "quotient, remainder of integers; division by 0 is a finding"),
     Row("abs neg", "s16 s32 s64", "", "absolute value, negative of an integer"),
-    Row("min max", f"{INTEGERS} u16x2 s16x2", "relu", "the smaller, the larger integer"),
+    Row("min max", f"{INTEGERS} u16x2 s16x2", "", "the smaller, the larger integer"),
     Row("and or xor not cnot", f"pred {WORDS}", "", "bitwise logic"),
     Row("lop3", "b32", "", "bitwise logic of three operands by a table"),
     Row("shl shr", f"{WORDS} {INTEGERS}", "", "shift; by the width or more: 0 or the sign"),
@@ -65,9 +68,7 @@ ROWS = (
     Row("bfi", "b32 b64", "", "insert a field of bits"),
     Row("bfind", "u32 s32 u64 s64", "shiftamt", "position of the highest bit that is not the sign"),
     Row("popc clz brev", "b32 b64", "", "count of bits, of leading zeros; reversed bits"),
-    Row("fns", "b32", "", "position of the n-th set bit"),
-    Row("szext bmsk", "u32 s32 b32", "wrap clamp", "extended field of bits, mask of bits"),
-    Row("prmt", "b32", "f4e b4e rc8 ecl ecr rc16", "bytes chosen from two registers"),
+    Row("prmt", "b32", "", "bytes chosen from two registers"),
     Row("dp4a dp2a", "u32 s32", "lo hi", "sum of products of bytes"),
     Row("setp set", f"{INTEGERS} {WORDS} f32", f"{COMPARED} and or xor", "comparison of integers"),
     Row(
@@ -157,8 +158,8 @@ ROWS = (
     Row(
         "mbarrier",
         "b64",
-        f"init inval arrive arrive_drop expect_tx complete_tx test_wait try_wait parity {SPACES} "
-        f"{ORDERS}",
+        f"init inval arrive arrive_drop noComplete expect_tx complete_tx test_wait try_wait parity "
+        f"{SPACES} {ORDERS}",
         "barrier with phases, for threads and bytes",
     ),
     Row(
@@ -215,3 +216,17 @@ def find(opcode: str) -> Row | None:
         if types.union(modifiers).issuperset(words):
             return row
     return None
+
+
+def fidelity(opcodes: Iterable[str], count: int) -> str:
+    """Describe in a line how exactly a kernel of `count` instructions is executed."""
+    inexact: dict[str, str] = {}
+    for opcode in opcodes:
+        row = find(opcode)
+        if row and row.fidelity == SUMS:
+            inexact[opcode.split(".")[0]] = "products exact, sums as tensor cores of Hopper round"
+        elif row and row.fidelity != EXACT:
+            name = ".".join(opcode.split(".")[:2])
+            inexact[name] = row.fidelity.removeprefix("approximate: ").partition(";")[0]
+    said = ", ".join(f"{name} ({bound})" for name, bound in sorted(inexact.items()))
+    return f"{count:,} instructions, {f'exact except {said}' if said else 'all exact'}"

@@ -6,30 +6,16 @@
 // when the thread waits for this, and writes global memory when the thread waits for that, or when its block ends.
 #pragma once
 #include "counters.h"
-#include "memory.h"
-#include "warp.h"
 
 namespace async {
 
-using memory::Region;
+constexpr uint64_t OFFSET = (1u << RANK_SHIFT) - 1;  // bits of an address in the shared memory of a block
 
-constexpr unsigned UNWRITTEN = 64;  // with Use: may read bytes that nobody has written
-
-// Where bytes are on the host, with all checks. align: that of the address.
 inline uint8_t* touch(Warp& w, const Instr& i, int lane, uint64_t address, unsigned bytes, Space space, unsigned use,
                       unsigned align) {
-    const Region region = memory::find(w, i, lane, address, space);
-    memory::check_place(w, i, lane, region, bytes, use);
-    const uint64_t from = (uint64_t)region.offset;
-    if (from % align) memory::refuse(w, i, lane, region, bytes, use, "misaligned");
-    uint8_t* data = region.data + from;
-    if (!w.machine.checks || !bytes) return data;
-    if (region.written && !(use & UNWRITTEN)) memory::check_written(w, i, lane, region, from, bytes, use);
-    if (region.shadow) w.machine.races->record(w, i, lane, *region.shadow, from, bytes, use, data);
-    return data;
+    memory::Region region;
+    return memory::touch(w, i, lane, memory::generic_address(w, lane, address, space), bytes, space, use, align, region);
 }
-
-constexpr uint64_t OFFSET = (1u << RANK_SHIFT) - 1;  // bits of an address in the shared memory of a block
 
 struct Copy {  // between a range of shared memory and runs of bytes elsewhere, by a lane
     struct Run {
@@ -44,17 +30,16 @@ struct Copy {  // between a range of shared memory and runs of bytes elsewhere, 
     unsigned bytes = 0, swizzle = 0;
     unsigned align = 16, run_align = 16;  // of the range, of each run
     Space space = Space::cluster, other = Space::global;  // of the range, of the runs
-    std::vector<Run> runs;
-    std::vector<uint8_t> data;  // on their way
+    std::vector<Run> runs = {};
+    std::vector<uint8_t> data = {};  // on their way
 
-    Copy(Warp& warp, const Instr& instruction, int l) : w(&warp), i(&instruction), lane(l) {}
-
+    // Copies bytes of the range, whose units of 16 bytes may be swizzled, to or from bytes in order.
     void each_unit(uint8_t* range, uint8_t* linear, bool out) const {
         const unsigned unit = swizzle ? 16 : bytes;
+        const uint64_t start = shared & OFFSET;
         for (unsigned at = 0; at < bytes; at += unit) {
-            const uint64_t place = (shared & OFFSET) + at;
-            const uint64_t moved = swizzle ? place ^ (place >> 3 & (swizzle - 16)) : place;
-            uint8_t* there = range + (int64_t)(moved - (shared & OFFSET));
+            const uint64_t place = start + at, moved = swizzle ? place ^ (place >> 3 & (swizzle - 16)) : place;
+            uint8_t* there = range + (int64_t)(moved - start);
             out ? std::memcpy(there, linear + at, unit) : std::memcpy(linear + at, there, unit);
         }
     }
@@ -64,12 +49,16 @@ struct Copy {  // between a range of shared memory and runs of bytes elsewhere, 
     }
 
     void begin() {
-        for (const Run& run : runs) touch_run(run, to_shared ? READS : WRITES), counters::count_copied(*w, *i, run.bytes);
+        for (const Run& run : runs) {
+            touch_run(run, to_shared ? READS : WRITES);
+            counters::count_copied(*w, *i, run.bytes);
+        }
         uint8_t* range = touch_shared(to_shared ? WRITES : READS);
         if (!to_shared) return;
         std::memset(range, 0xff, bytes);
-        const Region region = memory::find(*w, *i, lane, shared, space);
-        if (region.written) std::memset(region.written + region.offset, 0, bytes);
+        const uint64_t address = memory::generic_address(*w, lane, shared, space);
+        const memory::Region region = memory::find(*w, *i, lane, address, space);
+        if (region.written) std::memset(region.written + (range - region.data), 0, bytes);
     }
     void land() {
         if (data.empty()) data.assign(bytes, 0);
@@ -87,19 +76,22 @@ struct Copy {  // between a range of shared memory and runs of bytes elsewhere, 
     }
 };
 
-struct Queue {  // copies of a thread, in groups
+template <class T>
+struct Groups {  // what a thread or a warp has in flight, in groups
     uint32_t group = 0;
-    std::deque<std::pair<uint32_t, Copy>> copies;
+    std::deque<std::pair<uint32_t, T>> items;
 
-    // Calls act for the copies of all committed groups but the most recent `later`.
+    void add(T item) { items.emplace_back(group, std::move(item)); }
+
+    // Calls act for the items of all committed groups but the most recent `later`.
     template <class Act>
     void each_before(uint32_t later, Act act) {
-        for (auto& [number, copy] : copies) {
-            if (number + later < group) act(copy);
+        for (auto& [number, item] : items) {
+            if (number + later < group) act(item);
         }
     }
     void drop_before(uint32_t later) {
-        while (!copies.empty() && copies.front().first + later < group) copies.pop_front();
+        while (!items.empty() && items.front().first + later < group) items.pop_front();
     }
 };
 
@@ -117,26 +109,20 @@ struct Waiting {  // at an mbarrier
     Blocks told[2];    // by parity of the phase: what its arrivals make known
 };
 
-struct Products {  // of a warp
-    struct Read {
-        uint32_t group;
-        const Instr* i;
-        std::vector<uint32_t> units;  // addresses of 16 bytes
-    };
-    uint32_t group = 0;
-    std::deque<Read> reads;
+struct Product {  // of matrices by a warpgroup, which reads shared memory until the wait for it
+    const Instr* i;
+    std::vector<uint32_t> units;  // addresses of 16 bytes
 };
 
 }  // namespace async
 
 struct AsyncBlock {
-    Block& block;
     struct OfThread {
-        async::Queue copies, stores;
+        async::Groups<async::Copy> copies, stores;
         uint32_t cluster_arrivals = 0;  // at the barrier of the cluster
     };
     struct OfWarp {
-        async::Products products;
+        async::Groups<async::Product> products;
         const Instr* tried = nullptr;  // the last mbarrier.try_wait, and how often it has failed since
         int tries = 0;
     };
@@ -147,32 +133,8 @@ struct AsyncBlock {
     uint32_t cluster_phase = 0;  // phases of its barrier that have ended
     Blocks cluster_told[2];
 
-    explicit AsyncBlock(Block& b) : block(b), threads(b.threads()), warps(b.warps.size()) {}
-    ~AsyncBlock();
-    void note(const Warp& w, const Instr& i, int lane, const char* text) const {
-        Finding found;
-        found.kind = "async", found.text = text;
-        found.now = w.here(i, lane);
-        if (block.machine.notes.empty()) block.machine.notes.push_back(found);
-    }
+    explicit AsyncBlock(Block& b) : threads(b.threads()), warps(b.warps.size()) {}
 };
-
-// The block ends: stores of the copy engine complete.
-inline AsyncBlock::~AsyncBlock() {
-    for (OfThread& thread : threads) {
-        for (auto& [group, copy] : thread.stores.copies) {
-            if (copy.data.empty()) note(*copy.w, *copy.i, copy.lane, "its block ends before the copy has read shared memory: no wait");
-            try {
-                copy.put();
-            } catch (const Finding& found) {
-                if (block.machine.notes.empty()) block.machine.notes.push_back(found);
-            }
-        }
-    }
-    for (std::size_t k = 0; k < warps.size(); ++k) {
-        for (const auto& read : warps[k].products.reads) note(block.warps[k], *read.i, 0, "a product of matrices without a wait");
-    }
-}
 
 namespace async {
 
@@ -182,6 +144,31 @@ inline AsyncBlock& of(Block& block) {
 }
 inline AsyncBlock::OfThread& of(const Warp& w, int lane) { return of(w.block).threads[w.thread(lane)]; }
 inline AsyncBlock::OfWarp& of(const Warp& w) { return of(w.block).warps[w.first / LANES]; }
+
+// A block has ended: stores of the copy engine complete.
+inline void finish(Block& block) {
+    if (!block.async) return;
+    Machine& m = block.machine;
+    const auto note = [&](const Warp& w, const Instr& i, int lane, const char* text) {
+        m.note({.kind = "async", .text = text, .now = w.here(i, lane)});
+    };
+    for (AsyncBlock::OfThread& thread : block.async->threads) {
+        for (auto& [group, copy] : thread.stores.items) {
+            const char* text = "its block ends before the copy has read shared memory: no wait";
+            if (copy.data.empty()) note(*copy.w, *copy.i, copy.lane, text);
+            try {
+                copy.put();
+            } catch (const Finding& found) {
+                m.note(found);
+            }
+        }
+    }
+    for (const Warp& w : block.warps) {
+        for (const auto& [group, product] : of(w).products.items) {
+            note(w, *product.i, 0, "a product of matrices without a wait");
+        }
+    }
+}
 
 inline void tell(const Warp& w, int lane, Blocks& told) {
     if (!w.machine.races) return;
@@ -194,7 +181,6 @@ inline void learn(const Warp& w, int lane, const Blocks& told) {
     join(Races::facts_of(w.block.knowledge[w.thread(lane)]).of[Facts::LEARNT], told);
 }
 
-static void nothing(Warp&, const Instr&, Mask) {}
 static void wait_for_previous(Warp& w, const Instr&, Mask active) { w.waited |= active, w.block.waited = true; }
 
 // --- cp.async: copies of 4, 8 or 16 bytes by each thread. to, from, bytes, then perhaps the bytes to read, or a predicate
@@ -203,33 +189,41 @@ static void wait_for_previous(Warp& w, const Instr&, Mask active) { w.waited |= 
 static void copy(Warp& w, const Instr& i, Mask active) {
     const int count = i.count - (i.form->has("L2::cache_hint") ? 1 : 0);
     for_lanes(active, [&](int l) {
-        Copy made(w, i, l);
-        made.shared = w.address(i, 0, l), made.space = Space::shared;
-        made.bytes = made.align = made.run_align = (unsigned)w.in(i, 2)[l];
-        unsigned reads = made.bytes;
-        if (count > 3) {
-            const bool predicate = i.op[3].kind == Operand::predicate || i.op[3].kind == Operand::not_predicate;
-            reads = predicate ? (w.predicate(i, 3) >> l & 1 ? 0 : reads) : std::min(reads, (unsigned)w.in(i, 3)[l]);
-        }
+        const unsigned bytes = (unsigned)w.in(i, 2)[l];
+        unsigned reads = bytes;
+        if (count > 3 && i.op[3].kind == Operand::row) reads = std::min(reads, (unsigned)w.in(i, 3)[l]);
+        else if (count > 3 && w.predicate(i, 3) >> l & 1) reads = 0;
+        Copy made{&w, &i, l, true, w.address(i, 0, l), bytes, 0, bytes, bytes, Space::shared};
         if (reads) made.runs.push_back({w.address(i, 1, l), 0, reads});
         made.begin();
-        Queue& queue = of(w, l).copies;
-        queue.copies.emplace_back(queue.group, std::move(made));
+        of(w, l).copies.add(std::move(made));
     });
 }
 
-static void commit_copies(Warp& w, const Instr&, Mask active) {
-    for_lanes(active, [&](int l) { ++of(w, l).copies.group; });
+// Groups of copies to shared memory, and of stores of the copy engine, are committed and waited for in the same way.
+template <Groups<Copy> AsyncBlock::OfThread::*GROUPS>
+static void commit(Warp& w, const Instr&, Mask active) {
+    for_lanes(active, [&](int l) { ++(of(w, l).*GROUPS).group; });
 }
 
 static void wait_copies(Warp& w, const Instr& i, Mask active) {
     const bool all = i.form->has("wait_all");
     for_lanes(active, [&](int l) {
-        Queue& queue = of(w, l).copies;
-        if (all) ++queue.group;
+        Groups<Copy>& copies = of(w, l).copies;
+        if (all) ++copies.group;
         const uint32_t later = all ? 0 : (uint32_t)w.in(i, 0)[l];
-        queue.each_before(later, [](Copy& copy) { copy.land(); });
-        queue.drop_before(later);
+        copies.each_before(later, [](Copy& copy) { copy.land(); });
+        copies.drop_before(later);
+    });
+}
+
+static void wait_stores(Warp& w, const Instr& i, Mask active) {
+    const bool reads = i.form->has("read");
+    for_lanes(active, [&](int l) {
+        Groups<Copy>& stores = of(w, l).stores;
+        const uint32_t later = (uint32_t)w.in(i, 0)[l];
+        stores.each_before(later, [&](Copy& copy) { reads ? copy.take() : copy.put(); });
+        if (!reads) stores.drop_before(later);
     });
 }
 
@@ -283,7 +277,7 @@ inline Meeting meeting(Warp& w, const Instr& i, int lane, uint64_t address, Spac
 }
 
 static void init_barrier(Warp& w, const Instr& i, Mask active) {
-    const Space space = (Space)i.form->arg[0];
+    const Space space = i.form->space;
     for_lanes(active, [&](int l) {
         const uint64_t address = w.address(i, 0, l), count = (uint32_t)w.in(i, 1)[l];
         if (count == 0 || count >= 1u << 20) w.machine.fail(w, i, l, "barrier", "the count of an mbarrier is from 1 to 2^20 - 1");
@@ -294,13 +288,13 @@ static void init_barrier(Warp& w, const Instr& i, Mask active) {
 }
 
 static void end_barrier(Warp& w, const Instr& i, Mask active) {
-    const Space space = (Space)i.form->arg[0];
+    const Space space = i.form->space;
     for_lanes(active, [&](int l) { meeting(w, i, l, w.address(i, 0, l), space).word->mark = 0; });
 }
 
 // Arrives `count` times and expects more bytes. Returns the state before: the phase.
 inline uint64_t arrive_at(Warp& w, const Instr& i, int lane, uint64_t address, unsigned count, int64_t bytes, bool drops) {
-    const Meeting at = meeting(w, i, lane, address, (Space)i.form->arg[0]);
+    const Meeting at = meeting(w, i, lane, address, i.form->space);
     const uint64_t phase = at.word->phase;
     if (count > at.word->pending) w.machine.fail(w, i, lane, "barrier", "more arrivals at an mbarrier than its count");
     if (count) tell(w, lane, at.waiting->told[phase]);
@@ -330,7 +324,7 @@ constexpr int TRIES = 8;  // failures of mbarrier.try_wait in turn before the la
 static void test_wait(Warp& w, const Instr& i, Mask active) {
     Mask ended = 0;
     for_lanes(active, [&](int l) {
-        Meeting at = meeting(w, i, l, w.address(i, 1, l), (Space)i.form->arg[0]);
+        Meeting at = meeting(w, i, l, w.address(i, 1, l), i.form->space);
         const unsigned parity = w.in(i, 2)[l] & 1;
         if (!at.ended(parity)) return;
         learn(w, l, at.waiting->told[parity]);
@@ -347,25 +341,17 @@ static void test_wait(Warp& w, const Instr& i, Mask active) {
 
 // All earlier cp.async of the thread arrive with this arrival.
 static void arrive_with_copies(Warp& w, const Instr& i, Mask active) {
-    const Space space = (Space)i.form->arg[0];
+    const Space space = i.form->space;
     for_lanes(active, [&](int l) {
         Meeting at = meeting(w, i, l, w.address(i, 0, l), space);
         if (!i.form->has("noinc")) ++at.word->pending;
         Deferred made{{}, 0, true, &w, l};
-        Queue& queue = of(w, l).copies;
-        for (auto& each : queue.copies) made.copies.push_back(std::move(each.second));
-        queue.copies.clear();
+        auto& copies = of(w, l).copies.items;
+        for (auto& each : copies) made.copies.push_back(std::move(each.second));
+        copies.clear();
         at.waiting->deferred.push_back(std::move(made));
         ++at.waiting->arrivals;
     });
-}
-
-static Handler pick_mbarrier(Form& f) {
-    f.arg[0] = (int64_t)memory::space_of(f);
-    if (f.has("init")) return init_barrier;
-    if (f.has("inval")) return end_barrier;
-    if (f.has("test_wait") || f.has("try_wait")) return test_wait;
-    return f.has("arrive") || f.has("arrive_drop") || f.has("expect_tx") || f.has("complete_tx") ? arrive : nullptr;
 }
 
 // --- the copy engine: bulk copies, and boxes of tensors
@@ -406,103 +392,65 @@ inline void add_box(Warp& w, const Instr& i, int lane, int where, Copy& copy) {
     }
 }
 
-enum Bulk { TENSOR = 1, BETWEEN_BLOCKS = 2, MULTICAST = 4 };
+// A copy lands at a barrier of its destination's block. rank: of this block, + 1; 0: as the addresses say.
+inline void send(Warp& w, const Instr& i, Copy copy, uint64_t barrier, uint64_t rank = 0) {
+    if (rank) copy.shared = (copy.shared & OFFSET) | rank << RANK_SHIFT, barrier = (barrier & OFFSET) | rank << RANK_SHIFT;
+    const int lane = copy.lane;
+    const int64_t bytes = copy.bytes;
+    const Meeting there = meeting(w, i, lane, barrier, Space::cluster);
+    if (copy.data.empty()) copy.begin();
+    there.waiting->deferred.push_back({{std::move(copy)}, bytes, false, &w, lane});
+}
 
 // to, from, bytes, barrier, mask; or of tensors: to, map, corner, barrier, mask
 static void bulk_load(Warp& w, const Instr& i, Mask active) {
-    const int64_t kind = i.form->arg[1];
+    const Form& f = *i.form;
     for_lanes(active, [&](int l) {
-        Copy made(w, i, l);
-        if (kind & TENSOR) {
+        Copy made{&w, &i, l, true, (uint32_t)w.address(i, 0, l)};
+        if (f.has("tensor")) {
             add_box(w, i, l, 1, made);
         } else {
             made.bytes = (unsigned)w.in(i, 2)[l];
             if (made.bytes % 16) w.machine.fail(w, i, l, "misaligned", "the size of a bulk copy is no multiple of 16 bytes");
-            if (kind & BETWEEN_BLOCKS) made.other = Space::shared;
+            if (!f.has("global")) made.other = Space::shared;  // between blocks
             made.runs.push_back({w.address(i, 1, l), 0, made.bytes});
         }
-        made.shared = (uint32_t)w.address(i, 0, l);
         const uint64_t barrier = (uint32_t)w.address(i, 3, l);
-        const auto send = [&](uint64_t rank) {
-            Copy one = made;
-            uint64_t at = barrier;
-            if (rank) one.shared = (made.shared & OFFSET) | rank << RANK_SHIFT, at = (barrier & OFFSET) | rank << RANK_SHIFT;
-            const Meeting there = meeting(w, i, l, at, Space::cluster);
-            one.begin();
-            there.waiting->deferred.push_back({{std::move(one)}, made.bytes, false, &w, l});
-        };
-        if (!(kind & MULTICAST)) return send(0);
+        if (!f.has("multicast::cluster")) return send(w, i, made, barrier);
         const uint64_t blocks = w.in(i, 4)[l] & 0xffff;
         if (blocks >> w.block.cluster.size()) w.machine.fail(w, i, l, "async", "the mask names a block that the cluster does not have");
         for (uint64_t rank = 0; rank < 16; ++rank) {
-            if (blocks >> rank & 1) send(rank + 1);
+            if (blocks >> rank & 1) send(w, i, made, barrier, rank + 1);
         }
     });
 }
 
 // to, from, bytes; or of tensors: map, corner, from
 static void bulk_store(Warp& w, const Instr& i, Mask active) {
+    const bool tensor = i.form->has("tensor");
     for_lanes(active, [&](int l) {
-        Copy made(w, i, l);
-        made.to_shared = false, made.space = Space::shared;
-        if (i.form->arg[1] & TENSOR) {
-            made.shared = w.address(i, 2, l);
+        Copy made{&w, &i, l, false, w.address(i, tensor ? 2 : 1, l)};
+        made.space = Space::shared;
+        if (tensor) {
             add_box(w, i, l, 0, made);
         } else {
-            made.shared = w.address(i, 1, l), made.bytes = (unsigned)w.in(i, 2)[l];
+            made.bytes = (unsigned)w.in(i, 2)[l];
             made.runs.push_back({w.address(i, 0, l), 0, made.bytes});
         }
         made.begin();
-        Queue& queue = of(w, l).stores;
-        queue.copies.emplace_back(queue.group, std::move(made));
+        of(w, l).stores.add(std::move(made));
     });
-}
-
-static void commit_stores(Warp& w, const Instr&, Mask active) {
-    for_lanes(active, [&](int l) { ++of(w, l).stores.group; });
-}
-
-static void wait_stores(Warp& w, const Instr& i, Mask active) {
-    const bool reads = i.form->has("read");
-    for_lanes(active, [&](int l) {
-        Queue& queue = of(w, l).stores;
-        const uint32_t later = (uint32_t)w.in(i, 0)[l];
-        queue.each_before(later, [&](Copy& copy) { reads ? copy.take() : copy.put(); });
-        if (!reads) queue.drop_before(later);
-    });
-}
-
-static Handler pick_copy(Form& f) {
-    f.arg[0] = (int64_t)memory::space_of(f);
-    if (f.has("prefetch")) return nothing;
-    if (f.has("mbarrier") && f.has("arrive")) return arrive_with_copies;
-    if (!f.has("bulk")) {
-        if (f.has("commit_group")) return commit_copies;
-        if (f.has("wait_group") || f.has("wait_all")) return wait_copies;
-        return f.has("shared") || f.has("shared::cta") ? copy : nullptr;
-    }
-    if (f.has("commit_group")) return commit_stores;
-    if (f.has("wait_group")) return wait_stores;
-    if (f.has("reduce") || f.has("im2col")) return nullptr;
-    const bool load = f.has("mbarrier::complete_tx::bytes");
-    f.arg[1] = (f.has("tensor") ? +TENSOR : 0) | (load && !f.has("global") ? +BETWEEN_BLOCKS : 0) |
-               (f.has("multicast::cluster") ? +MULTICAST : 0);
-    return load ? bulk_load : f.has("bulk_group") ? bulk_store : nullptr;
 }
 
 // st.async: address, values, barrier
 static void store(Warp& w, const Instr& i, Mask active) {
-    const unsigned size = i.form->type().bits / 8;
+    const unsigned size = i.form->type().bits / 8, bytes = size * (unsigned)i.op[1].count;
     for_lanes(active, [&](int l) {
-        Copy made(w, i, l);
-        made.shared = (uint32_t)w.address(i, 0, l);
-        made.bytes = made.align = size * (unsigned)i.op[1].count;
+        Copy made{&w, &i, l, true, (uint32_t)w.address(i, 0, l), bytes, 0, bytes};
         made.begin();
-        made.data.resize(made.bytes);
+        made.data.resize(bytes);
         for (int k = 0; k < i.op[1].count; ++k) std::memcpy(made.data.data() + k * size, w.in(i, 1, k) + l, size);
-        const Meeting there = meeting(w, i, l, w.address(i, 2, l), Space::cluster);
-        const int64_t bytes = made.bytes;
-        there.waiting->deferred.push_back({{std::move(made)}, bytes, false, &w, l});
+        send(w, i, std::move(made), w.address(i, 2, l));
     });
 }
 
@@ -534,13 +482,13 @@ static void arrive_in_cluster(Warp& w, const Instr& i, Mask active) {
 }
 
 // Whether all threads of a cluster have arrived in the current phase. Threads that have returned count as arrived.
-inline bool all_arrived(const AsyncBlock& cluster) {
-    for (Block* block : cluster.block.cluster) {
+inline bool all_arrived(const std::vector<Block*>& blocks, uint32_t phase) {
+    for (Block* block : blocks) {
         const AsyncBlock& own = of(*block);
         for (const Warp& w : block->warps) {
             for (int l = 0; l < LANES; ++l) {
                 if (w.state[l] == Lane::done) continue;
-                if (own.threads[w.thread(l)].cluster_arrivals <= cluster.cluster_phase) return false;
+                if (own.threads[w.thread(l)].cluster_arrivals <= phase) return false;
             }
         }
     }
@@ -552,7 +500,7 @@ static void wait_for_cluster(Warp& w, const Instr&, Mask active) {
     for_lanes(active, [&](int l) {
         const uint32_t awaited = of(w, l).cluster_arrivals;  // phases that must have ended
         if (cluster.cluster_phase < awaited) {
-            if (!all_arrived(cluster)) return w.again(1u << l);
+            if (!all_arrived(w.block.cluster, cluster.cluster_phase)) return w.again(1u << l);
             cluster.cluster_told[++cluster.cluster_phase & 1].clear();
         }
         learn(w, l, cluster.cluster_told[(awaited - 1) & 1]);
@@ -568,28 +516,28 @@ static void elect(Warp& w, const Instr& i, Mask active) {
     w.set_predicate(i, 1, active, 1u << leader);
 }
 
-static const Pick barrier_of_block = pickers()["barrier"], usual_fence = pickers()["fence"];
-
-static Handler pick_barrier(Form& f) {
-    if (!f.has("cluster")) return barrier_of_block(f);
-    return f.has("arrive") ? arrive_in_cluster : wait_for_cluster;
-}
-
-static bool of_proxies(const Form& f) {
-    return std::any_of(f.modifiers.begin(), f.modifiers.end(), [](const std::string& w) { return w.compare(0, 5, "proxy") == 0; });
-}
-
-static const Register async_[] = {
-    {{"cp"}, pick_copy},
-    {{"mbarrier"}, pick_mbarrier},
-    {{"st"}, [](Form& f) -> Handler { return f.has("async") ? store : memory::pick_move<true>(f); }},
-    {{"mapa"}, [](Form&) -> Handler { return mapa; }},
-    {{"getctarank"}, [](Form&) -> Handler { return getctarank; }},
-    {{"barrier"}, pick_barrier},
-    {{"fence"}, [](Form& f) -> Handler { return of_proxies(f) ? nothing : usual_fence(f); }},
-    {{"elect"}, [](Form& f) -> Handler { return f.gathers = LAST, elect; }},
-    {{"setmaxnreg"}, [](Form&) -> Handler { return nothing; }},
-    {{"griddepcontrol"}, [](Form& f) -> Handler { return f.has("wait") ? wait_for_previous : nothing; }},
+static const Rows rows_{
+    {"cp.async.shared cp.async.shared::cta", copy},
+    {"cp.async.commit_group", commit<&AsyncBlock::OfThread::copies>},
+    {"cp.async.wait_group cp.async.wait_all", wait_copies},
+    {"cp.async.mbarrier.arrive", arrive_with_copies},
+    {"cp.async.bulk.mbarrier::complete_tx::bytes", bulk_load},
+    {"cp.async.bulk.bulk_group", bulk_store},
+    {"cp.async.bulk.commit_group", commit<&AsyncBlock::OfThread::stores>},
+    {"cp.async.bulk.wait_group", wait_stores},
+    {"cp.async.bulk.prefetch", nothing},
+    {"mbarrier.init", init_barrier},
+    {"mbarrier.inval", end_barrier},
+    {"mbarrier.test_wait mbarrier.try_wait", test_wait},
+    {"mbarrier.arrive mbarrier.arrive_drop mbarrier.expect_tx mbarrier.complete_tx", arrive},
+    {"st.async", store},
+    {"mapa", mapa},
+    {"getctarank", getctarank},
+    {"barrier.cluster.arrive", arrive_in_cluster},
+    {"barrier.cluster.wait", wait_for_cluster},
+    {"fence.proxy setmaxnreg griddepcontrol.launch_dependents", nothing},
+    {"griddepcontrol.wait", wait_for_previous},
+    {"elect", elect, LAST},
 };
 
 }  // namespace async

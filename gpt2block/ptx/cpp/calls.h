@@ -8,16 +8,19 @@ namespace calls {
 
 constexpr std::size_t MOST_PRINTED = 1 << 16;  // bytes
 
-static uint64_t argument(Warp& w, const Instr& i, int k, int lane, unsigned bytes) {
+static uint64_t read(Warp& w, const Instr& i, int lane, uint64_t address, unsigned bytes, Space space) {
     uint64_t value = 0;
-    std::memcpy(&value, w.machine.access(w, i, lane, w.address(i, k, lane), bytes, Space::local, READS), bytes);
+    std::memcpy(&value, w.machine.access(w, i, lane, address, bytes, space, READS), bytes);
     return value;
+}
+static uint64_t argument(Warp& w, const Instr& i, int k, int lane) {  // a pointer
+    return read(w, i, lane, w.address(i, k, lane), 8, Space::local);
 }
 
 static std::string text_at(Warp& w, const Instr& i, int lane, uint64_t address) {
     std::string text;
     while (text.size() < MOST_PRINTED) {
-        const char c = (char)*w.machine.access(w, i, lane, address + text.size(), 1, Space::generic, READS);
+        const char c = (char)read(w, i, lane, address + text.size(), 1, Space::generic);
         if (!c) break;
         text += c;
     }
@@ -38,34 +41,23 @@ static std::string formatted(Warp& w, const Instr& i, int lane, const std::strin
         k = end;
         const auto next = [&](unsigned bytes) {
             at = (at + bytes - 1) / bytes * bytes;
-            uint64_t value = 0;
-            std::memcpy(&value, w.machine.access(w, i, lane, at, bytes, Space::generic, READS), bytes);
             at += bytes;
-            return value;
+            return read(w, i, lane, at - bytes, bytes, Space::generic);
         };
         std::size_t star;
         while ((star = part.find('*')) != std::string::npos) part.replace(star, 1, std::to_string((int)next(4)));
-        char text[512];
-        const char kind = part.back();
-        const bool is_long = part.find_first_of("lzjt") != std::string::npos;
-        if (kind == '%') {
-            made += '%';
-        } else if (kind == 's') {
-            std::snprintf(text, sizeof text, part.c_str(), text_at(w, i, lane, next(8)).c_str());
-            made += text;
-        } else if (std::strchr("fFeEgGaA", kind)) {
-            const uint64_t bits = next(8);
-            double value;
-            std::memcpy(&value, &bits, 8);
+        const auto print = [&](auto value) {
+            char text[512];
             std::snprintf(text, sizeof text, part.c_str(), value);
             made += text;
-        } else {
-            const bool wide = is_long || kind == 'p';
-            const uint64_t value = next(wide ? 8 : 4);
-            wide ? std::snprintf(text, sizeof text, part.c_str(), (unsigned long long)value)
-                 : std::snprintf(text, sizeof text, part.c_str(), (unsigned)value);
-            made += text;
-        }
+        };
+        const char kind = part.back();
+        const bool wide = kind == 'p' || part.find_first_of("lzjt") != std::string::npos;
+        if (kind == '%') made += '%';
+        else if (kind == 's') print(text_at(w, i, lane, next(8)).c_str());
+        else if (std::strchr("fFeEgGaA", kind)) print(std::bit_cast<double>(next(8)));
+        else if (wide) print((unsigned long long)next(8));
+        else print((unsigned)next(4));
     }
     return made;
 }
@@ -74,24 +66,20 @@ static void vprintf(Warp& w, const Instr& i, Mask active) {  // result, format, 
     for_lanes(active, [&](int l) {
         std::string& all = w.machine.printed;
         if (all.size() >= MOST_PRINTED) return;
-        all += formatted(w, i, l, text_at(w, i, l, argument(w, i, 1, l, 8)), argument(w, i, 2, l, 8));
+        all += formatted(w, i, l, text_at(w, i, l, argument(w, i, 1, l)), argument(w, i, 2, l));
         all.resize(std::min(all.size(), MOST_PRINTED));
     });
 }
 
 static void assertfail(Warp& w, const Instr& i, Mask active) {  // condition, file, line, function, size of a character
     const int l = __builtin_ctz(active);
-    w.machine.fail(w, i, l, "assert", text_at(w, i, l, argument(w, i, 0, l, 8)));
+    w.machine.fail(w, i, l, "assert", text_at(w, i, l, argument(w, i, 0, l)));
 }
 
 static void trap(Warp& w, const Instr& i, Mask active) {
     w.machine.fail(w, i, __builtin_ctz(active), "trap", "the kernel executes a trap");
 }
 
-static const Register all_[] = {
-    {{"vprintf"}, [](Form&) -> Handler { return vprintf; }},
-    {{"assertfail"}, [](Form&) -> Handler { return assertfail; }},
-    {{"trap"}, [](Form&) -> Handler { return trap; }},
-};
+static const Rows rows_{{"vprintf", vprintf}, {"assertfail", assertfail}, {"trap", trap}};
 
 }  // namespace calls

@@ -6,8 +6,6 @@
 #pragma once
 #include "memory.h"
 
-#include <algorithm>
-
 struct Counts {  // of a line; in the order of counters.py
     int64_t instructions, load_requests, load_sectors, load_bytes, store_requests, store_sectors, store_bytes;
     int64_t copied_bytes, atomics, shared_requests, bank_conflicts, local_bytes, shuffles, barriers, branches, uniform_branches;
@@ -85,7 +83,7 @@ inline void count_access(Counts& line, Warp& w, const Instr& i, Mask active) {
     const int where = loads || f.name == "atom" || f.name == "ldmatrix" ? 1 : 0, value = where == 1 && !f.has("cas") ? 0 : where + 1;
     const unsigned bytes = bytes_of(w, i, value, active);
     if (f.counted == Counted::matrices && i.op[value].count < 4) active &= (1u << 8 * i.op[value].count) - 1;
-    const Space space = f.counted == Counted::copy ? Space::shared : memory::space_of(f);
+    const Space space = f.counted == Counted::copy ? Space::shared : f.space;
     uint64_t address[LANES];
     Mask shared = 0, local = 0, global = 0;
     for_lanes(active, [&](int l) {

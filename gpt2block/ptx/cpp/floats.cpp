@@ -1,339 +1,251 @@
 // Handlers of floating-point instructions, and of all conversions.
 #include "compare.h"
-#include "numbers.h"
 
 namespace floats {
 
 using namespace numbers;
 
-inline int64_t packed(Way way) {
-    int64_t settings = 0;
-    static_assert(sizeof way <= sizeof settings);
-    std::memcpy(&settings, static_cast<const void*>(&way), sizeof way);
-    return settings;
-}
-inline Way unpacked(int64_t settings) {
-    Way way;
-    std::memcpy(static_cast<void*>(&way), &settings, sizeof way);
-    return way;
-}
-
-inline Way way_of(const Form& f) {
-    Way way;
-    for (const std::string& word : f.modifiers) {
-        if (word.size() >= 2 && word[0] == 'r' && word != "relu") {
-            way.integral = word.size() == 3 && word[2] == 'i';
-            way.round = word == "rna"     ? Round::away
-                        : word[1] == 'z' ? Round::zero
-                        : word[1] == 'm' ? Round::down
-                        : word[1] == 'p' ? Round::up
-                                         : Round::nearest;
-        }
+// Calls make with the format of a type. Returns null for other types. HALVES: whether there are operations on f16 and
+// bf16, and on pairs of them.
+template <bool HALVES, class Make>
+Handler for_format(const Type& type, Make make) {
+    if constexpr (HALVES) {
+        if (type.is("f16") || type.is("f16x2")) return make(F16());
+        if (type.is("bf16") || type.is("bf16x2")) return make(BF16());
     }
-    way.ftz = f.has("ftz"), way.sat = f.has("sat"), way.relu = f.has("relu"), way.finite = f.has("satfinite");
-    return way;
+    return type.is("f32") ? make(F32()) : type.is("f64") ? make(F64()) : nullptr;
 }
 
-// --- arithmetic
+// --- d = f(a, b, ...)
 
-// NEAREST: the way is .rn without .sat or .relu, with .ftz if FTZ; it is then known to the compiler.
-template <class Op, class F, int OPERANDS, bool NEAREST, bool FTZ>
-static void arithmetic(Warp& w, const Instr& i, Mask active) {
-    Way way = unpacked(i.form->arg[0]);
-    if (NEAREST) way = Way(), way.ftz = FTZ;
-    const uint64_t* a = w.in(i, 1);
-    const uint64_t* b = OPERANDS > 1 ? w.in(i, 2) : a;
-    const uint64_t* c = OPERANDS > 2 ? w.in(i, 3) : a;
-    uint64_t* d = w.out(i, 0);
-    for_lanes(active, [=](int l) { d[l] = Op::template run<F>(a[l], b[l], c[l], way); });
-}
-
-template <class Op, class F>
-struct Twice {  // the operation for both halves
-    template <class>
-    static uint64_t run(uint64_t a, uint64_t b, uint64_t c, Way way) {
-        const uint64_t low = Op::template run<F>(a & 0xffff, b & 0xffff, c & 0xffff, way);
-        return low | Op::template run<F>(a >> 16, b >> 16, c >> 16, way) << 16;
-    }
+// How an operation is applied to bits: to numbers of the host, to doubles of which the result is not exact, to bits.
+template <class F>
+struct OfHost {
+    template <class Op, class... A>
+    static uint64_t apply(Way way, A... a) { return finish<F>(Op()(host<F>(a)...), way); }
+};
+template <class F>
+struct OfDouble {
+    template <class Op, class... A>
+    static uint64_t apply(Way way, A... a) { return finish<F>(Op()(value<F>(a)...), way); }
+};
+template <class F>
+struct OfBits {
+    template <class Op, class... A>
+    static uint64_t apply(Way, A... a) { return Op()(F(), a...); }
 };
 
-template <class Op, int OPERANDS>
-static Handler pick(Form& f) {
-    const Way way = way_of(f);
-    f.arg[0] = packed(way);
-    const Type& type = f.type();
-    const bool nearest = way.round == Round::nearest && !way.sat && !way.relu;
-    if (type.is("f32")) {
-        if (!nearest) return arithmetic<Op, F32, OPERANDS, false, false>;
-        return way.ftz ? arithmetic<Op, F32, OPERANDS, true, true> : arithmetic<Op, F32, OPERANDS, true, false>;
+enum Known { NOTHING, NEAREST, NEAREST_FTZ };  // what the compiler knows of the way: .rn without .sat or .relu
+
+template <class Op, class F, class Apply, Known KNOWN, std::size_t... K>
+void mapped(Warp& w, const Instr& i, Mask active, std::index_sequence<K...> sequence) {
+    const Way way = KNOWN == NOTHING ? i.form->way : Way{.ftz = KNOWN == NEAREST_FTZ};
+    const auto one = [=](auto... a) { return Apply::template apply<Op>(way, (way.ftz ? F::flushed(a) : a)...); };
+    const Rounding rounding(way.round);
+    if (F::BITS == 16 && i.form->type().bits == 32) {
+        const auto two = [=](auto... a) { return one((a & 0xffff)...) | one((a >> 16)...) << 16; };
+        return w.map<uint64_t>(i, active, two, sequence);
     }
-    if (type.is("f64")) return arithmetic<Op, F64, OPERANDS, false, false>;
-    if (type.is("f16")) return arithmetic<Op, F16, OPERANDS, false, false>;
-    if (type.is("bf16")) return arithmetic<Op, BF16, OPERANDS, false, false>;
-    if (type.is("f16x2")) return arithmetic<Twice<Op, F16>, F16, OPERANDS, false, false>;
-    if (type.is("bf16x2")) return arithmetic<Twice<Op, BF16>, BF16, OPERANDS, false, false>;
-    return nullptr;
+    w.map<uint64_t>(i, active, one, sequence);
 }
 
-template <bool LARGER, bool NAN_RESULT>
-struct Extreme {
-    template <class F>
-    static uint64_t run(uint64_t a, uint64_t b, uint64_t, Way way) {
-        return extreme<F>(a, b, LARGER, NAN_RESULT, way.ftz);
-    }
-};
-template <bool NEGATES>
-struct Sign {
-    template <class F>
-    static uint64_t run(uint64_t a, uint64_t, uint64_t, Way way) {
-        if (way.ftz) a = F::flushed(a);
-        return NEGATES ? a ^ F::SIGN : a & F::MAGNITUDE;
-    }
-};
-struct CopySign {
-    template <class F>
-    static uint64_t run(uint64_t a, uint64_t b, uint64_t, Way) {
-        return (a & F::SIGN) | (b & F::MAGNITUDE);
-    }
-};
+template <class Op, class F, class Apply, Known KNOWN, int N>
+void arithmetic(Warp& w, const Instr& i, Mask active) {
+    mapped<Op, F, Apply, KNOWN>(w, i, active, std::make_index_sequence<N>());
+}
 
-static Handler pick_division(Form& f) {
-    if (f.has("approx")) return pick<DivApprox, 2>(f);
-    return f.has("full") ? pick<DivFull, 2>(f) : pick<Div, 2>(f);
+template <template <class> class Apply, bool HALVES, int N, class Op>
+constexpr Pick pick(Op) {
+    return [](Form& f) {
+        return for_format<HALVES>(f.type(), [&](auto format) -> Handler {
+            using F = decltype(format);
+            const bool known = f.way.round == Round::nearest && !f.way.sat && !f.way.relu;
+            if constexpr (F::BITS == 32) {
+                if (known && f.way.ftz) return arithmetic<Op, F, Apply<F>, NEAREST_FTZ, N>;
+                if (known) return arithmetic<Op, F, Apply<F>, NEAREST, N>;
+            }
+            return arithmetic<Op, F, Apply<F>, NOTHING, N>;
+        });
+    };
 }
 
 // --- comparisons
 
 template <class F>
-static Mask compared(const uint64_t* a, const uint64_t* b, Mask active, unsigned accepts, bool ftz, int shift = 0) {
-    Mask holds = 0;
-    for_lanes(active, [&](int l) {
-        holds |= (Mask)((relation<F>(a[l] >> shift, b[l] >> shift, ftz) & accepts) != 0) << l;
-    });
-    return holds;
-}
-
-// Operands: p, or p and q, then a, b, and perhaps a predicate to join with.
-template <class F, bool TWO>
-static void setp(Warp& w, const Instr& i, Mask active) {
-    const int64_t* arg = i.form->arg;
-    const int a = i.count - (arg[2] == ALONE ? 2 : 3);
-    const Mask other = arg[2] == ALONE ? 0 : w.predicate(i, a + 2);
-    const auto half = [&](int shift) {
-        return compared<F>(w.in(i, a), w.in(i, a + 1), active, (unsigned)arg[0], arg[1], shift);
-    };
-    const Mask low = half(0), high = TWO ? half(16) : ~low;
-    w.set_predicate(i, 0, active, join((int)arg[2], low, other));
-    if (a == 2) w.set_predicate(i, 1, active, join((int)arg[2], high, other));
-}
-
-template <class F, bool TWO>
-static void set(Warp& w, const Instr& i, Mask active) {
-    const int64_t* arg = i.form->arg;
-    const Mask other = arg[2] == ALONE ? 0 : w.predicate(i, 3);
-    const uint64_t *a = w.in(i, 1), *b = w.in(i, 2);
-    const Mask low = join((int)arg[2], compared<F>(a, b, active, (unsigned)arg[0], arg[1]), other);
-    Mask high = 0;
-    if (TWO) high = join((int)arg[2], compared<F>(a, b, active, (unsigned)arg[0], arg[1], 16), other);
-    uint64_t* d = w.out(i, 0);
-    for_lanes(active, [&](int l) {
-        d[l] = (low >> l & 1 ? arg[3] & (TWO ? 0xffff : 0xffffffff) : 0) | (high >> l & 1 ? arg[3] << 16 : 0);
-    });
-}
+struct Numbers {
+    static unsigned of(uint64_t a, uint64_t b, bool ftz) { return relation<F>(a, b, ftz); }
+};
 
 template <bool SET>
-static Handler pick_comparison(Form& f) {
-    const Type& type = f.type(SET ? 1 : 0);
-    f.arg[0] = accepted(f), f.arg[1] = f.has("ftz"), f.arg[2] = joined(f);
-    if (f.arg[0] == 0) return nullptr;
-    if (SET) {
-        const Type& result = f.type();
-        f.arg[3] = result.is("f32")                         ? F32::ONE
-                   : result.is("f16") || result.is("f16x2") ? F16::ONE
-                   : result.kind == 'f'                     ? BF16::ONE
-                   : result.bits == 16                      ? 0xffff
-                                                            : 0xffffffff;
-    }
-#define COMPARISON(NAME, F, TWO) \
-    if (type.is(NAME)) return SET ? set<F, TWO> : setp<F, TWO>;
-    COMPARISON("f32", F32, false)
-    COMPARISON("f64", F64, false)
-    COMPARISON("f16", F16, false)
-    COMPARISON("bf16", BF16, false)
-    COMPARISON("f16x2", F16, true)
-    COMPARISON("bf16x2", BF16, true)
-#undef COMPARISON
-    return nullptr;
+Handler pick_comparison(Form& f) {
+    if (!compare::prepare(f)) return nullptr;
+    return for_format<true>(f.type(SET ? 1 : 0), [](auto format) -> Handler {
+        using Relation = Numbers<decltype(format)>;
+        return SET ? compare::set<Relation> : compare::setp<Relation>;
+    });
 }
+
+// holds: a function of a format, and a number without its sign.
+template <class Op>
+constexpr Pick test(Op) {
+    return [](Form& f) {
+        return for_format<false>(f.type(), [](auto format) -> Handler {
+            return [](Warp& w, const Instr& i, Mask active) {
+                const uint64_t* a = w.in(i, 1);
+                Mask holds = 0;
+                for_lanes(active, [&](int l) {
+                    holds |= (Mask)Op()(decltype(format)(), a[l] & decltype(format)::MAGNITUDE) << l;
+                });
+                w.set_predicate(i, 0, active, holds);
+            };
+        });
+    };
+}
+
+// --- conversions: from bits to doubles, which are exact or rounded to odd, and from there to bits
+
+struct Conversion {
+    Type to, from;  // of an element
+    bool pair;
+    void (*decode)(const uint64_t* bits, int shift, const Conversion&, Way, double* x);
+    uint64_t (*encode)(double x, const Conversion&, Way);
+};
 
 template <class F>
-static void testp(Warp& w, const Instr& i, Mask active) {
-    const uint64_t* a = w.in(i, 1);
-    const std::string& word = i.form->modifiers[0];
-    Mask holds = 0;
-    for_lanes(active, [&](int l) {
-        const uint64_t size = a[l] & F::MAGNITUDE;
-        const bool nan = F::is_nan(size), infinite = size == F::INFINITY_, small = size < F::NORMAL && size;
-        const bool found = word == "finite"        ? !nan && !infinite
-                           : word == "infinite"    ? infinite
-                           : word == "number"      ? !nan
-                           : word == "notanumber"  ? nan
-                           : word == "subnormal"   ? small
-                                                   : !nan && !infinite && size >= F::NORMAL;
-        holds |= (Mask)found << l;
-    });
-    w.set_predicate(i, 0, active, holds);
+void decode(const uint64_t* bits, int shift, const Conversion&, Way way, double* x) {
+    const uint64_t ones = F::MAGNITUDE | F::SIGN;
+    for (int l = 0; l < LANES; ++l) x[l] = value<F>(bits[l] >> shift & ones, way.ftz && F::BITS == 32);
+}
+template <class F>
+uint64_t encode(double x, const Conversion&, Way way) {
+    way.ftz &= F::BITS == 32;
+    return finish<F>(x, way) << (std::is_same_v<F, TF32> ? 13 : 0);
 }
 
-// --- conversions
-
-using Conversion = uint64_t (*)(uint64_t from, const int64_t* arg);
-
-// From integers: the width and sign are settings, so that one function serves all types.
-struct Integer {
-    unsigned width;
-    bool is_signed;
-    uint64_t extended(uint64_t x) const {
-        const int unused = 64 - (int)width;
-        return is_signed ? (uint64_t)((int64_t)(x << unused) >> unused) : x << unused >> unused;
+inline uint64_t extended(uint64_t x, const Type& type) {
+    const int unused = 64 - (int)type.bits;
+    return type.is_signed() ? (uint64_t)((int64_t)(x << unused) >> unused) : x << unused >> unused;
+}
+static void decode_integer(const uint64_t* bits, int, const Conversion& c, Way, double* x) {
+    const bool is_signed = c.from.is_signed();
+    for (int l = 0; l < LANES; ++l) {
+        const uint64_t whole = extended(bits[l], c.from);
+        x[l] = c.to.bits < 64 ? odd_integer(whole, is_signed) : is_signed ? (double)(int64_t)whole : (double)whole;
     }
-};
-inline Integer integer(int64_t setting) { return {(unsigned)(setting & 127), setting > 127}; }
-inline int64_t setting(const Type& type) { return type.bits + (type.is_signed() ? 128 : 0); }
-
-// arg: the way, the type of the result, the type of the operand.
-template <class From>
-static uint64_t float_to_integer(uint64_t x, const int64_t* arg) {
-    const Way way = unpacked(arg[0]);
-    const Integer to = integer(arg[1]);
-    return to_integer(value<From>(x, way.ftz && From::BITS == 32), way.round, to.width, to.is_signed, From::BITS == 64);
 }
-template <class To>
-static uint64_t integer_to_float(uint64_t x, const int64_t* arg) {
-    const Integer from = integer(arg[2]);
-    return from_integer<To>(from.extended(x), from.is_signed, unpacked(arg[0]));
-}
-static uint64_t integer_to_integer(uint64_t x, const int64_t* arg) {
-    const Integer to = integer(arg[1]), from = integer(arg[2]);
-    x = from.extended(x);
-    if (unpacked(arg[0]).sat) {
-        const uint64_t most = ~0ull >> (64 - to.width + to.is_signed);
-        const bool negative = from.is_signed && (int64_t)x < 0;
-        if (!negative && x > most) x = most;
-        if (negative && (!to.is_signed || (int64_t)x < -(int64_t)most - 1)) x = to.is_signed ? ~most : 0;
-    }
-    return to.extended(x);
-}
-template <class To, class From>
-static uint64_t float_to_float(uint64_t x, const int64_t* arg) {
-    return convert<To, From>(x, unpacked(arg[0])) << (std::is_same_v<To, TF32> ? 13 : 0);
-}
-
-// Calls make(format) with the format of a type, as an object. Returns null for other types.
-template <class Make>
-static Conversion with_format(const std::string& name, Make make) {
-    if (name == "f32") return make(F32());
-    if (name == "f64") return make(F64());
-    if (name == "f16") return make(F16());
-    if (name == "bf16") return make(BF16());
-    return nullptr;
-}
-
-static Conversion conversion(const std::string& to, const std::string& from) {
-    const bool of_float = type_named(from).kind == 'f', to_float = type_named(to).kind == 'f';
-    if (!of_float && !to_float) return integer_to_integer;
-    if (!of_float) return with_format(to, [](auto t) -> Conversion { return integer_to_float<decltype(t)>; });
-    if (!to_float) return with_format(from, [](auto f) -> Conversion { return float_to_integer<decltype(f)>; });
-#define CONVERSION(TO, T, FROM, F) \
-    if (to == TO && from == FROM) return float_to_float<T, F>;
-    CONVERSION("tf32", TF32, "f32", F32)
-    CONVERSION("e4m3", E4M3, "f32", F32)
-    CONVERSION("e5m2", E5M2, "f32", F32)
-    CONVERSION("e4m3", E4M3, "f16", F16)
-    CONVERSION("e5m2", E5M2, "f16", F16)
-    CONVERSION("f16", F16, "e4m3", E4M3)
-    CONVERSION("f16", F16, "e5m2", E5M2)
-#undef CONVERSION
-    return with_format(to, [&](auto t) -> Conversion {
-        return with_format(from, [](auto f) -> Conversion { return float_to_float<decltype(t), decltype(f)>; });
-    });
+static uint64_t encode_integer(double x, const Conversion& c, Way) {
+    return to_integer(x, c.to.bits, c.to.is_signed(), c.from.bits == 64);
 }
 
 static void cvt(Warp& w, const Instr& i, Mask active) {
-    const int64_t* arg = i.form->arg;
-    const Conversion convert = reinterpret_cast<Conversion>(arg[3]);
-    const uint64_t* a = w.in(i, 1);
+    const Conversion& c = *reinterpret_cast<const Conversion*>(i.form->arg[0]);
+    const Way way = i.form->way;
+    const Rounding rounding(way.round);
+    uint64_t made[LANES] = {};
+    double x[LANES];
+    for (int part = 0; part < 1 + c.pair; ++part) {
+        const bool packs = i.count > 2;  // d = {a, b}: a becomes the upper half
+        const uint64_t* from = w.in(i, packs && !part ? 2 : 1);
+        c.decode(from, packs ? 0 : part * (int)c.from.bits, c, way, x);
+        for_lanes(active, [&](int l) {
+            if (way.integral) x[l] = std::nearbyint(x[l]);
+            made[l] |= c.encode(x[l], c, way) << part * c.to.bits;
+        });
+    }
     uint64_t* d = w.out(i, 0);
-    for_lanes(active, [=](int l) { d[l] = convert(a[l], arg); });
+    for_lanes(active, [&](int l) { d[l] = made[l]; });
 }
 
-// d = {a, b}: the first operand becomes the upper half. Or d = {upper half, lower half} of the only operand.
-static void cvt_pair(Warp& w, const Instr& i, Mask active) {
-    const int64_t* arg = i.form->arg;
-    const Conversion convert = reinterpret_cast<Conversion>(arg[3]);
-    const bool packs = i.count > 2;
-    const int to = (int)arg[1], from = (int)arg[2];  // bits of a half
-    const uint64_t *a = w.in(i, 1), *b = packs ? w.in(i, 2) : a;
-    uint64_t* d = w.out(i, 0);
-    for_lanes(active, [=](int l) {
-        const uint64_t mask = (1ull << from) - 1, high = packs ? a[l] : a[l] >> from;
-        d[l] = convert(high & mask, arg) << to | convert(b[l] & mask, arg);
+static void cvt_integers(Warp& w, const Instr& i, Mask active) {
+    const Type &to = i.form->type(0), &from = i.form->type(1);
+    const uint64_t most = ~0ull >> (64 - to.bits + to.is_signed());
+    w.map(i, active, [&](uint64_t x) {
+        x = extended(x, from);
+        const bool negative = from.is_signed() && (int64_t)x < 0;
+        if (i.form->way.sat && !negative) x = std::min(x, most);
+        if (i.form->way.sat && negative) x = to.is_signed() ? std::max((int64_t)x, (int64_t)~most) : 0;
+        return extended(x, to);
     });
+}
+
+// Completes a conversion with the functions for its types. Returns whether both are known.
+static bool choose(Conversion& c) {
+    const auto each = [&](const char* name, auto format) {
+        if (c.from.is(name)) c.decode = decode<decltype(format)>;
+        if (c.to.is(name)) c.encode = encode<decltype(format)>;
+    };
+    if (c.from.kind != 'f') c.decode = decode_integer;
+    if (c.to.kind != 'f') c.encode = encode_integer;
+    each("f16", F16()), each("bf16", BF16()), each("f32", F32()), each("f64", F64());
+    each("e4m3", E4M3()), each("e5m2", E5M2());
+    if (c.to.is("tf32")) c.encode = encode<TF32>;
+    return c.decode && c.encode;
 }
 
 static Handler pick_cvt(Form& f) {
     if (f.types.size() != 2) return nullptr;
-    Type to = f.type(0), from = f.type(1);
-    const auto one = [](Type& type) {
-        const std::size_t length = type.name.size();
-        if (length < 3 || type.name.compare(length - 2, 2, "x2")) return false;
-        type = type_named(type.name.substr(0, length - 2));
-        return true;
+    if (f.type(0).kind != 'f' && f.type(1).kind != 'f') return cvt_integers;
+    const auto is_pair = [](const Type& type) { return type.name.find("x2") != std::string::npos; };
+    const auto element = [&](const Type& type) {
+        return is_pair(type) ? type_named(type.name.substr(0, type.name.size() - 2)) : type;
     };
-    const bool pair = one(to), of_pair = one(from);
-    if (of_pair && !pair) return nullptr;
-    Way way = way_of(f);
-    if (to.bits == 8 && to.kind == 'f') way.finite = true;
-    f.arg[0] = packed(way);
-    f.arg[1] = pair ? to.bits : setting(to);
-    f.arg[2] = pair ? from.bits : setting(from);
-    f.arg[3] = reinterpret_cast<int64_t>(conversion(to.name, from.name));
-    return f.arg[3] == 0 ? nullptr : pair ? cvt_pair : cvt;
+    auto c = std::make_shared<Conversion>(Conversion{element(f.type(0)), element(f.type(1)), is_pair(f.type(0))});
+    if ((is_pair(f.type(1)) && !c->pair) || !choose(*c)) return nullptr;
+    f.way.finite |= c->to.bits == 8 && c->to.kind == 'f';
+    f.arg[0] = reinterpret_cast<int64_t>(c.get());
+    f.details = c;
+    return cvt;
 }
+
+// --- the table
+
+using std::fma;
+constexpr auto less = [](auto f, uint64_t a, uint64_t b) { return extreme<decltype(f)>(a, b, false, false); };
+constexpr auto larger = [](auto f, uint64_t a, uint64_t b) { return extreme<decltype(f)>(a, b, true, false); };
+constexpr auto less_or_nan = [](auto f, uint64_t a, uint64_t b) { return extreme<decltype(f)>(a, b, false, true); };
+constexpr auto larger_or_nan = [](auto f, uint64_t a, uint64_t b) { return extreme<decltype(f)>(a, b, true, true); };
+constexpr auto product_and_sum = [](auto a, auto b, auto c) { return fma(a, b, c); };
+// div.approx does not divide by more than 2^126.
+constexpr auto rough_quotient = [](double a, double b) {
+    return std::fabs(b) > 0x1p126 && std::isfinite(b) ? a * std::copysign(0.0, b) : a / b;
+};
+
+static const Rows rows_{
+    {"add", pick<OfHost, true, 2>([](auto a, auto b) { return a + b; })},
+    {"sub", pick<OfHost, true, 2>([](auto a, auto b) { return a - b; })},
+    {"mul", pick<OfHost, true, 2>([](auto a, auto b) { return a * b; })},
+    {"fma", pick<OfHost, true, 3>(product_and_sum)},
+    {"mad", pick<OfHost, true, 3>(product_and_sum)},
+    {"div", pick<OfHost, false, 2>([](auto a, auto b) { return a / b; })},
+    {"rcp", pick<OfHost, false, 1>([](auto a) { return 1 / a; })},
+    {"sqrt", pick<OfHost, false, 1>([](auto a) { return std::sqrt(a); })},
+    // Approximate instructions of a GPU return the number nearest to the exact result here.
+    {"div.full", pick<OfDouble, false, 2>([](double a, double b) { return a / b; })},
+    {"div.approx", pick<OfDouble, false, 2>(rough_quotient)},
+    {"rcp.approx", pick<OfDouble, false, 1>([](double a) { return 1 / a; })},
+    {"sqrt.approx", pick<OfDouble, false, 1>([](double a) { return std::sqrt(a); })},
+    {"rsqrt", pick<OfDouble, false, 1>([](double a) { return 1 / std::sqrt(a); })},
+    {"ex2", pick<OfDouble, true, 1>([](double a) { return std::exp2(a); })},
+    {"lg2", pick<OfDouble, false, 1>([](double a) { return std::log2(a); })},
+    {"sin", pick<OfDouble, false, 1>([](double a) { return std::sin(a); })},
+    {"cos", pick<OfDouble, false, 1>([](double a) { return std::cos(a); })},
+    {"tanh", pick<OfDouble, true, 1>([](double a) { return std::tanh(a); })},
+    {"min", pick<OfBits, true, 2>(less)},
+    {"max", pick<OfBits, true, 2>(larger)},
+    {"min.NaN", pick<OfBits, true, 2>(less_or_nan)},
+    {"max.NaN", pick<OfBits, true, 2>(larger_or_nan)},
+    {"neg", pick<OfBits, true, 1>([](auto f, uint64_t a) { return a ^ f.SIGN; })},
+    {"abs", pick<OfBits, true, 1>([](auto f, uint64_t a) { return a & f.MAGNITUDE; })},
+    {"copysign", pick<OfBits, false, 2>([](auto f, uint64_t a, uint64_t b) { return (a & f.SIGN) | (b & f.MAGNITUDE); })},
+    {"setp", pick_comparison<false>},
+    {"set", pick_comparison<true>},
+    {"testp.finite", test([](auto f, uint64_t a) { return a < f.INFINITY_; })},
+    {"testp.infinite", test([](auto f, uint64_t a) { return a == f.INFINITY_; })},
+    {"testp.number", test([](auto f, uint64_t a) { return a <= f.INFINITY_; })},
+    {"testp.notanumber", test([](auto f, uint64_t a) { return a > f.INFINITY_; })},
+    {"testp.subnormal", test([](auto f, uint64_t a) { return a && a < f.NORMAL; })},
+    {"testp.normal", test([](auto f, uint64_t a) { return a >= f.NORMAL && a < f.INFINITY_; })},
+    {"cvt", pick_cvt},
+};
 
 }  // namespace floats
-
-// Returns the handler of an instruction with operands of a floating-point type, or null.
-Handler pick_float(Form& f) {
-    using namespace floats;
-    static const std::unordered_map<std::string, Pick> all = {
-        {"add", pick<Add, 2>},
-        {"sub", pick<Sub, 2>},
-        {"mul", pick<Mul, 2>},
-        {"fma", pick<Fma, 3>},
-        {"mad", pick<Fma, 3>},
-        {"div", pick_division},
-        {"rcp", [](Form& f) { return f.has("approx") ? pick<RcpApprox, 1>(f) : pick<Rcp, 1>(f); }},
-        {"sqrt", [](Form& f) { return f.has("approx") ? pick<SqrtApprox, 1>(f) : pick<Sqrt, 1>(f); }},
-        {"rsqrt", pick<Rsqrt, 1>},
-        {"ex2", pick<Ex2, 1>},
-        {"lg2", pick<Lg2, 1>},
-        {"sin", pick<Sin, 1>},
-        {"cos", pick<Cos, 1>},
-        {"tanh", pick<Tanh, 1>},
-        {"min", [](Form& f) { return f.has("NaN") ? pick<Extreme<false, true>, 2>(f) : pick<Extreme<false, false>, 2>(f); }},
-        {"max", [](Form& f) { return f.has("NaN") ? pick<Extreme<true, true>, 2>(f) : pick<Extreme<true, false>, 2>(f); }},
-        {"neg", pick<Sign<true>, 1>},
-        {"abs", pick<Sign<false>, 1>},
-        {"copysign", pick<CopySign, 2>},
-        {"setp", pick_comparison<false>},
-        {"set", pick_comparison<true>},
-        {"testp", [](Form& f) -> Handler { return f.type().bits == 64 ? testp<F64> : testp<F32>; }},
-        {"cvt", pick_cvt},
-    };
-    const auto found = all.find(f.name);
-    return found == all.end() ? nullptr : found->second(f);
-}
-
-static const Register floats_{
-    {"fma", "rcp", "sqrt", "rsqrt", "ex2", "lg2", "sin", "cos", "tanh", "copysign", "testp", "cvt"}, pick_float};

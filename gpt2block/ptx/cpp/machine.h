@@ -1,31 +1,34 @@
-// The machine that executes PTX: values, instructions, warps, blocks, and how handlers of instructions register.
+// The machine that executes PTX: values, instructions, warps, blocks, and the table of the handlers of instructions.
 //
-// To add a handler of an opcode, in any header that main.cpp includes:
+// A header adds rows to the table. A row's opcode is a name, perhaps with modifiers and types that a form must have; of
+// the rows that fit a form, the one with the most words serves it:
 //
-//     static void run_popc(Warp& w, const Instr& i, Mask active) {
-//         const uint64_t* a = w.in(i, 1);                      // operand 1: a row, the values of 32 lanes
-//         uint64_t* d = w.out(i, 0);
-//         for_lanes(active, [&](int l) { d[l] = __builtin_popcountll(a[l]); });
-//     }
-//     static const Register popc_{{"popc"}, [](Form& f) -> Handler { return f.type().bits == 32 ? run_popc : nullptr; }};
+//     static const Rows rows_{
+//         {"popc", integers([](auto a) { return __builtin_popcountll(a); })},  // a Pick: chooses a handler for the types
+//         {"shfl.up", shfl<UP>, LAST},                                        // a handler, and which lanes it gathers
+//     };
 //
-// The second argument of Register is called once per form ("popc.b32") when a program is loaded. It chooses the handler
-// by types and modifiers, may store settings in f.arg, and returns null for a form that it does not know: the kernel is
-// then not judged. A handler is called with the lanes that are active after the guard; it writes only their values.
+// A Pick is called once per form ("popc.b32") when a program is loaded. It may store settings in f.arg, and returns null
+// for a form that it does not know; the next row is then tried. A form that no row knows is not judged. A handler is
+// called with the lanes that are active after the guard; it writes only their values.
 //
-// Rows: a value is zero-extended to 64 bits when it is written (a .b32 register holds 32 bits, an .f16x2 too). Immediates
-// and special registers are rows as well. Predicates are masks: w.predicate(i, k), w.set_predicate(i, k, active, mask).
-// A vector operand {a, b, c, d} has i.op[k].count rows: w.in(i, k, j), w.out(i, k, j). "_" as a destination is a row that
-// nobody reads. An address operand [a+8]: w.address(i, k, lane).
+// Values of lanes: a value is zero-extended to 64 bits when it is written (a .b32 register holds 32 bits, an .f16x2
+// too). The values of 32 lanes are a row; immediates and special registers are rows as well. Predicates are masks:
+// w.predicate(i, k), w.set_predicate(i, k, active, mask). A vector operand {a, b, c, d} has i.op[k].count rows:
+// w.in(i, k, j), w.out(i, k, j). "_" as a destination is a row that nobody reads. An address operand [a+8]:
+// w.address(i, k, lane).
 //
-// Instructions of several lanes: the form's `gathers` is the number of the operand with the mask of lanes, LAST, or
-// WHOLE_WARP (mma, ldmatrix). The scheduler then calls the handler once, when all lanes of the mask have arrived at the instruction.
+// Instructions of several lanes: the row's `gathers` is LAST if the last operand is the mask of lanes, or WHOLE_WARP
+// (mma, ldmatrix). The scheduler then calls the handler once, when all lanes of the mask have arrived at the instruction.
 // A handler that cannot complete calls w.again(lanes): these lanes execute the instruction again at their next turn. If
 // nothing else proceeds in the whole launch, this is a deadlock and becomes a finding.
 //
 // Memory: Machine::access() checks bounds, alignment, unwritten bytes and races, and returns the address of the bytes on
 // the host. Wrong kernels: Machine::fail() throws a Finding, which ends the launch.
 #pragma once
+#include "numbers.h"
+
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <cstring>
@@ -33,12 +36,20 @@
 #include <initializer_list>
 #include <map>
 #include <memory>
+#include <sstream>
 #include <string>
 #include <unordered_map>
 #include <vector>
 
 constexpr int LANES = 32;
 using Mask = uint32_t;  // bit l: lane l
+
+// Returns how many values of a type a function takes.
+template <class F, class T>
+constexpr std::size_t arity() {
+    if (std::is_invocable_v<F, T>) return 1;
+    return std::is_invocable_v<F, T, T> ? 2 : std::is_invocable_v<F, T, T, T> ? 3 : 4;
+}
 
 template <class F>
 inline void for_lanes(Mask active, F f) {
@@ -58,35 +69,41 @@ struct Type {
     bool is_signed() const { return kind == 's'; }
 };
 
+inline std::vector<std::string> split(const std::string& text, char separator) {
+    std::vector<std::string> parts;
+    std::istringstream in(text);
+    for (std::string part; std::getline(in, part, separator);) parts.push_back(part);
+    return parts;
+}
+
 struct Warp;
 struct Instr;
 struct Form;
 struct Machine;
 using Handler = void (*)(Warp&, const Instr&, Mask active);
 
-enum Gathers { NO_LANES = -1, WHOLE_WARP = -2, LAST = -3 };  // LAST: the last operand
+enum Gathers { NO_LANES = -1, WHOLE_WARP = -2, LAST = -3 };  // LAST: the lanes of the mask that is the last operand
 enum class Counted : uint8_t { nothing, branch, shuffle, barrier, load, store, atomic, matrices, copy };  // counters.h
 enum class Control : uint8_t { none, branch, branch_index, call, ret, exit, barrier };
+enum class Space : uint8_t { generic, global, shared, local, param, constant, cluster };
 
 // An opcode with its types and modifiers: "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32".
 struct Form {
-    std::string text, name;           // name: "mma"
-    std::vector<std::string> modifiers;  // the words that are no types: "sync", "aligned", "m16n8k16", "row", "col"
-    std::vector<Type> types;          // in order: f32, f16, f16, f32
+    std::string text, name;              // name: "mma"
+    std::vector<std::string> words;      // all parts of the text
+    std::vector<Type> types;             // in order: f32, f16, f16, f32
+    Space space = Space::generic;        // of the addresses
+    numbers::Way way;                    // how a result is rounded
     Handler run = nullptr;
     Control control = Control::none;
     int gathers = NO_LANES;
     Counted counted = Counted::nothing;
-    bool stores = false;              // whether a warp as a whole stores (wmma.store, stmatrix)
-    int64_t arg[4] = {};              // settings for the handler
+    bool stores = false;                 // whether a warp as a whole stores (wmma.store, stmatrix)
+    int64_t arg[4] = {};                 // settings for the handler
+    std::shared_ptr<void> details;       // what they point to
 
     explicit Form(const std::string& text);
-    bool has(const char* word) const {
-        for (const std::string& each : modifiers) {
-            if (each == word) return true;
-        }
-        return false;
-    }
+    bool has(const char* word) const { return std::find(words.begin(), words.end(), word) != words.end(); }
     const Type& type(std::size_t n = 0) const {
         static const Type none;
         return n < types.size() ? types[n] : none;
@@ -113,16 +130,36 @@ struct Instr {
 
 using Pick = Handler (*)(Form&);
 
-inline std::unordered_map<std::string, Pick>& pickers() {
-    static std::unordered_map<std::string, Pick> all;
-    return all;
+struct Row {
+    std::string opcodes;  // separated by spaces
+    Pick pick = nullptr;
+    Handler run = nullptr;
+    int gathers = NO_LANES;
+    Control control = Control::none;
+    std::vector<std::string> words = {};  // of one opcode
+
+    Row(const char* names, Pick p, int g = NO_LANES) : opcodes(names), pick(p), gathers(g) {}
+    Row(const char* names, Handler h, int g = NO_LANES) : opcodes(names), run(h), gathers(g) {}
+    Row(const char* names, Control c) : opcodes(names), run([](Warp&, const Instr&, Mask) {}), control(c) {}
+};
+
+inline std::vector<Row>& table() {
+    static std::vector<Row> rows;
+    return rows;
 }
 
-struct Register {
-    Register(std::initializer_list<const char*> names, Pick pick) {
-        for (const char* name : names) pickers()[name] = pick;
+struct Rows {
+    Rows(std::initializer_list<Row> rows) {
+        for (const Row& row : rows) {
+            for (const std::string& opcode : split(row.opcodes, ' ')) {
+                table().push_back(row);
+                table().back().words = split(opcode, '.');
+            }
+        }
     }
 };
+
+static void nothing(Warp&, const Instr&, Mask) {}
 
 // What is wrong with a kernel. Python makes the sentence: it knows the lines, the names and the elements.
 struct Access {  // who touched memory, and where in the program
@@ -141,8 +178,6 @@ struct Finding {
     int64_t bytes = 0;  // of the access
 };
 
-enum class Space : uint8_t { generic, global, shared, local, param, constant, cluster };
-
 // Generic addresses: the number of an array in the bits from 36 on. Arrays begin in the middle of their range, so that
 // addresses before them name them, too. Windows of shared memory, local memory and parameters have numbers of their own.
 constexpr int ARRAY_SHIFT = 36;
@@ -160,6 +195,7 @@ enum Use : unsigned {  // how an instruction touches memory; sums of these
     STRONG = 4,      // volatile, relaxed or stronger: two strong accesses are no race
     ATOMIC = 8,      // reads, changes and writes at once (with READS | WRITES | STRONG)
     READ_ONLY = 16,  // by the read-only cache (ld.global.nc)
+    UNWRITTEN = 32,  // may read bytes that nobody has written
 };
 
 struct Trace;   // trace.h
@@ -203,6 +239,7 @@ struct Warp {
     Mask repeats = 0;                // lanes that have called again()
     Mask gives_way = 0;              // lanes whose loop has run long while others are ready
     Mask waited = 0;                 // lanes for which the previous kernel has ended (griddepcontrol.wait)
+    Mask carry = 0;                  // of the last add.cc, sub.cc or mad.cc of each lane
     bool yields = false;             // an instruction such as nanosleep ends the turn
     std::array<std::vector<Saved>, LANES> calls;
     std::array<uint32_t, LANES> caller{};  // pc of the last call in a line that is known
@@ -223,6 +260,18 @@ struct Warp {
         p = (p & ~active) | (value & active);
     }
     uint64_t address(const Instr& i, int k, int lane) const { return in(i, k)[lane] + i.op[k].offset; }
+
+    // d = f(a, b, ...) for the active lanes, with values of a type, from operand 1 on as many as f takes.
+    template <class T = uint64_t, class F>
+    void map(const Instr& i, Mask active, F f) {
+        map<T>(i, active, f, std::make_index_sequence<arity<F, T>()>());
+    }
+    template <class T, class F, std::size_t... K>
+    void map(const Instr& i, Mask active, F f, std::index_sequence<K...>) {
+        const uint64_t* const from[] = {in(i, 1 + (int)K)...};
+        uint64_t* d = out(i, 0);
+        for_lanes(active, [=](int l) { d[l] = (std::make_unsigned_t<T>)(T)f((T)from[K][l]...); });
+    }
     void again(Mask lanes) { repeats |= lanes; }
 };
 
@@ -268,6 +317,7 @@ struct Program {  // of one kernel; made by encode.py
     int rows = 0, predicates = 0;
     uint32_t shared_bytes = 0;        // static
     uint32_t local_bytes = 0;         // of a thread
+    std::vector<std::pair<int64_t, int64_t>> gaps;  // in static shared memory, between variables
     unsigned granule = 4;             // bytes of the smallest access of the program
     bool compares = false;            // whether the program has an atom.cas
     std::vector<std::pair<int, std::string>> specials;  // row -> "%tid.x", set when a warp starts
@@ -300,11 +350,15 @@ struct Machine {
     // them in this way. space: of the instruction; `generic` for generic addresses.
     uint8_t* access(Warp& w, const Instr& i, int lane, uint64_t address, unsigned bytes, Space space, unsigned use);
 
-    [[noreturn]] void fail(const Warp& w, const Instr& i, int lane, std::string kind, std::string text) const {
-        Finding found;
-        found.kind = std::move(kind), found.text = std::move(text);
-        found.now = w.here(i, lane);
-        throw found;
+    [[noreturn]] void fail(const Warp& w, const Instr& i, int lane, const char* kind, std::string text) const {
+        throw Finding{.kind = kind, .text = std::move(text), .now = w.here(i, lane)};
+    }
+    // What does not end the launch: the first of each kind and array is enough.
+    bool noted(const std::string& kind, int array) const {
+        return std::any_of(notes.begin(), notes.end(), [&](const Finding& n) { return n.kind == kind && n.array == array; });
+    }
+    void note(const Finding& found) {
+        if (!noted(found.kind, found.array)) notes.push_back(found);
     }
 };
 
@@ -344,15 +398,45 @@ inline Type type_named(const std::string& word) {
     return found == all.end() ? Type() : found->second;
 }
 
-inline Form::Form(const std::string& whole) : text(whole) {
-    std::size_t at = whole.find('.');
-    name = whole.substr(0, at);
-    while (at != std::string::npos) {
-        const std::size_t next = whole.find('.', at + 1);
-        const std::string word = whole.substr(at + 1, next == std::string::npos ? next : next - at - 1);
-        const Type type = type_named(word);
-        type.bits ? types.push_back(type) : modifiers.push_back(word);
-        at = next;
+inline Space space_named(const std::string& word) {
+    static const std::unordered_map<std::string, Space> all = {
+        {"global", Space::global}, {"shared", Space::shared}, {"shared::cta", Space::shared}, {"const", Space::constant},
+        {"shared::cluster", Space::cluster}, {"local", Space::local}, {"param", Space::param},
+        {"param::entry", Space::param}, {"param::func", Space::param}};
+    const auto found = all.find(word);
+    return found == all.end() ? Space::generic : found->second;
+}
+
+inline Form::Form(const std::string& whole) : text(whole), words(split(whole, '.')) {
+    using numbers::Round;
+    static const std::unordered_map<std::string, Round> rounds = {
+        {"rz", Round::zero}, {"rm", Round::down}, {"rp", Round::up}, {"rna", Round::away},
+        {"rzi", Round::zero}, {"rmi", Round::down}, {"rpi", Round::up}};
+    name = words[0];
+    for (const std::string& word : words) {
+        if (const Type type = type_named(word); type.bits) types.push_back(type);
+        if (space == Space::generic) space = space_named(word);
+        if (rounds.count(word)) way.round = rounds.at(word);
+        way.integral |= word.size() == 3 && word[0] == 'r' && word[2] == 'i';
     }
+    way.ftz = has("ftz"), way.sat = has("sat"), way.relu = has("relu"), way.finite = has("satfinite");
     stores = name == "stmatrix" || has("store");
 }
+
+// Finds the handler of a form among the rows of an opcode. Returns whether there is one.
+inline bool find_handler(Form& f, const std::string& name) {
+    std::vector<const Row*> rows;
+    const auto has = [&](const std::string& word) { return f.has(word.c_str()); };
+    for (const Row& row : table()) {
+        if (row.words[0] == name && std::all_of(row.words.begin() + 1, row.words.end(), has)) rows.push_back(&row);
+    }
+    const auto longer = [](const Row* a, const Row* b) { return a->words.size() > b->words.size(); };
+    std::stable_sort(rows.begin(), rows.end(), longer);
+    for (const Row* row : rows) {
+        f.gathers = row->gathers, f.control = row->control;
+        f.run = row->pick ? row->pick(f) : row->run;
+        if (f.run) return true;
+    }
+    return false;
+}
+inline bool find_handler(Form& f) { return find_handler(f, f.name); }

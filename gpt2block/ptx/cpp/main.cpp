@@ -1,5 +1,6 @@
 // The C interface of the engine: load a program, launch it.
 #include "calls.h"
+#include "carry.h"
 #include "schedule.h"
 #include "wgmma.h"
 
@@ -19,6 +20,8 @@ struct ProgramData {
     int64_t constant_count;
     const char* specials;  // lines "row name"
     uint32_t rows, predicates, shared_bytes, local_bytes, granule;
+    const int64_t* gaps;  // two numbers each: the first byte, the byte after the last
+    int64_t gap_count;
 };
 
 struct LaunchData {
@@ -62,8 +65,11 @@ void write(std::ostringstream& out, const Finding& found) {
 }
 
 void write(std::ostringstream& out, const Step& step) {
-    for (int64_t each : {step.at.block, step.at.thread, (int64_t)step.at.place, step.pc, (int64_t)step.array, step.byte}) out << each << '\x1f';
-    out << step.bytes << '\x1f' << step.source << '\x1f' << step.kind << '\x1f' << step.value << '\x1f' << step.before << '\x1e';
+    for (int64_t each : {step.at.block, step.at.thread, (int64_t)step.at.place, step.pc, (int64_t)step.array, step.byte}) {
+        out << each << '\x1f';
+    }
+    out << step.bytes << '\x1f' << step.source << '\x1f' << step.kind << '\x1f' << step.value << '\x1f' << step.before
+        << '\x1e';
 }
 
 }  // namespace
@@ -75,10 +81,8 @@ Loaded* ptx_load(const ProgramData* data) {
     Program& p = loaded->program;
     for (const std::string& text : lines_of(data->forms)) {
         Form& form = *p.forms.emplace_back(std::make_unique<Form>(text));
-        const auto pick = pickers().find(form.name);
         form.counted = counters::kind_of(form);
-        form.run = pick == pickers().end() ? nullptr : pick->second(form);
-        if (!form.run) loaded->unknown += text + "\n";
+        if (!find_handler(form)) loaded->unknown += text + "\n";
         p.compares |= form.has("cas");
     }
     for (int64_t k = 0; k < data->operand_count; ++k) {
@@ -98,6 +102,7 @@ Loaded* ptx_load(const ProgramData* data) {
     }
     p.rows = (int)data->rows, p.predicates = (int)data->predicates;
     p.shared_bytes = data->shared_bytes, p.local_bytes = data->local_bytes, p.granule = data->granule;
+    for (int64_t k = 0; k < data->gap_count; ++k) p.gaps.emplace_back(data->gaps[2 * k], data->gaps[2 * k + 1]);
     return loaded.release();
 }
 
@@ -125,7 +130,8 @@ const char* ptx_launch(const Loaded* loaded, LaunchData* data) {
     if (m.checks) m.races = std::make_shared<Races>(m);
     if (data->traced) {
         m.trace = std::make_unique<Trace>(), m.races->holds = true;
-        for (int64_t k = 0; k < data->traced_count; ++k) m.trace->threads.insert({data->traced[2 * k], data->traced[2 * k + 1]});
+        const int64_t* each = data->traced;
+        for (int64_t k = 0; k < data->traced_count; ++k, each += 2) m.trace->threads.insert({each[0], each[1]});
         m.trace->array = (int)data->array, m.trace->byte = data->byte;
     }
     std::ostringstream out;

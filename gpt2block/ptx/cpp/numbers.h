@@ -1,16 +1,20 @@
 // Floating-point numbers of PTX as bit patterns. Every result is rounded once, as on a GPU. A NaN that an operation
 // makes is the canonical one; operations with f64 return the NaN of the host, whose rules are the same.
 //
-// Operations with f32, f16 and bf16 are computed in double, rounded to odd: if a result is inexact, its last bit is set.
-// Rounding it again, to at most 51 bits and in any direction, then equals rounding the exact result.
+// The host computes with f32 and f64 in the instruction's direction of rounding. Operations with shorter formats are
+// computed in double, rounded to odd: if a result is inexact, its last bit is set. Rounding it again, to at most 51 bits
+// and in any direction, then equals rounding the exact result.
 #pragma once
+#include <algorithm>
+#include <bit>
 #include <cfenv>
 #include <cmath>
 #include <cstdint>
-#include <cstring>
 #include <type_traits>
 
 namespace numbers {
+
+using std::bit_cast;
 
 enum class Round : uint8_t { nearest, zero, down, up, away };  // .rn .rz .rm .rp .rna
 
@@ -23,13 +27,20 @@ struct Way {  // how a result is made from the exact one
     bool integral = false;  // rounded to an integer
 };
 
-template <class To, class From>
-inline To bits(From from) {
-    static_assert(sizeof(To) == sizeof(From));
-    To to;
-    std::memcpy(&to, &from, sizeof to);
-    return to;
-}
+// Lets the host round in a direction until the end of a scope.
+class Rounding {
+    int before = -1;
+
+public:
+    explicit Rounding(Round round) {
+        if (round == Round::nearest || round == Round::away) return;
+        before = std::fegetround();
+        std::fesetround(round == Round::zero ? FE_TOWARDZERO : round == Round::down ? FE_DOWNWARD : FE_UPWARD);
+    }
+    ~Rounding() {
+        if (before >= 0) std::fesetround(before);
+    }
+};
 
 // A format with E bits of exponent and M of fraction.
 template <unsigned E, unsigned M>
@@ -58,207 +69,110 @@ template <class F>
 inline double value(uint64_t x, bool ftz = false) {
     if (ftz) x = F::flushed(x);
     if constexpr (F::BITS == 64) {
-        return bits<double>(x);
+        return bit_cast<double>(x);
     } else {
         const uint32_t moved = (uint32_t)(x & F::MAGNITUDE) << (23 - F::FRACTION);
         const uint32_t sign = (uint32_t)(x & F::SIGN) << (32 - F::BITS);
-        if (F::EXPONENT == 8) return bits<float>(moved | sign);
-        const float size = bits<float>(moved) * bits<float>((uint32_t)(254 - F::BIAS) << 23);  // 2^(127 - BIAS)
+        if (F::EXPONENT == 8) return bit_cast<float>(moved | sign);
+        const float size = bit_cast<float>(moved) * bit_cast<float>((uint32_t)(254 - F::BIAS) << 23);  // 2^(127 - BIAS)
         const bool special = (x & F::MAGNITUDE) >= F::INFINITY_;
-        return bits<float>((special ? moved | 0x7f800000u : bits<uint32_t>(size)) | sign);
+        return bit_cast<float>((special ? moved | 0x7f800000u : bit_cast<uint32_t>(size)) | sign);
     }
 }
 
 // Rounds a number, which is exact or rounded to odd.
 template <class F>
 inline uint64_t narrow(double x, Way way = {}) {
-    static_assert(F::FRACTION <= 49);
-    const uint64_t own = bits<uint64_t>(x), magnitude = own & F64::MAGNITUDE;
-    const bool negative = own >> 63;
+    const uint64_t own = bit_cast<uint64_t>(x), magnitude = own & F64::MAGNITUDE;
+    const bool negative = own >> 63, normal = magnitude >= F64::NORMAL;
     if (magnitude > F64::INFINITY_) return F::NAN_;
     if (way.relu && negative) return 0;
-    const int exponent = magnitude < F64::NORMAL ? F64::LEAST : (int)(magnitude >> 52) - F64::BIAS;
-    const uint64_t significand = (magnitude & (F64::NORMAL - 1)) | (magnitude < F64::NORMAL ? 0 : F64::NORMAL);
-    const int above = exponent - F::LEAST, dropped = 52 - (int)F::FRACTION + (above < 0 ? -above : 0);
-    const int shift = dropped > 63 ? 63 : dropped;
+    const int exponent = normal ? (int)(magnitude >> 52) - F64::BIAS : F64::LEAST, above = exponent - F::LEAST;
+    const uint64_t significand = (magnitude & (F64::NORMAL - 1)) | (normal ? F64::NORMAL : 0);
+    const int shift = std::min(52 - (int)F::FRACTION - std::min(above, 0), 63);
     const uint64_t rest = significand & ((1ull << shift) - 1), half = 1ull << (shift - 1);
     uint64_t whole = significand >> shift;
-    switch (way.round) {
-        case Round::nearest: whole += rest > half || (rest == half && (whole & 1)); break;
-        case Round::zero: break;
-        case Round::down: whole += negative && rest; break;
-        case Round::up: whole += !negative && rest; break;
-        case Round::away: whole += rest >= half; break;
-    }
+    const bool outwards = way.round == (negative ? Round::down : Round::up);
+    if (way.round == Round::nearest) whole += rest > half || (rest == half && (whole & 1));
+    else whole += way.round == Round::away ? rest >= half : outwards && rest;
     uint64_t result = (above < 0 ? 0 : (uint64_t)above << F::FRACTION) + whole;
     if (result > F::LARGEST) {
-        const bool inwards = way.round == Round::zero || way.round == (negative ? Round::up : Round::down);
-        result = way.finite || (inwards && magnitude != F64::INFINITY_) ? F::LARGEST : F::INFINITY_;
+        const bool to_infinity = outwards || way.round == Round::nearest || way.round == Round::away;
+        const bool infinite = to_infinity || magnitude == F64::INFINITY_;
+        result = infinite && !way.finite ? F::INFINITY_ : F::LARGEST;
     }
     return result | (negative ? F::SIGN : 0);
 }
 
-// Rounds a result, which is exact or rounded to odd, and changes it in the way of an instruction.
+// A double that is rounded to odd, to compute with numbers of formats that the host does not have.
+struct Odd {
+    double x;
+
+    friend Odd operator+(Odd a, Odd b) {
+        const double sum = a.x + b.x, part = sum - a.x, missing = (a.x - (sum - part)) + (b.x - part);
+        if (missing == 0 || !std::isfinite(sum)) return {sum};
+        const bool beyond = std::signbit(missing) != std::signbit(sum);  // the exact number is nearer to 0
+        return {bit_cast<double>((bit_cast<uint64_t>(sum) - beyond) | 1)};
+    }
+    friend Odd operator-(Odd a, Odd b) { return a + Odd{-b.x}; }
+    friend Odd operator*(Odd a, Odd b) { return {a.x * b.x}; }  // exact, as numbers with 11 bits are multiplied
+    friend Odd fma(Odd a, Odd b, Odd c) { return a * b + c; }
+};
+
+// The type with which the host computes, and a result in it, which is changed in the way of an instruction.
 template <class F>
-inline uint64_t finish(double x, Way way) {
-    if (way.sat) x = x > 0 ? (x < 1 ? x : 1) : 0;
-    if constexpr (F::BITS == 64) return bits<uint64_t>(x);
-    if constexpr (F::BITS != 64) {
-        const uint64_t result = narrow<F>(x, way);
+using Host = std::conditional_t<F::BITS == 64, double, std::conditional_t<F::BITS == 32, float, Odd>>;
+
+template <class F>
+inline Host<F> host(uint64_t x) {
+    if constexpr (F::BITS == 64) return bit_cast<double>(x);
+    else if constexpr (F::BITS == 32) return bit_cast<float>((uint32_t)x);
+    else return {value<F>(x)};
+}
+
+template <class F, class T>
+inline uint64_t finish(T x, Way way) {
+    if constexpr (std::is_same_v<T, Odd>) return finish<F>(x.x, way);
+    else {
+        if (way.sat) x = x > 0 ? (x < 1 ? x : 1) : 0;
+        uint64_t result;
+        if constexpr (sizeof(T) * 8 != F::BITS) result = narrow<F>(x, way);
+        else if constexpr (F::BITS == 64) result = bit_cast<uint64_t>(x);
+        else result = x != x ? (uint32_t)F::NAN_ : bit_cast<uint32_t>(x);
         return way.ftz ? F::flushed(result) : result;
     }
 }
 
-inline uint64_t finish_f32(float x, Way way) {  // of a result that is rounded
-    if (way.sat) x = x > 0 ? (x < 1 ? x : 1) : 0;
-    const uint32_t result = x != x ? (uint32_t)F32::NAN_ : bits<uint32_t>(x);
-    return way.ftz ? F32::flushed(result) : result;
-}
-
-// Rounds near + missing to odd, where `missing` is what rounding to `near` has lost, or has its sign.
-inline double odd(double near, double missing) {
-    if (missing == 0 || !std::isfinite(near)) return near;
-    const bool beyond = std::signbit(missing) != std::signbit(near);  // the exact number is nearer to 0
-    return bits<double>((bits<uint64_t>(near) - beyond) | 1);
-}
-
-inline double odd_sum(double a, double b, Round round = Round::nearest) {
-    const double sum = a + b, part = sum - a;
-    if (sum == 0) return round == Round::down && (std::signbit(a) || std::signbit(b)) ? -0.0 : sum;
-    return odd(sum, (a - (sum - part)) + (b - part));
-}
-
-inline double odd_quotient(double a, double b) {
-    const double near = a / b;
-    if (!std::isfinite(near) || !std::isfinite(b)) return near;
-    const double rest = std::fma(-near, b, a);
-    return odd(near, std::signbit(b) ? -rest : rest);
-}
-
-inline double odd_root(double a) {
-    const double near = std::sqrt(a);
-    return near > 0 && std::isfinite(near) ? odd(near, std::fma(-near, near, a)) : near;
-}
-
-// Computes with double in a direction of rounding.
-template <class Compute>
-inline uint64_t directed(Round round, Compute compute) {
-    if (round == Round::nearest) return bits<uint64_t>(compute());
-    const int before = std::fegetround();
-    std::fesetround(round == Round::zero ? FE_TOWARDZERO : round == Round::down ? FE_DOWNWARD : FE_UPWARD);
-    volatile const double result = compute();
-    std::fesetround(before);
-    return bits<uint64_t>((double)result);
-}
-
-// Operations: run<F>(a, b, c, way). Those with fewer operands ignore the others.
-#define OPERATION(NAME, OF_DOUBLE, OF_FLOAT, ODD)                                                             \
-    struct NAME {                                                                                             \
-        template <class F>                                                                                    \
-        static uint64_t run(uint64_t x, uint64_t y, uint64_t z, Way way) {                                    \
-            if constexpr (F::BITS == 64) {                                                                    \
-                volatile const double a = value<F>(x), b = value<F>(y), c = value<F>(z);                      \
-                (void)a, (void)b, (void)c;                                                                    \
-                return directed(way.round, [&] { return OF_DOUBLE; });                                        \
-            }                                                                                                 \
-            if (F::BITS == 32 && way.round == Round::nearest) {                                               \
-                if (way.ftz) x = F::flushed(x), y = F::flushed(y), z = F::flushed(z);                         \
-                const float a = bits<float>((uint32_t)x), b = bits<float>((uint32_t)y);                       \
-                [[maybe_unused]] const float c = bits<float>((uint32_t)z);                                    \
-                (void)a, (void)b;                                                                             \
-                return finish_f32(OF_FLOAT, way);                                                             \
-            }                                                                                                 \
-            const double a = value<F>(x, way.ftz), b = value<F>(y, way.ftz), c = value<F>(z, way.ftz);        \
-            (void)a, (void)b, (void)c;                                                                        \
-            return finish<F>(ODD, way);                                                                       \
-        }                                                                                                     \
-    };
-OPERATION(Add, a + b, a + b, odd_sum(a, b, way.round))
-OPERATION(Sub, a - b, a - b, odd_sum(a, -b, way.round))
-OPERATION(Mul, a * b, a * b, a * b)
-OPERATION(Fma, std::fma(a, b, c), std::fma(a, b, c), odd_sum(a * b, c, way.round))
-OPERATION(Div, a / b, a / b, odd_quotient(a, b))
-OPERATION(Rcp, 1 / a, 1 / a, odd_quotient(1, a))
-OPERATION(Sqrt, std::sqrt(a), std::sqrt(a), odd_root(a))
-#undef OPERATION
-
-// Approximate instructions of a GPU return the number nearest to the exact result here.
-#define APPROXIMATE(NAME, RESULT)                                                       \
-    struct NAME {                                                                       \
-        template <class F>                                                              \
-        static uint64_t run(uint64_t x, uint64_t y, uint64_t, Way way) {                \
-            const double a = value<F>(x, way.ftz), b = value<F>(y, way.ftz);            \
-            (void)b;                                                                    \
-            const uint64_t result = finish<F>(RESULT, way);                             \
-            return F::BITS == 64 && way.ftz ? F::flushed(result) : result;              \
-        }                                                                               \
-    };
-APPROXIMATE(Ex2, std::exp2(a))
-APPROXIMATE(Lg2, std::log2(a))
-APPROXIMATE(Sin, std::sin(a))
-APPROXIMATE(Cos, std::cos(a))
-APPROXIMATE(Tanh, std::tanh(a))
-APPROXIMATE(Rsqrt, 1 / std::sqrt(a))
-APPROXIMATE(RcpApprox, 1 / a)
-APPROXIMATE(SqrtApprox, std::sqrt(a))
-APPROXIMATE(DivFull, a / b)
-// div.approx does not divide by more than 2^126.
-APPROXIMATE(DivApprox, std::fabs(b) > 0x1p126 && std::isfinite(b) ? a * 0.0 * (std::signbit(b) ? -1.0 : 1.0) : a / b)
-#undef APPROXIMATE
-
 // Returns the smaller or larger number; -0 is smaller than +0. One NaN is ignored unless `nan`.
 template <class F>
-inline uint64_t extreme(uint64_t x, uint64_t y, bool larger, bool nan, bool ftz) {
-    if (ftz) x = F::flushed(x), y = F::flushed(y);
+inline uint64_t extreme(uint64_t x, uint64_t y, bool larger, bool nan) {
+    const auto key = [](uint64_t a) { return a & F::SIGN ? ~a & (F::SIGN | F::MAGNITUDE) : a | F::SIGN; };
     const bool no_x = F::is_nan(x), no_y = F::is_nan(y);
-    const uint64_t key_x = x & F::SIGN ? ~x & (F::SIGN | F::MAGNITUDE) : x | F::SIGN;
-    const uint64_t key_y = y & F::SIGN ? ~y & (F::SIGN | F::MAGNITUDE) : y | F::SIGN;
-    const uint64_t found = (key_x > key_y) == larger ? x : y;
-    const uint64_t result = no_x ? y : no_y ? x : found;
-    return (nan && (no_x || no_y)) || (no_x && no_y) ? F::NAN_ : result;
+    if ((no_x && no_y) || (nan && (no_x || no_y))) return F::NAN_;
+    return no_x || (!no_y && (key(x) > key(y)) != larger) ? y : x;
 }
 
-// Returns a number as an integer of `width` bits. Numbers out of range become the nearest integer in range.
-inline uint64_t to_integer(double x, Round round, unsigned width, bool is_signed, bool from_f64) {
+// Returns a number as an integer of `width` bits, rounded in the host's direction. Numbers out of range become the
+// nearest integer in range.
+inline uint64_t to_integer(double x, unsigned width, bool is_signed, bool from_f64) {
     if (x != x) return width == 64 || from_f64 ? 1ull << (width - 1) : 0;
-    const double whole = round == Round::nearest ? std::nearbyint(x)
-                         : round == Round::zero  ? std::trunc(x)
-                         : round == Round::down  ? std::floor(x)
-                                                 : std::ceil(x);
-    const double limit = bits<double>((uint64_t)(1023 + width - is_signed) << 52), lowest = is_signed ? -limit : 0;
-    const uint64_t most = width == 64 && !is_signed ? ~0ull : (1ull << (width - is_signed)) - 1;
+    const double whole = std::nearbyint(x);
+    const double limit = bit_cast<double>((uint64_t)(1023 + width - is_signed) << 52);
+    const uint64_t most = ~0ull >> (64 - width + is_signed);
     if (whole >= limit) return most;
-    if (whole < lowest) return is_signed ? ~most : 0;
+    if (whole < (is_signed ? -limit : 0)) return is_signed ? ~most : 0;
     return is_signed ? (uint64_t)(int64_t)whole : (uint64_t)whole;
 }
 
-// x: sign- or zero-extended to 64 bits.
-template <class F>
-inline uint64_t from_integer(uint64_t x, bool is_signed, Way way) {
-    if constexpr (F::BITS == 64) {
-        volatile const uint64_t given = x;
-        return directed(way.round, [&] { return is_signed ? (double)(int64_t)given : (double)given; });
-    }
-    const double high = is_signed ? (double)((int64_t)x >> 32) : (double)(x >> 32);
-    const double sum = odd_sum(high * 0x1p32, (double)(uint32_t)x);
-    return finish<F>(sum, way);
+// Returns an integer, whose sign is extended to 64 bits, rounded to odd.
+inline double odd_integer(uint64_t x, bool is_signed) {
+    const bool negative = is_signed && (int64_t)x < 0;
+    const uint64_t magnitude = negative ? 0 - x : x, lost = magnitude >> 53 ? magnitude & 2047 : 0;
+    const double size = (double)(magnitude - lost | (lost ? 2048 : 0));
+    return negative ? -size : size;
 }
 
-// Converts between formats. Only numbers of f32 are flushed.
-template <class To, class From>
-inline uint64_t convert(uint64_t from, Way way) {
-    double x = value<From>(from, way.ftz && From::BITS == 32);
-    if (way.integral) {
-        x = way.round == Round::nearest ? std::nearbyint(x)
-            : way.round == Round::zero  ? std::trunc(x)
-            : way.round == Round::down  ? std::floor(x)
-                                        : std::ceil(x);
-    }
-    way.ftz &= To::BITS == 32;
-    return finish<To>(x, way);
-}
-
-// Returns whether a comparison holds: 'l'ess, 'e'qual, 'g'reater, or 'u'nordered, as a set of bits 1, 2, 4, 8.
+// Returns how a comparison ends: less, equal, greater or unordered, as a bit 1, 2, 4 or 8.
 template <class F>
 inline unsigned relation(uint64_t x, uint64_t y, bool ftz) {
     const double a = value<F>(x, ftz), b = value<F>(y, ftz);

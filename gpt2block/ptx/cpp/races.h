@@ -150,14 +150,9 @@ struct Races {
     }
 
     Finding race(const Now& now, const Stamped& before, const char* was) const {
-        Finding found;
-        found.kind = "race";
-        found.now = {now.w.block.number, now.w.thread(now.lane), (int32_t)now.access.place};
-        found.other = {before.block(), before.in_block(), (int32_t)before.place};
-        found.verb = is(now.use), found.other_verb = was;
-        found.array = now.shadow.array;
-        found.byte = (int64_t)(now.cell * machine.program->granule), found.bytes = now.bytes;
-        return found;
+        return {.kind = "race", .now = now.w.here(now.i, now.lane),
+                .other = {before.block(), before.in_block(), (int32_t)before.place}, .verb = is(now.use), .other_verb = was,
+                .array = now.shadow.array, .byte = (int64_t)(now.cell * machine.program->granule), .bytes = now.bytes};
     }
     static const char* was(const StrongAccess& a) {
         return a.atomic ? "atomically changed" : a.writes ? "wrote (volatile)" : "read (volatile)";

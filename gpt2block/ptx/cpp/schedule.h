@@ -4,9 +4,7 @@
 // compilers put the common successor last. A group that has jumped back LOOPS times while other lanes are ready gives way to
 // them, so that a lane can wait in a loop for another lane of its warp.
 #pragma once
-#include "counters.h"
-#include "memory.h"
-#include "warp.h"
+#include "async.h"
 
 #include <random>
 
@@ -67,6 +65,8 @@ struct Run {
 
     // --- lanes
 
+    Access here(const Warp& w, int lane) const { return w.here(p.code[w.pc[lane]], lane); }
+
     static Mask in_state(const Warp& w, Lane state) {
         Mask found = 0;
         for (int l = 0; l < LANES; ++l) found |= (Mask)(w.state[l] == state) << l;
@@ -88,10 +88,8 @@ struct Run {
     }
 
     [[noreturn]] void absent(const Warp& w, int waits, int gone) const {
-        Finding found;
-        found.kind = "mask", found.text = "the mask names the lane of a thread that has returned";
-        found.now = w.here(p.code[w.pc[waits]], waits), found.other = w.here(p.code[w.pc[gone]], gone);
-        throw found;
+        throw Finding{.kind = "mask", .text = "the mask names the lane of a thread that has returned",
+                      .now = here(w, waits), .other = here(w, gone)};
     }
 
     // The mask of lanes that must come together at an instruction, for a lane.
@@ -198,11 +196,10 @@ struct Run {
         Barrier& b = w.block.barriers[number];
         if (!b.expected) b.here = w.here(i, lane), b.expected = expected;
         if (b.expected != expected || (count == 1 && b.here.place != w.here(i, lane).place)) {
-            Finding found;
-            found.kind = "barrier";
-            found.text = b.expected != expected ? "threads expect different numbers of threads at the barrier" : "threads wait at different barriers";
-            found.now = w.here(i, lane), found.other = b.here;
-            throw found;
+            const bool same = b.expected == expected;
+            throw Finding{.kind = "barrier",
+                          .text = same ? "threads wait at different barriers" : "threads expect different numbers of threads at the barrier",
+                          .now = w.here(i, lane), .other = b.here};
         }
         const bool waits = !f.has("arrive");
         if (m.trace) m.trace->each(w, i, active, waits ? "waits at the barrier" : "arrives at the barrier");
@@ -223,11 +220,9 @@ struct Run {
         for_lanes(in_state(w, Lane::waits), [&](int l) {
             const Instr& other = p.code[w.pc[l]];
             if (&other == &i || i.form->name != "bar") return;
-            Finding found;
-            found.kind = "barrier";
-            found.text = other.place == i.place ? "threads wait at two barriers in one line, or in two calls of a function" : "threads wait at different barriers";
-            found.now = w.here(i, lane), found.other = w.here(other, l);
-            throw found;
+            const char* of_line = "threads wait at two barriers in one line, or in two calls of a function";
+            throw Finding{.kind = "barrier", .text = other.place == i.place ? of_line : "threads wait at different barriers",
+                          .now = w.here(i, lane), .other = here(w, l)};
         });
     }
 
@@ -391,6 +386,7 @@ struct Run {
         const uint8_t fill = m.order == Order::reverse ? 0x7f : m.order == Order::shuffled ? 0x3c : 0xff;
         block->shared.assign(p.shared_bytes + m.dynamic_bytes, fill);
         block->written.assign(block->shared.size(), 0);
+        for (const auto& [from, to] : p.gaps) std::fill(block->written.begin() + from, block->written.begin() + to, memory::GAP);
         const int threads = block->threads();
         block->local.assign((std::size_t)p.local_bytes * threads, fill);
         block->local_written.assign(block->local.size(), 0);
@@ -447,28 +443,26 @@ struct Run {
     }
 
     [[noreturn]] void endless(const Block& block) const {
-        Finding found;
-        found.kind = "endless", found.text = "the kernel does not end: its budget of instructions is used up";
+        Finding found{.kind = "endless", .text = "the kernel does not end: its budget of instructions is used up"};
         for (const Warp& w : block.warps) {
             const Mask runs = in_state(w, Lane::runs);
-            if (runs) found.now = w.here(p.code[w.pc[__builtin_ctz(runs)]], __builtin_ctz(runs));
+            if (runs) found.now = here(w, __builtin_ctz(runs));
         }
         throw found;
     }
 
     [[noreturn]] void deadlock() const {
-        Finding found;
-        found.kind = "barrier", found.text = "other threads never reach it";
+        Finding found{.kind = "barrier", .text = "other threads never reach it"};
         for (const auto& block : m.in_flight) {
             for (const Warp& w : block->warps) {
                 for_lanes(w.exist, [&](int l) {
-                    const Access here = w.here(p.code[w.pc[l]], l);
+                    const Access at = here(w, l);
                     if (w.state[l] == Lane::done) {
-                        if (found.other.thread < 0) found.other = here;
+                        if (found.other.thread < 0) found.other = at;
                     } else if (found.now.thread < 0) {
-                        found.now = here;
-                    } else if (here.place != found.now.place) {
-                        found.other = here;
+                        found.now = at;
+                    } else if (at.place != found.now.place) {
+                        found.other = at;
                     }
                 });
             }
@@ -500,26 +494,21 @@ struct Run {
         const auto ended = [](const std::unique_ptr<Block>& block) {
             return std::all_of(block->cluster.begin(), block->cluster.end(), [](Block* each) { return each->alive == 0; });
         };
+        for (const auto& block : m.in_flight) {
+            if (ended(block)) async::finish(*block);
+        }
         const auto first = std::stable_partition(m.in_flight.begin(), m.in_flight.end(), [&](const auto& block) { return !ended(block); });
         m.in_flight.erase(first, m.in_flight.end());
         return m.in_flight.size() < before;
     }
 };
 
-static void nothing(Warp&, const Instr&, Mask) {}
-
-template <Control CONTROL>
-Handler controls(Form& f) {
-    f.control = CONTROL;
-    return nothing;
-}
-
-static const Register all_[] = {
-    {{"bra"}, controls<Control::branch>},
-    {{"brx"}, controls<Control::branch_index>},
-    {{"call"}, controls<Control::call>},
-    {{"ret"}, controls<Control::ret>},
-    {{"exit"}, controls<Control::exit>},
+static const Rows rows_{
+    {"bra", Control::branch},
+    {"brx", Control::branch_index},
+    {"call", Control::call},
+    {"ret", Control::ret},
+    {"exit", Control::exit},
 };
 
 }  // namespace schedule

@@ -25,7 +25,7 @@ struct Numbers {  // a matrix, row by row
 };
 
 inline int exponent_of(double x, int least) {
-    const int exponent = (int)(bits<uint64_t>(x) >> 52 & 2047) - F64::BIAS;
+    const int exponent = (int)(bit_cast<uint64_t>(x) >> 52 & 2047) - F64::BIAS;
     return x == 0 ? NOTHING : exponent > F64::BIAS ? ENDLESS : exponent < least ? least : exponent;
 }
 
@@ -57,7 +57,7 @@ enum class Sums { f32, f16, f64, s32, s32_limited };
 
 inline double cut_off(double x) {  // towards zero, to f32
     if (std::fabs(x) < 0x1p-126) return value<F32>(narrow<F32>(x, {Round::zero}));
-    return std::fabs(x) < 0x1p128 ? bits<double>(bits<uint64_t>(x) >> 29 << 29) : x * INFINITY;
+    return std::fabs(x) < 0x1p128 ? bit_cast<double>(bit_cast<uint64_t>(x) >> 29 << 29) : x * INFINITY;
 }
 
 // Adds the products of one block of terms to 8 sums. a: a row; b: 8 columns, whose rows have `columns` values.
@@ -71,7 +71,7 @@ inline void add_block(const double* a, const int* ea, const double* b, const int
     }
     double scale[N], total[N];
     for (int j = 0; j < N; ++j) {
-        scale[j] = bits<double>((uint64_t)(F64::BIAS + KEPT - std::min(top[j], 900)) << 52);
+        scale[j] = bit_cast<double>((uint64_t)(F64::BIAS + KEPT - std::min(top[j], 900)) << 52);
         total[j] = std::trunc(sums[j] * scale[j]);
     }
     for (int k = 0; k < depth; ++k) {
@@ -139,7 +139,7 @@ struct Shape {
 };
 inline Shape shape_of(const Form& f) {
     Shape s;
-    for (const std::string& word : f.modifiers) {
+    for (const std::string& word : f.words) {
         if (std::sscanf(word.c_str(), "m%dn%dk%d", &s.rows, &s.columns, &s.depth) == 3) break;
     }
     return s;
@@ -170,7 +170,7 @@ inline bool describe(Product& p, const Form& f, const Type& a, const Type& b, co
     return p.shape.rows && (a.is("f64") ? p.sums == Sums::f64 : p.a && p.b && (a.kind == 'f' ? floats : integers));
 }
 
-inline const Product& product_of(const Instr& i) { return *reinterpret_cast<const Product*>(i.form->arg[0]); }
+inline const Product& product_of(const Instr& i) { return *static_cast<const Product*>(i.form->details.get()); }
 
 inline double sum_from(uint64_t bits_of, const Product& p, int part) {
     switch (p.sums) {
@@ -184,7 +184,7 @@ inline uint64_t sum_to(double x, const Product& p) {
     switch (p.sums) {
         case Sums::f32: return narrow<F32>(x);
         case Sums::f16: return narrow<F16>(x);
-        case Sums::f64: return bits<uint64_t>(x);
+        case Sums::f64: return bit_cast<uint64_t>(x);
         case Sums::s32: return (uint32_t)(int64_t)x;
         default: return (uint32_t)(int32_t)std::fmax(INT32_MIN, std::fmin(INT32_MAX, x));
     }
@@ -242,8 +242,7 @@ static void mma(Warp& w, const Instr& i, Mask active) {
 
 // mma names the types of d, a, b, c. wmma names only d and c if a and b are f16.
 static Handler pick_mma(Form& f) {
-    f.gathers = WHOLE_WARP;
-    auto product = std::make_unique<Product>();
+    auto product = std::make_shared<Product>();
     const Type f16 = type_named("f16");
     const bool short_form = f.types.size() == 2;
     if (!short_form && f.types.size() != 4) return nullptr;
@@ -251,7 +250,7 @@ static Handler pick_mma(Form& f) {
     if (f.type(0).name != f.types.back().name) return nullptr;
     const Shape& s = product->shape;
     if (s.columns != (f.name == "wmma" ? 16 : 8) || s.rows > 16 || (s.rows == 8 && product->width == 16)) return nullptr;
-    f.arg[0] = reinterpret_cast<int64_t>(product.release());
+    f.details = product;
     return mma;
 }
 
@@ -261,8 +260,8 @@ template <bool STORES>
 static void move_matrices(Warp& w, const Instr& i, Mask active) {
     whole_warp(w, i, active);
     const int where = STORES ? 0 : 1, registers = 1 - where, count = i.op[registers].count;
-    const bool across = i.form->arg[0];
-    const Space space = (Space)i.form->arg[1];
+    const bool across = i.form->has("trans");
+    const Space space = i.form->space;
     uint16_t rows[32][8];
     const auto element = [&](int r, int lane, int e) -> uint16_t& {
         const int g = lane / 4, column = 2 * (lane % 4) + e;
@@ -290,17 +289,6 @@ static void move_matrices(Warp& w, const Instr& i, Mask active) {
     }
 }
 
-inline Space space_named(const Form& f) {
-    return f.has("global") ? Space::global : f.has("shared") || f.has("shared::cta") ? Space::shared : Space::generic;
-}
-
-template <bool STORES>
-static Handler pick_matrices(Form& f) {
-    f.gathers = WHOLE_WARP;
-    f.arg[0] = f.has("trans"), f.arg[1] = (int64_t)space_named(f);
-    return f.has("m8n8") && f.type().is("b16") ? move_matrices<STORES> : nullptr;
-}
-
 // --- wmma.load, wmma.store: all lanes pass the address of a matrix and the distance of its rows or columns
 
 struct Fragment {
@@ -308,12 +296,11 @@ struct Fragment {
     Shape shape;
     unsigned bytes;
     bool by_columns;
-    Space space;
 };
 
 static void wmma_move(Warp& w, const Instr& i, Mask active) {
     whole_warp(w, i, active);
-    const Fragment& f = *reinterpret_cast<const Fragment*>(i.form->arg[0]);
+    const Fragment& f = *static_cast<const Fragment*>(i.form->details.get());
     const bool stores = i.form->has("store");
     const int where = stores ? 0 : 1, registers = 1 - where;
     const int rows = f.matrix == 'b' ? f.shape.depth : f.shape.rows, columns = f.matrix == 'a' ? f.shape.depth : f.shape.columns;
@@ -323,7 +310,7 @@ static void wmma_move(Warp& w, const Instr& i, Mask active) {
         const int64_t distance = i.count > 2 ? (int32_t)w.in(i, 2)[lane] : f.by_columns ? rows : columns;
         const int64_t at = f.by_columns ? column * distance + row : row * distance + column;
         const uint64_t address = w.address(i, where, lane) + at * f.bytes;
-        uint8_t* data = w.machine.access(w, i, lane, address, f.bytes, f.space, stores ? WRITES : READS);
+        uint8_t* data = w.machine.access(w, i, lane, address, f.bytes, i.form->space, stores ? WRITES : READS);
         if (stores) {
             const uint64_t code = w.in(i, registers, r)[lane] >> bits_of * e;
             std::memcpy(data, &code, f.bytes);
@@ -339,20 +326,18 @@ static void wmma_move(Warp& w, const Instr& i, Mask active) {
 }
 
 static Handler pick_wmma(Form& f) {
-    if (f.has("mma")) return pick_mma(f);
-    f.gathers = WHOLE_WARP;
     const char matrix = f.has("a") ? 'a' : f.has("b") ? 'b' : 'c';
     const Shape s = shape_of(f);
     if (s.rows != 16 || s.columns != 16 || f.type().bits < 8) return nullptr;
-    f.arg[0] = reinterpret_cast<int64_t>(new Fragment{matrix, s, f.type().bits / 8, f.has("col"), space_named(f)});
+    f.details = std::make_shared<Fragment>(Fragment{matrix, s, f.type().bits / 8, f.has("col")});
     return wmma_move;
 }
 
-static const Register tensor_[] = {
-    {{"mma"}, pick_mma},
-    {{"wmma"}, pick_wmma},
-    {{"ldmatrix"}, pick_matrices<false>},
-    {{"stmatrix"}, pick_matrices<true>},
+static const Rows rows_{
+    {"mma wmma.mma", pick_mma, WHOLE_WARP},
+    {"wmma.load wmma.store", pick_wmma, WHOLE_WARP},
+    {"ldmatrix.m8n8.b16", move_matrices<false>, WHOLE_WARP},
+    {"stmatrix.m8n8.b16", move_matrices<true>, WHOLE_WARP},
 };
 
 }  // namespace tensor

@@ -57,7 +57,8 @@ struct Trace {
                 const uint8_t* data) {
         settle();
         const bool named = number == array && use & WRITES && from <= byte && byte < from + (int64_t)bytes;
-        if (!named && !follows(w, lane)) return;
+        const bool calls = i.form->name == "vprintf" || i.form->name == "assertfail";  // which read a text
+        if (calls || (!named && !follows(w, lane))) return;
         Step& step = add(w, i, lane, use & ATOMIC ? "atomically changes" : use & WRITES ? "writes" : "reads", from);
         step.array = number, step.bytes = bytes;
         if (i.form->name == "st" && !(use & READS)) {  // it writes after all checks

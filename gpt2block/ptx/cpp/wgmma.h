@@ -36,7 +36,7 @@ inline void read_described(Warp& w, const Instr& i, uint64_t code, int first, in
     for (int r = 0; r < count; r += across ? per : 1) {
         for (int k = 0; k < depth; k += across ? 1 : per) {
             const uint32_t address = from.unit(first + r, k, item, across);
-            const uint8_t* data = async::touch(w, i, 0, address, 16, Space::shared, READS | async::UNWRITTEN, 16);
+            const uint8_t* data = async::touch(w, i, 0, address, 16, Space::shared, READS | UNWRITTEN, 16);
             units.push_back(address);
             for (int e = 0; e < per; ++e) {
                 const int row = across ? r + e : r, column = across ? k : k + e;
@@ -71,46 +71,40 @@ inline void wgmma_product(Warp& w, const Instr& i, std::vector<uint32_t>& units)
     write_sums(w, i, 0, p, sums);
 }
 
-// Prepares a form of wgmma.mma_async. Returns whether it is known.
-inline bool describe_wgmma(Form& f) {
-    f.gathers = WHOLE_WARP;
-    auto product = std::make_unique<Product>();
-    if (f.types.size() != 3 || (f.type(1).bits == 8 && f.type(1).kind == 'f')) return false;
-    if (!describe(*product, f, f.type(1), f.type(2), f.type(0))) return false;
-    product->shape.rows = 16;
-    f.arg[0] = reinterpret_cast<int64_t>(product.release());
-    return true;
-}
-
 static void multiply(Warp& w, const Instr& i, Mask active) {
     whole_warp(w, i, active);
-    async::Products& own = async::of(w).products;
-    own.reads.push_back({own.group, &i, {}});
-    wgmma_product(w, i, own.reads.back().units);
+    async::Product made{&i, {}};
+    wgmma_product(w, i, made.units);
+    async::of(w).products.add(std::move(made));
 }
 
-static void commit_products(Warp& w, const Instr&, Mask) { ++async::of(w).products.group; }
+static Handler pick_product(Form& f) {
+    auto product = std::make_shared<Product>();
+    if (f.types.size() != 3 || (f.type(1).bits == 8 && f.type(1).kind == 'f')) return nullptr;
+    if (!describe(*product, f, f.type(1), f.type(2), f.type(0))) return nullptr;
+    product->shape.rows = 16;
+    f.details = product;
+    return multiply;
+}
 
-static void wait_for_products(Warp& w, const Instr& i, Mask) {
-    async::Products& own = async::of(w).products;
+static void commit(Warp& w, const Instr&, Mask) { ++async::of(w).products.group; }
+
+static void wait(Warp& w, const Instr& i, Mask) {
+    auto& products = async::of(w).products;
     const uint32_t later = (uint32_t)w.in(i, 0)[0];
-    while (!own.reads.empty() && own.reads.front().group + later < own.group) {
-        const async::Products::Read& read = own.reads.front();
-        if (w.machine.checks) {
-            for (uint32_t unit : read.units) async::touch(w, *read.i, 0, unit, 16, Space::shared, READS | async::UNWRITTEN, 16);
+    products.each_before(later, [&](const async::Product& product) {
+        for (uint32_t unit : product.units) {
+            async::touch(w, *product.i, 0, unit, 16, Space::shared, READS | UNWRITTEN, 16);
         }
-        own.reads.pop_front();
-    }
+    });
+    products.drop_before(later);
 }
 
-static Handler pick_wgmma(Form& f) {
-    f.gathers = WHOLE_WARP;
-    if (f.has("fence")) return async::nothing;
-    if (f.has("commit_group")) return commit_products;
-    if (f.has("wait_group")) return wait_for_products;
-    return describe_wgmma(f) ? multiply : nullptr;
-}
-
-static const Register wgmma_{{"wgmma"}, pick_wgmma};
+static const Rows wgmma_{
+    {"wgmma.mma_async", pick_product, WHOLE_WARP},
+    {"wgmma.commit_group", commit, WHOLE_WARP},
+    {"wgmma.wait_group", wait, WHOLE_WARP},
+    {"wgmma.fence", nothing, WHOLE_WARP},
+};
 
 }  // namespace tensor
