@@ -115,7 +115,7 @@ def running_on(
     order: Any = IN_TESTS[-1] if name == "hopper" else name
     checks = CHECKED if races and order == IN_TESTS[-1] else None
     capability = "90" if name == "hopper" else stand_in.CAPABILITY
-    multiprocessors = max(multiprocessors, 8 if name == "hopper" else 1)
+    multiprocessors = max(multiprocessors, 8 if name == "hopper" else 0)
     with emulator.emulated(order, multiprocessors, checks, capability), quick(small_blocks):
         yield cuda.cupy
 
