@@ -21,7 +21,6 @@ from gpt2block.ptx.engine import ORDERS, Finding, Result, launch
 from gpt2block.ptx.parse import Module
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(
         nvrtc.find_library() is None or shutil.which("g++") is None, reason="no NVRTC or no g++"
     ),
