@@ -27,7 +27,14 @@ LANES = 32
 def _library() -> ctypes.CDLL:
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder) / "instruction.so"
-        command = ("g++", *FLAGS, "-O1", "-shared", f"-I{HEADERS}", str(HERE / "ptx_instruction.cpp"))
+        command = (
+            "g++",
+            *FLAGS,
+            "-O1",
+            "-shared",
+            f"-I{HEADERS}",
+            str(HERE / "ptx_instruction.cpp"),
+        )
         subprocess.run([*command, "-o", str(library)], check=True)
         return ctypes.CDLL(str(library))
 
