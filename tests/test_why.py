@@ -77,7 +77,7 @@ CASES: dict[str, tuple[str, str, list[str]]] = {
         "float own[2][3];\n    for (int k = 0; k < 6; ++k)\n"
         "        if (k != n - 55) own[k / 3][k % 3] = k;\n"
         "    if (i < n) y[i] = own[n / 60][n % 60 + 2];",
-        "wrong_result",
+        "uninitialized",
         ["0 4 reads own[1][2] = nan, which no thread has written"],
     ),
     "read_only": (
@@ -112,7 +112,7 @@ CASES: dict[str, tuple[str, str, list[str]]] = {
     "unwritten": (
         f"{SHARED}if (threadIdx.x != 5) s[threadIdx.x] = 1;\n    __syncthreads();\n"
         "    if (i < n) y[i] = s[threadIdx.x];",
-        "wrong_result",
+        "uninitialized",
         ["5 3 waits at the barrier", "5 3 passes the barrier",
          "5 4 reads s[5] = nan, which no thread has written"],
     ),

@@ -108,7 +108,7 @@ class Finding:
 
 
 class Trace(NamedTuple):
-    """Which steps of a launch are recorded: at most 20,000, the last ones.
+    """A request for the steps of threads, of which a launch keeps the last 20,000.
 
     threads: whose steps. element: name of an array and number of a byte, whose writes by any thread
     are steps, too.
