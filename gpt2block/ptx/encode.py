@@ -72,6 +72,13 @@ class Encoded:
     functions: dict[str, int] = field(default_factory=dict)
     directives: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
+    @property
+    def gaps(self) -> list[tuple[int, int]]:
+        """Return the ranges of bytes between variables in shared memory."""
+        ends = [*(offset for offset, _ in self.shared[1:]), self.shared_bytes]
+        each = zip(self.shared, ends, strict=False)
+        return [(at + variable.bytes, end) for (at, variable), end in each]
+
 
 def encode(module: Module, kernel: str) -> Encoded:
     """Encode a kernel with the functions that it calls. Raises UnsupportedError."""

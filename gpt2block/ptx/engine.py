@@ -270,22 +270,25 @@ def _three(sizes: Sequence[int]) -> Any:
 _BYTES = ctypes.POINTER(ctypes.c_uint8)
 
 
+_TABLES = {  # attributes of Encoded, as in main.cpp and machine.h
+    "code": np.dtype("i4"),
+    "operands": np.dtype("i4,i4,i4,i8", align=True),
+    "parts": np.dtype("i4"),
+    "constants": np.dtype("u8"),
+    "gaps": np.dtype("i8"),
+}
+_SIZES = "rows", "predicates", "shared_bytes", "local_bytes", "granule"
+
+
+class _Table(ctypes.Structure):
+    _fields_ = (("first", ctypes.c_void_p), ("count", ctypes.c_int64))
+
+
 class _ProgramData(ctypes.Structure):
     _fields_ = (
-        ("forms", ctypes.c_char_p),
-        ("code", ctypes.c_void_p),
-        ("instructions", ctypes.c_int64),
-        ("operands", ctypes.c_void_p),
-        ("operand_count", ctypes.c_int64),
-        ("parts", ctypes.c_void_p),
-        ("part_count", ctypes.c_int64),
-        ("constants", ctypes.c_void_p),
-        ("constant_count", ctypes.c_int64),
-        ("specials", ctypes.c_char_p),
-        *((name, ctypes.c_uint32) for name in ("rows", "predicates")),
-        *((name, ctypes.c_uint32) for name in ("shared_bytes", "local_bytes", "granule")),
-        ("gaps", ctypes.c_void_p),
-        ("gap_count", ctypes.c_int64),
+        *((name, ctypes.c_char_p) for name in ("forms", "specials")),
+        *((name, _Table) for name in _TABLES),
+        *((name, ctypes.c_uint32) for name in _SIZES),
     )
 
 
@@ -540,32 +543,13 @@ def _load(module: Module, kernel: str) -> _Loaded:
 
 
 def _loaded(encoded: Encoded) -> _Loaded:
-    code = np.array(encoded.code, np.int32)
-    operands = np.array(encoded.operands, np.int64)
-    parts = np.array(encoded.parts, np.int32)
-    constants = np.array(encoded.constants, np.uint64)
-    ends = [*(offset for offset, _ in encoded.shared[1:]), encoded.shared_bytes]
-    each = zip(encoded.shared, ends, strict=False)
-    between = [(at + variable.bytes, end) for (at, variable), end in each]
-    gaps = np.array(between, np.int64)
+    tables = [np.array(getattr(encoded, name), dtype) for name, dtype in _TABLES.items()]
+    specials = "\n".join(f"{row} {name}" for name, row in encoded.specials.items())
     data = _ProgramData(
         "\n".join(encoded.forms).encode(),
-        code.ctypes.data,
-        len(code),
-        operands.ctypes.data,
-        len(operands),
-        parts.ctypes.data,
-        len(parts),
-        constants.ctypes.data,
-        len(constants),
-        "\n".join(f"{row} {name}" for name, row in encoded.specials.items()).encode(),
-        encoded.rows,
-        encoded.predicates,
-        encoded.shared_bytes,
-        encoded.local_bytes,
-        encoded.granule,
-        gaps.ctypes.data,
-        len(gaps),
+        specials.encode(),
+        *(_Table(each.ctypes.data, len(each)) for each in tables),
+        *(getattr(encoded, name) for name in _SIZES),
     )
     library = _library()
     handle = library.ptx_load(ctypes.byref(data))

@@ -95,13 +95,11 @@ inline void count_access(Counts& line, Warp& w, const Instr& i, Mask active) {
     if (f.counted == Counted::matrices && i.op[value].count < 4) active &= (1u << 8 * i.op[value].count) - 1;
     const Space space = f.counted == Counted::copy ? Space::shared : f.space;
     uint64_t address[LANES];
-    Mask shared = 0, local = 0, global = 0;
-    for_lanes(active, [&](int l) {
-        address[l] = w.address(i, where, l);
-        const Space place = place_of(space, address[l]);
-        shared |= (Mask)(place == Space::shared) << l, local |= (Mask)(place == Space::local) << l;
-        global |= (Mask)(place == Space::global) << l;
-    });
+    for_lanes(active, [&](int l) { address[l] = w.address(i, where, l); });
+    const auto in = [&](Space one) {
+        return lanes_where(active, [&](int l) { return place_of(space, address[l]) == one; });
+    };
+    const Mask shared = in(Space::shared), local = in(Space::local), global = in(Space::global);
     line.local_bytes += (int64_t)bytes * __builtin_popcount(local);
     line.atomics += f.counted == Counted::atomic;
     if (shared) count_shared(line, address, shared, bytes);
