@@ -192,6 +192,8 @@ class _Judge:
         source = self.kernel.source
         try:
             made = self._encoded()
+        except NotJudged:  # a KernelError, too
+            raise
         except KernelError as error:
             yield of_compiler(source, str(error))
             return
