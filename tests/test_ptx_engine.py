@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -310,6 +312,40 @@ def test_variables_keep_their_values() -> None:
     for n, expected in ((1, 4), (0, 5), (1, 5)):
         launch(made, "k", (1,), (1,), [X, out, n])
         assert out[0] == expected
+
+
+def test_threads_share_the_variables_of_a_module() -> None:
+    made = module(
+        f"__device__ unsigned calls;\n{KERNEL} if (threadIdx.x == 0) {{"
+        " for (int i = 0; i < 1000; ++i) calls = calls + 1; out[0] = calls; } }"
+    )
+
+    def one(_: int) -> float:
+        out = np.zeros(1, np.float32)
+        launch(made, "k", (1,), (32,), [X, out, N])
+        return float(out[0])
+
+    with ThreadPoolExecutor(4) as pool:
+        assert sorted(pool.map(one, range(16))) == [1000.0 * k for k in range(1, 17)]
+
+
+def test_a_build_that_fails_is_reported_and_not_tried_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    compiler = tmp_path / "g++"
+    compiler.write_text(f"#!/bin/sh\necho x >> {tmp_path}/calls\necho no header >&2; exit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    made = module(f"{KERNEL} }}")
+    made.loaded.clear()
+    engine._opened.cache_clear()
+    try:
+        for _ in range(3):
+            with pytest.raises(engine.LaunchError, match=r"cannot compile .* no header"):
+                launch(made, "k", (1,), (1,), [X, X, N])
+        assert (tmp_path / "calls").read_text().count("x") == 2  # one for each source
+    finally:
+        engine._opened.cache_clear()
 
 
 def test_the_variant_changes_what_no_result_may_depend_on() -> None:

@@ -50,9 +50,8 @@ def judge(
     The folder has a table.csv with the columns file, operation and optionally expected (right or
     wrong), kind, options and note. Without a table, each .cu file has a line // operation: NAME.
 
-    Each kernel is checked as by kernels --mine. Host code of the files runs with your rights. The
-    exit code is 0 if each verdict is the expected one or, without expected ones, if all kernels are
-    right; otherwise it is 1.
+    Each kernel is checked as by kernels --mine. The exit code is 0 if each verdict is the expected
+    one or, without expected ones, if all kernels are right; otherwise it is 1.
     """
     from gpt2block.mine import folder as judging  # noqa: PLC0415  (slow to import)
     from gpt2block.mine.cases import resolved_seed  # noqa: PLC0415

@@ -158,7 +158,7 @@ def print_rungs(
     for line in skipped:
         out.print(f"not run: {escape(line)}")
     if rungs:
-        out.print("Worst errors of forward, reverse, shuffled and interleaved order, against float64.")
+        out.print("Worst errors of four thread orders, against float64.")
     if rungs and not any(rung.problem for rung in rungs):
         out.print(FOUND_NONE)
     out.print(NO_TIMES)

@@ -4,7 +4,7 @@
 kernels of a folder. `source` reads the `.cu` file, `arguments` lists the arguments of each
 operation's kernels, and `kernel` matches parameters with arguments. `cases` has the sizes and
 inputs of the checks, and `comparison` compares results with float64. `on_cpu` runs checks on the
-emulator, within the limits of `confined` and after `refused` has compiled the file with NVRTC.
+emulator, after `refused` has compiled the file with NVRTC.
 `on_gpu` runs checks and the benchmark in a child process. `why` traces the threads of a problem,
 and `why_page` shows their steps. `templates` has a starter file for each operation.
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -33,8 +34,10 @@ MAIN = "gpt2block launches the kernel, and no file has a main function: delete i
 _HOST_OF_NVRTC = re.compile(r"A function without execution space annotations .*")
 # C++ type → dtype of a value; types of vectors have the dtype of an array.
 _DTYPES = {
-    "bool": "u1", "char": "i1", "short": "i2", "half": "f2", "__half": "f2",
-    "__nv_bfloat16": "bfloat16", "int": "i4", "unsigned": "u4", "float": "f4", "long": "i8",
+    "bool": "u1", "char": "i1", "unsigned char": "u1", "uint8_t": "u1", "unsigned int": "u4",
+    "uint32_t": "u4", "long long": "i8", "unsigned long long": "u8", "short": "i2",
+    "half": "f2", "__half": "f2", "__nv_bfloat16": "bfloat16", "int": "i4", "unsigned": "u4",
+    "float": "f4", "long": "i8",
     "double": "f8", "size_t": "u8", "half2": "2f2", "__half2": "2f2", "int2": "2i4",
     "float2": "2f4", "float3": "3f4", "int4": "4i4", "uint4": "4u4", "float4": "4f4",
 }  # fmt: skip
@@ -59,7 +62,7 @@ _KINDS = {
         "does_not_compile": r".* does not compile|.*host function|.* bytes of __\w+__ variables",
         "launch": r"(?:grid|block|shared)\b|\S+: launch line|\w+ takes \d+ registers|.* of extern ",
         "does_not_end": r".*\bstill run",
-        "early_access": r".* before wait_for_previous|.*no thread waits for the previous kernel",
+        "early_access": r".* before wait_for_previous|no thread of the block waits",
         "out_of_bounds": r"(?:reads|writes|index|accesses) .*(?:out of bounds|outside|no argument)",
         "misaligned": ".*misaligned",
         "changed_input": "the kernel changes its input",
@@ -228,7 +231,7 @@ def _read_only(source: UserSource, found: engine.Finding) -> str:
 
 
 def _barrier(_: UserSource, found: engine.Finding) -> str:
-    other = f", {found.other} is at {_place(found.other)}" if found.other else ""
+    other = f", {found.other} has come to {_place(found.other)}" if found.other else ""
     return f"divergent barrier: {found.now} waits at {_place(found.now)}{other}: {found.text}"
 
 
@@ -238,15 +241,18 @@ def _outside(_: UserSource, found: engine.Finding) -> str:
             f"{found.verb} {found.bytes} bytes at an address that belongs to no argument, such as "
             "a null pointer"
         )
-    has = f", which has {found.size:,} bytes" if found.size else ""
-    return f"{found.verb} out of bounds: byte {found.byte:,} of {found.array}{has}"
+    return f"{found.verb} out of bounds: {_byte(found)}"
 
 
 def _early(_: UserSource, found: engine.Finding) -> str:
     if not found.array:
         return found.text
-    at = f"byte {found.byte:,} of {found.array}"
-    return f"{found.verb} before wait_for_previous(): {at}{_MAY_BE_READ}"
+    return f"{found.verb} before wait_for_previous(): {_byte(found)}{_MAY_BE_READ}"
+
+
+def _byte(found: engine.Finding) -> str:
+    has = f", which has {found.size:,} bytes" if found.size else ""
+    return f"byte {found.byte:,} of {found.array}{has}"
 
 
 def _misaligned(_: UserSource, found: engine.Finding) -> str:
@@ -264,7 +270,7 @@ def _unwritten(source: UserSource, found: engine.Finding) -> str:
     return f"reads {_element(source, found)}, which no thread has written"
 
 
-_SAID = {
+_SAID: Mapping[str, Callable[[UserSource, engine.Finding], str]] = {
     "race": _race,
     "read-only": _read_only,
     "barrier": _barrier,
@@ -280,7 +286,7 @@ _SAID = {
         f"stores to {found.array}: a kernel can only read __constant__ variables"
     ),
     "assert": lambda _, found: f"assertion fails: {found.text}",
-    "trap": lambda *_: "the kernel calls __trap()",
+    "trap": lambda _, found: "the kernel calls __trap()",
     "endless": lambda source, found: f"{source.name} does not end: {found.now} still runs",
 }
 
@@ -291,7 +297,8 @@ def element(source: UserSource, array: str, byte: int, size: int, line: int) -> 
     size: bytes of the access, which counts if the type is not known. line: of the access.
     """
     ctype, extents = declared(source, array, line)
-    index, further = byte // (dtype_of(ctype).itemsize or size or 1), []
+    index = byte // (dtype_of(ctype).itemsize or size or 1)
+    further: list[str] = []
     for extent in extents[:0:-1]:
         index, inner = divmod(index, extent or 1)
         further.insert(0, f"[{inner}]")
@@ -313,19 +320,24 @@ def declared(source: UserSource, name: str, line: int) -> tuple[str, list[int]]:
         return known[name].removesuffix("*"), [0]
     plain = kernels.without_comments(source.text)
     pattern = re.compile(
-        rf"\b(\w+)[\s*&]+(?:\w+\s*(?:\[[^;\]]*\]\s*)*,\s*)*{re.escape(name)}"
-        r"\s*((?:\[[^;]*?\]\s*)*)[;,={]"
-    )
-    found = [m for m in pattern.finditer(plain) if m[1] != "return"]
+        r"\b((?:(?:unsigned|long) )*\w+)([\s*&]+)(?:\w+\s*(?:\[[^;\]]*\]\s*)*,\s*)*"
+        rf"{re.escape(name)}\s*((?:\[[^;]*?\]\s*)*)[;,={{]"
+    )  # if the type is not known, "*" and "&" are operators
+    found = [
+        m
+        for m in pattern.finditer(plain)
+        if m[1] != "return" and (dtype_of(m[1]).itemsize or m[2].isspace())
+    ]
     if not found:
         return "", [0]
     before = [each for each in found if plain.count("\n", 0, each.end()) < line]
     last = (before or found)[-1]
+    ctype = last[1] + "*" * last[2].count("*")
     try:
-        text = re.findall(r"\[([^\]]*)\]", last[2])
-        return last[1], [evaluated(each or "0", numbers(source.text)) for each in text]
+        text = re.findall(r"\[([^\]]*)\]", last[3])
+        return ctype, [evaluated(each or "0", numbers(source.text)) for each in text]
     except InputError:
-        return last[1], [0]
+        return ctype, [0]
 
 
 def _element(source: UserSource, found: engine.Finding) -> str:

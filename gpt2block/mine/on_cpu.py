@@ -25,7 +25,15 @@ from gpt2block.mine.cases import case as case_of
 from gpt2block.mine.comparison import Checked, Fidelity
 from gpt2block.mine.finding import Finding, declared, dtype_of, of_compiler, of_engine
 from gpt2block.mine.kernel import Kernel, described, matched
-from gpt2block.mine.refused import HOPPER, USUAL, ResourceUsage, refused, too_many, without_literals
+from gpt2block.mine.refused import (
+    HOPPER,
+    USUAL,
+    ResourceUsage,
+    capability_of,
+    refused,
+    too_many,
+    without_literals,
+)
 from gpt2block.mine.source import read
 from gpt2block.mine.templates import path_of
 from gpt2block.mine.why import Launcher, Why, why
@@ -116,7 +124,7 @@ def check_kernel(
     needs: Finding | ResourceUsage | None = None
     wrong = False
     for capability in (USUAL, HOPPER):
-        if capability == USUAL and kernels.architecture(path):
+        if capability < capability_of(kernel):
             continue
         with emulated(capability=capability), ThreadPoolExecutor(1) as pool:
             function = kernels.load(path, kernel.source.name, kernel.defines)  # starts to compile
@@ -132,7 +140,7 @@ def check_kernel(
             for found in judge.results(cases, None if again else timed):
                 if not (again and isinstance(found, Checked | Fidelity)):
                     yield found
-                wrong |= isinstance(found, Finding)  # its steps follow
+                wrong |= isinstance(found, Finding)  # the steps of its threads may follow
         if wrong or not _TELLS.search(without_literals(kernel.source.text)):
             return
 
@@ -172,6 +180,8 @@ class _Judge:
     function: Any
     capability: str
     steps: bool = False  # whether to yield the steps of a Finding's threads
+    runs: Sequence[EmulatedRun] = RUNS
+    first: Case | None = None
     ended: bool = False  # whether no further case needs to run
     examined: bool = False  # whether values that launches leave in variables were examined
 
@@ -188,6 +198,7 @@ class _Judge:
         except DeviceError as error:
             raise NotJudged(f"{source.file}: not judged: {error}") from None
         yield Fidelity(table.fidelity(made.forms, len(made.code)))
+        self.first = cases[0]
         keeps = any(v.space == "global" and v.name[0] != "$" for v in made.variables)
         with self._pool(1 if keeps else 2) as pool:
             launched = [pool.submit(self._checked, case) for case in cases[:1]]
@@ -231,6 +242,10 @@ class _Judge:
         self._forget()
         module = self._module(debug=False)
         try:
+            encode(self._module(debug=True), source.name)
+        except UnsupportedError:
+            self.runs = [run for run in RUNS if not run.debug]
+        try:
             return encode(module, source.name)
         except UnsupportedError as error:
             at = error.place
@@ -261,7 +276,7 @@ class _Judge:
     def _in_every_order(self, case: Case) -> tuple[Checked | Finding, EmulatedRun]:
         """Return the worst result of a case in all thread orders, or the first Finding."""
         done: list[Checked] = []
-        for run in self._runs():
+        for run in self.runs:
             try:
                 ran = self._run(case, run)
             except _OverBudgetError as error:
@@ -279,18 +294,9 @@ class _Judge:
         worst = max(done, key=lambda each: inf if isnan(each.max_rel) else each.max_rel)
         return replace(worst, printed=done[0].printed), RUNS[0]
 
-    def _runs(self) -> Sequence[EmulatedRun]:
-        """Return all runs, or if the emulator lacks an unoptimised instruction, the optimised."""
-        try:
-            encode(self._module(debug=True), self.kernel.source.name)
-        except UnsupportedError:
-            return [run for run in RUNS if not run.debug]
-        return RUNS
-
     def _again(self, case: Case, ran: _Ran) -> bool:
-        """Return whether to run a case in other orders, too."""
-        small = case.sizes == self.kernel.operation.cases[0][0]
-        return not case.once and (small or ran.instructions < MOST_AGAIN)
+        """Return whether to run a case in other orders, too: the first one, and small ones."""
+        return not case.once and (case is self.first or ran.instructions < MOST_AGAIN)
 
     def _explained(self, case: Case, run: EmulatedRun, ran: _Ran) -> Finding:
         """Return the Finding of a wrong run; name the setting without which the kernel is right."""
@@ -312,9 +318,11 @@ class _Judge:
                         return cause(wrong)
         if isinstance(found, Finding):
             return wrong
-        notes = [of_engine(self.kernel.source, each, "") for each in ran.notes]
-        said = "".join(f"\nPossibly because a thread {each.text}" for each in notes)
-        return replace(wrong, text=wrong.text + said, lines=sum((n.lines for n in notes), ()))
+        with suppress(_OverBudgetError):  # the compiler may have removed the cause
+            cause_of = self._run(case, run._replace(debug=True, checks=True)).found
+            if isinstance(cause_of, Finding):
+                return cause_of
+        return wrong
 
     def _examined(self, case: Case, run: EmulatedRun, ran: _Ran) -> Finding | None:
         """Return a Finding if values that earlier launches left make a later launch wrong."""
@@ -447,7 +455,9 @@ def _wrong(found: Checked | Finding) -> bool:
 
 
 def _of_order(found: Finding) -> Finding:
-    return replace(found, text=found.text + ORDER_COUNTS)
+    return replace(
+        found, text=re.sub(r"\nthe threads ran in \w+ order", rf"\g<0>{ORDER_COUNTS}", found.text)
+    )
 
 
 def _of_place(found: Finding) -> Finding:

@@ -35,9 +35,9 @@ def refused(kernel: Kernel) -> Finding | ResourceUsage:
 
     Raises NotJudged if the compiler needs too much time or memory.
     """
-    path = str(kernel.source.path)
-    asked = kernels.architecture(path)
-    made = _compiled(kernel, asked or f"sm_{USUAL}")
+    usual = capability_of(kernel)
+    asked = kernels.architecture(str(kernel.source.path))
+    made = _compiled(kernel, asked or f"sm_{usual}")
     above = re.search(r"requires \.target|not supported on \.target", made.log)
     if isinstance(made, nvrtc.Refused) and above:
         made = _compiled(kernel, "sm_90a")
@@ -48,7 +48,13 @@ def refused(kernel: Kernel) -> Finding | ResourceUsage:
     own = made.log.partition(f"'{kernel.source.name}'")[2]
     used = re.search(r"Used (\d+) registers(?:.*?(\d+) bytes smem)?", own)
     found = (int(used[1]), int(used[2] or 0)) if used else (0, 0)
-    return ResourceUsage(*found, HOPPER if asked or above else USUAL)
+    return ResourceUsage(*found, HOPPER if above else usual)
+
+
+def capability_of(kernel: Kernel) -> str:
+    """Return the compute capability that a file asks for, or on which its launches can overlap."""
+    asks = kernel.source.waits or kernels.architecture(str(kernel.source.path))
+    return HOPPER if asks else USUAL
 
 
 def too_many(

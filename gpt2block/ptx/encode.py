@@ -227,7 +227,7 @@ class _Encoder:
         elif name == "mov" and operands[1] in _VARYING:
             opcode, operands = f"clock.{rest}", operands[:1]
         elif name in ("ld", "st") and ".param" in opcode and not self._of_kernel(operands):
-            opcode = re.sub(r"\.param(::\w+)?", ".local", opcode)
+            opcode = re.sub(r"\.param(::\w+)?", ".local.param::func", opcode)
         if table.find(opcode) is None:
             raise UnsupportedError(f"{each.opcode} {', '.join(each.operands)}", each.place)
         if name in _MEMORY and ".param" not in opcode and ".local" not in opcode:

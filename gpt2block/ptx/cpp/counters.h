@@ -16,6 +16,7 @@ namespace counters {
 constexpr unsigned SECTOR = 32, WORD = 4, BANKS = 32;  // bytes, bytes, number
 
 inline Counted kind_of(const Form& f) {
+    if (f.has("param::func")) return Counted::nothing;  // an argument of a call
     if (f.name == "ld" || f.name == "ldu") return Counted::load;
     if (f.name == "st") return f.has("async") ? Counted::nothing : Counted::store;
     if (f.name == "atom" || f.name == "red") return Counted::atomic;

@@ -341,7 +341,7 @@ struct Machine {
     std::string printed;
     std::vector<Finding> notes;  // what does not end the launch: reading memory that nobody has written
     std::shared_ptr<Races> races;
-    std::unique_ptr<Trace> trace;
+    std::shared_ptr<Trace> trace;
     std::vector<std::unique_ptr<Block>> in_flight;
     uint32_t entry = 0;                // index of the kernel's first instruction
     bool (*idle)(Machine&) = nullptr;  // called when nothing proceeds (async.h: completes copies); whether something changed

@@ -129,7 +129,7 @@ const char* ptx_launch(const Loaded* loaded, LaunchData* data) {
     }
     if (m.checks) m.races = std::make_shared<Races>(m);
     if (data->traced) {
-        m.trace = std::make_unique<Trace>(), m.races->holds = true;
+        m.trace = std::make_shared<Trace>(), m.races->holds = true;
         const int64_t* each = data->traced;
         for (int64_t k = 0; k < data->traced_count; ++k, each += 2) m.trace->threads.insert({each[0], each[1]});
         m.trace->array = (int)data->array, m.trace->byte = data->byte;
