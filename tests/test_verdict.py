@@ -141,7 +141,11 @@ def test_the_schema_lists_every_kind_and_key(tmp_path: Path) -> None:
         (found["checks"][0], SCHEMA["$defs"]["check"]),
         (found["benchmark"]["rows"][0], of_benchmark["rows"]["items"]),
     ):
-        assert set(part) == set(described["properties"]) - {"why", "counters"} == set(described["required"])
+        assert (
+            set(part)
+            == set(described["properties"]) - {"why", "counters"}
+            == set(described["required"])
+        )
     validate(found)
 
 
