@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from gpt2block.cuda import kernels
 from gpt2block.ptx import engine, nvrtc
 from gpt2block.ptx.encode import UnsupportedError, encode
-from gpt2block.ptx.engine import ORDERS, Finding, Result, launch
+from gpt2block.ptx.engine import ORDERS, Finding, Order, Result, launch
 from gpt2block.ptx.parse import Module
 
 pytestmark = [
@@ -71,7 +71,7 @@ def of_file(file: str, *options: str) -> Module:
     return module((HERE / file).read_text("ascii"), file, *options)
 
 
-def run(made: Module, case: Case, order: str) -> tuple[Result, bool]:
+def run(made: Module, case: Case, order: Order) -> tuple[Result, bool]:
     """Return the result of a launch, and whether `out` is as expected."""
     out = np.zeros(N, np.float32)
     result = launch(
@@ -228,7 +228,7 @@ RIGHT = {  # kernel → grid, threads of a block, expected elements
 
 @pytest.mark.parametrize("name", RIGHT)
 @pytest.mark.parametrize("order", ORDERS)
-def test_results(name: str, order: str) -> None:
+def test_results(name: str, order: Order) -> None:
     source, grid, block, expected = RIGHT[name]
     case = Case("k", (grid,), (block,), 0, np.asarray(expected), "")
     result, right = run(module(source), case, order)
