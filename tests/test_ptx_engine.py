@@ -249,6 +249,9 @@ WRONG = {  # body of a kernel → what the finding says
         r"race: thread \(1, 0, 0\) of block \(0, 0, 0\), line 1, writes out\[0\]; "
         r"thread \(0, 0, 0\) of block \(0, 0, 0\), line 1, wrote it"
     ),
+    "if (threadIdx.x == 0) atomicAdd(out, x[0]);\nif (threadIdx.x == 32) out[0] = 1.0f;": (
+        r"race: thread \(32, 0, 0\) .* line 2, writes out\[0\]; .* line 1, atomically changed it"
+    ),
     "if (threadIdx.x < 32)\n__syncthreads();\nout[threadIdx.x] = 1.0f;": (
         r"barrier: thread \(0, 0, 0\) .* line 2: other threads never reach it; thread \(32, 0, 0\)"
     ),

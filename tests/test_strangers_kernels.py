@@ -427,7 +427,11 @@ def test_what_cannot_be_checked_is_an_error(arguments: tuple[Any, Any], said: st
 @pytest.mark.parametrize(
     ("first", "body", "said"),
     [
-        ("", 'asm("{.reg .u32 t; vadd.u32.u32.u32 t, 1, 2;}");', ":4: .* execute vadd.u32.u32.u32"),
+        (
+            "",
+            'asm("{.reg .u32 u; mov.u32 u, 1; vadd.u32.u32.u32 u, u, u;}");',
+            ":4: .* execute vadd.u32.u32.u32",
+        ),
     ],
 )
 def test_what_the_emulator_cannot_run_is_not_judged(first: str, body: str, said: str) -> None:

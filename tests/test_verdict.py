@@ -141,7 +141,11 @@ def test_the_schema_lists_every_kind_and_key(tmp_path: Path) -> None:
         (found["checks"][0], SCHEMA["$defs"]["check"]),
         (found["benchmark"]["rows"][0], of_benchmark["rows"]["items"]),
     ):
-        assert set(part) == set(described["properties"]) - {"why", "counters"} == set(described["required"])
+        assert (
+            set(part)
+            == set(described["properties"]) - {"why", "counters"}
+            == set(described["required"])
+        )
     validate(found)
 
 
@@ -181,7 +185,7 @@ def samples() -> list[Verdict]:
         RIGHT,
         "y[0] = i;",
         "if (i < n) y[i] = 1;",
-        'asm("{.reg .u32 t; vadd.u32.u32.u32 t, 1, 2;}");',
+        'asm("{.reg .u32 u; mov.u32 u, 1; vadd.u32.u32.u32 u, u, u;}");',
     )
     return [verdict(body) for body in bodies]
 
@@ -198,7 +202,7 @@ def types_of(value: Any) -> Any:
     [
         (RIGHT, 0, "right"),
         ("y[0] = i;", 1, "wrong"),
-        ('asm("{.reg .u32 t; vadd.u32.u32.u32 t, 1, 2;}");', 2, "not judged"),
+        ('asm("{.reg .u32 u; mov.u32 u, 1; vadd.u32.u32.u32 u, u, u;}");', 2, "not judged"),
     ],
 )
 def test_the_command_prints_the_verdict_as_json(
@@ -272,8 +276,8 @@ def test_a_race_with_an_asynchronous_copy_has_the_line_of_the_copy() -> None:
     body += "    __pipeline_commit();\n    __pipeline_wait_prior(0);\n    y[i % n] = s[i ^ 1];"
     text = "#include <cuda_pipeline.h>\n" + ADD.replace("NAME", "k").replace("BODY", body)
     (found,) = mine.check(text, "add", shape=SHAPE, device="cpu").findings
-    assert (found.kind, found.lines) == ("race", (6, 9))
-    assert "writes s[1] at my.cu:6; thread" in found.text
+    assert (found.kind, found.lines) == ("race", (9, 6))
+    assert "wrote it at my.cu:6, and no barrier is between them" in found.text
 
 
 @on_emulator

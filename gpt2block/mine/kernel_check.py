@@ -50,7 +50,8 @@ def check(
     bounds, races and divergent barriers, with their lines. Prints nothing, and times nothing.
 
     source: the text of a `.cu` file, or its path. On the emulator, a kernel has no access to files,
-    processes or the network. operation: name of an operation, such as "layernorm". kernel: name of the kernel, if the file has several.
+    processes or the network. operation: name of an operation, such as "layernorm". kernel: name of
+    the kernel, if the file has several.
     grid, block, shared: expressions such as "ceil(N / 8)", which replace the launch line's. args:
     the argument of each parameter, such as "x,out,N,C". shape: the only sizes to check, such as
     {"C": 768}. dtype: dtype of the arrays. layout: layout of weights. device: "cpu" for the

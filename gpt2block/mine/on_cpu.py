@@ -192,6 +192,8 @@ class _Judge:
         source = self.kernel.source
         try:
             made = self._encoded()
+        except NotJudged:  # a KernelError, too
+            raise
         except KernelError as error:
             yield of_compiler(source, str(error))
             return
@@ -338,6 +340,8 @@ class _Judge:
         if self._run(case, run).wrong:
             return found
         after = {name: bytes(data) for name, data in memory.items()}
+        if after == before:  # no count: the launch uses what another one has computed
+            return found
         for launches in LATER:
             for name, data in after.items():
                 memory[name] = _advanced(before[name], data, launches)
