@@ -46,11 +46,15 @@ constexpr Handler rows(F) {  // of 64 bits, whatever the type
 }
 template <unsigned LEAST = 16, class F>
 constexpr Pick integers(F) {
-    return [](Form& f) { return for_type<true, LEAST>(f.type(), [](auto t) -> Handler { return mapped<decltype(t), F>; }); };
+    return [](Form& f) {
+        return for_type<true, LEAST>(f.type(), [](auto t) -> Handler { return mapped<decltype(t), F>; });
+    };
 }
 template <unsigned LEAST = 16, class F>
 constexpr Pick bits(F) {  // the sign of the type does not matter
-    return [](Form& f) { return for_type<false, LEAST>(f.type(), [](auto t) -> Handler { return mapped<decltype(t), F>; }); };
+    return [](Form& f) {
+        return for_type<false, LEAST>(f.type(), [](auto t) -> Handler { return mapped<decltype(t), F>; });
+    };
 }
 
 // Only the first operand has the type.
@@ -61,7 +65,9 @@ static void mapped_first(Warp& w, const Instr& i, Mask active) {
 }
 template <unsigned LEAST = 16, class F>
 constexpr Pick first(F) {
-    return [](Form& f) { return for_type<true, LEAST>(f.type(), [](auto t) -> Handler { return mapped_first<decltype(t), F>; }); };
+    return [](Form& f) {
+        return for_type<true, LEAST>(f.type(), [](auto t) -> Handler { return mapped_first<decltype(t), F>; });
+    };
 }
 
 // The result, and a third operand, have twice the width.
@@ -248,8 +254,8 @@ static void slct(Warp& w, const Instr& i, Mask active) {
     });
 }
 
-// Copies, packs a vector into a register, or unpacks a register. The parts of a vector have equal widths. A .b128 has two
-// rows, as a vector of two 64-bit values has.
+// Copies, packs a vector into a register, or unpacks a register. The parts of a vector have equal widths. A .b128 has
+// two rows, as a vector of two 64-bit values has.
 static void mov(Warp& w, const Instr& i, Mask active) {
     const int to = i.op[0].count, from = i.op[1].count;
     const Type& type = i.form->type();

@@ -1,9 +1,10 @@
 // Copies that proceed beside the threads, the barriers at which they arrive, and clusters.
 //
-// A copy lands as late as its kernel permits: when a thread waits for it. Until then its destination counts as unwritten and
-// holds bytes of 0xff; its source is read when it lands. A copy touches memory twice in the eyes of the race detector, when
-// it is issued and when it lands, both times as the thread that issued it. A store of the copy engine reads shared memory
-// when the thread waits for this, and writes global memory when the thread waits for that, or when its block ends.
+// A copy lands as late as its kernel permits: when a thread waits for it. Until then its destination counts as
+// unwritten and holds bytes of 0xff; its source is read when it lands. A copy touches memory twice in the eyes of the
+// race detector, when it is issued and when it lands, both times as the thread that issued it. A store of the copy
+// engine reads shared memory when the thread waits for this, and writes global memory when the thread waits for that,
+// or when its block ends.
 #pragma once
 #include "counters.h"
 
@@ -184,8 +185,8 @@ inline void learn(const Warp& w, int lane, const Blocks& told) {
 
 static void wait_for_previous(Warp& w, const Instr&, Mask active) { w.waited |= active, w.block.waited = true; }
 
-// --- cp.async: copies of 4, 8 or 16 bytes by each thread. to, from, bytes, then perhaps the bytes to read, or a predicate
-// that nothing is read
+// --- cp.async: copies of 4, 8 or 16 bytes by each thread. to, from, bytes, then perhaps the bytes to read, or a
+// predicate that nothing is read
 
 static void copy(Warp& w, const Instr& i, Mask active) {
     const int count = i.count - (i.form->has("L2::cache_hint") ? 1 : 0);
@@ -258,7 +259,8 @@ struct Meeting {
     }
     // Returns whether the phase of a parity has ended. What is still on its way lands if it can end it.
     bool ended(unsigned parity) {
-        while (word->phase == parity && !waiting->deferred.empty() && (int)word->pending <= waiting->arrivals) land_first();
+        const auto can_end = [&] { return !waiting->deferred.empty() && (int)word->pending <= waiting->arrivals; };
+        while (word->phase == parity && can_end()) land_first();
         return word->phase != parity;
     }
 };
@@ -281,7 +283,9 @@ static void init_barrier(Warp& w, const Instr& i, Mask active) {
     const Space space = i.form->space;
     for_lanes(active, [&](int l) {
         const uint64_t address = w.address(i, 0, l), count = (uint32_t)w.in(i, 1)[l];
-        if (count == 0 || count >= 1u << 20) w.machine.fail(w, i, l, "barrier", "the count of an mbarrier is from 1 to 2^20 - 1");
+        if (count == 0 || count >= 1u << 20) {
+            w.machine.fail(w, i, l, "barrier", "the count of an mbarrier is from 1 to 2^20 - 1");
+        }
         const Word word = {count, count, 0, 0, Word::MARK};
         std::memcpy(touch(w, i, l, address, 8, space, WRITES, 8), &word, sizeof word);
         waiting_at(w, address, space) = Waiting();
@@ -294,7 +298,8 @@ static void end_barrier(Warp& w, const Instr& i, Mask active) {
 }
 
 // Arrives `count` times and expects more bytes. Returns the state before: the phase.
-inline uint64_t arrive_at(Warp& w, const Instr& i, int lane, uint64_t address, unsigned count, int64_t bytes, bool drops) {
+inline uint64_t arrive_at(Warp& w, const Instr& i, int lane, uint64_t address, unsigned count, int64_t bytes,
+                          bool drops) {
     const Meeting at = meeting(w, i, lane, address, i.form->space);
     const uint64_t phase = at.word->phase;
     if (count > at.word->pending) w.machine.fail(w, i, lane, "barrier", "more arrivals at an mbarrier than its count");
@@ -309,12 +314,13 @@ inline uint64_t arrive_at(Warp& w, const Instr& i, int lane, uint64_t address, u
 static void arrive(Warp& w, const Instr& i, Mask active) {
     const Form& f = *i.form;
     const int where = i.op[0].kind == Operand::address ? 0 : 1;
-    const bool expects = f.has("expect_tx"), completes = f.has("complete_tx"), arrives = f.has("arrive") || f.has("arrive_drop");
+    const bool expects = f.has("expect_tx"), completes = f.has("complete_tx");
+    const bool drops = f.has("arrive_drop"), arrives = drops || f.has("arrive");
     for_lanes(active, [&](int l) {
         const uint32_t given = i.count > where + 1 ? (uint32_t)w.in(i, where + 1)[l] : 1;
         const int64_t bytes = expects ? given : completes ? -(int64_t)given : 0;
         const unsigned count = !arrives ? 0 : expects ? 1 : given;
-        const uint64_t state = arrive_at(w, i, l, w.address(i, where, l), count, bytes, f.has("arrive_drop"));
+        const uint64_t state = arrive_at(w, i, l, w.address(i, where, l), count, bytes, drops);
         if (where && i.op[0].kind == Operand::row) w.out(i, 0)[l] = state;
     });
 }
@@ -368,7 +374,8 @@ static_assert(sizeof(Map) <= 128);
 inline void add_box(Warp& w, const Instr& i, int lane, int where, Copy& copy) {
     Map map;
     std::memcpy(&map, touch(w, i, lane, w.address(i, where, lane), 128, Space::generic, READS, 64), sizeof map);
-    if (map.rank != (uint32_t)i.op[where + 1].count) w.machine.fail(w, i, lane, "async", "the tensor map has another rank");
+    const uint32_t rank = i.op[where + 1].count;
+    if (map.rank != rank) w.machine.fail(w, i, lane, "async", "the tensor map has another rank");
     copy.swizzle = map.swizzle, copy.bytes = map.item, copy.align = 128, copy.run_align = map.item;
     int64_t corner[5] = {};
     uint32_t rows = 1;
@@ -377,7 +384,8 @@ inline void add_box(Warp& w, const Instr& i, int lane, int where, Copy& copy) {
         copy.bytes *= map.box[d];
         if (d) rows *= map.box[d];
     }
-    const int64_t first = std::max<int64_t>(corner[0], 0), last = std::min<int64_t>(corner[0] + map.box[0], map.sizes[0]);
+    const int64_t first = std::max<int64_t>(corner[0], 0);
+    const int64_t last = std::min<int64_t>(corner[0] + map.box[0], map.sizes[0]);
     for (uint32_t row = 0; row < rows && first < last; ++row) {
         uint64_t address = map.address + first * map.item;
         uint32_t rest = row;
@@ -415,14 +423,16 @@ static void bulk_load(Warp& w, const Instr& i, Mask active) {
             add_box(w, i, l, 1, made);
         } else {
             made.bytes = (unsigned)w.in(i, 2)[l];
-            if (made.bytes % 16) w.machine.fail(w, i, l, "misaligned", "the size of a bulk copy is no multiple of 16 bytes");
+            const char* odd_size = "the size of a bulk copy is no multiple of 16 bytes";
+            if (made.bytes % 16) w.machine.fail(w, i, l, "misaligned", odd_size);
             if (!f.has("global")) made.other = Space::shared;  // between blocks
             made.runs.push_back({w.address(i, 1, l), 0, made.bytes});
         }
         const uint64_t barrier = (uint32_t)w.address(i, 3, l);
         if (!f.has("multicast::cluster")) return send(w, i, made, barrier);
         const uint64_t blocks = w.in(i, 4)[l] & 0xffff;
-        if (blocks >> w.block.cluster.size()) w.machine.fail(w, i, l, "async", "the mask names a block that the cluster does not have");
+        const char* absent = "the mask names a block that the cluster does not have";
+        if (blocks >> w.block.cluster.size()) w.machine.fail(w, i, l, "async", absent);
         for (uint64_t rank = 0; rank < 16; ++rank) {
             if (blocks >> rank & 1) send(w, i, made, barrier, rank + 1);
         }
@@ -463,7 +473,8 @@ static void store(Warp& w, const Instr& i, Mask active) {
 static void mapa(Warp& w, const Instr& i, Mask active) {
     for_lanes(active, [&](int l) {
         const uint64_t rank = (uint32_t)w.in(i, 2)[l];
-        if (rank >= w.block.cluster.size()) w.machine.fail(w, i, l, "out of bounds", "the cluster does not have this block");
+        const char* absent = "the cluster does not have this block";
+        if (rank >= w.block.cluster.size()) w.machine.fail(w, i, l, "out of bounds", absent);
         w.out(i, 0)[l] = (w.in(i, 1)[l] & ~(0xffull << RANK_SHIFT)) | (rank + 1) << RANK_SHIFT;
     });
 }

@@ -1,15 +1,16 @@
 // Counts what decides the speed of a kernel, for each line of the .cu, as the memory units of a GPU see it.
 //
-// A warp instruction that accesses memory is one request. It touches sectors of 32 bytes of global memory. Shared memory
-// serves accesses of 8 bytes for half a warp at a time, of 16 bytes for a quarter: a pass. Two passes are one if both lanes of
-// each pair have the same address. A pass takes as many turns as the bank with the most distinct words of 4 bytes; every turn
-// but the first is a conflict.
+// A warp instruction that accesses memory is one request. It touches sectors of 32 bytes of global memory. Shared
+// memory serves accesses of 8 bytes for half a warp at a time, of 16 bytes for a quarter: a pass. Two passes are one if
+// both lanes of each pair have the same address. A pass takes as many turns as the bank with the most distinct words of
+// 4 bytes; every turn but the first is a conflict.
 #pragma once
 #include "memory.h"
 
 struct Counts {  // of a line; in the order of counters.py
     int64_t instructions, load_requests, load_sectors, load_bytes, store_requests, store_sectors, store_bytes;
-    int64_t copied_bytes, atomics, shared_requests, bank_conflicts, local_bytes, shuffles, barriers, branches, uniform_branches;
+    int64_t copied_bytes, atomics, shared_requests, bank_conflicts, local_bytes, shuffles, barriers;
+    int64_t branches, uniform_branches;
 };
 
 namespace counters {
@@ -68,12 +69,15 @@ inline Space place_of(Space space, uint64_t address) {
     if (space == Space::cluster) return Space::shared;
     if (space != Space::generic) return space;
     const uint64_t tag = address >> ARRAY_SHIFT << ARRAY_SHIFT;
-    return tag == SHARED_WINDOW ? Space::shared : tag == LOCAL_WINDOW ? Space::local : tag == PARAM_WINDOW ? Space::param : Space::global;
+    if (tag == SHARED_WINDOW) return Space::shared;
+    return tag == LOCAL_WINDOW ? Space::local : tag == PARAM_WINDOW ? Space::param : Space::global;
 }
 
 inline void count_shared(Counts& line, const uint64_t* address, Mask lanes, unsigned bytes) {
     ++line.shared_requests;
-    each_pass(address, lanes, bytes, [&](Mask pass) { line.bank_conflicts += conflicts(units(address, pass, bytes, WORD)); });
+    each_pass(address, lanes, bytes, [&](Mask pass) {
+        line.bank_conflicts += conflicts(units(address, pass, bytes, WORD));
+    });
 }
 
 inline void count_global(Counts& line, const uint64_t* address, Mask lanes, unsigned bytes, bool stores) {
@@ -84,13 +88,15 @@ inline void count_global(Counts& line, const uint64_t* address, Mask lanes, unsi
 
 inline unsigned bytes_of(Warp& w, const Instr& i, int value, Mask active) {
     if (i.form->counted == Counted::copy) return (unsigned)w.in(i, 2)[__builtin_ctz(active)];
-    return i.form->counted == Counted::matrices ? 16 : std::min(i.form->type().bits, 64u) / 8 * (unsigned)i.op[value].count;
+    if (i.form->counted == Counted::matrices) return 16;
+    return std::min(i.form->type().bits, 64u) / 8 * (unsigned)i.op[value].count;
 }
 
 inline void count_access(Counts& line, Warp& w, const Instr& i, Mask active) {
     const Form& f = *i.form;
     const bool loads = f.counted == Counted::load;
-    const int where = loads || f.name == "atom" || f.name == "ldmatrix" ? 1 : 0, value = where == 1 && !f.has("cas") ? 0 : where + 1;
+    const int where = loads || f.name == "atom" || f.name == "ldmatrix" ? 1 : 0;
+    const int value = where == 1 && !f.has("cas") ? 0 : where + 1;
     const unsigned bytes = bytes_of(w, i, value, active);
     if (f.counted == Counted::matrices && i.op[value].count < 4) active &= (1u << 8 * i.op[value].count) - 1;
     const Space space = f.counted == Counted::copy ? Space::shared : f.space;

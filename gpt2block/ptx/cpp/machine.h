@@ -4,13 +4,13 @@
 // the rows that fit a form, the one with the most words serves it:
 //
 //     static const Rows rows_{
-//         {"popc", integers([](auto a) { return __builtin_popcountll(a); })},  // a Pick: chooses a handler for the types
+//         {"popc", integers([](auto a) { return __builtin_popcountll(a); })},  // a Pick: by types
 //         {"shfl.up", shfl<UP>, LAST},                                        // a handler, and which lanes it gathers
 //     };
 //
-// A Pick is called once per form ("popc.b32") when a program is loaded. It may store settings in f.arg, and returns null
-// for a form that it does not know; the next row is then tried. A form that no row knows is not judged. A handler is
-// called with the lanes that are active after the guard; it writes only their values.
+// A Pick is called once per form ("popc.b32") when a program is loaded. It may store settings in f.arg, and returns
+// null for a form that it does not know; the next row is then tried. A form that no row knows is not judged. A handler
+// is called with the lanes that are active after the guard; it writes only their values.
 //
 // Values of lanes: a value is zero-extended to 64 bits when it is written (a .b32 register holds 32 bits, an .f16x2
 // too). The values of 32 lanes are a row; immediates and special registers are rows as well. Predicates are masks:
@@ -19,12 +19,12 @@
 // w.address(i, k, lane).
 //
 // Instructions of several lanes: the row's `gathers` is LAST if the last operand is the mask of lanes, or WHOLE_WARP
-// (mma, ldmatrix). The scheduler then calls the handler once, when all lanes of the mask have arrived at the instruction.
-// A handler that cannot complete calls w.again(lanes): these lanes execute the instruction again at their next turn. If
-// nothing else proceeds in the whole launch, this is a deadlock and becomes a finding.
+// (mma, ldmatrix). The scheduler then calls the handler once, when all lanes of the mask have arrived at the
+// instruction. A handler that cannot complete calls w.again(lanes): these lanes execute the instruction again at their
+// next turn. If nothing else proceeds in the whole launch, this is a deadlock and becomes a finding.
 //
-// Memory: Machine::access() checks bounds, alignment, unwritten bytes and races, and returns the address of the bytes on
-// the host. Wrong kernels: Machine::fail() throws a Finding, which ends the launch.
+// Memory: Machine::access() checks bounds, alignment, unwritten bytes and races, and returns the address of the bytes
+// on the host. Wrong kernels: Machine::fail() throws a Finding, which ends the launch.
 #pragma once
 #include "numbers.h"
 
@@ -185,7 +185,8 @@ struct Finding {
 };
 
 // Generic addresses: the number of an array in the bits from 36 on. Arrays begin in the middle of their range, so that
-// addresses before them name them, too. Windows of shared memory, local memory and parameters have numbers of their own.
+// addresses before them name them, too. Windows of shared memory, local memory and parameters have numbers of their
+// own.
 constexpr int ARRAY_SHIFT = 36;
 constexpr uint64_t ARRAY_START = 1ull << 35;
 constexpr uint64_t SHARED_WINDOW = 1ull << ARRAY_SHIFT;  // + (rank of the block in its cluster + 1, or 0: own) << 24
@@ -372,7 +373,8 @@ struct Machine : Launch {
     }
     // What does not end the launch: the first of each kind and array is enough.
     bool noted(const std::string& kind, int array) const {
-        return std::any_of(notes.begin(), notes.end(), [&](const Finding& n) { return n.kind == kind && n.array == array; });
+        const auto same = [&](const Finding& each) { return each.kind == kind && each.array == array; };
+        return std::any_of(notes.begin(), notes.end(), same);
     }
     void note(const Finding& found) {
         if (!noted(found.kind, found.array)) notes.push_back(found);
@@ -419,9 +421,9 @@ inline Type type_named(const std::string& word) {
 
 inline Space space_named(const std::string& word) {
     static const std::unordered_map<std::string, Space> all = {
-        {"global", Space::global}, {"shared", Space::shared}, {"shared::cta", Space::shared}, {"const", Space::constant},
-        {"shared::cluster", Space::cluster}, {"local", Space::local}, {"param", Space::param},
-        {"param::entry", Space::param}, {"param::func", Space::param}};
+        {"global", Space::global}, {"shared", Space::shared}, {"shared::cta", Space::shared},
+        {"shared::cluster", Space::cluster}, {"local", Space::local}, {"const", Space::constant},
+        {"param", Space::param}, {"param::entry", Space::param}, {"param::func", Space::param}};
     const auto found = all.find(word);
     return found == all.end() ? Space::generic : found->second;
 }

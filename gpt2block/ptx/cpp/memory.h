@@ -74,8 +74,8 @@ inline Region find(Warp& w, const Instr& i, int lane, uint64_t address, Space sp
     return {a.data, a.written, a.bytes, origin, (int)number, a.shadow.get(), a.constant};
 }
 
-[[gnu::cold]] inline Finding misuse(Warp& w, const Instr& i, int lane, const Region& region, uint64_t from, unsigned bytes,
-                                    unsigned use, const char* kind, const uint8_t* data = nullptr) {
+[[gnu::cold]] inline Finding misuse(Warp& w, const Instr& i, int lane, const Region& region, uint64_t from,
+                                    unsigned bytes, unsigned use, const char* kind, const uint8_t* data = nullptr) {
     Trace* trace = w.machine.trace.get();
     if (trace && !(data && region.shadow)) trace->access(w, i, lane, region.array, (int64_t)from, bytes, use, data);
     return {.kind = kind, .now = w.here(i, lane), .verb = Races::is(use), .array = region.array,
@@ -104,7 +104,8 @@ inline void check(Warp& w, const Instr& i, int lane, const Region& region, uint6
     if (!w.machine.checks || !bytes) return;
     if (region.written && !(use & UNWRITTEN)) {
         uint8_t* written = region.written + from;
-        if ((written[0] | written[bytes - 1]) & GAP) throw misuse(w, i, lane, region, from, bytes, use, "out of bounds");
+        const bool between = (written[0] | written[bytes - 1]) & GAP;
+        if (between) throw misuse(w, i, lane, region, from, bytes, use, "out of bounds");
         // Copies of structures read the padding of local variables, and a byte of empty ones.
         const bool padded = region.array == Finding::in_local && (bytes == 1 || std::memchr(written, 1, bytes));
         if (use & READS && !padded && std::memchr(written, 0, bytes) && !w.machine.noted("unwritten", region.array)) {
@@ -115,8 +116,8 @@ inline void check(Warp& w, const Instr& i, int lane, const Region& region, uint6
     if (region.shadow) w.machine.races->record(w, i, lane, *region.shadow, from, bytes, use, region.data + from);
 }
 
-// Where the bytes at a generic address are on the host, with all checks. near: the region of the last access, which often
-// serves this one, too.
+// Where the bytes at a generic address are on the host, with all checks. near: the region of the last access, which
+// often serves this one, too.
 [[gnu::always_inline]] inline uint8_t* touch(Warp& w, const Instr& i, int lane, uint64_t address, unsigned bytes,
                                              Space space, unsigned use, unsigned align, Region& near) {
     if (address - near.origin >= near.room) near = enter(w, i, lane, address, bytes, space, use);
@@ -279,7 +280,8 @@ static void isspacep(Warp& w, const Instr& i, Mask active) {
     const uint64_t* a = w.in(i, 1);
     const auto inside = [&](int l) {
         const uint64_t tag = a[l] >> ARRAY_SHIFT;
-        const bool of_windows[] = {false, tag >= FIRST_ARRAY, tag == 1, tag == 2, tag == 3, tag >= FIRST_ARRAY, tag == 1};
+        const bool array = tag >= FIRST_ARRAY, shared = tag == 1, local = tag == 2, param = tag == 3;
+        const bool of_windows[] = {false, array, shared, local, param, array, shared};
         return of_windows[(int)i.form->space];
     };
     w.set_predicate(i, 0, active, lanes_where(active, inside));

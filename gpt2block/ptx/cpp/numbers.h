@@ -2,8 +2,8 @@
 // makes is the canonical one; operations with f64 return the NaN of the host, whose rules are the same.
 //
 // The host computes with f32 and f64 in the instruction's direction of rounding. Operations with shorter formats are
-// computed in double, rounded to odd: if a result is inexact, its last bit is set. Rounding it again, to at most 51 bits
-// and in any direction, then equals rounding the exact result.
+// computed in double, rounded to odd: if a result is inexact, its last bit is set. Rounding it again, to at most 51
+// bits and in any direction, then equals rounding the exact result.
 #pragma once
 #include <algorithm>
 #include <bit>

@@ -1,17 +1,17 @@
 // Finds data races: two unordered accesses to a cell by different threads, at least one of them a write.
 //
-// Every access has a stamp, the number of synchronisations so far. What a thread knows of another is the stamp up to which
-// that thread's accesses precede its own next ones. Accesses are ordered by:
+// Every access has a stamp, the number of synchronisations so far. What a thread knows of another is the stamp up to
+// which that thread's accesses precede its own next ones. Accesses are ordered by:
 //   - a barrier of the block; in a warp every exchange (bar.warp.sync, shuffles) among the lanes of its mask;
 //   - a fence, then an atomic or volatile write, then an atomic or volatile read of the same address by another thread:
 //     accesses that the first thread made, or knew to be complete, before its fence precede the reader's next accesses.
 //     A release is a fence before a write.
-// Two strong accesses (atomic, volatile, relaxed) are no race. A thread's plain access is ordered after all atomic accesses
-// to the same address that precede an earlier atomic access of the thread to it.
+// Two strong accesses (atomic, volatile, relaxed) are no race. A thread's plain access is ordered after all atomic
+// accesses to the same address that precede an earlier atomic access of the thread to it.
 //
-// A plain read that races is harmless if the thread only compares the value: if the thread's next access to the address is
-// an atom.cas that expects the value read, the read counts as atomic. Until then, its races with atomic accesses are held.
-// They are reported if the thread accesses the address in another way, reaches a barrier or ends.
+// A plain read that races is harmless if the thread only compares the value: if the thread's next access to the address
+// is an atom.cas that expects the value read, the read counts as atomic. Until then, its races with atomic accesses are
+// held. They are reported if the thread accesses the address in another way, reaches a barrier or ends.
 #pragma once
 #include "trace.h"
 
@@ -23,7 +23,8 @@ struct Stamped {
     uint32_t value = 0;              // of a read
 
     Stamped() : place(0), last(0) {}
-    Stamped(uint32_t t, uint32_t s, int32_t at, bool l) : thread(t), stamp(s), place((uint32_t)at & 0x7fffffff), last(l) {}
+    Stamped(uint32_t t, uint32_t s, int32_t at, bool l)
+        : thread(t), stamp(s), place((uint32_t)at & 0x7fffffff), last(l) {}
     int64_t block() const { return thread >> BLOCK_SHIFT; }
     int in_block() const { return thread & ((1 << BLOCK_SHIFT) - 1); }
     bool same_warp(uint32_t other) const { return thread / LANES == other / LANES; }
@@ -80,8 +81,8 @@ struct Held {
     Finding race;
 };
 
-// What a thread has learnt from atomic and volatile reads, and what its fences make visible to other threads of the block
-// and to all threads. Threads that synchronise merge all three.
+// What a thread has learnt from atomic and volatile reads, and what its fences make visible to other threads of the
+// block and to all threads. Threads that synchronise merge all three.
 struct Facts {
     enum { LEARNT, FOR_BLOCK, FOR_ALL, FACTS };
     Blocks of[FACTS];
@@ -95,7 +96,7 @@ struct Facts {
 struct Races {
     Machine& machine;
     uint32_t now = 1;
-    std::unordered_map<uint64_t, Blocks> told[2];  // address → what its last strong writes made visible: to the block, to all
+    std::unordered_map<uint64_t, Blocks> told[2];  // address → what its last strong writes told the block, and all
     bool facts = false;                            // whether any thread has any
     bool holds = false;                            // whether races have been held, or steps are recorded
 
@@ -149,8 +150,9 @@ struct Races {
 
     Finding race(const Now& now, const Stamped& before, const char* was) const {
         return {.kind = "race", .now = now.w.here(now.i, now.lane),
-                .other = {before.block(), before.in_block(), (int32_t)before.place}, .verb = is(now.use), .other_verb = was,
-                .array = now.shadow.array, .byte = (int64_t)(now.cell * machine.program->granule), .bytes = now.bytes};
+                .other = {before.block(), before.in_block(), (int32_t)before.place}, .verb = is(now.use),
+                .other_verb = was, .array = now.shadow.array,
+                .byte = (int64_t)(now.cell * machine.program->granule), .bytes = now.bytes};
     }
     static const char* was(const StrongAccess& a) {
         return a.atomic ? "atomically changed" : a.writes ? "wrote (volatile)" : "read (volatile)";
@@ -205,7 +207,8 @@ struct Races {
 
     void check_strong(const Now& now, const Strong& strong) {
         const auto& [last, other] = strong.written;
-        // If the last atomic access is by this thread, it has seen all earlier ones: atomic accesses have a single order.
+        // If the last atomic access is by this thread, it has seen all earlier ones: atomic accesses have a single
+        // order.
         const bool own = last.stamp && last.thread == now.access.thread && last.atomic;
         for (const StrongAccess* before : {&last, &other}) {
             if (before == &other && own) break;
@@ -224,7 +227,8 @@ struct Races {
         Cell& cell = now.shadow.at(now.cell);
         const uint32_t self = now.access.thread;
         if (holds) {
-            if (Held* held = held_at(now.w.block.knowledge[now.w.thread(now.lane)], now.shadow, now.cell)) throw held->race;
+            Thread& own = now.w.block.knowledge[now.w.thread(now.lane)];
+            if (Held* held = held_at(own, now.shadow, now.cell)) throw held->race;
         }
         for (Stamped& read : cell.read) {
             if (read.thread == self) read.last = false;
@@ -316,8 +320,8 @@ struct Races {
         }
     }
 
-    // Called before an atom.cas that expects a value: if the thread's last plain read of the cells gave it, the read counts as
-    // atomic, and its held races are dropped.
+    // Called before an atom.cas that expects a value: if the thread's last plain read of the cells gave it, the read
+    // counts as atomic, and its held races are dropped.
     void compared(Warp& w, int lane, Shadow& shadow, uint64_t start, unsigned bytes, uint64_t expected) {
         const unsigned granule = machine.program->granule;
         const uint32_t self = number_of(w, lane), ones = granule < 4 ? (1u << 8 * granule) - 1 : ~0u;
@@ -379,7 +383,8 @@ struct Races {
         if (!facts) return;
         for (int all = 0; all < 2; ++all) {
             const auto found = told[all].find(key(w, address, all));
-            if (found != told[all].end()) join(facts_of(w.block.knowledge[w.thread(lane)]).of[Facts::LEARNT], found->second);
+            if (found == told[all].end()) continue;
+            join(facts_of(w.block.knowledge[w.thread(lane)]).of[Facts::LEARNT], found->second);
         }
     }
 

@@ -1,11 +1,12 @@
 // Runs a launch: blocks, the turns of their warps, groups of lanes, barriers, and lanes that wait for one another.
 //
 // A warp executes the ready lanes with the lowest pc as one group, which brings lanes together again after a branch, as
-// compilers put the common successor last. A group that has jumped back LOOPS times while other lanes are ready gives way to
-// them, so that a lane can wait in a loop for another lane of its warp.
+// compilers put the common successor last. A group that has jumped back LOOPS times while other lanes are ready gives
+// way to them, so that a lane can wait in a loop for another lane of its warp.
 #pragma once
 #include "async.h"
 
+#include <numeric>
 #include <random>
 
 namespace schedule {
@@ -125,7 +126,8 @@ struct Run {
         if (same) return run_gathered(w, i, active), true;
         for_lanes(active, [&](int l) {
             w.state[l] = Lane::gathers, w.pc[l] = pc, w.mask[l] = mask_of(w, i, l) & w.exist;
-            if (!(w.mask[l] >> l & 1)) m.fail(w, i, l, "mask", "the mask does not name the lane that executes the instruction");
+            const char* absent = "the mask does not name the lane that executes the instruction";
+            if (!(w.mask[l] >> l & 1)) m.fail(w, i, l, "mask", absent);
         });
         for_lanes(active, [&](int l) {
             const Mask gone = w.mask[l] & in_state(w, Lane::done);
@@ -155,8 +157,8 @@ struct Run {
         for_lanes(group, [&](int l) { w.state[l] = Lane::runs, ++w.pc[l]; });
     }
 
-    // Lanes at several places execute the same form, each with its own operands: in turn for the lanes of each place, with the
-    // values of the others put into the registers that this place reads.
+    // Lanes at several places execute the same form, each with its own operands: in turn for the lanes of each place,
+    // with the values of the others put into the registers that this place reads.
     void run_apart(Warp& w, const Instr& one, Mask group) {
         const std::vector<uint64_t> rows = w.rows;
         const std::vector<Mask> predicates = w.predicates;
@@ -175,7 +177,9 @@ struct Run {
             for (std::size_t r = 0; r < rows.size(); r += LANES) {
                 for_lanes(lanes, [&](int l) { result[r + l] = w.rows[r + l]; });
             }
-            for (std::size_t k = 0; k < truths.size(); ++k) truths[k] = (truths[k] & ~lanes) | (w.predicates[k] & lanes);
+            for (std::size_t k = 0; k < truths.size(); ++k) {
+                truths[k] = (truths[k] & ~lanes) | (w.predicates[k] & lanes);
+            }
             rest &= ~lanes;
         }
         w.rows = result, w.predicates = truths;
@@ -229,7 +233,8 @@ struct Run {
             const Instr& other = p.code[w.pc[l]];
             if (&other == &i || i.form->name != "bar") return;
             const char* of_line = "threads wait at two barriers in one line, or in two calls of a function";
-            throw Finding{.kind = "barrier", .text = other.place == i.place ? of_line : "threads wait at different barriers",
+            const char* elsewhere = "threads wait at different barriers";
+            throw Finding{.kind = "barrier", .text = other.place == i.place ? of_line : elsewhere,
                           .now = w.here(i, lane), .other = here(w, l)};
         });
     }
@@ -342,14 +347,16 @@ struct Run {
             default:  // brx.idx: the index, then the targets
                 for_lanes(active, [&](int l) {
                     const uint64_t n = w.in(i, 0)[l];
-                    if (n + 1 >= (uint64_t)i.count) m.fail(w, i, l, "branch", "the index is outside of the table of targets");
+                    const char* outside = "the index is outside of the table of targets";
+                    if (n + 1 >= (uint64_t)i.count) m.fail(w, i, l, "branch", outside);
                     w.pc[l] = (uint32_t)i.op[1 + n].index;
                 });
         }
     }
 
-    // Operands: the function or a pointer to it; the row of its return address; if the function may be running already, where
-    // in local memory its result lies. All registers and local memory of the thread are then kept until it returns.
+    // Operands: the function or a pointer to it; the row of its return address; if the function may be running already,
+    // where in local memory its result lies. All registers and local memory of the thread are then kept until it
+    // returns.
     void call(Warp& w, const Instr& i, uint32_t pc, int lane) {
         const bool saves = i.count > 2;
         uint64_t target = (uint64_t)i.op[0].index;
@@ -362,7 +369,8 @@ struct Run {
             const uint8_t* local = w.block.local.data() + (std::size_t)w.thread(lane) * p.local_bytes;
             kept.local.assign(local, local + p.local_bytes);
             kept.result = i.op[2].index, kept.result_bytes = i.op[2].count;
-            if (w.calls[lane].size() > MOST_CALLS) m.fail(w, i, lane, "endless", "functions call themselves without an end");
+            const char* endless = "functions call themselves without an end";
+            if (w.calls[lane].size() > MOST_CALLS) m.fail(w, i, lane, "endless", endless);
         }
         w.rows[i.op[1].index * LANES + lane] = pc + 1 + (saves ? CODE : 0);
         w.pc[lane] = (uint32_t)target;
@@ -394,13 +402,14 @@ struct Run {
         const uint8_t fill = m.order == Order::reverse ? 0x7f : m.order == Order::shuffled ? 0x3c : 0xff;
         block->shared.assign(p.shared_bytes + m.dynamic_bytes, fill);
         block->written.assign(block->shared.size(), 0);
-        for (const auto& [from, to] : p.gaps) std::fill(block->written.begin() + from, block->written.begin() + to, memory::GAP);
+        for (const auto& [from, to] : p.gaps) std::fill_n(block->written.begin() + from, to - from, memory::GAP);
         const int threads = block->threads();
         block->local.assign((std::size_t)p.local_bytes * threads, fill);
         block->local_written.assign(block->local.size(), 0);
         block->knowledge.resize(threads);
         block->alive = threads;
-        if (m.checks) block->shadow = std::make_shared<Shadow>(block->shared.size() / p.granule + 1, true, Finding::in_shared);
+        const std::size_t cells = block->shared.size() / p.granule + 1;
+        if (m.checks) block->shadow = std::make_shared<Shadow>(cells, true, Finding::in_shared);
         for (int first = 0; first < threads; first += LANES) {
             Warp& w = block->warps.emplace_back(m, *block);
             w.first = first;
@@ -436,12 +445,14 @@ struct Run {
         return true;
     }
 
-    // Gives each warp of a block turns until all wait or the block's turn has ended. Returns whether there was progress.
+    // Gives each warp of a block turns until all wait or the block's turn has ended. Returns whether there was
+    // progress.
     bool run_block(Block& block) {
         const bool interleaved = m.order == Order::interleaved;
         const int64_t until = m.executed + (interleaved ? 1 : BLOCK_TURN);
         std::vector<int> turns(block.warps.size());
-        for (std::size_t k = 0; k < turns.size(); ++k) turns[k] = (int)(m.order == Order::reverse ? turns.size() - 1 - k : k);
+        std::iota(turns.begin(), turns.end(), 0);
+        if (m.order == Order::reverse) std::reverse(turns.begin(), turns.end());
         bool any = false, progress = true;
         while (progress && block.alive && m.executed <= until) {
             if (m.order == Order::shuffled) std::shuffle(turns.begin(), turns.end(), random);

@@ -2,8 +2,8 @@
 //
 // Products of numbers are exact. Sums in f32 or f16 are computed as Hopper's tensor cores were found to compute them: a
 // sum and at most 16 products (8 of tf32) are aligned to the largest exponent among them, cut off 25 bits below it, and
-// added exactly; the total is cut off to f32, or rounded to the nearest f16. An exponent of a product is the sum of those
-// of its factors. Sums of f64 are chains of fma, and sums of integers are exact.
+// added exactly; the total is cut off to f32, or rounded to the nearest f16. An exponent of a product is the sum of
+// those of its factors. Sums of f64 are chains of fma, and sums of integers are exact.
 #pragma once
 #include "machine.h"
 
@@ -58,8 +58,8 @@ inline double cut_off(double x) {  // towards zero, to f32
 }
 
 // Adds the products of one block of terms to 8 sums. a: a row; b: 8 columns, whose rows have `columns` values.
-inline void add_block(const double* a, const int* ea, const double* b, const int* eb, int columns, int depth, double* sums,
-                      Sums kind) {
+inline void add_block(const double* a, const int* ea, const double* b, const int* eb, int columns, int depth,
+                      double* sums, Sums kind) {
     constexpr int N = 8;
     int top[N];
     for (int j = 0; j < N; ++j) top[j] = std::max(exponent_of(sums[j], F32::LEAST), -900);
@@ -109,8 +109,8 @@ inline void add_products(const Numbers& a, const Numbers& b, int rows, int colum
 
 // --- fragments: which elements of a matrix the registers of the lanes hold
 
-// Calls visit(register, lane, part, row, column) for each element. matrix: 'a', 'b' or 'c'. parts: elements in a register.
-// rows: of a and c, 8 or 16. depth: columns of a, rows of b.
+// Calls visit(register, lane, part, row, column) for each element. matrix: 'a', 'b' or 'c'. parts: elements in a
+// register. rows: of a and c, 8 or 16. depth: columns of a, rows of b.
 template <class Visit>
 inline void each_element(char matrix, int registers, int parts, int rows, int depth, Visit visit) {
     const int halves = rows / 8, of_tile = std::max(1, depth / (4 * parts));
@@ -163,7 +163,8 @@ inline bool describe(Product& p, const Form& f, const Type& a, const Type& b, co
     else if (d.is("f64")) p.sums = Sums::f64;
     else if (d.is("s32")) p.sums = f.has("satfinite") ? Sums::s32_limited : Sums::s32;
     else return false;
-    const bool floats = p.sums == Sums::f32 || p.sums == Sums::f16, integers = p.sums == Sums::s32 || p.sums == Sums::s32_limited;
+    const bool floats = p.sums == Sums::f32 || p.sums == Sums::f16;
+    const bool integers = p.sums == Sums::s32 || p.sums == Sums::s32_limited;
     return p.shape.rows && (a.is("f64") ? p.sums == Sums::f64 : p.a && p.b && (a.kind == 'f' ? floats : integers));
 }
 
@@ -195,7 +196,8 @@ inline void read_matrix(char matrix, const Warp& w, const Instr& i, int k, const
     to.resize(elements);
     const Decode decode = matrix == 'a' ? p.a : p.b;
     const uint32_t mask = p.width >= 32 ? ~0u : (1u << p.width) - 1;
-    each_element(matrix, elements / LANES / parts, parts, s.rows, s.depth, [&](int r, int lane, int e, int row, int column) {
+    const int registers = elements / LANES / parts;
+    each_element(matrix, registers, parts, s.rows, s.depth, [&](int r, int lane, int e, int row, int column) {
         const uint64_t code = w.in(i, k, r)[lane];
         const int at = row * columns + column;
         if (p.sums == Sums::f64) to.value[at] = value<F64>(code);
@@ -246,12 +248,13 @@ static Handler pick_mma(Form& f) {
     if (!describe(*product, f, short_form ? f16 : f.type(1), short_form ? f16 : f.type(2), f.type(0))) return nullptr;
     if (f.type(0).name != f.types.back().name) return nullptr;
     const Shape& s = product->shape;
-    if (s.columns != (f.name == "wmma" ? 16 : 8) || s.rows > 16 || (s.rows == 8 && product->width == 16)) return nullptr;
+    if (s.columns != (f.name == "wmma" ? 16 : 8) || s.rows > 16) return nullptr;
+    if (s.rows == 8 && product->width == 16) return nullptr;
     f.details = product;
     return mma;
 }
 
-// --- ldmatrix, stmatrix: matrices of 8 rows of 8 numbers of 16 bits. Lane 8 i + r passes the address of row r of matrix i
+// --- ldmatrix, stmatrix: matrices of 8 rows of 8 numbers of 16 bits. Lane 8 i + r has the address of row r of matrix i
 
 template <bool STORES>
 static void move_matrices(Warp& w, const Instr& i, Mask active) {
@@ -300,10 +303,12 @@ static void wmma_move(Warp& w, const Instr& i, Mask active) {
     const Fragment& f = *static_cast<const Fragment*>(i.form->details.get());
     const bool stores = i.form->has("store");
     const int where = stores ? 0 : 1, registers = 1 - where;
-    const int rows = f.matrix == 'b' ? f.shape.depth : f.shape.rows, columns = f.matrix == 'a' ? f.shape.depth : f.shape.columns;
+    const int rows = f.matrix == 'b' ? f.shape.depth : f.shape.rows;
+    const int columns = f.matrix == 'a' ? f.shape.depth : f.shape.columns;
     const int parts = f.bytes < 4 ? 4 / (int)f.bytes : 1, distinct = rows * columns / LANES / parts;
     const int bits_of = 8 * (int)f.bytes;
-    each_element(f.matrix, distinct, parts, f.shape.rows, f.shape.depth, [&](int r, int lane, int e, int row, int column) {
+    const Shape& s = f.shape;
+    each_element(f.matrix, distinct, parts, s.rows, s.depth, [&](int r, int lane, int e, int row, int column) {
         const int64_t distance = i.count > 2 ? (int32_t)w.in(i, 2)[lane] : f.by_columns ? rows : columns;
         const int64_t at = f.by_columns ? column * distance + row : row * distance + column;
         const uint64_t address = w.address(i, where, lane) + at * f.bytes;

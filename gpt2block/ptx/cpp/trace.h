@@ -1,4 +1,5 @@
-// Records the steps of some threads: accesses to arrays and to shared memory, barriers, exchanges, fences, and their end.
+// Records the steps of some threads: accesses to arrays and to shared memory, barriers, exchanges, fences, and their
+// end.
 #pragma once
 #include "warp.h"
 
@@ -53,8 +54,8 @@ struct Trace {
     }
 
     // An access to bytes of an array. data: where they are; null outside of it.
-    [[gnu::cold]] void access(const Warp& w, const Instr& i, int lane, int number, int64_t from, unsigned bytes, unsigned use,
-                const uint8_t* data) {
+    [[gnu::cold]] void access(const Warp& w, const Instr& i, int lane, int number, int64_t from, unsigned bytes,
+                              unsigned use, const uint8_t* data) {
         settle();
         const bool named = number == array && use & WRITES && from <= byte && byte < from + (int64_t)bytes;
         const bool calls = i.form->name == "vprintf" || i.form->name == "assertfail";  // which read a text
@@ -62,7 +63,8 @@ struct Trace {
         Step& step = add(w, i, lane, use & ATOMIC ? "atomically changes" : use & WRITES ? "writes" : "reads", from);
         step.array = number, step.bytes = bytes;
         if (i.form->name == "st" && !(use & READS)) {  // it writes after all checks
-            for (int k = 0; k < i.op[1].count; ++k) step.value += bytes_at(w.in(i, 1, k) + lane, bytes / (unsigned)i.op[1].count);
+            const int count = i.op[1].count;
+            for (int k = 0; k < count; ++k) step.value += bytes_at(w.in(i, 1, k) + lane, bytes / (unsigned)count);
         } else if (data && use & WRITES) {
             written = data;
             if (use & ATOMIC) step.before = bytes_at(data, bytes);

@@ -1,5 +1,5 @@
-// Exchanges of a warp. The scheduler calls these handlers when all lanes of a mask have arrived at the instruction; `active`
-// are the lanes of the mask.
+// Exchanges of a warp. The scheduler calls these handlers when all lanes of a mask have arrived at the instruction;
+// `active` are the lanes of the mask.
 #pragma once
 #include "alu.h"
 
@@ -77,7 +77,9 @@ static void reduce(Warp& w, const Instr& i, Mask active) {
 }
 template <class F>
 constexpr Pick redux(F) {
-    return [](Form& f) { return alu::for_type<true, 32>(f.type(), [](auto t) -> Handler { return reduce<decltype(t), F>; }); };
+    return [](Form& f) {
+        return alu::for_type<true, 32>(f.type(), [](auto t) -> Handler { return reduce<decltype(t), F>; });
+    };
 }
 
 static void nanosleep(Warp& w, const Instr&, Mask) { w.yields = true; }

@@ -1,6 +1,6 @@
 // Products of matrices by a warpgroup: wgmma. A product is computed when it is issued; its reads of shared memory count
-// until the wait for it, so that overwriting them before is a race. It may read bytes that nobody has written: the rows and
-// columns beyond those that are used.
+// until the wait for it, so that overwriting them before is a race. It may read bytes that nobody has written: the rows
+// and columns beyond those that are used.
 #pragma once
 #include "async.h"
 #include "tensor.h"
@@ -20,13 +20,14 @@ struct Described {
         const int slow = across ? k : r, fast = (across ? r : k) * item;
         const uint32_t line = slow % 8 * row, group = slow / 8, inner = fast % row, outer = fast / row;
         const bool swapped = row == 16 && across;  // without swizzle, the two distances change places
-        const uint32_t at = start + line + group * (swapped ? leading : stride) + inner + outer * (swapped ? stride : leading);
+        const uint32_t slower = swapped ? leading : stride, faster = swapped ? stride : leading;
+        const uint32_t at = start + line + group * slower + inner + outer * faster;
         return (at ^ (at >> 3 & (row - 16))) & ~15u;
     }
 };
 
-// Reads rows `first` to `first + count` - 1 of a described matrix (rows, depth) into `to`, which is transposed for b. units:
-// gets the addresses of the 16 bytes that are read together.
+// Reads rows `first` to `first + count` - 1 of a described matrix (rows, depth) into `to`, which is transposed for b.
+// units: gets the addresses of the 16 bytes that are read together.
 inline void read_described(Warp& w, const Instr& i, uint64_t code, int first, int count, bool across, char matrix,
                            const Product& p, Numbers& to, std::vector<uint32_t>& units) {
     const Described from(code);
