@@ -259,7 +259,7 @@ MISTAKES: dict[str, tuple[str, str, str, str]] = {
                                   "if (threadIdx.x >= C) return; float sum = 0;", "divergent"),
     "an offset of 16 bits": ("layernorm/2.2", "x + (long long)blockIdx.x * C",
                              "x + (unsigned short)(blockIdx.x * C)", "at B=1, T=65, C=1032"),
-    "an output that is read": ("layernorm/2.2", "out_row[c] = (", "out_row[c] += (", "NaN or infinite"),
+    "an output that is read": ("layernorm/2.2", "out_row[c] = (", "out_row[c] += (", "NaN or inf"),
     "half of the block": ("layernorm/2.2", "n = THREADS / 2", "n = THREADS / 4", "are wrong"),
     "vectors of any row": ("layernorm/3.1", "C % 4 == 0", "C >= 4", "misaligned access"),
     "one vector of a thread": ("layernorm/3.1", "i < n4; i += THREADS) squares",
