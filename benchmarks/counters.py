@@ -47,15 +47,13 @@ def counted() -> Iterator[tuple[str, Counts]]:
     """Yield the names of the kernels and their counters on the engine."""
     for operation, variant, dtype, sizes in CASES:
         found = find(operation)
-        stored = measure.check_storage(found, dtype, None)
-        at = parse_sizes(found, sizes)
+        at, stored = parse_sizes(found, sizes), measure.check_storage(found, dtype, None)
         for each in counters.count(found, found.variant(variant), at, stored):
             yield each.kernel, each.total
     compiled = nvrtc.compile(OWN.read_text("ascii"), name=OWN.name, arch="sm_90")
-    if isinstance(compiled, nvrtc.Refused):
-        raise SystemExit(f"not run: {compiled}")
+    assert isinstance(compiled, nvrtc.Compiled), compiled
     module = Module(compiled.ptx)
-    args = np.zeros(ELEMENTS, np.float32), np.zeros(ELEMENTS, np.float32)
+    args = [np.zeros(ELEMENTS, np.float32) for _ in range(2)]
     for kernel in module.kernels:
         result = engine.launch(module, kernel, GRID, BLOCK, args, checks=False, counters=True)
         yield kernel, total(result.counts.values())
@@ -67,8 +65,8 @@ def launch(own: Sequence[str]) -> None:
 
     for operation, variant, dtype, sizes in CASES:
         found = find(operation)
-        stored = measure.check_storage(found, dtype, None)
-        host, _ = measure.inputs_and_truth(found, parse_sizes(found, sizes), *stored)
+        at, stored = parse_sizes(found, sizes), measure.check_storage(found, dtype, None)
+        host, _ = measure.inputs_and_truth(found, at, *stored)
         options = measure.options_for(found, found.variant(variant))
         arrays = tuple(map(measure.uploaded, host))
         found.bind(arrays, **found.workload.attrs, **options).run()
@@ -86,16 +84,16 @@ def profiled(kernels: Sequence[str]) -> tuple[list[dict[str, str]], str]:
         return [], "ncu is not installed"
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "ncu.csv"
-        options = "--clock-control none --csv --page raw --print-units base --print-kernel-base"
+        options = "--target-processes all --clock-control none --csv --page raw --print-units base"
         command = [
-            ncu, *options.split(), "function", "--log-file", str(log), "--metrics", ",".join(READ),
-            "--kernel-name", f"regex:^({'|'.join(kernels)})$",
+            ncu, *options.split(), "--print-kernel-base", "function", "--log-file", str(log),
+            "--metrics", ",".join(READ), "--kernel-name", f"regex:^({'|'.join(kernels)})$",
             sys.executable, "-m", "benchmarks.counters", "--launch", *kernels[len(CASES) :],
         ]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         text = log.read_text() if log.exists() else ""
-    rows = list(csv.DictReader(line for line in text.splitlines() if line.startswith('"')))
-    rows = [row for row in rows if row.get("ID")]  # without the row of units
+    lines = [line for line in text.splitlines() if line.startswith('"')]
+    rows = [row for row in csv.DictReader(lines) if row["ID"]]  # without the row of units
     if [row["Kernel Name"] for row in rows] != list(kernels):
         return [], (done.stderr + done.stdout + text)[-3000:]
     return rows, ""

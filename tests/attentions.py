@@ -226,8 +226,7 @@ class Kernel:
     row of Q, K and V shares one scale, so that a value that is not finite changes the rounding of
     other channels. infinity: whether an infinity in V gives infinity, not NaN. channels: the only
     supported head size; 0: any. scaled: whether scores can have another scale, and rows a window.
-    twin: whether its code is that of a kernel for another dtype, so that the emulator runs fewer
-    laws.
+    twin: whether another kernel has most of its code, so that the emulator runs fewer laws.
     """
 
     run: Run
@@ -313,7 +312,7 @@ def on_tensor_cores() -> Iterator[tuple[str, Kernel]]:
         yield f"mma-{name}", Kernel(partial(mma, tile), dtype)
         for way, few in WAYS.items():
             run = partial(packed, "hopper", alternates=lambda *_, few=few: few)
-            yield f"hopper-{way}-{name}", Kernel(run, dtype, **hopper)
+            yield f"hopper-{way}-{name}", Kernel(run, dtype, **hopper, twin=few or name in TWINS)
     rows: Any = {"one_scale": True, "infinity": False}
     yield "mma-two-part", Kernel(partial(in_two_parts, "mma"), **rows)
     yield "hopper-two-part", Kernel(partial(in_two_parts, "hopper"), **rows, **hopper, channels=64)
@@ -325,7 +324,7 @@ def cached_on_hopper() -> Iterator[tuple[str, Kernel]]:
         for kind in (name, *FORMATS):
             run = partial(alternating, few, kind)
             how: Any = {"capability": HOPPER_CAPABILITY, **SELF}
-            how |= {"channels": 64} if few else {}
+            how |= {"twin": few or name in TWINS or kind in FORMATS, "channels": 64 * few}
             yield (
                 f"cached-hopper-{way}-{name}-{kind}",
                 Kernel(run, dtype, kind, f"hopper-{way}-{name}", **how),

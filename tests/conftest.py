@@ -14,6 +14,7 @@ import hypothesis
 import planted_bugs
 import pytest
 
+from gpt2block.ptx import engine
 from tests.devices import device, small_blocks  # noqa: F401  (fixtures of every test)
 from tests.gpus import allocations, context_problem  # noqa: F401  (a fixture)
 
@@ -54,8 +55,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Prepare the environment of the tests and of the programs that they start.
 
     Such programs can be interrupted, even if a shell runs the tests in the background with `&`. All
-    processes share the emulator programs that g++ compiles. With --gpu, a machine without a usable
-    device is an error, never a silent skip.
+    processes share the emulator's engine and the PTX of kernels. With --gpu, a machine without a
+    usable device is an error, never a silent skip.
     """
     if PROGRAMS not in os.environ:
         os.environ[PROGRAMS] = temporary_folder(config)
@@ -64,6 +65,8 @@ def pytest_configure(config: pytest.Config) -> None:
         # next to the sources, Python would reuse byte code of a source that was edited in the same
         # second, as tools/planted_bugs.py does.
         os.environ.update(PYTHONPYCACHEPREFIX=temporary_folder(config))
+    if config.getoption("numprocesses", None) and engine.missing() is None:
+        engine._built()  # once, before several workers need it
     os.environ.pop("COLUMNS", None)  # tables have their usual width
     os.unsetenv("COLUMNS")  # pytest imports readline, which sets it without os.environ
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

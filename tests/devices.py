@@ -94,11 +94,14 @@ def quick(small_blocks: bool) -> Iterator[None]:
 
 
 @contextmanager
-def running_on(name: str, multiprocessors: int = 4, *, small_blocks: bool = True) -> Iterator[Any]:
+def running_on(
+    name: str, multiprocessors: int = 4, *, small_blocks: bool = True, races: bool = True
+) -> Iterator[Any]:
     """Yield CuPy for "gpu", else its substitute with thread order `name`, if it can run.
 
-    In the last order of IN_TESTS, launches also search for races. Name "hopper" stands for this
-    order on a device of compute capability 9.0 with at least 8 multiprocessors, as clusters need.
+    With `races`, launches in the last order of IN_TESTS search for races. Name "hopper" stands for
+    this order on a device of compute capability 9.0 with at least 8 multiprocessors, as clusters
+    need.
     multiprocessors: number of the emulated device. small_blocks: use small blocks in kernels with
     one row per block, which otherwise have 512 or 1024 threads, as rows of large models need. Tests
     of the operations show that no bit depends on the block size. When single steps are timed, the
@@ -110,9 +113,9 @@ def running_on(name: str, multiprocessors: int = 4, *, small_blocks: bool = True
     if problem := emulator.missing():
         pytest.skip(problem)
     order: Any = IN_TESTS[-1] if name == "hopper" else name
-    checks = CHECKED if order == IN_TESTS[-1] else None
+    checks = CHECKED if races and order == IN_TESTS[-1] else None
     capability = "90" if name == "hopper" else stand_in.CAPABILITY
-    multiprocessors = max(multiprocessors, 8 if name == "hopper" else 1)
+    multiprocessors = max(multiprocessors, 8 if name == "hopper" else 0)
     with emulator.emulated(order, multiprocessors, checks, capability), quick(small_blocks):
         yield cuda.cupy
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import subprocess
-import tempfile
 from fractions import Fraction
 from functools import cache
+from hashlib import sha256
 from math import isqrt
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 import gpt2block.ptx
+from gpt2block.ptx.cache import folder
 from gpt2block.ptx.engine import FLAGS
 
 Rows = npt.NDArray[np.uint64]
@@ -25,11 +27,18 @@ LANES = 32
 
 @cache
 def _library() -> ctypes.CDLL:
-    with tempfile.TemporaryDirectory() as folder:
-        library = Path(folder) / "instruction.so"
-        command = ("g++", *FLAGS, "-O1", "-shared", f"-I{HEADERS}", str(HERE / "ptx_instruction.cpp"))
-        subprocess.run([*command, "-o", str(library)], check=True)
-        return ctypes.CDLL(str(library))
+    """Return a library that executes an instruction; one of several processes builds it."""
+    sources = [HERE / "ptx_instruction.cpp", *sorted(HEADERS.glob("*.h"))]
+    key = sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
+    library = folder() / f"instruction-{key[:20]}.so"
+    with library.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            made = library.with_suffix(".new")
+            command = ("g++", *FLAGS, "-O1", "-shared", f"-I{HEADERS}", str(sources[0]))
+            subprocess.run([*command, "-o", str(made)], check=True)
+            made.replace(library)
+    return ctypes.CDLL(str(library))
 
 
 def execute(opcode: str, kinds: str, registers: Rows) -> Rows:

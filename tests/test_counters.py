@@ -13,15 +13,19 @@ from gpt2block.bench import measure
 from gpt2block.mine import counters
 from gpt2block.mine.templates import template
 from gpt2block.ops.registry import find, parse_sizes
+from gpt2block.ptx import nvrtc
 from gpt2block.ptx.counters import METRICS, Counts, total
 from tests.command_line import gpt2block
+from tests.test_verdict import validate
 
 pytestmark = pytest.mark.skipif(
     emulator.missing() is not None, reason=f"no CUDA on the CPU: {emulator.missing()}"
 )
 
 PAGE = (Path(__file__).parents[1] / "docs" / "learn" / "counters.md").read_text("utf-8")
-TABLES = re.findall(r"<!-- counters: (\w+) (\S+) -->\n\|(.*)\n.*\n((?:\|.*\n)+)", PAGE)
+TABLES = re.findall(r"<!-- counters: (\w+) (\S+) -->\n\n\|(.*)\n.*\n((?:\|.*\n)+)", PAGE)
+# The page's numbers are of NVRTC 12.9. Other versions compile other instructions.
+OTHER = 0 if "12" in (nvrtc.find_library() or Path()).name else 0.2
 
 
 @pytest.mark.parametrize(("name", "shape", "head", "rows"), TABLES, ids=lambda text: text[:6])
@@ -33,9 +37,11 @@ def test_the_page_shows_the_counters_of_the_engine(
     for line in rows.splitlines():
         variant, _, *shown = (cell.strip() for cell in line.split("|")[1:-1])
         at, stored = parse_sizes(operation, shape), measure.check_storage(operation, None, None)
-        found = counters.count(operation, operation.variant(variant), at, stored)
-        counts = total(each.total for each in found)
-        assert [f"{getattr(counts, field):,}" for field in fields] == shown
+        launched = counters.count(operation, operation.variant(variant), at, stored)
+        counts = total(each.total for each in launched)
+        numbers = [int(cell.replace(",", "")) for cell in shown]
+        found = [getattr(counts, field) for field in fields]
+        assert found == pytest.approx(numbers, rel=OTHER, abs=0)
 
 
 def test_the_page_names_all_counters() -> None:
@@ -57,7 +63,9 @@ def test_the_command_counts_the_lines_of_a_kernel_and_of_the_fastest_variant(
     file, shape = tmp_path / "my.cu", ("--shape", "B=1,T=64,C=768")
     file.write_text(template(find("layernorm")), encoding="utf-8")
     command = ("kernels", "layernorm", "--mine", file, "--device", "cpu", "--counters", *shape)
-    mine, other = json.loads(gpt2block(*command, "--json").out)["counters"]["kernels"]
+    found = json.loads(gpt2block(*command, "--json").out)
+    validate(found)
+    mine, other = found["counters"]["kernels"]
     assert [mine["variant"], other["variant"]] == ["mine", "6"]
     assert mine["total"]["load_sectors"] > other["total"]["load_sectors"]
     reads = [each for each in mine["lines"] if each["load_requests"]]

@@ -57,7 +57,7 @@ def attention(order: Order) -> NDArray[np.float32]:
 
 
 def add(order: Order) -> NDArray[np.float32]:
-    x = normal(0, 300)
+    x: NDArray[np.float32] = normal(0, 300)
     run(ADD, "add_kernel", (2,), (256,), [x, x, x, 300], order=order)
     return x
 

@@ -14,8 +14,6 @@ from gpt2block.ptx import nvrtc, parse
 from gpt2block.ptx.engine import ORDERS, Result, launch
 from gpt2block.ptx.tensor_maps import TensorMap
 
-pytestmark = pytest.mark.slow  # the engine is compiled first
-
 Array = npt.NDArray[Any]
 every_order = pytest.mark.parametrize("order", ORDERS)
 

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 HEAD = r"""
+__noinline__ __device__ float called(float v) { return v + 1; }
 #define AT(p) "r"((unsigned)__cvta_generic_to_shared(p))
 #define COPY(to, from) \
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: AT(to), "l"(from))
@@ -54,6 +55,7 @@ LINES = {
     "COPY(tile + 4 * t, x + 4 * t);": "copied_bytes=512 shared_requests=1",
     "COPY(tile + 32 * t, x + 4 * t);": "copied_bytes=512 shared_requests=1 bank_conflicts=28",
     "own[n & 7] = v;": "local_bytes=128",
+    "v = called(v);": "",
     "v = __shfl_xor_sync(~0u, v, 1) + __shfl_xor_sync(~0u, v, 2);": "shuffles=2",
     "__syncthreads();": "barriers=1",
     f"{LOOP} k < n; ++k) v += __sinf(v);": "branches=6 uniform_branches=6",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,11 +17,10 @@ from numpy.typing import NDArray
 from gpt2block.cuda import kernels
 from gpt2block.ptx import engine, nvrtc
 from gpt2block.ptx.encode import UnsupportedError, encode
-from gpt2block.ptx.engine import ORDERS, Finding, Result, launch
+from gpt2block.ptx.engine import ORDERS, Finding, Order, Result, launch
 from gpt2block.ptx.parse import Module
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(
         nvrtc.find_library() is None or shutil.which("g++") is None, reason="no NVRTC or no g++"
     ),
@@ -70,7 +71,7 @@ def of_file(file: str, *options: str) -> Module:
     return module((HERE / file).read_text("ascii"), file, *options)
 
 
-def run(made: Module, case: Case, order: str) -> tuple[Result, bool]:
+def run(made: Module, case: Case, order: Order) -> tuple[Result, bool]:
     """Return the result of a launch, and whether `out` is as expected."""
     out = np.zeros(N, np.float32)
     result = launch(
@@ -227,7 +228,7 @@ RIGHT = {  # kernel → grid, threads of a block, expected elements
 
 @pytest.mark.parametrize("name", RIGHT)
 @pytest.mark.parametrize("order", ORDERS)
-def test_results(name: str, order: str) -> None:
+def test_results(name: str, order: Order) -> None:
     source, grid, block, expected = RIGHT[name]
     case = Case("k", (grid,), (block,), 0, np.asarray(expected), "")
     result, right = run(module(source), case, order)
@@ -247,6 +248,9 @@ WRONG = {  # body of a kernel → what the finding says
     "out[0] = x[threadIdx.x];": (
         r"race: thread \(1, 0, 0\) of block \(0, 0, 0\), line 1, writes out\[0\]; "
         r"thread \(0, 0, 0\) of block \(0, 0, 0\), line 1, wrote it"
+    ),
+    "if (threadIdx.x == 0) atomicAdd(out, x[0]);\nif (threadIdx.x == 32) out[0] = 1.0f;": (
+        r"race: thread \(32, 0, 0\) .* line 2, writes out\[0\]; .* line 1, atomically changed it"
     ),
     "if (threadIdx.x < 32)\n__syncthreads();\nout[threadIdx.x] = 1.0f;": (
         r"barrier: thread \(0, 0, 0\) .* line 2: other threads never reach it; thread \(32, 0, 0\)"
@@ -311,6 +315,40 @@ def test_variables_keep_their_values() -> None:
     for n, expected in ((1, 4), (0, 5), (1, 5)):
         launch(made, "k", (1,), (1,), [X, out, n])
         assert out[0] == expected
+
+
+def test_threads_share_the_variables_of_a_module() -> None:
+    made = module(
+        f"__device__ unsigned calls;\n{KERNEL} if (threadIdx.x == 0) {{"
+        " for (int i = 0; i < 1000; ++i) calls = calls + 1; out[0] = calls; } }"
+    )
+
+    def one(_: int) -> float:
+        out = np.zeros(1, np.float32)
+        launch(made, "k", (1,), (32,), [X, out, N])
+        return float(out[0])
+
+    with ThreadPoolExecutor(4) as pool:
+        assert sorted(pool.map(one, range(16))) == [1000.0 * k for k in range(1, 17)]
+
+
+def test_a_build_that_fails_is_reported_and_not_tried_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    compiler = tmp_path / "g++"
+    compiler.write_text(f"#!/bin/sh\necho x >> {tmp_path}/calls\necho no header >&2; exit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    made = module(f"{KERNEL} }}")
+    made.loaded.clear()
+    engine._opened.cache_clear()
+    try:
+        for _ in range(3):
+            with pytest.raises(engine.LaunchError, match=r"cannot compile .* no header"):
+                launch(made, "k", (1,), (1,), [X, X, N])
+        assert (tmp_path / "calls").read_text().count("x") <= 2  # at most one for each source
+    finally:
+        engine._opened.cache_clear()
 
 
 def test_the_variant_changes_what_no_result_may_depend_on() -> None:

@@ -13,8 +13,6 @@ import pytest
 
 from tests.ptx_instructions import FORMATS, LANES, Format, execute, random_codes, root
 
-pytestmark = pytest.mark.slow  # the engine is compiled first
-
 WARPS = 12
 Exact = Callable[..., Any]
 Array = npt.NDArray[np.uint64]

@@ -13,8 +13,6 @@ from gpt2block.ptx import nvrtc, parse
 from gpt2block.ptx.engine import launch
 from tests.ptx_instructions import LANES, execute
 
-pytestmark = pytest.mark.slow  # the engine is compiled first
-
 Array = npt.NDArray[Any]
 Sizes = tuple[int, ...]
 DTYPES: dict[str, Any] = {

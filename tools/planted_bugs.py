@@ -26,7 +26,7 @@ LIMIT_S = 300  # seconds per test at most
 # Messages of code that does not run at all, which any test would find
 BROKEN = re.compile(
     r"(?m)^E +((Import|ModuleNotFound|Syntax|Indentation|Name|UnboundLocal)Error\b.*|"
-    r"\S*ShimError: \S+ does not compile for the CPU)"
+    r"\S*(KernelError: \S+ does not compile|LaunchError: g\+\+ cannot compile))"
 )
 NOT_COPIED = shutil.ignore_patterns(".git", ".venv*", ".*cache", "__pycache__")
 

@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, is_dataclass, replace
-from math import inf
+from math import inf, prod
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from gpt2block.checks import check_integer
 from gpt2block.errors import InputError
 from gpt2block.mine import sizes
 from gpt2block.mine.arguments import sizes_at, values
-from gpt2block.mine.kernel import Kernel, described
+from gpt2block.mine.kernel import Geometry, Kernel, described
 from gpt2block.mine.limits import ULP, limit
 from gpt2block.mine.source import largest_number
 from gpt2block.ops.operation import Attrs, Inputs, Operation, Sizes
@@ -140,12 +140,19 @@ def _long(kernel: Kernel) -> tuple[tuple[Sizes, Attrs], ...]:
 
     The rows of a kernel that keeps a row in dynamic shared memory are as long as this permits.
     """
-    number = largest_number(kernel.source.text, sizes.LONGEST)
-    for at, attrs in sizes.longer(kernel.operation, number):
-        own = kernel.operation.with_workload(attrs={**kernel.operation.workload.attrs, **attrs})
-        with suppress(InputError):
-            if kernel.stated_geometry(sizes_at(own, at))[2] <= DYNAMIC:
-                return ((at, attrs),)
+    operation = kernel.operation
+
+    def geometry(at: Sizes, attrs: Attrs) -> Geometry:
+        own = operation.with_workload(attrs={**operation.workload.attrs, **attrs})
+        return kernel.stated_geometry(sizes_at(own, at))
+
+    with suppress(InputError):  # the launch line is wrong: the first check raises the error
+        threads = prod(geometry(*operation.cases[0])[1])
+        number = largest_number(kernel.source.text, sizes.LONGEST, threads)
+        for each in sizes.longer(operation, number):
+            with suppress(InputError):
+                if geometry(*each)[2] <= DYNAMIC:
+                    return (each,)
     return ()
 
 

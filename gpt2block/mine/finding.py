@@ -34,8 +34,10 @@ MAIN = "gpt2block launches the kernel, and no file has a main function: delete i
 _HOST_OF_NVRTC = re.compile(r"A function without execution space annotations .*")
 # C++ type → dtype of a value; types of vectors have the dtype of an array.
 _DTYPES = {
-    "bool": "u1", "char": "i1", "short": "i2", "half": "f2", "__half": "f2",
-    "__nv_bfloat16": "bfloat16", "int": "i4", "unsigned": "u4", "float": "f4", "long": "i8",
+    "bool": "u1", "char": "i1", "unsigned char": "u1", "uint8_t": "u1", "unsigned int": "u4",
+    "uint32_t": "u4", "long long": "i8", "unsigned long long": "u8", "short": "i2",
+    "half": "f2", "__half": "f2", "__nv_bfloat16": "bfloat16", "int": "i4", "unsigned": "u4",
+    "float": "f4", "long": "i8",
     "double": "f8", "size_t": "u8", "half2": "2f2", "__half2": "2f2", "int2": "2i4",
     "float2": "2f4", "float3": "3f4", "int4": "4i4", "uint4": "4u4", "float4": "4f4",
 }  # fmt: skip
@@ -318,19 +320,24 @@ def declared(source: UserSource, name: str, line: int) -> tuple[str, list[int]]:
         return known[name].removesuffix("*"), [0]
     plain = kernels.without_comments(source.text)
     pattern = re.compile(
-        rf"\b(\w+)[\s*&]+(?:\w+\s*(?:\[[^;\]]*\]\s*)*,\s*)*{re.escape(name)}"
-        r"\s*((?:\[[^;]*?\]\s*)*)[;,={]"
-    )
-    found = [m for m in pattern.finditer(plain) if m[1] != "return"]
+        r"\b((?:(?:unsigned|long) )*\w+)([\s*&]+)(?:\w+\s*(?:\[[^;\]]*\]\s*)*,\s*)*"
+        rf"{re.escape(name)}\s*((?:\[[^;]*?\]\s*)*)[;,={{]"
+    )  # if the type is not known, "*" and "&" are operators
+    found = [
+        m
+        for m in pattern.finditer(plain)
+        if m[1] != "return" and (dtype_of(m[1]).itemsize or m[2].isspace())
+    ]
     if not found:
         return "", [0]
     before = [each for each in found if plain.count("\n", 0, each.end()) < line]
     last = (before or found)[-1]
+    ctype = last[1] + "*" * last[2].count("*")
     try:
-        text = re.findall(r"\[([^\]]*)\]", last[2])
-        return last[1], [evaluated(each or "0", numbers(source.text)) for each in text]
+        text = re.findall(r"\[([^\]]*)\]", last[3])
+        return ctype, [evaluated(each or "0", numbers(source.text)) for each in text]
     except InputError:
-        return last[1], [0]
+        return ctype, [0]
 
 
 def _element(source: UserSource, found: engine.Finding) -> str:

@@ -140,7 +140,7 @@ def check_kernel(
             for found in judge.results(cases, None if again else timed):
                 if not (again and isinstance(found, Checked | Fidelity)):
                     yield found
-                wrong |= isinstance(found, Finding)  # its steps follow
+                wrong |= isinstance(found, Finding)  # the steps of its threads may follow
         if wrong or not _TELLS.search(without_literals(kernel.source.text)):
             return
 

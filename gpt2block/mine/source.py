@@ -28,6 +28,10 @@ _NUMBER = re.compile(
     r"(?:[ \t]+|\s*=\s*)([\w \t+*/()<-]+)",
     re.MULTILINE,
 )
+_LITERAL = r"(?:0[xX][\da-fA-F]+|\d+)[uUlL]*"
+_CHAIN = re.compile(rf"(?<![\w.]){_LITERAL}(?:\s*(?:\*|<<)\s*{_LITERAL})*(?![\w.])")
+# An array of a thread, such as float4 held[8]: numbers of elements of its type and of the array.
+_LOCAL = re.compile(r"^(?!.*__)[^;=(\n]*?[a-z]([24]?)\s+\w+\s*\[([^\]\n]+)\]", re.MULTILINE)
 _HOST = re.compile(
     r"\b(?:int|void)\s+(main)\s*\(|(<<<)|\b(cuda(?:Malloc|Memcpy|Memset|Free|Get|Set|Device|Event"
     r"|Stream)\w*)\s*\("
@@ -196,16 +200,20 @@ def numbers(text: str) -> dict[str, int]:
     return found
 
 
-def largest_number(text: str, most: int) -> int:
-    """Return the largest integer up to `most` in a file: a constant, or a product or shift."""
-    known = numbers(text)
-    number = rf"(?:0[xX][\da-fA-F]+|\d+|{'|'.join(known) or 0})"
-    plain = re.sub(r"\b(0[xX][\da-fA-F]+|\d+)[uUlL]+\b", r"\1", kernels.without_comments(text))
-    found = [0]
-    for each in re.findall(rf"(?<![\w.]){number}(?:\s*(?:\*|<<)\s*{number})*(?![\w.])", plain):
+def largest_number(text: str, most: int, threads: int) -> int:
+    """Return the largest integer up to `most` in a file: a constant, or a product or shift.
+
+    The elements of arrays in the registers of all threads of a block are such a number, too.
+    """
+    known, plain = numbers(text), kernels.without_comments(text)
+    plain = re.sub(r"\b[A-Za-z_]\w*", lambda word: str(known.get(word[0], word[0])), plain)
+    found = {(each, 1) for each in _CHAIN.findall(plain)}
+    found |= {(extent, int(width or 1) * threads) for width, extent in _LOCAL.findall(plain)}
+    values = [0]
+    for each, times in found:
         with suppress(InputError):
-            found.append(evaluated(each, known))
-    return max(value for value in found if value <= most)
+            values.append(evaluated(re.sub("[uUlL]", "", each), {}) * times)
+    return max(value for value in values if value <= most)
 
 
 def read_text(path: Path) -> str:

@@ -20,19 +20,20 @@ from gpt2block.mine.comparison import Checked
 from gpt2block.mine.finding import Finding, declared, dtype_of, element
 from gpt2block.mine.kernel import Kernel
 from gpt2block.ptx import engine
+from gpt2block.ptx.encode import UnsupportedError
 from gpt2block.ptx.engine import Result, Step, Thread, Trace
 
 if TYPE_CHECKING:
     from gpt2block.mine.on_cpu import EmulatedRun
 
+BUDGET = 10_000_000  # warp instructions of a launch, which end one that does not end
 MOST_ROWS = 60  # maximum number of rows in a terminal
 _LONGEST_LOOP = 24  # maximum number of steps of an iteration that is folded
 _FIRST_ROWS = 15  # rows that are kept if a folded table is too long; the last rows are kept, too
 # Letter of a mangled name → dtype of the value that a shuffle sends.
 _SENT = {"f": "f4", "d": "f8", "i": "i4", "j": "u4", "l": "i8", "m": "u8"}
 _WRITER = (
-    "No thread is known to be wrong: these are the steps of the thread that wrote the first wrong "
-    "element."
+    "No thread is known to be wrong: these are steps of the one that wrote the first wrong element."
 )
 NO_STEPS = "There are no steps to show"
 EMULATOR_ONLY = "the emulator shows the steps of threads"
@@ -145,9 +146,7 @@ class Launcher:
         debug: whether the kernel is compiled without optimisation.
         """
         run, source, seen = self.run, self.kernel.source, list[Result]()
-        checks = stand_in.Checks(
-            True, engine.BUDGET, run.variant, debug, trace=trace, seen=seen.append
-        )
+        checks = stand_in.Checks(True, BUDGET, run.variant, debug, seen.append, trace=trace)
         device = stand_in.device(run.order, stand_in.MULTIPROCESSORS, checks, self.capability)
         early = stand_in.early_launches() if source.waits else nullcontext()
         checked = None
@@ -173,22 +172,24 @@ def why(launcher: Launcher, found: Finding) -> Why:
     the problem does not occur in it, the steps are those of the compilation that has the problem.
     """
     for debug in dict.fromkeys((True, launcher.run.debug)):
-        result, checked = launcher.launch(debug, Trace())
-        problems = [each for each in result.findings if _same(each, found)]
-        if problems:
-            return _up_to(launcher, debug, problems[0], found.text.partition("\n")[0])
-        if checked and checked.off and not found.lines:
-            return _up_to_write(launcher, debug, *checked.off)
+        with suppress(UnsupportedError):
+            result, checked = launcher.launch(debug, Trace())
+            problems = [each for each in result.findings if _same(each, found)]
+            if problems:
+                return _up_to(launcher, debug, problems[0])
+            if checked and checked.off and not found.lines:
+                return _up_to_write(launcher, debug, *checked.off)
     return Why(note=f"{NO_STEPS}: the problem did not occur again.")
 
 
 def _same(problem: engine.Finding, found: Finding) -> bool:
     """Return whether an error of a launch has a line and a thread that a Finding names."""
     named = found.threads or (str(problem.now),)
-    return problem.now.line in found.lines and str(problem.now) in named
+    same = problem.now.line in found.lines and str(problem.now) in named
+    return same or (problem.kind == "endless" and found.kind == "does_not_end")
 
 
-def _up_to(launcher: Launcher, debug: bool, problem: engine.Finding, said: str) -> Why:
+def _up_to(launcher: Launcher, debug: bool, problem: engine.Finding) -> Why:
     """Return the steps of the threads of a problem. The last one is the problem."""
     places = [problem.now, *([problem.other] if problem.other else [])]
     threads = tuple(dict.fromkeys(each[:2] for each in places))
@@ -205,7 +206,9 @@ def _up_to(launcher: Launcher, debug: bool, problem: engine.Finding, said: str) 
         event = steps[-1].event + told.problem(problem, steps)
         steps[-1] = replace(steps[-1], event=event, problem=True)
     else:
-        said = f"{problem.verb} {problem.text}" if problem.verb else said
+        said = (
+            f"{problem.verb} {problem.text}" if problem.verb else f"{problem.kind}: {problem.text}"
+        )
         steps.append(replace(told.step(Step(problem.now, said)), problem=True))
     return _noted(result, steps)
 
@@ -230,11 +233,11 @@ def _up_to_write(launcher: Launcher, debug: bool, name: str, index: int) -> Why:
     """Return the steps of the thread that writes an element of an output, up to the last write."""
     wrong = launcher.element(name, index)
     writes = launcher.launch(debug, Trace(element=wrong))[0].steps if wrong else ()
-    if not writes:
-        return Why(note=f"{NO_STEPS}: no thread writes the first wrong element.")
-    result, _ = launcher.launch(debug, Trace([writes[-1].at[:2]]))
-    told = _Telling(launcher.kernel, several=False)
+    result, _ = launcher.launch(debug, Trace([each.at[:2] for each in writes[-1:]]))
     at = [i for i, step in enumerate(result.steps) if step == writes[-1]]
+    if not at:
+        return Why(note=f"{NO_STEPS}: no write of the first wrong element is known.")
+    told = _Telling(launcher.kernel, several=False)
     steps = [told.step(each) for each in result.steps[: at[-1] + 1]]
     return _noted(result, [*steps[:-1], replace(steps[-1], problem=True)], _WRITER)
 
@@ -262,10 +265,11 @@ class _Telling:
     def problem(self, problem: engine.Finding, steps: Sequence[ThreadStep]) -> str:
         """Return a clause that says what is wrong with the last step."""
         count = problem.size // self._dtype(problem.array, problem.now, problem.bytes).itemsize
+        has = f", outside: {problem.array} has {count:,} elements"
         return {
             "race": _earlier(steps),
             "read-only": _earlier(steps),
-            "out of bounds": f", outside: {problem.array} has {count:,} elements" if count else "",
+            "out of bounds": has if count else ", outside" if problem.array else "",
             "misaligned": f": the address must be divisible by {problem.bytes}",
             "unwritten": ", which no thread has written",
             "before the wait": ", before wait_for_previous()",
@@ -305,8 +309,8 @@ class _Telling:
         if step.kind == "gathers":
             self.sent[step.at[:2]] = step
             return f"waits for the lanes {step.byte:#010x}" + (f", sends {value}" if value else "")
-        sent = self.sent[step.at[:2]]
-        if sent.source < 0:
+        sent = self.sent.get(step.at[:2])
+        if sent is None or sent.source < 0:
             return f"receives {value}"
         if not sent.byte >> sent.source & 1:
             return f"receives no value: lane {sent.source} does not take part"

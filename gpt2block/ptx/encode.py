@@ -72,6 +72,13 @@ class Encoded:
     functions: dict[str, int] = field(default_factory=dict)
     directives: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
+    @property
+    def gaps(self) -> list[tuple[int, int]]:
+        """Return the ranges of bytes between variables in shared memory."""
+        ends = [*(offset for offset, _ in self.shared[1:]), self.shared_bytes]
+        each = zip(self.shared, ends, strict=False)
+        return [(at + variable.bytes, end) for (at, variable), end in each]
+
 
 def encode(module: Module, kernel: str) -> Encoded:
     """Encode a kernel with the functions that it calls. Raises UnsupportedError."""
@@ -227,7 +234,7 @@ class _Encoder:
         elif name == "mov" and operands[1] in _VARYING:
             opcode, operands = f"clock.{rest}", operands[:1]
         elif name in ("ld", "st") and ".param" in opcode and not self._of_kernel(operands):
-            opcode = re.sub(r"\.param(::\w+)?", ".local", opcode)
+            opcode = re.sub(r"\.param(::\w+)?", ".local.param::func", opcode)
         if table.find(opcode) is None:
             raise UnsupportedError(f"{each.opcode} {', '.join(each.operands)}", each.place)
         if name in _MEMORY and ".param" not in opcode and ".local" not in opcode:

@@ -12,8 +12,10 @@ import shutil
 import struct
 import subprocess
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -22,8 +24,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from gpt2block.ptx import cache as kept
 from gpt2block.ptx import nvrtc
-from gpt2block.ptx.cache import folder as cache_folder
 from gpt2block.ptx.counters import Counted, Counts, Line
 from gpt2block.ptx.encode import CODE, Encoded, address_of, encode
 from gpt2block.ptx.parse import Module, Place, Variable
@@ -37,6 +39,7 @@ SOURCES = Path(__file__).parent / "cpp"
 FLAGS = ("-std=c++20", "-O2", "-march=native", "-ffp-contract=off", "-fPIC", "-fno-gnu-unique")
 NO_COMPILER = "g++, which compiles the engine once, is not installed: apt install g++"
 IN_SHARED, IN_LOCAL, IN_PARAMS = -2, -3, -4  # Finding::Where of machine.h
+_BUILDING = threading.Lock()
 Thread = tuple[tuple[int, int, int], tuple[int, int, int]]  # block and thread
 
 
@@ -105,7 +108,7 @@ class Finding:
 
 
 class Trace(NamedTuple):
-    """Which steps of a launch are recorded: at most 20,000, the last ones.
+    """A request for the steps of threads, of which a launch keeps the last 20,000.
 
     threads: whose steps. element: name of an array and number of a byte, whose writes by any thread
     are steps, too.
@@ -201,31 +204,37 @@ def launch(
     _check_sizes(kernel, grid, block, cluster)
     loaded = _load(module, kernel)
     encoded = loaded.encoded
-    arrays = _Arrays(module, encoded)
-    params = arrays.arguments(args, names, written)
-    data = _LaunchData()
-    clusters = cluster or encoded.directives.get("reqnctapercluster", ())
-    data.grid, data.block, data.cluster = _three(grid), _three(block), _three(clusters)
-    data.shared, data.order, data.checks = shared, ORDERS.index(order), checks or trace is not None
-    data.variant, data.entry, data.budget = variant, encoded.entry, budget
-    data.params = ctypes.cast(ctypes.create_string_buffer(params, len(params) + 1), _BYTES)
-    data.param_bytes, data.array_count = len(params), len(arrays.data)
-    arrays.fill(data)
-    if trace:
-        _request(trace, data, arrays.names)
-    counted = Counted(encoded.places, module.files) if counters else None
-    data.counts = counted.counts.ctypes.data if counted else None
-    if early is not None:
-        data.early = arrays.early(args, early)
-    text = loaded.library.ptx_launch(loaded.handle, ctypes.byref(data)).decode(errors="replace")
-    found, traced, printed = text.split("\x1d", 2)
-    read = _Findings(module, encoded, arrays, data.grid, data.block)
-    findings = tuple(read.finding(each) for each in found.split("\x1e")[:-1])
-    if not any(each.fatal for each in findings):
-        arrays.keep(module, encoded)
-    steps = tuple(read.step(each) for each in traced.split("\x1e")[:-1])
-    counts = counted.by_line() if counted else {}
-    return Result(findings, data.executed, data.lanes, printed, counts, steps, data.left_out)
+    # Threads that launch kernels at the same time share the variables of a module.
+    with module.lock if encoded.variables else nullcontext():
+        arrays = _Arrays(module, encoded)
+        params = arrays.arguments(args, names, written)
+        data = _LaunchData()
+        clusters = cluster or encoded.directives.get("reqnctapercluster", ())
+        data.grid, data.block, data.cluster = _three(grid), _three(block), _three(clusters)
+        data.shared, data.order, data.checks = (
+            shared,
+            ORDERS.index(order),
+            checks or trace is not None,
+        )
+        data.variant, data.entry, data.budget = variant, encoded.entry, budget
+        data.params = ctypes.cast(ctypes.create_string_buffer(params, len(params) + 1), _BYTES)
+        data.param_bytes, data.array_count = len(params), len(arrays.data)
+        arrays.fill(data)
+        if trace:
+            _request(trace, data, arrays.names)
+        counted = Counted(encoded.places, module.files) if counters else None
+        data.counts = counted.counts.ctypes.data if counted else None
+        if early is not None:
+            data.early = arrays.early(args, early)
+        text = loaded.library.ptx_launch(loaded.handle, ctypes.byref(data)).decode(errors="replace")
+        found, traced, printed = text.split("\x1d", 2)
+        read = _Findings(module, encoded, arrays, data.grid, data.block)
+        findings = tuple(read.finding(each) for each in found.split("\x1e")[:-1])
+        if not any(each.fatal for each in findings):
+            arrays.keep(module, encoded)
+        steps = tuple(read.step(each) for each in traced.split("\x1e")[:-1])
+        counts = counted.by_line() if counted else {}
+        return Result(findings, data.executed, data.lanes, printed, counts, steps, data.left_out)
 
 
 def _request(trace: Trace, data: _LaunchData, names: Sequence[str]) -> None:
@@ -261,22 +270,25 @@ def _three(sizes: Sequence[int]) -> Any:
 _BYTES = ctypes.POINTER(ctypes.c_uint8)
 
 
+_TABLES = {  # attributes of Encoded, as in main.cpp and machine.h
+    "code": np.dtype("i4"),
+    "operands": np.dtype("i4,i4,i4,i8", align=True),
+    "parts": np.dtype("i4"),
+    "constants": np.dtype("u8"),
+    "gaps": np.dtype("i8"),
+}
+_SIZES = "rows", "predicates", "shared_bytes", "local_bytes", "granule"
+
+
+class _Table(ctypes.Structure):
+    _fields_ = (("first", ctypes.c_void_p), ("count", ctypes.c_int64))
+
+
 class _ProgramData(ctypes.Structure):
     _fields_ = (
-        ("forms", ctypes.c_char_p),
-        ("code", ctypes.c_void_p),
-        ("instructions", ctypes.c_int64),
-        ("operands", ctypes.c_void_p),
-        ("operand_count", ctypes.c_int64),
-        ("parts", ctypes.c_void_p),
-        ("part_count", ctypes.c_int64),
-        ("constants", ctypes.c_void_p),
-        ("constant_count", ctypes.c_int64),
-        ("specials", ctypes.c_char_p),
-        *((name, ctypes.c_uint32) for name in ("rows", "predicates")),
-        *((name, ctypes.c_uint32) for name in ("shared_bytes", "local_bytes", "granule")),
-        ("gaps", ctypes.c_void_p),
-        ("gap_count", ctypes.c_int64),
+        *((name, ctypes.c_char_p) for name in ("forms", "specials")),
+        *((name, _Table) for name in _TABLES),
+        *((name, ctypes.c_uint32) for name in _SIZES),
     )
 
 
@@ -522,40 +534,22 @@ class _Loaded:
 
 
 def _load(module: Module, kernel: str) -> _Loaded:
-    if kernel not in module.loaded:
-        module.loaded[kernel] = _loaded(encode(module, kernel))
-    loaded = module.loaded[kernel]
+    with module.lock:
+        if kernel not in module.loaded:
+            module.loaded[kernel] = _loaded(encode(module, kernel))
+        loaded = module.loaded[kernel]
     assert isinstance(loaded, _Loaded)
     return loaded
 
 
 def _loaded(encoded: Encoded) -> _Loaded:
-    code = np.array(encoded.code, np.int32)
-    operands = np.array(encoded.operands, np.int64)
-    parts = np.array(encoded.parts, np.int32)
-    constants = np.array(encoded.constants, np.uint64)
-    ends = [*(offset for offset, _ in encoded.shared[1:]), encoded.shared_bytes]
-    each = zip(encoded.shared, ends, strict=False)
-    between = [(at + variable.bytes, end) for (at, variable), end in each]
-    gaps = np.array(between, np.int64)
+    tables = [np.array(getattr(encoded, name), dtype) for name, dtype in _TABLES.items()]
+    specials = "\n".join(f"{row} {name}" for name, row in encoded.specials.items())
     data = _ProgramData(
         "\n".join(encoded.forms).encode(),
-        code.ctypes.data,
-        len(code),
-        operands.ctypes.data,
-        len(operands),
-        parts.ctypes.data,
-        len(parts),
-        constants.ctypes.data,
-        len(constants),
-        "\n".join(f"{row} {name}" for name, row in encoded.specials.items()).encode(),
-        encoded.rows,
-        encoded.predicates,
-        encoded.shared_bytes,
-        encoded.local_bytes,
-        encoded.granule,
-        gaps.ctypes.data,
-        len(gaps),
+        specials.encode(),
+        *(_Table(each.ctypes.data, len(each)) for each in tables),
+        *(getattr(encoded, name) for name in _SIZES),
     )
     library = _library()
     handle = library.ptx_load(ctypes.byref(data))
@@ -565,10 +559,22 @@ def _loaded(encoded: Encoded) -> _Loaded:
     return _Loaded(library, handle, encoded)
 
 
-@cache
 def _library() -> Any:
     """Return the engine's library, which is built if the cache does not have it."""
-    library = ctypes.CDLL(str(_built()))
+    with _BUILDING:
+        found = _opened()
+    if isinstance(found, str):
+        raise LaunchError(found)
+    return found
+
+
+@cache
+def _opened() -> Any:
+    """Return the library, or why there is none: a build that has failed is not tried again."""
+    try:
+        library = ctypes.CDLL(str(_built()))
+    except LaunchError as error:
+        return str(error)
     library.ptx_load.restype = ctypes.c_void_p
     library.ptx_unknown.restype = library.ptx_launch.restype = ctypes.c_char_p
     for function in (library.ptx_unknown, library.ptx_unload):
@@ -590,7 +596,7 @@ def _built() -> Path:
         raise LaunchError(NO_COMPILER)
     texts = b"".join(path.read_bytes() for path in sorted(SOURCES.glob("*.[ch]*")))
     key = hashlib.sha256(texts + "".join((*FLAGS, compiler, _processor())).encode()).hexdigest()
-    target = cache_folder() / f"engine-{key[:20]}.so"
+    target = kept.folder() / f"engine-{key[:20]}.so"
     if not target.is_file():
         with tempfile.TemporaryDirectory(dir=target.parent) as own:
             made = Path(own) / "engine.so"
@@ -602,7 +608,8 @@ def _built() -> Path:
             with ThreadPoolExecutor(len(commands)) as pool:
                 list(pool.map(_compile, commands))
             _compile([compiler, "-shared", *map(str, objects), "-o", str(made)])
-            made.replace(target)
+            made.replace(target)  # at once: other processes may build or use it
+        kept.trim()
     os.utime(target)  # not one of the files that were not used for longest
     return target
 

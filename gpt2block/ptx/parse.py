@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import takewhile
+from threading import Lock
 from typing import Any, NamedTuple
 
 BITS = re.compile(r"\d+")
@@ -101,6 +102,7 @@ class Module:
         default_factory=dict
     )  # bytes of variables, as launches left them
     loaded: dict[str, Any] = field(default_factory=dict)  # kernels, as engine.py keeps them
+    lock: Lock = field(default_factory=Lock, repr=False)  # of both
 
     @cached_property
     def files(self) -> dict[int, str]:

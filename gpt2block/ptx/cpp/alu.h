@@ -15,20 +15,21 @@ template <class T>
 constexpr unsigned WIDTH = 8 * sizeof(T);
 
 // Calls make with a value of the C++ type for an integer type of PTX. Returns null for other types. SIGNS: whether the
-// sign of the type matters. BYTES: whether there are operations on bytes.
-template <bool SIGNS = true, bool BYTES = false, class F>
+// sign of the type matters. LEAST: bits of the shortest type on which there are operations: 8, 16 or 32.
+template <bool SIGNS = true, unsigned LEAST = 16, class F>
 auto for_type(const Type& type, F make) -> decltype(make(0)) {
-    const bool is_signed = SIGNS && type.kind == 's';
     if (type.kind == 'f' || type.kind == 'p') return nullptr;
-    if constexpr (BYTES) {
-        if (type.bits == 8) return is_signed ? make(int8_t()) : make(uint8_t());
-    }
     if constexpr (SIGNS) {
-        if (is_signed && type.bits == 16) return make(int16_t());
-        if (is_signed && type.bits == 32) return make(int32_t());
-        if (is_signed && type.bits == 64) return make(int64_t());
+        if (type.kind == 's') return for_type<false, LEAST>({'u', type.bits, ""}, [&](auto unsigned_) {
+            return make(std::make_signed_t<decltype(unsigned_)>());
+        });
     }
-    if (type.bits == 16) return make(uint16_t());
+    if constexpr (LEAST <= 8) {
+        if (type.bits == 8) return make(uint8_t());
+    }
+    if constexpr (LEAST <= 16) {
+        if (type.bits == 16) return make(uint16_t());
+    }
     return type.bits == 32 ? make(uint32_t()) : type.bits == 64 ? make(uint64_t()) : nullptr;
 }
 
@@ -43,13 +44,13 @@ constexpr Handler rows(F) {  // of 64 bits, whatever the type
     static_assert(std::is_empty_v<F>);
     return mapped<uint64_t, F>;
 }
-template <class F>
+template <unsigned LEAST = 16, class F>
 constexpr Pick integers(F) {
-    return [](Form& f) { return for_type(f.type(), [](auto t) -> Handler { return mapped<decltype(t), F>; }); };
+    return [](Form& f) { return for_type<true, LEAST>(f.type(), [](auto t) -> Handler { return mapped<decltype(t), F>; }); };
 }
-template <class F>
+template <unsigned LEAST = 16, class F>
 constexpr Pick bits(F) {  // the sign of the type does not matter
-    return [](Form& f) { return for_type<false>(f.type(), [](auto t) -> Handler { return mapped<decltype(t), F>; }); };
+    return [](Form& f) { return for_type<false, LEAST>(f.type(), [](auto t) -> Handler { return mapped<decltype(t), F>; }); };
 }
 
 // Only the first operand has the type.
@@ -58,9 +59,9 @@ static void mapped_first(Warp& w, const Instr& i, Mask active) {
     const auto of_bits = [](uint64_t a, auto... others) -> uint64_t { return (Unsigned<T>)(T)F()((T)a, others...); };
     w.map<uint64_t>(i, active, of_bits, std::make_index_sequence<arity<F, T>()>());
 }
-template <class F>
+template <unsigned LEAST = 16, class F>
 constexpr Pick first(F) {
-    return [](Form& f) { return for_type(f.type(), [](auto t) -> Handler { return mapped_first<decltype(t), F>; }); };
+    return [](Form& f) { return for_type<true, LEAST>(f.type(), [](auto t) -> Handler { return mapped_first<decltype(t), F>; }); };
 }
 
 // The result, and a third operand, have twice the width.
@@ -125,6 +126,11 @@ template <class T>
 uint32_t highest(T a) {  // bfind
     const Unsigned<T> bits = a < 0 ? ~a : a;
     return bits ? 63 - __builtin_clzll(bits) : ~0u;
+}
+
+template <class T>
+T shifted(T a, uint32_t right) {
+    return right < WIDTH<T> ? a >> right : a < 0 ? -1 : 0;
 }
 
 inline uint64_t both(uint64_t low, uint64_t high) { return high << 32 | (uint32_t)low; }
@@ -277,8 +283,8 @@ constexpr auto difference = [](auto a, auto b) { return a - b; };
 static const Rows rows_{
     {"add", bits(sum)},
     {"sub", bits(difference)},
-    {"add.sat", integers([](auto a, auto b) { return limited<decltype(a)>((s128)a + b); })},
-    {"sub.sat", integers([](auto a, auto b) { return limited<decltype(a)>((s128)a - b); })},
+    {"add.sat", integers<32>([](auto a, auto b) { return limited<decltype(a)>((s128)a + b); })},
+    {"sub.sat", integers<32>([](auto a, auto b) { return limited<decltype(a)>((s128)a - b); })},
     {"add.u16x2", pairs(sum)},
     {"add.s16x2", pairs(sum)},
     {"sub.u16x2", pairs(difference)},
@@ -293,13 +299,13 @@ static const Rows rows_{
     {"mad", bits([](auto a, auto b, auto c) { return (uint64_t)a * b + c; })},
     {"mul.hi", integers([](auto a, auto b) { return high(a, b); })},
     {"mad.hi", integers([](auto a, auto b, auto c) { return (uint64_t)high(a, b) + c; })},
-    {"mad.hi.sat", integers([](auto a, auto b, auto c) { return limited<decltype(a)>((s128)high(a, b) + c); })},
+    {"mad.hi.sat", integers<32>([](auto a, auto b, auto c) { return limited<decltype(a)>((s128)high(a, b) + c); })},
     {"mul.wide", wide([](auto a, auto b) { return a * b; })},
     {"mad.wide", wide([](auto a, auto b, auto c) { return a * b + c; })},
-    {"mul24", integers([](auto a, auto b) { return product24(a, b); })},
-    {"mad24", integers([](auto a, auto b, auto c) { return product24(a, b) + c; })},
-    {"mul24.hi", integers([](auto a, auto b) { return product24(a, b) >> 16; })},
-    {"mad24.hi", integers([](auto a, auto b, auto c) { return (product24(a, b) >> 16) + c; })},
+    {"mul24", integers<32>([](auto a, auto b) { return product24(a, b); })},
+    {"mad24", integers<32>([](auto a, auto b, auto c) { return product24(a, b) + c; })},
+    {"mul24.hi", integers<32>([](auto a, auto b) { return product24(a, b) >> 16; })},
+    {"mad24.hi", integers<32>([](auto a, auto b, auto c) { return (product24(a, b) >> 16) + c; })},
     {"sad", integers([](auto a, auto b, auto c) { return c + (a < b ? (u128)b - a : (u128)a - b); })},
     {"div", pick_quotient<false>},
     {"rem", pick_quotient<true>},
@@ -317,18 +323,18 @@ static const Rows rows_{
     {"mov.pred", predicates([](auto a) { return a; })},
     // Distances of the type's width or more give 0 or the sign.
     {"shl", first([](auto a, uint32_t n) { return n < WIDTH<decltype(a)> ? (uint64_t)a << n : 0; })},
-    {"shr", first([](auto a, uint32_t n) { return a >> std::min(n, WIDTH<decltype(a)> - 1) >> (n >= WIDTH<decltype(a)>); })},
+    {"shr", first([](auto a, uint32_t n) { return shifted(a, n); })},
     {"shf.l.clamp", rows([](auto a, auto b, auto n) { return both(a, b) << std::min<uint32_t>(n, 32) >> 32; })},
     {"shf.r.clamp", rows([](auto a, auto b, auto n) { return both(a, b) >> std::min<uint32_t>(n, 32) & ~0u; })},
     {"shf.l.wrap", rows([](auto a, auto b, auto n) { return both(a, b) << (n & 31) >> 32; })},
     {"shf.r.wrap", rows([](auto a, auto b, auto n) { return both(a, b) >> (n & 31) & ~0u; })},
-    {"bfe", first([](auto a, uint64_t at, uint64_t length) { return field(a, at, length); })},
-    {"bfi", first([](auto a, uint64_t b, uint64_t at, uint64_t length) { return inserted(a, b, at, length); })},
-    {"bfind", integers([](auto a) { return highest(a); })},
-    {"bfind.shiftamt", integers([](auto a) { return ~highest(a) ? WIDTH<decltype(a)> - 1 - highest(a) : ~0u; })},
-    {"popc", bits([](auto a) { return __builtin_popcountll(a); })},
-    {"clz", bits([](auto a) { return a ? __builtin_clzll(a) - (64 - WIDTH<decltype(a)>) : WIDTH<decltype(a)>; })},
-    {"brev", bits([](auto a) { return reversed(a); })},
+    {"bfe", first<32>([](auto a, uint64_t at, uint64_t length) { return field(a, at, length); })},
+    {"bfi", first<32>([](auto a, uint64_t b, uint64_t at, uint64_t length) { return inserted(a, b, at, length); })},
+    {"bfind", integers<32>([](auto a) { return highest(a); })},
+    {"bfind.shiftamt", integers<32>([](auto a) { return ~highest(a) ? WIDTH<decltype(a)> - 1 - highest(a) : ~0u; })},
+    {"popc", bits<32>([](auto a) { return __builtin_popcountll(a); })},
+    {"clz", bits<32>([](auto a) { return a ? __builtin_clzll(a) - (64 - WIDTH<decltype(a)>) : WIDTH<decltype(a)>; })},
+    {"brev", bits<32>([](auto a) { return reversed(a); })},
     {"prmt", rows([](auto a, auto b, auto selectors) { return permuted(a, b, selectors); })},
     {"lop3", lop3},
     {"dp4a", dot<4>},

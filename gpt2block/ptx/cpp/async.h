@@ -14,7 +14,8 @@ constexpr uint64_t OFFSET = (1u << RANK_SHIFT) - 1;  // bits of an address in th
 inline uint8_t* touch(Warp& w, const Instr& i, int lane, uint64_t address, unsigned bytes, Space space, unsigned use,
                       unsigned align) {
     memory::Region region;
-    return memory::touch(w, i, lane, memory::generic_address(w, lane, address, space), bytes, space, use, align, region);
+    address = memory::generic_address(w, lane, address, space);
+    return memory::touch(w, i, lane, address, bytes, space, use, align, region);
 }
 
 struct Copy {  // between a range of shared memory and runs of bytes elsewhere, by a lane
@@ -394,7 +395,10 @@ inline void add_box(Warp& w, const Instr& i, int lane, int where, Copy& copy) {
 
 // A copy lands at a barrier of its destination's block. rank: of this block, + 1; 0: as the addresses say.
 inline void send(Warp& w, const Instr& i, Copy copy, uint64_t barrier, uint64_t rank = 0) {
-    if (rank) copy.shared = (copy.shared & OFFSET) | rank << RANK_SHIFT, barrier = (barrier & OFFSET) | rank << RANK_SHIFT;
+    if (rank) {
+        copy.shared = (copy.shared & OFFSET) | rank << RANK_SHIFT;
+        barrier = (barrier & OFFSET) | rank << RANK_SHIFT;
+    }
     const int lane = copy.lane;
     const int64_t bytes = copy.bytes;
     const Meeting there = meeting(w, i, lane, barrier, Space::cluster);

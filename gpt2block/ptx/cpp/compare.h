@@ -41,11 +41,7 @@ Mask holds(const Warp& w, const Instr& i, int k, Mask active, int shift) {
     const uint64_t *a = w.in(i, k), *b = w.in(i, k + 1);
     const unsigned accepts = (unsigned)i.form->arg[ACCEPTED];
     const bool ftz = i.form->way.ftz;
-    Mask found = 0;
-    for_lanes(active, [&](int l) {
-        found |= (Mask)((Relation::of(a[l] >> shift, b[l] >> shift, ftz) & accepts) != 0) << l;
-    });
-    return found;
+    return lanes_where(active, [=](int l) { return Relation::of(a[l] >> shift, b[l] >> shift, ftz) & accepts; });
 }
 
 // Operands: p, or p and q, then a, b, and perhaps a predicate to join with. q: of the upper halves, or the opposite.

@@ -85,19 +85,17 @@ Handler pick_comparison(Form& f) {
     });
 }
 
-// holds: a function of a format, and a number without its sign.
+// Op: whether a number, of which the sign is left out, is of a kind.
+template <class Op, class F>
+void tested(Warp& w, const Instr& i, Mask active) {
+    const uint64_t* a = w.in(i, 1);
+    w.set_predicate(i, 0, active, lanes_where(active, [=](int l) { return Op()(F(), a[l] & F::MAGNITUDE); }));
+}
 template <class Op>
 constexpr Pick test(Op) {
     return [](Form& f) {
         return for_format<false>(f.type(), [](auto format) -> Handler {
-            return [](Warp& w, const Instr& i, Mask active) {
-                const uint64_t* a = w.in(i, 1);
-                Mask holds = 0;
-                for_lanes(active, [&](int l) {
-                    holds |= (Mask)Op()(decltype(format)(), a[l] & decltype(format)::MAGNITUDE) << l;
-                });
-                w.set_predicate(i, 0, active, holds);
-            };
+            return tested<Op, decltype(format)>;
         });
     };
 }
@@ -204,6 +202,7 @@ constexpr auto less = [](auto f, uint64_t a, uint64_t b) { return extreme<declty
 constexpr auto larger = [](auto f, uint64_t a, uint64_t b) { return extreme<decltype(f)>(a, b, true, false); };
 constexpr auto less_or_nan = [](auto f, uint64_t a, uint64_t b) { return extreme<decltype(f)>(a, b, false, true); };
 constexpr auto larger_or_nan = [](auto f, uint64_t a, uint64_t b) { return extreme<decltype(f)>(a, b, true, true); };
+constexpr auto sign_and_size = [](auto f, uint64_t a, uint64_t b) { return (a & f.SIGN) | (b & f.MAGNITUDE); };
 constexpr auto product_and_sum = [](auto a, auto b, auto c) { return fma(a, b, c); };
 // div.approx does not divide by more than 2^126.
 constexpr auto rough_quotient = [](double a, double b) {
@@ -236,7 +235,7 @@ static const Rows rows_{
     {"max.NaN", pick<OfBits, true, 2>(larger_or_nan)},
     {"neg", pick<OfBits, true, 1>([](auto f, uint64_t a) { return a ^ f.SIGN; })},
     {"abs", pick<OfBits, true, 1>([](auto f, uint64_t a) { return a & f.MAGNITUDE; })},
-    {"copysign", pick<OfBits, false, 2>([](auto f, uint64_t a, uint64_t b) { return (a & f.SIGN) | (b & f.MAGNITUDE); })},
+    {"copysign", pick<OfBits, false, 2>(sign_and_size)},
     {"setp", pick_comparison<false>},
     {"set", pick_comparison<true>},
     {"testp.finite", test([](auto f, uint64_t a) { return a < f.INFINITY_; })},

@@ -61,6 +61,14 @@ inline void for_lanes(Mask active, F f) {
     for (Mask rest = active; rest; rest &= rest - 1) f(__builtin_ctz(rest));
 }
 
+// Returns the active lanes for which a condition holds.
+template <class F>
+inline Mask lanes_where(Mask active, F holds) {
+    Mask found = 0;
+    for_lanes(active, [&](int l) { found |= (Mask) static_cast<bool>(holds(l)) << l; });
+    return found;
+}
+
 struct Type {
     char kind = 'b';    // u, s, b, f (floating point of any format), p (predicate)
     unsigned bits = 0;  // of the whole value: 32 for f16x2
@@ -89,8 +97,8 @@ enum class Space : uint8_t { generic, global, shared, local, param, constant, cl
 
 // An opcode with its types and modifiers: "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32".
 struct Form {
-    std::string text, name;              // name: "mma"
-    std::vector<std::string> words;      // all parts of the text
+    std::string name;                    // "mma"
+    std::vector<std::string> words;      // all parts
     std::vector<Type> types;             // in order: f32, f16, f16, f32
     Space space = Space::generic;        // of the addresses
     numbers::Way way;                    // how a result is rounded
@@ -131,30 +139,28 @@ struct Instr {
 using Pick = Handler (*)(Form&);
 
 struct Row {
-    std::string opcodes;  // separated by spaces
+    const char* opcodes;  // separated by spaces
     Pick pick = nullptr;
     Handler run = nullptr;
     int gathers = NO_LANES;
     Control control = Control::none;
-    std::vector<std::string> words = {};  // of one opcode
 
-    Row(const char* names, Pick p, int g = NO_LANES) : opcodes(names), pick(p), gathers(g) {}
-    Row(const char* names, Handler h, int g = NO_LANES) : opcodes(names), run(h), gathers(g) {}
-    Row(const char* names, Control c) : opcodes(names), run([](Warp&, const Instr&, Mask) {}), control(c) {}
+    constexpr Row(const char* names, Pick p, int g = NO_LANES) : opcodes(names), pick(p), gathers(g) {}
+    constexpr Row(const char* names, Handler h, int g = NO_LANES) : opcodes(names), run(h), gathers(g) {}
+    constexpr Row(const char* names, Control c) : opcodes(names), run([](Warp&, const Instr&, Mask) {}), control(c) {}
 };
 
-inline std::vector<Row>& table() {
-    static std::vector<Row> rows;
+using Words = std::vector<std::string>;  // of an opcode
+
+inline std::vector<std::pair<Words, Row>>& table() {
+    static std::vector<std::pair<Words, Row>> rows;
     return rows;
 }
 
 struct Rows {
     Rows(std::initializer_list<Row> rows) {
         for (const Row& row : rows) {
-            for (const std::string& opcode : split(row.opcodes, ' ')) {
-                table().push_back(row);
-                table().back().words = split(opcode, '.');
-            }
+            for (const std::string& opcode : split(row.opcodes, ' ')) table().emplace_back(split(opcode, '.'), row);
         }
     }
 };
@@ -204,13 +210,10 @@ struct Races;   // races.h
 struct Shadow;  // races.h: the last accesses to the cells of an array
 
 struct Array {  // an argument, a variable of the module, or the image of a constant
-    std::string name;
-    uint8_t* data = nullptr;
-    uint64_t bytes = 0;
-    uint8_t* written = nullptr;  // per byte, whether it was written; null: all were
-    bool constant = false;       // writing is a finding
+    uint8_t *data, *written;  // written: per byte, whether it was written; null: all were
+    uint64_t bytes;
+    bool constant;            // writing is a finding
     std::shared_ptr<Shadow> shadow;
-    uint64_t address = 0;          // of its first byte, generic
 };
 
 struct Program;
@@ -306,45 +309,59 @@ struct Block {
 
     explicit Block(Machine& m) : machine(m) {}
     inline int threads() const;
+    inline uint32_t cluster_size() const;
 };
 
-struct Program {  // of one kernel; made by encode.py
+struct Sizes {
+    uint32_t rows = 0, predicates = 0;
+    uint32_t shared_bytes = 0;  // static
+    uint32_t local_bytes = 0;   // of a thread
+    uint32_t granule = 4;       // bytes of the smallest access of the program
+};
+
+struct Program : Sizes {  // of one kernel; made by encode.py
     std::vector<std::unique_ptr<Form>> forms;
     std::vector<Instr> code;
     std::vector<Operand> operands;
     std::vector<int32_t> parts;       // rows of vector operands
     std::vector<uint64_t> constants;  // rows of 32 equal values; row -1 - n is the n-th
-    int rows = 0, predicates = 0;
-    uint32_t shared_bytes = 0;        // static
-    uint32_t local_bytes = 0;         // of a thread
     std::vector<std::pair<int64_t, int64_t>> gaps;  // in static shared memory, between variables
-    unsigned granule = 4;             // bytes of the smallest access of the program
     bool compares = false;            // whether the program has an atom.cas
     std::vector<std::pair<int, std::string>> specials;  // row -> "%tid.x", set when a warp starts
 };
 
-enum class Order { forward, reverse, shuffled, interleaved };
+enum class Order : uint32_t { forward, reverse, shuffled, interleaved };
 
-struct Machine {
-    const Program* program = nullptr;
+struct Launch {  // as engine.py fills it
     std::array<uint32_t, 3> grid{}, block{}, cluster{1, 1, 1};
-    std::vector<uint8_t> params;
-    uint32_t dynamic_bytes = 0;  // of shared memory
+    uint32_t dynamic_bytes = 0;        // of shared memory
     Order order = Order::forward;
-    bool checks = true;          // bounds, races, unwritten memory
-    int64_t budget = 0;          // warp instructions that are left
-    int64_t executed = 0, lanes_executed = 0;
-    const uint8_t* early = nullptr;  // of a launch that overlaps the previous kernel: per array, whether it may be accessed at once
-    uint32_t variant = 0;        // 0 or 1: two values of %smid, %warpid, %clock, ...
-    Counts* counts = nullptr;    // of each line; null: nothing is counted
+    uint32_t checks = true;            // bounds, races, unwritten memory
+    uint32_t variant = 0;              // 0 or 1: two values of %smid, %warpid, %clock, ...
+    uint32_t entry = 0;                // index of the kernel's first instruction
+    int64_t budget = 0;                // warp instructions that are left
+    uint8_t* params = nullptr;
+    int64_t param_bytes = 0, array_count = 0;
+    uint8_t** array_data = nullptr;
+    const int64_t* array_bytes = nullptr;
+    uint8_t** written = nullptr;       // per array and byte, whether it was written; null: all were
+    const uint8_t* constant = nullptr; // per array, whether writing is a finding
+    const uint8_t* early = nullptr;    // per array, whether it may be accessed before the wait for the previous kernel
+    Counts* counts = nullptr;          // of each line; null: nothing is counted
+    int64_t executed = 0, lanes = 0;   // results
+    const int64_t* traced = nullptr;   // a block and a thread each; null: no trace
+    int64_t traced_count = 0, traced_array = 0, traced_byte = 0;
+    int64_t left_out = 0;              // result
+};
+
+struct Machine : Launch {
+    const Program* program = nullptr;
     std::deque<Array> arrays;    // number FIRST_ARRAY + n in addresses
     std::string printed;
     std::vector<Finding> notes;  // what does not end the launch: reading memory that nobody has written
     std::shared_ptr<Races> races;
-    std::unique_ptr<Trace> trace;
+    std::shared_ptr<Trace> trace;
     std::vector<std::unique_ptr<Block>> in_flight;
-    uint32_t entry = 0;                // index of the kernel's first instruction
-    bool (*idle)(Machine&) = nullptr;  // called when nothing proceeds (async.h: completes copies); whether something changed
 
     // Returns where `bytes` bytes at an address of a lane are on the host. Throws a Finding if the lane must not touch
     // them in this way. space: of the instruction; `generic` for generic addresses.
@@ -378,7 +395,9 @@ inline Access Warp::here(const Instr& i, int lane) const {
     return {block.number, thread(lane), i.place ? i.place : machine.program->code[caller[lane]].place};
 }
 
-inline int Block::threads() const { return machine.block[0] * machine.block[1] * machine.block[2]; }
+inline uint32_t product(const std::array<uint32_t, 3>& sizes) { return sizes[0] * sizes[1] * sizes[2]; }
+inline int Block::threads() const { return product(machine.block); }
+inline uint32_t Block::cluster_size() const { return product(machine.cluster); }
 
 inline Type type_named(const std::string& word) {
     static const std::unordered_map<std::string, Type> all = [] {
@@ -407,7 +426,7 @@ inline Space space_named(const std::string& word) {
     return found == all.end() ? Space::generic : found->second;
 }
 
-inline Form::Form(const std::string& whole) : text(whole), words(split(whole, '.')) {
+inline Form::Form(const std::string& text) : words(split(text, '.')) {
     using numbers::Round;
     static const std::unordered_map<std::string, Round> rounds = {
         {"rz", Round::zero}, {"rm", Round::down}, {"rp", Round::up}, {"rna", Round::away},
@@ -425,16 +444,18 @@ inline Form::Form(const std::string& whole) : text(whole), words(split(whole, '.
 
 // Finds the handler of a form among the rows of an opcode. Returns whether there is one.
 inline bool find_handler(Form& f, const std::string& name) {
-    std::vector<const Row*> rows;
+    std::vector<const std::pair<Words, Row>*> fitting;
     const auto has = [&](const std::string& word) { return f.has(word.c_str()); };
-    for (const Row& row : table()) {
-        if (row.words[0] == name && std::all_of(row.words.begin() + 1, row.words.end(), has)) rows.push_back(&row);
+    for (const auto& each : table()) {
+        const Words& words = each.first;
+        if (words[0] == name && std::all_of(words.begin() + 1, words.end(), has)) fitting.push_back(&each);
     }
-    const auto longer = [](const Row* a, const Row* b) { return a->words.size() > b->words.size(); };
-    std::stable_sort(rows.begin(), rows.end(), longer);
-    for (const Row* row : rows) {
-        f.gathers = row->gathers, f.control = row->control;
-        f.run = row->pick ? row->pick(f) : row->run;
+    const auto longer = [](auto* a, auto* b) { return a->first.size() > b->first.size(); };
+    std::stable_sort(fitting.begin(), fitting.end(), longer);
+    for (const auto* each : fitting) {
+        const Row& row = each->second;
+        f.gathers = row.gathers, f.control = row.control;
+        f.run = row.pick ? row.pick(f) : row.run;
         if (f.run) return true;
     }
     return false;

@@ -65,7 +65,7 @@ inline Region find(Warp& w, const Instr& i, int lane, uint64_t address, Space sp
     if (in(Space::shared, SHARED_WINDOW) || space == Space::cluster) return shared_at(w.block, address);
     if (in(Space::local, LOCAL_WINDOW)) return local_at(w, i, lane, address, space == Space::generic);
     if (tag == PARAM_WINDOW >> ARRAY_SHIFT) {
-        return {m.params.data(), nullptr, m.params.size(), PARAM_WINDOW, Finding::in_params, nullptr, true};
+        return {m.params, nullptr, (uint64_t)m.param_bytes, PARAM_WINDOW, Finding::in_params, nullptr, true};
     }
     const uint64_t number = tag - FIRST_ARRAY;
     if (number >= m.arrays.size()) return {};
@@ -101,7 +101,7 @@ inline Region enter(Warp& w, const Instr& i, int lane, uint64_t address, unsigne
 inline void check(Warp& w, const Instr& i, int lane, const Region& region, uint64_t from, unsigned bytes, unsigned use,
                   unsigned align) {
     if (from & (align - 1)) throw misuse(w, i, lane, region, from, bytes, use, "misaligned");
-    if (!w.machine.checks) return;
+    if (!w.machine.checks || !bytes) return;
     if (region.written && !(use & UNWRITTEN)) {
         uint8_t* written = region.written + from;
         if ((written[0] | written[bytes - 1]) & GAP) throw misuse(w, i, lane, region, from, bytes, use, "out of bounds");
@@ -183,7 +183,7 @@ Handler pick_move(Form& f) {
     prepare(f, STORE ? WRITES : READS);
     if (f.type().bits == 128) return move<uint64_t, STORE>;  // a .b128 is a vector of two
     const Type bits = {f.type().kind == 's' ? 's' : 'u', f.type().bits, ""};
-    return alu::for_type<!STORE, true>(bits, [](auto zero) -> Handler { return move<decltype(zero), STORE>; });
+    return alu::for_type<!STORE, 8>(bits, [](auto zero) -> Handler { return move<decltype(zero), STORE>; });
 }
 
 // --- atomic operations, one lane after the other
@@ -194,7 +194,8 @@ using Change = uint64_t (*)(uint64_t old, uint64_t b, uint64_t c);
 inline void expect(Warp& w, const Instr& i, int lane, uint64_t address, unsigned bytes, uint64_t value) {
     const Region region = find(w, i, lane, address, i.form->space);
     const uint64_t from = address - region.origin;
-    if (region.shadow && region.holds(from, bytes)) w.machine.races->compared(w, lane, *region.shadow, from, bytes, value);
+    if (!region.shadow || !region.holds(from, bytes)) return;
+    w.machine.races->compared(w, lane, *region.shadow, from, bytes, value);
 }
 
 static void atom(Warp& w, const Instr& i, Mask active) {
@@ -276,13 +277,12 @@ static void cvta(Warp& w, const Instr& i, Mask active) {
 
 static void isspacep(Warp& w, const Instr& i, Mask active) {
     const uint64_t* a = w.in(i, 1);
-    Mask holds = 0;
-    for_lanes(active, [&](int l) {
+    const auto inside = [&](int l) {
         const uint64_t tag = a[l] >> ARRAY_SHIFT;
         const bool of_windows[] = {false, tag >= FIRST_ARRAY, tag == 1, tag == 2, tag == 3, tag >= FIRST_ARRAY, tag == 1};
-        holds |= (Mask)of_windows[(int)i.form->space] << l;
-    });
-    w.set_predicate(i, 0, active, holds);
+        return of_windows[(int)i.form->space];
+    };
+    w.set_predicate(i, 0, active, lanes_where(active, inside));
 }
 
 static void fence(Warp& w, const Instr& i, Mask active) {
@@ -322,5 +322,6 @@ static const Rows rows_{
 inline uint8_t* Machine::access(Warp& w, const Instr& i, int lane, uint64_t address, unsigned bytes, Space space,
                                 unsigned use) {
     memory::Region region;
-    return memory::touch(w, i, lane, memory::generic_address(w, lane, address, space), bytes, space, use, bytes, region);
+    address = memory::generic_address(w, lane, address, space);
+    return memory::touch(w, i, lane, address, bytes, space, use, bytes, region);
 }

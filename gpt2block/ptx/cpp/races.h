@@ -15,8 +15,6 @@
 #pragma once
 #include "trace.h"
 
-#include <algorithm>
-
 constexpr int BLOCK_SHIFT = 10;  // a block has at most 1024 threads
 
 struct Stamped {

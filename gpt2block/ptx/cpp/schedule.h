@@ -18,40 +18,47 @@ constexpr std::size_t INTERLEAVED = 6;   // blocks in flight then
 constexpr std::size_t MOST_IN_FLIGHT = 512;
 constexpr std::size_t MOST_CALLS = 1000;
 
-inline uint64_t special(const std::string& name, const Warp& w, int lane) {
-    const Machine& m = w.machine;
-    const int t = w.thread(lane);
-    const auto part = [&](const std::array<uint32_t, 3>& of) { return of[name.back() - 'x']; };
-    std::array<uint32_t, 3> tid = {t % m.block[0], t / m.block[0] % m.block[1], t / m.block[0] / m.block[1]}, of_cluster{}, clusters{}, inside{};
-    for (int k = 0; k < 3; ++k) {
-        of_cluster[k] = w.block.id[k] / m.cluster[k], inside[k] = w.block.id[k] % m.cluster[k], clusters[k] = m.grid[k] / m.cluster[k];
-    }
-    const std::string stem = name.substr(0, name.find('.'));
-    if (stem == "%tid") return part(tid);
-    if (stem == "%ntid") return part(m.block);
-    if (stem == "%ctaid") return part(w.block.id);
-    if (stem == "%nctaid") return part(m.grid);
-    if (stem == "%clusterid") return part(of_cluster);
-    if (stem == "%nclusterid") return part(clusters);
-    if (stem == "%cluster_ctaid") return part(inside);
-    if (stem == "%cluster_nctaid") return part(m.cluster);
-    if (stem == "%cluster_ctarank") return (uint64_t)w.block.rank;
-    if (stem == "%cluster_nctarank") return m.cluster[0] * m.cluster[1] * m.cluster[2];
-    if (stem == "%is_explicit_cluster") return m.cluster[0] * m.cluster[1] * m.cluster[2] > 1;
-    if (stem == "%laneid") return (uint64_t)lane;
-    if (stem == "%warpid") return (uint64_t)(m.variant ? (w.block.threads() - 1) / LANES - w.first / LANES : w.first / LANES);
-    if (stem == "%nwarpid") return 64;
-    if (stem == "%smid") return m.variant ? 7 : (uint64_t)w.block.number % 108;
-    if (stem == "%nsmid") return m.variant ? 132 : 108;
-    if (stem == "%lanemask_eq") return 1u << lane;
-    if (stem == "%lanemask_lt") return (1u << lane) - 1;
-    if (stem == "%lanemask_le") return (2u << lane) - 1;
-    if (stem == "%lanemask_gt") return (uint32_t)~((2u << lane) - 1);
-    if (stem == "%lanemask_ge") return (uint32_t)~((1u << lane) - 1);
-    if (stem == "%dynamic_smem_size") return m.dynamic_bytes;
-    if (stem == "%total_smem_size") return w.block.shared.size();
-    if (stem == "%gridid") return 1;
-    return 0;
+// Special registers, which stay the same while a warp runs. k: the axis of those with .x, .y or .z.
+using Special = uint64_t (*)(const Warp& w, int lane, int k);
+
+inline uint64_t thread_id(const Warp& w, int lane, int k) {
+    const std::array<uint32_t, 3>& size = w.machine.block;
+    const uint32_t t = w.thread(lane);
+    return k == 0 ? t % size[0] : k == 1 ? t / size[0] % size[1] : t / size[0] / size[1];
+}
+inline uint64_t warp_id(const Warp& w, int, int) {
+    const int number = w.first / LANES, last = (w.block.threads() - 1) / LANES;
+    return w.machine.variant ? last - number : number;
+}
+
+inline const std::unordered_map<std::string, Special>& specials() {
+    static const std::unordered_map<std::string, Special> all = {
+        {"%tid", thread_id},
+        {"%ntid", [](auto& w, int, int k) -> uint64_t { return w.machine.block[k]; }},
+        {"%ctaid", [](auto& w, int, int k) -> uint64_t { return w.block.id[k]; }},
+        {"%nctaid", [](auto& w, int, int k) -> uint64_t { return w.machine.grid[k]; }},
+        {"%clusterid", [](auto& w, int, int k) -> uint64_t { return w.block.id[k] / w.machine.cluster[k]; }},
+        {"%nclusterid", [](auto& w, int, int k) -> uint64_t { return w.machine.grid[k] / w.machine.cluster[k]; }},
+        {"%cluster_ctaid", [](auto& w, int, int k) -> uint64_t { return w.block.id[k] % w.machine.cluster[k]; }},
+        {"%cluster_nctaid", [](auto& w, int, int k) -> uint64_t { return w.machine.cluster[k]; }},
+        {"%cluster_ctarank", [](auto& w, int, int) -> uint64_t { return w.block.rank; }},
+        {"%cluster_nctarank", [](auto& w, int, int) -> uint64_t { return w.block.cluster_size(); }},
+        {"%is_explicit_cluster", [](auto& w, int, int) -> uint64_t { return w.block.cluster_size() > 1; }},
+        {"%laneid", [](auto&, int lane, int) -> uint64_t { return lane; }},
+        {"%warpid", warp_id},
+        {"%nwarpid", [](auto&, int, int) -> uint64_t { return 64; }},
+        {"%smid", [](auto& w, int, int) -> uint64_t { return w.machine.variant ? 7 : w.block.number % 108; }},
+        {"%nsmid", [](auto& w, int, int) -> uint64_t { return w.machine.variant ? 132 : 108; }},
+        {"%lanemask_eq", [](auto&, int lane, int) -> uint64_t { return 1u << lane; }},
+        {"%lanemask_lt", [](auto&, int lane, int) -> uint64_t { return (1u << lane) - 1; }},
+        {"%lanemask_le", [](auto&, int lane, int) -> uint64_t { return (2u << lane) - 1; }},
+        {"%lanemask_gt", [](auto&, int lane, int) -> uint64_t { return 0u - (2u << lane); }},
+        {"%lanemask_ge", [](auto&, int lane, int) -> uint64_t { return 0u - (1u << lane); }},
+        {"%dynamic_smem_size", [](auto& w, int, int) -> uint64_t { return w.machine.dynamic_bytes; }},
+        {"%total_smem_size", [](auto& w, int, int) -> uint64_t { return w.block.shared.size(); }},
+        {"%gridid", [](auto&, int, int) -> uint64_t { return 1; }},
+    };
+    return all;
 }
 
 struct Run {
@@ -68,9 +75,11 @@ struct Run {
     Access here(const Warp& w, int lane) const { return w.here(p.code[w.pc[lane]], lane); }
 
     static Mask in_state(const Warp& w, Lane state) {
-        Mask found = 0;
-        for (int l = 0; l < LANES; ++l) found |= (Mask)(w.state[l] == state) << l;
-        return found;
+        return lanes_where(~0u, [&](int l) { return w.state[l] == state; });
+    }
+
+    static Mask at_pc(const Warp& w, Mask lanes, uint32_t pc) {
+        return lanes_where(lanes, [&](int l) { return w.pc[l] == pc; });
     }
 
     void end_lanes(Warp& w, Mask lanes, uint32_t pc) {
@@ -157,8 +166,7 @@ struct Run {
         for (Mask rest = group; rest;) {
             const uint32_t pc = w.pc[__builtin_ctz(rest)];
             const Instr& here = p.code[pc];
-            Mask lanes = 0;
-            for_lanes(group, [&](int l) { lanes |= (Mask)(w.pc[l] == pc) << l; });
+            const Mask lanes = at_pc(w, group, pc);
             w.rows = rows, w.predicates = predicates;
             for_lanes(group & ~lanes, [&](int l) {
                 for (int k = 0; k < one.count; ++k) copy_operand(w, here, p.code[w.pc[l]], k, l, rows, predicates);
@@ -197,8 +205,8 @@ struct Run {
         if (!b.expected) b.here = w.here(i, lane), b.expected = expected;
         if (b.expected != expected || (count == 1 && b.here.place != w.here(i, lane).place)) {
             const bool same = b.expected == expected;
-            throw Finding{.kind = "barrier",
-                          .text = same ? "threads wait at different barriers" : "threads expect different numbers of threads at the barrier",
+            const char* numbers = "threads expect different numbers of threads at the barrier";
+            throw Finding{.kind = "barrier", .text = same ? "threads wait at different barriers" : numbers,
                           .now = w.here(i, lane), .other = b.here};
         }
         const bool waits = !f.has("arrive");
@@ -275,8 +283,7 @@ struct Run {
             if (!ready) break;
             const Mask preferred = ready & ~w.gives_way ? ready & ~w.gives_way : ready;
             const uint32_t pc = lowest(w, preferred);
-            Mask group = 0;
-            for_lanes(ready, [&](int l) { group |= (Mask)(w.pc[l] == pc) << l; });
+            const Mask group = at_pc(w, ready, pc);
             w.gives_way = 0;
             progress |= run_group(w, pc, group, ready & ~group, until);
             if (w.yields && group == ready) break;
@@ -296,7 +303,7 @@ struct Run {
             Mask active = group;
             if (i.guard >= 0) active &= i.guard_not ? ~w.predicates[i.guard] : w.predicates[i.guard];
             ++m.executed;
-            m.lanes_executed += __builtin_popcount(active);
+            m.lanes += __builtin_popcount(active);
             if (m.counts) counters::count(w, i, group, active);
             if (!active) {
                 ++pc;
@@ -382,7 +389,8 @@ struct Run {
     std::unique_ptr<Block> make_block(int64_t number, int rank) {
         auto block = std::make_unique<Block>(m);
         block->number = number, block->rank = rank;
-        block->id = {(uint32_t)(number % m.grid[0]), (uint32_t)(number / m.grid[0] % m.grid[1]), (uint32_t)(number / m.grid[0] / m.grid[1])};
+        const int64_t x = m.grid[0], y = m.grid[1];
+        block->id = {(uint32_t)(number % x), (uint32_t)(number / x % y), (uint32_t)(number / x / y)};
         const uint8_t fill = m.order == Order::reverse ? 0x7f : m.order == Order::shuffled ? 0x3c : 0xff;
         block->shared.assign(p.shared_bytes + m.dynamic_bytes, fill);
         block->written.assign(block->shared.size(), 0);
@@ -402,7 +410,10 @@ struct Run {
             w.pc.fill(m.entry), w.caller.fill(m.entry);
             for (int l = 0; l < LANES; ++l) w.state[l] = w.exist >> l & 1 ? Lane::runs : Lane::done;
             for (const auto& [row, name] : p.specials) {
-                for_lanes(w.exist, [&, row = row, &name = name](int l) { w.rows[row * LANES + l] = special(name, w, l); });
+                const auto found = specials().find(name.substr(0, name.find('.')));
+                uint64_t* to = w.rows.data() + row * LANES;
+                const int axis = name.back() - 'x';
+                for_lanes(w.exist, [&](int l) { to[l] = found == specials().end() ? 0 : found->second(w, l, axis); });
             }
         }
         return block;
@@ -416,7 +427,7 @@ struct Run {
         const std::array<uint32_t, 3> wide = {m.grid[0] / c[0], m.grid[1] / c[1], m.grid[2] / c[2]};
         const int64_t x = n % wide[0], y = n / wide[0] % wide[1], z = n / wide[0] / wide[1];
         std::vector<Block*> members;
-        for (uint32_t k = 0; k < c[0] * c[1] * c[2]; ++k) {
+        for (uint32_t k = 0; k < product(c); ++k) {
             const int64_t bx = x * c[0] + k % c[0], by = y * c[1] + k / c[0] % c[1], bz = z * c[2] + k / c[0] / c[1];
             m.in_flight.push_back(make_block(bx + m.grid[0] * (by + (int64_t)m.grid[1] * bz), (int)k));
             members.push_back(m.in_flight.back().get());
@@ -472,7 +483,7 @@ struct Run {
     }
 
     void run() {
-        clusters = (int64_t)m.grid[0] * m.grid[1] * m.grid[2] / (m.cluster[0] * m.cluster[1] * m.cluster[2]);
+        clusters = (int64_t)m.grid[0] * m.grid[1] * m.grid[2] / product(m.cluster);
         for (int64_t k = 0; k < clusters; ++k) order.push_back(m.order == Order::reverse ? clusters - 1 - k : k);
         if (m.order == Order::shuffled) std::shuffle(order.begin(), order.end(), random);
         const std::size_t at_once = m.order == Order::interleaved ? INTERLEAVED : 1;
@@ -484,20 +495,21 @@ struct Run {
             slow = !finish();
             if (m.order == Order::interleaved && progress) continue;
             if (slow && m.in_flight.size() < MOST_IN_FLIGHT && start()) continue;
-            if (!progress && slow && !(m.idle && m.idle(m))) deadlock();
+            if (!progress && slow) deadlock();
         }
     }
 
     // Removes blocks that have ended, when all blocks of their cluster have. Returns whether there was one.
     bool finish() {
         const std::size_t before = m.in_flight.size();
-        const auto ended = [](const std::unique_ptr<Block>& block) {
-            return std::all_of(block->cluster.begin(), block->cluster.end(), [](Block* each) { return each->alive == 0; });
+        const auto lives = [](const Block* block) { return block->alive > 0; };
+        const auto runs = [&](const std::unique_ptr<Block>& block) {
+            return std::any_of(block->cluster.begin(), block->cluster.end(), lives);
         };
         for (const auto& block : m.in_flight) {
-            if (ended(block)) async::finish(*block);
+            if (!runs(block)) async::finish(*block);
         }
-        const auto first = std::stable_partition(m.in_flight.begin(), m.in_flight.end(), [&](const auto& block) { return !ended(block); });
+        const auto first = std::stable_partition(m.in_flight.begin(), m.in_flight.end(), runs);
         m.in_flight.erase(first, m.in_flight.end());
         return m.in_flight.size() < before;
     }

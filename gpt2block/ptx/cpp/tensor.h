@@ -5,10 +5,7 @@
 // added exactly; the total is cut off to f32, or rounded to the nearest f16. An exponent of a product is the sum of those
 // of its factors. Sums of f64 are chains of fma, and sums of integers are exact.
 #pragma once
-#include <cmath>
-
 #include "machine.h"
-#include "numbers.h"
 
 namespace tensor {
 

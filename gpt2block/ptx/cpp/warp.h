@@ -60,7 +60,7 @@ static void match(Warp& w, const Instr& i, Mask active) {
     const uint64_t *a = w.in(i, i.count - 2), ones = alu::ones_of(i.form->type());
     Mask same[LANES] = {};
     for_lanes(active, [&](int l) {
-        for_lanes(active, [&](int k) { same[l] |= (Mask)((a[l] & ones) == (a[k] & ones)) << k; });
+        same[l] = lanes_where(active, [&](int k) { return (a[l] & ones) == (a[k] & ones); });
     });
     const bool all = i.form->has("all"), agree = same[__builtin_ctz(active)] == active;
     uint64_t* d = w.out(i, 0);
@@ -77,7 +77,7 @@ static void reduce(Warp& w, const Instr& i, Mask active) {
 }
 template <class F>
 constexpr Pick redux(F) {
-    return [](Form& f) { return alu::for_type(f.type(), [](auto t) -> Handler { return reduce<decltype(t), F>; }); };
+    return [](Form& f) { return alu::for_type<true, 32>(f.type(), [](auto t) -> Handler { return reduce<decltype(t), F>; }); };
 }
 
 static void nanosleep(Warp& w, const Instr&, Mask) { w.yields = true; }

@@ -136,8 +136,7 @@ extern "C" __global__ void __launch_bounds__(LG_THREADS* LG_ROWS) layernorm_gelu
     if (LG_ROWS > 1) {
         thread %= LG_THREADS;
         row = row * LG_ROWS + threadIdx.x / LG_THREADS;
-        inside = row < rows;
-        if (!inside) row = rows - 1;  // recompute the last row: every lane must take part in the shuffles
+        inside = row < rows;  // lanes without a row take part in the shuffles
     }
     const unsigned warp = thread / 32;
     const Pack* in = reinterpret_cast<const Pack*>(x) + row * PACKS;
@@ -147,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(LG_THREADS* LG_ROWS) layernorm_gelu
 #pragma unroll
     for (int i = 0; i < HELD; ++i) {
         const unsigned p = thread + i * LG_THREADS;
-        held[i] = in_row(p) ? in[p] : Pack{};
+        held[i] = inside && in_row(p) ? in[p] : Pack{};
     }
     float sum = 0.0f;
 #pragma unroll
