@@ -56,7 +56,6 @@ LINES = {
     "COPY(tile + 4 * t, x + 4 * t);": f"{COPIED} shared_requests=1",
     "COPY(tile + 32 * t, x + 4 * t);": f"{COPIED} shared_requests=1 bank_conflicts=28",
     "v = *(double*)&tile[32 * (t / 2)];": "shared_requests=1 bank_conflicts=15",
-    "v = ((float4*)tile)[8 * (t / 4)].x + ((float4*)tile)[8 * (t / 4)].w;": "shared_requests=1 bank_conflicts=6",
     "own[n & 7] = v;": "local_bytes=128",
     "v = called(v);": "",
     "v = __shfl_xor_sync(~0u, v, 1) + __shfl_xor_sync(~0u, v, 2);": "shuffles=2",
