@@ -204,7 +204,7 @@ def fewer_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Judge a user's kernel without the sizes that a GPU times, which take most of the time."""
     from gpt2block.mine import on_cpu  # noqa: PLC0415
 
-    monkeypatch.setattr(on_cpu._Judge, "_at_timed_sizes", lambda *_: [])
+    monkeypatch.setattr(on_cpu._Judge, "_all_right", lambda *_: [])
 
 
 @pytest.fixture(scope="session")

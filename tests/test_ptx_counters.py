@@ -29,6 +29,7 @@ SHARED = "__shared__ __align__(16) float tile[4096]; tile[t] = t; __syncwarp();"
 LOOP = '_Pragma("unroll 1") for (int k = 0;'
 # A line that one warp executes with t = threadIdx.x, x and out of 4,096 floats: all counters that
 # are not 0, except for numbers of instructions. Lines before it prepare shared memory.
+COPIED = "load_requests=1 load_sectors=16 copied_bytes=512"
 LINES = {
     "v = x[t];": "load_requests=1 load_sectors=4 load_bytes=128",
     "v = x[t + 1];": "load_requests=1 load_sectors=5 load_bytes=128",
@@ -52,8 +53,9 @@ LINES = {
     "atomicAdd(&tile[16 * t], v);": "atomics=1 shared_requests=1 bank_conflicts=15",
     "MATRICES(d, tile + 4 * t);": "shared_requests=1",
     "MATRICES(d, tile + 32 * t);": "shared_requests=1 bank_conflicts=28",
-    "COPY(tile + 4 * t, x + 4 * t);": "copied_bytes=512 shared_requests=1",
-    "COPY(tile + 32 * t, x + 4 * t);": "copied_bytes=512 shared_requests=1 bank_conflicts=28",
+    "COPY(tile + 4 * t, x + 4 * t);": f"{COPIED} shared_requests=1",
+    "COPY(tile + 32 * t, x + 4 * t);": f"{COPIED} shared_requests=1 bank_conflicts=28",
+    "v = *(double*)&tile[32 * (t / 2)];": "shared_requests=1 bank_conflicts=15",
     "own[n & 7] = v;": "local_bytes=128",
     "v = called(v);": "",
     "v = __shfl_xor_sync(~0u, v, 1) + __shfl_xor_sync(~0u, v, 2);": "shuffles=2",

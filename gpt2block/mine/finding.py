@@ -286,7 +286,7 @@ _SAID: Mapping[str, Callable[[UserSource, engine.Finding], str]] = {
         f"stores to {found.array}: a kernel can only read __constant__ variables"
     ),
     "assert": lambda _, found: f"assertion fails: {found.text}",
-    "trap": lambda _, found: "the kernel calls __trap()",
+    "trap": lambda _, found: "the kernel calls __trap(), or stores to a __constant__ variable",
     "endless": lambda source, found: f"{source.name} does not end: {found.now} still runs",
 }
 

@@ -22,9 +22,9 @@ class Counts(NamedTuple):
 
     A request is a warp instruction that accesses memory; a sector is 32 bytes of global memory.
     bank_conflicts: turns of shared memory beyond the first of each pass, which serves 32, 16 or 8
-    lanes for accesses of up to 4, 8 and 16 bytes. Loads and stores of global memory include no
-    atomic operations and no asynchronous copies. branches: conditional ones; in a uniform one, all
-    lanes take the same way.
+    lanes for accesses of up to 4, 8 and 16 bytes. Loads of global memory include asynchronous
+    copies, but no atomic operations. branches: conditional ones; in a uniform one, all lanes take
+    the same way.
     """
 
     instructions: int = 0
