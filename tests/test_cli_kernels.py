@@ -52,12 +52,22 @@ def test_without_a_gpu_the_emulator_runs() -> None:
 
 @on_emulator
 @pytest.mark.usefixtures("no_gpu")
-def test_what_the_emulator_cannot_run_is_one_line() -> None:
-    ended = kernels("gemm", "--variant", "hopper")
+def test_a_variant_for_hopper_runs_on_the_emulator() -> None:
+    ended = kernels("gemm", "--variant", "hopper", "--shape", "M=3,K=40,N=24")
+    assert ended.code == 0
+    assert re.search(r"hopper +gemm_hopper +1 of 1 .* ok", ended.out)
+
+
+@on_emulator
+@pytest.mark.usefixtures("no_gpu")
+def test_what_the_emulator_cannot_run_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    options = ("gemm", "--variant", "hopper", "--shape", "K=12")
+    ended = kernels(*options)
     assert ended.code == 1
-    line = "not run: hopper: wgmma and TMA, instructions of sm_90a, are not emulated"
-    assert line in ended.out.splitlines()
-    found = kernels("gemm", "--variant", "hopper", "--json", "--device", "cpu").json
+    (line,) = (each for each in ended.out.splitlines() if each.startswith("not run: hopper: "))
+    assert "expected K and N in multiples of 8, got K 12" in line
+    found = kernels(*options, "--json", "--device", "cpu").json
     assert (found["rows"], found["device"], found["note"]) == ([], "cpu", None)
     assert found["skipped"] == [line.removeprefix("not run: ")]
 
