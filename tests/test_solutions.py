@@ -47,7 +47,7 @@ def test_a_solution_is_right(file: Path) -> None:
         assert not given
         found = check_kernel(operation, source, shape=shape, dtype=dtype, device="cpu")
         assert found.right, str(found)
-        assert found.summary == ALL_ORDERS
+        assert found.summary.startswith(ALL_ORDERS)
 
 
 @on_emulator
