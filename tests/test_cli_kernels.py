@@ -15,6 +15,7 @@ from gpt2block.mine import on_gpu
 from gpt2block.mine.finding import Finding
 from gpt2block.mine.templates import template
 from gpt2block.ops.registry import find
+from gpt2block.ptx import nvrtc
 from tests.command_line import Ended, gpt2block
 
 NO_GPU = "no driver today"
@@ -52,12 +53,22 @@ def test_without_a_gpu_the_emulator_runs() -> None:
 
 @on_emulator
 @pytest.mark.usefixtures("no_gpu")
-def test_what_the_emulator_cannot_run_is_one_line() -> None:
-    ended = kernels("gemm", "--variant", "hopper")
+def test_a_variant_for_hopper_runs_on_the_emulator() -> None:
+    ended = kernels("gemm", "--variant", "hopper", "--shape", "M=3,K=40,N=24")
+    assert ended.code == 0
+    assert re.search(r"hopper +gemm_hopper +1 of 1 .* ok", ended.out)
+
+
+@on_emulator
+@pytest.mark.usefixtures("no_gpu")
+def test_what_the_emulator_cannot_run_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    options = ("gemm", "--variant", "hopper", "--shape", "K=12")
+    ended = kernels(*options)
     assert ended.code == 1
-    line = "not run: hopper: wgmma and TMA, instructions of sm_90a, are not emulated"
-    assert line in ended.out.splitlines()
-    found = kernels("gemm", "--variant", "hopper", "--json", "--device", "cpu").json
+    (line,) = (each for each in ended.out.splitlines() if each.startswith("not run: hopper: "))
+    assert "expected K and N in multiples of 8, got K 12" in line
+    found = kernels(*options, "--json", "--device", "cpu").json
     assert (found["rows"], found["device"], found["note"]) == ([], "cpu", None)
     assert found["skipped"] == [line.removeprefix("not run: ")]
 
@@ -112,17 +123,26 @@ def test_one_screen_lists_the_operations(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize(
+    ("library", "said"),
+    [
+        (Path("libnvrtc.so"), "g++, which compiles the engine once, is not installed: apt install"),
+        (None, "NVRTC, CUDA's run-time compiler, is not installed: pip install 'nvidia-cuda-nvrtc"),
+    ],
+)
 def test_without_gpu_and_compiler_one_line_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch,
+    library: Path | None, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(emulator, "missing", lambda: "g++ is not installed")
+    monkeypatch.setattr(nvrtc, "find_library", lambda: library)
+    monkeypatch.setattr("shutil.which", lambda name: None)
     ended = kernels("softmax")
     assert ended.code == 1
     assert ended.err.count("\n") == 1
     assert NO_GPU in ended.err
-    assert "apt install g++" in ended.err
-    said = kernels("softmax", "--device", "cpu").error
-    assert said.startswith("the emulator compiles kernels with g++, but g++ is not inst")
+    assert said in ended.err
+    assert kernels("softmax", "--device", "cpu").error.startswith(
+        f"the emulator cannot run: {said}"
+    )
 
 
 @on_emulator

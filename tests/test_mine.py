@@ -16,7 +16,7 @@ import pytest
 from gpt2block import InputError, doctor, emulator
 from gpt2block.bench import Ceilings, ceilings, measure, variants
 from gpt2block.cuda import kernels, timing
-from gpt2block.errors import KernelError
+from gpt2block.errors import KernelError, NotJudged
 from gpt2block.mine import on_cpu, on_gpu, sizes
 from gpt2block.mine.arguments import check_known, sizes_at, values
 from gpt2block.mine.cases import SPECIAL, Case
@@ -578,6 +578,14 @@ def test_an_error_in_a_header_or_template_has_the_line(
     assert found.text.startswith(f"my.cu does not compile:\nmy.cu:{line}: ")
     assert said in found.text
     assert found.lines == (line,)
+
+
+@on_emulator
+def test_a_missing_header_of_cuda_is_no_mistake(tmp_path: Path) -> None:
+    text = "#include <curand_of_tomorrow.h>\n" + ADD.replace("BODY", RIGHT)
+    kernel = matched(read(written(tmp_path, text)), find("add"), ("float32", "KN"))
+    with pytest.raises(NotJudged, match=r"my\.cu: not judged: .* curand_of_tomorrow\.h is not"):
+        problem(kernel)
 
 
 @on_emulator

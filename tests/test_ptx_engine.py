@@ -61,7 +61,7 @@ def read(file: str) -> list[Case]:
         settings, _, said = line.partition(" | ")
         given = dict(part.split("=", 1) for part in settings.split())
         grid, block = (tuple(map(int, given.get(k, "1").split(","))) for k in ("grid", "block"))
-        names = {"np": np, "x": X, "abs": abs}
+        names = {"np": np, "x": X, "abs": abs, "max": max}
         right = np.ravel(eval(given["right"], names)) if "right" in given else None
         cases.append(Case(kernel, grid, block, int(given.get("shared", 0)), right, said))
     return cases

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import re
 import shlex
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from gpt2block import InputError, check_kernel, emulator
-from gpt2block.cuda import kernels
 from gpt2block.mine.solutions import HERE, names, operations, solution
-from gpt2block.mine.source import read
 from gpt2block.mine.templates import HERE as TEMPLATES
 from gpt2block.mine.verdict import ALL_ORDERS
 from gpt2block.ops.registry import find
@@ -39,18 +35,8 @@ def commands(file: Path) -> list[list[str]]:
 @on_emulator
 @pytest.mark.usefixtures("fewer_runs")
 @each_file
-def test_a_solution_is_right(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A solution's own commands check it, without the built-in kernels to compare its speed.
-
-    NVRTC, if installed, compiles it first.
-    """
-    compile_for, compiled = kernels.compile_for, list[kernels.Compiled]()
-
-    def noted(*arguments: Any) -> kernels.Compiled:
-        compiled.append(compile_for(*arguments))
-        return compiled[-1]
-
-    monkeypatch.setattr(kernels, "compile_for", noted)
+def test_a_solution_is_right(file: Path) -> None:
+    """A solution's own commands check it, without the built-in kernels to compare its speed."""
     first, *more = commands(file)
     assert first == ["kernels", file.parent.name, "--mine", str(file)]
     for _, operation, _, source, *options in (first, *more):
@@ -61,9 +47,7 @@ def test_a_solution_is_right(file: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         assert not given
         found = check_kernel(operation, source, shape=shape, dtype=dtype, device="cpu")
         assert found.right, str(found)
-        assert found.summary == ALL_ORDERS
-    if find_spec("cupy"):
-        assert read(file).name.encode() in compiled[0].cubin
+        assert found.summary.startswith(ALL_ORDERS)
 
 
 @on_emulator

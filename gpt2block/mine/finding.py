@@ -13,16 +13,20 @@ import ml_dtypes  # noqa: F401  (makes "bfloat16" a dtype's name)
 import numpy as np
 
 from gpt2block.cuda import kernels
-from gpt2block.errors import InputError
+from gpt2block.errors import InputError, NotJudged
 from gpt2block.mine.expressions import evaluated
 from gpt2block.mine.source import UserSource, numbers
-from gpt2block.ptx import engine
+from gpt2block.ptx import engine, nvrtc
 
 MOST_ERRORS = 3  # maximum number of compiler errors shown
 _NO_LIBRARY = (
     "\n(Kernels have no C++ library, only what <cmath>, <cfloat>, <climits> and <cstdint> declare, "
     "std::min and std::max. For std::numeric_limits write FLT_MAX or INFINITY, for std::cout "
     "printf.)"
+)
+_HEADER_OF_CUDA = re.compile(
+    r'cannot open source file "((?:cu(?:rand|blas|fft|sparse|solver|da|b/)|thrust/|nv/|nvtx|'
+    r'cooperative_groups|mma\.h)[^"\n]*)"'
 )
 # Messages about a missing semicolon, which NVRTC reports at the next word's line.
 _NO_SEMICOLON = re.compile(r"""expected (?:a ";"|.,. or .;.)""")
@@ -143,7 +147,15 @@ def numbered(source: UserSource, found: Finding) -> list[str]:
 
 
 def of_compiler(source: UserSource, log: str) -> Finding:
-    """Return the Finding with the first errors in the log of NVRTC, or of a GPU's compilation."""
+    """Return the Finding with the first errors in the log of NVRTC, or of a GPU's compilation.
+
+    Raises NotJudged if a header of CUDA is missing, which is no mistake of the file.
+    """
+    if missing := _HEADER_OF_CUDA.search(log):
+        raise NotJudged(
+            f"{source.file}: not judged: CUDA's header {missing[1]} is not installed: install a "
+            f"CUDA toolkit that has it in {nvrtc.TOOLKIT}, or write the kernel without it"
+        )
     file = re.escape(source.file)
     found = re.findall(
         rf"^(?:.*/)?{file}(?:\((\d+)\): (?:catastrophic )?error: |:(\d+): )(.+)$", log, re.MULTILINE

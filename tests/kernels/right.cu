@@ -504,3 +504,18 @@ extern "C" __global__ void arrays_of_templates(const float* x, float* out, int n
     const float least = -block_reduced<Largest, float, 2>(-x[threadIdx.x]);
     out[64 * blockIdx.x + threadIdx.x] = block_reduced<Largest, double, 2>(most + least);
 }
+
+// block=40 right=[max(x[32:40])]
+extern "C" __global__ void maximum_of_a_partial_warp(const float* x, float* out, int n) {
+    if (threadIdx.x < 32) return;
+    float m = x[threadIdx.x];
+    for (int i = 4; i; i /= 2) m = fmaxf(m, __shfl_down_sync(0xff, m, i));
+    if (threadIdx.x == 32) out[0] = m;
+}
+
+// block=32 right=[x[7]]
+extern "C" __global__ void a_segment_keeps_its_own_values(const float* x, float* out, int n) {
+    if (threadIdx.x >= 8) return;
+    const float v = __shfl_down_sync(0xff, x[threadIdx.x], 8, 8);
+    if (threadIdx.x == 7) out[0] = v;
+}

@@ -155,6 +155,14 @@ extern "C" __global__ void shuffle_after_return(const float* x, float* out, int 
     out[threadIdx.x] = __shfl_down_sync(0xffffffffu, x[threadIdx.x], 1);
 }
 
+// block=32 right=[max(x[:8])] | result
+extern "C" __global__ void maximum_with_lanes_outside_the_mask(const float* x, float* out, int n) {
+    if (threadIdx.x >= 8) return;
+    float m = x[threadIdx.x];
+    for (int i = 8; i; i /= 2) m = fmaxf(m, __shfl_down_sync(0xff, m, i));
+    if (threadIdx.x == 0) out[0] = m;
+}
+
 // block=32 | divergent barrier .*the mask names the lane
 extern "C" __global__ void warp_barrier_of_half(const float* x, float* out, int n) {
     if (threadIdx.x < 16) __syncwarp();

@@ -364,6 +364,13 @@ struct Machine : Launch {
     std::shared_ptr<Trace> trace;
     std::vector<std::unique_ptr<Block>> in_flight;
 
+    // The bytes of a value that nobody has written: NaN, or in each format a large positive, a usual, and a large
+    // negative number.
+    uint8_t fill() const {
+        static constexpr uint8_t by_order[] = {0xff, 0x7b, 0x3c, 0xfb};
+        return by_order[(int)order];
+    }
+
     // Returns where `bytes` bytes at an address of a lane are on the host. Throws a Finding if the lane must not touch
     // them in this way. space: of the instruction; `generic` for generic addresses.
     uint8_t* access(Warp& w, const Instr& i, int lane, uint64_t address, unsigned bytes, Space space, unsigned use);

@@ -399,7 +399,7 @@ struct Run {
         block->number = number, block->rank = rank;
         const int64_t x = m.grid[0], y = m.grid[1];
         block->id = {(uint32_t)(number % x), (uint32_t)(number / x % y), (uint32_t)(number / x / y)};
-        const uint8_t fill = m.order == Order::reverse ? 0x7f : m.order == Order::shuffled ? 0x3c : 0xff;
+        const uint8_t fill = m.fill();
         block->shared.assign(p.shared_bytes + m.dynamic_bytes, fill);
         block->written.assign(block->shared.size(), 0);
         for (const auto& [from, to] : p.gaps) std::fill_n(block->written.begin() + from, to - from, memory::GAP);

@@ -5,9 +5,6 @@
 
 namespace warp {
 
-// What a lane receives from a lane that is not in the mask, or that does not exist: NaN, or a large number.
-constexpr uint32_t NOBODY = 0x7fedcba9;
-
 enum Shuffle { UP, DOWN, BUTTERFLY, INDEX };
 
 // The lane whose value a lane takes. within: whether this lane is in its segment; if not, it is the lane itself.
@@ -24,12 +21,13 @@ static void shfl(Warp& w, const Instr& i, Mask active) {
     uint64_t a[LANES];
     std::copy_n(w.in(i, i.count - 4), LANES, a);
     uint64_t* d = w.out(i, 0);
+    const uint32_t nobody = w.machine.fill() * 0x01010101u;  // from a lane outside the mask: it differs between orders
     Mask valid = 0;
     for_lanes(active, [&](int l) {
         bool within;
         const int from = source(w, i, l, within);
         valid |= (Mask)within << l;
-        d[l] = active >> from & 1 ? (uint32_t)a[from] : NOBODY;
+        d[l] = active >> from & 1 ? (uint32_t)a[from] : nobody;
     });
     if (i.count == 6) w.set_predicate(i, 1, active, valid);
 }
