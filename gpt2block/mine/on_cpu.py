@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import inf, isnan
 from pathlib import Path
@@ -36,7 +36,7 @@ from gpt2block.mine.refused import (
 )
 from gpt2block.mine.source import read
 from gpt2block.mine.templates import path_of
-from gpt2block.mine.why import Launcher, Why, why
+from gpt2block.mine.why import EmulatedRun, Launcher, Why, why
 from gpt2block.ops.operation import Sizes
 from gpt2block.ptx import engine, table
 from gpt2block.ptx.encode import Encoded, UnsupportedError, encode
@@ -66,21 +66,6 @@ _TELLS = re.compile(
     r"__NV_ARCH\w*|NV_(?:IF|DISPATCH|PROVIDES|IS)\w*|__GNUC\w*|__VERSION__|__clang\w*|__PTX\w*|"
     r"__EDG\w*|__cplusplus|arch::\w+|current_arch)\b"
 )
-
-
-class EmulatedRun(NamedTuple):
-    """Settings of an emulated launch.
-
-    order: of threads and blocks. debug: whether the kernel is compiled without optimisation, which
-    removes accesses. variant: chooses the values of registers on which no result may depend. fill:
-    byte that fills the outputs before the launch. checks: whether to search for errors.
-    """
-
-    order: emulator.Order
-    debug: bool = False
-    variant: int = 0
-    fill: int = comparison.NAN_BYTE
-    checks: bool = True
 
 
 RUNS = (
@@ -173,7 +158,7 @@ class _Ran(NamedTuple):
 
 @dataclass
 class _Judge:
-    """Launches a kernel on the cases, in two threads."""
+    """Launches a kernel on the cases."""
 
     kernel: Kernel
     needs: ResourceUsage
@@ -182,7 +167,6 @@ class _Judge:
     steps: bool = False  # whether to yield the steps of a Finding's threads
     runs: Sequence[EmulatedRun] = RUNS
     first: Case | None = None
-    ended: bool = False  # whether no further case needs to run
     examined: bool = False  # whether values that launches leave in variables were examined
 
     def results(
@@ -201,33 +185,15 @@ class _Judge:
             raise NotJudged(f"{source.file}: not judged: {error}") from None
         yield Fidelity(table.fidelity(made.forms, len(made.code)))
         self.first = cases[0]
-        keeps = any(v.space == "global" and v.name[0] != "$" for v in made.variables)
-        with self._pool(1 if keeps else 2) as pool:
-            launched = [pool.submit(self._checked, case) for case in cases[:1]]
-            large: Future[list[Checked | Finding]] | None = None
-            if timed and timed.sizes not in [each.sizes for each in cases]:
-                large = pool.submit(self._at_timed_sizes, timed)
-            launched += [pool.submit(self._checked, case) for case in cases[1:]]
-            for case, each in zip(cases, launched, strict=True):
-                found, run = each.result()
-                yield found
-                if isinstance(found, Finding):
-                    self.ended = True
-                    if self.steps:
-                        yield why(Launcher(self.kernel, case, run, self.capability), found)
-                    return
-            if large:
-                yield from large.result()
-
-    @contextmanager
-    def _pool(self, threads: int) -> Iterator[ThreadPoolExecutor]:
-        """Return a pool whose waiting launches are left out when the context ends."""
-        pool = ThreadPoolExecutor(threads)
-        try:
-            yield pool
-        finally:
-            self.ended = True
-            pool.shutdown(cancel_futures=True)
+        for case in cases:
+            found, run = self._checked(case)
+            yield found
+            if isinstance(found, Finding):
+                if self.steps:
+                    yield why(Launcher(self.kernel, case, run, self.capability), found)
+                return
+        if timed and timed.sizes not in [each.sizes for each in cases]:
+            yield from self._at_timed_sizes(timed)
 
     def _module(self, debug: bool) -> Module:
         found: Module = self.function.found.module.module(debug)
@@ -384,12 +350,9 @@ class _Judge:
         seen: list[engine.Result] = []
         budget = budget or BUDGET
         checks = stand_in.Checks(run.checks, budget, run.variant, run.debug, seen.append)
-        device = stand_in.device(run.order, stand_in.MULTIPROCESSORS, checks, self.capability)
-        early = stand_in.early_launches() if source.waits else nullcontext()
         found: Checked | Finding
         try:
-            with device, early:
-                checked = comparison.compare(self.kernel, case, guarded=False, fill=run.fill)
+            checked = Launcher(self.kernel, case, run, self.capability).compared(checks)
             ran = f"\nthe threads ran in {run.order} order" if run.order != ORDERS[0] else ""
             found = replace(checked, problem=checked.problem and checked.problem + ran)
         except stand_in.EmulatorError as error:
@@ -434,8 +397,6 @@ class _Judge:
         """Run cases of large sizes up to the first Finding; leave out cases that take too long."""
         found: list[Checked | Finding] = []
         for at, attrs in cases:
-            if self.ended:
-                break
             case = replace(case_of(self.kernel, at, attrs, layout), hint=OTHER_SIZES, once=True)
             with suppress(_OverBudgetError):
                 ran = self._run(case, LARGE_RUN, LARGE_BUDGET)
