@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import inf, isnan
@@ -158,7 +158,7 @@ class _Ran(NamedTuple):
 
 @dataclass
 class _Judge:
-    """Launches a kernel on the cases."""
+    """Launches a kernel on the cases, in two threads."""
 
     kernel: Kernel
     needs: ResourceUsage
@@ -167,6 +167,7 @@ class _Judge:
     steps: bool = False  # whether to yield the steps of a Finding's threads
     runs: Sequence[EmulatedRun] = RUNS
     first: Case | None = None
+    ended: bool = False  # whether no further case needs to run
     examined: bool = False  # whether values that launches leave in variables were examined
 
     def results(
@@ -184,16 +185,27 @@ class _Judge:
         except DeviceError as error:
             raise NotJudged(f"{source.file}: not judged: {error}") from None
         yield Fidelity(table.fidelity(made.forms, len(made.code)))
-        self.first = cases[0]
-        for case in cases:
-            found, run = self._checked(case)
-            yield found
-            if isinstance(found, Finding):
-                if self.steps:
-                    yield why(Launcher(self.kernel, case, run, self.capability), found)
-                return
-        if timed and timed.sizes not in [each.sizes for each in cases]:
-            yield from self._at_timed_sizes(timed)
+        self.first, *further = cases
+        keeps = any(v.space == "global" and v.name[0] != "$" for v in made.variables)
+        pool = ThreadPoolExecutor(1 if keeps else 2)
+        try:
+            launched = [pool.submit(self._checked, self.first)]
+            large: Future[list[Checked | Finding]] | None = None
+            if timed and timed.sizes not in [each.sizes for each in cases]:
+                large = pool.submit(self._at_timed_sizes, timed)
+            launched += [pool.submit(self._checked, case) for case in further]
+            for case, each in zip(cases, launched, strict=True):
+                found, run = each.result()
+                yield found
+                if isinstance(found, Finding):
+                    self.ended = True
+                    if self.steps:
+                        yield why(Launcher(self.kernel, case, run, self.capability), found)
+                    return
+            yield from large.result() if large else ()
+        finally:
+            self.ended = True
+            pool.shutdown(cancel_futures=True)
 
     def _module(self, debug: bool) -> Module:
         found: Module = self.function.found.module.module(debug)
@@ -397,6 +409,8 @@ class _Judge:
         """Run cases of large sizes up to the first Finding; leave out cases that take too long."""
         found: list[Checked | Finding] = []
         for at, attrs in cases:
+            if self.ended:
+                break
             case = replace(case_of(self.kernel, at, attrs, layout), hint=OTHER_SIZES, once=True)
             with suppress(_OverBudgetError):
                 ran = self._run(case, LARGE_RUN, LARGE_BUDGET)
