@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -138,22 +139,19 @@ class Finding:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the finding as a dict that can be written as JSON; NaN and infinity are None."""
-        return {
-            "kind": self.kind,
-            "text": self.text,
-            "lines": list(self.lines),
-            "threads": list(self.threads),
-            "sizes": self.sizes,
-            "at": self.at,
-            "max_abs": finite(self.max_abs),
-            "max_rel": finite(self.max_rel),
-            "bound": finite(self.bound),
-        }
+        names = ("kind", "text", "lines", "threads", "sizes", "at", "max_abs", "max_rel", "bound")
+        return as_json(self, names)
 
 
-def finite(value: float | None) -> float | None:
-    """Return a number as JSON can hold it: None for NaN and infinity."""
-    return None if value is None or not isfinite(value) else float(value)
+def as_json(of: Any, names: Iterable[str]) -> dict[str, Any]:
+    """Return attributes as JSON can hold them: None for NaN and infinity, lists for tuples."""
+    found = {name: getattr(of, name) for name in names}
+    for name, value in found.items():
+        if isinstance(value, float):
+            found[name] = float(value) if isfinite(value) else None
+        elif isinstance(value, tuple):
+            found[name] = list(value)
+    return found
 
 
 def headline(source: UserSource, found: Finding) -> str:

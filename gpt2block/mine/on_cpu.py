@@ -153,7 +153,7 @@ class _Ran(NamedTuple):
 
     @property
     def wrong(self) -> bool:
-        return _wrong(self.found)
+        return isinstance(self.found, Finding) or bool(self.found.problem)
 
 
 @dataclass
@@ -261,22 +261,17 @@ class _Judge:
                 ran = self._run(case, run)
             except _OverBudgetError as error:
                 ran = self._endless(case, run, error)
-            found = ran.found if ran.wrong else self._examined(case, run, ran) or ran.found
-            if _wrong(found):
-                printed = done[0].printed if done else found.printed
-                return replace(
-                    self._explained(case, run, ran._replace(found=found)), printed=printed
-                ), run
-            assert isinstance(found, Checked)
-            done.append(found)
-            if not self._again(case, ran):
+            if not ran.wrong:
+                ran = ran._replace(found=self._examined(case, run, ran) or ran.found)
+            if ran.wrong:
+                printed = done[0].printed if done else ran.found.printed
+                return replace(self._explained(case, run, ran), printed=printed), run
+            assert isinstance(ran.found, Checked)
+            done.append(ran.found)
+            if case.once or (case is not self.first and ran.instructions >= MOST_AGAIN):
                 break
         worst = max(done, key=lambda each: inf if isnan(each.max_rel) else each.max_rel)
         return replace(worst, printed=done[0].printed), RUNS[0]
-
-    def _again(self, case: Case, ran: _Ran) -> bool:
-        """Return whether to run a case in other orders, too: the first one, and small ones."""
-        return not case.once and (case is self.first or ran.instructions < MOST_AGAIN)
 
     def _explained(self, case: Case, run: EmulatedRun, ran: _Ran) -> Finding:
         """Return the Finding of a wrong run; name the setting without which the kernel is right."""
@@ -285,17 +280,18 @@ class _Judge:
         if wrong.kind in ("race", "does_not_end", "kept_state", "uninitialized", "read_only"):
             return wrong
         easier = [
-            (run, comparison.of_second_launch),
-            (run._replace(fill=comparison.NAN_BYTE), comparison.of_old_values),
-            (run._replace(variant=0), _of_place),
-            (run._replace(order=ORDERS[0], debug=False, variant=0), _of_order),
+            (run, comparison.SECOND_LAUNCH),
+            (run._replace(fill=comparison.NAN_BYTE), comparison.OLD_VALUES),
+            (run._replace(variant=0), PLACE_COUNTS),
+            (run._replace(order=ORDERS[0], debug=False, variant=0), ORDER_COUNTS),
         ]
         for tried, cause in easier[: 2 if isinstance(found, Finding) else None]:
             self._forget()
-            if tried != run or cause is comparison.of_second_launch:
+            if tried != run or cause is comparison.SECOND_LAUNCH:
                 with suppress(_OverBudgetError):
                     if not self._run(case, tried).wrong:
-                        return cause(wrong)
+                        by_order = cause is ORDER_COUNTS
+                        return _of_order(wrong) if by_order else comparison.because(wrong, cause)
         if isinstance(found, Finding):
             return wrong
         with suppress(_OverBudgetError):  # the compiler may have removed the cause
@@ -421,26 +417,15 @@ class _Judge:
 
 
 def _unlaunchable(kernel: Kernel, at: Mapping[str, int], needs: ResourceUsage) -> Finding | None:
-    """Return a Finding if no GPU can run the kernel's launch at these sizes, else None.
-
-    Raises InputError for an invalid launch geometry.
-    """
+    """Return a Finding if no GPU can launch the kernel at these sizes. Raises InputError."""
     most = int(device_attribute("MaxSharedMemoryPerBlockOptin"))
     return too_many(kernel, needs, kernel.geometry(at), most)
-
-
-def _wrong(found: Checked | Finding) -> bool:
-    return isinstance(found, Finding) or bool(found.problem)
 
 
 def _of_order(found: Finding) -> Finding:
     return replace(
         found, text=re.sub(r"\nthe threads ran in \w+ order", rf"\g<0>{ORDER_COUNTS}", found.text)
     )
-
-
-def _of_place(found: Finding) -> Finding:
-    return replace(found, text=f"{PLACE_COUNTS}\n{found.text}")
 
 
 def _advanced(before: bytes, after: bytes, launches: int) -> bytearray:
