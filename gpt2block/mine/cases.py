@@ -79,11 +79,9 @@ class Special:
 
 def resolved_seed(seed: int | None) -> int:
     """Return a seed of random sizes: a new one for None. Raises InputError for an invalid seed."""
-    return (
-        secrets.randbelow(MOST_SEED)
-        if seed is None
-        else check_integer("seed", seed, 0, inf, "0 or more")
-    )
+    if seed is None:
+        return secrets.randbelow(MOST_SEED)
+    return check_integer("seed", seed, 0, inf, "0 or more")
 
 
 def cases(
@@ -305,11 +303,7 @@ _NORM = (
         _first(_equal),
         16 * ULP * 3 / 1e-5**0.5,  # allows for an error of the mean, divided by sqrt(eps)
     ),
-    Special(
-        "variance near eps",
-        _EPS,
-        _first(lambda shape: _steps(shape) * 2.0**-10),
-    ),
+    Special("variance near eps", _EPS, _first(lambda shape: _steps(shape) * 2.0**-10)),
     Special(
         "large mean",
         "E[x^2] - E[x]^2 cancels where the mean is large compared with the standard deviation: "

@@ -32,6 +32,16 @@ NOT_FINITE = (
     "number, and for memory that is read before it is written"
 )
 
+SECOND_LAUNCH = (
+    "right in the first launch of a process, wrong in a later one: variables of the file "
+    "(__device__) keep their values between launches: set them back in the kernel"
+)
+OLD_VALUES = (
+    "right if the output holds NaN before the launch, wrong if it holds other numbers: the "
+    "kernel reads elements of the output that it has not written, as in "
+    "out[i] = fmaxf(out[i], v); fmaxf and fminf ignore NaN"
+)
+
 
 @dataclass(frozen=True)
 class Checked:
@@ -119,23 +129,9 @@ def finding(found: Checked, given: Case) -> Finding:
     return Finding(what, (), f"at {given.label}", found.printed, **error)
 
 
-def of_second_launch(found: Finding) -> Finding:
-    """Return the Finding for a kernel that is right in a first launch and wrong in a later one."""
-    what = (
-        "right in the first launch of a process, wrong in a later one: variables of the file "
-        "(__device__) keep their values between launches: set them back in the kernel\n"
-    )
-    return replace(found, text=what + found.text)
-
-
-def of_old_values(found: Finding) -> Finding:
-    """Return the Finding for a kernel that is right only if its outputs held NaN at the launch."""
-    what = (
-        "right if the output holds NaN before the launch, wrong if it holds other numbers: the "
-        "kernel reads elements of the output that it has not written, as in "
-        "out[i] = fmaxf(out[i], v); fmaxf and fminf ignore NaN\n"
-    )
-    return replace(found, text=what + found.text)
+def because(found: Finding, cause: str) -> Finding:
+    """Return a Finding whose text begins with its cause, such as SECOND_LAUNCH."""
+    return replace(found, text=f"{cause}\n{found.text}")
 
 
 def wrong(name: str, out: NDArray[Any], truth: NDArray[Any], bound: float) -> str:

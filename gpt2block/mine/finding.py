@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -46,11 +46,39 @@ _DTYPES = {
     "float2": "2f4", "float3": "3f4", "int4": "4i4", "uint4": "4u4", "float4": "4f4",
 }  # fmt: skip
 _BETWEEN = {True: "no barrier is between them", False: "nothing orders two blocks"}
-_MAY_BE_READ = (
-    "\n(Only what const __restrict__ points to may be read before: no earlier kernel writes it.)"
-)
-_KEPT = "__device__ variables keep their values between launches: set them back in the kernel"
-
+_BARRIER = "divergent barrier: {found.now} waits at {at}{reached}: {found.text}"
+# Kind of the emulator's finding → description; the text of the finding by default.
+_SAID = {
+    "race": "race: {found.now} {found.verb} {element} at {at}; {other} {found.other_verb} it at "
+    "{there}, and {between}",
+    "read-only": "read-only load: {found.now} reads {element} at {at} by the read-only cache, and "
+    "{other} wrote it at {there}: the cache may hold the old value until the kernel ends",
+    "barrier": _BARRIER,
+    "mask": _BARRIER,
+    "out of bounds": "{found.verb} out of bounds: byte {found.byte:,} of {found.array}{has}",
+    "before the wait": "{found.verb} before wait_for_previous(): byte {found.byte:,} of "
+    "{found.array}{has}\n(Only what const __restrict__ points to may be read before: no earlier "
+    "kernel writes it.)",
+    "misaligned": "misaligned access: the address of {found.bytes} bytes must be divisible by "
+    "{found.bytes}: {found.verb} byte {found.byte:,} of {found.array}",
+    "unwritten": "reads {element}, which no thread has written",
+    "kept": "reads {element}, which an earlier launch left changed: __device__ variables keep "
+    "their values between launches: set them back in the kernel",
+    "constant": "stores to {found.array}: a kernel can only read __constant__ variables",
+    "assert": "assertion fails: {found.text}",
+    "trap": "the kernel calls __trap(), or stores to a __constant__ variable",
+    "endless": "{name} does not end: {found.now} still runs",
+}
+# The same for a race with one known access, a local variable, and an array that is not known.
+_SAID_BRIEFLY = {
+    "race": "race: {found.now} {found.verb} a local variable of {found.other} at {at}: each thread "
+    "has its own ones, which no other can reach",
+    "out of bounds": "{found.verb} {found.bytes} bytes at an address that belongs to no argument, "
+    "such as a null pointer",
+    "before the wait": "{found.text}",
+    "misaligned": "misaligned access: {found.text}",
+    "unwritten": "reads the local variable {found.array}, which nothing has written",
+}
 
 # Kind of a finding → regex of the beginning of its text; the first one that matches counts.
 _KINDS = {
@@ -115,22 +143,19 @@ class Finding:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the finding as a dict that can be written as JSON; NaN and infinity are None."""
-        return {
-            "kind": self.kind,
-            "text": self.text,
-            "lines": list(self.lines),
-            "threads": list(self.threads),
-            "sizes": self.sizes,
-            "at": self.at,
-            "max_abs": finite(self.max_abs),
-            "max_rel": finite(self.max_rel),
-            "bound": finite(self.bound),
-        }
+        names = ("kind", "text", "lines", "threads", "sizes", "at", "max_abs", "max_rel", "bound")
+        return as_json(self, names)
 
 
-def finite(value: float | None) -> float | None:
-    """Return a number as JSON can hold it: None for NaN and infinity."""
-    return None if value is None or not isfinite(value) else float(value)
+def as_json(of: Any, names: Iterable[str]) -> dict[str, Any]:
+    """Return attributes as JSON can hold them: None for NaN and infinity, lists for tuples."""
+    found = {name: getattr(of, name) for name in names}
+    for name, value in found.items():
+        if isinstance(value, float):
+            found[name] = float(value) if isfinite(value) else None
+        elif isinstance(value, tuple):
+            found[name] = list(value)
+    return found
 
 
 def headline(source: UserSource, found: Finding) -> str:
@@ -207,100 +232,26 @@ def of_engine(source: UserSource, found: engine.Finding, at: str) -> Finding:
         for each in (now, found.other)
         if each and each.line and Path(each.file).name == source.file
     ]
-    said = _SAID.get(found.kind, _said)(source, found)
-    return Finding(said, tuple(dict.fromkeys(of_user)), where)
+    return Finding(_said(source, found), tuple(dict.fromkeys(of_user)), where)
 
 
-def _said(_: UserSource, found: engine.Finding) -> str:
-    return found.text
-
-
-def _race(source: UserSource, found: engine.Finding) -> str:
+def _said(source: UserSource, found: engine.Finding) -> str:
+    """Describe an error that the emulator has found."""
     now, other = found.now, found.other
-    assert other
-    first = f"race: {now} {found.verb} "
-    if not found.other_verb:
-        return (
-            f"{first}a local variable of {other} at {_place(now)}: each thread has its own ones, "
-            "which no other can reach"
-        )
-    same = now.block == other.block
-    return (
-        f"{first}{_element(source, found)} at {_place(now)}; {other}"
-        f"{'' if same else ' of another block'} {found.other_verb} it at {_place(other)}, and "
-        f"{found.text or _BETWEEN[same]}"
+    same = other is None or now.block == other.block
+    brief = {"race": not found.other_verb, "unwritten": found.local}
+    texts = _SAID | (_SAID_BRIEFLY if brief.get(found.kind, not found.array) else {})
+    return texts.get(found.kind, "{found.text}").format(
+        found=found,
+        name=source.name,
+        element=element(source, found.array, found.byte, found.bytes, now.line),
+        at=_place(now),
+        other=f"{other}{'' if same else ' of another block'}",
+        there=_place(other) if other else "",
+        reached=f", {other} has come to {_place(other)}" if other else "",
+        between=found.text or _BETWEEN[same],
+        has=f", which has {found.size:,} bytes" if found.size else "",
     )
-
-
-def _read_only(source: UserSource, found: engine.Finding) -> str:
-    assert found.other
-    block = "" if found.now.block == found.other.block else " of another block"
-    return (
-        f"read-only load: {found.now} reads {_element(source, found)} at {_place(found.now)} by "
-        f"the read-only cache, and {found.other}{block} wrote it at {_place(found.other)}: the "
-        "cache may hold the old value until the kernel ends"
-    )
-
-
-def _barrier(_: UserSource, found: engine.Finding) -> str:
-    other = f", {found.other} has come to {_place(found.other)}" if found.other else ""
-    return f"divergent barrier: {found.now} waits at {_place(found.now)}{other}: {found.text}"
-
-
-def _outside(_: UserSource, found: engine.Finding) -> str:
-    if not found.array:
-        return (
-            f"{found.verb} {found.bytes} bytes at an address that belongs to no argument, such as "
-            "a null pointer"
-        )
-    return f"{found.verb} out of bounds: {_byte(found)}"
-
-
-def _early(_: UserSource, found: engine.Finding) -> str:
-    if not found.array:
-        return found.text
-    return f"{found.verb} before wait_for_previous(): {_byte(found)}{_MAY_BE_READ}"
-
-
-def _byte(found: engine.Finding) -> str:
-    has = f", which has {found.size:,} bytes" if found.size else ""
-    return f"byte {found.byte:,} of {found.array}{has}"
-
-
-def _misaligned(_: UserSource, found: engine.Finding) -> str:
-    if not found.array:
-        return f"misaligned access: {found.text}"
-    return (
-        f"misaligned access: the address of {found.bytes} bytes must be divisible by "
-        f"{found.bytes}: {found.verb} byte {found.byte:,} of {found.array}"
-    )
-
-
-def _unwritten(source: UserSource, found: engine.Finding) -> str:
-    if found.local:
-        return f"reads the local variable {found.array}, which nothing has written"
-    return f"reads {_element(source, found)}, which no thread has written"
-
-
-_SAID: Mapping[str, Callable[[UserSource, engine.Finding], str]] = {
-    "race": _race,
-    "read-only": _read_only,
-    "barrier": _barrier,
-    "mask": _barrier,
-    "out of bounds": _outside,
-    "before the wait": _early,
-    "misaligned": _misaligned,
-    "unwritten": _unwritten,
-    "kept": lambda source, found: (
-        f"reads {_element(source, found)}, which an earlier launch left changed: {_KEPT}"
-    ),
-    "constant": lambda _, found: (
-        f"stores to {found.array}: a kernel can only read __constant__ variables"
-    ),
-    "assert": lambda _, found: f"assertion fails: {found.text}",
-    "trap": lambda _, found: "the kernel calls __trap(), or stores to a __constant__ variable",
-    "endless": lambda source, found: f"{source.name} does not end: {found.now} still runs",
-}
 
 
 def element(source: UserSource, array: str, byte: int, size: int, line: int) -> str:
@@ -350,10 +301,6 @@ def declared(source: UserSource, name: str, line: int) -> tuple[str, list[int]]:
         return ctype, [evaluated(each or "0", numbers(source.text)) for each in text]
     except InputError:
         return ctype, [0]
-
-
-def _element(source: UserSource, found: engine.Finding) -> str:
-    return element(source, found.array, found.byte, found.bytes, found.now.line)
 
 
 def _place(where: engine.Where) -> str:

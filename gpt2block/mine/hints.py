@@ -62,10 +62,5 @@ def _shared(text: str) -> Iterator[tuple[int, str]]:
     if len(found) > 1:
         first, second, *_ = found
         line = text.count("\n", 0, found[second]) + 1
-        yield (
-            line,
-            (
-                f"the extern __shared__ arrays {first} and {second} start at the same address: "
-                "declare one array, and add an offset for the other one"
-            ),
-        )
+        same = f"the extern __shared__ arrays {first} and {second} start at the same address"
+        yield line, f"{same}: declare one array, and add an offset for the other one"

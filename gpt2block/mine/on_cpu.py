@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import inf, isnan
 from pathlib import Path
@@ -36,7 +36,7 @@ from gpt2block.mine.refused import (
 )
 from gpt2block.mine.source import read
 from gpt2block.mine.templates import path_of
-from gpt2block.mine.why import Launcher, Why, why
+from gpt2block.mine.why import EmulatedRun, Launcher, Why, why
 from gpt2block.ops.operation import Sizes
 from gpt2block.ptx import engine, table
 from gpt2block.ptx.encode import Encoded, UnsupportedError, encode
@@ -66,21 +66,6 @@ _TELLS = re.compile(
     r"__NV_ARCH\w*|NV_(?:IF|DISPATCH|PROVIDES|IS)\w*|__GNUC\w*|__VERSION__|__clang\w*|__PTX\w*|"
     r"__EDG\w*|__cplusplus|arch::\w+|current_arch)\b"
 )
-
-
-class EmulatedRun(NamedTuple):
-    """Settings of an emulated launch.
-
-    order: of threads and blocks. debug: whether the kernel is compiled without optimisation, which
-    removes accesses. variant: chooses the values of registers on which no result may depend. fill:
-    byte that fills the outputs before the launch. checks: whether to search for errors.
-    """
-
-    order: emulator.Order
-    debug: bool = False
-    variant: int = 0
-    fill: int = comparison.NAN_BYTE
-    checks: bool = True
 
 
 RUNS = (
@@ -168,7 +153,7 @@ class _Ran(NamedTuple):
 
     @property
     def wrong(self) -> bool:
-        return _wrong(self.found)
+        return isinstance(self.found, Finding) or bool(self.found.problem)
 
 
 @dataclass
@@ -200,14 +185,15 @@ class _Judge:
         except DeviceError as error:
             raise NotJudged(f"{source.file}: not judged: {error}") from None
         yield Fidelity(table.fidelity(made.forms, len(made.code)))
-        self.first = cases[0]
+        self.first, *further = cases
         keeps = any(v.space == "global" and v.name[0] != "$" for v in made.variables)
-        with self._pool(1 if keeps else 2) as pool:
-            launched = [pool.submit(self._checked, case) for case in cases[:1]]
+        pool = ThreadPoolExecutor(1 if keeps else 2)
+        try:
+            launched = [pool.submit(self._checked, self.first)]
             large: Future[list[Checked | Finding]] | None = None
             if timed and timed.sizes not in [each.sizes for each in cases]:
                 large = pool.submit(self._at_timed_sizes, timed)
-            launched += [pool.submit(self._checked, case) for case in cases[1:]]
+            launched += [pool.submit(self._checked, case) for case in further]
             for case, each in zip(cases, launched, strict=True):
                 found, run = each.result()
                 yield found
@@ -216,15 +202,7 @@ class _Judge:
                     if self.steps:
                         yield why(Launcher(self.kernel, case, run, self.capability), found)
                     return
-            if large:
-                yield from large.result()
-
-    @contextmanager
-    def _pool(self, threads: int) -> Iterator[ThreadPoolExecutor]:
-        """Return a pool whose waiting launches are left out when the context ends."""
-        pool = ThreadPoolExecutor(threads)
-        try:
-            yield pool
+            yield from large.result() if large else ()
         finally:
             self.ended = True
             pool.shutdown(cancel_futures=True)
@@ -283,22 +261,17 @@ class _Judge:
                 ran = self._run(case, run)
             except _OverBudgetError as error:
                 ran = self._endless(case, run, error)
-            found = ran.found if ran.wrong else self._examined(case, run, ran) or ran.found
-            if _wrong(found):
-                printed = done[0].printed if done else found.printed
-                return replace(
-                    self._explained(case, run, ran._replace(found=found)), printed=printed
-                ), run
-            assert isinstance(found, Checked)
-            done.append(found)
-            if not self._again(case, ran):
+            if not ran.wrong:
+                ran = ran._replace(found=self._examined(case, run, ran) or ran.found)
+            if ran.wrong:
+                printed = done[0].printed if done else ran.found.printed
+                return replace(self._explained(case, run, ran), printed=printed), run
+            assert isinstance(ran.found, Checked)
+            done.append(ran.found)
+            if case.once or (case is not self.first and ran.instructions >= MOST_AGAIN):
                 break
         worst = max(done, key=lambda each: inf if isnan(each.max_rel) else each.max_rel)
         return replace(worst, printed=done[0].printed), RUNS[0]
-
-    def _again(self, case: Case, ran: _Ran) -> bool:
-        """Return whether to run a case in other orders, too: the first one, and small ones."""
-        return not case.once and (case is self.first or ran.instructions < MOST_AGAIN)
 
     def _explained(self, case: Case, run: EmulatedRun, ran: _Ran) -> Finding:
         """Return the Finding of a wrong run; name the setting without which the kernel is right."""
@@ -307,17 +280,18 @@ class _Judge:
         if wrong.kind in ("race", "does_not_end", "kept_state", "uninitialized", "read_only"):
             return wrong
         easier = [
-            (run, comparison.of_second_launch),
-            (run._replace(fill=comparison.NAN_BYTE), comparison.of_old_values),
-            (run._replace(variant=0), _of_place),
-            (run._replace(order=ORDERS[0], debug=False, variant=0), _of_order),
+            (run, comparison.SECOND_LAUNCH),
+            (run._replace(fill=comparison.NAN_BYTE), comparison.OLD_VALUES),
+            (run._replace(variant=0), PLACE_COUNTS),
+            (run._replace(order=ORDERS[0], debug=False, variant=0), ORDER_COUNTS),
         ]
         for tried, cause in easier[: 2 if isinstance(found, Finding) else None]:
             self._forget()
-            if tried != run or cause is comparison.of_second_launch:
+            if tried != run or cause is comparison.SECOND_LAUNCH:
                 with suppress(_OverBudgetError):
                     if not self._run(case, tried).wrong:
-                        return cause(wrong)
+                        by_order = cause is ORDER_COUNTS
+                        return _of_order(wrong) if by_order else comparison.because(wrong, cause)
         if isinstance(found, Finding):
             return wrong
         with suppress(_OverBudgetError):  # the compiler may have removed the cause
@@ -384,12 +358,9 @@ class _Judge:
         seen: list[engine.Result] = []
         budget = budget or BUDGET
         checks = stand_in.Checks(run.checks, budget, run.variant, run.debug, seen.append)
-        device = stand_in.device(run.order, stand_in.MULTIPROCESSORS, checks, self.capability)
-        early = stand_in.early_launches() if source.waits else nullcontext()
         found: Checked | Finding
         try:
-            with device, early:
-                checked = comparison.compare(self.kernel, case, guarded=False, fill=run.fill)
+            checked = Launcher(self.kernel, case, run, self.capability).compared(checks)
             ran = f"\nthe threads ran in {run.order} order" if run.order != ORDERS[0] else ""
             found = replace(checked, problem=checked.problem and checked.problem + ran)
         except stand_in.EmulatorError as error:
@@ -446,26 +417,15 @@ class _Judge:
 
 
 def _unlaunchable(kernel: Kernel, at: Mapping[str, int], needs: ResourceUsage) -> Finding | None:
-    """Return a Finding if no GPU can run the kernel's launch at these sizes, else None.
-
-    Raises InputError for an invalid launch geometry.
-    """
+    """Return a Finding if no GPU can launch the kernel at these sizes. Raises InputError."""
     most = int(device_attribute("MaxSharedMemoryPerBlockOptin"))
     return too_many(kernel, needs, kernel.geometry(at), most)
-
-
-def _wrong(found: Checked | Finding) -> bool:
-    return isinstance(found, Finding) or bool(found.problem)
 
 
 def _of_order(found: Finding) -> Finding:
     return replace(
         found, text=re.sub(r"\nthe threads ran in \w+ order", rf"\g<0>{ORDER_COUNTS}", found.text)
     )
-
-
-def _of_place(found: Finding) -> Finding:
-    return replace(found, text=f"{PLACE_COUNTS}\n{found.text}")
 
 
 def _advanced(before: bytes, after: bytes, launches: int) -> bytearray:

@@ -25,6 +25,7 @@ from gpt2block.ptx import nvrtc
 START = Stage("the start of CUDA", 120.0)
 COMPILE = Stage("the compiler", 60.0)
 CHECK_S, RACE_S = 20.0, 600.0
+SHOWN = ": --device cpu shows the line"
 
 
 @dataclass(frozen=True)
@@ -140,9 +141,11 @@ def _launched(kernel: Kernel, case: Case) -> Checked | Finding:
     if first.problem:
         return comparison.finding(first, case)
     if second.problem:
-        return comparison.of_second_launch(comparison.finding(second, case))
+        return comparison.because(comparison.finding(second, case), comparison.SECOND_LAUNCH)
     third = comparison.compare(kernel, case, guarded=True, fill=comparison.POSITIVE_BYTE)
-    return comparison.of_old_values(comparison.finding(third, case)) if third.problem else first
+    if third.problem:
+        return comparison.because(comparison.finding(third, case), comparison.OLD_VALUES)
+    return first
 
 
 def _failed(error: Exception, where: str) -> Finding:
@@ -154,7 +157,7 @@ def _failed(error: Exception, where: str) -> Finding:
         raise error
     said = (str(error).strip().splitlines() or [type(error).__name__])[0]
     if "IllegalAddress" in said or "illegal memory access" in said:
-        said = "reads or writes out of bounds: --device cpu shows the line"
+        said = f"reads or writes out of bounds{SHOWN}"
     elif "MisalignedAddress" in said or "misaligned address" in said:
         said = (
             "a misaligned access, such as a float4 at an odd address: --device cpu shows the line"
@@ -165,9 +168,8 @@ def _failed(error: Exception, where: str) -> Finding:
 def _ended(kernel: Kernel, end: ProcessExited) -> Finding:
     """Return the Finding for a child process that was killed at its time limit or crashed."""
     if end.exitcode is None:
-        what = f"{kernel.source.name} still runs after {end.stage.limit_s:g} s, and was ended"
-        return Finding(f"{what}: --device cpu shows the line", at=f"during {end.stage.name}")
-    return Finding(
-        f"the process of the kernel ended with exit code {end.exitcode}",
-        at=f"during {end.stage.name}",
-    )
+        still = f"{kernel.source.name} still runs after {end.stage.limit_s:g} s"
+        what = f"{still}, and was ended{SHOWN}"
+    else:
+        what = f"the process of the kernel ended with exit code {end.exitcode}"
+    return Finding(what, at=f"during {end.stage.name}")

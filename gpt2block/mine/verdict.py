@@ -12,7 +12,7 @@ from typing import Any
 from gpt2block.bench import Measurement
 from gpt2block.errors import NotJudged
 from gpt2block.mine.comparison import Checked, Fidelity
-from gpt2block.mine.finding import Finding, finite, headline, numbered
+from gpt2block.mine.finding import Finding, as_json, headline, numbered
 from gpt2block.mine.hints import hints
 from gpt2block.mine.kernel import MINE, Kernel, described
 from gpt2block.mine.on_gpu import BenchmarkResult
@@ -86,16 +86,16 @@ class Verdict:
             found.extend(results)
         except NotJudged as error:
             reason = str(error)
+        findings = [each for each in found if isinstance(each, Finding)]
         timed = next((each for each in found if isinstance(each, BenchmarkResult)), None)
         told = next((each for each in found if isinstance(each, Why)), None)
         if steps and told is None:
-            wrong = any(isinstance(each, Finding) for each in found)
-            told = Why(note=NO_STEPS if wrong or reason is not None else NOTHING_WRONG)
+            told = Why(note=NO_STEPS if findings or reason is not None else NOTHING_WRONG)
         return cls(
             kernel,
             device,
             tuple(each for each in found if isinstance(each, Checked)),
-            (*(each for each in found if isinstance(each, Finding)), *_timed_wrong(timed)),
+            (*findings, *_timed_wrong(timed)),
             reason,
             perf_counter() - begun,
             seed,
@@ -213,21 +213,13 @@ class Verdict:
 
 def _check_as_dict(check: Checked) -> dict[str, Any]:
     grid, block, shared = check.geometry
-    return {
-        "sizes": dict(check.sizes),
-        "inputs": check.inputs,
-        "grid": list(grid),
-        "block": list(block),
-        "shared": shared,
-        "max_abs": finite(check.max_abs),
-        "max_rel": finite(check.max_rel),
-        "bound": finite(check.bound),
-    }
+    launched = {"grid": list(grid), "block": list(block), "shared": shared}
+    off = as_json(check, ("max_abs", "max_rel", "bound"))
+    return {"sizes": dict(check.sizes), "inputs": check.inputs, **launched, **off}
 
 
 def _row_as_dict(row: Measurement) -> dict[str, Any]:
-    found = asdict(row) | {"right": row.right}
-    return {n: finite(value) if isinstance(value, float) else value for n, value in found.items()}
+    return as_json(row, (*asdict(row), "right"))
 
 
 def _timed_wrong(timed: BenchmarkResult | None) -> list[Finding]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,9 +22,6 @@ from gpt2block.mine.kernel import Kernel
 from gpt2block.ptx import engine
 from gpt2block.ptx.encode import UnsupportedError
 from gpt2block.ptx.engine import Result, Step, Thread, Trace
-
-if TYPE_CHECKING:
-    from gpt2block.mine.on_cpu import EmulatedRun
 
 BUDGET = 10_000_000  # warp instructions of a launch, which end one that does not end
 MOST_ROWS = 60  # maximum number of rows in a terminal
@@ -131,6 +128,21 @@ def _iterations(keys: Sequence[object], at: int) -> tuple[int, int]:
     return 1, 1
 
 
+class EmulatedRun(NamedTuple):
+    """Settings of an emulated launch.
+
+    order: of threads and blocks. debug: whether the kernel is compiled without optimisation, which
+    removes accesses. variant: chooses the values of registers on which no result may depend. fill:
+    byte that fills the outputs before the launch. checks: whether to search for errors.
+    """
+
+    order: engine.Order
+    debug: bool = False
+    variant: int = 0
+    fill: int = comparison.NAN_BYTE
+    checks: bool = True
+
+
 @dataclass(frozen=True)
 class Launcher:
     """Launches a kernel on the inputs of a case, in the run in which a problem was found."""
@@ -145,16 +157,21 @@ class Launcher:
 
         debug: whether the kernel is compiled without optimisation.
         """
-        run, source, seen = self.run, self.kernel.source, list[Result]()
-        checks = stand_in.Checks(True, BUDGET, run.variant, debug, seen.append, trace=trace)
-        device = stand_in.device(run.order, stand_in.MULTIPROCESSORS, checks, self.capability)
-        early = stand_in.early_launches() if source.waits else nullcontext()
+        source, seen = self.kernel.source, list[Result]()
+        checks = stand_in.Checks(True, BUDGET, self.run.variant, debug, seen.append, trace=trace)
+        loaded = kernels.load(str(source.path), source.name, self.kernel.defines)
+        loaded.found.module.module(debug).memory.clear()
         checked = None
-        with suppress(stand_in.EmulatorError), device, early:  # the problem ends the launch
-            loaded = kernels.load(str(source.path), source.name, self.kernel.defines)
-            loaded.found.module.module(debug).memory.clear()
-            checked = comparison.compare(self.kernel, self.case, guarded=False, fill=run.fill)
+        with suppress(stand_in.EmulatorError):  # the problem ends the launch
+            checked = self.compared(checks)
         return seen[-1], checked
+
+    def compared(self, checks: stand_in.Checks) -> Checked:
+        """Launch the kernel; return its result. Raises EmulatorError for an error of the kernel."""
+        run, waits = self.run, self.kernel.source.waits
+        device = stand_in.device(run.order, stand_in.MULTIPROCESSORS, checks, self.capability)
+        with device, stand_in.early_launches() if waits else nullcontext():
+            return comparison.compare(self.kernel, self.case, guarded=False, fill=run.fill)
 
     def element(self, name: str, index: int) -> tuple[str, int] | None:
         """Return the parameter and the byte of an element of an output."""
