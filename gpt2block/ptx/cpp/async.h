@@ -12,12 +12,7 @@ namespace async {
 
 constexpr uint64_t OFFSET = (1u << RANK_SHIFT) - 1;  // bits of an address in the shared memory of a block
 
-inline uint8_t* touch(Warp& w, const Instr& i, int lane, uint64_t address, unsigned bytes, Space space, unsigned use,
-                      unsigned align) {
-    memory::Region region;
-    address = memory::generic_address(w, lane, address, space);
-    return memory::touch(w, i, lane, address, bytes, space, use, align, region);
-}
+using memory::touch_once;
 
 struct Copy {  // between a range of shared memory and runs of bytes elsewhere, by a lane
     struct Run {
@@ -45,9 +40,9 @@ struct Copy {  // between a range of shared memory and runs of bytes elsewhere, 
             out ? std::memcpy(there, linear + at, unit) : std::memcpy(linear + at, there, unit);
         }
     }
-    uint8_t* touch_shared(unsigned use) const { return touch(*w, *i, lane, shared, bytes, space, use, align); }
+    uint8_t* touch_shared(unsigned use) const { return touch_once(*w, *i, lane, shared, bytes, space, use, align); }
     uint8_t* touch_run(const Run& run, unsigned use) const {
-        return touch(*w, *i, lane, run.address, run.bytes, other, use, run_align);
+        return touch_once(*w, *i, lane, run.address, run.bytes, other, use, run_align);
     }
 
     void begin() {
@@ -83,7 +78,7 @@ struct Groups {  // what a thread or a warp has in flight, in groups
     uint32_t group = 0;
     std::deque<std::pair<uint32_t, T>> items;
 
-    void add(T item) { items.emplace_back(group, std::move(item)); }
+    void add(T&& item) { items.emplace_back(group, std::move(item)); }
 
     // Calls act for the items of all committed groups but the most recent `later`.
     template <class Act>
@@ -273,7 +268,7 @@ inline Waiting& waiting_at(const Warp& w, uint64_t address, Space space) {
 }
 
 inline Meeting meeting(Warp& w, const Instr& i, int lane, uint64_t address, Space space) {
-    uint8_t* at = touch(w, i, lane, address, 8, space, READS | WRITES | STRONG | ATOMIC, 8);
+    uint8_t* at = touch_once(w, i, lane, address, 8, space, READS | WRITES | STRONG | ATOMIC, 8);
     Word* word = reinterpret_cast<Word*>(at);
     if (word->mark != Word::MARK) w.machine.fail(w, i, lane, "barrier", "the mbarrier object is not initialised");
     return {word, &waiting_at(w, address, space)};
@@ -287,7 +282,7 @@ static void init_barrier(Warp& w, const Instr& i, Mask active) {
             w.machine.fail(w, i, l, "barrier", "the count of an mbarrier is from 1 to 2^20 - 1");
         }
         const Word word = {count, count, 0, 0, Word::MARK};
-        std::memcpy(touch(w, i, l, address, 8, space, WRITES, 8), &word, sizeof word);
+        std::memcpy(touch_once(w, i, l, address, 8, space, WRITES, 8), &word, sizeof word);
         waiting_at(w, address, space) = Waiting();
     });
 }
@@ -373,7 +368,7 @@ static_assert(sizeof(Map) <= 128);
 
 inline void add_box(Warp& w, const Instr& i, int lane, int where, Copy& copy) {
     Map map;
-    std::memcpy(&map, touch(w, i, lane, w.address(i, where, lane), 128, Space::generic, READS, 64), sizeof map);
+    std::memcpy(&map, touch_once(w, i, lane, w.address(i, where, lane), 128, Space::generic, READS, 64), sizeof map);
     const uint32_t rank = i.op[where + 1].count;
     if (map.rank != rank) w.machine.fail(w, i, lane, "async", "the tensor map has another rank");
     copy.swizzle = map.swizzle, copy.bytes = map.item, copy.align = 128, copy.run_align = map.item;

@@ -98,8 +98,8 @@ inline Region enter(Warp& w, const Instr& i, int lane, uint64_t address, unsigne
 }
 
 // Checks what is more than an address.
-inline void check(Warp& w, const Instr& i, int lane, const Region& region, uint64_t from, unsigned bytes, unsigned use,
-                  unsigned align) {
+[[gnu::always_inline]] inline void check(Warp& w, const Instr& i, int lane, const Region& region, uint64_t from,
+                                         unsigned bytes, unsigned use, unsigned align) {
     if (from & (align - 1)) throw misuse(w, i, lane, region, from, bytes, use, "misaligned");
     if (!w.machine.checks || !bytes) return;
     if (region.written && !(use & UNWRITTEN)) {
@@ -126,6 +126,16 @@ inline void check(Warp& w, const Instr& i, int lane, const Region& region, uint6
     return near.data + from;
 }
 
+// As touch, for an access that others do not resemble.
+inline uint8_t* touch_once(Warp& w, const Instr& i, int lane, uint64_t address, unsigned bytes, Space space,
+                           unsigned use, unsigned align) {
+    address = generic_address(w, lane, address, space);
+    const Region region = enter(w, i, lane, address, bytes, space, use);
+    const uint64_t from = address - region.origin;
+    if (w.machine.checks || from & (align - 1)) check(w, i, lane, region, from, bytes, use, align);
+    return region.data + from;
+}
+
 // --- loads and stores
 
 enum Setting { USE, CHANGE, RELEASES };  // of f.arg
@@ -149,20 +159,26 @@ inline void after(Warp& w, const Form& f, int lane, uint64_t address) {
     if (use & WRITES) w.machine.races->tell(w, lane, address, !(use & ATOMIC));
 }
 
+// Where the lanes of a load or a store touch memory.
+inline void locate(Warp& w, const Instr& i, Mask active, const uint64_t* address, unsigned bytes, uint8_t** at) {
+    const Space space = i.form->space;
+    const unsigned use = (unsigned)i.form->arg[USE];
+    Region near;
+    for (Mask rest = active; rest; rest &= rest - 1) {
+        const int l = __builtin_ctz(rest);
+        at[l] = touch(w, i, l, address[l], bytes, space, use, bytes, near);
+    }
+}
+
 template <class T, bool STORE>
 void move(Warp& w, const Instr& i, Mask active) {
     const Form& f = *i.form;
     const int value = STORE ? 1 : 0, where = STORE ? 0 : 1, count = i.op[value].count;
-    const unsigned use = (unsigned)f.arg[USE], bytes = sizeof(T) * count;
     uint64_t address[LANES];
     uint8_t* at[LANES];
-    Region near;
     before(w, f, active);
     generic_addresses(w, i, where, active, address);
-    for (Mask rest = active; rest; rest &= rest - 1) {
-        const int l = __builtin_ctz(rest);
-        at[l] = touch(w, i, l, address[l], bytes, f.space, use, bytes, near);
-    }
+    locate(w, i, active, address, sizeof(T) * count, at);
     for (int k = 0; k < count; ++k) {
         if constexpr (STORE) {
             const uint64_t* a = w.in(i, value, k);
@@ -176,7 +192,7 @@ void move(Warp& w, const Instr& i, Mask active) {
             });
         }
     }
-    if (use & STRONG) for_lanes(active, [&](int l) { after(w, f, l, address[l]); });
+    if (f.arg[USE] & STRONG) for_lanes(active, [&](int l) { after(w, f, l, address[l]); });
 }
 
 template <bool STORE>
@@ -323,7 +339,5 @@ static const Rows rows_{
 
 inline uint8_t* Machine::access(Warp& w, const Instr& i, int lane, uint64_t address, unsigned bytes, Space space,
                                 unsigned use) {
-    memory::Region region;
-    address = memory::generic_address(w, lane, address, space);
-    return memory::touch(w, i, lane, address, bytes, space, use, bytes, region);
+    return memory::touch_once(w, i, lane, address, bytes, space, use, bytes);
 }

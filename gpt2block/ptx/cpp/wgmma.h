@@ -37,7 +37,7 @@ inline void read_described(Warp& w, const Instr& i, uint64_t code, int first, in
     for (int r = 0; r < count; r += across ? per : 1) {
         for (int k = 0; k < depth; k += across ? 1 : per) {
             const uint32_t address = from.unit(first + r, k, item, across);
-            const uint8_t* data = async::touch(w, i, 0, address, 16, Space::shared, READS | UNWRITTEN, 16);
+            const uint8_t* data = memory::touch_once(w, i, 0, address, 16, Space::shared, READS | UNWRITTEN, 16);
             units.push_back(address);
             for (int e = 0; e < per; ++e) {
                 const int row = across ? r + e : r, column = across ? k : k + e;
@@ -95,7 +95,7 @@ static void wait(Warp& w, const Instr& i, Mask) {
     const uint32_t later = (uint32_t)w.in(i, 0)[0];
     products.each_before(later, [&](const async::Product& product) {
         for (uint32_t unit : product.units) {
-            async::touch(w, *product.i, 0, unit, 16, Space::shared, READS | UNWRITTEN, 16);
+            memory::touch_once(w, *product.i, 0, unit, 16, Space::shared, READS | UNWRITTEN, 16);
         }
     });
     products.drop_before(later);
