@@ -28,7 +28,7 @@ LANES = 32
 @cache
 def _library() -> ctypes.CDLL:
     """Return a library that executes an instruction; one of several processes builds it."""
-    sources = [HERE / "ptx_instruction.cpp", *sorted(HEADERS.glob("*.h"))]
+    sources = [HERE / "ptx_instruction.cpp", *sorted(HEADERS.glob("*.[ch]*"))]
     key = sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
     library = folder() / f"instruction-{key[:20]}.so"
     with library.with_suffix(".lock").open("w") as lock:

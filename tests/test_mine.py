@@ -31,7 +31,7 @@ from gpt2block.mine.sizes import FURTHER
 from gpt2block.mine.source import LaunchText, read
 from gpt2block.mine.templates import HERE, names, template
 from gpt2block.ops.registry import OPERATIONS, find
-from gpt2block.sampling import probabilities, random_bits
+from gpt2block.sampling import Sampling, probabilities, random_bits
 from tests import children
 
 NO_EMULATOR = emulator.missing()
@@ -312,13 +312,19 @@ def test_every_operation_is_known() -> None:
 
 
 def test_the_fields_of_an_object_are_numbers(tmp_path: Path) -> None:
-    """A seed of more than 32 bits needs a 64-bit type; labels name fields that are not default."""
+    """A seed of 2^31 or more needs a 64-bit type; labels name fields that are not default."""
     operation = find("sample_token")
     kernel = matched(read(HERE / "sample_token.cu"), operation, ("float32", "KN"))
     assert cases(kernel)[1].label == "B=3, V=33 (temperature 1.5, top_k 5, seed 2)"
     text = template(operation).replace("long long seed, int sample", "int seed, int sample")
-    with pytest.raises(InputError, match="int seed: expected long long seed"):
-        matched(read(written(tmp_path, text)), operation, ("float32", "KN"))
+    for seed in (2**31, 2**32):
+        attrs = {**operation.workload.attrs, "sampling": Sampling(1.0, seed=seed)}
+        with pytest.raises(InputError, match="int seed: expected long long seed"):
+            matched(
+                read(written(tmp_path, text)),
+                operation.with_workload(attrs=attrs),
+                ("float32", "KN"),
+            )
 
 
 def test_a_sampled_token_does_not_depend_on_rounding() -> None:
@@ -502,6 +508,12 @@ MISTAKES = [  # operation, code of its template, the mistake, the report
     ("matmul_bias", "C[(long long)m * N + n]", "C[n * M + m]", "right if two indexes of C, of"),
     ("linear", "w[(long long)n * K + k]", "w[k * N + n]", "right if two indexes of w, of shape"),
     ("trimat", "* T + i) * T + j]", "* T + j) * T + i]", "right if two indexes of out, of shape"),
+    (
+        "encoder",
+        "ids[row]",
+        "ids[row % T * (rows / T) + row / T]",
+        "right if two indexes of ids, of shape (2, 33)",
+    ),
     ("gelu", "0.044715f", "0.04471f", "elements of x are wrong: x[0, "),
     ("gelu", "0.7978845608f", "0.79788f", "elements of x are wrong: x[0, "),
     ("softmax", "expf(x_row[i] - l", "exp2f(1.4428f * x_row[i] - 1.4428f * l", "of y are wrong"),
@@ -712,6 +724,8 @@ def test_further_outputs_are_compared(tmp_path: Path) -> None:
         assert isinstance(last, Checked) == right
         if isinstance(last, Finding):
             assert "elements of rstd are wrong" in last.text
+            assert last.max_rel is not None
+            assert last.max_rel > 0.5  # the error of rstd, not of out
 
 
 # The child process for GPUs, on the emulator

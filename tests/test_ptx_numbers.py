@@ -379,16 +379,19 @@ def test_set_writes_a_number_of_its_type() -> None:
 @pytest.mark.parametrize(
     ("opcode", "wanted"),
     [
-        ("neg.f32", [0x80000000, 1, 0xBF800000]),
-        ("neg.ftz.f32", [0x80000000, 0, 0xBF800000]),
-        ("abs.f32", [0, 1, 0x3F800000]),
-        ("abs.ftz.f32", [0, 0, 0x3F800000]),
+        ("neg.f32", [0x80000000, 1, 0xBF800000, 0x7F800000]),
+        ("neg.ftz.f32", [0x80000000, 0, 0xBF800000, 0x7F800000]),
+        ("abs.f32", [0, 1, 0x3F800000, 0x7F800000]),
+        ("abs.ftz.f32", [0, 0, 0x3F800000, 0x7F800000]),
+        ("testp.normal.f32", [0, 0, 1, 0]),
+        ("testp.finite.f32", [1, 1, 1, 0]),
     ],
 )
-def test_signs(opcode: str, wanted: list[int]) -> None:
+def test_signs_and_kinds_of_numbers(opcode: str, wanted: list[int]) -> None:
     codes = np.zeros((1, 2, LANES), np.uint64)
-    codes[0, 1, :3] = [0, 0x80000001, 0x3F800000]
-    assert execute(opcode, "11", codes)[0, 0, :3].tolist() == wanted
+    codes[0, 1, :4] = [0, 0x80000001, 0x3F800000, 0xFF800000]
+    kinds = "p1" if opcode.startswith("testp") else "11"
+    assert execute(opcode, kinds, codes)[0, 0, :4].tolist() == wanted
 
 
 APPROXIMATE: dict[str, Callable[[Any], Any]] = {
