@@ -24,8 +24,9 @@ pytestmark = pytest.mark.skipif(
 
 PAGE = (Path(__file__).parents[1] / "docs" / "learn" / "counters.md").read_text("utf-8")
 TABLES = re.findall(r"<!-- counters: (\w+) (\S+) -->\n\n\|(.*)\n.*\n((?:\|.*\n)+)", PAGE)
-# The page's numbers are of NVRTC 12.9. Other versions compile other instructions.
-OTHER = 0 if "12" in (nvrtc.find_library() or Path()).name else 0.2
+# The page's numbers are of NVRTC 12.9, which joins other loads of shared memory for another path of
+# the headers: counters of `registers` then differ by 3 %. Other versions compile other code.
+OTHER = 0.05 if "12" in (nvrtc.find_library() or Path()).name else 0.2
 
 
 @pytest.mark.parametrize(("name", "shape", "head", "rows"), TABLES, ids=lambda text: text[:6])

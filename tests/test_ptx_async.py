@@ -11,7 +11,7 @@ import pytest
 
 from gpt2block.cuda.kernels import SOURCE_DIR
 from gpt2block.ptx import nvrtc, parse
-from gpt2block.ptx.engine import ORDERS, Order, Result, launch
+from gpt2block.ptx.engine import ORDERS, Result, launch
 from gpt2block.ptx.tensor_maps import TensorMap
 
 Array = npt.NDArray[Any]
@@ -31,7 +31,7 @@ def _module(text: str) -> parse.Module:
 
 
 def run(
-    text: str, args: list[Any], block: int = 128, grid: int = 1, order: Order = "forward"
+    text: str, args: list[Any], block: int = 128, grid: int = 1, order: Any = "forward"
 ) -> Result:
     """Launch the only kernel of a source that includes lib/sm90_wgmma.cuh."""
     module = _module(text)
