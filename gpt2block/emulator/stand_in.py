@@ -344,7 +344,7 @@ class EmulatedFunction:
                 raise EmulatorError(finding)
 
 
-_MAP = struct.Struct("<Q4I5Q5I5I")  # as TensorMap.encoded
+_MAP = struct.Struct("<Q4I5Q5I5I")  # the layout that TensorMap.encoded writes
 
 
 def encode_tensor_map(place: int, dtype: int, rank: int, address: int, *layout: Any) -> int:

@@ -69,7 +69,7 @@ _SAID = {
     "trap": "the kernel calls __trap(), or stores to a __constant__ variable",
     "endless": "{name} does not end: {found.now} still runs",
 }
-# The same for a race with one known access, a local variable, and an array that is not known.
+# Texts for a race with one known access, a local variable, and an array that is not known.
 _SAID_BRIEFLY = {
     "race": "race: {found.now} {found.verb} a local variable of {found.other} at {at}: each thread "
     "has its own ones, which no other can reach",

@@ -23,7 +23,7 @@ ASSEMBLED = ("--ptxas-options=-v", "--no-cache")  # programs from NVRTC's cache 
 
 
 class ResourceUsage(NamedTuple):
-    """What ptxas reports of a kernel, and the compute capability for which it compiled the file."""
+    """Resources of a kernel, as ptxas reports them, and the compute capability of its program."""
 
     registers: int = 0  # registers per thread
     shared: int = 0  # bytes of static shared memory

@@ -608,7 +608,7 @@ def _built() -> Path:
             with ThreadPoolExecutor(len(commands)) as pool:
                 list(pool.map(_compile, commands))
             _compile([compiler, "-shared", *map(str, objects), "-o", str(made)])
-            made.replace(target)  # at once: other processes may build or use it
+            made.replace(target)  # in one step, because other processes may build or use it
         kept.trim()
     os.utime(target)  # not one of the files that were not used for longest
     return target

@@ -102,7 +102,7 @@ class Module:
         default_factory=dict
     )  # bytes of variables, as launches left them
     loaded: dict[str, Any] = field(default_factory=dict)  # kernels, as engine.py keeps them
-    lock: Lock = field(default_factory=Lock, repr=False)  # of both
+    lock: Lock = field(default_factory=Lock, repr=False)  # guards memory and loaded
 
     @cached_property
     def files(self) -> dict[int, str]:
