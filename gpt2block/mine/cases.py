@@ -25,7 +25,7 @@ from gpt2block.mine.arguments import sizes_at, values
 from gpt2block.mine.kernel import Geometry, Kernel, described
 from gpt2block.mine.limits import ULP, limit
 from gpt2block.mine.source import largest_number
-from gpt2block.ops.operation import Attrs, Inputs, Operation, Sizes
+from gpt2block.ops.operation import Attrs, Inputs, Sizes
 from gpt2block.ops.sample_token import draw_stable
 
 MEAN, SPREAD = 2048.0, 0.6  # mean and standard deviation of rows with a large mean
@@ -36,6 +36,9 @@ OTHER_SIZES = (
     "right at the sizes before; if a kernel is for some sizes only, check it at one of them with "
     "--shape (in Python shape=)"
 )
+
+# (Random inputs, sizes and attributes) → special inputs.
+Change = Callable[[Inputs, Mapping[str, Any]], Inputs]
 
 
 @dataclass(frozen=True)
@@ -68,11 +71,11 @@ class Case:
 
 @dataclass(frozen=True)
 class Special:
-    """A kind of special inputs. change: (random inputs, sizes and attributes) → special inputs."""
+    """A kind of special inputs."""
 
     name: str
     why: str  # why a naive formula fails on these inputs, and which formula is stable
-    change: Callable[[Inputs, Mapping[str, Any]], Inputs]
+    change: Change
     slack: float = 0.0  # further relative error that a stable formula has
     attrs: Attrs = field(default_factory=dict)  # attributes that differ from the case's
 
@@ -119,7 +122,12 @@ def case(
     operation = kernel.operation
     all_attrs = {**operation.workload.attrs, **attrs, **(special.attrs if special else {})}
     own = operation.with_workload(attrs=all_attrs)
-    drawn = own.with_workload(draw=_changed(own, special)) if special else own
+
+    def draw(sizes: Sizes, rng: np.random.Generator) -> Inputs:
+        made = own.make(sizes, rng)
+        return special.change(made, {**all_attrs, **sizes}) if special else made
+
+    drawn = own.with_workload(draw=draw) if special else own
     host, truth = measure.inputs_and_truth(drawn, at, kernel.dtype, layout)
     truths = [truth]
     if own.workload.further is not None:
@@ -154,24 +162,13 @@ def _long(kernel: Kernel) -> tuple[tuple[Sizes, Attrs], ...]:
     return ()
 
 
-def _changed(
-    operation: Operation, special: Special
-) -> Callable[[Sizes, np.random.Generator], Inputs]:
-    def draw(sizes: Sizes, rng: np.random.Generator) -> Inputs:
-        return special.change(operation.make(sizes, rng), {**operation.workload.attrs, **sizes})
-
-    return draw
-
-
 def _steps(shape: tuple[int, ...]) -> NDArray[np.float32]:
     """Return an array of integers from -8 to 8, in an irregular order that differs between rows."""
     i = np.arange(np.prod(shape))
     return ((7 * i + i // 17) % 17 - 8).astype(np.float32).reshape(shape)
 
 
-def _first(
-    value: Callable[[tuple[int, ...]], NDArray[Any]],
-) -> Callable[[Inputs, Mapping[str, Any]], Inputs]:
+def _first(value: Callable[[tuple[int, ...]], NDArray[Any]]) -> Change:
     """Return a `change` that replaces the first input by `value(shape of the first input)`."""
     return lambda given, _: (value(given[0].shape).astype(np.float32), *given[1:])
 
@@ -223,14 +220,12 @@ def _without_v(special: Special) -> Special:
     return replace(special, change=change)
 
 
-def _logits(
-    change: Callable[[NDArray[np.float32]], NDArray[np.float32]],
-) -> Callable[[Inputs, Mapping[str, Any]], Inputs]:
+def _logits(change: Callable[[NDArray[np.float32]], NDArray[np.float32]]) -> Change:
     """Return a `change` that draws logits again, by `draw_stable`, and changes each row."""
     return lambda _, at: (draw_stable(at, np.random.default_rng(1), change),)
 
 
-def _scored(sign: float) -> Callable[[Inputs, Mapping[str, Any]], Inputs]:
+def _scored(sign: float) -> Change:
     """Return a `change` of Q and K that makes attention scores about sign * 4096 / sqrt(HS)."""
 
     def change(given: Inputs, at: Mapping[str, Any]) -> Inputs:

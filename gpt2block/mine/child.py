@@ -47,7 +47,7 @@ def supervised(
     try:
         while receiver.poll(stage.limit_s):
             message = receiver.recv()
-            if isinstance(message, _Done):
+            if message is None:
                 return
             if isinstance(message, Stage):
                 stage = message
@@ -64,11 +64,7 @@ def supervised(
         receiver.close()
 
 
-class _Done(NamedTuple):
-    """Message that the child process's target function has returned."""
-
-
 def _main(sender: Connection, target: Callable[..., None], args: tuple[Any, ...]) -> None:
     target(sender.send, *args)
-    sender.send(_Done())
+    sender.send(None)  # the target has returned
     sender.close()

@@ -18,7 +18,7 @@ from gpt2block.mine.arguments import Output, Values, values
 from gpt2block.mine.cases import Case
 from gpt2block.mine.finding import Finding
 from gpt2block.mine.kernel import Geometry, Kernel
-from gpt2block.ops.operation import Operation, Sizes
+from gpt2block.ops.operation import Sizes
 
 GUARD = 4096  # bytes of each guard area, before and after an output
 GUARD_BYTE = 0xA5
@@ -97,20 +97,20 @@ def compare(kernel: Kernel, given: Case, guarded: bool, fill: int = NAN_BYTE) ->
         launch.run()
     cupy.cuda.get_current_stream().synchronize()
     outs = [cupy.asnumpy(each) for each in (run.out, *run.extra)]
-    pairs = list(zip(names, outs, strict=True))
-    off = [measure.errors(out, given.truths[name].reshape(out.shape)) for name, out in pairs]
-    worst = max(off, key=lambda each: np.inf if np.isnan(each[1]) else each[1])
-    off_by = next(filter(None, (wrong(n, o, given.truths[n], given.bound) for n, o in pairs)), "")
-    problem = (
-        (guarded and _overwritten(names, guards))
-        or (off_by and off_by + exchanged(kernel.operation, given, outs[0]))
-        or _changed(found, names, given, kernel)
-    )
+    truths = [given.truths[name].reshape(out.shape) for name, out in zip(names, outs, strict=True)]
+    errors = map(measure.errors, outs, truths)
+    worst = max(errors, key=lambda each: np.inf if np.isnan(each[1]) else each[1])
+    problem = (guarded and _overwritten(names, guards)) or ""
+    off = None
+    for name, out, truth in zip(names, outs, truths, strict=True):
+        bad = _bad(out, truth, given.bound)
+        if bad.any():
+            off = name, int(np.argmax(bad))
+            problem = problem or wrong(name, out, truth, bad) + exchanged(kernel, given, outs[0])
+            break
+    problem = problem or _changed(found, names, given, kernel)
     geometry = kernel.geometry(found.sizes)
-    bad = ((n, _bad(o, given.truths[n].reshape(o.shape), given.bound)) for n, o in pairs)
-    first = next(((name, int(np.argmax(each))) for name, each in bad if each.any()), None)
-    checked = Checked(given.sizes, geometry, *worst, given.bound, problem, inputs=given.name)
-    return replace(checked, off=first)
+    return Checked(given.sizes, geometry, *worst, given.bound, problem, "", given.name, off)
 
 
 def finding(found: Checked, given: Case) -> Finding:
@@ -134,17 +134,10 @@ def because(found: Finding, cause: str) -> Finding:
     return replace(found, text=f"{cause}\n{found.text}")
 
 
-def wrong(name: str, out: NDArray[Any], truth: NDArray[Any], bound: float) -> str:
-    """Describe how many elements of an output are wrong, and the first; return "" if none is.
-
-    bound: the largest error that rounding explains, relative to the largest value.
-    """
-    truth = truth.reshape(out.shape)
+def wrong(name: str, out: NDArray[Any], truth: NDArray[Any], bad: NDArray[np.bool_]) -> str:
+    """Describe how many elements of an output are wrong, and the first. bad: mask of them."""
     exact = truth.dtype.kind in "iu"
-    bad = _bad(out, truth, bound)
     count = int(bad.sum())
-    if not count:
-        return ""
     unwritten = bad & _poisoned(out)
     place = tuple(int(i) for i in np.argwhere(bad)[0])
     where = f"{name}[{', '.join(map(str, place))}]"
@@ -163,7 +156,7 @@ def wrong(name: str, out: NDArray[Any], truth: NDArray[Any], bound: float) -> st
 
 
 def _bad(out: NDArray[Any], truth: NDArray[Any], bound: float) -> NDArray[np.bool_]:
-    """Return the mask of the elements that are wrong; see `wrong`."""
+    """Return the mask of the elements with errors above `bound` times the largest value."""
     if truth.dtype.kind in "iu":
         return np.asarray(out != truth)
     known = np.isfinite(truth)
@@ -172,13 +165,14 @@ def _bad(out: NDArray[Any], truth: NDArray[Any], bound: float) -> NDArray[np.boo
         return np.asarray(known & ~(np.abs(out.astype(np.float64) - truth) <= limit))
 
 
-def exchanged(operation: Operation, given: Case, out: NDArray[Any]) -> str:
+def exchanged(kernel: Kernel, given: Case, out: NDArray[Any]) -> str:
     """Name the array of which a kernel exchanges two indexes; return "" if there is none.
 
     out: the result of the operation as the kernel has computed it.
     """
     if out.size > MOST_EXCHANGED:
         return ""
+    operation = kernel.operation
     result, exact = next(iter(given.truths.items()))
     tried = [(result, out.shape, view, exact) for view in _exchanges(out)]
     for at, (name, array) in enumerate(values(operation, given.inputs, given.attrs).inputs.items()):
@@ -215,11 +209,6 @@ def _poisoned(out: NDArray[Any]) -> NDArray[np.bool_]:
     raw = np.frombuffer(out.tobytes(), np.uint8).reshape(*out.shape, out.itemsize)
     mask: NDArray[np.bool_] = (raw == NAN_BYTE).all(axis=-1)
     return mask
-
-
-def itemsize(output: Output) -> int:
-    """Return the bytes of an element of an output."""
-    return np.dtype(output.dtype).itemsize
 
 
 def _guarded(output: Output, guard: int, fill: int) -> tuple[Any, Any]:

@@ -82,24 +82,21 @@ _SAID_BRIEFLY = {
 
 # Kind of a finding → regex of the beginning of its text; the first one that matches counts.
 _KINDS = {
-    kind: re.compile(pattern)
-    for kind, pattern in {
-        "fragile": "fragile: ",
-        "kept_state": "right in the first launch|.* which an earlier launch left",
-        "uninitialized": "right if the output holds NaN|.* which (?:no thread|nothing) has written",
-        "assertion": "assertion fails|the kernel calls __trap",
-        "race": "race: ",
-        "read_only": "read-only load: ",
-        "divergent_barrier": "divergent barrier",
-        "does_not_compile": r".* does not compile|.*host function|.* bytes of __\w+__ variables",
-        "launch": r"(?:grid|block|shared)\b|\S+: launch line|\w+ takes \d+ registers|.* of extern ",
-        "does_not_end": r".*\bstill run",
-        "early_access": r".* before wait_for_previous|no thread of the block waits",
-        "out_of_bounds": r"(?:reads|writes|index|accesses) .*(?:out of bounds|outside|no argument)",
-        "misaligned": ".*misaligned",
-        "changed_input": "the kernel changes its input",
-        "wrong_result": "[0-9,]+ of [0-9,]+ elements of |wrong at the benchmark's sizes",
-    }.items()
+    "fragile": "fragile: ",
+    "kept_state": "right in the first launch|.* which an earlier launch left",
+    "uninitialized": "right if the output holds NaN|.* which (?:no thread|nothing) has written",
+    "assertion": "assertion fails|the kernel calls __trap",
+    "race": "race: ",
+    "read_only": "read-only load: ",
+    "divergent_barrier": "divergent barrier",
+    "does_not_compile": r".* does not compile|.*host function|.* bytes of __\w+__ variables",
+    "launch": r"(?:grid|block|shared)\b|\S+: launch line|\w+ takes \d+ registers|.* of extern ",
+    "does_not_end": r".*\bstill run",
+    "early_access": r".* before wait_for_previous|no thread of the block waits",
+    "out_of_bounds": r"(?:reads|writes|index|accesses) .*(?:out of bounds|outside|no argument)",
+    "misaligned": ".*misaligned",
+    "changed_input": "the kernel changes its input",
+    "wrong_result": "[0-9,]+ of [0-9,]+ elements of |wrong at the benchmark's sizes",
 }
 KINDS = (*_KINDS, "other")
 _THREAD = re.compile(r"thread \(\d+, \d+, \d+\)")
@@ -127,7 +124,7 @@ class Finding:
     @property
     def kind(self) -> str:
         """One of `KINDS`: "fragile" for a kernel that is wrong only for special inputs."""
-        return next((kind for kind, begin in _KINDS.items() if begin.match(self.text)), "other")
+        return next((kind for kind, begin in _KINDS.items() if re.match(begin, self.text)), "other")
 
     @property
     def threads(self) -> tuple[str, ...]:

@@ -24,6 +24,7 @@ from typing import Any
 
 from gpt2block.errors import InputError, PrintableError, printable
 from gpt2block.mine.child import ProcessExited, Send, Stage, supervised
+from gpt2block.mine.finding import as_json
 from gpt2block.mine.kernel_check import check
 from gpt2block.mine.source import read_text
 from gpt2block.mine.verdict import NOT_JUDGED, RIGHT, VERDICTS, WRONG
@@ -73,16 +74,8 @@ class Judged:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the entry and its verdict as a dict that can be written as JSON."""
-        columns = {name: getattr(self.entry, name) for name in COLUMNS}
-        return {
-            **columns,
-            "options": dict(self.entry.options),
-            "verdict": self.verdict,
-            "finding": self.finding,
-            "seconds": self.seconds,
-            "said": self.said,
-            "result": self.result,
-        }
+        columns = as_json(self.entry, COLUMNS) | {"options": dict(self.entry.options)}
+        return columns | as_json(self, ("verdict", "finding", "seconds", "said", "result"))
 
 
 def entries(folder: Path, operation: str | None = None) -> list[KernelFile]:

@@ -28,16 +28,13 @@ from gpt2block.ops.registry import find
 MINE = "mine"  # variant name of the user's kernel
 THREADS = 1024  # maximum threads per block
 GRID = (2**31 - 1, 65535, 65535)
-ELEMENTS: Mapping[str, str] = {  # C++ element type → dtype; type T has the activations' dtype
-    "float": "float32",
-    "__half": "float16",
-    "half": "float16",
-    "__nv_bfloat16": "bfloat16",
-    "nv_bfloat16": "bfloat16",
-    "int": "int32",
-    "int32_t": "int32",
-    "unsigned char": "uint8",
-    "uint8_t": "uint8",
+# Dtype → C++ element types; type T has the activations' dtype.
+ELEMENTS: Mapping[str, tuple[str, ...]] = {
+    "float32": ("float",),
+    "float16": ("__half", "half"),
+    "bfloat16": ("__nv_bfloat16", "nv_bfloat16"),
+    "int32": ("int", "int32_t"),
+    "uint8": ("unsigned char", "uint8_t"),
 }
 _LONG = "long", "long long", "long long int", "int64_t", "size_t", "unsigned long long", "uint64_t"
 INTEGERS: dict[str, type[np.generic]] = {
@@ -121,11 +118,10 @@ class Kernel:
         text, setting = self.source.launch, self.source.setting
         block = self._extents("block", text.block, sizes)
         threads, allowed = prod(block), self.source.most_threads
-        if threads > THREADS:
-            what = f": {threads} threads: at most {THREADS}"
-            raise InputError(*setting("block", text.block), what)
-        if allowed is not None and threads > allowed:
+        bounds = f"at most {THREADS}"
+        if allowed is not None and allowed < threads <= THREADS:
             bounds = f"__launch_bounds__ of {self.source.name} allows {allowed}"
+        if threads > min(THREADS, THREADS if allowed is None else allowed):
             raise InputError(*setting("block", text.block), f": {threads} threads: {bounds}")
         named = {**sizes, "block": threads}
         grid = self._extents("grid", text.grid, named)
@@ -276,10 +272,9 @@ def _check_type(label: str, parameter: Parameter, name: str, dtype: str, values:
     output = values.outputs.get(name)
     wanted = output.dtype if output else str(values.inputs[name].dtype.name)
     element = ctype.removesuffix("*")
-    found = dtype if element in ("T", "W") else ELEMENTS.get(element)
-    if not ctype.endswith("*") or found != wanted:
-        known = next(each for each, held in ELEMENTS.items() if held == wanted)
-        known = "T" if wanted == dtype != "float32" else known
+    types = (*ELEMENTS[wanted], *(("T", "W") if wanted == dtype else ()))
+    if not ctype.endswith("*") or element not in types:
+        known = "T" if wanted == dtype != "float32" else types[0]
         const = "" if output else "const "
         expected = f"expected {const}{known}* {parameter.name}"
         chosen = (f" ({dtype}: ", Argument("dtype"), " chooses another)")

@@ -159,9 +159,7 @@ def _failed(error: Exception, where: str) -> Finding:
     if "IllegalAddress" in said or "illegal memory access" in said:
         said = f"reads or writes out of bounds{SHOWN}"
     elif "MisalignedAddress" in said or "misaligned address" in said:
-        said = (
-            "a misaligned access, such as a float4 at an odd address: --device cpu shows the line"
-        )
+        said = f"a misaligned access, such as a float4 at an odd address{SHOWN}"
     return Finding(said, at=f"at {where}")
 
 

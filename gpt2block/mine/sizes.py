@@ -77,13 +77,8 @@ FURTHER: Mapping[str, tuple[Mapping[str, Any], ...]] = {
     "trimat": ({"B": 1, "T": 257, "NH": 1, "HS": 4}, {"B": 1, "T": 264, "NH": 1, "HS": 8}),
 }  # fmt: skip
 
-_COLUMNS = {  # operation → size of a row; by default the first of _OF_ROWS that it has
-    "attention": "T",
-    "qk_norm": "D",
-    "rope": "D",
-    "to_fp8": "N",
-    "trimat": "T",
-}
+# Operation → size of a row; by default the first of _OF_ROWS that it has.
+_COLUMNS = {"attention": "T", "qk_norm": "D", "rope": "D", "to_fp8": "N", "trimat": "T"}
 _OF_ROWS = ("C", "K", "V", "T", "N")
 _WITHOUT_ROWS = {"add", "gelu", "qk_norm", "rope", "silu_mul", "to_fp8"}
 # Operation → (size, attribute that divides it, number that divides their quotient).

@@ -153,10 +153,8 @@ def read(
     command line; the result has problems that do not prevent further checks.
     """
     text = read_text(path)
-    found = kernels.parse(text, str(path.resolve()))
-    linked = bool(found)
-    if not found:
-        found = kernels.parse(text, str(path.resolve()), any_linkage=True)
+    linked = kernels.parse(text, str(path.resolve()))
+    found = linked or kernels.parse(text, str(path.resolve()), any_linkage=True)
     if not found:
         raise InputError(f"{path}{_no_kernel(text)}")
     if kernel is None and len(found) > 1:

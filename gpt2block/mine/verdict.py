@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from html import escape
 from math import isnan
@@ -185,30 +185,23 @@ class Verdict:
         } | ({"why": self.why.as_dict()} if self.why else {})
 
     def __str__(self) -> str:
-        parts = [self.title]
-        if self.printed:
-            parts.append(f"{self.kernel.source.name} prints:\n{self.printed.rstrip()}")
-        if self.checks:
-            parts.append(text_table(COLUMNS, self._rows()))
-        return "\n".join((*parts, self.summary, *self._hint_lines()))
+        return self._shown(str, text_table, self.summary)
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        parts = [paragraph(self.title)]
-        if self.printed:
-            parts.append(paragraph(f"{self.kernel.source.name} prints:\n{self.printed.rstrip()}"))
-        if self.checks:
-            parts.append(table(COLUMNS, self._rows()))
         style = "" if self.right else RED
         said = f'<pre style="white-space: pre-wrap; {style}">{escape(self.summary)}</pre>'
-        return "\n".join((*parts, said, *map(paragraph, self._hint_lines())))
+        return self._shown(paragraph, table, said)
 
-    def _hint_lines(self) -> list[str]:
-        return [f"hint: {each}" for each in self.hints]
-
-    def _rows(self) -> list[tuple[str | int | float, ...]]:
-        return [(row.label, *row.launched, row.max_abs, row.max_rel) for row in self.checks]
+    def _shown(self, text: Callable[[str], str], table: Callable[..., str], summary: str) -> str:
+        parts = [text(self.title)]
+        if self.printed:
+            parts.append(text(f"{self.kernel.source.name} prints:\n{self.printed.rstrip()}"))
+        if self.checks:
+            rows = [(row.label, *row.launched, row.max_abs, row.max_rel) for row in self.checks]
+            parts.append(table(COLUMNS, rows))
+        return "\n".join((*parts, summary, *(text(f"hint: {each}") for each in self.hints)))
 
 
 def _check_as_dict(check: Checked) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from gpt2block.mine import comparison
 from gpt2block.mine.arguments import values
 from gpt2block.mine.cases import Case
 from gpt2block.mine.comparison import Checked
-from gpt2block.mine.finding import Finding, declared, dtype_of, element
+from gpt2block.mine.finding import Finding, as_json, declared, dtype_of, element
 from gpt2block.mine.kernel import Kernel
 from gpt2block.ptx import engine
 from gpt2block.ptx.encode import UnsupportedError
@@ -56,7 +56,7 @@ class ThreadStep:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the step as a dict that can be written as JSON."""
-        return {name: getattr(self, name) for name in ("thread", "line", "event", "problem")}
+        return as_json(self, ("thread", "line", "event", "problem"))
 
 
 class StepRow(NamedTuple):
@@ -179,7 +179,7 @@ class Launcher:
         output = values(kernel.operation, case.inputs, case.attrs).outputs[name]
         parameters = zip(kernel.source.parameters, kernel.names, strict=True)
         found = [each.name for each, argument in parameters if argument == name]
-        return (found[0], index * comparison.itemsize(output)) if found else None
+        return (found[0], index * np.dtype(output.dtype).itemsize) if found else None
 
 
 def why(launcher: Launcher, found: Finding) -> Why:
@@ -223,9 +223,7 @@ def _up_to(launcher: Launcher, debug: bool, problem: engine.Finding) -> Why:
         event = steps[-1].event + told.problem(problem, steps)
         steps[-1] = replace(steps[-1], event=event, problem=True)
     else:
-        said = (
-            f"{problem.verb} {problem.text}" if problem.verb else f"{problem.kind}: {problem.text}"
-        )
+        said = f"{problem.verb or f'{problem.kind}:'} {problem.text}"
         steps.append(replace(told.step(Step(problem.now, said)), problem=True))
     return _noted(result, steps)
 
