@@ -30,6 +30,7 @@ from gpt2block.mine.listing import listing, rung
 from gpt2block.mine.sizes import FURTHER
 from gpt2block.mine.source import LaunchText, read
 from gpt2block.mine.templates import HERE, names, template
+from gpt2block.mine.why import EmulatedRun
 from gpt2block.ops.registry import OPERATIONS, find
 from gpt2block.sampling import Sampling, probabilities, random_bits
 from tests import children
@@ -387,9 +388,9 @@ def test_launches_of_few_instructions_run_in_every_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Launches of many instructions, and special inputs, run once."""
-    ran: dict[str, list[on_cpu.EmulatedRun]] = {}
+    ran: dict[str, list[EmulatedRun]] = {}
 
-    def run(_: Any, case: Case, each: on_cpu.EmulatedRun) -> on_cpu._Ran:
+    def run(_: Any, case: Case, each: EmulatedRun) -> on_cpu._Ran:
         ran.setdefault(case.label, []).append(each)
         checked = Checked(case.sizes, ((1,), (1,), 0), 0.0, 0.0, 1.0)
         return on_cpu._Ran(checked, (), on_cpu.MOST_AGAIN if "C=772" in case.label else 1)

@@ -21,7 +21,7 @@ from gpt2block.mine.finding import Finding, as_json, declared, dtype_of, element
 from gpt2block.mine.kernel import Kernel
 from gpt2block.ptx import engine
 from gpt2block.ptx.encode import UnsupportedError
-from gpt2block.ptx.engine import Result, Step, Thread, Trace
+from gpt2block.ptx.engine import Result, Thread, Trace, TraceStep
 
 BUDGET = 10_000_000  # warp instructions of a launch, which end one that does not end
 MOST_ROWS = 60  # maximum number of rows in a terminal
@@ -224,7 +224,7 @@ def _up_to(launcher: Launcher, debug: bool, problem: engine.Finding) -> Why:
         steps[-1] = replace(steps[-1], event=event, problem=True)
     else:
         said = f"{problem.verb or f'{problem.kind}:'} {problem.text}"
-        steps.append(replace(told.step(Step(problem.now, said)), problem=True))
+        steps.append(replace(told.step(TraceStep(problem.now, said)), problem=True))
     return _noted(result, steps)
 
 
@@ -233,7 +233,7 @@ def _noted(result: Result, steps: Sequence[ThreadStep], note: str = "") -> Why:
     return Why(tuple(steps), " ".join(filter(None, (note, left))))
 
 
-def _is(step: Step, problem: engine.Finding) -> bool:
+def _is(step: TraceStep, problem: engine.Finding) -> bool:
     """Return whether a step is the access that is a problem."""
     return (
         step.at[:2] == problem.now[:2]
@@ -263,9 +263,9 @@ class _Telling:
 
     kernel: Kernel
     several: bool
-    sent: dict[Thread, Step] = field(default_factory=dict)  # the last exchange of a thread
+    sent: dict[Thread, TraceStep] = field(default_factory=dict)  # the last exchange of a thread
 
-    def step(self, step: Step) -> ThreadStep:
+    def step(self, step: TraceStep) -> ThreadStep:
         """Describe a step."""
         at, file = step.at, Path(step.at.file).name
         thread = f"block {at.block}, {at}" if self.several else str(at)
@@ -299,7 +299,7 @@ class _Telling:
         of = re.search(r"\.([fs])(16|32|64)$", opcode)
         return np.dtype(f"{'f' if of[1] == 'f' else 'i'}{int(of[2]) // 8}" if of else f"V{size}")
 
-    def _access(self, step: Step) -> tuple[str, tuple[tuple[str, str], ...]]:
+    def _access(self, step: TraceStep) -> tuple[str, tuple[tuple[str, str], ...]]:
         if not step.array:
             return f"{step.kind} address {step.byte:#x}, outside of all arrays", ()
         dtype = self._dtype(step.array, step.at, step.size, step.opcode)
@@ -317,7 +317,7 @@ class _Telling:
             event += f" = {known}"
         return event, tuple(zip(names, [*now, *[""] * len(names)], strict=False))
 
-    def _exchange(self, step: Step) -> str:
+    def _exchange(self, step: TraceStep) -> str:
         type_ = re.search(r"_syncj([a-z])", step.function) if "shfl" in step.opcode else None
         known = "?" if step.size == 1 else _SENT.get(type_[1] if type_ else "", "")
         value = "".join(_texts(step.value, np.dtype(known or f"V{step.size or 1}")))

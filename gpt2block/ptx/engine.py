@@ -118,7 +118,7 @@ class Trace(NamedTuple):
     element: tuple[str, int] | None = None
 
 
-class Step(NamedTuple):
+class TraceStep(NamedTuple):
     """A step of a thread, in the order of the launch.
 
     kind: "reads", "writes", "atomically changes"; in an exchange of lanes "gathers" or "receives";
@@ -156,7 +156,7 @@ class Result:
     lanes: int
     printed: str
     counts: Mapping[Line, Counts]
-    steps: tuple[Step, ...] = ()
+    steps: tuple[TraceStep, ...] = ()
     left_out: int = 0
 
 
@@ -476,7 +476,7 @@ class _Findings:
             array == IN_LOCAL,
         )  # fmt: skip
 
-    def step(self, text: str) -> Step:
+    def step(self, text: str) -> TraceStep:
         *numbers, kind, value, before = text.split("\x1f")
         block, thread, place, pc, array, byte, size, source = map(int, numbers)
         begun = [(start, name) for name, start in self.encoded.functions.items() if start <= pc]
@@ -484,7 +484,7 @@ class _Findings:
         name, start, *_ = self._named(array, byte)
         known = bytes.fromhex(value), bytes.fromhex(before)
         at = self._where(block, thread, place)
-        return Step(at, kind, opcode, function, name, byte - start, size, source, *known)
+        return TraceStep(at, kind, opcode, function, name, byte - start, size, source, *known)
 
     def _where(self, block: int, thread: int, place: int) -> Where:
         at = self.places[place] if place >= 0 else Place(0, 0)
