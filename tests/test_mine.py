@@ -373,7 +373,8 @@ def test_a_template_is_right(name: str) -> None:
     assert isinstance(fidelity, Fidelity)
     count = len(operation.cases) + len(FURTHER[name]) + 3 * len(SPECIAL.get(name, ())) + 1
     count += sizes.RANDOM
-    assert [type(each) for each in found] == [Checked] * count
+    longer = name == "blocks_matmul"  # its rows are longer than the numbers of the file
+    assert [type(each) for each in found] == [Checked] * (count + longer)
     for each in found:
         assert isinstance(each, Checked)
         assert each.max_rel <= each.bound
