@@ -136,5 +136,7 @@ def test_a_signal_ends_a_server_that_compiles() -> None:
             sleep(0.02)
         child.send_signal(signal.SIGTERM)
         assert child.wait(20) == 1
-        with pytest.raises(Exception, match="Connection error"):
+        with pytest.raises(
+            Exception, match=r"Connection error|512 MiB"
+        ):  # the limit may come first
             slow.result()
