@@ -36,7 +36,7 @@ CASES = (  # operation, variant, dtype, sizes
     ("layernorm", "1", "float32", "B=1,T=256"),
 )
 OWN = Path(__file__).with_suffix(".cu")
-GRID, BLOCK, ELEMENTS = (64,), (128,), 1 << 20  # of the kernels in counters.cu
+GRID, BLOCK, ELEMENTS = (64,), (128,), 1 << 20  # launches of the kernels in counters.cu
 UNIFORM = "smsp__sass_average_branch_targets_threads_uniform.pct"
 READ = (*(f"{metric}.sum" for metric in METRICS.values()), UNIFORM)
 # Where ncu may be if PATH does not name its folder.

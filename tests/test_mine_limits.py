@@ -197,7 +197,7 @@ def test_a_slow_kernel_is_not_judged_if_the_template_is_slow(
     small.write_text(add(loop.format(400000)))
     slow.write_text(add(loop.format(4000)))
     kernel = matched(read(small), find("add"), ("float32", "KN"))
-    monkeypatch.setattr(on_cpu, "path_of", lambda operation: slow)  # of the template
+    monkeypatch.setattr(on_cpu, "path_of", lambda operation: slow)  # a slow template
     monkeypatch.setattr(on_cpu, "BUDGET", 10_000)
     monkeypatch.setattr(on_cpu, "MOST_BUDGET", 1_000_000)
     with pytest.raises(NotJudged, match="a launch still runs after 1,000,000 instructions of w"):

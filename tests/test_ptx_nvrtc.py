@@ -43,7 +43,7 @@ def test_the_folder_is_of_the_user_or_temporary(
     (tmp_path / "file").write_text("", "utf-8")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv(cache.VARIABLE, str(tmp_path / named) if named else "")
-    of_caches = str(tmp_path / of_caches) if of_caches else "relative"  # which is ignored
+    of_caches = str(tmp_path / of_caches) if of_caches else "relative"  # a relative path is ignored
     monkeypatch.setenv("XDG_CACHE_HOME", of_caches)
     found = USUAL_FOLDER()
     assert found.stat().st_mode & 0o777 == 0o700
@@ -122,7 +122,7 @@ def test_ptx_is_kept_until_a_text_changes(tmp_path: Path) -> None:
     (tmp_path / "lib" / "b.cuh").write_text("#define FACTOR 3", "utf-8")
     assert [compiles(text), compiles(text), compiles(text, "-G")] == [True, False, True]
     for path in tmp_path.glob("*.ptx.gz"):
-        path.write_bytes(path.read_bytes()[:99])  # of a full disk
+        path.write_bytes(path.read_bytes()[:99])  # a full disk cuts files
     assert [compiles(text), compiles(text)] == [True, False]
     unknown = text.replace('"lib/a.cuh"', "HEADER").replace("#", '#define HEADER "lib/a.cuh"\n#', 1)
     assert [compiles(unknown), compiles(unknown)] == [True, True]
