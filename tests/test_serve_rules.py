@@ -128,7 +128,8 @@ def test_a_signal_ends_a_server_that_compiles() -> None:
         client_of_command(line) as client,
         ThreadPoolExecutor(1) as threads,
     ):
-        body = {"structured_outputs": {"json": ENDLESS}}
+        schema = {"type": "object", "patternProperties": PATTERNS}  # slow, in little memory
+        body = {"structured_outputs": {"json": schema}}
         slow = threads.submit(client.completions.create, **asked, extra_body=body)
         client.completions.create(**asked)
         while not computes("57.0"):
@@ -136,7 +137,5 @@ def test_a_signal_ends_a_server_that_compiles() -> None:
             sleep(0.02)
         child.send_signal(signal.SIGTERM)
         assert child.wait(20) == 1
-        with pytest.raises(
-            Exception, match=r"Connection error|512 MiB"
-        ):  # the limit may come first
+        with pytest.raises(Exception, match="Connection error"):
             slow.result()
