@@ -24,8 +24,8 @@ pytestmark = pytest.mark.skipif(
 
 PAGE = (Path(__file__).parents[1] / "docs" / "learn" / "counters.md").read_text("utf-8")
 TABLES = re.findall(r"<!-- counters: (\w+) (\S+) -->\n\n\|(.*)\n.*\n((?:\|.*\n)+)", PAGE)
-# The page's numbers are of NVRTC 12.9, which joins other loads of shared memory for another path of
-# the headers: counters of `registers` then differ by 3 %. Other versions compile other code.
+# The page's numbers are of NVRTC 12.9, which joins other loads of shared memory at other addresses:
+# another Python can change counters of `registers` by 3 %. Other versions compile other code.
 OTHER = 0.05 if "12" in (nvrtc.find_library() or Path()).name else 0.2
 
 
@@ -42,7 +42,12 @@ def test_the_page_shows_the_counters_of_the_engine(
         counts = total(each.total for each in launched)
         numbers = [int(cell.replace(",", "")) for cell in shown]
         found = [getattr(counts, field) for field in fields]
-        assert found == pytest.approx(numbers, rel=OTHER, abs=0)
+        expected: list[object] = [pytest.approx(each, rel=OTHER, abs=0) for each in numbers]
+        if "bank_conflicts" in fields:  # a share of the requests
+            at_most = OTHER * numbers[fields.index("shared_requests")]
+            place = fields.index("bank_conflicts")
+            expected[place] = pytest.approx(numbers[place], abs=at_most)
+        assert found == expected
 
 
 def test_the_page_names_all_counters() -> None:

@@ -27,6 +27,8 @@ from typing import IO, Any, NamedTuple
 # The options of CuPy's own compilations, so that the PTX is the text that a GPU would run.
 OPTIONS = ("-std=c++17", "-ftz=true", "--device-as-default-execution-space", "-lineinfo")
 ASK, FIXED_ADDRESSES = 0xFFFFFFFF, 0x0040000  # arguments of personality(2)
+PYTHON = (sys.executable, "-I", "-S")  # a process without the packages and variables of this one
+PADDING, ARGUMENTS = "PADDING", 2**16  # a child's variable; bytes of what starts a child
 MOST_TEXT = 2**26  # bytes of PTX or of a log that a child returns
 TOOLKIT = Path("/usr/local/cuda")
 MISSING = (
@@ -171,10 +173,10 @@ class _Child:
 
     def __init__(self, library: Path, folder: Path) -> None:
         headers = folder / f"headers-{hashlib.sha256(str(_installed()).encode()).hexdigest()[:20]}"
-        command = [sys.executable, "-I", "-S", __file__, str(library), str(headers)]
+        paths = json.dumps([str(library), str(headers), *_includes_of_cuda()])
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(
-            [*command, *_includes_of_cuda()],
+            [*PYTHON, __file__, paths],
             stdin=pipe,
             stdout=pipe,
             stderr=subprocess.DEVNULL,
@@ -283,15 +285,20 @@ def _serve(requests: IO[str], library: _Library) -> None:
 def _fix_addresses() -> None:
     """Start this program again without random addresses, if the system permits it.
 
-    NVRTC's optimisations depend on addresses: which neighbouring loads it joins, for example.
+    NVRTC's optimisations depend on addresses: which neighbouring loads it joins, for example. The
+    stack begins below the arguments and the environment, which therefore get a constant size.
     """
     personality = ctypes.CDLL(None).personality
-    now = personality(ASK)
-    if now >= 0 and not now & FIXED_ADDRESSES and personality(now | FIXED_ADDRESSES) >= 0:
-        os.execv(sys.executable, [sys.executable, "-I", "-S", *sys.argv])
+    if (now := personality(ASK)) >= 0:
+        personality(now | FIXED_ADDRESSES)
+    command, libraries = [*PYTHON, *sys.argv], os.environ.get("LD_LIBRARY_PATH", "")
+    used = sum(len(os.fsencode(each)) for each in (*command, sys.executable, libraries))
+    variables = {"LD_LIBRARY_PATH": libraries, PADDING: "-" * (ARGUMENTS - used)}
+    os.execve(sys.executable, command, variables)
 
 
 if __name__ == "__main__":
-    _fix_addresses()
+    if PADDING not in os.environ:
+        _fix_addresses()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    _serve(sys.stdin, _Library(*sys.argv[1:]))
+    _serve(sys.stdin, _Library(*json.loads(sys.argv[1])))
