@@ -118,6 +118,11 @@ ONLY_SOME: dict[str, tuple[str, str]] = {
         "__syncthreads();\n    if (i < n) y[i] = before < 1000000 ? a[i] + b[i] : 0.0f;",
         "reads calls, which an earlier launch left changed",
     ),
+    "a sum that another line reads": (
+        "if (i == 0) atomicAdd(&calls, 1);\n    "
+        "if (i < n) y[i] = i || atomicAdd(&calls, 0) < 1000000 ? a[i] + b[i] : 0.0f;",
+        "reads calls, which an earlier launch left changed",
+    ),
     "a name of the emulator's compiler": (
         "constexpr char c = __PRETTY_FUNCTION__[0];\n    "
         "if (i < n) y[i] = c == 'v' ? a[i] - b[i] : a[i] + b[i];",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -30,6 +31,7 @@ CODE = 1 << 60  # + the index of an instruction: the address of a function
 BUILT_IN = ("vprintf", "__assertfail")
 _ADDRESS = re.compile(r"^([\w$%.]+)\s*(?:\+\s*(-?\w+)|(-\w+))?$")
 _PARTS = re.compile(r"\{[^}]*\}|[^,\s{}]+")
+_REGISTER = re.compile(r"%\w+")
 _WORD = re.compile(r"[A-Za-z_$][\w$]*")
 _VARYING = frozenset(("%clock", "%clock64", "%clock_hi", "%globaltimer", "%globaltimer_lo"))
 _MEMORY = frozenset(("ld", "ldu", "st", "atom", "red"))
@@ -187,7 +189,11 @@ class _Encoder:
         self.made.functions[function.name] = start
         for operand in self.later.pop(function.name, ()):
             self.made.operands[operand] = LABEL, start, 0, 0
+        used = Counter(word for each in function.code for word in _REGISTER.findall(str(each)))
         for instruction in function.code:
+            if instruction.opcode.startswith("atom") and used[instruction.operands[0]] == 1:
+                unused = ("_", *instruction.operands[1:])  # ptxas removes its result
+                instruction = instruction._replace(operands=unused)
             try:
                 self._instruction(instruction, start)
             except PtxError as error:

@@ -295,7 +295,8 @@ class _ProgramData(ctypes.Structure):
 class _LaunchData(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_uint32 * 3) for name in ("grid", "block", "cluster")),
-        *((name, ctypes.c_uint32) for name in ("shared", "order", "checks", "variant", "entry")),
+        *((name, ctypes.c_uint32) for name in ("shared", "order", "checks", "variant")),
+        *((name, ctypes.c_uint32) for name in ("entry", "variables")),
         ("budget", ctypes.c_int64),
         ("params", _BYTES),
         ("param_bytes", ctypes.c_int64),
@@ -380,6 +381,7 @@ class _Arrays:
         return bytes(made)
 
     def fill(self, data: _LaunchData) -> None:
+        data.variables = len(self.encoded.variables)
         count = max(1, len(self.data))
         pointers = [each.ctypes.data for each in self.data]
         shadows = [None if each is None else each.ctypes.data for each in self.written]

@@ -203,6 +203,7 @@ enum Use : unsigned {  // how an instruction touches memory; sums of these
     ATOMIC = 8,      // reads, changes and writes at once (with READS | WRITES | STRONG)
     READ_ONLY = 16,  // by the read-only cache (ld.global.nc)
     UNWRITTEN = 32,  // may read bytes that nobody has written
+    RESULTLESS = 64, // atomic, and no instruction uses the value before
 };
 
 struct Trace;   // trace.h
@@ -340,6 +341,7 @@ struct Launch {  // as engine.py fills it
     uint32_t checks = true;            // bounds, races, unwritten memory
     uint32_t variant = 0;              // 0 or 1: two values of %smid, %warpid, %clock, ...
     uint32_t entry = 0;                // index of the kernel's first instruction
+    uint32_t variables = 0;            // number of the first arrays, which are variables of the module
     int64_t budget = 0;                // warp instructions that are left
     uint8_t* params = nullptr;
     int64_t param_bytes = 0, array_count = 0;

@@ -108,10 +108,13 @@ inline Region enter(Warp& w, const Instr& i, int lane, uint64_t address, unsigne
         if (between) throw misuse(w, i, lane, region, from, bytes, use, "out of bounds");
         // Copies of structures read the padding of local variables, and a byte of empty ones.
         const bool padded = region.array == Finding::in_local && (bytes == 1 || std::memchr(written, 1, bytes));
-        if (use & READS && !padded && std::memchr(written, 0, bytes) && !w.machine.noted("unwritten", region.array)) {
+        const bool unwritten = use & READS && !padded && std::memchr(written, 0, bytes);
+        // A sum in a variable is not read: the variable stays as an earlier launch has left it.
+        const bool sums = unwritten && use & RESULTLESS && (uint32_t)region.array < w.machine.variables;
+        if (unwritten && !sums && !w.machine.noted("unwritten", region.array)) {
             w.machine.note(misuse(w, i, lane, region, from, bytes, use, "unwritten", region.data + from));
         }
-        if (use & WRITES) std::memset(written, 1, bytes);
+        if (use & WRITES && !sums) std::memset(written, 1, bytes);
     }
     if (region.shadow) w.machine.races->record(w, i, lane, *region.shadow, from, bytes, use, region.data + from);
 }
@@ -218,8 +221,9 @@ inline void expect(Warp& w, const Instr& i, int lane, uint64_t address, unsigned
 static void atom(Warp& w, const Instr& i, Mask active) {
     Machine& m = w.machine;
     const Form& f = *i.form;
-    const bool result = f.name == "atom", compares = f.has("cas");
-    const int where = result ? 1 : 0, count = i.op[where + 1].count;
+    const bool compares = f.has("cas"), result = f.name == "atom" && i.op[0].kind != Operand::none;
+    const unsigned use = (unsigned)f.arg[USE] | (result ? 0 : +RESULTLESS);
+    const int where = f.name == "atom" ? 1 : 0, count = i.op[where + 1].count;
     const unsigned bytes = f.type().bits / 8;
     const Change change = (Change)f.arg[CHANGE];
     Region near;
@@ -229,7 +233,7 @@ static void atom(Warp& w, const Instr& i, Mask active) {
         rest &= ~(1u << l);
         const uint64_t address = generic_address(w, l, w.address(i, where, l), f.space);
         if (compares && m.races) expect(w, i, l, address, bytes, w.in(i, where + 1)[l]);
-        uint8_t* at = touch(w, i, l, address, bytes * count, f.space, (unsigned)f.arg[USE], bytes * count, near);
+        uint8_t* at = touch(w, i, l, address, bytes * count, f.space, use, bytes * count, near);
         for (int k = 0; k < count; ++k, at += bytes) {
             uint64_t old = 0;
             std::memcpy(&old, at, bytes);
