@@ -191,11 +191,12 @@ class _Encoder:
             self.made.operands[operand] = LABEL, start, 0, 0
         used = Counter(word for each in function.code for word in _REGISTER.findall(str(each)))
         for instruction in function.code:
-            if instruction.opcode.startswith("atom") and used[instruction.operands[0]] == 1:
-                unused = ("_", *instruction.operands[1:])  # ptxas removes its result
-                instruction = instruction._replace(operands=unused)
+            first, *others = instruction.operands or ("",)
+            # ptxas removes a result that no other instruction names.
+            unused = instruction.opcode.startswith("atom") and used[first] == 1
+            operands = ("_", *others) if unused else instruction.operands
             try:
-                self._instruction(instruction, start)
+                self._instruction(instruction._replace(operands=operands), start)
             except PtxError as error:
                 raise UnsupportedError(str(error), instruction.place) from error
         last = function.code[-1].place if function.code else Place(0, 0)
