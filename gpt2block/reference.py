@@ -180,7 +180,9 @@ def attention_cached(
     if T > QUERIES:
         firsts = range(0, T, QUERIES)
         parts = [
-            attention_cached(q[t : t + QUERIES], k, v, start + t, n_head, softmax_scale, window)
+            unchecked(attention_cached)(
+                q[t : t + QUERIES], k, v, start + t, n_head, softmax_scale, window
+            )
             for t in firsts
         ]
         return np.concatenate(parts)
@@ -273,7 +275,7 @@ def attention_packed(
             raise InputError(f"start: expected 0 to {k.shape[1] - end + first}, got {at}")
         if end > first:
             q = qkv[first:end, :Q]
-            out[first:end] = attention_cached(
+            out[first:end] = unchecked(attention_cached)(
                 q, k[b, :keys], v[b, :keys], at, n_head, softmax_scale, window
             )
     return out
@@ -308,7 +310,7 @@ def attention_varlen(
         raise InputError(f"qkv: expected (N, W), W a multiple of {heads} heads, got {qkv.shape}")
     if k is not None and v is not None and row is not None and position is not None:
         of_all = slice(int(cu_seqlens[0]), int(cu_seqlens[-1]))
-        kv_append(qkv[of_all], k, v, row[of_all], position[of_all])
+        unchecked(kv_append)(qkv[of_all], k, v, row[of_all], position[of_all])
     elif any(array is not None for array in (k, v, row, position)):
         raise InputError("expected k, v, row and position, or none of them")
     out = np.zeros((len(qkv), qkv.shape[1] // heads * n_head), qkv.dtype)
@@ -343,7 +345,7 @@ def attention_split(
     for m, (b, at) in enumerate(zip(row.tolist(), position.tolist(), strict=True)):
         if b >= 0 and at >= 0:
             one, options = q[m : m + 1], (n_head, softmax_scale, window)
-            out[m] = attention_cached(one, k[b], v[b], at, *options)[0]
+            out[m] = unchecked(attention_cached)(one, k[b], v[b], at, *options)[0]
     return out
 
 
@@ -357,7 +359,7 @@ def _attention_weights(
     """
     scores = q @ k.swapaxes(-1, -2)
     scores = scores / math.sqrt(q.shape[-1]) if softmax_scale is None else scores * softmax_scale
-    return softmax(scores if seen is None else np.where(seen, scores, -np.inf))
+    return unchecked(softmax)(scores if seen is None else np.where(seen, scores, -np.inf))
 
 
 def _seen_keys(T: int, P: int, start: int, window: int | None) -> NDArray[np.bool_]:
@@ -379,7 +381,9 @@ def softmax(scores: Array, causal: bool = False) -> Array:
         if scores.ndim < 2 or scores.shape[-2] != scores.shape[-1]:
             raise InputError(f"scores: causal, expected (..., T, T), got {scores.shape}")
         seen = np.tri(scores.shape[-1], dtype=bool)
-        causal_weights: Array = np.where(seen, softmax(np.where(seen, scores, -np.inf)), 0)
+        causal_weights: Array = np.where(
+            seen, unchecked(softmax)(np.where(seen, scores, -np.inf)), 0
+        )
         return causal_weights
     weights: Array = np.exp(scores - scores.max(axis=-1, keepdims=True))
     total: Array = weights.sum(axis=-1, keepdims=True)
@@ -475,7 +479,7 @@ def linear_qkv(
     token m are written to position[m] of row[m].
     """
     qkv = linear(x, w, bias, gamma, beta, eps=eps)
-    kv_append(qkv, k, v, row, position)
+    unchecked(kv_append)(qkv, k, v, row, position)
     return qkv[:, : k.shape[-1]]
 
 
@@ -724,7 +728,7 @@ def rope_append(
     n_kv_head = k.shape[-1] // max(1, 2 * frequencies.shape[-1])
     own = frequencies if frequencies.ndim == 1 else frequencies[row][:, None]
     rotated = unchecked(rope_qkv)(qkv, position, own, n_head, n_kv_head, half_split, factor)
-    kv_append(rotated, k, v, row, position)
+    unchecked(kv_append)(rotated, k, v, row, position)
     return rotated[:, : -2 * k.shape[-1]]
 
 
@@ -841,7 +845,7 @@ def _append_rotated(
     heads = qkv.reshape(len(qkv), -1, D)
     heads[:, :rotating] = _rotated(heads[:, :rotating], by[:, None, :, 0], by[:, None, :, 1], True)
     qkv = heads.reshape(len(qkv), -1)
-    kv_append(qkv, k, v, row, position)
+    unchecked(kv_append)(qkv, k, v, row, position)
     return qkv[:, : n_head * D]
 
 

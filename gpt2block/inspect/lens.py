@@ -13,7 +13,7 @@ from gpt2block import notebook, reference
 from gpt2block.architectures import architecture_of
 from gpt2block.passes import final_step
 from gpt2block.run.model import Floats, Ids, TracedEngine
-from gpt2block.run.numpy_machine import apply
+from gpt2block.run.numpy_machine import FUNCTIONS
 from gpt2block.tokenizers.encoding import Encoding, bytes_of_id
 from gpt2block.tokenizers.lookup import ReadLater
 
@@ -141,7 +141,7 @@ def lens_of(engine: TracedEngine, states: Floats, top: int) -> LogitLens:
     found = LogitLens(np.empty(shape, np.int64), np.empty(shape, np.float32))
     for layer, x in enumerate(states):
         inputs = (x, *(weights[name] for name in parameters))
-        normed = apply(norm.op, inputs, **norm.attrs)
+        normed = FUNCTIONS[norm.op](*inputs, **norm.attrs)
         logits, cap = reference.matmul_bias(normed, head), engine.config.scales.cap
         probabilities = reference.softmax(logits if cap is None else reference.cap(logits, cap))
         chosen = np.sort(np.argpartition(probabilities, -top, axis=-1)[:, -top:], axis=-1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from gpt2block.checks import FLOATS, require_host
 from gpt2block.run.block import NOTHING, BlockEngine, BlockSpec, Given, check_array, check_out
-from gpt2block.run.numpy_machine import NumpySteps, apply
+from gpt2block.run.numpy_machine import Functions, NumpySteps
 
 
 class NumpyEngine(NumpySteps, BlockEngine):
@@ -26,6 +26,7 @@ class NumpyEngine(NumpySteps, BlockEngine):
         self.known = weights
         self._computed: np.dtype[Any] = next(iter(weights.values())).dtype
         self._stored: np.dtype[Any] = np.dtype(FLOATS[dtype]) if dtype else self._computed
+        self.functions = _Rounded(self._computed, self._stored)
 
     def forward(self, x: Any, out: Any | None, given: Given = NOTHING) -> NDArray[Any]:
         host = self._accept(x)
@@ -47,16 +48,30 @@ class NumpyEngine(NumpySteps, BlockEngine):
         check_array("x", host, self.spec.width, self._stored.name)
         return np.ascontiguousarray(host)
 
-    def apply(self, op: str, inputs: tuple[Any, ...], **attrs: Any) -> NDArray[Any]:
-        """Compute a step in the weights' dtype; return its result, rounded to the block's dtype.
 
-        Inputs of other dtypes, such as positions, stay as they are.
-        """
-        wide = tuple(
-            array.astype(self._computed)
-            if array is not None and array.dtype == self._stored != self._computed
-            else array
-            for array in inputs
-        )
-        made: NDArray[Any] = apply(op, wide, **attrs)
-        return made.astype(self._stored, copy=False)
+class _Rounded(Functions):
+    """Functions that compute in the weights' dtype, and round results to the block's dtype.
+
+    Inputs of other dtypes, such as positions, stay as they are.
+    """
+
+    def __init__(self, computed: np.dtype[Any], stored: np.dtype[Any]) -> None:
+        super().__init__()
+        self._computed, self._stored = computed, stored
+
+    def __missing__(self, op: str) -> Callable[..., Any]:
+        function = super().__missing__(op)
+        computed, stored = self._computed, self._stored
+
+        def rounded(*inputs: Any, **attrs: Any) -> NDArray[Any]:
+            wide = (
+                array.astype(computed)
+                if array is not None and array.dtype == stored != computed
+                else array
+                for array in inputs
+            )
+            made: NDArray[Any] = function(*wide, **attrs)
+            return made.astype(stored, copy=False)
+
+        self[op] = rounded
+        return rounded

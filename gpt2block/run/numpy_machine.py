@@ -17,39 +17,48 @@ from gpt2block.passes.machine import Machine, Step
 from gpt2block.run.model import StepResult
 from gpt2block.run.timeline import Call, Clock, Timeline
 
-Apply = Callable[..., Any]  # arguments: op, arrays, **attrs; returns the result
 Note = Callable[[Step, tuple[Any, ...], Any, float, float], None]  # the signature of `Clock.note`
 RUNS = 3  # number of runs when one step is timed
 
 
-def apply(op: str, inputs: tuple[Any, ...], **attrs: Any) -> Any:
-    """Call the reference function `op`; skip checks, which take a quarter of a token's time."""
-    return unchecked(getattr(reference, op))(*inputs, **attrs)
+class Functions(dict[str, Callable[..., Any]]):
+    """The functions of operations: those of the reference, except for the given ones.
+
+    They do not check their arguments, which would take a quarter of a token's time.
+    """
+
+    def __missing__(self, op: str) -> Callable[..., Any]:
+        self[op] = function = unchecked(getattr(reference, op))
+        return function
+
+
+FUNCTIONS = Functions()
 
 
 class NumpyMachine(Machine):
     """An executor that computes each step immediately; results are freed after their last use.
 
-    keep: names of results that `kept` holds; None for all. apply: computes a step. note: called
-    after each step with its arrays, its result, and when it began and ended, by perf_counter.
+    keep: names of results that `kept` holds; None for all. functions: compute the steps. note:
+    called after each step with its arrays, its result, and when it began and ended, by
+    perf_counter.
     """
 
     def __init__(
         self,
         tensors: Mapping[str, Any],
         keep: Collection[str] | None = (),
-        apply: Apply = apply,
+        functions: Functions = FUNCTIONS,
         note: Note | None = None,
     ) -> None:
         super().__init__(tensors)
         self.kept: dict[str, Any] = {}
-        self._keep, self._apply, self._note = keep, apply, note
+        self._keep, self._functions, self._note = keep, functions, note
 
     def do(self, step: Step, into: Value = None) -> Any:
         known = self.tensors
         arrays = tuple(known.get(x) if isinstance(x, str) else x for x in step.inputs)
         began = perf_counter()
-        made = self._apply(step.op, arrays, **step.attrs)
+        made = self._functions[step.op](*arrays, **step.attrs)
         if self._note is not None:
             self._note(step, arrays, made, began, perf_counter())
         if self._keep is None or step.name in self._keep:
@@ -64,20 +73,17 @@ class NumpySteps:
     """
 
     known: Mapping[str, NDArray[Any]]
+    functions = FUNCTIONS
     _note: Note | None = None
 
     def describe(self) -> str:
         return f"CPU ({platform.machine()}), NumPy {np.__version__}"
 
-    def apply(self, op: str, inputs: tuple[Any, ...], **attrs: Any) -> Any:
-        """Compute a step with the reference function `op`; return the result."""
-        return apply(op, inputs, **attrs)
-
     def machine(
         self, tensors: Mapping[str, NDArray[Any]], keep: Collection[str] | None = ()
     ) -> NumpyMachine:
         """Return a NumpyMachine for the arrays `known` and `tensors`. keep: see NumpyMachine."""
-        return NumpyMachine({**self.known, **tensors}, keep, self.apply, self._note)
+        return NumpyMachine({**self.known, **tensors}, keep, self.functions, self._note)
 
     def timed(self, call: Call) -> list[Timeline]:
         """Call `call`; return a list with the Timeline of its steps, empty if no step ran."""

@@ -36,7 +36,7 @@ from gpt2block.run.model import (
     describe_cache,
     stored_tensors,
 )
-from gpt2block.run.numpy_machine import NumpyMachine, NumpySteps, apply
+from gpt2block.run.numpy_machine import FUNCTIONS, Functions, NumpyMachine, NumpySteps
 from gpt2block.sampling import Mask, Sampling, choose
 from gpt2block.weights.gguf import GgufMatrix
 from gpt2block.weights.matrix import WeightMatrix
@@ -109,6 +109,7 @@ class NumpyModel(NumpySteps, StoredModel):
         matrices = {name: matrix.operand for name, matrix in self._matrices.items()}
         constants = architecture_of(config).constants(config, self._vectors)
         self.known = {**self._vectors, **matrices, "wte": self._matrices["wte"].table, **constants}
+        self.functions = Functions(kv_append=self._kv_append)
 
     def _vector(self, name: str, array: NDArray[Any]) -> Floats:
         return np.ascontiguousarray(array, dtype=np.float32)
@@ -242,12 +243,9 @@ class NumpyModel(NumpySteps, StoredModel):
         """Return a NumpyDecoding. It never guesses: BLAS results depend on the number of rows."""
         return NumpyDecoding(self, min(slots, SLOTS) if fewer else slots, n_ctx)
 
-    def apply(self, op: str, inputs: tuple[Any, ...], **attrs: Any) -> Any:
-        """Run a step. New K and V are rounded to the cache's dtype, but stored as float32."""
-        if op == "kv_append":
-            qkv, *cache = inputs
-            inputs = (self._rounded(qkv), *cache)
-        return apply(op, inputs, **attrs)
+    def _kv_append(self, qkv: Floats, *cache: Any, **attrs: Any) -> Any:
+        """Append K and V, rounded to the cache's dtype, but stored as float32."""
+        return FUNCTIONS["kv_append"](self._rounded(qkv), *cache, **attrs)
 
     def _rounded(self, qkv: Floats) -> Floats:
         """Return rows [Q | K | V], K and V rounded to the cache's dtype; if not FP8, Q as well."""
