@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from gpt2block import reference
     from gpt2block import run as run
     from gpt2block import weights as weights
-    from gpt2block.block import Block, solve
+    from gpt2block.block import Block, LlamaBlock, solve
     from gpt2block.bulk.predictor import Predictor
     from gpt2block.checkpoints import Checkpoint
     from gpt2block.config import SIZES, GPT2Config
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from gpt2block.generation.scoring import Score, ScoredToken, ScoredTokens
     from gpt2block.inspect.compare import Comparison, Comparisons
     from gpt2block.inspect.lens import LogitLens
-    from gpt2block.llama_block import LlamaBlock
     from gpt2block.mine.kernel_check import check_kernel
     from gpt2block.mine.verdict import Verdict
     from gpt2block.model import GPT2, Llama, Model, from_pretrained
@@ -100,7 +99,7 @@ __all__ = [
 _NAMES = {  # module → names that the package exports from the module
     "parameters.gpt2": "BlockWeights GPT2Weights random_input",
     "parameters.llama": "LlamaBlockWeights LlamaWeights",
-    "block": "Block solve",
+    "block": "Block LlamaBlock solve",
     "bulk.predictor": "Predictor",
     "checkpoints": "Checkpoint",
     "inspect.compare": "Comparison Comparisons",
@@ -109,7 +108,6 @@ _NAMES = {  # module → names that the package exports from the module
     "errors": "CheckpointError DeviceError InputError KernelError UnknownOption",
     "explain": "Page",
     "inspect.lens": "LogitLens",
-    "llama_block": "LlamaBlock",
     "mine.kernel_check": "check_kernel",
     "mine.verdict": "Verdict",
     "model": "GPT2 Llama Model from_pretrained",

@@ -20,8 +20,10 @@ from numpy.typing import NDArray
 from gpt2block.checks import as_float, check_blocks, check_integer, is_plain, normed_together
 from gpt2block.contract import Contract, takes, unchecked
 from gpt2block.errors import InputError, shown
-from gpt2block.fp8 import from_fp8 as from_fp8  # noqa: PLC0414  (part of the reference)
-from gpt2block.fp8 import to_fp8 as to_fp8  # noqa: PLC0414  (part of the reference)
+from gpt2block.number_formats import from_fp8 as from_fp8  # noqa: PLC0414  (a part of this module)
+from gpt2block.number_formats import joined as joined  # noqa: PLC0414
+from gpt2block.number_formats import to_fp8 as to_fp8  # noqa: PLC0414
+from gpt2block.number_formats import two_part as two_part  # noqa: PLC0414
 from gpt2block.sampling import (
     MOST_ALTERNATIVES,
     Sampling,
@@ -42,7 +44,6 @@ Array = NDArray[np.floating[Any]]
 # waking threads on a busy machine may take longer than the product.
 QUERIES = 16
 MATCH = 3  # guess_tokens searches for an earlier occurrence of up to 3 last tokens
-SMALLEST_SCALE = 2.0**-126  # smallest scale in `two_part`; its inverse is also a float32
 
 
 @takes("ids i32 ... T; wte f32 V C; wpe f32 P C -> out f32 ... T C")
@@ -503,48 +504,6 @@ def gemm(
     split_k: whether a kernel may split the sums over K; it has no effect on this reference.
     """
     return linear(a, w, bias, residual=residual, up=up, gelu=gelu)
-
-
-@takes("x float32 ... K -> out two_part ... K")
-def two_part(x: Array) -> tuple[Array, Array]:
-    """Split each row of float32 numbers into two float16 parts: x = (hi + lo 2^-11) scale.
-
-    x (..., K) → parts (2, rows, K), hi = x / scale and lo = (x / scale - hi) 2^11, both rounded to
-    float16; scale (rows,), float32: the power of two, at least 2^-126, for which the row's largest
-    finite magnitude divided by scale is in 2^14 … 2^15. A row of zeros has scale 1. Subnormal
-    numbers count as zero, as on the GPU. lo is 0 if hi is not finite.
-    Source: Ootomo and Yokota, "Recovering single precision accuracy from Tensor Cores while
-    surpassing the FP32 theoretical peak performance" (2022).
-    """
-    rows = x.reshape(-1, x.shape[-1])
-    magnitude = np.abs(rows)
-    rows = np.where(magnitude < np.finfo(np.float32).tiny, np.copysign(0, rows), rows)
-    largest = np.where(np.isfinite(rows), np.abs(rows), 0).max(axis=-1)
-    scale = np.ldexp(np.float32(1), np.frexp(largest)[1] - 15)
-    scale = np.where(largest > 0, np.maximum(scale, SMALLEST_SCALE), 1).astype(np.float32)
-    with np.errstate(invalid="ignore"):
-        scaled = (rows * (1 / scale)[:, None]).astype(np.float32)
-        hi = scaled.astype(np.float16)
-        lo = ((scaled - hi.astype(np.float32)) * 2048).astype(np.float16)
-    return np.stack([hi, np.where(np.isfinite(hi), lo, np.float16(0))]), scale
-
-
-def joined(parts: Array, scale: Array) -> Array:
-    """Invert `two_part`: return the float32 numbers (rows, K) that the parts represent exactly."""
-    for name, array, dtype, ndim in (
-        ("parts", parts, "float16", 3),
-        ("scale", scale, "float32", 1),
-    ):
-        # NumPy and CuPy arrays both have the attributes shape and dtype.
-        shape, found = getattr(array, "shape", ()), getattr(array, "dtype", None)
-        masked = isinstance(array, np.ma.MaskedArray)
-        if masked or found != dtype or len(shape) != ndim:
-            raise InputError(f"{name}: expected {dtype} of {ndim} axes, got {found} {shape}")
-    if parts.shape[:2] != (2, len(scale)):
-        raise InputError(f"parts: expected (2, {len(scale)}, K), as scale has, got {parts.shape}")
-    hi, lo = parts[0].astype("float32"), parts[1].astype("float32")
-    result: Array = (hi + lo * np.float32(2**-11)) * scale[:, None]
-    return result
 
 
 @takes("x mixed N C; indices i32 B -> out out_dtype B C")

@@ -14,8 +14,15 @@ from typing import Any, NamedTuple, TypedDict, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block.checks import check_integer, check_number, real
-from gpt2block.config.options import Range, documented, meaning_of, option
+from gpt2block.checks import (
+    Range,
+    check_integer,
+    check_number,
+    documented,
+    meaning_of,
+    option,
+    real,
+)
 from gpt2block.errors import InputError, shown
 
 DEFAULT_TEMPERATURE = 0.8  # default of `generate` in Python and on the command line

@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from gpt2block import InputError, WeightMatrix, fp8, ops, reference
+from gpt2block import InputError, WeightMatrix, number_formats, ops, reference
 from gpt2block.cuda import cupy as cp
 from gpt2block.cuda import kernels
 from gpt2block.ops.call import Call
@@ -446,7 +446,7 @@ def test_times_a_power_of_two_changes_the_scales_only(where: str) -> None:
 )
 def test_bytes_that_are_no_numbers_are_refused(where: str, dtype: str, byte: int) -> None:
     good = np.arange(6, dtype=np.uint8).reshape(2, 3)
-    good[0] = fp8.FP8_FORMATS[dtype].largest
+    good[0] = number_formats.FP8_FORMATS[dtype].largest
     good[1, 2] = 0x80 | good[0, 0]  # the same number negated
     WeightMatrix(matrix(where, good), dtype)
     good[1, 1] = byte

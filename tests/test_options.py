@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from gpt2block import GPT2, InputError, Sampling
+from gpt2block.checks import document, documented, meaning_of, option, options_of
 from gpt2block.cli.chat import ChatOptions
 from gpt2block.cli.map import GenerateTask
 from gpt2block.cli.model import TextOptions, keyword, with_numbers
-from gpt2block.config.options import document, documented, meaning_of, option, options_of
 from gpt2block.generation.options import KEYWORDS, Options, with_keywords
 from gpt2block.sampling import NUMBERS, SAMPLING_OPTIONS
 

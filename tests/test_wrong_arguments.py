@@ -21,7 +21,7 @@ from gpt2block import (
     Sampling,
     TwoPartMatrix,
     WeightMatrix,
-    fp8,
+    number_formats,
     random_input,
     reference,
 )
@@ -40,7 +40,8 @@ SCALARS: tuple[Any, ...] = (
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     name: function
     for name, function in vars(reference).items()
-    if inspect.isfunction(function) and function.__module__ in (reference.__name__, fp8.__name__)
+    if inspect.isfunction(function)
+    and function.__module__ in (reference.__name__, number_formats.__name__)
     and not name.startswith("_")
 } | {
     "from_packed": BlockWeights.from_packed,

@@ -19,7 +19,7 @@ from typing import Any
 
 import griffe
 
-from gpt2block.config.options import PLACE
+from gpt2block.checks import PLACE
 
 _OTHER = re.compile(r"(?<=\.)\s(?=Raises |Returns )")  # begins text that describes no parameter
 

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from gpt2block.checkpoints import BUNDLED, BUNDLED_NAMES, Checkpoint
 from gpt2block.checkpoints.locating import SMOLLM2
+from gpt2block.checks import meaning_of
 from gpt2block.cli import complete
 from gpt2block.cli.display import progress_bar
 from gpt2block.cli.options import json_object, option, path_option
 from gpt2block.cli.threads import THREADS, slow_steps
 from gpt2block.config.formats import BY_DEFAULT, FormatOptions
-from gpt2block.config.options import meaning_of
 from gpt2block.cuda import first_gpus
 from gpt2block.errors import CheckpointError, InputError, require
 from gpt2block.generation.options import KEYWORDS

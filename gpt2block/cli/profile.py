@@ -35,8 +35,7 @@ from gpt2block.errors import InputError
 from gpt2block.files import check_file, write_file
 
 if TYPE_CHECKING:
-    from gpt2block.block import Block
-    from gpt2block.llama_block import LlamaBlock
+    from gpt2block.block import Block, LlamaBlock
     from gpt2block.model import Model
     from gpt2block.profiling import PassTimes, Profile, TimedOperation
 
@@ -118,10 +117,9 @@ def _model(options: ProfileOptions) -> tuple[Model[Any], str, str]:
 
 def _block(options: ProfileOptions) -> tuple[Block | LlamaBlock, str, str]:
     """Load the first block of the model. Return the block, its name and its dtype."""
-    from gpt2block.block import Block  # noqa: PLC0415
+    from gpt2block.block import Block, LlamaBlock  # noqa: PLC0415
     from gpt2block.config import size  # noqa: PLC0415
     from gpt2block.config.llama import LlamaConfig  # noqa: PLC0415
-    from gpt2block.llama_block import LlamaBlock  # noqa: PLC0415
     from gpt2block.parameters.gpt2 import BlockWeights  # noqa: PLC0415
     from gpt2block.parameters.llama import LlamaBlockWeights  # noqa: PLC0415
 

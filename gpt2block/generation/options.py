@@ -12,10 +12,12 @@ from gpt2block.checks import (
     check_count,
     check_encodable,
     check_flag,
+    document,
+    option,
+    options_of,
     several,
     unknown_option,
 )
-from gpt2block.config.options import document, option, options_of
 from gpt2block.errors import Argument, InputError, shown
 from gpt2block.grammars.grammar import RULES, Grammar, Schema
 from gpt2block.sampling import (

@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gpt2block.bench import ceilings
-from gpt2block.block import Block
+from gpt2block.block import Block, LlamaBlock
 from gpt2block.checks import FLOATS
 from gpt2block.cuda import cupy
 from gpt2block.errors import InputError
-from gpt2block.llama_block import LlamaBlock
 from gpt2block.model import Model
 from gpt2block.parameters.gpt2 import random_input
 from gpt2block.run.cuda_caches import free_bytes

@@ -23,7 +23,7 @@ from pydantic import (
     create_model,
 )
 
-from gpt2block.config.options import meaning_of
+from gpt2block.checks import meaning_of
 from gpt2block.errors import InputError, printable, shown
 from gpt2block.generation.options import KEYWORDS, Options
 from gpt2block.grammars import Grammar

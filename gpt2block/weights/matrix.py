@@ -13,7 +13,7 @@ from gpt2block.cuda import cupy, is_array
 from gpt2block.cuda.arrays import Composite, check
 from gpt2block.cuda.kernels import FP8, STORAGE
 from gpt2block.errors import InputError
-from gpt2block.fp8 import FP8_FORMATS, from_fp8, to_fp8
+from gpt2block.number_formats import FP8_FORMATS, from_fp8, to_fp8
 from gpt2block.weights import conversions
 from gpt2block.weights.conversions import LAYOUTS
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from gpt2block import reference
 from gpt2block.checks import check_integer, check_span, is_plain, real
 from gpt2block.cuda import cupy, is_array
 from gpt2block.cuda.arrays import Composite, check, contiguous
 from gpt2block.errors import InputError, shown
+from gpt2block.number_formats import SMALLEST_SCALE, joined, two_part
 from gpt2block.weights import conversions
 from gpt2block.weights.matrix import check_device, check_kind, kind, on_host
 
@@ -25,7 +25,7 @@ class TwoPartMatrix(Composite):
 
     parts: (2, rows, K), hi and lo in float16. scale: (rows,), float32 powers of two. Both are NumPy
     or CuPy arrays, C-contiguous. shape: (..., K), where the product of the leading axes is rows.
-    `reference.two_part` defines the parts: they keep 22 significant bits of each number, or its
+    `two_part` defines the parts: they keep 22 significant bits of each number, or its
     bits above 2^-50 times the largest number in the row. one_scale: the scale of all rows if it was
     chosen before the numbers were known, as in `empty`; else None.
 
@@ -59,7 +59,7 @@ class TwoPartMatrix(Composite):
         check_device(self.scale, self.parts, "parts")
         if is_array(self.parts):
             return
-        wrong = (np.frexp(self.scale)[0] != 0.5) | (self.scale < reference.SMALLEST_SCALE)
+        wrong = (np.frexp(self.scale)[0] != 0.5) | (self.scale < SMALLEST_SCALE)
         if wrong.any():
             n = int(np.flatnonzero(wrong)[0])
             raise InputError(
@@ -85,7 +85,7 @@ class TwoPartMatrix(Composite):
         if x.dtype != np.float32:
             raise InputError(f"x: expected float32, got {x.dtype}: use .astype('float32')")
         _rows("x", x.shape)
-        return cls(*reference.two_part(x), x.shape)
+        return cls(*two_part(x), x.shape)
 
     @classmethod
     def empty(
@@ -129,7 +129,7 @@ class TwoPartMatrix(Composite):
 
     def joined(self) -> Any:
         """Return the numbers as a float32 array (..., K), NumPy or CuPy."""
-        return reference.joined(self.parts, self.scale).reshape(self.shape)
+        return joined(self.parts, self.scale).reshape(self.shape)
 
     def get(self) -> np.ndarray[Any, np.dtype[np.float32]]:
         """Return the numbers as a NumPy array."""
@@ -145,7 +145,7 @@ def scale_for(bound: float) -> float:
         raise InputError(f"bound: expected a magnitude from 0 to 2^127, got {shown(bound)}")
     mantissa, exponent = math.frexp(bound)
     whole = exponent - (mantissa == 0.5)  # frexp returns 2^n as 0.5 · 2^(n + 1)
-    return max(2.0 ** (whole - 15), reference.SMALLEST_SCALE) if bound else 1.0
+    return max(2.0 ** (whole - 15), SMALLEST_SCALE) if bound else 1.0
 
 
 def _rows(name: str, shape: tuple[int, ...]) -> tuple[int, int]:

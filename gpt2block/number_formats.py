@@ -1,4 +1,4 @@
-"""FP8 numbers in NumPy: formats and conversions, as a part of the module `reference`."""
+"""FP8 numbers and two float16 parts in NumPy: conversions, as a part of the module `reference`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from gpt2block.contract import takes
 from gpt2block.errors import InputError
 
 Array = NDArray[np.floating[Any]]
+
+SMALLEST_SCALE = 2.0**-126  # smallest scale in `two_part`; its inverse is also a float32
 
 
 class _Fp8(NamedTuple):
@@ -99,3 +101,45 @@ def _fp8_magnitudes(format: str) -> NDArray[np.float32]:
     else:
         values[fp8.nan] = np.nan
     return values
+
+
+@takes("x float32 ... K -> out two_part ... K")
+def two_part(x: Array) -> tuple[Array, Array]:
+    """Split each row of float32 numbers into two float16 parts: x = (hi + lo 2^-11) scale.
+
+    x (..., K) → parts (2, rows, K), hi = x / scale and lo = (x / scale - hi) 2^11, both rounded to
+    float16; scale (rows,), float32: the power of two, at least 2^-126, for which the row's largest
+    finite magnitude divided by scale is in 2^14 … 2^15. A row of zeros has scale 1. Subnormal
+    numbers count as zero, as on the GPU. lo is 0 if hi is not finite.
+    Source: Ootomo and Yokota, "Recovering single precision accuracy from Tensor Cores while
+    surpassing the FP32 theoretical peak performance" (2022).
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    magnitude = np.abs(rows)
+    rows = np.where(magnitude < np.finfo(np.float32).tiny, np.copysign(0, rows), rows)
+    largest = np.where(np.isfinite(rows), np.abs(rows), 0).max(axis=-1)
+    scale = np.ldexp(np.float32(1), np.frexp(largest)[1] - 15)
+    scale = np.where(largest > 0, np.maximum(scale, SMALLEST_SCALE), 1).astype(np.float32)
+    with np.errstate(invalid="ignore"):
+        scaled = (rows * (1 / scale)[:, None]).astype(np.float32)
+        hi = scaled.astype(np.float16)
+        lo = ((scaled - hi.astype(np.float32)) * 2048).astype(np.float16)
+    return np.stack([hi, np.where(np.isfinite(hi), lo, np.float16(0))]), scale
+
+
+def joined(parts: Array, scale: Array) -> Array:
+    """Invert `two_part`: return the float32 numbers (rows, K) that the parts represent exactly."""
+    for name, array, dtype, ndim in (
+        ("parts", parts, "float16", 3),
+        ("scale", scale, "float32", 1),
+    ):
+        # NumPy and CuPy arrays both have the attributes shape and dtype.
+        shape, found = getattr(array, "shape", ()), getattr(array, "dtype", None)
+        masked = isinstance(array, np.ma.MaskedArray)
+        if masked or found != dtype or len(shape) != ndim:
+            raise InputError(f"{name}: expected {dtype} of {ndim} axes, got {found} {shape}")
+    if parts.shape[:2] != (2, len(scale)):
+        raise InputError(f"parts: expected (2, {len(scale)}, K), as scale has, got {parts.shape}")
+    hi, lo = parts[0].astype("float32"), parts[1].astype("float32")
+    result: Array = (hi + lo * np.float32(2**-11)) * scale[:, None]
+    return result
