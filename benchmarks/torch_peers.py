@@ -22,12 +22,12 @@ from benchmarks import token_peers, torch_functions
 from benchmarks.torch_functions import Function, Tensor, tensor
 from gpt2block import bench
 from gpt2block.bench.ceilings import TF32
-from gpt2block.bench.measure import Host
 from gpt2block.bench.race import Capture, Captured, Contender, first_and_last
 from gpt2block.bench.works import Sets, Work
 from gpt2block.cli.bench import print_report
 from gpt2block.cli.display import console, print_json, tracked
 from gpt2block.cuda import cupy
+from gpt2block.ops.workload import Host
 from gpt2block.weights.matrix import WeightMatrix
 
 SEARCH_S = 120.0

@@ -32,7 +32,7 @@ def row(
 
 def without_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `bench.run` take fixed ceilings and versions instead of measuring them."""
-    monkeypatch.setattr("gpt2block.bench.measure.gpu_index", lambda device: 0)
+    monkeypatch.setattr(reports, "gpu_index", lambda device: 0)
     monkeypatch.setattr(reports, "measured", lambda: BEST)
     monkeypatch.setattr(reports, "_versions", lambda index: {"GPU": "none"})
 

@@ -17,15 +17,16 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from gpt2block import Block, InputError, bench, doctor
-from gpt2block.bench import Ceilings, Report, Work, chosen_works, measure, works
+from gpt2block.bench import Ceilings, Report, Work, chosen_works, race, works
 from gpt2block.bench import report as reports
-from gpt2block.bench.measure import copies_for, errors, tolerance
 from gpt2block.bench.plots import ceiling, draw, draw_decoding, fastest, spread
-from gpt2block.bench.race import Captured, Contender, rounds_for
+from gpt2block.bench.race import Captured, Contender, copies_for, rounds_for
 from gpt2block.bench.works import PRODUCTS, ROWS, attention, block, gemm
 from gpt2block.cli.bench import print_report
 from gpt2block.cuda import timing
 from gpt2block.errors import KernelError
+from gpt2block.ops import workload
+from gpt2block.ops.workload import errors, tolerance
 from tests.benches import BEST, NO_GPU, drawn, row
 from tests.command_line import gpt2block
 
@@ -176,7 +177,7 @@ def run_race(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     def poison(out: NDArray[Any]) -> None:
         out[...] = nan
 
-    monkeypatch.setattr(measure, "poison", poison)
+    monkeypatch.setattr(workload, "poison", poison)
 
     def run(*racers: Racer, ms: Mapping[str, float] | None = None) -> Any:
         turns: list[list[str]] = []
@@ -250,7 +251,7 @@ def test_who_cannot_run_is_told_with_the_reason(run_race: Callable[..., Any]) ->
 def test_how_many_copies_and_rounds() -> None:
     assert copies_for(traffic=10, cache=100) == 40
     assert copies_for(traffic=1000, cache=100) == 1
-    assert copies_for(traffic=1, cache=100) == measure.MOST_SETS
+    assert copies_for(traffic=1, cache=100) == race.MOST_SETS
     for once_ms, copies, rounds in ((0.5, 10, 6), (10.0, 10, 1), (0.0, 10, 200), (0.0, 10_000, 1)):
         assert rounds_for(once_ms, copies) == rounds
 

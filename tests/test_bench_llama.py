@@ -14,7 +14,6 @@ from rich.console import Console
 from gpt2block import InputError, LlamaConfig, bench, emulator
 from gpt2block.bench import Report, Work, models, stages, tasks, token_works
 from gpt2block.bench import report as reports
-from gpt2block.bench.measure import tolerance
 from gpt2block.bench.models import SHAPES, RandomLlama
 from gpt2block.bench.race import Captured, Contender
 from gpt2block.bench.random_weights import gguf_types, random_tensors
@@ -27,6 +26,7 @@ from gpt2block.config import model_shapes
 from gpt2block.config.formats import USUAL, Formats
 from gpt2block.cuda import cupy
 from gpt2block.model import Model
+from gpt2block.ops.workload import tolerance
 from gpt2block.passes.forward import Product
 from gpt2block.run.model import weight_bytes
 from gpt2block.run.numpy_model import NumpyModel

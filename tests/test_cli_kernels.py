@@ -76,7 +76,7 @@ def test_what_the_emulator_cannot_run_is_one_line(monkeypatch: pytest.MonkeyPatc
 @on_emulator
 @pytest.mark.usefixtures("no_gpu")
 def test_a_wrong_variant_on_the_emulator(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpt2block.bench.measure.tolerance", lambda dtype: 0.0)
+    monkeypatch.setattr("gpt2block.ops.workload.tolerance", lambda dtype: 0.0)
     ended = kernels("softmax", "--variant", "three_pass", "--shape", "T=5")
     assert ended.code == 1
     assert "WRONG" in ended.out

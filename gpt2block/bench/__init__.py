@@ -36,7 +36,7 @@ _NAMES = {
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 
-if not TYPE_CHECKING:  # lazy: checks of a kernel import `measure`, but no models
+if not TYPE_CHECKING:  # lazy: variants of an operation need no blocks or models
 
     def __getattr__(name: str) -> Any:
         if name not in _MODULE_OF:

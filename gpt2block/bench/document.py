@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from gpt2block.bench.measure import gpu_index
+from gpt2block.bench.race import gpu_index
 from gpt2block.block import Block
 from gpt2block.cuda import cupy
 from gpt2block.cuda.timing import call_times

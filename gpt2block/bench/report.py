@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from gpt2block.bench import measure
 from gpt2block.bench.ceilings import TF32, Ceilings, measured
-from gpt2block.bench.race import Contender, Timed, first_line, race
+from gpt2block.bench.race import Contender, Timed, first_line, gpu_index, race
 from gpt2block.bench.works import Sets, Work
 from gpt2block.cuda import cupy
+from gpt2block.ops import workload
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def run(
 
     peers: returns contenders of other libraries for a work and copies of its inputs.
     """
-    index = measure.gpu_index(device)
+    index = gpu_index(device)
     rows: list[BenchRow] = []
     skipped: list[str] = []
     with cupy.cuda.Device(index):
@@ -138,7 +138,7 @@ def row_of(work: Work, timed: Timed, copies: int, best: Ceilings) -> BenchRow:
 def tolerance(work: Work, arithmetic: str) -> float:
     """Return the largest relative error that rounding can cause in a benchmark's outputs."""
     dtype = "float16" if arithmetic == TF32 else arithmetic  # TF32 is as precise as float16
-    return work.roundings * measure.tolerance(work.rounding or dtype)
+    return work.roundings * workload.tolerance(work.rounding or dtype)
 
 
 def with_peers(rows: list[BenchRow]) -> list[BenchRow]:

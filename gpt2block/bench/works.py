@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 
 from gpt2block import reference
 from gpt2block.architectures.architecture import Value
-from gpt2block.bench import measure
-from gpt2block.bench.measure import Host, matrix, widened
 from gpt2block.bench.race import (
     REFUSALS,
     Capture,
@@ -29,12 +27,15 @@ from gpt2block.bench.race import (
     bind_copies,
     capture_bound,
     refuse,
+    rotated,
 )
 from gpt2block.block import Block
 from gpt2block.checks import check_choice
 from gpt2block.cuda import cupy, timing
 from gpt2block.errors import InputError, KernelError
+from gpt2block.ops import workload
 from gpt2block.ops.registry import OPERATIONS
+from gpt2block.ops.workload import Host, matrix, widened
 from gpt2block.parameters.gpt2 import BlockWeights
 from gpt2block.passes.machine import Machine, Step
 from gpt2block.run.block import BlockSpec
@@ -53,7 +54,7 @@ STEPS_OF_A_BLOCK = 7  # steps of a block whose results are rounded to the block'
 OLDER = "mma"  # variant for GPUs before Hopper; it also runs on Hopper
 
 Sets = Sequence[Host]  # copies of the inputs in device memory
-Errors = tuple[float, float]  # absolute and relative, as `measure.errors` returns them
+Errors = tuple[float, float]  # absolute and relative, as `workload.errors` returns them
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class Work:
     def sets(self) -> Sets:
         """Return copies of the inputs in device memory, which successive calls use in turn."""
         inputs = self.inputs()
-        return measure.rotated(inputs, self.traffic) if inputs else [inputs]
+        return rotated(inputs, self.traffic) if inputs else [inputs]
 
     def check(self, replay: Replay, outs: tuple[Any, ...]) -> Errors:
         """Replay a graph, and return the (absolute, relative) error of its least accurate output.
@@ -107,7 +108,7 @@ class Work:
         """
         for out in outs:
             if not callable(out):
-                measure.poison(out)
+                workload.poison(out)
         replay()
         found = [self._errors(out() if callable(out) else out) for out in outs]
         return max(found, key=lambda errors: errors[1] if isfinite(errors[1]) else inf)
@@ -115,7 +116,7 @@ class Work:
     def _errors(self, out: Any) -> Errors:
         if isinstance(out, GeneratedSequences):
             return out.errors(self.truth)
-        return measure.errors(out, self.truth())
+        return workload.errors(out, self.truth())
 
     def times(self, replays: Mapping[str, Replay]) -> dict[str, float]:
         """Return {name: median ms of a replay}; the replays are interleaved."""

@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from gpt2block import bench
-from gpt2block.bench import BenchRow, Report, measure, tasks
+from gpt2block.bench import BenchRow, Report, tasks
 from gpt2block.bench.ceilings import TF32
-from gpt2block.bench.measure import CACHES, MOST_SETS
 from gpt2block.bench.plots import check_file, draw, draw_decoding
+from gpt2block.bench.race import CACHES, MOST_SETS, gpu_index
 from gpt2block.bench.token_works import SAMPLED
 from gpt2block.cli.display import console, new_table, print_json, print_table, shown, tracked
 from gpt2block.cuda.timing import REPLAYS
@@ -44,7 +44,7 @@ def race(
 ) -> bool:
     """Time kernels or models. Return False if a result is wrong."""
     if plot is not None:
-        check_all(partial(check_file, plot), later=partial(measure.gpu_index, device))
+        check_all(partial(check_file, plot), later=partial(gpu_index, device))
     report = bench.run(works, device, lambda each: tracked(each, "bench"))
     if as_json:
         print_json(report.as_dict())

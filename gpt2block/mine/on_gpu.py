@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from gpt2block.bench import Ceilings, Measurement, ceilings, measure, measure_variants
+from gpt2block.bench import Ceilings, Measurement, ceilings, measure_variants
 from gpt2block.bench.variants import CEILINGS
 from gpt2block.cuda import cupy, kernels
 from gpt2block.errors import DeviceError, InputError, KernelError, NotJudged
@@ -19,6 +19,7 @@ from gpt2block.mine.child import ProcessExited, Send, Stage, supervised
 from gpt2block.mine.comparison import Checked
 from gpt2block.mine.finding import Finding, of_compiler
 from gpt2block.mine.kernel import MINE, Kernel, described
+from gpt2block.ops import workload
 from gpt2block.ops.operation import Sizes
 from gpt2block.ptx import nvrtc
 
@@ -107,7 +108,7 @@ def _compiled(send: Send, job: ChildJob) -> bool:
     )
     if isinstance(made, nvrtc.Refused) and made.reason:
         raise NotJudged(f"{job.kernel.source.file}: not judged: {made.reason}")
-    arrays = tuple(map(measure.uploaded, case.inputs))
+    arrays = tuple(map(workload.uploaded, case.inputs))
     try:
         for launch in job.kernel.bind(arrays, **case.attrs).launches:
             launch.function.found  # noqa: B018  (waits for the compiler)

@@ -1,43 +1,28 @@
-"""Helpers of all benchmarks: create inputs, exact results and copies on the GPU; compute errors."""
+"""Workloads of operations: random inputs, results in float64, and errors of kernels.
+
+Benchmarks, checks of users' kernels and tests run an operation on these inputs.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from math import ceil, nan
+from math import nan
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block import doctor, reference
+from gpt2block import reference
 from gpt2block.checks import meant
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import mapped
 from gpt2block.cuda.kernels import FP8
 from gpt2block.errors import Argument, InputError
-from gpt2block.ops.registry import Operation, Variant
+from gpt2block.ops.operation import Operation, Variant
 from gpt2block.weights.matrix import WeightMatrix
-
-CACHES = 4  # a round over all copies of the inputs moves this many times the size of the L2 cache
-MOST_SETS = 256  # maximum number of copies of the inputs
 
 Host = Mapping[str, Any]  # name of an input → array or WeightMatrix
 Truth = NDArray[Any]  # exact results: float64, or integers
-
-
-def gpu_index(device: str | None) -> int:
-    """Return the GPU's index. Raises InputError for device "cpu", DeviceError if no GPU exists."""
-    if device == "cpu":
-        raise InputError(
-            "--device cpu: bench measures the speed of a GPU: use `gpt2block kernels OPERATION "
-            "--device cpu` to run kernels in the emulator, which measures no speed"
-        )
-    doctor.require_cuda("the bench")
-    from gpt2block.block import resolve_device  # noqa: PLC0415  (slow to import)
-
-    index = resolve_device(device)
-    assert index is not None  # only the device "cpu" has no index
-    return index
 
 
 def inputs_and_truth(
@@ -125,25 +110,6 @@ def options_for(operation: Operation, variant: Variant, block: int | None = None
 def uploaded(value: Any) -> Any:
     """Copy an array, or the arrays of a WeightMatrix, to device memory."""
     return mapped(cupy.asarray, value)
-
-
-def rotated(host: Host, traffic: int) -> list[dict[str, Any]]:
-    """Return copies of the inputs in device memory that together exceed the L2 cache.
-
-    A round over the copies moves CACHES times the size of the L2 cache; there are at most MOST_SETS
-    copies. traffic: bytes that a call with one copy moves.
-    """
-    count = copies_for(traffic, cupy.cuda.Device().attributes["L2CacheSize"])
-    first = {name: uploaded(value) for name, value in host.items()}
-    copies = [
-        {name: mapped(lambda array: array.copy(), value) for name, value in first.items()}
-        for _ in range(count - 1)
-    ]
-    return [first, *copies]
-
-
-def copies_for(traffic: int, cache: int) -> int:
-    return min(MOST_SETS, max(1, ceil(CACHES * cache / traffic)))
 
 
 def poison(out: Any, inputs: Iterable[Any] = ()) -> None:
