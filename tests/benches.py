@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
-
-import pytest
 
 from gpt2block.bench import BenchRow, Ceilings, Work
 from gpt2block.bench import report as reports
@@ -21,36 +17,9 @@ def row(
     work: Work,
     contender: str,
     us: float = 2.0,
-    peer: bool = False,
     error: float = 0.0,
     **changes: Any,
 ) -> BenchRow:
     """Return a row of a report. changes: fields to replace."""
-    each = Contender(contender, peer, lambda rounds: Captured(lambda: None, ()), work.dtype)
+    each = Contender(contender, lambda rounds: Captured(lambda: None, ()), work.dtype)
     return replace(reports.row_of(work, Timed(each, us, (error, error)), 3, BEST), **changes)
-
-
-def without_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `bench.run` take fixed ceilings and versions instead of measuring them."""
-    monkeypatch.setattr(reports, "gpu_index", lambda device: 0)
-    monkeypatch.setattr(reports, "measured", lambda: BEST)
-    monkeypatch.setattr(reports, "_versions", lambda index: {"GPU": "none"})
-
-
-def drawn(draw: Callable[..., None], file: Path, *arguments: Any) -> Any:
-    """Call `draw(*arguments, file)`; return the figure that it has written."""
-    pytest.importorskip("matplotlib", reason="drawing needs matplotlib")
-    from matplotlib.figure import Figure  # noqa: PLC0415
-
-    figures: list[Any] = []
-    honest = Figure.savefig
-
-    def savefig(figure: Any, *others: Any, **options: Any) -> None:
-        figures.append(figure)
-        honest(figure, *others, **options)
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Figure, "savefig", savefig)
-        draw(*arguments, file)
-    assert file.read_bytes().startswith(b"\x89PNG")
-    return figures[0]

@@ -1,4 +1,4 @@
-"""The bench: the meaning of its figures, wrong results, the printed tables and the plots."""
+"""The bench: the meaning of its figures, wrong results, the printed tables, and labels of plots."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from gpt2block import Block, InputError, bench, doctor
-from gpt2block.bench import Ceilings, Report, Work, chosen_works, race, works
+from gpt2block.bench import Report, Work, chosen_works, race, works
 from gpt2block.bench import report as reports
-from gpt2block.bench.plots import ceiling, draw, draw_decoding, fastest, spread
 from gpt2block.bench.race import Captured, Contender, copies_for, rounds_for
 from gpt2block.bench.works import PRODUCTS, ROWS, attention, block, gemm
 from gpt2block.cli.bench import print_report
+from gpt2block.cli.plots import spread
 from gpt2block.cuda import timing
 from gpt2block.errors import KernelError
 from gpt2block.ops import workload
 from gpt2block.ops.workload import errors, tolerance
-from tests.benches import BEST, NO_GPU, drawn, row
+from tests.benches import BEST, NO_GPU, row
 from tests.command_line import gpt2block
 
 
@@ -147,8 +147,8 @@ def test_tf32_is_right_as_far_as_it_is() -> None:
 class Racer:
     """A contender on the host whose result has an error of `off`."""
 
-    def __init__(self, name: str, peer: bool = False, off: float = 0.0, **options: Any) -> None:
-        self.name, self.peer, self.off = name, peer, off
+    def __init__(self, name: str, off: float = 0.0, **options: Any) -> None:
+        self.name, self.off = name, off
         self.error: Exception | None = options.get("error")
         self.lazy = options.get("lazy", False)
         self.rounds: list[int] = []
@@ -191,20 +191,18 @@ def run_race(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
             return {name: (ms or {}).get(name, 3.0) for name in replays}
 
         monkeypatch.setattr(timing, "interleaved_ms", interleaved_ms)
-        entrants = [
-            Contender(r.name, r.peer, r.capture, "bfloat16", lambda: "as it is") for r in racers
-        ]
+        entrants = [Contender(r.name, r.capture, "bfloat16") for r in racers]
         return *reports.rows_of(O, entrants, 10, BEST), turns
 
     return run
 
 
 def test_what_a_row_says(run_race: Callable[..., Any]) -> None:
-    ours, theirs = Racer("hopper"), Racer("torch", peer=True)
-    rows, skipped, turns = run_race(ours, theirs, ms={"hopper": 1.0, "torch": 1.5})
+    new, old = Racer("hopper"), Racer("mma")
+    rows, skipped, turns = run_race(new, old, ms={"hopper": 1.0, "mma": 1.5})
     assert skipped == []
-    assert turns == [["hopper", "torch"]]
-    assert ours.rounds == theirs.rounds == [1, 5]  # a round takes 0.7 ms, 3 ms are wanted
+    assert turns == [["hopper", "mma"]]
+    assert new.rounds == old.rounds == [1, 5]  # a round takes 0.7 ms, 3 ms are wanted
     first, second = rows
     assert first.us == pytest.approx(20.0)  # 1 ms for ten copies and five rounds
     assert first.tflop_s == pytest.approx(O.flops / 20e-6 / 1e12)
@@ -212,36 +210,31 @@ def test_what_a_row_says(run_race: Callable[..., Any]) -> None:
     assert first.percent_matmul == pytest.approx(100 * first.tflop_s / 800)
     assert first.percent_copy == pytest.approx(100 * first.gb_s / 4000)
     assert first.intensity == pytest.approx(first.tflop_s * 1e3 / first.gb_s)
-    assert first.peers == {"torch": pytest.approx(1.5)}
     assert first.right
     assert second.right
-    assert second.peers == {}
+    assert second.us == pytest.approx(30.0)
     assert first.sizes == {"M": 600, "N": 768, "K": 768}
-    assert (first.note, first.copies, first.arithmetic) == ("as it is", 10, "bfloat16")
+    assert (first.copies, first.arithmetic) == (10, "bfloat16")
 
 
 def test_a_wrong_result_counts_for_nothing(run_race: Callable[..., Any]) -> None:
-    peers = Racer("p", peer=True, off=1.0), Racer("q", peer=True)
     others = Racer("c", off=nan), Racer("d", lazy=True)
-    rows, _, _ = run_race(Racer("a", off=1.0), Racer("b"), *peers, *others)
-    assert [row.right for row in rows] == [False, True, False, True, False, False]
-    assert [row.peers for row in rows[:2]] == [{}, {"q": 1.0}]
-    assert isnan(rows[5].max_rel)  # an output that is not written is NaN
+    rows, _, _ = run_race(Racer("a", off=1.0), Racer("b"), *others)
+    assert [row.right for row in rows] == [False, True, False, False]
+    assert isnan(rows[3].max_rel)  # an output that is not written is NaN
     assert not Report({}, BEST, rows, []).right
-    assert Report({}, BEST, rows[1:4], []).right  # a wrong peer does not make the report wrong
+    assert Report({}, BEST, rows[1:2], []).right
 
 
 def test_who_cannot_run_is_told_with_the_reason(run_race: Callable[..., Any]) -> None:
-    refusals = InputError("takes float32"), KernelError("needs Hopper"), MemoryError("none left")
+    refusals = InputError("takes float32"), KernelError("needs Hopper\nx"), MemoryError("none left")
     racers = [Racer(f"r{i}", error=error) for i, error in enumerate(refusals)]
-    peer = Racer("torch", peer=True, error=AttributeError("no such backend\nmore of it"))
-    rows, skipped, _ = run_race(*racers, peer, Racer("ours"))
+    rows, skipped, _ = run_race(*racers, Racer("ours"))
     assert [row.contender for row in rows] == ["ours"]
     assert skipped == [
         "gemm bfloat16: r0: takes float32",
         "gemm bfloat16: r1: needs Hopper",
         "gemm bfloat16: r2: none left",
-        "gemm bfloat16: torch: no such backend",
     ]
     assert run_race(*racers[:1])[:2] == ([], skipped[:1])
     with pytest.raises(RuntimeError, match="illegal memory access"):  # a GPU error is no refusal
@@ -298,7 +291,6 @@ def test_the_default_variant_comes_first(monkeypatch: pytest.MonkeyPatch) -> Non
     sets = [{"a": f"a{i}", "w": "w", "bias": "b"} for i in range(3)]
     found = list(product(gelu=True).ours(sets, 0))
     assert [each.name for each in found] == ["hopper", "mma", "old"]
-    assert not any(each.peer for each in found)
     first, second = found[0].capture(2), found[1].capture(1)
     assert [len(launches) for launches in captured] == [6, 3]
     assert [out for _, out, *_ in bound[1:4]] == [None] * 3
@@ -315,15 +307,13 @@ def test_the_default_variant_comes_first(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.fixture
 def report() -> Report:
     rows = [
-        row(O, "hopper", error=1e-3, peers={"torch": 1.25}),
+        row(O, "hopper", error=1e-3),
         row(O, "mma", 3.0),
-        row(O, "torch", 2.5, True),
     ]
     for work in chosen_works("block", "float32", "1x"):
         rows.append(row(work, "fused", 20.0))
-        rows.append(row(work, "torch", 50.0, True))
-        rows.append(row(work, "torch, TF32", 30.0, True, arithmetic="tf32", note="as it is"))
-    return Report({"GPU": "a GPU", "torch": "2.11"}, BEST, rows, ["gemm bfloat16: old: takes [x]"])
+        rows.append(row(work, "skeleton", 50.0))
+    return Report({"GPU": "a GPU", "CuPy": "14.2"}, BEST, rows, ["gemm bfloat16: old: takes [x]"])
 
 
 def shown(report: Report) -> str:
@@ -335,7 +325,7 @@ def shown(report: Report) -> str:
 
 def test_the_table(report: Report) -> None:
     text = shown(report)
-    assert "GPU a GPU, torch 2.11" in text
+    assert "GPU a GPU, CuPy 14.2" in text
     assert "float32 50, tf32 400, float16 700, bfloat16 800 TFLOP/s" in text
     assert "Products with bias" in text
     assert "Attention" not in text
@@ -344,10 +334,9 @@ def test_the_table(report: Report) -> None:
     assert first[2:5] == ["bfloat16", "hopper", "2.00"]
     assert first[-3:] == ["1.00", "1.0e-03", "ok"]
     assert next(line for line in lines if line[:1] == ["mma"])[-3] == "1.50"
-    assert next(line for line in lines if line[:2] == ["torch", "2.50"])[-3] == "1.25"
-    assert "torch, TF32: as it is: float32 1x128 full, float32 1x1024 full" in text
+    assert next(line for line in lines if line[:2] == ["skeleton", "50.00"])[-3] == "2.50"
     assert "not run: gemm bfloat16: old: takes [x]" in text
-    wrong = shown(replace(report, rows=[row(O, "hopper", error=1.0), row(O, "torch", 2.5, True)]))
+    wrong = shown(replace(report, rows=[row(O, "hopper", error=1.0), row(O, "mma", 2.5)]))
     assert wrong.count("WRONG") == 1
     assert " 1.00 " not in wrong  # no ratio to a wrong result
 
@@ -371,21 +360,10 @@ def test_json_has_everything(measured: list[list[Work]], report: Report) -> None
     found = ended.json
     assert list(found) == ["versions", "ceilings", "rows", "skipped"]
     assert found["ceilings"] == {"copy_gb_s": 4000.0, "tflop_s": dict(BEST.tflop_s)}
-    assert [entry["contender"] for entry in found["rows"]][:3] == ["hopper", "mma", "torch"]
+    assert [entry["contender"] for entry in found["rows"]][:3] == ["hopper", "mma", "fused"]
     assert found["rows"][0]["max_rel"] is None
-    assert found["rows"][0]["peers"] == {"torch": 1.25}
     assert found["rows"][1]["sizes"] == {"M": 600, "N": 768, "K": 768}
     assert [work.name for work in measured[0]] == ["4x4096 full", "4x4096 causal"]
-
-
-def test_the_command_draws(measured: list[list[Work]], tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="drawing needs matplotlib")
-    file = tmp_path / "roofline.png"
-    ended = gpt2block("bench", "--plot", file)
-    assert ended.code == 0
-    assert len(measured[0]) == 42
-    assert file.read_bytes().startswith(b"\x89PNG")
-    assert "x ours" in ended.out
 
 
 ROWS_WANTED = "--rows: expected numbers from 1 to 4,096 such as 1,8,64"
@@ -397,25 +375,15 @@ ROWS_WANTED = "--rows: expected numbers from 1 to 4,096 such as 1,8,64"
         ("--what mlp", "--what: expected one of block, gemm, attention, all, got 'mlp'"),
         ("--dtype int8", "--dtype: expected one of bfloat16, float16, float32, got 'int8'"),
         ("--only 9x9", "--only '9x9': no name contains it"),
-        ("--plot no/such/place.png", "there is no directory no/such"),
-        ("--decode --what all", "--what chooses kernels, --decode times whole models"),
-        ("--decode --only 8x", "--only chooses kernels, --decode times whole models"),
+        ("--decode --what all", "--what chooses kernels, --decode times a whole model"),
+        ("--decode --only 8x", "--only chooses kernels, --decode times a whole model"),
         ("--decode --rows 8;9", ROWS_WANTED),
         ("--decode --dtype int8", "--dtype: expected one of float32, "),
         ("--decode --size gpt3", "unknown --size 'gpt3': expected one of gpt2, "),
-        ("--decode --plot no/such/place.png", "there is no directory no/such"),
-        ("--decode --llama", "--decode times GPT-2, --llama a Llama: leave out one"),
-        ("--llama --what all", "--what chooses kernels, --llama times whole models"),
-        ("--llama --plot x.png", "--plot: expected --decode or kernels with it"),
-        (
-            "--llama --size 13b",
-            "--size: expected one of 7b, 1b, qwen3-0.6b, qwen3-4b, smollm2-135m",
-        ),
-        ("--llama --rows x", ROWS_WANTED),
-        ("--llama --dtype int8", "--dtype: expected one of float32, "),
-        ("--rows 8", "--rows is an option of --decode and --llama: add one"),
-        ("--size gpt2", "--size is an option of --decode and --llama: add one"),
-        ("--kv-dtype float8_e5m2", "--kv-dtype is an option of --decode and --llama: add one"),
+        ("--llama", "type python -m benchmarks.models llama in the repository"),
+        ("--rows 8", "--rows is an option of --decode: add --decode"),
+        ("--size gpt2", "--size is an option of --decode: add --decode"),
+        ("--kv-dtype float8_e5m2", "--kv-dtype is an option of --decode: add --decode"),
         ("--what block", f"the bench cannot be used: {NO_GPU}"),
         ("--decode --rows 1", f"the bench cannot be used: {NO_GPU}"),
     ],
@@ -423,28 +391,11 @@ ROWS_WANTED = "--rows: expected numbers from 1 to 4,096 such as 1,8,64"
 def test_what_cannot_be_timed_is_one_line(
     arguments: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if "place.png" in arguments:
-        pytest.importorskip("matplotlib", reason="without it --plot says that first")
     monkeypatch.setattr(doctor, "cuda_problem", lambda: NO_GPU)
     assert message in gpt2block("bench", *arguments.split()).error
 
 
-# The plot
-
-
-def test_the_fastest_right_result_is_drawn() -> None:
-    rows = [
-        row(O, "old", 3.0),
-        row(O, "hopper", 2.0),
-        row(O, "mma", 1.0, error=1.0),
-        row(O, "torch", 1.5, True),
-    ]
-    assert fastest(rows, "gemm") == [rows[1]]
-    assert fastest(rows, "block") == fastest(rows[2:], "gemm") == []
-    one = replace(rows[0], intensity=1.0)
-    assert ceiling(one, BEST) == pytest.approx(4.0)  # a copy of 4 TB/s, one operation per byte
-    assert ceiling(replace(one, intensity=1e6), BEST) == BEST.tflop_s["bfloat16"]
-    assert ceiling(one, Ceilings(4000.0, {"bfloat16": nan})) == pytest.approx(4.0)
+# Labels of plots
 
 
 def test_labels_stand_apart() -> None:
@@ -460,31 +411,6 @@ def test_labels_stand_apart() -> None:
     assert min(crowded) >= -1e-9
     assert max(crowded) <= 1 + 1e-9
     assert len(set(crowded)) == 101
-
-
-def test_the_picture_is_of_the_given_rows(report: Report, tmp_path: Path) -> None:
-    figure = drawn(draw, tmp_path / "roofline.png", report)
-    blocks, products = figure.axes
-    assert blocks.get_title(loc="left").startswith("Blocks")
-    assert products.get_title(loc="left").startswith("Products")
-    own = [each for each in report.rows if each.contender == "fused"]
-    assert [text.get_text() for text in blocks.texts] == [f"{each.tflop_s:.3g}" for each in own]
-    assert [label.get_text() for label in products.get_yticklabels()] == ["o M=600"]
-    rates = {
-        float(line.get_xdata()[0])
-        for line in products.lines
-        if line.get_marker() == "o" and line.get_ydata()[0] == 0
-    }
-    assert rates == {report.rows[0].tflop_s}
-    assert figure.get_size_inches()[0] == 8
-
-
-@pytest.mark.parametrize("draws", [draw, draw_decoding])
-def test_a_picture_of_nothing(draws: Callable[..., None], tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="drawing needs matplotlib")
-    wrong = [replace(row(O, "gpt2block", error=1.0), what=what) for what in ("gemm", "decode")]
-    with pytest.raises(InputError, match="there is no right result to draw"):
-        draws(Report({}, BEST, wrong, []), tmp_path / "x.png")
 
 
 # On the GPU

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from math import isnan, nan
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,18 +12,14 @@ import pytest
 from rich.console import Console
 
 from gpt2block import GPT2, GPT2Config, InputError, bench
-from gpt2block.bench import Report, Work, tasks, token_works
+from gpt2block.bench import Report, decoding
 from gpt2block.bench import report as reports
-from gpt2block.bench.models import RandomGPT2
-from gpt2block.bench.plots import draw_decoding, floor, points
-from gpt2block.bench.tasks import Continuations, Steps
-from gpt2block.bench.token_works import ManyPrompts, decode, first_token, generate, prompt
+from gpt2block.bench.decoding import RandomGPT2, Steps, decode, parse_rows
 from gpt2block.bench.works import GeneratedSequences
 from gpt2block.cli.bench import print_report
 from gpt2block.config import SIZES, model_shapes
 from gpt2block.cuda import timing
 from gpt2block.run import cuda_decoding
-from tests import benches
 from tests.benches import BEST, row
 from tests.command_line import gpt2block
 from tests.devices import running_on
@@ -48,7 +43,7 @@ def test_bytes_and_operations() -> None:
     assert model.matrix_elements == parameters - vectors
     assert model.weight_bytes == 2 * parameters + 2 * vectors
     assert model.token_bytes == 36_864
-    step = decode(model, 8)
+    step = decode(Steps(model, 8))
     assert step.traffic == model.weight_bytes + 8 * 512 * 36_864
     assert step.flops == 2 * 8 * (parameters - vectors) + 8 * 4 * 12 * 768 * 512
     assert step.tokens == 8
@@ -61,40 +56,26 @@ def test_bytes_and_operations() -> None:
 
 def test_the_position_is_the_middle_of_the_timed_steps() -> None:
     steps = Steps(RandomGPT2(SIZES["gpt2"], "bfloat16"), 1)
-    timed = tasks.STEPS * tasks.TURNS
+    timed = decoding.STEPS * decoding.TURNS
     assert steps.end - timed / 2 == 512  # an untimed first turn checks results
-    assert steps.end - steps.start == timed + tasks.STEPS
-
-
-def test_a_new_token_sees_all_before_it() -> None:
-    model = tiny()
-    work = generate(model, ManyPrompts(3, 16, 18, 2))
-    lengths = np.random.default_rng(1).integers(16, 19, size=3).tolist()
-    seen = sum(n + n + 1 for n in lengths)
-    assert work.traffic == 2 * model.weight_bytes + seen * model.token_bytes
-    tokens = sum(lengths) + 6
-    assert work.flops == 2 * tokens * model.matrix_elements + 4 * 64 * seen
-    assert work.tokens == 6
-    assert generate(model).tokens == 512 * 128
+    assert steps.end - steps.start == timed + decoding.STEPS
 
 
 def test_the_works_and_their_order() -> None:
-    works = bench.model_works("gpt2")
+    works = bench.decode_works()
     assert [work.name for work in works[:2]] == ["1 row", "2 rows"]
-    assert [w.sizes["rows"] for w in works[:-4]] == [1, 2, 4, 8, 16, 32, 64, 128, 256]
-    assert [work.what for work in works[-4:]] == ["prompt", "first", "first", "generate"]
-    assert [work.name for work in works[-3:-1]] == ["1x480", "1x1000"]
+    assert [work.sizes["rows"] for work in works] == [1, 2, 4, 8, 16, 32, 64, 128, 256]
     assert {work.dtype for work in works} == {"bfloat16"}
-    some = bench.model_works("gpt2", "float32", "3, 3,16", "gpt2-xl")
-    assert [work.sizes["rows"] for work in some[:-4]] == [3, 16]
+    some = bench.decode_works("float32", "3, 3,16", "gpt2-xl")
+    assert [work.sizes["rows"] for work in some] == [3, 16]
     assert some[0].sizes["n_layer"] == 48
-    assert len({id(getattr(work.truth, "__self__", None)) for work in some[:-4]}) == 1  # one model
+    assert len({id(getattr(work.truth, "__self__", None)) for work in some}) == 1  # one model
 
 
 @pytest.mark.parametrize("rows", ["", "0", "1,", "x", "-1", "1.5", "4097", "9" * 5000, "²"])
 def test_numbers_of_rows_that_there_are_not(rows: str) -> None:
     with pytest.raises(InputError, match="--rows: expected numbers from 1 to 4,096 such as 1,8,64"):
-        token_works.parse_rows(rows)
+        parse_rows(rows)
 
 
 # Checks of results
@@ -109,7 +90,7 @@ def last_token(model: RandomGPT2, ids: Any) -> tuple[int, float]:
 @pytest.fixture
 def checked() -> Callable[..., tuple[float, float]]:
     """Return a function that checks given results after one replay and returns their errors."""
-    work = decode(tiny(), 2, position=12)
+    work = decode(Steps(tiny(), 2, position=12))
 
     def check(*written: Any) -> tuple[float, float]:
         replays: list[int] = []
@@ -132,7 +113,7 @@ def test_the_error_of_a_token_is_the_difference_from_the_best(checked: Any) -> N
     off, relative = checked([right, other])
     assert off == pytest.approx(logits[token] - logits[(token + 1) % 53])
     assert relative == pytest.approx(off / np.abs(logits).max())
-    assert relative > reports.tolerance(decode(model, 2), "float32")
+    assert relative > reports.tolerance(decode(Steps(model, 2)), "float32")
     # A sampled token need not be the most likely one; only its log-probability is checked.
     own = logprob - off
     assert checked([other], [own], False)[0] < 1e-6
@@ -140,150 +121,87 @@ def test_the_error_of_a_token_is_the_difference_from_the_best(checked: Any) -> N
     assert all(map(isnan, checked([right, right], [logprob, nan])))
 
 
-def test_a_continuation_of_a_wrong_length_is_refused() -> None:
-    model = tiny()
-    prompts = model.prompts([17, 16, 18, 16])
-    many = Continuations(model, prompts, 2)
-    written = many.written([[1, 2]] * 4)
-    assert [ids[-2:].tolist() for ids in written.sequences] == [[1, 2]] * 3
-    assert written.sequences[1][:-2].tolist() == prompts[2].tolist()
-    with pytest.raises(InputError, match=r"expected 2 new tokens for each prompt, got \[1, 2"):
-        many.written([[1, 2], [1], [1, 2], [1, 2]])
-
-
 # Contenders
 
 
-def few(dtype: str = "float32") -> list[Work]:
-    model = tiny(dtype)
-    return [
-        decode(model, 4, position=10),
-        prompt(model, T=11),
-        first_token(model, 11),
-        generate(model, ManyPrompts(4, 16, 17, 2)),
-    ]
-
-
-def test_all_is_measured_on_the_emulator(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_are_measured_on_the_emulator(monkeypatch: pytest.MonkeyPatch) -> None:
     """The prompts of a decoding start in several groups; each group's first tokens are a result."""
-    monkeypatch.setattr(tasks, "STEPS", 1)
-    monkeypatch.setattr(tasks, "TURNS", 1)
+    monkeypatch.setattr(decoding, "STEPS", 1)
+    monkeypatch.setattr(decoding, "TURNS", 1)
     steps = Steps(tiny("bfloat16"), 4, 10)
     monkeypatch.setattr(cuda_decoding, "PREFILL_TOKENS", steps.start)
-    report = Report({"GPU": "a GPU"}, BEST, [], [])
     with running_on("shuffled"):
-        for work in few("bfloat16"):
-            rows, lines = reports.rows_of(work, work.ours([{}], 0), 1, BEST)
-            report.rows.extend(rows)
-            report.skipped.extend(lines)
-        many = Continuations(tiny("bfloat16"), tiny().prompts([5, 9]), 12)
-        sampled, again = (many.generated(0, token_works.SAMPLED, 1) for _ in range(2))
-        greedy = many.generated(0, token_works.GREEDY, 1)
-        texts = []
-        for one in (sampled, again, greedy):
-            one.replay()
-            texts.append([ids.tolist() for ids in one.outs[0]().sequences])
-        assert texts[0] == texts[1] != texts[2]
-        assert [one.outs[0]().greedy for one in (sampled, greedy)] == [False, True]
-        run = steps.decoded(0, token_works.GREEDY, 1)
-        run.replay()
-        assert {len(ids) for ids in run.outs[0]().sequences} == {steps.start + 2}
-    assert report.skipped == []
-    assert [(row.work, row.contender) for row in report.rows] == [
+        work = decode(steps)
+        rows, skipped = reports.rows_of(work, work.ours([{}], 0), 1, BEST)
+        runs = [steps.decoded(0, sampling, 1) for sampling in (decoding.SAMPLED, decoding.GREEDY)]
+        for run in runs:
+            run.replay()
+        sampled, greedy = (run.outs[0]() for run in runs)
+    assert {len(ids) for ids in greedy.sequences} == {steps.start + 2}
+    assert (sampled.greedy, greedy.greedy) == (False, True)
+    assert skipped == []
+    assert [(row.work, row.contender) for row in rows] == [
         ("4 rows", "gpt2block"),
         ("4 rows", "sampled"),
-        ("1x11", "gpt2block"),
-        ("1x11", "gpt2block"),
-        ("4 prompts", "gpt2block"),
-        ("4 prompts", "sampled"),
     ]
-    for each in report.rows:
+    for each in rows:
         assert each.right, each
         assert each.max_rel < 0.01
         assert each.us > 0
         assert each.percent_copy == pytest.approx(100 * each.gb_s / 4000)
-    rates = [row.tokens_s for row in report.rows]
-    assert rates[0] == pytest.approx(4e6 / report.rows[0].us)
-    assert rates[2] is None
-    assert rates[3] == pytest.approx(1e6 / report.rows[3].us)
-    assert rates[4] == pytest.approx(8e6 / report.rows[4].us)
+        assert each.tokens_s == pytest.approx(4e6 / each.us)
 
 
 @pytest.fixture
 def report() -> Report:
     """Return a report of steps with four numbers of rows."""
-    works = [decode(tiny(), rows, position=10) for rows in (1, 4, 8, 64)]
+    works = [decode(Steps(tiny(), rows, position=10)) for rows in (1, 4, 8, 64)]
     us = {"gpt2block": 50.0, "sampled": 60.0}
     rows = [row(work, by, us[by]) for work in works for by in us]
     return Report({"GPU": "none"}, BEST, rows, [])
 
 
-# Tables and plots
+# Tables
 
 
 def test_the_table_fits_eighty_columns(report: Report) -> None:
-    model = RandomGPT2(SIZES["gpt2"], "bfloat16")
-    step, many = decode(model, 256), generate(model)
-    rows = [row(step, "gpt2block", 2500.0), row(step, "sampled", 2600.0)]
-    rows += [row(step, "torch.compile", 52_000.0, True)]
-    rows += [row(many, "gpt2block", 2e6), row(many, "transformers, paged", 1.5e7, True)]
+    step = decode(Steps(RandomGPT2(SIZES["gpt2"], "bfloat16", "float8_e5m2"), 256))
+    rows = [row(step, "gpt2block", 2500.0), row(step, "sampled", 52_000.0)]
     console = Console(width=80)
     with console.capture() as shown:
         print_report(console, replace(report, rows=rows))
     lines = shown.get().splitlines()
     assert max(map(len, lines)) <= 80
-    assert "GPT-2 of 12 layers of 768 channels, random weights in bfloat16" in lines
+    assert "12 layers of 768 channels, random weights" in lines
     cells = [line.split() for line in lines]
-    first = next(line for line in cells if line[:2] == ["256", "rows"])
+    first = next(line for line in cells if "gpt2block" in line)
     floor_us = step.traffic / 4000e3
-    assert first[2:] == ["gpt2block", "2500.0", "102,400", f"{floor_us / 25:.1f}", "1.00",
-                         "0.0e+00", "ok"]  # fmt: skip
-    peer = next(line for line in cells if line[:1] == ["torch.compile"])
-    assert peer[1:3] == ["52000.0", "4,923"]
-    assert peer[4] == "20.80"
-    last = next(line for line in cells if line[:2] == ["transformers,", "paged"])
-    assert last[2:4] == ["15.000", "4,369"]
-    assert sum("new tokens for each" in line for line in lines) == 1
+    assert first[-7:] == ["gpt2block", "2500.0", "102,400", f"{floor_us / 25:.1f}", "1.00",
+                          "0.0e+00", "ok"]  # fmt: skip
+    second = next(line for line in cells if "sampled" in line and "ok" in line)
+    assert second[-6:-4] == ["52000.0", "4,923"]
+    assert second[-3] == "20.80"
 
 
 def test_json_has_everything(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
     requested: list[Any] = []
+    honest = bench.decode_works
 
-    def works(*arguments: Any) -> list[Work]:
+    def works(*arguments: Any) -> Any:
         requested.append(arguments)
-        return few()
+        return honest(*arguments)
 
-    monkeypatch.setattr(bench, "model_works", works)
+    monkeypatch.setattr(bench, "decode_works", works)
     monkeypatch.setattr(bench, "run", lambda *arguments: report)
     ended = gpt2block("bench", "--decode", "--rows", "1,4", "--dtype", "float32", "--json")
     assert ended.code == 0
-    assert requested == [("gpt2", "float32", "1,4", None, None, None)]
+    assert requested == [("float32", "1,4", None, None)]
     found = ended.json
     assert list(found) == ["versions", "ceilings", "rows", "skipped"]
     steps = found["rows"]
     assert [entry["contender"] for entry in steps] == ["gpt2block", "sampled"] * 4
     assert steps[2]["sizes"] == {"rows": 4, "position": 10, "n_layer": 1, "n_embd": 64}
     assert steps[2]["tokens_s"] == pytest.approx(4e6 / 50)
-
-
-def test_the_picture_is_of_the_given_rows(report: Report, tmp_path: Path) -> None:
-    figure = benches.drawn(draw_decoding, tmp_path / "decoding.png", report)
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
-    from matplotlib.text import Text  # noqa: PLC0415
-
-    (ax,) = figure.axes
-    assert (ax.get_xscale(), ax.get_yscale()) == ("log", "log")
-    ours, limit = points(report.rows), floor(report.rows)
-    assert [n for n, _ in ours] == [1, 4, 8, 64]
-    assert limit[3][1] == pytest.approx(64 / (report.rows[-1].gb_s * 60e-6 / 4000))
-    assert [list(zip(*line.get_data(), strict=True)) for line in ax.lines] == [limit, ours]
-    assert [text.get_text().split(", ")[0] for text in ax.texts] == ["floor", "gpt2block"]
-    canvas: Any = FigureCanvasAgg(figure)
-    canvas.draw()
-    one, other = (Text.get_window_extent(text) for text in ax.texts)
-    assert not one.overlaps(other)
-    width = figure.get_size_inches()[0] * figure.dpi
-    assert all(box.x0 >= 0 and box.x1 <= width for box in (one, other))
 
 
 def test_replays_on_the_host_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,13 +218,7 @@ def test_replays_on_the_host_take_turns(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.gpu
 def test_a_small_race() -> None:
-    model = RandomGPT2(SIZES["gpt2"], "bfloat16")
-    works: list[Work] = [
-        decode(model, 1),
-        decode(model, 8),
-        prompt(model, 1024),
-        generate(model, ManyPrompts(20, 16, 256, 8)),
-    ]
+    works = bench.decode_works(rows="1,8")
     report = bench.run(works)
     assert report.right
     assert report.skipped == []

@@ -41,16 +41,13 @@ Capture = Callable[[int], Captured]
 class Contender:
     """One implementation of a benchmark's computation.
 
-    `peer`: whether another library computes. `capture(rounds)` returns a graph that computes all
-    copies of the inputs `rounds` times. `arithmetic` is a dtype or "tf32", and determines the
-    ceiling and the tolerance.
+    `capture(rounds)` returns a graph that computes all copies of the inputs `rounds` times.
+    `arithmetic` is a dtype or "tf32", and determines the ceiling and the tolerance.
     """
 
     name: str
-    peer: bool
     capture: Capture
     arithmetic: str
-    note: Callable[[], str] = str
 
 
 class Timed(NamedTuple):
@@ -82,10 +79,10 @@ def race(
     """Capture, check and time implementations; return timings, and errors of those that failed.
 
     copies: number of copies of the inputs; a call computes one copy. check: returns the errors of
-    the outputs that a replay writes. A contender of gpt2block is refused if it raises one of
-    REFUSALS, a peer if it raises anything. Without a check, the errors are NaN, and every exception
-    is raised. rounds: rounds over all copies in one graph; by default as many as take REPLAY_MS.
-    times: returns the ms of each replay; by default `timing.interleaved_ms`.
+    the outputs that a replay writes; an implementation that raises one of REFUSALS is left out.
+    Without a check, the errors are NaN, and every exception is raised. rounds: rounds over all
+    copies in one graph; by default as many as take REPLAY_MS. times: returns the ms of each replay;
+    by default `timing.interleaved_ms`.
     """
     captured: list[tuple[Contender, Captured, int, tuple[float, float]]] = []
     refused: list[tuple[Contender, str]] = []
@@ -93,8 +90,8 @@ def race(
         try:
             run, repeated = _captured(each, copies, rounds)
             errors = check(run.replay, run.outs) if check else (nan, nan)
-        except Exception as error:
-            if check is None or not (each.peer or isinstance(error, REFUSALS)):
+        except REFUSALS as error:
+            if check is None:
                 raise
             refused.append((each, first_line(error)))
             continue

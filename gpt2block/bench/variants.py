@@ -87,7 +87,7 @@ def measure_variants(
             # Check before the capture runs the launches, as some operations modify their inputs.
             off = workload.errors(bound[0].run(), truth)
             capture = partial(capture_bound, bound)
-            entrants.append(Contender(f"{variant.name}/{block}", False, capture, dtype))
+            entrants.append(Contender(f"{variant.name}/{block}", capture, dtype))
             measured.append((variant, block, off, partial(getattr(ops, of), *inputs[0], **options)))
     if not measured:
         raise InputError(f"{of}: {skipped[-1]}")

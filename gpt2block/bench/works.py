@@ -66,16 +66,15 @@ class Work:
     minimum bytes; every input and weight is read once, and the output is written once.
 
     truth: returns the exact output (n, columns), whose row i mod n is compared with row i of an
-    output; for a task of a whole model, the exact logits after a sequence. ours: returns
-    gpt2block's contenders for copies of the inputs and a device, the default one first; a capture
-    shows whether a contender can run. for_peers: options of a kernel, or a task of a whole model
-    (`tasks`), from which contenders of other libraries are made; None: no such contenders.
+    output; for a whole model, the exact logits after a sequence. ours: returns gpt2block's
+    contenders for copies of the inputs and a device, the default one first; a capture shows whether
+    a contender can run.
 
     roundings: number of consecutive results that are rounded to the dtype. rounding: dtype whose
     rounding errors are tolerated; None: the dtype of the arithmetic. rounds: rounds over all copies
     in one turn; None: as many as take some milliseconds. turns: number of timed calls that return
     when their results are in host memory; None: times of CUDA graphs. tokens: number of tokens that
-    a call generates; None without generation. model: the `RandomModel` that runs; None for kernels.
+    a call generates; None without generation.
     """
 
     what: str
@@ -86,14 +85,12 @@ class Work:
     traffic: int
     truth: Callable[..., NDArray[Any]]
     ours: Callable[[Sets, int], Iterable[Contender]]
-    for_peers: Any = None
     inputs: Callable[[], Host] = dict
     roundings: int = 1
     rounding: str | None = None
     rounds: int | None = None
     turns: int | None = None
     tokens: int | None = None
-    model: Any = None
 
     def sets(self) -> Sets:
         """Return copies of the inputs in device memory, which successive calls use in turn."""
@@ -176,7 +173,6 @@ def block(dtype: str, B: int, T: int, causal: bool) -> Work:
         traffic=item * (2 * B * T * C + 12 * C * C) + 4 * 13 * C,
         truth=partial(_block_truth, T, causal, dtype),
         ours=partial(_blocks, weights, causal, dtype),
-        for_peers={"eps": weights.eps, "causal": causal},
         inputs=inputs,
         roundings=STEPS_OF_A_BLOCK,
     )
@@ -193,7 +189,6 @@ def attention(dtype: str, B: int, T: int, causal: bool) -> Work:
         traffic=np.dtype(dtype).itemsize * 4 * B * T * C,
         truth=partial(_attention_truth, T, causal, dtype),
         ours=partial(_variants, "attention", {"n_head": NH, "causal": causal}, dtype),
-        for_peers={"causal": causal},
         inputs=lambda: {"qkv": np.resize(_sequences(T, 3 * C, dtype), (B, T, 3 * C))},
     )
 
@@ -224,7 +219,6 @@ def gemm(
         truth=truth,
         # A GPT-2 block calls gemm with the same options.
         ours=partial(_variants, "gemm", {"gelu": gelu, "split_k": True}, dtype),
-        for_peers={"gelu": gelu, "residual": residual},
         inputs=inputs,
     )
 
@@ -346,7 +340,7 @@ def _variants(
     default = next((each.name for each in operation.variants if kernel in each.kernels), None)
     names = [each.name for each in operation.variants if dtype in (each.dtypes or (dtype,))]
     for variant in sorted(names, key=lambda each: each != default):
-        yield Contender(variant, False, partial(capture, variant), dtype)
+        yield Contender(variant, partial(capture, variant), dtype)
 
 
 def _blocks(
@@ -361,12 +355,12 @@ def _blocks(
             block = Block(weights, causal, f"cuda:{device}", dtype, kernels)
             bound, capture = _bound_block(block.spec, sets)
         except REFUSALS as error:
-            yield Contender(kernels, False, partial(refuse, str(error)), dtype)
+            yield Contender(kernels, partial(refuse, str(error)), dtype)
             continue
-        yield Contender(kernels, False, capture, dtype)
+        yield Contender(kernels, capture, dtype)
         if any("hopper" in launch.name for each in bound for launch in each.launches):
             older = partial(_older, block.spec, sets)
-            yield Contender(f"{kernels}, {OLDER}", False, older, dtype)
+            yield Contender(f"{kernels}, {OLDER}", older, dtype)
 
 
 def _older(spec: BlockSpec, sets: Sets, rounds: int) -> Captured:

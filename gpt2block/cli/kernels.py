@@ -159,7 +159,7 @@ def draw_sweep(rows: list[Measurement], ceiling: Ceilings, device: str, file: Pa
 
     Raises InputError if matplotlib is missing or the file cannot be written.
     """
-    from gpt2block.bench.plots import End, check_file, label_ends, save  # noqa: PLC0415
+    from gpt2block.cli.plots import End, check_file, label_ends, save  # noqa: PLC0415
 
     check_file(file)
     from matplotlib.figure import Figure  # noqa: PLC0415

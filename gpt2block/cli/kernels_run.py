@@ -103,7 +103,7 @@ def run(options: KernelsOptions, own: OwnOptions) -> bool:
     variants = found.variants if options.variant is None else (found.variant(options.variant),)
     stored = workload.check_storage(found, options.dtype, options.layout)
     if options.plot is not None:
-        from gpt2block.bench.plots import check_file  # noqa: PLC0415  (slow to import)
+        from gpt2block.cli.plots import check_file  # noqa: PLC0415  (slow to import)
 
         check_all(partial(check_file, options.plot), later=partial(doctor.require_cuda, "the GPU"))
     user = None
