@@ -26,7 +26,7 @@ from gpt2block.mine.limits import ULP, limit
 from gpt2block.mine.source import largest_number
 from gpt2block.ops import workload
 from gpt2block.ops.operation import Attrs, Inputs, Sizes
-from gpt2block.ops.sample_token import draw_stable
+from gpt2block.ops.workload import draw_stable
 
 MEAN, SPREAD = 2048.0, 0.6  # mean and standard deviation of rows with a large mean
 DYNAMIC = 65536  # maximum bytes of dynamic shared memory of a case with long rows

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
 from math import isnan
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,9 @@ from gpt2block.mine.finding import Finding
 from gpt2block.mine.kernel import Geometry, Kernel
 from gpt2block.ops import workload
 from gpt2block.ops.operation import Sizes
+
+if TYPE_CHECKING:
+    from gpt2block.bench import Ceilings, Measurement
 
 GUARD = 4096  # bytes of each guard area, before and after an output
 GUARD_BYTE = 0xA5
@@ -68,6 +71,15 @@ class Checked:
         """Grid, block and bytes of dynamic shared memory, for tables."""
         grid, block, shared = self.geometry
         return " x ".join(map(str, grid)), " x ".join(map(str, block)), shared
+
+
+@dataclass(frozen=True)
+class BenchmarkResult:
+    """Measurements of the benchmark; `ceiling` has copy and cuBLAS rates from the same process."""
+
+    rows: list[Measurement]
+    skipped: list[str]
+    ceiling: Ceilings
 
 
 class Fidelity(NamedTuple):

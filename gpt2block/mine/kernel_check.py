@@ -14,7 +14,7 @@ from typing import Any
 from gpt2block import doctor
 from gpt2block.checks import named_options
 from gpt2block.errors import Argument, DeviceError, InputError, shown
-from gpt2block.mine import on_cpu, on_gpu
+from gpt2block.mine import on_cpu
 from gpt2block.mine.cases import cases, resolved_seed
 from gpt2block.mine.kernel import Kernel, matched
 from gpt2block.mine.source import OWN, read
@@ -83,6 +83,8 @@ def check(
         timed = on_cpu.TimedSizes(sizes, stored[1], stated)
         results = on_cpu.check_kernel(user, given, timed=timed, steps=why)
         return Verdict.of(user, "cpu", results, drawn, why, sizes)
+    from gpt2block.mine import on_gpu  # noqa: PLC0415  (imports benchmarks)
+
     job = on_gpu.ChildJob(user, given, (), None, stored)
     return Verdict.of(user, "cuda", on_gpu.run(job), drawn, timed_sizes=sizes)
 

@@ -5,7 +5,8 @@ Benchmarks, checks of users' kernels and tests run an operation on these inputs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from math import nan
 from typing import Any
 
@@ -19,7 +20,10 @@ from gpt2block.cuda.arrays import mapped
 from gpt2block.cuda.kernels import FP8
 from gpt2block.errors import Argument, InputError
 from gpt2block.ops.operation import Operation, Variant
+from gpt2block.sampling import Sampling, draw, masses, random_bits
 from gpt2block.weights.matrix import WeightMatrix
+
+MARGIN = 2.0**-10  # change of random number u and of top_p that changes no token of `draw_stable`
 
 Host = Mapping[str, Any]  # name of an input → array or WeightMatrix
 Truth = NDArray[Any]  # exact results: float64, or integers
@@ -163,3 +167,35 @@ def tolerance(dtype: str) -> float:
     The sum of 1e-5 for sums in float32 and of two roundings to the dtype of the activations.
     """
     return 1e-5 + 2 * {"float32": 2.0**-24, "bfloat16": 2.0**-8}.get(dtype, 2.0**-11)
+
+
+def draw_stable(
+    at: Mapping[str, Any],
+    rng: np.random.Generator,
+    change: Callable[[NDArray[np.float32]], NDArray[np.float32]] = np.asarray,
+) -> NDArray[np.float32]:
+    """Return logits (B, V) whose tokens do not depend on rounding. at: sizes and attributes.
+
+    A row is drawn again if a change of u or top_p by up to MARGIN changes its token. The sums of
+    floats in a correct kernel have smaller errors. change: applied to each row of random numbers.
+    """
+    rows: list[NDArray[np.float32]] = []
+    while len(rows) < at["B"]:
+        row = change(np.float32(3) * rng.standard_normal(at["V"], dtype=np.float32))
+        if _stable(row, at["sampling"], at["step"]):
+            rows.append(row)
+    return np.stack(rows)
+
+
+def _stable(logits: NDArray[np.float32], sampling: Sampling, step: int) -> bool:
+    """Whether a change of u and top_p by up to MARGIN leaves the token unchanged."""
+    if sampling.temperature == 0:
+        return True
+    p, u = sampling.top_p, random_bits(sampling.seed, step, sampling.sample)
+    shift, last = round(MARGIN * 2**64), 2**64 - 1
+    kept = [
+        masses(logits, replace(sampling, top_p=min(max(near, 0), 1)))
+        for near in ((p - MARGIN, p, p + MARGIN) if p < 1 else (p,))
+    ]
+    near_u = max(u - shift, 0), u, min(u + shift, last)
+    return len({draw(mass, random) for mass in kept for random in near_u}) == 1
