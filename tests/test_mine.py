@@ -22,7 +22,7 @@ from gpt2block.mine.arguments import check_known, sizes_at, values
 from gpt2block.mine.cases import SPECIAL, Case
 from gpt2block.mine.cases import cases as every_case
 from gpt2block.mine.child import ProcessExited, Stage, supervised
-from gpt2block.mine.comparison import Checked, Fidelity
+from gpt2block.mine.comparison import BenchmarkResult, Checked, Fidelity
 from gpt2block.mine.expressions import evaluated
 from gpt2block.mine.finding import Finding, of_compiler
 from gpt2block.mine.kernel import MINE, Kernel, matched
@@ -906,7 +906,7 @@ def test_a_template_is_raced_on_the_gpu() -> None:
     sizes = {"B": 2, "T": 128, "C": 768}
     *checked, raced = on_gpu.run(on_gpu.ChildJob(kernel, cases(kernel), every, sizes, stored))
     assert [type(each) for each in checked] == [Checked] * len(cases(kernel))
-    assert isinstance(raced, on_gpu.BenchmarkResult)
+    assert isinstance(raced, BenchmarkResult)
     assert [row.variant for row in raced.rows] == [*every, MINE]
     assert all(row.right and row.gpu_us > 0 for row in raced.rows)
 

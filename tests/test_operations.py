@@ -364,7 +364,7 @@ def test_other_libraries_are_timed_on_the_same_copies() -> None:
 
     def peers(inputs: Any) -> list[Contender]:
         copies.append(len(inputs))
-        return [Contender("other", True, lambda rounds: Captured(lambda: None, ()), "float32")]
+        return [Contender("other", lambda rounds: Captured(lambda: None, ()), "float32")]
 
     stored = workload.check_storage(softmax)
     rows, _ = measure_variants(

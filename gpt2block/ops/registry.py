@@ -45,8 +45,8 @@ _PLACES: Mapping[str, str] = {
 }
 if TYPE_CHECKING:
     OPERATIONS: Mapping[str, Operation]
-    STEPS: Mapping[str, Operation]  # of forward passes and weight conversion, not measured alone
-    BY_NAME: Mapping[str, Operation]  # all of them
+    STEPS: Mapping[str, Operation]  # operations of passes and of weight conversion
+    BY_NAME: Mapping[str, Operation]  # all operations and steps
 
 __all__ = [
     "BY_NAME",
