@@ -16,19 +16,29 @@ import pytest
 from numpy.typing import NDArray
 from rich.console import Console
 
-from gpt2block import Block, InputError, bench, doctor
-from gpt2block.bench import Report, Work, chosen_works, race, works
+from gpt2block import GPT2, Block, GPT2Config, InputError, bench, doctor
+from gpt2block.bench import Report, Work, chosen_works, decoding, race, works
 from gpt2block.bench import report as reports
+from gpt2block.bench.decoding import RandomGPT2, Steps, decode, parse_rows
 from gpt2block.bench.race import Captured, Contender, copies_for, rounds_for
-from gpt2block.bench.works import PRODUCTS, ROWS, attention, block, gemm
+from gpt2block.bench.works import PRODUCTS, ROWS, GeneratedSequences, attention, block, gemm
 from gpt2block.cli.bench import print_report
 from gpt2block.cli.plots import spread
+from gpt2block.config import SIZES, model_shapes
 from gpt2block.cuda import timing
 from gpt2block.errors import KernelError
 from gpt2block.ops import workload
 from gpt2block.ops.workload import errors, tolerance
+from gpt2block.run import cuda_decoding
 from tests.benches import BEST, NO_GPU, row
 from tests.command_line import gpt2block
+from tests.devices import running_on
+
+TINY = GPT2Config(n_layer=1, n_head=1, n_embd=64, n_ctx=24, vocab_size=53)
+
+
+def tiny(dtype: str = "float32") -> RandomGPT2:
+    return RandomGPT2(TINY, dtype)
 
 
 def product(dtype: str = "bfloat16", **options: bool) -> Work:
@@ -105,6 +115,119 @@ def test_the_truth_of_attention_repeats_its_sequences() -> None:
     p = np.exp(q @ k.swapaxes(1, 2) / 8)
     out = (p / p.sum(-1, keepdims=True) @ v).swapaxes(0, 1).reshape(16, 768)
     np.testing.assert_allclose(out, work.truth()[16:32], rtol=1e-9, atol=1e-12)
+
+
+# Decoding
+
+
+def test_bytes_and_operations_of_a_step() -> None:
+    """GPT-2 small has 124 million parameters, and 36,864 bytes of cache per token in bfloat16."""
+    model = RandomGPT2(SIZES["gpt2"], "bfloat16")
+    shapes = model_shapes(model.config)
+    parameters = sum(int(np.prod(shape)) for name, shape in shapes.items() if name != "wpe")
+    vectors = sum(shape[0] for shape in shapes.values() if len(shape) == 1)
+    assert model.matrix_elements == parameters - vectors
+    assert model.weight_bytes == 2 * parameters + 2 * vectors
+    assert model.token_bytes == 36_864
+    step = decode(Steps(model, 8))
+    assert step.traffic == model.weight_bytes + 8 * 512 * 36_864
+    assert step.flops == 2 * 8 * (parameters - vectors) + 8 * 4 * 12 * 768 * 512
+    assert step.tokens == 8
+    assert step.sizes == {"rows": 8, "position": 512, "n_layer": 12, "n_embd": 768}
+    narrow = RandomGPT2(SIZES["gpt2"], "float8_e5m2")
+    assert narrow.weight_bytes == parameters + 3 * vectors
+    assert narrow.token_bytes == 36_864
+    assert RandomGPT2(SIZES["gpt2"], "float32").token_bytes == 73_728
+
+
+def test_the_position_is_the_middle_of_the_timed_steps() -> None:
+    steps = Steps(RandomGPT2(SIZES["gpt2"], "bfloat16"), 1)
+    timed = decoding.STEPS * decoding.TURNS
+    assert steps.end - timed / 2 == 512  # an untimed first turn checks results
+    assert steps.end - steps.start == timed + decoding.STEPS
+
+
+def test_the_steps_and_their_order() -> None:
+    works = bench.decode_works()
+    assert [work.name for work in works[:2]] == ["1 row", "2 rows"]
+    assert [work.sizes["rows"] for work in works] == [1, 2, 4, 8, 16, 32, 64, 128, 256]
+    assert {work.dtype for work in works} == {"bfloat16"}
+    some = bench.decode_works("float32", "3, 3,16", "gpt2-xl")
+    assert [work.sizes["rows"] for work in some] == [3, 16]
+    assert some[0].sizes["n_layer"] == 48
+    assert len({id(getattr(work.truth, "__self__", None)) for work in some}) == 1  # one model
+
+
+@pytest.mark.parametrize("rows", ["", "0", "1,", "x", "-1", "1.5", "4097", "9" * 5000, "²"])
+def test_numbers_of_rows_that_there_are_not(rows: str) -> None:
+    with pytest.raises(InputError, match="--rows: expected numbers from 1 to 4,096 such as 1,8,64"):
+        parse_rows(rows)
+
+
+def last_token(model: RandomGPT2, ids: Any) -> tuple[int, float]:
+    """Return the most likely token after ids, and its log-probability."""
+    logits = GPT2(model.weights, device="cpu")(ids, last=True).astype(np.float64)
+    return int(logits.argmax()), float(logits.max() - np.log(np.exp(logits).sum()))
+
+
+@pytest.fixture
+def checked() -> Callable[..., tuple[float, float]]:
+    """Return a function that checks given results after one replay and returns their errors."""
+    work = decode(Steps(tiny(), 2, position=12))
+
+    def check(*written: Any) -> tuple[float, float]:
+        replays: list[int] = []
+        errors = work.check(lambda: replays.append(1), (lambda: GeneratedSequences(*written),))
+        assert replays == [1]
+        return errors
+
+    return check
+
+
+def test_the_error_of_a_token_is_the_difference_from_the_best(checked: Any) -> None:
+    model = tiny()
+    (ids,) = model.prompts([9])
+    token, logprob = last_token(model, ids)
+    right, other = (np.append(ids, np.int32((token + n) % 53)) for n in (0, 1))
+    assert checked([right]) == (0, 0)
+    assert checked([right], [logprob])[0] < 1e-6
+    assert checked([right], [logprob - 0.25])[0] == pytest.approx(0.25, abs=1e-6)
+    logits = model.last_logits(ids)
+    off, relative = checked([right, other])
+    assert off == pytest.approx(logits[token] - logits[(token + 1) % 53])
+    assert relative == pytest.approx(off / np.abs(logits).max())
+    assert relative > reports.tolerance(decode(Steps(model, 2)), "float32")
+    # A sampled token need not be the most likely one; only its log-probability is checked.
+    own = logprob - off
+    assert checked([other], [own], False)[0] < 1e-6
+    assert checked([other], [logprob], False)[0] == pytest.approx(off, abs=1e-6)
+    assert all(map(isnan, checked([right, right], [logprob, nan])))
+
+
+def test_steps_are_checked_on_the_emulator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prompts of a decoding start in several groups; each group's first tokens are a result."""
+    monkeypatch.setattr(decoding, "STEPS", 1)
+    monkeypatch.setattr(decoding, "TURNS", 1)
+    steps = Steps(tiny("bfloat16"), 4, 10)
+    monkeypatch.setattr(cuda_decoding, "PREFILL_TOKENS", steps.start)
+    work = decode(steps)
+    with running_on("shuffled"):
+        for each in work.ours([{}], 0):
+            run = each.capture(1)
+            relative = work.check(run.replay, run.outs)[1]
+            assert relative <= reports.tolerance(work, each.arithmetic)
+            found = run.outs[0]()
+            assert {len(ids) for ids in found.sequences} == {steps.start + 2}
+            assert found.greedy == (each.name == "gpt2block")
+
+
+def test_replays_on_the_host_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter([0.0, 1.0, 1.0, 3.0, 3.0, 6.0, 6.0, 7.0, 7.0, 9.0, 9.0, 10.0])
+    monkeypatch.setattr(timing, "perf_counter", lambda: next(seconds))
+    turns: list[str] = []
+    replays = {name: (lambda name=name: turns.append(name)) for name in "ab"}
+    assert timing.interleaved_host_ms(replays, 3) == {"a": 2000.0, "b": 1000.0}
+    assert turns == ["a", "b"] * 3
 
 
 # Errors
@@ -341,6 +464,25 @@ def test_the_table(report: Report) -> None:
     assert " 1.00 " not in wrong  # no ratio to a wrong result
 
 
+def test_the_table_of_steps_fits_eighty_columns(report: Report) -> None:
+    step = decode(Steps(RandomGPT2(SIZES["gpt2"], "bfloat16", "float8_e5m2"), 256))
+    rows = [row(step, "gpt2block", 2500.0), row(step, "sampled", 52_000.0)]
+    console = Console(width=80)
+    with console.capture() as shown:
+        print_report(console, replace(report, rows=rows))
+    lines = shown.get().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "12 layers of 768 channels, random weights" in lines
+    cells = [line.split() for line in lines]
+    first = next(line for line in cells if "gpt2block" in line)
+    floor_us = step.traffic / 4000e3
+    assert first[-7:] == ["gpt2block", "2500.0", "102,400", f"{floor_us / 25:.1f}", "1.00",
+                          "0.0e+00", "ok"]  # fmt: skip
+    second = next(line for line in cells if "sampled" in line and "ok" in line)
+    assert second[-6:-4] == ["52000.0", "4,923"]
+    assert second[-3] == "20.80"
+
+
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch, report: Report) -> list[list[Work]]:
     requested: list[list[Work]] = []
@@ -364,6 +506,9 @@ def test_json_has_everything(measured: list[list[Work]], report: Report) -> None
     assert found["rows"][0]["max_rel"] is None
     assert found["rows"][1]["sizes"] == {"M": 600, "N": 768, "K": 768}
     assert [work.name for work in measured[0]] == ["4x4096 full", "4x4096 causal"]
+    gpt2block("bench", "--decode", "--rows", "1,4", "--dtype", "float32", "--size", "gpt2-xl")
+    steps = [(work.name, work.dtype, work.sizes["n_layer"]) for work in measured[1]]
+    assert steps == [("1 row", "float32", 48), ("4 rows", "float32", 48)]
 
 
 ROWS_WANTED = "--rows: expected numbers from 1 to 4,096 such as 1,8,64"
@@ -426,11 +571,13 @@ def test_a_small_race() -> None:
             block("float32", 2, 17, True),
             gemm("bfloat16", "fc+gelu", 600, *PRODUCTS["fc+gelu"]),
             attention("float32", 2, 17, False),
+            *bench.decode_works(rows="1,8"),
         ]
     )
     assert report.right
     names = {(row.what, row.contender) for row in report.rows}
-    assert names >= {("block", "skeleton"), ("attention", "online")}
+    assert names >= {("block", "skeleton"), ("attention", "online"), ("decode", "sampled")}
+    assert not [line for line in report.skipped if line.startswith("decode")]
     if int(cupy.cuda.Device().compute_capability) >= 80:
         assert ("block", "fused") in names
     for each in report.rows:
