@@ -17,23 +17,23 @@ from benchmarks.llama import SHAPES, RandomLlama
 from benchmarks.random_weights import blocks_problem
 from benchmarks.stages import stages_of
 from benchmarks.tasks import Continuations, Prompt, stage
-from gpt2block.bench import Work, decode_works
+from gpt2block.bench import Work
 from gpt2block.bench.decoding import (
     GREEDY,
     NAME,
     ROWS,
     TURNS,
     Captures,
-    RandomGPT2,
     RandomModel,
     Steps,
     by_samplings,
     decode,
     model_work,
     parse_rows,
+    random_gpt2,
 )
 from gpt2block.checks import check_choice
-from gpt2block.config import ModelConfig, size
+from gpt2block.config import ModelConfig
 from gpt2block.config.formats import DTYPES, FILE, own_cache_dtype
 from gpt2block.cuda.kernels import FP8
 from gpt2block.errors import InputError
@@ -73,8 +73,7 @@ def gpt2_works(
     cache: str | None = None,
 ) -> list[Work]:
     """Return the works of a GPT-2, in the order they are timed; arguments as for `decode_works`."""
-    decode_works(dtype, rows, name, cache)  # checks the arguments
-    model = RandomGPT2(size(name or "gpt2"), dtype or "bfloat16", cache)
+    model = random_gpt2(dtype, name, cache)
     return [
         *(_of(decode(steps), steps) for steps in _steps(model, rows or ROWS)),
         prompt(model, 1024),

@@ -264,14 +264,22 @@ def decode_works(
 ) -> list[Work]:
     """Return the benchmarks of decoding steps of a GPT-2, in the order they are timed.
 
-    dtype: dtype of the weights, by default bfloat16. rows: a list that `parse_rows` accepts. name:
-    name of the size, by default gpt2. cache: dtype of the kv_cache. Raises InputError.
+    rows: a list that `parse_rows` accepts. The other arguments are those of `random_gpt2`.
+    """
+    model = random_gpt2(dtype, name, cache)
+    return [decode(Steps(model, n)) for n in parse_rows(rows or ROWS)]
+
+
+def random_gpt2(dtype: str | None, name: str | None, cache: str | None) -> RandomGPT2:
+    """Return a GPT-2 with random weights. Raises InputError.
+
+    dtype: dtype of the weights, by default bfloat16. name: name of the size, by default gpt2.
+    cache: dtype of the kv_cache.
     """
     config = size(name or "gpt2")
     if dtype is not None:
         check_choice("--dtype", dtype, DTYPES)
-    model = RandomGPT2(config, dtype or "bfloat16", cache)
-    return [decode(Steps(model, n)) for n in parse_rows(rows or ROWS)]
+    return RandomGPT2(config, dtype or "bfloat16", cache)
 
 
 def parse_rows(text: str) -> tuple[int, ...]:

@@ -3,7 +3,8 @@
 Each function checks CuPy arrays (float32 or, where documented, 16 bits), launches kernels on the
 current stream and returns a new array. Each module describes one operation completely; the
 registry (`gpt2block.ops.registry`) lists the operations. `Operation.bind(inputs, out, **attrs)`
-checks the arguments once and returns the launches, for repeated calls.
+checks the arguments once and returns the launches, for repeated calls. `workload` has random inputs
+of an operation, exact results and errors.
 
 `import gpt2block.ops` imports no operation: the module of a function is imported when the function
 is first used.
