@@ -3,6 +3,7 @@
     python -m benchmarks.blocks                               # all of them; blocks also in float32
     python -m benchmarks.blocks --what gemm --dtype float16   # or block or attention
     python -m benchmarks.blocks --only 8x1024 --json          # works whose name contains a text
+    python -m benchmarks.blocks --plot roofline.png
 
 Run it in the root of the repository. The contenders run in turn on the same buffers, and each
 result is compared with float64.
@@ -12,8 +13,10 @@ from __future__ import annotations
 
 import argparse
 
+from benchmarks.reports import add_options, show
 from benchmarks.torch_peers import compare
 from gpt2block.bench import chosen_works
+from gpt2block.cli.plots import check_file
 
 
 def main() -> int:
@@ -22,9 +25,12 @@ def main() -> int:
     parser.add_argument("--what", default="all")
     parser.add_argument("--dtype")
     parser.add_argument("--only")
-    parser.add_argument("--json", action="store_true")
+    add_options(parser)
     given = parser.parse_args()
-    return not compare(chosen_works(given.what, given.dtype, given.only), given.json)
+    if given.plot:
+        check_file(given.plot)
+    report, peers = compare(chosen_works(given.what, given.dtype, given.only))
+    return not show(report, peers, given.json, given.plot)
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
-from gpt2block.bench import measure
 from gpt2block.mine import counters
+from gpt2block.ops import workload
 from gpt2block.ops.registry import find, parse_sizes
 from gpt2block.ptx import engine, nvrtc
 from gpt2block.ptx.counters import METRICS, Counts, total
@@ -47,7 +47,7 @@ def counted() -> Iterator[tuple[str, Counts]]:
     """Yield the names of the kernels and their counters on the engine."""
     for operation, variant, dtype, sizes in CASES:
         found = find(operation)
-        at, stored = parse_sizes(found, sizes), measure.check_storage(found, dtype, None)
+        at, stored = parse_sizes(found, sizes), workload.check_storage(found, dtype, None)
         for each in counters.count(found, found.variant(variant), at, stored):
             yield each.kernel, each.total
     compiled = nvrtc.compile(OWN.read_text("ascii"), name=OWN.name, arch="sm_90")
@@ -65,10 +65,10 @@ def launch(own: Sequence[str]) -> None:
 
     for operation, variant, dtype, sizes in CASES:
         found = find(operation)
-        at, stored = parse_sizes(found, sizes), measure.check_storage(found, dtype, None)
-        host, _ = measure.inputs_and_truth(found, at, *stored)
-        options = measure.options_for(found, found.variant(variant))
-        arrays = tuple(map(measure.uploaded, host))
+        at, stored = parse_sizes(found, sizes), workload.check_storage(found, dtype, None)
+        host, _ = workload.inputs_and_truth(found, at, *stored)
+        options = workload.options_for(found, found.variant(variant))
+        arrays = tuple(map(workload.uploaded, host))
         found.bind(arrays, **found.workload.attrs, **options).run()
     module = cupy.RawModule(code=OWN.read_text("ascii"), options=("-std=c++17",))
     args = tuple(cupy.asarray(np.zeros(ELEMENTS, np.float32)) for _ in range(2))

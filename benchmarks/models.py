@@ -1,35 +1,51 @@
-"""Compare whole models with PyTorch and `transformers`. Needs a GPU and both packages.
+"""Time whole models with random weights: steps of decoding, prompts and continuations. Needs a GPU.
 
-    python -m benchmarks.models gpt2                          # steps, a prompt and many prompts
-    python -m benchmarks.models gpt2 --size gpt2-xl --rows 1,8
-    python -m benchmarks.models llama --size qwen3-0.6b --dtype bfloat16 --json
+    python -m benchmarks.models gpt2                          # sizes as for `gpt2block bench`
+    python -m benchmarks.models gpt2 --size gpt2-xl --rows 1,8 --plot decoding.png
+    python -m benchmarks.models llama                         # 7B, also with fewer fusions
+    python -m benchmarks.models llama --size qwen3-0.6b --dtype bfloat16 --torch --json
+    python -m benchmarks.models llama --gpus 4                # divided among GPUs
 
-Run it in the root of the repository. The works and options are those of `gpt2block bench --decode`
-and `--llama`. By default GPT-2's steps have few numbers of rows, as PyTorch takes seconds to
-compile each step.
+Run it in the root of the repository. With --torch, the models also run in PyTorch and
+`transformers`; PyTorch takes seconds to compile each number of rows.
 """
 
 from __future__ import annotations
 
 import argparse
 
-from benchmarks.torch_peers import compare
-from gpt2block.bench import model_works
-
-ROWS = {"gpt2": "1,8,64,256", "llama": "1,4,16,64"}
+from benchmarks.reports import add_options, released, show
+from benchmarks.token_works import gpt2_works, llama_works
+from gpt2block import bench
+from gpt2block.cli.plots import check_file
+from gpt2block.cuda import first_gpus
 
 
 def main() -> int:
     """Return 1 if a result of gpt2block is wrong."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("architecture", choices=ROWS)
+    parser.add_argument("architecture", choices=("gpt2", "llama"))
     for name in ("--size", "--rows", "--dtype", "--kv-dtype"):
         parser.add_argument(name)
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--gpus", type=int, default=1, help="of a Llama")
+    parser.add_argument("--torch", action="store_true")
+    add_options(parser)
     given = parser.parse_args()
-    rows = given.rows or ROWS[given.architecture]
-    works = model_works(given.architecture, given.dtype, rows, given.size, given.kv_dtype)
-    return not compare(works, given.json)
+    if given.plot:
+        check_file(given.plot)
+    chosen = given.dtype, given.rows, given.size, given.kv_dtype
+    if given.architecture == "gpt2":
+        works = gpt2_works(*chosen)
+    else:
+        works = llama_works(*chosen, first_gpus(given.gpus) if given.gpus > 1 else None)
+    peers = set[str]()
+    if given.torch:
+        from benchmarks.torch_peers import compare  # noqa: PLC0415  (loads cuBLAS before CuPy)
+
+        report, peers = compare(works)
+    else:
+        report = bench.run(works, progress=released)
+    return not show(report, peers, given.json, given.plot)
 
 
 if __name__ == "__main__":

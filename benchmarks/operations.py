@@ -15,10 +15,11 @@ from functools import partial
 
 from benchmarks.torch_functions import FUNCTIONS
 from benchmarks.torch_peers import operation_peers
-from gpt2block.bench import ceilings, measure, measure_variants
+from gpt2block.bench import ceilings, measure_variants
 from gpt2block.bench.variants import CEILINGS
 from gpt2block.cli.display import console, print_json
 from gpt2block.cli.kernels import measured_report, print_measurements, print_series
+from gpt2block.ops import workload
 from gpt2block.ops.registry import all_sizes, find, parse_sizes
 
 
@@ -33,7 +34,7 @@ def main() -> int:
     given = parser.parse_args()
     operation = find(given.operation)
     variants = operation.variants if given.variant is None else [operation.variant(given.variant)]
-    stored = measure.check_storage(operation, given.dtype, given.layout)
+    stored = workload.check_storage(operation, given.dtype, given.layout)
     single = given.shape is not None or given.sweep
     sizes = [parse_sizes(operation, given.shape)] if single else all_sizes(operation)
     peers = partial(operation_peers, given.operation, stored[0])

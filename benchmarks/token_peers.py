@@ -25,10 +25,11 @@ from torch.nn.functional import (
     silu,
 )
 
+from benchmarks.llama import RandomLlama
+from benchmarks.tasks import Continuations, Prompt
 from benchmarks.torch_functions import check_weights, tensor
-from gpt2block.bench.models import RandomGPT2, RandomLlama
+from gpt2block.bench.decoding import RandomGPT2, Steps
 from gpt2block.bench.race import Capture, Captured, Contender, refuse
-from gpt2block.bench.tasks import Continuations, Prompt, Steps
 from gpt2block.bench.works import GeneratedSequences
 from gpt2block.checkpoints.naming import GPT2_NAMING, naming_of
 from gpt2block.config.formats import own_cache_dtype
@@ -37,10 +38,6 @@ from gpt2block.cuda.kernels import FP8
 from gpt2block.errors import InputError
 
 CACHE_STEP = 64  # the length of a static kv_cache is a multiple of CACHE_STEP
-NOTES = {
-    "transformers": "generate, left-padded to one batch",
-    "transformers, paged": "generate_batch, which is continuous batching",
-}
 
 Tensor = Any
 Tensors = dict[str, Tensor]
@@ -57,8 +54,7 @@ def contenders(task: Steps | Prompt | Continuations, repeated: Repeated) -> Iter
         why = f"no PyTorch operation here takes a kv_cache of {model.cache_dtype}"
         captures = dict.fromkeys(captures, partial(refuse, why))
     for name, capture in captures.items():
-        note = partial(str, NOTES.get(name, ""))
-        yield Contender(name, True, capture, own_cache_dtype(model.dtype), note)
+        yield Contender(name, capture, own_cache_dtype(model.dtype))
 
 
 def _captures(

@@ -10,6 +10,7 @@ Import this module before CuPy uses cuBLAS, so that PyTorch's cuBLAS is loaded.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,15 +20,17 @@ from typing import Any
 import torch
 
 from benchmarks import token_peers, torch_functions
+from benchmarks.reports import released
+from benchmarks.token_works import ModelWork
 from benchmarks.torch_functions import Function, Tensor, tensor
 from gpt2block import bench
+from gpt2block.bench import Report
 from gpt2block.bench.ceilings import TF32
-from gpt2block.bench.measure import Host
-from gpt2block.bench.race import Capture, Captured, Contender, first_and_last
-from gpt2block.bench.works import Sets, Work
-from gpt2block.cli.bench import print_report
-from gpt2block.cli.display import console, print_json, tracked
+from gpt2block.bench.race import Capture, Captured, Contender, first_and_last, first_line
+from gpt2block.bench.works import PRODUCTS, Sets, Work, block_weights
 from gpt2block.cuda import cupy
+from gpt2block.errors import InputError
+from gpt2block.ops.workload import Host
 from gpt2block.weights.matrix import WeightMatrix
 
 SEARCH_S = 120.0
@@ -35,22 +38,46 @@ SEARCH = "max-autotune-no-cudagraphs"
 NO_SEARCH = {"max_autotune_pointwise": True}
 
 
-def compare(works: list[Work], as_json: bool) -> bool:
-    """Time works by gpt2block and PyTorch; print tables or JSON; return Report.right."""
-    report = bench.run(works, progress=_tidied, peers=TorchPeers().contenders_of)
+def compare(works: list[Work]) -> tuple[Report, set[str]]:
+    """Time works by gpt2block and PyTorch; return the report and the names of PyTorch's lines."""
+    names: set[str] = set()
+    peers = TorchPeers()
+    report = bench.run([_with_peers(work, peers, names) for work in works], progress=_tidied)
+    for note in sorted(peers.notes):
+        print(note, file=sys.stderr)
     cudnn = str(torch.backends.cudnn.version())
     torchs = {"torch": torch.__version__, "torch's CUDA": torch.version.cuda, "cuDNN": cudnn}
-    report = replace(report, versions={**report.versions, **torchs})
-    if as_json:
-        print_json(report.as_dict())
-    else:
-        print_report(console(), report)
-    return report.right
+    return replace(report, versions={**report.versions, **torchs}), names
+
+
+def _with_peers(work: Work, peers: TorchPeers, names: set[str]) -> Work:
+    """Return the work with PyTorch's contenders after gpt2block's; add their names to `names`."""
+
+    def contenders(sets: Sets, device: int) -> Iterator[Contender]:
+        yield from work.ours(sets, device)
+        for each in peers.contenders_of(work, sets):
+            names.add(each.name)
+            yield replace(each, capture=partial(_guarded_capture, each.capture))
+
+    return replace(work, ours=contenders)
+
+
+def _guarded_capture(capture: Capture, rounds: int) -> Captured:
+    """Capture a graph whose errors of any type are InputErrors, with which other contenders run."""
+    found: Captured = _guarded(capture, rounds)
+    return found._replace(replay=partial(_guarded, found.replay))
+
+
+def _guarded(function: Callable[..., Any], *arguments: Any) -> Any:
+    try:
+        return function(*arguments)
+    except Exception as error:
+        raise InputError(first_line(error)) from error
 
 
 def _tidied(works: list[Work]) -> Iterator[Work]:
     """Yield works; after each, free PyTorch's unused memory and compiled functions."""
-    for work in tracked(works, "benchmarks"):
+    for work in released(works):
         yield work
         torch.compiler.reset()
         torch.cuda.empty_cache()
@@ -73,7 +100,7 @@ def operation_peers(
     def capture(function: Function, rounds: int) -> Captured:
         return captured(function, tensors, rounds)._replace(outs=())
 
-    return [Contender(name, True, partial(capture, f), dtype) for name, f in functions.items()]
+    return [Contender(name, partial(capture, f), dtype) for name, f in functions.items()]
 
 
 def captured(
@@ -105,23 +132,25 @@ class TorchPeers:
 
     def __init__(self) -> None:
         self._searched_s = 0.0
+        self._work = ""  # kind, dtype and name of the work that runs
+        self.notes: set[str] = set()  # lines of text about contenders that ran
 
     def contenders_of(self, work: Work, sets: Sets) -> Iterator[Contender]:
         """Yield PyTorch's implementations of a benchmark. sets: copies of the inputs."""
-        for_peers, dtype = work.for_peers, work.dtype
-        if for_peers is None:
-            return
-        if work.what == "block":
-            functions = torch_functions.blocks(**for_peers)
+        self._work = f"{work.what} {work.dtype} {work.name}"
+        dtype, causal = work.dtype, bool(work.sizes.get("causal"))
+        if isinstance(work, ModelWork):
+            yield from token_peers.contenders(work.task, self.repeated)
+        elif work.what == "block":
+            functions = torch_functions.blocks(block_weights(dtype).eps, causal)
             yield from self.contenders(functions, sets, dtype, search=dtype != "float32")
         elif work.what == "attention":
-            functions = torch_functions.attentions(**for_peers)
+            functions = torch_functions.attentions(causal)
             yield from self.contenders(functions, sets, dtype, compiled=False, tf32=False)
-        elif work.what == "gemm":
-            functions = torch_functions.products(**for_peers)
-            yield from self.contenders(functions, sets, dtype, compiled=any(for_peers.values()))
         else:
-            yield from token_peers.contenders(for_peers, self.repeated)
+            _, _, gelu, residual = PRODUCTS[work.name.split()[0]]
+            functions = torch_functions.products(gelu, residual)
+            yield from self.contenders(functions, sets, dtype, compiled=gelu or residual)
 
     def contenders(
         self,
@@ -143,25 +172,24 @@ class TorchPeers:
             suffix, arithmetic = (", TF32", TF32) if rounded else ("", dtype)
             for name, function in functions.items():
                 capture = partial(_capture, function, tensors, rounded)
-                yield Contender(name + suffix, True, capture, arithmetic)
+                yield Contender(name + suffix, capture, arithmetic)
             if compiled:
                 first = next(iter(functions.values()))
-                compiling, note = self._compiling(first, tensors, rounded, search)
-                yield Contender("torch.compile" + suffix, True, compiling, arithmetic, note)
+                compiling = self._compiling(first, tensors, rounded, search)
+                yield Contender("torch.compile" + suffix, compiling, arithmetic)
 
     def _compiling(
         self, function: Function, tensors: list[Any], tf32: bool, search: bool
-    ) -> tuple[Capture, Callable[[], str]]:
-        """Return a `capture` that first compiles `function`, and a function that returns a note."""
+    ) -> Capture:
+        """Return a `capture` that first compiles `function`."""
         compiled: list[Function] = []
-        note = ""
 
         def capture(rounds: int) -> Captured:
-            nonlocal note
             if compiled:
                 return _capture(compiled[0], tensors, tf32, rounds)
             searched = search and self._searched_s < SEARCH_S
-            note = SEARCH if searched else "products by cuBLAS, the rest tuned"
+            how = SEARCH if searched else "products by cuBLAS, the rest tuned"
+            self.notes.add(f"torch.compile, {self._work}: {how}")
             compiled.append(self.compiled(function, searched))
             start = perf_counter()
             found = _capture(compiled[0], tensors, tf32, rounds)
@@ -169,7 +197,7 @@ class TorchPeers:
                 self._searched_s += perf_counter() - start
             return found
 
-        return capture, lambda: note
+        return capture
 
     def compiled(self, function: Function, search: bool = False) -> Function:
         """Compile a function for fixed shapes. search: whether to autotune matrix products."""

@@ -21,20 +21,12 @@ def row(
     work: Work,
     contender: str,
     us: float = 2.0,
-    peer: bool = False,
     error: float = 0.0,
     **changes: Any,
 ) -> BenchRow:
     """Return a row of a report. changes: fields to replace."""
-    each = Contender(contender, peer, lambda rounds: Captured(lambda: None, ()), work.dtype)
+    each = Contender(contender, lambda rounds: Captured(lambda: None, ()), work.dtype)
     return replace(reports.row_of(work, Timed(each, us, (error, error)), 3, BEST), **changes)
-
-
-def without_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `bench.run` take fixed ceilings and versions instead of measuring them."""
-    monkeypatch.setattr("gpt2block.bench.measure.gpu_index", lambda device: 0)
-    monkeypatch.setattr(reports, "measured", lambda: BEST)
-    monkeypatch.setattr(reports, "_versions", lambda index: {"GPU": "none"})
 
 
 def drawn(draw: Callable[..., None], file: Path, *arguments: Any) -> Any:

@@ -23,12 +23,12 @@ from gpt2block.architectures.phi3 import Phi3Config
 from gpt2block.architectures.qwen2 import Qwen2Config
 from gpt2block.architectures.qwen3 import Qwen3Config
 from gpt2block.architectures.smollm3 import SmolLM3Config
-from gpt2block.bench.measure import tolerance
 from gpt2block.config import ModelConfig
 from gpt2block.config.llama import LlamaConfig
 from gpt2block.errors import InputError
 from gpt2block.generation import batching
 from gpt2block.inspect.compare import exact_tensors
+from gpt2block.ops.workload import tolerance
 from gpt2block.parameters.arrays import random_model
 from gpt2block.passes.decoding import DecodePass
 from gpt2block.passes.prefill import TensorCorePass

@@ -1,4 +1,4 @@
-"""The bench: the meaning of its figures, wrong results, the printed tables and the plots."""
+"""The bench: the meaning of its figures, wrong results, the printed tables, and labels of plots."""
 
 from __future__ import annotations
 
@@ -16,18 +16,29 @@ import pytest
 from numpy.typing import NDArray
 from rich.console import Console
 
-from gpt2block import Block, InputError, bench, doctor
-from gpt2block.bench import Ceilings, Report, Work, chosen_works, measure, works
+from gpt2block import GPT2, Block, GPT2Config, InputError, bench, doctor
+from gpt2block.bench import Report, Work, chosen_works, decoding, race, works
 from gpt2block.bench import report as reports
-from gpt2block.bench.measure import copies_for, errors, tolerance
-from gpt2block.bench.plots import ceiling, draw, draw_decoding, fastest, spread
-from gpt2block.bench.race import Captured, Contender, rounds_for
-from gpt2block.bench.works import PRODUCTS, ROWS, attention, block, gemm
+from gpt2block.bench.decoding import RandomGPT2, Steps, decode, parse_rows
+from gpt2block.bench.race import Captured, Contender, copies_for, rounds_for
+from gpt2block.bench.works import PRODUCTS, ROWS, GeneratedSequences, attention, block, gemm
 from gpt2block.cli.bench import print_report
+from gpt2block.cli.plots import spread
+from gpt2block.config import SIZES, model_shapes
 from gpt2block.cuda import timing
 from gpt2block.errors import KernelError
-from tests.benches import BEST, NO_GPU, drawn, row
+from gpt2block.ops import workload
+from gpt2block.ops.workload import errors, tolerance
+from gpt2block.run import cuda_decoding
+from tests.benches import BEST, NO_GPU, row
 from tests.command_line import gpt2block
+from tests.devices import running_on
+
+TINY = GPT2Config(n_layer=1, n_head=1, n_embd=64, n_ctx=24, vocab_size=53)
+
+
+def tiny(dtype: str = "float32") -> RandomGPT2:
+    return RandomGPT2(TINY, dtype)
 
 
 def product(dtype: str = "bfloat16", **options: bool) -> Work:
@@ -106,6 +117,119 @@ def test_the_truth_of_attention_repeats_its_sequences() -> None:
     np.testing.assert_allclose(out, work.truth()[16:32], rtol=1e-9, atol=1e-12)
 
 
+# Decoding
+
+
+def test_bytes_and_operations_of_a_step() -> None:
+    """GPT-2 small has 124 million parameters, and 36,864 bytes of cache per token in bfloat16."""
+    model = RandomGPT2(SIZES["gpt2"], "bfloat16")
+    shapes = model_shapes(model.config)
+    parameters = sum(int(np.prod(shape)) for name, shape in shapes.items() if name != "wpe")
+    vectors = sum(shape[0] for shape in shapes.values() if len(shape) == 1)
+    assert model.matrix_elements == parameters - vectors
+    assert model.weight_bytes == 2 * parameters + 2 * vectors
+    assert model.token_bytes == 36_864
+    step = decode(Steps(model, 8))
+    assert step.traffic == model.weight_bytes + 8 * 512 * 36_864
+    assert step.flops == 2 * 8 * (parameters - vectors) + 8 * 4 * 12 * 768 * 512
+    assert step.tokens == 8
+    assert step.sizes == {"rows": 8, "position": 512, "n_layer": 12, "n_embd": 768}
+    narrow = RandomGPT2(SIZES["gpt2"], "float8_e5m2")
+    assert narrow.weight_bytes == parameters + 3 * vectors
+    assert narrow.token_bytes == 36_864
+    assert RandomGPT2(SIZES["gpt2"], "float32").token_bytes == 73_728
+
+
+def test_the_position_is_the_middle_of_the_timed_steps() -> None:
+    steps = Steps(RandomGPT2(SIZES["gpt2"], "bfloat16"), 1)
+    timed = decoding.STEPS * decoding.TURNS
+    assert steps.end - timed / 2 == 512  # an untimed first turn checks results
+    assert steps.end - steps.start == timed + decoding.STEPS
+
+
+def test_the_steps_and_their_order() -> None:
+    works = bench.decode_works()
+    assert [work.name for work in works[:2]] == ["1 row", "2 rows"]
+    assert [work.sizes["rows"] for work in works] == [1, 2, 4, 8, 16, 32, 64, 128, 256]
+    assert {work.dtype for work in works} == {"bfloat16"}
+    some = bench.decode_works("float32", "3, 3,16", "gpt2-xl")
+    assert [work.sizes["rows"] for work in some] == [3, 16]
+    assert some[0].sizes["n_layer"] == 48
+    assert len({id(getattr(work.truth, "__self__", None)) for work in some}) == 1  # one model
+
+
+@pytest.mark.parametrize("rows", ["", "0", "1,", "x", "-1", "1.5", "4097", "9" * 5000, "²"])
+def test_numbers_of_rows_that_there_are_not(rows: str) -> None:
+    with pytest.raises(InputError, match="--rows: expected numbers from 1 to 4,096 such as 1,8,64"):
+        parse_rows(rows)
+
+
+def last_token(model: RandomGPT2, ids: Any) -> tuple[int, float]:
+    """Return the most likely token after ids, and its log-probability."""
+    logits = GPT2(model.weights, device="cpu")(ids, last=True).astype(np.float64)
+    return int(logits.argmax()), float(logits.max() - np.log(np.exp(logits).sum()))
+
+
+@pytest.fixture
+def checked() -> Callable[..., tuple[float, float]]:
+    """Return a function that checks given results after one replay and returns their errors."""
+    work = decode(Steps(tiny(), 2, position=12))
+
+    def check(*written: Any) -> tuple[float, float]:
+        replays: list[int] = []
+        errors = work.check(lambda: replays.append(1), (lambda: GeneratedSequences(*written),))
+        assert replays == [1]
+        return errors
+
+    return check
+
+
+def test_the_error_of_a_token_is_the_difference_from_the_best(checked: Any) -> None:
+    model = tiny()
+    (ids,) = model.prompts([9])
+    token, logprob = last_token(model, ids)
+    right, other = (np.append(ids, np.int32((token + n) % 53)) for n in (0, 1))
+    assert checked([right]) == (0, 0)
+    assert checked([right], [logprob])[0] < 1e-6
+    assert checked([right], [logprob - 0.25])[0] == pytest.approx(0.25, abs=1e-6)
+    logits = model.last_logits(ids)
+    off, relative = checked([right, other])
+    assert off == pytest.approx(logits[token] - logits[(token + 1) % 53])
+    assert relative == pytest.approx(off / np.abs(logits).max())
+    assert relative > reports.tolerance(decode(Steps(model, 2)), "float32")
+    # A sampled token need not be the most likely one; only its log-probability is checked.
+    own = logprob - off
+    assert checked([other], [own], False)[0] < 1e-6
+    assert checked([other], [logprob], False)[0] == pytest.approx(off, abs=1e-6)
+    assert all(map(isnan, checked([right, right], [logprob, nan])))
+
+
+def test_steps_are_checked_on_the_emulator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prompts of a decoding start in several groups; each group's first tokens are a result."""
+    monkeypatch.setattr(decoding, "STEPS", 1)
+    monkeypatch.setattr(decoding, "TURNS", 1)
+    steps = Steps(tiny("bfloat16"), 4, 10)
+    monkeypatch.setattr(cuda_decoding, "PREFILL_TOKENS", steps.start)
+    work = decode(steps)
+    with running_on("shuffled"):
+        for each in work.ours([{}], 0):
+            run = each.capture(1)
+            relative = work.check(run.replay, run.outs)[1]
+            assert relative <= reports.tolerance(work, each.arithmetic)
+            found = run.outs[0]()
+            assert {len(ids) for ids in found.sequences} == {steps.start + 2}
+            assert found.greedy == (each.name == "gpt2block")
+
+
+def test_replays_on_the_host_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter([0.0, 1.0, 1.0, 3.0, 3.0, 6.0, 6.0, 7.0, 7.0, 9.0, 9.0, 10.0])
+    monkeypatch.setattr(timing, "perf_counter", lambda: next(seconds))
+    turns: list[str] = []
+    replays = {name: (lambda name=name: turns.append(name)) for name in "ab"}
+    assert timing.interleaved_host_ms(replays, 3) == {"a": 2000.0, "b": 1000.0}
+    assert turns == ["a", "b"] * 3
+
+
 # Errors
 
 
@@ -146,8 +270,8 @@ def test_tf32_is_right_as_far_as_it_is() -> None:
 class Racer:
     """A contender on the host whose result has an error of `off`."""
 
-    def __init__(self, name: str, peer: bool = False, off: float = 0.0, **options: Any) -> None:
-        self.name, self.peer, self.off = name, peer, off
+    def __init__(self, name: str, off: float = 0.0, **options: Any) -> None:
+        self.name, self.off = name, off
         self.error: Exception | None = options.get("error")
         self.lazy = options.get("lazy", False)
         self.rounds: list[int] = []
@@ -176,7 +300,7 @@ def run_race(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     def poison(out: NDArray[Any]) -> None:
         out[...] = nan
 
-    monkeypatch.setattr(measure, "poison", poison)
+    monkeypatch.setattr(workload, "poison", poison)
 
     def run(*racers: Racer, ms: Mapping[str, float] | None = None) -> Any:
         turns: list[list[str]] = []
@@ -190,20 +314,18 @@ def run_race(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
             return {name: (ms or {}).get(name, 3.0) for name in replays}
 
         monkeypatch.setattr(timing, "interleaved_ms", interleaved_ms)
-        entrants = [
-            Contender(r.name, r.peer, r.capture, "bfloat16", lambda: "as it is") for r in racers
-        ]
+        entrants = [Contender(r.name, r.capture, "bfloat16") for r in racers]
         return *reports.rows_of(O, entrants, 10, BEST), turns
 
     return run
 
 
 def test_what_a_row_says(run_race: Callable[..., Any]) -> None:
-    ours, theirs = Racer("hopper"), Racer("torch", peer=True)
-    rows, skipped, turns = run_race(ours, theirs, ms={"hopper": 1.0, "torch": 1.5})
+    new, old = Racer("hopper"), Racer("mma")
+    rows, skipped, turns = run_race(new, old, ms={"hopper": 1.0, "mma": 1.5})
     assert skipped == []
-    assert turns == [["hopper", "torch"]]
-    assert ours.rounds == theirs.rounds == [1, 5]  # a round takes 0.7 ms, 3 ms are wanted
+    assert turns == [["hopper", "mma"]]
+    assert new.rounds == old.rounds == [1, 5]  # a round takes 0.7 ms, 3 ms are wanted
     first, second = rows
     assert first.us == pytest.approx(20.0)  # 1 ms for ten copies and five rounds
     assert first.tflop_s == pytest.approx(O.flops / 20e-6 / 1e12)
@@ -211,36 +333,31 @@ def test_what_a_row_says(run_race: Callable[..., Any]) -> None:
     assert first.percent_matmul == pytest.approx(100 * first.tflop_s / 800)
     assert first.percent_copy == pytest.approx(100 * first.gb_s / 4000)
     assert first.intensity == pytest.approx(first.tflop_s * 1e3 / first.gb_s)
-    assert first.peers == {"torch": pytest.approx(1.5)}
     assert first.right
     assert second.right
-    assert second.peers == {}
+    assert second.us == pytest.approx(30.0)
     assert first.sizes == {"M": 600, "N": 768, "K": 768}
-    assert (first.note, first.copies, first.arithmetic) == ("as it is", 10, "bfloat16")
+    assert (first.copies, first.arithmetic) == (10, "bfloat16")
 
 
 def test_a_wrong_result_counts_for_nothing(run_race: Callable[..., Any]) -> None:
-    peers = Racer("p", peer=True, off=1.0), Racer("q", peer=True)
     others = Racer("c", off=nan), Racer("d", lazy=True)
-    rows, _, _ = run_race(Racer("a", off=1.0), Racer("b"), *peers, *others)
-    assert [row.right for row in rows] == [False, True, False, True, False, False]
-    assert [row.peers for row in rows[:2]] == [{}, {"q": 1.0}]
-    assert isnan(rows[5].max_rel)  # an output that is not written is NaN
+    rows, _, _ = run_race(Racer("a", off=1.0), Racer("b"), *others)
+    assert [row.right for row in rows] == [False, True, False, False]
+    assert isnan(rows[3].max_rel)  # an output that is not written is NaN
     assert not Report({}, BEST, rows, []).right
-    assert Report({}, BEST, rows[1:4], []).right  # a wrong peer does not make the report wrong
+    assert Report({}, BEST, rows[1:2], []).right
 
 
 def test_who_cannot_run_is_told_with_the_reason(run_race: Callable[..., Any]) -> None:
-    refusals = InputError("takes float32"), KernelError("needs Hopper"), MemoryError("none left")
+    refusals = InputError("takes float32"), KernelError("needs Hopper\nx"), MemoryError("none left")
     racers = [Racer(f"r{i}", error=error) for i, error in enumerate(refusals)]
-    peer = Racer("torch", peer=True, error=AttributeError("no such backend\nmore of it"))
-    rows, skipped, _ = run_race(*racers, peer, Racer("ours"))
+    rows, skipped, _ = run_race(*racers, Racer("ours"))
     assert [row.contender for row in rows] == ["ours"]
     assert skipped == [
         "gemm bfloat16: r0: takes float32",
         "gemm bfloat16: r1: needs Hopper",
         "gemm bfloat16: r2: none left",
-        "gemm bfloat16: torch: no such backend",
     ]
     assert run_race(*racers[:1])[:2] == ([], skipped[:1])
     with pytest.raises(RuntimeError, match="illegal memory access"):  # a GPU error is no refusal
@@ -250,7 +367,7 @@ def test_who_cannot_run_is_told_with_the_reason(run_race: Callable[..., Any]) ->
 def test_how_many_copies_and_rounds() -> None:
     assert copies_for(traffic=10, cache=100) == 40
     assert copies_for(traffic=1000, cache=100) == 1
-    assert copies_for(traffic=1, cache=100) == measure.MOST_SETS
+    assert copies_for(traffic=1, cache=100) == race.MOST_SETS
     for once_ms, copies, rounds in ((0.5, 10, 6), (10.0, 10, 1), (0.0, 10, 200), (0.0, 10_000, 1)):
         assert rounds_for(once_ms, copies) == rounds
 
@@ -297,7 +414,6 @@ def test_the_default_variant_comes_first(monkeypatch: pytest.MonkeyPatch) -> Non
     sets = [{"a": f"a{i}", "w": "w", "bias": "b"} for i in range(3)]
     found = list(product(gelu=True).ours(sets, 0))
     assert [each.name for each in found] == ["hopper", "mma", "old"]
-    assert not any(each.peer for each in found)
     first, second = found[0].capture(2), found[1].capture(1)
     assert [len(launches) for launches in captured] == [6, 3]
     assert [out for _, out, *_ in bound[1:4]] == [None] * 3
@@ -314,15 +430,13 @@ def test_the_default_variant_comes_first(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.fixture
 def report() -> Report:
     rows = [
-        row(O, "hopper", error=1e-3, peers={"torch": 1.25}),
+        row(O, "hopper", error=1e-3),
         row(O, "mma", 3.0),
-        row(O, "torch", 2.5, True),
     ]
     for work in chosen_works("block", "float32", "1x"):
         rows.append(row(work, "fused", 20.0))
-        rows.append(row(work, "torch", 50.0, True))
-        rows.append(row(work, "torch, TF32", 30.0, True, arithmetic="tf32", note="as it is"))
-    return Report({"GPU": "a GPU", "torch": "2.11"}, BEST, rows, ["gemm bfloat16: old: takes [x]"])
+        rows.append(row(work, "skeleton", 50.0))
+    return Report({"GPU": "a GPU", "CuPy": "14.2"}, BEST, rows, ["gemm bfloat16: old: takes [x]"])
 
 
 def shown(report: Report) -> str:
@@ -334,7 +448,7 @@ def shown(report: Report) -> str:
 
 def test_the_table(report: Report) -> None:
     text = shown(report)
-    assert "GPU a GPU, torch 2.11" in text
+    assert "GPU a GPU, CuPy 14.2" in text
     assert "float32 50, tf32 400, float16 700, bfloat16 800 TFLOP/s" in text
     assert "Products with bias" in text
     assert "Attention" not in text
@@ -343,12 +457,30 @@ def test_the_table(report: Report) -> None:
     assert first[2:5] == ["bfloat16", "hopper", "2.00"]
     assert first[-3:] == ["1.00", "1.0e-03", "ok"]
     assert next(line for line in lines if line[:1] == ["mma"])[-3] == "1.50"
-    assert next(line for line in lines if line[:2] == ["torch", "2.50"])[-3] == "1.25"
-    assert "torch, TF32: as it is: float32 1x128 full, float32 1x1024 full" in text
+    assert next(line for line in lines if line[:2] == ["skeleton", "50.00"])[-3] == "2.50"
     assert "not run: gemm bfloat16: old: takes [x]" in text
-    wrong = shown(replace(report, rows=[row(O, "hopper", error=1.0), row(O, "torch", 2.5, True)]))
+    wrong = shown(replace(report, rows=[row(O, "hopper", error=1.0), row(O, "mma", 2.5)]))
     assert wrong.count("WRONG") == 1
     assert " 1.00 " not in wrong  # no ratio to a wrong result
+
+
+def test_the_table_of_steps_fits_eighty_columns(report: Report) -> None:
+    step = decode(Steps(RandomGPT2(SIZES["gpt2"], "bfloat16", "float8_e5m2"), 256))
+    rows = [row(step, "gpt2block", 2500.0), row(step, "sampled", 52_000.0)]
+    console = Console(width=80)
+    with console.capture() as shown:
+        print_report(console, replace(report, rows=rows))
+    lines = shown.get().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "12 layers of 768 channels, random weights" in lines
+    cells = [line.split() for line in lines]
+    first = next(line for line in cells if "gpt2block" in line)
+    floor_us = step.traffic / 4000e3
+    assert first[-7:] == ["gpt2block", "2500.0", "102,400", f"{floor_us / 25:.1f}", "1.00",
+                          "0.0e+00", "ok"]  # fmt: skip
+    second = next(line for line in cells if "sampled" in line and "ok" in line)
+    assert second[-6:-4] == ["52000.0", "4,923"]
+    assert second[-3] == "20.80"
 
 
 @pytest.fixture
@@ -370,21 +502,13 @@ def test_json_has_everything(measured: list[list[Work]], report: Report) -> None
     found = ended.json
     assert list(found) == ["versions", "ceilings", "rows", "skipped"]
     assert found["ceilings"] == {"copy_gb_s": 4000.0, "tflop_s": dict(BEST.tflop_s)}
-    assert [entry["contender"] for entry in found["rows"]][:3] == ["hopper", "mma", "torch"]
+    assert [entry["contender"] for entry in found["rows"]][:3] == ["hopper", "mma", "fused"]
     assert found["rows"][0]["max_rel"] is None
-    assert found["rows"][0]["peers"] == {"torch": 1.25}
     assert found["rows"][1]["sizes"] == {"M": 600, "N": 768, "K": 768}
     assert [work.name for work in measured[0]] == ["4x4096 full", "4x4096 causal"]
-
-
-def test_the_command_draws(measured: list[list[Work]], tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="drawing needs matplotlib")
-    file = tmp_path / "roofline.png"
-    ended = gpt2block("bench", "--plot", file)
-    assert ended.code == 0
-    assert len(measured[0]) == 42
-    assert file.read_bytes().startswith(b"\x89PNG")
-    assert "x ours" in ended.out
+    gpt2block("bench", "--decode", "--rows", "1,4", "--dtype", "float32", "--size", "gpt2-xl")
+    steps = [(work.name, work.dtype, work.sizes["n_layer"]) for work in measured[1]]
+    assert steps == [("1 row", "float32", 48), ("4 rows", "float32", 48)]
 
 
 ROWS_WANTED = "--rows: expected numbers from 1 to 4,096 such as 1,8,64"
@@ -396,25 +520,15 @@ ROWS_WANTED = "--rows: expected numbers from 1 to 4,096 such as 1,8,64"
         ("--what mlp", "--what: expected one of block, gemm, attention, all, got 'mlp'"),
         ("--dtype int8", "--dtype: expected one of bfloat16, float16, float32, got 'int8'"),
         ("--only 9x9", "--only '9x9': no name contains it"),
-        ("--plot no/such/place.png", "there is no directory no/such"),
-        ("--decode --what all", "--what chooses kernels, --decode times whole models"),
-        ("--decode --only 8x", "--only chooses kernels, --decode times whole models"),
+        ("--decode --what all", "--what chooses kernels, --decode times a whole model"),
+        ("--decode --only 8x", "--only chooses kernels, --decode times a whole model"),
         ("--decode --rows 8;9", ROWS_WANTED),
         ("--decode --dtype int8", "--dtype: expected one of float32, "),
         ("--decode --size gpt3", "unknown --size 'gpt3': expected one of gpt2, "),
-        ("--decode --plot no/such/place.png", "there is no directory no/such"),
-        ("--decode --llama", "--decode times GPT-2, --llama a Llama: leave out one"),
-        ("--llama --what all", "--what chooses kernels, --llama times whole models"),
-        ("--llama --plot x.png", "--plot: expected --decode or kernels with it"),
-        (
-            "--llama --size 13b",
-            "--size: expected one of 7b, 1b, qwen3-0.6b, qwen3-4b, smollm2-135m",
-        ),
-        ("--llama --rows x", ROWS_WANTED),
-        ("--llama --dtype int8", "--dtype: expected one of float32, "),
-        ("--rows 8", "--rows is an option of --decode and --llama: add one"),
-        ("--size gpt2", "--size is an option of --decode and --llama: add one"),
-        ("--kv-dtype float8_e5m2", "--kv-dtype is an option of --decode and --llama: add one"),
+        ("--llama", "type python -m benchmarks.models llama in the repository"),
+        ("--rows 8", "--rows is an option of --decode: add --decode"),
+        ("--size gpt2", "--size is an option of --decode: add --decode"),
+        ("--kv-dtype float8_e5m2", "--kv-dtype is an option of --decode: add --decode"),
         ("--what block", f"the bench cannot be used: {NO_GPU}"),
         ("--decode --rows 1", f"the bench cannot be used: {NO_GPU}"),
     ],
@@ -422,28 +536,11 @@ ROWS_WANTED = "--rows: expected numbers from 1 to 4,096 such as 1,8,64"
 def test_what_cannot_be_timed_is_one_line(
     arguments: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if "place.png" in arguments:
-        pytest.importorskip("matplotlib", reason="without it --plot says that first")
     monkeypatch.setattr(doctor, "cuda_problem", lambda: NO_GPU)
     assert message in gpt2block("bench", *arguments.split()).error
 
 
-# The plot
-
-
-def test_the_fastest_right_result_is_drawn() -> None:
-    rows = [
-        row(O, "old", 3.0),
-        row(O, "hopper", 2.0),
-        row(O, "mma", 1.0, error=1.0),
-        row(O, "torch", 1.5, True),
-    ]
-    assert fastest(rows, "gemm") == [rows[1]]
-    assert fastest(rows, "block") == fastest(rows[2:], "gemm") == []
-    one = replace(rows[0], intensity=1.0)
-    assert ceiling(one, BEST) == pytest.approx(4.0)  # a copy of 4 TB/s, one operation per byte
-    assert ceiling(replace(one, intensity=1e6), BEST) == BEST.tflop_s["bfloat16"]
-    assert ceiling(one, Ceilings(4000.0, {"bfloat16": nan})) == pytest.approx(4.0)
+# Labels of plots
 
 
 def test_labels_stand_apart() -> None:
@@ -461,31 +558,6 @@ def test_labels_stand_apart() -> None:
     assert len(set(crowded)) == 101
 
 
-def test_the_picture_is_of_the_given_rows(report: Report, tmp_path: Path) -> None:
-    figure = drawn(draw, tmp_path / "roofline.png", report)
-    blocks, products = figure.axes
-    assert blocks.get_title(loc="left").startswith("Blocks")
-    assert products.get_title(loc="left").startswith("Products")
-    own = [each for each in report.rows if each.contender == "fused"]
-    assert [text.get_text() for text in blocks.texts] == [f"{each.tflop_s:.3g}" for each in own]
-    assert [label.get_text() for label in products.get_yticklabels()] == ["o M=600"]
-    rates = {
-        float(line.get_xdata()[0])
-        for line in products.lines
-        if line.get_marker() == "o" and line.get_ydata()[0] == 0
-    }
-    assert rates == {report.rows[0].tflop_s}
-    assert figure.get_size_inches()[0] == 8
-
-
-@pytest.mark.parametrize("draws", [draw, draw_decoding])
-def test_a_picture_of_nothing(draws: Callable[..., None], tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="drawing needs matplotlib")
-    wrong = [replace(row(O, "gpt2block", error=1.0), what=what) for what in ("gemm", "decode")]
-    with pytest.raises(InputError, match="there is no right result to draw"):
-        draws(Report({}, BEST, wrong, []), tmp_path / "x.png")
-
-
 # On the GPU
 
 
@@ -499,11 +571,13 @@ def test_a_small_race() -> None:
             block("float32", 2, 17, True),
             gemm("bfloat16", "fc+gelu", 600, *PRODUCTS["fc+gelu"]),
             attention("float32", 2, 17, False),
+            *bench.decode_works(rows="1,8"),
         ]
     )
     assert report.right
     names = {(row.what, row.contender) for row in report.rows}
-    assert names >= {("block", "skeleton"), ("attention", "online")}
+    assert names >= {("block", "skeleton"), ("attention", "online"), ("decode", "sampled")}
+    assert not [line for line in report.skipped if line.startswith("decode")]
     if int(cupy.cuda.Device().compute_capability) >= 80:
         assert ("block", "fused") in names
     for each in report.rows:

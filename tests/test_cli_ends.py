@@ -144,7 +144,6 @@ def test_a_relative_path_in_a_deleted_working_directory(
         ["score", "~nosuchuser/tokens", "--tokens"],
         ["info", "~nosuchuser/model.safetensors"],
         ["block", "--weights", "~nosuchuser/model"],
-        ["bench", "--plot", "~nosuchuser/chart.png"],
         ["kernels", "softmax", "--plot", "~nosuchuser/chart.png"],
     ],
 )

@@ -12,6 +12,7 @@ from gpt2block.bench import Ceilings, Measurement
 from gpt2block.cli import mine as cli_mine
 from gpt2block.cli.mine import placed
 from gpt2block.mine import on_gpu
+from gpt2block.mine.comparison import BenchmarkResult
 from gpt2block.mine.finding import Finding
 from gpt2block.mine.templates import template
 from gpt2block.ops.registry import find
@@ -76,7 +77,7 @@ def test_what_the_emulator_cannot_run_is_one_line(monkeypatch: pytest.MonkeyPatc
 @on_emulator
 @pytest.mark.usefixtures("no_gpu")
 def test_a_wrong_variant_on_the_emulator(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpt2block.bench.measure.tolerance", lambda dtype: 0.0)
+    monkeypatch.setattr("gpt2block.ops.workload.tolerance", lambda dtype: 0.0)
     ended = kernels("softmax", "--variant", "three_pass", "--shape", "T=5")
     assert ended.code == 1
     assert "WRONG" in ended.out
@@ -266,7 +267,7 @@ def test_a_race_is_a_table_with_the_users_row(
     my_softmax: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor, "cuda_problem", lambda: None)
-    raced = on_gpu.BenchmarkResult(
+    raced = BenchmarkResult(
         [row("1", 4.0), row("mine", 2.0)], [], Ceilings(4000.0, {"float32": 50.0, "float16": 9.0})
     )
     monkeypatch.setattr(on_gpu, "run", lambda job: iter([raced]))

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from typer.testing import CliRunner
 
 from gpt2block import GPT2, GPT2Config, GPT2Weights, InputError, reference
-from gpt2block.bench.measure import tolerance
 from gpt2block.cli.app import application
+from gpt2block.ops.workload import tolerance
 from tests.devices import GPU, running_on
 
 CONFIG = GPT2Config(n_layer=2, n_head=1, n_embd=64, n_ctx=24, vocab_size=53)

@@ -28,9 +28,9 @@ from gpt2block import (
     LlamaWeights,
     random_input,
 )
-from gpt2block.bench.measure import tolerance
 from gpt2block.checks import FLOATS
 from gpt2block.config.formats import DTYPES
+from gpt2block.ops.workload import tolerance
 from tests.devices import assert_same_bits, running_on
 
 SMALL = {

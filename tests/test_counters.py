@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from gpt2block import emulator
-from gpt2block.bench import measure
 from gpt2block.mine import counters
 from gpt2block.mine.templates import template
+from gpt2block.ops import workload
 from gpt2block.ops.registry import find, parse_sizes
 from gpt2block.ptx import nvrtc
 from gpt2block.ptx.counters import METRICS, Counts, total
@@ -37,7 +37,7 @@ def test_the_page_shows_the_counters_of_the_engine(
     fields = [each.strip().replace(" ", "_") for each in head.split("|")[2:-1]]
     for line in rows.splitlines():
         variant, _, *shown = (cell.strip() for cell in line.split("|")[1:-1])
-        at, stored = parse_sizes(operation, shape), measure.check_storage(operation, None, None)
+        at, stored = parse_sizes(operation, shape), workload.check_storage(operation, None, None)
         launched = counters.count(operation, operation.variant(variant), at, stored)
         counts = total(each.total for each in launched)
         numbers = [int(cell.replace(",", "")) for cell in shown]

@@ -584,24 +584,12 @@ def test_the_second_start_compiles_nothing(start_program: Any) -> None:
     assert second[0] == 0
 
 
-def test_the_bench_table() -> None:
-    from gpt2block import bench  # noqa: PLC0415
-
-    rows = bench.block_against_document()
-    assert [row.T for row in rows] == [1, 128, 1024, 4096] * 2
-    assert all(row.ms > 0 for row in rows)
-    for row in rows:
-        compared = row.T > 1 and row.mask == "none"
-        assert row.speedup == (row.document_ms / row.ms if row.document_ms else None)
-        assert (row.speedup is not None) == compared
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_eight_rows_are_more_than_twice_as_fast_as_one(dtype: str) -> None:
     """Compare tokens per second, in the best of three runs as the GPU may be shared."""
     from gpt2block import bench  # noqa: PLC0415
 
-    works = [work for work in bench.model_works("gpt2", dtype, "1,8") if work.what == "decode"]
+    works = bench.decode_works(dtype, "1,8")
     ratios: list[float] = []
     while len(ratios) < 3 and max(ratios, default=0) <= 2:
         found = bench.run(works)

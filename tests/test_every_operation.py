@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 
 from gpt2block import InputError, WeightMatrix, emulator, ops, reference
-from gpt2block.bench import measure
 from gpt2block.checks import SCALARS
 from gpt2block.cuda import cupy
 from gpt2block.emulator import stand_in
+from gpt2block.ops import workload
 from gpt2block.ops.operation import Operation, Variant
 from gpt2block.ops.registry import OPERATIONS
 from tests import devices
@@ -96,20 +96,20 @@ def test_a_variant_is_right(
 ) -> None:
     here = operation.with_workload(attrs=attrs_of(operation, size))
     layout = (operation.workload.layout, "NK")[size]
-    host, truth = measure.inputs_and_truth(here, sizes_of(operation, size), dtype, layout)
-    arrays = tuple(map(measure.uploaded, host))
-    options = {**here.workload.attrs, **measure.options_for(here, variant)}
+    host, truth = workload.inputs_and_truth(here, sizes_of(operation, size), dtype, layout)
+    arrays = tuple(map(workload.uploaded, host))
+    options = {**here.workload.attrs, **workload.options_for(here, variant)}
     try:
         bound = here.bind(arrays, **options)
     except InputError as problem:
         pytest.skip(str(problem))
-    measure.poison(bound.out, arrays)
+    workload.poison(bound.out, arrays)
     got = bound.run().get()
-    relative = measure.errors(got, truth)[1]
-    assert relative <= measure.tolerance(dtype), relative
-    again = tuple(map(measure.uploaded, host))  # a launch does not keep its arrays alive
+    relative = workload.errors(got, truth)[1]
+    assert relative <= workload.tolerance(dtype), relative
+    again = tuple(map(workload.uploaded, host))  # a launch does not keep its arrays alive
     second = here.bind(again, **options)
-    measure.poison(second.out, again)  # an operation may leave elements unwritten
+    workload.poison(second.out, again)  # an operation may leave elements unwritten
     np.testing.assert_array_equal(second.run().get(), got)
 
 
@@ -119,13 +119,13 @@ def test_host_arrays_run_on_the_emulator(operation: Operation) -> None:
         pytest.skip(problem)
     here = operation.with_workload(attrs=attrs_of(operation, 0))
     dtype = operation.workload.dtypes[0]
-    host, truth = measure.inputs_and_truth(
+    host, truth = workload.inputs_and_truth(
         here, sizes_of(operation, 0), dtype, here.workload.layout
     )
     bound = here.bind(host, **here.workload.attrs)
     got = np.asarray(bound.run())
     assert isinstance(bound.out, np.ndarray)
-    assert measure.errors(got, truth)[1] <= measure.tolerance(dtype)
+    assert workload.errors(got, truth)[1] <= workload.tolerance(dtype)
 
 
 @every_operation
@@ -174,8 +174,8 @@ def test_inputs_that_do_not_fit_are_refused(operation: Operation, device: Any) -
     """The first array is of integers, empty, 0-d, a list or None; later arrays and options too."""
     here = operation.with_workload(attrs=attrs_of(operation, 0))
     dtype, sizes = operation.workload.dtypes[0], sizes_of(operation, 0)
-    host, _ = measure.inputs_and_truth(here, sizes, dtype, operation.workload.layout)
-    first, *others = map(measure.uploaded, host)
+    host, _ = workload.inputs_and_truth(here, sizes, dtype, operation.workload.layout)
+    first, *others = map(workload.uploaded, host)
     wrong = [
         cupy.asarray(np.ones(first.shape, "int64")),
         first[:0],

@@ -33,10 +33,10 @@ from gpt2block import (
 from gpt2block import (
     block as block_module,
 )
-from gpt2block.bench import measure
 from gpt2block.block import fused_problem, rounded, two_part_problem
 from gpt2block.checks import FLOATS
 from gpt2block.cuda import kernels, overlap, requests
+from gpt2block.ops import workload
 from gpt2block.run import recording
 from gpt2block.run.cuda_block import CudaEngine
 from tests.devices import running_on
@@ -536,7 +536,7 @@ def test_trace_and_compare(cp: ModuleType, gpt2: BlockWeights, dtype: str) -> No
     names = [rows[0].kernel, rows[2].kernel]
     assert names[0] == ("layernorm_narrow_split" if dtype == "float32" else "layernorm_narrow")
     assert dtype != "float32" or names[1].startswith("attention_fp32")
-    alone, total = measure.tolerance(dtype), 8 * half_a_unit(dtype)
+    alone, total = workload.tolerance(dtype), 8 * half_a_unit(dtype)
     if dtype == "float32":
         alone, total = 1e-6, 2e-6
     for row in rows:

@@ -12,10 +12,10 @@ from launch_lists import _decode
 from launch_recorder import recording
 from numpy.typing import NDArray
 
+from benchmarks.llama import SHAPES
 from gpt2block import Llama, LlamaConfig, LlamaWeights, Model, WeightMatrix, cuda, reference
 from gpt2block.architectures import architecture_of
 from gpt2block.architectures.qwen3 import Qwen3Config
-from gpt2block.bench.models import SHAPES
 from gpt2block.checks import FLOATS
 from gpt2block.config.formats import GGUF, Formats
 from gpt2block.cuda import cupy, kernels

@@ -15,10 +15,9 @@ import pytest
 from numpy.typing import NDArray
 
 from gpt2block import GPT2, InputError, Llama, LlamaConfig, emulator, ops, reference
-from gpt2block.bench import model_works
-from gpt2block.bench.models import SHAPES, RandomGPT2, RandomLlama
+from gpt2block.bench import decode_works
+from gpt2block.bench.decoding import RandomGPT2
 from gpt2block.bench.report import tolerance
-from gpt2block.bench.token_works import decode
 from gpt2block.bulk import job as bulk_job
 from gpt2block.bulk.predictor import Predictor
 from gpt2block.config import GPT2Config
@@ -464,16 +463,10 @@ def test_a_job_takes_the_dtype_of_the_cache(tmp_path: Path) -> None:
 def test_the_bench_counts_the_bytes_of_the_cache() -> None:
     assert RandomGPT2(GPT2_SMALL, "bfloat16").token_bytes == 2 * 2 * 128 * 2
     assert RandomGPT2(GPT2_SMALL, "bfloat16", "float8_e5m2").token_bytes == 2 * 2 * 128
-    works = model_works("llama", None, "1,4", "small")
-    names = [(work.dtype, work.name) for work in works if work.what == "decode"]
-    kept = "kv_cache float8_e5m2"
-    assert names[-6:-2] == [
-        *[("float8_e5m2", name) for name in ("1 row", "4 rows")],
-        *[("float8_e5m2", f"{name}, {kept}") for name in ("1 row", "4 rows")],
-    ]
-    models = [RandomLlama(SHAPES["small"], "float8_e5m2", kv) for kv in (None, "float8_e5m2")]
-    plain, narrow = (decode(model, 4) for model in models)
-    assert plain.traffic - narrow.traffic == 4 * 512 * 2 * 4 * 128
+    (plain,), (narrow,) = (
+        decode_works("float8_e5m2", "4", "gpt2", kv) for kv in (None, "float8_e5m2")
+    )
+    assert (plain.name, narrow.name) == ("4 rows", "4 rows, kv_cache float8_e5m2")
+    assert plain.traffic - narrow.traffic == 4 * 512 * 2 * 12 * 768
+    assert tolerance(plain, "float16") < tolerance(narrow, "float16")
     assert tolerance(narrow, "float16") < 8 * tolerance(plain, "float16")
-    one = RandomLlama(LLAMA_SMALL, "float16", "float8_e4m3fn")
-    assert one.cache_dtype == "float8_e4m3fn"

@@ -21,9 +21,9 @@ from gpt2block import (
     random_input,
     reference,
 )
-from gpt2block.bench.measure import tolerance
 from gpt2block.checks import FLOATS
 from gpt2block.cuda import timing
+from gpt2block.ops.workload import tolerance
 from tests.devices import GPU, SOMEWHERE, one_order
 
 TWELVE = ("rms1", "qkv", "rope", "attn", "proj", "x1", "rms2", "gate", "up", "ff", "down", "output")

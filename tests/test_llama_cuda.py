@@ -13,11 +13,11 @@ import pytest
 from numpy.typing import NDArray
 
 from gpt2block import Llama, LlamaConfig, LlamaWeights, RopeScaling, cuda
-from gpt2block.bench.measure import tolerance
 from gpt2block.bulk.predictor import Predictor
 from gpt2block.checkpoints import save_pretrained
 from gpt2block.cli import main
 from gpt2block.config.formats import USUAL
+from gpt2block.ops.workload import tolerance
 from gpt2block.run.model import weight_bytes
 from tests.devices import GPU, running_on
 from tests.tokenizer_files import sentence_piece

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from gpt2block import InputError, doctor, emulator
-from gpt2block.bench import Ceilings, ceilings, measure, variants
+from gpt2block.bench import Ceilings, ceilings, race, variants
 from gpt2block.cuda import kernels, timing
 from gpt2block.errors import KernelError, NotJudged
 from gpt2block.mine import on_cpu, on_gpu, sizes
@@ -22,7 +22,7 @@ from gpt2block.mine.arguments import check_known, sizes_at, values
 from gpt2block.mine.cases import SPECIAL, Case
 from gpt2block.mine.cases import cases as every_case
 from gpt2block.mine.child import ProcessExited, Stage, supervised
-from gpt2block.mine.comparison import Checked, Fidelity
+from gpt2block.mine.comparison import BenchmarkResult, Checked, Fidelity
 from gpt2block.mine.expressions import evaluated
 from gpt2block.mine.finding import Finding, of_compiler
 from gpt2block.mine.kernel import MINE, Kernel, matched
@@ -31,6 +31,7 @@ from gpt2block.mine.sizes import FURTHER
 from gpt2block.mine.source import LaunchText, read
 from gpt2block.mine.templates import HERE, names, template
 from gpt2block.mine.why import EmulatedRun
+from gpt2block.ops import workload
 from gpt2block.ops.registry import OPERATIONS, find
 from gpt2block.sampling import Sampling, probabilities, random_bits
 from tests import children
@@ -348,7 +349,7 @@ def test_first_rungs_name_arguments_that_are_known() -> None:
         first = operation.variants[0]
         sizes, attrs = operation.cases[0]
         options = {**operation.workload.attrs, **attrs}
-        host, _ = measure.inputs_and_truth(operation, sizes)
+        host, _ = workload.inputs_and_truth(operation, sizes)
         found = values(operation, host, options)
         known = {*found.inputs, *found.outputs, *found.numbers, *found.aliases}
         signature = kernels.signatures(first.file)[first.kernels[0]]
@@ -368,7 +369,7 @@ def test_every_ladder_has_a_template() -> None:
 @pytest.mark.parametrize("name", names())
 def test_a_template_is_right(name: str) -> None:
     operation = find(name)
-    kernel = matched(read(HERE / f"{name}.cu"), operation, measure.check_storage(operation))
+    kernel = matched(read(HERE / f"{name}.cu"), operation, workload.check_storage(operation))
     fidelity, *found = on_cpu.check_kernel(kernel, cases(kernel))
     assert isinstance(fidelity, Fidelity)
     count = len(operation.cases) + len(FURTHER[name]) + 3 * len(SPECIAL.get(name, ())) + 1
@@ -378,7 +379,7 @@ def test_a_template_is_right(name: str) -> None:
     for each in found:
         assert isinstance(each, Checked)
         assert each.max_rel <= each.bound
-        assert each.bound < measure.tolerance(kernel.dtype) or each.inputs or "V" in each.sizes
+        assert each.bound < workload.tolerance(kernel.dtype) or each.inputs or "V" in each.sizes
     for made in cases(kernel):
         own = operation.with_workload(attrs=made.attrs)
         assert sizes_at(own, made.sizes) == values(own, made.inputs, made.attrs).sizes
@@ -552,7 +553,7 @@ def test_a_mistake_in_a_template_is_found(
     text = template(find(name))
     assert old in text
     source = read(written(tmp_path, text.replace(old, new)))
-    found = problem(matched(source, find(name), measure.check_storage(find(name))))
+    found = problem(matched(source, find(name), workload.check_storage(find(name))))
     assert said in found.text
     assert ("largest error" in found.text) == (
         name != "sample_token"
@@ -738,7 +739,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Use the emulator, with replays of 1 ms: one round over two copies of the inputs."""
     if NO_EMULATOR:
         pytest.skip(NO_EMULATOR)
-    monkeypatch.setattr(measure, "MOST_SETS", 2)
+    monkeypatch.setattr(race, "MOST_SETS", 2)
     monkeypatch.setattr(variants, "MOST_LAUNCHES", 2)
     monkeypatch.setattr(timing, "CALLS", 1)
     monkeypatch.setattr(timing, "REPLAYS", 1)
@@ -750,7 +751,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def served(kernel: Kernel, variants: tuple[str, ...] = ()) -> list[Any]:
     """Return the messages that the child process sends, without stages."""
     sent: list[Any] = []
-    stored = measure.check_storage(kernel.operation)
+    stored = workload.check_storage(kernel.operation)
     sizes, _ = kernel.operation.cases[1]
     on_gpu.serve(sent.append, on_gpu.ChildJob(kernel, cases(kernel), variants, sizes, stored))
     return [each for each in sent if not isinstance(each, Stage)]
@@ -760,7 +761,7 @@ def served(kernel: Kernel, variants: tuple[str, ...] = ()) -> list[Any]:
 @pytest.mark.parametrize(("name", "chosen"), [("softmax", ("three_pass",)), ("gelu", ("gelu",))])
 def test_the_race_has_the_chosen_variants_and_the_users(name: str, chosen: tuple[str]) -> None:
     operation = find(name)
-    kernel = matched(read(HERE / f"{name}.cu"), operation, measure.check_storage(operation))
+    kernel = matched(read(HERE / f"{name}.cu"), operation, workload.check_storage(operation))
     *checked, raced = served(kernel, chosen)
     count = len(operation.cases) + len(FURTHER[name]) + 3 * len(SPECIAL[name]) + 1 + sizes.RANDOM
     assert [type(each) for each in checked] == [Checked] * count
@@ -899,13 +900,13 @@ def test_a_rung_has_a_name_or_a_place() -> None:
 @pytest.mark.gpu
 def test_a_template_is_raced_on_the_gpu() -> None:
     operation = find("layernorm")
-    stored = measure.check_storage(operation)
+    stored = workload.check_storage(operation)
     kernel = matched(read(HERE / "layernorm.cu"), operation, stored)
     every = tuple(each.name for each in operation.variants)
     sizes = {"B": 2, "T": 128, "C": 768}
     *checked, raced = on_gpu.run(on_gpu.ChildJob(kernel, cases(kernel), every, sizes, stored))
     assert [type(each) for each in checked] == [Checked] * len(cases(kernel))
-    assert isinstance(raced, on_gpu.BenchmarkResult)
+    assert isinstance(raced, BenchmarkResult)
     assert [row.variant for row in raced.rows] == [*every, MINE]
     assert all(row.right and row.gpu_us > 0 for row in raced.rows)
 

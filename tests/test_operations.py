@@ -15,14 +15,15 @@ import pytest
 from rich.console import Console
 
 from gpt2block import InputError, doctor, emulator, reference
-from gpt2block.bench import Ceilings, Measurement, measure, measure_variants, variants
-from gpt2block.bench.measure import counted_sizes, inputs_and_truth, tolerance
+from gpt2block.bench import Ceilings, Measurement, measure_variants, variants
 from gpt2block.bench.race import Captured, Contender
 from gpt2block.cli.kernels import draw_sweep, print_series
 from gpt2block.cuda import kernels, timing
 from gpt2block.cuda.arrays import Bound
+from gpt2block.ops import workload
 from gpt2block.ops.call import UncheckedCall
 from gpt2block.ops.registry import OPERATIONS, Operation, all_sizes, find, parse_sizes
+from gpt2block.ops.workload import counted_sizes, inputs_and_truth, tolerance
 from tests.benches import drawn
 from tests.command_line import gpt2block, printed
 from tests.test_mine import BEST, emulated  # noqa: F401  (a fixture)
@@ -120,7 +121,7 @@ def test_an_output_that_is_not_written_is_wrong(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(Bound, "run", only_the_first)
     operation = find("softmax")
-    stored = measure.check_storage(operation)
+    stored = workload.check_storage(operation)
     sizes = small(operation)
     rows, _ = measure_variants(operation, operation.variants, sizes, BEST, stored)
     assert [row.right for row in rows] == [True, False, False, False]
@@ -212,10 +213,10 @@ class StandIn:
 def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Let `measure_variants` run without a GPU: a replay takes 2 ms, a call 3 µs on the host."""
     monkeypatch.setattr(doctor, "require_cuda", lambda what: None)
-    monkeypatch.setattr(measure, "rotated", lambda host, traffic: [host, host])
+    monkeypatch.setattr(variants, "rotated", lambda host, traffic: [host, host])
     monkeypatch.setattr(variants, "rounds_for", lambda copies, traffic: 5)
     monkeypatch.setattr(timing, "captured", lambda launches: lambda: None)
-    monkeypatch.setattr(measure, "poison", lambda out, inputs: None)
+    monkeypatch.setattr(workload, "poison", lambda out, inputs: None)
     monkeypatch.setattr(timing, "interleaved_ms", lambda replays: dict.fromkeys(replays, 2.0))
     monkeypatch.setattr(timing, "call_times", lambda call: (0.0, 3.0))
 
@@ -286,7 +287,7 @@ def test_a_wrong_variant_shows_its_error(measured: Callable[..., Any]) -> None:
 
 
 def test_a_storage_that_an_operation_has_not_is_refused() -> None:
-    check = measure.check_storage
+    check = workload.check_storage
     for name, dtype, layout, said in (
         ("trimat", "float16", None, "dtype 'float16': expected one of float32"),
         ("trimat", None, "NK", "layout 'NK': it has no weights"),
@@ -363,9 +364,9 @@ def test_other_libraries_are_timed_on_the_same_copies() -> None:
 
     def peers(inputs: Any) -> list[Contender]:
         copies.append(len(inputs))
-        return [Contender("other", True, lambda rounds: Captured(lambda: None, ()), "float32")]
+        return [Contender("other", lambda rounds: Captured(lambda: None, ()), "float32")]
 
-    stored = measure.check_storage(softmax)
+    stored = workload.check_storage(softmax)
     rows, _ = measure_variants(
         softmax, softmax.variants[:1], small(softmax), BEST, stored, peers=peers
     )
@@ -378,7 +379,7 @@ def test_other_libraries_are_timed_on_the_same_copies() -> None:
 def test_results_are_checked_on_the_emulator(name: str) -> None:
     """Results are bytes, partly undefined, with a state, of weights, or computed in place."""
     operation = find(name)
-    stored = measure.check_storage(operation)
+    stored = workload.check_storage(operation)
     rows, _ = measure_variants(operation, operation.variants[:1], small(operation), BEST, stored)
     assert [row.right for row in rows] == [True]
 
@@ -387,7 +388,7 @@ def test_results_are_checked_on_the_emulator(name: str) -> None:
 def test_an_output_that_is_never_written_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Bound, "run", lambda bound: bound.out)
     operation = find("softmax")
-    stored = measure.check_storage(operation)
+    stored = workload.check_storage(operation)
     rows, _ = measure_variants(operation, operation.variants, small(operation), BEST, stored)
     assert not any(row.right for row in rows)
 
@@ -414,7 +415,7 @@ def test_a_capture_that_fails_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
 @every_operation
 def test_every_variant_is_right_and_timed(operation: Operation) -> None:
     sizes = {**small(operation), "C": 48} if "C" in operation.workload.sizes else small(operation)
-    stored = measure.check_storage(operation)
+    stored = workload.check_storage(operation)
     chosen = [v for v in operation.variants if stored[0] in (v.dtypes or operation.workload.dtypes)]
     rows, skipped = measure_variants(operation, chosen, sizes, BEST, stored)
     terms = ["hopper"] if operation.name == "linear" else []  # takes terms, not floats

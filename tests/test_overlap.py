@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from benchmarks import random_weights
 from gpt2block import (
     Block,
     BlockWeights,
@@ -29,7 +30,6 @@ from gpt2block import (
 )
 from gpt2block.architectures.nanochat import NanoChatConfig
 from gpt2block.architectures.olmo2 import Olmo2Config
-from gpt2block.bench import random_weights
 from gpt2block.checks import FLOATS
 from gpt2block.config.formats import FILE, Formats
 from gpt2block.cuda import cupy, overlap, replaced, requests

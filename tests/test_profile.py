@@ -32,7 +32,7 @@ from gpt2block import (
     random_input,
 )
 from gpt2block.bench import ceilings
-from gpt2block.bench.models import RandomGPT2
+from gpt2block.bench.decoding import RandomGPT2
 from gpt2block.config import model_shapes
 from gpt2block.cuda import cupy, timing
 from gpt2block.emulator import stand_in

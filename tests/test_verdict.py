@@ -11,10 +11,9 @@ import pytest
 
 from gpt2block import InputError, Verdict, check_kernel, emulator, mine
 from gpt2block.bench import Ceilings, Measurement
-from gpt2block.mine.comparison import Checked
+from gpt2block.mine.comparison import BenchmarkResult, Checked
 from gpt2block.mine.finding import KINDS, Finding
 from gpt2block.mine.kernel import Kernel, matched
-from gpt2block.mine.on_gpu import BenchmarkResult
 from gpt2block.mine.source import read
 from gpt2block.ops.registry import find
 from tests.command_line import gpt2block

@@ -6,7 +6,7 @@
 A walk follows a call on the emulator, as a reader would. It counts the files whose functions are
 entered, the calls, and the changes of file between consecutive calls of a thread. Functions of the
 emulator and comprehensions are not counted. Each walk runs in a separate process; "first" is the
-first call in it, after the objects are created.
+first call in it, after the objects are created. The walk "check" includes the imports.
 
 An import cycle is a set of files which import each other, directly or indirectly, including imports
 for types and in functions. Names of several classes are listed with their number. The files of an
@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "gpt2block"
 OPTIONS = ("kv_dtype", "repetition_penalty", "frequency_penalty", "overflow")
 FOLDERS = ("gpt2block", "tests", "tools")
-USER = "kernel of a user"
+USER, CHECK = "kernel of a user", "check in a fresh process"
 PROMPTS = [1, 2, 3], [4, 5], [6]
 
 
@@ -106,9 +106,23 @@ def of_generate() -> Iterator[tuple[str, str]]:
 
 def of_mine() -> Iterator[tuple[str, str]]:
     from gpt2block.mine.kernel_check import check_kernel  # noqa: PLC0415
+    from gpt2block.ops.registry import find  # noqa: PLC0415
 
+    find("layernorm")  # imports the module of the operation
     template = PACKAGE / "mine" / "templates" / "layernorm.cu"
     yield "layernorm", Way().of(check_kernel, "layernorm", template, device="cpu")
+
+
+def of_check() -> Iterator[tuple[str, str]]:
+    """Record the imports of the package, too, which enter functions and classes."""
+
+    def check() -> None:
+        from gpt2block.mine import check  # noqa: PLC0415
+
+        template = PACKAGE / "mine" / "templates" / "layernorm.cu"
+        check(template, "layernorm", device="cpu", seed=0)
+
+    yield "layernorm", Way().of(check)
 
 
 def of_http() -> Iterator[tuple[str, str]]:
@@ -139,17 +153,24 @@ WALKS: Mapping[str, Callable[[], Iterator[tuple[str, str]]]] = {
     "block, fused": lambda: of_block("fused"),
     "generate": of_generate,
     USER: of_mine,
+    CHECK: of_check,
     "server": of_http,
 }
 
 
 def walk(name: str) -> Iterator[str]:
     """Return the lines of a walk, recorded in this process."""
-    from gpt2block import emulator  # noqa: PLC0415
-
-    with emulator.emulated() if name != USER else nullcontext():  # USER enters the emulator itself
+    with emulated() if name not in (USER, CHECK) else nullcontext():  # these enter it themselves
         for call, way in WALKS[name]():
             yield f"{name}: {call}: {way}"
+
+
+@contextmanager
+def emulated() -> Iterator[None]:
+    from gpt2block import emulator  # noqa: PLC0415
+
+    with emulator.emulated():
+        yield
 
 
 def walked(name: str) -> list[str]:

@@ -15,8 +15,10 @@ import argparse
 import gc
 import hashlib
 import itertools
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,8 +39,7 @@ from gpt2block import (
     WeightMatrix,
     solve,
 )
-from gpt2block.bench.models import RandomLlama
-from gpt2block.bench.token_works import decode
+from gpt2block.bench.decoding import Steps
 from gpt2block.checks import FLOATS
 from gpt2block.config import ModelConfig
 from gpt2block.config.formats import DTYPES
@@ -46,6 +47,10 @@ from gpt2block.config.llama import RopeScaling
 from gpt2block.cuda import cupy
 from gpt2block.ops.registry import OPERATIONS
 from gpt2block.run.model import start_all
+
+sys.path.append(str(Path(__file__).parents[1]))
+from benchmarks.llama import RandomLlama
+from benchmarks.token_works import by_stages
 
 Program = Callable[[Recorder], None]
 PAIRS = (  # dtypes of weights and of the kv_cache
@@ -142,13 +147,12 @@ def _decode(engine: Any, rows: int) -> None:
 
 
 def stages(dtype: str, to: Recorder) -> None:
-    """Run the decoding steps of bench, which have fewer fusions."""
+    """Run decoding steps with fewer fusions."""
     for rows in (1, 4, 16, 64):
-        config = llama((4, 2, 64), 128, 192, 104)
-        work = decode(RandomLlama(config, dtype), rows)
-        for each in work.ours([{}], 0):
-            run = to.call(f"{rows} rows {each.name}", each.capture, 1)
-            to.call(f"{rows} rows {each.name} run", run.replay)
+        steps = Steps(RandomLlama(llama((4, 2, 64), 128, 192, 104), dtype), rows)
+        for name, capture in by_stages(steps, 0).items():
+            run = to.call(f"{rows} rows {name}", capture, 1)
+            to.call(f"{rows} rows {name} run", run.replay)
 
 
 def conversions(to: Recorder) -> None:

@@ -41,12 +41,11 @@ from gpt2block import (
     reference,
 )
 from gpt2block.architectures import ARCHITECTURES
-from gpt2block.bench import measure
 from gpt2block.checks import FLOATS
 from gpt2block.config.formats import DTYPES, GGUF
 from gpt2block.cuda import arrays as _arrays
 from gpt2block.cuda.kernels import FP8
-from gpt2block.ops import _linear_hopper, _linear_mma, registry
+from gpt2block.ops import _linear_hopper, _linear_mma, registry, workload
 from gpt2block.ops.attention_cached import KV_COPY
 from gpt2block.ops.gather import (
     GATHER,
@@ -118,7 +117,7 @@ def fused_block() -> None:
             block(on_device, out=out)
         truth = reference.block_forward(x.astype(np.float64), block.weights, causal)
         label = f"fused {dtype} causal {causal} {shape} graph {graph}"
-        checked(label, truth, 2 * measure.tolerance(dtype), out.get)
+        checked(label, truth, 2 * workload.tolerance(dtype), out.get)
 
 
 def operation(found: Operation) -> None:
@@ -130,12 +129,12 @@ def operation(found: Operation) -> None:
     for dtype, layout in product(
         found.workload.dtypes, ("KN", "NK") if found.workload.matrices else ("KN",)
     ):
-        host, truth = measure.inputs_and_truth(found, sizes, dtype, layout)
-        arrays = tuple(map(measure.uploaded, host))
+        host, truth = workload.inputs_and_truth(found, sizes, dtype, layout)
+        arrays = tuple(map(workload.uploaded, host))
         for variant in found.variants:
-            chosen = options | measure.options_for(found, variant)
+            chosen = options | workload.options_for(found, variant)
             label = f"{found.name} {variant.name} {dtype} {layout}"
-            checked(label, truth, measure.tolerance(dtype), bound_and_run, found, arrays, **chosen)
+            checked(label, truth, workload.tolerance(dtype), bound_and_run, found, arrays, **chosen)
 
 
 def gemm() -> None:
@@ -161,7 +160,7 @@ def gemm() -> None:
             options = {"dtype": TWO_PART, "bound": 100.0} if kind == TWO_PART else {}
             checked(
                 f"gemm {variant.name} {dtype} gelu {gelu} residual {added} to {kind}",
-                truth, measure.tolerance("float32" if own else kind), bound_and_run, found,
+                truth, workload.tolerance("float32" if own else kind), bound_and_run, found,
                 (a, matrix, bias, residual), out, gelu=gelu,
                 variant=variant.name, **options,
             )  # fmt: skip
@@ -181,7 +180,7 @@ def fp8_gemm() -> None:
         arrays = on_device, w, cupy.asarray(bias), residual
         label = f"gemm {format} gelu {gelu} to {kind}"
         options = {"gelu": gelu, "dtype": kind}
-        limit = measure.tolerance("float16")
+        limit = workload.tolerance("float16")
         checked(label, truth, limit, bound_and_run, OPERATIONS["gemm"], arrays, residual, **options)
 
 
@@ -201,7 +200,7 @@ def handed_sums() -> None:
             *[None] * 4,
             allocate_stream_k_workspace(),
         )
-        limit = measure.tolerance("float16")
+        limit = workload.tolerance("float16")
         checked(f"handed {w}", truth, limit, bound_and_run, OPERATIONS["gemm"], arrays)
 
 
@@ -216,12 +215,12 @@ def blocks() -> None:
         np.testing.assert_array_equal(given.data.get(), w.data)
         for M, x_dtype in product((1, 6, 40), (None, "float16")):
             x = rng.standard_normal((M, w.K)).astype(np.float16).astype(np.float32)
-            arrays, limit = (cupy.asarray(x), given), measure.tolerance("float32")
+            arrays, limit = (cupy.asarray(x), given), workload.tolerance("float32")
             options: dict[str, Any] = {"decoding": True, "x_dtype": x_dtype}
             found = OPERATIONS["linear"]
             checked(f"{label} {M}", x @ exact, limit, bound_and_run, found, arrays, **options)
         narrow = cupy.asarray(x.astype(np.float16)), given
-        limit = measure.tolerance("float16")
+        limit = workload.tolerance("float16")
         checked(f"{label} prompt", x @ exact, limit, bound_and_run, OPERATIONS["gemm"], narrow)
         if len(ranges) == 1:
             ids = cupy.arange(0, w.N, 5, dtype="int32")
@@ -229,7 +228,7 @@ def blocks() -> None:
             np.testing.assert_array_equal(taken, w[ids.get()])
         for M in (2, 20):
             rows_of_x, y = cupy.asarray(x[:M]), x[:M] @ exact
-            limit, gates = measure.tolerance("float32"), reference.silu_mul(y, y)
+            limit, gates = workload.tolerance("float32"), reference.silu_mul(y, y)
             inputs: Any = (rows_of_x, given, None, None, None, None, given)
             checked(f"{label} {M} up", gates, limit, bound_and_run, found, inputs, decoding=True)
             k, v = (cupy.zeros((M, 2, 16), "float16") for _ in range(2))
@@ -367,7 +366,7 @@ def _attention() -> None:
         qkv = TwoPartMatrix.from_float32(qkv) if dtype == TWO_PART else qkv
         options = {"cu_seqlens": cupy.asarray(starts), "max_seqlen": max(lengths)}
         label = f"attention {name} {dtype} {mask} {lengths}"
-        limit = measure.tolerance("float32" if dtype == TWO_PART else dtype)
+        limit = workload.tolerance("float32" if dtype == TWO_PART else dtype)
         options |= {"variant": name, **mask}
         checked(label, truth, limit, ops.attention, qkv, 2, **options)
 
@@ -413,7 +412,7 @@ def continued_attention() -> None:
         truth = reference.attention_packed(qkv, k, v, starts, start, 2)
         given = (*map(cupy.asarray, host), cupy.asarray(starts), cupy.asarray(start), 2, 131)
         for variant in ("mma", "hopper"):
-            label, limit = f"{variant} {dtype} {kind} {size}", measure.tolerance(dtype)
+            label, limit = f"{variant} {dtype} {kind} {size}", workload.tolerance(dtype)
             options: dict[str, Any] = {"variant": variant, "kv_dtype": kind}
             checked(
                 f"attention_packed {label}", truth, limit, ops.attention_packed, *given, **options
@@ -456,7 +455,7 @@ def model() -> None:
         ours, truth = (GPT2(weights, device, dtype) for device in ("cuda", "cpu"))
         pairs = zip(ours(ids), truth(ids), strict=True)
         error = max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in pairs)
-        assert error <= measure.tolerance("float32" if dtype == "float32" else "bfloat16"), error
+        assert error <= workload.tolerance("float32" if dtype == "float32" else "bfloat16"), error
         for rows in (slice(0, 3), slice(0, 1)):
             prompts = [row[:131] for row in ids[rows]]
             for chosen in (samplings[rows], [penalized, *samplings[1:]][rows]):

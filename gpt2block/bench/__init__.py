@@ -1,11 +1,11 @@
-"""Benchmarks on a GPU.
+"""Benchmarks on a GPU: variants of an operation, blocks of GPT-2, products, attention, decoding.
 
-A `Work` is a computation to time: its sizes, operations, bytes, exact result and contenders, which
-are implementations by gpt2block. `run` times the contenders of each work on the same buffers and
-returns a `Report`. The works are blocks, matrix products and attention (`works`), and whole models
-(`token_works`): GPT-2 and Llama. `measure_variants` times the variants of one operation, and
-`document` compares the block's times with LeetGPU's. A caller can add contenders of other
-libraries, as the scripts in the repository's folder `benchmarks/` do.
+A `Work` is a computation to time: its sizes, operations, bytes, exact result and implementations.
+`run` times the implementations of each work on the same buffers, compares the results with float64
+and the rates with the `ceilings` of the GPU, and returns a `Report`. `works` has blocks, matrix
+products and attention, and `decoding` has decoding steps. `measure_variants` times the variants of
+one operation. The command line and `mine` import this folder. Scripts in the repository's folder
+`benchmarks/` add further models and implementations of other libraries.
 """
 
 from __future__ import annotations
@@ -15,28 +15,26 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gpt2block.bench.ceilings import Ceilings
-    from gpt2block.bench.document import BlockTime, block_against_document
+    from gpt2block.bench.decoding import decode_works
     from gpt2block.bench.report import BenchRow, Report, run
-    from gpt2block.bench.token_works import model_works
     from gpt2block.bench.variants import Measurement, measure_variants
     from gpt2block.bench.works import KINDS, Work, chosen_works
 
 __all__ = [
-    "KINDS", "BenchRow", "BlockTime", "Ceilings", "Measurement", "Report", "Work",
-    "block_against_document", "chosen_works", "measure_variants", "model_works", "run",
+    "KINDS", "BenchRow", "Ceilings", "Measurement", "Report", "Work", "chosen_works",
+    "decode_works", "measure_variants", "run",
 ]  # fmt: skip
 _NAMES = {
     "ceilings": "Ceilings",
-    "document": "BlockTime block_against_document",
+    "decoding": "decode_works",
     "report": "BenchRow Report run",
-    "token_works": "model_works",
     "variants": "Measurement measure_variants",
     "works": "KINDS Work chosen_works",
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 
-if not TYPE_CHECKING:  # lazy: checks of a kernel import `measure`, but no models
+if not TYPE_CHECKING:  # lazy: variants of an operation need no blocks or models
 
     def __getattr__(name: str) -> Any:
         if name not in _MODULE_OF:

@@ -1,4 +1,4 @@
-"""Time several implementations on the same buffers, with interleaved replays of CUDA graphs."""
+"""Time implementations on copies of the same inputs, with interleaved replays of CUDA graphs."""
 
 from __future__ import annotations
 
@@ -7,15 +7,19 @@ from dataclasses import dataclass
 from math import ceil, nan
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gpt2block.cuda import overlap, timing
-from gpt2block.cuda.arrays import Bound
+from gpt2block import doctor
+from gpt2block.cuda import cupy, overlap, timing
+from gpt2block.cuda.arrays import Bound, mapped
 from gpt2block.errors import InputError, KernelError
+from gpt2block.ops.workload import Host, uploaded
 
 if TYPE_CHECKING:
     from gpt2block.run.recording import Recording
 
 REFUSALS = (InputError, KernelError, MemoryError)  # errors of a variant that cannot run
 REPLAY_MS = 3.0  # ms of a graph's replay: long enough to make the graph's launch time negligible
+CACHES = 4  # a round over all copies of the inputs moves this many times the size of the L2 cache
+MOST_SETS = 256  # maximum number of copies of the inputs
 MOST_CALLS = 2000  # maximum number of calls captured in one graph
 
 Replay = Callable[[], None]
@@ -37,16 +41,13 @@ Capture = Callable[[int], Captured]
 class Contender:
     """One implementation of a benchmark's computation.
 
-    `peer`: whether another library computes. `capture(rounds)` returns a graph that computes all
-    copies of the inputs `rounds` times. `arithmetic` is a dtype or "tf32", and determines the
-    ceiling and the tolerance.
+    `capture(rounds)` returns a graph that computes all copies of the inputs `rounds` times.
+    `arithmetic` is a dtype or "tf32", and determines the ceiling and the tolerance.
     """
 
     name: str
-    peer: bool
     capture: Capture
     arithmetic: str
-    note: Callable[[], str] = str
 
 
 class Timed(NamedTuple):
@@ -78,10 +79,10 @@ def race(
     """Capture, check and time implementations; return timings, and errors of those that failed.
 
     copies: number of copies of the inputs; a call computes one copy. check: returns the errors of
-    the outputs that a replay writes. A contender of gpt2block is refused if it raises one of
-    REFUSALS, a peer if it raises anything. Without a check, the errors are NaN, and every exception
-    is raised. rounds: rounds over all copies in one graph; by default as many as take REPLAY_MS.
-    times: returns the ms of each replay; by default `timing.interleaved_ms`.
+    the outputs that a replay writes; an implementation that raises one of REFUSALS is left out.
+    Without a check, the errors are NaN, and every exception is raised. rounds: rounds over all
+    copies in one graph; by default as many as take REPLAY_MS. times: returns the ms of each replay;
+    by default `timing.interleaved_ms`.
     """
     captured: list[tuple[Contender, Captured, int, tuple[float, float]]] = []
     refused: list[tuple[Contender, str]] = []
@@ -89,8 +90,8 @@ def race(
         try:
             run, repeated = _captured(each, copies, rounds)
             errors = check(run.replay, run.outs) if check else (nan, nan)
-        except Exception as error:
-            if check is None or not (each.peer or isinstance(error, REFUSALS)):
+        except REFUSALS as error:
+            if check is None:
                 raise
             refused.append((each, first_line(error)))
             continue
@@ -149,3 +150,37 @@ def capture_bound(
         launches = [overlap.overlapped(launch) for launch in launches]
     ends = first_and_last(outs or [each.out for each in bound])
     return Captured(timing.captured(launches * rounds), ends, bound)
+
+
+def gpu_index(device: str | None) -> int:
+    """Return the GPU's index. Raises InputError for device "cpu", DeviceError if no GPU exists."""
+    if device == "cpu":
+        raise InputError(
+            "--device cpu: bench measures the speed of a GPU: use `gpt2block kernels OPERATION "
+            "--device cpu` to run kernels in the emulator, which measures no speed"
+        )
+    doctor.require_cuda("the bench")
+    from gpt2block.block import resolve_device  # noqa: PLC0415  (slow to import)
+
+    index = resolve_device(device)
+    assert index is not None  # only the device "cpu" has no index
+    return index
+
+
+def rotated(host: Host, traffic: int) -> list[dict[str, Any]]:
+    """Return copies of the inputs in device memory that together exceed the L2 cache.
+
+    A round over the copies moves CACHES times the size of the L2 cache; there are at most MOST_SETS
+    copies. traffic: bytes that a call with one copy moves.
+    """
+    count = copies_for(traffic, cupy.cuda.Device().attributes["L2CacheSize"])
+    first = {name: uploaded(value) for name, value in host.items()}
+    copies = [
+        {name: mapped(lambda array: array.copy(), value) for name, value in first.items()}
+        for _ in range(count - 1)
+    ]
+    return [first, *copies]
+
+
+def copies_for(traffic: int, cache: int) -> int:
+    return min(MOST_SETS, max(1, ceil(CACHES * cache / traffic)))

@@ -1,6 +1,6 @@
 """Run benchmarks; compare rates with the rates of cuBLAS and of a copy.
 
-Every contender reads the same buffers, and its result is compared with float64.
+Every implementation reads the same buffers, and its result is compared with float64.
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ import platform
 import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from gpt2block.bench import measure
-from gpt2block.bench.ceilings import TF32, Ceilings, measured
-from gpt2block.bench.race import Contender, Timed, first_line, race
-from gpt2block.bench.works import Sets, Work
+from gpt2block.bench.ceilings import Ceilings, measured
+from gpt2block.bench.race import Contender, Timed, first_line, gpu_index, race
+from gpt2block.bench.works import Work
 from gpt2block.cuda import cupy
+from gpt2block.ops import workload
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,6 @@ class BenchRow:
     dtype: str
     sizes: Mapping[str, int]
     contender: str
-    peer: bool
     arithmetic: str  # arithmetic of matrix products: the dtype, or "tf32"
     us: float
     tflop_s: float
@@ -45,9 +44,6 @@ class BenchRow:
     right: bool  # whether max_rel is at most the tolerance for rounding
     copies: int  # number of copies of the inputs, used in turn
     tokens_s: float | None = None  # generated tokens per second; None without generation
-    note: str = ""
-    # Name of another library's contender → its time / this row's time; in gpt2block's correct rows.
-    peers: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -59,8 +55,8 @@ class Report:
 
     @property
     def right(self) -> bool:
-        """Whether every result of gpt2block is correct."""
-        return all(row.right for row in self.rows if not row.peer)
+        """Whether every result is correct."""
+        return all(row.right for row in self.rows)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -70,31 +66,22 @@ def run(
     works: Iterable[Work],
     device: str | None = None,
     progress: Callable[[list[Work]], Iterable[Work]] = iter,
-    peers: Callable[[Work, Sets], Iterable[Contender]] = lambda work, sets: (),
 ) -> Report:
-    """Run all benchmarks. Raises InputError, DeviceError.
-
-    peers: returns contenders of other libraries for a work and copies of its inputs.
-    """
-    index = measure.gpu_index(device)
+    """Run all benchmarks. Raises InputError, DeviceError."""
+    index = gpu_index(device)
     rows: list[BenchRow] = []
     skipped: list[str] = []
     with cupy.cuda.Device(index):
         best = measured()
-        model = None
         for work in progress(list(works)):
-            if model is not None and work.model is not model:
-                model.release()  # frees its weights and kv_caches for the next model
-            model = work.model
             try:
                 sets = work.sets()
-                entrants = [*work.ours(sets, index), *peers(work, sets)]
-                found, lines = rows_of(work, entrants, len(sets), best)
+                found, lines = rows_of(work, work.ours(sets, index), len(sets), best)
             except MemoryError as error:
                 found, lines = [], [f"{work.what} {work.dtype} {work.name}: {first_line(error)}"]
             rows += found
             skipped += lines
-            sets, entrants = [], []  # drop references, so that device memory can be freed
+            sets = []  # drop references, so that device memory can be freed
             cupy.get_default_memory_pool().free_all_blocks()
         versions = _versions(index)
     return Report(versions, best, rows, list(dict.fromkeys(skipped)))
@@ -105,7 +92,7 @@ def rows_of(
 ) -> tuple[list[BenchRow], list[str]]:
     """Time a benchmark; return report rows of implementations that ran, and the others' errors."""
     timed, refused = race(entrants, copies, work.check, work.rounds, times=work.times)
-    rows = with_peers([row_of(work, each, copies, best) for each in timed])
+    rows = [row_of(work, each, copies, best) for each in timed]
     return rows, [f"{work.what} {work.dtype}: {each.name}: {why}" for each, why in refused]
 
 
@@ -118,7 +105,6 @@ def row_of(work: Work, timed: Timed, copies: int, best: Ceilings) -> BenchRow:
         dtype=work.dtype,
         sizes=work.sizes,
         contender=each.name,
-        peer=each.peer,
         arithmetic=each.arithmetic,
         us=us,
         tflop_s=tflop_s,
@@ -131,25 +117,12 @@ def row_of(work: Work, timed: Timed, copies: int, best: Ceilings) -> BenchRow:
         right=max_rel <= tolerance(work, each.arithmetic),  # False if max_rel is NaN
         copies=copies,
         tokens_s=1e6 * work.tokens / us if work.tokens else None,
-        note=each.note(),
     )
 
 
 def tolerance(work: Work, arithmetic: str) -> float:
     """Return the largest relative error that rounding can cause in a benchmark's outputs."""
-    dtype = "float16" if arithmetic == TF32 else arithmetic  # TF32 is as precise as float16
-    return work.roundings * measure.tolerance(work.rounding or dtype)
-
-
-def with_peers(rows: list[BenchRow]) -> list[BenchRow]:
-    """Return report rows; `peers` has {peer: its time / gpt2block's time} if both are correct."""
-    peers = {row.contender: row.us for row in rows if row.peer and row.right}
-    return [
-        row
-        if row.peer or not row.right
-        else replace(row, peers={name: us / row.us for name, us in peers.items()})
-        for row in rows
-    ]
+    return work.roundings * workload.tolerance(work.rounding or arithmetic)
 
 
 def _versions(index: int) -> dict[str, str]:

@@ -8,11 +8,11 @@ from functools import partial
 from typing import Any
 
 from gpt2block import doctor, ops
-from gpt2block.bench import measure
 from gpt2block.bench.ceilings import Ceilings
-from gpt2block.bench.race import Contender, bind_copies, capture_bound, race
+from gpt2block.bench.race import Contender, bind_copies, capture_bound, race, rotated
 from gpt2block.cuda import timing
 from gpt2block.errors import InputError
+from gpt2block.ops import workload
 from gpt2block.ops.registry import Operation, Variant
 
 REPLAY_BYTES = 8 << 30  # total bytes that the calls in one graph move
@@ -41,7 +41,7 @@ class Measurement:
     @property
     def right(self) -> bool:
         """Whether rounding can cause an error as large as max_rel; False for NaN."""
-        return self.max_rel <= measure.tolerance(self.dtype)
+        return self.max_rel <= workload.tolerance(self.dtype)
 
 
 def measure_variants(
@@ -55,16 +55,16 @@ def measure_variants(
 ) -> tuple[list[Measurement], list[str]]:
     """Measure variants; return the measurements, and a line of text per variant that cannot run.
 
-    stored: (dtype, layout), as `measure.check_storage` returns them. sweep: measure every block
+    stored: (dtype, layout), as `workload.check_storage` returns them. sweep: measure every block
     size. peers: returns contenders of other libraries for copies of the inputs. Raises InputError
     if no variant can run, or for invalid sizes; DeviceError without a GPU.
     """
     doctor.require_cuda("kernels")
     dtype, layout = stored
-    host, truth = measure.inputs_and_truth(operation, sizes, dtype, layout)
-    counted = measure.counted_sizes(sizes, dtype)
+    host, truth = workload.inputs_and_truth(operation, sizes, dtype, layout)
+    counted = workload.counted_sizes(sizes, dtype)
     traffic = operation.workload.traffic(counted)
-    copies = measure.rotated({str(i): array for i, array in enumerate(host)}, traffic)
+    copies = rotated({str(i): array for i, array in enumerate(host)}, traffic)
     inputs = [tuple(each.values()) for each in copies]
     of = operation.name
     entrants = peers(inputs)
@@ -74,7 +74,8 @@ def measure_variants(
     skipped = []
     for variant in variants:
         for block in (variant.blocks or (None,)) if sweep else (None,):
-            options = {**operation.workload.attrs, **measure.options_for(operation, variant, block)}
+            chosen = workload.options_for(operation, variant, block)
+            options = {**operation.workload.attrs, **chosen}
             try:
                 bound = bind_copies(partial(operation.bind, **options), inputs, outs)
             except InputError as error:
@@ -82,11 +83,11 @@ def measure_variants(
                 skipped.append(f"{variant.name}{at}: {error}")
                 continue
             _restore(inputs[0], host, bound[0].out)
-            measure.poison(bound[0].out, inputs[0])
+            workload.poison(bound[0].out, inputs[0])
             # Check before the capture runs the launches, as some operations modify their inputs.
-            off = measure.errors(bound[0].run(), truth)
+            off = workload.errors(bound[0].run(), truth)
             capture = partial(capture_bound, bound)
-            entrants.append(Contender(f"{variant.name}/{block}", False, capture, dtype))
+            entrants.append(Contender(f"{variant.name}/{block}", capture, dtype))
             measured.append((variant, block, off, partial(getattr(ops, of), *inputs[0], **options)))
     if not measured:
         raise InputError(f"{of}: {skipped[-1]}")

@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 
 from gpt2block import reference
 from gpt2block.architectures.architecture import Value
-from gpt2block.bench import measure
-from gpt2block.bench.measure import Host, matrix, widened
 from gpt2block.bench.race import (
     REFUSALS,
     Capture,
@@ -29,12 +27,15 @@ from gpt2block.bench.race import (
     bind_copies,
     capture_bound,
     refuse,
+    rotated,
 )
 from gpt2block.block import Block
 from gpt2block.checks import check_choice
 from gpt2block.cuda import cupy, timing
 from gpt2block.errors import InputError, KernelError
+from gpt2block.ops import workload
 from gpt2block.ops.registry import OPERATIONS
+from gpt2block.ops.workload import Host, matrix, widened
 from gpt2block.parameters.gpt2 import BlockWeights
 from gpt2block.passes.machine import Machine, Step
 from gpt2block.run.block import BlockSpec
@@ -53,7 +54,7 @@ STEPS_OF_A_BLOCK = 7  # steps of a block whose results are rounded to the block'
 OLDER = "mma"  # variant for GPUs before Hopper; it also runs on Hopper
 
 Sets = Sequence[Host]  # copies of the inputs in device memory
-Errors = tuple[float, float]  # absolute and relative, as `measure.errors` returns them
+Errors = tuple[float, float]  # absolute and relative, as `workload.errors` returns them
 
 
 @dataclass(frozen=True)
@@ -65,16 +66,15 @@ class Work:
     minimum bytes; every input and weight is read once, and the output is written once.
 
     truth: returns the exact output (n, columns), whose row i mod n is compared with row i of an
-    output; for a task of a whole model, the exact logits after a sequence. ours: returns
-    gpt2block's contenders for copies of the inputs and a device, the default one first; a capture
-    shows whether a contender can run. for_peers: options of a kernel, or a task of a whole model
-    (`tasks`), from which contenders of other libraries are made; None: no such contenders.
+    output; for a whole model, the exact logits after a sequence. ours: returns gpt2block's
+    contenders for copies of the inputs and a device, the default one first; a capture shows whether
+    a contender can run.
 
     roundings: number of consecutive results that are rounded to the dtype. rounding: dtype whose
     rounding errors are tolerated; None: the dtype of the arithmetic. rounds: rounds over all copies
     in one turn; None: as many as take some milliseconds. turns: number of timed calls that return
     when their results are in host memory; None: times of CUDA graphs. tokens: number of tokens that
-    a call generates; None without generation. model: the `RandomModel` that runs; None for kernels.
+    a call generates; None without generation.
     """
 
     what: str
@@ -85,19 +85,17 @@ class Work:
     traffic: int
     truth: Callable[..., NDArray[Any]]
     ours: Callable[[Sets, int], Iterable[Contender]]
-    for_peers: Any = None
     inputs: Callable[[], Host] = dict
     roundings: int = 1
     rounding: str | None = None
     rounds: int | None = None
     turns: int | None = None
     tokens: int | None = None
-    model: Any = None
 
     def sets(self) -> Sets:
         """Return copies of the inputs in device memory, which successive calls use in turn."""
         inputs = self.inputs()
-        return measure.rotated(inputs, self.traffic) if inputs else [inputs]
+        return rotated(inputs, self.traffic) if inputs else [inputs]
 
     def check(self, replay: Replay, outs: tuple[Any, ...]) -> Errors:
         """Replay a graph, and return the (absolute, relative) error of its least accurate output.
@@ -107,7 +105,7 @@ class Work:
         """
         for out in outs:
             if not callable(out):
-                measure.poison(out)
+                workload.poison(out)
         replay()
         found = [self._errors(out() if callable(out) else out) for out in outs]
         return max(found, key=lambda errors: errors[1] if isfinite(errors[1]) else inf)
@@ -115,7 +113,7 @@ class Work:
     def _errors(self, out: Any) -> Errors:
         if isinstance(out, GeneratedSequences):
             return out.errors(self.truth)
-        return measure.errors(out, self.truth())
+        return workload.errors(out, self.truth())
 
     def times(self, replays: Mapping[str, Replay]) -> dict[str, float]:
         """Return {name: median ms of a replay}; the replays are interleaved."""
@@ -175,7 +173,6 @@ def block(dtype: str, B: int, T: int, causal: bool) -> Work:
         traffic=item * (2 * B * T * C + 12 * C * C) + 4 * 13 * C,
         truth=partial(_block_truth, T, causal, dtype),
         ours=partial(_blocks, weights, causal, dtype),
-        for_peers={"eps": weights.eps, "causal": causal},
         inputs=inputs,
         roundings=STEPS_OF_A_BLOCK,
     )
@@ -192,7 +189,6 @@ def attention(dtype: str, B: int, T: int, causal: bool) -> Work:
         traffic=np.dtype(dtype).itemsize * 4 * B * T * C,
         truth=partial(_attention_truth, T, causal, dtype),
         ours=partial(_variants, "attention", {"n_head": NH, "causal": causal}, dtype),
-        for_peers={"causal": causal},
         inputs=lambda: {"qkv": np.resize(_sequences(T, 3 * C, dtype), (B, T, 3 * C))},
     )
 
@@ -223,7 +219,6 @@ def gemm(
         truth=truth,
         # A GPT-2 block calls gemm with the same options.
         ours=partial(_variants, "gemm", {"gelu": gelu, "split_k": True}, dtype),
-        for_peers={"gelu": gelu, "residual": residual},
         inputs=inputs,
     )
 
@@ -345,7 +340,7 @@ def _variants(
     default = next((each.name for each in operation.variants if kernel in each.kernels), None)
     names = [each.name for each in operation.variants if dtype in (each.dtypes or (dtype,))]
     for variant in sorted(names, key=lambda each: each != default):
-        yield Contender(variant, False, partial(capture, variant), dtype)
+        yield Contender(variant, partial(capture, variant), dtype)
 
 
 def _blocks(
@@ -360,12 +355,12 @@ def _blocks(
             block = Block(weights, causal, f"cuda:{device}", dtype, kernels)
             bound, capture = _bound_block(block.spec, sets)
         except REFUSALS as error:
-            yield Contender(kernels, False, partial(refuse, str(error)), dtype)
+            yield Contender(kernels, partial(refuse, str(error)), dtype)
             continue
-        yield Contender(kernels, False, capture, dtype)
+        yield Contender(kernels, capture, dtype)
         if any("hopper" in launch.name for each in bound for launch in each.launches):
             older = partial(_older, block.spec, sets)
-            yield Contender(f"{kernels}, {OLDER}", False, older, dtype)
+            yield Contender(f"{kernels}, {OLDER}", older, dtype)
 
 
 def _older(spec: BlockSpec, sets: Sets, rounds: int) -> Captured:

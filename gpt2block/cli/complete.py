@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from gpt2block.config import SIZES
-from gpt2block.config.formats import DTYPES, FILE
+from gpt2block.config.formats import DTYPES
 
 if TYPE_CHECKING:
     from gpt2block.ops.operation import Operation
@@ -27,7 +27,6 @@ def one_of(*names: str) -> Completion:
 
 sizes = one_of(*SIZES)
 dtypes = one_of(*DTYPES)
-weight_dtypes = one_of(*DTYPES, FILE)
 devices = one_of("cpu", "cuda")
 
 

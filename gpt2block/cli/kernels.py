@@ -13,11 +13,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from gpt2block.bench import Ceilings, Measurement
-from gpt2block.bench.measure import CACHES, MOST_SETS, tolerance
+from gpt2block.bench.race import CACHES, MOST_SETS
 from gpt2block.bench.variants import ceiling_for
 from gpt2block.cli.display import new_table, print_table
 from gpt2block.mine.kernel import MINE
 from gpt2block.ops.registry import OPERATIONS, Operation
+from gpt2block.ops.workload import tolerance
 
 
 def list_operations(out: Console) -> None:
@@ -158,7 +159,7 @@ def draw_sweep(rows: list[Measurement], ceiling: Ceilings, device: str, file: Pa
 
     Raises InputError if matplotlib is missing or the file cannot be written.
     """
-    from gpt2block.bench.plots import End, check_file, label_ends, save  # noqa: PLC0415
+    from gpt2block.cli.plots import End, check_file, label_ends, save  # noqa: PLC0415
 
     check_file(file)
     from matplotlib.figure import Figure  # noqa: PLC0415

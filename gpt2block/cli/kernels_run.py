@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 import typer
 
 from gpt2block import doctor, emulator
-from gpt2block.bench import ceilings, measure
+from gpt2block.bench import ceilings
 from gpt2block.bench.variants import CEILINGS, measure_variants
 from gpt2block.cli.codes import WRONG as NO_VERDICT
 from gpt2block.cli.counters import print_lines, print_totals
@@ -45,6 +45,7 @@ from gpt2block.mine.source import read
 from gpt2block.mine.templates import template as template_of
 from gpt2block.mine.verdict import Verdict
 from gpt2block.mine.why import EMULATOR_ONLY
+from gpt2block.ops import workload
 from gpt2block.ops.operation import Attrs, Operation, Sizes, Variant
 from gpt2block.ops.registry import all_sizes, find, parse_sizes, stated_sizes
 
@@ -100,9 +101,9 @@ def run(options: KernelsOptions, own: OwnOptions) -> bool:
         return True
     parse_sizes(found, options.shape)
     variants = found.variants if options.variant is None else (found.variant(options.variant),)
-    stored = measure.check_storage(found, options.dtype, options.layout)
+    stored = workload.check_storage(found, options.dtype, options.layout)
     if options.plot is not None:
-        from gpt2block.bench.plots import check_file  # noqa: PLC0415  (slow to import)
+        from gpt2block.cli.plots import check_file  # noqa: PLC0415  (slow to import)
 
         check_all(partial(check_file, options.plot), later=partial(doctor.require_cuda, "the GPU"))
     user = None

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block.bench import measure
 from gpt2block.checks import check_integer
 from gpt2block.errors import InputError
 from gpt2block.mine import sizes
@@ -25,8 +24,9 @@ from gpt2block.mine.arguments import sizes_at, values
 from gpt2block.mine.kernel import Geometry, Kernel, described
 from gpt2block.mine.limits import ULP, limit
 from gpt2block.mine.source import largest_number
+from gpt2block.ops import workload
 from gpt2block.ops.operation import Attrs, Inputs, Sizes
-from gpt2block.ops.sample_token import draw_stable
+from gpt2block.ops.workload import draw_stable
 
 MEAN, SPREAD = 2048.0, 0.6  # mean and standard deviation of rows with a large mean
 DYNAMIC = 65536  # maximum bytes of dynamic shared memory of a case with long rows
@@ -128,10 +128,10 @@ def case(
         return special.change(made, {**all_attrs, **sizes}) if special else made
 
     drawn = own.with_workload(draw=draw) if special else own
-    host, truth = measure.inputs_and_truth(drawn, at, kernel.dtype, layout)
+    host, truth = workload.inputs_and_truth(drawn, at, kernel.dtype, layout)
     truths = [truth]
     if own.workload.further is not None:
-        truths += own.workload.further(*map(measure.widened, host), **all_attrs)
+        truths += own.workload.further(*map(workload.widened, host), **all_attrs)
     outputs = values(own, host, all_attrs).outputs
     bound = limit(operation, kernel.dtype, {**all_attrs, **at})
     found = Case(at, all_attrs, host, dict(zip(outputs, truths, strict=True)), bound)

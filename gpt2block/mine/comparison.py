@@ -6,19 +6,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
 from math import isnan
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block.bench import measure
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import mapped
 from gpt2block.mine.arguments import Output, Values, values
 from gpt2block.mine.cases import Case
 from gpt2block.mine.finding import Finding
 from gpt2block.mine.kernel import Geometry, Kernel
+from gpt2block.ops import workload
 from gpt2block.ops.operation import Sizes
+
+if TYPE_CHECKING:
+    from gpt2block.bench import Ceilings, Measurement
 
 GUARD = 4096  # bytes of each guard area, before and after an output
 GUARD_BYTE = 0xA5
@@ -70,6 +73,15 @@ class Checked:
         return " x ".join(map(str, grid)), " x ".join(map(str, block)), shared
 
 
+@dataclass(frozen=True)
+class BenchmarkResult:
+    """Measurements of the benchmark; `ceiling` has copy and cuBLAS rates from the same process."""
+
+    rows: list[Measurement]
+    skipped: list[str]
+    ceiling: Ceilings
+
+
 class Fidelity(NamedTuple):
     """Says how many instructions a kernel has, and which of them the emulator approximates."""
 
@@ -82,7 +94,7 @@ def compare(kernel: Kernel, given: Case, guarded: bool, fill: int = NAN_BYTE) ->
     guarded: put guard areas around each output, to detect writes outside of it. fill: the byte that
     fills the outputs before the launch.
     """
-    arrays = tuple(map(measure.uploaded, given.inputs))
+    arrays = tuple(map(workload.uploaded, given.inputs))
     guards: list[Any] = []
 
     def allocate(output: Output) -> Any:
@@ -98,7 +110,7 @@ def compare(kernel: Kernel, given: Case, guarded: bool, fill: int = NAN_BYTE) ->
     cupy.cuda.get_current_stream().synchronize()
     outs = [cupy.asnumpy(each) for each in (run.out, *run.extra)]
     truths = [given.truths[name].reshape(out.shape) for name, out in zip(names, outs, strict=True)]
-    errors = map(measure.errors, outs, truths)
+    errors = map(workload.errors, outs, truths)
     worst = max(errors, key=lambda each: np.inf if np.isnan(each[1]) else each[1])
     problem = (guarded and _overwritten(names, guards)) or ""
     off = None
@@ -179,7 +191,8 @@ def exchanged(kernel: Kernel, given: Case, out: NDArray[Any]) -> str:
         for view in _exchanges(array):
             inputs = list(given.inputs)
             inputs[at] = mapped(lambda part: view if part is array else part, inputs[at])  # noqa: B023
-            tried.append((name, array.shape, out, measure.truth_of(operation, inputs, given.attrs)))
+            truth = workload.truth_of(operation, inputs, given.attrs)
+            tried.append((name, array.shape, out, truth))
     return next(
         (
             f"\nthe result is right if two indexes of {name}, of shape {shape}, are exchanged: "

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpt2block.bench import measure
 from gpt2block.cuda import kernels
 from gpt2block.emulator import emulated
 from gpt2block.emulator.stand_in import Checks, EmulatorError
 from gpt2block.errors import InputError
 from gpt2block.mine.sizes import cost, name_of_row
+from gpt2block.ops import workload
 from gpt2block.ops.operation import Operation, Sizes, Variant
 from gpt2block.ptx.counters import Counts, Line, total
 from gpt2block.ptx.engine import Result
@@ -70,7 +70,7 @@ def count_all(
     """Return the counters of variants, and a line of text for each one that cannot run.
 
     variants: None for the variant that the operation chooses on an NVIDIA H200. stored: (dtype,
-    layout), as `measure.check_storage` returns them.
+    layout), as `workload.check_storage` returns them.
     """
     found: list[KernelCounts] = []
     skipped: list[str] = []
@@ -89,12 +89,12 @@ def count(
 
     Raises InputError if the variant does not support the sizes, and EmulatorError.
     """
-    host, _ = measure.inputs_and_truth(operation, sizes, *stored)
-    chosen = {} if variant is None else measure.options_for(operation, variant)
+    host, _ = workload.inputs_and_truth(operation, sizes, *stored)
+    chosen = {} if variant is None else workload.options_for(operation, variant)
     results: list[Result] = []
     checks = Checks(counters=True, seen=results.append)
     with emulated("forward", MULTIPROCESSORS, checks, CAPABILITY):
-        arrays = tuple(map(measure.uploaded, host))  # keep them alive while the kernels run
+        arrays = tuple(map(workload.uploaded, host))  # keep them alive while the kernels run
         bound = operation.bind(arrays, **operation.workload.attrs, **chosen)
         bound.run()
     names = [each.name for each in bound.launches]

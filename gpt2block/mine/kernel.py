@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from gpt2block.bench import measure
 from gpt2block.cuda import cupy, kernels, replaced
 from gpt2block.cuda.arrays import Bound, compute_capability, device_attribute
 from gpt2block.cuda.kernels import Parameter
@@ -21,6 +20,7 @@ from gpt2block.mine import arguments
 from gpt2block.mine.arguments import Output, Values
 from gpt2block.mine.expressions import evaluated
 from gpt2block.mine.source import TEMPLATE, UserSource
+from gpt2block.ops import workload
 from gpt2block.ops.call import UncheckedCall
 from gpt2block.ops.operation import Operation, Sizes, Variant
 from gpt2block.ops.registry import find
@@ -167,7 +167,7 @@ def matched(
 ) -> Kernel:
     """Match each parameter of a kernel with an argument of the operation, by name or by `args`.
 
-    stored: (dtype, layout), as `measure.check_storage` returns them. args: names of arguments in
+    stored: (dtype, layout), as `workload.check_storage` returns them. args: names of arguments in
     the order of the parameters. Raises InputError for a parameter without a matching argument.
     """
     dtype, layout = stored
@@ -179,7 +179,7 @@ def matched(
     arguments.check_known(operation)
     sizes, attrs = operation.cases[0]
     all_attrs = {**operation.workload.attrs, **attrs}
-    host, _ = measure.inputs_and_truth(
+    host, _ = workload.inputs_and_truth(
         operation.with_workload(attrs=all_attrs), sizes, dtype, layout
     )
     values = arguments.values(operation, host, all_attrs)

@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from gpt2block import doctor
-from gpt2block.bench import measure
 from gpt2block.checks import named_options
 from gpt2block.errors import Argument, DeviceError, InputError, shown
-from gpt2block.mine import on_cpu, on_gpu
+from gpt2block.mine import on_cpu
 from gpt2block.mine.cases import cases, resolved_seed
 from gpt2block.mine.kernel import Kernel, matched
 from gpt2block.mine.source import OWN, read
 from gpt2block.mine.verdict import Verdict
 from gpt2block.mine.why import EMULATOR_ONLY
+from gpt2block.ops import workload
 from gpt2block.ops.operation import Operation
 from gpt2block.ops.registry import find, stated_sizes
 
@@ -67,7 +67,7 @@ def check(
     stated = (
         stated_sizes(found, ",".join(f"{name}={n}" for name, n in shape.items())) if shape else {}
     )
-    stored = measure.check_storage(found, dtype, layout)
+    stored = workload.check_storage(found, dtype, layout)
     launch = {"kernel": kernel, "grid": grid, "block": block, "shared": shared}
     user = _matched(source, found, stored, args, launch)
     seed = resolved_seed(seed)
@@ -83,6 +83,8 @@ def check(
         timed = on_cpu.TimedSizes(sizes, stored[1], stated)
         results = on_cpu.check_kernel(user, given, timed=timed, steps=why)
         return Verdict.of(user, "cpu", results, drawn, why, sizes)
+    from gpt2block.mine import on_gpu  # noqa: PLC0415  (imports benchmarks)
+
     job = on_gpu.ChildJob(user, given, (), None, stored)
     return Verdict.of(user, "cuda", on_gpu.run(job), drawn, timed_sizes=sizes)
 

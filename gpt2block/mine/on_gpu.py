@@ -9,16 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from gpt2block.bench import Ceilings, Measurement, ceilings, measure, measure_variants
+from gpt2block.bench import ceilings, measure_variants
 from gpt2block.bench.variants import CEILINGS
 from gpt2block.cuda import cupy, kernels
 from gpt2block.errors import DeviceError, InputError, KernelError, NotJudged
 from gpt2block.mine import comparison
 from gpt2block.mine.cases import Case
 from gpt2block.mine.child import ProcessExited, Send, Stage, supervised
-from gpt2block.mine.comparison import Checked
+from gpt2block.mine.comparison import BenchmarkResult, Checked
 from gpt2block.mine.finding import Finding, of_compiler
 from gpt2block.mine.kernel import MINE, Kernel, described
+from gpt2block.ops import workload
 from gpt2block.ops.operation import Sizes
 from gpt2block.ptx import nvrtc
 
@@ -43,15 +44,6 @@ class ChildJob:
     stored: tuple[str, str]
     sweep: bool = False  # whether built-in variants are timed with every block size
     check_s: float = CHECK_S  # time limit of a check in seconds
-
-
-@dataclass(frozen=True)
-class BenchmarkResult:
-    """Measurements of the benchmark; `ceiling` has copy and cuBLAS rates from the same process."""
-
-    rows: list[Measurement]
-    skipped: list[str]
-    ceiling: Ceilings
 
 
 def run(job: ChildJob) -> Iterator[Checked | Finding | BenchmarkResult]:
@@ -107,7 +99,7 @@ def _compiled(send: Send, job: ChildJob) -> bool:
     )
     if isinstance(made, nvrtc.Refused) and made.reason:
         raise NotJudged(f"{job.kernel.source.file}: not judged: {made.reason}")
-    arrays = tuple(map(measure.uploaded, case.inputs))
+    arrays = tuple(map(workload.uploaded, case.inputs))
     try:
         for launch in job.kernel.bind(arrays, **case.attrs).launches:
             launch.function.found  # noqa: B018  (waits for the compiler)

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from gpt2block.ops.blocks_matmul import TYPE
 from gpt2block.ops.operation import Attrs, Operation, Sizes
 from gpt2block.sampling import Sampling
+from gpt2block.weights.gguf import TYPES
 
 Case = tuple[Sizes, Attrs]
 COLUMNS = 41  # length of rows: a prime that kernels with special cases rarely list
@@ -125,7 +125,7 @@ def longer(operation: Operation, number: int) -> Iterator[Case]:
         return
     row, per = name_of_row(operation, operation.workload.sizes), 1
     if operation.name == "blocks_matmul":  # a row is a sum over blocks of weights
-        row, per = "B", TYPE.size
+        row, per = "B", TYPES["Q4_K"].size
     at, attrs = max(further(operation), key=lambda each: each[0][row])
     unit = lcm(8, per * _unit(operation, row, attrs))
     while (size := (number // unit + 1) * unit) > per * at[row]:

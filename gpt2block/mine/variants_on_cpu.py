@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from gpt2block.bench import measure
 from gpt2block.cuda import kernels
 from gpt2block.cuda.arrays import Bound
 from gpt2block.emulator import ORDERS, emulated, stand_in
@@ -17,9 +16,10 @@ from gpt2block.errors import InputError
 from gpt2block.mine.kernel import described
 from gpt2block.mine.on_cpu import require_emulator
 from gpt2block.mine.refused import HOPPER, USUAL
+from gpt2block.ops import workload
 from gpt2block.ops.operation import Attrs, Operation, Sizes, Variant
 
-Prepared = tuple[Operation, Sizes, tuple[Any, ...], measure.Truth]
+Prepared = tuple[Operation, Sizes, tuple[Any, ...], workload.Truth]
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Rung:
 
     @property
     def right(self) -> bool:
-        return not self.problem and self.max_rel <= measure.tolerance(self.dtype)
+        return not self.problem and self.max_rel <= workload.tolerance(self.dtype)
 
 
 def check_variants(
@@ -56,7 +56,7 @@ def check_variants(
     prepared = []
     for sizes, attrs in cases:
         own = operation.with_workload(attrs={**operation.workload.attrs, **attrs})
-        prepared.append((own, sizes, *measure.inputs_and_truth(own, sizes, dtype, layout)))
+        prepared.append((own, sizes, *workload.inputs_and_truth(own, sizes, dtype, layout)))
     variants = tuple(variants)
     rungs, skipped = [], []
     for variant in seen(variants):
@@ -81,10 +81,10 @@ def _variant(
         try:
             for order in ORDERS:
                 with emulated(order, checks=stand_in.CHECKED, capability=capability):
-                    arrays = tuple(map(measure.uploaded, host))  # keep arrays alive
+                    arrays = tuple(map(workload.uploaded, host))  # keep arrays alive
                     bound = _bound(operation, variant, arrays)
-                    measure.poison(bound.out, arrays)
-                    found = measure.errors(np.asarray(bound.run()), truth)
+                    workload.poison(bound.out, arrays)
+                    found = workload.errors(np.asarray(bound.run()), truth)
                 off = max(off, found, key=lambda each: inf if isnan(each[1]) else each[1])
         except InputError as error:
             prefix = f"{operation.name} variant {variant.name}: "
@@ -100,5 +100,5 @@ def _variant(
 
 
 def _bound(operation: Operation, variant: Variant, arrays: tuple[Any, ...]) -> Bound:
-    options = {**operation.workload.attrs, **measure.options_for(operation, variant)}
+    options = {**operation.workload.attrs, **workload.options_for(operation, variant)}
     return operation.bind(arrays, **options)

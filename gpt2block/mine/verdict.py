@@ -7,19 +7,20 @@ from dataclasses import asdict, dataclass, field
 from html import escape
 from math import isnan
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from gpt2block.bench import Measurement
 from gpt2block.errors import NotJudged
-from gpt2block.mine.comparison import Checked, Fidelity
+from gpt2block.mine.comparison import BenchmarkResult, Checked, Fidelity
 from gpt2block.mine.finding import Finding, as_json, headline, numbered
 from gpt2block.mine.hints import hints
 from gpt2block.mine.kernel import MINE, Kernel, described
-from gpt2block.mine.on_gpu import BenchmarkResult
 from gpt2block.mine.why import RIGHT as NOTHING_WRONG
 from gpt2block.mine.why import Why
 from gpt2block.notebook import paragraph, table, text_table
 from gpt2block.ops.operation import Sizes
+
+if TYPE_CHECKING:
+    from gpt2block.bench import Measurement
 
 SCHEMA = 1  # version of `Verdict.as_dict`; docs/verdict.schema.json describes it
 RIGHT, WRONG, NOT_JUDGED = "right", "wrong", "not judged"

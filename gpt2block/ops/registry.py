@@ -1,75 +1,52 @@
 """The registry of all operations, for the command line, tests, bench and docs.
 
-This module needs neither CuPy nor a GPU.
+This module needs neither CuPy nor a GPU. `find` imports only the module of the operation; the
+tables OPERATIONS, STEPS and BY_NAME import all operations when one of the tables is first used.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from gpt2block.cuda.arrays import Bound
 from gpt2block.errors import Argument, InputError
-from gpt2block.ops.attention import OPERATION as ATTENTION
-from gpt2block.ops.attention_cached import OPERATION as ATTENTION_CACHED
-from gpt2block.ops.blocks_matmul import OPERATION as BLOCKS_MATMUL
-from gpt2block.ops.elementwise import ADD, GELU, SILU_MUL
-from gpt2block.ops.encoder import ENCODER_ROWS
-from gpt2block.ops.encoder import OPERATION as ENCODER
-from gpt2block.ops.gemm import OPERATION as GEMM
-from gpt2block.ops.layernorm import OPERATION as LAYERNORM
-from gpt2block.ops.layernorm_gelu import OPERATION as LAYERNORM_GELU
-from gpt2block.ops.linear import OPERATION as LINEAR
-from gpt2block.ops.log_likelihood import OPERATION as LOG_LIKELIHOOD
-from gpt2block.ops.matmul_bias import OPERATION as MATMUL_BIAS
 from gpt2block.ops.operation import Inputs, Operation, Variant
-from gpt2block.ops.qk_norm import OPERATION as QK_NORM
-from gpt2block.ops.rmsnorm import OPERATION as RMSNORM
-from gpt2block.ops.rmsnorm_matmul import RMSNORM_FFN, RMSNORM_MATMUL
-from gpt2block.ops.rope import OPERATION as ROPE
-from gpt2block.ops.rope_qkv import OPERATION as ROPE_QKV
-from gpt2block.ops.sample_token import OPERATION as SAMPLE_TOKEN
-from gpt2block.ops.softmax import OPERATION as SOFTMAX
-from gpt2block.ops.to_fp8 import OPERATION as TO_FP8
-from gpt2block.ops.trimat import OPERATION as TRIMAT
 
-OPERATIONS: Mapping[str, Operation] = {
-    operation.name: operation
-    for operation in (
-        LAYERNORM,
-        TRIMAT,
-        LAYERNORM_GELU,
-        ENCODER,
-        ENCODER_ROWS,
-        SOFTMAX,
-        MATMUL_BIAS,
-        ATTENTION,
-        ATTENTION_CACHED,
-        ADD,
-        GELU,
-        RMSNORM,
-        ROPE,
-        ROPE_QKV,
-        QK_NORM,
-        RMSNORM_MATMUL,
-        RMSNORM_FFN,
-        SILU_MUL,
-        TO_FP8,
-        LINEAR,
-        GEMM,
-        BLOCKS_MATMUL,
-        SAMPLE_TOKEN,
-        LOG_LIKELIHOOD,
-    )
+# Name of an operation → its module and, if the module has several operations, the variable.
+_PLACES: Mapping[str, str] = {
+    "layernorm": "layernorm",
+    "trimat": "trimat",
+    "layernorm_gelu": "layernorm_gelu",
+    "encoder": "encoder",
+    "encoder_rows": "encoder.ENCODER_ROWS",
+    "softmax": "softmax",
+    "matmul_bias": "matmul_bias",
+    "attention": "attention",
+    "attention_cached": "attention_cached",
+    "add": "elementwise.ADD",
+    "gelu": "elementwise.GELU",
+    "rmsnorm": "rmsnorm",
+    "rope": "rope",
+    "rope_qkv": "rope_qkv",
+    "qk_norm": "qk_norm",
+    "rmsnorm_matmul": "rmsnorm_matmul.RMSNORM_MATMUL",
+    "rmsnorm_ffn": "rmsnorm_matmul.RMSNORM_FFN",
+    "silu_mul": "elementwise.SILU_MUL",
+    "to_fp8": "to_fp8",
+    "linear": "linear",
+    "gemm": "gemm",
+    "blocks_matmul": "blocks_matmul",
+    "sample_token": "sample_token",
+    "log_likelihood": "log_likelihood",
 }
-
-# STEPS: operations of forward passes and of weight conversion that bench does not measure alone.
-STEPS: Mapping[str, Operation] = {
-    step.name: step for operation in OPERATIONS.values() for step in operation.steps
-}
-
-BY_NAME: Mapping[str, Operation] = {**STEPS, **OPERATIONS}
+if TYPE_CHECKING:
+    OPERATIONS: Mapping[str, Operation]
+    STEPS: Mapping[str, Operation]  # operations of passes and of weight conversion
+    BY_NAME: Mapping[str, Operation]  # all operations and steps
 
 __all__ = [
     "BY_NAME",
@@ -85,22 +62,43 @@ __all__ = [
 ]
 
 
+@cache
+def _tables() -> Mapping[str, Mapping[str, Operation]]:
+    operations = {name: _imported(name) for name in _PLACES}
+    steps = {step.name: step for operation in operations.values() for step in operation.steps}
+    return {"OPERATIONS": operations, "STEPS": steps, "BY_NAME": {**steps, **operations}}
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name not in ("OPERATIONS", "STEPS", "BY_NAME"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return _tables()[name]
+
+
+def _imported(name: str) -> Operation:
+    module, _, variable = _PLACES[name].partition(".")
+    operation: Operation = getattr(
+        import_module(f"gpt2block.ops.{module}"), variable or "OPERATION"
+    )
+    return operation
+
+
 def bind(name: str, inputs: tuple[Any, ...], out: Any = None, **options: Any) -> Bound:
     """Call `Operation.bind` of the operation or step with this name."""
-    return BY_NAME[name].bind(inputs, out, **options)
+    return _tables()["BY_NAME"][name].bind(inputs, out, **options)
 
 
 def find(name: str) -> Operation:
     """Return an operation by name. Raises InputError with the nearest name and all names."""
-    if name not in OPERATIONS:
+    if name not in _PLACES:
         from difflib import get_close_matches  # noqa: PLC0415
 
-        near = get_close_matches(name, OPERATIONS, 1)
+        near = get_close_matches(name, _PLACES, 1)
         hint = f" (did you mean {near[0]}?)" if near else ""
-        raise InputError(
-            f"unknown operation {name!r}{hint}: expected one of {', '.join(OPERATIONS)}"
-        )
-    return OPERATIONS[name]
+        raise InputError(f"unknown operation {name!r}{hint}: expected one of {', '.join(_PLACES)}")
+    return _imported(name)
 
 
 def parse_sizes(operation: Operation, text: str | None) -> dict[str, int]:

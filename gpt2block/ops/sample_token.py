@@ -6,7 +6,7 @@ tokens that top-k, top-p and min-p keep, exceeds a random number. Kernels: token
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import ceil
 from typing import Any, NamedTuple
@@ -25,15 +25,13 @@ from gpt2block.ops.call import FIXED, Call, UncheckedCall
 from gpt2block.ops.guesses import TAKE_GUESSES
 from gpt2block.ops.operation import Inputs, Operation, Workload, variant
 from gpt2block.ops.products import HOPPER_CAPABILITY
+from gpt2block.ops.workload import draw_stable
 from gpt2block.sampling import (
     CHANGES,
     Sampling,
     changes,
     check_step,
-    draw,
-    masses,
     parameters,
-    random_bits,
     rows_of,
 )
 
@@ -43,7 +41,6 @@ THREADS = 1024
 ROWS_BLOCK = 256  # threads per block of kernels with one thread per row
 MAX_V = 2**23  # maximum vocabulary: the sum of all masses stays below 2^64
 ENDLESS = 2**31 - 1  # n_ctx if positions have no limit
-MARGIN = 2.0**-10  # change of random number u and of top_p that changes no token of `draw_stable`
 PARAMETERS = (
     "temperature top_p min_p repetition_penalty f32 B; top_k i32 B; seed i64 B; sample i32 B; "
     "seen u8 B V; position step i32 B"
@@ -326,38 +323,6 @@ def _prepare(unchecked: UncheckedCall) -> Bound:
         tables[b].set(values)
         state.seen[b] += cupy.asarray(places)
     return bind_state(c.logits, state, changes=tables, counts=counts, masks=masks)
-
-
-def draw_stable(
-    at: Mapping[str, Any],
-    rng: np.random.Generator,
-    change: Callable[[NDArray[np.float32]], NDArray[np.float32]] = np.asarray,
-) -> NDArray[np.float32]:
-    """Return logits (B, V) whose tokens do not depend on rounding. at: sizes and attributes.
-
-    A row is drawn again if a change of u or top_p by up to MARGIN changes its token. The sums of
-    floats in a correct kernel have smaller errors. change: applied to each row of random numbers.
-    """
-    rows: list[NDArray[np.float32]] = []
-    while len(rows) < at["B"]:
-        row = change(np.float32(3) * rng.standard_normal(at["V"], dtype=np.float32))
-        if _stable(row, at["sampling"], at["step"]):
-            rows.append(row)
-    return np.stack(rows)
-
-
-def _stable(logits: NDArray[np.float32], sampling: Sampling, step: int) -> bool:
-    """Whether a change of u and top_p by up to MARGIN leaves the token unchanged."""
-    if sampling.temperature == 0:
-        return True
-    p, u = sampling.top_p, random_bits(sampling.seed, step, sampling.sample)
-    shift, last = round(MARGIN * 2**64), 2**64 - 1
-    kept = [
-        masses(logits, replace(sampling, top_p=min(max(near, 0), 1)))
-        for near in ((p - MARGIN, p, p + MARGIN) if p < 1 else (p,))
-    ]
-    near_u = max(u - shift, 0), u, min(u + shift, last)
-    return len({draw(mass, random) for mass in kept for random in near_u}) == 1
 
 
 def _make(at: Mapping[str, Any], rng: np.random.Generator) -> Inputs:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from gpt2block import InputError
-from gpt2block.bench import measure
+from gpt2block.ops import workload
 from gpt2block.ops.registry import OPERATIONS, Operation
 
 SMALL = {"B": 2, "T": 6, "C": 48, "NH": 3, "HS": 20, "V": 50, "M": 9, "K": 144, "N": 37}
@@ -33,10 +33,10 @@ def operation(found: Operation, sizes: dict[str, int]) -> Made:
     options = {**found.workload.attrs, **({"fill": 0.0} if "fill" in found.workload.attrs else {})}
     for dtype in found.workload.dtypes:
         for layout in ("KN", "NK") if found.workload.matrices else ("KN",):
-            host, _ = measure.inputs_and_truth(found, sizes, dtype, layout)
-            arrays = tuple(map(measure.uploaded, host))
+            host, _ = workload.inputs_and_truth(found, sizes, dtype, layout)
+            arrays = tuple(map(workload.uploaded, host))
             for variant in found.variants:
-                chosen = options | measure.options_for(found, variant)
+                chosen = options | workload.options_for(found, variant)
                 name = f"{found.name} {variant.name} {dtype} {layout} {sizes}"
                 with contextlib.suppress(InputError):
                     bound = found.bind(arrays, **chosen)

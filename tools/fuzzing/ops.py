@@ -21,10 +21,10 @@ from ml_dtypes import finfo
 from fuzzing import Area, Difference, Refused, Rng, check, check_message
 from fuzzing.op_calls import RULES, Arrays, Call, Draw, drawn_call
 from gpt2block import ops
-from gpt2block.bench.measure import tolerance, uploaded
 from gpt2block.cuda.arrays import mapped
 from gpt2block.errors import InputError
 from gpt2block.ops.registry import OPERATIONS, STEPS
+from gpt2block.ops.workload import tolerance, uploaded
 from gpt2block.weights.matrix import WeightMatrix
 from gpt2block.weights.two_part import TwoPartMatrix
 

@@ -1,43 +1,32 @@
-"""Helpers of all benchmarks: create inputs, exact results and copies on the GPU; compute errors."""
+"""Workloads of operations: random inputs, results in float64, and errors of kernels.
+
+Benchmarks, checks of users' kernels and tests run an operation on these inputs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from math import ceil, nan
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from math import nan
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block import doctor, reference
+from gpt2block import reference
 from gpt2block.checks import meant
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import mapped
 from gpt2block.cuda.kernels import FP8
 from gpt2block.errors import Argument, InputError
-from gpt2block.ops.registry import Operation, Variant
+from gpt2block.ops.operation import Operation, Variant
+from gpt2block.sampling import Sampling, draw, masses, random_bits
 from gpt2block.weights.matrix import WeightMatrix
 
-CACHES = 4  # a round over all copies of the inputs moves this many times the size of the L2 cache
-MOST_SETS = 256  # maximum number of copies of the inputs
+MARGIN = 2.0**-10  # change of random number u and of top_p that changes no token of `draw_stable`
 
 Host = Mapping[str, Any]  # name of an input → array or WeightMatrix
 Truth = NDArray[Any]  # exact results: float64, or integers
-
-
-def gpu_index(device: str | None) -> int:
-    """Return the GPU's index. Raises InputError for device "cpu", DeviceError if no GPU exists."""
-    if device == "cpu":
-        raise InputError(
-            "--device cpu: bench measures the speed of a GPU: use `gpt2block kernels OPERATION "
-            "--device cpu` to run kernels in the emulator, which measures no speed"
-        )
-    doctor.require_cuda("the bench")
-    from gpt2block.block import resolve_device  # noqa: PLC0415  (slow to import)
-
-    index = resolve_device(device)
-    assert index is not None  # only the device "cpu" has no index
-    return index
 
 
 def inputs_and_truth(
@@ -127,25 +116,6 @@ def uploaded(value: Any) -> Any:
     return mapped(cupy.asarray, value)
 
 
-def rotated(host: Host, traffic: int) -> list[dict[str, Any]]:
-    """Return copies of the inputs in device memory that together exceed the L2 cache.
-
-    A round over the copies moves CACHES times the size of the L2 cache; there are at most MOST_SETS
-    copies. traffic: bytes that a call with one copy moves.
-    """
-    count = copies_for(traffic, cupy.cuda.Device().attributes["L2CacheSize"])
-    first = {name: uploaded(value) for name, value in host.items()}
-    copies = [
-        {name: mapped(lambda array: array.copy(), value) for name, value in first.items()}
-        for _ in range(count - 1)
-    ]
-    return [first, *copies]
-
-
-def copies_for(traffic: int, cache: int) -> int:
-    return min(MOST_SETS, max(1, ceil(CACHES * cache / traffic)))
-
-
 def poison(out: Any, inputs: Iterable[Any] = ()) -> None:
     """Fill an output with 0xFF bytes, which are NaN, so that unwritten elements are noticed.
 
@@ -197,3 +167,35 @@ def tolerance(dtype: str) -> float:
     The sum of 1e-5 for sums in float32 and of two roundings to the dtype of the activations.
     """
     return 1e-5 + 2 * {"float32": 2.0**-24, "bfloat16": 2.0**-8}.get(dtype, 2.0**-11)
+
+
+def draw_stable(
+    at: Mapping[str, Any],
+    rng: np.random.Generator,
+    change: Callable[[NDArray[np.float32]], NDArray[np.float32]] = np.asarray,
+) -> NDArray[np.float32]:
+    """Return logits (B, V) whose tokens do not depend on rounding. at: sizes and attributes.
+
+    A row is drawn again if a change of u or top_p by up to MARGIN changes its token. The sums of
+    floats in a correct kernel have smaller errors. change: applied to each row of random numbers.
+    """
+    rows: list[NDArray[np.float32]] = []
+    while len(rows) < at["B"]:
+        row = change(np.float32(3) * rng.standard_normal(at["V"], dtype=np.float32))
+        if _stable(row, at["sampling"], at["step"]):
+            rows.append(row)
+    return np.stack(rows)
+
+
+def _stable(logits: NDArray[np.float32], sampling: Sampling, step: int) -> bool:
+    """Whether a change of u and top_p by up to MARGIN leaves the token unchanged."""
+    if sampling.temperature == 0:
+        return True
+    p, u = sampling.top_p, random_bits(sampling.seed, step, sampling.sample)
+    shift, last = round(MARGIN * 2**64), 2**64 - 1
+    kept = [
+        masses(logits, replace(sampling, top_p=min(max(near, 0), 1)))
+        for near in ((p - MARGIN, p, p + MARGIN) if p < 1 else (p,))
+    ]
+    near_u = max(u - shift, 0), u, min(u + shift, last)
+    return len({draw(mass, random) for mass in kept for random in near_u}) == 1

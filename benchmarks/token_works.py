@@ -1,0 +1,225 @@
+"""Works of whole models: decoding steps, prompts, and continuations of many prompts.
+
+A Llama's step is also timed in stages: one kernel for each operation, launched from Python, then
+one fusion more at each stage, and at last a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from benchmarks.llama import SHAPES, RandomLlama
+from benchmarks.random_weights import blocks_problem
+from benchmarks.stages import stages_of
+from benchmarks.tasks import Continuations, Prompt, stage
+from gpt2block.bench import Work
+from gpt2block.bench.decoding import (
+    GREEDY,
+    NAME,
+    ROWS,
+    TURNS,
+    Captures,
+    RandomModel,
+    Steps,
+    by_samplings,
+    decode,
+    model_work,
+    parse_rows,
+    random_gpt2,
+)
+from gpt2block.checks import check_choice
+from gpt2block.config import ModelConfig
+from gpt2block.config.formats import DTYPES, FILE, own_cache_dtype
+from gpt2block.cuda.kernels import FP8
+from gpt2block.errors import InputError
+from gpt2block.ops.attention import SIXTEEN_BITS
+
+FP8_CACHE = "+ FP8 kv_cache"  # name of the decoding step with all fusions and an FP8 kv_cache
+FP8_WEIGHTS = "float8_e5m2"
+FLOAT16 = ("7b", "small")  # sizes with float16 weights; other sizes have bfloat16 weights
+LLAMA_ROWS = "1,4,16,64"
+
+
+@dataclass(frozen=True)
+class ModelWork(Work):
+    """A benchmark of a whole model. task: the task, which has the model as an attribute."""
+
+    task: Any = None  # Steps, Prompt or Continuations
+
+
+class ManyPrompts(NamedTuple):
+    """Prompts that are continued together: their number, lengths in tokens, and new tokens each."""
+
+    prompts: int
+    shortest: int
+    longest: int
+    new: int
+
+
+SHORT_PROMPTS = ManyPrompts(512, 16, 256, new=128)
+LONG_PROMPTS = ManyPrompts(256, 100, 1024, new=562)  # lengths as in the benchmark of nano-vllm
+MANY = {"smollm2-135m": SHORT_PROMPTS, "qwen3-0.6b": LONG_PROMPTS}  # by size of a Llama
+
+
+def gpt2_works(
+    dtype: str | None = None,
+    rows: str | None = None,
+    name: str | None = None,
+    cache: str | None = None,
+) -> list[Work]:
+    """Return the works of a GPT-2, in the order they are timed; arguments as for `decode_works`."""
+    model = random_gpt2(dtype, name, cache)
+    return [
+        *(_of(decode(steps), steps) for steps in _steps(model, rows or ROWS)),
+        prompt(model, 1024),
+        *(first_token(model, T) for T in (480, 1000)),
+        generate(model, SHORT_PROMPTS),
+    ]
+
+
+def llama_works(
+    dtype: str | None = None,
+    rows: str | None = None,
+    name: str | None = None,
+    cache: str | None = None,
+    several: str | None = None,
+) -> list[Work]:
+    """Return the works of a Llama, in the order they are timed.
+
+    dtype: dtype of the weights; by default 16 bits, then FP8, then GGUF blocks. rows: a list that
+    `parse_rows` accepts. name: a key of SHAPES. cache: dtype of the kv_cache of all works. several:
+    a device such as "cuda:0,1", if the models are divided among GPUs. Raises InputError.
+    """
+    name = name or "7b"
+    check_choice("--size", name, tuple(SHAPES))
+    config = SHAPES[name]
+    if dtype is not None:
+        check_choice("--dtype", dtype, (*DTYPES, FILE))
+    if dtype == FILE and (problem := blocks_problem(config)):
+        raise InputError(f"--dtype file: {problem} in {name}: choose another --size")
+    works: list[Work] = []
+    for weights, kv in _formats(config, name, dtype, cache):
+        model = RandomLlama(config, weights, kv, several)
+        for steps in _steps(model, rows or LLAMA_ROWS):
+            works.append(_of(decode(steps, partial(by_stages, steps)), steps))
+        if weights in SIXTEEN_BITS:  # prompts of other weights could be checked only by themselves
+            works.append(prompt(model, 512))
+        if name in MANY:
+            works.append(generate(model, MANY[name]))
+    gpus = 1 + (several or "").count(",")
+    return works if gpus == 1 else [_divided(work, gpus) for work in works]
+
+
+def _steps(model: RandomModel[Any], rows: str) -> list[Steps]:
+    return [Steps(model, n) for n in parse_rows(rows)]
+
+
+def _formats(
+    config: ModelConfig, name: str, dtype: str | None, cache: str | None
+) -> Iterator[tuple[str, str | None]]:
+    """Yield the dtypes of weights and of kv_caches to time."""
+    yield dtype or ("float16" if name in FLOAT16 else "bfloat16"), cache
+    if dtype is not None:
+        return
+    own = own_cache_dtype(FILE)  # of FP8 weights, too
+    if cache in (None, own, *FP8):
+        yield FP8_WEIGHTS, cache
+    if cache is None:
+        yield FP8_WEIGHTS, FP8_WEIGHTS
+    if cache in (None, own, *FP8) and not blocks_problem(config):
+        yield FILE, cache
+
+
+def _of(work: Work, task: Any) -> ModelWork:
+    return ModelWork(**vars(work), task=task)
+
+
+def _divided(work: Work, gpus: int) -> Work:
+    """Return the work of each of several GPUs."""
+    sizes = {**work.sizes, "gpus": gpus}
+    return replace(work, sizes=sizes, flops=work.flops // gpus, traffic=work.traffic // gpus)
+
+
+def by_stages(steps: Steps, device: int) -> Captures:
+    """Return {name: `capture`} of the step of `generate` and of each stage, for a Llama.
+
+    A model on several GPUs, with GGUF blocks or with an FP8 kv_cache has no stages.
+    """
+    model: Any = steps.model
+    step = partial(steps.decoded, device, GREEDY)
+    if model.cache_dtype in FP8:
+        return {FP8_CACHE: step}
+    if model.gpus > 1 or model.dtype == FILE:
+        return {NAME: step}
+    shared: list[Any] = []
+    stages = stages_of(model.dtype).items()
+    return {NAME: step, **{by: partial(stage, steps, device, of, shared) for by, of in stages}}
+
+
+def prompt(model: RandomModel[Any], T: int) -> Work:
+    """Return the work of the logits after one prompt of T tokens."""
+    task = Prompt(model, T)
+    work = model_work(
+        model,
+        "prompt",
+        f"1x{T}",
+        {"T": T},
+        lambda device: {NAME: partial(task.computed, device)},
+        flops=prompt_flops(model, T),
+        traffic=model.weight_bytes,
+        rounds=4,
+        turns=TURNS,
+    )
+    return _of(replace(work, truth=lambda: model.last_logits(task.ids)), task)
+
+
+def prompt_flops(model: RandomModel[Any], T: int) -> int:
+    """Return the FLOPs of a prompt of T tokens, including the logits after the last token."""
+    head: int = model.config.vocab_size * model.config.n_embd
+    products = 2 * T * (model.matrix_elements - head) + 2 * head
+    return products + model.attention_flops(T * (T + 1) // 2)
+
+
+def first_token(model: RandomModel[Any], T: int) -> Work:
+    """Return the work of a call of `generate`: a prompt of T tokens and one new token."""
+    task = Continuations(model, model.prompts([T]), 1)
+    work = model_work(
+        model,
+        "first",
+        f"1x{T}",
+        {"T": T},
+        lambda device: {NAME: partial(task.generated, device, GREEDY)},
+        flops=prompt_flops(model, T),
+        traffic=model.weight_bytes,
+        rounds=4,
+        turns=TURNS,
+        tokens=1,
+    )
+    return _of(work, task)
+
+
+def generate(model: RandomModel[Any], of: ManyPrompts) -> Work:
+    """Return the work of one batch of prompts of random lengths."""
+    prompts, shortest, longest, new = of
+    lengths = np.random.default_rng(1).integers(shortest, longest + 1, size=prompts).tolist()
+    pairs = sum(n * new + new * (new - 1) // 2 for n in lengths)  # of a query and a visible key
+    task = Continuations(model, model.prompts(lengths), new)
+    tokens = sum(lengths) + prompts * new
+    work = model_work(
+        model,
+        "generate",
+        f"{prompts} prompts",
+        of._asdict(),
+        partial(by_samplings, task.generated),
+        flops=2 * tokens * model.matrix_elements + model.attention_flops(pairs),
+        traffic=new * model.weight_bytes + pairs * model.token_bytes,
+        rounds=1,
+        turns=1,
+        tokens=prompts * new,
+    )
+    return _of(work, task)
