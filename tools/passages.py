@@ -144,9 +144,9 @@ def main() -> int:
     parser.add_argument("--root", type=Path, default=ROOT, help="checkout to read")
     arguments = parser.parse_args()
     if arguments.check:
-        found = [fragment for kind in MARKS for fragment in fragments(kind, arguments.root)]
-        print(*(found or ["every passage names its subject"]), sep="\n")
-        return 1 if found else 0
+        problems = [fragment for kind in MARKS for fragment in fragments(kind, arguments.root)]
+        print(*(problems or ["every passage names its subject"]), sep="\n")
+        return 1 if problems else 0
     number = 0
     for kind, found in drawn(arguments.seed, arguments.root).items():
         for each in found:
