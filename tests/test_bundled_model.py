@@ -264,7 +264,6 @@ def test_its_tokens_are_bytes(name: str) -> None:
 
 @pytest.mark.parametrize("name", BUNDLED_NAMES)
 def test_a_bundled_model_is_small_and_its_loss_is_on_its_card(name: str) -> None:
-    """The model's folder has the files that `tools/train_shakespeare.py` writes."""
     checkpoint = Checkpoint.open(name)
     assert checkpoint.file.stat().st_size <= 10_000_000
     loss = json.loads((checkpoint.directory / "loss.json").read_text())["validation_loss"]

@@ -1,17 +1,12 @@
-"""tools/digests and tools/error_texts.py: the same output twice, and the messages of a test run."""
+"""tools/digests: the same output twice."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 from digests.__main__ import digest
 from digests.command_line import normal
 from digests.models import calls, made, prompts
-
-ROOT = Path(__file__).parent.parent
 
 
 def test_the_same_calls_have_the_same_digests() -> None:
@@ -36,20 +31,3 @@ def test_times_and_places_do_not_differ(tmp_path: Path) -> None:
     first, second = (normal(text % tmp_path, str(tmp_path)) for text in texts)
     assert first == second
     assert all(kept in first for kept in ("FILES/a", '"n": 25', "1.0e-06"))
-
-
-def test_messages_of_errors_are_written_once(tmp_path: Path) -> None:
-    """Messages of pytest-xdist's workers are written too."""
-    cases = "@pytest.mark.parametrize('n', [1, 2, 2])\ndef test_it(n):\n"
-    raised = "    with pytest.raises(InputError):\n        raise InputError(f'line\\n{n}')\n"
-    test = tmp_path / "test_it.py"
-    test.write_text(f"import pytest\nfrom gpt2block import InputError\n{cases}{raised}")
-    (tmp_path / "pytest.ini").write_text("[pytest]\n")
-    out = tmp_path / "errors.txt"
-    environment = {"PYTHONPATH": str(ROOT), "GPT2BLOCK_ERROR_TEXTS": str(out)}
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "tools.error_texts", "-n", "1", str(test)],
-        env=os.environ | environment, cwd=tmp_path, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert out.read_text() == "InputError: line\\n1\nInputError: line\\n2\n"

@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import kernel_index
 import numpy as np
 import pytest
 from rich.console import Console
@@ -78,14 +77,6 @@ def test_an_operation_has_a_numpy_meaning_and_counts(operation: Operation) -> No
     assert len({variant.name for variant in operation.variants}) == len(operation.variants)
     for variant in operation.variants:
         assert variant.block in (variant.blocks or (variant.block,))
-
-
-def test_the_table_of_the_kernels_is_the_registry() -> None:
-    text = kernel_index.INDEX.read_text(encoding="utf-8")
-    assert kernel_index.written(text) == text, "run python tools/kernel_index.py"
-    models = [row for row in kernel_index.table().splitlines() if "decoding" in row]
-    assert models
-    assert not any("[`learn/" in row for row in models)
 
 
 def test_an_unknown_operation_or_variant_lists_the_known_ones() -> None:

@@ -14,31 +14,19 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import charts
+import pages
 import pytest
 
 from gpt2block import doctor
 from gpt2block.cuda import kernels
 from gpt2block.emulator import missing
-from gpt2block.ops.registry import OPERATIONS
 from tests.command_line import gpt2block, printed
 from tests.devices import running_on
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGES = {
-    page: page.read_text(encoding="utf-8")
-    for page in (
-        *ROOT.glob("*.md"),
-        *(ROOT / folder / "README.md" for folder in ("kernels_cu", "examples")),
-        *sorted((ROOT / "docs").rglob("*.md")),
-    )
-}
+PAGES = {page: page.read_text(encoding="utf-8") for page in pages.PAGES}
 STEPS = ("ln1", "qkv", "attn", "proj", "x1", "ln2", "ff1", "gelu", "ff2", "output")
-SET_UP = "python3 -m venv .venv && .venv/bin/pip install -q -e "
-
-
-def commands() -> list[str]:
-    return [line for line in README.splitlines() if line.startswith(SET_UP)]
 
 
 def shown(name: str) -> list[str]:
@@ -46,26 +34,6 @@ def shown(name: str) -> list[str]:
     block = rf"<!-- output: {name} -->\n```\n(.*?)\n```"
     (found,) = (match for text in PAGES.values() for match in re.findall(block, text, re.DOTALL))
     return str(found).splitlines()
-
-
-def prose(text: str) -> str:
-    """Return a page without its blocks of code."""
-    return re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
-
-
-def anchors(text: str) -> set[str]:
-    """Return the anchors of a page, as GitHub derives them from headings."""
-    headings = re.findall(r"^#+ (.*)$", prose(text), re.MULTILINE)
-    slugs = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
-    return slugs | set(re.findall(r'<a id="([\w-]+)"></a>', text))
-
-
-def test_two_commands_of_one_line_that_set_themselves_up() -> None:
-    run, test = commands()
-    assert run == f"{SET_UP}'.[cuda12]' && .venv/bin/gpt2block generate --seed 7"
-    nvrtc = "nvidia-cuda-nvrtc-cu12==12.9.86"  # digests depend on its version
-    pytest_ = "&& .venv/bin/pytest -q -n auto --dist loadfile"
-    assert test == f"{SET_UP}'.[cuda12,plot,test]' {nvrtc} {pytest_}"
 
 
 def test_no_command_or_error_installs_what_is_on_no_index() -> None:
@@ -77,28 +45,6 @@ def test_no_command_or_error_installs_what_is_on_no_index() -> None:
     named = re.compile(rf"{installs}|gpt2block\[")
     found = {file.name: named.findall(file.read_text(encoding="utf-8")) for file in files}
     assert {file: texts for file, texts in found.items() if texts} == {}
-
-
-def test_a_quiet_installation_is_announced_and_files_to_score_exist() -> None:
-    quiet = re.findall(r"(.*)\n\n```\n.*pip install -q ", README)
-    assert ["prints nothing:" in line for line in quiet] == [True] * README.count("install -q")
-    (file,) = set(re.findall(r"gpt2block score ([^-\s`]+)", README))
-    assert "perplexity" in printed("score", ROOT / file, "--device", "cpu")
-
-
-def test_ci_takes_both_commands_from_the_readme() -> None:
-    """The `sed` lines of .ci/run find both commands in the current README."""
-    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
-    found = re.findall(r"^(?:run|test)=\$\((sed .*)\)$", script, re.MULTILINE)
-    printed = [
-        subprocess.run(["bash", "-c", sed], cwd=ROOT, capture_output=True, text=True, check=True)
-        for sed in found
-    ]
-    assert [done.stdout.strip() for done in printed] == commands()
-
-
-def test_the_output_of_the_tests_is_a_closing_line() -> None:
-    assert re.fullmatch(r"\d+ passed, \d+ skipped in .*", shown("tests")[-1])
 
 
 def columns(lines: list[str]) -> list[list[str]]:
@@ -178,56 +124,10 @@ def test_every_environment_variable_that_is_read_is_documented() -> None:
     assert [name for name in sorted(read) if f"`{name}`" not in documented] == []
 
 
-def test_links_and_named_files_are_there() -> None:
-    for page, text in PAGES.items():
-        for link, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", prose(text)):
-            target = (page.parent / link).resolve() if link else page
-            assert target.exists(), (page.name, link)
-            if anchor and target.suffix == ".md":
-                assert anchor in anchors(target.read_text(encoding="utf-8")), (page.name, anchor)
-        for name in re.findall(r"`((?:tests|tools|examples|gpt2block)/[\w./]+)`", text):
-            assert (ROOT / name).exists(), (page.name, name)
-
-
-def test_links_to_architectures_have_the_line_of_what_they_name() -> None:
-    """The page also states the length of its example's file."""
-    folder, text = ROOT / "gpt2block" / "architectures", PAGES[ROOT / "docs" / "architectures.md"]
-    links = re.findall(r"\[`(\w+)`\]\(\.\./gpt2block/architectures/(\w+\.py)#L(\d+)\)", text)
-    assert len(links) >= len(list(folder.glob("*.py"))) - 4  # all but four files are linked
-    for name, file, number in links:
-        line = (folder / file).read_text(encoding="utf-8").splitlines()[int(number) - 1]
-        assert re.match(rf" *(def|class) {name}\b", line), (name, file, line)
-    lines = len((folder / "nanochat.py").read_text(encoding="utf-8").splitlines())
-    assert f"has {lines} lines" in text
-
-
-def test_links_to_the_reference_have_the_line_of_the_function() -> None:
-    reference = (ROOT / "gpt2block" / "reference.py").read_text(encoding="utf-8").splitlines()
-    text = PAGES[ROOT / "docs" / "block.md"]
-    links = re.findall(r"\[`(\w+)`\]\(\.\./gpt2block/reference\.py#L(\d+)\)", text)
-    assert len(links) == text.count("reference.py#L")
-    assert len(links) >= len(STEPS)
-    starts = {
-        match[1]: at
-        for at, line in enumerate(reference, 1)
-        if (match := re.match(r"def (\w+)\(", line))
-    }
-    assert {name: int(number) for name, number in links} == {
-        name: starts[name] for name, _ in links
-    }
-
-
-def test_links_to_kernels_have_the_file_of_the_kernel() -> None:
-    links = re.findall(
-        r"\[`(\w+)`\]\(\.\./kernels_cu/([\w/]+\.cu)\)", PAGES[ROOT / "docs/block.md"]
-    )
-    assert {"layernorm768_kernel", "gemm_hopper"} <= {name for name, _ in links}
-    for name, file in links:
-        assert name in kernels.signatures(file), (name, file)
-
-
-def test_every_operation_has_a_place_among_the_figures() -> None:
-    assert set(OPERATIONS) <= anchors(PAGES[ROOT / "docs" / "performance.md"])
+def test_the_speed_that_the_pages_state_is_the_chart() -> None:
+    (fast,) = re.findall(r"block is ([\d.]+ to [\d.]+) times as fast", charts.block().title)
+    for page in ("README.md", "docs/index.md", "docs/performance.md"):
+        assert f"block is {fast} times as fast" in PAGES[ROOT / page], page
 
 
 def test_the_index_of_kernels_has_every_header() -> None:

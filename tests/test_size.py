@@ -36,7 +36,7 @@ def test_lines_that_count() -> None:
         ("gpt2block/serve/app.py", "gpt2block/serve"),
         ("gpt2block/emulator/cooperative_groups/reduce.h", "gpt2block/emulator"),
         ("gpt2block/block.py", "gpt2block"),
-        ("tools/fuzzing/api.py", "tools"),
+        ("tools/fuzzing/bulk.py", "tools"),
         ("docs/learn/index.md", "all documents"),
     ],
 )

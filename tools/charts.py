@@ -1,6 +1,6 @@
-"""Draw the charts in docs/ from the tables of its pages: `python tools/charts.py`.
+"""The charts in docs/, which `tools/pages.py` draws from the tables of the pages.
 
-The figures are stored only in these tables; `tests/test_site.py` compares the charts with them.
+The figures are stored only in these tables.
 """
 
 from __future__ import annotations
@@ -232,13 +232,3 @@ CHARTS: Mapping[str, Callable[[], Picture]] = {
     f"chart-{draw.__name__}": draw
     for draw in (block, layernorm, trimat, matmul, products, attention, decoding, serving)
 }
-
-
-def main() -> None:
-    """Draw all charts."""
-    for name, draw in CHARTS.items():
-        (FOLDER / f"{name}.svg").write_text(draw().svg(), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,12 +1,12 @@
-"""Update excerpts of source files in the documentation: `python tools/excerpts.py`.
+"""Excerpts of source files in the documentation, which `tools/pages.py` updates.
 
 A page names an excerpt and links to its file:
 
     <!-- source: layernorm_forward_kernel1( -->
     [`learn/layernorm/ladder.cu`](../../kernels_cu/learn/layernorm/ladder.cu)
 
-The tool writes the code between the two lines, and links to its first line. `<!-- source -->` alone
-stands for the whole file. `tests/test_site.py` compares the pages with the files.
+`insert` writes the code between the two lines, and links to its first line. `<!-- source -->` alone
+stands for the whole file.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-DOCS = Path(__file__).parent.parent / "docs"
 MARK = re.compile(
     r"^(?P<mark><!-- source(?:: (?P<text>.+))? -->)\n"
     r"(?:```\w+\n(?:(?!```).*\n)*```\n\n)?"
@@ -78,8 +77,3 @@ def _braces(lines: list[str], at: int) -> tuple[int, int]:
         if depth == 0 and re.search(r"[};]\s*$", code):
             return start, end + 1
     raise ValueError(f"line {at + 1}: a block without an end")
-
-
-if __name__ == "__main__":
-    for path in DOCS.rglob("*.md"):
-        path.write_text(insert(path.read_text("utf-8"), path.parent), "utf-8")

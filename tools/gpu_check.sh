@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# On a machine with a GPU: the GPU tests, random calls of the ops, compute-sanitizer and the bench in one go, and a short summary.
+# On a machine with a GPU: the GPU tests, compute-sanitizer and the bench in one go, and a short summary.
 #
-#   GPT2BLOCK_DATA=path/to/test/data tools/gpu_check.sh [folder for the logs [tests|tests=I/N] [fuzz] [sanitizer] [bench]]
+#   GPT2BLOCK_DATA=path/to/test/data tools/gpu_check.sh [folder for the logs [tests|tests=I/N] [sanitizer] [bench]]
 #
-# Without names of parts, all four parts run. tests=I/N runs part I of N of the tests, for machines that limit the time
+# Without names of parts, all three parts run. tests=I/N runs part I of N of the tests, for machines that limit the time
 # of a call. SECONDS_OF_TESTS (540) after their start, the tests are interrupted, and the summary names the tests that
 # have failed. Each failure is written to failures-I.txt as soon as it is reported. A process whose CUDA context is lost
 # is replaced, and its test is named. The sanitizer's four tools run at the same time on tools/sanitize.py, with every
@@ -15,7 +15,7 @@ cd "$(dirname "$0")/.."
 logs=${1:-$(mktemp -d)}
 SANITIZED=${SANITIZED:-}
 parts=" ${*:2} "
-[ "$parts" = "  " ] && parts=" tests fuzz sanitizer bench "
+[ "$parts" = "  " ] && parts=" tests sanitizer bench "
 mkdir -p "$logs"
 summary="$logs/summary.txt"
 : > "$summary"
@@ -38,13 +38,6 @@ gpu_tests() {  # part: I/N
     grep -E '^SKIPPED|^ERROR' "$log" | cut -c 1-160 | while read -r line; do say "           $line"; done
     grep -hE '^(first start|validation loss) ' "$log" | while read -r line; do say "           $line"; done
     grep -q 'GPT2BLOCK_DATA names no folder' "$log" && say "tests were skipped for missing data" && status=1
-}
-
-fuzz() {
-    PYTHONPATH=. timeout 300 python3 tools/fuzz.py --area ops --calls 12000 --jobs "$(nproc)" \
-        > "$logs/fuzz.txt" 2>&1 || status=1
-    say "fuzz       $(tail -n 1 "$logs/fuzz.txt")"
-    grep -E '^tools/fuzz.py' "$logs/fuzz.txt" | head -n 20 | cut -c 1-200 | while read -r line; do say "           $line"; done
 }
 
 sanitizers() {
@@ -82,7 +75,6 @@ bench() {
 say "$(python3 -m gpt2block check | tee "$logs/check.txt" | grep -E ' (CuPy|driver|device|NVRTC) ' | tr -s ' ')"
 [[ $parts == *" tests "* ]] && gpu_tests 1/1
 for part in $parts; do [[ $part == tests=*/* ]] && gpu_tests "${part#tests=}"; done
-[[ $parts == *" fuzz "* ]] && fuzz
 [[ $parts == *" sanitizer "* ]] && sanitizers
 [[ $parts == *" bench "* ]] && bench
 exit $status

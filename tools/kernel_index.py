@@ -1,22 +1,16 @@
 """The table of kernels_cu/README.md: each kernel, its idea, and the parts of models that run it.
 
-    python tools/kernel_index.py
-
-writes the table anew, from the registry of operations and tests/golden/kernels.txt.
+`tools/pages.py` writes the table, which comes from the registry of operations and from
+tests/golden/kernels.txt.
 """
 
 from __future__ import annotations
-
-import re
-from pathlib import Path
 
 from kernel_uses import GOLDEN, PROMPTS, Use, read
 
 from gpt2block.ops.registry import OPERATIONS
 
-INDEX = Path(__file__).parents[1] / "kernels_cu" / "README.md"
 HEAD = "| operation | variant | file | kernels | runs in | idea |\n|---|---|---|---|---|---|\n"
-TABLE = re.compile(re.escape(HEAD) + r"(\|.*\n)+")
 FIGURES = "../docs/performance.md"
 
 
@@ -50,14 +44,3 @@ def table() -> str:
                 f"| [`{variant.file}`]({variant.file}) | {names} | {runs_in} | {variant.idea} |\n"
             )
     return HEAD + "".join(rows)
-
-
-def written(text: str) -> str:
-    """Return the text of the index with a new table."""
-    found = TABLE.search(text)
-    assert found is not None
-    return text[: found.start()] + table() + text[found.end() :]
-
-
-if __name__ == "__main__":
-    INDEX.write_text(written(INDEX.read_text(encoding="utf-8")), encoding="utf-8")

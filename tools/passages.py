@@ -4,6 +4,9 @@
 docstrings, comments of Python files, heads and comments of kernels, sentences of pages. A reader
 marks each passage that cannot be restated exactly after one reading. A comment at the end of a line
 is shown with its line, and such comments on neighbouring lines are one passage.
+
+`python tools/passages.py --check` names docstrings and comments whose first words leave out the
+subject or the verb. The exit code is 1 if there are any.
 """
 
 from __future__ import annotations
@@ -21,6 +24,11 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 DRAWN = {"docstring": 110, "comment": 40, "kernel head": 10, "kernel comment": 20, "page": 20}
+MARKS = {"docstring": "", "comment": "#", "kernel head": "", "kernel comment": "//"}
+WORDS = "those|these|that|what|of|the same|it|its|as|at|by|or|and|but|which|so|none|both"
+OPENING = re.compile(rf"({WORDS})\b", re.IGNORECASE)
+CLAUSE = re.compile(r"(as|at|by) [^.,]*, \w+", re.IGNORECASE)  # "At most 8 rows, a block ..."
+UNLESS = re.compile(r"(?<![\w.])(?<!Raise )(?<!raise )(?<!Raises )(?<!or )\w+Error unless")
 PRAGMA = re.compile(r"#\s*(noqa|type:|fmt:|pragma|!)|#:|#!/")
 
 
@@ -117,17 +125,35 @@ def drawn(seed: int, root: Path = ROOT) -> dict[str, list[Passage]]:
     return {kind: chosen.sample(passages(kind, root), count) for kind, count in DRAWN.items()}
 
 
-def main() -> None:
+def fragments(kind: str, root: Path) -> Iterator[str]:
+    """Yield place and text of each passage of a kind that begins without a subject or a verb."""
+    mark = MARKS[kind]
+    for place, text in passages(kind, root):
+        trailing = bool(mark) and mark in text  # one comment for each line of code
+        for part in text.splitlines() if trailing else [" ".join(text.split())]:
+            comment = part.partition(mark)[2].strip() if trailing else part
+            if (OPENING.match(comment) and not CLAUSE.match(comment)) or UNLESS.search(comment):
+                yield f"{place}: {comment}"
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seed", type=int, required=True)
-    parser.add_argument("--root", type=Path, default=ROOT, help="checkout to draw from")
+    choice = parser.add_mutually_exclusive_group(required=True)
+    choice.add_argument("--seed", type=int)
+    choice.add_argument("--check", action="store_true")
+    parser.add_argument("--root", type=Path, default=ROOT, help="checkout to read")
     arguments = parser.parse_args()
+    if arguments.check:
+        problems = [fragment for kind in MARKS for fragment in fragments(kind, arguments.root)]
+        print(*(problems or ["every passage names its subject"]), sep="\n")
+        return 1 if problems else 0
     number = 0
     for kind, found in drawn(arguments.seed, arguments.root).items():
         for each in found:
             number += 1
             print(f"--- {number} · {kind} · {each.place}\n{each.text}\n")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -6,6 +6,8 @@ leads to this page. Any other link that leaves docs/ leads to the file in the re
 
 Files of kernels_cu/ and notebooks of examples/ are converted to pages when the site is built. If a
 page names a file of kernels_cu as code, both pages link to each other.
+
+The build fails if a page would load a file that is missing, or anything from the network.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import posixpath
 import re
 from collections.abc import Iterator
+from html.parser import HTMLParser
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,7 @@ from typing import Any
 import explain_pages
 import notebook_pages
 from kernel_pages import KernelPages, Page
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parent.parent
@@ -48,6 +52,24 @@ LINK = re.compile(r"\[([^\]]*)\]\(([^)\s:#]+)((?:#[^)\s]*)?)\)")
 CODE = re.compile(r"^( *)```.*?^\1```$", re.DOTALL | re.MULTILINE)
 KERNEL = re.compile(rf"{LINK.pattern}|`((?:\w+/)+\w+\.cuh?)`")
 LINE = re.compile(r'<a id="__codelineno-\d+-(\d+)" name="[^"]*"></a><a href="[^"]*">')
+
+LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href"}
+NETWORK = re.compile(r"(https?:)?//")
+IMPORTED = re.compile(rf"(url\(|@import)\s*[\"']?{NETWORK.pattern}")
+
+
+class Loaded(HTMLParser):
+    """Addresses of the files that a browser loads for a page."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        if tag in LOADED and values.get("rel") not in ("next", "prev", "canonical"):
+            self.found.append(values.get(LOADED[tag]) or "")
 
 
 def source_address() -> str | None:
@@ -146,6 +168,20 @@ def on_page_content(html: str, page: Any, **_: Any) -> str:
         page.meta["title"] = at.removeprefix("kernels/").removesuffix(".md")
     page.present_anchor_ids.update(f"L{number}" for number in LINE.findall(html))
     return LINE.sub(r'<a id="L\1"></a><a href="#L\1" tabindex="-1">', html)
+
+
+def on_post_build(config: Any) -> None:
+    """Raise PluginError if a page loads anything from the network, or a file that is missing."""
+    site = Path(config.site_dir)
+    for page in sorted(site.rglob("*.html")):
+        for address in Loaded(page.read_text("utf-8")).found:
+            local = address and not address.startswith(("data:", "#", ".", "/"))
+            missing = local and not (page.parent / address.partition("?")[0]).exists()
+            if missing or NETWORK.match(address):
+                raise PluginError(f"{page.relative_to(site)} loads {address}")
+    for style in site.rglob("*.css"):
+        if found := IMPORTED.search(style.read_text("utf-8")):
+            raise PluginError(f"{style.relative_to(site)} loads {found[0]}")
 
 
 def target(file: str, page: str) -> str | None:

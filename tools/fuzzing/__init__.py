@@ -20,9 +20,9 @@ from gpt2block.errors import LONGEST, CheckpointError, DeviceError, InputError
 
 T = TypeVar("T")
 OURS = (InputError, CheckpointError, DeviceError)
-NUMPY_AREAS = (
-    "checkpoints", "configs", "gguf_files", "tokenizers", "api", "bulk", "command_line",
-    "conversations", "chat_names",
+AREAS = (
+    "checkpoints", "configs", "gguf_files", "tokenizers", "bulk", "command_line", "conversations",
+    "chat_names",
 )  # fmt: skip
 
 
@@ -50,7 +50,7 @@ class Area(NamedTuple):
     name: str
     share: float  # of a run's calls, relative to the other areas
     case: Case
-    memory: int | None = 3 * 2**30  # bytes of address space a process may add; None: no limit
+    memory: int = 3 * 2**30  # bytes of address space a process may add
 
 
 class Difference(AssertionError):  # noqa: N818  (a finding, not an error of the program)

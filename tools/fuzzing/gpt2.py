@@ -83,15 +83,6 @@ def random_sizes(rng: Rng) -> Sizes:
     )
 
 
-def random_config(rng: Rng) -> GPT2Config:
-    """Return the config of a tiny model."""
-    sizes = random_sizes(rng)
-    return GPT2Config(
-        sizes.n_layer, sizes.n_head, sizes.n_embd, sizes.n_ctx, sizes.vocab_size, sizes.eps,
-        sizes.tied,
-    )  # fmt: skip
-
-
 def shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
     """Return the tensors' shapes by Hugging Face's names, without a prefix."""
     C, inner = sizes.n_embd, sizes.inner
@@ -204,14 +195,14 @@ def write_sparse(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
         file.truncate(8 + len(text) + end)
 
 
-def layernorm(x: Array, gamma: Array, beta: Array, eps: float = 1e-5) -> Array:
+def layernorm(x: Array, gamma: Array, beta: Array, eps: float) -> Array:
     mean = x.mean(-1, keepdims=True)
     variance = ((x - mean) ** 2).mean(-1, keepdims=True)
     result: Array = (x - mean) / np.sqrt(variance + eps) * gamma + beta
     return result
 
 
-def gelu(x: Array, exact: bool = False) -> Array:
+def gelu(x: Array, exact: bool) -> Array:
     if exact:
         erf = np.vectorize(math.erf, otypes=[float])(x / math.sqrt(2))
         half: Array = 0.5 * x * (1 + erf)
@@ -226,26 +217,24 @@ def softmax(scores: Array) -> Array:
     return result
 
 
-def attention(q: Array, k: Array, v: Array, causal: bool = True, scale: float = 1) -> Array:
+def attention(q: Array, k: Array, v: Array, scale: float) -> Array:
     """Compute one head; q, k, v and the result are (T, HS). scale: a further factor of scores."""
     scores = q @ k.T * (scale / math.sqrt(q.shape[-1]))
-    if causal:
-        scores[np.triu_indices(len(q), 1)] = -np.inf
+    scores[np.triu_indices(len(q), 1)] = -np.inf
     result: Array = softmax(scores) @ v
     return result
 
 
 def block(
-    x: Array, weights: Mapping[str, Array], n_head: int, eps: float, causal: bool = True,
-    scale: float = 1, exact_gelu: bool = False,
-) -> Array:  # fmt: skip
+    x: Array, weights: Mapping[str, Array], n_head: int, eps: float, scale: float, exact_gelu: bool
+) -> Array:
     """Compute a block of x (T, C), in float64."""
     w = {name: array.astype(np.float64) for name, array in weights.items()}
     size = x.shape[-1] // n_head
     n = layernorm(x, w["ln_1.weight"], w["ln_1.bias"], eps)
     q, k, v = np.split(n @ w["attn.c_attn.weight"] + w["attn.c_attn.bias"], 3, -1)
     heads = [slice(a, a + size) for a in range(0, x.shape[-1], size)]
-    a = np.concatenate([attention(q[:, s], k[:, s], v[:, s], causal, scale) for s in heads], -1)
+    a = np.concatenate([attention(q[:, s], k[:, s], v[:, s], scale) for s in heads], -1)
     x = x + a @ w["attn.c_proj.weight"] + w["attn.c_proj.bias"]
     n = layernorm(x, w["ln_2.weight"], w["ln_2.bias"], eps)
     f = gelu(n @ w["mlp.c_fc.weight"] + w["mlp.c_fc.bias"], exact_gelu)
@@ -253,30 +242,18 @@ def block(
     return result
 
 
-def states(sizes: Sizes, tensors: Mapping[str, Array], ids: Any) -> list[Array]:
-    """Return the residual stream (T, C) of tokens (T,): before and after each block, after ln_f."""
+def logits(sizes: Sizes, tensors: Mapping[str, Array], ids: Any) -> Array:
+    """Return the logits (T, V) of tokens (T,), in float64."""
     w = {name: tensors[name].astype(np.float64) for name in _STEM}
-    found = [w["wte.weight"][ids] + w["wpe.weight"][: len(ids)]]
+    x = w["wte.weight"][ids] + w["wpe.weight"][: len(ids)]
     unscaled = 1 if sizes.scaled else math.sqrt(sizes.n_embd // sizes.n_head)
     for layer in range(sizes.n_layer):
         h = f"h.{layer}."
         of_block = {name[len(h) :]: tensors[name] for name in tensors if name.startswith(h)}
         scale = unscaled / (layer + 1 if sizes.scaled_by_layer else 1)
-        exact = sizes.exact_gelu
-        found.append(block(found[-1], of_block, sizes.n_head, sizes.eps, True, scale, exact))
-    return [*found, layernorm(found[-1], w["ln_f.weight"], w["ln_f.bias"], sizes.eps)]
-
-
-def logits(sizes: Sizes, tensors: Mapping[str, Array], ids: Any) -> Array:
-    """Return the logits (T, V) of tokens (T,)."""
+        x = block(x, of_block, sizes.n_head, sizes.eps, scale, sizes.exact_gelu)
     head = tensors["wte.weight" if sizes.tied else "lm_head.weight"].astype(np.float64)
-    result: Array = states(sizes, tensors, ids)[-1] @ head.T
-    return result
-
-
-def log_softmax(x: Array) -> Array:
-    shifted = x - x.max(-1, keepdims=True)
-    result: Array = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    result: Array = layernorm(x, w["ln_f.weight"], w["ln_f.bias"], sizes.eps) @ head.T
     return result
 
 

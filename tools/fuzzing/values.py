@@ -72,11 +72,6 @@ def spoil_json(rng: Rng, value: dict[str, Any], *others: Any) -> None:
         parent[key] = rng.pick(odd_value(rng), *others)
 
 
-def swapped(array: Any) -> Any:
-    """Return the array with its numbers stored in the other byte order."""
-    return array.astype(array.dtype.newbyteorder())
-
-
 def _shape(rng: Rng) -> tuple[int, ...]:
     return tuple(int(n) for n in rng.integers(0, 5, rng.whole(0, 5)))
 
