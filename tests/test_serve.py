@@ -1238,6 +1238,7 @@ def test_an_engine_that_cannot_go_on(outcomes: str, monkeypatch: pytest.MonkeyPa
             monkeypatch.setattr(MarkovDecoding, "next", fail if outcome == "-" else following)
             assert post(running, COMPLETION, body)[0] == (500 if outcome == "-" else 200)
         eventually(lambda: running.service.failure is not None)
+        assert running.metric("failed_steps_total") == outcomes.count("-")
         assert "RuntimeError('out of everything')" in str(post(running, COMPLETION, body))
         assert get(running, "/health")[0] == 503
 
