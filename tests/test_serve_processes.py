@@ -180,10 +180,12 @@ def test_connections_of_all_processes_are_limited() -> None:
         eventually(lambda: get(running, "/version")[0] == 200)
 
 
-def test_tokens_after_a_stop_string_do_not_count() -> None:
+@pytest.mark.parametrize("processes", [0, 2])
+def test_tokens_after_a_stop_string_do_not_count(processes: int) -> None:
     """Tokens after a stop string are dropped, and a metric counts them."""
     body = {"prompt": "a", "max_tokens": 100, "temperature": 0, "stop": "d"}
-    with serving(model_of(MarkovEngine(cycle(257), n_ctx=200)), rows=2) as running:
+    model = model_of(MarkovEngine(cycle(257), n_ctx=200))
+    with serving(model, rows=2, processes=processes) as running:
         for more in ({}, {"stream": True, "stream_options": {"include_usage": True}}):
             _, _, text = exchanged(running.url + COMPLETION, {**body, **more})
             assert re.findall('"completion_tokens": ?([0-9]+)', text) == ["3"]
