@@ -83,9 +83,8 @@ def planted(bug: Bug, tree: Path, clean: dict[str, str]) -> str:
     """Return "found", "missed", "skipped: …" or "broken: …". clean: results without a bug."""
     if bug.test not in clean:
         clean[bug.test] = outcome(tree, bug.test)
-    if clean[bug.test] != "passed":
-        kind = "skipped" if re.match(r"\d+ skipped", clean[bug.test]) else "broken"
-        return f"{kind}: without the bug, {clean[bug.test]}"
+    if (result := clean[bug.test]) != "passed":
+        return f"{'skipped' if ' skipped' in result else 'broken'}: without the bug, {result}"
     file = tree / bug.file
     text = file.read_text("utf-8")
     file.write_text(text.replace(bug.old, bug.new), "utf-8")
