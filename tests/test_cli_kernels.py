@@ -152,7 +152,9 @@ def test_a_users_kernel_on_the_emulator(my_softmax: Path) -> None:
     ended = kernels("softmax", "--mine", my_softmax, "--block", "32")
     assert ended.code == 0
     assert "softmax: my_softmax of my.cu, on the CPU, by an emulator of CUDA" in ended.out
+    assert re.search(r"^ B=1 NH=3 T=5 .* ok *$", ended.out, re.MULTILINE)
     assert "Right in forward, reverse, shuffled and interleaved thread order." in ended.out
+    assert re.search(r"^\d+ instructions, ", ended.out, re.MULTILINE)
     assert "A GPU times B=2, NH=12, T=1024: " in ended.out
     assert re.search(r"^Random sizes: seed \d+\.$", ended.out, re.MULTILINE)
     found = kernels("softmax", "--mine", my_softmax, "--shape", "T=3", "--json").json

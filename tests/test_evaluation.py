@@ -116,11 +116,12 @@ def test_texts_are_those_of_generate(llama: EvaluatedModel) -> None:
 def test_equal_requests_are_sampled_differently_and_repeatably(llama: EvaluatedModel) -> None:
     given = {**LITTLE, "do_sample": True, "top_k": 50}
     again = [("O ", given), ("O ", given), ("O ", {**given, "seed": 7})]
+    again += 2 * [("O ", {**given, "seed": 0})]
     found, repeated = (
         llama.generate_until(requests("generate_until", *again), True) for _ in range(2)
     )
     assert found == repeated
-    assert len(set(found)) == 3
+    assert len(set(found)) == 5
 
 
 @pytest.mark.parametrize(
@@ -297,3 +298,13 @@ def test_lm_eval_finds_the_model_type() -> None:
     given = {"model": str(LLAMA), "device": "cpu", "max_length": 9}
     made = get_model("gpt2block").create_from_arg_obj(given, {"device": "cuda:0", "batch_size": 2})
     assert (made.max_length, made.batch_size) == (9, 2)
+
+
+def test_the_command_says_in_a_line_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        assert get_model("gpt2block") is EvaluatedModel
+        raise InputError("model: no such file")
+
+    monkeypatch.setattr("lm_eval.__main__.cli_evaluate", fail)
+    with pytest.raises(SystemExit, match=r"^error: model: no such file$"):
+        command.main()

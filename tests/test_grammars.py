@@ -156,6 +156,7 @@ def test_masks_as_bits() -> None:
         ({"schema": {"foo": 1}}, "schema: the keyword 'foo' is not supported"),
         ({"schema": {"properties": {"a/b": {"if": {}}}}}, "schema: /properties/a~1b: the keyword"),
         ({"schema": {"items": {"type": "strin"}}}, "schema: /items: Invalid type: strin"),
+        ({"schema": '{"items": {"type": "strin"}}'}, "schema: /items: Invalid type: strin"),
         (
             {"schema": {"anyOf": [{"type": "null"}, {"pattern": "(?=a)", "type": "string"}]}},
             "schema: /anyOf/1: ",
@@ -165,6 +166,7 @@ def test_masks_as_bits() -> None:
         ({"schema": {"enum": []}}, "schema: Unsatisfiable schema"),
         ({"schema": {"x-guidance": {}}}, "schema: the keyword 'x-guidance' is not supported"),
         ({"schema": "[1"}, "schema: expected a JSON schema: Expecting ',' delimiter"),
+        ({"schema": "[" * 10_000}, "schema: expected a JSON schema: maximum recursion depth"),
         ({"schema": 3}, "schema: expected an object, got 3"),
         ({"schema": False}, "schema: expected a schema that allows a text, got False"),
         ({"schema": {"const": b"x"}}, "schema: expected a JSON schema: Object of type bytes"),

@@ -191,6 +191,8 @@ VALUES: list[tuple[dict[str, Any], str]] = [
       "exclusiveMinimum": True}, "1 1.0 1.01 2"),
     ({"allOf": [INTEGER, {"minimum": 0.5}], "maximum": 2.5}, "0 1 2 3"),
     ({"$ref": "#/$defs/a", "minimum": 0.25, "$defs": {"a": {"maximum": 0.75}}}, "0.2 0.5 0.8"),
+    ({"$ref": "#/definitions/a", "definitions": {"a": {"exclusiveMinimum": 0, "maximum": 0.5}}},
+     "0 0.1 0.50 0.51"),
     ({"anyOf": [NUMBER, {"type": "null"}], "minimum": 1.25}, "null 1.2 1.25 1.3"),
     ({"enum": [1, 2.5, -3, "a"], "minimum": 1.5}, '1 2.5 -3 "a"'),
     ({"oneOf": [{**INTEGER, "maximum": 5}, {**NUMBER, "minimum": 5.5}]}, "5 5.2 6"),
@@ -204,6 +206,7 @@ SMALL, LONG = {"type": "string", "maxLength": 3}, {"type": "string", "minLength"
 PRIMES = [{"multipleOf": 65537}, {"multipleOf": 65539}]
 REFUSED: list[tuple[Any, str]] = [
     ({"required": "a"}, 'required: expected an array of texts, got "a"'),
+    ({"enum": "red"}, 'enum: expected an array, got "red"'),
     ({"type": [["a"]]}, "type: expected a text or texts, got"),
     ({"minimum": "1"}, 'minimum: expected a number from .*, got "1": write a narrower bound, or'),
     ({"minimum": float("nan")}, "minimum: expected a number from .*, got NaN: write"),

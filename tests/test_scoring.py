@@ -87,6 +87,10 @@ def test_a_score_is_the_sum_of_the_log_probabilities() -> None:
     assert (third.id, third.text) == (text.encode()[3], text[3])
     assert third.surprisal == pytest.approx(-nats[2] / math.log(2), rel=1e-6)
     assert [token.text for token in found.tokens[-4:]] == list("York")
+    assert found.log_likelihood == found.tokens.logprobs.sum(dtype=np.float64)  # no float32 sum
+    assert f"perplexity {found.perplexity:,.4f}, " in found._repr_html_()
+    best = score(engine, BYTES, text, likeliest=True).tokens
+    np.testing.assert_array_equal(best[3:9].likeliest, engine.table[ids[3:9]].argmax(axis=-1))
 
 
 def test_a_list_of_texts() -> None:

@@ -681,6 +681,7 @@ WRONG_RULES: list[Any] = [
         ("/v1/embeddings", {"input": [1], "instruction": "x"}, 400, "instruction",
          "instruction: expected a text, with texts as input and no token ids"),
         ("/v1/rerank", {"query": "x", "documents": []}, 400, "documents", "at least 1 item"),
+        ("/v1/rerank", {"query": "x", "documents": ["a"] * 257}, 400, "documents", "at most 256"),
         ("/v1/rerank", {"query": "x", "documents": ["a", {"text": "b", "image": "c"}]}, 400,
          "documents", "documents.1.image: there is no such field"),
         ("/v1/rerank", {"query": "x", "documents": ["a"], "top_n": 0}, 400, "top_n", "equal to 1"),
@@ -1238,6 +1239,7 @@ def test_an_engine_that_cannot_go_on(outcomes: str, monkeypatch: pytest.MonkeyPa
             monkeypatch.setattr(MarkovDecoding, "next", fail if outcome == "-" else following)
             assert post(running, COMPLETION, body)[0] == (500 if outcome == "-" else 200)
         eventually(lambda: running.service.failure is not None)
+        assert running.metric("failed_steps_total") == outcomes.count("-")
         assert "RuntimeError('out of everything')" in str(post(running, COMPLETION, body))
         assert get(running, "/health")[0] == 503
 

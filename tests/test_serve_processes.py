@@ -180,20 +180,22 @@ def test_connections_of_all_processes_are_limited() -> None:
         eventually(lambda: get(running, "/version")[0] == 200)
 
 
-def test_tokens_after_a_stop_string_do_not_count() -> None:
+@pytest.mark.parametrize("processes", [0, 2])
+def test_tokens_after_a_stop_string_do_not_count(processes: int) -> None:
     """Tokens after a stop string are dropped, and a metric counts them."""
-    body = {"prompt": "a", "max_tokens": 100, "temperature": 0, "stop": "d"}
-    with serving(model_of(MarkovEngine(cycle(257), n_ctx=200)), rows=2) as running:
+    body = {"prompt": "a", "max_tokens": 100, "temperature": 0, "stop": "d", "n": 2}
+    model = model_of(MarkovEngine(cycle(257), n_ctx=200))
+    with serving(model, rows=2, processes=processes) as running:
         for more in ({}, {"stream": True, "stream_options": {"include_usage": True}}):
             _, _, text = exchanged(running.url + COMPLETION, {**body, **more})
-            assert re.findall('"completion_tokens": ?([0-9]+)', text) == ["3"]
+            assert re.findall('"completion_tokens": ?([0-9]+)', text) == ["6"]
             assert '"finish_reason": "stop"' in text.replace('":"', '": "')
         eventually(lambda: running.service.open == 0)
 
         def needed() -> float:
             return running.metric("new_tokens_total") - running.metric("overdrawn_tokens_total")
 
-        eventually(lambda: needed() == 6)  # a row may end before its stop string is reported
+        eventually(lambda: needed() == 12)  # a row may end before its stop string is reported
 
 
 def test_processes_have_no_gpu_and_no_weights() -> None:

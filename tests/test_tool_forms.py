@@ -136,6 +136,7 @@ def test_the_name_of_a_call_is_before_its_arguments() -> None:
         ({**A_NUMBER, "additionalProperties": True}, True),
         ({"type": "object"}, None),
         ({**A_NUMBER, "anyOf": [{"required": ["b"]}]}, None),
+        ({**A_NUMBER, "dependentSchemas": {"a": {"required": ["b"]}}}, None),
     ],
 )
 def test_schemas_list_their_properties(schema: Any, expected: Any) -> None:
@@ -188,6 +189,7 @@ def test_grammars(form: str, are_special: bool) -> None:
         one: (True, True, True, True),
         two: (False, of.many, False, of.many),
         "Hi {": (False, False, True, True),
+        '{"b"': (False, False, not of.bare, not of.bare),
         "Hi" + of.begins[0] + one.removeprefix(of.begins[0]): (False, False, True, True),
         one + " ok": (False, False, False, of.many),
         **dict.fromkeys([*wrong, of.begins[0] + "x"], (False,) * 4),

@@ -113,6 +113,7 @@ def test_a_finding_has_a_kind_lines_threads_and_sizes(kind: str, tmp_path: Path)
     ("source", "options", "said"),
     [
         ("", {}, "my.cu: no kernel: the source is empty"),
+        ("my.cu", {"device": "tpu"}, "device: expected 'cpu', 'cuda' or None, got 'tpu'"),
         ("my.cu", {"girds": "1"}, "check: unknown keyword 'girds': did you mean 'grid'?"),
     ],
 )

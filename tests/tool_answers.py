@@ -28,6 +28,8 @@ EXAMPLES: dict[str, list[Example]] = {
         ('<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', "", [("f", '{"a": 1}')]),
         ('<tool_call>{"arguments": {}, "name": "h"}</tool_call>',
          '<tool_call>{"arguments": {}, "name": "h"}</tool_call>', []),
+        ('<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>',
+         '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>', []),
         ('<tool_call>{"arguments": {}}</tool_call>', '<tool_call>{"arguments": {}}</tool_call>',
          []),
     ],
